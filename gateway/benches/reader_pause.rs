@@ -33,7 +33,7 @@ use pointsman::protocol::{KvEvent, KvEventsConfig, WorkerConfig, WorkerId, Worke
 use pointsman::{Fault, KvSourceStatus, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::time::{interval, sleep};
 
-use publisher::Told;
+use publisher::Progress;
 use stream::{BLOCK_SIZE, CAPACITY_BLOCKS, Stream, tokens};
 
 const BEFORE: Duration = Duration::from_secs(2);
@@ -109,15 +109,15 @@ impl Publisher {
     fn start(case: &Case) -> Self {
         let Case { events_per_message, high_water_mark, ring_messages, .. } = case;
         let arguments = [*events_per_message, *high_water_mark as u64, *ring_messages as u64, messages(case)];
-        let mut process = Command::new(std::env::current_exe().expect("it runs"))
+        let mut process = Command::new(std::env::current_exe().expect("path of this program"))
             .arg(publisher::COMMAND)
             .args(arguments.map(|argument| argument.to_string()))
             .stdout(Stdio::piped())
             .spawn()
             .expect("the publisher starts");
         let mut line = String::new();
-        let said = process.stdout.take().expect("it is piped");
-        BufReader::new(said).read_line(&mut line).expect("the publisher names its port");
+        let output = process.stdout.take().expect("stream is piped");
+        BufReader::new(output).read_line(&mut line).expect("the publisher names its port");
         Self { port: line.trim().parse().expect("a port"), process }
     }
 }
@@ -148,23 +148,23 @@ async fn run(case: &Case, notes: &notes::Notes) {
         kv_events: Some(kv_events),
         ..WorkerConfig::at("http://127.0.0.1:1")
     };
-    router.upsert_worker(READ.worker, read).await.expect("it is taken");
-    router.register_workers((1..=OTHERS).map(WorkerId)).await.expect("they are taken");
+    router.upsert_worker(READ.worker, read).await.expect("router is running");
+    router.register_workers((1..=OTHERS).map(WorkerId)).await.expect("worker registered");
 
-    let told = Arc::new(Told::default());
-    let asking = tokio::spawn(publisher::ask(publisher.port + 2, Arc::clone(&told)));
+    let progress = Arc::new(Progress::default());
+    let polling = tokio::spawn(publisher::poll_progress(publisher.port + 2, Arc::clone(&progress)));
     let seen = Arc::new(Seen { begun: Instant::now(), ..Seen::default() });
     let deciding =
-        [0, 1].map(|client| tokio::spawn(decide(router.clone(), client, Arc::clone(&told), Arc::clone(&seen))));
+        [0, 1].map(|client| tokio::spawn(decide(router.clone(), client, Arc::clone(&progress), Arc::clone(&seen))));
     let sampling = tokio::spawn(sample(Arc::clone(&seen)));
-    let watcher = Watcher { router: router.clone(), told, case };
+    let watcher = Watcher { router: router.clone(), progress, case };
 
     sleep(BEFORE).await;
     let (noted_before, rss_before) = (notes.all(), rss_bytes());
     seen.phase.store(1, Ordering::Relaxed);
     let holding = router.clone();
-    let hang = tokio::task::spawn_blocking(move || holding.hang(Fault::Ingest(READ))).await.expect("it stands still");
-    let hang = hang.expect("there is such a reader");
+    let hang = tokio::task::spawn_blocking(move || holding.hang(Fault::Ingest(READ))).await.expect("hang injected");
+    let hang = hang.expect("the reader exists");
     sleep(PAUSE).await;
     let lag = watcher.lag();
     seen.phase.store(2, Ordering::Relaxed);
@@ -177,7 +177,7 @@ async fn run(case: &Case, notes: &notes::Notes) {
         task.abort();
     }
     sampling.abort();
-    asking.abort();
+    polling.abort();
 
     assert_exact(&router, case).await;
     println!("{}", case.name);
@@ -194,19 +194,19 @@ async fn run(case: &Case, notes: &notes::Notes) {
 /// Observes the event source of the measured rank.
 struct Watcher<'a> {
     router: Router,
-    told: Arc<Told>,
+    progress: Arc<Progress>,
     case: &'a Case,
 }
 
 impl Watcher<'_> {
     fn source(&self) -> KvSourceStatus {
-        self.router.kv_sources().into_iter().find(|source| source.rank == READ).expect("it has a source")
+        self.router.kv_sources().into_iter().find(|source| source.rank == READ).expect("the rank has a source")
     }
 
     /// Published messages that are not applied yet.
     fn lag(&self) -> u64 {
         let applied = self.source().applied.map_or(0, |applied| applied + 1);
-        self.told.published.load(Ordering::Relaxed).saturating_sub(applied)
+        self.progress.published.load(Ordering::Relaxed).saturating_sub(applied)
     }
 
     /// Stream states after the pause, with times, and the time until the rank is live and caught up.
@@ -276,7 +276,7 @@ impl Default for Seen {
 
 impl Seen {
     fn latencies(&self, phase: usize) -> String {
-        let mut all = self.latencies_us[phase].lock().expect("nobody fails").clone();
+        let mut all = self.latencies_us[phase].lock().expect("lock not poisoned").clone();
         all.sort_unstable();
         let at = |share: f64| all[((all.len() - 1) as f64 * share) as usize].0;
         let hits = all.iter().filter(|(_, hit)| *hit).count();
@@ -285,21 +285,21 @@ impl Seen {
 }
 
 /// Routes a request every millisecond. Every second prompt is one that the measured rank stored recently.
-async fn decide(router: Router, client: u64, told: Arc<Told>, seen: Arc<Seen>) {
+async fn decide(router: Router, client: u64, progress: Arc<Progress>, seen: Arc<Seen>) {
     let mut pace = interval(Duration::from_micros(1_000));
     for n in 0_u64.. {
         pace.tick().await;
-        let known = told.prompt.load(Ordering::Relaxed).saturating_sub(100 + n % 400);
+        let known = progress.prompt.load(Ordering::Relaxed).saturating_sub(100 + n % 400);
         let tokens = tokens(if n % 2 == 0 { known } else { u64::MAX - n });
         let id = format!("{client}-{n}");
         let begun = Instant::now();
-        let placement = router.route(RouteRequest::new(&id, Prompt::Tokens(&tokens))).await.expect("it is placed");
+        let placement = router.route(RouteRequest::new(&id, Prompt::Tokens(&tokens))).await.expect("placed");
         let took = u32::try_from(begun.elapsed().as_micros()).unwrap_or(u32::MAX);
         let hit = placement.overlap().total_blocks() > 0;
-        let phase = usize::try_from(seen.phase.load(Ordering::Relaxed)).expect("one of three");
+        let phase = usize::try_from(seen.phase.load(Ordering::Relaxed)).expect("phase is 0, 1 or 2");
         // The first half second is warm-up.
         if seen.begun.elapsed() > Duration::from_millis(500) {
-            seen.latencies_us[phase].lock().expect("nobody fails").push((took, hit));
+            seen.latencies_us[phase].lock().expect("lock not poisoned").push((took, hit));
         }
     }
 }

@@ -163,7 +163,7 @@ fn main() -> ExitCode {
 }
 
 /// Prints the output of a command, or its problems.
-#[expect(clippy::print_stdout, reason = "what a command prints is its answer")]
+#[expect(clippy::print_stdout, reason = "the output is the result of the command")]
 fn answered(answer: Result<String, String>) -> ExitCode {
     match answer {
         Ok(answer) => {
@@ -195,7 +195,7 @@ fn check_config(loaded: &Loaded) -> Result<String, String> {
 }
 
 /// Runs an engine until interrupted, and prints its addresses once it is ready.
-#[expect(clippy::print_stdout, reason = "where a command listens is its answer")]
+#[expect(clippy::print_stdout, reason = "the address is the result of the command")]
 fn mock_engine(config: MockConfig) -> Result<String, String> {
     let runtime = tokio::runtime::Runtime::new().map_err(|error| format!("no runtime: {error}\n"))?;
     runtime.block_on(async {
@@ -204,7 +204,7 @@ fn mock_engine(config: MockConfig) -> Result<String, String> {
         for rank in 0..engine.config().data_parallel_size {
             println!("rank {rank}: events {}, replay {}", engine.event_endpoint(rank), engine.replay_endpoint(rank));
         }
-        tokio::signal::ctrl_c().await.map_err(|error| format!("interrupts cannot be heard: {error}\n"))?;
+        tokio::signal::ctrl_c().await.map_err(|error| format!("cannot install the interrupt handler: {error}\n"))?;
         engine.shutdown().await;
         Ok(String::new())
     })
@@ -222,7 +222,7 @@ fn demo(config: &DemoConfig) -> ExitCode {
 }
 
 /// Whether every request succeeded.
-#[expect(clippy::print_stdout, reason = "what came of it is the command's answer")]
+#[expect(clippy::print_stdout, reason = "the report is the result of the command")]
 fn run_demo(config: &DemoConfig) -> Result<bool, String> {
     let runtime = tokio::runtime::Runtime::new().map_err(|error| format!("no runtime: {error}"))?;
     runtime.block_on(async {
@@ -241,7 +241,7 @@ fn run_demo(config: &DemoConfig) -> Result<bool, String> {
             } else {
                 print!("{}", demo.addresses())
             }
-            tokio::signal::ctrl_c().await.map_err(|error| format!("interrupts cannot be heard: {error}"))?;
+            tokio::signal::ctrl_c().await.map_err(|error| format!("cannot install the interrupt handler: {error}"))?;
         }
         demo.shutdown().await;
         Ok(is_clean)

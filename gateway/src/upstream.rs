@@ -41,16 +41,16 @@ pub enum UpstreamError {
     #[error("cannot connect: {0}")]
     Connect(ConnectError),
     /// Timeout.
-    #[error("not answered within {} ms", .0.as_millis())]
+    #[error("no response within {} ms", .0.as_millis())]
     Timeout(Duration),
     /// Connection broken, or invalid HTTP.
-    #[error("broken off: {0}")]
+    #[error("connection closed early: {0}")]
     Broken(String),
     /// Unexpected status of a query by the gateway itself.
-    #[error("answered with status {0}, must be 200")]
+    #[error("response status is {0}, must be 200")]
     Status(StatusCode),
     /// Response above the limit.
-    #[error("the answer is longer than {0} bytes")]
+    #[error("response exceeds {0} bytes")]
     TooLong(usize),
     /// Invalid address.
     #[error("{0:?} is not an address")]
@@ -136,12 +136,12 @@ pub fn worker_tls(authorities: Option<&Path>) -> Result<ClientConfig, WorkerTlsE
     let builder = || {
         ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
             .with_safe_default_protocol_versions()
-            .expect("ring speaks TLS 1.2 and 1.3")
+            .expect("ring supports TLS 1.2 and 1.3")
     };
     let with_roots = match authorities {
         Some(path) => builder().with_root_certificates(roots_of(path)?),
         None => builder().with_native_roots().unwrap_or_else(|error| {
-            tracing::warn!("no certificate of a worker will be believed: {error}");
+            tracing::warn!("no worker certificate will be trusted: {error}");
             builder().with_root_certificates(RootCertStore::empty())
         }),
     };
@@ -156,15 +156,15 @@ fn roots_of(path: &Path) -> Result<RootCertStore, WorkerTlsError> {
         let certificate = certificate.map_err(|error| wrong(error.to_string()))?;
         roots.add(certificate).map_err(|error| wrong(error.to_string()))?;
     }
-    if roots.is_empty() { Err(wrong("it holds no certificate".to_owned())) } else { Ok(roots) }
+    if roots.is_empty() { Err(wrong("the file has no certificate".to_owned())) } else { Ok(roots) }
 }
 
 /// Client for workers. Clones are cheap and share their connections.
 #[derive(Clone, Debug)]
-pub struct Upstream(Arc<RwLock<Link>>);
+pub struct Upstream(Arc<RwLock<Connector>>);
 
 #[derive(Clone, Debug)]
-struct Link {
+struct Connector {
     client: HttpsClient,
     /// `Authorization` for queries of the gateway itself. Marked sensitive, so that it is never printed.
     key: Option<HeaderValue>,
@@ -176,13 +176,13 @@ impl Upstream {
     /// A client without connections. `tls` defines the trusted certificates.
     #[must_use]
     pub fn new(tls: ClientConfig, connect_timeout: Duration) -> Self {
-        Self(Arc::new(RwLock::new(Link { client: client(tls, connect_timeout), key: None })))
+        Self(Arc::new(RwLock::new(Connector { client: client(tls, connect_timeout), key: None })))
     }
 
     /// The same with `Authorization` for queries of the gateway itself.
     #[must_use]
-    pub fn showing(self, key: Option<HeaderValue>) -> Self {
-        self.set(|link| link.key = key.map(sensitive));
+    pub fn with_key(self, key: Option<HeaderValue>) -> Self {
+        self.set(|connector| connector.key = key.map(sensitive));
         self
     }
 
@@ -190,18 +190,18 @@ impl Upstream {
     /// keep their connections.
     pub fn change(&self, tls: Option<ClientConfig>, connect_timeout: Duration, key: Option<HeaderValue>) {
         let client = tls.map(|tls| client(tls, connect_timeout));
-        self.set(|link| {
-            link.key = key.map(sensitive);
-            link.client = client.unwrap_or_else(|| link.client.clone());
+        self.set(|connector| {
+            connector.key = key.map(sensitive);
+            connector.client = client.unwrap_or_else(|| connector.client.clone());
         });
     }
 
-    fn set(&self, change: impl FnOnce(&mut Link)) {
+    fn set(&self, change: impl FnOnce(&mut Connector)) {
         // Each part is consistent after every statement.
         change(&mut self.0.write().unwrap_or_else(PoisonError::into_inner));
     }
 
-    fn link(&self) -> Link {
+    fn connector(&self) -> Connector {
         self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
     /// Sends a request and returns the response head. Cancel-safe: dropping the future closes the connection.
@@ -209,7 +209,7 @@ impl Upstream {
     /// # Errors
     /// Connection failure or broken connection.
     pub async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, UpstreamError> {
-        self.link().client.request(request).await.map_err(|error| {
+        self.connector().client.request(request).await.map_err(|error| {
             if lacks_descriptor(&error) {
                 return UpstreamError::NoDescriptor;
             }
@@ -225,7 +225,7 @@ impl Upstream {
     ///
     /// # Errors
     /// See [`UpstreamError`]; includes any status except 200.
-    pub async fn ask(
+    pub async fn query(
         &self,
         url: &str,
         body: Bytes,
@@ -235,7 +235,7 @@ impl Upstream {
         let address = || UpstreamError::Address(url.to_owned());
         let uri: Uri = url.parse().map_err(|_| address())?;
         let mut request = Request::post(uri).header(CONTENT_TYPE, "application/json");
-        if let Some(key) = &self.link().key {
+        if let Some(key) = &self.connector().key {
             request = request.header(AUTHORIZATION, key);
         }
         let request = request.body(Full::new(body)).map_err(|_| address())?;

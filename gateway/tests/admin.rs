@@ -12,7 +12,7 @@ use pointsman_gateway::serve::Gateway;
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};
 
-use crate::common::admin::{ALIAS, Asked, MODEL, TOKEN, file, read, settings, until};
+use crate::common::admin::{ALIAS, AdminClient, MODEL, TOKEN, file, read, settings, until};
 
 /// Every route with a valid body. Routes that stop workers come last.
 const ROUTES: &[(&str, &str, &str)] = &[
@@ -36,10 +36,10 @@ const ROUTES: &[(&str, &str, &str)] = &[
 ];
 
 #[tokio::test]
-async fn without_the_token_nothing_is_told_or_done() {
-    let asked = Asked::start().await;
-    asked.router().upsert_worker(WorkerId(1), WorkerConfig::at("http://127.0.0.1:1")).await.expect("a worker");
-    let before = asked.router().workers();
+async fn admin_routes_require_the_token() {
+    let client = AdminClient::start().await;
+    client.router().upsert_worker(WorkerId(1), WorkerConfig::at("http://127.0.0.1:1")).await.expect("a worker");
+    let before = client.router().workers();
     let nowhere = [("GET", "/", ""), ("GET", "/nowhere", ""), ("DELETE", "/admin/models", "")];
     let right = format!("authorization: Bearer {TOKEN}");
     let wrong = format!("authorization: Bearer {TOKEN}x");
@@ -55,73 +55,73 @@ async fn without_the_token_nothing_is_told_or_done() {
             (*path, &[&format!("x-api-key: {TOKEN}"), &format!("cookie: token={TOKEN}")]),
             (&in_query, &[]),
         ] {
-            let answer = asked.ask_as(method, path, body, headers).await;
+            let answer = client.send_with_headers(method, path, body, headers).await;
             assert_eq!((answer.status, answer.code().as_str()), (401, "invalid_token"), "{method} {path} {headers:?}");
             assert!(answer.head.contains("www-authenticate: bearer"), "{}", answer.head);
             assert!(!String::from_utf8_lossy(&answer.body).contains(TOKEN));
         }
     }
-    assert_eq!(asked.router().workers(), before, "nothing is done");
+    assert_eq!(client.router().workers(), before, "no change");
     for (method, path, body) in ROUTES {
-        let answer = asked.ask(method, path, body).await;
+        let answer = client.send(method, path, body).await;
         assert!((200..300).contains(&answer.status), "{method} {path}: {}", String::from_utf8_lossy(&answer.body));
         assert!(answer.head.contains("cache-control: no-store"), "{}", answer.head);
     }
-    let left: Vec<WorkerId> = asked.router().workers().iter().map(|entry| entry.worker).collect();
-    assert_eq!(left, [derived_id("http://127.0.0.1:2")], "with it everything is");
-    let answer = asked.ask_as_client("/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:3"}"#).await;
-    assert_eq!(answer.status, 404, "clients have no such path");
+    let left: Vec<WorkerId> = client.router().workers().iter().map(|entry| entry.worker).collect();
+    assert_eq!(left, [derived_id("http://127.0.0.1:2")], "accepted with the token");
+    let answer = client.send_as_client("/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:3"}"#).await;
+    assert_eq!(answer.status, 404, "clients have no admin path");
 }
 
 #[tokio::test]
-async fn a_gateway_has_an_administration_only_with_a_token() {
+async fn the_admin_listener_requires_a_token_file() {
     let mut without = settings();
     without.admin = None;
-    let gateway = Gateway::start(without).await.expect("it starts");
+    let gateway = Gateway::start(without).await.expect("start succeeds");
     assert_eq!(gateway.admin_address(), None);
     for (bytes, rule) in
         [(&b"hunter2hunter2\n"[..], "holds 14 bytes, must hold 16"), (b"hunter2 hunter2 hunter2", "visible")]
     {
         let mut refused = settings();
-        refused.admin.as_mut().expect("there is one").token_file = file(bytes);
-        let error = Gateway::start(refused).await.err().expect("must be refused").to_string();
+        refused.admin.as_mut().expect("admin settings present").token_file = file(bytes);
+        let error = Gateway::start(refused).await.err().expect("rejected").to_string();
         assert!(error.contains(rule) && !error.contains("hunter2"), "{error}");
     }
     #[cfg(unix)]
     {
         use std::os::unix::fs::PermissionsExt as _;
         let mut writable = settings();
-        let file = &writable.admin.as_mut().expect("there is one").token_file;
-        std::fs::set_permissions(file, std::fs::Permissions::from_mode(0o666)).expect("it is ours");
-        let error = Gateway::start(writable).await.err().expect("must be refused").to_string();
+        let file = &writable.admin.as_mut().expect("admin settings present").token_file;
+        std::fs::set_permissions(file, std::fs::Permissions::from_mode(0o666)).expect("permissions set");
+        let error = Gateway::start(writable).await.err().expect("rejected").to_string();
         assert!(error.contains("has mode 666, must not be writable"), "{error}");
     }
     let mut missing = settings();
-    missing.admin.as_mut().expect("there is one").token_file = "/nowhere/token".into();
-    let error = Gateway::start(missing).await.err().expect("must be refused").to_string();
+    missing.admin.as_mut().expect("admin settings present").token_file = "/nowhere/token".into();
+    let error = Gateway::start(missing).await.err().expect("rejected").to_string();
     assert!(error.contains("/nowhere/token"), "{error}");
 }
 
 #[tokio::test]
-async fn a_worker_joins_serves_drains_and_goes() {
+async fn a_worker_is_added_drained_and_removed() {
     let engine = MockEngine::start(MockConfig { time_scale: 0.0, block_size: 4, ..MockConfig::default() });
     let engine = engine.await.expect("an engine");
-    let asked = Asked::start().await;
+    let client = AdminClient::start().await;
     let worker = format!("/admin/models/mock/workers/{}", u64::MAX);
-    let put = asked.ask("PUT", &worker, &json!({ "endpoint": engine.url() }).to_string()).await;
+    let put = client.send("PUT", &worker, &json!({ "endpoint": engine.url() }).to_string()).await;
     assert_eq!((put.status, &put.json()["id"]), (201, &json!("18446744073709551615")));
     let chat = r#"{"model":"mock","messages":[{"role":"user","content":"hello"}],"max_tokens":1}"#;
-    let chatted = asked.ask_as_client("/v1/chat/completions", chat).await;
+    let chatted = client.send_as_client("/v1/chat/completions", chat).await;
     assert_eq!(chatted.status, 200, "{}", String::from_utf8_lossy(&chatted.body));
 
-    let patched = asked.ask("PATCH", &worker, r#"{"taints":["h100"],"total_kv_blocks":100}"#).await;
+    let patched = client.send("PATCH", &worker, r#"{"taints":["h100"],"total_kv_blocks":100}"#).await;
     let config = &patched.json()["config"];
     assert_eq!((patched.status, &config["taints"], &config["total_kv_blocks"]), (200, &json!(["h100"]), &json!(100)));
     assert_eq!(config["endpoint"], engine.url());
 
-    let router = asked.router().clone();
+    let router = client.router().clone();
     let placed = router.route(RouteRequest::new("held", Prompt::Tokens(&[1; 8]))).await.expect("a place");
-    let listed = asked.ask("GET", "/admin/models/mock/workers", "").await.json();
+    let listed = client.send("GET", "/admin/models/mock/workers", "").await.json();
     let rank = &listed["workers"][0]["ranks"][0];
     assert_eq!(rank["active_requests"], 1, "{rank}");
     assert_eq!(rank["health"]["state"], "healthy", "{rank}");
@@ -129,61 +129,61 @@ async fn a_worker_joins_serves_drains_and_goes() {
     // The prefill backlog of its 8 tokens decays with time.
     assert!(rank["active_prefill_tokens"].as_u64().is_some_and(|tokens| tokens <= 8), "{rank}");
 
-    let drain = asked.begin("POST", &format!("{worker}/drain"), r#"{"timeout_ms":60000}"#).await;
-    until("the drain begins", || router.workers().iter().all(|entry| entry.draining)).await;
-    assert!(router.route(RouteRequest::new("late", Prompt::Tokens(&[1]))).await.is_err(), "no new work");
+    let drain = client.begin("POST", &format!("{worker}/drain"), r#"{"timeout_ms":60000}"#).await;
+    until("drain started", || router.workers().iter().all(|entry| entry.draining)).await;
+    assert!(router.route(RouteRequest::new("late", Prompt::Tokens(&[1]))).await.is_err(), "no new requests");
     for (method, path, body) in [
         ("POST", format!("{worker}/drain"), r#"{"timeout_ms":0}"#),
         ("PATCH", worker.clone(), "{}"),
         ("PUT", worker.clone(), r#"{"endpoint":"http://127.0.0.1:1"}"#),
     ] {
-        let answer = asked.ask(method, &path, body).await;
+        let answer = client.send(method, &path, body).await;
         assert_eq!((answer.status, answer.code().as_str()), (409, "worker_draining"), "{method} {path}");
     }
     drop(placed);
     let drained = read(drain).await;
     assert_eq!((drained.status, &drained.json()["cut_off"]), (200, &json!(0)));
     assert_eq!(
-        asked.ask("GET", "/admin/models/mock/workers", "").await.json(),
+        client.send("GET", "/admin/models/mock/workers", "").await.json(),
         json!({ "workers": [], "removed": [] })
     );
-    assert_eq!(asked.ask("DELETE", &worker, "").await.status, 404);
+    assert_eq!(client.send("DELETE", &worker, "").await.status, 404);
     engine.shutdown().await;
 }
 
 #[tokio::test]
-async fn a_drain_that_nobody_waits_for_goes_on_and_says_what_it_cut_off() {
-    let asked = Asked::start().await;
-    let router = asked.router().clone();
-    let added = asked.ask("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+async fn an_abandoned_drain_continues_and_reports_cut_off_bookings() {
+    let client = AdminClient::start().await;
+    let router = client.router().clone();
+    let added = client.send("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
     assert_eq!(
         (added.status, added.json()["id"].as_str()),
         (201, Some(&*derived_id("http://127.0.0.1:1").to_string()))
     );
-    let again = asked.ask("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+    let again = client.send("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
     assert_eq!(again.status, 200, "the same endpoint is the same worker");
     let drain = format!("/admin/models/mock/workers/{}/drain", derived_id("http://127.0.0.1:1"));
 
     let held = router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect("a place");
-    let cut_off = asked.ask("POST", &drain, r#"{"timeout_ms":0}"#).await;
+    let cut_off = client.send("POST", &drain, r#"{"timeout_ms":0}"#).await;
     assert_eq!(cut_off.json()["cut_off"], 1);
     drop(held);
 
-    asked.ask("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+    client.send("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
     let held = router.route(RouteRequest::new("b", Prompt::Tokens(&[1]))).await.expect("a place");
-    let abandoned = asked.begin("POST", &drain, r#"{"timeout_ms":600000}"#).await;
-    until("the drain begins", || router.workers().iter().all(|entry| entry.draining)).await;
+    let abandoned = client.begin("POST", &drain, r#"{"timeout_ms":600000}"#).await;
+    until("drain started", || router.workers().iter().all(|entry| entry.draining)).await;
     drop(abandoned);
     drop(held);
-    until("the worker goes", || router.workers().is_empty()).await;
+    until("worker removed", || router.workers().is_empty()).await;
 }
 
 #[tokio::test]
-async fn what_cannot_be_done_is_refused_by_its_reason_and_changes_nothing() {
-    let asked = Asked::start().await;
+async fn rejected_changes_have_a_reason_and_no_effect() {
+    let client = AdminClient::start().await;
     let at = |endpoint: &str| json!({ "endpoint": endpoint }).to_string();
-    asked.ask("PUT", "/admin/models/mock/workers/1", &at("http://127.0.0.1:1")).await;
-    let before = asked.router().workers();
+    client.send("PUT", "/admin/models/mock/workers/1", &at("http://127.0.0.1:1")).await;
+    let before = client.router().workers();
     let good = at("http://127.0.0.1:2");
     let with = |field: &str, value: Value| json!({ "endpoint": "http://127.0.0.1:2", field: value }).to_string();
     let deep = format!(r#"{{"messages":{}{}}}"#, "[".repeat(100_000), "]".repeat(100_000));
@@ -249,18 +249,18 @@ async fn what_cannot_be_done_is_refused_by_its_reason_and_changes_nothing() {
         ("PUT", format!("{workers}/2"), " ".repeat((8 << 20) + 1), 413, "body_too_large"),
     ];
     for (method, path, body, status, code) in cases {
-        let answer = asked.ask(method, &path, &body).await;
+        let answer = client.send(method, &path, &body).await;
         let shown: String = body.chars().take(80).collect();
         assert_eq!((answer.status, answer.code().as_str()), (status, code), "{method} {path} {shown}");
         assert!(!String::from_utf8_lossy(&answer.body).contains("pw"), "{method} {path} {shown}");
     }
-    assert_eq!(asked.router().workers(), before);
+    assert_eq!(client.router().workers(), before);
 }
 
 #[tokio::test]
-async fn a_path_means_one_thing_or_nothing() {
-    let asked = Asked::start().await;
-    asked.ask("PUT", "/admin/models/mock/workers/1", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+async fn ambiguous_admin_paths_are_rejected() {
+    let client = AdminClient::start().await;
+    client.send("PUT", "/admin/models/mock/workers/1", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
     for path in [
         "//admin/models",
         "/admin//models",
@@ -287,23 +287,23 @@ async fn a_path_means_one_thing_or_nothing() {
         "http://127.0.0.1:1/admin/models",
         &format!("/admin/models/{}/config", "x".repeat(3000)),
     ] {
-        let answer = asked.ask("GET", path, "").await;
+        let answer = client.send("GET", path, "").await;
         assert!(answer.status == 404 || (answer.status == 400 && answer.body.is_empty()), "{path}: {}", answer.status);
     }
-    assert_eq!(asked.ask("DELETE", "/admin/models/mock/workers/2/../1", "").await.status, 404);
-    assert_eq!(asked.router().workers().len(), 1);
+    assert_eq!(client.send("DELETE", "/admin/models/mock/workers/2/../1", "").await.status, 404);
+    assert_eq!(client.router().workers().len(), 1);
     for path in ["/admin/models/mock/config", "/admin/models/%6dock/config", "/admin/models/org%2Fmock/config"] {
-        assert_eq!(asked.ask("GET", path, "").await.status, 200, "{path}");
+        assert_eq!(client.send("GET", path, "").await.status, 200, "{path}");
     }
 }
 
 #[tokio::test]
-async fn questions_are_answered_and_book_nothing() {
-    let asked = Asked::start().await;
-    let router = asked.router().clone();
+async fn explain_and_overlap_book_nothing() {
+    let client = AdminClient::start().await;
+    let router = client.router().clone();
     for (id, endpoint) in [("1", "http://127.0.0.1:1"), ("18446744073709551615", "http://127.0.0.1:2")] {
         let path = format!("/admin/models/org%2Fmock/workers/{id}");
-        asked.ask("PUT", &path, &json!({ "endpoint": endpoint, "data_parallel_size": 2 }).to_string()).await;
+        client.send("PUT", &path, &json!({ "endpoint": endpoint, "data_parallel_size": 2 }).to_string()).await;
     }
     let tokens: Vec<u32> = (1..=12).collect();
     let holder = WorkerRank::new(WorkerId(u64::MAX), 1);
@@ -311,11 +311,11 @@ async fn questions_are_answered_and_book_nothing() {
     router.flush().await.expect("in the index");
     let load = async |when: &str| {
         assert_eq!(router.health().leases, 0, "{when}");
-        asked.ask("GET", "/admin/models/mock/loads", "").await.json()
+        client.send("GET", "/admin/models/mock/loads", "").await.json()
     };
     let before = load("before").await;
 
-    let explained = asked.ask("POST", "/admin/models/mock/explain", &json!({ "tokens": tokens }).to_string()).await;
+    let explained = client.send("POST", "/admin/models/mock/explain", &json!({ "tokens": tokens }).to_string()).await;
     let explained = explained.json();
     assert_eq!((&explained["tokens_source"], &explained["tokens"]), (&json!("request"), &json!(12)));
     let table = &explained["explanation"];
@@ -325,23 +325,24 @@ async fn questions_are_answered_and_book_nothing() {
     assert_eq!((rows.len(), &rows[3]["rank"], &rows[3]["cached_tokens"]), (4, &last, &json!(8)));
 
     let pinned = json!({ "tokens": tokens, "pin": { "worker": "1", "rank": 0 }, "allowed_workers": [1, "1"] });
-    let pinned = asked.ask("POST", "/admin/models/mock/explain", &pinned.to_string()).await.json();
+    let pinned = client.send("POST", "/admin/models/mock/explain", &pinned.to_string()).await.json();
     assert_eq!(pinned["explanation"]["chosen"], json!({ "worker": "1", "rank": 0 }), "{pinned}");
-    let nobody = json!({ "tokens": tokens, "required_taints": ["none"], "strict_priority": 1, "priority_jump": 0.5 });
-    let nobody = asked.ask("POST", "/admin/models/mock/explain", &nobody.to_string()).await.json();
-    assert_eq!(nobody["explanation"]["chosen"], json!(null));
-    assert!(nobody["explanation"]["refused"].is_string(), "{nobody}");
-    let text = asked.ask("POST", "/admin/models/mock/explain", r#"{"prompt":"hello"}"#).await.json();
+    let unplaceable =
+        json!({ "tokens": tokens, "required_taints": ["none"], "strict_priority": 1, "priority_jump": 0.5 });
+    let unplaceable = client.send("POST", "/admin/models/mock/explain", &unplaceable.to_string()).await.json();
+    assert_eq!(unplaceable["explanation"]["chosen"], json!(null));
+    assert!(unplaceable["explanation"]["refused"].is_string(), "{unplaceable}");
+    let text = client.send("POST", "/admin/models/mock/explain", r#"{"prompt":"hello"}"#).await.json();
     assert!(text["tokens_source"].is_string() && text["explanation"]["chosen"].is_object(), "{text}");
     let chat = r#"{"messages":[{"role":"user","content":"hello"}]}"#;
-    assert_eq!(asked.ask("POST", "/admin/models/mock/explain", chat).await.status, 200);
+    assert_eq!(client.send("POST", "/admin/models/mock/explain", chat).await.status, 200);
 
-    let held = asked.ask("POST", "/admin/models/mock/overlap", &json!({ "tokens": tokens }).to_string()).await.json();
+    let held = client.send("POST", "/admin/models/mock/overlap", &json!({ "tokens": tokens }).to_string()).await.json();
     let rows = held["overlap"]["ranks"].as_array().expect("rows");
     assert_eq!((rows.len(), &rows[3]["rank"], &rows[3]["device_blocks"]), (4, &last, &json!(2)), "{held}");
     assert_eq!(held["overlap"]["shared_cache"]["enabled"], false);
     let salted = json!({ "tokens": tokens, "cache_salt": "another" }).to_string();
-    let salted = asked.ask("POST", "/admin/models/mock/overlap", &salted).await.json();
+    let salted = client.send("POST", "/admin/models/mock/overlap", &salted).await.json();
     assert_eq!(salted["overlap"]["ranks"][3]["device_blocks"], 0);
 
     let after = load("after").await;
@@ -364,18 +365,18 @@ fn stored(rank: WorkerRank, tokens: &[u32]) -> RouterEvent {
 }
 
 #[tokio::test]
-async fn a_dump_rebuilds_what_was_dumped() {
-    let asked = Asked::start().await;
-    let router = asked.router().clone();
+async fn a_dump_rebuilds_the_index() {
+    let client = AdminClient::start().await;
+    let router = client.router().clone();
     let ranks = WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at("http://127.0.0.1:1") };
     router.upsert_worker(WorkerId(1), ranks).await.expect("a worker");
-    let empty = asked.ask("GET", "/admin/models/mock/dump", "").await;
+    let empty = client.send("GET", "/admin/models/mock/dump", "").await;
     assert_eq!((empty.status, empty.body.len()), (200, 0));
     // Longer than one frame of the response body.
     let tokens: Vec<u32> = (0..40_000).collect();
     let events = [0, 1].map(|rank| stored(WorkerRank::new(WorkerId(1), rank), &tokens));
     router.apply_events(events.to_vec()).await.expect("applied");
-    let dump = asked.ask("GET", "/admin/models/mock/dump", "").await;
+    let dump = client.send("GET", "/admin/models/mock/dump", "").await;
     assert!(dump.head.contains("content-type: application/x-ndjson"), "{}", dump.head);
     assert!(dump.head.contains("x-dump-lines: 2") && dump.head.contains("x-dump-blocks: 20000"), "{}", dump.head);
     let text = String::from_utf8(dump.body).expect("JSON lines are text");
@@ -385,23 +386,23 @@ async fn a_dump_rebuilds_what_was_dumped() {
 }
 
 #[tokio::test]
-async fn reports_say_what_is_there_and_no_secrets() {
-    let asked = Asked::start().await;
-    asked.ask("PUT", "/admin/models/mock/workers/1", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
-    let models = asked.ask("GET", "/admin/models", "").await.json();
+async fn reports_are_complete_and_hide_secrets() {
+    let client = AdminClient::start().await;
+    client.send("PUT", "/admin/models/mock/workers/1", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+    let models = client.send("GET", "/admin/models", "").await.json();
     let model = &models["models"][0];
     assert_eq!((&model["name"], &model["aliases"]), (&json!(MODEL), &json!([ALIAS])));
     assert_eq!((&model["workers"], &model["ranks"], &model["leases"]), (&json!(1), &json!(1), &json!(0)));
     assert_eq!((&model["tokens_source"], &model["block_size"]), (&json!("none"), &json!(4)));
 
-    let health = asked.ask("GET", "/admin/models/mock/health", "").await.json();
+    let health = client.send("GET", "/admin/models/mock/health", "").await.json();
     assert_eq!((&health["up"], &health["cold"], &health["doubts"]), (&json!(true), &json!([]), &json!([])));
     let rank = json!({ "worker": "1", "rank": 0, "state": "healthy", "why": "", "until_s": null });
     assert_eq!((&health["ranks"], &health["discovery"]), (&json!([rank]), &json!([])));
 
-    let config = asked.ask("GET", "/admin/models/mock/config", "").await.json();
+    let config = client.send("GET", "/admin/models/mock/config", "").await.json();
     assert_eq!((&config["block_size"], &config["index"]["shards"]), (&json!(4), &json!(2)));
-    let settings = asked.ask("GET", "/admin/config", "").await;
+    let settings = client.send("GET", "/admin/config", "").await;
     assert!(!String::from_utf8_lossy(&settings.body).contains(TOKEN));
     let settings = settings.json();
     assert!(settings["admin"]["token_file"].is_string() && settings["gateway"]["listen"].is_string(), "{settings}");
@@ -413,9 +414,9 @@ async fn every_command_of_the_documentation_works() {
     let page = include_str!("../../docs/admin.md");
     let commands: Vec<&str> = page.lines().filter(|line| line.starts_with("curl ")).collect();
     assert!(commands.len() > 15, "{commands:?}");
-    let asked = Asked::start().await;
+    let client = AdminClient::start().await;
     for command in commands {
-        let rest = command.strip_prefix(r#"curl -sH "$AUTH" "#).expect("the token is shown");
+        let rest = command.strip_prefix(r#"curl -sH "$AUTH" "#).expect("the command uses the token");
         let rest = rest.split(" | ").next().unwrap_or_default();
         let (rest, body) = rest.split_once(" -d ").unwrap_or((rest, ""));
         let given = if body.is_empty() { "GET" } else { "POST" };
@@ -424,21 +425,21 @@ async fn every_command_of_the_documentation_works() {
             None => (given, rest),
         };
         let path = url.replace("$ADMIN", "/admin").replace("http://127.0.0.1:8081", "");
-        let answer = asked.ask(method, &path, body.trim_matches('\'')).await;
+        let answer = client.send(method, &path, body.trim_matches('\'')).await;
         assert!((200..300).contains(&answer.status), "{command}: {}", String::from_utf8_lossy(&answer.body));
     }
-    assert!(asked.router().workers().is_empty(), "those that were added have gone again");
+    assert!(client.router().workers().is_empty(), "all added workers are removed");
 }
 
 #[tokio::test]
-async fn the_end_of_the_gateway_ends_what_operators_wait_for() {
-    let asked = Asked::start().await;
-    let router = asked.router().clone();
-    asked.ask("PUT", "/admin/models/mock/workers/1", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+async fn shutdown_ends_waiting_admin_requests() {
+    let client = AdminClient::start().await;
+    let router = client.router().clone();
+    client.send("PUT", "/admin/models/mock/workers/1", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
     let held = router.route(RouteRequest::new("held", Prompt::Tokens(&[1]))).await.expect("a place");
-    let drain = asked.begin("POST", "/admin/models/mock/workers/1/drain", r#"{"timeout_ms":600000}"#).await;
-    until("the drain begins", || router.workers().iter().all(|entry| entry.draining)).await;
-    asked.gateway.shutdown(Duration::ZERO).await;
+    let drain = client.begin("POST", "/admin/models/mock/workers/1/drain", r#"{"timeout_ms":600000}"#).await;
+    until("drain started", || router.workers().iter().all(|entry| entry.draining)).await;
+    client.gateway.shutdown(Duration::ZERO).await;
     assert_eq!(read(drain).await.status, 503);
     drop(held);
 }

@@ -7,12 +7,12 @@ use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use crate::common::admin::{Asked, PATIENCE, read, settings, until};
+use crate::common::admin::{AdminClient, PATIENCE, read, settings, until};
 
 const WORKERS: &str = "/admin/models/mock/workers";
 
 /// A gateway that has discovered an engine of two ranks with KV events.
-async fn discovered() -> (MockEngine, Asked, String) {
+async fn discovered() -> (MockEngine, AdminClient, String) {
     let config = MockConfig {
         dialect: Dialect::SglangMap,
         data_parallel_size: 2,
@@ -23,64 +23,64 @@ async fn discovered() -> (MockEngine, Asked, String) {
     let engine = MockEngine::start(config).await.expect("an engine");
     let mut settings = settings();
     settings.models[0].worker_urls = vec![engine.url()];
-    let asked = Asked::with(settings).await;
-    let router = asked.router();
-    until("it is discovered", || router.workers().len() == 1).await;
+    let client = AdminClient::with(settings).await;
+    let router = client.router();
+    until("worker discovered", || router.workers().len() == 1).await;
     let worker = format!("{WORKERS}/{}", derived_id(&engine.url()));
-    (engine, asked, worker)
+    (engine, client, worker)
 }
 
 /// The response to `GET .../workers`.
-async fn workers(asked: &Asked) -> Value {
-    asked.ask("GET", WORKERS, "").await.json()
+async fn workers(client: &AdminClient) -> Value {
+    client.send("GET", WORKERS, "").await.json()
 }
 
 #[tokio::test]
-async fn a_worker_drained_or_removed_by_hand_goes_back_to_discovery() {
-    let (engine, asked, worker) = discovered().await;
-    let before = asked.router().workers();
+async fn manual_drains_and_removals_can_be_undone() {
+    let (engine, client, worker) = discovered().await;
+    let before = client.router().workers();
     assert_eq!(before[0].ranks.len(), 2);
     let drain = format!("{worker}/drain");
     for (method, path, body) in [("DELETE", &worker, ""), ("POST", &drain, r#"{"timeout_ms":60000}"#)] {
-        assert_eq!(asked.ask(method, path, body).await.status, 200);
-        let listed = workers(&asked).await;
+        assert_eq!(client.send(method, path, body).await.status, 200);
+        let listed = workers(&client).await;
         let removed = &listed["removed"][0];
         assert_eq!((&listed["workers"], &removed["endpoint"]), (&json!([]), &json!(engine.url())), "{listed}");
         assert!(removed["source"].is_string() && worker.ends_with(removed["id"].as_str().expect("an id")), "{listed}");
-        let undone = asked.ask("POST", &format!("{worker}/undrain"), "").await;
+        let undone = client.send("POST", &format!("{worker}/undrain"), "").await;
         assert_eq!((undone.status, undone.json()["ranks"].as_array().map(Vec::len)), (200, Some(2)));
-        assert_eq!(asked.router().workers(), before, "with its ranks and its events");
-        assert_eq!(workers(&asked).await["removed"], json!([]));
+        assert_eq!(client.router().workers(), before, "ranks and events are unchanged");
+        assert_eq!(workers(&client).await["removed"], json!([]));
     }
-    assert_eq!(asked.ask("POST", &format!("{worker}/undrain"), "").await.code(), "worker_not_draining");
+    assert_eq!(client.send("POST", &format!("{worker}/undrain"), "").await.code(), "worker_not_draining");
 }
 
 #[tokio::test]
-async fn a_drain_under_way_is_undone() {
-    let (_engine, asked, worker) = discovered().await;
-    let router = asked.router();
+async fn a_drain_in_progress_can_be_undone() {
+    let (_engine, client, worker) = discovered().await;
+    let router = client.router();
     let held = router.route(RouteRequest::new("held", Prompt::Tokens(&[1]))).await.expect("a place");
-    let drain = asked.begin("POST", &format!("{worker}/drain"), r#"{"timeout_ms":600000}"#).await;
-    until("the drain begins", || router.workers()[0].draining).await;
+    let drain = client.begin("POST", &format!("{worker}/drain"), r#"{"timeout_ms":600000}"#).await;
+    until("drain started", || router.workers()[0].draining).await;
     assert!(router.route(RouteRequest::new("refused", Prompt::Tokens(&[1]))).await.is_err());
-    let undone = asked.ask("POST", &format!("{worker}/undrain"), "").await;
+    let undone = client.send("POST", &format!("{worker}/undrain"), "").await;
     assert_eq!((undone.status, &undone.json()["draining"]), (200, &json!(false)));
-    let drained = timeout(PATIENCE, read(drain)).await.expect("an answer in time");
+    let drained = timeout(PATIENCE, read(drain)).await.expect("response before the timeout");
     assert_eq!((drained.status, drained.code().as_str()), (409, "drain_undone"));
-    drop(router.route(RouteRequest::new("next", Prompt::Tokens(&[1]))).await.expect("it serves on"));
+    drop(router.route(RouteRequest::new("next", Prompt::Tokens(&[1]))).await.expect("the worker accepts requests"));
     drop(held);
-    until("its bookings end", || router.health().leases == 0).await;
-    assert_eq!(router.workers().len(), 1, "the end of its last booking does not end it");
+    until("bookings end", || router.health().leases == 0).await;
+    assert_eq!(router.workers().len(), 1, "the worker stays after its last booking");
 
     // A later drain behaves like a first one.
-    let drained = asked.ask("POST", &format!("{worker}/drain"), r#"{"timeout_ms":600000}"#).await;
+    let drained = client.send("POST", &format!("{worker}/drain"), r#"{"timeout_ms":600000}"#).await;
     assert_eq!((drained.status, &drained.json()["cut_off"]), (200, &json!(0)));
 }
 
 #[tokio::test]
 async fn a_cordoned_worker_keeps_its_requests_and_gets_no_new_ones() {
-    let asked = Asked::start().await;
-    let router = asked.router();
+    let client = AdminClient::start().await;
+    let router = client.router();
     for id in [1, 2] {
         let config = WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at(format!("http://127.0.0.1:{id}")) };
         router.upsert_worker(WorkerId(id), config).await.expect("a worker");
@@ -95,7 +95,7 @@ async fn a_cordoned_worker_keeps_its_requests_and_gets_no_new_ones() {
         held.push(place(n).await);
     }
     assert!(held.iter().any(|placed| placed.rank().worker == WorkerId(1)));
-    let cordon = asked.ask("POST", &format!("{WORKERS}/1/cordon"), "").await;
+    let cordon = client.send("POST", &format!("{WORKERS}/1/cordon"), "").await;
     let active = |worker: &Value| {
         let ranks = worker["ranks"].as_array().expect("ranks");
         ranks.iter().map(|rank| rank["active_requests"].as_u64().expect("a count")).sum::<u64>()
@@ -108,28 +108,28 @@ async fn a_cordoned_worker_keeps_its_requests_and_gets_no_new_ones() {
         assert_eq!(held[n].rank().worker, WorkerId(2));
     }
     // Neither a configuration change nor an added rank lifts the cordon.
-    let changed = asked.ask("PATCH", &format!("{WORKERS}/1"), r#"{"data_parallel_size":3}"#).await;
+    let changed = client.send("PATCH", &format!("{WORKERS}/1"), r#"{"data_parallel_size":3}"#).await;
     assert_eq!((changed.status, &changed.json()["cordoned"]), (200, &json!(true)));
     held.push(place(12).await);
     assert_eq!(held[12].rank().worker, WorkerId(2));
 
-    let uncordoned = asked.ask("POST", &format!("{WORKERS}/1/uncordon"), "").await;
+    let uncordoned = client.send("POST", &format!("{WORKERS}/1/uncordon"), "").await;
     assert_eq!((uncordoned.status, &uncordoned.json()["cordoned"]), (200, &json!(false)));
     held.push(place(13).await);
-    assert_eq!(held[13].rank().worker, WorkerId(1), "it has the idlest ranks");
+    assert_eq!(held[13].rank().worker, WorkerId(1), "the least loaded rank is chosen");
 }
 
 #[tokio::test]
-async fn adding_a_worker_that_is_there_drops_nothing() {
-    let (engine, asked, worker) = discovered().await;
-    let before = asked.router().workers();
+async fn adding_a_registered_worker_changes_nothing() {
+    let (engine, client, worker) = discovered().await;
+    let before = client.router().workers();
     let body = json!({ "endpoint": engine.url() }).to_string();
-    let refused = asked.ask("POST", WORKERS, &body).await;
+    let refused = client.send("POST", WORKERS, &body).await;
     assert_eq!((refused.status, refused.code().as_str()), (409, "worker_exists"));
-    assert_eq!(asked.router().workers(), before);
+    assert_eq!(client.router().workers(), before);
     // Adding the same configuration changes nothing, and the worker stays owned by discovery.
     let same = serde_json::to_string(&before[0].config).expect("JSON");
-    assert_eq!(asked.ask("POST", WORKERS, &same).await.status, 200);
-    assert_eq!(asked.ask("DELETE", &worker, "").await.status, 200);
-    assert_eq!(workers(&asked).await["removed"].as_array().map(Vec::len), Some(1));
+    assert_eq!(client.send("POST", WORKERS, &same).await.status, 200);
+    assert_eq!(client.send("DELETE", &worker, "").await.status, 200);
+    assert_eq!(workers(&client).await["removed"].as_array().map(Vec::len), Some(1));
 }

@@ -80,7 +80,7 @@ fn anchors(page: &str) -> BTreeSet<String> {
 fn every_metric_of_an_alert_is_documented() {
     let known = documented();
     let expressions = values(&read("deploy/alerts.yml"), "expr");
-    assert!(expressions.len() > 10, "{} rules found: the test looks in the wrong place", expressions.len());
+    assert!(expressions.len() > 10, "only {} rules found", expressions.len());
     for expr in expressions {
         let metrics = metrics_in(&expr);
         assert!(!metrics.is_empty(), "no metric in {expr}");
@@ -95,17 +95,17 @@ fn every_metric_of_an_alert_is_documented() {
 fn every_alert_has_a_runbook_and_both_tests() {
     let rules = read("deploy/alerts.yml");
     let (alerts, runbooks) = (values(&rules, "alert"), values(&rules, "runbook_url"));
-    assert_eq!(alerts.len(), runbooks.len(), "a runbook for each alert");
-    assert_eq!(alerts.len(), values(&rules, "summary").len(), "a summary for each alert");
-    assert_eq!(alerts.len(), values(&rules, "description").len(), "a description for each alert");
+    assert_eq!(alerts.len(), runbooks.len(), "one runbook per alert");
+    assert_eq!(alerts.len(), values(&rules, "summary").len(), "one summary per alert");
+    assert_eq!(alerts.len(), values(&rules, "description").len(), "one description per alert");
     for runbook in runbooks {
-        let (page, anchor) = runbook.split_once('#').expect("a place on a page");
+        let (page, anchor) = runbook.split_once('#').expect("runbook has an anchor");
         assert!(anchors(&read(page)).contains(anchor), "{page} has no heading for #{anchor}");
     }
     let tests = read("deploy/alerts_test.yml");
     for alert in alerts {
-        assert!(tests.contains(&format!("alertname: {alert}\n        exp_alerts:\n")), "{alert} is not seen to fire");
-        assert!(tests.contains(&format!("alertname: {alert}, exp_alerts: []")), "{alert} is not seen to be silent");
+        assert!(tests.contains(&format!("alertname: {alert}\n        exp_alerts:\n")), "{alert} has no firing test");
+        assert!(tests.contains(&format!("alertname: {alert}, exp_alerts: []")), "{alert} has no test without an alert");
     }
 }
 

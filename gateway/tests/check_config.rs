@@ -49,11 +49,11 @@ fn the_example_is_accepted_and_printed() {
         assert!(line.ends_with(&format!(" # {origin}")), "{line}");
     }
     let again = check_config(&written("printed.toml", &printed), &[]);
-    assert_eq!(again.status.code(), Some(0), "what was printed is accepted: {}", text(&again.stderr));
+    assert_eq!(again.status.code(), Some(0), "printed settings load again: {}", text(&again.stderr));
 }
 
 #[test]
-fn a_broken_file_is_refused_with_every_problem() {
+fn an_invalid_file_is_rejected_with_all_problems() {
     let broken = written(
         "broken.toml",
         "[server]\nport = 1\n[router]\nblok_size = 16\npolicy.temperature = -1.0\n[[router.queue.classes]]\nname = \"a b\"\n\
@@ -82,7 +82,7 @@ fn a_broken_file_is_refused_with_every_problem() {
 }
 
 #[test]
-fn a_queue_that_rests_on_an_assumed_capacity_is_warned_of() {
+fn queues_based_on_assumed_capacity_are_warned_of() {
     let args = ["--model", "m", "--worker", "http://e:8000", "--set", "router.queue.threshold=2"];
     let output = run(&args.map(OsStr::new), &[("POINTSMAN_GATEWAY_CONNECTIONS_MAX", "100")]);
     let (code, warnings) = (output.status.code(), text(&output.stderr));
@@ -91,7 +91,7 @@ fn a_queue_that_rests_on_an_assumed_capacity_is_warned_of() {
 }
 
 #[test]
-fn flags_are_enough_and_win() {
+fn flags_suffice_and_take_precedence() {
     let args = ["--model", "m", "--worker", "http://e:8000", "--worker", "http://f:8000", "--listen", "127.0.0.1:0"];
     let more = ["--set", "router.block_size=16", "--log-format", "json", "--admin-listen", "[::1]:9"];
     let token = written("flags.token", "0123456789abcdef\n");
@@ -117,7 +117,7 @@ fn flags_are_enough_and_win() {
 }
 
 #[test]
-fn files_that_cannot_be_used_are_named_without_their_content() {
+fn unusable_files_are_named_without_content() {
     written("short.key", "hush-hush\n");
     let file = written(
         "files.toml",
@@ -141,7 +141,7 @@ fn files_that_cannot_be_used_are_named_without_their_content() {
 }
 
 #[test]
-fn what_is_odd_is_warned_of() {
+fn unusual_settings_are_warned_of() {
     let token = written("odd.token", "0123456789abcdef\n");
     let file = written("odd.toml", &format!("[admin]\ntoken_file = {token:?}\n[[models]]\nname = \"m\"\n"));
     let output = check_config(&file, &[("POINTSMAN_GATEWAY_CONNECTIONS_MAX", "100")]);
@@ -151,7 +151,7 @@ fn what_is_odd_is_warned_of() {
 }
 
 #[test]
-fn a_file_that_is_not_there_is_named() {
+fn a_missing_file_is_named() {
     let output = check_config(Path::new("nowhere.toml"), &[]);
     assert_eq!(output.status.code(), Some(2));
     assert!(text(&output.stderr).starts_with("nowhere.toml cannot be read: "), "{}", text(&output.stderr));

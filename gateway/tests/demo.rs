@@ -9,7 +9,7 @@ fn config() -> DemoConfig {
 }
 
 async fn report(config: &DemoConfig) -> Report {
-    let demo = Demo::<OneModel>::run(config, &Progress::silent()).await.expect("it runs");
+    let demo = Demo::<OneModel>::run(config, &Progress::silent()).await.expect("the engine runs");
     let report = demo.report().clone();
     let addresses = demo.addresses();
     assert!(addresses.contains("http://127.0.0.1:") && addresses.contains("curl "), "{addresses}");
@@ -18,18 +18,18 @@ async fn report(config: &DemoConfig) -> Report {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn all_requests_are_answered_and_the_router_finds_more_in_caches() {
+async fn all_requests_succeed_and_the_router_has_more_cache_hits() {
     let report = report(&config()).await;
     assert!(report.is_clean(), "{report}");
     assert_eq!((report.round_robin.requests, report.routed.requests), (24, 24));
-    assert!(report.same_requests, "answers are quoted, and are the same whoever gives them");
+    assert!(report.same_requests, "prompts quote responses, which do not depend on the engine");
     assert_eq!(report.round_robin.prompt_tokens, report.routed.prompt_tokens);
     assert!(report.routed.cached_tokens > report.round_robin.cached_tokens, "{report}");
-    assert!(!report.times_usable, "there is no pace");
+    assert!(!report.times_usable, "no pace is set");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_same_seed_gives_the_same_requests_and_another_one_others() {
+async fn requests_depend_on_the_seed_alone() {
     let (first, again) = (report(&config()).await, report(&config()).await);
     let other = report(&DemoConfig { seed: 6, ..config() }).await;
     assert_eq!(first.routed.requests_digest, again.routed.requests_digest);
@@ -39,7 +39,7 @@ async fn the_same_seed_gives_the_same_requests_and_another_one_others() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_report_is_json_and_plain_text() {
     let report = report(&DemoConfig { requests: 5, clients: 2, ..config() }).await;
-    let json: serde_json::Value = serde_json::from_str(&report.json()).expect("it is JSON");
+    let json: serde_json::Value = serde_json::from_str(&report.json()).expect("valid JSON");
     assert_eq!((&json["routed"]["requests"], &json["engines"], &json["seed"]), (&5.into(), &4.into(), &5.into()));
     let text = report.to_string();
     assert!(text.contains("time to first token") && text.contains("--time-scale 0"), "{text}");
@@ -47,7 +47,7 @@ async fn the_report_is_json_and_plain_text() {
 }
 
 #[tokio::test]
-async fn what_breaks_a_rule_is_refused() {
+async fn invalid_settings_are_rejected() {
     let refused = Demo::<OneModel>::run(&DemoConfig { time_scale: -1.0, ..config() }, &Progress::silent()).await;
     assert_eq!(refused.err().map(|error| error.to_string()), Some("time_scale is -1, not within 0 to 100".to_owned()));
 }

@@ -25,8 +25,8 @@ const IDLE_CLIENTS: usize = 300;
 
 /// An engine that responds to everything with 200 and counts health probes.
 async fn engine() -> (String, Arc<AtomicUsize>) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback has a free port");
-    let url = format!("http://{}", listener.local_addr().expect("it listens"));
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("free port on loopback");
+    let url = format!("http://{}", listener.local_addr().expect("local address"));
     let probes = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&probes);
     tokio::spawn(async move {
@@ -46,8 +46,8 @@ async fn engine() -> (String, Arc<AtomicUsize>) {
 
 /// A port that is very likely free: the process does not report its `[admin]` address.
 async fn free_address() -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback has a free port");
-    listener.local_addr().expect("it listens")
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("free port on loopback");
+    listener.local_addr().expect("local address")
 }
 
 struct Limited {
@@ -75,28 +75,31 @@ impl Limited {
     }
 
     async fn metric(&self, name: &str) -> f64 {
-        let page = told(self.process.address, "GET /metrics", "").await;
+        let page = exchange(self.process.address, "GET /metrics", "").await;
         let value = page.lines().find_map(|line| line.strip_prefix(name)?.rsplit_once(' '));
         value.unwrap_or_else(|| panic!("no {name} in {page}")).1.parse().expect("a number")
     }
 }
 
 /// The response on a new connection, with the admin token.
-async fn told(address: SocketAddr, what: &str, body: &str) -> String {
-    let mut stream = TcpStream::connect(address).await.expect("it listens");
+async fn exchange(address: SocketAddr, what: &str, body: &str) -> String {
+    let mut stream = TcpStream::connect(address).await.expect("connection accepted");
     let length = body.len();
     let head = format!(
         "{what} HTTP/1.1\r\nhost: test\r\nauthorization: Bearer 0123456789abcdef\r\nconnection: close\r\n\
          content-length: {length}\r\n\r\n"
     );
-    stream.write_all((head + body).as_bytes()).await.expect("the connection stands");
+    stream.write_all((head + body).as_bytes()).await.expect("connection is open");
     let mut answer = String::new();
-    timeout(PATIENCE, stream.read_to_string(&mut answer)).await.expect("an answer in time").expect("an answer");
+    timeout(PATIENCE, stream.read_to_string(&mut answer))
+        .await
+        .expect("response before the timeout")
+        .expect("response received");
     answer
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_few_descriptors_probes_operators_and_workers_keep_theirs() {
+async fn probes_operators_and_workers_keep_reserved_descriptors() {
     let (url, probes) = engine().await;
     let started = Limited::start(&url).await;
     let Limited { process, admin } = &started;
@@ -105,14 +108,14 @@ async fn with_few_descriptors_probes_operators_and_workers_keep_theirs() {
     assert!(warned, "{:?}", process.startup);
     let mut idle = Vec::new();
     for _ in 0..IDLE_CLIENTS {
-        idle.push(TcpStream::connect(process.address).await.expect("the system takes it"));
+        idle.push(TcpStream::connect(process.address).await.expect("the system accepts the connection"));
     }
-    assert!(told(process.address, "GET /live", "").await.starts_with("HTTP/1.1 200"));
-    assert!(told(process.address, "GET /ready", "").await.starts_with("HTTP/1.1 200"));
-    let refused = told(process.address, "POST /v1/completions", r#"{"model":"m","prompt":[1]}"#).await;
+    assert!(exchange(process.address, "GET /live", "").await.starts_with("HTTP/1.1 200"));
+    assert!(exchange(process.address, "GET /ready", "").await.starts_with("HTTP/1.1 200"));
+    let refused = exchange(process.address, "POST /v1/completions", r#"{"model":"m","prompt":[1]}"#).await;
     assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("too_many_connections"), "{refused}");
     assert!(refused.to_lowercase().contains("retry-after: 1\r\n"), "{refused}");
-    let health = told(*admin, "GET /admin/models/m/health", "").await;
+    let health = exchange(*admin, "GET /admin/models/m/health", "").await;
     assert!(health.starts_with("HTTP/1.1 200"), "{health}");
     // The engine is still probed and stays in service.
     let before = probes.load(Ordering::Relaxed);
@@ -121,15 +124,15 @@ async fn with_few_descriptors_probes_operators_and_workers_keep_theirs() {
             sleep(Duration::from_millis(20)).await;
         }
     };
-    timeout(PATIENCE, probed).await.expect("it is probed in time");
+    timeout(PATIENCE, probed).await.expect("probed before the timeout");
     assert_eq!(started.metric("pointsman_ejected_ranks").await, 0.0);
     assert!(started.metric("pointsman_gateway_connections_refused_total{listener=\"clients\"}").await > 0.0);
     drop(idle);
     let served = async {
         let request = r#"{"model":"m","prompt":[1]}"#;
-        while told(process.address, "POST /v1/completions", request).await.contains("too_many_connections") {
+        while exchange(process.address, "POST /v1/completions", request).await.contains("too_many_connections") {
             sleep(Duration::from_millis(20)).await;
         }
     };
-    timeout(PATIENCE, served).await.expect("clients are served again in time");
+    timeout(PATIENCE, served).await.expect("clients are served before the timeout");
 }

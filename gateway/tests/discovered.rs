@@ -25,7 +25,7 @@ async fn engine(block_size: u32) -> MockEngine {
         time_scale: 0.0,
         ..MockConfig::default()
     };
-    MockEngine::start(config).await.expect("it starts")
+    MockEngine::start(config).await.expect("start succeeds")
 }
 
 /// Polls a published state, with a limit.
@@ -46,15 +46,15 @@ async fn complete(engine: &MockEngine, rank: u32, tokens: &[u32]) {
          content-length: {}\r\n\r\n",
         body.len()
     );
-    let mut stream = TcpStream::connect(engine.address()).await.expect("it listens");
-    stream.write_all(format!("{head}{body}").as_bytes()).await.expect("it reads");
+    let mut stream = TcpStream::connect(engine.address()).await.expect("connection accepted");
+    stream.write_all(format!("{head}{body}").as_bytes()).await.expect("request written");
     let mut answer = String::new();
-    timeout(PATIENCE, stream.read_to_string(&mut answer)).await.expect("it answers").expect("whole");
+    timeout(PATIENCE, stream.read_to_string(&mut answer)).await.expect("response before the timeout").expect("whole");
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn engines_say_what_they_are_and_where_their_events_and_load_can_be_had() {
+async fn probed_engines_report_configuration_events_and_load() {
     let (good, other) = (engine(BLOCK_SIZE).await, engine(2 * BLOCK_SIZE).await);
     let config = RouterConfig {
         block_size: BLOCK_SIZE,
@@ -66,34 +66,34 @@ async fn engines_say_what_they_are_and_where_their_events_and_load_can_be_had() 
     let given =
         WorkerConfig { load: Some(LoadSource::Metrics(format!("{}/metrics", good.url()))), ..WorkerConfig::at("") };
     let source = ProbedUrls::new([good.url(), other.url()], options).expect("two addresses").given(&given);
-    let router = Router::builder(config).discovery(source).start().await.expect("it starts");
+    let router = Router::builder(config).discovery(source).start().await.expect("start succeeds");
 
     let worker = derived_id(&good.url());
     let live = || router.kv_sources().iter().filter(|source| source.trust == StreamState::Live).count();
-    until("both ranks are read", &router, || live() == 2).await;
+    until("both ranks are connected", &router, || live() == 2).await;
     let workers = router.workers();
-    assert_eq!(workers.len(), 1, "the one whose blocks are of another size is left out");
+    assert_eq!(workers.len(), 1, "the engine with another block size is rejected");
     assert_eq!((workers[0].worker, workers[0].config.data_parallel_size), (worker, 2));
-    let complaint = router.discovery()[0].last_error.clone().expect("it is said why");
+    let complaint = router.discovery()[0].last_error.clone().expect("the reason is reported");
     assert!(complaint.contains(&other.url()) && complaint.contains("32"), "{complaint}");
 
     let tokens: Vec<u32> = (0..100).collect();
-    let placement = router.route(RouteRequest::new("first", Prompt::Tokens(&tokens))).await.expect("there are ranks");
+    let placement = router.route(RouteRequest::new("first", Prompt::Tokens(&tokens))).await.expect("placed");
     let rank = placement.rank();
     complete(&good, rank.rank, &tokens).await;
     drop(placement);
     good.quiet().await;
-    until("its events are in", &router, || {
+    until("events are applied", &router, || {
         let next = good.sequence_next(u16::try_from(rank.rank).expect("two ranks"));
         let applied = |source: &KvSourceStatus| source.applied.map_or(0, |sequence| sequence + 1);
         router.kv_sources().iter().any(|source| source.rank == rank && applied(source) == next)
     })
     .await;
-    router.flush().await.expect("it is up");
-    let again = router.route(RouteRequest::new("again", Prompt::Tokens(&tokens))).await.expect("there are ranks");
+    router.flush().await.expect("router is running");
+    let again = router.route(RouteRequest::new("again", Prompt::Tokens(&tokens))).await.expect("placed");
     assert_eq!((again.rank(), again.cached_tokens()), (rank, 96));
 
-    until("it says how busy it is", &router, || {
+    until("engine load is reported", &router, || {
         let loads = router.engine_loads();
         let ranks: Vec<WorkerRank> = loads.iter().filter_map(|(rank, fact)| fact.map(|_| *rank)).collect();
         ranks == [WorkerRank::new(worker, 0), WorkerRank::new(worker, 1)]
@@ -103,7 +103,7 @@ async fn engines_say_what_they_are_and_where_their_events_and_load_can_be_had() 
     // When an engine stops, the loss of its events is reported. The worker stays registered because its address is
     // still configured.
     good.shutdown().await;
-    until("its events are gone", &router, || router.kv_sources().iter().all(|source| !source.connected)).await;
+    until("event streams are closed", &router, || router.kv_sources().iter().all(|source| !source.connected)).await;
     assert_eq!(router.workers().len(), 1);
     other.shutdown().await;
 }

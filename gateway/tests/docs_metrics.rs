@@ -13,9 +13,9 @@ fn row(metric: &Metric) -> String {
 }
 
 #[test]
-fn every_metric_of_the_gateway_has_its_row_and_every_row_its_metric() {
+fn metrics_and_documented_rows_match() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/metrics.md");
-    let page = std::fs::read_to_string(page).expect("the page is there");
+    let page = std::fs::read_to_string(page).expect("documentation page exists");
     let rows = page.lines().filter(|line| line.starts_with("| `pointsman_gateway_"));
     let documented: BTreeSet<String> = rows.map(str::to_owned).collect();
     let known: BTreeSet<String> = ALL.iter().map(row).collect();
@@ -25,7 +25,7 @@ fn every_metric_of_the_gateway_has_its_row_and_every_row_its_metric() {
 }
 
 #[test]
-fn names_say_kind_and_unit() {
+fn metric_names_contain_kind_and_unit() {
     for Metric { name, kind, help, .. } in ALL {
         assert_eq!(name.ends_with("_total"), kind.name() == "counter", "{name}");
         assert!(kind.name() != "histogram" || name.ends_with("_seconds"), "{name}");

@@ -52,7 +52,7 @@ fn load(header: &str, line: &str) -> Result<Loaded, LoadErrors> {
 
 /// Name and default of each setting in the section `header`, as printed: required, none, or a value.
 fn settings_under(header: &str) -> Vec<(String, String)> {
-    let printed = load(header, "").expect("the least is enough").to_string();
+    let printed = load(header, "").expect("minimal settings load").to_string();
     let lines = printed.lines().skip_while(|line| *line != header).skip(1).take_while(|line| !line.is_empty());
     let setting = |line: &str| {
         let (setting, origin) = line.rsplit_once(" # ").expect("an origin");
@@ -80,7 +80,8 @@ fn rule_of(header: &str, setting: &str, line: &str) -> Option<String> {
 
 /// The type, in the notation of the page.
 fn kind_of(header: &str, path: &str, name: &str) -> String {
-    let rule = rule_of(header, &format!("{path}.{name}"), &format!("{name} = [1.5]")).expect("no setting takes this");
+    let rule =
+        rule_of(header, &format!("{path}.{name}"), &format!("{name} = [1.5]")).expect("no setting accepts this value");
     match rule.as_str() {
         "an integer from 0 to 4294967295" => "u32".to_owned(),
         "an integer from 0 to 9223372036854775807" => "u64".to_owned(),
@@ -137,7 +138,7 @@ fn every_table_lists_its_settings() {
             wrong.push(format!("under {heading:?} stand\n  {listed:?}\nmust be, in this order\n  {names:?}"));
         }
     }
-    assert!(wrong.is_empty(), "{PAGE} does not say what the code does:\n\n{}\n", wrong.join("\n\n"));
+    assert!(wrong.is_empty(), "{PAGE} differs from the code:\n\n{}\n", wrong.join("\n\n"));
 }
 
 /// The rows of the first table after a heading, as cells, without its header.

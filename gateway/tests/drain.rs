@@ -29,35 +29,40 @@ async fn start_with(engine: &MockEngine, flags: &[&str]) -> Process {
     command.args(flags).args(["--model", "mock", "--worker", &engine.url()]);
     let process = Process::start(command).await;
     let ready = async {
-        while !ask(process.address, "GET /ready", "").await.starts_with("HTTP/1.1 200") {
+        while !exchange(process.address, "GET /ready", "").await.starts_with("HTTP/1.1 200") {
             sleep(Duration::from_millis(20)).await;
         }
     };
-    timeout(PATIENCE, ready).await.expect("it is ready in time");
+    timeout(PATIENCE, ready).await.expect("ready before the timeout");
     process
 }
 
 /// A complete response on a new connection.
-async fn ask(address: SocketAddr, what: &str, body: &str) -> String {
-    let mut stream = TcpStream::connect(address).await.expect("it listens");
+async fn exchange(address: SocketAddr, what: &str, body: &str) -> String {
+    let mut stream = TcpStream::connect(address).await.expect("connection accepted");
     let length = body.len();
     let head = format!("{what} HTTP/1.1\r\nhost: test\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n");
-    stream.write_all((head + body).as_bytes()).await.expect("the connection stands");
+    stream.write_all((head + body).as_bytes()).await.expect("connection is open");
     let mut answer = String::new();
-    timeout(PATIENCE, stream.read_to_string(&mut answer)).await.expect("an answer in time").expect("an answer");
+    timeout(PATIENCE, stream.read_to_string(&mut answer))
+        .await
+        .expect("response before the timeout")
+        .expect("response received");
     answer
 }
 
 /// A streamed response whose head and first bytes have arrived.
 async fn begun(address: SocketAddr, n: usize, max_tokens: u32) -> (TcpStream, String) {
-    let mut stream = TcpStream::connect(address).await.expect("it listens");
-    stream.write_all(request(n, max_tokens).as_bytes()).await.expect("the connection stands");
-    let mut heard = Vec::new();
-    while !String::from_utf8_lossy(&heard).contains("\r\n\r\n") || !String::from_utf8_lossy(&heard).contains("data: ") {
-        let read = timeout(PATIENCE, stream.read_buf(&mut heard)).await.expect("a first byte in time");
-        assert!(read.expect("the connection stands") > 0, "{}", String::from_utf8_lossy(&heard));
+    let mut stream = TcpStream::connect(address).await.expect("connection accepted");
+    stream.write_all(request(n, max_tokens).as_bytes()).await.expect("connection is open");
+    let mut received = Vec::new();
+    while !String::from_utf8_lossy(&received).contains("\r\n\r\n")
+        || !String::from_utf8_lossy(&received).contains("data: ")
+    {
+        let read = timeout(PATIENCE, stream.read_buf(&mut received)).await.expect("first byte before the timeout");
+        assert!(read.expect("connection is open") > 0, "{}", String::from_utf8_lossy(&received));
     }
-    (stream, String::from_utf8(heard).expect("text"))
+    (stream, String::from_utf8(received).expect("text"))
 }
 
 /// An engine with simulated latency that runs `time_scale` virtual seconds per real second.
@@ -75,9 +80,9 @@ async fn a_drain_with_500_open_streams_breaks_none() {
     for n in 0..STREAMS {
         asking.spawn(begun(process.address, n, 100));
     }
-    let streams = timeout(PATIENCE, asking.join_all()).await.expect("all streams have begun in time");
-    let ended = streams.iter().filter(|(_, heard)| heard.contains("[DONE]")).count();
-    assert_eq!(ended, 0, "all of them are open");
+    let streams = timeout(PATIENCE, asking.join_all()).await.expect("all streams start before the timeout");
+    let ended = streams.iter().filter(|(_, received)| received.contains("[DONE]")).count();
+    assert_eq!(ended, 0, "all streams are open");
 
     process.signal("TERM");
     let closed = async {
@@ -85,20 +90,20 @@ async fn a_drain_with_500_open_streams_breaks_none() {
             sleep(Duration::from_millis(20)).await;
         }
     };
-    timeout(PATIENCE, closed).await.expect("nobody listens any more, in time");
+    timeout(PATIENCE, closed).await.expect("the listener closes before the timeout");
     let mut ending = JoinSet::new();
-    for (mut stream, mut heard) in streams {
+    for (mut stream, mut received) in streams {
         ending.spawn(async move {
-            timeout(PATIENCE, stream.read_to_string(&mut heard))
+            timeout(PATIENCE, stream.read_to_string(&mut received))
                 .await
-                .expect("the end in time")
-                .expect("an orderly end");
-            heard
+                .expect("end before the timeout")
+                .expect("clean end of the stream");
+            received
         });
     }
-    for heard in ending.join_all().await {
-        assert!(heard.starts_with("HTTP/1.1 200 ") && heard.contains("data: [DONE]\n\n"), "{heard}");
-        assert!(heard.ends_with("0\r\n\r\n"), "{heard}");
+    for received in ending.join_all().await {
+        assert!(received.starts_with("HTTP/1.1 200 ") && received.contains("data: [DONE]\n\n"), "{received}");
+        assert!(received.ends_with("0\r\n\r\n"), "{received}");
     }
     assert_eq!(process.exit().await.code(), Some(0));
     engine.shutdown().await;
@@ -117,9 +122,9 @@ fn request(n: usize, max_tokens: u32) -> String {
 
 /// One complete response on a kept connection. `Err`: the bytes before the connection ended.
 async fn whole_answer(stream: &mut TcpStream) -> Result<String, String> {
-    let mut heard = Vec::new();
+    let mut received = Vec::new();
     loop {
-        let text = String::from_utf8_lossy(&heard).into_owned();
+        let text = String::from_utf8_lossy(&received).into_owned();
         let head_end = text.find("\r\n\r\n").map(|end| end + 4);
         let length = text.to_lowercase().split_once("content-length: ").map(|(_, rest)| {
             let digits: String = rest.chars().take_while(char::is_ascii_digit).collect();
@@ -130,7 +135,7 @@ async fn whole_answer(stream: &mut TcpStream) -> Result<String, String> {
             (Some(_), None) if text.ends_with("\r\n0\r\n\r\n") => return Ok(text),
             _ => {}
         }
-        match timeout(PATIENCE, stream.read_buf(&mut heard)).await.expect("an answer in time") {
+        match timeout(PATIENCE, stream.read_buf(&mut received)).await.expect("response before the timeout") {
             Ok(1..) => {}
             Ok(0) | Err(_) => return Err(text),
         }
@@ -138,7 +143,7 @@ async fn whole_answer(stream: &mut TcpStream) -> Result<String, String> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_drain_leaves_no_request_on_a_kept_connection_without_an_answer() {
+async fn a_drain_answers_every_request_on_kept_connections() {
     const CLIENTS: usize = 200;
     let engine = engine(1.0).await;
     let process = start(&engine).await;
@@ -147,7 +152,7 @@ async fn a_drain_leaves_no_request_on_a_kept_connection_without_an_answer() {
     for n in 0..CLIENTS {
         let first = first.clone();
         clients.spawn(async move {
-            let mut stream = TcpStream::connect(address).await.expect("it listens");
+            let mut stream = TcpStream::connect(address).await.expect("connection accepted");
             // Sends consecutive requests without a pause until a response ends the connection.
             for count in 1.. {
                 stream
@@ -156,55 +161,55 @@ async fn a_drain_leaves_no_request_on_a_kept_connection_without_an_answer() {
                     .map_err(|error| format!("request {count}: {error}"))?;
                 let answer = whole_answer(&mut stream).await.map_err(|got| format!("request {count}: {got:?}"))?;
                 if count == 1 {
-                    first.send(()).await.expect("the test counts");
+                    first.send(()).await.expect("the receiver is open");
                 }
                 if answer.contains("connection: close\r\n") {
-                    let end = timeout(PATIENCE, stream.read(&mut [0])).await.expect("an end in time");
+                    let end = timeout(PATIENCE, stream.read(&mut [0])).await.expect("end before the timeout");
                     return if matches!(end, Ok(0)) { Ok(answer) } else { Err(format!("no end: {end:?}")) };
                 }
             }
-            unreachable!("requests do not run out")
+            unreachable!("more requests than the limit")
         });
     }
-    let mut idle = TcpStream::connect(address).await.expect("it listens");
-    idle.write_all(request(CLIENTS, 1).as_bytes()).await.expect("the connection stands");
-    whole_answer(&mut idle).await.expect("an answer");
+    let mut idle = TcpStream::connect(address).await.expect("connection accepted");
+    idle.write_all(request(CLIENTS, 1).as_bytes()).await.expect("connection is open");
+    whole_answer(&mut idle).await.expect("response received");
     for _ in 0..CLIENTS {
-        timeout(PATIENCE, firsts.recv()).await.expect("in time").expect("clients run");
+        timeout(PATIENCE, firsts.recv()).await.expect("completed before the timeout").expect("a client responds");
     }
     process.signal("TERM");
-    let ended = timeout(PATIENCE, clients.join_all()).await.expect("all end in time");
+    let ended = timeout(PATIENCE, clients.join_all()).await.expect("all clients end before the timeout");
     let lost: Vec<&String> = ended.iter().filter_map(|ended| ended.as_ref().err()).collect();
     assert_eq!(lost.len(), 0, "{lost:?}");
     let served = ended.iter().flatten().filter(|answer| answer.starts_with("HTTP/1.1 200 ")).count();
     let refused = ended.iter().flatten().filter(|answer| answer.contains("\"draining\"")).count();
     assert_eq!(served + refused, CLIENTS);
-    let end = timeout(PATIENCE, idle.read(&mut [0])).await.expect("an end in time");
+    let end = timeout(PATIENCE, idle.read(&mut [0])).await.expect("end before the timeout");
     assert_eq!(end.expect("a clean end"), 0, "an idle connection is closed");
     assert_eq!(process.exit().await.code(), Some(0));
     engine.shutdown().await;
 }
 
 #[tokio::test]
-async fn during_the_drain_delay_kept_connections_are_served_and_then_closed() {
+async fn kept_connections_are_served_during_the_drain_delay() {
     let engine = engine(1.0).await;
     let flags = ["--listen", "127.0.0.1:0", "--set", "gateway.drain_delay_ms=600000"];
     let process = start_with(&engine, &flags).await;
-    let mut kept = TcpStream::connect(process.address).await.expect("it listens");
-    kept.write_all(request(0, 1).as_bytes()).await.expect("the connection stands");
-    let before = whole_answer(&mut kept).await.expect("an answer");
+    let mut kept = TcpStream::connect(process.address).await.expect("connection accepted");
+    kept.write_all(request(0, 1).as_bytes()).await.expect("connection is open");
+    let before = whole_answer(&mut kept).await.expect("response received");
     assert!(before.starts_with("HTTP/1.1 200 ") && !before.contains("connection: close"), "{before}");
     process.signal("TERM");
-    let says_no = async {
-        while !ask(process.address, "GET /ready", "").await.starts_with("HTTP/1.1 503") {
+    let becomes_unready = async {
+        while !exchange(process.address, "GET /ready", "").await.starts_with("HTTP/1.1 503") {
             sleep(Duration::from_millis(10)).await;
         }
     };
-    timeout(PATIENCE, says_no).await.expect("in time");
-    kept.write_all(request(0, 1).as_bytes()).await.expect("the connection stands");
-    let during = whole_answer(&mut kept).await.expect("an answer");
+    timeout(PATIENCE, becomes_unready).await.expect("completed before the timeout");
+    kept.write_all(request(0, 1).as_bytes()).await.expect("connection is open");
+    let during = whole_answer(&mut kept).await.expect("response received");
     assert!(during.starts_with("HTTP/1.1 200 ") && during.contains("connection: close\r\n"), "{during}");
-    let end = timeout(PATIENCE, kept.read(&mut [0])).await.expect("an end in time");
+    let end = timeout(PATIENCE, kept.read(&mut [0])).await.expect("end before the timeout");
     assert_eq!(end.expect("a clean end"), 0);
     engine.shutdown().await;
 }
@@ -212,14 +217,14 @@ async fn during_the_drain_delay_kept_connections_are_served_and_then_closed() {
 /// A directory for files of this test.
 fn directory(name: &str) -> std::path::PathBuf {
     let directory = std::env::temp_dir().join(format!("pointsman-{name}-{}", std::process::id()));
-    std::fs::create_dir_all(&directory).expect("a directory of the test's own");
+    std::fs::create_dir_all(&directory).expect("test directory created");
     directory
 }
 
 /// A port without a listener.
 fn free_address() -> String {
-    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("loopback has a free port");
-    taken.local_addr().expect("it is bound").to_string()
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("free port on loopback");
+    taken.local_addr().expect("local address").to_string()
 }
 
 #[tokio::test]
@@ -232,43 +237,43 @@ async fn a_successor_starts_at_the_same_addresses_while_its_predecessor_drains()
     let mut first = start_with(&engine, &flags).await;
     let (stream, _) = begun(first.address, 0, 1000).await;
     first.signal("TERM");
-    first.logged("no new connections").await;
+    first.logged("listener closed").await;
     let closed = async {
         while TcpStream::connect(first.address).await.is_ok() {
             sleep(Duration::from_millis(20)).await;
         }
     };
-    timeout(PATIENCE, closed).await.expect("nobody listens any more, in time");
+    timeout(PATIENCE, closed).await.expect("the listener closes before the timeout");
 
     let second = start_with(&engine, &flags).await;
-    assert!(ask(second.address, "GET /v1/models", "").await.starts_with("HTTP/1.1 200 "));
-    assert!(first.child.try_wait().expect("it is a child").is_none(), "the first one still drains");
+    assert!(exchange(second.address, "GET /v1/models", "").await.starts_with("HTTP/1.1 200 "));
+    assert!(first.child.try_wait().expect("process state").is_none(), "the first process still drains");
     drop(stream);
     assert_eq!(first.exit().await.code(), Some(0));
     // Only one process listens on the admin address.
-    assert!(ask(admin.parse().expect("an address"), "GET /live", "").await.starts_with("HTTP/1.1 401 "));
+    assert!(exchange(admin.parse().expect("an address"), "GET /live", "").await.starts_with("HTTP/1.1 401 "));
     drop(second);
     engine.shutdown().await;
 }
 
 #[tokio::test]
-async fn signals_of_no_meaning_are_ignored_with_a_line_of_the_log() {
+async fn unused_signals_are_ignored_and_logged() {
     let engine = engine(1.0).await;
     let mut process = start(&engine).await;
     for signal in ["USR1", "USR2"] {
         process.signal(signal);
         process.logged(&format!("SIG{signal}")).await;
     }
-    assert!(ask(process.address, "GET /live", "").await.starts_with("HTTP/1.1 200 "));
+    assert!(exchange(process.address, "GET /live", "").await.starts_with("HTTP/1.1 200 "));
     process.signal("TERM");
     assert_eq!(process.exit().await.code(), Some(0));
     engine.shutdown().await;
 }
 
 #[tokio::test]
-async fn refusals_are_in_the_format_of_the_log() {
-    let taken = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("loopback has a free port");
-    let listen = taken.local_addr().expect("it is bound").to_string();
+async fn startup_errors_use_the_log_format() {
+    let taken = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("free port on loopback");
+    let listen = taken.local_addr().expect("local address").to_string();
     let model = ["--model", "m", "--worker", "http://127.0.0.1:9", "--log-format", "json"];
     for (flags, expected) in [
         (vec!["--listen", &listen], "cannot listen at"),
@@ -278,7 +283,7 @@ async fn refusals_are_in_the_format_of_the_log() {
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
         command.arg("serve").args(&flags).args(model).env_clear().kill_on_drop(true);
-        let output = timeout(PATIENCE, command.output()).await.expect("it ends in time").expect("it ran");
+        let output = timeout(PATIENCE, command.output()).await.expect("end before the timeout").expect("it ran");
         assert_eq!(output.status.code(), Some(2), "{flags:?}");
         let said = String::from_utf8(output.stderr).expect("text");
         let lines: Vec<serde_json::Value> =
@@ -290,27 +295,28 @@ async fn refusals_are_in_the_format_of_the_log() {
 }
 
 #[tokio::test]
-async fn a_second_signal_ends_the_process_at_once() {
+async fn a_second_signal_ends_the_process() {
     let engine = engine(0.01).await;
     let mut process = start(&engine).await;
-    let (mut stream, mut heard) = begun(process.address, 0, 1000).await;
+    let (mut stream, mut received) = begun(process.address, 0, 1000).await;
     process.signal("TERM");
-    process.logged("no new connections").await;
+    process.logged("listener closed").await;
     process.signal("INT");
     assert_eq!(process.exit().await.code(), Some(130));
-    let _ = timeout(PATIENCE, stream.read_to_string(&mut heard)).await.expect("its connection is gone in time");
-    assert!(!heard.contains("[DONE]"), "{heard}");
+    let _ =
+        timeout(PATIENCE, stream.read_to_string(&mut received)).await.expect("connection closed before the timeout");
+    assert!(!received.contains("[DONE]"), "{received}");
     engine.shutdown().await;
 }
 
 #[tokio::test]
-async fn what_cannot_start_says_why_in_a_line_and_exits_with_2() {
-    let taken = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("loopback has a free port");
-    let listen = taken.local_addr().expect("it is bound").to_string();
+async fn startup_errors_are_one_line_with_exit_code_2() {
+    let taken = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("free port on loopback");
+    let listen = taken.local_addr().expect("local address").to_string();
     let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
     command.args(["serve", "--listen", &listen, "--model", "m", "--worker", "http://127.0.0.1:9"]).env_clear();
     let output =
-        timeout(PATIENCE, command.kill_on_drop(true).output()).await.expect("it ends in time").expect("it ran");
+        timeout(PATIENCE, command.kill_on_drop(true).output()).await.expect("end before the timeout").expect("it ran");
     let said = String::from_utf8(output.stderr).expect("text");
     assert_eq!(output.status.code(), Some(2), "{said}");
     assert!(said.lines().any(|line| line.starts_with(&format!("error: cannot listen at {listen}: "))), "{said}");

@@ -1,5 +1,5 @@
 //! A router with four engines of two ranks each that use four event dialects: its index must match their caches.
-#![allow(clippy::print_stdout, reason = "how long healing takes is there to be read")]
+#![allow(clippy::print_stdout, reason = "the recovery times are the output")]
 
 use std::time::Duration;
 
@@ -45,12 +45,12 @@ struct Account {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_index_holds_what_the_engines_caches_hold() {
+async fn the_index_equals_the_caches_of_the_engines() {
     let begun = Instant::now();
     let mut fleet = Fleet::start(&FORMATS).await;
     let mut account = Account::default();
     let since = Instant::now();
-    account.saw("first connection", fleet.healed("first connection", since).await);
+    account.record("first connection", fleet.healed("first connection", since).await);
 
     for point in 1..=4 {
         fleet.traffic(2_000).end().await;
@@ -64,7 +64,7 @@ async fn the_index_holds_what_the_engines_caches_hold() {
 
     account.print(&fleet, begun);
     assert!(account.as_predicted + account.whole_prompts >= account.probes * 999 / 1000, "cached tokens as predicted");
-    assert!(account.salted_overlaps > 0, "no salted prompt was found again");
+    assert!(account.salted_overlaps > 0, "no salted prompt had a hit");
     assert_eq!(fleet.router.health().leases, 0);
     assert_eq!(fleet.router.health().restarts, 0);
 }
@@ -75,7 +75,7 @@ async fn messages_fail(fleet: &mut Fleet, account: &mut Account) {
     fleet.traffic(3_000).end().await;
     fleet.engines().for_each(|(_, engine)| engine.set_faults(Faults::default()).expect("valid"));
     let since = Instant::now();
-    account.saw("5 % dropped, doubled, reordered", fleet.healed("faulty messages", since).await);
+    account.record("5 % dropped, doubled, reordered", fleet.healed("faulty messages", since).await);
     account.quiet_point(fleet, "after faulty messages").await;
 
     // No later message follows the lost ones, so no gap reveals the loss.
@@ -84,7 +84,7 @@ async fn messages_fail(fleet: &mut Fleet, account: &mut Account) {
     fleet.nudge_all().await;
     fleet.engines().for_each(|(_, engine)| engine.set_faults(Faults::default()).expect("valid"));
     let since = Instant::now();
-    account.saw("each rank's last message dropped", fleet.healed("lost ends", since).await);
+    account.record("each rank's last message dropped", fleet.healed("lost ends", since).await);
 }
 
 async fn engines_die(fleet: &mut Fleet, account: &mut Account) {
@@ -104,7 +104,7 @@ async fn engines_die(fleet: &mut Fleet, account: &mut Account) {
         let trusted = tokio::join!(fleet.trusted_again(n, since), end).0;
         account.trusted.push(("killed under traffic", trusted));
         // During traffic, recovery can be verified only after the traffic ends.
-        account.saw("killed under traffic, to its end", fleet.healed("killed", since).await);
+        account.record("killed under traffic, to its end", fleet.healed("killed", since).await);
         account.quiet_point(fleet, "after an engine was gone").await;
     }
     let configs = [fleet.kill(2).await, fleet.kill(3).await];
@@ -113,34 +113,34 @@ async fn engines_die(fleet: &mut Fleet, account: &mut Account) {
     }
     let since = Instant::now();
     fleet.nudge_all().await;
-    account.saw("two killed while idle", fleet.healed("killed while idle", since).await);
+    account.record("two killed while idle", fleet.healed("killed while idle", since).await);
 }
 
 async fn engines_restart(fleet: &mut Fleet, account: &mut Account) {
     let mut traffic = fleet.traffic(2_000);
     traffic.until(1_000).await;
-    fleet.engine(3).restart(fleet.format(3)).await.expect("it restarts");
+    fleet.engine(3).restart(fleet.format(3)).await.expect("engine restarts");
     let since = Instant::now();
     let trusted = tokio::join!(fleet.trusted_again(3, since), traffic.end()).0;
     account.trusted.push(("restarted under traffic", trusted));
-    account.saw("restarted under traffic, to its end", fleet.healed("restarted", since).await);
+    account.record("restarted under traffic, to its end", fleet.healed("restarted", since).await);
     account.quiet_point(fleet, "after a restart").await;
 
     for n in [0, 1, 2, 3] {
         let before = fleet.engine(n).sequence_next(0);
-        fleet.engine(n).restart(fleet.format(n)).await.expect("it restarts");
+        fleet.engine(n).restart(fleet.format(n)).await.expect("engine restarts");
         assert!(fleet.engine(n).sequence_next(0) < before, "sequences begin at 0");
     }
     let since = Instant::now();
-    account.saw("all publishers from 0, idle", fleet.healed("publishers from 0", since).await);
+    account.record("all publishers from 0, idle", fleet.healed("publishers from 0", since).await);
     fleet.traffic(500).end().await;
     // Two restarts in a row, the first life as short as possible.
     for _ in 0..2 {
-        fleet.engine(1).restart(fleet.format(1)).await.expect("it restarts");
+        fleet.engine(1).restart(fleet.format(1)).await.expect("engine restarts");
         fleet.nudge_all().await;
     }
     let since = Instant::now();
-    account.saw("publisher from 0 twice in a row", fleet.healed("twice", since).await);
+    account.record("publisher from 0 twice in a row", fleet.healed("twice", since).await);
     account.quiet_point(fleet, "after two restarts").await;
 }
 
@@ -150,7 +150,7 @@ async fn dialects_change(fleet: &mut Fleet, account: &mut Account) {
     }
     let since = Instant::now();
     fleet.nudge_all().await;
-    account.saw("all restarted in another dialect", fleet.healed("another dialect", since).await);
+    account.record("all restarted in another dialect", fleet.healed("another dialect", since).await);
     for _ in 0..2 {
         fleet.traffic(1_500).end().await;
         account.quiet_point(fleet, "in another dialect").await;
@@ -160,14 +160,14 @@ async fn dialects_change(fleet: &mut Fleet, account: &mut Account) {
 async fn caches_are_reset(fleet: &mut Fleet, account: &mut Account) {
     fleet.reset_caches().await;
     let since = Instant::now();
-    account.saw("caches reset", fleet.healed("caches reset", since).await);
-    assert_eq!(fleet.truth().len(), 0, "all was dropped");
+    account.record("caches reset", fleet.healed("caches reset", since).await);
+    assert_eq!(fleet.truth().len(), 0, "the index is empty");
     fleet.traffic(1_500).end().await;
     account.quiet_point(fleet, "after a reset").await;
 }
 
 impl Account {
-    fn saw(&mut self, what: &'static str, after: Duration) {
+    fn record(&mut self, what: &'static str, after: Duration) {
         self.healed.push((what, after));
     }
 
@@ -178,11 +178,11 @@ impl Account {
         assert!(truth.tier_len(StorageTier::HostPinned) > 0, "{when}: the host tier holds nothing");
         self.compare_overlaps(fleet, &truth, when).await;
         for n in fleet.numbers(PROBES) {
-            let (ask, predicted, delivered) = fleet.probe(n).await;
+            let (request, predicted, delivered) = fleet.probe(n).await;
             self.probes += 1;
             if predicted == delivered {
                 self.as_predicted += 1;
-            } else if predicted > ask.reusable_tokens() && delivered == ask.reusable_tokens() {
+            } else if predicted > request.reusable_tokens() && delivered == request.reusable_tokens() {
                 self.whole_prompts += 1;
             } else {
                 println!("{when}: request {n} has {delivered} cached tokens, predicted were {predicted}");
@@ -196,18 +196,19 @@ impl Account {
     async fn compare_overlaps(&mut self, fleet: &mut Fleet, truth: &Holdings, when: &str) {
         let chains = truth.chains();
         for n in fleet.numbers(30) {
-            let ask = Fleet::ask(n);
-            let salts = SALTS.map(|salt| ask.under(None, Some(salt)));
-            let both = SALTS.map(|salt| ask.under(Some(LORAS[0]), Some(salt)));
-            let others = [ask.under(None, None), ask.under(Some(LORAS[1]), None), ask];
-            for ask in salts.iter().chain(&both).chain(&others) {
-                let scores = fleet.router.overlap_scores(ask.request("query"), false).await.expect("the router is up");
+            let request = Fleet::request(n);
+            let salts = SALTS.map(|salt| request.with_namespace(None, Some(salt)));
+            let both = SALTS.map(|salt| request.with_namespace(Some(LORAS[0]), Some(salt)));
+            let others = [request.with_namespace(None, None), request.with_namespace(Some(LORAS[1]), None), request];
+            for request in salts.iter().chain(&both).chain(&others) {
+                let scores =
+                    fleet.router.overlap_scores(request.route_request("query"), false).await.expect("the router is up");
                 assert_eq!(scores.ranks.len(), 8);
                 for found in scores.ranks {
                     let is = (found.device_blocks, found.host_pinned_extension_blocks);
-                    assert_eq!(is, chains.overlap(found.rank, ask), "{when}: {} of {ask:?}", found.rank);
+                    assert_eq!(is, chains.overlap(found.rank, request), "{when}: {} of {request:?}", found.rank);
                     self.overlaps_compared += 1;
-                    self.salted_overlaps += usize::from(ask.cache_salt.is_some() && is.0 > 0);
+                    self.salted_overlaps += usize::from(request.cache_salt.is_some() && is.0 > 0);
                 }
             }
         }
@@ -232,10 +233,6 @@ impl Account {
             "{as_predicted} of {probes} probes with cached tokens as predicted, {whole_prompts} more but for the last block"
         );
         let failures = fleet.failures.load(std::sync::atomic::Ordering::Relaxed);
-        println!(
-            "{} requests, {failures} attempts not answered, {:.1} s",
-            fleet.asked(),
-            begun.elapsed().as_secs_f64()
-        );
+        println!("{} requests, {failures} attempts not answered, {:.1} s", fleet.sent(), begun.elapsed().as_secs_f64());
     }
 }

@@ -43,24 +43,24 @@ impl Lines {
         tokio::spawn(async move {
             while let Ok(Some(line)) = output.next_line().await {
                 let line = serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}"));
-                read.0.lock().expect("whole").push(line);
+                read.0.lock().expect("lock not poisoned").push(line);
             }
         });
         lines
     }
 
     fn all(&self) -> Vec<Value> {
-        self.0.lock().expect("whole").clone()
+        self.0.lock().expect("lock not poisoned").clone()
     }
 
     /// The first line that satisfies the condition.
     async fn wait_for(&self, what: &str, holds: impl Fn(&Value) -> bool) -> Value {
         until(what, || self.all().iter().any(&holds)).await;
-        self.all().into_iter().find(holds).expect("it is there")
+        self.all().into_iter().find(holds).expect("it exists")
     }
 
     async fn message(&self, message: &str) -> Value {
-        self.wait_for(message, |line| line["message"].as_str().is_some_and(|said| said.contains(message))).await
+        self.wait_for(message, |line| line["message"].as_str().is_some_and(|text| text.contains(message))).await
     }
 }
 
@@ -70,15 +70,15 @@ impl Process {
         let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("a directory");
         for (file, content) in files.iter().chain(&[("gateway.toml", settings)]) {
-            std::fs::write(directory.join(file), content).expect("it can be written");
+            std::fs::write(directory.join(file), content).expect("file written");
         }
         let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
         command.args(["serve", "--listen", "127.0.0.1:0", "--log-format", "json", "--config", "gateway.toml"]);
         command.current_dir(&directory).env_clear().kill_on_drop(true);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("the binary is there");
-        let log = Lines::of(child.stderr.take().expect("it is piped"));
-        let access = Lines::of(child.stdout.take().expect("it is piped"));
+        let log = Lines::of(child.stderr.take().expect("stream is piped"));
+        let access = Lines::of(child.stdout.take().expect("stream is piped"));
         let listening = log.wait_for("listening", |line| line["message"] == "listening").await;
         let address = listening["address"].as_str().expect("an address").parse().expect("an address");
         Self { child, address, log, access, directory }
@@ -242,7 +242,7 @@ async fn each_request_writes_one_access_line() {
     let lines = process.access.all();
     assert_eq!(lines.len(), 9, "one line for each request, none for a probe: {lines:?}");
     // A warning about a request contains its id and its worker, each quoted once.
-    let cut_off = process.log.message("an answer was cut off").await;
+    let cut_off = process.log.message("response cut off").await;
     assert_eq!((&cut_off["request_id"], &cut_off["worker"]), (&json!("broken"), &json!(url)));
     let text = serde_json::to_string(&[lines, process.log.all()]).expect("text");
     for secret in ["the secret prompt", "the-secret", KEY, "not-a-key", "\"spans\"", "pointsman_gateway::access"] {
@@ -251,7 +251,7 @@ async fn each_request_writes_one_access_line() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_access_log_goes_to_a_file_or_nowhere() {
+async fn the_access_log_supports_files_and_off() {
     let worker = Scripted::start(|_| script(1)).await;
     let settings = |access_log: &str| {
         format!(
@@ -266,9 +266,9 @@ async fn the_access_log_goes_to_a_file_or_nowhere() {
     process.ready().await;
     assert_eq!(process.post("one", KEY, &chat).await.status, 200);
     end(&mut process.child).await;
-    let written = std::fs::read_to_string(&file).expect("it is there");
+    let written = std::fs::read_to_string(&file).expect("file is readable");
     let _ = std::fs::remove_file(&file);
-    let line: Value = serde_json::from_str(&written).expect("one line");
+    let line: Value = serde_json::from_str(&written).expect("one JSON line");
     assert_eq!((&line["request_id"], &line["status"]), (&json!("one"), &json!(200)));
     assert_eq!(process.access.all(), Vec::<Value>::new());
 
@@ -281,9 +281,9 @@ async fn the_access_log_goes_to_a_file_or_nowhere() {
 
 /// Stops the process in order, which flushes its logs.
 async fn end(child: &mut Child) {
-    let id = child.id().expect("it runs").to_string();
+    let id = child.id().expect("process is running").to_string();
     assert!(std::process::Command::new("kill").args(["-s", "TERM", &id]).status().expect("kill is there").success());
-    let ended = timeout(PATIENCE, child.wait()).await.expect("it ends in time").expect("its end is seen");
+    let ended = timeout(PATIENCE, child.wait()).await.expect("end before the timeout").expect("exit status");
     assert_eq!(ended.code(), Some(0));
 }
 
@@ -318,8 +318,8 @@ async fn the_log_follows_workers_by_their_endpoints() {
     let write = |workers: &[&str]| {
         let workers: Vec<Value> = workers.iter().map(|url| json!({ "url": url })).collect();
         let (file, next) = (process.directory.join("workers.json"), process.directory.join("next.json"));
-        std::fs::write(&next, json!({ "workers": workers }).to_string()).expect("it can be written");
-        std::fs::rename(next, file).expect("it can be renamed");
+        std::fs::write(&next, json!({ "workers": workers }).to_string()).expect("file written");
+        std::fs::rename(next, file).expect("file renamed");
     };
     let url = worker.url();
     let of =
@@ -327,23 +327,23 @@ async fn the_log_follows_workers_by_their_endpoints() {
     write(&[&url, &gone]);
     let recovered = process.log.message("discovery source recovered").await;
     assert_eq!(recovered["workers"], json!(2));
-    let joined = process.log.wait_for("it joins", of("worker joined", url.clone())).await;
+    let joined = process.log.wait_for("worker joined", of("worker joined", url.clone())).await;
     assert_eq!((&joined["ranks"], &joined["source"]), (&json!(1), &recovered["source"]), "{joined}");
-    let ejected = process.log.wait_for("it is ejected", of("rank ejected", gone)).await;
+    let ejected = process.log.wait_for("the rank is ejected", of("rank ejected", gone)).await;
     assert_eq!((&ejected["rank"], &ejected["level"]), (&json!(0), &json!("WARN")));
     write(&[]);
-    process.log.wait_for("it leaves", of("worker left", url)).await;
-    std::fs::write(process.directory.join("workers.json"), "garbage").expect("it can be written");
+    process.log.wait_for("worker left", of("worker left", url)).await;
+    std::fs::write(process.directory.join("workers.json"), "garbage").expect("file written");
     let in_force = "its last good set of workers stays in force";
     process
         .log
-        .wait_for("it fails again", |line| line["message"].as_str().is_some_and(|it| it.ends_with(in_force)))
+        .wait_for("source failed again", |line| line["message"].as_str().is_some_and(|it| it.ends_with(in_force)))
         .await;
 }
 
 /// After a restart of the gateway, engines hold cached blocks whose events the gateway has not read.
 #[tokio::test]
-async fn hits_of_an_engine_whose_events_are_unread_raise_no_alarm() {
+async fn hits_without_events_raise_no_alarm() {
     let engine = Scripted::start(|_| script(1)).await;
     let unread =
         KvEventsConfig { endpoint: "tcp://127.0.0.1:9".to_owned(), replay_endpoint: None, topic: String::new() };
@@ -360,6 +360,6 @@ async fn hits_of_an_engine_whose_events_are_unread_raise_no_alarm() {
         assert_eq!(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"], json!(16));
     }
     at_rest(&gateway).await;
-    let doubts = gateway.router("mock").expect("it is served").health().doubts;
+    let doubts = gateway.router("mock").expect("model is served").health().doubts;
     assert!(!doubts.iter().any(|doubt| doubt.contains("hash")), "{doubts:?}");
 }

@@ -41,28 +41,34 @@ impl Measured {
 
     /// Resident memory of the process.
     fn resident_bytes(&self) -> u64 {
-        let id = self.0.child.id().expect("it runs");
-        let status = fs::read_to_string(format!("/proc/{id}/status")).expect("it runs");
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("Linux has it");
+        let id = self.0.child.id().expect("process is running");
+        let status = fs::read_to_string(format!("/proc/{id}/status")).expect("the engine runs");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("VmRSS is present");
         line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") * 1024
     }
 
     /// The status of the response to a small request.
     async fn small(&self) -> String {
         let body = r#"{"model":"mock","max_tokens":1,"messages":[{"role":"user","content":"hello"}]}"#;
-        let mut stream = TcpStream::connect(self.0.address).await.expect("it listens");
-        stream.write_all((head(body.len() as u64) + body).as_bytes()).await.expect("the connection stands");
+        let mut stream = TcpStream::connect(self.0.address).await.expect("connection accepted");
+        stream.write_all((head(body.len() as u64) + body).as_bytes()).await.expect("connection is open");
         let mut status = [0; 12];
-        timeout(PATIENCE, stream.read_exact(&mut status)).await.expect("in time").expect("an answer");
+        timeout(PATIENCE, stream.read_exact(&mut status))
+            .await
+            .expect("completed before the timeout")
+            .expect("response received");
         String::from_utf8_lossy(&status[9..]).into_owned()
     }
 
     async fn metric(&self, name: &str) -> f64 {
-        let mut stream = TcpStream::connect(self.0.address).await.expect("it listens");
+        let mut stream = TcpStream::connect(self.0.address).await.expect("connection accepted");
         let request = "GET /metrics HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n";
-        stream.write_all(request.as_bytes()).await.expect("the connection stands");
+        stream.write_all(request.as_bytes()).await.expect("connection is open");
         let mut page = String::new();
-        timeout(PATIENCE, stream.read_to_string(&mut page)).await.expect("in time").expect("an answer");
+        timeout(PATIENCE, stream.read_to_string(&mut page))
+            .await
+            .expect("completed before the timeout")
+            .expect("response received");
         let value = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
         value.unwrap_or_else(|| panic!("no {name} on the page")).parse().expect("a number")
     }
@@ -77,7 +83,7 @@ fn head(length: u64) -> String {
 
 /// Sends a body except for its end and returns the connection. Stops early if the body is rejected.
 async fn unfinished(address: SocketAddr) -> TcpStream {
-    let mut stream = TcpStream::connect(address).await.expect("it listens");
+    let mut stream = TcpStream::connect(address).await.expect("connection accepted");
     let part = vec![b' '; MIB as usize / 4];
     let sent = async {
         stream.write_all(head(SENT_BYTES + 1).as_bytes()).await?;
@@ -87,21 +93,22 @@ async fn unfinished(address: SocketAddr) -> TcpStream {
         std::io::Result::Ok(())
     };
     // An error means that the body was rejected.
-    let _ = timeout(PATIENCE, sent).await.expect("it is read, or rejected, in time");
+    let _ = timeout(PATIENCE, sent).await.expect("read or rejected before the timeout");
     stream
 }
 
 /// Six rounds of a load that used 6.4 GB on the trial's machine, at a smaller scale.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn unfinished_bodies_stay_within_the_budget_and_their_memory_is_given_back() {
-    let engine = MockEngine::start(MockConfig { time_scale: 100.0, ..MockConfig::default() }).await.expect("it starts");
+async fn unfinished_bodies_stay_within_the_budget_and_are_freed() {
+    let engine =
+        MockEngine::start(MockConfig { time_scale: 100.0, ..MockConfig::default() }).await.expect("start succeeds");
     let process = Measured::start(&engine).await;
     let served = async {
         while process.small().await != "200" {
             sleep(Duration::from_millis(20)).await;
         }
     };
-    timeout(PATIENCE, served).await.expect("it serves in time");
+    timeout(PATIENCE, served).await.expect("serving before the timeout");
     let idle = process.resident_bytes();
     let mut peak = 0;
     for _ in 0..6 {
@@ -111,7 +118,7 @@ async fn unfinished_bodies_stay_within_the_budget_and_their_memory_is_given_back
         }
         let mut clients = Vec::new();
         while let Some(client) = sending.join_next().await {
-            clients.push(client.expect("it does not panic"));
+            clients.push(client.expect("no panic"));
             peak = peak.max(process.resident_bytes());
         }
         let held = process.metric("pointsman_gateway_body_bytes").await;
@@ -133,20 +140,21 @@ async fn unfinished_bodies_stay_within_the_budget_and_their_memory_is_given_back
 /// Clients that have sent nearly all of their bodies and continue byte by byte exhaust the budget. Other requests are
 /// served long before these clients time out.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn slow_bodies_do_not_keep_others_from_being_served() {
-    let engine = MockEngine::start(MockConfig { time_scale: 100.0, ..MockConfig::default() }).await.expect("it starts");
+async fn slow_bodies_do_not_block_other_requests() {
+    let engine =
+        MockEngine::start(MockConfig { time_scale: 100.0, ..MockConfig::default() }).await.expect("start succeeds");
     let process = Measured::start(&engine).await;
     let mut slow = JoinSet::new();
     for _ in 0..BUDGET_BYTES / SENT_BYTES + 1 {
         slow.spawn(unfinished(process.0.address));
     }
-    let slow = timeout(PATIENCE, slow.join_all()).await.expect("they send in time");
+    let slow = timeout(PATIENCE, slow.join_all()).await.expect("sent before the timeout");
     let exhausted = async {
         while process.metric("pointsman_gateway_bodies_rejected_total").await == 0.0 {
             sleep(Duration::from_millis(20)).await;
         }
     };
-    timeout(PATIENCE, exhausted).await.expect("the budget is exhausted in time");
+    timeout(PATIENCE, exhausted).await.expect("budget exhausted before the timeout");
     let held = process.metric("pointsman_gateway_body_bytes").await;
     let served = async {
         while process.small().await != "200" {

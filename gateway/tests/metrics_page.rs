@@ -21,7 +21,7 @@ fn root() -> PathBuf {
 
 /// Metrics with a row in one of the documentation tables.
 fn documented() -> BTreeSet<String> {
-    let read = |page: &str| fs::read_to_string(root().join(page)).expect("the page is there");
+    let read = |page: &str| fs::read_to_string(root().join(page)).expect("documentation page exists");
     let named = |line: &str| Some(line.strip_prefix("| `")?.split_once('`')?.0.to_owned());
     let pages: Vec<String> = PAGES.iter().map(|page| read(page)).collect();
     let names = pages.iter().flat_map(|page| page.lines().filter_map(named));
@@ -29,8 +29,8 @@ fn documented() -> BTreeSet<String> {
 }
 
 fn sources(directory: &Path, text: &mut String) {
-    for entry in fs::read_dir(directory).expect("the directory is there") {
-        let path = entry.expect("it can be read").path();
+    for entry in fs::read_dir(directory).expect("directory exists") {
+        let path = entry.expect("directory entry").path();
         if path.is_dir() {
             sources(&path, text);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
@@ -40,7 +40,7 @@ fn sources(directory: &Path, text: &mut String) {
 }
 
 #[tokio::test]
-async fn everything_on_the_page_of_a_busy_gateway_is_documented() {
+async fn all_metrics_of_a_busy_gateway_are_documented() {
     let engine = MockEngine::start(MockConfig { time_scale: 0.0, loras: vec!["a".into()], ..MockConfig::default() });
     let engine = engine.await.expect("the engine starts");
     let mut settings = settings(Vec::new());
@@ -60,7 +60,12 @@ async fn everything_on_the_page_of_a_busy_gateway_is_documented() {
         load: Some(LoadSource::Metrics(format!("{}/metrics", engine.url()))),
         ..WorkerConfig::at(engine.url())
     };
-    gateway.router(&name).expect("it is served").upsert_worker(WorkerId(1), worker).await.expect("it is taken");
+    gateway
+        .router(&name)
+        .expect("model is served")
+        .upsert_worker(WorkerId(1), worker)
+        .await
+        .expect("router is running");
 
     let chat = json!({ "model": name, "messages": [{ "role": "user", "content": "Hello." }], "max_tokens": 2 });
     assert_eq!(post(&gateway, "/v1/chat/completions", &chat).await.status, 200);
@@ -76,18 +81,18 @@ async fn everything_on_the_page_of_a_busy_gateway_is_documented() {
     let types: Vec<&str> = page.text().lines().filter_map(|line| line.strip_prefix("# TYPE ")).collect();
     let shown = types.iter().filter_map(|line| Some(line.split_once(' ')?.0));
     let unknown: Vec<&str> = shown.filter(|name| !documented.contains(*name)).collect();
-    assert!(types.len() > 40, "{} metrics only: the page is nearly empty", types.len());
+    assert!(types.len() > 40, "only {} metrics on the page", types.len());
     assert!(unknown.is_empty(), "in no table of {PAGES:?}: {unknown:#?}");
     engine.shutdown().await;
 }
 
 #[test]
-fn every_documented_metric_of_the_gateway_is_in_its_code() {
+fn every_documented_metric_exists() {
     let mut text = String::new();
     sources(&root().join("gateway/src"), &mut text);
     let gone: Vec<String> = documented()
         .into_iter()
         .filter(|name| name.starts_with("pointsman_gateway_") && !text.contains(&format!("\"{name}\"")))
         .collect();
-    assert!(gone.is_empty(), "documented, but nowhere in the code: {gone:#?}");
+    assert!(gone.is_empty(), "documented but not in the code: {gone:#?}");
 }

@@ -13,7 +13,7 @@ const CHAT: &str = "/v1/chat/completions";
 async fn engine(loras: &[&str]) -> MockEngine {
     let loras = loras.iter().map(|name| (*name).to_owned()).collect();
     let config = MockConfig { time_scale: 0.0, data_parallel_size: 2, loras, ..MockConfig::default() };
-    MockEngine::start(config).await.expect("it starts")
+    MockEngine::start(config).await.expect("start succeeds")
 }
 
 fn chat(model: &str, stream: bool) -> serde_json::Value {
@@ -22,7 +22,7 @@ fn chat(model: &str, stream: bool) -> serde_json::Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_endpoint_of_an_engine_answers_through_the_gateway() {
+async fn every_endpoint_works_through_the_gateway() {
     let engine = engine(&[]).await;
     let gateway = gateway(settings(vec![worker(1, &engine.url(), 2)])).await;
     let whole = post(&gateway, CHAT, &chat("mock", false)).await;
@@ -74,7 +74,7 @@ async fn models_are_listed_under_every_name() {
 }
 
 #[tokio::test]
-async fn other_paths_and_methods_are_refused_in_openai_s_shape() {
+async fn other_paths_and_methods_return_openai_errors() {
     let gateway = gateway(settings(Vec::new())).await;
     let cases = [
         ("GET", "/", 404, "path_not_found"),
@@ -92,13 +92,13 @@ async fn other_paths_and_methods_are_refused_in_openai_s_shape() {
     assert_eq!((made.status, made.header("x-request-id").map(str::len)), (200, Some(32)));
     let unknown = post(&gateway, CHAT, &chat("other", false)).await;
     assert_eq!((unknown.status, unknown.code().as_str()), (404, "model_not_found"));
-    let nobody = post(&gateway, CHAT, &chat("mock", false)).await;
-    assert_eq!(nobody.status, 503, "{nobody:?}");
-    assert!(nobody.header("retry-after").is_some());
+    let unavailable = post(&gateway, CHAT, &chat("mock", false)).await;
+    assert_eq!(unavailable.status, 503, "{unavailable:?}");
+    assert!(unavailable.header("retry-after").is_some());
 }
 
 #[tokio::test]
-async fn a_body_that_is_announced_or_comes_too_long_is_refused() {
+async fn announced_and_received_long_bodies_are_rejected() {
     let mut settings = settings(vec![worker(1, "http://127.0.0.1:9", 1)]);
     settings.gateway.body_bytes_max = 100;
     let gateway = gateway(settings).await;
@@ -106,14 +106,16 @@ async fn a_body_that_is_announced_or_comes_too_long_is_refused() {
     assert_eq!((announced.status, announced.code().as_str()), (413, "body_too_large"));
     let chunked = format!("65\r\n{}\r\n0\r\n\r\n", " ".repeat(0x65));
     let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ntransfer-encoding: chunked\r\n\r\n";
-    let mut stream = tokio::net::TcpStream::connect(gateway.address()).await.expect("it listens");
-    tokio::io::AsyncWriteExt::write_all(&mut stream, (head.to_owned() + &chunked).as_bytes()).await.expect("it reads");
-    let came = receive(stream).await.expect("an answer");
-    assert_eq!((came.status, came.code().as_str()), (413, "body_too_large"));
+    let mut stream = tokio::net::TcpStream::connect(gateway.address()).await.expect("connection accepted");
+    tokio::io::AsyncWriteExt::write_all(&mut stream, (head.to_owned() + &chunked).as_bytes())
+        .await
+        .expect("request written");
+    let response = receive(stream).await.expect("response received");
+    assert_eq!((response.status, response.code().as_str()), (413, "body_too_large"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn bodies_pass_byte_for_byte_both_ways() {
+async fn bodies_are_forwarded_byte_for_byte() {
     let events = ["data: {\"choices\": [ {\"delta\":{}} ]}\n\n", "data: {\"x\":\"\u{e9}\"}\n", "\ndata: [DONE]\n\n"];
     let scripted = Scripted::start(move |_| [stream(&events), vec![stream_end()]].concat()).await;
     let gateway = gateway(settings(vec![worker(1, &scripted.url(), 1)])).await;
@@ -134,7 +136,7 @@ async fn bodies_pass_byte_for_byte_both_ways() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn frames_are_passed_on_as_they_come() {
+async fn frames_are_forwarded_on_arrival() {
     // The worker sends no further bytes: only a gateway that forwards immediately delivers this event.
     let scripted = Scripted::start(|_| [stream(&[EVENT]), vec![Act::Hang]].concat()).await;
     let gateway = gateway(settings(vec![worker(1, &scripted.url(), 1)])).await;
@@ -142,25 +144,25 @@ async fn frames_are_passed_on_as_they_come() {
         send(gateway.address(), "POST", CHAT, "", br#"{"model":"mock","messages":[],"stream":true}"#).await;
     let mut seen = Vec::new();
     while !seen.windows(EVENT.len()).any(|bytes| bytes == EVENT.as_bytes()) {
-        let read = tokio::io::AsyncReadExt::read_buf(&mut client, &mut seen).await.expect("the gateway writes");
+        let read = tokio::io::AsyncReadExt::read_buf(&mut client, &mut seen).await.expect("frame received");
         assert!(read > 0, "{}", String::from_utf8_lossy(&seen));
     }
-    let router = gateway.router("mock").expect("it is served").clone();
+    let router = gateway.router("mock").expect("model is served").clone();
     assert_eq!(router.health().leases, 1);
     // When the client disconnects, the gateway cancels the worker request.
     drop(client);
-    until("the worker is left alone", || scripted.seen(|seen| seen.hung_up) == 1).await;
+    until("all connections to the worker are closed", || scripted.seen(|seen| seen.hung_up) == 1).await;
     at_rest(&gateway).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_leaves_before_the_first_byte_takes_its_request_along() {
+async fn a_disconnect_before_the_first_byte_cancels_the_request() {
     let scripted = Scripted::start(|_| vec![Act::Hang]).await;
     let gateway = gateway(settings(vec![worker(1, &scripted.url(), 1)])).await;
     let client = send(gateway.address(), "POST", CHAT, "", br#"{"model":"mock","messages":[]}"#).await;
     until("the worker has the request", || scripted.seen(|seen| seen.requests.len()) == 1).await;
     drop(client);
-    until("the worker is left alone", || scripted.seen(|seen| seen.hung_up) == 1).await;
+    until("all connections to the worker are closed", || scripted.seen(|seen| seen.hung_up) == 1).await;
     at_rest(&gateway).await;
 }
 
@@ -171,7 +173,7 @@ async fn retried(acts: Vec<Act>) {
     retried_from(&failing.url(), || failing.seen(|seen| seen.requests.len()) > 0).await;
 }
 
-async fn retried_from(url: &str, asked: impl Fn() -> bool) {
+async fn retried_from(url: &str, request_counts: impl Fn() -> bool) {
     let good = Scripted::start(|_| answer("200 OK", FINE)).await;
     let mut settings = settings(vec![worker(1, url, 1), worker(2, &good.url(), 1)]);
     settings.gateway.first_byte_timeout_ms = 300;
@@ -179,16 +181,16 @@ async fn retried_from(url: &str, asked: impl Fn() -> bool) {
     for _ in 0..8 {
         let answer = post(&gateway, CHAT, &chat("mock", true)).await;
         assert_eq!((answer.status, answer.text()), (200, FINE), "{answer:?}");
-        if asked() {
+        if request_counts() {
             break;
         }
     }
-    assert!(asked(), "the failing worker was never asked");
+    assert!(request_counts(), "the failing worker received a request");
     at_rest(&gateway).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_fails_before_the_first_byte_is_tried_elsewhere() {
+async fn failures_before_the_first_byte_are_retried() {
     let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 4\r\n\r\n";
     let head = Act::Send(head.as_bytes().to_vec());
     retried(vec![Act::Reset]).await;
@@ -204,11 +206,11 @@ async fn what_fails_before_the_first_byte_is_tried_elsewhere() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_is_not_there_is_passed_over() {
+async fn an_unreachable_worker_is_skipped() {
     let closed = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port").local_addr().expect("bound");
-    let asked = std::sync::atomic::AtomicU32::new(0);
+    let request_counts = std::sync::atomic::AtomicU32::new(0);
     // Round-robin: the second request starts there at the latest.
-    let twice = || asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed) > 0;
+    let twice = || request_counts.fetch_add(1, std::sync::atomic::Ordering::Relaxed) > 0;
     retried_from(&format!("http://{closed}"), twice).await;
 }
 
@@ -220,18 +222,18 @@ async fn failed(acts: Vec<Act>) -> Answer {
     settings.gateway.first_byte_timeout_ms = 300;
     let gateway = gateway(settings).await;
     let answer = post(&gateway, CHAT, &chat("mock", true)).await;
-    let asked: Vec<_> = workers.iter().map(|worker| worker.requests().len()).collect();
+    let request_counts: Vec<_> = workers.iter().map(|worker| worker.requests().len()).collect();
     if answer.status >= 429 {
-        assert_eq!(asked, [1, 1], "each rank is tried once");
+        assert_eq!(request_counts, [1, 1], "each rank is tried once");
     } else {
-        assert_eq!(asked.iter().sum::<usize>(), 1, "the answer is final");
+        assert_eq!(request_counts.iter().sum::<usize>(), 1, "the response is final");
     }
     at_rest(&gateway).await;
     answer
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn when_nobody_answers_the_client_is_told_the_best_that_is_known() {
+async fn the_most_specific_error_is_returned_if_all_workers_fail() {
     let code = async |acts| {
         let answer = failed(acts).await;
         (answer.status, answer.code())
@@ -245,7 +247,7 @@ async fn when_nobody_answers_the_client_is_told_the_best_that_is_known() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_late_answer_that_is_not_streamed_is_not_begun_anew_and_counts() {
+async fn late_unstreamed_responses_are_not_retried_and_count() {
     let workers = [Scripted::start(|_| vec![Act::Hang]).await, Scripted::start(|_| vec![Act::Hang]).await];
     let mut settings = settings(vec![worker(1, &workers[0].url(), 1), worker(2, &workers[1].url(), 1)]);
     settings.gateway.answer_timeout_ms = 300;
@@ -254,14 +256,14 @@ async fn a_late_answer_that_is_not_streamed_is_not_begun_anew_and_counts() {
     let answer = post(&gateway, CHAT, &chat("mock", false)).await;
     assert_eq!((answer.status, answer.code().as_str()), (504, "worker_timeout"));
     assert_eq!(workers.iter().map(|worker| worker.requests().len()).sum::<usize>(), 1);
-    let health = gateway.router("mock").expect("it is served").rank_health().await.expect("it runs");
-    let suspects = health.iter().filter(|rank| rank.why.contains("timed out")).count();
-    assert_eq!(suspects, 1, "the rank has sent nothing to anybody meanwhile: {health:?}");
+    let health = gateway.router("mock").expect("model is served").rank_health().await.expect("router is running");
+    let timed_out = health.iter().filter(|rank| rank.why.contains("timed out")).count();
+    assert_eq!(timed_out, 1, "the rank sent nothing to other requests either: {health:?}");
     at_rest(&gateway).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_without_others_is_asked_again_when_it_closes_unheard() {
+async fn a_single_worker_is_retried_after_a_close_without_response() {
     let script = |n| if n == 0 { vec![Act::Close] } else { answer("200 OK", FINE) };
     let only = Scripted::start(script).await;
     let gateway = gateway(settings(vec![worker(1, &only.url(), 1)])).await;
@@ -272,7 +274,7 @@ async fn a_worker_without_others_is_asked_again_when_it_closes_unheard() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_of_many_ranks_that_is_not_there_costs_one_try() {
+async fn an_unreachable_worker_with_many_ranks_costs_one_attempt() {
     let closed = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port").local_addr().expect("bound");
     let good = Scripted::start(|_| answer("200 OK", FINE)).await;
     let gone = format!("http://{closed}");
@@ -287,7 +289,7 @@ async fn a_worker_of_many_ranks_that_is_not_there_costs_one_try() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_is_tried_again_after_the_first_byte_and_a_cut_answer_looks_cut() {
+async fn no_retry_after_the_first_byte_and_cut_responses_are_detectable() {
     let begun = stream(&[EVENT]);
     let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 999\r\n\r\n";
     let whole_head = Act::Send([head, EVENT].concat().into_bytes());
@@ -306,19 +308,19 @@ async fn nothing_is_tried_again_after_the_first_byte_and_a_cut_answer_looks_cut(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stream_that_falls_silent_is_cut() {
+async fn idle_streams_are_cut_off() {
     let scripted = Scripted::start(|_| [stream(&[EVENT]), vec![Act::Hang]].concat()).await;
     let mut settings = settings(vec![worker(1, &scripted.url(), 1)]);
     settings.gateway.idle_timeout_ms = 100;
     let gateway = gateway(settings).await;
     let answer = post(&gateway, CHAT, &chat("mock", true)).await;
     assert!(answer.status == 200 && !answer.is_whole && answer.text() == EVENT, "{answer:?}");
-    until("the worker is left alone", || scripted.seen(|seen| seen.hung_up) == 1).await;
+    until("all connections to the worker are closed", || scripted.seen(|seen| seen.hung_up) == 1).await;
     at_rest(&gateway).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ranks_are_named_where_there_are_several() {
+async fn ranks_are_selected_at_workers_with_several() {
     let scripted = Scripted::start(|_| answer("200 OK", FINE_JSON)).await;
     let gateway = gateway(settings(vec![worker(1, &scripted.url(), 2)])).await;
     for _ in 0..2 {
@@ -331,42 +333,42 @@ async fn ranks_are_named_where_there_are_several() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn names_are_the_worker_s_own_when_they_get_there() {
+async fn workers_receive_their_own_model_names() {
     let scripted = Scripted::start(|_| answer("200 OK", FINE_JSON)).await;
     let mut settings = settings(vec![worker(1, &scripted.url(), 1)]);
     settings.models[0].aliases = vec!["alias".to_owned()];
     settings.models[0].upstream_name = Some("org/base".to_owned());
     settings.models[0].workers[0].config.lora_adapters = ["tuned".to_owned()].into();
     let gateway = gateway(settings).await;
-    for (asked, sent) in [("mock", "org/base"), ("alias", "org/base"), ("tuned", "tuned")] {
-        let body = format!("{{\"messages\":[],  \"model\" : \"{asked}\"}}");
+    for (request_counts, sent) in [("mock", "org/base"), ("alias", "org/base"), ("tuned", "tuned")] {
+        let body = format!("{{\"messages\":[],  \"model\" : \"{request_counts}\"}}");
         let answer = request(gateway.address(), "POST", CHAT, "", body.as_bytes()).await;
         assert_eq!(answer.status, 200, "{answer:?}");
-        let got = scripted.requests().pop().expect("it was asked");
-        assert_eq!(got.text(), body.replace(asked, sent));
+        let got = scripted.requests().pop().expect("request received");
+        assert_eq!(got.text(), body.replace(request_counts, sent));
     }
     // An adapter added later is served as soon as its worker advertises it.
-    let router = gateway.router("mock").expect("it is served").clone();
+    let router = gateway.router("mock").expect("model is served").clone();
     let entry = router.workers()[0].clone();
     let mut config = entry.config;
     config.lora_adapters.insert("new".to_owned());
-    router.upsert_worker(entry.worker, config).await.expect("it is up");
+    router.upsert_worker(entry.worker, config).await.expect("router is running");
     let answer = post(&gateway, CHAT, &chat("new", false)).await;
     assert_eq!(answer.status, 200, "{answer:?}");
     // A request without a model uses the only model, and the body is forwarded unchanged.
     let nameless = request(gateway.address(), "POST", CHAT, "", br#"{"messages":[]}"#).await;
     assert_eq!(nameless.status, 200, "{nameless:?}");
-    assert_eq!(scripted.requests().pop().expect("it was asked").text(), r#"{"messages":[]}"#);
+    assert_eq!(scripted.requests().pop().expect("request received").text(), r#"{"messages":[]}"#);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn tenants_show_a_key_and_get_a_salt_of_their_own() {
+async fn tenants_authenticate_and_have_separate_salts() {
     let scripted = Scripted::start(|_| answer("200 OK", FINE_JSON)).await;
     let directory = std::env::temp_dir().join(format!("pointsman-proxy-tenants-{}", std::process::id()));
     std::fs::create_dir_all(&directory).expect("a directory for the test's files");
     let file = |name: &str, content: &str| {
         let path = directory.join(name);
-        std::fs::write(&path, content).expect("it can be written");
+        std::fs::write(&path, content).expect("file written");
         path
     };
     let mut settings = settings(vec![worker(1, &scripted.url(), 1)]);
@@ -381,21 +383,21 @@ async fn tenants_show_a_key_and_get_a_salt_of_their_own() {
         })
         .into();
     let gateway = gateway(settings).await;
-    let ask = async |headers: &str, body: &str| {
+    let send = async |headers: &str, body: &str| {
         let answer = request(gateway.address(), "POST", CHAT, headers, body.as_bytes()).await;
-        (answer.status == 200).then(|| scripted.requests().pop().expect("it was asked")).ok_or(answer)
+        (answer.status == 200).then(|| scripted.requests().pop().expect("request received")).ok_or(answer)
     };
     let body = r#"{"model":"mock","messages":[],"cache_salt":"own"}"#;
-    let refused = ask("", body).await.expect_err("nobody is not allowed");
+    let refused = send("", body).await.expect_err("rejected without a key");
     assert_eq!((refused.status, refused.code().as_str()), (401, "invalid_api_key"));
     assert_eq!(get(&gateway, "/v1/models").await.status, 401);
-    let a = ask("authorization: Bearer key-of-a-0123456789\r\n", body).await.expect("a may ask");
-    let b = ask("authorization: Bearer key-of-b-0123456789\r\n", body).await.expect("b may ask");
+    let a = send("authorization: Bearer key-of-a-0123456789\r\n", body).await.expect("the key of a is accepted");
+    let b = send("authorization: Bearer key-of-b-0123456789\r\n", body).await.expect("the key of b is accepted");
     let salt = |got: &proxy::Got| {
         let body: serde_json::Value = serde_json::from_str(got.text()).expect("JSON");
         body["cache_salt"].as_str().expect("a salt").to_owned()
     };
     assert!(salt(&a) != salt(&b) && salt(&a) != "own" && salt(&a).len() == 32, "{a:?} {b:?}");
     assert_eq!(a.header("authorization"), Some("Bearer worker-key-01234"));
-    std::fs::remove_dir_all(&directory).expect("the test's files are there");
+    std::fs::remove_dir_all(&directory).expect("test directory removed");
 }

@@ -41,9 +41,9 @@ impl Reloaded {
     /// Starts with these settings. `files` are written beside them.
     async fn start(name: &str, config: &str, files: &[(&str, &str)]) -> Self {
         let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).expect("a directory of the test's own");
+        std::fs::create_dir_all(&directory).expect("test directory created");
         for (file, content) in [("token", TOKEN), ("pointsman.toml", config)].iter().chain(files) {
-            std::fs::write(directory.join(file), content).expect("a file in it");
+            std::fs::write(directory.join(file), content).expect("file written");
         }
         let mut command = serve();
         command.arg("--config").arg(directory.join("pointsman.toml"));
@@ -64,7 +64,7 @@ impl Reloaded {
 
     /// Status and response of the admin API.
     async fn admin(&self, what: &str, token: &str) -> (u16, Value) {
-        let stream = TcpStream::connect(self.admin).await.expect("it listens");
+        let stream = TcpStream::connect(self.admin).await.expect("connection accepted");
         let head = format!("{what} HTTP/1.1\r\nhost: test\r\nauthorization: Bearer {token}\r\nconnection: close\r\n");
         let (status, body) = exchange(stream, &(head + "content-length: 0\r\n\r\n")).await;
         (status, serde_json::from_str(&body).unwrap_or(Value::String(body)))
@@ -72,7 +72,7 @@ impl Reloaded {
 
     /// The status of a request for one token of this model on a new connection.
     async fn complete(&self, model: &str, key: &str) -> u16 {
-        let stream = TcpStream::connect(self.clients).await.expect("it listens");
+        let stream = TcpStream::connect(self.clients).await.expect("connection accepted");
         exchange(stream, &completion(model, key, "connection: close\r\n")).await.0
     }
 
@@ -106,9 +106,12 @@ fn completion_of(tokens: usize, model: &str, key: &str, header: &str) -> String 
 
 /// Sends a request and reads everything until the end of the connection.
 async fn exchange(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: &str) -> (u16, String) {
-    stream.write_all(request.as_bytes()).await.expect("the connection stands");
+    stream.write_all(request.as_bytes()).await.expect("connection is open");
     let mut answer = String::new();
-    timeout(PATIENCE, stream.read_to_string(&mut answer)).await.expect("an answer in time").expect("an answer");
+    timeout(PATIENCE, stream.read_to_string(&mut answer))
+        .await
+        .expect("response before the timeout")
+        .expect("response received");
     let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
     (head[9..12].parse().expect("a status"), body.to_owned())
 }
@@ -116,9 +119,9 @@ async fn exchange(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: &str
 /// The status of one response with a content length on a kept connection.
 async fn kept(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), request: &str) -> Result<u16, String> {
     stream.write_all(request.as_bytes()).await.map_err(|error| error.to_string())?;
-    let mut heard = Vec::new();
+    let mut received = Vec::new();
     loop {
-        let text = String::from_utf8_lossy(&heard).to_lowercase();
+        let text = String::from_utf8_lossy(&received).to_lowercase();
         if let Some((head, body)) = text.split_once("\r\n\r\n") {
             let length = head.split("content-length: ").nth(1).and_then(|rest| rest.split("\r\n").next());
             let is_whole = match length {
@@ -129,7 +132,7 @@ async fn kept(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), request: &str)
                 return Ok(head[9..12].parse().expect("a status"));
             }
         }
-        match timeout(PATIENCE, stream.read_buf(&mut heard)).await.expect("an answer in time") {
+        match timeout(PATIENCE, stream.read_buf(&mut received)).await.expect("response before the timeout") {
             Ok(1..) => {}
             ended => return Err(format!("{ended:?} after {text:?}")),
         }
@@ -162,11 +165,11 @@ async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
             sleep(Duration::from_millis(10)).await;
         }
     };
-    assert!(timeout(PATIENCE, wait).await.is_ok(), "never: {what}");
+    assert!(timeout(PATIENCE, wait).await.is_ok(), "timed out: {what}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn reloads_under_load_change_workers_and_keys_and_lose_no_request() {
+async fn reloads_under_load_lose_no_request() {
     const CLIENTS: usize = 8;
     let (one, other) = (engine().await, engine().await);
     let settings = |engines: &[&MockEngine], body_bytes_max: usize| {
@@ -181,7 +184,7 @@ async fn reloads_under_load_change_workers_and_keys_and_lose_no_request() {
     for _ in 0..CLIENTS {
         let (stop, served, address) = (Arc::clone(&stop), Arc::clone(&served), process.clients);
         clients.spawn(async move {
-            let mut stream = TcpStream::connect(address).await.expect("it listens");
+            let mut stream = TcpStream::connect(address).await.expect("connection accepted");
             // All requests use one connection: no reload closes it.
             while !stop.load(Ordering::Relaxed) {
                 match kept(&mut stream, &completion("mock", KEY, "")).await {
@@ -200,7 +203,7 @@ async fn reloads_under_load_change_workers_and_keys_and_lose_no_request() {
     let workers = async |process: &Reloaded, engines: &[&MockEngine]| {
         let mut expected: Vec<String> = engines.iter().map(|engine| engine.url()).collect();
         expected.sort();
-        eventually("the workers are those of the file", async || {
+        eventually("workers equal those of the file", async || {
             let (_, answer) = process.admin("GET /admin/models/mock/workers", TOKEN).await;
             let endpoint = |worker: &Value| {
                 worker["endpoint"].as_str().or(worker["config"]["endpoint"].as_str()).map(str::to_owned)
@@ -225,23 +228,23 @@ async fn reloads_under_load_change_workers_and_keys_and_lose_no_request() {
     assert_eq!([process.complete("mock", KEY).await, process.complete("mock", OTHER_KEY).await], [200, 200]);
     more(CLIENTS).await;
     stop.store(true, Ordering::Relaxed);
-    for ended in timeout(PATIENCE, clients.join_all()).await.expect("all end in time") {
+    for ended in timeout(PATIENCE, clients.join_all()).await.expect("all clients end before the timeout") {
         assert_eq!(ended, Ok(()));
     }
     process.write("keys", OTHER_KEY);
     process.write("pointsman.toml", settings(&[&one], 1024));
     process.reload().await;
     assert_eq!([process.complete("mock", KEY).await, process.complete("mock", OTHER_KEY).await], [401, 200]);
-    let stream = TcpStream::connect(process.clients).await.expect("it listens");
+    let stream = TcpStream::connect(process.clients).await.expect("connection accepted");
     let long = completion_of(1000, "mock", OTHER_KEY, "connection: close\r\n");
-    assert_eq!(exchange(stream, &long).await.0, 413, "the limit of bodies is that of the file");
+    assert_eq!(exchange(stream, &long).await.0, 413, "the body limit equals that of the file");
     assert_eq!(process.metric("pointsman_gateway_config_reloads_total{result=\"applied\"}").await, Some(6.0));
     one.shutdown().await;
     other.shutdown().await;
 }
 
 #[tokio::test]
-async fn what_cannot_be_used_changes_nothing_and_is_reported() {
+async fn invalid_reloads_are_reported_and_change_nothing() {
     let engine = engine().await;
     let good = config("salt_secret_file = \"salt\"", &(model("mock", &[&engine]) + TENANT));
     let mut process = Reloaded::start("reload-bad", &good, &[SALT, ("keys", KEY)]).await;
@@ -300,7 +303,7 @@ async fn what_cannot_be_used_changes_nothing_and_is_reported() {
 }
 
 #[tokio::test]
-async fn models_come_and_go_and_settings_that_need_a_restart_are_named() {
+async fn reloads_add_and_remove_models_and_list_restart_settings() {
     let engine = engine().await;
     let (mock, second) = (model("mock", &[&engine]), model("second", &[&engine]));
     let mut process = Reloaded::start("reload-models", &config("", &mock), &[]).await;
@@ -333,31 +336,32 @@ fn tls_data(file: &str) -> PathBuf {
 }
 
 fn certificate(file: &str) -> CertificateDer<'static> {
-    CertificateDer::from_pem_file(tls_data(file)).expect("it is PEM")
+    CertificateDer::from_pem_file(tls_data(file)).expect("valid PEM")
 }
 
 /// A connection and the certificate that the server presented.
 async fn shake_hands(address: SocketAddr) -> (TlsStream<TcpStream>, CertificateDer<'static>) {
     let mut roots = RootCertStore::empty();
     for file in ["test-only.crt", "other-test-only.crt"] {
-        roots.add(certificate(file)).expect("it is a certificate");
+        roots.add(certificate(file)).expect("valid certificate");
     }
     let config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
         .with_safe_default_protocol_versions()
-        .expect("ring speaks both")
+        .expect("ring supports TLS 1.2 and 1.3")
         .with_root_certificates(roots)
         .with_no_client_auth();
-    let name = ServerName::try_from("localhost").expect("it is a name");
-    let stream = TcpStream::connect(address).await.expect("it listens");
+    let name = ServerName::try_from("localhost").expect("valid server name");
+    let stream = TcpStream::connect(address).await.expect("connection accepted");
     let connecting = TlsConnector::from(Arc::new(config)).connect(name, stream);
-    let stream = timeout(PATIENCE, connecting).await.expect("in time").expect("hands shaken");
+    let stream =
+        timeout(PATIENCE, connecting).await.expect("completed before the timeout").expect("TLS handshake succeeds");
     let shown = stream.get_ref().1.peer_certificates().expect("a chain")[0].clone().into_owned();
     (stream, shown)
 }
 
 #[tokio::test]
-async fn a_renewed_certificate_is_shown_on_new_connections_and_open_ones_go_on() {
-    let read = |file: &str| std::fs::read_to_string(tls_data(file)).expect("it is there");
+async fn new_connections_use_a_renewed_certificate() {
+    let read = |file: &str| std::fs::read_to_string(tls_data(file)).expect("file is readable");
     let (chain, key) = (read("test-only.crt"), read("test-only.key"));
     let gateway = "tls_certificate_file = \"tls.crt\"\ntls_key_file = \"tls.key\"";
     let settings = config(gateway, "[[models]]\nname = \"mock\"\n");

@@ -14,7 +14,7 @@ use axum::body::Bytes;
 use axum::http::StatusCode;
 use axum::routing::post;
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
-use pointsman_gateway::openai::{AskedPrompt, ChatParts};
+use pointsman_gateway::openai::{ChatParts, ClientPrompt};
 use pointsman_gateway::prompt::{AnyWorker, TokenSource, Tokens};
 use pointsman_gateway::settings::{TokenSourceChoice, TokensSettings};
 use pointsman_gateway::upstream::Upstream;
@@ -33,7 +33,7 @@ fn data(name: &str) -> PathBuf {
 fn upstream() -> Upstream {
     let tls = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
         .with_safe_default_protocol_versions()
-        .expect("ring speaks TLS 1.2 and 1.3")
+        .expect("ring supports TLS 1.2 and 1.3")
         .with_root_certificates(RootCertStore::empty())
         .with_no_client_auth();
     Upstream::new(tls, Duration::from_secs(10))
@@ -58,9 +58,9 @@ impl Worker {
 
     fn any(&self) -> AnyWorker {
         let endpoint = Arc::clone(&self.0);
-        Arc::new(move |but, may_ask| {
-            let endpoint = endpoint.lock().expect("no test panics with it").clone();
-            endpoint.filter(|endpoint| Some(endpoint.as_str()) != but && may_ask(endpoint))
+        Arc::new(move |but, is_available| {
+            let endpoint = endpoint.lock().expect("lock not poisoned").clone();
+            endpoint.filter(|endpoint| Some(endpoint.as_str()) != but && is_available(endpoint))
         })
     }
 }
@@ -73,23 +73,23 @@ async fn tokens(settings: &TokensSettings, worker: &Worker) -> Tokens {
 async fn answering(
     answer: impl Fn(Value) -> (StatusCode, String) + Clone + Send + Sync + 'static,
 ) -> (String, Arc<AtomicUsize>) {
-    let asked = Arc::new(AtomicUsize::new(0));
-    let count = Arc::clone(&asked);
+    let queries = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&queries);
     let handler = move |body: Bytes| {
         count.fetch_add(1, Ordering::Relaxed);
         let answer = answer(serde_json::from_slice(&body).unwrap_or_default());
         async move { answer }
     };
-    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("loopback has a free port");
-    let url = format!("http://{}", listener.local_addr().expect("it listens"));
+    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("free port on loopback");
+    let url = format!("http://{}", listener.local_addr().expect("local address"));
     tokio::spawn(async move { axum::serve(listener, Router::new().route("/tokenize", post(handler))).await });
-    (url, asked)
+    (url, queries)
 }
 
 /// The tokens of a prompt and their source, requested with an alias.
-async fn had(tokens: &Tokens, prompt: AskedPrompt) -> (Vec<u32>, TokenSource) {
-    let had = tokens.of(&prompt, "an alias").await;
-    (had.ids.into_owned(), had.source)
+async fn tokens_of(tokens: &Tokens, prompt: ClientPrompt) -> (Vec<u32>, TokenSource) {
+    let tokens_of = tokens.of(&prompt, "an alias").await;
+    (tokens_of.ids.into_owned(), tokens_of.source)
 }
 
 fn recorder() -> (PrometheusRecorder, PrometheusHandle) {
@@ -98,31 +98,31 @@ fn recorder() -> (PrometheusRecorder, PrometheusHandle) {
     (recorder, handle)
 }
 
-fn chat(messages: &'static str) -> AskedPrompt {
+fn chat(messages: &'static str) -> ClientPrompt {
     let messages = Bytes::from_static(messages.as_bytes());
-    AskedPrompt::Chat(Box::new(ChatParts { messages, ..ChatParts::default() }))
+    ClientPrompt::Chat(Box::new(ChatParts { messages, ..ChatParts::default() }))
 }
 
-fn text(text: &str) -> AskedPrompt {
-    AskedPrompt::Text(text.to_owned())
+fn text(text: &str) -> ClientPrompt {
+    ClientPrompt::Text(text.to_owned())
 }
 
 const HELLO: &str = r#"[{"role":"user","content":"Hello"}]"#;
 
 #[tokio::test]
-async fn the_files_give_tokens_and_each_prompt_is_counted() {
+async fn local_files_provide_tokens_and_prompts_are_counted() {
     let (recorder, page) = recorder();
     let _recording = metrics::set_default_local_recorder(&recorder);
     let tokens = tokens(&with_files(TokenSourceChoice::Auto), &Worker::default()).await;
     assert_eq!(tokens.source(), TokenSource::Local);
-    assert_eq!(had(&tokens, AskedPrompt::Tokens(vec![1, 2, 3])).await, (vec![1, 2, 3], TokenSource::Request));
-    let (chat_ids, of_chat) = had(&tokens, chat(HELLO)).await;
-    let (text_ids, of_text) = had(&tokens, text("Hello")).await;
+    assert_eq!(tokens_of(&tokens, ClientPrompt::Tokens(vec![1, 2, 3])).await, (vec![1, 2, 3], TokenSource::Request));
+    let (chat_ids, of_chat) = tokens_of(&tokens, chat(HELLO)).await;
+    let (text_ids, of_text) = tokens_of(&tokens, text("Hello")).await;
     assert_eq!((of_chat, of_text), (TokenSource::Local, TokenSource::Local));
     assert!(chat_ids.len() > text_ids.len() && text_ids.len() > 1);
     let image = chat(r#"[{"role":"user","content":[{"type":"input_audio","input_audio":{}}]}]"#);
-    assert_eq!(had(&tokens, image).await, (Vec::new(), TokenSource::None));
-    tokens.of(&AskedPrompt::Opaque("embeds"), "m").await;
+    assert_eq!(tokens_of(&tokens, image).await, (Vec::new(), TokenSource::None));
+    tokens.of(&ClientPrompt::Opaque("embeds"), "m").await;
     let page = page.render();
     let lines = [
         r#"pointsman_gateway_tokens_source{model="m",source="local"} 1"#,
@@ -154,7 +154,7 @@ async fn without_a_source_prompts_have_no_tokens() {
 async fn unusable_files_are_named() {
     let start = async |settings: TokensSettings| {
         let started = Tokens::start(&settings, "m", upstream(), Worker::default().any()).await;
-        started.err().expect("it cannot start").to_string()
+        started.err().expect("start fails").to_string()
     };
     let file = |name: &str| TokensSettings { tokenizer_file: Some(data(name)), ..settings(TokenSourceChoice::Local) };
     assert!(start(settings(TokenSourceChoice::Local)).await.contains("tokenizer_file"));
@@ -165,16 +165,16 @@ async fn unusable_files_are_named() {
 }
 
 #[tokio::test]
-async fn an_engine_is_asked_in_its_own_words() {
-    let asked = Arc::new(Mutex::new(Vec::new()));
-    let heard = Arc::clone(&asked);
-    let (url, _) = answering(move |question| {
-        heard.lock().unwrap().push(question);
+async fn tokenize_queries_use_the_format_of_the_engine() {
+    let queries = Arc::new(Mutex::new(Vec::new()));
+    let recorded = Arc::clone(&queries);
+    let (url, _) = answering(move |query| {
+        recorded.lock().unwrap().push(query);
         (StatusCode::OK, r#"{"count": 2, "tokens": [7, 9], "token_strs": null}"#.to_owned())
     })
     .await;
     let tokens = tokens(&settings(TokenSourceChoice::Engine), &Worker::at(&url)).await;
-    assert_eq!(had(&tokens, text("Hello")).await, (vec![7, 9], TokenSource::Engine));
+    assert_eq!(tokens_of(&tokens, text("Hello")).await, (vec![7, 9], TokenSource::Engine));
     let parts = ChatParts {
         messages: Bytes::from_static(HELLO.as_bytes()),
         tools: Some(Bytes::from_static(b"[]")),
@@ -183,7 +183,7 @@ async fn an_engine_is_asked_in_its_own_words() {
         continue_final_message: Some(true),
         ..ChatParts::default()
     };
-    assert_eq!(tokens.of(&AskedPrompt::Chat(Box::new(parts)), "m").await.source, TokenSource::Engine);
+    assert_eq!(tokens.of(&ClientPrompt::Chat(Box::new(parts)), "m").await.source, TokenSource::Engine);
     let expected = serde_json::json!([
         { "model": "m", "prompt": "Hello" },
         {
@@ -191,11 +191,11 @@ async fn an_engine_is_asked_in_its_own_words() {
             "chat_template_kwargs": { "a": 1 }, "add_generation_prompt": false, "continue_final_message": true,
         },
     ]);
-    assert_eq!(Value::from(asked.lock().unwrap().clone()), expected);
+    assert_eq!(Value::from(queries.lock().unwrap().clone()), expected);
 }
 
 #[tokio::test]
-async fn the_mock_engine_gives_tokens() {
+async fn the_mock_engine_tokenizes() {
     let engine = MockEngine::start(MockConfig::default()).await.unwrap();
     let tokens = tokens(&settings(TokenSourceChoice::Auto), &Worker::at(&engine.url())).await;
     assert_eq!(tokens.source(), TokenSource::None);
@@ -209,7 +209,7 @@ async fn the_mock_engine_gives_tokens() {
 }
 
 #[tokio::test]
-async fn an_engine_that_comes_later_is_found() {
+async fn later_engines_are_found() {
     let (recorder, page) = recorder();
     let _recording = metrics::set_default_local_recorder(&recorder);
     let worker = Worker::default();
@@ -224,7 +224,7 @@ async fn an_engine_that_comes_later_is_found() {
 }
 
 #[tokio::test]
-async fn an_engine_that_fails_is_left_alone() {
+async fn failing_engines_are_paused() {
     let long = format!(r#"{{"tokens":[{}1]}}"#, "1,".repeat(1 << 20));
     let failures = [
         (StatusCode::NOT_FOUND, String::new()),
@@ -234,49 +234,49 @@ async fn an_engine_that_fails_is_left_alone() {
     ];
     for answer in failures {
         let shown = format!("{:.40}", answer.1);
-        let (url, asked) = answering(move |_| answer.clone()).await;
+        let (url, queries) = answering(move |_| answer.clone()).await;
         let tokens = tokens(&settings(TokenSourceChoice::Engine), &Worker::at(&url)).await;
         for _ in 0..8 {
             assert_eq!(tokens.of(&text("a"), "m").await.source, TokenSource::None, "{shown}");
         }
-        assert_eq!(asked.load(Ordering::Relaxed), 5, "{shown}");
+        assert_eq!(queries.load(Ordering::Relaxed), 5, "{shown}");
         // Chats are counted separately because some engines tokenize plain text only.
         tokens.of(&chat(HELLO), "m").await;
-        assert_eq!(asked.load(Ordering::Relaxed), 6, "{shown}");
+        assert_eq!(queries.load(Ordering::Relaxed), 6, "{shown}");
     }
 }
 
 #[tokio::test]
-async fn one_worker_that_fails_costs_no_prompt_its_tokens() {
+async fn a_failing_worker_costs_no_prompt_its_tokens() {
     let (failing, failed) = answering(|_| (StatusCode::INTERNAL_SERVER_ERROR, String::new())).await;
     let (good, answered) = answering(|_| (StatusCode::OK, r#"{"tokens":[1]}"#.to_owned())).await;
     // The failing worker is always tried first.
     let any: AnyWorker = Arc::new(move |but, _| Some(if but.is_none() { failing.clone() } else { good.clone() }));
     let tokens = Tokens::start(&settings(TokenSourceChoice::Engine), "m", upstream(), any).await.unwrap();
     for _ in 0..8 {
-        assert_eq!(had(&tokens, text("a")).await, (vec![1], TokenSource::Engine));
+        assert_eq!(tokens_of(&tokens, text("a")).await, (vec![1], TokenSource::Engine));
     }
     assert_eq!((failed.load(Ordering::Relaxed), answered.load(Ordering::Relaxed)), (8, 8));
 }
 
 #[tokio::test]
-async fn large_prompts_and_answers_are_as_good_as_small_ones() {
+async fn large_prompts_and_responses_are_tokenized() {
     let ids = "1,".repeat(1 << 17) + "2";
     let answer = format!(r#"{{"tokens":[{ids}]}}"#);
-    let (url, asked) = answering(move |_| (StatusCode::OK, answer.clone())).await;
+    let (url, queries) = answering(move |_| (StatusCode::OK, answer.clone())).await;
     let tokens = tokens(&settings(TokenSourceChoice::Engine), &Worker::at(&url)).await;
     let large = |part: &str| {
         let messages =
             format!(r#"[{{"role":"user","content":[{{"type":"text","text":"{}"}}{part}]}}]"#, "a ".repeat(1 << 17));
-        AskedPrompt::Chat(Box::new(ChatParts { messages: Bytes::from(messages), ..ChatParts::default() }))
+        ClientPrompt::Chat(Box::new(ChatParts { messages: Bytes::from(messages), ..ChatParts::default() }))
     };
     for prompt in [large(""), text(&"a ".repeat(1 << 17))] {
-        let (ids, source) = had(&tokens, prompt).await;
+        let (ids, source) = tokens_of(&tokens, prompt).await;
         assert_eq!((ids.len(), ids.last(), source), ((1 << 17) + 1, Some(&2), TokenSource::Engine));
     }
     // Large prompts are validated as strictly as small ones.
-    assert_eq!(had(&tokens, large(r#",{"type":"image_url"}"#)).await.1, TokenSource::None);
-    assert_eq!(asked.load(Ordering::Relaxed), 2);
+    assert_eq!(tokens_of(&tokens, large(r#",{"type":"image_url"}"#)).await.1, TokenSource::None);
+    assert_eq!(queries.load(Ordering::Relaxed), 2);
 }
 
 #[tokio::test]
@@ -295,19 +295,19 @@ async fn parity_with_an_engine_is_counted() {
 }
 
 #[tokio::test]
-async fn parity_with_an_engine_that_has_the_same_files_is_equal() {
+async fn parity_is_equal_for_equal_files() {
     let (recorder, page) = recorder();
     let _recording = metrics::set_default_local_recorder(&recorder);
     let theirs = Arc::new(tokens(&with_files(TokenSourceChoice::Local), &Worker::default()).await);
     let handler = move |body: Bytes| {
         let theirs = Arc::clone(&theirs);
         async move {
-            let question: Value = serde_json::from_slice(&body).unwrap();
-            let prompt = match question["prompt"].as_str() {
+            let query: Value = serde_json::from_slice(&body).unwrap();
+            let prompt = match query["prompt"].as_str() {
                 Some(prompt) => text(prompt),
                 None => {
-                    let messages = Bytes::from(question["messages"].to_string());
-                    AskedPrompt::Chat(Box::new(ChatParts { messages, ..ChatParts::default() }))
+                    let messages = Bytes::from(query["messages"].to_string());
+                    ClientPrompt::Chat(Box::new(ChatParts { messages, ..ChatParts::default() }))
                 }
             };
             let ids = theirs.of(&prompt, "m").await;

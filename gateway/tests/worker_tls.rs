@@ -13,7 +13,7 @@ fn tls(name: &str) -> PathBuf {
 }
 
 #[tokio::test]
-async fn workers_behind_tls_are_believed_by_their_authority_only() {
+async fn worker_certificates_require_the_configured_authority() {
     let engine = Scripted::start(|_| answer("200 OK", FINE)).await;
     let mut behind = settings(vec![worker(1, &engine.url(), 1)]);
     behind.gateway.tls_certificate_file = Some(tls("test-only.crt"));
@@ -35,6 +35,6 @@ async fn workers_behind_tls_are_believed_by_their_authority_only() {
     let strangers = gateway(settings(vec![worker(1, &url, 1)])).await;
     let told = post(&strangers, CHAT, &chat).await;
     assert_eq!((told.status, told.code().as_str()), (502, "worker_failed"), "{told:?}");
-    assert_eq!(engine.requests().len(), 1, "nothing was said to it");
+    assert_eq!(engine.requests().len(), 1, "the worker received no request");
     at_rest(&strangers).await;
 }

@@ -13,13 +13,13 @@ pub(super) struct Notes(Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>);
 /// Installs the recorder for the rest of the process.
 pub(super) fn install() -> Notes {
     let notes = Notes::default();
-    metrics::set_global_recorder(notes.clone()).expect("there is no other");
+    metrics::set_global_recorder(notes.clone()).expect("no other recorder is installed");
     notes
 }
 
 impl Notes {
     pub(super) fn all(&self) -> BTreeMap<String, u64> {
-        let counters = self.0.lock().expect("nobody fails");
+        let counters = self.0.lock().expect("lock not poisoned");
         counters.iter().map(|(note, count)| (note.clone(), count.load(Ordering::Relaxed))).collect()
     }
 }
@@ -27,9 +27,9 @@ impl Notes {
 /// Notes counted between two snapshots.
 pub(super) fn since(before: &BTreeMap<String, u64>, after: &BTreeMap<String, u64>) -> String {
     let more = after.iter().map(|(note, count)| (note, count - before.get(note).copied().unwrap_or(0)));
-    let told: Vec<String> =
+    let progress: Vec<String> =
         more.filter(|(_, count)| *count > 0).map(|(note, count)| format!("{note} {count}")).collect();
-    if told.is_empty() { "none".to_owned() } else { told.join(", ") }
+    if progress.is_empty() { "none".to_owned() } else { progress.join(", ") }
 }
 
 impl Recorder for Notes {
@@ -44,7 +44,7 @@ impl Recorder for Notes {
             return Counter::noop();
         }
         let note = key.labels().find(|label| label.key() == "note").map(|label| label.value().to_owned());
-        let mut counters = self.0.lock().expect("nobody fails");
+        let mut counters = self.0.lock().expect("lock not poisoned");
         Counter::from_arc(Arc::clone(counters.entry(note.unwrap_or_default()).or_default()))
     }
 

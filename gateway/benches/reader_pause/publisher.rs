@@ -35,13 +35,13 @@ struct State {
 pub(super) async fn run(arguments: &[String]) {
     let numbers: Vec<u64> = arguments.iter().map(|argument| argument.parse().expect("a number")).collect();
     let [events, high_water_mark, ring_messages, messages] = numbers[..] else { panic!("four numbers") };
-    let (first, [live, replay, told]) = listeners().await;
+    let (first, [live, replay, progress]) = listeners().await;
     let state = Arc::new(Mutex::new(State::default()));
     tokio::spawn(take_subscribers(live, Arc::clone(&state), high_water_mark as usize));
     tokio::spawn(answer_replays(replay, Arc::clone(&state)));
-    tokio::spawn(tell(told, Arc::clone(&state)));
+    tokio::spawn(serve_progress(progress, Arc::clone(&state)));
     println!("{first}");
-    while state.lock().expect("nobody fails").subscriber.is_none() {
+    while state.lock().expect("lock not poisoned").subscriber.is_none() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let (begun, mut stream, mut pace) = (Instant::now(), Stream::default(), interval(Duration::from_millis(1)));
@@ -51,7 +51,7 @@ pub(super) async fn run(arguments: &[String]) {
         let due = begun.elapsed().as_micros() as u64 * EVENTS_PER_SECOND / events / 1_000_000;
         while published < due.min(messages) {
             let payload = Bytes::from(batch(&mut stream, published, events));
-            let mut state = state.lock().expect("nobody fails");
+            let mut state = state.lock().expect("lock not poisoned");
             if state.ring.len() == ring_messages as usize {
                 state.ring.pop_front();
             }
@@ -68,8 +68,8 @@ pub(super) async fn run(arguments: &[String]) {
 async fn listeners() -> (u16, [TcpListener; 3]) {
     for first in (21_000..31_000).step_by(3) {
         let at = |offset: u16| TcpListener::bind(("127.0.0.1", first + offset));
-        if let (Ok(live), Ok(replay), Ok(told)) = (at(0).await, at(1).await, at(2).await) {
-            return (first, [live, replay, told]);
+        if let (Ok(live), Ok(replay), Ok(progress)) = (at(0).await, at(1).await, at(2).await) {
+            return (first, [live, replay, progress]);
         }
     }
     panic!("no three free ports in a row");
@@ -94,7 +94,7 @@ fn framed(sequence: u64, payload: &[u8]) -> Bytes {
 
 async fn take_subscribers(listener: TcpListener, state: Arc<Mutex<State>>, high_water_mark: usize) {
     loop {
-        let (stream, _) = listener.accept().await.expect("it listens");
+        let (stream, _) = listener.accept().await.expect("connection accepted");
         let state = Arc::clone(&state);
         tokio::spawn(async move {
             // An error means that the subscriber disconnected.
@@ -125,7 +125,7 @@ async fn serve_subscriber(mut stream: TcpStream, state: &Mutex<State>, mark: usi
         }
     }
     let (sender, mut waiting) = mpsc::channel(mark);
-    state.lock().expect("nobody fails").subscriber = Some(sender);
+    state.lock().expect("lock not poisoned").subscriber = Some(sender);
     while let Some(message) = waiting.recv().await {
         stream.write_all(&message).await?;
     }
@@ -134,19 +134,19 @@ async fn serve_subscriber(mut stream: TcpStream, state: &Mutex<State>, mark: usi
 
 async fn answer_replays(listener: TcpListener, state: Arc<Mutex<State>>) {
     let mut socket = RouterSocket::new();
-    let listener = listener.into_std().expect("it is TCP");
-    socket.bind_listener(listener).await.expect("it listens");
+    let listener = listener.into_std().expect("a TCP listener");
+    socket.bind_listener(listener).await.expect("listener is bound");
     loop {
         let Ok(request) = socket.recv().await.map(ZmqMessage::into_vec) else { continue };
-        let [peer, _, from] = &request[..] else { continue };
+        let [identity, _, from] = &request[..] else { continue };
         let from = u64::from_be_bytes(from.as_ref().try_into().expect("eight bytes"));
         let kept: Vec<_> = {
-            let state = state.lock().expect("nobody fails");
+            let state = state.lock().expect("lock not poisoned");
             state.ring.iter().filter(|(sequence, _)| *sequence >= from).cloned().collect()
         };
         for (sequence, payload) in kept.into_iter().chain([(u64::MAX, Bytes::new())]) {
             let sequence = Bytes::copy_from_slice(&sequence.to_be_bytes());
-            let frames = vec![peer.clone(), Bytes::new(), sequence, payload];
+            let frames = vec![identity.clone(), Bytes::new(), sequence, payload];
             if socket.send(ZmqMessage::try_from(frames).expect("four frames")).await.is_err() {
                 break; // the reader requests the replay again
             }
@@ -154,15 +154,15 @@ async fn answer_replays(listener: TcpListener, state: Arc<Mutex<State>>) {
     }
 }
 
-async fn tell(listener: TcpListener, state: Arc<Mutex<State>>) {
-    let (mut stream, _) = listener.accept().await.expect("it listens");
+async fn serve_progress(listener: TcpListener, state: Arc<Mutex<State>>) {
+    let (mut stream, _) = listener.accept().await.expect("connection accepted");
     while stream.read_u8().await.is_ok() {
         let (published, prompt) = {
-            let state = state.lock().expect("nobody fails");
+            let state = state.lock().expect("lock not poisoned");
             (state.published, state.prompt)
         };
-        let told = [published.to_be_bytes(), prompt.to_be_bytes()].concat();
-        if stream.write_all(&told).await.is_err() {
+        let progress = [published.to_be_bytes(), prompt.to_be_bytes()].concat();
+        if stream.write_all(&progress).await.is_err() {
             return;
         }
     }
@@ -170,7 +170,7 @@ async fn tell(listener: TcpListener, state: Arc<Mutex<State>>) {
 
 /// Progress of a publisher, a few milliseconds old.
 #[derive(Debug, Default)]
-pub(super) struct Told {
+pub(super) struct Progress {
     /// Messages published.
     pub(super) published: AtomicU64,
     /// Number of the prompt being stored.
@@ -178,14 +178,14 @@ pub(super) struct Told {
 }
 
 /// Polls the publisher's progress until the connection ends.
-pub(super) async fn ask(port: u16, told: Arc<Told>) -> std::io::Result<()> {
+pub(super) async fn poll_progress(port: u16, progress: Arc<Progress>) -> std::io::Result<()> {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).await?;
     stream.set_nodelay(true)?;
     let mut pace = interval(Duration::from_millis(2));
     loop {
         pace.tick().await;
         stream.write_u8(0).await?;
-        told.published.store(stream.read_u64().await?, Ordering::Relaxed);
-        told.prompt.store(stream.read_u64().await?, Ordering::Relaxed);
+        progress.published.store(stream.read_u64().await?, Ordering::Relaxed);
+        progress.prompt.store(stream.read_u64().await?, Ordering::Relaxed);
     }
 }

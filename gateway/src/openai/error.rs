@@ -126,13 +126,13 @@ impl ApiError {
     /// Invalid query of `/ready`: 400.
     #[must_use]
     pub fn query_invalid() -> Self {
-        Self::invalid("invalid_query", Some("model"), "the query must name one model, or none")
+        Self::invalid("invalid_query", Some("model"), "the query must name at most one model")
     }
 
     /// Missing or unknown key: 401. The response does not distinguish them.
     #[must_use]
     pub fn unauthorized() -> Self {
-        let message = "a known API key is needed: Authorization: Bearer KEY";
+        let message = "a valid API key is required: Authorization: Bearer KEY";
         Self::new(StatusCode::UNAUTHORIZED, ErrorType::Authentication, "invalid_api_key", message)
     }
 
@@ -148,7 +148,7 @@ impl ApiError {
     /// Unknown path: 404.
     #[must_use]
     pub fn not_found() -> Self {
-        Self::new(StatusCode::NOT_FOUND, ErrorType::NotFound, "path_not_found", "there is nothing at this path")
+        Self::new(StatusCode::NOT_FOUND, ErrorType::NotFound, "path_not_found", "this path does not exist")
     }
 
     /// Unsupported method: 405. `allow` lists the supported methods, as in `GET, HEAD`.
@@ -169,28 +169,28 @@ impl ApiError {
     /// Connection above `connections_max`: 503.
     #[must_use]
     pub fn too_many_connections() -> Self {
-        let message = "the gateway has as many connections as it may";
+        let message = "the gateway has reached its connection limit";
         Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections", message).closing()
     }
 
     /// Exhausted memory budget for bodies: 503.
     #[must_use]
     pub fn body_budget_exhausted() -> Self {
-        let message = "the request bodies in flight take all the memory there is for them";
+        let message = "the memory budget of request bodies is exhausted";
         Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "body_budget_exhausted", message).closing()
     }
 
     /// Body idle timeout: 408.
     #[must_use]
     pub fn body_timeout() -> Self {
-        let message = "the body did not come in time";
+        let message = "the body did not arrive in time";
         Self::new(StatusCode::REQUEST_TIMEOUT, ErrorType::InvalidRequest, "body_timeout", message).closing()
     }
 
     /// Truncated body or invalid HTTP framing: 400.
     #[must_use]
     pub fn body_broken() -> Self {
-        Self::invalid("body_broken", None, "the body broke off, or is not framed as HTTP wants").closing()
+        Self::invalid("body_broken", None, "the body ended early or has invalid HTTP framing").closing()
     }
 
     /// Missing or repeated `Host`: 400.
@@ -211,14 +211,14 @@ impl ApiError {
     /// All attempts failed or were refused: 502.
     #[must_use]
     pub fn worker_failed() -> Self {
-        let message = "no worker could be reached that answers";
+        let message = "no worker returned a response";
         Self::unavailable(StatusCode::BAD_GATEWAY, "worker_failed", message)
     }
 
     /// Worker timeout: 504.
     #[must_use]
     pub fn worker_timeout() -> Self {
-        let message = "the worker did not answer in time";
+        let message = "the worker did not respond in time";
         Self::unavailable(StatusCode::GATEWAY_TIMEOUT, "worker_timeout", message)
     }
 
@@ -231,7 +231,7 @@ impl ApiError {
     /// Defect of the gateway: 500. The log has the cause.
     #[must_use]
     pub fn internal() -> Self {
-        let message = "the gateway has failed at this request";
+        let message = "internal error of the gateway";
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", message)
     }
 }
@@ -245,7 +245,7 @@ impl From<RouteError> for ApiError {
             RouteError::Rejected(rejection) => rejection.into(),
             RouteError::Overloaded { .. } => Self::overloaded("queue_full", "too many requests are waiting", a_second),
             RouteError::DuplicateRequest(_) => {
-                let message = "a request with this id has not ended yet";
+                let message = "a request with this id is still in flight";
                 Self::new(StatusCode::CONFLICT, ErrorType::InvalidRequest, "duplicate_request", message)
             }
             RouteError::PromptTooLong { isl_tokens } => {
@@ -261,7 +261,9 @@ impl From<RouteError> for ApiError {
             RouteError::PriorityJump(_) => Self::header_invalid(PRIORITY_JUMP, "must be a number of seconds"),
             RouteError::Session(error) => Self::invalid("invalid_session_id", Some(SESSION_ID), error.to_string()),
             RouteError::Freed => no_worker("cancelled", "the request was cancelled before it was placed"),
-            RouteError::Lost { .. } => no_worker("router_restarted", "the request was lost by a part that restarted"),
+            RouteError::Lost { .. } => {
+                no_worker("router_restarted", "the request was lost in a restart of a router component")
+            }
             RouteError::Down(Down::Stopped) => Self::draining(),
             RouteError::Down(Down::Failed) => no_worker("router_failed", "the model's router has failed"),
             // Only operators can set these.
@@ -307,12 +309,12 @@ impl From<Rejection> for ApiError {
                     LimitKind::RawTokens | LimitKind::CachedTokens => {
                         ("queue_tokens_full", "requests with too many tokens are waiting")
                     }
-                    LimitKind::DoNotQueue => ("would_queue", "the request would have to wait, and asks not to"),
+                    LimitKind::DoNotQueue => ("would_queue", "the request would have to wait but disallows queueing"),
                 };
                 Self::overloaded(code, message, refused.retry_after)
             }
             Rejection::UnknownClass(_) => {
-                Self::invalid("unknown_class", Some(CLASS), format!("header {CLASS} names no class that there is"))
+                Self::invalid("unknown_class", Some(CLASS), format!("header {CLASS} names an unknown class"))
             }
             Rejection::Selector(_) => Self::internal(),
         }

@@ -133,7 +133,7 @@ impl<'a> Given<'a> {
 pub(super) fn unquoted(raw: &str, field: &'static str) -> Result<String, ApiError> {
     // Fails only on unpaired surrogates, which are not valid text.
     serde_json::from_str(raw)
-        .map_err(|_| ApiError::invalid("invalid_value", Some(field), format!("{field} has a string that is no text")))
+        .map_err(|_| ApiError::invalid("invalid_value", Some(field), format!("{field} has an invalid string")))
 }
 
 impl<'a> Fields<'a> {

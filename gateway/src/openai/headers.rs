@@ -169,7 +169,7 @@ fn read<T>(
     let mut values = headers.get_all(name).iter();
     let Some(value) = values.next() else { return Ok(None) };
     if values.next().is_some() {
-        return Err(ApiError::header_invalid(name, "must be there once"));
+        return Err(ApiError::header_invalid(name, "must occur once"));
     }
     value.to_str().ok().and_then(parse).map(Some).ok_or_else(|| ApiError::header_invalid(name, &rule()))
 }

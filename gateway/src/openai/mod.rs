@@ -1,17 +1,18 @@
 //! OpenAI-compatible requests, headers and errors.
 //!
-//! [`Ask`] parses the body fields used for routing and rewrites the body, [`request_options`] parses request options from
-//! headers, and [`ApiError`] formats errors. All other parts of a body are forwarded unchanged; invalid bodies are
-//! rejected with a reason. [`prompt`](crate::prompt) computes tokens and [`serve`](crate::serve) sends requests.
+//! [`RequestBody`] parses the body fields used for routing and rewrites the body, [`request_options`] parses request
+//! options from headers, and [`ApiError`] formats errors. All other parts of a body are forwarded unchanged; invalid
+//! bodies are rejected with a reason. [`prompt`](crate::prompt) computes tokens and [`serve`](crate::serve) sends
+//! requests.
 
-mod ask;
+mod body;
 mod error;
 mod fields;
 mod headers;
 mod prompt;
 mod responses;
 
-pub use ask::{Ask, AskedPrompt, ChatParts, Edits, Endpoint};
+pub use body::{ChatParts, ClientPrompt, Edits, Endpoint, RequestBody};
 pub use error::{ApiError, ErrorType};
 pub use headers::{Authorization, ToWorker, request_id, request_options, to_client, to_worker};
 

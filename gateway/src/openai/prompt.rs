@@ -11,17 +11,17 @@ use axum::body::Bytes;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 
-use super::ask::{AskedPrompt, ChatParts, Endpoint};
+use super::body::{ChatParts, ClientPrompt, Endpoint};
 use super::error::ApiError;
 use super::fields::{Fields, Given, unquoted};
 use super::responses;
 
 /// Extracts the prompt.
-pub(super) fn read(endpoint: Endpoint, fields: &Fields<'_>, body: &Bytes) -> Result<AskedPrompt, ApiError> {
+pub(super) fn read(endpoint: Endpoint, fields: &Fields<'_>, body: &Bytes) -> Result<ClientPrompt, ApiError> {
     let prompt = match endpoint {
         Endpoint::Chat => chat(fields, body, true)?,
         Endpoint::Completions => match (fields.prompt.json(), fields.prompt_embeds.json()) {
-            (None, Some(_)) => AskedPrompt::Opaque("embeddings"),
+            (None, Some(_)) => ClientPrompt::Opaque("embeddings"),
             _ => text_or_tokens(fields.prompt, "prompt")?,
         },
         // Embedding models may have chat templates; engines then accept messages in place of input.
@@ -32,13 +32,13 @@ pub(super) fn read(endpoint: Endpoint, fields: &Fields<'_>, body: &Bytes) -> Res
         Endpoint::Responses => responses::read(fields, body)?,
     };
     Ok(match opaque(endpoint, fields, &prompt) {
-        Some(reason) => AskedPrompt::Opaque(reason),
+        Some(reason) => ClientPrompt::Opaque(reason),
         None => prompt,
     })
 }
 
 /// Reason why the worker's tokens or block hashes differ from those of the prompt alone.
-fn opaque(endpoint: Endpoint, fields: &Fields<'_>, prompt: &AskedPrompt) -> Option<&'static str> {
+fn opaque(endpoint: Endpoint, fields: &Fields<'_>, prompt: &ClientPrompt) -> Option<&'static str> {
     let has = |given: &[Given<'_>]| given.iter().any(|given| given.json().is_some());
     if has(&[fields.prompt_embeds, fields.input_embeds]) {
         return Some("embeddings");
@@ -64,17 +64,17 @@ fn opaque(endpoint: Endpoint, fields: &Fields<'_>, prompt: &AskedPrompt) -> Opti
     }
     // Special tokens are added to plain text, and by the template for chats; a request may reverse this.
     let usual = match prompt {
-        AskedPrompt::Text(_) => "true",
-        AskedPrompt::Chat(_) => "false",
-        AskedPrompt::Tokens(_) | AskedPrompt::Opaque(_) => return None,
+        ClientPrompt::Text(_) => "true",
+        ClientPrompt::Chat(_) => "false",
+        ClientPrompt::Tokens(_) | ClientPrompt::Opaque(_) => return None,
     };
     fields.add_special_tokens.json().is_some_and(|given| given != usual).then_some("special_tokens")
 }
 
-fn chat(fields: &Fields<'_>, body: &Bytes, generates: bool) -> Result<AskedPrompt, ApiError> {
+fn chat(fields: &Fields<'_>, body: &Bytes, generates: bool) -> Result<ClientPrompt, ApiError> {
     let messages = fields.messages.list(body)?.ok_or_else(|| missing("messages"))?;
     let add_generation_prompt = fields.add_generation_prompt.flag()?;
-    Ok(AskedPrompt::Chat(Box::new(ChatParts {
+    Ok(ClientPrompt::Chat(Box::new(ChatParts {
         messages,
         tools: fields.tools.list(body)?,
         documents: fields.documents.list(body)?,
@@ -87,7 +87,7 @@ fn chat(fields: &Fields<'_>, body: &Bytes, generates: bool) -> Result<AskedPromp
 }
 
 /// Text, ids, or a list of either. The first list element decides the placement.
-fn text_or_tokens(given: Given<'_>, field: &'static str) -> Result<AskedPrompt, ApiError> {
+fn text_or_tokens(given: Given<'_>, field: &'static str) -> Result<ClientPrompt, ApiError> {
     let raw = given.json().ok_or_else(|| missing(field))?;
     let shape = || given.wrong("a string, a list of strings, a list of token ids or a list of such lists");
     let ids = |_| {
@@ -95,17 +95,17 @@ fn text_or_tokens(given: Given<'_>, field: &'static str) -> Result<AskedPrompt, 
         ApiError::invalid("invalid_token_id", Some(field), message)
     };
     let Some(list) = raw.strip_prefix('[') else {
-        return if raw.starts_with('"') { unquoted(raw, field).map(AskedPrompt::Text) } else { Err(shape()) };
+        return if raw.starts_with('"') { unquoted(raw, field).map(ClientPrompt::Text) } else { Err(shape()) };
     };
     match list.trim_ascii_start().as_bytes().first() {
         Some(b'"') => {
             let first: Result<First<String>, _> = serde_json::from_str(raw);
-            first.map(|First(text)| AskedPrompt::Text(text)).map_err(|_| shape())
+            first.map(|First(text)| ClientPrompt::Text(text)).map_err(|_| shape())
         }
-        Some(b'0'..=b'9' | b'-') => serde_json::from_str(raw).map(AskedPrompt::Tokens).map_err(ids),
-        Some(b'[') => serde_json::from_str(raw).map(|First(of)| AskedPrompt::Tokens(of)).map_err(ids),
+        Some(b'0'..=b'9' | b'-') => serde_json::from_str(raw).map(ClientPrompt::Tokens).map_err(ids),
+        Some(b'[') => serde_json::from_str(raw).map(|First(of)| ClientPrompt::Tokens(of)).map_err(ids),
         // Engines accept images beside text in this form.
-        Some(b'{') if field == "input" => Ok(AskedPrompt::Opaque("multimodal")),
+        Some(b'{') if field == "input" => Ok(ClientPrompt::Opaque("multimodal")),
         Some(b']') => Err(ApiError::invalid("invalid_value", Some(field), format!("{field} must not be empty"))),
         _ => Err(shape()),
     }

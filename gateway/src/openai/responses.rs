@@ -11,23 +11,23 @@ use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::ask::{AskedPrompt, ChatParts};
+use super::body::{ChatParts, ClientPrompt};
 use super::error::ApiError;
 use super::fields::{Fields, Given};
 use super::prompt::missing;
 
 /// Extracts the prompt.
-pub(super) fn read(fields: &Fields<'_>, body: &Bytes) -> Result<AskedPrompt, ApiError> {
+pub(super) fn read(fields: &Fields<'_>, body: &Bytes) -> Result<ClientPrompt, ApiError> {
     let has = |given: Given<'_>| given.json().is_some();
     if has(fields.previous_response_id) || has(fields.previous_input_messages) || has(fields.conversation) {
-        return Ok(AskedPrompt::Opaque("stored"));
+        return Ok(ClientPrompt::Opaque("stored"));
     }
     if has(fields.prompt) {
-        return Ok(AskedPrompt::Opaque("stored"));
+        return Ok(ClientPrompt::Opaque("stored"));
     }
     // Engines convert the tools of this endpoint differently before templating.
     if fields.tools.json().is_some_and(|tools| !is_empty_list(tools)) {
-        return Ok(AskedPrompt::Opaque("tools"));
+        return Ok(ClientPrompt::Opaque("tools"));
     }
     let input = fields.input.json().ok_or_else(|| missing("input"))?;
     let mut messages = Messages::default();
@@ -46,9 +46,9 @@ pub(super) fn read(fields: &Fields<'_>, body: &Bytes) -> Result<AskedPrompt, Api
         return Err(fields.input.wrong("a string or a list of items"));
     }
     if let Some(reason) = messages.opaque {
-        return Ok(AskedPrompt::Opaque(reason));
+        return Ok(ClientPrompt::Opaque(reason));
     }
-    Ok(AskedPrompt::Chat(Box::new(ChatParts {
+    Ok(ClientPrompt::Chat(Box::new(ChatParts {
         messages: messages.finish(),
         template_kwargs: fields.chat_template_kwargs.object(body)?,
         reasoning_effort: effort(fields.reasoning, body)?,

@@ -1,5 +1,5 @@
 //! Body examples and properties, and errors compared with the documentation.
 
-mod asks;
+mod bodies;
 mod errors;
 mod splices;

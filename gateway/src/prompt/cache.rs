@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_oldest_part_goes_first() {
+    fn the_oldest_part_is_evicted_first() {
         let keys = Keys::new();
         let [a, b, c] = ["a", "b", "c"].map(|text| keys.of(text, false));
         let mut cache = Cache::new(2 * (ENTRY_BYTES + 8));

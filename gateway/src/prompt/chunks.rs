@@ -23,14 +23,14 @@ pub(super) struct Chunk {
     /// Position in the text.
     pub(super) at: Range<usize>,
     /// The special token before the part; `None` at the beginning of the text.
-    pub(super) after: Option<Mark>,
+    pub(super) after: Option<CutToken>,
     /// Whether the part ends with a special token. Other parts continue in the next turn.
     pub(super) is_closed: bool,
 }
 
 /// A special token in a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Mark {
+pub(super) struct CutToken {
     /// Position of its first byte.
     pub(super) start: usize,
     /// Its token id.
@@ -43,7 +43,7 @@ pub(super) struct Cutter {
     /// Id per special token; `None` if no cut may follow it.
     cuts: Vec<Option<u32>>,
     /// Texts of these special tokens.
-    marks: Vec<String>,
+    cut_texts: Vec<String>,
 }
 
 impl Cutter {
@@ -59,15 +59,15 @@ impl Cutter {
             return None;
         }
         let of_cuts = added.iter().zip(&cuts).filter(|(_, cut)| cut.is_some());
-        let marks = of_cuts.map(|((_, token), _)| token.content.clone()).collect();
+        let cut_texts = of_cuts.map(|((_, token), _)| token.content.clone()).collect();
         let contents = added.iter().map(|(_, token)| token.content.as_str());
         let tokens = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(contents).ok()?;
-        Some(Self { tokens, cuts, marks })
+        Some(Self { tokens, cuts, cut_texts })
     }
 
     /// Special tokens with a cut point after them.
-    pub(super) fn marks(&self) -> &[String] {
-        &self.marks
+    pub(super) fn cut_texts(&self) -> &[String] {
+        &self.cut_texts
     }
 
     /// Splits the text into parts of at least `bytes_min` bytes, except the last. Each cut depends only on the text
@@ -80,7 +80,7 @@ impl Cutter {
                 continue;
             }
             chunks.push(Chunk { at: start..found.end(), after, is_closed: true });
-            after = Some(Mark { start: found.start(), id });
+            after = Some(CutToken { start: found.start(), id });
             start = found.end();
         }
         if start < text.len() {

@@ -22,23 +22,23 @@ use crate::openai::ChatParts;
 use crate::upstream::{Upstream, UpstreamError};
 
 /// Response bytes per query byte: a token number, and its text if an engine includes it.
-const ANSWER_BYTES_PER_BYTE: usize = 32;
+const RESPONSE_BYTES_PER_BYTE: usize = 32;
 
 /// Additional response bytes.
-const ANSWER_BYTES_MIN: usize = 64 << 10;
+const RESPONSE_BYTES_MIN: usize = 64 << 10;
 
 /// Maximum bytes of JSON or text processed on a serving thread; more goes to the pool.
-const BYTES_HERE_MAX: usize = 64 << 10;
+const INLINE_BYTES_MAX: usize = 64 << 10;
 
 /// Input of a tokenization.
 #[derive(Clone, Copy)]
-pub(super) enum Question<'a> {
+pub(super) enum TokenizeInput<'a> {
     Text(&'a str),
     Chat(&'a ChatParts),
 }
 
 #[derive(Serialize)]
-struct Asked<'a> {
+struct TokenizeRequest<'a> {
     model: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt: Option<&'a str>,
@@ -55,7 +55,7 @@ struct Asked<'a> {
 }
 
 #[derive(Deserialize)]
-struct Answered {
+struct TokenizeResponse {
     tokens: Vec<u32>,
 }
 
@@ -70,19 +70,19 @@ pub(super) struct Client {
 
 /// Failure of a query.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum AskError {
+pub(super) enum TokenizeError {
     /// No response.
     #[error(transparent)]
     Upstream(#[from] UpstreamError),
     /// Response without tokens.
-    #[error("the answer has no list of tokens")]
+    #[error("the response has no list of tokens")]
     Unreadable,
     /// Failure in the gateway, independent of the worker: invalid query, or no free thread.
-    #[error("the gateway itself cannot ask: {}", .0.name())]
-    Here(NoTokens),
+    #[error("the gateway cannot send the query: {}", .0.name())]
+    Local(NoTokens),
 }
 
-impl AskError {
+impl TokenizeError {
     /// Whether the same query may fail at every worker.
     fn is_refusal(&self) -> bool {
         match self {
@@ -90,7 +90,7 @@ impl AskError {
                 [StatusCode::BAD_REQUEST, StatusCode::UNPROCESSABLE_ENTITY, StatusCode::PAYLOAD_TOO_LARGE]
                     .contains(status)
             }
-            Self::Here(_) => true,
+            Self::Local(_) => true,
             Self::Upstream(_) | Self::Unreadable => false,
         }
     }
@@ -102,41 +102,44 @@ impl Client {
         Self { upstream, model: Arc::from(model), within, pool }
     }
 
-    pub(super) async fn ask(&self, endpoint: &str, question: Question<'_>) -> Result<Vec<u32>, AskError> {
-        self.put(endpoint, self.body(question).await.map_err(AskError::Here)?).await
+    pub(super) async fn query(&self, endpoint: &str, input: TokenizeInput<'_>) -> Result<Vec<u32>, TokenizeError> {
+        self.send(endpoint, self.body(input).await.map_err(TokenizeError::Local)?).await
     }
 
     /// Sends a query encoded by [`body`](Self::body).
-    async fn put(&self, endpoint: &str, body: Bytes) -> Result<Vec<u32>, AskError> {
-        let bytes_max = ANSWER_BYTES_MIN + body.len() * ANSWER_BYTES_PER_BYTE;
+    async fn send(&self, endpoint: &str, body: Bytes) -> Result<Vec<u32>, TokenizeError> {
+        let bytes_max = RESPONSE_BYTES_MIN + body.len() * RESPONSE_BYTES_PER_BYTE;
         let url = format!("{}/tokenize", endpoint.trim_end_matches('/'));
-        let answer = self.upstream.ask(&url, body, self.within, bytes_max).await?;
-        let bytes = answer.len();
-        let read = move || Ok(serde_json::from_slice(&answer).ok().map(|Answered { tokens }| tokens));
-        self.aside(bytes, read).await.map_err(AskError::Here)?.ok_or(AskError::Unreadable)
+        let response = self.upstream.query(&url, body, self.within, bytes_max).await?;
+        let bytes = response.len();
+        let read = move || Ok(serde_json::from_slice(&response).ok().map(|TokenizeResponse { tokens }| tokens));
+        self.run_work(bytes, read).await.map_err(TokenizeError::Local)?.ok_or(TokenizeError::Unreadable)
     }
 
     /// Encodes a text-only query.
-    async fn body(&self, question: Question<'_>) -> Result<Bytes, NoTokens> {
+    async fn body(&self, input: TokenizeInput<'_>) -> Result<Bytes, NoTokens> {
         let model = Arc::clone(&self.model);
-        match question {
-            Question::Text(text) => {
+        match input {
+            TokenizeInput::Text(text) => {
                 let text = text.to_owned();
-                self.aside(text.len(), move || Asked { prompt: Some(&text), ..Asked::of(&model) }.written()).await
+                self.run_work(text.len(), move || {
+                    TokenizeRequest { prompt: Some(&text), ..TokenizeRequest::of(&model) }.encoded()
+                })
+                .await
             }
-            Question::Chat(parts) => {
+            TokenizeInput::Chat(parts) => {
                 let parts = parts.clone();
-                self.aside(chat::bytes(&parts), move || {
+                self.run_work(chat::bytes(&parts), move || {
                     chat::text_only(&parts)?;
-                    let asked = Asked {
+                    let request = TokenizeRequest {
                         messages: Some(raw(&parts.messages)?),
                         tools: parts.tools.as_ref().map(raw).transpose()?,
                         chat_template_kwargs: parts.template_kwargs.as_ref().map(raw).transpose()?,
                         add_generation_prompt: parts.add_generation_prompt,
                         continue_final_message: parts.continue_final_message,
-                        ..Asked::of(&model)
+                        ..TokenizeRequest::of(&model)
                     };
-                    asked.written()
+                    request.encoded()
                 })
                 .await
             }
@@ -144,16 +147,16 @@ impl Client {
     }
 
     /// Runs small work inline, large work in the pool.
-    async fn aside<T: Send + 'static>(
+    async fn run_work<T: Send + 'static>(
         &self,
         bytes: usize,
         work: impl FnOnce() -> Result<T, NoTokens> + Send + 'static,
     ) -> Result<T, NoTokens> {
-        if bytes <= BYTES_HERE_MAX { work() } else { self.pool.run(work).await }
+        if bytes <= INLINE_BYTES_MAX { work() } else { self.pool.run(work).await }
     }
 }
 
-impl<'a> Asked<'a> {
+impl<'a> TokenizeRequest<'a> {
     fn of(model: &'a str) -> Self {
         Self {
             model,
@@ -166,7 +169,7 @@ impl<'a> Asked<'a> {
         }
     }
 
-    fn written(&self) -> Result<Bytes, NoTokens> {
+    fn encoded(&self) -> Result<Bytes, NoTokens> {
         serde_json::to_vec(self).map(Bytes::from).map_err(|_| NoTokens::Malformed)
     }
 }
@@ -203,11 +206,11 @@ impl Engine {
     }
 
     /// Tokens within the client's time limit.
-    pub(super) async fn tokens(&self, question: Question<'_>) -> Result<Vec<u32>, NoTokens> {
-        let breaker = match question {
-            Question::Text(text) if text.len() > chat::PROMPT_BYTES_MAX => return Err(NoTokens::TooLong),
-            Question::Text(_) => &self.texts,
-            Question::Chat(parts) => {
+    pub(super) async fn tokens(&self, input: TokenizeInput<'_>) -> Result<Vec<u32>, NoTokens> {
+        let breaker = match input {
+            TokenizeInput::Text(text) if text.len() > chat::PROMPT_BYTES_MAX => return Err(NoTokens::TooLong),
+            TokenizeInput::Text(_) => &self.texts,
+            TokenizeInput::Chat(parts) => {
                 chat::refused(parts)?;
                 if parts.documents.is_some() {
                     return Err(NoTokens::Unsupported);
@@ -216,20 +219,20 @@ impl Engine {
             }
         };
         let end = Instant::now() + self.client.within;
-        let body = timeout_at(end, self.client.body(question)).await.map_err(|_| NoTokens::Busy)??;
+        let body = timeout_at(end, self.client.body(input)).await.map_err(|_| NoTokens::Busy)??;
         let worker = self.worker().ok_or(NoTokens::NoWorker)?;
-        if !locked(breaker).may_ask(Instant::now()) {
+        if !locked(breaker).permit_query(Instant::now()) {
             return Err(NoTokens::EnginePaused);
         }
-        let answer = in_turn(&self.any_worker, &self.workers, worker, end, |worker| {
+        let response = with_fallback(&self.any_worker, &self.workers, worker, end, |worker| {
             let body = body.clone();
-            async move { self.client.put(&worker, body).await }
+            async move { self.client.send(&worker, body).await }
         });
-        let answer = answer.await;
+        let response = response.await;
         let mut breaker = locked(breaker);
-        match answer {
+        match response {
             Ok(ids) => {
-                breaker.answered();
+                breaker.responded();
                 Ok(ids)
             }
             Err(error) => {
@@ -244,39 +247,39 @@ impl Engine {
     /// The next worker without a recent failure, or the next worker if all have failed.
     fn worker(&self) -> Option<String> {
         let now = Instant::now();
-        let worker = (self.any_worker)(None, &|endpoint| self.workers.may_ask(endpoint, now));
+        let worker = (self.any_worker)(None, &|endpoint| self.workers.is_available(endpoint, now));
         worker.or_else(|| (self.any_worker)(None, &|_| true))
     }
 }
 
 /// Queries one worker and, after a failure, one other worker, until `end`. With two workers the first has half of the
 /// time, so a hanging worker costs no tokens. A rejection is final, because every worker would give it.
-async fn in_turn<T, Answer: Future<Output = Result<T, AskError>>>(
+async fn with_fallback<T, Response: Future<Output = Result<T, TokenizeError>>>(
     any_worker: &AnyWorker,
     workers: &WorkerBreakers,
     worker: String,
     end: Instant,
-    ask: impl Fn(String) -> Answer,
-) -> Result<T, AskError> {
-    let asked = async |worker: String, within: Duration| {
-        workers.asked(&worker, Instant::now());
-        let answer = timeout(within, ask(worker.clone())).await;
-        let answer = answer.unwrap_or(Err(AskError::Upstream(UpstreamError::Timeout(within))));
-        match &answer {
-            Err(AskError::Upstream(UpstreamError::Timeout(_) | UpstreamError::Connect(_))) => {
+    query: impl Fn(String) -> Response,
+) -> Result<T, TokenizeError> {
+    let try_worker = async |worker: String, within: Duration| {
+        workers.query_started(&worker, Instant::now());
+        let response = timeout(within, query(worker.clone())).await;
+        let response = response.unwrap_or(Err(TokenizeError::Upstream(UpstreamError::Timeout(within))));
+        match &response {
+            Err(TokenizeError::Upstream(UpstreamError::Timeout(_) | UpstreamError::Connect(_))) => {
                 workers.failed(&worker, Instant::now());
             }
-            Ok(_) | Err(_) => workers.answered(&worker),
+            Ok(_) | Err(_) => workers.responded(&worker),
         }
-        answer.inspect_err(|error| tracing::debug!(worker, %error, "a worker does not tokenise a prompt"))
+        response.inspect_err(|error| tracing::debug!(worker, %error, "tokenization by a worker failed"))
     };
     let left = end.saturating_duration_since(Instant::now());
     let now = Instant::now();
-    let other = any_worker(Some(&worker), &|endpoint| workers.may_ask(endpoint, now));
-    let Some(other) = other else { return asked(worker, left).await };
-    match asked(worker, left / 2).await {
-        Err(error) if !error.is_refusal() => asked(other, end.saturating_duration_since(Instant::now())).await,
-        answer => answer,
+    let other = any_worker(Some(&worker), &|endpoint| workers.is_available(endpoint, now));
+    let Some(other) = other else { return try_worker(worker, left).await };
+    match try_worker(worker, left / 2).await {
+        Err(error) if !error.is_refusal() => try_worker(other, end.saturating_duration_since(Instant::now())).await,
+        response => response,
     }
 }
 
@@ -293,60 +296,61 @@ mod tests {
 
     /// Workers that are not excluded, in order.
     fn workers(names: &'static [&'static str]) -> AnyWorker {
-        Arc::new(|but, may_ask| {
-            let found = names.iter().find(|name| Some(**name) != but && may_ask(name));
+        Arc::new(|but, is_available| {
+            let found = names.iter().find(|name| Some(**name) != but && is_available(name));
             found.map(|name| (*name).to_owned())
         })
     }
 
-    fn broken() -> AskError {
-        AskError::Upstream(UpstreamError::Broken(String::new()))
+    fn broken() -> TokenizeError {
+        TokenizeError::Upstream(UpstreamError::Broken(String::new()))
     }
 
     /// Result and queried workers if `a` is the first of `names`; `of_a` is the behavior of `a`.
-    async fn first_a<Answer: Future<Output = Result<u32, AskError>>>(
+    async fn first_a<Response: Future<Output = Result<u32, TokenizeError>>>(
         names: &'static [&'static str],
-        of_a: impl Fn() -> Answer,
-    ) -> (Result<u32, AskError>, Vec<String>) {
-        let (workers, breakers, asked) = (workers(names), WorkerBreakers::default(), Mutex::new(Vec::new()));
-        let answer = in_turn(&workers, &breakers, "a".to_owned(), Instant::now() + PAUSE, async |worker: String| {
-            asked.lock().unwrap().push(worker.clone());
-            if worker == "a" { of_a().await } else { Ok(7) }
-        });
-        let answer = answer.await;
-        (answer, asked.into_inner().unwrap())
+        of_a: impl Fn() -> Response,
+    ) -> (Result<u32, TokenizeError>, Vec<String>) {
+        let (workers, breakers, queried) = (workers(names), WorkerBreakers::default(), Mutex::new(Vec::new()));
+        let response =
+            with_fallback(&workers, &breakers, "a".to_owned(), Instant::now() + PAUSE, async |worker: String| {
+                queried.lock().unwrap().push(worker.clone());
+                if worker == "a" { of_a().await } else { Ok(7) }
+            });
+        let response = response.await;
+        (response, queried.into_inner().unwrap())
     }
 
     #[tokio::test(start_paused = true)]
     async fn after_a_failure_one_other_worker_is_queried() {
-        let (answer, asked) = first_a(&["a", "b", "c"], async || Err(broken())).await;
-        assert_eq!((answer.unwrap(), asked), (7, vec!["a".to_owned(), "b".to_owned()]));
-        let (answer, asked) = first_a(&["a"], async || Err(broken())).await;
-        assert!(answer.is_err() && asked == ["a"]);
-        let refusal = async || Err(AskError::Upstream(UpstreamError::Status(StatusCode::BAD_REQUEST)));
-        let (answer, asked) = first_a(&["a", "b"], refusal).await;
-        assert!(answer.is_err() && asked == ["a"]);
+        let (response, queried) = first_a(&["a", "b", "c"], async || Err(broken())).await;
+        assert_eq!((response.unwrap(), queried), (7, vec!["a".to_owned(), "b".to_owned()]));
+        let (response, queried) = first_a(&["a"], async || Err(broken())).await;
+        assert!(response.is_err() && queried == ["a"]);
+        let refusal = async || Err(TokenizeError::Upstream(UpstreamError::Status(StatusCode::BAD_REQUEST)));
+        let (response, queried) = first_a(&["a", "b"], refusal).await;
+        assert!(response.is_err() && queried == ["a"]);
         let (two, breakers) = (workers(&["a", "b"]), WorkerBreakers::default());
         let failing =
-            in_turn(&two, &breakers, "a".to_owned(), Instant::now() + PAUSE, async |_| Err::<u32, _>(broken()));
+            with_fallback(&two, &breakers, "a".to_owned(), Instant::now() + PAUSE, async |_| Err::<u32, _>(broken()));
         assert!(failing.await.is_err());
     }
 
     #[tokio::test(start_paused = true)]
     async fn hanging_worker_leaves_time_for_a_second_query() {
         let begun = Instant::now();
-        let (answer, asked) = first_a(&["a", "b"], std::future::pending).await;
-        assert_eq!((answer.unwrap(), asked), (7, vec!["a".to_owned(), "b".to_owned()]));
+        let (response, queried) = first_a(&["a", "b"], std::future::pending).await;
+        assert_eq!((response.unwrap(), queried), (7, vec!["a".to_owned(), "b".to_owned()]));
         assert_eq!(begun.elapsed(), PAUSE / 2);
         // A single worker has the whole time, and the total is bounded for two.
         let begun = Instant::now();
-        let (answer, _) = first_a(&["a"], std::future::pending).await;
-        assert!(matches!(answer, Err(AskError::Upstream(UpstreamError::Timeout(within))) if within == PAUSE));
+        let (response, _) = first_a(&["a"], std::future::pending).await;
+        assert!(matches!(response, Err(TokenizeError::Upstream(UpstreamError::Timeout(within))) if within == PAUSE));
         assert_eq!(begun.elapsed(), PAUSE);
         let begun = Instant::now();
         let (two, breakers) = (workers(&["a", "b"]), WorkerBreakers::default());
-        let hanging = in_turn(&two, &breakers, "a".to_owned(), Instant::now() + PAUSE, |_| {
-            std::future::pending::<Result<u32, AskError>>()
+        let hanging = with_fallback(&two, &breakers, "a".to_owned(), Instant::now() + PAUSE, |_| {
+            std::future::pending::<Result<u32, TokenizeError>>()
         });
         assert!(hanging.await.is_err() && begun.elapsed() == PAUSE);
     }

@@ -38,7 +38,7 @@ impl Breaker {
     }
 
     /// After a pause only the first query passes until it succeeds.
-    pub(super) fn may_ask(&mut self, now: Instant) -> bool {
+    pub(super) fn permit_query(&mut self, now: Instant) -> bool {
         match self.paused_until {
             None => true,
             Some(until) if now < until => false,
@@ -49,7 +49,7 @@ impl Breaker {
         }
     }
 
-    pub(super) fn answered(&mut self) {
+    pub(super) fn responded(&mut self) {
         *self = Self { is_proven: true, ..Self::default() };
     }
 
@@ -57,7 +57,7 @@ impl Breaker {
     /// tokenization for all.
     pub(super) fn failed(&mut self, is_refusal: bool, now: Instant) {
         if is_refusal && self.is_proven {
-            return self.answered();
+            return self.responded();
         }
         self.failures += 1;
         if self.failures >= FAILURES_MAX {
@@ -85,20 +85,20 @@ impl WorkerBreakers {
     }
 
     /// Whether the last query succeeded, or the pause is over.
-    pub(super) fn may_ask(&self, worker: &str, now: Instant) -> bool {
+    pub(super) fn is_available(&self, worker: &str, now: Instant) -> bool {
         self.workers().get(worker).is_none_or(|paused| paused.until <= now)
     }
 
     /// Records a query: after a pause the worker receives no other query until this one succeeds or another pause has
     /// passed.
-    pub(super) fn asked(&self, worker: &str, now: Instant) {
+    pub(super) fn query_started(&self, worker: &str, now: Instant) {
         if let Some(paused) = self.workers().get_mut(worker).filter(|paused| paused.until <= now) {
             paused.until = now + paused.pause;
             paused.is_trial = true;
         }
     }
 
-    pub(super) fn answered(&self, worker: &str) {
+    pub(super) fn responded(&self, worker: &str) {
         let mut workers = self.workers();
         if !workers.is_empty() {
             workers.remove(worker);
@@ -126,17 +126,19 @@ mod tests {
     #[test]
     fn failed_worker_gets_one_query_per_pause() {
         let (start, workers) = (Instant::now(), WorkerBreakers::default());
-        assert!(workers.may_ask("a", start));
-        workers.asked("a", start);
+        assert!(workers.is_available("a", start));
+        workers.query_started("a", start);
         // Three concurrent queries.
         (0..3).for_each(|_| workers.failed("a", start));
-        assert!(!workers.may_ask("a", start + PAUSE - Duration::from_millis(1)) && workers.may_ask("b", start));
+        assert!(
+            !workers.is_available("a", start + PAUSE - Duration::from_millis(1)) && workers.is_available("b", start)
+        );
         let later = start + PAUSE;
-        assert!(workers.may_ask("a", later));
-        workers.asked("a", later);
-        assert!(!workers.may_ask("a", later), "one at a time");
-        workers.answered("a");
-        assert!(workers.may_ask("a", later));
+        assert!(workers.is_available("a", later));
+        workers.query_started("a", later);
+        assert!(!workers.is_available("a", later), "one trial query at a time");
+        workers.responded("a");
+        assert!(workers.is_available("a", later));
     }
 
     #[test]
@@ -144,10 +146,10 @@ mod tests {
         let (mut now, workers) = (Instant::now(), WorkerBreakers::default());
         let mut pauses = Vec::new();
         for _ in 0..6 {
-            workers.asked("a", now);
+            workers.query_started("a", now);
             workers.failed("a", now);
             let begun = now;
-            while !workers.may_ask("a", now) {
+            while !workers.is_available("a", now) {
                 now += Duration::from_secs(1);
             }
             pauses.push((now - begun).as_secs());
@@ -159,29 +161,29 @@ mod tests {
     fn five_failures_pause_and_one_success_resumes() {
         let start = Instant::now();
         let mut breaker = Breaker::default();
-        breaker.answered();
+        breaker.responded();
         for n in 0..FAILURES_MAX {
-            assert!(breaker.may_ask(start), "failure {n}");
+            assert!(breaker.permit_query(start), "failure {n}");
             breaker.failed(false, start);
         }
-        assert!(!breaker.may_ask(start + PAUSE - Duration::from_millis(1)));
+        assert!(!breaker.permit_query(start + PAUSE - Duration::from_millis(1)));
         let later = start + PAUSE;
-        assert!(breaker.may_ask(later) && !breaker.may_ask(later));
+        assert!(breaker.permit_query(later) && !breaker.permit_query(later));
         breaker.failed(false, later);
-        assert!(!breaker.may_ask(later + PAUSE - Duration::from_millis(1)) && breaker.may_ask(later + PAUSE));
-        breaker.answered();
-        assert!(breaker.may_ask(later + PAUSE) && breaker.may_ask(later + PAUSE));
+        assert!(!breaker.permit_query(later + PAUSE - Duration::from_millis(1)) && breaker.permit_query(later + PAUSE));
+        breaker.responded();
+        assert!(breaker.permit_query(later + PAUSE) && breaker.permit_query(later + PAUSE));
     }
 
     #[test]
     fn rejections_count_until_the_first_success() {
         let start = Instant::now();
         let (mut never, mut once) = (Breaker::default(), Breaker::default());
-        once.answered();
+        once.responded();
         for _ in 0..FAILURES_MAX {
             never.failed(true, start);
             once.failed(true, start);
         }
-        assert!(!never.may_ask(start) && once.may_ask(start));
+        assert!(!never.permit_query(start) && once.permit_query(start));
     }
 }

@@ -60,7 +60,7 @@ pub(super) fn template_sources(
         }
     }
     if chat_template_file.is_some() && sources.default.is_none() && sources.tool_use.is_none() {
-        return Err(TokensError::Template { path: config_path, error: "it has no chat_template".to_owned() });
+        return Err(TokensError::Template { path: config_path, error: "the file has no chat_template".to_owned() });
     }
     let map_path = beside("special_tokens_map.json");
     let map = optional(&map_path)?.map(|text| json(&map_path, &text)).transpose()?;
@@ -77,8 +77,10 @@ fn token_text(token: &serde_json::Value) -> Option<&str> {
 }
 
 fn state(stated: &serde_json::Value, path: &Path, sources: &mut TemplateSources) -> Result<(), TokensError> {
-    let unusable =
-        |_| TokensError::Template { path: path.to_owned(), error: "chat_template is no string and no list".to_owned() };
+    let unusable = |_| TokensError::Template {
+        path: path.to_owned(),
+        error: "chat_template must be a string or a list".to_owned(),
+    };
     match Stated::deserialize(stated).map_err(unusable)? {
         Stated::One(source) => sources.default = Some(source),
         Stated::Named(all) => {

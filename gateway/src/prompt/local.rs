@@ -19,7 +19,7 @@ use super::{TokensError, TokensError::Tokenizer as BadTokenizer};
 use crate::openai::ChatParts;
 
 /// Number of special tokens combined with the samples.
-const SAMPLED_MARKS_MAX: usize = 8;
+const SAMPLED_CUT_TEXTS_MAX: usize = 8;
 
 /// Beginnings of texts that some tokenizers treat specially.
 const SAMPLES: [&str; 7] = ["plain text", " a space first", "\n\nlines\n", "  ", "É", "1234 + x_y", "\u{301}combining"];
@@ -152,10 +152,10 @@ impl Local {
 
     /// Tokenizes samples with and without cuts, as a defence against tokenizers that [`Cutter`] does not cover.
     fn cuts_are_safe(&self, cutter: &Cutter) -> bool {
-        let marks = &cutter.marks()[..cutter.marks().len().min(SAMPLED_MARKS_MAX)];
-        marks.iter().all(|mark| {
+        let cut_texts = &cutter.cut_texts()[..cutter.cut_texts().len().min(SAMPLED_CUT_TEXTS_MAX)];
+        cut_texts.iter().all(|cut_text| {
             SAMPLES.iter().all(|sample| {
-                let text = format!("{sample}{mark}{sample}{mark}{mark}\n{sample} {mark} {sample}");
+                let text = format!("{sample}{cut_text}{sample}{cut_text}{cut_text}\n{sample} {cut_text} {sample}");
                 let parts = cutter.chunks(&text, 1).into_iter().map(|chunk| part(&self.tokenizer, &text, &chunk));
                 let parts: Result<Option<Vec<Vec<u32>>>, NoTokens> = parts.collect();
                 let whole = whole(&self.tokenizer, &text, false);
@@ -180,9 +180,9 @@ fn whole(tokenizer: &Tokenizer, text: &str, add_special_tokens: bool) -> Result<
 
 /// Tokens of a part; `None` if the token before it is not the expected one.
 fn part(tokenizer: &Tokenizer, text: &str, chunk: &Chunk) -> Result<Option<Vec<u32>>, NoTokens> {
-    let Some(mark) = chunk.after else { return whole(tokenizer, &text[chunk.at.clone()], false).map(Some) };
-    let mut ids = whole(tokenizer, &text[mark.start..chunk.at.end], false)?;
-    if ids.first() != Some(&mark.id) {
+    let Some(cut_text) = chunk.after else { return whole(tokenizer, &text[chunk.at.clone()], false).map(Some) };
+    let mut ids = whole(tokenizer, &text[cut_text.start..chunk.at.end], false)?;
+    if ids.first() != Some(&cut_text.id) {
         return Ok(None);
     }
     ids.remove(0);

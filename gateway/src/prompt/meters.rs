@@ -23,7 +23,7 @@ pub(super) struct Meters {
     pub(super) tokenized: Counter,
     pub(super) cache_bytes: Gauge,
     /// Prompts with tokens, by [`TokenSource`].
-    had: [Counter; 4],
+    with_tokens: [Counter; 4],
     seconds: [Histogram; 4],
 }
 
@@ -38,7 +38,7 @@ impl Meters {
             from_cache: metrics::counter!(FROM_CACHE, "model" => label()),
             tokenized: metrics::counter!(TOKENIZED, "model" => label()),
             cache_bytes: metrics::gauge!(CACHE_BYTES, "model" => label()),
-            had: SOURCES
+            with_tokens: SOURCES
                 .map(|source| metrics::counter!(TOKENS, "model" => label(), "source" => source.name(), "reason" => "")),
             seconds: SOURCES.map(|source| metrics::histogram!(SECONDS, "source" => source.name())),
         }
@@ -52,18 +52,18 @@ impl Meters {
     }
 
     /// Counts a prompt with tokens.
-    pub(super) fn had(&self, source: TokenSource) {
-        self.had[source as usize].increment(1);
+    pub(super) fn with_tokens(&self, source: TokenSource) {
+        self.with_tokens[source as usize].increment(1);
     }
 
     /// Counts a prompt without tokens.
-    pub(super) fn had_not(&self, reason: &'static str) {
+    pub(super) fn without_tokens(&self, reason: &'static str) {
         let source = TokenSource::None.name();
         metrics::counter!(TOKENS, "model" => self.model.clone(), "source" => source, "reason" => reason).increment(1);
     }
 
     /// Records the time until the tokens of a prompt are available, including queueing.
-    pub(super) fn took(&self, source: TokenSource, time: Duration) {
+    pub(super) fn record_time(&self, source: TokenSource, time: Duration) {
         self.seconds[source as usize].record(time);
     }
 

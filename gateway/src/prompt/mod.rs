@@ -28,10 +28,10 @@ use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::openai::AskedPrompt;
+use crate::openai::ClientPrompt;
 use crate::settings::{TokenSourceChoice, TokensSettings};
 use crate::upstream::Upstream;
-use engine::{Client, Engine, Question};
+use engine::{Client, Engine, TokenizeInput};
 use local::Local;
 use meters::Meters;
 use parity::Parity;
@@ -180,7 +180,7 @@ impl Tokens {
         match &tokens.source {
             Source::None => warn_of_none(upstream_name),
             Source::Engine { .. } => {
-                tracing::info!(model = upstream_name, "workers are asked for the tokens of prompts, if they answer");
+                tracing::info!(model = upstream_name, "workers tokenize prompts if they support it");
             }
             Source::Local { .. } => {}
         }
@@ -201,39 +201,39 @@ impl Tokens {
     /// Tokens of the prompt. `model` is the name in the request; an adapter has the tokens of its base model.
     ///
     /// Cancel-safe: dropping the future removes the prompt from the queue.
-    pub async fn of<'a>(&self, prompt: &'a AskedPrompt, _model: &str) -> PromptTokens<'a> {
-        if let AskedPrompt::Tokens(ids) = prompt {
-            self.meters.had(TokenSource::Request);
+    pub async fn of<'a>(&self, prompt: &'a ClientPrompt, _model: &str) -> PromptTokens<'a> {
+        if let ClientPrompt::Tokens(ids) = prompt {
+            self.meters.with_tokens(TokenSource::Request);
             return PromptTokens { ids: Cow::Borrowed(ids), source: TokenSource::Request };
         }
         let begun = Instant::now();
-        match self.ask(prompt).await {
+        match self.compute(prompt).await {
             Ok(ids) => {
                 let source = self.source();
-                self.meters.took(source, begun.elapsed());
-                self.meters.had(source);
+                self.meters.record_time(source, begun.elapsed());
+                self.meters.with_tokens(source);
                 PromptTokens { ids: Cow::Owned(ids), source }
             }
             Err(reason) => {
-                self.meters.had_not(reason.name());
+                self.meters.without_tokens(reason.name());
                 PromptTokens { ids: Cow::Borrowed(&[]), source: TokenSource::None }
             }
         }
     }
 
-    async fn ask(&self, prompt: &AskedPrompt) -> Result<Vec<u32>, NoTokens> {
-        let question = match prompt {
-            AskedPrompt::Tokens(ids) => return Ok(ids.clone()),
-            AskedPrompt::Opaque(reason) => return Err(NoTokens::Opaque(reason)),
-            AskedPrompt::Text(text) => Question::Text(text),
-            AskedPrompt::Chat(parts) => Question::Chat(parts),
+    async fn compute(&self, prompt: &ClientPrompt) -> Result<Vec<u32>, NoTokens> {
+        let input = match prompt {
+            ClientPrompt::Tokens(ids) => return Ok(ids.clone()),
+            ClientPrompt::Opaque(reason) => return Err(NoTokens::Opaque(reason)),
+            ClientPrompt::Text(text) => TokenizeInput::Text(text),
+            ClientPrompt::Chat(parts) => TokenizeInput::Chat(parts),
         };
         match &self.source {
             Source::None => Err(NoTokens::Off),
-            Source::Local { local, pool } => tokenise(local, pool, question).await,
+            Source::Local { local, pool } => tokenise(local, pool, input).await,
             Source::Engine { engine, model, is_given_up, .. } => {
                 let before = self.source();
-                let answer = engine.tokens(question).await;
+                let answer = engine.tokens(input).await;
                 if before != self.source() {
                     self.meters.source(self.source());
                 }
@@ -258,16 +258,16 @@ impl Drop for Tokens {
     }
 }
 
-async fn tokenise(local: &Arc<Local>, pool: &Pool, question: Question<'_>) -> Result<Vec<u32>, NoTokens> {
+async fn tokenise(local: &Arc<Local>, pool: &Pool, input: TokenizeInput<'_>) -> Result<Vec<u32>, NoTokens> {
     let local = Arc::clone(local);
-    match question {
+    match input {
         // Checked before the copy.
-        Question::Text(text) if text.len() > chat::PROMPT_BYTES_MAX => Err(NoTokens::TooLong),
-        Question::Text(text) => {
+        TokenizeInput::Text(text) if text.len() > chat::PROMPT_BYTES_MAX => Err(NoTokens::TooLong),
+        TokenizeInput::Text(text) => {
             let text = text.to_owned();
             pool.run(move || local.text(&text)).await
         }
-        Question::Chat(parts) => {
+        TokenizeInput::Chat(parts) => {
             chat::refused(parts)?;
             let parts = parts.clone();
             pool.run(move || local.chat(&parts)).await
@@ -291,23 +291,20 @@ async fn load(
     };
     let local = reading.await.map_err(failed)??;
     if !local.has_template() {
-        tracing::warn!(model, "routes chats by load only: the model has no chat template");
+        tracing::warn!(model, "chats are routed by load only: the model has no chat template");
     }
     if !local.is_cached() && bytes_max > 0 {
-        tracing::warn!(model, "tokenises every conversation from its beginning: this tokenizer's texts cannot be cut");
+        tracing::warn!(model, "every conversation is tokenized from its beginning: this tokenizer has no cut points");
     }
     Ok(local)
 }
 
 fn warn_of_none(model: &str) {
-    tracing::warn!(model, "routes by load only: prompts without token ids have none");
+    tracing::warn!(model, "prompts without token ids are routed by load only");
 }
 
 /// Seconds since 1970, for templates with the current date.
-#[expect(
-    clippy::disallowed_methods,
-    reason = "chat templates show the calendar's date, which no monotonic clock knows"
-)]
+#[expect(clippy::disallowed_methods, reason = "chat templates render the date, which needs the wall clock")]
 fn wall_clock_s() -> u64 {
     let now = std::time::SystemTime::now();
     now.duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())

@@ -10,7 +10,7 @@ use axum::body::Bytes;
 use tokio::time::sleep;
 
 use super::AnyWorker;
-use super::engine::{Client, Question};
+use super::engine::{Client, TokenizeInput};
 use super::local::Local;
 use super::meters::Meters;
 use super::pool::Pool;
@@ -58,19 +58,19 @@ impl Parity {
     /// Whether the worker responded to all samples.
     async fn compare_all(&self, worker: &str) -> bool {
         let chat = ChatParts { messages: Bytes::from_static(CHAT.as_bytes()), ..ChatParts::default() };
-        let mut samples = vec![("text", Question::Text(TEXT)), ("code", Question::Text(CODE))];
+        let mut samples = vec![("text", TokenizeInput::Text(TEXT)), ("code", TokenizeInput::Text(CODE))];
         if self.local.has_template() {
-            samples.push(("chat", Question::Chat(&chat)));
+            samples.push(("chat", TokenizeInput::Chat(&chat)));
         }
         let mut is_answered = true;
-        for (sample, question) in samples {
-            is_answered &= self.compare(worker, sample, question).await;
+        for (sample, input) in samples {
+            is_answered &= self.compare(worker, sample, input).await;
         }
         is_answered
     }
 
-    async fn compare(&self, worker: &str, sample: &str, question: Question<'_>) -> bool {
-        let theirs = match self.client.ask(worker, question).await {
+    async fn compare(&self, worker: &str, sample: &str, input: TokenizeInput<'_>) -> bool {
+        let theirs = match self.client.query(worker, input).await {
             Ok(ids) => ids,
             Err(error) => {
                 self.meters.parity("unanswered");
@@ -78,7 +78,7 @@ impl Parity {
                 return false;
             }
         };
-        let ours = match self.ours(question).await {
+        let ours = match self.ours(input).await {
             Ok(ids) => ids,
             Err(NoTokens::Busy) => {
                 // No conclusion about the tokenizer.
@@ -87,7 +87,7 @@ impl Parity {
             }
             Err(reason) => {
                 let reason = reason.name();
-                tracing::warn!(model = self.model, sample, reason, "the sample has no tokens here");
+                tracing::warn!(model = self.model, sample, reason, "the local tokenizer failed on the sample");
                 Vec::new()
             }
         };
@@ -100,19 +100,19 @@ impl Parity {
         let (our_id, their_id) = (ours.get(position), theirs.get(position));
         tracing::warn!(
             model = self.model, worker, sample, position, ours = ?our_id, theirs = ?their_id,
-            "the tokenizer here is not the worker's: cached prefixes will be missed"
+            "the local tokenizer differs from the worker's: cached prefixes will be missed"
         );
         true
     }
 
-    async fn ours(&self, question: Question<'_>) -> Result<Vec<u32>, NoTokens> {
+    async fn ours(&self, input: TokenizeInput<'_>) -> Result<Vec<u32>, NoTokens> {
         let local = Arc::clone(&self.local);
-        match question {
-            Question::Text(text) => {
+        match input {
+            TokenizeInput::Text(text) => {
                 let text = text.to_owned();
                 self.pool.run(move || local.text(&text)).await
             }
-            Question::Chat(parts) => {
+            TokenizeInput::Chat(parts) => {
                 let parts = parts.clone();
                 self.pool.run(move || local.chat(&parts)).await
             }

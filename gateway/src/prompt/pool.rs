@@ -30,11 +30,11 @@ const STACK_BYTES: usize = 8 << 20;
 type Work = Box<dyn FnOnce() + Send>;
 
 /// A queue entry, empty once the work has started or was abandoned.
-type Place = Arc<Mutex<Option<Work>>>;
+type Task = Arc<Mutex<Option<Work>>>;
 
 /// The threads. After the drop of the pool they finish their current task and end.
 pub(super) struct Pool {
-    queue: SyncSender<Place>,
+    queue: SyncSender<Task>,
 }
 
 impl Pool {
@@ -44,12 +44,12 @@ impl Pool {
     }
 
     fn with_queue(threads: u32, queue_max: usize) -> io::Result<Self> {
-        let (queue, waiting) = sync_channel::<Place>(queue_max);
+        let (queue, waiting) = sync_channel::<Task>(queue_max);
         let waiting = Arc::new(Mutex::new(waiting));
         for n in 0..threads.clamp(1, THREADS_MAX) {
             let waiting = Arc::clone(&waiting);
             let builder = thread::Builder::new().name(format!("tokenize-{n}")).stack_size(STACK_BYTES);
-            builder.spawn(move || work_off(&waiting))?;
+            builder.spawn(move || run_tasks(&waiting))?;
         }
         Ok(Self { queue })
     }
@@ -65,33 +65,33 @@ impl Pool {
             // The receiver may be gone.
             let _ = reply.send(work());
         });
-        let place: Place = Arc::new(Mutex::new(Some(work)));
-        let _waits = Waits(Arc::clone(&place));
-        self.queue.try_send(place).map_err(|_| NoTokens::Busy)?;
+        let task: Task = Arc::new(Mutex::new(Some(work)));
+        let _abandon = AbandonOnDrop(Arc::clone(&task));
+        self.queue.try_send(task).map_err(|_| NoTokens::Busy)?;
         timeout(WAIT_MAX, answer).await.map_err(|_| NoTokens::Busy)?.unwrap_or(Err(NoTokens::Panicked))
     }
 }
 
 /// A waiting caller; dropping it abandons the work.
-struct Waits(Place);
+struct AbandonOnDrop(Task);
 
-impl Drop for Waits {
+impl Drop for AbandonOnDrop {
     fn drop(&mut self) {
-        drop(taken(&self.0));
+        drop(take_work(&self.0));
     }
 }
 
 /// Takes the work unless it has started. The lock is not held while the work runs or is dropped.
-fn taken(place: &Mutex<Option<Work>>) -> Option<Work> {
-    place.lock().unwrap_or_else(PoisonError::into_inner).take()
+fn take_work(task: &Mutex<Option<Work>>) -> Option<Work> {
+    task.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
-fn work_off(waiting: &Mutex<Receiver<Place>>) {
+fn run_tasks(waiting: &Mutex<Receiver<Task>>) {
     loop {
         // One thread waits on the channel, the others on the lock; no code in between panics.
-        let place = waiting.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Ok(place) = place else { return };
-        if let Some(work) = taken(&place) {
+        let task = waiting.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok(task) = task else { return };
+        if let Some(work) = take_work(&task) {
             // A panic drops the reply sender, which informs the caller.
             let _ = catch_unwind(AssertUnwindSafe(work));
         }
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_panic_harms_no_other_work() {
+    async fn a_panic_affects_no_other_task() {
         let pool = Pool::start(1).unwrap();
         let defect = pool.run(|| -> Result<(), NoTokens> { panic!("a defect") }).await;
         assert_eq!(defect, Err(NoTokens::Panicked));

@@ -64,7 +64,7 @@ fn dump(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result<
     match value.kind() {
         ValueKind::None => out.push_str("null"),
         ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
-        ValueKind::Number if value.is_integer() => write!(out, "{value}").expect("strings take everything"),
+        ValueKind::Number if value.is_integer() => write!(out, "{value}").expect("writing to a string cannot fail"),
         ValueKind::Number => out.push_str(&float(f64::try_from(value.clone())?)),
         ValueKind::String => string(out, value.as_str().unwrap_or_default(), style.ascii),
         ValueKind::Seq | ValueKind::Iterable => list(out, value, style, depth)?,
@@ -145,7 +145,7 @@ fn string(out: &mut String, text: &str, ascii: bool) {
             out.push(c);
         } else {
             for unit in c.encode_utf16(&mut [0; 2]) {
-                write!(out, "\\u{unit:04x}").expect("strings take everything");
+                write!(out, "\\u{unit:04x}").expect("writing to a string cannot fail");
             }
         }
     }
@@ -210,7 +210,7 @@ pub(super) fn strftime(format: &str, now_s: u64) -> String {
             Some('y') => out.push_str(&padded(year % 100, 2)),
             Some('m') => out.push_str(&padded(month as u64, 2)),
             Some('d') => out.push_str(&padded(day, 2)),
-            Some('e') => write!(out, "{day:2}").expect("strings take everything"),
+            Some('e') => write!(out, "{day:2}").expect("writing to a string cannot fail"),
             Some('j') => out.push_str(&padded(day_of_year, 3)),
             Some('B') => out.push_str(month_name),
             Some('b' | 'h') => out.push_str(&month_name[..3]),
@@ -221,8 +221,8 @@ pub(super) fn strftime(format: &str, now_s: u64) -> String {
             Some('M') => out.push_str(&padded(minute, 2)),
             Some('S') => out.push_str(&padded(second, 2)),
             Some('p') => out.push_str(if hour < 12 { "AM" } else { "PM" }),
-            Some('F') => write!(out, "{year}-{month:02}-{day:02}").expect("strings take everything"),
-            Some('T') => write!(out, "{hour:02}:{minute:02}:{second:02}").expect("strings take everything"),
+            Some('F') => write!(out, "{year}-{month:02}-{day:02}").expect("writing to a string cannot fail"),
+            Some('T') => write!(out, "{hour:02}:{minute:02}:{second:02}").expect("writing to a string cannot fail"),
             Some('Z') => out.push_str("UTC"),
             Some('%') => out.push('%'),
             Some(other) => out.extend(['%', other]),
@@ -263,7 +263,7 @@ mod tests {
 
     /// Expected values are the output of CPython 3.11 for the same expressions.
     #[test]
-    fn json_is_pythons() {
+    fn json_matches_python() {
         let mut env = Environment::new();
         env.add_filter("tojson", tojson);
         let value: Value = serde_json::from_str(

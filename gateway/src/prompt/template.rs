@@ -151,7 +151,7 @@ impl Template {
     }
 
     fn render(&self, variables: Value) -> Result<String, NoTokens> {
-        let template = self.env.get_template("chat").expect("it was added when this was made");
+        let template = self.env.get_template("chat").expect("the constructor added this template");
         let mut out = Bounded { bytes: Vec::new(), is_full: false };
         // The error may quote the conversation, so it is counted but not logged.
         let failed = template.render_captured_to(variables, &mut out).is_err();

@@ -24,7 +24,7 @@ const ARRIVAL_GRACE: Duration = Duration::from_secs(5);
 const ROOM_WAIT_MAX: Duration = Duration::from_secs(1);
 
 /// Log interval of an exhausted budget.
-const LOGGED_EVERY: Duration = Duration::from_secs(10);
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The budget is exhausted, and this body is rejected.
 #[derive(Debug, PartialEq, Eq)]
@@ -94,7 +94,7 @@ impl BodyBudget {
             freed: Notify::new(),
             bytes: metrics::gauge!(BODY_BYTES.name),
             rejected: metrics::counter!(BODIES_REJECTED.name),
-            logged: LogThrottle::new(LOGGED_EVERY),
+            logged: LogThrottle::new(LOG_INTERVAL),
         })
     }
 
@@ -250,67 +250,67 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn bytes_are_reserved_as_they_arrive_and_given_back() {
+    async fn bytes_are_reserved_on_arrival_and_released() {
         let budget = BodyBudget::new(10 * MIB);
         let mut body = budget.begin();
         assert_eq!(reserved(&budget), (0, 0));
-        body.grow_to(4 * MIB).await.expect("there is room");
-        body.grow_to(8 * MIB).await.expect("there is room");
+        body.grow_to(4 * MIB).await.expect("within the budget");
+        body.grow_to(8 * MIB).await.expect("within the budget");
         assert_eq!(reserved(&budget), (8 * MIB, 0));
-        body.complete(5 * MIB).expect("nobody has rejected it");
+        body.complete(5 * MIB).expect("not rejected");
         assert_eq!(reserved(&budget), (5 * MIB, 0));
         drop(body);
         assert_eq!(reserved(&budget), (0, 0));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_latest_gives_way_and_the_first_gets_room() {
+    async fn the_newest_body_is_rejected_first() {
         let budget = BodyBudget::new(10 * MIB);
         let (mut first, mut second) = (budget.begin(), budget.begin());
-        first.grow_to(5 * MIB).await.expect("there is room");
-        second.grow_to(5 * MIB).await.expect("there is room");
+        first.grow_to(5 * MIB).await.expect("within the budget");
+        second.grow_to(5 * MIB).await.expect("within the budget");
         let mut third = budget.begin();
-        assert_eq!(third.grow_to(1).await, Err(Exhausted), "it began last");
+        assert_eq!(third.grow_to(1).await, Err(Exhausted), "the last body is rejected");
         drop(third);
         let second = tokio::spawn(async move {
             let rejected = second.rejected().await;
             drop(second);
             rejected
         });
-        first.grow_to(9 * MIB).await.expect("the second one gives way");
-        assert_eq!(second.await.expect("it ends"), Exhausted);
+        first.grow_to(9 * MIB).await.expect("the second body is rejected");
+        assert_eq!(second.await.expect("task ends without panic"), Exhausted);
         assert_eq!(reserved(&budget), (9 * MIB, 0));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_body_that_arrives_slowly_gives_way_to_a_new_one() {
+    async fn a_slow_body_is_rejected_for_a_new_one() {
         let budget = BodyBudget::new(10 * MIB);
         let mut slow = budget.begin();
-        slow.grow_to(8 * MIB).await.expect("there is room");
+        slow.grow_to(8 * MIB).await.expect("within the budget");
         let mut new = budget.begin();
-        assert_eq!(new.grow_to(4 * MIB).await, Err(Exhausted), "it has not had its time");
+        assert_eq!(new.grow_to(4 * MIB).await, Err(Exhausted), "the slow body is within its grace period");
         drop(new);
         let slow = tokio::spawn(async move { slow.rejected().await });
         tokio::time::sleep(ARRIVAL_GRACE).await;
         let mut new = budget.begin();
-        new.grow_to(4 * MIB).await.expect("the slow one gives way");
-        assert_eq!(slow.await.expect("it ends"), Exhausted);
+        new.grow_to(4 * MIB).await.expect("the slow body is rejected");
+        assert_eq!(slow.await.expect("task ends without panic"), Exhausted);
         drop(new);
         assert_eq!(reserved(&budget), (0, 0));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn complete_bodies_stay_and_nobody_waits_long_for_those_that_do_not_leave() {
+    async fn complete_bodies_stay_and_waits_for_rejected_ones_are_bounded() {
         let budget = BodyBudget::new(10 * MIB);
         let (mut complete, mut stuck) = (budget.begin(), budget.begin());
-        complete.grow_to(6 * MIB).await.expect("there is room");
-        complete.complete(6 * MIB).expect("nobody has rejected it");
-        stuck.grow_to(4 * MIB).await.expect("there is room");
+        complete.grow_to(6 * MIB).await.expect("within the budget");
+        complete.complete(6 * MIB).expect("not rejected");
+        stuck.grow_to(4 * MIB).await.expect("within the budget");
         tokio::time::sleep(ARRIVAL_GRACE).await;
         let mut new = budget.begin();
         let begun = Instant::now();
         assert_eq!(new.grow_to(1).await, Err(Exhausted));
-        assert_eq!(begun.elapsed(), ROOM_WAIT_MAX, "it was rejected, but is not dropped");
+        assert_eq!(begun.elapsed(), ROOM_WAIT_MAX, "the rejected body still holds its bytes");
         drop(new);
         assert_eq!(stuck.complete(4 * MIB), Err(Exhausted));
         assert_eq!(reserved(&budget), (10 * MIB, 4 * MIB));

@@ -176,14 +176,14 @@ mod tests {
     }
 
     #[test]
-    fn clients_connections_leave_descriptors_to_others() {
+    fn client_connections_leave_descriptors_for_other_uses() {
         let derived = |workers, descriptors| ProcessLimits::derive(&settings(workers), None, Some(descriptors));
         let enough = derived(4, 65_536);
         assert_eq!((enough.connections_max, enough.warning()), (16_384, None));
         // 32 for the process, 96 for operators and overflow, 40 for four workers.
         let short = derived(4, 256);
         assert_eq!(short.connections_max, (256 - 168) / 2);
-        let warning = short.warning().expect("it is short");
+        let warning = short.warning().expect("the limit is too low");
         assert!(warning.contains("256") && warning.contains("16384") && warning.contains("32936"), "{warning}");
         assert_eq!(derived(400, 1024).connections_max, CONNECTIONS_MIN);
     }

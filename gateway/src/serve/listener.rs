@@ -9,7 +9,7 @@
 mod acceptor;
 mod busy;
 mod socket;
-mod takes;
+mod stall;
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -39,7 +39,7 @@ use tower::Service as _;
 use acceptor::{Accepted, Acceptor};
 use busy::{Busy, BusyBody};
 pub(crate) use socket::bind;
-use takes::Takes;
+use stall::StallGuard;
 
 /// Maximum length of a request head, and of buffered unread data. Together with the connection limit this bounds
 /// memory. Longer heads, and heads above hyper's limit of 100 headers, are rejected with 431.
@@ -171,23 +171,23 @@ impl Listener {
 async fn accept(mut from: Acceptor, control: ListenerControl, mut phase: watch::Receiver<Phase>) -> JoinSet<()> {
     let mut connections = JoinSet::new();
     let seen = phase.clone();
-    let converse = |Accepted { stream, peer, place, is_overflow }: Accepted| {
+    let serve_connection = |Accepted { stream, peer, place, is_overflow }: Accepted| {
         let (protocol, phase) = (Arc::clone(&control.0.borrow()), seen.clone());
         async move {
-            protocol.converse(stream, peer, is_overflow, phase).await;
+            protocol.serve_connection(stream, peer, is_overflow, phase).await;
             drop(place);
         }
     };
     loop {
         tokio::select! {
             biased;
-            _ = stopped(&mut phase) => {
-                from.waiting().into_iter().for_each(|accepted| drop(connections.spawn(converse(accepted))));
+            _ = until_stopped(&mut phase) => {
+                from.waiting().into_iter().for_each(|accepted| drop(connections.spawn(serve_connection(accepted))));
                 return connections;
             }
             // Ended connections are only removed; the way a client disconnects is irrelevant.
             Some(_) = connections.join_next() => {}
-            accepted = from.next() => drop(connections.spawn(converse(accepted))),
+            accepted = from.next() => drop(connections.spawn(serve_connection(accepted))),
         }
     }
 }
@@ -235,19 +235,25 @@ impl Protocol {
     }
 
     /// Serves the connection to its end; above the limit, for one response.
-    async fn converse(&self, stream: TcpStream, peer: SocketAddr, is_overflow: bool, phase: watch::Receiver<Phase>) {
+    async fn serve_connection(
+        &self,
+        stream: TcpStream,
+        peer: SocketAddr,
+        is_overflow: bool,
+        phase: watch::Receiver<Phase>,
+    ) {
         // Tokens are small and latency-critical; a failure is not fatal.
         let _ = stream.set_nodelay(true);
         match self.overflow.as_ref().filter(|_| is_overflow) {
             Some((http, routes)) => {
-                let _ = timeout(OVERFLOW_TIME_MAX, self.secure(stream, peer, http, routes, phase)).await;
+                let _ = timeout(OVERFLOW_TIME_MAX, self.handshake(stream, peer, http, routes, phase)).await;
             }
-            None => self.secure(stream, peer, &self.http, &self.routes, phase).await,
+            None => self.handshake(stream, peer, &self.http, &self.routes, phase).await,
         }
     }
 
     /// Performs the TLS handshake if configured.
-    async fn secure(
+    async fn handshake(
         &self,
         stream: TcpStream,
         peer: SocketAddr,
@@ -255,20 +261,20 @@ impl Protocol {
         routes: &Router,
         mut phase: watch::Receiver<Phase>,
     ) {
-        let Some(tls) = &self.tls else { return self.speak(stream, peer, http, routes, phase).await };
-        let shaken = tokio::select! {
+        let Some(tls) = &self.tls else { return self.serve_http(stream, peer, http, routes, phase).await };
+        let accepted = tokio::select! {
             biased;
-            shaken = timeout(self.head_timeout, tls.accept(stream)) => shaken,
-            () = lingered(&mut phase) => return,
+            accepted = timeout(self.head_timeout, tls.accept(stream)) => accepted,
+            () = until_closed(&mut phase) => return,
         };
-        if let Ok(Ok(stream)) = shaken {
-            self.speak(stream, peer, http, routes, phase).await;
+        if let Ok(Ok(stream)) = accepted {
+            self.serve_http(stream, peer, http, routes, phase).await;
         } else {
             self.handshakes_refused.increment(1);
         }
     }
 
-    async fn speak<S>(
+    async fn serve_http<S>(
         &self,
         stream: S,
         peer: SocketAddr,
@@ -279,26 +285,26 @@ impl Protocol {
         S: AsyncRead + AsyncWrite + Unpin,
     {
         let (busy, seen) = (Busy::default(), phase.clone());
-        let service = service_fn(|request| answer(routes, request, peer, &busy, &seen));
-        let conversation = http.serve_connection(TokioIo::new(Takes::new(stream, self.stall_max)), service);
-        tokio::pin!(conversation);
+        let service = service_fn(|request| respond(routes, request, peer, &busy, &seen));
+        let connection = http.serve_connection(TokioIo::new(StallGuard::new(stream, self.stall_max)), service);
+        tokio::pin!(connection);
         let idle = async {
-            let linger = stopped(&mut phase).await;
+            let linger = until_stopped(&mut phase).await;
             busy.idle_for(linger).await;
         };
         tokio::select! {
             biased;
             // The way a client disconnects is irrelevant.
-            _ = conversation.as_mut() => {}
+            _ = connection.as_mut() => {}
             () = idle => {
-                conversation.as_mut().graceful_shutdown();
-                let _ = conversation.await;
+                connection.as_mut().graceful_shutdown();
+                let _ = connection.await;
             }
         }
     }
 }
 
-fn answer(
+fn respond(
     routes: &Router,
     mut request: Request<Incoming>,
     peer: SocketAddr,
@@ -317,7 +323,7 @@ fn answer(
 }
 
 /// Resolves when the listener has stopped or was dropped, with the idle time of connections.
-async fn stopped(phase: &mut watch::Receiver<Phase>) -> Duration {
+async fn until_stopped(phase: &mut watch::Receiver<Phase>) -> Duration {
     match phase.wait_for(|phase| matches!(phase, Phase::Stopped { .. })).await.as_deref() {
         Ok(Phase::Stopped { linger }) => *linger,
         _ => Duration::ZERO,
@@ -325,8 +331,8 @@ async fn stopped(phase: &mut watch::Receiver<Phase>) -> Duration {
 }
 
 /// Resolves when a connection without a request must close.
-async fn lingered(phase: &mut watch::Receiver<Phase>) {
-    let linger = stopped(phase).await;
+async fn until_closed(phase: &mut watch::Receiver<Phase>) {
+    let linger = until_stopped(phase).await;
     sleep(linger).await;
 }
 

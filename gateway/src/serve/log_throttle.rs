@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_line_per_interval_and_the_others_are_counted() {
+    fn one_line_per_interval_with_a_count_of_the_others() {
         let (start, throttle) = (Instant::now(), LogThrottle::new(Duration::from_secs(10)));
         assert_eq!(throttle.next_line(start), Some(0));
         assert_eq!([1, 9].map(|s| throttle.next_line(start + Duration::from_secs(s))), [None, None]);

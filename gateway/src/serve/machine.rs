@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_read_of_the_machine_and_of_each_cgroup_above() {
+    fn memory_limits_come_from_machine_and_cgroups() {
         assert_eq!(meminfo_total("MemTotal:       24576 kB\nMemFree: 1 kB\n"), Some(24_576 * 1024));
         assert_eq!(meminfo_total("MemFree: 1 kB\n"), None);
         let root = std::env::temp_dir().join(format!("pointsman-cgroup-{}", std::process::id()));
@@ -67,12 +67,12 @@ mod tests {
         assert_eq!(cgroup_limits("0::/system.slice/pointsman.service\n", &root), [1000]);
         assert_eq!(cgroup_limits("0::/not/here\n", &root), [0; 0]);
         assert_eq!(cgroup_limits("5:cpu:/x\n4:memory:/docker/1\n", &root), [2000, 9000]);
-        fs::remove_dir_all(&root).expect("it is there");
+        fs::remove_dir_all(&root).expect("directory removed");
     }
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn linux_has_an_answer() {
+    fn linux_reports_memory_and_descriptors() {
         assert!(memory_bytes().is_some_and(|bytes| bytes > 1 << 20));
         assert!(descriptors_max().is_some_and(|descriptors| descriptors > 3));
     }

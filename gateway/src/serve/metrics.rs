@@ -351,7 +351,7 @@ pub(crate) struct Account {
     endpoint: Endpoint,
     started: Instant,
     /// Accumulated waiting time outside the gateway.
-    elsewhere: Duration,
+    excluded: Duration,
     is_sent: bool,
     has_first_token: bool,
     is_answered: bool,
@@ -370,7 +370,7 @@ impl Account {
             model: Arc::clone(&meters.nameless),
             endpoint,
             started: Instant::now(),
-            elsewhere: Duration::ZERO,
+            excluded: Duration::ZERO,
             is_sent: false,
             has_first_token: false,
             is_answered: false,
@@ -392,14 +392,14 @@ impl Account {
 
     /// Adds the time since `then` as waiting time.
     pub(crate) fn waited_since(&mut self, then: Instant) {
-        self.elsewhere += then.elapsed();
+        self.excluded += then.elapsed();
     }
 
     /// Records the first attempt, sent to the worker of the placement.
     pub(crate) fn sent(&mut self, placement: &Placement) {
         self.access.attempted(placement);
         if !std::mem::replace(&mut self.is_sent, true) {
-            self.meters.overhead.record(self.started.elapsed().saturating_sub(self.elsewhere));
+            self.meters.overhead.record(self.started.elapsed().saturating_sub(self.excluded));
         }
     }
 
@@ -427,10 +427,10 @@ impl Account {
     }
 
     /// Records a cut-off response.
-    pub(crate) fn broke(&mut self, why: StreamBreak) {
+    pub(crate) fn broke(&mut self, reason: StreamBreak) {
         if !std::mem::replace(&mut self.is_over, true) {
-            self.outcome = why.name();
-            self.meters.broken[why as usize].increment(1);
+            self.outcome = reason.name();
+            self.meters.broken[reason as usize].increment(1);
         }
     }
 

@@ -63,7 +63,7 @@ pub use tenants::{Tenant, Tenants};
 pub use tls::TlsError;
 
 /// Log interval of cut-off responses.
-const BROKEN_STREAMS_LOGGED_EVERY: Duration = Duration::from_secs(10);
+const BROKEN_STREAM_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Startup error of the gateway.
 #[derive(Debug, thiserror::Error)]
@@ -119,7 +119,7 @@ pub(crate) struct App {
 }
 
 impl App {
-    #[expect(clippy::disallowed_methods, reason = "clients are told a date, and nothing is decided by it")]
+    #[expect(clippy::disallowed_methods, reason = "the date is only reported to clients")]
     fn new(
         settings: Settings,
         limits: &ProcessLimits,
@@ -141,7 +141,7 @@ impl App {
             models: Arc::new(models),
             upstream,
             meters: Arc::new(Meters::new()),
-            broken_streams: Arc::new(LogThrottle::new(BROKEN_STREAMS_LOGGED_EVERY)),
+            broken_streams: Arc::new(LogThrottle::new(BROKEN_STREAM_LOG_INTERVAL)),
             ids: Arc::new(Ids::new()),
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             closing: Arc::new(AtomicBool::new(false)),
@@ -203,7 +203,7 @@ impl Gateway {
         let trust = WorkerTrust::read(&settings);
         let tls = worker_tls(settings.gateway.worker_ca_file.as_deref())?;
         let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms))
-            .showing(files.secrets.worker_api_key.as_ref().and_then(Secret::bearer));
+            .with_key(files.secrets.worker_api_key.as_ref().and_then(Secret::bearer));
         let models = Models::start(&settings.models, &upstream).await?;
         let (listen, admin_listen) = (settings.gateway.listen, settings.admin.as_ref().map(|admin| admin.listen));
         let mut upkeep = JoinSet::new();

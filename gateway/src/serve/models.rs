@@ -27,7 +27,7 @@ use crate::upstream::Upstream;
 pub(super) const SHUTDOWN_WAIT: Duration = Duration::from_secs(1);
 
 /// Check interval of new workers for unreadable KV events.
-const UNREAD_CHECKED_EVERY: Duration = Duration::from_secs(10);
+const UNREAD_CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Startup error of a model.
 #[derive(Debug, thiserror::Error)]
@@ -223,14 +223,14 @@ impl Model {
         let builder = sources.follow(Router::builder(router), &definitions, &probe_options(settings));
         let builder = builder.map_err(|error| ModelError::Workers { model: model(), error })?;
         let router = builder.start().await.map_err(|error| ModelError::Router { model: model(), error })?;
-        let (workers, turn) = (router.clone(), AtomicUsize::new(0));
-        let any_worker: AnyWorker = Arc::new(move |but, may_ask| {
+        let (workers, next_index) = (router.clone(), AtomicUsize::new(0));
+        let any_worker: AnyWorker = Arc::new(move |but, is_available| {
             let ejected = workers.out_of_service();
             let in_service = |worker: &WorkerEntry| {
                 worker.ranks.is_empty() || worker.ranks.iter().any(|rank| !ejected.contains(rank))
             };
-            next_worker(&workers.workers(), &turn, but, |worker| {
-                in_service(worker) && may_ask(worker.config.endpoint.as_str())
+            next_worker(&workers.workers(), &next_index, but, |worker| {
+                in_service(worker) && is_available(worker.config.endpoint.as_str())
             })
         });
         let tokens = Tokens::start(&settings.tokens, settings.upstream_name(), upstream.clone(), any_worker).await;
@@ -300,13 +300,13 @@ pub(super) async fn warn_of_unread(current: Current) {
                 tracing::warn!(
                     model,
                     endpoint,
-                    "worker has no KV event endpoint: it is routed to by load only; set kv_events of the worker to \
-                     where its engine publishes, or events.mode = \"auto\""
+                    "worker has no KV event endpoint: it is routed by load only; set kv_events of the worker to the \
+                     endpoint of its engine, or events.mode = \"auto\""
                 );
             }
         }
         logged = unread;
-        sleep(UNREAD_CHECKED_EVERY).await;
+        sleep(UNREAD_CHECK_INTERVAL).await;
     }
 }
 
@@ -314,14 +314,14 @@ pub(super) async fn warn_of_unread(current: Current) {
 /// not advance the rotation; otherwise of two workers the same one would always be first.
 fn next_worker(
     workers: &[WorkerEntry],
-    turn: &AtomicUsize,
+    next_index: &AtomicUsize,
     but: Option<&str>,
     is_eligible: impl Fn(&WorkerEntry) -> bool,
 ) -> Option<String> {
     let taking = workers.iter().filter(|entry| entry.takes_requests() && is_eligible(entry));
     let endpoints = taking.map(|entry| entry.config.endpoint.as_str()).filter(|endpoint| Some(*endpoint) != but);
     let endpoints: Vec<&str> = endpoints.collect();
-    let n = if but.is_some() { turn.load(Ordering::Relaxed) } else { turn.fetch_add(1, Ordering::Relaxed) };
+    let n = if but.is_some() { next_index.load(Ordering::Relaxed) } else { next_index.fetch_add(1, Ordering::Relaxed) };
     let n = n.checked_rem(endpoints.len())?;
     Some(endpoints[n].to_owned())
 }
@@ -341,12 +341,12 @@ mod tests {
     }
 
     #[test]
-    fn workers_that_do_not_drain_are_asked_in_turn() {
-        let turn = AtomicUsize::new(0);
-        let next = |some: &[WorkerEntry], but| next_worker(some, &turn, but, |_| true);
+    fn queries_rotate_over_workers_that_do_not_drain() {
+        let next_index = AtomicUsize::new(0);
+        let next = |some: &[WorkerEntry], but| next_worker(some, &next_index, but, |_| true);
         let some = workers(&[("a", true), ("b", false), ("c", false), ("d", true)]);
-        let asked: Vec<_> = (0..4).map(|_| next(&some, None).unwrap()).collect();
-        assert_eq!(asked, ["b", "c", "b", "c"]);
+        let selected: Vec<_> = (0..4).map(|_| next(&some, None).unwrap()).collect();
+        assert_eq!(selected, ["b", "c", "b", "c"]);
         // A replacement is always the other worker and does not advance the rotation.
         for _ in 0..3 {
             assert_eq!(next(&some, Some("b")).as_deref(), Some("c"));
@@ -358,7 +358,7 @@ mod tests {
         assert_eq!(next(&[], None), None);
         let not_b = |entry: &WorkerEntry| entry.config.endpoint.as_str() != "b";
         for _ in 0..3 {
-            assert_eq!(next_worker(&some, &turn, None, not_b).as_deref(), Some("c"));
+            assert_eq!(next_worker(&some, &next_index, None, not_b).as_deref(), Some("c"));
         }
     }
 }

@@ -26,9 +26,9 @@ use super::App;
 use super::metrics::Account;
 use super::telemetry::ErrorCode;
 use super::tenants::Tenant;
-use crate::openai::{ApiError, Ask, Edits, Endpoint, request_id, request_options, to_client};
+use crate::openai::{ApiError, Edits, Endpoint, RequestBody, request_id, request_options, to_client};
 use answer::Answer;
-use attempts::{AttemptLoop, Begin};
+use attempts::{AttemptLoop, WorkerResponse};
 use intake::Limits;
 
 /// Serves a request to one of the endpoints.
@@ -38,9 +38,9 @@ pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, requ
     // The routing layer has set the id and adds it to every response.
     let request_id = request_id(&head.headers).unwrap_or_default();
     account.access.request_id = request_id.to_owned();
-    let passed = pass(&app, &mut account, endpoint, &head.headers, request_id, body).await;
-    let response = match passed {
-        Ok(begin) => return begun(&app, account, begin, request_id),
+    let forwarded = forward(&app, &mut account, endpoint, &head.headers, request_id, body).await;
+    let response = match forwarded {
+        Ok(begin) => return start_response(&app, account, begin, request_id),
         Err(response) => response,
     };
     account.access.error = response.extensions().get().map(|ErrorCode(code)| *code);
@@ -51,66 +51,66 @@ pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, requ
 }
 
 /// All steps before the first byte of the response. Errors are responses, too.
-async fn pass(
+async fn forward(
     app: &Arc<App>,
     account: &mut Account,
     endpoint: Endpoint,
     headers: &HeaderMap,
     request_id: &str,
     body: Body,
-) -> Result<Begin, Response<Body>> {
+) -> Result<WorkerResponse, Response<Body>> {
     let refused = |error: ApiError| error.into_response();
     let limits = body_limits(app, headers);
     let tenant = match admit(app, headers) {
         Ok(tenant) => tenant,
         Err(error) => {
-            intake::throw_away(body, limits).await;
+            intake::discard(body, limits).await;
             return Err(refused(error));
         }
     };
     account.access.tenant = tenant.map(|tenant| tenant.name.clone());
     app.retry_budget.requested(account.started());
-    let body = take_in(app, account, limits, body).await?;
-    let ask = Ask::parse(endpoint, body).map_err(refused)?;
-    let (model, adapter) = match ask.model.as_deref() {
+    let body = receive(app, account, limits, body).await?;
+    let parsed = RequestBody::parse(endpoint, body).map_err(refused)?;
+    let (model, adapter) = match parsed.model.as_deref() {
         Some(name) => app.models.find(name).ok_or_else(|| refused(ApiError::model_not_found(name)))?,
         None => (app.models.only().ok_or_else(|| refused(model_missing()))?, None),
     };
     account.is_for(&model.meters);
     let mut options = options_of(headers, tenant).map_err(refused)?;
-    options.session_id = options.session_id.or_else(|| ask.session_id.as_deref().map(Arc::from));
+    options.session_id = options.session_id.or_else(|| parsed.session_id.as_deref().map(Arc::from));
     if let (Some(tenant), Some(session_id)) = (tenant, &mut options.session_id) {
         *session_id = tenant.session(session_id).into();
     }
-    let tenant_salt = tenant.map(|tenant| tenant.salt(ask.cache_salt.as_deref()));
+    let tenant_salt = tenant.map(|tenant| tenant.salt(parsed.cache_salt.as_deref()));
 
     let upstream_name = adapter.unwrap_or_else(|| model.settings.upstream_name());
     let edits = Edits {
-        model: Some(upstream_name).filter(|name| ask.model.as_deref().is_some_and(|asked| asked != *name)),
+        model: Some(upstream_name).filter(|name| parsed.model.as_deref().is_some_and(|requested| requested != *name)),
         cache_salt: tenant_salt.as_deref(),
     };
-    let tokens = model.tokens.of(&ask.prompt, ask.model.as_deref().unwrap_or(upstream_name)).await;
+    let tokens = model.tokens.of(&parsed.prompt, parsed.model.as_deref().unwrap_or(upstream_name)).await;
     account.access.prompt_tokens = u32::try_from(tokens.ids.len()).ok().filter(|tokens| *tokens > 0);
     let request = RouteRequest {
         options: RequestOptions {
             lora_name: adapter.map(Arc::from),
-            cache_salt: tenant_salt.as_deref().or(ask.cache_salt.as_deref()).map(Arc::from),
+            cache_salt: tenant_salt.as_deref().or(parsed.cache_salt.as_deref()).map(Arc::from),
             tenant: tenant.map(|tenant| Arc::from(tenant.name.as_str())),
-            output_tokens_max: ask.output_tokens_max,
-            not_streamed: !ask.stream,
+            output_tokens_max: parsed.output_tokens_max,
+            not_streamed: !parsed.stream,
             ..options
         },
         ..RouteRequest::query(Prompt::Tokens(&tokens.ids))
     };
     // Embeddings are never streamed, regardless of the request.
-    let kind = if ask.stream && endpoint != Endpoint::Embeddings { AnswerKind::Events } else { AnswerKind::Json };
-    let body = ask.body(edits);
+    let kind = if parsed.stream && endpoint != Endpoint::Embeddings { AnswerKind::Events } else { AnswerKind::Json };
+    let body = parsed.body(edits);
     let attempts = AttemptLoop { app, model, endpoint, headers, request_id, body, kind };
     attempts.run(account, request).await
 }
 
 /// Response of a worker that has started one.
-fn begun(app: &Arc<App>, mut account: Account, begin: Begin, request_id: &str) -> Response<Body> {
+fn start_response(app: &Arc<App>, mut account: Account, begin: WorkerResponse, request_id: &str) -> Response<Body> {
     let (status, headers) = (begin.head.status, to_client(&begin.head.headers, request_id));
     // The first token of a stream is recorded as it passes.
     if begin.checked != Some(AnswerKind::Events) {
@@ -128,17 +128,17 @@ fn begun(app: &Arc<App>, mut account: Account, begin: Begin, request_id: &str) -
     response
 }
 
-async fn take_in(app: &App, account: &mut Account, limits: Limits, body: Body) -> Result<Bytes, Response<Body>> {
+async fn receive(app: &App, account: &mut Account, limits: Limits, body: Body) -> Result<Bytes, Response<Body>> {
     let waits = Instant::now();
-    let taken = intake::take_in(body, limits, &app.bodies).await;
+    let taken = intake::receive(body, limits, &app.bodies).await;
     account.waited_since(waits);
     taken.map_err(ApiError::into_response)
 }
 
 fn body_limits(app: &App, headers: &HeaderMap) -> Limits {
     let settings = &app.settings.gateway;
-    let (bytes_max, silence_max) = (settings.body_bytes_max, Duration::from_millis(settings.body_timeout_ms));
-    Limits { bytes_max, silence_max, asks_first: headers.contains_key(EXPECT) }
+    let (bytes_max, frame_timeout) = (settings.body_bytes_max, Duration::from_millis(settings.body_timeout_ms));
+    Limits { bytes_max, frame_timeout, expects_continue: headers.contains_key(EXPECT) }
 }
 
 /// Authenticates the client, if requests are accepted now.
@@ -147,7 +147,7 @@ fn admit<'a>(app: &'a App, headers: &HeaderMap) -> Result<Option<&'a Tenant>, Ap
 }
 
 fn model_missing() -> ApiError {
-    ApiError::invalid("missing_field", Some("model"), "the body has no model, and several are served")
+    ApiError::invalid("missing_field", Some("model"), "the body has no model, and several models are configured")
 }
 
 /// Request options from the headers, limited to the permissions of the tenant.

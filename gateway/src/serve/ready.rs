@@ -86,7 +86,7 @@ impl Ranks {
 
 /// Readiness with reasons.
 #[derive(Debug, PartialEq, Eq, Serialize)]
-struct Verdict {
+struct ReadinessReport {
     ready: bool,
     reasons: Vec<String>,
     /// Problems that do not affect readiness.
@@ -94,36 +94,36 @@ struct Verdict {
     warnings: Vec<String>,
 }
 
-impl Verdict {
+impl ReadinessReport {
     fn not_ready(reasons: Vec<String>) -> Self {
         Self { ready: false, reasons, warnings: Vec::new() }
     }
 }
 
 /// Evaluates the given models.
-fn verdict(draining: bool, warm_up_over: bool, models: &[(&str, Ranks)]) -> Verdict {
+fn report(draining: bool, warm_up_over: bool, models: &[(&str, Ranks)]) -> ReadinessReport {
     if draining {
-        return Verdict::not_ready(vec!["the gateway is about to end".to_owned()]);
+        return ReadinessReport::not_ready(vec!["the gateway is shutting down".to_owned()]);
     }
     let mut reasons = Vec::new();
     for (name, ranks) in models {
-        match why_not(ranks, warm_up_over) {
-            None => return Verdict { ready: true, reasons: Vec::new(), warnings: Vec::new() },
+        match not_ready_reason(ranks, warm_up_over) {
+            None => return ReadinessReport { ready: true, reasons: Vec::new(), warnings: Vec::new() },
             Some(reason) => reasons.push(format!("model {name:?}: {reason}")),
         }
     }
     if reasons.is_empty() {
-        reasons.push("no model is served".to_owned());
+        reasons.push("no model is configured".to_owned());
     }
-    Verdict::not_ready(reasons)
+    ReadinessReport::not_ready(reasons)
 }
 
-fn why_not(ranks: &Ranks, warm_up_over: bool) -> Option<String> {
+fn not_ready_reason(ranks: &Ranks, warm_up_over: bool) -> Option<String> {
     let Ranks { router_up, registered, eligible, ejected, cold, unknown, was_warm, ref causes } = *ranks;
     // Ranks that join later, or disconnect, do not end readiness.
     let unknown = if was_warm { cold } else { unknown };
     if !router_up {
-        Some("its router is down".to_owned())
+        Some("the router is down".to_owned())
     } else if eligible == 0 {
         let ejected = (ejected > 0).then(|| format!("{ejected} of {registered} are ejected"));
         let causes: Vec<String> = ejected.into_iter().chain(causes.iter().cloned()).collect();
@@ -186,27 +186,27 @@ async fn live(State(app): State<Arc<App>>) -> Response {
     if failed.is_empty() {
         return "live\n".into_response();
     }
-    let said = format!("the router of model {} has failed for good: restart the process\n", failed.join(", "));
-    (StatusCode::SERVICE_UNAVAILABLE, said).into_response()
+    let actual = format!("the router of model {} has failed for good: restart the process\n", failed.join(", "));
+    (StatusCode::SERVICE_UNAVAILABLE, actual).into_response()
 }
 
 /// Query of `/ready`.
 #[derive(Deserialize)]
-struct Asked {
+struct ReadyQuery {
     /// Name or alias of a model; any model if absent.
     model: Option<String>,
 }
 
-async fn ready(State(app): State<Arc<App>>, asked: Result<Query<Asked>, QueryRejection>) -> Response {
-    let Ok(Query(asked)) = asked else { return ApiError::query_invalid().into_response() };
+async fn ready(State(app): State<Arc<App>>, query: Result<Query<ReadyQuery>, QueryRejection>) -> Response {
+    let Ok(Query(query)) = query else { return ApiError::query_invalid().into_response() };
     let mut models = Vec::new();
-    match &asked.model {
+    match &query.model {
         None => models.extend(app.models.all()),
         Some(name) => match app.models.find(name) {
             Some((model, _)) => models.push(model),
             None => {
-                let verdict = Verdict::not_ready(vec!["there is no such model".to_owned()]);
-                return (StatusCode::NOT_FOUND, Json(verdict)).into_response();
+                let report = ReadinessReport::not_ready(vec!["unknown model".to_owned()]);
+                return (StatusCode::NOT_FOUND, Json(report)).into_response();
             }
         },
     }
@@ -220,9 +220,9 @@ async fn ready(State(app): State<Arc<App>>, asked: Result<Query<Asked>, QueryRej
         }
         warnings.extend(causes::warnings(model).into_iter().map(|warning| format!("model {name:?}: {warning}")));
     }
-    let verdict = Verdict { warnings, ..verdict(app.readiness.is_draining(), warm_up_over, &ranks) };
-    let status = if verdict.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    (status, Json(verdict)).into_response()
+    let report = ReadinessReport { warnings, ..report(app.readiness.is_draining(), warm_up_over, &ranks) };
+    let status = if report.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (status, Json(report)).into_response()
 }
 
 /// `/metrics` for clients, if `metrics_public` is true.
@@ -234,7 +234,7 @@ pub(crate) async fn public_metrics(State(app): State<Arc<App>>) -> Response {
 pub(crate) async fn metrics(State(app): State<Arc<App>>) -> Response {
     match &app.metrics {
         Some(metrics) => metrics.page().await,
-        None => (StatusCode::NOT_FOUND, "the embedding process has a recorder of its own\n").into_response(),
+        None => (StatusCode::NOT_FOUND, "the embedding process has its own metrics recorder\n").into_response(),
     }
 }
 
@@ -245,7 +245,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ready_means_that_some_model_can_be_served_well() {
+    fn ready_requires_one_model_with_a_warm_rank() {
         let ranks = |eligible, unknown| Ranks { router_up: true, eligible, unknown, ..Ranks::default() };
         let (good, cold, none, down) = (ranks(2, 0), ranks(2, 1), ranks(0, 0), Ranks::default());
         // Warm before; since then a rank has joined or disconnected, or the index has lost its contents.
@@ -274,20 +274,20 @@ mod tests {
                 false,
                 true,
                 &[("a", none), ("b", down)],
-                &["model \"a\": no rank can serve", "model \"b\": its router is down"],
+                &["model \"a\": no rank can serve", "model \"b\": the router is down"],
             ),
-            (false, true, &[], &["no model is served"]),
-            (true, true, &[("a", good)], &["the gateway is about to end"]),
+            (false, true, &[], &["no model is configured"]),
+            (true, true, &[("a", good)], &["the gateway is shutting down"]),
         ];
         for (draining, warm_up_over, models, expected) in cases {
-            let said = verdict(*draining, *warm_up_over, models);
-            let reasons: Vec<&str> = said.reasons.iter().map(String::as_str).collect();
-            assert_eq!((said.ready, reasons.as_slice()), (expected.is_empty(), *expected));
+            let actual = report(*draining, *warm_up_over, models);
+            let reasons: Vec<&str> = actual.reasons.iter().map(String::as_str).collect();
+            assert_eq!((actual.ready, reasons.as_slice()), (expected.is_empty(), *expected));
         }
     }
 
     #[test]
-    fn warm_is_a_model_that_can_serve_and_is_known_as_a_whole() {
+    fn warm_requires_eligible_ranks_with_known_caches() {
         let good = Ranks { router_up: true, eligible: 2, ..Ranks::default() };
         assert!(good.is_warm());
         for not in [
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_of_an_engine_that_was_read_is_not_ignorance() {
+    fn silent_engines_with_a_complete_stream_are_known() {
         let source = |caught_up, trust| KvSourceStatus {
             rank: WorkerRank::new(WorkerId(1), 0),
             endpoint: String::new(),

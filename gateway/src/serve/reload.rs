@@ -21,7 +21,7 @@ use crate::settings::{Secret, SettingErrors, Settings};
 use crate::upstream::worker_tls;
 
 /// Polling interval for requests that still use a removed model.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Loads the settings again: the current file with the variables and flags of the start.
 pub type LoadSettings = Arc<dyn Fn() -> Result<Settings, String> + Send + Sync>;
@@ -30,7 +30,7 @@ pub type LoadSettings = Arc<dyn Fn() -> Result<Settings, String> + Send + Sync>;
 #[derive(Debug, thiserror::Error)]
 pub enum ReloadError {
     /// No loader.
-    #[error("the settings were given by the embedding process, which alone can change them")]
+    #[error("the embedding process provided the settings and must change them itself")]
     Fixed,
     /// The gateway is draining.
     #[error("the gateway is draining")]
@@ -39,13 +39,13 @@ pub enum ReloadError {
     #[error("{0}")]
     Settings(String),
     /// Settings that conflict with those that need a restart.
-    #[error("with the settings that need a restart as they run: {0}")]
+    #[error("with the running values of settings that need a restart: {0}")]
     Unfit(SettingErrors),
     /// An unusable referenced file, or a model that cannot start.
     #[error(transparent)]
     Gateway(#[from] GatewayError),
     /// The reload was aborted.
-    #[error("the reload broke off")]
+    #[error("the reload was interrupted")]
     Lost,
 }
 
@@ -262,7 +262,7 @@ fn end_removed(old: Arc<App>, models: &Models) {
     tokio::spawn(async move {
         let begun = Instant::now();
         while old.strong_count() > 0 && begun.elapsed() < wait_max {
-            sleep(LOOK_EVERY).await;
+            sleep(CHECK_INTERVAL).await;
         }
         for router in removed {
             router.shutdown(super::models::SHUTDOWN_WAIT).await;
@@ -270,12 +270,12 @@ fn end_removed(old: Arc<App>, models: &Models) {
     });
 }
 
-#[expect(clippy::disallowed_methods, reason = "operators are told a date, and nothing is decided by it")]
+#[expect(clippy::disallowed_methods, reason = "the date is only reported to operators")]
 fn unix_time() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-#[expect(clippy::cast_precision_loss, reason = "gauges are floats, and dates stay exact for a long time")]
+#[expect(clippy::cast_precision_loss, reason = "gauges are floats; dates are exact")]
 fn as_float(n: u64) -> f64 {
     n as f64
 }

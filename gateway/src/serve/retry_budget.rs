@@ -75,10 +75,10 @@ impl RetryBudget {
 }
 
 fn slot_of(second: u64) -> usize {
-    usize::try_from(second % SECONDS as u64).expect("below ten")
+    usize::try_from(second % SECONDS as u64).expect("less than ten slots")
 }
 
-#[expect(clippy::cast_precision_loss, reason = "counts of ten seconds are exact")]
+#[expect(clippy::cast_precision_loss, reason = "counts are exact in f64")]
 fn as_float(count: u64) -> f64 {
     count as f64
 }
@@ -99,16 +99,16 @@ mod tests {
     }
 
     #[test]
-    fn a_few_are_always_allowed() {
+    fn a_minimum_of_retries_is_always_allowed() {
         let start = Instant::now();
         let budget = RetryBudget::new(0.0, start);
         assert_eq!(left(&budget, start), 10);
-        assert_eq!(left(&budget, after(start, 9)), 0, "the ten of the last ten seconds are spent");
+        assert_eq!(left(&budget, after(start, 9)), 0, "the minimum of ten is spent");
         assert_eq!(left(&budget, after(start, 10)), 10);
     }
 
     #[test]
-    fn beyond_them_a_share_of_the_requests_is() {
+    fn a_share_of_requests_may_be_retried() {
         let start = Instant::now();
         let budget = RetryBudget::new(0.2, start);
         for second in 0..10 {
@@ -117,22 +117,22 @@ mod tests {
         assert_eq!(left(&budget, after(start, 9)), 100);
         // The first second's 50 requests are forgotten, the retries of the ninth are not.
         assert_eq!(left(&budget, after(start, 10)), 0);
-        assert_eq!(left(&budget, after(start, 1_000)), 10, "long silence forgets everything");
+        assert_eq!(left(&budget, after(start, 1_000)), 10, "an idle period clears the window");
     }
 
     #[test]
-    fn what_was_given_back_can_be_taken_again() {
+    fn returned_retries_are_available_again() {
         let start = Instant::now();
         let budget = RetryBudget::new(0.0, start);
         assert_eq!(left(&budget, start), 10);
         budget.give_back(start);
         assert_eq!(left(&budget, start), 1);
         budget.give_back(after(start, 30));
-        assert_eq!(left(&budget, after(start, 30)), 10, "nothing was taken in that second");
+        assert_eq!(left(&budget, after(start, 30)), 10, "no retry was taken in that second");
     }
 
     #[test]
-    fn a_clock_that_stands_still_or_seems_to_go_back_harms_nothing() {
+    fn a_stopped_or_decreasing_clock_is_tolerated() {
         let start = Instant::now();
         let budget = RetryBudget::new(1.0, after(start, 5));
         budget.requested(after(start, 100));

@@ -75,7 +75,7 @@ async fn too_many_connections(request: Request) -> ApiError {
 /// Assigns an id to requests without a valid one; the response carries it.
 async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let id = request_id(request.headers()).map_or_else(|| app.ids.public(), str::to_owned);
-    let id = HeaderValue::try_from(id).expect("it was a header, or is hexadecimal");
+    let id = HeaderValue::try_from(id).expect("request ids are valid header values");
     request.headers_mut().insert(REQUEST_ID, id.clone());
     let refused = refused_head(&request);
     let is_unrouted = refused.is_some() || !is_routed(&request);

@@ -90,8 +90,8 @@ pub fn run(settings: Settings, load: LoadSettings) -> ExitCode {
 
 /// Starts and runs a gateway; returns the reason if startup fails.
 async fn started(settings: Settings, load: LoadSettings) -> Result<Ended, String> {
-    let hear = |error| format!("signals cannot be heard: {error}");
-    let (mut signals, hangups) = (signals().map_err(hear)?, hangups().map_err(hear)?);
+    let signal_error = |error| format!("cannot install signal handlers: {error}");
+    let (mut signals, hangups) = (signals().map_err(signal_error)?, hangups().map_err(signal_error)?);
     let gateway = tokio::select! {
         biased;
         // No request has been accepted yet.
@@ -118,23 +118,23 @@ pub async fn run_until(gateway: Gateway, mut signals: mpsc::Receiver<Signal>) ->
         // The sender of signals is gone, so no signal could end the gateway later.
         return Ended::Drained(gateway.shutdown(drain_timeout).await);
     };
-    tracing::info!(?signal, "ending: no longer ready");
+    tracing::info!(?signal, "shutdown started: no longer ready");
     gateway.begin_drain();
     let drained = async {
         sleep(drain_delay).await;
-        tracing::info!("no new connections; requests in flight may end");
+        tracing::info!("listener closed; requests in flight continue");
         gateway.shutdown(drain_timeout).await
     };
     tokio::select! {
         biased;
         Some(signal) = signals.recv() => {
-            tracing::warn!(?signal, "ending at once");
+            tracing::warn!(?signal, "shutting down immediately");
             Ended::AtOnce(signal)
         }
         drained = drained => {
             match drained.broken {
-                0 => tracing::info!("ended: nothing was in flight any more"),
-                broken => tracing::warn!(broken, "ended: connections were still busy after drain_timeout_ms, and were broken"),
+                0 => tracing::info!("shutdown complete: no requests in flight"),
+                broken => tracing::warn!(broken, "shutdown complete: connections still busy after drain_timeout_ms were closed"),
             }
             Ended::Drained(drained)
         }
@@ -151,10 +151,10 @@ async fn reload_at(mut hangups: mpsc::Receiver<()>, reloader: Arc<Reloader>) {
 }
 
 /// Reports a startup failure, with or without a working log.
-fn unusable(format: LogFormat, why: &str) -> ExitCode {
+fn unusable(format: LogFormat, reason: &str) -> ExitCode {
     match format {
-        LogFormat::Text => refuse(format, &format!("error: {why}")),
-        LogFormat::Json => refuse(format, why),
+        LogFormat::Text => refuse(format, &format!("error: {reason}")),
+        LogFormat::Json => refuse(format, reason),
     }
 }
 
@@ -185,13 +185,13 @@ fn signals() -> std::io::Result<mpsc::Receiver<Signal>> {
     });
     tokio::spawn(async move {
         loop {
-            let heard = tokio::select! {
+            let signal = tokio::select! {
                 biased;
                 Some(()) = interrupt.recv() => Signal::Interrupt,
                 Some(()) = terminate.recv() => Signal::Terminate,
                 else => return,
             };
-            if sender.send(heard).await.is_err() {
+            if sender.send(signal).await.is_err() {
                 return;
             }
         }

@@ -84,7 +84,7 @@ impl ModelSources {
             builder = builder.take().map(|builder| source.add_to(builder));
             Ok(())
         })?;
-        Ok(builder.expect("it is put back each time"))
+        Ok(builder.expect("the builder is always restored"))
     }
 
     /// Applies new definitions to a running router.

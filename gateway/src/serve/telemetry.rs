@@ -114,7 +114,7 @@ pub(crate) struct Metrics {
     recorder: PrometheusHandle,
     lasting: LastingGauges,
     /// Locked while a page is rendered, to limit concurrency to one.
-    turn: Arc<Mutex<()>>,
+    render_lock: Arc<Mutex<()>>,
 }
 
 impl Metrics {
@@ -129,14 +129,14 @@ impl Metrics {
             metrics::set_global_recorder(recorder).ok()?;
             describe();
             metrics::gauge!("pointsman_build_info", "version" => env!("CARGO_PKG_VERSION")).set(1.0);
-            Some(Self { recorder: handle, lasting, turn: Arc::default() })
+            Some(Self { recorder: handle, lasting, render_lock: Arc::default() })
         };
         INSTALLED.get_or_init(install).clone()
     }
 
     /// The page in Prometheus' format.
     pub(crate) async fn page(&self) -> Response {
-        let _turn = self.turn.lock().await;
+        let _guard = self.render_lock.lock().await;
         let recorder = self.recorder.clone();
         self.lasting.touch();
         // Rendering thousands of series takes milliseconds, and /proc reads block.
@@ -183,7 +183,7 @@ fn builder() -> PrometheusBuilder {
     .try_fold(PrometheusBuilder::new(), |builder, (matcher, bounds)| builder.set_buckets_for_metric(matcher, bounds))
     .and_then(|builder| builder.set_buckets(SECONDS))
     .map(|builder| builder.idle_timeout(MetricKindMask::GAUGE, Some(IDLE_MAX)))
-    .expect("no list of bounds is empty")
+    .expect("bucket bounds are not empty")
 }
 
 fn describe() {

@@ -64,7 +64,7 @@ impl Tenants {
     pub fn new(settings: &[TenantSettings], secrets: &Secrets) -> Self {
         let salt_secret = secrets.salt_secret.as_ref().map_or(&[][..], |secret| secret.as_bytes());
         let salt_key = hmac::Key::new(hmac::HMAC_SHA256, salt_secret);
-        debug_assert!(settings.is_empty() || !salt_secret.is_empty(), "settings with tenants want a salt secret");
+        debug_assert!(settings.is_empty() || !salt_secret.is_empty(), "tenants require a salt secret");
         let mut tenants = Self::default();
         for (n, tenant) in settings.iter().enumerate() {
             let TenantSettings { name, keys_file: _, policy_class, strict_priority_max } = tenant.clone();
@@ -105,11 +105,11 @@ pub(crate) fn bearer_key(authorization: &HeaderValue) -> Option<&[u8]> {
 
 fn digest_of(key: &[u8]) -> [u8; digest::SHA256_OUTPUT_LEN] {
     let digest = digest::digest(&digest::SHA256, key);
-    digest.as_ref().try_into().expect("SHA-256 has as many bytes as it says")
+    digest.as_ref().try_into().expect("SHA-256 digests have 32 bytes")
 }
 
 fn hex(bytes: &[u8]) -> String {
-    let digit = |value: u8| char::from_digit(u32::from(value), 16).expect("half a byte is below 16");
+    let digit = |value: u8| char::from_digit(u32::from(value), 16).expect("a nibble is below 16");
     bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
 }
 
@@ -141,14 +141,14 @@ mod tests {
     }
 
     #[test]
-    fn without_tenants_anybody_may_ask() {
+    fn without_tenants_keys_are_ignored() {
         let tenants = Tenants::new(&[], &Secrets::default());
         assert!(tenants.identify(None).expect("allowed").is_none());
         assert!(identify(&tenants, b"Bearer whatever").expect("allowed").is_none());
     }
 
     #[test]
-    fn each_key_is_one_tenants() {
+    fn each_key_identifies_one_tenant() {
         let tenants = tenants();
         let shown = [
             ("Bearer a-key-0123456789", "acme"),
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_refused_with_a_challenge() {
+    fn unknown_keys_are_rejected_with_a_challenge() {
         let tenants = tenants();
         let others: [&[u8]; 8] = [
             b"",
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn sessions_are_a_tenants_own_and_no_salts() {
+    fn sessions_are_separate_per_tenant_and_from_salts() {
         let tenants = tenants();
         let (acme, other) = (&tenants.all[0], &tenants.all[1]);
         assert_eq!(acme.session("s"), acme.session("s"));
@@ -218,11 +218,11 @@ mod tests {
         assert_eq!(salts.len(), names.len() * own.len());
         let other = Secrets { salt_secret: Some(Secret::new("0123456789abcdeF")), ..Secrets::default() };
         let other = Tenants::new(&[settings("a")], &other);
-        assert!(!salts.contains(&other.all[0].salt(None)), "the secret counts");
+        assert!(!salts.contains(&other.all[0].salt(None)), "the salt depends on the secret");
     }
 
     #[test]
-    fn debug_tells_no_secret() {
+    fn debug_output_hides_secrets() {
         let shown = format!("{:?}", tenants());
         assert!(!shown.contains("0123456789"), "{shown}");
     }

@@ -36,7 +36,7 @@ pub enum TlsError {
         rule: &'static str,
     },
     /// A chain without a key, or a key without a chain.
-    #[error("{} is half of what TLS needs: it takes a certificate chain and its key", file.display())]
+    #[error("{} is given alone: TLS needs a certificate chain and its key", file.display())]
     Half {
         /// The configured file.
         file: PathBuf,
@@ -59,12 +59,12 @@ pub(crate) fn server(certificate_file: &Path, key_file: &Path) -> Result<Arc<Ser
     let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(certificate_file)?).collect();
     let chain = chain.map_err(|error| content(certificate_file, no_pem(&error)))?;
     if chain.is_empty() {
-        return Err(content(certificate_file, "holds no certificate, must hold the server's own and those above it"));
+        return Err(content(certificate_file, "has no certificate, must have the server's and its intermediates"));
     }
     let key = PrivateKeyDer::from_pem_slice(&read(key_file)?).map_err(|error| content(key_file, no_pem(&error)))?;
     let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()
-        .expect("ring speaks TLS 1.2 and 1.3")
+        .expect("ring supports TLS 1.2 and 1.3")
         .with_no_client_auth()
         .with_single_cert(chain, key);
     let mut config = config.map_err(|error| TlsError::Pair {
@@ -91,7 +91,7 @@ fn read(file: &Path) -> Result<Vec<u8>, TlsError> {
 /// The parser's own message may quote the file.
 fn no_pem(error: &pem::Error) -> &'static str {
     if matches!(error, pem::Error::NoItemsFound) {
-        "holds no private key, must hold one in PEM, without a passphrase"
+        "has no private key, must have one in PEM without a passphrase"
     } else {
         "is not PEM"
     }
@@ -106,25 +106,24 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_and_its_key_are_taken() {
-        let config = server(&data("test-only.crt"), &data("test-only.key")).expect("the pair is good");
+    fn a_chain_and_its_key_are_accepted() {
+        let config = server(&data("test-only.crt"), &data("test-only.key")).expect("valid certificate and key");
         assert_eq!(config.alpn_protocols, [b"http/1.1"]);
     }
 
     #[test]
-    fn what_cannot_be_used_is_named() {
-        let refused = |certificate: &str, key: &str| {
-            server(&data(certificate), &data(key)).expect_err("it cannot be used").to_string()
-        };
+    fn unusable_files_are_rejected_by_name() {
+        let refused =
+            |certificate: &str, key: &str| server(&data(certificate), &data(key)).expect_err("rejected").to_string();
         let cases = [
             (refused("absent.crt", "test-only.key"), "absent.crt cannot be read: "),
-            (refused("test-only.key", "test-only.key"), "test-only.key holds no certificate"),
-            (refused("test-only.crt", "test-only.crt"), "test-only.crt holds no private key"),
+            (refused("test-only.key", "test-only.key"), "test-only.key has no certificate"),
+            (refused("test-only.crt", "test-only.crt"), "test-only.crt has no private key"),
             (refused("test-only.crt", "other-test-only.key"), "other-test-only.key cannot be used: "),
             (refused("broken.crt", "test-only.key"), "broken.crt is not PEM"),
         ];
-        for (said, expected) in cases {
-            assert!(said.contains(expected), "{said}");
+        for (error, expected) in cases {
+            assert!(error.contains(expected), "{error}");
         }
     }
 }

@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn distances_are_those_of_the_definition() {
+    fn distances_match_the_definition() {
         for (from, to, expected) in [("", "abc", 3), ("abc", "", 3), ("kitten", "sitting", 3), ("ab", "ba", 2)] {
             assert_eq!(distance(from, to), expected);
         }

@@ -116,7 +116,7 @@ fn policy_fields() -> Vec<Field> {
 
 /// The names of a policy's settings. All are numbers.
 fn settings_of(policy: Policy) -> impl Iterator<Item = String> {
-    let table = toml::Table::try_from(PolicyConfig::from(policy)).expect("policies can be written as TOML");
+    let table = toml::Table::try_from(PolicyConfig::from(policy)).expect("policies serialize to TOML");
     table.into_iter().map(|(name, _)| name).filter(|name| name != "name")
 }
 
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_are_known_by_name_and_kind() {
+    fn fields_have_names_and_kinds() {
         assert_eq!(fields_of::<RouterConfig>()[0].name, "pool", "in the order of the struct");
         assert_eq!(kind("block_size"), Kind::Integer { max: 4_294_967_295 });
         assert_eq!(kind("pool"), Kind::Text);
@@ -310,7 +310,7 @@ mod tests {
         assert_eq!(kind("policy.temperature"), Kind::Number);
         assert_eq!(kind("policy.prefill_load_scale"), Kind::Number);
         assert!(matches!(kind("policy.name"), Kind::Choice(names) if names.contains(&"latency")));
-        assert_eq!(kind("queue.threshold"), Kind::Number, "an optional one is of its own kind");
+        assert_eq!(kind("queue.threshold"), Kind::Number, "an optional field has the kind of its value");
         assert_eq!(kind("queue.order"), Kind::Choice(&["fcfs", "lcfs", "wspt"]));
         assert_eq!(kind("queue.default_family"), Kind::Text);
         assert_eq!(kind("queue.classes"), Kind::Structured);
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_and_addresses_are_told_from_texts() {
+    fn paths_and_addresses_are_distinguished_from_text() {
         let gateway = fields_of::<GatewaySettings>();
         let kind = |name: &str| gateway.iter().find(|field| field.name == name).expect("a field").kind;
         assert_eq!(kind("listen"), Kind::Address);
@@ -333,16 +333,16 @@ mod tests {
 
     #[test]
     fn only_lists_have_no_variable() {
-        let defaults = toml::Table::try_from(RouterConfig::default()).expect("the defaults can be written");
+        let defaults = toml::Table::try_from(RouterConfig::default()).expect("the defaults serialize");
         let defaults = flattened(defaults);
         for Field { name, kind } in router_fields() {
             let is_list = defaults.get(name).is_some_and(Value::is_array);
-            assert_eq!(kind == Kind::Structured, is_list, "{name} wants a kind of its own, or a word in the docs");
+            assert_eq!(kind == Kind::Structured, is_list, "{name} needs a kind or a documented type");
         }
     }
 
     #[test]
-    fn words_become_values_of_the_kind() {
+    fn words_parse_as_values_of_the_kind() {
         let integer = Kind::Integer { max: 10 };
         assert_eq!(integer.parse("10"), Some(Value::Integer(10)));
         for refused in ["11", "-1", "1.0", "", " 1", "ten"] {

@@ -171,7 +171,7 @@ impl ModelSections {
         }
         values.extend(self.router.values.clone());
         values.entry("pool").or_insert_with(|| Value::from(pool_name(name)));
-        nested(values).try_into().expect("every value has been read by itself, and every field has a default")
+        nested(values).try_into().expect("every value was parsed alone, and every field has a default")
     }
 
     fn router_origin(&self, all: &Section, name: &'static str) -> Origin {
@@ -279,7 +279,7 @@ impl Loading {
             match (key.as_str(), value) {
                 ("models" | "tenants", Value::Array(elements)) => self.read_list(&key, elements, &file.directory),
                 ("gateway" | "admin" | "router", Value::Table(table)) => {
-                    let section = self.sections.simple(&key).expect("one of these three");
+                    let section = self.sections.simple(&key).expect("section has a known name");
                     section.read(table, &file.directory, &mut self.problems);
                 }
                 (name, value) if TABLES.contains(&name) => {
@@ -336,7 +336,7 @@ impl Loading {
             self.problems.push(LoadError::UnknownVariable { variable, near });
             return;
         };
-        let section = self.sections.simple(section).expect("one with fields");
+        let section = self.sections.simple(section).expect("section has fields");
         section.read_text(*field, value, Origin::Environment(variable), directory, &mut self.problems);
     }
 
@@ -355,7 +355,7 @@ impl Loading {
             });
             return;
         };
-        let section = self.sections.simple(section).expect("one with fields");
+        let section = self.sections.simple(section).expect("section has fields");
         section.read_text(*field, &flag.value, origin, directory, &mut self.problems);
     }
 
@@ -399,14 +399,14 @@ impl Loading {
             }
         }
         if !self.is_partial {
-            self.judge(&settings);
+            self.check_rules(&settings);
         }
         let Self { sections, problems, .. } = self;
         if problems.is_empty() { Ok(Loaded { settings, sections }) } else { Err(LoadErrors(problems)) }
     }
 
     /// Adds violated rules whose settings are all known.
-    fn judge(&mut self, settings: &Settings) {
+    fn check_rules(&mut self, settings: &Settings) {
         let mut broken = settings.validate().err().map_or(Vec::new(), |errors| errors.0);
         if settings.models.is_empty() {
             let router: RouterConfig = self.sections.router.parsed();
@@ -418,7 +418,7 @@ impl Loading {
             }));
         }
         let unread: Vec<&'static str> = self.sections.all().flat_map(|section| section.unread.clone()).collect();
-        let mut told = BTreeSet::new();
+        let mut reported = BTreeSet::new();
         for SettingError { setting, value, rule } in broken {
             let setting = self.given_as(setting);
             let found = self.sections.find(&setting);
@@ -429,7 +429,7 @@ impl Loading {
             }
             let origin = found.map_or(Origin::Default, |(section, name)| section.origin(name));
             let origin = if origin == Origin::Default { self.derived_origin(&setting) } else { origin };
-            if told.insert((setting.clone(), rule.clone())) {
+            if reported.insert((setting.clone(), rule.clone())) {
                 self.problems.push(LoadError::Value { setting, value, rule, origin });
             }
         }

@@ -67,7 +67,7 @@ mod tests {
     use crate::settings::fields::router_fields;
 
     #[test]
-    fn every_new_name_is_a_setting_and_no_old_one_is() {
+    fn moved_settings_have_valid_new_names() {
         let fields = router_fields();
         for (old, new) in MOVED {
             assert!(fields.iter().any(|field| field.name == new), "{new}");

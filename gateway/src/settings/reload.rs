@@ -82,7 +82,7 @@ fn kept<T: Serialize + DeserializeOwned + Clone>(
     reloaded: &[&str],
     restart: &mut Vec<String>,
 ) -> T {
-    let table = |value: &T| flattened(Table::try_from(value).expect("what was read from TOML can be written as TOML"));
+    let table = |value: &T| flattened(Table::try_from(value).expect("values parsed from TOML serialize to TOML"));
     let (new, running) = (table(new), table(running));
     let mut names: Vec<&String> = new.keys().chain(running.keys()).collect();
     names.sort_unstable();
@@ -97,7 +97,7 @@ fn kept<T: Serialize + DeserializeOwned + Clone>(
         let value = if is_reloaded { new.get(name) } else { running.get(name) };
         result.extend(value.map(|value| (name.clone(), value.clone())));
     }
-    nested(result).try_into().expect("each of its values was one of this struct")
+    nested(result).try_into().expect("all values belong to this struct")
 }
 
 #[cfg(test)]
@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_reloaded_setting_is_one() {
+    fn reloaded_names_are_settings() {
         let known = fields_of::<GatewaySettings>();
         for name in RELOADED {
             assert!(known.iter().any(|field| field.name == *name), "{name}");
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn what_needs_a_restart_keeps_its_running_value_and_is_named() {
+    fn settings_that_need_a_restart_keep_their_values_and_are_listed() {
         let mut running = Settings { models: vec![ModelSettings::named("m")], ..Settings::default() };
         running.gateway.worker_ca_file = Some("ca".into());
         let mut new =
@@ -133,7 +133,7 @@ mod tests {
         assert_eq!(settings.gateway.listen, running.gateway.listen);
         assert_eq!((settings.gateway.attempts_max, settings.gateway.worker_ca_file), (7, None));
         assert_eq!(settings.admin, None);
-        assert_eq!(settings.models[0].router.block_size, 16, "a model that is new has what it is given");
+        assert_eq!(settings.models[0].router.block_size, 16, "a new model has its configured values");
         assert_eq!(settings.models[1].router, running.models[0].router);
         assert_eq!(settings.models[1].tokens, running.models[0].tokens);
         assert_eq!(settings.models[1].aliases, ["alias"]);

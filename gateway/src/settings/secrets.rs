@@ -255,9 +255,9 @@ mod tests {
     /// A file for this test.
     fn written(name: &str, content: &[u8]) -> PathBuf {
         let directory = std::env::temp_dir().join(format!("pointsman-secrets-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).expect("a directory of the test's own");
+        std::fs::create_dir_all(&directory).expect("test directory created");
         let path = directory.join(name);
-        std::fs::write(&path, content).expect("a file in it");
+        std::fs::write(&path, content).expect("file written");
         path
     }
 
@@ -280,9 +280,9 @@ mod tests {
             tenant("a", written("a", b"\naaaaaaaaaaaaaaaa\r\n\nbbbbbbbbbbbbbbbb\nbbbbbbbbbbbbbbbb\n")),
             tenant("b", written("b", b"cccccccccccccccc")),
         ];
-        let secrets = Secrets::read(&settings).expect("all are good");
+        let secrets = Secrets::read(&settings).expect("all files are valid");
         assert_eq!(secrets.worker_api_key, Some(Secret::new("k")));
-        assert_eq!(secrets.salt_secret, Some(Secret::new(b"\0\xff34567890123456\n")), "one line end, not two");
+        assert_eq!(secrets.salt_secret, Some(Secret::new(b"\0\xff34567890123456\n")), "only one line end is removed");
         assert_eq!(secrets.admin_token, Some(Secret::new("0123456789abcdef")));
         assert_eq!(secrets.tenant_keys.iter().map(Vec::len).collect::<Vec<_>>(), [3, 1]);
         assert_eq!(secrets.tenant_keys[0][0], Secret::new("aaaaaaaaaaaaaaaa"));
@@ -291,14 +291,14 @@ mod tests {
     }
 
     #[test]
-    fn nothing_named_is_nothing_read() {
-        let secrets = Secrets::read(&Settings::default()).expect("no files");
+    fn without_file_settings_nothing_is_read() {
+        let secrets = Secrets::read(&Settings::default()).expect("no files are configured");
         assert!(secrets.worker_api_key.is_none() && secrets.salt_secret.is_none() && secrets.admin_token.is_none());
         assert!(secrets.tenant_keys.is_empty());
     }
 
     #[test]
-    fn every_bad_file_is_named_with_its_rule_and_without_its_content() {
+    fn invalid_files_are_named_with_the_rule_without_content() {
         let mut settings = Settings::default();
         settings.gateway.worker_api_key_file = Some(written("spaced", b"hush hush"));
         settings.gateway.salt_secret_file = Some(written("short", b"hush-hush-hush\n"));
@@ -310,7 +310,7 @@ mod tests {
             tenant("c", written("empty", b"\n")),
             tenant("d", PathBuf::from("/nowhere/keys")),
         ];
-        let told = problems(&settings);
+        let reported = problems(&settings);
         let expected = [
             ("gateway.worker_api_key_file", "hold printable ASCII characters only, without spaces"),
             ("gateway.salt_secret_file", "which must hold at least 16 bytes"),
@@ -320,15 +320,18 @@ mod tests {
             ("tenants[2].keys_file", "must hold at least one key, each on a line"),
             ("tenants[3].keys_file is /nowhere/keys, which cannot be read: ", ""),
         ];
-        assert_eq!(told.len(), expected.len(), "{told:?}");
-        for (told, (setting, rule)) in told.iter().zip(expected) {
-            assert!(told.starts_with(setting) && told.contains(rule) && !told.contains("hush"), "{told}");
+        assert_eq!(reported.len(), expected.len(), "{reported:?}");
+        for (reported, (setting, rule)) in reported.iter().zip(expected) {
+            assert!(
+                reported.starts_with(setting) && reported.contains(rule) && !reported.contains("hush"),
+                "{reported}"
+            );
         }
-        assert_eq!(Secrets::read(&settings).expect_err("refused").to_string(), told[0]);
+        assert_eq!(Secrets::read(&settings).expect_err("refused").to_string(), reported[0]);
     }
 
     #[test]
-    fn only_the_same_is_the_same() {
+    fn equality_requires_equal_content() {
         let secret = Secret::new("0123456789abcdef");
         assert!(secret.is(b"0123456789abcdef"));
         for other in [&b""[..], b"0123456789abcde", b"0123456789abcdef0", b"0123456789abcdeg"] {

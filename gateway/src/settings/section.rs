@@ -189,9 +189,7 @@ impl Section {
 
     /// The struct with defaults for missing settings.
     pub(super) fn parsed<T: DeserializeOwned>(&self) -> T {
-        nested(self.values.clone())
-            .try_into()
-            .expect("every value has been read by itself, and every field has a default")
+        nested(self.values.clone()).try_into().expect("every value was parsed alone, and every field has a default")
     }
 
     /// Reasons why `value` does not fit the field; for lists, per element.
@@ -251,7 +249,7 @@ impl Section {
         values: &impl Serialize,
         origin_of: impl Fn(&'static str) -> Option<Origin>,
     ) -> fmt::Result {
-        let values = Table::try_from(values).expect("what was read from TOML can be written as TOML");
+        let values = Table::try_from(values).expect("values parsed from TOML serialize to TOML");
         let values = flattened(values);
         for Field { name, .. } in &self.fields {
             let Some(origin) = origin_of(name) else { continue };
@@ -276,7 +274,7 @@ pub(super) fn nested(flat: Table) -> Table {
         let last = names.next_back().unwrap_or_default().to_owned();
         for name in names {
             let below = at.entry(name).or_insert_with(|| Value::Table(Table::new()));
-            at = below.as_table_mut().expect("no setting is at once a value and a table");
+            at = below.as_table_mut().expect("no setting is both a value and a table");
         }
         at.insert(last, value);
     }

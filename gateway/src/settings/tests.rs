@@ -30,7 +30,7 @@ fn loaded(text: &str, env: &[(&str, &str)]) -> Loaded {
 }
 
 fn refused(sources: Sources) -> Vec<String> {
-    let errors = sources.load().expect_err("must be refused");
+    let errors = sources.load().expect_err("rejected");
     errors.0.iter().map(ToString::to_string).collect()
 }
 
@@ -46,7 +46,7 @@ fn line<'a>(printed: &'a str, section: &str, setting: &str) -> &'a str {
 }
 
 #[test]
-fn nothing_given_is_the_defaults() {
+fn defaults_apply_without_sources() {
     for text in ["", "[router]\n[gateway]\n"] {
         let settings = loaded(text, &[]).settings;
         assert_eq!(settings.gateway, GatewaySettings::default());
@@ -57,7 +57,7 @@ fn nothing_given_is_the_defaults() {
 }
 
 #[test]
-fn flags_win_over_the_environment_and_that_over_the_file() {
+fn flags_override_environment_and_environment_overrides_file() {
     let text = format!(
         "[router]\nblock_size = 16\nseed = 1\npolicy = {{ name = \"kv\", temperature = 1 }}\nqueue.order = \"lcfs\"\n{MODEL}"
     );
@@ -155,7 +155,7 @@ fn every_simple_setting_can_be_set_in_all_three_ways() {
 }
 
 #[test]
-fn a_models_router_goes_over_the_router_of_all() {
+fn the_router_of_a_model_overrides_the_shared_router() {
     let text = r#"
         [router]
         block_size = 16
@@ -188,7 +188,7 @@ fn a_models_router_goes_over_the_router_of_all() {
 }
 
 #[test]
-fn what_is_printed_loads_again_to_the_same() {
+fn printed_settings_load_to_equal_settings() {
     let text = r#"
         [gateway]
         salt_secret_file = "salt"
@@ -237,7 +237,7 @@ fn what_is_printed_loads_again_to_the_same() {
     let workers = &first.settings.models[0].workers;
     assert_eq!((workers[0].config.data_parallel_size, workers[1].probe), (2, true));
     let events = workers[0].config.kv_events.as_ref().expect("given");
-    assert_eq!(events.endpoint, "tcp://e:5557", "as a file of workers would be read");
+    assert_eq!(events.endpoint, "tcp://e:5557", "format of the workers file");
     assert_eq!(first.settings.models[1].router.queue.classes.len(), 2);
     assert_eq!(first.settings.gateway.salt_secret_file, Some(PathBuf::from("/etc/salt")), "beside the file");
     assert_eq!(first.settings.gateway.worker_ca_file, Some(PathBuf::from("/home/ca.pem")), "where the command runs");
@@ -257,7 +257,7 @@ fn flags_alone_are_enough() {
 }
 
 #[test]
-fn unknown_names_are_refused_with_the_nearest_known_one() {
+fn unknown_names_are_rejected_with_a_suggestion() {
     let text = format!(
         "server = 1\n[router]\nblok_size = 1\n[gatway]\n{MODEL}worker_url = 1\n[models.tokens]\nthread = 1\n[models.ruter]\n"
     );
@@ -293,7 +293,7 @@ fn unknown_names_are_refused_with_the_nearest_known_one() {
 }
 
 #[test]
-fn values_of_the_wrong_type_name_value_rule_and_origin() {
+fn type_errors_name_value_rule_and_origin() {
     let text =
         "[router]\nblock_size = \"x\"\nseed = -1\nis_eagle = 1\n[gateway]\nlisten = \"here\"\ntls_key_file = \"\"\n";
     let env = [("POINTSMAN_ROUTER_QUEUE_REQUESTS_MAX", "4294967296"), ("POINTSMAN_GATEWAY_LOG_FORMAT", "xml")];
@@ -313,7 +313,7 @@ fn values_of_the_wrong_type_name_value_rule_and_origin() {
 }
 
 #[test]
-fn broken_rules_name_the_place_to_change() {
+fn violated_rules_name_the_setting_to_change() {
     let text = format!(
         "[router]\nblock_size = 0\n{MODEL}[models.router]\nqueue.classes = [{{ name = \"a b\" }}]\n\
          [[models]]\nname = \"n\"\nworker_urls = [\"http://f\"]\n"
@@ -333,7 +333,7 @@ fn broken_rules_name_the_place_to_change() {
 }
 
 #[test]
-fn a_setting_of_another_policy_is_refused_with_both_names() {
+fn settings_of_another_policy_are_rejected_with_both_names() {
     let env = [("POINTSMAN_ROUTER_POLICY_PREFILL_LOAD_SCALE", "2")];
     assert_eq!(
         problems("[router]\npolicy = { name = \"random\", temperature = 1.0 }\n", &env),
@@ -350,14 +350,14 @@ fn a_setting_of_another_policy_is_refused_with_both_names() {
         |text: &str| sources(text, &[], &[]).load().expect("accepted").settings.models[0].router.policy.clone();
     let kv = KvConfig { temperature: 0.5, prefill_load_scale: 2.0, ..KvConfig::default() };
     assert_eq!(policy(&same), PolicyConfig::Kv(kv), "settings of the same policy are inherited");
-    assert_eq!(policy(&other), PolicyConfig::default(), "those of another policy are not");
+    assert_eq!(policy(&other), PolicyConfig::default(), "settings of another policy are not inherited");
     let kept = loaded(text, &[]);
     let printed = sources(&kept.to_string(), &[], &[]).load().expect("loads again");
     assert_eq!(printed.settings.models[0].router, kept.settings.models[0].router);
 }
 
 #[test]
-fn an_old_name_is_refused_with_the_new_one() {
+fn moved_names_are_rejected_with_the_new_name() {
     assert_eq!(
         problems("[router]\nqueue_threshold = 1.0\n", &[("POINTSMAN_ROUTER_USE_KV_EVENTS", "true")]),
         [
@@ -369,7 +369,7 @@ fn an_old_name_is_refused_with_the_new_one() {
 }
 
 #[test]
-fn only_values_in_force_are_judged() {
+fn only_effective_values_are_validated() {
     let text = "[router]\nblock_size = 0\n";
     let loaded = loaded(text, &[("POINTSMAN_ROUTER_BLOCK_SIZE", "16")]);
     assert_eq!(loaded.settings.models[0].router.block_size, 16);
@@ -378,12 +378,15 @@ fn only_values_in_force_are_judged() {
 }
 
 #[test]
-fn rules_about_unread_settings_are_not_judged() {
+fn rules_about_unread_settings_are_skipped() {
     let text = "[router]\nevents.mode = \"no\"\n[router.index.speculative]\nmodel = \"lru\"\n";
     assert_eq!(problems(text, &[]), ["router.events.mode is \"no\", must be one of off, on, auto (file)"]);
     let text = "[[models]]\nname = \"m\"\nworker_urls = 3\n";
-    let told = refused(sources(text, &[], &[]));
-    assert!(told.len() == 1 && told[0].starts_with("models[0].worker_urls is 3, which cannot be read: "), "{told:?}");
+    let reported = refused(sources(text, &[], &[]));
+    assert!(
+        reported.len() == 1 && reported[0].starts_with("models[0].worker_urls is 3, which cannot be read: "),
+        "{reported:?}"
+    );
 }
 
 #[test]
@@ -398,38 +401,41 @@ fn lists_are_set_in_the_file_only() {
 #[test]
 fn each_bad_element_of_a_list_is_named() {
     let text = "[router]\nqueue.classes = [{ name = \"a\", quantm = 1 }, { name = \"b\" }, { order = \"fcfs\" }]\n";
-    let told = problems(text, &[]);
-    assert_eq!(told.len(), 2, "{told:?}");
-    assert!(told[0].starts_with("router.queue.classes[0] is {"), "{told:?}");
-    assert!(told[0].contains("unknown field `quantm`"), "{told:?}");
-    assert!(told[1].starts_with("router.queue.classes[2] is {"), "{told:?}");
+    let reported = problems(text, &[]);
+    assert_eq!(reported.len(), 2, "{reported:?}");
+    assert!(reported[0].starts_with("router.queue.classes[0] is {"), "{reported:?}");
+    assert!(reported[0].contains("unknown field `quantm`"), "{reported:?}");
+    assert!(reported[1].starts_with("router.queue.classes[2] is {"), "{reported:?}");
     let workers = "[[models]]\nname = \"m\"\nworkers = [{ url = \"http://e\" }, { endpoint = \"http://e\" }, { url = \"e\" }, \
                    { url = \"http://f\", total_kv_blocks = 0 }]\n";
-    let told = refused(sources(workers, &[], &[]));
+    let reported = refused(sources(workers, &[], &[]));
     let expected = [
         "models[0].workers[1] is { endpoint = \"http://e\" }, which cannot be read: unknown field `endpoint`, must be `url`",
         "models[0].workers[2] is { url = \"e\" }, which cannot be read: url \"e\" is refused",
         "models[0].workers[3] is ",
     ];
     // The resulting lack of workers is not reported separately.
-    assert_eq!(told.len(), expected.len(), "{told:?}");
-    for (told, expected) in told.iter().zip(expected) {
-        assert!(told.starts_with(expected) && told.ends_with("(file)"), "{told}");
+    assert_eq!(reported.len(), expected.len(), "{reported:?}");
+    for (reported, expected) in reported.iter().zip(expected) {
+        assert!(reported.starts_with(expected) && reported.ends_with("(file)"), "{reported}");
     }
     let twice = "[[models]]\nname = \"m\"\nworkers = [{ url = \"http://e\" }, { url = \"http://e\" }]\n";
-    let told = refused(sources(twice, &[], &[]));
-    assert!(told.len() == 1 && told[0].contains("ids must differ"), "{told:?}");
+    let reported = refused(sources(twice, &[], &[]));
+    assert!(reported.len() == 1 && reported[0].contains("ids must differ"), "{reported:?}");
 }
 
 #[test]
-fn text_that_is_not_toml_is_told_with_its_place() {
-    let told = problems("[router]\nblock_size = = 1\n", &[("POINTSMAN_ROUTER_SEED", "x")]);
-    assert_eq!(told.len(), 2, "the environment is looked at all the same: {told:?}");
-    assert!(told[0].starts_with("the file cannot be read as TOML: ") && told[0].contains("line 2"), "{told:?}");
+fn invalid_toml_is_reported_with_its_position() {
+    let reported = problems("[router]\nblock_size = = 1\n", &[("POINTSMAN_ROUTER_SEED", "x")]);
+    assert_eq!(reported.len(), 2, "the environment is still checked: {reported:?}");
+    assert!(
+        reported[0].starts_with("the file cannot be read as TOML: ") && reported[0].contains("line 2"),
+        "{reported:?}"
+    );
 }
 
 #[test]
-fn rules_between_sections_are_told_at_once() {
+fn all_rules_between_sections_are_reported() {
     let text = r#"
         [gateway]
         listen = "0.0.0.0:8081"
@@ -460,7 +466,7 @@ fn rules_between_sections_are_told_at_once() {
         [[tenants]]
         name = "a"
     "#;
-    let told = refused(sources(text, &[], &[]));
+    let reported = refused(sources(text, &[], &[]));
     let expected = [
         "gateway.tls_key_file is \"/etc/key\", must be absent without tls_certificate_file (file)",
         "gateway.body_bytes_max is 1023, must be 1024 to 1073741824 (file)",
@@ -486,14 +492,14 @@ fn rules_between_sections_are_told_at_once() {
         "tenants[1].name is \"a\", must be a name other than tenants[0].name (file)",
         "tenants[1].keys_file is \"\", must be the path of a file (default)",
     ];
-    assert_eq!(told.len(), expected.len(), "{told:#?}");
-    for (told, expected) in told.iter().zip(expected) {
-        assert!(told.starts_with(expected), "{told}\nmust be\n{expected}");
+    assert_eq!(reported.len(), expected.len(), "{reported:#?}");
+    for (reported, expected) in reported.iter().zip(expected) {
+        assert!(reported.starts_with(expected), "{reported}\nmust be\n{expected}");
     }
 }
 
 #[test]
-fn a_model_without_workers_wants_an_operator() {
+fn models_without_workers_require_an_admin_listener() {
     let text = "[[models]]\nname = \"m\"\n";
     assert_eq!(
         refused(sources(text, &[], &[])),
@@ -512,8 +518,8 @@ fn a_model_without_workers_wants_an_operator() {
 }
 
 #[test]
-fn strangers_who_may_read_metrics_are_warned_of() {
-    let told = |more: &str, tenants: &str| {
+fn public_metrics_are_warned_of() {
+    let reported = |more: &str, tenants: &str| {
         let text = format!(
             "[gateway]\nsalt_secret_file = \"salt\"\n{more}\n{tenants}[[models]]\nname = \"m\"\nworker_urls = [\"http://a:1\"]\n"
         );
@@ -521,12 +527,12 @@ fn strangers_who_may_read_metrics_are_warned_of() {
         warnings.iter().filter(|warning| warning.starts_with("gateway.metrics_public is true")).count()
     };
     let tenant = "[[tenants]]\nname = \"t\"\nkeys_file = \"keys\"\n";
-    assert_eq!((told("", ""), told("", tenant), told("listen = \"0.0.0.0:80\"", "")), (0, 1, 1));
-    assert_eq!(told("metrics_public = false\nlisten = \"0.0.0.0:80\"", tenant), 0);
+    assert_eq!((reported("", ""), reported("", tenant), reported("listen = \"0.0.0.0:80\"", "")), (0, 1, 1));
+    assert_eq!(reported("metrics_public = false\nlisten = \"0.0.0.0:80\"", tenant), 0);
 }
 
 #[test]
-fn an_assumed_capacity_is_warned_of_where_a_limit_rests_on_it() {
+fn limits_based_on_assumed_capacity_are_warned_of() {
     let warned = |router: &str, worker: &str| {
         let text = format!("[router]\n{router}\n[[models]]\nname = \"m\"\n{worker}\n");
         let warnings = sources(&text, &[], &[]).load().expect("accepted").settings.warnings();

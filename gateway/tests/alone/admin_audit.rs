@@ -6,26 +6,26 @@ use std::sync::{Arc, Mutex};
 use serde_json::{Value, json};
 
 use crate::alone;
-use crate::common::admin::{Asked, MODEL, TOKEN};
+use crate::common::admin::{AdminClient, MODEL, TOKEN};
 
 #[tokio::test]
-async fn every_change_writes_a_line_and_none_has_the_token() {
+async fn every_change_is_logged_without_the_token() {
     let _alone = alone().await;
     let log = Log::default();
     let subscriber = tracing_subscriber::fmt().with_writer(log.clone()).json().finish();
     // The test has one thread, and all tasks of the gateway run on it.
     let _guard = tracing::subscriber::set_default(subscriber);
-    let asked = Asked::start().await;
-    asked.ask("PUT", "/admin/models/mock/workers/7", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
-    asked.ask("PATCH", "/admin/models/mock/workers/7", r#"{"no\nsuch":1}"#).await;
-    asked.ask("POST", "/admin/models/mock/workers/7/drain", r#"{"timeout_ms":0}"#).await;
-    asked.ask("DELETE", "/admin/models/mock/workers/7", "").await;
-    asked.ask("PUT", "/admin/models/mock/workers/7", r#"{"endpoint":"http://me:hunter22@127.0.0.1:1"}"#).await;
+    let client = AdminClient::start().await;
+    client.send("PUT", "/admin/models/mock/workers/7", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+    client.send("PATCH", "/admin/models/mock/workers/7", r#"{"no\nsuch":1}"#).await;
+    client.send("POST", "/admin/models/mock/workers/7/drain", r#"{"timeout_ms":0}"#).await;
+    client.send("DELETE", "/admin/models/mock/workers/7", "").await;
+    client.send("PUT", "/admin/models/mock/workers/7", r#"{"endpoint":"http://me:hunter22@127.0.0.1:1"}"#).await;
     let load = r#"{"endpoint":"http://127.0.0.1:1","load":{"metrics":"http://me:hunter22@127.0.0.1:1/m"}}"#;
-    asked.ask("PUT", "/admin/models/mock/workers/7", load).await;
-    asked.ask("GET", "/admin/models", "").await;
+    client.send("PUT", "/admin/models/mock/workers/7", load).await;
+    client.send("GET", "/admin/models", "").await;
     for _ in 0..50 {
-        asked.ask_as("GET", "/admin/models", "", &["authorization: Bearer not-the-token-itself"]).await;
+        client.send_with_headers("GET", "/admin/models", "", &["authorization: Bearer not-the-token-itself"]).await;
     }
     let lines = log.lines();
     let audit: Vec<&Value> = lines.iter().filter(|line| line["target"] == "pointsman_gateway::audit").collect();
@@ -44,13 +44,13 @@ async fn every_change_writes_a_line_and_none_has_the_token() {
         ["put done", "patch failed", "drain begun", "drain done", "remove failed", "put failed", "put failed"]
     );
     let of = |message: &str| {
-        let has = |line: &&Value| line["fields"]["message"].as_str().is_some_and(|said| said.contains(message));
-        lines.iter().filter(has).collect::<Vec<_>>()
+        let expect_body = |line: &&Value| line["fields"]["message"].as_str().is_some_and(|said| said.contains(message));
+        lines.iter().filter(expect_body).collect::<Vec<_>>()
     };
-    let denials = of("did not show its token");
+    let denials = of("without a valid token");
     assert!((1..=2).contains(&denials.len()), "{denials:?}");
     #[cfg(unix)]
-    assert_eq!(of("can read the administration's token_file")[0]["fields"]["mode"], json!("644"));
+    assert_eq!(of("can read the admin token_file")[0]["fields"]["mode"], json!("644"));
     let text = log.text();
     for secret in [TOKEN, "not-the-token-itself", "hunter22"] {
         assert!(!text.contains(secret), "{secret}: {text}");
@@ -63,7 +63,7 @@ struct Log(Arc<Mutex<Vec<u8>>>);
 
 impl Log {
     fn text(&self) -> String {
-        String::from_utf8(self.0.lock().expect("whole").clone()).expect("logs are text")
+        String::from_utf8(self.0.lock().expect("lock not poisoned").clone()).expect("logs are text")
     }
 
     fn lines(&self) -> Vec<Value> {
@@ -73,7 +73,7 @@ impl Log {
 
 impl std::io::Write for Log {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().expect("whole").extend_from_slice(bytes);
+        self.0.lock().expect("lock not poisoned").extend_from_slice(bytes);
         Ok(bytes.len())
     }
 

@@ -1,7 +1,7 @@
 //! Most or all engines behind a gateway die and restart on the same ports.
 //!
 //! The tests assert counts: failed requests, exported metrics and the state of `/ready`. Every wait is bounded.
-#![allow(clippy::print_stdout, reason = "counts are there to be read")]
+#![allow(clippy::print_stdout, reason = "the output is the measurement")]
 
 use pointsman::config::HealthConfig;
 use std::collections::BTreeMap;
@@ -45,7 +45,7 @@ fn before(engines: &[Option<MockEngine>], router: RouterConfig) -> Settings {
 
 /// Stops an engine. Returns the configuration that restarts it on the same port.
 async fn kill(engine: &mut Option<MockEngine>) -> MockConfig {
-    let engine = engine.take().expect("it runs");
+    let engine = engine.take().expect("the engine runs");
     let config = MockConfig { port: engine.address().port(), ..engine.config().clone() };
     engine.shutdown().await;
     config
@@ -55,7 +55,7 @@ async fn kill(engine: &mut Option<MockEngine>) -> MockConfig {
 async fn is_served(gateway: &Gateway, n: usize) -> bool {
     let body = json!({
         "model": "mock", "stream": true, "max_tokens": 16,
-        "messages": [{ "role": "user", "content": format!("client {n} asks for an answer of its own") }],
+        "messages": [{ "role": "user", "content": format!("a different prompt for client {n}") }],
     });
     let answer = post(gateway, "/v1/chat/completions", &body).await;
     answer.status == 200 && answer.is_whole && answer.text().contains("data: [DONE]")
@@ -94,9 +94,8 @@ async fn exported(gateway: &Gateway) -> BTreeMap<String, f64> {
 /// number or a product.
 async fn holds(gateway: &Gateway, alert: &str) -> bool {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/alerts.yml");
-    let rules = fs::read_to_string(path).expect("the rules are there");
-    let rule =
-        rules.split("- alert: ").find(|rule| rule.starts_with(&format!("{alert}\n"))).expect("there is such a rule");
+    let rules = fs::read_to_string(path).expect("alert rules are readable");
+    let rule = rules.split("- alert: ").find(|rule| rule.starts_with(&format!("{alert}\n"))).expect("the rule exists");
     let expression = rule.lines().find_map(|line| line.trim().strip_prefix("expr: ")).expect("an expression");
     let values = exported(gateway).await;
     let value = |side: &str| -> f64 {
@@ -136,7 +135,7 @@ async fn until_ready(gateway: &Gateway, status: u16) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_request_fails_while_one_engine_of_four_is_alive() {
+async fn requests_succeed_with_one_engine_of_four() {
     let _alone = alone().await;
     let mut engines = engines().await;
     let gateway = Arc::new(proxy::gateway(before(&engines, RouterConfig::default())).await);
@@ -160,8 +159,8 @@ async fn no_request_fails_while_one_engine_of_four_is_alive() {
     let denied = exported(&gateway).await.get("pointsman_gateway_retries_denied_total").copied().unwrap_or(0.0);
     let ejected = gateway.router("mock").expect("served").eligible_ranks();
     println!("| 3 of 4 | {requests} (and {broken} of {CLIENTS} that ran) | {failed} | {denied} | {} |", 4 - ejected);
-    assert_eq!(failed, 0, "the fourth engine has room");
-    assert_eq!(ejected, 1, "the dead ones are known, more than half or not");
+    assert_eq!(failed, 0, "the fourth engine has capacity");
+    assert_eq!(ejected, 1, "all dead engines are ejected");
     until_alert(&gateway, "PointsmanRanksFew", true).await;
     until_alert(&gateway, "PointsmanNoRank", false).await;
 
@@ -174,11 +173,11 @@ async fn no_request_fails_while_one_engine_of_four_is_alive() {
     until_alert(&gateway, "PointsmanNoRank", true).await;
 
     // If no rank is healthy, requests are sent to ejected ranks, so the first requests reach the restarted engine.
-    engines[0] = Some(MockEngine::start(dead.swap_remove(0)).await.expect("its port is free"));
+    engines[0] = Some(MockEngine::start(dead.swap_remove(0)).await.expect("the port is free"));
     let mut tried = 1;
     while !is_served(&gateway, 20_000 + tried).await {
         tried += 1;
-        assert!(tried <= 3, "an engine is back, and requests do not find it");
+        assert!(tried <= 3, "requests reach the restarted engine");
     }
     assert!(until_ready(&gateway, 200).await.contains("true"));
     let (requests, failed) = load(&gateway, 4).await;
@@ -188,7 +187,7 @@ async fn no_request_fails_while_one_engine_of_four_is_alive() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn probes_alone_make_a_gateway_unready_and_ready_again() {
+async fn probes_alone_change_readiness() {
     let _alone = alone().await;
     let mut engines = engines().await;
     let router = RouterConfig {
@@ -204,7 +203,7 @@ async fn probes_alone_make_a_gateway_unready_and_ready_again() {
     let why = until_ready(&gateway, 503).await;
     assert!(why.contains("no rank can serve: 4 of 4 are ejected"), "{why}");
     until_alert(&gateway, "PointsmanNoRank", true).await;
-    let back = MockEngine::start(dead.remove(0)).await.expect("its port is free");
+    let back = MockEngine::start(dead.remove(0)).await.expect("the port is free");
     until_ready(&gateway, 200).await;
     until_alert(&gateway, "PointsmanNoRank", false).await;
     assert!(is_served(&gateway, 1).await);
@@ -212,7 +211,7 @@ async fn probes_alone_make_a_gateway_unready_and_ready_again() {
 }
 
 #[tokio::test]
-async fn a_gateway_whose_router_has_failed_for_good_is_not_live() {
+async fn a_failed_router_ends_liveness() {
     let _alone = alone().await;
     let engines = engines().await;
     let gateway = proxy::gateway(before(&engines, RouterConfig::default())).await;
@@ -223,7 +222,7 @@ async fn a_gateway_whose_router_has_failed_for_good_is_not_live() {
             sleep(Duration::from_millis(5)).await;
         }
     };
-    assert!(timeout(PATIENCE, wait).await.is_ok(), "it is live for ever");
+    assert!(timeout(PATIENCE, wait).await.is_ok(), "/live fails before the timeout");
     let said = request(gateway.address(), "GET", "/live", "", b"").await;
     assert_eq!(said.text(), "the router of model mock has failed for good: restart the process\n");
     assert_eq!(get(&gateway, "/ready").await.status, 503);

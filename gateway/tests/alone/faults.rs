@@ -57,28 +57,28 @@ pub(crate) enum Step {
     Hang,
 }
 
-pub(crate) fn say(text: impl AsRef<[u8]>) -> Step {
+pub(crate) fn write(text: impl AsRef<[u8]>) -> Step {
     Step::Send(text.as_ref().to_vec())
 }
 
 /// A response with a content length.
-pub(crate) fn whole(status: &str, body: &str) -> Step {
+pub(crate) fn full_response(status: &str, body: &str) -> Step {
     let (length, content_type) = (body.len(), proxy::content_type(body));
-    say(format!("HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n\r\n{body}"))
+    write(format!("HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n\r\n{body}"))
 }
 
 /// The head of a chunked response.
 pub(crate) fn chunked_head() -> Step {
-    say("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+    write("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
 }
 
 pub(crate) fn chunk(data: impl AsRef<[u8]>) -> Step {
     let data = data.as_ref();
-    say([format!("{:x}\r\n", data.len()).as_bytes(), data, b"\r\n"].concat())
+    write([format!("{:x}\r\n", data.len()).as_bytes(), data, b"\r\n"].concat())
 }
 
 pub(crate) fn chunks_end() -> Step {
-    say("0\r\n\r\n")
+    write("0\r\n\r\n")
 }
 
 /// Observations of a worker.
@@ -104,29 +104,29 @@ struct Script {
 }
 
 impl Script {
-    fn see<T>(&self, look: impl FnOnce(&mut Seen) -> T) -> T {
-        look(&mut self.seen.lock().expect("nobody panics with it"))
+    fn with_seen<T>(&self, read: impl FnOnce(&mut Seen) -> T) -> T {
+        read(&mut self.seen.lock().expect("lock not poisoned"))
     }
 
-    async fn converse(&self, mut stream: TcpStream) {
+    async fn serve(&self, mut stream: TcpStream) {
         let _ = stream.set_nodelay(true);
         let mut bytes = Vec::new();
-        if !self.play(&mut stream, &self.greets).await {
+        if !self.run(&mut stream, &self.greets).await {
             return;
         }
         while let Some(got) = next_request(&mut stream, &mut bytes).await {
-            let number = self.see(|seen| {
+            let number = self.with_seen(|seen| {
                 seen.requests.push(got.clone());
                 seen.requests.len() - 1
             });
-            if !self.play(&mut stream, &(self.answers)(number, &got)).await {
+            if !self.run(&mut stream, &(self.answers)(number, &got)).await {
                 return;
             }
         }
     }
 
     /// Returns whether the connection stays open.
-    async fn play(&self, stream: &mut TcpStream, steps: &[Step]) -> bool {
+    async fn run(&self, stream: &mut TcpStream, steps: &[Step]) -> bool {
         for step in steps {
             match step {
                 Step::Send(bytes) => {
@@ -136,7 +136,7 @@ impl Script {
                 }
                 Step::Flood(bytes) => {
                     while stream.write_all(bytes).await.is_ok() {
-                        self.see(|seen| seen.flooded += bytes.len());
+                        self.with_seen(|seen| seen.flooded += bytes.len());
                     }
                     return false;
                 }
@@ -145,7 +145,7 @@ impl Script {
                     tokio::select! {
                         biased;
                         _ = stream.read(&mut byte) => return false,
-                        permit = self.gate.acquire() => permit.expect("nobody closes it").forget(),
+                        permit = self.gate.acquire() => permit.expect("the gate stays open").forget(),
                     }
                 }
                 Step::Close => return false,
@@ -182,15 +182,15 @@ async fn next_request(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> Option<Got
 }
 
 /// A worker that fails according to a script.
-pub(crate) struct Faulty {
+pub(crate) struct FaultyWorker {
     address: SocketAddr,
     script: Arc<Script>,
     task: JoinHandle<()>,
 }
 
-impl Faulty {
+impl FaultyWorker {
     /// A worker that responds to each request with these steps.
-    pub(crate) async fn answering(steps: Vec<Step>) -> Self {
+    pub(crate) async fn responding_with(steps: Vec<Step>) -> Self {
         Self::start(Vec::new(), move |_, _| steps.clone()).await
     }
 
@@ -199,7 +199,7 @@ impl Faulty {
         answers: impl Fn(usize, &Got) -> Vec<Step> + Send + Sync + 'static,
     ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let address = listener.local_addr().expect("it is bound");
+        let address = listener.local_addr().expect("local address");
         let (seen, gate) = (Mutex::default(), Semaphore::new(0));
         let script = Arc::new(Script { greets, answers: Box::new(answers), seen, gate });
         let shared = Arc::clone(&script);
@@ -208,10 +208,10 @@ impl Faulty {
             let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
                 let script = Arc::clone(&shared);
-                script.see(|seen| (seen.accepted, seen.open) = (seen.accepted + 1, seen.open + 1));
+                script.with_seen(|seen| (seen.accepted, seen.open) = (seen.accepted + 1, seen.open + 1));
                 connections.spawn(async move {
-                    script.converse(stream).await;
-                    script.see(|seen| seen.open -= 1);
+                    script.serve(stream).await;
+                    script.with_seen(|seen| seen.open -= 1);
                 });
             }
         });
@@ -222,12 +222,12 @@ impl Faulty {
         format!("http://{}", self.address)
     }
 
-    pub(crate) fn see<T>(&self, look: impl FnOnce(&mut Seen) -> T) -> T {
-        self.script.see(look)
+    pub(crate) fn with_seen<T>(&self, read: impl FnOnce(&mut Seen) -> T) -> T {
+        self.script.with_seen(read)
     }
 
-    pub(crate) fn asked(&self) -> usize {
-        self.see(|seen| seen.requests.len())
+    pub(crate) fn request_count(&self) -> usize {
+        self.with_seen(|seen| seen.requests.len())
     }
 
     /// Releases this many waits.
@@ -236,17 +236,17 @@ impl Faulty {
     }
 
     /// Waits until all released waits have continued.
-    pub(crate) async fn went_on(&self) {
-        until("the worker goes on", || self.script.gate.available_permits() == 0).await;
+    pub(crate) async fn wait_until_resumed(&self) {
+        until("the worker continues", || self.script.gate.available_permits() == 0).await;
     }
 
     /// Waits until the gateway has closed all connections to the worker.
-    pub(crate) async fn left_alone(&self) {
-        until("the worker is left alone", || self.see(|seen| seen.open) == 0).await;
+    pub(crate) async fn wait_until_closed(&self) {
+        until("all connections to the worker are closed", || self.with_seen(|seen| seen.open) == 0).await;
     }
 }
 
-impl Drop for Faulty {
+impl Drop for FaultyWorker {
     fn drop(&mut self) {
         self.task.abort();
     }
@@ -261,7 +261,7 @@ pub(crate) struct Client {
 impl Client {
     /// Connects without sending anything.
     pub(crate) async fn connect(address: SocketAddr) -> Self {
-        Self { stream: TcpStream::connect(address).await.expect("it listens"), bytes: Vec::new() }
+        Self { stream: TcpStream::connect(address).await.expect("connection accepted"), bytes: Vec::new() }
     }
 
     /// Sends a request and reads nothing.
@@ -271,29 +271,29 @@ impl Client {
     }
 
     /// Writes the bytes. Returns whether the peer accepted all of them.
-    pub(crate) async fn say(&mut self, bytes: impl AsRef<[u8]>) -> bool {
+    pub(crate) async fn write(&mut self, bytes: impl AsRef<[u8]>) -> bool {
         self.stream.write_all(bytes.as_ref()).await.is_ok()
     }
 
     /// Reads until the response body equals `body`, and no further.
-    pub(crate) async fn has(&mut self, body: &[u8]) {
-        let comes = async {
+    pub(crate) async fn expect_body(&mut self, body: &[u8]) {
+        let arrival = async {
             loop {
                 let answer = Answer::parse(&self.bytes);
                 if answer.as_ref().is_some_and(|answer| answer.body == body) {
                     return;
                 }
                 let read = self.stream.read_buf(&mut self.bytes).await.unwrap_or(0);
-                assert!(read > 0, "it ended with {answer:?}");
+                assert!(read > 0, "connection closed after {answer:?}");
             }
         };
-        let came = timeout(PATIENCE, comes).await.is_ok();
-        assert!(came, "after {:?}", String::from_utf8_lossy(&self.bytes));
+        let has_arrived = timeout(PATIENCE, arrival).await.is_ok();
+        assert!(has_arrived, "after {:?}", String::from_utf8_lossy(&self.bytes));
     }
 
     /// Reads everything until the connection ends, in order or by a reset.
     pub(crate) async fn rest(mut self) -> Vec<u8> {
-        let _ = timeout(PATIENCE, self.stream.read_to_end(&mut self.bytes)).await.expect("an end in time");
+        let _ = timeout(PATIENCE, self.stream.read_to_end(&mut self.bytes)).await.expect("end before the timeout");
         self.bytes
     }
 
@@ -310,11 +310,11 @@ pub(crate) async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool)
             sleep(Duration::from_millis(2)).await;
         }
     };
-    assert!(timeout(PATIENCE, wait).await.is_ok(), "never: {what}");
+    assert!(timeout(PATIENCE, wait).await.is_ok(), "timed out: {what}");
 }
 
 pub(crate) fn router(gateway: &Gateway) -> Router {
-    gateway.router("mock").expect("it is served").clone()
+    gateway.router("mock").expect("model is served").clone()
 }
 
 /// Sum of the metric's series whose label text contains all of `labels`.
@@ -326,11 +326,12 @@ pub(crate) async fn metric(gateway: &Gateway, name: &str, labels: &[&str]) -> f6
 }
 
 /// Waits until no booking, no load and no request in flight remains.
-pub(crate) async fn quiet(gateway: &Gateway) {
+pub(crate) async fn expect_idle(gateway: &Gateway) {
     at_rest(gateway).await;
     let router = router(gateway);
-    eventually("no load is left", async || {
-        let loads = router.potential_loads(RouteRequest::query(Prompt::Tokens(&[]))).await.expect("it has ranks");
+    eventually("all loads are zero", async || {
+        let loads =
+            router.potential_loads(RouteRequest::query(Prompt::Tokens(&[]))).await.expect("the router has ranks");
         let sums = loads.iter().map(|load| load.potential_prefill_tokens + load.potential_decode_blocks);
         sums.sum::<u64>() == 0 && loads.iter().all(|load| load.active_requests == 0)
     })
@@ -348,18 +349,18 @@ pub(crate) fn counting_outcomes(mut settings: Settings) -> Settings {
 }
 
 /// Waits until the last failure of some rank has this outcome.
-pub(crate) async fn blamed(gateway: &Gateway, case: &str, outcome: Outcome) {
+pub(crate) async fn expect_outcome(gateway: &Gateway, case: &str, outcome: Outcome) {
     let router = router(gateway);
-    let says = format!("the last: {}", outcome.name());
-    eventually(&format!("{case}: {says}"), async || {
-        let ranks = router.rank_health().await.expect("it is up");
-        ranks.iter().any(|rank| rank.why.ends_with(&says))
+    let expected = format!("the last: {}", outcome.name());
+    eventually(&format!("{case}: {expected}"), async || {
+        let ranks = router.rank_health().await.expect("router is running");
+        ranks.iter().any(|rank| rank.why.ends_with(&expected))
     })
     .await;
 }
 
 /// Asserts that no failure counts against any rank.
-pub(crate) async fn blameless(gateway: &Gateway) {
-    let ranks = router(gateway).rank_health().await.expect("it is up");
+pub(crate) async fn expect_no_failure(gateway: &Gateway) {
+    let ranks = router(gateway).rank_health().await.expect("router is running");
     assert!(ranks.iter().all(|rank| rank.why.is_empty()), "{ranks:?}");
 }

@@ -1,6 +1,6 @@
 //! One worker of four responds quickly and incorrectly: responses to the clients with default settings, and the
 //! worker's share of the requests.
-#![allow(clippy::print_stdout, reason = "the rows are the result")]
+#![allow(clippy::print_stdout, reason = "the table is the result")]
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use serde_json::json;
 
 use crate::alone;
 use crate::common::proxy::{Answer, EVENT, gateway, request, worker};
-use crate::faults::{DONE, Faulty, Step, chunk, chunked_head, chunks_end, metric, router, say, whole};
+use crate::faults::{DONE, FaultyWorker, Step, chunk, chunked_head, chunks_end, full_response, metric, router, write};
 
 const REQUESTS: u32 = 150;
 /// Time between the starts of two requests.
@@ -38,7 +38,7 @@ fn default_settings(urls: &[String]) -> Settings {
 /// Three healthy engines and one worker with this response to generation requests. Its health endpoint is healthy.
 struct Fleet {
     engines: Vec<MockEngine>,
-    bad: Faulty,
+    bad: FaultyWorker,
     gateway: Gateway,
 }
 
@@ -47,10 +47,10 @@ impl Fleet {
         let mut engines = Vec::new();
         for seed in 0..GOOD {
             let config = MockConfig { seed, time_scale: 0.2, ..MockConfig::default() };
-            engines.push(MockEngine::start(config).await.expect("it starts"));
+            engines.push(MockEngine::start(config).await.expect("start succeeds"));
         }
-        let bad = Faulty::start(Vec::new(), move |_, got| {
-            if got.head.starts_with("POST /v1/") { bad.clone() } else { vec![whole("200 OK", "{}")] }
+        let bad = FaultyWorker::start(Vec::new(), move |_, got| {
+            if got.head.starts_with("POST /v1/") { bad.clone() } else { vec![full_response("200 OK", "{}")] }
         });
         let bad = bad.await;
         let urls: Vec<_> = engines.iter().map(MockEngine::url).chain([bad.url()]).collect();
@@ -60,7 +60,7 @@ impl Fleet {
 
     /// Number of requests that the bad worker received.
     fn drawn(&self) -> usize {
-        self.bad.see(|seen| seen.requests.iter().filter(|got| got.head.starts_with("POST /v1/")).count())
+        self.bad.with_seen(|seen| seen.requests.iter().filter(|got| got.head.starts_with("POST /v1/")).count())
     }
 
     async fn end(self) {
@@ -91,7 +91,7 @@ async fn send_all(fleet: &Fleet, streamed: bool) -> (usize, usize) {
     }
     let (mut failed, mut cut) = (0, 0);
     while let Some(answer) = clients.join_next().await {
-        let answer = answer.expect("no client panics");
+        let answer = answer.expect("no panic");
         let is_cut = answer.status == 200 && !answer.is_whole;
         cut += usize::from(is_cut);
         failed += usize::from(!is_cut && !is_served(&answer, streamed));
@@ -100,7 +100,7 @@ async fn send_all(fleet: &Fleet, streamed: bool) -> (usize, usize) {
 }
 
 async fn is_ejected(fleet: &Fleet) -> bool {
-    let ranks = router(&fleet.gateway).rank_health().await.expect("it is up");
+    let ranks = router(&fleet.gateway).rank_health().await.expect("router is running");
     ranks.iter().any(|rank| rank.rank == BAD && matches!(rank.state, HealthState::Ejected { .. }))
 }
 
@@ -117,7 +117,7 @@ async fn case(name: &str, streamed: bool, bad: Vec<Step>, outcome: &str, cut_max
     let kind = if streamed { "streamed" } else { "whole" };
     let until = if is_ejected { drawn.to_string() } else { "not ejected".to_owned() };
     println!("| {name} | {kind} | {REQUESTS} | {failed} | {cut} | {drawn} ({share:.1} %) | {until} |");
-    assert_eq!(failed, 0, "{name}, {kind}: requests failed though three engines are well");
+    assert_eq!(failed, 0, "{name}, {kind}: requests failed although three engines are healthy");
     assert!(cut <= cut_max, "{name}, {kind}: {cut} answers were cut off");
     assert!(drawn <= REQUESTS as usize / 4, "{name}, {kind}: {drawn} requests drawn");
     assert!(is_ejected || drawn < 2 * FAILURES, "{name}, {kind}: {drawn} requests drawn, and it is not ejected");
@@ -135,27 +135,27 @@ async fn both(name: &str, bad: Vec<Step>, outcome: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_refuses_draws_no_more_than_its_share() {
+async fn a_refusing_worker_receives_at_most_its_share() {
     let _alone = alone().await;
     head();
     let error = r#"{"error":{"message":"no"}}"#;
-    both("503", vec![whole("503 Busy", error)], "refused").await;
-    both("429", vec![whole("429 Busy", error)], "refused").await;
-    both("404", vec![whole("404 None", error)], "misconfigured").await;
-    both("401", vec![whole("401 Who", error)], "misconfigured").await;
-    both("500", vec![whole("500 Oops", error)], "server_error").await;
+    both("503", vec![full_response("503 Busy", error)], "refused").await;
+    both("429", vec![full_response("429 Busy", error)], "refused").await;
+    both("404", vec![full_response("404 None", error)], "misconfigured").await;
+    both("401", vec![full_response("401 Who", error)], "misconfigured").await;
+    both("500", vec![full_response("500 Oops", error)], "server_error").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_with_invalid_answers_draws_no_more_than_its_share() {
+async fn a_worker_with_invalid_responses_receives_at_most_its_share() {
     let _alone = alone().await;
     head();
     let html = "HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 13\r\n\r\n<html></html>";
-    both("200, HTML", vec![say(html)], "invalid_answer").await;
+    both("200, HTML", vec![write(html)], "invalid_answer").await;
     let garbage = vec![chunked_head(), chunk("data: garbage\n\n"), chunk(DONE), chunks_end()];
     case("200, garbage", true, garbage, "invalid_answer", 0).await;
-    case("200, garbage", false, vec![whole("200 OK", "{garbage")], "invalid_answer", 0).await;
-    case("200, truncated JSON", false, vec![whole("200 OK", "{\"choices\":[")], "invalid_answer", 0).await;
+    case("200, garbage", false, vec![full_response("200 OK", "{garbage")], "invalid_answer", 0).await;
+    case("200, truncated JSON", false, vec![full_response("200 OK", "{\"choices\":[")], "invalid_answer", 0).await;
     let unfinished = vec![chunked_head(), chunk(EVENT), chunks_end()];
     // A started stream cannot be retried, so responses are truncated until the rank is ejected.
     case("200, no end mark", true, unfinished, "invalid_answer", 2 * FAILURES).await;

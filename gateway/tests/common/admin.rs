@@ -54,7 +54,7 @@ pub(crate) fn file(bytes: &[u8]) -> PathBuf {
     #[cfg(unix)]
     {
         use std::os::unix::fs::PermissionsExt as _;
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).expect("it is ours");
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).expect("permissions set");
     }
     path
 }
@@ -84,11 +84,11 @@ pub(crate) fn settings() -> Settings {
 }
 
 /// A gateway with its admin API.
-pub(crate) struct Asked {
+pub(crate) struct AdminClient {
     pub(crate) gateway: Gateway,
 }
 
-impl Asked {
+impl AdminClient {
     pub(crate) async fn start() -> Self {
         Self::with(settings()).await
     }
@@ -98,25 +98,25 @@ impl Asked {
     }
 
     pub(crate) fn router(&self) -> Router {
-        self.gateway.router(MODEL).expect("the model is there")
+        self.gateway.router(MODEL).expect("model exists")
     }
 
     fn address(&self) -> SocketAddr {
-        self.gateway.admin_address().expect("there is an administration")
+        self.gateway.admin_address().expect("the admin listener is configured")
     }
 
     /// Sends a request with the admin token.
-    pub(crate) async fn ask(&self, method: &str, path: &str, body: &str) -> Answer {
-        self.ask_as(method, path, body, &[&format!("authorization: Bearer {TOKEN}")]).await
+    pub(crate) async fn send(&self, method: &str, path: &str, body: &str) -> Answer {
+        self.send_with_headers(method, path, body, &[&format!("authorization: Bearer {TOKEN}")]).await
     }
 
     /// Sends a request with these headers.
-    pub(crate) async fn ask_as(&self, method: &str, path: &str, body: &str, headers: &[&str]) -> Answer {
+    pub(crate) async fn send_with_headers(&self, method: &str, path: &str, body: &str, headers: &[&str]) -> Answer {
         exchange(self.address(), method, path, body, headers).await
     }
 
     /// Sends a request to the client listener.
-    pub(crate) async fn ask_as_client(&self, path: &str, body: &str) -> Answer {
+    pub(crate) async fn send_as_client(&self, path: &str, body: &str) -> Answer {
         exchange(self.gateway.address(), "POST", path, body, &["content-type: application/json"]).await
     }
 
@@ -134,8 +134,8 @@ async fn begin(address: SocketAddr, method: &str, path: &str, body: &str, header
         head += "\r\n";
     }
     head += &format!("content-length: {}\r\n\r\n", body.len());
-    let mut stream = TcpStream::connect(address).await.expect("it listens");
-    stream.write_all(head.as_bytes()).await.expect("the head is sent");
+    let mut stream = TcpStream::connect(address).await.expect("connection accepted");
+    stream.write_all(head.as_bytes()).await.expect("head written");
     // A rejected body may not be read completely.
     let _ = stream.write_all(body.as_bytes()).await;
     stream
@@ -143,7 +143,7 @@ async fn begin(address: SocketAddr, method: &str, path: &str, body: &str, header
 
 async fn exchange(address: SocketAddr, method: &str, path: &str, body: &str, headers: &[&str]) -> Answer {
     let stream = begin(address, method, path, body, headers).await;
-    timeout(PATIENCE, read(stream)).await.expect("answered in time")
+    timeout(PATIENCE, read(stream)).await.expect("response before the timeout")
 }
 
 /// Reads the response until the connection closes.
@@ -181,5 +181,5 @@ pub(crate) async fn until(what: &str, mut is_so: impl FnMut() -> bool) {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    timeout(PATIENCE, wait).await.unwrap_or_else(|_| panic!("never came: {what}"));
+    timeout(PATIENCE, wait).await.unwrap_or_else(|_| panic!("timed out: {what}"));
 }

@@ -21,7 +21,7 @@ use tokio::time::{Instant, Interval, MissedTickBehavior, interval, timeout};
 
 use super::holdings::Holdings;
 use super::http::{Client, PATIENCE};
-use super::workload::{Ask, BLOCK_SIZE, LORAS, NAMES};
+use super::workload::{BLOCK_SIZE, LORAS, NAMES, WorkloadRequest};
 
 const SEED: u64 = 20_261_121;
 
@@ -33,8 +33,8 @@ pub(crate) struct Fleet {
     pub(crate) router: Router,
     engines: Vec<Option<MockEngine>>,
     formats: Vec<EventFormat>,
-    asked: u64,
-    lone: AtomicU64,
+    sent: u64,
+    unshared: AtomicU64,
     /// Attempts without a response from the engine.
     pub(crate) failures: Arc<AtomicU64>,
     direct: Client,
@@ -61,8 +61,8 @@ impl Fleet {
             router,
             engines: Vec::new(),
             formats: formats.to_vec(),
-            asked: 0,
-            lone: AtomicU64::new(0),
+            sent: 0,
+            unshared: AtomicU64::new(0),
             failures: Arc::default(),
             direct: Client::default(),
         };
@@ -103,7 +103,7 @@ impl Fleet {
             }),
             ..WorkerConfig::at(engine.url())
         };
-        self.router.upsert_worker(WorkerId(n as u64), config).await.expect("the worker is taken");
+        self.router.upsert_worker(WorkerId(n as u64), config).await.expect("worker registered");
     }
 
     pub(crate) fn engine(&self, n: usize) -> &MockEngine {
@@ -140,8 +140,8 @@ impl Fleet {
 
     /// Starts the next `count` requests, shared by all clients.
     pub(crate) fn traffic(&mut self, count: u64) -> Traffic {
-        let numbers = self.asked..self.asked + count;
-        self.asked = numbers.end;
+        let numbers = self.sent..self.sent + count;
+        self.sent = numbers.end;
         Traffic::start(&self.router, numbers, &self.failures)
     }
 
@@ -150,26 +150,26 @@ impl Fleet {
         let mut client = Client::default();
         for n in 0..self.engines.len() {
             for rank in 0..2 {
-                let lone = 1 + self.lone.fetch_add(1, Ordering::Relaxed);
+                let unshared = 1 + self.unshared.fetch_add(1, Ordering::Relaxed);
                 let address = self.engine(n).address();
-                let answer = client.complete(address, rank, &Ask::lone(lone)).await;
+                let answer = client.complete(address, rank, &WorkloadRequest::unshared(unshared)).await;
                 answer.expect("the engine answers");
             }
         }
     }
 
     pub(crate) fn numbers(&mut self, count: u64) -> Range<u64> {
-        self.asked += count;
-        self.asked - count..self.asked
+        self.sent += count;
+        self.sent - count..self.sent
     }
 
-    pub(crate) fn ask(n: u64) -> Ask {
-        Ask::nth(SEED, n)
+    pub(crate) fn request(n: u64) -> WorkloadRequest {
+        WorkloadRequest::nth(SEED, n)
     }
 
     /// Number of requests so far.
-    pub(crate) fn asked(&self) -> u64 {
-        self.asked
+    pub(crate) fn sent(&self) -> u64 {
+        self.sent
     }
 
     /// Resets the cache of every engine.
@@ -198,7 +198,7 @@ impl Fleet {
 
     async fn engines_quiet(&self) {
         for (_, engine) in self.engines() {
-            timeout(PATIENCE, engine.quiet()).await.expect("the engine falls quiet in time");
+            timeout(PATIENCE, engine.quiet()).await.expect("the engine is idle before the timeout");
         }
     }
 
@@ -226,7 +226,7 @@ impl Fleet {
             if behind.is_empty() {
                 break;
             }
-            assert!(begun.elapsed() < PATIENCE, "{when}: still behind: {behind:#?}");
+            assert!(begun.elapsed() < PATIENCE, "{when}: index behind: {behind:#?}");
         }
         let (truth, differences) = self.differences().await;
         let few = &differences[..differences.len().min(20)];
@@ -263,24 +263,24 @@ impl Fleet {
         let mut pace = pace();
         loop {
             let sources = of_engine();
-            let is_heard = |(source, before): (&KvSourceStatus, &u64)| {
+            let has_advanced = |(source, before): (&KvSourceStatus, &u64)| {
                 source.connected && source.trust == StreamState::Live && source.messages > *before
             };
-            if sources.iter().zip(&before).all(is_heard) {
+            if sources.iter().zip(&before).all(has_advanced) {
                 return since.elapsed();
             }
-            assert!(since.elapsed() < PATIENCE, "engine {n} is not trusted again: {sources:#?}");
+            assert!(since.elapsed() < PATIENCE, "the index of engine {n} did not recover: {sources:#?}");
             pace.tick().await;
         }
     }
 
     /// Sends one request with nothing else in flight and waits for its events. Returns predicted and delivered tokens.
-    pub(crate) async fn probe(&mut self, n: u64) -> (Ask, u32, u32) {
-        let (ask, id) = (Self::ask(n), format!("probe-{n}"));
-        let placement = self.router.route(ask.request(&id)).await.expect("the request is placed");
+    pub(crate) async fn probe(&mut self, n: u64) -> (WorkloadRequest, u32, u32) {
+        let (request, id) = (Self::request(n), format!("probe-{n}"));
+        let placement = self.router.route(request.route_request(&id)).await.expect("the request is placed");
         let (rank, predicted) = (placement.rank(), placement.overlap().total_blocks() * BLOCK_SIZE);
         let address = self.engine(usize::try_from(rank.worker.0).expect("a number")).address();
-        let delivered = self.direct.complete(address, rank.rank, &ask).await.expect("the engine answers");
+        let delivered = self.direct.complete(address, rank.rank, &request).await.expect("the engine answers");
         placement.prefill_completed();
         placement.delivered_cached_tokens(delivered);
         drop(placement);
@@ -290,7 +290,7 @@ impl Fleet {
             assert!(begun.elapsed() < PATIENCE, "{:#?}", self.behind());
             pace.tick().await;
         }
-        (ask, predicted, delivered)
+        (request, predicted, delivered)
     }
 }
 
@@ -326,32 +326,34 @@ impl Traffic {
     /// Waits until this many requests have been started.
     pub(crate) async fn until(&mut self, count: u64) {
         let waited = timeout(PATIENCE, self.sent.wait_for(|sent| *sent >= count)).await;
-        let _ = waited.expect("the traffic gets on").expect("there is traffic");
+        let _ = waited.expect("traffic makes progress").expect("traffic is running");
     }
 
     /// Waits until all requests are completed.
     pub(crate) async fn end(mut self) {
-        while let Some(client) = timeout(PATIENCE, self.clients.join_next()).await.expect("the traffic ends") {
-            client.expect("no client fails");
+        while let Some(client) =
+            timeout(PATIENCE, self.clients.join_next()).await.expect("traffic ends before the timeout")
+        {
+            client.expect("no panic");
         }
     }
 }
 
 /// Places a request and completes it; retries until an engine responds.
 async fn serve(router: &Router, client: &mut Client, n: u64, failures: &AtomicU64) {
-    let ask = Fleet::ask(n);
+    let request = Fleet::request(n);
     let (begun, mut pace) = (Instant::now(), pace());
     for attempt in 0.. {
         let id = format!("{n}-{attempt}");
-        assert!(begun.elapsed() < PATIENCE, "request {id} finds no engine");
+        assert!(begun.elapsed() < PATIENCE, "request {id} was not placed");
         // Rejected while all its engines are known to be down.
-        let Ok(placement) = router.route(ask.request(&id)).await else {
+        let Ok(placement) = router.route(request.route_request(&id)).await else {
             pace.tick().await;
             continue;
         };
         let address = placement.endpoint().strip_prefix("http://").expect("a URL");
         let address: SocketAddr = address.parse().expect("an address");
-        match client.complete(address, placement.rank().rank, &ask).await {
+        match client.complete(address, placement.rank().rank, &request).await {
             Ok(cached_tokens) => {
                 placement.prefill_completed();
                 placement.delivered_cached_tokens(cached_tokens);

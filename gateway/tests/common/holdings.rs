@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, WorkerRank};
 use pointsman_trial::mock::{MockEngine, Tier};
 
-use super::workload::{Ask, block_hashes};
+use super::workload::{WorkloadRequest, block_hashes};
 
 /// A rank and one of its tiers.
 type Place = (WorkerRank, StorageTier);
@@ -27,7 +27,7 @@ enum Parent {
     None,
     Named(EngineHash),
     /// The parent exists but is not in this tier.
-    Elsewhere,
+    OtherTier,
 }
 
 /// All blocks, by place and name.
@@ -76,15 +76,15 @@ impl Holdings {
                 // Placeholders for blocks that the tier does not hold.
                 KvEvent::Removed { blocks } => {
                     for name in blocks {
-                        assert!(held.remove(name).is_some(), "{name} of {rank} is not there");
+                        assert!(held.remove(name).is_some(), "block {name} of {rank} is not in the dump");
                     }
                     for block in held.values_mut() {
                         if matches!(block.parent, Parent::Named(name) if blocks.contains(&name)) {
-                            block.parent = Parent::Elsewhere;
+                            block.parent = Parent::OtherTier;
                         }
                     }
                 }
-                KvEvent::Cleared => panic!("a dump clears nothing"),
+                KvEvent::Cleared => panic!("dumps contain no Cleared event"),
             }
         }
         holdings
@@ -105,19 +105,20 @@ impl Holdings {
         let mut found = Vec::new();
         let none = BTreeMap::new();
         for place in self.blocks.keys().chain(index.blocks.keys().filter(|place| !self.blocks.contains_key(place))) {
-            let (is, said) = (self.blocks.get(place).unwrap_or(&none), index.blocks.get(place).unwrap_or(&none));
+            let (cached, indexed) = (self.blocks.get(place).unwrap_or(&none), index.blocks.get(place).unwrap_or(&none));
             let (rank, tier) = place;
-            for (name, held) in is {
-                match said.get(name) {
+            for (name, held) in cached {
+                match indexed.get(name) {
                     None => found.push(format!("{rank} {tier:?}: {name} is missing: {held:?}")),
-                    Some(known) if !held.agrees(known, is) => {
-                        found.push(format!("{rank} {tier:?}: {name} is {held:?}, known as {known:?}"));
+                    Some(known) if !held.agrees(known, cached) => {
+                        found.push(format!("{rank} {tier:?}: {name} is {held:?}, indexed as {known:?}"));
                     }
                     Some(_) => {}
                 }
             }
-            let gone = said.iter().filter(|(name, _)| !is.contains_key(name));
-            found.extend(gone.map(|(name, known)| format!("{rank} {tier:?}: {name} is gone: {known:?}")));
+            let gone = indexed.iter().filter(|(name, _)| !cached.contains_key(name));
+            found
+                .extend(gone.map(|(name, known)| format!("{rank} {tier:?}: {name} is indexed but evicted: {known:?}")));
         }
         found
     }
@@ -139,8 +140,8 @@ pub(crate) struct Chains(BTreeMap<Place, BTreeMap<(Option<EngineHash>, BlockHash
 
 impl Chains {
     /// A rank's overlap with a prompt: leading blocks on the device, and further blocks from the host.
-    pub(crate) fn overlap(&self, rank: WorkerRank, ask: &Ask) -> (u32, u32) {
-        let hashes = ask.block_hashes();
+    pub(crate) fn overlap(&self, rank: WorkerRank, request: &WorkloadRequest) -> (u32, u32) {
+        let hashes = request.block_hashes();
         let (mut at, mut counts, mut rest) = (None, [0; 2], hashes.as_slice());
         for (count, tier) in counts.iter_mut().zip([StorageTier::Device, StorageTier::HostPinned]) {
             while let Some((hash, behind)) = rest.split_first()
@@ -157,7 +158,7 @@ impl Chains {
 impl Held {
     fn agrees(&self, known: &Self, tier: &BTreeMap<EngineHash, Self>) -> bool {
         let same_parent = match (known.parent, self.parent) {
-            (Parent::Elsewhere, Parent::Named(name)) => !tier.contains_key(&name),
+            (Parent::OtherTier, Parent::Named(name)) => !tier.contains_key(&name),
             (known, parent) => known == parent,
         };
         same_parent && (self.block_hash, self.depth) == (known.block_hash, known.depth)
@@ -167,7 +168,7 @@ impl Held {
 impl Parent {
     fn name(self) -> Option<EngineHash> {
         match self {
-            Self::None | Self::Elsewhere => None,
+            Self::None | Self::OtherTier => None,
             Self::Named(name) => Some(name),
         }
     }

@@ -13,7 +13,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::workload::Ask;
+use super::workload::WorkloadRequest;
 
 /// Limit of every wait.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -26,12 +26,17 @@ pub(crate) struct Client {
 
 impl Client {
     /// Completes a prompt on a rank. Returns the number of cached tokens.
-    pub(crate) async fn complete(&mut self, engine: SocketAddr, rank: u32, ask: &Ask) -> Result<u32, Outcome> {
-        let mut body = json!({ "prompt": ask.tokens, "max_tokens": ask.output_tokens });
-        if let Some(name) = ask.lora_name {
+    pub(crate) async fn complete(
+        &mut self,
+        engine: SocketAddr,
+        rank: u32,
+        request: &WorkloadRequest,
+    ) -> Result<u32, Outcome> {
+        let mut body = json!({ "prompt": request.tokens, "max_tokens": request.output_tokens });
+        if let Some(name) = request.lora_name {
             body["model"] = name.into();
         }
-        if let Some(salt) = ask.cache_salt {
+        if let Some(salt) = request.cache_salt {
             body["cache_salt"] = salt.into();
         }
         let body = body.to_string();
@@ -41,7 +46,7 @@ impl Client {
         );
         let answer = self.exchange(engine, (head + &body).as_bytes()).await?;
         let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64();
-        Ok(u32::try_from(cached.expect("cached tokens are told")).expect("a prompt's tokens"))
+        Ok(u32::try_from(cached.expect("usage reports cached tokens")).expect("a prompt's tokens"))
     }
 
     /// Resets the cache of an engine.
@@ -84,14 +89,14 @@ async fn answer(stream: &mut TcpStream) -> Result<Json, Outcome> {
         if let Some(head_len) = bytes.windows(4).position(|end| end == b"\r\n\r\n") {
             let head = str::from_utf8(&bytes[..head_len]).expect("a head is text").to_lowercase();
             let length = head.lines().find_map(|line| line.strip_prefix("content-length: "));
-            let length: usize = length.and_then(|length| length.parse().ok()).expect("answers name their length");
+            let length: usize = length.and_then(|length| length.parse().ok()).expect("responses have a content length");
             if let Some(body) = bytes.get(head_len + 4..head_len + 4 + length) {
                 if head.starts_with("http/1.1 5") {
                     return Err(Outcome::ServerError);
                 }
                 assert!(head.starts_with("http/1.1 200"), "{head}\n{}", String::from_utf8_lossy(body));
                 let body = if body.is_empty() { b"null" } else { body };
-                return Ok(serde_json::from_slice(body).expect("an answer is JSON"));
+                return Ok(serde_json::from_slice(body).expect("responses are JSON"));
             }
         }
         if stream.read_buf(&mut bytes).await.map_err(|_| Outcome::Reset)? == 0 {

@@ -37,7 +37,7 @@ impl Process {
     pub(crate) async fn start(mut command: Command) -> Self {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn().expect("the program exists");
-        let mut lines = BufReader::new(child.stderr.take().expect("it is piped")).lines();
+        let mut lines = BufReader::new(child.stderr.take().expect("stream is piped")).lines();
         let (sender, mut log) = unbounded_channel();
         tokio::spawn(async move {
             while let Ok(Some(line)) = lines.next_line().await {
@@ -55,7 +55,7 @@ impl Process {
 
     /// Sends a signal, named without `SIG`.
     pub(crate) fn signal(&self, name: &str) {
-        let id = self.child.id().expect("it runs").to_string();
+        let id = self.child.id().expect("process is running").to_string();
         let sent = std::process::Command::new("kill").args(["-s", name, &id]).status().expect("kill exists");
         assert!(sent.success());
     }
@@ -66,13 +66,14 @@ impl Process {
     }
 
     pub(crate) async fn exit(mut self) -> ExitStatus {
-        timeout(PATIENCE, self.child.wait()).await.expect("it ends in time").expect("its exit status")
+        timeout(PATIENCE, self.child.wait()).await.expect("end before the timeout").expect("exit status")
     }
 }
 
 async fn message(log: &mut UnboundedReceiver<String>, text: &str, before: &mut Vec<String>) -> Value {
     loop {
-        let line = timeout(PATIENCE, log.recv()).await.unwrap_or_else(|_| panic!("no line {text:?} in time"));
+        let line =
+            timeout(PATIENCE, log.recv()).await.unwrap_or_else(|_| panic!("no line {text:?} before the timeout"));
         let Some(line) = line else { panic!("the process ended without a line {text:?}: {before:?}") };
         before.push(line.clone());
         if line.contains(text) {

@@ -29,7 +29,7 @@ pub(crate) async fn until(what: &str, mut holds: impl FnMut() -> bool) {
             sleep(Duration::from_millis(2)).await;
         }
     };
-    assert!(timeout(PATIENCE, wait).await.is_ok(), "never: {what}");
+    assert!(timeout(PATIENCE, wait).await.is_ok(), "timed out: {what}");
 }
 
 /// A worker with this many ranks.
@@ -55,18 +55,18 @@ pub(crate) fn settings(workers: Vec<NamedWorker>) -> Settings {
 /// A gateway whose workers are registered.
 pub(crate) async fn gateway(settings: Settings) -> Gateway {
     let wanted: Vec<_> = settings.models.iter().map(|model| (model.name.clone(), model.workers.len())).collect();
-    let gateway = Gateway::start(settings).await.expect("it starts");
+    let gateway = Gateway::start(settings).await.expect("start succeeds");
     for (model, workers) in wanted {
-        let router = gateway.router(&model).expect("it is served").clone();
-        until("its workers are there", || router.workers().len() == workers).await;
+        let router = gateway.router(&model).expect("model is served").clone();
+        until("workers registered", || router.workers().len() == workers).await;
     }
     gateway
 }
 
 /// Waits until nothing is booked.
 pub(crate) async fn at_rest(gateway: &Gateway) {
-    let router = gateway.router("mock").expect("it is served").clone();
-    until("every booking has ended", || router.health().leases == 0).await;
+    let router = gateway.router("mock").expect("model is served").clone();
+    until("all bookings have ended", || router.health().leases == 0).await;
 }
 
 /// A response as received.
@@ -133,12 +133,12 @@ fn unchunked(mut rest: &[u8]) -> (Vec<u8>, bool) {
 
 /// Sends a request on a new connection and leaves the response unread.
 pub(crate) async fn send(address: SocketAddr, method: &str, path: &str, headers: &str, body: &[u8]) -> TcpStream {
-    let mut stream = TcpStream::connect(address).await.expect("it listens");
+    let mut stream = TcpStream::connect(address).await.expect("connection accepted");
     let length = body.len();
     let head = format!(
         "{method} {path} HTTP/1.1\r\nhost: gateway\r\nconnection: close\r\ncontent-length: {length}\r\n{headers}\r\n"
     );
-    stream.write_all(&[head.as_bytes(), body].concat()).await.expect("it reads");
+    stream.write_all(&[head.as_bytes(), body].concat()).await.expect("request written");
     stream
 }
 
@@ -146,13 +146,13 @@ pub(crate) async fn send(address: SocketAddr, method: &str, path: &str, headers:
 pub(crate) async fn receive(mut stream: TcpStream) -> Option<Answer> {
     let mut bytes = Vec::new();
     // A reset also ends the response.
-    let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.expect("an end in time");
+    let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.expect("end before the timeout");
     Answer::parse(&bytes)
 }
 
 pub(crate) async fn request(address: SocketAddr, method: &str, path: &str, headers: &str, body: &[u8]) -> Answer {
     let answer = receive(send(address, method, path, headers, body).await).await;
-    answer.unwrap_or_else(|| panic!("no answer to {method} {path}"))
+    answer.unwrap_or_else(|| panic!("no response to {method} {path}"))
 }
 
 pub(crate) async fn post(gateway: &Gateway, path: &str, body: &Json) -> Answer {
@@ -244,7 +244,7 @@ impl Scripted {
     /// Responds to each request with the result of `script` for its number, counted from 0.
     pub(crate) async fn start(script: impl Fn(usize) -> Vec<Act> + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let address = listener.local_addr().expect("it is bound");
+        let address = listener.local_addr().expect("local address");
         let (seen, script) = (Arc::new(Mutex::new(Seen::default())), Arc::new(script));
         let all_seen = Arc::clone(&seen);
         let task = tokio::spawn(async move {
@@ -261,7 +261,7 @@ impl Scripted {
     }
 
     pub(crate) fn seen<T>(&self, look: impl FnOnce(&Seen) -> T) -> T {
-        look(&self.seen.lock().expect("nobody panics with it"))
+        look(&self.seen.lock().expect("lock not poisoned"))
     }
 
     pub(crate) fn requests(&self) -> Vec<Got> {
@@ -281,7 +281,7 @@ async fn serve(mut stream: TcpStream, script: &(impl Fn(usize) -> Vec<Act> + Syn
     loop {
         let Some(got) = next_request(&mut stream, &mut bytes).await else { return };
         let number = {
-            let mut seen = seen.lock().expect("nobody panics with it");
+            let mut seen = seen.lock().expect("lock not poisoned");
             seen.requests.push(got);
             seen.requests.len() - 1
         };
@@ -300,7 +300,7 @@ async fn serve(mut stream: TcpStream, script: &(impl Fn(usize) -> Vec<Act> + Syn
                 Act::Hang => {
                     let mut rest = [0; 64];
                     while matches!(stream.read(&mut rest).await, Ok(1..)) {}
-                    seen.lock().expect("nobody panics with it").hung_up += 1;
+                    seen.lock().expect("lock not poisoned").hung_up += 1;
                     return;
                 }
             }

@@ -23,7 +23,7 @@ const VOCABULARY: u64 = 100_000;
 
 /// One request.
 #[derive(Clone, Debug)]
-pub(crate) struct Ask {
+pub(crate) struct WorkloadRequest {
     pub(crate) tokens: Vec<u32>,
     pub(crate) output_tokens: u32,
     pub(crate) lora_name: Option<&'static str>,
@@ -31,7 +31,7 @@ pub(crate) struct Ask {
     constraints: Constraints,
 }
 
-impl Ask {
+impl WorkloadRequest {
     /// The `n`-th request of a sequence.
     pub(crate) fn nth(seed: u64, n: u64) -> Self {
         let mut dice = Dice(scattered(seed ^ scattered(n)));
@@ -56,14 +56,14 @@ impl Ask {
     }
 
     /// A short unique prompt.
-    pub(crate) fn lone(n: u64) -> Self {
+    pub(crate) fn unshared(n: u64) -> Self {
         let mut tokens = Vec::new();
         stretch(&mut tokens, u64::MAX, n, 40);
         Self::new(tokens, 1, None, None)
     }
 
     /// The same tokens with another adapter and salt.
-    pub(crate) fn under(&self, lora_name: Option<&'static str>, cache_salt: Option<&'static str>) -> Self {
+    pub(crate) fn with_namespace(&self, lora_name: Option<&'static str>, cache_salt: Option<&'static str>) -> Self {
         Self::new(self.tokens.clone(), self.output_tokens, lora_name, cache_salt)
     }
 
@@ -80,7 +80,7 @@ impl Ask {
     }
 
     /// The request to the router.
-    pub(crate) fn request<'a>(&'a self, id: &'a str) -> RouteRequest<'a> {
+    pub(crate) fn route_request<'a>(&'a self, id: &'a str) -> RouteRequest<'a> {
         let options = RequestOptions {
             lora_name: self.lora_name.map(Into::into),
             cache_salt: self.cache_salt.map(Into::into),

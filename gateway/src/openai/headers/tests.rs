@@ -69,7 +69,7 @@ fn invalid_header_values_are_rejected_by_name() {
             assert!(error.message.contains(name), "{error}");
         }
         let twice = request_options(&map(&[(name, "1"), (name, "1")])).unwrap_err();
-        assert_eq!(twice.message, format!("header {name} must be there once"));
+        assert_eq!(twice.message, format!("header {name} must occur once"));
     }
 }
 
@@ -149,17 +149,18 @@ fn gateway_sets_rank_and_key() {
     let client =
         map(&[("authorization", "Bearer client"), ("x-data-parallel-rank", "9"), ("connection", "x-request-id")]);
     let key = HeaderValue::from_static("Bearer worker");
-    let told = |authorization| to_worker(&client, ToWorker { data_parallel_rank: Some(1), authorization, ..OWN });
+    let worker_headers =
+        |authorization| to_worker(&client, ToWorker { data_parallel_rank: Some(1), authorization, ..OWN });
     let expected = |key| {
         let mut expected = vec![("x-data-parallel-rank", "1"), ("x-request-id", "r1")];
         expected.splice(0..0, key);
         expected
     };
-    assert_eq!(pairs(&told(Authorization::Drop)), expected(None));
-    assert_eq!(pairs(&told(Authorization::Pass)), expected(Some(("authorization", "Bearer client"))));
-    assert_eq!(pairs(&told(Authorization::Key(&key))), expected(Some(("authorization", "Bearer worker"))));
+    assert_eq!(pairs(&worker_headers(Authorization::Drop)), expected(None));
+    assert_eq!(pairs(&worker_headers(Authorization::Pass)), expected(Some(("authorization", "Bearer client"))));
+    assert_eq!(pairs(&worker_headers(Authorization::Key(&key))), expected(Some(("authorization", "Bearer worker"))));
     for authorization in [Authorization::Pass, Authorization::Key(&key)] {
-        assert!(!format!("{:?}", told(authorization)).contains("Bearer"), "secrets are not shown");
+        assert!(!format!("{:?}", worker_headers(authorization)).contains("Bearer"), "secrets are not printed");
     }
 }
 

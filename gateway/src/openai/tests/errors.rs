@@ -14,7 +14,7 @@ use pointsman::select::{Filter, Pin, PinMode, Removed};
 use pointsman::session::SessionId;
 use serde_json::{Value, json};
 
-use crate::openai::{ApiError, Ask, Endpoint, request_options};
+use crate::openai::{ApiError, Endpoint, RequestBody, request_options};
 
 const PAGE: &str = include_str!("../../../../docs/headers.md");
 
@@ -69,8 +69,8 @@ fn of_bodies() -> Vec<ApiError> {
         br#"{"messages":[],"session_id":""}"#,
     ];
     let mut errors: Vec<_> =
-        bodies.iter().map(|body| Ask::parse(Endpoint::Chat, body.to_vec().into()).unwrap_err()).collect();
-    errors.push(Ask::parse(Endpoint::Completions, r#"{"prompt":[-1]}"#.into()).unwrap_err());
+        bodies.iter().map(|body| RequestBody::parse(Endpoint::Chat, body.to_vec().into()).unwrap_err()).collect();
+    errors.push(RequestBody::parse(Endpoint::Completions, r#"{"prompt":[-1]}"#.into()).unwrap_err());
     errors
 }
 
@@ -102,9 +102,13 @@ fn of_proxy() -> Vec<ApiError> {
 #[test]
 fn router_errors_are_distinct_and_reveal_no_internals() {
     for (error, status, code, retry_after_s) in of_router() {
-        let told = ApiError::from(error.clone());
-        assert_eq!((told.status.as_u16(), told.code, told.retry_after_s), (status, code, retry_after_s), "{error}");
-        assert!(!told.message.contains("777") && !told.message.contains("gold"), "{told}");
+        let response = ApiError::from(error.clone());
+        assert_eq!(
+            (response.status.as_u16(), response.code, response.retry_after_s),
+            (status, code, retry_after_s),
+            "{error}"
+        );
+        assert!(!response.message.contains("777") && !response.message.contains("gold"), "{response}");
     }
 }
 
@@ -138,15 +142,15 @@ async fn error_responses_have_openai_format() {
     ];
     for (error, status, headers) in heads {
         let code = error.code;
-        let told = answer(error).await;
-        assert_eq!((told.0, told.1), (status, headers), "{code}");
-        assert_eq!(told.2["error"]["param"], Value::Null, "{code}");
+        let response = answer(error).await;
+        assert_eq!((response.0, response.1), (status, headers), "{code}");
+        assert_eq!(response.2["error"]["param"], Value::Null, "{code}");
     }
 }
 
 /// Rows of the error table: `code` to status and type.
 fn rows() -> BTreeMap<String, (String, String)> {
-    let table = PAGE.split("## Errors").nth(1).expect("the page has errors");
+    let table = PAGE.split("## Errors").nth(1).expect("the page has an errors section");
     let rows = table.lines().filter(|line| line.starts_with("| ") && line.contains("_error`"));
     rows.map(|row| {
         let cells: Vec<_> = row.trim_matches('|').split('|').map(|cell| cell.trim().trim_matches('`')).collect();

@@ -4,17 +4,17 @@ use axum::body::Bytes;
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
-use crate::openai::{Ask, Edits, Endpoint};
+use crate::openai::{Edits, Endpoint, RequestBody};
 
-fn ask(body: &str) -> Ask {
-    Ask::parse(Endpoint::Completions, Bytes::copy_from_slice(body.as_bytes())).unwrap()
+fn parse(body: &str) -> RequestBody {
+    RequestBody::parse(Endpoint::Completions, Bytes::copy_from_slice(body.as_bytes())).unwrap()
 }
 
 #[test]
 fn unchanged_bodies_share_their_memory() {
-    let asked = ask("{ \"prompt\" : \"x\" , \"model\":\"m\",\"cache_salt\":\"s\",\"routed_dp_rank\":null}\n");
-    let body = asked.body(Edits::default());
-    let same = asked.body(Edits { model: Some("m"), cache_salt: Some("s") });
+    let parsed = parse("{ \"prompt\" : \"x\" , \"model\":\"m\",\"cache_salt\":\"s\",\"routed_dp_rank\":null}\n");
+    let body = parsed.body(Edits::default());
+    let same = parsed.body(Edits { model: Some("m"), cache_salt: Some("s") });
     assert_eq!(body.as_ptr(), same.as_ptr());
     assert_eq!(body.len(), same.len());
 }
@@ -44,7 +44,7 @@ fn values_are_replaced_in_place_or_inserted_first() {
         ),
     ];
     for (body, edits, expected) in cases {
-        assert_eq!(ask(body).body(edits), expected);
+        assert_eq!(parse(body).body(edits), expected);
     }
 }
 
@@ -96,7 +96,7 @@ proptest! {
     ) {
         let written: Vec<_> = fields.iter().map(|(key, value)| format!("{space}{}{space}:{space}{value}{space}", json!(key))).collect();
         let body = format!("{space}{{{}}}{space}", written.join(","));
-        let edited = ask(&body).body(Edits { model: model.as_deref(), cache_salt: salt.as_deref() });
+        let edited = parse(&body).body(Edits { model: model.as_deref(), cache_salt: salt.as_deref() });
 
         // Field by field in order: inserted fields first, replaced fields in place.
         let changed = |key: &str, value: &Value| match key {
@@ -119,7 +119,7 @@ proptest! {
         let expected = format!("{space}{{{expected}{}}}{space}", written.join(","));
         prop_assert_eq!(std::str::from_utf8(&edited).unwrap(), expected);
 
-        let again = Ask::parse(Endpoint::Completions, edited.clone()).unwrap();
+        let again = RequestBody::parse(Endpoint::Completions, edited.clone()).unwrap();
         let kept = |new: &Option<String>, key: &str| {
             let old = fields.iter().find(|(there, _)| there == key).and_then(|(_, value)| value.as_str());
             new.as_deref().or(old).map(str::to_owned)

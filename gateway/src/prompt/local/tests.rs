@@ -130,7 +130,7 @@ fn unrenderable_chats_have_no_tokens() {
 }
 
 #[test]
-fn templates_come_to_an_end() {
+fn template_work_is_bounded() {
     let endless = [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
@@ -225,7 +225,7 @@ fn conversations() -> impl Strategy<Value = Vec<String>> {
     prop::collection::vec(turn, 1..8).prop_map(|turns| {
         let mut texts: Vec<String> = vec![String::new()];
         for (share, pieces) in turns {
-            let before = texts.last().expect("there is one from the start");
+            let before = texts.last().expect("the list is not empty");
             let wanted = (before.len() as f64 * share) as usize;
             let cut = (0..=wanted).rev().find(|at| before.is_char_boundary(*at)).unwrap_or(0);
             texts.push(format!("{}{}", &before[..cut], pieces.concat()));
@@ -271,7 +271,7 @@ proptest! {
         }
         VARIANTS.with(|variants| {
             for (n, local) in variants.iter().enumerate() {
-                let cutter = Cutter::of(&local.tokenizer).expect("these can be cut");
+                let cutter = Cutter::of(&local.tokenizer).expect("the tokenizer has cut points");
                 prop_assert!(local.is_cached(), "variant {}", n);
                 let cache = Mutex::new(Cache::new(cache_bytes));
                 let kept = Kept { cutter, keys: Keys::new(), cache, chunk_bytes_min };

@@ -9,7 +9,7 @@ use axum::http::StatusCode;
 use pointsman::protocol::WorkerId;
 
 use super::error;
-use super::extract::Peer;
+use super::extract::ClientAddress;
 use crate::openai::{ApiError, ErrorType};
 use crate::serve::models::Model;
 
@@ -29,7 +29,7 @@ pub(super) struct Done<T> {
 }
 
 impl Change {
-    pub(super) fn new(what: &'static str, model: &Model, worker: WorkerId, Peer(peer): Peer) -> Self {
+    pub(super) fn new(what: &'static str, model: &Model, worker: WorkerId, ClientAddress(peer): ClientAddress) -> Self {
         Self { what, model: model.settings.name.clone(), worker, peer }
     }
 
@@ -51,7 +51,7 @@ impl Change {
             }
         });
         let broken =
-            |_| error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", "the change broke off");
+            |_| error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", "the change was interrupted");
         task.await.map_err(broken)?
     }
 

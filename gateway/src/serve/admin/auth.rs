@@ -21,7 +21,7 @@ use crate::openai::ErrorType;
 use crate::serve::log_throttle::LogThrottle;
 
 /// Log interval of denied requests.
-const LOGGED_EVERY: Duration = Duration::from_secs(10);
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Error while loading the token; administration is then disabled.
 #[derive(Debug, thiserror::Error)]
@@ -113,7 +113,7 @@ fn check_mode(path: &Path, file: &std::fs::Metadata) -> Result<(), TokenError> {
     }
     if mode & 0o004 != 0 {
         let mode = format!("{mode:03o}");
-        tracing::warn!(?path, mode, "every user of this machine can read the administration's token_file");
+        tracing::warn!(?path, mode, "every user of this machine can read the admin token_file");
     }
     Ok(())
 }
@@ -127,13 +127,13 @@ fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
 }
 
 /// Client address, if the listener provides it.
-pub(super) fn peer_of(extensions: &Extensions) -> Option<SocketAddr> {
+pub(super) fn client_address(extensions: &Extensions) -> Option<SocketAddr> {
     extensions.get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(peer)| *peer)
 }
 
 /// Response without a valid token; it does not reveal the reason.
 pub(super) fn denied() -> Response {
-    let message = "this listener needs its token: Authorization: Bearer TOKEN";
+    let message = "this listener requires its token: Authorization: Bearer TOKEN";
     let denied = error(StatusCode::UNAUTHORIZED, ErrorType::Authentication, "invalid_token", message);
     let mut answer = denied.into_response();
     answer.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer realm=\"pointsman admin\""));
@@ -150,7 +150,7 @@ impl Denials {
     pub(super) fn new() -> Self {
         Self {
             counter: metrics::counter!("pointsman_gateway_admin_denied_total"),
-            throttle: LogThrottle::new(LOGGED_EVERY),
+            throttle: LogThrottle::new(LOG_INTERVAL),
         }
     }
 
@@ -158,7 +158,7 @@ impl Denials {
         self.counter.increment(1);
         if let Some(denied) = self.next(Instant::now()) {
             let peer = peer.map(tracing::field::display);
-            tracing::warn!(peer, denied, "requests to the administration did not show its token");
+            tracing::warn!(peer, denied, "admin requests without a valid token rejected");
         }
     }
 
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_token_itself_opens() {
+    fn only_the_exact_token_is_accepted() {
         let token = token(TOKEN.as_bytes()).expect("a token");
         let opens = |values: &[&str]| {
             let mut headers = HeaderMap::new();
@@ -190,7 +190,10 @@ mod tests {
         };
         let right = &format!("Bearer {TOKEN}");
         assert!(opens(&[right]));
-        assert!(opens(&[&format!("bearer  {TOKEN} ")]), "the scheme's case and blanks around a token mean nothing");
+        assert!(
+            opens(&[&format!("bearer  {TOKEN} ")]),
+            "the case of the scheme and blanks around the token are ignored"
+        );
         for wrong in [
             &[] as &[&str],
             &[""],
@@ -210,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_that_could_be_guessed_are_refused() {
+    fn short_tokens_are_rejected() {
         for (text, rule) in [
             (&b"short"[..], "holds 5 bytes, must hold 16 to 1024"),
             (&[b'x'; 1025], "holds 1025 bytes"),
@@ -218,18 +221,18 @@ mod tests {
             (b"0123456789\nabcdef", "visible"),
             (b"0123456789\xffabcdef", "visible"),
         ] {
-            let error = token(text).err().expect("must be refused").to_string();
+            let error = token(text).err().expect("rejected").to_string();
             assert!(error.contains(rule) && error.contains("token_file \"token\""), "{error}");
             assert!(!error.contains("0123"), "{error}");
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn denials_are_told_of_now_and_then() {
-        let told = Denials::new();
+    async fn denials_are_logged_at_a_limited_rate() {
+        let denials = Denials::new();
         let start = Instant::now();
-        assert_eq!(told.next(start), Some(1), "the first at once");
-        assert_eq!([told.next(start), told.next(start + LOGGED_EVERY / 2)], [None, None]);
-        assert_eq!(told.next(start + LOGGED_EVERY), Some(3));
+        assert_eq!(denials.next(start), Some(1), "the first is logged immediately");
+        assert_eq!([denials.next(start), denials.next(start + LOG_INTERVAL / 2)], [None, None]);
+        assert_eq!(denials.next(start + LOG_INTERVAL), Some(3));
     }
 }

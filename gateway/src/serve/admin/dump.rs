@@ -32,7 +32,7 @@ const BLOCKS: HeaderName = HeaderName::from_static("x-dump-blocks");
 
 pub(super) async fn dump(State(admin): State<Arc<Admin>>, ModelAt(model): ModelAt) -> Result<Response, ApiError> {
     let permit = Arc::clone(&admin.dumps).try_acquire_owned().map_err(|_| {
-        let message = format!("{DUMPS_MAX} dumps are being sent, which is the most");
+        let message = format!("the limit of {DUMPS_MAX} concurrent dumps is reached");
         let refused = error(StatusCode::TOO_MANY_REQUESTS, ErrorType::RateLimit, "dumps_in_progress", message);
         ApiError { retry_after_s: Some(1), ..refused }
     })?;
@@ -61,13 +61,13 @@ impl http_body::Body for Lines {
     type Error = Infallible;
 
     fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        let mut written = Vec::with_capacity(FRAME_BYTES);
-        while written.len() < FRAME_BYTES {
+        let mut lines = Vec::with_capacity(FRAME_BYTES);
+        while lines.len() < FRAME_BYTES {
             let Some(event) = self.events.next() else { break };
-            serde_json::to_writer(&mut written, &event).expect("numbers and names are written to memory");
-            written.push(b'\n');
+            serde_json::to_writer(&mut lines, &event).expect("events serialize to JSON");
+            lines.push(b'\n');
         }
-        let frame = (!written.is_empty()).then(|| Ok(Frame::data(written.into())));
+        let frame = (!lines.is_empty()).then(|| Ok(Frame::data(lines.into())));
         Poll::Ready(frame)
     }
 }

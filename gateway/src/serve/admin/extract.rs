@@ -20,7 +20,7 @@ use serde::de::{DeserializeOwned, Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 use tokio::time::timeout;
 
-use super::auth::peer_of;
+use super::auth::client_address;
 use super::{Admin, BODY_BYTES_MAX, error, no_route};
 use crate::openai::{ApiError, ErrorType};
 use crate::serve::models::Model;
@@ -39,7 +39,7 @@ pub(super) struct WorkerAt {
 
 /// The client address.
 #[derive(Clone, Copy)]
-pub(super) struct Peer(pub(super) Option<SocketAddr>);
+pub(super) struct ClientAddress(pub(super) Option<SocketAddr>);
 
 /// A JSON body, regardless of its `Content-Type`.
 pub(super) struct Body<T>(pub(super) T);
@@ -122,10 +122,10 @@ async fn parts_of(parts: &mut Parts, admin: &Arc<Admin>) -> Result<BTreeMap<Stri
 
 fn model_of(named: &BTreeMap<String, String>, admin: &Admin) -> Result<Arc<Model>, ApiError> {
     let name = named.get("model").map_or("", String::as_str);
-    let is_meant =
+    let is_match =
         |model: &&Arc<Model>| model.settings.name == name || model.settings.aliases.iter().any(|a| a == name);
-    let unknown = || error(StatusCode::NOT_FOUND, ErrorType::NotFound, "model_not_found", "there is no such model");
-    admin.app().models.all().iter().find(is_meant).cloned().ok_or_else(unknown)
+    let unknown = || error(StatusCode::NOT_FOUND, ErrorType::NotFound, "model_not_found", "unknown model");
+    admin.app().models.all().iter().find(is_match).cloned().ok_or_else(unknown)
 }
 
 impl FromRequestParts<Arc<Admin>> for ModelAt {
@@ -151,11 +151,11 @@ impl FromRequestParts<Arc<Admin>> for WorkerAt {
     }
 }
 
-impl<S: Sync> FromRequestParts<S> for Peer {
+impl<S: Sync> FromRequestParts<S> for ClientAddress {
     type Rejection = Infallible;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
-        Ok(Self(peer_of(&parts.extensions)))
+        Ok(Self(client_address(&parts.extensions)))
     }
 }
 
@@ -169,7 +169,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
                 let message = format!("the body is longer than {BODY_BYTES_MAX} bytes");
                 error(rejection.status(), ErrorType::InvalidRequest, "body_too_large", message)
             }
-            _ => ApiError::invalid("invalid_body", None, "the body broke off"),
+            _ => ApiError::invalid("invalid_body", None, "the body ended early"),
         })?;
         if is_deeper_than(DEPTH_MAX, &body) {
             let message = format!("the body is nested more than {DEPTH_MAX} deep");
@@ -199,13 +199,13 @@ fn is_deeper_than(depth_max: usize, json: &[u8]) -> bool {
 }
 
 fn too_slow() -> ApiError {
-    let message = format!("the body did not come within {} s", BODY_TIMEOUT.as_secs());
+    let message = format!("the body did not arrive within {} s", BODY_TIMEOUT.as_secs());
     error(StatusCode::REQUEST_TIMEOUT, ErrorType::InvalidRequest, "body_timeout", message)
 }
 
 /// A body that is not JSON or has the wrong shape.
 pub(super) fn not_understood(error: &serde_json::Error) -> ApiError {
-    ApiError::invalid("invalid_json", None, format!("the body is not what it must be: {error}"))
+    ApiError::invalid("invalid_json", None, format!("invalid body: {error}"))
 }
 
 #[cfg(test)]
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn depth_is_that_of_brackets_outside_of_strings() {
+    fn brackets_in_strings_do_not_count_as_depth() {
         for (json, depth) in [
             ("1", 0),
             ("[]", 1),
@@ -244,7 +244,7 @@ mod tests {
         assert_eq!(read(r#"[1, 18446744073709551615]"#).expect("numbers"), ids);
         assert_eq!(read(r#"["1", "18446744073709551615"]"#).expect("text"), ids);
         for wrong in ["[-1]", "[1.5]", r#"["x"]"#, "[null]", "[18446744073709551616]"] {
-            assert!(read(wrong).expect_err("must be refused").contains("a worker's id"), "{wrong}");
+            assert!(read(wrong).expect_err("rejected").contains("a worker's id"), "{wrong}");
         }
     }
 }

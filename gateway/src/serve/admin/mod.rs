@@ -8,7 +8,7 @@ mod audit;
 mod auth;
 mod dump;
 mod extract;
-mod questions;
+mod queries;
 mod reloads;
 mod reports;
 mod views;
@@ -32,7 +32,7 @@ use super::{App, ready};
 use crate::openai::{ApiError, ErrorType};
 pub(crate) use auth::Token;
 pub use auth::TokenError;
-use auth::{Denials, peer_of};
+use auth::{Denials, client_address};
 
 /// Maximum body length.
 const BODY_BYTES_MAX: usize = 8 << 20;
@@ -71,10 +71,10 @@ pub(super) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
         .route("/admin/models", get(reports::models))
         .route("/admin/models/{model}/config", get(reports::config))
         .route("/admin/models/{model}/dump", get(dump::dump))
-        .route("/admin/models/{model}/explain", post(questions::explain))
+        .route("/admin/models/{model}/explain", post(queries::explain))
         .route("/admin/models/{model}/health", get(reports::health))
         .route("/admin/models/{model}/loads", get(reports::loads))
-        .route("/admin/models/{model}/overlap", post(questions::overlap))
+        .route("/admin/models/{model}/overlap", post(queries::overlap))
         .route("/admin/models/{model}/workers", get(workers::list).post(workers::add))
         .route("/admin/models/{model}/workers/{id}", put(workers::put).patch(workers::patch).delete(workers::remove))
         .route("/admin/models/{model}/workers/{id}/drain", post(workers::drain))
@@ -92,7 +92,7 @@ pub(super) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
 /// Rejects requests without the token and with ambiguous paths.
 async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) -> Response {
     let mut answer = if !admin.app().admin_token.as_ref().is_some_and(|token| token.is_shown_in(request.headers())) {
-        admin.denials.count(peer_of(request.extensions()));
+        admin.denials.count(client_address(request.extensions()));
         auth::denied()
     } else if let Some(error) = refused_head(&request).or_else(|| refused_address(request.uri())) {
         error.into_response()
@@ -109,7 +109,7 @@ fn refused_address(uri: &Uri) -> Option<ApiError> {
         return Some(no_route());
     }
     let has_query = uri.query().is_some() && uri.path().starts_with("/admin");
-    has_query.then(|| ApiError::invalid("unknown_query", None, "no path below /admin takes a query"))
+    has_query.then(|| ApiError::invalid("unknown_query", None, "paths below /admin do not accept a query"))
 }
 
 /// An error in the client format.
@@ -118,12 +118,12 @@ fn error(status: StatusCode, kind: ErrorType, code: &'static str, message: impl 
 }
 
 fn no_route() -> ApiError {
-    error(StatusCode::NOT_FOUND, ErrorType::NotFound, "not_found", "there is nothing at this path")
+    error(StatusCode::NOT_FOUND, ErrorType::NotFound, "not_found", "this path does not exist")
 }
 
 fn wrong_method() -> ApiError {
     let (status, kind) = (StatusCode::METHOD_NOT_ALLOWED, ErrorType::InvalidRequest);
-    error(status, kind, "method_not_allowed", "this path does not take this method")
+    error(status, kind, "method_not_allowed", "this path does not support this method")
 }
 
 #[cfg(test)]
@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_that_mean_two_things_are_refused() {
+    fn ambiguous_paths_are_rejected() {
         let refused = |uri: &str| refused_address(&uri.parse().expect("a URI")).map(|error| error.code);
         for (uri, expected) in [
             ("/admin/models", None),

@@ -6,7 +6,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 
-use super::extract::Peer;
+use super::extract::ClientAddress;
 use super::{Admin, error};
 use crate::openai::{ApiError, ErrorType};
 use crate::serve::reload::{ReloadError, ReloadStatus};
@@ -16,7 +16,10 @@ pub(super) async fn status(State(admin): State<Arc<Admin>>) -> Json<ReloadStatus
 }
 
 /// Same as SIGHUP, with a response.
-pub(super) async fn reload(State(admin): State<Arc<Admin>>, Peer(peer): Peer) -> Result<Json<ReloadStatus>, ApiError> {
+pub(super) async fn reload(
+    State(admin): State<Arc<Admin>>,
+    ClientAddress(peer): ClientAddress,
+) -> Result<Json<ReloadStatus>, ApiError> {
     let peer = peer.map(tracing::field::display);
     tracing::info!(target: "pointsman_gateway::audit", what = "reload", peer, "configuration reload requested by hand");
     admin.reloader.reload().await.map(Json).map_err(rejected)

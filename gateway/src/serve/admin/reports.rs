@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::Admin;
 use super::extract::ModelAt;
-use super::questions::{route_error, written};
+use super::queries::{route_error, to_json};
 use super::views::{self, Facts};
 use crate::openai::ApiError;
 use crate::serve::models::Model;
@@ -89,7 +89,7 @@ fn with_rank(mut rank: Value, known: Value) -> Value {
 }
 
 pub(super) async fn config(ModelAt(model): ModelAt) -> Result<Json<Value>, ApiError> {
-    written(model.router.config()).map(Json)
+    to_json(model.router.config()).map(Json)
 }
 
 /// The loaded settings; for secrets the names of their files.
@@ -97,10 +97,10 @@ pub(super) async fn settings(State(admin): State<Arc<Admin>>) -> Result<Json<Val
     let settings = &admin.app().settings;
     let models: Result<Vec<Value>, ApiError> = settings.models.iter().map(model_settings).collect();
     Ok(Json(json!({
-        "gateway": written(&settings.gateway)?,
-        "admin": written(&settings.admin)?,
+        "gateway": to_json(&settings.gateway)?,
+        "admin": to_json(&settings.admin)?,
         "models": models?,
-        "tenants": written(&settings.tenants)?,
+        "tenants": to_json(&settings.tenants)?,
     })))
 }
 
@@ -114,10 +114,10 @@ fn model_settings(model: &ModelSettings) -> Result<Value, ApiError> {
         "aliases": model.aliases,
         "upstream_name": model.upstream_name(),
         "workers": workers,
-        "workers_file": written(&model.workers_file)?,
+        "workers_file": to_json(&model.workers_file)?,
         "worker_urls": model.worker_urls,
         "worker_names": model.worker_names,
-        "tokens": written(&model.tokens)?,
-        "router": written(&model.router)?,
+        "tokens": to_json(&model.tokens)?,
+        "router": to_json(&model.router)?,
     }))
 }

@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_become_text_and_nothing_else_does() {
+    fn only_worker_ids_become_text() {
         let mut value = json!({
             "chosen": { "worker": u64::MAX, "rank": 1 },
             "ranks": [{ "rank": { "worker": 7, "rank": 0 }, "workers": 3 }],

@@ -19,7 +19,7 @@ use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
 use super::audit::{Change, Done};
-use super::extract::{Body, Fields, ModelAt, Peer, WorkerAt, not_understood};
+use super::extract::{Body, ClientAddress, Fields, ModelAt, WorkerAt, not_understood};
 use super::views::Facts;
 use super::{Admin, error};
 use crate::openai::{ApiError, ErrorType};
@@ -43,7 +43,7 @@ pub(super) async fn list(ModelAt(model): ModelAt) -> Json<Value> {
 pub(super) async fn add(
     State(admin): State<Arc<Admin>>,
     ModelAt(model): ModelAt,
-    peer: Peer,
+    peer: ClientAddress,
     Body(config): Body<WorkerConfig>,
 ) -> Result<(StatusCode, Json<Value>), ApiError> {
     let id = derived_id(&config.endpoint);
@@ -53,7 +53,7 @@ pub(super) async fn add(
 pub(super) async fn put(
     State(admin): State<Arc<Admin>>,
     worker: WorkerAt,
-    peer: Peer,
+    peer: ClientAddress,
     Body(config): Body<WorkerConfig>,
 ) -> Result<(StatusCode, Json<Value>), ApiError> {
     set(admin, worker, peer, "put", Known::Changes, |_| Ok(config)).await
@@ -62,7 +62,7 @@ pub(super) async fn put(
 pub(super) async fn patch(
     State(admin): State<Arc<Admin>>,
     worker: WorkerAt,
-    peer: Peer,
+    peer: ClientAddress,
     Body(fields): Body<Fields>,
 ) -> Result<(StatusCode, Json<Value>), ApiError> {
     let id = worker.id;
@@ -100,7 +100,7 @@ enum Known {
 async fn set(
     admin: Arc<Admin>,
     WorkerAt { model, id }: WorkerAt,
-    peer: Peer,
+    peer: ClientAddress,
     what: &'static str,
     becomes: Known,
     config: impl FnOnce(Option<&WorkerEntry>) -> Result<WorkerConfig, ApiError> + Send + 'static,
@@ -150,7 +150,7 @@ fn find(router: &Router, id: WorkerId) -> Option<WorkerEntry> {
 pub(super) async fn remove(
     State(admin): State<Arc<Admin>>,
     WorkerAt { model, id }: WorkerAt,
-    peer: Peer,
+    peer: ClientAddress,
 ) -> Result<Json<Value>, ApiError> {
     let router = model.router.clone();
     let work = async move {
@@ -171,7 +171,7 @@ pub(super) struct Drain {
 
 pub(super) async fn drain(
     WorkerAt { model, id }: WorkerAt,
-    peer: Peer,
+    peer: ClientAddress,
     Body(Drain { timeout_ms }): Body<Drain>,
 ) -> Result<Json<Value>, ApiError> {
     if timeout_ms > DRAIN_MS_MAX {
@@ -191,7 +191,7 @@ pub(super) async fn drain(
 pub(super) async fn undrain(
     State(admin): State<Arc<Admin>>,
     worker: WorkerAt,
-    peer: Peer,
+    peer: ClientAddress,
 ) -> Result<Json<Value>, ApiError> {
     change_state(admin, worker, peer, "undrain", |router, id| async move { router.undrain_worker(id).await }).await
 }
@@ -199,7 +199,7 @@ pub(super) async fn undrain(
 pub(super) async fn cordon(
     State(admin): State<Arc<Admin>>,
     worker: WorkerAt,
-    peer: Peer,
+    peer: ClientAddress,
 ) -> Result<Json<Value>, ApiError> {
     change_state(admin, worker, peer, "cordon", |router, id| async move { router.cordon_worker(id).await }).await
 }
@@ -207,7 +207,7 @@ pub(super) async fn cordon(
 pub(super) async fn uncordon(
     State(admin): State<Arc<Admin>>,
     worker: WorkerAt,
-    peer: Peer,
+    peer: ClientAddress,
 ) -> Result<Json<Value>, ApiError> {
     change_state(admin, worker, peer, "uncordon", |router, id| async move { router.uncordon_worker(id).await }).await
 }
@@ -216,7 +216,7 @@ pub(super) async fn uncordon(
 async fn change_state<F>(
     admin: Arc<Admin>,
     WorkerAt { model, id }: WorkerAt,
-    peer: Peer,
+    peer: ClientAddress,
     what: &'static str,
     change: impl FnOnce(Router, WorkerId) -> F + Send + 'static,
 ) -> Result<Json<Value>, ApiError>
@@ -241,17 +241,17 @@ fn reachable(config: WorkerConfig) -> Result<WorkerConfig, ApiError> {
     let endpoint = config.endpoint.clone();
     let (scheme, rest) = endpoint.split_once("://").unwrap_or(("", &endpoint));
     if !["http", "https"].iter().any(|known| scheme.eq_ignore_ascii_case(known)) {
-        return Err(refused("endpoint", &endpoint, "it must begin with http:// or https://"));
+        return Err(refused("endpoint", &endpoint, "must begin with http:// or https://"));
     }
     if endpoint.contains('?') {
-        return Err(refused("endpoint", &endpoint, "it must have no query"));
+        return Err(refused("endpoint", &endpoint, "must have no query"));
     }
     // The other rules do not depend on the scheme.
     let named = NamedWorker::at(&format!("http://{rest}"), &config);
     let named = named.map_err(|error| refused("endpoint", &endpoint, &error.rule))?;
     let config = WorkerConfig { endpoint, ..named.config };
     if !config.health_path.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'#') {
-        return Err(refused("health_path", &config.health_path, "it must be of visible ASCII characters"));
+        return Err(refused("health_path", &config.health_path, "must consist of visible ASCII characters"));
     }
     if let Some(LoadSource::Metrics(url)) = &config.load {
         HttpUrl::parse(url).map_err(|error| refused("load.metrics", url, &error.rule))?;
@@ -289,11 +289,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_addresses_that_can_be_asked_are_taken() {
+    fn invalid_endpoints_are_rejected() {
         let refused = |change: fn(&mut WorkerConfig)| {
             let mut config = WorkerConfig::at("http://e:1");
             change(&mut config);
-            reachable(config).expect_err("must be refused").message
+            reachable(config).expect_err("rejected").message
         };
         for (message, rule) in [
             (refused(|c| c.endpoint = String::new()), "http:// or https://"),
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn a_patch_changes_what_it_names() {
+    fn a_patch_changes_only_its_fields() {
         let known = WorkerConfig { data_parallel_size: 4, total_kv_blocks: Some(9), ..WorkerConfig::at("http://e") };
         let with = |patch: &str| patched(&known, serde_json::from_str(patch)?);
         assert_eq!(with("{}").expect("nothing"), known);

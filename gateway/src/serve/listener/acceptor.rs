@@ -20,7 +20,7 @@ use crate::serve::log_throttle::LogThrottle;
 const ACCEPT_REST: Duration = Duration::from_millis(20);
 
 /// Log interval of accept errors and of a full listener.
-const LOGGED_EVERY: Duration = Duration::from_secs(10);
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Errors for a process and a machine without free descriptors: EMFILE and ENFILE on Unix.
 const NO_DESCRIPTOR: [i32; 2] = [24, 23];
@@ -95,8 +95,8 @@ impl Acceptor {
             connections_max,
             meters: Meters::new(options.name),
             spare: spare(),
-            trouble_logged: LogThrottle::new(LOGGED_EVERY),
-            refused_logged: LogThrottle::new(LOGGED_EVERY),
+            trouble_logged: LogThrottle::new(LOG_INTERVAL),
+            refused_logged: LogThrottle::new(LOG_INTERVAL),
             name: options.name,
         }
     }
@@ -113,7 +113,7 @@ impl Acceptor {
             permit = free.acquire_owned() => (permit, false),
             permit = overflow.acquire_owned() => (permit, true),
         };
-        let mut permit = permit.expect("nobody closes the semaphores");
+        let mut permit = permit.expect("the semaphores stay open");
         let mut gave_up_spare = false;
         let (stream, peer) = loop {
             if !gave_up_spare && self.spare.is_none() {
@@ -143,7 +143,7 @@ impl Acceptor {
             self.meters.refused.increment(1);
             if let Some(suppressed) = self.refused_logged.next_line(Instant::now()) {
                 let (listener, connections_max) = (self.name, self.connections_max);
-                tracing::warn!(listener, connections_max, suppressed, "connection refused: too many are open");
+                tracing::warn!(listener, connections_max, suppressed, "connection refused: connection limit reached");
             }
         }
         Accepted { stream, peer, place: self.place(permit), is_overflow }

@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_connection_is_idle_once_its_last_answer_has_ended() {
+    async fn a_connection_is_idle_after_its_last_response() {
         let busy = Busy::default();
         let (start, second) = (Instant::now(), Duration::from_secs(1));
         busy.idle_for(second).await;

@@ -20,7 +20,7 @@ pub(crate) fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     own.bind(address)?;
     let listener = own.listen(BACKLOG)?;
     if is_shared {
-        tracing::warn!(%address, "another process listens at this address too: until it ends, each gets a share of new connections");
+        tracing::warn!(%address, "another process listens at this address too: new connections are shared until it ends");
     }
     Ok(listener)
 }

@@ -31,11 +31,11 @@ async fn start(options: ListenerOptions, go: &Arc<Notify>) -> Listener {
     let go = Arc::clone(go);
     let hang = async move || {
         go.notified().await;
-        "went on"
+        "done"
     };
     let peer = async |ConnectInfo(peer): ConnectInfo<SocketAddr>| peer.to_string();
     let routes = Router::new().route("/", get(peer)).route("/hang", get(hang));
-    let socket = bind(SocketAddr::from(([127, 0, 0, 1], 0))).expect("loopback has a free port");
+    let socket = bind(SocketAddr::from(([127, 0, 0, 1], 0))).expect("free port on loopback");
     Listener::start(socket, options, routes).expect("it has an address")
 }
 
@@ -47,30 +47,30 @@ fn get_of(path: &str) -> String {
     format!("GET {path} HTTP/1.1\r\nhost: test\r\n\r\n")
 }
 
-async fn ask(stream: &mut (impl AsyncWrite + Unpin), path: &str) {
-    stream.write_all(get_of(path).as_bytes()).await.expect("the connection stands");
+async fn send(stream: &mut (impl AsyncWrite + Unpin), path: &str) {
+    stream.write_all(get_of(path).as_bytes()).await.expect("connection is open");
 }
 
 /// One response that ends in `end`.
 async fn answer(stream: &mut (impl AsyncRead + Unpin), end: &str) -> String {
-    let mut heard = Vec::new();
-    while !heard.ends_with(end.as_bytes()) {
-        let read = timeout(PATIENCE, stream.read_buf(&mut heard)).await;
-        let read = read.unwrap_or_else(|_| panic!("an answer in time after {:?}", String::from_utf8_lossy(&heard)));
-        assert!(read.expect("the connection stands") > 0, "ended after {:?}", String::from_utf8_lossy(&heard));
+    let mut received = Vec::new();
+    while !received.ends_with(end.as_bytes()) {
+        let read = timeout(PATIENCE, stream.read_buf(&mut received)).await;
+        let read = read.unwrap_or_else(|_| panic!("an answer in time after {:?}", String::from_utf8_lossy(&received)));
+        assert!(read.expect("connection is open") > 0, "ended after {:?}", String::from_utf8_lossy(&received));
     }
-    String::from_utf8(heard).expect("text")
+    String::from_utf8(received).expect("text")
 }
 
 /// Reads until the other side closes or resets.
 async fn rest(stream: &mut (impl AsyncRead + Unpin)) -> String {
-    let mut heard = Vec::new();
-    let _ = timeout(PATIENCE, stream.read_to_end(&mut heard)).await.expect("the end in time");
-    String::from_utf8(heard).expect("text")
+    let mut received = Vec::new();
+    let _ = timeout(PATIENCE, stream.read_to_end(&mut received)).await.expect("end before the timeout");
+    String::from_utf8(received).expect("text")
 }
 
 #[tokio::test]
-async fn a_client_that_is_slow_to_ask_is_cut_and_others_are_not() {
+async fn slow_request_heads_time_out() {
     let slow = ListenerOptions { head_timeout: Duration::from_secs(2), ..options("slow") };
     let listener = start(slow, &Arc::default()).await;
     let stream = connect(&listener).await;
@@ -87,118 +87,121 @@ async fn a_client_that_is_slow_to_ask_is_cut_and_others_are_not() {
     let others = tokio::spawn(async move {
         for _ in 0..50 {
             let mut stream = connect(&listener).await;
-            ask(&mut stream, "/").await;
-            let address = stream.local_addr().expect("it is connected").to_string();
+            send(&mut stream, "/").await;
+            let address = stream.local_addr().expect("local address").to_string();
             assert!(answer(&mut stream, &address).await.starts_with("HTTP/1.1 200"));
         }
         listener
     });
     assert_eq!(rest(&mut read).await, "");
-    let listener = others.await.expect("others are served");
+    let listener = others.await.expect("other clients are served");
     trickle.abort();
     assert_eq!(listener.drain(PATIENCE, LINGER, || {}).await, Drained { broken: 0 });
 }
 
 #[tokio::test]
-async fn more_connections_than_there_may_be_wait_their_turn() {
+async fn connections_above_the_limit_wait() {
     let go = Arc::default();
     let listener = start(ListenerOptions { connections_max: 2, ..options("full") }, &go).await;
     let mut held = [connect(&listener).await, connect(&listener).await];
     for stream in &mut held {
-        ask(stream, "/hang").await;
+        send(stream, "/hang").await;
     }
     let mut third = connect(&listener).await;
-    ask(&mut third, "/").await;
+    send(&mut third, "/").await;
     // It is polled first and completes after a later one has ended.
     let mut peeked = [0];
     assert!(timeout(Duration::from_millis(50), third.peek(&mut peeked)).await.is_err());
     for stream in &mut held {
         go.notify_one();
-        answer(stream, "went on").await;
+        answer(stream, "done").await;
     }
     drop(held);
-    let own = third.local_addr().expect("it is connected").to_string();
+    let own = third.local_addr().expect("local address").to_string();
     assert!(answer(&mut third, &own).await.contains("200 OK"));
 }
 
 #[tokio::test]
-async fn connections_beyond_the_limit_are_answered_and_closed_where_there_are_routes_for_them() {
+async fn overflow_routes_serve_connections_above_the_limit() {
     let go = Arc::default();
     let routes = Router::new().route("/live", get(async || "live")).fallback(async || "too many");
     let overflow = Some(Overflow { connections_max: 1, routes });
     let listener = start(ListenerOptions { connections_max: 1, overflow, ..options("overflow") }, &go).await;
     let mut held = connect(&listener).await;
-    ask(&mut held, "/hang").await;
-    for (path, told) in [("/live", "live"), ("/", "too many"), ("/hang", "too many")] {
+    send(&mut held, "/hang").await;
+    for (path, expected) in [("/live", "live"), ("/", "too many"), ("/hang", "too many")] {
         let mut beyond = connect(&listener).await;
-        ask(&mut beyond, path).await;
+        send(&mut beyond, path).await;
         let answer = rest(&mut beyond).await;
-        assert!(answer.contains("connection: close\r\n") && answer.ends_with(told), "{path}: {answer}");
+        assert!(answer.contains("connection: close\r\n") && answer.ends_with(expected), "{path}: {answer}");
     }
     // An idle connection is closed, and the next one is accepted.
     let (mut mute, mut next) = (connect(&listener).await, connect(&listener).await);
-    ask(&mut next, "/live").await;
+    send(&mut next, "/live").await;
     assert_eq!(rest(&mut mute).await, "");
     assert!(rest(&mut next).await.ends_with("live"));
     go.notify_one();
-    answer(&mut held, "went on").await;
+    answer(&mut held, "done").await;
     drop(held);
     // The next connection, or one soon after, takes the free place.
     let served = async {
         loop {
             let mut stream = connect(&listener).await;
-            ask(&mut stream, "/").await;
-            let own = stream.local_addr().expect("it is connected").to_string();
+            send(&mut stream, "/").await;
+            let own = stream.local_addr().expect("local address").to_string();
             if read_some(&mut stream).await.ends_with(&own) {
                 return;
             }
         }
     };
-    timeout(PATIENCE, served).await.expect("in time");
+    timeout(PATIENCE, served).await.expect("completed before the timeout");
 }
 
 /// Available bytes.
 async fn read_some(stream: &mut TcpStream) -> String {
-    let mut heard = Vec::with_capacity(1024);
-    timeout(PATIENCE, stream.read_buf(&mut heard)).await.expect("an answer in time").expect("the connection stands");
-    String::from_utf8(heard).expect("text")
+    let mut received = Vec::with_capacity(1024);
+    timeout(PATIENCE, stream.read_buf(&mut received))
+        .await
+        .expect("response before the timeout")
+        .expect("connection is open");
+    String::from_utf8(received).expect("text")
 }
 
 #[tokio::test]
-async fn a_drain_closes_what_is_idle_and_lets_the_rest_end() {
+async fn a_drain_closes_idle_connections_and_finishes_others() {
     let go = Arc::default();
     let listener = start(options("drained"), &go).await;
     let address = listener.address();
     let (mut fresh, mut used, mut busy) =
         (connect(&listener).await, connect(&listener).await, connect(&listener).await);
-    ask(&mut used, "/").await;
-    let own = used.local_addr().expect("it is connected").to_string();
+    send(&mut used, "/").await;
+    let own = used.local_addr().expect("local address").to_string();
     answer(&mut used, &own).await;
-    ask(&mut busy, "/hang").await;
-    ask(&mut used, "/").await; // ensures that `busy` is accepted: connections are accepted in order
+    send(&mut busy, "/hang").await;
+    send(&mut used, "/").await; // ensures that `busy` is accepted: connections are accepted in order
     answer(&mut used, &own).await;
 
     let draining = tokio::spawn(listener.drain(PATIENCE, LINGER, || {}));
     assert_eq!(rest(&mut used).await, "");
     assert_eq!(rest(&mut fresh).await, "");
-    assert!(TcpStream::connect(address).await.is_err(), "nobody listens any more");
+    assert!(TcpStream::connect(address).await.is_err(), "the listener is closed");
     assert!(!draining.is_finished());
     go.notify_one();
     let last = rest(&mut busy).await;
-    assert!(last.contains("connection: close\r\n") && last.ends_with("went on"), "{last}");
-    assert_eq!(draining.await.expect("it ends"), Drained { broken: 0 });
+    assert!(last.contains("connection: close\r\n") && last.ends_with("done"), "{last}");
+    assert_eq!(draining.await.expect("task ends without panic"), Drained { broken: 0 });
 }
 
 #[tokio::test]
-async fn what_is_busy_at_the_deadline_is_broken_and_counted() {
+async fn connections_busy_at_the_deadline_are_closed_and_counted() {
     let listener = start(options("broken"), &Arc::default()).await;
     let mut busy = [connect(&listener).await, connect(&listener).await, connect(&listener).await];
     for stream in &mut busy {
-        ask(stream, "/hang").await;
+        send(stream, "/hang").await;
     }
     let mut probe = connect(&listener).await;
-    ask(&mut probe, "/").await;
-    let own = probe.local_addr().expect("it is connected").to_string();
+    send(&mut probe, "/").await;
+    let own = probe.local_addr().expect("local address").to_string();
     answer(&mut probe, &own).await; // earlier connections have been accepted
     assert_eq!(listener.drain(Duration::from_millis(50), Duration::ZERO, || {}).await, Drained { broken: 3 });
     for stream in &mut busy {
@@ -207,7 +210,7 @@ async fn what_is_busy_at_the_deadline_is_broken_and_counted() {
 }
 
 #[tokio::test]
-async fn heads_are_bounded() {
+async fn long_heads_are_rejected() {
     let listener = start(options("heads"), &Arc::default()).await;
     let long = format!("GET / HTTP/1.1\r\nhost: test\r\nlong: {}\r\n\r\n", "a".repeat(HEAD_BYTES_MAX));
     let many = format!("GET / HTTP/1.1\r\nhost: test\r\n{}\r\n", "a: b\r\n".repeat(101));
@@ -225,42 +228,45 @@ fn tls_data(file: &str) -> std::path::PathBuf {
 }
 
 #[tokio::test]
-async fn tls_is_spoken_and_nothing_else() {
-    let tls = tls::server(&tls_data("test-only.crt"), &tls_data("test-only.key")).expect("the pair is good");
-    let metrics = Metrics::install().expect("nobody else has a recorder");
+async fn a_tls_listener_rejects_plain_http() {
+    let tls = tls::server(&tls_data("test-only.crt"), &tls_data("test-only.key")).expect("valid certificate and key");
+    let metrics = Metrics::install().expect("no other recorder is installed");
     let listener = start(ListenerOptions { tls: Some(tls), ..options("tls-test") }, &Arc::default()).await;
 
     let mut roots = RootCertStore::empty();
-    let own = CertificateDer::from_pem_file(tls_data("test-only.crt")).expect("it is PEM");
-    roots.add(own).expect("it is a certificate");
+    let own = CertificateDer::from_pem_file(tls_data("test-only.crt")).expect("valid PEM");
+    roots.add(own).expect("valid certificate");
     let mut config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
         .with_safe_default_protocol_versions()
-        .expect("ring speaks both")
+        .expect("ring supports TLS 1.2 and 1.3")
         .with_root_certificates(roots)
         .with_no_client_auth();
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    let name = ServerName::try_from("localhost").expect("it is a name");
+    let name = ServerName::try_from("localhost").expect("valid server name");
     let stream = connect(&listener).await;
-    let address = stream.local_addr().expect("it is connected").to_string();
+    let address = stream.local_addr().expect("local address").to_string();
     let connector = TlsConnector::from(Arc::new(config));
-    let mut stream = timeout(PATIENCE, connector.connect(name, stream)).await.expect("in time").expect("hands shaken");
+    let mut stream = timeout(PATIENCE, connector.connect(name, stream))
+        .await
+        .expect("completed before the timeout")
+        .expect("TLS handshake succeeds");
     assert_eq!(stream.get_ref().1.alpn_protocol(), Some(b"http/1.1".as_slice()));
-    ask(&mut stream, "/").await;
+    send(&mut stream, "/").await;
     assert!(answer(&mut stream, &address).await.starts_with("HTTP/1.1 200"));
 
     let mut plain = connect(&listener).await;
-    ask(&mut plain, "/").await;
-    let mut heard = Vec::new();
-    let _ = timeout(PATIENCE, plain.read_to_end(&mut heard)).await.expect("cut in time");
-    assert!(!heard.starts_with(b"HTTP"), "{heard:?}");
+    send(&mut plain, "/").await;
+    let mut received = Vec::new();
+    let _ = timeout(PATIENCE, plain.read_to_end(&mut received)).await.expect("closed before the timeout");
+    assert!(!received.starts_with(b"HTTP"), "{received:?}");
     let page = http_body_util::BodyExt::collect(metrics.page().await.into_body()).await.expect("a page");
     let page = String::from_utf8(page.to_bytes().to_vec()).expect("text");
     assert!(page.contains("pointsman_gateway_handshakes_refused_total{listener=\"tls-test\"} 1"), "{page}");
 }
 
 #[tokio::test]
-async fn a_handshake_that_does_not_come_is_cut() {
-    let tls = tls::server(&tls_data("test-only.crt"), &tls_data("test-only.key")).expect("the pair is good");
+async fn missing_handshakes_time_out() {
+    let tls = tls::server(&tls_data("test-only.crt"), &tls_data("test-only.key")).expect("valid certificate and key");
     let quick = ListenerOptions { head_timeout: Duration::from_millis(20), tls: Some(tls), ..options("quick-tls") };
     let listener = start(quick, &Arc::default()).await;
     assert_eq!(rest(&mut connect(&listener).await).await, "");
@@ -288,7 +294,7 @@ impl http_body::Body for Open {
 }
 
 #[tokio::test]
-async fn a_drain_lets_five_hundred_open_streams_end() {
+async fn a_drain_finishes_five_hundred_open_streams() {
     let (go, gone) = watch::channel(false);
     let stream = async move || {
         let mut gone = gone.clone();
@@ -302,7 +308,7 @@ async fn a_drain_lets_five_hundred_open_streams_end() {
     let mut streams = Vec::new();
     for _ in 0..500 {
         let mut stream = connect(&listener).await;
-        ask(&mut stream, "/").await;
+        send(&mut stream, "/").await;
         answer(&mut stream, "5\r\nbegun\r\n").await;
         streams.push(stream);
     }
@@ -313,5 +319,5 @@ async fn a_drain_lets_five_hundred_open_streams_end() {
     for stream in &mut streams {
         assert_eq!(rest(stream).await, "0\r\n\r\n", "the stream ends as it should");
     }
-    assert_eq!(draining.await.expect("it ends"), Drained { broken: 0 });
+    assert_eq!(draining.await.expect("task ends without panic"), Drained { broken: 0 });
 }

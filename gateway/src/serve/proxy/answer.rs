@@ -16,8 +16,8 @@ use pointsman::answer::AnswerKind;
 use pointsman::health::Outcome;
 use tokio::time::{Instant, Sleep, sleep_until};
 
-use super::attempts::Begin;
-use super::begin::Begun;
+use super::attempts::WorkerResponse;
+use super::begin::ResponseStart;
 use crate::serve::App;
 use crate::serve::metrics::{Account, StreamBreak};
 use crate::serve::workers::WorkerRequest;
@@ -26,13 +26,13 @@ use crate::serve::workers::WorkerRequest;
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Cut {
     /// The worker broke off.
-    #[error("the worker broke off: {0}")]
+    #[error("the worker closed the connection early: {0}")]
     Broken(hyper::Error),
     /// The worker was silent.
-    #[error("the worker was silent for {} ms", .0.as_millis())]
+    #[error("the worker sent nothing for {} ms", .0.as_millis())]
     Idle(Duration),
     /// The body ended without its end mark.
-    #[error("the answer ended without its end mark")]
+    #[error("the response ended without its end mark")]
     Incomplete,
 }
 
@@ -41,7 +41,7 @@ pub(super) struct Answer {
     app: Arc<App>,
     account: Account,
     /// Absent after a cut: the booking and the worker's connection have ended.
-    body: Option<PlacedBody<Begun>>,
+    body: Option<PlacedBody<ResponseStart>>,
     /// The attempt at the worker.
     sent: WorkerRequest,
     /// Kind of validation, if any.
@@ -51,12 +51,12 @@ pub(super) struct Answer {
     silent_since: Option<Instant>,
     alarm: Option<Pin<Box<Sleep>>>,
     /// Reason of a cut until the server has received it.
-    untold: Option<Cut>,
+    pending_cut: Option<Cut>,
 }
 
 impl Answer {
-    pub(super) fn new(app: &Arc<App>, account: Account, begin: Begin, kind: AnswerKind) -> Self {
-        let Begin { placement, sent, head: _, body, checked, output_tokens, is_reported } = begin;
+    pub(super) fn new(app: &Arc<App>, account: Account, begin: WorkerResponse, kind: AnswerKind) -> Self {
+        let WorkerResponse { placement, sent, head: _, body, checked, output_tokens, is_reported } = begin;
         let app = Arc::clone(app);
         let idle_max = Duration::from_millis(app.settings.gateway.idle_timeout_ms);
         let mut body = placement.wrap_body(body, kind);
@@ -69,8 +69,8 @@ impl Answer {
         if is_reported {
             body = body.without_blame();
         }
-        let (body, silent_since, alarm, untold) = (Some(body), None, None, None);
-        let mut answer = Self { app, account, body, sent, checked, idle_max, silent_since, alarm, untold };
+        let (body, silent_since, alarm, pending_cut) = (Some(body), None, None, None);
+        let mut answer = Self { app, account, body, sent, checked, idle_max, silent_since, alarm, pending_cut };
         if answer.is_end_stream() {
             answer.complete();
         }
@@ -109,10 +109,10 @@ impl Answer {
 
     /// Ends the booking now and reports the error to the server at its next poll. A server that receives an error drops
     /// unwritten data, including the head, and it flushes whenever a body is pending.
-    fn cut(&mut self, why: StreamBreak, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+    fn cut(&mut self, reason: StreamBreak, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
         self.record_usage();
         self.body = None;
-        self.account.broke(why);
+        self.account.broke(reason);
         let outcome = match cut {
             Cut::Broken(_) => Outcome::Reset,
             Cut::Idle(_) => Outcome::Timeout,
@@ -122,9 +122,9 @@ impl Answer {
         if let Some(suppressed) = self.app.broken_streams.next_line(Instant::now()) {
             let request_id = self.account.access.request_id.as_str();
             let (worker, rank) = self.account.access.worker();
-            tracing::warn!(request_id, worker, rank, reason = why.name(), suppressed, "an answer was cut off: {cut}");
+            tracing::warn!(request_id, worker, rank, reason = reason.name(), suppressed, "response cut off: {cut}");
         }
-        self.untold = Some(cut);
+        self.pending_cut = Some(cut);
         context.waker().wake_by_ref();
         Poll::Pending
     }
@@ -156,7 +156,7 @@ impl Body for Answer {
     type Error = Cut;
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
-        let Some(body) = &mut self.body else { return Poll::Ready(self.untold.take().map(Err)) };
+        let Some(body) = &mut self.body else { return Poll::Ready(self.pending_cut.take().map(Err)) };
         match Pin::new(body).poll_frame(context) {
             Poll::Ready(Some(Ok(frame))) => {
                 self.received();

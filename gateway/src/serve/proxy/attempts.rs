@@ -21,8 +21,8 @@ use pointsman::protocol::WorkerRank;
 use pointsman::{Placement, RouteRequest};
 use tokio::time::{Instant, timeout};
 
-use super::begin::Begun;
-use super::failure::{Ending, Failure, Failures, Suspect, culprit, is_retried};
+use super::begin::ResponseStart;
+use super::failure::{Ending, FailedAttempt, Failure, Failures, counted_failure, is_retried};
 use crate::openai::{ApiError, Authorization, Endpoint, ToWorker, to_worker};
 use crate::serve::App;
 use crate::serve::metrics::{Account, RetryReason};
@@ -51,11 +51,11 @@ pub(super) struct AttemptLoop<'a> {
 }
 
 /// A started response.
-pub(super) struct Begin {
+pub(super) struct WorkerResponse {
     pub(super) placement: Placement,
     pub(super) sent: WorkerRequest,
     pub(super) head: axum::http::response::Parts,
-    pub(super) body: Begun,
+    pub(super) body: ResponseStart,
     /// How a successful response was validated; absent for other responses, which are forwarded unchanged.
     pub(super) checked: Option<AnswerKind>,
     /// Output length expected by the client.
@@ -65,7 +65,7 @@ pub(super) struct Begin {
 }
 
 /// Response head, body from the first frame, and kind of validation.
-type Checked = (axum::http::response::Parts, Begun, Option<AnswerKind>);
+type Checked = (axum::http::response::Parts, ResponseStart, Option<AnswerKind>);
 
 impl AttemptLoop<'_> {
     /// Tries ranks until one starts a response.
@@ -76,17 +76,17 @@ impl AttemptLoop<'_> {
         &self,
         account: &mut Account,
         mut request: RouteRequest<'_>,
-    ) -> Result<Begin, Response<Body>> {
-        let (asked, deadline) = (account.started(), request.options.deadline);
+    ) -> Result<WorkerResponse, Response<Body>> {
+        let (started, deadline) = (account.started(), request.options.deadline);
         let (mut excluded, mut failures) = (ExcludedRanks::default(), Failures::default());
-        let mut reports = Reports { attempts: self, suspects: Vec::new() };
+        let mut reports = Reports { attempts: self, failed_attempts: Vec::new() };
         let attempts_max = self.app.settings.gateway.attempts_max;
         let (mut counted, mut unreachable, mut holds_retry) = (0, 0, false);
         let mut last_worker: Option<Arc<WorkerMeters>> = None;
         for attempt in 1.. {
             let booking_id = self.app.ids.booking(self.request_id);
             request.request_id = Some(booking_id.into());
-            request.options.deadline = deadline.map(|deadline| deadline.saturating_sub(asked.elapsed()));
+            request.options.deadline = deadline.map(|deadline| deadline.saturating_sub(started.elapsed()));
             let routed = Instant::now();
             let placement = match self.place(&mut request, &mut excluded).await {
                 Ok(placement) => placement,
@@ -110,7 +110,7 @@ impl AttemptLoop<'_> {
                     let ending = if head.status.is_success() { Ending::Served } else { Ending::ClientError };
                     let is_reported = reports.settle(ending);
                     let output_tokens = request.options.forecast_output_tokens();
-                    return Ok(Begin { placement, sent, head, body, checked, output_tokens, is_reported });
+                    return Ok(WorkerResponse { placement, sent, head, body, checked, output_tokens, is_reported });
                 }
                 Err(failure) => failure,
             };
@@ -189,7 +189,7 @@ impl AttemptLoop<'_> {
         if is_refused(&placed) && other_workers != excluded.ranks {
             placed = route(&excluded.ranks).await;
         }
-        if is_refused(&placed) && (excluded.ranks.is_empty() || std::mem::take(&mut excluded.same_again)) {
+        if is_refused(&placed) && (excluded.ranks.is_empty() || std::mem::take(&mut excluded.retries_same_rank)) {
             placed = route(&none).await;
         }
         placed
@@ -209,7 +209,7 @@ impl AttemptLoop<'_> {
         placement: &Placement,
         sent: &mut WorkerRequest,
     ) -> Result<Checked, Failure> {
-        let request = self.request(placement).map_err(Failure::Silence)?;
+        let request = self.request(placement).map_err(Failure::NoResponse)?;
         account.sent(placement);
         let settings = &self.app.settings.gateway;
         let within = match self.kind {
@@ -218,13 +218,13 @@ impl AttemptLoop<'_> {
         };
         let within = Duration::from_millis(within);
         let begun = async {
-            let (head, body) = self.app.upstream.send(request).await.map_err(Failure::Silence)?.into_parts();
+            let (head, body) = self.app.upstream.send(request).await.map_err(Failure::NoResponse)?.into_parts();
             sent.answered(head.status);
             if head.status.is_success() {
                 let checked = self.check(&head.headers).map_err(Failure::Invalid)?;
                 let begun = match checked {
-                    Some(kind) => Begun::valid(body, kind).await?,
-                    None => Begun::any(body).await?,
+                    Some(kind) => ResponseStart::valid(body, kind).await?,
+                    None => ResponseStart::any(body).await?,
                 };
                 return Ok((head, begun, checked));
             }
@@ -235,11 +235,11 @@ impl AttemptLoop<'_> {
             }
             if !head.status.is_client_error() {
                 // Internal statuses would redirect clients or switch their protocol.
-                return Err(Failure::Silence(UpstreamError::Status(head.status)));
+                return Err(Failure::NoResponse(UpstreamError::Status(head.status)));
             }
-            Ok((head, Begun::any(body).await?, None))
+            Ok((head, ResponseStart::any(body).await?, None))
         };
-        timeout(within, begun).await.unwrap_or(Err(Failure::Silence(UpstreamError::Timeout(within))))
+        timeout(within, begun).await.unwrap_or(Err(Failure::NoResponse(UpstreamError::Timeout(within))))
     }
 
     /// How to validate the body of a successful response, by its headers; `None` if its content cannot be read.
@@ -290,13 +290,13 @@ struct ExcludedRanks {
     /// These ranks, and all ranks of workers that did not respond.
     workers: BTreeSet<WorkerRank>,
     /// Whether the same rank may be tried again if no other is available.
-    same_again: bool,
+    retries_same_rank: bool,
 }
 
 impl ExcludedRanks {
     fn add(&mut self, placement: &Placement, failure: &Failure, attempts: &AttemptLoop<'_>) {
         let rank = placement.rank();
-        self.same_again = failure.is_unheard() && self.ranks.is_empty();
+        self.retries_same_rank = failure.is_without_response() && self.ranks.is_empty();
         self.ranks.insert(rank);
         self.workers.insert(rank);
         match failure.reason() {
@@ -317,7 +317,7 @@ impl ExcludedRanks {
 /// count as if no worker had responded.
 struct Reports<'a> {
     attempts: &'a AttemptLoop<'a>,
-    suspects: Vec<Suspect>,
+    failed_attempts: Vec<FailedAttempt>,
 }
 
 impl Reports<'_> {
@@ -341,18 +341,18 @@ impl Reports<'_> {
             self.report_siblings(rank, outcome);
         } else if !is_long_answer {
             let unsettled = Some(self.attempts.model.workers.failed(rank));
-            self.suspects.push(Suspect { rank, outcome, sent, unsettled });
+            self.failed_attempts.push(FailedAttempt { rank, outcome, sent, unsettled });
         }
     }
 
     /// Reports the outcomes that count. Returns whether any does.
     fn settle(&mut self, ending: Ending) -> bool {
-        let culprit = culprit(&self.suspects, ending);
+        let counted_failure = counted_failure(&self.failed_attempts, ending);
         let outcome = if ending == Ending::Served { Outcome::Misconfigured.label() } else { "client_error" };
-        for sent in self.suspects.drain(..).filter_map(|suspect| suspect.sent) {
+        for sent in self.failed_attempts.drain(..).filter_map(|attempt| attempt.sent) {
             { sent }.ended(outcome);
         }
-        let Some((rank, outcome)) = culprit else { return false };
+        let Some((rank, outcome)) = counted_failure else { return false };
         self.attempts.model.router.report_outcome(rank, outcome);
         if outcome == Outcome::Misconfigured {
             // Key and model belong to the engine, and so to all its ranks.

@@ -24,12 +24,12 @@ const BEGIN_BYTES_MAX: usize = 64 << 10;
 
 /// A worker's body with the held frames in front.
 #[derive(Debug)]
-pub(super) struct Begun {
+pub(super) struct ResponseStart {
     held: VecDeque<Frame<Bytes>>,
     rest: Incoming,
 }
 
-impl Begun {
+impl ResponseStart {
     /// Waits for the first frame with content of any kind.
     pub(super) async fn any(mut rest: Incoming) -> Result<Self, Failure> {
         let mut held = VecDeque::new();
@@ -78,7 +78,7 @@ impl Begun {
 }
 
 fn broken(error: hyper::Error) -> Failure {
-    Failure::Silence(UpstreamError::Broken(error.to_string()))
+    Failure::NoResponse(UpstreamError::Broken(error.to_string()))
 }
 
 fn defect(reader: &AnswerReader, kind: AnswerKind, has_ended: bool) -> String {
@@ -93,7 +93,7 @@ fn defect(reader: &AnswerReader, kind: AnswerKind, has_ended: bool) -> String {
     }
 }
 
-impl Body for Begun {
+impl Body for ResponseStart {
     type Data = Bytes;
     type Error = hyper::Error;
 

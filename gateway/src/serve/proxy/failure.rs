@@ -21,7 +21,7 @@ use crate::upstream::UpstreamError;
 /// Reason of a failed attempt.
 pub(super) enum Failure {
     /// No response.
-    Silence(UpstreamError),
+    NoResponse(UpstreamError),
     /// A success status without a valid response, with the defect.
     Invalid(String),
     /// A retryable status.
@@ -36,11 +36,11 @@ pub(super) enum Failure {
 impl Failure {
     pub(super) fn reason(&self) -> RetryReason {
         match self {
-            Self::Silence(UpstreamError::NoDescriptor | UpstreamError::Connect(_) | UpstreamError::Address(_)) => {
+            Self::NoResponse(UpstreamError::NoDescriptor | UpstreamError::Connect(_) | UpstreamError::Address(_)) => {
                 RetryReason::Connect
             }
-            Self::Silence(UpstreamError::Timeout(_)) => RetryReason::Timeout,
-            Self::Silence(UpstreamError::Broken(_) | UpstreamError::TooLong(_) | UpstreamError::Status(_)) => {
+            Self::NoResponse(UpstreamError::Timeout(_)) => RetryReason::Timeout,
+            Self::NoResponse(UpstreamError::Broken(_) | UpstreamError::TooLong(_) | UpstreamError::Status(_)) => {
                 RetryReason::Broken
             }
             Self::Invalid(_) => RetryReason::InvalidAnswer,
@@ -52,13 +52,13 @@ impl Failure {
 
     /// Whether the cause is in this process and not at the rank.
     pub(super) fn is_local(&self) -> bool {
-        matches!(self, Self::Silence(error) if error.is_local())
+        matches!(self, Self::NoResponse(error) if error.is_local())
     }
 
     /// Health outcome of the rank, if the failure counts.
     pub(super) fn outcome(&self) -> Outcome {
         match self {
-            Self::Silence(error) => error.outcome(),
+            Self::NoResponse(error) => error.outcome(),
             Self::Invalid(_) => Outcome::InvalidAnswer,
             Self::Status { status, headers, .. } if is_refusal(*status) => {
                 Outcome::Refused { retry_after: retry_after(headers) }
@@ -71,7 +71,7 @@ impl Failure {
     /// Description of the failure.
     pub(super) fn cause(&self) -> String {
         match self {
-            Self::Silence(error) => error.to_string(),
+            Self::NoResponse(error) => error.to_string(),
             Self::Invalid(defect) => defect.clone(),
             Self::Status { status, .. } => format!("status {}", status.as_u16()),
         }
@@ -79,11 +79,11 @@ impl Failure {
 
     /// Whether no connection was made, so that no engine did any work.
     pub(super) fn is_unreachable(&self) -> bool {
-        matches!(self, Self::Silence(UpstreamError::Connect(error)) if error.is_unreachable())
+        matches!(self, Self::NoResponse(UpstreamError::Connect(error)) if error.is_unreachable())
     }
 
     /// Whether the worker sent nothing at all.
-    pub(super) fn is_unheard(&self) -> bool {
+    pub(super) fn is_without_response(&self) -> bool {
         matches!(self.reason(), RetryReason::Connect | RetryReason::Broken)
     }
 }
@@ -104,7 +104,7 @@ fn is_misconfiguration(status: StatusCode) -> bool {
 }
 
 /// The delay that a worker asks for: a number of seconds or a date.
-#[expect(clippy::disallowed_methods, reason = "a date in an answer is compared with the time of day")]
+#[expect(clippy::disallowed_methods, reason = "a date in a response is compared with the time of day")]
 fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     delay(headers.get(RETRY_AFTER)?.to_str().ok()?, SystemTime::now())
 }
@@ -119,7 +119,7 @@ fn delay(value: &str, now: SystemTime) -> Option<Duration> {
 }
 
 /// A failed attempt whose report waits for the end of the request.
-pub(super) struct Suspect {
+pub(super) struct FailedAttempt {
     pub(super) rank: WorkerRank,
     pub(super) outcome: Outcome,
     /// Counted at the end of the request, if its outcome depends on that.
@@ -141,14 +141,14 @@ pub(super) enum Ending {
 }
 
 /// The failed attempt that counts.
-pub(super) fn culprit(suspects: &[Suspect], ending: Ending) -> Option<(WorkerRank, Outcome)> {
+pub(super) fn counted_failure(failed_attempts: &[FailedAttempt], ending: Ending) -> Option<(WorkerRank, Outcome)> {
     // A missing key or model at a worker is proven only by another worker that serves the request.
-    let counts = |suspect: &&Suspect| ending == Ending::Served || suspect.outcome != Outcome::Misconfigured;
-    let first = suspects.iter().find(counts)?;
+    let counts = |attempt: &&FailedAttempt| ending == Ending::Served || attempt.outcome != Outcome::Misconfigured;
+    let first = failed_attempts.iter().find(counts)?;
     let kind = |outcome: Outcome| std::mem::discriminant(&outcome);
-    let mut counted = suspects.iter().filter(counts);
-    let is_alike = counted.clone().all(|suspect| kind(suspect.outcome) == kind(first.outcome))
-        && counted.any(|suspect| suspect.rank.worker != first.rank.worker);
+    let mut counted = failed_attempts.iter().filter(counts);
+    let is_alike = counted.clone().all(|attempt| kind(attempt.outcome) == kind(first.outcome))
+        && counted.any(|attempt| attempt.rank.worker != first.rank.worker);
     (ending != Ending::Failed || !is_alike).then_some((first.rank, first.outcome))
 }
 
@@ -157,9 +157,9 @@ pub(super) fn culprit(suspects: &[Suspect], ending: Ending) -> Option<(WorkerRan
 pub(super) struct Failures {
     pub(super) reasons: Vec<RetryReason>,
     /// The last refusal or server error sent by a worker.
-    stated: Option<(StatusCode, HeaderMap, Bytes)>,
+    last_error: Option<(StatusCode, HeaderMap, Bytes)>,
     /// The first response with 401, 403 or 404.
-    original: Option<(StatusCode, HeaderMap, Bytes)>,
+    first_misconfigured: Option<(StatusCode, HeaderMap, Bytes)>,
 }
 
 impl Failures {
@@ -169,15 +169,15 @@ impl Failures {
         if let Failure::Status { status, headers, body: Some(body) } = failure {
             let answer = Some((status, headers, body));
             if reason == RetryReason::Misconfigured {
-                self.original = self.original.take().or(answer);
+                self.first_misconfigured = self.first_misconfigured.take().or(answer);
             } else {
-                self.stated = answer;
+                self.last_error = answer;
             }
         }
     }
 
     pub(super) fn answer(self, request_id: &str) -> Response<Body> {
-        if let Some((status, headers, body)) = self.stated.or(self.original) {
+        if let Some((status, headers, body)) = self.last_error.or(self.first_misconfigured) {
             let mut response = Response::new(Body::from(body));
             *response.status_mut() = status;
             *response.headers_mut() = to_client(&headers, request_id);
@@ -196,37 +196,37 @@ mod tests {
 
     use super::*;
 
-    fn suspects(of: &[(u64, Outcome)]) -> Vec<Suspect> {
-        let suspect = |&(worker, outcome)| Suspect {
+    fn failed_attempts(of: &[(u64, Outcome)]) -> Vec<FailedAttempt> {
+        let attempt = |&(worker, outcome)| FailedAttempt {
             rank: WorkerRank::new(WorkerId(worker), 0),
             outcome,
             sent: None,
             unsettled: None,
         };
-        of.iter().map(suspect).collect()
+        of.iter().map(attempt).collect()
     }
 
-    fn blamed(of: &[(u64, Outcome)], ending: Ending) -> Option<u64> {
-        culprit(&suspects(of), ending).map(|(rank, _)| rank.worker.0)
+    fn counted(of: &[(u64, Outcome)], ending: Ending) -> Option<u64> {
+        counted_failure(&failed_attempts(of), ending).map(|(rank, _)| rank.worker.0)
     }
 
     #[test]
-    fn a_request_counts_against_one_worker_at_most_and_none_where_all_failed_alike() {
+    fn at_most_one_worker_counts_and_none_for_equal_failures() {
         use Outcome::{InvalidAnswer, Misconfigured, Reset, ServerError};
         let refused = |seconds| Outcome::Refused { retry_after: Some(Duration::from_secs(seconds)) };
         for ending in [Ending::Served, Ending::ClientError, Ending::Failed] {
-            assert_eq!(blamed(&[], ending), None);
-            assert_eq!(blamed(&[(1, ServerError)], ending), Some(1), "{ending:?}");
-            assert_eq!(blamed(&[(1, ServerError), (2, Reset)], ending), Some(1), "{ending:?}");
+            assert_eq!(counted(&[], ending), None);
+            assert_eq!(counted(&[(1, ServerError)], ending), Some(1), "{ending:?}");
+            assert_eq!(counted(&[(1, ServerError), (2, Reset)], ending), Some(1), "{ending:?}");
         }
-        assert_eq!(blamed(&[(1, ServerError), (2, ServerError)], Ending::Served), Some(1));
-        assert_eq!(blamed(&[(1, ServerError), (2, ServerError)], Ending::Failed), None, "a poison request");
-        assert_eq!(blamed(&[(1, refused(1)), (2, refused(9))], Ending::Failed), None);
-        assert_eq!(blamed(&[(1, Reset), (1, Reset)], Ending::Failed), Some(1), "one worker twice");
-        assert_eq!(blamed(&[(1, Misconfigured)], Ending::Served), Some(1));
-        assert_eq!(blamed(&[(1, Misconfigured)], Ending::ClientError), None);
-        assert_eq!(blamed(&[(1, Misconfigured), (2, Misconfigured)], Ending::Failed), None);
-        assert_eq!(blamed(&[(1, Misconfigured), (2, InvalidAnswer)], Ending::Failed), Some(2));
+        assert_eq!(counted(&[(1, ServerError), (2, ServerError)], Ending::Served), Some(1));
+        assert_eq!(counted(&[(1, ServerError), (2, ServerError)], Ending::Failed), None, "a poison request");
+        assert_eq!(counted(&[(1, refused(1)), (2, refused(9))], Ending::Failed), None);
+        assert_eq!(counted(&[(1, Reset), (1, Reset)], Ending::Failed), Some(1), "the same worker twice");
+        assert_eq!(counted(&[(1, Misconfigured)], Ending::Served), Some(1));
+        assert_eq!(counted(&[(1, Misconfigured)], Ending::ClientError), None);
+        assert_eq!(counted(&[(1, Misconfigured), (2, Misconfigured)], Ending::Failed), None);
+        assert_eq!(counted(&[(1, Misconfigured), (2, InvalidAnswer)], Ending::Failed), Some(2));
     }
 
     #[test]
@@ -234,7 +234,7 @@ mod tests {
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(784_111_777);
         assert_eq!(delay(" 7 ", now), Some(Duration::from_secs(7)));
         assert_eq!(delay("Sun, 06 Nov 1994 08:50:07 GMT", now), Some(Duration::from_secs(30)));
-        assert_eq!(delay("Sun, 06 Nov 1994 08:49:07 GMT", now), Some(Duration::ZERO), "it has passed");
+        assert_eq!(delay("Sun, 06 Nov 1994 08:49:07 GMT", now), Some(Duration::ZERO), "a date in the past");
         for none in ["", "-1", "soon", "1.5"] {
             assert_eq!(delay(none, now), None, "{none}");
         }

@@ -17,10 +17,10 @@ use crate::openai::ApiError;
 use crate::serve::body_budget::{BodyBudget, Exhausted, Reservation};
 
 /// Total time limit of a body, in multiples of the idle timeout.
-const SILENCES_MAX: u32 = 10;
+const FRAME_TIMEOUTS_MAX: u32 = 10;
 
 /// Time limit for draining an unusable body.
-const REST_MAX: Duration = Duration::from_secs(2);
+const DISCARD_TIME_MAX: Duration = Duration::from_secs(2);
 
 /// Maximum length of a body on the heap.
 const HEAP_BYTES_MAX: usize = 256 << 10;
@@ -31,9 +31,9 @@ pub(super) struct Limits {
     /// Maximum length.
     pub(super) bytes_max: u64,
     /// Idle timeout.
-    pub(super) silence_max: Duration,
+    pub(super) frame_timeout: Duration,
     /// Whether the client waits for `100 Continue`.
-    pub(super) asks_first: bool,
+    pub(super) expects_continue: bool,
 }
 
 /// Reads the whole body within its limits. The bytes stay reserved in `budget` until the last clone of the body is
@@ -41,24 +41,24 @@ pub(super) struct Limits {
 ///
 /// # Errors
 /// 413, 408, 503 for an exhausted budget, or 400 if the client breaks off.
-pub(super) async fn take_in(mut body: Body, limits: Limits, budget: &Arc<BodyBudget>) -> Result<Bytes, ApiError> {
-    let Limits { bytes_max, silence_max, .. } = limits;
+pub(super) async fn receive(mut body: Body, limits: Limits, budget: &Arc<BodyBudget>) -> Result<Bytes, ApiError> {
+    let Limits { bytes_max, frame_timeout, .. } = limits;
     // Announced length; unknown for chunked bodies.
     let announced = body.size_hint();
     if announced.lower() > bytes_max {
-        throw_away(body, limits).await;
+        discard(body, limits).await;
         return Err(ApiError::too_large(bytes_max));
     }
     let mut buffer = Buffer::new(budget, announced.exact().unwrap_or(bytes_max).min(bytes_max));
-    let end = Instant::now() + silence_max.saturating_mul(SILENCES_MAX);
-    let rest_limits = Limits { asks_first: false, ..limits };
+    let end = Instant::now() + frame_timeout.saturating_mul(FRAME_TIMEOUTS_MAX);
+    let rest_limits = Limits { expects_continue: false, ..limits };
     loop {
-        let frame = timeout_at(end.min(Instant::now() + silence_max), body.frame());
+        let frame = timeout_at(end.min(Instant::now() + frame_timeout), body.frame());
         let frame = tokio::select! {
             biased;
             () = buffer.rejected() => {
                 drop(buffer);
-                throw_away(body, rest_limits).await;
+                discard(body, rest_limits).await;
                 return Err(ApiError::body_budget_exhausted());
             }
             frame = frame => frame.map_err(|_| ApiError::body_timeout())?,
@@ -67,12 +67,12 @@ pub(super) async fn take_in(mut body: Body, limits: Limits, budget: &Arc<BodyBud
         let Ok(data) = frame.map_err(|_| ApiError::body_broken())?.into_data() else { continue };
         if (buffer.len() + data.len()) as u64 > bytes_max {
             drop((buffer, data));
-            throw_away(body, rest_limits).await;
+            discard(body, rest_limits).await;
             return Err(ApiError::too_large(bytes_max));
         }
         if buffer.push(data).await.is_err() {
             drop(buffer);
-            throw_away(body, rest_limits).await;
+            discard(body, rest_limits).await;
             return Err(ApiError::body_budget_exhausted());
         }
     }
@@ -162,7 +162,7 @@ impl<'a> Buffer<'a> {
         let len = self.len();
         let Some(mut reservation) = self.reservation else { return Ok(Bytes::new()) };
         reservation.complete(len as u64)?;
-        Ok(Bytes::from_owner(Held { body: self.store, _reservation: reservation }))
+        Ok(Bytes::from_owner(ReservedBody { body: self.store, _reservation: reservation }))
     }
 }
 
@@ -181,12 +181,12 @@ impl Store {
 }
 
 /// A body with its reservation.
-struct Held {
+struct ReservedBody {
     body: Store,
     _reservation: Reservation,
 }
 
-impl AsRef<[u8]> for Held {
+impl AsRef<[u8]> for ReservedBody {
     fn as_ref(&self) -> &[u8] {
         match &self.body {
             Store::Frame(frame) => frame,
@@ -198,8 +198,8 @@ impl AsRef<[u8]> for Held {
 
 /// Drains the body for a limited time, up to twice the maximum length. Clients that send everything before they read
 /// would otherwise see a connection reset instead of the rejection.
-pub(super) async fn throw_away(mut body: Body, Limits { bytes_max, asks_first, .. }: Limits) {
-    if asks_first {
+pub(super) async fn discard(mut body: Body, Limits { bytes_max, expects_continue, .. }: Limits) {
+    if expects_continue {
         return;
     }
     let rest = async {
@@ -212,7 +212,7 @@ pub(super) async fn throw_away(mut body: Body, Limits { bytes_max, asks_first, .
         }
     };
     // After the time limit the response is sent regardless.
-    let _ = timeout(REST_MAX, rest).await;
+    let _ = timeout(DISCARD_TIME_MAX, rest).await;
 }
 
 #[cfg(test)]
@@ -257,8 +257,8 @@ mod tests {
 
     async fn taken(body: Body) -> Result<String, StatusCode> {
         let budget = BodyBudget::new(100);
-        let limits = Limits { bytes_max: 10, silence_max: Duration::from_secs(3), asks_first: false };
-        let taken = take_in(body, limits, &budget).await;
+        let limits = Limits { bytes_max: 10, frame_timeout: Duration::from_secs(3), expects_continue: false };
+        let taken = receive(body, limits, &budget).await;
         taken.map(|bytes| String::from_utf8(bytes.to_vec()).expect("text")).map_err(|error| error.status)
     }
 
@@ -275,16 +275,16 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_body_is_reserved_until_its_last_clone_is_dropped() {
         let budget = BodyBudget::new(15);
-        let limits = Limits { bytes_max: 10, silence_max: Duration::from_secs(3), asks_first: false };
-        let first = take_in(chunks(&["0123", "45", "6789"]), limits, &budget).await.expect("there is room");
-        let second = take_in(Body::from("01234"), limits, &budget).await.expect("there is room");
-        let refused = take_in(chunks(&["0"]), limits, &budget).await.expect_err("there is no room");
+        let limits = Limits { bytes_max: 10, frame_timeout: Duration::from_secs(3), expects_continue: false };
+        let first = receive(chunks(&["0123", "45", "6789"]), limits, &budget).await.expect("within the budget");
+        let second = receive(Body::from("01234"), limits, &budget).await.expect("within the budget");
+        let refused = receive(chunks(&["0"]), limits, &budget).await.expect_err("budget exhausted");
         assert_eq!((refused.status, refused.retry_after_s), (StatusCode::SERVICE_UNAVAILABLE, Some(1)));
         let clone = first.clone();
         drop(first);
-        assert!(take_in(chunks(&["0"]), limits, &budget).await.is_err(), "a clone is left");
+        assert!(receive(chunks(&["0"]), limits, &budget).await.is_err(), "a clone is left");
         drop(clone);
-        assert_eq!(take_in(Body::from("0123456789"), limits, &budget).await.expect("there is room").len(), 10);
+        assert_eq!(receive(Body::from("0123456789"), limits, &budget).await.expect("within the budget").len(), 10);
         drop(second);
     }
 }

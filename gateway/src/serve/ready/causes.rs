@@ -35,7 +35,7 @@ pub(super) fn of_no_rank(model: &Model, ejected: BTreeMap<WorkerRank, String>) -
     let cordoned: usize = workers.iter().filter(|worker| worker.cordoned).map(|worker| worker.ranks.len()).sum();
     let mut causes = Vec::new();
     if workers.is_empty() {
-        causes.push("there are no workers".to_owned());
+        causes.push("no workers are registered".to_owned());
     }
     if draining > 0 {
         causes.push(format!("{} draining", ranks(draining)));
@@ -65,13 +65,13 @@ fn ranks(n: usize) -> String {
 }
 
 /// Ejected ranks by their last failure.
-fn of_health(whys: impl Iterator<Item = String>) -> Vec<String> {
+fn of_health(reasons: impl Iterator<Item = String>) -> Vec<String> {
     let mut counts = BTreeMap::<String, usize>::new();
-    for why in whys {
-        let last = why.rsplit_once("the last: ").map_or(why.as_str(), |(_, last)| last);
+    for reason in reasons {
+        let last = reason.rsplit_once("the last: ").map_or(reason.as_str(), |(_, last)| last);
         *counts.entry(without_addresses(last)).or_default() += 1;
     }
-    counts.into_iter().map(|(why, n)| format!("{} ejected: {why}", ranks(n))).collect()
+    counts.into_iter().map(|(reason, n)| format!("{} ejected: {reason}", ranks(n))).collect()
 }
 
 /// Unusable addresses of discovery.
@@ -125,13 +125,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_causes_are_counted_and_no_worker_is_named() {
-        let whys = [
+    fn equal_causes_are_counted_without_worker_names() {
+        let reasons = [
             "5 requests in a row failed, the last: could not connect",
             "9 requests in a row failed, the last: could not connect",
         ];
         let other = "3 probes in a row failed, the last: cannot connect: 10.0.0.1:80: refused";
-        let causes = of_health(whys.into_iter().chain([other]).map(str::to_owned));
+        let causes = of_health(reasons.into_iter().chain([other]).map(str::to_owned));
         assert_eq!(causes, ["1 rank ejected: cannot connect: a worker: refused", "2 ranks ejected: could not connect"]);
         let status = DiscoveryStatus {
             source: "urls".to_owned(),
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_without_events_and_events_of_no_use_are_counted() {
+    fn workers_without_usable_events_are_counted() {
         let worker = |n| WorkerEntry {
             worker: WorkerId(n),
             config: WorkerConfig::at("http://e"),
@@ -155,8 +155,8 @@ mod tests {
             draining: false,
             cordoned: false,
         };
-        let said = of_unread(&[worker(1), worker(2)]).expect("there are some");
-        assert!(said.starts_with("2 of 2 workers have no KV event endpoint"), "{said}");
+        let text = of_unread(&[worker(1), worker(2)]).expect("workers without events");
+        assert!(text.starts_with("2 of 2 workers have no KV event endpoint"), "{text}");
         assert_eq!(of_unread(&[]), None);
         let source = |n, doubt: Option<&str>| KvSourceStatus {
             rank: WorkerRank::new(WorkerId(n), 0),
@@ -171,7 +171,7 @@ mod tests {
             message_age: None,
         };
         let wrong = "the engine's block size is 32, the pool's is 64";
-        let said = of_sources(vec![source(1, Some(wrong)), source(2, None), source(3, Some(wrong))]);
-        assert_eq!(said, [format!("KV events of 2 ranks mismatched: {wrong}")]);
+        let text = of_sources(vec![source(1, Some(wrong)), source(2, None), source(3, Some(wrong))]);
+        assert_eq!(text, [format!("KV events of 2 ranks mismatched: {wrong}")]);
     }
 }

@@ -169,9 +169,9 @@ impl Log {
 
     /// Waits at most one second until all lines so far are written. Blocking; not for async threads.
     fn flush(&self) -> Result<(), RecvTimeoutError> {
-        let (written, heard) = sync_channel(1);
+        let (written, flushed) = sync_channel(1);
         self.entries.try_send(Entry::Flush(written)).map_err(|_| RecvTimeoutError::Timeout)?;
-        heard.recv_timeout(FLUSH_WAIT)
+        flushed.recv_timeout(FLUSH_WAIT)
     }
 }
 
@@ -220,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn levels_are_read_or_refused() {
+    fn invalid_levels_are_rejected() {
         for good in ["info", "WARN", "off", "info,pointsman=debug", "a::b=trace, warn"] {
             assert!(parse_level(good).is_ok(), "{good}");
         }
@@ -244,19 +244,19 @@ mod tests {
     }
 
     #[test]
-    fn lines_come_in_order_and_are_there_after_a_flush() {
+    fn lines_are_ordered_and_complete_after_a_flush() {
         let sink = Shared::default();
         let (log, lines) = Log::to(sink.clone());
         for n in 0..100 {
             writeln!(&lines, "{n}").unwrap();
         }
-        log.flush().expect("the thread writes");
+        log.flush().expect("the log is flushed");
         let expected: String = (0..100).map(|n| format!("{n}\n")).collect();
         assert_eq!(String::from_utf8(sink.0.lock().unwrap().clone()).unwrap(), expected);
     }
 
     #[test]
-    fn a_reader_that_stands_still_holds_nobody_up() {
+    fn a_blocked_reader_does_not_block_writers() {
         let sink = Shared::default();
         let held = sink.0.lock().unwrap(); // writers wait here
         let (log, lines) = Log::to(sink.clone());

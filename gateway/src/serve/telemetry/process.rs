@@ -22,7 +22,8 @@ pub(super) fn page() -> String {
     let mut page = String::new();
     for ((name, kind, help), value) in METRICS.into_iter().zip(values()) {
         if let Some(value) = value {
-            writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}\n").expect("a string takes all");
+            writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}\n")
+                .expect("writing to a string cannot fail");
         }
     }
     page
@@ -69,8 +70,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn linux_tells_everything() {
-        let [started, spent, resident, open, most] = values().map(|value| value.expect("Linux tells it"));
+    fn linux_provides_all_metrics() {
+        let [started, spent, resident, open, most] = values().map(|value| value.expect("Linux provides the value"));
         assert!(started > 1.7e9 && spent >= 0.0, "{started} {spent}");
         assert!(resident > 1e6 && resident < 1e12, "{resident}");
         assert!(open >= 3.0 && most > open, "{open} {most}");

@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gauges_go_with_their_worker_and_all_others_stay() {
+    fn series_of_removed_workers_expire() {
         // All gauges not set since the last page are idle.
         let builder = PrometheusBuilder::new().idle_timeout(MetricKindMask::GAUGE, Some(Duration::ZERO));
         let recorder = builder.build_recorder();
@@ -106,7 +106,10 @@ mod tests {
             assert!(page.contains("build 1\n") && page.contains("connections{listener=\"clients\"} 2\n"), "{page}");
             connections.increment(1.0);
             lasting.touch();
-            assert!(pages.render().contains("connections{listener=\"clients\"} 3\n"), "its handle still counts");
+            assert!(
+                pages.render().contains("connections{listener=\"clients\"} 3\n"),
+                "the handle still updates the series"
+            );
         });
     }
 }

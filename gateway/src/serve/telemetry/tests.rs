@@ -7,8 +7,9 @@ use super::{Kind, METRICS};
 const PAGE: &str = "../docs/operations.md";
 
 #[test]
-fn the_page_lists_what_is_counted_here_and_nothing_else() {
-    let page = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE)).expect("the page is there");
+fn the_page_lists_exactly_these_metrics() {
+    let page =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE)).expect("documentation page exists");
     let own = METRICS.iter().map(|(name, kind, labels, help)| {
         let kind = match kind {
             Kind::Counter => "counter",

@@ -36,7 +36,7 @@ type Workers = BTreeMap<String, Vec<Arc<WorkerMeters>>>;
 fn head(page: &mut String, metric: &Metric) {
     let Metric { name, help, .. } = metric;
     let kind = metric.kind.name();
-    writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}").expect("a string takes all");
+    writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}").expect("writing to a string cannot fail");
 }
 
 fn requests(page: &mut String, workers: &Workers) {
@@ -51,7 +51,7 @@ fn requests(page: &mut String, workers: &Workers) {
         for ((status, outcome), count) in counts {
             let (name, status) = (WORKER_REQUESTS.name, status.map_or("none".to_owned(), |status| status.to_string()));
             writeln!(page, "{name}{{{labels},status=\"{status}\",outcome=\"{outcome}\"}} {count}")
-                .expect("a string takes all");
+                .expect("writing to a string cannot fail");
         }
     }
     page.push('\n');
@@ -64,14 +64,15 @@ fn retries(page: &mut String, workers: &Workers) {
             let retries = meters.iter().map(|meters| meters.retries[reason as usize].load(Ordering::Relaxed));
             let (name, retries, reason) = (WORKER_RETRIES.name, retries.sum::<u64>(), reason.name());
             if retries > 0 {
-                writeln!(page, "{name}{{{labels},reason=\"{reason}\"}} {retries}").expect("a string takes all");
+                writeln!(page, "{name}{{{labels},reason=\"{reason}\"}} {retries}")
+                    .expect("writing to a string cannot fail");
             }
         }
     }
     page.push('\n');
 }
 
-#[expect(clippy::cast_precision_loss, reason = "microseconds are exact for centuries")]
+#[expect(clippy::cast_precision_loss, reason = "microseconds fit f64 exactly for centuries")]
 fn durations(page: &mut String, metric: &Metric, workers: &Workers, of: impl Fn(&WorkerMeters) -> &Durations) {
     head(page, metric);
     for (labels, meters) in workers {
@@ -80,11 +81,12 @@ fn durations(page: &mut String, metric: &Metric, workers: &Workers, of: impl Fn(
         for n in 0..=SECONDS.len() {
             so_far += sum(&|durations| durations.buckets[n].load(Ordering::Relaxed));
             let bound = SECONDS.get(n).map_or("+Inf".to_owned(), ToString::to_string);
-            writeln!(page, "{name}_bucket{{{labels},le=\"{bound}\"}} {so_far}").expect("a string takes all");
+            writeln!(page, "{name}_bucket{{{labels},le=\"{bound}\"}} {so_far}")
+                .expect("writing to a string cannot fail");
         }
         let seconds = sum(&|durations| durations.micros.load(Ordering::Relaxed)) as f64 / 1e6;
         writeln!(page, "{name}_sum{{{labels}}} {seconds}\n{name}_count{{{labels}}} {so_far}")
-            .expect("a string takes all");
+            .expect("writing to a string cannot fail");
     }
     page.push('\n');
 }

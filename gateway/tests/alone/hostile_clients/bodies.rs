@@ -38,7 +38,7 @@ fn bodies() -> Vec<(&'static str, Vec<u8>, u16, &'static str)> {
         ("UTF-16", prompt("[1]").encode_utf16().flat_map(u16::to_le_bytes).collect(), 400, "invalid_json"),
         ("gzip", vec![0x1f, 0x8b, 8, 0, 0, 0, 0, 0], 400, "invalid_utf8"),
         of("model twice", &field("\"model\":\"mock\""), "duplicate_field"),
-        of("model twice, once in disguise", &field("\"mod\\u0065l\":\"other\""), "duplicate_field"),
+        of("model twice, once escaped", &field("\"mod\\u0065l\":\"other\""), "duplicate_field"),
         of("prompt twice", &field("\"prompt\":[1]"), "duplicate_field"),
         of("model twice, once null", &field("\"model\":null"), "duplicate_field"),
         of("no prompt", r#"{"model":"mock"}"#, "missing_field"),
@@ -73,24 +73,24 @@ fn bodies() -> Vec<(&'static str, Vec<u8>, u16, &'static str)> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn bodies_that_make_no_sense_are_refused_with_the_reason() {
+async fn invalid_bodies_are_rejected_with_a_reason() {
     let _alone = alone().await;
     let scene = Scene::set().await;
     for (name, body, status, code) in bodies() {
         let (before, _) = (live_bytes(), scene.peak.most());
         let answer = scene.posted(&body).await;
         assert_eq!((answer.status, answer.code().as_str()), (status, code), "{name}: {answer:?}");
-        assert!(answer.body.len() < 1024, "{name}: little is said back");
+        assert!(answer.body.len() < 1024, "{name}: the response is short");
         let most = scene.peak.most().saturating_sub(before);
         assert!(most <= CASE_BYTES_MAX, "{name}: {most} bytes");
         assert!(scene.reached().is_empty(), "{name}");
     }
-    scene.over().await;
+    scene.finish().await;
 }
 
 /// A client that sends its whole body before it reads still receives the 413 response. An endless body is cut off.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn bodies_that_are_too_long_are_told_so() {
+async fn long_bodies_are_rejected() {
     let _alone = alone().await;
     let scene = Scene::set().await;
     let long = " ".repeat(BODY_BYTES_MAX + BODY_BYTES_MAX / 2);
@@ -100,24 +100,24 @@ async fn bodies_that_are_too_long_are_told_so() {
     let asks_first = head("content-length: 1000000000000\r\nexpect: 100-continue\r\n");
     for bytes in [announced, chunks, asks_first] {
         let mut client = Client::connect(scene.gateway.address()).await;
-        assert!(client.say(&bytes).await);
-        let answer = client.answer().await.expect("it is told");
+        assert!(client.write(&bytes).await);
+        let answer = client.answer().await.expect("response received");
         assert_eq!((answer.status, answer.code().as_str()), (413, "body_too_large"));
         assert_eq!(answer.header("connection"), Some("close"));
     }
     let mut client = Client::connect(scene.gateway.address()).await;
-    client.say(head("transfer-encoding: chunked\r\n")).await;
+    client.write(head("transfer-encoding: chunked\r\n")).await;
     let mut sent = 0;
-    while client.say(&chunk).await {
+    while client.write(&chunk).await {
         sent += chunk.len();
-        assert!(sent < 64 * BODY_BYTES_MAX, "it is taken without end");
+        assert!(sent < 64 * BODY_BYTES_MAX, "the gateway reads without limit");
     }
-    scene.over().await;
+    scene.finish().await;
 }
 
 /// Large and unusual but valid bodies pass.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn bodies_that_are_only_large_pass_within_bounds() {
+async fn large_valid_bodies_use_bounded_memory() {
     let _alone = alone().await;
     let scene = Scene::set().await;
     let fields: String = (0..100_000).map(|n| format!("\"x{n}\":{n},")).collect();
@@ -138,5 +138,5 @@ async fn bodies_that_are_only_large_pass_within_bounds() {
         let reached = scene.reached();
         assert!(reached.len() == 1 && reached[0].body == body.as_bytes(), "{name}");
     }
-    scene.over().await;
+    scene.finish().await;
 }

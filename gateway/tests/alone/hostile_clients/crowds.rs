@@ -7,12 +7,12 @@ use std::time::Duration;
 use super::scene::{BODY_BYTES_MAX, MIB, Scene, head, repeated};
 use crate::alone;
 use crate::common::proxy::{self, gateway, until};
-use crate::faults::{self, Client, Faulty, Step, quiet, settings};
+use crate::faults::{self, Client, FaultyWorker, Step, expect_idle, settings};
 use crate::live_bytes;
 
 /// Hundreds of clients send a partial request and then stall: they use little memory and are disconnected.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn crowds_of_slow_clients_cost_little_and_end() {
+async fn slow_clients_use_little_memory_and_time_out() {
     const CROWD: usize = 300;
     let _alone = alone().await;
     let scene = Scene::set().await;
@@ -22,7 +22,7 @@ async fn crowds_of_slow_clients_cost_little_and_end() {
     let mut crowd = Vec::new();
     for n in 0..CROWD {
         let mut client = Client::connect(scene.gateway.address()).await;
-        assert!(client.say(if n % 2 == 0 { announced.as_str() } else { half }).await);
+        assert!(client.write(if n % 2 == 0 { announced.as_str() } else { half }).await);
         crowd.push(client);
     }
     for (n, client) in crowd.into_iter().enumerate() {
@@ -35,19 +35,19 @@ async fn crowds_of_slow_clients_cost_little_and_end() {
     // The announced total is 600 MiB.
     assert!(most < CROWD * (64 << 10) + 16 * MIB, "{most} bytes");
     assert!(scene.reached().is_empty());
-    scene.over().await;
+    scene.finish().await;
 }
 
 /// Memory for clients that do not read is bounded by socket buffers, however much a worker sends.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn clients_that_take_nothing_cost_little() {
+async fn clients_that_read_nothing_use_little_memory() {
     const CROWD: usize = 20;
     let _alone = alone().await;
     let scene = Scene::set().await;
     let chunk = [b"10000\r\n".as_slice(), &[b'x'; 0x10000], b"\r\n"].concat();
     let event = faults::chunk(proxy::EVENT);
     let endless = vec![faults::chunked_head(), event, Step::Flood(chunk)];
-    let worker = Faulty::answering(endless).await;
+    let worker = FaultyWorker::responding_with(endless).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let (before, _) = (live_bytes(), scene.peak.most());
     let mut crowd = Vec::new();
@@ -55,34 +55,34 @@ async fn clients_that_take_nothing_cost_little() {
         crowd.push(Client::ask(&gateway).await);
     }
     // Waits until the worker's writes stall. Stopping too early can only measure less memory.
-    let (mut flooded, mut looks) = (0, 0);
-    while looks < 10 {
+    let (mut flooded, mut unchanged) = (0, 0);
+    while unchanged < 10 {
         tokio::time::sleep(Duration::from_millis(20)).await;
-        let now = worker.see(|seen| seen.flooded);
-        looks = if now == flooded && now > 0 { looks + 1 } else { 0 };
+        let now = worker.with_seen(|seen| seen.flooded);
+        unchanged = if now == flooded && now > 0 { unchanged + 1 } else { 0 };
         flooded = now;
     }
     let most = scene.peak.most().saturating_sub(before);
     assert!(most < CROWD * (512 << 10) + 16 * MIB, "{most} bytes of {flooded}");
     drop(crowd);
-    worker.left_alone().await;
-    quiet(&gateway).await;
-    scene.over().await;
+    worker.wait_until_closed().await;
+    expect_idle(&gateway).await;
+    scene.finish().await;
 }
 
 /// A client sends its head byte by byte. The head timeout is absolute: received bytes do not extend it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_head_that_trickles_is_cut() {
+async fn trickled_heads_time_out() {
     let _alone = alone().await;
     let scene = Scene::set().await;
     let client = Client::connect(scene.gateway.address()).await;
     let (mut reads, mut writes) = client.stream.into_split();
     let is_cut = Arc::new(AtomicBool::new(false));
-    let over = Arc::clone(&is_cut);
+    let finish = Arc::clone(&is_cut);
     let trickle = tokio::spawn(async move {
         let bytes = head(&repeated("x: ", "x", 50_000, "\r\n"));
         for byte in bytes.as_bytes().chunks(1) {
-            if over.load(Ordering::Relaxed) || tokio::io::AsyncWriteExt::write_all(&mut writes, byte).await.is_err() {
+            if finish.load(Ordering::Relaxed) || tokio::io::AsyncWriteExt::write_all(&mut writes, byte).await.is_err() {
                 return true;
             }
             tokio::time::sleep(Duration::from_millis(5)).await; // the complete head would take more than four minutes
@@ -91,9 +91,9 @@ async fn a_head_that_trickles_is_cut() {
     });
     let mut rest = Vec::new();
     let ended = tokio::io::AsyncReadExt::read_to_end(&mut reads, &mut rest);
-    let _ = tokio::time::timeout(proxy::PATIENCE, ended).await.expect("it is cut");
+    let _ = tokio::time::timeout(proxy::PATIENCE, ended).await.expect("connection closed before the timeout");
     is_cut.store(true, Ordering::Relaxed);
-    assert!(trickle.await.expect("it ends"), "all of it was taken");
-    until("only the good client is left", || scene.reached().is_empty()).await;
-    scene.over().await;
+    assert!(trickle.await.expect("task ends without panic"), "the whole head was read");
+    until("only the well-behaved client is connected", || scene.reached().is_empty()).await;
+    scene.finish().await;
 }

@@ -13,7 +13,7 @@ fn smuggled() -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn broken_http_is_refused_and_smuggles_nothing() {
+async fn invalid_http_is_rejected_without_smuggling() {
     let _alone = alone().await;
     let scene = Scene::set().await;
     let smuggled = smuggled();
@@ -23,13 +23,13 @@ async fn broken_http_is_refused_and_smuggles_nothing() {
         // Bytes that are no HTTP request.
         ("garbage", b"garbage\r\n\r\n".to_vec(), &[400]),
         ("no version", format!("POST {PATH}\r\n\r\n").into(), &[400]),
-        ("version of tomorrow", format!("POST {PATH} HTTP/9.9\r\n\r\n").into(), &[400, 505]),
+        ("unknown version", format!("POST {PATH} HTTP/9.9\r\n\r\n").into(), &[400, 505]),
         ("TLS", vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3], &[400]),
         ("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(), &[400, 505]),
         ("zeros", vec![0; 10_000], &[400]),
         ("a space in the path", b"POST /v1/ completions HTTP/1.1\r\n\r\n".to_vec(), &[400]),
         ("control characters in the path", b"GET /\x01\x7f HTTP/1.1\r\n\r\n".to_vec(), &[400]),
-        ("a method that is none", b"P(ST / HTTP/1.1\r\n\r\n".to_vec(), &[400]),
+        ("an invalid method", b"P(ST / HTTP/1.1\r\n\r\n".to_vec(), &[400]),
         // Heads above the size limits.
         ("a long header", head(&repeated("x: ", "x", 80_000, "\r\n")).into(), &[431]),
         ("a long path", repeated("GET /", "a", 80_000, " HTTP/1.1\r\n\r\n").into(), &[414, 431]),
@@ -76,7 +76,7 @@ async fn broken_http_is_refused_and_smuggles_nothing() {
             &[400],
         ),
         // Invalid chunks. Bytes after them must not be parsed as a request.
-        ("a length that is none", (head("transfer-encoding: chunked\r\n") + "zz\r\n\r\n" + &smuggled).into(), &[400]),
+        ("an invalid length", (head("transfer-encoding: chunked\r\n") + "zz\r\n\r\n" + &smuggled).into(), &[400]),
         (
             "a chunk beyond all numbers",
             (head("transfer-encoding: chunked\r\n") + "ffffffffffffffffff\r\n" + &smuggled).into(),
@@ -123,12 +123,12 @@ async fn broken_http_is_refused_and_smuggles_nothing() {
         ),
         ("two slashes", b"POST //v1/completions HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(), &[404]),
         (
-            "a way out",
+            "path traversal",
             b"POST /v1/completions/../../tokenize HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(),
             &[404],
         ),
         (
-            "a way out in disguise",
+            "encoded path traversal",
             b"POST /v1/%2e%2e/tokenize HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n".to_vec(),
             &[404],
         ),
@@ -140,7 +140,7 @@ async fn broken_http_is_refused_and_smuggles_nothing() {
     ];
     for (name, bytes, statuses) in cases {
         let (before, _) = (live_bytes(), scene.peak.most());
-        let answer = scene.told(&bytes).await;
+        let answer = scene.exchange(&bytes).await;
         // After a protocol error the connection may end without a response: a reset can discard the response before it
         // is read.
         match &answer {
@@ -154,12 +154,12 @@ async fn broken_http_is_refused_and_smuggles_nothing() {
         assert!(most <= CASE_BYTES_MAX, "{name}: {most} bytes");
         assert!(scene.reached().is_empty(), "{name}");
     }
-    scene.over().await;
+    scene.finish().await;
 }
 
 /// HTTP that the standard allows to accept: exactly one request passes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn odd_http_that_is_read_passes_as_one_request() {
+async fn unusual_valid_http_is_one_request() {
     let _alone = alone().await;
     let scene = Scene::set().await;
     let body = r#"{"model":"mock","prompt":[7]}"#;
@@ -200,7 +200,7 @@ async fn odd_http_that_is_read_passes_as_one_request() {
         ),
     ];
     for (name, bytes) in cases {
-        let answer = scene.told(&bytes).await.unwrap_or_else(|| panic!("{name}: no answer"));
+        let answer = scene.exchange(&bytes).await.unwrap_or_else(|| panic!("{name}: no answer"));
         assert!((answer.status, answer.text()) == (200, FINE_JSON), "{name}: {answer:?}");
         let reached = scene.reached();
         assert_eq!(reached.len(), 1, "{name}");
@@ -213,11 +213,11 @@ async fn odd_http_that_is_read_passes_as_one_request() {
             assert!(got.header(gone).is_none(), "{name}: {}", got.head);
         }
     }
-    scene.over().await;
+    scene.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_header_chooses_a_worker_or_a_name_in_logs() {
+async fn headers_select_neither_worker_nor_log_name() {
     let _alone = alone().await;
     let scene = Scene::set().await;
     let address = scene.gateway.address();
@@ -269,7 +269,7 @@ async fn no_header_chooses_a_worker_or_a_name_in_logs() {
     ];
     for headers in unfit {
         let answer = request(address, "POST", PATH, &headers, br#"{"model":"mock","prompt":[7]}"#).await;
-        let id = answer.header("x-request-id").expect("one is made");
+        let id = answer.header("x-request-id").expect("a request id is generated");
         assert!(id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_hexdigit()), "{headers}: {id}");
         let reached = scene.reached();
         assert_eq!(reached[0].header("x-request-id"), Some(id));
@@ -289,5 +289,5 @@ async fn no_header_chooses_a_worker_or_a_name_in_logs() {
         assert_eq!((answer.status, answer.code().as_str()), (400, "invalid_header"), "{wrong}");
     }
     assert!(scene.reached().is_empty());
-    scene.over().await;
+    scene.finish().await;
 }

@@ -1,6 +1,6 @@
 //! A gateway with one well-behaved client, used by the hostile cases.
 //!
-//! It owns the well-behaved client and samples the number of live bytes. [`Scene::over`] requires that the client was
+//! It owns the well-behaved client and samples the number of live bytes. [`Scene::finish`] requires that the client was
 //! served throughout and that no request, booking or load remains. The hostile requests are in the cases.
 
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use pointsman_gateway::serve::Gateway;
 use tokio::task::JoinHandle as Task;
 
 use crate::common::proxy::{self, Answer, FINE_JSON, gateway, request};
-use crate::faults::{Client, Faulty, PATH, metric, quiet, settings, whole};
+use crate::faults::{Client, FaultyWorker, PATH, expect_idle, full_response, metric, settings};
 use crate::live_bytes;
 
 pub(crate) const MIB: usize = 1 << 20;
@@ -56,7 +56,7 @@ impl Drop for Peak {
     fn drop(&mut self) {
         self.is_over.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
-            thread.join().expect("it only looks");
+            thread.join().expect("the watcher does not panic");
         }
     }
 }
@@ -64,7 +64,7 @@ impl Drop for Peak {
 /// A gateway, its worker, and one well-behaved client with continuous requests.
 pub(crate) struct Scene {
     pub(crate) gateway: Gateway,
-    pub(crate) worker: Faulty,
+    pub(crate) worker: FaultyWorker,
     good: Task<usize>,
     is_over: Arc<AtomicBool>,
     pub(crate) peak: Peak,
@@ -74,7 +74,7 @@ pub(crate) const GOOD: &str = r#"{"model":"mock","prompt":[1,2,3],"user":"good"}
 
 impl Scene {
     pub(crate) async fn set() -> Self {
-        let worker = Faulty::start(Vec::new(), |_, _| vec![whole("200 OK", FINE_JSON)]).await;
+        let worker = FaultyWorker::start(Vec::new(), |_, _| vec![full_response("200 OK", FINE_JSON)]).await;
         let mut settings = settings(&[worker.url()]);
         settings.models[0].workers = vec![proxy::worker(1, &worker.url(), 2)];
         settings.gateway.body_bytes_max = BODY_BYTES_MAX as u64;
@@ -82,12 +82,12 @@ impl Scene {
         settings.gateway.body_timeout_ms = 500;
         let gateway = gateway(settings).await;
         let (address, is_over) = (gateway.address(), Arc::new(AtomicBool::new(false)));
-        let over = Arc::clone(&is_over);
+        let finish = Arc::clone(&is_over);
         let good = tokio::spawn(async move {
             let mut served = 0;
-            while !over.load(Ordering::Relaxed) {
+            while !finish.load(Ordering::Relaxed) {
                 let answer = request(address, "POST", PATH, "", GOOD.as_bytes()).await;
-                assert_eq!((answer.status, answer.text()), (200, FINE_JSON), "the good client suffers");
+                assert_eq!((answer.status, answer.text()), (200, FINE_JSON), "the well-behaved client is served");
                 served += 1;
             }
             served
@@ -97,25 +97,25 @@ impl Scene {
 
     /// Takes the requests at the worker that the well-behaved client did not send.
     pub(crate) fn reached(&self) -> Vec<proxy::Got> {
-        let mut all = self.worker.see(|seen| std::mem::take(&mut seen.requests));
+        let mut all = self.worker.with_seen(|seen| std::mem::take(&mut seen.requests));
         all.retain(|got| got.body != GOOD.as_bytes());
         all
     }
 
-    pub(crate) async fn over(self) {
+    pub(crate) async fn finish(self) {
         self.is_over.store(true, Ordering::Relaxed);
-        assert!(self.good.await.expect("it is well") > 0);
-        quiet(&self.gateway).await;
+        assert!(self.good.await.expect("the well-behaved client does not panic") > 0);
+        expect_idle(&self.gateway).await;
         assert_eq!(metric(&self.gateway, "pointsman_gateway_requests_total", &["status=\"500\""]).await, 0.0);
         let page = proxy::get(&self.gateway, "/live").await;
         assert_eq!(page.status, 200);
     }
 
     /// The response to these bytes. The connection must end after it.
-    pub(crate) async fn told(&self, bytes: impl AsRef<[u8]>) -> Option<Answer> {
+    pub(crate) async fn exchange(&self, bytes: impl AsRef<[u8]>) -> Option<Answer> {
         let mut client = Client::connect(self.gateway.address()).await;
         // The write may fail if the gateway responds before it has read everything.
-        client.say(bytes).await;
+        client.write(bytes).await;
         client.answer().await
     }
 

@@ -4,7 +4,9 @@ use proptest::test_runner::{Config, TestRunner};
 
 use crate::alone;
 use crate::common::proxy::{self, EVENT, gateway, request};
-use crate::faults::{Client, DONE, Faulty, PATH, Step, chunk, chunked_head, chunks_end, quiet, say, settings};
+use crate::faults::{
+    Client, DONE, FaultyWorker, PATH, Step, chunk, chunked_head, chunks_end, expect_idle, settings, write,
+};
 
 /// Generates JSON from the choices on a tape. At the end of the tape all values are closed.
 struct Writer<'a> {
@@ -37,61 +39,61 @@ impl Writer<'_> {
         among[usize::from(self.tape.next().copied().unwrap_or(0)) % among.len()]
     }
 
-    fn say(&mut self, among: &[&str]) {
+    fn write(&mut self, among: &[&str]) {
         let said = self.choose(among);
         self.json.push_str(said);
     }
 
-    fn goes_on(&mut self) -> bool {
+    fn continues(&mut self) -> bool {
         self.tape.next().is_some_and(|choice| choice % 4 != 0)
     }
 
     fn string(&mut self, start: &str) {
         self.json.push('"');
         self.json.push_str(start);
-        while self.goes_on() {
-            self.say(&PIECES);
+        while self.continues() {
+            self.write(&PIECES);
         }
         self.json.push('"');
     }
 
     fn value(&mut self, depth: usize) {
-        self.say(&SPACES);
+        self.write(&SPACES);
         match self.tape.next().copied().unwrap_or(0) % 8 {
             0 | 1 => self.string(""),
-            2 | 3 => self.say(&NUMBERS),
+            2 | 3 => self.write(&NUMBERS),
             4 | 5 if depth > 0 => {
                 self.json.push('[');
                 let mut comma = "";
-                while self.goes_on() {
+                while self.continues() {
                     self.json.push_str(comma);
                     self.value(depth - 1);
                     comma = ",";
                 }
-                self.say(&SPACES);
+                self.write(&SPACES);
                 self.json.push(']');
             }
             6 if depth > 0 => {
                 self.json.push('{');
                 let mut comma = "";
-                while self.goes_on() {
+                while self.continues() {
                     self.json.push_str(comma);
                     self.field(depth - 1);
                     comma = ",";
                 }
-                self.say(&SPACES);
+                self.write(&SPACES);
                 self.json.push('}');
             }
-            _ => self.say(&["null", "true", "false"]),
+            _ => self.write(&["null", "true", "false"]),
         }
-        self.say(&SPACES);
+        self.write(&SPACES);
     }
 
     /// A field with a name that the gateway does not read.
     fn field(&mut self, depth: usize) {
-        self.say(&SPACES);
+        self.write(&SPACES);
         self.string("x");
-        self.say(&SPACES);
+        self.write(&SPACES);
         self.json.push(':');
         self.value(depth);
     }
@@ -100,43 +102,43 @@ impl Writer<'_> {
 /// An unusually formatted request generated from the tape, with all fields that routing needs.
 fn odd_body(tape: &[u8]) -> String {
     let mut writer = Writer { tape: tape.iter(), json: String::new() };
-    writer.say(&SPACES);
+    writer.write(&SPACES);
     writer.json.push('{');
     writer.field(3);
     writer.json.push_str(",\"model\"");
-    writer.say(&SPACES);
+    writer.write(&SPACES);
     writer.json.push(':');
-    writer.say(&["\"mock\"", " \"mo\\u0063k\"\n", "\t\"mock\""]);
+    writer.write(&["\"mock\"", " \"mo\\u0063k\"\n", "\t\"mock\""]);
     writer.json.push(',');
     writer.field(4);
     writer.json.push_str(", \"prompt\" :");
-    writer.say(&["[1, 2 ,3]", "\"\\ud83d\\ude00 text\"", "[\n0\n]"]);
-    while writer.goes_on() {
+    writer.write(&["[1, 2 ,3]", "\"\\ud83d\\ude00 text\"", "[\n0\n]"]);
+    while writer.continues() {
         writer.json.push(',');
         writer.field(3);
     }
     writer.json.push('}');
-    writer.say(&SPACES);
+    writer.write(&SPACES);
     writer.json
 }
 
 /// The worker echoes the request body as its response, so the received bytes have passed in both directions.
 #[test]
-fn odd_bodies_pass_unchanged_both_ways() {
+fn unusual_bodies_are_forwarded_unchanged_in_both_directions() {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
     let (_turn, worker, gateway) = runtime.block_on(async {
         let alone = alone().await;
         let echo = |_: usize, got: &proxy::Got| {
             vec![
-                say(format!(
+                write(format!(
                     "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
                     got.body.len()
                 )),
                 Step::Send(got.body.clone()),
             ]
         };
-        let worker = Faulty::start(Vec::new(), echo).await;
+        let worker = FaultyWorker::start(Vec::new(), echo).await;
         let gateway = gateway(settings(&[worker.url()])).await;
         (alone, worker, gateway)
     });
@@ -147,11 +149,14 @@ fn odd_bodies_pass_unchanged_both_ways() {
         assert!(serde_json::from_str::<&serde_json::value::RawValue>(&body).is_ok(), "no JSON: {body}");
         let answer = runtime.block_on(request(gateway.address(), "POST", PATH, "", body.as_bytes()));
         proptest::prop_assert_eq!((answer.status, answer.text()), (200, body.as_str()));
-        proptest::prop_assert_eq!(worker.see(|seen| seen.requests.pop().expect("it was asked").body), body.as_bytes());
+        proptest::prop_assert_eq!(
+            worker.with_seen(|seen| seen.requests.pop().expect("request received").body),
+            body.as_bytes()
+        );
         Ok(())
     });
     passed.expect("every body passes");
-    runtime.block_on(quiet(&gateway));
+    runtime.block_on(expect_idle(&gateway));
 }
 
 /// Parts of a response that look like framing, split a character, or are large.
@@ -169,31 +174,32 @@ fn pieces() -> Vec<Vec<u8>> {
 
 /// The worker sends a part only after the client has received all earlier ones.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn each_piece_arrives_before_the_next_is_sent() {
+async fn each_piece_is_forwarded_before_the_next_arrives() {
     let _alone = alone().await;
     let pieces = pieces();
     let length = pieces.iter().map(Vec::len).sum::<usize>();
     let chunks = pieces.iter().map(chunk).collect::<Vec<_>>();
-    let bare = pieces.iter().map(say).collect::<Vec<_>>();
-    let known = say(format!("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {length}\r\n\r\n"));
-    let unknown = say("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n");
+    let bare = pieces.iter().map(write).collect::<Vec<_>>();
+    let known =
+        write(format!("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {length}\r\n\r\n"));
+    let unknown = write("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n");
     for (head, steps, end) in [
         (chunked_head(), chunks, vec![chunks_end()]),
         (known, bare.clone(), Vec::new()),
         (unknown, bare, vec![Step::Close]),
     ] {
         let steps = steps.into_iter().flat_map(|step| [Step::Wait, step]);
-        let worker = Faulty::answering(std::iter::once(head).chain(steps).chain(end).collect()).await;
+        let worker = FaultyWorker::responding_with(std::iter::once(head).chain(steps).chain(end).collect()).await;
         let gateway = gateway(settings(&[worker.url()])).await;
         let mut client = Client::ask(&gateway).await;
         let mut so_far = Vec::new();
         for piece in &pieces {
             so_far.extend_from_slice(piece);
             worker.release(1);
-            client.has(&so_far).await;
+            client.expect_body(&so_far).await;
         }
-        let answer = client.answer().await.expect("an answer");
+        let answer = client.answer().await.expect("response received");
         assert!(answer.is_whole && answer.body == so_far);
-        quiet(&gateway).await;
+        expect_idle(&gateway).await;
     }
 }

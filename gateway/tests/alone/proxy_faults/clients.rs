@@ -6,8 +6,8 @@ use tokio::io::AsyncWriteExt as _;
 use crate::alone;
 use crate::common::proxy::{EVENT, FINE, FINE_JSON, gateway, request, send, until};
 use crate::faults::{
-    self, Client, Faulty, PATH, Step, body, chunk, chunked_head, chunks_end, eventually, metric, quiet, say, settings,
-    whole,
+    self, Client, FaultyWorker, PATH, Step, body, chunk, chunked_head, chunks_end, eventually, expect_idle,
+    full_response, metric, settings, write,
 };
 
 /// Frames of a streamed response.
@@ -36,140 +36,140 @@ fn endless() -> Step {
 const CLIENT_GONE: &str = "pointsman_gateway_client_gone_total";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_may_leave_at_every_frame() {
+async fn clients_may_disconnect_at_every_frame() {
     let _alone = alone().await;
-    let worker = Faulty::answering(gated()).await;
+    let worker = FaultyWorker::responding_with(gated()).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let gone = metric(&gateway, CLIENT_GONE, &[]).await;
     // Disconnects before the head, after it, and after each frame; in the last step only the end of the stream is
     // missing.
     for steps in 0..=FRAMES + 1 {
         let mut client = Client::ask(&gateway).await;
-        until("the worker is asked", || worker.asked() == 2 * steps + 1).await;
+        until("the worker received a request", || worker.request_count() == 2 * steps + 1).await;
         worker.release(steps);
-        worker.went_on().await;
-        if let Some(frames_told @ 1..) = steps.checked_sub(1) {
-            client.has(frames(frames_told).as_bytes()).await;
+        worker.wait_until_resumed().await;
+        if let Some(frames_sent @ 1..) = steps.checked_sub(1) {
+            client.expect_body(frames(frames_sent).as_bytes()).await;
         }
         drop(client);
-        worker.left_alone().await;
-        quiet(&gateway).await;
+        worker.wait_until_closed().await;
+        expect_idle(&gateway).await;
         // The next request is served normally.
         worker.release(FRAMES + 2);
-        let next = Client::ask(&gateway).await.answer().await.expect("an answer");
+        let next = Client::ask(&gateway).await.answer().await.expect("response received");
         assert!(next.status == 200 && next.is_whole && next.text() == frames(FRAMES), "{next:?}");
-        quiet(&gateway).await;
+        expect_idle(&gateway).await;
         // The worker connection was kept in the pool: the next client's disconnect is detected on it as well.
     }
     let gone = metric(&gateway, CLIENT_GONE, &[]).await - gone;
-    assert_eq!(gone, (FRAMES + 2) as f64, "each is counted once");
+    assert_eq!(gone, (FRAMES + 2) as f64, "each disconnect is counted once");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_may_leave_within_an_answer_of_known_length() {
+async fn clients_may_disconnect_within_a_response_of_known_length() {
     let _alone = alone().await;
     const PARTS: [&str; 4] = [EVENT, "dat", "a: [DON", "E]\n\n"];
     let length = PARTS.concat().len();
     let head = format!("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {length}\r\n\r\n");
-    let (head, parts) = (say(head), PARTS.map(|part| [Step::Wait, say(part)]).concat());
-    let worker = Faulty::answering([vec![head], parts].concat()).await;
+    let (head, parts) = (write(head), PARTS.map(|part| [Step::Wait, write(part)]).concat());
+    let worker = FaultyWorker::responding_with([vec![head], parts].concat()).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     for parts in 0..PARTS.len() {
         let mut client = Client::ask(&gateway).await;
-        until("the worker is asked", || worker.asked() == parts + 1).await;
+        until("the worker received a request", || worker.request_count() == parts + 1).await;
         worker.release(parts);
-        worker.went_on().await;
+        worker.wait_until_resumed().await;
         if parts > 0 {
-            client.has(PARTS[..parts].concat().as_bytes()).await;
+            client.expect_body(PARTS[..parts].concat().as_bytes()).await;
         }
         drop(client);
-        worker.left_alone().await;
-        quiet(&gateway).await;
+        worker.wait_until_closed().await;
+        expect_idle(&gateway).await;
     }
 }
 
 /// A half-closed connection cannot be distinguished from a disconnect. An engine that computes an unwanted response is
 /// the worse error.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_ends_its_side_has_left() {
+async fn a_half_closed_client_counts_as_disconnected() {
     let _alone = alone().await;
-    let worker = Faulty::answering(gated()).await;
+    let worker = FaultyWorker::responding_with(gated()).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     for steps in [0, 3] {
         let mut client = Client::ask(&gateway).await;
-        until("the worker is asked", || worker.asked() == if steps == 0 { 1 } else { 2 }).await;
+        until("the worker received a request", || worker.request_count() == if steps == 0 { 1 } else { 2 }).await;
         worker.release(steps);
-        worker.went_on().await;
+        worker.wait_until_resumed().await;
         if steps > 0 {
-            client.has(frames(steps - 1).as_bytes()).await;
+            client.expect_body(frames(steps - 1).as_bytes()).await;
         }
-        client.stream.shutdown().await.expect("its side is open");
-        worker.left_alone().await;
+        client.stream.shutdown().await.expect("write side closed");
+        worker.wait_until_closed().await;
         assert!(client.answer().await.is_none_or(|answer| !answer.is_whole));
-        quiet(&gateway).await;
+        expect_idle(&gateway).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_reads_nothing_holds_a_stream_up_until_it_leaves() {
+async fn a_client_that_reads_nothing_blocks_its_stream_until_it_disconnects() {
     let _alone = alone().await;
-    let worker = Faulty::answering(vec![chunked_head(), chunk(EVENT), endless()]).await;
+    let worker = FaultyWorker::responding_with(vec![chunked_head(), chunk(EVENT), endless()]).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let client = Client::ask(&gateway).await;
-    until("much was sent", || worker.see(|seen| seen.flooded) > 256 << 10).await;
+    until("much was sent", || worker.with_seen(|seen| seen.flooded) > 256 << 10).await;
     drop(client);
-    worker.left_alone().await;
-    quiet(&gateway).await;
+    worker.wait_until_closed().await;
+    expect_idle(&gateway).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_takes_nothing_is_given_up() {
+async fn a_client_that_reads_nothing_times_out() {
     let _alone = alone().await;
-    let worker = Faulty::answering(vec![chunked_head(), chunk(EVENT), endless()]).await;
+    let worker = FaultyWorker::responding_with(vec![chunked_head(), chunk(EVENT), endless()]).await;
     let mut settings = settings(&[worker.url()]);
     settings.gateway.idle_timeout_ms = 300;
     let gateway = gateway(settings).await;
     let client = Client::ask(&gateway).await;
-    until("much was sent", || worker.see(|seen| seen.flooded) > 256 << 10).await;
-    worker.left_alone().await;
-    quiet(&gateway).await;
-    assert!(!client.answer().await.expect("it has begun").is_whole);
+    until("much was sent", || worker.with_seen(|seen| seen.flooded) > 256 << 10).await;
+    worker.wait_until_closed().await;
+    expect_idle(&gateway).await;
+    assert!(!client.answer().await.expect("response started").is_whole);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_may_leave_the_queue() {
+async fn clients_may_disconnect_while_queued() {
     let _alone = alone().await;
-    let worker = Faulty::answering(vec![Step::Wait, whole("200 OK", FINE)]).await;
+    let worker = FaultyWorker::responding_with(vec![Step::Wait, full_response("200 OK", FINE)]).await;
     let mut settings = settings(&[worker.url()]);
     settings.models[0].router.queue.threshold = Some(0.0);
     settings.models[0].workers[0].config.max_num_batched_tokens = Some(64);
     let gateway = gateway(settings).await;
     let router = faults::router(&gateway);
     let first = Client::ask(&gateway).await;
-    until("the first is being served", || worker.asked() == 1).await;
+    until("the first is being served", || worker.request_count() == 1).await;
     let second = Client::ask(&gateway).await;
     let third = Client::ask(&gateway).await;
     until("the others wait", || router.health().leases == 3).await;
     drop(second);
-    until("it has left the queue", || router.health().leases == 2).await;
+    until("the request left the queue", || router.health().leases == 2).await;
     worker.release(2);
     for client in [first, third] {
-        assert_eq!(client.answer().await.expect("an answer").text(), FINE);
+        assert_eq!(client.answer().await.expect("response received").text(), FINE);
     }
-    assert_eq!(worker.asked(), 2, "the one that left was never sent");
-    quiet(&gateway).await;
+    assert_eq!(worker.request_count(), 2, "the abandoned request was not sent");
+    expect_idle(&gateway).await;
 }
 
 /// Prompts of 10,000 tokens for engines without a configured capacity. At `queue.threshold` 2 a rank is busy with two
 /// of them, above 2 * 8,192 tokens. Two engines receive four of twelve requests; the others wait until a rank has
 /// capacity.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn requests_queue_before_engines_that_state_no_capacity() {
+async fn requests_queue_for_engines_without_stated_capacity() {
     const CLIENTS: usize = 12;
     let _alone = alone().await;
-    let answer = || Faulty::answering(vec![Step::Wait, whole("200 OK", FINE_JSON)]);
+    let answer = || FaultyWorker::responding_with(vec![Step::Wait, full_response("200 OK", FINE_JSON)]);
     let workers = [answer().await, answer().await];
-    let mut settings = settings(&workers.each_ref().map(Faulty::url));
+    let mut settings = settings(&workers.each_ref().map(FaultyWorker::url));
     settings.models[0].router.queue.threshold = Some(2.0);
     assert!(settings.models[0].workers.iter().all(|worker| worker.config.max_num_batched_tokens.is_none()));
     let gateway = gateway(settings).await;
@@ -183,54 +183,55 @@ async fn requests_queue_before_engines_that_state_no_capacity() {
         .into_iter()
         .map(|body| tokio::spawn(async move { request(address, "POST", PATH, "", body.as_bytes()).await }))
         .collect();
-    let asked = || workers.iter().map(Faulty::asked).sum::<usize>();
+    let request_count = || workers.iter().map(FaultyWorker::request_count).sum::<usize>();
     until("every request is placed or waits", || router.health().leases == CLIENTS).await;
     let waiting = async || router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum::<u64>();
-    eventually("two on each rank, eight wait", async || (asked(), waiting().await) == (4, 8)).await;
+    eventually("two on each rank, eight wait", async || (request_count(), waiting().await) == (4, 8)).await;
     workers.iter().for_each(|worker| worker.release(CLIENTS));
     for client in clients {
         let answer = client.await.expect("no panic");
         assert_eq!((answer.status, answer.text()), (200, FINE_JSON));
     }
-    assert_eq!(asked(), CLIENTS);
-    quiet(&gateway).await;
+    assert_eq!(request_count(), CLIENTS);
+    expect_idle(&gateway).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_may_leave_while_its_prompt_is_tokenised() {
+async fn clients_may_disconnect_during_tokenization() {
     let _alone = alone().await;
-    let worker = Faulty::start(Vec::new(), |_, got| {
-        if got.head.starts_with("POST /tokenize ") { vec![Step::Hang] } else { vec![whole("200 OK", FINE)] }
+    let worker = FaultyWorker::start(Vec::new(), |_, got| {
+        if got.head.starts_with("POST /tokenize ") { vec![Step::Hang] } else { vec![full_response("200 OK", FINE)] }
     })
     .await;
     let mut settings = settings(&[worker.url()]);
     settings.models[0].tokens.source = TokenSourceChoice::Engine;
     settings.models[0].tokens.engine_timeout_ms = 600_000;
     let gateway = gateway(settings).await;
-    let asked = worker.asked();
+    let request_count = worker.request_count();
     let text = br#"{"model":"mock","prompt":"some text"}"#;
     let client = send(gateway.address(), "POST", PATH, "", text).await;
-    until("its tokens are asked for", || worker.asked() > asked).await;
+    until("a tokenize query was sent", || worker.request_count() > request_count).await;
     drop(client);
-    quiet(&gateway).await;
+    expect_idle(&gateway).await;
     // A request with token ids is served immediately, and the abandoned request is never sent.
     let next = request(gateway.address(), "POST", PATH, "", body().as_bytes()).await;
     assert_eq!((next.status, next.text()), (200, FINE));
-    let completions = worker.see(|seen| seen.requests.iter().filter(|got| got.head.contains(PATH)).count());
+    let completions = worker.with_seen(|seen| seen.requests.iter().filter(|got| got.head.contains(PATH)).count());
     assert_eq!(completions, 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_may_leave_within_its_own_request() {
+async fn clients_may_disconnect_within_their_request() {
     let _alone = alone().await;
-    let worker = Faulty::answering(vec![whole("200 OK", FINE)]).await;
+    let worker = FaultyWorker::responding_with(vec![full_response("200 OK", FINE)]).await;
     let gateway = gateway(settings(&[worker.url()])).await;
-    let whole = format!("POST {PATH} HTTP/1.1\r\nhost: g\r\ncontent-length: {}\r\n\r\n{}", body().len(), body());
-    for bytes in (0..whole.len()).step_by(7) {
+    let full_response =
+        format!("POST {PATH} HTTP/1.1\r\nhost: g\r\ncontent-length: {}\r\n\r\n{}", body().len(), body());
+    for bytes in (0..full_response.len()).step_by(7) {
         let mut client = Client::connect(gateway.address()).await;
-        assert!(client.say(&whole[..bytes]).await);
+        assert!(client.write(&full_response[..bytes]).await);
     }
-    quiet(&gateway).await;
-    assert_eq!(worker.asked(), 0);
-    assert_eq!(Client::ask(&gateway).await.answer().await.expect("an answer").text(), FINE);
+    expect_idle(&gateway).await;
+    assert_eq!(worker.request_count(), 0);
+    assert_eq!(Client::ask(&gateway).await.answer().await.expect("response received").text(), FINE);
 }

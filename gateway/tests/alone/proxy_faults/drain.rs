@@ -9,7 +9,7 @@ use tokio::task::JoinHandle;
 use crate::alone;
 use crate::common::proxy::{self, EVENT, PATIENCE, gateway, until};
 use crate::faults::{
-    Client, DONE, Faulty, Step, chunk, chunked_head, chunks_end, eventually, metric, router, settings,
+    Client, DONE, FaultyWorker, Step, chunk, chunked_head, chunks_end, eventually, metric, router, settings,
 };
 
 const STREAMS: usize = 500;
@@ -21,7 +21,7 @@ async fn streams(gateway: &Gateway, count: usize) -> Vec<Client> {
         clients.push(Client::ask(gateway).await);
     }
     for client in &mut clients {
-        client.has(EVENT.as_bytes()).await;
+        client.expect_body(EVENT.as_bytes()).await;
     }
     clients
 }
@@ -39,29 +39,29 @@ async fn ending(gateway: Gateway, deadline: Duration) -> JoinHandle<Drained> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn open_streams_end_unbroken() {
+async fn open_streams_end_normally_in_a_drain() {
     let _alone = alone().await;
-    let worker = Faulty::answering(steps()).await;
+    let worker = FaultyWorker::responding_with(steps()).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let router = router(&gateway);
     let clients = streams(&gateway, STREAMS).await;
     assert_eq!(router.health().leases, STREAMS);
     let ending = ending(gateway, PATIENCE).await;
     assert!(!ending.is_finished());
-    assert_eq!(router.health().leases, STREAMS, "all go on");
+    assert_eq!(router.health().leases, STREAMS, "all streams continue");
     worker.release(STREAMS);
     for client in clients {
-        let answer = client.answer().await.expect("an answer");
+        let answer = client.answer().await.expect("response received");
         assert!(answer.is_whole && answer.text() == [EVENT, DONE].concat(), "{answer:?}");
     }
-    assert_eq!(ending.await.expect("it ends"), Drained { broken: 0 });
+    assert_eq!(ending.await.expect("task ends without panic"), Drained { broken: 0 });
     assert_eq!(router.health().leases, 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_open_at_the_deadline_is_cut_and_counted() {
+async fn streams_open_at_the_deadline_are_cut_off_and_counted() {
     let _alone = alone().await;
-    let worker = Faulty::answering(steps()).await;
+    let worker = FaultyWorker::responding_with(steps()).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let router = router(&gateway);
     let clients = streams(&gateway, 20).await;
@@ -71,11 +71,11 @@ async fn what_is_open_at_the_deadline_is_cut_and_counted() {
     let drained = gateway.shutdown(Duration::from_millis(50)).await;
     assert_eq!(drained, Drained { broken: 20 });
     for client in clients {
-        let answer = client.answer().await.expect("it has begun");
+        let answer = client.answer().await.expect("response started");
         assert!(!answer.is_whole && answer.text() == EVENT, "{answer:?}");
     }
-    worker.left_alone().await;
-    until("every booking has ended", || router.health().leases == 0).await;
+    worker.wait_until_closed().await;
+    until("all bookings have ended", || router.health().leases == 0).await;
     // All gateways of a process share one metrics page.
     let other = proxy::gateway(settings(&[])).await;
     assert_eq!(metric(&other, "pointsman_gateway_streams_broken_total", &by_drain).await - broken, 20.0);

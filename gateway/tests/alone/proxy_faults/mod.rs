@@ -3,10 +3,10 @@
 //! The scripts control every byte: no step runs before the test releases it. After each case no booking may remain.
 //! Hostile clients are tested in `hostile_clients`.
 
-mod blame;
 mod bytes;
 mod clients;
 mod drain;
+mod outcomes;
 mod tenants;
 mod tokenize;
 mod workers;

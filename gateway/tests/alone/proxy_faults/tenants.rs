@@ -8,7 +8,7 @@ use pointsman_gateway::settings::{Settings, TenantSettings};
 
 use crate::alone;
 use crate::common::proxy::{Answer, FINE, FINE_JSON, gateway, request, until};
-use crate::faults::{Faulty, PATH, Step, body, eventually, quiet, router, settings, whole};
+use crate::faults::{FaultyWorker, PATH, Step, body, eventually, expect_idle, full_response, router, settings};
 
 const KEYS: [&str; 2] = ["acme-key-0123456789", "brew-key-0123456789"];
 
@@ -24,7 +24,7 @@ impl Files {
 
     fn write(&self, name: &str, content: &str) -> PathBuf {
         let file = self.0.join(name);
-        std::fs::write(&file, content).expect("it can be written");
+        std::fs::write(&file, content).expect("file written");
         file
     }
 }
@@ -51,9 +51,9 @@ async fn ask(gateway: &Gateway, headers: &str, body: &str) -> Answer {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn without_a_key_nothing_reaches_a_worker() {
+async fn requests_without_a_valid_key_reach_no_worker() {
     let _alone = alone().await;
-    let (worker, files) = (Faulty::answering(vec![whole("200 OK", FINE_JSON)]).await, Files::new());
+    let (worker, files) = (FaultyWorker::responding_with(vec![full_response("200 OK", FINE_JSON)]).await, Files::new());
     let gateway = gateway(with_tenants(settings(&[worker.url()]), &files)).await;
     let (first, second) = (KEYS[0], KEYS[1]);
     let refused = [
@@ -79,19 +79,19 @@ async fn without_a_key_nothing_reaches_a_worker() {
     let large = format!(r#"{{"model":"mock","prompt":"{}"}}"#, "x".repeat(12 << 20));
     let answer = ask(&gateway, "", &large).await;
     assert_eq!((answer.status, answer.code().as_str()), (401, "invalid_api_key"));
-    assert_eq!(worker.asked(), 0);
-    quiet(&gateway).await;
+    assert_eq!(worker.request_count(), 0);
+    expect_idle(&gateway).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_salt_of_a_tenant_s_can_be_another_one_s() {
+async fn tenants_cannot_produce_salts_of_others() {
     let _alone = alone().await;
-    let (worker, files) = (Faulty::answering(vec![whole("200 OK", FINE_JSON)]).await, Files::new());
+    let (worker, files) = (FaultyWorker::responding_with(vec![full_response("200 OK", FINE_JSON)]).await, Files::new());
     let gateway = gateway(with_tenants(settings(&[worker.url()]), &files)).await;
     let salt_of = async |key: &str, body: &str| {
         let answer = ask(&gateway, &format!("authorization: Bearer {key}\r\n"), body).await;
         assert_eq!((answer.status, answer.text()), (200, FINE_JSON), "{answer:?}");
-        let got = worker.see(|seen| seen.requests.pop().expect("it was asked"));
+        let got = worker.with_seen(|seen| seen.requests.pop().expect("request received"));
         assert_eq!(got.header("authorization"), None, "a key for the gateway is not for workers");
         assert!(!got.text().contains(key));
         let sent: serde_json::Value = serde_json::from_slice(&got.body).expect("JSON");
@@ -102,12 +102,12 @@ async fn no_salt_of_a_tenant_s_can_be_another_one_s() {
     let with = |salt: &str| format!(r#"{{"model":"mock","cache_salt":{},"prompt":[1]}}"#, serde_json::json!(salt));
     let mut theirs = vec![salt_of(KEYS[0], plain).await, salt_of(KEYS[0], &with("")).await];
     theirs.push(salt_of(KEYS[0], &with("own")).await);
-    assert_eq!(theirs[0], salt_of(KEYS[0], plain).await, "a tenant's cache is its own again");
+    assert_eq!(theirs[0], salt_of(KEYS[0], plain).await, "equal salts of a tenant share a cache");
     assert_eq!(theirs[0], salt_of(KEYS[0], r#"{"model":"mock","prompt":[1],"cache_salt": null }"#).await);
     // The second tenant sends salts that it could know or guess of the first tenant.
-    for guess in [theirs.clone(), ["acme", "own", "", "\0acme", "\",\"x\":\""].map(str::to_owned).to_vec()].concat() {
-        let own = salt_of(KEYS[1], &with(&guess)).await;
-        assert!(own != guess && !theirs.contains(&own), "{guess}");
+    for forged in [theirs.clone(), ["acme", "own", "", "\0acme", "\",\"x\":\""].map(str::to_owned).to_vec()].concat() {
+        let own = salt_of(KEYS[1], &with(&forged)).await;
+        assert!(own != forged && !theirs.contains(&own), "{forged}");
     }
     let own = salt_of(KEYS[1], plain).await;
     assert!(!theirs.contains(&own));
@@ -117,16 +117,17 @@ async fn no_salt_of_a_tenant_s_can_be_another_one_s() {
         let answer = ask(&gateway, &format!("authorization: Bearer {}\r\n", KEYS[1]), &body).await;
         assert_eq!((answer.status, answer.code().as_str()), (400, "duplicate_field"));
     }
-    quiet(&gateway).await;
+    expect_idle(&gateway).await;
 }
 
 /// One worker serves one request at a time. Twelve requests of acme wait when two of brew arrive: the tenants
 /// alternate. Deadlines on acme's requests change nothing, because acme has no right to a priority.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn tenants_take_turns_in_the_queue_whatever_their_deadlines() {
+async fn tenants_alternate_in_the_queue_regardless_of_deadlines() {
     let _alone = alone().await;
     for deadline in ["", "x-pointsman-deadline-ms: 3600000\r\n"] {
-        let (worker, files) = (Faulty::answering(vec![Step::Wait, whole("200 OK", FINE)]).await, Files::new());
+        let (worker, files) =
+            (FaultyWorker::responding_with(vec![Step::Wait, full_response("200 OK", FINE)]).await, Files::new());
         let mut settings = with_tenants(settings(&[worker.url()]), &files);
         settings.models[0].router.queue.threshold = Some(0.0);
         let gateway = gateway(settings).await;
@@ -140,20 +141,20 @@ async fn tenants_take_turns_in_the_queue_whatever_their_deadlines() {
         let waiting =
             async || router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum::<u64>();
         send(KEYS[0], deadline);
-        until("the first is being served", || worker.asked() == 1).await;
+        until("the first is being served", || worker.request_count() == 1).await;
         (0..12).for_each(|_| send(KEYS[0], deadline));
-        eventually("acme's others wait", async || waiting().await == 12).await;
+        eventually("further requests of the first tenant wait", async || waiting().await == 12).await;
         (0..2).for_each(|_| send(KEYS[1], ""));
-        eventually("brew's wait behind them", async || waiting().await == 14).await;
+        eventually("requests of the second tenant wait behind them", async || waiting().await == 14).await;
         worker.release(15);
         for client in clients {
             let answer = client.await.expect("no panic");
             assert_eq!((answer.status, answer.text()), (200, FINE));
         }
         let salt = |body: &[u8]| serde_json::from_slice::<serde_json::Value>(body).expect("JSON")["cache_salt"].clone();
-        let salts: Vec<_> = worker.see(|seen| seen.requests.iter().map(|got| salt(&got.body)).collect());
+        let salts: Vec<_> = worker.with_seen(|seen| seen.requests.iter().map(|got| salt(&got.body)).collect());
         let of_brew: Vec<_> = (0..salts.len()).filter(|place| salts[*place] != salts[0]).collect();
-        assert_eq!((salts.len(), of_brew), (15, vec![2, 4]), "turn by turn, {deadline:?}");
-        quiet(&gateway).await;
+        assert_eq!((salts.len(), of_brew), (15, vec![2, 4]), "alternating tenants, {deadline:?}");
+        expect_idle(&gateway).await;
     }
 }

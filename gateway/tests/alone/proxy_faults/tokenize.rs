@@ -8,26 +8,26 @@ use pointsman_gateway::settings::{Settings, TokenSourceChoice};
 
 use crate::alone;
 use crate::common::proxy::{FINE_JSON, gateway, request};
-use crate::faults::{Faulty, PATH, Step, eventually, quiet, router, settings, whole};
+use crate::faults::{FaultyWorker, PATH, Step, eventually, expect_idle, full_response, router, settings};
 
 /// Number of consecutive requests.
 const REQUESTS: usize = 24;
 
 /// A worker that serves requests, and serves `/tokenize` or hangs on it.
-async fn worker(tokenizes: bool) -> Faulty {
-    Faulty::start(Vec::new(), move |_, got| match got.head.starts_with("POST /tokenize ") {
-        true if tokenizes => vec![whole("200 OK", r#"{"tokens":[1,2,3]}"#)],
+async fn worker(tokenizes: bool) -> FaultyWorker {
+    FaultyWorker::start(Vec::new(), move |_, got| match got.head.starts_with("POST /tokenize ") {
+        true if tokenizes => vec![full_response("200 OK", r#"{"tokens":[1,2,3]}"#)],
         true => vec![Step::Hang],
-        false => vec![whole("200 OK", FINE_JSON)],
+        false => vec![full_response("200 OK", FINE_JSON)],
     })
     .await
 }
 
-fn tokenized(worker: &Faulty) -> usize {
-    worker.see(|seen| seen.requests.iter().filter(|got| got.head.starts_with("POST /tokenize ")).count())
+fn tokenized(worker: &FaultyWorker) -> usize {
+    worker.with_seen(|seen| seen.requests.iter().filter(|got| got.head.starts_with("POST /tokenize ")).count())
 }
 
-fn with_engine_tokens(workers: &[&Faulty]) -> Settings {
+fn with_engine_tokens(workers: &[&FaultyWorker]) -> Settings {
     let urls: Vec<String> = workers.iter().map(|worker| worker.url()).collect();
     let mut settings = settings(&urls);
     settings.models[0].tokens.source = TokenSourceChoice::Engine;
@@ -45,7 +45,7 @@ async fn send_all(address: std::net::SocketAddr) {
 
 /// Regression: with one of four engines stopped, a quarter of all requests waited half of `engine_timeout_ms` for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_whose_tokenizer_hangs_is_sent_one_prompt_for_each_pause() {
+async fn a_hanging_tokenizer_receives_one_prompt_per_pause() {
     let _alone = alone().await;
     let (hung, well) = (worker(false).await, worker(true).await);
     let gateway = gateway(with_engine_tokens(&[&hung, &well])).await;
@@ -55,11 +55,11 @@ async fn a_worker_whose_tokenizer_hangs_is_sent_one_prompt_for_each_pause() {
     let pauses = 1 + begun.elapsed().as_secs() as usize / 10;
     assert!((1..=pauses).contains(&tokenized(&hung)), "{} times", tokenized(&hung));
     assert_eq!(tokenized(&well), REQUESTS);
-    quiet(&gateway).await;
+    expect_idle(&gateway).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_ejected_worker_is_sent_no_prompt_to_tokenise() {
+async fn ejected_workers_receive_no_tokenize_queries() {
     let _alone = alone().await;
     let (ejected, well) = (worker(true).await, worker(true).await);
     let mut settings = with_engine_tokens(&[&ejected, &well]);
@@ -68,14 +68,14 @@ async fn an_ejected_worker_is_sent_no_prompt_to_tokenise() {
     let gateway = gateway(settings).await;
     let router = router(&gateway);
     let workers = router.workers();
-    let entry = workers.iter().find(|entry| entry.config.endpoint == ejected.url()).expect("it is there");
+    let entry = workers.iter().find(|entry| entry.config.endpoint == ejected.url()).expect("it exists");
     (0..2).for_each(|_| router.report_outcome(entry.ranks[0], Outcome::Timeout));
-    eventually("it is ejected", async || {
+    eventually("the rank is ejected", async || {
         let health = router.rank_health().await.expect("the router is up");
         health.iter().any(|health| matches!(health.state, HealthState::Ejected { .. }))
     })
     .await;
     send_all(gateway.address()).await;
     assert_eq!((tokenized(&ejected), tokenized(&well)), (0, REQUESTS));
-    tokio::time::timeout(Duration::from_secs(60), quiet(&gateway)).await.expect("in time");
+    tokio::time::timeout(Duration::from_secs(60), expect_idle(&gateway)).await.expect("completed before the timeout");
 }

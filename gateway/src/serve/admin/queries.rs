@@ -20,13 +20,13 @@ use serde_json::{Value, json};
 use super::error;
 use super::extract::{Body, Id, ModelAt};
 use super::views::worker_ids_as_text;
-use crate::openai::{ApiError, AskedPrompt, ChatParts, ErrorType};
+use crate::openai::{ApiError, ChatParts, ClientPrompt, ErrorType};
 use crate::prompt::TokenSource;
 
 /// A prompt in one of three forms, with the other inputs of a decision.
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub(super) struct Question {
+pub(super) struct DecisionQuery {
     tokens: Option<Vec<u32>>,
     prompt: Option<String>,
     messages: Option<Box<RawValue>>,
@@ -44,7 +44,7 @@ pub(super) struct Question {
     expected_output_tokens: Option<u32>,
     output_tokens_max: Option<u32>,
     allowed_workers: Option<BTreeSet<Id>>,
-    pin: Option<PinAt>,
+    pin: Option<PinInput>,
     required_taints: BTreeSet<String>,
     preferred_taints: BTreeMap<String, f64>,
     overrides: RouterConfigOverride,
@@ -53,7 +53,7 @@ pub(super) struct Question {
 /// A [`Pin`] whose id may be a string.
 #[derive(Clone, Copy, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct PinAt {
+struct PinInput {
     worker: Id,
     #[serde(default)]
     rank: Option<u32>,
@@ -61,9 +61,9 @@ struct PinAt {
     mode: PinMode,
 }
 
-impl Question {
+impl DecisionQuery {
     /// Takes the prompt.
-    fn take_prompt(&mut self) -> Result<AskedPrompt, ApiError> {
+    fn take_prompt(&mut self) -> Result<ClientPrompt, ApiError> {
         let bytes = |json: Box<RawValue>| Bytes::from(Box::<str>::from(json).into_boxed_bytes());
         let chat_only = ChatParts {
             tools: self.tools.take().map(bytes),
@@ -75,12 +75,12 @@ impl Question {
         };
         match (self.tokens.take(), self.prompt.take(), self.messages.take()) {
             (None, None, Some(messages)) => {
-                Ok(AskedPrompt::Chat(Box::new(ChatParts { messages: bytes(messages), ..chat_only })))
+                Ok(ClientPrompt::Chat(Box::new(ChatParts { messages: bytes(messages), ..chat_only })))
             }
-            (Some(ids), None, None) if chat_only == ChatParts::default() => Ok(AskedPrompt::Tokens(ids)),
-            (None, Some(text), None) if chat_only == ChatParts::default() => Ok(AskedPrompt::Text(text)),
+            (Some(ids), None, None) if chat_only == ChatParts::default() => Ok(ClientPrompt::Tokens(ids)),
+            (None, Some(text), None) if chat_only == ChatParts::default() => Ok(ClientPrompt::Text(text)),
             (Some(_), None, None) | (None, Some(_), None) => {
-                let message = "tools, documents and settings of a chat template go with messages only";
+                let message = "tools, documents and settings of a chat template require messages";
                 Err(ApiError::invalid("invalid_prompt", None, message))
             }
             (None, None, None) | (Some(_), Some(_), _) | (Some(_), None, Some(_)) | (None, Some(_), Some(_)) => {
@@ -91,7 +91,7 @@ impl Question {
     }
 
     fn constraints(&self) -> Constraints {
-        let pin = |PinAt { worker: Id(worker), rank, mode }| Pin { worker, rank, mode };
+        let pin = |PinInput { worker: Id(worker), rank, mode }| Pin { worker, rank, mode };
         let allowed = |ids: &BTreeSet<Id>| ids.iter().map(|Id(worker)| *worker).collect();
         Constraints {
             allowed_workers: self.allowed_workers.as_ref().map(allowed),
@@ -122,34 +122,34 @@ impl Question {
 
 pub(super) async fn explain(
     ModelAt(model): ModelAt,
-    Body(mut question): Body<Question>,
+    Body(mut query): Body<DecisionQuery>,
 ) -> Result<Json<Value>, ApiError> {
-    let prompt = question.take_prompt()?;
-    let tokens = model.tokens.of(&prompt, question.lora_name.as_deref().unwrap_or(&model.settings.name)).await;
-    let request = question.request(&tokens.ids);
+    let prompt = query.take_prompt()?;
+    let tokens = model.tokens.of(&prompt, query.lora_name.as_deref().unwrap_or(&model.settings.name)).await;
+    let request = query.request(&tokens.ids);
     let explanation = model.router.explain(request).await.map_err(route_error)?;
     answer("explanation", &explanation, tokens.source, tokens.ids.len())
 }
 
 pub(super) async fn overlap(
     ModelAt(model): ModelAt,
-    Body(mut question): Body<Question>,
+    Body(mut query): Body<DecisionQuery>,
 ) -> Result<Json<Value>, ApiError> {
-    let prompt = question.take_prompt()?;
-    let tokens = model.tokens.of(&prompt, question.lora_name.as_deref().unwrap_or(&model.settings.name)).await;
-    let request = question.request(&tokens.ids);
+    let prompt = query.take_prompt()?;
+    let tokens = model.tokens.of(&prompt, query.lora_name.as_deref().unwrap_or(&model.settings.name)).await;
+    let request = query.request(&tokens.ids);
     let scores = model.router.overlap_scores(request, true).await.map_err(route_error)?;
     answer("overlap", &scores, tokens.source, tokens.ids.len())
 }
 
 fn answer(name: &str, answer: &impl Serialize, source: TokenSource, tokens: usize) -> Result<Json<Value>, ApiError> {
-    let mut answer = written(answer)?;
+    let mut answer = to_json(answer)?;
     worker_ids_as_text(&mut answer);
     Ok(Json(json!({ "tokens_source": source.name(), "tokens": tokens, name: answer })))
 }
 
 /// A value as JSON. Fails only for file names that are not UTF-8.
-pub(super) fn written(value: &impl Serialize) -> Result<Value, ApiError> {
+pub(super) fn to_json(value: &impl Serialize) -> Result<Value, ApiError> {
     serde_json::to_value(value)
         .map_err(|what| error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", what.to_string()))
 }
@@ -164,35 +164,35 @@ pub(super) fn route_error(error: RouteError) -> ApiError {
 mod tests {
     use super::*;
 
-    fn prompt(json: &str) -> Result<AskedPrompt, String> {
-        let mut question: Question = serde_json::from_str(json).map_err(|error| error.to_string())?;
-        question.take_prompt().map_err(|error| error.message)
+    fn prompt(json: &str) -> Result<ClientPrompt, String> {
+        let mut query: DecisionQuery = serde_json::from_str(json).map_err(|error| error.to_string())?;
+        query.take_prompt().map_err(|error| error.message)
     }
 
     #[test]
     fn a_prompt_has_one_of_three_forms() {
-        assert_eq!(prompt(r#"{"tokens":[1,2]}"#), Ok(AskedPrompt::Tokens(vec![1, 2])));
-        assert_eq!(prompt(r#"{"prompt":"a","cache_salt":"s"}"#), Ok(AskedPrompt::Text("a".to_owned())));
+        assert_eq!(prompt(r#"{"tokens":[1,2]}"#), Ok(ClientPrompt::Tokens(vec![1, 2])));
+        assert_eq!(prompt(r#"{"prompt":"a","cache_salt":"s"}"#), Ok(ClientPrompt::Text("a".to_owned())));
         let chat = ChatParts {
             messages: Bytes::from_static(br#"[{"role": "user"}]"#),
             tools: Some(Bytes::from_static(b"[]")),
             add_generation_prompt: Some(false),
             ..ChatParts::default()
         };
-        let asked = prompt(r#"{"messages":[{"role": "user"}],"tools":[],"add_generation_prompt":false}"#);
-        assert_eq!(asked, Ok(AskedPrompt::Chat(Box::new(chat))), "as it was written");
+        let parsed = prompt(r#"{"messages":[{"role": "user"}],"tools":[],"add_generation_prompt":false}"#);
+        assert_eq!(parsed, Ok(ClientPrompt::Chat(Box::new(chat))), "messages are unchanged");
         for (wrong, rule) in [
             ("{}", "one of tokens"),
             (r#"{"tokens":[],"prompt":""}"#, "one of tokens"),
             (r#"{"tokens":[],"messages":[]}"#, "one of tokens"),
             (r#"{"prompt":"","messages":[]}"#, "one of tokens"),
-            (r#"{"prompt":"","tools":[]}"#, "with messages only"),
+            (r#"{"prompt":"","tools":[]}"#, "require messages"),
             (r#"{"tokens":[-1]}"#, "u32"),
             (r#"{"tokens":[1],"tokens":[2]}"#, "duplicate field"),
             (r#"{"tokens":[1],"model":"m"}"#, "unknown field `model`"),
             (r#"{"tokens":[1],"pin":{"worker":"x"}}"#, "a worker's id"),
         ] {
-            let error = prompt(wrong).expect_err("must be refused");
+            let error = prompt(wrong).expect_err("rejected");
             assert!(error.contains(rule), "{wrong}: {error}");
         }
     }

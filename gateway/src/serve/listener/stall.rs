@@ -11,19 +11,19 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 
 /// Fails writes after the other side has read nothing for too long.
-pub(super) struct Takes<S> {
+pub(super) struct StallGuard<S> {
     stream: S,
     stall_max: Duration,
     /// Set while the other side reads nothing.
     alarm: Option<Pin<Box<Sleep>>>,
 }
 
-impl<S> Takes<S> {
+impl<S> StallGuard<S> {
     pub(super) fn new(stream: S, stall_max: Duration) -> Self {
         Self { stream, stall_max, alarm: None }
     }
 
-    fn unless_stalled<T>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    fn check_stall<T>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if written.is_ready() {
             self.alarm = None;
             return written;
@@ -34,7 +34,7 @@ impl<S> Takes<S> {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Takes<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for StallGuard<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -44,10 +44,10 @@ impl<S: AsyncRead + Unpin> AsyncRead for Takes<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Takes<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for StallGuard<S> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(context, bytes);
-        self.unless_stalled(context, written)
+        self.check_stall(context, written)
     }
 
     fn poll_write_vectored(
@@ -56,7 +56,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Takes<S> {
         bytes: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write_vectored(context, bytes);
-        self.unless_stalled(context, written)
+        self.check_stall(context, written)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -65,12 +65,12 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Takes<S> {
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = Pin::new(&mut self.stream).poll_flush(context);
-        self.unless_stalled(context, flushed)
+        self.check_stall(context, flushed)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let ended = Pin::new(&mut self.stream).poll_shutdown(context);
-        self.unless_stalled(context, ended)
+        self.check_stall(context, ended)
     }
 }
 
@@ -84,21 +84,21 @@ mod tests {
     const STALL_MAX: Duration = Duration::from_secs(10);
 
     #[tokio::test(start_paused = true)]
-    async fn who_takes_nothing_is_given_up_and_who_takes_little_is_not() {
+    async fn stalled_readers_fail_and_slow_readers_do_not() {
         let (ours, mut theirs) = duplex(4);
-        let mut ours = Takes::new(ours, STALL_MAX);
+        let mut ours = StallGuard::new(ours, STALL_MAX);
         let slow = tokio::spawn(async move {
             let mut bytes = [0; 4];
             for _ in 0..5 {
                 sleep(STALL_MAX - Duration::from_secs(1)).await;
-                theirs.read_exact(&mut bytes).await.expect("it goes on");
+                theirs.read_exact(&mut bytes).await.expect("reads succeed");
             }
             theirs
         });
-        ours.write_all(&[0; 24]).await.expect("they take it, bit by bit");
-        let theirs = slow.await.expect("it ends");
+        ours.write_all(&[0; 24]).await.expect("slow reads count as progress");
+        let theirs = slow.await.expect("task ends without panic");
         let stalled = Instant::now();
-        let error = ours.write_all(&[0; 24]).await.expect_err("nobody takes it");
+        let error = ours.write_all(&[0; 24]).await.expect_err("write stalls");
         assert_eq!((error.kind(), stalled.elapsed()), (io::ErrorKind::TimedOut, STALL_MAX));
         drop(theirs);
     }

@@ -53,7 +53,7 @@ impl Endpoint {
 
 /// Prompt in the client's form.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum AskedPrompt {
+pub enum ClientPrompt {
     /// Token ids.
     Tokens(Vec<u32>),
     /// Text.
@@ -88,19 +88,19 @@ pub struct ChatParts {
 /// A request body and its parsed routing fields.
 ///
 /// ```
-/// use pointsman_gateway::openai::{Ask, AskedPrompt, Edits, Endpoint};
+/// use pointsman_gateway::openai::{ClientPrompt, Edits, Endpoint, RequestBody};
 ///
 /// let body = r#"{"model": "chat", "prompt": [1, 2, 3], "max_tokens": 5}"#;
-/// let ask = Ask::parse(Endpoint::Completions, body.into())?;
-/// assert_eq!(ask.model.as_deref(), Some("chat"));
-/// assert_eq!(ask.prompt, AskedPrompt::Tokens(vec![1, 2, 3]));
-/// assert_eq!(ask.body(Edits::default()), body);
-/// let sent = ask.body(Edits { model: Some("base"), ..Edits::default() });
+/// let parsed = RequestBody::parse(Endpoint::Completions, body.into())?;
+/// assert_eq!(parsed.model.as_deref(), Some("chat"));
+/// assert_eq!(parsed.prompt, ClientPrompt::Tokens(vec![1, 2, 3]));
+/// assert_eq!(parsed.body(Edits::default()), body);
+/// let sent = parsed.body(Edits { model: Some("base"), ..Edits::default() });
 /// assert_eq!(sent, r#"{"model": "base", "prompt": [1, 2, 3], "max_tokens": 5}"#);
 /// # Ok::<(), pointsman_gateway::openai::ApiError>(())
 /// ```
 #[derive(Clone)]
-pub struct Ask {
+pub struct RequestBody {
     /// Requested endpoint.
     pub endpoint: Endpoint,
     /// Model name from the client; not empty.
@@ -114,7 +114,7 @@ pub struct Ask {
     /// Maximum output tokens of one choice. Values above `u32` saturate.
     pub output_tokens_max: Option<u32>,
     /// The prompt.
-    pub prompt: AskedPrompt,
+    pub prompt: ClientPrompt,
     body: Bytes,
     spans: Spans,
 }
@@ -139,7 +139,7 @@ pub struct Edits<'a> {
     pub cache_salt: Option<&'a str>,
 }
 
-impl Ask {
+impl RequestBody {
     /// Parses a body.
     ///
     /// # Errors
@@ -206,7 +206,7 @@ impl Ask {
 
 impl Spans {
     fn of(fields: &Fields<'_>, body: &[u8]) -> Self {
-        let opens = body.iter().position(|byte| *byte == b'{').expect("the body is an object");
+        let opens = body.iter().position(|byte| *byte == b'{').expect("the body is a JSON object");
         let places = [
             fields.routed_dp_rank,
             fields.data_parallel_rank,
@@ -229,13 +229,13 @@ impl Spans {
 }
 
 fn quoted(text: &str) -> String {
-    serde_json::to_string(text).expect("text is written to memory")
+    serde_json::to_string(text).expect("strings serialize to JSON")
 }
 
 /// Omits prompt and salt for confidentiality.
-impl fmt::Debug for Ask {
+impl fmt::Debug for RequestBody {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Ask")
+        f.debug_struct("RequestBody")
             .field("endpoint", &self.endpoint)
             .field("model", &self.model)
             .field("stream", &self.stream)

@@ -3,23 +3,24 @@
 use axum::body::Bytes;
 use proptest::prelude::*;
 
-use crate::openai::{ApiError, Ask, AskedPrompt, ChatParts, Edits, Endpoint};
+use crate::openai::{ApiError, ChatParts, ClientPrompt, Edits, Endpoint, RequestBody};
 
 const ALL: [Endpoint; 4] = [Endpoint::Chat, Endpoint::Completions, Endpoint::Embeddings, Endpoint::Responses];
 
-fn ask(endpoint: Endpoint, body: &str) -> Ask {
-    Ask::parse(endpoint, Bytes::copy_from_slice(body.as_bytes())).unwrap_or_else(|error| panic!("{body}: {error}"))
+fn parse(endpoint: Endpoint, body: &str) -> RequestBody {
+    RequestBody::parse(endpoint, Bytes::copy_from_slice(body.as_bytes()))
+        .unwrap_or_else(|error| panic!("{body}: {error}"))
 }
 
 fn refused(endpoint: Endpoint, body: impl AsRef<[u8]>) -> ApiError {
     let body = Bytes::copy_from_slice(body.as_ref());
-    let error = Ask::parse(endpoint, body.clone()).expect_err("is refused");
+    let error = RequestBody::parse(endpoint, body.clone()).expect_err("rejected");
     assert_eq!(error.status.as_u16(), 400, "{body:?}");
     error
 }
 
-fn prompt(endpoint: Endpoint, body: &str) -> AskedPrompt {
-    ask(endpoint, body).prompt
+fn prompt(endpoint: Endpoint, body: &str) -> ClientPrompt {
+    parse(endpoint, body).prompt
 }
 
 fn chat(messages: &str) -> ChatParts {
@@ -32,31 +33,31 @@ fn part(json: &'static str) -> Option<Bytes> {
 
 #[test]
 fn common_fields_are_read() {
-    let asked = ask(
+    let parsed = parse(
         Endpoint::Chat,
         r#" {"messages":[], "mod\u0065l":"a/b", "stream":true, "cache_salt":"s\n", "session_id":"c7", "max_tokens":9,
              "max_completion_tokens":5, "temperature":1e-3, "logit_bias":{"5":[1,{}]}} "#,
     );
-    assert_eq!(asked.model.as_deref(), Some("a/b"));
-    assert!(asked.stream);
-    assert_eq!(asked.cache_salt.as_deref(), Some("s\n"));
-    assert_eq!(asked.session_id.as_deref(), Some("c7"));
-    assert_eq!(asked.output_tokens_max, Some(5));
+    assert_eq!(parsed.model.as_deref(), Some("a/b"));
+    assert!(parsed.stream);
+    assert_eq!(parsed.cache_salt.as_deref(), Some("s\n"));
+    assert_eq!(parsed.session_id.as_deref(), Some("c7"));
+    assert_eq!(parsed.output_tokens_max, Some(5));
 
-    let nulls = ask(
+    let nulls = parse(
         Endpoint::Chat,
         r#"{"messages":[],"model":null,"stream":null,"cache_salt":null,"session_id":null,"max_tokens":null,
             "tools":null,"documents":null,"chat_template":null,"chat_template_kwargs":null,"reasoning_effort":null,
             "add_generation_prompt":null,"continue_final_message":null,"kv_transfer_params":null}"#,
     );
     assert_eq!((nulls.model.as_deref(), nulls.stream, nulls.output_tokens_max), (None, false, None));
-    assert_eq!(nulls.prompt, AskedPrompt::Chat(Box::new(chat("[]"))));
+    assert_eq!(nulls.prompt, ClientPrompt::Chat(Box::new(chat("[]"))));
 }
 
 #[test]
 fn output_limit_field_depends_on_the_endpoint() {
     let limits = r#""max_tokens":1,"max_completion_tokens":2,"max_output_tokens":3"#;
-    let of = |endpoint, rest: &str| ask(endpoint, &format!("{{{limits},{rest}}}")).output_tokens_max;
+    let of = |endpoint, rest: &str| parse(endpoint, &format!("{{{limits},{rest}}}")).output_tokens_max;
     assert_eq!(of(Endpoint::Chat, r#""messages":[]"#), Some(2));
     assert_eq!(of(Endpoint::Completions, r#""prompt":"x""#), Some(1));
     assert_eq!(of(Endpoint::Embeddings, r#""input":"x""#), None);
@@ -64,19 +65,19 @@ fn output_limit_field_depends_on_the_endpoint() {
     let numbers = [("0", 0), ("5.0", 5), ("1e3", 1000), ("4294967295", u32::MAX), ("99999999999999999999", u32::MAX)];
     for (number, count) in numbers {
         let body = format!(r#"{{"prompt":"x","max_tokens":{number}}}"#);
-        assert_eq!(ask(Endpoint::Completions, &body).output_tokens_max, Some(count), "{number}");
+        assert_eq!(parse(Endpoint::Completions, &body).output_tokens_max, Some(count), "{number}");
     }
 }
 
 #[test]
 fn prompt_lists_use_their_first_element() {
-    let text = |text: &str| AskedPrompt::Text(text.to_owned());
+    let text = |text: &str| ClientPrompt::Text(text.to_owned());
     let cases = [
         (r#""a\u00e9\n""#, text("aé\n")),
         (r#"["a", "b"]"#, text("a")),
-        ("[1, 2 ,4294967295]", AskedPrompt::Tokens(vec![1, 2, u32::MAX])),
-        (" [ [7,8] , [9] ] ", AskedPrompt::Tokens(vec![7, 8])),
-        ("[[]]", AskedPrompt::Tokens(Vec::new())),
+        ("[1, 2 ,4294967295]", ClientPrompt::Tokens(vec![1, 2, u32::MAX])),
+        (" [ [7,8] , [9] ] ", ClientPrompt::Tokens(vec![7, 8])),
+        ("[[]]", ClientPrompt::Tokens(Vec::new())),
         (r#""""#, text("")),
     ];
     for (json, expected) in cases {
@@ -112,9 +113,9 @@ fn chat_fields_are_forwarded_unchanged() {
         has_own_template: true,
         ..chat(r#"[ {"role":"user","content":"\ud800 hi"} ]"#)
     };
-    assert_eq!(prompt(Endpoint::Chat, body), AskedPrompt::Chat(Box::new(expected)));
+    assert_eq!(prompt(Endpoint::Chat, body), ClientPrompt::Chat(Box::new(expected)));
     let embedded = ChatParts { add_generation_prompt: Some(false), ..chat("[1]") };
-    assert_eq!(prompt(Endpoint::Embeddings, r#"{"messages":[1]}"#), AskedPrompt::Chat(Box::new(embedded)));
+    assert_eq!(prompt(Endpoint::Embeddings, r#"{"messages":[1]}"#), ClientPrompt::Chat(Box::new(embedded)));
 }
 
 #[test]
@@ -133,12 +134,12 @@ fn responses_become_chats() {
         ),
     ];
     for (fields, messages) in cases {
-        let expected = AskedPrompt::Chat(Box::new(chat(messages)));
+        let expected = ClientPrompt::Chat(Box::new(chat(messages)));
         assert_eq!(prompt(Endpoint::Responses, &format!("{{{fields}}}")), expected, "{fields}");
     }
     let effort = prompt(Endpoint::Responses, r#"{"input":[],"reasoning":{"effort":"high","summary":null}}"#);
     let expected = ChatParts { reasoning_effort: part("\"high\""), ..chat("[]") };
-    assert_eq!(effort, AskedPrompt::Chat(Box::new(expected)));
+    assert_eq!(effort, ClientPrompt::Chat(Box::new(expected)));
 }
 
 #[test]
@@ -167,10 +168,10 @@ fn prompts_without_tokens_have_a_reason() {
         (Endpoint::Responses, r#"{"input":[{"role":"user","content":[{"type":"input_image"}]},5]}"#, "multimodal"),
     ];
     for (endpoint, body, reason) in cases {
-        assert_eq!(prompt(endpoint, body), AskedPrompt::Opaque(reason), "{body}");
+        assert_eq!(prompt(endpoint, body), ClientPrompt::Opaque(reason), "{body}");
     }
     let usual = r#"{"prompt":"x","add_special_tokens":true,"suffix":null,"extra_key":null}"#;
-    assert_eq!(prompt(Endpoint::Completions, usual), AskedPrompt::Text("x".to_owned()));
+    assert_eq!(prompt(Endpoint::Completions, usual), ClientPrompt::Text("x".to_owned()));
 }
 
 #[test]
@@ -243,17 +244,17 @@ fn bodies_other_than_json_objects_are_rejected() {
 #[test]
 fn nesting_is_limited_in_forwarded_fields() {
     let nested = |depth: usize| format!("{{\"messages\":{}\"]\\\"[\"{}}}", "[".repeat(depth), "]".repeat(depth));
-    assert!(Ask::parse(Endpoint::Chat, nested(127).into()).is_ok());
+    assert!(RequestBody::parse(Endpoint::Chat, nested(127).into()).is_ok());
     assert_eq!(refused(Endpoint::Chat, nested(128)).code, "too_deep");
     assert_eq!(refused(Endpoint::Chat, nested(1_000_000)).code, "too_deep");
     let in_text = format!("{{\"messages\":[\"{}\"]}}", "[".repeat(1000));
-    assert!(Ask::parse(Endpoint::Chat, in_text.into()).is_ok());
+    assert!(RequestBody::parse(Endpoint::Chat, in_text.into()).is_ok());
 }
 
 #[test]
-fn content_is_not_shown() {
-    let asked = ask(Endpoint::Completions, r#"{"prompt":"hush","cache_salt":"hush"}"#);
-    let shown = format!("{asked:?} {:?}", Edits { cache_salt: Some("hush"), ..Edits::default() });
+fn debug_output_hides_content() {
+    let parsed = parse(Endpoint::Completions, r#"{"prompt":"hush","cache_salt":"hush"}"#);
+    let shown = format!("{parsed:?} {:?}", Edits { cache_salt: Some("hush"), ..Edits::default() });
     assert!(!shown.contains("hush"), "{shown}");
 }
 
@@ -273,10 +274,10 @@ const BODIES: [(Endpoint, &str); 4] = [
 
 proptest! {
     #[test]
-    fn no_bytes_do_harm(body in proptest::collection::vec(any::<u8>(), 0..64)) {
+    fn arbitrary_bytes_never_panic(body in proptest::collection::vec(any::<u8>(), 0..64)) {
         for endpoint in ALL {
-            if let Ok(asked) = Ask::parse(endpoint, Bytes::from(body.clone())) {
-                drop(asked.body(Edits { model: Some("m"), cache_salt: Some("s") }));
+            if let Ok(parsed) = RequestBody::parse(endpoint, Bytes::from(body.clone())) {
+                drop(parsed.body(Edits { model: Some("m"), cache_salt: Some("s") }));
             }
         }
     }
@@ -297,12 +298,12 @@ proptest! {
                 _ => drop(body.remove(at)),
             }
         }
-        match Ask::parse(endpoint, Bytes::from(body)) {
-            Ok(asked) => {
-                let edited = asked.body(Edits { model: Some("m"), cache_salt: Some("s") });
-                let again = Ask::parse(endpoint, edited).expect("what was read is read again");
+        match RequestBody::parse(endpoint, Bytes::from(body)) {
+            Ok(parsed) => {
+                let edited = parsed.body(Edits { model: Some("m"), cache_salt: Some("s") });
+                let again = RequestBody::parse(endpoint, edited).expect("edited bodies parse");
                 prop_assert_eq!(again.model.as_deref(), Some("m"));
-                prop_assert_eq!(again.prompt, asked.prompt);
+                prop_assert_eq!(again.prompt, parsed.prompt);
             }
             Err(error) => prop_assert_eq!(error.status.as_u16(), 400),
         }
