@@ -17,11 +17,12 @@ use std::time::Duration;
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use pointsman::config::{LoadConfig, RouterConfig};
 use pointsman::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks, RankLoad};
+use pointsman::policy::CostFacts;
 use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::schedule::{
     Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, RankCells, Request, Schedule,
 };
-use pointsman::select::{CostFacts, Draw, RankOverlap, TierOverlap};
+use pointsman::select::{Draw, RankOverlap, TierOverlap};
 
 const NOW: Timestamp = Timestamp(0);
 const BLOCKS: u64 = 190;

@@ -146,7 +146,7 @@ impl Rejection {
             Self::UnknownRank(_) | Self::Pinned { refused_by: None, .. } => ErrorKind::NotFound,
             Self::AllOverloaded { .. } | Self::Backpressure(_) => ErrorKind::ResourceExhausted,
             Self::Pinned { refused_by: Some(filter), .. } => match filter {
-                Filter::Allowed | Filter::Pin | Filter::RequiredTaints => ErrorKind::InvalidArgument,
+                Filter::Allowed | Filter::Pin | Filter::RequiredTaints | Filter::Custom => ErrorKind::InvalidArgument,
                 Filter::Overloaded | Filter::Busy => ErrorKind::ResourceExhausted,
                 // The rank was excluded after a failure, so a later retry may succeed.
                 Filter::Excluded
@@ -158,7 +158,7 @@ impl Rejection {
             },
             Self::DeadlineExceeded { .. } => ErrorKind::DeadlineExceeded,
             Self::UnknownClass(_) => ErrorKind::InvalidArgument,
-            Self::Selector(_) => ErrorKind::Internal,
+            Self::Policy(_) => ErrorKind::Internal,
         }
     }
 }

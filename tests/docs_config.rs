@@ -10,8 +10,8 @@ use std::path::Path;
 
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, UncachedBucket};
+use pointsman::policy::Policy;
 use pointsman::policy::PolicyConfig;
-use pointsman::select::Policy;
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::{Value, json};
 

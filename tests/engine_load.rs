@@ -9,9 +9,10 @@ use std::time::Duration;
 
 use pointsman::engine_load::{EngineLoadFact, EngineReading};
 use pointsman::error::RouteError;
+use pointsman::policy::{RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::schedule::Rejection;
-use pointsman::select::{Filter, Selection, WorkerSelector};
+use pointsman::select::Filter;
 use pointsman::{Prompt, RouteRequest, Router, RouterConfig};
 
 use crate::common::{config, rank, router};
@@ -97,20 +98,20 @@ async fn who_waits_is_sent_when_an_engine_falls_silent_or_empties() {
 }
 
 #[tokio::test]
-async fn a_selector_sees_what_engines_say() {
+async fn a_custom_policy_reads_engine_loads() {
     struct LeastWaiting(Mutex<Vec<Option<u32>>>);
 
-    impl WorkerSelector for LeastWaiting {
-        fn select(&self, selection: &Selection<'_>) -> Option<usize> {
-            let waiting = selection.candidates.iter().map(|candidate| candidate.engine_load?.waiting);
+    impl RankPolicy for LeastWaiting {
+        fn choose(&self, _: &RequestFacts<'_>, ranks: &dyn RankTable) -> Option<usize> {
+            let waiting = (0..ranks.len()).map(|index| ranks.candidate(index).engine_load?.waiting);
             let mut seen = self.0.lock().expect("no panic");
             *seen = waiting.collect();
             (0..seen.len()).min_by_key(|position| seen[*position].unwrap_or(u32::MAX))
         }
     }
 
-    let selector = Arc::new(LeastWaiting(Mutex::default()));
-    let mut builder = Router::builder(config()).selector(Arc::clone(&selector) as Arc<dyn WorkerSelector>);
+    let policy = Arc::new(LeastWaiting(Mutex::default()));
+    let mut builder = Router::builder(config()).policy(Arc::clone(&policy) as Arc<dyn RankPolicy>);
     for worker in 0..3 {
         builder = builder.worker(WorkerId(worker), WorkerConfig::at(""));
     }
@@ -119,7 +120,7 @@ async fn a_selector_sees_what_engines_say() {
     router.report_engine_load(rank(2), waiting(1));
     let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(&[1]))).await.expect("found");
     assert_eq!(best.rank(), rank(2));
-    assert_eq!(*selector.0.lock().expect("no panic"), [Some(7), None, Some(1)]);
+    assert_eq!(*policy.0.lock().expect("no panic"), [Some(7), None, Some(1)]);
 }
 
 #[cfg(feature = "faults")]

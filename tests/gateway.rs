@@ -7,9 +7,10 @@ use std::time::Duration;
 use pointsman::config::{LoadConfig, PrefillModel, RouterConfigOverride};
 use pointsman::error::{MembershipError, RequestError, RouteError};
 use pointsman::health::Outcome;
+use pointsman::policy::{PolicyError, RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::schedule::Rejection;
-use pointsman::select::{Constraints, Filter, Pin, PinMode, RankConditions, Selection, SelectorError, WorkerSelector};
+use pointsman::select::{Constraints, Filter, Pin, PinMode, RankConditions};
 use pointsman::{
     AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer,
     SharedCacheError,
@@ -175,17 +176,17 @@ impl SharedCache for Shared {
 /// A selector with a fixed choice that checks the shared hits of the candidates.
 struct Chooses(Option<usize>, u32);
 
-impl WorkerSelector for Chooses {
-    fn select(&self, selection: &Selection<'_>) -> Option<usize> {
-        assert!(selection.candidates.iter().all(|candidate| candidate.shared_cache_blocks == self.1));
+impl RankPolicy for Chooses {
+    fn choose(&self, _: &RequestFacts<'_>, ranks: &dyn RankTable) -> Option<usize> {
+        assert!((0..ranks.len()).all(|index| ranks.candidate(index).shared_cache_blocks == self.1));
         self.0
     }
 }
 
-async fn with_shared(shared: Shared, selector: Option<Chooses>) -> Router {
+async fn with_shared(shared: Shared, policy: Option<Chooses>) -> Router {
     let mut builder = Router::builder(config()).shared_cache(Arc::new(shared));
-    if let Some(selector) = selector {
-        builder = builder.selector(Arc::new(selector));
+    if let Some(policy) = policy {
+        builder = builder.policy(Arc::new(policy));
     }
     for worker in 0..3 {
         builder = builder.worker(WorkerId(worker), WorkerConfig::at("http://engine"));
@@ -194,7 +195,7 @@ async fn with_shared(shared: Shared, selector: Option<Chooses>) -> Router {
 }
 
 #[tokio::test]
-async fn shared_hits_reach_the_selector_and_the_scores() {
+async fn shared_hits_reach_the_custom_policy_and_the_scores() {
     let router = with_shared(Shared::Holds(6), Some(Chooses(Some(2), 6))).await;
     let prompt = tokens(1, 8);
     let placement = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed");
@@ -242,8 +243,8 @@ async fn a_shared_cache_that_fails_or_hangs_costs_nothing_but_its_hits() {
 /// Returns an invalid position, then panics, then rejects, then chooses the first candidate.
 struct Unreliable(std::sync::atomic::AtomicU32);
 
-impl WorkerSelector for Unreliable {
-    fn select(&self, _: &Selection<'_>) -> Option<usize> {
+impl RankPolicy for Unreliable {
+    fn choose(&self, _: &RequestFacts<'_>, _: &dyn RankTable) -> Option<usize> {
         match self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
             0 => Some(99),
             1 => std::panic::panic_any("a drill"),
@@ -254,22 +255,22 @@ impl WorkerSelector for Unreliable {
 }
 
 #[tokio::test]
-async fn a_wrong_answer_of_a_selector_is_one_requests_error() {
+async fn an_unusable_choice_of_a_custom_policy_is_an_error_of_one_request() {
     without_reports_of_drills();
-    let builder = Router::builder(config()).selector(Arc::new(Unreliable(0.into())));
+    let builder = Router::builder(config()).policy(Arc::new(Unreliable(0.into())));
     let builder = builder.worker(WorkerId(0), WorkerConfig::at("http://a"));
     let router = builder.worker(WorkerId(1), WorkerConfig::at("http://b")).start().await.expect("valid");
     let expected = [
-        Err(SelectorError::OutOfRange { position: 99, candidates: 2 }),
-        Err(SelectorError::Panicked),
-        Err(SelectorError::Refused { candidates: 2 }),
+        Err(PolicyError::OutOfRange { position: 99, candidates: 2 }),
+        Err(PolicyError::Panicked),
+        Err(PolicyError::Refused { candidates: 2 }),
         Ok(rank(0)),
     ];
     for (n, expected) in expected.into_iter().enumerate() {
         let id = n.to_string();
         let placed = router.route(RouteRequest::new(&id, Prompt::Tokens(&[1]))).await;
         let placed = placed.map(|placement| placement.rank());
-        assert_eq!(placed, expected.map_err(|error| RouteError::Rejected(Rejection::Selector(error))));
+        assert_eq!(placed, expected.map_err(|error| RouteError::Rejected(Rejection::Policy(error))));
     }
     assert_eq!(router.health().restarts, 0, "no actor died of it");
     assert_at_rest(&router).await;

@@ -9,8 +9,9 @@ use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 use pointsman::health::{HealthState, Outcome};
+use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::select::{Filter, Policy, RankConditions};
+use pointsman::select::{Filter, RankConditions};
 use pointsman::{Placement, Prompt, RouteRequest, Router, RouterConfig};
 
 use crate::common::{config, rank, router, tokens};

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use pointsman::config::RouterConfig;
 use pointsman::load::{EngineSpeed, work_tokens};
+use pointsman::policy::{LatencyTerms, Policy};
 use pointsman::protocol::WorkerId;
 use pointsman::schedule::{ExplainedRank, Explanation};
-use pointsman::select::{Constraints, LatencyTerms, Policy};
+use pointsman::select::Constraints;
 use pointsman::{Prompt, RequestOptions, RouteRequest, Router};
 
 use crate::common::{config, rank, router, tokens};

@@ -7,8 +7,9 @@ use std::collections::{BTreeMap, BinaryHeap};
 use std::time::Duration;
 
 use pointsman::config::RouterConfig;
+use pointsman::policy::Policy;
 use pointsman::protocol::WorkerId;
-use pointsman::select::{Constraints, Policy};
+use pointsman::select::Constraints;
 use pointsman::{Placement, Prompt, RequestOptions, RouteRequest, Router};
 
 use crate::common::{config, rank, router, stored_in_blocks};

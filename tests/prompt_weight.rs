@@ -5,8 +5,9 @@ use std::time::Duration;
 use pointsman::config::RouterConfig;
 use pointsman::error::RouteError;
 use pointsman::load::PromptLimits;
+use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::select::{Constraints, Policy};
+use pointsman::select::Constraints;
 use pointsman::{Prompt, RequestOptions, RouteRequest, Router};
 
 use crate::common::{BLOCK_SIZE, config, loads, rank, tokens};

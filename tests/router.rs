@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use pointsman::config::{IndexConfig, LoadConfig};
 use pointsman::error::{Down, MembershipError, RequestError, RouteError, StartError};
+use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
 use pointsman::schedule::Rejection;
-use pointsman::select::Policy;
 use pointsman::{AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
 use tokio::sync::watch;
 

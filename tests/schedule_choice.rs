@@ -13,12 +13,12 @@ use pointsman::config::{
     SessionConfig, SlowStartConfig,
 };
 use pointsman::health::Exclusions;
+use pointsman::policy::{
+    Candidate, Policy, PolicyError, RankFilter, RankFilters, RankPolicy, RankScorer, RankTable, RequestFacts,
+};
 use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::schedule::{Explanation, Extensions, Input, Purpose, Rejection, ResolvedOptions, Target};
-use pointsman::select::{
-    Candidate, Constraints, Filter, Pin, PinMode, Policy, RankTraits, Selection, SelectorError, SharedHits,
-    WorkerSelector,
-};
+use pointsman::select::{Constraints, Filter, Pin, PinMode, RankTraits, SharedHits};
 use pointsman::session::SessionId;
 use proptest::prelude::*;
 
@@ -149,9 +149,10 @@ struct Told {
     panics: Mutex<bool>,
 }
 
-impl WorkerSelector for Told {
-    fn select(&self, selection: &Selection<'_>) -> Option<usize> {
-        self.shown.lock().expect("never poisoned").push((selection.request, selection.candidates.to_vec()));
+impl RankPolicy for Told {
+    fn choose(&self, request: &RequestFacts<'_>, ranks: &dyn RankTable) -> Option<usize> {
+        let candidates = (0..ranks.len()).map(|index| ranks.candidate(index)).collect();
+        self.shown.lock().expect("never poisoned").push((request.request, candidates));
         let panics = *self.panics.lock().expect("never poisoned");
         assert!(!panics, "as told");
         *self.answer.lock().expect("never poisoned")
@@ -160,12 +161,12 @@ impl WorkerSelector for Told {
 
 fn told(config: RouterConfig, ranks: usize) -> (Fleet, Arc<Told>) {
     let selector = Arc::new(Told::default());
-    let extensions = Extensions { selector: Some(selector.clone()), ..Extensions::default() };
+    let extensions = Extensions { policy: Some(selector.clone()), ..Extensions::default() };
     (Fleet::with(config, ranks, extensions), selector)
 }
 
 #[test]
-fn a_selector_is_shown_exact_facts_of_every_eligible_rank() {
+fn a_custom_policy_reads_exact_facts_of_every_eligible_rank() {
     let (mut fleet, selector) = told(config(), 4);
     let traits = RankTraits { max_num_batched_tokens: Some(512), total_kv_blocks: Some(77), ..RankTraits::default() };
     fleet.describe(1, traits);
@@ -193,24 +194,113 @@ fn a_selector_is_shown_exact_facts_of_every_eligible_rank() {
 }
 
 #[test]
-fn a_selectors_wrong_answer_is_one_requests_error() {
+fn an_unusable_choice_of_a_custom_policy_is_an_error_of_one_request() {
     let (mut fleet, selector) = told(config(), 2);
     let refused = |fleet: &mut Fleet, id: u64| {
         fleet.ask(id, &Ask::default());
-        let Rejection::Selector(error) = fleet.rejection(id).clone() else { panic!("the selector's error") };
+        let Rejection::Policy(error) = fleet.rejection(id).clone() else { panic!("the policy's error") };
         error
     };
-    assert_eq!(refused(&mut fleet, 0), SelectorError::Refused { candidates: 2 });
+    assert_eq!(refused(&mut fleet, 0), PolicyError::Refused { candidates: 2 });
     *selector.answer.lock().expect("never poisoned") = Some(2);
-    assert_eq!(refused(&mut fleet, 1), SelectorError::OutOfRange { position: 2, candidates: 2 });
+    assert_eq!(refused(&mut fleet, 1), PolicyError::OutOfRange { position: 2, candidates: 2 });
     *selector.answer.lock().expect("never poisoned") = Some(0);
     *selector.panics.lock().expect("never poisoned") = true;
-    assert_eq!(refused(&mut fleet, 2), SelectorError::Panicked);
+    assert_eq!(refused(&mut fleet, 2), PolicyError::Panicked);
     selector.panics.clear_poison();
     *selector.panics.lock().expect("never poisoned") = false;
     fleet.ask(3, &Ask::default());
     assert_eq!(fleet.worker(3), 0);
     assert_eq!(fleet.schedule.pending(), 0);
+}
+
+/// Adds `cost` for rank 0.
+struct Penalty(f64);
+
+impl RankScorer for Penalty {
+    fn cost(&self, _: &RequestFacts<'_>, rank: &Candidate) -> f64 {
+        assert!(self.0 < 1e9, "a drill");
+        if rank.rank.worker == WorkerId(0) { self.0 } else { 0.0 }
+    }
+}
+
+#[test]
+fn scorers_add_to_the_cost() {
+    let placed = |config: RouterConfig, scorers: Vec<Arc<dyn RankScorer>>| {
+        let mut fleet = Fleet::with(config, 2, Extensions { scorers, ..Extensions::default() });
+        occupy(&mut fleet, 9, 1, 2);
+        fleet.ask(0, &Ask { purpose: Purpose::Explain, ..Ask::default() });
+        fleet.ask(1, &Ask::default());
+        let costs: Vec<f64> = fleet.explanation(0).ranks.iter().map(|rank| rank.cost_hi).collect();
+        (fleet.worker(1), costs)
+    };
+    for policy in [Policy::Kv, Policy::Latency] {
+        let config = RouterConfig { policy: policy.into(), ..config() };
+        let (plain, costs) = placed(config.clone(), Vec::new());
+        let (scored, raised) = placed(config, vec![Arc::new(Penalty(300.0)), Arc::new(Penalty(200.0))]);
+        assert_eq!((plain, scored), (0, 1), "{policy:?}");
+        assert_eq!(raised, [costs[0] + 500.0, costs[1]], "{policy:?}");
+    }
+}
+
+#[test]
+fn an_unusable_cost_of_a_scorer_is_an_error_of_one_request() {
+    for (cost, panics) in [(f64::NAN, true), (f64::INFINITY, true), (-1.0, false), (f64::NEG_INFINITY, false)] {
+        let extensions = Extensions { scorers: vec![Arc::new(Penalty(cost))], ..Extensions::default() };
+        let mut fleet = Fleet::with(config(), 2, extensions);
+        fleet.ask(0, &Ask::default());
+        let expected = if panics { PolicyError::Panicked } else { PolicyError::InvalidCost { cost, rank: rank(0) } };
+        assert_eq!(fleet.rejection(0), &Rejection::Policy(expected));
+    }
+}
+
+/// Accepts odd workers for long prompts, and panics for prompts of 3 blocks.
+struct OddForLong;
+
+impl RankFilter for OddForLong {
+    fn accepts(&self, request: &RequestFacts<'_>, rank: WorkerRank, _: &RankTraits) -> bool {
+        let blocks = request.isl_tokens / request.block_size;
+        assert!(blocks != 3, "a drill");
+        blocks < 4 || rank.worker.0 % 2 == 1
+    }
+}
+
+fn odd_for_long() -> Extensions {
+    let mut filters = RankFilters::default();
+    filters.push(Arc::new(OddForLong));
+    Extensions { filters, ..Extensions::default() }
+}
+
+#[test]
+fn filters_apply_to_every_policy() {
+    for policy in Policy::ALL {
+        let config = RouterConfig { policy: policy.into(), ..config() };
+        let mut fleet = Fleet::with(config, 4, odd_for_long());
+        let workers: BTreeSet<u64> = (0..40)
+            .map(|id| {
+                fleet.ask(id, &Ask { blocks: 4, prompt: id, ..Ask::default() });
+                fleet.worker(id)
+            })
+            .collect();
+        assert_eq!(workers, [1, 3].into(), "{policy:?}");
+        fleet.ask(50, &Ask { blocks: 3, ..Ask::default() });
+        let Rejection::NoneEligible { removed } = fleet.rejection(50) else { panic!("every rank is refused") };
+        assert_eq!(removed.by(Filter::Custom), 4);
+    }
+}
+
+/// A short request, which rank 0 may serve, does not wait behind a long one, which it may not.
+#[test]
+fn requests_with_different_filter_results_wait_in_different_lanes() {
+    let mut fleet = Fleet::with(busy_above(0), 2, odd_for_long());
+    occupy(&mut fleet, 8, 0, 2);
+    occupy(&mut fleet, 9, 1, 2);
+    fleet.ask(0, &Ask { blocks: 4, prompt: 1, ..Ask::default() });
+    fleet.ask(1, &Ask { blocks: 2, prompt: 2, ..Ask::default() });
+    assert_eq!(fleet.waiting(), 2);
+    fleet.complete_prefill(8);
+    fleet.wake();
+    assert_eq!((fleet.worker(1), fleet.has_left(0)), (0, false));
 }
 
 fn busy_above(tokens: u64) -> RouterConfig {

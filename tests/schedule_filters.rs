@@ -8,9 +8,10 @@ use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueConfig, SessionAffinity, SessionConfig, SlowStartConfig};
 use pointsman::error::ErrorKind;
 use pointsman::health::Exclusions;
+use pointsman::policy::Policy;
 use pointsman::protocol::{Generation, Slot, WorkerId, WorkerRank};
 use pointsman::schedule::{Input, Purpose, Rejection, ResolvedOptions, Target};
-use pointsman::select::{Constraints, Filter, Pin, PinMode, Policy, RankTraits, preference_factor};
+use pointsman::select::{Constraints, Filter, Pin, PinMode, RankTraits, preference_factor};
 use pointsman::session::SessionId;
 use std::time::Duration;
 

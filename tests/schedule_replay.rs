@@ -15,11 +15,12 @@ use pointsman::engine_load::{EngineLoad, EngineReading};
 use pointsman::load::{
     ActiveSequences, BoardLoad, BoardVersion, EngineSpeed, PrefillLoadHint, PromptBlocks, PublishedSpeed, RankLoad,
 };
+use pointsman::policy::Policy;
 use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::schedule::{
     Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadView, Purpose, RankCells, Request, Schedule, Waits,
 };
-use pointsman::select::{Policy, RankOverlap, RankTraits, TierOverlap};
+use pointsman::select::{RankOverlap, RankTraits, TierOverlap};
 
 use crate::fleet::scattered;
 

@@ -31,9 +31,10 @@ use crate::directory::Directory;
 use crate::error::{Down, StartError};
 use crate::load::{OutputLengths, PrefillEstimator};
 use crate::membership::initial_workers;
+use crate::policy::{RankFilter, RankPolicy, RankScorer};
 use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 use crate::schedule::Extensions;
-use crate::select::{RankConditions, WorkerSelector};
+use crate::select::RankConditions;
 
 /// Builder of a router, from [`Router::builder`].
 #[must_use = "nothing runs until `start`"]
@@ -91,8 +92,20 @@ impl RouterBuilder {
     }
 
     /// Replaces the configured policy. Filters, queue and bookings remain with the router.
-    pub fn selector(mut self, selector: Arc<dyn WorkerSelector>) -> Self {
-        self.extensions.selector = Some(selector);
+    pub fn policy(mut self, policy: Arc<dyn RankPolicy>) -> Self {
+        self.extensions.policy = Some(policy);
+        self
+    }
+
+    /// Adds a cost term to the configured policy. Without effect on policies that compare no costs.
+    pub fn scorer(mut self, scorer: Arc<dyn RankScorer>) -> Self {
+        self.extensions.scorers.push(scorer);
+        self
+    }
+
+    /// Adds a filter of ranks.
+    pub fn filter(mut self, filter: Arc<dyn RankFilter>) -> Self {
+        self.extensions.filters.push(filter);
         self
     }
 

@@ -82,7 +82,7 @@ impl Verdict {
                 Rejection::DeadlineExceeded { .. } => Self::DeadlineExceeded,
                 Rejection::Backpressure(_) => Self::Backpressure,
                 Rejection::UnknownClass(_) => Self::UnknownClass,
-                Rejection::Selector(_) => Self::Selector,
+                Rejection::Policy(_) => Self::Selector,
             },
             RouteError::Overloaded { .. } => Self::RequestsMax,
             RouteError::MissingRequestId => Self::MissingRequestId,

@@ -1,6 +1,6 @@
 //! Lengths at the gateway: prompts above the model's context length, and output limits.
 
-use pointsman::select::Policy;
+use pointsman::policy::Policy;
 use pointsman_gateway::serve::Gateway;
 use serde_json::json;
 use tokio::net::TcpStream;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::select::Policy;
+use crate::policy::Policy;
 use crate::validation::Problems;
 
 /// Settings of the load that the router accounts per rank.

@@ -38,8 +38,7 @@ pub use supervision::SupervisionConfig;
 
 pub use crate::validation::{ConfigError, ConfigErrors};
 
-use crate::policy::PolicyConfig;
-use crate::select::{KvCost, Needs, Policy};
+use crate::policy::{KvCost, Needs, Policy, PolicyConfig};
 use crate::validation::Problems;
 
 /// Work of the ranks of a pool.

@@ -3,15 +3,15 @@
 use serde::{Deserialize, Serialize};
 
 use super::ConfigErrors;
+use crate::policy::Policy;
 use crate::policy::PolicyConfig;
-use crate::select::Policy;
 use crate::validation::Problems;
 
 /// Per-request overrides of the router configuration. An absent field keeps the configured value.
 ///
 /// ```
 /// use pointsman::config::RouterConfigOverride;
-/// use pointsman::select::Policy;
+/// use pointsman::policy::Policy;
 ///
 /// let by_load: RouterConfigOverride = serde_json::from_str(r#"{ "overlap_score_credit": 0.0 }"#)?;
 /// by_load.validate(&Policy::Latency.into())?; // caches do not count for this request

@@ -49,7 +49,7 @@ impl RouterConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::select::Policy;
+    use crate::policy::Policy;
 
     #[test]
     fn the_two_pools_of_disaggregated_service_pass() {

@@ -1,132 +1,139 @@
-//! Settings of the routing policies, one struct and one file per policy.
+//! Routing policies, one module each with its settings, and the interfaces for custom policies of embedders.
 //!
-//! [`PolicyConfig`] holds the active policy together with its own settings and nothing else, so that a setting of another
-//! policy cannot be given. Written as a table with a `name`, or as the bare name where every setting has its default:
-//!
-//! ```
-//! use pointsman::policy::{KvConfig, PolicyConfig};
-//!
-//! let kv: PolicyConfig = serde_json::from_str(r#"{ "name": "kv", "temperature": 0.5 }"#)?;
-//! assert_eq!(kv, PolicyConfig::Kv(KvConfig { temperature: 0.5, ..KvConfig::default() }));
-//! assert_eq!(serde_json::from_str::<PolicyConfig>("\"kv\"")?, PolicyConfig::Kv(KvConfig::default()));
-//!
-//! let error = serde_json::from_str::<PolicyConfig>(r#"{ "name": "latency", "prefill_load_scale": 2 }"#).unwrap_err();
-//! assert!(error.to_string().contains("policy latency: unknown field `prefill_load_scale`, expected `temperature`"));
-//! # Ok::<(), serde_json::Error>(())
-//! ```
+//! A policy that compares costs (`latency`, `kv`) has a cost with bounds; any other implements [`RankPolicy`]. The list
+//! of built-in policies is [`Policy`]. `schedule` supplies facts and applies eligibility.
 
+mod cache_aware;
+mod config;
+mod custom;
 mod kv;
 mod latency;
+mod least_loaded;
+mod power_of_two;
+mod random;
 mod read;
+mod round_robin;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-pub use kv::KvConfig;
-pub use latency::LatencyConfig;
+pub use cache_aware::CacheAware;
+pub use config::PolicyConfig;
+pub use custom::{Candidate, PolicyError, RankFilter, RankFilters, RankPolicy, RankScorer, RankTable, RequestFacts};
+pub(crate) use custom::{checked_choice, checked_cost};
+pub use kv::{CostFacts, CostTerms, KvConfig, KvCost};
+pub use latency::{LatencyConfig, LatencyCost, LatencyFacts, LatencyTerms};
+pub use least_loaded::LeastLoaded;
+pub use power_of_two::PowerOfTwo;
+pub(crate) use power_of_two::two_random;
+pub use random::Random;
+pub use round_robin::RoundRobin;
 
-use crate::select::Policy;
-use crate::validation::Problems;
+/// Interval that contains a cost.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bounds {
+    /// Lower bound.
+    pub lo: f64,
+    /// Upper bound.
+    pub hi: f64,
+}
 
-/// The active policy with its settings.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-#[serde(tag = "name", rename_all = "snake_case")]
-pub enum PolicyConfig {
-    /// See [`Policy::Latency`].
-    Latency(LatencyConfig),
-    /// See [`Policy::Kv`].
-    Kv(KvConfig),
-    /// See [`Policy::CacheAware`].
+/// Selection policy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Policy {
+    /// Lowest [`KvCost`]: remaining prefill plus held blocks, minus cached blocks.
+    Kv,
+    /// Lowest [`LatencyCost`]: service time plus delay of others, in seconds.
+    #[default]
+    Latency,
+    /// Longest match if it is worth following and load is even, else the fewest requests: the two tiers of SGLang's
+    /// router ([`CacheAware`]).
     CacheAware,
-    /// See [`Policy::RoundRobin`].
+    /// Eligible ranks in rotation.
     RoundRobin,
-    /// See [`Policy::Random`].
+    /// Any eligible rank, uniformly.
     Random,
-    /// See [`Policy::PowerOfTwo`].
+    /// Of two random ranks the one with fewer requests, then fewer blocks.
     PowerOfTwo,
-    /// See [`Policy::LeastLoaded`].
+    /// The rank with the fewest requests.
     LeastLoaded,
 }
 
-impl Default for PolicyConfig {
-    fn default() -> Self {
-        Policy::default().into()
-    }
+/// Knowledge that a policy requires for an exact placement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Needs {
+    /// The load board.
+    Board,
+    /// Exact loads of every rank whose lower bound does not exceed the least upper bound, or ties with it.
+    Bounded,
+    /// Exact loads of the two drawn ranks.
+    Two,
+    /// Exact loads of all ranks.
+    All,
 }
 
-impl From<Policy> for PolicyConfig {
-    /// The policy with the defaults of its settings.
-    fn from(policy: Policy) -> Self {
-        match policy {
-            Policy::Latency => Self::Latency(LatencyConfig::default()),
-            Policy::Kv => Self::Kv(KvConfig::default()),
-            Policy::CacheAware => Self::CacheAware,
-            Policy::RoundRobin => Self::RoundRobin,
-            Policy::Random => Self::Random,
-            Policy::PowerOfTwo => Self::PowerOfTwo,
-            Policy::LeastLoaded => Self::LeastLoaded,
-        }
-    }
-}
+impl Policy {
+    /// All policies.
+    pub const ALL: [Self; 7] = [
+        Self::Kv,
+        Self::Latency,
+        Self::CacheAware,
+        Self::RoundRobin,
+        Self::Random,
+        Self::PowerOfTwo,
+        Self::LeastLoaded,
+    ];
 
-impl PolicyConfig {
-    /// The policy without its settings.
+    /// Name in configurations.
+    ///
+    /// ```
+    /// use pointsman::policy::Policy;
+    ///
+    /// assert_eq!(Policy::CacheAware.name(), "cache_aware");
+    /// ```
     #[must_use]
-    pub fn kind(&self) -> Policy {
+    pub fn name(self) -> &'static str {
         match self {
-            Self::Latency(_) => Policy::Latency,
-            Self::Kv(_) => Policy::Kv,
-            Self::CacheAware => Policy::CacheAware,
-            Self::RoundRobin => Policy::RoundRobin,
-            Self::Random => Policy::Random,
-            Self::PowerOfTwo => Policy::PowerOfTwo,
-            Self::LeastLoaded => Policy::LeastLoaded,
-        }
-    }
-
-    /// Its name in configurations and reports.
-    #[must_use]
-    pub fn name(&self) -> &'static str {
-        self.kind().name()
-    }
-
-    /// Whether the policy compares costs. Only such a policy has a temperature, and only there a soft session affinity
-    /// has an effect.
-    #[must_use]
-    pub fn compares_costs(&self) -> bool {
-        matches!(self, Self::Latency(_) | Self::Kv(_))
-    }
-
-    /// The temperature of the choice; 0 for a policy that compares no costs.
-    #[must_use]
-    pub fn temperature(&self) -> f64 {
-        match self {
-            Self::Latency(latency) => latency.temperature,
-            Self::Kv(kv) => kv.temperature,
-            Self::CacheAware | Self::RoundRobin | Self::Random | Self::PowerOfTwo | Self::LeastLoaded => 0.0,
+            Self::Kv => "kv",
+            Self::Latency => "latency",
+            Self::CacheAware => "cache_aware",
+            Self::RoundRobin => "round_robin",
+            Self::Random => "random",
+            Self::PowerOfTwo => "power_of_two",
+            Self::LeastLoaded => "least_loaded",
         }
     }
 
-    /// The settings of the `kv` cost. Under another policy these are the defaults: explanations show that cost for every
-    /// policy.
-    #[must_use]
-    pub fn kv(&self) -> KvConfig {
+    /// Calls a policy that compares no costs; `None` for one that does.
+    #[inline]
+    pub(crate) fn choose(self, request: &RequestFacts<'_>, ranks: &impl RankTable) -> Option<usize> {
         match self {
-            Self::Kv(kv) => *kv,
-            Self::Latency(_)
-            | Self::CacheAware
-            | Self::RoundRobin
-            | Self::Random
-            | Self::PowerOfTwo
-            | Self::LeastLoaded => KvConfig::default(),
+            Self::Kv | Self::Latency => None,
+            Self::CacheAware => CacheAware::choose_from(request, ranks),
+            Self::RoundRobin => RoundRobin::choose_from(request, ranks),
+            Self::Random => Random::choose_from(request, ranks),
+            Self::PowerOfTwo => PowerOfTwo::choose_from(request, ranks),
+            Self::LeastLoaded => LeastLoaded::choose_from(request, ranks),
         }
     }
 
-    /// Adds the rules that its settings break.
-    pub(crate) fn check(&self, problems: &mut Problems) {
+    /// Knowledge that this policy requires under a configuration.
+    ///
+    /// With assumed reuse, the blocks of `kv` lie between active and active + request, and the cached part under
+    /// `latency` lies between the index overlap and that plus blocks shared with active prompts. Without reuse the
+    /// bounds are exact and no rank is queried. A temperature depends on every cost, and a decaying credit on every
+    /// rank's prefill, so both query all ranks.
+    #[must_use]
+    pub fn needs(self, temperature: f64, credit_decay: f64) -> Needs {
         match self {
-            Self::Latency(latency) => latency.check(problems),
-            Self::Kv(kv) => kv.check(problems),
-            Self::CacheAware | Self::RoundRobin | Self::Random | Self::PowerOfTwo | Self::LeastLoaded => {}
+            Self::RoundRobin => RoundRobin.needs(),
+            Self::Random => Random.needs(),
+            Self::LeastLoaded => LeastLoaded.needs(),
+            Self::CacheAware => CacheAware.needs(),
+            Self::PowerOfTwo => PowerOfTwo.needs(),
+            Self::Kv if temperature > 0.0 || credit_decay > 0.0 => Needs::All,
+            Self::Latency if temperature > 0.0 => Needs::All,
+            Self::Kv | Self::Latency => Needs::Bounded,
         }
     }
 }
@@ -136,31 +143,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_policy_reads_back_from_its_table_and_from_its_name() {
+    fn names_are_those_of_configurations() {
         for policy in Policy::ALL {
-            let config = PolicyConfig::from(policy);
-            assert_eq!((config.kind(), config.name()), (policy, policy.name()));
-            let table = serde_json::to_value(&config).expect("plain data");
-            assert_eq!(table["name"], policy.name());
-            assert_eq!(serde_json::from_value::<PolicyConfig>(table).expect("a policy"), config);
-            assert_eq!(serde_json::from_value::<PolicyConfig>(policy.name().into()).expect("a policy"), config);
-        }
-    }
-
-    #[test]
-    fn a_setting_of_another_policy_is_refused_with_the_name_of_the_policy() {
-        let refused = |json: &str| serde_json::from_str::<PolicyConfig>(json).expect_err("refused").to_string();
-        for (json, words) in [
-            (r#"{"name":"random","temperature":1}"#, "policy random: unknown field `temperature`, there are no fields"),
-            (r#"{"prefill_load_scale":1}"#, "policy latency: unknown field `prefill_load_scale`"),
-            (r#"{"temperature":"hot","name":"kv"}"#, "invalid type: string \"hot\", expected f64"),
-            (r#"{"name":"best"}"#, "unknown variant `best`, expected one of `kv`"),
-            (r#"{"name":"kv","name":"kv"}"#, "duplicate field `name`"),
-            (r#"{"name":"kv","temperature":1,"temperature":2}"#, "policy kv: duplicate field `temperature`"),
-            ("\"best\"", "unknown variant `best`"),
-            ("7", "expected the name of a policy, or a table with its name and settings"),
-        ] {
-            assert!(refused(json).contains(words), "{json}: {}", refused(json));
+            assert_eq!(serde_json::to_value(policy).expect("a name"), policy.name());
         }
     }
 }

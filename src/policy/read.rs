@@ -6,8 +6,7 @@ use serde::de::value::MapDeserializer;
 use serde::de::{Error, IntoDeserializer, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-use super::PolicyConfig;
-use crate::select::Policy;
+use super::{Policy, PolicyConfig};
 
 impl<'de> Deserialize<'de> for PolicyConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {

@@ -13,9 +13,10 @@ use super::decide::Scratch;
 use super::eligible::Asked;
 use super::{Effect, LoadView, PendingRequest, Purpose, Rejection, Request, Schedule, Target};
 use crate::config::SessionAffinity;
+use crate::policy::Policy;
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::{Backpressure, ClassId, Depth, LaneKey, QueueEntry, TenantKey};
-use crate::select::{Draw, Filter, Policy, RankOverlap};
+use crate::select::{Draw, Filter, RankOverlap};
 
 /// Maximum requests per round of load queries.
 const BATCH_MAX: usize = 64;
@@ -29,7 +30,13 @@ const DECAY_RECHECK: Duration = Duration::from_millis(20);
 impl<T> PendingRequest<T> {
     /// Inputs of its eligibility, with the class if it waits.
     pub(super) fn asked(&self) -> Asked<'_> {
-        Asked { options: self.request.options.as_deref(), session: self.session, class: self.class }
+        Asked {
+            number: self.number,
+            isl_tokens: self.request.isl_tokens,
+            options: self.request.options.as_deref(),
+            session: self.session,
+            class: self.class,
+        }
     }
 
     pub(super) fn due(&self) -> Option<Timestamp> {
@@ -202,11 +209,12 @@ impl<T> Schedule<T> {
 
     /// Requests with the same eligible ranks share a lane: every restriction of the choice is part of its key.
     fn lane_of(&self, pending: &PendingRequest<T>) -> LaneKey {
-        let Some(options) = pending.request.options.as_deref() else { return LaneKey::default() };
+        let filtered = self.rules.filter_lane(&self.ranks, &pending.asked());
+        let Some(options) = pending.request.options.as_deref() else { return LaneKey(filtered) };
         let adapter = options.lora_name.as_deref().map_or(0, |name| xxh3_64(name.as_bytes()));
         let bound = pending.session.filter(|_| self.rules.session_affinity == SessionAffinity::Hard);
         let bound = bound.map_or(0, |rank| Draw { seed: 1, request: 0 }.key(rank));
-        LaneKey(options.constraints.lane() ^ adapter ^ bound)
+        LaneKey(options.constraints.lane() ^ adapter ^ bound ^ filtered)
     }
 
     /// Prompt tokens cached on the best rank that may serve the request, now or after a wait.
@@ -303,8 +311,10 @@ impl<T> Schedule<T> {
     /// The queue key of a waiting request follows its overlap.
     pub(super) fn on_overlaps(&mut self, booking: BookingId, overlaps: Vec<RankOverlap>) {
         let Some(pending) = self.queue.get(booking.0) else { return };
+        let (number, isl_tokens) = (pending.number, pending.request.isl_tokens);
         let (options, session, class) = (pending.request.options.clone(), pending.session, pending.class);
-        let cached_tokens = self.best_cached_tokens(Asked { options: options.as_deref(), session, class }, &overlaps);
+        let asked = Asked { number, isl_tokens, options: options.as_deref(), session, class };
+        let cached_tokens = self.best_cached_tokens(asked, &overlaps);
         if let Some(pending) = self.queue.get_mut(booking.0) {
             pending.request.overlaps = overlaps;
             let since = pending.overlaps_at.replace(self.now);

@@ -13,9 +13,8 @@ use super::rank::{Projected, Rank};
 use super::{LoadView, PendingRequest, Schedule};
 use crate::config::PoolRole;
 use crate::load::EngineSpeed;
-use crate::select::{
-    Bounds, Candidate, CostFacts, KvCost, LatencyCost, LatencyFacts, Policy, RankOverlap, TierOverlap,
-};
+use crate::policy::{Bounds, Candidate, CostFacts, KvCost, LatencyCost, LatencyFacts, Policy};
+use crate::select::{RankOverlap, TierOverlap};
 
 /// Share of used blocks from which a cache counts as full.
 const FULL_SHARE: f64 = 0.9;

@@ -1,6 +1,5 @@
 //! Shortlists and choices of ranks by cost.
 
-use std::cmp::Reverse;
 use std::collections::VecDeque;
 
 use super::cost::Cost;
@@ -9,10 +8,9 @@ use super::rank::{Candidate as Prospect, Projected, Rank};
 use super::{Effect, LoadView, PendingRequest, PotentialLoad, Purpose, Rejection, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::load::PrefillLoadHint;
+use crate::policy::{Bounds, CostFacts, Needs, Policy};
 use crate::protocol::Slot;
-use crate::select::{
-    Bounds, CacheAware, Candidate, CostFacts, Draw, Filter, Needs, Policy, RankOverlap, Selection, TierOverlap, chosen,
-};
+use crate::select::{Draw, Filter, RankOverlap, TierOverlap};
 
 /// Buffers reused between decisions.
 #[derive(Debug, Default)]
@@ -25,6 +23,8 @@ pub(super) struct Scratch {
     pub(super) bounds: Vec<Bounds>,
     /// The single request of a batch to which the bounds still apply, except for ranks that replied since.
     bounds_of: Option<u64>,
+    /// Positions of the eligible ranks where some rank is not, for policies that compare no costs.
+    pub(super) open: Vec<usize>,
     /// Slots on the shortlist.
     pub(super) listed: Vec<Slot>,
 }
@@ -64,7 +64,7 @@ impl<T, V> Clone for Case<'_, T, V> {
 impl<T, V> Copy for Case<'_, T, V> {}
 
 /// Result of a choice.
-enum Choice {
+pub(super) enum Choice {
     Rank(usize),
     /// An unqueried rank could still win: query again with the rest of the batch.
     AskAgain,
@@ -85,7 +85,7 @@ impl<T> Schedule<T> {
                 Needs::All => self.list(&mut scratch, candidate, 0..self.ranks.as_slice().len()),
                 Needs::Two => {
                     self.rules.judge(&self.ranks, pending.asked(), &mut scratch.verdicts);
-                    let two = self.two_drawn(self.draw(pending), &scratch.verdicts);
+                    let two = self.two_random_positions(pending, &scratch);
                     self.list(&mut scratch, candidate, two.into_iter().flatten());
                 }
                 Needs::Bounded => self.list_bounded(pending.case(in_batch, loads), &mut scratch),
@@ -106,7 +106,12 @@ impl<T> Schedule<T> {
         match (request.purpose, request.target) {
             (Purpose::LoadSnapshot | Purpose::Explain, _) => Needs::All,
             (Purpose::Book | Purpose::Report, Target::Exactly { .. }) => Needs::Board,
-            (Purpose::Book | Purpose::Report, Target::Any) if self.extensions.selector.is_some() => Needs::All,
+            (Purpose::Book | Purpose::Report, Target::Any) if self.extensions.policy.is_some() => self.settings.needs,
+            (Purpose::Book | Purpose::Report, Target::Any)
+                if self.settings.compares_costs && !self.extensions.scorers.is_empty() =>
+            {
+                Needs::All
+            }
             (Purpose::Book | Purpose::Report, Target::Any) if self.temperature(pending) > 0.0 => {
                 self.settings.needs_at_temperature
             }
@@ -198,40 +203,16 @@ impl<T> Schedule<T> {
     }
 
     fn choose_with<V: LoadView>(&self, case: Case<'_, T, V>, settle: bool, scratch: &mut Scratch) -> Choice {
-        let Case { pending, candidate, .. } = case;
+        let pending = case.pending;
         self.rules.judge(&self.ranks, pending.asked(), &mut scratch.verdicts);
         if !scratch.verdicts.any_open() {
             let busy = scratch.verdicts.has(Filter::Busy);
             return if busy { Choice::Wait } else { Choice::None(self.rejection(pending, &scratch.verdicts)) };
         }
-        if self.extensions.selector.is_some() {
-            return self.choose_by_selector(case, scratch);
+        if self.settings.compares_costs {
+            return self.choose_by_cost(case, settle, self.draw(pending), scratch);
         }
-        let draw = self.draw(pending);
-        let verdicts = &scratch.verdicts;
-        let position = match self.settings.policy {
-            Policy::Kv | Policy::Latency => return self.choose_by_cost(case, settle, draw, scratch),
-            Policy::CacheAware => self.choose_cache_aware(pending, draw, verdicts),
-            Policy::RoundRobin => self.in_turn(verdicts),
-            Policy::Random => verdicts.open().max_by_key(|&position| draw.key(self.ranks.as_slice()[position].rank)),
-            Policy::PowerOfTwo => {
-                let two = self.two_drawn(draw, verdicts);
-                // Earlier bookings of the batch may have closed a rank, which leads to a draw of an unqueried rank.
-                let is_unknown = |position: usize| {
-                    let (rank, standing) = (&self.ranks.as_slice()[position], self.ranks.standings()[position]);
-                    !standing.suspect && !rank.project(candidate).is_exact()
-                };
-                if !settle && two.into_iter().flatten().any(is_unknown) {
-                    return Choice::AskAgain;
-                }
-                self.least(draw, two.into_iter().flatten(), |rank| {
-                    let projected = rank.project(candidate);
-                    (projected.requests, projected.potential_blocks.1)
-                })
-            }
-            Policy::LeastLoaded => self.least(draw, verdicts.open(), Rank::requests),
-        };
-        position.map_or_else(|| Choice::None(self.rejection(pending, verdicts)), Choice::Rank)
+        self.choose_by_policy(case, settle, scratch)
     }
 
     fn choose_by_cost<V: LoadView>(
@@ -272,7 +253,7 @@ impl<T> Schedule<T> {
             scratch.verdicts.open().map(|position| (position, ranks[position].project(candidate))).collect();
         let least = open.iter().map(|(_, projected)| projected.prefill_tokens.1).min().unwrap_or(0);
         let cost = self.cost_of(pending);
-        let costs: Vec<f64> = open
+        let mut costs: Vec<f64> = open
             .iter()
             .map(|(position, projected)| {
                 let overlap = scratch.overlaps[*position];
@@ -288,6 +269,12 @@ impl<T> Schedule<T> {
                 cost * scratch.verdicts.factor(*position)
             })
             .collect();
+        for ((position, projected), cost) in open.iter().zip(&mut costs) {
+            match self.added_cost(case, *position, projected, scratch) {
+                Ok(added) => *cost += added,
+                Err(error) => return Choice::None(Rejection::Policy(error)),
+            }
+        }
         let temperature = self.temperature(pending);
         let picked = if temperature > 0.0 {
             draw.sampled(&costs, temperature).map(|picked| open[picked].0)
@@ -300,35 +287,6 @@ impl<T> Schedule<T> {
         match picked {
             Some(position) => Choice::Rank(position),
             None => Choice::None(self.rejection(pending, &scratch.verdicts)),
-        }
-    }
-
-    /// Choice of the embedder's selector with all facts.
-    fn choose_by_selector<V: LoadView>(&self, case: Case<'_, T, V>, scratch: &mut Scratch) -> Choice {
-        let Case { pending, candidate, loads } = case;
-        let Some(selector) = &self.extensions.selector else { return Choice::None(Rejection::NoRanks) };
-        self.fill_overlaps(&pending.request.overlaps, scratch);
-        let open: Vec<usize> = scratch.verdicts.open().collect();
-        let candidates: Vec<Candidate> = open
-            .iter()
-            .map(|&position| {
-                let projected = self.ranks.as_slice()[position].project(candidate);
-                self.candidate_facts(pending, loads, position, &projected, scratch)
-            })
-            .collect();
-        let options = pending.request.options.as_deref();
-        let selection = Selection {
-            request: pending.number,
-            isl_tokens: pending.request.isl_tokens,
-            block_size: self.settings.cost.block_size,
-            expected_output_tokens: options.and_then(|options| options.expected_output_tokens),
-            lora_name: options.and_then(|options| options.lora_name.as_deref()),
-            session_id: options.and_then(|options| options.session_id.as_deref()),
-            candidates: &candidates,
-        };
-        match chosen(&**selector, &selection) {
-            Ok(position) => Choice::Rank(open[position]),
-            Err(error) => Choice::None(Rejection::Selector(error)),
         }
     }
 
@@ -380,63 +338,6 @@ impl<T> Schedule<T> {
     fn drawn(&self, draw: Draw, verdicts: &Verdicts) -> Choice {
         let equal = verdicts.open().map(|position| (position, self.ranks.as_slice()[position].rank, 0.0));
         draw.cheapest(equal).map_or(Choice::None(Rejection::NoRanks), Choice::Rank)
-    }
-
-    /// Position with the lowest load; ties go to the highest random key.
-    fn least<L: Ord>(
-        &self,
-        draw: Draw,
-        positions: impl Iterator<Item = usize>,
-        load: impl Fn(&Rank) -> L,
-    ) -> Option<usize> {
-        let ranks = self.ranks.as_slice();
-        positions.min_by_key(|&position| (load(&ranks[position]), Reverse(draw.key(ranks[position].rank))))
-    }
-
-    /// The longest match while load is even, else the fewest requests.
-    fn choose_cache_aware(&self, pending: &PendingRequest<T>, draw: Draw, verdicts: &Verdicts) -> Option<usize> {
-        let ranks = self.ranks.as_slice();
-        let requests = || verdicts.open().map(|position| ranks[position].requests());
-        let (least, most) = (requests().min()?, requests().max()?);
-        let cost = &self.settings.cost;
-        let matches = pending.request.overlaps.iter().filter_map(|known| {
-            let position = self.ranks.position_of(known.slot, known.generation)?;
-            let cached_tokens = known.overlap.cached_tokens(cost.tier_weights, cost.block_size);
-            verdicts.is_open(position).then_some((position, cached_tokens))
-        });
-        let best = matches.max_by_key(|&(position, tokens)| {
-            (tokens, Reverse(ranks[position].requests()), draw.key(ranks[position].rank))
-        });
-        match best {
-            Some((position, cached_tokens))
-                if CacheAware::is_even(least, most)
-                    && CacheAware::is_match(cached_tokens, pending.request.isl_tokens) =>
-            {
-                Some(position)
-            }
-            Some(_) | None => self.least(draw, verdicts.open(), Rank::requests),
-        }
-    }
-
-    /// The next rank in rotation.
-    fn in_turn(&self, verdicts: &Verdicts) -> Option<usize> {
-        let open = u64::try_from(verdicts.open().count()).ok()?;
-        let turn = usize::try_from(self.turns.checked_rem(open)?).ok()?;
-        verdicts.open().nth(turn)
-    }
-
-    /// The two ranks with the highest random keys; fewer if fewer are eligible.
-    fn two_drawn(&self, draw: Draw, verdicts: &Verdicts) -> [Option<usize>; 2] {
-        let mut best: [Option<(u64, usize)>; 2] = [None, None];
-        for position in verdicts.open() {
-            let lot = Some((draw.key(self.ranks.as_slice()[position].rank), position));
-            if lot > best[0] {
-                best = [lot, best[0]];
-            } else if lot > best[1] {
-                best[1] = lot;
-            }
-        }
-        best.map(|lot| lot.map(|(_, position)| position))
     }
 
     fn draw(&self, pending: &PendingRequest<T>) -> Draw {

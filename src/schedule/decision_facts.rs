@@ -7,7 +7,7 @@ use super::decide::{Case, overlap_on};
 use super::rank::Rank;
 use super::{Decision, LoadView, Schedule, Target};
 use crate::load::{PrefillFacts, PrefillLoadHint, work_tokens};
-use crate::select::Policy;
+use crate::policy::Policy;
 
 impl<T> Schedule<T> {
     pub(super) fn decision<V: LoadView>(&self, case: Case<'_, T, V>, position: usize) -> Decision {

@@ -4,13 +4,17 @@
 //! order. A request without options in a pool without limits and restrictions costs nothing. `admission` decides on
 //! waiting, and `decide` on the choice among eligible ranks.
 
+use std::hash::{Hash, Hasher};
 use std::time::Duration;
+
+use xxhash_rust::xxh3::Xxh3;
 
 use super::LoadView;
 use super::ResolvedOptions;
 use super::rank::{Rank, Ranks};
 use crate::config::{QueueClass, RouterConfig, SessionAffinity};
 use crate::engine_load::EngineLimits;
+use crate::policy::{RankFilters, RequestFacts};
 use crate::protocol::{Timestamp, WorkerRank};
 use crate::queue::ClassId;
 use crate::select::{Filter, Removed, preference_factor};
@@ -27,6 +31,9 @@ pub(super) struct Rules {
     overload_blocks_frac: Option<f64>,
     /// Busy limits by class.
     busy: Vec<Limits>,
+    filters: RankFilters,
+    seed: u64,
+    block_size: u32,
     slow_start: Option<SlowStart>,
     /// Duration of the slow return after an ejection.
     slow_return: Option<Duration>,
@@ -68,6 +75,8 @@ impl Limits {
 /// Inputs of eligibility from a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Asked<'a> {
+    pub(super) number: u64,
+    pub(super) isl_tokens: u32,
     pub(super) options: Option<&'a ResolvedOptions>,
     /// Last rank of its session.
     pub(super) session: Option<WorkerRank>,
@@ -148,7 +157,7 @@ impl Verdicts {
 }
 
 impl Rules {
-    pub(super) fn new(config: &RouterConfig, classes: &[QueueClass]) -> Self {
+    pub(super) fn new(config: &RouterConfig, classes: &[QueueClass], filters: RankFilters) -> Self {
         let unstated_batched_tokens = config.queue.unstated_batched_tokens();
         let limits = |prefill_tokens, prefill_frac| Limits { prefill_tokens, prefill_frac, unstated_batched_tokens };
         let busy = |class: &QueueClass| limits(class.busy_prefill_tokens, class.busy_prefill_frac);
@@ -157,7 +166,10 @@ impl Rules {
         let overload = limits(config.overload.prefill_tokens, config.overload.prefill_frac);
         let overloads = overload.any() || config.overload.blocks_frac.is_some();
         Self {
-            lenient: !overloads && config.slow_start.fill == 0.0,
+            lenient: !overloads && config.slow_start.fill == 0.0 && filters.is_empty(),
+            filters,
+            seed: config.seed,
+            block_size: config.block_size,
             overload,
             overload_blocks_frac: config.overload.blocks_frac,
             busy: classes.iter().map(busy).collect(),
@@ -189,6 +201,12 @@ impl Rules {
             for (verdict, rank) in verdicts.refused_by.iter_mut().zip(all) {
                 *verdict = options.constraints.refused_by(rank.rank, &rank.about.traits);
             }
+        }
+        if !self.filters.is_empty() {
+            let facts = self.request_facts(&asked);
+            verdicts.refuse(Filter::Custom, |position| {
+                !self.filters.accept(&facts, all[position].rank, &all[position].about.traits)
+            });
         }
         if !good {
             verdicts.refuse(Filter::Unavailable, |position| standings[position].unavailable);
@@ -238,7 +256,35 @@ impl Rules {
         let stands_against =
             standing.unavailable || standing.draining || standing.overloaded || standing.engine_overloaded;
         let loaded = self.is_overloaded(rank) || busy.is_some_and(|limits| limits.exceeded_by(rank));
-        !refused && !stands_against && !loaded
+        let accepted =
+            self.filters.is_empty() || self.filters.accept(&self.request_facts(&asked), rank.rank, &rank.about.traits);
+        !refused && accepted && !stands_against && !loaded
+    }
+
+    /// Attributes of a request for policies, scorers and filters.
+    pub(super) fn request_facts<'a>(&self, asked: &Asked<'a>) -> RequestFacts<'a> {
+        RequestFacts {
+            request: asked.number,
+            seed: self.seed,
+            isl_tokens: asked.isl_tokens,
+            block_size: self.block_size,
+            expected_output_tokens: asked.options.and_then(|options| options.expected_output_tokens),
+            lora_name: asked.options.and_then(|options| options.lora_name.as_deref()),
+            session_id: asked.options.and_then(|options| options.session_id.as_deref()),
+        }
+    }
+
+    /// A number that requests share for which the custom filters accept the same ranks; 0 without filters.
+    pub(super) fn filter_lane(&self, ranks: &Ranks, asked: &Asked<'_>) -> u64 {
+        if self.filters.is_empty() {
+            return 0;
+        }
+        let facts = self.request_facts(asked);
+        let mut hasher = Xxh3::new();
+        for rank in ranks.as_slice() {
+            self.filters.accept(&facts, rank.rank, &rank.about.traits).hash(&mut hasher);
+        }
+        hasher.finish()
     }
 
     fn weigh(&self, ranks: &Ranks, asked: Asked<'_>, verdicts: &mut Verdicts) {

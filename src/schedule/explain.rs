@@ -7,8 +7,9 @@ use serde::Serialize;
 use super::cost::Cost;
 use super::decide::{Case, Scratch};
 use super::{LoadView, Schedule};
+use crate::policy::{Bounds, Candidate, CostFacts, CostTerms, LatencyTerms, Policy};
 use crate::protocol::WorkerRank;
-use crate::select::{Bounds, Candidate, CostFacts, CostTerms, Draw, Filter, LatencyTerms, Policy};
+use crate::select::{Draw, Filter};
 
 /// Separate from the seed of picks, so that sampling is independent of ties.
 const TRACE_SEED: u64 = 0x7261_6365_5f73_6565;
@@ -96,6 +97,7 @@ impl<T> Schedule<T> {
                 ..facts
             };
             let factor = scratch.verdicts.factor(position);
+            let added_cost = self.added_cost(case, position, &projected, scratch).unwrap_or(0.0);
             let terms = kv_cost.terms(&facts);
             let (latency_terms, bounds) = match &cost {
                 Cost::Kv(cost) => (None, Bounds { lo: cost.cost(&lowest), hi: terms.total() }),
@@ -112,8 +114,8 @@ impl<T> Schedule<T> {
                 cached_tokens: scratch.overlaps[position].cached_tokens(weights, block_size),
                 cost_terms: terms,
                 latency_terms,
-                cost_lo: bounds.lo * factor,
-                cost_hi: bounds.hi * factor,
+                cost_lo: bounds.lo * factor + added_cost,
+                cost_hi: bounds.hi * factor + added_cost,
             }
         });
         let (chosen, refused) = match outcome {
@@ -124,7 +126,7 @@ impl<T> Schedule<T> {
             schema: Explanation::SCHEMA,
             request: pending.number,
             policy: self.settings.policy,
-            custom_selector: self.extensions.selector.is_some(),
+            custom_selector: self.extensions.policy.is_some(),
             isl_tokens: pending.request.isl_tokens,
             block_size,
             chosen,

@@ -11,12 +11,14 @@
 //! ```
 
 mod admission;
+mod choose;
 mod cost;
 mod decide;
 mod decision;
 mod decision_facts;
 mod eligible;
 mod explain;
+mod extensions;
 mod load_view;
 mod options;
 mod projected;
@@ -30,11 +32,11 @@ mod typical;
 mod view;
 
 use std::collections::{BTreeSet, VecDeque};
-use std::sync::Arc;
 use std::time::Duration;
 
 pub use decision::Decision;
 pub use explain::{ExplainedRank, Explanation};
+pub use extensions::Extensions;
 pub use load_view::{LiveLoads, LoadView, RankCells};
 pub use options::ResolvedOptions;
 pub use types::{
@@ -43,51 +45,15 @@ pub use types::{
 };
 
 use crate::config::{PoolRole, RouterConfig};
-use crate::load::{EngineSpeed, PrefillEstimator, PromptFingerprint};
+use crate::load::{EngineSpeed, PromptFingerprint};
+use crate::policy::{KvCost, Needs, Policy};
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::{ClassId, Queue};
-use crate::select::{KvCost, Needs, Policy, WorkerSelector};
 use crate::session::Sessions;
 
 use eligible::Rules;
 use rank::Ranks;
 use typical::Typical;
-
-/// Extensions by the embedder.
-#[derive(Clone, Default)]
-pub struct Extensions {
-    /// Replaces the policy.
-    pub selector: Option<Arc<dyn WorkerSelector>>,
-    /// Estimates prefill durations in place of learned speeds.
-    pub estimator: Option<Arc<dyn PrefillEstimator>>,
-    /// Queries the exact load of every rank, even if bounds decide. For comparison with the shortlist: both place
-    /// alike.
-    #[cfg(any(test, feature = "test-support"))]
-    pub queries_every_rank: bool,
-}
-
-impl Extensions {
-    /// Facts needed by a decision whose policy needs `needs`.
-    #[cfg(any(test, feature = "test-support"))]
-    fn needs(&self, needs: Needs) -> Needs {
-        if self.queries_every_rank { Needs::All } else { needs }
-    }
-
-    /// Facts needed by a decision whose policy needs `needs`.
-    #[cfg(not(any(test, feature = "test-support")))]
-    fn needs(&self, needs: Needs) -> Needs {
-        needs
-    }
-}
-
-impl std::fmt::Debug for Extensions {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Extensions")
-            .field("selector", &self.selector.is_some())
-            .field("estimator", &self.estimator.is_some())
-            .finish()
-    }
-}
 
 /// The state machine. See the module documentation.
 #[derive(Debug)]
@@ -137,6 +103,10 @@ struct Settings {
     role: PoolRole,
     /// Whether prefills have an expected duration.
     models_prefill: bool,
+    /// Whether ranks are chosen by comparing costs.
+    compares_costs: bool,
+    /// Whether the choice is between two random ranks.
+    draws_two: bool,
     /// Costs up to this multiple of the lowest are ties.
     tie_factor: f64,
 }
@@ -146,12 +116,15 @@ const TIE_FACTOR: f64 = 1.05;
 
 impl Settings {
     fn of(config: &RouterConfig, extensions: &Extensions) -> Self {
+        let custom_needs = extensions.policy_needs();
         Self {
+            compares_costs: custom_needs.is_none() && config.policy.compares_costs(),
+            draws_two: custom_needs.map_or(config.policy.kind() == Policy::PowerOfTwo, |needs| needs == Needs::Two),
             cost: config.kv_cost(),
             temperature: config.policy.temperature(),
             seed: config.seed,
             decision_trace: config.decision_trace,
-            needs: extensions.needs(config.needs_at(0.0)),
+            needs: extensions.needs(custom_needs.unwrap_or_else(|| config.needs_at(0.0))),
             needs_at_temperature: extensions.needs(config.needs_at(f64::MIN_POSITIVE)),
             policy: config.policy.kind(),
             role: config.role,
@@ -192,7 +165,7 @@ impl<T> Schedule<T> {
     #[must_use]
     pub fn new(config: RouterConfig, incarnation: u32, extensions: Extensions) -> Self {
         let base = u64::from(incarnation) << 32;
-        let rules = Rules::new(&config, &config.queue.classes_or_default());
+        let rules = Rules::new(&config, &config.queue.classes_or_default(), extensions.filters.clone());
         let settings = Settings::of(&config, &extensions);
         let refresh_after = Duration::from_millis(config.queue.overlap_refresh_after_ms);
         Self {
@@ -200,7 +173,6 @@ impl<T> Schedule<T> {
             queueing: config.queue.is_enabled(),
             rules,
             overlap_refresh_after: Some(refresh_after).filter(|after| !after.is_zero()),
-            extensions,
             ranks: Ranks::default(),
             sessions: Sessions::new(Duration::from_millis(config.session.ttl_ms), config.session.sessions_max),
             arrivals: VecDeque::new(),
@@ -215,6 +187,7 @@ impl<T> Schedule<T> {
             typical: Typical::new(EngineSpeed::prior(config.block_size)),
             now: Timestamp::default(),
             scratch: decide::Scratch::default(),
+            extensions,
         }
     }
 

@@ -10,9 +10,9 @@ use super::*;
 use crate::config::{LoadConfig, QueueConfig};
 use crate::hashing::sequence_hashes;
 use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks};
-use crate::policy::{KvConfig, PolicyConfig};
+use crate::policy::{CostFacts, KvConfig, Policy, PolicyConfig};
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, WorkerId};
-use crate::select::{CostFacts, Policy, RankOverlap, TierOverlap};
+use crate::select::{RankOverlap, TierOverlap};
 
 const NOW: Timestamp = Timestamp(0);
 

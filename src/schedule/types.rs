@@ -8,9 +8,10 @@ use smallvec::SmallVec;
 use super::{Decision, Explanation, ResolvedOptions};
 use crate::health::Exclusions;
 use crate::load::{EngineSpeed, PromptBlocks, RankLoad};
+use crate::policy::PolicyError;
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerRank};
 use crate::queue::{Backpressure, UnknownClass};
-use crate::select::{Filter, Pin, RankConditions, RankOverlap, RankTraits, Removed, SelectorError, SharedHits};
+use crate::select::{Filter, Pin, RankConditions, RankOverlap, RankTraits, Removed, SharedHits};
 
 /// One request as the scheduler receives it. `T` is the caller's context, returned with the decision.
 #[derive(Debug)]
@@ -326,7 +327,7 @@ pub enum Rejection {
     /// Unknown queue class.
     #[error(transparent)]
     UnknownClass(#[from] UnknownClass),
-    /// Unusable result of the embedder's selector.
+    /// Unusable result of a custom policy or scorer.
     #[error(transparent)]
-    Selector(#[from] SelectorError),
+    Policy(#[from] PolicyError),
 }

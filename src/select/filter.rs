@@ -241,6 +241,8 @@ pub enum Filter {
     Pin,
     /// Missing required taint.
     RequiredTaints,
+    /// Excluded by a custom filter.
+    Custom,
     /// Unreachable according to the embedder, or ejected for health. Down ranks are excluded only while other ranks
     /// remain.
     Unavailable,
@@ -260,11 +262,12 @@ pub enum Filter {
 
 impl Filter {
     /// All filters, in order of evaluation.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Allowed,
         Self::Excluded,
         Self::Pin,
         Self::RequiredTaints,
+        Self::Custom,
         Self::Unavailable,
         Self::Draining,
         Self::Unresponsive,
@@ -282,6 +285,7 @@ impl Filter {
             Self::Excluded => "excluded",
             Self::Pin => "pinned elsewhere",
             Self::RequiredTaints => "without a required taint",
+            Self::Custom => "refused by a custom filter",
             Self::Unavailable => "unavailable",
             Self::Draining => "draining",
             Self::Unresponsive => "unresponsive",
@@ -297,9 +301,13 @@ impl Filter {
     pub fn passes(self) -> bool {
         match self {
             Self::Unresponsive | Self::Refusing | Self::Lora | Self::Overloaded | Self::Busy => true,
-            Self::Allowed | Self::Excluded | Self::Pin | Self::RequiredTaints | Self::Unavailable | Self::Draining => {
-                false
-            }
+            Self::Allowed
+            | Self::Excluded
+            | Self::Pin
+            | Self::RequiredTaints
+            | Self::Custom
+            | Self::Unavailable
+            | Self::Draining => false,
         }
     }
 }

@@ -7,12 +7,13 @@ use pointsman::RouterConfig;
 use pointsman::hashing::sequence_hashes;
 use pointsman::index::Holdings;
 use pointsman::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks, RankLoad};
+use pointsman::policy::Policy;
 use pointsman::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::schedule::{
     Admission, Decision, Effect, Explanation, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Purpose, RankCells,
     Rejection, Request, ResolvedOptions, Schedule, Target, Waits,
 };
-use pointsman::select::{Policy, RankConditions, RankOverlap, RankTraits, SharedHits, TierOverlap};
+use pointsman::select::{RankConditions, RankOverlap, RankTraits, SharedHits, TierOverlap};
 
 pub(crate) const BLOCK_SIZE: u32 = 16;
 

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use pointsman::config::{HealthConfig, SupervisionConfig};
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
+use pointsman::policy::Policy;
 use pointsman::protocol::{
     EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
 };
-use pointsman::select::Policy;
 use pointsman::{Prompt, RouteRequest, Router, RouterBuilder, RouterConfig};
 
 pub(crate) const BLOCK_SIZE: u32 = 4;

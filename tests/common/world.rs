@@ -468,7 +468,7 @@ impl World {
                 assert_eq!(ask.options.do_not_queue, refused.limit == LimitKind::DoNotQueue);
             }
             Rejection::UnknownClass(_) => assert!(self.class(ask).is_none()),
-            Rejection::Selector(_) => unreachable!("there is none"),
+            Rejection::Policy(_) => unreachable!("there is none"),
         }
     }
 

@@ -4,8 +4,8 @@ use pointsman::RouterConfig;
 use pointsman::config::{
     LoadConfig, OverloadConfig, QueueClass, QueueConfig, QueueOrder, SessionAffinity, SessionConfig, SlowStartConfig,
 };
+use pointsman::policy::Policy;
 use pointsman::policy::{KvConfig, PolicyConfig};
-use pointsman::select::Policy;
 
 use crate::fleet::config;
 use crate::world::{CLASSES, Dice};

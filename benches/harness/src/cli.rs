@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
-use pointsman::select::Policy;
+use pointsman::policy::Policy;
 use pointsman_trial::workload::Prompt;
 use pointsman_trial::workload::trace::TraceError;
 use serde::de::IntoDeserializer;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use pointsman::select::Policy;
+use pointsman::policy::Policy;
 
 use crate::cli::{Knowledge, Replay, policy_name};
 use crate::closed_loop::Outcome;

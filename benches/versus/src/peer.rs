@@ -26,7 +26,7 @@ use dynamo_kv_router::services::selection::{
 };
 use dynamo_kv_router::{DEFAULT_ROUTING_GROUP, KvRouterConfig, WorkerSelectionPolicy, WorkerType};
 use pointsman::protocol::{BlockHash, KvEvent, StoredBlock, WorkerId, WorkerRank};
-use pointsman::select::Policy;
+use pointsman::policy::Policy;
 use pointsman_bench::cli::Replay;
 use pointsman_bench::fleet::Fleet;
 use pointsman_bench::simulate::Setup;

@@ -292,6 +292,7 @@ impl From<Rejection> for ApiError {
                     | Filter::Excluded
                     | Filter::Pin
                     | Filter::RequiredTaints
+                    | Filter::Custom
                     | Filter::Unavailable
                     | Filter::Draining
                     | Filter::Unresponsive
@@ -316,7 +317,7 @@ impl From<Rejection> for ApiError {
             Rejection::UnknownClass(_) => {
                 Self::invalid("unknown_class", Some(CLASS), format!("header {CLASS} names an unknown class"))
             }
-            Rejection::Selector(_) => Self::internal(),
+            Rejection::Policy(_) => Self::internal(),
         }
     }
 }

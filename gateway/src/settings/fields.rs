@@ -8,8 +8,8 @@ use std::net::SocketAddr;
 use std::sync::LazyLock;
 
 use pointsman::RouterConfig;
+use pointsman::policy::Policy;
 use pointsman::policy::PolicyConfig;
-use pointsman::select::Policy;
 use serde::de::value::{Error, MapDeserializer};
 use serde::de::{Deserialize, DeserializeOwned, Deserializer, Error as _, Expected, IntoDeserializer, Visitor};
 use serde::forward_to_deserialize_any;

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use pointsman::RouterConfig;
 use pointsman::discovery::{FileError, FileFormat, NamedWorker};
-use pointsman::select::Policy;
+use pointsman::policy::Policy;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 

@@ -41,7 +41,7 @@ pub(crate) fn worker(n: u64, url: &str, data_parallel_size: u32) -> NamedWorker 
 /// Settings of one model, `mock`, with round-robin selection, no ejection, and no tokenizer.
 pub(crate) fn settings(workers: Vec<NamedWorker>) -> Settings {
     let router = RouterConfig {
-        policy: pointsman::select::Policy::RoundRobin.into(),
+        policy: pointsman::policy::Policy::RoundRobin.into(),
         health: HealthConfig { probe_interval_ms: 0, outcome_failures_max: 0, ..HealthConfig::default() },
         ..RouterConfig::default()
     };

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use pointsman::select::Policy;
+use pointsman::policy::Policy;
 use serde_json::{Map, Value};
 
 use crate::cli::{policy_name, policy_named};

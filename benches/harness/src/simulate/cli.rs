@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
-use pointsman::select::Policy;
+use pointsman::policy::Policy;
 use pointsman_trial::engine::EngineConfig;
 use pointsman_trial::workload::Workload;
 use pointsman_trial::workload::trace::TraceError;

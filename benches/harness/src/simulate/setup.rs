@@ -4,8 +4,8 @@ use std::num::NonZeroU32;
 use std::str::FromStr;
 
 use pointsman::RouterConfig;
+use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::select::Policy;
 use pointsman_trial::engine::EngineConfig;
 use pointsman_trial::workload::Workload;
 use serde_json::{Map, Value};

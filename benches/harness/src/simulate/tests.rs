@@ -1,8 +1,8 @@
 use std::num::NonZeroU32;
 
 use clap::Parser;
+use pointsman::policy::Policy;
 use pointsman::protocol::{BlockHash, KvEvent, StorageTier};
-use pointsman::select::Policy;
 use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec, StepCost};
 use pointsman_trial::workload::{Arrivals, Request, Rng, Segment, Workload};
 use serde_json::json;

@@ -10,8 +10,8 @@ use pointsman::RouterConfig;
 use pointsman::discovery::NamedWorker;
 use pointsman::engine_load::series;
 use pointsman::ingest::StreamState;
+use pointsman::policy::Policy;
 use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
-use pointsman::select::Policy;
 use tokio::time::{Instant, sleep};
 
 use super::client::{Client, ClientError};

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use clap::Args;
 use pointsman::discovery::NamedWorker;
-use pointsman::select::Policy;
+use pointsman::policy::Policy;
 use pointsman::{Router, RouterConfig};
 
 pub use figures::{Figures, Times};

@@ -2,6 +2,11 @@
 //!
 //! A match is followed only while load is even. `schedule` provides facts and ties.
 
+use std::cmp::Reverse;
+
+use super::custom::least_loaded;
+use super::{Needs, RankPolicy, RankTable, RequestFacts};
+
 /// Conditions for following a match.
 ///
 /// Load is uneven if the busiest rank has more than [`Self::BALANCE_REQUESTS`] requests more than the least busy one
@@ -11,7 +16,7 @@
 /// --balance-rel-threshold 1.5`, and its choice by load without a match, sgl-project/sglang#14650)
 ///
 /// ```
-/// use pointsman::select::CacheAware;
+/// use pointsman::policy::CacheAware;
 ///
 /// assert!(CacheAware::is_even(3, 67) && !CacheAware::is_even(3, 68));
 /// assert!(CacheAware::is_even(200, 300) && !CacheAware::is_even(200, 301));
@@ -39,5 +44,36 @@ impl CacheAware {
     #[must_use]
     pub fn is_match(cached_tokens: u32, isl_tokens: u32) -> bool {
         f64::from(cached_tokens) > Self::MATCH_SHARE * f64::from(isl_tokens)
+    }
+
+    /// The rank with the longest match if load is even and the match is long enough, else the one with the fewest
+    /// requests.
+    #[inline]
+    pub(super) fn choose_from<R: RankTable + ?Sized>(request: &RequestFacts<'_>, ranks: &R) -> Option<usize> {
+        let requests = || (0..ranks.len()).map(|index| ranks.requests(index));
+        let (least, most) = (requests().min()?, requests().max()?);
+        let mut best: Option<(u32, Reverse<u32>, u64, usize)> = None;
+        ranks.visit_cached(&mut |index, cached_tokens| {
+            // Most ranks hold less than the best one: no further fact about them is needed.
+            if best.is_none_or(|(most_tokens, ..)| cached_tokens >= most_tokens) {
+                let random_key = request.random_key(ranks.rank(index));
+                best = best.max(Some((cached_tokens, Reverse(ranks.requests(index)), random_key, index)));
+            }
+        });
+        let followed = best.filter(|&(cached_tokens, ..)| {
+            Self::is_even(least, most) && Self::is_match(cached_tokens, request.isl_tokens)
+        });
+        let followed = followed.map(|(.., index)| index);
+        followed.or_else(|| least_loaded(request, ranks, 0..ranks.len(), |index| ranks.requests(index)))
+    }
+}
+
+impl RankPolicy for CacheAware {
+    fn needs(&self) -> Needs {
+        Needs::Board
+    }
+
+    fn choose(&self, request: &RequestFacts<'_>, ranks: &dyn RankTable) -> Option<usize> {
+        Self::choose_from(request, ranks)
     }
 }

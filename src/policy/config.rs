@@ -1,0 +1,159 @@
+//! The active policy with its settings.
+//!
+//! [`PolicyConfig`] holds the active policy together with its own settings and nothing else, so that a setting of another
+//! policy cannot be given. Written as a table with a `name`, or as the bare name where every setting has its default:
+//!
+//! ```
+//! use pointsman::policy::{KvConfig, PolicyConfig};
+//!
+//! let kv: PolicyConfig = serde_json::from_str(r#"{ "name": "kv", "temperature": 0.5 }"#)?;
+//! assert_eq!(kv, PolicyConfig::Kv(KvConfig { temperature: 0.5, ..KvConfig::default() }));
+//! assert_eq!(serde_json::from_str::<PolicyConfig>("\"kv\"")?, PolicyConfig::Kv(KvConfig::default()));
+//!
+//! let error = serde_json::from_str::<PolicyConfig>(r#"{ "name": "latency", "prefill_load_scale": 2 }"#).unwrap_err();
+//! assert!(error.to_string().contains("policy latency: unknown field `prefill_load_scale`, expected `temperature`"));
+//! # Ok::<(), serde_json::Error>(())
+//! ```
+
+use serde::Serialize;
+
+use super::{KvConfig, LatencyConfig, Policy};
+use crate::validation::Problems;
+
+/// The active policy with its settings.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(tag = "name", rename_all = "snake_case")]
+pub enum PolicyConfig {
+    /// See [`Policy::Latency`].
+    Latency(LatencyConfig),
+    /// See [`Policy::Kv`].
+    Kv(KvConfig),
+    /// See [`Policy::CacheAware`].
+    CacheAware,
+    /// See [`Policy::RoundRobin`].
+    RoundRobin,
+    /// See [`Policy::Random`].
+    Random,
+    /// See [`Policy::PowerOfTwo`].
+    PowerOfTwo,
+    /// See [`Policy::LeastLoaded`].
+    LeastLoaded,
+}
+
+impl Default for PolicyConfig {
+    fn default() -> Self {
+        Policy::default().into()
+    }
+}
+
+impl From<Policy> for PolicyConfig {
+    /// The policy with the defaults of its settings.
+    fn from(policy: Policy) -> Self {
+        match policy {
+            Policy::Latency => Self::Latency(LatencyConfig::default()),
+            Policy::Kv => Self::Kv(KvConfig::default()),
+            Policy::CacheAware => Self::CacheAware,
+            Policy::RoundRobin => Self::RoundRobin,
+            Policy::Random => Self::Random,
+            Policy::PowerOfTwo => Self::PowerOfTwo,
+            Policy::LeastLoaded => Self::LeastLoaded,
+        }
+    }
+}
+
+impl PolicyConfig {
+    /// The policy without its settings.
+    #[must_use]
+    pub fn kind(&self) -> Policy {
+        match self {
+            Self::Latency(_) => Policy::Latency,
+            Self::Kv(_) => Policy::Kv,
+            Self::CacheAware => Policy::CacheAware,
+            Self::RoundRobin => Policy::RoundRobin,
+            Self::Random => Policy::Random,
+            Self::PowerOfTwo => Policy::PowerOfTwo,
+            Self::LeastLoaded => Policy::LeastLoaded,
+        }
+    }
+
+    /// Its name in configurations and reports.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.kind().name()
+    }
+
+    /// Whether the policy compares costs. Only such a policy has a temperature, and only there a soft session affinity
+    /// has an effect.
+    #[must_use]
+    pub fn compares_costs(&self) -> bool {
+        matches!(self, Self::Latency(_) | Self::Kv(_))
+    }
+
+    /// The temperature of the choice; 0 for a policy that compares no costs.
+    #[must_use]
+    pub fn temperature(&self) -> f64 {
+        match self {
+            Self::Latency(latency) => latency.temperature,
+            Self::Kv(kv) => kv.temperature,
+            Self::CacheAware | Self::RoundRobin | Self::Random | Self::PowerOfTwo | Self::LeastLoaded => 0.0,
+        }
+    }
+
+    /// The settings of the `kv` cost. Under another policy these are the defaults: explanations show that cost for every
+    /// policy.
+    #[must_use]
+    pub fn kv(&self) -> KvConfig {
+        match self {
+            Self::Kv(kv) => *kv,
+            Self::Latency(_)
+            | Self::CacheAware
+            | Self::RoundRobin
+            | Self::Random
+            | Self::PowerOfTwo
+            | Self::LeastLoaded => KvConfig::default(),
+        }
+    }
+
+    /// Adds the rules that its settings break.
+    pub(crate) fn check(&self, problems: &mut Problems) {
+        match self {
+            Self::Latency(latency) => latency.check(problems),
+            Self::Kv(kv) => kv.check(problems),
+            Self::CacheAware | Self::RoundRobin | Self::Random | Self::PowerOfTwo | Self::LeastLoaded => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_policy_reads_back_from_its_table_and_from_its_name() {
+        for policy in Policy::ALL {
+            let config = PolicyConfig::from(policy);
+            assert_eq!((config.kind(), config.name()), (policy, policy.name()));
+            let table = serde_json::to_value(&config).expect("plain data");
+            assert_eq!(table["name"], policy.name());
+            assert_eq!(serde_json::from_value::<PolicyConfig>(table).expect("a policy"), config);
+            assert_eq!(serde_json::from_value::<PolicyConfig>(policy.name().into()).expect("a policy"), config);
+        }
+    }
+
+    #[test]
+    fn a_setting_of_another_policy_is_refused_with_the_name_of_the_policy() {
+        let refused = |json: &str| serde_json::from_str::<PolicyConfig>(json).expect_err("refused").to_string();
+        for (json, words) in [
+            (r#"{"name":"random","temperature":1}"#, "policy random: unknown field `temperature`, there are no fields"),
+            (r#"{"prefill_load_scale":1}"#, "policy latency: unknown field `prefill_load_scale`"),
+            (r#"{"temperature":"hot","name":"kv"}"#, "invalid type: string \"hot\", expected f64"),
+            (r#"{"name":"best"}"#, "unknown variant `best`, expected one of `kv`"),
+            (r#"{"name":"kv","name":"kv"}"#, "duplicate field `name`"),
+            (r#"{"name":"kv","temperature":1,"temperature":2}"#, "policy kv: duplicate field `temperature`"),
+            ("\"best\"", "unknown variant `best`"),
+            ("7", "expected the name of a policy, or a table with its name and settings"),
+        ] {
+            assert!(refused(json).contains(words), "{json}: {}", refused(json));
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! Policy `power_of_two`: the less loaded of two random ranks.
+
+use super::custom::least_loaded;
+use super::{Needs, RankPolicy, RankTable, RequestFacts};
+use crate::protocol::WorkerRank;
+
+/// Chooses, of the two ranks with the highest random keys, the one with fewer requests, then with fewer blocks.
+#[derive(Clone, Copy, Debug)]
+pub struct PowerOfTwo;
+
+/// The two of the ranks with the highest random keys; fewer if there are fewer ranks.
+#[inline]
+pub(crate) fn two_random(
+    request: &RequestFacts<'_>,
+    ranks: impl Iterator<Item = (usize, WorkerRank)>,
+) -> [Option<usize>; 2] {
+    let mut best: [Option<(u64, usize)>; 2] = [None, None];
+    for (index, rank) in ranks {
+        let key = Some((request.random_key(rank), index));
+        if key > best[0] {
+            best = [key, best[0]];
+        } else if key > best[1] {
+            best[1] = key;
+        }
+    }
+    best.map(|key| key.map(|(_, index)| index))
+}
+
+impl PowerOfTwo {
+    /// The choice, with static dispatch for the router's own table.
+    #[inline]
+    pub(super) fn choose_from<R: RankTable + ?Sized>(request: &RequestFacts<'_>, ranks: &R) -> Option<usize> {
+        let two = ranks.two_random().into_iter().flatten();
+        least_loaded(request, ranks, two, |index| ranks.projected_load(index))
+    }
+}
+
+impl RankPolicy for PowerOfTwo {
+    fn needs(&self) -> Needs {
+        Needs::Two
+    }
+
+    fn choose(&self, request: &RequestFacts<'_>, ranks: &dyn RankTable) -> Option<usize> {
+        Self::choose_from(request, ranks)
+    }
+}
