@@ -49,7 +49,7 @@ fn mix(n: u64) -> u64 {
 
 /// Requests as lists of ids, each id `BLOCKS_PER_ID` blocks.
 fn requests() -> Vec<Vec<u64>> {
-    #[expect(clippy::disallowed_methods, reason = "the trace is not shipped, its place is the caller's to name")]
+    #[expect(clippy::disallowed_methods, reason = "the trace is not shipped; the caller provides its path")]
     let Ok(path) = std::env::var("POINTSMAN_TRACE") else { return generated() };
     let trace = std::fs::read_to_string(&path).expect("POINTSMAN_TRACE names a readable file");
     let ids = |line: &str| {
@@ -233,7 +233,7 @@ fn report(load: &Load) {
     eprintln!("device tier: {:?}", index.shape(StorageTier::Device));
     eprintln!("{held} held blocks, {:.1} bytes each", bytes as f64 / held as f64);
     eprintln!("after churn {:.1} bytes each", index.bytes() as f64 / index.held_blocks() as f64);
-    eprintln!("question ns: p10 {} p50 {} p90 {} p99 {}", at(10), at(50), at(90), at(99));
+    eprintln!("query ns: p10 {} p50 {} p90 {} p99 {}", at(10), at(50), at(90), at(99));
     let per = |time: Duration, blocks| time.as_nanos() as f64 / blocks as f64;
     let (stored, removed) = (per(spent.storing, spent.stored), per(spent.removing, spent.removed));
     let median = |steps: &mut Vec<f64>| {
@@ -259,13 +259,13 @@ fn bench(criterion: &mut Criterion) {
     let index = warmed(&load);
     let mut overlaps = Overlaps::default();
     let mut prompts = load.prompts.iter().cycle();
-    group.bench_function("question", |bencher| {
+    group.bench_function("query", |bencher| {
         bencher.iter(|| {
             index.overlaps(prompts.next().expect("cycles"), &mut overlaps);
             black_box(overlaps.hits().len())
         });
     });
-    group.bench_function("question, detailed", |bencher| {
+    group.bench_function("query, detailed", |bencher| {
         bencher.iter(|| {
             index.overlaps_detailed(prompts.next().expect("cycles"), &mut overlaps);
             black_box(overlaps.last_matched().len())

@@ -55,7 +55,7 @@ impl Conversation {
 
 #[derive(Default)]
 struct Outcome {
-    asked: u64,
+    queried: u64,
     held: u64,
     found: u64,
     stored: u64,
@@ -82,8 +82,8 @@ fn run(budget: Option<u64>, turn_blocks: u64) -> Outcome {
         let at = draw >> 32;
         let conversation = &mut open[((((at * at) >> 32) * OPEN) >> 32) as usize];
         let rank = rank_of(conversation.rank());
-        let mut event = |data, stored: u64, asked: Option<(&[BlockHash], Slot)>| {
-            if let Some((hashes, slot)) = asked {
+        let mut event = |data, stored: u64, queried: Option<(&[BlockHash], Slot)>| {
+            if let Some((hashes, slot)) = queried {
                 index.overlaps(hashes, &mut overlaps);
                 let hit = overlaps.hits().iter().find(|hit| hit.slot == slot);
                 outcome.found += hit.map_or(0, |hit| u64::from(hit.device_blocks));
@@ -118,7 +118,7 @@ fn run(budget: Option<u64>, turn_blocks: u64) -> Outcome {
         conversation.turns += 1;
         let slot = Slot(rank.worker.0 as u32);
         event(KvEvent::Stored { parent, blocks: prompt[known..].to_vec() }, turn_blocks, Some((&hashes, slot)));
-        outcome.asked += hashes.len() as u64;
+        outcome.queried += hashes.len() as u64;
         outcome.held += held as u64;
     }
     outcome
@@ -145,7 +145,7 @@ fn main() {
             let outcome = run(bytes_max, turn_blocks);
             eprintln!(
                 "| {budget} | {:.3} | {:.3} | {:.1} | {} | {} | {:.1} | {} |",
-                outcome.found as f64 / outcome.asked as f64,
+                outcome.found as f64 / outcome.queried as f64,
                 outcome.found as f64 / outcome.held as f64,
                 outcome.bytes_most as f64 / MIB as f64,
                 outcome.evicted,

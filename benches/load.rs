@@ -52,7 +52,8 @@ fn book_and_free(c: &mut Criterion) {
         let mut rank = busy(reuse, 4);
         group.bench_function(name, |b| {
             b.iter(|| {
-                rank.book(BookingId(ACTIVE), black_box(&prompt).clone(), hint(), Timestamp(99)).expect("it is free");
+                rank.book(BookingId(ACTIVE), black_box(&prompt).clone(), hint(), Timestamp(99))
+                    .expect("the id is free");
                 rank.free(black_box(BookingId(ACTIVE)), Timestamp(99))
             });
         });
@@ -67,7 +68,7 @@ fn book_and_free(c: &mut Criterion) {
                 prompt(3, own, 100)
             },
             |prompt| {
-                rank.book(BookingId(ACTIVE), prompt, hint(), Timestamp(99)).expect("it is free");
+                rank.book(BookingId(ACTIVE), prompt, hint(), Timestamp(99)).expect("the id is free");
                 black_box(rank.prefill_curve());
                 rank.complete_prefill(BookingId(ACTIVE), Timestamp(99));
                 let mut output = OutputBlocks::default();

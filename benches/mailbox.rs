@@ -29,7 +29,7 @@ enum Msg {
     /// Increments the counter and notifies the sender.
     Notify(Arc<Notify>),
     /// Returns the counter.
-    Ask(oneshot::Sender<u64>),
+    Query(oneshot::Sender<u64>),
     /// Returns the counter, by ractor's reply port.
     Call(RpcReplyPort<u64>),
 }
@@ -42,7 +42,7 @@ impl Msg {
                 *count += 1;
                 done.notify_one();
             }
-            Self::Ask(answer) => drop(answer.send(*count)),
+            Self::Query(answer) => drop(answer.send(*count)),
             Self::Call(answer) => drop(answer.send(*count)),
         }
     }
@@ -81,7 +81,7 @@ fn task() -> mpsc::Sender<Msg> {
     sender
 }
 
-const ALIVE: &str = "it lives as long as the bench";
+const ALIVE: &str = "the actor runs until the end of the bench";
 
 /// Measures `work`, whose argument is the number of repetitions, on a task of the runtime.
 fn time<F: Future<Output = ()> + Send + 'static>(
@@ -128,12 +128,12 @@ async fn call_and_wait(actor: ActorRef<Msg>, times: u64) {
 }
 
 /// Sends one query to each actor, each with its own reply channel, and awaits all replies.
-async fn ask_all(actors: Vec<ActorRef<Msg>>, times: u64) {
+async fn query_all(actors: Vec<ActorRef<Msg>>, times: u64) {
     let mut answers = Vec::with_capacity(actors.len());
     for _ in 0..times {
         for actor in &actors {
             let (sender, answer) = oneshot::channel();
-            actor.cast(Msg::Ask(sender)).expect(ALIVE);
+            actor.cast(Msg::Query(sender)).expect(ALIVE);
             answers.push(answer);
         }
         for answer in answers.drain(..) {
@@ -154,7 +154,7 @@ async fn send_in_bursts(task: mpsc::Sender<Msg>, times: u64) {
 async fn send_and_wait(task: mpsc::Sender<Msg>, times: u64) {
     for _ in 0..times {
         let (sender, answer) = oneshot::channel();
-        task.send(Msg::Ask(sender)).await.map_err(drop).expect(ALIVE);
+        task.send(Msg::Query(sender)).await.map_err(drop).expect(ALIVE);
         black_box(answer.await.expect(ALIVE));
     }
 }
@@ -175,9 +175,9 @@ fn mailbox(criterion: &mut Criterion) {
         time(&mut group, runtime, "cast, and its effect", |times| cast_and_see(actor.clone(), times));
         time(&mut group, runtime, "casts back to back, each", |times| cast_in_bursts(actor.clone(), times));
         time(&mut group, runtime, "call", |times| call_and_wait(actor.clone(), times));
-        time(&mut group, runtime, "eight asked, all answers", |times| ask_all(actors.clone(), times));
+        time(&mut group, runtime, "eight queried, all replies", |times| query_all(actors.clone(), times));
         time(&mut group, runtime, "plain task, sends back to back, each", |times| send_in_bursts(task.clone(), times));
-        time(&mut group, runtime, "plain task, question and answer", |times| send_and_wait(task.clone(), times));
+        time(&mut group, runtime, "plain task, query and reply", |times| send_and_wait(task.clone(), times));
         group.finish();
         actors.iter().for_each(|actor| actor.stop(None));
     }

@@ -59,13 +59,13 @@ impl Node {
 
 /// Input of the scheduler: a prompt with its overlaps from the index.
 #[derive(Clone)]
-struct Asked {
+struct PreparedRequest {
     prompt: PromptBlocks,
     overlaps: Vec<RankOverlap>,
 }
 
 /// Turn number `turn` of a conversation, in a fleet of `ranks`.
-fn asked(conversation: u64, turn: u64, ranks: usize, assume_kv_reuse: bool) -> Asked {
+fn prepared(conversation: u64, turn: u64, ranks: usize, assume_kv_reuse: bool) -> PreparedRequest {
     let system = conversation % 12;
     let hash = |block| {
         let of = match block {
@@ -89,7 +89,7 @@ fn asked(conversation: u64, turn: u64, ranks: usize, assume_kv_reuse: bool) -> A
     } else {
         PromptBlocks::Counted(BLOCKS as u32)
     };
-    Asked { prompt, overlaps: (0..ranks).filter_map(held).collect() }
+    PreparedRequest { prompt, overlaps: (0..ranks).filter_map(held).collect() }
 }
 
 /// A scheduler with its ranks.
@@ -119,22 +119,22 @@ impl Fleet {
             fleet.schedule.step(admit, &fleet.loads, NOW, &mut fleet.effects);
         }
         let (requests, conversations) = (REQUESTS_PER_RANK * ranks as u64, 2 * ranks as u64);
-        for ticket in 0..requests {
-            let asked = asked(mix(ticket) % conversations, ticket, ranks, assume_kv_reuse);
-            fleet.request(ticket, &asked);
-            fleet.settle(ticket, &asked.prompt, requests);
+        for request_number in 0..requests {
+            let prepared = prepared(mix(request_number) % conversations, request_number, ranks, assume_kv_reuse);
+            fleet.request(request_number, &prepared);
+            fleet.settle(request_number, &prepared.prompt, requests);
         }
         fleet
     }
 
-    fn request(&mut self, ticket: u64, asked: &Asked) {
-        let Asked { prompt, overlaps } = asked.clone();
-        let request = Request { overlaps, ..Request::new(ticket, prompt, 64 * BLOCKS as u32) };
+    fn request(&mut self, request_number: u64, prepared: &PreparedRequest) {
+        let PreparedRequest { prompt, overlaps } = prepared.clone();
+        let request = Request { overlaps, ..Request::new(request_number, prompt, 64 * BLOCKS as u32) };
         self.schedule.step(Input::Request(request), &self.loads, NOW, &mut self.effects);
     }
 
     /// Performs the effects of a warm-up request, like the actors of the ranks.
-    fn settle(&mut self, ticket: u64, prompt: &PromptBlocks, requests: u64) {
+    fn settle(&mut self, request_number: u64, prompt: &PromptBlocks, requests: u64) {
         while let Some(effect) = self.effects.pop_front() {
             match effect {
                 Effect::Query(query) => {
@@ -146,9 +146,9 @@ impl Fleet {
                 Effect::Book { decision, number, .. } => {
                     let node = &mut self.nodes[decision.slot().index()];
                     node.applied = number.number;
-                    let booking = BookingId(ticket);
+                    let booking = BookingId(request_number);
                     node.active.book(booking, prompt.clone(), decision.prefill_load(), NOW).expect("no duplicates");
-                    if ticket < requests / 8 * 7 {
+                    if request_number < requests / 8 * 7 {
                         node.active.complete_prefill(booking, NOW);
                     }
                     node.publish();
@@ -169,44 +169,45 @@ impl Fleet {
 /// A busy fleet with constant state: all responses are prepared, and bookings end immediately.
 struct Still {
     fleet: Fleet,
-    asked: Vec<Asked>,
+    prepared: Vec<PreparedRequest>,
     loads: Vec<RankLoad>,
     /// By prompt, then by slot.
     shared_blocks: Vec<Vec<u32>>,
     boards: Vec<BoardLoad>,
     requests: u64,
-    asked_ranks: u64,
+    queried_ranks: u64,
 }
 
 impl Still {
     fn new(config: RouterConfig, ranks: usize) -> Self {
         let assume_kv_reuse = config.load.assume_kv_reuse;
         let fleet = Fleet::busy(config, ranks);
-        let asked: Vec<Asked> =
-            (0..PROMPTS).map(|n| asked(n % (2 * ranks as u64), u64::MAX - n, ranks, assume_kv_reuse)).collect();
-        let shared =
-            |asked: &Asked| fleet.nodes.iter().map(|node| node.active.project(&asked.prompt).shared_blocks).collect();
+        let prepared: Vec<PreparedRequest> =
+            (0..PROMPTS).map(|n| prepared(n % (2 * ranks as u64), u64::MAX - n, ranks, assume_kv_reuse)).collect();
+        let shared = |prepared: &PreparedRequest| {
+            fleet.nodes.iter().map(|node| node.active.project(&prepared.prompt).shared_blocks).collect()
+        };
         Self {
-            shared_blocks: asked.iter().map(shared).collect(),
-            asked,
+            shared_blocks: prepared.iter().map(shared).collect(),
+            prepared,
             loads: fleet.nodes.iter().map(|node| node.active.load(NOW)).collect(),
-            boards: fleet.nodes.iter().map(|node| node.board.read().expect("there are no concurrent writes")).collect(),
+            boards: fleet.nodes.iter().map(|node| node.board.read().expect("no concurrent writes")).collect(),
             fleet,
             requests: 0,
-            asked_ranks: 0,
+            queried_ranks: 0,
         }
     }
 
     /// Runs a request from `Request` to `Book`, then publishes the board that contains the end of the booking.
     fn decide(&mut self) -> WorkerRank {
-        let ticket = self.requests;
+        let request_number = self.requests;
         self.requests += 1;
-        let prompt = (ticket % PROMPTS) as usize;
-        self.fleet.request(ticket, &self.asked[prompt]);
+        let prompt = (request_number % PROMPTS) as usize;
+        self.fleet.request(request_number, &self.prepared[prompt]);
         loop {
             match self.fleet.effects.pop_front() {
                 Some(Effect::Query(LoadQuery { batch, slots, .. })) => {
-                    self.asked_ranks += slots.len() as u64;
+                    self.queried_ranks += slots.len() as u64;
                     let answers = slots.iter().map(|&slot| LoadAnswer {
                         slot,
                         generation: Generation(1),
@@ -279,8 +280,8 @@ fn decide(criterion: &mut Criterion) {
         for ranks in [8, 64, 512, 2_048] {
             let mut still = Still::new(config.clone(), ranks);
             group.bench_function(BenchmarkId::new(name, ranks), |bencher| bencher.iter(|| still.decide()));
-            if let Some(tenths) = (10 * still.asked_ranks).checked_div(still.requests) {
-                eprintln!("{name}, {ranks} ranks: {}.{} asked a request", tenths / 10, tenths % 10);
+            if let Some(tenths) = (10 * still.queried_ranks).checked_div(still.requests) {
+                eprintln!("{name}, {ranks} ranks: {}.{} queried ranks per request", tenths / 10, tenths % 10);
             }
         }
     }

@@ -101,7 +101,7 @@ fn batches(block_size: u64, ids: Ids) -> (Vec<Vec<u8>>, u64) {
         let mut events = Vec::new();
         let mut n_events = 1;
         while held.len() + n_new as usize > BLOCKS_HELD_MAX {
-            let victim = held.pop_front().expect("it is full");
+            let victim = held.pop_front().expect("the table is full");
             events.push(0x84);
             text(&mut events, "type");
             text(&mut events, "BlockRemoved");

@@ -231,7 +231,7 @@ async fn run_half<T: Target>(
     }
     let mut done = Vec::with_capacity(tasks.len());
     while let Some(client) = tasks.join_next().await {
-        done.push(client.expect("a client neither panics nor is aborted")?);
+        done.push(client.expect("client tasks end without panic")?);
     }
     Ok(done)
 }
@@ -395,7 +395,7 @@ struct Tally {
 
 impl Tally {
     fn new() -> Self {
-        let route_ns = Histogram::new_with_bounds(1, 60_000_000_000, 3).expect("one to a minute, three digits");
+        let route_ns = Histogram::new_with_bounds(1, 60_000_000_000, 3).expect("valid histogram bounds");
         Self {
             route_ns,
             engine_cpu: Duration::ZERO,

@@ -208,13 +208,13 @@ mod tests {
     fn drift_above_three_per_cent_is_reported() {
         let was = recorded(0.2, &[("random", 1.5)]);
         assert!(moved(&was, &recorded(0.2059, &[("random", 1.456)])).is_empty());
-        let said = moved(&was, &recorded(0.2061, &[("random", 1.546)]));
-        assert_eq!(said[0], "mean TTFT of kv, seconds is 0.2061, recorded 0.2000: off by +3.0 %, the limit is 3 %");
+        let messages = moved(&was, &recorded(0.2061, &[("random", 1.546)]));
+        assert_eq!(messages[0], "mean TTFT of kv, seconds is 0.2061, recorded 0.2000: off by +3.0 %, the limit is 3 %");
         assert_eq!(
-            said[1],
+            messages[1],
             "mean TTFT of random over that of kv is 1.5460, recorded 1.5000: off by +3.1 %, the limit is 3 %"
         );
-        assert_eq!(moved(&was, &recorded(0.2, &[])).len(), 1, "a policy that is gone has drifted");
+        assert_eq!(moved(&was, &recorded(0.2, &[])).len(), 1, "a missing policy counts as drift");
     }
 
     #[test]

@@ -28,17 +28,17 @@ const PREDICTED_TTL_MS: u64 = 5_000;
 pub struct Embedded {
     router: Router,
     /// Whether its policy uses cache contents, so that it predicts cached tokens.
-    knows_caches: bool,
-    drill: Option<Drill>,
+    has_index: bool,
+    injector: Option<FaultInjector>,
 }
 
 /// Injects a crash of an actor every `every` requests.
 #[derive(Debug)]
-struct Drill {
+struct FaultInjector {
     every: NonZeroU32,
     requests: AtomicU32,
     /// Number of requests that the router returned as lost after repeated crashes and that were routed again.
-    given_up: AtomicU32,
+    lost: AtomicU32,
 }
 
 impl Embedded {
@@ -62,7 +62,7 @@ impl Embedded {
             .fleet()
             .worker_ids()
             .map(|worker| (worker, worker_config(worker, common.dp_size, 8_192, u32::try_from(common.kv_blocks).ok())));
-        Self::over(Router::builder(config), workers, options.kill_every.map(Drill::new)).await
+        Self::over(Router::builder(config), workers, options.kill_every.map(FaultInjector::new)).await
     }
 
     /// Starts a router over a simulated fleet, with default settings except those in `setup`.
@@ -81,12 +81,12 @@ impl Embedded {
     async fn over(
         builder: RouterBuilder,
         workers: impl Iterator<Item = (WorkerId, WorkerConfig)>,
-        drill: Option<Drill>,
+        injector: Option<FaultInjector>,
     ) -> Result<Self, Refusal> {
         let add = |builder: RouterBuilder, (worker, config)| builder.worker(worker, config);
         let router = workers.fold(builder, add).start().await?;
-        let knows_caches = router.config().has_index();
-        Ok(Self { router, knows_caches, drill })
+        let has_index = router.config().has_index();
+        Ok(Self { router, has_index, injector })
     }
 
     /// The router, for uses outside the closed loop.
@@ -119,10 +119,10 @@ fn worker_config(worker: WorkerId, dp_size: u32, step_tokens_max: u32, kv_blocks
     }
 }
 
-impl Drill {
+impl FaultInjector {
     fn new(every: NonZeroU32) -> Self {
-        keep_quiet_about_drills();
-        Self { every, requests: AtomicU32::new(0), given_up: AtomicU32::new(0) }
+        suppress_fault_reports();
+        Self { every, requests: AtomicU32::new(0), lost: AtomicU32::new(0) }
     }
 
     /// Counts a placed request and injects the next fault if it is due.
@@ -130,19 +130,19 @@ impl Drill {
         let requests = self.requests.fetch_add(1, Relaxed) + 1;
         if requests.is_multiple_of(self.every.get()) {
             let faults = [Fault::Scheduler, Fault::Radix(rank), Fault::Sequence(rank)];
-            let turn = (requests / self.every - 1) as usize % faults.len();
-            router.inject(faults[turn]); // no effect under a policy without an index
+            let kind = (requests / self.every - 1) as usize % faults.len();
+            router.inject(faults[kind]); // no effect under a policy without an index
         }
     }
 
     /// Writes a summary. A crash of an actor that is already down causes no second restart.
     fn write(&self, router: &Router, mut out: impl Write) -> io::Result<()> {
-        let (health, blows) = (router.health(), self.requests.load(Relaxed) / self.every);
+        let (health, injected) = (router.health(), self.requests.load(Relaxed) / self.every);
         let (restarts, cold) = (health.restarts, health.cold.len());
-        let given_up = self.given_up.load(Relaxed);
+        let lost = self.lost.load(Relaxed);
         writeln!(
             out,
-            "drill: {blows} blows, {restarts} actors restarted, {given_up} requests given up and asked again, \
+            "{injected} faults injected, {restarts} actors restarted, {lost} requests lost and retried, \
              {cold} of {} ranks cold at the end",
             health.ranks
         )
@@ -150,12 +150,12 @@ impl Drill {
 }
 
 /// Suppresses the panic message, and a backtrace enabled by the environment, of injected crashes.
-fn keep_quiet_about_drills() {
+fn suppress_fault_reports() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let others = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
-            if info.payload().downcast_ref::<&str>() != Some(&"a drill") {
+            if info.payload().downcast_ref::<&str>() != Some(&"an injected fault") {
                 others(info);
             }
         }));
@@ -179,13 +179,13 @@ impl Target for Embedded {
     async fn route(&self, call: Call) -> Result<Routed<Placement>, Refusal> {
         loop {
             let request = RouteRequest::new(&call.id, Prompt::Tokens(&call.tokens));
-            match (self.router.route(request).await, &self.drill) {
+            match (self.router.route(request).await, &self.injector) {
                 (Ok(handle), _) => {
-                    let cached_tokens = self.knows_caches.then(|| handle.cached_tokens().into());
+                    let cached_tokens = self.has_index.then(|| handle.cached_tokens().into());
                     let ttft = handle.predicted_ttft().and_then(|ttft| u64::try_from(ttft.as_micros()).ok());
                     return Ok(Routed { cached_tokens, ttft_us: ttft, ..Routed::new(handle.rank(), handle) });
                 }
-                (Err(RouteError::Lost { .. }), Some(drill)) => drill.given_up.fetch_add(1, Relaxed),
+                (Err(RouteError::Lost { .. }), Some(injector)) => injector.lost.fetch_add(1, Relaxed),
                 (Err(error), _) => return Err(error.into()),
             };
         }
@@ -197,8 +197,8 @@ impl Target for Embedded {
 
     async fn prefill_completed(&self, handle: &mut Placement) -> Result<(), Refusal> {
         handle.prefill_completed();
-        if let Some(drill) = &self.drill {
-            drill.count(&self.router, handle.rank());
+        if let Some(injector) = &self.injector {
+            injector.count(&self.router, handle.rank());
         }
         Ok(())
     }
@@ -221,9 +221,9 @@ impl Target for Embedded {
     }
 
     async fn shutdown(self) {
-        if let Some(drill) = &self.drill {
+        if let Some(injector) = &self.injector {
             // A write error on standard error is ignored, because there is no other output.
-            let _ = drill.write(&self.router, io::stderr());
+            let _ = injector.write(&self.router, io::stderr());
         }
         self.router.shutdown(SHUTDOWN_MAX).await;
     }
@@ -275,11 +275,11 @@ mod tests {
                 tokio::task::yield_now().await;
             }
         }
-        let mut said = Vec::new();
-        target.drill.as_ref().expect("a drill").write(&target.router, &mut said).expect("written");
-        let said = String::from_utf8(said).expect("text");
-        assert!(said.starts_with("drill: 6 blows, 6 actors restarted, 0 requests given up"), "{said}");
-        assert!(said.ends_with("2 of 2 ranks cold at the end\n"), "{said}");
+        let mut text = Vec::new();
+        target.injector.as_ref().expect("an injected fault").write(&target.router, &mut text).expect("written");
+        let text = String::from_utf8(text).expect("text");
+        assert!(text.starts_with("6 faults injected, 6 actors restarted, 0 requests lost"), "{text}");
+        assert!(text.ends_with("2 of 2 ranks cold at the end\n"), "{text}");
         target.shutdown().await;
     }
 

@@ -117,7 +117,7 @@ async fn answer(
 ) -> Response<Events> {
     let path = request.uri().path().to_owned();
     let key = request.headers().get(AUTHORIZATION).map(|key| key.to_str().expect("ASCII").to_owned());
-    let body = request.into_body().collect().await.expect("a whole body").to_bytes();
+    let body = request.into_body().collect().await.expect("a complete body").to_bytes();
     let number = {
         let mut log = log.lock().expect("alive");
         log.push((path, key, serde_json::from_slice(&body).expect("JSON")));
@@ -235,9 +235,9 @@ async fn every_failure_is_recorded_with_its_reason() {
         Some("status 500"),
         Some("the response is not an event stream"),
         Some("the stream ended without [DONE]"),
-        Some("the connection broke: "),
-        Some("not answered within 1 s"),
-        Some("not answered within 1 s"),
+        Some("connection closed early: "),
+        Some("no response within 1 s"),
+        Some("no response within 1 s"),
         Some("error in the stream (worker_failed)"),
         Some("an event is not a valid chunk"),
         Some("the stream contained no token"),
@@ -345,5 +345,5 @@ async fn endpoints_are_compared_in_pairs_of_seeds() {
     let (mut one, mut other): (Vec<String>, Vec<String>) = (bodies(&first), bodies(&second));
     one.sort();
     other.sort();
-    assert_eq!((one.len(), one == other), (60, true), "both received equal requests");
+    assert_eq!((one.len(), one == other), (60, true), "both endpoints received equal requests");
 }

@@ -116,7 +116,7 @@ impl Mirror {
             assert_eq!(tokens.len(), block.depth as usize * block.tokens.len());
             tokens.extend(&block.tokens);
             let chain = (lora, salt, tokens);
-            assert_eq!(self.chains.entry(block.hash).or_insert(chain.clone()), &chain, "a name means one chain");
+            assert_eq!(self.chains.entry(block.hash).or_insert(chain.clone()), &chain, "a name identifies one chain");
             let is_new = self.tiers[tier as usize].insert(block.hash, Arc::clone(block)).is_none();
             assert!(is_new || tier == Tier::Device, "the host stores each block once");
             if tier == Tier::Device {
@@ -150,13 +150,13 @@ type Requests = BTreeMap<u64, (RequestSpec, Vec<u32>)>;
 
 /// Runs all calls, then steps until idle. Checks the invariants after every call.
 fn run(config: EngineConfig, calls: &[Call]) -> (Vec<Step>, Requests) {
-    let mut rank = Rank::new(config).expect("the configuration is sound");
+    let mut rank = Rank::new(config).expect("valid configuration");
     let (mut mirror, mut steps) = (Mirror::default(), Vec::new());
     let (mut open, mut ended) = (Requests::new(), Requests::new());
     let mut pending: VecDeque<Call> = calls.iter().cloned().collect();
     let mut next_id = 0;
     for round in 0.. {
-        assert!(round < 20_000, "the rank gets nowhere");
+        assert!(round < 20_000, "the rank makes no progress");
         let call = pending.pop_front();
         if call.is_none() && rank.is_idle() {
             break;
@@ -229,7 +229,7 @@ struct Slow {
 type Stored = (u64, Chain);
 
 #[derive(Clone, Debug, PartialEq)]
-enum Told {
+enum EngineEvent {
     Stored(Tier, Vec<Chain>),
     Removed(Tier, Chain),
 }
@@ -252,7 +252,7 @@ impl Slow {
     }
 
     /// Runs one request that generates `outputs`. Returns the events of each step and the number of cached tokens.
-    fn run(&mut self, spec: &RequestSpec, outputs: &[u32]) -> (Vec<Vec<Told>>, usize) {
+    fn run(&mut self, spec: &RequestSpec, outputs: &[u32]) -> (Vec<Vec<EngineEvent>>, usize) {
         let block_size = self.config.block_size as usize;
         let mut tokens = spec.tokens.to_vec();
         let chain = |tokens: &[u32]| (spec.lora_name.clone(), spec.cache_salt.clone(), tokens.to_vec());
@@ -272,7 +272,7 @@ impl Slow {
             self.take_one(&mut events);
         }
         if !loaded.is_empty() {
-            events.push(Told::Stored(Tier::Device, loaded.clone()));
+            events.push(EngineEvent::Stored(Tier::Device, loaded.clone()));
         }
         mine.extend(loaded.into_iter().map(|chain| Some(self.store(chain))));
         let cached = mine.len() * block_size;
@@ -299,7 +299,7 @@ impl Slow {
                         }
                     });
                 }
-                events.extend((!run.is_empty()).then_some(Told::Stored(Tier::Device, run)));
+                events.extend((!run.is_empty()).then_some(EngineEvent::Stored(Tier::Device, run)));
                 steps.push(std::mem::take(&mut events));
                 computed = to;
             }
@@ -313,16 +313,16 @@ impl Slow {
     }
 
     /// Takes the first free block and moves its previous content to the host.
-    fn take_one(&mut self, events: &mut Vec<Told>) {
+    fn take_one(&mut self, events: &mut Vec<EngineEvent>) {
         let Some((_, evicted)) = self.free.remove(0) else { return };
         if self.config.host_kv_blocks > 0 && !self.touch_host(&evicted) {
             if self.host.len() == self.config.host_kv_blocks as usize {
-                events.push(Told::Removed(Tier::Host, self.host.remove(0)));
+                events.push(EngineEvent::Removed(Tier::Host, self.host.remove(0)));
             }
             self.host.push(evicted.clone());
-            events.push(Told::Stored(Tier::Host, vec![evicted.clone()]));
+            events.push(EngineEvent::Stored(Tier::Host, vec![evicted.clone()]));
         }
-        events.push(Told::Removed(Tier::Device, evicted));
+        events.push(EngineEvent::Removed(Tier::Device, evicted));
     }
 
     fn touch_host(&mut self, chain: &Chain) -> bool {
@@ -334,16 +334,16 @@ impl Slow {
 }
 
 /// Events of the model with chains in place of hashes.
-fn literal(events: &[CacheEvent], chains: &BTreeMap<EngineHash, Chain>) -> Vec<Told> {
+fn literal(events: &[CacheEvent], chains: &BTreeMap<EngineHash, Chain>) -> Vec<EngineEvent> {
     let chain = |hash: &EngineHash| chains[hash].clone();
-    let told = |event: &CacheEvent| match event {
+    let events_of_steps = |event: &CacheEvent| match event {
         CacheEvent::Stored { tier, blocks } => {
-            Told::Stored(*tier, blocks.iter().map(|block| chain(&block.hash)).collect())
+            EngineEvent::Stored(*tier, blocks.iter().map(|block| chain(&block.hash)).collect())
         }
-        CacheEvent::Removed { tier, hash } => Told::Removed(*tier, chain(hash)),
+        CacheEvent::Removed { tier, hash } => EngineEvent::Removed(*tier, chain(hash)),
         CacheEvent::Cleared => unreachable!("the rank is never cleared"),
     };
-    events.iter().map(told).collect()
+    events.iter().map(events_of_steps).collect()
 }
 
 proptest! {
@@ -375,21 +375,21 @@ proptest! {
         config in configs(),
         specs in prop::collection::vec(specs(), 0..40),
     ) {
-        let mut rank = Rank::new(config).expect("the configuration is sound");
+        let mut rank = Rank::new(config).expect("valid configuration");
         let (mut slow, mut mirror) = (Slow::new(config), Mirror::default());
         for spec in specs {
             if rank.submit(spec.clone()).is_err() {
                 continue;
             }
-            let (mut told, mut outputs, mut cached_tokens) = (Vec::new(), Vec::new(), 0);
+            let (mut events_of_steps, mut outputs, mut cached_tokens) = (Vec::new(), Vec::new(), 0);
             while let Some(step) = rank.step() {
-                prop_assert!(told.len() < 1000, "the rank gets nowhere");
+                prop_assert!(events_of_steps.len() < 1000, "the rank makes no progress");
                 mirror.apply(&step.events);
-                told.push(literal(&step.events, &mirror.chains));
+                events_of_steps.push(literal(&step.events, &mirror.chains));
                 outputs.extend(step.outputs.iter().map(|output| output.token));
                 cached_tokens = step.outputs.last().map_or(0, |output| output.cached_tokens as usize);
             }
-            prop_assert_eq!((told, cached_tokens), slow.run(&spec, &outputs));
+            prop_assert_eq!((events_of_steps, cached_tokens), slow.run(&spec, &outputs));
         }
     }
 }

@@ -10,14 +10,14 @@ use pointsman_trial::engine::{
 fn rank(config: EngineConfig) -> Rank {
     let cost = config.cost;
     let small = EngineConfig { block_size: 4, kv_blocks: 9, max_model_len: 32, cost, ..config };
-    Rank::new(small).expect("the configuration is sound")
+    Rank::new(small).expect("valid configuration")
 }
 
 /// Text form of events, with each block named by its first token.
-fn told(events: &[CacheEvent], names: &mut BTreeMap<EngineHash, String>) -> Vec<String> {
-    let mut told = Vec::new();
+fn describe(events: &[CacheEvent], names: &mut BTreeMap<EngineHash, String>) -> Vec<String> {
+    let mut describe = Vec::new();
     for event in events {
-        told.push(match event {
+        describe.push(match event {
             CacheEvent::Stored { tier, blocks } => {
                 for block in blocks {
                     names.entry(block.hash).or_insert_with(|| format!("{}", block.tokens[0]));
@@ -30,11 +30,11 @@ fn told(events: &[CacheEvent], names: &mut BTreeMap<EngineHash, String>) -> Vec<
             CacheEvent::Cleared => "cleared".to_owned(),
         });
     }
-    told
+    describe
 }
 
 fn run_one(rank: &mut Rank, spec: RequestSpec) -> Vec<Step> {
-    rank.submit(spec).expect("the request is sound");
+    rank.submit(spec).expect("valid request");
     let steps: Vec<Step> = std::iter::from_fn(|| rank.step()).collect();
     rank.check_invariants();
     steps
@@ -44,7 +44,7 @@ fn run_one(rank: &mut Rank, spec: RequestSpec) -> Vec<Step> {
 fn events_of(rank: &mut Rank, spec: RequestSpec, names: &mut BTreeMap<EngineHash, String>) -> Vec<String> {
     let steps = run_one(rank, spec);
     assert_eq!(steps.len(), 1);
-    told(&steps[0].events, names)
+    describe(&steps[0].events, names)
 }
 
 #[test]
@@ -65,8 +65,8 @@ fn events_match_a_recording_of_a_real_engine() {
     ];
     let mut rank = rank(EngineConfig::default());
     let mut names = BTreeMap::new();
-    let mut told = |rank: &mut Rank, spec: RequestSpec, recorded: &[&str]| {
-        rank.submit(spec).expect("the request is sound");
+    let mut describe = |rank: &mut Rank, spec: RequestSpec, recorded: &[&str]| {
+        rank.submit(spec).expect("valid request");
         let events = rank.step().expect("a request waits").events;
         if let Some(CacheEvent::Stored { blocks, .. }) = events.last() {
             for (block, name) in blocks.iter().zip(recorded) {
@@ -74,22 +74,22 @@ fn events_match_a_recording_of_a_real_engine() {
             }
         }
         rank.check_invariants();
-        told(&events, &mut names)
+        describe(&events, &mut names)
     };
     let prompt = |tokens: std::ops::Range<u32>| tokens.collect::<Vec<u32>>();
 
     let stored = "Device + 1cccfba573d0cf8a f20358aa4fbb8879 e842ef1712133bd6 4cb3b9d034695fdd under -";
-    assert_eq!(told(&mut rank, RequestSpec::new(1, prompt(100..116), 1), recorded[0]), [stored]);
+    assert_eq!(describe(&mut rank, RequestSpec::new(1, prompt(100..116), 1), recorded[0]), [stored]);
 
     let shares_two: Vec<u32> = (100..108).chain([7; 4]).collect();
     let stored = "Device + c6882bb15d6bfcb9 under f20358aa4fbb8879";
-    assert_eq!(told(&mut rank, RequestSpec::new(2, shares_two, 1), recorded[1]), [stored]);
+    assert_eq!(describe(&mut rank, RequestSpec::new(2, shares_two, 1), recorded[1]), [stored]);
 
     let salted = RequestSpec { cache_salt: Some("tenantB".into()), ..RequestSpec::new(3, prompt(100..108), 1) };
     let stored = "Device + ee50e0714c8a83d5 d7de0ebd5f006695 under -";
-    assert_eq!(told(&mut rank, salted, recorded[2]), [stored]);
+    assert_eq!(describe(&mut rank, salted, recorded[2]), [stored]);
 
-    let events = told(&mut rank, RequestSpec::new(4, prompt(500..524), 1), recorded[3]);
+    let events = describe(&mut rank, RequestSpec::new(4, prompt(500..524), 1), recorded[3]);
     let expected = [
         "Device - 4cb3b9d034695fdd",
         "Device - e842ef1712133bd6",
@@ -109,7 +109,7 @@ fn blocks_of_generated_tokens_are_published_and_reused() {
     let mut rank = rank(EngineConfig::default());
     let mut names = BTreeMap::new();
     let steps = run_one(&mut rank, RequestSpec::new(1, [1, 2, 3, 4, 5, 6], 4));
-    let events: Vec<Vec<String>> = steps.iter().map(|step| told(&step.events, &mut names)).collect();
+    let events: Vec<Vec<String>> = steps.iter().map(|step| describe(&step.events, &mut names)).collect();
     // The third step computes the second generated token; the fourth token is never computed.
     assert_eq!(events, [vec!["Device + 1 under -"], vec![], vec!["Device + 5 under 1"], vec![]]);
     // 4000 + 6 * 40 + 21 * 0.0012; then 4000 + 20 and 0.065 for each of 7, 8 and 9 tokens read.
@@ -136,7 +136,7 @@ fn a_fully_cached_prompt_recomputes_its_last_block() {
         events_of(&mut rank, prompt(), &mut names);
         let steps = run_one(&mut rank, prompt());
         assert_eq!((steps[0].prefill_tokens, steps[0].outputs[0].cached_tokens), (4, 4));
-        assert_eq!(told(&steps[0].events, &mut names), expected);
+        assert_eq!(describe(&steps[0].events, &mut names), expected);
         assert_eq!(rank.held(Tier::Device).len(), 2);
     }
 }
@@ -166,7 +166,7 @@ fn running_requests_with_equal_output_keep_separate_copies() {
     assert_eq!(
         (stored.count(), rank.held(Tier::Device).len()),
         (3, 2),
-        "one for the prompt, two for one block of output"
+        "one event for the prompt, two for one block of output"
     );
     rank.check_invariants();
 }
@@ -212,7 +212,7 @@ fn the_host_tier_stores_evicted_blocks_and_loads_them_back() {
     assert_eq!((step.outputs[0].cached_tokens, step.prefill_tokens, step.work.host_tokens), (8, 1, 4));
     let expected =
         ["Host + 224 under 220", "Device - 224", "Device + 104 under 100", "Host + 220 under 216", "Device - 220"];
-    assert_eq!(told(&step.events, &mut names), expected);
+    assert_eq!(describe(&step.events, &mut names), expected);
     // The host is full, so its least recently used block is evicted.
     let events = events_of(&mut rank, RequestSpec::new(4, prompt(300, 4), 1), &mut names);
     assert_eq!(events, ["Device + 300 under -"], "the slot of the partial block is allocated first");
@@ -298,7 +298,7 @@ fn the_youngest_is_preempted_and_resumes_first_with_equal_tokens() {
         }
     }
     assert_eq!((together, ends, firsts), (alone, vec![1, 2, 3], 3));
-    assert_eq!(preempted, [(1, 2), (1, 1)], "the second, with the third behind it; then the third");
+    assert_eq!(preempted, [(1, 2), (1, 1)], "the second with the third in the queue, then the third");
 }
 
 #[test]

@@ -131,17 +131,17 @@ proptest! {
     fn a_turn_contains_the_whole_conversation(seed in any::<u64>()) {
         for generator in ["chat:sessions=8", "agents:agents=3", "conversations:requests=400"] {
             let workload = generator.parse::<Generator>().expect("settings").generate(seed);
-            let mut said: BTreeMap<u64, (Vec<Segment>, u32, u64)> = BTreeMap::new();
+            let mut last_turns: BTreeMap<u64, (Vec<Segment>, u32, u64)> = BTreeMap::new();
             for request in &workload.requests {
                 let session = request.session.expect("a conversation");
-                if let Some((before, output_tokens, arrival_us)) = said.get(&session) {
+                if let Some((before, output_tokens, arrival_us)) = last_turns.get(&session) {
                     let turn = before.len();
                     prop_assert_eq!(&request.prompt[..turn], &before[..]);
                     prop_assert_eq!(request.prompt[turn].tokens, *output_tokens);
                     prop_assert_eq!(request.prompt.len(), turn + 2);
                     prop_assert!(request.arrival_us >= *arrival_us);
                 }
-                said.insert(session, (request.prompt.clone(), request.output_tokens, request.arrival_us));
+                last_turns.insert(session, (request.prompt.clone(), request.output_tokens, request.arrival_us));
             }
         }
     }

@@ -35,7 +35,7 @@ async fn complete(engine: &MockEngine, rank: u16, tokens: &[u32], output_tokens:
     let body = json!({ "prompt": tokens, "max_tokens": output_tokens });
     let header = format!("X-data-parallel-rank: {rank}\r\n");
     let answer = request(engine.address(), "POST", "/v1/completions", &header, &body.to_string()).await;
-    let answer = answer.expect("an answer");
+    let answer = answer.expect("a response");
     assert_eq!(answer.status, 200, "{answer:?}");
     cached(&answer.json())
 }
@@ -45,7 +45,7 @@ fn cached(answer: &Json) -> u64 {
 }
 
 async fn quiet(engine: &MockEngine) {
-    timeout(PATIENCE, engine.quiet()).await.expect("the engine falls quiet in time");
+    timeout(PATIENCE, engine.quiet()).await.expect("the engine is idle before the timeout");
 }
 
 #[tokio::test]
@@ -59,7 +59,7 @@ async fn completions_report_exact_usage_and_cached_tokens() {
         first["usage"],
         json!({ "prompt_tokens": 13, "completion_tokens": 5, "total_tokens": 18, "prompt_tokens_details": { "cached_tokens": 0 } })
     );
-    assert_eq!(first["choices"], second["choices"], "the same prompt, the same answer");
+    assert_eq!(first["choices"], second["choices"], "equal prompts have equal responses");
     assert_eq!(cached(&second), 12, "all complete blocks");
     assert_eq!(complete(&engine, 0, &prompt(1, 12), 1).await, 8, "the last token is always computed");
     assert_eq!(complete(&engine, 0, &[prompt(1, 8), prompt(2, 8)].concat(), 1).await, 8);
@@ -73,12 +73,12 @@ async fn completions_report_exact_usage_and_cached_tokens() {
 #[tokio::test]
 async fn salts_and_adapters_have_separate_caches() {
     let engine = started(MockConfig { loras: vec!["adapter".to_owned()], ..fast() }).await;
-    let asked = |model: &'static str, salt: Option<&'static str>| json!({ "model": model, "prompt": prompt(1, 9), "max_tokens": 1, "cache_salt": salt });
-    for asked in [asked("mock", None), asked("mock", Some("a")), asked("mock", Some("b")), asked("adapter", None)] {
+    let body = |model: &'static str, salt: Option<&'static str>| json!({ "model": model, "prompt": prompt(1, 9), "max_tokens": 1, "cache_salt": salt });
+    for body in [body("mock", None), body("mock", Some("a")), body("mock", Some("b")), body("adapter", None)] {
         for expected in [0, 8] {
-            let answer = post(&engine, "/v1/completions", &asked).await.json();
-            assert_eq!(cached(&answer), expected, "{asked}");
-            assert_eq!(answer["model"], asked["model"]);
+            let answer = post(&engine, "/v1/completions", &body).await.json();
+            assert_eq!(cached(&answer), expected, "{body}");
+            assert_eq!(answer["model"], body["model"]);
         }
     }
     engine.shutdown().await;
@@ -89,16 +89,16 @@ async fn streamed_and_whole_chats_are_equal_and_the_next_turn_is_cached() {
     let engine = started(fast()).await;
     let mut chat = json!({ "messages": [{ "role": "user", "content": "What is a block, please?" }], "max_tokens": 9 });
     let whole = post(&engine, "/v1/chat/completions", &chat).await.json();
-    let text = whole["choices"][0]["message"]["content"].as_str().expect("an answer").to_owned();
+    let text = whole["choices"][0]["message"]["content"].as_str().expect("a response").to_owned();
 
     chat["stream"] = true.into();
     chat["stream_options"] = json!({ "include_usage": true });
     let streamed = post(&engine, "/v1/chat/completions", &chat).await;
     let events = streamed.events();
-    let (done, chunks) = events.split_last().expect("there are events");
+    let (done, chunks) = events.split_last().expect("an event stream");
     assert_eq!((*done, streamed.is_whole), ("[DONE]", true));
     let chunks: Vec<Json> = chunks.iter().map(|data| serde_json::from_str(data).expect("chunks are JSON")).collect();
-    let (usage, chunks) = chunks.split_last().expect("there is a usage");
+    let (usage, chunks) = chunks.split_last().expect("a usage record");
     assert_eq!((&usage["choices"], &usage["usage"]["completion_tokens"]), (&json!([]), &json!(9)));
     let delta = |chunk: &Json| chunk["choices"][0]["delta"]["content"].as_str().expect("content").to_owned();
     assert_eq!(chunks.iter().map(delta).collect::<String>(), text);
@@ -137,7 +137,7 @@ async fn invalid_requests_are_rejected_in_openai_format() {
         assert_eq!((answer.status, &answer.json()["error"]["type"]), (status, &json!(kind)), "{answer:?}");
     }
     for broken in ["", "{", "[1]", &"[".repeat(9_000)] {
-        let answer = request(engine.address(), "POST", "/v1/chat/completions", "", broken).await.expect("an answer");
+        let answer = request(engine.address(), "POST", "/v1/chat/completions", "", broken).await.expect("a response");
         assert_eq!(answer.status, 400, "{answer:?}");
     }
     assert_eq!(get(&engine, "/nowhere").await.status, 404);
@@ -153,10 +153,10 @@ async fn the_header_or_the_lowest_load_selects_the_rank() {
     assert_eq!((held(&engine, 0, Tier::Device).len(), held(&engine, 1, Tier::Device).len()), (0, 2));
     assert_eq!(complete(&engine, 1, &prompt(1, 9), 1).await, 8);
     assert_eq!(complete(&engine, 0, &prompt(1, 9), 1).await, 0, "caches are apart");
-    let asked = json!({ "prompt": prompt(2, 9), "max_tokens": 1 }).to_string();
+    let body = json!({ "prompt": prompt(2, 9), "max_tokens": 1 }).to_string();
     let status = async |engine: &MockEngine, rank: &str| {
         let header = format!("x-data-parallel-rank: {rank}\r\n");
-        request(engine.address(), "POST", "/v1/completions", &header, &asked).await.expect("an answer").status
+        request(engine.address(), "POST", "/v1/completions", &header, &body).await.expect("a response").status
     };
     assert_eq!((status(&engine, "2").await, status(&engine, "x").await), (400, 200), "vLLM reads past nonsense");
     engine.restart(Dialect::SglangMap).await.expect("the engine restarts");
@@ -173,9 +173,9 @@ async fn the_header_or_the_lowest_load_selects_the_rank() {
         }
     })
     .await
-    .expect("the first one begins on rank 0");
+    .expect("the first request starts on rank 0");
     post(&engine, "/v1/completions", &json!({ "prompt": prompt(2, 9), "max_tokens": 1 })).await;
-    assert_eq!(held(&engine, 1, Tier::Device).len(), 2, "the second one ran on rank 1");
+    assert_eq!(held(&engine, 1, Tier::Device).len(), 2, "the second request ran on rank 1");
     drop(running);
     engine.shutdown().await;
 }
@@ -270,17 +270,17 @@ async fn the_router_decodes_every_dialect_to_the_hashes_of_requests() {
                 KvEvent::Cleared => known.clear(),
             }
         }
-        let tells_who = dialect != Dialect::SglangArray;
+        let has_namespaces = dialect != Dialect::SglangArray;
         for (tier, held) in [(Tier::Device, StorageTier::Device), (Tier::Host, StorageTier::HostPinned)] {
-            let asked = engine.held(0, tier).into_iter().map(|block| {
+            let body = engine.held(0, tier).into_iter().map(|block| {
                 let [lora_name, cache_salt] =
-                    [&block.lora_name, &block.cache_salt].map(|name| name.as_deref().filter(|_| tells_who));
+                    [&block.lora_name, &block.cache_salt].map(|name| name.as_deref().filter(|_| has_namespaces));
                 let hasher = BlockHasher::new(HashScheme { lora_name, cache_salt, ..HashScheme::new(block_size) });
                 (block.hash.as_u64(), hasher.block_hashes(&block.tokens, &MmBlocks::NONE)[0])
             });
             let known = known.remove(&held).unwrap_or_default();
             let known = known.into_iter().map(|(name, (hash, _))| (name, hash)).collect::<BTreeMap<_, _>>();
-            assert_eq!(known, asked.collect(), "{dialect:?} {tier:?}");
+            assert_eq!(known, body.collect(), "{dialect:?} {tier:?}");
         }
         engine.shutdown().await;
     }
@@ -294,7 +294,7 @@ async fn salts_and_adapters_are_published_if_the_dialect_supports_them() {
         assert_eq!(post(&engine, "/v1/completions", &body).await.status, 200);
         quiet(&engine).await;
         let rebuilt = Rebuilt::from_batches(&replay(&engine, 0, 0).await);
-        let told: BTreeSet<_> = rebuilt.by_medium["GPU"]
+        let namespaces: BTreeSet<_> = rebuilt.by_medium["GPU"]
             .values()
             .map(|known| (known.parent.is_some(), known.lora_name.as_deref(), known.cache_salt.as_deref()))
             .collect();
@@ -305,7 +305,7 @@ async fn salts_and_adapters_are_published_if_the_dialect_supports_them() {
             Dialect::SglangArray => [(false, None, None), (true, None, None)],
             Dialect::SglangMap => [(false, Some("adapter"), Some("tenant")), (true, Some("adapter"), Some("tenant"))],
         };
-        assert_eq!(told, BTreeSet::from(expected), "{dialect:?}");
+        assert_eq!(namespaces, BTreeSet::from(expected), "{dialect:?}");
         engine.shutdown().await;
     }
 }
@@ -320,7 +320,7 @@ async fn replay_uses_the_framing_of_the_dialect_and_is_limited_by_the_ring() {
         quiet(&engine).await;
         let expected: &[&[u8]] = if dialect.replays_with_topic() { &[b"kv-events", b""] } else { &[] };
         let answers = replay_frames(&engine, 0, 0).await;
-        let (end, batches) = answers.split_last().expect("there is an end");
+        let (end, batches) = answers.split_last().expect("an end mark");
         let sequences: Vec<u8> = batches.iter().map(|frames| frames[frames.len() - 2][7]).collect();
         assert_eq!(sequences, [2, 3, 4, 5], "{dialect:?}");
         assert!(batches.iter().all(|frames| frames.len() == 2 + expected.len() / 2));
@@ -350,13 +350,16 @@ async fn a_restart_resets_sequences_changes_the_dialect_and_breaks_streams() {
     let streaming = json!({ "prompt": prompt(900, 9), "max_tokens": 240, "stream": true }).to_string();
     let mut running = send(engine.address(), "POST", "/v1/completions", "", &streaming).await;
     let mut begun = [0; 16];
-    timeout(PATIENCE, running.read_exact(&mut begun)).await.expect("it begins in time").expect("it begins");
+    timeout(PATIENCE, running.read_exact(&mut begun))
+        .await
+        .expect("response start before the timeout")
+        .expect("response start");
     assert!(engine.sequence_next(0) > 0);
 
     engine.restart(Dialect::SglangArray).await.expect("the engine restarts");
     assert_eq!((engine.sequence_next(0), engine.held(0, Tier::Device).len()), (0, 0));
     let mut rest = Vec::new();
-    let _ = timeout(PATIENCE, running.read_to_end(&mut rest)).await.expect("it ends in time");
+    let _ = timeout(PATIENCE, running.read_to_end(&mut rest)).await.expect("end before the timeout");
     assert!(!String::from_utf8_lossy(&rest).contains("[DONE]"), "the stream broke");
 
     // The subscriber reconnects to the new incarnation on its own.
@@ -399,7 +402,7 @@ async fn a_dropped_engine_frees_its_ports() {
             }
         }
     };
-    timeout(PATIENCE, again).await.expect("the ports are free in time").shutdown().await;
+    timeout(PATIENCE, again).await.expect("ports are released before the timeout").shutdown().await;
 }
 
 #[tokio::test]
@@ -450,7 +453,7 @@ async fn faults_affect_live_but_not_replayed_events() {
         provoke().await;
     }
     quiet(&engine).await;
-    engine.set_faults(Faults::default()).expect("no faults are fine");
+    engine.set_faults(Faults::default()).expect("no faults");
     provoke().await;
     quiet(&engine).await;
     let last = engine.sequence_next(0) - 1;
@@ -473,11 +476,11 @@ async fn faults_affect_live_but_not_replayed_events() {
 #[tokio::test]
 async fn a_paused_publisher_is_not_quiet() {
     let engine = started(fast()).await;
-    engine.set_faults(Faults { pause_publisher: true, ..Faults::default() }).expect("a pause is fine");
+    engine.set_faults(Faults { pause_publisher: true, ..Faults::default() }).expect("a valid pause");
     complete(&engine, 0, &prompt(1, 9), 1).await;
     assert!(!engine.is_quiet());
     assert_eq!((engine.sequence_next(0), replay(&engine, 0, 0).await.len()), (0, 0));
-    engine.set_faults(Faults::default()).expect("no faults are fine");
+    engine.set_faults(Faults::default()).expect("no faults");
     quiet(&engine).await;
     assert_eq!(replay(&engine, 0, 0).await.len(), 1);
     engine.shutdown().await;
@@ -486,20 +489,20 @@ async fn a_paused_publisher_is_not_quiet() {
 #[tokio::test]
 async fn http_faults_apply_to_requests() {
     let engine = started(fast()).await;
-    let asked = json!({ "prompt": "x", "max_tokens": 1 });
+    let body = json!({ "prompt": "x", "max_tokens": 1 });
     let set = async |faults: Json| {
         let answer = post(&engine, "/faults", &faults).await;
         assert_eq!(answer.status, 200, "{answer:?}");
     };
     set(json!({ "status_share": 1.0, "status": 503, "scope": "generation" })).await;
-    assert_eq!(post(&engine, "/v1/completions", &asked).await.status, 503);
+    assert_eq!(post(&engine, "/v1/completions", &body).await.status, 503);
     assert_eq!(get(&engine, "/health").await.status, 200, "probes are spared");
     set(json!({ "status_share": 1.0 })).await;
-    assert_eq!(get(&engine, "/health").await.status, 500, "all requests are in scope");
+    assert_eq!(get(&engine, "/health").await.status, 500, "faults apply to all requests");
     set(json!({ "reset_share": 1.0 })).await;
     assert!(request(engine.address(), "GET", "/health", "", "").await.is_none(), "the connection ends");
     set(json!({ "delay_ms": 1 })).await;
-    assert_eq!(post(&engine, "/v1/completions", &asked).await.status, 200);
+    assert_eq!(post(&engine, "/v1/completions", &body).await.status, 200);
     set(json!({ "hang_share": 1.0 })).await;
     let mut hanging = send(engine.address(), "GET", "/health", "", "").await;
     timeout(PATIENCE, async {
@@ -508,8 +511,8 @@ async fn http_faults_apply_to_requests() {
         }
     })
     .await
-    .expect("the request arrives in time");
-    assert!(timeout(Duration::from_millis(20), hanging.read_u8()).await.is_err(), "there is no response");
+    .expect("the request arrives before the timeout");
+    assert!(timeout(Duration::from_millis(20), hanging.read_u8()).await.is_err(), "no response");
 
     let refused = post(&engine, "/faults", &json!({ "drop_share": 2 })).await;
     assert_eq!((refused.status, engine.faults().get().hang_share), (400, 1.0), "rejected faults change no setting");
@@ -536,7 +539,7 @@ async fn a_client_disconnect_cancels_its_request() {
             }
         })
         .await
-        .expect("the request begins in time");
+        .expect("the request starts before the timeout");
         drop(client);
         quiet(&engine).await;
     }

@@ -10,7 +10,7 @@ use pointsman_bench::cli::Common;
 use pointsman_bench::report::Report;
 
 use crate::table::{Cell, Table};
-use crate::{PeerOptions, Subject};
+use crate::{DynamoOptions, Subject};
 
 /// A comparison: every combination of threads, workers and clients, `pairs` times on both routers.
 #[derive(Args, Debug)]
@@ -33,7 +33,7 @@ pub(crate) struct Compare {
     #[arg(long, value_enum)]
     only: Option<Subject>,
     #[command(flatten)]
-    peer: PeerOptions,
+    dynamo: DynamoOptions,
     /// Print all runs and the medians as one JSON object; the table is printed on standard error
     #[arg(long)]
     json: bool,
@@ -68,8 +68,11 @@ impl Compare {
         let instructions = if self.only.is_none() { self.instructions(threads, workers, clients)? } else { None };
         let mut cell = Cell { threads, workers, clients, instructions, ours: Vec::new(), theirs: Vec::new() };
         for pair in 0..self.pairs {
-            let order =
-                if pair % 2 == 0 { [Subject::Pointsman, Subject::Peer] } else { [Subject::Peer, Subject::Pointsman] };
+            let order = if pair % 2 == 0 {
+                [Subject::Pointsman, Subject::Dynamo]
+            } else {
+                [Subject::Dynamo, Subject::Pointsman]
+            };
             for subject in order.into_iter().filter(|&subject| self.only.is_none_or(|only| only == subject)) {
                 let report = self.child(subject, threads, workers, clients)?;
                 writeln!(
@@ -85,8 +88,8 @@ impl Compare {
                 )?;
                 match subject {
                     Subject::Pointsman => cell.ours.push(report),
-                    Subject::Peer => cell.theirs.push(report),
-                    Subject::Nobody => {}
+                    Subject::Dynamo => cell.theirs.push(report),
+                    Subject::RoundRobin => {}
                 }
             }
         }
@@ -101,7 +104,7 @@ impl Compare {
             Ok(String::from_utf8(output.stdout)?.trim().parse().ok())
         };
         let (Some(loop_alone), Some(ours), Some(theirs)) =
-            (count(Subject::Nobody)?, count(Subject::Pointsman)?, count(Subject::Peer)?)
+            (count(Subject::RoundRobin)?, count(Subject::Pointsman)?, count(Subject::Dynamo)?)
         else {
             return Ok(None);
         };
@@ -125,8 +128,8 @@ impl Compare {
         for (flag, value) in [("--threads", threads), ("--workers", workers as usize), ("--clients", clients)] {
             command.args([flag, &value.to_string()]);
         }
-        if let Some(event_threads) = self.peer.peer_event_threads {
-            command.args(["--peer-event-threads", &event_threads.to_string()]);
+        if let Some(event_threads) = self.dynamo.dynamo_event_threads {
+            command.args(["--dynamo-event-threads", &event_threads.to_string()]);
         }
         command.args(self.common.to_arguments());
         Ok(command)

@@ -63,8 +63,8 @@ const COLUMNS: [Column; 9] = [
         figure: |run| Some(run.event_median_ns.remove),
         decimals: 1,
     },
-    Column { title: "question p50 ns", key: "question_p50_ns", figure: |run| Some(run.time_ns.question), decimals: 0 },
-    Column { title: "p99 ns", key: "question_p99_ns", figure: |run| Some(run.question_p99_ns), decimals: 0 },
+    Column { title: "query p50 ns", key: "query_p50_ns", figure: |run| Some(run.time_ns.query), decimals: 0 },
+    Column { title: "p99 ns", key: "query_p99_ns", figure: |run| Some(run.query_p99_ns), decimals: 0 },
     Column {
         title: "store instr.",
         key: "store_instructions",
@@ -78,9 +78,9 @@ const COLUMNS: [Column; 9] = [
         decimals: 1,
     },
     Column {
-        title: "question instr.",
+        title: "query instr.",
         key: "question_instructions",
-        figure: |run| run.instructions.map(|costs| costs.question),
+        figure: |run| run.instructions.map(|costs| costs.query),
         decimals: 0,
     },
 ];
@@ -99,23 +99,23 @@ impl Indexes {
                 let run: Timed = self.child("versus", &["index-run"], index)?;
                 writeln!(
                     io::stderr(),
-                    "round {} of {}: {}, store {:.1} ns, remove {:.1} ns, question p50 {:.0} ns",
+                    "round {} of {}: {}, store {:.1} ns, remove {:.1} ns, query p50 {:.0} ns",
                     round + 1,
                     self.pairs,
                     index.name(),
                     run.time_ns.store,
                     run.time_ns.remove,
-                    run.time_ns.question,
+                    run.time_ns.query,
                 )?;
                 rows[at].timed.push(run);
             }
         }
-        let questions = agree(&rows)?;
-        let table = markdown(&rows, questions)?;
+        let queries = agree(&rows)?;
+        let table = markdown(&rows, queries)?;
         if self.json {
             write!(io::stderr(), "{table}")?;
             let rows: Vec<Value> = rows.iter().map(Row::json).collect();
-            writeln!(io::stdout(), "{}", json!({ "ranks": self.ranks, "questions": questions, "indexes": rows }))?;
+            writeln!(io::stdout(), "{}", json!({ "ranks": self.ranks, "queries": queries, "indexes": rows }))?;
         } else {
             write!(io::stdout(), "{table}")?;
         }
@@ -143,11 +143,11 @@ impl Indexes {
 /// Results differ; the error names the first difference.
 fn agree(rows: &[Row]) -> Result<usize, Box<dyn Error>> {
     let runs = || rows.iter().flat_map(|row| row.timed.iter().map(|run| (row.index.name(), &run.answers)));
-    let Some((first, expected)) = runs().next() else { return Err("there are no runs".into()) };
+    let Some((first, expected)) = runs().next() else { return Err("no runs".into()) };
     for (name, answers) in runs() {
         let differs = answers.iter().zip(expected).position(|(answer, expected)| answer != expected);
-        if let Some(question) = differs {
-            return Err(format!("query {question}: results of {name} and {first} differ").into());
+        if let Some(query) = differs {
+            return Err(format!("query {query}: results of {name} and {first} differ").into());
         }
         if answers.len() != expected.len() {
             return Err(format!("{name} answered {} queries, {first} {}", answers.len(), expected.len()).into());
@@ -183,7 +183,7 @@ impl Row {
 }
 
 /// Table of the medians, and of the medians of the pairs' ratios, ours over theirs.
-fn markdown(rows: &[Row], questions: usize) -> Result<String, std::fmt::Error> {
+fn markdown(rows: &[Row], queries: usize) -> Result<String, std::fmt::Error> {
     let mut out = String::from("| index ");
     for Column { title, .. } in &COLUMNS {
         write!(out, "| {title} ")?;
@@ -211,7 +211,7 @@ fn markdown(rows: &[Row], questions: usize) -> Result<String, std::fmt::Error> {
         let (stored, removed) = run.map_or((0, 0), |run| (run.stored_blocks, run.removed_blocks));
         writeln!(
             out,
-            "\n{} held blocks, {stored} stored and {removed} removed in the measured half; {questions} questions \
+            "\n{} held blocks, {stored} stored and {removed} removed in the measured half; {queries} queries \
              answered alike by all.",
             ours.heap.held_blocks
         )?;
@@ -227,9 +227,9 @@ mod tests {
 
     fn row(index: Which, stores: &[f64], answers: &[u64]) -> Row {
         let run = |&store: &f64| Timed {
-            time_ns: Costs { store, remove: 2.0, question: 3.0 },
+            time_ns: Costs { store, remove: 2.0, query: 3.0 },
             event_median_ns: Events { store, remove: 2.0 },
-            question_p99_ns: 4.0,
+            query_p99_ns: 4.0,
             instructions: None,
             stored_blocks: 5,
             removed_blocks: 6,

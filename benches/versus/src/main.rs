@@ -3,10 +3,10 @@
 //! time driven by either router.
 
 mod compare;
+mod dynamo;
 mod indexes;
 mod metered;
 mod parity;
-mod peer;
 mod simulate;
 mod table;
 
@@ -18,7 +18,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use pointsman_bench::cli::Replay;
 use pointsman_bench::embedded::Embedded;
 
-use metered::{Instructions, Metered, Nobody};
+use metered::{Instructions, Metered, RoundRobin};
 
 /// Compare Pointsman with dynamo-kv-router under the same load
 #[derive(Parser)]
@@ -50,7 +50,7 @@ struct Run {
     #[arg(long, value_enum)]
     target: Subject,
     #[command(flatten)]
-    peer: PeerOptions,
+    dynamo: DynamoOptions,
     /// Print the number of user-mode instructions per request instead, including the loop's own
     #[arg(long)]
     count_instructions: bool,
@@ -66,10 +66,10 @@ struct Replayed {
 
 /// Options of dynamo-kv-router only.
 #[derive(Args, Clone, Copy, Debug)]
-struct PeerOptions {
+struct DynamoOptions {
     /// Number of dynamo-kv-router's event threads [default: its own default]
     #[arg(long)]
-    peer_event_threads: Option<usize>,
+    dynamo_event_threads: Option<usize>,
 }
 
 /// A router to run.
@@ -78,9 +78,9 @@ enum Subject {
     /// Pointsman
     Pointsman,
     /// dynamo-kv-router
-    Peer,
+    Dynamo,
     /// A router that only selects ranks in rotation, to measure the loop itself
-    Nobody,
+    RoundRobin,
 }
 
 impl Run {
@@ -90,10 +90,10 @@ impl Run {
         }
         let report = match self.target {
             Subject::Pointsman => self.replay.run(Embedded::start)?,
-            Subject::Peer => {
-                self.replay.run(async |options| peer::Peer::start(options, self.peer.peer_event_threads).await)?
-            }
-            Subject::Nobody => self.replay.run(async |options| Ok(Nobody::new(options.fleet())))?,
+            Subject::Dynamo => self
+                .replay
+                .run(async |options| dynamo::DynamoRouter::start(options, self.dynamo.dynamo_event_threads).await)?,
+            Subject::RoundRobin => self.replay.run(async |options| Ok(RoundRobin::new(options.fleet())))?,
         };
         Ok(report.write(io::stdout().lock(), self.replay.json)?)
     }
@@ -104,12 +104,12 @@ impl Run {
             Subject::Pointsman => {
                 self.replay.run(async |options| Ok(Metered::new(Embedded::start(options).await?, &instructions)))?
             }
-            Subject::Peer => self.replay.run(async |options| {
-                let peer = peer::Peer::start(options, self.peer.peer_event_threads).await?;
-                Ok(Metered::new(peer, &instructions))
+            Subject::Dynamo => self.replay.run(async |options| {
+                let dynamo = dynamo::DynamoRouter::start(options, self.dynamo.dynamo_event_threads).await?;
+                Ok(Metered::new(dynamo, &instructions))
             })?,
-            Subject::Nobody => {
-                self.replay.run(async |options| Ok(Metered::new(Nobody::new(options.fleet()), &instructions)))?
+            Subject::RoundRobin => {
+                self.replay.run(async |options| Ok(Metered::new(RoundRobin::new(options.fleet()), &instructions)))?
             }
         };
         // The number of warm-up requests equals that of measured requests, or is one less.

@@ -1,7 +1,7 @@
 //! User-mode instructions of all threads in a run, a figure that is independent of other load on the machine.
 //!
 //! The counter runs from the start of the router until its shutdown, over both halves of the workload. The loop and the
-//! simulated engines are included. Therefore [`Nobody`], a router that only selects ranks in rotation, is run in the
+//! simulated engines are included. Therefore [`RoundRobin`], a router that only selects ranks in rotation, is run in the
 //! same way, and its instructions are subtracted from the other figures.
 
 use std::num::NonZeroU32;
@@ -89,22 +89,22 @@ impl<T: Target> Target for Metered<T> {
 }
 
 /// Router without state that selects ranks in rotation.
-pub(crate) struct Nobody {
+pub(crate) struct RoundRobin {
     fleet: Fleet,
     requests: AtomicU64,
 }
 
-impl Nobody {
+impl RoundRobin {
     pub(crate) fn new(fleet: Fleet) -> Self {
         Self { fleet, requests: AtomicU64::new(0) }
     }
 }
 
-impl Target for Nobody {
+impl Target for RoundRobin {
     type Handle = ();
     type Event = RouterEvent;
 
-    const NAME: &'static str = "nobody";
+    const NAME: &'static str = "round-robin";
 
     fn hash(tokens: &[u32], block_size: NonZeroU32) -> Vec<BlockHash> {
         Embedded::hash(tokens, block_size)

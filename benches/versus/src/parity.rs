@@ -29,8 +29,8 @@ use serde_json::json;
 
 use self::tally::{Decision, Tally, Verdict};
 pub(crate) use self::tally::{Facts, View};
-use crate::PeerOptions;
-use crate::peer::Peer;
+use crate::DynamoOptions;
+use crate::dynamo::DynamoRouter;
 
 /// A comparison of decisions.
 #[derive(Args, Debug)]
@@ -52,7 +52,7 @@ pub(crate) struct Parity {
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
     threads: u32,
     #[command(flatten)]
-    peer: PeerOptions,
+    dynamo: DynamoOptions,
     /// Minimum share of untied decisions that must agree, in %
     #[arg(long, default_value_t = 99.0)]
     agreement_min: f64,
@@ -108,7 +108,7 @@ impl Parity {
             metrics: false,
         };
         let ours = Embedded::start(&options).await?;
-        let theirs = Peer::start(&options, self.peer.peer_event_threads).await?;
+        let theirs = DynamoRouter::start(&options, self.dynamo.dynamo_event_threads).await?;
         let mut pair = Pair::new(ours, theirs, options.fleet(), self.common.kv_blocks);
         let mut draws = Draws { seed: self.common.seed, drawn: 0 };
         let (mut tally, mut prefilling, mut decoding) = (Tally::default(), Vec::new(), Vec::new());
@@ -144,7 +144,7 @@ impl Parity {
 /// Block hashes of `tokens`. Both routers must agree on them, because the same engine events are sent to both.
 fn hashed(tokens: &[u32], block_size: NonZeroU32) -> Result<Vec<BlockHash>, Refusal> {
     let hashes = Embedded::hash(tokens, block_size);
-    if hashes == Peer::hash(tokens, block_size) {
+    if hashes == DynamoRouter::hash(tokens, block_size) {
         Ok(hashes)
     } else {
         Err("the routers hash blocks differently".into())
@@ -175,14 +175,14 @@ struct Booked {
 /// Both routers with their common engines.
 struct Pair {
     ours: Embedded,
-    theirs: Peer,
+    theirs: DynamoRouter,
     fleet: Fleet,
     engines: Vec<Engine>,
     change: Change,
 }
 
 impl Pair {
-    fn new(ours: Embedded, theirs: Peer, fleet: Fleet, kv_blocks: usize) -> Self {
+    fn new(ours: Embedded, theirs: DynamoRouter, fleet: Fleet, kv_blocks: usize) -> Self {
         let engines = (0..fleet.ranks()).map(|_| Engine::new(kv_blocks)).collect();
         Self { ours, theirs, fleet, engines, change: Change::default() }
     }

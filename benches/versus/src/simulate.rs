@@ -17,8 +17,8 @@ use pointsman_bench::target::Target;
 use pointsman_versus::medians::median;
 use serde_json::{Value, json};
 
-use crate::PeerOptions;
-use crate::peer::Peer;
+use crate::DynamoOptions;
+use crate::dynamo::DynamoRouter;
 
 /// A comparison of simulated fleets.
 #[derive(Args, Debug)]
@@ -38,7 +38,7 @@ pub(crate) struct Simulated {
     #[arg(long, value_name = "PERCENT")]
     ttft_difference_max: Option<f64>,
     #[command(flatten)]
-    peer: PeerOptions,
+    dynamo: DynamoOptions,
 }
 
 /// A fleet and the speed-up of its workload.
@@ -127,14 +127,14 @@ impl Simulated {
             of_ours.router.settings.insert("load.track_output_blocks".to_owned(), Value::Bool(false));
         }
         let ours = simulate::run(&of_ours, &workload, Embedded::start_simulated)?;
-        let event_threads = self.peer.peer_event_threads;
+        let event_threads = self.dynamo.dynamo_event_threads;
         let theirs = simulate::run(&setup, &workload, async |setup: &Setup| {
-            Peer::start_simulated(setup, event_threads, with_output).await
+            DynamoRouter::start_simulated(setup, event_threads, with_output).await
         })?;
         let facts = setup.facts(&workload, &arguments.reporting);
         let summary_of_ours = Summary::new(&ours, &facts);
         let summary_of_theirs =
-            Summary::new(&theirs, &Facts { policy: Peer::NAME.to_owned(), consults_index: true, ..facts });
+            Summary::new(&theirs, &Facts { policy: DynamoRouter::NAME.to_owned(), consults_index: true, ..facts });
         for summary in [&summary_of_ours, &summary_of_theirs] {
             let (workers, policy, ttft) = (pace.workers, &summary.policy, (COLUMNS[0].figure)(summary));
             let ttft = ttft.unwrap_or(f64::NAN);
@@ -153,7 +153,7 @@ impl Simulated {
     fn check(&self, rows: &[Row]) -> Result<(), Box<dyn Error>> {
         let Some(percent_max) = self.ttft_difference_max else { return Ok(()) };
         for row in rows {
-            let ratio = row.ratio(&COLUMNS[0]).ok_or("there are no pairs")?;
+            let ratio = row.ratio(&COLUMNS[0]).ok_or("no pairs")?;
             let percent = (ratio - 1.0) * 100.0;
             if percent.is_nan() || percent.abs() > percent_max {
                 let workers = row.pace.workers;

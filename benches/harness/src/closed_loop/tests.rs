@@ -50,7 +50,7 @@ impl Target for Strict {
 
     async fn route(&self, call: Call) -> Result<Routed<String>, Refusal> {
         if self.refuse == Some(call.id.as_str()) {
-            return Err("no room".into());
+            return Err("queue full".into());
         }
         assert!(self.booked.lock().expect("alive").insert(call.id.clone()));
         tokio::task::yield_now().await;
@@ -73,7 +73,7 @@ impl Target for Strict {
                         assert!(held.remove(&block), "removed an unknown block");
                     }
                 }
-                KvEvent::Cleared => panic!("the engines never clear"),
+                KvEvent::Cleared => panic!("engines send no Cleared event"),
             }
         }
         Ok(())
@@ -96,8 +96,8 @@ impl Target for Strict {
 }
 
 fn run_strict(target: Strict, clients: usize, take_turns: bool) -> Result<Outcome, LoopError> {
-    let asked = Conversations { requests: 400, ..Conversations::default() }.generate(1);
-    let workload = Workload::prepare::<Strict>(asked.prompts(), BLOCK_SIZE);
+    let conversations = Conversations { requests: 400, ..Conversations::default() }.generate(1);
+    let workload = Workload::prepare::<Strict>(conversations.prompts(), BLOCK_SIZE);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().expect("runtime");
     runtime.block_on(run(target, workload, Shape { clients, take_turns, ..SHAPE }, None, ProgressBar::hidden()))
 }
@@ -119,5 +119,5 @@ fn every_booking_ends_and_events_stay_in_order_for_any_number_of_clients() {
 #[test]
 fn a_rejection_names_target_operation_and_request() {
     let error = run_strict(Strict::new(Some("request-250")), 1, false).expect_err("refused");
-    assert_eq!(error.to_string(), "strict could not route request 250: no room");
+    assert_eq!(error.to_string(), "strict could not route request 250: queue full");
 }

@@ -34,7 +34,7 @@ impl Figure {
         [Self::TtftMean, Self::TtftP99, Self::E2eMean, Self::E2eP99, Self::ItlP99, Self::HitRate];
 
     /// Figures that decide a verdict: means, which affect all users, and not percentiles.
-    pub const JUDGED: [Self; 2] = [Self::TtftMean, Self::E2eMean];
+    pub const DECIDING: [Self; 2] = [Self::TtftMean, Self::E2eMean];
 
     /// Value of the figure in a run.
     #[must_use]
@@ -93,11 +93,11 @@ impl Verdict {
     /// Verdict from ratios to the first policy; none if a [deciding](Figure::JUDGED) figure has no ratio.
     #[must_use]
     pub fn of(ratios: &BTreeMap<Figure, Ratio>) -> Option<Self> {
-        let judged: Option<Vec<&Ratio>> = Figure::JUDGED.iter().map(|figure| ratios.get(figure)).collect();
-        let judged = judged?;
-        Some(if judged.iter().any(|ratio| ratio.ratio > 1.0 + TIE) {
+        let deciding: Option<Vec<&Ratio>> = Figure::DECIDING.iter().map(|figure| ratios.get(figure)).collect();
+        let deciding = deciding?;
+        Some(if deciding.iter().any(|ratio| ratio.ratio > 1.0 + TIE) {
             Self::Loses
-        } else if judged.iter().any(|ratio| ratio.ratio < 1.0 - TIE) {
+        } else if deciding.iter().any(|ratio| ratio.ratio < 1.0 - TIE) {
             Self::Wins
         } else {
             Self::Ties

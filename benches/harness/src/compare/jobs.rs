@@ -33,7 +33,7 @@ pub(crate) fn in_parallel<T: Sync, R: Send, E: Send>(
             });
         }
     });
-    let mut done = done.into_inner().expect("all threads have ended well");
+    let mut done = done.into_inner().expect("no thread panicked");
     done.sort_by_key(|(place, _)| *place);
     done.into_iter().map(|(_, outcome)| outcome).collect()
 }

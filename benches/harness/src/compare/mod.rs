@@ -120,7 +120,7 @@ impl Contender {
                 by_gate.entry(warning.gate).or_default().push((run, &warning.message));
             }
         }
-        let told = |seeds: &Vec<(&Summary, &str)>| {
+        let warning = |seeds: &Vec<(&Summary, &str)>| {
             let (run, message) = seeds.first()?;
             let more = if seeds.len() > 1 {
                 format!(", and {} of {} seeds in total", seeds.len(), self.runs.len())
@@ -129,7 +129,7 @@ impl Contender {
             };
             Some(format!("{} on {}, seed {}{more}: {message}", self.name, run.workload, run.seed))
         };
-        by_gate.values().filter_map(told).collect()
+        by_gate.values().filter_map(warning).collect()
     }
 
     /// Mean of a figure over all runs; none if a run lacks it.

@@ -13,7 +13,7 @@ impl Comparison {
     /// `out` fails.
     pub fn write_text(&self, mut out: impl Write) -> io::Result<()> {
         let Some((first, run)) = self.contenders.first().and_then(|first| Some((first, first.runs.first()?))) else {
-            return writeln!(out, "there is nothing to compare");
+            return writeln!(out, "nothing to compare");
         };
         writeln!(
             out,

@@ -35,7 +35,7 @@ fn both_layouts_contain_the_same_blocks() {
 fn equal_arguments_give_equal_recordings() {
     let options = Events { limit: Some(12), ..small() };
     let record = |options: &Events| {
-        recording::record(options, &options.prompts().expect("generated")).expect("an engine serves it")
+        recording::record(options, &options.prompts().expect("generated")).expect("an engine serves the request")
     };
     let recording = record(&options);
     assert_eq!(recording, record(&options));
@@ -48,7 +48,7 @@ fn equal_arguments_give_equal_recordings() {
 fn decoded_batches_match_the_engine() {
     let block_size = NonZeroU32::new(4).expect("not zero");
     let config = EngineConfig { block_size: 4, kv_blocks: 6, max_model_len: 20, ..EngineConfig::default() };
-    let mut engine = Rank::new(config).expect("a good engine");
+    let mut engine = Rank::new(config).expect("valid engine settings");
     // The second prompt only fits after the eviction of the first one's last block.
     let prompts = [(0..16).collect::<Vec<_>>(), [0, 1, 2, 3].into_iter().chain(70_000..70_014).collect()];
     let id = WorkerRank::new(WorkerId(3), 0);
@@ -59,7 +59,7 @@ fn decoded_batches_match_the_engine() {
         engine.reset_cache().expect("no request holds blocks");
         let mut decoded: Vec<RouterEvent> = Vec::new();
         for (request, prompt) in (0..).zip(&prompts) {
-            engine.submit(RequestSpec::new(request, &prompt[..], 1)).expect("it fits");
+            engine.submit(RequestSpec::new(request, &prompt[..], 1)).expect("accepted");
             let step = engine.step().expect("a request waits");
             let report = decoder.decode(&dialect.encoder(4).batch(1e-6, &step.events), &mut decoded);
             assert!(report.findings.is_empty(), "{report:?}");

@@ -59,7 +59,7 @@ pub enum ClientError {
     #[error("{0:?} is not a URL such as http://127.0.0.1:8000")]
     Url(String),
     /// The key has invalid characters.
-    #[error("the key contains other than visible ASCII characters")]
+    #[error("the key must consist of visible ASCII characters")]
     ApiKey,
     /// The header name is invalid.
     #[error("{0:?} is not a valid header name")]
@@ -76,7 +76,7 @@ pub enum Failure {
     #[error("cannot connect: {0}")]
     Connect(String),
     /// The connection broke.
-    #[error("the connection broke: {0}")]
+    #[error("connection closed early: {0}")]
     Broken(String),
     /// The response has another status than 200.
     #[error("status {}{}", status.as_u16(), in_brackets(code.as_deref()))]
@@ -90,7 +90,7 @@ pub enum Failure {
     #[error("the response is not an event stream")]
     NotStreamed,
     /// The request timed out.
-    #[error("not answered within {} s", .0.as_secs())]
+    #[error("no response within {} s", .0.as_secs())]
     Timeout(Duration),
     /// The stream ended too early.
     #[error("the stream ended without [DONE]")]
@@ -108,7 +108,7 @@ pub enum Failure {
     #[error("an event exceeds the maximum size")]
     EventTooLong,
     /// The answer exceeded the maximum length.
-    #[error("the answer exceeds the maximum length")]
+    #[error("the response exceeds the maximum length")]
     Endless,
 }
 
@@ -124,7 +124,7 @@ fn in_brackets(code: Option<&str>) -> String {
 
 /// Outcome of a request.
 #[derive(Debug)]
-pub struct Asked {
+pub struct Exchange {
     /// Time of sending in µs.
     pub sent_us: u64,
     /// Time of the last token or of the failure.
@@ -198,13 +198,13 @@ impl Client {
     }
 
     /// Sends `body` and reads the response to its end, with times from `clock`.
-    pub async fn ask(&self, body: Vec<u8>, clock: Clock) -> Asked {
+    pub async fn exchange(&self, body: Vec<u8>, clock: Clock) -> Exchange {
         let (mut answer, mut rank) = (Answer::default(), None);
         let sent_us = clock.now_us();
-        let asked = timeout(self.timeout, self.stream(body.into(), clock, &mut answer, &mut rank)).await;
-        let failure = asked.unwrap_or(Err(Failure::Timeout(self.timeout))).err();
+        let exchanged = timeout(self.timeout, self.stream(body.into(), clock, &mut answer, &mut rank)).await;
+        let failure = exchanged.unwrap_or(Err(Failure::Timeout(self.timeout))).err();
         let ended_us = answer.last_token_us.filter(|_| failure.is_none()).unwrap_or_else(|| clock.now_us());
-        Asked { sent_us, ended_us, answer, rank, failure }
+        Exchange { sent_us, ended_us, answer, rank, failure }
     }
 
     async fn stream(
@@ -248,7 +248,7 @@ impl Client {
 fn tls(wanted: bool) -> Result<ClientConfig, ClientError> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-    let config = config.expect("ring knows the default versions");
+    let config = config.expect("ring supports the default TLS versions");
     let trusting = if wanted {
         config.with_native_roots().map_err(ClientError::Roots)?
     } else {

@@ -18,7 +18,7 @@ use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
 
 use super::body::{BodyError, Form};
-use super::client::Asked;
+use super::client::Exchange;
 use crate::record::RequestRecord;
 
 /// Maximum memory for bodies in bytes: some thousands of prompts of average length.
@@ -47,7 +47,7 @@ impl Clock {
     /// Current time.
     #[must_use]
     pub fn now_us(self) -> u64 {
-        u64::try_from(self.0.elapsed().as_micros()).expect("no run takes 500,000 years")
+        u64::try_from(self.0.elapsed().as_micros()).expect("run durations fit 64 bits")
     }
 
     fn at(self, us: u64) -> Instant {
@@ -75,9 +75,9 @@ pub struct Driven {
     pub ended_us: u64,
 }
 
-/// Sends all requests of `workload` with `ask`, with at most `connections` in flight, and waits for all answers.
+/// Sends all requests of `workload` with `exchange`, with at most `connections` in flight, and waits for all answers.
 ///
-/// Gaps between tokens exclude the first `warmup` requests. The arguments of `ask` are a body and the run's clock.
+/// Gaps between tokens exclude the first `warmup` requests. The arguments of `exchange` are a body and the run's clock.
 ///
 /// # Errors
 /// A body cannot be serialized.
@@ -86,10 +86,10 @@ pub async fn drive<F>(
     form: Form,
     connections: NonZeroU32,
     warmup: usize,
-    ask: impl Fn(Vec<u8>, Clock) -> F,
+    exchange: impl Fn(Vec<u8>, Clock) -> F,
 ) -> Result<Driven, BodyError>
 where
-    F: Future<Output = Asked> + Send + 'static,
+    F: Future<Output = Exchange> + Send + 'static,
 {
     let concurrency = match workload.arrivals {
         Arrivals::OpenLoop => None,
@@ -104,7 +104,7 @@ where
     // The writer signals by dropping its sender.
     let _ = begun.await;
     let clock = Clock::start();
-    let mut asking = JoinSet::new();
+    let mut in_flight = JoinSet::new();
     loop {
         // A request of a closed loop is due when a slot is free, one of an open loop at its arrival time.
         let freed = match concurrency {
@@ -120,21 +120,21 @@ where
                 (place(&places).await, due_us)
             }
         };
-        let asked = ask(body, clock);
-        asking.spawn(async move {
-            let asked = asked.await;
+        let exchanged = exchange(body, clock);
+        in_flight.spawn(async move {
+            let exchanged = exchanged.await;
             drop((place, memory));
-            (index, due_us, prompt_tokens, asked)
+            (index, due_us, prompt_tokens, exchanged)
         });
-        while let Some(ended) = asking.try_join_next() {
-            let (index, due_us, prompt_tokens, asked) = ended.expect("asking does not panic");
-            records.add(index, due_us, prompt_tokens, &asked);
+        while let Some(ended) = in_flight.try_join_next() {
+            let (index, due_us, prompt_tokens, exchanged) = ended.expect("client tasks do not panic");
+            records.add(index, due_us, prompt_tokens, &exchanged);
         }
     }
     writer.await.expect("writing does not panic")?;
-    while let Some(ended) = asking.join_next().await {
-        let (index, due_us, prompt_tokens, asked) = ended.expect("asking does not panic");
-        records.add(index, due_us, prompt_tokens, &asked);
+    while let Some(ended) = in_flight.join_next().await {
+        let (index, due_us, prompt_tokens, exchanged) = ended.expect("client tasks do not panic");
+        records.add(index, due_us, prompt_tokens, &exchanged);
     }
     records.progress.finish_and_clear();
     Ok(Driven { requests: records.requests, itl_us: records.itl_us, ended_us: clock.now_us() })
@@ -185,8 +185,8 @@ impl Records {
         Self { requests: vec![RequestRecord::default(); requests], itl_us, warmup, progress }
     }
 
-    fn add(&mut self, index: usize, due_us: u64, prompt_tokens: u64, asked: &Asked) {
-        let Asked { sent_us, ended_us, ref answer, rank, ref failure } = *asked;
+    fn add(&mut self, index: usize, due_us: u64, prompt_tokens: u64, exchanged: &Exchange) {
+        let Exchange { sent_us, ended_us, ref answer, rank, ref failure } = *exchanged;
         if index >= self.warmup {
             answer.gaps_us.iter().for_each(|&gap_us| self.itl_us.saturating_record(u64::from(gap_us).max(1)));
         }
@@ -229,13 +229,13 @@ mod tests {
 
     /// Sends to an endpoint that responds after `answer_ms`. Returns due and send times in ms.
     async fn sent_ms(workload: Workload, connections: u32, answer_ms: u64) -> Vec<(u64, u64)> {
-        let ask = |_, clock: Clock| async move {
+        let exchange = |_, clock: Clock| async move {
             let sent_us = clock.now_us();
             tokio::time::sleep(Duration::from_millis(answer_ms)).await;
-            Asked { sent_us, ended_us: clock.now_us(), answer: Answer::default(), rank: None, failure: None }
+            Exchange { sent_us, ended_us: clock.now_us(), answer: Answer::default(), rank: None, failure: None }
         };
         let connections = NonZeroU32::new(connections).expect("not 0");
-        let driven = drive(workload, form(), connections, 0, ask).await.expect("driven");
+        let driven = drive(workload, form(), connections, 0, exchange).await.expect("driven");
         driven.requests.iter().map(|record| (record.due_us / 1_000, record.sent_us / 1_000)).collect()
     }
 

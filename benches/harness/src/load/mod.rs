@@ -247,13 +247,13 @@ impl Load {
         let watch = Watch::start();
         let connections = NonZeroU32::new(self.connections_max).expect("the parser refuses 0");
         let client = Arc::new(client);
-        let ask = |body, clock| {
+        let exchange = |body, clock| {
             let client = Arc::clone(&client);
-            async move { client.ask(body, clock).await }
+            async move { client.exchange(body, clock).await }
         };
         let warmup = self.warmup.of(workload.requests.len());
         let drive::Driven { requests, itl_us, ended_us } =
-            drive::drive(workload, form, connections, warmup, ask).await?;
+            drive::drive(workload, form, connections, warmup, exchange).await?;
         let health = watch.end();
         let run = Run {
             requests,

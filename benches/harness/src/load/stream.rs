@@ -209,24 +209,24 @@ mod tests {
 
     #[test]
     fn tokens_and_usage_do_not_depend_on_how_the_stream_is_split() {
-        let seen = |text: &str| CHAT.find(text).expect("it is there") + text.len();
+        let seen = |text: &str| CHAT.find(text).expect("present") + text.len();
         let (first, second) = (seen("\"error\":null}\r\n\r\n"), seen("\"b\"}}]}\n\n"));
         for cut in 1..CHAT.len() {
             let (begin, rest) = CHAT.as_bytes().split_at(cut);
-            let answer = read([begin, rest]).expect("it is whole");
+            let answer = read([begin, rest]).expect("complete");
             let at = |end: usize| if cut < end { 2_000_000 } else { 1_000_000 };
             assert_eq!((answer.first_token_us, answer.last_token_us), (Some(at(first)), Some(at(second))), "{cut}");
             assert_eq!(answer.gaps_us, [u32::try_from(at(second) - at(first)).expect("small")]);
             assert_eq!((answer.output_tokens(), answer.prompt_tokens(), answer.cached_tokens()), (5, Some(9), Some(4)));
         }
-        assert_eq!(read(CHAT.as_bytes().chunks(1)).expect("it is whole").output_tokens(), 5);
+        assert_eq!(read(CHAT.as_bytes().chunks(1)).expect("complete").output_tokens(), 5);
     }
 
     #[test]
     fn without_usage_chunks_are_counted_and_cached_tokens_unknown() {
         let stream =
             b"data: {\"choices\":[{\"text\":\"x\"}]}\n\ndata: {\"choices\":[{\"text\":\"y\"}]}\n\ndata: [DONE]\n\n";
-        let answer = read([stream.as_slice()]).expect("it is whole");
+        let answer = read([stream.as_slice()]).expect("complete");
         assert_eq!((answer.output_tokens(), answer.prompt_tokens(), answer.cached_tokens()), (2, None, None));
         assert_eq!(answer.gaps_us, [0]);
     }

@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn one_value_is_every_percentile() {
-        let of = Distribution::of_us([2_500_000]).expect("there is one");
+        let of = Distribution::of_us([2_500_000]).expect("not empty");
         assert_eq!(of, Distribution { mean: 2.5, p50: 2.5, p90: 2.5, p99: 2.5, count: 1 });
     }
 
@@ -105,8 +105,8 @@ mod tests {
             for value in &values {
                 histogram.record(*value).expect("within bounds");
             }
-            let exact = Distribution::of_us(values).expect("there are values");
-            let binned = Distribution::of_histogram(&histogram).expect("there are values");
+            let exact = Distribution::of_us(values).expect("not empty");
+            let binned = Distribution::of_histogram(&histogram).expect("not empty");
             prop_assert_eq!(exact.count, binned.count);
             for (exact, binned) in [
                 (exact.mean, binned.mean), (exact.p50, binned.p50), (exact.p90, binned.p90), (exact.p99, binned.p99),

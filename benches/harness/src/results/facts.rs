@@ -90,10 +90,10 @@ pub fn commit() -> String {
 fn checkout() -> Option<String> {
     let mut git = Command::new("git");
     git.args(["-C", env!("CARGO_MANIFEST_DIR"), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]);
-    let said = git.stdin(Stdio::null()).stderr(Stdio::null()).output().ok()?;
-    let text = String::from_utf8(said.stdout).ok()?;
+    let output = git.stdin(Stdio::null()).stderr(Stdio::null()).output().ok()?;
+    let text = String::from_utf8(output.stdout).ok()?;
     let name = text.trim();
-    (said.status.success() && !name.is_empty() && name.len() <= 80).then(|| name.to_owned())
+    (output.status.success() && !name.is_empty() && name.len() <= 80).then(|| name.to_owned())
 }
 
 /// Command line of this process: the name of the program without directories, then its arguments.

@@ -36,8 +36,8 @@ impl Goodput {
     #[must_use]
     pub fn of(requests: &[RequestRecord], limits: Limits, duration_seconds: f64) -> Option<Self> {
         let good = requests.iter().filter(|request| is_good(request, limits)).count() as f64;
-        let judged = !requests.is_empty() && duration_seconds > 0.0;
-        judged.then(|| Self {
+        let is_measured = !requests.is_empty() && duration_seconds > 0.0;
+        is_measured.then(|| Self {
             limits,
             requests_per_second: good / duration_seconds,
             share: good / requests.len() as f64,
@@ -58,9 +58,8 @@ mod tests {
     #[test]
     fn an_answer_at_its_limits_is_good() {
         // 100 ms to the first token, 50 ms per token.
-        let share = |ttft_ms, itl_ms| {
-            Goodput::of(&[request(0)], Limits { ttft_ms, itl_ms }, 2.0).expect("there is a request").share
-        };
+        let share =
+            |ttft_ms, itl_ms| Goodput::of(&[request(0)], Limits { ttft_ms, itl_ms }, 2.0).expect("not empty").share;
         assert_eq!((share(100.0, 50.0), share(99.9, 50.0), share(100.0, 49.9)), (1.0, 0.0, 0.0));
     }
 

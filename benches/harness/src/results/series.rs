@@ -121,8 +121,8 @@ struct Bins {
 impl Bins {
     /// Each bin is wide enough to contain a sample of the ranks.
     fn of(run: &Run) -> Self {
-        let looks = run.rank_samples.chunk_by(|one, next| one.at_us == next.at_us).take(BINS).count();
-        let count = if looks == 0 { BINS } else { looks };
+        let samples = run.rank_samples.chunk_by(|one, next| one.at_us == next.at_us).take(BINS).count();
+        let count = if samples == 0 { BINS } else { samples };
         Self { width_us: run.ended_us.div_ceil(count as u64).max(1), count }
     }
 

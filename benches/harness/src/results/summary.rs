@@ -197,8 +197,8 @@ fn reachable_tokens(request: &RequestRecord) -> Option<u64> {
 
 /// Share of `tokens` in the prompt tokens of the requests for which `tokens` is known.
 fn token_share(requests: &[RequestRecord], tokens: impl Fn(&RequestRecord) -> Option<u64>) -> Option<f64> {
-    let said = requests.iter().filter_map(|request| Some((tokens(request)?, request.prompt_tokens)));
-    let (part, whole) = said.fold((0, 0), |(part, whole), (tokens, prompt)| (part + tokens, whole + prompt));
+    let known = requests.iter().filter_map(|request| Some((tokens(request)?, request.prompt_tokens)));
+    let (part, whole) = known.fold((0, 0), |(part, whole), (tokens, prompt)| (part + tokens, whole + prompt));
     share(part, whole)
 }
 
@@ -315,7 +315,7 @@ pub(crate) mod tests {
     #[test]
     fn decisions_checksum_depends_on_order_and_gaps() {
         let at = |rank| RequestRecord { rank, ..request(0) };
-        let sum = |ranks: [Option<u32>; 2]| decisions_checksum(&ranks.map(at)).expect("a rank is known");
+        let sum = |ranks: [Option<u32>; 2]| decisions_checksum(&ranks.map(at)).expect("a known rank");
         assert_eq!(sum([Some(1), None]), format!("{:016x}", xxh3_64(&[1, 0, 0, 0, 255, 255, 255, 255])));
         assert_ne!(sum([Some(0), Some(1)]), sum([Some(1), Some(0)]));
     }

@@ -92,22 +92,24 @@ fn index_not_consulted(requests: &[RequestRecord]) -> Option<String> {
     let placed = || requests.iter().filter(|request| request.rank.is_some() || request.placed_us.is_some());
     let predicted: Vec<u64> = placed().filter_map(|request| request.predicted_cached_tokens).collect();
     // Simultaneous requests share blocks in the engines although no rank held the blocks at any decision.
-    let there = placed().filter_map(|request| request.reachable_tokens.or(request.cached_tokens)).sum::<u64>();
+    let cached_in_engines =
+        placed().filter_map(|request| request.reachable_tokens.or(request.cached_tokens)).sum::<u64>();
     if placed().next().is_none() || predicted.iter().any(|tokens| *tokens > 0) {
         None
     } else if predicted.is_empty() {
         Some("the index was not consulted: no decision came with a prediction of cached tokens".to_owned())
-    } else if there > 0 {
-        Some(format!("the index was empty: no cached token was predicted, although {there} were cached"))
+    } else if cached_in_engines > 0 {
+        Some(format!("the index was empty: no cached token was predicted, although {cached_in_engines} were cached"))
     } else {
         None
     }
 }
 
 fn cache_never_warmed(requests: &[RequestRecord]) -> Option<String> {
-    let told = requests.iter().filter_map(|request| request.cached_tokens);
-    let (told, cached) = told.fold((0_u64, 0_u64), |(told, cached), tokens| (told + 1, cached + tokens));
-    if told == 0 || cached > 0 {
+    let reported = requests.iter().filter_map(|request| request.cached_tokens);
+    let (reported, cached) =
+        reported.fold((0_u64, 0_u64), |(reported, cached), tokens| (reported + 1, cached + tokens));
+    if reported == 0 || cached > 0 {
         return None;
     }
     let reachable: u64 = requests.iter().filter_map(|request| request.reachable_tokens).sum();

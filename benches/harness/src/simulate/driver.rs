@@ -110,7 +110,7 @@ impl<'a, T: Target> Driver<'a, T> {
             waiting,
             idle_samples: 0,
             records: requests.iter().map(record).collect(),
-            itl_us: Histogram::new_with_bounds(1, ITL_MAX_US, 3).expect("one to an hour, three digits"),
+            itl_us: Histogram::new_with_bounds(1, ITL_MAX_US, 3).expect("valid histogram bounds"),
             samples: Vec::new(),
             ended_us: 0,
         })

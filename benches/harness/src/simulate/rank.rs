@@ -158,8 +158,8 @@ impl FleetRank {
 
     /// Work of a prompt on this rank, without the tokens that are cached now or will be after the backlog.
     fn work_of(&self, prompt_tokens: u64, names: &[EngineHash]) -> Work {
-        let is_there = |name: &&EngineHash| self.engine.holds(name) || self.promised.contains_key(*name);
-        let cached = names.iter().take_while(is_there).count() as u64 * u64::from(self.engine.config().block_size);
+        let is_held = |name: &&EngineHash| self.engine.holds(name) || self.promised.contains_key(*name);
+        let cached = names.iter().take_while(is_held).count() as u64 * u64::from(self.engine.config().block_size);
         prefill(prompt_tokens.saturating_sub(cached), cached)
     }
 
@@ -257,7 +257,7 @@ mod tests {
             share in 0.0..1.0,
         ) {
             let config = EngineConfig { step_tokens_max: 1_024, ..EngineConfig::default() };
-            let mut rank = FleetRank::new(WorkerRank::new(WorkerId(1), 0), config).expect("a good engine");
+            let mut rank = FleetRank::new(WorkerRank::new(WorkerId(1), 0), config).expect("valid engine settings");
             let prompts: Vec<Vec<u32>> =
                 prompts.iter().zip(0..).map(|((shared, tokens), id)| prompt(shared, (id, *tokens))).collect();
             let (last, earlier) = prompts.split_last().expect("at least one");
@@ -285,7 +285,7 @@ mod tests {
                 if rank.end().is_some_and(|step| step.outputs.iter().any(|output| output.id == 99)) {
                     break;
                 }
-                prop_assert!(rank.begin(ended_us).is_some(), "it waits for ever");
+                prop_assert!(rank.begin(ended_us).is_some(), "the request never runs");
                 steps += 1;
             }
             prop_assert!(foreseen_us.abs_diff(ended_us) <= steps, "{foreseen_us} for {ended_us} after {steps} steps");

@@ -69,7 +69,7 @@ fn serve_summed(setup: &Setup, workload: &Workload) -> Summary {
 
 /// Time to the first token of a single request, from the engine itself.
 fn lone_first_token_us(config: EngineConfig, request: &Request) -> u64 {
-    let mut rank = Rank::new(config).expect("a good engine");
+    let mut rank = Rank::new(config).expect("valid engine settings");
     rank.submit(RequestSpec::new(0, request.tokens(), request.output_tokens)).expect("taken");
     let mut sum_us = 0;
     loop {
@@ -131,7 +131,7 @@ fn every_request_ends_and_its_figures_are_consistent() {
         assert!(placed_us < first_us && first_us <= ended_us, "{record:?}");
         assert_eq!(record.output_tokens, u64::from(request.output_tokens));
         assert_eq!((record.prompt_tokens, &record.failure), (request.prompt_tokens(), &None));
-        let (cached, reachable) = (record.cached_tokens.expect("told"), record.reachable_tokens.expect("known"));
+        let (cached, reachable) = (record.cached_tokens.expect("reported"), record.reachable_tokens.expect("known"));
         assert!(cached.max(reachable) < record.prompt_tokens, "{record:?}");
         last_us = last_us.max(ended_us);
     }
@@ -152,7 +152,7 @@ fn cache_aware_policies_have_more_hits_and_less_regret() {
     let of = |policy| {
         let summary = serve_summed(&setup(policy), &workload);
         let regret = summary.regret_seconds.expect("reckoned").mean;
-        (summary.hit_rate.expect("told"), summary.reachable_hit_rate.expect("known"), regret)
+        (summary.hit_rate.expect("reported"), summary.reachable_hit_rate.expect("known"), regret)
     };
     let (kv, blind) = (of(Policy::Kv), of(Policy::RoundRobin));
     assert!(kv.0 > blind.0 + 0.05, "{kv:?} {blind:?}");
@@ -184,7 +184,7 @@ fn a_single_request_takes_the_duration_of_its_engine_steps() {
 #[test]
 fn the_oracle_predicts_a_single_request_to_the_microsecond() {
     let (prompt, config) = (lone(0, 1, 30_000), EngineConfig::default());
-    let rank = rank::FleetRank::new(WorkerRank::new(WorkerId(1), 0), config).expect("a good engine");
+    let rank = rank::FleetRank::new(WorkerRank::new(WorkerId(1), 0), config).expect("valid engine settings");
     let foreseen_us = rank.first_token_us(0, 30_000, &rank.names(&prompt.tokens()));
     let exact_us = lone_first_token_us(config, &prompt);
     assert!(foreseen_us.abs_diff(exact_us) <= 4, "{foreseen_us} for {exact_us}: a rounding a step");
@@ -337,8 +337,8 @@ fn broken_routers_are_reported_as_errors() {
         (Broken::Leaking, "broken holds 1 bookings after the last request has ended"),
     ] {
         let one = workload_of(vec![lone(5_000, 1, 100)]);
-        let said = run(&setup(Policy::Kv), &one, async |_: &Setup| Ok(broken)).expect_err(expected).to_string();
-        assert!(said.starts_with(expected), "{said}");
+        let error = run(&setup(Policy::Kv), &one, async |_: &Setup| Ok(broken)).expect_err(expected).to_string();
+        assert!(error.starts_with(expected), "{error}");
     }
 }
 
@@ -367,8 +367,8 @@ fn invalid_setups_are_rejected_by_name() {
         &chat(2, 1_000),
         Embedded::start_simulated,
     );
-    let said = refused_engine.expect_err("refused").to_string();
-    assert!(said.starts_with("worker 1: cost.prefill_tokens_per_second is 0"), "{said}");
+    let error = refused_engine.expect_err("refused").to_string();
+    assert!(error.starts_with("worker 1: cost.prefill_tokens_per_second is 0"), "{error}");
     let unknown = refused(|setup| drop(setup.router.settings.insert("no_such_setting".to_owned(), json!(1))));
     assert!(unknown.contains("no_such_setting"), "{unknown}");
 }
@@ -383,12 +383,12 @@ fn invalid_engine_specs_are_rejected_with_a_reason() {
         ("1:speed=3", "unknown figure \"speed\""),
         ("1:step-us=fast", "step-us \"fast\""),
     ] {
-        let said = spec.parse::<cli::EngineSpec>().expect_err(spec);
-        assert!(said.contains(expected), "{spec}: {said}");
+        let error = spec.parse::<cli::EngineSpec>().expect_err(spec);
+        assert!(error.contains(expected), "{spec}: {error}");
     }
     let arguments = Arguments::parse_from(["test", "--workers", "2", "--engine", "3:step-us=1"]);
-    let said = arguments.simulate.setup(1).expect_err("no third worker").to_string();
-    assert_eq!(said, "no worker 3 among 2");
+    let error = arguments.simulate.setup(1).expect_err("rejected").to_string();
+    assert_eq!(error, "no worker 3 among 2");
 }
 
 #[test]

@@ -102,7 +102,7 @@ mod tests {
             first.send(()).expect("the first one waits");
             time.settle().await;
             assert_eq!(ran.load(Relaxed), 1_000);
-            before.await.expect("the last one has spoken");
+            before.await.expect("the last message arrived");
         });
     }
 
@@ -121,9 +121,9 @@ mod tests {
                 time.settle().await;
             }
             // Waiting for another thread does not advance time either.
-            let (told, tell) = oneshot::channel();
-            let other = std::thread::spawn(move || told.send(()));
-            tell.await.expect("told");
+            let (sender, receiver) = oneshot::channel();
+            let other = std::thread::spawn(move || sender.send(()));
+            receiver.await.expect("reported");
             other.join().expect("no panic").expect("heard");
             assert_eq!((rung.load(Relaxed), time.epoch.elapsed()), (0, Duration::ZERO));
 

@@ -32,11 +32,11 @@ const REFUSAL_CHARS_MAX: usize = 200;
 pub(super) enum ClientError {
     #[error("cannot connect to {target}: {error}")]
     Connect { target: SocketAddr, error: std::io::Error },
-    #[error("the connection broke: {0}")]
+    #[error("connection closed early: {0}")]
     Broken(#[from] hyper::Error),
     #[error("answered {status}: {body}")]
     Status { status: StatusCode, body: String },
-    #[error("not answered within {} s", PATIENCE.as_secs())]
+    #[error("no response within {} s", PATIENCE.as_secs())]
     Timeout,
     #[error(transparent)]
     Event(#[from] EventTooLong),
@@ -92,12 +92,12 @@ impl Client {
     /// # Errors
     /// The request fails or times out, or the status is not 200.
     pub(super) async fn get(&mut self, path: &str) -> Result<String, ClientError> {
-        let asked = async {
+        let exchange = async {
             let answer = self.send(Method::GET, path, Bytes::new()).await?;
             let text = text(answer).await?;
             Ok(text)
         };
-        timeout(PATIENCE, asked).await.unwrap_or(Err(ClientError::Timeout))
+        timeout(PATIENCE, exchange).await.unwrap_or(Err(ClientError::Timeout))
     }
 
     async fn streamed(&mut self, body: Bytes) -> Result<Answer, ClientError> {
@@ -280,10 +280,10 @@ mod tests {
     fn content_and_usage_do_not_depend_on_how_the_stream_is_split() {
         for cut in 1..STREAM.len() {
             let (first, second) = STREAM.as_bytes().split_at(cut);
-            let answer = read(&[first, second]).expect("it is whole");
+            let answer = read(&[first, second]).expect("complete");
             assert_eq!((answer.content.as_str(), answer.prompt_tokens, answer.cached_tokens), (" t1 t2", 9, 4));
             assert_eq!(answer.whole, Duration::from_secs(2));
-            let behind = |text: &str| if cut < STREAM.find(text).expect("it is there") + text.len() { 2 } else { 1 };
+            let behind = |text: &str| if cut < STREAM.find(text).expect("present") + text.len() { 2 } else { 1 };
             let (t1, t2) = (behind("t1\"}}]}\n\n"), behind("\"usage\":null}\n\n"));
             assert_eq!(answer.first_token, Duration::from_secs(t1), "cut at {cut}");
             assert_eq!(answer.gaps, [Duration::from_secs(t2 - t1)], "cut at {cut}");

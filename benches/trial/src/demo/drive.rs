@@ -51,7 +51,7 @@ pub(super) async fn drive(workload: &Arc<Workload>, target: &Target, progress: &
     let mut clients = JoinSet::new();
     for n in 0..workload.sessions.len() {
         let (workload, target, done) = (Arc::clone(workload), target.clone(), Arc::clone(&done));
-        clients.spawn(async move { converse(&workload.sessions[n], &target, &done).await });
+        clients.spawn(async move { run_session(&workload.sessions[n], &target, &done).await });
     }
     let (mut all, mut ticks) = (Driven::default(), interval(PROGRESS_EVERY));
     ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
@@ -72,11 +72,11 @@ pub(super) async fn drive(workload: &Arc<Workload>, target: &Target, progress: &
     all
 }
 
-async fn converse(session: &Session, target: &Target, done: &AtomicUsize) -> Driven {
+async fn run_session(session: &Session, target: &Target, done: &AtomicUsize) -> Driven {
     let (mut client, mut driven) = (Client::new(target.address), Driven::default());
     rest(session.start_ms, target.time_scale).await;
     for conversation in &session.conversations {
-        driven.ask(conversation, &mut client, target, done).await;
+        driven.send(conversation, &mut client, target, done).await;
     }
     driven
 }
@@ -90,7 +90,7 @@ async fn rest(ms: u32, time_scale: f64) {
 impl Driven {
     /// Sends all requests of a conversation. An error ends the conversation, because the next request must quote the
     /// missing answer.
-    async fn ask(&mut self, conversation: &Conversation, client: &mut Client, target: &Target, done: &AtomicUsize) {
+    async fn send(&mut self, conversation: &Conversation, client: &mut Client, target: &Target, done: &AtomicUsize) {
         let mut answers = Vec::new();
         for turn in &conversation.turns {
             let body = conversation.body(&target.model, &answers);
@@ -133,7 +133,7 @@ mod tests {
     async fn driven(faults: Faults) -> Driven {
         let config =
             MockConfig { data_parallel_size: 2, kv_blocks: 1024, time_scale: 0.0, faults, ..Default::default() };
-        let engine = MockEngine::start(config).await.expect("it starts");
+        let engine = MockEngine::start(config).await.expect("the engine starts");
         let target = Target { address: engine.address(), model: "mock".to_owned(), time_scale: 0.0 };
         let driven = drive(&Arc::new(Workload::new(3, 2, 7)), &target, &Progress::silent(), "test").await;
         engine.shutdown().await;
@@ -144,7 +144,7 @@ mod tests {
     async fn repeated_runs_succeed_with_equal_requests() {
         let (first, second) = (driven(Faults::default()).await, driven(Faults::default()).await);
         assert_eq!((first.answers.len(), first.reasons.as_slice()), (7, [].as_slice()));
-        assert_eq!(first.digest, second.digest, "answers that are quoted are the same, so the questions are");
+        assert_eq!(first.digest, second.digest, "quoted responses are equal, so requests are equal");
         assert!(first.answers.iter().all(|answer| answer.prompt_tokens > 2_000 && answer.gaps.len() >= 31));
         assert!(first.answers.iter().any(|answer| answer.cached_tokens > 2_000), "later turns find the earlier ones");
     }

@@ -89,9 +89,9 @@ impl<G: DemoGateway> Fleet<G> {
         let fleet = Self { engines, gateway };
         match fleet.wait_until_ready().await {
             Ok(()) => Ok(fleet),
-            Err(doubts) => {
+            Err(reasons) => {
                 fleet.shutdown().await;
-                Err(DemoError::NotReady(doubts))
+                Err(DemoError::NotReady(reasons))
             }
         }
     }
@@ -133,8 +133,8 @@ impl<G: DemoGateway> Fleet<G> {
                 return Ok(());
             }
             if Instant::now() > deadline {
-                let doubts: Vec<String> = sources.into_iter().filter_map(|source| source.doubt).collect();
-                return Err(format!("the events of {live} of {ranks} ranks are read; {}", doubts.join("; ")));
+                let reasons: Vec<String> = sources.into_iter().filter_map(|source| source.doubt).collect();
+                return Err(format!("the events of {live} of {ranks} ranks are read; {}", reasons.join("; ")));
             }
             sleep(READY_POLL).await;
         }

@@ -198,7 +198,7 @@ async fn run_one<G: DemoGateway>(
     progress: &Progress,
 ) -> Result<(Figures, Fleet<G>), DemoError> {
     let name = policy.name();
-    progress.say(&format!("{name}: starting {} engines and the gateway", fleet::ENGINES));
+    progress.print(&format!("{name}: starting {} engines and the gateway", fleet::ENGINES));
     let fleet = Fleet::start(config, policy).await?;
     let target = Target { address: fleet.address(), model: fleet::MODEL.to_owned(), time_scale: config.time_scale };
     let driven = drive(workload, &target, progress, name).await;

@@ -32,7 +32,7 @@ impl Progress {
     }
 
     /// Shows the current activity.
-    pub(super) fn say(&self, what: &str) {
+    pub(super) fn print(&self, what: &str) {
         match &self.0 {
             Kind::Silent => {}
             Kind::Terminal => write(&format!("\r\x1b[K{what}")),
@@ -45,12 +45,12 @@ impl Progress {
         let line = format!("{label}: {done} of {planned} requests");
         match &self.0 {
             Kind::Silent => {}
-            Kind::Terminal => self.say(&line),
-            Kind::Lines(said) => {
+            Kind::Terminal => self.print(&line),
+            Kind::Lines(last) => {
                 let now = (label.to_owned(), 4 * done / planned.max(1));
-                let mut said = said.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-                if *said != now && now.1 > 0 {
-                    *said = now;
+                let mut last = last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                if *last != now && now.1 > 0 {
+                    *last = now;
                     write(&format!("{line}\n"));
                 }
             }

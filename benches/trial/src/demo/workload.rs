@@ -121,7 +121,7 @@ impl Session {
 
 impl Conversation {
     fn new(rng: &mut Rng, systems: &[Arc<str>], turns: u32) -> Self {
-        let count = u32::try_from(systems.len()).expect("there are few");
+        let count = u32::try_from(systems.len()).expect("few words");
         // The lower of two draws: low-numbered prompts are used more often.
         let system = rng.below(count).min(rng.below(count));
         let turn = |n: u32| Turn {

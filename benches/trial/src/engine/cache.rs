@@ -145,7 +145,7 @@ impl Cache {
             return slots;
         }
         for block in &loaded {
-            let slot = self.allocate().expect("the caller has seen that there is room");
+            let slot = self.allocate().expect("the caller checked the capacity");
             self.fill(slot, Arc::clone(block));
             slots.push(slot);
         }
@@ -323,7 +323,7 @@ impl Host {
             self.slots.push(Arc::clone(&block));
             self.slots.len() as u32 - 1
         } else {
-            let slot = self.order.pop_front().expect("a full host holds something");
+            let slot = self.order.pop_front().expect("a full host tier is not empty");
             let evicted = std::mem::replace(&mut self.slots[slot as usize], Arc::clone(&block));
             self.by_hash.remove(&evicted.hash);
             events.push(CacheEvent::Removed { tier: Tier::Host, hash: evicted.hash });

@@ -346,7 +346,7 @@ impl Rank {
             batch.tokens_left -= tokens;
             self.running.extend(self.waiting.pop_front());
             let is_extended = self.extend(self.running.len() - 1, tokens);
-            debug_assert!(is_extended, "there was room");
+            debug_assert!(is_extended, "capacity was checked");
         }
     }
 

@@ -238,8 +238,8 @@ mod tests {
                 "binary_hashes is true",
             ),
         ];
-        for (said, expected) in cases {
-            assert!(said.starts_with(expected), "{said}");
+        for (error, expected) in cases {
+            assert!(error.starts_with(expected), "{error}");
         }
     }
 }

@@ -381,7 +381,7 @@ mod tests {
     fn a_reset_event_keeps_its_order_relative_to_a_step() {
         let rank = rank();
         assert!(rank.reset_cache());
-        let _outputs = rank.submit(RequestSpec::new(1, vec![7; 9], 1)).expect("it fits");
+        let _outputs = rank.submit(RequestSpec::new(1, vec![7; 9], 1)).expect("accepted");
         let Turn::Step(step) = rank.begin(false) else { panic!("a request waits") };
         assert!(rank.reset_cache(), "the request has ended in this step");
         let messages = rank.publish(&step);
@@ -396,7 +396,7 @@ mod tests {
     #[test]
     fn a_stopped_rank_ends_its_requests_and_rejects_new_ones() {
         let rank = rank();
-        let mut outputs = rank.submit(RequestSpec::new(1, [1, 2], 5)).expect("it fits");
+        let mut outputs = rank.submit(RequestSpec::new(1, [1, 2], 5)).expect("accepted");
         rank.stop();
         assert!(matches!(outputs.try_recv(), Err(tokio::sync::mpsc::error::TryRecvError::Disconnected)));
         assert!(matches!(rank.submit(RequestSpec::new(2, [1, 2], 5)), Err(NotTaken::Stopped)));

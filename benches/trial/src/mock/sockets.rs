@@ -50,7 +50,7 @@ impl EventSocket {
     pub(crate) async fn send(&mut self, messages: Vec<Message>) {
         for Message { sequence, payload } in messages {
             let frames = vec![Bytes::from_static(TOPIC.as_bytes()), sequence_frame(sequence), payload];
-            let message = ZmqMessage::try_from(frames).expect("there are three frames");
+            let message = ZmqMessage::try_from(frames).expect("three frames");
             // A PUB socket drops messages that it cannot send.
             let _ = self.0.send(message).await;
         }
@@ -93,7 +93,7 @@ impl ReplaySocket {
     }
 
     async fn answer(&mut self, frames: &[Bytes], rank: &Rank, faults: &FaultBoard) {
-        let [peer, delimiter, start] = frames else { return };
+        let [identity, delimiter, start] = frames else { return };
         let Ok(start) = <[u8; 8]>::try_from(start.as_ref()) else { return };
         if !delimiter.is_empty() {
             return;
@@ -104,13 +104,13 @@ impl ReplaySocket {
         }
         let end = Message { sequence: REPLAY_END, payload: Bytes::new() };
         for message in rank.replay(u64::from_be_bytes(start)).into_iter().chain([end]) {
-            let mut answer = vec![peer.clone(), Bytes::new()];
+            let mut answer = vec![identity.clone(), Bytes::new()];
             if self.with_topic {
                 let is_end = message.sequence == REPLAY_END;
                 answer.push(if is_end { Bytes::new() } else { Bytes::from_static(TOPIC.as_bytes()) });
             }
             answer.extend([sequence_frame(message.sequence), message.payload]);
-            let answer = ZmqMessage::try_from(answer).expect("there are frames");
+            let answer = ZmqMessage::try_from(answer).expect("not empty");
             if !matches!(timeout(REPLAY_WAIT, self.socket.send(answer)).await, Ok(Ok(()))) {
                 return;
             }

@@ -50,7 +50,7 @@ pub(crate) async fn request(
     let mut stream = send(address, method, path, headers, body).await;
     let mut bytes = Vec::new();
     // A connection reset counts as the end of the response.
-    let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.expect("an answer in time");
+    let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.expect("a response before the timeout");
     parsed(&bytes)
 }
 
@@ -75,7 +75,7 @@ pub(crate) async fn get(engine: &MockEngine, path: &str) -> Answer {
 }
 
 fn parsed(bytes: &[u8]) -> Option<Answer> {
-    let text = String::from_utf8(bytes.to_vec()).expect("answers are text");
+    let text = String::from_utf8(bytes.to_vec()).expect("responses are text");
     let (head, rest) = text.split_once("\r\n\r\n")?;
     let status = head.split(' ').nth(1)?.parse().ok()?;
     let is_chunked = head.to_lowercase().contains("transfer-encoding: chunked");
@@ -108,12 +108,16 @@ pub(crate) struct Batch {
 pub(crate) async fn replay_frames(engine: &MockEngine, rank: u16, from: u64) -> Vec<Vec<Bytes>> {
     let mut socket = DealerSocket::new();
     socket.connect(&engine.replay_endpoint(rank)).await.expect("the rank listens");
-    let asked = vec![Bytes::new(), Bytes::copy_from_slice(&from.to_be_bytes())];
-    socket.send(ZmqMessage::try_from(asked).expect("two frames")).await.expect("the rank is connected");
+    let frames = vec![Bytes::new(), Bytes::copy_from_slice(&from.to_be_bytes())];
+    socket.send(ZmqMessage::try_from(frames).expect("two frames")).await.expect("the rank is connected");
     let mut answers = Vec::new();
     loop {
-        let answer = timeout(PATIENCE, socket.recv()).await.expect("an answer in time").expect("an answer").into_vec();
-        assert!(answer[0].is_empty(), "answers begin with the delimiter");
+        let answer = timeout(PATIENCE, socket.recv())
+            .await
+            .expect("a response before the timeout")
+            .expect("a response")
+            .into_vec();
+        assert!(answer[0].is_empty(), "replies begin with the delimiter");
         let is_end = answer[answer.len() - 2].as_ref() == [0xff; 8];
         answers.push(answer[1..].to_vec());
         if is_end {
@@ -163,7 +167,7 @@ impl Subscriber {
     pub(crate) async fn next(&mut self) -> Batch {
         loop {
             // An error is the end of a connection; the socket reconnects on its own.
-            if let Ok(message) = timeout(PATIENCE, self.0.recv()).await.expect("a message in time") {
+            if let Ok(message) = timeout(PATIENCE, self.0.recv()).await.expect("a message before the timeout") {
                 return live(&message.into_vec());
             }
         }

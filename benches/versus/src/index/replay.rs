@@ -65,7 +65,7 @@ pub struct Costs {
     /// Cost per removed block.
     pub remove: f64,
     /// Cost per query: the median for times, the mean for instructions.
-    pub question: f64,
+    pub query: f64,
 }
 
 /// Time per block in the median event, in ns.
@@ -85,7 +85,7 @@ pub struct Timed {
     /// Times per block of the median event, without pauses of the machine and without rare maintenance work.
     pub event_median_ns: Events,
     /// 99th percentile of query times in ns.
-    pub question_p99_ns: f64,
+    pub query_p99_ns: f64,
     /// User-mode instructions, if the system counts them.
     pub instructions: Option<Costs>,
     /// Number of blocks stored in the measured half.
@@ -172,30 +172,30 @@ fn weigh<S: Subject>(load: &Load, live_bytes: impl Fn() -> usize) -> Heap {
 fn time<S: Subject>(load: &Load) -> Timed {
     let mut subject = warmed::<S>(load);
     let mut answers = digests(&mut subject, load);
-    let mut questions_ns = Vec::with_capacity(load.prompts.len());
+    let mut query_times_ns = Vec::with_capacity(load.prompts.len());
     let mut clock = Clock::default();
     for prompt in &load.prompts {
-        let time = clock.question(&mut subject, prompt);
-        questions_ns.push(time.as_nanos() as f64);
+        let time = clock.query(&mut subject, prompt);
+        query_times_ns.push(time.as_nanos() as f64);
     }
     churn(&mut subject, &load.timed, &mut clock);
     answers.extend(digests(&mut subject, load));
     drop(subject);
 
-    questions_ns.sort_by(f64::total_cmp);
-    let question_ns = |percent: usize| questions_ns[(questions_ns.len() - 1) * percent / 100];
+    query_times_ns.sort_by(f64::total_cmp);
+    let percentile_ns = |percent: usize| query_times_ns[(query_times_ns.len() - 1) * percent / 100];
     let per = |spent: Duration, blocks: u64| spent.as_nanos() as f64 / blocks as f64;
     Timed {
         time_ns: Costs {
             store: per(clock.storing, clock.stored),
             remove: per(clock.removing, clock.removed),
-            question: question_ns(50),
+            query: percentile_ns(50),
         },
         event_median_ns: Events {
             store: median(clock.store_events.iter().copied()).unwrap_or_default(),
             remove: median(clock.remove_events.iter().copied()).unwrap_or_default(),
         },
-        question_p99_ns: question_ns(99),
+        query_p99_ns: percentile_ns(99),
         instructions: instructions::<S>(load),
         stored_blocks: clock.stored,
         removed_blocks: clock.removed,
@@ -206,7 +206,7 @@ fn time<S: Subject>(load: &Load) -> Timed {
 /// Digest of each query result. Not measured.
 fn digests<S: Subject>(subject: &mut S, load: &Load) -> Vec<u64> {
     let mut digest = |prompt: &Vec<_>| {
-        let answer = subject.ask(&mut S::question(prompt));
+        let answer = subject.run(&mut S::query(prompt));
         let mut scores = subject.scores(&answer);
         scores.sort_unstable();
         scores.iter().fold(1, |digest, &(rank, blocks)| mix(digest ^ u64::from(rank) << 32 ^ u64::from(blocks)))
@@ -245,10 +245,10 @@ struct Clock {
 }
 
 impl Clock {
-    fn question<S: Subject>(&mut self, subject: &mut S, prompt: &[pointsman::protocol::BlockHash]) -> Duration {
-        let mut question = S::question(prompt);
+    fn query<S: Subject>(&mut self, subject: &mut S, prompt: &[pointsman::protocol::BlockHash]) -> Duration {
+        let mut query = S::query(prompt);
         let watch = Stopwatch::start();
-        let answer = subject.ask(black_box(&mut question));
+        let answer = subject.run(black_box(&mut query));
         let time = watch.elapsed();
         drop(black_box(answer));
         time
@@ -318,16 +318,16 @@ impl Meter for Instructions {
 /// Repeats the replay with a count of instructions.
 fn instructions<S: Subject>(load: &Load) -> Option<Costs> {
     let mut meter = Instructions { removing: counter()?, storing: counter()?, removed: 0, stored: 0 };
-    let mut asking = counter()?;
+    let mut queries = counter()?;
     let mut subject = warmed::<S>(load);
     for prompt in &load.prompts {
-        let mut question = S::question(prompt);
-        drop(counted(&mut asking, || subject.ask(black_box(&mut question))));
+        let mut query = S::query(prompt);
+        drop(counted(&mut queries, || subject.run(black_box(&mut query))));
     }
     churn(&mut subject, &load.timed, &mut meter);
     Some(Costs {
         store: read(&mut meter.storing) / meter.stored as f64,
         remove: read(&mut meter.removing) / meter.removed as f64,
-        question: read(&mut asking) / load.prompts.len() as f64,
+        query: read(&mut queries) / load.prompts.len() as f64,
     })
 }

@@ -23,7 +23,7 @@ pub trait Subject: Sized {
     /// Event in the index' own type.
     type Event;
     /// Prompt in the index' own type.
-    type Question;
+    type Query;
     /// Result of a query.
     type Answer;
 
@@ -37,7 +37,7 @@ pub trait Subject: Sized {
     fn store(step: &Step) -> Self::Event;
 
     /// Query for a prompt.
-    fn question(prompt: &[BlockHash]) -> Self::Question;
+    fn query(prompt: &[BlockHash]) -> Self::Query;
 
     /// Applies an event.
     ///
@@ -46,7 +46,7 @@ pub trait Subject: Sized {
     fn apply(&mut self, event: Self::Event);
 
     /// Executes a query. Each query is executed once.
-    fn ask(&mut self, question: &mut Self::Question) -> Self::Answer;
+    fn run(&mut self, query: &mut Self::Query) -> Self::Answer;
 
     /// Result as pairs of a rank and its number of leading blocks, unordered.
     fn scores(&self, answer: &Self::Answer) -> Vec<(u32, u32)>;
@@ -70,7 +70,7 @@ fn rank_of(rank: u32) -> WorkerRank {
 
 impl Subject for Pointsman {
     type Event = RouterEvent;
-    type Question = Vec<BlockHash>;
+    type Query = Vec<BlockHash>;
     type Answer = ();
 
     fn new(ranks: u32) -> Self {
@@ -91,7 +91,7 @@ impl Subject for Pointsman {
         RouterEvent { rank: rank_of(step.rank), tier: StorageTier::Device, data }
     }
 
-    fn question(prompt: &[BlockHash]) -> Vec<BlockHash> {
+    fn query(prompt: &[BlockHash]) -> Vec<BlockHash> {
         prompt.to_vec()
     }
 
@@ -99,8 +99,8 @@ impl Subject for Pointsman {
         self.index.apply(&event);
     }
 
-    fn ask(&mut self, question: &mut Vec<BlockHash>) {
-        self.index.overlaps(question, &mut self.overlaps);
+    fn run(&mut self, query: &mut Vec<BlockHash>) {
+        self.index.overlaps(query, &mut self.overlaps);
     }
 
     fn scores(&self, (): &()) -> Vec<(u32, u32)> {
@@ -142,13 +142,13 @@ fn sequence_hash(&EngineHash(name): &EngineHash) -> SequenceHash {
 
 impl Subject for KvIndex {
     type Event = KvIndexEvent;
-    type Question = Vec<ContentHash>;
+    type Query = Vec<ContentHash>;
     type Answer = ();
 
     fn new(ranks: u32) -> Self {
         let index = ChainIndex::with_max_workers(ranks as usize);
         for rank in 0..ranks {
-            let id = index.intern_worker(&format!("rank-{rank}")).expect("room for all ranks was asked for");
+            let id = index.intern_worker(&format!("rank-{rank}")).expect("the index has capacity for all ranks");
             assert_eq!(id, rank, "numbers are handed out in order");
         }
         Self { index, maps: (0..ranks).map(|_| ChainBlockMap::new()).collect(), scores: Vec::new() }
@@ -170,7 +170,7 @@ impl Subject for KvIndex {
         }
     }
 
-    fn question(prompt: &[BlockHash]) -> Vec<ContentHash> {
+    fn query(prompt: &[BlockHash]) -> Vec<ContentHash> {
         prompt.iter().map(|&BlockHash(hash)| ContentHash(hash)).collect()
     }
 
@@ -186,10 +186,10 @@ impl Subject for KvIndex {
         }
     }
 
-    fn ask(&mut self, question: &mut Vec<ContentHash>) {
+    fn run(&mut self, query: &mut Vec<ContentHash>) {
         let Self { index, scores, .. } = self;
         scores.clear();
-        index.score_into(question, |hash| hash.0, false, |rank, blocks| scores.push((rank, blocks)));
+        index.score_into(query, |hash| hash.0, false, |rank, blocks| scores.push((rank, blocks)));
     }
 
     fn scores(&self, (): &()) -> Vec<(u32, u32)> {
@@ -216,7 +216,7 @@ fn external_hash(&EngineHash(name): &EngineHash) -> ExternalSequenceBlockHash {
 
 impl Subject for Radix {
     type Event = DynamoEvent;
-    type Question = Vec<LocalBlockHash>;
+    type Query = Vec<LocalBlockHash>;
     type Answer = OverlapScores;
 
     fn new(_ranks: u32) -> Self {
@@ -242,7 +242,7 @@ impl Subject for Radix {
         dynamo_event(step.rank, KvCacheEventData::Stored(data))
     }
 
-    fn question(prompt: &[BlockHash]) -> Vec<LocalBlockHash> {
+    fn query(prompt: &[BlockHash]) -> Vec<LocalBlockHash> {
         prompt.iter().map(|&BlockHash(hash)| LocalBlockHash(hash)).collect()
     }
 
@@ -250,8 +250,8 @@ impl Subject for Radix {
         self.0.apply_event(event).expect("a parent is stored before its children");
     }
 
-    fn ask(&mut self, question: &mut Vec<LocalBlockHash>) -> OverlapScores {
-        self.0.find_matches(take(question), false)
+    fn run(&mut self, query: &mut Vec<LocalBlockHash>) -> OverlapScores {
+        self.0.find_matches(take(query), false)
     }
 
     fn scores(&self, answer: &OverlapScores) -> Vec<(u32, u32)> {
@@ -300,15 +300,15 @@ mod tests {
             let mut subject = S::new(3);
             subject.apply(S::store(&step(0, &[], &blocks)));
             subject.apply(S::store(&step(1, &[], &blocks[..2])));
-            let ask = |subject: &mut S| {
-                let answer = subject.ask(&mut S::question(&prompt));
+            let run = |subject: &mut S| {
+                let answer = subject.run(&mut S::query(&prompt));
                 let mut scores = subject.scores(&answer);
                 scores.sort_unstable();
                 scores
             };
-            let before = ask(&mut subject);
+            let before = run(&mut subject);
             subject.apply(S::removal(&step(0, &names[1..], &[])));
-            [before, ask(&mut subject)]
+            [before, run(&mut subject)]
         }
         let expected = [vec![(0, 3), (1, 2)], vec![(0, 1), (1, 2)]];
         assert_eq!(answers::<Pointsman>(), expected);

@@ -82,7 +82,7 @@ async fn serve(listener: tokio::net::TcpListener, routes: Router, mut stop: ones
             Some(_) = connections.join_next() => {}
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) if connections.len() < CONNECTIONS_MAX => {
-                    connections.spawn(converse(stream, routes.clone()));
+                    connections.spawn(serve_connection(stream, routes.clone()));
                 }
                 Ok(_) => {}
                 Err(_) => sleep(ACCEPT_REST).await,
@@ -92,7 +92,7 @@ async fn serve(listener: tokio::net::TcpListener, routes: Router, mut stop: ones
     connections.shutdown().await;
 }
 
-async fn converse(stream: TcpStream, routes: Router) {
+async fn serve_connection(stream: TcpStream, routes: Router) {
     // Small token chunks must be sent immediately. The connection also works if this call fails.
     let _ = stream.set_nodelay(true);
     let connection = Connection::default();

@@ -90,12 +90,12 @@ impl Chat {
         let mut requests = Vec::new();
         for session in 0..u64::from(self.sessions) {
             let mut arrival_us = opened.next_us(&mut rng);
-            let mut said = vec![systems[popularity.draw(&mut rng)]];
+            let mut segments = vec![systems[popularity.draw(&mut rng)]];
             for _ in 0..self.turns.draw(&mut rng) {
-                said.push(texts.fresh(self.own_tokens.draw(&mut rng)));
+                segments.push(texts.fresh(self.own_tokens.draw(&mut rng)));
                 let output_tokens = self.reply_tokens.draw(&mut rng);
-                requests.push(Request { arrival_us, prompt: said.clone(), output_tokens, session: Some(session) });
-                said.push(texts.fresh(output_tokens));
+                requests.push(Request { arrival_us, prompt: segments.clone(), output_tokens, session: Some(session) });
+                segments.push(texts.fresh(output_tokens));
                 let answer_ms = u64::from(self.first_token_ms) + u64::from(self.token_ms) * u64::from(output_tokens);
                 arrival_us += 1_000 * (answer_ms + u64::from(self.think_ms.draw(&mut rng)));
             }

@@ -44,7 +44,7 @@ impl Default for Conversations {
 
 struct Conversation {
     session: u64,
-    said: Vec<Segment>,
+    segments: Vec<Segment>,
     turns_left: u32,
 }
 
@@ -66,9 +66,9 @@ impl Conversations {
         let (mut arrival, mut gaps) = (Arrival::at_rate(self.rate), Rng::stream(seed, 0));
         let request = |_| {
             let conversation = &mut live[source.rng.below(LIVE) as usize];
-            source.say(conversation, USER_TOKENS);
-            let (prompt, session) = (conversation.said.clone(), Some(conversation.session));
-            let output_tokens = source.say(conversation, REPLY_TOKENS);
+            source.append(conversation, USER_TOKENS);
+            let (prompt, session) = (conversation.segments.clone(), Some(conversation.session));
+            let output_tokens = source.append(conversation, REPLY_TOKENS);
             conversation.turns_left -= 1;
             if conversation.turns_left == 0 {
                 *conversation = source.conversation(seed);
@@ -92,15 +92,15 @@ impl Source {
         let prompt = self.rng.below(SYSTEM_PROMPTS).min(self.rng.below(SYSTEM_PROMPTS));
         let id = mix(seed ^ u64::from(prompt)).wrapping_add(1);
         self.opened += 1;
-        let said = vec![Segment { id, tokens: Rng::new(id).within(SYSTEM_TOKENS) }];
-        Conversation { session: self.opened, said, turns_left: self.rng.within(TURNS) }
+        let segments = vec![Segment { id, tokens: Rng::new(id).within(SYSTEM_TOKENS) }];
+        Conversation { session: self.opened, segments, turns_left: self.rng.within(TURNS) }
     }
 
     /// Appends a new text with a random length and returns the length.
-    fn say(&mut self, conversation: &mut Conversation, length: RangeInclusive<u32>) -> u32 {
+    fn append(&mut self, conversation: &mut Conversation, length: RangeInclusive<u32>) -> u32 {
         self.next_text = self.next_text.wrapping_add(1);
         let tokens = self.rng.within(length);
-        conversation.said.push(Segment { id: self.next_text, tokens });
+        conversation.segments.push(Segment { id: self.next_text, tokens });
         tokens
     }
 }

@@ -53,7 +53,7 @@ fn parse(line: &str, prefixes: &mut Prefixes) -> Result<Request, Rule> {
 /// A conversation with all its prompts and answers.
 struct Conversation {
     session: u64,
-    said: Vec<Segment>,
+    segments: Vec<Segment>,
 }
 
 /// Synthetic conversations, by the rule in the module documentation.
@@ -76,10 +76,10 @@ impl Prefixes {
     /// Generates a prompt of `input` tokens, whose answer has `output` tokens, and returns it with its conversation.
     fn prompt(&mut self, input: u32, output: u32) -> (u64, Vec<Segment>) {
         let mut conversation = self.draw(input);
-        let said: u32 = conversation.said.iter().map(|segment| segment.tokens).sum();
-        conversation.said.push(self.texts.fresh(input - said));
-        let (session, prompt) = (conversation.session, conversation.said.clone());
-        conversation.said.push(self.texts.fresh(output));
+        let segments: u32 = conversation.segments.iter().map(|segment| segment.tokens).sum();
+        conversation.segments.push(self.texts.fresh(input - segments));
+        let (session, prompt) = (conversation.session, conversation.segments.clone());
+        conversation.segments.push(self.texts.fresh(output));
         if self.live.len() == LIVE {
             self.live.pop_front();
         }
@@ -89,17 +89,18 @@ impl Prefixes {
 
     /// Draws a conversation of fewer than `input` tokens.
     fn draw(&mut self, input: u32) -> Conversation {
-        let goes_on = self.rng.below(2) == 1;
+        let continues = self.rng.below(2) == 1;
         let drawn = self.rng.below(LIVE as u32) as usize;
-        let known = self.live.get(drawn).map(|live| live.said.iter().map(|segment| u64::from(segment.tokens)).sum());
-        if goes_on && known.is_some_and(|said: u64| said < u64::from(input)) {
-            return self.live.remove(drawn).expect("it was just read");
+        let known =
+            self.live.get(drawn).map(|live| live.segments.iter().map(|segment| u64::from(segment.tokens)).sum());
+        if continues && known.is_some_and(|segments: u64| segments < u64::from(input)) {
+            return self.live.remove(drawn).expect("parsed before");
         }
         self.opened += 1;
         let system = self.rng.below(SYSTEM_PROMPTS).min(self.rng.below(SYSTEM_PROMPTS));
         let Segment { id, tokens } = self.systems[system as usize];
         let system = Segment { id, tokens: tokens.min(input / 2) };
-        Conversation { session: self.opened, said: if system.tokens > 0 { vec![system] } else { Vec::new() } }
+        Conversation { session: self.opened, segments: if system.tokens > 0 { vec![system] } else { Vec::new() } }
     }
 }
 

@@ -38,7 +38,7 @@ use crate::parity::{Facts, View};
 const READY_MAX: Duration = Duration::from_secs(30);
 
 /// A running dynamo-kv-router.
-pub struct Peer {
+pub struct DynamoRouter {
     service: SelectionService,
     indexer: Indexer,
     /// Sequence number of the next event, as from an engine.
@@ -58,7 +58,7 @@ struct Workers<'a> {
     step_tokens_max: &'a [u64],
 }
 
-impl Peer {
+impl DynamoRouter {
     /// Starts dynamo-kv-router over the fleet of `options`, with `event_threads` event threads or its own default.
     ///
     /// # Errors
@@ -79,7 +79,7 @@ impl Peer {
     /// dynamo-kv-router uses the random numbers of the thread, and a simulation has one thread.
     ///
     /// # Errors
-    /// See [`Peer::start`].
+    /// See [`DynamoRouter::start`].
     pub async fn start_simulated(
         setup: &Setup,
         event_threads: Option<usize>,
@@ -115,9 +115,9 @@ impl Peer {
         let key = RoutingPartitionId::new(DEFAULT_MODEL_NAME, DEFAULT_ROUTING_GROUP);
         let indexer = core.partition(&key).ok_or("no partition for the workers")?.indexer().clone();
         let (next_event, is_unsettled) = (AtomicU64::new(1), AtomicBool::new(false));
-        let peer = Self { service, indexer, next_event, is_unsettled, with_output };
-        peer.wait_until_schedulable(workers.fleet.workers as usize).await?;
-        Ok(peer)
+        let dynamo = Self { service, indexer, next_event, is_unsettled, with_output };
+        dynamo.wait_until_schedulable(workers.fleet.workers as usize).await?;
+        Ok(dynamo)
     }
 
     /// Waits for all workers. They reach the scheduler on a separate task; until then it rejects requests.
@@ -143,7 +143,7 @@ impl Peer {
 }
 
 /// Selection and booking.
-impl Peer {
+impl DynamoRouter {
     /// Books on `pinned`, or on the best rank.
     async fn reserve(&self, call: Call, pinned: Option<WorkerRank>) -> Result<Routed<String>, Refusal> {
         let prompt_tokens = call.tokens.len();
@@ -301,7 +301,7 @@ impl KvEventIngress for HostFed {
     }
 }
 
-impl Target for Peer {
+impl Target for DynamoRouter {
     type Handle = String;
     type Event = RouterEvent;
 
