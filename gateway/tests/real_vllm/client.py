@@ -1,13 +1,13 @@
-"""Two real vLLM servers behind the gateway: does the index predict what the engines' caches hold?
+"""Compares the predictions of the prefix index with the caches of two real vLLM servers behind the gateway.
 
-usage: client.py POINTSMAN DIRECTORY REQUESTS SEED. Exits with 1 if one prediction was wrong, and lists what differs.
+usage: client.py POINTSMAN DIRECTORY REQUESTS SEED. Exits with 1 after a wrong prediction and lists the differences.
 
-Most requests come one after the other, so that every event of the one before has arrived. 5 % of the first half and 10 %
+Most requests are sequential, so that all events of the previous request have arrived. 5 % of the first half and 10 %
 of the second half repeat an earlier prompt exactly, of a length that is a multiple of the block size: the engine then
-computes the last block again and keeps a copy of it. Others continue an earlier prompt, and find what is behind the copies.
-Now and then three requests that generate the same tokens run at once; they are counted, and compared only afterwards.
-Of every tenth prompt the engine that was not chosen is asked, too, past the gateway. An interrupt (SIGINT) ends the run
-early, with the comparison of what was sent.
+recomputes the last block and keeps a copy of it. Others continue an earlier prompt and reuse blocks after the copies.
+Occasionally three requests that generate the same tokens run concurrently; these are counted and compared afterwards.
+Every tenth prompt is also sent to the engine that was not chosen, bypassing the gateway. SIGINT ends the run
+early, with a comparison of the requests sent so far.
 """
 
 import collections
@@ -24,17 +24,17 @@ import sys
 import threading
 import time
 
-BLOCK = 32  # tokens: the attention on CPUs wants multiples of 32
-BLOCKS = 400  # of each engine's cache
+BLOCK = 32  # tokens: attention on CPUs requires multiples of 32
+BLOCKS = 400  # cache of each engine
 VOCABULARY = 4096
 MODEL = "tiny"
 ENGINES = 2
-TOKEN = secrets.token_hex(32)  # of the admin API
+TOKEN = secrets.token_hex(32)  # admin API
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
 
 
 def make_model(directory):
-    """A random Qwen2 of two layers, and a tokenizer of one word for each token."""
+    """Creates a random Qwen2 model with two layers and a tokenizer with one word per token."""
     directory.mkdir(parents=True, exist_ok=True)
     words = ["<unk>", "<end>"] + [f"w{n}" for n in range(VOCABULARY - 2)]
     tokenizer = {
@@ -79,7 +79,7 @@ def free_port():
 
 
 class Process:
-    """A child that ends with this program; its output goes to a file."""
+    """Child process that ends with this program and writes its output to a file."""
 
     def __init__(self, arguments, log, environment=None):
         self.log = log
@@ -187,7 +187,7 @@ def call(port, path, body, headers=None):
 
 
 def complete(port, tokens, max_tokens, request_id=None):
-    """Cached tokens as the engine reports them."""
+    """Sends a completion. Returns the cached tokens reported by the engine."""
     body = {"model": MODEL, "prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     answer = call(port, "/v1/completions", body, {"X-Request-Id": request_id} if request_id else None)
     details = answer["usage"].get("prompt_tokens_details") or {}
@@ -195,12 +195,12 @@ def complete(port, tokens, max_tokens, request_id=None):
 
 
 def reusable(tokens):
-    """What the engine can take from its cache at most: the last token is always computed."""
+    """Maximum cached tokens of a prompt: the engine always computes the last token."""
     return (len(tokens) - 1) // BLOCK * BLOCK
 
 
 class Prompts:
-    """Conversations that begin with one of a few system prompts."""
+    """Generator of conversations that start with one of a few system prompts."""
 
     def __init__(self, seed):
         self.dice = random.Random(seed)
@@ -232,7 +232,7 @@ class Prompts:
 
 
 def at_once(port, prompts, n):
-    """Three requests that generate the same two blocks, two of them at once with the first."""
+    """Sends three concurrent requests that generate the same two blocks."""
     tokens = prompts.words(BLOCK * 2 + 5)
     ids = [f"burst-{n}-{copy}" for copy in range(3)]
     threads = [threading.Thread(target=complete, args=(port, tokens, 2 * BLOCK + 8, name)) for name in ids]
@@ -244,7 +244,7 @@ def at_once(port, prompts, n):
 
 
 def overlaps(admin, tokens):
-    """What the index has of a prompt, rank by rank."""
+    """Indexed blocks of a prompt by rank."""
     return call(admin, f"/admin/models/{MODEL}/overlap", {"tokens": tokens}, AUTHORIZED)["overlap"]["ranks"]
 
 
@@ -294,7 +294,7 @@ def compare(listen, admin, access, engines, count, prompts):
         complete(listen, tokens, prompts.dice.randint(1, 4), name)
         asked[name] = (kind, tokens)
         sent += 1
-        time.sleep(0.01)  # the last events are on their way
+        time.sleep(0.01)  # waits for the last events
         if known is None:
             continue
         log = log or access.open()
@@ -313,7 +313,7 @@ def compare(listen, admin, access, engines, count, prompts):
     for line in map(json.loads, access.read_text().splitlines()):
         name = line.get("request_id")
         if name not in asked:
-            kinds["at once, not compared"] += str(name).startswith("burst-")
+            kinds["concurrent, not compared"] += str(name).startswith("burst-")
             continue
         kind, tokens = asked[name]
         predicted, delivered = line["predicted_cached_tokens"] or 0, line["cached_tokens"] or 0
@@ -324,11 +324,11 @@ def compare(listen, admin, access, engines, count, prompts):
         if outcome == "different":
             differences.append(f"{name} ({kind}, {len(tokens)} tokens): index {predicted}, engine {delivered}")
     compared = sum(row["equal"] + row["different"] for row in table.values())
-    print(f"{sent} requests in {time.monotonic() - begun:.0f} s, {kinds['at once, not compared']} of them at once")
+    print(f"{sent} requests in {time.monotonic() - begun:.0f} s, {kinds['concurrent, not compared']} of them concurrent")
     print(f"{'prompts':<12} {'requests':>9} {'with hits':>9} {'equal':>7} {'different':>9}")
     for kind, row in sorted(table.items()):
         print(f"{kind:<12} {row['equal'] + row['different']:>9} {row['hits']:>9} {row['equal']:>7} {row['different']:>9}")
-    print(f"asked of the other engine, too: {others['equal']} equal, {others['different']} different")
+    print(f"also sent to the other engine: {others['equal']} equal, {others['different']} different")
     for line in blocks_of(listen):
         print(line)
     for line in differences:
@@ -347,12 +347,12 @@ def worker_ids(admin):
 
 
 def overlap_of(known, worker):
-    """Blocks on the device of one worker's only rank."""
+    """Device blocks of the only rank of a worker."""
     return sum(row["device_blocks"] for row in known if row["rank"]["worker"] == worker)
 
 
 def line_of(log, name):
-    """The request's line in the access log, which is written when it has ended."""
+    """Access log line of the request, written at its end."""
     end = time.monotonic() + 10
     while time.monotonic() < end:
         line = log.readline()

