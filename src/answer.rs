@@ -23,6 +23,9 @@
 //!   only the first and the last byte.
 
 mod event;
+mod usage;
+
+pub use usage::Usage;
 
 use event::{EventStep, StreamEvent, is_last_response_event, is_object, last_usage};
 
@@ -89,17 +92,6 @@ impl AnswerKind {
             }
         }
     }
-}
-
-/// Token counts of a request as reported by the engine.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
-    /// Prompt length: `prompt_tokens` or `input_tokens`.
-    pub prompt_tokens: Option<u32>,
-    /// Output length: `completion_tokens` or `output_tokens`.
-    pub output_tokens: Option<u32>,
-    /// Cached prompt tokens, if the engine is configured to report them: `cached_tokens` in the details.
-    pub cached_tokens: Option<u32>,
 }
 
 /// Progress and validity of a response.

@@ -3,7 +3,7 @@
 //! Classifies events and finds keys in JSON text, in one pass and without allocation. The reader handles lines, framing
 //! and totals.
 
-use super::Usage;
+use super::usage::Usage;
 
 /// Progress that an event indicates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

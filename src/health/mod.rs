@@ -22,7 +22,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use monitor::{HealthChange, HealthInput, Member, Monitor};
+pub use monitor::{HealthChange, HealthInput, Monitor};
+pub use record::Member;
 
 use crate::config::{HealthConfig, RouterConfig};
 use crate::protocol::{Timestamp, WorkerRank};

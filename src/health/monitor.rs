@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::record::{ProbeRecord, RankRecord};
+use super::record::{Member, ProbeRecord, RankRecord};
 use super::{Cause, Exclusions, HealthRules, HealthState, Outcome, RankHealth};
 use crate::protocol::{Timestamp, WorkerId, WorkerRank};
 
@@ -34,15 +34,6 @@ pub enum HealthInput {
     },
     /// Time has passed.
     Wake,
-}
-
-/// Facts about a rank that the monitor requires.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Member {
-    /// A changed number means another engine without history.
-    pub incarnation: u64,
-    /// Whether the rank could serve apart from its health: not drained, and not excluded by other conditions.
-    pub available: bool,
 }
 
 /// Change of a rank's service state.

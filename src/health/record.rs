@@ -4,8 +4,17 @@
 
 use std::time::Duration;
 
-use super::{EJECTION_MAX, Member, Outcome, REFUSAL_BACKOFF, REFUSAL_BACKOFF_MAX, RETRY_AFTER_MAX};
+use super::{EJECTION_MAX, Outcome, REFUSAL_BACKOFF, REFUSAL_BACKOFF_MAX, RETRY_AFTER_MAX};
 use crate::protocol::Timestamp;
+
+/// Facts about a rank that the monitor requires.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// A changed number means another engine without history.
+    pub incarnation: u64,
+    /// Whether the rank could serve apart from its health: not drained, and not excluded by other conditions.
+    pub available: bool,
+}
 
 /// Results of the requests on one rank.
 #[derive(Debug)]

@@ -19,6 +19,7 @@ mod hashes;
 mod held;
 mod pieces;
 mod recovery;
+mod replay;
 mod source;
 mod state;
 mod subscription;

@@ -6,7 +6,7 @@
 use super::fit::Fit;
 use super::hashes::{PayloadHashes, PayloadMatch};
 use super::held::{Held, Offered};
-use super::recovery::{Cold, ReplayPurpose, ReplayState, RunningReplay};
+use super::replay::{Cold, ReplayPurpose, ReplayState, RunningReplay};
 use super::subscription::Subscription;
 use super::{AppliedBatch, Backoff, DegradationReason, IngestEffect, IngestInput, Note, SourceConfig, StreamState};
 use crate::protocol::Timestamp;

@@ -8,7 +8,6 @@
 
 use std::time::Duration;
 
-use super::prefill::nanos;
 use crate::protocol::Timestamp;
 
 /// Remaining prefill tokens of a rank, starting at the last change.
@@ -189,6 +188,11 @@ impl PrefillCurve {
         let high_from_end = tokens_in(left, self.fastest).ceil() as u64;
         (low_from_start.max(low_from_end), high_from_start.min(high_from_end))
     }
+}
+
+/// Nanoseconds, saturating at the maximum [`Timestamp`].
+pub(super) fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Tokens at a rate in a given time. Casts of the result to integers saturate. The outward rounding of rates, by at

@@ -20,6 +20,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use super::curve::nanos;
 use super::{PrefillCurve, PrefillLoadHint};
 use crate::protocol::Timestamp;
 
@@ -203,11 +204,6 @@ impl PrefillQueue {
         self.line.iter_mut().for_each(|prefill| prefill.duration = None);
         self.turn = self.latest;
     }
-}
-
-/// Nanoseconds, saturating at the maximum [`Timestamp`].
-pub(super) fn nanos(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl PrefillQueue {

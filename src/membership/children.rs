@@ -6,41 +6,15 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::readers::{EventReader, ReaderSettings};
 use super::{Child, Membership, MembershipEffect, MembershipReport, RestartBudget};
 use crate::config::EventMode;
-use crate::protocol::{KvEventsConfig, Slot, Timestamp, WorkerConfig, WorkerRank};
+use crate::protocol::{Slot, Timestamp, WorkerRank};
 
 /// Restarts of one reader within [`READER_RESTART_WINDOW`].
 const READER_RESTARTS_MAX: u32 = 5;
 
 const READER_RESTART_WINDOW: Duration = Duration::from_secs(60);
-
-/// Reader of a rank's KV events.
-#[derive(Debug)]
-pub(super) struct EventReader {
-    settings: ReaderSettings,
-    budget: RestartBudget,
-}
-
-/// Part of a worker's configuration whose change restarts the readers of its ranks.
-#[derive(Clone, Debug, PartialEq)]
-struct ReaderSettings {
-    kv_events: KvEventsConfig,
-    start_rank: u32,
-    ranks: u32,
-    total_kv_blocks: Option<u32>,
-}
-
-impl ReaderSettings {
-    fn of(worker: &WorkerConfig) -> Option<Self> {
-        Some(Self {
-            kv_events: worker.kv_events.clone()?,
-            start_rank: worker.data_parallel_start_rank,
-            ranks: worker.data_parallel_size,
-            total_kv_blocks: worker.total_kv_blocks,
-        })
-    }
-}
 
 impl<R> Membership<R> {
     /// Starts, replaces or stops the reader of a running rank as the configuration of its worker requires.

@@ -3,38 +3,10 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use super::removals::{Completion, PendingDrain, PendingRemoval};
 use super::{Membership, MembershipEffect};
 use crate::error::MembershipError;
 use crate::protocol::{Generation, Slot, WorkerId};
-
-/// Drain in progress.
-#[derive(Debug)]
-pub(super) struct PendingDrain<R> {
-    pub(super) drain: u64,
-    pub(super) worker: WorkerId,
-    /// Ranks that may have bookings.
-    pub(super) left: BTreeSet<(Slot, Generation)>,
-    pub(super) reply: R,
-}
-
-/// Removal that waits for retiring ranks.
-#[derive(Debug)]
-pub(super) struct PendingRemoval<R> {
-    pub(super) left: BTreeSet<(Slot, Generation)>,
-    pub(super) completion: Completion<R>,
-}
-
-/// Consequence of a completed removal.
-#[derive(Debug)]
-pub(super) enum Completion<R> {
-    Reply {
-        to: R,
-        /// Bookings that a drain cut off.
-        cut_off: usize,
-    },
-    /// The worker is no longer among those that leave a source.
-    Departed { source: usize, worker: WorkerId },
-}
 
 impl<R> Membership<R> {
     pub(super) fn on_remove(&mut self, worker: WorkerId, reply: R) {

@@ -18,8 +18,10 @@ mod budget;
 mod children;
 mod drains;
 mod initial;
+mod readers;
 #[cfg(test)]
 mod reference;
+mod removals;
 mod rules;
 mod slots;
 mod sources;
@@ -42,8 +44,8 @@ use crate::discovery::DesiredSets;
 use crate::error::MembershipError;
 use crate::protocol::{Generation, Slot, Timestamp, WorkerConfig, WorkerId, WorkerRank};
 use crate::select::RankTraits;
-use children::EventReader;
-use drains::{PendingDrain, PendingRemoval};
+use readers::EventReader;
+use removals::{PendingDrain, PendingRemoval};
 use slots::SlotTable;
 
 /// Name in logs of the embedder as the source of a worker.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::drains::{Completion, PendingRemoval};
+use super::removals::{Completion, PendingRemoval};
 use super::{DiscoveryStatus, Membership, MembershipReport, SourceUpdate};
 use crate::discovery::{Conflict, DiscoveryError};
 use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};

@@ -18,10 +18,10 @@ use ahash::AHashMap;
 use crate::config::QueueClass;
 use crate::protocol::Timestamp;
 
+use super::ids::{Depth, LaneKey, TenantKey};
 use super::key::{OrderKey, QueueEntry};
 use super::limits::{Backpressure, Drain, LimitKind};
 use super::share::{Share, TenantPosition};
-use super::{Depth, LaneKey, TenantKey};
 
 #[derive(Debug)]
 pub(super) struct Class {

@@ -5,7 +5,7 @@
 
 use crate::config::{QueueClass, RouterConfig, UncachedBucket};
 
-use super::ClassId;
+use super::ids::ClassId;
 
 /// The requested class does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -8,7 +8,7 @@ use std::cmp::{Ordering, Reverse};
 use crate::config::QueueOrder;
 use crate::protocol::Timestamp;
 
-use super::TenantKey;
+use super::ids::TenantKey;
 
 /// One waiting request: the inputs of its queue order, its share of the queue limits, and its cost.
 ///

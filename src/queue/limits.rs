@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::protocol::Timestamp;
 
-use super::QueueEntry;
+use super::key::QueueEntry;
 
 /// Minimum retry delay.
 pub const RETRY_AFTER_MIN: Duration = Duration::from_millis(100);

@@ -6,8 +6,8 @@
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
+use super::ids::{LaneKey, TenantKey};
 use super::key::OrderKey;
-use super::{LaneKey, TenantKey};
 
 /// Position of a tenant among the tenants of its class; smaller positions go first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::decide::Scratch;
 use super::eligible::Asked;
+use super::scratch::Scratch;
 use super::{Effect, LoadView, PendingRequest, Purpose, Rejection, Request, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::policy::Policy;

@@ -1,7 +1,9 @@
 //! Runs policies that compare no costs, and custom scorers, on the eligible ranks.
 
-use super::decide::{Case, Choice, Scratch};
+use super::decide::Choice;
+use super::pending::Case;
 use super::rank::{Projected, Rank};
+use super::scratch::Scratch;
 use super::{LoadView, PendingRequest, Rejection, Schedule};
 use crate::policy::{
     Candidate, PolicyError, RankScorer, RankTable, RequestFacts, checked_choice, checked_cost, two_random,

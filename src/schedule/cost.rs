@@ -7,9 +7,10 @@ use std::cmp::Reverse;
 
 use smallvec::SmallVec;
 
-use super::decide::{Case, Scratch};
 use super::eligible::Verdicts;
+use super::pending::Case;
 use super::rank::{Projected, Rank};
+use super::scratch::Scratch;
 use super::{LoadView, PendingRequest, Schedule};
 use crate::config::PoolRole;
 use crate::load::EngineSpeed;

@@ -4,64 +4,15 @@ use std::collections::VecDeque;
 
 use super::cost::Cost;
 use super::eligible::Verdicts;
+use super::pending::Case;
 use super::rank::{Candidate as Prospect, Projected, Rank};
+use super::scratch::Scratch;
 use super::{Effect, LoadView, PendingRequest, PotentialLoad, Purpose, Rejection, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::load::PrefillLoadHint;
-use crate::policy::{Bounds, CostFacts, Needs, Policy};
+use crate::policy::{CostFacts, Needs, Policy};
 use crate::protocol::Slot;
 use crate::select::{Draw, Filter, RankOverlap, TierOverlap};
-
-/// Buffers reused between decisions.
-#[derive(Debug, Default)]
-pub(super) struct Scratch {
-    /// Eligibility of ranks for the current request, by position.
-    pub(super) verdicts: Verdicts,
-    /// Overlap of the current request per rank, by position.
-    pub(super) overlaps: Vec<TierOverlap>,
-    /// Cost bounds of the current request per rank, by position.
-    pub(super) bounds: Vec<Bounds>,
-    /// The single request of a batch to which the bounds still apply, except for ranks that replied since.
-    bounds_of: Option<u64>,
-    /// Positions of the eligible ranks where some rank is not, for policies that compare no costs.
-    pub(super) open: Vec<usize>,
-    /// Slots on the shortlist.
-    pub(super) listed: Vec<Slot>,
-}
-
-impl Scratch {
-    /// Invalidates the bounds after a change of ranks and positions.
-    pub(super) fn forget(&mut self) {
-        self.bounds_of = None;
-    }
-}
-
-impl<T> PendingRequest<T> {
-    pub(super) fn candidate(&self, in_batch: usize) -> Prospect<'_> {
-        let prompt = &self.request.prompt;
-        Prospect { prompt, block_count: u64::from(prompt.block_count()), fingerprint: &self.fingerprint, in_batch }
-    }
-
-    pub(super) fn case<'a, V>(&'a self, in_batch: usize, loads: &'a V) -> Case<'a, T, V> {
-        Case { pending: self, candidate: self.candidate(in_batch), loads }
-    }
-}
-
-/// A pending request while it is evaluated: its prompt, its position in the batch, and the loads of this step.
-#[derive(Debug)]
-pub(super) struct Case<'a, T, V> {
-    pub(super) pending: &'a PendingRequest<T>,
-    pub(super) candidate: Prospect<'a>,
-    pub(super) loads: &'a V,
-}
-
-impl<T, V> Clone for Case<'_, T, V> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<T, V> Copy for Case<'_, T, V> {}
 
 /// Result of a choice.
 pub(super) enum Choice {

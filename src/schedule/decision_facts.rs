@@ -3,7 +3,8 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use super::decide::{Case, overlap_on};
+use super::decide::overlap_on;
+use super::pending::Case;
 use super::rank::Rank;
 use super::{Decision, LoadView, Schedule, Target};
 use crate::load::{PrefillFacts, PrefillLoadHint, work_tokens};

@@ -2,67 +2,17 @@
 //!
 //! `explain` returns this record, and traces of sampled decisions contain it.
 
-use serde::Serialize;
-
 use super::cost::Cost;
-use super::decide::{Case, Scratch};
+use super::explanation::{ExplainedRank, Explanation};
+use super::pending::Case;
+use super::scratch::Scratch;
 use super::{LoadView, Schedule};
-use crate::policy::{Bounds, Candidate, CostFacts, CostTerms, LatencyTerms, Policy};
+use crate::policy::{Bounds, CostFacts};
 use crate::protocol::WorkerRank;
-use crate::select::{Draw, Filter};
+use crate::select::Draw;
 
 /// Separate from the seed of picks, so that sampling is independent of ties.
 const TRACE_SEED: u64 = 0x7261_6365_5f73_6565;
-
-/// All inputs of one decision.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Explanation {
-    /// Version of the record, raised when a field changes its meaning or is removed.
-    pub schema: u32,
-    /// Request number.
-    pub request: u64,
-    /// Policy.
-    pub policy: Policy,
-    /// Whether a custom selector replaced the policy.
-    pub custom_selector: bool,
-    /// Prompt length in tokens.
-    pub isl_tokens: u32,
-    /// Tokens per block.
-    pub block_size: u32,
-    /// Chosen rank.
-    pub chosen: Option<WorkerRank>,
-    /// Reason for no choice.
-    pub refused: Option<String>,
-    /// One row per registered rank, in rank order.
-    pub ranks: Vec<ExplainedRank>,
-}
-
-/// A row of the candidate table.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct ExplainedRank {
-    /// Facts of the rank. Load and blocks are upper bounds if it was not queried.
-    #[serde(flatten)]
-    pub facts: Candidate,
-    /// The excluding filter.
-    pub refused_by: Option<Filter>,
-    /// Whether its values are exact instead of bounds.
-    pub exact: bool,
-    /// Weighted overlap in tokens.
-    pub cached_tokens: u32,
-    /// Terms of its `kv` cost at the upper bounds.
-    pub cost_terms: CostTerms,
-    /// Terms of its `latency` cost at the upper bounds, under that policy.
-    pub latency_terms: Option<LatencyTerms>,
-    /// Lower bound of its cost.
-    pub cost_lo: f64,
-    /// Upper bound of its cost. Includes preferences, as compared.
-    pub cost_hi: f64,
-}
-
-impl Explanation {
-    /// Version of the record written by this code.
-    pub const SCHEMA: u32 = 1;
-}
 
 impl<T> Schedule<T> {
     /// Whether this decision is sampled for the trace.

@@ -18,11 +18,14 @@ mod decision;
 mod decision_facts;
 mod eligible;
 mod explain;
+mod explanation;
 mod extensions;
 mod load_view;
 mod options;
+mod pending;
 mod projected;
 mod rank;
+mod scratch;
 mod standing;
 #[cfg(test)]
 mod tests;
@@ -35,7 +38,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 pub use decision::Decision;
-pub use explain::{ExplainedRank, Explanation};
+pub use explanation::{ExplainedRank, Explanation};
 pub use extensions::Extensions;
 pub use load_view::{LiveLoads, LoadView, RankCells};
 pub use options::ResolvedOptions;
@@ -45,14 +48,16 @@ pub use types::{
 };
 
 use crate::config::{PoolRole, RouterConfig};
-use crate::load::{EngineSpeed, PromptFingerprint};
+use crate::load::EngineSpeed;
 use crate::policy::{KvCost, Needs, Policy};
-use crate::protocol::{BookingId, Timestamp, WorkerRank};
-use crate::queue::{ClassId, Queue};
+use crate::protocol::{BookingId, Timestamp};
+use crate::queue::Queue;
 use crate::session::Sessions;
 
 use eligible::Rules;
+use pending::PendingRequest;
 use rank::Ranks;
+use scratch::Scratch;
 use typical::Typical;
 
 /// The state machine. See the module documentation.
@@ -86,7 +91,7 @@ pub struct Schedule<T> {
     typical: Typical,
     /// Time of the current step.
     now: Timestamp,
-    scratch: decide::Scratch,
+    scratch: Scratch,
 }
 
 /// Configuration read by every decision, kept together for locality.
@@ -134,22 +139,6 @@ impl Settings {
     }
 }
 
-#[derive(Debug)]
-struct PendingRequest<T> {
-    number: u64,
-    /// Fingerprint of the prompt for the sketches of ranks.
-    fingerprint: PromptFingerprint,
-    request: Request<T>,
-    /// Last rank of its session at its last evaluation.
-    session: Option<WorkerRank>,
-    /// Class whose busy ranks it avoids; absent for requests that never wait.
-    class: Option<ClassId>,
-    /// Time of its overlap; absent for requests that never waited.
-    overlaps_at: Option<Timestamp>,
-    /// Whether its caller left during the query.
-    cancelled: bool,
-}
-
 /// Requests with outstanding load queries.
 #[derive(Debug)]
 struct Batch<T> {
@@ -186,7 +175,7 @@ impl<T> Schedule<T> {
             turns: 0,
             typical: Typical::new(EngineSpeed::prior(config.block_size)),
             now: Timestamp::default(),
-            scratch: decide::Scratch::default(),
+            scratch: Scratch::default(),
             extensions,
         }
     }

@@ -11,7 +11,7 @@ use crate::config::{LoadConfig, QueueConfig};
 use crate::hashing::sequence_hashes;
 use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks};
 use crate::policy::{CostFacts, KvConfig, Policy, PolicyConfig};
-use crate::protocol::{BlockHash, BookingId, Generation, Slot, WorkerId};
+use crate::protocol::{BlockHash, BookingId, Generation, Slot, WorkerId, WorkerRank};
 use crate::select::{RankOverlap, TierOverlap};
 
 const NOW: Timestamp = Timestamp(0);

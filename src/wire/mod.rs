@@ -30,8 +30,10 @@ mod event;
 mod finding;
 mod group;
 mod keys;
+mod limits;
 pub(crate) mod msgpack;
 mod namespace;
 
-pub use decoder::{Decoder, DecoderLimits, WireConfig};
+pub use decoder::{Decoder, WireConfig};
 pub use finding::{Finding, Findings, Report};
+pub use limits::DecoderLimits;

@@ -1,0 +1,50 @@
+//! A request in the scheduler, and its evaluation.
+
+use super::Request;
+use super::rank::Candidate as Prospect;
+use crate::load::PromptFingerprint;
+use crate::protocol::{Timestamp, WorkerRank};
+use crate::queue::ClassId;
+
+#[derive(Debug)]
+pub(super) struct PendingRequest<T> {
+    pub(super) number: u64,
+    /// Fingerprint of the prompt for the sketches of ranks.
+    pub(super) fingerprint: PromptFingerprint,
+    pub(super) request: Request<T>,
+    /// Last rank of its session at its last evaluation.
+    pub(super) session: Option<WorkerRank>,
+    /// Class whose busy ranks it avoids; absent for requests that never wait.
+    pub(super) class: Option<ClassId>,
+    /// Time of its overlap; absent for requests that never waited.
+    pub(super) overlaps_at: Option<Timestamp>,
+    /// Whether its caller left during the query.
+    pub(super) cancelled: bool,
+}
+
+impl<T> PendingRequest<T> {
+    pub(super) fn candidate(&self, in_batch: usize) -> Prospect<'_> {
+        let prompt = &self.request.prompt;
+        Prospect { prompt, block_count: u64::from(prompt.block_count()), fingerprint: &self.fingerprint, in_batch }
+    }
+
+    pub(super) fn case<'a, V>(&'a self, in_batch: usize, loads: &'a V) -> Case<'a, T, V> {
+        Case { pending: self, candidate: self.candidate(in_batch), loads }
+    }
+}
+
+/// A pending request while it is evaluated: its prompt, its position in the batch, and the loads of this step.
+#[derive(Debug)]
+pub(super) struct Case<'a, T, V> {
+    pub(super) pending: &'a PendingRequest<T>,
+    pub(super) candidate: Prospect<'a>,
+    pub(super) loads: &'a V,
+}
+
+impl<T, V> Clone for Case<'_, T, V> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T, V> Copy for Case<'_, T, V> {}

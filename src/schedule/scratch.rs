@@ -1,0 +1,30 @@
+//! Buffers reused between decisions.
+
+use super::eligible::Verdicts;
+use crate::policy::Bounds;
+use crate::protocol::Slot;
+use crate::select::TierOverlap;
+
+/// Buffers reused between decisions.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    /// Eligibility of ranks for the current request, by position.
+    pub(super) verdicts: Verdicts,
+    /// Overlap of the current request per rank, by position.
+    pub(super) overlaps: Vec<TierOverlap>,
+    /// Cost bounds of the current request per rank, by position.
+    pub(super) bounds: Vec<Bounds>,
+    /// The single request of a batch to which the bounds still apply, except for ranks that replied since.
+    pub(super) bounds_of: Option<u64>,
+    /// Positions of the eligible ranks where some rank is not, for policies that compare no costs.
+    pub(super) open: Vec<usize>,
+    /// Slots on the shortlist.
+    pub(super) listed: Vec<Slot>,
+}
+
+impl Scratch {
+    /// Invalidates the bounds after a change of ranks and positions.
+    pub(super) fn forget(&mut self) {
+        self.bounds_of = None;
+    }
+}
