@@ -76,7 +76,7 @@ pub(crate) struct Strand<S: ActorState> {
 /// Wakes an actor's task to drain its inbox.
 pub(crate) struct Wake<S>(PhantomData<fn() -> S>);
 
-type State<'a, S> = MutexGuard<'a, Option<S>>;
+type StrandGuard<'a, S> = MutexGuard<'a, Option<S>>;
 
 impl<S: ActorState> Strand<S> {
     /// A strand without state, until [`Strand::open`].
@@ -147,7 +147,7 @@ impl<S: ActorState> Strand<S> {
     }
 
     /// The state, unless another thread, or an outer call on this one, holds it.
-    fn try_lock(&self) -> Option<State<'_, S>> {
+    fn try_lock(&self) -> Option<StrandGuard<'_, S>> {
         match self.state.try_lock() {
             Ok(state) => Some(state),
             Err(TryLockError::Poisoned(state)) => Some(state.into_inner()), // see `die`: poison is not used
@@ -156,7 +156,7 @@ impl<S: ActorState> Strand<S> {
     }
 
     /// One step. A panic ends the actor, not the sender.
-    fn handle_one(&self, mut state: State<'_, S>, msg: S::Msg, deferred: &mut DeferredReplies<S::Deferred>) {
+    fn handle_one(&self, mut state: StrandGuard<'_, S>, msg: S::Msg, deferred: &mut DeferredReplies<S::Deferred>) {
         match catch_unwind(AssertUnwindSafe(|| state.as_mut().and_then(|state| state.step(msg)))) {
             Ok(reply) => {
                 drop(state);
@@ -180,7 +180,7 @@ impl<S: ActorState> Strand<S> {
     }
 
     /// Drops the state and the inbox of a closed strand.
-    fn empty(&self, mut state: State<'_, S>) {
+    fn empty(&self, mut state: StrandGuard<'_, S>) {
         let old = state.take();
         self.drop_waiting(state);
         drop(old);
@@ -188,7 +188,7 @@ impl<S: ActorState> Strand<S> {
 
     /// Drops the inbox. It is taken under the lock, so that no other thread has it, and dropped after the release,
     /// because a drop may send.
-    fn drop_waiting(&self, state: State<'_, S>) {
+    fn drop_waiting(&self, state: StrandGuard<'_, S>) {
         let mut inbox = self.inbox();
         self.waiting.store(0, Ordering::Relaxed);
         let dropped = std::mem::take(&mut *inbox);
@@ -217,7 +217,7 @@ impl<S: ActorState> Strand<S> {
     /// supervisor to restart.
     ///
     /// Poison of the mutex does not suffice: a step that a destructor runs during another unwind does not poison it.
-    fn die(&self, mut guard: State<'_, S>, panic: &Box<dyn Any + Send>) {
+    fn die(&self, mut guard: StrandGuard<'_, S>, panic: &Box<dyn Any + Send>) {
         let half_changed = guard.take();
         self.drop_waiting(guard); // before a successor can start
         let text = panic.downcast_ref::<&str>().map(ToString::to_string);

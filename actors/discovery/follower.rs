@@ -41,7 +41,7 @@ pub(crate) struct Assignment {
 /// Passes an update on, with a channel that is dropped once it has been applied; false if the receiver is gone.
 pub(crate) type SourceReport = Arc<dyn Fn(SourceUpdate, Option<oneshot::Sender<()>>) -> bool + Send + Sync>;
 
-pub(crate) struct State {
+pub(crate) struct FollowerState {
     assignment: Assignment,
     following: AbortOnDrop,
 }
@@ -51,23 +51,23 @@ pub(crate) struct Follower;
 
 impl Actor for Follower {
     type Msg = FollowerMsg;
-    type State = State;
+    type State = FollowerState;
     type Arguments = Assignment;
 
     async fn pre_start(
         &self,
         myself: ActorRef<FollowerMsg>,
         assignment: Assignment,
-    ) -> Result<State, ActorProcessingErr> {
+    ) -> Result<FollowerState, ActorProcessingErr> {
         let following = AbortOnDrop(tokio::spawn(follow(assignment.clone(), Duration::ZERO, PanicReport(myself))));
-        Ok(State { assignment, following })
+        Ok(FollowerState { assignment, following })
     }
 
     async fn handle(
         &self,
         myself: ActorRef<FollowerMsg>,
         msg: FollowerMsg,
-        state: &mut State,
+        state: &mut FollowerState,
     ) -> Result<(), ActorProcessingErr> {
         match msg {
             FollowerMsg::Panicked => {

@@ -18,7 +18,7 @@ use crate::actors::io::clock::Clock;
 use crate::actors::scheduler::{Scheduler, SchedulerMsg};
 use crate::actors::telemetry::Meters;
 use crate::actors::views::fleet::Fleet;
-use crate::actors::views::rank::RankTable;
+use crate::actors::views::rank::RankEntries;
 use crate::actors::views::status::RouterStatus;
 use crate::config::RouterConfig;
 use crate::engine_load::{EngineLoad, EngineReading};
@@ -35,7 +35,7 @@ pub(crate) enum EngineLoadMsg {
 
 /// State of the actor: only the dependencies to reach the cells.
 pub(crate) struct EngineLoads {
-    ranks: Arc<RankTable>,
+    ranks: Arc<RankEntries>,
     clock: Clock,
 }
 
@@ -47,7 +47,7 @@ impl DeferredReply for Nothing {
 }
 
 impl EngineLoads {
-    pub(crate) fn new(ranks: Arc<RankTable>, clock: Clock) -> Self {
+    pub(crate) fn new(ranks: Arc<RankEntries>, clock: Clock) -> Self {
         Self { ranks, clock }
     }
 }

@@ -23,7 +23,7 @@ use crate::actors::scheduler::{Scheduler, SchedulerMsg, SchedulerReplies};
 use crate::actors::telemetry::{Ejections, Pool};
 use crate::actors::views::fleet::Fleet;
 use crate::actors::views::published::Published;
-use crate::actors::views::rank::{RankEntry, RankTable};
+use crate::actors::views::rank::{RankEntries, RankEntry};
 use crate::config::RouterConfig;
 use crate::health::{Cause, Exclusions, HealthChange, HealthInput, HealthRules, Member, Monitor, Outcome, RankHealth};
 use crate::protocol::{Timestamp, WorkerId, WorkerRank};
@@ -65,7 +65,7 @@ pub(crate) struct HealthActor {
 pub(crate) struct HealthDependencies {
     pub(crate) clock: Clock,
     pub(crate) fleet: Arc<Fleet>,
-    pub(crate) ranks: Arc<RankTable>,
+    pub(crate) ranks: Arc<RankEntries>,
     pub(crate) conditions: Arc<Published<RankConditions>>,
     /// Written by this actor.
     pub(crate) exclusions: Arc<Published<Exclusions>>,

@@ -87,12 +87,12 @@ fn wire_config(config: &RouterConfig, entry: &RankEntry, worker: &WorkerConfig) 
 }
 
 /// State of the ingest actor.
-pub(crate) struct State {
+pub(crate) struct IngestState {
     reader: AbortHandle,
     commands: mpsc::Sender<Command>,
 }
 
-impl Drop for State {
+impl Drop for IngestState {
     fn drop(&mut self) {
         self.reader.abort();
     }
@@ -100,10 +100,14 @@ impl Drop for State {
 
 impl Actor for Ingest {
     type Msg = IngestMsg;
-    type State = State;
+    type State = IngestState;
     type Arguments = Arguments;
 
-    async fn pre_start(&self, myself: ActorRef<IngestMsg>, arguments: Arguments) -> Result<State, ActorProcessingErr> {
+    async fn pre_start(
+        &self,
+        myself: ActorRef<IngestMsg>,
+        arguments: Arguments,
+    ) -> Result<IngestState, ActorProcessingErr> {
         let Arguments { dependencies, entry, endpoints, source, wire } = arguments;
         entry.source.begin(&endpoints.endpoint);
         let (commands, heard) = mpsc::channel(COMMANDS_MAX);
@@ -118,14 +122,14 @@ impl Actor for Ingest {
                 drop(myself.send_message(IngestMsg::Died(error.to_string())));
             }
         });
-        Ok(State { reader: watched, commands })
+        Ok(IngestState { reader: watched, commands })
     }
 
     async fn handle(
         &self,
         _: ActorRef<IngestMsg>,
         msg: IngestMsg,
-        state: &mut State,
+        state: &mut IngestState,
     ) -> Result<(), ActorProcessingErr> {
         match msg {
             IngestMsg::Resync => {

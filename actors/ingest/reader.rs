@@ -53,7 +53,7 @@ pub(super) async fn read(job: Job) {
     let _reading = cell.source.read().await;
     let now = dependencies.clock.now();
     let mut link = SubscriptionLink::new(&endpoints, caps, source.seed);
-    let mut replay = ReplayState::Idle;
+    let mut replay = PendingReplay::Idle;
     let mut reader = Reader {
         source: Source::new(source, now),
         decoder: Decoder::new(wire),
@@ -77,7 +77,7 @@ pub(super) async fn read(job: Job) {
             () = sleep(tick) => IngestInput::Tick,
         };
         if input == IngestInput::Disconnected {
-            replay = ReplayState::Idle; // the replay may belong to an earlier life of the publisher
+            replay = PendingReplay::Idle; // the replay may belong to an earlier life of the publisher
         }
         reader.step(input);
         // Deadlines are checked even if the publisher sends without pause.
@@ -86,7 +86,7 @@ pub(super) async fn read(job: Job) {
         }
         reader.perform(&mut replay, &mut link).await;
         if !reader.source.is_replaying() {
-            replay = ReplayState::Idle; // the rest of the replay is not needed
+            replay = PendingReplay::Idle; // the rest of the replay is not needed
         }
     }
 }
@@ -177,7 +177,7 @@ impl Reader {
     }
 
     /// Performs the effects of the state machine, including those that follow from their results.
-    async fn perform(&mut self, replay: &mut ReplayState, link: &mut SubscriptionLink) {
+    async fn perform(&mut self, replay: &mut PendingReplay, link: &mut SubscriptionLink) {
         loop {
             self.wanted.extend(self.effects.drain(..));
             let Some(effect) = self.wanted.pop_front() else { break };
@@ -190,9 +190,9 @@ impl Reader {
                     self.decoder.forget();
                     self.apply(vec![self.event(KvEvent::Cleared)]).await;
                 }
-                IngestEffect::Replay { from } => *replay = ReplayState::ask(&link.endpoints, from, link.caps),
+                IngestEffect::Replay { from } => *replay = PendingReplay::ask(&link.endpoints, from, link.caps),
                 IngestEffect::Reconnect => {
-                    *replay = ReplayState::Idle;
+                    *replay = PendingReplay::Idle;
                     let down = link.go_down(SocketError::Deaf, link.is_up());
                     let input = self.on_news(down);
                     self.step(input);
@@ -345,13 +345,13 @@ fn connect(endpoints: &KvEventsConfig, caps: Caps, wait: Duration) -> Connecting
 }
 
 /// State of the replay request.
-enum ReplayState {
+enum PendingReplay {
     Idle,
     Asking(Pin<Box<dyn Future<Output = Result<ReplayRequest, SocketError>> + Send>>),
     Asked(ReplayRequest),
 }
 
-impl ReplayState {
+impl PendingReplay {
     fn ask(endpoints: &KvEventsConfig, from: u64, caps: Caps) -> Self {
         let endpoint = endpoints.replay_endpoint.clone();
         Self::Asking(Box::pin(async move {

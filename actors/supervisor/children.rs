@@ -8,7 +8,7 @@ use tokio::runtime::Handle;
 
 use super::dependencies::SupervisorDependencies;
 use super::messages::SupervisorMsg;
-use super::state::State;
+use super::state::SupervisorState;
 use crate::actors::delivery::strand::{ActorState, Strand, StrandActor, Wake};
 use crate::actors::engine_load::EngineLoads;
 use crate::actors::health::{HealthActor, HealthDependencies, HealthMsg};
@@ -23,7 +23,7 @@ use crate::protocol::WorkerRank;
 use crate::schedule::{Admission, RankCells};
 use crate::select::RankTraits;
 
-impl State {
+impl SupervisorState {
     pub(super) async fn start_sequence(
         &mut self,
         entry: &RankEntry,

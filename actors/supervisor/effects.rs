@@ -8,7 +8,7 @@ use ractor::ActorProcessingErr;
 
 use super::children::sequence_handle;
 use super::messages::{DrainAck, MembershipReply, RetireAck, SupervisorMsg};
-use super::state::{RankActor, State};
+use super::state::{RankActor, SupervisorState};
 use crate::actors::delivery::ack::Acknowledgement;
 use crate::actors::delivery::strand::Strand;
 use crate::actors::health::HealthMsg;
@@ -24,7 +24,7 @@ use crate::membership::{Child, MembershipEffect, RankDescription};
 use crate::protocol::{Generation, Slot, WorkerId, WorkerRank};
 use crate::select::RankTraits;
 
-impl State {
+impl SupervisorState {
     pub(super) async fn perform(
         &mut self,
         effect: MembershipEffect<MembershipReply>,

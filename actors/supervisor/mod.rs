@@ -25,21 +25,21 @@ use dependencies::SupervisorDependencies;
 pub(crate) use messages::{MembershipReply, SupervisorMsg};
 #[cfg(feature = "zmq")]
 use state::Readers;
-use state::{FailGuard, State};
+use state::{FailGuard, SupervisorState};
 
 pub(crate) struct Supervisor;
 
 impl Actor for Supervisor {
     type Msg = SupervisorMsg;
-    type State = State;
+    type State = SupervisorState;
     type Arguments = SupervisorDependencies;
 
     async fn pre_start(
         &self,
         myself: ActorRef<SupervisorMsg>,
         dependencies: SupervisorDependencies,
-    ) -> Result<State, ActorProcessingErr> {
-        let mut state = State {
+    ) -> Result<SupervisorState, ActorProcessingErr> {
+        let mut state = SupervisorState {
             membership: Membership::new(MembershipRules::of(&dependencies.config, cfg!(feature = "zmq"))),
             _guard: FailGuard(dependencies.views.clone(), dependencies.strands.clone()),
             dependencies,
@@ -65,7 +65,7 @@ impl Actor for Supervisor {
         &self,
         _: ActorRef<SupervisorMsg>,
         msg: SupervisorMsg,
-        state: &mut State,
+        state: &mut SupervisorState,
     ) -> Result<(), ActorProcessingErr> {
         match msg {
             SupervisorMsg::Membership(input) => state.apply(input).await,
@@ -111,7 +111,7 @@ impl Actor for Supervisor {
         &self,
         _: ActorRef<SupervisorMsg>,
         event: SupervisionEvent,
-        state: &mut State,
+        state: &mut SupervisorState,
     ) -> Result<(), ActorProcessingErr> {
         match event {
             SupervisionEvent::ActorFailed(cell, error) => state.on_death(cell.get_id(), error.to_string()).await,
@@ -122,7 +122,11 @@ impl Actor for Supervisor {
         }
     }
 
-    async fn post_stop(&self, _: ActorRef<SupervisorMsg>, state: &mut State) -> Result<(), ActorProcessingErr> {
+    async fn post_stop(
+        &self,
+        _: ActorRef<SupervisorMsg>,
+        state: &mut SupervisorState,
+    ) -> Result<(), ActorProcessingErr> {
         state.dependencies.views.status.enter(RouterPhase::Stopped);
         state.dependencies.close();
         Ok(())

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use ractor::{Actor, ActorProcessingErr};
 
-use super::state::State;
+use super::state::SupervisorState;
 use crate::actors::ingest::{Arguments, Ingest, IngestDependencies, IngestMsg};
 use crate::ingest::{DegradationReason, StreamState};
 use crate::membership::Child;
 use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier};
 
-impl State {
+impl SupervisorState {
     pub(super) async fn start_reader(&mut self, slot: Slot) -> Result<(), ActorProcessingErr> {
         let (Some(worker), Some(rank)) = (self.membership.worker_at(slot), self.ranks.get(&slot)) else {
             return Ok(());

@@ -1,9 +1,9 @@
 //! Log lines of membership changes.
 
-use super::state::State;
+use super::state::SupervisorState;
 use crate::membership::MembershipReport;
 
-impl State {
+impl SupervisorState {
     pub(super) fn report(&self, report: MembershipReport) {
         let pool = self.dependencies.config.pool.as_str();
         match report {

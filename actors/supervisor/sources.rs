@@ -7,11 +7,11 @@ use ractor::{Actor, ActorProcessingErr, ActorRef};
 use tokio::sync::Mutex;
 
 use super::messages::SupervisorMsg;
-use super::state::{FollowedSource, State};
+use super::state::{FollowedSource, SupervisorState};
 use crate::actors::discovery::{AnySource, Assignment, Follower, FollowerMsg, SourceReport};
 use crate::membership::{Child, MembershipInput, SourceUpdate};
 
-impl State {
+impl SupervisorState {
     /// Follows a source; earlier sources have precedence.
     pub(super) async fn on_follow(
         &mut self,

@@ -22,7 +22,7 @@ use crate::actors::views::status::RouterPhase;
 use crate::membership::{Child, Membership, MembershipInput, RegisteredWorker};
 use crate::protocol::{Generation, Slot, WorkerId};
 
-pub(crate) struct State {
+pub(crate) struct SupervisorState {
     pub(super) dependencies: SupervisorDependencies,
     pub(super) myself: ActorRef<SupervisorMsg>,
     pub(super) membership: Membership<MembershipReply>,
@@ -69,7 +69,7 @@ pub(super) struct FollowedSource {
 #[cfg(feature = "zmq")]
 pub(super) type Readers = BTreeMap<Slot, ActorRef<IngestMsg>>;
 
-impl State {
+impl SupervisorState {
     pub(super) async fn apply(&mut self, input: MembershipInput<MembershipReply>) -> Result<(), ActorProcessingErr> {
         for effect in self.membership.step(input, self.dependencies.clock.now()) {
             self.perform(effect).await?;

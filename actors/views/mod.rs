@@ -20,7 +20,7 @@ use crate::protocol::WorkerRank;
 use crate::select::RankConditions;
 use fleet::Fleet;
 use published::Published;
-use rank::RankTable;
+use rank::RankEntries;
 use status::RouterStatus;
 use wake_flag::WakeFlag;
 
@@ -29,7 +29,7 @@ use wake_flag::WakeFlag;
 pub(crate) struct Views {
     pub(crate) status: Arc<RouterStatus>,
     pub(crate) fleet: Arc<Fleet>,
-    pub(crate) ranks: Arc<RankTable>,
+    pub(crate) ranks: Arc<RankEntries>,
     /// Ranks whose index contents were lost and must be sent again. Written by the supervisor.
     pub(crate) cold: watch::Sender<BTreeSet<WorkerRank>>,
     /// By source, in the order given. Written by the supervisor.

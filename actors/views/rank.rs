@@ -46,13 +46,13 @@ impl RankEntry {
 
 /// The rank entries by slot. Written by the supervisor.
 #[derive(Default)]
-pub(crate) struct RankTable {
+pub(crate) struct RankEntries {
     slots: SlotTable<RankEntry>,
     /// Number of ranks whose KV event source is degraded.
     pub(crate) degraded: DegradedSources,
 }
 
-impl RankTable {
+impl RankEntries {
     /// All entries, those of leaving ranks included.
     pub(crate) fn all(&self) -> Vec<Arc<RankEntry>> {
         self.slots.all()

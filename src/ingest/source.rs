@@ -7,7 +7,7 @@ use super::fit::Fit;
 use super::hashes::{PayloadHashes, PayloadMatch};
 use super::held::{Held, Offered};
 use super::replay::{Cold, ReplayPurpose, ReplayState, RunningReplay};
-use super::subscription::Subscription;
+use super::subscription::SubscriptionState;
 use super::{AppliedBatch, Backoff, DegradationReason, IngestEffect, IngestInput, Note, SourceConfig, StreamState};
 use crate::protocol::Timestamp;
 
@@ -39,7 +39,7 @@ pub struct Source<P> {
     pub(super) config: SourceConfig,
     /// Time of the last step.
     pub(super) now: Timestamp,
-    pub(super) link: Subscription,
+    pub(super) link: SubscriptionState,
     /// Sequence number of the next message; `None` before the first message, and after a loss until the next message.
     pub(super) next: Option<u64>,
     pub(super) seen: PayloadHashes,
@@ -93,7 +93,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         Self {
             config,
             now,
-            link: Subscription::new(now),
+            link: SubscriptionState::new(now),
             next: None,
             seen: PayloadHashes::new(config.remembered_max),
             held: Held::new(config.held_messages_max, config.held_bytes_max),

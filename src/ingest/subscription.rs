@@ -11,7 +11,7 @@ use crate::protocol::Timestamp;
 
 /// The subscription and its activity.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Subscription {
+pub(super) struct SubscriptionState {
     is_connected: bool,
     /// Time of the last connection or disconnection.
     changed: Timestamp,
@@ -22,7 +22,7 @@ pub(super) struct Subscription {
     served_since: Option<Timestamp>,
 }
 
-impl Subscription {
+impl SubscriptionState {
     pub(super) fn new(now: Timestamp) -> Self {
         Self { is_connected: false, changed: now, has_received: false, listening_since: None, served_since: None }
     }

@@ -46,7 +46,7 @@ use crate::protocol::{Generation, Slot, Timestamp, WorkerConfig, WorkerId, Worke
 use crate::select::RankTraits;
 use readers::EventReader;
 use removals::{PendingDrain, PendingRemoval};
-use slots::SlotTable;
+use slots::SlotAssignments;
 
 /// Name in logs of the embedder as the source of a worker.
 pub const BY_HAND: &str = "by hand";
@@ -85,7 +85,7 @@ pub struct RegisteredWorker {
 pub struct Membership<R> {
     rules: MembershipRules,
     workers: BTreeMap<WorkerId, RegisteredWorker>,
-    slots: SlotTable,
+    slots: SlotAssignments,
     drains: Vec<PendingDrain<R>>,
     drains_started: u64,
     removals: Vec<PendingRemoval<R>>,
@@ -151,7 +151,7 @@ impl<R> Membership<R> {
             budget: RestartBudget::new(rules.restarts_max, rules.restart_window),
             rules,
             workers: BTreeMap::new(),
-            slots: SlotTable::default(),
+            slots: SlotAssignments::default(),
             drains: Vec::new(),
             drains_started: 0,
             removals: Vec::new(),

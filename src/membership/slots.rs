@@ -15,14 +15,14 @@ pub(super) struct SlotOccupant {
 
 /// Assigns the lowest free slot; each assignment has a new generation.
 #[derive(Debug, Default)]
-pub(super) struct SlotTable {
+pub(super) struct SlotAssignments {
     occupants: Vec<Option<SlotOccupant>>,
     /// Last generation of each slot.
     generations: Vec<Generation>,
     free: BTreeSet<Slot>,
 }
 
-impl SlotTable {
+impl SlotAssignments {
     pub(super) fn assign(&mut self, rank: WorkerRank) -> (Slot, Generation) {
         let next = || Slot(u32::try_from(self.occupants.len()).unwrap_or(u32::MAX));
         let slot = self.free.pop_first().unwrap_or_else(next);

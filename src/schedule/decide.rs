@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::cost::Cost;
 use super::eligible::Verdicts;
 use super::pending::Case;
-use super::rank::{Candidate as Prospect, Projected, Rank};
+use super::rank::{Projected, ProjectedPrompt, Rank};
 use super::scratch::Scratch;
 use super::{Effect, LoadView, PendingRequest, PotentialLoad, Purpose, Rejection, Schedule, Target};
 use crate::config::SessionAffinity;
@@ -71,7 +71,7 @@ impl<T> Schedule<T> {
     }
 
     /// Adds ranks to the shortlist that can be queried and whose load is not exact.
-    fn list(&self, scratch: &mut Scratch, candidate: Prospect<'_>, positions: impl Iterator<Item = usize>) {
+    fn list(&self, scratch: &mut Scratch, candidate: ProjectedPrompt<'_>, positions: impl Iterator<Item = usize>) {
         let (ranks, standings) = (self.ranks.as_slice(), self.ranks.standings());
         let inexact = positions
             .filter(|&position| !standings[position].suspect && !ranks[position].project(candidate).is_exact());
@@ -261,7 +261,7 @@ impl<T> Schedule<T> {
     /// The lowest exact cost or a tie with it, unless an inexact rank could match it.
     fn cheapest_within_bounds(
         &self,
-        candidate: Prospect<'_>,
+        candidate: ProjectedPrompt<'_>,
         pending: &PendingRequest<T>,
         draw: Draw,
         scratch: &Scratch,

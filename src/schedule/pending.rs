@@ -1,7 +1,7 @@
 //! A request in the scheduler, and its evaluation.
 
 use super::Request;
-use super::rank::Candidate as Prospect;
+use super::rank::ProjectedPrompt;
 use crate::load::PromptFingerprint;
 use crate::protocol::{Timestamp, WorkerRank};
 use crate::queue::ClassId;
@@ -23,9 +23,14 @@ pub(super) struct PendingRequest<T> {
 }
 
 impl<T> PendingRequest<T> {
-    pub(super) fn candidate(&self, in_batch: usize) -> Prospect<'_> {
+    pub(super) fn candidate(&self, in_batch: usize) -> ProjectedPrompt<'_> {
         let prompt = &self.request.prompt;
-        Prospect { prompt, block_count: u64::from(prompt.block_count()), fingerprint: &self.fingerprint, in_batch }
+        ProjectedPrompt {
+            prompt,
+            block_count: u64::from(prompt.block_count()),
+            fingerprint: &self.fingerprint,
+            in_batch,
+        }
     }
 
     pub(super) fn case<'a, V>(&'a self, in_batch: usize, loads: &'a V) -> Case<'a, T, V> {
@@ -37,7 +42,7 @@ impl<T> PendingRequest<T> {
 #[derive(Debug)]
 pub(super) struct Case<'a, T, V> {
     pub(super) pending: &'a PendingRequest<T>,
-    pub(super) candidate: Prospect<'a>,
+    pub(super) candidate: ProjectedPrompt<'a>,
     pub(super) loads: &'a V,
 }
 

@@ -131,7 +131,7 @@ struct Booked {
 
 /// The prompt of a request and its position in the batch.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Candidate<'a> {
+pub(super) struct ProjectedPrompt<'a> {
     pub(super) prompt: &'a PromptBlocks,
     /// Blocks of the prompt.
     pub(super) block_count: u64,
@@ -491,7 +491,7 @@ impl Rank {
     /// Projected load of this rank with a request of the current batch, as bounds that are exact if its shared blocks
     /// are known. Includes earlier bookings of the batch.
     #[inline(always)] // inlined into the loop over all ranks, which is most of a decision
-    pub(super) fn project(&self, candidate: Candidate<'_>) -> Projected {
+    pub(super) fn project(&self, candidate: ProjectedPrompt<'_>) -> Projected {
         if !self.front.settled {
             return self.project_unsettled(candidate);
         }
@@ -503,7 +503,7 @@ impl Rank {
     }
 
     #[inline(never)]
-    fn project_unsettled(&self, candidate: Candidate<'_>) -> Projected {
+    fn project_unsettled(&self, candidate: ProjectedPrompt<'_>) -> Projected {
         let request_blocks = candidate.block_count;
         let (mut view, mut shared) = match &self.answer {
             Some(Answer::Given { load, shared_blocks }) => {
@@ -528,7 +528,7 @@ impl Rank {
     }
 
     /// Upper bound of request blocks that are already active here, before bookings of the batch.
-    fn shared_blocks_max(&self, candidate: Candidate<'_>) -> u64 {
+    fn shared_blocks_max(&self, candidate: ProjectedPrompt<'_>) -> u64 {
         // The board does not show the prompts in the overlay.
         let known = self.overlay.len() == self.booked.len();
         let most = if known {
@@ -547,10 +547,14 @@ impl Rank {
     }
 
     /// Adds a Book and numbers it.
-    pub(super) fn book(&mut self, candidate: Candidate<'_>, prefill: Option<PrefillLoadHint>) -> BookNumber {
+    pub(super) fn book(&mut self, candidate: ProjectedPrompt<'_>, prefill: Option<PrefillLoadHint>) -> BookNumber {
         let with = self.project(candidate).potential_blocks;
-        let nothing =
-            Candidate { prompt: &NOTHING, block_count: 0, fingerprint: &PromptFingerprint::unshared(), ..candidate };
+        let nothing = ProjectedPrompt {
+            prompt: &NOTHING,
+            block_count: 0,
+            fingerprint: &PromptFingerprint::unshared(),
+            ..candidate
+        };
         let without = self.project(nothing).potential_blocks;
         let added = Added {
             blocks: (with.0.saturating_sub(without.0), with.1.saturating_sub(without.1)),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use super::rank::Candidate;
+use super::rank::ProjectedPrompt;
 use super::*;
 use crate::config::{LoadConfig, QueueConfig};
 use crate::hashing::sequence_hashes;
@@ -230,7 +230,7 @@ proptest! {
         fleet.schedule.ranks.refresh(&fleet.loads, NOW);
         let cost = config.kv_cost();
         for (rank, node) in fleet.schedule.ranks.as_slice().iter().zip(&fleet.nodes) {
-            let projected = rank.project(Candidate { prompt: &prompt, block_count: u64::from(prompt.block_count()), fingerprint: &fingerprint, in_batch: 0 });
+            let projected = rank.project(ProjectedPrompt { prompt: &prompt, block_count: u64::from(prompt.block_count()), fingerprint: &fingerprint, in_batch: 0 });
             let exact = u64::from(node.active.project(&prompt).potential_blocks);
             let (lo, hi) = projected.potential_blocks;
             prop_assert!(lo <= exact && exact <= hi, "{exact} is not in {lo}..={hi}");

@@ -5,7 +5,7 @@
 
 use smallvec::SmallVec;
 
-use super::rank::Candidate as Prospect;
+use super::rank::ProjectedPrompt;
 use super::{PendingRequest, Schedule};
 use crate::select::{Draw, TierOverlap};
 
@@ -15,7 +15,7 @@ impl<T> Schedule<T> {
     /// have no fewer tokens of the prompt cached, so that neither load nor a hit is traded for a draw.
     pub(super) fn one_of_ties(
         &self,
-        candidate: Prospect<'_>,
+        candidate: ProjectedPrompt<'_>,
         pending: &PendingRequest<T>,
         draw: Draw,
         overlaps: &[TierOverlap],
