@@ -90,7 +90,7 @@ pub enum Verdict {
 }
 
 impl Verdict {
-    /// Verdict from ratios to the first policy; none if a [deciding](Figure::JUDGED) figure has no ratio.
+    /// Verdict from ratios to the first policy; none if a [deciding](Figure::DECIDING) figure has no ratio.
     #[must_use]
     pub fn of(ratios: &BTreeMap<Figure, Ratio>) -> Option<Self> {
         let deciding: Option<Vec<&Ratio>> = Figure::DECIDING.iter().map(|figure| ratios.get(figure)).collect();
