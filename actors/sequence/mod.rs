@@ -347,7 +347,17 @@ mod tests {
     }
 
     fn book(sequence: &mut Sequence, id: &str, tokens: u32) -> Arc<Lease> {
-        let (slot, generation) = PLACE;
+        let (lease, booked) = book_on(sequence, PLACE, id, tokens);
+        assert!(matches!(booked, Some(SequenceReply::Booked { .. })), "{id} is booked");
+        lease
+    }
+
+    fn book_on(
+        sequence: &mut Sequence,
+        (slot, generation): (Slot, Generation),
+        id: &str,
+        tokens: u32,
+    ) -> (Arc<Lease>, Option<SequenceReply>) {
         let now = sequence.clock.now();
         let lease = sequence.directory.enter(id, PromptBlocks::Counted(0), now).expect("a free id");
         let decision = Decision {
@@ -376,8 +386,16 @@ mod tests {
             claim: None,
             now,
         }));
-        assert!(matches!(booked, Some(SequenceReply::Booked { .. })), "{id} is booked");
-        lease
+        (lease, booked)
+    }
+
+    #[tokio::test]
+    async fn a_book_for_another_generation_of_the_slot_has_no_effect() {
+        let (cell, directory, clock) = (Arc::new(SpeedCell::default()), Arc::default(), Clock::start());
+        let mut sequence = restore(0, &cell, &directory, clock);
+        let (lease, booked) = book_on(&mut sequence, (PLACE.0, Generation(0)), "earlier", 20_000);
+        assert!(booked.is_none() && sequence.is_idle());
+        assert_eq!(lease.state(), LeaseState::Pending);
     }
 
     #[tokio::test(start_paused = true)]

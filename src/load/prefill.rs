@@ -338,6 +338,19 @@ mod tests {
     }
 
     #[test]
+    fn prefill_behind_an_overdue_one_does_not_progress() {
+        let hint = |tokens| PrefillLoadHint::new(tokens, 0, true, Some(Duration::from_secs(1))).expect("tokens");
+        let mut queue = PrefillQueue::default();
+        for _ in 0..REPORTS_MIN {
+            let id = queue.push(hint(100), at(0.0));
+            queue.report(id, at(0.0));
+        }
+        queue.push(hint(100), at(0.0)); // due at 4 s
+        queue.push(hint(500), at(10.0));
+        assert_left(&queue, &[(10.0, 500), (20.0, 500)]);
+    }
+
+    #[test]
     fn extreme_numbers_saturate() {
         let mut queue = PrefillQueue::default();
         for duration in [Some(Duration::MAX), Some(Duration::MAX), None, Some(Duration::ZERO)] {

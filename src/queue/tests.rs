@@ -154,6 +154,20 @@ fn rejection_contains_the_expected_delay() {
 }
 
 #[test]
+fn retry_delay_excludes_time_without_waiting_requests() {
+    let class = QueueClass { requests_max_per_rank: Some(1), ..QueueClass::named("batch") };
+    let mut queue = Queue::new(&config_of(vec![class]));
+    let arrived = |arrival| QueueEntry { arrival, ..prompt(100) };
+    for start in [1_000, 2_000] {
+        (0..2).for_each(|id| queue.push(id, ClassId(0), ANY, arrived(secs(start)), ()));
+        (1..=2).for_each(|second| assert!(queue.pop(secs(start + second), |_, _, ()| true).is_some()));
+    }
+    queue.push(2, ClassId(0), ANY, arrived(secs(3_000)), ());
+    let refused = queue.check_limits(ClassId(0), 1, secs(3_000)).unwrap_err();
+    assert_eq!(refused.retry_after.as_millis(), 1_000, "one leaves each second");
+}
+
+#[test]
 fn requests_expire_in_order_of_deadline() {
     let mut queue = Queue::new(&RouterConfig::default());
     let due = |due| QueueEntry { due, ..prompt(10) };

@@ -418,3 +418,11 @@ fn values_without_samples_are_not_published() {
     assert_eq!(cell.speed_or(elsewhere).step_seconds, 0.025, "the step time is unpublished");
     assert_eq!(cell.output_tokens(), None, "no output was reported");
 }
+
+#[test]
+fn mean_output_follows_a_change() {
+    let mut output = MeanOutput::from_known(None);
+    (0..1_000).for_each(|_| assert_eq!(output.observe(100.0), 100.0));
+    let mean = (0..5 * 64).map(|_| output.observe(1_000.0)).last().expect("five half-lives");
+    assert!((960.0..980.0).contains(&mean), "{mean}");
+}
