@@ -4,7 +4,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::protocol::Timestamp;
 
-/// A class, by its position in [`Queue::classes`].
+/// A class, by its position in [`Queue::classes`](super::Queue::classes).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClassId(pub u32);
 

@@ -1,6 +1,7 @@
 //! Arguments that select a workload: a trace or a generator.
 //!
-//! All subcommands select workloads by the same arguments. [`workload`](pointsman_trial::workload) defines formats, generators and their errors.
+//! All subcommands select workloads by the same arguments. [`workload`](pointsman_trial::workload) defines formats,
+//! generators and their errors.
 
 use std::path::{Path, PathBuf};
 
