@@ -268,7 +268,7 @@ mod tests {
     fn enabled(policy: SkipPolicy) -> DisaggConfig {
         let prefill_busy_frac = policy.looks_at_load().then_some(0.5);
         let config = DisaggConfig { enabled: true, policy, prefill_busy_frac, ..DisaggConfig::default() };
-        config.validate().expect("the rules are kept");
+        config.validate().expect("valid settings");
         config
     }
 
@@ -330,7 +330,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn either_is_one_or_the_other_and_a_full_decode_rank_stops_both(
+        fn either_combines_both_conditions_and_a_full_decode_rank_stops_both(
             (isl_tokens, decode_cached_tokens) in (0..5_000u32, 0..5_000u32),
             prefill_active_tokens in 0..10_000u64,
             prefill_max_num_batched_tokens in prop::option::of(1..10_000u32),

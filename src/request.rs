@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_survive_the_wire_and_unknown_keys_do_not() {
+    fn requests_round_trip_and_unknown_keys_are_rejected() {
         let full = r#"{"prompt":{"hashed":{"block_hashes":[1,2],"isl_tokens":9}},"options":{"strict_priority":2,
             "deadline_ms":250,"constraints":{"pin":{"worker":7,"mode":"soft"}},"overrides":{"temperature":0.5}}}"#;
         let parsed = request(full).expect("well formed");
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_caps_the_forecast_and_is_none() {
+    fn the_output_limit_caps_the_forecast_but_is_not_one() {
         let of = |expected_output_tokens, output_tokens_max| {
             RequestOptions { expected_output_tokens, output_tokens_max, ..RequestOptions::default() }
                 .forecast_output_tokens()

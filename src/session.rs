@@ -285,8 +285,8 @@ impl Sessions {
         let (mut older, mut place, mut walked) = (NONE, self.oldest, 0);
         while place != NONE {
             let session = self.at(place);
-            assert_eq!(self.place_of(&session.id), Some(place), "{:?} is found elsewhere", session.id);
-            assert_eq!(session.older, older, "the list does not lead back");
+            assert_eq!(self.place_of(&session.id), Some(place), "{:?} is at another position", session.id);
+            assert_eq!(session.older, older, "the list is not doubly linked");
             assert!(older == NONE || self.at(older).used <= session.used, "uses are out of order");
             assert!(session.used <= self.latest, "a use in the future");
             (older, place, walked) = (place, session.newer, walked + 1);

@@ -389,7 +389,7 @@ mod tests {
         assert_eq!(live(&[&b"t"[..], b"123"]).expect_err("two parts").name(), "part_count");
         assert_eq!(live(&[&b"t"[..], b"123", b"p"]), Err(PartsError::Sequence(3)));
         assert_eq!(replayed::<&[u8]>(&[]).expect_err("none").name(), "part_count");
-        assert_eq!(replayed(&[&b""[..], &[0; 8], b""]), Ok(Replayed::End), "an empty payload ends it");
+        assert_eq!(replayed(&[&b""[..], &[0; 8], b""]), Ok(Replayed::End), "an empty payload ends the replay");
     }
 
     proptest! {

@@ -101,17 +101,17 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn a_stream_says_what_its_events_say(events in prop::collection::vec(event(), 0..5), windows: bool) {
+    fn stream_results_match_the_events(events in prop::collection::vec(event(), 0..5), windows: bool) {
         let answer = stream(&events, if windows { "\r\n" } else { "\n" });
         prop_assert_eq!(read(AnswerKind::Events, [&*answer]), told(&events));
         assert_cuts_change_nothing(AnswerKind::Events, &answer);
     }
 
     #[test]
-    fn a_whole_answer_says_what_its_usage_says(content in text(), usage in usage(), pretty: bool) {
+    fn json_results_match_the_usage_record(content in text(), usage in usage(), pretty: bool) {
         let answer = json!({ "choices": [{ "message": { "content": content } }], "usage": usage, "z": null });
         let written = if pretty { serde_json::to_vec_pretty(&answer) } else { serde_json::to_vec(&answer) };
-        let written = written.expect("it can be written");
+        let written = written.expect("valid JSON");
         let said = said(&usage);
         let tokens = said.and_then(|said| said.output_tokens).map_or(0, u64::from);
         prop_assert_eq!(read(AnswerKind::Json, [&*written]), (tokens, said));
@@ -119,7 +119,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_no_answer_harms_nobody(
+    fn invalid_responses_never_panic(
         bytes in prop::collection::vec(prop_oneof![Just(b'{'), Just(b'"'), Just(b'\\'), Just(b'\n'), any::<u8>()], 0..200),
         events: bool,
     ) {
@@ -131,7 +131,7 @@ proptest! {
 
 /// Lengths above the limit for buffered values. The storage method changes at this limit.
 #[test]
-fn long_lines_and_long_values_may_be_cut_anywhere() {
+fn long_lines_and_values_may_be_split_anywhere() {
     for filler in [65_000, 65_536, 70_000, 200_000] {
         let text = "a\\\"".repeat(filler / 3);
         let event = format!("{{\"choices\":[{{\"text\":\"{text}\"}}],\"usage\":{{\"completion_tokens\":7}}}}");

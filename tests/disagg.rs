@@ -14,7 +14,7 @@ async fn pools(prefills: u64, decodes: u64, disagg: DisaggConfig) -> Disaggregat
     let mut decode = config().for_decode();
     decode.index.enabled = true;
     let (prefill, decode) = (router(config().for_prefill(), prefills).await, router(decode, decodes).await);
-    Disaggregated::new(prefill, decode, disagg).expect("the rules are kept")
+    Disaggregated::new(prefill, decode, disagg).expect("valid settings")
 }
 
 fn enabled(policy: SkipPolicy) -> DisaggConfig {
@@ -27,7 +27,7 @@ async fn route(pools: &Disaggregated, id: &str, prompt: &[u32]) -> Result<Disagg
 }
 
 async fn limit(router: &Router, worker: u64, max_num_batched_tokens: u32, total_kv_blocks: u32) {
-    let known = router.workers().iter().find(|known| known.worker == WorkerId(worker)).expect("it is there").clone();
+    let known = router.workers().iter().find(|known| known.worker == WorkerId(worker)).expect("present").clone();
     let (max_num_batched_tokens, total_kv_blocks) = (Some(max_num_batched_tokens), Some(total_kv_blocks));
     let limited = WorkerConfig { max_num_batched_tokens, total_kv_blocks, ..known.config };
     router.upsert_worker(WorkerId(worker), limited).await.expect("valid");
@@ -67,10 +67,10 @@ async fn a_dropped_placement_frees_both_sides() {
 }
 
 #[tokio::test]
-async fn pools_that_cut_prompts_differently_hash_each_their_own_way() {
+async fn pools_with_different_block_sizes_hash_separately() {
     let prefill = router(RouterConfig { block_size: 8, ..config().for_prefill() }, 2).await;
     let decode = router(config().for_decode(), 1).await;
-    let pools = Disaggregated::new(prefill, decode, DisaggConfig::default()).expect("the rules are kept");
+    let pools = Disaggregated::new(prefill, decode, DisaggConfig::default()).expect("valid settings");
     let placement = route(&pools, "a", &tokens(1, 20)).await.expect("placed");
     assert_eq!(placement.prefill().map(|prefill| prefill.overlap_blocks()), Some(0));
     assert_eq!(loads(pools.decode()).await, [(1, 20, 0)]);
@@ -78,7 +78,7 @@ async fn pools_that_cut_prompts_differently_hash_each_their_own_way() {
 }
 
 #[tokio::test]
-async fn what_the_decode_rank_has_mostly_cached_stays_there() {
+async fn mostly_cached_prompts_stay_on_the_decode_rank() {
     let pools = pools(2, 2, enabled(SkipPolicy::IslBounding)).await;
     let prompt = tokens(1, 20);
     pools.decode().apply_events(vec![stored(rank(1), &prompt[..64])]).await.expect("up");
@@ -88,11 +88,11 @@ async fn what_the_decode_rank_has_mostly_cached_stays_there() {
     assert_eq!(placement.why_local(), Some(&WhyLocal::Skipped(short)));
     assert_at_rest(pools.prefill()).await;
     let fresh = route(&pools, "b", &tokens(2, 20)).await.expect("placed");
-    assert!(fresh.prefill().is_some(), "nothing of it is cached: {:?}", fresh.why_local());
+    assert!(fresh.prefill().is_some(), "no cached block: {:?}", fresh.why_local());
 }
 
 #[tokio::test]
-async fn a_decode_rank_that_is_nearly_full_gets_no_prefill_on_top() {
+async fn nearly_full_decode_ranks_run_no_prefill() {
     let config = DisaggConfig { decode_busy_frac: Some(0.5), ..enabled(SkipPolicy::IslBounding) };
     let pools = pools(1, 1, config).await;
     limit(pools.decode(), 0, 8_192, 60).await;
@@ -105,7 +105,7 @@ async fn a_decode_rank_that_is_nearly_full_gets_no_prefill_on_top() {
 }
 
 #[tokio::test]
-async fn a_busy_prefill_rank_is_not_waited_for() {
+async fn busy_prefill_ranks_are_skipped() {
     for policy in [SkipPolicy::PrefillLoad, SkipPolicy::IslOrLoad] {
         let pools = pools(1, 1, enabled(policy)).await;
         limit(pools.prefill(), 0, 200, 1_000).await;
@@ -117,7 +117,7 @@ async fn a_busy_prefill_rank_is_not_waited_for() {
         let third = route(&pools, "c", &prompts[2]).await.expect("placed");
         let busy = SkipReason::PrefillBusy { active_tokens: 160, active_tokens_max: 100.0 };
         assert_eq!(third.why_local(), Some(&WhyLocal::Skipped(busy)));
-        assert_eq!(pools.prefill().health().leases, 2, "asking books nothing");
+        assert_eq!(pools.prefill().health().leases, 2, "queries book nothing");
         second.prefill_completed();
         let fourth = route(&pools, "d", &prompts[2]).await.expect("placed");
         assert!(fourth.prefill().is_some(), "80 tokens again: {:?}", fourth.why_local());
@@ -125,7 +125,7 @@ async fn a_busy_prefill_rank_is_not_waited_for() {
 }
 
 #[tokio::test]
-async fn an_error_names_its_side_and_leaves_nothing_booked() {
+async fn an_error_names_its_side_and_frees_all_bookings() {
     let no_prefill = pools(0, 1, DisaggConfig::default()).await;
     let prompt = tokens(1, 10);
     let error = route(&no_prefill, "a", &prompt).await.expect_err("no prefill rank");
@@ -140,7 +140,7 @@ async fn an_error_names_its_side_and_leaves_nothing_booked() {
 }
 
 #[tokio::test]
-async fn without_a_prefill_rank_the_decode_rank_may_serve_alone() {
+async fn without_a_prefill_rank_the_decode_rank_serves_alone() {
     for policy in [SkipPolicy::IslBounding, SkipPolicy::PrefillLoad] {
         let pools = pools(0, 1, DisaggConfig { decode_fallback: true, ..enabled(policy) }).await;
         let placement = route(&pools, "a", &tokens(1, 10)).await.expect("placed");
@@ -151,7 +151,7 @@ async fn without_a_prefill_rank_the_decode_rank_may_serve_alone() {
 }
 
 #[tokio::test]
-async fn an_id_sent_twice_is_no_reason_to_fall_back() {
+async fn duplicate_ids_do_not_fall_back() {
     let pools = pools(1, 1, DisaggConfig { decode_fallback: true, ..DisaggConfig::default() }).await;
     let prompt = tokens(1, 10);
     pools.prefill().add_request(AddRequest::new("a", rank(0), Prompt::Tokens(&prompt))).await.expect("booked");
@@ -161,7 +161,7 @@ async fn an_id_sent_twice_is_no_reason_to_fall_back() {
 }
 
 #[tokio::test]
-async fn pools_that_do_not_fit_are_refused() {
+async fn incompatible_pools_are_rejected() {
     let (prefill, decode) = (router(config().for_prefill(), 1).await, router(config().for_decode(), 1).await);
     let swapped = Disaggregated::new(decode.clone(), prefill.clone(), DisaggConfig::default());
     assert_eq!(
@@ -173,7 +173,7 @@ async fn pools_that_do_not_fit_are_refused() {
         blind.expect_err("blind").to_string(),
         "decode.index.enabled is false, must be true where policy is isl_bounding or isl_or_load, with an overlap credit above 0"
     );
-    Disaggregated::new(prefill, decode, enabled(SkipPolicy::PrefillLoad)).expect("load needs no index");
+    Disaggregated::new(prefill, decode, enabled(SkipPolicy::PrefillLoad)).expect("policy load needs no index");
 }
 
 #[tokio::test]
@@ -201,8 +201,10 @@ async fn the_prefill_stays_in_the_decode_ranks_transfer_domain() {
         prefill.remove_worker(WorkerId(2)).await.expect("registered");
         let without = pools.route(RouteRequest::new("4", Prompt::Tokens(&[7; 64]))).await;
         match enforcement {
-            KvTransferEnforcement::Required => assert_eq!(without.expect_err("nobody near").side, Side::Prefill),
-            KvTransferEnforcement::Preferred => assert!(without.expect("placed far off").prefill().is_some()),
+            KvTransferEnforcement::Required => {
+                assert_eq!(without.expect_err("no rank in the domain").side, Side::Prefill)
+            }
+            KvTransferEnforcement::Preferred => assert!(without.expect("placed in another domain").prefill().is_some()),
         }
     }
 }

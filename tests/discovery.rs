@@ -13,7 +13,7 @@ use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap};
 use pointsman::{DiscoverySource, DiscoveryStatus, Fault, Prompt, RouteRequest, Router, RouterConfig, StaticList};
 use tokio::sync::{mpsc, watch};
 
-use crate::common::{assert_at_rest, config, tokens, without_reports_of_drills};
+use crate::common::{assert_at_rest, config, suppress_fault_reports, tokens};
 
 fn set(workers: &[(u64, &str)]) -> WorkerMap {
     workers.iter().map(|(id, endpoint)| (WorkerId(*id), WorkerConfig::at(*endpoint))).collect()
@@ -57,7 +57,7 @@ impl DiscoverySource for Told {
         match self.0.recv().await? {
             Say::Set(workers) => Some(Ok(workers)),
             Say::Trouble(what) => Some(Err(DiscoveryError::Other(what.to_owned()))),
-            Say::Panic => std::panic::panic_any("a drill"),
+            Say::Panic => std::panic::panic_any("an injected fault"),
         }
     }
 }
@@ -68,15 +68,15 @@ fn told() -> (mpsc::UnboundedSender<Say>, Told) {
 }
 
 async fn start(config: RouterConfig, source: impl DiscoverySource) -> Router {
-    Router::builder(config).discovery(source).start().await.expect("it starts")
+    Router::builder(config).discovery(source).start().await.expect("start succeeds")
 }
 
 #[tokio::test]
-async fn the_first_of_two_sources_is_heard_and_hand_given_workers_stay() {
+async fn the_first_source_takes_precedence_and_manual_workers_stay() {
     let (first, seen_first) = watch::channel(set(&[(1, "a"), (2, "a")]));
     let (second, seen_second) = watch::channel(set(&[(2, "b"), (3, "b"), (9, "b")]));
     let builder = Router::builder(config()).worker(WorkerId(9), WorkerConfig::at("hand"));
-    let router = builder.discovery(seen_first).discovery(seen_second).start().await.expect("it starts");
+    let router = builder.discovery(seen_first).discovery(seen_second).start().await.expect("start succeeds");
     runs(&router, &[(1, "a"), (2, "a"), (3, "b"), (9, "hand")]).await;
     let sizes: Vec<_> = router.discovery().into_iter().map(|status| status.workers).collect();
     assert_eq!(sizes, [2, 3]);
@@ -92,7 +92,7 @@ async fn the_first_of_two_sources_is_heard_and_hand_given_workers_stay() {
 }
 
 #[tokio::test]
-async fn a_worker_that_discovery_has_dropped_is_never_chosen_once_it_has_left() {
+async fn removed_workers_are_never_chosen() {
     let (source, seen) = watch::channel(set(&[(1, "a"), (2, "a")]));
     let router = start(RouterConfig { min_initial_workers: 2, ..config() }, seen).await;
     let prompt = tokens(1, 4);
@@ -115,11 +115,11 @@ async fn a_worker_that_discovery_has_dropped_is_never_chosen_once_it_has_left() 
 }
 
 #[tokio::test]
-async fn workers_removed_by_hand_stay_away_until_they_are_no_longer_named() {
+async fn manually_removed_workers_stay_away_until_their_source_drops_them() {
     tokio::time::pause();
     let (source, seen) = watch::channel(set(&[(1, "a"), (2, "a")]));
     let router = start(RouterConfig { min_initial_workers: 2, ..config() }, seen).await;
-    router.remove_worker(WorkerId(1)).await.expect("it was there");
+    router.remove_worker(WorkerId(1)).await.expect("was registered");
     tokio::time::advance(Duration::from_secs(60)).await;
     source.send_replace(set(&[(1, "a"), (3, "a")]));
     runs(&router, &[(3, "a")]).await;
@@ -130,7 +130,7 @@ async fn workers_removed_by_hand_stay_away_until_they_are_no_longer_named() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn news_that_was_missed_is_made_up_for_at_the_next_pass() {
+async fn missed_changes_are_applied_at_the_next_pass() {
     let (source, seen) = watch::channel(set(&[(1, "a")]));
     let router = start(
         RouterConfig { min_initial_workers: 1, discovery: DiscoveryConfig { interval_ms: 7_000 }, ..config() },
@@ -156,7 +156,7 @@ async fn news_that_was_missed_is_made_up_for_at_the_next_pass() {
 }
 
 #[tokio::test]
-async fn trouble_keeps_the_last_good_set_and_is_shown() {
+async fn errors_keep_the_last_good_set_and_are_reported() {
     let (say, source) = told();
     let router = start(config(), source).await;
     say.send(Say::Trouble("no registry")).expect("followed");
@@ -164,17 +164,17 @@ async fn trouble_keeps_the_last_good_set_and_is_shown() {
     say.send(Say::Set(set(&[(1, "a")]))).expect("followed");
     runs(&router, &[(1, "a")]).await;
     until(&router, |statuses| statuses[0].last_error.is_none()).await;
-    say.send(Say::Trouble("it has gone")).expect("followed");
-    until(&router, |statuses| statuses[0].last_error.as_deref() == Some("it has gone")).await;
-    assert_eq!(running(&router).len(), 1, "the last good set stands");
+    say.send(Say::Trouble("removed")).expect("followed");
+    until(&router, |statuses| statuses[0].last_error.as_deref() == Some("removed")).await;
+    assert_eq!(running(&router).len(), 1, "the last good set stays in force");
     drop(say);
     until(&router, |statuses| statuses[0].closed).await;
     assert_eq!(running(&router).len(), 1, "a closed source changes nothing");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_source_that_panics_is_asked_again() {
-    without_reports_of_drills();
+async fn a_panicking_source_is_retried() {
+    suppress_fault_reports();
     let (say, source) = told();
     let router = start(config(), source).await;
     for worker in 1..4 {
@@ -183,7 +183,7 @@ async fn a_source_that_panics_is_asked_again() {
         say.send(Say::Set(set(&[(worker, "a")]))).expect("followed");
         until_slowly(&router, |_| running(&router).contains_key(&worker)).await;
     }
-    assert_eq!(router.health().restarts, 0, "no actor dies of it");
+    assert_eq!(router.health().restarts, 0, "no actor dies");
 }
 
 /// Like [`until`], and lets a paused clock advance.
@@ -196,7 +196,7 @@ async fn until_slowly(router: &Router, so: impl Fn(&[DiscoveryStatus]) -> bool) 
 }
 
 #[tokio::test]
-async fn workers_that_cannot_be_used_are_left_out_and_named() {
+async fn unusable_workers_are_excluded_and_reported() {
     let broken = WorkerConfig { data_parallel_size: 0, ..WorkerConfig::at("b") };
     let mut wanted = set(&[(1, "a")]);
     wanted.insert(WorkerId(2), broken);
@@ -212,7 +212,7 @@ async fn workers_that_cannot_be_used_are_left_out_and_named() {
 }
 
 #[tokio::test]
-async fn lists_of_workers_close_once_they_are_taken_in() {
+async fn worker_lists_close_after_they_are_applied() {
     let list = StaticList::new([(Some(WorkerId(7)), WorkerConfig::at("a")), (None, WorkerConfig::at("b"))]);
     let config = RouterConfig { min_initial_workers: 2, ..config() };
     let router = start(config, list.expect("ids differ")).await;
@@ -221,14 +221,14 @@ async fn lists_of_workers_close_once_they_are_taken_in() {
 }
 
 #[test]
-fn trouble_and_conflicts_are_counted() {
+fn errors_and_conflicts_are_counted() {
     let recorder = DebuggingRecorder::new();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
             let ((say, first), (say_too, second)) = (told(), told());
             let builder = Router::builder(config()).discovery(first).discovery(second);
-            let router = builder.start().await.expect("it starts");
+            let router = builder.start().await.expect("start succeeds");
             say.send(Say::Set(set(&[(1, "a"), (2, "a")]))).expect("followed");
             runs(&router, &[(1, "a"), (2, "a")]).await;
             for _ in 0..2 {
@@ -244,7 +244,7 @@ fn trouble_and_conflicts_are_counted() {
         counts.map(|(_, _, _, value)| format!("{value:?}")).collect::<Vec<_>>()
     };
     assert_eq!(count("pointsman_discovery_conflicts_total"), ["Counter(1)"]);
-    assert_eq!(count("pointsman_discovery_errors_total"), ["Counter(2)"], "both sources bear one name here");
+    assert_eq!(count("pointsman_discovery_errors_total"), ["Counter(2)"], "both sources have the same name");
 }
 
 /// A pending source does not keep a dropped router alive.
@@ -267,26 +267,26 @@ async fn sources_end_with_the_router() {
 
 /// Each actor is killed twenty times while the set changes: no change is lost.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_discovery_actor_that_dies_loses_nothing() {
-    without_reports_of_drills();
+async fn a_restarted_discovery_actor_loses_nothing() {
+    suppress_fault_reports();
     let (said_by_channel, seen) = watch::channel(set(&[(1, "a")]));
     let (say, source) = told();
     let builder = Router::builder(config()).discovery(seen).discovery(source);
-    let router = builder.start().await.expect("it starts");
+    let router = builder.start().await.expect("start succeeds");
     for round in 1..=20_u64 {
         let before = router.health().restarts;
         assert!(router.inject(Fault::Discovery(0)) && router.inject(Fault::Discovery(1)));
-        say.send(Say::Set(set(&[(100 + round, "b")]))).expect("its receiver lives on");
+        say.send(Say::Set(set(&[(100 + round, "b")]))).expect("the receiver is open");
         said_by_channel.send_replace(set(&[(round, "a")]));
         runs(&router, &[(round, "a"), (100 + round, "b")]).await;
         until(&router, |_| router.health().restarts == before + 2).await;
     }
-    assert!(!router.inject(Fault::Discovery(2)), "there is no third");
+    assert!(!router.inject(Fault::Discovery(2)), "no third change");
 }
 
 #[tokio::test]
-async fn a_discovery_actor_that_dies_too_often_takes_the_router_with_it() {
-    without_reports_of_drills();
+async fn repeated_discovery_deaths_fail_the_router() {
+    suppress_fault_reports();
     let (_source, seen) = watch::channel(set(&[(1, "a")]));
     let router = start(
         RouterConfig { min_initial_workers: 1, supervision: SupervisionConfig { restarts_max: 2 }, ..config() },
@@ -415,7 +415,7 @@ mod found {
     }
 
     #[tokio::test]
-    async fn engines_say_what_they_are() {
+    async fn engines_are_probed_for_their_configuration() {
         let (vllm, sglang) = (Engine::vllm(100, BLOCK_SIZE).serve().await, Engine::sglang(BLOCK_SIZE).serve().await);
         let source = ProbedUrls::new([vllm.clone(), sglang.clone()], options()).expect("addresses");
         let router = start(RouterConfig { min_initial_workers: 2, ..config() }, source).await;
@@ -434,7 +434,7 @@ mod found {
     }
 
     #[tokio::test]
-    async fn one_engine_in_trouble_harms_no_other() {
+    async fn a_failing_engine_does_not_affect_others() {
         let (good, other) = (Engine::vllm(100, BLOCK_SIZE), Engine::vllm(100, BLOCK_SIZE));
         let (good_url, other_url) = (good.serve().await, other.serve().await);
         let misfit = Engine::sglang(BLOCK_SIZE * 2).serve().await;
@@ -442,7 +442,7 @@ mod found {
         let urls = [good_url.clone(), other_url.clone(), misfit.clone(), format!("http://{nobody}")];
         let router = start(config(), ProbedUrls::new(urls, options()).expect("addresses")).await;
         until(&router, |statuses| statuses[0].workers == 2 && statuses[0].last_error.is_some()).await;
-        let error = router.discovery()[0].last_error.clone().expect("two are wrong");
+        let error = router.discovery()[0].last_error.clone().expect("two invalid workers");
         let mismatch = format!("{misfit}: its block size is 8, must be 4, which is the pool's");
         assert!(error.contains(&mismatch) && error.contains("cannot connect"), "{error}");
 
@@ -461,7 +461,7 @@ mod found {
     }
 
     #[tokio::test]
-    async fn files_are_followed_and_broken_ones_refused() {
+    async fn files_are_followed_and_invalid_ones_rejected() {
         let directory = Directory::new("file");
         let path = directory.0.join("workers.toml");
         let source = WatchedFile::new(&path, options()).expect("a name").every(SOON);
@@ -487,13 +487,13 @@ mod found {
         directory.replace("workers.toml", "[[workers]]\nid = 2\nurl = \"http://b\"\n");
         runs(&router, &[(2, "http://b")]).await;
         until(&router, |statuses| statuses[0].last_error.is_none()).await;
-        std::fs::remove_file(&path).expect("it was there");
+        std::fs::remove_file(&path).expect("was registered");
         shows("cannot be read").await;
         runs(&router, &[(2, "http://b")]).await;
     }
 
     #[tokio::test]
-    async fn workers_of_a_file_may_be_asked() {
+    async fn workers_of_a_file_may_be_probed() {
         let (directory, engine) = (Directory::new("probe"), Engine::vllm(100, BLOCK_SIZE));
         let url = engine.serve().await;
         let entry =
@@ -521,7 +521,7 @@ mod found {
     }
 
     #[tokio::test]
-    async fn names_that_cannot_be_resolved_are_told_of_and_harm_no_other() {
+    async fn unresolvable_names_are_reported_and_affect_no_other() {
         let too_long = format!("{}:8000", "a".repeat(64));
         let source = DnsNames::new([too_long.as_str(), "127.0.0.1:8000"]).expect("names").every(SOON);
         let router = start(config(), source).await;
@@ -532,7 +532,7 @@ mod found {
     }
 
     #[test]
-    fn what_names_no_engine_is_refused_at_once() {
+    fn invalid_engine_names_are_rejected() {
         let urls = |urls: [&str; 2]| ProbedUrls::new(urls, options()).expect_err("refused").to_string();
         assert!(urls(["http://a", "ftp://b"]).contains("its scheme is \"ftp\", must be http"));
         assert!(urls(["http://a", "http://a"]).contains("both have the id"));

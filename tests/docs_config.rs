@@ -116,11 +116,11 @@ fn every_table_lists_its_settings() {
     let page = read(PAGE);
     let sources = rule_sources();
     let wrong: Vec<String> = subjects().iter().flat_map(|subject| differences(subject, &page, &sources)).collect();
-    assert!(wrong.is_empty(), "{PAGE} does not say what the code does:\n\n{}\n", wrong.join("\n\n"));
+    assert!(wrong.is_empty(), "{PAGE} differs from the code:\n\n{}\n", wrong.join("\n\n"));
 }
 
 #[test]
-fn settings_that_came_from_the_peer_exist() {
+fn settings_compared_with_dynamo_exist() {
     let mut known: BTreeSet<String> = subjects().into_iter().flat_map(|s| s.fields).map(|(name, _)| name).collect();
     known.insert("policy".to_owned());
     let page = read(PAGE);
@@ -137,7 +137,7 @@ fn settings_that_came_from_the_peer_exist() {
             "elsewhere" | "refused" => continue,
             _ => panic!("{theirs} is {ours}, must be kept, renamed, elsewhere or refused"),
         };
-        assert!(!ours.is_empty(), "{theirs} is {what}, but as what?");
+        assert!(!ours.is_empty(), "{theirs} is {what} without a name");
         for name in ours {
             assert!(known.contains(name), "{theirs} is {what} as `{name}`, which is no setting");
         }
@@ -222,7 +222,7 @@ fn kind_of(with_question_mark: &Value) -> (String, Vec<String>) {
         Ok(_) => return ("string".to_owned(), Vec::new()),
         Err(error) => error.to_string(),
     };
-    let expected = error.rsplit("expected ").next().expect("serde says what it expects");
+    let expected = error.rsplit("expected ").next().expect("serde names the expected fields");
     if error.starts_with("unknown variant") {
         let variants: Vec<String> = expected.split('`').skip(1).step_by(2).map(str::to_owned).collect();
         let quoted: Vec<String> = variants.iter().map(|variant| format!("`{variant}`")).collect();
@@ -241,7 +241,7 @@ fn rules_of(field: &str, variants: &[String], place: impl Fn(&Value) -> Value) -
     let numbers = [json!(0), json!(1), json!(-1.0), json!(0.5), json!(1e300), json!(u32::MAX)];
     let words = ["a", "a b"].map(Value::from);
     let probes = numbers.into_iter().chain(words).chain(variants.iter().map(|variant| json!(variant)));
-    let config = serde_json::to_value(RouterConfig::default()).expect("settings can be written");
+    let config = serde_json::to_value(RouterConfig::default()).expect("settings serialize");
     let mut opposite = json!({});
     for (section, value) in config.as_object().expect("a map") {
         if let Some(value) = value.as_bool() {
@@ -313,8 +313,8 @@ fn unquoted(cell: &str) -> String {
 
 /// A struct's fields and values in declaration order.
 fn fields_in_order(value: &impl serde::Serialize) -> Vec<(String, Value)> {
-    let text = serde_json::to_string(value).expect("settings can be written");
-    serde_json::from_str::<InOrder>(&text).expect("and read").0
+    let text = serde_json::to_string(value).expect("settings serialize");
+    serde_json::from_str::<InOrder>(&text).expect("settings parse").0
 }
 
 /// A map that keeps its order.
@@ -348,7 +348,7 @@ impl<'de> Deserialize<'de> for InOrder {
 fn rule_sources() -> String {
     let validation = fs::read_to_string(root().join("src/validation.rs")).expect("sources are UTF-8");
     let directories = ["src/config", "src/policy"].map(|directory| root().join(directory));
-    let files = directories.into_iter().flat_map(|directory| fs::read_dir(directory).expect("the directory is there"));
+    let files = directories.into_iter().flat_map(|directory| fs::read_dir(directory).expect("directory exists"));
     let files = files.map(|entry| entry.expect("readable").path());
     files.map(|path| fs::read_to_string(path).expect("sources are UTF-8")).chain([validation]).collect()
 }

@@ -105,13 +105,13 @@ async fn a_body_reports_its_first_byte_its_blocks_and_its_end() {
         assert_eq!(body.placement().map(|placement| placement.rank()), Some(rank(0)));
         let left = if knows_its_end { 1 } else { 2 };
         assert_eq!(read(body.as_mut(), left).await.len(), 1);
-        assert!(body.placement().is_none(), "it is over, though the body is still there");
+        assert!(body.placement().is_none(), "complete before the body is dropped");
         assert_at_rest(&router).await;
     }
 }
 
 #[tokio::test]
-async fn output_counts_for_less_as_its_end_comes_near() {
+async fn output_weight_decays_towards_the_expected_end() {
     let router = router(config(), 1).await;
     let placement = place(&router, "a").await;
     let body = placement.wrap_body(Scripted::new((0..8).map(token), false), AnswerKind::Events).expecting(8);
@@ -119,13 +119,13 @@ async fn output_counts_for_less_as_its_end_comes_near() {
     read(body.as_mut(), 4).await;
     assert_eq!(loads(&router).await, [(1, 3, 0)], "half of 5 + 1 blocks");
     read(body.as_mut(), 4).await;
-    assert_eq!(loads(&router).await, [(1, 0, 0)], "nothing more is expected");
+    assert_eq!(loads(&router).await, [(1, 0, 0)], "no further output is expected");
     read(body.as_mut(), 1).await;
     assert_at_rest(&router).await;
 }
 
 #[tokio::test]
-async fn nothing_stays_booked_wherever_a_body_stops() {
+async fn bookings_end_wherever_a_body_stops() {
     const FRAMES: usize = 12;
     let router =
         router(RouterConfig { health: HealthConfig { outcome_failures_max: 0, ..config().health }, ..config() }, 2)
@@ -155,20 +155,20 @@ async fn nothing_stays_booked_wherever_a_body_stops() {
 }
 
 #[tokio::test]
-async fn the_bytes_and_the_trailers_stay_as_they_are() {
+async fn bytes_and_trailers_are_unchanged() {
     let router = router(config(), 1).await;
     let mut trailers = HeaderMap::new();
     trailers.insert("x-checksum", "7".parse().expect("a value"));
     let steps = [token(1), token(2), Ok(Frame::trailers(trailers.clone()))];
     let body = place(&router, "a").await.wrap_body(Scripted::new(steps, true), AnswerKind::Json);
-    let collected = body.collect().await.expect("it does not break off");
+    let collected = body.collect().await.expect("the body is complete");
     assert_eq!(collected.trailers(), Some(&trailers));
     let sent: Vec<u8> =
         [token(1), token(2)].into_iter().flatten().filter_map(|f| f.into_data().ok()).flatten().collect();
     assert_eq!(collected.to_bytes(), sent);
     assert_at_rest(&router).await;
     let empty = place(&router, "b").await.wrap_body(Empty::<Bytes>::new(), AnswerKind::Json);
-    assert!(empty.is_end_stream() && empty.placement().is_none(), "nobody would ever ask it");
+    assert!(empty.is_end_stream() && empty.placement().is_none(), "the rank would never be chosen");
     assert_at_rest(&router).await;
 }
 
@@ -192,7 +192,7 @@ async fn left_after(respond: impl Fn() -> Response<Scripted>, read_all: bool) ->
 }
 
 #[tokio::test]
-async fn what_a_body_says_of_its_rank_is_what_happened() {
+async fn body_outcomes_are_reported_for_the_rank() {
     let answer = |status: StatusCode, steps: Vec<Step>| {
         let mut response = Response::new(Scripted::new(steps, true));
         *response.status_mut() = status;
@@ -200,11 +200,11 @@ async fn what_a_body_says_of_its_rank_is_what_happened() {
     };
     let good = || answer(StatusCode::OK, vec![token(1), token(2)]);
     assert_eq!(left_after(good, true).await, 2);
-    assert_eq!(left_after(good, false).await, 2, "the client has gone");
+    assert_eq!(left_after(good, false).await, 2, "the client disconnected");
     assert_eq!(left_after(|| answer(StatusCode::BAD_REQUEST, vec![token(1)]), true).await, 2);
     assert_eq!(left_after(|| answer(StatusCode::OK, vec![token(1), reset()]), true).await, 1);
     let refuse = || answer(StatusCode::SERVICE_UNAVAILABLE, vec![token(1)]);
-    assert_eq!(left_after(refuse, true).await, 2, "refusals at once are one back-off, not an ejection");
+    assert_eq!(left_after(refuse, true).await, 2, "concurrent refusals are one back-off, not an ejection");
     assert_eq!(left_after(|| answer(StatusCode::BAD_GATEWAY, vec![]), true).await, 1);
 }
 
@@ -243,7 +243,7 @@ async fn left_after_requiring_an_end(steps: impl Fn() -> Vec<Step>, blames: bool
 }
 
 #[tokio::test]
-async fn a_stream_without_its_end_mark_counts_where_one_is_required() {
+async fn missing_end_marks_count_if_required() {
     let done = || Ok(Frame::data("data: [DONE]\n\n".into()));
     let error = || Ok(Frame::data("data: {\"error\":{\"code\":500}}\n\n".into()));
     assert_eq!(left_after_requiring_an_end(|| vec![token(1), done()], true).await, 2);
@@ -253,7 +253,7 @@ async fn a_stream_without_its_end_mark_counts_where_one_is_required() {
 }
 
 #[test]
-fn cached_tokens_are_reported_once_and_as_the_answer_says_them() {
+fn cached_tokens_are_reported_once_from_usage() {
     let (recorder, runtime) = (DebuggingRecorder::new(), tokio::runtime::Builder::new_current_thread());
     let runtime = { runtime }.enable_time().build().expect("a runtime");
     let snapshotter = recorder.snapshotter();
@@ -279,7 +279,7 @@ fn cached_tokens_are_reported_once_and_as_the_answer_says_them() {
         let is_delivered = key.key().labels().any(|label| label.key() == "stage" && label.value() == "delivered");
         is_delivered.then_some(value)
     });
-    assert_eq!(delivered, Some(DebugValue::Counter(2 * 8)), "of two answers, each once");
+    assert_eq!(delivered, Some(DebugValue::Counter(2 * 8)), "once per response");
 }
 
 fn asking(id: &str) -> Request<()> {
@@ -290,22 +290,22 @@ fn asking(id: &str) -> Request<()> {
 }
 
 #[tokio::test]
-async fn the_service_inside_is_told_where_to_send() {
+async fn the_inner_service_receives_the_placement() {
     let two = WorkerConfig { data_parallel_start_rank: 6, data_parallel_size: 2, ..WorkerConfig::at("http://a") };
     let router = Router::builder(config()).worker(WorkerId(7), two).start().await.expect("valid");
     let client = service_fn(async |request: Request<()>| {
-        assert!(request.extensions().get::<RouteRequest<'static>>().is_none(), "it has been used");
-        let target = request.extensions().get::<PlacedTarget>().expect("it has been placed").clone();
+        assert!(request.extensions().get::<RouteRequest<'static>>().is_none(), "placement taken");
+        let target = request.extensions().get::<PlacedTarget>().expect("placed").clone();
         let first = target.rank_at_worker.map(|number| target.rank.rank - number);
         Ok::<_, Infallible>(Response::new(Full::<Bytes>::from(format!("{} {first:?}", target.endpoint))))
     });
     let mut service = PlacementLayer::new(router.clone()).layer(client);
     let response = service.ready().await.expect("ready").call(asking("a")).await.expect("answered");
-    assert_eq!(router.health().leases, 1, "its answer has not been read");
+    assert_eq!(router.health().leases, 1, "the response was not read");
     assert_eq!(
         response.into_body().collect().await.expect("whole").to_bytes(),
         "http://a Some(6)",
-        "counted from its first"
+        "counted from the first request"
     );
     assert_at_rest(&router).await;
 }
@@ -319,7 +319,7 @@ async fn the_options_of_a_request_reach_the_router() {
     let prompt = Prompt::OwnedTokens([1].into());
     request.extensions_mut().insert(RouteRequest { options, ..RouteRequest::new("a", prompt) });
     let client = service_fn(async |request: Request<()>| {
-        let target = request.extensions().get::<PlacedTarget>().expect("it has been placed");
+        let target = request.extensions().get::<PlacedTarget>().expect("placed");
         assert_eq!(target.rank, rank(2));
         Ok::<_, Infallible>(Response::new(Empty::<Bytes>::new()))
     });
@@ -331,7 +331,7 @@ async fn the_options_of_a_request_reach_the_router() {
     let to_route = RouteRequest { options, ..asked(asking("b")) };
     let mut request = Request::new(());
     request.extensions_mut().insert(to_route);
-    let refused = layer.layer(client).oneshot(request).await.expect_err("there is no such class");
+    let refused = layer.layer(client).oneshot(request).await.expect_err("unknown class");
     assert!(matches!(refused, PlaceError::Route(_)), "{refused}");
     let refused = layer.layer(client).oneshot(Request::new(())).await.expect_err("nothing to place");
     assert!(matches!(refused, PlaceError::MissingRequest), "{refused}");
@@ -339,11 +339,11 @@ async fn the_options_of_a_request_reach_the_router() {
 }
 
 fn asked(mut request: Request<()>) -> RouteRequest<'static> {
-    request.extensions_mut().remove().expect("it is there")
+    request.extensions_mut().remove().expect("present")
 }
 
 #[tokio::test]
-async fn a_service_that_fails_frees_and_is_held_against_its_rank() {
+async fn a_failed_service_frees_its_booking_and_counts_against_the_rank() {
     let failing = service_fn(async |_: Request<()>| Err::<Response<Empty<Bytes>>, _>(io::Error::other("no route")));
     for (layer_of, left) in [
         (PlacementLayer::new as fn(Router) -> PlacementLayer<io::Error>, 0), // by default a connect failure
@@ -352,7 +352,7 @@ async fn a_service_that_fails_frees_and_is_held_against_its_rank() {
         let router = router(config(), 2).await;
         let service = layer_of(router.clone()).layer(failing);
         for _ in 0..2 * router.config().health.outcome_failures_max {
-            let refused = service.clone().oneshot(asking("a")).await.expect_err("it fails");
+            let refused = service.clone().oneshot(asking("a")).await.expect_err("the service fails");
             assert!(matches!(&refused, PlaceError::Inner(error) if error.to_string() == "no route"), "{refused}");
             assert_at_rest(&router).await;
         }
@@ -367,7 +367,7 @@ async fn poll_once<F: Future>(mut future: Pin<&mut F>) -> bool {
 }
 
 #[tokio::test]
-async fn a_request_whose_future_is_dropped_leaves_nothing() {
+async fn dropped_futures_free_everything() {
     let worker = WorkerConfig { max_num_batched_tokens: Some(10), ..WorkerConfig::at("http://a") };
     let router =
         Router::builder(RouterConfig { queue: QueueConfig { threshold: Some(0.5), ..config().queue }, ..config() });

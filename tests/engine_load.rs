@@ -31,7 +31,7 @@ async fn refusals(router: &Router) -> Vec<Option<Filter>> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_report_is_shown_with_its_age_and_grows_stale() {
+async fn reports_have_an_age_and_become_stale() {
     let router = router(config(), 2).await;
     router.report_engine_load(rank(1), waiting(3));
     router.report_engine_load(rank(1), EngineReading::default()); // an empty report
@@ -50,7 +50,7 @@ async fn a_report_is_shown_with_its_age_and_grows_stale() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_full_engine_is_overloaded_and_a_silent_one_is_unknown() {
+async fn full_engines_are_overloaded_and_silent_ones_unknown() {
     let limits = RouterConfig {
         overload: OverloadConfig { engine_waiting: Some(4), engine_kv_usage: Some(0.9), ..config().overload },
         ..config()
@@ -60,23 +60,23 @@ async fn a_full_engine_is_overloaded_and_a_silent_one_is_unknown() {
     router.report_engine_load(rank(1), waiting(4));
     router.report_engine_load(rank(2), EngineReading { kv_usage: Some(0.95), ..EngineReading::default() });
     let overloaded = Some(Filter::Overloaded);
-    assert_eq!(refusals(&router).await, [overloaded, None, overloaded, None], "3 has said nothing");
+    assert_eq!(refusals(&router).await, [overloaded, None, overloaded, None], "rank 3 has not reported");
     tokio::time::advance(Duration::from_millis(2_500)).await;
     router.report_engine_load(rank(2), waiting(9));
     tokio::time::advance(Duration::from_millis(2_500)).await;
-    assert_eq!(refusals(&router).await, [None, None, overloaded, None], "0 was full, and has not said so for long");
+    assert_eq!(refusals(&router).await, [None, None, overloaded, None], "the report of rank 0 is stale");
     for worker in 0..4 {
         router.report_engine_load(rank(worker), waiting(9));
     }
     let refused = router.route(RouteRequest::new("r", Prompt::Tokens(&[1]))).await.expect_err("all are full");
     assert!(matches!(refused, RouteError::Rejected(Rejection::AllOverloaded { .. })), "{refused}");
     router.report_engine_load(rank(3), waiting(0));
-    let placement = router.route(RouteRequest::new("r", Prompt::Tokens(&[1]))).await.expect("one is not");
+    let placement = router.route(RouteRequest::new("r", Prompt::Tokens(&[1]))).await.expect("one rank has capacity");
     assert_eq!(placement.rank(), rank(3));
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_waits_is_sent_when_an_engine_falls_silent_or_empties() {
+async fn queued_requests_leave_when_an_engine_becomes_unknown_or_idle() {
     let limits = RouterConfig {
         queue: QueueConfig { threshold: Some(0.0), ..config().queue },
         overload: OverloadConfig { engine_waiting: Some(4), ..config().overload },
@@ -92,7 +92,7 @@ async fn who_waits_is_sent_when_an_engine_falls_silent_or_empties() {
     .await;
     router.report_engine_load(rank(0), waiting(5));
     first.prefill_completed(); // no longer busy, but overloaded according to its engine
-    let placed = second.await.expect("answered").expect("placed when that account is stale");
+    let placed = second.await.expect("answered").expect("placed once the report is stale");
     assert!(facts(&router)[0].is_some_and(|fact| fact.is_stale));
     assert_eq!(placed.rank(), rank(0));
 }
@@ -125,10 +125,10 @@ async fn a_custom_policy_reads_engine_loads() {
 
 #[cfg(feature = "faults")]
 #[tokio::test]
-async fn a_lost_actor_costs_nothing_but_the_message() {
+async fn a_lost_actor_loses_only_its_message() {
     use pointsman::Fault;
 
-    crate::common::without_reports_of_drills();
+    crate::common::suppress_fault_reports();
     let router = router(config(), 1).await;
     router.report_engine_load(rank(0), waiting(1));
     assert!(router.inject(Fault::EngineLoads));
@@ -174,7 +174,7 @@ mod pages {
     }
 
     #[tokio::test]
-    async fn pages_are_read_again_and_again_and_a_page_of_others_says_nothing() {
+    async fn pages_are_polled_and_foreign_pages_ignored() {
         let [page, others] = [
             "vllm:num_requests_waiting{engine=\"0\"} 1\nvllm:num_requests_waiting{engine=\"1\"} 2\n",
             "vllm:num_requests_waiting{engine=\"7\"} 1\nvllm:num_requests_waiting{engine=\"8\"} NaN\n",
@@ -199,7 +199,7 @@ mod pages {
     }
 
     #[tokio::test]
-    async fn an_engine_that_stops_answering_grows_stale() {
+    async fn loads_of_unresponsive_engines_become_stale() {
         let page = Arc::new(Mutex::new("vllm:num_requests_waiting 1\n".to_owned()));
         let load = Some(LoadSource::Metrics(serving(Arc::clone(&page)).await));
         let config = RouterConfig { engine_load: EngineLoadConfig { interval_ms: 1, stale_ms: 50 }, ..config() };

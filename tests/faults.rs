@@ -11,7 +11,7 @@ use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{AddRequest, Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
 use crate::common::{
-    WAIT_MAX, assert_at_rest, cleared, config, loads, rank, router, stored, tokens, until, without_reports_of_drills,
+    WAIT_MAX, assert_at_rest, cleared, config, loads, rank, router, stored, suppress_fault_reports, tokens, until,
 };
 
 const WORKERS: u64 = 6;
@@ -78,7 +78,7 @@ async fn under_load(
     rounds: u64,
     disturb: impl AsyncFnOnce(&Callers),
 ) -> Vec<Placement> {
-    without_reports_of_drills();
+    suppress_fault_reports();
     let returned = (0..callers).map(|_| AtomicU64::new(0)).collect();
     let shared = Arc::new(Callers { returned, stop: AtomicBool::new(false) });
     let tasks: Vec<_> = (0..callers)
@@ -91,9 +91,8 @@ async fn under_load(
     shared.stop.store(true, Ordering::Relaxed);
     let mut held = Vec::new();
     for (task, returned) in tasks.into_iter().zip(&shared.returned) {
-        let calls =
-            tokio::time::timeout(WAIT_MAX, task).await.expect("the last call returns").expect("no caller panics");
-        assert_eq!(calls.failed, [], "every call is tried again until it is placed");
+        let calls = tokio::time::timeout(WAIT_MAX, task).await.expect("no panic").expect("no panic");
+        assert_eq!(calls.failed, [], "every call is retried until placed");
         assert_eq!(calls.placed, returned.load(Ordering::Relaxed));
         assert!(calls.placed >= rounds, "{} placements in {rounds} rounds", calls.placed);
         held.extend(calls.held);
@@ -104,7 +103,7 @@ async fn under_load(
 /// Asserts that each placement has exactly one lease and one booking, on its own rank, and that nothing remains after
 /// they are freed.
 async fn assert_booked_once(router: &Router, held: Vec<Placement>) {
-    assert_eq!(router.health().leases, held.len(), "a lease for each placement, and no other");
+    assert_eq!(router.health().leases, held.len(), "one lease per placement");
     let mut requests = BTreeMap::new();
     for placement in &held {
         *requests.entry(placement.rank().worker.0).or_default() += 1;
@@ -187,12 +186,12 @@ async fn bookings_of_a_killed_sequence_actor_are_restored() {
     let before = loads(&router).await;
     assert!(router.inject(Fault::Sequence(rank(1))));
     // The actor that would reconcile the leases is dead. The lost notification must not suppress later ones.
-    router.mark_prefill_completed("kept").expect("known, though its actor is dead");
-    router.free("freed").expect("known, though its actor is dead");
+    router.mark_prefill_completed("kept").expect("the worker is registered");
+    router.free("freed").expect("the worker is registered");
     restarted(&router, 1).await;
     let after = loads(&router).await;
     assert_eq!(after[1], (before[1].0 - 1, before[1].1 - 7, 0), "{before:?}");
-    assert_eq!((after[0], after[2]), (before[0], before[2]), "others are untouched");
+    assert_eq!((after[0], after[2]), (before[0], before[2]), "other ranks are unchanged");
     for id in ["kept", "reported"] {
         router.free(id).expect("restored");
     }
@@ -200,7 +199,7 @@ async fn bookings_of_a_killed_sequence_actor_are_restored() {
 }
 
 #[tokio::test]
-async fn a_restored_prefill_has_not_lost_its_progress() {
+async fn restored_prefills_keep_their_progress() {
     tokio::time::pause();
     let router = router(config(), 1).await;
     let prompt = tokens(1, 250);
@@ -214,7 +213,7 @@ async fn a_restored_prefill_has_not_lost_its_progress() {
 }
 
 #[tokio::test]
-async fn a_lost_shard_leaves_its_ranks_cold_and_says_which() {
+async fn a_lost_shard_reports_its_ranks_as_cold() {
     let router = router(RouterConfig { index: IndexConfig { shards: 2, ..config().index }, ..config() }, 4).await;
     let prompt = tokens(1, 10);
     for worker in 0..4 {
@@ -223,11 +222,11 @@ async fn a_lost_shard_leaves_its_ranks_cold_and_says_which() {
     let mut resyncs = router.resyncs();
     assert!(resyncs.borrow_and_update().is_empty());
     assert!(router.inject(Fault::Radix(rank(1))));
-    let cold = resyncs.wait_for(|cold| !cold.is_empty()).await.expect("the router lives").clone();
+    let cold = resyncs.wait_for(|cold| !cold.is_empty()).await.expect("the router is running").clone();
     assert_eq!(cold, BTreeSet::from([rank(1), rank(3)]), "the ranks of that shard");
     assert_eq!(router.health().cold, cold);
     let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await.expect("a match");
-    assert_eq!(best.overlap_blocks(), 10, "the other shard still knows");
+    assert_eq!(best.overlap_blocks(), 10, "the other shard keeps its index");
 
     // Events that continue the old stream do not make a cold rank current.
     router.apply_events(vec![stored(rank(1), &tokens(5, 3))]).await.expect("up");
@@ -235,13 +234,13 @@ async fn a_lost_shard_leaves_its_ranks_cold_and_says_which() {
     for worker in [1, 3] {
         router.apply_events(vec![cleared(rank(worker)), stored(rank(worker), &prompt)]).await.expect("up");
     }
-    resyncs.wait_for(BTreeSet::is_empty).await.expect("the router lives");
+    resyncs.wait_for(BTreeSet::is_empty).await.expect("the router is running");
     let held: BTreeSet<_> = router.dump_events().await.expect("up").iter().map(|event| event.rank).collect();
     assert_eq!(held.len(), 4);
 }
 
 #[tokio::test]
-async fn when_the_restart_budget_is_spent_the_router_fails_whole_and_says_so() {
+async fn an_exhausted_restart_budget_fails_the_router() {
     let router = router(RouterConfig { supervision: SupervisionConfig { restarts_max: 2 }, ..config() }, 2).await;
     for restarts in 1..=2 {
         assert!(router.inject(Fault::Scheduler));
@@ -253,7 +252,7 @@ async fn when_the_restart_budget_is_spent_the_router_fails_whole_and_says_so() {
 }
 
 #[tokio::test]
-async fn when_the_supervisor_dies_the_router_fails_whole_and_says_so() {
+async fn a_dead_supervisor_fails_the_router() {
     let router = router(config(), 2).await;
     let placement = router.route(RouteRequest::new("held", Prompt::Tokens(&[1]))).await.expect("placed");
     assert!(router.inject(Fault::Supervisor));
@@ -274,7 +273,7 @@ async fn assert_down(router: &Router, down: Down) {
 
 /// Callers wait at a hung scheduler until `fail` ends the router. Each of them must return `down`.
 async fn with_callers_waiting(router: &Router, callers: usize, down: Down, fail: impl AsyncFnOnce()) {
-    let hang = router.hang(Fault::Scheduler).expect("there is one");
+    let hang = router.hang(Fault::Scheduler).expect("not empty");
     let waiting: Vec<_> = (0..callers as u32)
         .map(|n| {
             let router = router.clone();
@@ -288,13 +287,13 @@ async fn with_callers_waiting(router: &Router, callers: usize, down: Down, fail:
     fail().await;
     drop(hang);
     for caller in waiting {
-        let returned = tokio::time::timeout(WAIT_MAX, caller).await.expect("every call returns").expect("no panic");
+        let returned = tokio::time::timeout(WAIT_MAX, caller).await.expect("no panic").expect("no panic");
         assert_eq!(returned, Err(RouteError::Down(down)));
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn callers_that_wait_when_the_router_fails_are_answered() {
+async fn waiting_callers_receive_an_error_when_the_router_fails() {
     let router = router(RouterConfig { supervision: SupervisionConfig { restarts_max: 0 }, ..config() }, 2).await;
     with_callers_waiting(&router, 200, Down::Failed, async || {
         assert!(router.inject(Fault::Supervisor));
@@ -305,10 +304,10 @@ async fn callers_that_wait_when_the_router_fails_are_answered() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_shutdown_waits_for_no_actor_that_is_stuck() {
+async fn a_shutdown_does_not_wait_for_hanging_actors() {
     let router = router(config(), 2).await;
     with_callers_waiting(&router, 200, Down::Stopped, async || {
-        assert_eq!(router.clone().shutdown(Duration::from_millis(1)).await, 200, "none could end");
+        assert_eq!(router.clone().shutdown(Duration::from_millis(1)).await, 200, "no request ended");
         assert_eq!(router.health().state, Err(Down::Stopped));
     })
     .await;
@@ -316,9 +315,9 @@ async fn a_shutdown_waits_for_no_actor_that_is_stuck() {
 }
 
 #[tokio::test]
-async fn a_request_that_is_freed_before_it_is_booked_is_not_booked() {
+async fn requests_freed_before_booking_are_not_booked() {
     let router = router(config(), 1).await;
-    let hang = router.hang(Fault::Scheduler).expect("there is one");
+    let hang = router.hang(Fault::Scheduler).expect("not empty");
     let booking = tokio::spawn({
         let router = router.clone();
         async move { router.add_request(AddRequest::new("a", rank(0), Prompt::Tokens(&[1, 2, 3, 4]))).await }
@@ -332,7 +331,7 @@ async fn a_request_that_is_freed_before_it_is_booked_is_not_booked() {
 
 /// The last load response waits in the scheduler's inbox behind the timer that has fired.
 #[tokio::test]
-async fn a_timer_that_overtakes_the_last_load_answer_makes_no_rank_unresponsive() {
+async fn a_timer_before_the_last_load_reply_marks_no_rank_as_timed_out() {
     // Real time: the thread of a hang, which finally processes the inbox, runs outside the runtime and its paused
     // clock.
     let router = router(config(), 4).await; // the idle rank needs no query and would be the only one in service
@@ -342,17 +341,17 @@ async fn a_timer_that_overtakes_the_last_load_answer_makes_no_rank_unresponsive(
     let mut explained = Box::pin(router.explain(RouteRequest::query(Prompt::Tokens(&prompt))));
     tokio::select! {
         biased;
-        early = &mut explained => panic!("rank 0 has not answered, and yet: {early:?}"),
+        early = &mut explained => panic!("decided before the reply of rank 0: {early:?}"),
         () = std::future::ready(()) => {}
     }
-    let scheduler = router.hang(Fault::Scheduler).expect("there is one");
+    let scheduler = router.hang(Fault::Scheduler).expect("not empty");
     let timeout = LoadConfig::QUERY_TIMEOUT;
     tokio::time::sleep(timeout * 2).await; // the timer's message is in the inbox
     drop(sequence); // returns once the response is in the inbox as well
     drop(scheduler);
     let explained = explained.await.expect("answered");
     let refused: Vec<_> = explained.ranks.iter().filter_map(|row| row.refused_by).collect();
-    assert_eq!(refused, [], "every rank has answered in time");
+    assert_eq!(refused, [], "every rank replied in time");
     drop(held);
     assert_at_rest(&router).await;
 }
@@ -368,7 +367,7 @@ async fn one_on_each(router: &Router, ranks: usize, prompt: &[u32]) -> Vec<Place
 }
 
 #[tokio::test]
-async fn a_rank_that_recovers_is_chosen_again_though_another_stays_stuck() {
+async fn recovered_ranks_are_chosen_while_another_hangs() {
     tokio::time::pause();
     let router = router(config(), 3).await;
     let prompt = tokens(1, 50);
@@ -397,7 +396,7 @@ async fn ten_thousand_deaths_under_flood_fail_no_call() {
 }
 
 #[tokio::test]
-async fn a_hung_sequence_actor_delays_a_batch_by_its_timeout_and_not_more() {
+async fn a_hanging_sequence_actor_delays_a_batch_by_at_most_its_timeout() {
     tokio::time::pause();
     let router = router(config(), 3).await;
     let prompt = tokens(1, 50);
@@ -420,11 +419,11 @@ async fn a_hung_sequence_actor_delays_a_batch_by_its_timeout_and_not_more() {
     let next = router.route(RouteRequest::new("next", Prompt::Tokens(&tokens(2, 50)))).await.expect("placed");
     let last = router.route(RouteRequest::new("last", Prompt::Tokens(&tokens(3, 50)))).await.expect("placed");
     let chosen = BTreeSet::from([placement.rank(), next.rank(), last.rank()]);
-    assert_eq!(chosen.len(), 3, "the rank is chosen again: {chosen:?}");
+    assert_eq!(chosen.len(), 3, "the recovered rank is chosen: {chosen:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn workers_come_and_go_under_load() {
+async fn workers_are_added_and_removed_under_load() {
     let router = router(config(), WORKERS).await;
     let held = under_load(&router, 8, 200, async |callers| {
         for n in 0..200 {
@@ -440,9 +439,9 @@ async fn workers_come_and_go_under_load() {
 }
 
 #[tokio::test]
-async fn callers_that_leave_early_leave_nothing_behind() {
+async fn abandoned_calls_free_everything() {
     let router = router(config(), 2).await;
-    let hang = router.hang(Fault::Scheduler).expect("there is one");
+    let hang = router.hang(Fault::Scheduler).expect("not empty");
     let callers: Vec<_> = (0..50u32)
         .map(|n| {
             let (router, id) = (router.clone(), n.to_string());
@@ -456,15 +455,15 @@ async fn callers_that_leave_early_leave_nothing_behind() {
         caller.abort();
         assert!(caller.await.expect_err("aborted while it waited").is_cancelled());
     }
-    assert_eq!(router.health().leases, 0, "their ids are free at once");
+    assert_eq!(router.health().leases, 0, "the ids are free");
     drop(hang);
     assert_at_rest(&router).await; // processed after the fifty requests, which booked nothing
 }
 
 #[tokio::test]
-async fn requests_beyond_the_waiting_room_are_refused_by_name() {
+async fn requests_above_the_pending_limit_are_rejected_by_name() {
     let router = router(RouterConfig { queue: QueueConfig { requests_max: 1, ..config().queue }, ..config() }, 1).await;
-    let hang = router.hang(Fault::Scheduler).expect("there is one");
+    let hang = router.hang(Fault::Scheduler).expect("not empty");
     let waiting = tokio::spawn({
         let router = router.clone();
         async move { router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.map(|p| p.rank()) }
@@ -478,7 +477,7 @@ async fn requests_beyond_the_waiting_room_are_refused_by_name() {
 }
 
 #[tokio::test]
-async fn events_beyond_a_shards_gate_wait_and_hold_up_no_other_shard() {
+async fn events_above_the_limit_of_a_shard_wait_without_blocking_others() {
     let router = router(
         RouterConfig {
             events: EventsConfig { blocks_max: 15, ..config().events },
@@ -488,7 +487,7 @@ async fn events_beyond_a_shards_gate_wait_and_hold_up_no_other_shard() {
         2,
     )
     .await;
-    let hang = router.hang(Fault::Radix(rank(0))).expect("there is one");
+    let hang = router.hang(Fault::Radix(rank(0))).expect("not empty");
     let prompt = tokens(1, 10);
     router.apply_events(vec![stored(rank(0), &prompt)]).await.expect("room for ten blocks of fifteen");
     let beyond = tokio::spawn({

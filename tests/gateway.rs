@@ -17,10 +17,10 @@ use pointsman::{
 };
 use tokio::sync::watch;
 
-use crate::common::{assert_at_rest, config, loads, rank, router, stored, tokens, without_reports_of_drills};
+use crate::common::{assert_at_rest, config, loads, rank, router, stored, suppress_fault_reports, tokens};
 
 #[tokio::test]
-async fn what_the_embedder_knows_holds_from_the_next_decision_on() {
+async fn embedder_conditions_apply_from_the_next_decision() {
     let router = router(config(), 2).await;
     let prompt = tokens(1, 8);
     let request = RouteRequest::query(Prompt::Tokens(&prompt));
@@ -29,15 +29,15 @@ async fn what_the_embedder_knows_holds_from_the_next_decision_on() {
         unavailable: unavailable.iter().map(|&worker| rank(worker)).collect(),
     };
     router.set_conditions(conditions(&[0], &[])).await.expect("up");
-    assert_eq!(router.find_best_match(request.clone()).await.expect("one is left").rank(), rank(1));
+    assert_eq!(router.find_best_match(request.clone()).await.expect("one rank is eligible").rank(), rank(1));
     router.set_conditions(conditions(&[0], &[1])).await.expect("up");
-    let refused = router.find_best_match(request.clone()).await.expect_err("nobody is left");
+    let refused = router.find_best_match(request.clone()).await.expect_err("no rank is eligible");
     assert_eq!(refused.to_string(), "all eligible workers are overloaded: 1 unavailable, 1 overloaded");
     router.set_conditions(conditions(&[], &[0, 1])).await.expect("up");
-    let refused = router.find_best_match(request.clone()).await.expect_err("nobody is left");
+    let refused = router.find_best_match(request.clone()).await.expect_err("no rank is eligible");
     assert_eq!(refused.to_string(), "no rank is eligible: 2 unavailable");
     router.set_conditions(RankConditions::default()).await.expect("up");
-    router.find_best_match(request).await.expect("all are back");
+    router.find_best_match(request).await.expect("all ranks are eligible");
 }
 
 #[tokio::test]
@@ -58,15 +58,15 @@ async fn the_rank_of_a_single_rank_worker_is_implied() {
 }
 
 #[tokio::test]
-async fn a_placement_says_what_its_worker_calls_the_rank() {
+async fn placements_contain_the_rank_number_at_the_worker() {
     let of =
         |ranks| WorkerConfig { data_parallel_start_rank: 4, data_parallel_size: ranks, ..WorkerConfig::at("http://a") };
     let router = Router::builder(config()).worker(WorkerId(1), of(2)).start().await.expect("valid");
     let first = router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect("placed");
-    assert_eq!(first.rank_at_worker(), Some(first.rank().rank - 4), "from the worker's first");
+    assert_eq!(first.rank_at_worker(), Some(first.rank().rank - 4), "numbered from the first rank of the worker");
     router.upsert_worker(WorkerId(1), of(1)).await.expect("valid");
     let second = router.route(RouteRequest::new("b", Prompt::Tokens(&[1]))).await.expect("placed");
-    assert_eq!(second.rank_at_worker(), None, "the worker that stayed has changed");
+    assert_eq!(second.rank_at_worker(), None, "the remaining worker is unchanged");
 }
 
 #[tokio::test]
@@ -81,13 +81,13 @@ async fn ranks_that_can_serve_are_counted_without_waiting() {
     assert_eq!(router.eligible_ranks(), 1, "one is ejected");
     router.drain_worker(WorkerId(2), Duration::ZERO).await.expect("there");
     router.rank_health().await.expect("up"); // processed after the drain: ejected ranks are readmitted if needed
-    assert_eq!(router.eligible_ranks(), 1, "the ejected one, for nobody else is left");
+    assert_eq!(router.eligible_ranks(), 1, "the ejected rank is the only one");
     router.clone().shutdown(Duration::ZERO).await;
     assert_eq!(router.eligible_ranks(), 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_rank_that_is_slow_to_prefill_is_expected_to_be() {
+async fn slow_prefills_increase_the_expected_duration() {
     let router = router(
         RouterConfig { load: LoadConfig { prefill_model: PrefillModel::Learned, ..config().load }, ..config() },
         1,
@@ -101,7 +101,7 @@ async fn a_rank_that_is_slow_to_prefill_is_expected_to_be() {
         tokio::time::advance(Duration::from_secs(2)).await; // 500 tokens a second
         placement.prefill_completed();
     }
-    assert_eq!(expected[0], None, "nothing is known of it yet");
+    assert_eq!(expected[0], None, "no prediction yet");
     let last = expected.last().copied().flatten().expect("learned");
     assert!((last.as_secs_f64() - 2.0).abs() < 0.1, "{last:?}");
     assert_at_rest(&router).await;
@@ -121,7 +121,7 @@ async fn a_provider_of_conditions_is_followed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_drained_worker_leaves_when_it_is_empty_or_out_of_time() {
+async fn a_drain_ends_without_bookings_or_at_its_deadline() {
     let router = router(config(), 2).await;
     let prompt = tokens(1, 8);
     let place = async |id| router.route(RouteRequest::new(id, Prompt::Tokens(&prompt))).await.expect("placed");
@@ -139,16 +139,16 @@ async fn a_drained_worker_leaves_when_it_is_empty_or_out_of_time() {
     };
     crate::common::until("drain", is_draining).await;
     for id in ["c", "d", "e", "f"] {
-        assert_eq!(place(id).await.rank(), b.rank(), "no new work for who is drained");
+        assert_eq!(place(id).await.rank(), b.rank(), "no new requests for draining ranks");
     }
     assert_eq!(router.drain_worker(first, Duration::ZERO).await, Err(MembershipError::Draining(first)));
-    assert!(!drain.is_finished(), "a is still there");
+    assert!(!drain.is_finished(), "request a is still booked");
     drop(a);
-    assert_eq!(drain.await.expect("no panic"), Ok(0), "nobody was cut off");
+    assert_eq!(drain.await.expect("no panic"), Ok(0), "no booking was cut off");
     assert_eq!(router.workers().len(), 1);
     // The other rank never becomes empty.
     assert_eq!(router.drain_worker(second, Duration::from_secs(5)).await, Ok(1));
-    assert_eq!(b.prefill_completed(), (), "a late report is harmless");
+    assert_eq!(b.prefill_completed(), (), "late reports are ignored");
     assert!(router.workers().is_empty());
     drop(b);
     assert_at_rest(&router).await;
@@ -222,14 +222,15 @@ async fn shared_hits_reach_the_custom_policy_and_the_scores() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_shared_cache_that_fails_or_hangs_costs_nothing_but_its_hits() {
+async fn a_failing_shared_cache_loses_only_its_hits() {
     for (shared, says) in
         [(Shared::Fails, "no route to host"), (Shared::Hangs, "no response from the shared cache within 5 ms")]
     {
         let router = with_shared(shared, None).await;
         let prompt = tokens(1, 8);
         let before = tokio::time::Instant::now();
-        let placement = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed without");
+        let placement =
+            router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed without shared hits");
         assert_eq!(placement.shared_cache_blocks(), 0);
         assert!(before.elapsed() < Duration::from_millis(10), "{:?}", before.elapsed());
         drop(placement);
@@ -247,7 +248,7 @@ impl RankPolicy for Unreliable {
     fn choose(&self, _: &RequestFacts<'_>, _: &dyn RankTable) -> Option<usize> {
         match self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
             0 => Some(99),
-            1 => std::panic::panic_any("a drill"),
+            1 => std::panic::panic_any("an injected fault"),
             2 => None,
             _ => Some(0),
         }
@@ -256,7 +257,7 @@ impl RankPolicy for Unreliable {
 
 #[tokio::test]
 async fn an_unusable_choice_of_a_custom_policy_is_an_error_of_one_request() {
-    without_reports_of_drills();
+    suppress_fault_reports();
     let builder = Router::builder(config()).policy(Arc::new(Unreliable(0.into())));
     let builder = builder.worker(WorkerId(0), WorkerConfig::at("http://a"));
     let router = builder.worker(WorkerId(1), WorkerConfig::at("http://b")).start().await.expect("valid");
@@ -272,12 +273,12 @@ async fn an_unusable_choice_of_a_custom_policy_is_an_error_of_one_request() {
         let placed = placed.map(|placement| placement.rank());
         assert_eq!(placed, expected.map_err(|error| RouteError::Rejected(Rejection::Policy(error))));
     }
-    assert_eq!(router.health().restarts, 0, "no actor died of it");
+    assert_eq!(router.health().restarts, 0, "no actor died");
     assert_at_rest(&router).await;
 }
 
 #[tokio::test]
-async fn an_explanation_names_what_the_booking_then_does() {
+async fn explanations_match_the_booking() {
     let router = router(config(), 4).await;
     let prompt = tokens(1, 10);
     router.apply_events(vec![stored(rank(2), &prompt[..24])]).await.expect("up");
@@ -295,7 +296,7 @@ async fn an_explanation_names_what_the_booking_then_does() {
     let costs: Vec<f64> = explained.ranks[1..].iter().map(|row| row.cost_hi).collect();
     assert_eq!(costs, [20.0, 14.0, 80.0]);
     assert!(explained.ranks.iter().all(|row| row.exact && row.cost_lo == row.cost_hi));
-    assert_eq!(router.health().leases, 1, "nothing but what was booked before");
+    assert_eq!(router.health().leases, 1, "only the earlier booking");
     let placement = router.route(request.clone()).await.expect("placed");
     assert_eq!(placement.rank(), rank(2));
     let nobody = Constraints { required_taints: ["h100".to_owned()].into(), ..Constraints::default() };
@@ -312,7 +313,7 @@ async fn an_explanation_names_what_the_booking_then_does() {
 }
 
 #[tokio::test]
-async fn overrides_hold_for_their_request_alone() {
+async fn overrides_apply_to_one_request() {
     let router = router(config(), 2).await;
     let prompt = tokens(1, 10);
     router.apply_events(vec![stored(rank(1), &prompt)]).await.expect("up");
@@ -351,7 +352,7 @@ async fn overrides_hold_for_their_request_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_booking_ends_when_nothing_is_heard_of_it_and_not_before() {
+async fn bookings_expire_without_reports_and_not_before() {
     let router =
         router(RouterConfig { load: LoadConfig { booking_liveness_ms: 60_000, ..config().load }, ..config() }, 1).await;
     let prompt = tokens(1, 4);
@@ -361,10 +362,10 @@ async fn a_booking_ends_when_nothing_is_heard_of_it_and_not_before() {
     }
     for _ in 0..10 {
         tokio::time::sleep(Duration::from_secs(40)).await;
-        router.touch("alive").expect("it shows signs of life");
+        router.touch("alive").expect("keep-alive succeeds");
     }
     assert_eq!(router.touch("silent"), Err(RequestError::NotFound("silent".to_owned())));
-    assert_eq!(loads(&router).await[0].0, 2, "the long one that is held, and the one that was heard of");
+    assert_eq!(loads(&router).await[0].0, 2, "the held placement and the reported booking");
     held.prefill_completed();
     drop(held);
     tokio::time::sleep(Duration::from_secs(100)).await;

@@ -108,7 +108,7 @@ fn rows_19_and_20_pad_values_and_string_ids() {
 }
 
 #[test]
-fn row_21_another_block_behind_those_of_row_1() {
+fn row_21_one_more_block_after_row_1() {
     assert_eq!(text(scheme(4), 9..=12).0, [483935686894639516]);
     let next = chain(Some(SequenceHash(ROW_1_LAST)), BlockHash(483935686894639516));
     assert_eq!(next, SequenceHash(12583592247330656132));

@@ -2,7 +2,7 @@
 //!
 //! Time is paused except for engines on loopback, where no assertion depends on duration.
 
-#![allow(clippy::print_stdout, reason = "shares are there to be read")]
+#![allow(clippy::print_stdout, reason = "the shares are the output")]
 
 use pointsman::config::{HealthConfig, SlowStartConfig};
 use std::collections::{BTreeSet, VecDeque};
@@ -49,7 +49,7 @@ async fn pass(by: Duration) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn failed_requests_put_a_rank_out_and_it_comes_back_slowly() {
+async fn failed_requests_eject_a_rank_until_a_slow_start() {
     let router = router(config(), 3).await;
     let prompt = tokens(1, 2);
     let mut failed = 0;
@@ -77,14 +77,14 @@ async fn failed_requests_put_a_rank_out_and_it_comes_back_slowly() {
     assert_eq!(states(&router).await, [HealthState::Healthy; 3]);
     assert_eq!(standings(&router).await[0], (0, Ok(10.0)));
     pass(Duration::from_millis(2_500)).await;
-    let (_, Ok(factor)) = standings(&router).await[0] else { panic!("it is back") };
+    let (_, Ok(factor)) = standings(&router).await[0] else { panic!("the rank returned") };
     assert!((3.9..4.1).contains(&factor), "a quarter of the way: {factor}");
     pass(Duration::from_millis(7_500)).await;
     assert_eq!(standings(&router).await, [(0, Ok(1.0)), (1, Ok(1.0)), (2, Ok(1.0))]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_return_is_at_once_where_that_is_wanted() {
+async fn slow_start_can_be_disabled() {
     let router =
         router(RouterConfig { slow_start: SlowStartConfig { return_ms: 0, ..config().slow_start }, ..config() }, 2)
             .await;
@@ -95,7 +95,7 @@ async fn a_return_is_at_once_where_that_is_wanted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn ejections_and_the_embedders_word_do_not_overwrite_each_other() {
+async fn ejections_and_embedder_conditions_are_independent() {
     let router = router(config(), 4).await;
     router.set_conditions(unavailable(&[0])).await.expect("serving");
     fail(&router, 1);
@@ -111,23 +111,23 @@ async fn ejections_and_the_embedders_word_do_not_overwrite_each_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_last_rank_that_can_serve_is_never_ejected() {
+async fn the_last_eligible_rank_is_never_ejected() {
     let router = router(config(), 2).await;
     fail(&router, 0);
     fail(&router, 1);
     assert_eq!(open(&router).await, [1]);
     assert_eq!(states(&router).await[1], HealthState::Suspected);
     router.set_conditions(unavailable(&[1])).await.expect("serving");
-    assert_eq!(open(&router).await, [0], "better one that fails than none");
+    assert_eq!(open(&router).await, [0], "a failing rank is better than none");
     let health = router.rank_health().await.expect("serving");
-    assert!(health[0].to_string().starts_with("0/0 is suspected, and kept for want of others"), "{}", health[0]);
+    assert!(health[0].to_string().starts_with("0/0 is suspected and kept as the last eligible rank"), "{}", health[0]);
     router.set_conditions(RankConditions::default()).await.expect("serving");
     router.remove_worker(WorkerId(1)).await.expect("removed");
     assert_eq!(open(&router).await, [0]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn whoever_is_drained_does_not_count_as_one_who_can_serve() {
+async fn draining_ranks_do_not_count_as_eligible() {
     let router = router(config(), 2).await;
     let exactly = RouteRequest::new("held", Prompt::Tokens(&[1]));
     let held = router.route(exactly).await.expect("placed");
@@ -176,7 +176,7 @@ async fn draws(policy: Policy, refusers: &[u64], requests: usize) -> ([usize; 4]
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_rank_that_refuses_draws_less_than_its_share_under_every_policy() {
+async fn refusing_ranks_receive_less_than_their_share_under_every_policy() {
     println!("| policy | requests | drawn by each of four, the last refuses | ejected after |");
     for policy in Policy::ALL {
         let (drawn, ejected) = draws(policy, &[3], 600).await;
@@ -187,17 +187,17 @@ async fn a_rank_that_refuses_draws_less_than_its_share_under_every_policy() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_fleet_that_refuses_as_a_whole_is_spread_over_and_stays_in_service() {
+async fn an_entirely_refusing_fleet_stays_in_service_with_spread_load() {
     for policy in Policy::ALL {
         let (drawn, ejected) = draws(policy, &[0, 1, 2, 3], 400).await;
         println!("| {} | 400 | {drawn:?} | {ejected:?} |", policy.name());
-        assert!(drawn.iter().all(|&share| share >= 50), "{policy:?}: nobody is starved: {drawn:?}");
+        assert!(drawn.iter().all(|&share| share >= 50), "{policy:?}: every rank receives requests: {drawn:?}");
         assert_eq!(ejected, [None; 4], "{policy:?}");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn unreachable_ranks_are_passed_over_whatever_the_share_and_return_with_an_answer() {
+async fn unreachable_ranks_are_skipped_until_they_respond() {
     let router =
         router(RouterConfig { slow_start: SlowStartConfig { return_ms: 0, ..config().slow_start }, ..config() }, 4)
             .await;
@@ -208,9 +208,13 @@ async fn unreachable_ranks_are_passed_over_whatever_the_share_and_return_with_an
     others.iter().copied().for_each(refuse);
     assert_eq!((open(&router).await, router.eligible_ranks()), (vec![long.rank().worker.0], 1));
     refuse(long.rank().worker.0);
-    assert_eq!((open(&router).await, router.eligible_ranks()), (vec![0, 1, 2, 3], 0), "nobody serves, all are tried");
+    assert_eq!(
+        (open(&router).await, router.eligible_ranks()),
+        (vec![0, 1, 2, 3], 0),
+        "without healthy ranks all are tried"
+    );
     long.outcome(Outcome::Ok);
-    assert_eq!(router.eligible_ranks(), 0, "that request was sent before");
+    assert_eq!(router.eligible_ranks(), 0, "the request was sent before the ejection");
     pass(Duration::from_millis(1)).await;
     let tried = router.route(RouteRequest::new("tried", Prompt::Tokens(&[1]))).await.expect("placed");
     tried.outcome(Outcome::Ok);
@@ -218,7 +222,7 @@ async fn unreachable_ranks_are_passed_over_whatever_the_share_and_return_with_an
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_engine_under_a_name_is_not_held_to_what_the_first_did() {
+async fn a_replaced_engine_starts_without_failures() {
     let router = router(config(), 2).await;
     fail(&router, 0);
     assert_eq!(open(&router).await, [1]);
@@ -227,7 +231,7 @@ async fn another_engine_under_a_name_is_not_held_to_what_the_first_did() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_failures_are_counted_where_that_is_off() {
+async fn failures_are_not_counted_if_disabled() {
     let router =
         router(RouterConfig { health: HealthConfig { outcome_failures_max: 0, ..config().health }, ..config() }, 2)
             .await;
@@ -239,10 +243,10 @@ async fn no_failures_are_counted_where_that_is_off() {
 
 #[cfg(feature = "faults")]
 #[tokio::test]
-async fn a_lost_health_actor_forgets_and_goes_on() {
+async fn a_restarted_health_actor_starts_without_state() {
     use pointsman::Fault;
 
-    crate::common::without_reports_of_drills();
+    crate::common::suppress_fault_reports();
     let router = router(config(), 3).await;
     fail(&router, 0);
     assert_eq!(open(&router).await, [1, 2]);
@@ -252,16 +256,16 @@ async fn a_lost_health_actor_forgets_and_goes_on() {
     fail(&router, 1);
     assert_eq!(open(&router).await, [0, 2]);
     assert!(router.inject(Fault::Scheduler));
-    assert_eq!(open(&router).await, [0, 2], "the next scheduler knows too");
+    assert_eq!(open(&router).await, [0, 2], "the restarted scheduler keeps the state");
 }
 
 #[cfg(feature = "faults")]
 #[tokio::test]
-async fn a_health_actor_that_stands_still_hurts_nobody() {
+async fn a_hanging_health_actor_does_not_affect_requests() {
     use pointsman::Fault;
 
     let router = router(config(), 2).await;
-    let hang = router.hang(Fault::Health).expect("it stands still");
+    let hang = router.hang(Fault::Health).expect("hang injected");
     for n in 0..5_000 {
         let request = format!("r{n}");
         let placement = router.route(RouteRequest::new(&request, Prompt::Tokens(&[1]))).await.expect("placed");
@@ -316,7 +320,7 @@ mod probes {
     }
 
     #[tokio::test]
-    async fn an_engine_that_says_it_is_not_well_is_left_alone_until_it_is() {
+    async fn unhealthy_engines_are_skipped_until_they_recover() {
         let wells = [true, true, true].map(|is_well| Arc::new(AtomicBool::new(is_well)));
         let mut builder = Router::builder(RouterConfig {
             slow_start: SlowStartConfig { return_ms: 0, ..probing().slow_start },
@@ -339,7 +343,7 @@ mod probes {
     }
 
     #[tokio::test]
-    async fn nobody_there_is_as_good_as_not_well() {
+    async fn unreachable_engines_are_unhealthy() {
         let gone = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let endpoint = format!("http://{}", gone.local_addr().expect("bound"));
         drop(gone);
@@ -347,6 +351,6 @@ mod probes {
         let router = builder.worker(WorkerId(1), WorkerConfig::at("engine-1")).start().await.expect("starts");
         until(&router, |states| matches!(states[0], HealthState::Ejected { until: None })).await;
         router.remove_worker(WorkerId(1)).await.expect("removed");
-        assert_eq!(open(&router).await, [0], "the last one serves, well or not");
+        assert_eq!(open(&router).await, [0], "the last rank serves even if unhealthy");
     }
 }

@@ -11,7 +11,7 @@ use crate::tidy::{code_of, occurrences, sources, without_tests};
 #[test]
 fn files_import_in_one_direction() {
     let imports = Imports::of(&sources());
-    assert!(imports.0.len() > 200, "{} files found: the guard reads the wrong place", imports.0.len());
+    assert!(imports.0.len() > 200, "only {} files found", imports.0.len());
     assert_eq!(imports.cycle(), None);
 }
 
@@ -192,7 +192,7 @@ mod checked_itself {
     }
 
     #[test]
-    fn reexports_and_tests_are_no_imports() {
+    fn reexports_and_tests_do_not_count_as_imports() {
         let files = [
             ("actors/handle/mod.rs", "mod router;\nmod route;\npub use router::Router;\npub(crate) use route::route;"),
             ("actors/handle/router.rs", "pub struct Router;\n#[cfg(test)]\nmod tests { use super::super::route; }"),

@@ -170,8 +170,8 @@ impl World {
 
     fn check(&self) {
         self.index.check_invariants();
-        let state = self.index.budget_state().expect("it has one");
-        assert!(state.evicted_blocks >= self.evicted, "a registration may evict too");
+        let state = self.index.budget_state().expect("budget is set");
+        assert!(state.evicted_blocks >= self.evicted, "registrations may evict");
         assert!(state.bytes <= state.bytes_max || self.index.held_blocks() == 0, "{state:?}");
         let held = (0..RANKS as u32).map(|slot| self.index.held_blocks_of(Slot(slot)));
         assert_eq!(held.sum::<usize>(), self.index.held_blocks());
@@ -190,7 +190,7 @@ impl World {
     }
 }
 
-#[expect(clippy::disallowed_methods, reason = "the number of cases is the caller's to choose")]
+#[expect(clippy::disallowed_methods, reason = "the caller chooses the number of cases")]
 fn cases() -> u32 {
     std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(300)
 }
@@ -199,7 +199,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn answers_are_never_more_than_the_models_and_bytes_never_more_than_the_budget(
+    fn overlaps_never_exceed_the_model_nor_bytes_the_budget(
         budget in 0..20_000_u64,
         ops in prop::collection::vec(op(), 1..60),
         prompts in prop::collection::vec(prompt(), 4),
@@ -222,7 +222,7 @@ proptest! {
     /// Names independent of the prefix that recur elsewhere. In lower tiers a parent with the same name would adopt
     /// such blocks, so this test covers the device tier only.
     #[test]
-    fn a_name_that_moves_to_where_nothing_is_known_does_not_stay_where_it_was(
+    fn a_block_moved_to_an_unknown_parent_leaves_its_old_place(
         budget in 0..3_000_u64,
         stores in prop::collection::vec((0..2_u64, prop::option::of(0..16_u64), prop::collection::vec((0..16_u64, 0..3_u64), 1..9)), 1..60),
     ) {
@@ -267,7 +267,7 @@ fn fill(index: &mut Index, rank: u64, first: u64, len: u64) -> u64 {
 }
 
 #[test]
-fn without_a_budget_nothing_is_evicted_and_nothing_told() {
+fn without_a_budget_nothing_is_evicted_or_reported() {
     let mut index = registered(1);
     for own in 0..200 {
         assert_eq!(store(&mut index, 0, &prompt_of(0, 0, own, 50)).evicted, 0);
@@ -278,14 +278,14 @@ fn without_a_budget_nothing_is_evicted_and_nothing_told() {
 }
 
 #[test]
-fn a_budget_set_late_evicts_at_once_and_lifted_evicts_no_more() {
+fn budget_changes_take_effect_immediately() {
     let mut index = registered(2);
     for own in 0..200 {
         store(&mut index, own % 2, &prompt_of(0, 0, own, 50));
     }
     index.set_budget(Some(100_000));
     index.check_invariants();
-    let state = index.budget_state().expect("it has one");
+    let state = index.budget_state().expect("budget is set");
     assert!(state.bytes <= 100_000 && state.bytes > 80_000, "{state:?}");
     assert_eq!(state.evicted_blocks + index.held_blocks() as u64, 10_000);
     index.set_budget(None);
@@ -293,22 +293,22 @@ fn a_budget_set_late_evicts_at_once_and_lifted_evicts_no_more() {
 }
 
 #[test]
-fn what_was_stored_or_asked_for_least_recently_goes_first() {
+fn the_least_recently_used_blocks_are_evicted_first() {
     let mut index = registered(1);
     index.set_budget(Some(200_000));
     let filled = fill(&mut index, 0, 0, 40);
-    assert!(ask(&index, &prompt_of(0, 0, 0, 40)).is_empty(), "the oldest went");
-    assert!(!ask(&index, &prompt_of(0, 0, filled, 40)).is_empty(), "the newest did not");
+    assert!(ask(&index, &prompt_of(0, 0, 0, 40)).is_empty(), "the oldest block was evicted");
+    assert!(!ask(&index, &prompt_of(0, 0, filled, 40)).is_empty(), "the newest block stays");
     let favourite = prompt_of(0, 0, filled / 2, 40);
     for own in filled + 1..4 * filled {
-        assert_eq!(ask(&index, &favourite), [(0, 40)], "what is asked for stays");
+        assert_eq!(ask(&index, &favourite), [(0, 40)], "queried blocks stay");
         store(&mut index, 0, &prompt_of(0, 0, own, 40));
     }
     assert!(ask(&index, &prompt_of(0, 0, filled / 2 + 1, 40)).is_empty());
 }
 
 #[test]
-fn leaves_go_before_the_prefix_that_leads_to_them() {
+fn leaves_are_evicted_before_their_prefix() {
     let mut index = registered(1);
     index.set_budget(Some(200_000));
     let conversation = prompt_of(7, 30, 1, 60);
@@ -322,7 +322,7 @@ fn leaves_go_before_the_prefix_that_leads_to_them() {
 }
 
 #[test]
-fn a_rank_within_its_share_loses_nothing_for_others() {
+fn ranks_within_their_share_lose_no_blocks_to_others() {
     let mut index = registered(4);
     index.set_budget(Some(400_000));
     let small: Vec<_> = (0..20).map(|own| prompt_of(0, 0, 1_000_000 + own, 40)).collect();
@@ -343,7 +343,7 @@ fn a_rank_within_its_share_loses_nothing_for_others() {
 }
 
 #[test]
-fn removals_and_children_of_what_was_evicted_are_told_apart() {
+fn removals_and_children_of_evicted_blocks_are_recognized() {
     let mut index = registered(1);
     index.set_budget(Some(100_000));
     fill(&mut index, 0, 0, 40);
@@ -355,12 +355,12 @@ fn removals_and_children_of_what_was_evicted_are_told_apart() {
     assert_eq!((applied.stored, applied.unknown_parents), (0, 1), "coverage ends there");
     let applied = index.apply(&RouterEvent { rank: rank_of(0), tier: StorageTier::Device, data: KvEvent::Cleared });
     assert!(applied.removed > 0);
-    assert_eq!(index.evicted_blocks_of(Slot(0)), 0, "after a clear all is known again");
+    assert_eq!(index.evicted_blocks_of(Slot(0)), 0, "a clear makes the index complete");
     assert_eq!(index.apply(&removed(0, StorageTier::Device, &gone, 0)).unknown_removals, 40);
 }
 
 #[test]
-fn what_waits_for_a_parent_counts_and_goes_first() {
+fn pending_blocks_count_and_are_evicted_first() {
     let mut index = registered(1);
     index.set_budget(Some(200_000));
     let held = prompt_of(0, 0, 1, 40);
@@ -377,20 +377,20 @@ fn what_waits_for_a_parent_counts_and_goes_first() {
 }
 
 #[test]
-fn an_event_larger_than_the_budget_leaves_the_start_of_its_prompt() {
+fn events_above_the_budget_keep_the_start_of_the_prompt() {
     let mut index = registered(1);
     index.set_budget(Some(50_000));
     let prompt = prompt_of(0, 0, 1, 10_000);
     let applied = store(&mut index, 0, &prompt);
     assert_eq!(applied.stored, 10_000);
     assert!(index.bytes_used() <= 50_000);
-    let [(0, blocks)] = ask(&index, &prompt)[..] else { panic!("something is left") };
+    let [(0, blocks)] = ask(&index, &prompt)[..] else { panic!("not empty") };
     assert_eq!(u64::from(blocks) + applied.evicted, 10_000);
     assert!(blocks > 300, "{blocks} blocks");
 }
 
 #[test]
-fn a_budget_that_not_even_empty_ranks_fit_in_holds_nothing() {
+fn a_budget_below_the_size_of_empty_ranks_holds_nothing() {
     let mut index = registered(4);
     index.set_budget(Some(1));
     let prompt = prompt_of(0, 0, 1, 10);
@@ -401,7 +401,7 @@ fn a_budget_that_not_even_empty_ranks_fit_in_holds_nothing() {
 /// Runs of one block consist of nodes and spans with reused numbers. Their freed memory must also be usable for blocks
 /// on long runs.
 #[test]
-fn room_of_short_runs_is_room_for_long_ones() {
+fn memory_of_short_runs_is_reused_for_long_ones() {
     let mut index = registered(2);
     index.set_budget(Some(500_000));
     for own in 0..10_000 {

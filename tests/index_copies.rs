@@ -76,14 +76,14 @@ fn a_block_is_held_until_its_last_copy_is_removed() {
     assert_eq!(apply(&mut index, removed(&[1, 2, 3])).removed, 1);
     assert_eq!(held(&index, &[1, 2, 3, 4, 5]), 2);
     let beyond = apply(&mut index, removed(&[1, 2, 3]));
-    assert_eq!((beyond.removed, beyond.unknown_removals), (0, 1), "a removal too many does nothing");
+    assert_eq!((beyond.removed, beyond.unknown_removals), (0, 1), "an excess removal changes nothing");
     apply(&mut index, stored(&[1, 2, 3], 2));
     assert_eq!(held(&index, &[1, 2, 3, 4, 5]), 5);
 }
 
 /// vLLM's `kv_cache_report_mode: full`: reused blocks are announced again, from the prompt's start.
 #[test]
-fn a_prefix_that_is_reported_again_is_no_copy() {
+fn a_prefix_reported_again_is_not_a_copy() {
     let mut index = registered();
     apply(&mut index, stored(&[1, 2, 3], 0));
     for _ in 0..3 {
@@ -96,7 +96,7 @@ fn a_prefix_that_is_reported_again_is_no_copy() {
 }
 
 #[test]
-fn copies_end_with_a_clear_with_their_rank_and_in_lower_tiers_there_are_none() {
+fn clears_and_rank_removals_end_copies_and_lower_tiers_have_none() {
     let mut index = registered();
     let with_copies = |index: &mut Index| {
         apply(index, stored(&[1, 2], 0));
@@ -120,7 +120,7 @@ fn copies_end_with_a_clear_with_their_rank_and_in_lower_tiers_there_are_none() {
 }
 
 #[test]
-fn a_budget_forgets_a_block_with_all_its_copies() {
+fn evictions_remove_all_copies_of_a_block() {
     let mut index = registered();
     apply(&mut index, stored(&[1, 2, 3], 0));
     (0..4).for_each(|_| assert_eq!(apply(&mut index, stored(&[1, 2, 3], 2)).copies, 1));
@@ -263,7 +263,7 @@ impl Cache {
 
     fn compute(&mut self, prompt: &[u64], from: usize, slots: &mut Vec<usize>) {
         for _ in from..prompt.len() {
-            let slot = self.free.pop_front().expect("there is room");
+            let slot = self.free.pop_front().expect("within the limit");
             if let Some(evicted) = self.slots[slot].0.take() {
                 let copies = self.held.get_mut(&evicted).expect("a block is listed");
                 copies.retain(|other| *other != slot);
@@ -320,7 +320,7 @@ proptest! {
 
     /// Prompts of at least two blocks, reused where possible. In this case every copy has a parent.
     #[test]
-    fn the_index_finds_what_an_engine_with_copies_finds(
+    fn overlaps_match_an_engine_with_copies(
         slots in 5..16_usize,
         ops in ops(&[Mode::Plain, Mode::Plain, Mode::ReportsReused], 2),
     ) {
@@ -341,7 +341,7 @@ proptest! {
     /// A copy of a prompt's first blocks cannot be distinguished from a report of reused blocks. The index then
     /// underestimates, never overestimates, and is exact again after the engine has evicted the affected blocks.
     #[test]
-    fn what_cannot_be_told_is_underestimated_and_heals(
+    fn ambiguous_removals_are_underestimated_and_heal(
         slots in 5..16_usize,
         ops in ops(&[Mode::Plain, Mode::ReportsReused, Mode::Recomputes], 1),
     ) {

@@ -252,7 +252,7 @@ impl World {
         rebuilt.iter().for_each(Index::check_invariants);
         for prompt in self.prompts() {
             let expected = self.model.overlaps(&prompt);
-            assert_eq!(ask(&self.shards, &prompt), expected, "answers agree on {prompt:?}");
+            assert_eq!(ask(&self.shards, &prompt), expected, "overlaps agree on {prompt:?}");
             assert_eq!(ask(&rebuilt, &prompt), expected, "a rebuilt index agrees on {prompt:?}");
         }
         for (shard, rebuilt) in self.shards.iter().zip(&rebuilt) {
@@ -312,7 +312,7 @@ fn ask(shards: &[Index], prompt: &[BlockHash]) -> Vec<ReferenceMatch> {
         let plain: Vec<_> = overlaps.iter().collect();
         assert!(overlaps.last_matched().is_empty());
         shard.overlaps_detailed(prompt, &mut overlaps);
-        assert_eq!(overlaps.iter().collect::<Vec<_>>(), plain, "asking for more changes nothing");
+        assert_eq!(overlaps.iter().collect::<Vec<_>>(), plain, "longer queries return the same");
         assert!(overlaps.hits().is_sorted_by_key(|hit| hit.slot));
         let last_matched = overlaps.last_matched().iter();
         matches.extend(plain.iter().zip(last_matched).map(|(&(hit, extension), &last_matched)| ReferenceMatch {
@@ -325,7 +325,7 @@ fn ask(shards: &[Index], prompt: &[BlockHash]) -> Vec<ReferenceMatch> {
     matches
 }
 
-#[expect(clippy::disallowed_methods, reason = "the number of cases is the caller's to choose")]
+#[expect(clippy::disallowed_methods, reason = "the caller chooses the number of cases")]
 fn cases() -> u32 {
     std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(300)
 }
@@ -441,7 +441,7 @@ mod examples {
     }
 
     #[test]
-    fn storing_again_changes_nothing_and_an_empty_list_is_no_fault() {
+    fn repeated_stores_change_nothing_and_empty_lists_are_valid() {
         let mut fleet = Fleet::of(1);
         fleet.store(0, None, &named(&[1, 2, 3]));
         let applied = fleet.store(0, None, &named(&[1, 2, 3]));
@@ -464,7 +464,7 @@ mod examples {
         let mut fleet = Fleet::of(1);
         fleet.store(0, None, &named(&[1, 2]));
         fleet.store(0, Some(12), &[(13, 3), (12, 4)]);
-        assert_eq!(fleet.ask(&[1, 2, 3, 4]), [(0, 1, 0)], "the parent's name has moved to the end");
+        assert_eq!(fleet.ask(&[1, 2, 3, 4]), [(0, 1, 0)], "the parent moved to the end");
         fleet.store(0, Some(11), &[(22, 2)]);
         assert_eq!(fleet.ask(&[1, 2, 3, 4]), [(0, 4, 0)]);
     }
@@ -483,12 +483,12 @@ mod examples {
         let applied = fleet.remove(0, &[99, 13, 98, 12]);
         assert_eq!((applied.removed, applied.unknown_removals), (2, 2));
         assert_eq!(fleet.ask(&[1, 2, 3]), [(0, 1, 0)]);
-        assert_eq!(fleet.remove(1, &[11]).unknown_removals, 1, "names are each rank's own");
+        assert_eq!(fleet.remove(1, &[11]).unknown_removals, 1, "names are separate per rank");
         assert_eq!(fleet.remove(7, &[11]).unknown_ranks, 1);
     }
 
     #[test]
-    fn a_hole_hides_what_lies_behind_it_and_healing_brings_it_back_whatever_the_tree() {
+    fn a_hole_hides_later_blocks_until_it_is_filled() {
         for branch_elsewhere in [false, true] {
             let mut fleet = Fleet::of(2);
             fleet.store(0, None, &named(&[1, 2]));
@@ -500,12 +500,12 @@ mod examples {
             assert_eq!(fleet.ask(&[1, 2, 3])[0], (0, 1, 0));
             fleet.store(0, Some(11), &named(&[2]));
             assert_eq!(fleet.ask(&[1, 2, 3])[0], (0, 3, 0));
-            assert_eq!(fleet.remove(0, &[13]).removed, 1, "what was hidden can be removed");
+            assert_eq!(fleet.remove(0, &[13]).removed, 1, "hidden blocks can be removed");
         }
     }
 
     #[test]
-    fn a_chain_removed_in_any_order_leaves_nothing() {
+    fn a_chain_removed_in_any_order_frees_all_memory() {
         for names in [[11, 12, 13], [13, 12, 11], [12, 11, 13], [12, 13, 11]] {
             let mut fleet = Fleet::of(1);
             fleet.store(0, None, &named(&[1, 2, 3]));
@@ -531,7 +531,7 @@ mod examples {
     }
 
     #[test]
-    fn a_clear_is_of_one_rank_and_all_its_tiers() {
+    fn a_clear_removes_all_tiers_of_one_rank() {
         let mut fleet = Fleet::of(2);
         fleet.store(0, None, &named(&[1]));
         fleet.store_in(StorageTier::Disk, 0, Some(11), &named(&[2]));
@@ -543,7 +543,7 @@ mod examples {
     }
 
     #[test]
-    fn lower_tiers_carry_a_hit_on_and_may_start_one() {
+    fn lower_tiers_extend_and_start_hits() {
         let mut fleet = Fleet::of(2);
         fleet.store(0, None, &named(&[1, 2]));
         fleet.store_in(StorageTier::HostPinned, 0, Some(12), &named(&[3]));
@@ -566,11 +566,11 @@ mod examples {
     }
 
     #[test]
-    fn a_new_generation_starts_empty_and_an_old_one_is_refused() {
+    fn a_new_generation_starts_empty_and_old_ones_are_rejected() {
         let mut fleet = Fleet::of(2);
         let rank = WorkerRank::new(WorkerId(0), 0);
         fleet.store(0, None, &named(&[1]));
-        assert!(fleet.0.register(rank, Slot(0), Generation(1)), "saying it again");
+        assert!(fleet.0.register(rank, Slot(0), Generation(1)), "a repeated store");
         assert_eq!(fleet.ask(&[1]).len(), 1);
         assert!(!fleet.0.register(rank, Slot(0), Generation(0)));
         assert_eq!(fleet.ask(&[1]).len(), 1);
@@ -580,7 +580,7 @@ mod examples {
     }
 
     #[test]
-    fn a_popular_prefix_is_one_run_whatever_length_each_rank_holds() {
+    fn a_shared_prefix_is_one_run_for_any_held_lengths() {
         let mut fleet = Fleet::of(64);
         let prompt: Vec<_> = (100..200).collect();
         for rank in 0..64 {
@@ -598,7 +598,7 @@ mod examples {
     }
 
     #[test]
-    fn divergence_inside_a_run_hangs_a_child_and_splits_nothing() {
+    fn divergence_within_a_run_adds_a_child_without_a_split() {
         let mut fleet = Fleet::of(21);
         let system: Vec<_> = (100..120).collect();
         fleet.store(20, None, &named(&system));
@@ -611,12 +611,12 @@ mod examples {
         let shape = fleet.0.shape(StorageTier::Device);
         // The last rank continues the run at its end. The other nineteen are children at inner positions.
         assert_eq!((shape.runs, shape.run_blocks), (20, 22 + 19 * 2));
-        assert_eq!(shape.holders, 21 + 19, "who shares the run has one entry there, who left it one more");
+        assert_eq!(shape.holders, 21 + 19, "one entry per rank in the run, one more after divergence");
         assert_eq!(fleet.ask(&system).len(), 21);
     }
 
     #[test]
-    fn a_prompt_of_more_than_a_million_blocks_goes_on_in_a_second_run() {
+    fn prompts_above_a_million_blocks_continue_in_a_second_run() {
         let mut fleet = Fleet::of(1);
         let prompt: Vec<_> = (0..(1 << 20) + 5).collect();
         fleet.store(0, None, &named(&prompt[..1_000_000]));
@@ -628,7 +628,7 @@ mod examples {
     }
 
     #[test]
-    fn churn_leaves_no_trace() {
+    fn churn_frees_all_memory() {
         let mut fleet = Fleet::of(1);
         let mut high = 0;
         for round in 0..50_u64 {

@@ -105,7 +105,7 @@ fn notes(effects: &[IngestEffect<Payload>]) -> Vec<(&'static str, u64)> {
 }
 
 #[test]
-fn without_a_replay_endpoint_a_new_connection_drops_what_was_known() {
+fn without_a_replay_endpoint_a_reconnection_drops_the_index() {
     let mut bench = Bench::live(no_replay(), 3);
     bench.step(IngestInput::Disconnected);
     // The engine has restarted, and its third message is the first one received.
@@ -126,7 +126,7 @@ fn without_a_replay_endpoint_a_new_connection_drops_what_was_known() {
 }
 
 #[test]
-fn a_first_connection_asks_for_everything_and_holds_live_messages() {
+fn the_first_connection_requests_a_full_replay_and_holds_live_messages() {
     let mut bench = Bench::new(SourceConfig::default());
     assert_eq!(short(&bench.step(IngestInput::Connected)), ["replay 0"]);
     assert_eq!(short(&bench.live_from(1, 3)), [""; 0]);
@@ -140,7 +140,7 @@ fn a_first_connection_asks_for_everything_and_holds_live_messages() {
 }
 
 #[test]
-fn a_publisher_that_has_said_nothing_is_known_whole() {
+fn a_publisher_without_messages_is_complete() {
     let mut bench = Bench::new(SourceConfig::default());
     bench.step(IngestInput::Connected);
     assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
@@ -152,7 +152,7 @@ fn a_publisher_that_has_said_nothing_is_known_whole() {
 }
 
 #[test]
-fn a_first_message_that_is_not_the_first_makes_the_rank_cold() {
+fn a_stream_that_starts_late_makes_the_rank_cold() {
     let mut bench = Bench::new(no_replay());
     bench.step(IngestInput::Connected);
     assert_eq!(short(&bench.live_from(1, 7)), ["a7", "cold"]);
@@ -171,7 +171,7 @@ fn a_replay_that_begins_late_makes_the_rank_cold() {
 }
 
 #[test]
-fn what_was_seen_is_dropped() {
+fn duplicate_messages_are_dropped() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     for sequence in 0..5 {
         let effects = bench.live_from(1, sequence);
@@ -180,7 +180,7 @@ fn what_was_seen_is_dropped() {
 }
 
 #[test]
-fn other_bytes_under_a_known_number_are_a_new_publisher() {
+fn different_bytes_for_a_known_number_mean_a_new_publisher() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     let effects = bench.live_from(2, 1);
     assert_eq!(short(&effects), ["clear", "replay 0", "recovering"]);
@@ -191,7 +191,7 @@ fn other_bytes_under_a_known_number_are_a_new_publisher() {
 }
 
 #[test]
-fn without_replay_a_new_publisher_begins_where_it_is_first_heard() {
+fn without_replay_a_new_publisher_starts_at_its_first_message() {
     let mut bench = Bench::live(no_replay(), 5);
     assert_eq!(short(&bench.live_from(2, 0)), ["clear", "a0"]);
     assert_eq!(bench.source.state(), StreamState::Live);
@@ -200,7 +200,7 @@ fn without_replay_a_new_publisher_begins_where_it_is_first_heard() {
 }
 
 #[test]
-fn a_number_from_before_all_memory_is_a_new_publisher() {
+fn a_number_below_all_remembered_ones_means_a_new_publisher() {
     let config = SourceConfig { remembered_max: 3, ..SourceConfig::default() };
     let mut bench = Bench::live(config, 5);
     bench.live_from(1, 5);
@@ -219,7 +219,7 @@ fn live_messages_that_a_replay_has_overtaken_are_late_not_new() {
 }
 
 #[test]
-fn a_gap_is_asked_for_with_one_message_of_overlap() {
+fn a_gap_is_requested_with_one_overlapping_message() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     let effects = bench.live_from(1, 7);
     assert_eq!(short(&effects), ["replay 4", "recovering"]);
@@ -252,7 +252,7 @@ fn live_messages_may_overtake_the_beginning_of_a_replay() {
 }
 
 #[test]
-fn an_overlap_that_disagrees_is_a_publisher_that_has_counted_past_us() {
+fn a_different_overlapping_message_means_a_new_publisher() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     bench.live_from(2, 7);
     let effects = bench.replayed(2, 4);
@@ -274,7 +274,7 @@ fn without_replay_a_gap_is_a_loss() {
 }
 
 #[test]
-fn what_replay_no_longer_has_is_lost() {
+fn messages_missing_from_the_replay_are_lost() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     bench.live_from(1, 30);
     let effects = bench.replayed(1, 20);
@@ -288,17 +288,17 @@ fn what_replay_no_longer_has_is_lost() {
 }
 
 #[test]
-fn a_reconnection_verifies_who_is_there() {
+fn a_reconnection_verifies_the_publisher() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     bench.step(IngestInput::Disconnected);
     assert_eq!(short(&bench.step(IngestInput::Connected)), ["replay 4", "recovering"]);
-    assert_eq!(short(&bench.live_from(1, 5)), [""; 0], "held until it is clear whose it is");
+    assert_eq!(short(&bench.live_from(1, 5)), [""; 0], "held until its publisher is known");
     assert_eq!(short(&bench.replayed(1, 4)), ["a5"]);
     assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
 }
 
 #[test]
-fn a_publisher_that_no_longer_has_the_last_message_counts_from_new() {
+fn a_publisher_without_the_last_message_is_new() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     bench.step(IngestInput::Disconnected);
     bench.step(IngestInput::Connected);
@@ -318,7 +318,7 @@ fn a_reconnection_whose_replay_begins_too_late_is_a_loss() {
 }
 
 #[test]
-fn a_failed_replay_is_asked_for_once_more_and_then_given_up() {
+fn a_failed_replay_is_retried_once() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     for sequence in [7, 9, 10] {
         bench.live_from(1, sequence);
@@ -326,7 +326,7 @@ fn a_failed_replay_is_asked_for_once_more_and_then_given_up() {
     assert_eq!(short(&bench.step(IngestInput::ReplayFailed)), [""; 0]);
     assert_eq!(short(&bench.pass(secs(1))), ["replay 4"]);
     let effects = bench.step(IngestInput::ReplayFailed);
-    assert_eq!(short(&effects), ["clear", "a9", "a10", "cold"], "behind the last hole");
+    assert_eq!(short(&effects), ["clear", "a9", "a10", "cold"], "after the last gap");
     assert_eq!(notes(&effects), [("replay_failed", 1), ("dropped", 1), ("lost", 4), ("cold", 1)]);
     assert_eq!(bench.source.degradation(), Some(DegradationReason::ReplayFailed { from: 5 }));
     assert_eq!(short(&bench.live_from(1, 11)), ["a11"]);
@@ -354,7 +354,7 @@ fn late_ticks_lose_nothing() {
 }
 
 #[test]
-fn a_replay_with_a_hole_is_asked_for_again_where_it_got_to() {
+fn a_replay_with_a_gap_is_requested_again_from_the_gap() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     bench.live_from(1, 9);
     for sequence in [4, 5, 7, 8] {
@@ -370,7 +370,7 @@ fn a_replay_with_a_hole_is_asked_for_again_where_it_got_to() {
 }
 
 #[test]
-fn a_replay_that_fails_with_nothing_held_starts_over_with_whatever_comes() {
+fn a_failed_replay_without_held_messages_starts_at_the_next_message() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     bench.step(IngestInput::Disconnected);
     bench.step(IngestInput::Connected);
@@ -382,7 +382,7 @@ fn a_replay_that_fails_with_nothing_held_starts_over_with_whatever_comes() {
 }
 
 #[test]
-fn a_cold_rank_heals_by_a_clear_by_turnover_and_by_time() {
+fn clears_turnover_and_time_heal_a_cold_rank() {
     let config = SourceConfig { capacity_blocks: Some(100), ..no_replay() };
     let cold = || {
         let mut bench = Bench::live(config, 5);
@@ -410,11 +410,11 @@ fn a_cold_rank_heals_by_a_clear_by_turnover_and_by_time() {
 }
 
 #[test]
-fn a_clear_from_before_the_loss_heals_nothing() {
+fn a_clear_from_before_the_loss_does_not_heal() {
     let mut bench = Bench::live(no_replay(), 1);
     bench.live_from(1, 5);
     let cleared = AppliedBatch { events: 1, usable: 1, cleared: true, ..AppliedBatch::default() };
-    assert_eq!(short(&bench.applied(cleared)), [""; 0], "it speaks of message 0");
+    assert_eq!(short(&bench.applied(cleared)), [""; 0], "the replay starts at message 0");
     assert_eq!(short(&bench.applied(cleared)), ["live"]);
 }
 
@@ -431,7 +431,7 @@ fn a_replay_from_the_start_heals() {
 }
 
 #[test]
-fn a_lost_index_is_filled_again_or_cold() {
+fn a_lost_index_is_refilled_or_cold() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     assert_eq!(short(&bench.step(IngestInput::Resync)), ["replay 0", "recovering"]);
     bench.live_from(1, 5);
@@ -445,14 +445,14 @@ fn a_lost_index_is_filled_again_or_cold() {
 }
 
 #[test]
-fn batches_that_never_fit_are_a_mismatch_until_one_does() {
+fn incompatible_batches_are_a_mismatch_until_a_valid_one() {
     let none = AppliedBatch { events: 2, ..AppliedBatch::default() };
     let some = AppliedBatch { usable: 1, stored_blocks: 3, ..none };
     let mut bench = Bench::live(SourceConfig::default(), 5);
     bench.applied(none);
     bench.applied(none);
     bench.applied(AppliedBatch::default());
-    assert_eq!(bench.source.state(), StreamState::Live, "a batch without events says nothing");
+    assert_eq!(bench.source.state(), StreamState::Live, "a batch without events changes no state");
     assert_eq!(short(&bench.applied(none)), ["mismatched"]);
     assert_eq!(bench.source.degradation(), Some(DegradationReason::Undecodable { batches: 3 }));
     assert_eq!(short(&bench.applied(some)), ["live"]);
@@ -465,16 +465,20 @@ fn batches_that_never_fit_are_a_mismatch_until_one_does() {
     assert_eq!(short(&bench.applied(removals)), [""; 0], "removals fit any block size");
     assert_eq!(short(&bench.applied(AppliedBatch { engine_block_size: Some(16), ..removals })), [""; 0]);
     assert_eq!(short(&bench.applied(some)), ["live"]);
-    assert_eq!(short(&bench.applied(AppliedBatch { foreign_rank: Some(3), ..some })), [""; 0], "some of it was usable");
+    assert_eq!(
+        short(&bench.applied(AppliedBatch { foreign_rank: Some(3), ..some })),
+        [""; 0],
+        "part of the batch was usable"
+    );
     assert_eq!(short(&bench.applied(AppliedBatch { foreign_rank: Some(3), ..none })), ["mismatched"]);
     assert_eq!(bench.source.degradation(), Some(DegradationReason::ForeignRank { found: 3 }));
 }
 
 #[test]
-fn messages_missing_at_the_end_are_asked_for_when_it_is_quiet() {
+fn missing_last_messages_are_requested_in_idle_periods() {
     let mut bench = Bench::live(SourceConfig::default(), 3);
     assert_eq!(short(&bench.pass(Duration::from_millis(1_999))), [""; 0]);
-    assert_eq!(short(&bench.pass(Duration::from_millis(1))), ["replay 2"], "nothing is doubted for it");
+    assert_eq!(short(&bench.pass(Duration::from_millis(1))), ["replay 2"], "the stream is not degraded");
     bench.replayed(1, 2);
     assert_eq!(short(&bench.replayed(1, 3)), ["a3"]);
     assert_eq!(short(&bench.live_from(1, 5)), ["recovering"], "a gap like any other");
@@ -501,7 +505,7 @@ fn messages_missing_at_the_end_are_asked_for_when_it_is_quiet() {
 }
 
 #[test]
-fn a_subscription_that_brings_nothing_of_what_there_is_is_made_anew() {
+fn a_subscription_without_existing_messages_is_renewed() {
     let mut bench = Bench::live(SourceConfig::default(), 3);
     for sequence in 3..6 {
         assert_eq!(short(&bench.pass(secs(2))), [format!("replay {}", sequence - 1)]);
@@ -526,16 +530,16 @@ fn a_subscription_that_brings_nothing_of_what_there_is_is_made_anew() {
 }
 
 #[test]
-fn a_publisher_asked_for_the_end_may_keep_nothing_or_not_answer() {
+fn an_end_check_tolerates_empty_and_missing_replies() {
     let mut bench = Bench::live(SourceConfig::default(), 3);
     assert_eq!(short(&bench.pass(secs(2))), ["replay 2"]);
-    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), [""; 0], "a ring of nothing is no other publisher");
+    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), [""; 0], "an empty replay does not mean a new publisher");
     assert_eq!(short(&bench.live_from(1, 3)), ["a3"]);
     assert_eq!(short(&bench.pass(secs(2))), ["replay 3"]);
-    assert_eq!(short(&bench.replayed(1, 4)), ["a4"], "it has just what is missing");
+    assert_eq!(short(&bench.replayed(1, 4)), ["a4"], "the replay has exactly the missing messages");
     bench.step(IngestInput::ReplayEnded);
     assert_eq!(short(&bench.pass(secs(2))), ["replay 4"]);
-    assert_eq!(short(&bench.replayed(1, 7)), [""; 0], "what it no longer has may be on its way");
+    assert_eq!(short(&bench.replayed(1, 7)), [""; 0], "missing messages may be in flight");
     bench.step(IngestInput::ReplayEnded);
     assert_eq!(short(&bench.pass(secs(2))), ["replay 4"]);
     assert_eq!(short(&bench.replayed(1, 7)), ["clear", "a7", "cold"], "or is lost");
@@ -544,12 +548,12 @@ fn a_publisher_asked_for_the_end_may_keep_nothing_or_not_answer() {
     let mut bench = Bench::live(SourceConfig::default(), 3);
     assert_eq!(short(&bench.pass(secs(6))), ["replay 2"]);
     assert_eq!(notes(&bench.pass(secs(1))), [("replay_failed", 1)]);
-    assert_eq!(short(&bench.pass(secs(2))), ["replay 2"], "again and again, and nothing is given up");
+    assert_eq!(short(&bench.pass(secs(2))), ["replay 2"], "repeated without giving up");
     assert_eq!(bench.source.state(), StreamState::Live);
 }
 
 #[test]
-fn silence_is_no_connection_or_never_a_word() {
+fn silent_means_no_connection_or_no_message() {
     let mut bench = Bench::new(SourceConfig::default());
     assert_eq!(short(&bench.pass(secs(9))), [""; 0]);
     assert_eq!(short(&bench.pass(secs(1))), ["silent"]);
@@ -557,7 +561,7 @@ fn silence_is_no_connection_or_never_a_word() {
     assert_eq!(short(&bench.step(IngestInput::Connected)), ["replay 0", "recovering"]);
     assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
     bench.pass(secs(3600));
-    assert_eq!((bench.source.state(), bench.source.degradation()), (StreamState::Live, None), "it has served nothing");
+    assert_eq!((bench.source.state(), bench.source.degradation()), (StreamState::Live, None), "no request was served");
     assert!(bench.source.awaits_served());
     bench.step(IngestInput::Served);
     bench.pass(secs(9));
@@ -570,13 +574,13 @@ fn silence_is_no_connection_or_never_a_word() {
     assert!(!bench.source.awaits_served());
     assert_eq!(short(&bench.live_from(1, 0)), ["a0", "live"]);
     bench.pass(secs(3600));
-    assert_eq!(bench.source.state(), StreamState::Live, "quiet after having spoken is not silent");
+    assert_eq!(bench.source.state(), StreamState::Live, "an idle stream with earlier messages is not silent");
     bench.step(IngestInput::Disconnected);
     assert_eq!(short(&bench.pass(secs(10))), ["silent"]);
 }
 
 #[test]
-fn held_messages_keep_within_their_bounds_and_the_rest_is_asked_for() {
+fn held_messages_are_bounded_and_the_rest_is_requested() {
     let config = SourceConfig { held_messages_max: 3, ..SourceConfig::default() };
     let mut bench = Bench::live(config, 5);
     for sequence in 7..10 {
@@ -596,23 +600,23 @@ fn held_messages_keep_within_their_bounds_and_the_rest_is_asked_for() {
     bench.live_from(1, 7);
     assert!(bench.source.wants_live());
     bench.live_from(1, 8);
-    assert!(!bench.source.wants_live(), "another of nine bytes would be too much");
+    assert!(!bench.source.wants_live(), "nine more bytes would exceed the limit");
     assert_eq!(bench.source.held_bytes(), 18);
 }
 
 #[test]
-fn a_publisher_that_contradicts_itself_is_asked_less_and_less() {
+fn queries_to_a_contradictory_publisher_back_off() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     let mut asked = 0;
     for life in 2..200 {
         asked += short(&bench.live_from(life, 1)).iter().filter(|effect| effect.starts_with("replay")).count();
         asked += short(&bench.pass(Duration::from_millis(10))).len();
     }
-    assert!(asked < 12, "asked {asked} times in two seconds");
+    assert!(asked < 12, "{asked} queries in two seconds");
 }
 
 #[test]
-fn the_end_mark_is_no_message() {
+fn the_end_mark_is_not_a_message() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     assert_eq!(notes(&bench.live_from(1, u64::MAX)), [("refused", 1)]);
     assert_eq!(short(&bench.live_from(1, u64::MAX - 1)), ["replay 4", "recovering"]);
@@ -622,11 +626,11 @@ fn the_end_mark_is_no_message() {
     bench.replayed(1, 4);
     bench.step(IngestInput::ReplayEnded);
     assert_eq!(bench.source.state(), StreamState::Cold);
-    assert_eq!(short(&bench.live_from(1, 5))[0], "clear", "a number that high is soon taken back");
+    assert_eq!(short(&bench.live_from(1, 5))[0], "clear", "an implausible number is corrected");
 }
 
 #[test]
-fn each_state_and_doubt_says_what_it_is() {
+fn states_and_reasons_have_names() {
     let said: [(DegradationReason, &[&str]); 9] = [
         (DegradationReason::NotConnected { for_ms: 7 }, &["7 ms", "base port"]),
         (DegradationReason::NeverPublished { for_ms: 7 }, &["7 ms", "topic", "base port"]),

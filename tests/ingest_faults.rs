@@ -14,7 +14,7 @@ use pointsman::protocol::{
 use pointsman::{Fault, Hang, KvSourceStatus, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::time::Instant;
 
-use crate::common::{config, rank, stored, tokens, without_reports_of_drills};
+use crate::common::{config, rank, stored, suppress_fault_reports, tokens};
 use crate::zmtp::{Form, Publisher, batch, event};
 
 /// Longer than any step, including the back-off on a loaded machine.
@@ -138,7 +138,7 @@ fn engine_at(worker: WorkerId, kv_events: KvEventsConfig) -> WorkerConfig {
 
 /// Engines with cached prompts, and a router whose index matches them.
 async fn fleet(config: RouterConfig, engines: u64, ring_max: usize) -> (Router, Vec<Engine>) {
-    without_reports_of_drills();
+    suppress_fault_reports();
     let mut builder = Router::builder(config);
     let mut fleet = Vec::new();
     for worker in 0..engines {
@@ -177,7 +177,7 @@ async fn held_or_empty(router: &Router) -> Held {
 }
 
 async fn assert_routed_to(router: &Router, engine: &Engine) {
-    let prompt = engine.prompts.last().expect("it holds one");
+    let prompt = engine.prompts.last().expect("one block held");
     let placement = router.route(RouteRequest::new("asks", Prompt::Tokens(prompt))).await.expect("placed");
     assert_eq!((placement.rank(), placement.cached_tokens()), (engine.rank, prompt.len() as u32));
 }
@@ -192,7 +192,7 @@ async fn kill_reader(router: &Router, engine: &Engine) {
 async fn hang(router: &Router, fault: Fault) -> Hang {
     let router = router.clone();
     let hang = tokio::task::spawn_blocking(move || router.hang(fault)).await.expect("no panic");
-    hang.expect("there is one")
+    hang.expect("not empty")
 }
 
 async fn release(hang: Hang) {
@@ -214,7 +214,7 @@ async fn a_reader_that_panics_is_restarted_and_costs_no_restart_of_the_router() 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_reader_that_dies_where_the_past_is_gone_leaves_nothing_of_it() {
+async fn a_dead_reader_without_replay_drops_its_blocks() {
     let (router, mut fleet) = fleet(config(), 2, 4).await;
     // Stores more messages than the ring holds.
     fleet[0].work();
@@ -231,16 +231,16 @@ async fn a_reader_that_dies_where_the_past_is_gone_leaves_nothing_of_it() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_reader_that_dies_six_times_is_left_alone_and_says_so() {
+async fn a_reader_that_dies_six_times_is_given_up_and_reported() {
     let (router, mut fleet) =
         fleet(RouterConfig { supervision: SupervisionConfig { restarts_max: 0 }, ..config() }, 3, 100).await;
     for _ in 0..5 {
         kill_reader(&router, &fleet[1]).await;
-        until("well again", &router, || is(&router, rank(1), StreamState::Live)).await;
+        until("recovered", &router, || is(&router, rank(1), StreamState::Live)).await;
     }
     assert!(router.inject(Fault::Ingest(rank(1))));
-    until("left alone", &router, || source(&router, rank(1)).is_some_and(|s| s.trust == StreamState::Mismatched)).await;
-    let left = source(&router, rank(1)).expect("still named");
+    until("given up", &router, || source(&router, rank(1)).is_some_and(|s| s.trust == StreamState::Mismatched)).await;
+    let left = source(&router, rank(1)).expect("the source is still listed");
     assert!(!left.connected);
     assert!(left.doubt.expect("a doubt").contains("died 6 times"));
     let doubts = router.health().doubts;
@@ -248,7 +248,7 @@ async fn a_reader_that_dies_six_times_is_left_alone_and_says_so() {
     until("its connections close", &router, || fleet[1].publisher.connections() == 0).await;
 
     // Its earlier blocks no longer count, and the other ranks continue.
-    let lost = fleet[1].prompts.last().expect("it held one").clone();
+    let lost = fleet[1].prompts.last().expect("one block held").clone();
     let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(&lost))).await.expect("a match");
     assert_eq!(best.overlap_blocks(), 0);
     fleet[0].work();
@@ -267,7 +267,7 @@ async fn a_reader_that_dies_six_times_is_left_alone_and_says_so() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_shard_that_dies_asks_its_sources_again() {
+async fn a_restarted_shard_requests_replays() {
     let (router, mut fleet) =
         fleet(RouterConfig { index: IndexConfig { shards: 2, ..config().index }, ..config() }, 4, 100).await;
     for death in 1..=3 {
@@ -285,7 +285,7 @@ async fn a_shard_that_dies_asks_its_sources_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_shard_and_a_reader_that_die_together_are_both_made_good() {
+async fn concurrent_deaths_of_shard_and_reader_recover() {
     let (router, mut fleet) = fleet(config(), 2, 100).await;
     for _ in 0..4 {
         until("read", &router, || is(&router, rank(0), StreamState::Live)).await;
@@ -318,13 +318,13 @@ async fn stands_still(ring_max: usize, unheard: u32) -> (Router, Vec<Engine>) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_reader_that_stood_still_has_missed_is_asked_for() {
+async fn messages_missed_by_a_hanging_reader_are_requested() {
     let (router, fleet) = stands_still(100, 20).await;
     assert_exact(&router, &fleet).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_gone_when_a_reader_goes_on_makes_its_rank_cold() {
+async fn messages_lost_during_a_hang_make_the_rank_cold() {
     let (router, mut fleet) = stands_still(5, 20).await;
     until("cold", &router, || is(&router, rank(0), StreamState::Cold)).await;
     // Only the last five messages are available.
@@ -338,7 +338,7 @@ async fn what_is_gone_when_a_reader_goes_on_makes_its_rank_cold() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_rank_that_leaves_while_its_reader_waits_at_a_full_gate_holds_up_nobody() {
+async fn removing_a_rank_with_a_waiting_reader_blocks_nothing() {
     let config = RouterConfig {
         events: EventsConfig { blocks_max: 8, ..config().events },
         index: IndexConfig { shards: 2, ..config().index },
@@ -351,11 +351,13 @@ async fn a_rank_that_leaves_while_its_reader_waits_at_a_full_gate_holds_up_nobod
     for _ in 0..10 {
         fleet[1].store();
     }
-    until("it reads", &router, || received(&router) >= before.map(|messages| messages + 3)).await;
+    until("connected", &router, || received(&router) >= before.map(|messages| messages + 3)).await;
     // Its reader waits because three prompts of three blocks exceed the limit. The other shard is unaffected.
     fleet[0].work();
-    until("the other shard goes on", &router, || source(&router, rank(0)).and_then(|source| source.applied) == Some(7))
-        .await;
+    until("the other shard continues", &router, || {
+        source(&router, rank(0)).and_then(|source| source.applied) == Some(7)
+    })
+    .await;
     let removal = tokio::spawn({
         let router = router.clone();
         async move { router.remove_worker(WorkerId(1)).await }
@@ -377,7 +379,7 @@ async fn a_rank_that_leaves_while_its_reader_waits_at_a_full_gate_holds_up_nobod
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_source_that_moves_is_read_where_it_is_and_nothing_old_stays() {
+async fn a_moved_source_is_followed_and_old_blocks_are_dropped() {
     let (router, mut fleet) = fleet(config(), 2, 100).await;
     for round in 0..10 {
         let mut moved = Engine::start(0, 100).await;
@@ -388,11 +390,11 @@ async fn a_source_that_moves_is_read_where_it_is_and_nothing_old_stays() {
         let mut in_hand = old;
         in_hand.work();
         router.upsert_worker(WorkerId(0), fleet[0].config()).await.expect("valid");
-        assert_eq!(router.kv_sources().len(), 2, "round {round}: it is read");
+        assert_eq!(router.kv_sources().len(), 2, "round {round}: connected");
         until("the old connections close", &router, || in_hand.publisher.connections() == 0).await;
         assert_exact(&router, &fleet).await;
         let endpoint = fleet[0].publisher.kv_events().endpoint;
-        assert_eq!(source(&router, rank(0)).expect("it is read").endpoint, endpoint);
+        assert_eq!(source(&router, rank(0)).expect("the source is connected").endpoint, endpoint);
     }
     // Removed and immediately added with another endpoint: no state of the old source remains.
     let mut again = Engine::start(0, 100).await;
@@ -405,7 +407,7 @@ async fn a_source_that_moves_is_read_where_it_is_and_nothing_old_stays() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_source_that_is_no_longer_named_is_no_longer_read() {
+async fn a_removed_source_is_disconnected() {
     let (router, fleet) = fleet(config(), 2, 100).await;
     let config = WorkerConfig { kv_events: None, ..fleet[0].config() };
     router.upsert_worker(WorkerId(0), config).await.expect("valid");
@@ -415,7 +417,7 @@ async fn a_source_that_is_no_longer_named_is_no_longer_read() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_connection_that_breaks_and_an_engine_that_starts_anew_are_followed() {
+async fn reconnections_and_engine_restarts_are_followed() {
     let (router, mut fleet) = fleet(config(), 2, 100).await;
     for _ in 0..3 {
         fleet[0].publisher.disconnect();
@@ -430,7 +432,7 @@ async fn a_connection_that_breaks_and_an_engine_that_starts_anew_are_followed() 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_router_that_is_dropped_leaves_no_connection() {
+async fn a_dropped_router_closes_all_connections() {
     let (router, fleet) = fleet(config(), 3, 100).await;
     let open = || fleet.iter().map(|engine| engine.publisher.connections()).sum::<usize>();
     assert!(open() >= 3);
@@ -443,7 +445,7 @@ async fn a_router_that_is_dropped_leaves_no_connection() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_tiny_gate_lets_events_through_and_decisions_past() {
+async fn a_small_event_limit_blocks_neither_events_nor_decisions() {
     let (router, mut fleet) =
         fleet(RouterConfig { events: EventsConfig { blocks_max: 8, ..config().events }, ..config() }, 3, 1_000).await;
     for round in 0..50 {

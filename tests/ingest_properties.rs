@@ -60,7 +60,7 @@ impl Batch {
                 cache.clear();
                 applied.cleared = true;
             }
-            other => panic!("nobody sends {other:?}"),
+            other => panic!("unexpected {other:?}"),
         }
         applied
     }
@@ -192,12 +192,12 @@ impl World {
     }
 
     fn life(&self) -> &Life {
-        self.lives.last().expect("there is always one")
+        self.lives.last().expect("not empty")
     }
 
     fn publish(&mut self) {
         let mark = self.lives.len() as u8;
-        let message = self.lives.last_mut().expect("there is always one").publish(mark);
+        let message = self.lives.last_mut().expect("not empty").publish(mark);
         if self.is_connected {
             self.in_flight.push_back(message);
         }
@@ -253,7 +253,7 @@ impl World {
             Act::DropAnswer(at) => drop(answers.remove(usize::from(*at) % messages)),
             Act::DoubleAnswer => answers.insert(1, answers[0].clone()),
             Act::SwapAnswers(at) => answers.swap(0, usize::from(*at) % messages),
-            other => panic!("{other:?} disturbs no answers"),
+            other => panic!("{other:?} does not affect replies"),
         }
     }
 
@@ -324,7 +324,7 @@ impl World {
                 IngestEffect::Apply { sequence, payload } => self.apply(sequence, &payload),
                 IngestEffect::Clear => self.epoch = Epoch::default(),
                 IngestEffect::Replay { from } => {
-                    assert!(self.is_connected && self.config.has_replay, "somebody is there to ask");
+                    assert!(self.is_connected && self.config.has_replay, "the publisher is reachable");
                     self.asked = Asked::Waiting(from);
                 }
                 IngestEffect::Reconnect => wants_anew = true,
@@ -332,10 +332,10 @@ impl World {
                 IngestEffect::Noted(note) => self.messages_out += dropped(note),
             }
         }
-        assert_eq!(told, self.source.state(), "every change is told");
+        assert_eq!(told, self.source.state(), "every change is reported");
         assert!(
             !is_recovery || told == StreamState::Recovering || !self.config.has_replay,
-            "who is there is not known yet"
+            "the publisher is not known yet"
         );
         self.check();
         if has_applied {
@@ -365,9 +365,13 @@ impl World {
         self.source.check_invariants();
         assert!(self.source.held_messages() <= self.config.held_messages_max);
         assert!(self.source.held_bytes() <= self.config.held_bytes_max);
-        assert_eq!(self.messages_in, self.messages_out + self.source.held_messages() as u64, "all are accounted for");
+        assert_eq!(
+            self.messages_in,
+            self.messages_out + self.source.held_messages() as u64,
+            "all messages are counted"
+        );
         let is_known = self.epoch.is_exact || self.epoch.applied.is_empty();
-        assert!(is_known || self.source.state() != StreamState::Live, "live means that everything is known");
+        assert!(is_known || self.source.state() != StreamState::Live, "a live stream is complete");
     }
 
     /// Invariants after every batch.
@@ -375,9 +379,9 @@ impl World {
         let Epoch { is_exact, cache, .. } = &self.epoch;
         let next = self.epoch.next().expect("something was applied");
         let life = self.lives.iter().find(|life| self.epoch.is_of(life));
-        let truth = &life.expect("what was applied is of one life").caches[next as usize - 1];
-        assert!(cache.is_subset(truth), "what is known is true");
-        assert!(!is_exact || cache == truth, "and all of it, if the beginning was seen");
+        let truth = &life.expect("applied messages belong to one incarnation").caches[next as usize - 1];
+        assert!(cache.is_subset(truth), "the index has no wrong block");
+        assert!(!is_exact || cache == truth, "the index is complete if the beginning was received");
     }
 
     /// Delivers everything in order until no work remains.
@@ -394,10 +398,10 @@ impl World {
                 self.now = self.now.max(due);
                 self.step(IngestInput::Tick);
             } else {
-                return assert!(self.in_flight.is_empty(), "the reader goes on");
+                return assert!(self.in_flight.is_empty(), "the reader continues");
             }
         }
-        panic!("it does not come to rest");
+        panic!("no stable state reached");
     }
 
     /// After one more delivered message the rank is either live and exact, or cold.
@@ -500,7 +504,7 @@ proptest! {
     #![proptest_config(effort(256, "tests/ingest_properties.proptest-regressions"))]
 
     #[test]
-    fn whatever_happens_the_rank_is_known_or_cold(
+    fn after_any_inputs_the_rank_is_known_or_cold(
         config in config(),
         ring_max in 1_usize..40,
         begins_at in 0_u8..20,
@@ -515,7 +519,7 @@ proptest! {
 
     /// With a complete ring and a responding replay socket no message is lost.
     #[test]
-    fn where_replay_has_everything_nothing_is_lost(
+    fn complete_replays_lose_nothing(
         config in config(),
         begins_at in 0_u8..20,
         acts in prop::collection::vec(act(), 0..150),
@@ -530,7 +534,7 @@ proptest! {
 
     /// Inputs in an order that no network produces.
     #[test]
-    fn no_input_breaks_it(
+    fn arbitrary_inputs_never_panic(
         config in config(),
         inputs in prop::collection::vec((0_u8..9, prop_oneof![4 => 0_u64..12, 1 => any::<u64>()], 0_u8..3, 0_u64..9000), 0..100),
     ) {

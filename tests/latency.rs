@@ -32,7 +32,7 @@ fn close(got: f64, want: f64) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_nobody_has_shown_is_as_assumed() {
+async fn defaults_apply_without_observations() {
     let router = router(latency(), 2).await;
     let prompt = tokens(1, BLOCKS);
     let prior = EngineSpeed::prior(router.block_size());
@@ -46,7 +46,7 @@ async fn what_nobody_has_shown_is_as_assumed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_sibling_counts_what_the_one_before_it_will_have_computed() {
+async fn siblings_count_blocks_of_earlier_requests_as_cached() {
     let router = router(latency(), 2).await;
     let (first, mut second) = (tokens(1, BLOCKS), tokens(1, BLOCKS));
     second.extend(tokens(2, 10));
@@ -56,13 +56,13 @@ async fn a_sibling_counts_what_the_one_before_it_will_have_computed() {
         let row = table.ranks.iter().find(|row| (row.facts.rank == leader.rank()) == there).expect("two ranks");
         terms(row).ttft_seconds
     };
-    assert!(ttft(true) < 1.05 * ttft(false), "its wait, and no second prefill: {} {}", ttft(true), ttft(false));
+    assert!(ttft(true) < 1.05 * ttft(false), "the wait without a second prefill: {} {}", ttft(true), ttft(false));
     tokio::time::advance(leader.predicted_ttft().expect("foreseen")).await;
-    assert_eq!(explained(&router, &second).await.chosen, Some(leader.rank()), "by now it is computed");
+    assert_eq!(explained(&router, &second).await.chosen, Some(leader.rank()), "computed");
 }
 
 #[tokio::test(start_paused = true)]
-async fn waits_fall_with_time_though_nobody_reports() {
+async fn waits_decrease_with_time_without_reports() {
     let router = router(latency(), 1).await;
     let (prompt, other) = (tokens(1, BLOCKS), tokens(2, 10));
     let placed = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed");
@@ -73,7 +73,7 @@ async fn waits_fall_with_time_though_nobody_reports() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_has_shown_nothing_is_taken_to_be_as_the_others() {
+async fn ranks_without_observations_use_typical_values() {
     let router = router(latency(), 2).await;
     let known = Constraints { allowed_workers: Some([WorkerId(0)].into()), ..Constraints::default() };
     for n in 0..400_u32 {
@@ -96,7 +96,7 @@ async fn who_has_shown_nothing_is_taken_to_be_as_the_others() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn output_is_as_long_as_the_caller_says_or_as_assumed() {
+async fn output_length_comes_from_the_caller_or_the_default() {
     let router = router(latency(), 1).await;
     let prompt = tokens(1, 10);
     let told = RouteRequest {

@@ -87,7 +87,7 @@ impl Traffic {
 /// A rank has 30 prefills of 20 s and then becomes as fast as the three others: within two minutes it regains its
 /// share.
 #[tokio::test(start_paused = true)]
-async fn a_rank_that_was_slow_has_its_share_again_within_two_minutes() {
+async fn a_recovered_rank_regains_its_share_within_two_minutes() {
     for gap_ms in [400, 100, 50] {
         let mut traffic = Traffic::new(Policy::Latency, 4).await;
         let slow = |worker| Some(if worker == 3 { 20_000 } else { 200 });
@@ -132,7 +132,7 @@ async fn paced_prompts_spread_over_an_idle_pool() {
 
 /// Tie-breaking never costs a cache hit: the turns of a conversation stay on the rank that has it cached.
 #[tokio::test(start_paused = true)]
-async fn a_small_hit_is_not_drawn_away() {
+async fn a_small_hit_does_not_move_a_request() {
     let mut traffic = Traffic::new(Policy::Latency, 8).await;
     let (base, length) = (prompt(7, 256), 256);
     let home = rank(5);
@@ -180,7 +180,7 @@ async fn lost_to_a_hung_rank(policy: Policy, conversations: bool) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_engine_that_hangs_keeps_its_load() {
+async fn hanging_engines_keep_their_load() {
     for conversations in [true, false] {
         let latency = lost_to_a_hung_rank(Policy::Latency, conversations).await;
         let kv = lost_to_a_hung_rank(Policy::Kv, conversations).await;
@@ -254,7 +254,7 @@ async fn conversations(ranks: usize, sessions: u32, ceiling: Option<u32>, warm_m
                 queue.push(Reverse((now + ANSWER * step_us / 1_000, 2, session)));
             }
             _ => {
-                let (placed, tokens, began) = live.remove(&session).expect("it runs");
+                let (placed, tokens, began) = live.remove(&session).expect("running");
                 for _ in 0..ANSWER / u64::from(BLOCK_SIZE) {
                     placed.output_block(None).expect("no decay");
                 }
@@ -275,7 +275,7 @@ async fn conversations(ranks: usize, sessions: u32, ceiling: Option<u32>, warm_m
 
 /// The clients' output limit is no estimate of the output length: hit rate and latency do not depend on it.
 #[tokio::test(start_paused = true)]
-async fn a_ceiling_on_the_output_changes_no_placement() {
+async fn an_output_limit_changes_no_placement() {
     let [none, exact, sdk, huge] = {
         let mut served = Vec::new();
         for ceiling in [None, Some(200), Some(4_096), Some(32_768)] {

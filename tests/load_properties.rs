@@ -234,7 +234,7 @@ proptest! {
     #![proptest_config(effort(400, "tests/load_properties.proptest-regressions"))]
 
     #[test]
-    fn any_calls_give_the_loads_of_the_reference(assume_kv_reuse: bool, steps in steps(false)) {
+    fn loads_match_the_reference_after_any_calls(assume_kv_reuse: bool, steps in steps(false)) {
         let mut rank = Rank::new(assume_kv_reuse);
         for step in &steps {
             rank.take(step, Prompt::blocks);
@@ -256,7 +256,7 @@ proptest! {
     /// Other products turn reuse off by unique hashes per request. Counting blocks without hashes must yield equal
     /// numbers.
     #[test]
-    fn counting_without_reuse_equals_hashes_that_nobody_shares(steps in steps(false)) {
+    fn counting_without_reuse_equals_unique_hashes(steps in steps(false)) {
         let (mut counted, mut hashed) = (Rank::new(false), Rank::new(true));
         for (number, step) in (1..).zip(&steps) {
             counted.take(step, Prompt::blocks);

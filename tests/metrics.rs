@@ -75,7 +75,7 @@ impl Recorded {
 /// Type, unit, labels and meaning by name.
 fn documented() -> BTreeMap<String, [String; 4]> {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/metrics.md");
-    let page = std::fs::read_to_string(page).expect("the page is there");
+    let page = std::fs::read_to_string(page).expect("page exists");
     let rows = page.lines().filter_map(|line| line.strip_prefix("| `pointsman_")?.strip_suffix(" |"));
     let rows = rows.map(|row| row.split(" | ").map(str::to_owned).collect::<Vec<_>>());
     rows.filter_map(|cells| {
@@ -111,7 +111,7 @@ fn request<'a>(id: &'a str, tokens: &'a [u32]) -> RouteRequest<'a> {
 }
 
 #[test]
-fn a_placed_request_shows_in_funnel_phases_and_gauges() {
+fn a_placed_request_is_counted_in_funnel_phases_and_gauges() {
     record(async |snapshotter| {
         let router = router(RouterConfig { pool: "chat-1".to_owned(), ..config() }, 2).await;
         let prompt = tokens(1, 20);
@@ -131,7 +131,7 @@ fn a_placed_request_shows_in_funnel_phases_and_gauges() {
         let sides = ["predicted", "delivered"];
         assert_eq!(sides.map(|side| count("prediction_tokens_total", &format!(",side={side:?}"))), [60, 40]);
         assert_eq!(count("kv_event_blocks_total", ",result=\"stored\""), 15);
-        assert_eq!(count("never_matched_total", ",kind=\"plain\""), 0, "there from the start");
+        assert_eq!(count("never_matched_total", ",kind=\"plain\""), 0, "registered at start");
 
         let values = |name: &str, labels: &str| seen.values(&format!("pointsman_{name}{{pool=\"chat-1\"{labels}}}"));
         assert_eq!(values("overlap_ratio", ""), [0.75]);
@@ -167,7 +167,7 @@ fn one_request_in_sixteen_is_timed() {
 }
 
 #[test]
-fn a_rank_that_has_gone_shows_nothing() {
+fn series_of_a_removed_rank_disappear() {
     record(async |snapshotter| {
         let router = router(config(), 2).await;
         let prompt = tokens(1, 20);
@@ -192,7 +192,7 @@ fn a_rank_that_has_gone_shows_nothing() {
 }
 
 #[test]
-fn what_is_not_placed_is_counted_by_its_reason() {
+fn unplaced_requests_are_counted_by_reason() {
     record(async |snapshotter| {
         let router = router(config(), 0).await;
         let prompt = tokens(1, 2);
@@ -217,7 +217,7 @@ fn what_is_not_placed_is_counted_by_its_reason() {
 }
 
 #[test]
-fn the_queue_shows_who_waits_who_may_not_and_who_has_left() {
+fn queue_metrics_count_waiting_rejected_and_left_requests() {
     record(async |snapshotter| {
         let config = RouterConfig { queue: QueueConfig { threshold: Some(0.5), ..config().queue }, ..config() };
         let worker = WorkerConfig { max_num_batched_tokens: Some(16), ..WorkerConfig::at("") };
@@ -277,12 +277,12 @@ impl SharedCache for Moody {
 }
 
 #[test]
-fn the_shared_cache_shows_hits_and_failures() {
+fn shared_cache_hits_and_failures_are_counted() {
     record(async |snapshotter| {
         let builder = Router::builder(config()).worker(WorkerId(0), WorkerConfig::at("")).shared_cache(Arc::new(Moody));
         let router = builder.start().await.expect("starts");
         for blocks in [1, 2, 4, 4] {
-            drop(router.route(request("a", &tokens(1, blocks))).await.expect("placed, whatever the cache does"));
+            drop(router.route(request("a", &tokens(1, blocks))).await.expect("placed despite the cache failure"));
         }
         let seen = Recorded::by(&snapshotter);
         let failed =
@@ -296,7 +296,7 @@ fn the_shared_cache_shows_hits_and_failures() {
 
 #[cfg(feature = "faults")]
 #[test]
-fn restarts_are_counted_by_role_and_what_they_leave_cold_is_shown() {
+fn restarts_are_counted_by_role_and_cold_ranks_reported() {
     use pointsman::Fault;
 
     record(async |snapshotter| {
@@ -316,7 +316,7 @@ fn restarts_are_counted_by_role_and_what_they_leave_cold_is_shown() {
 }
 
 #[test]
-fn pools_are_told_apart() {
+fn pools_have_separate_series() {
     record(async |snapshotter| {
         for pool in ["one", "two"] {
             let router = router(RouterConfig { pool: pool.to_owned(), ..config() }, 1).await;

@@ -97,7 +97,7 @@ impl Counters {
 }
 
 #[tokio::test]
-async fn without_events_a_prompt_goes_where_it_went_before() {
+async fn without_events_repeated_prompts_return_to_their_rank() {
     for index_shards in [1, 3] {
         let router = router(
             RouterConfig { index: IndexConfig { shards: index_shards, ..without_events().index }, ..without_events() },
@@ -112,13 +112,13 @@ async fn without_events_a_prompt_goes_where_it_went_before() {
         let second = route(&router, "b", &prompt).await;
         assert_eq!((second.rank(), second.cached_tokens()), (chosen, 20 * BLOCK_SIZE));
         drop(second);
-        assert_eq!(router.dump_events().await.expect("up"), [], "beliefs are not dumped");
+        assert_eq!(router.dump_events().await.expect("up"), [], "dumps contain no speculative entries");
         assert_at_rest(&router).await;
     }
 }
 
 #[tokio::test]
-async fn without_events_those_that_come_are_counted_and_nothing_else() {
+async fn without_event_mode_received_events_are_only_counted() {
     let counters = Counters::default();
     let _guard = metrics::set_default_local_recorder(&counters);
     let router = router(without_events(), 4).await;
@@ -129,7 +129,7 @@ async fn without_events_those_that_come_are_counted_and_nothing_else() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_belief_lasts_its_time_and_is_refreshed_by_prefix() {
+async fn speculative_entries_expire_and_prefixes_refresh_them() {
     let counters = Counters::default();
     let _guard = metrics::set_default_local_recorder(&counters);
     let router = router(
@@ -149,7 +149,7 @@ async fn a_belief_lasts_its_time_and_is_refreshed_by_prefix() {
     assert_eq!(best(&router, &prompt).await, (chosen, 20));
     assert_eq!(route(&router, "b", &prompt[..40]).await.rank(), chosen);
     tokio::time::advance(Duration::from_millis(200)).await;
-    assert_eq!(best(&router, &prompt).await, (chosen, 10), "the rest has run out");
+    assert_eq!(best(&router, &prompt).await, (chosen, 10), "other entries have expired");
     assert_eq!(counters.predicted("expired"), 10);
     tokio::time::advance(Duration::from_millis(900)).await;
     assert_eq!(best(&router, &prompt).await.1, 0);
@@ -162,7 +162,7 @@ async fn one_worker(config: RouterConfig, total_kv_blocks: u32) -> Router {
 }
 
 #[tokio::test]
-async fn a_modelled_cache_gives_up_what_was_released_longest_ago() {
+async fn a_modelled_cache_evicts_the_oldest_release() {
     let router = one_worker(modelled(), 10).await;
     let (a, b, c) = (tokens(1, 4), tokens(2, 4), tokens(3, 4));
     drop(route(&router, "a", &a).await);
@@ -171,7 +171,7 @@ async fn a_modelled_cache_gives_up_what_was_released_longest_ago() {
     held.output_block(None).expect("no decay");
     assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (4, 4));
     drop(route(&router, "c", &c).await);
-    assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (2, 4), "12 blocks want into 10");
+    assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (2, 4), "12 blocks exceed a capacity of 10");
     drop(held);
     assert_eq!((best(&router, &a).await.1, best(&router, &b).await.1), (0, 4), "its output counts at its end");
     // A larger capacity reported later applies from then on.
@@ -198,7 +198,7 @@ async fn bookings_by_id_hold_a_modelled_cache_until_they_are_freed() {
 }
 
 #[tokio::test]
-async fn decisions_made_elsewhere_can_be_recorded() {
+async fn external_decisions_can_be_recorded() {
     let router = router(without_events(), 4).await;
     let prompt = tokens(1, 20);
     let query = RouteRequest {
@@ -215,15 +215,15 @@ async fn decisions_made_elsewhere_can_be_recorded() {
     assert_eq!(unknown, Err(RouteError::Rejected(Rejection::UnknownRank(rank(9)))));
     router.remove_worker(WorkerId(2)).await.expect("known");
     let found = router.find_best_match(query.clone()).await.expect("a match");
-    assert_eq!(found.overlap_blocks(), 0, "its cache has gone with it");
+    assert_eq!(found.overlap_blocks(), 0, "its cache is removed");
     let aware = crate::common::router(config(), 4).await;
     aware.record_routing_decision(query.clone(), rank(2)).await.expect("nothing to do");
-    assert_eq!(aware.find_best_match(query).await.expect("a match").overlap_blocks(), 0, "events tell");
+    assert_eq!(aware.find_best_match(query).await.expect("a match").overlap_blocks(), 0, "events decide");
 }
 
 /// Workers of which some publish events and others cannot.
 #[tokio::test]
-async fn with_auto_decisions_stand_in_for_the_events_of_workers_without_any() {
+async fn auto_mode_speculates_for_workers_without_events() {
     let counters = Counters::default();
     let _guard = metrics::set_default_local_recorder(&counters);
     let router =
@@ -250,11 +250,11 @@ async fn with_auto_decisions_stand_in_for_the_events_of_workers_without_any() {
 
 /// A worker that serves requests without publishing events is reported, unless events are off.
 #[tokio::test]
-async fn a_worker_that_serves_without_events_is_in_doubt() {
+async fn workers_that_serve_without_events_are_reported() {
     for (events, is_doubted) in [(EventMode::On, true), (EventMode::Auto, true), (EventMode::Off, false)] {
         let router =
             router(RouterConfig { events: EventsConfig { mode: events, ..config().events }, ..config() }, 1).await;
-        assert_eq!(router.health().doubts, [""; 0], "{events}: it has served nothing");
+        assert_eq!(router.health().doubts, [""; 0], "{events}: no request was served");
         let placement = route(&router, "a", &tokens(1, 4)).await;
         placement.prefill_completed();
         drop(placement);
@@ -298,11 +298,11 @@ async fn strays(config: RouterConfig) -> usize {
 async fn siblings_follow_their_leader_before_any_event() {
     let (blind, predicting) = (strays(config()).await, strays(beside_events()).await);
     assert!(predicting <= 6, "{predicting} of 64 strayed");
-    assert!(blind > predicting, "{blind} strayed without predictions");
+    assert!(blind > predicting, "{blind} siblings diverged without predictions");
 }
 
 #[tokio::test(start_paused = true)]
-async fn events_confirm_guesses_and_time_shows_the_wrong_ones() {
+async fn events_confirm_speculative_entries_and_expiry_counts_wrong_ones() {
     let counters = Counters::default();
     let _guard = metrics::set_default_local_recorder(&counters);
     let router = router(beside_events(), 4).await;
@@ -317,7 +317,7 @@ async fn events_confirm_guesses_and_time_shows_the_wrong_ones() {
     assert_eq!(best(&router, &partly).await, (there, 10), "the greater of both");
     tokio::time::advance(Duration::from_millis(1_000)).await;
     assert_eq!(best(&router, &wrong).await.1, 0);
-    assert_eq!(best(&router, &partly).await, (there, 4), "what the engine said stays");
+    assert_eq!(best(&router, &partly).await, (there, 4), "blocks from events stay");
     assert_eq!((counters.predicted("confirmed"), counters.predicted("wrong")), (24, 8 + 6));
     let again = route(&router, "again", &wrong).await.rank();
     router.apply_events(vec![cleared(again)]).await.expect("up");
@@ -326,7 +326,7 @@ async fn events_confirm_guesses_and_time_shows_the_wrong_ones() {
 }
 
 #[tokio::test]
-async fn lower_tiers_are_counted_from_where_a_guess_ends() {
+async fn lower_tiers_extend_speculative_hits() {
     let router = router(beside_events(), 1).await;
     let prompt = tokens(1, 20);
     let lower = RouterEvent { tier: StorageTier::HostPinned, ..stored(rank(0), &prompt) };
@@ -339,7 +339,7 @@ async fn lower_tiers_are_counted_from_where_a_guess_ends() {
 
 #[cfg(feature = "faults")]
 #[tokio::test]
-async fn a_lost_shard_believes_again_what_is_routed_next() {
+async fn a_restarted_shard_speculates_from_new_decisions() {
     let router = one_worker(modelled(), 10).await;
     let prompt = tokens(1, 4);
     let held = route(&router, "a", &prompt).await;
@@ -350,6 +350,6 @@ async fn a_lost_shard_believes_again_what_is_routed_next() {
     drop(held);
     drop(route(&router, "c", &prompt).await);
     assert_eq!(best(&router, &prompt).await.1, 4);
-    assert!(router.health().cold.is_empty(), "no embedder can send again what no engine says");
+    assert!(router.health().cold.is_empty(), "speculative entries cannot be resent");
     assert_at_rest(&router).await;
 }

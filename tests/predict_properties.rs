@@ -136,7 +136,7 @@ impl Remembered {
             if of_rank.prompts.iter().any(|memory| memory.prompt.starts_with(prefix)) {
                 continue;
             }
-            if !of_rank.blocks.remove(prefix).expect("what is remembered is believed") {
+            if !of_rank.blocks.remove(prefix).expect("remembered prompts are indexed") {
                 continue;
             }
             *match why {
@@ -192,7 +192,7 @@ impl Model for Remembered {
         };
         while named(self) > self.blocks_max {
             let oldest = |(rank, of_rank): (&u64, &AgingRank)| Some((of_rank.prompts.first()?.stamp, *rank));
-            let (_, rank) = self.ranks.iter().filter_map(oldest).min().expect("something is named");
+            let (_, rank) = self.ranks.iter().filter_map(oldest).min().expect("not empty");
             self.drop_one(rank, 0, Why::Evicted);
         }
     }
@@ -285,7 +285,7 @@ impl Copies {
         self.epochs += 1;
         let of_rank = self.ranks.get_mut(&rank).expect("a capped rank");
         for blocks in 1..=prompt.len() {
-            let block = of_rank.blocks.get_mut(&prompt[..blocks]).expect("what is in use stays");
+            let block = of_rank.blocks.get_mut(&prompt[..blocks]).expect("blocks in use stay");
             *block = (block.0 - 1, self.epochs);
         }
         for n in 0..private as usize {
@@ -559,7 +559,7 @@ impl<M: Model> Run<M> {
             self.step(&Op::Remove { rank });
         }
         self.check(&probes);
-        assert_eq!(self.predictions.speculative_blocks(), 0, "nothing is left behind");
+        assert_eq!(self.predictions.speculative_blocks(), 0, "all state is freed");
     }
 }
 
@@ -575,12 +575,12 @@ fn without_events(ops: Vec<Op>) -> Vec<Op> {
 
 proptest! {
     #[test]
-    fn a_prompt_is_believed_for_its_time(ops in ops(), blocks_max in prop_oneof![Just(1_000_usize), 0..40_usize]) {
+    fn speculative_prompts_last_their_time_to_live(ops in ops(), blocks_max in prop_oneof![Just(1_000_usize), 0..40_usize]) {
         Run::new(SpeculationModel::Ttl { ttl: TTL }, blocks_max as u64, remembered(false, blocks_max)).play(&without_events(ops));
     }
 
     #[test]
-    fn a_modelled_cache_holds_what_the_copies_say(ops in ops()) {
+    fn a_modelled_cache_matches_its_reference(ops in ops()) {
         let (ranks, bookings) = (BTreeMap::new(), BTreeMap::new());
         let aging = remembered(false, usize::MAX);
         let model = Copies { aging, ranks, bookings, epochs: 0, speculated: 0, evicted: 0, retracted: 0 };
@@ -588,7 +588,7 @@ proptest! {
     }
 
     #[test]
-    fn guesses_end_confirmed_wrong_retracted_or_evicted(
+    fn speculative_entries_end_confirmed_wrong_retracted_or_evicted(
         ops in ops(),
         blocks_max in prop_oneof![Just(1_000_usize), 0..40_usize],
     ) {

@@ -25,11 +25,11 @@ async fn with(policy: Policy, workers: u64, worker: impl Fn(WorkerConfig) -> Wor
 
 /// Each rank has one huge prompt. Its load is limited to the rank's capacity, so predicted times stay realistic.
 #[tokio::test(start_paused = true)]
-async fn a_huge_prompt_weighs_what_a_rank_can_hold() {
+async fn the_weight_of_a_huge_prompt_is_capped_at_the_capacity_of_a_rank() {
     for (what, total_kv_blocks, most) in [
-        ("nothing is known", None, PromptLimits::WEIGHT_TOKENS_UNKNOWN),
-        ("the cache is", Some(2_048), 2_048 * BLOCK_SIZE),
-        ("the larger cache is", Some(4_096), 4_096 * BLOCK_SIZE),
+        ("no capacity is known", None, PromptLimits::WEIGHT_TOKENS_UNKNOWN),
+        ("the cache size is known", Some(2_048), 2_048 * BLOCK_SIZE),
+        ("the larger cache size is known", Some(4_096), 4_096 * BLOCK_SIZE),
     ] {
         for policy in [Policy::Latency, Policy::Kv] {
             let router = with(policy, 3, |worker| WorkerConfig { total_kv_blocks, ..worker }).await;
@@ -55,7 +55,7 @@ async fn a_huge_prompt_weighs_what_a_rank_can_hold() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_prompt_longer_than_every_model_is_refused_by_name() {
+async fn prompts_above_every_model_length_are_rejected_by_name() {
     let of = |max_model_len| move |worker| WorkerConfig { max_model_len, ..worker };
     let known = with(Policy::Latency, 2, of(Some(4_096))).await;
     let prompt = tokens(1, 4_096 / BLOCK_SIZE + 1);
@@ -71,7 +71,7 @@ async fn a_prompt_longer_than_every_model_is_refused_by_name() {
 /// Requests without streaming have no report of the first token. Their prefill counts for its expected duration under
 /// either policy, and not until the end of the answer.
 #[tokio::test(start_paused = true)]
-async fn the_prefill_of_an_answer_that_is_not_streamed_ends_when_it_should() {
+async fn prefills_of_unstreamed_responses_end_as_modelled() {
     for policy in [Policy::Latency, Policy::Kv] {
         let router = with(policy, 1, |worker| worker).await;
         let prompt = tokens(1, 2_000);
@@ -80,11 +80,11 @@ async fn the_prefill_of_an_answer_that_is_not_streamed_ends_when_it_should() {
             ..RouteRequest::new("whole", Prompt::Tokens(&prompt))
         };
         let placed = router.route(whole).await.expect("placed");
-        assert_eq!(loads(&router).await[0].2, 8_000, "{policy:?}: it begins");
+        assert_eq!(loads(&router).await[0].2, 8_000, "{policy:?}: prefill started");
         tokio::time::advance(Duration::from_secs(2)).await; // the assumed 10,000 tokens a second
-        assert_eq!(loads(&router).await[0].2, 0, "{policy:?}: it is over");
+        assert_eq!(loads(&router).await[0].2, 0, "{policy:?}: prefill ended");
         tokio::time::advance(Duration::from_secs(600)).await;
-        assert_eq!(loads(&router).await[0].2, 0, "{policy:?}: it is never overdue");
+        assert_eq!(loads(&router).await[0].2, 0, "{policy:?}: the prefill is not overdue");
         drop(placed);
         crate::common::assert_at_rest(&router).await;
     }
@@ -92,7 +92,7 @@ async fn the_prefill_of_an_answer_that_is_not_streamed_ends_when_it_should() {
 
 /// The prompt of a hung request is not treated as cached, and the overdue time counts as waiting time of the rank.
 #[tokio::test(start_paused = true)]
-async fn what_an_overdue_prefill_would_have_computed_is_not_cached() {
+async fn overdue_prefills_do_not_count_as_cached() {
     let router = with(Policy::Latency, 2, |worker| worker).await;
     let mut served = Vec::new();
     for n in 0..32_u32 {
@@ -121,9 +121,9 @@ async fn what_an_overdue_prefill_would_have_computed_is_not_cached() {
     };
     assert!(table.chosen.is_some_and(|chosen| chosen != hung.rank()), "{table:?}");
     let (hangs, serves) = (terms(true).ttft_seconds, terms(false).ttft_seconds);
-    assert!((29.0..32.0).contains(&(hangs - serves)), "nothing is cached, and it is overdue: {hangs} and {serves} s");
+    assert!((29.0..32.0).contains(&(hangs - serves)), "overdue without cached blocks: {hangs} and {serves} s");
     hung.prefill_completed();
     let table = router.explain(RouteRequest::query(Prompt::Tokens(&sibling))).await.expect("up");
-    assert_eq!(table.chosen, Some(hung.rank()), "it was late, and now all is there");
+    assert_eq!(table.chosen, Some(hung.rank()), "all blocks are cached after the late end");
     drop((hung, probe));
 }

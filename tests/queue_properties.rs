@@ -27,7 +27,7 @@ fn config_of(queue_classes: Vec<QueueClass>) -> RouterConfig {
         queue: QueueConfig { classes: queue_classes, ..QueueConfig::default() },
         ..RouterConfig::default()
     };
-    config.validate().expect("a configuration that holds");
+    config.validate().expect("valid configuration");
     config
 }
 
@@ -162,7 +162,7 @@ impl Model {
                 self.deficits[class] += u64::from(self.classes[class].quantum_tokens);
             }
         }
-        let row = heads[class].as_ref().expect("it pays for it");
+        let row = heads[class].as_ref().expect("the class has enough deficit");
         self.deficits[class] -= row.cost();
         self.last = class;
         self.clocks[class] = self.clocks[class].max(self.finish(row));
@@ -312,7 +312,7 @@ impl Pair {
                 while let Some((id, _)) = self.queue.pop_expired(self.now) {
                     let rows = self.model.rows.iter().filter(|row| row.entry.due.is_some());
                     let first =
-                        rows.min_by_key(|row| (row.entry.due, row.sequence)).expect("who expires has a deadline");
+                        rows.min_by_key(|row| (row.entry.due, row.sequence)).expect("expired requests have a deadline");
                     assert_eq!((first.id, first.entry.due <= Some(self.now)), (id, true));
                     self.model.remove(id);
                 }
@@ -334,7 +334,7 @@ impl Pair {
     fn pop(&mut self, free: u16) {
         let mut asked = BTreeSet::new();
         let popped = self.queue.pop(self.now, |class, lane, _| {
-            assert!(asked.insert((class, lane)), "asked twice about {class:?} {lane:?}");
+            assert!(asked.insert((class, lane)), "repeated query for {class:?} {lane:?}");
             free & lane_bit(class.0 as usize, lane) != 0
         });
         let expected = self.model.pop(|class, lane| free & lane_bit(class, lane) != 0);
@@ -368,7 +368,7 @@ proptest! {
     #![proptest_config(effort(400, "tests/queue_properties.proptest-regressions"))]
 
     #[test]
-    fn any_calls_give_what_the_model_gives(classes in classes(), steps in prop::collection::vec(step(), 1..80)) {
+    fn the_queue_matches_its_model_after_any_calls(classes in classes(), steps in prop::collection::vec(step(), 1..80)) {
         let config = config_of(classes);
         let mut pair = Pair { queue: Queue::new(&config), model: Model::new(&config), now: secs(10) };
         for step in &steps {

@@ -112,7 +112,7 @@ proptest! {
     /// Sent tokens deviate from the proportion of the quanta by at most one round, so by at most 2 % after fifty
     /// rounds.
     #[test]
-    fn backlogged_classes_share_as_their_quanta(
+    fn backlogged_classes_share_by_quantum(
         classes in prop::collection::vec((50u32..600, costs()), 2..5),
     ) {
         let (quanta, costs): (Vec<u32>, Vec<_>) = classes.into_iter().unzip();
@@ -133,7 +133,7 @@ proptest! {
 
     /// The documented limit holds whatever deficit the other classes accumulate while some of them cannot send.
     #[test]
-    fn nobody_waits_longer_than_promised(
+    fn waits_stay_within_the_documented_bound(
         classes in prop::collection::vec((1u32..600, costs()), 2..5),
         blocked in prop::collection::vec(any::<u8>(), 1..100),
     ) {
@@ -179,7 +179,7 @@ proptest! {
 
     /// Independent of the credit that other tenants accumulate while they cannot send.
     #[test]
-    fn no_tenant_waits_longer_than_promised(
+    fn tenant_waits_stay_within_the_documented_bound(
         (costs, waiting) in tenants(),
         blocked in prop::collection::vec(any::<u8>(), 1..100),
     ) {
@@ -197,7 +197,7 @@ proptest! {
             for tenant in (0..count).filter(|tenant| free(*tenant)) {
                 passed[tenant] = if tenant == sent { 0 } else { passed[tenant] + cost };
                 let most = promised(tenant);
-                prop_assert!(passed[tenant] <= most, "{} before tenant {tenant}, {most} promised", passed[tenant]);
+                prop_assert!(passed[tenant] <= most, "{} before tenant {tenant}, the bound is {most}", passed[tenant]);
             }
         }
     }
@@ -205,7 +205,7 @@ proptest! {
 
 /// One tenant has 120 queued requests when another tenant submits four, one after the other.
 #[test]
-fn a_tenant_with_few_requests_does_not_wait_behind_one_with_many() {
+fn small_tenants_do_not_wait_for_large_ones() {
     let mut queue = Queue::new(&RouterConfig::default());
     let push = |queue: &mut Queue<&'static str>, id: u64, tenant: &'static str| {
         let entry = QueueEntry { tenant: TenantKey::of(tenant), isl_tokens: 500, ..QueueEntry::default() };
@@ -215,7 +215,7 @@ fn a_tenant_with_few_requests_does_not_wait_behind_one_with_many() {
     let pop = |queue: &mut Queue<&'static str>| queue.pop(Timestamp::default(), |_, _, _| true).expect("some wait").1;
     for id in 120..124 {
         push(&mut queue, id, "few");
-        assert_eq!([pop(&mut queue), pop(&mut queue)], ["many", "few"], "turn by turn, though it comes back empty");
+        assert_eq!([pop(&mut queue), pop(&mut queue)], ["many", "few"], "alternating although the tenant was empty");
     }
     // New tenants with single requests do not starve the first tenant either.
     let names = ["a", "b", "c", "d", "e", "f", "g", "h"];
@@ -228,7 +228,7 @@ fn a_tenant_with_few_requests_does_not_wait_behind_one_with_many() {
 }
 
 #[test]
-fn classes_share_as_in_the_worked_example() {
+fn class_shares_match_the_worked_example() {
     let mut backlog = Backlog::new(&[512, 128], vec![(128, 128); 2]);
     let sent = (0..320).filter(|_| backlog.send(|_| true).unwrap().0 == 0).count();
     assert!((254..=257).contains(&sent) && (63..=66).contains(&(320 - sent)), "{sent} of 320");

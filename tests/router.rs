@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use crate::common::{assert_at_rest, cleared, config, loads, rank, router, started, stored, tokens, until};
 
 #[tokio::test]
-async fn a_request_goes_where_its_prefix_is() {
+async fn requests_follow_their_prefix() {
     let router = router(config(), 8).await;
     let prompt = tokens(1, 20);
     router.apply_events(vec![stored(rank(5), &prompt[..60])]).await.expect("up");
@@ -97,7 +97,7 @@ async fn a_booking_without_a_request_id_is_an_error() {
 }
 
 #[tokio::test]
-async fn without_ranks_a_request_is_refused_at_once() {
+async fn without_ranks_requests_are_rejected() {
     let router = router(config(), 0).await;
     let refused = router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect_err("refused");
     assert_eq!(refused, RouteError::Rejected(Rejection::NoRanks));
@@ -105,7 +105,7 @@ async fn without_ranks_a_request_is_refused_at_once() {
 }
 
 #[tokio::test]
-async fn modelled_prefill_falls_with_time_and_without_a_message() {
+async fn modelled_prefill_decreases_with_time_without_messages() {
     tokio::time::pause();
     let router = router(config(), 1).await;
     let prompt = tokens(1, 250);
@@ -121,7 +121,7 @@ async fn modelled_prefill_falls_with_time_and_without_a_message() {
 }
 
 #[tokio::test]
-async fn prefills_of_different_rates_hold_up_no_decision() {
+async fn prefills_of_different_rates_do_not_delay_decisions() {
     tokio::time::pause();
     for (assume_kv_reuse, track_active_blocks) in [(false, true), (true, false), (true, true)] {
         let router = router(
@@ -191,7 +191,7 @@ async fn salts_and_adapters_keep_caches_apart() {
 }
 
 #[tokio::test]
-async fn dumps_and_flushes_reflect_what_was_accepted() {
+async fn dumps_and_flushes_include_all_accepted_events() {
     let config = RouterConfig { index: IndexConfig { shards: 3, ..config().index }, ..config() };
     let router = router(config.clone(), 6).await;
     for worker in 0..6 {
@@ -211,7 +211,7 @@ async fn dumps_and_flushes_reflect_what_was_accepted() {
 }
 
 #[tokio::test]
-async fn a_removed_worker_takes_its_bookings_along_and_returns_under_a_new_generation() {
+async fn removing_a_worker_ends_its_bookings_and_a_return_has_a_new_generation() {
     let router = router(config(), 2).await;
     let prompt = tokens(1, 10);
     router.apply_events(vec![stored(rank(1), &prompt)]).await.expect("up");
@@ -224,7 +224,7 @@ async fn a_removed_worker_takes_its_bookings_along_and_returns_under_a_new_gener
     stale.prefill_completed();
     stale.output_block(None).expect("harmless");
     let fresh = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("the id is free");
-    assert_eq!(fresh.overlap_blocks(), 0, "the new generation holds nothing");
+    assert_eq!(fresh.overlap_blocks(), 0, "the new generation is empty");
     drop(stale);
     assert_eq!(router.health().leases, 1, "the old placement cannot end the new booking");
     drop(fresh);
@@ -248,15 +248,15 @@ async fn a_changed_rank_count_touches_only_the_ranks_that_differ() {
     assert_eq!(router.free("a"), Err(RequestError::NotFound("a".into())));
     let refused = router.upsert_worker(WorkerId(1), with_ranks(0)).await.expect_err("no ranks");
     assert_eq!(refused.to_string(), "worker 1: data_parallel_size is 0, must be 1 to 4096");
-    assert_eq!(router.health().ranks, 1, "what was refused changed nothing");
+    assert_eq!(router.health().ranks, 1, "the rejected change has no effect");
 }
 
 #[tokio::test]
-async fn discovery_is_followed_and_workers_added_by_hand_stay() {
+async fn discovery_is_followed_and_manual_workers_stay() {
     let (source, seen) = watch::channel(WorkerMap::from([(WorkerId(1), WorkerConfig::at("http://1"))]));
     let config = RouterConfig { min_initial_workers: 2, ..config() };
     let starting = Router::builder(config).worker(WorkerId(9), WorkerConfig::at("http://9")).discovery(seen).start();
-    let router = starting.await.expect("two workers come");
+    let router = starting.await.expect("two workers registered");
     let ids = |router: &Router| router.workers().iter().map(|w| w.worker.0).collect::<Vec<_>>();
     assert_eq!(ids(&router), [1, 9]);
     source.send_replace(WorkerMap::from([
@@ -265,7 +265,7 @@ async fn discovery_is_followed_and_workers_added_by_hand_stay() {
         (WorkerId(9), WorkerConfig::at("http://elsewhere")),
     ]));
     until("update of the workers", async || ids(&router) == [2, 9]).await;
-    assert_eq!(router.workers()[1].config.endpoint, "http://9", "the hand-given configuration stands");
+    assert_eq!(router.workers()[1].config.endpoint, "http://9", "the manual configuration stays in force");
     source.send_replace(WorkerMap::new());
     until("removal of the workers", async || ids(&router) == [9]).await;
     drop(source);
@@ -274,7 +274,7 @@ async fn discovery_is_followed_and_workers_added_by_hand_stay() {
 }
 
 #[tokio::test]
-async fn start_says_so_when_enough_workers_cannot_come() {
+async fn start_fails_if_too_few_workers_are_possible() {
     let wanted = |n| RouterConfig { min_initial_workers: n, ..config() };
     let one = WorkerMap::from([(WorkerId(1), WorkerConfig::at("http://1"))]);
     let (source, seen) = watch::channel(one);
@@ -293,7 +293,7 @@ async fn shutdown_waits_for_bookings_up_to_its_deadline() {
     let first = router(config(), 1).await;
     let placement = first.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect("placed");
     let other = first.clone();
-    assert_eq!(first.shutdown(Duration::from_secs(1)).await, 1, "one was left");
+    assert_eq!(first.shutdown(Duration::from_secs(1)).await, 1, "one booking was cut off");
     assert_eq!(other.health().state, Err(Down::Stopped));
     let refused = other.route(RouteRequest::new("b", Prompt::Tokens(&[1]))).await.expect_err("stopped");
     assert_eq!(refused, RouteError::Down(Down::Stopped));
@@ -308,7 +308,7 @@ async fn shutdown_waits_for_bookings_up_to_its_deadline() {
 }
 
 #[tokio::test]
-async fn every_policy_places_and_leaves_nothing_behind() {
+async fn every_policy_places_requests_and_ends_with_zero_load() {
     for policy in Policy::ALL {
         for queries_every_rank in [false, true] {
             let config = RouterConfig { policy: policy.into(), ..config() };
@@ -354,7 +354,7 @@ async fn place_a_thousand(config: RouterConfig, queries_every_rank: bool) -> Vec
 
 /// Time is paused because `latency` depends on it.
 #[tokio::test(start_paused = true)]
-async fn a_thousand_requests_go_the_same_way_whoever_is_asked() {
+async fn a_thousand_placements_are_independent_of_the_queried_ranks() {
     for policy in Policy::ALL {
         for assume_kv_reuse in [true, false] {
             let config = RouterConfig {

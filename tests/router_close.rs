@@ -6,7 +6,7 @@ use std::time::Duration;
 use pointsman::error::{Down, FlushError, RouteError};
 use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig};
 
-use crate::common::{config, rank, router, stored, tokens, without_reports_of_drills};
+use crate::common::{config, rank, router, stored, suppress_fault_reports, tokens};
 
 /// Longer than any response on a loaded machine. Only a call that never returns reaches it.
 const HANG: Duration = Duration::from_secs(20);
@@ -43,21 +43,21 @@ async fn hung_callers(round: u32) -> usize {
 
 /// `POINTSMAN_ROUTER_FAILURES` sets the number of rounds.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-#[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
-async fn no_caller_hangs_when_the_router_goes_down_under_load() {
-    without_reports_of_drills();
+#[expect(clippy::disallowed_methods, reason = "test effort is not router configuration")]
+async fn every_call_ends_when_the_router_stops_under_load() {
+    suppress_fault_reports();
     let rounds = std::env::var("POINTSMAN_ROUTER_FAILURES").ok().and_then(|text| text.parse().ok()).unwrap_or(100);
     let mut hung = 0;
     for round in 0..rounds {
         hung += hung_callers(round).await;
     }
-    assert_eq!(hung, 0, "callers hung in {rounds} rounds");
+    assert_eq!(hung, 0, "calls hung in {rounds} rounds");
 }
 
 /// The hung scheduler never responds and stays hung while the router fails.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn every_call_ends_when_the_router_fails_around_a_stuck_scheduler() {
-    without_reports_of_drills();
+async fn every_call_ends_when_the_router_fails_with_a_hanging_scheduler() {
+    suppress_fault_reports();
     let router = router(config(), 2).await;
     let hang = router.hang(Fault::Scheduler).expect("a scheduler");
     let prompt = tokens(1, 3);
@@ -73,22 +73,22 @@ async fn every_call_ends_when_the_router_fails_around_a_stuck_scheduler() {
         )
     };
     let fail = async { router.inject(Fault::Supervisor) };
-    let (answers, _) = tokio::time::timeout(HANG, async { tokio::join!(calls, fail) }).await.expect("no call hangs");
+    let (answers, _) = tokio::time::timeout(HANG, async { tokio::join!(calls, fail) }).await.expect("no hang");
     let (placed, best, loads, explanation, pending, conditions) = answers;
     let failed = RouteError::from(Down::Failed);
-    assert_eq!(placed.expect_err("it is down"), failed);
-    assert_eq!(best.expect_err("it is down"), failed);
-    assert_eq!(loads.expect_err("it is down"), failed);
-    assert_eq!(explanation.expect_err("it is down"), failed);
-    assert_eq!(pending.expect_err("it is down"), failed);
-    assert_eq!(conditions.expect_err("it is down"), Down::Failed);
+    assert_eq!(placed.expect_err("the router is down"), failed);
+    assert_eq!(best.expect_err("the router is down"), failed);
+    assert_eq!(loads.expect_err("the router is down"), failed);
+    assert_eq!(explanation.expect_err("the router is down"), failed);
+    assert_eq!(pending.expect_err("the router is down"), failed);
+    assert_eq!(conditions.expect_err("the router is down"), Down::Failed);
     assert_eq!(router.health().leases, 0, "the request's lease has ended");
     drop(hang);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn every_call_ends_when_the_router_fails_around_a_stuck_shard() {
-    without_reports_of_drills();
+async fn every_call_ends_when_the_router_fails_with_a_hanging_shard() {
+    suppress_fault_reports();
     let router = router(
         RouterConfig {
             events: EventsConfig { blocks_max: 4, ..config().events },
@@ -110,31 +110,31 @@ async fn every_call_ends_when_the_router_fails_around_a_stuck_shard() {
             router.flush(),
             router.dump_events(),
             async {
-                fill().await.expect("the first fits");
+                fill().await.expect("the first event fits");
                 fill().await
             },
         )
     };
     let fail = async { router.inject(Fault::Supervisor) };
-    let (answers, _) = tokio::time::timeout(HANG, async { tokio::join!(calls, fail) }).await.expect("no call hangs");
+    let (answers, _) = tokio::time::timeout(HANG, async { tokio::join!(calls, fail) }).await.expect("no hang");
     let (placed, scores, hits, flushed, dumped, applied) = answers;
     let failed = RouteError::from(Down::Failed);
-    assert_eq!(placed.expect_err("it is down"), failed);
-    assert_eq!(scores.expect_err("it is down"), failed);
-    assert_eq!(hits.expect_err("it is down"), failed);
-    assert_eq!(flushed.expect_err("it is down"), FlushError::Down(Down::Failed));
-    assert_eq!(dumped.expect_err("it is down"), FlushError::Down(Down::Failed));
-    assert_eq!(applied.expect_err("the gate is full"), Down::Failed);
+    assert_eq!(placed.expect_err("the router is down"), failed);
+    assert_eq!(scores.expect_err("the router is down"), failed);
+    assert_eq!(hits.expect_err("the router is down"), failed);
+    assert_eq!(flushed.expect_err("the router is down"), FlushError::Down(Down::Failed));
+    assert_eq!(dumped.expect_err("the router is down"), FlushError::Down(Down::Failed));
+    assert_eq!(applied.expect_err("the event limit is reached"), Down::Failed);
     drop(hang);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn rank_health_ends_when_the_router_fails_around_a_stuck_health_actor() {
-    without_reports_of_drills();
+async fn rank_health_ends_when_the_router_fails_with_a_hanging_health_actor() {
+    suppress_fault_reports();
     let router = router(config(), 2).await;
     let hang = router.hang(Fault::Health).expect("a health actor");
     let both = async { tokio::join!(router.rank_health(), async { router.inject(Fault::Supervisor) }) };
-    let (answer, _) = tokio::time::timeout(HANG, both).await.expect("it does not hang");
-    assert_eq!(answer.expect_err("it is down"), Down::Failed);
+    let (answer, _) = tokio::time::timeout(HANG, both).await.expect("no hang");
+    assert_eq!(answer.expect_err("the router is down"), Down::Failed);
     drop(hang);
 }

@@ -59,7 +59,7 @@ fn with_and_without(
 }
 
 #[test]
-fn overrides_change_one_requests_choice() {
+fn overrides_change_the_choice_of_one_request() {
     let warm = Ask { cached: vec![(0, 4)], ..Ask::default() };
     let busy: fn(&mut Fleet) = |fleet| occupy(fleet, 9, 0, 2);
     // The warm rank with two blocks of load costs 2 + 6, the cold idle rank 4 + 4; the credit is one block larger.
@@ -103,7 +103,7 @@ fn an_override_of_the_temperature_spreads_one_request() {
         fleet.free(id);
     }
     assert!((15..40).contains(&dear[0]), "27 % of 100 by the softmax of two: {dear:?}");
-    assert_eq!(dear[1], 0, "the others take the least cost");
+    assert_eq!(dear[1], 0, "other requests take the least cost");
 }
 
 /// The formula of a decode pool depends on the request's effective tracking and credit.
@@ -123,7 +123,7 @@ fn overrides_reach_the_formula_of_decode_pools() {
     };
     assert_eq!(terms_of(RouterConfigOverride::default()), (0.0, 3.0));
     let tracked = RouterConfigOverride { track_prefill_tokens: Some(true), ..RouterConfigOverride::default() };
-    assert_eq!(terms_of(tracked), (3.0, 4.0), "the credit is taken off the prefill");
+    assert_eq!(terms_of(tracked), (3.0, 4.0), "credit reduces the prefill");
     let no_credit = RouterConfigOverride { overlap_score_credit: Some(0.0), ..RouterConfigOverride::default() };
     assert_eq!(terms_of(no_credit), (0.0, 4.0));
 }
@@ -154,7 +154,7 @@ impl RankPolicy for Told {
         let candidates = (0..ranks.len()).map(|index| ranks.candidate(index)).collect();
         self.shown.lock().expect("never poisoned").push((request.request, candidates));
         let panics = *self.panics.lock().expect("never poisoned");
-        assert!(!panics, "as told");
+        assert!(!panics, "as configured");
         *self.answer.lock().expect("never poisoned")
     }
 }
@@ -181,7 +181,7 @@ fn a_custom_policy_reads_exact_facts_of_every_eligible_rank() {
     fleet.ask(0, &Ask { prompt: 909, blocks: 2, cached: vec![(1, 1)], ..Ask::default() });
     assert_eq!(fleet.worker(0), 1);
     let shown = selector.shown.lock().expect("never poisoned").clone();
-    let [(_, candidates)] = &shown[..] else { panic!("asked once") };
+    let [(_, candidates)] = &shown[..] else { panic!("one query") };
     let ranks: Vec<u64> = candidates.iter().map(|candidate| candidate.rank.worker.0).collect();
     assert_eq!(ranks, [0, 1, 3]);
     let busy = &candidates[1];
@@ -219,7 +219,7 @@ struct Penalty(f64);
 
 impl RankScorer for Penalty {
     fn cost(&self, _: &RequestFacts<'_>, rank: &Candidate) -> f64 {
-        assert!(self.0 < 1e9, "a drill");
+        assert!(self.0 < 1e9, "an injected fault");
         if rank.rank.worker == WorkerId(0) { self.0 } else { 0.0 }
     }
 }
@@ -260,7 +260,7 @@ struct OddForLong;
 impl RankFilter for OddForLong {
     fn accepts(&self, request: &RequestFacts<'_>, rank: WorkerRank, _: &RankTraits) -> bool {
         let blocks = request.isl_tokens / request.block_size;
-        assert!(blocks != 3, "a drill");
+        assert!(blocks != 3, "an injected fault");
         blocks < 4 || rank.worker.0 % 2 == 1
     }
 }
@@ -309,7 +309,7 @@ fn busy_above(tokens: u64) -> RouterConfig {
 }
 
 #[test]
-fn explaining_books_nothing_and_has_a_row_for_everybody() {
+fn explanations_book_nothing_and_list_every_rank() {
     let mut fleet = Fleet::new(config(), 3);
     occupy(&mut fleet, 9, 2, 2);
     fleet.drain(1);
@@ -329,7 +329,7 @@ fn explaining_books_nothing_and_has_a_row_for_everybody() {
 }
 
 #[test]
-fn an_explanation_knows_who_is_busy() {
+fn explanations_mark_busy_ranks() {
     let mut fleet = Fleet::new(busy_above(0), 2);
     occupy(&mut fleet, 9, 0, 1);
     let warm = Ask { cached: vec![(0, 4)], ..Ask::default() };
@@ -340,12 +340,12 @@ fn an_explanation_knows_who_is_busy() {
     fleet.ask(2, &Ask { purpose: Purpose::Explain, ..warm.clone() });
     assert_eq!((fleet.explanation(2).chosen, fleet.explanation(2).refused.as_deref()), (None, Some("busy")));
     fleet.ask(3, &Ask { purpose: Purpose::Report, ..warm });
-    assert_eq!(fleet.worker(3), 0, "a report says where it would go at last");
-    assert_eq!(fleet.waiting(), 0, "and nothing waits");
+    assert_eq!(fleet.worker(3), 0, "explanations of queued requests name the eventual rank");
+    assert_eq!(fleet.waiting(), 0, "no request is queued");
 }
 
 #[test]
-fn an_explanation_says_why_nobody_is_chosen() {
+fn explanations_contain_the_rejection_reason() {
     let mut fleet = Fleet::new(config(), 1);
     fleet.drain(0);
     fleet.ask(0, &Ask { purpose: Purpose::Explain, ..Ask::default() });
@@ -353,7 +353,7 @@ fn an_explanation_says_why_nobody_is_chosen() {
 }
 
 #[test]
-fn an_explanation_has_the_decayed_credit() {
+fn explanations_contain_the_decayed_credit() {
     let mut fleet = Fleet::new(
         RouterConfig {
             policy: PolicyConfig::Kv(KvConfig { overlap_score_credit_decay: 1.0, ..KvConfig::default() }),
@@ -370,7 +370,7 @@ fn an_explanation_has_the_decayed_credit() {
 }
 
 #[test]
-fn decisions_are_traced_in_the_share_asked_for() {
+fn the_configured_share_of_decisions_is_traced() {
     let traced = |share: f64, seed: u64| -> Vec<u64> {
         let mut fleet = Fleet::new(RouterConfig { decision_trace: share, seed, ..config() }, 3);
         for id in 0..1_000 {
@@ -504,7 +504,7 @@ proptest! {
     #![proptest_config(effort(64, "tests/schedule_choice.proptest-regressions"))]
 
     #[test]
-    fn the_shortlist_places_like_asking_everyone_whatever_is_asked(
+    fn the_shortlist_places_like_a_query_of_all_ranks_for_any_request(
         workers in 1u64..9, seeds in prop::collection::vec(any::<u64>(), 1..80), slow: bool, hard: bool, overload: bool,
         policy in prop::sample::select(vec![Policy::Kv, Policy::Latency, Policy::PowerOfTwo]),
     ) {
@@ -516,7 +516,7 @@ proptest! {
         prop_assert!(asked <= asked_all);
     }
     #[test]
-    fn a_burst_is_placed_like_one_after_the_other_whatever_is_asked(
+    fn bursts_are_placed_like_sequential_requests(
         workers in 1u64..9, seeds in prop::collection::vec(any::<u64>(), 1..60), burst in 2usize..20,
         hard: bool, everyone: bool, policy in prop::sample::select(vec![Policy::Kv, Policy::PowerOfTwo]),
     ) {

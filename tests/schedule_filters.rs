@@ -76,7 +76,7 @@ fn refused(prepare: impl FnOnce(&mut Fleet), ask: &Ask) -> Rejection {
 }
 
 #[test]
-fn every_filter_is_named_with_its_count() {
+fn rejections_count_ranks_by_filter() {
     let nobody = Constraints { required_taints: taints(&["gold"]), ..Constraints::default() };
     let said = |prepare: &dyn Fn(&mut Fleet), constraints: Constraints| {
         refused(|fleet| prepare(fleet), &constrained(constraints)).to_string()
@@ -118,7 +118,7 @@ fn every_filter_is_named_with_its_count() {
 }
 
 #[test]
-fn the_first_filter_that_refuses_counts() {
+fn the_first_rejecting_filter_counts() {
     let mut fleet = Fleet::new(config(), 3);
     fleet.describe(2, tainted(&["gold"]));
     fleet.drain(0);
@@ -133,7 +133,7 @@ fn the_first_filter_that_refuses_counts() {
 }
 
 #[test]
-fn a_request_that_is_tried_again_goes_elsewhere() {
+fn retries_exclude_the_failed_rank() {
     let mut fleet = Fleet::new(config(), 2);
     let warm = |constraints: Constraints| Ask { cached: vec![(0, 4)], ..constrained(constraints) };
     fleet.ask(0, &warm(Constraints::default()));
@@ -145,7 +145,7 @@ fn a_request_that_is_tried_again_goes_elsewhere() {
 }
 
 #[test]
-fn overload_is_judged_by_tokens_by_steps_and_by_blocks() {
+fn overload_depends_on_tokens_steps_and_blocks() {
     let traits = RankTraits { max_num_batched_tokens: Some(64), total_kv_blocks: Some(10), ..RankTraits::default() };
     let limits: [fn(&mut RouterConfig); 3] = [
         |config| config.overload.prefill_tokens = Some(31),
@@ -169,7 +169,7 @@ fn overload_is_judged_by_tokens_by_steps_and_by_blocks() {
 }
 
 #[test]
-fn a_hard_pin_says_what_stands_against_its_rank() {
+fn hard_pins_report_the_rejecting_filter() {
     let pin = pinned(1, PinMode::Hard);
     let said = |prepare: &dyn Fn(&mut Fleet), constraints: &Constraints| {
         refused(|fleet| prepare(fleet), &constrained(constraints.clone())).to_string()
@@ -189,7 +189,7 @@ fn a_hard_pin_says_what_stands_against_its_rank() {
     assert_eq!(said(&|_| {}, &one), "pinned to 1/3, which is not registered");
     let mut fleet = Fleet::new(config(), 2);
     fleet.ask(0, &Ask { cached: vec![(0, 4)], ..constrained(pin) });
-    assert_eq!(fleet.worker(0), 1, "whatever it costs");
+    assert_eq!(fleet.worker(0), 1, "regardless of cost");
 }
 
 #[test]
@@ -212,7 +212,7 @@ fn a_soft_pin_is_kept_while_its_rank_is_eligible() {
         fleet.ask(0, &dear);
         fleet.worker(0)
     };
-    assert_eq!(placed(config(), &|_| {}), 1, "whatever it costs");
+    assert_eq!(placed(config(), &|_| {}), 1, "regardless of cost");
     assert_eq!(placed(config(), &|fleet| fleet.drain(1)), 0);
     assert_eq!(placed(config(), &|fleet| fleet.retire(1)), 0);
     assert_eq!(placed(config(), &|fleet| fleet.set_conditions(&[1], &[])), 0);
@@ -222,14 +222,14 @@ fn a_soft_pin_is_kept_while_its_rank_is_eligible() {
 }
 
 #[test]
-fn adapters_narrow_the_choice_where_anybody_has_them() {
+fn adapters_restrict_the_choice_if_any_rank_has_them() {
     let sql = Ask {
         cached: vec![(0, 4)],
         ..asks(ResolvedOptions { lora_name: Some("sql".into()), ..ResolvedOptions::default() })
     };
     let mut fleet = Fleet::new(config(), 3);
     fleet.ask(0, &sql);
-    assert_eq!(fleet.worker(0), 0, "nobody has it: the warmest");
+    assert_eq!(fleet.worker(0), 0, "no rank has the adapter: the warmest is chosen");
     fleet.describe(1, with_adapter("sql"));
     fleet.ask(1, &sql);
     assert_eq!(fleet.worker(1), 1);
@@ -237,14 +237,14 @@ fn adapters_narrow_the_choice_where_anybody_has_them() {
         2,
         &Ask { options: ResolvedOptions { constraints: allowed(&[0, 2]), ..sql.options.clone() }, ..sql.clone() },
     );
-    assert_eq!(fleet.worker(2), 0, "nobody of those allowed has it");
+    assert_eq!(fleet.worker(2), 0, "no allowed rank has the adapter");
     fleet.drain(1);
     fleet.ask(3, &sql);
-    assert_eq!(fleet.worker(3), 0, "who has it gets nothing more");
+    assert_eq!(fleet.worker(3), 0, "the rank with the adapter is full");
 }
 
 #[test]
-fn who_waits_for_an_adapter_holds_nobody_else_up() {
+fn requests_waiting_for_an_adapter_do_not_block_others() {
     let mut fleet = Fleet::new(busy_above(0), 2);
     fleet.describe(0, with_adapter("sql"));
     occupy(&mut fleet, 90, 0);
@@ -254,7 +254,7 @@ fn who_waits_for_an_adapter_holds_nobody_else_up() {
     assert_eq!(fleet.waiting(), 2);
     fleet.complete_prefill(91);
     fleet.wake();
-    assert_eq!(fleet.worker(1), 1, "it needs no adapter");
+    assert_eq!(fleet.worker(1), 1, "a request without adapter");
     assert_eq!(fleet.waiting(), 1);
     fleet.complete_prefill(90);
     fleet.wake();
@@ -291,7 +291,7 @@ fn a_soft_session_can_be_overruled_by_cost() {
     assert_eq!(fleet.worker(0), 1);
     fleet.free(0);
     fleet.ask(1, &chat);
-    assert_eq!(fleet.worker(1), 1, "all else equal, where it was");
+    assert_eq!(fleet.worker(1), 1, "ties keep the rank of the session");
     fleet.free(1);
     fleet.ask(2, &Ask { cached: vec![(0, 1)], ..chat.clone() });
     assert_eq!(fleet.worker(2), 1, "7 are more than 8 times 0.63");
@@ -300,7 +300,7 @@ fn a_soft_session_can_be_overruled_by_cost() {
     assert_eq!(fleet.worker(3), 0, "4 are less than 8 times 0.63");
     fleet.free(3);
     fleet.ask(4, &chat);
-    assert_eq!(fleet.worker(4), 0, "and from now on there");
+    assert_eq!(fleet.worker(4), 0, "the session moved");
     let off =
         RouterConfig { session: SessionConfig { affinity: SessionAffinity::Off, ..config().session }, ..config() };
     let mut fleet = Fleet::new(off, 2);
@@ -310,7 +310,7 @@ fn a_soft_session_can_be_overruled_by_cost() {
 }
 
 #[test]
-fn a_hard_session_stays_until_its_rank_is_gone() {
+fn hard_sessions_stay_until_their_rank_is_removed() {
     let hard =
         RouterConfig { session: SessionConfig { affinity: SessionAffinity::Hard, ..config().session }, ..config() };
     let chat = Ask { prompt: 3, ..asks(of_session("chat")) };
@@ -318,7 +318,7 @@ fn a_hard_session_stays_until_its_rank_is_gone() {
         let mut fleet = Fleet::new(hard.clone(), 2);
         fleet.ask(0, &Ask { cached: vec![(1, 1)], ..chat.clone() });
         fleet.ask(1, &Ask { cached: vec![(0, 4)], ..chat.clone() });
-        assert_eq!((fleet.worker(0), fleet.worker(1)), (1, 1), "whatever it costs");
+        assert_eq!((fleet.worker(0), fleet.worker(1)), (1, 1), "regardless of cost");
         leave(&mut fleet, 1);
         fleet.ask(2, &chat);
         assert_eq!(fleet.worker(2), 0);
@@ -330,7 +330,7 @@ fn a_hard_session_stays_until_its_rank_is_gone() {
 
 /// A batch decides like consecutive requests: the second request finds the session that the first one created.
 #[test]
-fn a_session_begun_in_the_same_batch_is_found() {
+fn sessions_of_the_same_batch_are_found() {
     for threshold in [None, Some(1.0)] {
         let hard = RouterConfig {
             session: SessionConfig { affinity: SessionAffinity::Hard, ..config().session },
@@ -371,14 +371,14 @@ fn waiting_requests_of_one_hard_session_end_on_one_rank() {
     assert_eq!((fleet.worker(0), fleet.waiting()), (0, 1));
     fleet.complete_prefill(91);
     fleet.wake();
-    assert_eq!(fleet.waiting(), 1, "its rank is the other one");
+    assert_eq!(fleet.waiting(), 1, "the rank of the session is the other one");
     fleet.complete_prefill(0);
     fleet.wake();
     assert_eq!(fleet.worker(1), 0);
 }
 
 #[test]
-fn who_waits_for_a_sessions_rank_that_goes_is_free() {
+fn removing_the_rank_of_a_session_frees_waiting_requests() {
     let mut fleet = Fleet::new(
         RouterConfig {
             session: SessionConfig { affinity: SessionAffinity::Hard, ..busy_above(0).session },
@@ -395,7 +395,7 @@ fn who_waits_for_a_sessions_rank_that_goes_is_free() {
 }
 
 #[test]
-fn ejected_ranks_serve_when_nobody_else_is_left_and_return_slowly() {
+fn ejected_ranks_serve_as_a_last_resort_and_return_with_a_slow_start() {
     let mut fleet = Fleet::new(
         RouterConfig { slow_start: SlowStartConfig { return_ms: 1_000, ..config().slow_start }, ..config() },
         3,
@@ -412,7 +412,7 @@ fn ejected_ranks_serve_when_nobody_else_is_left_and_return_slowly() {
     eject(&mut fleet, &[1, 2]);
     assert_eq!(open(&mut fleet, 0), [0]);
     fleet.set_conditions(&[], &[0]);
-    assert_eq!(open(&mut fleet, 1), [1, 2], "nobody has said yet that they are back");
+    assert_eq!(open(&mut fleet, 1), [1, 2], "no outcome has confirmed the return");
     fleet.set_conditions(&[], &[]);
     assert_eq!(open(&mut fleet, 2), [0]);
     fleet.drain(0);
@@ -428,7 +428,7 @@ fn ejected_ranks_serve_when_nobody_else_is_left_and_return_slowly() {
 }
 
 #[test]
-fn ranks_that_are_down_or_refuse_are_chosen_after_all_others_under_every_policy() {
+fn unreachable_and_refusing_ranks_are_last_under_every_policy() {
     for policy in Policy::ALL {
         let mut fleet = Fleet::new(
             RouterConfig {
@@ -463,14 +463,18 @@ fn ranks_that_are_down_or_refuse_are_chosen_after_all_others_under_every_policy(
         };
         assert_eq!(draws(&mut fleet, [&[0], &[1]], None), [2, 3], "{policy:?}");
         assert_eq!(draws(&mut fleet, [&[0], &[1, 2, 3]], None), [1, 2, 3], "{policy:?}: when all refuse");
-        assert_eq!(draws(&mut fleet, [&[0, 2, 3], &[1]], None), [1], "{policy:?}: better refused than not there");
-        assert_eq!(draws(&mut fleet, [&[0], &[]], Some(0)), [0], "{policy:?}: nobody else may serve it");
-        assert_eq!(draws(&mut fleet, [&[0, 1, 2, 3], &[]], None), [0, 1, 2, 3], "{policy:?}: when nobody is left");
+        assert_eq!(
+            draws(&mut fleet, [&[0, 2, 3], &[1]], None),
+            [1],
+            "{policy:?}: refusing ranks precede unreachable ones"
+        );
+        assert_eq!(draws(&mut fleet, [&[0], &[]], Some(0)), [0], "{policy:?}: no other rank is eligible");
+        assert_eq!(draws(&mut fleet, [&[0, 1, 2, 3], &[]], None), [0, 1, 2, 3], "{policy:?}: no other rank is left");
     }
 }
 
 #[test]
-fn a_session_stays_with_a_rank_that_refuses_and_leaves_one_that_is_down() {
+fn sessions_stay_with_refusing_ranks_and_leave_unreachable_ones() {
     let mut fleet = Fleet::new(
         RouterConfig { session: SessionConfig { affinity: SessionAffinity::Hard, ..config().session }, ..config() },
         2,
@@ -492,7 +496,7 @@ fn new_ranks_cost(fleet: &mut Fleet, id: u64) -> f64 {
 }
 
 #[test]
-fn a_new_rank_is_charged_more_until_it_has_filled_or_time_is_over() {
+fn new_ranks_cost_more_until_filled_or_timed_out() {
     let slow =
         RouterConfig { slow_start: SlowStartConfig { fill: 0.5, max_ms: 1_000, ..config().slow_start }, ..config() };
     let capacity = RankTraits { total_kv_blocks: Some(100), ..RankTraits::default() };
@@ -502,11 +506,11 @@ fn a_new_rank_is_charged_more_until_it_has_filled_or_time_is_over() {
     fleet.ask(1, &Ask { cached: vec![(1, 4)], ..Ask::default() });
     assert_eq!(fleet.worker(1), 0, "8 are less than 4 times 10");
     fleet.nodes[position].holdings.publish(25, fleet.now);
-    assert_eq!(new_ranks_cost(&mut fleet, 2), 2.0, "half of what it must hold");
+    assert_eq!(new_ranks_cost(&mut fleet, 2), 2.0, "half of the assumed capacity");
     fleet.nodes[position].holdings.publish(50, fleet.now);
     assert_eq!(new_ranks_cost(&mut fleet, 3), 1.0);
     fleet.nodes[position].holdings.publish(0, fleet.now);
-    assert_eq!(new_ranks_cost(&mut fleet, 4), 1.0, "over for good");
+    assert_eq!(new_ranks_cost(&mut fleet, 4), 1.0, "permanently ended");
     let mut fleet = Fleet::new(slow, 1);
     fleet.admit(rank(1), capacity);
     fleet.now = fleet.now + Duration::from_millis(250);
@@ -516,7 +520,7 @@ fn a_new_rank_is_charged_more_until_it_has_filled_or_time_is_over() {
 }
 
 #[test]
-fn the_median_rank_says_what_an_unknown_capacity_must_hold() {
+fn unknown_capacities_use_the_median_rank() {
     let mut fleet =
         Fleet::new(RouterConfig { slow_start: SlowStartConfig { fill: 0.5, ..config().slow_start }, ..config() }, 3);
     fleet.ask(9, &Ask::default()); // all start empty at the same time, so slow start does not apply
@@ -529,7 +533,7 @@ fn the_median_rank_says_what_an_unknown_capacity_must_hold() {
 }
 
 #[test]
-fn a_rank_that_joins_while_others_are_asked_is_charged_as_new() {
+fn ranks_that_join_during_a_query_are_charged_as_new() {
     let mut fleet =
         Fleet::new(RouterConfig { slow_start: SlowStartConfig { fill: 0.5, ..config().slow_start }, ..config() }, 1);
     occupy(&mut fleet, 90, 0);
@@ -545,7 +549,7 @@ fn a_rank_that_joins_while_others_are_asked_is_charged_as_new() {
 }
 
 #[test]
-fn backpressure_names_class_limit_current_and_when_to_come_back() {
+fn backpressure_contains_class_limit_current_and_retry_delay() {
     let class = QueueClass { requests_max_per_rank: Some(1), ..busy_above(0).queue.classes[0].clone() };
     let mut fleet =
         Fleet::new(RouterConfig { queue: QueueConfig { classes: vec![class], ..config().queue }, ..config() }, 2);
@@ -557,7 +561,7 @@ fn backpressure_names_class_limit_current_and_when_to_come_back() {
         "class only takes no more waiting requests: limit requests is 2, 2 are waiting, retry after 1s"
     );
     fleet.ask(3, &asks(ResolvedOptions { do_not_queue: true, ..ResolvedOptions::default() }));
-    let Rejection::Backpressure(refused) = fleet.rejection(3) else { panic!("it may not wait") };
+    let Rejection::Backpressure(refused) = fleet.rejection(3) else { panic!("queueing is disallowed") };
     assert_eq!((&*refused.class, refused.limit.name(), refused.current), ("only", "do_not_queue", 2));
     fleet.ask(4, &asks(ResolvedOptions { policy_class: Some("gold".into()), ..ResolvedOptions::default() }));
     assert_eq!(

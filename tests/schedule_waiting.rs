@@ -20,7 +20,7 @@ proptest! {
     #![proptest_config(effort(24, "tests/schedule_waiting.proptest-regressions"))]
 
     #[test]
-    fn whatever_happens_every_request_leaves_once_and_rightly(
+    fn every_request_leaves_once_with_a_valid_result(
         seed: u64, steps in prop::collection::vec(any::<u64>(), 1..2_000),
     ) {
         let mut world = World::new(seed);
@@ -30,7 +30,7 @@ proptest! {
 }
 
 #[test]
-fn a_hundred_thousand_steps_leave_nothing_behind() {
+fn a_hundred_thousand_steps_end_with_empty_state() {
     let (mut waited, mut refreshed) = (0, 0);
     for history in 0..20 {
         let mut world = World::new(history);
@@ -134,7 +134,7 @@ proptest! {
     #![proptest_config(effort(24, "tests/schedule_waiting.proptest-regressions"))]
 
     #[test]
-    fn backlogged_classes_share_as_their_quanta(classes in prop::collection::vec((50u32..200, costs()), 2..4)) {
+    fn backlogged_classes_share_by_quantum(classes in prop::collection::vec((50u32..200, costs()), 2..4)) {
         let (quanta, costs): (Vec<u32>, Vec<_>) = classes.into_iter().unzip();
         let all_quanta: u64 = quanta.iter().map(|quantum| u64::from(*quantum)).sum();
         let mut backlog = Backlog::new(&quanta, costs);
@@ -174,14 +174,14 @@ proptest! {
 }
 
 #[test]
-fn classes_share_as_in_the_worked_example() {
+fn class_shares_match_the_worked_example() {
     let mut backlog = Backlog::new(&[512, 128], vec![(128, 128); 2]);
     let first = (0..320).filter(|_| backlog.send().0 == 0).count();
     assert!((254..=257).contains(&first), "{first} of 320");
 }
 
 #[test]
-fn ten_thousand_wait_half_are_cancelled_and_the_rest_are_served_in_order() {
+fn half_of_ten_thousand_waiting_requests_are_cancelled_and_the_rest_served_in_order() {
     let mut fleet = Fleet::new(one_at_a_time(&[("only", 2_048)]), 1);
     occupy(&mut fleet, 20_000..20_001);
     let blocks = |id: u64| 1 + (scattered(id) % 5) as u32;
@@ -221,7 +221,7 @@ fn ten_thousand_wait_half_are_cancelled_and_the_rest_are_served_in_order() {
 }
 
 #[test]
-fn an_aged_overlap_is_asked_for_once_an_age_and_changes_the_order() {
+fn aged_overlaps_are_refreshed_once_per_age_and_reorder_the_queue() {
     let wspt = QueueClass { order: QueueOrder::Wspt, ..one_at_a_time(&[("only", 2_048)]).queue.classes[0].clone() };
     let config = RouterConfig {
         queue: QueueConfig { classes: vec![wspt], overlap_refresh_after_ms: 100, ..config().queue },
@@ -244,10 +244,10 @@ fn an_aged_overlap_is_asked_for_once_an_age_and_changes_the_order() {
     let overlaps = fleet.overlaps(&[(0, 6)]);
     fleet.step(Input::Overlaps { booking: BookingId(0), overlaps });
     assert_eq!(fleet.schedule.depths().map(|(_, depth)| depth.cached_tokens).sum::<u64>(), 6 * 16);
-    assert_eq!(after(&mut fleet, 99), [], "an age since it was told");
+    assert_eq!(after(&mut fleet, 99), [], "one age since the last refresh");
     assert_eq!(after(&mut fleet, 1), [(BookingId(0), 8)]);
     assert_eq!(after(&mut fleet, 99), []);
-    assert_eq!(after(&mut fleet, 1), [(BookingId(0), 8)], "the answer was lost: once more");
+    assert_eq!(after(&mut fleet, 1), [(BookingId(0), 8)], "repeated after a lost reply");
     complete(&mut fleet, 90);
     assert_eq!(fleet.booked(), [90, 0], "2 blocks are fewer than 4");
     assert_eq!(fleet.decision(0).overlap().device_blocks, 6);
@@ -258,7 +258,7 @@ fn an_aged_overlap_is_asked_for_once_an_age_and_changes_the_order() {
 
 /// A request selected for a rank that is drained during the load query is queued like a new one.
 #[test]
-fn who_finds_everybody_busy_after_all_is_held_like_an_arrival() {
+fn requests_that_find_all_ranks_busy_are_queued_like_arrivals() {
     let options = |do_not_queue| ResolvedOptions { do_not_queue, ..ResolvedOptions::default() };
     let limited = |requests_max_per_rank| {
         let class = one_at_a_time(&[("only", 2_048)]).queue.classes[0].clone();
@@ -290,14 +290,14 @@ fn who_finds_everybody_busy_after_all_is_held_like_an_arrival() {
     assert!(refused.starts_with("class only takes no more waiting requests: limit requests is 0"), "{refused}");
     for purpose in [Purpose::Book, Purpose::Report] {
         let fleet = asked_about(limited(None), &Ask { purpose, waits: false, ..Ask::default() });
-        assert_eq!((fleet.worker(0), fleet.waiting()), (1, 0), "it never waits");
+        assert_eq!((fleet.worker(0), fleet.waiting()), (1, 0), "not queued");
     }
     let fleet = asked_about(limited(None), &Ask { purpose: Purpose::Explain, waits: false, ..Ask::default() });
     assert_eq!(fleet.explanation(0).refused.as_deref(), Some("busy"));
 }
 
 #[test]
-fn deadlines_pass_while_others_are_asked_about() {
+fn deadlines_expire_during_queries_for_others() {
     let mut fleet = Fleet::new(one_at_a_time(&[("only", 2_048)]), 2);
     occupy(&mut fleet, 90..92);
     let due = |fleet: &Fleet, millis: u64| {
@@ -316,14 +316,14 @@ fn deadlines_pass_while_others_are_asked_about() {
     assert_eq!(fleet.rejection(0).to_string(), "the deadline passed after 5 ms");
     fleet.now = fleet.now + Duration::from_millis(1);
     fleet.ask(3, &later);
-    assert_eq!(fleet.rejection(3).to_string(), "the deadline passed after 0 ms", "late when it came");
+    assert_eq!(fleet.rejection(3).to_string(), "the deadline passed after 0 ms", "expired on arrival");
     fleet.answer(&[]);
     assert_eq!(fleet.rejection(2).to_string(), "the deadline passed after 6 ms");
-    assert!(fleet.asked.is_empty(), "nobody is asked about who is late");
+    assert!(fleet.asked.is_empty(), "no query for expired requests");
 }
 
 #[test]
-fn a_cancellation_finds_its_request_wherever_it_stands() {
+fn requests_can_be_cancelled_in_every_state() {
     let mut fleet = Fleet::new(one_at_a_time(&[("only", 2_048)]), 1);
     fleet.ask(90, &Ask { cached: vec![(0, 64)], blocks: 4, ..Ask::default() });
     fleet.prompt_answers = false;
@@ -333,7 +333,7 @@ fn a_cancellation_finds_its_request_wherever_it_stands() {
     fleet.cancel(1);
     assert!(matches!(fleet.outcome(1), Outcome::Cancelled));
     fleet.cancel(0);
-    assert!(!fleet.has_left(0), "its answers are awaited");
+    assert!(!fleet.has_left(0), "its replies are pending");
     fleet.answer(&[]);
     assert!(matches!(fleet.outcome(0), Outcome::Cancelled));
     fleet.cancel(0);

@@ -14,9 +14,9 @@ const FILE_LINES_MAX: usize = 600;
 const LONG_FILES: &[(&str, &str)] = &[
     (
         "tests/index_properties.rs",
-        "one generator of colliding event streams, its properties, and the pinned cases that the same helpers state",
+        "one generator of colliding event streams, its properties, and pinned cases with the same helpers",
     ),
-    ("tests/ingest.rs", "the event source's rules, one example each, all told by the same few helpers"),
+    ("tests/ingest.rs", "one example per rule of the event source, with shared helpers"),
 ];
 
 /// Directories with code.
@@ -41,7 +41,7 @@ const LEFT_OVERS: &[&str] = &["todo!", "unimplemented!", "dbg!", "#[ignore"];
 #[test]
 fn the_sources_follow_the_rules() {
     let sources = sources();
-    assert!(sources.len() > 60, "{} files found: the guard looks in the wrong place", sources.len());
+    assert!(sources.len() > 60, "only {} files found", sources.len());
     let broken: Vec<String> = sources.iter().flat_map(|(path, text)| broken_rules(path, text)).collect();
     assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
 }
@@ -66,7 +66,7 @@ fn every_test_file_is_a_module_of_a_test_binary() {
 #[test]
 fn every_dependency_has_its_reason() {
     let unreasoned = |manifest: &&str| {
-        let text = fs::read_to_string(root().join(manifest)).expect("the manifest is there");
+        let text = fs::read_to_string(root().join(manifest)).expect("manifest is readable");
         dependencies_without_reason(&text).into_iter().map(|line| format!("{manifest}: {line}")).collect::<Vec<_>>()
     };
     let broken: Vec<String> = MANIFESTS.iter().flat_map(unreasoned).collect();
@@ -97,7 +97,7 @@ pub(crate) fn sources() -> Vec<(String, String)> {
 }
 
 fn collect(directory: &str, found: &mut Vec<(String, String)>) {
-    for entry in fs::read_dir(root().join(directory)).expect("the directory is there") {
+    for entry in fs::read_dir(root().join(directory)).expect("directory exists") {
         let entry = entry.expect("the directory can be read");
         let name = entry.file_name().into_string().expect("names are plain");
         let path = format!("{directory}/{name}");
@@ -340,7 +340,7 @@ mod checked_itself {
     }
 
     #[test]
-    fn impure_words_are_found_where_decisions_are_made() {
+    fn impure_calls_are_found_in_pure_directories() {
         for body in [
             "use tokio::sync::oneshot;",
             "fn f(a: ractor::ActorId) {}",
@@ -372,7 +372,7 @@ mod checked_itself {
     }
 
     #[test]
-    fn code_behind_tests_is_code_again() {
+    fn code_after_a_test_module_is_checked() {
         let body = "#[cfg(test)]\nmod tests { fn brace() { let _ = '{'; } }\nfn f() { x.unwrap() }";
         assert_eq!(broken("src/a.rs", body), ["src/a.rs:4: `.unwrap()` outside tests"]);
         let body = "#[cfg(test)]\nmod tests;\nuse tokio::spawn;";
@@ -380,7 +380,7 @@ mod checked_itself {
     }
 
     #[test]
-    fn actors_that_call_are_found() {
+    fn calls_between_actors_are_found() {
         for body in ["a.call(msg, None);", "call!(a, Msg)?;", "ractor::call_t!(a, Msg, 10)?;", "multi_call(&all);"] {
             refused("actors/radix.rs", body);
         }
@@ -396,7 +396,7 @@ mod checked_itself {
     }
 
     #[test]
-    fn left_overs_are_found_everywhere() {
+    fn leftovers_are_found_everywhere() {
         for body in ["fn f() { todo!() }", "unimplemented!(\"later\")", "dbg!(x);", "#[ignore = \"slow\"] fn f() {}"] {
             refused("tests/router.rs", body);
         }
@@ -411,7 +411,7 @@ mod checked_itself {
     }
 
     #[test]
-    fn heads_and_lengths_are_asked_for() {
+    fn missing_heads_and_long_files_are_found() {
         assert_eq!(broken_rules("src/a.rs", "use std::mem;\n").len(), 1);
         assert!(broken_rules("src/a/tests.rs", "use super::*;\n").is_empty(), "tests beside their module");
         let long = format!("//! A head.\n{}", "\n".repeat(600));
@@ -419,7 +419,7 @@ mod checked_itself {
     }
 
     #[test]
-    fn what_is_blanked_keeps_its_place() {
+    fn blanking_keeps_positions() {
         let text = "let a = 'x'; let b: &'a str = \"é{\"; let c = '\\''; let d = 'é'; br\"}\"; // {";
         let code = code_of(text);
         assert_eq!(code.len(), text.len());

@@ -36,7 +36,7 @@ async fn wait_for<'a>(router: &'a Router, request: RouteRequest<'a>) -> Route<'a
     let mut route: Route<'a> = Box::pin(router.route(request));
     tokio::select! {
         biased;
-        placed = &mut route => panic!("nothing was free, and yet: {placed:?}"),
+        placed = &mut route => panic!("placed without a free rank: {placed:?}"),
         () = std::future::ready(()) => {}
     }
     // A busy scheduler may not have received the request yet. This query is processed after it.
@@ -49,7 +49,7 @@ async fn waiting(router: &Router) -> u64 {
 }
 
 #[tokio::test]
-async fn a_request_waits_until_a_rank_has_done_its_prefill() {
+async fn requests_wait_for_the_end_of_a_prefill() {
     let router = fleet(waits(), 2).await;
     let (long, short) = (tokens(1, 25), tokens(2, 25));
     let first = router.route(RouteRequest::new("a", Prompt::Tokens(&long))).await.expect("idle");
@@ -74,7 +74,7 @@ async fn a_request_waits_until_a_rank_has_done_its_prefill() {
 }
 
 #[tokio::test]
-async fn a_new_rank_serves_those_who_wait() {
+async fn a_new_rank_serves_waiting_requests() {
     let router = fleet(waits(), 1).await;
     let prompt = tokens(1, 25);
     let _busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
@@ -84,7 +84,7 @@ async fn a_new_rank_serves_those_who_wait() {
 }
 
 #[tokio::test]
-async fn whoever_waits_for_a_rank_that_leaves_is_answered() {
+async fn requests_waiting_for_a_removed_rank_receive_a_reply() {
     let router = fleet(waits(), 2).await;
     let prompt = tokens(1, 25);
     let a = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
@@ -97,12 +97,12 @@ async fn whoever_waits_for_a_rank_that_leaves_is_answered() {
     };
     let waiting = wait_for(&router, request).await;
     router.remove_worker(a.rank().worker).await.expect("registered");
-    let refused = waiting.await.expect_err("its rank is gone");
+    let refused = waiting.await.expect_err("the rank was removed");
     assert_eq!(refused, RouteError::Rejected(Rejection::Pinned { pin, refused_by: None }));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_deadline_is_answered_when_it_passes() {
+async fn requests_are_rejected_at_their_deadline() {
     let router = fleet(waits(), 1).await;
     let prompt = tokens(1, 25);
     let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
@@ -112,7 +112,7 @@ async fn a_deadline_is_answered_when_it_passes() {
         options: RequestOptions { deadline, ..RequestOptions::default() },
         ..RouteRequest::new("b", Prompt::Tokens(&prompt))
     };
-    let refused = router.route(late).await.expect_err("nothing frees");
+    let refused = router.route(late).await.expect_err("no capacity is freed");
     let RouteError::Rejected(Rejection::DeadlineExceeded { waited }) = refused else { panic!("{refused}") };
     assert!(waited >= Duration::from_secs(3) && before.elapsed() < Duration::from_millis(3_010), "{waited:?}");
     assert_eq!(waiting(&router).await, 0);
@@ -130,8 +130,8 @@ impl PrefillEstimator for TenSeconds {
 }
 
 #[tokio::test(start_paused = true)]
-async fn load_that_falls_with_time_alone_ends_a_wait() {
-    assert_eq!(waits().load.prefill_model, PrefillModel::None, "the estimator stands in for it");
+async fn load_decay_ends_a_wait() {
+    assert_eq!(waits().load.prefill_model, PrefillModel::None, "the estimate applies");
     let at = WorkerConfig { max_num_batched_tokens: Some(100), ..WorkerConfig::at("http://engine") };
     let builder = Router::builder(waits()).prefill_estimator(std::sync::Arc::new(TenSeconds));
     let router = builder.worker(WorkerId(0), at).start().await.expect("valid");
@@ -147,7 +147,7 @@ async fn load_that_falls_with_time_alone_ends_a_wait() {
 }
 
 #[tokio::test]
-async fn limits_and_refusals_name_what_was_full() {
+async fn rejections_name_the_exceeded_limit() {
     let class = QueueClass { requests_max_per_rank: Some(1), ..QueueClass::named("batch") };
     let router =
         fleet(RouterConfig { queue: QueueConfig { classes: vec![class], ..waits().queue }, ..waits() }, 1).await;
@@ -170,16 +170,19 @@ async fn limits_and_refusals_name_what_was_full() {
     let refused = router.route(unknown).await.expect_err("no such class");
     assert!(matches!(refused, RouteError::Rejected(Rejection::UnknownClass(_))), "{refused}");
     let asked = router.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await;
-    assert!(matches!(asked, Err(RouteError::Rejected(Rejection::Backpressure(_)))), "as a booking would be: {asked:?}");
+    assert!(matches!(asked, Err(RouteError::Rejected(Rejection::Backpressure(_)))), "like a booking: {asked:?}");
     drop(waiting);
-    let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await.expect("it might wait now");
+    let best = router
+        .find_best_match(RouteRequest::query(Prompt::Tokens(&prompt)))
+        .await
+        .expect("the request may be queued now");
     assert_eq!(best.rank(), rank(0));
     drop(busy);
     assert_at_rest(&router).await;
 }
 
 #[tokio::test]
-async fn warm_requests_leave_first_where_the_order_is_by_work() {
+async fn warm_requests_leave_first_in_order_of_work() {
     let router =
         fleet(RouterConfig { queue: QueueConfig { order: QueueOrder::Wspt, ..waits().queue }, ..waits() }, 1).await;
     let (cold, warm, busy) = (tokens(1, 20), tokens(2, 20), tokens(3, 25));
@@ -201,7 +204,7 @@ async fn warm_requests_leave_first_where_the_order_is_by_work() {
 
 /// The counts are exact as soon as a cancellation returns, and the remaining requests are served in order.
 #[tokio::test]
-async fn of_ten_thousand_who_wait_half_leave() {
+async fn half_of_ten_thousand_waiting_requests_are_cancelled() {
     const WAITING: usize = 10_000;
     let router =
         fleet(RouterConfig { load: LoadConfig { track_active_blocks: false, ..waits().load }, ..waits() }, 1).await;
@@ -213,7 +216,7 @@ async fn of_ten_thousand_who_wait_half_leave() {
         let mut route: Route<'_> = Box::pin(router.route(RouteRequest::new(id, Prompt::Tokens(&prompt))));
         tokio::select! {
             biased;
-            placed = &mut route => panic!("nothing was free, and yet: {placed:?}"),
+            placed = &mut route => panic!("placed without a free rank: {placed:?}"),
             () = std::future::ready(()) => {}
         }
         routes.push((id, Some(route)));
@@ -223,11 +226,11 @@ async fn of_ten_thousand_who_wait_half_leave() {
         drop(route.take());
         let left = WAITING as u64 - (n as u64).div_ceil(2);
         let pending = &router.pending().await.expect("up")[0].depth;
-        assert_eq!((pending.requests, pending.raw_tokens), (left, left * 100), "after {n} have been looked at");
+        assert_eq!((pending.requests, pending.raw_tokens), (left, left * 100), "after {n} requests");
     }
     drop(busy);
     for (id, route) in routes.into_iter().filter_map(|(id, route)| Some((id, route?))) {
-        let placement = route.await.expect("its turn");
+        let placement = route.await.expect("placed");
         assert_eq!(placement.request_id(), id, "in the order of arrival");
         drop(placement); // lets the next request be sent
     }

@@ -11,7 +11,7 @@ use pointsman::load::{PrefillEstimator, PrefillFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
-use crate::common::{assert_at_rest, config, loads, rank, tokens, without_reports_of_drills};
+use crate::common::{assert_at_rest, config, loads, rank, suppress_fault_reports, tokens};
 
 type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a>>;
 
@@ -50,7 +50,7 @@ async fn under_way<'a>(router: &'a Router, id: &'a str, prompt: &'a [u32]) -> Ro
     let mut route: Route<'a> = Box::pin(router.route(RouteRequest::new(id, Prompt::Tokens(prompt))));
     tokio::select! {
         biased;
-        placed = &mut route => panic!("nobody could have placed it, and yet: {placed:?}"),
+        placed = &mut route => panic!("placed without a free rank: {placed:?}"),
         () = std::future::ready(()) => {}
     }
     route
@@ -58,7 +58,7 @@ async fn under_way<'a>(router: &'a Router, id: &'a str, prompt: &'a [u32]) -> Ro
 
 /// A Book is pending at a hung rank when its caller cancels. The rank becomes free.
 #[tokio::test]
-async fn a_book_that_nobody_wants_any_more_frees_its_rank() {
+async fn an_abandoned_book_frees_its_rank() {
     let router = one_rank(waits()).await;
     let prompt = tokens(1, 25);
     let hang = router.hang(Fault::Sequence(rank(0))).expect("a rank");
@@ -71,7 +71,7 @@ async fn a_book_that_nobody_wants_any_more_frees_its_rank() {
 }
 
 #[tokio::test]
-async fn a_prefill_that_was_over_before_it_was_booked_frees_its_rank() {
+async fn a_prefill_completed_before_booking_frees_its_rank() {
     let router = one_rank(waits()).await;
     let prompt = tokens(1, 25);
     let hang = router.hang(Fault::Sequence(rank(0))).expect("a rank");
@@ -84,7 +84,7 @@ async fn a_prefill_that_was_over_before_it_was_booked_frees_its_rank() {
 }
 
 #[tokio::test]
-async fn load_that_begins_to_fall_when_it_is_booked_ends_a_wait() {
+async fn load_decay_from_the_booking_ends_a_wait() {
     let router = estimated(Takes(Duration::from_millis(50)), waits()).await;
     let prompt = tokens(1, 25);
     let hang = router.hang(Fault::Sequence(rank(0))).expect("a rank");
@@ -92,14 +92,14 @@ async fn load_that_begins_to_fall_when_it_is_booked_ends_a_wait() {
     let waiting = under_way(&router, "b", &prompt).await;
     drop(hang);
     let first = first.await.expect("booked");
-    drop(waiting.await.expect("its prefill is over by now, as far as anybody knows"));
+    drop(waiting.await.expect("the modelled prefill has ended"));
     drop(first);
     assert_at_rest(&router).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_restored_prefill_goes_on_from_its_booking_and_not_its_arrival() {
-    without_reports_of_drills();
+async fn restored_prefills_continue_from_their_booking() {
+    suppress_fault_reports();
     let router = estimated(
         Takes(Duration::from_secs(2)),
         RouterConfig { queue: QueueConfig { threshold: Some(0.0), ..waits().queue }, ..waits() },
@@ -110,7 +110,7 @@ async fn a_restored_prefill_goes_on_from_its_booking_and_not_its_arrival() {
     let waited = under_way(&router, "b", &prompt).await;
     tokio::time::advance(Duration::from_millis(1_900)).await;
     drop(first);
-    let waited = waited.await.expect("its turn");
+    let waited = waited.await.expect("placed");
     let before = loads(&router).await[0].2;
     assert!(before > 95, "{before} of 100 tokens are left when it has just been booked");
     assert!(router.inject(Fault::Sequence(rank(0))));
@@ -125,13 +125,13 @@ struct Panics;
 
 impl PrefillEstimator for Panics {
     fn estimate(&self, _: &PrefillFacts) -> Option<Duration> {
-        std::panic::panic_any("a drill")
+        std::panic::panic_any("an injected fault")
     }
 }
 
 #[tokio::test]
-async fn an_estimator_that_panics_costs_its_estimate() {
-    without_reports_of_drills();
+async fn a_panicking_estimator_loses_only_its_estimate() {
+    suppress_fault_reports();
     let router = estimated(Panics, config()).await;
     let placement = router.route(RouteRequest::new("a", Prompt::Tokens(&tokens(1, 4)))).await.expect("placed");
     assert_eq!(placement.expected_prefill_duration(), None);
@@ -142,7 +142,7 @@ async fn an_estimator_that_panics_costs_its_estimate() {
 
 /// The cancellation overtakes the request, whose overlap query is pending.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_caller_that_goes_while_the_index_is_asked_leaves_nothing_waiting() {
+async fn abandoning_a_call_during_the_index_query_leaves_no_waiting_request() {
     let router = one_rank(waits()).await;
     let prompt = tokens(1, 25);
     let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
@@ -159,22 +159,22 @@ async fn a_caller_that_goes_while_the_index_is_asked_leaves_nothing_waiting() {
 
 /// A request that ended while its sequence actor was dead still frees the rank.
 #[tokio::test]
-async fn who_waits_for_a_rank_hears_of_what_ended_while_it_was_dead() {
-    without_reports_of_drills();
+async fn waiting_requests_see_bookings_that_ended_during_a_restart() {
+    suppress_fault_reports();
     let router = one_rank(waits()).await;
     let prompt = tokens(1, 25);
     let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
     let route = under_way(&router, "b", &prompt).await;
     assert!(router.inject(Fault::Sequence(rank(0))));
     drop(busy); // the actor that would reconcile is dead
-    drop(route.await.expect("the rank is back, and idle"));
+    drop(route.await.expect("the restarted rank is idle"));
     assert_at_rest(&router).await;
 }
 
 /// A queued request lost with the scheduler is submitted again and waits again.
 #[tokio::test]
-async fn who_waits_outlives_the_scheduler() {
-    without_reports_of_drills();
+async fn waiting_requests_survive_a_scheduler_restart() {
+    suppress_fault_reports();
     let router = one_rank(waits()).await;
     let prompt = tokens(1, 25);
     let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");

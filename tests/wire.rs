@@ -90,7 +90,7 @@ fn removal<'a>(names: impl IntoIterator<Item = u64>, more: impl IntoIterator<Ite
 fn hashes(events: &[RouterEvent]) -> Vec<u64> {
     match events.last().map(|event| &event.data) {
         Some(KvEvent::Stored { blocks, .. }) => blocks.iter().map(|block| block.block_hash.0).collect(),
-        other => panic!("no store but {other:?}"),
+        other => panic!("expected a store, not {other:?}"),
     }
 }
 
@@ -166,7 +166,7 @@ mod recorded {
     }
 
     #[test]
-    fn frames_decode_to_what_they_say() {
+    fn frames_decode_to_their_documented_events() {
         let plain = requested(&OTHER, None, None)[0];
         let both = requested(&OTHER, Some("adapterA"), Some("tenant-salt"))[0];
         let expected = [
@@ -215,7 +215,7 @@ mod recorded {
     }
 
     #[test]
-    fn an_engines_life_leaves_the_index_as_its_cache() {
+    fn the_events_of_an_engine_rebuild_its_cache() {
         let recorded = data("engine.json");
         let prompt =
             |name: &str| -> Vec<u32> { serde_json::from_value(recorded["requests"][name].clone()).expect("token ids") };
@@ -279,7 +279,7 @@ mod hashes_and_tokens {
     }
 
     #[test]
-    fn a_bad_hash_ends_a_store_and_costs_a_removal_itself() {
+    fn an_invalid_hash_ends_a_store_and_skips_a_removal() {
         let names = || Msg::Array(vec![11.into(), Msg::Bin(vec![1; 7]), 13.into(), Msg::Nil, 14.into()]);
         let mut event = store([], None, &[1; 20], []);
         let Msg::Map(pairs) = &mut event else { unreachable!() };
@@ -292,7 +292,7 @@ mod hashes_and_tokens {
     }
 
     #[test]
-    fn blocks_without_their_tokens_are_refused_behind_the_complete_ones() {
+    fn blocks_without_tokens_are_rejected_after_the_complete_ones() {
         let (events, report) = next(&mut decoder(), [store([11, 12], None, &TOKENS[..7], [])]);
         assert_eq!(events, [stored(Device, None, &[(11, PLAIN[0])])]);
         assert_eq!((found(&report), report.usable, report.stored_blocks), (vec![(Finding::TokensMissing, 1)], 1, 1));
@@ -319,7 +319,7 @@ mod hashes_and_tokens {
     }
 
     #[test]
-    fn eagle_pairs_hash_as_requests_do() {
+    fn eagle_pairs_hash_like_requests() {
         let mut decoder = Decoder::new(WireConfig { is_eagle: true, ..config() });
         let tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9];
         let (events, report) = next(&mut decoder, [eagle_store(&[11, 12], pairs_of(&tokens))]);
@@ -334,7 +334,7 @@ mod hashes_and_tokens {
     }
 
     #[test]
-    fn pools_and_engines_that_differ_about_eagle_are_told() {
+    fn different_eagle_settings_are_reported() {
         let pairs = eagle_store(&[11], pairs_of(&TOKENS));
         let (events, report) = next(&mut decoder(), [pairs]);
         assert_eq!((events.len(), found(&report)), (0, vec![(Finding::Eagle, 1)]));
@@ -344,7 +344,7 @@ mod hashes_and_tokens {
     }
 
     #[test]
-    fn another_block_size_is_refused_and_told() {
+    fn another_block_size_is_rejected_and_reported() {
         let event = Msg::named([
             ("type", "BlockStored".into()),
             ("block_hashes", [1_u64].into()),

@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn answers_that_are_none_are_errors() {
+    async fn invalid_responses_are_errors() {
         assert_eq!(got(b"HTTP/1.1 302 Found\r\nlocation: http://x\r\n\r\n", 9).await, Err(HttpError::Status(302)));
         assert_eq!(got(b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n", 9).await, Err(HttpError::TooLong(9)));
         let long_head = [b"HTTP/1.1 200 OK\r\nx: ".as_slice(), &[b'y'; 200_000]].concat();
@@ -183,11 +183,11 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn silence_ends_with_the_time_out() {
+    async fn missing_responses_time_out() {
         let silent = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let url = format!("http://{}", silent.local_addr().expect("bound"));
         let timeout = Duration::from_millis(250);
-        let error = get(&url, timeout, 9).await.expect_err("nobody answers");
+        let error = get(&url, timeout, 9).await.expect_err("no response");
         assert_eq!(error.to_string(), "no response within 250 ms");
     }
 }

@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn reports_teach_the_speed_and_a_restart_goes_on_from_it() {
+    async fn speed_is_learned_from_reports_and_kept_over_restarts() {
         let (cell, directory, clock) = (Arc::new(SpeedCell::default()), Arc::default(), Clock::start());
         let mut sequence = restore(0, &cell, &directory, clock);
         for n in 0..128 {
@@ -418,7 +418,7 @@ mod tests {
             directory.leave(&lease);
             sequence.step(SequenceMsg::Reconcile(lease));
         }
-        let meter = sequence.meter.as_ref().expect("it learns");
+        let meter = sequence.meter.as_ref().expect("speed learned");
         assert_eq!((meter.rate().samples(), meter.under_way()), (128, 0));
         let learned = cell.speed_or(EngineSpeed::prior(64));
         let rate = learned.work_tokens_per_second;
@@ -436,7 +436,7 @@ mod tests {
         lease.push_output_block(None);
         restored.step(SequenceMsg::Reconcile(Arc::clone(&lease)));
         assert_eq!(cell.speed_or(EngineSpeed::prior(64)), learned, "the start of the prefill is unknown");
-        let again = restored.meter.as_ref().expect("it learns").speed();
+        let again = restored.meter.as_ref().expect("speed learned").speed();
         assert!((again.work_tokens_per_second - rate).abs() < 1.0, "{again:?} after {rate}");
         assert!((again.step(9.0, 99.0) / learned.step(9.0, 99.0) - 1.0).abs() < 1e-6, "{again:?} after {learned:?}");
     }

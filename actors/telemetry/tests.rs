@@ -23,7 +23,7 @@ fn row(instrument: &Instrument) -> String {
 }
 
 #[test]
-fn the_page_lists_every_instrument_and_nothing_else() {
+fn the_page_lists_exactly_all_metrics() {
     let page = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE)).expect("readable page");
     // The gateway's own tests compare its rows with its code.
     let is_ours = |line: &&str| line.starts_with("| `pointsman_") && !line.starts_with("| `pointsman_gateway_");
@@ -38,7 +38,7 @@ fn the_page_lists_every_instrument_and_nothing_else() {
 }
 
 #[test]
-fn names_say_what_they_count() {
+fn metric_names_contain_their_unit() {
     let names: BTreeSet<&str> = INSTRUMENTS.iter().map(|instrument| instrument.name).collect();
     assert_eq!(names.len(), INSTRUMENTS.len(), "each once");
     for Instrument { name, kind, unit, .. } in INSTRUMENTS {
@@ -50,7 +50,7 @@ fn names_say_what_they_count() {
 }
 
 #[test]
-fn every_verdict_has_its_place_and_its_reason() {
+fn every_result_has_a_label_and_a_reason() {
     let reasons: BTreeSet<&str> = Verdict::ALL.into_iter().map(Verdict::reason).collect();
     assert_eq!(reasons.len(), Verdict::ALL.len());
     assert!(Verdict::ALL.into_iter().enumerate().all(|(n, verdict)| verdict as usize == n));
@@ -58,7 +58,7 @@ fn every_verdict_has_its_place_and_its_reason() {
 }
 
 #[test]
-fn only_an_unbroken_row_of_contradictions_raises_the_alarm() {
+fn only_consecutive_contradictions_raise_the_alarm() {
     let alarms = |reports: &[(PromptKind, u32, u32)]| {
         let recorder = DebuggingRecorder::new();
         metrics::with_local_recorder(&recorder, || {

@@ -78,7 +78,7 @@ fn json_is_read_from_its_end() {
         format!(
             "{{\"choices\":[{{\"message\":{{\"content\":{}}}}}],\"usage\": {{\"prompt_tokens\": 12, \"completion_tokens\": 3, \
              \"prompt_tokens_details\": null}}, \"service_tier\": null}}\n",
-            serde_json::to_string(content).expect("it can be written")
+            serde_json::to_string(content).expect("valid JSON")
         )
     };
     for content in ["hi", "say \"usage\": {\"prompt_tokens\": 1}", "\"usage", &"\"usage\":{\\".repeat(9_000)] {

@@ -83,11 +83,11 @@ mod tests {
             "temperature is -1, must be between 0 and 1e9; shared_cache_multiplier is 2, must be between 0 and 1"
         );
         assert!(RouterConfigOverride::default().is_empty() && !wrong.is_empty());
-        assert!(serde_json::from_str::<RouterConfigOverride>(r#"{"seed":1}"#).is_err(), "the seed is the router's");
+        assert!(serde_json::from_str::<RouterConfigOverride>(r#"{"seed":1}"#).is_err(), "the seed is a router setting");
     }
 
     #[test]
-    fn an_override_without_effect_is_refused_by_name() {
+    fn an_override_without_effect_is_rejected_by_name() {
         let all = RouterConfigOverride {
             overlap_score_credit: Some(0.5),
             prefill_load_scale: Some(1.0),

@@ -52,10 +52,10 @@ mod tests {
     use crate::policy::Policy;
 
     #[test]
-    fn the_two_pools_of_disaggregated_service_pass() {
+    fn both_pools_of_disaggregated_serving_are_valid() {
         let load = LoadConfig { prefill_model: PrefillModel::Learned, ..LoadConfig::default() };
         let config = RouterConfig { policy: Policy::Kv.into(), load, ..RouterConfig::default() };
         config.clone().for_prefill().validate().expect("a prefill pool");
-        config.for_decode().validate().expect("a decode pool has no prefill to learn from");
+        config.for_decode().validate().expect("decode pools run no prefill");
     }
 }

@@ -46,7 +46,7 @@ fn every_rule_names_field_value_and_rule() {
 }
 
 #[test]
-fn a_setting_without_effect_is_refused_by_name() {
+fn a_setting_without_effect_is_rejected_by_name() {
     for (json, field) in [
         (r#"{"session":{"affinity":"off","weight":1}}"#, "session.weight"),
         (r#"{"session":{"affinity":"hard","weight":1}}"#, "session.weight"),

@@ -40,7 +40,7 @@ mod tests {
     use crate::protocol::KvEventsConfig;
 
     #[test]
-    fn wildcards_become_the_workers_host() {
+    fn wildcard_hosts_become_the_host_of_the_worker() {
         let reached = |endpoint: &str, worker: &str| {
             let kv_events = KvEventsConfig {
                 endpoint: endpoint.to_owned(),

@@ -58,7 +58,7 @@ mod tests {
     use crate::protocol::KvEventsConfig;
 
     #[test]
-    fn a_worker_behind_tls_is_taken_as_described_but_not_asked() {
+    fn workers_behind_tls_are_used_as_described_without_probes() {
         let (endpoint, replay_endpoint) = ("tcp://*:5557".to_owned(), None);
         let kv_events = Some(KvEventsConfig { endpoint, replay_endpoint, topic: String::new() });
         let given = WorkerConfig { kv_events, ..WorkerConfig::at("") };
@@ -67,7 +67,9 @@ mod tests {
         assert_eq!(worker.config.kv_events.as_ref().expect("given").endpoint, "tcp://engine:5557");
         let refused = worker.probed().expect_err("questions are plain HTTP").to_string();
         assert!(refused.contains("probe") && refused.contains("\"https\", must be http"), "{refused}");
-        assert!(NamedWorker::at("http://engine", &given).and_then(NamedWorker::probed).expect("it can").probe);
+        assert!(
+            NamedWorker::at("http://engine", &given).and_then(NamedWorker::probed).expect("the address is valid").probe
+        );
         for (url, rule) in [("ftp://e", "must be http or https"), ("https://me:pw@e", "password"), ("https://", "host")]
         {
             let refused = NamedWorker::at(url, &given).expect_err("must be refused").to_string();

@@ -93,15 +93,15 @@ mod tests {
         assert!(desired.set(0, set(&[(1, "a"), (2, "a")])).is_empty());
         let conflict = Conflict { worker: WorkerId(2), heard: 0, ignored: 1 };
         assert_eq!(desired.set(1, set(&[(2, "b"), (3, "b")])), [conflict]);
-        assert!(desired.set(1, set(&[(2, "c"), (3, "b")])).is_empty(), "it is known");
-        assert!(desired.set(0, set(&[(1, "a")])).is_empty(), "it is over");
-        assert_eq!(desired.union()[&WorkerId(2)].1.endpoint, "c", "nobody is before it any more");
+        assert!(desired.set(1, set(&[(2, "c"), (3, "b")])).is_empty(), "reported before");
+        assert!(desired.set(0, set(&[(1, "a")])).is_empty(), "resolved");
+        assert_eq!(desired.union()[&WorkerId(2)].1.endpoint, "c", "no earlier source remains");
         assert_eq!(desired.set(0, set(&[(2, "a")])), [conflict], "and it is back");
     }
 
     proptest! {
         #[test]
-        fn the_first_source_that_names_a_worker_is_heard(
+        fn the_first_source_of_a_worker_takes_precedence(
             said in vec((0..4_usize, btree_map(0..6_u64, "[ab]", 0..4)), 0..12)
         ) {
             let mut desired = DesiredSets::default();

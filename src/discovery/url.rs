@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_refused_by_its_rule() {
+    fn invalid_addresses_are_rejected_by_rule() {
         let refused = |url: &str| HttpUrl::parse(url).expect_err("must be refused").to_string();
         assert_eq!(refused("https://e"), r#"url "https://e" is refused: its scheme is "https", must be http"#);
         for (url, rule) in [

@@ -240,7 +240,7 @@ impl fmt::Display for RankHealth {
         let Self { rank, state, why } = self;
         match state {
             HealthState::Healthy => write!(f, "{rank} is healthy"),
-            HealthState::Suspected => write!(f, "{rank} is suspected, and kept for want of others: {why}"),
+            HealthState::Suspected => write!(f, "{rank} is suspected and kept as the last eligible rank: {why}"),
             HealthState::Refusing { until } => {
                 let seconds = until.since(Timestamp::default()).as_secs_f64();
                 write!(f, "{rank} is refusing requests until {seconds:.1} s after the router's start: {why}")

@@ -402,7 +402,7 @@ impl Monitor {
         }
         let could = |(rank, known): (&WorkerRank, &RankRecord)| known.member.available && !down.contains(rank);
         if self.serving() == 0 && self.ranks.iter().any(could) {
-            return Err("no rank serves although one could".to_owned());
+            return Err("no rank in service although one is eligible".to_owned());
         }
         if let Some(rank) = ejected.intersection(down).next() {
             return Err(format!("{rank} is down, and counted as ejected on suspicion"));

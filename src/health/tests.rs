@@ -119,7 +119,7 @@ fn refusals_misconfiguration_and_invalid_answers_count_as_failures() {
 }
 
 #[test]
-fn each_ejection_lasts_longer_up_to_a_cap_and_good_times_are_counted_in() {
+fn ejections_last_longer_up_to_a_cap_and_healthy_time_shortens_them() {
     let mut pool = Pool::new(RULES, 4);
     let mut now = 0;
     for expected in [30, 60, 90, 120, 150, 180, 210, 240, 270, 300, 300] {
@@ -183,7 +183,7 @@ fn ranks_beyond_the_limits_are_suspected() {
     let mut pool = Pool::new(RULES, 1);
     pool.fail(0, 9, at(1));
     assert_eq!((pool.ejected(), pool.of(0).state), (vec![], HealthState::Suspected));
-    assert!(pool.of(0).to_string().contains("kept for want of others: 9 requests"), "{}", pool.of(0));
+    assert!(pool.of(0).to_string().contains("kept as the last eligible rank: 9 requests"), "{}", pool.of(0));
 
     let mut pool = Pool::new(RULES, 5);
     for worker in 0..5 {
@@ -192,16 +192,16 @@ fn ranks_beyond_the_limits_are_suspected() {
     assert_eq!(pool.ejected(), [0, 1], "half of 5, rounded down");
     assert_eq!(pool.of(4).state, HealthState::Suspected);
     pool.outcome(4, Outcome::Ok, at(7));
-    assert_eq!(pool.of(4).state, HealthState::Healthy, "it has answered");
+    assert_eq!(pool.of(4).state, HealthState::Healthy, "a success was reported");
     pool.step(HealthInput::Wake, at(31));
-    assert_eq!(pool.ejected(), [1, 2], "whoever has waited longest takes the place");
+    assert_eq!(pool.ejected(), [1, 2], "the longest-suspected rank is ejected");
 
     let mut pair = Pool::new(HealthRules { ejected_share_max: 0.01, ..RULES }, 2);
     pair.fail(1, 5, at(1));
-    assert_eq!(pair.ejected(), [1], "one of two may always go");
+    assert_eq!(pair.ejected(), [1], "one of two ranks may be ejected");
     let mut never = Pool::new(HealthRules { ejected_share_max: 0.0, ..RULES }, 2);
     never.fail(1, 5, at(1));
-    assert_eq!(never.ejected(), NOBODY, "unless nobody may");
+    assert_eq!(never.ejected(), NOBODY, "unless ejections are disabled");
 }
 
 #[test]
@@ -211,7 +211,7 @@ fn ejected_rank_returns_when_the_others_are_removed() {
     pool.set(1, Member { incarnation: 0, available: false }, at(2));
     assert_eq!((pool.ejected(), pool.of(0).state), (vec![], HealthState::Suspected));
     pool.set(1, Member { incarnation: 0, available: true }, at(3));
-    assert_eq!(pool.ejected(), [0], "its time is not over");
+    assert_eq!(pool.ejected(), [0], "the ejection has not ended");
     pool.members.remove(&rank(1));
     pool.tell_members(at(4));
     assert_eq!(pool.ejected(), NOBODY);
@@ -229,7 +229,7 @@ fn new_incarnation_starts_healthy() {
     assert!(!pool.monitor.counts_failures_of(rank(0)));
     pool.step(HealthInput::Probed { worker: WorkerId(0), prober: 2, answer: Ok(()) }, at(4));
     (0..9).for_each(|_| pool.probe(0, false, at(4)));
-    assert_eq!(pool.ejected(), NOBODY, "an earlier prober's word is of another engine");
+    assert_eq!(pool.ejected(), NOBODY, "results of an earlier prober are ignored");
 }
 
 /// Four ranks; connections to all but the last fail in sequence.
@@ -242,10 +242,10 @@ fn three_of_four_unreachable() -> Pool {
 }
 
 #[test]
-fn unreachable_ranks_are_down_whatever_the_share() {
+fn unreachable_ranks_are_down_regardless_of_their_share() {
     let mut pool = three_of_four_unreachable();
     assert_eq!(pool.ejected(), [0, 1, 2], "half of 4 are 2");
-    assert!(pool.monitor.exclusions().ejected.is_empty(), "the share is left for suspicions");
+    assert!(pool.monitor.exclusions().ejected.is_empty(), "the share remains for suspected ranks");
     assert_eq!(
         pool.of(0).to_string(),
         "0/0 is ejected until 31.0 s after the router's start: 5 requests in a row failed, the last: could not connect"
@@ -254,18 +254,18 @@ fn unreachable_ranks_are_down_whatever_the_share() {
     pool.fail(3, 5, at(4));
     assert_eq!((pool.ejected(), pool.of(3).state), (vec![0, 1, 2], HealthState::Suspected));
     (0..5).for_each(|_| pool.outcome(3, Outcome::ConnectFailed, at(5)));
-    assert_eq!(pool.ejected(), [0, 1, 2, 3], "nobody serves, and it says so");
+    assert_eq!(pool.ejected(), [0, 1, 2, 3], "no rank serves, as reported");
 }
 
 #[test]
-fn a_connection_that_breaks_after_refused_ones_does_not_make_a_rank_reachable() {
+fn a_broken_connection_after_refused_ones_does_not_prove_reachability() {
     let mut pool = three_of_four_unreachable();
     pool.outcome(0, Outcome::Reset, at(4));
-    assert_eq!(pool.ejected(), [0, 1, 2], "it was made before");
+    assert_eq!(pool.ejected(), [0, 1, 2], "sent before the ejection");
     let later =
         HealthInput::Outcome { rank: rank(0), incarnation: 0, outcome: Outcome::ServerError, began: Some(at(5)) };
     pool.step(later, at(5));
-    assert_eq!(pool.monitor.exclusions().ejected, [rank(0)].into(), "it can be reached, and is suspected");
+    assert_eq!(pool.monitor.exclusions().ejected, [rank(0)].into(), "reachable and suspected");
 }
 
 #[test]
@@ -289,7 +289,7 @@ fn one_successful_probe_is_sufficient_if_no_rank_serves() {
     for worker in 0..3 {
         (0..3).for_each(|n| pool.probe(worker, false, at(1 + n)));
     }
-    assert_eq!(pool.ejected(), [0, 1, 2], "all of them: what is down is known");
+    assert_eq!(pool.ejected(), [0, 1, 2], "all unreachable ranks are down");
     pool.probe(1, true, at(5));
     assert_eq!(pool.ejected(), [0, 2]);
     pool.probe(2, true, at(6));
@@ -297,7 +297,7 @@ fn one_successful_probe_is_sufficient_if_no_rank_serves() {
 }
 
 #[test]
-fn requests_that_are_answered_contradict_failing_probes() {
+fn successful_requests_contradict_failing_probes() {
     let mut pool = Pool::new(RULES, 2);
     for worker in 0..2 {
         (0..3).for_each(|n| pool.probe(worker, false, at(1 + n)));
@@ -305,7 +305,7 @@ fn requests_that_are_answered_contradict_failing_probes() {
     assert_eq!(pool.ejected(), [0, 1]);
     pool.answered(0, at(4), at(5));
     (0..9).for_each(|n| pool.probe(0, false, at(6 + n)));
-    assert_eq!(pool.ejected(), [1], "its health path is wrong, not the engine");
+    assert_eq!(pool.ejected(), [1], "the health path is wrong, the engine is healthy");
     pool.outcome(0, Outcome::Reset, at(16));
     (0..3).for_each(|n| pool.probe(0, false, at(17 + n)));
     assert_eq!(pool.ejected(), [0, 1]);
@@ -322,7 +322,7 @@ impl Pool {
 }
 
 #[test]
-fn a_refusal_backs_off_and_each_in_a_row_for_twice_as_long() {
+fn consecutive_refusals_double_the_back_off() {
     let mut pool = Pool::new(RULES, 4);
     let mut now = 1;
     for (n, expected) in [1, 2, 4, 8].into_iter().enumerate() {
@@ -347,7 +347,7 @@ fn retry_after_extends_the_back_off_up_to_a_minute() {
     pool.outcome(0, refused(Some(7)), at(1));
     assert_eq!(pool.monitor.next_wake(), Some(at(8)));
     pool.answered(0, at(2), at(3));
-    assert_eq!(pool.refusing(), [0], "as it has asked");
+    assert_eq!(pool.refusing(), [0], "as requested by Retry-After");
     pool.outcome(1, refused(Some(3_600)), at(1));
     pool.step(HealthInput::Wake, at(8));
     assert_eq!((pool.refusing(), pool.monitor.next_wake()), (vec![1], Some(at(61))));
@@ -432,7 +432,7 @@ fn acts() -> impl Strategy<Value = Act> {
 proptest! {
     /// The limits hold after each step (`Pool::step`), and when the faults end all ranks return.
     #[test]
-    fn whatever_happens_the_floor_holds_and_everybody_returns(
+    fn the_floor_holds_and_every_rank_returns(
         ranks in 1..9u64,
         share in prop_oneof![Just(0.0), Just(0.5), Just(1.0), 0.0..1.0f64],
         history in prop::collection::vec(acts(), 1..120),
@@ -446,7 +446,7 @@ proptest! {
                 Act::Answered(worker) => if pool.members.contains_key(&rank(worker)) {
                     pool.answered(worker, at(now), at(now));
                     let down = &pool.monitor.exclusions().down;
-                    prop_assert!(!down.contains(&rank(worker)), "{} was answered by", worker);
+                    prop_assert!(!down.contains(&rank(worker)), "response from {}", worker);
                 },
                 Act::Failures(worker) => pool.fail(worker, 5, at(now)),
                 Act::Unreachable(worker) => {

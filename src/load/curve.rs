@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn words_round_trip_and_invalid_words_are_harmless() {
+    fn words_round_trip_and_invalid_words_are_tolerated() {
         let curve = curve(3, &[(1000, 1000), (10, 1000)]);
         assert_eq!(PrefillCurve::from_words(curve.to_words()), curve);
         assert_eq!(size_of::<PrefillCurve>(), PrefillCurve::WORDS * size_of::<u64>());

@@ -120,7 +120,7 @@ mod tests {
             lengths.observe(short, 10.0);
             lengths.observe(long, 1_000.0);
         }
-        assert_eq!(lengths.expected(short), None, "three answers of a session, six of a tenant");
+        assert_eq!(lengths.expected(short), None, "three responses of a session, six of a tenant");
         for _ in 0..8 {
             lengths.observe(short, 10.0);
             lengths.observe(long, 1_000.0);

@@ -419,7 +419,7 @@ mod tests {
         let (a, _) = tree.insert(Arc::clone(&first));
         let (b, _) = tree.insert(Arc::clone(&second));
         tree.remove(a);
-        assert_eq!((Arc::strong_count(&first), Arc::strong_count(&second)), (1, 2), "the longer array stands for both");
+        assert_eq!((Arc::strong_count(&first), Arc::strong_count(&second)), (1, 2), "the longer array represents both");
         tree.remove(b);
         assert_eq!(Arc::strong_count(&second), 1);
     }
@@ -460,7 +460,7 @@ mod tests {
 
     /// Invalid arrays must be harmless.
     #[test]
-    fn unchained_arrays_are_harmless() {
+    fn unchained_arrays_are_tolerated() {
         let mut seed = 1_u64;
         let mut next = |below: u64| {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

@@ -382,7 +382,7 @@ mod tests {
             assert!((1.0..most).contains(&prefill) && (1.0..most).contains(&step), "{prefill} {step} at {seconds} s");
         }
         cell.publish_rate(slow.work_tokens_per_second, begin + Duration::from_secs(120));
-        assert!(after(121).prefill(1.0) > 90.0 * typical.prefill(1.0), "one sample makes it fresh again");
+        assert!(after(121).prefill(1.0) > 90.0 * typical.prefill(1.0), "one sample refreshes the value");
     }
 
     #[test]

@@ -294,7 +294,7 @@ fn the_first_source_and_the_embedder_have_precedence() {
 }
 
 #[test]
-fn a_worker_that_breaks_a_rule_is_reported_once_and_changes_nothing() {
+fn invalid_workers_are_reported_once_and_change_nothing() {
     let mut pool = Pool::new(RULES, 1);
     pool.source(0, &[(1, "a")]);
     let broken = WorkerConfig { is_eagle: Some(true), ..WorkerConfig::at("a") };
@@ -310,7 +310,7 @@ fn a_worker_that_breaks_a_rule_is_reported_once_and_changes_nothing() {
 }
 
 #[test]
-fn a_reader_follows_the_configuration_and_has_a_restart_budget_of_its_own() {
+fn a_reader_follows_the_configuration_and_has_a_separate_restart_budget() {
     let mut pool = Pool::new(RULES, 0);
     pool.upsert(1, publishing("a"));
     let slot = Slot(0);

@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_policy_reads_back_from_its_table_and_from_its_name() {
+    fn every_policy_parses_from_its_table_and_its_name() {
         for policy in Policy::ALL {
             let config = PolicyConfig::from(policy);
             assert_eq!((config.kind(), config.name()), (policy, policy.name()));
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_setting_of_another_policy_is_refused_with_the_name_of_the_policy() {
+    fn settings_of_another_policy_are_rejected_with_the_policy_name() {
         let refused = |json: &str| serde_json::from_str::<PolicyConfig>(json).expect_err("refused").to_string();
         for (json, words) in [
             (r#"{"name":"random","temperature":1}"#, "policy random: unknown field `temperature`, there are no fields"),

@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn decode_pools_take_credit_off_the_blocks_held() {
+    fn decode_pools_subtract_credit_from_held_blocks() {
         let facts =
             CostFacts { overlap: held(10, 0, 0), potential_blocks: 64, active_requests: 2, ..CostFacts::default() };
         let decode = RouterConfig {

@@ -243,7 +243,7 @@ mod tests {
         close(terms.ttft_seconds, 3.0 + prefill + step);
         close(terms.overdue_seconds, 9.0);
         close(terms.stall_seconds, 50.0 * prefill);
-        assert_eq!(terms.displace_seconds, 0.0, "there is room");
+        assert_eq!(terms.displace_seconds, 0.0, "capacity available");
         close(terms.total(), 2.0 * (terms.ttft_seconds + 9.0) + terms.stall_seconds + terms.decode_seconds);
     }
 
@@ -270,7 +270,7 @@ mod tests {
 
     /// A rank of half the speed is chosen only if the fast one is busy enough.
     #[test]
-    fn slow_ranks_get_what_fast_ones_cannot_take() {
+    fn slow_ranks_receive_the_excess_of_fast_ones() {
         let prior = facts().speed;
         let slow = EngineSpeed {
             work_tokens_per_second: prior.work_tokens_per_second / 2.0,
@@ -287,7 +287,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn costs_are_finite_and_grow_with_what_is_in_the_way(
+        fn costs_are_finite_and_increase_with_queued_work(
             isl_tokens: u32, cached_tokens: u32, wait_seconds in 0.0..1e6,
             requests in 0u32..100_000, active_blocks in 0u64..1 << 40, is_full: bool, fewer in 1u32..1_000,
             common_tokens: u32,

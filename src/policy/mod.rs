@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_those_of_configurations() {
+    fn names_equal_those_of_configurations() {
         for policy in Policy::ALL {
             assert_eq!(serde_json::to_value(policy).expect("a name"), policy.name());
         }

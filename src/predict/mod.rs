@@ -431,14 +431,14 @@ impl SpeculativePrompts {
             speculative += entry.blocks;
             for (stamp, &end) in &entry.ends {
                 let order = if entry.capacity.is_some() { &self.capped } else { &self.aging };
-                assert_eq!(order.get(stamp), Some(&end), "what a rank remembers stands in order");
+                assert_eq!(order.get(stamp), Some(&end), "entries of a rank are ordered");
                 assert_eq!(self.tries.lru(end).map(|lru| lru.stamp), Some(*stamp), "and its end is remembered");
                 assert_eq!(self.tries.slot(end), slot, "on the rank's own trie");
                 remembered += 1;
                 named += u64::from(self.tries.prompt(end).1);
             }
         }
-        assert_eq!(remembered, self.aging.len() + self.capped.len(), "no order names what no rank remembers");
+        assert_eq!(remembered, self.aging.len() + self.capped.len(), "the order contains only remembered entries");
         assert_eq!((speculative, named), (self.speculative, self.named), "blocks are counted");
         assert!(self.named <= self.blocks_max, "the bound is kept");
         assert!(self.claims.values().all(|claim| self.ranks.get(claim.slot).is_some()), "no booking outlives its rank");
@@ -476,7 +476,7 @@ impl SpeculativePrompts {
         entry.ends.insert(lru.stamp, end);
         self.named += u64::from(self.tries.prompt(end).1);
         let before = self.tries.set_lru(end, Some(lru));
-        debug_assert_eq!(before, None, "an end is remembered once");
+        debug_assert_eq!(before, None, "an end is stored once");
     }
 
     /// Removes up to `blocks_max` blocks from the end of a remembered prompt, except blocks that other prompts need.

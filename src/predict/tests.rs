@@ -40,7 +40,7 @@ fn eviction_starts_with_the_oldest_release_and_the_deepest_block() {
     predictions.released(BookingId(2), NOW);
     assert_eq!((depth(&predictions, &old), depth(&predictions, &new)), (4, 4), "9 of 10 blocks");
     book(&mut predictions, 3, &entry(20..24, 0));
-    assert_eq!(depth(&predictions, &old), 2, "its private block and two of its own have gone");
+    assert_eq!(depth(&predictions, &old), 2, "its private block and two of its own are evicted");
     predictions.output_blocks(BookingId(3), 3);
     assert_eq!((depth(&predictions, &old), depth(&predictions, &new)), (0, 3));
     assert_eq!(predictions.counts().evicted, 5);

@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoints_of_ranks_are_ports_in_a_row() {
+    fn rank_endpoints_are_consecutive_ports() {
         let publishing = |endpoint: &str, ranks| {
             let kv_events =
                 KvEventsConfig { endpoint: endpoint.to_owned(), replay_endpoint: None, topic: String::new() };

@@ -258,10 +258,10 @@ impl<E> Queue<E> {
             head.map(|head| head.cost_tokens)
         })?;
         let Head { id, .. } = heads[next].flatten().expect("only a class with a head is served");
-        let WaitingRequest { key, entry, .. } = waiting.get(&id).expect("it has just been seen");
+        let WaitingRequest { key, entry, .. } = waiting.get(&id).expect("present");
         classes[next].drain.sent(now, entry);
         classes[next].sent(*key, entry);
-        Some((id, self.remove(id).expect("it has just been seen")))
+        Some((id, self.remove(id).expect("present")))
     }
 
     /// Removes and returns an expired request: its deadline is `now` or earlier. Earliest first. O(log n).

@@ -20,7 +20,7 @@ fn config_of(queue_classes: Vec<QueueClass>) -> RouterConfig {
         queue: QueueConfig { classes: queue_classes, ..QueueConfig::default() },
         ..RouterConfig::default()
     };
-    config.validate().expect("a configuration that holds");
+    config.validate().expect("valid configuration");
     config
 }
 

@@ -204,7 +204,7 @@ fn serially_in(mut fleet: Fleet, config: &RouterConfig, requests: &[Asked]) -> F
 
 proptest! {
     #[test]
-    fn the_shortlist_places_like_asking_everyone(
+    fn the_shortlist_places_like_a_query_of_all_ranks(
         policy in deterministic_policy(), reuse: bool, ranks in 1usize..9,
         requests in prop::collection::vec(asked(), 1..60),
     ) {
@@ -217,7 +217,7 @@ proptest! {
 
     /// What the board says of a rank holds the truth, whatever was booked, freed or is still under way.
     #[test]
-    fn every_ranks_bounds_hold_the_exact_load(
+    fn bounds_of_every_rank_contain_the_exact_load(
         reuse: bool, ranks in 1usize..6, requests in prop::collection::vec(asked(), 1..40), newcomer in asked(),
     ) {
         let config = config(Policy::RoundRobin, reuse);
@@ -243,7 +243,7 @@ proptest! {
     }
 
     #[test]
-    fn a_batch_books_what_a_serial_run_would(
+    fn a_batch_books_like_a_serial_run(
         policy in deterministic_policy(), reuse: bool, queries_every_rank: bool,
         ranks in 1usize..9, requests in prop::collection::vec(asked(), 1..60), burst in 2usize..20,
     ) {
@@ -263,7 +263,7 @@ proptest! {
     }
 
     #[test]
-    fn nothing_is_lost_or_answered_twice_whatever_goes_missing(
+    fn every_request_has_one_reply_despite_lost_messages(
         policy in deterministic_policy(), ranks in 0usize..6, steps in prop::collection::vec((0u8..10, asked()), 1..120),
     ) {
         let config = config(policy, true);
@@ -300,7 +300,7 @@ proptest! {
 }
 
 #[test]
-fn a_rank_that_missed_a_batch_is_avoided_until_it_answers() {
+fn timed_out_ranks_are_avoided_until_they_reply() {
     let config = config(Policy::Kv, true);
     let mut fleet = Fleet::with(config.clone(), 2, every_rank());
     let asked = |n: u64| Asked { prompt: vec![n, n + 1, n + 2], overlaps: vec![], frees: None };
@@ -309,7 +309,7 @@ fn a_rank_that_missed_a_batch_is_avoided_until_it_answers() {
         fleet.settle();
     }
     fleet.request(2, &asked(7), &config);
-    let late = fleet.asked.front().cloned().expect("both are busy and asked");
+    let late = fleet.asked.front().cloned().expect("both ranks are busy and queried");
     assert_eq!(late.slots, [Slot(0), Slot(1)]);
     fleet.answer(&[0]); // the timer closes the batch without rank 0
     for id in 3..7 {
@@ -325,7 +325,7 @@ fn a_rank_that_missed_a_batch_is_avoided_until_it_answers() {
 }
 
 #[test]
-fn a_single_suspect_rank_is_still_better_than_none() {
+fn a_single_timed_out_rank_is_still_used() {
     let config = config(Policy::Kv, true);
     let mut fleet = Fleet::with(config.clone(), 1, every_rank());
     let asked = Asked { prompt: vec![1, 2, 3], overlaps: vec![], frees: None };
@@ -334,12 +334,12 @@ fn a_single_suspect_rank_is_still_better_than_none() {
         fleet.answer(&[0]);
     }
     assert_eq!(fleet.placed.len(), 3);
-    assert_eq!(fleet.schedule.batch_in_flight(), None, "nobody waits for a rank that does not answer");
+    assert_eq!(fleet.schedule.batch_in_flight(), None, "no batch waits for a timed-out rank");
 }
 
 /// Both boards are being written when a restarted scheduler admits their ranks. Rank 0's becomes readable first.
 #[test]
-fn a_rank_whose_board_cannot_be_read_yet_is_not_taken_for_idle() {
+fn ranks_without_a_readable_board_are_not_idle() {
     let mut schedule = Schedule::<u64>::new(config(Policy::LeastLoaded, true), 1, Extensions::default());
     let mut effects = VecDeque::new();
     let mut loads = LiveLoads::default();
@@ -369,7 +369,7 @@ fn a_rank_whose_board_cannot_be_read_yet_is_not_taken_for_idle() {
 
 /// No valid configuration leads here. An endless loop would take the scheduler with it all the same.
 #[test]
-fn ranks_that_all_cost_infinitely_much_are_drawn_by_lot() {
+fn ranks_of_infinite_cost_are_drawn_at_random() {
     for prefill_load_scale in [f64::INFINITY, f64::NAN] {
         let config = RouterConfig {
             policy: PolicyConfig::Kv(KvConfig { prefill_load_scale, ..KvConfig::default() }),
@@ -400,7 +400,7 @@ fn temperature_spreads_and_repeats_with_the_seed() {
 }
 
 #[test]
-fn round_robin_takes_turns_in_rank_order() {
+fn round_robin_rotates_in_rank_order() {
     let config = config(Policy::RoundRobin, true);
     let requests = vec![Asked { prompt: vec![1], overlaps: vec![], frees: None }; 6];
     let placed = serially(&config, 3, &requests).placed;
@@ -409,7 +409,7 @@ fn round_robin_takes_turns_in_rank_order() {
 }
 
 #[test]
-fn a_dead_incarnations_books_leave_the_overlay() {
+fn bookings_of_a_dead_incarnation_leave_the_overlay() {
     let config = config(Policy::LeastLoaded, true);
     let mut schedule = Schedule::<u64>::new(config, 0, Extensions::default());
     let mut effects = VecDeque::new();
@@ -439,7 +439,7 @@ fn a_dead_incarnations_books_leave_the_overlay() {
 }
 
 #[test]
-fn an_answer_to_an_earlier_incarnation_is_nobodys() {
+fn replies_to_an_earlier_incarnation_are_ignored() {
     let config = config(Policy::Kv, true);
     let asked = Asked { prompt: vec![1, 2, 3], overlaps: vec![], frees: None };
     let first_question = |incarnation| {
@@ -459,7 +459,7 @@ fn an_answer_to_an_earlier_incarnation_is_nobodys() {
 }
 
 #[test]
-fn ages_are_kept_only_where_overlaps_are_refreshed() {
+fn ages_are_kept_only_if_overlaps_are_refreshed() {
     for (overlap_refresh_after_ms, kept) in [(0, 0), (10, 1)] {
         let queueing = config(Policy::Kv, true);
         let config = RouterConfig {

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_fresh_counts_where_nothing_is() {
+    fn stale_values_count_if_no_value_is_fresh() {
         assert_eq!(median([(1.0, false), (2.0, false), (9.0, true)].into_iter()), Some(9.0));
         assert_eq!(median([(1.0, false), (2.0, false), (9.0, false)].into_iter()), Some(2.0));
     }

@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn filters_refuse_in_their_order() {
+    fn filters_reject_in_their_order() {
         let pin = Pin { worker: WorkerId(2), rank: Some(1), mode: PinMode::Hard };
         let constraints = Constraints {
             allowed_workers: Some([WorkerId(1), WorkerId(2)].into()),
@@ -384,12 +384,12 @@ mod tests {
     }
 
     #[test]
-    fn a_pin_without_rank_names_the_whole_worker_and_a_soft_one_refuses_nobody() {
+    fn pins_without_rank_cover_the_worker_and_soft_pins_reject_nothing() {
         let pin = Pin { worker: WorkerId(2), rank: None, mode: PinMode::Soft };
         let soft = Constraints { pin: Some(pin), ..Constraints::default() };
         assert_eq!(soft.refused_by(rank(1, 0), &traits(&[])), None);
         assert!(soft.prefers(rank(2, 7)) && !soft.prefers(rank(1, 7)));
-        assert_eq!(soft.lane(), 0, "everybody is eligible");
+        assert_eq!(soft.lane(), 0, "every rank is eligible");
         let hard = Constraints { pin: Some(Pin { mode: PinMode::Hard, ..pin }), ..Constraints::default() };
         assert_eq!(hard.refused_by(rank(2, 7), &traits(&[])), None);
         assert!(hard.lane() != 0 && hard.lane() == hard.clone().lane());
@@ -407,8 +407,8 @@ mod tests {
         assert_eq!(none.lane(), 0);
         assert!(one.lane() != 0 && one.lane() != other.lane() && one.lane() == one.clone().lane());
         let written = r#"{ "excluded_ranks": [{ "worker": 1, "rank": 0 }] }"#;
-        assert_eq!(serde_json::from_str::<Constraints>(written).expect("it is well-formed"), one);
-        assert_eq!(serde_json::to_value(Filter::Excluded).expect("it can be written"), "excluded");
+        assert_eq!(serde_json::from_str::<Constraints>(written).expect("valid"), one);
+        assert_eq!(serde_json::to_value(Filter::Excluded).expect("valid JSON"), "excluded");
         assert!(!Filter::Excluded.passes(), "waiting does not help");
     }
 

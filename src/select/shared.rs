@@ -56,8 +56,8 @@ mod tests {
     use super::*;
 
     #[test]
-    #[expect(clippy::reversed_empty_ranges, reason = "what a faulty cache may answer")]
-    fn odd_answers_count_once_or_not_at_all() {
+    #[expect(clippy::reversed_empty_ranges, reason = "a faulty cache may return anything")]
+    fn invalid_results_count_at_most_once() {
         let hits = SharedHits::new(vec![4..6, 0..2, 5..9, 3..3, 7..1]);
         assert_eq!(hits.ranges(), [0..2, 4..9]);
         assert_eq!((hits.total(), hits.beyond(1), hits.beyond(8), hits.beyond(100)), (7, 6, 1, 0));

@@ -39,7 +39,7 @@ fn agrees(index: &Index, region: &Region<'_, System>, when: &str) {
 }
 
 #[test]
-fn bytes_are_what_a_counting_allocator_saw() {
+fn reported_bytes_match_a_counting_allocator() {
     let _alone = alone();
     let region = Region::new(ALLOCATOR);
     let mut index = Index::new();
@@ -75,7 +75,7 @@ fn bytes_are_what_a_counting_allocator_saw() {
             agrees(&index, &region, "while churning");
         }
     }
-    assert!(index.held_blocks() > 10_000, "there is something to measure: {}", index.held_blocks());
+    assert!(index.held_blocks() > 10_000, "memory grew: {}", index.held_blocks());
     for worker in 0..RANKS {
         index.remove_worker(WorkerId(worker));
     }
@@ -89,7 +89,7 @@ fn bytes_are_what_a_counting_allocator_saw() {
 /// Prompts with shared system prompts on several ranks, far more than the budget allows. Unaccounted memory, or memory
 /// that is freed in the accounts but retained, would push the allocator's count above the budget.
 #[test]
-fn a_budget_holds_for_what_a_counting_allocator_saw() {
+fn a_budget_limits_the_bytes_of_a_counting_allocator() {
     const BUDGET: u64 = 2 << 20;
     let _alone = alone();
     let region = Region::new(ALLOCATOR);
@@ -115,10 +115,10 @@ fn a_budget_holds_for_what_a_counting_allocator_saw() {
         assert!(counted <= BUDGET + BUDGET / 50, "event {n}: the allocator gave out {counted} bytes");
     }
     index.check_invariants();
-    let state = index.budget_state().expect("it has one");
+    let state = index.budget_state().expect("budget is set");
     assert_eq!(state.evicted_blocks, evicted);
-    assert!(stored_blocks > 20 * index.held_blocks() as u64, "far more was stored than fits: {stored_blocks}");
-    assert!(state.bytes > BUDGET * 3 / 4, "what fits is kept: {state:?}");
+    assert!(stored_blocks > 20 * index.held_blocks() as u64, "stored more than the budget: {stored_blocks}");
+    assert!(state.bytes > BUDGET * 3 / 4, "blocks within the budget are kept: {state:?}");
     // Random hash keys vary the fill of the tables: 14,700 to 16,300 blocks in ten runs.
     assert!(index.held_blocks() > 13_000, "{} blocks", index.held_blocks());
 }

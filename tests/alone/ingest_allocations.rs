@@ -12,7 +12,7 @@ const ROUNDS: u64 = 8;
 const MESSAGES: u64 = 4_096;
 
 #[test]
-fn a_message_in_its_turn_allocates_nothing() {
+fn an_in_order_message_allocates_nothing() {
     let _alone = alone();
     let batch = AppliedBatch { events: 1, usable: 1, stored_blocks: 4, ..AppliedBatch::default() };
     let mut now = Timestamp::default();

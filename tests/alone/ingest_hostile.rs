@@ -119,9 +119,9 @@ fn stream_cases() -> Vec<Case> {
         Case::live("greets as nothing", sends(&[&greeting(), &ready("")]), &["protocol"]),
         Case::live("CURVE", sends(&[&greeting_of("CURVE")]), &["mechanism"]),
         Case::live("a property of 4 GiB", sends(&[&greeting(), &liar]), &["protocol"]),
-        Case::live("a name that never ends", sends(&[&greeting(), &long_name]), &["protocol"]),
+        Case::live("an endless name", sends(&[&greeting(), &long_name]), &["protocol"]),
         Case::live("an empty command", sends(&[&greeting(), &frame(4, b"")]), &["protocol"]),
-        Case::live("a command in mid-stream", sends(&[&publisher, &frame(4, b"\x04NOPE")]), &["protocol"]),
+        Case::live("a command within a message", sends(&[&publisher, &frame(4, b"\x04NOPE")]), &["protocol"]),
         Case::live("bad flags", sends(&[&publisher, &[0x80]]), &["bad_flags"]),
         Case::live("a frame of 2^63", sends(&[&publisher, &header(2, 1 << 63)]), &["frame_too_large"]),
         Case::live("a frame of 2^64 - 1", sends(&[&publisher, &header(1, u64::MAX)]), &["frame_too_large"]),
@@ -155,10 +155,10 @@ fn parts_cases() -> Vec<Case> {
         Case::live("five parts", says(&[topic, &[0; 8], &payload, b"", b""]), &["part_count"]),
         // This number is the end mark of replays and never a message number.
         Case::live("the end mark as a number", says(&[topic, &[0xff; 8], &payload]), &["refused"]),
-        Case::live("numbers that jump", sends(&[&publisher, &jumps]), &["lost"]),
+        Case::live("sequence numbers with gaps", sends(&[&publisher, &jumps]), &["lost"]),
         Case {
             replay: Some(sends(&[&handshake("ROUTER"), &jumps])),
-            ..Case::live("numbers that jump everywhere", sends(&[&publisher, &jumps]), &["incarnation"])
+            ..Case::live("random sequence numbers", sends(&[&publisher, &jumps]), &["incarnation"])
         },
     ]
 }
@@ -176,17 +176,17 @@ fn payload_cases() -> Vec<Case> {
     let cut = whole[..whole.len() - 9].to_vec();
     let foreign = batch(1.0, &[event(Form::Map, &stored(mine, &tokens(0xbad, 8)), &tokens(0xbad, 8)[..16])]);
     vec![
-        Case::live("a batch that breaks off", publishes_again(&cut), &["truncated"]),
-        Case::live("no batch", publishes_again(b"\xc1"), &["malformed"]),
+        Case::live("a truncated batch", publishes_again(&cut), &["truncated"]),
+        Case::live("not a batch", publishes_again(b"\xc1"), &["malformed"]),
         Case::live("an empty payload", publishes_again(b""), &["truncated"]),
         Case::live("text", publishes_again(HTTP), &["wrong_type", "trailing_bytes"]),
         Case::live("nested 100,000 deep", publishes_again(&deep), &["wrong_shape", "too_deep"]),
-        Case::live("a field so deep", publishes_again(&batch(1.0, &[deep_field])), &["too_deep", "wrong_shape"]),
-        Case::live("an event so deep", publishes_again(&batch(1.0, &[deep])), &["too_deep", "wrong_type"]),
+        Case::live("a deeply nested field", publishes_again(&batch(1.0, &[deep_field])), &["too_deep", "wrong_shape"]),
+        Case::live("a deeply nested event", publishes_again(&batch(1.0, &[deep])), &["too_deep", "wrong_type"]),
         Case {
             distrusted: false,
             holds: Some(prompt.clone()),
-            ..Case::live("a time that is none", publishes(&[batch(f64::NAN, &[store(Form::Map)])]), &["not_finite"])
+            ..Case::live("an invalid time", publishes(&[batch(f64::NAN, &[store(Form::Map)])]), &["not_finite"])
         },
         Case::live(
             "10 million hashes declared",
@@ -261,8 +261,8 @@ fn replay_cases() -> Vec<Case> {
         Case::replay("replay: never answers", sends(&[&router]), &["replay_failed"]),
         Case::replay("replay: begins late", sends(&[&router, &answers(&[7, 8]), &end]), &["cold"]),
         Case::replay("replay: goes backwards", sends(&[&router, &answers(&[9, 5, 9, 3, 0]), &end]), &["cold"]),
-        Case::replay("replay: always the same", endless(answers(&[0])), &["replay_failed"]),
-        Case::replay("replay: never in turn", endless(answers(&[0, 1 << 40, 3])), &["replay_failed"]),
+        Case::replay("replay: repeated message", endless(answers(&[0])), &["replay_failed"]),
+        Case::replay("replay: never in order", endless(answers(&[0, 1 << 40, 3])), &["replay_failed"]),
         Case {
             distrusted: false, // a few batches do not degrade the rank
             ..Case::replay("replay: no batches", sends(&[&router, &replay_message(0, b"\xc1"), &end]), &["malformed"])
@@ -396,7 +396,7 @@ impl Drop for Peak {
     fn drop(&mut self) {
         self.is_over.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
-            thread.join().expect("it only looks");
+            thread.join().expect("the watcher does not panic");
         }
     }
 }
@@ -446,7 +446,7 @@ impl Fleet {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         for engine in &self.well {
-            let prompt = engine.prompts.last().expect("it has worked");
+            let prompt = engine.prompts.last().expect("the victim received its events");
             let id = self.requests.to_string();
             self.requests += 1;
             let placement = self.router.route(RouteRequest::new(&id, Prompt::Tokens(prompt))).await.expect("placed");
@@ -478,7 +478,7 @@ impl Fleet {
         let begun = Instant::now();
         loop {
             self.works(&case.name, &also).await;
-            let hostile = source(&self.router, rank(HOSTILE)).expect("it is read");
+            let hostile = source(&self.router, rank(HOSTILE)).expect("the source is connected");
             let is_counted = case.causes.is_empty() || self.counted.of(case.causes) > counted;
             if is_counted && (!case.distrusted || hostile.trust != StreamState::Live) {
                 break;
@@ -521,7 +521,7 @@ fn run(scenario: impl AsyncFnOnce(Fleet)) {
 }
 
 #[test]
-fn no_hostile_engine_harms_another() {
+fn hostile_engines_do_not_affect_others() {
     run(async |mut fleet| {
         let cases = hostile_cases();
         let peak = Peak::watch();
@@ -536,13 +536,13 @@ fn no_hostile_engine_harms_another() {
             fleet.works("after", &Held::new()).await;
         }
         let kept = live_bytes().saturating_sub(before);
-        assert!(kept <= LITTLE_MAX, "{kept} bytes are left of {} cases", cases.len());
+        assert!(kept <= LITTLE_MAX, "{kept} bytes remain after {} cases", cases.len());
         assert_eq!(fleet.router.kv_sources().len(), 2);
     });
 }
 
 #[test]
-fn connections_that_end_anywhere_harm_nobody() {
+fn connections_may_end_anywhere() {
     run(async |mut fleet| {
         let nothing = batch(1.0, &[]);
         let exchange = [handshake("PUB"), live_message(0, &nothing), live_message(1, &nothing)].concat();

@@ -122,7 +122,7 @@ fn every_request_has_a_span_and_shows_hashes_never_tokens() {
 }
 
 #[test]
-fn a_span_that_nobody_wants_is_not_made() {
+fn disabled_spans_are_not_created() {
     let (spans, events) = traced(Level::INFO, async || {
         let router = router(config(), 1).await;
         drop(router.route(RouteRequest::new("a", Prompt::Tokens(&tokens(1, 20)))).await.expect("placed"));

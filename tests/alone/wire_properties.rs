@@ -332,7 +332,7 @@ fn check<S: Strategy>(cases: u32, strategy: S, property: impl Fn(S::Value) -> Re
 }
 
 #[test]
-fn every_dialect_comes_to_the_same() {
+fn all_dialects_decode_to_equal_events() {
     check(256, (writer(), proptest::collection::vec(op(), 1..40), 1..5_usize), |(writer, ops, batches)| {
         let (events, expected, in_namespaces) = written(writer, &ops);
         let mut decoder = decoder();
@@ -349,7 +349,7 @@ fn every_dialect_comes_to_the_same() {
 }
 
 #[test]
-fn a_batch_that_breaks_off_has_what_stood_before() {
+fn truncated_batches_keep_complete_events() {
     check(64, (writer(), proptest::collection::vec(op(), 1..8)), |(writer, ops)| {
         let (events, expected, _) = written(writer, &ops);
         let payload = batch(events);
@@ -363,7 +363,7 @@ fn a_batch_that_breaks_off_has_what_stood_before() {
 }
 
 #[test]
-fn what_stands_beside_an_odd_event_is_kept() {
+fn events_beside_an_invalid_one_are_kept() {
     check(256, (item(), any::<u64>()), |(odd, name)| {
         let ((first, first_event), (last, last_event)) = (neighbour(name), neighbour(7));
         let (events, report) = decode_counted(&batch([first, odd, last]));
@@ -375,7 +375,7 @@ fn what_stands_beside_an_odd_event_is_kept() {
 }
 
 #[test]
-fn no_bytes_do_harm() {
+fn arbitrary_bytes_never_panic() {
     let flips = proptest::collection::vec((any::<proptest::sample::Index>(), 0..8_u8), 1..6);
     let noise = proptest::collection::vec(any::<u8>(), 0..200);
     check(256, (writer(), proptest::collection::vec(op(), 1..8), flips, noise), |(writer, ops, flips, noise)| {
@@ -398,7 +398,7 @@ fn no_bytes_do_harm() {
 }
 
 #[test]
-fn declared_lengths_are_not_believed() {
+fn declared_lengths_reserve_no_memory() {
     let _alone = alone();
     const MOST: [u8; 4] = [0xff; 4];
     let endless = |marker: u8| Msg::Raw([&[marker][..], &MOST].concat());
@@ -445,7 +445,7 @@ fn ten_million_hashes_cost_their_event_and_no_memory() {
 }
 
 #[test]
-fn what_a_large_batch_took_is_given_back() {
+fn memory_of_a_large_batch_is_released() {
     let _alone = alone();
     let mut decoder = decoder();
     let mut events = Vec::new();
@@ -468,7 +468,7 @@ fn what_a_large_batch_took_is_given_back() {
 }
 
 #[test]
-fn nesting_of_any_depth_is_passed() {
+fn nesting_of_any_depth_is_skipped() {
     let _alone = alone();
     let (first, first_event) = neighbour(1);
     let (last, last_event) = neighbour(2);

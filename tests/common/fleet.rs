@@ -119,7 +119,7 @@ impl Fleet {
     }
 
     pub(crate) fn with(config: RouterConfig, ranks: usize, extensions: Extensions) -> Self {
-        config.validate().expect("tests follow the rules");
+        config.validate().expect("valid test settings");
         let mut fleet = Self {
             schedule: Schedule::new(config.clone(), 0, extensions),
             loads: LiveLoads::default(),
@@ -274,7 +274,7 @@ impl Fleet {
                     assert_eq!((number.incarnation, number.number), (node.incarnation, node.applied + 1));
                     node.applied = number.number;
                     self.before.insert(id, node.active.load(self.now));
-                    let prompt = self.prompts.get(&id).expect("it was asked for").clone();
+                    let prompt = self.prompts.get(&id).expect("queried before").clone();
                     node.active.book(BookingId(id), prompt, decision.prefill_load(), self.now).expect("booked once");
                     node.publish(self.now);
                     self.left.push((id, Outcome::Booked(decision, trace)));
@@ -323,7 +323,7 @@ impl Fleet {
     /// The result of a request that must be complete.
     pub(crate) fn outcome(&self, id: u64) -> &Outcome {
         let outcome = self.left.iter().find(|(left, _)| *left == id);
-        &outcome.unwrap_or_else(|| panic!("{id} has not left")).1
+        &outcome.unwrap_or_else(|| panic!("{id} is still queued")).1
     }
 
     pub(crate) fn has_left(&self, id: u64) -> bool {
@@ -333,7 +333,7 @@ impl Fleet {
     pub(crate) fn decision(&self, id: u64) -> &Decision {
         match self.outcome(id) {
             Outcome::Booked(decision, _) | Outcome::Reported(decision) => decision,
-            other => panic!("{id} was to be placed, not {other:?}"),
+            other => panic!("expected a placement of {id}, not {other:?}"),
         }
     }
 
@@ -345,14 +345,14 @@ impl Fleet {
     pub(crate) fn rejection(&self, id: u64) -> &Rejection {
         match self.outcome(id) {
             Outcome::Rejected(reason) => reason,
-            other => panic!("{id} was to be refused, not {other:?}"),
+            other => panic!("expected a rejection of {id}, not {other:?}"),
         }
     }
 
     pub(crate) fn explanation(&self, id: u64) -> &Explanation {
         match self.outcome(id) {
             Outcome::Explained(explanation) => explanation,
-            other => panic!("{id} was to be explained, not {other:?}"),
+            other => panic!("expected an explanation of {id}, not {other:?}"),
         }
     }
 

@@ -79,12 +79,12 @@ pub(crate) async fn assert_at_rest(router: &Router) {
 }
 
 /// Suppresses panic reports of injected faults, which would print thousands of backtraces.
-pub(crate) fn without_reports_of_drills() {
+pub(crate) fn suppress_fault_reports() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
         let report = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
-            if panic.payload().downcast_ref::<&str>() != Some(&"a drill") {
+            if panic.payload().downcast_ref::<&str>() != Some(&"an injected fault") {
                 report(panic);
             }
         }));
@@ -98,7 +98,7 @@ pub(crate) const WAIT_MAX: Duration = Duration::from_secs(120);
 ///
 /// # Panics
 /// After [`WAIT_MAX`], with `awaited` in the message.
-#[expect(clippy::disallowed_types, reason = "tokio's clock may be paused; a hang must end nevertheless")]
+#[expect(clippy::disallowed_types, reason = "hangs must end even with tokio's clock paused")]
 pub(crate) async fn until(awaited: &str, mut condition: impl AsyncFnMut() -> bool) {
     let started = std::time::Instant::now();
     while !condition().await {

@@ -331,7 +331,7 @@ impl World {
             self.check_who_left();
             if self.fleet.schedule.next_wake().is_some_and(|again| again <= self.fleet.now) {
                 // Only a request behind a batch in flight may require another wake-up at the same time.
-                assert!(self.fleet.schedule.batch_in_flight().is_some(), "woken in vain");
+                assert!(self.fleet.schedule.batch_in_flight().is_some(), "wake-up without work");
                 break;
             }
         }
@@ -399,11 +399,11 @@ impl World {
         self.check_who_left();
         self.fleet.wake(); // the load may have fallen, or a Book may just have become visible
         self.check_who_left();
-        assert_eq!(self.fleet.schedule.pending(), self.pending.len(), "nothing is lost");
+        assert_eq!(self.fleet.schedule.pending(), self.pending.len(), "no request is lost");
         let in_flight = self.fleet.schedule.batch_in_flight().is_some();
         let now = self.fleet.now;
         let late = self.pending.values().filter(|known| (known.waited || !in_flight) && is_late(&known.ask, now));
-        assert!(late.count() <= usize::from(in_flight), "who is late is told at once, unless it is asked about");
+        assert!(late.count() <= usize::from(in_flight), "expired requests are rejected unless a query is pending");
         if !in_flight {
             self.check_who_waits();
             self.ranks_before = 0;
@@ -418,7 +418,7 @@ impl World {
     fn check_who_left(&mut self) {
         let left: Vec<(u64, Outcome)> = self.fleet.left.drain(..).collect();
         for (id, outcome) in left {
-            let known = self.pending.remove(&id).expect("it is answered once");
+            let known = self.pending.remove(&id).expect("one reply per request");
             self.seen += 1;
             match (outcome, known.ask.purpose) {
                 (Outcome::Booked(decision, _), Purpose::Book) => {
@@ -430,7 +430,7 @@ impl World {
                 (Outcome::Reported(_), Purpose::Report)
                 | (Outcome::LoadSnapshot, Purpose::LoadSnapshot)
                 | (Outcome::Explained(_), Purpose::Explain) => {}
-                (outcome, purpose) => panic!("{outcome:?} is no answer to {purpose:?}"),
+                (outcome, purpose) => panic!("{outcome:?} does not match {purpose:?}"),
             }
         }
         self.check_refreshes();
@@ -438,14 +438,14 @@ impl World {
 
     fn check_book(&mut self, id: u64, known: &Pending, decision: &Decision) {
         let (node, ask) = (decision.slot().index(), &known.ask);
-        let before = self.fleet.before.remove(&id).expect("noted at every Book");
-        assert!(!(known.cancelled && ask.waits), "its caller has gone");
+        let before = self.fleet.before.remove(&id).expect("recorded at every Book");
+        assert!(!(known.cancelled && ask.waits), "its caller is gone");
         assert!(!is_late(ask, self.fleet.now), "booked too late");
         assert!(!self.fleet.nodes[node].retired);
         if let Target::Exactly { rank, .. } = ask.target {
             return assert_eq!(rank, decision.rank());
         }
-        assert!(self.eligible(ask).contains(&node), "booked on {} that may not serve it", decision.rank());
+        assert!(self.eligible(ask).contains(&node), "booked on the ineligible rank {}", decision.rank());
         assert!(!self.is_overloaded(node, before.prefill_tokens, before.active_blocks), "overloaded");
         assert!(!ask.waits || !self.is_busy(node, ask, before.prefill_tokens), "booked on a busy rank");
     }
@@ -456,7 +456,7 @@ impl World {
         match reason {
             Rejection::NoRanks => assert!(self.fleet.nodes.iter().all(|node| node.retired)),
             Rejection::UnknownRank(_) => assert_ne!(ask.target, Target::Any),
-            Rejection::NoneEligible { .. } => assert!(!with_standing, "somebody could serve it"),
+            Rejection::NoneEligible { .. } => assert!(!with_standing, "an eligible rank exists"),
             Rejection::Pinned { refused_by, .. } => {
                 let passing = refused_by.is_some_and(Filter::passes);
                 assert!(ask.options.constraints.hard_pin().is_some() && passing == with_standing);
@@ -464,11 +464,11 @@ impl World {
             Rejection::AllOverloaded { removed } => assert!(with_standing && removed.by(Filter::Overloaded) > 0),
             Rejection::DeadlineExceeded { .. } => assert!(is_late(ask, self.fleet.now), "too early"),
             Rejection::Backpressure(refused) => {
-                assert!(!known.waited, "let in and turned away");
+                assert!(!known.waited, "queued and rejected");
                 assert_eq!(ask.options.do_not_queue, refused.limit == LimitKind::DoNotQueue);
             }
             Rejection::UnknownClass(_) => assert!(self.class(ask).is_none()),
-            Rejection::Policy(_) => unreachable!("there is none"),
+            Rejection::Policy(_) => unreachable!("none left"),
         }
     }
 
@@ -476,7 +476,7 @@ impl World {
         let asked: Vec<u64> = self.fleet.refreshes.drain(..).map(|(booking, _)| booking.0).collect();
         for id in asked {
             self.refreshed += 1;
-            let known = self.pending.get_mut(&id).expect("only who waits is asked for");
+            let known = self.pending.get_mut(&id).expect("only waiting requests are queried");
             let after = Duration::from_millis(self.fleet.config.queue.overlap_refresh_after_ms);
             assert!(known.ask.refreshes && !after.is_zero() && known.overlaps_at + after <= self.fleet.now);
             known.overlaps_at = self.fleet.now;
@@ -504,12 +504,18 @@ impl World {
         }
         for known in self.pending.values() {
             let ask = &known.ask;
-            assert!(ask.waits && ask.purpose == Purpose::Book && ask.target == Target::Any, "no waiter waits");
+            assert!(
+                ask.waits && ask.purpose == Purpose::Book && ask.target == Target::Any,
+                "the waiting list is empty"
+            );
             assert!(!known.cancelled && !ask.options.do_not_queue);
-            assert!(self.may_open(ask), "nobody can ever serve it");
-            assert!(self.is_bound(ask) || !self.is_any_open(ask), "it waits though somebody could serve it");
+            assert!(self.may_open(ask), "no rank can ever serve the request");
+            assert!(self.is_bound(ask) || !self.is_any_open(ask), "queued although an eligible rank exists");
             if let Some(due) = ask.options.due {
-                assert!(self.fleet.schedule.next_wake().is_some_and(|wake| wake <= due), "nobody will look in time");
+                assert!(
+                    self.fleet.schedule.next_wake().is_some_and(|wake| wake <= due),
+                    "no wake-up before the deadline"
+                );
             }
         }
         for known in self.pending.values_mut().filter(|known| !known.waited) {

@@ -326,7 +326,7 @@ impl Publisher {
 }
 
 fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
-    state.lock().expect("no test panics with it")
+    state.lock().expect("lock not poisoned")
 }
 
 pub(crate) fn kv_events(live: SocketAddr, replay: Option<SocketAddr>) -> KvEventsConfig {
@@ -335,7 +335,7 @@ pub(crate) fn kv_events(live: SocketAddr, replay: Option<SocketAddr>) -> KvEvent
 }
 
 pub(crate) async fn listen() -> TcpListener {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a port is free")
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a free port")
 }
 
 async fn accept<F>(
@@ -383,7 +383,7 @@ async fn publish_to(mut stream: TcpStream, state: Arc<Mutex<State>>) -> std::io:
     {
         let mut state = lock(&state);
         state.greeting -= 1;
-        assert_eq!(subscription?, [[b"\x01", TOPIC.as_bytes()].concat()], "what is subscribed to");
+        assert_eq!(subscription?, [[b"\x01", TOPIC.as_bytes()].concat()], "the subscription");
         state.subscribers.push(sender);
     }
     loop {

@@ -14,7 +14,7 @@ fn good(name: u64) -> Msg {
 }
 
 #[test]
-fn media_of_every_engine_are_tiers() {
+fn media_names_of_all_engines_map_to_tiers() {
     let cases = [
         (Msg::Nil, Device),
         ("GPU".into(), Device),
@@ -36,7 +36,7 @@ fn media_of_every_engine_are_tiers() {
 }
 
 #[test]
-fn a_bad_event_costs_itself() {
+fn an_invalid_event_is_skipped_alone() {
     let bad = [
         (Msg::Nil, Finding::WrongType),
         (Msg::Array(vec![]), Finding::WrongShape),
@@ -60,7 +60,7 @@ fn a_bad_event_costs_itself() {
 }
 
 #[test]
-fn removals_in_a_row_are_one_within_tier_and_batch() {
+fn consecutive_removals_of_a_tier_are_merged_within_a_batch() {
     let mut decoder = decoder();
     let mut events = Vec::new();
     let cpu = || [("medium", "CPU".into())];
@@ -82,13 +82,13 @@ fn removals_in_a_row_are_one_within_tier_and_batch() {
 }
 
 #[test]
-fn what_is_new_and_not_needed_costs_nothing() {
+fn unknown_additional_fields_are_ignored() {
     let more = [
         ("ownership", Msg::from([5_u64])),
         ("session_id", "s".into()),
         ("lookahead_token_ids", [7_u64].into()),
         ("locality", "LOCAL".into()),
-        ("from tomorrow", Msg::named([("x", Msg::Bool(true))])),
+        ("future", Msg::named([("x", Msg::Bool(true))])),
     ];
     let late_type = Msg::Map(vec![
         (Msg::from([1_u64]), Msg::Nil),
@@ -107,7 +107,7 @@ fn what_is_new_and_not_needed_costs_nothing() {
 }
 
 #[test]
-fn the_tail_of_an_array_may_be_of_another_release() {
+fn trailing_array_fields_may_differ_by_release() {
     let with = |tail: Vec<Msg>| {
         let least = [
             Msg::from("BlockStored"),
@@ -133,7 +133,7 @@ fn the_tail_of_an_array_may_be_of_another_release() {
 }
 
 #[test]
-fn only_the_main_attentions_blocks_count() {
+fn only_blocks_of_the_main_attention_group_count() {
     let kind = |idx: u64, kind: &str| [("group_idx", idx.into()), ("kv_cache_spec_kind", kind.into())];
     let group = |idx: u64| [("group_idx", Msg::Uint(idx))];
     let mut decoder = decoder();
@@ -156,7 +156,7 @@ fn only_the_main_attentions_blocks_count() {
 }
 
 #[test]
-fn another_ranks_batch_leaves_no_trace() {
+fn batches_of_another_rank_are_ignored() {
     let salted = |name| store([name], None, &TOKENS[..4], [("cache_salt", "s".into())]);
     let clear = || Msg::named([("type", "AllBlocksCleared".into())]);
     let of_rank = |rank: Msg, events: Vec<Msg>| Msg::Array(vec![Msg::Float(1.0), Msg::Array(events), rank]).bytes();
@@ -194,7 +194,7 @@ fn another_ranks_batch_leaves_no_trace() {
 }
 
 #[test]
-fn what_is_around_the_events_may_be_odd() {
+fn unusual_batch_fields_are_tolerated() {
     let events = || Msg::Array(vec![good(1)]);
     let batch = |items: Vec<Msg>| decode(&Msg::Array(items).bytes());
     let cases = [
@@ -219,7 +219,7 @@ fn what_is_around_the_events_may_be_odd() {
 }
 
 #[test]
-fn limits_cost_what_is_beyond_them() {
+fn limits_drop_only_the_excess() {
     let limits = DecoderLimits {
         payload_bytes_max: 400,
         events_max: 3,

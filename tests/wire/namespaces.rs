@@ -7,7 +7,7 @@ fn keys(entries: Vec<Msg>) -> [(&'static str, Msg); 1] {
 }
 
 #[test]
-fn a_salt_on_the_first_block_reaches_what_follows() {
+fn a_salt_of_the_first_block_applies_to_later_blocks() {
     for salt in ["tenantB", "dynamo-cache-salt:tenantB"] {
         let mut decoder = decoder();
         let expected = requested(&TOKENS, None, Some("tenantB"));
@@ -24,7 +24,7 @@ fn a_salt_on_the_first_block_reaches_what_follows() {
 }
 
 #[test]
-fn a_namespace_lasts_as_long_as_a_tier_has_the_block() {
+fn namespaces_last_until_the_last_copy_of_their_block() {
     let child = || store([12], Some(11), &TOKENS[..4], []);
     let root = |medium: &str| store([11], None, &TOKENS[..4], [("cache_salt", "s".into()), ("medium", medium.into())]);
     let gone = |medium: &str| removal([11], [("medium", medium.into())]);
@@ -42,7 +42,7 @@ fn a_namespace_lasts_as_long_as_a_tier_has_the_block() {
 }
 
 #[test]
-fn adapters_are_told_from_salts() {
+fn adapters_are_distinguished_from_salts() {
     let lora = ("lora_name", Msg::from("a"));
     let adapted = |keys| store([11], None, &TOKENS[..4], [lora.clone(), ("extra_keys", keys)]);
     let under = |salt| (requested(&TOKENS[..4], Some("a"), salt), vec![]);
@@ -68,7 +68,7 @@ fn an_adapter_without_a_name_has_its_own_blocks() {
 }
 
 #[test]
-fn sglang_names_its_salt_with_each_store() {
+fn sglang_sends_its_salt_with_each_store() {
     let salt = || [("cache_salt", Msg::from("s"))];
     let mut decoder = decoder();
     let (events, report) =
@@ -84,7 +84,7 @@ fn sglang_names_its_salt_with_each_store() {
 }
 
 #[test]
-fn objects_are_told_from_salts() {
+fn objects_are_distinguished_from_salts() {
     let mm = |ids: [&[&str]; 2]| {
         MmBlocks::listed(ids.map(|ids| ids.iter().filter_map(|id| mm_hash_of_id(id)).collect::<Vec<_>>()))
     };
@@ -99,7 +99,7 @@ fn objects_are_told_from_salts() {
 }
 
 #[test]
-fn keys_of_unknown_meaning_make_a_namespace_of_their_own() {
+fn unknown_keys_form_a_separate_namespace() {
     let cases = [
         (Msg::from(["x", "y"]), Finding::AmbiguousNamespace),
         (["y", "x"].into(), Finding::AmbiguousNamespace),
@@ -126,7 +126,7 @@ fn keys_of_unknown_meaning_make_a_namespace_of_their_own() {
 }
 
 #[test]
-fn further_keys_combine_with_what_is_inherited() {
+fn further_keys_combine_with_the_inherited_namespace() {
     let child = |parent| store([20], Some(parent), &TOKENS[..4], keys(vec![[7_u64].into()]));
     let mut decoder = decoder();
     let root = |name, salt: &str| store([name], None, &TOKENS[..4], keys(vec![[salt].into()]));
@@ -141,7 +141,7 @@ fn further_keys_combine_with_what_is_inherited() {
 }
 
 #[test]
-fn over_the_bound_a_store_is_refused_and_nobody_elses() {
+fn stores_above_the_limit_are_rejected_alone() {
     let limits = DecoderLimits { namespaces_max: 2, ..DecoderLimits::default() };
     let mut decoder = Decoder::new(WireConfig { limits, ..config() });
     let salted = |names: [u64; 2]| store(names, None, &TOKENS, [("cache_salt", "s".into())]);

@@ -84,8 +84,8 @@ impl Race {
 /// `POINTSMAN_STRAND_CLOSES` sets the number of closes at full speed. Most have few queued messages, some more than
 /// `INLINE_DRAIN_MAX`, which a sender leaves to the actor.
 #[test]
-#[expect(clippy::disallowed_methods, reason = "a test's effort is no configuration of the router")]
-fn a_close_under_load_strands_no_message_and_no_state() {
+#[expect(clippy::disallowed_methods, reason = "test effort is not router configuration")]
+fn closing_under_load_loses_no_message_and_frees_the_state() {
     let closes = std::env::var("POINTSMAN_STRAND_CLOSES").ok().and_then(|text| text.parse().ok()).unwrap_or(10_000);
     for (queued, messages) in [(0, 4), (16, 1)] {
         for (rounds, linger) in [(closes / 2, Duration::ZERO), (3_000, Duration::from_micros(20))] {
@@ -139,7 +139,7 @@ impl ActorState for Unwinds {
 }
 
 #[test]
-fn a_step_that_panics_while_another_actor_unwinds_kills_its_own_actor_too() {
+fn a_panic_during_unwinding_of_another_actor_kills_its_own_actor() {
     let steps = Arc::new(AtomicU32::new(0));
     let (inner, outer) = (Strand::closed(), Strand::closed());
     *inner.state.lock().expect("no panic") = Some(Counter { steps: Arc::clone(&steps) });

@@ -31,7 +31,7 @@ fn refused(format: FileFormat, text: &str) -> String {
 }
 
 #[test]
-fn both_formats_say_the_same() {
+fn both_formats_have_equal_content() {
     let kv_events =
         KvEventsConfig { endpoint: "tcp://10.0.0.7:5557".to_owned(), replay_endpoint: None, topic: String::new() };
     let first = WorkerConfig {
@@ -57,7 +57,7 @@ fn mistakes_are_named_with_their_line() {
     assert!(unknown.starts_with("line 4: unknown field `endpiont`, expected one of"), "{unknown}");
     assert_eq!(toml("[[workers]]\nendpoint = \"http://e\"\n"), "line 2: unknown field `endpoint`, must be `url`");
     assert_eq!(toml("[[workers]]\nid = 1\n"), "line 1: missing field `url`");
-    assert!(toml("").ends_with("missing field `workers`"), "a file cut off is no empty list");
+    assert!(toml("").ends_with("missing field `workers`"), "a truncated file is not an empty list");
     assert!(toml("[[workers]]\nurl = \"http://e\"\nid = -1\n").starts_with("line 3: "));
     assert!(toml("[[workers]]\nurl = \"http://e\nid = 1\n").starts_with("line 2: "));
     assert!(toml("[[worker]]\nurl = \"http://e\"\n").starts_with("line 1: unknown field `worker`"));
@@ -88,7 +88,7 @@ fn broken_rules_name_the_worker() {
 }
 
 #[test]
-fn names_say_the_format() {
+fn the_file_name_determines_the_format() {
     assert_eq!(FileFormat::of_name("/etc/workers.TOML"), Ok(FileFormat::Toml));
     assert_eq!(FileFormat::of_name("a.b.json"), Ok(FileFormat::Json));
     for name in ["workers", "workers.yaml", "toml"] {
@@ -97,7 +97,7 @@ fn names_say_the_format() {
 }
 
 #[test]
-fn what_is_too_long_or_too_deep_is_refused() {
+fn long_and_deep_files_are_rejected() {
     let long = vec![b' '; FileFormat::BYTES_MAX + 1];
     assert_eq!(FileFormat::Json.parse(&long), Err(FileError::TooLong(FileFormat::BYTES_MAX)));
     for (format, open, close) in [(FileFormat::Json, "{\"workers\":", ""), (FileFormat::Toml, "workers = ", "")] {

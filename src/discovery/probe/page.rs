@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn labels_are_found_whatever_stands_before_them() {
+    fn labels_are_found_after_any_prefix() {
         let page =
             "# HELP a b\na:x{path=\"c:\\\\\",say=\"\\\"n=\\\"}\" , n=\"7\",} 1.0 123\na:y 2\nb:z{n=\"8\"} 1\na:w{";
         let found: Vec<_> = samples(page, "a:").map(|sample| (sample.name, sample.label("n"))).collect();

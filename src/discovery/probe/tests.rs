@@ -44,7 +44,7 @@ fn vllm(models: &str, metrics: &str) -> Result<Described, ProbeError> {
 }
 
 fn sglang(server_info: &str) -> Described {
-    Described::of_sglang(&url(), server_info.as_bytes()).expect("it makes sense").expect("it is SGLang's")
+    Described::of_sglang(&url(), server_info.as_bytes()).expect("valid response").expect("an SGLang response")
 }
 
 fn complete(described: Described, expected: &Expected) -> Result<WorkerConfig, ProbeError> {
@@ -52,7 +52,7 @@ fn complete(described: Described, expected: &Expected) -> Result<WorkerConfig, P
 }
 
 #[test]
-fn sglang_says_all_of_it_at_once() {
+fn one_sglang_response_contains_the_configuration() {
     let kv_events = KvEventsConfig {
         endpoint: "tcp://10.0.0.7:5557".to_owned(),
         replay_endpoint: Some("tcp://10.0.0.7:5657".to_owned()),
@@ -70,31 +70,31 @@ fn sglang_says_all_of_it_at_once() {
 }
 
 #[test]
-fn sglang_without_events_is_not_held_to_a_block_size() {
+fn sglang_without_events_may_have_any_block_size() {
     let info = r#"{ "model_path": "qwen", "page_size": 1, "max_total_num_tokens": 65536, "chunked_prefill_size": -1,
         "enable_metrics": true, "kv_events": null }"#;
-    let config = complete(sglang(info), &expected()).expect("it belongs to the pool");
+    let config = complete(sglang(info), &expected()).expect("compatible with the pool");
     assert_eq!((config.total_kv_blocks, config.max_num_batched_tokens), (Some(4096), None));
     assert_eq!((config.kv_events, config.data_parallel_size), (None, 1));
     assert_eq!(config.load, Some(LoadSource::Metrics("http://10.0.0.7:8000/metrics".to_owned())));
 }
 
 #[test]
-fn hosts_that_are_named_stay() {
+fn named_hosts_are_unchanged() {
     let info = SERVER_INFO.replace("\"*\"", "\"fd00::7\"");
-    let config = complete(sglang(&info), &expected()).expect("it belongs to the pool");
-    assert_eq!(config.kv_events.expect("it publishes").endpoint, "tcp://[fd00::7]:5557");
+    let config = complete(sglang(&info), &expected()).expect("compatible with the pool");
+    assert_eq!(config.kv_events.expect("events are published").endpoint, "tcp://[fd00::7]:5557");
 }
 
 #[test]
-fn sglang_says_how_long_a_sequence_may_be() {
-    let of = |info: &str| complete(sglang(info), &expected()).expect("it belongs to the pool").max_model_len;
+fn sglang_reports_the_maximum_sequence_length() {
+    let of = |info: &str| complete(sglang(info), &expected()).expect("compatible with the pool").max_model_len;
     assert_eq!(of(&SERVER_INFO.replacen('{', "{ \"context_length\": 8192,", 1)), Some(8_192));
     assert_eq!(of(&SERVER_INFO.replacen('{', "{ \"context_length\": null,", 1)), None);
 }
 
 #[test]
-fn vllm_says_it_in_labels() {
+fn vllm_reports_the_configuration_in_labels() {
     let config = WorkerConfig {
         data_parallel_size: 2,
         total_kv_blocks: Some(4000),
@@ -103,22 +103,22 @@ fn vllm_says_it_in_labels() {
         load: Some(LoadSource::Metrics("http://10.0.0.7:8000/metrics".to_owned())),
         ..WorkerConfig::at("http://10.0.0.7:8000")
     };
-    assert_eq!(complete(vllm(MODELS, METRICS).expect("it makes sense"), &expected()), Ok(config));
+    assert_eq!(complete(vllm(MODELS, METRICS).expect("valid response"), &expected()), Ok(config));
 }
 
 #[test]
 fn an_engine_with_one_label_is_that_rank() {
     let metrics = METRICS.lines().filter(|line| !line.contains("engine=\"0\"")).collect::<Vec<_>>().join("\n");
-    let described = vllm(MODELS, &metrics.replace("engine=\"1\"", "engine=\"3\"")).expect("it makes sense");
+    let described = vllm(MODELS, &metrics.replace("engine=\"1\"", "engine=\"3\"")).expect("valid response");
     assert_eq!((described.data_parallel_start_rank, described.data_parallel_size), (3, 1));
     let old = METRICS.replace("engine=\"0\",", "").replace("engine=\"1\",", "").replace("4096", "None");
-    let described = vllm(MODELS, &old).expect("it makes sense");
+    let described = vllm(MODELS, &old).expect("valid response");
     assert_eq!((described.data_parallel_start_rank, described.data_parallel_size), (0, 1));
     assert_eq!(described.cache_tokens, Some(64_000));
 }
 
 #[test]
-fn what_was_given_stands_beside_what_the_engine_says() {
+fn given_settings_combine_with_probed_ones() {
     let kv_events =
         KvEventsConfig { endpoint: "tcp://*:6000".to_owned(), replay_endpoint: None, topic: "t".to_owned() };
     let given = WorkerConfig {
@@ -128,17 +128,17 @@ fn what_was_given_stands_beside_what_the_engine_says() {
         lora_adapters: ["other".to_owned()].into(),
         ..WorkerConfig::at("http://10.0.0.7:8000")
     };
-    let described = vllm(MODELS, METRICS).expect("it makes sense");
-    let config = described.complete(&given, &url(), &expected()).expect("it belongs to the pool");
+    let described = vllm(MODELS, METRICS).expect("valid response");
+    let config = described.complete(&given, &url(), &expected()).expect("compatible with the pool");
     assert_eq!((config.total_kv_blocks, config.lora_adapters), (Some(5), given.lora_adapters));
     assert_eq!(config.kv_events.expect("given").endpoint, "tcp://10.0.0.7:6000");
-    assert_eq!(config.data_parallel_size, 2, "the engine knows better");
+    assert_eq!(config.data_parallel_size, 2, "the probed value takes precedence");
 }
 
 #[test]
-fn engines_of_other_pools_are_refused_in_words() {
+fn engines_of_other_pools_are_rejected_with_a_reason() {
     let refused = |described: Described, expected: Expected| {
-        let error = complete(described, &expected).expect_err("it does not belong here");
+        let error = complete(described, &expected).expect_err("incompatible with the pool");
         error.to_string()
     };
     assert_eq!(
@@ -157,7 +157,7 @@ fn engines_of_other_pools_are_refused_in_words() {
 }
 
 #[test]
-fn answers_of_others_are_told_apart() {
+fn responses_of_other_servers_are_distinguished() {
     let of_sglang = |answer: &str| Described::of_sglang(&url(), answer.as_bytes());
     assert_eq!(of_sglang(r#"{ "vllm_config": "..." }"#), Ok(None));
     for answer in ["", "[]", "<html>", r#"{ "kv_events": 7 }"#, r#"{ "kv_events": { "endpoint_host": "*" } }"#] {
@@ -179,7 +179,7 @@ fn answers_of_others_are_told_apart() {
 
 proptest! {
     #[test]
-    fn no_answer_panics(cut in 0..SERVER_INFO.len(), at in 0..METRICS.len(), with in any::<u8>()) {
+    fn arbitrary_responses_never_panic(cut in 0..SERVER_INFO.len(), at in 0..METRICS.len(), with in any::<u8>()) {
         let mut info = SERVER_INFO.as_bytes().to_vec();
         info[cut] = with;
         let said = Described::of_sglang(&url(), &info);

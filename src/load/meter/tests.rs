@@ -80,7 +80,7 @@ fn prefill_time_is_excluded_from_steps() {
 /// A stream beside responses that are not streamed and last far longer than their prefills: steps are learned in the
 /// time outside the expected prefill durations.
 #[test]
-fn steps_are_learned_beside_answers_that_are_not_streamed() {
+fn steps_are_learned_beside_unstreamed_responses() {
     let at = |seconds: f64| Timestamp((seconds * SECOND as f64) as u64);
     let mut meter = meter();
     meter.booked(BookingId(1), None, at(0.0));
