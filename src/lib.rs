@@ -1,26 +1,26 @@
-//! Pointsman picks, for every LLM request, the engine rank that will serve it fastest, and keeps count of what each
-//! rank is doing. It is a library: a gateway embeds it.
+//! KV-cache-aware request router for fleets of LLM engines: selects the engine rank of each request. A library, embedded
+//! in a gateway.
 //!
 //! # The problem
 //!
-//! Engines keep the KV blocks of prompts they have computed. A request that goes where its prefix lies skips most of
-//! its prefill; one that goes elsewhere has it computed again. But if every request with a popular prefix goes to the
-//! rank that has it, they queue there while others idle. So a router must know, for each request, what each rank holds
-//! of just this prompt and what it was given to do up to a moment ago, and weigh the one against the other.
+//! Engines cache the KV blocks of computed prompts. A request on a rank that caches its prefix skips most of its prefill;
+//! on another rank the prefix is computed again. If every request with a popular prefix went to the same rank, requests
+//! would queue there while other ranks are idle. For each request, a router therefore needs the cached prefix and the
+//! current load of every rank, and weighs one against the other.
 //!
-//! # The shape
+//! # Structure
 //!
-//! The public modules are what the router knows and decides, as plain synchronous Rust: `now` and seeds are arguments,
-//! and nothing in them waits, performs I/O or reads a clock. [`hashing`] turns prompts into block hashes, [`index`]
-//! knows which rank holds which prefix, [`load`] counts what is booked on a rank, [`select`] weighs, [`queue`] has who
-//! must wait, and [`schedule`] decides, one request after the other. The [`directory`] has every booking's lease by
-//! request id. [`zmtp`], [`ingest`] and [`wire`] make events of what engines publish about their caches.
+//! The public modules hold state and decisions as plain, synchronous Rust. `now` and seeds are arguments; nothing waits,
+//! performs I/O or reads a clock. [`hashing`] computes block hashes of prompts, [`index`] stores which rank caches which
+//! prefix, [`load`] counts the bookings of a rank, [`policy`] compares ranks, [`queue`] orders waiting requests, and
+//! [`schedule`] decides one request after another. [`directory`] maps request ids to leases. [`zmtp`], [`ingest`] and
+//! [`wire`] read the KV events that engines publish.
 //!
-//! The actors, behind the default feature `runtime`, own that state and carry the messages: one scheduler, the only one
-//! that books; a sequence actor for each rank; a radix actor for each index shard; a supervisor. Embedders see the
-//! `Router`, its `Placement`s, the [`config`] and the [`error`]s; with the feature `http` bodies of answers that hold
-//! their placement, read as [`answer`] has it, and with `tower` a layer that places requests. The feature `faults` adds drills that break one part
-//! of a running router. `ARCHITECTURE.md` has the way of a request and the invariants.
+//! The actors, behind the default feature `runtime`, own that state and exchange messages: one scheduler, the only one
+//! that books; one sequence actor per rank; one radix actor per index shard; a supervisor. Embedders use the `Router`, its
+//! `Placement`s, the [`config`] and the [`error`]s. The feature `http` adds response bodies that hold their placement and
+//! read the response ([`answer`]), `tower` a layer that places requests, and `faults` drills that break one part of a
+//! running router. `ARCHITECTURE.md` describes the path of a request and the invariants.
 //!
 //! # Example
 //!
@@ -44,20 +44,20 @@
 //! # fn main() {}
 //! ```
 //!
-//! # What it costs, and where it loses
+//! # Cost and limits
 //!
-//! `benches/README.md` has the figures, with machine and commit: CPU and latency of a routed request on 8 to 2,048
-//! ranks beside the nearest peer's, and each part alone.
+//! `benches/README.md` has the figures, with machine and commit: CPU and latency of a routed request on 8 to 2,048 ranks,
+//! compared with Dynamo's router, and each part alone.
 //!
-//! - All decisions of a pool pass one scheduler. That makes a booking visible to the very next decision, and is a
-//!   ceiling that cores do not lift; a `kv` decision also looks at every rank's bounds, so it grows with the fleet.
-//! - Every query visits every index shard: shards spread events only.
-//! - A prompt run that many ranks hold and one gives up block by block from its end is checked against the others'
-//!   holdings each time.
-//! - With a temperature or a decaying credit each decision queries every rank.
-//! - Where requests may have to wait they are decided one at a time, and a step that finds everybody busy looks at each
-//!   lane that waits.
-//! - Without `index.bytes_max` the index grows with what engines report.
+//! - One scheduler decides all requests of a pool, so each booking is visible to the next decision. Its throughput does
+//!   not grow with the number of cores. A decision by cost computes the bounds of every rank, so its cost grows with the
+//!   fleet.
+//! - Every overlap query visits every index shard: shards distribute events only.
+//! - If one of many ranks removes a shared prefix block by block from its end, each removal is compared with the holdings
+//!   of the others.
+//! - With a temperature or a decaying credit, each decision queries every rank.
+//! - Pools with queueing decide one request at a time. If all ranks are busy, a step evaluates each waiting lane.
+//! - Without `index.bytes_max` the index grows with the reported blocks.
 
 #[cfg(feature = "runtime")]
 #[path = "../actors/mod.rs"]

@@ -8,8 +8,8 @@
 //! - *refusing*: the rank has recently refused a request. Selected after ranks that do not, until a back-off ends.
 //!
 //! Each of these states ends: by time, by successful probes, by an answered request, or when probing stops. Without
-//! failures nothing is computed. Pure: `now` is an argument. Embedders report request outcomes, `actors/health.rs`
-//! probes, and `schedule` applies the exclusions and the slow start.
+//! failures nothing is computed. Pure: `now` is an argument. Embedders report request outcomes, `actors/health`
+//! sends probes, and `schedule` applies the exclusions and the slow start.
 
 mod monitor;
 mod record;

@@ -30,7 +30,7 @@ pub enum StreamState {
 }
 
 impl StreamState {
-    /// All states, best first.
+    /// All states.
     pub const ALL: [Self; 5] = [Self::Live, Self::Recovering, Self::Cold, Self::Mismatched, Self::Silent];
 
     /// Name in metrics and logs.

@@ -94,8 +94,8 @@ pub trait RankTable {
     /// Active and booked requests, as published by the rank. Needs no load query.
     fn requests(&self, index: usize) -> u32;
 
-    /// Active and booked requests, and the most blocks that these and the new request hold: exact if the policy's
-    /// [`RankPolicy::needs`] covers the rank.
+    /// Active and booked requests, and the most blocks that these and the new request hold. Exact if the load of the rank
+    /// was queried ([`RankPolicy::needs`]).
     fn projected_load(&self, index: usize) -> (u32, u64);
 
     /// Visits the ranks with cached blocks of the prompt: index and cached tokens, weighted by tier. In no particular
@@ -130,6 +130,7 @@ pub trait RankTable {
 /// ```
 pub trait RankPolicy: Send + Sync {
     /// The ranks whose exact load the choice needs. The scheduler queries them first. Read once, at start.
+    /// [`Needs::Bounded`] counts as [`Needs::All`], because the bounds belong to the built-in costs.
     fn needs(&self) -> Needs {
         Needs::All
     }
