@@ -15,7 +15,7 @@ pub struct IndexConfig {
     /// Shards of the index, 1 to 64; ranks are spread over them. Every query visits every shard, so raise it for event
     /// rate only. Default 1.
     pub shards: u32,
-    /// Memory limit in bytes, shared evenly by the ranks; entries least likely to be hit are evicted first. Default none:
+    /// Memory limit in bytes, shared evenly by the shards; entries least likely to be hit are evicted first. Default none:
     /// as much as the engines report. At least 1 MiB.
     pub bytes_max: Option<u64>,
     /// Value of a host-pinned block as a share of a device block. It depends on the machine's host link, so it is a
