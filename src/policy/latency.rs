@@ -30,6 +30,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::Bounds;
 use crate::load::{EngineSpeed, work_tokens};
 use crate::validation::Problems;
 
@@ -140,6 +141,20 @@ impl LatencyCost {
     #[inline]
     pub fn cost(&self, facts: &LatencyFacts) -> f64 {
         self.terms(facts).total()
+    }
+
+    /// Interval of the cost if the load is between bounds: `facts` has the upper bounds, at most `cached_tokens_max`
+    /// tokens need no computation, and active requests hold at least `active_blocks_min` blocks.
+    #[must_use]
+    #[inline]
+    pub fn bounds(&self, facts: &LatencyFacts, cached_tokens_max: u32, active_blocks_min: u64) -> Bounds {
+        let hi = self.cost(facts);
+        let lo = self.cost(&LatencyFacts {
+            cached_tokens: facts.cached_tokens.max(cached_tokens_max).min(facts.isl_tokens),
+            active_blocks: active_blocks_min,
+            ..*facts
+        });
+        Bounds { lo: lo.min(hi), hi }
     }
 
     /// Terms of the cost.

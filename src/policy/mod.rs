@@ -37,6 +37,20 @@ pub struct Bounds {
     pub hi: f64,
 }
 
+impl Bounds {
+    /// Bounds of a cost that is known.
+    #[inline]
+    pub(crate) fn exactly(cost: f64) -> Self {
+        Self { lo: cost, hi: cost }
+    }
+
+    /// Bounds of a cost that is multiplied by `factor`, which is not negative.
+    #[inline]
+    pub(crate) fn times(self, factor: f64) -> Self {
+        Self { lo: self.lo * factor, hi: self.hi * factor }
+    }
+}
+
 /// Selection policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

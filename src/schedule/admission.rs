@@ -83,7 +83,7 @@ impl<T> Schedule<T> {
         let session = self.session_rank(&pending.request);
         if session != pending.session {
             pending.session = session;
-            self.scratch.forget();
+            self.forget_bounds();
         }
     }
 
@@ -100,7 +100,7 @@ impl<T> Schedule<T> {
         }
         self.rules.warm_up(&mut self.ranks, loads, self.now);
         self.rules.look_at_engines(&mut self.ranks, loads, self.now);
-        self.scratch.forget();
+        self.forget_bounds();
         if !self.queueing {
             let size = self.arrivals.len().min(BATCH_MAX);
             return self.arrivals.drain(..size).collect();
@@ -160,8 +160,8 @@ impl<T> Schedule<T> {
         if !pending.asks_for_place() {
             return Some(pending); // an explanation shows that the request would wait
         }
-        self.rules.judge(&self.ranks, pending.asked(), &mut self.scratch.verdicts);
-        let verdicts = &self.scratch.verdicts;
+        let Scratch { verdicts, .. } = &mut **self.scratch.get_or_insert_default();
+        self.rules.judge(&self.ranks, pending.asked(), verdicts);
         // Only busy ranks justify waiting; every other reason is reported immediately.
         if verdicts.any_open() || !verdicts.has(Filter::Busy) {
             return Some(pending);
@@ -220,7 +220,7 @@ impl<T> Schedule<T> {
     /// Prompt tokens cached on the best rank that may serve the request, now or after a wait.
     fn best_cached_tokens(&mut self, asked: Asked<'_>, overlaps: &[RankOverlap]) -> u32 {
         let (weights, block_size) = (self.settings.cost.tier_weights, self.settings.cost.block_size);
-        let verdicts = &mut self.scratch.verdicts;
+        let Scratch { verdicts, .. } = &mut **self.scratch.get_or_insert_default();
         self.rules.judge(&self.ranks, asked, verdicts);
         let may_serve = overlaps.iter().filter(|known| {
             let position = self.ranks.position_of(known.slot, known.generation);
@@ -239,9 +239,9 @@ impl<T> Schedule<T> {
             return None;
         }
         let Self { queue, rules, ranks, scratch, .. } = self;
-        let popped = queue.pop(self.now, |_, _, pending: &PendingRequest<T>| {
-            rules.is_open_to(ranks, pending.asked(), &mut scratch.verdicts)
-        });
+        let Scratch { verdicts, .. } = &mut **scratch.get_or_insert_default();
+        let popped =
+            queue.pop(self.now, |_, _, pending: &PendingRequest<T>| rules.is_open_to(ranks, pending.asked(), verdicts));
         self.look_again = popped.is_some();
         let (_, pending) = popped?;
         self.forget_age(&pending);
@@ -327,7 +327,8 @@ impl<T> Schedule<T> {
 
     /// Rejects requests that no rank may serve any more.
     pub(super) fn reject_unservable(&mut self, effects: &mut VecDeque<Effect<T>>) {
-        let Scratch { verdicts, .. } = &mut self.scratch;
+        let mut scratch = self.scratch.take().unwrap_or_default();
+        let Scratch { verdicts, .. } = &mut *scratch;
         let mut lanes = Vec::new();
         for (class, lane, pending) in self.queue.lanes() {
             self.rules.judge(&self.ranks, pending.asked(), verdicts);
@@ -338,11 +339,12 @@ impl<T> Schedule<T> {
         for (class, lane) in lanes {
             for (_, pending) in self.queue.take_lane(class, lane) {
                 self.forget_age(&pending);
-                self.rules.judge(&self.ranks, pending.asked(), &mut self.scratch.verdicts);
-                let reason = self.rejection(&pending, &self.scratch.verdicts);
+                self.rules.judge(&self.ranks, pending.asked(), verdicts);
+                let reason = self.rejection(&pending, verdicts);
                 effects.push_back(Effect::Reject { context: pending.request.context, reason });
             }
         }
+        self.scratch = Some(scratch);
     }
 
     /// The next time to wake without other input: an expiry, an aged overlap, or decaying load.

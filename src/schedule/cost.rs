@@ -7,7 +7,6 @@ use std::cmp::Reverse;
 
 use smallvec::SmallVec;
 
-use super::eligible::Verdicts;
 use super::pending::Case;
 use super::rank::{Projected, Rank};
 use super::scratch::Scratch;
@@ -45,19 +44,45 @@ impl<T> Schedule<T> {
     /// `scratch`.
     pub(super) fn fill_bounds<V: LoadView>(&self, case: Case<'_, T, V>, settle: bool, scratch: &mut Scratch) {
         self.fill_overlaps(&case.pending.request.overlaps, scratch);
-        let cost = self.cost_of(case.pending);
+        // One loop per cost, so that each is compiled for its cost alone.
+        match self.cost_of(case.pending) {
+            Cost::Kv(cost) => self.fill_bounds_by(case, settle, scratch, |_, overlap, projected| {
+                self.kv_bounds(&cost, case.pending, overlap, projected)
+            }),
+            Cost::Latency(cost) => self.fill_bounds_by(case, settle, scratch, |rank, overlap, projected| {
+                self.latency_bounds(&cost, &case, rank, overlap, projected)
+            }),
+        }
+    }
+
+    #[inline]
+    fn fill_bounds_by<V: LoadView>(
+        &self,
+        case: Case<'_, T, V>,
+        settle: bool,
+        scratch: &mut Scratch,
+        bounds_of: impl Fn(&Rank, TierOverlap, &Projected) -> Bounds,
+    ) {
         let Scratch { verdicts, overlaps, bounds, .. } = scratch;
+        let (ranks, standings) = (self.ranks.as_slice(), self.ranks.standings());
         bounds.clear();
-        if verdicts.is_plain() {
-            let ranks = self.ranks.as_slice().iter().zip(overlaps);
+        if verdicts.is_plain() && !settle {
             let plain =
-                |(rank, overlap): (&Rank, &mut TierOverlap)| self.plain_bounds(&cost, rank, settle, case, *overlap);
-            bounds.extend(ranks.map(plain));
+                |(rank, overlap): (&Rank, &TierOverlap)| bounds_of(rank, *overlap, &rank.project(case.candidate));
+            bounds.extend(ranks.iter().zip(overlaps.iter()).map(plain));
             return;
         }
-        for (position, overlap) in overlaps.iter().enumerate() {
-            bounds.push(self.bounds(&cost, position, settle, case, *overlap, verdicts));
-        }
+        bounds.extend(overlaps.iter().enumerate().map(|(position, overlap)| {
+            if !verdicts.is_open(position) {
+                return NOT_ELIGIBLE;
+            }
+            let rank = &ranks[position];
+            let mut projected = rank.project(case.candidate);
+            if settle || standings[position].suspect {
+                projected.take_worst();
+            }
+            bounds_of(rank, *overlap, &projected).times(verdicts.factor(position))
+        }));
     }
 
     /// Updates bounds computed before the queries: only queried ranks can have changed load or status.
@@ -65,68 +90,64 @@ impl<T> Schedule<T> {
         let cost = self.cost_of(case.pending);
         let Scratch { verdicts, overlaps, bounds, listed, .. } = scratch;
         for position in listed.iter().filter_map(|slot| self.ranks.position_in(*slot)) {
-            bounds[position] = self.bounds(&cost, position, false, case, overlaps[position], verdicts);
+            bounds[position] = if verdicts.is_open(position) {
+                let (rank, overlap) = (&self.ranks.as_slice()[position], overlaps[position]);
+                let mut projected = rank.project(case.candidate);
+                if self.ranks.standings()[position].suspect {
+                    projected.take_worst();
+                }
+                self.plain_bounds(&cost, &case, rank, overlap, &projected).times(verdicts.factor(position))
+            } else {
+                NOT_ELIGIBLE
+            };
         }
-    }
-
-    /// Bounds of a rank's cost; upper bounds for a rank that cannot be queried.
-    #[inline]
-    fn bounds<V: LoadView>(
-        &self,
-        cost: &Cost,
-        position: usize,
-        settle: bool,
-        case: Case<'_, T, V>,
-        overlap: TierOverlap,
-        verdicts: &Verdicts,
-    ) -> Bounds {
-        if !verdicts.is_open(position) {
-            return NOT_ELIGIBLE;
-        }
-        let settle = settle || self.ranks.standings()[position].suspect;
-        let rank = &self.ranks.as_slice()[position];
-        let bounds = self.plain_bounds(cost, rank, settle, case, overlap);
-        let factor = verdicts.factor(position);
-        Bounds { lo: bounds.lo * factor, hi: bounds.hi * factor }
     }
 
     /// Bounds of the cost of an eligible rank without cost factor.
-    #[inline]
     pub(super) fn plain_bounds<V: LoadView>(
         &self,
         cost: &Cost,
+        case: &Case<'_, T, V>,
         rank: &Rank,
-        settle: bool,
-        case: Case<'_, T, V>,
         overlap: TierOverlap,
+        projected: &Projected,
     ) -> Bounds {
-        let Case { pending, candidate, loads } = case;
-        let mut projected = rank.project(candidate);
-        if settle {
-            projected.take_worst();
-        }
         match cost {
-            Cost::Kv(cost) => {
-                let facts = self.cost_facts(pending, overlap, &projected);
-                cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens)
-            }
-            Cost::Latency(cost) => {
-                let facts = self.latency_facts(pending, loads, rank, overlap, &projected);
-                let hi = cost.cost(&facts);
-                if projected.potential_blocks.0 == projected.potential_blocks.1 {
-                    return Bounds { lo: hi, hi };
-                }
-                let (_, shared_blocks) = projected.shared_blocks(candidate.block_count);
-                let credits_shared = self.credits_cache(pending) && !rank.is_overdue();
-                let shared_tokens = if credits_shared { self.tokens(shared_blocks) } else { 0 };
-                let lo = cost.cost(&LatencyFacts {
-                    cached_tokens: facts.cached_tokens.max(shared_tokens).min(facts.isl_tokens),
-                    active_blocks: projected.active_blocks.0,
-                    ..facts
-                });
-                Bounds { lo: lo.min(hi), hi }
-            }
+            Cost::Kv(cost) => self.kv_bounds(cost, case.pending, overlap, projected),
+            Cost::Latency(cost) => self.latency_bounds(cost, case, rank, overlap, projected),
         }
+    }
+
+    #[inline]
+    fn kv_bounds(
+        &self,
+        cost: &KvCost,
+        pending: &PendingRequest<T>,
+        overlap: TierOverlap,
+        projected: &Projected,
+    ) -> Bounds {
+        let facts = self.cost_facts(pending, overlap, projected);
+        cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens)
+    }
+
+    #[inline]
+    fn latency_bounds<V: LoadView>(
+        &self,
+        cost: &LatencyCost,
+        case: &Case<'_, T, V>,
+        rank: &Rank,
+        overlap: TierOverlap,
+        projected: &Projected,
+    ) -> Bounds {
+        let Case { pending, candidate, loads } = *case;
+        let facts = self.latency_facts(pending, loads, rank, overlap, projected);
+        if projected.potential_blocks.0 == projected.potential_blocks.1 {
+            return Bounds::exactly(cost.cost(&facts));
+        }
+        let (_, shared_blocks) = projected.shared_blocks(candidate.block_count);
+        let credits_shared = self.credits_cache(pending) && !rank.is_overdue();
+        let shared_tokens = if credits_shared { self.tokens(shared_blocks) } else { 0 };
+        cost.bounds(&facts, shared_tokens, projected.active_blocks.0)
     }
 
     /// Cost compared by the policy, with the parameters of the request.

@@ -25,9 +25,16 @@ pub(super) enum Choice {
 }
 
 impl<T> Schedule<T> {
+    /// Invalidates the bounds after a change of ranks, positions or sessions.
+    pub(super) fn forget_bounds(&mut self) {
+        if let Some(scratch) = &mut self.scratch {
+            scratch.forget();
+        }
+    }
+
     /// Ranks whose exact load these requests need, in slot order; ranks with known loads are omitted.
     pub(super) fn shortlist<V: LoadView>(&mut self, requests: &VecDeque<PendingRequest<T>>, loads: &V) -> Vec<Slot> {
-        let mut scratch = std::mem::take(&mut self.scratch);
+        let mut scratch = self.scratch.take().unwrap_or_default();
         scratch.listed.clear();
         for (in_batch, pending) in requests.iter().enumerate() {
             let candidate = pending.candidate(in_batch);
@@ -47,7 +54,7 @@ impl<T> Schedule<T> {
         scratch.listed.sort_unstable();
         scratch.listed.dedup();
         let slots = scratch.listed.clone();
-        self.scratch = scratch;
+        self.scratch = Some(scratch);
         slots
     }
 
@@ -147,9 +154,9 @@ impl<T> Schedule<T> {
         if let Target::Exactly { rank, .. } = case.pending.request.target {
             return self.ranks.position(rank).map_or(Choice::None(Rejection::UnknownRank(rank)), Choice::Rank);
         }
-        let mut scratch = std::mem::take(&mut self.scratch);
+        let mut scratch = self.scratch.take().unwrap_or_default();
         let choice = self.choose_with(case, settle, &mut scratch);
-        self.scratch = scratch;
+        self.scratch = Some(scratch);
         choice
     }
 
@@ -310,9 +317,9 @@ impl<T> Schedule<T> {
             return Effect::Report { context: pending.request.context, decision };
         }
         let trace = self.is_traced(pending.number).then(|| {
-            let mut scratch = std::mem::take(&mut self.scratch);
+            let mut scratch = self.scratch.take().unwrap_or_default();
             let explanation = self.explanation(pending.case(in_batch, loads), Ok(decision.rank), &mut scratch);
-            self.scratch = scratch;
+            self.scratch = Some(scratch);
             explanation
         });
         let remembers = self.rules.session_affinity != SessionAffinity::Off;
@@ -336,7 +343,7 @@ impl<T> Schedule<T> {
 
     fn load_snapshot(&mut self, in_batch: usize, pending: PendingRequest<T>) -> Effect<T> {
         let (weights, track) = (self.settings.cost.tier_weights, self.tracks_prefill(&pending));
-        let mut scratch = std::mem::take(&mut self.scratch);
+        let mut scratch = self.scratch.take().unwrap_or_default();
         self.fill_overlaps(&pending.request.overlaps, &mut scratch);
         let ranks = self.ranks.as_slice().iter().zip(&scratch.overlaps);
         let loads = ranks.map(|(rank, overlap)| {
@@ -352,7 +359,7 @@ impl<T> Schedule<T> {
             }
         });
         let loads = loads.collect();
-        self.scratch = scratch;
+        self.scratch = Some(scratch);
         Effect::LoadSnapshot { context: pending.request.context, loads }
     }
 
@@ -363,9 +370,9 @@ impl<T> Schedule<T> {
             Choice::None(reason) => Err(reason.to_string()),
             Choice::AskAgain | Choice::Wait => Err(Filter::Busy.name().to_owned()),
         };
-        let mut scratch = std::mem::take(&mut self.scratch);
+        let mut scratch = self.scratch.take().unwrap_or_default();
         let explanation = self.explanation(case, outcome, &mut scratch);
-        self.scratch = scratch;
+        self.scratch = Some(scratch);
         Effect::Explain { context: pending.request.context, explanation }
     }
 }

@@ -28,7 +28,7 @@ pub struct Decision {
     pub(crate) prefill_load: Option<PrefillLoadHint>,
     pub(crate) predicted_ttft: Option<Duration>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) routing_hashes: Option<HashedPrompt>,
+    pub(crate) routing_hashes: Option<Box<HashedPrompt>>,
 }
 
 impl Decision {
@@ -122,12 +122,12 @@ impl Decision {
     /// The prompt's hashes, if the request set `routing_hashes`.
     #[must_use]
     pub fn routing_hashes(&self) -> Option<&HashedPrompt> {
-        self.routing_hashes.as_ref()
+        self.routing_hashes.as_deref()
     }
 
     #[cfg(feature = "runtime")]
     pub(crate) fn with_routing_hashes(self, routing_hashes: Option<HashedPrompt>) -> Self {
-        Self { routing_hashes, ..self }
+        Self { routing_hashes: routing_hashes.map(Box::new), ..self }
     }
 }
 

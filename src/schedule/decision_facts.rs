@@ -4,6 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use super::decide::overlap_on;
+use super::eligible::Verdicts;
 use super::pending::Case;
 use super::rank::Rank;
 use super::{Decision, LoadView, Schedule, Target};
@@ -38,11 +39,12 @@ impl<T> Schedule<T> {
         let track = self.tracks_prefill(pending);
         // Eligibility belongs to this request if its rank was chosen; for a rank named by the embedder no other rank
         // counts.
+        let verdicts = self.scratch.as_deref().map(|scratch| &scratch.verdicts);
         let reachable = request.overlaps.iter().filter(|known| match request.target {
-            Target::Any if self.scratch.verdicts.is_plain() => true,
+            Target::Any if verdicts.is_none_or(Verdicts::is_plain) => true,
             Target::Any => {
                 let position = self.ranks.position_of(known.slot, known.generation);
-                position.is_some_and(|position| self.scratch.verdicts.is_open(position))
+                position.zip(verdicts).is_some_and(|(position, verdicts)| verdicts.is_open(position))
             }
             Target::Exactly { .. } => (known.slot, known.generation) == (rank.slot(), rank.generation),
         });

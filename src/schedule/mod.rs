@@ -91,7 +91,8 @@ pub struct Schedule<T> {
     typical: Typical,
     /// Time of the current step.
     now: Timestamp,
-    scratch: Scratch,
+    /// Boxed, so that a decision takes it out and puts it back as one pointer. Absent while in use.
+    scratch: Option<Box<Scratch>>,
 }
 
 /// Configuration read by every decision, kept together for locality.
@@ -175,7 +176,7 @@ impl<T> Schedule<T> {
             turns: 0,
             typical: Typical::new(EngineSpeed::prior(config.block_size)),
             now: Timestamp::default(),
-            scratch: Scratch::default(),
+            scratch: None,
             extensions,
         }
     }
@@ -228,7 +229,7 @@ impl<T> Schedule<T> {
     }
 
     fn on_membership<V: LoadView>(&mut self, input: Input<T>, loads: &V, effects: &mut VecDeque<Effect<T>>) {
-        self.scratch.forget();
+        self.forget_bounds();
         match input {
             Input::Admit(admission) => self.ranks.admit(admission, loads, self.rules.slow_start_factor()),
             Input::Describe { slot, generation, traits } => self.ranks.describe(slot, generation, traits),
