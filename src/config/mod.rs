@@ -208,7 +208,7 @@ impl RouterConfig {
     /// Facts that the scheduler needs before it decides a request at `temperature`.
     #[must_use]
     pub fn needs_at(&self, temperature: f64) -> Needs {
-        self.policy.kind().needs(temperature, self.policy.kv().overlap_score_credit_decay)
+        self.policy.needs(temperature)
     }
 }
 

@@ -4,8 +4,10 @@
 
 use std::cmp::Reverse;
 
+use serde::{Deserialize, Serialize};
+
 use super::custom::least_loaded;
-use super::{Needs, RankPolicy, RankTable, RequestFacts};
+use super::{BuiltIn, Needs, RankPolicy, RankTable, RequestFacts};
 
 /// Conditions for following a match.
 ///
@@ -22,8 +24,9 @@ use super::{Needs, RankPolicy, RankTable, RequestFacts};
 /// assert!(CacheAware::is_even(200, 300) && !CacheAware::is_even(200, 301));
 /// assert!(!CacheAware::is_match(30, 100) && CacheAware::is_match(31, 100));
 /// ```
-#[derive(Clone, Copy, Debug)]
-pub struct CacheAware;
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CacheAware {}
 
 impl CacheAware {
     /// Minimum share of a prompt for a match.
@@ -45,11 +48,17 @@ impl CacheAware {
     pub fn is_match(cached_tokens: u32, isl_tokens: u32) -> bool {
         f64::from(cached_tokens) > Self::MATCH_SHARE * f64::from(isl_tokens)
     }
+}
+
+impl BuiltIn for CacheAware {
+    fn needs(&self, _: f64) -> Needs {
+        Needs::Board
+    }
 
     /// The rank with the longest match if load is even and the match is long enough, else the one with the fewest
     /// requests.
     #[inline]
-    pub(super) fn choose_from<R: RankTable + ?Sized>(request: &RequestFacts<'_>, ranks: &R) -> Option<usize> {
+    fn choose_from<R: RankTable + ?Sized>(request: &RequestFacts<'_>, ranks: &R) -> Option<usize> {
         let requests = || (0..ranks.len()).map(|index| ranks.requests(index));
         let (least, most) = (requests().min()?, requests().max()?);
         let mut best: Option<(u32, Reverse<u32>, u64, usize)> = None;
@@ -70,7 +79,7 @@ impl CacheAware {
 
 impl RankPolicy for CacheAware {
     fn needs(&self) -> Needs {
-        Needs::Board
+        BuiltIn::needs(self, 0.0)
     }
 
     fn choose(&self, request: &RequestFacts<'_>, ranks: &dyn RankTable) -> Option<usize> {

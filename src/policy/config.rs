@@ -15,30 +15,7 @@
 //! # Ok::<(), serde_json::Error>(())
 //! ```
 
-use serde::Serialize;
-
-use super::{KvConfig, LatencyConfig, Policy};
-use crate::validation::Problems;
-
-/// The active policy with its settings.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-#[serde(tag = "name", rename_all = "snake_case")]
-pub enum PolicyConfig {
-    /// See [`Policy::Latency`].
-    Latency(LatencyConfig),
-    /// See [`Policy::Kv`].
-    Kv(KvConfig),
-    /// See [`Policy::CacheAware`].
-    CacheAware,
-    /// See [`Policy::RoundRobin`].
-    RoundRobin,
-    /// See [`Policy::Random`].
-    Random,
-    /// See [`Policy::PowerOfTwo`].
-    PowerOfTwo,
-    /// See [`Policy::LeastLoaded`].
-    LeastLoaded,
-}
+use super::{KvConfig, Policy, PolicyConfig};
 
 impl Default for PolicyConfig {
     fn default() -> Self {
@@ -46,81 +23,18 @@ impl Default for PolicyConfig {
     }
 }
 
-impl From<Policy> for PolicyConfig {
-    /// The policy with the defaults of its settings.
-    fn from(policy: Policy) -> Self {
-        match policy {
-            Policy::Latency => Self::Latency(LatencyConfig::default()),
-            Policy::Kv => Self::Kv(KvConfig::default()),
-            Policy::CacheAware => Self::CacheAware,
-            Policy::RoundRobin => Self::RoundRobin,
-            Policy::Random => Self::Random,
-            Policy::PowerOfTwo => Self::PowerOfTwo,
-            Policy::LeastLoaded => Self::LeastLoaded,
-        }
-    }
-}
-
 impl PolicyConfig {
-    /// The policy without its settings.
-    #[must_use]
-    pub fn kind(&self) -> Policy {
-        match self {
-            Self::Latency(_) => Policy::Latency,
-            Self::Kv(_) => Policy::Kv,
-            Self::CacheAware => Policy::CacheAware,
-            Self::RoundRobin => Policy::RoundRobin,
-            Self::Random => Policy::Random,
-            Self::PowerOfTwo => Policy::PowerOfTwo,
-            Self::LeastLoaded => Policy::LeastLoaded,
-        }
-    }
-
     /// Its name in configurations and reports.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.kind().name()
     }
 
-    /// Whether the policy compares costs. Only such a policy has a temperature, and only there a soft session affinity
-    /// has an effect.
-    #[must_use]
-    pub fn compares_costs(&self) -> bool {
-        matches!(self, Self::Latency(_) | Self::Kv(_))
-    }
-
-    /// The temperature of the choice; 0 for a policy that compares no costs.
-    #[must_use]
-    pub fn temperature(&self) -> f64 {
-        match self {
-            Self::Latency(latency) => latency.temperature,
-            Self::Kv(kv) => kv.temperature,
-            Self::CacheAware | Self::RoundRobin | Self::Random | Self::PowerOfTwo | Self::LeastLoaded => 0.0,
-        }
-    }
-
     /// The settings of the `kv` cost. Under another policy these are the defaults: explanations show that cost for every
     /// policy.
     #[must_use]
     pub fn kv(&self) -> KvConfig {
-        match self {
-            Self::Kv(kv) => *kv,
-            Self::Latency(_)
-            | Self::CacheAware
-            | Self::RoundRobin
-            | Self::Random
-            | Self::PowerOfTwo
-            | Self::LeastLoaded => KvConfig::default(),
-        }
-    }
-
-    /// Adds the rules that its settings break.
-    pub(crate) fn check(&self, problems: &mut Problems) {
-        match self {
-            Self::Latency(latency) => latency.check(problems),
-            Self::Kv(kv) => kv.check(problems),
-            Self::CacheAware | Self::RoundRobin | Self::Random | Self::PowerOfTwo | Self::LeastLoaded => {}
-        }
+        if let Self::Kv(kv) = self { *kv } else { KvConfig::default() }
     }
 }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::Needs;
+use super::needs::Needs;
 use crate::engine_load::EngineLoadFact;
 use crate::protocol::WorkerRank;
 use crate::select::{Draw, RankTraits, TierOverlap};

@@ -12,7 +12,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Bounds;
+use super::{Bounds, BuiltIn, Needs};
 use crate::select::{TierOverlap, TierWeights};
 use crate::validation::Problems;
 
@@ -49,8 +49,21 @@ impl Default for KvConfig {
     }
 }
 
-impl KvConfig {
-    pub(super) fn check(&self, problems: &mut Problems) {
+impl BuiltIn for KvConfig {
+    const COMPARES_COSTS: bool = true;
+
+    /// With assumed reuse, the blocks lie between active and active + request; without reuse the bounds are exact and no
+    /// rank is queried. A temperature depends on every cost, and a decaying credit on every rank's prefill, so both query
+    /// all ranks.
+    fn needs(&self, temperature: f64) -> Needs {
+        if temperature > 0.0 || self.overlap_score_credit_decay > 0.0 { Needs::All } else { Needs::Bounded }
+    }
+
+    fn temperature(&self) -> f64 {
+        self.temperature
+    }
+
+    fn check(&self, problems: &mut Problems) {
         problems.weight("policy.overlap_score_credit", self.overlap_score_credit);
         problems.weight("policy.overlap_score_credit_decay", self.overlap_score_credit_decay);
         problems.weight("policy.prefill_load_scale", self.prefill_load_scale);
@@ -164,7 +177,7 @@ impl KvCost {
     /// lowest, highest). Exact facts give a single point.
     ///
     /// The cost increases with both, so its bounds are the costs of the bounds. This holds only without a decaying
-    /// credit, which is not bounded here (see [`Policy::needs`](super::Policy::needs)).
+    /// credit, which is not bounded here (see [`PolicyConfig::needs`](super::PolicyConfig::needs)).
     #[must_use]
     #[inline]
     pub fn bounds(&self, facts: &CostFacts, potential_blocks: (u64, u64), prefill_tokens: (u64, u64)) -> Bounds {

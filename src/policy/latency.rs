@@ -30,7 +30,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Bounds;
+use super::{Bounds, BuiltIn, Needs};
 use crate::load::{EngineSpeed, work_tokens};
 use crate::validation::Problems;
 
@@ -49,8 +49,24 @@ pub struct LatencyConfig {
     pub temperature: f64,
 }
 
-impl LatencyConfig {
-    pub(super) fn check(&self, problems: &mut Problems) {
+impl BuiltIn for LatencyConfig {
+    const COMPARES_COSTS: bool = true;
+
+    /// Costs are estimates from learned speeds: differences within 5 % are insignificant.
+    const TIE_FACTOR: f64 = 1.05;
+
+    /// With assumed reuse, the cached part lies between the index overlap and that plus blocks shared with active prompts;
+    /// without reuse the bounds are exact and no rank is queried. A temperature depends on every cost, so it queries all
+    /// ranks.
+    fn needs(&self, temperature: f64) -> Needs {
+        if temperature > 0.0 { Needs::All } else { Needs::Bounded }
+    }
+
+    fn temperature(&self) -> f64 {
+        self.temperature
+    }
+
+    fn check(&self, problems: &mut Problems) {
         problems.weight("policy.temperature", self.temperature);
     }
 }

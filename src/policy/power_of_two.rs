@@ -1,12 +1,15 @@
 //! Policy `power_of_two`: the less loaded of two random ranks.
 
+use serde::{Deserialize, Serialize};
+
 use super::custom::least_loaded;
-use super::{Needs, RankPolicy, RankTable, RequestFacts};
+use super::{BuiltIn, Needs, RankPolicy, RankTable, RequestFacts};
 use crate::protocol::WorkerRank;
 
 /// Chooses, of the two ranks with the highest random keys, the one with fewer requests, then with fewer blocks.
-#[derive(Clone, Copy, Debug)]
-pub struct PowerOfTwo;
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PowerOfTwo {}
 
 /// The two of the ranks with the highest random keys; fewer if there are fewer ranks.
 #[inline]
@@ -26,10 +29,13 @@ pub(crate) fn two_random(
     best.map(|key| key.map(|(_, index)| index))
 }
 
-impl PowerOfTwo {
-    /// The choice, with static dispatch for the router's own table.
+impl BuiltIn for PowerOfTwo {
+    fn needs(&self, _: f64) -> Needs {
+        Needs::Two
+    }
+
     #[inline]
-    pub(super) fn choose_from<R: RankTable + ?Sized>(request: &RequestFacts<'_>, ranks: &R) -> Option<usize> {
+    fn choose_from<R: RankTable + ?Sized>(request: &RequestFacts<'_>, ranks: &R) -> Option<usize> {
         let two = ranks.two_random().into_iter().flatten();
         least_loaded(request, ranks, two, |index| ranks.projected_load(index))
     }
@@ -37,7 +43,7 @@ impl PowerOfTwo {
 
 impl RankPolicy for PowerOfTwo {
     fn needs(&self) -> Needs {
-        Needs::Two
+        BuiltIn::needs(self, 0.0)
     }
 
     fn choose(&self, request: &RequestFacts<'_>, ranks: &dyn RankTable) -> Option<usize> {

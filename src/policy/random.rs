@@ -1,22 +1,28 @@
 //! Policy `random`: any eligible rank with equal probability.
 
-use super::{Needs, RankPolicy, RankTable, RequestFacts};
+use serde::{Deserialize, Serialize};
+
+use super::{BuiltIn, Needs, RankPolicy, RankTable, RequestFacts};
 
 /// Chooses the rank with the highest random key.
-#[derive(Clone, Copy, Debug)]
-pub struct Random;
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Random {}
 
-impl Random {
-    /// The choice, with static dispatch for the router's own table.
+impl BuiltIn for Random {
+    fn needs(&self, _: f64) -> Needs {
+        Needs::Board
+    }
+
     #[inline]
-    pub(super) fn choose_from<R: RankTable + ?Sized>(request: &RequestFacts<'_>, ranks: &R) -> Option<usize> {
+    fn choose_from<R: RankTable + ?Sized>(request: &RequestFacts<'_>, ranks: &R) -> Option<usize> {
         (0..ranks.len()).max_by_key(|&index| request.random_key(ranks.rank(index)))
     }
 }
 
 impl RankPolicy for Random {
     fn needs(&self) -> Needs {
-        Needs::Board
+        BuiltIn::needs(self, 0.0)
     }
 
     fn choose(&self, request: &RequestFacts<'_>, ranks: &dyn RankTable) -> Option<usize> {

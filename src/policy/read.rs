@@ -2,7 +2,6 @@
 
 use std::fmt;
 
-use serde::de::value::MapDeserializer;
 use serde::de::{Error, IntoDeserializer, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
@@ -15,11 +14,6 @@ impl<'de> Deserialize<'de> for PolicyConfig {
 }
 
 struct NameOrTable;
-
-/// What a policy without settings reads.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct NoSettings {}
 
 impl<'de> Visitor<'de> for NameOrTable {
     type Value = PolicyConfig;
@@ -43,17 +37,6 @@ impl<'de> Visitor<'de> for NameOrTable {
             }
         }
         let policy = policy.unwrap_or_default();
-        let read = match policy {
-            Policy::Latency => read(settings).map(PolicyConfig::Latency),
-            Policy::Kv => read(settings).map(PolicyConfig::Kv),
-            Policy::CacheAware | Policy::RoundRobin | Policy::Random | Policy::PowerOfTwo | Policy::LeastLoaded => {
-                read(settings).map(|NoSettings {}| policy.into())
-            }
-        };
-        read.map_err(|error| A::Error::custom(format_args!("policy {}: {error}", policy.name())))
+        policy.read(settings).map_err(|error| A::Error::custom(format_args!("policy {}: {error}", policy.name())))
     }
-}
-
-fn read<'de, T: Deserialize<'de>>(settings: Vec<(String, f64)>) -> Result<T, serde::de::value::Error> {
-    T::deserialize(MapDeserializer::new(settings.into_iter()))
 }

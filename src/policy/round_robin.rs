@@ -1,15 +1,21 @@
 //! Policy `round_robin`: the eligible ranks in turn, in rank order.
 
-use super::{Needs, RankPolicy, RankTable, RequestFacts};
+use serde::{Deserialize, Serialize};
+
+use super::{BuiltIn, Needs, RankPolicy, RankTable, RequestFacts};
 
 /// Chooses the rank whose index is the number of bookings modulo the number of eligible ranks.
-#[derive(Clone, Copy, Debug)]
-pub struct RoundRobin;
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RoundRobin {}
 
-impl RoundRobin {
-    /// The choice, with static dispatch for the router's own table.
+impl BuiltIn for RoundRobin {
+    fn needs(&self, _: f64) -> Needs {
+        Needs::Board
+    }
+
     #[inline]
-    pub(super) fn choose_from<R: RankTable + ?Sized>(_: &RequestFacts<'_>, ranks: &R) -> Option<usize> {
+    fn choose_from<R: RankTable + ?Sized>(_: &RequestFacts<'_>, ranks: &R) -> Option<usize> {
         let eligible = u64::try_from(ranks.len()).ok()?;
         usize::try_from(ranks.bookings().checked_rem(eligible)?).ok()
     }
@@ -17,7 +23,7 @@ impl RoundRobin {
 
 impl RankPolicy for RoundRobin {
     fn needs(&self) -> Needs {
-        Needs::Board
+        BuiltIn::needs(self, 0.0)
     }
 
     fn choose(&self, request: &RequestFacts<'_>, ranks: &dyn RankTable) -> Option<usize> {

@@ -152,14 +152,10 @@ impl<T> Schedule<T> {
 
     /// Cost compared by the policy, with the parameters of the request.
     pub(super) fn cost_of(&self, pending: &PendingRequest<T>) -> Cost {
-        match self.settings.policy {
-            Policy::Latency => Cost::Latency(self.latency_cost_of(pending)),
-            Policy::Kv
-            | Policy::CacheAware
-            | Policy::RoundRobin
-            | Policy::Random
-            | Policy::PowerOfTwo
-            | Policy::LeastLoaded => Cost::Kv(self.kv_cost_of(pending)),
+        if self.settings.policy == Policy::Latency {
+            Cost::Latency(self.latency_cost_of(pending))
+        } else {
+            Cost::Kv(self.kv_cost_of(pending))
         }
     }
 

@@ -89,17 +89,11 @@ impl<T> Schedule<T> {
         if !self.settings.models_prefill {
             return None;
         }
-        let work_tokens = work_tokens(new_tokens, cached_tokens);
-        match self.settings.policy {
-            // A policy in seconds must not treat an unknown wait as zero.
-            Policy::Latency => self.assumed_duration(loads, rank, isl_tokens, cached_tokens),
-            Policy::Kv
-            | Policy::CacheAware
-            | Policy::RoundRobin
-            | Policy::Random
-            | Policy::PowerOfTwo
-            | Policy::LeastLoaded => loads.speed(rank.slot()).prefill_time(work_tokens),
+        // A policy in seconds must not treat an unknown wait as zero.
+        if self.settings.policy == Policy::Latency {
+            return self.assumed_duration(loads, rank, isl_tokens, cached_tokens);
         }
+        loads.speed(rank.slot()).prefill_time(work_tokens(new_tokens, cached_tokens))
     }
 
     /// The same with the assumed speed of the rank before any learning.

@@ -117,25 +117,23 @@ struct Settings {
     tie_factor: f64,
 }
 
-/// Under `latency` costs are estimates from learned speeds: differences within 5 % are insignificant.
-const TIE_FACTOR: f64 = 1.05;
-
 impl Settings {
     fn of(config: &RouterConfig, extensions: &Extensions) -> Self {
         let custom_needs = extensions.policy_needs();
+        let needs = custom_needs.unwrap_or_else(|| config.needs_at(0.0));
         Self {
             compares_costs: custom_needs.is_none() && config.policy.compares_costs(),
-            draws_two: custom_needs.map_or(config.policy.kind() == Policy::PowerOfTwo, |needs| needs == Needs::Two),
+            draws_two: needs == Needs::Two,
             cost: config.kv_cost(),
             temperature: config.policy.temperature(),
             seed: config.seed,
             decision_trace: config.decision_trace,
-            needs: extensions.needs(custom_needs.unwrap_or_else(|| config.needs_at(0.0))),
+            needs: extensions.needs(needs),
             needs_at_temperature: extensions.needs(config.needs_at(f64::MIN_POSITIVE)),
             policy: config.policy.kind(),
             role: config.role,
             models_prefill: config.learns_speed(),
-            tie_factor: if config.policy.kind() == Policy::Latency { TIE_FACTOR } else { 1.0 },
+            tie_factor: config.policy.kind().tie_factor(),
         }
     }
 }
