@@ -18,9 +18,8 @@ use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use pointsman::index::{Index, Overlaps};
-use pointsman::protocol::{
-    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
-};
+use pointsman::protocol::{BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
+use pointsman::test_support::{mix, rank};
 
 const RANKS: u64 = 16;
 const BLOCKS_PER_RANK: usize = 16_384;
@@ -37,14 +36,6 @@ struct Load {
     warm: Vec<Step>,
     timed: Vec<Step>,
     prompts: Vec<Vec<BlockHash>>,
-}
-
-/// splitmix64: spreads ids over all 64 bits and generates pseudo-random numbers.
-fn mix(n: u64) -> u64 {
-    let n = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let n = (n ^ (n >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    n ^ (n >> 31)
 }
 
 /// Requests as lists of ids, each id `BLOCKS_PER_ID` blocks.
@@ -117,10 +108,6 @@ impl Cache {
     }
 }
 
-fn rank_of(slot: u64) -> WorkerRank {
-    WorkerRank::new(WorkerId(slot), 0)
-}
-
 fn load() -> Load {
     let mut caches: Vec<Cache> = (0..RANKS).map(|_| Cache::default()).collect();
     let (mut steps, mut prompts) = (Vec::new(), Vec::new());
@@ -136,7 +123,7 @@ fn load() -> Load {
         let names: Vec<u64> = names.collect();
         let slot = mix(now) % RANKS;
         let (evicted, held) = caches[slot as usize].request(now, &names);
-        let event = |data| RouterEvent { rank: rank_of(slot), tier: StorageTier::Device, data };
+        let event = |data| RouterEvent { rank: rank(slot), tier: StorageTier::Device, data };
         let parent = held.checked_sub(1).map(|last| EngineHash(names[last]));
         let blocks: Vec<_> = (names[held..].iter().zip(&hashes[held..]))
             .map(|(name, hash)| StoredBlock { engine_hash: EngineHash(*name), block_hash: BlockHash(*hash) })
@@ -156,7 +143,7 @@ fn load() -> Load {
 fn warmed(load: &Load) -> Index {
     let mut index = Index::new();
     for slot in 0..RANKS {
-        index.register(rank_of(slot), Slot(slot as u32), Generation(1));
+        index.register(rank(slot), Slot(slot as u32), Generation(1));
     }
     for step in &load.warm {
         for event in step.removed.iter().chain(&step.stored) {

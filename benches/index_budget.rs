@@ -14,9 +14,8 @@
 use std::time::{Duration, Instant};
 
 use pointsman::index::{Index, Overlaps};
-use pointsman::protocol::{
-    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
-};
+use pointsman::protocol::{BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
+use pointsman::test_support::{mix, rank};
 
 const EVENTS: u64 = 2_000_000;
 const RANKS: u64 = 16;
@@ -25,13 +24,6 @@ const TURNS: u64 = 8;
 const SYSTEM_PROMPTS: u64 = 64;
 const SYSTEM_BLOCKS: u64 = 20;
 const MIB: u64 = 1 << 20;
-
-fn mix(n: u64) -> u64 {
-    let n = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let n = (n ^ (n >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    n ^ (n >> 31)
-}
 
 #[derive(Clone, Copy)]
 struct Conversation {
@@ -68,9 +60,8 @@ struct Outcome {
 
 fn run(budget: Option<u64>, turn_blocks: u64) -> Outcome {
     let mut index = Index::new();
-    let rank_of = |slot| WorkerRank::new(WorkerId(slot), 0);
     for slot in 0..RANKS {
-        index.register(rank_of(slot), Slot(slot as u32), Generation(1));
+        index.register(rank(slot), Slot(slot as u32), Generation(1));
     }
     index.set_budget(budget);
     let mut open: Vec<_> = (0..OPEN).map(|id| Conversation { id, turns: 0 }).collect();
@@ -81,7 +72,7 @@ fn run(budget: Option<u64>, turn_blocks: u64) -> Outcome {
         // The square of a random number: half of the queries are for a quarter of the conversations.
         let at = draw >> 32;
         let conversation = &mut open[((((at * at) >> 32) * OPEN) >> 32) as usize];
-        let rank = rank_of(conversation.rank());
+        let rank = rank(conversation.rank());
         let mut event = |data, stored: u64, queried: Option<(&[BlockHash], Slot)>| {
             if let Some((hashes, slot)) = queried {
                 index.overlaps(hashes, &mut overlaps);

@@ -8,21 +8,18 @@
 //!
 //! The number of queried ranks is printed on stderr.
 
-use pointsman::policy::{KvConfig, PolicyConfig};
+use pointsman::policy::{CostFacts, KvConfig, PolicyConfig};
 use std::collections::VecDeque;
 use std::hint::black_box;
-use std::sync::Arc;
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use pointsman::config::{LoadConfig, RouterConfig};
-use pointsman::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks, RankLoad};
-use pointsman::policy::CostFacts;
-use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
-use pointsman::schedule::{
-    Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, RankCells, Request, Schedule,
-};
-use pointsman::select::{Draw, RankOverlap, TierOverlap};
+use pointsman::load::{BoardLoad, PromptBlocks, RankLoad};
+use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerRank};
+use pointsman::schedule::{Effect, Input, LoadAnswer, LoadQuery, Request};
+use pointsman::select::{Draw, RankOverlap, RankTraits, TierOverlap};
+use pointsman::test_support::{RequestOutcome, SimulatedFleet, SimulatedRank, mix, rank};
 
 const NOW: Timestamp = Timestamp(0);
 const BLOCKS: u64 = 190;
@@ -33,35 +30,18 @@ const REQUESTS_PER_RANK: u64 = 8;
 /// Number of prompts that the measured requests use in rotation.
 const PROMPTS: u64 = 64;
 
-/// splitmix64: spreads numbers over all 64 bits.
-fn mix(n: u64) -> u64 {
-    let n = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let n = (n ^ (n >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    n ^ (n >> 31)
-}
-
-fn rank_of(slot: usize) -> WorkerRank {
-    WorkerRank::new(WorkerId(slot as u64), 0)
-}
-
-struct Node {
-    active: ActiveSequences,
-    board: Arc<BoardSlot>,
-    applied: u32,
-}
-
-impl Node {
-    fn publish(&self) {
-        self.board.publish(&BoardLoad::of(&self.active, 0, self.applied, NOW));
-    }
-}
-
 /// Input of the scheduler: a prompt with its overlaps from the index.
 #[derive(Clone)]
 struct PreparedRequest {
     prompt: PromptBlocks,
     overlaps: Vec<RankOverlap>,
+}
+
+impl PreparedRequest {
+    fn request(&self, request_number: u64) -> Request<u64> {
+        let Self { prompt, overlaps } = self.clone();
+        Request { overlaps, ..Request::new(request_number, prompt, 64 * BLOCKS as u32) }
+    }
 }
 
 /// Turn number `turn` of a conversation, in a fleet of `ranks`.
@@ -92,83 +72,32 @@ fn prepared(conversation: u64, turn: u64, ranks: usize, assume_kv_reuse: bool) -
     PreparedRequest { prompt, overlaps: (0..ranks).filter_map(held).collect() }
 }
 
-/// A scheduler with its ranks.
-struct Fleet {
-    schedule: Schedule<u64>,
-    loads: LiveLoads,
-    effects: VecDeque<Effect<u64>>,
-    nodes: Vec<Node>,
-}
-
-impl Fleet {
-    /// Creates `ranks` ranks with [`REQUESTS_PER_RANK`] requests each on average, an eighth of them in prefill.
-    fn busy(config: RouterConfig, ranks: usize) -> Self {
-        let assume_kv_reuse = config.load.assume_kv_reuse;
-        let mut fleet = Self {
-            schedule: Schedule::new(config, 0, Extensions::default()),
-            loads: LiveLoads::default(),
-            effects: VecDeque::new(),
-            nodes: Vec::new(),
-        };
-        for slot in 0..ranks {
-            let board = Arc::new(BoardSlot::default());
-            fleet.nodes.push(Node { active: ActiveSequences::new(true), board: Arc::clone(&board), applied: 0 });
-            let (rank, slot, generation) = (rank_of(slot), Slot(slot as u32), Generation(1));
-            fleet.loads.insert(slot, RankCells { board, ..RankCells::default() });
-            let admit = Input::Admit(Admission::new(rank, slot, generation));
-            fleet.schedule.step(admit, &fleet.loads, NOW, &mut fleet.effects);
-        }
-        let (requests, conversations) = (REQUESTS_PER_RANK * ranks as u64, 2 * ranks as u64);
-        for request_number in 0..requests {
-            let prepared = prepared(mix(request_number) % conversations, request_number, ranks, assume_kv_reuse);
-            fleet.request(request_number, &prepared);
-            fleet.settle(request_number, &prepared.prompt, requests);
-        }
-        fleet
+/// Creates `ranks` ranks with [`REQUESTS_PER_RANK`] requests each on average, an eighth of them in prefill.
+fn busy(config: RouterConfig, ranks: usize) -> SimulatedFleet {
+    let assume_kv_reuse = config.load.assume_kv_reuse;
+    let mut fleet = SimulatedFleet::new(config, 0);
+    fleet.now = NOW;
+    for slot in 0..ranks {
+        fleet.admit(rank(slot as u64), RankTraits::default());
     }
-
-    fn request(&mut self, request_number: u64, prepared: &PreparedRequest) {
-        let PreparedRequest { prompt, overlaps } = prepared.clone();
-        let request = Request { overlaps, ..Request::new(request_number, prompt, 64 * BLOCKS as u32) };
-        self.schedule.step(Input::Request(request), &self.loads, NOW, &mut self.effects);
-    }
-
-    /// Performs the effects of a warm-up request, like the actors of the ranks.
-    fn settle(&mut self, request_number: u64, prompt: &PromptBlocks, requests: u64) {
-        while let Some(effect) = self.effects.pop_front() {
-            match effect {
-                Effect::Query(query) => {
-                    let answer = |&slot: &Slot| self.answer(slot, &query.prompts);
-                    let answers = query.slots.iter().map(answer).collect();
-                    let input = Input::Loads { batch: query.batch, answers };
-                    self.schedule.step(input, &self.loads, NOW, &mut self.effects);
-                }
-                Effect::Book { decision, number, .. } => {
-                    let node = &mut self.nodes[decision.slot().index()];
-                    node.applied = number.number;
-                    let booking = BookingId(request_number);
-                    node.active.book(booking, prompt.clone(), decision.prefill_load(), NOW).expect("no duplicates");
-                    if request_number < requests / 8 * 7 {
-                        node.active.complete_prefill(booking, NOW);
-                    }
-                    node.publish();
-                }
-                Effect::PublishTypicalSpeed(speed) => self.loads.publish_typical_speed(&speed),
-                other => unreachable!("unexpected effect {other:?}"),
-            }
+    let (requests, conversations) = (REQUESTS_PER_RANK * ranks as u64, 2 * ranks as u64);
+    for request_number in 0..requests {
+        let prepared = prepared(mix(request_number) % conversations, request_number, ranks, assume_kv_reuse);
+        fleet.submit(prepared.request(request_number));
+        let Some((_, RequestOutcome::Booked(decision, _))) = fleet.outcomes.pop() else { unreachable!("not booked") };
+        if request_number < requests / 8 * 7 {
+            let rank = &mut fleet.ranks[decision.slot().index()];
+            rank.active.complete_prefill(BookingId(request_number), NOW);
+            rank.publish(NOW);
         }
     }
-
-    fn answer(&self, slot: Slot, prompts: &[PromptBlocks]) -> LoadAnswer {
-        let active = &self.nodes[slot.index()].active;
-        let shared_blocks = prompts.iter().map(|prompt| active.project(prompt).shared_blocks).collect();
-        LoadAnswer { slot, generation: Generation(1), load: active.load(NOW), shared_blocks }
-    }
+    fleet
 }
 
 /// A busy fleet with constant state: all responses are prepared, and bookings end immediately.
 struct Still {
-    fleet: Fleet,
+    fleet: SimulatedFleet,
+    effects: VecDeque<Effect<u64>>,
     prepared: Vec<PreparedRequest>,
     loads: Vec<RankLoad>,
     /// By prompt, then by slot.
@@ -181,21 +110,27 @@ struct Still {
 impl Still {
     fn new(config: RouterConfig, ranks: usize) -> Self {
         let assume_kv_reuse = config.load.assume_kv_reuse;
-        let fleet = Fleet::busy(config, ranks);
+        let fleet = busy(config, ranks);
         let prepared: Vec<PreparedRequest> =
             (0..PROMPTS).map(|n| prepared(n % (2 * ranks as u64), u64::MAX - n, ranks, assume_kv_reuse)).collect();
         let shared = |prepared: &PreparedRequest| {
-            fleet.nodes.iter().map(|node| node.active.project(&prepared.prompt).shared_blocks).collect()
+            fleet.ranks.iter().map(|rank| rank.active.project(&prepared.prompt).shared_blocks).collect()
         };
+        let board = |rank: &SimulatedRank| rank.cells.board.read().expect("there are no concurrent writes");
         Self {
             shared_blocks: prepared.iter().map(shared).collect(),
             prepared,
-            loads: fleet.nodes.iter().map(|node| node.active.load(NOW)).collect(),
-            boards: fleet.nodes.iter().map(|node| node.board.read().expect("no concurrent writes")).collect(),
+            loads: fleet.ranks.iter().map(|rank| rank.active.load(NOW)).collect(),
+            boards: fleet.ranks.iter().map(board).collect(),
             fleet,
+            effects: VecDeque::new(),
             requests: 0,
             queried_ranks: 0,
         }
+    }
+
+    fn step(&mut self, input: Input<u64>) {
+        self.fleet.schedule.step(input, &self.fleet.loads, NOW, &mut self.effects);
     }
 
     /// Runs a request from `Request` to `Book`, then publishes the board that contains the end of the booking.
@@ -203,9 +138,9 @@ impl Still {
         let request_number = self.requests;
         self.requests += 1;
         let prompt = (request_number % PROMPTS) as usize;
-        self.fleet.request(request_number, &self.prepared[prompt]);
+        self.step(Input::Request(self.prepared[prompt].request(request_number)));
         loop {
-            match self.fleet.effects.pop_front() {
+            match self.effects.pop_front() {
                 Some(Effect::Query(LoadQuery { batch, slots, .. })) => {
                     self.queried_ranks += slots.len() as u64;
                     let answers = slots.iter().map(|&slot| LoadAnswer {
@@ -215,17 +150,16 @@ impl Still {
                         shared_blocks: [self.shared_blocks[prompt][slot.index()]].into_iter().collect(),
                     });
                     let answers = answers.collect();
-                    let Fleet { schedule, loads, effects, .. } = &mut self.fleet;
-                    schedule.step(Input::Loads { batch, answers }, loads, NOW, effects);
+                    self.step(Input::Loads { batch, answers });
                 }
                 Some(Effect::Book { decision, number, .. }) => {
                     let slot = decision.slot().index();
                     self.boards[slot].applied = number.number;
-                    self.fleet.nodes[slot].board.publish(&self.boards[slot]);
+                    self.fleet.ranks[slot].cells.board.publish(&self.boards[slot]);
                     return decision.rank();
                 }
                 Some(Effect::PublishTypicalSpeed(speed)) => self.fleet.loads.publish_typical_speed(&speed),
-                other => unreachable!("a Book was due, not {other:?}"),
+                other => unreachable!("unexpected effect {other:?}"),
             }
         }
     }
@@ -256,8 +190,8 @@ fn cost(criterion: &mut Criterion) {
 fn pick(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("select/cheapest");
     for ranks in [8, 64, 512] {
-        let differing: Vec<_> = (0..ranks).map(|slot| (rank_of(slot), (mix(slot as u64) >> 40) as f64)).collect();
-        let tied: Vec<_> = (0..ranks).map(|slot| (rank_of(slot), 128.0)).collect();
+        let differing: Vec<_> = (0..ranks).map(|slot| (rank(slot as u64), (mix(slot as u64) >> 40) as f64)).collect();
+        let tied: Vec<_> = (0..ranks).map(|slot| (rank(slot as u64), 128.0)).collect();
         for (name, candidates) in [("costs differ", differing), ("all tied", tied)] {
             let mut request = 0;
             group.bench_function(BenchmarkId::new(name, ranks), |bencher| {

@@ -15,18 +15,12 @@ use std::num::NonZeroU32;
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use pointsman::index::Index;
 use pointsman::protocol::{Generation, RouterEvent, Slot, WorkerId, WorkerRank};
+use pointsman::test_support::mix;
 use pointsman::wire::{Decoder, DecoderLimits, WireConfig};
 
 const BATCHES: u64 = 400;
 const BLOCKS_HELD_MAX: usize = 4_000;
 const RANK: WorkerRank = WorkerRank::new(WorkerId(1), 0);
-
-fn mix(n: u64) -> u64 {
-    let n = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let n = (n ^ (n >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    n ^ (n >> 31)
-}
 
 fn text(to: &mut Vec<u8>, text: &str) {
     match text.len() {

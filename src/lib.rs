@@ -83,6 +83,8 @@ mod request;
 pub mod schedule;
 pub mod select;
 pub mod session;
+#[cfg(any(test, feature = "test-support"))]
+pub mod test_support;
 mod validation;
 pub mod wire;
 pub mod zmtp;

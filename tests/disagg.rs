@@ -5,9 +5,10 @@ use pointsman::disagg::{DisaggConfig, DisaggError, Side, SkipPolicy, SkipReason,
 use pointsman::error::RouteError;
 use pointsman::protocol::{KvTransferEnforcement, WorkerConfig, WorkerId};
 use pointsman::schedule::Rejection;
+use pointsman::test_support::rank;
 use pointsman::{AddRequest, DisaggPlacement, Disaggregated, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
-use crate::common::{assert_at_rest, config, loads, rank, router, stored, tokens};
+use crate::common::{assert_at_rest, config, loads, router, stored, tokens};
 
 /// Prefill workers 0 to `prefills` − 1, and decode workers likewise. The decode pool has an index.
 async fn pools(prefills: u64, decodes: u64, disagg: DisaggConfig) -> Disaggregated {

@@ -19,13 +19,14 @@ use pointsman::answer::{AnswerKind, Usage};
 use pointsman::health::Outcome;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::select::Constraints;
+use pointsman::test_support::rank;
 use pointsman::{
     PlaceError, PlacedBody, PlacedTarget, Placement, PlacementLayer, Prompt, RequestOptions, RouteRequest, Router,
     RouterConfig,
 };
 use tower::{Layer as _, Service as _, ServiceExt as _, service_fn};
 
-use crate::common::{assert_at_rest, config, loads, rank, router, tokens};
+use crate::common::{assert_at_rest, config, loads, router, tokens};
 
 type Step = Result<Frame<Bytes>, io::Error>;
 

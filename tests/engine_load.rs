@@ -13,9 +13,10 @@ use pointsman::policy::{RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::schedule::Rejection;
 use pointsman::select::Filter;
+use pointsman::test_support::rank;
 use pointsman::{Prompt, RouteRequest, Router, RouterConfig};
 
-use crate::common::{config, rank, router};
+use crate::common::{config, router};
 
 fn waiting(requests: u32) -> EngineReading {
     EngineReading { running: Some(8), waiting: Some(requests), kv_usage: Some(0.5) }

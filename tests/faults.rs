@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use pointsman::error::{Down, FlushError, MembershipError, RouteError};
 use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::test_support::rank;
 use pointsman::{AddRequest, Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
 use crate::common::{
-    WAIT_MAX, assert_at_rest, cleared, config, loads, rank, router, stored, suppress_fault_reports, tokens, until,
+    WAIT_MAX, assert_at_rest, cleared, config, loads, router, stored, suppress_fault_reports, tokens, until,
 };
 
 const WORKERS: u64 = 6;

@@ -11,13 +11,14 @@ use pointsman::policy::{PolicyError, RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::schedule::Rejection;
 use pointsman::select::{Constraints, Filter, Pin, PinMode, RankConditions};
+use pointsman::test_support::rank;
 use pointsman::{
     AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer,
     SharedCacheError,
 };
 use tokio::sync::watch;
 
-use crate::common::{assert_at_rest, config, loads, rank, router, stored, suppress_fault_reports, tokens};
+use crate::common::{assert_at_rest, config, loads, router, stored, suppress_fault_reports, tokens};
 
 #[tokio::test]
 async fn embedder_conditions_apply_from_the_next_decision() {

@@ -12,9 +12,10 @@ use pointsman::health::{HealthState, Outcome};
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::select::{Filter, RankConditions};
+use pointsman::test_support::rank;
 use pointsman::{Placement, Prompt, RouteRequest, Router, RouterConfig};
 
-use crate::common::{config, rank, router, tokens};
+use crate::common::{config, router, tokens};
 
 fn unavailable(workers: &[u64]) -> RankConditions {
     RankConditions { unavailable: workers.iter().copied().map(rank).collect(), ..RankConditions::default() }

@@ -5,23 +5,11 @@
 
 use pointsman::index::reference::Reference;
 use pointsman::index::{Applied, Index, Overlaps};
-use pointsman::protocol::{
-    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
-};
+use pointsman::protocol::{BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
+use pointsman::test_support::{mix, rank as rank_of};
 use proptest::prelude::*;
 
 const RANKS: u64 = 4;
-
-fn mix(n: u64) -> u64 {
-    let n = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let n = (n ^ (n >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    n ^ (n >> 31)
-}
-
-fn rank_of(rank: u64) -> WorkerRank {
-    WorkerRank::new(WorkerId(rank), 0)
-}
 
 /// The blocks of a prompt, named by their prefix as engines do.
 fn named(prompt: &[u64]) -> Vec<StoredBlock> {

@@ -11,10 +11,11 @@ use pointsman::ingest::StreamState;
 use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank,
 };
+use pointsman::test_support::rank;
 use pointsman::{Fault, Hang, KvSourceStatus, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::time::Instant;
 
-use crate::common::{config, rank, stored, suppress_fault_reports, tokens};
+use crate::common::{config, stored, suppress_fault_reports, tokens};
 use crate::zmtp::{Form, Publisher, batch, event};
 
 /// Longer than any step, including the back-off on a loaded machine.

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use pointsman::ingest::{AppliedBatch, IngestEffect, IngestInput, Note, Source, SourceConfig, StreamState};
 use pointsman::protocol::Timestamp;
+use pointsman::test_support::mix;
 use proptest::prelude::*;
 
 use crate::effort::effort;
@@ -64,12 +65,6 @@ impl Batch {
         }
         applied
     }
-}
-
-fn mix(n: u64) -> u64 {
-    let n = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    n ^ (n >> 27)
 }
 
 /// One life of a publisher: all sent messages, and its cache after each message.

@@ -8,9 +8,10 @@ use pointsman::policy::{LatencyTerms, Policy};
 use pointsman::protocol::WorkerId;
 use pointsman::schedule::{ExplainedRank, Explanation};
 use pointsman::select::Constraints;
+use pointsman::test_support::rank;
 use pointsman::{Prompt, RequestOptions, RouteRequest, Router};
 
-use crate::common::{config, rank, router, tokens};
+use crate::common::{config, router, tokens};
 
 /// Blocks of a prompt long enough to prefer its cached rank.
 const BLOCKS: u32 = 2_000;

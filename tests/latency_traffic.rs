@@ -10,9 +10,10 @@ use pointsman::config::RouterConfig;
 use pointsman::policy::Policy;
 use pointsman::protocol::WorkerId;
 use pointsman::select::Constraints;
+use pointsman::test_support::rank;
 use pointsman::{Placement, Prompt, RequestOptions, RouteRequest, Router};
 
-use crate::common::{config, rank, router, stored_in_blocks};
+use crate::common::{config, router, stored_in_blocks};
 
 const BLOCK_SIZE: u32 = 64;
 

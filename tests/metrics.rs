@@ -13,11 +13,12 @@ use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use pointsman::error::RouteError;
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId};
 use pointsman::schedule::Rejection;
+use pointsman::test_support::rank;
 use pointsman::{
     AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer,
 };
 
-use crate::common::{config, rank, router, stored, tokens};
+use crate::common::{config, router, stored, tokens};
 
 /// Metrics since the last snapshot: values by name and labels, such as `name{pool="p",class="c"}`.
 struct Recorded(BTreeMap<String, DebugValue>);

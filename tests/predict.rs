@@ -10,9 +10,10 @@ use pointsman::config::{EventMode, EventsConfig, IndexConfig, SpeculativeConfig,
 use pointsman::error::RouteError;
 use pointsman::protocol::{RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::schedule::Rejection;
+use pointsman::test_support::rank;
 use pointsman::{AddRequest, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
 
-use crate::common::{BLOCK_SIZE, assert_at_rest, cleared, config, rank, router, stored, tokens};
+use crate::common::{BLOCK_SIZE, assert_at_rest, cleared, config, router, stored, tokens};
 
 fn without_events() -> RouterConfig {
     RouterConfig { events: EventsConfig { mode: EventMode::Off, ..config().events }, ..config() }

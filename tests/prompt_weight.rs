@@ -8,9 +8,10 @@ use pointsman::load::PromptLimits;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::select::Constraints;
+use pointsman::test_support::rank;
 use pointsman::{Prompt, RequestOptions, RouteRequest, Router};
 
-use crate::common::{BLOCK_SIZE, config, loads, rank, tokens};
+use crate::common::{BLOCK_SIZE, config, loads, tokens};
 
 /// Blocks of a prompt that exceeds any engine's capacity.
 const HUGE_BLOCKS: u32 = 1_000_000 / BLOCK_SIZE;

@@ -8,10 +8,11 @@ use pointsman::error::{Down, MembershipError, RequestError, RouteError, StartErr
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
 use pointsman::schedule::Rejection;
+use pointsman::test_support::rank;
 use pointsman::{AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
 use tokio::sync::watch;
 
-use crate::common::{assert_at_rest, cleared, config, loads, rank, router, started, stored, tokens, until};
+use crate::common::{assert_at_rest, cleared, config, loads, router, started, stored, tokens, until};
 
 #[tokio::test]
 async fn requests_follow_their_prefix() {

@@ -4,9 +4,10 @@ use pointsman::config::{EventsConfig, IndexConfig, SupervisionConfig};
 use std::time::Duration;
 
 use pointsman::error::{Down, FlushError, RouteError};
+use pointsman::test_support::rank;
 use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig};
 
-use crate::common::{config, rank, router, stored, suppress_fault_reports, tokens};
+use crate::common::{config, router, stored, suppress_fault_reports, tokens};
 
 /// Longer than any response on a loaded machine. Only a call that never returns reaches it.
 const HANG: Duration = Duration::from_secs(20);

@@ -17,42 +17,36 @@ use pointsman::policy::{
     Candidate, Policy, PolicyError, RankFilter, RankFilters, RankPolicy, RankScorer, RankTable, RequestFacts,
 };
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::schedule::{Explanation, Extensions, Input, Purpose, Rejection, ResolvedOptions, Target};
+use pointsman::schedule::{Explanation, Extensions, Input, Purpose, Rejection, ResolvedOptions};
 use pointsman::select::{Constraints, Filter, Pin, PinMode, RankTraits, SharedHits};
 use pointsman::session::SessionId;
+use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, mix, rank};
 use proptest::prelude::*;
 
 use crate::effort::effort;
-use crate::fleet::{Ask, Fleet, Outcome, asks, config, rank, scattered};
+use crate::fleet::config;
 
 fn hits(range: Range<u32>) -> SharedHits {
     SharedHits::new([range].into())
 }
 
-fn overriding(overrides: RouterConfigOverride) -> Ask {
-    asks(ResolvedOptions { overrides, ..ResolvedOptions::default() })
-}
-
-/// Books `blocks` on a rank, with their prefill pending.
-fn occupy(fleet: &mut Fleet, id: u64, worker: u64, blocks: u32) {
-    let target = Target::Exactly { rank: rank(worker), cached_tokens: None, expected_duration: None };
-    fleet.ask(id, &Ask { blocks, prompt: 900 + id, target, waits: false, ..Ask::default() });
-    assert_eq!(fleet.worker(id), worker);
+fn overriding(overrides: RouterConfigOverride) -> SampleRequest {
+    SampleRequest::from(ResolvedOptions { overrides, ..ResolvedOptions::default() })
 }
 
 /// The worker chosen with this override, and the one chosen without it.
 fn with_and_without(
     config: RouterConfig,
-    prepare: fn(&mut Fleet),
-    ask: &Ask,
+    prepare: fn(&mut SimulatedFleet),
+    sample: &SampleRequest,
     otherwise: RouterConfigOverride,
 ) -> [u64; 2] {
     [otherwise, RouterConfigOverride::default()].map(|overrides| {
-        let mut fleet = Fleet::new(config.clone(), 2);
+        let mut fleet = SimulatedFleet::new(config.clone(), 2);
         prepare(&mut fleet);
-        let options = ResolvedOptions { overrides, ..ask.options.clone() };
-        fleet.ask(0, &Ask { options: options.clone(), purpose: Purpose::Explain, ..ask.clone() });
-        fleet.ask(1, &Ask { options, ..ask.clone() });
+        let options = ResolvedOptions { overrides, ..sample.options.clone() };
+        fleet.request(0, &SampleRequest { options: options.clone(), purpose: Purpose::Explain, ..sample.clone() });
+        fleet.request(1, &SampleRequest { options, ..sample.clone() });
         assert_eq!(fleet.explanation(0).chosen, Some(fleet.decision(1).rank()));
         fleet.worker(1)
     })
@@ -60,45 +54,45 @@ fn with_and_without(
 
 #[test]
 fn overrides_change_the_choice_of_one_request() {
-    let warm = Ask { cached: vec![(0, 4)], ..Ask::default() };
-    let busy: fn(&mut Fleet) = |fleet| occupy(fleet, 9, 0, 2);
+    let warm = SampleRequest { cached: vec![(0, 4)], ..SampleRequest::default() };
+    let busy: fn(&mut SimulatedFleet) = |fleet| fleet.occupy(9, 0, 2);
     // The warm rank with two blocks of load costs 2 + 6, the cold idle rank 4 + 4; the credit is one block larger.
-    let ask = Ask { blocks: 4, cached: vec![(0, 5)], ..Ask::default() };
+    let sample = SampleRequest { blocks: 4, cached: vec![(0, 5)], ..SampleRequest::default() };
     let no_credit = RouterConfigOverride { overlap_score_credit: Some(0.0), ..RouterConfigOverride::default() };
-    assert_eq!(with_and_without(config(), busy, &ask, no_credit), [1, 0]);
+    assert_eq!(with_and_without(config(), busy, &sample, no_credit), [1, 0]);
     let no_prefill = RouterConfigOverride { prefill_load_scale: Some(0.0), ..RouterConfigOverride::default() };
-    assert_eq!(with_and_without(config(), busy, &ask, no_prefill), [1, 0], "blocks held alone");
+    assert_eq!(with_and_without(config(), busy, &sample, no_prefill), [1, 0], "blocks held alone");
     let untracked = RouterConfigOverride { track_prefill_tokens: Some(false), ..RouterConfigOverride::default() };
-    assert_eq!(with_and_without(config(), busy, &ask, untracked), [1, 0]);
+    assert_eq!(with_and_without(config(), busy, &sample, untracked), [1, 0]);
     let shared_cache = hits(0..4);
     let shared = RouterConfigOverride { shared_cache_multiplier: Some(1.0), ..RouterConfigOverride::default() };
-    let idle: fn(&mut Fleet) = |fleet| occupy(fleet, 9, 0, 1);
-    let ask = Ask { shared_cache, ..warm };
+    let idle: fn(&mut SimulatedFleet) = |fleet| fleet.occupy(9, 0, 1);
+    let sample = SampleRequest { shared_cache, ..warm };
     let none = RouterConfig {
         policy: PolicyConfig::Kv(KvConfig { shared_cache_multiplier: 0.0, ..KvConfig::default() }),
         ..config()
     };
-    assert_eq!(with_and_without(none, idle, &ask, shared), [1, 0], "all of it is in the shared cache");
+    assert_eq!(with_and_without(none, idle, &sample, shared), [1, 0], "all of it is in the shared cache");
 }
 
 #[test]
 fn an_override_of_tracking_charges_nothing() {
-    let mut fleet = Fleet::new(config(), 1);
+    let mut fleet = SimulatedFleet::new(config(), 1);
     let overrides = RouterConfigOverride { track_prefill_tokens: Some(false), ..RouterConfigOverride::default() };
-    fleet.ask(0, &overriding(overrides));
+    fleet.request(0, &overriding(overrides));
     assert_eq!(fleet.decision(0).prefill_load(), None);
-    fleet.ask(1, &Ask { prompt: 2, ..Ask::default() });
+    fleet.request(1, &SampleRequest { prompt: 2, ..SampleRequest::default() });
     assert_eq!(fleet.decision(1).prefill_load().map(|hint| hint.effective_tokens()), Some(64));
 }
 
 #[test]
 fn an_override_of_the_temperature_spreads_one_request() {
-    let mut fleet = Fleet::new(config(), 2);
+    let mut fleet = SimulatedFleet::new(config(), 2);
     let overrides = RouterConfigOverride { temperature: Some(1.0), ..RouterConfigOverride::default() };
     let mut dear = [0; 2];
     for id in 0..200 {
-        let ask = if id % 2 == 0 { overriding(overrides) } else { Ask::default() };
-        fleet.ask(id, &Ask { cached: vec![(0, 4)], ..ask });
+        let sample = if id % 2 == 0 { overriding(overrides) } else { SampleRequest::default() };
+        fleet.request(id, &SampleRequest { cached: vec![(0, 4)], ..sample });
         dear[(id % 2) as usize] += fleet.worker(id);
         fleet.free(id);
     }
@@ -115,9 +109,9 @@ fn overrides_reach_the_formula_of_decode_pools() {
         ..config()
     };
     let terms_of = |overrides: RouterConfigOverride| {
-        let mut fleet = Fleet::new(decode.clone(), 1);
-        let ask = Ask { cached: vec![(0, 1)], purpose: Purpose::Explain, ..overriding(overrides) };
-        fleet.ask(0, &ask);
+        let mut fleet = SimulatedFleet::new(decode.clone(), 1);
+        let sample = SampleRequest { cached: vec![(0, 1)], purpose: Purpose::Explain, ..overriding(overrides) };
+        fleet.request(0, &sample);
         let terms = fleet.explanation(0).ranks[0].cost_terms;
         (terms.prefill_blocks, terms.held_blocks)
     };
@@ -131,9 +125,9 @@ fn overrides_reach_the_formula_of_decode_pools() {
 #[test]
 fn shared_cache_hits_change_the_choice() {
     let placed = |hits: SharedHits| {
-        let mut fleet = Fleet::new(config(), 2);
-        occupy(&mut fleet, 9, 0, 1); // 5 + 5 minus the credit, or 4 + 4
-        fleet.ask(0, &Ask { cached: vec![(0, 3)], shared_cache: hits, ..Ask::default() });
+        let mut fleet = SimulatedFleet::new(config(), 2);
+        fleet.occupy(9, 0, 1); // 5 + 5 minus the credit, or 4 + 4
+        fleet.request(0, &SampleRequest { cached: vec![(0, 3)], shared_cache: hits, ..SampleRequest::default() });
         (fleet.worker(0), fleet.decision(0).shared_cache_blocks())
     };
     assert_eq!(placed(SharedHits::default()), (0, 0), "7 are less than 8");
@@ -159,10 +153,10 @@ impl RankPolicy for Told {
     }
 }
 
-fn told(config: RouterConfig, ranks: usize) -> (Fleet, Arc<Told>) {
+fn told(config: RouterConfig, ranks: usize) -> (SimulatedFleet, Arc<Told>) {
     let selector = Arc::new(Told::default());
     let extensions = Extensions { policy: Some(selector.clone()), ..Extensions::default() };
-    (Fleet::with(config, ranks, extensions), selector)
+    (SimulatedFleet::with(config, ranks, extensions), selector)
 }
 
 #[test]
@@ -171,14 +165,14 @@ fn a_custom_policy_reads_exact_facts_of_every_eligible_rank() {
     let traits = RankTraits { max_num_batched_tokens: Some(512), total_kv_blocks: Some(77), ..RankTraits::default() };
     fleet.describe(1, traits);
     fleet.drain(2);
-    occupy(&mut fleet, 9, 1, 3);
-    occupy(&mut fleet, 8, 1, 2);
+    fleet.occupy(9, 1, 3);
+    fleet.occupy(8, 1, 2);
     fleet.complete_prefill(8);
-    fleet.nodes[1].holdings.publish(12, fleet.now);
+    fleet.ranks[1].cells.holdings.publish(12, fleet.now);
     fleet.now = fleet.now + Duration::from_millis(7);
     *selector.answer.lock().expect("never poisoned") = Some(1);
     // The prompt already active on rank 1: two of its three blocks are shared.
-    fleet.ask(0, &Ask { prompt: 909, blocks: 2, cached: vec![(1, 1)], ..Ask::default() });
+    fleet.request(0, &SampleRequest { prompt: 1_009, blocks: 2, cached: vec![(1, 1)], ..SampleRequest::default() });
     assert_eq!(fleet.worker(0), 1);
     let shown = selector.shown.lock().expect("never poisoned").clone();
     let [(_, candidates)] = &shown[..] else { panic!("one query") };
@@ -196,8 +190,8 @@ fn a_custom_policy_reads_exact_facts_of_every_eligible_rank() {
 #[test]
 fn an_unusable_choice_of_a_custom_policy_is_an_error_of_one_request() {
     let (mut fleet, selector) = told(config(), 2);
-    let refused = |fleet: &mut Fleet, id: u64| {
-        fleet.ask(id, &Ask::default());
+    let refused = |fleet: &mut SimulatedFleet, id: u64| {
+        fleet.request(id, &SampleRequest::default());
         let Rejection::Policy(error) = fleet.rejection(id).clone() else { panic!("the policy's error") };
         error
     };
@@ -209,7 +203,7 @@ fn an_unusable_choice_of_a_custom_policy_is_an_error_of_one_request() {
     assert_eq!(refused(&mut fleet, 2), PolicyError::Panicked);
     selector.panics.clear_poison();
     *selector.panics.lock().expect("never poisoned") = false;
-    fleet.ask(3, &Ask::default());
+    fleet.request(3, &SampleRequest::default());
     assert_eq!(fleet.worker(3), 0);
     assert_eq!(fleet.schedule.pending(), 0);
 }
@@ -227,10 +221,10 @@ impl RankScorer for Penalty {
 #[test]
 fn scorers_add_to_the_cost() {
     let placed = |config: RouterConfig, scorers: Vec<Arc<dyn RankScorer>>| {
-        let mut fleet = Fleet::with(config, 2, Extensions { scorers, ..Extensions::default() });
-        occupy(&mut fleet, 9, 1, 2);
-        fleet.ask(0, &Ask { purpose: Purpose::Explain, ..Ask::default() });
-        fleet.ask(1, &Ask::default());
+        let mut fleet = SimulatedFleet::with(config, 2, Extensions { scorers, ..Extensions::default() });
+        fleet.occupy(9, 1, 2);
+        fleet.request(0, &SampleRequest { purpose: Purpose::Explain, ..SampleRequest::default() });
+        fleet.request(1, &SampleRequest::default());
         let costs: Vec<f64> = fleet.explanation(0).ranks.iter().map(|rank| rank.cost_hi).collect();
         (fleet.worker(1), costs)
     };
@@ -247,8 +241,8 @@ fn scorers_add_to_the_cost() {
 fn an_unusable_cost_of_a_scorer_is_an_error_of_one_request() {
     for (cost, panics) in [(f64::NAN, true), (f64::INFINITY, true), (-1.0, false), (f64::NEG_INFINITY, false)] {
         let extensions = Extensions { scorers: vec![Arc::new(Penalty(cost))], ..Extensions::default() };
-        let mut fleet = Fleet::with(config(), 2, extensions);
-        fleet.ask(0, &Ask::default());
+        let mut fleet = SimulatedFleet::with(config(), 2, extensions);
+        fleet.request(0, &SampleRequest::default());
         let expected = if panics { PolicyError::Panicked } else { PolicyError::InvalidCost { cost, rank: rank(0) } };
         assert_eq!(fleet.rejection(0), &Rejection::Policy(expected));
     }
@@ -275,15 +269,15 @@ fn odd_for_long() -> Extensions {
 fn filters_apply_to_every_policy() {
     for policy in Policy::ALL {
         let config = RouterConfig { policy: policy.into(), ..config() };
-        let mut fleet = Fleet::with(config, 4, odd_for_long());
+        let mut fleet = SimulatedFleet::with(config, 4, odd_for_long());
         let workers: BTreeSet<u64> = (0..40)
             .map(|id| {
-                fleet.ask(id, &Ask { blocks: 4, prompt: id, ..Ask::default() });
+                fleet.request(id, &SampleRequest { blocks: 4, prompt: id, ..SampleRequest::default() });
                 fleet.worker(id)
             })
             .collect();
         assert_eq!(workers, [1, 3].into(), "{policy:?}");
-        fleet.ask(50, &Ask { blocks: 3, ..Ask::default() });
+        fleet.request(50, &SampleRequest { blocks: 3, ..SampleRequest::default() });
         let Rejection::NoneEligible { removed } = fleet.rejection(50) else { panic!("every rank is refused") };
         assert_eq!(removed.by(Filter::Custom), 4);
     }
@@ -292,15 +286,15 @@ fn filters_apply_to_every_policy() {
 /// A short request, which rank 0 may serve, does not wait behind a long one, which it may not.
 #[test]
 fn requests_with_different_filter_results_wait_in_different_lanes() {
-    let mut fleet = Fleet::with(busy_above(0), 2, odd_for_long());
-    occupy(&mut fleet, 8, 0, 2);
-    occupy(&mut fleet, 9, 1, 2);
-    fleet.ask(0, &Ask { blocks: 4, prompt: 1, ..Ask::default() });
-    fleet.ask(1, &Ask { blocks: 2, prompt: 2, ..Ask::default() });
+    let mut fleet = SimulatedFleet::with(busy_above(0), 2, odd_for_long());
+    fleet.occupy(8, 0, 2);
+    fleet.occupy(9, 1, 2);
+    fleet.request(0, &SampleRequest { blocks: 4, prompt: 1, ..SampleRequest::default() });
+    fleet.request(1, &SampleRequest { blocks: 2, prompt: 2, ..SampleRequest::default() });
     assert_eq!(fleet.waiting(), 2);
     fleet.complete_prefill(8);
     fleet.wake();
-    assert_eq!((fleet.worker(1), fleet.has_left(0)), (0, false));
+    assert_eq!((fleet.worker(1), fleet.is_complete(0)), (0, false));
 }
 
 fn busy_above(tokens: u64) -> RouterConfig {
@@ -310,11 +304,11 @@ fn busy_above(tokens: u64) -> RouterConfig {
 
 #[test]
 fn explanations_book_nothing_and_list_every_rank() {
-    let mut fleet = Fleet::new(config(), 3);
-    occupy(&mut fleet, 9, 2, 2);
+    let mut fleet = SimulatedFleet::new(config(), 3);
+    fleet.occupy(9, 2, 2);
     fleet.drain(1);
-    fleet.ask(0, &Ask { purpose: Purpose::Explain, cached: vec![(0, 1)], ..Ask::default() });
-    fleet.ask(1, &Ask { purpose: Purpose::Explain, cached: vec![(0, 1)], ..Ask::default() });
+    fleet.request(0, &SampleRequest { purpose: Purpose::Explain, cached: vec![(0, 1)], ..SampleRequest::default() });
+    fleet.request(1, &SampleRequest { purpose: Purpose::Explain, cached: vec![(0, 1)], ..SampleRequest::default() });
     let (first, again) = (fleet.explanation(0), fleet.explanation(1));
     assert_eq!(first.ranks, again.ranks, "nothing was booked");
     assert_eq!((first.schema, first.isl_tokens, first.custom_selector), (Explanation::SCHEMA, 64, false));
@@ -323,48 +317,51 @@ fn explanations_book_nothing_and_list_every_rank() {
     assert_eq!(rows, [(rank(0), None, 7.0), (rank(1), Some(Filter::Draining), 8.0), (rank(2), None, 12.0)]);
     assert!(first.ranks.iter().all(|row| row.exact && row.cost_lo == row.cost_hi));
     assert_eq!(first.ranks[0].cached_tokens, 16);
-    assert!(fleet.nodes[0].active.is_empty() && fleet.nodes[1].active.is_empty());
-    fleet.ask(2, &Ask { cached: vec![(0, 1)], ..Ask::default() });
+    assert!(fleet.ranks[0].active.is_empty() && fleet.ranks[1].active.is_empty());
+    fleet.request(2, &SampleRequest { cached: vec![(0, 1)], ..SampleRequest::default() });
     assert_eq!(fleet.worker(2), 0);
 }
 
 #[test]
 fn explanations_mark_busy_ranks() {
-    let mut fleet = Fleet::new(busy_above(0), 2);
-    occupy(&mut fleet, 9, 0, 1);
-    let warm = Ask { cached: vec![(0, 4)], ..Ask::default() };
-    fleet.ask(0, &Ask { purpose: Purpose::Explain, ..warm.clone() });
-    fleet.ask(1, &warm);
+    let mut fleet = SimulatedFleet::new(busy_above(0), 2);
+    fleet.occupy(9, 0, 1);
+    let warm = SampleRequest { cached: vec![(0, 4)], ..SampleRequest::default() };
+    fleet.request(0, &SampleRequest { purpose: Purpose::Explain, ..warm.clone() });
+    fleet.request(1, &warm);
     assert_eq!(fleet.explanation(0).ranks[0].refused_by, Some(Filter::Busy));
     assert_eq!((fleet.explanation(0).chosen, fleet.worker(1)), (Some(rank(1)), 1));
-    fleet.ask(2, &Ask { purpose: Purpose::Explain, ..warm.clone() });
+    fleet.request(2, &SampleRequest { purpose: Purpose::Explain, ..warm.clone() });
     assert_eq!((fleet.explanation(2).chosen, fleet.explanation(2).refused.as_deref()), (None, Some("busy")));
-    fleet.ask(3, &Ask { purpose: Purpose::Report, ..warm });
+    fleet.request(3, &SampleRequest { purpose: Purpose::Report, ..warm });
     assert_eq!(fleet.worker(3), 0, "explanations of queued requests name the eventual rank");
     assert_eq!(fleet.waiting(), 0, "no request is queued");
 }
 
 #[test]
 fn explanations_contain_the_rejection_reason() {
-    let mut fleet = Fleet::new(config(), 1);
+    let mut fleet = SimulatedFleet::new(config(), 1);
     fleet.drain(0);
-    fleet.ask(0, &Ask { purpose: Purpose::Explain, ..Ask::default() });
+    fleet.request(0, &SampleRequest { purpose: Purpose::Explain, ..SampleRequest::default() });
     assert_eq!(fleet.explanation(0).refused.as_deref(), Some("no rank is eligible: 1 draining"));
 }
 
 #[test]
 fn explanations_contain_the_decayed_credit() {
-    let mut fleet = Fleet::new(
+    let mut fleet = SimulatedFleet::new(
         RouterConfig {
             policy: PolicyConfig::Kv(KvConfig { overlap_score_credit_decay: 1.0, ..KvConfig::default() }),
             ..config()
         },
         2,
     );
-    occupy(&mut fleet, 9, 0, 5);
-    occupy(&mut fleet, 8, 1, 1);
+    fleet.occupy(9, 0, 5);
+    fleet.occupy(8, 1, 1);
     // 4 blocks above the lowest load, for a prompt of 4: half the credit.
-    fleet.ask(0, &Ask { purpose: Purpose::Explain, cached: vec![(0, 4), (1, 4)], ..Ask::default() });
+    fleet.request(
+        0,
+        &SampleRequest { purpose: Purpose::Explain, cached: vec![(0, 4), (1, 4)], ..SampleRequest::default() },
+    );
     let credits: Vec<f64> = fleet.explanation(0).ranks.iter().map(|row| row.cost_terms.credit_blocks).collect();
     assert_eq!(credits, [2.0, 4.0]);
 }
@@ -372,13 +369,13 @@ fn explanations_contain_the_decayed_credit() {
 #[test]
 fn the_configured_share_of_decisions_is_traced() {
     let traced = |share: f64, seed: u64| -> Vec<u64> {
-        let mut fleet = Fleet::new(RouterConfig { decision_trace: share, seed, ..config() }, 3);
+        let mut fleet = SimulatedFleet::new(RouterConfig { decision_trace: share, seed, ..config() }, 3);
         for id in 0..1_000 {
-            fleet.ask(id, &Ask { cached: vec![((id % 3) as usize, 4)], ..Ask::default() });
+            fleet.request(id, &SampleRequest { cached: vec![((id % 3) as usize, 4)], ..SampleRequest::default() });
             fleet.free(id);
         }
-        let traces = fleet.left.iter().filter_map(|(id, outcome)| match outcome {
-            Outcome::Booked(decision, Some(trace)) => {
+        let traces = fleet.outcomes.iter().filter_map(|(id, outcome)| match outcome {
+            RequestOutcome::Booked(decision, Some(trace)) => {
                 assert_eq!((trace.request, trace.chosen), (decision.number(), Some(decision.rank())));
                 assert_eq!(trace.ranks.len(), 3);
                 Some(*id)
@@ -439,19 +436,19 @@ fn placed(
     seeds: &[u64],
     burst: Option<usize>,
 ) -> (Vec<Option<WorkerRank>>, usize) {
-    let mut fleet = Fleet::with(config.clone(), 0, Extensions { queries_every_rank, ..Extensions::default() });
+    let mut fleet = SimulatedFleet::with(config.clone(), 0, Extensions { queries_every_rank, ..Extensions::default() });
     for worker in 0..workers {
         let mut traits = RankTraits { total_kv_blocks: Some(60), ..RankTraits::default() };
         traits.taints.extend((worker % 2 == 1).then(|| "odd".to_owned()));
         traits.taints.extend((worker % 3 == 0).then(|| "third".to_owned()));
         traits.lora_adapters.extend((worker % 4 == 2).then(|| "sql".to_owned()));
         let node = fleet.admit(rank(worker), traits);
-        fleet.nodes[node].holdings.publish(7 * node, fleet.now);
+        fleet.ranks[node].cells.holdings.publish(7 * node, fleet.now);
     }
-    fleet.prompt_answers = burst.is_none();
+    fleet.responds_at_once = burst.is_none();
     for (id, &seed) in (0..).zip(seeds) {
         if burst.is_none() {
-            match scattered(seed) % 16 {
+            match mix(seed) % 16 {
                 0 => fleet.drain((seed % workers) as usize),
                 1 => fleet.set_conditions(&[seed % workers], &[(seed >> 8) % workers]),
                 2 => fleet.set_conditions(&[], &[]),
@@ -465,20 +462,20 @@ fn placed(
             }
             fleet.now = fleet.now + Duration::from_millis(seed % 50);
         }
-        let cached = (0..workers as usize).map(|node| (node, (scattered(seed + node as u64) % 9) as u32));
-        let ask = Ask {
+        let cached = (0..workers as usize).map(|node| (node, (mix(seed + node as u64) % 9) as u32));
+        let sample = SampleRequest {
             blocks: 1 + (seed >> 12) as u32 % 12,
             prompt: (seed >> 16) % 4,
             cached: cached.filter(|(_, blocks)| *blocks > 0).collect(),
             shared_cache: hits(0..(seed >> 20) as u32 % 9),
-            options: some_options(scattered(seed ^ 7), workers),
+            options: some_options(mix(seed ^ 7), workers),
             waits: false,
-            ..Ask::default()
+            ..SampleRequest::default()
         };
-        fleet.ask(id, &ask);
+        fleet.request(id, &sample);
         if let Some(burst) = burst {
-            while (id as usize).is_multiple_of(burst) && !fleet.asked.is_empty() {
-                fleet.answer(&[]);
+            while (id as usize).is_multiple_of(burst) && !fleet.open_queries.is_empty() {
+                fleet.respond(&[]);
             }
             continue;
         }
@@ -489,15 +486,13 @@ fn placed(
             fleet.free(id - 8);
         }
     }
-    while !fleet.asked.is_empty() {
-        fleet.answer(&[]);
-    }
-    fleet.left.sort_by_key(|(id, _)| *id);
-    let placed = fleet.left.iter().map(|(_, outcome)| match outcome {
-        Outcome::Booked(decision, _) => Some(decision.rank()),
+    fleet.settle();
+    fleet.outcomes.sort_by_key(|(id, _)| *id);
+    let placed = fleet.outcomes.iter().map(|(_, outcome)| match outcome {
+        RequestOutcome::Booked(decision, _) => Some(decision.rank()),
         _ => None,
     });
-    (placed.collect(), fleet.asked_ranks)
+    (placed.collect(), fleet.queried_ranks)
 }
 
 proptest! {

@@ -10,12 +10,13 @@ use pointsman::error::ErrorKind;
 use pointsman::health::Exclusions;
 use pointsman::policy::Policy;
 use pointsman::protocol::{Generation, Slot, WorkerId, WorkerRank};
-use pointsman::schedule::{Input, Purpose, Rejection, ResolvedOptions, Target};
+use pointsman::schedule::{Input, Purpose, Rejection, ResolvedOptions};
 use pointsman::select::{Constraints, Filter, Pin, PinMode, RankTraits, preference_factor};
 use pointsman::session::SessionId;
+use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, rank};
 use std::time::Duration;
 
-use crate::fleet::{Ask, BLOCK_SIZE, Fleet, Outcome, asks, config, rank};
+use crate::fleet::{BLOCK_SIZE, config};
 
 fn taints(names: &[&str]) -> BTreeSet<String> {
     names.iter().map(|&name| name.to_owned()).collect()
@@ -29,8 +30,8 @@ fn with_adapter(name: &str) -> RankTraits {
     RankTraits { lora_adapters: [name.to_owned()].into(), ..RankTraits::default() }
 }
 
-fn constrained(constraints: Constraints) -> Ask {
-    asks(ResolvedOptions { constraints, ..ResolvedOptions::default() })
+fn constrained(constraints: Constraints) -> SampleRequest {
+    SampleRequest::from(ResolvedOptions { constraints, ..ResolvedOptions::default() })
 }
 
 fn pinned(worker: u64, mode: PinMode) -> Constraints {
@@ -55,22 +56,11 @@ fn busy_above(tokens: u64) -> RouterConfig {
     RouterConfig { queue: QueueConfig { classes: vec![class], ..config().queue }, ..config() }
 }
 
-/// Gives a rank one block to prefill and hold.
-fn occupy(fleet: &mut Fleet, id: u64, worker: u64) {
-    occupy_with(fleet, id, worker, 1);
-}
-
-fn occupy_with(fleet: &mut Fleet, id: u64, worker: u64, blocks: u32) {
-    let target = Target::Exactly { rank: rank(worker), cached_tokens: None, expected_duration: None };
-    fleet.ask(id, &Ask { blocks, prompt: 900 + id, target, waits: false, ..Ask::default() });
-    assert_eq!(fleet.worker(id), worker);
-}
-
 /// The rejection of this request by a new fleet of two ranks.
-fn refused(prepare: impl FnOnce(&mut Fleet), ask: &Ask) -> Rejection {
-    let mut fleet = Fleet::new(config(), 2);
+fn refused(prepare: impl FnOnce(&mut SimulatedFleet), sample: &SampleRequest) -> Rejection {
+    let mut fleet = SimulatedFleet::new(config(), 2);
     prepare(&mut fleet);
-    fleet.ask(0, ask);
+    fleet.request(0, sample);
     assert_eq!(fleet.schedule.pending(), 0);
     fleet.rejection(0).clone()
 }
@@ -78,7 +68,7 @@ fn refused(prepare: impl FnOnce(&mut Fleet), ask: &Ask) -> Rejection {
 #[test]
 fn rejections_count_ranks_by_filter() {
     let nobody = Constraints { required_taints: taints(&["gold"]), ..Constraints::default() };
-    let said = |prepare: &dyn Fn(&mut Fleet), constraints: Constraints| {
+    let said = |prepare: &dyn Fn(&mut SimulatedFleet), constraints: Constraints| {
         refused(|fleet| prepare(fleet), &constrained(constraints)).to_string()
     };
     let any = Constraints::default;
@@ -86,44 +76,44 @@ fn rejections_count_ranks_by_filter() {
     assert_eq!(said(&|_| {}, excluding(&[0, 1, 9])), "no rank is eligible: 2 excluded");
     assert_eq!(said(&|_| {}, nobody.clone()), "no rank is eligible: 2 without a required taint");
     assert_eq!(said(&|fleet| fleet.set_conditions(&[], &[0, 1]), any()), "no rank is eligible: 2 unavailable");
-    let drained = |fleet: &mut Fleet| (0..2).for_each(|node| fleet.drain(node));
+    let drained = |fleet: &mut SimulatedFleet| (0..2).for_each(|node| fleet.drain(node));
     assert_eq!(said(&drained, any()), "no rank is eligible: 2 draining");
     assert_eq!(said(&|fleet| fleet.drain(1), allowed(&[1])), "no rank is eligible: 1 not allowed, 1 draining");
-    let overloaded = |fleet: &mut Fleet| fleet.set_conditions(&[0, 1], &[]);
+    let overloaded = |fleet: &mut SimulatedFleet| fleet.set_conditions(&[0, 1], &[]);
     assert_eq!(said(&overloaded, any()), "all eligible workers are overloaded: 2 overloaded");
-    let gone = |fleet: &mut Fleet| (0..2).for_each(|node| fleet.retire(node));
+    let gone = |fleet: &mut SimulatedFleet| (0..2).for_each(|node| fleet.retire(node));
     assert_eq!(said(&gone, any()), "no rank is registered");
     // The adapter filter and the response filter exclude only part of the ranks, so they cause a rejection only
     // together with another filter.
-    let adapter = |fleet: &mut Fleet| {
+    let adapter = |fleet: &mut SimulatedFleet| {
         fleet.describe(1, with_adapter("sql"));
         fleet.set_conditions(&[1], &[]);
     };
-    let ask = asks(ResolvedOptions { lora_name: Some("sql".into()), ..ResolvedOptions::default() });
+    let sample = SampleRequest::from(ResolvedOptions { lora_name: Some("sql".into()), ..ResolvedOptions::default() });
     assert_eq!(
-        refused(adapter, &ask).to_string(),
+        refused(adapter, &sample).to_string(),
         "all eligible workers are overloaded: 1 without the LoRA adapter, 1 overloaded"
     );
-    let silent = |fleet: &mut Fleet| {
-        fleet.prompt_answers = false;
-        occupy(fleet, 8, 1);
-        fleet.ask(9, &Ask { purpose: Purpose::LoadSnapshot, prompt: 908, ..Ask::default() });
-        fleet.answer(&[1]);
+    let silent = |fleet: &mut SimulatedFleet| {
+        fleet.responds_at_once = false;
+        fleet.occupy(8, 1, 1);
+        fleet.request(9, &SampleRequest { purpose: Purpose::LoadSnapshot, prompt: 1_008, ..SampleRequest::default() });
+        fleet.respond(&[1]);
         fleet.set_conditions(&[0], &[]);
     };
     assert_eq!(
-        refused(silent, &Ask::default()).to_string(),
+        refused(silent, &SampleRequest::default()).to_string(),
         "all eligible workers are overloaded: 1 unresponsive, 1 overloaded"
     );
 }
 
 #[test]
 fn the_first_rejecting_filter_counts() {
-    let mut fleet = Fleet::new(config(), 3);
+    let mut fleet = SimulatedFleet::new(config(), 3);
     fleet.describe(2, tainted(&["gold"]));
     fleet.drain(0);
     fleet.set_conditions(&[0, 1, 2], &[1]);
-    fleet.ask(0, &constrained(Constraints { required_taints: taints(&["gold"]), ..allowed(&[1, 2]) }));
+    fleet.request(0, &constrained(Constraints { required_taints: taints(&["gold"]), ..allowed(&[1, 2]) }));
     assert_eq!(
         fleet.rejection(0).to_string(),
         "all eligible workers are overloaded: 1 not allowed, 1 without a required taint, 1 overloaded"
@@ -134,13 +124,13 @@ fn the_first_rejecting_filter_counts() {
 
 #[test]
 fn retries_exclude_the_failed_rank() {
-    let mut fleet = Fleet::new(config(), 2);
-    let warm = |constraints: Constraints| Ask { cached: vec![(0, 4)], ..constrained(constraints) };
-    fleet.ask(0, &warm(Constraints::default()));
-    fleet.ask(1, &warm(excluding(&[0])));
+    let mut fleet = SimulatedFleet::new(config(), 2);
+    let warm = |constraints: Constraints| SampleRequest { cached: vec![(0, 4)], ..constrained(constraints) };
+    fleet.request(0, &warm(Constraints::default()));
+    fleet.request(1, &warm(excluding(&[0])));
     assert_eq!((fleet.worker(0), fleet.worker(1)), (0, 1));
     let other_rank = Constraints { excluded_ranks: [WorkerRank::new(WorkerId(0), 1)].into(), ..Constraints::default() };
-    fleet.ask(2, &warm(other_rank));
+    fleet.request(2, &warm(other_rank));
     assert_eq!(fleet.worker(2), 0, "another rank of that worker is excluded");
 }
 
@@ -155,15 +145,15 @@ fn overload_depends_on_tokens_steps_and_blocks() {
     for (n, limit) in limits.into_iter().enumerate() {
         let mut config = config();
         limit(&mut config);
-        let mut fleet = Fleet::new(config, 0);
+        let mut fleet = SimulatedFleet::new(config, 0);
         fleet.admit(rank(0), traits.clone());
-        fleet.ask(0, &Ask { blocks: 1, prompt: 5, ..Ask::default() });
-        fleet.ask(1, &Ask { blocks: 1, prompt: 6, ..Ask::default() }); // 16 tokens, 1 block
-        fleet.ask(2, &Ask { blocks: 1, prompt: 7, ..Ask::default() }); // 32 tokens, 2 blocks
+        fleet.request(0, &SampleRequest { blocks: 1, prompt: 5, ..SampleRequest::default() });
+        fleet.request(1, &SampleRequest { blocks: 1, prompt: 6, ..SampleRequest::default() }); // 16 tokens, 1 block
+        fleet.request(2, &SampleRequest { blocks: 1, prompt: 7, ..SampleRequest::default() }); // 32 tokens, 2 blocks
         assert_eq!(fleet.booked(), [0, 1], "limit {n}");
         assert_eq!(fleet.rejection(2).to_string(), "all eligible workers are overloaded: 1 overloaded", "limit {n}");
         fleet.free(0);
-        fleet.ask(3, &Ask { blocks: 1, ..Ask::default() });
+        fleet.request(3, &SampleRequest { blocks: 1, ..SampleRequest::default() });
         assert_eq!(fleet.worker(3), 0, "limit {n}");
     }
 }
@@ -171,7 +161,7 @@ fn overload_depends_on_tokens_steps_and_blocks() {
 #[test]
 fn hard_pins_report_the_rejecting_filter() {
     let pin = pinned(1, PinMode::Hard);
-    let said = |prepare: &dyn Fn(&mut Fleet), constraints: &Constraints| {
+    let said = |prepare: &dyn Fn(&mut SimulatedFleet), constraints: &Constraints| {
         refused(|fleet| prepare(fleet), &constrained(constraints.clone())).to_string()
     };
     assert_eq!(said(&|_| {}, &pinned(9, PinMode::Hard)), "pinned to 9, which is not registered");
@@ -187,29 +177,29 @@ fn hard_pins_report_the_rejecting_filter() {
     assert_eq!(refused(|_| {}, &constrained(failed)).kind(), ErrorKind::Unavailable);
     let one = Constraints { pin: Some(Pin { worker: WorkerId(1), rank: Some(3), mode: PinMode::Hard }), ..pin.clone() };
     assert_eq!(said(&|_| {}, &one), "pinned to 1/3, which is not registered");
-    let mut fleet = Fleet::new(config(), 2);
-    fleet.ask(0, &Ask { cached: vec![(0, 4)], ..constrained(pin) });
+    let mut fleet = SimulatedFleet::new(config(), 2);
+    fleet.request(0, &SampleRequest { cached: vec![(0, 4)], ..constrained(pin) });
     assert_eq!(fleet.worker(0), 1, "regardless of cost");
 }
 
 #[test]
 fn a_pinned_worker_has_all_its_ranks() {
-    let mut fleet = Fleet::new(config(), 1);
+    let mut fleet = SimulatedFleet::new(config(), 1);
     fleet.admit(WorkerRank::new(WorkerId(7), 0), RankTraits::default());
     fleet.admit(WorkerRank::new(WorkerId(7), 1), RankTraits::default());
-    let ask = constrained(pinned(7, PinMode::Hard));
-    (0..4).for_each(|id| fleet.ask(id, &Ask { prompt: id, ..ask.clone() }));
+    let sample = constrained(pinned(7, PinMode::Hard));
+    (0..4).for_each(|id| fleet.request(id, &SampleRequest { prompt: id, ..sample.clone() }));
     let ranks: BTreeSet<WorkerRank> = (0..4).map(|id| fleet.decision(id).rank()).collect();
     assert_eq!(ranks, [0, 1].map(|n| WorkerRank::new(WorkerId(7), n)).into());
 }
 
 #[test]
 fn a_soft_pin_is_kept_while_its_rank_is_eligible() {
-    let dear = Ask { cached: vec![(0, 4)], ..constrained(pinned(1, PinMode::Soft)) };
-    let placed = |config: RouterConfig, prepare: &dyn Fn(&mut Fleet)| {
-        let mut fleet = Fleet::new(config, 2);
+    let dear = SampleRequest { cached: vec![(0, 4)], ..constrained(pinned(1, PinMode::Soft)) };
+    let placed = |config: RouterConfig, prepare: &dyn Fn(&mut SimulatedFleet)| {
+        let mut fleet = SimulatedFleet::new(config, 2);
         prepare(&mut fleet);
-        fleet.ask(0, &dear);
+        fleet.request(0, &dear);
         fleet.worker(0)
     };
     assert_eq!(placed(config(), &|_| {}), 1, "regardless of cost");
@@ -217,40 +207,46 @@ fn a_soft_pin_is_kept_while_its_rank_is_eligible() {
     assert_eq!(placed(config(), &|fleet| fleet.retire(1)), 0);
     assert_eq!(placed(config(), &|fleet| fleet.set_conditions(&[1], &[])), 0);
     assert_eq!(placed(config(), &|fleet| fleet.set_conditions(&[], &[1])), 0);
-    assert_eq!(placed(busy_above(0), &|fleet| occupy(fleet, 9, 1)), 0, "busy");
-    assert_eq!(placed(busy_above(0), &|fleet| occupy(fleet, 9, 0)), 1);
+    assert_eq!(placed(busy_above(0), &|fleet| fleet.occupy(9, 1, 1)), 0, "busy");
+    assert_eq!(placed(busy_above(0), &|fleet| fleet.occupy(9, 0, 1)), 1);
 }
 
 #[test]
 fn adapters_restrict_the_choice_if_any_rank_has_them() {
-    let sql = Ask {
+    let sql = SampleRequest {
         cached: vec![(0, 4)],
-        ..asks(ResolvedOptions { lora_name: Some("sql".into()), ..ResolvedOptions::default() })
+        ..SampleRequest::from(ResolvedOptions { lora_name: Some("sql".into()), ..ResolvedOptions::default() })
     };
-    let mut fleet = Fleet::new(config(), 3);
-    fleet.ask(0, &sql);
+    let mut fleet = SimulatedFleet::new(config(), 3);
+    fleet.request(0, &sql);
     assert_eq!(fleet.worker(0), 0, "no rank has the adapter: the warmest is chosen");
     fleet.describe(1, with_adapter("sql"));
-    fleet.ask(1, &sql);
+    fleet.request(1, &sql);
     assert_eq!(fleet.worker(1), 1);
-    fleet.ask(
+    fleet.request(
         2,
-        &Ask { options: ResolvedOptions { constraints: allowed(&[0, 2]), ..sql.options.clone() }, ..sql.clone() },
+        &SampleRequest {
+            options: ResolvedOptions { constraints: allowed(&[0, 2]), ..sql.options.clone() },
+            ..sql.clone()
+        },
     );
     assert_eq!(fleet.worker(2), 0, "no allowed rank has the adapter");
     fleet.drain(1);
-    fleet.ask(3, &sql);
+    fleet.request(3, &sql);
     assert_eq!(fleet.worker(3), 0, "the rank with the adapter is full");
 }
 
 #[test]
 fn requests_waiting_for_an_adapter_do_not_block_others() {
-    let mut fleet = Fleet::new(busy_above(0), 2);
+    let mut fleet = SimulatedFleet::new(busy_above(0), 2);
     fleet.describe(0, with_adapter("sql"));
-    occupy(&mut fleet, 90, 0);
-    occupy(&mut fleet, 91, 1);
-    fleet.ask(0, &asks(ResolvedOptions { lora_name: Some("sql".into()), ..ResolvedOptions::default() }));
-    fleet.ask(1, &Ask::default());
+    fleet.occupy(90, 0, 1);
+    fleet.occupy(91, 1, 1);
+    fleet.request(
+        0,
+        &SampleRequest::from(ResolvedOptions { lora_name: Some("sql".into()), ..ResolvedOptions::default() }),
+    );
+    fleet.request(1, &SampleRequest::default());
     assert_eq!(fleet.waiting(), 2);
     fleet.complete_prefill(91);
     fleet.wake();
@@ -265,16 +261,19 @@ fn requests_waiting_for_an_adapter_do_not_block_others() {
 fn preferred_taints_multiply_the_cost() {
     let prefer = |weight: f64| {
         let preferred_taints = [("near".to_owned(), weight)].into();
-        Ask { cached: vec![(0, 3)], ..constrained(Constraints { preferred_taints, ..Constraints::default() }) }
+        SampleRequest {
+            cached: vec![(0, 3)],
+            ..constrained(Constraints { preferred_taints, ..Constraints::default() })
+        }
     };
     // 1 block to compute and 4 to hold, against 4 and 4.
     let placed = |weight: f64| {
-        let mut fleet = Fleet::new(config(), 2);
+        let mut fleet = SimulatedFleet::new(config(), 2);
         fleet.describe(1, tainted(&["near"]));
-        fleet.ask(0, &Ask { purpose: Purpose::Explain, ..prefer(weight) });
+        fleet.request(0, &SampleRequest { purpose: Purpose::Explain, ..prefer(weight) });
         let costs: Vec<f64> = fleet.explanation(0).ranks.iter().map(|rank| rank.cost_hi).collect();
         assert_eq!(costs, [5.0, 8.0 * preference_factor(weight)]);
-        fleet.ask(1, &prefer(weight));
+        fleet.request(1, &prefer(weight));
         assert_eq!(fleet.explanation(0).chosen, Some(fleet.decision(1).rank()));
         fleet.worker(1)
     };
@@ -285,27 +284,27 @@ fn preferred_taints_multiply_the_cost() {
 
 #[test]
 fn a_soft_session_can_be_overruled_by_cost() {
-    let mut fleet = Fleet::new(config(), 2);
-    let chat = Ask { prompt: 3, ..asks(of_session("chat")) };
-    fleet.ask(0, &Ask { cached: vec![(1, 1)], ..chat.clone() });
+    let mut fleet = SimulatedFleet::new(config(), 2);
+    let chat = SampleRequest { prompt: 3, ..SampleRequest::from(of_session("chat")) };
+    fleet.request(0, &SampleRequest { cached: vec![(1, 1)], ..chat.clone() });
     assert_eq!(fleet.worker(0), 1);
     fleet.free(0);
-    fleet.ask(1, &chat);
+    fleet.request(1, &chat);
     assert_eq!(fleet.worker(1), 1, "ties keep the rank of the session");
     fleet.free(1);
-    fleet.ask(2, &Ask { cached: vec![(0, 1)], ..chat.clone() });
+    fleet.request(2, &SampleRequest { cached: vec![(0, 1)], ..chat.clone() });
     assert_eq!(fleet.worker(2), 1, "7 are more than 8 times 0.63");
     fleet.free(2);
-    fleet.ask(3, &Ask { cached: vec![(0, 4)], ..chat.clone() });
+    fleet.request(3, &SampleRequest { cached: vec![(0, 4)], ..chat.clone() });
     assert_eq!(fleet.worker(3), 0, "4 are less than 8 times 0.63");
     fleet.free(3);
-    fleet.ask(4, &chat);
+    fleet.request(4, &chat);
     assert_eq!(fleet.worker(4), 0, "the session moved");
     let off =
         RouterConfig { session: SessionConfig { affinity: SessionAffinity::Off, ..config().session }, ..config() };
-    let mut fleet = Fleet::new(off, 2);
-    fleet.ask(0, &Ask { cached: vec![(1, 1)], ..chat.clone() });
-    fleet.ask(1, &Ask { cached: vec![(0, 1)], ..chat });
+    let mut fleet = SimulatedFleet::new(off, 2);
+    fleet.request(0, &SampleRequest { cached: vec![(1, 1)], ..chat.clone() });
+    fleet.request(1, &SampleRequest { cached: vec![(0, 1)], ..chat });
     assert_eq!((fleet.worker(0), fleet.worker(1)), (1, 0));
 }
 
@@ -313,17 +312,17 @@ fn a_soft_session_can_be_overruled_by_cost() {
 fn hard_sessions_stay_until_their_rank_is_removed() {
     let hard =
         RouterConfig { session: SessionConfig { affinity: SessionAffinity::Hard, ..config().session }, ..config() };
-    let chat = Ask { prompt: 3, ..asks(of_session("chat")) };
-    for leave in [Fleet::drain as fn(&mut Fleet, usize), Fleet::retire] {
-        let mut fleet = Fleet::new(hard.clone(), 2);
-        fleet.ask(0, &Ask { cached: vec![(1, 1)], ..chat.clone() });
-        fleet.ask(1, &Ask { cached: vec![(0, 4)], ..chat.clone() });
+    let chat = SampleRequest { prompt: 3, ..SampleRequest::from(of_session("chat")) };
+    for leave in [SimulatedFleet::drain as fn(&mut SimulatedFleet, usize), SimulatedFleet::retire] {
+        let mut fleet = SimulatedFleet::new(hard.clone(), 2);
+        fleet.request(0, &SampleRequest { cached: vec![(1, 1)], ..chat.clone() });
+        fleet.request(1, &SampleRequest { cached: vec![(0, 4)], ..chat.clone() });
         assert_eq!((fleet.worker(0), fleet.worker(1)), (1, 1), "regardless of cost");
         leave(&mut fleet, 1);
-        fleet.ask(2, &chat);
+        fleet.request(2, &chat);
         assert_eq!(fleet.worker(2), 0);
         fleet.admit_in(Slot(1), Generation(2), rank(1), RankTraits::default());
-        fleet.ask(3, &Ask { cached: vec![(1, 4)], ..chat.clone() });
+        fleet.request(3, &SampleRequest { cached: vec![(1, 4)], ..chat.clone() });
         assert_eq!(fleet.worker(3), 0, "bound to its new rank");
     }
 }
@@ -337,16 +336,14 @@ fn sessions_of_the_same_batch_are_found() {
             queue: QueueConfig { threshold, ..config().queue },
             ..config()
         };
-        let mut fleet = Fleet::new(hard, 2);
-        occupy(&mut fleet, 90, 0);
-        occupy(&mut fleet, 91, 1);
-        fleet.prompt_answers = false;
-        fleet.ask(0, &Ask { prompt: 990, ..Ask::default() }); // needs a load query; others arrive
-        fleet.ask(1, &Ask { prompt: 3, cached: vec![(1, 4)], ..asks(of_session("chat")) });
-        fleet.ask(2, &Ask { prompt: 4, cached: vec![(0, 4)], ..asks(of_session("chat")) });
-        while !fleet.asked.is_empty() {
-            fleet.answer(&[]);
-        }
+        let mut fleet = SimulatedFleet::new(hard, 2);
+        fleet.occupy(90, 0, 1);
+        fleet.occupy(91, 1, 1);
+        fleet.responds_at_once = false;
+        fleet.request(0, &SampleRequest { prompt: 1_090, ..SampleRequest::default() }); // needs a load query; others arrive
+        fleet.request(1, &SampleRequest { prompt: 3, cached: vec![(1, 4)], ..SampleRequest::from(of_session("chat")) });
+        fleet.request(2, &SampleRequest { prompt: 4, cached: vec![(0, 4)], ..SampleRequest::from(of_session("chat")) });
+        fleet.settle();
         assert_eq!((fleet.worker(1), fleet.worker(2)), (1, 1), "threshold {threshold:?}");
     }
 }
@@ -355,17 +352,17 @@ fn sessions_of_the_same_batch_are_found() {
 /// there.
 #[test]
 fn waiting_requests_of_one_hard_session_end_on_one_rank() {
-    let mut fleet = Fleet::new(
+    let mut fleet = SimulatedFleet::new(
         RouterConfig {
             session: SessionConfig { affinity: SessionAffinity::Hard, ..busy_above(0).session },
             ..busy_above(0)
         },
         2,
     );
-    occupy(&mut fleet, 90, 0);
-    occupy(&mut fleet, 91, 1);
-    fleet.ask(0, &asks(of_session("chat")));
-    fleet.ask(1, &asks(of_session("chat")));
+    fleet.occupy(90, 0, 1);
+    fleet.occupy(91, 1, 1);
+    fleet.request(0, &SampleRequest::from(of_session("chat")));
+    fleet.request(1, &SampleRequest::from(of_session("chat")));
     fleet.complete_prefill(90);
     fleet.wake();
     assert_eq!((fleet.worker(0), fleet.waiting()), (0, 1));
@@ -379,16 +376,16 @@ fn waiting_requests_of_one_hard_session_end_on_one_rank() {
 
 #[test]
 fn removing_the_rank_of_a_session_frees_waiting_requests() {
-    let mut fleet = Fleet::new(
+    let mut fleet = SimulatedFleet::new(
         RouterConfig {
             session: SessionConfig { affinity: SessionAffinity::Hard, ..busy_above(0).session },
             ..busy_above(0)
         },
         2,
     );
-    fleet.ask(0, &Ask { cached: vec![(0, 1)], ..asks(of_session("chat")) });
+    fleet.request(0, &SampleRequest { cached: vec![(0, 1)], ..SampleRequest::from(of_session("chat")) });
     assert_eq!(fleet.worker(0), 0);
-    fleet.ask(1, &asks(of_session("chat")));
+    fleet.request(1, &SampleRequest::from(of_session("chat")));
     assert_eq!(fleet.waiting(), 1, "its rank is busy, though the other is not");
     fleet.retire(0);
     assert_eq!(fleet.worker(1), 1);
@@ -396,16 +393,16 @@ fn removing_the_rank_of_a_session_frees_waiting_requests() {
 
 #[test]
 fn ejected_ranks_serve_as_a_last_resort_and_return_with_a_slow_start() {
-    let mut fleet = Fleet::new(
+    let mut fleet = SimulatedFleet::new(
         RouterConfig { slow_start: SlowStartConfig { return_ms: 1_000, ..config().slow_start }, ..config() },
         3,
     );
-    let eject = |fleet: &mut Fleet, workers: &[u64]| {
+    let eject = |fleet: &mut SimulatedFleet, workers: &[u64]| {
         let ejected = workers.iter().copied().map(rank).collect::<BTreeSet<_>>();
         fleet.step(Input::Exclusions(Arc::new(Exclusions { ejected, ..Exclusions::default() })));
     };
-    let open = |fleet: &mut Fleet, id: u64| {
-        fleet.ask(id, &Ask { purpose: Purpose::Explain, ..Ask::default() });
+    let open = |fleet: &mut SimulatedFleet, id: u64| {
+        fleet.request(id, &SampleRequest { purpose: Purpose::Explain, ..SampleRequest::default() });
         let rows = fleet.explanation(id).ranks.iter();
         rows.filter(|row| row.refused_by.is_none()).map(|row| row.facts.rank.worker.0).collect::<Vec<_>>()
     };
@@ -430,7 +427,7 @@ fn ejected_ranks_serve_as_a_last_resort_and_return_with_a_slow_start() {
 #[test]
 fn unreachable_and_refusing_ranks_are_last_under_every_policy() {
     for policy in Policy::ALL {
-        let mut fleet = Fleet::new(
+        let mut fleet = SimulatedFleet::new(
             RouterConfig {
                 slow_start: SlowStartConfig { return_ms: 0, ..config().slow_start },
                 policy: policy.into(),
@@ -438,9 +435,9 @@ fn unreachable_and_refusing_ranks_are_last_under_every_policy() {
             },
             4,
         );
-        fleet.prompt_answers = true;
+        fleet.responds_at_once = true;
         let mut id = 0;
-        let mut draws = |fleet: &mut Fleet, [down, refusing]: [&[u64]; 2], only: Option<u64>| {
+        let mut draws = |fleet: &mut SimulatedFleet, [down, refusing]: [&[u64]; 2], only: Option<u64>| {
             let set = |workers: &[u64]| workers.iter().copied().map(rank).collect();
             let exclusions = Exclusions { down: set(down), refusing: set(refusing), ..Exclusions::default() };
             fleet.step(Input::Exclusions(Arc::new(exclusions)));
@@ -454,7 +451,10 @@ fn unreachable_and_refusing_ranks_are_last_under_every_policy() {
                 // If few ranks are excluded, they have the prompt cached and must be skipped. Otherwise no rank has it
                 // cached, and the load spreads.
                 let cached = if down.len() + refusing.len() < 3 { vec![(0, 4), (1, 4)] } else { Vec::new() };
-                fleet.ask(id, &Ask { blocks: 4, prompt: id, cached, ..asks(options.clone()) });
+                fleet.request(
+                    id,
+                    &SampleRequest { blocks: 4, prompt: id, cached, ..SampleRequest::from(options.clone()) },
+                );
                 drawn.insert(fleet.worker(id));
                 fleet.free(id);
                 id += 1;
@@ -475,21 +475,21 @@ fn unreachable_and_refusing_ranks_are_last_under_every_policy() {
 
 #[test]
 fn sessions_stay_with_refusing_ranks_and_leave_unreachable_ones() {
-    let mut fleet = Fleet::new(
+    let mut fleet = SimulatedFleet::new(
         RouterConfig { session: SessionConfig { affinity: SessionAffinity::Hard, ..config().session }, ..config() },
         2,
     );
-    fleet.ask(0, &Ask { cached: vec![(0, 1)], ..asks(of_session("chat")) });
+    fleet.request(0, &SampleRequest { cached: vec![(0, 1)], ..SampleRequest::from(of_session("chat")) });
     let only = || BTreeSet::from([rank(0)]);
     fleet.step(Input::Exclusions(Arc::new(Exclusions { refusing: only(), ..Exclusions::default() })));
-    fleet.ask(1, &asks(of_session("chat")));
+    fleet.request(1, &SampleRequest::from(of_session("chat")));
     fleet.step(Input::Exclusions(Arc::new(Exclusions { down: only(), ..Exclusions::default() })));
-    fleet.ask(2, &asks(of_session("chat")));
+    fleet.request(2, &SampleRequest::from(of_session("chat")));
     assert_eq!([fleet.worker(0), fleet.worker(1), fleet.worker(2)], [0, 0, 1]);
 }
 
-fn new_ranks_cost(fleet: &mut Fleet, id: u64) -> f64 {
-    fleet.ask(id, &Ask { purpose: Purpose::Explain, ..Ask::default() });
+fn new_ranks_cost(fleet: &mut SimulatedFleet, id: u64) -> f64 {
+    fleet.request(id, &SampleRequest { purpose: Purpose::Explain, ..SampleRequest::default() });
     let row = fleet.explanation(id).ranks.last().expect("a row a rank");
     assert_eq!(row.cost_hi, row.cost_terms.total() * row.facts.preference);
     row.facts.preference
@@ -500,18 +500,18 @@ fn new_ranks_cost_more_until_filled_or_timed_out() {
     let slow =
         RouterConfig { slow_start: SlowStartConfig { fill: 0.5, max_ms: 1_000, ..config().slow_start }, ..config() };
     let capacity = RankTraits { total_kv_blocks: Some(100), ..RankTraits::default() };
-    let mut fleet = Fleet::new(slow.clone(), 1);
+    let mut fleet = SimulatedFleet::new(slow.clone(), 1);
     let position = fleet.admit(rank(1), capacity.clone());
     assert_eq!(new_ranks_cost(&mut fleet, 0), 10.0);
-    fleet.ask(1, &Ask { cached: vec![(1, 4)], ..Ask::default() });
+    fleet.request(1, &SampleRequest { cached: vec![(1, 4)], ..SampleRequest::default() });
     assert_eq!(fleet.worker(1), 0, "8 are less than 4 times 10");
-    fleet.nodes[position].holdings.publish(25, fleet.now);
+    fleet.ranks[position].cells.holdings.publish(25, fleet.now);
     assert_eq!(new_ranks_cost(&mut fleet, 2), 2.0, "half of the assumed capacity");
-    fleet.nodes[position].holdings.publish(50, fleet.now);
+    fleet.ranks[position].cells.holdings.publish(50, fleet.now);
     assert_eq!(new_ranks_cost(&mut fleet, 3), 1.0);
-    fleet.nodes[position].holdings.publish(0, fleet.now);
+    fleet.ranks[position].cells.holdings.publish(0, fleet.now);
     assert_eq!(new_ranks_cost(&mut fleet, 4), 1.0, "permanently ended");
-    let mut fleet = Fleet::new(slow, 1);
+    let mut fleet = SimulatedFleet::new(slow, 1);
     fleet.admit(rank(1), capacity);
     fleet.now = fleet.now + Duration::from_millis(250);
     assert_eq!(new_ranks_cost(&mut fleet, 0), 4.0);
@@ -521,53 +521,62 @@ fn new_ranks_cost_more_until_filled_or_timed_out() {
 
 #[test]
 fn unknown_capacities_use_the_median_rank() {
-    let mut fleet =
-        Fleet::new(RouterConfig { slow_start: SlowStartConfig { fill: 0.5, ..config().slow_start }, ..config() }, 3);
-    fleet.ask(9, &Ask::default()); // all start empty at the same time, so slow start does not apply
+    let mut fleet = SimulatedFleet::new(
+        RouterConfig { slow_start: SlowStartConfig { fill: 0.5, ..config().slow_start }, ..config() },
+        3,
+    );
+    fleet.request(9, &SampleRequest::default()); // all start empty at the same time, so slow start does not apply
     for (node, held) in [(0, 80), (1, 100), (2, 400)] {
-        fleet.nodes[node].holdings.publish(held, fleet.now);
+        fleet.ranks[node].cells.holdings.publish(held, fleet.now);
     }
     let position = fleet.admit(rank(3), RankTraits::default());
-    fleet.nodes[position].holdings.publish(25, fleet.now);
+    fleet.ranks[position].cells.holdings.publish(25, fleet.now);
     assert_eq!(new_ranks_cost(&mut fleet, 0), 2.0, "half of half of 100");
 }
 
 #[test]
 fn ranks_that_join_during_a_query_are_charged_as_new() {
-    let mut fleet =
-        Fleet::new(RouterConfig { slow_start: SlowStartConfig { fill: 0.5, ..config().slow_start }, ..config() }, 1);
-    occupy(&mut fleet, 90, 0);
-    fleet.prompt_answers = false;
-    fleet.ask(0, &Ask { prompt: 990, blocks: 2, ..Ask::default() });
-    assert_eq!(fleet.asked.len(), 1);
+    let mut fleet = SimulatedFleet::new(
+        RouterConfig { slow_start: SlowStartConfig { fill: 0.5, ..config().slow_start }, ..config() },
+        1,
+    );
+    fleet.occupy(90, 0, 1);
+    fleet.responds_at_once = false;
+    fleet.request(0, &SampleRequest { prompt: 1_090, blocks: 2, ..SampleRequest::default() });
+    assert_eq!(fleet.open_queries.len(), 1);
     fleet.admit(rank(1), RankTraits { total_kv_blocks: Some(100), ..RankTraits::default() });
-    fleet.answer(&[]);
-    while !fleet.asked.is_empty() {
-        fleet.answer(&[]);
-    }
+    fleet.respond(&[]);
+    fleet.settle();
     assert_eq!(fleet.worker(0), 0, "3 prefill and 2 held are less than 4 times 10");
 }
 
 #[test]
 fn backpressure_contains_class_limit_current_and_retry_delay() {
     let class = QueueClass { requests_max_per_rank: Some(1), ..busy_above(0).queue.classes[0].clone() };
-    let mut fleet =
-        Fleet::new(RouterConfig { queue: QueueConfig { classes: vec![class], ..config().queue }, ..config() }, 2);
-    occupy(&mut fleet, 90, 0);
-    occupy(&mut fleet, 91, 1);
-    (0..3).for_each(|id| fleet.ask(id, &Ask::default()));
+    let mut fleet = SimulatedFleet::new(
+        RouterConfig { queue: QueueConfig { classes: vec![class], ..config().queue }, ..config() },
+        2,
+    );
+    fleet.occupy(90, 0, 1);
+    fleet.occupy(91, 1, 1);
+    (0..3).for_each(|id| fleet.request(id, &SampleRequest::default()));
     assert_eq!(
         fleet.rejection(2).to_string(),
         "class only takes no more waiting requests: limit requests is 2, 2 are waiting, retry after 1s"
     );
-    fleet.ask(3, &asks(ResolvedOptions { do_not_queue: true, ..ResolvedOptions::default() }));
+    fleet.request(3, &SampleRequest::from(ResolvedOptions { do_not_queue: true, ..ResolvedOptions::default() }));
     let Rejection::Backpressure(refused) = fleet.rejection(3) else { panic!("queueing is disallowed") };
     assert_eq!((&*refused.class, refused.limit.name(), refused.current), ("only", "do_not_queue", 2));
-    fleet.ask(4, &asks(ResolvedOptions { policy_class: Some("gold".into()), ..ResolvedOptions::default() }));
+    fleet.request(
+        4,
+        &SampleRequest::from(ResolvedOptions { policy_class: Some("gold".into()), ..ResolvedOptions::default() }),
+    );
     assert_eq!(
         fleet.rejection(4).to_string(),
         "class is \"gold\", must be the name or the family of one of queue.classes"
     );
-    assert!(!fleet.left.iter().any(|(_, outcome)| matches!(outcome, Outcome::Booked(d, _) if d.number() > 2)));
+    assert!(
+        !fleet.outcomes.iter().any(|(_, outcome)| matches!(outcome, RequestOutcome::Booked(d, _) if d.number() > 2))
+    );
     assert_eq!(u64::from(BLOCK_SIZE) * 8, fleet.schedule.depths().map(|(_, depth)| depth.raw_tokens).sum::<u64>());
 }

@@ -21,8 +21,7 @@ use pointsman::schedule::{
     Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadView, Purpose, RankCells, Request, Schedule, Waits,
 };
 use pointsman::select::{RankOverlap, RankTraits, TierOverlap};
-
-use crate::fleet::scattered;
+use pointsman::test_support::mix;
 
 const RANKS: u32 = 6;
 const INPUTS: u64 = 1_500;
@@ -138,8 +137,8 @@ impl LoadView for ReplayedLoads {
 }
 
 fn prompt(n: u64) -> PromptBlocks {
-    let (family, length) = (scattered(n) % 7, 1 + scattered(n ^ 77) % 30);
-    PromptBlocks::Hashed((0..length).map(|block| SequenceHash(scattered(family << 32 | block))).collect())
+    let (family, length) = (mix(n) % 7, 1 + mix(n ^ 77) % 30);
+    PromptBlocks::Hashed((0..length).map(|block| SequenceHash(mix(family << 32 | block))).collect())
 }
 
 /// The loads that the writer publishes in rotation: 0 to 7 requests with their prefills.
@@ -158,7 +157,7 @@ fn published_loads() -> Vec<BoardLoad> {
 /// Publishes the `n`th state of every cell.
 fn publish(cells: &[RankCells], loads: &[BoardLoad], n: u64) {
     for (cells, rank) in cells.iter().zip(0u64..) {
-        let value = scattered(n << 8 | rank);
+        let value = mix(n << 8 | rank);
         let at = Timestamp(100_000_000 * n);
         let load = loads[(value % 8) as usize];
         let incarnation = u32::from(value.is_multiple_of(97));
@@ -193,7 +192,7 @@ fn request(n: u64) -> Request<u64> {
         slot: Slot(slot),
         generation: Generation(1),
         overlap: TierOverlap {
-            device_blocks: (scattered(n ^ u64::from(slot)) % 8) as u32 % (prompt.block_count() + 1),
+            device_blocks: (mix(n ^ u64::from(slot)) % 8) as u32 % (prompt.block_count() + 1),
             ..TierOverlap::default()
         },
     };
@@ -205,7 +204,7 @@ fn request(n: u64) -> Request<u64> {
     };
     let waits = Waits { booking: BookingId(n), arrival: Timestamp(100_000_000 * n), block_hashes: None };
     Request {
-        overlaps: (0..RANKS).filter(|slot| scattered(n + u64::from(*slot)).is_multiple_of(3)).map(overlap).collect(),
+        overlaps: (0..RANKS).filter(|slot| mix(n + u64::from(*slot)).is_multiple_of(3)).map(overlap).collect(),
         purpose,
         waits: Some(Box::new(waits)),
         ..Request::new(n, prompt.clone(), prompt.block_count() * 16)
@@ -233,7 +232,7 @@ fn effects_of<V: LoadView>(policy: Policy, loads: &V, between: impl Fn(u64)) -> 
                 let answer = |slot: &Slot| LoadAnswer {
                     slot: *slot,
                     generation: Generation(1),
-                    load: RankLoad { requests: (scattered(query.batch) % 5) as u32, ..RankLoad::default() },
+                    load: RankLoad { requests: (mix(query.batch) % 5) as u32, ..RankLoad::default() },
                     shared_blocks: query.prompts.iter().map(|_| 0).collect(),
                 };
                 let answers = query.slots.iter().map(answer).collect();

@@ -2,7 +2,6 @@
 //!
 //! `PROPTEST_CASES` sets the number of histories; a failure prints its seed.
 
-use std::ops::Range;
 use std::time::Duration;
 
 use pointsman::RouterConfig;
@@ -10,10 +9,11 @@ use pointsman::config::{QueueClass, QueueConfig, QueueOrder};
 use pointsman::protocol::{BookingId, WorkerId};
 use pointsman::schedule::{Input, Purpose, ResolvedOptions, Target};
 use pointsman::select::{Pin, PinMode};
+use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, mix, rank};
 use proptest::prelude::*;
 
 use crate::effort::effort;
-use crate::fleet::{Ask, Fleet, Outcome, asks, config, rank, scattered};
+use crate::fleet::config;
 use crate::world::World;
 
 proptest! {
@@ -56,32 +56,24 @@ fn one_at_a_time(classes: &[(&str, u32)]) -> RouterConfig {
     }
 }
 
-fn of_class(class: &str, blocks: u32) -> Ask {
+fn of_class(class: &str, blocks: u32) -> SampleRequest {
     let options = ResolvedOptions { policy_class: Some(class.into()), ..ResolvedOptions::default() };
-    Ask { blocks, ..asks(options) }
+    SampleRequest { blocks, ..SampleRequest::from(options) }
 }
 
-/// Gives each worker a block to prefill.
-fn occupy(fleet: &mut Fleet, ids: Range<u64>) {
-    for (worker, id) in (0..).zip(ids) {
-        let target = Target::Exactly { rank: rank(worker), cached_tokens: None, expected_duration: None };
-        fleet.ask(id, &Ask { blocks: 1, prompt: 1_000 + id, target, waits: false, ..Ask::default() });
-    }
-}
-
-fn complete(fleet: &mut Fleet, id: u64) {
+fn complete(fleet: &mut SimulatedFleet, id: u64) {
     fleet.complete_prefill(id);
     fleet.wake();
 }
 
-fn finish(fleet: &mut Fleet, id: u64) {
+fn finish(fleet: &mut SimulatedFleet, id: u64) {
     fleet.free(id);
     fleet.wake();
 }
 
 /// Classes with permanently queued requests for a single rank.
 struct Backlog {
-    fleet: Fleet,
+    fleet: SimulatedFleet,
     names: Vec<String>,
     costs: Vec<(u32, u32)>,
     classes: Vec<usize>,
@@ -92,36 +84,36 @@ impl Backlog {
     fn new(quanta: &[u32], costs: Vec<(u32, u32)>) -> Self {
         let names: Vec<String> = (0..quanta.len()).map(|class| format!("class-{class}")).collect();
         let classes: Vec<(&str, u32)> = names.iter().map(String::as_str).zip(quanta.iter().copied()).collect();
-        let mut fleet = Fleet::new(one_at_a_time(&classes), 1);
-        occupy(&mut fleet, 1_000_000..1_000_001);
+        let mut fleet = SimulatedFleet::new(one_at_a_time(&classes), 1);
+        fleet.occupy(1_000_000, 0, 1);
         let mut backlog = Self { fleet, names, costs, classes: Vec::new(), last: 1_000_000 };
-        (0..quanta.len() * 3).for_each(|n| backlog.ask(n % quanta.len()));
+        (0..quanta.len() * 3).for_each(|n| backlog.request(n % quanta.len()));
         backlog
     }
 
     fn cost(&self, id: u64) -> u32 {
         let (least, most) = self.costs[self.classes[id as usize]];
-        least + (scattered(id) % u64::from(most - least + 1)) as u32
+        least + (mix(id) % u64::from(most - least + 1)) as u32
     }
 
-    fn ask(&mut self, class: usize) {
+    fn request(&mut self, class: usize) {
         let id = self.classes.len() as u64;
         self.classes.push(class);
         // A pinned request waits in a separate lane with the same share.
-        let mut ask = of_class(&self.names[class], self.cost(id));
+        let mut sample = of_class(&self.names[class], self.cost(id));
         let pin = Pin { worker: WorkerId(0), rank: None, mode: PinMode::Hard };
-        ask.options.constraints.pin = id.is_multiple_of(3).then_some(pin);
-        self.fleet.ask(id, &ask);
+        sample.options.constraints.pin = id.is_multiple_of(3).then_some(pin);
+        self.fleet.request(id, &sample);
     }
 
     /// Ends the running request, which sends the next one. Returns its class and cost.
     fn send(&mut self) -> (usize, u64) {
-        self.fleet.left.clear();
+        self.fleet.outcomes.clear();
         finish(&mut self.fleet, self.last);
-        let [sent] = self.fleet.booked()[..] else { panic!("one is sent at a time: {:?}", self.fleet.left) };
+        let [sent] = self.fleet.booked()[..] else { panic!("one is sent at a time: {:?}", self.fleet.outcomes) };
         self.last = sent;
         let class = self.classes[sent as usize];
-        self.ask(class);
+        self.request(class);
         (class, u64::from(self.cost(sent)))
     }
 }
@@ -182,42 +174,44 @@ fn class_shares_match_the_worked_example() {
 
 #[test]
 fn half_of_ten_thousand_waiting_requests_are_cancelled_and_the_rest_served_in_order() {
-    let mut fleet = Fleet::new(one_at_a_time(&[("only", 2_048)]), 1);
-    occupy(&mut fleet, 20_000..20_001);
-    let blocks = |id: u64| 1 + (scattered(id) % 5) as u32;
+    let mut fleet = SimulatedFleet::new(one_at_a_time(&[("only", 2_048)]), 1);
+    fleet.occupy(20_000, 0, 1);
+    let blocks = |id: u64| 1 + (mix(id) % 5) as u32;
     let mut depth = (0, 0);
     for id in 0..10_000 {
         fleet.now = fleet.now + Duration::from_micros(1);
-        fleet.ask(id, &Ask { blocks: blocks(id), ..Ask::default() });
+        fleet.request(id, &SampleRequest { blocks: blocks(id), ..SampleRequest::default() });
         depth = (depth.0 + 1, depth.1 + u64::from(blocks(id)));
     }
-    let depth_of = |fleet: &Fleet| {
+    let depth_of = |fleet: &SimulatedFleet| {
         let (_, depth) = fleet.schedule.depths().next().expect("the only class");
         (depth.requests, depth.raw_tokens)
     };
     assert_eq!(depth_of(&fleet), depth);
     let mut order: Vec<u64> = (0..10_000).collect();
-    order.sort_unstable_by_key(|id| scattered(*id));
+    order.sort_unstable_by_key(|id| mix(*id));
     let (cancelled, mut kept) = (order[..5_000].to_vec(), order[5_000..].to_vec());
     for id in cancelled {
         fleet.cancel(id);
         depth = (depth.0 - 1, depth.1 - u64::from(blocks(id)));
         assert_eq!(depth_of(&fleet), depth);
-        assert!(matches!(fleet.left.last(), Some((last, Outcome::Cancelled)) if *last == id));
+        assert!(matches!(fleet.outcomes.last(), Some((last, RequestOutcome::Cancelled)) if *last == id));
     }
-    fleet.left.clear();
+    fleet.outcomes.clear();
     let mut running = 20_000;
     kept.sort_unstable();
     for id in kept {
         finish(&mut fleet, running);
-        let [(sent, Outcome::Booked(..))] = fleet.left[..] else { panic!("one at a time: {:?}", fleet.left) };
+        let [(sent, RequestOutcome::Booked(..))] = fleet.outcomes[..] else {
+            panic!("one at a time: {:?}", fleet.outcomes)
+        };
         assert_eq!(sent, id, "first come, first served");
-        fleet.left.clear();
+        fleet.outcomes.clear();
         running = sent;
     }
     finish(&mut fleet, running);
     assert_eq!((depth_of(&fleet), fleet.schedule.pending(), fleet.schedule.next_wake()), ((0, 0), 0, None));
-    assert!(fleet.nodes[0].active.is_empty());
+    assert!(fleet.ranks[0].active.is_empty());
 }
 
 #[test]
@@ -227,15 +221,15 @@ fn aged_overlaps_are_refreshed_once_per_age_and_reorder_the_queue() {
         queue: QueueConfig { classes: vec![wspt], overlap_refresh_after_ms: 100, ..config().queue },
         ..config()
     };
-    let mut fleet = Fleet::new(config, 1);
-    occupy(&mut fleet, 90..91);
-    let after = |fleet: &mut Fleet, millis: u64| {
+    let mut fleet = SimulatedFleet::new(config, 1);
+    fleet.occupy(90, 0, 1);
+    let after = |fleet: &mut SimulatedFleet, millis: u64| {
         fleet.now = fleet.now + Duration::from_millis(millis);
         fleet.wake();
         std::mem::take(&mut fleet.refreshes)
     };
-    fleet.ask(0, &Ask { blocks: 8, refreshes: true, ..Ask::default() });
-    fleet.ask(1, &Ask { blocks: 4, refreshes: false, ..Ask::default() });
+    fleet.request(0, &SampleRequest { blocks: 8, refreshes: true, ..SampleRequest::default() });
+    fleet.request(1, &SampleRequest { blocks: 4, refreshes: false, ..SampleRequest::default() });
     let asked_at = fleet.now;
     assert_eq!(fleet.schedule.next_wake(), Some(asked_at + Duration::from_millis(100)));
     assert_eq!(after(&mut fleet, 99), []);
@@ -267,76 +261,78 @@ fn requests_that_find_all_ranks_busy_are_queued_like_arrivals() {
             ..config()
         }
     };
-    let asked_about = |config: RouterConfig, ask: &Ask| {
-        let mut fleet = Fleet::new(config, 2);
+    let asked_about = |config: RouterConfig, sample: &SampleRequest| {
+        let mut fleet = SimulatedFleet::new(config, 2);
         // Rank 0 has the prompt active but nothing to prefill, so it needs a load query. Rank 1 is busy.
-        fleet.ask(80, &Ask { cached: vec![(0, 4)], ..Ask::default() });
+        fleet.request(80, &SampleRequest { cached: vec![(0, 4)], ..SampleRequest::default() });
         let busy = Target::Exactly { rank: rank(1), cached_tokens: None, expected_duration: None };
-        fleet.ask(81, &Ask { target: busy, waits: false, prompt: 2, ..Ask::default() });
-        fleet.prompt_answers = false;
-        fleet.ask(0, ask);
-        assert_eq!((fleet.asked.len(), fleet.worker(80)), (1, 0));
+        fleet.request(81, &SampleRequest { target: busy, waits: false, prompt: 2, ..SampleRequest::default() });
+        fleet.responds_at_once = false;
+        fleet.request(0, sample);
+        assert_eq!((fleet.open_queries.len(), fleet.worker(80)), (1, 0));
         fleet.drain(0);
-        fleet.answer(&[]);
-        while !fleet.asked.is_empty() {
-            fleet.answer(&[]);
-        }
+        fleet.respond(&[]);
+        fleet.settle();
         fleet
     };
-    assert_eq!(asked_about(limited(None), &Ask::default()).waiting(), 1);
-    let refused = asked_about(limited(None), &asks(options(true))).rejection(0).to_string();
+    assert_eq!(asked_about(limited(None), &SampleRequest::default()).waiting(), 1);
+    let refused = asked_about(limited(None), &SampleRequest::from(options(true))).rejection(0).to_string();
     assert!(refused.starts_with("class only takes no more waiting requests: limit do_not_queue"), "{refused}");
-    let refused = asked_about(limited(Some(0)), &Ask::default()).rejection(0).to_string();
+    let refused = asked_about(limited(Some(0)), &SampleRequest::default()).rejection(0).to_string();
     assert!(refused.starts_with("class only takes no more waiting requests: limit requests is 0"), "{refused}");
     for purpose in [Purpose::Book, Purpose::Report] {
-        let fleet = asked_about(limited(None), &Ask { purpose, waits: false, ..Ask::default() });
+        let fleet = asked_about(limited(None), &SampleRequest { purpose, waits: false, ..SampleRequest::default() });
         assert_eq!((fleet.worker(0), fleet.waiting()), (1, 0), "not queued");
     }
-    let fleet = asked_about(limited(None), &Ask { purpose: Purpose::Explain, waits: false, ..Ask::default() });
+    let fleet = asked_about(
+        limited(None),
+        &SampleRequest { purpose: Purpose::Explain, waits: false, ..SampleRequest::default() },
+    );
     assert_eq!(fleet.explanation(0).refused.as_deref(), Some("busy"));
 }
 
 #[test]
 fn deadlines_expire_during_queries_for_others() {
-    let mut fleet = Fleet::new(one_at_a_time(&[("only", 2_048)]), 2);
-    occupy(&mut fleet, 90..92);
-    let due = |fleet: &Fleet, millis: u64| {
+    let mut fleet = SimulatedFleet::new(one_at_a_time(&[("only", 2_048)]), 2);
+    fleet.occupy(90, 0, 1);
+    fleet.occupy(91, 1, 1);
+    let due = |fleet: &SimulatedFleet, millis: u64| {
         let due = Some(fleet.now + Duration::from_millis(millis));
-        Ask { prompt: 1_090, ..asks(ResolvedOptions { due, ..ResolvedOptions::default() }) }
+        SampleRequest { prompt: 1_090, ..SampleRequest::from(ResolvedOptions { due, ..ResolvedOptions::default() }) }
     };
     let (soon, later) = (due(&fleet, 5), due(&fleet, 6));
-    fleet.ask(0, &soon);
+    fleet.request(0, &soon);
     assert_eq!((fleet.waiting(), fleet.schedule.next_wake()), (1, soon.options.due));
-    fleet.prompt_answers = false;
-    fleet.ask(1, &Ask { purpose: Purpose::LoadSnapshot, prompt: 1_090, ..Ask::default() });
-    fleet.ask(2, &later);
-    assert_eq!(fleet.asked.len(), 1, "the third is behind the load snapshot");
+    fleet.responds_at_once = false;
+    fleet.request(1, &SampleRequest { purpose: Purpose::LoadSnapshot, prompt: 1_090, ..SampleRequest::default() });
+    fleet.request(2, &later);
+    assert_eq!(fleet.open_queries.len(), 1, "the third is behind the load snapshot");
     fleet.now = fleet.now + Duration::from_millis(5);
     fleet.wake();
     assert_eq!(fleet.rejection(0).to_string(), "the deadline passed after 5 ms");
     fleet.now = fleet.now + Duration::from_millis(1);
-    fleet.ask(3, &later);
+    fleet.request(3, &later);
     assert_eq!(fleet.rejection(3).to_string(), "the deadline passed after 0 ms", "expired on arrival");
-    fleet.answer(&[]);
+    fleet.respond(&[]);
     assert_eq!(fleet.rejection(2).to_string(), "the deadline passed after 6 ms");
-    assert!(fleet.asked.is_empty(), "no query for expired requests");
+    assert!(fleet.open_queries.is_empty(), "no query for expired requests");
 }
 
 #[test]
 fn requests_can_be_cancelled_in_every_state() {
-    let mut fleet = Fleet::new(one_at_a_time(&[("only", 2_048)]), 1);
-    fleet.ask(90, &Ask { cached: vec![(0, 64)], blocks: 4, ..Ask::default() });
-    fleet.prompt_answers = false;
-    fleet.ask(0, &Ask::default()); // in flight
-    fleet.ask(1, &Ask::default()); // queued behind it
-    assert_eq!(fleet.asked.len(), 1);
+    let mut fleet = SimulatedFleet::new(one_at_a_time(&[("only", 2_048)]), 1);
+    fleet.request(90, &SampleRequest { cached: vec![(0, 64)], blocks: 4, ..SampleRequest::default() });
+    fleet.responds_at_once = false;
+    fleet.request(0, &SampleRequest::default()); // in flight
+    fleet.request(1, &SampleRequest::default()); // queued behind it
+    assert_eq!(fleet.open_queries.len(), 1);
     fleet.cancel(1);
-    assert!(matches!(fleet.outcome(1), Outcome::Cancelled));
+    assert!(matches!(fleet.outcome(1), RequestOutcome::Cancelled));
     fleet.cancel(0);
-    assert!(!fleet.has_left(0), "its replies are pending");
-    fleet.answer(&[]);
-    assert!(matches!(fleet.outcome(0), Outcome::Cancelled));
+    assert!(!fleet.is_complete(0), "its replies are pending");
+    fleet.respond(&[]);
+    assert!(matches!(fleet.outcome(0), RequestOutcome::Cancelled));
     fleet.cancel(0);
     fleet.cancel(77);
-    assert_eq!((fleet.left.len(), fleet.schedule.pending()), (3, 0));
+    assert_eq!((fleet.outcomes.len(), fleet.schedule.pending()), (3, 0));
 }

@@ -11,9 +11,10 @@ use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::queue::LimitKind;
 use pointsman::schedule::Rejection;
 use pointsman::select::{Constraints, Pin as PinTo, PinMode};
+use pointsman::test_support::rank;
 use pointsman::{Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
 
-use crate::common::{BLOCK_SIZE, assert_at_rest, config, rank, stored, tokens};
+use crate::common::{BLOCK_SIZE, assert_at_rest, config, stored, tokens};
 
 type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a>>;
 

@@ -9,9 +9,10 @@ use std::time::Duration;
 use pointsman::error::RouteError;
 use pointsman::load::{PrefillEstimator, PrefillFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::test_support::rank;
 use pointsman::{Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
-use crate::common::{assert_at_rest, config, loads, rank, suppress_fault_reports, tokens};
+use crate::common::{assert_at_rest, config, loads, suppress_fault_reports, tokens};
 
 type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a>>;
 

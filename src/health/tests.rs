@@ -7,6 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::protocol::WorkerId;
+use crate::test_support::rank;
 
 const RULES: HealthRules = HealthRules {
     probe_failures_max: 3,
@@ -18,10 +19,6 @@ const RULES: HealthRules = HealthRules {
 };
 
 const NOBODY: [u64; 0] = [];
-
-fn rank(worker: u64) -> WorkerRank {
-    WorkerRank::new(WorkerId(worker), 0)
-}
 
 fn at(seconds: u64) -> Timestamp {
     Timestamp(seconds * 1_000_000_000)

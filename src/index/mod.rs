@@ -43,7 +43,7 @@ mod lower;
 mod overlaps;
 mod query;
 mod rank;
-#[doc(hidden)]
+#[cfg(any(test, feature = "test-support"))]
 pub mod reference;
 mod residence;
 mod span;

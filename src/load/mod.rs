@@ -19,7 +19,7 @@ mod meter;
 mod output;
 mod prefill;
 mod prompts;
-#[doc(hidden)]
+#[cfg(any(test, feature = "test-support"))]
 pub mod reference;
 mod sequences;
 mod sketch;

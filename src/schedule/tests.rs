@@ -1,6 +1,5 @@
-//! The scheduler driven without a runtime: a fleet of plain [`ActiveSequences`] answers its queries, at once or late.
+//! Properties and examples of the scheduler with a simulated fleet.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use proptest::prelude::*;
@@ -9,145 +8,40 @@ use super::rank::ProjectedPrompt;
 use super::*;
 use crate::config::{LoadConfig, QueueConfig};
 use crate::hashing::sequence_hashes;
-use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks};
+use crate::load::{BoardLoad, BoardSlot, PromptBlocks};
 use crate::policy::{CostFacts, KvConfig, Policy, PolicyConfig};
-use crate::protocol::{BlockHash, BookingId, Generation, Slot, WorkerId, WorkerRank};
-use crate::select::{RankOverlap, TierOverlap};
+use crate::protocol::{BlockHash, BookingId, Generation, Slot, WorkerId};
+use crate::select::RankTraits;
+use crate::test_support::{SimulatedFleet, rank};
 
 const NOW: Timestamp = Timestamp(0);
 
-struct Node {
-    active: ActiveSequences,
-    board: Arc<BoardSlot>,
-    applied: u32,
+fn fleet(config: &RouterConfig, ranks: usize, extensions: Extensions) -> SimulatedFleet {
+    let schedule = Schedule::new(config.clone(), 0, extensions);
+    let mut fleet = SimulatedFleet::of(schedule, config.clone(), ranks);
+    fleet.responds_at_once = false;
+    fleet
 }
 
-/// Ranks as their sequence actors would keep them.
-struct Fleet {
-    schedule: Schedule<u64>,
-    loads: LiveLoads,
-    nodes: Vec<Node>,
-    effects: VecDeque<Effect<u64>>,
-    prompts: BTreeMap<u64, PromptBlocks>,
-    placed: Vec<(u64, WorkerRank)>,
-    rejected: Vec<(u64, Rejection)>,
-    /// Queries not answered yet.
-    asked: VecDeque<LoadQuery>,
-    asked_ranks: usize,
+fn prompt_of(asked: &Asked, assume_kv_reuse: bool) -> PromptBlocks {
+    if !assume_kv_reuse {
+        return PromptBlocks::Counted(asked.prompt.len() as u32);
+    }
+    PromptBlocks::Hashed(sequence_hashes(&asked.prompt.iter().copied().map(BlockHash).collect::<Vec<_>>()))
 }
 
-impl Fleet {
-    fn new(config: RouterConfig, ranks: usize) -> Self {
-        Self::with(config, ranks, Extensions::default())
-    }
-
-    fn with(config: RouterConfig, ranks: usize, extensions: Extensions) -> Self {
-        let mut fleet = Self {
-            schedule: Schedule::new(config, 0, extensions),
-            loads: LiveLoads::default(),
-            nodes: Vec::new(),
-            effects: VecDeque::new(),
-            prompts: BTreeMap::new(),
-            placed: Vec::new(),
-            rejected: Vec::new(),
-            asked: VecDeque::new(),
-            asked_ranks: 0,
-        };
-        for _ in 0..ranks {
-            fleet.admit();
-        }
-        fleet
-    }
-
-    fn admit(&mut self) {
-        let slot = self.nodes.len() as u32;
-        let board = Arc::new(BoardSlot::default());
-        let (rank, generation) = (WorkerRank::new(WorkerId(u64::from(slot)), 0), Generation(1));
-        self.nodes.push(Node { active: ActiveSequences::new(true), board: Arc::clone(&board), applied: 0 });
-        self.loads.insert(Slot(slot), RankCells { board, ..RankCells::default() });
-        self.step(Input::Admit(Admission::new(rank, Slot(slot), generation)));
-    }
-
-    fn step(&mut self, input: Input<u64>) {
-        self.schedule.step(input, &self.loads, NOW, &mut self.effects);
-        self.perform();
-    }
-
-    fn perform(&mut self) {
-        while let Some(effect) = self.effects.pop_front() {
-            match effect {
-                Effect::Query(query) => {
-                    self.asked_ranks += query.slots.len();
-                    self.asked.push_back(query);
-                }
-                Effect::PublishTypicalSpeed(speed) => self.loads.publish_typical_speed(&speed),
-                Effect::Book { context: id, decision, number, .. } => {
-                    let node = &mut self.nodes[decision.slot.index()];
-                    assert_eq!(number.number, node.applied + 1, "Books are numbered without a gap");
-                    node.applied = number.number;
-                    let prompt = self.prompts[&id].clone();
-                    node.active.book(BookingId(id), prompt, decision.prefill_load, NOW).expect("booked once");
-                    node.publish();
-                    self.placed.push((id, decision.rank));
-                }
-                Effect::Report { context: id, decision } => self.placed.push((id, decision.rank)),
-                Effect::LoadSnapshot { .. }
-                | Effect::Explain { .. }
-                | Effect::Refresh { .. }
-                | Effect::Cancelled { .. } => {}
-                Effect::Reject { context: id, reason } => self.rejected.push((id, reason)),
-            }
-        }
-    }
-
-    fn request(&mut self, id: u64, asked: &Asked, config: &RouterConfig) {
-        let blocks: Vec<BlockHash> = asked.prompt.iter().copied().map(BlockHash).collect();
-        let hashes = sequence_hashes(&blocks);
-        let blocks = hashes.len() as u32;
-        let shared = config.load.assume_kv_reuse;
-        let prompt = if shared { PromptBlocks::Hashed(hashes) } else { PromptBlocks::Counted(blocks) };
-        self.prompts.insert(id, prompt.clone());
-        let overlap = |(slot, device_blocks): (usize, &u32)| RankOverlap {
-            slot: Slot(slot as u32),
-            generation: Generation(1),
-            overlap: TierOverlap { device_blocks: (*device_blocks).min(blocks), ..TierOverlap::default() },
-        };
-        let overlaps = asked.overlaps.iter().take(self.nodes.len()).enumerate().map(overlap).collect();
-        let isl_tokens = blocks * config.block_size;
-        self.step(Input::Request(Request { overlaps, ..Request::new(id, prompt, isl_tokens) }));
-    }
-
-    /// Answers the oldest open query, except for the ranks in `missing`.
-    fn answer(&mut self, missing: &[u32]) {
-        let Some(query) = self.asked.pop_front() else { return };
-        let answers = query.slots.iter().filter(|slot| !missing.contains(&slot.0)).map(|&slot| {
-            let active = &self.nodes[slot.index()].active;
-            let shared_blocks = query.prompts.iter().map(|prompt| active.project(prompt).shared_blocks).collect();
-            LoadAnswer { slot, generation: Generation(1), load: active.load(NOW), shared_blocks }
-        });
-        let answers = answers.collect();
-        self.step(Input::Loads { batch: query.batch, answers });
-    }
-
-    fn settle(&mut self) {
-        while !self.asked.is_empty() {
-            self.answer(&[]);
-        }
-        assert_eq!(self.schedule.pending(), 0, "every request has left");
-    }
-
-    fn free(&mut self, id: u64) {
-        for node in &mut self.nodes {
-            node.active.free(BookingId(id), NOW);
-            node.publish();
-        }
-    }
+fn request(fleet: &mut SimulatedFleet, id: u64, asked: &Asked) {
+    let prompt = prompt_of(asked, fleet.config.load.assume_kv_reuse);
+    let blocks = prompt.block_count();
+    let cached: Vec<_> = asked.overlaps.iter().map(|overlap| *overlap.min(&blocks)).enumerate().collect();
+    let overlaps = fleet.overlaps(&cached[..cached.len().min(fleet.ranks.len())]);
+    let isl_tokens = blocks * fleet.config.block_size;
+    fleet.submit(Request { overlaps, ..Request::new(id, prompt, isl_tokens) });
 }
 
-impl Node {
-    fn publish(&self) {
-        self.board.publish(&BoardLoad::of(&self.active, 0, self.applied, NOW));
-    }
+fn settle(fleet: &mut SimulatedFleet) {
+    fleet.settle();
+    assert_eq!(fleet.schedule.pending(), 0, "every request is complete");
 }
 
 #[derive(Clone, Debug)]
@@ -181,9 +75,9 @@ fn deterministic_policy() -> impl Strategy<Value = Policy> {
     prop::sample::select(Policy::ALL.to_vec())
 }
 
-/// One request after the other, each answered before the next comes.
-fn serially(config: &RouterConfig, ranks: usize, requests: &[Asked]) -> Fleet {
-    serially_in(Fleet::new(config.clone(), ranks), config, requests)
+/// One request after the other, each complete before the next arrives.
+fn serially(config: &RouterConfig, ranks: usize, requests: &[Asked]) -> SimulatedFleet {
+    serially_in(fleet(config, ranks, Extensions::default()), requests)
 }
 
 /// Queries the load of every rank for each decision.
@@ -191,10 +85,10 @@ fn every_rank() -> Extensions {
     Extensions { queries_every_rank: true, ..Extensions::default() }
 }
 
-fn serially_in(mut fleet: Fleet, config: &RouterConfig, requests: &[Asked]) -> Fleet {
+fn serially_in(mut fleet: SimulatedFleet, requests: &[Asked]) -> SimulatedFleet {
     for (id, asked) in requests.iter().enumerate() {
-        fleet.request(id as u64, asked, config);
-        fleet.settle();
+        request(&mut fleet, id as u64, asked);
+        settle(&mut fleet);
         if let Some(back) = asked.frees {
             fleet.free((id as u64).saturating_sub(u64::from(back)));
         }
@@ -209,10 +103,10 @@ proptest! {
         requests in prop::collection::vec(asked(), 1..60),
     ) {
         let config = config(policy, reuse);
-        let all = serially_in(Fleet::with(config.clone(), ranks, every_rank()), &config, &requests);
+        let all = serially_in(fleet(&config, ranks, every_rank()), &requests);
         let shortlist = serially(&config, ranks, &requests);
-        prop_assert_eq!(&all.placed, &shortlist.placed);
-        prop_assert!(shortlist.asked_ranks <= all.asked_ranks);
+        prop_assert_eq!(&all.placed(), &shortlist.placed());
+        prop_assert!(shortlist.queried_ranks <= all.queried_ranks);
     }
 
     /// What the board says of a rank holds the truth, whatever was booked, freed or is still under way.
@@ -222,19 +116,17 @@ proptest! {
     ) {
         let config = config(Policy::RoundRobin, reuse);
         let mut fleet = serially(&config, ranks, &requests);
-        fleet.schedule.ranks.refresh(&fleet.loads, NOW);
-        fleet.request(u64::MAX, &newcomer, &config); // for its prompt; round robin books it somewhere
-        let prompt = fleet.prompts[&u64::MAX].clone();
+        fleet.schedule.ranks.refresh(&fleet.loads, fleet.now);
+        let prompt = prompt_of(&newcomer, reuse);
         let fingerprint = prompt.fingerprint();
-        fleet.free(u64::MAX);
-        fleet.schedule.ranks.refresh(&fleet.loads, NOW);
+        fleet.schedule.ranks.refresh(&fleet.loads, fleet.now);
         let cost = config.kv_cost();
-        for (rank, node) in fleet.schedule.ranks.as_slice().iter().zip(&fleet.nodes) {
+        for (rank, node) in fleet.schedule.ranks.as_slice().iter().zip(&fleet.ranks) {
             let projected = rank.project(ProjectedPrompt { prompt: &prompt, block_count: u64::from(prompt.block_count()), fingerprint: &fingerprint, in_batch: 0 });
             let exact = u64::from(node.active.project(&prompt).potential_blocks);
             let (lo, hi) = projected.potential_blocks;
             prop_assert!(lo <= exact && exact <= hi, "{exact} is not in {lo}..={hi}");
-            let tokens = node.active.load(NOW).prefill_tokens;
+            let tokens = node.active.load(fleet.now).prefill_tokens;
             prop_assert!(projected.prefill_tokens.0 <= tokens && tokens <= projected.prefill_tokens.1);
             let facts = CostFacts { isl_tokens: 400, potential_blocks: exact, prefill_tokens: tokens, ..CostFacts::default() };
             let bounds = cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens);
@@ -250,16 +142,16 @@ proptest! {
         let config = config(policy, reuse);
         let extensions = Extensions { queries_every_rank, ..Extensions::default() };
         let requests: Vec<Asked> = requests.into_iter().map(|asked| Asked { frees: None, ..asked }).collect();
-        let serial = serially_in(Fleet::with(config.clone(), ranks, extensions.clone()), &config, &requests);
-        let mut batched = Fleet::with(config.clone(), ranks, extensions);
+        let serial = serially_in(fleet(&config, ranks, extensions.clone()), &requests);
+        let mut batched = fleet(&config, ranks, extensions);
         for (id, asked) in requests.iter().enumerate() {
-            batched.request(id as u64, asked, &config);
+            request(&mut batched, id as u64, asked);
             if id % burst == burst - 1 {
-                batched.answer(&[]);
+                batched.respond(&[]);
             }
         }
-        batched.settle();
-        prop_assert_eq!(serial.placed, batched.placed);
+        settle(&mut batched);
+        prop_assert_eq!(serial.placed(), batched.placed());
     }
 
     #[test]
@@ -267,33 +159,32 @@ proptest! {
         policy in deterministic_policy(), ranks in 0usize..6, steps in prop::collection::vec((0u8..10, asked()), 1..120),
     ) {
         let config = config(policy, true);
-        let mut fleet = Fleet::new(config.clone(), ranks);
+        let mut fleet = fleet(&config, ranks, Extensions::default());
         let mut requests_sent = 0;
         for (step, asked) in steps {
             match step {
                 0..5 => {
-                    fleet.request(requests_sent, &asked, &config);
+                    request(&mut fleet, requests_sent, &asked);
                     requests_sent += 1;
                 }
-                5 => fleet.answer(&[0, 2]), // those two are wedged
+                5 => fleet.respond(&[0, 2]), // those two are wedged
                 6 => {
-                    if let Some(late) = fleet.asked.front().cloned() {
-                        fleet.answer(&[0, 1, 2, 3, 4, 5, 6]); // everyone is late
-                        fleet.asked.push_front(late);
-                        fleet.answer(&[]); // and answers a batch that is closed
+                    if let Some(late) = fleet.open_queries.front().cloned() {
+                        fleet.respond(&[0, 1, 2, 3, 4, 5, 6]); // everyone is late
+                        fleet.open_queries.push_front(late);
+                        fleet.respond(&[]); // and answers a batch that is closed
                     }
                 }
-                7 => fleet.admit(),
+                7 => drop(fleet.admit(rank(fleet.ranks.len() as u64), RankTraits::default())),
                 8 => {
                     let slot = Slot(asked.prompt.len() as u32);
                     fleet.step(Input::Retire { slot, generation: Generation(1) });
                 }
-                _ => fleet.answer(&[]),
+                _ => fleet.respond(&[]),
             }
         }
-        fleet.settle();
-        let mut left: Vec<u64> = fleet.placed.iter().map(|(id, _)| *id).collect();
-        left.extend(fleet.rejected.iter().map(|(id, _)| *id));
+        settle(&mut fleet);
+        let mut left: Vec<u64> = fleet.outcomes.iter().map(|(id, _)| *id).collect();
         left.sort_unstable();
         prop_assert_eq!(left, (0..requests_sent).collect::<Vec<_>>());
     }
@@ -302,38 +193,38 @@ proptest! {
 #[test]
 fn timed_out_ranks_are_avoided_until_they_reply() {
     let config = config(Policy::Kv, true);
-    let mut fleet = Fleet::with(config.clone(), 2, every_rank());
+    let mut fleet = fleet(&config, 2, every_rank());
     let asked = |n: u64| Asked { prompt: vec![n, n + 1, n + 2], overlaps: vec![], frees: None };
     for id in 0..2 {
-        fleet.request(id, &asked(7), &config);
-        fleet.settle();
+        request(&mut fleet, id, &asked(7));
+        settle(&mut fleet);
     }
-    fleet.request(2, &asked(7), &config);
-    let late = fleet.asked.front().cloned().expect("both ranks are busy and queried");
+    request(&mut fleet, 2, &asked(7));
+    let late = fleet.open_queries.front().cloned().expect("both ranks are busy and queried");
     assert_eq!(late.slots, [Slot(0), Slot(1)]);
-    fleet.answer(&[0]); // the timer closes the batch without rank 0
+    fleet.respond(&[0]); // the timer closes the batch without rank 0
     for id in 3..7 {
-        fleet.request(id, &asked(7), &config);
-        fleet.settle();
+        request(&mut fleet, id, &asked(7));
+        settle(&mut fleet);
     }
-    assert!(fleet.placed[2..].iter().all(|(_, rank)| rank.worker == WorkerId(1)), "{:?}", fleet.placed);
-    fleet.asked.push_back(late);
-    fleet.answer(&[]); // rank 0 answers at last
-    fleet.request(7, &asked(7), &config);
-    fleet.settle();
-    assert_eq!(fleet.placed.last(), Some(&(7, WorkerRank::new(WorkerId(0), 0))));
+    assert!(fleet.placed()[2..].iter().all(|(_, rank)| rank.worker == WorkerId(1)), "{:?}", fleet.placed());
+    fleet.open_queries.push_back(late);
+    fleet.respond(&[]); // rank 0 answers at last
+    request(&mut fleet, 7, &asked(7));
+    settle(&mut fleet);
+    assert_eq!(fleet.placed().last(), Some(&(7, rank(0))));
 }
 
 #[test]
 fn a_single_timed_out_rank_is_still_used() {
     let config = config(Policy::Kv, true);
-    let mut fleet = Fleet::with(config.clone(), 1, every_rank());
+    let mut fleet = fleet(&config, 1, every_rank());
     let asked = Asked { prompt: vec![1, 2, 3], overlaps: vec![], frees: None };
     for id in 0..3 {
-        fleet.request(id, &asked, &config);
-        fleet.answer(&[0]);
+        request(&mut fleet, id, &asked);
+        fleet.respond(&[0]);
     }
-    assert_eq!(fleet.placed.len(), 3);
+    assert_eq!(fleet.placed().len(), 3);
     assert_eq!(fleet.schedule.batch_in_flight(), None, "no batch waits for a timed-out rank");
 }
 
@@ -347,7 +238,7 @@ fn ranks_without_a_readable_board_are_not_idle() {
     for (slot, board) in boards.iter().enumerate() {
         board.publish(&BoardLoad { applied: 500, requests: 9, ..BoardLoad::default() });
         board.begin_write();
-        let (rank, slot) = (WorkerRank::new(WorkerId(slot as u64), 0), Slot(slot as u32));
+        let (rank, slot) = (rank(slot as u64), Slot(slot as u32));
         loads.insert(slot, RankCells { board: Arc::clone(board), ..RankCells::default() });
         schedule.step(Input::Admit(Admission::new(rank, slot, Generation(1))), &loads, NOW, &mut effects);
     }
@@ -375,13 +266,13 @@ fn ranks_of_infinite_cost_are_drawn_at_random() {
             policy: PolicyConfig::Kv(KvConfig { prefill_load_scale, ..KvConfig::default() }),
             ..config(Policy::Kv, true)
         };
-        let mut fleet = Fleet::new(config.clone(), 4);
+        let mut fleet = fleet(&config, 4, Extensions::default());
         for id in 0..64 {
-            fleet.request(id, &Asked { prompt: vec![id], overlaps: vec![], frees: None }, &config);
-            fleet.settle();
+            request(&mut fleet, id, &Asked { prompt: vec![id], overlaps: vec![], frees: None });
+            settle(&mut fleet);
         }
-        let chosen: BTreeSet<_> = fleet.placed.iter().map(|(_, rank)| *rank).collect();
-        assert_eq!((fleet.placed.len(), chosen.len()), (64, 4), "a scale of {prefill_load_scale}");
+        let chosen: BTreeSet<_> = fleet.placed().iter().map(|(_, rank)| *rank).collect();
+        assert_eq!((fleet.placed().len(), chosen.len()), (64, 4), "a scale of {prefill_load_scale}");
     }
 }
 
@@ -393,8 +284,8 @@ fn temperature_spreads_and_repeats_with_the_seed() {
     };
     let requests: Vec<Asked> =
         (0..200).map(|n| Asked { prompt: vec![n * 10], overlaps: vec![9, 3], frees: Some(0) }).collect();
-    let first = serially(&config, 4, &requests).placed;
-    assert_eq!(first, serially(&config, 4, &requests).placed);
+    let first = serially(&config, 4, &requests).placed();
+    assert_eq!(first, serially(&config, 4, &requests).placed());
     let on = |worker| first.iter().filter(|(_, rank)| rank.worker == WorkerId(worker)).count();
     assert!((0..4).all(|worker| on(worker) > 10), "{:?}", (0..4).map(on).collect::<Vec<_>>());
 }
@@ -403,7 +294,7 @@ fn temperature_spreads_and_repeats_with_the_seed() {
 fn round_robin_rotates_in_rank_order() {
     let config = config(Policy::RoundRobin, true);
     let requests = vec![Asked { prompt: vec![1], overlaps: vec![], frees: None }; 6];
-    let placed = serially(&config, 3, &requests).placed;
+    let placed = serially(&config, 3, &requests).placed();
     let workers: Vec<u64> = placed.iter().map(|(_, rank)| rank.worker.0).collect();
     assert_eq!(workers, [0, 1, 2, 0, 1, 2]);
 }
@@ -416,7 +307,7 @@ fn bookings_of_a_dead_incarnation_leave_the_overlay() {
     let mut loads = LiveLoads::default();
     let boards = [Arc::new(BoardSlot::default()), Arc::new(BoardSlot::default())];
     for (slot, board) in boards.iter().enumerate() {
-        let (rank, slot) = (WorkerRank::new(WorkerId(slot as u64), 0), Slot(slot as u32));
+        let (rank, slot) = (rank(slot as u64), Slot(slot as u32));
         loads.insert(slot, RankCells { board: Arc::clone(board), ..RankCells::default() });
         schedule.step(Input::Admit(Admission::new(rank, slot, Generation(1))), &loads, NOW, &mut effects);
     }
@@ -443,17 +334,13 @@ fn replies_to_an_earlier_incarnation_are_ignored() {
     let config = config(Policy::Kv, true);
     let asked = Asked { prompt: vec![1, 2, 3], overlaps: vec![], frees: None };
     let first_question = |incarnation| {
-        let mut fleet = Fleet::with(config.clone(), 2, every_rank());
-        fleet.schedule = Schedule::new(config.clone(), incarnation, every_rank());
-        for slot in 0..fleet.nodes.len() {
-            let (rank, slot) = (WorkerRank::new(WorkerId(slot as u64), 0), Slot(slot as u32));
-            let admit = Input::Admit(Admission::new(rank, slot, Generation(1)));
-            fleet.schedule.step(admit, &fleet.loads, NOW, &mut fleet.effects);
-        }
-        fleet.request(0, &asked, &config);
-        fleet.request(1, &asked, &config);
-        fleet.request(2, &asked, &config);
-        fleet.asked.front().expect("a twin of what runs must be asked about").batch
+        let schedule = Schedule::new(config.clone(), incarnation, every_rank());
+        let mut fleet = SimulatedFleet::of(schedule, config.clone(), 2);
+        fleet.responds_at_once = false;
+        request(&mut fleet, 0, &asked);
+        request(&mut fleet, 1, &asked);
+        request(&mut fleet, 2, &asked);
+        fleet.open_queries.front().expect("a twin of what runs must be asked about").batch
     };
     assert_ne!(first_question(0), first_question(1));
 }
@@ -466,13 +353,12 @@ fn ages_are_kept_only_if_overlaps_are_refreshed() {
             queue: QueueConfig { threshold: Some(0.0), overlap_refresh_after_ms, ..queueing.queue },
             ..queueing
         };
-        let mut fleet = Fleet::new(config, 1);
+        let mut fleet = fleet(&config, 1, Extensions::default());
         for id in 0..2 {
             let block_hashes = Some([BlockHash(id)].into());
-            let waits = Some(Waits { booking: BookingId(id), arrival: NOW, block_hashes });
+            let waits = Some(Waits { booking: BookingId(id), arrival: fleet.now, block_hashes });
             let plain = Request::new(id, PromptBlocks::Counted(1), 4);
-            fleet.prompts.insert(id, plain.prompt.clone());
-            fleet.step(Input::Request(Request { waits: waits.map(Box::new), ..plain }));
+            fleet.submit(Request { waits: waits.map(Box::new), ..plain });
         }
         assert_eq!((fleet.schedule.queue.len(), fleet.schedule.overlap_ages.len()), (1, kept));
     }

@@ -6,17 +6,12 @@ use pointsman::index::Index;
 use pointsman::protocol::{
     BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
 };
+use pointsman::test_support::mix;
 use stats_alloc::Region;
 
 use crate::{ALLOCATOR, alone};
 
 const RANKS: u64 = 8;
-
-fn mix(n: u64) -> u64 {
-    let n = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    n ^ (n >> 27)
-}
 
 /// Blocks of a prompt of this length that shares its first `shared` blocks with every prompt of `family`.
 fn stored(family: u64, shared: u64, own: u64, len: u64) -> Vec<StoredBlock> {

@@ -14,10 +14,11 @@ use pointsman::ingest::StreamState;
 use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank,
 };
+use pointsman::test_support::rank;
 use pointsman::{KvSourceStatus, Prompt, RouteRequest, Router};
 use tokio::time::Instant;
 
-use crate::common::{config, rank, stored, tokens};
+use crate::common::{config, stored, tokens};
 use crate::hostile::{Hostile, Script, Then};
 use crate::zmtp::{
     Form, Pack, Publisher, TOPIC, batch, event, frame, greeting, greeting_of, handshake, header, live_message, message,

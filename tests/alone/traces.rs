@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex};
 
+use pointsman::test_support::rank;
 use pointsman::{Prompt, RouteRequest, RouterConfig};
 use serde_json::Value;
 use tracing::field::{Field, Visit};
@@ -13,7 +14,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::alone;
-use crate::common::{config, rank, router, stored, tokens};
+use crate::common::{config, router, stored, tokens};
 
 /// Fields of one span or event, including its target.
 #[derive(Clone, Debug, Default)]

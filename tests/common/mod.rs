@@ -25,10 +25,6 @@ pub(crate) fn config() -> RouterConfig {
     }
 }
 
-pub(crate) fn rank(worker: u64) -> WorkerRank {
-    WorkerRank::new(WorkerId(worker), 0)
-}
-
 /// A router with single-rank workers 0 to `workers` − 1.
 pub(crate) async fn router(config: RouterConfig, workers: u64) -> Router {
     started(Router::builder(config), workers).await

@@ -13,8 +13,9 @@ use pointsman::queue::LimitKind;
 use pointsman::schedule::{Decision, Extensions, Input, LoadQuery, Purpose, Rejection, ResolvedOptions, Target};
 use pointsman::select::{Constraints, Filter, Pin, PinMode, RankTraits, SharedHits};
 use pointsman::session::SessionId;
+use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, SimulatedRank, mix, rank};
 
-use crate::fleet::{Ask, BLOCK_SIZE, Fleet, Node, Outcome, rank, scattered};
+use crate::fleet::BLOCK_SIZE;
 use crate::world_config::some_config;
 
 const WORKERS: u64 = 6;
@@ -25,11 +26,11 @@ pub(crate) struct Dice(u64);
 
 impl Dice {
     pub(crate) fn new(seed: u64) -> Self {
-        Self(scattered(seed))
+        Self(mix(seed))
     }
 
     pub(crate) fn below(&mut self, n: u64) -> u64 {
-        self.0 = scattered(self.0);
+        self.0 = mix(self.0);
         (self.0 >> 16) % n
     }
 
@@ -48,7 +49,7 @@ impl PrefillEstimator for Steady {
 }
 
 struct Pending {
-    ask: Ask,
+    sample: SampleRequest,
     /// Whether the request was observed in the queue.
     waited: bool,
     cancelled: bool,
@@ -57,7 +58,7 @@ struct Pending {
 }
 
 pub(crate) struct World {
-    fleet: Fleet,
+    fleet: SimulatedFleet,
     pending: BTreeMap<u64, Pending>,
     running: Vec<u64>,
     ids: u64,
@@ -90,8 +91,9 @@ impl World {
         let mut dice = Dice::new(seed);
         let (config, queries_every_rank) = some_config(&mut dice);
         let estimator = dice.one_in(3).then(|| Arc::new(Steady) as Arc<dyn PrefillEstimator>);
-        let mut fleet = Fleet::with(config, 0, Extensions { estimator, queries_every_rank, ..Extensions::default() });
-        fleet.prompt_answers = false;
+        let mut fleet =
+            SimulatedFleet::with(config, 0, Extensions { estimator, queries_every_rank, ..Extensions::default() });
+        fleet.responds_at_once = false;
         let mut world = Self {
             fleet,
             pending: BTreeMap::new(),
@@ -114,7 +116,7 @@ impl World {
     pub(crate) fn step(&mut self, noise: u64) {
         let dice = &mut Dice::new(noise);
         match dice.below(100) {
-            0..32 => self.ask(dice),
+            0..32 => self.request(dice),
             32..44 => self.answer(0),
             44..49 => self.answer(dice.below(1 << WORKERS)),
             49..52 => self.answer_late(),
@@ -173,24 +175,25 @@ impl World {
 
     /// A registered node.
     fn some_node(&self, dice: &mut Dice) -> Option<usize> {
-        let nodes: Vec<usize> = (0..self.fleet.nodes.len()).filter(|node| !self.fleet.nodes[*node].retired).collect();
+        let nodes: Vec<usize> =
+            (0..self.fleet.ranks.len()).filter(|node| !self.fleet.ranks[*node].is_retired).collect();
         (!nodes.is_empty()).then(|| nodes[dice.below(nodes.len() as u64) as usize])
     }
 
     fn admit(&mut self, dice: &mut Dice) {
         let traits = some_traits(dice);
-        let node = self.fleet.nodes.len();
+        let node = self.fleet.ranks.len();
         if node < WORKERS as usize {
             self.suspect.push(false);
             self.fleet.admit(rank(node as u64), traits);
             return;
         }
         // A load response identifies its rank by the slot, so a slot is reused only if no response is pending.
-        let Some(node) = (0..node).find(|node| self.fleet.nodes[*node].retired) else { return };
-        if self.fleet.asked.is_empty() {
+        let Some(node) = (0..node).find(|node| self.fleet.ranks[*node].is_retired) else { return };
+        if self.fleet.open_queries.is_empty() {
             self.late.clear();
             self.suspect[node] = false;
-            let Node { slot, generation, rank, .. } = self.fleet.nodes[node];
+            let SimulatedRank { slot, generation, rank, .. } = self.fleet.ranks[node];
             self.fleet.admit_in(slot, Generation(generation.0 + 1), rank, traits);
         }
     }
@@ -208,9 +211,9 @@ impl World {
 
     /// Restarts a sequence actor, which rebuilds its state from the leases.
     fn restart(&mut self, dice: &mut Dice) {
-        if let Some(node) = self.some_node(dice).filter(|_| self.fleet.asked.is_empty()) {
+        if let Some(node) = self.some_node(dice).filter(|_| self.fleet.open_queries.is_empty()) {
             self.suspect[node] = false;
-            let node = &mut self.fleet.nodes[node];
+            let node = &mut self.fleet.ranks[node];
             (node.incarnation, node.applied) = (node.incarnation + 1, 0);
             node.publish(self.fleet.now);
         }
@@ -256,7 +259,7 @@ impl World {
         }
     }
 
-    fn ask(&mut self, dice: &mut Dice) {
+    fn request(&mut self, dice: &mut Dice) {
         let (purpose, waits) = match dice.below(20) {
             0 => (Purpose::Report, false),
             1 => (Purpose::LoadSnapshot, false),
@@ -267,7 +270,7 @@ impl World {
         let options = if dice.one_in(3) { ResolvedOptions::default() } else { self.some_options(dice) };
         let exactly = Target::Exactly { rank: rank(dice.below(WORKERS)), cached_tokens: None, expected_duration: None };
         let exact = dice.one_in(30);
-        let ask = Ask {
+        let sample = SampleRequest {
             blocks: 1 + dice.below(6) as u32,
             prompt: dice.below(5),
             cached: self.some_overlaps(dice),
@@ -280,19 +283,19 @@ impl World {
         };
         let id = self.ids;
         self.ids += 1;
-        let pending = Pending { ask: ask.clone(), waited: false, cancelled: false, overlaps_at: self.fleet.now };
+        let pending = Pending { sample: sample.clone(), waited: false, cancelled: false, overlaps_at: self.fleet.now };
         self.pending.insert(id, pending);
-        self.fleet.ask(id, &ask);
+        self.fleet.request(id, &sample);
     }
 
     fn some_overlaps(&self, dice: &mut Dice) -> Vec<(usize, u32)> {
-        let nodes = self.fleet.nodes.len();
+        let nodes = self.fleet.ranks.len();
         (0..nodes).map(|node| (node, dice.below(5) as u32)).filter(|(_, blocks)| *blocks > 1).collect()
     }
 
     fn tell_overlaps(&mut self, id: u64, dice: &mut Dice) {
         let overlaps = self.fleet.overlaps(&self.some_overlaps(dice));
-        if let Some(known) = self.pending.get_mut(&id).filter(|_| self.fleet.asked.is_empty()) {
+        if let Some(known) = self.pending.get_mut(&id).filter(|_| self.fleet.open_queries.is_empty()) {
             known.overlaps_at = self.fleet.now;
         }
         self.fleet.step(Input::Overlaps { booking: BookingId(id), overlaps });
@@ -307,19 +310,19 @@ impl World {
 
     /// Responds to the open query, except for the nodes in `missing`.
     fn answer(&mut self, missing: u64) {
-        let Some(query) = self.fleet.asked.front().cloned() else { return };
+        let Some(query) = self.fleet.open_queries.front().cloned() else { return };
         let missing: Vec<usize> = (0..WORKERS as usize).filter(|node| missing >> node & 1 == 1).collect();
         for slot in &query.slots {
             self.suspect[slot.index()] = missing.contains(&slot.index());
         }
         self.late.push_back(query);
-        self.fleet.answer(&missing);
+        self.fleet.respond(&missing);
     }
 
     fn answer_late(&mut self) {
         let Some(query) = self.late.pop_front() else { return };
         query.slots.iter().for_each(|slot| self.suspect[slot.index()] = false);
-        let answers = self.fleet.answers_to(&query, &[]);
+        let answers = self.fleet.responses_to(&query, &[]);
         self.fleet.step(Input::Loads { batch: query.batch, answers });
     }
 
@@ -340,29 +343,29 @@ impl World {
     }
 
     /// Whether this rank is eligible for the request, regardless of load.
-    fn may_serve(&self, node: usize, ask: &Ask) -> bool {
-        let known = &self.fleet.nodes[node];
-        !known.retired
-            && !known.draining
+    fn may_serve(&self, node: usize, sample: &SampleRequest) -> bool {
+        let known = &self.fleet.ranks[node];
+        !known.is_retired
+            && !known.is_draining
             && !self.unavailable.contains(&known.rank)
-            && ask.options.constraints.refused_by(known.rank, &known.traits).is_none()
+            && sample.options.constraints.refused_by(known.rank, &known.traits).is_none()
     }
 
-    fn is_bound(&self, ask: &Ask) -> bool {
-        self.fleet.config.session.affinity == SessionAffinity::Hard && ask.options.session_id.is_some()
+    fn is_bound(&self, sample: &SampleRequest) -> bool {
+        self.fleet.config.session.affinity == SessionAffinity::Hard && sample.options.session_id.is_some()
     }
 
     /// Nodes that are eligible for the request, regardless of load.
-    fn eligible(&self, ask: &Ask) -> Vec<usize> {
-        let mut nodes: Vec<usize> = (0..self.fleet.nodes.len()).filter(|node| self.may_serve(*node, ask)).collect();
-        if self.is_bound(ask) {
+    fn eligible(&self, sample: &SampleRequest) -> Vec<usize> {
+        let mut nodes: Vec<usize> = (0..self.fleet.ranks.len()).filter(|node| self.may_serve(*node, sample)).collect();
+        if self.is_bound(sample) {
             return nodes; // the session binding takes precedence over the filters below
         }
         if nodes.iter().any(|node| !self.suspect[*node]) {
             nodes.retain(|node| !self.suspect[*node]);
         }
-        if let Some(adapter) = ask.options.lora_name.as_deref() {
-            let has = |node: &usize| self.fleet.nodes[*node].traits.lora_adapters.contains(adapter);
+        if let Some(adapter) = sample.options.lora_name.as_deref() {
+            let has = |node: &usize| self.fleet.ranks[*node].traits.lora_adapters.contains(adapter);
             if nodes.iter().any(has) {
                 nodes.retain(has);
             }
@@ -371,23 +374,23 @@ impl World {
     }
 
     fn is_overloaded(&self, node: usize, prefill_tokens: u64, active_blocks: u32) -> bool {
-        let (config, known) = (&self.fleet.config, &self.fleet.nodes[node]);
+        let (config, known) = (&self.fleet.config, &self.fleet.ranks[node]);
         let full = config.overload.blocks_frac.zip(known.traits.total_kv_blocks);
         self.overloaded.contains(&known.rank)
             || config.overload.prefill_tokens.is_some_and(|limit| prefill_tokens > limit)
             || full.is_some_and(|(frac, blocks)| f64::from(active_blocks) > frac * f64::from(blocks))
     }
 
-    fn class(&self, ask: &Ask) -> Option<usize> {
-        let name = ask.options.policy_class.as_deref();
+    fn class(&self, sample: &SampleRequest) -> Option<usize> {
+        let name = sample.options.policy_class.as_deref();
         name.map_or(Some(0), |name| CLASSES.iter().position(|class| *class == name))
     }
 
-    fn is_busy(&self, node: usize, ask: &Ask, prefill_tokens: u64) -> bool {
-        let Some(class) = self.class(ask).and_then(|class| self.fleet.config.queue.classes.get(class)) else {
+    fn is_busy(&self, node: usize, sample: &SampleRequest, prefill_tokens: u64) -> bool {
+        let Some(class) = self.class(sample).and_then(|class| self.fleet.config.queue.classes.get(class)) else {
             return false;
         };
-        let step = self.fleet.nodes[node]
+        let step = self.fleet.ranks[node]
             .traits
             .max_num_batched_tokens
             .unwrap_or(self.fleet.config.queue.unstated_batched_tokens());
@@ -402,7 +405,7 @@ impl World {
         assert_eq!(self.fleet.schedule.pending(), self.pending.len(), "no request is lost");
         let in_flight = self.fleet.schedule.batch_in_flight().is_some();
         let now = self.fleet.now;
-        let late = self.pending.values().filter(|known| (known.waited || !in_flight) && is_late(&known.ask, now));
+        let late = self.pending.values().filter(|known| (known.waited || !in_flight) && is_late(&known.sample, now));
         assert!(late.count() <= usize::from(in_flight), "expired requests are rejected unless a query is pending");
         if !in_flight {
             self.check_who_waits();
@@ -412,24 +415,24 @@ impl World {
     }
 
     fn ranks(&self) -> u64 {
-        self.fleet.nodes.iter().filter(|node| !node.retired).count() as u64
+        self.fleet.ranks.iter().filter(|node| !node.is_retired).count() as u64
     }
 
     fn check_who_left(&mut self) {
-        let left: Vec<(u64, Outcome)> = self.fleet.left.drain(..).collect();
+        let left: Vec<(u64, RequestOutcome)> = self.fleet.outcomes.drain(..).collect();
         for (id, outcome) in left {
             let known = self.pending.remove(&id).expect("one reply per request");
             self.seen += 1;
-            match (outcome, known.ask.purpose) {
-                (Outcome::Booked(decision, _), Purpose::Book) => {
+            match (outcome, known.sample.purpose) {
+                (RequestOutcome::Booked(decision, _), Purpose::Book) => {
                     self.check_book(id, &known, &decision);
                     self.running.push(id);
                 }
-                (Outcome::Cancelled, Purpose::Book) => assert!(known.cancelled && known.ask.waits),
-                (Outcome::Rejected(reason), _) => self.check_rejection(&known, &reason),
-                (Outcome::Reported(_), Purpose::Report)
-                | (Outcome::LoadSnapshot, Purpose::LoadSnapshot)
-                | (Outcome::Explained(_), Purpose::Explain) => {}
+                (RequestOutcome::Cancelled, Purpose::Book) => assert!(known.cancelled && known.sample.waits),
+                (RequestOutcome::Rejected(reason), _) => self.check_rejection(&known, &reason),
+                (RequestOutcome::Reported(_), Purpose::Report)
+                | (RequestOutcome::LoadSnapshot, Purpose::LoadSnapshot)
+                | (RequestOutcome::Explained(_), Purpose::Explain) => {}
                 (outcome, purpose) => panic!("{outcome:?} does not match {purpose:?}"),
             }
         }
@@ -437,37 +440,37 @@ impl World {
     }
 
     fn check_book(&mut self, id: u64, known: &Pending, decision: &Decision) {
-        let (node, ask) = (decision.slot().index(), &known.ask);
-        let before = self.fleet.before.remove(&id).expect("recorded at every Book");
-        assert!(!(known.cancelled && ask.waits), "its caller is gone");
-        assert!(!is_late(ask, self.fleet.now), "booked too late");
-        assert!(!self.fleet.nodes[node].retired);
-        if let Target::Exactly { rank, .. } = ask.target {
+        let (node, sample) = (decision.slot().index(), &known.sample);
+        let before = self.fleet.loads_before.remove(&id).expect("recorded at every Book");
+        assert!(!(known.cancelled && sample.waits), "its caller is gone");
+        assert!(!is_late(sample, self.fleet.now), "booked too late");
+        assert!(!self.fleet.ranks[node].is_retired);
+        if let Target::Exactly { rank, .. } = sample.target {
             return assert_eq!(rank, decision.rank());
         }
-        assert!(self.eligible(ask).contains(&node), "booked on the ineligible rank {}", decision.rank());
+        assert!(self.eligible(sample).contains(&node), "booked on the ineligible rank {}", decision.rank());
         assert!(!self.is_overloaded(node, before.prefill_tokens, before.active_blocks), "overloaded");
-        assert!(!ask.waits || !self.is_busy(node, ask, before.prefill_tokens), "booked on a busy rank");
+        assert!(!sample.waits || !self.is_busy(node, sample, before.prefill_tokens), "booked on a busy rank");
     }
 
     fn check_rejection(&self, known: &Pending, reason: &Rejection) {
-        let ask = &known.ask;
-        let with_standing = (0..self.fleet.nodes.len()).any(|node| self.may_serve(node, ask));
+        let sample = &known.sample;
+        let with_standing = (0..self.fleet.ranks.len()).any(|node| self.may_serve(node, sample));
         match reason {
-            Rejection::NoRanks => assert!(self.fleet.nodes.iter().all(|node| node.retired)),
-            Rejection::UnknownRank(_) => assert_ne!(ask.target, Target::Any),
+            Rejection::NoRanks => assert!(self.fleet.ranks.iter().all(|node| node.is_retired)),
+            Rejection::UnknownRank(_) => assert_ne!(sample.target, Target::Any),
             Rejection::NoneEligible { .. } => assert!(!with_standing, "an eligible rank exists"),
             Rejection::Pinned { refused_by, .. } => {
                 let passing = refused_by.is_some_and(Filter::passes);
-                assert!(ask.options.constraints.hard_pin().is_some() && passing == with_standing);
+                assert!(sample.options.constraints.hard_pin().is_some() && passing == with_standing);
             }
             Rejection::AllOverloaded { removed } => assert!(with_standing && removed.by(Filter::Overloaded) > 0),
-            Rejection::DeadlineExceeded { .. } => assert!(is_late(ask, self.fleet.now), "too early"),
+            Rejection::DeadlineExceeded { .. } => assert!(is_late(sample, self.fleet.now), "too early"),
             Rejection::Backpressure(refused) => {
                 assert!(!known.waited, "queued and rejected");
-                assert_eq!(ask.options.do_not_queue, refused.limit == LimitKind::DoNotQueue);
+                assert_eq!(sample.options.do_not_queue, refused.limit == LimitKind::DoNotQueue);
             }
-            Rejection::UnknownClass(_) => assert!(self.class(ask).is_none()),
+            Rejection::UnknownClass(_) => assert!(self.class(sample).is_none()),
             Rejection::Policy(_) => unreachable!("none left"),
         }
     }
@@ -478,7 +481,7 @@ impl World {
             self.refreshed += 1;
             let known = self.pending.get_mut(&id).expect("only waiting requests are queried");
             let after = Duration::from_millis(self.fleet.config.queue.overlap_refresh_after_ms);
-            assert!(known.ask.refreshes && !after.is_zero() && known.overlaps_at + after <= self.fleet.now);
+            assert!(known.sample.refreshes && !after.is_zero() && known.overlaps_at + after <= self.fleet.now);
             known.overlaps_at = self.fleet.now;
         }
     }
@@ -488,8 +491,8 @@ impl World {
         let depths: Vec<_> = self.fleet.schedule.depths().map(|(_, depth)| depth).collect();
         let ranks = self.ranks_before.max(self.ranks());
         for (class, depth) in depths.iter().enumerate() {
-            let tokens = |known: &Pending| u64::from(known.ask.blocks * BLOCK_SIZE);
-            let of_class = || self.pending.values().filter(|known| self.class(&known.ask) == Some(class));
+            let tokens = |known: &Pending| u64::from(known.sample.blocks * BLOCK_SIZE);
+            let of_class = || self.pending.values().filter(|known| self.class(&known.sample) == Some(class));
             assert_eq!(depth.requests, of_class().count() as u64);
             assert_eq!(depth.raw_tokens, of_class().map(tokens).sum::<u64>());
             assert_eq!(depth.oldest.is_some(), depth.requests > 0);
@@ -503,15 +506,15 @@ impl World {
             }
         }
         for known in self.pending.values() {
-            let ask = &known.ask;
+            let sample = &known.sample;
             assert!(
-                ask.waits && ask.purpose == Purpose::Book && ask.target == Target::Any,
+                sample.waits && sample.purpose == Purpose::Book && sample.target == Target::Any,
                 "the waiting list is empty"
             );
-            assert!(!known.cancelled && !ask.options.do_not_queue);
-            assert!(self.may_open(ask), "no rank can ever serve the request");
-            assert!(self.is_bound(ask) || !self.is_any_open(ask), "queued although an eligible rank exists");
-            if let Some(due) = ask.options.due {
+            assert!(!known.cancelled && !sample.options.do_not_queue);
+            assert!(self.may_open(sample), "no rank can ever serve the request");
+            assert!(self.is_bound(sample) || !self.is_any_open(sample), "queued although an eligible rank exists");
+            if let Some(due) = sample.options.due {
                 assert!(
                     self.fleet.schedule.next_wake().is_some_and(|wake| wake <= due),
                     "no wake-up before the deadline"
@@ -524,22 +527,22 @@ impl World {
         }
     }
 
-    fn may_open(&self, ask: &Ask) -> bool {
-        (0..self.fleet.nodes.len()).any(|node| self.may_serve(node, ask))
+    fn may_open(&self, sample: &SampleRequest) -> bool {
+        (0..self.fleet.ranks.len()).any(|node| self.may_serve(node, sample))
     }
 
-    fn is_any_open(&self, ask: &Ask) -> bool {
-        self.eligible(ask).into_iter().any(|node| {
-            let known = &self.fleet.nodes[node].active;
+    fn is_any_open(&self, sample: &SampleRequest) -> bool {
+        self.eligible(sample).into_iter().any(|node| {
+            let known = &self.fleet.ranks[node].active;
             let (_, prefill_tokens) = known.prefill_curve().bounds(self.fleet.now);
             let active_blocks = known.load(self.fleet.now).active_blocks;
-            !self.is_overloaded(node, prefill_tokens, active_blocks) && !self.is_busy(node, ask, prefill_tokens)
+            !self.is_overloaded(node, prefill_tokens, active_blocks) && !self.is_busy(node, sample, prefill_tokens)
         })
     }
 
     /// Cancels all queued requests and frees all bookings: no state may remain.
     pub(crate) fn finish(&mut self) {
-        while !self.fleet.asked.is_empty() {
+        while !self.fleet.open_queries.is_empty() {
             self.answer(0);
             self.check();
         }
@@ -557,10 +560,10 @@ impl World {
             assert_eq!((depth, class), (pointsman::queue::Depth::default(), class));
         }
         assert_eq!(self.fleet.schedule.next_wake(), None);
-        assert!(self.fleet.nodes.iter().all(|node| node.active.is_empty()));
+        assert!(self.fleet.ranks.iter().all(|node| node.active.is_empty()));
     }
 }
 
-fn is_late(ask: &Ask, now: Timestamp) -> bool {
-    matches!(ask.purpose, Purpose::Book | Purpose::Report) && ask.options.due.is_some_and(|due| due <= now)
+fn is_late(sample: &SampleRequest, now: Timestamp) -> bool {
+    matches!(sample.purpose, Purpose::Book | Purpose::Report) && sample.options.due.is_some_and(|due| due <= now)
 }
