@@ -1,6 +1,6 @@
 //! Cost of a message without further work: to a ractor actor, and to a plain tokio task.
 //!
-//! Measured on a runtime with one thread, which caller and actor share, and on one with two threads, where the runtime
+//! Measured on a runtime with one thread, shared by caller and actor, and on one with two threads. There the runtime
 //! may run and wake them on different threads. The caller is a task of the runtime, as in a gateway.
 //!
 //! Pointsman's own message delivery is private and therefore not included; `route` measures whole requests that use it.

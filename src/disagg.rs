@@ -1,8 +1,8 @@
-//! Disaggregated service: whether a request's prefill is worth a rank of its own.
+//! Decision between a remote and a local prefill in disaggregated serving.
 //!
-//! Owns the settings and the decision. Prompts are computed by a prefill pool and their KV blocks transferred to the
-//! decode rank; but a prompt that the decode rank has mostly cached, or that would wait long for a prefill rank, is
-//! served faster by the decode rank alone. Leaves to others the choice of both ranks, the transfer, and who asks.
+//! A prefill pool computes prompts, and their KV blocks are transferred to the decode rank. A prompt that is mostly
+//! cached on the decode rank, or that would wait long for a prefill rank, is served faster by the decode rank alone.
+//! This module has the settings and the decision; callers select both ranks and transfer the blocks.
 
 use std::fmt;
 
@@ -12,21 +12,21 @@ use crate::config::ConfigErrors;
 use crate::error::RouteError;
 use crate::validation::Problems;
 
-/// What speaks against a remote prefill.
+/// Condition for skipping a remote prefill.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SkipPolicy {
-    /// Little is left to compute: fewer tokens than `effective_isl_tokens_max`, and a smaller share of the prompt than
+    /// Few tokens to compute: fewer than `effective_isl_tokens_max`, and a smaller share of the prompt than
     /// `effective_isl_ratio_max`.
     #[default]
     IslBounding,
     /// The prefill rank is busy: it has more than `prefill_busy_frac` of its `max_num_batched_tokens` to compute.
     PrefillLoad,
-    /// Either.
+    /// Either of the two conditions.
     IslOrLoad,
 }
 
-/// Settings of disaggregated service over one prefill and one decode pool.
+/// Settings of disaggregated serving with one prefill and one decode pool.
 ///
 /// ```
 /// use pointsman::disagg::DisaggConfig;
@@ -39,22 +39,22 @@ pub enum SkipPolicy {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DisaggConfig {
-    /// Whether a prefill may stay on the decode rank because a remote one is not worth it. Default false: each is
+    /// Whether `policy` may keep a prefill on the decode rank. Default false: every prefill is
     /// remote.
     pub enabled: bool,
-    /// What speaks against a remote prefill. Default `isl_bounding`.
+    /// Condition for skipping a remote prefill. Default `isl_bounding`.
     pub policy: SkipPolicy,
-    /// Tokens that the decode rank has not cached, from which on a prompt is not short. Default 2,048.
+    /// Limit of short prompts, in tokens not cached on the decode rank. Default 2,048.
     pub effective_isl_tokens_max: u32,
-    /// The same as a share of the prompt; above 1 the share does not matter. Default 0.7, not negative.
+    /// The same limit as a share of the prompt; a value above 1 disables it. Default 0.7, not negative.
     pub effective_isl_ratio_max: f64,
-    /// Share of a prefill rank's `max_num_batched_tokens` in tokens to compute beyond which it is busy. A rank whose
-    /// capacity is not known is never busy. Default none; not negative, and given where `policy` looks at load.
+    /// Busy limit of a prefill rank: tokens to compute as a share of its `max_num_batched_tokens`. A rank of unknown
+    /// capacity is never busy. Default none; not negative, and required if `policy` depends on load.
     pub prefill_busy_frac: Option<f64>,
-    /// Share of a decode rank's `total_kv_blocks` beyond which it gets no prefill on top. A rank whose capacity is not
-    /// known always may. Default none: all may. Not negative.
+    /// Limit of active blocks on a decode rank that also prefills, as a share of its `total_kv_blocks`. A rank of unknown
+    /// capacity has no limit. Default none: no limit. Not negative.
     pub decode_busy_frac: Option<f64>,
-    /// Whether the decode rank prefills, too, when no prefill rank can be had. Default false: the request fails.
+    /// Whether the decode rank prefills if no prefill rank is available. Default false: the request fails.
     pub decode_fallback: bool,
 }
 
@@ -73,10 +73,10 @@ impl Default for DisaggConfig {
 }
 
 impl DisaggConfig {
-    /// Checks every rule.
+    /// Validates all settings.
     ///
     /// # Errors
-    /// Every field that breaks its rule.
+    /// All fields that violate their rule.
     pub fn validate(&self) -> Result<(), ConfigErrors> {
         let mut problems = Problems::default();
         self.check(&mut problems);
@@ -99,60 +99,60 @@ impl DisaggConfig {
 }
 
 impl SkipPolicy {
-    /// Whether it asks how much is left to compute, so that somebody must know what the decode rank has cached.
+    /// Whether the condition depends on the tokens to compute, which requires an index of the decode pool.
     #[must_use]
     pub fn looks_at_isl(self) -> bool {
         matches!(self, Self::IslBounding | Self::IslOrLoad)
     }
 
-    /// Whether it asks how busy the prefill rank is.
+    /// Whether the condition depends on the load of the prefill rank.
     #[must_use]
     pub fn looks_at_load(self) -> bool {
         matches!(self, Self::PrefillLoad | Self::IslOrLoad)
     }
 }
 
-/// What the decision is based on.
+/// Inputs of the decision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DisaggFacts {
     /// Tokens of the prompt.
     pub isl_tokens: u32,
-    /// Those of them that the chosen decode rank has cached.
+    /// Prompt tokens cached on the chosen decode rank.
     pub decode_cached_tokens: u32,
-    /// Tokens that the chosen prefill rank has to compute for others.
+    /// Prefill tokens to compute on the chosen prefill rank for other requests.
     pub prefill_active_tokens: u64,
-    /// The most it computes in one step, where known.
+    /// Maximum tokens per step of the prefill rank, if known.
     pub prefill_max_num_batched_tokens: Option<u32>,
-    /// Blocks active on the decode rank, the request's included.
+    /// Active blocks on the decode rank, including this request.
     pub decode_potential_blocks: u64,
-    /// The most it can hold, where known.
+    /// Capacity of the decode rank in blocks, if known.
     pub decode_total_kv_blocks: Option<u32>,
 }
 
-/// Whether a request's prefill should go to the prefill pool.
+/// Result of the decision on a remote prefill.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RemotePrefill {
-    /// It should.
+    /// Prefill in the prefill pool.
     Worth,
-    /// The decode rank should do it.
+    /// Prefill on the decode rank.
     Skip(SkipReason),
 }
 
-/// Why a remote prefill is not worth it.
+/// Reason for skipping a remote prefill.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum SkipReason {
-    /// Little is left to compute.
+    /// Few tokens to compute.
     ShortPrefill {
-        /// Tokens that the decode rank has not cached.
+        /// Prompt tokens not cached on the decode rank.
         effective_tokens: u32,
         /// Tokens of the prompt.
         isl_tokens: u32,
     },
     /// The prefill rank is busy.
     PrefillBusy {
-        /// Tokens it has to compute.
+        /// Tokens to compute on the prefill rank.
         active_tokens: u64,
-        /// Tokens beyond which it is busy.
+        /// Busy limit in tokens.
         active_tokens_max: f64,
     },
 }
@@ -170,9 +170,9 @@ impl fmt::Display for SkipReason {
     }
 }
 
-/// Whether a remote prefill is worth it.
+/// Decides on a remote prefill.
 ///
-/// A decode rank that is nearly full gets no prefill on top, whatever speaks for it.
+/// A nearly full decode rank never prefills.
 ///
 /// ```
 /// use pointsman::disagg::{DisaggConfig, DisaggFacts, RemotePrefill, SkipReason, decide};

@@ -1,12 +1,12 @@
-//! Settings of the two pools of disaggregated service: what differs from one that does both, and why.
+//! Settings of the two pools of disaggregated serving, and their differences from an aggregated pool.
 
 use super::{IndexConfig, LoadConfig, PoolRole, PrefillModel, RouterConfig};
 
 impl RouterConfig {
-    /// The same settings for a pool that only prefills.
+    /// The same settings for a prefill pool.
     ///
-    /// Its ranks hold a prompt's blocks only until they are transferred, so what a rank has to compute tells how busy it
-    /// is, and active blocks are not tracked. Overlap counts as ever: what is cached need not be computed.
+    /// Prefill ranks hold the blocks of a prompt only until their transfer. Their load is therefore the number of tokens
+    /// to compute, and active blocks are not tracked. Cached blocks reduce the prefill as in other pools.
     ///
     /// ```
     /// use pointsman::config::{PoolRole, RouterConfig};
@@ -20,11 +20,11 @@ impl RouterConfig {
         Self { role: PoolRole::Prefill, load, ..self }
     }
 
-    /// The same settings for a pool that only decodes.
+    /// The same settings for a decode pool.
     ///
-    /// Its requests bring their blocks along from a prefill rank, each its own copy. So there is no prefill to track,
-    /// nor a rate of it to learn; what a rank has cached saves nothing, and no index is kept; and a common prefix is not
-    /// shared. If requests may skip the remote prefill because of blocks cached on the decode rank, set `index.enabled`
+    /// Requests arrive with their own copy of the blocks from a prefill rank. Prefills are therefore not tracked and no
+    /// prefill rate is learned. Cached blocks save nothing, so the pool has no index, and common prefixes are not
+    /// shared. If requests may skip the remote prefill because of cached blocks on the decode rank, set `index.enabled`
     /// again.
     ///
     /// ```
