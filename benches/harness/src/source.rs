@@ -24,8 +24,9 @@ pub struct Source {
     pub trace_format: Option<Format>,
     /// Workload to generate: a name, or name:setting=value,setting=value [default: chat]
     ///
-    /// chat, low, shared-prefix, agents, siblings, burst, peer-first and conversations. `--workload
-    /// chat:rate=2,turns=3-8` changes two settings. The error message for an unknown setting lists the valid ones.
+    /// chat, low, shared-prefix, agents, siblings, burst, peer-first, conversations, documents, unique and mix.
+    /// `--workload chat:rate=2,turns=3-8` changes two settings. Open-loop workloads accept peak, peak_share and period_s
+    /// too, for a rate that varies. The error message for an unknown setting lists the valid ones.
     #[arg(long, value_name = "NAME[:SETTINGS]")]
     pub workload: Option<Generator>,
     /// Number of requests from the start of the workload [default: all]

@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use pointsman_trial::workload::generate::{
-    Agents, Burst, Chat, Conversations, Generator, PeerFirst, SharedPrefix, Siblings, Span,
+    Agents, Burst, Chat, Conversations, Documents, Generator, Mix, PeerFirst, Profile, SharedPrefix, Siblings, Span,
+    Unique, Varied,
 };
 use pointsman_trial::workload::{Arrivals, LENGTH_MAX, Request, Segment, Workload};
 use proptest::prelude::*;
@@ -54,7 +55,27 @@ fn generators() -> impl Strategy<Value = Generator> {
         vary,
         ..PeerFirst::default()
     });
-    let conversations = (rate, 1_u32..200).prop_map(|(rate, requests)| Conversations { rate, requests });
+    let conversations = (rate.clone(), 1_u32..200).prop_map(|(rate, requests)| Conversations { rate, requests });
+    let documents = (rate.clone(), 1_u32..20, span(4), 1_u32..9, span(300), 0_u32..=2);
+    let documents = documents.prop_map(|(rate, readings, questions, documents, document_tokens, skew)| Documents {
+        rate,
+        readings,
+        questions,
+        documents,
+        document_tokens,
+        skew,
+        ..Documents::default()
+    });
+    let unique = (rate.clone(), 1_u32..200, span(300));
+    let unique =
+        unique.prop_map(|(rate, requests, own_tokens)| Unique { rate, requests, own_tokens, ..Unique::default() });
+    let mix = (rate, 5_u32..100).prop_map(|(rate, requests)| Mix { rate, requests });
+    let profile = (1.0..1.9, 1_u32..100);
+    let varied = (profile, unique.clone()).prop_map(|((peak, period_s), unique)| Varied {
+        generator: Box::new(Generator::Unique(unique)),
+        // Different from the defaults, which the text form omits.
+        profile: Profile { peak: peak + 0.01, period_s, ..Profile::default() },
+    });
     prop_oneof![
         chat.clone().prop_map(Generator::Chat),
         chat.prop_map(Generator::Low),
@@ -64,6 +85,10 @@ fn generators() -> impl Strategy<Value = Generator> {
         burst.prop_map(Generator::Burst),
         first.prop_map(Generator::PeerFirst),
         conversations.prop_map(Generator::Conversations),
+        documents.prop_map(Generator::Documents),
+        unique.prop_map(Generator::Unique),
+        mix.prop_map(Generator::Mix),
+        varied.prop_map(Generator::Varied),
     ]
 }
 
@@ -158,6 +183,10 @@ fn lengths_counts_and_reuse_are_within_expected_ranges() {
         ("peer-first", 1_000..1_001, 7_000..=7_000, 0.49..0.5),
         ("peer-first:vary=0.43", 1_000..1_001, 3_990..=10_010, 0.45..0.55),
         ("conversations", 4_000..4_001, 544..=40_000, 0.5..0.95),
+        ("documents", 2_000..2_800, 5_020..=40_200, 0.85..0.97),
+        ("documents:documents=100000,skew=0,questions=1-2", 500..700, 5_020..=40_200, 0.2..0.5),
+        ("unique", 4_000..4_001, 200..=8_000, 0.0..1e-9),
+        ("mix", 3_300..4_700, 200..=100_000, 0.5..0.97),
     ] {
         let workload = text.parse::<Generator>().expect("settings").generate(3);
         assert!(requests.contains(&workload.requests.len()), "{text}: {} requests", workload.requests.len());
@@ -171,7 +200,13 @@ fn lengths_counts_and_reuse_are_within_expected_ranges() {
 
 #[test]
 fn arrivals_have_the_configured_rate_or_concurrency() {
-    for text in ["shared-prefix:rate=20", "siblings:rate=20", "conversations:rate=20"] {
+    for text in [
+        "shared-prefix:rate=20",
+        "siblings:rate=20",
+        "conversations:rate=20",
+        "unique:rate=20",
+        "unique:rate=20,peak=1.8,period_s=5",
+    ] {
         let workload = text.parse::<Generator>().expect("settings").generate(5);
         let last = workload.requests.last().expect("some");
         let rate = workload.requests.len() as f64 * 1e6 / last.arrival_us as f64;
@@ -179,7 +214,7 @@ fn arrivals_have_the_configured_rate_or_concurrency() {
         assert_eq!(workload.arrivals, Arrivals::OpenLoop);
     }
     // While conversations start, starts and ends are balanced: the middle of a run has the configured rate.
-    for text in ["chat:rate=20,sessions=4000", "agents:rate=20,agents=1000"] {
+    for text in ["chat:rate=20,sessions=4000", "agents:rate=20,agents=1000", "documents:rate=20,readings=4000"] {
         let workload = text.parse::<Generator>().expect("settings").generate(5);
         let half = workload.requests.len() / 2;
         let middle = &workload.requests[half - half / 4..half + half / 4];
@@ -218,6 +253,11 @@ fn invalid_settings_are_rejected_with_a_reason() {
         ("chat:own_tokens=9000000", "give prompts of up to"),
         ("chat:sessions=9000000", "chat: sessions and turns give 81000000 requests, must be 1 to 20000000"),
         ("chat:skew=9", "chat: skew is 9, must be 0 to 2"),
+        ("documents:skew=3", "documents: skew is 3, must be 0 to 2"),
+        ("mix:requests=4", "mix: requests is 4, must be 5 to 5000000"),
+        ("unique:peak=2", "unique: peak is 2, must be at least 1 and below 1 / peak_share"),
+        ("unique:period_s=0", "unique: period_s is 0, must be 1 to 1000000"),
+        ("burst:peak=1.5", "burst has no setting \"peak\""),
         ("shared-prefix:prefixes=0", "shared-prefix: prefixes is 0, must be 1 to 1000000"),
         ("shared-prefix:requests=-1", "shared-prefix: requests is \"-1\""),
         ("siblings:siblings=0", "siblings: groups and siblings give 0 requests"),

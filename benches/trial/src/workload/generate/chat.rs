@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests};
+use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests, check_skew};
 use super::sources::{Arrival, Popularity, Texts};
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
@@ -69,9 +69,7 @@ impl Chat {
         check_requests("sessions and turns", &[sessions, turns.max()])?;
         check_count("turns", turns.min())?;
         check_count("prefixes", prefixes)?;
-        if skew > 2 {
-            return Err(format!("skew is {skew}, must be 0 to 2"));
-        }
+        check_skew(skew)?;
         let of_turn = [("own_tokens", own_tokens, turns.max()), ("reply_tokens", reply_tokens, turns.max())];
         check_lengths(&[("prefix_tokens", prefix_tokens, 1), of_turn[0], of_turn[1]], 1)
     }

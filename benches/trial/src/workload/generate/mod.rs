@@ -2,7 +2,8 @@
 //!
 //! Settings have a text form: `chat:rate=4,sessions=100`. Settings and seed determine a workload on every machine.
 //! Arrivals follow a Poisson process (exponentially distributed gaps) unless a generator documents otherwise. Texts are
-//! equal only if a generator documents it.
+//! equal only if a generator documents it. All open-loop generators accept the settings of a [`Profile`] too, which vary
+//! the rate over time: `chat:rate=4,peak=1.8,period_s=120`.
 //!
 //! Replies have their own tokens, as in a client that quotes an answer. A simulated engine generates other tokens.
 //! Therefore later prompts find the earlier prompts in its cache, but not its own output.
@@ -11,11 +12,15 @@ mod agents;
 mod burst;
 mod chat;
 mod conversations;
+mod documents;
+mod mix;
 mod peer_first;
+mod profile;
 mod settings;
 mod shared_prefix;
 mod siblings;
 mod sources;
+mod unique;
 
 use std::fmt;
 use std::str::FromStr;
@@ -26,13 +31,18 @@ pub use agents::Agents;
 pub use burst::Burst;
 pub use chat::Chat;
 pub use conversations::Conversations;
+pub use documents::Documents;
+pub use mix::Mix;
 pub use peer_first::PeerFirst;
+pub use profile::{Profile, Varied};
 pub use settings::{SettingsError, Span};
 pub use shared_prefix::SharedPrefix;
 pub use siblings::Siblings;
 pub(crate) use sources::Texts;
+pub use unique::Unique;
 
 use crate::workload::{Arrivals, Request, Workload};
+use settings::assert_checked;
 
 /// A generator with its settings.
 ///
@@ -67,12 +77,20 @@ pub enum Generator {
     PeerFirst(PeerFirst),
     /// Workload of the closed loop of `replay`.
     Conversations(Conversations),
+    /// Questions about long documents.
+    Documents(Documents),
+    /// Prompts without a common prefix.
+    Unique(Unique),
+    /// Several applications at once.
+    Mix(Mix),
+    /// Another generator with a varying rate.
+    Varied(Varied),
 }
 
 impl Generator {
-    /// All generators with their default settings.
+    /// All generators with their default settings and a constant rate.
     #[must_use]
-    pub fn all() -> [Self; 8] {
+    pub fn all() -> [Self; 11] {
         [
             Self::Chat(Chat::default()),
             Self::Low(Chat::low()),
@@ -82,6 +100,9 @@ impl Generator {
             Self::Burst(Burst::default()),
             Self::PeerFirst(PeerFirst::default()),
             Self::Conversations(Conversations::default()),
+            Self::Documents(Documents::default()),
+            Self::Unique(Unique::default()),
+            Self::Mix(Mix::default()),
         ]
     }
 
@@ -97,6 +118,10 @@ impl Generator {
             Self::Burst(_) => "burst",
             Self::PeerFirst(_) => "peer-first",
             Self::Conversations(_) => "conversations",
+            Self::Documents(_) => "documents",
+            Self::Unique(_) => "unique",
+            Self::Mix(_) => "mix",
+            Self::Varied(varied) => varied.generator.name(),
         }
     }
 
@@ -114,12 +139,21 @@ impl Generator {
             Self::Burst(burst) => burst.generate(seed),
             Self::PeerFirst(first) => first.generate(seed),
             Self::Conversations(conversations) => conversations.generate(seed),
+            Self::Documents(documents) => documents.generate(seed),
+            Self::Unique(unique) => unique.generate(seed),
+            Self::Mix(mix) => mix.generate(seed),
+            Self::Varied(Varied { generator, profile }) => {
+                assert_checked(profile.check());
+                let mut workload = generator.generate(seed);
+                profile.apply(&mut workload);
+                workload
+            }
         };
         workload.name = self.to_string();
         workload
     }
 
-    /// All generators with their settings and defaults, one per line, for `--help`.
+    /// All generators with their own settings and defaults, one per line, for `--help`.
     #[must_use]
     pub fn help() -> String {
         Self::all()
@@ -141,7 +175,42 @@ impl Generator {
             Self::Burst(burst) => settings::fields(burst),
             Self::PeerFirst(first) => settings::fields(first),
             Self::Conversations(conversations) => settings::fields(conversations),
+            Self::Documents(documents) => settings::fields(documents),
+            Self::Unique(unique) => settings::fields(unique),
+            Self::Mix(mix) => settings::fields(mix),
+            Self::Varied(Varied { generator, profile }) => {
+                generator.settings().into_iter().chain(settings::fields(profile)).collect()
+            }
         }
+    }
+
+    /// Returns whether requests arrive at a rate, so that a [`Profile`] can vary it.
+    fn has_rate(&self) -> bool {
+        self.settings().contains_key("rate")
+    }
+
+    /// Parses the settings of this generator except those of a profile.
+    fn with_settings(&self, given: &str) -> Result<Self, SettingsError> {
+        let name = self.name();
+        Ok(match self {
+            Self::Chat(chat) => Self::Chat(settings::read(chat, name, given, Chat::check)?),
+            Self::Low(chat) => Self::Low(settings::read(chat, name, given, Chat::check)?),
+            Self::SharedPrefix(shared) => Self::SharedPrefix(settings::read(shared, name, given, SharedPrefix::check)?),
+            Self::Agents(agents) => Self::Agents(settings::read(agents, name, given, Agents::check)?),
+            Self::Siblings(siblings) => Self::Siblings(settings::read(siblings, name, given, Siblings::check)?),
+            Self::Burst(burst) => Self::Burst(settings::read(burst, name, given, Burst::check)?),
+            Self::PeerFirst(first) => Self::PeerFirst(settings::read(first, name, given, PeerFirst::check)?),
+            Self::Conversations(conversations) => {
+                Self::Conversations(settings::read(conversations, name, given, Conversations::check)?)
+            }
+            Self::Documents(documents) => Self::Documents(settings::read(documents, name, given, Documents::check)?),
+            Self::Unique(unique) => Self::Unique(settings::read(unique, name, given, Unique::check)?),
+            Self::Mix(mix) => Self::Mix(settings::read(mix, name, given, Mix::check)?),
+            Self::Varied(Varied { generator, profile }) => {
+                let generator = Box::new(generator.with_settings(given)?);
+                Self::Varied(Varied { generator, profile: profile.clone() })
+            }
+        })
     }
 }
 
@@ -155,25 +224,30 @@ impl FromStr for Generator {
             let known = Self::all().iter().map(Self::name).collect();
             return Err(SettingsError::Name { name: name.to_owned(), known });
         };
-        Ok(match &default {
-            Self::Chat(chat) => Self::Chat(settings::read(chat, name, given, Chat::check)?),
-            Self::Low(chat) => Self::Low(settings::read(chat, name, given, Chat::check)?),
-            Self::SharedPrefix(shared) => Self::SharedPrefix(settings::read(shared, name, given, SharedPrefix::check)?),
-            Self::Agents(agents) => Self::Agents(settings::read(agents, name, given, Agents::check)?),
-            Self::Siblings(siblings) => Self::Siblings(settings::read(siblings, name, given, Siblings::check)?),
-            Self::Burst(burst) => Self::Burst(settings::read(burst, name, given, Burst::check)?),
-            Self::PeerFirst(first) => Self::PeerFirst(settings::read(first, name, given, PeerFirst::check)?),
-            Self::Conversations(conversations) => {
-                Self::Conversations(settings::read(conversations, name, given, Conversations::check)?)
-            }
-        })
+        if !default.has_rate() {
+            return default.with_settings(given);
+        }
+        let of_profile = settings::fields(&Profile::default());
+        let is_of_profile = |setting: &&str| {
+            setting.split_once('=').is_some_and(|(setting, _)| of_profile.contains_key(setting.trim()))
+        };
+        let (varying, own): (Vec<&str>, Vec<&str>) = given.split(',').partition(is_of_profile);
+        let generator = default.with_settings(&own.join(","))?;
+        if varying.is_empty() {
+            return Ok(generator);
+        }
+        let profile = settings::read(&Profile::default(), name, &varying.join(","), Profile::check)?;
+        Ok(Self::Varied(Varied { generator: Box::new(generator), profile }))
     }
 }
 
 impl fmt::Display for Generator {
     /// Writes the name and the settings that differ from their defaults.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let default = Self::default_of(self.name()).map(|default| default.settings()).unwrap_or_default();
+        let mut default = Self::default_of(self.name()).map(|default| default.settings()).unwrap_or_default();
+        if let Self::Varied(_) = self {
+            default.extend(settings::fields(&Profile::default()));
+        }
         let mut settings = self.settings();
         settings.retain(|name, value| default.get(name) != Some(value));
         let colon = if settings.is_empty() { "" } else { ":" };

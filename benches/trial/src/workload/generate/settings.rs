@@ -215,6 +215,11 @@ pub(super) fn check_count(name: &str, count: u32) -> Checked {
     if (1..=MAX).contains(&count) { Ok(()) } else { Err(format!("{name} is {count}, must be 1 to {MAX}")) }
 }
 
+/// Checks the skew of a popularity distribution.
+pub(super) fn check_skew(skew: u32) -> Checked {
+    if skew <= 2 { Ok(()) } else { Err(format!("skew is {skew}, must be 0 to 2")) }
+}
+
 /// Checks that each length in tokens is at least `min`, and that their sum is within the maximum prompt length.
 pub(super) fn check_lengths(lengths: &[(&str, Span, u32)], min: u32) -> Checked {
     for &(name, span, _) in lengths {

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests};
+use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests, check_skew};
 use super::sources::{Arrival, Popularity, Texts};
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
@@ -47,9 +47,7 @@ impl SharedPrefix {
         check_rate(self.rate)?;
         check_requests("requests", &[requests])?;
         check_count("prefixes", prefixes)?;
-        if skew > 2 {
-            return Err(format!("skew is {skew}, must be 0 to 2"));
-        }
+        check_skew(skew)?;
         check_lengths(&[("output_tokens", output_tokens, 1)], 1)?;
         check_lengths(&[("prefix_tokens", prefix_tokens, 1), ("own_tokens", own_tokens, 1)], 1)
     }
