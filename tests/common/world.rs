@@ -400,8 +400,13 @@ impl World {
 
     fn check(&mut self) {
         self.check_who_left();
-        self.fleet.wake(); // the load may have fallen, or a Book may just have become visible
-        self.check_who_left();
+        // The load may have fallen, or a Book may just have become visible. A Book wakes the scheduler again.
+        let mut left = usize::MAX;
+        while left != self.seen {
+            left = self.seen;
+            self.fleet.wake();
+            self.check_who_left();
+        }
         assert_eq!(self.fleet.schedule.pending(), self.pending.len(), "no request is lost");
         let in_flight = self.fleet.schedule.batch_in_flight().is_some();
         let now = self.fleet.now;
