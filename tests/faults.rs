@@ -423,6 +423,32 @@ async fn a_hanging_sequence_actor_delays_a_batch_by_at_most_its_timeout() {
     assert_eq!(chosen.len(), 3, "the recovered rank is chosen: {chosen:?}");
 }
 
+/// The timer of the first query fires while a second query is incomplete.
+#[tokio::test]
+async fn a_query_that_starts_behind_an_armed_timer_times_out_as_well() {
+    tokio::time::pause();
+    let router = router(config(), 3).await;
+    let prompt = tokens(1, 50);
+    let held = one_on_each(&router, 3, &prompt).await;
+    let hang = router.hang(Fault::Sequence(rank(0))).expect("registered");
+    let mut first = Box::pin(router.route(RouteRequest::new("first", Prompt::Tokens(&prompt))));
+    tokio::select! {
+        biased;
+        early = &mut first => panic!("rank 0 has not answered, and yet: {early:?}"),
+        () = std::future::ready(()) => {}
+    }
+    tokio::time::advance(LoadConfig::QUERY_TIMEOUT / 2).await;
+    drop(hang); // the first query is complete
+    drop(first.await.expect("placed"));
+    let hang = router.hang(Fault::Sequence(rank(0))).expect("registered");
+    let second = router.route(RouteRequest::new("second", Prompt::Tokens(&prompt)));
+    let second = tokio::time::timeout(WAIT_MAX, second).await.expect("the query times out").expect("placed");
+    assert_ne!(second.rank(), rank(0), "the hung rank is avoided");
+    drop(hang);
+    drop((second, held));
+    assert_at_rest(&router).await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn workers_are_added_and_removed_under_load() {
     let router = router(config(), WORKERS).await;

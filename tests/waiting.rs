@@ -121,6 +121,25 @@ async fn requests_are_rejected_at_their_deadline() {
     assert_at_rest(&router).await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn an_earlier_deadline_is_answered_before_a_later_one() {
+    let router = fleet(waits(), 1).await;
+    let prompt = tokens(1, 25);
+    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
+    let within = |id, seconds| RouteRequest {
+        options: RequestOptions { deadline: Some(Duration::from_secs(seconds)), ..RequestOptions::default() },
+        ..RouteRequest::new(id, Prompt::Tokens(&prompt))
+    };
+    let before = tokio::time::Instant::now();
+    let later = wait_for(&router, within("b", 9)).await;
+    let refused = router.route(within("c", 3)).await.expect_err("nothing frees");
+    assert!(before.elapsed() < Duration::from_millis(3_010), "{refused} after {:?}", before.elapsed());
+    later.await.expect_err("nothing frees");
+    assert!(before.elapsed() < Duration::from_millis(9_010), "{:?}", before.elapsed());
+    drop(busy);
+    assert_at_rest(&router).await;
+}
+
 /// Estimates ten seconds for every prefill.
 struct TenSeconds;
 
