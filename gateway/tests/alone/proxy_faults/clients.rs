@@ -4,7 +4,7 @@ use pointsman_gateway::settings::TokenSourceChoice;
 use tokio::io::AsyncWriteExt as _;
 
 use crate::alone;
-use crate::common::proxy::{EVENT, FINE, FINE_JSON, gateway, request, send, until};
+use crate::common::proxy::{EVENT, FINE, gateway, request, send, until};
 use crate::faults::{
     self, Client, FaultyWorker, PATH, Step, body, chunk, chunked_head, chunks_end, eventually, expect_idle,
     full_response, metric, settings, write,
@@ -167,7 +167,8 @@ async fn clients_may_disconnect_while_queued() {
 async fn requests_queue_for_engines_without_stated_capacity() {
     const CLIENTS: usize = 12;
     let _alone = alone().await;
-    let answer = || FaultyWorker::responding_with(vec![Step::Wait, full_response("200 OK", FINE_JSON)]);
+    // Streams report their first token. The load of a prefill without a report falls with time.
+    let answer = || FaultyWorker::responding_with(vec![Step::Wait, full_response("200 OK", FINE)]);
     let workers = [answer().await, answer().await];
     let mut settings = settings(&workers.each_ref().map(FaultyWorker::url));
     settings.models[0].router.queue.threshold = Some(2.0);
@@ -176,7 +177,9 @@ async fn requests_queue_for_engines_without_stated_capacity() {
     let router = faults::router(&gateway);
     let prompt = |n: u32| (0..10_000).map(|token| token * 16 + n).collect::<Vec<u32>>();
     let bodies: Vec<_> = (0..CLIENTS as u32)
-        .map(|n| serde_json::json!({ "model": "mock", "prompt": prompt(n), "max_tokens": 8 }).to_string())
+        .map(|n| {
+            serde_json::json!({ "model": "mock", "prompt": prompt(n), "max_tokens": 8, "stream": true }).to_string()
+        })
         .collect();
     let address = gateway.address();
     let clients: Vec<_> = bodies
@@ -190,7 +193,7 @@ async fn requests_queue_for_engines_without_stated_capacity() {
     workers.iter().for_each(|worker| worker.release(CLIENTS));
     for client in clients {
         let answer = client.await.expect("no panic");
-        assert_eq!((answer.status, answer.text()), (200, FINE_JSON));
+        assert_eq!((answer.status, answer.text()), (200, FINE));
     }
     assert_eq!(request_count(), CLIENTS);
     expect_idle(&gateway).await;
