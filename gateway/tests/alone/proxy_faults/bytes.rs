@@ -203,3 +203,17 @@ async fn each_piece_is_forwarded_before_the_next_arrives() {
         expect_idle(&gateway).await;
     }
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_compressed_body_passes_unread() {
+    let _alone = alone().await;
+    let head =
+        "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\n";
+    let body = [0x1f, 0x8b, 0x08, 0x00];
+    let worker = FaultyWorker::responding_with(vec![write(head), Step::Send(body.to_vec())]).await;
+    let gateway = gateway(settings(&[worker.url()])).await;
+    let answer = request(gateway.address(), "POST", PATH, "", br#"{"model":"mock","prompt":[1]}"#).await;
+    assert_eq!((answer.status, answer.body.as_slice()), (200, &body[..]));
+    assert_eq!(answer.header("content-encoding"), Some("gzip"));
+    expect_idle(&gateway).await;
+}

@@ -2,15 +2,17 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use pointsman::health::Outcome;
 use pointsman_gateway::serve::Gateway;
+use tokio::net::TcpSocket;
 
 use crate::alone;
 use crate::common::proxy::{self, Answer, EVENT, FINE, FINE_JSON, gateway, receive, request, send, until};
 use crate::faults::{
-    Client, DONE, FaultyWorker, PATH, Step, body, chunk, chunked_head, chunks_end, counting_outcomes, expect_idle,
-    expect_no_failure, expect_outcome, full_response, metric, settings, write,
+    Client, DONE, FaultyWorker, PATH, Step, body, chunk, chunked_head, chunks_end, counting_outcomes, eventually,
+    expect_idle, expect_no_failure, expect_outcome, full_response, metric, router, settings, write,
 };
 
 const ROLE: &str = "data: {\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}]}\n\n";
@@ -81,7 +83,7 @@ async fn failures_count_if_another_worker_serves_the_request() {
     let error = "data: {\"error\":{\"message\":\"EngineCore died\",\"code\":500}}\n\n";
     counts(vec![chunked_head(), chunk(error), chunk(DONE), chunks_end()], Outcome::ServerError).await;
     let busy = "HTTP/1.1 503 Busy\r\nretry-after: 7\r\ncontent-length: 0\r\n\r\n";
-    counts(vec![write(busy)], Outcome::Refused { retry_after: Some(std::time::Duration::from_secs(7)) }).await;
+    counts(vec![write(busy)], Outcome::Refused { retry_after: Some(Duration::from_secs(7)) }).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -117,6 +119,117 @@ async fn a_late_first_token_is_retried_once() {
     assert_eq!((answer.status, answer.code().as_str()), (504, "worker_timeout"));
     assert_eq!(request_count(&workers), 2);
     expect_no_failure(&gateway).await;
+    expect_idle(&gateway).await;
+}
+
+/// A retry that finds no other rank counts for no request.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_retry_without_another_worker_returns_to_the_budget() {
+    let _alone = alone().await;
+    let worker = FaultyWorker::responding_with(vec![full_response("500 Oops", "{}")]).await;
+    let mut settings = settings(&[worker.url()]);
+    settings.gateway.retry_share_max = 0.0; // ten retries in any ten seconds
+    let gateway = gateway(settings).await;
+    let denied = metric(&gateway, "pointsman_gateway_retries_denied_total", &[]).await;
+    for _ in 0..12 {
+        assert_eq!(ask(&gateway).await.status, 500);
+    }
+    assert_eq!(worker.request_count(), 12);
+    assert_eq!(metric(&gateway, "pointsman_gateway_retries_denied_total", &[]).await, denied);
+    expect_idle(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_retry_that_times_out_in_the_queue_is_not_queued_again() {
+    let _alone = alone().await;
+    let busy = FaultyWorker::responding_with(vec![Step::Wait, full_response("200 OK", FINE)]).await;
+    let fails = FaultyWorker::responding_with(vec![Step::Reset]).await;
+    let mut settings = settings(&[busy.url(), fails.url()]);
+    settings.models[0].router.queue.threshold = Some(0.0);
+    settings.gateway.queue_timeout_ms = 2_000;
+    let gateway = gateway(settings).await;
+    let served = Client::ask(&gateway).await; // round robin: the first worker
+    until("the first worker is busy", || busy.request_count() == 1).await;
+    let answer = ask(&gateway).await;
+    assert_eq!((answer.status, answer.code().as_str()), (502, "worker_failed"));
+    assert_eq!(fails.request_count(), 1, "the retry waited for the other worker only");
+    busy.release(1);
+    assert_eq!(served.answer().await.expect("an answer").status, 200);
+    expect_idle(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_retry_has_the_rest_of_the_deadline() {
+    const DEADLINE: Duration = Duration::from_secs(5);
+    let _alone = alone().await;
+    let fails = FaultyWorker::responding_with(vec![Step::Wait, Step::Reset]).await;
+    let idle = FaultyWorker::responding_with(vec![full_response("200 OK", FINE)]).await;
+    let gateway = gateway(settings(&[fails.url(), idle.url()])).await;
+    let deadline = format!("x-pointsman-deadline-ms: {}\r\n", DEADLINE.as_millis());
+    let client = send(gateway.address(), "POST", PATH, &deadline, body().as_bytes()).await;
+    until("the first worker has it", || fails.request_count() == 1).await; // round robin
+    tokio::time::sleep(DEADLINE).await;
+    fails.release(1);
+    let answer = receive(client).await.expect("an answer");
+    assert_eq!((answer.status, answer.code().as_str()), (502, "worker_failed"));
+    assert_eq!(idle.request_count(), 0, "the deadline has passed");
+    expect_idle(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_refused_connection_counts_against_every_rank_of_its_worker() {
+    let _alone = alone().await;
+    let absent = TcpSocket::new_v4().expect("a socket"); // bound, which reserves the port, but not listening
+    absent.bind("127.0.0.1:0".parse().expect("an address")).expect("a port");
+    let good = FaultyWorker::responding_with(vec![full_response("200 OK", FINE)]).await;
+    let url = format!("http://{}", absent.local_addr().expect("bound"));
+    let mut settings = counting_outcomes(settings(&[url, good.url()]));
+    settings.models[0].workers[0].config.data_parallel_size = 2;
+    settings.gateway.attempts_max = 1; // an unreachable worker is not an attempt
+    let gateway = gateway(settings).await;
+    assert_eq!(ask(&gateway).await.text(), FINE); // round robin: the absent worker first
+    let why = format!("the last: {}", Outcome::ConnectFailed.name());
+    eventually("both ranks of the absent worker count", async || {
+        let ranks = router(&gateway).rank_health().await.expect("it is up");
+        ranks.iter().map(|rank| rank.why.ends_with(&why)).eq([true, true, false])
+    })
+    .await;
+    expect_idle(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_retry_after_silence_avoids_every_rank_of_the_worker() {
+    let _alone = alone().await;
+    let fails = FaultyWorker::responding_with(vec![Step::Reset]).await;
+    let good = FaultyWorker::responding_with(vec![full_response("200 OK", FINE)]).await;
+    let mut settings = settings(&[fails.url(), good.url()]);
+    settings.models[0].workers[0].config.data_parallel_size = 3; // round robin would choose the third rank
+    let gateway = gateway(settings).await;
+    assert_eq!(ask(&gateway).await.text(), FINE);
+    assert_eq!((fails.request_count(), good.request_count()), (1, 1));
+    expect_idle(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_event_restarts_the_idle_timeout() {
+    const IDLE_MAX: Duration = Duration::from_secs(6);
+    let _alone = alone().await;
+    let paused = (0..5).flat_map(|_| [Step::Wait, chunk(EVENT)]).collect();
+    let steps = [vec![chunked_head(), chunk(EVENT)], paused, vec![Step::Wait, chunk(DONE), chunks_end()]];
+    let worker = FaultyWorker::responding_with(steps.concat()).await;
+    let mut settings = settings(&[worker.url()]);
+    settings.gateway.idle_timeout_ms = IDLE_MAX.as_millis() as u64;
+    let gateway = gateway(settings).await;
+    let mut client = Client::ask(&gateway).await;
+    client.expect_body(EVENT.as_bytes()).await;
+    for events in 2..=6 {
+        tokio::time::sleep(IDLE_MAX / 4).await;
+        worker.release(1);
+        client.expect_body(EVENT.repeat(events).as_bytes()).await;
+    }
+    worker.release(1);
+    let answer = client.answer().await.expect("it has begun");
+    assert!(answer.is_whole, "{answer:?}");
     expect_idle(&gateway).await;
 }
 

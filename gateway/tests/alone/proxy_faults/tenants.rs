@@ -3,11 +3,12 @@
 
 use std::path::PathBuf;
 
+use pointsman::config::SessionAffinity;
 use pointsman_gateway::serve::Gateway;
 use pointsman_gateway::settings::{Settings, TenantSettings};
 
 use crate::alone;
-use crate::common::proxy::{Answer, FINE, FINE_JSON, gateway, request, until};
+use crate::common::proxy::{Answer, FINE, FINE_JSON, Got, gateway, request, until};
 use crate::faults::{FaultyWorker, PATH, Step, body, eventually, expect_idle, full_response, router, settings};
 
 const KEYS: [&str; 2] = ["acme-key-0123456789", "brew-key-0123456789"];
@@ -157,4 +158,59 @@ async fn tenants_alternate_in_the_queue_regardless_of_deadlines() {
         assert_eq!((salts.len(), of_brew), (15, vec![2, 4]), "alternating tenants, {deadline:?}");
         expect_idle(&gateway).await;
     }
+}
+
+/// Each worker keeps the sessions that it receives first, in round-robin order.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn equal_session_ids_of_two_tenants_are_two_sessions() {
+    let _alone = alone().await;
+    let answer = || FaultyWorker::responding_with(vec![full_response("200 OK", FINE_JSON)]);
+    let (workers, files) = ([answer().await, answer().await], Files::new());
+    let mut settings = with_tenants(settings(&workers.each_ref().map(FaultyWorker::url)), &files);
+    settings.models[0].router.session.affinity = SessionAffinity::Hard;
+    let gateway = gateway(settings).await;
+    for asked in 1..=2 {
+        for key in KEYS {
+            let headers = format!("authorization: Bearer {key}\r\nx-session-id: chat\r\n");
+            let answer = ask(&gateway, &headers, r#"{"model":"mock","prompt":[1]}"#).await;
+            assert_eq!((answer.status, answer.text()), (200, FINE_JSON), "{answer:?}");
+        }
+        assert_eq!(workers.each_ref().map(FaultyWorker::request_count), [asked; 2]);
+    }
+    expect_idle(&gateway).await;
+}
+
+/// One worker serves one request at a time. Requests of a tenant without a priority are served in order of arrival.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tenant_without_priority_cannot_reorder_its_requests() {
+    let _alone = alone().await;
+    let (worker, files) =
+        (FaultyWorker::responding_with(vec![Step::Wait, full_response("200 OK", FINE)]).await, Files::new());
+    let mut settings = with_tenants(settings(&[worker.url()]), &files);
+    settings.models[0].router.queue.threshold = Some(0.0);
+    let gateway = gateway(settings).await;
+    let (router, address) = (router(&gateway), gateway.address());
+    let mut clients = Vec::new();
+    let mut send = |id: &str, priority: &str| {
+        let headers = format!("authorization: Bearer {}\r\nx-request-id: {id}\r\n{priority}", KEYS[0]);
+        clients.push(tokio::spawn(async move { request(address, "POST", PATH, &headers, body().as_bytes()).await }));
+    };
+    let waiting = async || router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum::<u64>();
+    send("first", "");
+    until("the first is being served", || worker.request_count() == 1).await;
+    send("second", "");
+    eventually("the second waits", async || waiting().await == 1).await;
+    send("third", "x-pointsman-priority-jump: 3600\r\n");
+    eventually("the third waits", async || waiting().await == 2).await;
+    send("fourth", "x-pointsman-priority: 9\r\n");
+    eventually("the fourth waits", async || waiting().await == 3).await;
+    worker.release(4);
+    for client in clients {
+        let answer = client.await.expect("no panic");
+        assert_eq!((answer.status, answer.text()), (200, FINE));
+    }
+    let id = |got: &Got| got.header("x-request-id").expect("an id").to_owned();
+    let served: Vec<String> = worker.with_seen(|seen| seen.requests.iter().map(id).collect());
+    assert_eq!(served, ["first", "second", "third", "fourth"]);
+    expect_idle(&gateway).await;
 }
