@@ -25,8 +25,8 @@ use dynamo_kv_router::services::selection::{
     SelectAndReserveRequest, SelectRequest, SelectionService, SelectionServiceBuilder, WorkerRequest,
 };
 use dynamo_kv_router::{DEFAULT_ROUTING_GROUP, KvRouterConfig, WorkerSelectionPolicy, WorkerType};
-use pointsman::protocol::{BlockHash, KvEvent, StoredBlock, WorkerId, WorkerRank};
 use pointsman::policy::Policy;
+use pointsman::protocol::{BlockHash, KvEvent, StoredBlock, WorkerId, WorkerRank};
 use pointsman_bench::cli::Replay;
 use pointsman_bench::fleet::Fleet;
 use pointsman_bench::simulate::Setup;
