@@ -84,7 +84,7 @@ pub(crate) struct RequestContext {
     /// Permit of the waiting room, released when the request has its reply or is lost.
     pub(crate) permit: OwnedSemaphorePermit,
     /// Speculative entry that the booking creates, if entries are speculative.
-    pub(crate) guess: Option<Box<SpeculativePrompt>>,
+    pub(crate) speculative_prompt: Option<Box<SpeculativePrompt>>,
     /// Present if the phases of the request are measured.
     pub(crate) timestamps: Option<Arc<PhaseTimestamps>>,
 }
@@ -355,7 +355,8 @@ impl Scheduler {
                     if let Some(explanation) = trace {
                         trace_decision(&explanation);
                     }
-                    let RequestContext { lease: Some(lease), answer, permit, guess, timestamps } = context else {
+                    let RequestContext { lease: Some(lease), answer, permit, speculative_prompt, timestamps } = context
+                    else {
                         continue;
                     };
                     if let Some(timestamps) = timestamps {
@@ -363,9 +364,9 @@ impl Scheduler {
                     }
                     let Some(Some((_, strand))) = self.sequences.get(decision.slot.index()) else { continue };
                     // Sent before the Book, so a query after the booking finds the speculative entry.
-                    let claim = guess.and_then(|guess| {
+                    let claim = speculative_prompt.and_then(|speculative_prompt| {
                         let speculation = &self.dependencies.speculation;
-                        speculation.routed(&decision, lease.booking(), *guess, &mut self.replies.shards)
+                        speculation.routed(&decision, lease.booking(), *speculative_prompt, &mut self.replies.shards)
                     });
                     let book = Book { lease, decision, number, answer, permit, claim, now };
                     strand.send(SequenceMsg::Book(book)).keep_in(&mut self.replies.sequences);

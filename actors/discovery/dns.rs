@@ -108,13 +108,13 @@ impl DnsNames {
     async fn refresh(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
         let mut complaint = None;
         // Resolved concurrently: an unresponsive name does not delay the others.
-        let mut asked = JoinSet::new();
+        let mut lookups = JoinSet::new();
         for (position, name) in self.names.iter().enumerate() {
             let (host, port) = (name.host.clone(), name.port);
-            asked.spawn(async move { (position, resolve(&host, port).await) });
+            lookups.spawn(async move { (position, resolve(&host, port).await) });
         }
         let mut answers: BTreeMap<usize, _> = BTreeMap::new();
-        while let Some(answer) = asked.join_next().await {
+        while let Some(answer) = lookups.join_next().await {
             answers.extend(answer.ok());
         }
         for (position, name) in self.names.iter_mut().enumerate() {

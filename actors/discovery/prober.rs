@@ -14,7 +14,7 @@ use crate::discovery::{Described, EngineError, Expected, HttpUrl, NamedWorker};
 use crate::protocol::{WorkerConfig, WorkerId};
 
 /// Maximum number of concurrent probes; times [`Described::BYTES_MAX`] it bounds the memory of their responses.
-const ASKED_MAX: usize = 16;
+const PROBES_MAX: usize = 16;
 
 /// Statuses of an engine that does not implement the requested path.
 const UNKNOWN: &[u16] = &[404, 405, 501];
@@ -112,15 +112,15 @@ impl Prober {
     /// Response of each probed worker, by position.
     async fn answers(&self, workers: &[NamedWorker]) -> BTreeMap<usize, Result<Described, String>> {
         let mut answers = BTreeMap::new();
-        let mut asked = JoinSet::new();
+        let mut probes = JoinSet::new();
         for (position, worker) in workers.iter().enumerate().filter(|(_, worker)| worker.probe) {
-            if asked.len() >= ASKED_MAX {
-                answers.extend(asked.join_next().await.and_then(Result::ok));
+            if probes.len() >= PROBES_MAX {
+                answers.extend(probes.join_next().await.and_then(Result::ok));
             }
             let (url, timeout) = (worker.config.endpoint.clone(), self.options.timeout);
-            asked.spawn(async move { (position, describe(&url, timeout).await) });
+            probes.spawn(async move { (position, describe(&url, timeout).await) });
         }
-        while let Some(answer) = asked.join_next().await {
+        while let Some(answer) = probes.join_next().await {
             answers.extend(answer.ok());
         }
         answers

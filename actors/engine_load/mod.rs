@@ -26,8 +26,8 @@ use crate::protocol::{Timestamp, WorkerId, WorkerRank};
 
 /// Messages to the engine load actor.
 pub(crate) enum EngineLoadMsg {
-    /// Load report of an engine for its ranks, requested or received at `asked_at`.
-    Said { worker: WorkerId, readings: Vec<(u32, EngineReading)>, asked_at: Timestamp },
+    /// Load report of an engine for its ranks, requested or received at `polled_at`.
+    Reported { worker: WorkerId, readings: Vec<(u32, EngineReading)>, polled_at: Timestamp },
     /// Injected fault: panic, or hold the strand until released.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
@@ -58,9 +58,9 @@ impl ActorState for EngineLoads {
 
     fn step(&mut self, msg: EngineLoadMsg) -> Option<Nothing> {
         match msg {
-            EngineLoadMsg::Said { worker, readings, asked_at } => {
+            EngineLoadMsg::Reported { worker, readings, polled_at } => {
                 let at = self.clock.now();
-                for entry in self.ranks.of_worker(worker).iter().filter(|entry| entry.since <= asked_at) {
+                for entry in self.ranks.of_worker(worker).iter().filter(|entry| entry.since <= polled_at) {
                     if let Some((_, reading)) = readings.iter().find(|(rank, _)| *rank == entry.rank.rank) {
                         entry.engine_load.publish(&EngineLoad { reading: *reading, at });
                     }
@@ -118,6 +118,6 @@ async fn wake_waiting(status: Arc<RouterStatus>, scheduler: Arc<Strand<Scheduler
 pub(crate) fn report(engine_loads: &Strand<EngineLoads>, clock: Clock, rank: WorkerRank, reading: EngineReading) {
     if !reading.is_empty() {
         let (worker, readings) = (rank.worker, vec![(rank.rank, reading)]);
-        engine_loads.tell(EngineLoadMsg::Said { worker, readings, asked_at: clock.now() });
+        engine_loads.tell(EngineLoadMsg::Reported { worker, readings, polled_at: clock.now() });
     }
 }

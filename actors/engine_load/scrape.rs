@@ -44,7 +44,7 @@ async fn ask(sources: EngineLoadSources, worker: WorkerId, _: u64, asked: PageQu
     let [interval, timeout] = [config.engine_load.interval_ms, config.engine_load.stale_ms].map(Duration::from_millis);
     tokio::time::sleep(first_delay(worker, interval)).await;
     loop {
-        let asked_at = clock.now();
+        let polled_at = clock.now();
         let page = http::get(&asked.url, timeout, PAGE_BYTES_MAX).await;
         let errors = &meters.engine_load_errors;
         match page {
@@ -55,7 +55,7 @@ async fn ask(sources: EngineLoadSources, worker: WorkerId, _: u64, asked: PageQu
                 if readings.is_empty() {
                     errors.empty.increment(1);
                 } else {
-                    engine_loads.tell(EngineLoadMsg::Said { worker, readings, asked_at });
+                    engine_loads.tell(EngineLoadMsg::Reported { worker, readings, polled_at });
                 }
             }
             Err(error) => {

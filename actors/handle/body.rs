@@ -227,8 +227,8 @@ impl Follow {
         while (self.output_blocks + 1) * block_size <= self.reader.output_tokens() {
             self.output_blocks += 1;
             let decay = self.expected_tokens.map(|expected| decay(self.output_blocks * block_size, expected));
-            let told = placement.output_block(decay);
-            debug_assert!(told.is_ok(), "decay within [0, 1]: {told:?}");
+            let reported = placement.output_block(decay);
+            debug_assert!(reported.is_ok(), "decay within [0, 1]: {reported:?}");
         }
         self.tell_cached();
     }

@@ -64,10 +64,10 @@ impl Router {
         if !self.workers().iter().any(|worker| worker.ranks.contains(&rank)) {
             return Err(Rejection::UnknownRank(rank).into());
         }
-        let Some(guess) = self.prepare(&request)?.guess() else { return Ok(()) };
+        let Some(speculative_prompt) = self.prepare(&request)?.speculative_prompt() else { return Ok(()) };
         let shard = self.strands().shards.number_of(rank);
-        let permit = self.strands().shards.admit(shard, guess.hashes.len(), &self.views().status).await?;
-        self.strands().shards.strand(shard).tell(RadixMsg::Recorded { rank, guess, permit });
+        let permit = self.strands().shards.admit(shard, speculative_prompt.hashes.len(), &self.views().status).await?;
+        self.strands().shards.strand(shard).tell(RadixMsg::Recorded { rank, speculative_prompt, permit });
         Ok(())
     }
 
@@ -107,14 +107,14 @@ impl Router {
 
     async fn each_shard<T>(&self, question: impl Fn(oneshot::Sender<T>) -> RadixMsg) -> Result<Vec<T>, FlushError> {
         self.views().status.up()?;
-        let mut asked = Vec::new();
+        let mut replies = Vec::new();
         for shard in self.strands().shards.iter() {
             let (sender, answer) = oneshot::channel();
             shard.tell(question(sender));
-            asked.push(answer);
+            replies.push(answer);
         }
         let mut answers = Vec::new();
-        for answer in asked {
+        for answer in replies {
             match self.views().status.reply_of(answer).await {
                 Some(answer) => answers.push(answer),
                 None => return Err(self.views().status.up().err().map_or(FlushError::Lost, FlushError::Down)),

@@ -113,7 +113,7 @@ impl Router {
             Some(Ok(hits)) => hits.clone(),
             Some(Err(_)) | None => SharedHits::default(),
         };
-        let asked = include_shared.then(|| SharedSummary {
+        let shared_summary = include_shared.then(|| SharedSummary {
             enabled: self.shared_cache().is_some(),
             total_hit_blocks: shared_hits.total(),
             ranges: shared_hits.ranges().to_vec(),
@@ -134,7 +134,7 @@ impl Router {
                 credit_blocks: self.config().kv_cost().credit(overlap, shared_blocks),
             }
         });
-        Ok(OverlapScores { ranks: ranks.collect(), shared_cache: asked })
+        Ok(OverlapScores { ranks: ranks.collect(), shared_cache: shared_summary })
     }
 
     /// Effective overlap of each rank, in rank order, from tokens or hashes. Includes ranks without overlap.

@@ -63,7 +63,7 @@ pub(super) struct Prepared {
     options: Option<Box<ResolvedOptions>>,
     length_keys: LengthKeys,
     /// Speculative entry that the booking creates, if entries are speculative.
-    guess: Option<SpeculativePrompt>,
+    speculative_prompt: Option<SpeculativePrompt>,
     kind: PromptKind,
     /// Start of hashing.
     started: Timestamp,
@@ -131,8 +131,8 @@ impl Prepared {
             Some(_) | None => PromptBlocks::Counted(blocks.min(blocks_max)),
         };
         let isl_tokens = u32::try_from(isl_tokens).map_err(too_long)?.min(weight_tokens);
-        let guess = hashes.as_ref().filter(|_| speculates);
-        let guess = guess.map(|hashed| SpeculativePrompt::of(hashed, config.block_size));
+        let speculative_prompt = hashes.as_ref().filter(|_| speculates);
+        let speculative_prompt = speculative_prompt.map(|hashed| SpeculativePrompt::of(hashed, config.block_size));
         let kind = kind_of(options);
         Ok(Self {
             hashes,
@@ -141,7 +141,7 @@ impl Prepared {
             isl_tokens,
             options: resolved,
             length_keys,
-            guess,
+            speculative_prompt,
             kind,
             started: now,
         })
@@ -161,8 +161,8 @@ impl Prepared {
         self.isl_tokens
     }
 
-    pub(super) fn guess(&self) -> Option<SpeculativePrompt> {
-        self.guess.clone()
+    pub(super) fn speculative_prompt(&self) -> Option<SpeculativePrompt> {
+        self.speculative_prompt.clone()
     }
 
     pub(super) fn options(&self) -> Option<Box<ResolvedOptions>> {

@@ -21,7 +21,7 @@ use crate::actors::delivery::reply::Reply;
 use crate::actors::radix::{RadixMsg, overlap_token};
 use crate::actors::scheduler::{RequestContext, SchedulerMsg};
 use crate::actors::sequence::table::SequenceAddress;
-use crate::actors::telemetry::{self, PhaseTimestamps, Prediction, Verdict};
+use crate::actors::telemetry::{self, BookingResult, PhaseTimestamps, Prediction};
 use crate::actors::views::rank::RankEntry;
 use crate::actors::views::status::RouterPhase;
 use crate::directory::{Lease, LeaseState};
@@ -50,7 +50,7 @@ impl Router {
         let span = telemetry::route_span(&config.pool, request.request_id.as_deref());
         let undecided = meters.decisions.begin(&span);
         let placed = self.place(&request, &span).await;
-        undecided.end(&placed, Verdict::Chosen);
+        undecided.end(&placed, BookingResult::Chosen);
         placed
     }
 
@@ -105,7 +105,7 @@ impl Router {
         let span = Span::none();
         let undecided = self.edge().meters.decisions.begin(&span);
         let added = self.add(request, &span).await;
-        undecided.end(&added, Verdict::Given);
+        undecided.end(&added, BookingResult::Given);
         added
     }
 
@@ -285,8 +285,8 @@ impl Router {
                 block_hashes: prepared.block_hashes().filter(|hashes| !hashes.is_empty()).cloned(),
             })
         });
-        let guess = lease.as_ref().and_then(|_| prepared.guess()).map(Box::new);
-        let context = RequestContext { lease, answer: sender, permit, guess, timestamps };
+        let speculative_prompt = lease.as_ref().and_then(|_| prepared.speculative_prompt()).map(Box::new);
+        let context = RequestContext { lease, answer: sender, permit, speculative_prompt, timestamps };
         let options = prepared.options();
         let plain = Request::new(context, prepared.prompt(), prepared.isl_tokens());
         let request = Request { target, purpose, options, waits, ..plain };

@@ -61,7 +61,7 @@ pub(super) async fn read(job: Job) {
         entry,
         effects: Vec::new(),
         wanted: VecDeque::new(),
-        shown_doubt: None,
+        shown_degradation: None,
         unwell_since: None,
     };
     // A source begins with an empty state, and an earlier reader may have left blocks in the index.
@@ -105,7 +105,7 @@ struct Reader {
     decoder: Decoder,
     effects: Vec<IngestEffect<Bytes>>,
     wanted: VecDeque<IngestEffect<Bytes>>,
-    shown_doubt: Option<DegradationReason>,
+    shown_degradation: Option<DegradationReason>,
     /// Time of the last degradation of the source, until it is trusted again.
     unwell_since: Option<Timestamp>,
 }
@@ -203,25 +203,27 @@ impl Reader {
         }
         self.entry.source.set_caught_up(self.source.is_caught_up());
         self.entry.source.await_served(self.source.awaits_served());
-        let doubt = self.source.degradation();
-        if doubt.map(|doubt| doubt.name()) != self.shown_doubt.map(|doubt| doubt.name()) {
-            self.show(doubt);
+        let degradation = self.source.degradation();
+        if degradation.map(|degradation| degradation.name())
+            != self.shown_degradation.map(|degradation| degradation.name())
+        {
+            self.show(degradation);
         }
     }
 
-    fn show(&mut self, doubt: Option<DegradationReason>) {
-        self.shown_doubt = doubt;
-        self.entry.source.set_trust(self.source.state(), doubt);
+    fn show(&mut self, degradation: Option<DegradationReason>) {
+        self.shown_degradation = degradation;
+        self.entry.source.set_trust(self.source.state(), degradation);
     }
 
     fn on_trust(&mut self, trust: StreamState) {
-        let (now, doubt) = (self.dependencies.clock.now(), self.source.degradation());
+        let (now, degradation) = (self.dependencies.clock.now(), self.source.degradation());
         let (worker, rank, state) = (&*self.entry.endpoint, self.entry.rank.rank, trust.name());
-        match &doubt {
-            Some(doubt) => tracing::warn!(worker, rank, state, reason = %doubt, "KV event stream degraded"),
+        match &degradation {
+            Some(degradation) => tracing::warn!(worker, rank, state, reason = %degradation, "KV event stream degraded"),
             None => tracing::debug!(worker, rank, state, "KV event stream live"),
         }
-        self.show(doubt);
+        self.show(degradation);
         match trust {
             StreamState::Live => {
                 if let Some(since) = self.unwell_since.take() {
@@ -348,7 +350,7 @@ fn connect(endpoints: &KvEventsConfig, caps: Caps, wait: Duration) -> Connecting
 enum PendingReplay {
     Idle,
     Asking(Pin<Box<dyn Future<Output = Result<ReplayRequest, SocketError>> + Send>>),
-    Asked(ReplayRequest),
+    Requested(ReplayRequest),
 }
 
 impl PendingReplay {
@@ -370,13 +372,13 @@ impl PendingReplay {
             match self {
                 Self::Idle => return std::future::pending().await,
                 Self::Asking(asking) => match asking.await {
-                    Ok(request) => *self = Self::Asked(request),
+                    Ok(request) => *self = Self::Requested(request),
                     Err(error) => {
                         *self = Self::Idle;
                         return Err(error);
                     }
                 },
-                Self::Asked(request) => {
+                Self::Requested(request) => {
                     let answer = request.receive().await;
                     if !matches!(answer, Ok(Replayed::Message { .. })) {
                         *self = Self::Idle;

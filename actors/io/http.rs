@@ -129,16 +129,16 @@ mod tests {
     async fn answering(answer: Vec<u8>) -> (String, tokio::task::JoinHandle<String>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let url = format!("http://{}/metrics?a=b", listener.local_addr().expect("bound"));
-        let asked = tokio::spawn(async move {
+        let received = tokio::spawn(async move {
             let (mut stream, _) = listener.accept().await.expect("a connection");
-            let mut asked = Vec::new();
-            while !asked.ends_with(b"\r\n\r\n") {
-                asked.push(stream.read_u8().await.expect("the request's head"));
+            let mut received = Vec::new();
+            while !received.ends_with(b"\r\n\r\n") {
+                received.push(stream.read_u8().await.expect("the request's head"));
             }
             let _ = stream.write_all(&answer).await; // the client may have closed
-            String::from_utf8(asked).expect("text")
+            String::from_utf8(received).expect("text")
         });
-        (url, asked)
+        (url, received)
     }
 
     async fn got(answer: &[u8], bytes_max: usize) -> Result<Bytes, HttpError> {
@@ -160,10 +160,10 @@ mod tests {
 
     #[tokio::test]
     async fn the_request_names_path_and_host() {
-        let (url, asked) = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n".to_vec()).await;
+        let (url, received) = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n".to_vec()).await;
         assert_eq!(get(&url, AN_HOUR, 0).await, Ok(Bytes::new()));
-        let asked = asked.await.expect("served");
-        assert!(asked.starts_with("GET /metrics?a=b HTTP/1.1\r\nhost: 127.0.0.1:"), "{asked}");
+        let received = received.await.expect("served");
+        assert!(received.starts_with("GET /metrics?a=b HTTP/1.1\r\nhost: 127.0.0.1:"), "{received}");
     }
 
     #[tokio::test]

@@ -32,12 +32,12 @@ impl SpeculationSender {
         &self,
         decision: &Decision,
         booking: BookingId,
-        guess: SpeculativePrompt,
+        speculative_prompt: SpeculativePrompt,
         deferred: &mut Vec<DeferredReplies<RadixReply>>,
     ) -> Option<SpeculationClaim> {
         let shard = self.shards.as_ref()?.of(decision.rank)?;
         let Decision { slot, generation, .. } = *decision;
-        shard.send(RadixMsg::Routed { slot, generation, booking: Some(booking), guess }).keep_in(deferred);
+        shard.send(RadixMsg::Routed { slot, generation, booking: Some(booking), speculative_prompt }).keep_in(deferred);
         self.holds_bookings.then(|| SpeculationClaim { shard: Some(Arc::clone(shard)), booking })
     }
 }

@@ -52,11 +52,11 @@ pub(crate) enum RadixMsg {
     /// Remove a rank with its contents.
     Remove { rank: WorkerRank },
     /// The scheduler has routed this prompt to this rank.
-    Routed { slot: Slot, generation: Generation, booking: Option<BookingId>, guess: SpeculativePrompt },
+    Routed { slot: Slot, generation: Generation, booking: Option<BookingId>, speculative_prompt: SpeculativePrompt },
     /// The embedder has routed this prompt to this rank.
     Recorded {
         rank: WorkerRank,
-        guess: SpeculativePrompt,
+        speculative_prompt: SpeculativePrompt,
         /// Permit of the shard's gate.
         permit: OwnedSemaphorePermit,
     },
@@ -179,16 +179,21 @@ impl Radix {
         }
     }
 
-    fn on_routed(&mut self, place: (Slot, Generation), booking: Option<BookingId>, guess: &SpeculativePrompt) {
+    fn on_routed(
+        &mut self,
+        place: (Slot, Generation),
+        booking: Option<BookingId>,
+        speculative_prompt: &SpeculativePrompt,
+    ) {
         if let Some(speculative) = &mut self.speculative {
-            speculative.routed(place, booking, guess, &self.index);
+            speculative.routed(place, booking, speculative_prompt, &self.index);
         }
     }
 
     /// Ignores a rank that has been removed.
-    fn on_recorded(&mut self, rank: WorkerRank, guess: &SpeculativePrompt) {
+    fn on_recorded(&mut self, rank: WorkerRank, speculative_prompt: &SpeculativePrompt) {
         if let Some(slot) = self.index.slot_of(rank) {
-            self.on_routed((slot, self.index.generation(slot)), None, guess);
+            self.on_routed((slot, self.index.generation(slot)), None, speculative_prompt);
         }
     }
 
@@ -307,11 +312,11 @@ impl ActorState for Radix {
             }
             RadixMsg::Register(registered_rank) => self.on_register(registered_rank),
             RadixMsg::Remove { rank } => self.on_remove(rank),
-            RadixMsg::Routed { slot, generation, booking, guess } => {
-                self.on_routed((slot, generation), booking, &guess);
+            RadixMsg::Routed { slot, generation, booking, speculative_prompt } => {
+                self.on_routed((slot, generation), booking, &speculative_prompt);
             }
-            RadixMsg::Recorded { rank, guess, permit } => {
-                self.on_recorded(rank, &guess);
+            RadixMsg::Recorded { rank, speculative_prompt, permit } => {
+                self.on_recorded(rank, &speculative_prompt);
                 drop(permit);
             }
             RadixMsg::Released { booking, output_blocks } => {

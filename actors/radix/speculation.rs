@@ -48,10 +48,10 @@ impl SpeculativeEntries {
         &mut self,
         (slot, generation): (Slot, Generation),
         booking: Option<BookingId>,
-        guess: &SpeculativePrompt,
+        speculative_prompt: &SpeculativePrompt,
         index: &Index,
     ) {
-        self.predictions.routed(slot, generation, booking, guess, index, self.clock.now());
+        self.predictions.routed(slot, generation, booking, speculative_prompt, index, self.clock.now());
         self.count();
     }
 

@@ -1,4 +1,4 @@
-//! Results of booking requests: one counted verdict each, cancelled requests included.
+//! Counters of booking results: one result per request, cancelled requests included.
 
 use metrics::Counter;
 
@@ -10,7 +10,7 @@ use crate::schedule::Rejection;
 
 /// Result of a request at the edge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verdict {
+pub(crate) enum BookingResult {
     /// Booked on the rank that the router chose.
     Chosen,
     /// Booked on the rank that the embedder specified.
@@ -41,8 +41,8 @@ pub(crate) enum Verdict {
     Cancelled,
 }
 
-impl Verdict {
-    /// All verdicts in the order of their declaration, which is the order of the counters.
+impl BookingResult {
+    /// All results in the order of their declaration, which is the order of the counters.
     pub(super) const ALL: [Self; 25] = [
         Self::Chosen,
         Self::Given,
@@ -160,9 +160,9 @@ impl Verdict {
     }
 }
 
-/// Counters of verdicts, and of rejections by queue limit.
+/// Counters of results, and of rejections by queue limit.
 pub(crate) struct Decisions {
-    /// By verdict.
+    /// By result.
     counts: Vec<Counter>,
     backpressure: Vec<BackpressureCount>,
 }
@@ -174,18 +174,18 @@ struct BackpressureCount {
     count: Counter,
 }
 
-/// A request without a verdict yet. Dropping it counts a cancelled request.
+/// A request without a result yet. Dropping it counts a cancelled request.
 #[must_use = "dropping it counts a cancelled request"]
 pub(crate) struct Undecided<'a> {
     decisions: &'a Decisions,
     span: &'a tracing::Span,
-    verdict: Verdict,
+    result: BookingResult,
 }
 
 impl Decisions {
     pub(super) fn new(pool: &Pool, config: &RouterConfig) -> Self {
-        let count = |verdict: Verdict| {
-            let labels = &[("outcome", verdict.outcome()), ("reason", verdict.reason())];
+        let count = |result: BookingResult| {
+            let labels = &[("outcome", result.outcome()), ("reason", result.reason())];
             pool.counter("pointsman_decisions_total", labels)
         };
         let limits = [LimitKind::Requests, LimitKind::RawTokens, LimitKind::CachedTokens, LimitKind::DoNotQueue];
@@ -198,14 +198,14 @@ impl Decisions {
         };
         let classes = if config.queue.is_enabled() { config.queue.classes_or_default() } else { Vec::new() };
         Self {
-            counts: Verdict::ALL.into_iter().map(count).collect(),
+            counts: BookingResult::ALL.into_iter().map(count).collect(),
             backpressure: classes.into_iter().flat_map(of_class).collect(),
         }
     }
 
     /// Begins a request.
     pub(crate) fn begin<'a>(&'a self, span: &'a tracing::Span) -> Undecided<'a> {
-        Undecided { decisions: self, span, verdict: Verdict::Cancelled }
+        Undecided { decisions: self, span, result: BookingResult::Cancelled }
     }
 
     fn count_backpressure(&self, refused: &Backpressure) {
@@ -217,15 +217,15 @@ impl Decisions {
 }
 
 impl Undecided<'_> {
-    /// Records the verdict: `placed`, or the error of the result.
-    pub(crate) fn end<T>(mut self, result: &Result<T, RouteError>, placed: Verdict) {
-        self.verdict = match result {
+    /// Records `placed` for a successful request, else the booking result of its error.
+    pub(crate) fn end<T>(mut self, result: &Result<T, RouteError>, placed: BookingResult) {
+        self.result = match result {
             Ok(_) => placed,
             Err(error) => {
                 if let RouteError::Rejected(Rejection::Backpressure(refused)) = error {
                     self.decisions.count_backpressure(refused);
                 }
-                Verdict::of(error)
+                BookingResult::of(error)
             }
         };
     }
@@ -233,9 +233,9 @@ impl Undecided<'_> {
 
 impl Drop for Undecided<'_> {
     fn drop(&mut self) {
-        self.decisions.counts[self.verdict as usize].increment(1);
+        self.decisions.counts[self.result as usize].increment(1);
         if !self.span.is_disabled() {
-            self.span.record("outcome", self.verdict.outcome()).record("reason", self.verdict.reason());
+            self.span.record("outcome", self.result.outcome()).record("reason", self.result.reason());
         }
     }
 }

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use metrics::{Counter, Gauge, Histogram};
 
-pub(crate) use decisions::{Decisions, Verdict};
+pub(crate) use decisions::{BookingResult, Decisions};
 pub(crate) use instruments::{Pool, describe};
 pub(crate) use phases::{PhaseTimestamps, Phases, route_span, trace_hashes};
 pub(crate) use predictions::{Prediction, PromptKind};

@@ -1,7 +1,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use super::decisions::Verdict;
+use super::decisions::BookingResult;
 use super::instruments::{INSTRUMENTS, Instrument, InstrumentKind};
 use super::predictions::{NEVER_MATCHED_AFTER, PredictionMeters, PromptKind};
 use super::{Meters, Pool};
@@ -30,10 +30,10 @@ fn the_page_lists_exactly_all_metrics() {
     let listed: Vec<&str> = page.lines().filter(is_ours).collect();
     let expected: Vec<String> = INSTRUMENTS.iter().map(row).collect();
     assert!(listed == expected, "{PAGE} must list\n{}\n", expected.join("\n"));
-    for verdict in Verdict::ALL {
-        let lists = |line: &&str| line.starts_with(&format!("| `{}` |", verdict.outcome()));
+    for result in BookingResult::ALL {
+        let lists = |line: &&str| line.starts_with(&format!("| `{}` |", result.outcome()));
         let reasons = page.lines().find(lists).expect("a row for each outcome");
-        assert!(reasons.contains(&format!("`{}`", verdict.reason())), "{PAGE} does not explain {verdict:?}");
+        assert!(reasons.contains(&format!("`{}`", result.reason())), "{PAGE} does not explain {result:?}");
     }
 }
 
@@ -51,9 +51,9 @@ fn metric_names_contain_their_unit() {
 
 #[test]
 fn every_result_has_a_label_and_a_reason() {
-    let reasons: BTreeSet<&str> = Verdict::ALL.into_iter().map(Verdict::reason).collect();
-    assert_eq!(reasons.len(), Verdict::ALL.len());
-    assert!(Verdict::ALL.into_iter().enumerate().all(|(n, verdict)| verdict as usize == n));
+    let reasons: BTreeSet<&str> = BookingResult::ALL.into_iter().map(BookingResult::reason).collect();
+    assert_eq!(reasons.len(), BookingResult::ALL.len());
+    assert!(BookingResult::ALL.into_iter().enumerate().all(|(n, result)| result as usize == n));
     assert!(PromptKind::ALL.into_iter().enumerate().all(|(n, kind)| kind as usize == n));
 }
 

@@ -116,8 +116,8 @@ impl SpeculationModel {
 /// let block_size = NonZeroU32::new(4).expect("not zero");
 /// let hasher = BlockHasher::new(HashScheme::new(block_size));
 /// let prompt = HashedPrompt::from_tokens(&hasher, &[1, 2, 3, 4, 5, 6], &MmBlocks::NONE);
-/// let guess = SpeculativePrompt::of(&prompt, block_size.get());
-/// assert_eq!((guess.hashes.len(), guess.private_blocks), (1, 1));
+/// let speculative_prompt = SpeculativePrompt::of(&prompt, block_size.get());
+/// assert_eq!((speculative_prompt.hashes.len(), speculative_prompt.private_blocks), (1, 1));
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpeculativePrompt {
@@ -168,8 +168,8 @@ pub struct SpeculationCounts {
 /// predictions.register(WorkerRank::new(WorkerId(7), 0), Slot(0), Generation(1), None);
 /// let index = Index::new();
 /// let start = Timestamp::default();
-/// let guess = SpeculativePrompt { hashes: [1, 2, 3].map(BlockHash).into(), private_blocks: 1 };
-/// predictions.routed(Slot(0), Generation(1), None, &guess, &index, start);
+/// let speculative_prompt = SpeculativePrompt { hashes: [1, 2, 3].map(BlockHash).into(), private_blocks: 1 };
+/// predictions.routed(Slot(0), Generation(1), None, &speculative_prompt, &index, start);
 ///
 /// let mut overlaps = Overlaps::default();
 /// index.overlaps(&[BlockHash(1), BlockHash(2)], &mut overlaps);
@@ -285,7 +285,7 @@ impl SpeculativePrompts {
         slot: Slot,
         generation: Generation,
         booking: Option<BookingId>,
-        guess: &SpeculativePrompt,
+        speculative_prompt: &SpeculativePrompt,
         index: &Index,
         now: Timestamp,
     ) {
@@ -299,19 +299,19 @@ impl SpeculativePrompts {
         if booking.is_some_and(|booking| self.claims.contains_key(&booking)) {
             return;
         }
-        let blocks = guess.hashes.len() as u32;
+        let blocks = speculative_prompt.hashes.len() as u32;
         let real_blocks = match self.kind {
-            SpeculationModel::BesideEvents { .. } => index.device_depth(slot, &guess.hashes),
+            SpeculationModel::BesideEvents { .. } => index.device_depth(slot, &speculative_prompt.hashes),
             SpeculationModel::Ttl { .. } | SpeculationModel::UntilEvents { .. } | SpeculationModel::Lru { .. } => 0,
         };
         if real_blocks == blocks && booking.is_none() {
             return; // no block is missing, or the prompt is empty
         }
-        let end = self.enter(slot, root, &guess.hashes, real_blocks);
+        let end = self.enter(slot, root, &speculative_prompt.hashes, real_blocks);
         if let Some(booking) = booking {
             self.tries.claim(end);
-            self.claims.insert(booking, Claim { slot, end, private_blocks: guess.private_blocks });
-            self.ranks.expect_mut(slot).private_active += u64::from(guess.private_blocks);
+            self.claims.insert(booking, Claim { slot, end, private_blocks: speculative_prompt.private_blocks });
+            self.ranks.expect_mut(slot).private_active += u64::from(speculative_prompt.private_blocks);
         } else {
             let stamp = self.next_stamp();
             self.remember(end, LruEntry { stamp, at: self.now, real_blocks });

@@ -12,11 +12,11 @@ use crate::protocol::{LoadSource, WorkerConfig};
 /// Part of `/v1/models`.
 #[derive(Deserialize)]
 struct Models {
-    data: Vec<Model>,
+    data: Vec<ServedModel>,
 }
 
 #[derive(Deserialize)]
-struct Model {
+struct ServedModel {
     id: String,
     /// The base model of an adapter.
     #[serde(default)]
@@ -29,10 +29,10 @@ pub(super) fn describe(url: &HttpUrl, models: &[u8], metrics: &[u8]) -> Result<D
     let broken = |path, reason: String| ProbeError::Broken { path, reason };
     let models: Models = serde_json::from_slice(models).map_err(|error| broken("/v1/models", error.to_string()))?;
     let page = std::str::from_utf8(metrics).map_err(|error| broken("/metrics", error.to_string()))?;
-    let (adapters, models): (Vec<Model>, Vec<Model>) =
+    let (adapters, models): (Vec<ServedModel>, Vec<ServedModel>) =
         models.data.into_iter().partition(|model| model.parent.is_some());
     let max_model_len = models.iter().filter_map(|model| model.max_model_len).filter(|len| *len > 0).max();
-    let names = |models: Vec<Model>| models.into_iter().map(|model| model.id).collect();
+    let names = |models: Vec<ServedModel>| models.into_iter().map(|model| model.id).collect();
 
     let mut ranks = BTreeSet::new();
     let (mut block_size, mut blocks) = (None, None::<u64>);
