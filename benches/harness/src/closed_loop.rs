@@ -181,7 +181,7 @@ pub async fn run<T: Target>(
     });
 
     let share = (shape.inflight / shape.clients).max(1);
-    let clients = (0..shape.clients).map(|_| Client::new(share)).collect();
+    let clients = (0..shape.clients).map(|_| LoopClient::new(share)).collect();
     let mut clients = run_half(&shared, clients, 0..half).await?;
     for client in &mut clients {
         client.tally = Tally::new();
@@ -221,9 +221,9 @@ pub async fn run<T: Target>(
 /// Runs all clients until the cursor leaves `half`.
 async fn run_half<T: Target>(
     shared: &Arc<Shared<T>>,
-    clients: Vec<Client<T>>,
+    clients: Vec<LoopClient<T>>,
     half: Range<usize>,
-) -> Result<Vec<Client<T>>, LoopError> {
+) -> Result<Vec<LoopClient<T>>, LoopError> {
     shared.cursor.store(half.start, Relaxed);
     let mut tasks = JoinSet::new();
     for client in clients {
@@ -304,7 +304,7 @@ impl<T: Target> Shared<T> {
     }
 }
 
-struct Client<T: Target> {
+struct LoopClient<T: Target> {
     /// Requests routed and not yet freed, oldest first, with the dense number of their rank.
     held: VecDeque<(usize, usize, T::Handle)>,
     share: usize,
@@ -312,7 +312,7 @@ struct Client<T: Target> {
     tally: Tally,
 }
 
-impl<T: Target> Client<T> {
+impl<T: Target> LoopClient<T> {
     fn new(share: usize) -> Self {
         Self { held: VecDeque::with_capacity(share + 1), share, change: Change::default(), tally: Tally::new() }
     }

@@ -10,7 +10,7 @@ use pointsman_bench::cli::Common;
 use pointsman_bench::report::Report;
 
 use crate::table::{Cell, Table};
-use crate::{DynamoOptions, Subject};
+use crate::{DynamoOptions, RouterChoice};
 
 /// A comparison: every combination of threads, workers and clients, `pairs` times on both routers.
 #[derive(Args, Debug)]
@@ -31,7 +31,7 @@ pub(crate) struct Compare {
     pairs: u32,
     /// Run only this router
     #[arg(long, value_enum)]
-    only: Option<Subject>,
+    only: Option<RouterChoice>,
     #[command(flatten)]
     dynamo: DynamoOptions,
     /// Print all runs and the medians as one JSON object; the table is printed on standard error
@@ -69,9 +69,9 @@ impl Compare {
         let mut cell = Cell { threads, workers, clients, instructions, ours: Vec::new(), theirs: Vec::new() };
         for pair in 0..self.pairs {
             let order = if pair % 2 == 0 {
-                [Subject::Pointsman, Subject::Dynamo]
+                [RouterChoice::Pointsman, RouterChoice::Dynamo]
             } else {
-                [Subject::Dynamo, Subject::Pointsman]
+                [RouterChoice::Dynamo, RouterChoice::Pointsman]
             };
             for subject in order.into_iter().filter(|&subject| self.only.is_none_or(|only| only == subject)) {
                 let report = self.child(subject, threads, workers, clients)?;
@@ -87,9 +87,9 @@ impl Compare {
                     report.hit_rate,
                 )?;
                 match subject {
-                    Subject::Pointsman => cell.ours.push(report),
-                    Subject::Dynamo => cell.theirs.push(report),
-                    Subject::RoundRobin => {}
+                    RouterChoice::Pointsman => cell.ours.push(report),
+                    RouterChoice::Dynamo => cell.theirs.push(report),
+                    RouterChoice::RoundRobin => {}
                 }
             }
         }
@@ -104,14 +104,20 @@ impl Compare {
             Ok(String::from_utf8(output.stdout)?.trim().parse().ok())
         };
         let (Some(loop_alone), Some(ours), Some(theirs)) =
-            (count(Subject::RoundRobin)?, count(Subject::Pointsman)?, count(Subject::Dynamo)?)
+            (count(RouterChoice::RoundRobin)?, count(RouterChoice::Pointsman)?, count(RouterChoice::Dynamo)?)
         else {
             return Ok(None);
         };
         Ok(Some([ours, theirs].map(|counted| (counted - loop_alone) / 1e3)))
     }
 
-    fn child(&self, subject: Subject, threads: usize, workers: u32, clients: usize) -> Result<Report, Box<dyn Error>> {
+    fn child(
+        &self,
+        subject: RouterChoice,
+        threads: usize,
+        workers: u32,
+        clients: usize,
+    ) -> Result<Report, Box<dyn Error>> {
         let mut command = self.command(subject, threads, workers, clients)?;
         let output = command.arg("--json").stderr(Stdio::inherit()).output()?;
         if !output.status.success() {
@@ -121,7 +127,7 @@ impl Compare {
     }
 
     /// Command for a single run in its own process.
-    fn command(&self, subject: Subject, threads: usize, workers: u32, clients: usize) -> io::Result<Command> {
+    fn command(&self, subject: RouterChoice, threads: usize, workers: u32, clients: usize) -> io::Result<Command> {
         let target = subject.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["run", "--target", &target]);

@@ -34,50 +34,50 @@ pub(crate) struct Indexes {
 
 /// All runs of one index. Runs at the same position of two lists are a pair.
 #[derive(Debug)]
-struct Row {
+struct IndexRow {
     index: Which,
     timed: Vec<Timed>,
     heap: Heap,
 }
 
 /// A figure of one run.
-struct Column {
+struct IndexColumn {
     title: &'static str,
     key: &'static str,
     figure: fn(&Timed) -> Option<f64>,
     decimals: usize,
 }
 
-const COLUMNS: [Column; 9] = [
-    Column { title: "store ns", key: "store_ns", figure: |run| Some(run.time_ns.store), decimals: 1 },
-    Column { title: "remove ns", key: "remove_ns", figure: |run| Some(run.time_ns.remove), decimals: 1 },
-    Column {
+const COLUMNS: [IndexColumn; 9] = [
+    IndexColumn { title: "store ns", key: "store_ns", figure: |run| Some(run.time_ns.store), decimals: 1 },
+    IndexColumn { title: "remove ns", key: "remove_ns", figure: |run| Some(run.time_ns.remove), decimals: 1 },
+    IndexColumn {
         title: "store, median event",
         key: "store_median_event_ns",
         figure: |run| Some(run.event_median_ns.store),
         decimals: 1,
     },
-    Column {
+    IndexColumn {
         title: "remove, median event",
         key: "remove_median_event_ns",
         figure: |run| Some(run.event_median_ns.remove),
         decimals: 1,
     },
-    Column { title: "query p50 ns", key: "query_p50_ns", figure: |run| Some(run.time_ns.query), decimals: 0 },
-    Column { title: "p99 ns", key: "query_p99_ns", figure: |run| Some(run.query_p99_ns), decimals: 0 },
-    Column {
+    IndexColumn { title: "query p50 ns", key: "query_p50_ns", figure: |run| Some(run.time_ns.query), decimals: 0 },
+    IndexColumn { title: "p99 ns", key: "query_p99_ns", figure: |run| Some(run.query_p99_ns), decimals: 0 },
+    IndexColumn {
         title: "store instr.",
         key: "store_instructions",
         figure: |run| run.instructions.map(|costs| costs.store),
         decimals: 1,
     },
-    Column {
+    IndexColumn {
         title: "remove instr.",
         key: "remove_instructions",
         figure: |run| run.instructions.map(|costs| costs.remove),
         decimals: 1,
     },
-    Column {
+    IndexColumn {
         title: "query instr.",
         key: "question_instructions",
         figure: |run| run.instructions.map(|costs| costs.query),
@@ -90,7 +90,7 @@ impl Indexes {
     pub(crate) fn run(&self) -> Result<(), Box<dyn Error>> {
         let mut rows = Vec::new();
         for &index in &self.indexes {
-            rows.push(Row { index, timed: Vec::new(), heap: self.child("versus-heap", &[], index)? });
+            rows.push(IndexRow { index, timed: Vec::new(), heap: self.child("versus-heap", &[], index)? });
         }
         for round in 0..self.pairs as usize {
             for turn in 0..rows.len() {
@@ -114,7 +114,7 @@ impl Indexes {
         let table = markdown(&rows, queries)?;
         if self.json {
             write!(io::stderr(), "{table}")?;
-            let rows: Vec<Value> = rows.iter().map(Row::json).collect();
+            let rows: Vec<Value> = rows.iter().map(IndexRow::json).collect();
             writeln!(io::stdout(), "{}", json!({ "ranks": self.ranks, "queries": queries, "indexes": rows }))?;
         } else {
             write!(io::stdout(), "{table}")?;
@@ -141,7 +141,7 @@ impl Indexes {
 ///
 /// # Errors
 /// Results differ; the error names the first difference.
-fn agree(rows: &[Row]) -> Result<usize, Box<dyn Error>> {
+fn agree(rows: &[IndexRow]) -> Result<usize, Box<dyn Error>> {
     let runs = || rows.iter().flat_map(|row| row.timed.iter().map(|run| (row.index.name(), &run.answers)));
     let Some((first, expected)) = runs().next() else { return Err("no runs".into()) };
     for (name, answers) in runs() {
@@ -156,13 +156,13 @@ fn agree(rows: &[Row]) -> Result<usize, Box<dyn Error>> {
     Ok(expected.len())
 }
 
-impl Row {
-    fn median(&self, column: &Column) -> Option<f64> {
+impl IndexRow {
+    fn median(&self, column: &IndexColumn) -> Option<f64> {
         median(self.timed.iter().map(column.figure).collect::<Option<Vec<f64>>>()?)
     }
 
     /// Ratios of `ours` to this index, pair by pair.
-    fn ratios(&self, ours: &Self, column: &Column) -> Option<Vec<f64>> {
+    fn ratios(&self, ours: &Self, column: &IndexColumn) -> Option<Vec<f64>> {
         let pairs = ours.timed.iter().zip(&self.timed);
         pairs.map(|(ours, theirs)| Some((column.figure)(ours)? / (column.figure)(theirs)?)).collect()
     }
@@ -183,9 +183,9 @@ impl Row {
 }
 
 /// Table of the medians, and of the medians of the pairs' ratios, ours over theirs.
-fn markdown(rows: &[Row], queries: usize) -> Result<String, std::fmt::Error> {
+fn markdown(rows: &[IndexRow], queries: usize) -> Result<String, std::fmt::Error> {
     let mut out = String::from("| index ");
-    for Column { title, .. } in &COLUMNS {
+    for IndexColumn { title, .. } in &COLUMNS {
         write!(out, "| {title} ")?;
     }
     writeln!(out, "| bytes a held block |")?;
@@ -225,7 +225,7 @@ mod tests {
 
     use super::*;
 
-    fn row(index: Which, stores: &[f64], answers: &[u64]) -> Row {
+    fn row(index: Which, stores: &[f64], answers: &[u64]) -> IndexRow {
         let run = |&store: &f64| Timed {
             time_ns: Costs { store, remove: 2.0, query: 3.0 },
             event_median_ns: Events { store, remove: 2.0 },
@@ -236,7 +236,7 @@ mod tests {
             answers: answers.to_vec(),
         };
         let heap = Heap { held_blocks: 10, heap_bytes: 500, reserved_bytes: 100 };
-        Row { index, timed: stores.iter().map(run).collect(), heap }
+        IndexRow { index, timed: stores.iter().map(run).collect(), heap }
     }
 
     #[test]

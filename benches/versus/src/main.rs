@@ -48,7 +48,7 @@ enum Command {
 struct Run {
     /// Router to run
     #[arg(long, value_enum)]
-    target: Subject,
+    target: RouterChoice,
     #[command(flatten)]
     dynamo: DynamoOptions,
     /// Print the number of user-mode instructions per request instead, including the loop's own
@@ -74,7 +74,7 @@ struct DynamoOptions {
 
 /// A router to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Subject {
+enum RouterChoice {
     /// Pointsman
     Pointsman,
     /// dynamo-kv-router
@@ -89,11 +89,11 @@ impl Run {
             return self.count();
         }
         let report = match self.target {
-            Subject::Pointsman => self.replay.run(Embedded::start)?,
-            Subject::Dynamo => self
+            RouterChoice::Pointsman => self.replay.run(Embedded::start)?,
+            RouterChoice::Dynamo => self
                 .replay
                 .run(async |options| dynamo::DynamoRouter::start(options, self.dynamo.dynamo_event_threads).await)?,
-            Subject::RoundRobin => self.replay.run(async |options| Ok(RoundRobin::new(options.fleet())))?,
+            RouterChoice::RoundRobin => self.replay.run(async |options| Ok(RoundRobin::new(options.fleet())))?,
         };
         Ok(report.write(io::stdout().lock(), self.replay.json)?)
     }
@@ -101,14 +101,14 @@ impl Run {
     fn count(&self) -> Result<(), Box<dyn Error>> {
         let instructions = Instructions::open();
         let report = match self.target {
-            Subject::Pointsman => {
+            RouterChoice::Pointsman => {
                 self.replay.run(async |options| Ok(Metered::new(Embedded::start(options).await?, &instructions)))?
             }
-            Subject::Dynamo => self.replay.run(async |options| {
+            RouterChoice::Dynamo => self.replay.run(async |options| {
                 let dynamo = dynamo::DynamoRouter::start(options, self.dynamo.dynamo_event_threads).await?;
                 Ok(Metered::new(dynamo, &instructions))
             })?,
-            Subject::RoundRobin => {
+            RouterChoice::RoundRobin => {
                 self.replay.run(async |options| Ok(Metered::new(RoundRobin::new(options.fleet()), &instructions)))?
             }
         };

@@ -109,7 +109,7 @@ impl Parity {
         };
         let ours = Embedded::start(&options).await?;
         let theirs = DynamoRouter::start(&options, self.dynamo.dynamo_event_threads).await?;
-        let mut pair = Pair::new(ours, theirs, options.fleet(), self.common.kv_blocks);
+        let mut pair = RouterPair::new(ours, theirs, options.fleet(), self.common.kv_blocks);
         let mut draws = Draws { seed: self.common.seed, drawn: 0 };
         let (mut tally, mut prefilling, mut decoding) = (Tally::default(), Vec::new(), Vec::new());
 
@@ -173,7 +173,7 @@ struct Booked {
 }
 
 /// Both routers with their common engines.
-struct Pair {
+struct RouterPair {
     ours: Embedded,
     theirs: DynamoRouter,
     fleet: Fleet,
@@ -181,7 +181,7 @@ struct Pair {
     change: Change,
 }
 
-impl Pair {
+impl RouterPair {
     fn new(ours: Embedded, theirs: DynamoRouter, fleet: Fleet, kv_blocks: usize) -> Self {
         let engines = (0..fleet.ranks()).map(|_| Engine::new(kv_blocks)).collect();
         Self { ours, theirs, fleet, engines, change: Change::default() }

@@ -69,25 +69,40 @@ struct Pair {
 }
 
 /// A figure of one run; none without measurements.
-struct Column {
+struct SimulationColumn {
     title: &'static str,
     key: &'static str,
     figure: fn(&Summary) -> Option<f64>,
     decimals: usize,
 }
 
-const COLUMNS: [Column; 6] = [
-    Column { title: "TTFT mean s", key: "ttft_mean", figure: |run| Some(run.ttft_seconds?.mean), decimals: 4 },
-    Column { title: "TTFT p99 s", key: "ttft_p99", figure: |run| Some(run.ttft_seconds?.p99), decimals: 3 },
-    Column { title: "end to end mean s", key: "e2e_mean", figure: |run| Some(run.e2e_seconds?.mean), decimals: 3 },
-    Column { title: "ITL p99 ms", key: "itl_p99_ms", figure: |run| Some(run.itl_seconds?.p99 * 1e3), decimals: 1 },
-    Column { title: "hit rate", key: "hit_rate", figure: |run| run.hit_rate, decimals: 4 },
-    Column { title: "load", key: "load_max_over_mean", figure: |run| run.load_max_over_mean, decimals: 3 },
+const COLUMNS: [SimulationColumn; 6] = [
+    SimulationColumn {
+        title: "TTFT mean s",
+        key: "ttft_mean",
+        figure: |run| Some(run.ttft_seconds?.mean),
+        decimals: 4,
+    },
+    SimulationColumn { title: "TTFT p99 s", key: "ttft_p99", figure: |run| Some(run.ttft_seconds?.p99), decimals: 3 },
+    SimulationColumn {
+        title: "end to end mean s",
+        key: "e2e_mean",
+        figure: |run| Some(run.e2e_seconds?.mean),
+        decimals: 3,
+    },
+    SimulationColumn {
+        title: "ITL p99 ms",
+        key: "itl_p99_ms",
+        figure: |run| Some(run.itl_seconds?.p99 * 1e3),
+        decimals: 1,
+    },
+    SimulationColumn { title: "hit rate", key: "hit_rate", figure: |run| run.hit_rate, decimals: 4 },
+    SimulationColumn { title: "load", key: "load_max_over_mean", figure: |run| run.load_max_over_mean, decimals: 3 },
 ];
 
 /// All seeds of one fleet.
 #[derive(Debug)]
-struct Row {
+struct FleetRow {
     pace: Pace,
     pairs: Vec<Pair>,
 }
@@ -100,12 +115,12 @@ impl Simulated {
         let mut rows = Vec::new();
         for &pace in paces {
             let pairs = (0..self.pairs).map(|pair| self.pair(pace, pair));
-            rows.push(Row { pace, pairs: pairs.collect::<Result<_, _>>()? });
+            rows.push(FleetRow { pace, pairs: pairs.collect::<Result<_, _>>()? });
         }
         let table = markdown(&rows)?;
         if self.simulate.reporting.json {
             write!(io::stderr(), "{table}")?;
-            let rows: Vec<Value> = rows.iter().map(Row::json).collect();
+            let rows: Vec<Value> = rows.iter().map(FleetRow::json).collect();
             writeln!(io::stdout(), "{}", json!({ "fleets": rows }))?;
         } else {
             write!(io::stdout(), "{table}")?;
@@ -150,7 +165,7 @@ impl Simulated {
         Ok(Pair { ours: summary_of_ours, theirs: summary_of_theirs, same_rank })
     }
 
-    fn check(&self, rows: &[Row]) -> Result<(), Box<dyn Error>> {
+    fn check(&self, rows: &[FleetRow]) -> Result<(), Box<dyn Error>> {
         let Some(percent_max) = self.ttft_difference_max else { return Ok(()) };
         for row in rows {
             let ratio = row.ratio(&COLUMNS[0]).ok_or("no pairs")?;
@@ -193,9 +208,9 @@ fn by_first_use(ranks: &[Option<u32>]) -> Vec<Option<usize>> {
     ranks.iter().map(|rank| rank.map(&mut number)).collect()
 }
 
-impl Row {
+impl FleetRow {
     /// Median of the pairs' ratios, ours over theirs.
-    fn ratio(&self, column: &Column) -> Option<f64> {
+    fn ratio(&self, column: &SimulationColumn) -> Option<f64> {
         let ratio = |pair: &Pair| Some((column.figure)(&pair.ours)? / (column.figure)(&pair.theirs)?);
         median(self.pairs.iter().map(ratio).collect::<Option<Vec<f64>>>()?)
     }
@@ -215,9 +230,9 @@ impl Row {
 }
 
 /// Table of the medians as ours / theirs, with the median of the pairs' ratios in brackets.
-fn markdown(rows: &[Row]) -> Result<String, std::fmt::Error> {
+fn markdown(rows: &[FleetRow]) -> Result<String, std::fmt::Error> {
     let mut out = String::from("| workers | speed-up | requests ");
-    for Column { title, .. } in &COLUMNS {
+    for SimulationColumn { title, .. } in &COLUMNS {
         write!(out, "| {title} ")?;
     }
     writeln!(out, "| same rank |\n{}|", "|---".repeat(COLUMNS.len() + 4))?;

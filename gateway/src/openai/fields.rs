@@ -181,8 +181,8 @@ impl<'de: 'a, 'a> Visitor<'de> for FieldsVisitor<'a> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields<'a>, A::Error> {
         let Self(mut fields) = self;
-        while let Some(Key(key)) = map.next_key()? {
-            match fields.place(&key) {
+        while let Some(FieldName(name)) = map.next_key()? {
+            match fields.place(&name) {
                 None => drop(map.next_value::<IgnoredAny>()?),
                 Some(given) => {
                     if given.raw.replace(map.next_value()?).is_some() {
@@ -195,9 +195,9 @@ impl<'de: 'a, 'a> Visitor<'de> for FieldsVisitor<'a> {
     }
 }
 
-/// A key, copied only if it contains escapes.
+/// A field name, copied only if it contains escapes.
 #[derive(Deserialize)]
-struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
+struct FieldName<'a>(#[serde(borrow)] Cow<'a, str>);
 
 /// Whether brackets are nested deeper than [`DEPTH_MAX`]. Exact for valid JSON; invalid JSON is rejected later in any
 /// case. Includes forwarded values, because workers parse them recursively.

@@ -45,12 +45,12 @@ struct Message {
 #[serde(untagged)]
 enum Content {
     Text(String),
-    Parts(Vec<Part>),
+    Parts(Vec<ContentPart>),
 }
 
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Part {
+enum ContentPart {
     Text(String),
     Typed {
         #[serde(rename = "type")]
@@ -161,7 +161,7 @@ impl Content {
     }
 }
 
-impl Part {
+impl ContentPart {
     /// `None` for a part that engines omit.
     fn text(self) -> Result<Option<String>, NoTokens> {
         match self {

@@ -12,7 +12,7 @@ use super::cache::{Cache, Keys};
 use super::chat::PROMPT_BYTES_MAX;
 use super::chunks::{CHUNK_BYTES_MIN, Chunk, Cutter};
 use super::files;
-use super::meters::Meters;
+use super::meters::TokenMeters;
 use super::reason::NoTokens;
 use super::template::{Clock, Templates};
 use super::{TokensError, TokensError::Tokenizer as BadTokenizer};
@@ -32,7 +32,7 @@ pub(super) struct Local {
     around: Option<(Vec<u32>, Vec<u32>)>,
     /// The cache; `None` if every text is tokenized as a whole.
     kept: Option<Kept>,
-    meters: Arc<Meters>,
+    meters: Arc<TokenMeters>,
 }
 
 struct Kept {
@@ -49,7 +49,7 @@ impl Local {
         chat_template_file: Option<&Path>,
         cache_bytes_max: u64,
         clock: Clock,
-        meters: Arc<Meters>,
+        meters: Arc<TokenMeters>,
     ) -> Result<Self, TokensError> {
         let unusable = |error: String| BadTokenizer { path: tokenizer_file.to_owned(), error };
         let mut tokenizer =

@@ -17,7 +17,7 @@ const CACHE_BYTES: &str = "pointsman_gateway_prompt_cache_bytes";
 const PARITY: &str = "pointsman_gateway_tokens_parity_total";
 
 /// Metric handles of one model.
-pub(super) struct Meters {
+pub(super) struct TokenMeters {
     model: String,
     pub(super) from_cache: Counter,
     pub(super) tokenized: Counter,
@@ -29,7 +29,7 @@ pub(super) struct Meters {
 
 const SOURCES: [TokenSource; 4] = [TokenSource::Request, TokenSource::Local, TokenSource::Engine, TokenSource::None];
 
-impl Meters {
+impl TokenMeters {
     pub(super) fn new(model: &str) -> Self {
         describe();
         let label = || model.to_owned();

@@ -33,7 +33,7 @@ use crate::settings::{TokenSourceChoice, TokensSettings};
 use crate::upstream::Upstream;
 use engine::{Client, Engine, TokenizeInput};
 use local::Local;
-use meters::Meters;
+use meters::TokenMeters;
 use parity::Parity;
 use pool::Pool;
 use reason::NoTokens;
@@ -115,7 +115,7 @@ pub enum TokensError {
 /// Tokenization for one model.
 pub struct Tokens {
     source: Source,
-    meters: Arc<Meters>,
+    meters: Arc<TokenMeters>,
     parity: Option<JoinHandle<()>>,
 }
 
@@ -149,7 +149,7 @@ impl Tokens {
         upstream: Upstream,
         any_worker: AnyWorker,
     ) -> Result<Self, TokensError> {
-        let meters = Arc::new(Meters::new(upstream_name));
+        let meters = Arc::new(TokenMeters::new(upstream_name));
         let within = Duration::from_millis(settings.engine_timeout_ms);
         let pool = || Pool::start(settings.threads).map(Arc::new).map_err(TokensError::Threads);
         let mut parity = None;
@@ -279,7 +279,7 @@ async fn load(
     tokenizer_file: &Path,
     settings: &TokensSettings,
     model: &str,
-    meters: &Arc<Meters>,
+    meters: &Arc<TokenMeters>,
 ) -> Result<Local, TokensError> {
     let (file, template) = (tokenizer_file.to_owned(), settings.chat_template_file.clone());
     let (bytes_max, meters) = (settings.cache_bytes_max, Arc::clone(meters));

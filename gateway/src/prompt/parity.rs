@@ -12,7 +12,7 @@ use tokio::time::sleep;
 use super::AnyWorker;
 use super::engine::{Client, TokenizeInput};
 use super::local::Local;
-use super::meters::Meters;
+use super::meters::TokenMeters;
 use super::pool::Pool;
 use super::reason::NoTokens;
 use crate::openai::ChatParts;
@@ -38,7 +38,7 @@ pub(super) struct Parity {
     pub(super) pool: Arc<Pool>,
     pub(super) client: Client,
     pub(super) any_worker: AnyWorker,
-    pub(super) meters: Arc<Meters>,
+    pub(super) meters: Arc<TokenMeters>,
     pub(super) model: String,
 }
 

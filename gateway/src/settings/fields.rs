@@ -19,12 +19,12 @@ use toml::Value;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Field {
     pub(super) name: &'static str,
-    pub(super) kind: Kind,
+    pub(super) kind: FieldKind,
 }
 
 /// Accepted values of a setting, before its own rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum FieldKind {
     Switch,
     /// 0 to `max`.
     Integer {
@@ -73,7 +73,7 @@ fn collect<T: DeserializeOwned>(path: &[&'static str], fields: &mut Vec<Field>) 
         _ => unreachable!("sections are nested in one section at most"),
     }
     for name in names {
-        let mut kind = Kind::Structured;
+        let mut kind = FieldKind::Structured;
         match *path {
             [] => drop(T::deserialize(within(name, KindProbe(&mut kind)))),
             [one] => drop(T::deserialize(within(one, within(name, KindProbe(&mut kind))))),
@@ -82,8 +82,8 @@ fn collect<T: DeserializeOwned>(path: &[&'static str], fields: &mut Vec<Field>) 
         }
         let path = [path, &[*name]].concat();
         match kind {
-            Kind::Nested => collect::<T>(&path, fields),
-            Kind::Policy => fields.extend(policy_fields()),
+            FieldKind::Nested => collect::<T>(&path, fields),
+            FieldKind::Policy => fields.extend(policy_fields()),
             kind if path.len() == 1 => fields.push(Field { name, kind }),
             kind => fields.push(Field { name: path.join(".").leak(), kind }),
         }
@@ -100,14 +100,14 @@ where
 
 /// The name of the policy, and the settings of all policies, each once.
 fn policy_fields() -> Vec<Field> {
-    let mut names = Kind::Structured;
+    let mut names = FieldKind::Structured;
     let _ = Policy::deserialize(KindProbe(&mut names));
     let mut fields = vec![Field { name: "policy.name", kind: names }];
     for policy in Policy::ALL {
         for setting in settings_of(policy) {
             let name = format!("policy.{setting}");
             if fields.iter().all(|field| field.name != name) {
-                fields.push(Field { name: name.leak(), kind: Kind::Number });
+                fields.push(Field { name: name.leak(), kind: FieldKind::Number });
             }
         }
     }
@@ -141,7 +141,7 @@ impl Field {
     }
 }
 
-impl Kind {
+impl FieldKind {
     /// The value of `text`, if it has this type.
     pub(super) fn parse(self, text: &str) -> Option<Value> {
         match self {
@@ -156,7 +156,7 @@ impl Kind {
     }
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for FieldKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Switch => f.write_str("true or false"),
@@ -206,10 +206,10 @@ impl<'de> Deserializer<'de> for NameProbe<'_> {
 }
 
 /// Records the value type of a field.
-struct KindProbe<'a>(&'a mut Kind);
+struct KindProbe<'a>(&'a mut FieldKind);
 
 impl KindProbe<'_> {
-    fn note<T>(self, kind: Kind) -> Result<T, Error> {
+    fn note<T>(self, kind: FieldKind) -> Result<T, Error> {
         *self.0 = kind;
         Err(Error::custom("seen"))
     }
@@ -229,35 +229,35 @@ impl<'de> Deserializer<'de> for KindProbe<'_> {
     // A policy is known by the error it would give.
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
         let expected: &dyn Expected = &visitor;
-        self.note(if expected.to_string() == POLICY { Kind::Policy } else { Kind::Structured })
+        self.note(if expected.to_string() == POLICY { FieldKind::Policy } else { FieldKind::Structured })
     }
 
     fn deserialize_bool<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
-        self.note(Kind::Switch)
+        self.note(FieldKind::Switch)
     }
 
     fn deserialize_u32<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
-        self.note(Kind::Integer { max: i64::from(u32::MAX) })
+        self.note(FieldKind::Integer { max: i64::from(u32::MAX) })
     }
 
     // Integers have the range of TOML.
     fn deserialize_u64<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
-        self.note(Kind::Integer { max: i64::MAX })
+        self.note(FieldKind::Integer { max: i64::MAX })
     }
 
     fn deserialize_f64<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
-        self.note(Kind::Number)
+        self.note(FieldKind::Number)
     }
 
     // Strings and paths use the same call; only their error texts differ.
     fn deserialize_string<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
         let expected: &dyn Expected = &visitor;
-        self.note(if expected.to_string() == "path string" { Kind::File } else { Kind::Text })
+        self.note(if expected.to_string() == "path string" { FieldKind::File } else { FieldKind::Text })
     }
 
     // Of all setting types, only addresses deserialize from text.
     fn deserialize_str<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
-        self.note(Kind::Address)
+        self.note(FieldKind::Address)
     }
 
     fn deserialize_enum<V: Visitor<'de>>(
@@ -266,7 +266,7 @@ impl<'de> Deserializer<'de> for KindProbe<'_> {
         names: &'static [&'static str],
         _: V,
     ) -> Result<V::Value, Error> {
-        self.note(Kind::Choice(names))
+        self.note(FieldKind::Choice(names))
     }
 
     fn deserialize_struct<V: Visitor<'de>>(
@@ -275,7 +275,7 @@ impl<'de> Deserializer<'de> for KindProbe<'_> {
         _: &'static [&'static str],
         _: V,
     ) -> Result<V::Value, Error> {
-        self.note(Kind::Nested)
+        self.note(FieldKind::Nested)
     }
 
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
@@ -294,26 +294,26 @@ mod tests {
     use crate::settings::section::flattened;
     use crate::settings::{AdminSettings, GatewaySettings};
 
-    fn kind(name: &str) -> Kind {
+    fn kind(name: &str) -> FieldKind {
         router_fields().into_iter().find(|field| field.name == name).expect("a field").kind
     }
 
     #[test]
     fn fields_have_names_and_kinds() {
         assert_eq!(fields_of::<RouterConfig>()[0].name, "pool", "in the order of the struct");
-        assert_eq!(kind("block_size"), Kind::Integer { max: 4_294_967_295 });
-        assert_eq!(kind("pool"), Kind::Text);
-        assert_eq!(kind("seed"), Kind::Integer { max: i64::MAX });
-        assert_eq!(kind("is_eagle"), Kind::Switch);
-        assert_eq!(kind("events.mode"), Kind::Choice(&["off", "on", "auto"]));
-        assert_eq!(kind("index.speculative.ttl_ms"), Kind::Integer { max: i64::MAX });
-        assert_eq!(kind("policy.temperature"), Kind::Number);
-        assert_eq!(kind("policy.prefill_load_scale"), Kind::Number);
-        assert!(matches!(kind("policy.name"), Kind::Choice(names) if names.contains(&"latency")));
-        assert_eq!(kind("queue.threshold"), Kind::Number, "an optional field has the kind of its value");
-        assert_eq!(kind("queue.order"), Kind::Choice(&["fcfs", "lcfs", "wspt"]));
-        assert_eq!(kind("queue.default_family"), Kind::Text);
-        assert_eq!(kind("queue.classes"), Kind::Structured);
+        assert_eq!(kind("block_size"), FieldKind::Integer { max: 4_294_967_295 });
+        assert_eq!(kind("pool"), FieldKind::Text);
+        assert_eq!(kind("seed"), FieldKind::Integer { max: i64::MAX });
+        assert_eq!(kind("is_eagle"), FieldKind::Switch);
+        assert_eq!(kind("events.mode"), FieldKind::Choice(&["off", "on", "auto"]));
+        assert_eq!(kind("index.speculative.ttl_ms"), FieldKind::Integer { max: i64::MAX });
+        assert_eq!(kind("policy.temperature"), FieldKind::Number);
+        assert_eq!(kind("policy.prefill_load_scale"), FieldKind::Number);
+        assert!(matches!(kind("policy.name"), FieldKind::Choice(names) if names.contains(&"latency")));
+        assert_eq!(kind("queue.threshold"), FieldKind::Number, "an optional field has the kind of its value");
+        assert_eq!(kind("queue.order"), FieldKind::Choice(&["fcfs", "lcfs", "wspt"]));
+        assert_eq!(kind("queue.default_family"), FieldKind::Text);
+        assert_eq!(kind("queue.classes"), FieldKind::Structured);
         assert!(fields_of::<u32>().is_empty());
     }
 
@@ -321,13 +321,13 @@ mod tests {
     fn paths_and_addresses_are_distinguished_from_text() {
         let gateway = fields_of::<GatewaySettings>();
         let kind = |name: &str| gateway.iter().find(|field| field.name == name).expect("a field").kind;
-        assert_eq!(kind("listen"), Kind::Address);
-        assert_eq!(kind("tls_key_file"), Kind::File);
-        assert_eq!(kind("log_level"), Kind::Text);
-        assert_eq!(kind("log_format"), Kind::Choice(&["text", "json"]));
-        assert_eq!(fields_of::<AdminSettings>()[1], Field { name: "token_file", kind: Kind::File });
+        assert_eq!(kind("listen"), FieldKind::Address);
+        assert_eq!(kind("tls_key_file"), FieldKind::File);
+        assert_eq!(kind("log_level"), FieldKind::Text);
+        assert_eq!(kind("log_format"), FieldKind::Choice(&["text", "json"]));
+        assert_eq!(fields_of::<AdminSettings>()[1], Field { name: "token_file", kind: FieldKind::File });
         for Field { name, kind } in gateway {
-            assert_eq!(kind == Kind::File, name.ends_with("_file"), "{name}");
+            assert_eq!(kind == FieldKind::File, name.ends_with("_file"), "{name}");
         }
     }
 
@@ -337,28 +337,28 @@ mod tests {
         let defaults = flattened(defaults);
         for Field { name, kind } in router_fields() {
             let is_list = defaults.get(name).is_some_and(Value::is_array);
-            assert_eq!(kind == Kind::Structured, is_list, "{name} needs a kind or a documented type");
+            assert_eq!(kind == FieldKind::Structured, is_list, "{name} needs a kind or a documented type");
         }
     }
 
     #[test]
     fn words_parse_as_values_of_the_kind() {
-        let integer = Kind::Integer { max: 10 };
+        let integer = FieldKind::Integer { max: 10 };
         assert_eq!(integer.parse("10"), Some(Value::Integer(10)));
         for refused in ["11", "-1", "1.0", "", " 1", "ten"] {
             assert_eq!(integer.parse(refused), None, "{refused:?}");
         }
-        assert_eq!(Kind::Switch.parse("true"), Some(Value::Boolean(true)));
-        assert_eq!(Kind::Switch.parse("1"), None);
-        assert_eq!(Kind::Number.parse("1e3"), Some(Value::Float(1000.0)));
-        assert_eq!(Kind::Number.parse("much"), None);
-        assert_eq!(Kind::Choice(&["a", "b"]).parse("b"), Some(Value::from("b")));
-        assert_eq!(Kind::Choice(&["a", "b"]).parse("B"), None);
-        assert_eq!(Kind::Text.parse("x y"), Some(Value::from("x y")));
-        assert_eq!(Kind::Text.parse(""), None);
-        assert_eq!(Kind::File.parse(""), None);
-        assert_eq!(Kind::Address.parse("[::1]:80"), Some(Value::from("[::1]:80")));
-        assert_eq!(Kind::Address.parse("localhost:80"), None);
-        assert_eq!(Kind::Structured.parse("[]"), None);
+        assert_eq!(FieldKind::Switch.parse("true"), Some(Value::Boolean(true)));
+        assert_eq!(FieldKind::Switch.parse("1"), None);
+        assert_eq!(FieldKind::Number.parse("1e3"), Some(Value::Float(1000.0)));
+        assert_eq!(FieldKind::Number.parse("much"), None);
+        assert_eq!(FieldKind::Choice(&["a", "b"]).parse("b"), Some(Value::from("b")));
+        assert_eq!(FieldKind::Choice(&["a", "b"]).parse("B"), None);
+        assert_eq!(FieldKind::Text.parse("x y"), Some(Value::from("x y")));
+        assert_eq!(FieldKind::Text.parse(""), None);
+        assert_eq!(FieldKind::File.parse(""), None);
+        assert_eq!(FieldKind::Address.parse("[::1]:80"), Some(Value::from("[::1]:80")));
+        assert_eq!(FieldKind::Address.parse("localhost:80"), None);
+        assert_eq!(FieldKind::Structured.parse("[]"), None);
     }
 }

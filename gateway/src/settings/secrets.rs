@@ -142,8 +142,8 @@ impl Secrets {
     fn gather(settings: &Settings) -> (Self, Vec<SecretError>) {
         let mut problems = Vec::new();
         let mut one = |setting: &str, file: Option<&PathBuf>, rule: ContentRule| {
-            let source = Source { setting: setting.to_owned(), file: file?.clone() };
-            source.secret(rule).map_err(|error| problems.push(error)).ok()
+            let secret_file = SecretFile { setting: setting.to_owned(), file: file?.clone() };
+            secret_file.secret(rule).map_err(|error| problems.push(error)).ok()
         };
         let gateway = &settings.gateway;
         let worker_api_key =
@@ -153,8 +153,8 @@ impl Secrets {
         let admin_token = one("admin.token_file", token_file, ContentRule::LongPrintable);
         let mut owners = BTreeMap::new();
         let tenant_keys = settings.tenants.iter().enumerate().map(|(n, tenant)| {
-            let source = Source { setting: format!("tenants[{n}].keys_file"), file: tenant.keys_file.clone() };
-            let (keys, refused) = source.keys(|key| *owners.entry(key.to_vec()).or_insert(n) == n);
+            let secret_file = SecretFile { setting: format!("tenants[{n}].keys_file"), file: tenant.keys_file.clone() };
+            let (keys, refused) = secret_file.keys(|key| *owners.entry(key.to_vec()).or_insert(n) == n);
             problems.extend(refused);
             keys
         });
@@ -186,12 +186,12 @@ impl ContentRule {
 }
 
 /// A file and the setting that references it.
-struct Source {
+struct SecretFile {
     setting: String,
     file: PathBuf,
 }
 
-impl Source {
+impl SecretFile {
     fn secret(self, rule: ContentRule) -> Result<Secret, SecretError> {
         let content = self.content(SECRET_BYTES_MAX, "be at most 4096 bytes long")?;
         let content = content.strip_suffix(b"\n").map_or(&content[..], |rest| rest.strip_suffix(b"\r").unwrap_or(rest));

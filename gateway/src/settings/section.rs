@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
 use super::error::{LoadError, nearest};
-use super::fields::{Field, Kind, fields_of, policies_with, router_fields};
+use super::fields::{Field, FieldKind, fields_of, policies_with, router_fields};
 use super::moved::new_name;
 
 /// Origin of a value.
@@ -161,7 +161,7 @@ impl Section {
             return;
         }
         let rule = match kind {
-            Kind::Structured => "absent here: it can be set in the file only".to_owned(),
+            FieldKind::Structured => "absent here: it can be set in the file only".to_owned(),
             kind => {
                 self.unread.push(name);
                 kind.to_string()
@@ -170,9 +170,9 @@ impl Section {
         problems.push(LoadError::Value { setting: self.setting(name), value: format!("{text:?}"), rule, origin });
     }
 
-    fn give(&mut self, name: &'static str, kind: Kind, value: Value, origin: Origin, directory: &Path) {
+    fn give(&mut self, name: &'static str, kind: FieldKind, value: Value, origin: Origin, directory: &Path) {
         let value = match value {
-            Value::String(path) if kind == Kind::File => {
+            Value::String(path) if kind == FieldKind::File => {
                 Value::String(directory.join(path).to_string_lossy().into_owned())
             }
             value => value,
@@ -193,15 +193,15 @@ impl Section {
     }
 
     /// Reasons why `value` does not fit the field; for lists, per element.
-    fn refused_parts(&self, name: &'static str, kind: Kind, value: &Value) -> Vec<LoadError> {
-        let is_empty_path = kind == Kind::File && value.as_str() == Some("");
+    fn refused_parts(&self, name: &'static str, kind: FieldKind, value: &Value) -> Vec<LoadError> {
+        let is_empty_path = kind == FieldKind::File && value.as_str() == Some("");
         let (setting, shown, origin) = (self.setting(name), value.to_string(), Origin::File);
         let reason = match self.read_alone(name, value.clone()) {
             Ok(()) if !is_empty_path => return Vec::new(),
             Ok(()) => String::new(),
             Err(reason) => reason,
         };
-        if kind != Kind::Structured {
+        if kind != FieldKind::Structured {
             return vec![LoadError::Value { setting, value: shown, rule: kind.to_string(), origin }];
         }
         let elements = value.as_array().map_or(&[][..], Vec::as_slice);

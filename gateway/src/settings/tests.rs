@@ -6,7 +6,7 @@ use pointsman::config::{QueueConfig, QueueOrder};
 use serde::Serialize;
 use toml::{Table, Value};
 
-use super::fields::{Field, Kind, fields_of, router_fields};
+use super::fields::{Field, FieldKind, fields_of, router_fields};
 use super::section::flattened;
 use super::*;
 
@@ -98,18 +98,20 @@ fn flags_override_environment_and_environment_overrides_file() {
 /// A non-default value of the field in the form of a variable.
 fn another(Field { name, kind }: Field, default: Option<&Value>) -> Option<String> {
     let value = match kind {
-        Kind::Switch => (default != Some(&Value::Boolean(true))).to_string(),
-        Kind::Integer { .. } if name == "index.bytes_max" => "2000000".to_owned(),
-        Kind::Integer { .. } => {
+        FieldKind::Switch => (default != Some(&Value::Boolean(true))).to_string(),
+        FieldKind::Integer { .. } if name == "index.bytes_max" => "2000000".to_owned(),
+        FieldKind::Integer { .. } => {
             default.and_then(Value::as_integer).map_or(7, |n| if n > 1 { n - 1 } else { n + 1 }).to_string()
         }
-        Kind::Number => "0.375".to_owned(),
-        Kind::Choice(names) => (*names.iter().rev().find(|name| default != Some(&Value::from(**name)))?).to_owned(),
-        Kind::Text if name == "log_level" => "trace".to_owned(),
-        Kind::Text if name == "access_log" => "off".to_owned(),
-        Kind::Text | Kind::File => "other".to_owned(),
-        Kind::Address => "127.0.0.1:9".to_owned(),
-        Kind::Structured | Kind::Nested | Kind::Policy => return None,
+        FieldKind::Number => "0.375".to_owned(),
+        FieldKind::Choice(names) => {
+            (*names.iter().rev().find(|name| default != Some(&Value::from(**name)))?).to_owned()
+        }
+        FieldKind::Text if name == "log_level" => "trace".to_owned(),
+        FieldKind::Text if name == "access_log" => "off".to_owned(),
+        FieldKind::Text | FieldKind::File => "other".to_owned(),
+        FieldKind::Address => "127.0.0.1:9".to_owned(),
+        FieldKind::Structured | FieldKind::Nested | FieldKind::Policy => return None,
     };
     Some(value)
 }
@@ -129,7 +131,7 @@ fn every_simple_setting_can_be_set_in_all_three_ways() {
             let (name, default) = (field.name, defaults.get(field.name));
             let Some(text) = another(field, default) else { continue };
             let value = match field.kind {
-                Kind::Switch | Kind::Integer { .. } | Kind::Number => text.clone(),
+                FieldKind::Switch | FieldKind::Integer { .. } | FieldKind::Number => text.clone(),
                 _ => format!("{text:?}"),
             };
             let variable = format!("POINTSMAN_{}_{}", section.to_uppercase(), field.variable());

@@ -14,7 +14,7 @@ const WAITING: u32 = 8;
 
 /// One batch.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Message {
+pub(super) struct RecordedBatch {
     /// Time of publication in modelled µs.
     sent_us: u64,
     /// Number of the engine, from 0.
@@ -26,7 +26,7 @@ pub(super) struct Message {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Recording {
     /// Batches in order of arrival.
-    pub(super) messages: Vec<Message>,
+    pub(super) messages: Vec<RecordedBatch>,
     /// Tokens of all stores, concatenated per engine.
     pub(super) tokens: Vec<u32>,
     /// Number of tokens of each store.
@@ -87,7 +87,7 @@ pub(super) fn record(options: &Events, prompts: &[Prompt]) -> Result<Recording, 
                 step.events.iter().for_each(|event| recording.count(event));
                 let mut payload = encoder.batch(now_us as f64 / 1e6, &step.events);
                 payload.shrink_to_fit();
-                recording.messages.push(Message { sent_us: now_us, engine, payload });
+                recording.messages.push(RecordedBatch { sent_us: now_us, engine, payload });
             }
         }
         recording.held_blocks += rank.held(Tier::Device).len();

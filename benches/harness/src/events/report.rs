@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::recording::Recording;
-use super::stages::{Run, Took};
+use super::stages::{StageTimes, Took};
 use super::{Dialect, Events};
 
 /// Figures of all stages, with the arguments of the run.
@@ -111,9 +111,10 @@ impl Figures {
 }
 
 impl EventsReport {
-    pub(super) fn new(options: &Events, requests: usize, recording: &Recording, runs: &[Run]) -> Self {
+    pub(super) fn new(options: &Events, requests: usize, recording: &Recording, runs: &[StageTimes]) -> Self {
         let Recording { stored_blocks, removed_blocks, .. } = *recording;
-        let stage = |named, took: fn(&Run) -> Took| Stage::new(stored_blocks, named, runs.iter().map(took).collect());
+        let stage =
+            |named, took: fn(&StageTimes) -> Took| Stage::new(stored_blocks, named, runs.iter().map(took).collect());
         let named_blocks = stored_blocks + removed_blocks;
         Self {
             hash: stage(stored_blocks, |run| run.hash),

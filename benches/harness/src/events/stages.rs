@@ -26,7 +26,7 @@ pub(super) struct Took {
 
 /// Durations of one run of all stages.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Run {
+pub(super) struct StageTimes {
     /// Hashing of the stored tokens from memory.
     pub(super) hash: Took,
     /// Decoding from bytes to events.
@@ -36,7 +36,7 @@ pub(super) struct Run {
 }
 
 /// Runs each stage once, with new decoders and an empty index.
-pub(super) fn run(options: &Events, recording: &Recording) -> Result<Run, EventsError> {
+pub(super) fn run(options: &Events, recording: &Recording) -> Result<StageTimes, EventsError> {
     let scheme = HashScheme::new(options.block_size);
     let (hash, ()) = timed(|| {
         let hasher = BlockHasher::new(scheme);
@@ -62,7 +62,7 @@ pub(super) fn run(options: &Events, recording: &Recording) -> Result<Run, Events
     if index.held_blocks() != recording.held_blocks {
         return Err(EventsError::Differs { index: index.held_blocks(), engines: recording.held_blocks });
     }
-    Ok(Run { hash, decode_hash, decode_hash_apply })
+    Ok(StageTimes { hash, decode_hash, decode_hash_apply })
 }
 
 /// Results of the decoders.

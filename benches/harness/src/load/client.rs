@@ -34,9 +34,9 @@ const RANKS_MAX: usize = 1 << 16;
 /// Idle timeout of a connection.
 const IDLE: Duration = Duration::from_secs(60);
 
-/// Endpoint and options of its requests.
+/// Endpoint of a client, and options of its requests.
 #[derive(Clone, Copy, Debug)]
-pub struct Target<'a> {
+pub struct ClientOptions<'a> {
     /// Scheme, host and port.
     pub url: &'a str,
     /// API of the requests.
@@ -150,25 +150,25 @@ pub struct Client {
 }
 
 impl Client {
-    /// Creates a client of `target`. Does not connect yet.
+    /// Creates a client of the endpoint in `options`. Does not connect yet.
     ///
     /// # Errors
-    /// An option of the target is invalid.
-    pub fn new(target: &Target<'_>) -> Result<Self, ClientError> {
-        let no_url = || ClientError::Url(target.url.to_owned());
-        let path = target.api.path();
-        let uri: Uri = format!("{}{path}", target.url.trim_end_matches('/')).parse().map_err(|_| no_url())?;
+    /// An option is invalid.
+    pub fn new(options: &ClientOptions<'_>) -> Result<Self, ClientError> {
+        let no_url = || ClientError::Url(options.url.to_owned());
+        let path = options.api.path();
+        let uri: Uri = format!("{}{path}", options.url.trim_end_matches('/')).parse().map_err(|_| no_url())?;
         if !matches!(uri.scheme_str(), Some("http" | "https")) || uri.host().is_none() {
             return Err(no_url());
         }
         let mut headers = HeaderMap::new();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        if let Some(key) = target.api_key {
+        if let Some(key) = options.api_key {
             let mut value = HeaderValue::from_str(&format!("Bearer {key}")).map_err(|_| ClientError::ApiKey)?;
             value.set_sensitive(true);
             headers.insert(AUTHORIZATION, value);
         }
-        let rank_header = target
+        let rank_header = options
             .rank_header
             .map(|name| HeaderName::from_bytes(name.as_bytes()).map_err(|_| ClientError::Header(name.to_owned())));
         let mut sockets = HttpConnector::new();
@@ -179,12 +179,12 @@ impl Client {
         let connector = connector.wrap_connector(sockets);
         let mut http = legacy::Client::builder(TokioExecutor::new());
         http.pool_idle_timeout(IDLE).pool_timer(TokioTimer::new());
-        http.pool_max_idle_per_host(target.connections_max as usize);
+        http.pool_max_idle_per_host(options.connections_max as usize);
         Ok(Self {
             http: http.build(connector),
             uri,
             headers,
-            timeout: target.timeout,
+            timeout: options.timeout,
             rank_header: rank_header.transpose()?,
             ranks: Mutex::default(),
         })

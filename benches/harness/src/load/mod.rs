@@ -36,7 +36,7 @@ use crate::results::{ClientHealth, Facts, Machine, Reporting, ReportingError, fa
 use crate::simulate::{Warmup, write_records};
 use crate::source::Source;
 use body::{Api, BodyError, Extra, Form};
-use client::{Client, ClientError};
+use client::{Client, ClientError, ClientOptions};
 use health::Watch;
 use pace::Pace;
 
@@ -230,7 +230,7 @@ impl Load {
             let read = fs::read_to_string(path);
             read.map_err(|source| LoadError::ApiKey { path: path.clone(), source })
         });
-        let client = Client::new(&client::Target {
+        let client = Client::new(&ClientOptions {
             url: &self.url,
             api: self.api,
             api_key: key.transpose()?.as_deref().map(str::trim),

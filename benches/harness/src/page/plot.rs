@@ -47,7 +47,7 @@ fn failed(error: impl std::fmt::Display) -> PlotError {
 }
 
 /// A line with gaps between its pieces.
-pub(super) struct Line {
+pub(super) struct Polyline {
     /// Index of the contender.
     pub(super) which: usize,
     /// Pieces of the line.
@@ -88,7 +88,7 @@ fn dash(which: usize) -> String {
 }
 
 /// Draws several lines. The part of the plot before `shaded_until` is shaded.
-pub(super) fn lines(x: &Axis, y: &Axis, shaded_until: Option<f64>, lines: &[Line]) -> Result<String, PlotError> {
+pub(super) fn lines(x: &Axis, y: &Axis, shaded_until: Option<f64>, lines: &[Polyline]) -> Result<String, PlotError> {
     let mut svg = draw(520, x, y, |chart| {
         shade(chart, x, y, shaded_until)?;
         for line in lines {
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn lines_match_the_colours_and_dashes_of_their_legends() {
-        let of = |which| Line { which, pieces: vec![vec![(0.0, 1.0), (0.9, 2.0)], vec![(0.95, 3.0), (0.99, 9.0)]] };
+        let of = |which| Polyline { which, pieces: vec![vec![(0.0, 1.0), (0.9, 2.0)], vec![(0.95, 3.0), (0.99, 9.0)]] };
         let svg = lines(&Axis::shares(), &Axis::times("TTFT", 1.0, 9.0), None, &[of(0), of(1)]).expect("drawn");
         assert_eq!(svg.matches(r##"stroke="#0072B2""##).count(), 2);
         assert_eq!(svg.matches(r##"stroke="#D55E00" stroke-dasharray="14 6""##).count(), 2);

@@ -6,7 +6,7 @@ use std::fmt::Write;
 
 use super::axis::Axis;
 use super::html::{Escaped, HtmlError};
-use super::plot::{self, Band, Line};
+use super::plot::{self, Band, Polyline};
 use crate::compare::Comparison;
 use crate::results::Series;
 
@@ -65,7 +65,7 @@ fn latencies(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError
         if most <= 0.0 {
             continue;
         }
-        let line = |of: &Plotted<'_>| Line { which: of.which, pieces: vec![curve(of.series).clone()] };
+        let line = |of: &Plotted<'_>| Polyline { which: of.which, pieces: vec![curve(of.series).clone()] };
         let lines: Vec<_> = plotted.iter().map(line).collect();
         let svg = plot::lines(&Axis::shares(), &Axis::times(axis_title, least, most), None, &lines)?;
         figure(html, title, &svg, "So many per cent are no slower. Each nine takes as much room.")?;
@@ -90,13 +90,13 @@ fn over_time(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError
     let line = |of: &Plotted<'_>| {
         let values = of.series.in_flight.iter().copied();
         let points = middles(of.series, of.series.in_flight.len()).into_iter().zip(values);
-        Line { which: of.which, pieces: vec![points.collect()] }
+        Polyline { which: of.which, pieces: vec![points.collect()] }
     };
     let lines: Vec<_> = plotted.iter().map(line).collect();
     let svg = plot::lines(&clock, &Axis::from_zero("requests", most), shaded, &lines)?;
     figure(html, "Requests in flight", &svg, "Sent and not ended. The shaded part only warms caches.")?;
 
-    let lines: Vec<_> = plotted.iter().map(|of| Line { which: of.which, pieces: pieces(of.series) }).collect();
+    let lines: Vec<_> = plotted.iter().map(|of| Polyline { which: of.which, pieces: pieces(of.series) }).collect();
     if lines.iter().any(|line| !line.pieces.is_empty()) {
         let svg = plot::lines(&clock, &Axis::percent("hit rate, %"), shaded, &lines)?;
         figure(html, "Hit rate", &svg, "Prompt tokens found cached, of those admitted at the time.")?;

@@ -5,11 +5,11 @@
 use crate::record::RankSample;
 
 /// State of all ranks at one time, from their latest samples.
-pub(crate) struct Fleet {
+pub(crate) struct FleetSnapshot {
     ranks: Vec<RankSample>,
 }
 
-impl Fleet {
+impl FleetSnapshot {
     /// Creates `ranks` empty ranks, or more if samples contain higher numbers.
     pub(crate) fn new(ranks: u32, samples: &[RankSample]) -> Self {
         let empty = |rank| RankSample {
@@ -88,7 +88,7 @@ pub(crate) fn ranks_of(ranks: u32, samples: &[RankSample]) -> usize {
 /// ```
 #[must_use]
 pub fn max_over_mean(samples: &[RankSample], ranks: u32, from_us: u64, until_us: u64) -> Option<f64> {
-    let fleet = Fleet::new(ranks, samples);
+    let fleet = FleetSnapshot::new(ranks, samples);
     let count = fleet.ranks().len() as f64;
     let (mut fullest, mut all) = (0_u128, 0_u128);
     fleet.walk(samples, from_us, until_us, |fleet, _, lasts_us| {

@@ -179,7 +179,7 @@ struct ChatStream {
 struct Chunk {
     #[serde(default)]
     choices: Vec<Choice>,
-    usage: Option<Usage>,
+    usage: Option<ReportedUsage>,
     error: Option<IgnoredAny>,
 }
 
@@ -194,7 +194,7 @@ struct Delta {
 }
 
 #[derive(Deserialize)]
-struct Usage {
+struct ReportedUsage {
     prompt_tokens: u64,
     prompt_tokens_details: Option<PromptDetails>,
 }

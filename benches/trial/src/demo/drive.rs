@@ -15,7 +15,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
 use super::client::{Answer, Client};
 use super::lag::LagWatch;
 use super::progress::Progress;
-use super::workload::{Conversation, Session, Workload};
+use super::workload::{ClientScripts, ConversationScript, Session};
 
 /// Maximum number of distinct error reasons that are kept.
 const REASONS_MAX: usize = 5;
@@ -45,7 +45,7 @@ pub(super) struct Target {
 }
 
 /// Sends the whole workload and returns after the last answer.
-pub(super) async fn drive(workload: &Arc<Workload>, target: &Target, progress: &Progress, label: &str) -> Driven {
+pub(super) async fn drive(workload: &Arc<ClientScripts>, target: &Target, progress: &Progress, label: &str) -> Driven {
     let (planned, begun, lag) = (workload.requests(), Instant::now(), LagWatch::start());
     let done = Arc::new(AtomicUsize::new(0));
     let mut clients = JoinSet::new();
@@ -90,7 +90,13 @@ async fn rest(ms: u32, time_scale: f64) {
 impl Driven {
     /// Sends all requests of a conversation. An error ends the conversation, because the next request must quote the
     /// missing answer.
-    async fn send(&mut self, conversation: &Conversation, client: &mut Client, target: &Target, done: &AtomicUsize) {
+    async fn send(
+        &mut self,
+        conversation: &ConversationScript,
+        client: &mut Client,
+        target: &Target,
+        done: &AtomicUsize,
+    ) {
         let mut answers = Vec::new();
         for turn in &conversation.turns {
             let body = conversation.body(&target.model, &answers);
@@ -135,7 +141,7 @@ mod tests {
             MockConfig { data_parallel_size: 2, kv_blocks: 1024, time_scale: 0.0, faults, ..Default::default() };
         let engine = MockEngine::start(config).await.expect("the engine starts");
         let target = Target { address: engine.address(), model: "mock".to_owned(), time_scale: 0.0 };
-        let driven = drive(&Arc::new(Workload::new(3, 2, 7)), &target, &Progress::silent(), "test").await;
+        let driven = drive(&Arc::new(ClientScripts::new(3, 2, 7)), &target, &Progress::silent(), "test").await;
         engine.shutdown().await;
         driven
     }

@@ -34,7 +34,7 @@ use crate::mock::MockError;
 use client::ClientError;
 use drive::{Target, drive};
 use fleet::Fleet;
-use workload::Workload;
+use workload::ClientScripts;
 
 /// Policy of the second run: the router's default.
 const DEMO_POLICY: Policy = Policy::Latency;
@@ -164,7 +164,7 @@ impl<G: DemoGateway> Demo<G> {
     /// figures.
     pub async fn run(config: &DemoConfig, progress: &Progress) -> Result<Self, DemoError> {
         config.validate().map_err(DemoError::Config)?;
-        let workload = Arc::new(Workload::new(config.seed, config.clients, config.requests));
+        let workload = Arc::new(ClientScripts::new(config.seed, config.clients, config.requests));
         let (round_robin, fleet) = run_one::<G>(config, &workload, Policy::RoundRobin, progress).await?;
         fleet.shutdown().await;
         let (routed, fleet) = run_one(config, &workload, DEMO_POLICY, progress).await?;
@@ -193,7 +193,7 @@ impl<G: DemoGateway> Demo<G> {
 /// Runs the workload on a new fleet and returns its figures and the running fleet.
 async fn run_one<G: DemoGateway>(
     config: &DemoConfig,
-    workload: &Arc<Workload>,
+    workload: &Arc<ClientScripts>,
     policy: Policy,
     progress: &Progress,
 ) -> Result<(Figures, Fleet<G>), DemoError> {

@@ -38,7 +38,7 @@ const START_MS: u32 = 2000;
 
 /// Scripts of all clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Workload {
+pub(super) struct ClientScripts {
     systems: Vec<Arc<str>>,
     pub(super) sessions: Vec<Session>,
 }
@@ -47,12 +47,12 @@ pub(super) struct Workload {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Session {
     pub(super) start_ms: u32,
-    pub(super) conversations: Vec<Conversation>,
+    pub(super) conversations: Vec<ConversationScript>,
 }
 
 /// Questions over one system prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Conversation {
+pub(super) struct ConversationScript {
     system: Arc<str>,
     pub(super) turns: Vec<Turn>,
 }
@@ -70,24 +70,24 @@ pub(super) struct Turn {
 #[derive(Serialize)]
 struct Body<'a> {
     model: &'a str,
-    messages: Vec<Message<'a>>,
+    messages: Vec<ChatMessage<'a>>,
     max_tokens: u32,
     stream: bool,
-    stream_options: StreamOptions,
+    stream_options: UsageOption,
 }
 
 #[derive(Serialize)]
-struct Message<'a> {
+struct ChatMessage<'a> {
     role: &'static str,
     content: &'a str,
 }
 
 #[derive(Serialize)]
-struct StreamOptions {
+struct UsageOption {
     include_usage: bool,
 }
 
-impl Workload {
+impl ClientScripts {
     /// Generates `requests` questions in total, divided evenly among `clients`.
     pub(super) fn new(seed: u64, clients: u32, requests: u32) -> Self {
         let mut rng = Rng::stream(seed, 0);
@@ -112,14 +112,14 @@ impl Session {
         let (mut conversations, mut left) = (Vec::new(), quota);
         while left > 0 {
             let turns = rng.within(TURNS).min(left);
-            conversations.push(Conversation::new(rng, systems, turns));
+            conversations.push(ConversationScript::new(rng, systems, turns));
             left -= turns;
         }
         Self { start_ms, conversations }
     }
 }
 
-impl Conversation {
+impl ConversationScript {
     fn new(rng: &mut Rng, systems: &[Arc<str>], turns: u32) -> Self {
         let count = u32::try_from(systems.len()).expect("few words");
         // The lower of two draws: low-numbered prompts are used more often.
@@ -134,19 +134,19 @@ impl Conversation {
 
     /// Body of the next request after `answers`, the answers so far.
     pub(super) fn body(&self, model: &str, answers: &[String]) -> Bytes {
-        let mut messages = vec![Message { role: "system", content: &self.system }];
+        let mut messages = vec![ChatMessage { role: "system", content: &self.system }];
         for (turn, answer) in self.turns.iter().zip(answers) {
-            messages.push(Message { role: "user", content: &turn.question });
-            messages.push(Message { role: "assistant", content: answer });
+            messages.push(ChatMessage { role: "user", content: &turn.question });
+            messages.push(ChatMessage { role: "assistant", content: answer });
         }
         let turn = &self.turns[answers.len()];
-        messages.push(Message { role: "user", content: &turn.question });
+        messages.push(ChatMessage { role: "user", content: &turn.question });
         body(model, messages, turn.output_tokens)
     }
 }
 
-fn body(model: &str, messages: Vec<Message<'_>>, max_tokens: u32) -> Bytes {
-    let stream_options = StreamOptions { include_usage: true };
+fn body(model: &str, messages: Vec<ChatMessage<'_>>, max_tokens: u32) -> Bytes {
+    let stream_options = UsageOption { include_usage: true };
     let body = Body { model, messages, max_tokens, stream: true, stream_options };
     serde_json::to_vec(&body).expect("text and numbers are JSON").into()
 }
@@ -181,9 +181,9 @@ mod tests {
     use super::*;
     use crate::mock::tokenize;
 
-    fn bodies(workload: &Workload) -> Vec<Bytes> {
+    fn bodies(workload: &ClientScripts) -> Vec<Bytes> {
         let talks = workload.sessions.iter().flat_map(|session| &session.conversations);
-        let of_talk = |talk: &Conversation| {
+        let of_talk = |talk: &ConversationScript| {
             let answers: Vec<String> = (1..talk.turns.len()).map(|n| format!(" t{n}")).collect();
             (0..talk.turns.len()).map(|n| talk.body("mock", &answers[..n])).collect::<Vec<_>>()
         };
@@ -192,7 +192,7 @@ mod tests {
 
     #[test]
     fn bytes_are_determined_by_the_seed() {
-        let workload = |seed| bodies(&Workload::new(seed, 5, 43));
+        let workload = |seed| bodies(&ClientScripts::new(seed, 5, 43));
         assert_eq!(workload(7), workload(7));
         assert_ne!(workload(7), workload(8));
     }
@@ -200,7 +200,7 @@ mod tests {
     #[test]
     fn all_requests_are_distributed_over_clients() {
         for (clients, requests) in [(1, 1), (5, 43), (7, 3), (64, 640)] {
-            let workload = Workload::new(1, clients, requests);
+            let workload = ClientScripts::new(1, clients, requests);
             assert_eq!((workload.sessions.len(), workload.requests()), (clients as usize, requests as usize));
         }
     }
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn a_turn_quotes_previous_turns() {
-        let workload = Workload::new(1, 1, 3);
+        let workload = ClientScripts::new(1, 1, 3);
         let talk = &workload.sessions[0].conversations[0];
         let json: serde_json::Value = serde_json::from_slice(&talk.body("m", &[" t1".to_owned()])).expect("JSON");
         let roles: Vec<_> = json["messages"].as_array().expect("a list").iter().map(|m| m["role"].clone()).collect();

@@ -20,7 +20,7 @@ use tokio::time::sleep;
 use super::config::MockConfig;
 use super::faults::{FaultBoard, Faults};
 use super::http::Server;
-use super::rank::{Pace, Rank};
+use super::rank::{Pace, RankDriver};
 use super::sockets::{EventSocket, ReplaySocket, listen};
 use crate::kv_events::{Encoder, EventFormat};
 
@@ -202,7 +202,7 @@ pub(crate) struct Engine {
 /// All ranks between two starts.
 struct Incarnation {
     format: EventFormat,
-    ranks: Arc<[Arc<Rank>]>,
+    ranks: Arc<[Arc<RankDriver>]>,
     tasks: Mutex<Vec<Task>>,
 }
 
@@ -290,7 +290,7 @@ impl Engine {
         Ok(())
     }
 
-    pub(crate) fn ranks(&self) -> Arc<[Arc<Rank>]> {
+    pub(crate) fn ranks(&self) -> Arc<[Arc<RankDriver>]> {
         Arc::clone(&self.incarnation().ranks)
     }
 
@@ -312,7 +312,7 @@ impl Engine {
         self.config.replay_port.unwrap_or_default() + rank
     }
 
-    fn rank(&self, rank: u16) -> Arc<Rank> {
+    fn rank(&self, rank: u16) -> Arc<RankDriver> {
         Arc::clone(&self.ranks()[usize::from(rank)])
     }
 
@@ -337,7 +337,7 @@ impl Incarnation {
                 Encoder { format, block_size: config.block_size, rank: number.into(), lora_ids: Arc::clone(lora_ids) };
             let model = crate::engine::Rank::new(config.engine(number, format.dialect))
                 .map_err(|error| MockError::Config(error.to_string()))?;
-            let rank = Arc::new(Rank::new(model, encoder, config.replay_messages_max, Arc::clone(faults)));
+            let rank = Arc::new(RankDriver::new(model, encoder, config.replay_messages_max, Arc::clone(faults)));
             let events = EventSocket::open(events).await.map_err(serve)?;
             let replays = ReplaySocket::open(replays, format.dialect.replays_with_topic()).await.map_err(serve)?;
             let driven = Arc::clone(&rank);

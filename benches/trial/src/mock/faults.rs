@@ -141,18 +141,18 @@ pub enum Fault {
 #[derive(Debug)]
 pub struct FaultBoard {
     seed: u64,
-    state: Mutex<State>,
+    state: Mutex<FaultState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct FaultState {
     faults: Faults,
     done: BTreeMap<Fault, u64>,
 }
 
 impl FaultBoard {
     pub(crate) fn new(seed: u64, faults: Faults) -> Self {
-        Self { seed, state: Mutex::new(State { faults, done: BTreeMap::new() }) }
+        Self { seed, state: Mutex::new(FaultState { faults, done: BTreeMap::new() }) }
     }
 
     /// Current settings.
@@ -189,7 +189,7 @@ impl FaultBoard {
         [fault as u64, source.into(), number].into_iter().fold(mix(self.seed), |hash, part| mix(hash ^ mix(part)))
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, FaultState> {
         // Settings and counters are consistent after every statement, so a poisoned lock is usable.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

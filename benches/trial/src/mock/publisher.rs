@@ -18,7 +18,7 @@ const NEVER_USED: u8 = 0xc1;
 
 /// A numbered batch as it is sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Message {
+pub(crate) struct EventMessage {
     pub(crate) sequence: u64,
     pub(crate) payload: Bytes,
 }
@@ -29,12 +29,12 @@ pub(crate) struct Publisher {
     rank: u32,
     sequence_next: u64,
     /// The latest messages, in order and without a gap.
-    ring: VecDeque<Message>,
+    ring: VecDeque<EventMessage>,
     ring_messages_max: usize,
     /// Batches held back by a pause.
     paused: VecDeque<Bytes>,
     /// Delayed message, which is sent after the next one.
-    overtaken: Option<Message>,
+    overtaken: Option<EventMessage>,
 }
 
 impl Publisher {
@@ -61,7 +61,7 @@ impl Publisher {
     }
 
     /// Numbers and stores a batch, and appends the messages to send now to `out`.
-    pub(crate) fn publish(&mut self, payload: Bytes, faults: &FaultBoard, out: &mut Vec<Message>) {
+    pub(crate) fn publish(&mut self, payload: Bytes, faults: &FaultBoard, out: &mut Vec<EventMessage>) {
         if faults.get().pause_publisher {
             if self.paused.len() < PAUSED_BATCHES_MAX {
                 self.paused.push_back(payload);
@@ -74,7 +74,7 @@ impl Publisher {
 
     /// Appends messages to send to `out`: those held back by a pause that has ended, and with `is_late_due` the delayed
     /// one.
-    pub(crate) fn flush(&mut self, is_late_due: bool, faults: &FaultBoard, out: &mut Vec<Message>) {
+    pub(crate) fn flush(&mut self, is_late_due: bool, faults: &FaultBoard, out: &mut Vec<EventMessage>) {
         if !faults.get().pause_publisher {
             self.resume(faults, out);
         }
@@ -89,20 +89,20 @@ impl Publisher {
     }
 
     /// Messages in the ring from `sequence` on, oldest first.
-    pub(crate) fn replay(&self, sequence: u64) -> Vec<Message> {
+    pub(crate) fn replay(&self, sequence: u64) -> Vec<EventMessage> {
         let first = self.ring.front().map_or(0, |message| message.sequence);
         let skipped = usize::try_from(sequence.saturating_sub(first)).unwrap_or(usize::MAX);
         self.ring.iter().skip(skipped).cloned().collect()
     }
 
-    fn resume(&mut self, faults: &FaultBoard, out: &mut Vec<Message>) {
+    fn resume(&mut self, faults: &FaultBoard, out: &mut Vec<EventMessage>) {
         while let Some(payload) = self.paused.pop_front() {
             self.number(payload, faults, out);
         }
     }
 
-    fn number(&mut self, payload: Bytes, faults: &FaultBoard, out: &mut Vec<Message>) {
-        let message = Message { sequence: self.sequence_next, payload };
+    fn number(&mut self, payload: Bytes, faults: &FaultBoard, out: &mut Vec<EventMessage>) {
+        let message = EventMessage { sequence: self.sequence_next, payload };
         self.sequence_next += 1;
         if self.ring.len() == self.ring_messages_max {
             self.ring.pop_front();
@@ -114,7 +114,7 @@ impl Publisher {
         debug_assert!(self.ring.len() <= self.ring_messages_max);
     }
 
-    fn send(&mut self, mut message: Message, faults: &FaultBoard, out: &mut Vec<Message>) {
+    fn send(&mut self, mut message: EventMessage, faults: &FaultBoard, out: &mut Vec<EventMessage>) {
         let set = faults.get();
         let strikes = |fault, share| faults.strikes(fault, share, self.rank, message.sequence);
         if strikes(Fault::Drop, set.drop_share) {
@@ -162,13 +162,13 @@ mod tests {
         Bytes::from(vec![0x93, u8::try_from(n % 256).unwrap(), 0xc0])
     }
 
-    fn published(publisher: &mut Publisher, count: u64, faults: &FaultBoard) -> Vec<Message> {
+    fn published(publisher: &mut Publisher, count: u64, faults: &FaultBoard) -> Vec<EventMessage> {
         let mut out = Vec::new();
         (0..count).for_each(|n| publisher.publish(batch(n), faults, &mut out));
         out
     }
 
-    fn sequences(messages: &[Message]) -> Vec<u64> {
+    fn sequences(messages: &[EventMessage]) -> Vec<u64> {
         messages.iter().map(|message| message.sequence).collect()
     }
 
@@ -206,7 +206,7 @@ mod tests {
             assert!((0..100).all(|n| replayed[usize::try_from(n).unwrap()].payload == batch(n)));
             let mut ordered = sent.clone();
             ordered.sort_by_key(|message| message.sequence);
-            let is_as_kept = |message: &&Message| message.payload == batch(message.sequence);
+            let is_as_kept = |message: &&EventMessage| message.payload == batch(message.sequence);
             let (count, kept) = (sent.len() as u64, sent.iter().filter(is_as_kept).count() as u64);
             match kind {
                 Fault::Drop => assert_eq!((count, kept), (100 - struck, 100 - struck)),
@@ -229,7 +229,7 @@ mod tests {
         assert!(!publisher.is_drained());
         board.replace(Faults::default());
         publisher.publish(batch(3), &board, &mut sent);
-        assert_eq!(sent, (0..4).map(|n| Message { sequence: n, payload: batch(n) }).collect::<Vec<_>>());
+        assert_eq!(sent, (0..4).map(|n| EventMessage { sequence: n, payload: batch(n) }).collect::<Vec<_>>());
         assert!(publisher.is_drained());
     }
 

@@ -15,7 +15,7 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::faults::FaultBoard;
-use super::publisher::{Message, Publisher};
+use super::publisher::{EventMessage, Publisher};
 use super::sockets::EventSocket;
 use crate::kv_events::Encoder;
 
@@ -52,9 +52,9 @@ pub(crate) struct Counters {
     pub(crate) requests_finished: u64,
 }
 
-/// One incarnation of one rank.
-pub(crate) struct Rank {
-    state: Mutex<State>,
+/// Driver of one incarnation of one rank.
+pub(crate) struct RankDriver {
+    state: Mutex<DriverState>,
     faults: Arc<FaultBoard>,
     /// Notified when there may be work.
     wake: Notify,
@@ -62,11 +62,11 @@ pub(crate) struct Rank {
     quiet: Notify,
 }
 
-struct State {
+struct DriverState {
     model: crate::engine::Rank,
     encoder: Encoder,
     publisher: Publisher,
-    requests: BTreeMap<u64, Request>,
+    requests: BTreeMap<u64, RunningRequest>,
     /// Events that do not belong to a step.
     loose_events: Vec<CacheEvent>,
     counters: Counters,
@@ -76,25 +76,25 @@ struct State {
     is_stopped: bool,
 }
 
-struct Request {
+struct RunningRequest {
     prompt_tokens: u64,
     outputs: UnboundedSender<Output>,
 }
 
-/// Next action of the rank.
-enum Turn {
+/// Next action of a rank.
+enum NextAction {
     Step(Step),
-    Rest(Vec<Message>),
+    Idle(Vec<EventMessage>),
 }
 
-impl Rank {
+impl RankDriver {
     pub(crate) fn new(
         model: crate::engine::Rank,
         encoder: Encoder,
         ring_messages_max: usize,
         faults: Arc<FaultBoard>,
     ) -> Self {
-        let state = State {
+        let state = DriverState {
             publisher: Publisher::new(encoder.rank, ring_messages_max),
             model,
             encoder,
@@ -121,7 +121,7 @@ impl Rank {
         }
         let (id, prompt_tokens) = (spec.id, spec.tokens.len() as u64);
         state.model.submit(spec)?;
-        state.requests.insert(id, Request { prompt_tokens, outputs: sender });
+        state.requests.insert(id, RunningRequest { prompt_tokens, outputs: sender });
         drop(state);
         self.wake.notify_one();
         Ok(outputs)
@@ -175,7 +175,7 @@ impl Rank {
         self.lock().publisher.sequence_next()
     }
 
-    pub(crate) fn replay(&self, sequence: u64) -> Vec<Message> {
+    pub(crate) fn replay(&self, sequence: u64) -> Vec<EventMessage> {
         self.lock().publisher.replay(sequence)
     }
 
@@ -214,7 +214,7 @@ impl Rank {
         let mut is_late_due = false;
         loop {
             match self.begin(is_late_due) {
-                Turn::Step(step) => {
+                NextAction::Step(step) => {
                     due = pace.end_of(due, step.duration_us);
                     tokio::select! {
                         biased;
@@ -224,7 +224,7 @@ impl Rank {
                     socket.send(self.publish(&step)).await;
                     self.deliver(step.outputs);
                 }
-                Turn::Rest(messages) => {
+                NextAction::Idle(messages) => {
                     socket.send(messages).await;
                     let holds_late = self.rest();
                     is_late_due = tokio::select! {
@@ -240,25 +240,25 @@ impl Rank {
         socket
     }
 
-    fn begin(&self, is_late_due: bool) -> Turn {
+    fn begin(&self, is_late_due: bool) -> NextAction {
         let mut state = self.lock();
         state.is_busy = true;
         match state.model.step() {
             Some(mut step) => {
                 // Current loose events precede the step. Later ones, until it is published, follow it.
                 step.events.splice(0..0, state.loose_events.drain(..));
-                Turn::Step(step)
+                NextAction::Step(step)
             }
             None => {
                 let mut messages = Vec::new();
                 state.batch(&[], &self.faults, &mut messages);
                 state.publisher.flush(is_late_due, &self.faults, &mut messages);
-                Turn::Rest(messages)
+                NextAction::Idle(messages)
             }
         }
     }
 
-    fn publish(&self, step: &Step) -> Vec<Message> {
+    fn publish(&self, step: &Step) -> Vec<EventMessage> {
         let (mut state, mut messages) = (self.lock(), Vec::new());
         state.clock_us += step.duration_us;
         state.batch(&step.events, &self.faults, &mut messages);
@@ -295,14 +295,14 @@ impl Rank {
         holds_late
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, DriverState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl DriverState {
     /// Publishes `events` followed by the loose events as one batch, if there are any.
-    fn batch(&mut self, events: &[CacheEvent], faults: &FaultBoard, out: &mut Vec<Message>) {
+    fn batch(&mut self, events: &[CacheEvent], faults: &FaultBoard, out: &mut Vec<EventMessage>) {
         let mut all = events.to_vec();
         all.append(&mut self.loose_events);
         if !all.is_empty() {
@@ -356,11 +356,11 @@ mod tests {
     use super::*;
     use crate::mock::{Dialect, Faults};
 
-    fn rank() -> Rank {
+    fn rank() -> RankDriver {
         let config = EngineConfig { block_size: 4, max_model_len: 64, ..EngineConfig::default() };
         let encoder = Encoder { format: Dialect::VllmMap.into(), block_size: 4, rank: 0, lora_ids: Arc::default() };
         let faults = Arc::new(FaultBoard::new(0, Faults::default()));
-        Rank::new(crate::engine::Rank::new(config).expect("valid"), encoder, 10, faults)
+        RankDriver::new(crate::engine::Rank::new(config).expect("valid"), encoder, 10, faults)
     }
 
     /// Kinds of the events in a payload, in order.
@@ -382,13 +382,13 @@ mod tests {
         let rank = rank();
         assert!(rank.reset_cache());
         let _outputs = rank.submit(RequestSpec::new(1, vec![7; 9], 1)).expect("accepted");
-        let Turn::Step(step) = rank.begin(false) else { panic!("a request waits") };
+        let NextAction::Step(step) = rank.begin(false) else { panic!("a request waits") };
         assert!(rank.reset_cache(), "the request has ended in this step");
         let messages = rank.publish(&step);
         assert_eq!(kinds(&messages[0].payload), ["AllBlocksCleared", "BlockStored", "AllBlocksCleared"]);
         rank.deliver(step.outputs);
         assert!(rank.held(Tier::Device).is_empty() && !rank.is_quiet());
-        assert!(matches!(rank.begin(false), Turn::Rest(messages) if messages.is_empty()));
+        assert!(matches!(rank.begin(false), NextAction::Idle(messages) if messages.is_empty()));
         rank.rest();
         assert!(rank.is_quiet());
     }

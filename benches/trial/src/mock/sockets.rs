@@ -16,8 +16,8 @@ use tokio::time::{sleep, timeout};
 use zeromq::{MultiPeerBackend, PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqError, ZmqMessage};
 
 use super::faults::{Fault, FaultBoard};
-use super::publisher::Message;
-use super::rank::Rank;
+use super::publisher::EventMessage;
+use super::rank::RankDriver;
 
 /// Topic of event messages, which subscribers select.
 pub(crate) const TOPIC: &str = "kv-events";
@@ -47,8 +47,8 @@ impl EventSocket {
     }
 
     /// Sends messages. Slow subscribers lose some, as with real engines.
-    pub(crate) async fn send(&mut self, messages: Vec<Message>) {
-        for Message { sequence, payload } in messages {
+    pub(crate) async fn send(&mut self, messages: Vec<EventMessage>) {
+        for EventMessage { sequence, payload } in messages {
             let frames = vec![Bytes::from_static(TOPIC.as_bytes()), sequence_frame(sequence), payload];
             let message = ZmqMessage::try_from(frames).expect("three frames");
             // A PUB socket drops messages that it cannot send.
@@ -75,7 +75,12 @@ impl ReplaySocket {
     }
 
     /// Serves requests until `stop` is sent or dropped, then closes.
-    pub(crate) async fn serve(mut self, rank: Arc<Rank>, faults: Arc<FaultBoard>, mut stop: oneshot::Receiver<()>) {
+    pub(crate) async fn serve(
+        mut self,
+        rank: Arc<RankDriver>,
+        faults: Arc<FaultBoard>,
+        mut stop: oneshot::Receiver<()>,
+    ) {
         loop {
             let request = tokio::select! {
                 biased;
@@ -92,7 +97,7 @@ impl ReplaySocket {
         close(self.socket).await;
     }
 
-    async fn answer(&mut self, frames: &[Bytes], rank: &Rank, faults: &FaultBoard) {
+    async fn answer(&mut self, frames: &[Bytes], rank: &RankDriver, faults: &FaultBoard) {
         let [identity, delimiter, start] = frames else { return };
         let Ok(start) = <[u8; 8]>::try_from(start.as_ref()) else { return };
         if !delimiter.is_empty() {
@@ -102,7 +107,7 @@ impl ReplaySocket {
             faults.count(Fault::MuteReplay);
             return;
         }
-        let end = Message { sequence: REPLAY_END, payload: Bytes::new() };
+        let end = EventMessage { sequence: REPLAY_END, payload: Bytes::new() };
         for message in rank.replay(u64::from_be_bytes(start)).into_iter().chain([end]) {
             let mut answer = vec![identity.clone(), Bytes::new()];
             if self.with_topic {

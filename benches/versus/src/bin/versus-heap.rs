@@ -17,7 +17,7 @@ static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 /// Measure the memory of one index and print it as JSON
 #[derive(Parser)]
 #[command(version)]
-struct Arguments {
+struct HeapArguments {
     #[command(flatten)]
     replay: Replay,
 }
@@ -28,7 +28,7 @@ fn live_bytes() -> usize {
 }
 
 fn run() -> Result<(), Box<dyn Error>> {
-    let heap = Arguments::parse().replay.weigh(live_bytes).map_err(|error| error.to_string())?;
+    let heap = HeapArguments::parse().replay.weigh(live_bytes).map_err(|error| error.to_string())?;
     let mut out = io::stdout().lock();
     serde_json::to_writer(&mut out, &heap)?;
     Ok(writeln!(out)?)

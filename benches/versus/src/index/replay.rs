@@ -278,7 +278,7 @@ impl Meter for Clock {
 }
 
 /// Counts the instructions of this thread. Starting and stopping a counter is work of the kernel, which is not counted.
-struct Instructions {
+struct InstructionMeter {
     removing: Counter,
     storing: Counter,
     removed: u64,
@@ -301,7 +301,7 @@ fn read(counter: &mut Counter) -> f64 {
     counter.read().expect("a counter of our own can be read") as f64
 }
 
-impl Meter for Instructions {
+impl Meter for InstructionMeter {
     fn remove<S: Subject>(&mut self, subject: &mut S, step: &Step) {
         let event = S::removal(step);
         counted(&mut self.removing, || subject.apply(event));
@@ -317,7 +317,7 @@ impl Meter for Instructions {
 
 /// Repeats the replay with a count of instructions.
 fn instructions<S: Subject>(load: &Load) -> Option<Costs> {
-    let mut meter = Instructions { removing: counter()?, storing: counter()?, removed: 0, stored: 0 };
+    let mut meter = InstructionMeter { removing: counter()?, storing: counter()?, removed: 0, stored: 0 };
     let mut queries = counter()?;
     let mut subject = warmed::<S>(load);
     for prompt in &load.prompts {

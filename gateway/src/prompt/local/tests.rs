@@ -48,7 +48,7 @@ fn local(tokenizer: &str, template: Option<&str>, cache_bytes_max: u64) -> Local
     let template = template.map(data);
     // 26 July 2024, 12:00.
     let clock = || 1_721_995_200;
-    let meters = Arc::new(Meters::new("m"));
+    let meters = Arc::new(TokenMeters::new("m"));
     Local::load(&data(tokenizer), template.as_deref(), cache_bytes_max, clock, meters).unwrap()
 }
 

@@ -42,7 +42,7 @@ pub(super) async fn dump(State(admin): State<Arc<Admin>>, ModelAt(model): ModelA
     let events = model.router.dump_events().await.map_err(lost)?;
     let blocks: usize = events.iter().map(|event| event.data.block_count()).sum();
     let lines = events.len();
-    let mut response = Response::new(Body::new(Lines { events: events.into_iter(), _permit: permit }));
+    let mut response = Response::new(Body::new(DumpBody { events: events.into_iter(), _permit: permit }));
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/x-ndjson"));
     headers.insert(LINES, HeaderValue::from(lines));
@@ -51,12 +51,12 @@ pub(super) async fn dump(State(admin): State<Arc<Admin>>, ModelAt(model): ModelA
 }
 
 /// One event per line.
-struct Lines {
+struct DumpBody {
     events: std::vec::IntoIter<RouterEvent>,
     _permit: OwnedSemaphorePermit,
 }
 
-impl http_body::Body for Lines {
+impl http_body::Body for DumpBody {
     type Data = Bytes;
     type Error = Infallible;
 

@@ -48,7 +48,7 @@ pub(super) struct Body<T>(pub(super) T);
 const DEPTH_MAX: usize = 64;
 
 /// Distinct fields of an object, each as JSON.
-pub(super) struct Fields(pub(super) BTreeMap<String, Box<RawValue>>);
+pub(super) struct JsonObject(pub(super) BTreeMap<String, Box<RawValue>>);
 
 /// A worker id as a number, or as a string of its decimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -86,18 +86,18 @@ impl<'de> Deserialize<'de> for Id {
     }
 }
 
-impl<'de> Deserialize<'de> for Fields {
+impl<'de> Deserialize<'de> for JsonObject {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Object;
 
         impl<'de> Visitor<'de> for Object {
-            type Value = Fields;
+            type Value = JsonObject;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("an object")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Fields, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<JsonObject, A::Error> {
                 let mut fields = BTreeMap::new();
                 while let Some((name, value)) = object.next_entry::<String, Box<RawValue>>()? {
                     if fields.contains_key(&name) {
@@ -105,7 +105,7 @@ impl<'de> Deserialize<'de> for Fields {
                     }
                     fields.insert(name, value);
                 }
-                Ok(Fields(fields))
+                Ok(JsonObject(fields))
             }
         }
 

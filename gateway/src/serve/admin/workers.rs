@@ -19,7 +19,7 @@ use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
 use super::audit::{Change, Done};
-use super::extract::{Body, ClientAddress, Fields, ModelAt, WorkerAt, not_understood};
+use super::extract::{Body, ClientAddress, JsonObject, ModelAt, WorkerAt, not_understood};
 use super::views::Facts;
 use super::{Admin, error};
 use crate::openai::{ApiError, ErrorType};
@@ -63,7 +63,7 @@ pub(super) async fn patch(
     State(admin): State<Arc<Admin>>,
     worker: WorkerAt,
     peer: ClientAddress,
-    Body(fields): Body<Fields>,
+    Body(fields): Body<JsonObject>,
 ) -> Result<(StatusCode, Json<Value>), ApiError> {
     let id = worker.id;
     let patched = move |known: Option<&WorkerEntry>| {
@@ -75,7 +75,7 @@ pub(super) async fn patch(
 
 /// The configuration with replaced fields; `null` selects the default. The JSON texts are merged, so that field rules
 /// equal those of a whole configuration.
-fn patched(config: &WorkerConfig, Fields(fields): Fields) -> Result<WorkerConfig, serde_json::Error> {
+fn patched(config: &WorkerConfig, JsonObject(fields): JsonObject) -> Result<WorkerConfig, serde_json::Error> {
     let mut whole: BTreeMap<String, Box<RawValue>> = serde_json::from_str(&serde_json::to_string(config)?)?;
     for (name, value) in fields {
         if value.get() == "null" && whole.contains_key(&name) {

@@ -29,14 +29,14 @@ const NO_DESCRIPTOR: [i32; 2] = [24, 23];
 const SPARE_FILE: &str = "/dev/null";
 
 /// Metrics of one listener.
-struct Meters {
+struct ListenerMeters {
     connections: Gauge,
     handshakes_refused: Counter,
     accept_errors: Counter,
     refused: Counter,
 }
 
-impl Meters {
+impl ListenerMeters {
     fn new(name: &'static str) -> Self {
         Self {
             connections: metrics::gauge!("pointsman_gateway_connections", "listener" => name),
@@ -75,7 +75,7 @@ pub(super) struct Acceptor {
     /// Places for connections above the limit.
     overflow: Arc<Semaphore>,
     connections_max: usize,
-    meters: Meters,
+    meters: ListenerMeters,
     /// Absent after its use.
     spare: Option<File>,
     trouble_logged: LogThrottle,
@@ -93,7 +93,7 @@ impl Acceptor {
             free: places(connections_max),
             overflow: places(overflow_max),
             connections_max,
-            meters: Meters::new(options.name),
+            meters: ListenerMeters::new(options.name),
             spare: spare(),
             trouble_logged: LogThrottle::new(LOG_INTERVAL),
             refused_logged: LogThrottle::new(LOG_INTERVAL),

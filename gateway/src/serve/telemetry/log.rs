@@ -88,7 +88,7 @@ pub(crate) fn start_log(level: Targets, format: LogFormat, access: &AccessLog) -
         LogFormat::Json => layer.json().flatten_event(true).with_current_span(false).with_span_list(false).boxed(),
     };
     let layer = layer.with_filter(quiet(level).with_target(ACCESS_TARGET, LevelFilter::OFF));
-    let access: Option<(Log, Lines)> = match access {
+    let access: Option<(Log, LineWriter)> = match access {
         AccessLog::Off => None,
         AccessLog::Stdout => Some(Log::to(io::stdout())),
         AccessLog::Stderr => Some(Log::to(io::stderr())),
@@ -159,12 +159,12 @@ enum Entry {
 
 impl Log {
     /// Starts a log that writes to `sink` on a thread of its own.
-    fn to(sink: impl Write + Send + 'static) -> (Self, Lines) {
+    fn to(sink: impl Write + Send + 'static) -> (Self, LineWriter) {
         let (entries, taken) = sync_channel(LINES_MAX);
         let dropped = metrics::counter!("pointsman_gateway_log_lines_dropped_total");
         // Without the thread every line is dropped and counted.
         drop(std::thread::Builder::new().name("log".to_owned()).spawn(move || write(&taken, sink)));
-        (Self { entries: entries.clone() }, Lines { entries, dropped })
+        (Self { entries: entries.clone() }, LineWriter { entries, dropped })
     }
 
     /// Waits at most one second until all lines so far are written. Blocking; not for async threads.
@@ -186,13 +186,13 @@ fn write(entries: &Receiver<Entry>, mut sink: impl Write) {
 }
 
 /// Non-blocking line writer.
-struct Lines {
+struct LineWriter {
     entries: SyncSender<Entry>,
     dropped: Counter,
 }
 
-impl<'a> MakeWriter<'a> for Lines {
-    type Writer = &'a Lines;
+impl<'a> MakeWriter<'a> for LineWriter {
+    type Writer = &'a LineWriter;
 
     fn make_writer(&'a self) -> Self::Writer {
         self
@@ -200,7 +200,7 @@ impl<'a> MakeWriter<'a> for Lines {
 }
 
 /// The formatter writes one line per call.
-impl Write for &Lines {
+impl Write for &LineWriter {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         if self.entries.try_send(Entry::Line(line.to_vec())).is_err() {
             self.dropped.increment(1);

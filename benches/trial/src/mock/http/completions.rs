@@ -19,10 +19,10 @@ use http_body::Frame;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::answer::{self, Api, DONE, Head, Usage};
-use super::request::{ChatRequest, Common, CompletionRequest, Prompt, parsed};
+use super::request::{ChatRequest, Common, CompletionRequest, PromptInput, parsed};
 use super::{Connection, Shared};
 use crate::mock::engine::Engine;
-use crate::mock::rank::{NotTaken, Rank};
+use crate::mock::rank::{NotTaken, RankDriver};
 use crate::mock::tokenizer::{chat_text, detokenize, tokenize};
 
 /// Header that selects a rank.
@@ -43,8 +43,8 @@ pub(super) async fn complete(
         Err(refusal) => return *refusal,
     };
     let tokens = match request.prompt {
-        Prompt::Text(text) => tokenize(&text),
-        Prompt::Tokens(tokens) => tokens,
+        PromptInput::Text(text) => tokenize(&text),
+        PromptInput::Tokens(tokens) => tokens,
     };
     answer(&engine, &connection, &headers, Api::Completion, &request.common, tokens).await
 }
@@ -136,11 +136,11 @@ fn begin(
 }
 
 /// Selects the rank named by the header, otherwise the rank with the fewest requests; ties go to the first.
-fn chosen_rank(engine: &Engine, headers: &HeaderMap) -> Result<Arc<Rank>, Refusal> {
+fn chosen_rank(engine: &Engine, headers: &HeaderMap) -> Result<Arc<RankDriver>, Refusal> {
     let ranks = engine.ranks();
     let bad = |message: String| Box::new(answer::error(StatusCode::BAD_REQUEST, &message));
     let least_loaded = || {
-        let busy = |rank: &&Arc<Rank>| {
+        let busy = |rank: &&Arc<RankDriver>| {
             let load = rank.load();
             u64::from(load.running) + u64::from(load.waiting)
         };
@@ -160,7 +160,7 @@ fn chosen_rank(engine: &Engine, headers: &HeaderMap) -> Result<Arc<Rank>, Refusa
 
 /// Cancels its request on drop. Has no effect on a request that has ended.
 struct Guard {
-    rank: Arc<Rank>,
+    rank: Arc<RankDriver>,
     id: u64,
 }
 

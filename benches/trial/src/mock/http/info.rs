@@ -17,11 +17,11 @@ use serde_json::{Value, json};
 
 use super::Shared;
 use super::answer;
-use super::request::{Prompt, TokenizeRequest, parsed};
+use super::request::{PromptInput, TokenizeRequest, parsed};
 use crate::kv_events::EventFormat;
 use crate::mock::engine::{Engine, MockError};
 use crate::mock::faults::Faults;
-use crate::mock::rank::Rank;
+use crate::mock::rank::RankDriver;
 use crate::mock::sockets::TOPIC;
 use crate::mock::tokenizer;
 
@@ -54,8 +54,8 @@ pub(super) async fn tokenize(State(engine): Shared, body: Result<Bytes, BytesRej
         Err(refusal) => return *refusal,
     };
     let tokens = match (request.prompt, request.messages) {
-        (Some(Prompt::Text(text)), None) => tokenizer::tokenize(&text),
-        (Some(Prompt::Tokens(tokens)), None) => tokens,
+        (Some(PromptInput::Text(text)), None) => tokenizer::tokenize(&text),
+        (Some(PromptInput::Tokens(tokens)), None) => tokens,
         (None, Some(messages)) => {
             let texts: Vec<String> = messages.iter().map(super::request::Message::text).collect();
             let lines = messages.iter().zip(&texts).map(|(message, text)| (message.role.as_str(), text.as_str()));
@@ -174,7 +174,7 @@ pub(super) async fn metrics(State(engine): Shared) -> Response {
 }
 
 /// Name, type, help and value per rank of a metric.
-type Metric = (&'static str, &'static str, &'static str, fn(&Rank) -> f64);
+type Metric = (&'static str, &'static str, &'static str, fn(&RankDriver) -> f64);
 
 #[expect(clippy::cast_precision_loss, reason = "counts of tokens fit 53 bits")]
 const METRICS: &[Metric] = &[

@@ -19,7 +19,7 @@ const OUTPUT_TOKENS: u32 = 16;
 
 /// Prompt of `/v1/completions` and `/tokenize`: one per request.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Prompt {
+pub(super) enum PromptInput {
     Text(String),
     Tokens(Vec<u32>),
 }
@@ -48,7 +48,7 @@ struct StreamOptions {
 
 #[derive(Debug, Deserialize)]
 pub(super) struct CompletionRequest {
-    pub(super) prompt: Prompt,
+    pub(super) prompt: PromptInput,
     #[serde(flatten)]
     pub(super) common: Common,
 }
@@ -62,7 +62,7 @@ pub(super) struct ChatRequest {
 
 #[derive(Debug, Deserialize)]
 pub(super) struct TokenizeRequest {
-    pub(super) prompt: Option<Prompt>,
+    pub(super) prompt: Option<PromptInput>,
     pub(super) messages: Option<Vec<Message>>,
 }
 
@@ -140,7 +140,7 @@ pub(super) fn parsed<T: DeserializeOwned>(body: Result<Bytes, BytesRejection>) -
     })
 }
 
-impl<'de> Deserialize<'de> for Prompt {
+impl<'de> Deserialize<'de> for PromptInput {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_any(PromptVisitor)
     }
@@ -150,26 +150,26 @@ impl<'de> Deserialize<'de> for Prompt {
 struct PromptVisitor;
 
 impl<'de> Visitor<'de> for PromptVisitor {
-    type Value = Prompt;
+    type Value = PromptInput;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("one prompt: a string or an array of token ids")
     }
 
-    fn visit_str<E: Error>(self, text: &str) -> Result<Prompt, E> {
-        Ok(Prompt::Text(text.to_owned()))
+    fn visit_str<E: Error>(self, text: &str) -> Result<PromptInput, E> {
+        Ok(PromptInput::Text(text.to_owned()))
     }
 
-    fn visit_string<E: Error>(self, text: String) -> Result<Prompt, E> {
-        Ok(Prompt::Text(text))
+    fn visit_string<E: Error>(self, text: String) -> Result<PromptInput, E> {
+        Ok(PromptInput::Text(text))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut ids: A) -> Result<Prompt, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut ids: A) -> Result<PromptInput, A::Error> {
         let mut tokens = Vec::new();
         while let Some(token) = ids.next_element()? {
             tokens.push(token);
         }
-        Ok(Prompt::Tokens(tokens))
+        Ok(PromptInput::Tokens(tokens))
     }
 }
 
@@ -179,9 +179,9 @@ mod tests {
 
     #[test]
     fn prompts_are_text_or_token_ids() {
-        let prompt = |json: &str| serde_json::from_str::<Prompt>(json).ok();
-        assert_eq!(prompt(r#""a b""#), Some(Prompt::Text("a b".to_owned())));
-        assert_eq!(prompt("[1, 4294967295]"), Some(Prompt::Tokens(vec![1, u32::MAX])));
+        let prompt = |json: &str| serde_json::from_str::<PromptInput>(json).ok();
+        assert_eq!(prompt(r#""a b""#), Some(PromptInput::Text("a b".to_owned())));
+        assert_eq!(prompt("[1, 4294967295]"), Some(PromptInput::Tokens(vec![1, u32::MAX])));
         for wrong in ["[-1]", "[1.5]", "[4294967296]", r#"["a"]"#, "[[1]]", "{}", "7", "null"] {
             assert_eq!(prompt(wrong), None, "{wrong}");
         }

@@ -51,7 +51,7 @@ fn parse(line: &str, prefixes: &mut Prefixes) -> Result<Request, Rule> {
 }
 
 /// A conversation with all its prompts and answers.
-struct Conversation {
+struct TraceConversation {
     session: u64,
     segments: Vec<Segment>,
 }
@@ -62,7 +62,7 @@ struct Prefixes {
     texts: Texts,
     systems: Vec<Segment>,
     /// The latest conversations, oldest first.
-    live: VecDeque<Conversation>,
+    live: VecDeque<TraceConversation>,
     opened: u64,
 }
 
@@ -88,7 +88,7 @@ impl Prefixes {
     }
 
     /// Draws a conversation of fewer than `input` tokens.
-    fn draw(&mut self, input: u32) -> Conversation {
+    fn draw(&mut self, input: u32) -> TraceConversation {
         let continues = self.rng.below(2) == 1;
         let drawn = self.rng.below(LIVE as u32) as usize;
         let known =
@@ -100,7 +100,7 @@ impl Prefixes {
         let system = self.rng.below(SYSTEM_PROMPTS).min(self.rng.below(SYSTEM_PROMPTS));
         let Segment { id, tokens } = self.systems[system as usize];
         let system = Segment { id, tokens: tokens.min(input / 2) };
-        Conversation { session: self.opened, segments: if system.tokens > 0 { vec![system] } else { Vec::new() } }
+        TraceConversation { session: self.opened, segments: if system.tokens > 0 { vec![system] } else { Vec::new() } }
     }
 }
 

@@ -20,7 +20,7 @@ use crate::workload::{Request, Segment};
 pub const TOKENS_PER_ID: u32 = 512;
 
 #[derive(Deserialize)]
-struct Line {
+struct MooncakeLine {
     timestamp: f64,
     input_length: u64,
     output_length: u64,
@@ -43,7 +43,7 @@ pub(super) fn requests(lines: &mut Lines, limit: usize) -> Result<Vec<Request>, 
 
 /// Parses a line as a request at its timestamp.
 fn parse(line: &str) -> Result<Request, Rule> {
-    let line: Line = serde_json::from_str(line)?;
+    let line: MooncakeLine = serde_json::from_str(line)?;
     let tokens = input_length("input_length", line.input_length)?;
     Ok(Request {
         arrival_us: time_us(line.timestamp, 1e3)?,

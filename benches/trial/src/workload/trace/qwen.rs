@@ -21,7 +21,7 @@ use crate::workload::{Request, Segment, mix};
 pub const TOKENS_PER_ID: u32 = 16;
 
 #[derive(Deserialize)]
-struct Line {
+struct QwenLine {
     chat_id: i64,
     parent_chat_id: i64,
     timestamp: f64,
@@ -52,7 +52,7 @@ impl Chats {
 }
 
 fn parse(line: &str, chats: &mut Chats) -> Result<Request, Rule> {
-    let line: Line = serde_json::from_str(line)?;
+    let line: QwenLine = serde_json::from_str(line)?;
     let tokens = input_length("input_length", line.input_length)?;
     Ok(Request {
         arrival_us: time_us(line.timestamp, 1e6)?,
