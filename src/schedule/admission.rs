@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::eligible::Asked;
+use super::eligible::EligibilityInputs;
 use super::scratch::Scratch;
 use super::{Effect, LoadView, PendingRequest, Purpose, Rejection, Request, Schedule, Target};
 use crate::config::SessionAffinity;
@@ -29,8 +29,8 @@ const DECAY_RECHECK: Duration = Duration::from_millis(20);
 
 impl<T> PendingRequest<T> {
     /// Inputs of its eligibility, with the class if it waits.
-    pub(super) fn asked(&self) -> Asked<'_> {
-        Asked {
+    pub(super) fn eligibility_inputs(&self) -> EligibilityInputs<'_> {
+        EligibilityInputs {
             number: self.number,
             isl_tokens: self.request.isl_tokens,
             options: self.request.options.as_deref(),
@@ -124,7 +124,7 @@ impl<T> Schedule<T> {
     }
 
     /// Returns requests that need another query to the head of the queue.
-    pub(super) fn ask_again(&mut self, mut requests: VecDeque<PendingRequest<T>>) {
+    pub(super) fn query_again(&mut self, mut requests: VecDeque<PendingRequest<T>>) {
         let line = if self.queueing { &mut self.again } else { &mut self.arrivals };
         while let Some(pending) = requests.pop_back() {
             line.push_front(pending);
@@ -146,7 +146,7 @@ impl<T> Schedule<T> {
         }
         self.renew_session(&mut pending);
         let name = pending.request.options.as_ref().and_then(|options| options.policy_class.as_deref());
-        let cached_tokens = self.best_cached_tokens(pending.asked(), &pending.request.overlaps);
+        let cached_tokens = self.best_cached_tokens(pending.eligibility_inputs(), &pending.request.overlaps);
         let uncached_tokens = pending.request.isl_tokens.saturating_sub(cached_tokens);
         let class = match self.queue.class_of(name, uncached_tokens) {
             Ok(class) => class,
@@ -160,10 +160,10 @@ impl<T> Schedule<T> {
         if !pending.asks_for_place() {
             return Some(pending); // an explanation shows that the request would wait
         }
-        let Scratch { verdicts, .. } = &mut **self.scratch.get_or_insert_default();
-        self.rules.judge(&self.ranks, pending.asked(), verdicts);
+        let Scratch { eligibility, .. } = &mut **self.scratch.get_or_insert_default();
+        self.rules.evaluate(&self.ranks, pending.eligibility_inputs(), eligibility);
         // Only busy ranks justify waiting; every other reason is reported immediately.
-        if verdicts.any_open() || !verdicts.has(Filter::Busy) {
+        if eligibility.any_open() || !eligibility.has(Filter::Busy) {
             return Some(pending);
         }
         self.hold(pending, class, effects)
@@ -189,7 +189,7 @@ impl<T> Schedule<T> {
         };
         let refreshes = waits.block_hashes.is_some() && self.overlap_refresh_after.is_some();
         let booking = waits.booking;
-        let cached_tokens = self.best_cached_tokens(pending.asked(), &pending.request.overlaps);
+        let cached_tokens = self.best_cached_tokens(pending.eligibility_inputs(), &pending.request.overlaps);
         let (entry, lane) = (queue_entry(&pending, cached_tokens), self.lane_of(&pending));
         let overlaps_at = *pending.overlaps_at.get_or_insert(self.now);
         self.queue.push(booking.0, class, lane, entry, pending);
@@ -209,7 +209,7 @@ impl<T> Schedule<T> {
 
     /// Requests with the same eligible ranks share a lane: every restriction of the choice is part of its key.
     fn lane_of(&self, pending: &PendingRequest<T>) -> LaneKey {
-        let filtered = self.rules.filter_lane(&self.ranks, &pending.asked());
+        let filtered = self.rules.filter_lane(&self.ranks, &pending.eligibility_inputs());
         let Some(options) = pending.request.options.as_deref() else { return LaneKey(filtered) };
         let adapter = options.lora_name.as_deref().map_or(0, |name| xxh3_64(name.as_bytes()));
         let bound = pending.session.filter(|_| self.rules.session_affinity == SessionAffinity::Hard);
@@ -218,13 +218,13 @@ impl<T> Schedule<T> {
     }
 
     /// Prompt tokens cached on the best rank that may serve the request, now or after a wait.
-    fn best_cached_tokens(&mut self, asked: Asked<'_>, overlaps: &[RankOverlap]) -> u32 {
+    fn best_cached_tokens(&mut self, inputs: EligibilityInputs<'_>, overlaps: &[RankOverlap]) -> u32 {
         let (weights, block_size) = (self.settings.cost.tier_weights, self.settings.cost.block_size);
-        let Scratch { verdicts, .. } = &mut **self.scratch.get_or_insert_default();
-        self.rules.judge(&self.ranks, asked, verdicts);
+        let Scratch { eligibility, .. } = &mut **self.scratch.get_or_insert_default();
+        self.rules.evaluate(&self.ranks, inputs, eligibility);
         let may_serve = overlaps.iter().filter(|known| {
             let position = self.ranks.position_of(known.slot, known.generation);
-            position.is_some_and(|position| verdicts.of(position).is_none_or(Filter::passes))
+            position.is_some_and(|position| eligibility.of(position).is_none_or(Filter::passes))
         });
         may_serve.map(|known| known.overlap.cached_tokens(weights, block_size)).max().unwrap_or(0)
     }
@@ -239,9 +239,10 @@ impl<T> Schedule<T> {
             return None;
         }
         let Self { queue, rules, ranks, scratch, .. } = self;
-        let Scratch { verdicts, .. } = &mut **scratch.get_or_insert_default();
-        let popped =
-            queue.pop(self.now, |_, _, pending: &PendingRequest<T>| rules.is_open_to(ranks, pending.asked(), verdicts));
+        let Scratch { eligibility, .. } = &mut **scratch.get_or_insert_default();
+        let popped = queue.pop(self.now, |_, _, pending: &PendingRequest<T>| {
+            rules.is_open_to(ranks, pending.eligibility_inputs(), eligibility)
+        });
         self.look_again = popped.is_some();
         let (_, pending) = popped?;
         self.forget_age(&pending);
@@ -313,8 +314,8 @@ impl<T> Schedule<T> {
         let Some(pending) = self.queue.get(booking.0) else { return };
         let (number, isl_tokens) = (pending.number, pending.request.isl_tokens);
         let (options, session, class) = (pending.request.options.clone(), pending.session, pending.class);
-        let asked = Asked { number, isl_tokens, options: options.as_deref(), session, class };
-        let cached_tokens = self.best_cached_tokens(asked, &overlaps);
+        let inputs = EligibilityInputs { number, isl_tokens, options: options.as_deref(), session, class };
+        let cached_tokens = self.best_cached_tokens(inputs, &overlaps);
         if let Some(pending) = self.queue.get_mut(booking.0) {
             pending.request.overlaps = overlaps;
             let since = pending.overlaps_at.replace(self.now);
@@ -328,19 +329,19 @@ impl<T> Schedule<T> {
     /// Rejects requests that no rank may serve any more.
     pub(super) fn reject_unservable(&mut self, effects: &mut VecDeque<Effect<T>>) {
         let mut scratch = self.scratch.take().unwrap_or_default();
-        let Scratch { verdicts, .. } = &mut *scratch;
+        let Scratch { eligibility, .. } = &mut *scratch;
         let mut lanes = Vec::new();
         for (class, lane, pending) in self.queue.lanes() {
-            self.rules.judge(&self.ranks, pending.asked(), verdicts);
-            if !verdicts.may_open() {
+            self.rules.evaluate(&self.ranks, pending.eligibility_inputs(), eligibility);
+            if !eligibility.may_open() {
                 lanes.push((class, lane));
             }
         }
         for (class, lane) in lanes {
             for (_, pending) in self.queue.take_lane(class, lane) {
                 self.forget_age(&pending);
-                self.rules.judge(&self.ranks, pending.asked(), verdicts);
-                let reason = self.rejection(&pending, verdicts);
+                self.rules.evaluate(&self.ranks, pending.eligibility_inputs(), eligibility);
+                let reason = self.rejection(&pending, eligibility);
                 effects.push_back(Effect::Reject { context: pending.request.context, reason });
             }
         }

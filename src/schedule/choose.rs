@@ -40,7 +40,7 @@ impl<T, V: LoadView, const ALL: bool> EligibleRanks<'_, T, V, ALL> {
 
     /// Whether a load query could still make the rank's load exact.
     fn is_inexact(&self, index: usize) -> bool {
-        !self.schedule.ranks.standings()[self.position(index)].suspect && !self.projected(index).is_exact()
+        !self.schedule.ranks.statuses()[self.position(index)].unresponsive && !self.projected(index).is_exact()
     }
 }
 
@@ -98,13 +98,13 @@ impl<T, V: LoadView, const ALL: bool> RankTable for EligibleRanks<'_, T, V, ALL>
 
 impl<T> Schedule<T> {
     pub(super) fn request_facts<'a>(&self, pending: &'a PendingRequest<T>) -> RequestFacts<'a> {
-        self.rules.request_facts(&pending.asked())
+        self.rules.request_facts(&pending.eligibility_inputs())
     }
 
     /// Positions of two random eligible ranks. Expects the request's eligibility in `scratch`.
     pub(super) fn two_random_positions(&self, pending: &PendingRequest<T>, scratch: &Scratch) -> [Option<usize>; 2] {
         let ranks = self.ranks.as_slice();
-        let eligible = scratch.verdicts.open().map(|position| (position, ranks[position].rank));
+        let eligible = scratch.eligibility.open().map(|position| (position, ranks[position].rank));
         two_random(&self.request_facts(pending), eligible)
     }
 
@@ -118,12 +118,12 @@ impl<T> Schedule<T> {
         if self.extensions.policy.is_some() {
             self.fill_overlaps(&case.pending.request.overlaps, scratch);
         }
-        if scratch.verdicts.is_plain() {
+        if scratch.eligibility.is_plain() {
             return self.choose_in_table::<V, true>(case, settle, scratch);
         }
-        let Scratch { verdicts, open, .. } = &mut *scratch;
+        let Scratch { eligibility, open, .. } = &mut *scratch;
         open.clear();
-        open.extend(verdicts.open());
+        open.extend(eligibility.open());
         self.choose_in_table::<V, false>(case, settle, scratch)
     }
 
@@ -141,7 +141,7 @@ impl<T> Schedule<T> {
             let two = table.two_random();
             // An earlier booking of the batch may have made a rank ineligible, and so drawn one that was not queried.
             if !settle && two.into_iter().flatten().any(|index| table.is_inexact(index)) {
-                return Choice::AskAgain;
+                return Choice::QueryAgain;
             }
             table.two_random = Some(two);
         }
@@ -154,7 +154,7 @@ impl<T> Schedule<T> {
         };
         match chosen {
             Some(index) => Choice::Rank(table.position(index)),
-            None => Choice::None(self.rejection(case.pending, &scratch.verdicts)),
+            None => Choice::None(self.rejection(case.pending, &scratch.eligibility)),
         }
     }
 

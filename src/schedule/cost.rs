@@ -63,40 +63,40 @@ impl<T> Schedule<T> {
         scratch: &mut Scratch,
         bounds_of: impl Fn(&Rank, TierOverlap, &Projected) -> Bounds,
     ) {
-        let Scratch { verdicts, overlaps, bounds, .. } = scratch;
-        let (ranks, standings) = (self.ranks.as_slice(), self.ranks.standings());
+        let Scratch { eligibility, overlaps, bounds, .. } = scratch;
+        let (ranks, statuses) = (self.ranks.as_slice(), self.ranks.statuses());
         bounds.clear();
-        if verdicts.is_plain() && !settle {
+        if eligibility.is_plain() && !settle {
             let plain =
                 |(rank, overlap): (&Rank, &TierOverlap)| bounds_of(rank, *overlap, &rank.project(case.candidate));
             bounds.extend(ranks.iter().zip(overlaps.iter()).map(plain));
             return;
         }
         bounds.extend(overlaps.iter().enumerate().map(|(position, overlap)| {
-            if !verdicts.is_open(position) {
+            if !eligibility.is_open(position) {
                 return NOT_ELIGIBLE;
             }
             let rank = &ranks[position];
             let mut projected = rank.project(case.candidate);
-            if settle || standings[position].suspect {
+            if settle || statuses[position].unresponsive {
                 projected.take_worst();
             }
-            bounds_of(rank, *overlap, &projected).times(verdicts.factor(position))
+            bounds_of(rank, *overlap, &projected).times(eligibility.factor(position))
         }));
     }
 
     /// Updates bounds computed before the queries: only queried ranks can have changed load or status.
     pub(super) fn update_bounds<V: LoadView>(&self, case: Case<'_, T, V>, scratch: &mut Scratch) {
         let cost = self.cost_of(case.pending);
-        let Scratch { verdicts, overlaps, bounds, listed, .. } = scratch;
+        let Scratch { eligibility, overlaps, bounds, listed, .. } = scratch;
         for position in listed.iter().filter_map(|slot| self.ranks.position_in(*slot)) {
-            bounds[position] = if verdicts.is_open(position) {
+            bounds[position] = if eligibility.is_open(position) {
                 let (rank, overlap) = (&self.ranks.as_slice()[position], overlaps[position]);
                 let mut projected = rank.project(case.candidate);
-                if self.ranks.standings()[position].suspect {
+                if self.ranks.statuses()[position].unresponsive {
                     projected.take_worst();
                 }
-                self.plain_bounds(&cost, &case, rank, overlap, &projected).times(verdicts.factor(position))
+                self.plain_bounds(&cost, &case, rank, overlap, &projected).times(eligibility.factor(position))
             } else {
                 NOT_ELIGIBLE
             };
@@ -324,7 +324,7 @@ impl<T> Schedule<T> {
             load_age: self.now.since(rank.seen_at()),
             index_age: loads.index_changed_at(rank.slot()).map(|changed_at| self.now.since(changed_at)),
             engine_load: loads.engine_load(rank.slot()).map(|load| load.fact(self.now, self.rules.engine.stale_after)),
-            preference: scratch.verdicts.factor(position),
+            preference: scratch.eligibility.factor(position),
         }
     }
 }

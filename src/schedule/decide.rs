@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::cost::Cost;
-use super::eligible::Verdicts;
+use super::eligible::Eligibility;
 use super::pending::Case;
 use super::rank::{Projected, ProjectedPrompt, Rank};
 use super::scratch::Scratch;
@@ -18,7 +18,7 @@ use crate::select::{Draw, Filter, RankOverlap, TierOverlap};
 pub(super) enum Choice {
     Rank(usize),
     /// An unqueried rank could still win: query again with the rest of the batch.
-    AskAgain,
+    QueryAgain,
     /// All ranks are busy, although one was not at dequeue time.
     Wait,
     None(Rejection),
@@ -42,7 +42,7 @@ impl<T> Schedule<T> {
                 Needs::Board => {}
                 Needs::All => self.list(&mut scratch, candidate, 0..self.ranks.as_slice().len()),
                 Needs::Two => {
-                    self.rules.judge(&self.ranks, pending.asked(), &mut scratch.verdicts);
+                    self.rules.evaluate(&self.ranks, pending.eligibility_inputs(), &mut scratch.eligibility);
                     let two = self.two_random_positions(pending, &scratch);
                     self.list(&mut scratch, candidate, two.into_iter().flatten());
                 }
@@ -79,15 +79,15 @@ impl<T> Schedule<T> {
 
     /// Adds ranks to the shortlist that can be queried and whose load is not exact.
     fn list(&self, scratch: &mut Scratch, candidate: ProjectedPrompt<'_>, positions: impl Iterator<Item = usize>) {
-        let (ranks, standings) = (self.ranks.as_slice(), self.ranks.standings());
+        let (ranks, statuses) = (self.ranks.as_slice(), self.ranks.statuses());
         let inexact = positions
-            .filter(|&position| !standings[position].suspect && !ranks[position].project(candidate).is_exact());
+            .filter(|&position| !statuses[position].unresponsive && !ranks[position].project(candidate).is_exact());
         scratch.listed.extend(inexact.map(|position| ranks[position].slot()));
     }
 
     /// Lists every rank whose lower bound does not exceed the least upper bound by more than the tie factor.
     fn list_bounded<V: LoadView>(&self, case: Case<'_, T, V>, scratch: &mut Scratch) {
-        self.rules.judge(&self.ranks, case.pending.asked(), &mut scratch.verdicts);
+        self.rules.evaluate(&self.ranks, case.pending.eligibility_inputs(), &mut scratch.eligibility);
         self.fill_bounds(case, false, scratch);
         let Scratch { bounds, listed, .. } = scratch;
         let least_hi = bounds.iter().map(|bounds| bounds.hi).fold(f64::INFINITY, lesser);
@@ -106,13 +106,13 @@ impl<T> Schedule<T> {
     pub(super) fn decide<V: LoadView>(
         &mut self,
         mut requests: VecDeque<PendingRequest<T>>,
-        asked: bool,
+        queried: bool,
         loads: &V,
         effects: &mut VecDeque<Effect<T>>,
     ) {
         let mut in_batch = 0;
         while let Some(mut pending) = requests.pop_front() {
-            let settle = !asked && in_batch == 0;
+            let settle = !queried && in_batch == 0;
             self.renew_session(&mut pending);
             match pending.request.purpose {
                 Purpose::LoadSnapshot => effects.push_back(self.load_snapshot(in_batch, pending)),
@@ -137,7 +137,7 @@ impl<T> Schedule<T> {
                                 break;
                             }
                         }
-                        (Choice::AskAgain, _) | (Choice::Wait, None) => {
+                        (Choice::QueryAgain, _) | (Choice::Wait, None) => {
                             requests.push_front(pending);
                             break;
                         }
@@ -146,7 +146,7 @@ impl<T> Schedule<T> {
             }
             in_batch += 1;
         }
-        self.ask_again(requests);
+        self.query_again(requests);
     }
 
     /// Evaluates eligibility and chooses among the eligible ranks.
@@ -162,10 +162,10 @@ impl<T> Schedule<T> {
 
     fn choose_with<V: LoadView>(&self, case: Case<'_, T, V>, settle: bool, scratch: &mut Scratch) -> Choice {
         let pending = case.pending;
-        self.rules.judge(&self.ranks, pending.asked(), &mut scratch.verdicts);
-        if !scratch.verdicts.any_open() {
-            let busy = scratch.verdicts.has(Filter::Busy);
-            return if busy { Choice::Wait } else { Choice::None(self.rejection(pending, &scratch.verdicts)) };
+        self.rules.evaluate(&self.ranks, pending.eligibility_inputs(), &mut scratch.eligibility);
+        if !scratch.eligibility.any_open() {
+            let busy = scratch.eligibility.has(Filter::Busy);
+            return if busy { Choice::Wait } else { Choice::None(self.rejection(pending, &scratch.eligibility)) };
         }
         if self.settings.compares_costs {
             return self.choose_by_cost(case, settle, self.draw(pending), scratch);
@@ -190,11 +190,11 @@ impl<T> Schedule<T> {
             self.fill_bounds(case, false, scratch);
         }
         match self.cheapest_within_bounds(candidate, pending, draw, scratch) {
-            Choice::AskAgain if settle => {
+            Choice::QueryAgain if settle => {
                 self.fill_bounds(case, true, scratch);
                 match self.cheapest_within_bounds(candidate, pending, draw, scratch) {
                     // All eligible ranks have infinite or undefined cost; another query would not change that.
-                    Choice::AskAgain => self.drawn(draw, &scratch.verdicts),
+                    Choice::QueryAgain => self.drawn(draw, &scratch.eligibility),
                     choice => choice,
                 }
             }
@@ -208,7 +208,7 @@ impl<T> Schedule<T> {
         self.fill_overlaps(&pending.request.overlaps, scratch);
         let ranks = self.ranks.as_slice();
         let open: Vec<(usize, Projected)> =
-            scratch.verdicts.open().map(|position| (position, ranks[position].project(candidate))).collect();
+            scratch.eligibility.open().map(|position| (position, ranks[position].project(candidate))).collect();
         let least = open.iter().map(|(_, projected)| projected.prefill_tokens.1).min().unwrap_or(0);
         let cost = self.cost_of(pending);
         let mut costs: Vec<f64> = open
@@ -224,7 +224,7 @@ impl<T> Schedule<T> {
                         cost.cost(&self.latency_facts(pending, loads, &ranks[*position], overlap, projected))
                     }
                 };
-                cost * scratch.verdicts.factor(*position)
+                cost * scratch.eligibility.factor(*position)
             })
             .collect();
         for ((position, projected), cost) in open.iter().zip(&mut costs) {
@@ -244,22 +244,22 @@ impl<T> Schedule<T> {
         };
         match picked {
             Some(position) => Choice::Rank(position),
-            None => Choice::None(self.rejection(pending, &scratch.verdicts)),
+            None => Choice::None(self.rejection(pending, &scratch.eligibility)),
         }
     }
 
     /// Reason for an empty choice.
-    pub(super) fn rejection(&self, pending: &PendingRequest<T>, verdicts: &Verdicts) -> Rejection {
+    pub(super) fn rejection(&self, pending: &PendingRequest<T>, eligibility: &Eligibility) -> Rejection {
         let ranks = self.ranks.as_slice();
         if let Some(pin) = pending.request.options.as_ref().and_then(|options| options.constraints.hard_pin()) {
             let named = ranks.iter().position(|rank| pin.names(rank.rank));
-            return Rejection::Pinned { pin, refused_by: named.and_then(|position| verdicts.of(position)) };
+            return Rejection::Pinned { pin, refused_by: named.and_then(|position| eligibility.of(position)) };
         }
         if ranks.is_empty() {
             return Rejection::NoRanks;
         }
-        let removed = verdicts.removed();
-        if verdicts.has(Filter::Overloaded) {
+        let removed = eligibility.removed();
+        if eligibility.has(Filter::Overloaded) {
             return Rejection::AllOverloaded { removed };
         }
         Rejection::NoneEligible { removed }
@@ -285,16 +285,16 @@ impl<T> Schedule<T> {
         // Without any exact rank, `least` is infinite and compares below nothing.
         let most = least * self.settings.tie_factor;
         if most >= least_unproven {
-            return Choice::AskAgain;
+            return Choice::QueryAgain;
         }
         let near = bounds.iter().enumerate().filter(|(_, bounds)| bounds.lo == bounds.hi && bounds.hi <= most);
         let near = near.map(|(position, bounds)| (position, bounds.hi)).collect();
-        self.one_of_ties(candidate, pending, draw, overlaps, near).map_or(Choice::AskAgain, Choice::Rank)
+        self.one_of_ties(candidate, pending, draw, overlaps, near).map_or(Choice::QueryAgain, Choice::Rank)
     }
 
     /// A random eligible rank.
-    fn drawn(&self, draw: Draw, verdicts: &Verdicts) -> Choice {
-        let equal = verdicts.open().map(|position| (position, self.ranks.as_slice()[position].rank, 0.0));
+    fn drawn(&self, draw: Draw, eligibility: &Eligibility) -> Choice {
+        let equal = eligibility.open().map(|position| (position, self.ranks.as_slice()[position].rank, 0.0));
         draw.cheapest(equal).map_or(Choice::None(Rejection::NoRanks), Choice::Rank)
     }
 
@@ -368,7 +368,7 @@ impl<T> Schedule<T> {
         let outcome = match self.choose(case, true) {
             Choice::Rank(position) => Ok(self.ranks.as_slice()[position].rank),
             Choice::None(reason) => Err(reason.to_string()),
-            Choice::AskAgain | Choice::Wait => Err(Filter::Busy.name().to_owned()),
+            Choice::QueryAgain | Choice::Wait => Err(Filter::Busy.name().to_owned()),
         };
         let mut scratch = self.scratch.take().unwrap_or_default();
         let explanation = self.explanation(case, outcome, &mut scratch);

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use super::decide::overlap_on;
-use super::eligible::Verdicts;
+use super::eligible::Eligibility;
 use super::pending::Case;
 use super::rank::Rank;
 use super::{Decision, LoadView, Schedule, Target};
@@ -39,12 +39,12 @@ impl<T> Schedule<T> {
         let track = self.tracks_prefill(pending);
         // Eligibility belongs to this request if its rank was chosen; for a rank named by the embedder no other rank
         // counts.
-        let verdicts = self.scratch.as_deref().map(|scratch| &scratch.verdicts);
+        let eligibility = self.scratch.as_deref().map(|scratch| &scratch.eligibility);
         let reachable = request.overlaps.iter().filter(|known| match request.target {
-            Target::Any if verdicts.is_none_or(Verdicts::is_plain) => true,
+            Target::Any if eligibility.is_none_or(Eligibility::is_plain) => true,
             Target::Any => {
                 let position = self.ranks.position_of(known.slot, known.generation);
-                position.zip(verdicts).is_some_and(|(position, verdicts)| verdicts.is_open(position))
+                position.zip(eligibility).is_some_and(|(position, eligibility)| eligibility.is_open(position))
             }
             Target::Exactly { .. } => (known.slot, known.generation) == (rank.slot(), rank.generation),
         });

@@ -74,7 +74,7 @@ impl Limits {
 
 /// Inputs of eligibility from a request.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Asked<'a> {
+pub(super) struct EligibilityInputs<'a> {
     pub(super) number: u64,
     pub(super) isl_tokens: u32,
     pub(super) options: Option<&'a ResolvedOptions>,
@@ -86,7 +86,7 @@ pub(super) struct Asked<'a> {
 
 /// Eligibility of every rank for one request, by position.
 #[derive(Debug, Default)]
-pub(super) struct Verdicts {
+pub(super) struct Eligibility {
     /// Number of ranks if all are eligible without cost factors: the usual case, which fills in nothing.
     all_open: Option<usize>,
     refused_by: Vec<Option<Filter>>,
@@ -94,7 +94,7 @@ pub(super) struct Verdicts {
     factors: Vec<f64>,
 }
 
-impl Verdicts {
+impl Eligibility {
     /// Whether all ranks are eligible without cost factors.
     #[inline]
     pub(super) fn is_plain(&self) -> bool {
@@ -112,7 +112,7 @@ impl Verdicts {
 
     /// Whether waiting can help: some rank is eligible now or could be later.
     pub(super) fn may_open(&self) -> bool {
-        let may_open = || self.refused_by.iter().any(|verdict| verdict.is_none_or(Filter::passes));
+        let may_open = || self.refused_by.iter().any(|filter| filter.is_none_or(Filter::passes));
         self.all_open.map_or_else(may_open, |ranks| ranks > 0)
     }
 
@@ -141,15 +141,15 @@ impl Verdicts {
 
     /// Excludes eligible ranks for which `refuse` holds.
     fn refuse(&mut self, filter: Filter, refuse: impl Fn(usize) -> bool) {
-        for (position, verdict) in self.refused_by.iter_mut().enumerate() {
-            if verdict.is_none() && refuse(position) {
-                *verdict = Some(filter);
+        for (position, refused_by) in self.refused_by.iter_mut().enumerate() {
+            if refused_by.is_none() && refuse(position) {
+                *refused_by = Some(filter);
             }
         }
     }
 
     /// If `keep` holds for any eligible rank, excludes the others.
-    fn narrow(&mut self, filter: Filter, keep: impl Fn(usize) -> bool) {
+    fn restrict(&mut self, filter: Filter, keep: impl Fn(usize) -> bool) {
         if self.open().any(&keep) {
             self.refuse(filter, |position| !keep(position));
         }
@@ -186,100 +186,105 @@ impl Rules {
     }
 
     /// Evaluates eligibility and cost factor of every rank.
-    pub(super) fn judge(&self, ranks: &Ranks, asked: Asked<'_>, verdicts: &mut Verdicts) {
-        let (all, standings) = (ranks.as_slice(), ranks.standings());
-        verdicts.factors.clear();
-        verdicts.refused_by.clear();
-        let plain = self.lenient && asked.options.is_none() && asked.class.is_none();
+    pub(super) fn evaluate(&self, ranks: &Ranks, inputs: EligibilityInputs<'_>, eligibility: &mut Eligibility) {
+        let (all, statuses) = (ranks.as_slice(), ranks.statuses());
+        eligibility.factors.clear();
+        eligibility.refused_by.clear();
+        let plain = self.lenient && inputs.options.is_none() && inputs.class.is_none();
         let good = ranks.all_good();
-        verdicts.all_open = (plain && good).then_some(all.len());
-        if verdicts.is_plain() {
+        eligibility.all_open = (plain && good).then_some(all.len());
+        if eligibility.is_plain() {
             return;
         }
-        verdicts.refused_by.resize(all.len(), None);
-        if let Some(options) = asked.options {
-            for (verdict, rank) in verdicts.refused_by.iter_mut().zip(all) {
-                *verdict = options.constraints.refused_by(rank.rank, &rank.about.traits);
+        eligibility.refused_by.resize(all.len(), None);
+        if let Some(options) = inputs.options {
+            for (refused_by, rank) in eligibility.refused_by.iter_mut().zip(all) {
+                *refused_by = options.constraints.refused_by(rank.rank, &rank.about.traits);
             }
         }
         if !self.filters.is_empty() {
-            let facts = self.request_facts(&asked);
-            verdicts.refuse(Filter::Custom, |position| {
+            let facts = self.request_facts(&inputs);
+            eligibility.refuse(Filter::Custom, |position| {
                 !self.filters.accept(&facts, all[position].rank, &all[position].about.traits)
             });
         }
         if !good {
-            verdicts.refuse(Filter::Unavailable, |position| standings[position].unavailable);
-            verdicts.refuse(Filter::Draining, |position| standings[position].draining);
+            eligibility.refuse(Filter::Unavailable, |position| statuses[position].unavailable);
+            eligibility.refuse(Filter::Draining, |position| statuses[position].draining);
             // Before the session filter: a down rank keeps no session.
-            verdicts.narrow(Filter::Unavailable, |position| !standings[position].down);
+            eligibility.restrict(Filter::Unavailable, |position| !statuses[position].down);
         }
-        if let Some(bound) = asked.session.filter(|_| self.session_affinity == SessionAffinity::Hard) {
-            verdicts.narrow(Filter::Pin, |position| all[position].rank == bound);
+        if let Some(bound) = inputs.session.filter(|_| self.session_affinity == SessionAffinity::Hard) {
+            eligibility.restrict(Filter::Pin, |position| all[position].rank == bound);
         }
         if !good {
             // If no rank responds, the board decides.
-            verdicts.narrow(Filter::Unresponsive, |position| !standings[position].suspect);
+            eligibility.restrict(Filter::Unresponsive, |position| !statuses[position].unresponsive);
             // If every rank refuses, the load is spread over all of them.
-            verdicts.narrow(Filter::Refusing, |position| !standings[position].refusing);
+            eligibility.restrict(Filter::Refusing, |position| !statuses[position].refusing);
         }
-        if let Some(adapter) = asked.options.and_then(|options| options.lora_name.as_deref()) {
-            verdicts.narrow(Filter::Lora, |position| all[position].about.traits.lora_adapters.contains(adapter));
+        if let Some(adapter) = inputs.options.and_then(|options| options.lora_name.as_deref()) {
+            eligibility.restrict(Filter::Lora, |position| all[position].about.traits.lora_adapters.contains(adapter));
         }
-        verdicts.refuse(Filter::Overloaded, |position| {
-            let standing = standings[position];
-            let says_so = standing.overloaded || standing.engine_overloaded;
-            says_so || !self.lenient && self.is_overloaded(&all[position])
+        eligibility.refuse(Filter::Overloaded, |position| {
+            let status = statuses[position];
+            let reported = status.overloaded || status.engine_overloaded;
+            reported || !self.lenient && self.is_overloaded(&all[position])
         });
-        if let Some(limits) = asked.class.and_then(|class| self.busy.get(class.0 as usize)) {
-            verdicts.refuse(Filter::Busy, |position| limits.exceeded_by(&all[position]));
+        if let Some(limits) = inputs.class.and_then(|class| self.busy.get(class.0 as usize)) {
+            eligibility.refuse(Filter::Busy, |position| limits.exceeded_by(&all[position]));
         }
-        if let Some(options) = asked.options.filter(|options| options.constraints.pin.is_some()) {
-            verdicts.narrow(Filter::Pin, |position| options.constraints.prefers(all[position].rank));
+        if let Some(options) = inputs.options.filter(|options| options.constraints.pin.is_some()) {
+            eligibility.restrict(Filter::Pin, |position| options.constraints.prefers(all[position].rank));
         }
-        self.weigh(ranks, asked, verdicts);
+        self.weigh(ranks, inputs, eligibility);
     }
 
     /// Whether any rank would be eligible. Same result as a full evaluation, but with a single rank for pinned
     /// requests, of which many may wait.
-    pub(super) fn is_open_to(&self, ranks: &Ranks, asked: Asked<'_>, verdicts: &mut Verdicts) -> bool {
-        let pin = asked.options.and_then(|options| options.constraints.hard_pin());
-        let Some((options, rank)) = asked.options.zip(pin.and_then(|pin| Some(WorkerRank::new(pin.worker, pin.rank?))))
+    pub(super) fn is_open_to(
+        &self,
+        ranks: &Ranks,
+        inputs: EligibilityInputs<'_>,
+        eligibility: &mut Eligibility,
+    ) -> bool {
+        let pin = inputs.options.and_then(|options| options.constraints.hard_pin());
+        let Some((options, rank)) =
+            inputs.options.zip(pin.and_then(|pin| Some(WorkerRank::new(pin.worker, pin.rank?))))
         else {
-            self.judge(ranks, asked, verdicts);
-            return verdicts.any_open();
+            self.evaluate(ranks, inputs, eligibility);
+            return eligibility.any_open();
         };
         let Some(position) = ranks.position(rank) else { return false };
-        let (rank, standing) = (&ranks.as_slice()[position], ranks.standings()[position]);
-        let busy = asked.class.and_then(|class| self.busy.get(class.0 as usize));
+        let (rank, status) = (&ranks.as_slice()[position], ranks.statuses()[position]);
+        let busy = inputs.class.and_then(|class| self.busy.get(class.0 as usize));
         let refused = options.constraints.refused_by(rank.rank, &rank.about.traits).is_some();
-        let stands_against =
-            standing.unavailable || standing.draining || standing.overloaded || standing.engine_overloaded;
+        let restricted = status.unavailable || status.draining || status.overloaded || status.engine_overloaded;
         let loaded = self.is_overloaded(rank) || busy.is_some_and(|limits| limits.exceeded_by(rank));
         let accepted =
-            self.filters.is_empty() || self.filters.accept(&self.request_facts(&asked), rank.rank, &rank.about.traits);
-        !refused && accepted && !stands_against && !loaded
+            self.filters.is_empty() || self.filters.accept(&self.request_facts(&inputs), rank.rank, &rank.about.traits);
+        !refused && accepted && !restricted && !loaded
     }
 
     /// Attributes of a request for policies, scorers and filters.
-    pub(super) fn request_facts<'a>(&self, asked: &Asked<'a>) -> RequestFacts<'a> {
+    pub(super) fn request_facts<'a>(&self, inputs: &EligibilityInputs<'a>) -> RequestFacts<'a> {
         RequestFacts {
-            request: asked.number,
+            request: inputs.number,
             seed: self.seed,
-            isl_tokens: asked.isl_tokens,
+            isl_tokens: inputs.isl_tokens,
             block_size: self.block_size,
-            expected_output_tokens: asked.options.and_then(|options| options.expected_output_tokens),
-            lora_name: asked.options.and_then(|options| options.lora_name.as_deref()),
-            session_id: asked.options.and_then(|options| options.session_id.as_deref()),
+            expected_output_tokens: inputs.options.and_then(|options| options.expected_output_tokens),
+            lora_name: inputs.options.and_then(|options| options.lora_name.as_deref()),
+            session_id: inputs.options.and_then(|options| options.session_id.as_deref()),
         }
     }
 
     /// A number that requests share for which the custom filters accept the same ranks; 0 without filters.
-    pub(super) fn filter_lane(&self, ranks: &Ranks, asked: &Asked<'_>) -> u64 {
+    pub(super) fn filter_lane(&self, ranks: &Ranks, inputs: &EligibilityInputs<'_>) -> u64 {
         if self.filters.is_empty() {
             return 0;
         }
-        let facts = self.request_facts(asked);
+        let facts = self.request_facts(inputs);
         let mut hasher = Xxh3::new();
         for rank in ranks.as_slice() {
             self.filters.accept(&facts, rank.rank, &rank.about.traits).hash(&mut hasher);
@@ -287,13 +292,13 @@ impl Rules {
         hasher.finish()
     }
 
-    fn weigh(&self, ranks: &Ranks, asked: Asked<'_>, verdicts: &mut Verdicts) {
-        let liked = asked.options.filter(|options| !options.constraints.preferred_taints.is_empty());
-        let session = asked.session.filter(|_| self.session_affinity == SessionAffinity::Soft);
+    fn weigh(&self, ranks: &Ranks, inputs: EligibilityInputs<'_>, eligibility: &mut Eligibility) {
+        let liked = inputs.options.filter(|options| !options.constraints.preferred_taints.is_empty());
+        let session = inputs.session.filter(|_| self.session_affinity == SessionAffinity::Soft);
         if liked.is_none() && session.is_none() && self.slow_start.is_none() && !ranks.any_returning() {
             return;
         }
-        verdicts.factors.extend(ranks.as_slice().iter().map(|rank| {
+        eligibility.factors.extend(ranks.as_slice().iter().map(|rank| {
             let taints = liked.map_or(1.0, |options| options.constraints.cost_factor(&rank.about.traits));
             let session = if session == Some(rank.rank) { self.session_factor } else { 1.0 };
             taints * session * rank.about.start_factor()

@@ -29,13 +29,13 @@ impl<T> Schedule<T> {
         scratch: &mut Scratch,
     ) -> Box<Explanation> {
         let Case { pending, candidate, loads } = case;
-        self.rules.judge(&self.ranks, pending.asked(), &mut scratch.verdicts);
+        self.rules.evaluate(&self.ranks, pending.eligibility_inputs(), &mut scratch.eligibility);
         self.fill_overlaps(&pending.request.overlaps, scratch);
         let (weights, block_size) = (self.settings.cost.tier_weights, self.settings.cost.block_size);
         let (cost, kv_cost) = (self.cost_of(pending), self.kv_cost_of(pending));
         let all = self.ranks.as_slice();
         // The prefill of other ranks matters only with a decaying credit.
-        let open = scratch.verdicts.open().map(|position| all[position].project(candidate));
+        let open = scratch.eligibility.open().map(|position| all[position].project(candidate));
         let prefill_tokens_least = open.map(|projected| projected.prefill_tokens.1).min().unwrap_or(0);
         let ranks = all.iter().enumerate().map(|(position, rank)| {
             let projected = rank.project(candidate);
@@ -46,7 +46,7 @@ impl<T> Schedule<T> {
                 prefill_tokens: projected.prefill_tokens.0,
                 ..facts
             };
-            let factor = scratch.verdicts.factor(position);
+            let factor = scratch.eligibility.factor(position);
             let added_cost = self.added_cost(case, position, &projected, scratch).unwrap_or(0.0);
             let terms = kv_cost.terms(&facts);
             let (latency_terms, bounds) = match &cost {
@@ -59,7 +59,7 @@ impl<T> Schedule<T> {
             };
             ExplainedRank {
                 facts: self.candidate_facts(pending, loads, position, &projected, scratch),
-                refused_by: scratch.verdicts.of(position),
+                refused_by: scratch.eligibility.of(position),
                 exact: projected.is_exact(),
                 cached_tokens: scratch.overlaps[position].cached_tokens(weights, block_size),
                 cost_terms: terms,

@@ -25,8 +25,8 @@ mod options;
 mod pending;
 mod projected;
 mod rank;
+mod rank_status;
 mod scratch;
-mod standing;
 #[cfg(test)]
 mod tests;
 mod ties;
@@ -285,7 +285,7 @@ impl<T> Schedule<T> {
                 self.decide(requests, false, loads, effects);
                 continue;
             }
-            self.ranks.asked(&slots);
+            self.ranks.queried(&slots);
             let prompts = requests.iter().map(|pending| pending.request.prompt.clone()).collect();
             effects.push_back(Effect::Query(LoadQuery { batch: number, slots, prompts }));
             self.in_flight = Some(Batch { number, requests });

@@ -8,7 +8,7 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 pub(super) use super::projected::Projected;
-use super::standing::Standing;
+use super::rank_status::RankStatus;
 use super::view::{Added, View, Wait};
 use super::{Admission, BookNumber, LoadAnswer, LoadView};
 use crate::engine_load::EngineLimits;
@@ -24,7 +24,7 @@ use crate::select::{RankConditions, RankTraits};
 pub(super) struct Ranks {
     all: Vec<Rank>,
     /// Status of each rank, by position. Separate from `all`, because most decisions read nothing else of most ranks.
-    standings: Vec<Standing>,
+    statuses: Vec<RankStatus>,
     /// Whether any rank may be restricted; computed once per batch.
     troubled: bool,
     /// Whether any rank may have become eligible: a load has fallen, or a status has changed.
@@ -157,8 +157,8 @@ impl Ranks {
         &mut self.all[position]
     }
 
-    pub(super) fn standings(&self) -> &[Standing] {
-        &self.standings
+    pub(super) fn statuses(&self) -> &[RankStatus] {
+        &self.statuses
     }
 
     /// Whether no rank is restricted.
@@ -170,7 +170,7 @@ impl Ranks {
     /// Call after a change of statuses.
     fn look_for_trouble(&mut self) {
         self.eased = true;
-        self.troubled = self.standings.iter().any(|standing| *standing != Standing::GOOD);
+        self.troubled = self.statuses.iter().any(|status| *status != RankStatus::GOOD);
     }
 
     /// Whether any rank may have gained capacity since the last call.
@@ -189,13 +189,13 @@ impl Ranks {
             }
             Err(position) => {
                 self.all.insert(position, new);
-                self.standings.insert(position, Standing::GOOD);
+                self.statuses.insert(position, RankStatus::GOOD);
                 position
             }
         };
         // An unreadable board means unknown load, not 0.
-        let suspect = self.all[position].seen.incarnation == UNREAD;
-        self.standings[position] = Standing { draining, suspect, ..Standing::GOOD };
+        let unresponsive = self.all[position].seen.incarnation == UNREAD;
+        self.statuses[position] = RankStatus { draining, unresponsive, ..RankStatus::GOOD };
         self.index();
         self.apply_conditions();
     }
@@ -209,7 +209,7 @@ impl Ranks {
 
     pub(super) fn set_draining(&mut self, slot: Slot, generation: Generation, draining: bool) {
         if let Some(position) = self.position_of(slot, generation) {
-            self.standings[position].draining = draining;
+            self.statuses[position].draining = draining;
             self.eased |= !draining;
             self.apply_conditions(); // ranks that only this one could restrict are open to others
         }
@@ -218,7 +218,7 @@ impl Ranks {
     pub(super) fn retire(&mut self, slot: Slot, generation: Generation) -> Option<WorkerRank> {
         let position = self.position_of(slot, generation)?;
         let rank = self.all.remove(position).rank;
-        self.standings.remove(position);
+        self.statuses.remove(position);
         self.apply_conditions();
         self.index();
         Some(rank)
@@ -233,10 +233,10 @@ impl Ranks {
     /// on.
     pub(super) fn set_exclusions(&mut self, exclusions: Arc<Exclusions>, return_factor: f64, now: Timestamp) {
         let before = std::mem::replace(&mut self.exclusions, exclusions);
-        for (rank, standing) in self.all.iter_mut().zip(&mut self.standings) {
+        for (rank, status) in self.all.iter_mut().zip(&mut self.statuses) {
             if before.has_ejected(rank.rank) && !self.exclusions.has_ejected(rank.rank) {
                 (rank.about.returned_at, rank.about.return_factor) = (now, return_factor);
-                standing.returning = return_factor != 1.0;
+                status.returning = return_factor != 1.0;
             }
         }
         self.apply_conditions();
@@ -245,23 +245,23 @@ impl Ranks {
     fn apply_conditions(&mut self) {
         let reachable = |rank: &Rank| !self.conditions.unavailable.contains(&rank.rank);
         let Exclusions { ejected, down, refusing } = &*self.exclusions;
-        let serves = |(rank, standing): (&Rank, &Standing)| {
-            reachable(rank) && !standing.draining && !self.exclusions.has_ejected(rank.rank)
+        let serves = |(rank, status): (&Rank, &RankStatus)| {
+            reachable(rank) && !status.draining && !self.exclusions.has_ejected(rank.rank)
         };
         // If only ejected ranks are left, they serve until the health actor has reacted.
-        let others_serve = !ejected.is_empty() && self.all.iter().zip(&self.standings).any(serves);
-        for (rank, standing) in self.all.iter().zip(&mut self.standings) {
-            standing.overloaded = self.conditions.overloaded.contains(&rank.rank);
-            standing.unavailable = !reachable(rank) || others_serve && ejected.contains(&rank.rank);
-            standing.down = down.contains(&rank.rank);
-            standing.refusing = refusing.contains(&rank.rank);
+        let others_serve = !ejected.is_empty() && self.all.iter().zip(&self.statuses).any(serves);
+        for (rank, status) in self.all.iter().zip(&mut self.statuses) {
+            status.overloaded = self.conditions.overloaded.contains(&rank.rank);
+            status.unavailable = !reachable(rank) || others_serve && ejected.contains(&rank.rank);
+            status.down = down.contains(&rank.rank);
+            status.refusing = refusing.contains(&rank.rank);
         }
         self.look_for_trouble();
     }
 
     /// Whether any rank has a higher cost after an ejection.
     pub(super) fn any_returning(&self) -> bool {
-        self.troubled && self.standings.iter().any(|standing| standing.returning)
+        self.troubled && self.statuses.iter().any(|status| status.returning)
     }
 
     /// Advances the slow starts of returned ranks: `factor` maps elapsed time to the cost factor.
@@ -270,10 +270,10 @@ impl Ranks {
             return;
         }
         let mut over = false;
-        for (rank, standing) in self.all.iter_mut().zip(&mut self.standings).filter(|(_, known)| known.returning) {
+        for (rank, status) in self.all.iter_mut().zip(&mut self.statuses).filter(|(_, known)| known.returning) {
             rank.about.return_factor = factor(now.since(rank.about.returned_at));
-            standing.returning = rank.about.return_factor != 1.0;
-            over |= !standing.returning;
+            status.returning = rank.about.return_factor != 1.0;
+            over |= !status.returning;
         }
         if over {
             self.look_for_trouble();
@@ -283,10 +283,10 @@ impl Ranks {
     /// Reads engine-reported load.
     pub(super) fn look_at_engines<V: LoadView>(&mut self, limits: &EngineLimits, loads: &V, now: Timestamp) {
         let mut changed = false;
-        for (rank, standing) in self.all.iter().zip(&mut self.standings) {
+        for (rank, status) in self.all.iter().zip(&mut self.statuses) {
             let load = loads.engine_load(rank.slot());
             let exceeded = load.is_some_and(|load| limits.exceeded_by(&load, now));
-            changed |= exceeded != std::mem::replace(&mut standing.engine_overloaded, exceeded);
+            changed |= exceeded != std::mem::replace(&mut status.engine_overloaded, exceeded);
         }
         if changed {
             self.look_for_trouble();
@@ -319,7 +319,7 @@ impl Ranks {
     /// Reads every board; a batch decides on the state at its start.
     pub(super) fn refresh<V: LoadView>(&mut self, loads: &V, now: Timestamp) {
         let (mut reborn, mut fell) = (false, false);
-        for (rank, standing) in self.all.iter_mut().zip(&mut self.standings) {
+        for (rank, status) in self.all.iter_mut().zip(&mut self.statuses) {
             if rank.front.settled && !loads.has_board_news(rank.slot(), rank.front.version) {
                 continue; // the view is unchanged
             }
@@ -327,7 +327,7 @@ impl Ranks {
                 News::Nothing => {}
                 News::Fell => fell = true,
                 News::Reborn => {
-                    standing.suspect = false;
+                    status.unresponsive = false;
                     reborn = true;
                 }
             }
@@ -338,7 +338,7 @@ impl Ranks {
         }
     }
 
-    pub(super) fn asked(&mut self, slots: &[Slot]) {
+    pub(super) fn queried(&mut self, slots: &[Slot]) {
         for slot in slots {
             if let Some(position) = self.position_in(*slot) {
                 self.all[position].ask(Answer::Awaited);
@@ -349,7 +349,7 @@ impl Ranks {
     /// Applies a reply to the current batch's query.
     pub(super) fn answered(&mut self, answer: LoadAnswer) {
         if let Some(position) = self.position_of(answer.slot, answer.generation) {
-            if std::mem::take(&mut self.standings[position].suspect) {
+            if std::mem::take(&mut self.statuses[position].unresponsive) {
                 self.look_for_trouble();
             }
             self.all[position].ask(Answer::Given { load: answer.load, shared_blocks: answer.shared_blocks });
@@ -358,10 +358,10 @@ impl Ranks {
 
     /// Marks queried ranks without a reply as timed out.
     pub(super) fn close(&mut self) {
-        for (rank, standing) in self.all.iter_mut().zip(&mut self.standings) {
+        for (rank, status) in self.all.iter_mut().zip(&mut self.statuses) {
             if matches!(rank.answer, Some(Answer::Awaited)) {
                 rank.answer = Some(Answer::Missed);
-                standing.suspect = true;
+                status.unresponsive = true;
                 self.troubled = true;
                 self.eased = true; // without any responsive rank, the others become eligible
             }
@@ -370,7 +370,7 @@ impl Ranks {
 
     pub(super) fn is_alive(&mut self, slot: Slot, generation: Generation) {
         if let Some(position) = self.position_of(slot, generation) {
-            self.standings[position].suspect = false;
+            self.statuses[position].unresponsive = false;
             self.look_for_trouble();
         }
     }

@@ -1,6 +1,6 @@
 //! Buffers reused between decisions.
 
-use super::eligible::Verdicts;
+use super::eligible::Eligibility;
 use crate::policy::Bounds;
 use crate::protocol::Slot;
 use crate::select::TierOverlap;
@@ -9,7 +9,7 @@ use crate::select::TierOverlap;
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     /// Eligibility of ranks for the current request, by position.
-    pub(super) verdicts: Verdicts,
+    pub(super) eligibility: Eligibility,
     /// Overlap of the current request per rank, by position.
     pub(super) overlaps: Vec<TierOverlap>,
     /// Cost bounds of the current request per rank, by position.

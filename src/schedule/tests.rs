@@ -23,17 +23,17 @@ fn fleet(config: &RouterConfig, ranks: usize, extensions: Extensions) -> Simulat
     fleet
 }
 
-fn prompt_of(asked: &Asked, assume_kv_reuse: bool) -> PromptBlocks {
+fn prompt_of(spec: &RequestSpec, assume_kv_reuse: bool) -> PromptBlocks {
     if !assume_kv_reuse {
-        return PromptBlocks::Counted(asked.prompt.len() as u32);
+        return PromptBlocks::Counted(spec.prompt.len() as u32);
     }
-    PromptBlocks::Hashed(sequence_hashes(&asked.prompt.iter().copied().map(BlockHash).collect::<Vec<_>>()))
+    PromptBlocks::Hashed(sequence_hashes(&spec.prompt.iter().copied().map(BlockHash).collect::<Vec<_>>()))
 }
 
-fn request(fleet: &mut SimulatedFleet, id: u64, asked: &Asked) {
-    let prompt = prompt_of(asked, fleet.config.load.assume_kv_reuse);
+fn request(fleet: &mut SimulatedFleet, id: u64, spec: &RequestSpec) {
+    let prompt = prompt_of(spec, fleet.config.load.assume_kv_reuse);
     let blocks = prompt.block_count();
-    let cached: Vec<_> = asked.overlaps.iter().map(|overlap| *overlap.min(&blocks)).enumerate().collect();
+    let cached: Vec<_> = spec.overlaps.iter().map(|overlap| *overlap.min(&blocks)).enumerate().collect();
     let overlaps = fleet.overlaps(&cached[..cached.len().min(fleet.ranks.len())]);
     let isl_tokens = blocks * fleet.config.block_size;
     fleet.submit(Request { overlaps, ..Request::new(id, prompt, isl_tokens) });
@@ -45,20 +45,20 @@ fn settle(fleet: &mut SimulatedFleet) {
 }
 
 #[derive(Clone, Debug)]
-struct Asked {
+struct RequestSpec {
     prompt: Vec<u64>,
     overlaps: Vec<u32>,
     /// Frees the request this many before, after it was placed.
     frees: Option<u8>,
 }
 
-fn asked() -> impl Strategy<Value = Asked> {
+fn request_spec() -> impl Strategy<Value = RequestSpec> {
     // Prompts of few families: chains that begin alike and differ from some depth on.
     let prompt = (0u64..4, 0u64..3, 0usize..24, 0usize..24).prop_map(|(family, branch, depth, length)| {
         (0..length).map(|n| family * 10_000 + if n < depth { 0 } else { 1 + branch } * 100 + n as u64).collect()
     });
     (prompt, prop::collection::vec(0u32..20, 0..9), prop::option::of(0u8..12))
-        .prop_map(|(prompt, overlaps, frees)| Asked { prompt, overlaps, frees })
+        .prop_map(|(prompt, overlaps, frees)| RequestSpec { prompt, overlaps, frees })
 }
 
 fn config(policy: Policy, assume_kv_reuse: bool) -> RouterConfig {
@@ -76,7 +76,7 @@ fn deterministic_policy() -> impl Strategy<Value = Policy> {
 }
 
 /// One request after the other, each complete before the next arrives.
-fn serially(config: &RouterConfig, ranks: usize, requests: &[Asked]) -> SimulatedFleet {
+fn serially(config: &RouterConfig, ranks: usize, requests: &[RequestSpec]) -> SimulatedFleet {
     serially_in(fleet(config, ranks, Extensions::default()), requests)
 }
 
@@ -85,11 +85,11 @@ fn every_rank() -> Extensions {
     Extensions { queries_every_rank: true, ..Extensions::default() }
 }
 
-fn serially_in(mut fleet: SimulatedFleet, requests: &[Asked]) -> SimulatedFleet {
-    for (id, asked) in requests.iter().enumerate() {
-        request(&mut fleet, id as u64, asked);
+fn serially_in(mut fleet: SimulatedFleet, requests: &[RequestSpec]) -> SimulatedFleet {
+    for (id, spec) in requests.iter().enumerate() {
+        request(&mut fleet, id as u64, spec);
         settle(&mut fleet);
-        if let Some(back) = asked.frees {
+        if let Some(back) = spec.frees {
             fleet.free((id as u64).saturating_sub(u64::from(back)));
         }
     }
@@ -100,7 +100,7 @@ proptest! {
     #[test]
     fn the_shortlist_places_like_a_query_of_all_ranks(
         policy in deterministic_policy(), reuse: bool, ranks in 1usize..9,
-        requests in prop::collection::vec(asked(), 1..60),
+        requests in prop::collection::vec(request_spec(), 1..60),
     ) {
         let config = config(policy, reuse);
         let all = serially_in(fleet(&config, ranks, every_rank()), &requests);
@@ -112,7 +112,8 @@ proptest! {
     /// What the board says of a rank holds the truth, whatever was booked, freed or is still under way.
     #[test]
     fn bounds_of_every_rank_contain_the_exact_load(
-        reuse: bool, ranks in 1usize..6, requests in prop::collection::vec(asked(), 1..40), newcomer in asked(),
+        reuse: bool, ranks in 1usize..6, requests in prop::collection::vec(request_spec(), 1..40),
+        newcomer in request_spec(),
     ) {
         let config = config(Policy::RoundRobin, reuse);
         let mut fleet = serially(&config, ranks, &requests);
@@ -137,15 +138,15 @@ proptest! {
     #[test]
     fn a_batch_books_like_a_serial_run(
         policy in deterministic_policy(), reuse: bool, queries_every_rank: bool,
-        ranks in 1usize..9, requests in prop::collection::vec(asked(), 1..60), burst in 2usize..20,
+        ranks in 1usize..9, requests in prop::collection::vec(request_spec(), 1..60), burst in 2usize..20,
     ) {
         let config = config(policy, reuse);
         let extensions = Extensions { queries_every_rank, ..Extensions::default() };
-        let requests: Vec<Asked> = requests.into_iter().map(|asked| Asked { frees: None, ..asked }).collect();
+        let requests: Vec<RequestSpec> = requests.into_iter().map(|spec| RequestSpec { frees: None, ..spec }).collect();
         let serial = serially_in(fleet(&config, ranks, extensions.clone()), &requests);
         let mut batched = fleet(&config, ranks, extensions);
-        for (id, asked) in requests.iter().enumerate() {
-            request(&mut batched, id as u64, asked);
+        for (id, spec) in requests.iter().enumerate() {
+            request(&mut batched, id as u64, spec);
             if id % burst == burst - 1 {
                 batched.respond(&[]);
             }
@@ -156,15 +157,16 @@ proptest! {
 
     #[test]
     fn every_request_has_one_reply_despite_lost_messages(
-        policy in deterministic_policy(), ranks in 0usize..6, steps in prop::collection::vec((0u8..10, asked()), 1..120),
+        policy in deterministic_policy(), ranks in 0usize..6,
+        steps in prop::collection::vec((0u8..10, request_spec()), 1..120),
     ) {
         let config = config(policy, true);
         let mut fleet = fleet(&config, ranks, Extensions::default());
         let mut requests_sent = 0;
-        for (step, asked) in steps {
+        for (step, spec) in steps {
             match step {
                 0..5 => {
-                    request(&mut fleet, requests_sent, &asked);
+                    request(&mut fleet, requests_sent, &spec);
                     requests_sent += 1;
                 }
                 5 => fleet.respond(&[0, 2]), // those two are wedged
@@ -177,7 +179,7 @@ proptest! {
                 }
                 7 => drop(fleet.admit(rank(fleet.ranks.len() as u64), RankTraits::default())),
                 8 => {
-                    let slot = Slot(asked.prompt.len() as u32);
+                    let slot = Slot(spec.prompt.len() as u32);
                     fleet.step(Input::Retire { slot, generation: Generation(1) });
                 }
                 _ => fleet.respond(&[]),
@@ -194,23 +196,23 @@ proptest! {
 fn timed_out_ranks_are_avoided_until_they_reply() {
     let config = config(Policy::Kv, true);
     let mut fleet = fleet(&config, 2, every_rank());
-    let asked = |n: u64| Asked { prompt: vec![n, n + 1, n + 2], overlaps: vec![], frees: None };
+    let spec = |n: u64| RequestSpec { prompt: vec![n, n + 1, n + 2], overlaps: vec![], frees: None };
     for id in 0..2 {
-        request(&mut fleet, id, &asked(7));
+        request(&mut fleet, id, &spec(7));
         settle(&mut fleet);
     }
-    request(&mut fleet, 2, &asked(7));
+    request(&mut fleet, 2, &spec(7));
     let late = fleet.open_queries.front().cloned().expect("both ranks are busy and queried");
     assert_eq!(late.slots, [Slot(0), Slot(1)]);
     fleet.respond(&[0]); // the timer closes the batch without rank 0
     for id in 3..7 {
-        request(&mut fleet, id, &asked(7));
+        request(&mut fleet, id, &spec(7));
         settle(&mut fleet);
     }
     assert!(fleet.placed()[2..].iter().all(|(_, rank)| rank.worker == WorkerId(1)), "{:?}", fleet.placed());
     fleet.open_queries.push_back(late);
     fleet.respond(&[]); // rank 0 answers at last
-    request(&mut fleet, 7, &asked(7));
+    request(&mut fleet, 7, &spec(7));
     settle(&mut fleet);
     assert_eq!(fleet.placed().last(), Some(&(7, rank(0))));
 }
@@ -219,9 +221,9 @@ fn timed_out_ranks_are_avoided_until_they_reply() {
 fn a_single_timed_out_rank_is_still_used() {
     let config = config(Policy::Kv, true);
     let mut fleet = fleet(&config, 1, every_rank());
-    let asked = Asked { prompt: vec![1, 2, 3], overlaps: vec![], frees: None };
+    let spec = RequestSpec { prompt: vec![1, 2, 3], overlaps: vec![], frees: None };
     for id in 0..3 {
-        request(&mut fleet, id, &asked);
+        request(&mut fleet, id, &spec);
         fleet.respond(&[0]);
     }
     assert_eq!(fleet.placed().len(), 3);
@@ -268,7 +270,7 @@ fn ranks_of_infinite_cost_are_drawn_at_random() {
         };
         let mut fleet = fleet(&config, 4, Extensions::default());
         for id in 0..64 {
-            request(&mut fleet, id, &Asked { prompt: vec![id], overlaps: vec![], frees: None });
+            request(&mut fleet, id, &RequestSpec { prompt: vec![id], overlaps: vec![], frees: None });
             settle(&mut fleet);
         }
         let chosen: BTreeSet<_> = fleet.placed().iter().map(|(_, rank)| *rank).collect();
@@ -282,8 +284,8 @@ fn temperature_spreads_and_repeats_with_the_seed() {
         policy: PolicyConfig::Kv(KvConfig { temperature: 0.7, ..KvConfig::default() }),
         ..config(Policy::Kv, true)
     };
-    let requests: Vec<Asked> =
-        (0..200).map(|n| Asked { prompt: vec![n * 10], overlaps: vec![9, 3], frees: Some(0) }).collect();
+    let requests: Vec<RequestSpec> =
+        (0..200).map(|n| RequestSpec { prompt: vec![n * 10], overlaps: vec![9, 3], frees: Some(0) }).collect();
     let first = serially(&config, 4, &requests).placed();
     assert_eq!(first, serially(&config, 4, &requests).placed());
     let on = |worker| first.iter().filter(|(_, rank)| rank.worker == WorkerId(worker)).count();
@@ -293,7 +295,7 @@ fn temperature_spreads_and_repeats_with_the_seed() {
 #[test]
 fn round_robin_rotates_in_rank_order() {
     let config = config(Policy::RoundRobin, true);
-    let requests = vec![Asked { prompt: vec![1], overlaps: vec![], frees: None }; 6];
+    let requests = vec![RequestSpec { prompt: vec![1], overlaps: vec![], frees: None }; 6];
     let placed = serially(&config, 3, &requests).placed();
     let workers: Vec<u64> = placed.iter().map(|(_, rank)| rank.worker.0).collect();
     assert_eq!(workers, [0, 1, 2, 0, 1, 2]);
@@ -332,15 +334,15 @@ fn bookings_of_a_dead_incarnation_leave_the_overlay() {
 #[test]
 fn replies_to_an_earlier_incarnation_are_ignored() {
     let config = config(Policy::Kv, true);
-    let asked = Asked { prompt: vec![1, 2, 3], overlaps: vec![], frees: None };
+    let spec = RequestSpec { prompt: vec![1, 2, 3], overlaps: vec![], frees: None };
     let first_question = |incarnation| {
         let schedule = Schedule::new(config.clone(), incarnation, every_rank());
         let mut fleet = SimulatedFleet::of(schedule, config.clone(), 2);
         fleet.responds_at_once = false;
-        request(&mut fleet, 0, &asked);
-        request(&mut fleet, 1, &asked);
-        request(&mut fleet, 2, &asked);
-        fleet.open_queries.front().expect("a twin of what runs must be asked about").batch
+        request(&mut fleet, 0, &spec);
+        request(&mut fleet, 1, &spec);
+        request(&mut fleet, 2, &spec);
+        fleet.open_queries.front().expect("a twin of what runs must be queried").batch
     };
     assert_ne!(first_question(0), first_question(1));
 }

@@ -4,7 +4,7 @@
 
 /// Restrictions of a rank, independent of the request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Standing {
+pub(super) struct RankStatus {
     /// Unreachable for the embedder, or ejected on suspicion.
     pub(super) unavailable: bool,
     /// Its probes or connections fail: chosen only if no other rank is left.
@@ -14,7 +14,7 @@ pub(super) struct Standing {
     pub(super) draining: bool,
     /// Timed out on a load query without a reply since, or its board has not been readable yet: chosen only if no other
     /// rank is left.
-    pub(super) suspect: bool,
+    pub(super) unresponsive: bool,
     /// Overloaded according to the embedder.
     pub(super) overloaded: bool,
     /// Overloaded according to the last engine report.
@@ -23,14 +23,14 @@ pub(super) struct Standing {
     pub(super) returning: bool,
 }
 
-impl Standing {
+impl RankStatus {
     /// No restrictions.
     pub(super) const GOOD: Self = Self {
         unavailable: false,
         down: false,
         refusing: false,
         draining: false,
-        suspect: false,
+        unresponsive: false,
         overloaded: false,
         engine_overloaded: false,
         returning: false,
