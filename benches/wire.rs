@@ -11,53 +11,19 @@
 use std::collections::VecDeque;
 use std::hint::black_box;
 use std::num::NonZeroU32;
+use std::sync::Arc;
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use pointsman::index::Index;
 use pointsman::protocol::{Generation, RouterEvent, Slot, WorkerId, WorkerRank};
 use pointsman::test_support::mix;
 use pointsman::wire::{Decoder, DecoderLimits, WireConfig};
+use pointsman_trial::engine::{Block, CacheEvent, EngineHash, Tier};
+use pointsman_trial::kv_events::{Dialect, Encoder, EventFormat};
 
 const BATCHES: u64 = 400;
 const BLOCKS_HELD_MAX: usize = 4_000;
 const RANK: WorkerRank = WorkerRank::new(WorkerId(1), 0);
-
-fn text(to: &mut Vec<u8>, text: &str) {
-    match text.len() {
-        len @ ..32 => to.push(0xa0 | len as u8),
-        len => to.extend([0xd9, len as u8]),
-    }
-    to.extend(text.as_bytes());
-}
-
-fn array(to: &mut Vec<u8>, len: usize) {
-    match len {
-        ..16 => to.push(0x90 | len as u8),
-        _ => {
-            to.push(0xdc);
-            to.extend((len as u16).to_be_bytes());
-        }
-    }
-}
-
-fn number(to: &mut Vec<u8>, number: u64) {
-    match number {
-        ..0x80 => to.push(number as u8),
-        0x80..0x100 => to.extend([0xcc, number as u8]),
-        0x100..0x1_0000 => {
-            to.push(0xcd);
-            to.extend((number as u16).to_be_bytes());
-        }
-        0x1_0000..0x1_0000_0000 => {
-            to.push(0xce);
-            to.extend((number as u32).to_be_bytes());
-        }
-        _ => {
-            to.push(0xcf);
-            to.extend(number.to_be_bytes());
-        }
-    }
-}
 
 /// Distribution of token ids over the vocabulary.
 #[derive(Clone, Copy)]
@@ -75,8 +41,18 @@ fn token(draw: u64, ids: Ids) -> u64 {
     (at * 150_000.0) as u64
 }
 
+/// The engine's hash of 32 bytes, of which it publishes the last eight.
+fn engine_hash(name: u64) -> EngineHash {
+    let mut bytes = [0; 32];
+    bytes[24..].copy_from_slice(&name.to_be_bytes());
+    EngineHash(bytes)
+}
+
 /// Batches of one engine, and their number of stored blocks.
 fn batches(block_size: u64, ids: Ids) -> (Vec<Vec<u8>>, u64) {
+    let format = EventFormat::from(Dialect::VllmMap);
+    let encoder = Encoder { format, block_size: block_size as u32, rank: 0, lora_ids: Arc::default() };
+    let tier = Tier::Device;
     let mut held: VecDeque<u64> = VecDeque::new();
     let mut stored = 0;
     let batches = (0..BATCHES).map(|n| {
@@ -93,62 +69,28 @@ fn batches(block_size: u64, ids: Ids) -> (Vec<Vec<u8>>, u64) {
         let first = if family.is_some() { 10 } else { 0 };
         let n_new = n_blocks.saturating_sub(first).max(1);
         let mut events = Vec::new();
-        let mut n_events = 1;
         while held.len() + n_new as usize > BLOCKS_HELD_MAX {
             let victim = held.pop_front().expect("the table is full");
-            events.push(0x84);
-            text(&mut events, "type");
-            text(&mut events, "BlockRemoved");
-            text(&mut events, "block_hashes");
-            array(&mut events, 1);
-            number(&mut events, victim);
-            text(&mut events, "medium");
-            text(&mut events, "GPU");
-            text(&mut events, "group_idx");
-            number(&mut events, 0);
-            n_events += 1;
+            events.push(CacheEvent::Removed { tier, hash: engine_hash(victim) });
         }
-        events.extend([0xde, 0, 11]);
-        text(&mut events, "type");
-        text(&mut events, "BlockStored");
-        text(&mut events, "block_hashes");
-        array(&mut events, n_new as usize);
-        (first..first + n_new).for_each(|at| number(&mut events, name(at)));
-        text(&mut events, "parent_block_hash");
-        match first {
-            0 => events.push(0xc0),
-            _ => number(&mut events, name(first - 1)),
-        }
-        text(&mut events, "token_ids");
-        array(&mut events, (n_new * block_size) as usize);
-        for at in first * block_size..(first + n_new) * block_size {
-            number(&mut events, token(n << 32 | at, ids));
-        }
-        text(&mut events, "block_size");
-        number(&mut events, block_size);
-        text(&mut events, "lora_id");
-        events.push(0xc0);
-        text(&mut events, "medium");
-        text(&mut events, "GPU");
-        text(&mut events, "lora_name");
-        events.push(0xc0);
-        text(&mut events, "extra_keys");
-        array(&mut events, n_new as usize);
-        (0..n_new).for_each(|_| events.push(0xc0));
-        text(&mut events, "group_idx");
-        number(&mut events, 0);
-        text(&mut events, "kv_cache_spec_kind");
-        text(&mut events, "full_attention");
+        let block = |at: u64| {
+            let tokens = at * block_size..(at + 1) * block_size;
+            Arc::new(Block {
+                hash: engine_hash(name(at)),
+                parent: at.checked_sub(1).map(|before| engine_hash(name(before))),
+                depth: at as u32,
+                tokens: tokens.map(|at| token(n << 32 | at, ids) as u32).collect(),
+                lora_name: None,
+                cache_salt: None,
+            })
+        };
+        events.push(CacheEvent::Stored { tier, blocks: (first..first + n_new).map(block).collect() });
         stored += n_new;
         // The first blocks of the families are never evicted; all other blocks are evicted leaf first.
         if n >= 32 {
             held.extend((first..first + n_new).rev().map(name));
         }
-        let mut payload = vec![0x93, 0xcb, 0x3f, 0xf8, 0, 0, 0, 0, 0, 0];
-        array(&mut payload, n_events);
-        payload.extend(events);
-        payload.push(0);
-        payload
+        encoder.batch(1.5, &events)
     });
     (batches.collect(), stored)
 }

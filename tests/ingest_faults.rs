@@ -13,10 +13,11 @@ use pointsman::protocol::{
 };
 use pointsman::test_support::rank;
 use pointsman::{Fault, Hang, KvSourceStatus, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman_trial::kv_events::Dialect;
 use tokio::time::Instant;
 
 use crate::common::{config, stored, suppress_fault_reports, tokens};
-use crate::zmtp::{Form, Publisher, batch, event};
+use crate::zmtp::{Publisher, batch};
 
 /// Longer than any step, including the back-off on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -66,7 +67,7 @@ async fn held(router: &Router) -> Held {
 struct Engine {
     rank: WorkerRank,
     publisher: Publisher,
-    form: Form,
+    dialect: Dialect,
     prompts: Vec<Vec<u32>>,
     batches: u32,
 }
@@ -74,8 +75,8 @@ struct Engine {
 impl Engine {
     async fn start(worker: u64, ring_max: usize) -> Self {
         let publisher = Publisher::start(ring_max, worker.is_multiple_of(2)).await;
-        let form = if worker.is_multiple_of(2) { Form::Map } else { Form::Array };
-        Self { rank: rank(worker), publisher, form, prompts: Vec::new(), batches: 0 }
+        let dialect = if worker.is_multiple_of(2) { Dialect::VllmMap } else { Dialect::VllmArray };
+        Self { rank: rank(worker), publisher, dialect, prompts: Vec::new(), batches: 0 }
     }
 
     fn config(&self) -> WorkerConfig {
@@ -84,8 +85,7 @@ impl Engine {
 
     fn payload(&mut self, events: &[(RouterEvent, &[u32])]) -> Vec<u8> {
         self.batches += 1;
-        let events: Vec<_> = events.iter().map(|(what, tokens)| event(self.form, what, tokens)).collect();
-        batch(1.7e9 + f64::from(self.batches), &events)
+        batch(self.dialect, 1.7e9 + f64::from(self.batches), events)
     }
 
     /// A batch that stores a new unique prompt.

@@ -14,15 +14,17 @@ use pointsman::ingest::StreamState;
 use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank,
 };
-use pointsman::test_support::rank;
+use pointsman::test_support::{mix, rank};
 use pointsman::{KvSourceStatus, Prompt, RouteRequest, Router};
+use pointsman_trial::kv_events::Dialect;
 use tokio::time::Instant;
 
 use crate::common::{config, stored, tokens};
 use crate::hostile::{Hostile, Script, Then};
+use crate::msgpack::{self, Msg};
 use crate::zmtp::{
-    Form, Pack, Publisher, TOPIC, batch, event, frame, greeting, greeting_of, handshake, header, live_message, message,
-    ready, replay_message,
+    Publisher, TOPIC, batch, frame, greeting, greeting_of, handshake, header, live_message, message, ready,
+    replay_message,
 };
 use crate::{ALLOCATOR, alone};
 
@@ -145,10 +147,10 @@ fn stream_cases() -> Vec<Case> {
 fn parts_cases() -> Vec<Case> {
     let publisher = handshake("PUB");
     let says = |parts: &[&[u8]]| sends(&[&publisher, &message(parts)]);
-    let (topic, payload) = (TOPIC.as_bytes(), batch(1.0, &[]));
+    let (topic, payload) = (TOPIC.as_bytes(), empty_batch(1.0));
     let numbers = [0, u64::MAX - 1, 5, u64::MAX - 1, 0, 1 << 63, u64::MAX - 1];
     let jumps: Vec<u8> =
-        numbers.iter().zip(0..).flat_map(|(&n, at)| live_message(n, &batch(f64::from(at), &[]))).collect();
+        numbers.iter().zip(0..).flat_map(|(&n, at)| live_message(n, &empty_batch(f64::from(at)))).collect();
     vec![
         Case::live("a sequence of 3 bytes", says(&[topic, b"123", &payload]), &["sequence_length"]),
         Case::live("one part", says(&[topic]), &["part_count"]),
@@ -164,34 +166,50 @@ fn parts_cases() -> Vec<Case> {
     ]
 }
 
+/// A batch without events.
+fn empty_batch(time: f64) -> Vec<u8> {
+    batch(Dialect::VllmArray, time, &[])
+}
+
 fn payload_cases() -> Vec<Case> {
     let mine = rank(HOSTILE);
     let prompt = tokens(0xbad, 3);
-    let store = |form| event(form, &stored(mine, &prompt), &prompt);
-    let whole = batch(1.0, &[store(Form::Array)]);
+    let whole = batch(Dialect::VllmArray, 1.0, &[(stored(mine, &prompt), &prompt)]);
+    let no_time = batch(Dialect::VllmMap, f64::NAN, &[(stored(mine, &prompt), &prompt)]);
     let deep = [&[0x91; 100_000][..], &[0xc0]].concat();
-    let deep_field = Pack::default().map(2).text("type").text("BlockStored").text("x").raw(&deep).0;
-    let declared = Pack::default().array(4).text("BlockStored").array(10_000_000).uint(1).0;
-    let sent = Pack::default().array(5).text("BlockStored").array(10_000_000).raw(&vec![1; 10_000_000]);
-    let sent = batch(1.0, &[sent.nil().array(0).uint(4).0]);
+    let deep_field = Msg::named([("type", "BlockStored".into()), ("x", Msg::Raw(deep.clone()))]);
+    let ten_million = [&[0xdd][..], &10_000_000_u32.to_be_bytes()].concat();
+    let declared = Msg::Raw([&[0x94][..], &Msg::from("BlockStored").bytes(), &ten_million, &[1]].concat());
+    let hashes = Msg::Raw([&ten_million[..], &vec![1; 10_000_000]].concat());
+    let sent = Msg::Array(vec!["BlockStored".into(), hashes, Msg::Nil, Msg::Array(Vec::new()), Msg::Uint(4)]);
+    let sent = msgpack::batch([sent]);
     let cut = whole[..whole.len() - 9].to_vec();
-    let foreign = batch(1.0, &[event(Form::Map, &stored(mine, &tokens(0xbad, 8)), &tokens(0xbad, 8)[..16])]);
+    let foreign = tokens(0xbad, 8);
+    let foreign = batch(Dialect::VllmMap, 1.0, &[(stored(mine, &foreign), &foreign[..16])]);
     vec![
         Case::live("a truncated batch", publishes_again(&cut), &["truncated"]),
         Case::live("not a batch", publishes_again(b"\xc1"), &["malformed"]),
         Case::live("an empty payload", publishes_again(b""), &["truncated"]),
         Case::live("text", publishes_again(HTTP), &["wrong_type", "trailing_bytes"]),
         Case::live("nested 100,000 deep", publishes_again(&deep), &["wrong_shape", "too_deep"]),
-        Case::live("a deeply nested field", publishes_again(&batch(1.0, &[deep_field])), &["too_deep", "wrong_shape"]),
-        Case::live("a deeply nested event", publishes_again(&batch(1.0, &[deep])), &["too_deep", "wrong_type"]),
+        Case::live(
+            "a deeply nested field",
+            publishes_again(&msgpack::batch([deep_field])),
+            &["too_deep", "wrong_shape"],
+        ),
+        Case::live(
+            "a deeply nested event",
+            publishes_again(&msgpack::batch([Msg::Raw(deep.clone())])),
+            &["too_deep", "wrong_type"],
+        ),
         Case {
             distrusted: false,
             holds: Some(prompt.clone()),
-            ..Case::live("an invalid time", publishes(&[batch(f64::NAN, &[store(Form::Map)])]), &["not_finite"])
+            ..Case::live("an invalid time", publishes(&[no_time]), &["not_finite"])
         },
         Case::live(
             "10 million hashes declared",
-            publishes_again(&batch(1.0, &[declared])),
+            publishes_again(&msgpack::batch([declared])),
             &["too_large", "truncated"],
         ),
         Case {
@@ -207,10 +225,9 @@ fn payload_cases() -> Vec<Case> {
 fn random(seed: u64, bytes: usize) -> Vec<u8> {
     let mut state = seed;
     let next = || {
+        let byte = mix(state) as u8;
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)) as u8
+        byte
     };
     std::iter::repeat_with(next).take(bytes).collect()
 }
@@ -242,7 +259,7 @@ fn random_cases() -> Vec<Case> {
 
 fn replay_cases() -> Vec<Case> {
     let router = handshake("ROUTER");
-    let nothing = batch(1.0, &[]);
+    let nothing = empty_batch(1.0);
     let answers = |numbers: &[u64]| numbers.iter().flat_map(|n| replay_message(*n, &nothing)).collect::<Vec<u8>>();
     let end = replay_message(u64::MAX, b"");
     let endless = |answer: Vec<u8>| Script::new(router.clone(), Then::Repeat(answer, 1 << 24));
@@ -278,31 +295,31 @@ const HOSTILE: u64 = 2;
 struct Engine {
     rank: WorkerRank,
     publisher: Publisher,
-    form: Form,
+    dialect: Dialect,
     prompts: Vec<Vec<u32>>,
     batches: u32,
 }
 
 impl Engine {
     async fn start(worker: u64) -> Self {
-        let form = if worker == 0 { Form::Map } else { Form::Array };
+        let dialect = if worker == 0 { Dialect::VllmMap } else { Dialect::VllmArray };
         let publisher = Publisher::start(64, worker == 0).await;
-        Self { rank: rank(worker), publisher, form, prompts: Vec::new(), batches: 0 }
+        Self { rank: rank(worker), publisher, dialect, prompts: Vec::new(), batches: 0 }
     }
 
     /// Stores a unique prompt and removes the oldest one if there are more than six.
     fn work(&mut self) {
         self.batches += 1;
         let prompt = tokens(self.batches * 4 + self.rank.worker.0 as u32, 3);
-        let mut events = vec![event(self.form, &stored(self.rank, &prompt), &prompt)];
-        self.prompts.push(prompt);
+        let mut events = vec![(stored(self.rank, &prompt), &prompt[..])];
+        self.prompts.push(prompt.clone());
         if self.prompts.len() > 6 {
             let oldest = self.prompts.remove(0);
             let names = blocks_of(self.rank, &oldest).into_iter().map(|(_, name, _)| name).collect();
             let data = KvEvent::Removed { blocks: names };
-            events.push(event(self.form, &RouterEvent { rank: self.rank, tier: StorageTier::Device, data }, &[]));
+            events.push((RouterEvent { rank: self.rank, tier: StorageTier::Device, data }, &[]));
         }
-        self.publisher.publish(&batch(f64::from(self.batches), &events));
+        self.publisher.publish(&batch(self.dialect, f64::from(self.batches), &events));
     }
 }
 
@@ -545,7 +562,7 @@ fn hostile_engines_do_not_affect_others() {
 #[test]
 fn connections_may_end_anywhere() {
     run(async |mut fleet| {
-        let nothing = batch(1.0, &[]);
+        let nothing = empty_batch(1.0);
         let exchange = [handshake("PUB"), live_message(0, &nothing), live_message(1, &nothing)].concat();
         let offsets = exchange.len();
         let cut = Hostile::start(move |n| Script::new(exchange[..n % offsets].to_vec(), Then::Close)).await;

@@ -1,14 +1,17 @@
 //! A publisher of KV events on plain TCP that follows the protocol, and building blocks for invalid ones.
 //!
-//! The module encodes ZMTP 3.0 for a publisher and a replay socket, and msgpack batches in both dialects. It sends only
-//! the bytes that a test requests. It uses no ZeroMQ library, so tests control the bytes on the wire.
+//! The module encodes ZMTP 3.0 for a publisher and a replay socket. Valid batches come from the writer of the engine
+//! model. It sends only the bytes that a test requests. It uses no ZeroMQ library, so tests control the bytes on the
+//! wire.
 
 use std::collections::VecDeque;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use pointsman::protocol::{EngineHash, KvEvent, KvEventsConfig, RouterEvent, StoredBlock};
+use pointsman::protocol::{EngineHash, KvEvent, KvEventsConfig, RouterEvent};
+use pointsman_trial::engine::{self, Block, CacheEvent, Tier};
+use pointsman_trial::kv_events::{Dialect, Encoder};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
@@ -96,114 +99,47 @@ async fn read_message(stream: &mut (impl AsyncReadExt + Unpin)) -> std::io::Resu
     }
 }
 
-// ---- msgpack ----
+// ---- batches ----
 
-/// Encoding of an event: array or map.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Form {
-    Array,
-    Map,
+/// Encodes a batch of events as an engine writes it at `time`, which distinguishes batches of equal events. Each event
+/// has the tokens of its stored blocks. All stores of a batch have one block size.
+pub(crate) fn batch(dialect: Dialect, time: f64, events: &[(RouterEvent, &[u32])]) -> Vec<u8> {
+    let block_size = events.iter().map(|(event, tokens)| block_size(event, tokens)).max().unwrap_or(0);
+    let encoder = Encoder { format: dialect.into(), block_size, rank: 0, lora_ids: Arc::default() };
+    let events: Vec<CacheEvent> = events.iter().flat_map(|(event, tokens)| cache_events(event, tokens)).collect();
+    encoder.batch(time, &events)
 }
 
-/// Writes consecutive msgpack items without checking their structure.
-#[derive(Clone, Default)]
-pub(crate) struct Pack(pub Vec<u8>);
-
-impl Pack {
-    pub(crate) fn array(mut self, items: u32) -> Self {
-        self.0.push(0xdd);
-        self.0.extend(items.to_be_bytes());
-        self
-    }
-
-    pub(crate) fn map(mut self, pairs: u32) -> Self {
-        self.0.push(0xdf);
-        self.0.extend(pairs.to_be_bytes());
-        self
-    }
-
-    pub(crate) fn uint(mut self, value: u64) -> Self {
-        self.0.push(0xcf);
-        self.0.extend(value.to_be_bytes());
-        self
-    }
-
-    pub(crate) fn float(mut self, value: f64) -> Self {
-        self.0.push(0xcb);
-        self.0.extend(value.to_be_bytes());
-        self
-    }
-
-    pub(crate) fn text(mut self, text: &str) -> Self {
-        self.0.push(0xd9);
-        self.0.push(u8::try_from(text.len()).expect("a short text"));
-        self.0.extend(text.as_bytes());
-        self
-    }
-
-    pub(crate) fn nil(mut self) -> Self {
-        self.0.push(0xc0);
-        self
-    }
-
-    pub(crate) fn uints(self, values: impl ExactSizeIterator<Item = u64>) -> Self {
-        let packed = self.array(values.len() as u32);
-        values.fold(packed, Self::uint)
-    }
-
-    pub(crate) fn raw(mut self, bytes: &[u8]) -> Self {
-        self.0.extend_from_slice(bytes);
-        self
-    }
+/// Number of tokens per stored block; 0 for other events.
+fn block_size(event: &RouterEvent, tokens: &[u32]) -> u32 {
+    (tokens.len() / event.data.block_count().max(1)) as u32
 }
 
-/// Encodes one event of an engine. `tokens` are the tokens of the stored blocks.
-pub(crate) fn event(form: Form, event: &RouterEvent, tokens: &[u32]) -> Vec<u8> {
+/// The events of an engine for `event`, which publishes each removed block as an event of its own.
+fn cache_events(event: &RouterEvent, tokens: &[u32]) -> Vec<CacheEvent> {
+    let tier = Tier::Device;
     match &event.data {
-        KvEvent::Stored { parent, blocks } => stored(form, *parent, blocks, tokens),
-        KvEvent::Removed { blocks } => removed(form, blocks),
-        KvEvent::Cleared => match form {
-            Form::Array => Pack::default().array(1).text("AllBlocksCleared").0,
-            Form::Map => Pack::default().map(1).text("type").text("AllBlocksCleared").0,
-        },
+        KvEvent::Stored { parent, blocks } => {
+            let hashes = blocks.iter().map(|block| engine_hash(block.engine_hash));
+            let parents = std::iter::once(parent.map(engine_hash)).chain(hashes.clone().map(Some));
+            let chunks = tokens.chunks_exact(block_size(event, tokens) as usize);
+            let blocks = hashes.zip(parents).zip(chunks).zip(0..).map(|(((hash, parent), tokens), depth)| {
+                Arc::new(Block { hash, parent, depth, tokens: tokens.into(), lora_name: None, cache_salt: None })
+            });
+            vec![CacheEvent::Stored { tier, blocks: blocks.collect() }]
+        }
+        KvEvent::Removed { blocks } => {
+            blocks.iter().map(|block| CacheEvent::Removed { tier, hash: engine_hash(*block) }).collect()
+        }
+        KvEvent::Cleared => vec![CacheEvent::Cleared],
     }
 }
 
-fn stored(form: Form, parent: Option<EngineHash>, blocks: &[StoredBlock], tokens: &[u32]) -> Vec<u8> {
-    let hashes = blocks.iter().map(|block| block.engine_hash.0);
-    let block_size = (tokens.len() / blocks.len()) as u64;
-    let tokens = tokens.iter().map(|&token| u64::from(token));
-    let parent = |packed: Pack| match parent {
-        Some(parent) => packed.uint(parent.0),
-        None => packed.nil(),
-    };
-    match form {
-        Form::Array => {
-            let packed = parent(Pack::default().array(7).text("BlockStored").uints(hashes));
-            packed.uints(tokens).uint(block_size).nil().text("GPU").0
-        }
-        Form::Map => {
-            let packed = Pack::default().map(6).text("type").text("BlockStored").text("block_hashes").uints(hashes);
-            let packed = parent(packed.text("parent_block_hash")).text("token_ids").uints(tokens);
-            packed.text("block_size").uint(block_size).text("medium").text("GPU").0
-        }
-    }
-}
-
-fn removed(form: Form, blocks: &[EngineHash]) -> Vec<u8> {
-    let hashes = blocks.iter().map(|block| block.0);
-    match form {
-        Form::Array => Pack::default().array(3).text("BlockRemoved").uints(hashes).text("GPU").0,
-        Form::Map => {
-            let packed = Pack::default().map(3).text("type").text("BlockRemoved").text("block_hashes").uints(hashes);
-            packed.text("medium").text("GPU").0
-        }
-    }
-}
-
-/// A batch of events made at `time`, which distinguishes batches of equal events.
-pub(crate) fn batch(time: f64, events: &[Vec<u8>]) -> Vec<u8> {
-    Pack::default().array(2).float(time).array(events.len() as u32).raw(&events.concat()).0
+/// The engine's hash of 32 bytes, of which it publishes the last eight.
+fn engine_hash(hash: EngineHash) -> engine::EngineHash {
+    let mut bytes = [0; 32];
+    bytes[24..].copy_from_slice(&hash.0.to_be_bytes());
+    engine::EngineHash(bytes)
 }
 
 // ---- a publisher that keeps the rules ----
