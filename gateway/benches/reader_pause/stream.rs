@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
+use pointsman_trial::workload::mix;
 use rmp::encode;
 
 /// Tokens per block.
@@ -88,22 +89,16 @@ pub(super) fn tokens(prompt: u64) -> Vec<u32> {
 }
 
 fn store_blocks(prompt: u64, store: u64) -> u64 {
-    2 + scattered(prompt ^ (store << 60)) % 4
+    2 + mix(prompt ^ (store << 60)) % 4
 }
 
 fn name(prompt: u64, block: u64) -> u64 {
-    scattered(prompt.wrapping_mul(64).wrapping_add(block))
+    mix(prompt.wrapping_mul(64).wrapping_add(block))
 }
 
 fn block_tokens(prompt: u64, block: u64) -> impl Iterator<Item = u32> {
     let name = name(prompt, block);
-    (0..BLOCK_SIZE).map(move |at| (scattered(name ^ at) % 100_000) as u32)
-}
-
-fn scattered(n: u64) -> u64 {
-    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let n = (n ^ (n >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    n ^ (n >> 31)
+    (0..BLOCK_SIZE).map(move |at| (mix(name ^ at) % 100_000) as u32)
 }
 
 /// A batch in vLLM's format: `[ts, events, rank]` with events as arrays.

@@ -7,6 +7,7 @@ use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::BlockHash;
 use pointsman::select::Constraints;
 use pointsman::{Prompt, RequestOptions, RouteRequest};
+use pointsman_trial::workload::mix;
 
 /// Tokens per block.
 pub(crate) const BLOCK_SIZE: u32 = 16;
@@ -34,7 +35,7 @@ pub(crate) struct WorkloadRequest {
 impl WorkloadRequest {
     /// The `n`-th request of a sequence.
     pub(crate) fn nth(seed: u64, n: u64) -> Self {
-        let mut dice = Dice(scattered(seed ^ scattered(n)));
+        let mut dice = Dice(mix(seed ^ mix(n)));
         let (lora_name, cache_salt) = match dice.below(100) {
             0..15 => (None, Some(SALTS[dice.index(3)])),
             15..25 => (Some(LORAS[dice.index(2)]), None),
@@ -110,7 +111,7 @@ pub(crate) fn block_hashes(tokens: &[u32], lora_name: Option<&str>, cache_salt: 
 
 /// Appends `count` tokens that depend on `kind` and `of` only.
 fn stretch(tokens: &mut Vec<u32>, kind: u64, of: u64, count: u64) {
-    let mut dice = Dice(scattered(kind ^ scattered(of)));
+    let mut dice = Dice(mix(kind ^ mix(of)));
     tokens.extend((0..count).map(|_| dice.below(VOCABULARY) as u32));
 }
 
@@ -119,16 +120,10 @@ struct Dice(u64);
 impl Dice {
     fn below(&mut self, n: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        (scattered(self.0) >> 16) % n
+        (mix(self.0) >> 16) % n
     }
 
     fn index(&mut self, n: u64) -> usize {
         self.below(n) as usize
     }
-}
-
-fn scattered(n: u64) -> u64 {
-    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let n = (n ^ (n >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    n ^ (n >> 31)
 }

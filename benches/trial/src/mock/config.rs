@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use crate::engine::EngineConfig;
 use clap::Args;
 
-use super::faults::{Faults, mix};
+use super::faults::{Faults, splitmix};
 use crate::kv_events::{Dialect, EventFormat};
 
 /// Maximum number of data-parallel ranks per engine.
@@ -179,7 +179,7 @@ impl MockConfig {
             step_tokens_max: self.step_tokens_max,
             sequences_max: self.sequences_max,
             max_model_len: self.model_len_max(),
-            hash_seed: mix(self.seed ^ mix(rank.into())),
+            hash_seed: splitmix(self.seed ^ splitmix(rank.into())),
             output_seed: self.seed,
             ..EngineConfig::default()
         }

@@ -8,6 +8,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
+use crate::workload::mix;
+
 /// Scope of the HTTP faults.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
@@ -186,7 +188,9 @@ impl FaultBoard {
 
     /// Pseudo-random number of a decision: equal arguments and seeds give equal numbers.
     pub(crate) fn draw(&self, fault: Fault, source: u32, number: u64) -> u64 {
-        [fault as u64, source.into(), number].into_iter().fold(mix(self.seed), |hash, part| mix(hash ^ mix(part)))
+        [fault as u64, source.into(), number]
+            .into_iter()
+            .fold(splitmix(self.seed), |hash, part| splitmix(hash ^ splitmix(part)))
     }
 
     fn lock(&self) -> MutexGuard<'_, FaultState> {
@@ -195,12 +199,9 @@ impl FaultBoard {
     }
 }
 
-/// Finalizer of SplitMix64: every input bit affects every output bit.
-pub(crate) const fn mix(value: u64) -> u64 {
-    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    value ^ (value >> 31)
+/// Number after state `n` of the SplitMix64 sequence. Unlike [`mix`], it maps 0 to another number.
+pub(crate) fn splitmix(n: u64) -> u64 {
+    mix(n.wrapping_add(0x9e37_79b9_7f4a_7c15))
 }
 
 /// Maps the upper 53 bits to 0 (inclusive) to 1 (exclusive).
