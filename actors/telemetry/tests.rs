@@ -6,6 +6,7 @@ use super::instruments::{INSTRUMENTS, Instrument, InstrumentKind};
 use super::predictions::{NEVER_MATCHED_AFTER, PredictionMeters, PromptKind};
 use super::{Meters, Pool};
 use crate::config::{QueueConfig, RouterConfig};
+use crate::wire::Finding;
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 
 const PAGE: &str = "docs/metrics.md";
@@ -34,6 +35,14 @@ fn the_page_lists_exactly_all_metrics() {
         let lists = |line: &&str| line.starts_with(&format!("| `{}` |", result.outcome()));
         let reasons = page.lines().find(lists).expect("a row for each outcome");
         assert!(reasons.contains(&format!("`{}`", result.reason())), "{PAGE} does not explain {result:?}");
+    }
+    for finding in Finding::ALL {
+        let row = format!("| `{}` |", finding.name());
+        assert_eq!(
+            page.lines().filter(|line| line.starts_with(&row)).count(),
+            1,
+            "{PAGE} does not explain {finding:?}"
+        );
     }
 }
 
