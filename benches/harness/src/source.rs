@@ -57,6 +57,11 @@ impl Source {
         workload.requests.truncate(limit.unwrap_or(usize::MAX));
         Ok(workload.sped_up(self.speedup))
     }
+
+    /// Name of the generated workload; empty for a trace.
+    pub(crate) fn workload_name(&self) -> String {
+        self.workload.as_ref().map(Generator::to_string).unwrap_or_default()
+    }
 }
 
 /// Prompts for closed loops: from a trace, or from [`Conversations`].

@@ -8,6 +8,7 @@ mod indexes;
 mod metered;
 mod parity;
 mod simulate;
+mod suite;
 mod table;
 
 use std::error::Error;
@@ -36,6 +37,8 @@ enum Command {
     Run(Run),
     /// Simulate a fleet in virtual time, driven by either router
     Simulate(Box<simulate::Simulated>),
+    /// Compute the figures of dynamo-kv-router for cases of the suite's matrix
+    Suite(suite::SuiteOfDynamo),
     /// Replay events and queries on the indexes alone
     Index(indexes::Indexes),
     /// Replay one index in this process and print its figures as JSON
@@ -133,6 +136,7 @@ fn main() -> ExitCode {
     let result = match &arguments.command {
         Some(Command::Run(run)) => run.run(),
         Some(Command::Simulate(simulated)) => simulated.run(),
+        Some(Command::Suite(suite)) => suite.run().map_err(Into::into),
         Some(Command::Index(indexes)) => indexes.run(),
         Some(Command::IndexRun(replayed)) => replayed.run(),
         Some(Command::Parity(parity)) => parity.run(),

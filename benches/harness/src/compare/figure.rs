@@ -36,6 +36,9 @@ impl Figure {
     /// Figures that decide a verdict: means, which affect all users, and not percentiles.
     pub const DECIDING: [Self; 2] = [Self::TtftMean, Self::E2eMean];
 
+    /// Figures that no workload may worsen by more than 2 %.
+    pub const JUDGED: [Self; 4] = [Self::TtftMean, Self::TtftP99, Self::E2eMean, Self::ItlP99];
+
     /// Value of the figure in a run.
     #[must_use]
     pub fn of(self, run: &Summary) -> Option<f64> {

@@ -69,6 +69,9 @@ pub struct FleetArguments {
     /// Delay of KV events between engine and router in ms
     #[arg(long, default_value_t = 1.0)]
     pub event_delay_ms: f64,
+    /// Report neither first tokens nor output blocks to the router, as for responses that are not streamed
+    #[arg(long)]
+    pub not_streamed: bool,
 }
 
 /// Kind of an engine.
@@ -234,6 +237,7 @@ impl FleetArguments {
             fleet: self.fleet(),
             engines: self.engines()?,
             event_delay_us: event_delay_us.round() as u64,
+            is_streamed: !self.not_streamed,
             warmup_requests,
             router,
         })

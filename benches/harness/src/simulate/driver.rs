@@ -212,14 +212,16 @@ impl<'a, T: Target> Driver<'a, T> {
             record.first_token_us = Some(self.now_us);
             record.cached_tokens = Some(output.cached_tokens.into());
             self.ranks[rank].count(record.prompt_tokens, output.cached_tokens.into());
-            self.target.delivered(&mut running.handle, output.cached_tokens.into());
-            let done = self.target.prefill_completed(&mut running.handle).await;
-            done.map_err(refused::<T>("complete the prefill of", number))?;
+            if self.setup.is_streamed {
+                self.target.delivered(&mut running.handle, output.cached_tokens.into());
+                let done = self.target.prefill_completed(&mut running.handle).await;
+                done.map_err(refused::<T>("complete the prefill of", number))?;
+            }
         } else if number >= self.setup.warmup_requests {
             self.itl_us.saturating_record(self.now_us - running.last_token_us);
         }
         running.last_token_us = self.now_us;
-        if record.output_tokens.is_multiple_of(block_size) {
+        if self.setup.is_streamed && record.output_tokens.is_multiple_of(block_size) {
             let counted = self.target.output_block(&mut running.handle).await;
             counted.map_err(refused::<T>("count the output of", number))?;
         }

@@ -27,6 +27,8 @@ pub struct Setup {
     pub engines: Vec<EngineConfig>,
     /// Delay of KV events between rank and router in µs.
     pub event_delay_us: u64,
+    /// Whether the router receives first tokens, with the number of cached prompt tokens, and output blocks.
+    pub is_streamed: bool,
     /// Number of initial requests that only warm caches.
     pub warmup_requests: usize,
     /// Settings of the router.
@@ -58,6 +60,7 @@ impl Setup {
             fleet: Fleet { workers, dp_size },
             engines: vec![EngineConfig::default(); workers as usize],
             event_delay_us: 1_000,
+            is_streamed: true,
             warmup_requests: 0,
             router: RouterSetup::default(),
         }

@@ -9,9 +9,9 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{ListError, Row, Suite, entries};
+use super::{Baseline, Entry, ListError, Row, Seeds, Selection, Suite, entries, matrix};
 use crate::compare::command::{jobs, seeds};
-use crate::compare::{CompareError, Policied, simulated};
+use crate::compare::{CompareError, Comparison, Policied, simulated};
 use crate::results::{Reporting, ReportingError, SCHEMA_VERSION};
 
 /// Number of requests per workload under `--quick`.
@@ -20,11 +20,12 @@ const QUICK_REQUESTS: u32 = 600;
 /// Runs the workloads of the suite, each under several policies.
 #[derive(Args, Clone, Debug)]
 pub struct RunSuite {
-    /// Policies, optionally with settings as in kv+policy.overlap_score_credit=0.5; the others are compared with the first
+    /// Policies, optionally with settings as in kv+policy.overlap_score_credit=0.5; the others are compared with the first,
+    /// or all with --baseline
     #[arg(long, required = true, value_delimiter = ',', value_name = "POLICY,...")]
     pub policies: Vec<Policied>,
     /// Run only this workload; repeatable
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", conflicts_with = "families")]
     pub only: Vec<String>,
     /// Trace in Mooncake's format for workloads that need one; without it they are skipped
     #[arg(long, value_name = "FILE")]
@@ -32,12 +33,15 @@ pub struct RunSuite {
     /// Run only the first 600 requests of each workload, as a smoke test
     #[arg(long)]
     pub quick: bool,
-    /// First seed
+    /// First seed, unless --families is given
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Number of seeds per policy
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1_000))]
-    pub seeds: u32,
+    /// Selection of cases of the matrix, which replace the list if --families is given.
+    #[command(flatten)]
+    pub selection: Selection,
+    /// File with the figures of another router, to which all policies are compared; requires --families
+    #[arg(long, value_name = "FILE", requires = "families", conflicts_with = "quick")]
+    pub baseline: Option<PathBuf>,
     /// Number of parallel simulations [default: number of cores]
     #[arg(long)]
     pub jobs: Option<NonZeroUsize>,
@@ -65,6 +69,30 @@ pub enum SuiteError {
         name: String,
         /// Error of the comparison.
         source: CompareError,
+    },
+    /// A file cannot be read.
+    #[error("cannot read {path}: {source}")]
+    Read {
+        /// Path of the file.
+        path: PathBuf,
+        /// Error from the operating system or the parser.
+        source: io::Error,
+    },
+    /// The baseline has no run of a case.
+    #[error("the baseline has no run of case {case} with seed {seed} and the same workload")]
+    NoBaseline {
+        /// Name of the case.
+        case: String,
+        /// Seed of the run.
+        seed: u64,
+    },
+    /// The router of a baseline failed.
+    #[error("case {case}: {source}")]
+    Baseline {
+        /// Name of the case.
+        case: String,
+        /// Error of the run.
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// Warnings under `--strict`, or a write error.
     #[error(transparent)]
@@ -97,14 +125,11 @@ impl RunSuite {
     }
 
     fn suite(&self, mut progress_out: impl Write) -> Result<Suite, SuiteError> {
-        let entries = entries()?;
-        if let Some(name) = self.only.iter().find(|name| entries.iter().all(|entry| entry.name != **name)) {
-            let known = entries.iter().map(|entry| entry.name.as_str()).collect::<Vec<_>>().join(", ");
-            return Err(ListError::Unknown { name: name.clone(), known }.into());
-        }
-        let (jobs, seeds) = (jobs(self.jobs), seeds(self.seed, self.seeds));
+        let (entries, seeds) = self.entries()?;
+        let baseline = self.baseline.as_deref().map(Baseline::read).transpose()?;
+        let jobs = jobs(self.jobs);
         let mut rows = Vec::new();
-        for entry in entries.into_iter().filter(|entry| self.only.is_empty() || self.only.contains(&entry.name)) {
+        for entry in entries {
             let Some(mut simulate) = entry.simulate(self.trace.as_deref())? else {
                 writeln!(progress_out, "{}: skipped, because it requires --trace", entry.name)
                     .map_err(ReportingError::Io)?;
@@ -116,9 +141,34 @@ impl RunSuite {
                 simulate.source.limit = Some(QUICK_REQUESTS);
             }
             let failed = |source| SuiteError::Compare { name: entry.name.clone(), source };
-            let comparison = simulated(&simulate, &self.policies, &seeds, jobs).map_err(failed)?;
+            let mut comparison = simulated(&simulate, &self.policies, &seeds, jobs).map_err(failed)?;
+            if let Some(baseline) = &baseline {
+                let runs = baseline.runs(&entry.name, &seeds, &simulate.source.workload_name())?;
+                let policies = comparison.contenders.into_iter().map(|contender| (contender.name, contender.runs));
+                let first = (baseline.router.clone(), runs);
+                comparison = Comparison::of_runs(std::iter::once(first).chain(policies).collect());
+            }
             rows.push(Row { name: entry.name, why: entry.why, comparison });
         }
         Ok(Suite { schema_version: SCHEMA_VERSION, rows })
+    }
+
+    /// Workloads of the list, or cases of the matrix, with their seeds.
+    fn entries(&self) -> Result<(Vec<Entry>, Vec<u64>), ListError> {
+        if !self.selection.families.is_empty() {
+            let matrix = matrix()?;
+            return Ok((matrix.cases(&self.selection)?, matrix.seeds(&self.selection)?));
+        }
+        let entries = entries()?;
+        if let Some(name) = self.only.iter().find(|name| entries.iter().all(|entry| entry.name != **name)) {
+            let known = entries.iter().map(|entry| entry.name.as_str()).collect::<Vec<_>>().join(", ");
+            return Err(ListError::Unknown { name: name.clone(), known });
+        }
+        let is_chosen = |entry: &Entry| self.only.is_empty() || self.only.contains(&entry.name);
+        let seeds = match self.selection.seeds {
+            Seeds::Count(count) => seeds(self.seed, count),
+            Seeds::Tuning | Seeds::HeldBack => matrix()?.seeds(&self.selection)?,
+        };
+        Ok((entries.into_iter().filter(is_chosen).collect(), seeds))
     }
 }

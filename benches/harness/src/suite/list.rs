@@ -5,6 +5,7 @@ use std::path::Path;
 use clap::Parser;
 use serde::Deserialize;
 
+use super::Matrix;
 use crate::simulate::Simulate;
 
 /// Content of the list file.
@@ -47,12 +48,27 @@ pub enum ListError {
         /// Known names.
         known: String,
     },
+    /// A held-back family was selected for tuning.
+    #[error("family {name} is held back for the final check and requires --seeds held-back")]
+    HeldBack {
+        /// Name of the family.
+        name: String,
+    },
+    /// The matrix has fewer seeds for tuning.
+    #[error("--seeds is {count}, the matrix has {known} seeds for tuning")]
+    Seeds {
+        /// The requested number.
+        count: u32,
+        /// The known number.
+        known: usize,
+    },
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct List {
     workload: Vec<Entry>,
+    matrix: Matrix,
 }
 
 #[derive(Parser)]
@@ -68,6 +84,14 @@ struct Line {
 /// The list is invalid; a test checks it.
 pub fn entries() -> Result<Vec<Entry>, ListError> {
     Ok(toml::from_str::<List>(LIST)?.workload)
+}
+
+/// Matrix of the suite.
+///
+/// # Errors
+/// The list is invalid; a test checks it.
+pub fn matrix() -> Result<Matrix, ListError> {
+    Ok(toml::from_str::<List>(LIST)?.matrix)
 }
 
 /// Parses `arguments` of the workload `name` as arguments of `simulate`.

@@ -1,6 +1,6 @@
 //! Comparison of policies on many workloads, which shows the wins and losses of each policy.
 //!
-//! Contains the list of workloads (`suite.toml`, beside this file) and the table of results. Each workload can be run
+//! Contains the list of workloads and the matrix of cases (`suite.toml`, beside this file), and the table of results. Each workload can be run
 //! separately, by `simulate` with the arguments of its entry. [`crate::compare`] compares and
 //! [`pointsman_trial::workload::generate`] generates the workloads.
 //!
@@ -13,19 +13,24 @@
 //! that considers single requests. It ignores the cost for other requests, so a policy without regret may lose to a
 //! policy with regret.
 
+mod baseline;
 mod command;
 mod list;
+mod matrix;
 
+use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use serde::{Deserialize, Serialize};
 
+pub use baseline::Baseline;
 pub use command::{RunSuite, SuiteError};
 pub(crate) use list::parsed;
-pub use list::{Entry, ListError, entries};
+pub use list::{Entry, ListError, entries, matrix};
+pub use matrix::{Matrix, Seeds, Selection};
 
 use crate::compare::text::judgement;
-use crate::compare::{Comparison, Figure};
+use crate::compare::{Comparison, Figure, Ratio, TIE};
 use crate::results::table::Table;
 
 /// Result of a suite.
@@ -49,11 +54,12 @@ pub struct Row {
 }
 
 impl Suite {
-    /// Writes one table as text: a row per workload and policy, with ratios to the first policy.
+    /// Writes one table as text: a row per workload and policy, with ratios to the first policy, then geometric means over
+    /// the workloads, and all [judged](Figure::JUDGED) figures that are worse by more than 2 %.
     ///
     /// # Errors
     /// `out` fails.
-    pub fn write_text(&self, out: impl Write) -> io::Result<()> {
+    pub fn write_text(&self, mut out: impl Write) -> io::Result<()> {
         let columns = ["workload", "policy"].into_iter().chain(Figure::ALL.map(Figure::title));
         let mut table = Table::new(&[0, 1, 2 + Figure::ALL.len()], columns.chain(["beside the first"]));
         for row in &self.rows {
@@ -65,7 +71,51 @@ impl Suite {
                 table.push(names.chain(ratios).chain([judgement(contender)]));
             }
         }
-        table.write(out)
+        let means = self.geometric_means();
+        for (policy, means) in &means {
+            let mean = |figure| means.get(&figure).map_or("–".to_owned(), |mean: &f64| format!("{mean:.3}"));
+            let names = ["geometric mean".to_owned(), policy.clone()].into_iter();
+            table.push(names.chain(Figure::ALL.into_iter().map(mean)));
+        }
+        table.write(&mut out)?;
+        let worse = self.worse();
+        writeln!(out, "\n{} figures are worse by more than 2 %", worse.len())?;
+        for line in worse {
+            writeln!(out, "{line}")?;
+        }
+        Ok(())
+    }
+
+    /// Geometric mean of each figure's ratios over the workloads, by policy.
+    fn geometric_means(&self) -> BTreeMap<String, BTreeMap<Figure, f64>> {
+        let mut ratios = BTreeMap::<String, BTreeMap<Figure, Vec<f64>>>::new();
+        for contender in self.rows.iter().flat_map(|row| row.comparison.contenders.iter().skip(1)) {
+            let of_policy = ratios.entry(contender.name.clone()).or_default();
+            for (figure, Ratio { ratio, .. }) in &contender.ratios {
+                of_policy.entry(*figure).or_default().push(*ratio);
+            }
+        }
+        let mean = |(figure, ratios): (Figure, Vec<f64>)| {
+            let logs: f64 = ratios.iter().map(|ratio| ratio.ln()).sum();
+            (figure, (logs / ratios.len() as f64).exp())
+        };
+        ratios.into_iter().map(|(policy, figures)| (policy, figures.into_iter().map(mean).collect())).collect()
+    }
+
+    /// Judged figures that are worse by more than 2 %, one per line.
+    fn worse(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        for row in &self.rows {
+            for contender in row.comparison.contenders.iter().skip(1) {
+                let ratios =
+                    Figure::JUDGED.into_iter().filter_map(|figure| Some((figure, contender.ratios.get(&figure)?)));
+                let worse = ratios.filter(|(_, of)| of.ratio > 1.0 + TIE);
+                lines.extend(worse.map(|(figure, of)| {
+                    format!("{}  {}  {}  {:.3}", row.name, contender.name, figure.title(), of.ratio)
+                }));
+            }
+        }
+        lines
     }
 
     /// Writes the suite as one line of JSON.
@@ -99,5 +149,16 @@ mod tests {
         assert_eq!(lines[1], ["chat", "latency", "0.500", "0.500", "0.500", "0.500", "0.500", "1.000", "wins"]);
         assert_eq!(lines[2][..3], ["low", "latency", "1.000"]);
         assert_eq!(lines[2][8], "ties");
+        assert_eq!(lines[3][..4], ["geometric", "mean", "latency", "0.707"]);
+        assert_eq!(lines[5][..2], ["0", "figures"]);
+    }
+
+    #[test]
+    fn judged_figures_that_are_worse_are_listed() {
+        let comparison = comparison(&[("kv", 1.0), ("latency", 1.5)]);
+        let rows = vec![Row { name: "chat".into(), why: String::new(), comparison }];
+        let lines = Suite { schema_version: SCHEMA_VERSION, rows }.worse();
+        assert_eq!(lines.len(), Figure::JUDGED.len());
+        assert_eq!(lines[0], "chat  latency  TTFT mean  1.500");
     }
 }

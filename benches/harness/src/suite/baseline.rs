@@ -1,0 +1,123 @@
+//! Figures of a router outside this workspace for cases of the matrix, computed once and kept in a file.
+//!
+//! The file is written after each case, and existing cases are kept, so that an interrupted computation continues.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::num::NonZeroUsize;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Entry, Selection, SuiteError, matrix};
+use crate::compare::jobs::in_parallel;
+use crate::results::{SCHEMA_VERSION, Summary};
+use crate::simulate::Simulate;
+
+/// Runs of one router by case.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Baseline {
+    /// [`SCHEMA_VERSION`] of the program that wrote it.
+    pub schema_version: u32,
+    /// Name of the router.
+    pub router: String,
+    /// Runs of each case, by its name, in order of seeds.
+    pub cases: BTreeMap<String, Vec<Summary>>,
+}
+
+impl Baseline {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// The file cannot be read, or another version of this program wrote it.
+    pub fn read(path: &Path) -> Result<Self, SuiteError> {
+        let failed = |source| SuiteError::Read { path: path.to_owned(), source };
+        let baseline: Self = serde_json::from_slice(&fs::read(path).map_err(failed)?)
+            .map_err(|error| failed(io::Error::new(io::ErrorKind::InvalidData, error)))?;
+        if baseline.schema_version == SCHEMA_VERSION {
+            Ok(baseline)
+        } else {
+            let found = format!("schema_version is {}, this program reads {SCHEMA_VERSION}", baseline.schema_version);
+            Err(failed(io::Error::new(io::ErrorKind::InvalidData, found)))
+        }
+    }
+
+    /// Runs of `case` with `seeds` of the same `workload`.
+    ///
+    /// # Errors
+    /// A run is missing, or it was computed for a different workload.
+    pub fn runs(&self, case: &str, seeds: &[u64], workload: &str) -> Result<Vec<Summary>, SuiteError> {
+        let runs = self.cases.get(case).map_or(&[][..], Vec::as_slice);
+        let find = |seed: &u64| {
+            let run = runs.iter().find(|run| run.seed == *seed && run.workload == workload);
+            run.cloned().ok_or_else(|| SuiteError::NoBaseline { case: case.to_owned(), seed: *seed })
+        };
+        seeds.iter().map(find).collect()
+    }
+
+    /// Adds the missing runs of `selection` to the file at `path`, with at most `jobs` in parallel.
+    ///
+    /// # Errors
+    /// The selection is invalid, `run` fails, or the file cannot be read or written.
+    pub fn extend<E: Send + Into<Box<dyn std::error::Error + Send + Sync>>>(
+        path: &Path,
+        router: &str,
+        selection: &Selection,
+        jobs: NonZeroUsize,
+        run: impl Fn(&Simulate, u64) -> Result<Summary, E> + Sync,
+    ) -> Result<(), SuiteError> {
+        let matrix = matrix()?;
+        let (cases, seeds) = (matrix.cases(selection)?, matrix.seeds(selection)?);
+        let mut baseline = if path.exists() {
+            Self::read(path)?
+        } else {
+            Self { schema_version: SCHEMA_VERSION, router: router.to_owned(), cases: BTreeMap::new() }
+        };
+        for case in cases {
+            let Some(simulate) = case.simulate(None)? else { continue };
+            let workload = simulate.source.workload_name();
+            let is_missing = |seed: &u64| baseline.runs(&case.name, &[*seed], &workload).is_err();
+            let missing: Vec<u64> = seeds.iter().copied().filter(is_missing).collect();
+            let failed = |source: E| SuiteError::Baseline { case: case.name.clone(), source: source.into() };
+            let added = in_parallel(&missing, jobs, |seed| run(&simulate, *seed)).map_err(failed)?;
+            baseline.add(&case, &workload, added);
+            let write = |source| SuiteError::Write { path: path.to_owned(), source };
+            let text = serde_json::to_vec(&baseline).map_err(|error| write(error.into()))?;
+            fs::write(path, text).map_err(write)?;
+        }
+        Ok(())
+    }
+
+    /// Adds runs of `case` and removes those of an earlier workload.
+    fn add(&mut self, case: &Entry, workload: &str, added: Vec<Summary>) {
+        let runs = self.cases.entry(case.name.clone()).or_default();
+        runs.retain(|run| run.workload == workload);
+        runs.extend(added);
+        runs.sort_by_key(|run| run.seed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compare::tests::summary;
+
+    #[test]
+    fn runs_are_found_by_case_seed_and_workload() {
+        let runs = vec![summary("peer", 1, 1.0), summary("peer", 2, 1.0)];
+        let workload = runs[0].workload.clone();
+        let cases = BTreeMap::from([("chat/8/1/plain".to_owned(), runs)]);
+        let baseline = Baseline { schema_version: SCHEMA_VERSION, router: "peer".to_owned(), cases };
+        let seeds = |seeds: &[u64], case, workload: &str| baseline.runs(case, seeds, workload).map(|runs| runs.len());
+        assert_eq!(seeds(&[2, 1], "chat/8/1/plain", &workload).expect("known"), 2);
+        for (wanted, case, workload) in [
+            (3, "chat/8/1/plain", workload.as_str()),
+            (1, "chat/8/2/plain", workload.as_str()),
+            (1, "chat/8/1/plain", "other"),
+        ] {
+            let error = seeds(&[wanted], case, workload).expect_err("missing").to_string();
+            assert!(error.contains(case) && error.contains(&format!("seed {wanted}")), "{error}");
+        }
+    }
+}
