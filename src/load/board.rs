@@ -1,6 +1,6 @@
 //! Load board: the latest load of each rank, readable without messages.
 //!
-//! Two cache lines per rank. The rank's sequence actor is the only writer; the scheduler and the handle read. A read
+//! Three cache lines per rank. The rank's sequence actor is the only writer; the scheduler and the handle read. A read
 //! returns one consistent snapshot, never parts of two. The scheduler adds its later bookings itself (the overlay). The
 //! README beside this file documents staleness and its effects.
 
@@ -18,6 +18,8 @@ pub struct BoardLoad {
     pub applied: u32,
     /// Active blocks, rounded.
     pub active_blocks: u32,
+    /// Blocks that a decode step reads, shared or not.
+    pub read_blocks: u32,
     /// Active requests.
     pub requests: u32,
     /// Prefill tokens to compute, as a curve, so that the load decreases without further messages.
@@ -35,6 +37,7 @@ impl BoardLoad {
             incarnation,
             applied,
             active_blocks: load.active_blocks,
+            read_blocks: load.read_blocks,
             requests: load.requests,
             prefill: active.prefill_curve(),
             prompts: active.sketch(),
@@ -42,7 +45,7 @@ impl BoardLoad {
     }
 }
 
-/// One rank's entry on the board: a seqlock of atomics on two cache lines.
+/// One rank's entry on the board: a seqlock of atomics on three cache lines.
 ///
 /// ```
 /// use pointsman::load::{BoardLoad, BoardSlot};
@@ -60,11 +63,13 @@ pub struct BoardSlot {
     applied: AtomicU64,
     /// Active blocks (high half), requests (low half).
     active: AtomicU64,
+    /// Read blocks.
+    read_blocks: AtomicU64,
     prefill: [AtomicU64; PrefillCurve::WORDS],
     prompts: [AtomicU64; PromptSketch::WORDS],
 }
 
-const _: () = assert!(size_of::<BoardSlot>() == 128, "a slot is two cache lines");
+const _: () = assert!(size_of::<BoardSlot>() == 192, "a slot is three cache lines");
 
 /// Attempts before a reader keeps its previous copy, so that a writer that died during a publication does not block
 /// readers.
@@ -80,6 +85,7 @@ impl BoardSlot {
         fence(Ordering::Release);
         self.applied.store(halves(load.incarnation, load.applied), Ordering::Relaxed);
         self.active.store(halves(load.active_blocks, load.requests), Ordering::Relaxed);
+        self.read_blocks.store(load.read_blocks.into(), Ordering::Relaxed);
         store(&self.prefill, load.prefill.to_words());
         store(&self.prompts, load.prompts.to_words());
         self.version.store(writing.wrapping_add(1), Ordering::Release);
@@ -131,9 +137,10 @@ impl BoardSlot {
     fn read_fields(&self) -> BoardLoad {
         let (incarnation, applied) = split(self.applied.load(Ordering::Relaxed));
         let (active_blocks, requests) = split(self.active.load(Ordering::Relaxed));
+        let read_blocks = split(self.read_blocks.load(Ordering::Relaxed)).1;
         let prefill = PrefillCurve::from_words(load(&self.prefill));
         let prompts = PromptSketch::from_words(load(&self.prompts));
-        BoardLoad { incarnation, applied, active_blocks, requests, prefill, prompts }
+        BoardLoad { incarnation, applied, active_blocks, read_blocks, requests, prefill, prompts }
     }
 }
 
@@ -202,8 +209,11 @@ mod tests {
                 for n in 0..200_000u32 {
                     let prefill = PrefillCurve::from_words([u64::from(n); PrefillCurve::WORDS]);
                     let prompts = PromptSketch::from_words([u64::from(n); PromptSketch::WORDS]);
-                    let (applied, active_blocks, requests) = (n, n, n);
-                    slot.publish(&BoardLoad { incarnation: 0, applied, active_blocks, requests, prefill, prompts });
+                    let (applied, active_blocks, read_blocks, requests) = (n, n, n, n);
+                    let incarnation = 0;
+                    let load =
+                        BoardLoad { incarnation, applied, active_blocks, read_blocks, requests, prefill, prompts };
+                    slot.publish(&load);
                 }
                 done.store(true, Ordering::Release);
             });
@@ -211,6 +221,7 @@ mod tests {
             while !done.load(Ordering::Acquire) {
                 if let Some(load) = slot.read() {
                     assert_eq!((load.active_blocks, load.requests), (load.applied, load.applied));
+                    assert_eq!(load.read_blocks, load.applied);
                     assert_eq!(load.prefill.to_words(), [u64::from(load.applied); PrefillCurve::WORDS]);
                     assert_eq!(load.prompts.to_words(), [u64::from(load.applied); PromptSketch::WORDS]);
                     assert!(load.applied >= last, "time does not run backwards");

@@ -30,7 +30,7 @@ use crate::protocol::{BookingId, Timestamp};
 /// let cell = Arc::new(SpeedCell::default());
 /// let mut meter = SpeedMeter::new(Arc::clone(&cell), 64);
 /// meter.booked(BookingId(1), PrefillLoadHint::new(8_000, 0, true, None), Timestamp(0));
-/// meter.load_is(RankLoad { requests: 1, active_blocks: 125, prefill_tokens: 8_000 }, Timestamp(0));
+/// meter.load_is(RankLoad { requests: 1, active_blocks: 125, read_blocks: 125, prefill_tokens: 8_000 }, Timestamp(0));
 /// assert_eq!(cell.work_tokens_per_second(), None);
 /// let mut now = 1_000_000_000; // 8,000 tokens in a second
 /// meter.reported(BookingId(1), true, 0, Timestamp(now));
@@ -231,7 +231,7 @@ impl SpeedMeter {
             let seconds = passed.as_secs_f64();
             self.sums.seconds += seconds;
             self.sums.request_seconds += seconds * f64::from(self.load.requests);
-            self.sums.block_seconds += seconds * f64::from(self.load.active_blocks);
+            self.sums.block_seconds += seconds * f64::from(self.load.read_blocks);
         }
     }
 

@@ -162,6 +162,11 @@ impl ReferenceSequences {
         let left = then.requests.values().flat_map(|request| request.prefill).map(|prefill| prefill.left());
         RankLoad {
             active_blocks: self.weighted_blocks().round() as u32,
+            read_blocks: self
+                .requests
+                .values()
+                .map(|request| request.prompt.len() + request.output.len())
+                .sum::<usize>() as u32,
             prefill_tokens: left.sum::<u128>() as u64,
             requests: self.requests.len() as u32,
         }

@@ -30,7 +30,7 @@ use crate::protocol::{BookingId, SequenceHash, Timestamp};
 /// rank.book(BookingId(1), prompt([11, 12, 13]), PrefillLoadHint::new(12, 0, true, None), now)?;
 /// let booked = rank.book(BookingId(2), prompt([11, 12, 21]), PrefillLoadHint::new(12, 8, true, None), now)?;
 /// assert_eq!((booked.shared_blocks, booked.added_blocks), (2, 1));
-/// assert_eq!(rank.load(now), RankLoad { active_blocks: 4, prefill_tokens: 16, requests: 2 });
+/// assert_eq!(rank.load(now), RankLoad { active_blocks: 4, read_blocks: 6, prefill_tokens: 16, requests: 2 });
 ///
 /// assert_eq!(rank.free(BookingId(1), now), Change::Applied);
 /// assert_eq!(rank.free(BookingId(1), now), Change::NoChange);
@@ -48,6 +48,8 @@ pub struct ActiveSequences {
     /// Weights of the blocks that are private to one booking: output, and prompts outside the tree.
     private: BlockSum,
     prefills: PrefillQueue,
+    /// Blocks that a step reads: those of each booking's prompt and output, shared or not.
+    read_blocks: u64,
 }
 
 /// The complete blocks of one prompt.
@@ -90,6 +92,9 @@ pub enum Change {
 pub struct RankLoad {
     /// Sum of the weights of all active prompt and output blocks, rounded half up to whole blocks. Saturates.
     pub active_blocks: u32,
+    /// Blocks that a decode step reads: the sum over all bookings of prompt and output blocks. Attention reads a shared
+    /// prefix once per request. Saturates.
+    pub read_blocks: u32,
     /// Remaining tokens of unfinished prefills.
     pub prefill_tokens: u64,
     /// Number of bookings.
@@ -110,6 +115,8 @@ pub struct Projection {
 #[derive(Clone, Debug)]
 struct Booking {
     prompt: Charge,
+    /// Complete blocks of the prompt.
+    prompt_blocks: u32,
     /// The output at the last read.
     output: OutputBlocks,
     /// The queued prefill, until it is reported complete.
@@ -139,6 +146,7 @@ impl ActiveSequences {
             sketch: SketchCounts::new(),
             private: BlockSum::default(),
             prefills: PrefillQueue::default(),
+            read_blocks: 0,
         }
     }
 
@@ -164,6 +172,7 @@ impl ActiveSequences {
         }
         self.prefills.advance(now);
         let blocks = prompt.block_count();
+        self.read_blocks += u64::from(blocks);
         let (prompt, shared_blocks) = match prompt {
             PromptBlocks::Hashed(hashes) if self.assume_kv_reuse => {
                 let fingerprint = PromptFingerprint::of(&hashes);
@@ -178,7 +187,10 @@ impl ActiveSequences {
         };
         let is_reported = prefill.is_some_and(PrefillLoadHint::is_reported);
         let prefill = prefill.map(|hint| self.prefills.push(hint, now));
-        self.bookings.insert(booking, Booking { prompt, output: OutputBlocks::default(), prefill, is_reported });
+        self.bookings.insert(
+            booking,
+            Booking { prompt, prompt_blocks: blocks, output: OutputBlocks::default(), prefill, is_reported },
+        );
         Ok(BookedBlocks { shared_blocks, added_blocks: blocks - shared_blocks })
     }
 
@@ -207,6 +219,8 @@ impl ActiveSequences {
         }
         self.private.sub(seen.weighted());
         self.private.add(output.weighted());
+        self.read_blocks =
+            (self.read_blocks + u64::from(output.block_count())).saturating_sub(seen.block_count().into());
         if output.reweighed_since(&seen) {
             match &mut known.prompt {
                 Charge::Shared { end, .. } => self.prompts.reweigh(*end, output.decay()),
@@ -222,7 +236,8 @@ impl ActiveSequences {
 
     /// Ends a booking: removes its output, the unshared blocks of its prompt, and the remainder of its prefill.
     pub fn free(&mut self, booking: BookingId, now: Timestamp) -> Change {
-        let Some(Booking { prompt, output, prefill, is_reported }) = self.bookings.remove(&booking) else {
+        let Some(Booking { prompt, prompt_blocks, output, prefill, is_reported }) = self.bookings.remove(&booking)
+        else {
             return Change::NoChange;
         };
         self.prefills.advance(now);
@@ -233,6 +248,8 @@ impl ActiveSequences {
             self.prefills.complete(id, now);
         }
         self.private.sub(output.weighted());
+        let read_blocks = u64::from(prompt_blocks) + u64::from(output.block_count());
+        self.read_blocks = self.read_blocks.saturating_sub(read_blocks);
         match prompt {
             Charge::Shared { end, fingerprint } => {
                 self.sketch.remove(&fingerprint);
@@ -278,6 +295,7 @@ impl ActiveSequences {
     pub fn load(&self, now: Timestamp) -> RankLoad {
         RankLoad {
             active_blocks: self.active_blocks(),
+            read_blocks: u32::try_from(self.read_blocks).unwrap_or(u32::MAX),
             prefill_tokens: self.prefills.tokens(now),
             requests: u32::try_from(self.bookings.len()).unwrap_or(u32::MAX),
         }
@@ -326,15 +344,17 @@ impl ActiveSequences {
     pub fn check_invariants(&self) {
         self.prompts.check_invariants();
         self.prefills.check_invariants();
-        let (mut ends, mut private) = (0, BlockSum::default());
+        let (mut ends, mut private, mut read_blocks) = (0, BlockSum::default(), 0);
         for (_, booking) in std::collections::BTreeMap::from_iter(&self.bookings) {
             private.add(booking.output.weighted());
+            read_blocks += u64::from(booking.prompt_blocks) + u64::from(booking.output.block_count());
             match booking.prompt {
                 Charge::Shared { .. } => ends += 1,
                 Charge::Private { blocks, weight } => private.add(weight.times(blocks)),
             }
         }
         assert_eq!(ends, self.prompts.prompt_count(), "a prompt without a booking, or the reverse");
+        assert_eq!(read_blocks, self.read_blocks, "the sum of read blocks is wrong");
         assert_eq!(private, self.private, "the sum of private weights is wrong");
         let waiting = self.bookings.values().filter(|booking| booking.prefill.is_some()).count();
         assert!(self.prefills.unfinished() <= waiting, "a prefill without a booking");

@@ -19,8 +19,8 @@ fn hint(tokens: u32) -> Option<PrefillLoadHint> {
     PrefillLoadHint::new(tokens, 0, true, None)
 }
 
-fn load(requests: u32, active_blocks: u32) -> RankLoad {
-    RankLoad { requests, active_blocks, prefill_tokens: 0 }
+fn load(requests: u32, read_blocks: u32) -> RankLoad {
+    RankLoad { requests, active_blocks: read_blocks, read_blocks, prefill_tokens: 0 }
 }
 
 #[test]

@@ -67,8 +67,9 @@ impl Both {
     #[track_caller]
     fn assert_load(&self, active_blocks: u32, prefill_tokens: u64, requests: u32) {
         self.rank.check_invariants();
-        let load = RankLoad { active_blocks, prefill_tokens, requests };
-        assert_eq!((self.rank.load(self.now), self.model.load(self.now)), (load, load));
+        let model = self.model.load(self.now);
+        let load = RankLoad { active_blocks, read_blocks: model.read_blocks, prefill_tokens, requests };
+        assert_eq!((self.rank.load(self.now), model), (load, load));
         assert_eq!(self.rank.weighted_blocks(), self.model.weighted_blocks());
     }
 
