@@ -1,32 +1,41 @@
 //! The `latency` cost of a request on a rank in seconds, lower is better.
 //!
-//! Marginal cost of an additional request: the delay in seconds over all requests that it affects. With the learned
-//! [speed](EngineSpeed) of the rank:
+//! Marginal cost of an additional request: the delay in seconds over all requests that it affects, in a pool whose ranks
+//! are queues with Poisson arrivals and general service times (M/G/1). Choosing the lowest cost is one step of policy
+//! improvement over a random choice. With the learned [speed](EngineSpeed) of the rank:
 //!
 //! ```text
 //! work     = new · (1 + (cached + new / 2) / 33000)                  tokens; attention reads what stands before each
 //! prefill  = work / work_tokens_per_second
-//! step     = step_seconds + request_seconds · requests + block_seconds · blocks
-//! ttft     = wait + prefill + step
-//! overdue  = wait² / 1 s
+//! step     = step_seconds + request_seconds · requests + block_seconds · read_blocks
+//! own_step = request_seconds + block_seconds · isl / block_size      what the request adds to a step
+//! room     = output · step · min(1, missing / total_blocks)          wait until ended requests release enough blocks
+//! ttft     = wait + room + prefill + step
 //! stall    = prefill · requests
-//! decode   = output · (step + request_seconds + block_seconds · isl / block_size)
-//! displace = displaced · prefill
-//! copy     = the part of prefill from cached to common              what many ranks hold and this one lacks
-//! cost     = 2 · (ttft + overdue) + stall + decode + displace − copy
+//! later    = A · prefill · (wait + prefill / 2)                      A = 2 · arrivals / (1 − utilization)
+//! decode   = output · (step + own_step)
+//! slowdown = output · own_step · requests
+//! displace = P · reuse · prefill, if the cache is full               P = 3 + mean requests + A · mean wait
+//! copy     = min(P · copied, 2 · copied + its part of stall and later)
+//! cost     = 3 · ttft + stall + later + 2 · (decode + slowdown) + displace − copy
 //! ```
 //!
-//! - *ttft*: time to the first token: earlier prefills, its own uncached prompt, and one step. Rates are learned beside
-//!   decodes and include them. Counts twice, because the caller sees nothing during it.
-//! - *overdue*: long waits count progressively. Ten requests without a wait do not compensate one wait of ten seconds.
+//! - *ttft*: time to the first token: earlier prefills, blocks that must become free, its own uncached prompt, and one
+//!   step. Rates are learned beside decodes and include them. Counts three times, because the caller sees nothing during
+//!   it.
 //! - *stall*: engines prefill within decode steps, so each active request on the rank stalls for that time.
-//! - *decode*: its own output at the step time of the rank with its requests and blocks.
-//! - *displace*: newly computed blocks evict blocks that later requests would have used.
-//! - *copy*: a prefix on many ranks is requested repeatedly. Computing it on a rank that lacks it pays off at its next
-//!   request there; without this term, few requests would stay on warm ranks beside an idle one.
+//! - *later*: requests that arrive before the queue is empty wait for its prefill. `A` is the number of such requests per
+//!   second of queue, from the pool's arrivals per rank and the share of time that ranks prefill.
+//! - *decode*, *slowdown*: its own output at the step time of the rank, and the additional time of the other requests'
+//!   steps during that output. They count twice.
+//! - *displace*: newly computed blocks evict blocks that later requests would have used. They are computed again on an
+//!   average rank, where a second of work costs `P`.
+//! - *copy*: a prefix on many ranks is requested repeatedly; `copied` is the part of prefill from cached to common.
+//!   Computing it on a rank that lacks it pays off at its next request there; without this term, few requests would stay
+//!   on warm ranks beside an idle one. The caller waits for it in any case, so its time counts at least once, and a cost
+//!   always decreases with the cached part.
 //!
-//! The first untuned form of this (queued + 2 · new + new · running / 8 + 4 · running, in blocks) and the idea to
-//! multiply work and batch (LMetric, arXiv 2603.15202) were measured for comparison: docs/policies.md has the figures.
+//! The weights 3 and 2 and the reuse are measured; docs/policies.md has the figures and the forms that were dropped.
 
 use serde::{Deserialize, Serialize};
 
@@ -35,10 +44,16 @@ use crate::load::{EngineSpeed, work_tokens};
 use crate::validation::Problems;
 
 /// Weight of the time to first token.
-const TTFT_WEIGHT: f64 = 2.0;
+const TTFT_WEIGHT: f64 = 3.0;
 
-/// Wait in seconds that counts double.
-const WAIT_TOLERANCE_SECONDS: f64 = 1.0;
+/// Weight of decode times.
+const DECODE_WEIGHT: f64 = 2.0;
+
+/// Upper limit of the utilization in the cost of later arrivals, which is infinite at 1.
+const UTILIZATION_MAX: f64 = 0.9;
+
+/// Share of the cache that requests fill before others wait for blocks.
+const FILL_MAX: f64 = 0.95;
 
 /// Settings of [`Policy::Latency`](super::Policy::Latency). It weighs seconds against seconds, so it has no
 /// weights.
@@ -82,8 +97,53 @@ pub struct LatencyCost {
     pub output_tokens: f64,
     /// Leading tokens of the prompt cached on many ranks, and thus requested repeatedly.
     pub common_tokens: u32,
-    /// Later loss in seconds per second of prefill with evictions.
-    pub displaced: f64,
+    /// Share of evicted blocks that will be requested again.
+    pub reuse: f64,
+    /// Prices of prefill work in the pool.
+    pub prices: WorkPrices,
+}
+
+/// Load of a pool, as means over its ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PoolLoad {
+    /// Arrivals per second and rank.
+    pub arrivals_per_second: f64,
+    /// Share of the time that a rank prefills.
+    pub utilization: f64,
+    /// Mean number of active requests of a rank.
+    pub requests: f64,
+    /// Mean duration of the queued prefills of a rank, in seconds.
+    pub wait_seconds: f64,
+}
+
+/// Prices of prefill work in a pool.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct WorkPrices {
+    /// Seconds by which later arrivals are delayed, per second of work and second of queue.
+    pub later: f64,
+    /// Cost of a second of work on an average rank.
+    pub mean: f64,
+}
+
+impl WorkPrices {
+    /// Prices at this load.
+    ///
+    /// ```
+    /// use pointsman::policy::{PoolLoad, WorkPrices};
+    ///
+    /// let load = PoolLoad { arrivals_per_second: 4.0, utilization: 0.5, requests: 10.0, wait_seconds: 0.1 };
+    /// assert_eq!(WorkPrices::of(&load), WorkPrices { later: 16.0, mean: 3.0 + 10.0 + 1.6 });
+    /// ```
+    #[must_use]
+    pub fn of(load: &PoolLoad) -> Self {
+        let later = 2.0 * load.arrivals_per_second / (1.0 - load.utilization.min(UTILIZATION_MAX));
+        Self { later, mean: work_price(later, load.requests, load.wait_seconds) }
+    }
+}
+
+/// Cost of a second of work on a rank with these requests and this wait.
+fn work_price(later: f64, requests: f64, wait_seconds: f64) -> f64 {
+    TTFT_WEIGHT + requests + later * wait_seconds
 }
 
 /// Facts about one request on one rank.
@@ -97,8 +157,12 @@ pub struct LatencyFacts {
     pub wait_seconds: f64,
     /// Active requests on the rank, waiting or running.
     pub requests: u32,
-    /// Blocks of the active requests.
-    pub active_blocks: u64,
+    /// Blocks of the active requests with this one, shared ones counted once.
+    pub potential_blocks: u64,
+    /// Blocks that a step reads, shared ones counted once per request.
+    pub read_blocks: u64,
+    /// Blocks of the cache, if known.
+    pub total_blocks: Option<u32>,
     /// Whether the cache of the rank is full, so that new blocks evict others.
     pub is_full: bool,
     /// Speed of the rank.
@@ -110,12 +174,16 @@ pub struct LatencyFacts {
 pub struct LatencyTerms {
     /// Expected time to first token.
     pub ttft_seconds: f64,
-    /// Additional cost of a long wait.
-    pub overdue_seconds: f64,
+    /// Part of it during which the request waits for KV blocks.
+    pub room_seconds: f64,
     /// Total stall of the active requests during its prefill.
     pub stall_seconds: f64,
+    /// Total wait of later arrivals for its prefill.
+    pub later_seconds: f64,
     /// Duration of its output.
     pub decode_seconds: f64,
+    /// Total additional duration of the active requests' output.
+    pub slowdown_seconds: f64,
     /// Later loss from evicted blocks.
     pub displace_seconds: f64,
     /// Later gain from a prefix that many ranks hold and this one lacks.
@@ -127,9 +195,10 @@ impl LatencyTerms {
     #[must_use]
     #[inline]
     pub fn total(&self) -> f64 {
-        TTFT_WEIGHT * (self.ttft_seconds + self.overdue_seconds)
+        TTFT_WEIGHT * self.ttft_seconds
             + self.stall_seconds
-            + self.decode_seconds
+            + self.later_seconds
+            + DECODE_WEIGHT * (self.decode_seconds + self.slowdown_seconds)
             + self.displace_seconds
             - self.copy_seconds
     }
@@ -140,16 +209,19 @@ impl LatencyCost {
     ///
     /// ```
     /// use pointsman::load::EngineSpeed;
-    /// use pointsman::policy::{LatencyCost, LatencyFacts};
+    /// use pointsman::policy::{LatencyCost, LatencyFacts, PoolLoad, WorkPrices};
     ///
-    /// let cost = LatencyCost { block_size: 64, track_prefill_tokens: true, output_tokens: 100.0, common_tokens: 0, displaced: 0.0 };
+    /// let prices = WorkPrices::of(&PoolLoad::default());
+    /// let cost = LatencyCost {
+    ///     block_size: 64, track_prefill_tokens: true, output_tokens: 100.0, common_tokens: 0, reuse: 0.0, prices,
+    /// };
     /// let speed = EngineSpeed::prior(64);
     /// let idle = LatencyFacts {
-    ///     isl_tokens: 6_400, cached_tokens: 0, wait_seconds: 0.0, requests: 0, active_blocks: 0,
-    ///     is_full: false, speed,
+    ///     isl_tokens: 6_400, cached_tokens: 0, wait_seconds: 0.0, requests: 0, potential_blocks: 100,
+    ///     read_blocks: 0, total_blocks: None, is_full: false, speed,
     /// };
     /// let warm = LatencyFacts { cached_tokens: 6_336, ..idle };
-    /// let busy = LatencyFacts { wait_seconds: 3.0, requests: 20, active_blocks: 2_000, ..warm };
+    /// let busy = LatencyFacts { wait_seconds: 3.0, requests: 20, read_blocks: 2_000, ..warm };
     /// assert!(cost.cost(&warm) < cost.cost(&idle) && cost.cost(&idle) < cost.cost(&busy));
     /// assert!((cost.terms(&warm).ttft_seconds - 0.0117).abs() < 1e-4); // 64 tokens behind 6,336, and a step
     /// ```
@@ -160,14 +232,14 @@ impl LatencyCost {
     }
 
     /// Interval of the cost if the load is between bounds: `facts` has the upper bounds, at most `cached_tokens_max`
-    /// tokens need no computation, and active requests hold at least `active_blocks_min` blocks.
+    /// tokens need no computation, and the requests hold at least `potential_blocks_min` blocks with this one.
     #[must_use]
     #[inline]
-    pub fn bounds(&self, facts: &LatencyFacts, cached_tokens_max: u32, active_blocks_min: u64) -> Bounds {
+    pub fn bounds(&self, facts: &LatencyFacts, cached_tokens_max: u32, potential_blocks_min: u64) -> Bounds {
         let hi = self.cost(facts);
         let lo = self.cost(&LatencyFacts {
             cached_tokens: facts.cached_tokens.max(cached_tokens_max).min(facts.isl_tokens),
-            active_blocks: active_blocks_min,
+            potential_blocks: potential_blocks_min,
             ..*facts
         });
         Bounds { lo: lo.min(hi), hi }
@@ -177,22 +249,41 @@ impl LatencyCost {
     #[must_use]
     #[inline]
     pub fn terms(&self, facts: &LatencyFacts) -> LatencyTerms {
-        let speed = &facts.speed;
-        let (requests, blocks) = (f64::from(facts.requests), count(facts.active_blocks));
+        let (speed, prices) = (&facts.speed, &self.prices);
+        let (requests, wait_seconds) = (f64::from(facts.requests), facts.wait_seconds);
         let prefill_seconds = speed.prefill(self.work_tokens(facts));
-        let step_seconds = speed.step(requests, blocks);
-        let new_tokens = self.new_tokens(facts);
-        let copied_tokens = self.common_tokens.saturating_sub(self.cached_tokens(facts)).min(new_tokens);
+        let step_seconds = speed.step(requests, count(facts.read_blocks));
         let own_blocks = f64::from(facts.isl_tokens) / f64::from(self.block_size);
-        let own_step_seconds = step_seconds + speed.request_seconds + speed.block_seconds * own_blocks;
+        let own_step_seconds = speed.request_seconds + speed.block_seconds * own_blocks;
+        let room_seconds = self.room_seconds(facts, step_seconds);
+        let cached_tokens = self.cached_tokens(facts);
+        let copied_tokens = self.common_tokens.saturating_sub(cached_tokens).min(self.new_tokens(facts));
+        let copied_seconds = speed.prefill(work_tokens(copied_tokens, cached_tokens));
+        let rest_seconds = (prefill_seconds - copied_seconds).max(0.0);
+        let own_price = work_price(prices.later, requests, wait_seconds + (prefill_seconds + rest_seconds) / 2.0);
         LatencyTerms {
-            ttft_seconds: facts.wait_seconds + prefill_seconds + step_seconds,
-            overdue_seconds: facts.wait_seconds * facts.wait_seconds / WAIT_TOLERANCE_SECONDS,
+            ttft_seconds: wait_seconds + room_seconds + prefill_seconds + step_seconds,
+            room_seconds,
             stall_seconds: prefill_seconds * requests,
-            decode_seconds: self.output_tokens * own_step_seconds,
-            displace_seconds: if facts.is_full { self.displaced * prefill_seconds } else { 0.0 },
-            copy_seconds: speed.prefill(work_tokens(copied_tokens, self.cached_tokens(facts))),
+            later_seconds: prices.later * prefill_seconds * (wait_seconds + prefill_seconds / 2.0),
+            decode_seconds: self.output_tokens * (step_seconds + own_step_seconds),
+            slowdown_seconds: self.output_tokens * own_step_seconds * requests,
+            displace_seconds: if facts.is_full { prices.mean * self.reuse * prefill_seconds } else { 0.0 },
+            copy_seconds: prices.mean.min(own_price - 1.0) * copied_seconds,
         }
+    }
+
+    /// Time until enough blocks are free: all requests grow by their output, and blocks become free at the rate at which
+    /// the active requests end.
+    #[inline]
+    fn room_seconds(&self, facts: &LatencyFacts, step_seconds: f64) -> f64 {
+        let Some(total_blocks) = facts.total_blocks else { return 0.0 };
+        let output_blocks = self.output_tokens * f64::from(facts.requests + 1) / f64::from(self.block_size);
+        let missing = count(facts.potential_blocks) + output_blocks - FILL_MAX * f64::from(total_blocks);
+        if missing <= 0.0 || facts.requests == 0 {
+            return 0.0; // enough blocks, or no request that will release some
+        }
+        self.output_tokens * step_seconds * (missing / f64::from(total_blocks)).min(1.0)
     }
 
     /// Tokens to compute: at least one, which produces the first token.
@@ -227,7 +318,8 @@ mod tests {
         track_prefill_tokens: true,
         output_tokens: 200.0,
         common_tokens: 0,
-        displaced: 0.1,
+        reuse: 0.1,
+        prices: WorkPrices { later: 8.0, mean: 20.0 },
     };
 
     /// 25,000 work tokens per second, and step times of the prior.
@@ -237,7 +329,9 @@ mod tests {
             cached_tokens: 0,
             wait_seconds: 0.0,
             requests: 0,
-            active_blocks: 0,
+            potential_blocks: 104,
+            read_blocks: 0,
+            total_blocks: None,
             is_full: true,
             speed: EngineSpeed { work_tokens_per_second: 25_000.0, ..EngineSpeed::prior(64) },
         }
@@ -254,8 +348,9 @@ mod tests {
         let prefill = 6_600.0 * 1.1 / 25_000.0;
         close(terms.ttft_seconds, prefill + 0.004);
         close(terms.decode_seconds, 200.0 * (0.004 + 20e-6 + 65e-9 * 6_600.0));
-        close(terms.displace_seconds, 0.1 * prefill);
-        assert_eq!((terms.overdue_seconds, terms.stall_seconds), (0.0, 0.0));
+        close(terms.later_seconds, 8.0 * prefill * prefill / 2.0);
+        close(terms.displace_seconds, 20.0 * 0.1 * prefill);
+        assert_eq!((terms.slowdown_seconds, terms.stall_seconds, terms.room_seconds), (0.0, 0.0, 0.0));
     }
 
     #[test]
@@ -264,7 +359,7 @@ mod tests {
             cached_tokens: 6_592,
             wait_seconds: 3.0,
             requests: 50,
-            active_blocks: 5_000,
+            read_blocks: 5_000,
             is_full: false,
             ..facts()
         };
@@ -272,10 +367,29 @@ mod tests {
         let prefill = 8.0 * (1.0 + 6_596.0 / 33_000.0) / 25_000.0;
         let step = 0.004 + 50.0 * 20e-6 + 5_000.0 * 64.0 * 65e-9;
         close(terms.ttft_seconds, 3.0 + prefill + step);
-        close(terms.overdue_seconds, 9.0);
+        close(terms.later_seconds, 8.0 * prefill * (3.0 + prefill / 2.0));
         close(terms.stall_seconds, 50.0 * prefill);
         assert_eq!(terms.displace_seconds, 0.0, "capacity available");
-        close(terms.total(), 2.0 * (terms.ttft_seconds + 9.0) + terms.stall_seconds + terms.decode_seconds);
+        close(terms.slowdown_seconds, 200.0 * (20e-6 + 65e-9 * 6_600.0) * 50.0);
+        let decode = terms.decode_seconds + terms.slowdown_seconds;
+        close(terms.total(), 3.0 * terms.ttft_seconds + terms.stall_seconds + terms.later_seconds + 2.0 * decode);
+    }
+
+    /// 20 requests hold 2,000 of 2,000 blocks: the new one lacks 100 blocks, and 65.6 for the output of all.
+    #[test]
+    fn worked_example_of_a_rank_without_free_blocks() {
+        let facts = LatencyFacts {
+            requests: 20,
+            potential_blocks: 2_104,
+            read_blocks: 2_000,
+            total_blocks: Some(2_000),
+            ..facts()
+        };
+        let step = 0.004 + 20.0 * 20e-6 + 2_000.0 * 64.0 * 65e-9;
+        let missing = 2_104.0 + 200.0 * 21.0 / 64.0 - 0.95 * 2_000.0;
+        close(COST.terms(&facts).room_seconds, missing * 200.0 * step / 2_000.0);
+        let room = LatencyFacts { total_blocks: Some(3_000), ..facts };
+        assert_eq!(COST.terms(&room).room_seconds, 0.0);
     }
 
     #[test]
@@ -291,12 +405,15 @@ mod tests {
     #[test]
     fn a_common_prefix_is_copied_to_an_idle_rank() {
         let cold = LatencyFacts { isl_tokens: 7_000, ..facts() };
-        let warm = LatencyFacts { cached_tokens: 3_500, requests: 1, active_blocks: 110, ..cold };
-        let of = |common_tokens| LatencyCost { common_tokens, output_tokens: 100.0, ..COST };
+        let warm = LatencyFacts { cached_tokens: 3_500, requests: 1, read_blocks: 110, ..cold };
+        let prices = WorkPrices { later: 0.5, mean: 4.0 };
+        let of = |common_tokens| LatencyCost { common_tokens, output_tokens: 100.0, prices, ..COST };
         assert!(of(0).cost(&cold) > of(0).cost(&warm), "a session's own prefix is followed");
         assert!(of(3_500).cost(&cold) < of(3_500).cost(&warm), "a common one is copied");
         let copied = of(3_500).terms(&cold);
-        close(copied.copy_seconds, 3_500.0 * (1.0 + 1_750.0 / 33_000.0) / 25_000.0);
+        let [prefix, all] =
+            [3_500.0 * (1.0 + 1_750.0 / 33_000.0), 7_000.0 * (1.0 + 3_500.0 / 33_000.0)].map(|work| work / 25_000.0);
+        close(copied.copy_seconds, (2.0 + 0.5 * (all + all - prefix) / 2.0) * prefix);
     }
 
     /// A rank of half the speed is chosen only if the fast one is busy enough.
@@ -310,8 +427,8 @@ mod tests {
         };
         let slow = COST.cost(&LatencyFacts { speed: slow, ..facts() });
         let fast = |requests: u32| {
-            let active_blocks = u64::from(requests) * 100;
-            COST.cost(&LatencyFacts { requests, active_blocks, wait_seconds: f64::from(requests) * 0.02, ..facts() })
+            let read_blocks = u64::from(requests) * 100;
+            COST.cost(&LatencyFacts { requests, read_blocks, wait_seconds: f64::from(requests) * 0.02, ..facts() })
         };
         assert!(fast(0) < slow && fast(1) < slow && slow < fast(8), "{slow}: {} {}", fast(1), fast(8));
     }
@@ -320,19 +437,25 @@ mod tests {
         #[test]
         fn costs_are_finite_and_increase_with_queued_work(
             isl_tokens: u32, cached_tokens: u32, wait_seconds in 0.0..1e6,
-            requests in 0u32..100_000, active_blocks in 0u64..1 << 40, is_full: bool, fewer in 1u32..1_000,
-            common_tokens: u32,
+            requests in 0u32..100_000, is_full: bool, fewer in 1u32..1_000,
+            potential_blocks in 0u64..1 << 40, read_blocks in 0u64..1 << 40, total_blocks: Option<u32>, common_tokens: u32,
+            arrivals_per_second in 0.0..1e4, utilization in 0.0..2.0, pool_requests in 0.0..1e4, pool_wait in 0.0..1e4,
         ) {
-            let cost_of = LatencyCost { common_tokens, ..COST };
-            let facts =
-                LatencyFacts { isl_tokens, cached_tokens, wait_seconds, requests, active_blocks, is_full, ..facts() };
+            let load =
+                PoolLoad { arrivals_per_second, utilization, requests: pool_requests, wait_seconds: pool_wait };
+            let cost_of = LatencyCost { common_tokens, prices: WorkPrices::of(&load), ..COST };
+            let facts = LatencyFacts {
+                isl_tokens, cached_tokens, wait_seconds, requests, potential_blocks, read_blocks,
+                total_blocks, is_full, ..facts()
+            };
             let cost = cost_of.cost(&facts);
             prop_assert!(cost.is_finite() && cost > 0.0, "{cost}");
             for more in [
                 LatencyFacts { cached_tokens: cached_tokens.saturating_sub(fewer), ..facts },
                 LatencyFacts { wait_seconds: wait_seconds + f64::from(fewer), ..facts },
                 LatencyFacts { requests: requests + fewer, ..facts },
-                LatencyFacts { active_blocks: active_blocks + u64::from(fewer), ..facts },
+                LatencyFacts { potential_blocks: potential_blocks + u64::from(fewer), ..facts },
+                LatencyFacts { read_blocks: read_blocks + u64::from(fewer), ..facts },
                 LatencyFacts { is_full: true, ..facts },
             ] {
                 prop_assert!(cost_of.cost(&more) >= cost * (1.0 - 1e-12), "{facts:?} against {more:?}");

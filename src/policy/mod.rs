@@ -27,7 +27,7 @@ pub use cache_aware::CacheAware;
 pub use custom::{Candidate, PolicyError, RankFilter, RankFilters, RankPolicy, RankScorer, RankTable, RequestFacts};
 pub(crate) use custom::{checked_choice, checked_cost};
 pub use kv::{CostFacts, CostTerms, KvConfig, KvCost};
-pub use latency::{LatencyConfig, LatencyCost, LatencyFacts, LatencyTerms};
+pub use latency::{LatencyConfig, LatencyCost, LatencyFacts, LatencyTerms, PoolLoad, WorkPrices};
 pub use least_loaded::LeastLoaded;
 pub use needs::{Bounds, Needs};
 pub use power_of_two::PowerOfTwo;

@@ -94,6 +94,7 @@ impl<T> Schedule<T> {
         effects: &mut VecDeque<Effect<T>>,
     ) -> VecDeque<PendingRequest<T>> {
         self.ranks.refresh(loads, self.now);
+        self.refreshed_at = self.now;
         if self.settings.policy == Policy::Latency {
             let typical = self.typical.update_speeds(self.ranks.iter_mut(), loads, self.now);
             effects.extend(typical.map(Effect::PublishTypicalSpeed));

@@ -8,12 +8,13 @@ use std::cmp::Reverse;
 use smallvec::SmallVec;
 
 use super::pending::Case;
+use super::pool::PoolSums;
 use super::rank::{Projected, Rank};
 use super::scratch::Scratch;
 use super::{LoadView, PendingRequest, Schedule};
 use crate::config::PoolRole;
 use crate::load::EngineSpeed;
-use crate::policy::{Bounds, Candidate, CostFacts, KvCost, LatencyCost, LatencyFacts, Policy};
+use crate::policy::{Bounds, Candidate, CostFacts, KvCost, LatencyCost, LatencyFacts, Policy, PoolLoad, WorkPrices};
 use crate::select::{RankOverlap, TierOverlap};
 
 /// Share of used blocks from which a cache counts as full.
@@ -147,7 +148,7 @@ impl<T> Schedule<T> {
         let (_, shared_blocks) = projected.shared_blocks(candidate.block_count);
         let credits_shared = self.credits_cache(pending) && !rank.is_overdue();
         let shared_tokens = if credits_shared { self.tokens(shared_blocks) } else { 0 };
-        cost.bounds(&facts, shared_tokens, projected.active_blocks.0)
+        cost.bounds(&facts, shared_tokens, projected.potential_blocks.0)
     }
 
     /// Cost compared by the policy, with the parameters of the request.
@@ -168,8 +169,22 @@ impl<T> Schedule<T> {
                 PoolRole::Aggregated | PoolRole::Decode => self.expected_output_tokens(pending),
             },
             common_tokens: self.common_tokens(&pending.request.overlaps),
-            displaced: self.typical.displaced(),
+            reuse: self.typical.reuse(),
+            prices: self.work_prices(),
         }
+    }
+
+    /// Prices of prefill work at the pool's load.
+    fn work_prices(&self) -> WorkPrices {
+        let rate = self.arrival_rate.rate(self.refreshed_at);
+        let PoolSums { ranks, requests, wait } = self.ranks.sums();
+        let mean = |sum: f64| sum / f64::from(ranks.max(1));
+        WorkPrices::of(&PoolLoad {
+            arrivals_per_second: mean(rate.arrivals_per_second),
+            utilization: mean(rate.prefill_seconds_per_second),
+            requests: mean(f64::from(requests)),
+            wait_seconds: mean(wait.as_secs_f64()),
+        })
     }
 
     /// Expected output tokens: the caller's estimate, else the learned mean, capped by the maximum.
@@ -211,7 +226,9 @@ impl<T> Schedule<T> {
             cached_tokens: self.expected_cached_tokens(pending, rank, overlap, projected),
             wait_seconds: wait.modelled.as_secs_f64() + speed.prefill(f64::from(unmodelled)),
             requests: projected.requests,
-            active_blocks: projected.active_blocks.1,
+            potential_blocks: projected.potential_blocks.1,
+            read_blocks: projected.read_blocks.into(),
+            total_blocks,
             is_full: total_blocks.is_some_and(|total| held_blocks >= FULL_SHARE * f64::from(total)),
             speed,
         }

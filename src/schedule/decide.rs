@@ -329,12 +329,13 @@ impl<T> Schedule<T> {
             self.sessions.bind(session_id, decision.rank, self.now);
         }
         let tracks = self.tracks_prefill(&pending);
-        let rank = self.ranks.at_mut(position);
-        let number = rank.book(pending.candidate(in_batch), decision.prefill_load);
+        let number = self.ranks.book(position, pending.candidate(in_batch), decision.prefill_load);
         if self.settings.policy == Policy::Latency {
             let new_tokens = decision.prefill_load.map_or(0, PrefillLoadHint::effective_tokens);
             let isl_tokens = if tracks { request.isl_tokens } else { 0 };
-            let output_tokens = loads.output_tokens(rank.slot());
+            let output_tokens = loads.output_tokens(decision.slot);
+            let prefill = decision.prefill_load.and_then(PrefillLoadHint::expected_duration);
+            self.arrival_rate.placed(prefill.unwrap_or_default(), self.now);
             self.typical.placed(isl_tokens, isl_tokens.saturating_sub(new_tokens), output_tokens);
         }
         self.turns += 1;

@@ -23,6 +23,7 @@ mod extensions;
 mod load_view;
 mod options;
 mod pending;
+mod pool;
 mod projected;
 mod rank;
 mod rank_status;
@@ -56,6 +57,7 @@ use crate::session::Sessions;
 
 use eligible::Rules;
 use pending::PendingRequest;
+use pool::Arrivals;
 use rank::Ranks;
 use scratch::Scratch;
 use typical::Typical;
@@ -89,6 +91,10 @@ pub struct Schedule<T> {
     turns: u64,
     /// Typical values of the pool, learned from its placements.
     typical: Typical,
+    /// Arrival rate of its placements.
+    arrival_rate: Arrivals,
+    /// Time of the last refresh of the ranks, to which the arrival rate of a batch refers.
+    refreshed_at: Timestamp,
     /// Time of the current step.
     now: Timestamp,
     /// Boxed, so that a decision takes it out and puts it back as one pointer. Absent while in use.
@@ -173,6 +179,8 @@ impl<T> Schedule<T> {
             batches: base,
             turns: 0,
             typical: Typical::new(EngineSpeed::prior(config.block_size)),
+            arrival_rate: Arrivals::default(),
+            refreshed_at: Timestamp::default(),
             now: Timestamp::default(),
             scratch: None,
             extensions,

@@ -2,12 +2,27 @@
 //!
 //! Holds bounds, and selects the upper bounds if no query is possible. `rank` computes them.
 
+use crate::load::{PromptBlocks, PromptFingerprint};
+
+/// The prompt of a request and its position in the batch.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ProjectedPrompt<'a> {
+    pub(super) prompt: &'a PromptBlocks,
+    /// Blocks of the prompt.
+    pub(super) block_count: u64,
+    pub(super) fingerprint: &'a PromptFingerprint,
+    /// Position of its reply within the batch.
+    pub(super) in_batch: usize,
+}
+
 /// Projected load with an additional request, each lowest and highest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Projected {
     pub(super) potential_blocks: (u64, u64),
     pub(super) prefill_tokens: (u64, u64),
     pub(super) requests: u32,
+    /// Blocks that a step reads without the request.
+    pub(super) read_blocks: u32,
     /// Blocks without those of the request.
     pub(super) active_blocks: (u64, u64),
 }

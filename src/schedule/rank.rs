@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-pub(super) use super::projected::Projected;
+use super::pool::PoolSums;
+pub(super) use super::projected::{Projected, ProjectedPrompt};
 use super::rank_status::RankStatus;
 use super::view::{Added, View, Wait};
 use super::{Admission, BookNumber, LoadAnswer, LoadView};
@@ -34,6 +35,8 @@ pub(super) struct Ranks {
     conditions: Arc<RankConditions>,
     /// Ranks excluded for health.
     exclusions: Arc<Exclusions>,
+    /// Sums over all ranks.
+    sums: PoolSums,
 }
 
 #[derive(Debug)]
@@ -129,17 +132,6 @@ struct Booked {
     added: Added,
 }
 
-/// The prompt of a request and its position in the batch.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct ProjectedPrompt<'a> {
-    pub(super) prompt: &'a PromptBlocks,
-    /// Blocks of the prompt.
-    pub(super) block_count: u64,
-    pub(super) fingerprint: &'a PromptFingerprint,
-    /// Position of its reply within the batch.
-    pub(super) in_batch: usize,
-}
-
 impl Ranks {
     pub(super) fn as_slice(&self) -> &[Rank] {
         &self.all
@@ -151,10 +143,6 @@ impl Ranks {
 
     pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Rank> {
         self.all.iter_mut()
-    }
-
-    pub(super) fn at_mut(&mut self, position: usize) -> &mut Rank {
-        &mut self.all[position]
     }
 
     pub(super) fn statuses(&self) -> &[RankStatus] {
@@ -295,6 +283,8 @@ impl Ranks {
 
     fn index(&mut self) {
         self.positions.clear();
+        self.sums = PoolSums { ranks: u32::try_from(self.all.len()).unwrap_or(u32::MAX), ..PoolSums::default() };
+        self.all.iter().for_each(|rank| self.sums.add(rank.counted()));
         for (position, rank) in self.all.iter().enumerate() {
             let at = rank.slot().index();
             if self.positions.len() <= at {
@@ -316,6 +306,25 @@ impl Ranks {
         (seated == generation).then_some(position as usize)
     }
 
+    /// Books a request of the current batch on the rank at `position`.
+    pub(super) fn book(
+        &mut self,
+        position: usize,
+        candidate: ProjectedPrompt<'_>,
+        prefill: Option<PrefillLoadHint>,
+    ) -> BookNumber {
+        let rank = &mut self.all[position];
+        self.sums.sub(rank.counted());
+        let number = rank.book(candidate, prefill);
+        self.sums.add(rank.counted());
+        number
+    }
+
+    /// Sums over all ranks, as of the start of the batch and its bookings.
+    pub(super) fn sums(&self) -> PoolSums {
+        self.sums
+    }
+
     /// Reads every board; a batch decides on the state at its start.
     pub(super) fn refresh<V: LoadView>(&mut self, loads: &V, now: Timestamp) {
         let (mut reborn, mut fell) = (false, false);
@@ -323,7 +332,10 @@ impl Ranks {
             if rank.front.settled && !loads.has_board_news(rank.slot(), rank.front.version) {
                 continue; // the view is unchanged
             }
-            match rank.refresh(loads, now) {
+            self.sums.sub(rank.counted());
+            let news = rank.refresh(loads, now);
+            self.sums.add(rank.counted());
+            match news {
                 News::Nothing => {}
                 News::Fell => fell = true,
                 News::Reborn => {
@@ -401,6 +413,11 @@ impl Rank {
 
     pub(super) fn slot(&self) -> Slot {
         self.front.slot
+    }
+
+    /// Its part of the pool's sums.
+    fn counted(&self) -> (u32, Duration) {
+        (self.requests(), self.wait().modelled)
     }
 
     /// Records a query or its reply.
@@ -496,10 +513,10 @@ impl Rank {
             return self.project_unsettled(candidate);
         }
         let shared_blocks_max = u64::from(self.seen.prompts.shared_blocks_max(candidate.fingerprint));
-        let View { active_blocks, prefill_tokens, requests } = self.front.view;
+        let View { active_blocks, prefill_tokens, requests, read_blocks } = self.front.view;
         let most = active_blocks.0 + candidate.block_count;
         let least = most - shared_blocks_max.min(candidate.block_count);
-        Projected { active_blocks, potential_blocks: (least, most), prefill_tokens, requests }
+        Projected { active_blocks, potential_blocks: (least, most), prefill_tokens, requests, read_blocks }
     }
 
     #[inline(never)]
@@ -519,8 +536,9 @@ impl Rank {
         }
         let lo = view.active_blocks.0 + request_blocks - shared.1.min(request_blocks);
         let hi = view.active_blocks.1 + request_blocks - shared.0.min(request_blocks);
-        let View { active_blocks, prefill_tokens, requests } = view;
-        let mut projected = Projected { active_blocks, potential_blocks: (lo, hi), prefill_tokens, requests };
+        let View { active_blocks, prefill_tokens, requests, read_blocks } = view;
+        let mut projected =
+            Projected { active_blocks, potential_blocks: (lo, hi), prefill_tokens, requests, read_blocks };
         if matches!(self.answer, Some(Answer::Missed)) {
             projected.take_worst(); // without a reply the upper bounds apply
         }
@@ -547,7 +565,7 @@ impl Rank {
     }
 
     /// Adds a Book and numbers it.
-    pub(super) fn book(&mut self, candidate: ProjectedPrompt<'_>, prefill: Option<PrefillLoadHint>) -> BookNumber {
+    fn book(&mut self, candidate: ProjectedPrompt<'_>, prefill: Option<PrefillLoadHint>) -> BookNumber {
         let with = self.project(candidate).potential_blocks;
         let nothing = ProjectedPrompt {
             prompt: &NOTHING,
@@ -558,6 +576,7 @@ impl Rank {
         let without = self.project(nothing).potential_blocks;
         let added = Added {
             blocks: (with.0.saturating_sub(without.0), with.1.saturating_sub(without.1)),
+            read_blocks: u32::try_from(candidate.block_count).unwrap_or(u32::MAX),
             prefill_tokens: prefill.map_or(0, |hint| u64::from(hint.effective_tokens())),
             prefill_duration: prefill.and_then(PrefillLoadHint::expected_duration),
         };

@@ -32,11 +32,8 @@ const SPEED_EVERY: Duration = Duration::from_millis(250);
 /// Output tokens before any report.
 const OUTPUT_TOKENS_UNKNOWN: f64 = 256.0;
 
-/// Expected value of the next evicted block relative to the mean, because engines evict the least recently used block.
-const OLDEST_WORTH: f64 = 0.25;
-
-/// Maximum expected hits of a block.
-const HITS_MAX: f64 = 4.0;
+/// Maximum share of evicted blocks that are requested again. Measured on documents: 0.66 to 0.79.
+const REUSE_MAX: f64 = 0.8;
 
 impl Typical {
     /// Initial values: only the block size is known.
@@ -84,11 +81,9 @@ impl Typical {
         Some(self.speed)
     }
 
-    /// Later loss in seconds of prefill per second of prefill with evictions. With a cached share h, each computed
-    /// block is hit h / (1 − h) times on average, and the next evicted blocks less often.
-    pub(super) fn displaced(&self) -> f64 {
-        let hits = self.cached_share / (1.0 - self.cached_share); // infinite if everything is cached
-        OLDEST_WORTH * hits.min(HITS_MAX)
+    /// Share of evicted blocks that will be requested again, estimated by the cached share of prompts.
+    pub(super) fn reuse(&self) -> f64 {
+        self.cached_share.min(REUSE_MAX)
     }
 }
 

@@ -13,6 +13,8 @@ pub(super) struct View {
     pub(super) active_blocks: (u64, u64),
     pub(super) prefill_tokens: (u64, u64),
     pub(super) requests: u32,
+    /// Blocks that a step reads, shared ones counted once per request. Saturates.
+    pub(super) read_blocks: u32,
 }
 
 /// Prefill backlog ahead of a new request.
@@ -28,6 +30,7 @@ pub(super) struct Wait {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Added {
     pub(super) blocks: (u64, u64),
+    pub(super) read_blocks: u32,
     pub(super) prefill_tokens: u64,
     pub(super) prefill_duration: Option<Duration>,
 }
@@ -39,6 +42,7 @@ impl View {
             active_blocks: (active_blocks, active_blocks),
             prefill_tokens: load.prefill.bounds(now),
             requests: load.requests,
+            read_blocks: load.read_blocks,
         }
     }
 
@@ -48,6 +52,7 @@ impl View {
             active_blocks: (active_blocks, active_blocks),
             prefill_tokens: (load.prefill_tokens, load.prefill_tokens),
             requests: load.requests,
+            read_blocks: load.read_blocks,
         }
     }
 
@@ -58,6 +63,7 @@ impl View {
         add(&mut self.prefill_tokens.0, added.prefill_tokens);
         add(&mut self.prefill_tokens.1, added.prefill_tokens);
         self.requests += 1;
+        self.read_blocks = self.read_blocks.saturating_add(added.read_blocks);
     }
 }
 
