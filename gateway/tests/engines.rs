@@ -133,7 +133,7 @@ async fn engines_restart(fleet: &mut Fleet, account: &mut Account) {
     }
     let since = Instant::now();
     account.record("all publishers from 0, idle", fleet.healed("publishers from 0", since).await);
-    fleet.traffic(500).end().await;
+    fleet.traffic(1_500).end().await;
     // Two restarts in a row, the first life as short as possible.
     for _ in 0..2 {
         fleet.engine(1).restart(fleet.format(1)).await.expect("engine restarts");
