@@ -61,6 +61,15 @@ pub enum RouteError {
     /// Priority jump that is not finite.
     #[error("priority_jump is {0}, must be finite")]
     PriorityJump(f64),
+    /// Latency target of zero.
+    #[error("{0} is 0, must be positive")]
+    ZeroTarget(&'static str),
+    /// Latency targets that must be met, without predictions.
+    #[error("on_target_miss is reject, but nothing is predicted: policy {policy} without learned prefill speeds")]
+    TargetsNotPredicted {
+        /// Name of the policy.
+        policy: &'static str,
+    },
     /// Unusable weight of a preferred taint.
     #[error(transparent)]
     Constraints(#[from] TaintWeightError),
@@ -125,6 +134,8 @@ impl RouteError {
             | Self::PromptTooLong { .. }
             | Self::ContextLength { .. }
             | Self::PriorityJump(_)
+            | Self::ZeroTarget(_)
+            | Self::TargetsNotPredicted { .. }
             | Self::Constraints(_)
             | Self::Overrides(_)
             | Self::Session(_) => ErrorKind::InvalidArgument,
@@ -144,7 +155,7 @@ impl Rejection {
         match self {
             Self::NoRanks | Self::NoneEligible { .. } => ErrorKind::Unavailable,
             Self::UnknownRank(_) | Self::Pinned { refused_by: None, .. } => ErrorKind::NotFound,
-            Self::AllOverloaded { .. } | Self::Backpressure(_) => ErrorKind::ResourceExhausted,
+            Self::AllOverloaded { .. } | Self::TargetsMissed(_) | Self::Backpressure(_) => ErrorKind::ResourceExhausted,
             Self::Pinned { refused_by: Some(filter), .. } => match filter {
                 Filter::Allowed | Filter::Pin | Filter::RequiredTaints | Filter::Custom => ErrorKind::InvalidArgument,
                 Filter::Overloaded | Filter::Busy => ErrorKind::ResourceExhausted,
@@ -154,7 +165,8 @@ impl Rejection {
                 | Filter::Draining
                 | Filter::Unresponsive
                 | Filter::Refusing
-                | Filter::Lora => ErrorKind::Unavailable,
+                | Filter::Lora
+                | Filter::Targets => ErrorKind::Unavailable,
             },
             Self::DeadlineExceeded { .. } => ErrorKind::DeadlineExceeded,
             Self::UnknownClass(_) => ErrorKind::InvalidArgument,

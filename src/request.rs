@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::RouterConfigOverride;
+use crate::config::{OnTargetMiss, RouterConfigOverride};
 use crate::hashing::{HashedPrompt, MmSpan};
 use crate::select::Constraints;
 
@@ -172,6 +172,16 @@ pub struct RequestOptions {
     /// Whether the response is sent as a whole, without a report of the first token. The prefill then counts as complete
     /// after its expected duration.
     pub not_streamed: bool,
+    /// Longest time from the request to its first token: a preference for ranks that are predicted to meet it. In JSON
+    /// `ttft_ms`, milliseconds; above 0.
+    #[serde(rename = "ttft_ms", with = "option_fractional_ms")]
+    pub ttft_target: Option<Duration>,
+    /// Longest mean time between two tokens of the response (inter-token latency), likewise. In JSON `itl_ms`,
+    /// milliseconds; above 0.
+    #[serde(rename = "itl_ms", with = "option_fractional_ms")]
+    pub itl_target: Option<Duration>,
+    /// Effect of targets that no rank is predicted to meet; `None` for `on_target_miss` of the router's configuration.
+    pub on_target_miss: Option<OnTargetMiss>,
     /// Overrides of the router's configuration.
     pub overrides: RouterConfigOverride,
 }
@@ -200,6 +210,26 @@ mod option_ms {
     }
 }
 
+/// An optional positive duration as milliseconds, with a fraction.
+mod option_fractional_ms {
+    use std::time::Duration;
+
+    use serde::de::{Error as _, Unexpected};
+    use serde::{Deserialize as _, Deserializer, Serialize as _, Serializer};
+
+    #[expect(clippy::ref_option, reason = "the signature that serde expects")]
+    pub(super) fn serialize<S: Serializer>(duration: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
+        duration.map(|duration| duration.as_secs_f64() * 1e3).serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
+        let Some(ms) = Option::<f64>::deserialize(deserializer)? else { return Ok(None) };
+        let duration = Duration::try_from_secs_f64(ms / 1e3).ok().filter(|duration| !duration.is_zero());
+        let invalid = || D::Error::invalid_value(Unexpected::Float(ms), &"a positive number of milliseconds");
+        duration.map(Some).ok_or_else(invalid)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -211,9 +241,11 @@ mod tests {
     #[test]
     fn requests_round_trip_and_unknown_keys_are_rejected() {
         let full = r#"{"prompt":{"hashed":{"block_hashes":[1,2],"isl_tokens":9}},"options":{"strict_priority":2,
-            "deadline_ms":250,"constraints":{"pin":{"worker":7,"mode":"soft"}},"overrides":{"temperature":0.5}}}"#;
+            "deadline_ms":250,"ttft_ms":500,"itl_ms":12.5,"on_target_miss":"reject","constraints":{"pin":{"worker":7,"mode":"soft"}},"overrides":{"temperature":0.5}}}"#;
         let parsed = request(full).expect("well formed");
-        assert_eq!(parsed.options.deadline, Some(Duration::from_millis(250)));
+        let RequestOptions { deadline, ttft_target, itl_target, on_target_miss, .. } = &parsed.options;
+        assert_eq!((*deadline, *ttft_target), (Some(Duration::from_millis(250)), Some(Duration::from_millis(500))));
+        assert_eq!((*itl_target, *on_target_miss), (Some(Duration::from_micros(12_500)), Some(OnTargetMiss::Reject)));
         let again = serde_json::to_string(&parsed).expect("plain data");
         assert_eq!(request(&again).expect("its own output"), parsed);
         let borrowed = RouteRequest::query(Prompt::Tokens(&[1, 2]));
@@ -226,6 +258,10 @@ mod tests {
             (r#"{"request_id":"a"}"#, "prompt"),
             (r#"{"prompt":{"tokens":[1],"hashed":{"block_hashes":[],"isl_tokens":1}}}"#, "expected"),
             (r#"{"prompt":{"hashed":{"block_hashes":[1]}}}"#, "isl_tokens"),
+            (r#"{"prompt":{"tokens":[1]},"options":{"ttft_ms":0}}"#, "a positive number of milliseconds"),
+            (r#"{"prompt":{"tokens":[1]},"options":{"itl_ms":-1}}"#, "a positive number of milliseconds"),
+            (r#"{"prompt":{"tokens":[1]},"options":{"itl_ms":1e300}}"#, "a positive number of milliseconds"),
+            (r#"{"prompt":{"tokens":[1]},"options":{"on_target_miss":"drop"}}"#, "expected `serve` or `reject`"),
             (r#"{"prompt":{"hashed":{"block_hashes":[1],"sequence_hashes":[],"isl_tokens":9}}}"#, "sequence_hashes"),
         ] {
             let error = request(wrong).expect_err(wrong);

@@ -34,6 +34,7 @@ mod queue_shares;
 mod schedule_choice;
 mod schedule_filters;
 mod schedule_replay;
+mod schedule_targets;
 mod schedule_waiting;
 mod tidy;
 mod wire;

@@ -12,6 +12,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::time::Instant;
 
@@ -115,6 +116,7 @@ impl Disaggregated {
         // Both sides share one deadline. The policy class applies if the prefill pool has it.
         let options = &mut request.options;
         options.deadline = options.deadline.map(|deadline| deadline.saturating_sub(started.elapsed()));
+        options.ttft_target = options.ttft_target.map(|target| remaining(target, started.elapsed()));
         options.policy_class = options.policy_class.take().filter(|name| self.prefill.config().queue.knows_class(name));
         let prefill = match self.place_prefill(request, prefill, &decode).await {
             Err(DisaggError { side: Side::Prefill, error })
@@ -223,10 +225,15 @@ fn on(side: Side) -> impl FnOnce(RouteError) -> DisaggError {
     move |error| DisaggError { side, error }
 }
 
-/// Whether another pool may still serve the request after this error. Not after a freed request, an expired deadline or
-/// a duplicate id.
+/// Remaining part of a target, above 0.
+fn remaining(target: Duration, elapsed: Duration) -> Duration {
+    target.saturating_sub(elapsed).max(Duration::from_nanos(1))
+}
+
+/// Whether another pool may still serve the request after this error. Not after a freed request, an expired deadline,
+/// missed targets or a duplicate id.
 fn is_about_the_pool(error: &RouteError) -> bool {
-    let late = matches!(error, RouteError::Rejected(Rejection::DeadlineExceeded { .. }));
+    let late = matches!(error, RouteError::Rejected(Rejection::DeadlineExceeded { .. } | Rejection::TargetsMissed(_)));
     !late && !matches!(error, RouteError::Freed | RouteError::DuplicateRequest(_))
 }
 

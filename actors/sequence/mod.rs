@@ -372,6 +372,7 @@ mod tests {
             reachable_blocks: 0,
             prefill_load: PrefillLoadHint::new(tokens, 0, true, None),
             predicted_ttft: None,
+            predicted_itl: None,
             routing_hashes: None,
         };
         let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("a free permit");

@@ -21,6 +21,7 @@ pub(crate) enum BookingResult {
     AllOverloaded,
     Pinned,
     DeadlineExceeded,
+    TargetsMissed,
     Backpressure,
     UnknownClass,
     Selector,
@@ -31,6 +32,7 @@ pub(crate) enum BookingResult {
     Multimodal,
     PromptTooLong,
     PriorityJump,
+    Targets,
     Constraints,
     Overrides,
     Session,
@@ -43,7 +45,7 @@ pub(crate) enum BookingResult {
 
 impl BookingResult {
     /// All results in the order of their declaration, which is the order of the counters.
-    pub(super) const ALL: [Self; 25] = [
+    pub(super) const ALL: [Self; 27] = [
         Self::Chosen,
         Self::Given,
         Self::NoRanks,
@@ -52,6 +54,7 @@ impl BookingResult {
         Self::AllOverloaded,
         Self::Pinned,
         Self::DeadlineExceeded,
+        Self::TargetsMissed,
         Self::Backpressure,
         Self::UnknownClass,
         Self::Selector,
@@ -62,6 +65,7 @@ impl BookingResult {
         Self::Multimodal,
         Self::PromptTooLong,
         Self::PriorityJump,
+        Self::Targets,
         Self::Constraints,
         Self::Overrides,
         Self::Session,
@@ -80,6 +84,7 @@ impl BookingResult {
                 Rejection::AllOverloaded { .. } => Self::AllOverloaded,
                 Rejection::Pinned { .. } => Self::Pinned,
                 Rejection::DeadlineExceeded { .. } => Self::DeadlineExceeded,
+                Rejection::TargetsMissed(_) => Self::TargetsMissed,
                 Rejection::Backpressure(_) => Self::Backpressure,
                 Rejection::UnknownClass(_) => Self::UnknownClass,
                 Rejection::Policy(_) => Self::Selector,
@@ -91,6 +96,7 @@ impl BookingResult {
             RouteError::Multimodal(_) => Self::Multimodal,
             RouteError::PromptTooLong { .. } | RouteError::ContextLength { .. } => Self::PromptTooLong,
             RouteError::PriorityJump(_) => Self::PriorityJump,
+            RouteError::ZeroTarget(_) | RouteError::TargetsNotPredicted { .. } => Self::Targets,
             RouteError::Constraints(_) => Self::Constraints,
             RouteError::Overrides(_) => Self::Overrides,
             RouteError::Session(_) => Self::Session,
@@ -109,6 +115,7 @@ impl BookingResult {
             | Self::AllOverloaded
             | Self::Pinned
             | Self::DeadlineExceeded
+            | Self::TargetsMissed
             | Self::Backpressure
             | Self::UnknownClass
             | Self::Selector
@@ -119,6 +126,7 @@ impl BookingResult {
             | Self::Multimodal
             | Self::PromptTooLong
             | Self::PriorityJump
+            | Self::Targets
             | Self::Constraints
             | Self::Overrides
             | Self::Session
@@ -139,6 +147,7 @@ impl BookingResult {
             Self::AllOverloaded => "all_overloaded",
             Self::Pinned => "pinned",
             Self::DeadlineExceeded => "deadline_exceeded",
+            Self::TargetsMissed => "targets_missed",
             Self::Backpressure => "backpressure",
             Self::UnknownClass => "unknown_class",
             Self::Selector => "selector",
@@ -149,6 +158,7 @@ impl BookingResult {
             Self::Multimodal => "multimodal",
             Self::PromptTooLong => "prompt_too_long",
             Self::PriorityJump => "priority_jump",
+            Self::Targets => "targets",
             Self::Constraints => "constraints",
             Self::Overrides => "overrides",
             Self::Session => "session",

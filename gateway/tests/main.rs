@@ -23,5 +23,6 @@ mod metrics_page;
 mod operations;
 mod proxy;
 mod reload;
+mod targets;
 mod tokens;
 mod worker_tls;

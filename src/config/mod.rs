@@ -17,6 +17,7 @@ mod session;
 mod shared_cache;
 mod slow_start;
 mod supervision;
+mod targets;
 
 use std::num::NonZeroU32;
 
@@ -35,6 +36,7 @@ pub use session::{SessionAffinity, SessionConfig};
 pub use shared_cache::SharedCacheConfig;
 pub use slow_start::SlowStartConfig;
 pub use supervision::SupervisionConfig;
+pub use targets::OnTargetMiss;
 
 pub use crate::validation::{ConfigError, ConfigErrors};
 
@@ -82,6 +84,8 @@ pub struct RouterConfig {
     pub min_initial_workers: u32,
     /// Share of decisions that are traced with all their facts. Default 0, in [0, 1].
     pub decision_trace: f64,
+    /// Effect of latency targets that no rank is predicted to meet, for requests that do not set it. Default `serve`.
+    pub on_target_miss: OnTargetMiss,
     /// The routing policy and its settings. Default `latency`.
     pub policy: PolicyConfig,
     /// The prefix index.
@@ -120,6 +124,7 @@ impl Default for RouterConfig {
             seed: 0,
             min_initial_workers: 0,
             decision_trace: 0.0,
+            on_target_miss: OnTargetMiss::default(),
             policy: PolicyConfig::default(),
             index: IndexConfig::default(),
             events: EventsConfig::default(),
@@ -147,6 +152,9 @@ impl RouterConfig {
         problems.check("pool", &self.pool, queue::is_name(&self.pool), queue::NAME_RULE);
         problems.positive("block_size", self.block_size);
         problems.share("decision_trace", self.decision_trace);
+        let rule = "serve unless prefill speeds are learned: policy latency, or load.prefill_model learned";
+        let holds = self.on_target_miss == OnTargetMiss::Serve || self.learns_speed();
+        problems.check("on_target_miss", self.on_target_miss.name(), holds, rule);
         self.policy.check(&mut problems);
         self.index.check(self.events.mode, &mut problems);
         self.events.check(&mut problems);

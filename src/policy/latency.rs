@@ -245,6 +245,28 @@ impl LatencyCost {
         Bounds { lo: lo.min(hi), hi }
     }
 
+    /// Predicted time between two tokens of the request: a step of the rank with it, in seconds.
+    ///
+    /// ```
+    /// # use pointsman::load::EngineSpeed;
+    /// # use pointsman::policy::{LatencyCost, LatencyFacts, PoolLoad, WorkPrices};
+    /// # let prices = WorkPrices::of(&PoolLoad::default());
+    /// # let cost = LatencyCost {
+    /// #     block_size: 64, track_prefill_tokens: true, output_tokens: 100.0, common_tokens: 0, reuse: 0.0, prices,
+    /// # };
+    /// let facts = LatencyFacts {
+    ///     isl_tokens: 6_400, cached_tokens: 0, wait_seconds: 0.0, requests: 9, potential_blocks: 500,
+    ///     read_blocks: 400, total_blocks: None, is_full: false, speed: EngineSpeed::prior(64),
+    /// };
+    /// let step = 0.004 + 10.0 * 20e-6 + 500.0 * 64.0 * 65e-9;
+    /// assert!((cost.itl_seconds(&facts) - step).abs() < 1e-9);
+    /// ```
+    #[must_use]
+    pub fn itl_seconds(&self, facts: &LatencyFacts) -> f64 {
+        let own_blocks = f64::from(facts.isl_tokens) / f64::from(self.block_size);
+        facts.speed.step(f64::from(facts.requests) + 1.0, count(facts.read_blocks) + own_blocks)
+    }
+
     /// Terms of the cost.
     #[must_use]
     #[inline]

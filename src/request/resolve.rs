@@ -1,10 +1,10 @@
 //! Validation and resolution of request options, for the scheduler.
 
-use crate::config::RouterConfig;
+use crate::config::{OnTargetMiss, PoolRole, RouterConfig};
 use crate::error::RouteError;
 use crate::protocol::Timestamp;
 use crate::queue::{TenantKey, UnknownClass};
-use crate::schedule::{Rejection, ResolvedOptions};
+use crate::schedule::{Rejection, ResolvedOptions, ResolvedTargets};
 use crate::session::SessionId;
 
 use super::RequestOptions;
@@ -45,12 +45,16 @@ impl ResolvedOptions {
         }
         options.constraints.validate()?;
         options.overrides.validate(&config.policy)?;
+        let targets = resolve_targets(options, config, now)?;
+        // A request that must meet its target leaves the queue when it cannot any more.
+        let ttft_due = targets.filter(|targets| targets.rejects).and_then(|targets| targets.ttft_due);
+        let due = options.deadline.map(|deadline| now + deadline);
         let tenant = options.tenant.as_deref().filter(|_| config.queue.is_enabled()).map(TenantKey::of);
         Ok(Some(Box::new(Self {
             tenant: tenant.unwrap_or_default(),
             strict_priority: options.strict_priority,
             priority_jump: options.priority_jump.max(0.0),
-            due: options.deadline.map(|deadline| now + deadline),
+            due: due.into_iter().chain(ttft_due).min(),
             policy_class: options.policy_class.clone(),
             do_not_queue: options.do_not_queue,
             constraints: options.constraints.clone(),
@@ -60,9 +64,35 @@ impl ResolvedOptions {
             usual_output_tokens: usual_output_tokens(),
             output_tokens_max: options.output_tokens_max,
             not_streamed: options.not_streamed,
+            targets,
             overrides: options.overrides,
         })))
     }
+}
+
+/// Validates and resolves the targets of a request that arrives at `now`.
+fn resolve_targets(
+    options: &RequestOptions,
+    config: &RouterConfig,
+    now: Timestamp,
+) -> Result<Option<ResolvedTargets>, RouteError> {
+    let RequestOptions { ttft_target, itl_target, on_target_miss, .. } = options;
+    for (name, target) in [("ttft_target", ttft_target), ("itl_target", itl_target)] {
+        if target.is_some_and(|target| target.is_zero()) {
+            return Err(RouteError::ZeroTarget(name));
+        }
+    }
+    // The first token comes from the prefill pool, the others from the decode pool.
+    let ttft = ttft_target.filter(|_| config.role != PoolRole::Decode);
+    let itl = itl_target.filter(|_| config.role != PoolRole::Prefill);
+    if ttft.is_none() && itl.is_none() {
+        return Ok(None);
+    }
+    let rejects = on_target_miss.unwrap_or(config.on_target_miss) == OnTargetMiss::Reject;
+    if rejects && !config.learns_speed() {
+        return Err(RouteError::TargetsNotPredicted { policy: config.policy.name() });
+    }
+    Ok(Some(ResolvedTargets { ttft, ttft_due: ttft.map(|ttft| now + ttft), itl, rejects }))
 }
 
 /// Whether the options that the scheduler reads have their defaults. Salt, spans and hashes concern the prompt alone.
@@ -83,6 +113,9 @@ fn is_default(options: &RequestOptions) -> bool {
         expected_output_tokens,
         output_tokens_max,
         not_streamed,
+        ttft_target,
+        itl_target,
+        on_target_miss: _, // without effect unless there is a target
         overrides,
     } = options;
     tenant.is_none()
@@ -97,5 +130,7 @@ fn is_default(options: &RequestOptions) -> bool {
         && expected_output_tokens.is_none()
         && output_tokens_max.is_none()
         && !not_streamed
+        && ttft_target.is_none()
+        && itl_target.is_none()
         && overrides.is_empty()
 }

@@ -118,7 +118,7 @@ impl<T> Schedule<T> {
                 return VecDeque::from([pending]);
             }
             let Some(arrival) = self.arrivals.pop_front() else { return VecDeque::new() };
-            if let Some(pending) = self.admit(arrival, effects) {
+            if let Some(pending) = self.admit(arrival, loads, effects) {
                 return VecDeque::from([pending]);
             }
         }
@@ -133,9 +133,10 @@ impl<T> Schedule<T> {
     }
 
     /// Decides on an arrival: returns it if it proceeds, otherwise queues or rejects it.
-    fn admit(
+    fn admit<V: LoadView>(
         &mut self,
         mut pending: PendingRequest<T>,
+        loads: &V,
         effects: &mut VecDeque<Effect<T>>,
     ) -> Option<PendingRequest<T>> {
         if self.is_expired(&pending) {
@@ -161,11 +162,19 @@ impl<T> Schedule<T> {
         if !pending.asks_for_place() {
             return Some(pending); // an explanation shows that the request would wait
         }
-        let Scratch { eligibility, .. } = &mut **self.scratch.get_or_insert_default();
-        self.rules.evaluate(&self.ranks, pending.eligibility_inputs(), eligibility);
+        let mut scratch = self.scratch.take().unwrap_or_default();
+        self.rules.evaluate(&self.ranks, pending.eligibility_inputs(), &mut scratch.eligibility);
         // Only busy ranks justify waiting; every other reason is reported immediately.
-        if eligibility.any_open() || !eligibility.has(Filter::Busy) {
+        let must_wait = !scratch.eligibility.any_open() && scratch.eligibility.has(Filter::Busy);
+        let missed = if must_wait { self.targets_missed_by_all(pending.case(0, loads), &mut scratch) } else { None };
+        self.scratch = Some(scratch);
+        if !must_wait {
             return Some(pending);
+        }
+        if let Some(missed) = missed {
+            let reason = Rejection::TargetsMissed(missed);
+            effects.push_back(Effect::Reject { context: pending.request.context, reason });
+            return None;
         }
         self.hold(pending, class, effects)
     }
@@ -270,8 +279,15 @@ impl<T> Schedule<T> {
     }
 
     pub(super) fn expired(&self, pending: PendingRequest<T>) -> Effect<T> {
-        let waited = pending.arrival().map_or(Duration::ZERO, |arrival| self.now.since(arrival));
-        Effect::Reject { context: pending.request.context, reason: Rejection::DeadlineExceeded { waited } }
+        let targets = pending.request.options.as_ref().and_then(|options| options.targets);
+        let reason = match targets.and_then(|targets| targets.expired(self.now)) {
+            Some(missed) => Rejection::TargetsMissed(missed),
+            None => {
+                let waited = pending.arrival().map_or(Duration::ZERO, |arrival| self.now.since(arrival));
+                Rejection::DeadlineExceeded { waited }
+            }
+        };
+        Effect::Reject { context: pending.request.context, reason }
     }
 
     /// Removes a request whose caller has left, immediately or after its load replies.

@@ -66,7 +66,8 @@ impl<T> Schedule<T> {
             (Purpose::Book | Purpose::Report, Target::Exactly { .. }) => Needs::Board,
             (Purpose::Book | Purpose::Report, Target::Any) if self.extensions.policy.is_some() => self.settings.needs,
             (Purpose::Book | Purpose::Report, Target::Any)
-                if self.settings.compares_costs && !self.extensions.scorers.is_empty() =>
+                if self.settings.compares_costs
+                    && (!self.extensions.scorers.is_empty() || self.targets_of(pending).is_some()) =>
             {
                 Needs::All
             }
@@ -166,6 +167,9 @@ impl<T> Schedule<T> {
         if !scratch.eligibility.any_open() {
             let busy = scratch.eligibility.has(Filter::Busy);
             return if busy { Choice::Wait } else { Choice::None(self.rejection(pending, &scratch.eligibility)) };
+        }
+        if let Err(missed) = self.restrict_to_targets(case, scratch) {
+            return Choice::None(Rejection::TargetsMissed(missed));
         }
         if self.settings.compares_costs {
             return self.choose_by_cost(case, settle, self.draw(pending), scratch);

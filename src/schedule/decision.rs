@@ -27,6 +27,7 @@ pub struct Decision {
     pub(crate) reachable_blocks: u32,
     pub(crate) prefill_load: Option<PrefillLoadHint>,
     pub(crate) predicted_ttft: Option<Duration>,
+    pub(crate) predicted_itl: Option<Duration>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) routing_hashes: Option<Box<HashedPrompt>>,
 }
@@ -112,11 +113,19 @@ impl Decision {
     }
 
     /// Expected time from the decision to the first token: the work ahead on the rank, the uncached prompt and one step.
-    /// Only under the policy `latency`, with prefill tracked. The metric `pointsman_predicted_ttft_error_seconds` measures
-    /// the error when the prefill is reported complete.
+    /// Only with prefill tracked, under the policy `latency`; with other policies and learned prefill speeds for requests
+    /// with latency targets. The metric `pointsman_predicted_ttft_error_seconds` measures the error when the prefill is
+    /// reported complete.
     #[must_use]
     pub fn predicted_ttft(&self) -> Option<Duration> {
         self.predicted_ttft
+    }
+
+    /// Expected mean time between two tokens of the response: a decode step of the rank with this request. Absent in
+    /// prefill pools, and where no time to first token is predicted.
+    #[must_use]
+    pub fn predicted_itl(&self) -> Option<Duration> {
+        self.predicted_itl
     }
 
     /// The prompt's hashes, if the request set `routing_hashes`.
@@ -150,6 +159,7 @@ mod tests {
             reachable_blocks: 2,
             prefill_load: None,
             predicted_ttft: None,
+            predicted_itl: None,
             routing_hashes: None,
         };
         let json = serde_json::to_value(&decision).expect("plain data");

@@ -7,7 +7,8 @@ use super::decide::overlap_on;
 use super::eligible::Eligibility;
 use super::pending::Case;
 use super::rank::Rank;
-use super::{Decision, LoadView, Schedule, Target};
+use super::targets::duration;
+use super::{Decision, LatencyPrediction, LoadView, Schedule, Target};
 use crate::load::{PrefillFacts, PrefillLoadHint, work_tokens};
 use crate::policy::Policy;
 
@@ -19,11 +20,14 @@ impl<T> Schedule<T> {
         let weights = self.settings.cost.tier_weights;
         let overlap_tokens = overlap.cached_tokens(weights, self.settings.cost.block_size);
         let is_latency = self.settings.policy == Policy::Latency;
-        let projected = is_latency.then(|| rank.project(candidate));
+        let projected = (is_latency || self.targets_of(pending).is_some()).then(|| rank.project(candidate));
         let known = match &projected {
-            Some(projected) => self.expected_cached_tokens(pending, rank, overlap, projected),
-            None => overlap_tokens,
+            Some(projected) if is_latency => self.expected_cached_tokens(pending, rank, overlap, projected),
+            Some(_) | None => overlap_tokens,
         };
+        let prediction =
+            projected.map(|projected| self.predict(&self.latency_cost_of(pending), case, rank, overlap, &projected).0);
+        let LatencyPrediction { ttft_seconds, itl_seconds } = prediction.unwrap_or_default();
         let (cached_tokens, expected_duration) = match request.target {
             Target::Exactly { cached_tokens, expected_duration, .. } => {
                 (cached_tokens.unwrap_or(known), expected_duration)
@@ -60,11 +64,8 @@ impl<T> Schedule<T> {
             reachable_blocks: reachable.map(|known| known.overlap.total_blocks()).max().unwrap_or(0),
             prefill_load: PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration)
                 .map(|hint| if is_reported { hint } else { hint.unreported() }),
-            predicted_ttft: projected.filter(|_| track).map(|projected| {
-                let facts = self.latency_facts(pending, loads, rank, overlap, &projected);
-                let seconds = self.latency_cost_of(pending).terms(&facts).ttft_seconds;
-                Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
-            }),
+            predicted_ttft: ttft_seconds.map(duration),
+            predicted_itl: itl_seconds.map(duration),
             routing_hashes: None,
         }
     }

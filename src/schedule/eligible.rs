@@ -140,7 +140,7 @@ impl Eligibility {
     }
 
     /// Excludes eligible ranks for which `refuse` holds.
-    fn refuse(&mut self, filter: Filter, refuse: impl Fn(usize) -> bool) {
+    pub(super) fn refuse(&mut self, filter: Filter, refuse: impl Fn(usize) -> bool) {
         for (position, refused_by) in self.refused_by.iter_mut().enumerate() {
             if refused_by.is_none() && refuse(position) {
                 *refused_by = Some(filter);

@@ -31,8 +31,11 @@ impl<T> Schedule<T> {
         let Case { pending, candidate, loads } = case;
         self.rules.evaluate(&self.ranks, pending.eligibility_inputs(), &mut scratch.eligibility);
         self.fill_overlaps(&pending.request.overlaps, scratch);
+        // A rejection keeps every rank eligible; the outcome has its reason.
+        let _ = self.restrict_to_targets(case, scratch);
         let (weights, block_size) = (self.settings.cost.tier_weights, self.settings.cost.block_size);
         let (cost, kv_cost) = (self.cost_of(pending), self.kv_cost_of(pending));
+        let predictions = self.settings.models_prefill.then(|| self.latency_cost_of(pending));
         let all = self.ranks.as_slice();
         // The prefill of other ranks matters only with a decaying credit.
         let open = scratch.eligibility.open().map(|position| all[position].project(candidate));
@@ -64,6 +67,8 @@ impl<T> Schedule<T> {
                 cached_tokens: scratch.overlaps[position].cached_tokens(weights, block_size),
                 cost_terms: terms,
                 latency_terms,
+                prediction: predictions
+                    .map(|cost| self.predict(&cost, case, rank, scratch.overlaps[position], &projected).0),
                 cost_lo: bounds.lo * factor + added_cost,
                 cost_hi: bounds.hi * factor + added_cost,
             }

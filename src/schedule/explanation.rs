@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use super::LatencyPrediction;
 use crate::policy::{Candidate, CostTerms, LatencyTerms, Policy};
 use crate::protocol::WorkerRank;
 use crate::select::Filter;
@@ -45,6 +46,8 @@ pub struct ExplainedRank {
     pub cost_terms: CostTerms,
     /// Terms of its `latency` cost at the upper bounds, under that policy.
     pub latency_terms: Option<LatencyTerms>,
+    /// Predicted latency, where prefill speeds are learned.
+    pub prediction: Option<LatencyPrediction>,
     /// Lower bound of its cost.
     pub cost_lo: f64,
     /// Upper bound of its cost. Includes preferences, as compared.

@@ -28,6 +28,7 @@ mod projected;
 mod rank;
 mod rank_status;
 mod scratch;
+mod targets;
 #[cfg(test)]
 mod tests;
 mod ties;
@@ -42,7 +43,8 @@ pub use decision::Decision;
 pub use explanation::{ExplainedRank, Explanation};
 pub use extensions::Extensions;
 pub use load_view::{LiveLoads, LoadView, RankCells};
-pub use options::ResolvedOptions;
+pub use options::{ResolvedOptions, ResolvedTargets};
+pub use targets::{LatencyPrediction, MissedTarget, TargetsMissed};
 pub use types::{
     Admission, BookNumber, Effect, Input, LoadAnswer, LoadQuery, PotentialLoad, Purpose, Rejection, Request, Target,
     Waits,

@@ -1,6 +1,7 @@
 //! Request options as the scheduler reads them: times resolved, tenant names hashed. Most requests have none.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::config::RouterConfigOverride;
 use crate::protocol::Timestamp;
@@ -24,7 +25,7 @@ pub struct ResolvedOptions {
     pub strict_priority: u32,
     /// Head start in seconds before other requests of its tenant; at least 0.
     pub priority_jump: f64,
-    /// Deadline of the placement; the request then expires.
+    /// Deadline of the placement, and of a first token that must not be late; the request then expires.
     pub due: Option<Timestamp>,
     /// Queue class or family; the default class if absent.
     pub policy_class: Option<Arc<str>>,
@@ -44,6 +45,21 @@ pub struct ResolvedOptions {
     pub output_tokens_max: Option<u32>,
     /// Whether the response is not streamed, so that no first token is reported.
     pub not_streamed: bool,
+    /// Latency targets, if any.
+    pub targets: Option<ResolvedTargets>,
     /// Overrides of the configuration.
     pub overrides: RouterConfigOverride,
+}
+
+/// Latency targets of one request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ResolvedTargets {
+    /// Longest time from the request to its first token.
+    pub ttft: Option<Duration>,
+    /// The same as a time.
+    pub ttft_due: Option<Timestamp>,
+    /// Longest mean time between two tokens.
+    pub itl: Option<Duration>,
+    /// Whether the request is rejected if no rank is predicted to meet them.
+    pub rejects: bool,
 }

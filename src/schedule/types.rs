@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::{Decision, Explanation, ResolvedOptions};
+use super::{Decision, Explanation, ResolvedOptions, TargetsMissed};
 use crate::health::Exclusions;
 use crate::load::{EngineSpeed, PromptBlocks, RankLoad};
 use crate::policy::PolicyError;
@@ -321,6 +321,9 @@ pub enum Rejection {
         /// Waiting time.
         waited: Duration,
     },
+    /// No eligible rank is predicted to meet the latency targets, and the request must not be served then.
+    #[error(transparent)]
+    TargetsMissed(#[from] TargetsMissed),
     /// The request would have to wait, but must not or cannot.
     #[error(transparent)]
     Backpressure(#[from] Backpressure),

@@ -258,11 +258,13 @@ pub enum Filter {
     Overloaded,
     /// Busy for the class of the request.
     Busy,
+    /// Predicted to miss more latency targets of the request than another rank.
+    Targets,
 }
 
 impl Filter {
     /// All filters, in order of evaluation.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Allowed,
         Self::Excluded,
         Self::Pin,
@@ -275,6 +277,7 @@ impl Filter {
         Self::Lora,
         Self::Overloaded,
         Self::Busy,
+        Self::Targets,
     ];
 
     /// Name in labels and messages.
@@ -293,6 +296,7 @@ impl Filter {
             Self::Lora => "without the LoRA adapter",
             Self::Overloaded => "overloaded",
             Self::Busy => "busy",
+            Self::Targets => "predicted to miss a target",
         }
     }
 
@@ -300,7 +304,7 @@ impl Filter {
     #[must_use]
     pub fn passes(self) -> bool {
         match self {
-            Self::Unresponsive | Self::Refusing | Self::Lora | Self::Overloaded | Self::Busy => true,
+            Self::Unresponsive | Self::Refusing | Self::Lora | Self::Overloaded | Self::Busy | Self::Targets => true,
             Self::Allowed
             | Self::Excluded
             | Self::Pin

@@ -475,6 +475,7 @@ impl World {
                 assert!(!known.waited, "queued and rejected");
                 assert_eq!(sample.options.do_not_queue, refused.limit == LimitKind::DoNotQueue);
             }
+            Rejection::TargetsMissed(_) => unreachable!("no request has targets"),
             Rejection::UnknownClass(_) => assert!(self.class(sample).is_none()),
             Rejection::Policy(_) => unreachable!("none left"),
         }

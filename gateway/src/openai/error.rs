@@ -10,13 +10,13 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use pointsman::error::{Down, RouteError};
 use pointsman::queue::LimitKind;
-use pointsman::schedule::Rejection;
+use pointsman::schedule::{MissedTarget, Rejection, TargetsMissed};
 use pointsman::select::Filter;
 use serde_json::json;
 
 use crate::serve::telemetry::ErrorCode;
 
-use super::headers::{CLASS, PRIORITY_JUMP, SESSION_ID};
+use super::headers::{CLASS, ON_TARGET_MISS, PRIORITY_JUMP, SESSION_ID};
 
 /// Maximum number of characters of client input repeated in an error.
 const ECHO_CHARS_MAX: usize = 128;
@@ -111,6 +111,21 @@ impl ApiError {
     #[must_use]
     pub fn header_invalid(name: &'static str, rule: &str) -> Self {
         Self::invalid("invalid_header", Some(name), format!("header {name} {rule}"))
+    }
+
+    /// Latency targets that no worker is predicted to meet: 429. `Retry-After` only if a shorter queue suffices.
+    #[must_use]
+    pub fn targets_missed(missed: &TargetsMissed) -> Self {
+        let part = |name: &str, missed: Option<MissedTarget>| {
+            let MissedTarget { predicted, target } = missed?;
+            let [predicted, target] = [predicted, target].map(|duration| duration.as_secs_f64() * 1e3);
+            Some(format!("; {name}: predicted {predicted:.1} ms, target {target:.1} ms"))
+        };
+        let parts = [part("time to first token", missed.ttft), part("inter-token latency", missed.itl)];
+        let parts: String = parts.into_iter().flatten().collect();
+        let message = format!("no worker is predicted to meet the latency targets of the request{parts}");
+        let error = Self::overloaded("targets_missed", message, missed.retry_after.unwrap_or_default());
+        Self { retry_after_s: error.retry_after_s.filter(|_| missed.retry_after.is_some()), ..error }
     }
 
     /// Queue timeout of the gateway: 429.
@@ -259,6 +274,10 @@ impl From<RouteError> for ApiError {
                 Self::invalid("context_length_exceeded", None, message)
             }
             RouteError::PriorityJump(_) => Self::header_invalid(PRIORITY_JUMP, "must be a number of seconds"),
+            RouteError::TargetsNotPredicted { .. } => {
+                let rule = "must be serve, because the model's router learns no prefill speeds";
+                Self::header_invalid(ON_TARGET_MISS, rule)
+            }
             RouteError::Session(error) => Self::invalid("invalid_session_id", Some(SESSION_ID), error.to_string()),
             RouteError::Freed => no_worker("cancelled", "the request was cancelled before it was placed"),
             RouteError::Lost { .. } => {
@@ -270,7 +289,10 @@ impl From<RouteError> for ApiError {
             RouteError::Constraints(error) => Self::invalid("invalid_request", None, error.to_string()),
             RouteError::Overrides(error) => Self::invalid("invalid_request", None, error.to_string()),
             // Causes inside the gateway, not in the request.
-            RouteError::MissingRequestId | RouteError::Hashes(_) | RouteError::Multimodal(_) => Self::internal(),
+            RouteError::MissingRequestId
+            | RouteError::ZeroTarget(_)
+            | RouteError::Hashes(_)
+            | RouteError::Multimodal(_) => Self::internal(),
         }
     }
 }
@@ -297,13 +319,15 @@ impl From<Rejection> for ApiError {
                     | Filter::Draining
                     | Filter::Unresponsive
                     | Filter::Refusing
-                    | Filter::Lora,
+                    | Filter::Lora
+                    | Filter::Targets,
                 )
                 | None => none_eligible(),
             },
             Rejection::DeadlineExceeded { .. } => {
                 Self::overloaded("deadline_exceeded", "the request was not placed within its deadline", a_second)
             }
+            Rejection::TargetsMissed(missed) => Self::targets_missed(&missed),
             Rejection::Backpressure(refused) => {
                 let (code, message) = match refused.limit {
                     LimitKind::Requests => ("queue_full", "too many requests are waiting"),

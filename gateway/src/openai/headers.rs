@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use axum::http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use pointsman::RequestOptions;
+use pointsman::config::OnTargetMiss;
 use pointsman::session::SessionId;
 
 use super::error::ApiError;
@@ -24,6 +25,13 @@ pub(super) const CLASS: &str = "x-pointsman-class";
 pub(super) const NO_QUEUE: &str = "x-pointsman-no-queue";
 /// Expected output tokens.
 pub(super) const EXPECTED_OUTPUT_TOKENS: &str = "x-pointsman-expected-output-tokens";
+/// Target of the time to first token: Pointsman's header, and llm-d's, current and former (reference: llm-d router,
+/// predicted latency). The first that is present applies.
+pub(super) const TTFT_MS: [&str; 3] = ["x-pointsman-ttft-ms", "x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"];
+/// Target of the inter-token latency, which llm-d names time per output token.
+pub(super) const ITL_MS: [&str; 3] = ["x-pointsman-itl-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"];
+/// Effect of targets that no worker is predicted to meet.
+pub(super) const ON_TARGET_MISS: &str = "x-pointsman-on-target-miss";
 /// Session.
 pub(super) const SESSION_ID: &str = "x-session-id";
 
@@ -32,6 +40,10 @@ const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-
 
 /// Maximum deadline: one day.
 const DEADLINE_MS_MAX: u64 = 86_400_000;
+/// Minimum target, in milliseconds.
+const TARGET_MS_MIN: f64 = 0.001;
+/// Maximum target: one day.
+const TARGET_MS_MAX: f64 = 86_400_000.0;
 /// Maximum priority jump: one day.
 const PRIORITY_JUMP_MAX: f64 = 86_400.0;
 /// Maximum length of a class name.
@@ -98,8 +110,9 @@ const STRIPPED: [&str; 12] = [
 ];
 
 /// Reads the request options that the headers contain: `X-Pointsman-Priority`, `X-Pointsman-Priority-Jump`,
-/// `X-Pointsman-Deadline-Ms`, `X-Pointsman-Class`, `X-Session-Id`, `X-Pointsman-Expected-Output-Tokens` and
-/// `X-Pointsman-No-Queue`.
+/// `X-Pointsman-Deadline-Ms`, `X-Pointsman-Class`, `X-Session-Id`, `X-Pointsman-Expected-Output-Tokens`,
+/// `X-Pointsman-No-Queue`, `X-Pointsman-TTFT-Ms`, `X-Pointsman-ITL-Ms` and `X-Pointsman-On-Target-Miss`. The targets are
+/// also read from llm-d's headers.
 ///
 /// ```
 /// use axum::http::HeaderMap;
@@ -146,6 +159,9 @@ pub fn request_options(headers: &HeaderMap) -> Result<RequestOptions, ApiError> 
         |given| digits(given)?.parse().ok().filter(|tokens| *tokens > 0),
         || format!("must be a whole number from 1 to {}", u32::MAX),
     )?;
+    let [ttft_target, itl_target] = [target(headers, TTFT_MS)?, target(headers, ITL_MS)?];
+    let on_target_miss =
+        read(headers, ON_TARGET_MISS, OnTargetMiss::from_name, || "must be serve or reject".to_owned())?;
     let do_not_queue = read(headers, NO_QUEUE, |given| given.parse().ok(), || "must be true or false".to_owned())?;
     Ok(RequestOptions {
         strict_priority: strict_priority.unwrap_or(0),
@@ -154,6 +170,9 @@ pub fn request_options(headers: &HeaderMap) -> Result<RequestOptions, ApiError> 
         policy_class,
         session_id,
         expected_output_tokens,
+        ttft_target,
+        itl_target,
+        on_target_miss,
         do_not_queue: do_not_queue.unwrap_or(false),
         ..RequestOptions::default()
     })
@@ -172,6 +191,18 @@ fn read<T>(
         return Err(ApiError::header_invalid(name, "must occur once"));
     }
     value.to_str().ok().and_then(parse).map(Some).ok_or_else(|| ApiError::header_invalid(name, &rule()))
+}
+
+/// A latency target from the first header of these that is present.
+fn target(headers: &HeaderMap, names: [&'static str; 3]) -> Result<Option<Duration>, ApiError> {
+    let Some(name) = names.into_iter().find(|name| headers.contains_key(*name)) else { return Ok(None) };
+    let rule = || format!("must be a number of milliseconds from {TARGET_MS_MIN} to {TARGET_MS_MAX}");
+    read(headers, name, fractional_millis, rule)
+}
+
+fn fractional_millis(given: &str) -> Option<Duration> {
+    let millis = given.parse::<f64>().ok().filter(|millis| (TARGET_MS_MIN..=TARGET_MS_MAX).contains(millis))?;
+    Duration::try_from_secs_f64(millis / 1e3).ok()
 }
 
 /// Digits only; Rust's number parsers also accept a sign.

@@ -47,6 +47,27 @@ fn options_are_read() {
 }
 
 #[test]
+fn targets_are_read_from_own_headers_and_those_of_llm_d() {
+    let own =
+        [("X-Pointsman-TTFT-Ms", "250"), ("X-Pointsman-ITL-Ms", "12.5"), ("X-Pointsman-On-Target-Miss", "reject")];
+    let options = RequestOptions {
+        ttft_target: Some(Duration::from_millis(250)),
+        itl_target: Some(Duration::from_micros(12_500)),
+        on_target_miss: Some(OnTargetMiss::Reject),
+        ..RequestOptions::default()
+    };
+    assert_eq!(request_options(&map(&own)), Ok(options.clone()));
+    let served = RequestOptions { on_target_miss: None, ..options };
+    for (ttft, tpot) in [("x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"), ("x-slo-ttft-ms", "x-slo-tpot-ms")] {
+        assert_eq!(request_options(&map(&[(ttft, "250"), (tpot, "12.5")])), Ok(served.clone()));
+    }
+    let several = [("x-slo-ttft-ms", "soon"), ("x-llm-d-slo-ttft-ms", "2"), ("x-pointsman-ttft-ms", "1")];
+    let of = |headers: &[(&str, &str)]| request_options(&map(headers)).map(|options| options.ttft_target);
+    assert_eq!(of(&several), Ok(Some(Duration::from_millis(1))), "Pointsman's header applies");
+    assert_eq!(of(&several[..2]), Ok(Some(Duration::from_millis(2))), "the current name of llm-d's header applies");
+}
+
+#[test]
 fn invalid_header_values_are_rejected_by_name() {
     let long = "x".repeat(257);
     let cases = [
@@ -56,6 +77,13 @@ fn invalid_header_values_are_rejected_by_name() {
         (CLASS, vec!["", &long, "grün"]),
         (SESSION_ID, vec!["", &long, "ü"]),
         (NO_QUEUE, vec!["", "1", "yes", "True"]),
+        (TTFT_MS[0], vec!["", "0", "-1", "NaN", "inf", "0.0001", "86400001", "1s"]),
+        (TTFT_MS[1], vec!["", "0", "fast"]),
+        (TTFT_MS[2], vec!["", "0", "1,5"]),
+        (ITL_MS[0], vec!["", "0", "-0.5", "20ms"]),
+        (ITL_MS[1], vec!["0"]),
+        (ITL_MS[2], vec!["0"]),
+        (ON_TARGET_MISS, vec!["", "Reject", "drop", "1"]),
         (EXPECTED_OUTPUT_TOKENS, vec!["", "0", "-1", "+5", "1.5", "4294967296", "some"]),
     ];
     for (name, values) in cases {

@@ -9,7 +9,7 @@ use http_body_util::BodyExt as _;
 use pointsman::error::{Down, RouteError};
 use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::queue::{Backpressure, LimitKind, UnknownClass};
-use pointsman::schedule::Rejection;
+use pointsman::schedule::{MissedTarget, Rejection, TargetsMissed};
 use pointsman::select::{Filter, Pin, PinMode, Removed};
 use pointsman::session::SessionId;
 use serde_json::{Value, json};
@@ -21,6 +21,19 @@ const PAGE: &str = include_str!("../../../../docs/headers.md");
 fn backpressure(limit: LimitKind, retry_after_ms: u64) -> RouteError {
     let retry_after = Duration::from_millis(retry_after_ms);
     Rejection::Backpressure(Backpressure { class: "gold".into(), limit, current: 777, max: 778, retry_after }).into()
+}
+
+fn targets_missed(retry_after_ms: Option<u64>) -> Rejection {
+    let ttft = MissedTarget { predicted: Duration::from_micros(850_250), target: Duration::from_millis(500) };
+    let retry_after = retry_after_ms.map(Duration::from_millis);
+    Rejection::TargetsMissed(TargetsMissed { ttft: Some(ttft), itl: None, retry_after })
+}
+
+#[test]
+fn missed_targets_are_named_with_their_predictions() {
+    let ttft = "time to first token: predicted 850.2 ms, target 500.0 ms";
+    let start = "no worker is predicted to meet the latency targets of the request";
+    assert_eq!(ApiError::from(targets_missed(None)).message, format!("{start}; {ttft}"));
 }
 
 fn of_router() -> Vec<(RouteError, u16, &'static str, Option<u64>)> {
@@ -39,6 +52,10 @@ fn of_router() -> Vec<(RouteError, u16, &'static str, Option<u64>)> {
         (Rejection::AllOverloaded { removed }.into(), 429, "overloaded", Some(1)),
         (pinned(Some(Filter::Busy)).into(), 429, "overloaded", Some(1)),
         (Rejection::DeadlineExceeded { waited: Duration::from_millis(777) }.into(), 429, "deadline_exceeded", Some(1)),
+        (targets_missed(None).into(), 429, "targets_missed", None),
+        (targets_missed(Some(1_500)).into(), 429, "targets_missed", Some(2)),
+        (RouteError::TargetsNotPredicted { policy: "gold" }, 400, "invalid_header", None),
+        (RouteError::ZeroTarget("777"), 500, "internal", None),
         (Rejection::NoRanks.into(), 503, "no_workers", Some(1)),
         (Rejection::NoneEligible { removed }.into(), 503, "no_eligible_worker", Some(1)),
         (Rejection::UnknownRank(rank).into(), 503, "no_eligible_worker", Some(1)),

@@ -16,8 +16,11 @@ use axum::http::{HeaderMap, HeaderValue, Request, Response, Uri};
 use axum::response::IntoResponse as _;
 use http_body_util::{BodyExt as _, Full, Limited};
 use pointsman::answer::AnswerKind;
+use pointsman::config::OnTargetMiss;
+use pointsman::error::RouteError;
 use pointsman::health::Outcome;
 use pointsman::protocol::WorkerRank;
+use pointsman::schedule::Rejection;
 use pointsman::{Placement, RouteRequest};
 use tokio::time::{Instant, timeout};
 
@@ -77,7 +80,8 @@ impl AttemptLoop<'_> {
         account: &mut Account,
         mut request: RouteRequest<'_>,
     ) -> Result<WorkerResponse, Response<Body>> {
-        let (started, deadline) = (account.started(), request.options.deadline);
+        let started = account.started();
+        let (deadline, ttft_target) = (request.options.deadline, request.options.ttft_target);
         let (mut excluded, mut failures) = (ExcludedRanks::default(), Failures::default());
         let mut reports = Reports { attempts: self, failed_attempts: Vec::new() };
         let attempts_max = self.app.settings.gateway.attempts_max;
@@ -87,8 +91,16 @@ impl AttemptLoop<'_> {
             let booking_id = self.app.ids.booking(self.request_id);
             request.request_id = Some(booking_id.into());
             request.options.deadline = deadline.map(|deadline| deadline.saturating_sub(started.elapsed()));
+            // The target counts from the request head. A target of zero would be invalid.
+            let elapsed = started.elapsed();
+            request.options.ttft_target =
+                ttft_target.map(|target| target.saturating_sub(elapsed).max(Duration::from_nanos(1)));
+            if attempt > 1 {
+                // The request was admitted: a late response is better than the error of the failed worker.
+                request.options.on_target_miss = Some(OnTargetMiss::Serve);
+            }
             let routed = Instant::now();
-            let placement = match self.place(&mut request, &mut excluded).await {
+            let placement = match self.place(&mut request, &mut excluded, elapsed).await {
                 Ok(placement) => placement,
                 Err(error) if attempt == 1 => return Err(error.into_response()),
                 // No other rank can serve the request, so the collected errors decide.
@@ -169,12 +181,18 @@ impl AttemptLoop<'_> {
     }
 
     /// A rank for the next attempt: of another worker, else another rank, else possibly the same rank.
-    async fn place(&self, request: &mut RouteRequest<'_>, excluded: &mut ExcludedRanks) -> Result<Placement, ApiError> {
+    /// `elapsed` is the time since the request head.
+    async fn place(
+        &self,
+        request: &mut RouteRequest<'_>,
+        excluded: &mut ExcludedRanks,
+        elapsed: Duration,
+    ) -> Result<Placement, ApiError> {
         let within = Duration::from_millis(self.app.settings.gateway.queue_timeout_ms);
         let mut route = async |excluded_ranks: &BTreeSet<WorkerRank>| {
             request.options.constraints.excluded_ranks.clone_from(excluded_ranks);
             let routed = timeout(within, self.model.router.route(request.clone())).await;
-            routed.map_err(|_| ApiError::queue_timeout())?.map_err(ApiError::from)
+            routed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| since_request_head(error, elapsed).into())
         };
         let none = BTreeSet::new();
         let failing = self.model.workers.failing();
@@ -280,6 +298,17 @@ impl AttemptLoop<'_> {
             None => Authorization::Drop,
         }
     }
+}
+
+/// The error with a time to first token since the request head, `elapsed` before the call of the router.
+fn since_request_head(mut error: RouteError, elapsed: Duration) -> RouteError {
+    if let RouteError::Rejected(Rejection::TargetsMissed(missed)) = &mut error
+        && let Some(ttft) = &mut missed.ttft
+    {
+        ttft.predicted = ttft.predicted.saturating_add(elapsed);
+        ttft.target = ttft.target.saturating_add(elapsed);
+    }
+    error
 }
 
 /// Ranks excluded after failures.
