@@ -24,7 +24,6 @@ use pointsman_bench::embedded::Embedded;
 use pointsman_bench::engine::{Change, Engine, name_blocks};
 use pointsman_bench::fleet::Fleet;
 use pointsman_bench::target::{Call, Refusal, Target};
-use pointsman_bench::workload;
 use serde_json::json;
 
 use self::tally::{Decision, Tally, Verdict};
