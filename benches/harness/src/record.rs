@@ -21,6 +21,8 @@ pub struct Run {
     pub warmup_requests: usize,
     /// End of the last answer.
     pub ended_us: u64,
+    /// Number of sequences that engines preempted, warm-up included; none if not observable.
+    pub preemptions: Option<u64>,
 }
 
 /// Record of one request.

@@ -4,20 +4,33 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use pointsman_trial::engine::{Block, CacheEvent, EngineConfig, EngineHash, Finish, Rank, RequestSpec, Step, Tier};
+use pointsman_trial::engine::{
+    Block, BlockShortage, CacheEvent, EngineConfig, EngineHash, Finish, Rank, RequestSpec, Speculation, Step, Tier,
+};
 use proptest::prelude::*;
 
 const TIERS: [Tier; 2] = [Tier::Device, Tier::Host];
 
 fn configs() -> impl Strategy<Value = EngineConfig> {
-    (1..5_u32, 2..14_u32, prop_oneof![Just(0), 1..12_u32], 1..5_u32, 0..12_u32, any::<bool>()).prop_map(
-        |(block_size, blocks, host_kv_blocks, sequences_max, spare_tokens, deduplicates)| EngineConfig {
+    let memory = (1..5_u32, 2..14_u32, prop_oneof![Just(0), 1..12_u32], any::<bool>());
+    let shortage = prop_oneof![Just(BlockShortage::PromptsWait), Just(BlockShortage::PromptsPreempt)];
+    let limits = (1..5_u32, 0..12_u32, prop_oneof![Just(0), 1..6_u32], shortage);
+    let speculation = prop_oneof![Just((0, 0)), (1..4_u32, 0..=100_u32)];
+    (memory, limits, speculation).prop_map(
+        |(
+            (block_size, blocks, host_kv_blocks, deduplicates),
+            (sequences_max, spare_tokens, prefill_chunk_max, block_shortage),
+            (draft_tokens, acceptance_percent),
+        )| EngineConfig {
             block_size,
             kv_blocks: blocks + 1,
             host_kv_blocks,
             deduplicates,
             step_tokens_max: sequences_max + spare_tokens,
             sequences_max,
+            prefill_chunk_max,
+            block_shortage,
+            speculation: Speculation { draft_tokens, acceptance_percent },
             max_model_len: (block_size * blocks).max(2),
             vocab_size: 2,
             ..EngineConfig::default()
@@ -198,12 +211,12 @@ fn run(config: EngineConfig, calls: &[Call]) -> (Vec<Step>, Requests) {
 }
 
 fn check_step(config: &EngineConfig, step: &Step, open: &mut Requests, ended: &mut Requests) {
-    let tokens = step.prefill_tokens + step.decode_sequences;
+    let tokens = step.prefill_tokens + step.decode_sequences + step.draft_tokens;
     assert!((1..=config.step_tokens_max).contains(&tokens), "{tokens} tokens in a step");
     assert_eq!(step.duration_us, config.cost.duration_us(&step.work));
     for output in &step.outputs {
-        let (spec, outputs) = open.get_mut(&output.id).expect("only open requests get tokens, one a step");
-        assert_eq!(output.first, outputs.is_empty());
+        let (spec, outputs) = open.get_mut(&output.id).expect("only open requests get tokens");
+        assert_eq!((output.first, output.position as usize), (outputs.is_empty(), outputs.len() + 1));
         assert!((output.cached_tokens as usize) < spec.tokens.len() && output.token < config.vocab_size);
         outputs.push(output.token);
         let is_complete = outputs.len() == spec.output_tokens_max as usize;
@@ -216,7 +229,7 @@ fn check_step(config: &EngineConfig, step: &Step, open: &mut Requests, ended: &m
     }
 }
 
-/// Reference model of a rank with a single request: lists of chains with linear search.
+/// Reference model of a rank with a single request and without draft tokens: lists of chains with linear search.
 struct Slow {
     config: EngineConfig,
     /// In allocation order, each with its store order.
@@ -278,8 +291,12 @@ impl Slow {
         let cached = mine.len() * block_size;
         let mut computed = cached;
         for output in outputs {
+            let chunk = match self.config.prefill_chunk_max {
+                0 => self.config.step_tokens_max,
+                limit => limit.min(self.config.step_tokens_max),
+            };
             while computed < tokens.len() {
-                let to = tokens.len().min(computed + self.config.step_tokens_max as usize);
+                let to = tokens.len().min(computed + chunk as usize);
                 while mine.len() * block_size < to {
                     self.take_one(&mut events);
                     mine.push(None);
@@ -371,10 +388,23 @@ proptest! {
     }
 
     #[test]
+    fn every_prompt_token_is_found_or_computed_once(config in configs(), specs in prop::collection::vec(specs(), 0..20)) {
+        let calls: Vec<Call> = specs.into_iter().map(Call::Submit).collect();
+        let (steps, ended) = run(config, &calls);
+        let firsts = steps.iter().flat_map(|step| &step.outputs).filter(|output| output.first);
+        let cached: u32 = firsts.map(|output| output.cached_tokens).sum();
+        let prompts: u32 = ended.values().map(|(spec, _)| spec.tokens.len() as u32).sum();
+        let computed: u32 = steps.iter().map(|step| step.prefill_tokens).sum();
+        let preempted: u32 = steps.iter().map(|step| step.preempted).sum();
+        prop_assert!(computed + cached >= prompts && (preempted > 0 || computed + cached == prompts));
+    }
+
+    #[test]
     fn a_single_request_matches_the_reference_model(
         config in configs(),
         specs in prop::collection::vec(specs(), 0..40),
     ) {
+        let config = EngineConfig { speculation: Speculation::default(), ..config };
         let mut rank = Rank::new(config).expect("valid configuration");
         let (mut slow, mut mirror) = (Slow::new(config), Mirror::default());
         for spec in specs {

@@ -250,10 +250,10 @@ fn outlook_separates_decodes_from_a_partial_prompt() {
     rank.submit(RequestSpec::new(2, (0..12).collect::<Vec<_>>(), 4)).expect("sound");
     rank.step();
     // 7 of the step's 8 tokens were left for the second request; the first reads its 3 tokens and 2 of output next.
-    let partial = Some(Partial { id: 2, computed: 7, left: 5 });
-    assert_eq!(rank.outlook(), Outlook { decode_sequences: 1, kv_tokens: 5, partial });
+    let partials = vec![Partial { id: 2, computed: 7, left: 5 }];
+    assert_eq!(rank.outlook(), Outlook { decode_sequences: 1, kv_tokens: 5, partials, ..Outlook::default() });
     rank.step();
-    assert_eq!(rank.outlook(), Outlook { decode_sequences: 2, kv_tokens: 6 + 13, partial: None });
+    assert_eq!(rank.outlook(), Outlook { decode_sequences: 2, kv_tokens: 6 + 13, ..Outlook::default() });
 }
 
 #[test]

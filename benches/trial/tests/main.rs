@@ -4,6 +4,7 @@
 mod common;
 
 mod engine_properties;
+mod engine_scheduling;
 mod engine_story;
 mod generators;
 #[cfg(feature = "mock")]

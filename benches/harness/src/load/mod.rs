@@ -262,6 +262,7 @@ impl Load {
             ranks: client.ranks(),
             warmup_requests: warmup,
             ended_us,
+            preemptions: None,
         };
         Ok((run, health))
     }

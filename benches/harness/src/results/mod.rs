@@ -107,7 +107,7 @@ pub(crate) mod tests {
         let mut itl_us = Histogram::new_with_bounds(1, 60_000_000, 3).expect("bounds");
         itl_us.record_n(50_000, 10 * requests.len() as u64).expect("within bounds");
         let ended_us = requests.iter().filter_map(|request| request.ended_us).max().unwrap_or_default();
-        Run { requests, itl_us, rank_samples: Vec::new(), ranks: 2, warmup_requests: 0, ended_us }
+        Run { requests, itl_us, rank_samples: Vec::new(), ranks: 2, warmup_requests: 0, ended_us, preemptions: None }
     }
 
     #[test]

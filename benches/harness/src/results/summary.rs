@@ -85,6 +85,9 @@ pub struct Summary {
     pub predicted_ttft_error: Option<PredictionError>,
     /// Requests of the most loaded rank divided by the mean of all ranks, both averaged over the duration. 1 is even.
     pub load_max_over_mean: Option<f64>,
+    /// Number of sequences that engines preempted, warm-up included.
+    #[serde(default)]
+    pub preemptions: Option<u64>,
     /// Validity warnings for these figures.
     pub warnings: Vec<Warning>,
     /// Command line of the run.
@@ -150,6 +153,7 @@ impl Summary {
             regret_seconds: Distribution::of_us(answered().filter_map(|request| request.regret_us)),
             predicted_ttft_error: PredictionError::of(measured),
             load_max_over_mean: max_over_mean(&run.rank_samples, run.ranks, from_us, run.ended_us),
+            preemptions: run.preemptions,
             warnings: validity::warnings(run, facts),
             command: facts.command.clone(),
             machine: facts.machine.clone(),

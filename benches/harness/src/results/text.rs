@@ -54,6 +54,9 @@ impl Summary {
         }
         let spread = self.load_max_over_mean.map_or_else(|| "not known".to_owned(), |spread| format!("{spread:.2}"));
         writeln!(out, "  load           {spread:>10} max over mean")?;
+        if let Some(preemptions @ 1..) = self.preemptions {
+            writeln!(out, "  preempted      {preemptions:>10} times")?;
+        }
         if answered < requests {
             let reasons: Vec<_> = self.failures.iter().map(|(reason, count)| format!("{count} × {reason}")).collect();
             writeln!(out, "  failed         {:>10}: {}", requests - answered, reasons.join("; "))?;

@@ -63,6 +63,7 @@ pub(super) struct Driver<'a, T: Target> {
     itl_us: Histogram<u64>,
     samples: Vec<RankSample>,
     ended_us: u64,
+    preemptions: u64,
 }
 
 /// A request on a rank.
@@ -113,6 +114,7 @@ impl<'a, T: Target> Driver<'a, T> {
             itl_us: Histogram::new_with_bounds(1, ITL_MAX_US, 3).expect("valid histogram bounds"),
             samples: Vec::new(),
             ended_us: 0,
+            preemptions: 0,
         })
     }
 
@@ -142,6 +144,7 @@ impl<'a, T: Target> Driver<'a, T> {
             ranks: self.ranks.len() as u32,
             warmup_requests: self.setup.warmup_requests,
             ended_us: self.ended_us,
+            preemptions: Some(self.preemptions),
         })
     }
 
@@ -182,11 +185,11 @@ impl<'a, T: Target> Driver<'a, T> {
     }
 
     async fn on_step_end(&mut self, rank: usize) -> Result<(), SimulateError> {
-        let Some(Step { outputs, events, .. }) = self.ranks[rank].end() else { return Ok(()) };
+        let Some(Step { outputs, events, preempted, .. }) = self.ranks[rank].end() else { return Ok(()) };
+        self.preemptions += u64::from(preempted);
         let block_size = u64::from(self.setup.block_size().get());
         let is_news = |output: &Output| {
-            let tokens = self.records[output.id as usize].output_tokens + 1;
-            output.first || output.finished.is_some() || tokens.is_multiple_of(block_size)
+            output.first || output.finished.is_some() || u64::from(output.position).is_multiple_of(block_size)
         };
         let has_news = outputs.iter().any(is_news);
         if has_news {
@@ -217,7 +220,8 @@ impl<'a, T: Target> Driver<'a, T> {
                 let done = self.target.prefill_completed(&mut running.handle).await;
                 done.map_err(refused::<T>("complete the prefill of", number))?;
             }
-        } else if number >= self.setup.warmup_requests {
+        } else if number >= self.setup.warmup_requests && self.now_us > running.last_token_us {
+            // The tokens of one step arrive together and count as one interval.
             self.itl_us.saturating_record(self.now_us - running.last_token_us);
         }
         running.last_token_us = self.now_us;

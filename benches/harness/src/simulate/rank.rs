@@ -117,11 +117,12 @@ impl FleetRank {
         let (config, outlook) = (self.engine.config(), self.engine.outlook());
         let mut work = self.left();
         add(&mut work, &self.work_of(prompt_tokens, names));
-        let decodes = u64::from(outlook.decode_sequences);
-        let room = u64::from(config.step_tokens_max).saturating_sub(decodes).max(1);
+        let (decodes, drafts) = (u64::from(outlook.decode_sequences), u64::from(outlook.draft_tokens));
+        let room = u64::from(config.step_tokens_max).saturating_sub(decodes + drafts).max(1);
         let steps = work.prefill_tokens.div_ceil(room).max(1);
         work.decode_sequences = steps * decodes;
         work.kv_tokens = steps * outlook.kv_tokens;
+        work.draft_tokens = steps * drafts;
         let under_way_us = self.step.as_ref().map_or(0, |(ends_us, _)| ends_us.saturating_sub(now_us));
         under_way_us + config.cost.duration_us(&work) + (steps - 1) * u64::from(config.cost.step_us)
     }
@@ -147,11 +148,11 @@ impl FleetRank {
     /// Work of the backlog after the current step.
     fn left(&self) -> Work {
         let mut left = self.owed;
-        if let Some(partial) = self.engine.outlook().partial
-            && let Some(owed) = self.backlog.get(&partial.id)
-        {
-            subtract(&mut left, &owed.work);
-            add(&mut left, &prefill(partial.left.into(), partial.computed.into()));
+        for partial in self.engine.outlook().partials {
+            if let Some(owed) = self.backlog.get(&partial.id) {
+                subtract(&mut left, &owed.work);
+                add(&mut left, &prefill(partial.left.into(), partial.computed.into()));
+            }
         }
         left
     }

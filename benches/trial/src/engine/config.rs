@@ -5,11 +5,16 @@
 
 use thiserror::Error;
 
+use crate::engine::work::StepCost;
+
 /// Maximum number of blocks per tier: 16 Mi, a bound on the initial allocation.
 const BLOCKS_MAX: u32 = 1 << 24;
 
 /// Maximum configurable sequence length in tokens; keeps products of lengths within 64 bits.
 const MODEL_LEN_MAX: u32 = 1 << 26;
+
+/// Maximum number of draft tokens per sequence and step.
+const DRAFT_TOKENS_MAX: u32 = 64;
 
 /// Configuration of one rank. The defaults model 8 billion parameters on an H100 with 80 GB: about 60 GB of KV cache at
 /// 128 KiB per token.
@@ -36,6 +41,13 @@ pub struct EngineConfig {
     pub step_tokens_max: u32,
     /// Maximum number of running sequences. 256.
     pub sequences_max: u32,
+    /// Maximum number of tokens of one sequence per step, vLLM's `long_prefill_token_threshold`. With a limit several
+    /// prompts may be partially computed. 0: no limit.
+    pub prefill_chunk_max: u32,
+    /// Rules for a rank without free blocks. [`BlockShortage::PromptsWait`].
+    pub block_shortage: BlockShortage,
+    /// Speculative decoding. None.
+    pub speculation: Speculation,
     /// Maximum sequence length in tokens, prompt and output together. 131072.
     pub max_model_len: u32,
     /// Size of the vocabulary for output tokens. 128256.
@@ -48,6 +60,29 @@ pub struct EngineConfig {
     pub output_seed: u64,
 }
 
+/// Rules for a rank without free blocks. Under both, a decoding sequence without a block for its next token preempts the
+/// youngest sequence, which may be itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BlockShortage {
+    /// A request is admitted if the blocks of its first chunk are free. The youngest sequence keeps its blocks and waits
+    /// if there are none for its next chunk, and no other request is admitted.
+    #[default]
+    PromptsWait,
+    /// A request is admitted if the blocks of all its tokens are free, which reserves none of them. The youngest sequence
+    /// is preempted if there are none for its next chunk. As in vLLM V1 with its default `scheduler_reserve_full_isl`.
+    PromptsPreempt,
+}
+
+/// Speculative decoding: a drafter proposes the next tokens of each decoding sequence, and one step verifies them all.
+/// The output is the same as without.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Speculation {
+    /// Number of draft tokens per decoding sequence and step. 0: no speculative decoding.
+    pub draft_tokens: u32,
+    /// Probability in percent that a draft token is accepted if all earlier ones of its step were.
+    pub acceptance_percent: u32,
+}
+
 impl Default for EngineConfig {
     fn default() -> Self {
         Self {
@@ -57,6 +92,9 @@ impl Default for EngineConfig {
             deduplicates: false,
             step_tokens_max: 8192,
             sequences_max: 256,
+            prefill_chunk_max: 0,
+            block_shortage: BlockShortage::default(),
+            speculation: Speculation::default(),
             max_model_len: 131_072,
             vocab_size: 128_256,
             cost: StepCost::default(),
@@ -81,6 +119,8 @@ impl EngineConfig {
         within("step_tokens_max", self.step_tokens_max, self.sequences_max, u32::MAX)?;
         within("max_model_len", self.max_model_len, 2, MODEL_LEN_MAX)?;
         within("vocab_size", self.vocab_size, 1, u32::MAX)?;
+        within("speculation.draft_tokens", self.speculation.draft_tokens, 0, DRAFT_TOKENS_MAX)?;
+        within("speculation.acceptance_percent", self.speculation.acceptance_percent, 0, 100)?;
         within("cost.prefill_tokens_per_second", self.cost.prefill_tokens_per_second, 1, u32::MAX)?;
         let needed = self.max_model_len.div_ceil(self.block_size);
         if needed > self.blocks_usable() {
@@ -128,125 +168,9 @@ pub enum ConfigError {
     },
 }
 
-/// Cost model of a step: a sum of terms from a roofline model of the hardware. The defaults are published figures for 8
-/// billion parameters in 16 bits on an H100.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StepCost {
-    /// Fixed time per step in µs: one read of the weights, kernel launches. 4000.
-    pub step_us: u32,
-    /// Prompt tokens computed per second, without attention. 25000.
-    pub prefill_tokens_per_second: u32,
-    /// Attention of one prompt token to one earlier token (or itself), in ps. 1200.
-    pub attention_ps: u32,
-    /// Time per decoding sequence in µs: sampling, tables, its share of the output. 20.
-    pub decode_sequence_us: u32,
-    /// Time per token of context that a decoding sequence reads, in ns: 128 KiB at about 2 TB/s. 65.
-    pub kv_token_ns: u32,
-    /// Time per token loaded from host memory, in ns: 128 KiB at about 50 GB/s. 2600.
-    pub host_token_ns: u32,
-}
-
-impl Default for StepCost {
-    fn default() -> Self {
-        Self {
-            step_us: 4000,
-            prefill_tokens_per_second: 25_000,
-            attention_ps: 1200,
-            decode_sequence_us: 20,
-            kv_token_ns: 65,
-            host_token_ns: 2600,
-        }
-    }
-}
-
-/// Work of one step.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Work {
-    /// Number of prompt tokens to compute.
-    pub prefill_tokens: u64,
-    /// Number of pairs of a prompt token to compute and a token it attends to, including itself.
-    pub attention_pairs: u64,
-    /// Number of decoding sequences.
-    pub decode_sequences: u64,
-    /// Number of context tokens that the decoding sequences read.
-    pub kv_tokens: u64,
-    /// Number of tokens loaded from host memory.
-    pub host_tokens: u64,
-}
-
-impl Work {
-    /// Adds a chunk of `tokens` prompt tokens after `context` earlier ones.
-    pub(crate) fn add_prefill(&mut self, tokens: u32, context: u32) {
-        let (tokens, context) = (u64::from(tokens), u64::from(context));
-        self.prefill_tokens += tokens;
-        self.attention_pairs += tokens * context + tokens * (tokens + 1) / 2;
-    }
-
-    /// Adds a decoding sequence that reads `context` tokens.
-    pub(crate) fn add_decode(&mut self, context: u32) {
-        self.decode_sequences += 1;
-        self.kv_tokens += u64::from(context);
-    }
-}
-
-impl StepCost {
-    /// Duration of a step with this work in µs, rounded up. At least 1, so that time always advances. Saturates.
-    ///
-    /// ```
-    /// use pointsman_trial::engine::{StepCost, Work};
-    ///
-    /// // 4 ms, and 40 ms for 1000 tokens at 25000 a second.
-    /// let work = Work { prefill_tokens: 1000, ..Work::default() };
-    /// assert_eq!(StepCost::default().duration_us(&work), 44_000);
-    /// ```
-    #[must_use]
-    pub fn duration_us(&self, work: &Work) -> u64 {
-        let terms = [
-            u64::from(self.step_us).saturating_mul(1000),
-            work.prefill_tokens.saturating_mul(1_000_000_000) / u64::from(self.prefill_tokens_per_second.max(1)),
-            work.attention_pairs.saturating_mul(u64::from(self.attention_ps)) / 1000,
-            work.decode_sequences.saturating_mul(u64::from(self.decode_sequence_us) * 1000),
-            work.kv_tokens.saturating_mul(u64::from(self.kv_token_ns)),
-            work.host_tokens.saturating_mul(u64::from(self.host_token_ns)),
-        ];
-        terms.into_iter().fold(0_u64, u64::saturating_add).div_ceil(1000).max(1)
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{ConfigError, EngineConfig, StepCost, Work};
-
-    #[test]
-    fn a_mixed_step_costs_the_sum_of_its_terms() {
-        let mut work = Work::default();
-        // 3 + 4 + 5 tokens attended to by tokens 2, 3 and 4 of a prompt.
-        work.add_prefill(3, 2);
-        assert_eq!((work.prefill_tokens, work.attention_pairs), (3, 12));
-        work.add_prefill(2000, 1000);
-        assert_eq!((work.prefill_tokens, work.attention_pairs), (2003, 12 + 2_000_000 + 2_001_000));
-        work.add_decode(500);
-        work.add_decode(9500);
-        work.host_tokens = 64;
-        // 4000 + 2003 / 0.025 + 4001012 * 0.0012 + 2 * 20 + 10000 * 0.065 + 64 * 2.6
-        // 4000 + 80120 + 4801.2144 + 40 + 650 + 166.4 = 89777.6
-        assert_eq!(StepCost::default().duration_us(&work), 89_778);
-    }
-
-    #[test]
-    fn step_durations_are_positive_and_saturate() {
-        let free = StepCost {
-            step_us: 0,
-            prefill_tokens_per_second: u32::MAX,
-            attention_ps: 0,
-            decode_sequence_us: 0,
-            kv_token_ns: 0,
-            host_token_ns: 0,
-        };
-        assert_eq!(free.duration_us(&Work::default()), 1);
-        let endless = Work { kv_tokens: u64::MAX, attention_pairs: u64::MAX, ..Work::default() };
-        assert_eq!(StepCost::default().duration_us(&endless), u64::MAX.div_ceil(1000));
-    }
+    use super::{ConfigError, EngineConfig, Speculation, StepCost};
 
     #[test]
     fn invalid_configurations_are_rejected() {
@@ -263,6 +187,8 @@ mod tests {
             EngineConfig { max_model_len: 1, ..good },
             EngineConfig { vocab_size: 0, ..good },
             EngineConfig { cost: slow, ..good },
+            EngineConfig { speculation: Speculation { draft_tokens: 65, ..Speculation::default() }, ..good },
+            EngineConfig { speculation: Speculation { acceptance_percent: 101, ..Speculation::default() }, ..good },
         ] {
             assert!(matches!(bad.validate(), Err(ConfigError::OutOfRange { .. })), "{bad:?}");
         }

@@ -25,9 +25,23 @@
 //! - The ancestors of a held block are held too, in some tier. Host memory holds each hash once.
 //! - One block of device memory is never allocated, like vLLM's null block.
 //! - If no block is free for the next token of a running sequence, the youngest sequence is preempted. It loses its
-//!   blocks, moves to the front of the queue and later recomputes the blocks that the cache has lost.
+//!   blocks, moves to the front of the queue and later recomputes the blocks that the cache has lost, generated tokens
+//!   included. No request is admitted in that step.
 //! - At most one sequence, the youngest, has uncomputed prompt tokens at the end of a step. If no blocks are free for
-//!   it, it waits with the blocks it has, and no other request is admitted.
+//!   it, it waits with the blocks it has, and no other request is admitted. With [`BlockShortage::PromptsPreempt`] it
+//!   is preempted instead, and a request is admitted only if all of its prompt fits, as in vLLM V1.
+//! - One budget of tokens per step ([`EngineConfig::step_tokens_max`], vLLM's `max_num_batched_tokens`) serves the
+//!   running sequences in order of admission, then waiting requests. [`EngineConfig::sequences_max`] is vLLM's
+//!   `max_num_seqs`. [`EngineConfig::prefill_chunk_max`] is vLLM's `long_prefill_token_threshold`: a long prompt leaves
+//!   the rest of the budget to later requests, so several prompts may be partially computed. vLLM's
+//!   `max_num_partial_prefills` has no counterpart: the V1 scheduler does not read it, but above 1 it sets the threshold
+//!   to 4 % of the model length unless that is given.
+//! - With [`Speculation`] a decoding sequence computes its next token and its draft tokens in one step, within the same
+//!   budget, and allocates blocks for all. The leading accepted draft tokens and one more token are its output. Blocks
+//!   of rejected draft tokens stay with the sequence for its next tokens. A block with an unverified token is not
+//!   cached; it is cached and published in the next step of its sequence. A sequence has draft tokens only after its
+//!   last step generated a token, so none after a preemption. The additional lookahead blocks that vLLM allocates for a
+//!   drafter with its own KV cache are not modelled.
 //! - With a host tier, blocks evicted from the device are kept there and loaded back on a hit. A load reads before it
 //!   overwrites: a block that the same admission evicts from the host still counts as a hit.
 //!
@@ -53,10 +67,13 @@ mod cache;
 mod config;
 mod list;
 mod rank;
+mod schedule;
 mod sequence;
+mod work;
 
 pub use block::{Block, EngineHash};
 pub use cache::{CacheEvent, Tier};
-pub use config::{ConfigError, EngineConfig, StepCost, Work};
+pub use config::{BlockShortage, ConfigError, EngineConfig, Speculation};
 pub use rank::{Finish, Load, Outlook, Output, Partial, Rank, Step};
 pub use sequence::{Refused, RequestSpec};
+pub use work::{StepCost, Work};

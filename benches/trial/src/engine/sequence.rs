@@ -66,6 +66,9 @@ pub enum Refused {
     DuplicateId(u64),
 }
 
+/// Changes the seed for draws of accepted draft tokens.
+const ACCEPTANCE: u64 = 0x9E37_79B9_7F4A_7C15;
+
 pub(crate) struct Sequence {
     spec: RequestSpec,
     /// The only input of the output besides seed and position.
@@ -79,8 +82,12 @@ pub(crate) struct Sequence {
     pub(crate) computed: u32,
     /// Slots of its blocks, in order.
     pub(crate) slots: Vec<u32>,
-    /// Number of tokens that the current step computes.
+    /// Number of tokens that the current step computes, draft tokens included.
     pub(crate) scheduled: u32,
+    /// Number of its leading blocks that are complete and in the cache.
+    pub(crate) filled: u32,
+    /// Number of draft tokens for the next step.
+    pub(crate) drafts: u32,
     /// Number of cached tokens at the first admission.
     pub(crate) cached_tokens: Option<u32>,
 }
@@ -107,6 +114,8 @@ impl Sequence {
             computed: 0,
             slots: Vec::new(),
             scheduled: 0,
+            filled: 0,
+            drafts: 0,
             cached_tokens: None,
             spec,
         };
@@ -127,6 +136,11 @@ impl Sequence {
 
     pub(crate) fn has_output(&self) -> bool {
         !self.outputs.is_empty()
+    }
+
+    /// Number of output tokens so far.
+    pub(crate) fn output_tokens(&self) -> u32 {
+        self.outputs.len() as u32
     }
 
     /// Returns whether only the last generated token is left to compute.
@@ -167,13 +181,38 @@ impl Sequence {
 
     /// Generates the next token.
     pub(crate) fn sample(&mut self, config: &EngineConfig) -> u32 {
-        let mut bytes = [0; 16];
-        bytes[..8].copy_from_slice(&self.prompt_hash.to_le_bytes());
-        bytes[8..].copy_from_slice(&(self.outputs.len() as u64).to_le_bytes());
-        let drawn = xxh3_64_with_seed(&bytes, config.output_seed);
+        let drawn = self.draw(self.outputs.len() as u64, config.output_seed);
         let token = ((u128::from(drawn) * u128::from(config.vocab_size)) >> 64) as u32;
         self.outputs.push(token);
         token
+    }
+
+    /// Number of leading draft tokens of `drafts` that equal the next output tokens. The fate of a draft token depends on
+    /// seed, prompt and position alone.
+    pub(crate) fn accepted(&self, drafts: u32, config: &EngineConfig) -> u32 {
+        let accepts = |draft: &u32| {
+            let position = u64::from(self.output_tokens() + draft);
+            let drawn = self.draw(position, config.output_seed ^ ACCEPTANCE);
+            (u128::from(drawn) * 100) >> 64 < u128::from(config.speculation.acceptance_percent)
+        };
+        (0..drafts).take_while(accepts).count() as u32
+    }
+
+    /// Draws 64 bits for an output position.
+    fn draw(&self, position: u64, seed: u64) -> u64 {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&self.prompt_hash.to_le_bytes());
+        bytes[8..].copy_from_slice(&position.to_le_bytes());
+        xxh3_64_with_seed(&bytes, seed)
+    }
+
+    /// Removes all progress except the output. The hashes of the blocks that a later admission can reuse are kept.
+    pub(crate) fn reset(&mut self, block_size: u32, hasher: &mut BlockHasher) {
+        for block_idx in 0..(self.len() - 1) / block_size {
+            self.hash(block_idx, block_size, hasher);
+        }
+        self.slots.clear();
+        (self.computed, self.filled, self.drafts) = (0, 0, 0);
     }
 
     /// None until the last token; then whether all requested tokens were generated.
