@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
 use pointsman::policy::Policy;
-use pointsman_trial::engine::EngineConfig;
+use pointsman_trial::engine::{BlockShortage, EngineConfig};
 use pointsman_trial::workload::Workload;
 use pointsman_trial::workload::trace::TraceError;
 use serde_json::Value;
@@ -66,6 +66,9 @@ pub struct FleetArguments {
     /// Figures of all engines that differ from the preset.
     #[command(flatten)]
     pub figures: EngineFigures,
+    /// Rules of engines without free KV blocks
+    #[arg(long, value_enum, default_value_t)]
+    pub block_shortage: ShortageRules,
     /// Delay of KV events between engine and router in ms
     #[arg(long, default_value_t = 1.0)]
     pub event_delay_ms: f64,
@@ -93,6 +96,25 @@ impl Preset {
     }
 }
 
+/// Rules of an engine without free KV blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum ShortageRules {
+    /// A partially computed prompt waits with its blocks; the first chunk must fit for admission
+    #[default]
+    PromptsWait,
+    /// A partially computed prompt is preempted; the whole prompt must fit for admission, as in vLLM V1
+    PromptsPreempt,
+}
+
+impl From<ShortageRules> for BlockShortage {
+    fn from(rules: ShortageRules) -> Self {
+        match rules {
+            ShortageRules::PromptsWait => Self::PromptsWait,
+            ShortageRules::PromptsPreempt => Self::PromptsPreempt,
+        }
+    }
+}
+
 /// Optional figures of engines.
 #[derive(Args, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EngineFigures {
@@ -111,6 +133,15 @@ pub struct EngineFigures {
     /// Maximum number of running sequences [8b-h100: 256]
     #[arg(long, value_name = "SEQUENCES")]
     pub sequences_max: Option<u32>,
+    /// Maximum number of tokens of one sequence per step; 0: no limit [8b-h100: 0]
+    #[arg(long, value_name = "TOKENS")]
+    pub prefill_chunk_max: Option<u32>,
+    /// Draft tokens per decoding sequence and step; 0: no speculative decoding [8b-h100: 0]
+    #[arg(long, value_name = "TOKENS")]
+    pub draft_tokens: Option<u32>,
+    /// Probability that a draft token is accepted, in percent [8b-h100: 0]
+    #[arg(long, value_name = "PERCENT")]
+    pub draft_acceptance_percent: Option<u32>,
     /// Maximum length of prompt and output together [8b-h100: 131072, or the capacity of the device memory if less]
     #[arg(long, value_name = "TOKENS")]
     pub max_model_len: Option<u32>,
@@ -132,6 +163,9 @@ pub struct EngineFigures {
     /// Time per token loaded from host memory, in ns [8b-h100: 2600]
     #[arg(long, value_name = "NS")]
     pub host_token_ns: Option<u32>,
+    /// Time of the drafter per draft token in µs [8b-h100: 125]
+    #[arg(long, value_name = "US")]
+    pub draft_us: Option<u32>,
 }
 
 impl EngineFigures {
@@ -142,6 +176,9 @@ impl EngineFigures {
             "host-kv-blocks" => &mut self.host_kv_blocks,
             "step-tokens-max" => &mut self.step_tokens_max,
             "sequences-max" => &mut self.sequences_max,
+            "prefill-chunk-max" => &mut self.prefill_chunk_max,
+            "draft-tokens" => &mut self.draft_tokens,
+            "draft-acceptance-percent" => &mut self.draft_acceptance_percent,
             "max-model-len" => &mut self.max_model_len,
             "step-us" => &mut self.step_us,
             "prefill-tokens-per-second" => &mut self.prefill_tokens_per_second,
@@ -149,6 +186,7 @@ impl EngineFigures {
             "decode-sequence-us" => &mut self.decode_sequence_us,
             "kv-token-ns" => &mut self.kv_token_ns,
             "host-token-ns" => &mut self.host_token_ns,
+            "draft-us" => &mut self.draft_us,
             _ => return None,
         })
     }
@@ -160,6 +198,9 @@ impl EngineFigures {
         set(&mut config.host_kv_blocks, self.host_kv_blocks);
         set(&mut config.step_tokens_max, self.step_tokens_max);
         set(&mut config.sequences_max, self.sequences_max);
+        set(&mut config.prefill_chunk_max, self.prefill_chunk_max);
+        set(&mut config.speculation.draft_tokens, self.draft_tokens);
+        set(&mut config.speculation.acceptance_percent, self.draft_acceptance_percent);
         set(&mut config.max_model_len, self.max_model_len);
         set(&mut config.cost.step_us, self.step_us);
         set(&mut config.cost.prefill_tokens_per_second, self.prefill_tokens_per_second);
@@ -167,6 +208,7 @@ impl EngineFigures {
         set(&mut config.cost.decode_sequence_us, self.decode_sequence_us);
         set(&mut config.cost.kv_token_ns, self.kv_token_ns);
         set(&mut config.cost.host_token_ns, self.host_token_ns);
+        set(&mut config.cost.draft_us, self.draft_us);
     }
 }
 
@@ -244,7 +286,7 @@ impl FleetArguments {
     }
 
     fn engine(&self, worker: u32) -> EngineConfig {
-        let mut config = self.preset.config();
+        let mut config = EngineConfig { block_shortage: self.block_shortage.into(), ..self.preset.config() };
         let specs = self.engines.iter().filter(|spec| spec.workers.contains(&worker)).map(|spec| &spec.figures);
         let mut is_len_given = false;
         for figures in std::iter::once(&self.figures).chain(specs) {

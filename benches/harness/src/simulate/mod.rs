@@ -20,7 +20,7 @@
 //!   are neither cached nor will be after that computation: tokens divided by the rank's prefill rate, and their
 //!   attention,
 //! - for each of the steps required (tokens divided by the step's capacity beside its decodes, rounded up) the fixed
-//!   time of a step and the time of the currently decoding sequences, at their current context,
+//!   time of a step and the time of the currently decoding sequences and draft tokens, at their current context,
 //!
 //! each by the rank's own [`pointsman_trial::engine::StepCost`]. Regret is the estimate for the chosen rank minus the
 //! minimum over all ranks: 0 if the decision was optimal for this request alone. The estimate ignores future requests,
@@ -41,7 +41,9 @@ use pointsman_trial::engine::ConfigError;
 use pointsman_trial::workload::Workload;
 
 pub(crate) use cli::write_records;
-pub use cli::{EngineFigures, EngineSpec, FleetArguments, Preset, RouterArguments, Simulate, SimulateCommandError};
+pub use cli::{
+    EngineFigures, EngineSpec, FleetArguments, Preset, RouterArguments, ShortageRules, Simulate, SimulateCommandError,
+};
 pub use setup::{RouterSetup, Setup, Warmup};
 
 use crate::record::Run;
