@@ -86,6 +86,8 @@ struct RankGauges {
     prefill_tokens: ZeroedGauge,
     held_blocks: ZeroedGauge,
     kv_doubted: ZeroedGauge,
+    /// Bias of predictions: of the time to first token, and between tokens. Present once learned.
+    bias: [Option<ZeroedGauge>; 2],
     /// Present after the first load report of the engine.
     engine: Option<EngineGauges>,
 }
@@ -106,6 +108,8 @@ struct RankSum {
     prefill_tokens: u64,
     held_blocks: u64,
     is_doubted: bool,
+    /// Learned bias of predictions.
+    bias: [Option<f64>; 2],
     /// Latest load report of the engine.
     engine: Option<EngineLoad>,
     is_torn: bool,
@@ -159,6 +163,9 @@ impl Gauges {
                 by_trust[trust as usize] += 1;
                 sum.is_doubted = trust != StreamState::Live;
             }
+            for (latest, bias) in sum.bias.iter_mut().zip(entry.speed.bias()) {
+                *latest = bias.or(*latest);
+            }
             let Some(load) = entry.board.read() else {
                 sum.is_torn = true; // being written: the previous value stays for another period
                 continue;
@@ -177,6 +184,7 @@ impl Gauges {
         for (rank, sum) in sums {
             let gauges = self.by_rank.entry(rank).or_insert_with(|| RankGauges::new(&self.pool, rank));
             gauges.set(&sum);
+            gauges.set_bias(&self.pool, rank, sum.bias);
             if let Some(load) = sum.engine {
                 gauges.engine.get_or_insert_with(|| EngineGauges::new(&self.pool, rank)).set(&load, now);
             }
@@ -194,7 +202,20 @@ impl RankGauges {
             prefill_tokens: gauge("pointsman_rank_prefill_tokens"),
             held_blocks: gauge("pointsman_rank_held_blocks"),
             kv_doubted: gauge("pointsman_rank_kv_degraded"),
+            bias: [None, None],
             engine: None,
+        }
+    }
+
+    fn set_bias(&mut self, pool: &Pool, rank: WorkerRank, bias: [Option<f64>; 2]) {
+        for ((gauge, target), bias) in self.bias.iter_mut().zip(["ttft", "itl"]).zip(bias) {
+            let Some(bias) = bias else { continue };
+            let new = || {
+                let (worker, rank) = (rank.worker.0.to_string(), rank.rank.to_string());
+                let labels = &[("worker", worker.as_str()), ("rank", &rank), ("target", target)];
+                ZeroedGauge(pool.gauge("pointsman_rank_prediction_bias", labels))
+            };
+            gauge.get_or_insert_with(new).0.set(bias);
         }
     }
 

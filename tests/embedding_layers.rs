@@ -9,6 +9,7 @@ use std::marker::PhantomPinned;
 use std::pin::{Pin, pin};
 use std::sync::{Mutex, PoisonError};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, Request, Response, StatusCode};
@@ -281,6 +282,47 @@ fn cached_tokens_are_reported_once_from_usage() {
         is_delivered.then_some(value)
     });
     assert_eq!(delivered, Some(DebugValue::Counter(2 * 8)), "once per response");
+}
+
+/// Time after the last token does not count, and a response that is not streamed has no pace.
+#[test]
+fn streamed_responses_are_compared_with_the_target_of_their_pace() {
+    let (recorder, runtime) = (DebuggingRecorder::new(), tokio::runtime::Builder::new_current_thread());
+    let runtime = { runtime }.enable_time().start_paused(true).build().expect("a runtime");
+    let snapshotter = recorder.snapshotter();
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let router = router(config(), 1).await;
+            let kinds = [AnswerKind::Events, AnswerKind::Events, AnswerKind::Json];
+            for (target_ms, kind) in [19, 20, 1].into_iter().zip(kinds) {
+                let options =
+                    RequestOptions { itl_target: Some(Duration::from_millis(target_ms)), ..RequestOptions::default() };
+                let prompt = tokens(1, 5);
+                let request = RouteRequest { options, ..RouteRequest::new("a", Prompt::Tokens(&prompt)) };
+                let placed = router.route(request).await.expect("placed");
+                let mut body = pin!(placed.wrap_body(Scripted::new((0..6).map(token), false), kind));
+                for _ in 0..6 {
+                    read(body.as_mut(), 1).await;
+                    tokio::time::advance(Duration::from_millis(20)).await; // also after the last token
+                }
+                read(body.as_mut(), 1).await;
+                assert_at_rest(&router).await;
+            }
+        });
+    });
+    let mut counts: Vec<_> = snapshotter
+        .snapshot()
+        .into_vec()
+        .into_iter()
+        .filter(|(key, ..)| key.key().name() == "pointsman_targets_total")
+        .map(|(key, _, _, value)| {
+            let labels: Vec<_> = key.key().labels().map(|label| label.value().to_owned()).collect();
+            (labels[1..].join(" "), value)
+        })
+        .collect();
+    counts.sort_unstable_by(|a, b| a.0.cmp(&b.0));
+    let expected = [("itl met", 1), ("itl missed", 1), ("ttft met", 0), ("ttft missed", 0)];
+    assert_eq!(counts, expected.map(|(labels, count)| (labels.to_owned(), DebugValue::Counter(count))));
 }
 
 fn asking(id: &str) -> Request<()> {

@@ -40,6 +40,8 @@ mod tidy;
 mod wire;
 
 #[cfg(feature = "runtime")]
+mod calibration;
+#[cfg(feature = "runtime")]
 mod disagg;
 #[cfg(feature = "faults")]
 mod discovery;

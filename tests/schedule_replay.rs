@@ -13,7 +13,8 @@ use std::vec::IntoIter;
 use pointsman::RouterConfig;
 use pointsman::engine_load::{EngineLoad, EngineReading};
 use pointsman::load::{
-    ActiveSequences, BoardLoad, BoardVersion, EngineSpeed, PrefillLoadHint, PromptBlocks, PublishedSpeed, RankLoad,
+    ActiveSequences, BoardLoad, BoardVersion, EngineSpeed, PredictionBias, PrefillLoadHint, PromptBlocks,
+    PublishedSpeed, RankLoad,
 };
 use pointsman::policy::Policy;
 use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
@@ -33,6 +34,7 @@ enum LoadRead {
     Board(Option<BoardLoad>, BoardVersion),
     Speed(PublishedSpeed),
     SpeedWeights([f64; 2]),
+    Bias(PredictionBias),
     OutputTokens(Option<f64>),
     HeldBlocks(u32),
     IndexChangedAt(Option<Timestamp>),
@@ -68,6 +70,10 @@ impl LoadView for RecordingLoads<'_> {
 
     fn speed_weights(&self, slot: Slot, now: Timestamp) -> [f64; 2] {
         self.record(slot, self.live.speed_weights(slot, now), LoadRead::SpeedWeights)
+    }
+
+    fn prediction_bias(&self, slot: Slot, now: Timestamp) -> PredictionBias {
+        self.record(slot, self.live.prediction_bias(slot, now), LoadRead::Bias)
     }
 
     fn output_tokens(&self, slot: Slot) -> Option<f64> {
@@ -117,6 +123,10 @@ impl LoadView for ReplayedLoads {
 
     fn speed_weights(&self, slot: Slot, _: Timestamp) -> [f64; 2] {
         replayed!(self, slot, LoadRead::SpeedWeights(weights) => weights)
+    }
+
+    fn prediction_bias(&self, slot: Slot, _: Timestamp) -> PredictionBias {
+        replayed!(self, slot, LoadRead::Bias(bias) => bias)
     }
 
     fn output_tokens(&self, slot: Slot) -> Option<f64> {
@@ -268,7 +278,7 @@ fn recorded_reads_replay_to_equal_effects() {
         let reads = recording.reads.into_inner();
         if policy == Policy::Latency {
             let kinds: BTreeSet<String> = reads.iter().map(|(_, read)| kind(read)).collect();
-            assert_eq!(kinds.len(), 8, "all kinds of reads occur: {kinds:?}");
+            assert_eq!(kinds.len(), 9, "all kinds of reads occur: {kinds:?}");
         }
         let replayed = ReplayedLoads(RefCell::new(reads.into_iter()));
         assert_eq!(effects_of(policy, &replayed, |_| {}), recorded, "{policy:?}");

@@ -221,6 +221,8 @@ impl Follow {
         // A response that is not streamed arrives after all of it is computed, so its arrival does not date the
         // prefill.
         if self.kind == AnswerKind::Events && self.reader.is_generating() {
+            // Before the report of the first token, which counts as one: the frame may have several.
+            placement.generated(self.reader.output_tokens());
             placement.prefill_completed();
         }
         let block_size = u64::from(placement.block_size());

@@ -1,8 +1,8 @@
 //! The caller's handle for its booking.
 
 use std::ops::Deref;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::lease_guard::LeaseGuard;
 use crate::actors::sequence::table::SequenceAddress;
@@ -10,8 +10,12 @@ use crate::actors::telemetry::Prediction;
 use crate::actors::views::rank::RankEntry;
 use crate::error::RequestError;
 use crate::health::Outcome;
-use crate::load::Weight;
-use crate::schedule::Decision;
+use crate::load::{TokenPace, Weight};
+use crate::protocol::Timestamp;
+use crate::schedule::{Decision, ResolvedTargets};
+
+/// Minimum number of tokens after the first from which a mean time between tokens is compared with its prediction.
+const INTERVALS_MIN: u64 = 8;
 
 /// Placement of a request on a rank. The booking lasts as long as this value. Dereferences to the [`Decision`].
 ///
@@ -23,6 +27,9 @@ pub struct Placement {
     address: Arc<SequenceAddress>,
     decision: Decision,
     prediction: Prediction,
+    targets: Option<ResolvedTargets>,
+    /// Pace of the output, for a prediction or a target of it.
+    pace: Mutex<TokenPace>,
     /// Whether an outcome has been reported.
     told_outcome: AtomicBool,
 }
@@ -33,8 +40,10 @@ impl Placement {
         address: Arc<SequenceAddress>,
         decision: Decision,
         prediction: Prediction,
+        targets: Option<ResolvedTargets>,
     ) -> Self {
-        Self { guard, address, decision, prediction, told_outcome: AtomicBool::new(false) }
+        let (pace, told_outcome) = (Mutex::default(), AtomicBool::new(false));
+        Self { guard, address, decision, prediction, targets, pace, told_outcome }
     }
 
     /// Endpoint of the rank's worker, from its configuration.
@@ -56,7 +65,6 @@ impl Placement {
         Arc::clone(&self.address.entry.endpoint)
     }
 
-    #[cfg(feature = "http")]
     pub(super) fn block_size(&self) -> u32 {
         self.guard.edge().config.block_size
     }
@@ -75,6 +83,10 @@ impl Placement {
                 let elapsed = edge.clock.now().since(lease.booked_at());
                 edge.meters.predictions.first_token(predicted, elapsed);
             }
+            if let Some(due) = self.targets.and_then(|targets| targets.ttft_due) {
+                edge.meters.targets.ttft.count(edge.clock.now() <= due);
+            }
+            self.follow_pace(|pace, now| pace.first_token(1, now));
             self.address.prefill_completed(lease);
         }
     }
@@ -109,8 +121,27 @@ impl Placement {
             return Ok(());
         }
         self.guard.lease().push_output_block(decay);
+        let tokens = u64::from(self.guard.lease().progress().output.block_count()) * u64::from(self.block_size());
+        self.follow_pace(|pace, now| pace.reported(tokens, now));
         self.address.reconcile(self.guard.lease());
         Ok(())
+    }
+
+    /// Records the number of generated tokens of a streamed response.
+    #[cfg(feature = "http")]
+    pub(super) fn generated(&self, tokens: u64) {
+        self.follow_pace(|pace, now| {
+            pace.first_token(tokens, now);
+            pace.reported(tokens, now);
+        });
+    }
+
+    /// Changes the pace of the output, if anything is compared with it.
+    fn follow_pace(&self, change: impl FnOnce(&mut TokenPace, Timestamp)) {
+        if self.predicted_itl().is_some() || self.targets.is_some_and(|targets| targets.itl.is_some()) {
+            let now = self.guard.edge().clock.now();
+            change(&mut self.pace.lock().unwrap_or_else(PoisonError::into_inner), now);
+        }
     }
 }
 
@@ -120,6 +151,22 @@ impl Deref for Placement {
 
     fn deref(&self) -> &Decision {
         &self.decision
+    }
+}
+
+/// Compares the pace of the output with its prediction and its target, before the lease ends.
+impl Drop for Placement {
+    fn drop(&mut self) {
+        let pace = *self.pace.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let Some((itl, intervals)) = pace.mean() else { return };
+        let (meters, lease) = (&self.guard.edge().meters, self.guard.lease());
+        if let Some(target) = self.targets.and_then(|targets| targets.itl) {
+            meters.targets.itl.count(itl <= target);
+        }
+        if let Some(predicted) = self.decision.predicted_itl().filter(|_| intervals >= INTERVALS_MIN) {
+            meters.predictions.itl_ratio(predicted, itl);
+            lease.set_mean_itl(itl);
+        }
     }
 }
 

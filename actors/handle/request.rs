@@ -11,7 +11,7 @@ use crate::load::{LengthKeys, OutputLengths, PromptBlocks, PromptLimits};
 use crate::predict::SpeculativePrompt;
 use crate::protocol::{BlockHash, Timestamp, WorkerRank};
 use crate::request::{Prompt, RequestOptions, RouteRequest};
-use crate::schedule::ResolvedOptions;
+use crate::schedule::{ResolvedOptions, ResolvedTargets};
 
 /// A request that the embedder has sent to a rank of its own choice.
 #[derive(Clone, Debug)]
@@ -167,6 +167,10 @@ impl Prepared {
 
     pub(super) fn options(&self) -> Option<Box<ResolvedOptions>> {
         self.options.clone()
+    }
+
+    pub(super) fn targets(&self) -> Option<ResolvedTargets> {
+        self.options.as_ref().and_then(|options| options.targets)
     }
 
     pub(super) fn length_keys(&self) -> LengthKeys {

@@ -73,7 +73,7 @@ impl Router {
                     span.record("rank", tracing::field::display(decision.rank()));
                 }
                 meters.placed(prepared.isl_tokens(), config.block_size, &decision, prediction.kind().is_some());
-                return Ok(Placement::new(guard, address, decision, prediction));
+                return Ok(Placement::new(guard, address, decision, prediction, prepared.targets()));
             }
             attempts += 1;
             if attempts == ATTEMPTS_MAX {

@@ -21,7 +21,7 @@ use crate::actors::io::clock::Clock;
 use crate::actors::radix::claim::SpeculationClaim;
 use crate::actors::views::wake_flag::WakeFlag;
 use crate::directory::{Directory, Lease, LeaseState};
-use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PromptBlocks, SpeedCell, SpeedMeter};
+use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PrefillLoadHint, PromptBlocks, SpeedCell, SpeedMeter};
 use crate::protocol::{Generation, Slot, Timestamp};
 use crate::schedule::{BookNumber, Decision, LoadAnswer};
 
@@ -189,6 +189,10 @@ impl Sequence {
             self.book(&lease, now);
             if let Some(meter) = &mut self.meter {
                 meter.booked(lease.booking(), decision.prefill_load, now);
+                let [ttft, itl] = decision.uncorrected_predictions();
+                // The end of an unreported prefill is a model, not an observation.
+                let ttft = ttft.filter(|_| decision.prefill_load.is_none_or(PrefillLoadHint::is_reported));
+                meter.predicted(lease.booking(), [ttft, itl]);
             }
             self.agree_with(&lease, now);
         }
@@ -272,6 +276,9 @@ impl Sequence {
     fn free(&mut self, lease: &Lease, now: Timestamp) {
         self.active.free(lease.booking(), now);
         if let Some(meter) = &mut self.meter {
+            if let Some(itl) = lease.mean_itl() {
+                meter.paced(lease.booking(), itl, now);
+            }
             meter.ended(lease.booking(), now);
         }
     }
@@ -327,7 +334,7 @@ mod tests {
     use tokio::sync::Semaphore;
 
     use super::*;
-    use crate::load::{EngineSpeed, PrefillLoadHint, PromptBlocks, work_tokens};
+    use crate::load::{EngineSpeed, PredictionBias, PromptBlocks, work_tokens};
     use crate::protocol::{WorkerId, WorkerRank};
     use crate::select::TierOverlap;
 
@@ -373,6 +380,7 @@ mod tests {
             prefill_load: PrefillLoadHint::new(tokens, 0, true, None),
             predicted_ttft: None,
             predicted_itl: None,
+            prediction_bias: PredictionBias::default(),
             routing_hashes: None,
         };
         let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("a free permit");

@@ -94,6 +94,18 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         &["result"],
         "Difference between predicted and actual time to first token, `early` or `late`. Policy `latency` only.",
     ),
+    histogram(
+        "pointsman_prediction_ratio",
+        None,
+        &["target"],
+        "Observed time as a multiple of the predicted one, of the time to first token (`ttft`) or the mean time between \
+         tokens (`itl`). 1 is exact.",
+    ),
+    counter(
+        "pointsman_targets_total",
+        &["target", "outcome"],
+        "Latency targets by result in the response: `target` is `ttft` or `itl`, `outcome` is `met` or `missed`.",
+    ),
     counter(
         "pointsman_never_matched_total",
         &["kind"],
@@ -117,6 +129,14 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
     gauge("pointsman_rank_active_blocks", Unit::Count, RANK, "KV blocks held by the booked requests."),
     gauge("pointsman_rank_prefill_tokens", Unit::Count, RANK, "Prompt tokens that the rank has still to compute."),
     gauge("pointsman_rank_held_blocks", Unit::Count, RANK, "Indexed blocks of the rank, over all tiers."),
+    Instrument {
+        name: "pointsman_rank_prediction_bias",
+        kind: InstrumentKind::Gauge,
+        unit: None,
+        labels: &["worker", "rank", "target"],
+        help: "Learned factor that corrects the predictions for the rank, of the time to first token (`ttft`) or between \
+               tokens (`itl`).",
+    },
     gauge("pointsman_engine_running_requests", Unit::Count, RANK, "Running requests as last reported by the engine."),
     gauge("pointsman_engine_waiting_requests", Unit::Count, RANK, "Waiting requests as last reported by the engine."),
     Instrument {

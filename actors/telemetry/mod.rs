@@ -11,6 +11,7 @@ mod ingest;
 mod instruments;
 mod phases;
 mod predictions;
+mod targets;
 #[cfg(test)]
 mod tests;
 
@@ -29,6 +30,7 @@ use crate::protocol::Timestamp;
 use crate::queue::Depth;
 use crate::schedule::Decision;
 use predictions::PredictionMeters;
+use targets::TargetMeters;
 
 /// Instruments of the edge and of the supervisor.
 pub(crate) struct Meters {
@@ -36,6 +38,8 @@ pub(crate) struct Meters {
     pub(crate) decisions: Decisions,
     pub(crate) phases: Phases,
     pub(crate) predictions: PredictionMeters,
+    /// Met and missed latency targets.
+    pub(crate) targets: TargetMeters,
     pub(crate) restarts: Restarts,
     /// Present with a shared cache.
     pub(crate) shared_cache: Option<Arc<SharedCacheMeters>>,
@@ -60,6 +64,7 @@ impl Meters {
             decisions: Decisions::new(&pool, config),
             phases: Phases::new(&pool),
             predictions: PredictionMeters::new(&pool),
+            targets: TargetMeters::new(&pool),
             restarts: Restarts::new(&pool),
             shared_cache: has_shared_cache.then(|| Arc::new(SharedCacheMeters::new(&pool))),
             expired: pool.counter("pointsman_bookings_expired_total", &[]),

@@ -1,4 +1,4 @@
-//! Comparison of predictions with reports of the embedder: cached tokens, and time to first token.
+//! Comparison of predictions with reports of the embedder: cached tokens, time to first token, time between tokens.
 //!
 //! A pair of prediction and report that are both 0 is ignored. A pair *agrees* if both are above 0, and *contradicts*
 //! if exactly one is. A prediction of 0 for a rank with an incomplete index is ignored too: after a restart the
@@ -76,6 +76,9 @@ pub(crate) struct PredictionMeters {
     /// Error of the expected time to first token, for tokens that arrived earlier or later.
     early: Histogram,
     late: Histogram,
+    /// Observed times as multiples of the predicted ones.
+    ttft_ratio: Histogram,
+    itl_ratio: Histogram,
     /// By kind.
     streaks: [Streak; 4],
 }
@@ -90,6 +93,7 @@ impl PredictionMeters {
         let tokens = |side| pool.counter("pointsman_prediction_tokens_total", &[("side", side)]);
         let error = |result| pool.histogram("pointsman_prediction_error_tokens", &[("result", result)]);
         let ttft = |result| pool.histogram("pointsman_predicted_ttft_error_seconds", &[("result", result)]);
+        let ratio = |target| pool.histogram("pointsman_prediction_ratio", &[("target", target)]);
         let streak = |kind: PromptKind| Streak {
             contradictions: AtomicU32::new(0),
             alarms: pool.counter("pointsman_never_matched_total", &[("kind", kind.name())]),
@@ -102,6 +106,8 @@ impl PredictionMeters {
             exact: error("exact"),
             early: ttft("early"),
             late: ttft("late"),
+            ttft_ratio: ratio("ttft"),
+            itl_ratio: ratio("itl"),
             streaks: PromptKind::ALL.map(streak),
         }
     }
@@ -133,6 +139,12 @@ impl PredictionMeters {
     pub(crate) fn first_token(&self, predicted: Duration, elapsed: Duration) {
         let result = if elapsed > predicted { &self.late } else { &self.early };
         result.record(elapsed.abs_diff(predicted).as_secs_f64());
+        record_ratio(&self.ttft_ratio, predicted, elapsed);
+    }
+
+    /// Records the mean time between the tokens of a response.
+    pub(crate) fn itl_ratio(&self, predicted: Duration, observed: Duration) {
+        record_ratio(&self.itl_ratio, predicted, observed);
     }
 
     /// Kinds of requests without a matching report for a long time.
@@ -141,6 +153,12 @@ impl PredictionMeters {
             self.streaks[*kind as usize].contradictions.load(Ordering::Relaxed) >= NEVER_MATCHED_AFTER
         };
         PromptKind::ALL.into_iter().filter(alarming)
+    }
+}
+
+fn record_ratio(histogram: &Histogram, predicted: Duration, observed: Duration) {
+    if !predicted.is_zero() {
+        histogram.record(observed.as_secs_f64() / predicted.as_secs_f64());
     }
 }
 

@@ -5,7 +5,7 @@ use pointsman::policy::Policy;
 use pointsman_gateway::serve::Gateway;
 use serde_json::json;
 
-use crate::common::proxy::{Answer, FINE, Scripted, answer, at_rest, gateway, request, settings, worker};
+use crate::common::proxy::{Answer, FINE, Scripted, answer, at_rest, gateway, get, request, settings, worker};
 
 const COMPLETIONS: &str = "/v1/completions";
 
@@ -52,6 +52,33 @@ async fn requests_without_a_chance_are_rejected_early() {
     }
     at_rest(&served).await;
     at_rest(&rejecting).await;
+}
+
+#[tokio::test]
+async fn responses_count_their_targets_on_the_metrics_page() {
+    let engine = Scripted::start(|_| answer("200 OK", FINE)).await;
+    let mut settings = settings(vec![worker(1, &engine.url(), 1)]);
+    settings.models[0].name = "targeted".to_owned();
+    settings.models[0].router.pool = "targeted".to_owned(); // separate counters in this process
+    settings.gateway.metrics_public = true;
+    let gateway = gateway(settings).await;
+    let complete = async |headers: &str| {
+        let body = json!({ "model": "targeted", "prompt": [1, 2, 3], "stream": true }).to_string();
+        assert_eq!(request(gateway.address(), "POST", COMPLETIONS, headers, body.as_bytes()).await.status, 200);
+    };
+    complete("x-slo-ttft-ms: 86400000\r\n").await;
+    complete("x-pointsman-ttft-ms: 86400000\r\n").await;
+    complete("x-llm-d-slo-ttft-ms: 0.001\r\n").await;
+    complete("").await;
+    let page = get(&gateway, "/metrics").await;
+    let count = |outcome: &str| {
+        let labels = ["pool=\"targeted\"", "target=\"ttft\"", &format!("outcome=\"{outcome}\"")].map(str::to_owned);
+        let is_it = |line: &&str| {
+            line.starts_with("pointsman_targets_total{") && labels.iter().all(|label| line.contains(label.as_str()))
+        };
+        page.text().lines().find(is_it).and_then(|line| line.rsplit(' ').next()).map(str::to_owned)
+    };
+    assert_eq!((count("met").as_deref(), count("missed").as_deref()), (Some("2"), Some("1")));
 }
 
 #[tokio::test]

@@ -1,7 +1,7 @@
 //! Speed meter: learns a rank's engine speed from the reports of its bookings.
 //!
-//! Tracks which bookings are in prefill and which generate, and since when. Learns the prefill rate, the step time, and
-//! the output length of requests. Each prefill counts once, at its first report of completion; each generated token
+//! Tracks which bookings are in prefill and which generate, and since when. Learns the prefill rate, the step time, the
+//! output length of requests, and the bias of predictions. Each prefill counts once, at its first report of completion; each generated token
 //! counts in at most one sample; changes are published immediately. [`LearnedRate`] and [`LearnedStep`] do the
 //! arithmetic. A booking that the meter did not see booked is ignored.
 //!
@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use ahash::AHashMap;
 
-use super::{EngineSpeed, LearnedRate, LearnedStep, PrefillLoadHint, RankLoad, SpeedCell, StepSample};
+use super::{EngineSpeed, LearnedBias, LearnedRate, LearnedStep, PrefillLoadHint, RankLoad, SpeedCell, StepSample};
 use crate::protocol::{BookingId, Timestamp};
 
 /// Observes the bookings of one rank.
@@ -49,6 +49,8 @@ pub struct SpeedMeter {
     rate: LearnedRate,
     step: LearnedStep,
     output: MeanOutput,
+    /// Of the time to first token, and between tokens.
+    bias: [LearnedBias; 2],
     cell: Arc<SpeedCell>,
     bookings: AHashMap<BookingId, Watched>,
     /// Prefills in progress whose end will be reported.
@@ -66,6 +68,8 @@ struct Watched {
     prefill: Option<u32>,
     /// Output blocks at the last report.
     blocks: u32,
+    /// Predicted times in seconds without correction: to the first token, and between tokens.
+    predicted: [Option<f64>; 2],
     /// Start of the current output interval; `None` before the first report.
     seen: Option<OutputReport>,
 }
@@ -112,6 +116,7 @@ impl SpeedMeter {
             rate: LearnedRate::from_prior(known.work_tokens_per_second),
             step: LearnedStep::from_known(&known, block_size),
             output: MeanOutput::from_known(cell.output_tokens()),
+            bias: cell.bias().map(|factor| LearnedBias::from_known(factor.unwrap_or(1.0))),
             cell,
             bookings: AHashMap::new(),
             prefills: 0,
@@ -130,20 +135,56 @@ impl SpeedMeter {
             self.sums.prefill_ends += u64::from(self.prefills == 0);
         }
         self.prefills += usize::from(prefill.is_some());
-        let before = self.bookings.insert(booking, Watched { booked: now, prefill, blocks: 0, seen: None });
+        let before = self
+            .bookings
+            .insert(booking, Watched { booked: now, prefill, blocks: 0, predicted: [None; 2], seen: None });
         if before.is_some_and(|before| before.prefill.is_some()) {
             self.prefill_ended();
         }
+    }
+
+    /// Sets the predicted times of a booked request in seconds, without correction: to its first token, and between
+    /// tokens.
+    pub fn predicted(&mut self, booking: BookingId, predicted: [Option<f64>; 2]) {
+        if let Some(watched) = self.bookings.get_mut(&booking) {
+            watched.predicted = predicted;
+        }
+    }
+
+    /// Records the mean time between the tokens of a request, at its end.
+    pub fn paced(&mut self, booking: BookingId, itl: Duration, now: Timestamp) {
+        let predicted = self.bookings.get_mut(&booking).and_then(|watched| watched.predicted[1].take());
+        if let Some(predicted) = predicted {
+            self.learn_bias(1, predicted, itl.as_secs_f64(), now);
+        }
+    }
+
+    /// Learns from a prediction. An outdated factor counts as far as its age allows.
+    fn learn_bias(&mut self, which: usize, predicted: f64, observed: f64, now: Timestamp) {
+        let aged = self.cell.bias_at(now);
+        let aged = [aged.ttft, aged.itl][which];
+        if self.cell.bias()[which].is_some_and(|published| published != aged) {
+            self.bias[which] = LearnedBias::from_known(aged);
+        }
+        self.bias[which].observe(predicted, observed);
+        self.cell.publish_bias(which, self.bias[which].factor(), now);
     }
 
     /// Records a request's report: whether its first token was sent, and its output blocks so far. Repeated, late and
     /// unknown reports are harmless.
     pub fn reported(&mut self, booking: BookingId, prefill_completed: bool, output_blocks: u32, now: Timestamp) {
         let is_generating = prefill_completed || output_blocks > 0;
-        let Some(&Watched { booked, prefill, blocks, seen }) = self.bookings.get(&booking).filter(|_| is_generating)
+        let Some(&Watched { booked, prefill, blocks, predicted, seen }) =
+            self.bookings.get(&booking).filter(|_| is_generating)
         else {
             return;
         };
+        if let Some(predicted) = predicted[0].filter(|_| prefill_completed) {
+            self.learn_bias(0, predicted, now.since(booked).as_secs_f64(), now);
+        }
+        if let Some(watched) = self.bookings.get_mut(&booking) {
+            watched.predicted[0] = None; // output without a first token has no time to it
+        }
         if prefill.is_none() && seen.is_some() && blocks >= output_blocks {
             return; // no new information
         }
@@ -275,6 +316,12 @@ impl SpeedMeter {
     #[must_use]
     pub fn step(&self) -> &LearnedStep {
         &self.step
+    }
+
+    /// The learned bias of predictions: of the time to first token, and between tokens.
+    #[must_use]
+    pub fn bias(&self) -> &[LearnedBias; 2] {
+        &self.bias
     }
 
     /// Number of prefills in progress whose end will be reported.

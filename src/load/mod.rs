@@ -9,6 +9,7 @@
 //!
 //! The choice of ranks, the delivery of reports, and the publication of load are outside this module.
 
+mod bias;
 mod board;
 mod curve;
 mod estimate;
@@ -17,6 +18,7 @@ mod lengths;
 mod limits;
 mod meter;
 mod output;
+mod pace;
 mod prefill;
 mod prompts;
 #[cfg(any(test, feature = "test-support"))]
@@ -27,6 +29,7 @@ mod speed;
 mod step;
 mod weight;
 
+pub use bias::{LearnedBias, PredictionBias};
 pub use board::{BoardLoad, BoardSlot, BoardVersion};
 pub use curve::PrefillCurve;
 pub use estimate::{LearnedRate, PrefillEstimator, PrefillFacts};
@@ -35,6 +38,7 @@ pub use lengths::{LengthKeys, OutputLengths};
 pub use limits::PromptLimits;
 pub use meter::SpeedMeter;
 pub use output::OutputBlocks;
+pub use pace::TokenPace;
 pub use sequences::{ActiveSequences, BookError, BookedBlocks, Change, Projection, PromptBlocks, RankLoad};
 pub use sketch::{PromptFingerprint, PromptSketch};
 pub use speed::{ATTENTION_TOKENS, EngineSpeed, PublishedSpeed, SpeedCell, work_tokens};

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::LearnedRate;
+use super::{LearnedRate, PredictionBias};
 use crate::protocol::Timestamp;
 
 /// Time costs of a rank's engine.
@@ -119,6 +119,10 @@ pub struct SpeedCell {
     output_tokens: AtomicU32,
     /// Times of the last samples of the rate and of the step, in [ticks](tick).
     learned_at: [AtomicU32; 2],
+    /// Bits of `f32`s: factors that correct predictions, of the time to first token and between tokens. 0 while unknown.
+    bias: [AtomicU32; 2],
+    /// Times of their last samples, in ticks.
+    bias_at: [AtomicU32; 2],
     /// Typical values of the pool as bits of `f32`s: rate, step, request and block. Written by the scheduler.
     typical: [AtomicU32; 4],
 }
@@ -215,11 +219,60 @@ impl SpeedCell {
     /// Weights of the rate and of the step at `now`: 1 while they are fresh, then falling.
     #[must_use]
     pub fn weights(&self, now: Timestamp) -> [f64; 2] {
-        self.learned_at.each_ref().map(|learned_at| {
-            let ticks = tick(now).saturating_sub(learned_at.load(Ordering::Relaxed));
-            let stale = u64::from(ticks.saturating_sub(tick(Timestamp(0) + Self::FRESH)));
-            if stale == 0 { 1.0 } else { (-((stale << 26) as f64) / Self::HALF_LIFE.as_nanos() as f64).exp2() }
+        self.learned_at.each_ref().map(|learned_at| Self::weight(learned_at.load(Ordering::Relaxed), now))
+    }
+
+    /// Weight at `now` of a value of this tick.
+    fn weight(learned_at: u32, now: Timestamp) -> f64 {
+        let stale = tick(now).saturating_sub(learned_at).saturating_sub(tick(Timestamp(0) + Self::FRESH));
+        if stale == 0 {
+            return 1.0;
+        }
+        (-((u64::from(stale) << 26) as f64) / Self::HALF_LIFE.as_nanos() as f64).exp2()
+    }
+
+    /// The published factors that correct predictions, if known.
+    #[must_use]
+    pub fn bias(&self) -> [Option<f64>; 2] {
+        self.bias.each_ref().map(|cell| {
+            let bits = cell.load(Ordering::Relaxed);
+            (bits != 0).then(|| f64::from(f32::from_bits(bits)))
         })
+    }
+
+    /// The factors at `now`. They age like speeds, towards 1, so that a rank is tried again that predictions have
+    /// excluded.
+    ///
+    /// ```
+    /// use pointsman::load::SpeedCell;
+    /// use pointsman::protocol::Timestamp;
+    ///
+    /// let cell = SpeedCell::default();
+    /// assert_eq!(cell.bias_at(Timestamp(0)).ttft, 1.0);
+    /// cell.publish_bias(0, 4.0, Timestamp(0));
+    /// assert_eq!(cell.bias_at(Timestamp(0)).ttft, 4.0);
+    /// let later = cell.bias_at(Timestamp(0) + SpeedCell::FRESH + SpeedCell::HALF_LIFE).ttft;
+    /// assert!((later - 2.0).abs() < 0.02, "half of the logarithm: {later}");
+    /// ```
+    #[must_use]
+    pub fn bias_at(&self, now: Timestamp) -> PredictionBias {
+        let [ttft, itl] = std::array::from_fn(|which| {
+            let weight = Self::weight(self.bias_at[which].load(Ordering::Relaxed), now);
+            let factor = self.bias()[which].unwrap_or(1.0);
+            if weight >= 1.0 { factor } else { factor.powf(weight) }
+        });
+        PredictionBias { ttft, itl }
+    }
+
+    /// Publishes a factor: of the time to first token (0) or between tokens (1). Only the rank's sequence actor may call
+    /// this.
+    ///
+    /// # Panics
+    /// If `which` is neither 0 nor 1.
+    #[expect(clippy::cast_possible_truncation, reason = "seven digits are more than a learned number has")]
+    pub fn publish_bias(&self, which: usize, factor: f64, now: Timestamp) {
+        self.bias_at[which].store(tick(now), Ordering::Relaxed);
+        self.bias[which].store(known_bits(factor as f32), Ordering::Relaxed);
     }
 
     /// The published speed.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::hashing::HashedPrompt;
-use crate::load::PrefillLoadHint;
+use crate::load::{PredictionBias, PrefillLoadHint};
 use crate::protocol::{Generation, Slot, WorkerRank};
 use crate::select::TierOverlap;
 
@@ -28,6 +28,8 @@ pub struct Decision {
     pub(crate) prefill_load: Option<PrefillLoadHint>,
     pub(crate) predicted_ttft: Option<Duration>,
     pub(crate) predicted_itl: Option<Duration>,
+    #[serde(skip)]
+    pub(crate) prediction_bias: PredictionBias,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) routing_hashes: Option<Box<HashedPrompt>>,
 }
@@ -128,6 +130,22 @@ impl Decision {
         self.predicted_itl
     }
 
+    /// Correction that the predictions include: the bias of the rank, learned from its earlier predictions.
+    #[must_use]
+    pub fn prediction_bias(&self) -> PredictionBias {
+        self.prediction_bias
+    }
+
+    /// The predictions without correction, in seconds: time to first token, time between tokens.
+    #[cfg(feature = "runtime")]
+    pub(crate) fn uncorrected_predictions(&self) -> [Option<f64>; 2] {
+        let PredictionBias { ttft, itl } = self.prediction_bias;
+        [
+            self.predicted_ttft.map(|time| time.as_secs_f64() / ttft),
+            self.predicted_itl.map(|time| time.as_secs_f64() / itl),
+        ]
+    }
+
     /// The prompt's hashes, if the request set `routing_hashes`.
     #[must_use]
     pub fn routing_hashes(&self) -> Option<&HashedPrompt> {
@@ -160,6 +178,7 @@ mod tests {
             prefill_load: None,
             predicted_ttft: None,
             predicted_itl: None,
+            prediction_bias: PredictionBias::default(),
             routing_hashes: None,
         };
         let json = serde_json::to_value(&decision).expect("plain data");

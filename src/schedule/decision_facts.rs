@@ -6,8 +6,8 @@ use std::time::Duration;
 use super::decide::overlap_on;
 use super::eligible::Eligibility;
 use super::pending::Case;
+use super::prediction::duration;
 use super::rank::Rank;
-use super::targets::duration;
 use super::{Decision, LatencyPrediction, LoadView, Schedule, Target};
 use crate::load::{PrefillFacts, PrefillLoadHint, work_tokens};
 use crate::policy::Policy;
@@ -25,9 +25,10 @@ impl<T> Schedule<T> {
             Some(projected) if is_latency => self.expected_cached_tokens(pending, rank, overlap, projected),
             Some(_) | None => overlap_tokens,
         };
-        let prediction =
-            projected.map(|projected| self.predict(&self.latency_cost_of(pending), case, rank, overlap, &projected).0);
-        let LatencyPrediction { ttft_seconds, itl_seconds } = prediction.unwrap_or_default();
+        let predicted =
+            projected.map(|projected| self.predict(&self.latency_cost_of(pending), case, rank, overlap, &projected));
+        let LatencyPrediction { ttft_seconds, itl_seconds } =
+            predicted.map(|predicted| predicted.latency).unwrap_or_default();
         let (cached_tokens, expected_duration) = match request.target {
             Target::Exactly { cached_tokens, expected_duration, .. } => {
                 (cached_tokens.unwrap_or(known), expected_duration)
@@ -66,6 +67,7 @@ impl<T> Schedule<T> {
                 .map(|hint| if is_reported { hint } else { hint.unreported() }),
             predicted_ttft: ttft_seconds.map(duration),
             predicted_itl: itl_seconds.map(duration),
+            prediction_bias: predicted.map(|predicted| predicted.bias).unwrap_or_default(),
             routing_hashes: None,
         }
     }

@@ -68,7 +68,7 @@ impl<T> Schedule<T> {
                 cost_terms: terms,
                 latency_terms,
                 prediction: predictions
-                    .map(|cost| self.predict(&cost, case, rank, scratch.overlaps[position], &projected).0),
+                    .map(|cost| self.predict(&cost, case, rank, scratch.overlaps[position], &projected).latency),
                 cost_lo: bounds.lo * factor + added_cost,
                 cost_hi: bounds.hi * factor + added_cost,
             }

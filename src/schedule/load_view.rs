@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::engine_load::{EngineLoad, EngineLoadCell};
 use crate::index::Holdings;
-use crate::load::{BoardLoad, BoardSlot, BoardVersion, EngineSpeed, PublishedSpeed, SpeedCell};
+use crate::load::{BoardLoad, BoardSlot, BoardVersion, EngineSpeed, PredictionBias, PublishedSpeed, SpeedCell};
 use crate::protocol::{Slot, Timestamp};
 
 /// Load, speed and cache state of the admitted ranks, by slot.
@@ -28,6 +28,9 @@ pub trait LoadView {
 
     /// Weights of the published rate and step at `now`; see [`SpeedCell::weights`].
     fn speed_weights(&self, slot: Slot, now: Timestamp) -> [f64; 2];
+
+    /// Factors that correct predictions for the rank at `now`; see [`SpeedCell::bias_at`].
+    fn prediction_bias(&self, slot: Slot, now: Timestamp) -> PredictionBias;
 
     /// Mean output tokens of a request on the rank, if any has ended.
     fn output_tokens(&self, slot: Slot) -> Option<f64>;
@@ -118,6 +121,11 @@ impl LoadView for LiveLoads {
     #[inline]
     fn speed_weights(&self, slot: Slot, now: Timestamp) -> [f64; 2] {
         self.by_slot[slot.index()].speed.weights(now)
+    }
+
+    #[inline]
+    fn prediction_bias(&self, slot: Slot, now: Timestamp) -> PredictionBias {
+        self.by_slot[slot.index()].speed.bias_at(now)
     }
 
     #[inline]

@@ -24,6 +24,7 @@ mod load_view;
 mod options;
 mod pending;
 mod pool;
+mod prediction;
 mod projected;
 mod rank;
 mod rank_status;
@@ -44,7 +45,7 @@ pub use explanation::{ExplainedRank, Explanation};
 pub use extensions::Extensions;
 pub use load_view::{LiveLoads, LoadView, RankCells};
 pub use options::{ResolvedOptions, ResolvedTargets};
-pub use targets::{LatencyPrediction, MissedTarget, TargetsMissed};
+pub use prediction::{LatencyPrediction, MissedTarget, TargetsMissed};
 pub use types::{
     Admission, BookNumber, Effect, Input, LoadAnswer, LoadQuery, PotentialLoad, Purpose, Rejection, Request, Target,
     Waits,

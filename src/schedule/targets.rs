@@ -4,66 +4,19 @@
 //! choice among these is that of the policy. A request without targets takes none of this code. Predictions need learned
 //! prefill speeds; without them targets have no effect on the choice.
 
-use std::fmt;
 use std::time::Duration;
-
-use serde::Serialize;
 
 use super::eligible::Eligibility;
 use super::pending::Case;
+use super::prediction::{LatencyPrediction, MissedTarget, TargetsMissed, duration};
 use super::rank::{Projected, Rank};
 use super::scratch::Scratch;
 use super::{LoadView, PendingRequest, ResolvedTargets, Schedule};
 use crate::config::PoolRole;
+use crate::load::PredictionBias;
 use crate::policy::LatencyCost;
 use crate::protocol::Timestamp;
 use crate::select::{Filter, TierOverlap};
-
-/// Predicted latency of a request on a rank, in seconds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct LatencyPrediction {
-    /// Time from the decision to the first token. Absent where prefill is not tracked, as in decode pools.
-    pub ttft_seconds: Option<f64>,
-    /// Mean time between two tokens of the response. Absent in prefill pools.
-    pub itl_seconds: Option<f64>,
-}
-
-/// A target below the prediction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MissedTarget {
-    /// Predicted time. For the first token it includes the time that the request has waited.
-    pub predicted: Duration,
-    /// Target of the request.
-    pub target: Duration,
-}
-
-/// Rejection of a request whose targets no eligible rank is predicted to meet: the rank that misses the fewest, and of
-/// these the one with the earliest first token.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TargetsMissed {
-    /// The target of the time to first token, if that rank misses it.
-    pub ttft: Option<MissedTarget>,
-    /// The target of the time between tokens, if that rank misses it.
-    pub itl: Option<MissedTarget>,
-    /// Time after which the prefill queue of some rank is short enough, if nothing joins it. `None` if shorter queues do
-    /// not suffice on any rank.
-    pub retry_after: Option<Duration>,
-}
-
-impl std::error::Error for TargetsMissed {}
-
-impl fmt::Display for TargetsMissed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("no rank is predicted to meet the targets")?;
-        for (name, missed) in [("time to first token", self.ttft), ("inter-token latency", self.itl)] {
-            if let Some(MissedTarget { predicted, target }) = missed {
-                let [predicted, target] = [predicted, target].map(|duration| duration.as_secs_f64() * 1e3);
-                write!(f, ", {name} {predicted:.1} ms with a target of {target:.1} ms")?;
-            }
-        }
-        Ok(())
-    }
-}
 
 impl ResolvedTargets {
     /// Time since the request arrived; zero without a target of the time to first token.
@@ -83,6 +36,17 @@ impl ResolvedTargets {
     }
 }
 
+/// Prediction for one rank.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Predicted {
+    /// With the correction.
+    pub(super) latency: LatencyPrediction,
+    /// Part of the time to first token that earlier prefills take.
+    wait: Duration,
+    /// The correction.
+    pub(super) bias: PredictionBias,
+}
+
 /// Prediction for one rank, compared with the targets.
 #[derive(Clone, Copy, Debug)]
 struct Compared {
@@ -94,15 +58,16 @@ struct Compared {
 }
 
 impl Compared {
-    fn new(targets: &ResolvedTargets, prediction: LatencyPrediction, wait: Duration, now: Timestamp) -> Self {
+    fn new(targets: &ResolvedTargets, predicted: &Predicted, now: Timestamp) -> Self {
+        let Predicted { latency, wait, .. } = *predicted;
         let missed =
             |predicted: Duration, target: Duration| (predicted > target).then_some(MissedTarget { predicted, target });
-        let ttft = targets.ttft.zip(prediction.ttft_seconds);
+        let ttft = targets.ttft.zip(latency.ttft_seconds);
         let ttft =
             ttft.and_then(|(target, seconds)| missed(targets.waited(now).saturating_add(duration(seconds)), target));
-        let itl = targets.itl.zip(prediction.itl_seconds);
+        let itl = targets.itl.zip(latency.itl_seconds);
         let itl = itl.and_then(|(target, seconds)| missed(duration(seconds), target));
-        Self { ttft, itl, ttft_seconds: prediction.ttft_seconds.unwrap_or(0.0), wait }
+        Self { ttft, itl, ttft_seconds: latency.ttft_seconds.unwrap_or(0.0), wait }
     }
 
     /// Number of missed targets.
@@ -124,11 +89,6 @@ fn rejection(compared: &[(usize, Compared)]) -> Option<TargetsMissed> {
     let best = compared.iter().map(|(_, compared)| compared).min_by(|a, b| order(a, b))?;
     let retry_after = compared.iter().filter_map(|(_, compared)| compared.retry_after()).min();
     (best.missed() > 0).then_some(TargetsMissed { ttft: best.ttft, itl: best.itl, retry_after })
-}
-
-/// A prediction as a duration; one that no duration holds is the longest one.
-pub(super) fn duration(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
 }
 
 impl<T> Schedule<T> {
@@ -186,13 +146,13 @@ impl<T> Schedule<T> {
         included
             .map(|(position, rank)| {
                 let projected = rank.project(case.candidate);
-                let (prediction, wait) = self.predict(&cost, case, rank, scratch.overlaps[position], &projected);
-                (position, Compared::new(targets, prediction, wait, self.now))
+                let predicted = self.predict(&cost, case, rank, scratch.overlaps[position], &projected);
+                (position, Compared::new(targets, &predicted, self.now))
             })
             .collect()
     }
 
-    /// Predicted latency of a request on a rank, and the part that earlier prefills take.
+    /// Predicted latency of a request on a rank.
     pub(super) fn predict<V: LoadView>(
         &self,
         cost: &LatencyCost,
@@ -200,13 +160,14 @@ impl<T> Schedule<T> {
         rank: &Rank,
         overlap: TierOverlap,
         projected: &Projected,
-    ) -> (LatencyPrediction, Duration) {
+    ) -> Predicted {
         let facts = self.latency_facts(case.pending, case.loads, rank, overlap, projected);
+        let bias = case.loads.prediction_bias(rank.slot(), self.now);
         let decodes = self.settings.role != PoolRole::Prefill;
-        let prediction = LatencyPrediction {
-            ttft_seconds: cost.track_prefill_tokens.then(|| cost.terms(&facts).ttft_seconds),
-            itl_seconds: decodes.then(|| cost.itl_seconds(&facts)),
+        let latency = LatencyPrediction {
+            ttft_seconds: cost.track_prefill_tokens.then(|| bias.ttft * cost.terms(&facts).ttft_seconds),
+            itl_seconds: decodes.then(|| bias.itl * cost.itl_seconds(&facts)),
         };
-        (prediction, duration(facts.wait_seconds))
+        Predicted { latency, wait: duration(bias.ttft * facts.wait_seconds), bias }
     }
 }

@@ -45,6 +45,10 @@ const RATIOS: &[f64] = &[
     0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0,
 ];
 
+/// Buckets of observed times as multiples of predicted ones, dense around 1.
+const MULTIPLES: &[f64] =
+    &[0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0];
+
 /// Interval of histogram upkeep without page reads.
 const UPKEEP_EVERY: Duration = Duration::from_secs(5);
 
@@ -176,6 +180,7 @@ fn builder() -> PrometheusBuilder {
         (full("pointsman_gateway_overhead_seconds"), SHORT_SECONDS),
         (suffix("_tokens"), COUNTS),
         (suffix("_blocks"), COUNTS),
+        (full("pointsman_prediction_ratio"), MULTIPLES),
         (suffix("_ratio"), RATIOS),
         (suffix("_rate"), RATIOS),
     ]

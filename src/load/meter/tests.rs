@@ -53,6 +53,37 @@ fn bookings_ended_during_prefill_are_ignored() {
     assert_eq!((meter.cell.work_tokens_per_second(), meter.cell.output_tokens()), (None, None));
 }
 
+/// Predicted 1 s to the first token and 10 ms a token; observed 2 s and 5 ms.
+#[test]
+fn bias_is_learned_from_first_tokens_and_paces() {
+    let mut meter = meter();
+    for n in 0..40 {
+        let booked = Timestamp(n * 10 * SECOND);
+        meter.booked(BookingId(n), hint(5_000), booked);
+        meter.predicted(BookingId(n), [Some(1.0), Some(0.010)]);
+        for _ in 0..3 {
+            meter.reported(BookingId(n), true, 0, booked + Duration::from_secs(2));
+        }
+        for _ in 0..3 {
+            meter.paced(BookingId(n), Duration::from_millis(5), booked + Duration::from_secs(3));
+        }
+        meter.ended(BookingId(n), booked + Duration::from_secs(3));
+    }
+    let now = Timestamp(393 * SECOND);
+    assert_eq!(meter.bias().map(|bias| bias.samples()), [40, 40], "once per booking");
+    let bias = meter.cell.bias_at(now);
+    assert!((bias.ttft - 2.0).abs() < 1e-3 && (bias.itl - 0.5).abs() < 1e-3, "{bias:?}");
+    let successor = SpeedMeter::new(Arc::clone(&meter.cell), 64);
+    assert!((successor.bias()[0].factor() - 2.0).abs() < 1e-3, "kept over restarts");
+    // Output before a report of the first token gives no time to it.
+    meter.booked(BookingId(99), hint(5_000), now);
+    meter.predicted(BookingId(99), [Some(1.0), None]);
+    meter.reported(BookingId(99), false, 1, now);
+    meter.reported(BookingId(99), true, 1, now + Duration::from_secs(9));
+    meter.paced(BookingId(7), Duration::from_secs(1), now);
+    assert_eq!(meter.bias().map(|bias| bias.samples()), [40, 40]);
+}
+
 /// One request with block `n` at `n` seconds, beside a prefill during the given range.
 fn with_a_prefill_between(prefill: std::ops::Range<f64>) -> SpeedMeter {
     let at = |seconds: f64| Timestamp((seconds * SECOND as f64) as u64);

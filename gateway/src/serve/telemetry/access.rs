@@ -70,6 +70,7 @@ pub(crate) struct AccessRecord {
     rank: Option<u32>,
     attempts: u32,
     predicted_cached_tokens: Option<u32>,
+    predicted_ttft: Option<Duration>,
     cached_tokens: Option<u32>,
     output_tokens: Option<u64>,
 }
@@ -86,6 +87,7 @@ impl AccessRecord {
         self.worker = Some(placement.endpoint().to_owned());
         self.rank = Some(placement.rank().rank);
         self.predicted_cached_tokens = Some(placement.cached_tokens());
+        self.predicted_ttft = placement.predicted_ttft();
     }
 
     /// Records usage and output of the worker.
@@ -132,6 +134,7 @@ impl AccessRecord {
             predicted_cached_tokens = self.predicted_cached_tokens,
             cached_tokens = self.cached_tokens,
             output_tokens = self.output_tokens,
+            predicted_ttft_ms = self.predicted_ttft.map(milliseconds),
             ttft_ms = self.first_token.map(milliseconds),
             duration_ms = milliseconds(duration),
         );
