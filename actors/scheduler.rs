@@ -30,7 +30,7 @@ use crate::actors::views::wake_flag::WakeFlag;
 use crate::config::{LoadConfig, RouterConfig};
 use crate::directory::{Lease, LeaseState};
 use crate::health::Exclusions;
-use crate::load::PromptBlocks;
+use crate::load::{BoardChanges, PromptBlocks};
 use crate::predict::SpeculativePrompt;
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp};
 use crate::queue::Depth;
@@ -116,6 +116,8 @@ pub(crate) struct SchedulerDependencies {
     pub(crate) conditions: Arc<Published<RankConditions>>,
     /// Ranks excluded for their health. Read on notification.
     pub(crate) exclusions: Arc<Published<Exclusions>>,
+    /// Slots whose boards have changed.
+    pub(crate) board_changes: Arc<BoardChanges>,
     pub(crate) clock: Clock,
     pub(crate) runtime: Handle,
 }
@@ -218,7 +220,7 @@ impl Scheduler {
             queueing: config.queue.is_enabled(),
             queue_meters: config.queue.is_enabled().then(|| QueueMeters::new(&config)),
             schedule: Schedule::new(config, incarnation, extensions),
-            loads: LiveLoads::default(),
+            loads: LiveLoads::new(Arc::clone(&dependencies.board_changes)),
             sequences: Vec::new(),
             effects: VecDeque::new(),
             replies: SchedulerReplies::default(),

@@ -30,7 +30,9 @@ const INPUTS: u64 = 1_500;
 /// One result of a [`LoadView`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum LoadRead {
-    HasNews(bool),
+    /// One of the slots that may have changed, or their end.
+    Changed,
+    ChangedEnd,
     Board(Option<BoardLoad>, BoardVersion),
     Speed(PublishedSpeed),
     SpeedWeights([f64; 2]),
@@ -55,8 +57,12 @@ impl RecordingLoads<'_> {
 }
 
 impl LoadView for RecordingLoads<'_> {
-    fn has_board_news(&self, slot: Slot, seen: BoardVersion) -> bool {
-        self.record(slot, self.live.has_board_news(slot, seen), LoadRead::HasNews)
+    fn take_changed(&self, changed: &mut Vec<Slot>) {
+        let before = changed.len();
+        self.live.take_changed(changed);
+        let mut reads = self.reads.borrow_mut();
+        reads.extend(changed[before..].iter().map(|slot| (*slot, LoadRead::Changed)));
+        reads.push((Slot(0), LoadRead::ChangedEnd));
     }
 
     fn board(&self, slot: Slot, seen: &mut BoardVersion) -> Option<BoardLoad> {
@@ -106,8 +112,14 @@ macro_rules! replayed {
 }
 
 impl LoadView for ReplayedLoads {
-    fn has_board_news(&self, slot: Slot, _: BoardVersion) -> bool {
-        replayed!(self, slot, LoadRead::HasNews(news) => news)
+    fn take_changed(&self, changed: &mut Vec<Slot>) {
+        loop {
+            match self.0.borrow_mut().next() {
+                Some((slot, LoadRead::Changed)) => changed.push(slot),
+                Some((_, LoadRead::ChangedEnd)) => return,
+                other => panic!("the replay takes the changed slots, recorded was {other:?}"),
+            }
+        }
     }
 
     fn board(&self, slot: Slot, seen: &mut BoardVersion) -> Option<BoardLoad> {

@@ -74,6 +74,7 @@ impl SupervisorState {
             wake: Arc::clone(&views.wake),
             conditions: Arc::clone(&views.conditions),
             exclusions: Arc::clone(&views.exclusions),
+            board_changes: Arc::clone(&views.ranks.board_changes),
             clock: *clock,
             runtime: Handle::current(),
         };

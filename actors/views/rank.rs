@@ -7,7 +7,7 @@ use super::kv_source::{DegradedSources, SourceCell};
 use super::slot_table::SlotTable;
 use crate::engine_load::EngineLoadCell;
 use crate::index::Holdings;
-use crate::load::{BoardSlot, SpeedCell};
+use crate::load::{BoardChanges, BoardSlot, SpeedCell};
 use crate::protocol::{Generation, Slot, Timestamp, WorkerId, WorkerRank};
 
 /// One incarnation of a rank in its slot.
@@ -48,6 +48,8 @@ impl RankEntry {
 #[derive(Default)]
 pub(crate) struct RankEntries {
     slots: SlotTable<RankEntry>,
+    /// Slots whose boards have changed, for the scheduler. Outlives it, because a board reports to one reader.
+    pub(crate) board_changes: Arc<BoardChanges>,
     /// Number of ranks whose KV event source is degraded.
     pub(crate) degraded: DegradedSources,
 }

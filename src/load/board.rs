@@ -5,9 +5,10 @@
 //! README beside this file documents staleness and its effects.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::{Arc, OnceLock};
 
-use super::{ActiveSequences, PrefillCurve, PromptSketch};
-use crate::protocol::Timestamp;
+use super::{ActiveSequences, BoardChanges, PrefillCurve, PromptSketch};
+use crate::protocol::{Slot, Timestamp};
 
 /// Load of a rank as last published by its sequence actor.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -67,6 +68,8 @@ pub struct BoardSlot {
     read_blocks: AtomicU64,
     prefill: [AtomicU64; PrefillCurve::WORDS],
     prompts: [AtomicU64; PromptSketch::WORDS],
+    /// Receives a notice of every publication.
+    changes: OnceLock<(Arc<BoardChanges>, Slot)>,
 }
 
 const _: () = assert!(size_of::<BoardSlot>() == 192, "a slot is three cache lines");
@@ -89,6 +92,16 @@ impl BoardSlot {
         store(&self.prefill, load.prefill.to_words());
         store(&self.prompts, load.prompts.to_words());
         self.version.store(writing.wrapping_add(1), Ordering::Release);
+        if let Some((changes, slot)) = self.changes.get() {
+            changes.insert(*slot);
+        }
+    }
+
+    /// Reports every later publication to `changes` as one of `slot`. Returns whether this is so: an entry reports to the
+    /// first one only.
+    pub fn report_to(&self, changes: &Arc<BoardChanges>, slot: Slot) -> bool {
+        let (reports_to, of) = self.changes.get_or_init(|| (Arc::clone(changes), slot));
+        Arc::ptr_eq(reports_to, changes) && *of == slot
     }
 
     /// Leaves the entry in the state of an unfinished [`publish`](Self::publish).
@@ -124,13 +137,6 @@ impl BoardSlot {
             }
         }
         None
-    }
-
-    /// Whether a snapshot newer than `seen` may exist. Costs one load.
-    #[must_use]
-    #[inline]
-    pub fn has_news(&self, seen: BoardVersion) -> bool {
-        seen.0 != self.version.load(Ordering::Relaxed)
     }
 
     /// Fields that are consistent only if no write was in progress.

@@ -11,6 +11,7 @@
 
 mod bias;
 mod board;
+mod changes;
 mod curve;
 mod estimate;
 mod hint;
@@ -31,6 +32,7 @@ mod weight;
 
 pub use bias::{LearnedBias, PredictionBias};
 pub use board::{BoardLoad, BoardSlot, BoardVersion};
+pub use changes::BoardChanges;
 pub use curve::PrefillCurve;
 pub use estimate::{LearnedRate, PrefillEstimator, PrefillFacts};
 pub use hint::PrefillLoadHint;

@@ -64,7 +64,8 @@ impl PromptFingerprint {
         self.block_count
     }
 
-    fn positions(&self) -> impl Iterator<Item = (usize, u8)> {
+    /// Its level and bit in each level.
+    pub(crate) fn positions(&self) -> impl Iterator<Item = (usize, u8)> {
         self.bits.into_iter().enumerate().take(usize::from(self.levels))
     }
 }

@@ -179,7 +179,7 @@ impl KvCost {
     /// The cost increases with both, so its bounds are the costs of the bounds. This holds only without a decaying
     /// credit, which is not bounded here (see [`PolicyConfig::needs`](super::PolicyConfig::needs)).
     #[must_use]
-    #[inline]
+    #[inline(always)] // in the loop over all ranks
     pub fn bounds(&self, facts: &CostFacts, potential_blocks: (u64, u64), prefill_tokens: (u64, u64)) -> Bounds {
         debug_assert!(self.overlap_score_credit_decay == 0.0, "bounds hold only while the credit does not decay");
         let at =

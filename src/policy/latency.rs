@@ -44,10 +44,10 @@ use crate::load::{EngineSpeed, work_tokens};
 use crate::validation::Problems;
 
 /// Weight of the time to first token.
-const TTFT_WEIGHT: f64 = 3.0;
+pub(super) const TTFT_WEIGHT: f64 = 3.0;
 
 /// Weight of decode times.
-const DECODE_WEIGHT: f64 = 2.0;
+pub(super) const DECODE_WEIGHT: f64 = 2.0;
 
 /// Upper limit of the utilization in the cost of later arrivals, which is infinite at 1.
 const UTILIZATION_MAX: f64 = 0.9;
@@ -273,15 +273,12 @@ impl LatencyCost {
     pub fn terms(&self, facts: &LatencyFacts) -> LatencyTerms {
         let (speed, prices) = (&facts.speed, &self.prices);
         let (requests, wait_seconds) = (f64::from(facts.requests), facts.wait_seconds);
-        let prefill_seconds = speed.prefill(self.work_tokens(facts));
+        let (copied_tokens, rest_tokens) = self.work_split(facts.isl_tokens, facts.cached_tokens);
+        let (copied_seconds, rest_seconds) = (speed.prefill(copied_tokens), speed.prefill(rest_tokens));
+        let prefill_seconds = copied_seconds + rest_seconds;
         let step_seconds = speed.step(requests, count(facts.read_blocks));
-        let own_blocks = f64::from(facts.isl_tokens) / f64::from(self.block_size);
-        let own_step_seconds = speed.request_seconds + speed.block_seconds * own_blocks;
+        let own_step_seconds = self.own_step_seconds(facts.isl_tokens, speed);
         let room_seconds = self.room_seconds(facts, step_seconds);
-        let cached_tokens = self.cached_tokens(facts);
-        let copied_tokens = self.common_tokens.saturating_sub(cached_tokens).min(self.new_tokens(facts));
-        let copied_seconds = speed.prefill(work_tokens(copied_tokens, cached_tokens));
-        let rest_seconds = (prefill_seconds - copied_seconds).max(0.0);
         let own_price = work_price(prices.later, requests, wait_seconds + (prefill_seconds + rest_seconds) / 2.0);
         LatencyTerms {
             ttft_seconds: wait_seconds + room_seconds + prefill_seconds + step_seconds,
@@ -293,6 +290,22 @@ impl LatencyCost {
             displace_seconds: if facts.is_full { prices.mean * self.reuse * prefill_seconds } else { 0.0 },
             copy_seconds: prices.mean.min(own_price - 1.0) * copied_seconds,
         }
+    }
+
+    /// Time that a request adds to a step.
+    pub(crate) fn own_step_seconds(&self, isl_tokens: u32, speed: &EngineSpeed) -> f64 {
+        let own_blocks = f64::from(isl_tokens) / f64::from(self.block_size);
+        speed.request_seconds + speed.block_seconds * own_blocks
+    }
+
+    /// Work tokens of a request with `cached_tokens` of its `isl_tokens` cached: those of the common prefix that the rank
+    /// lacks, and the others.
+    pub(crate) fn work_split(&self, isl_tokens: u32, cached_tokens: u32) -> (f64, f64) {
+        let new_tokens = self.new_tokens(isl_tokens, cached_tokens);
+        let cached_tokens = isl_tokens.saturating_sub(new_tokens);
+        let copied_tokens = self.common_tokens.saturating_sub(cached_tokens).min(new_tokens);
+        let copied = work_tokens(copied_tokens, cached_tokens);
+        (copied, (work_tokens(new_tokens, cached_tokens) - copied).max(0.0))
     }
 
     /// Time until enough blocks are free: all requests grow by their output, and blocks become free at the rate at which
@@ -309,17 +322,8 @@ impl LatencyCost {
     }
 
     /// Tokens to compute: at least one, which produces the first token.
-    fn new_tokens(&self, facts: &LatencyFacts) -> u32 {
-        if self.track_prefill_tokens { facts.isl_tokens.saturating_sub(facts.cached_tokens).max(1) } else { 0 }
-    }
-
-    fn work_tokens(&self, facts: &LatencyFacts) -> f64 {
-        work_tokens(self.new_tokens(facts), self.cached_tokens(facts))
-    }
-
-    /// Tokens before the computed ones.
-    fn cached_tokens(&self, facts: &LatencyFacts) -> u32 {
-        facts.isl_tokens.saturating_sub(self.new_tokens(facts))
+    fn new_tokens(&self, isl_tokens: u32, cached_tokens: u32) -> u32 {
+        if self.track_prefill_tokens { isl_tokens.saturating_sub(cached_tokens).max(1) } else { 0 }
     }
 }
 

@@ -94,10 +94,12 @@ impl<T> Schedule<T> {
         effects: &mut VecDeque<Effect<T>>,
     ) -> VecDeque<PendingRequest<T>> {
         self.ranks.refresh(loads, self.now);
-        self.refreshed_at = self.now;
         if self.settings.policy == Policy::Latency {
-            let typical = self.typical.update_speeds(self.ranks.iter_mut(), loads, self.now);
-            effects.extend(typical.map(Effect::PublishTypicalSpeed));
+            if let Some(typical) = self.typical.update_speeds(self.ranks.iter_mut(), loads, self.now) {
+                self.typical.wait_seconds = self.ranks.mean_wait_seconds();
+                self.ranks.measure(loads, typical);
+                effects.push_back(Effect::PublishTypicalSpeed(typical));
+            }
         }
         self.rules.warm_up(&mut self.ranks, loads, self.now);
         self.rules.look_at_engines(&mut self.ranks, loads, self.now);

@@ -9,16 +9,13 @@ use smallvec::SmallVec;
 
 use super::pending::Case;
 use super::pool::PoolSums;
-use super::rank::{Projected, Rank};
+use super::rank::{Measured, Projected, Rank};
 use super::scratch::Scratch;
 use super::{LoadView, PendingRequest, Schedule};
 use crate::config::PoolRole;
 use crate::load::EngineSpeed;
 use crate::policy::{Bounds, Candidate, CostFacts, KvCost, LatencyCost, LatencyFacts, Policy, PoolLoad, WorkPrices};
 use crate::select::{RankOverlap, TierOverlap};
-
-/// Share of used blocks from which a cache counts as full.
-const FULL_SHARE: f64 = 0.9;
 
 /// Cost of a policy with the parameters of one request. Policies without costs report that of `kv`.
 #[derive(Clone, Copy, Debug)]
@@ -32,44 +29,48 @@ const NOT_ELIGIBLE: Bounds = Bounds { lo: f64::INFINITY, hi: f64::INFINITY };
 
 impl<T> Schedule<T> {
     pub(super) fn fill_overlaps(&self, overlaps: &[RankOverlap], scratch: &mut Scratch) {
-        scratch.overlaps.clear();
-        scratch.overlaps.resize(self.ranks.as_slice().len(), TierOverlap::default());
+        self.visit_overlaps(overlaps, scratch, |_, _| ());
+    }
+
+    /// The same, with a call for each rank with an overlap.
+    #[inline(always)] // with the call of each caller
+    pub(super) fn visit_overlaps(
+        &self,
+        overlaps: &[RankOverlap],
+        scratch: &mut Scratch,
+        mut visit: impl FnMut(usize, TierOverlap),
+    ) {
+        let Scratch { overlaps: by_position, overlapped, .. } = scratch;
+        if by_position.len() == self.ranks.as_slice().len() {
+            for position in &*overlapped {
+                by_position[*position] = TierOverlap::default();
+            }
+        } else {
+            by_position.clear();
+            by_position.resize(self.ranks.as_slice().len(), TierOverlap::default());
+        }
+        overlapped.clear();
+        overlapped.reserve(overlaps.len());
         for known in overlaps {
             if let Some(position) = self.ranks.position_of(known.slot, known.generation) {
-                scratch.overlaps[position] = known.overlap;
+                by_position[position] = known.overlap;
+                overlapped.push(position);
+                visit(position, known.overlap);
             }
         }
     }
 
-    /// Computes bounds of every rank's cost; `settle` uses the upper bounds. Requires the request's eligibility in
-    /// `scratch`.
+    /// Computes bounds of every rank's cost under `kv`; `settle` uses the upper bounds. Requires the request's
+    /// eligibility in `scratch`.
     pub(super) fn fill_bounds<V: LoadView>(&self, case: Case<'_, T, V>, settle: bool, scratch: &mut Scratch) {
         self.fill_overlaps(&case.pending.request.overlaps, scratch);
-        // One loop per cost, so that each is compiled for its cost alone.
-        match self.cost_of(case.pending) {
-            Cost::Kv(cost) => self.fill_bounds_by(case, settle, scratch, |_, overlap, projected| {
-                self.kv_bounds(&cost, case.pending, overlap, projected)
-            }),
-            Cost::Latency(cost) => self.fill_bounds_by(case, settle, scratch, |rank, overlap, projected| {
-                self.latency_bounds(&cost, &case, rank, overlap, projected)
-            }),
-        }
-    }
-
-    #[inline]
-    fn fill_bounds_by<V: LoadView>(
-        &self,
-        case: Case<'_, T, V>,
-        settle: bool,
-        scratch: &mut Scratch,
-        bounds_of: impl Fn(&Rank, TierOverlap, &Projected) -> Bounds,
-    ) {
+        let cost = self.kv_cost_of(case.pending);
+        let bounds_of = |overlap, projected: &_| self.kv_bounds(&cost, case.pending, overlap, projected);
         let Scratch { eligibility, overlaps, bounds, .. } = scratch;
         let (ranks, statuses) = (self.ranks.as_slice(), self.ranks.statuses());
         bounds.clear();
         if eligibility.is_plain() && !settle {
-            let plain =
-                |(rank, overlap): (&Rank, &TierOverlap)| bounds_of(rank, *overlap, &rank.project(case.candidate));
+            let plain = |(rank, overlap): (&Rank, &TierOverlap)| bounds_of(*overlap, &rank.project(case.candidate));
             bounds.extend(ranks.iter().zip(overlaps.iter()).map(plain));
             return;
         }
@@ -82,13 +83,13 @@ impl<T> Schedule<T> {
             if settle || statuses[position].unresponsive {
                 projected.take_worst();
             }
-            bounds_of(rank, *overlap, &projected).times(eligibility.factor(position))
+            bounds_of(*overlap, &projected).times(eligibility.factor(position))
         }));
     }
 
     /// Updates bounds computed before the queries: only queried ranks can have changed load or status.
     pub(super) fn update_bounds<V: LoadView>(&self, case: Case<'_, T, V>, scratch: &mut Scratch) {
-        let cost = self.cost_of(case.pending);
+        let cost = self.kv_cost_of(case.pending);
         let Scratch { eligibility, overlaps, bounds, listed, .. } = scratch;
         for position in listed.iter().filter_map(|slot| self.ranks.position_in(*slot)) {
             bounds[position] = if eligibility.is_open(position) {
@@ -97,7 +98,7 @@ impl<T> Schedule<T> {
                 if self.ranks.statuses()[position].unresponsive {
                     projected.take_worst();
                 }
-                self.plain_bounds(&cost, &case, rank, overlap, &projected).times(eligibility.factor(position))
+                self.kv_bounds(&cost, case.pending, overlap, &projected).times(eligibility.factor(position))
             } else {
                 NOT_ELIGIBLE
             };
@@ -132,7 +133,7 @@ impl<T> Schedule<T> {
     }
 
     #[inline]
-    fn latency_bounds<V: LoadView>(
+    pub(super) fn latency_bounds<V: LoadView>(
         &self,
         cost: &LatencyCost,
         case: &Case<'_, T, V>,
@@ -140,8 +141,8 @@ impl<T> Schedule<T> {
         overlap: TierOverlap,
         projected: &Projected,
     ) -> Bounds {
-        let Case { pending, candidate, loads } = *case;
-        let facts = self.latency_facts(pending, loads, rank, overlap, projected);
+        let Case { pending, candidate, .. } = *case;
+        let facts = self.latency_facts(pending, rank, overlap, projected);
         if projected.potential_blocks.0 == projected.potential_blocks.1 {
             return Bounds::exactly(cost.cost(&facts));
         }
@@ -176,14 +177,14 @@ impl<T> Schedule<T> {
 
     /// Prices of prefill work at the pool's load.
     fn work_prices(&self) -> WorkPrices {
-        let rate = self.arrival_rate.rate(self.refreshed_at);
-        let PoolSums { ranks, requests, wait } = self.ranks.sums();
+        let rate = self.arrival_rate.rate(self.ranks.refreshed_at());
+        let PoolSums { ranks, requests } = self.ranks.sums();
         let mean = |sum: f64| sum / f64::from(ranks.max(1));
         WorkPrices::of(&PoolLoad {
             arrivals_per_second: mean(rate.arrivals_per_second),
             utilization: mean(rate.prefill_seconds_per_second),
             requests: mean(f64::from(requests)),
-            wait_seconds: mean(wait.as_secs_f64()),
+            wait_seconds: self.typical.wait_seconds,
         })
     }
 
@@ -208,18 +209,15 @@ impl<T> Schedule<T> {
     }
 
     /// Facts of a rank at their upper bounds, with the minimum of shared blocks.
-    pub(super) fn latency_facts<V: LoadView>(
+    pub(super) fn latency_facts(
         &self,
         pending: &PendingRequest<T>,
-        loads: &V,
         rank: &Rank,
         overlap: TierOverlap,
         projected: &Projected,
     ) -> LatencyFacts {
-        let speed = self.speed_of(loads, rank);
-        let held_blocks = f64::from(loads.held_blocks(rank.slot()));
-        let total_blocks = rank.about.traits.total_kv_blocks;
-        let wait = rank.wait();
+        let Measured { speed, is_full } = rank.measured();
+        let wait = rank.wait(self.ranks.refreshed_at());
         let unmodelled = u32::try_from(wait.unmodelled_tokens).unwrap_or(u32::MAX);
         LatencyFacts {
             isl_tokens: pending.request.isl_tokens,
@@ -228,8 +226,8 @@ impl<T> Schedule<T> {
             requests: projected.requests,
             potential_blocks: projected.potential_blocks.1,
             read_blocks: projected.read_blocks.into(),
-            total_blocks,
-            is_full: total_blocks.is_some_and(|total| held_blocks >= FULL_SHARE * f64::from(total)),
+            total_blocks: rank.about.traits.total_kv_blocks,
+            is_full,
             speed,
         }
     }
@@ -254,13 +252,13 @@ impl<T> Schedule<T> {
     }
 
     /// Whether cache hits count for the request.
-    fn credits_cache(&self, pending: &PendingRequest<T>) -> bool {
+    pub(super) fn credits_cache(&self, pending: &PendingRequest<T>) -> bool {
         let options = pending.request.options.as_ref();
         let otherwise = options.and_then(|options| options.overrides.overlap_score_credit);
         otherwise.unwrap_or(self.settings.cost.overlap_score_credit) > 0.0
     }
 
-    fn tokens(&self, blocks: u64) -> u32 {
+    pub(super) fn tokens(&self, blocks: u64) -> u32 {
         u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(self.settings.cost.block_size)
     }
 

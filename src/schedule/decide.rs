@@ -46,6 +46,9 @@ impl<T> Schedule<T> {
                     let two = self.two_random_positions(pending, &scratch);
                     self.list(&mut scratch, candidate, two.into_iter().flatten());
                 }
+                Needs::Bounded if self.settings.policy == Policy::Latency => {
+                    self.list_contenders(pending.case(in_batch, loads), &mut scratch);
+                }
                 Needs::Bounded => self.list_bounded(pending.case(in_batch, loads), &mut scratch),
             }
         }
@@ -114,6 +117,9 @@ impl<T> Schedule<T> {
         let mut in_batch = 0;
         while let Some(mut pending) = requests.pop_front() {
             let settle = !queried && in_batch == 0;
+            if in_batch > 0 {
+                self.ranks.update_columns();
+            }
             self.renew_session(&mut pending);
             match pending.request.purpose {
                 Purpose::LoadSnapshot => effects.push_back(self.load_snapshot(in_batch, pending)),
@@ -188,6 +194,9 @@ impl<T> Schedule<T> {
         if self.needs(pending) == Needs::All {
             return self.cheapest_of_all(case, draw, scratch);
         }
+        if self.settings.policy == Policy::Latency {
+            return self.choose_contender(case, settle, draw, scratch);
+        }
         if scratch.bounds_of.take() == Some(pending.number) {
             self.update_bounds(case, scratch);
         } else {
@@ -208,7 +217,7 @@ impl<T> Schedule<T> {
 
     /// The lowest cost with all costs exact, because all ranks were queried.
     fn cheapest_of_all<V: LoadView>(&self, case: Case<'_, T, V>, draw: Draw, scratch: &mut Scratch) -> Choice {
-        let Case { pending, candidate, loads } = case;
+        let Case { pending, candidate, .. } = case;
         self.fill_overlaps(&pending.request.overlaps, scratch);
         let ranks = self.ranks.as_slice();
         let open: Vec<(usize, Projected)> =
@@ -225,7 +234,7 @@ impl<T> Schedule<T> {
                         cost.cost(&CostFacts { prefill_tokens_least: least, ..facts })
                     }
                     Cost::Latency(cost) => {
-                        cost.cost(&self.latency_facts(pending, loads, &ranks[*position], overlap, projected))
+                        cost.cost(&self.latency_facts(pending, &ranks[*position], overlap, projected))
                     }
                 };
                 cost * scratch.eligibility.factor(*position)
@@ -297,12 +306,12 @@ impl<T> Schedule<T> {
     }
 
     /// A random eligible rank.
-    fn drawn(&self, draw: Draw, eligibility: &Eligibility) -> Choice {
+    pub(super) fn drawn(&self, draw: Draw, eligibility: &Eligibility) -> Choice {
         let equal = eligibility.open().map(|position| (position, self.ranks.as_slice()[position].rank, 0.0));
         draw.cheapest(equal).map_or(Choice::None(Rejection::NoRanks), Choice::Rank)
     }
 
-    fn draw(&self, pending: &PendingRequest<T>) -> Draw {
+    pub(super) fn draw(&self, pending: &PendingRequest<T>) -> Draw {
         Draw { seed: self.settings.seed, request: pending.number }
     }
 
@@ -321,6 +330,7 @@ impl<T> Schedule<T> {
             return Effect::Report { context: pending.request.context, decision };
         }
         let trace = self.is_traced(pending.number).then(|| {
+            self.ranks.age();
             let mut scratch = self.scratch.take().unwrap_or_default();
             let explanation = self.explanation(pending.case(in_batch, loads), Ok(decision.rank), &mut scratch);
             self.scratch = Some(scratch);
@@ -348,6 +358,7 @@ impl<T> Schedule<T> {
 
     fn load_snapshot(&mut self, in_batch: usize, pending: PendingRequest<T>) -> Effect<T> {
         let (weights, track) = (self.settings.cost.tier_weights, self.tracks_prefill(&pending));
+        self.ranks.age();
         let mut scratch = self.scratch.take().unwrap_or_default();
         self.fill_overlaps(&pending.request.overlaps, &mut scratch);
         let ranks = self.ranks.as_slice().iter().zip(&scratch.overlaps);
@@ -369,6 +380,7 @@ impl<T> Schedule<T> {
     }
 
     fn explain<V: LoadView>(&mut self, in_batch: usize, loads: &V, pending: PendingRequest<T>) -> Effect<T> {
+        self.ranks.age();
         let case = pending.case(in_batch, loads);
         let outcome = match self.choose(case, true) {
             Choice::Rank(position) => Ok(self.ranks.as_slice()[position].rank),

@@ -1,7 +1,7 @@
 //! Eligibility of each rank for one request, and cost factors of preferences.
 //!
 //! Combines constraints, rank status, load and class. Each rank has at most one excluding [`Filter`], the first in
-//! order. A request without options in a pool without limits and restrictions costs nothing. `admission` decides on
+//! order. A request without constraints in a pool without limits and restrictions costs nothing. `admission` decides on
 //! waiting, and `decide` on the choice among eligible ranks.
 
 use std::hash::{Hash, Hasher};
@@ -11,7 +11,8 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::LoadView;
 use super::ResolvedOptions;
-use super::rank::{Rank, Ranks};
+use super::rank::Rank;
+use super::ranks::Ranks;
 use crate::config::{QueueClass, RouterConfig, SessionAffinity};
 use crate::engine_load::EngineLimits;
 use crate::policy::{RankFilters, RequestFacts};
@@ -26,7 +27,7 @@ const PROGRESS_MIN: f64 = 0.1;
 #[derive(Debug)]
 pub(super) struct Rules {
     /// Whether load and age never exclude or penalize a rank.
-    lenient: bool,
+    pub(super) lenient: bool,
     overload: Limits,
     overload_blocks_frac: Option<f64>,
     /// Busy limits by class.
@@ -190,7 +191,8 @@ impl Rules {
         let (all, statuses) = (ranks.as_slice(), ranks.statuses());
         eligibility.factors.clear();
         eligibility.refused_by.clear();
-        let plain = self.lenient && inputs.options.is_none() && inputs.class.is_none();
+        let restricts = inputs.options.is_some_and(ResolvedOptions::restricts_ranks);
+        let plain = self.lenient && !restricts && inputs.session.is_none() && inputs.class.is_none();
         let good = ranks.all_good();
         eligibility.all_open = (plain && good).then_some(all.len());
         if eligibility.is_plain() {

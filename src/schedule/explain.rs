@@ -55,7 +55,7 @@ impl<T> Schedule<T> {
             let (latency_terms, bounds) = match &cost {
                 Cost::Kv(cost) => (None, Bounds { lo: cost.cost(&lowest), hi: terms.total() }),
                 Cost::Latency(latency) => {
-                    let facts = self.latency_facts(pending, loads, rank, scratch.overlaps[position], &projected);
+                    let facts = self.latency_facts(pending, rank, scratch.overlaps[position], &projected);
                     let bounds = self.plain_bounds(&cost, &case, rank, scratch.overlaps[position], &projected);
                     (Some(latency.terms(&facts)), bounds)
                 }

@@ -8,7 +8,9 @@ use std::sync::Arc;
 
 use crate::engine_load::{EngineLoad, EngineLoadCell};
 use crate::index::Holdings;
-use crate::load::{BoardLoad, BoardSlot, BoardVersion, EngineSpeed, PredictionBias, PublishedSpeed, SpeedCell};
+use crate::load::{
+    BoardChanges, BoardLoad, BoardSlot, BoardVersion, EngineSpeed, PredictionBias, PublishedSpeed, SpeedCell,
+};
 use crate::protocol::{Slot, Timestamp};
 
 /// Load, speed and cache state of the admitted ranks, by slot.
@@ -16,8 +18,8 @@ use crate::protocol::{Slot, Timestamp};
 /// The scheduler reads only slots between their `Admit` and their `Retire`. Every answer may change from one read to
 /// the next.
 pub trait LoadView {
-    /// Whether the board may have a newer snapshot than `seen`.
-    fn has_board_news(&self, slot: Slot, seen: BoardVersion) -> bool;
+    /// Adds to `changed` the slots whose boards may have newer snapshots than at the last call. Also adds vacant slots.
+    fn take_changed(&self, changed: &mut Vec<Slot>);
 
     /// The board's snapshot if it is newer than `seen`, which then moves to its version. `None` if it is not newer or a
     /// write is in progress.
@@ -70,19 +72,35 @@ pub struct RankCells {
 /// cells.board.publish(&BoardLoad { requests: 2, ..BoardLoad::default() });
 /// let mut seen = BoardVersion::default();
 /// assert_eq!(loads.board(Slot(3), &mut seen).map(|load| load.requests), Some(2));
-/// assert!(!loads.has_board_news(Slot(3), seen));
+/// let mut changed = Vec::new();
+/// loads.take_changed(&mut changed);
+/// assert_eq!((changed, loads.board(Slot(3), &mut seen)), (vec![Slot(3)], None));
 /// ```
 #[derive(Debug, Default)]
 pub struct LiveLoads {
     by_slot: Vec<RankCells>,
+    changes: Arc<BoardChanges>,
+    /// Slots of boards that report their changes to another reader.
+    polled: Vec<Slot>,
 }
 
 impl LiveLoads {
+    /// No cells. Their boards report to `changes`, which must have no other reader.
+    #[must_use]
+    pub fn new(changes: Arc<BoardChanges>) -> Self {
+        Self { changes, ..Self::default() }
+    }
+
     /// Adds the cells of the rank in `slot`, before its `Admit`.
     pub fn insert(&mut self, slot: Slot, cells: RankCells) {
         if self.by_slot.len() <= slot.index() {
             self.by_slot.resize_with(slot.index() + 1, RankCells::default);
         }
+        self.polled.retain(|polled| *polled != slot);
+        if !cells.board.report_to(&self.changes, slot) {
+            self.polled.push(slot);
+        }
+        self.changes.insert(slot);
         self.by_slot[slot.index()] = cells;
     }
 
@@ -91,6 +109,7 @@ impl LiveLoads {
         if let Some(cells) = self.by_slot.get_mut(slot.index()) {
             *cells = RankCells::default();
         }
+        self.polled.retain(|polled| *polled != slot);
     }
 
     /// Publishes the pool's typical speed to every rank's sequence actor: performs
@@ -104,8 +123,12 @@ impl LiveLoads {
 
 impl LoadView for LiveLoads {
     #[inline]
-    fn has_board_news(&self, slot: Slot, seen: BoardVersion) -> bool {
-        self.by_slot[slot.index()].board.has_news(seen)
+    fn take_changed(&self, changed: &mut Vec<Slot>) {
+        for first in self.changes.take() {
+            let slots = (first..self.by_slot.len()).step_by(BoardChanges::SLOTS);
+            changed.extend(slots.map(|slot| Slot(u32::try_from(slot).unwrap_or(u32::MAX))));
+        }
+        changed.extend_from_slice(&self.polled);
     }
 
     #[inline]

@@ -12,6 +12,8 @@
 
 mod admission;
 mod choose;
+mod columns;
+mod contenders;
 mod cost;
 mod decide;
 mod decision;
@@ -28,6 +30,7 @@ mod prediction;
 mod projected;
 mod rank;
 mod rank_status;
+mod ranks;
 mod scratch;
 mod targets;
 #[cfg(test)]
@@ -61,7 +64,7 @@ use crate::session::Sessions;
 use eligible::Rules;
 use pending::PendingRequest;
 use pool::Arrivals;
-use rank::Ranks;
+use ranks::Ranks;
 use scratch::Scratch;
 use typical::Typical;
 
@@ -96,8 +99,6 @@ pub struct Schedule<T> {
     typical: Typical,
     /// Arrival rate of its placements.
     arrival_rate: Arrivals,
-    /// Time of the last refresh of the ranks, to which the arrival rate of a batch refers.
-    refreshed_at: Timestamp,
     /// Time of the current step.
     now: Timestamp,
     /// Boxed, so that a decision takes it out and puts it back as one pointer. Absent while in use.
@@ -164,13 +165,20 @@ impl<T> Schedule<T> {
         let base = u64::from(incarnation) << 32;
         let rules = Rules::new(&config, &config.queue.classes_or_default(), extensions.filters.clone());
         let settings = Settings::of(&config, &extensions);
+        let follows_decay = settings.policy != Policy::Latency
+            || config.queue.is_enabled()
+            || !rules.lenient
+            || extensions.policy.is_some()
+            || !extensions.scorers.is_empty();
+        // Bounds of the exact kind, without code of the embedder that changes costs.
+        let compares_latency = settings.policy == Policy::Latency && settings.compares_costs;
         let refresh_after = Duration::from_millis(config.queue.overlap_refresh_after_ms);
         Self {
             settings,
             queueing: config.queue.is_enabled(),
             rules,
             overlap_refresh_after: Some(refresh_after).filter(|after| !after.is_zero()),
-            ranks: Ranks::default(),
+            ranks: Ranks::new(follows_decay, compares_latency),
             sessions: Sessions::new(Duration::from_millis(config.session.ttl_ms), config.session.sessions_max),
             arrivals: VecDeque::new(),
             again: VecDeque::new(),
@@ -183,7 +191,6 @@ impl<T> Schedule<T> {
             turns: 0,
             typical: Typical::new(EngineSpeed::prior(config.block_size)),
             arrival_rate: Arrivals::default(),
-            refreshed_at: Timestamp::default(),
             now: Timestamp::default(),
             scratch: None,
             extensions,

@@ -63,3 +63,10 @@ pub struct ResolvedTargets {
     /// Whether the request is rejected if no rank is predicted to meet them.
     pub rejects: bool,
 }
+
+impl ResolvedOptions {
+    /// Whether the request may exclude or prefer ranks by itself.
+    pub(super) fn restricts_ranks(&self) -> bool {
+        !self.constraints.is_empty() || self.lora_name.is_some() || self.targets.is_some()
+    }
+}

@@ -10,22 +10,8 @@ use crate::protocol::Timestamp;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct PoolSums {
     pub(super) ranks: u32,
-    /// Active requests. Saturates.
+    /// Active requests.
     pub(super) requests: u32,
-    /// Modelled prefill backlog.
-    pub(super) wait: Duration,
-}
-
-impl PoolSums {
-    pub(super) fn add(&mut self, (requests, wait): (u32, Duration)) {
-        self.requests = self.requests.saturating_add(requests);
-        self.wait = self.wait.saturating_add(wait);
-    }
-
-    pub(super) fn sub(&mut self, (requests, wait): (u32, Duration)) {
-        self.requests = self.requests.saturating_sub(requests);
-        self.wait = self.wait.saturating_sub(wait);
-    }
 }
 
 /// Placements and their prefill times over the last [`WINDOW`], with exponential weights.

@@ -1,43 +1,20 @@
-//! Scheduler state of each rank: its board, the overlay of later Books, and, during a batch, its exact reply and the
+//! Scheduler state of one rank: its board, the overlay of later Books, and, during a batch, its exact reply and the
 //! batch's bookings on it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::pool::PoolSums;
 pub(super) use super::projected::{Projected, ProjectedPrompt};
-use super::rank_status::RankStatus;
 use super::view::{Added, View, Wait};
-use super::{Admission, BookNumber, LoadAnswer, LoadView};
-use crate::engine_load::EngineLimits;
-use crate::health::Exclusions;
+use super::{Admission, BookNumber, LoadView};
 use crate::load::{
-    BoardLoad, BoardVersion, EngineSpeed, PrefillLoadHint, PromptBlocks, PromptFingerprint, PublishedSpeed, RankLoad,
+    BoardLoad, BoardVersion, EngineSpeed, PrefillLoadHint, PromptBlocks, PromptFingerprint, PromptSketch,
+    PublishedSpeed, RankLoad,
 };
 use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
-use crate::select::{RankConditions, RankTraits};
-
-/// Registered ranks in [`WorkerRank`] order.
-#[derive(Debug, Default)]
-pub(super) struct Ranks {
-    all: Vec<Rank>,
-    /// Status of each rank, by position. Separate from `all`, because most decisions read nothing else of most ranks.
-    statuses: Vec<RankStatus>,
-    /// Whether any rank may be restricted; computed once per batch.
-    troubled: bool,
-    /// Whether any rank may have become eligible: a load has fallen, or a status has changed.
-    eased: bool,
-    /// Position in `all` and generation, by slot.
-    positions: Vec<Option<(u32, Generation)>>,
-    conditions: Arc<RankConditions>,
-    /// Ranks excluded for health.
-    exclusions: Arc<Exclusions>,
-    /// Sums over all ranks.
-    sums: PoolSums,
-}
+use crate::select::RankTraits;
 
 #[derive(Debug)]
 pub(super) struct Rank {
@@ -48,11 +25,13 @@ pub(super) struct Rank {
     /// The last good copy of the board and its time.
     seen: BoardLoad,
     seen_at: Timestamp,
-    /// Prefill backlog ahead of a new request at the start of the batch.
-    wait: Wait,
+    /// Prefill backlog of the overlay.
+    ahead_wait: Wait,
     /// Books above the board's applied number.
     overlay: VecDeque<Ahead>,
     issued: u32,
+    /// Speed and fill of the cache at the last measurement.
+    measured: Measured,
     answer: Option<Answer>,
     /// Bookings of the current batch.
     booked: SmallVec<[Booked; 1]>,
@@ -62,13 +41,13 @@ pub(super) struct Rank {
 #[derive(Debug)]
 #[repr(align(64))]
 struct Front {
-    /// The board load with the overlay, as of the start of the batch.
+    /// The board load with the overlay, without bookings of the batch. Its prefill tokens are those of the last refresh
+    /// or aging.
     view: View,
     /// Version of the last board copy.
     version: BoardVersion,
     slot: Slot,
-    /// Whether the board is exact and constant in time: no query, no Book in the overlay, and no decay. True for most
-    /// ranks.
+    /// Whether the board is complete: no query, and no Book in the overlay. True for most ranks.
     settled: bool,
 }
 
@@ -85,8 +64,8 @@ pub(super) struct About {
     /// Cost factor of the slow start; 1 after its end, permanently.
     pub(super) slow_start_factor: f64,
     /// Time of the last return from an ejection, and its cost factor.
-    returned_at: Timestamp,
-    return_factor: f64,
+    pub(super) returned_at: Timestamp,
+    pub(super) return_factor: f64,
 }
 
 impl About {
@@ -94,6 +73,14 @@ impl About {
     pub(super) fn start_factor(&self) -> f64 {
         self.slow_start_factor.max(self.return_factor)
     }
+}
+
+/// State of a rank that other cells than its board publish.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Measured {
+    pub(super) speed: EngineSpeed,
+    /// Whether its cache is full, so that new blocks evict others.
+    pub(super) is_full: bool,
 }
 
 /// A Book that the board does not show yet.
@@ -105,7 +92,7 @@ struct Ahead {
 
 /// Result of a board read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum News {
+pub(super) enum News {
     /// No freed capacity.
     Nothing,
     /// Some load is gone.
@@ -116,7 +103,7 @@ enum News {
 
 /// State of the current batch's query to a rank.
 #[derive(Debug)]
-enum Answer {
+pub(super) enum Answer {
     Awaited,
     Given {
         load: RankLoad,
@@ -132,264 +119,8 @@ struct Booked {
     added: Added,
 }
 
-impl Ranks {
-    pub(super) fn as_slice(&self) -> &[Rank] {
-        &self.all
-    }
-
-    pub(super) fn position(&self, rank: WorkerRank) -> Option<usize> {
-        self.all.binary_search_by_key(&rank, |known| known.rank).ok()
-    }
-
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Rank> {
-        self.all.iter_mut()
-    }
-
-    pub(super) fn statuses(&self) -> &[RankStatus] {
-        &self.statuses
-    }
-
-    /// Whether no rank is restricted.
-    #[inline]
-    pub(super) fn all_good(&self) -> bool {
-        !self.troubled
-    }
-
-    /// Call after a change of statuses.
-    fn look_for_trouble(&mut self) {
-        self.eased = true;
-        self.troubled = self.statuses.iter().any(|status| *status != RankStatus::GOOD);
-    }
-
-    /// Whether any rank may have gained capacity since the last call.
-    pub(super) fn take_eased(&mut self) -> bool {
-        std::mem::take(&mut self.eased)
-    }
-
-    /// Adds a rank with the initial cost factor `slow_start_factor`, or replaces an earlier incarnation of it.
-    pub(super) fn admit<V: LoadView>(&mut self, admission: Admission, loads: &V, slow_start_factor: f64) {
-        let draining = admission.draining;
-        let new = Rank::new(admission, loads, slow_start_factor);
-        let position = match self.all.binary_search_by_key(&new.rank, |known| known.rank) {
-            Ok(position) => {
-                self.all[position] = new;
-                position
-            }
-            Err(position) => {
-                self.all.insert(position, new);
-                self.statuses.insert(position, RankStatus::GOOD);
-                position
-            }
-        };
-        // An unreadable board means unknown load, not 0.
-        let unresponsive = self.all[position].seen.incarnation == UNREAD;
-        self.statuses[position] = RankStatus { draining, unresponsive, ..RankStatus::GOOD };
-        self.index();
-        self.apply_conditions();
-    }
-
-    pub(super) fn describe(&mut self, slot: Slot, generation: Generation, traits: Arc<RankTraits>) {
-        if let Some(position) = self.position_of(slot, generation) {
-            self.all[position].about.traits = traits;
-            self.eased = true;
-        }
-    }
-
-    pub(super) fn set_draining(&mut self, slot: Slot, generation: Generation, draining: bool) {
-        if let Some(position) = self.position_of(slot, generation) {
-            self.statuses[position].draining = draining;
-            self.eased |= !draining;
-            self.apply_conditions(); // ranks that only this one could restrict are open to others
-        }
-    }
-
-    pub(super) fn retire(&mut self, slot: Slot, generation: Generation) -> Option<WorkerRank> {
-        let position = self.position_of(slot, generation)?;
-        let rank = self.all.remove(position).rank;
-        self.statuses.remove(position);
-        self.apply_conditions();
-        self.index();
-        Some(rank)
-    }
-
-    pub(super) fn set_conditions(&mut self, conditions: Arc<RankConditions>) {
-        self.conditions = conditions;
-        self.apply_conditions();
-    }
-
-    /// Replaces the ranks excluded for health. The cost of returning ranks is multiplied by `return_factor` from `now`
-    /// on.
-    pub(super) fn set_exclusions(&mut self, exclusions: Arc<Exclusions>, return_factor: f64, now: Timestamp) {
-        let before = std::mem::replace(&mut self.exclusions, exclusions);
-        for (rank, status) in self.all.iter_mut().zip(&mut self.statuses) {
-            if before.has_ejected(rank.rank) && !self.exclusions.has_ejected(rank.rank) {
-                (rank.about.returned_at, rank.about.return_factor) = (now, return_factor);
-                status.returning = return_factor != 1.0;
-            }
-        }
-        self.apply_conditions();
-    }
-
-    fn apply_conditions(&mut self) {
-        let reachable = |rank: &Rank| !self.conditions.unavailable.contains(&rank.rank);
-        let Exclusions { ejected, down, refusing } = &*self.exclusions;
-        let serves = |(rank, status): (&Rank, &RankStatus)| {
-            reachable(rank) && !status.draining && !self.exclusions.has_ejected(rank.rank)
-        };
-        // If only ejected ranks are left, they serve until the health actor has reacted.
-        let others_serve = !ejected.is_empty() && self.all.iter().zip(&self.statuses).any(serves);
-        for (rank, status) in self.all.iter().zip(&mut self.statuses) {
-            status.overloaded = self.conditions.overloaded.contains(&rank.rank);
-            status.unavailable = !reachable(rank) || others_serve && ejected.contains(&rank.rank);
-            status.down = down.contains(&rank.rank);
-            status.refusing = refusing.contains(&rank.rank);
-        }
-        self.look_for_trouble();
-    }
-
-    /// Whether any rank has a higher cost after an ejection.
-    pub(super) fn any_returning(&self) -> bool {
-        self.troubled && self.statuses.iter().any(|status| status.returning)
-    }
-
-    /// Advances the slow starts of returned ranks: `factor` maps elapsed time to the cost factor.
-    pub(super) fn warm_returning(&mut self, factor: impl Fn(Duration) -> f64, now: Timestamp) {
-        if !self.any_returning() {
-            return;
-        }
-        let mut over = false;
-        for (rank, status) in self.all.iter_mut().zip(&mut self.statuses).filter(|(_, known)| known.returning) {
-            rank.about.return_factor = factor(now.since(rank.about.returned_at));
-            status.returning = rank.about.return_factor != 1.0;
-            over |= !status.returning;
-        }
-        if over {
-            self.look_for_trouble();
-        }
-    }
-
-    /// Reads engine-reported load.
-    pub(super) fn look_at_engines<V: LoadView>(&mut self, limits: &EngineLimits, loads: &V, now: Timestamp) {
-        let mut changed = false;
-        for (rank, status) in self.all.iter().zip(&mut self.statuses) {
-            let load = loads.engine_load(rank.slot());
-            let exceeded = load.is_some_and(|load| limits.exceeded_by(&load, now));
-            changed |= exceeded != std::mem::replace(&mut status.engine_overloaded, exceeded);
-        }
-        if changed {
-            self.look_for_trouble();
-        }
-    }
-
-    fn index(&mut self) {
-        self.positions.clear();
-        self.sums = PoolSums { ranks: u32::try_from(self.all.len()).unwrap_or(u32::MAX), ..PoolSums::default() };
-        self.all.iter().for_each(|rank| self.sums.add(rank.counted()));
-        for (position, rank) in self.all.iter().enumerate() {
-            let at = rank.slot().index();
-            if self.positions.len() <= at {
-                self.positions.resize(at + 1, None);
-            }
-            let position = u32::try_from(position).expect("slots are numbered by u32, and ranks have one each");
-            self.positions[at] = Some((position, rank.generation));
-        }
-    }
-
-    /// Position of the occupant of a slot.
-    pub(super) fn position_in(&self, slot: Slot) -> Option<usize> {
-        self.positions.get(slot.index()).copied().flatten().map(|(position, _)| position as usize)
-    }
-
-    /// Position of a generation of a slot; `None` after its removal.
-    pub(super) fn position_of(&self, slot: Slot, generation: Generation) -> Option<usize> {
-        let (position, seated) = self.positions.get(slot.index()).copied().flatten()?;
-        (seated == generation).then_some(position as usize)
-    }
-
-    /// Books a request of the current batch on the rank at `position`.
-    pub(super) fn book(
-        &mut self,
-        position: usize,
-        candidate: ProjectedPrompt<'_>,
-        prefill: Option<PrefillLoadHint>,
-    ) -> BookNumber {
-        let rank = &mut self.all[position];
-        self.sums.sub(rank.counted());
-        let number = rank.book(candidate, prefill);
-        self.sums.add(rank.counted());
-        number
-    }
-
-    /// Sums over all ranks, as of the start of the batch and its bookings.
-    pub(super) fn sums(&self) -> PoolSums {
-        self.sums
-    }
-
-    /// Reads every board; a batch decides on the state at its start.
-    pub(super) fn refresh<V: LoadView>(&mut self, loads: &V, now: Timestamp) {
-        let (mut reborn, mut fell) = (false, false);
-        for (rank, status) in self.all.iter_mut().zip(&mut self.statuses) {
-            if rank.front.settled && !loads.has_board_news(rank.slot(), rank.front.version) {
-                continue; // the view is unchanged
-            }
-            self.sums.sub(rank.counted());
-            let news = rank.refresh(loads, now);
-            self.sums.add(rank.counted());
-            match news {
-                News::Nothing => {}
-                News::Fell => fell = true,
-                News::Reborn => {
-                    status.unresponsive = false;
-                    reborn = true;
-                }
-            }
-        }
-        self.eased |= fell;
-        if reborn {
-            self.look_for_trouble();
-        }
-    }
-
-    pub(super) fn queried(&mut self, slots: &[Slot]) {
-        for slot in slots {
-            if let Some(position) = self.position_in(*slot) {
-                self.all[position].ask(Answer::Awaited);
-            }
-        }
-    }
-
-    /// Applies a reply to the current batch's query.
-    pub(super) fn answered(&mut self, answer: LoadAnswer) {
-        if let Some(position) = self.position_of(answer.slot, answer.generation) {
-            if std::mem::take(&mut self.statuses[position].unresponsive) {
-                self.look_for_trouble();
-            }
-            self.all[position].ask(Answer::Given { load: answer.load, shared_blocks: answer.shared_blocks });
-        }
-    }
-
-    /// Marks queried ranks without a reply as timed out.
-    pub(super) fn close(&mut self) {
-        for (rank, status) in self.all.iter_mut().zip(&mut self.statuses) {
-            if matches!(rank.answer, Some(Answer::Awaited)) {
-                rank.answer = Some(Answer::Missed);
-                status.unresponsive = true;
-                self.troubled = true;
-                self.eased = true; // without any responsive rank, the others become eligible
-            }
-        }
-    }
-
-    pub(super) fn is_alive(&mut self, slot: Slot, generation: Generation) {
-        if let Some(position) = self.position_of(slot, generation) {
-            self.statuses[position].unresponsive = false;
-            self.look_for_trouble();
-        }
-    }
-}
-
 impl Rank {
-    fn new<V: LoadView>(admission: Admission, loads: &V, slow_start_factor: f64) -> Self {
+    pub(super) fn new<V: LoadView>(admission: Admission, loads: &V, slow_start_factor: f64) -> Self {
         let Admission { rank, slot, generation, traits, since, draining: _ } = admission;
         let (returned_at, return_factor) = (since, 1.0);
         let mut version = BoardVersion::default();
@@ -397,12 +128,13 @@ impl Rank {
         let seen = loads.board(slot, &mut version).unwrap_or(unread);
         let view = View::of(&seen, seen.prefill.at());
         Self {
-            front: Front { view, version, slot, settled: !seen.prefill.decays() },
+            front: Front { view, version, slot, settled: true },
             rank,
             generation,
             about: Box::new(About { traits, aged_speed: None, since, slow_start_factor, returned_at, return_factor }),
             issued: seen.applied,
-            wait: Wait::of(&seen, since),
+            measured: Measured::default(),
+            ahead_wait: Wait::default(),
             seen,
             seen_at: since,
             overlay: VecDeque::new(),
@@ -415,19 +147,50 @@ impl Rank {
         self.front.slot
     }
 
-    /// Its part of the pool's sums.
-    fn counted(&self) -> (u32, Duration) {
-        (self.requests(), self.wait().modelled)
+    /// Reads its speed, with `typical` for unknown parts, and the fill of its cache.
+    pub(super) fn measure<V: LoadView>(&mut self, loads: &V, typical: EngineSpeed) {
+        let speed = self.about.speed(loads.speed(self.slot()), typical);
+        let full = |blocks: u32| f64::from(loads.held_blocks(self.slot())) >= FULL_SHARE * f64::from(blocks);
+        self.measured = Measured { speed, is_full: self.about.traits.total_kv_blocks.is_some_and(full) };
+    }
+
+    /// Speed and fill of the cache at the last measurement.
+    pub(super) fn measured(&self) -> Measured {
+        self.measured
+    }
+
+    /// Whether its sketch contains all of its prompts.
+    pub(super) fn is_settled(&self) -> bool {
+        self.overlay.is_empty()
+    }
+
+    /// Sketch of the prompts on the board.
+    pub(super) fn sketch(&self) -> PromptSketch {
+        self.seen.prompts
+    }
+
+    /// Whether no consistent board has been read yet.
+    pub(super) fn is_unread(&self) -> bool {
+        self.seen.incarnation == UNREAD
     }
 
     /// Records a query or its reply.
-    fn ask(&mut self, answer: Answer) {
+    pub(super) fn ask(&mut self, answer: Answer) {
         self.answer = Some(answer);
         self.front.settled = false;
     }
 
+    /// Records the absence of an awaited reply. Returns whether one was awaited.
+    pub(super) fn miss(&mut self) -> bool {
+        let is_awaited = matches!(self.answer, Some(Answer::Awaited));
+        if is_awaited {
+            self.answer = Some(Answer::Missed);
+        }
+        is_awaited
+    }
+
     /// Reads the board.
-    fn refresh<V: LoadView>(&mut self, loads: &V, now: Timestamp) -> News {
+    pub(super) fn refresh<V: LoadView>(&mut self, loads: &V, now: Timestamp) -> News {
         self.answer = None;
         let news = loads.board(self.slot(), &mut self.front.version);
         let mut reborn = false;
@@ -446,12 +209,12 @@ impl Rank {
             self.overlay.pop_front();
         }
         self.front.view = View::of(&self.seen, now);
-        self.wait = Wait::of(&self.seen, now);
+        self.ahead_wait = Wait::default();
         for ahead in &self.overlay {
             self.front.view.add(ahead.added);
-            self.wait.add(ahead.added);
+            self.ahead_wait.add(ahead.added);
         }
-        self.front.settled = self.overlay.is_empty() && !self.decays();
+        self.front.settled = self.overlay.is_empty();
         let after = self.load_max();
         let fell = after.0 < before.0 || after.1 < before.1 || after.2 < before.2;
         match (reborn, fell) {
@@ -459,6 +222,13 @@ impl Rank {
             (false, true) => News::Fell,
             (false, false) => News::Nothing,
         }
+    }
+
+    /// Updates the prefill tokens of the view to `now`.
+    pub(super) fn age(&mut self, now: Timestamp) {
+        self.front.view = View::of(&self.seen, now);
+        let earlier = self.overlay.len() - self.booked.len();
+        self.overlay.iter().take(earlier).for_each(|ahead| self.front.view.add(ahead.added));
     }
 
     /// Upper bounds of blocks, prefill tokens and requests.
@@ -500,6 +270,11 @@ impl Rank {
             .fold(self.front.view.prefill_tokens.1, |sum, booked| sum.saturating_add(booked.added.prefill_tokens))
     }
 
+    /// Blocks that a step reads, with bookings of the batch. Saturates.
+    pub(super) fn read_blocks(&self) -> u32 {
+        self.booked.iter().fold(self.front.view.read_blocks, |sum, booked| sum.saturating_add(booked.added.read_blocks))
+    }
+
     /// Active and booked requests.
     pub(super) fn requests(&self) -> u32 {
         self.front.view.requests + u32::try_from(self.booked.len()).unwrap_or(u32::MAX)
@@ -521,14 +296,26 @@ impl Rank {
 
     #[inline(never)]
     fn project_unsettled(&self, candidate: ProjectedPrompt<'_>) -> Projected {
-        let request_blocks = candidate.block_count;
-        let (mut view, mut shared) = match &self.answer {
+        let mut projected = match &self.answer {
             Some(Answer::Given { load, shared_blocks }) => {
                 let shared = u64::from(shared_blocks.get(candidate.in_batch).copied().unwrap_or(0));
-                (View::exactly(load), (shared, shared))
+                self.project_from(candidate, View::exactly(load), (shared, shared))
             }
-            Some(Answer::Awaited | Answer::Missed) | None => (self.front.view, (0, self.shared_blocks_max(candidate))),
+            Some(Answer::Awaited | Answer::Missed) | None => self.project_board(candidate),
         };
+        if matches!(self.answer, Some(Answer::Missed)) {
+            projected.take_worst(); // without a reply the upper bounds apply
+        }
+        projected
+    }
+
+    /// Projected load without the reply to a query.
+    pub(super) fn project_board(&self, candidate: ProjectedPrompt<'_>) -> Projected {
+        self.project_from(candidate, self.front.view, (0, self.shared_blocks_max(candidate)))
+    }
+
+    fn project_from(&self, candidate: ProjectedPrompt<'_>, mut view: View, mut shared: (u64, u64)) -> Projected {
+        let request_blocks = candidate.block_count;
         for booked in &self.booked {
             view.add(booked.added);
             let with_it = u64::from(candidate.prompt.shared_blocks(&booked.prompt));
@@ -537,12 +324,12 @@ impl Rank {
         let lo = view.active_blocks.0 + request_blocks - shared.1.min(request_blocks);
         let hi = view.active_blocks.1 + request_blocks - shared.0.min(request_blocks);
         let View { active_blocks, prefill_tokens, requests, read_blocks } = view;
-        let mut projected =
-            Projected { active_blocks, potential_blocks: (lo, hi), prefill_tokens, requests, read_blocks };
-        if matches!(self.answer, Some(Answer::Missed)) {
-            projected.take_worst(); // without a reply the upper bounds apply
-        }
-        projected
+        Projected { active_blocks, potential_blocks: (lo, hi), prefill_tokens, requests, read_blocks }
+    }
+
+    /// Whether a query has been answered or has timed out.
+    pub(super) fn has_reply(&self) -> bool {
+        matches!(self.answer, Some(Answer::Given { .. } | Answer::Missed))
     }
 
     /// Upper bound of request blocks that are already active here, before bookings of the batch.
@@ -557,15 +344,13 @@ impl Rank {
         u64::from(most)
     }
 
-    /// Prefill backlog ahead of a new request, including bookings of the batch. Load replies do not contain it.
-    pub(super) fn wait(&self) -> Wait {
-        let mut wait = self.wait;
-        self.booked.iter().for_each(|booked| wait.add(booked.added));
-        wait
+    /// Prefill backlog ahead of a new request at `now`, including bookings of the batch. Load replies do not contain it.
+    pub(super) fn wait(&self, now: Timestamp) -> Wait {
+        Wait::of(&self.seen, now).and(self.ahead_wait)
     }
 
     /// Adds a Book and numbers it.
-    fn book(&mut self, candidate: ProjectedPrompt<'_>, prefill: Option<PrefillLoadHint>) -> BookNumber {
+    pub(super) fn book(&mut self, candidate: ProjectedPrompt<'_>, prefill: Option<PrefillLoadHint>) -> BookNumber {
         let with = self.project(candidate).potential_blocks;
         let nothing = ProjectedPrompt {
             prompt: &NOTHING,
@@ -584,9 +369,19 @@ impl Rank {
         self.front.settled = false;
         self.issued = self.issued.wrapping_add(1);
         self.overlay.push_back(Ahead { number: self.issued, added });
+        self.ahead_wait.add(added);
         BookNumber { incarnation: self.seen.incarnation, number: self.issued }
     }
 }
+
+impl Default for Measured {
+    fn default() -> Self {
+        Self { speed: EngineSpeed::prior(1), is_full: false }
+    }
+}
+
+/// Share of used blocks from which a cache counts as full.
+const FULL_SHARE: f64 = 0.9;
 
 /// Incarnation of a board without any consistent read. No sequence actor uses it: the first snapshot counts as a new
 /// incarnation, and Books continue from its applied number.

@@ -161,7 +161,7 @@ impl<T> Schedule<T> {
         overlap: TierOverlap,
         projected: &Projected,
     ) -> Predicted {
-        let facts = self.latency_facts(case.pending, case.loads, rank, overlap, projected);
+        let facts = self.latency_facts(case.pending, rank, overlap, projected);
         let bias = case.loads.prediction_bias(rank.slot(), self.now);
         let decodes = self.settings.role != PoolRole::Prefill;
         let latency = LatencyPrediction {

@@ -19,6 +19,8 @@ pub(super) struct Typical {
     speed_at: Option<Timestamp>,
     /// Output tokens of a request.
     pub(super) output_tokens: f64,
+    /// Mean duration of the queued prefills of a rank, in seconds, at the last update of speeds.
+    pub(super) wait_seconds: f64,
     /// Share of cached prompt tokens.
     cached_share: f64,
 }
@@ -38,7 +40,7 @@ const REUSE_MAX: f64 = 0.8;
 impl Typical {
     /// Initial values: only the block size is known.
     pub(super) fn new(speed: EngineSpeed) -> Self {
-        Self { speed, speed_at: None, output_tokens: OUTPUT_TOKENS_UNKNOWN, cached_share: 0.0 }
+        Self { speed, speed_at: None, output_tokens: OUTPUT_TOKENS_UNKNOWN, wait_seconds: 0.0, cached_share: 0.0 }
     }
 
     /// Adds a placement; an empty prompt does not affect the cached share.

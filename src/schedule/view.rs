@@ -68,6 +68,14 @@ impl View {
 }
 
 impl Wait {
+    /// Both backlogs.
+    pub(super) fn and(self, more: Self) -> Self {
+        Self {
+            modelled: self.modelled.saturating_add(more.modelled),
+            unmodelled_tokens: self.unmodelled_tokens.saturating_add(more.unmodelled_tokens),
+        }
+    }
+
     pub(super) fn of(load: &BoardLoad, now: Timestamp) -> Self {
         let (modelled, unmodelled_tokens) = load.prefill.wait(now);
         Self { modelled, unmodelled_tokens }

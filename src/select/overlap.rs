@@ -59,6 +59,9 @@ impl TierOverlap {
         reason = "a rounded count of tokens, at least 0"
     )]
     pub fn cached_tokens(&self, weights: TierWeights, block_size: u32) -> u32 {
+        if self.total_blocks() == self.device_blocks {
+            return self.device_blocks.saturating_mul(block_size); // the usual case, without floating point
+        }
         (self.effective_blocks(weights) * f64::from(block_size)).round() as u32
     }
 }
