@@ -28,8 +28,8 @@ const IDLE_TIES_MAX: usize = 4;
 /// The ranks that may win a request.
 #[derive(Debug, Default)]
 pub(super) struct Contenders {
-    /// Cost of the request.
-    pub(super) cost: Option<LatencyCost>,
+    /// The request, by its number, and its cost.
+    cost: Option<(u64, LatencyCost)>,
     work: Vec<WorkGroup>,
     bounds: Vec<(Lanes, f32)>,
     found: SmallVec<[Contender; 16]>,
@@ -43,6 +43,11 @@ struct Contender {
 }
 
 impl Contenders {
+    /// The cost of a request, if these are its contenders.
+    pub(super) fn cost_of(&self, request: u64) -> Option<LatencyCost> {
+        self.cost.filter(|(number, _)| *number == request).map(|(_, cost)| cost)
+    }
+
     fn least_hi(&self) -> f64 {
         self.found.iter().map(|contender| contender.bounds.hi).fold(f64::INFINITY, f64::min)
     }
@@ -97,7 +102,7 @@ impl<T> Schedule<T> {
     /// Replaces the bounds of the queried contenders by their exact costs. Returns whether all replies are there.
     fn resolve<V: LoadView>(&self, case: Case<'_, T, V>, settle: bool, scratch: &mut Scratch) -> bool {
         let Scratch { contenders, overlaps, eligibility, .. } = scratch;
-        let Some(cost) = contenders.cost else { return true };
+        let Some((_, cost)) = contenders.cost else { return true };
         let before = contenders.least_hi();
         let most = QUERY_FACTOR * before;
         for known in &mut contenders.found {
@@ -127,7 +132,7 @@ impl<T> Schedule<T> {
     fn find_contenders<V: LoadView>(&self, case: Case<'_, T, V>, scratch: &mut Scratch) {
         let cost = self.latency_cost_of(case.pending);
         scratch.contenders.found.clear();
-        scratch.contenders.cost = Some(cost);
+        scratch.contenders.cost = Some((case.pending.number, cost));
         self.fill_work(case, &cost, scratch);
         self.fill_lower_bounds(case, &cost, scratch);
         let bounds = &scratch.contenders.bounds;
@@ -274,7 +279,7 @@ impl<T> Schedule<T> {
         if let Some(known) = contenders.found.iter().find(|known| known.position == position) {
             return known.bounds.hi;
         }
-        let Some(cost) = &contenders.cost else { return f64::INFINITY };
+        let Some((_, cost)) = &contenders.cost else { return f64::INFINITY };
         let rank = &self.ranks.as_slice()[position];
         let mut projected = rank.project_board(case.candidate);
         if self.ranks.statuses()[position].unresponsive {

@@ -25,8 +25,11 @@ impl<T> Schedule<T> {
             Some(projected) if is_latency => self.expected_cached_tokens(pending, rank, overlap, projected),
             Some(_) | None => overlap_tokens,
         };
-        let predicted =
-            projected.map(|projected| self.predict(&self.latency_cost_of(pending), case, rank, overlap, &projected));
+        let predicted = projected.map(|projected| {
+            let known = self.scratch.as_deref().and_then(|scratch| scratch.contenders.cost_of(pending.number));
+            let cost = known.unwrap_or_else(|| self.latency_cost_of(pending));
+            self.predict(&cost, case, rank, overlap, &projected)
+        });
         let LatencyPrediction { ttft_seconds, itl_seconds } =
             predicted.map(|predicted| predicted.latency).unwrap_or_default();
         let (cached_tokens, expected_duration) = match request.target {
