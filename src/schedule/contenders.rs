@@ -4,14 +4,12 @@
 //! only where it could lower the best cost significantly. Decisions depend on the boards and on replies that they asked
 //! for themselves, so a batch decides like a serial run.
 
-use smallvec::SmallVec;
-
 use super::columns::SHARED_BLOCKS_ASSUMED;
 use super::decide::Choice;
 use super::pending::Case;
-use super::scratch::Scratch;
+use super::scratch::{Contender, Contenders, Scratch};
 use super::{LoadView, Schedule};
-use crate::policy::{Bounds, GroupCost, Lanes, LatencyCost, RankGroup, WorkGroup};
+use crate::policy::{GroupCost, Lanes, LatencyCost, RankGroup, WorkGroup};
 use crate::select::{Draw, TierOverlap};
 
 /// A rank is a contender if its cost may be below this multiple of the lowest known cost. Costs are estimates, and
@@ -24,34 +22,6 @@ const QUERY_FACTOR: f64 = 0.9;
 
 /// Attempts to draw an idle rank that ties with the lowest cost.
 const IDLE_TIES_MAX: usize = 4;
-
-/// The ranks that may win a request.
-#[derive(Debug, Default)]
-pub(super) struct Contenders {
-    /// The request, by its number, and its cost.
-    cost: Option<(u64, LatencyCost)>,
-    work: Vec<WorkGroup>,
-    bounds: Vec<(Lanes, f32)>,
-    found: SmallVec<[Contender; 16]>,
-}
-
-/// A rank that may win a request.
-#[derive(Clone, Copy, Debug)]
-struct Contender {
-    position: usize,
-    bounds: Bounds,
-}
-
-impl Contenders {
-    /// The cost of a request, if these are its contenders.
-    pub(super) fn cost_of(&self, request: u64) -> Option<LatencyCost> {
-        self.cost.filter(|(number, _)| *number == request).map(|(_, cost)| cost)
-    }
-
-    fn least_hi(&self) -> f64 {
-        self.found.iter().map(|contender| contender.bounds.hi).fold(f64::INFINITY, f64::min)
-    }
-}
 
 /// The lesser of two numbers, neither NaN: one instruction.
 fn lesser(a: f32, b: f32) -> f32 {

@@ -1,8 +1,9 @@
 //! Buffers reused between decisions.
 
-use super::contenders::Contenders;
+use smallvec::SmallVec;
+
 use super::eligible::Eligibility;
-use crate::policy::Bounds;
+use crate::policy::{Bounds, Lanes, LatencyCost, WorkGroup};
 use crate::protocol::Slot;
 use crate::select::TierOverlap;
 
@@ -31,5 +32,37 @@ impl Scratch {
     /// Invalidates the bounds after a change of ranks and positions.
     pub(super) fn forget(&mut self) {
         self.bounds_of = None;
+    }
+}
+
+/// The ranks that may win a request.
+#[derive(Debug, Default)]
+pub(super) struct Contenders {
+    /// The request, by its number, and its cost.
+    pub(super) cost: Option<(u64, LatencyCost)>,
+    /// Work of the request on each rank, at least.
+    pub(super) work: Vec<WorkGroup>,
+    /// Lower bound of the cost of each rank, and the least of each group.
+    pub(super) bounds: Vec<(Lanes, f32)>,
+    /// The ranks whose costs were computed.
+    pub(super) found: SmallVec<[Contender; 16]>,
+}
+
+/// A rank that may win a request.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Contender {
+    pub(super) position: usize,
+    pub(super) bounds: Bounds,
+}
+
+impl Contenders {
+    /// The cost of a request, if these are its contenders.
+    pub(super) fn cost_of(&self, request: u64) -> Option<LatencyCost> {
+        self.cost.filter(|(number, _)| *number == request).map(|(_, cost)| cost)
+    }
+
+    /// Lowest upper bound.
+    pub(super) fn least_hi(&self) -> f64 {
+        self.found.iter().map(|contender| contender.bounds.hi).fold(f64::INFINITY, f64::min)
     }
 }
