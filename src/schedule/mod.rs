@@ -170,15 +170,16 @@ impl<T> Schedule<T> {
             || !rules.lenient
             || extensions.policy.is_some()
             || !extensions.scorers.is_empty();
-        // Bounds of the exact kind, without code of the embedder that changes costs.
+        let typical_speed = EngineSpeed::prior(config.block_size);
         let compares_latency = settings.policy == Policy::Latency && settings.compares_costs;
         let refresh_after = Duration::from_millis(config.queue.overlap_refresh_after_ms);
+        let ranks = Ranks::new(follows_decay, settings.models_prefill, compares_latency, typical_speed);
         Self {
             settings,
             queueing: config.queue.is_enabled(),
             rules,
             overlap_refresh_after: Some(refresh_after).filter(|after| !after.is_zero()),
-            ranks: Ranks::new(follows_decay, compares_latency),
+            ranks,
             sessions: Sessions::new(Duration::from_millis(config.session.ttl_ms), config.session.sessions_max),
             arrivals: VecDeque::new(),
             again: VecDeque::new(),
@@ -189,7 +190,7 @@ impl<T> Schedule<T> {
             requests: base,
             batches: base,
             turns: 0,
-            typical: Typical::new(EngineSpeed::prior(config.block_size)),
+            typical: Typical::new(typical_speed),
             arrival_rate: Arrivals::default(),
             now: Timestamp::default(),
             scratch: None,

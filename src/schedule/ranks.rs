@@ -36,6 +36,8 @@ pub(super) struct Ranks {
     sums: PoolSums,
     /// Loads as columns, where bounds of costs read them.
     columns: Option<RankColumns>,
+    /// Whether speeds and fills of caches are read.
+    measures: bool,
     /// Typical speed of the pool.
     typical: EngineSpeed,
     /// Whether every refresh follows the decay of prefill tokens on all ranks, because limits or costs read them.
@@ -48,8 +50,9 @@ pub(super) struct Ranks {
 
 impl Ranks {
     /// No ranks. Without `follows_decay`, bounds of prefill tokens are valid only after [`age`](Self::age).
-    /// With `columns`, loads are also kept as columns, with speeds.
-    pub(super) fn new(follows_decay: bool, columns: bool) -> Self {
+    /// With `measures`, speeds and fills of caches are read with the boards, and with `columns`, loads are also kept as
+    /// columns. `typical` replaces unknown speeds.
+    pub(super) fn new(follows_decay: bool, measures: bool, columns: bool, typical: EngineSpeed) -> Self {
         Self {
             all: Vec::new(),
             statuses: Vec::new(),
@@ -60,7 +63,8 @@ impl Ranks {
             exclusions: Arc::default(),
             sums: PoolSums::default(),
             columns: columns.then(RankColumns::default),
-            typical: EngineSpeed::prior(1),
+            measures,
+            typical,
             follows_decay,
             touched: Vec::new(),
             refreshed_at: Timestamp::default(),
@@ -309,8 +313,10 @@ impl Ranks {
         self.sums.requests = self.sums.requests.wrapping_sub(rank.requests());
         let news = rank.refresh(loads, self.refreshed_at);
         self.sums.requests = self.sums.requests.wrapping_add(rank.requests());
-        if let Some(columns) = &mut self.columns {
+        if self.measures {
             rank.measure(loads, self.typical);
+        }
+        if let Some(columns) = &mut self.columns {
             columns.set(position, rank, self.refreshed_at);
         }
         match news {
