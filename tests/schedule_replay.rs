@@ -290,7 +290,7 @@ fn recorded_reads_replay_to_equal_effects() {
         let reads = recording.reads.into_inner();
         if policy == Policy::Latency {
             let kinds: BTreeSet<String> = reads.iter().map(|(_, read)| kind(read)).collect();
-            assert_eq!(kinds.len(), 9, "all kinds of reads occur: {kinds:?}");
+            assert_eq!(kinds.len(), 10, "all kinds of reads occur: {kinds:?}");
         }
         let replayed = ReplayedLoads(RefCell::new(reads.into_iter()));
         assert_eq!(effects_of(policy, &replayed, |_| {}), recorded, "{policy:?}");
