@@ -162,7 +162,8 @@ impl Disaggregated {
         match self.weigh(&request, decode).await? {
             RemotePrefill::Skip(reason) => Ok(PrefillPlacement::Local(WhyLocal::Skipped(reason))),
             RemotePrefill::Worth => {
-                self.prefill.route(request).await.map(PrefillPlacement::Remote).map_err(on(Side::Prefill))
+                let placed = self.prefill.route(request).await.map_err(on(Side::Prefill))?;
+                Ok(PrefillPlacement::Remote(Box::new(placed)))
             }
         }
     }
@@ -261,7 +262,7 @@ pub struct DisaggPlacement {
 /// State of the prefill.
 #[derive(Debug)]
 enum PrefillPlacement {
-    Remote(Placement),
+    Remote(Box<Placement>),
     /// A remote prefill that has completed.
     Completed,
     /// On the decode rank.

@@ -15,7 +15,7 @@ use crate::protocol::Timestamp;
 use crate::schedule::{Decision, ResolvedTargets};
 
 /// Minimum number of tokens after the first from which a mean time between tokens is compared with its prediction.
-const INTERVALS_MIN: u64 = 8;
+const INTERVALS_MIN: u32 = 8;
 
 /// Placement of a request on a rank. The booking lasts as long as this value. Dereferences to the [`Decision`].
 ///

@@ -228,6 +228,7 @@ async fn rejected_changes_have_a_reason_and_no_effect() {
         ("POST", "/admin/models/mock/explain".into(), "{\"prompt\":\"\u{0}\"}".into(), 400, "invalid_json"),
         ("PATCH", format!("{workers}/1"), r#"{"taints":[],"taints":["a"]}"#.into(), 400, "invalid_json"),
         ("POST", "/admin/models/mock/explain".into(), r#"{"tokens":[4294967296]}"#.into(), 400, "invalid_json"),
+        ("POST", "/admin/models/mock/explain".into(), r#"{"tokens":[1],"ttft_ms":0}"#.into(), 400, "invalid_json"),
         (
             "POST",
             "/admin/models/mock/explain".into(),
@@ -332,6 +333,11 @@ async fn explain_and_overlap_book_nothing() {
     let unplaceable = client.send("POST", "/admin/models/mock/explain", &unplaceable.to_string()).await.json();
     assert_eq!(unplaceable["explanation"]["chosen"], json!(null));
     assert!(unplaceable["explanation"]["refused"].is_string(), "{unplaceable}");
+    let late = json!({ "tokens": tokens, "ttft_ms": 1000, "itl_ms": 0.001, "on_target_miss": "reject" });
+    let late = client.send("POST", "/admin/models/mock/explain", &late.to_string()).await.json();
+    let refused = late["explanation"]["refused"].as_str().expect("a reason");
+    assert!(refused.starts_with("no rank is predicted to meet the targets, inter-token latency 4.0 ms"), "{late}");
+    assert!(late["explanation"]["ranks"][0]["prediction"]["ttft_seconds"].is_f64(), "{late}");
     let text = client.send("POST", "/admin/models/mock/explain", r#"{"prompt":"hello"}"#).await.json();
     assert!(text["tokens_source"].is_string() && text["explanation"]["chosen"].is_object(), "{text}");
     let chat = r#"{"messages":[{"role":"user","content":"hello"}]}"#;

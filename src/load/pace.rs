@@ -22,39 +22,38 @@ use crate::protocol::Timestamp;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TokenPace {
-    first: Option<TokenCount>,
-    latest: TokenCount,
-}
-
-/// A number of tokens and the time of its report.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct TokenCount {
-    tokens: u64,
-    at: Timestamp,
+    /// 0 before the first token.
+    first_tokens: u32,
+    latest_tokens: u32,
+    first_at: Timestamp,
+    latest_at: Timestamp,
 }
 
 impl TokenPace {
     /// Records the first `tokens`, at least one. Only the first call has an effect.
     pub fn first_token(&mut self, tokens: u64, now: Timestamp) {
-        if self.first.is_none() {
-            self.latest = TokenCount { tokens: tokens.max(1), at: now };
-            self.first = Some(self.latest);
+        if self.first_tokens == 0 {
+            let tokens = count(tokens.max(1));
+            *self = Self { first_tokens: tokens, latest_tokens: tokens, first_at: now, latest_at: now };
         }
     }
 
     /// Records the number of tokens so far. Ignored before the first token, and unless the number has increased.
     pub fn reported(&mut self, tokens: u64, now: Timestamp) {
-        if self.first.is_some() && tokens > self.latest.tokens {
-            self.latest = TokenCount { tokens, at: now };
+        if self.first_tokens > 0 && count(tokens) > self.latest_tokens {
+            (self.latest_tokens, self.latest_at) = (count(tokens), now);
         }
     }
 
     /// Mean time between two tokens, and the number of intervals. `None` without any.
     #[must_use]
-    pub fn mean(&self) -> Option<(Duration, u64)> {
-        let first = self.first.filter(|first| self.latest.tokens > first.tokens)?;
-        let intervals = self.latest.tokens - first.tokens;
-        let seconds = self.latest.at.since(first.at).as_secs_f64() / intervals as f64;
-        Some((Duration::from_secs_f64(seconds), intervals))
+    pub fn mean(&self) -> Option<(Duration, u32)> {
+        let intervals = self.latest_tokens - self.first_tokens;
+        (intervals > 0).then(|| (self.latest_at.since(self.first_at) / intervals, intervals))
     }
+}
+
+/// A number of tokens; a higher one counts as the highest.
+fn count(tokens: u64) -> u32 {
+    u32::try_from(tokens).unwrap_or(u32::MAX)
 }

@@ -5,11 +5,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Json;
 use axum::body::Bytes;
 use axum::http::StatusCode;
-use pointsman::config::RouterConfigOverride;
+use pointsman::config::{OnTargetMiss, RouterConfigOverride};
 use pointsman::error::RouteError;
 use pointsman::select::{Constraints, Pin, PinMode};
 use pointsman::{Prompt, RequestOptions, RouteRequest};
@@ -43,11 +44,28 @@ pub(super) struct DecisionQuery {
     session_id: Option<Arc<str>>,
     expected_output_tokens: Option<u32>,
     output_tokens_max: Option<u32>,
+    ttft_ms: Option<TargetMs>,
+    itl_ms: Option<TargetMs>,
+    on_target_miss: Option<OnTargetMiss>,
     allowed_workers: Option<BTreeSet<Id>>,
     pin: Option<PinInput>,
     required_taints: BTreeSet<String>,
     preferred_taints: BTreeMap<String, f64>,
     overrides: RouterConfigOverride,
+}
+
+/// A latency target in milliseconds.
+#[derive(Clone, Copy, Deserialize)]
+#[serde(try_from = "f64")]
+struct TargetMs(Duration);
+
+impl TryFrom<f64> for TargetMs {
+    type Error = &'static str;
+
+    fn try_from(ms: f64) -> Result<Self, Self::Error> {
+        let target = Duration::try_from_secs_f64(ms / 1e3).ok().filter(|target| !target.is_zero());
+        target.map(Self).ok_or("a target must be a positive number of milliseconds")
+    }
 }
 
 /// A [`Pin`] whose id may be a string.
@@ -113,6 +131,9 @@ impl DecisionQuery {
             session_id: self.session_id,
             expected_output_tokens: self.expected_output_tokens,
             output_tokens_max: self.output_tokens_max,
+            ttft_target: self.ttft_ms.map(|TargetMs(target)| target),
+            itl_target: self.itl_ms.map(|TargetMs(target)| target),
+            on_target_miss: self.on_target_miss,
             overrides: self.overrides,
             ..RequestOptions::default()
         };

@@ -20,7 +20,7 @@ use pointsman::config::OnTargetMiss;
 use pointsman::error::RouteError;
 use pointsman::health::Outcome;
 use pointsman::protocol::WorkerRank;
-use pointsman::schedule::Rejection;
+use pointsman::schedule::{MissedTarget, Rejection};
 use pointsman::{Placement, RouteRequest};
 use tokio::time::{Instant, timeout};
 
@@ -100,7 +100,7 @@ impl AttemptLoop<'_> {
                 request.options.on_target_miss = Some(OnTargetMiss::Serve);
             }
             let routed = Instant::now();
-            let placement = match self.place(&mut request, &mut excluded, elapsed).await {
+            let placement = match self.place(&mut request, &mut excluded, (ttft_target, elapsed)).await {
                 Ok(placement) => placement,
                 Err(error) if attempt == 1 => return Err(error.into_response()),
                 // No other rank can serve the request, so the collected errors decide.
@@ -181,18 +181,18 @@ impl AttemptLoop<'_> {
     }
 
     /// A rank for the next attempt: of another worker, else another rank, else possibly the same rank.
-    /// `elapsed` is the time since the request head.
+    /// `ttft` is the target of the client, and the time since the request head.
     async fn place(
         &self,
         request: &mut RouteRequest<'_>,
         excluded: &mut ExcludedRanks,
-        elapsed: Duration,
+        ttft: (Option<Duration>, Duration),
     ) -> Result<Placement, ApiError> {
         let within = Duration::from_millis(self.app.settings.gateway.queue_timeout_ms);
         let mut route = async |excluded_ranks: &BTreeSet<WorkerRank>| {
             request.options.constraints.excluded_ranks.clone_from(excluded_ranks);
             let routed = timeout(within, self.model.router.route(request.clone())).await;
-            routed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| since_request_head(error, elapsed).into())
+            routed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| since_request_head(error, ttft).into())
         };
         let none = BTreeSet::new();
         let failing = self.model.workers.failing();
@@ -300,13 +300,13 @@ impl AttemptLoop<'_> {
     }
 }
 
-/// The error with a time to first token since the request head, `elapsed` before the call of the router.
-fn since_request_head(mut error: RouteError, elapsed: Duration) -> RouteError {
+/// The error with times to first token since the request head: the target of the client, and the prediction of the
+/// router plus the time that has elapsed before.
+fn since_request_head(mut error: RouteError, (target, elapsed): (Option<Duration>, Duration)) -> RouteError {
     if let RouteError::Rejected(Rejection::TargetsMissed(missed)) = &mut error
-        && let Some(ttft) = &mut missed.ttft
+        && let Some((ttft, target)) = missed.ttft.as_mut().zip(target)
     {
-        ttft.predicted = ttft.predicted.saturating_add(elapsed);
-        ttft.target = ttft.target.saturating_add(elapsed);
+        *ttft = MissedTarget { predicted: ttft.predicted.saturating_add(elapsed), target };
     }
     error
 }
