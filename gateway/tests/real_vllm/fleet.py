@@ -1,0 +1,174 @@
+"""Real vLLM servers on CPUs with a random model, and the gateway in front of them, as child processes."""
+
+import http.client
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+BLOCK = 32  # tokens: attention on CPUs requires multiples of 32
+BLOCKS = 400  # cache of each engine
+VOCABULARY = 4096
+MODEL = "tiny"
+ENGINES = 2
+TOKEN = secrets.token_hex(32)  # admin API
+AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
+
+# Sizes of a model that computes prompts in almost no time.
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def make_model(directory, sizes=TINY):
+    """Creates a random Qwen2 model and a tokenizer with one word per token."""
+    directory.mkdir(parents=True, exist_ok=True)
+    words = ["<unk>", "<end>"] + [f"w{n}" for n in range(VOCABULARY - 2)]
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {word: n for n, word in enumerate(words)}, "unk_token": "<unk>"},
+    }
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": VOCABULARY,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    } | sizes
+    named = {
+        "config.json": config,
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "unk_token": "<unk>"},
+    }
+    for name, content in named.items():
+        (directory / name).write_text(json.dumps(content))
+
+
+def free_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+class Process:
+    """Child process that ends with this program and writes its output to a file."""
+
+    def __init__(self, arguments, log, environment=None):
+        self.log = log
+        with open(log, "wb") as output:
+            self.child = subprocess.Popen(arguments, stdout=output, stderr=output, start_new_session=True, env=environment)
+
+    def stop(self):
+        if self.child.poll() is None:
+            os.killpg(self.child.pid, signal.SIGTERM)
+            try:
+                self.child.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.child.pid, signal.SIGKILL)
+
+    def wait_for(self, port, path, seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.child.poll() is not None:
+                sys.exit(f"{self.log}: ended with {self.child.returncode}")
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                connection.request("GET", path)
+                if connection.getresponse().status == 200:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.5)
+        sys.exit(f"{self.log}: {path} did not answer 200 within {seconds} s")
+
+
+def start_engine(directory, n, is_resettable=False):
+    """Starts an engine. If resettable, POST /reset_prefix_cache clears its cache."""
+    http_port, events, replay = free_port(), free_port(), free_port()
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_SERVER_DEV_MODE": str(int(is_resettable)),
+    }
+    published = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events}",
+        "replay_endpoint": f"tcp://*:{replay}",
+        "topic": "kv-events",
+    }
+    flags = {
+        "--model": directory / "model",
+        "--served-model-name": MODEL,
+        "--host": "127.0.0.1",
+        "--port": http_port,
+        "--load-format": "dummy",
+        "--dtype": "float32",
+        "--generation-config": "vllm",
+        "--block-size": BLOCK,
+        "--num-gpu-blocks-override": BLOCKS,
+        "--max-model-len": 4096,
+        "--max-num-seqs": 16,
+        "--kv-events-config": json.dumps(published),
+    }
+    arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    arguments += [str(word) for flag in flags.items() for word in flag]
+    arguments += ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    process = Process(arguments, directory / f"vllm-{n}.log", environment)
+    return process, http_port, {"endpoint": f"tcp://127.0.0.1:{events}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
+
+
+def start_gateway(binary, directory, engines, policy=None):
+    listen, admin = free_port(), free_port()
+    access, token = directory / "access.log", directory / "admin.token"
+    access.unlink(missing_ok=True)
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    lines = [
+        "[gateway]",
+        f'listen = "127.0.0.1:{listen}"',
+        f'access_log = "{access}"',
+        "[admin]",
+        f'listen = "127.0.0.1:{admin}"',
+        f'token_file = "{token}"',
+        "[router]",
+        f"block_size = {BLOCK}",
+        *([f'policy = "{policy}"'] if policy else []),
+        "[[models]]",
+        f'name = "{MODEL}"',
+    ]
+    for _, port, kv_events in engines:
+        endpoints = ", ".join(f'{name} = "{endpoint}"' for name, endpoint in kv_events.items())
+        lines += ["[[models.workers]]", f'url = "http://127.0.0.1:{port}"', f"kv_events = {{ {endpoints} }}"]
+    config = directory / "gateway.toml"
+    config.write_text("\n".join(lines) + "\n")
+    process = Process([binary, "serve", "--config", str(config)], directory / "gateway.log")
+    return process, listen, admin, access
+
+
+def call(port, path, body, headers=None):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"} | (headers or {}))
+    answer = connection.getresponse()
+    content = answer.read()
+    if answer.status != 200:
+        sys.exit(f"{path}: {answer.status} {content[:500]!r}")
+    return json.loads(content)
