@@ -17,7 +17,7 @@
 //! slowdown = output · own_step · requests
 //! displace = P · reuse · prefill, if the cache is full               P = 3 + mean requests + A · mean wait
 //! copy     = min(P · copied, 2 · copied + its part of stall and later)
-//! cost     = 3 · ttft + stall + later + 2 · (decode + slowdown) + displace − copy
+//! cost     = 3 · ttft + stall + later + D · (decode + slowdown) + displace − copy   D = mean step / step_seconds, 1 to 2
 //! ```
 //!
 //! - *ttft*: time to the first token: earlier prefills, blocks that must become free, its own uncached prompt, and one
@@ -27,7 +27,8 @@
 //! - *later*: requests that arrive before the queue is empty wait for its prefill. `A` is the number of such requests per
 //!   second of queue, from the pool's arrivals per rank and the share of time that ranks prefill.
 //! - *decode*, *slowdown*: its own output at the step time of the rank, and the additional time of the other requests'
-//!   steps during that output. They count twice.
+//!   steps during that output. A request that decodes longer slows down later requests, too, by a share that grows with
+//!   the load: they count once on an idle pool, and up to twice where requests and blocks double a step.
 //! - *displace*: newly computed blocks evict blocks that later requests would have used. They are computed again on an
 //!   average rank, where a second of work costs `P`.
 //! - *copy*: a prefix on many ranks is requested repeatedly; `copied` is the part of prefill from cached to common.
@@ -35,7 +36,7 @@
 //!   on warm ranks beside an idle one. The caller waits for it in any case, so its time counts at least once, and a cost
 //!   always decreases with the cached part.
 //!
-//! The weights 3 and 2 and the reuse are measured; docs/policies.md has the figures and the forms that were dropped.
+//! The weight 3, the limit 2 and the reuse are measured; docs/policies.md has the figures and the forms that were dropped.
 
 use serde::{Deserialize, Serialize};
 
@@ -46,8 +47,8 @@ use crate::validation::Problems;
 /// Weight of the time to first token.
 pub(super) const TTFT_WEIGHT: f64 = 3.0;
 
-/// Weight of decode times.
-pub(super) const DECODE_WEIGHT: f64 = 2.0;
+/// Upper limit of the price of a second of decode time.
+const DECODE_PRICE_MAX: f64 = 2.0;
 
 /// Upper limit of the utilization in the cost of later arrivals, which is infinite at 1.
 const UTILIZATION_MAX: f64 = 0.9;
@@ -114,6 +115,8 @@ pub struct PoolLoad {
     pub requests: f64,
     /// Mean duration of the queued prefills of a rank, in seconds.
     pub wait_seconds: f64,
+    /// Mean duration of a step, as a multiple of an empty one.
+    pub step_ratio: f64,
 }
 
 /// Prices of prefill work in a pool.
@@ -123,6 +126,8 @@ pub struct WorkPrices {
     pub later: f64,
     /// Cost of a second of work on an average rank.
     pub mean: f64,
+    /// Cost of a second of decode time.
+    pub decode: f64,
 }
 
 impl WorkPrices {
@@ -131,13 +136,19 @@ impl WorkPrices {
     /// ```
     /// use pointsman::policy::{PoolLoad, WorkPrices};
     ///
-    /// let load = PoolLoad { arrivals_per_second: 4.0, utilization: 0.5, requests: 10.0, wait_seconds: 0.1 };
-    /// assert_eq!(WorkPrices::of(&load), WorkPrices { later: 16.0, mean: 3.0 + 10.0 + 1.6 });
+    /// let load = PoolLoad {
+    ///     arrivals_per_second: 4.0, utilization: 0.5, requests: 10.0, wait_seconds: 0.1, step_ratio: 1.5,
+    /// };
+    /// assert_eq!(WorkPrices::of(&load), WorkPrices { later: 16.0, mean: 3.0 + 10.0 + 1.6, decode: 1.5 });
     /// ```
     #[must_use]
     pub fn of(load: &PoolLoad) -> Self {
         let later = 2.0 * load.arrivals_per_second / (1.0 - load.utilization.min(UTILIZATION_MAX));
-        Self { later, mean: work_price(later, load.requests, load.wait_seconds) }
+        Self {
+            later,
+            mean: work_price(later, load.requests, load.wait_seconds),
+            decode: load.step_ratio.clamp(1.0, DECODE_PRICE_MAX),
+        }
     }
 }
 
@@ -188,6 +199,8 @@ pub struct LatencyTerms {
     pub displace_seconds: f64,
     /// Later gain from a prefix that many ranks hold and this one lacks.
     pub copy_seconds: f64,
+    /// Cost of a second of decode time.
+    pub decode_price: f64,
 }
 
 impl LatencyTerms {
@@ -198,7 +211,7 @@ impl LatencyTerms {
         TTFT_WEIGHT * self.ttft_seconds
             + self.stall_seconds
             + self.later_seconds
-            + DECODE_WEIGHT * (self.decode_seconds + self.slowdown_seconds)
+            + self.decode_price * (self.decode_seconds + self.slowdown_seconds)
             + self.displace_seconds
             - self.copy_seconds
     }
@@ -289,6 +302,7 @@ impl LatencyCost {
             slowdown_seconds: self.output_tokens * own_step_seconds * requests,
             displace_seconds: if facts.is_full { prices.mean * self.reuse * prefill_seconds } else { 0.0 },
             copy_seconds: prices.mean.min(own_price - 1.0) * copied_seconds,
+            decode_price: prices.decode,
         }
     }
 
@@ -345,7 +359,7 @@ mod tests {
         output_tokens: 200.0,
         common_tokens: 0,
         reuse: 0.1,
-        prices: WorkPrices { later: 8.0, mean: 20.0 },
+        prices: WorkPrices { later: 8.0, mean: 20.0, decode: 2.0 },
     };
 
     /// 25,000 work tokens per second, and step times of the prior.
@@ -432,7 +446,7 @@ mod tests {
     fn a_common_prefix_is_copied_to_an_idle_rank() {
         let cold = LatencyFacts { isl_tokens: 7_000, ..facts() };
         let warm = LatencyFacts { cached_tokens: 3_500, requests: 1, read_blocks: 110, ..cold };
-        let prices = WorkPrices { later: 0.5, mean: 4.0 };
+        let prices = WorkPrices { later: 0.5, mean: 4.0, decode: 2.0 };
         let of = |common_tokens| LatencyCost { common_tokens, output_tokens: 100.0, prices, ..COST };
         assert!(of(0).cost(&cold) > of(0).cost(&warm), "a session's own prefix is followed");
         assert!(of(3_500).cost(&cold) < of(3_500).cost(&warm), "a common one is copied");
@@ -466,9 +480,10 @@ mod tests {
             requests in 0u32..100_000, is_full: bool, fewer in 1u32..1_000,
             potential_blocks in 0u64..1 << 40, read_blocks in 0u64..1 << 40, total_blocks: Option<u32>, common_tokens: u32,
             arrivals_per_second in 0.0..1e4, utilization in 0.0..2.0, pool_requests in 0.0..1e4, pool_wait in 0.0..1e4,
+            step_ratio in 0.5..10.0,
         ) {
             let load =
-                PoolLoad { arrivals_per_second, utilization, requests: pool_requests, wait_seconds: pool_wait };
+                PoolLoad { arrivals_per_second, utilization, requests: pool_requests, wait_seconds: pool_wait, step_ratio };
             let cost_of = LatencyCost { common_tokens, prices: WorkPrices::of(&load), ..COST };
             let facts = LatencyFacts {
                 isl_tokens, cached_tokens, wait_seconds, requests, potential_blocks, read_blocks,

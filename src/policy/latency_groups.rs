@@ -6,7 +6,7 @@
 //! fastest of the pool, and a margin covers the rounding.
 
 use super::LatencyCost;
-use super::latency::{DECODE_WEIGHT, TTFT_WEIGHT};
+use super::latency::TTFT_WEIGHT;
 
 /// One value per rank of a group.
 pub(crate) type Lanes = [f32; RankGroup::RANKS];
@@ -75,8 +75,8 @@ impl GroupCost {
         Self {
             now: now_seconds as f32,
             later: cost.prices.later as f32,
-            step: (TTFT_WEIGHT + DECODE_WEIGHT * cost.output_tokens) as f32,
-            slowdown: (DECODE_WEIGHT * cost.output_tokens * own_step_seconds) as f32,
+            step: (TTFT_WEIGHT + cost.prices.decode * cost.output_tokens) as f32,
+            slowdown: (cost.prices.decode * cost.output_tokens * own_step_seconds) as f32,
             displace: (cost.prices.mean * cost.reuse) as f32,
             mean_price: cost.prices.mean as f32,
             copies: cost.common_tokens > 0,
@@ -136,10 +136,10 @@ mod tests {
             isl_tokens in 0u32..200_000, cached_tokens in 0u32..200_000, common_tokens in 0u32..200_000,
             wait_seconds in 0.0..100.0, requests in 0u32..500, read_blocks in 0u64..100_000, is_full: bool,
             output_tokens in 0.0..5_000.0, reuse in 0.0..0.8, now_seconds in 0.0..0.25, rate in 100.0..1e5,
-            arrivals_per_second in 0.0..50.0, utilization in 0.0..2.0, pool_requests in 0.0..200.0,
+            arrivals_per_second in 0.0..50.0, utilization in 0.0..2.0, pool_requests in 0.0..200.0, step_ratio in 0.5..9.0,
             pool_wait in 0.0..50.0, lane in 0..RankGroup::RANKS, total_blocks: Option<u32>,
         ) {
-            let load = PoolLoad { arrivals_per_second, utilization, requests: pool_requests, wait_seconds: pool_wait };
+            let load = PoolLoad { arrivals_per_second, utilization, requests: pool_requests, wait_seconds: pool_wait, step_ratio };
             let prices = WorkPrices::of(&load);
             let cost = LatencyCost {
                 block_size: 16, track_prefill_tokens: true, output_tokens, common_tokens, reuse, prices,

@@ -97,6 +97,7 @@ impl<T> Schedule<T> {
         if self.settings.policy == Policy::Latency {
             if let Some(typical) = self.typical.update_speeds(self.ranks.iter_mut(), loads, self.now) {
                 self.typical.wait_seconds = self.ranks.mean_wait_seconds();
+                self.typical.step_ratio = self.ranks.mean_step_ratio();
                 self.ranks.measure(loads, typical);
                 effects.push_back(Effect::PublishTypicalSpeed(typical));
             }

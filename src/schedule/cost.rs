@@ -185,6 +185,7 @@ impl<T> Schedule<T> {
             utilization: mean(rate.prefill_seconds_per_second),
             requests: mean(f64::from(requests)),
             wait_seconds: self.typical.wait_seconds,
+            step_ratio: self.typical.step_ratio,
         })
     }
 

@@ -352,6 +352,15 @@ impl Ranks {
         self.columns.as_ref()
     }
 
+    /// Mean duration of a step, as a multiple of an empty one.
+    pub(super) fn mean_step_ratio(&self) -> f64 {
+        let ratio = |rank: &Rank| {
+            let speed = rank.measured().speed;
+            speed.step(f64::from(rank.requests()), f64::from(rank.read_blocks())) / speed.step_seconds
+        };
+        self.all.iter().map(ratio).sum::<f64>() / f64::from(self.sums.ranks.max(1))
+    }
+
     /// Mean duration of the queued prefills of a rank, in seconds.
     pub(super) fn mean_wait_seconds(&self) -> f64 {
         let sum: Duration = self.all.iter().map(|rank| rank.wait(self.refreshed_at).modelled).sum();

@@ -21,6 +21,8 @@ pub(super) struct Typical {
     pub(super) output_tokens: f64,
     /// Mean duration of the queued prefills of a rank, in seconds, at the last update of speeds.
     pub(super) wait_seconds: f64,
+    /// Mean duration of a step as a multiple of an empty one, at the last update of speeds.
+    pub(super) step_ratio: f64,
     /// Share of cached prompt tokens.
     cached_share: f64,
 }
@@ -40,7 +42,14 @@ const REUSE_MAX: f64 = 0.8;
 impl Typical {
     /// Initial values: only the block size is known.
     pub(super) fn new(speed: EngineSpeed) -> Self {
-        Self { speed, speed_at: None, output_tokens: OUTPUT_TOKENS_UNKNOWN, wait_seconds: 0.0, cached_share: 0.0 }
+        Self {
+            speed,
+            speed_at: None,
+            output_tokens: OUTPUT_TOKENS_UNKNOWN,
+            wait_seconds: 0.0,
+            step_ratio: 1.0,
+            cached_share: 0.0,
+        }
     }
 
     /// Adds a placement; an empty prompt does not affect the cached share.
