@@ -48,7 +48,10 @@ impl<T> Schedule<T> {
         draw: Draw,
         scratch: &mut Scratch,
     ) -> Choice {
-        if scratch.bounds_of.take() != Some(case.pending.number) {
+        let is_known = scratch.bounds_of.take() == Some(case.pending.number);
+        let Scratch { contenders, eligibility, .. } = &*scratch;
+        // A reply, or its absence, may have made a queried rank ineligible.
+        if !is_known || contenders.found.iter().any(|known| !eligibility.is_open(known.position)) {
             self.find_contenders(case, scratch);
         }
         if !self.resolve(case, settle, scratch) {
