@@ -74,7 +74,7 @@ pub struct Common {
     #[arg(long, value_parser = clap::value_parser!(u32).range(2..))]
     pub limit: Option<u32>,
     /// Selection policy: latency, kv, cache_aware, least_loaded, power_of_two, round_robin or random
-    #[arg(long, default_value = "kv", value_parser = policy_named)]
+    #[arg(long, default_value = "latency", value_parser = policy_named)]
     pub policy: Policy,
     /// Source of the router's knowledge of caches
     #[arg(long, value_enum, default_value_t)]

@@ -250,7 +250,7 @@ mod tests {
     #[test]
     fn kv_has_a_higher_hit_rate_than_random() {
         let fleet = "--limit 600 --inflight 32 --workers 4 --dp-size 2";
-        let kv = replay(&format!("{fleet} --clients 3 --shards 2"));
+        let kv = replay(&format!("{fleet} --policy kv --clients 3 --shards 2"));
         let random = replay(&format!("{fleet} --policy random"));
         assert_eq!((kv.requests, kv.policy), (300, pointsman::policy::Policy::Kv));
         assert!(kv.hit_rate > random.hit_rate + 0.05, "{} against {}", kv.hit_rate, random.hit_rate);

@@ -25,7 +25,6 @@ use dynamo_kv_router::services::selection::{
     SelectAndReserveRequest, SelectRequest, SelectionService, SelectionServiceBuilder, WorkerRequest,
 };
 use dynamo_kv_router::{DEFAULT_ROUTING_GROUP, KvRouterConfig, WorkerSelectionPolicy, WorkerType};
-use pointsman::policy::Policy;
 use pointsman::protocol::{BlockHash, KvEvent, StoredBlock, WorkerId, WorkerRank};
 use pointsman_bench::cli::Replay;
 use pointsman_bench::fleet::Fleet;
@@ -59,14 +58,11 @@ struct Workers<'a> {
 }
 
 impl DynamoRouter {
-    /// Starts dynamo-kv-router over the fleet of `options`, with `event_threads` event threads or its own default.
+    /// Starts dynamo-kv-router with its own policy over the fleet of `options`, with `event_threads` event threads or its own default.
     ///
     /// # Errors
     /// It rejects its configuration or a worker, or is not ready in time.
     pub async fn start(options: &Replay, event_threads: Option<usize>) -> Result<Self, Refusal> {
-        if options.common.policy != Policy::Kv {
-            return Err(format!("dynamo-kv-router has no policy {:?}, only Kv", options.common.policy).into());
-        }
         if options.kill_every.is_some() {
             return Err("--kill-every: dynamo-kv-router has no actors".into());
         }
