@@ -233,7 +233,7 @@ mod tests {
         ] {
             assert!(json[key].is_number(), "{key}: {line}");
         }
-        assert_eq!(json["policy"], "kv");
+        assert_eq!(json["policy"], "latency");
         assert_eq!(json["take_turns"], false);
         for key in ["p50", "p99", "p999"] {
             assert!(json["route_us"][key].is_f64(), "{key}: {line}");
