@@ -94,6 +94,7 @@ impl GroupCost {
     fn bounds_with<const COPIES: bool>(&self, loads: &RankGroup, work: &WorkGroup) -> (Lanes, f32) {
         const TTFT: f32 = TTFT_WEIGHT as f32;
         let mut bounds = [0.0; RankGroup::RANKS];
+        #[expect(clippy::needless_range_loop, reason = "seven arrays of one length, which the compiler vectorizes")]
         for lane in 0..RankGroup::RANKS {
             let wait = greater(loads.idle_at[lane] - self.now, 0.0);
             let rest = work.rest[lane] * loads.token_seconds[lane];

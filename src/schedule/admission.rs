@@ -94,13 +94,13 @@ impl<T> Schedule<T> {
         effects: &mut VecDeque<Effect<T>>,
     ) -> VecDeque<PendingRequest<T>> {
         self.ranks.refresh(loads, self.now);
-        if self.settings.policy == Policy::Latency {
-            if let Some(typical) = self.typical.update_speeds(self.ranks.iter_mut(), loads, self.now) {
-                self.typical.wait_seconds = self.ranks.mean_wait_seconds();
-                self.typical.step_ratio = self.ranks.mean_step_ratio();
-                self.ranks.measure(loads, typical);
-                effects.push_back(Effect::PublishTypicalSpeed(typical));
-            }
+        if self.settings.policy == Policy::Latency
+            && let Some(typical) = self.typical.update_speeds(self.ranks.iter_mut(), loads, self.now)
+        {
+            self.typical.wait_seconds = self.ranks.mean_wait_seconds();
+            self.typical.step_ratio = self.ranks.mean_step_ratio();
+            self.ranks.measure(loads, typical);
+            effects.push_back(Effect::PublishTypicalSpeed(typical));
         }
         self.rules.warm_up(&mut self.ranks, loads, self.now);
         self.rules.look_at_engines(&mut self.ranks, loads, self.now);
