@@ -17,7 +17,8 @@
 //! slowdown = output · own_step · requests
 //! displace = P · reuse · prefill, if the cache is full               P = 3 + mean requests + A · mean wait
 //! copy     = min(P · copied, 2 · copied + its part of stall and later)
-//! cost     = 3 · ttft + stall + later + D · (decode + slowdown) + displace − copy   D = mean step / step_seconds, 1 to 2
+//! cost     = 3 · ttft + stall + later + D · (decode + slowdown) + displace − copy
+//! D        = max(1 / (1 − utilization), min(mean step / step_seconds, 2))
 //! ```
 //!
 //! - *ttft*: time to the first token: earlier prefills, blocks that must become free, its own uncached prompt, and one
@@ -25,10 +26,12 @@
 //!   it.
 //! - *stall*: engines prefill within decode steps, so each active request on the rank stalls for that time.
 //! - *later*: requests that arrive before the queue is empty wait for its prefill. `A` is the number of such requests per
-//!   second of queue, from the pool's arrivals per rank and the share of time that ranks prefill.
+//!   second of queue, from the pool's arrivals per rank and the share of time that ranks prefill. Arrivals beyond a
+//!   utilization of 0.9 by the learned speeds do not count.
 //! - *decode*, *slowdown*: its own output at the step time of the rank, and the additional time of the other requests'
-//!   steps during that output. A request that decodes longer slows down later requests, too, by a share that grows with
-//!   the load: they count once on an idle pool, and up to twice where requests and blocks double a step.
+//!   steps during that output. The price `D` is 1 on an idle pool. Prefills between the steps stretch a second of decode
+//!   to `1 / (1 − utilization)` seconds. Where steps are long rather than interrupted, a request that decodes longer slows
+//!   down later requests by a share that grows with the load, and the price is up to 2.
 //! - *displace*: newly computed blocks evict blocks that later requests would have used. They are computed again on an
 //!   average rank, where a second of work costs `P`.
 //! - *copy*: a prefix on many ranks is requested repeatedly; `copied` is the part of prefill from cached to common.
@@ -47,8 +50,11 @@ use crate::validation::Problems;
 /// Weight of the time to first token.
 pub(super) const TTFT_WEIGHT: f64 = 3.0;
 
-/// Upper limit of the price of a second of decode time.
-const DECODE_PRICE_MAX: f64 = 2.0;
+/// Upper limit of the price of a second of decode time from the length of steps.
+const STEP_PRICE_MAX: f64 = 2.0;
+
+/// Upper limit of the utilization in the price of decode time, which is at most 5.
+const DECODE_UTILIZATION_MAX: f64 = 0.8;
 
 /// Upper limit of the utilization in the cost of later arrivals, which is infinite at 1.
 const UTILIZATION_MAX: f64 = 0.9;
@@ -139,15 +145,18 @@ impl WorkPrices {
     /// let load = PoolLoad {
     ///     arrivals_per_second: 4.0, utilization: 0.5, requests: 10.0, wait_seconds: 0.1, step_ratio: 1.5,
     /// };
-    /// assert_eq!(WorkPrices::of(&load), WorkPrices { later: 16.0, mean: 3.0 + 10.0 + 1.6, decode: 1.5 });
+    /// assert_eq!(WorkPrices::of(&load), WorkPrices { later: 16.0, mean: 3.0 + 10.0 + 1.6, decode: 2.0 });
     /// ```
     #[must_use]
     pub fn of(load: &PoolLoad) -> Self {
-        let later = 2.0 * load.arrivals_per_second / (1.0 - load.utilization.min(UTILIZATION_MAX));
+        // More work than time means that queues grow or that the learned speeds are too low: engines serve these arrivals.
+        let served = load.arrivals_per_second * (UTILIZATION_MAX / load.utilization).min(1.0);
+        let later = 2.0 * served / (1.0 - load.utilization.min(UTILIZATION_MAX));
+        let stretch = (1.0 - load.utilization.min(DECODE_UTILIZATION_MAX)).recip();
         Self {
             later,
             mean: work_price(later, load.requests, load.wait_seconds),
-            decode: load.step_ratio.clamp(1.0, DECODE_PRICE_MAX),
+            decode: load.step_ratio.clamp(1.0, STEP_PRICE_MAX).max(stretch),
         }
     }
 }
@@ -471,6 +480,18 @@ mod tests {
             COST.cost(&LatencyFacts { requests, read_blocks, wait_seconds: f64::from(requests) * 0.02, ..facts() })
         };
         assert!(fast(0) < slow && fast(1) < slow && slow < fast(8), "{slow}: {} {}", fast(1), fast(8));
+    }
+
+    /// 100 arrivals of 0.09 s each fill a second nine times: a tenth of them is a utilization of 0.9.
+    #[test]
+    fn arrivals_beyond_the_capacity_do_not_count() {
+        let load = PoolLoad { arrivals_per_second: 10.0, utilization: 0.9, ..PoolLoad::default() };
+        let within = WorkPrices::of(&load);
+        let beyond = WorkPrices::of(&PoolLoad { arrivals_per_second: 100.0, utilization: 9.0, ..load });
+        close(within.later, 2.0 * 10.0 / 0.1);
+        close(beyond.later, within.later);
+        close(beyond.decode, 5.0);
+        close(WorkPrices::of(&PoolLoad { utilization: 0.2, step_ratio: 3.0, ..load }).decode, 2.0);
     }
 
     proptest! {
