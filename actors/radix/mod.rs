@@ -204,6 +204,7 @@ impl Radix {
         }
         if !self.found.hits().is_empty() {
             match self.degraded.load(Ordering::Relaxed) {
+                0 if self.found.extensions().is_empty() => token.extend(self.found.hits().iter().map(device_overlap)),
                 0 => token.extend(self.found.iter().map(rank_overlap)),
                 _ => token.extend(self.found.iter().map(|found| self.as_trusted(rank_overlap(found)))),
             }
@@ -287,6 +288,12 @@ impl Radix {
         self.cold.remove(&rank);
         self.show_budget();
     }
+}
+
+/// Overlap of a rank without blocks in lower tiers.
+fn device_overlap(hit: &Hit) -> RankOverlap {
+    let overlap = TierOverlap { device_blocks: hit.device_blocks, ..TierOverlap::default() };
+    RankOverlap { slot: hit.slot, generation: hit.generation, overlap }
 }
 
 fn rank_overlap((hit, beyond): (Hit, Extension)) -> RankOverlap {

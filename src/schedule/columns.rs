@@ -16,9 +16,6 @@ const BITS: usize = u64::BITS as usize;
 /// Blocks that every rank is assumed to share with a prompt. The rows of a few blocks would exclude few ranks.
 pub(super) const SHARED_BLOCKS_ASSUMED: u32 = 3;
 
-/// Level of the sketches at which a missing hash proves that no more than [`SHARED_BLOCKS_ASSUMED`] blocks are shared.
-const LEVEL_ASSUMED: usize = 2;
-
 /// See the module documentation.
 #[derive(Debug, Default)]
 pub(super) struct RankColumns {
@@ -106,10 +103,15 @@ impl RankColumns {
         if request_seconds.is_finite() { request_seconds + block_seconds * blocks } else { 0.0 }
     }
 
-    /// Calls `visit` with each rank that may share more than [`SHARED_BLOCKS_ASSUMED`] blocks, and the upper bound of the
-    /// shared blocks.
-    pub(super) fn visit_sharers(&self, fingerprint: &PromptFingerprint, mut visit: impl FnMut(usize, u32)) {
-        if fingerprint.block_count() <= SHARED_BLOCKS_ASSUMED {
+    /// Calls `visit` with each rank that may share more than `assumed_blocks` blocks, and the upper bound of the shared
+    /// blocks.
+    pub(super) fn visit_sharers(
+        &self,
+        fingerprint: &PromptFingerprint,
+        assumed_blocks: u32,
+        mut visit: impl FnMut(usize, u32),
+    ) {
+        if fingerprint.block_count() <= assumed_blocks {
             return;
         }
         for word in 0..self.row_words {
@@ -122,8 +124,9 @@ impl RankColumns {
             let mut sharers = !self.unknown[word];
             for (level, bit) in fingerprint.positions() {
                 let deeper = sharers & self.rows[(level * BITS + usize::from(bit)) * self.row_words + word];
-                if level > LEVEL_ASSUMED {
-                    visit_all(sharers & !deeper, (1 << level) - 1);
+                let blocks = (1 << level) - 1; // a missing hash proves that no more blocks are shared
+                if blocks > assumed_blocks {
+                    visit_all(sharers & !deeper, blocks);
                 }
                 sharers = deeper;
                 if sharers == 0 {

@@ -10,7 +10,7 @@ use super::pending::Case;
 use super::scratch::{Contender, Contenders, Scratch};
 use super::{LoadView, Schedule};
 use crate::policy::{GroupCost, Lanes, LatencyCost, RankGroup, WorkGroup};
-use crate::select::{Draw, TierOverlap};
+use crate::select::{Draw, RankOverlap, TierOverlap};
 
 /// A rank is a contender if its cost may be below this multiple of the lowest known cost. Costs are estimates, and
 /// smaller differences do not matter.
@@ -128,8 +128,11 @@ impl<T> Schedule<T> {
             (copied as f32, rest as f32)
         };
         let credits = self.credits_cache(case.pending);
-        let shares = credits && fingerprint.block_count() > 0;
-        let (copied, rest) = split(if shares { self.tokens(SHARED_BLOCKS_ASSUMED.into()) } else { 0 });
+        let overlaps = &case.pending.request.overlaps;
+        let shared_blocks = if fingerprint.block_count() > 0 { SHARED_BLOCKS_ASSUMED } else { 0 };
+        let assumed_blocks = if credits { shared_blocks.max(self.usual_blocks(overlaps)) } else { 0 };
+        let assumed_tokens = self.tokens(assumed_blocks.into());
+        let (copied, rest) = split(assumed_tokens);
         let Some(columns) = self.ranks.columns() else { return };
         let mut work = std::mem::take(&mut scratch.contenders.work);
         work.clear();
@@ -145,17 +148,29 @@ impl<T> Schedule<T> {
             group.copied[lane] = lesser(group.copied[lane], copied);
             group.rest[lane] = lesser(group.rest[lane], rest);
         };
-        let overlaps = &case.pending.request.overlaps;
         if credits {
             let weights = self.settings.cost.tier_weights;
             self.visit_overlaps(overlaps, scratch, |position, overlap| {
-                lower(position, overlap.cached_tokens(weights, cost.block_size));
+                let cached_tokens = overlap.cached_tokens(weights, cost.block_size);
+                if cached_tokens > assumed_tokens {
+                    lower(position, cached_tokens);
+                }
             });
-            columns.visit_sharers(fingerprint, |position, blocks| lower(position, self.tokens(blocks.into())));
+            columns.visit_sharers(fingerprint, assumed_blocks, |position, blocks| {
+                lower(position, self.tokens(blocks.into()));
+            });
         } else {
             self.fill_overlaps(overlaps, scratch);
         }
         scratch.contenders.work = work;
+    }
+
+    /// Blocks of a prefix that most ranks hold, such as a system prompt; 0 if there is none.
+    fn usual_blocks(&self, overlaps: &[RankOverlap]) -> u32 {
+        if overlaps.len() < self.ranks.as_slice().len() / 4 * 3 {
+            return 0;
+        }
+        overlaps.iter().map(|known| known.overlap.device_blocks).min().unwrap_or(0)
     }
 
     /// Lower bounds of the cost of each rank, infinite for ineligible ones.

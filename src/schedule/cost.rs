@@ -40,21 +40,12 @@ impl<T> Schedule<T> {
         scratch: &mut Scratch,
         mut visit: impl FnMut(usize, TierOverlap),
     ) {
-        let Scratch { overlaps: by_position, overlapped, .. } = scratch;
-        if by_position.len() == self.ranks.as_slice().len() {
-            for position in &*overlapped {
-                by_position[*position] = TierOverlap::default();
-            }
-        } else {
-            by_position.clear();
-            by_position.resize(self.ranks.as_slice().len(), TierOverlap::default());
-        }
-        overlapped.clear();
-        overlapped.reserve(overlaps.len());
+        let by_position = &mut scratch.overlaps;
+        by_position.clear();
+        by_position.resize(self.ranks.as_slice().len(), TierOverlap::default());
         for known in overlaps {
             if let Some(position) = self.ranks.position_of(known.slot, known.generation) {
                 by_position[position] = known.overlap;
-                overlapped.push(position);
                 visit(position, known.overlap);
             }
         }
@@ -203,6 +194,11 @@ impl<T> Schedule<T> {
         let others = (self.ranks.as_slice().len() / 4).max(1);
         if overlaps.len() <= others {
             return 0;
+        }
+        // Usually most overlaps are one system prompt, and few are longer.
+        let least_blocks = overlaps.iter().map(|known| known.overlap.device_blocks).min().unwrap_or(0);
+        if overlaps.iter().filter(|known| known.overlap.device_blocks > least_blocks).count() <= others {
+            return self.tokens(least_blocks.into());
         }
         let mut blocks: SmallVec<[u32; 64]> = overlaps.iter().map(|known| known.overlap.device_blocks).collect();
         let (_, common_blocks, _) = blocks.select_nth_unstable_by_key(others, |blocks| Reverse(*blocks));

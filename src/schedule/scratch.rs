@@ -14,8 +14,6 @@ pub(super) struct Scratch {
     pub(super) eligibility: Eligibility,
     /// Overlap of the current request per rank, by position.
     pub(super) overlaps: Vec<TierOverlap>,
-    /// Positions with an overlap.
-    pub(super) overlapped: Vec<usize>,
     /// Cost bounds of the current request per rank, by position.
     pub(super) bounds: Vec<Bounds>,
     /// The ranks that may win the current request, under a policy with columns.
