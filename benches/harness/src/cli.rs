@@ -14,9 +14,11 @@ use pointsman_trial::workload::trace::TraceError;
 use serde::de::IntoDeserializer;
 use serde::{Deserialize, Serialize};
 
-use crate::closed_loop::{self, LoopError, Shape, Workload};
+use crate::closed_loop::{self, Clients};
 use crate::fleet::Fleet;
+use crate::loop_state::{LoopError, Shape, Workload};
 use crate::measure::rss_bytes;
+use crate::open_loop::{self, Arrivals};
 use crate::report::Report;
 use crate::source;
 use crate::target::{Refusal, Target};
@@ -104,6 +106,11 @@ pub struct Replay {
     /// Number of concurrent clients
     #[arg(long, default_value_t = 1, value_parser = positive())]
     pub clients: usize,
+    /// Send requests in an open loop at this mean rate, in requests per second, instead of a closed loop of clients
+    ///
+    /// The gaps between arrivals are random, from the seed. Route times count from the scheduled arrival.
+    #[arg(long, value_name = "REQUESTS", conflicts_with_all = ["clients", "take_turns"])]
+    pub rate: Option<NonZeroU32>,
     /// Threads of the runtime shared by clients and router
     #[arg(long, default_value_t = 2, value_parser = positive())]
     pub threads: usize,
@@ -157,7 +164,7 @@ impl Replay {
         Fleet { workers: self.workers, dp_size: self.common.dp_size }
     }
 
-    /// Runs the closed loop on its own runtime, over the target that `start` creates.
+    /// Runs the closed or the open loop on its own runtime, over the target that `start` creates.
     ///
     /// # Errors
     /// The workload cannot be read, or the target fails.
@@ -169,18 +176,22 @@ impl Replay {
             .build()
             .map_err(|source| ReplayError::Runtime { threads, source })?;
         let workload = Workload::prepare::<T>(self.common.prompts()?, self.common.block_size);
-        let shape = Shape {
-            fleet: self.fleet(),
-            kv_blocks: self.common.kv_blocks,
-            inflight: self.common.inflight,
-            clients: self.clients,
-            take_turns: self.common.take_turns,
-        };
+        let shape = Shape { fleet: self.fleet(), kv_blocks: self.common.kv_blocks, inflight: self.common.inflight };
         let progress = progress_bar(workload.len() as u64);
         let rss_before_bytes = rss_bytes();
         let outcome = runtime.block_on(async {
             let target = start(self).await.map_err(|reason| ReplayError::Start { target: T::NAME, reason })?;
-            Ok::<_, ReplayError>(closed_loop::run(target, workload, shape, rss_before_bytes, progress).await?)
+            let outcome = match self.rate {
+                Some(per_second) => {
+                    let arrivals = Arrivals { per_second, seed: self.common.seed };
+                    open_loop::run(target, workload, shape, arrivals, rss_before_bytes, progress).await
+                }
+                None => {
+                    let clients = Clients { count: self.clients, take_turns: self.common.take_turns };
+                    closed_loop::run(target, workload, shape, clients, rss_before_bytes, progress).await
+                }
+            };
+            Ok::<_, ReplayError>(outcome?)
         })?;
         Ok(Report::new(T::NAME, self, &outcome))
     }
@@ -255,6 +266,7 @@ mod tests {
             ("--block-size", "0"),
             ("--dp-size", "4097"),
             ("--kill-every", "0"),
+            ("--rate", "0"),
             ("--policy", "best"),
         ] {
             let error = Arguments::try_parse_from(["test", flag, value]).err().expect("refused").to_string();

@@ -1,14 +1,14 @@
-//! Load and replay harness of Pointsman. Measures the cost of a router in a closed loop.
+//! Load and replay harness of Pointsman. Measures the cost of a router in a closed and in an open loop.
 //!
-//! A [`workload`] provides prompts, simulated [`engine`]s replace the fleet, and the [`closed_loop`] drives a
-//! [`target::Target`]: route, let the engine serve, deliver its events, complete the prefill, free. [`measure`] has the
-//! clocks and [`report`] the results. There are two targets: Pointsman, and in `benches/versus` Dynamo's router, so
-//! that both run exactly the same loop.
+//! A [`workload`] provides prompts, simulated [`engine`]s replace the fleet, and the [`closed_loop`] or
+//! the [`open_loop`] drives a [`target::Target`]: route, let the engine serve, deliver its events, complete the prefill,
+//! free. [`measure`] has the clocks and [`report`] the results. There are two targets: Pointsman, and in `benches/versus` Dynamo's router, so
+//! that both run exactly the same loops.
 //!
 //! In addition, [`events`] measures the processing of KV events alone: the number of blocks per second on one core.
 //!
-//! The loop does not simulate time: its engines respond immediately, and the load consists of the `--inflight`
-//! requests. It measures the cost of routing and the cache hits. [`simulate`] measures the latency that users of a
+//! The loops do not simulate time: their engines respond immediately, and the load consists of the `--inflight`
+//! requests. They measure the cost of routing and the cache hits. [`simulate`] measures the latency that users of a
 //! fleet would see: the same targets over engines with modelled durations, in virtual time. [`load`] sends requests to
 //! real endpoints over HTTP.
 //!
@@ -27,7 +27,9 @@ pub mod engine;
 pub mod events;
 pub mod fleet;
 pub mod load;
+pub mod loop_state;
 pub mod measure;
+pub mod open_loop;
 pub mod page;
 pub mod record;
 pub mod report;

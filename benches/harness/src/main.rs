@@ -26,7 +26,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Replay a trace or a generated workload in a closed loop and report the cost of routing
+    /// Replay a trace or a generated workload in a closed or an open loop and report the cost of routing
     Replay(Replay),
     /// Measure decoding, hashing and indexing of KV events on one thread
     Events(Events),

@@ -8,6 +8,9 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
+/// Final part of [`Stopwatch::wait`], without sleep.
+pub const SPIN: Duration = Duration::from_micros(120);
+
 /// Measures wall time since its start.
 #[derive(Clone, Copy, Debug)]
 pub struct Stopwatch(Instant);
@@ -19,10 +22,28 @@ impl Stopwatch {
         Self(Instant::now())
     }
 
-    /// Time since the start.
+    /// Time since the start; zero before the start of a [later](Stopwatch::later) stopwatch.
     #[must_use]
     pub fn elapsed(self) -> Duration {
         self.0.elapsed()
+    }
+
+    /// Stopwatch that starts `delay` after this one.
+    #[must_use]
+    pub fn later(self, delay: Duration) -> Self {
+        Self(self.0 + delay)
+    }
+
+    /// Blocks the thread until the start of a [later](Stopwatch::later) stopwatch. Sleeps until [`SPIN`] before it and
+    /// polls the clock from then on, because a sleep ends up to a tenth of a millisecond late.
+    pub fn wait(self) {
+        let sleep = self.0.saturating_duration_since(Instant::now()).saturating_sub(SPIN);
+        if !sleep.is_zero() {
+            std::thread::sleep(sleep);
+        }
+        while Instant::now() < self.0 {
+            std::hint::spin_loop();
+        }
     }
 }
 
@@ -53,6 +74,16 @@ pub fn rss_bytes() -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_later_stopwatch_starts_after_the_wait() {
+        let later = Stopwatch::start().later(Duration::from_millis(2));
+        assert_eq!(later.elapsed(), Duration::ZERO);
+        let cpu = thread_cpu();
+        later.wait();
+        assert!(later.elapsed() > Duration::ZERO && thread_cpu() > cpu);
+        later.wait();
+    }
 
     #[test]
     fn every_clock_measures_work() {

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use pointsman::policy::Policy;
 
 use crate::cli::{Knowledge, Replay, policy_name};
-use crate::closed_loop::Outcome;
+use crate::loop_state::Outcome;
 
 /// Figures of the measured half of one run, with the arguments of the run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -22,7 +22,7 @@ pub struct Report {
     pub router_cpu_us_per_request: f64,
     /// CPU time of the simulated engines and of the token copies in place of a caller's, in µs per request.
     pub engine_cpu_us_per_request: f64,
-    /// Duration of `route` calls.
+    /// Route times: from the call of `route`, in the open loop from the scheduled arrival.
     pub route_us: Percentiles,
     /// Number of blocks in the engines' events per request.
     pub event_blocks_per_request: f64,
@@ -45,7 +45,10 @@ pub struct Report {
     pub workers: u32,
     /// Number of ranks per worker.
     pub dp_size: u32,
-    /// Number of concurrent clients.
+    /// Mean rate of an open loop in requests per second; none in the closed loop.
+    #[serde(default)]
+    pub rate: Option<NonZeroU32>,
+    /// Number of concurrent clients of the closed loop; 0 in the open loop.
     pub clients: usize,
     /// Whether clients yield to each other after each request.
     pub take_turns: bool,
@@ -100,7 +103,8 @@ impl Report {
             knowledge: common.knowledge,
             workers: options.workers,
             dp_size: common.dp_size,
-            clients: options.clients,
+            rate: options.rate,
+            clients: if options.rate.is_some() { 0 } else { options.clients },
             take_turns: common.take_turns,
             threads: options.threads,
             inflight: common.inflight,
@@ -118,6 +122,14 @@ impl Report {
     /// `out` fails.
     pub fn write(&self, out: impl Write, json: bool) -> io::Result<()> {
         if json { self.write_json(out) } else { self.write_text(out) }
+    }
+
+    /// Source of the requests: clients or a rate.
+    fn source(&self) -> String {
+        match self.rate {
+            Some(rate) => format!("{rate} requests a second"),
+            None => format!("{} clients{}", self.clients, if self.take_turns { " in turn" } else { "" }),
+        }
     }
 
     /// Writes the report as one line of JSON.
@@ -138,13 +150,12 @@ impl Report {
         let mib = |bytes: Option<u64>| bytes.map_or("unknown".to_owned(), |bytes| format!("{} MiB", bytes >> 20));
         writeln!(
             out,
-            "{}, policy {}: {} workers of {} ranks, {} clients{}, {} threads, {} in flight, {} requests measured",
+            "{}, policy {}: {} workers of {} ranks, {}, {} threads, {} in flight, {} requests measured",
             self.target,
             policy_name(self.policy),
             self.workers,
             self.dp_size,
-            self.clients,
-            if self.take_turns { " in turn" } else { "" },
+            self.source(),
             self.threads,
             self.inflight,
             self.requests

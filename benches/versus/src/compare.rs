@@ -3,16 +3,18 @@
 
 use std::error::Error;
 use std::io::{self, Write};
+use std::num::NonZeroU32;
 use std::process::{Command, Stdio};
 
+use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use pointsman_bench::cli::Common;
 use pointsman_bench::report::Report;
 
-use crate::table::{Cell, Table};
+use crate::table::{Cell, Source, Table};
 use crate::{DynamoOptions, RouterChoice};
 
-/// A comparison: every combination of threads, workers and clients, `pairs` times on both routers.
+/// A comparison: every combination of threads, workers and sources of requests, `pairs` times on both routers.
 #[derive(Args, Debug)]
 pub(crate) struct Compare {
     #[command(flatten)]
@@ -20,9 +22,12 @@ pub(crate) struct Compare {
     /// Number of simulated workers, one or several values
     #[arg(long, value_delimiter = ',', default_values_t = [8, 64, 512])]
     workers: Vec<u32>,
-    /// Number of concurrent clients, one or several values
-    #[arg(long, value_delimiter = ',', default_values_t = [1, 16])]
+    /// Number of concurrent clients of a closed loop, one or several values [default: 1,16 without --rate]
+    #[arg(long, value_delimiter = ',', value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     clients: Vec<usize>,
+    /// Mean rate of an open loop in requests per second, one or several values
+    #[arg(long, value_delimiter = ',')]
+    rate: Vec<NonZeroU32>,
     /// Number of runtime threads, one or several values
     #[arg(long, value_delimiter = ',', default_values_t = [2])]
     threads: Vec<usize>,
@@ -45,8 +50,8 @@ impl Compare {
         let mut cells = Vec::new();
         for &threads in &self.threads {
             for &workers in &self.workers {
-                for &clients in &self.clients {
-                    cells.push(self.cell(threads, workers, clients)?);
+                for source in self.sources() {
+                    cells.push(self.cell(threads, workers, source)?);
                 }
             }
         }
@@ -62,11 +67,19 @@ impl Compare {
         Ok(())
     }
 
+    /// Closed loops of all numbers of clients, then open loops of all rates.
+    fn sources(&self) -> impl Iterator<Item = Source> {
+        let default: &[usize] = if self.rate.is_empty() { &[1, 16] } else { &[] };
+        let clients = if self.clients.is_empty() { default } else { &self.clients };
+        let closed = clients.iter().map(|&clients| Source::Clients { clients, take_turns: self.common.take_turns });
+        closed.chain(self.rate.iter().copied().map(Source::Rate))
+    }
+
     /// All runs of one combination. The order of the routers alternates between pairs, so that a temporary slowdown of
     /// the machine affects both.
-    fn cell(&self, threads: usize, workers: u32, clients: usize) -> Result<Cell, Box<dyn Error>> {
-        let instructions = if self.only.is_none() { self.instructions(threads, workers, clients)? } else { None };
-        let mut cell = Cell { threads, workers, clients, instructions, ours: Vec::new(), theirs: Vec::new() };
+    fn cell(&self, threads: usize, workers: u32, source: Source) -> Result<Cell, Box<dyn Error>> {
+        let instructions = if self.only.is_none() { self.instructions(threads, workers, source)? } else { None };
+        let mut cell = Cell { threads, workers, source, instructions, ours: Vec::new(), theirs: Vec::new() };
         for pair in 0..self.pairs {
             let order = if pair % 2 == 0 {
                 [RouterChoice::Pointsman, RouterChoice::Dynamo]
@@ -74,10 +87,10 @@ impl Compare {
                 [RouterChoice::Dynamo, RouterChoice::Pointsman]
             };
             for subject in order.into_iter().filter(|&subject| self.only.is_none_or(|only| only == subject)) {
-                let report = self.child(subject, threads, workers, clients)?;
+                let report = self.child(subject, threads, workers, source)?;
                 writeln!(
                     io::stderr(),
-                    "{threads} threads, {workers} workers, {clients} clients, pair {} of {}: \
+                    "{threads} threads, {workers} workers, {source}, pair {} of {}: \
                      {} {:.1} µs CPU, p50 {:.1} µs, hit rate {:.4}",
                     pair + 1,
                     self.pairs,
@@ -98,9 +111,9 @@ impl Compare {
 
     /// Thousands of instructions per request, ours and theirs, each without the loop's own. None if instructions cannot
     /// be counted.
-    fn instructions(&self, threads: usize, workers: u32, clients: usize) -> Result<Option<[f64; 2]>, Box<dyn Error>> {
+    fn instructions(&self, threads: usize, workers: u32, source: Source) -> Result<Option<[f64; 2]>, Box<dyn Error>> {
         let count = |subject| -> Result<Option<f64>, Box<dyn Error>> {
-            let output = self.command(subject, threads, workers, clients)?.arg("--count-instructions").output()?;
+            let output = self.command(subject, threads, workers, source)?.arg("--count-instructions").output()?;
             Ok(String::from_utf8(output.stdout)?.trim().parse().ok())
         };
         let (Some(loop_alone), Some(ours), Some(theirs)) =
@@ -116,9 +129,9 @@ impl Compare {
         subject: RouterChoice,
         threads: usize,
         workers: u32,
-        clients: usize,
+        source: Source,
     ) -> Result<Report, Box<dyn Error>> {
-        let mut command = self.command(subject, threads, workers, clients)?;
+        let mut command = self.command(subject, threads, workers, source)?;
         let output = command.arg("--json").stderr(Stdio::inherit()).output()?;
         if !output.status.success() {
             return Err(format!("{command:?} failed: {}", output.status).into());
@@ -127,17 +140,25 @@ impl Compare {
     }
 
     /// Command for a single run in its own process.
-    fn command(&self, subject: RouterChoice, threads: usize, workers: u32, clients: usize) -> io::Result<Command> {
+    fn command(&self, subject: RouterChoice, threads: usize, workers: u32, source: Source) -> io::Result<Command> {
         let target = subject.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["run", "--target", &target]);
-        for (flag, value) in [("--threads", threads), ("--workers", workers as usize), ("--clients", clients)] {
+        for (flag, value) in [("--threads", threads), ("--workers", workers as usize)] {
             command.args([flag, &value.to_string()]);
         }
+        let mut common = self.common.clone();
+        match source {
+            Source::Clients { clients, .. } => command.args(["--clients", &clients.to_string()]),
+            Source::Rate(rate) => {
+                common.take_turns = false; // a setting of the closed loop
+                command.args(["--rate", &rate.to_string()])
+            }
+        };
         if let Some(event_threads) = self.dynamo.dynamo_event_threads {
             command.args(["--dynamo-event-threads", &event_threads.to_string()]);
         }
-        command.args(self.common.to_arguments());
+        command.args(common.to_arguments());
         Ok(command)
     }
 }

@@ -103,6 +103,7 @@ impl Parity {
             clients: 1,
             threads: self.threads as usize,
             kill_every: None,
+            rate: None,
             json: false,
             metrics: false,
         };

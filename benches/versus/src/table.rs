@@ -1,17 +1,38 @@
 //! Table of the medians of all runs.
 
-use std::fmt::Write;
+use std::fmt::{self, Display, Write};
+use std::num::NonZeroU32;
 
 use pointsman_bench::report::Report;
 use pointsman_versus::medians;
 use serde_json::{Value, json};
 
-/// Runs of one combination of threads, workers and clients. Runs at the same position of both lists are a pair.
+/// Source of the requests of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// Clients of a closed loop.
+    Clients { clients: usize, take_turns: bool },
+    /// An open loop with a mean rate in requests per second.
+    Rate(NonZeroU32),
+}
+
+impl Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Clients { clients, take_turns } => {
+                write!(f, "{clients} clients{}", if *take_turns { " in turn" } else { "" })
+            }
+            Self::Rate(rate) => write!(f, "{rate}/s"),
+        }
+    }
+}
+
+/// Runs of one combination of threads, workers and source of requests. Runs at the same position of both lists are a pair.
 #[derive(Debug)]
 pub(crate) struct Cell {
     pub(crate) threads: usize,
     pub(crate) workers: u32,
-    pub(crate) clients: usize,
+    pub(crate) source: Source,
     /// Thousands of instructions per request: ours, theirs.
     pub(crate) instructions: Option<[f64; 2]>,
     pub(crate) ours: Vec<Report>,
@@ -35,25 +56,34 @@ struct Column {
 }
 
 const CPU: Figure = |report| report.router_cpu_us_per_request;
+const P50: Figure = |report| report.route_us.p50;
+const P99: Figure = |report| report.route_us.p99;
+
 /// Growth of memory during the run: the router, and the simulated caches, which are equal on both sides.
 const RSS_GROWN_MIB: Figure = |report| {
     let grown = report.rss_bytes.unwrap_or(0).saturating_sub(report.rss_before_bytes.unwrap_or(0));
     grown as f64 / f64::from(1 << 20)
 };
 
-const COLUMNS: [Column; 6] = [
+const COLUMNS: [Column; 7] = [
     Column { title: "CPU µs", key: "router_cpu_us_per_request", figure: CPU, decimals: 1 },
-    Column { title: "p50 µs", key: "route_us_p50", figure: |report| report.route_us.p50, decimals: 1 },
-    Column { title: "p99 µs", key: "route_us_p99", figure: |report| report.route_us.p99, decimals: 0 },
+    Column { title: "p50 µs", key: "route_us_p50", figure: P50, decimals: 1 },
+    Column { title: "p99 µs", key: "route_us_p99", figure: P99, decimals: 0 },
     Column { title: "hit rate", key: "hit_rate", figure: |report| report.hit_rate, decimals: 4 },
     Column { title: "load", key: "load_max_over_mean", figure: |report| report.load_max_over_mean, decimals: 2 },
+    Column {
+        title: "requests/s",
+        key: "requests_per_second",
+        figure: |report| report.requests_per_second,
+        decimals: 0,
+    },
     Column { title: "RSS MiB", key: "rss_grown_mib", figure: RSS_GROWN_MIB, decimals: 0 },
 ];
 
 impl Cell {
-    /// Ratio of the median CPU times, ours over theirs.
-    fn cpu_ratio(&self) -> Option<f64> {
-        Some(median(&self.ours, CPU)? / median(&self.theirs, CPU)?)
+    /// Ratio of the medians of a figure, ours over theirs.
+    fn ratio(&self, figure: Figure) -> Option<f64> {
+        Some(median(&self.ours, figure)? / median(&self.theirs, figure)?)
     }
 
     /// Ratios of CPU times, pair by pair.
@@ -69,8 +99,10 @@ impl Cell {
         json!({
             "threads": self.threads,
             "workers": self.workers,
-            "clients": self.clients,
-            "cpu_ratio": self.cpu_ratio(),
+            "source": self.source.to_string(),
+            "cpu_ratio": self.ratio(CPU),
+            "p50_ratio": self.ratio(P50),
+            "p99_ratio": self.ratio(P99),
             "cpu_ratios": self.cpu_ratios(),
             "thousand_instructions": self.instructions,
             "ours_median": medians(&self.ours),
@@ -81,7 +113,7 @@ impl Cell {
     }
 
     fn write_row(&self, out: &mut String) -> std::fmt::Result {
-        write!(out, "| {} | {} | {} ", self.threads, self.workers, self.clients)?;
+        write!(out, "| {} | {} | {} ", self.threads, self.workers, self.source)?;
         for Column { figure, decimals, .. } in COLUMNS {
             let show = |runs| median(runs, figure).map_or("-".to_owned(), |median| format!("{median:.decimals$}"));
             write!(out, "| {} / {} ", show(&self.ours), show(&self.theirs))?;
@@ -90,21 +122,22 @@ impl Cell {
             .instructions
             .map_or("-".to_owned(), |[ours, theirs]| format!("{ours:.1} / {theirs:.1} ({:.2})", ours / theirs));
         write!(out, "| {instructions} ")?;
-        let ratio = self.cpu_ratio().map_or("-".to_owned(), |ratio| format!("{ratio:.2}"));
+        let ratios =
+            [CPU, P50, P99].map(|figure| self.ratio(figure).map_or("-".to_owned(), |ratio| format!("{ratio:.2}")));
         let pairs: Vec<String> = self.cpu_ratios().iter().map(|ratio| format!("{ratio:.2}")).collect();
-        writeln!(out, "| {ratio} | {} |", pairs.join(" "))
+        writeln!(out, "| {} | {} |", ratios.join(" | "), pairs.join(" "))
     }
 }
 
 impl Table {
     /// Markdown table of the medians; each figure is ours / theirs.
     pub(crate) fn markdown(&self) -> String {
-        let mut out = String::from("| threads | workers | clients ");
+        let mut out = String::from("| threads | workers | requests from ");
         for Column { title, .. } in COLUMNS {
             out += &format!("| {title} ");
         }
-        out += "| thousand instr. | CPU ratio | by pair |\n";
-        out += &"|---".repeat(COLUMNS.len() + 6);
+        out += "| thousand instr. | CPU ratio | p50 ratio | p99 ratio | CPU by pair |\n";
+        out += &"|---".repeat(COLUMNS.len() + 8);
         out += "|\n";
         for cell in &self.cells {
             cell.write_row(&mut out).expect("writing to a string cannot fail");
@@ -144,7 +177,7 @@ mod tests {
         Cell {
             threads: 2,
             workers: 8,
-            clients: 1,
+            source: Source::Clients { clients: 1, take_turns: false },
             instructions: Some([3.0, 6.0]),
             ours: reports(ours),
             theirs: reports(theirs),
@@ -154,10 +187,19 @@ mod tests {
     #[test]
     fn medians_and_ratios_are_computed_over_the_runs() {
         let cell = cell(&[30.0, 50.0, 40.0], &[100.0, 80.0, 120.0]);
-        assert_eq!(cell.cpu_ratio(), Some(0.4));
+        assert_eq!((cell.ratio(CPU), cell.ratio(P99)), (Some(0.4), Some(1.0)));
         assert_eq!(cell.cpu_ratios(), [0.3, 0.625, 1.0 / 3.0]);
         assert_eq!(median(&[report(1.0), report(4.0)], CPU), Some(2.5));
         assert_eq!(median(&[], CPU), None);
+    }
+
+    #[test]
+    fn a_row_names_the_source_of_its_requests() {
+        let rate = Source::Rate(NonZeroU32::new(3_000).expect("not zero"));
+        assert_eq!(rate.to_string(), "3000/s");
+        assert_eq!(Source::Clients { clients: 16, take_turns: true }.to_string(), "16 clients in turn");
+        let cell = Cell { source: rate, ..cell(&[30.0], &[60.0]) };
+        assert!(Table { cells: vec![cell] }.markdown().contains("| 2 | 8 | 3000/s |"));
     }
 
     #[test]
@@ -166,9 +208,10 @@ mod tests {
         let markdown = table.markdown();
         let lines: Vec<&str> = markdown.lines().collect();
         assert_eq!(lines.len(), 4);
-        assert!(lines.iter().all(|line| line.matches('|').count() == 13), "{markdown}");
+        assert!(lines.iter().all(|line| line.matches('|').count() == 16), "{markdown}");
         assert!(
-            lines[2].contains("| 30.0 / 60.0 |") && lines[2].contains("| 3.0 / 6.0 (0.50) | 0.50 | 0.50 |"),
+            lines[2].contains("| 30.0 / 60.0 |")
+                && lines[2].contains("| 3.0 / 6.0 (0.50) | 0.50 | 1.00 | 1.00 | 0.50 |"),
             "{markdown}"
         );
         assert!(lines[3].contains("| - / 60.0 |"), "{markdown}");

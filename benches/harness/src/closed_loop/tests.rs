@@ -1,29 +1,32 @@
 use std::num::NonZeroU32;
-use std::sync::atomic::AtomicU64;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use ahash::AHashSet;
-use pointsman::protocol::{BlockHash, EngineHash, KvEvent, StorageTier, WorkerId};
+use pointsman::protocol::{BlockHash, EngineHash, KvEvent, StorageTier, WorkerId, WorkerRank};
 
 use super::*;
-use crate::target::Routed;
+use crate::fleet::Fleet;
+use crate::target::{Call, Refusal, Routed};
 use pointsman_trial::workload::generate::Conversations;
 
-const SHAPE: Shape =
-    Shape { fleet: Fleet { workers: 2, dp_size: 2 }, kv_blocks: 400, inflight: 16, clients: 1, take_turns: false };
+pub(crate) const SHAPE: Shape = Shape { fleet: Fleet { workers: 2, dp_size: 2 }, kv_blocks: 400, inflight: 16 };
 const BLOCK_SIZE: NonZeroU32 = NonZeroU32::new(64).expect("not zero");
 
 /// Target that selects ranks in rotation and checks the loop: events arrive in order, and every booking ends once.
-struct Strict {
+pub(crate) struct Strict {
     turn: AtomicU64,
     held: Mutex<Vec<AHashSet<EngineHash>>>,
-    booked: Arc<Mutex<AHashSet<String>>>,
+    pub(crate) booked: Arc<Mutex<AHashSet<String>>>,
+    /// Maximum number of simultaneous bookings so far.
+    pub(crate) booked_max: Arc<AtomicU64>,
     refuse: Option<&'static str>,
 }
 
 impl Strict {
-    fn new(refuse: Option<&'static str>) -> Self {
+    pub(crate) fn new(refuse: Option<&'static str>) -> Self {
         let held = Mutex::new(vec![AHashSet::new(); SHAPE.fleet.ranks()]);
-        Self { turn: AtomicU64::new(0), held, booked: Arc::default(), refuse }
+        Self { turn: AtomicU64::new(0), held, booked: Arc::default(), booked_max: Arc::default(), refuse }
     }
 
     fn rank_of(turn: u64) -> WorkerRank {
@@ -52,7 +55,11 @@ impl Target for Strict {
         if self.refuse == Some(call.id.as_str()) {
             return Err("queue full".into());
         }
-        assert!(self.booked.lock().expect("alive").insert(call.id.clone()));
+        {
+            let mut booked = self.booked.lock().expect("alive");
+            assert!(booked.insert(call.id.clone()));
+            self.booked_max.fetch_max(booked.len() as u64, Relaxed);
+        }
         tokio::task::yield_now().await;
         Ok(Routed::new(Self::rank_of(self.turn.fetch_add(1, Relaxed)), call.id))
     }
@@ -95,11 +102,19 @@ impl Target for Strict {
     }
 }
 
-fn run_strict(target: Strict, clients: usize, take_turns: bool) -> Result<Outcome, LoopError> {
+/// A workload of 400 requests, on a runtime of two threads.
+pub(crate) fn on_two_threads(
+    run: impl AsyncFnOnce(Workload) -> Result<Outcome, LoopError>,
+) -> Result<Outcome, LoopError> {
     let conversations = Conversations { requests: 400, ..Conversations::default() }.generate(1);
     let workload = Workload::prepare::<Strict>(conversations.prompts(), BLOCK_SIZE);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().expect("runtime");
-    runtime.block_on(run(target, workload, Shape { clients, take_turns, ..SHAPE }, None, ProgressBar::hidden()))
+    runtime.block_on(run(workload))
+}
+
+fn run_strict(target: Strict, count: usize, take_turns: bool) -> Result<Outcome, LoopError> {
+    let clients = Clients { count, take_turns };
+    on_two_threads(async |workload| run(target, workload, SHAPE, clients, None, ProgressBar::hidden()).await)
 }
 
 #[test]
