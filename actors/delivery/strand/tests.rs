@@ -150,3 +150,62 @@ fn a_panic_during_unwinding_of_another_actor_kills_its_own_actor() {
     inner.tell(CounterMsg::Count);
     assert_eq!(steps.load(Ordering::Relaxed), 2, "no further message reaches the inconsistent state");
 }
+
+/// Logs its steps and replies. Message 1 sends messages 2 and 3 to its own strand.
+struct Logger {
+    log: Arc<Mutex<Vec<String>>>,
+    myself: Arc<Strand<Logger>>,
+}
+
+struct LoggedReply(Arc<Mutex<Vec<String>>>, u32);
+
+impl DeferredReply for LoggedReply {
+    fn deliver(self) {
+        self.0.lock().expect("no panic").push(format!("reply {}", self.1));
+    }
+}
+
+impl ActorState for Logger {
+    type Msg = u32;
+    type Deferred = LoggedReply;
+
+    fn step(&mut self, msg: u32) -> Option<LoggedReply> {
+        self.log.lock().expect("no panic").push(format!("step {msg}"));
+        if msg == 1 {
+            assert!(self.myself.send(2).0.is_empty() && self.myself.send(3).0.is_empty(), "queued");
+        }
+        Some(LoggedReply(Arc::clone(&self.log), msg))
+    }
+}
+
+#[test]
+fn a_sender_delivers_its_own_reply_before_it_drains_the_inbox() {
+    let (log, strand) = (Arc::new(Mutex::default()), Strand::closed());
+    *strand.state.lock().expect("no panic") = Some(Logger { log: Arc::clone(&log), myself: Arc::clone(&strand) });
+    strand.tell(1);
+    let log = std::mem::take(&mut *log.lock().expect("no panic"));
+    assert_eq!(log, ["step 1", "reply 1", "step 2", "step 3", "reply 2", "reply 3"]);
+    strand.close(); // drops the reference of the state to its strand
+}
+
+#[test]
+fn a_strand_that_stays_busy_receives_the_message_in_its_inbox() {
+    let (steps, strand) = (Arc::new(AtomicU32::new(0)), Strand::closed());
+    let mut holder = strand.state.lock().expect("no panic");
+    *holder = Some(Counter { steps: Arc::clone(&steps) });
+    std::thread::scope(|scope| {
+        scope.spawn(|| strand.tell(CounterMsg::Count));
+    });
+    assert_eq!((strand.waiting.load(Ordering::Relaxed), steps.load(Ordering::Relaxed)), (1, 0));
+    drop(holder);
+    strand.tell(CounterMsg::Count);
+    assert_eq!((strand.waiting.load(Ordering::Relaxed), steps.load(Ordering::Relaxed)), (0, 2));
+}
+
+#[test]
+fn a_step_that_panics_leaves_no_step_under_way_on_its_thread() {
+    let strand = Strand::closed();
+    *strand.state.lock().expect("no panic") = Some(Counter { steps: Arc::default() });
+    strand.tell(CounterMsg::PanicHalfway);
+    assert_eq!(STEPS.get(), 0);
+}
