@@ -7,6 +7,7 @@
 use std::time::Duration;
 
 use super::rank::{Measured, Rank};
+use super::recent::RecentWork;
 use crate::load::{PromptFingerprint, PromptSketch};
 use crate::policy::RankGroup;
 use crate::protocol::Timestamp;
@@ -30,6 +31,8 @@ pub(super) struct RankColumns {
     unknown: Vec<u64>,
     /// The sketches in the rows, by position.
     sketches: Vec<PromptSketch>,
+    /// Recent work, by position.
+    recent_work: Vec<RecentWork>,
     /// Least seconds per request and per block of a step.
     least_step: (f64, f64),
 }
@@ -47,6 +50,8 @@ impl RankColumns {
         self.unknown.resize(self.row_words, 0);
         self.sketches.clear();
         self.sketches.resize(ranks.len(), PromptSketch::default());
+        self.recent_work.clear();
+        self.recent_work.resize(ranks.len(), RecentWork::default());
         self.least_step = (f64::INFINITY, f64::INFINITY);
         for (position, rank) in ranks.iter().enumerate() {
             self.set(position, rank, now);
@@ -69,6 +74,7 @@ impl RankColumns {
         group.full[lane] = if is_full { 1.0 } else { 0.0 };
         let (request_seconds, block_seconds) = self.least_step;
         self.least_step = (request_seconds.min(speed.request_seconds), block_seconds.min(speed.block_seconds));
+        self.recent_work[position] = rank.about.recent_work;
         self.set_sketch(position, rank);
     }
 
@@ -90,6 +96,11 @@ impl RankColumns {
 
     pub(super) fn groups(&self) -> &[RankGroup] {
         &self.groups
+    }
+
+    /// Recent work of the rank at `position`.
+    pub(super) fn recent_work(&self, position: usize) -> RecentWork {
+        self.recent_work[position]
     }
 
     /// Seconds of `now` after the epoch.

@@ -4,12 +4,14 @@
 //! only where it could lower the best cost significantly. Decisions depend on the boards and on replies that they asked
 //! for themselves, so a batch decides like a serial run.
 
+use smallvec::SmallVec;
+
 use super::columns::SHARED_BLOCKS_ASSUMED;
 use super::decide::Choice;
 use super::pending::Case;
 use super::scratch::{Contender, Contenders, Scratch};
 use super::{LoadView, Schedule};
-use crate::policy::{GroupCost, Lanes, LatencyCost, RankGroup, WorkGroup};
+use crate::policy::{GroupCost, LatencyCost, RankGroup, WorkGroup};
 use crate::select::{Draw, RankOverlap, TierOverlap};
 
 /// A rank is a contender if its cost may be below this multiple of the lowest known cost. Costs are estimates, and
@@ -20,7 +22,7 @@ const CONTENDER_FACTOR: f64 = 0.98;
 /// delays the decision. Choices of a busy fleet of 512 ranks were equal at 0.9 and 1.0, with a sixth of the queries.
 const QUERY_FACTOR: f64 = 0.9;
 
-/// Attempts to draw an idle rank that ties with the lowest cost.
+/// Attempts to find an idle rank that ties with the lowest cost.
 const IDLE_TIES_MAX: usize = 4;
 
 /// The lesser of two numbers, neither NaN: one instruction.
@@ -216,8 +218,8 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// A random idle rank that ties with the lowest cost `least` and has no fewer than `cached_tokens` cached, so that
-    /// neither load nor a hit is traded for the draw. Each is equally likely.
+    /// The idle rank with the least recent work among those that tie with the lowest cost `least` and have no fewer than
+    /// `cached_tokens` cached, so that neither load nor a hit is traded for an even distribution.
     fn idle_tie<V: LoadView>(
         &self,
         case: Case<'_, T, V>,
@@ -225,33 +227,28 @@ impl<T> Schedule<T> {
         draw: Draw,
         scratch: &mut Scratch,
     ) -> Option<usize> {
-        let groups = self.ranks.columns()?.groups();
+        let columns = self.ranks.columns()?;
         let most = least * self.settings.tie_factor;
         #[expect(clippy::cast_possible_truncation, reason = "the margin of the bounds covers the rounding")]
         let most_bound = most as f32;
-        let ties_in = |loads: &RankGroup, bounds: &Lanes| {
-            let is_tie = |(bound, requests): (&f32, &f32)| u32::from(*bound <= most_bound && *requests == 0.0);
-            bounds.iter().zip(&loads.requests).map(is_tie).sum::<u32>()
-        };
-        let ties: u32 =
-            groups.iter().zip(&scratch.contenders.bounds).map(|(loads, known)| ties_in(loads, &known.0)).sum();
-        let first = draw.below(ties)?;
-        for number in (first..ties).chain(0..first).take(IDLE_TIES_MAX) {
-            let mut before = 0;
-            let group = groups.iter().zip(&scratch.contenders.bounds).position(|(loads, known)| {
-                before += ties_in(loads, &known.0);
-                before > number
+        let mut tried: SmallVec<[usize; IDLE_TIES_MAX]> = SmallVec::new();
+        while tried.len() < IDLE_TIES_MAX {
+            let groups = columns.groups().iter().zip(&scratch.contenders.bounds).enumerate();
+            let ties = groups.flat_map(|(group, (loads, (bounds, _)))| {
+                let is_tie = move |lane: &usize| bounds[*lane] <= most_bound && loads.requests[*lane] == 0.0;
+                (0..RankGroup::RANKS).filter(is_tie).map(move |lane| group * RankGroup::RANKS + lane)
+            });
+            let key = |position: usize| draw.key(self.ranks.as_slice()[position].rank);
+            let position = ties.filter(|position| !tried.contains(position)).min_by(|a, b| {
+                let order = columns.recent_work(*a).order(columns.recent_work(*b));
+                order.then_with(|| key(*a).cmp(&key(*b)))
             })?;
-            let (loads, bounds) = (&groups[group], &scratch.contenders.bounds[group].0);
-            before -= ties_in(loads, bounds);
-            let mut ties =
-                (0..RankGroup::RANKS).filter(|lane| bounds[*lane] <= most_bound && loads.requests[*lane] == 0.0);
-            let position = group * RankGroup::RANKS + ties.nth((number - before) as usize)?;
             if self.add_contender(case, position, scratch) <= most
                 && self.cached_tokens_at(case, position, scratch) >= cached_tokens
             {
                 return Some(position);
             }
+            tried.push(position);
         }
         None
     }

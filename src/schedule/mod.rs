@@ -31,6 +31,7 @@ mod projected;
 mod rank;
 mod rank_status;
 mod ranks;
+mod recent;
 mod scratch;
 mod targets;
 #[cfg(test)]

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 pub(super) use super::projected::{Projected, ProjectedPrompt};
+use super::recent::RecentWork;
 use super::view::{Added, View, Wait};
 use super::{Admission, BookNumber, LoadView};
 use crate::load::{
@@ -66,6 +67,8 @@ pub(super) struct About {
     /// Time of the last return from an ejection, and its cost factor.
     pub(super) returned_at: Timestamp,
     pub(super) return_factor: f64,
+    /// Recent work of its bookings.
+    pub(super) recent_work: RecentWork,
 }
 
 impl About {
@@ -131,7 +134,15 @@ impl Rank {
             front: Front { view, version, slot, settled: true },
             rank,
             generation,
-            about: Box::new(About { traits, aged_speed: None, since, slow_start_factor, returned_at, return_factor }),
+            about: Box::new(About {
+                traits,
+                aged_speed: None,
+                since,
+                slow_start_factor,
+                returned_at,
+                return_factor,
+                recent_work: RecentWork::default(),
+            }),
             issued: seen.applied,
             measured: Measured::default(),
             ahead_wait: Wait::default(),

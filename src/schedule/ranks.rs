@@ -256,6 +256,8 @@ impl Ranks {
         let rank = &mut self.all[position];
         self.sums.requests = self.sums.requests.wrapping_sub(rank.requests());
         let number = rank.book(candidate, prefill);
+        let work = prefill.and_then(PrefillLoadHint::expected_duration);
+        rank.about.recent_work.add(work.unwrap_or_default(), self.refreshed_at);
         self.sums.requests = self.sums.requests.wrapping_add(rank.requests());
         self.touched.push(rank.slot());
         number

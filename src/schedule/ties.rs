@@ -11,8 +11,8 @@ use crate::select::{Draw, TierOverlap};
 
 impl<T> Schedule<T> {
     /// One of the ranks whose costs tie. The cheapest is chosen, and costs that are equal are a tie for every policy.
-    /// Under `latency` costs are estimates: where the cheapest rank is idle, others tie with it that are idle too and
-    /// have no fewer tokens of the prompt cached, so that neither load nor a hit is traded for a draw.
+    /// Under `latency` costs are estimates: if the cheapest rank is idle, other idle ranks with no fewer cached tokens tie
+    /// with it, so that neither load nor a hit is traded, and the one with the least recent work is chosen.
     pub(super) fn one_of_ties(
         &self,
         candidate: ProjectedPrompt<'_>,
@@ -39,6 +39,9 @@ impl<T> Schedule<T> {
         // Most ties are of prompts that are cached nowhere.
         let is_tie = |position: &usize| is_idle(*position) && (cached == 0 || cached_tokens(*position) >= cached);
         let ties = near.iter().map(|(position, _)| *position).filter(is_tie);
-        ties.max_by_key(|&position| lot(position))
+        ties.min_by(|&a, &b| {
+            let order = ranks[a].about.recent_work.order(ranks[b].about.recent_work);
+            order.then_with(|| lot(a).cmp(&lot(b)))
+        })
     }
 }

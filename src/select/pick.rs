@@ -45,13 +45,6 @@ impl Draw {
         (xxh3_64_with_seed(&self.request.to_le_bytes(), self.seed) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// A uniform number below `count`, or `None` if that is 0.
-    #[must_use]
-    pub fn below(&self, count: u32) -> Option<u32> {
-        let drawn = u128::from(xxh3_64_with_seed(&self.request.to_le_bytes(), self.seed)) * u128::from(count);
-        (count > 0).then_some((drawn >> 64) as u32)
-    }
-
     /// The candidate with the lowest cost; exact ties go to the highest random key, so each is equally likely.
     pub fn cheapest<T>(&self, candidates: impl IntoIterator<Item = (T, WorkerRank, f64)>) -> Option<T> {
         let mut best: Option<(T, WorkerRank, f64)> = None;
