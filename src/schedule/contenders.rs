@@ -69,7 +69,7 @@ impl<T> Schedule<T> {
             return Choice::Rank(cheapest);
         }
         let least = scratch.contenders.least_hi();
-        let cached_tokens = self.cached_tokens_at(case, cheapest, scratch);
+        let cached_tokens = self.own_hit(case.pending, self.cached_tokens_at(case, cheapest, scratch));
         let tie = self.idle_tie(case, (least, cached_tokens), draw, scratch);
         Choice::Rank(tie.unwrap_or(cheapest))
     }

@@ -35,7 +35,7 @@ impl<T> Schedule<T> {
         if !is_idle(cheapest) {
             return Some(cheapest);
         }
-        let cached = cached_tokens(cheapest);
+        let cached = self.own_hit(pending, cached_tokens(cheapest));
         // Most ties are of prompts that are cached nowhere.
         let is_tie = |position: &usize| is_idle(*position) && (cached == 0 || cached_tokens(*position) >= cached);
         let ties = near.iter().map(|(position, _)| *position).filter(is_tie);
@@ -43,5 +43,11 @@ impl<T> Schedule<T> {
             let order = ranks[a].about.recent_work.order(ranks[b].about.recent_work);
             order.then_with(|| lot(a).cmp(&lot(b)))
         })
+    }
+
+    /// Cached tokens that a tie must have, too: a hit of less than half of the prompt is probably a system prompt, which
+    /// other ranks will also need. Ignoring it costs at most the difference between ties.
+    pub(super) fn own_hit(&self, pending: &PendingRequest<T>, cached_tokens: u32) -> u32 {
+        if cached_tokens < pending.request.isl_tokens / 2 { 0 } else { cached_tokens }
     }
 }
