@@ -441,6 +441,7 @@ fn unreachable_and_refusing_ranks_are_last_under_every_policy() {
             let set = |workers: &[u64]| workers.iter().copied().map(rank).collect();
             let exclusions = Exclusions { down: set(down), refusing: set(refusing), ..Exclusions::default() };
             fleet.step(Input::Exclusions(Arc::new(exclusions)));
+            fleet.now = fleet.now + Duration::from_secs(60); // the work of the previous phase is no longer recent
             let allowed_workers = only.map(|worker| [WorkerId(worker)].into());
             let options = ResolvedOptions {
                 constraints: Constraints { allowed_workers, ..Constraints::default() },
