@@ -2,27 +2,19 @@
 //!
 //! Waking an actor's task costs more than most messages take to handle. An actor's state and inbox therefore live in a
 //! [`Strand`]. A sender that finds the state unlocked locks it and handles the inbox, then its own message. A sender
-//! that finds it locked polls for its release for a bounded time, and then appends to the inbox. The holder of the lock
-//! handles up to [`INLINE_DRAIN_MAX`] messages of the inbox before the release, and then wakes the actor's task for the
-//! rest.
+//! that finds it locked appends to the inbox. The holder of the lock handles up to [`INLINE_DRAIN_MAX`] messages of the
+//! inbox before the release, and then wakes the actor's task for the rest.
 //!
-//! **Polling.** A caller whose message waits in an inbox is suspended. It then waits for the holder, for all messages
-//! before its own, and for a thread of the runtime, which together is many times the duration of a step. Steps take 1 to
-//! 100 µs, so a sender polls for up to [`POLLS_MAX`] times half a microsecond. While it polls, it handles messages that
-//! others left in the inbox. A sender inside a step of another strand keeps that strand locked meanwhile, so it polls
-//! only [`POLLS_NESTED_MAX`] times.
-//!
-//! Guarantees: one step at a time, first-in first-out order of the messages of each sender, no message left in the inbox
-//! of an unlocked strand, and no wait without a bound. A step that panics ends its actor: the queued messages are
-//! dropped, and their senders observe a lost reply. The supervisor opens a strand with fresh state. Semaphores in front
-//! of the strand bound its inbox.
+//! Guarantees: one step at a time, first-in first-out order, no message left in the inbox of an unlocked strand, and no
+//! blocking or spinning on the lock. A step that panics ends its actor: the queued messages are dropped, and their
+//! senders observe a lost reply. The supervisor opens a strand with fresh state. Semaphores in front of the strand
+//! bound its inbox.
 //!
 //! A sender appends to the inbox and then tries the lock again; the holder releases the lock and then reads the inbox.
 //! A full fence on each side (Dekker's pattern) guarantees that at least one sees the other. The same holds for a
 //! nested send to a strand that this thread has locked: the message waits until the lock is released.
 
 use std::any::Any;
-use std::cell::Cell;
 use std::collections::VecDeque;
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -34,21 +26,6 @@ use smallvec::SmallVec;
 
 /// Inline drain limit: messages of other senders that one sender handles before it wakes the actor for the rest.
 const INLINE_DRAIN_MAX: usize = 16;
-
-/// Maximum number of polls of a busy strand by a sender that holds no strand: about 100 µs. A step of the scheduler takes
-/// 20 to 33 µs at 64 ranks with 16 callers on two threads. At 512 ranks it takes up to 115 µs, and polls cost CPU time.
-const POLLS_MAX: u32 = 200;
-
-/// As [`POLLS_MAX`], for a sender inside a step: about 4 µs, longer than a step of a sequence actor.
-const POLLS_NESTED_MAX: u32 = 8;
-
-/// Pauses of the processor between two polls: about half a microsecond.
-const PAUSES_PER_POLL: u32 = 16;
-
-thread_local! {
-    /// Number of steps under way on this thread.
-    static STEPS: Cell<u32> = const { Cell::new(0) };
-}
 
 /// The state of an actor: one message at a time.
 pub(crate) trait ActorState: Send + Sized + 'static {
@@ -113,28 +90,30 @@ impl<S: ActorState> Strand<S> {
         })
     }
 
-    /// Handles `msg` on this thread if the strand is free or becomes free during the polls, else queues it for the
-    /// holder.
+    /// Handles `msg` on this thread if the strand is free, else queues it for the holder. Never blocks.
     pub(crate) fn send(&self, msg: S::Msg) -> DeferredReplies<S::Deferred> {
-        let mut deferred = DeferredReplies(SmallVec::new());
-        match self.poll_lock(&mut deferred) {
-            Some(state) => self.handle_one(state, msg, &mut deferred),
-            None => self.push(msg),
-        }
+        let mut deferred = self.handle_or_queue(msg);
         self.handle_waiting(&mut deferred);
         deferred
     }
 
-    /// Sends, and delivers the deferred replies: those of `msg` before the inbox is drained. Must not be called from a
-    /// step of another strand.
+    /// Sends, and delivers the deferred replies: that of `msg` before those of the inbox, because its caller is waiting on
+    /// this thread. Must not be called from a step of another strand.
     pub(crate) fn tell(&self, msg: S::Msg) {
-        let mut deferred = DeferredReplies(SmallVec::new());
-        match self.poll_lock(&mut deferred) {
-            Some(state) => self.handle_one(state, msg, &mut deferred),
-            None => self.push(msg),
-        }
-        deferred.deliver();
+        self.handle_or_queue(msg).deliver();
         self.drain();
+    }
+
+    fn handle_or_queue(&self, msg: S::Msg) -> DeferredReplies<S::Deferred> {
+        let mut deferred = DeferredReplies(SmallVec::new());
+        if self.waiting.load(Ordering::Relaxed) == 0
+            && let Some(state) = self.try_lock()
+        {
+            self.handle_one(state, msg, &mut deferred);
+        } else {
+            self.push(msg);
+        }
+        deferred
     }
 
     /// Drains the inbox, and delivers the deferred replies.
@@ -142,23 +121,6 @@ impl<S: ActorState> Strand<S> {
         let mut deferred = DeferredReplies(SmallVec::new());
         self.handle_waiting(&mut deferred);
         deferred.deliver();
-    }
-
-    /// Polls for the lock of a strand with an empty inbox, and drains the inbox meanwhile.
-    fn poll_lock(&self, deferred: &mut DeferredReplies<S::Deferred>) -> Option<StrandGuard<'_, S>> {
-        let polls = if STEPS.get() == 0 { POLLS_MAX } else { POLLS_NESTED_MAX };
-        for _ in 0..polls {
-            if self.waiting.load(Ordering::Relaxed) > 0 {
-                self.handle_waiting(deferred);
-                if STEPS.get() == 0 {
-                    std::mem::replace(deferred, DeferredReplies(SmallVec::new())).deliver();
-                }
-            } else if let Some(state) = self.try_lock() {
-                return Some(state);
-            }
-            (0..PAUSES_PER_POLL).for_each(|_| std::hint::spin_loop());
-        }
-        None
     }
 
     /// Drains the inbox up to the limit, unless another thread holds the strand and drains it. If the actor is dead or
@@ -209,10 +171,7 @@ impl<S: ActorState> Strand<S> {
 
     /// One step. A panic ends the actor, not the sender.
     fn handle_one(&self, mut state: StrandGuard<'_, S>, msg: S::Msg, deferred: &mut DeferredReplies<S::Deferred>) {
-        STEPS.set(STEPS.get() + 1);
-        let stepped = catch_unwind(AssertUnwindSafe(|| state.as_mut().and_then(|state| state.step(msg))));
-        STEPS.set(STEPS.get() - 1);
-        match stepped {
+        match catch_unwind(AssertUnwindSafe(|| state.as_mut().and_then(|state| state.step(msg)))) {
             Ok(reply) => {
                 drop(state);
                 deferred.0.extend(reply);

@@ -1,6 +1,5 @@
 //! The router's phase, and the end of waits when it goes down.
 
-use tokio::sync::oneshot::error::TryRecvError;
 use tokio::sync::{oneshot, watch};
 
 use crate::error::Down;
@@ -57,14 +56,8 @@ impl RouterStatus {
     }
 
     /// An actor's reply; `None` if it was lost with the actor or the router is down, which ends the wait for a hung actor
-    /// too. A reply that is already there costs no read of the status, and nothing of the budget after which the runtime
-    /// suspends a task.
-    pub(crate) async fn reply_of<T>(&self, mut reply: oneshot::Receiver<T>) -> Option<T> {
-        match reply.try_recv() {
-            Ok(reply) => return Some(reply),
-            Err(TryRecvError::Closed) => return None,
-            Err(TryRecvError::Empty) => {}
-        }
+    /// too. A reply that is already there costs no read of the status.
+    pub(crate) async fn reply_of<T>(&self, reply: oneshot::Receiver<T>) -> Option<T> {
         tokio::select! {
             biased;
             reply = reply => reply.ok(),

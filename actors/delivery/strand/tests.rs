@@ -187,25 +187,3 @@ fn a_sender_delivers_its_own_reply_before_it_drains_the_inbox() {
     assert_eq!(log, ["step 1", "reply 1", "step 2", "step 3", "reply 2", "reply 3"]);
     strand.close(); // drops the reference of the state to its strand
 }
-
-#[test]
-fn a_strand_that_stays_busy_receives_the_message_in_its_inbox() {
-    let (steps, strand) = (Arc::new(AtomicU32::new(0)), Strand::closed());
-    let mut holder = strand.state.lock().expect("no panic");
-    *holder = Some(Counter { steps: Arc::clone(&steps) });
-    std::thread::scope(|scope| {
-        scope.spawn(|| strand.tell(CounterMsg::Count));
-    });
-    assert_eq!((strand.waiting.load(Ordering::Relaxed), steps.load(Ordering::Relaxed)), (1, 0));
-    drop(holder);
-    strand.tell(CounterMsg::Count);
-    assert_eq!((strand.waiting.load(Ordering::Relaxed), steps.load(Ordering::Relaxed)), (0, 2));
-}
-
-#[test]
-fn a_step_that_panics_leaves_no_step_under_way_on_its_thread() {
-    let strand = Strand::closed();
-    *strand.state.lock().expect("no panic") = Some(Counter { steps: Arc::default() });
-    strand.tell(CounterMsg::PanicHalfway);
-    assert_eq!(STEPS.get(), 0);
-}
