@@ -67,6 +67,8 @@ struct Gauges {
     leases: ZeroedGauge,
     requests_gate: ZeroedGauge,
     events_gate: ZeroedGauge,
+    /// Age of the last good set by discovery source.
+    stale_sources: BTreeMap<String, ZeroedGauge>,
     /// Cloned into a query; the extra reference exists until the scheduler has replied.
     queue_asked: Arc<()>,
 }
@@ -131,6 +133,7 @@ impl Gauges {
             leases: gauge("pointsman_leases"),
             requests_gate: gate("requests"),
             events_gate: gate("events"),
+            stale_sources: BTreeMap::new(),
             queue_asked: Arc::default(),
             pool: pool.clone(),
         }
@@ -140,6 +143,12 @@ impl Gauges {
         let GaugeSources { config, clock, views, directory, waiting_room, shards, scheduler, .. } = sources;
         self.publish_ranks(&views.ranks.all(), clock.now());
         self.cold_ranks.0.set(as_f64(views.cold.borrow().len() as u64));
+        for status in views.discovery.borrow().iter() {
+            let gauge =
+                || ZeroedGauge(self.pool.gauge("pointsman_discovery_stale_seconds", &[("source", &status.source)]));
+            let gauge = self.stale_sources.entry(status.source.clone()).or_insert_with(gauge);
+            gauge.0.set(status.stale_for(clock.now()).as_secs_f64());
+        }
         let exclusions = views.exclusions.get();
         self.ejected_ranks.0.set(as_f64((exclusions.ejected.len() + exclusions.down.len()) as u64));
         self.eligible_ranks.0.set(as_f64(views.eligible_ranks() as u64));

@@ -7,7 +7,7 @@
 //! ```text
 //! handle         what embedders call: router, builder, requests, placements
 //! supervisor     lifecycles, restart budget, membership
-//! health, engine_load, ingest, discovery, gauges, lease_expiry
+//! health, engine_load, ingest, discovery, gauges, lease_expiry, replica
 //! scheduler      decisions
 //! sequence       one rank's bookings
 //! radix          prefix index
@@ -28,6 +28,8 @@ mod io;
 mod lease_ender;
 mod lease_expiry;
 mod radix;
+#[cfg(feature = "replicas")]
+mod replica;
 mod scheduler;
 mod sequence;
 mod strands;
@@ -40,6 +42,8 @@ mod worker_tasks;
 pub use discovery::{DiscoverySource, StaticList};
 #[cfg(feature = "discovery")]
 pub use discovery::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
+#[cfg(feature = "kubernetes")]
+pub use discovery::{KubernetesPods, PodSelection, ServiceAddresses};
 #[cfg(feature = "http")]
 pub use handle::PlacedBody;
 pub use handle::{
@@ -50,6 +54,10 @@ pub use handle::{
 pub use handle::{Fault, Hang};
 #[cfg(feature = "tower")]
 pub use handle::{PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementLayer};
+#[cfg(feature = "replicas")]
+pub use replica::{BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource};
+#[cfg(feature = "replicas")]
+pub use replica::{MemoryBus, MemoryFaults, MemoryNetwork};
 pub use scheduler::PendingClass;
 pub use views::kv_source::KvSourceStatus;
 pub use views::worker::WorkerEntry;

@@ -30,14 +30,18 @@ use crate::actors::views::wake_flag::WakeFlag;
 use crate::config::{LoadConfig, RouterConfig};
 use crate::directory::{Lease, LeaseState};
 use crate::health::Exclusions;
-use crate::load::{BoardChanges, PromptBlocks};
+use crate::load::{ArrivalsCell, BoardChanges, PromptBlocks};
 use crate::predict::SpeculativePrompt;
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp};
-use crate::queue::Depth;
+use crate::queue::{Depth, QueueHeads};
+#[cfg(feature = "replicas")]
+use crate::replica::ReplicaLife;
 use crate::schedule::{
     Admission, Effect, Explanation, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, RankCells, Request, Schedule,
 };
 use crate::select::{RankConditions, RankOverlap, RankTraits};
+#[cfg(feature = "replicas")]
+use crate::session::SessionBinding;
 
 /// Messages to the scheduler.
 pub(crate) enum SchedulerMsg {
@@ -71,9 +75,24 @@ pub(crate) enum SchedulerMsg {
     Conditions { done: Option<oneshot::Sender<()>> },
     /// The ranks excluded for their health have changed.
     Exclusions,
+    /// Bindings of sessions from another replica. The value is dropped when they are applied or lost.
+    #[cfg(feature = "replicas")]
+    ReceiveSessions { bindings: Vec<SessionBinding>, applied: Arc<()> },
+    /// Query for the bindings of sessions to send to other replicas.
+    #[cfg(feature = "replicas")]
+    ShareSessions(SessionsQuery),
     /// Injected fault: panic, or hold the strand until released.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
+}
+
+/// Query for the bindings of sessions to send, as replica `life`. See [`crate::session::Sessions::outbound`].
+#[cfg(feature = "replicas")]
+pub(crate) struct SessionsQuery {
+    pub(crate) life: ReplicaLife,
+    pub(crate) period: Duration,
+    pub(crate) bytes_max: usize,
+    pub(crate) answer: oneshot::Sender<Vec<SessionBinding>>,
 }
 
 /// Context of one request at the scheduler: its lease and its reply channel.
@@ -118,6 +137,10 @@ pub(crate) struct SchedulerDependencies {
     pub(crate) exclusions: Arc<Published<Exclusions>>,
     /// Slots whose boards have changed.
     pub(crate) board_changes: Arc<BoardChanges>,
+    /// Arrivals of the pool, own ones and those of other replicas.
+    pub(crate) arrivals: Arc<ArrivalsCell>,
+    /// Longest-waiting requests of the replicas.
+    pub(crate) queue_heads: Arc<QueueHeads>,
     pub(crate) clock: Clock,
     pub(crate) runtime: Handle,
 }
@@ -205,6 +228,8 @@ pub(crate) struct SchedulerReplies {
     cancelled: Vec<RequestContext>,
     pending: Vec<(oneshot::Sender<Vec<PendingClass>>, Vec<PendingClass>)>,
     conditions: Vec<oneshot::Sender<()>>,
+    #[cfg(feature = "replicas")]
+    sessions: Vec<(oneshot::Sender<Vec<SessionBinding>>, Vec<SessionBinding>)>,
 }
 
 impl Scheduler {
@@ -220,7 +245,11 @@ impl Scheduler {
             queueing: config.queue.is_enabled(),
             queue_meters: config.queue.is_enabled().then(|| QueueMeters::new(&config)),
             schedule: Schedule::new(config, incarnation, extensions),
-            loads: LiveLoads::new(Arc::clone(&dependencies.board_changes)),
+            loads: LiveLoads::new(
+                Arc::clone(&dependencies.board_changes),
+                Arc::clone(&dependencies.arrivals),
+                Arc::clone(&dependencies.queue_heads),
+            ),
             sequences: Vec::new(),
             effects: VecDeque::new(),
             replies: SchedulerReplies::default(),
@@ -330,6 +359,24 @@ impl Scheduler {
         self.replies.pending.push((answer, pending.collect()));
     }
 
+    #[cfg(feature = "replicas")]
+    fn on_receive_sessions(&mut self, bindings: &[SessionBinding]) {
+        let now = self.dependencies.clock.now();
+        bindings.iter().for_each(|binding| self.schedule.sessions_mut().receive(binding, now));
+    }
+
+    /// Numbers of bindings begin at the start time of the process, in units below a nanosecond: no replica binds as many
+    /// sessions.
+    #[cfg(feature = "replicas")]
+    fn on_share_sessions(&mut self, query: SessionsQuery) {
+        let SessionsQuery { life, period, bytes_max, answer } = query;
+        let now = self.dependencies.clock.now();
+        let sessions = self.schedule.sessions_mut();
+        sessions.share_as(life.replica.0, life.incarnation.min(u64::MAX >> 22) << 20);
+        let bindings = sessions.outbound(period, bytes_max, now);
+        self.replies.sessions.push((answer, bindings));
+    }
+
     fn on_show_queue(&self) {
         if let Some(meters) = &self.queue_meters {
             meters.show(self.schedule.depths(), self.dependencies.clock.now());
@@ -343,6 +390,8 @@ impl Scheduler {
     /// Performs effects until none are left, including those of responses that arrive inline.
     fn perform(&mut self) -> SchedulerReplies {
         let now = self.dependencies.clock.now();
+        // Before the bookings, after which other replicas are informed.
+        self.publish_queue_head();
         while let Some(effect) = self.next_effect(now) {
             match effect {
                 Effect::Query(query) => {
@@ -352,7 +401,7 @@ impl Scheduler {
                     }
                 }
                 Effect::Refresh { booking, block_hashes } => self.ask_shards(booking, block_hashes),
-                Effect::PublishTypicalSpeed(speed) => self.loads.publish_typical_speed(&speed),
+                Effect::PublishTypical { speed, rate } => self.loads.publish_typical(&speed, rate, now),
                 Effect::Book { context, decision, number, trace } => {
                     if let Some(explanation) = trace {
                         trace_decision(&explanation);
@@ -388,9 +437,16 @@ impl Scheduler {
             self.in_flight = None;
         }
         if self.queueing {
+            self.publish_queue_head();
             self.arm_wake();
         }
         std::mem::take(&mut self.replies)
+    }
+
+    fn publish_queue_head(&self) {
+        if self.queueing {
+            self.dependencies.queue_heads.publish_own(self.schedule.queue_head());
+        }
     }
 
     /// The next effect. If there is none and requests wait for load, sets the wake flag and re-reads the boards.
@@ -502,6 +558,13 @@ impl ActorState for Scheduler {
                 self.replies.conditions.extend(done);
             }
             SchedulerMsg::Exclusions => self.load_exclusions(),
+            #[cfg(feature = "replicas")]
+            SchedulerMsg::ReceiveSessions { bindings, applied } => {
+                self.on_receive_sessions(&bindings);
+                drop(applied);
+            }
+            #[cfg(feature = "replicas")]
+            SchedulerMsg::ShareSessions(query) => self.on_share_sessions(query),
             #[cfg(feature = "faults")]
             SchedulerMsg::Fault(injected) => injected.apply(),
         }
@@ -525,6 +588,10 @@ impl DeferredReply for SchedulerReplies {
         }
         for done in self.conditions {
             let _ = done.send(()); // the receiver may be dropped
+        }
+        #[cfg(feature = "replicas")]
+        for (answer, bindings) in self.sessions {
+            let _ = answer.send(bindings); // the receiver may be dropped
         }
     }
 }

@@ -158,7 +158,9 @@ impl Still {
                     self.fleet.ranks[slot].cells.board.publish(&self.boards[slot]);
                     return decision.rank();
                 }
-                Some(Effect::PublishTypicalSpeed(speed)) => self.fleet.loads.publish_typical_speed(&speed),
+                Some(Effect::PublishTypical { speed, rate }) => {
+                    self.fleet.loads.publish_typical(&speed, rate, self.fleet.now);
+                }
                 other => unreachable!("unexpected effect {other:?}"),
             }
         }

@@ -8,6 +8,7 @@ use crate::protocol::{WorkerConfigError, WorkerId};
 use crate::schedule::Rejection;
 use crate::select::{Filter, TaintWeightError};
 use crate::session::SessionIdError;
+use crate::snapshot::SnapshotError;
 
 /// Reason for a stopped router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -250,6 +251,9 @@ pub enum StartError {
         /// Required workers.
         wanted: u32,
     },
+    /// Snapshot of another layout.
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
     /// The router went down while waiting for workers.
     #[error(transparent)]
     Down(#[from] Down),

@@ -79,10 +79,12 @@ pub mod policy;
 pub mod predict;
 pub mod protocol;
 pub mod queue;
+pub mod replica;
 mod request;
 pub mod schedule;
 pub mod select;
 pub mod session;
+pub mod snapshot;
 #[cfg(any(test, feature = "test-support"))]
 pub mod test_support;
 mod validation;
@@ -97,10 +99,17 @@ pub use actors::{
     PendingClass, Placement, RankScores, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
     SharedCacheFailure, SharedSummary, StaticList, WorkerEntry,
 };
+#[cfg(feature = "replicas")]
+pub use actors::{
+    BusFuture, FetchError, MemoryBus, MemoryFaults, MemoryNetwork, ReplicaBus, ReplicaMember, ReplicaMessage,
+    SnapshotSource,
+};
 #[cfg(feature = "discovery")]
 pub use actors::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
 #[cfg(feature = "faults")]
 pub use actors::{Fault, Hang};
+#[cfg(feature = "kubernetes")]
+pub use actors::{KubernetesPods, PodSelection, ServiceAddresses};
 #[cfg(feature = "tower")]
 pub use actors::{PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementLayer};
 pub use config::RouterConfig;

@@ -3,7 +3,12 @@
 //! Maps session ids to ranks. A binding is found only under its own id and expires a time to live after its last use.
 //! The table is bounded and evicts the longest idle session first. Time that decreases counts as constant. The caller
 //! determines the value of a binding, and reports removed ranks.
+//!
+//! Replicas of a router share their tables. Each binding has a [`BindingVersion`], and the highest version of a session
+//! wins at every replica, in any order of arrival: a last-writer-wins register with a Lamport clock (Lamport, Time,
+//! clocks, and the ordering of events, 1978).
 
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
@@ -65,6 +70,40 @@ impl Deref for SessionId {
     }
 }
 
+/// Version of a binding. The higher one of two replaces the other: the higher number, of equal numbers that of the higher
+/// writer, and of equal versions the one with the higher rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct BindingVersion {
+    /// Number, above those of all bindings that the writer knew.
+    pub sequence: u64,
+    /// Id of the replica that bound the session.
+    pub writer: u64,
+}
+
+/// A binding, as sent to other replicas.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SessionBinding {
+    /// The session.
+    pub id: SessionId,
+    /// Its rank, which may be unknown to the receiver. The binding then has no effect before the rank is registered.
+    pub rank: WorkerRank,
+    /// Version.
+    pub version: BindingVersion,
+    /// Time since the last use.
+    pub idle: Duration,
+}
+
+impl SessionBinding {
+    /// Upper bound of its length in a message, in bytes.
+    #[must_use]
+    pub fn bytes_max(&self) -> usize {
+        NUMBERS_BYTES_MAX + self.id.len()
+    }
+}
+
+/// Maximum length of the numbers of a binding in a message, in bytes.
+const NUMBERS_BYTES_MAX: usize = 48;
+
 /// The ranks of recently used sessions.
 ///
 /// Ids are stored completely, so a hash collision costs a comparison and never gives a wrong binding. Lookups and
@@ -101,18 +140,48 @@ pub struct Sessions {
     id_bytes: usize,
     /// The latest time received.
     latest: Timestamp,
+    /// Highest number of a known binding.
+    sequence: u64,
+    /// Present once bindings are shared with other replicas.
+    sharing: Option<Sharing>,
+}
+
+/// State of a table whose bindings are shared.
+#[derive(Clone, Debug)]
+struct Sharing {
+    /// Id of the own replica.
+    writer: u64,
+    /// Sessions with own bindings that have not been sent.
+    unsent: VecDeque<SessionId>,
+    /// Last session in the order of use of each second. Received bindings are inserted behind it, so the order of use is
+    /// exact to the second.
+    seconds: BTreeMap<u64, u32>,
+    /// Position of the next repeated session.
+    repeated: u32,
+    /// Repetitions that are due.
+    due: f64,
+    /// Time of the last repetition.
+    repeated_at: Timestamp,
 }
 
 #[derive(Clone, Debug)]
 struct Session {
     id: SessionId,
     rank: WorkerRank,
+    version: BindingVersion,
+    /// Whether this process has bound it.
+    is_own: bool,
+    /// Whether it is among the unsent bindings.
+    is_unsent: bool,
     used: Timestamp,
     /// Position of the session used before this one; [`NONE`] for the oldest.
     older: u32,
     /// Position of the session used after this one; [`NONE`] for the newest.
     newer: u32,
 }
+
+/// Maximum number of unsent bindings. Later ones are sent by the repetition of all.
+const UNSENT_MAX: usize = 4_096;
 
 /// Null position.
 const NONE: u32 = u32::MAX;
@@ -134,16 +203,48 @@ impl Sessions {
             newest: NONE,
             id_bytes: 0,
             latest: Timestamp::default(),
+            sequence: 0,
+            sharing: None,
+        }
+    }
+
+    /// Shares the bindings as replica `writer`. The numbers of own bindings exceed `sequence`, which exceeds those of the
+    /// replica's earlier processes. Existing bindings are new ones. Repeated calls have no effect.
+    pub fn share_as(&mut self, writer: u64, sequence: u64) {
+        if self.sharing.is_some() {
+            return;
+        }
+        self.sequence = self.sequence.max(sequence);
+        let (unsent, repeated_at) = (VecDeque::new(), self.latest);
+        self.sharing = Some(Sharing { writer, unsent, seconds: BTreeMap::new(), repeated: 0, due: 0.0, repeated_at });
+        let mut place = self.oldest;
+        while place != NONE {
+            self.write(place);
+            let Session { used, newer, .. } = *self.at(place);
+            if let Some(Sharing { seconds, .. }) = &mut self.sharing {
+                seconds.insert(second(used), place);
+            }
+            place = newer;
         }
     }
 
     /// The rank of the session. Counts as a use.
     pub fn rank_of(&mut self, id: &str, now: Timestamp) -> Option<WorkerRank> {
+        let place = self.use_of(id, now)?;
+        Some(self.at(place).rank)
+    }
+
+    /// Position of the session, as used now.
+    fn use_of(&mut self, id: &str, now: Timestamp) -> Option<u32> {
         self.expire(now);
         let place = self.place_of(id)?;
+        if self.latest.since(self.at(place).used) >= self.ttl {
+            self.remove(place);
+            return None;
+        }
         self.unlink(place);
-        self.link_newest(place);
-        Some(self.at(place).rank)
+        self.link(place, self.latest);
+        Some(place)
     }
 
     /// The rank of the session. Does not count as a use.
@@ -153,22 +254,163 @@ impl Sessions {
         (now.max(self.latest).since(session.used) < self.ttl).then_some(session.rank)
     }
 
+    /// Version of the binding of the session.
+    #[must_use]
+    pub fn version_of(&self, id: &str) -> Option<BindingVersion> {
+        Some(self.at(self.place_of(id)?).version)
+    }
+
     /// Binds the session to a rank and replaces an earlier binding. Counts as a use. A full table evicts the longest
     /// idle session.
     pub fn bind(&mut self, id: &SessionId, rank: WorkerRank, now: Timestamp) {
-        if self.rank_of(id, now).is_some() {
-            self.at_mut(self.newest).rank = rank;
+        let place = self.use_of(id, now).unwrap_or_else(|| {
+            if self.sessions.len() == self.max {
+                self.remove(self.oldest);
+            }
+            self.add(id, rank, self.latest)
+        });
+        self.at_mut(place).rank = rank;
+        self.write(place);
+    }
+
+    /// Gives the binding at `place` a new own version, above all known ones, and queues it for sending.
+    fn write(&mut self, place: u32) {
+        let Some(Sharing { writer, unsent, .. }) = &mut self.sharing else { return };
+        self.sequence = self.sequence.saturating_add(1);
+        let session = &mut self.sessions[place as usize];
+        session.version = BindingVersion { sequence: self.sequence, writer: *writer };
+        session.is_own = true;
+        if !session.is_unsent && unsent.len() < UNSENT_MAX {
+            session.is_unsent = true;
+            unsent.push_back(session.id.clone());
+        }
+    }
+
+    /// Applies a binding from another replica if its version is higher than the known one. A full table keeps the
+    /// sessions with the latest uses. Has no effect on a table that is not shared.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
+    /// use pointsman::session::{SessionId, Sessions};
+    ///
+    /// let (now, hour) = (Timestamp::default(), Duration::from_secs(3600));
+    /// let shared_by = |writer| {
+    ///     let mut sessions = Sessions::new(hour, 65_536);
+    ///     sessions.share_as(writer, 0);
+    ///     sessions
+    /// };
+    /// let (mut one, mut two) = (shared_by(1), shared_by(2));
+    /// let (chat, rank) = (SessionId::new("chat-7")?, |worker| WorkerRank::new(WorkerId(worker), 0));
+    /// one.bind(&chat, rank(3), now);
+    /// two.bind(&chat, rank(4), now); // of equal numbers the higher writer wins
+    /// let (from_one, from_two) = (one.outbound(hour, 8_192, now), two.outbound(hour, 8_192, now));
+    /// from_one.iter().for_each(|binding| two.receive(binding, now));
+    /// from_two.iter().for_each(|binding| one.receive(binding, now));
+    /// assert_eq!((one.peek(&chat, now), two.peek(&chat, now)), (Some(rank(4)), Some(rank(4))));
+    /// # Ok::<(), pointsman::session::SessionIdError>(())
+    /// ```
+    pub fn receive(&mut self, binding: &SessionBinding, now: Timestamp) {
+        self.expire(now);
+        let Some(Sharing { writer: own, .. }) = self.sharing else { return };
+        if binding.idle >= self.ttl {
             return;
         }
-        if self.sessions.len() == self.max {
-            self.remove(self.oldest);
+        let SessionBinding { ref id, rank, version, idle } = *binding;
+        self.sequence = self.sequence.max(version.sequence);
+        let idle = u64::try_from(idle.as_nanos()).unwrap_or(u64::MAX);
+        let used = Timestamp(self.latest.0.saturating_sub(idle));
+        let place = match self.place_of(id) {
+            Some(place) => {
+                let known = self.at(place);
+                // Equal versions are of two processes of one replica, whose clock has been set back.
+                if (version, rank) <= (known.version, known.rank) {
+                    return;
+                }
+                if known.is_own && version.writer == own {
+                    // From an earlier process of this replica, whose clock was ahead.
+                    return self.write(place);
+                }
+                let used = used.max(known.used);
+                self.unlink(place);
+                self.link(place, used);
+                place
+            }
+            None => {
+                if self.sessions.len() == self.max {
+                    if second(used) <= second(self.at(self.oldest).used) {
+                        return;
+                    }
+                    self.remove(self.oldest);
+                }
+                self.add(id, rank, used)
+            }
+        };
+        let session = self.at_mut(place);
+        (session.rank, session.version, session.is_own) = (rank, version, false);
+    }
+
+    /// Bindings to send to the other replicas: new own ones, and a part of all, own or not, so that each is repeated once
+    /// per `period`. At most `bytes_max` bytes; what exceeds them follows later.
+    pub fn outbound(&mut self, period: Duration, bytes_max: usize, now: Timestamp) -> Vec<SessionBinding> {
+        self.expire(now);
+        let Some(mut sharing) = self.sharing.take() else { return Vec::new() };
+        let (mut bindings, mut bytes) = (Vec::new(), 0);
+        let mut fits = |sessions: &Self, place: u32| {
+            let Session { id, rank, version, used, .. } = sessions.at(place);
+            let idle = sessions.latest.since(*used);
+            let binding = SessionBinding { id: id.clone(), rank: *rank, version: *version, idle };
+            bytes += binding.bytes_max();
+            let fits = bytes <= bytes_max;
+            if fits && idle < sessions.ttl {
+                bindings.push(binding);
+            }
+            fits
+        };
+        while let Some(id) = sharing.unsent.pop_front() {
+            let Some(place) = self.place_of(&id).filter(|place| self.at(*place).is_unsent) else { continue };
+            if !fits(self, place) {
+                sharing.unsent.push_front(id);
+                break;
+            }
+            self.at_mut(place).is_unsent = false;
         }
+        let count = self.sessions.len() as f64;
+        let elapsed = self.latest.since(sharing.repeated_at).as_secs_f64();
+        sharing.due = (sharing.due + count * elapsed / period.as_secs_f64().max(1e-3)).min(count);
+        sharing.repeated_at = self.latest;
+        while sharing.due >= 1.0 {
+            if sharing.repeated as usize >= self.sessions.len() {
+                sharing.repeated = 0;
+            }
+            if !fits(self, sharing.repeated) {
+                break;
+            }
+            sharing.repeated += 1;
+            sharing.due -= 1.0;
+        }
+        self.sharing = Some(sharing);
+        bindings
+    }
+
+    /// Adds a session that is not known.
+    fn add(&mut self, id: &SessionId, rank: WorkerRank, used: Timestamp) -> u32 {
         let place = u32::try_from(self.sessions.len()).expect("fewer sessions than places");
         let Self { by_id, hasher, sessions, .. } = self;
-        sessions.push(Session { id: id.clone(), rank, used: self.latest, older: NONE, newer: NONE });
+        sessions.push(Session {
+            id: id.clone(),
+            rank,
+            version: BindingVersion::default(),
+            is_own: false,
+            is_unsent: false,
+            used,
+            older: NONE,
+            newer: NONE,
+        });
         by_id.insert_unique(hasher.hash_one(&**id), place, |known| hasher.hash_one(&*sessions[*known as usize].id));
         self.id_bytes += id.len();
-        self.link_newest(place);
+        self.link(place, used);
+        place
     }
 
     /// Forgets one session and returns its rank.
@@ -234,16 +476,30 @@ impl Sessions {
 
     /// Removes a session from the order of use.
     fn unlink(&mut self, place: u32) {
-        let Session { older, newer, .. } = *self.at(place);
+        let Session { older, newer, used, .. } = *self.at(place);
+        let is_in = |place: u32| place != NONE && second(self.at(place).used) == second(used);
+        let (is_last, before) = (!is_in(newer), Some(older).filter(|older| is_in(*older)));
+        if let Some(Sharing { seconds, .. }) = self.sharing.as_mut().filter(|_| is_last) {
+            match before {
+                Some(before) => seconds.insert(second(used), before),
+                None => seconds.remove(&second(used)),
+            };
+        }
         self.point_to(older, newer, newer, older);
     }
 
-    /// Appends a session to the order of use, as used now.
-    fn link_newest(&mut self, place: u32) {
-        let (older, used) = (self.newest, self.latest);
+    /// Inserts a session into the order of use, behind the others of the same second.
+    fn link(&mut self, place: u32, used: Timestamp) {
+        let mut older = self.newest;
+        if let Some(Sharing { seconds, .. }) = &mut self.sharing {
+            let last = seconds.range(..=second(used)).next_back();
+            older = last.map_or(NONE, |(_, last)| *last);
+            seconds.insert(second(used), place);
+        }
+        let newer = if older == NONE { self.oldest } else { self.at(older).newer };
         let session = self.at_mut(place);
-        (session.older, session.newer, session.used) = (older, NONE, used);
-        self.point_to(older, place, NONE, place);
+        (session.older, session.newer, session.used) = (older, newer, used);
+        self.point_to(older, place, newer, place);
     }
 
     /// Makes `after_older` follow `older`, and `before_newer` precede `newer`; [`NONE`] represents the end of the list.
@@ -267,10 +523,14 @@ impl Sessions {
         self.id_bytes -= removed.id.len();
         let moved = u32::try_from(self.sessions.len()).expect("fewer sessions than places");
         if moved != place {
-            let Session { id, older, newer, .. } = self.at(place);
-            let (hash, older, newer) = (self.hasher.hash_one(&**id), *older, *newer);
+            let Session { id, older, newer, used, .. } = self.at(place);
+            let (hash, older, newer, used) = (self.hasher.hash_one(&**id), *older, *newer, *used);
             *self.by_id.find_mut(hash, |known| *known == moved).expect("each session is found by its id") = place;
             self.point_to(older, place, newer, place);
+            let last = self.sharing.as_mut().and_then(|sharing| sharing.seconds.get_mut(&second(used)));
+            if let Some(last) = last.filter(|last| **last == moved) {
+                *last = place;
+            }
         }
         removed
     }
@@ -287,163 +547,33 @@ impl Sessions {
             let session = self.at(place);
             assert_eq!(self.place_of(&session.id), Some(place), "{:?} is at another position", session.id);
             assert_eq!(session.older, older, "the list is not doubly linked");
-            assert!(older == NONE || self.at(older).used <= session.used, "uses are out of order");
+            let is_before = |older: Timestamp| match self.sharing {
+                Some(_) => second(older) <= second(session.used),
+                None => older <= session.used,
+            };
+            assert!(older == NONE || is_before(self.at(older).used), "uses are out of order");
             assert!(session.used <= self.latest, "a use in the future");
             (older, place, walked) = (place, session.newer, walked + 1);
         }
         assert_eq!((self.newest, walked), (older, self.sessions.len()), "the list ends early");
         assert_eq!(self.id_bytes, self.sessions.iter().map(|session| session.id.len()).sum::<usize>());
+        if let Some(Sharing { seconds, unsent, .. }) = &self.sharing {
+            let mut lasts = BTreeMap::new();
+            let mut place = self.oldest;
+            while place != NONE {
+                lasts.insert(second(self.at(place).used), place);
+                place = self.at(place).newer;
+            }
+            assert_eq!(*seconds, lasts, "last sessions of the seconds");
+            assert!(unsent.len() <= UNSENT_MAX, "{} unsent bindings", unsent.len());
+        }
     }
+}
+
+/// The whole seconds of a time.
+fn second(at: Timestamp) -> u64 {
+    at.0 / 1_000_000_000
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::protocol::WorkerId;
-
-    const TTL: u64 = 100;
-
-    fn id(name: u64) -> SessionId {
-        SessionId::new(&format!("session-{name}")).expect("short")
-    }
-
-    fn rank(worker: u64) -> WorkerRank {
-        WorkerRank::new(WorkerId(worker), 0)
-    }
-
-    fn sessions(max: u32) -> Sessions {
-        Sessions::new(Duration::from_nanos(TTL), max)
-    }
-
-    #[test]
-    fn ids_have_1_to_256_bytes() {
-        assert_eq!(SessionId::new(""), Err(SessionIdError { length: 0 }));
-        assert!(SessionId::new(&"é".repeat(128)).is_ok());
-        assert_eq!(SessionId::new(&"é".repeat(129)), Err(SessionIdError { length: 258 }));
-    }
-
-    #[test]
-    fn longest_idle_session_is_evicted_first() {
-        let mut sessions = sessions(2);
-        sessions.bind(&id(1), rank(1), Timestamp(0));
-        sessions.bind(&id(2), rank(2), Timestamp(1));
-        assert_eq!(sessions.rank_of(&id(1), Timestamp(2)), Some(rank(1)));
-        assert_eq!(sessions.peek(&id(2), Timestamp(2)), Some(rank(2)), "a peek does not count as a use");
-        sessions.bind(&id(3), rank(3), Timestamp(3));
-        assert_eq!(sessions.peek(&id(2), Timestamp(3)), None);
-        sessions.bind(&id(1), rank(9), Timestamp(4));
-        assert_eq!(
-            (sessions.len(), sessions.peek(&id(3), Timestamp(4))),
-            (2, Some(rank(3))),
-            "a repeated binding adds no session"
-        );
-    }
-
-    #[test]
-    fn sessions_end_with_their_rank() {
-        let mut sessions = sessions(8);
-        for n in 0..6 {
-            sessions.bind(&id(n), rank(n % 2), Timestamp(n));
-        }
-        assert_eq!(sessions.forget_rank(rank(1)), 3);
-        assert_eq!(sessions.forget_rank(rank(1)), 0);
-        assert_eq!(sessions.forget(&id(0)), Some(rank(0)));
-        assert_eq!((sessions.len(), sessions.rank_of(&id(1), Timestamp(9))), (2, None));
-        sessions.check_invariants();
-    }
-
-    #[test]
-    fn full_table_stays_below_512_bytes_per_session() {
-        for max in [1_000, 4_096, 7_169] {
-            let mut sessions = sessions(max);
-            for n in 0..2 * max {
-                let id = SessionId::new(&format!("{n:0>256}")).expect("maximum length");
-                sessions.bind(&id, rank(1), Timestamp(0));
-            }
-            assert!(sessions.bytes() <= 512 * max as usize, "{} bytes for {max} sessions", sessions.bytes());
-        }
-    }
-
-    #[derive(Clone, Debug)]
-    enum SessionOp {
-        RankOf(u64),
-        Peek(u64),
-        Bind(u64, u64),
-        Forget(u64),
-        ForgetRank(u64),
-        Time(i64),
-    }
-
-    fn step() -> impl Strategy<Value = SessionOp> {
-        let (name, worker) = (0..8u64, 0..3u64);
-        prop_oneof![
-            3 => name.clone().prop_map(SessionOp::RankOf),
-            2 => name.clone().prop_map(SessionOp::Peek),
-            4 => (name.clone(), worker.clone()).prop_map(|(name, worker)| SessionOp::Bind(name, worker)),
-            1 => name.prop_map(SessionOp::Forget),
-            1 => worker.prop_map(SessionOp::ForgetRank),
-            3 => (-30..80i64).prop_map(SessionOp::Time),
-        ]
-    }
-
-    /// Every current binding, in order of last use.
-    #[derive(Default)]
-    struct SessionModel(Vec<(u64, WorkerRank, u64)>);
-
-    impl SessionModel {
-        fn find(&self, name: u64, now: u64) -> Option<WorkerRank> {
-            self.0.iter().find(|known| known.0 == name && now - known.2 < TTL).map(|known| known.1)
-        }
-
-        fn bind(&mut self, name: u64, rank: WorkerRank, now: u64, max: usize) {
-            self.0.retain(|known| known.0 != name && now - known.2 < TTL);
-            self.0.push((name, rank, now));
-            let extra = self.0.len().saturating_sub(max);
-            self.0.drain(..extra);
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn table_matches_a_list(max in 1..6u32, steps in proptest::collection::vec(step(), 1..80)) {
-            let (mut sessions, mut model) = (sessions(max), SessionModel::default());
-            let (mut clock, mut latest) = (1_000u64, 0); // the latest time that the table received
-            for step in steps {
-                let now = Timestamp(clock);
-                match step {
-                    SessionOp::RankOf(name) => {
-                        latest = latest.max(clock);
-                        let found = model.find(name, latest);
-                        prop_assert_eq!(sessions.rank_of(&id(name), now), found);
-                        if let Some(rank) = found {
-                            model.bind(name, rank, latest, max as usize);
-                        }
-                    }
-                    SessionOp::Peek(name) => {
-                        prop_assert_eq!(sessions.peek(&id(name), now), model.find(name, latest.max(clock)));
-                    }
-                    SessionOp::Bind(name, worker) => {
-                        latest = latest.max(clock);
-                        sessions.bind(&id(name), rank(worker), now);
-                        model.bind(name, rank(worker), latest, max as usize);
-                    }
-                    SessionOp::Forget(name) => {
-                        sessions.forget(&id(name));
-                        model.0.retain(|known| known.0 != name);
-                    }
-                    SessionOp::ForgetRank(worker) => {
-                        sessions.forget_rank(rank(worker));
-                        model.0.retain(|known| known.1 != rank(worker));
-                    }
-                    SessionOp::Time(by) => clock = clock.saturating_add_signed(by),
-                }
-                sessions.check_invariants();
-            }
-            for name in 0..8 {
-                prop_assert_eq!(sessions.peek(&id(name), Timestamp(clock)), model.find(name, latest.max(clock)));
-            }
-        }
-    }
-}
+mod tests;

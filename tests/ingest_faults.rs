@@ -22,10 +22,10 @@ use crate::zmtp::{Publisher, batch};
 /// Longer than any step, including the back-off on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-type Held = BTreeSet<(WorkerRank, EngineHash, BlockHash)>;
+pub(crate) type Held = BTreeSet<(WorkerRank, EngineHash, BlockHash)>;
 
 /// Polls until `condition` holds.
-async fn until(what: &str, router: &Router, mut condition: impl FnMut() -> bool) {
+pub(crate) async fn until(what: &str, router: &Router, mut condition: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !condition() {
         assert!(begun.elapsed() < PATIENCE, "{what}: {:#?}", router.kv_sources());
@@ -34,7 +34,7 @@ async fn until(what: &str, router: &Router, mut condition: impl FnMut() -> bool)
 }
 
 /// Polls until the content of the index satisfies a condition.
-async fn until_held(router: &Router, is_well: impl Fn(&Held) -> bool) {
+pub(crate) async fn until_held(router: &Router, is_well: impl Fn(&Held) -> bool) {
     let begun = Instant::now();
     loop {
         let held = held(router).await;
@@ -46,15 +46,15 @@ async fn until_held(router: &Router, is_well: impl Fn(&Held) -> bool) {
     }
 }
 
-fn source(router: &Router, of: WorkerRank) -> Option<KvSourceStatus> {
+pub(crate) fn source(router: &Router, of: WorkerRank) -> Option<KvSourceStatus> {
     router.kv_sources().into_iter().find(|source| source.rank == of)
 }
 
-fn is(router: &Router, of: WorkerRank, trust: StreamState) -> bool {
+pub(crate) fn is(router: &Router, of: WorkerRank, trust: StreamState) -> bool {
     source(router, of).is_some_and(|source| source.connected && source.trust == trust)
 }
 
-async fn held(router: &Router) -> Held {
+pub(crate) async fn held(router: &Router) -> Held {
     let events = router.dump_events().await.expect("up");
     let blocks = events.into_iter().flat_map(|RouterEvent { rank, data, .. }| match data {
         KvEvent::Stored { blocks, .. } => blocks.into_iter().map(|b| (rank, b.engine_hash, b.block_hash)).collect(),
@@ -64,32 +64,32 @@ async fn held(router: &Router) -> Held {
 }
 
 /// An engine rank and its cached prompts.
-struct Engine {
-    rank: WorkerRank,
-    publisher: Publisher,
+pub(crate) struct Engine {
+    pub(crate) rank: WorkerRank,
+    pub(crate) publisher: Publisher,
     dialect: Dialect,
-    prompts: Vec<Vec<u32>>,
+    pub(crate) prompts: Vec<Vec<u32>>,
     batches: u32,
 }
 
 impl Engine {
-    async fn start(worker: u64, ring_max: usize) -> Self {
+    pub(crate) async fn start(worker: u64, ring_max: usize) -> Self {
         let publisher = Publisher::start(ring_max, worker.is_multiple_of(2)).await;
         let dialect = if worker.is_multiple_of(2) { Dialect::VllmMap } else { Dialect::VllmArray };
         Self { rank: rank(worker), publisher, dialect, prompts: Vec::new(), batches: 0 }
     }
 
-    fn config(&self) -> WorkerConfig {
+    pub(crate) fn config(&self) -> WorkerConfig {
         engine_at(self.rank.worker, self.publisher.kv_events())
     }
 
-    fn payload(&mut self, events: &[(RouterEvent, &[u32])]) -> Vec<u8> {
+    pub(crate) fn payload(&mut self, events: &[(RouterEvent, &[u32])]) -> Vec<u8> {
         self.batches += 1;
         batch(self.dialect, 1.7e9 + f64::from(self.batches), events)
     }
 
     /// A batch that stores a new unique prompt.
-    fn stores(&mut self, blocks: u32) -> Vec<u8> {
+    pub(crate) fn stores(&mut self, blocks: u32) -> Vec<u8> {
         let prompt = tokens(self.batches * 64 + self.rank.worker.0 as u32 + 1, blocks);
         let payload = self.payload(&[(stored(self.rank, &prompt), &prompt)]);
         self.prompts.push(prompt);
@@ -107,13 +107,13 @@ impl Engine {
         self.payload(&[(RouterEvent { rank: self.rank, tier: StorageTier::Device, data }, &[])])
     }
 
-    fn store(&mut self) {
+    pub(crate) fn store(&mut self) {
         let payload = self.stores(3);
         self.publisher.publish(&payload);
     }
 
     /// Stores three prompts and removes the oldest one.
-    fn work(&mut self) {
+    pub(crate) fn work(&mut self) {
         for _ in 0..3 {
             self.store();
         }
@@ -121,7 +121,7 @@ impl Engine {
         self.publisher.publish(&payload);
     }
 
-    fn holds(&self) -> Held {
+    pub(crate) fn holds(&self) -> Held {
         self.prompts.iter().flat_map(|prompt| blocks_of(self.rank, prompt)).collect()
     }
 }
@@ -138,7 +138,7 @@ fn engine_at(worker: WorkerId, kv_events: KvEventsConfig) -> WorkerConfig {
 }
 
 /// Engines with cached prompts, and a router whose index matches them.
-async fn fleet(config: RouterConfig, engines: u64, ring_max: usize) -> (Router, Vec<Engine>) {
+pub(crate) async fn fleet(config: RouterConfig, engines: u64, ring_max: usize) -> (Router, Vec<Engine>) {
     suppress_fault_reports();
     let mut builder = Router::builder(config);
     let mut fleet = Vec::new();
@@ -157,7 +157,7 @@ async fn fleet(config: RouterConfig, engines: u64, ring_max: usize) -> (Router, 
 }
 
 /// Waits until the index matches the engines and every rank is live.
-async fn assert_exact(router: &Router, fleet: &[Engine]) {
+pub(crate) async fn assert_exact(router: &Router, fleet: &[Engine]) {
     let expected: Held = fleet.iter().flat_map(Engine::holds).collect();
     let begun = Instant::now();
     loop {
@@ -177,7 +177,7 @@ async fn held_or_empty(router: &Router) -> Held {
     if router.flush().await.is_err() { Held::new() } else { held(router).await }
 }
 
-async fn assert_routed_to(router: &Router, engine: &Engine) {
+pub(crate) async fn assert_routed_to(router: &Router, engine: &Engine) {
     let prompt = engine.prompts.last().expect("one block held");
     let placement = router.route(RouteRequest::new("asks", Prompt::Tokens(prompt))).await.expect("placed");
     assert_eq!((placement.rank(), placement.cached_tokens()), (engine.rank, prompt.len() as u32));

@@ -435,7 +435,10 @@ fn dropped(note: Note) -> u64 {
         | Note::Incarnation
         | Note::Cold
         | Note::Healed
-        | Note::ReplayFailed => 0,
+        | Note::ReplayFailed
+        | Note::Restored
+        | Note::RestoreResumed
+        | Note::RestoreDropped => 0,
     }
 }
 

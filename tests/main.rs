@@ -31,11 +31,14 @@ mod load_properties;
 mod predict_properties;
 mod queue_properties;
 mod queue_shares;
+mod replica_properties;
 mod schedule_choice;
 mod schedule_filters;
 mod schedule_replay;
 mod schedule_targets;
+mod schedule_turns;
 mod schedule_waiting;
+mod snapshot;
 mod tidy;
 mod wire;
 
@@ -67,10 +70,16 @@ mod metrics;
 mod predict;
 #[cfg(feature = "runtime")]
 mod prompt_weight;
+#[cfg(feature = "replicas")]
+mod replicas;
 #[cfg(feature = "runtime")]
 mod router;
 #[cfg(feature = "faults")]
 mod router_close;
+#[cfg(feature = "replicas")]
+mod session_properties;
+#[cfg(all(feature = "faults", feature = "zmq"))]
+mod snapshot_restore;
 #[cfg(feature = "runtime")]
 mod waiting;
 #[cfg(feature = "faults")]

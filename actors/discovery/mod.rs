@@ -9,6 +9,8 @@ mod dns;
 #[cfg(feature = "discovery")]
 mod file;
 mod follower;
+#[cfg(feature = "kubernetes")]
+mod kubernetes;
 #[cfg(feature = "discovery")]
 mod prober;
 mod source;
@@ -20,6 +22,8 @@ pub use dns::DnsNames;
 #[cfg(feature = "discovery")]
 pub use file::WatchedFile;
 pub(crate) use follower::{Assignment, Follower, FollowerMsg, SourceReport};
+#[cfg(feature = "kubernetes")]
+pub use kubernetes::{KubernetesPods, PodSelection, ServiceAddresses};
 #[cfg(feature = "discovery")]
 pub use prober::ProbeOptions;
 pub(crate) use source::AnySource;

@@ -61,8 +61,8 @@ impl ProbeOptions {
 #[derive(Debug)]
 pub(super) struct Prober {
     pub(super) options: ProbeOptions,
-    /// By endpoint.
-    last: BTreeMap<String, Described>,
+    /// By id, if the source has one, and endpoint: a new worker at an old address has no facts yet.
+    last: BTreeMap<(Option<WorkerId>, String), Described>,
 }
 
 impl Prober {
@@ -81,6 +81,7 @@ impl Prober {
         let mut last = BTreeMap::new();
         for (position, NamedWorker { id, config: given, probe }) in workers.iter().enumerate() {
             let url = &given.endpoint;
+            let key = (*id, url.clone());
             let mut add_error = |reason: String| errors.push(EngineError { url: url.clone(), reason });
             let described = match answers.remove(&position) {
                 None if !*probe => {
@@ -89,12 +90,12 @@ impl Prober {
                 }
                 None => {
                     add_error("the probe task failed".to_owned());
-                    self.last.get(url).cloned()
+                    self.last.get(&key).cloned()
                 }
                 Some(Ok(described)) => Some(described),
                 Some(Err(reason)) => {
                     add_error(reason);
-                    self.last.get(url).cloned()
+                    self.last.get(&key).cloned()
                 }
             };
             // Checked at every round, because the sources of the pool may have changed the given configuration.
@@ -103,7 +104,7 @@ impl Prober {
                 Ok(config) => complete.push((*id, config)),
                 Err(error) => add_error(error.to_string()),
             }
-            last.insert(url.clone(), described);
+            last.insert(key, described);
         }
         self.last = last;
         (complete, errors)

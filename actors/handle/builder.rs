@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use ractor::Actor;
 use tokio::sync::watch;
+#[cfg(feature = "replicas")]
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::edge::Edge;
 use super::intake::Intake;
@@ -20,6 +22,8 @@ use crate::actors::health::probe;
 use crate::actors::io::clock::Clock;
 use crate::actors::lease_ender::LeaseEnder;
 use crate::actors::lease_expiry::LeaseExpiry;
+#[cfg(feature = "replicas")]
+use crate::actors::replica::{ReplicaBus, meters::ReplicaMeters, sharing::ReplicaSharing};
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::strands::Strands;
 use crate::actors::supervisor::dependencies::SupervisorDependencies;
@@ -46,6 +50,10 @@ pub struct RouterBuilder {
     conditions: Option<watch::Receiver<RankConditions>>,
     extensions: Extensions,
     shared_cache: Option<Arc<dyn SharedCache>>,
+    #[cfg(feature = "replicas")]
+    replicas: Option<Arc<dyn ReplicaBus>>,
+    #[cfg(feature = "zmq")]
+    snapshot: Option<crate::snapshot::Snapshot>,
 }
 
 impl std::fmt::Debug for RouterBuilder {
@@ -64,6 +72,10 @@ impl RouterBuilder {
             conditions: None,
             extensions: Extensions::default(),
             shared_cache: None,
+            #[cfg(feature = "replicas")]
+            replicas: None,
+            #[cfg(feature = "zmq")]
+            snapshot: None,
         }
     }
 
@@ -128,6 +140,23 @@ impl RouterBuilder {
         self
     }
 
+    /// Shares load with other replicas of the router over the same fleet. Replicas of one pool have the same
+    /// [`RouterConfig::pool`] and name workers equally. The seed of draws is combined with the replica's id, so that
+    /// replicas break ties differently.
+    #[cfg(feature = "replicas")]
+    pub fn replicas(mut self, bus: Arc<dyn ReplicaBus>) -> Self {
+        self.config.seed ^= xxh3_64(&bus.life().replica.0.to_le_bytes());
+        self.replicas = Some(bus);
+        self
+    }
+
+    /// Starts with the contents of a snapshot: see [`Router::restore`]. A snapshot of another layout is a start error.
+    #[cfg(feature = "zmq")]
+    pub fn snapshot(mut self, snapshot: crate::snapshot::Snapshot) -> Self {
+        self.snapshot = Some(snapshot);
+        self
+    }
+
     /// Starts the actors, registers the workers of the builder, and waits for `min_initial_workers`.
     ///
     /// Metrics go to the recorder installed before this call.
@@ -148,6 +177,14 @@ impl RouterBuilder {
         let wanted = self.config.min_initial_workers;
         telemetry::describe();
         let router = start_actors(self.config, self.extensions, self.shared_cache).await?;
+        #[cfg(feature = "replicas")]
+        if let Some(bus) = self.replicas {
+            share_load(bus, &router);
+        }
+        #[cfg(feature = "zmq")]
+        if let Some(snapshot) = self.snapshot {
+            router.restore(snapshot)?;
+        }
         for (worker, config) in self.workers {
             router.upsert_worker(worker, config).await?;
         }
@@ -224,6 +261,23 @@ async fn start_actors(
     .watch();
     let edge = Arc::new(Edge::new(config, clock, meters, ender, health));
     Ok(Router { inner: Arc::new(Inner { edge, intake, views, strands, shared_cache, supervisor }) })
+}
+
+#[cfg(feature = "replicas")]
+fn share_load(bus: Arc<dyn ReplicaBus>, router: &Router) {
+    let (views, edge) = (router.views(), router.edge());
+    ReplicaSharing {
+        bus,
+        config: Arc::clone(&edge.config),
+        clock: edge.clock,
+        ranks: Arc::clone(&views.ranks),
+        status: Arc::clone(&views.status),
+        scheduler: Arc::clone(&router.strands().scheduler),
+        shards: Arc::clone(&router.strands().shards),
+        wake: Arc::clone(&views.wake),
+        meters: ReplicaMeters::new(&edge.meters.pool),
+    }
+    .watch();
 }
 
 /// Forwards each value of the source to the scheduler, until the router is down or the source has closed.

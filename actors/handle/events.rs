@@ -67,7 +67,12 @@ impl Router {
         let Some(speculative_prompt) = self.prepare(&request)?.speculative_prompt() else { return Ok(()) };
         let shard = self.strands().shards.number_of(rank);
         let permit = self.strands().shards.admit(shard, speculative_prompt.hashes.len(), &self.views().status).await?;
-        self.strands().shards.strand(shard).tell(RadixMsg::Recorded { rank, speculative_prompt, permit });
+        self.strands().shards.strand(shard).tell(RadixMsg::Recorded {
+            rank,
+            speculative_prompt,
+            is_remote: false,
+            permit,
+        });
         Ok(())
     }
 

@@ -19,7 +19,7 @@ use crate::actors::views::worker::WorkerEntry;
 use crate::config::{EventMode, PoolRole, RouterConfig};
 use crate::error::{Down, MembershipError};
 use crate::membership::{DiscoveryStatus, MembershipInput};
-use crate::protocol::{WorkerConfig, WorkerId, WorkerRank};
+use crate::protocol::{Timestamp, WorkerConfig, WorkerId, WorkerRank};
 use crate::select::RankConditions;
 
 /// Longest wait of a shutdown for the actors to stop.
@@ -141,6 +141,12 @@ impl Router {
             [rank] => Some(*rank),
             _ => None,
         }
+    }
+
+    /// Present time of the router's clock, which starts with the router. [`DiscoveryStatus::stale_for`] takes it.
+    #[must_use]
+    pub fn now(&self) -> Timestamp {
+        self.edge().clock.now()
     }
 
     /// Status of each source of workers, in the order of their addition.

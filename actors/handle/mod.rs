@@ -22,6 +22,8 @@ pub(crate) mod request;
 mod route;
 mod router;
 mod shared_cache;
+#[cfg(feature = "zmq")]
+mod snapshot;
 #[cfg(feature = "tower")]
 mod tower;
 

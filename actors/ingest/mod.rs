@@ -6,6 +6,8 @@
 
 mod dependencies;
 mod reader;
+mod restore;
+mod snapshot_reply;
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -22,6 +24,7 @@ use crate::wire::{DecoderLimits, WireConfig};
 use crate::zmtp::Caps;
 pub(crate) use dependencies::IngestDependencies;
 use reader::{Command, Job};
+pub(crate) use snapshot_reply::SnapshotReply;
 
 /// Maximum number of queued commands for a reader; repeated replay requests are redundant.
 const COMMANDS_MAX: usize = 4;
@@ -30,6 +33,10 @@ const COMMANDS_MAX: usize = 4;
 pub(crate) enum IngestMsg {
     /// The index has lost the blocks of the rank: replay them.
     Resync,
+    /// Send the position of the source, and query the index for its contents there.
+    Snapshot(SnapshotReply),
+    /// Contents of a snapshot may be pending for the rank.
+    Restore,
     /// Injected fault of the reader.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
@@ -134,6 +141,16 @@ impl Actor for Ingest {
         match msg {
             IngestMsg::Resync => {
                 let _ = state.commands.try_send(Command::Resync); // full: a replay request is queued
+                Ok(())
+            }
+            // Full: the reader is busy, and the rank is not part of this snapshot.
+            IngestMsg::Snapshot(reply) => {
+                drop(state.commands.try_send(Command::Snapshot(reply)));
+                Ok(())
+            }
+            // Full: the reader is busy with older commands, and the contents stay pending for its successor.
+            IngestMsg::Restore => {
+                drop(state.commands.try_send(Command::Restore));
                 Ok(())
             }
             #[cfg(feature = "faults")]

@@ -14,6 +14,7 @@ use bytes::Bytes;
 use tokio::sync::mpsc;
 
 use super::dependencies::IngestDependencies;
+use super::snapshot_reply::SnapshotReply;
 use crate::actors::io::engine_socket::{ReplayRequest, SocketError, Subscription};
 use crate::actors::views::rank::RankEntry;
 use crate::ingest::{
@@ -41,6 +42,10 @@ pub(super) struct Job {
 pub(super) enum Command {
     /// The index has lost the blocks of the rank: replay them.
     Resync,
+    /// Send the position, and query the shard for the contents there.
+    Snapshot(SnapshotReply),
+    /// Load pending contents of a snapshot, if they are newer.
+    Restore,
     /// Injected fault: panic, or hang until released.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
@@ -51,12 +56,13 @@ pub(super) async fn read(job: Job) {
     let Job { dependencies, entry, endpoints, source, wire, caps, mut commands } = job;
     let cell = Arc::clone(&entry);
     let _reading = cell.source.read().await;
-    let now = dependencies.clock.now();
     let mut link = SubscriptionLink::new(&endpoints, caps, source.seed);
     let mut replay = PendingReplay::Idle;
     let mut reader = Reader {
-        source: Source::new(source, now),
-        decoder: Decoder::new(wire),
+        source: Source::new(source, dependencies.clock.now()),
+        decoder: Decoder::new(wire.clone()),
+        configs: (source, wire),
+        endpoint: endpoints.endpoint.clone(),
         dependencies,
         entry,
         effects: Vec::new(),
@@ -64,13 +70,23 @@ pub(super) async fn read(job: Job) {
         shown_degradation: None,
         unwell_since: None,
     };
-    // A source begins with an empty state, and an earlier reader may have left blocks in the index.
-    reader.apply(vec![reader.event(KvEvent::Cleared)]).await;
+    if !reader.restore().await {
+        // A source begins with an empty state, and an earlier reader may have left blocks in the index.
+        reader.apply(vec![reader.event(KvEvent::Cleared)]).await;
+    }
     loop {
         let tick = reader.source.next_tick().map(|at| at.since(reader.dependencies.clock.now()));
         let input = tokio::select! {
             biased;
-            Some(command) = commands.recv() => reader.obey(command).await,
+            Some(command) = commands.recv() => match reader.obey(command).await {
+                Some(input) => input,
+                None => {
+                    // The source continues from a snapshot, with a new connection.
+                    link = SubscriptionLink::new(&endpoints, caps, source.seed);
+                    replay = PendingReplay::Idle;
+                    IngestInput::Tick
+                }
+            },
             answer = replay.next(), if !replay.is_idle() => reader.on_replayed(answer),
             news = link.next(), if reader.source.wants_live() || !link.is_up() => reader.on_news(news),
             () = cell.source.served() => IngestInput::Served,
@@ -98,12 +114,15 @@ async fn sleep(duration: Option<Duration>) {
     }
 }
 
-struct Reader {
-    dependencies: IngestDependencies,
-    entry: Arc<RankEntry>,
-    source: Source<Bytes>,
-    decoder: Decoder,
-    effects: Vec<IngestEffect<Bytes>>,
+pub(super) struct Reader {
+    pub(super) dependencies: IngestDependencies,
+    pub(super) entry: Arc<RankEntry>,
+    pub(super) source: Source<Bytes>,
+    pub(super) decoder: Decoder,
+    pub(super) configs: (SourceConfig, WireConfig),
+    /// Address of the publisher.
+    pub(super) endpoint: String,
+    pub(super) effects: Vec<IngestEffect<Bytes>>,
     wanted: VecDeque<IngestEffect<Bytes>>,
     shown_degradation: Option<DegradationReason>,
     /// Time of the last degradation of the source, until it is trusted again.
@@ -115,19 +134,26 @@ impl Reader {
         self.source.step(input, self.dependencies.clock.now(), &mut self.effects);
     }
 
-    async fn obey(&mut self, command: Command) -> IngestInput<Bytes> {
-        match command {
+    /// `None` if the source has started again.
+    async fn obey(&mut self, command: Command) -> Option<IngestInput<Bytes>> {
+        Some(match command {
             Command::Resync => {
                 self.decoder.forget();
                 self.apply(vec![self.event(KvEvent::Cleared)]).await; // the index contains only events from here on
                 IngestInput::Resync
             }
+            Command::Snapshot(reply) => {
+                self.snapshot(reply);
+                IngestInput::Tick
+            }
+            Command::Restore if self.restore().await => return None,
+            Command::Restore => IngestInput::Tick,
             #[cfg(feature = "faults")]
             Command::Fault(injected) => {
                 injected.apply_off_runtime().await;
                 IngestInput::Tick
             }
-        }
+        })
     }
 
     fn on_news(&mut self, news: LinkEvent) -> IngestInput<Bytes> {
@@ -198,9 +224,10 @@ impl Reader {
                     self.step(input);
                 }
                 IngestEffect::State(trust) => self.on_trust(trust),
-                IngestEffect::Noted(note) => self.dependencies.meters.ingest.note(note),
+                IngestEffect::Noted(note) => self.on_note(note),
             }
         }
+        self.entry.source.set_restore(self.source.restore());
         self.entry.source.set_caught_up(self.source.is_caught_up());
         self.entry.source.await_served(self.source.awaits_served());
         let degradation = self.source.degradation();
@@ -211,7 +238,7 @@ impl Reader {
         }
     }
 
-    fn show(&mut self, degradation: Option<DegradationReason>) {
+    pub(super) fn show(&mut self, degradation: Option<DegradationReason>) {
         self.shown_degradation = degradation;
         self.entry.source.set_trust(self.source.state(), degradation);
     }
@@ -254,12 +281,12 @@ impl Reader {
         self.step(IngestInput::Applied(applied));
     }
 
-    fn event(&self, data: KvEvent) -> RouterEvent {
+    pub(super) fn event(&self, data: KvEvent) -> RouterEvent {
         RouterEvent { rank: self.entry.rank, tier: StorageTier::default(), data }
     }
 
     /// Waits while the shard is behind. Long batches are split, so that overlap queries need not wait for all of one.
-    async fn apply(&self, events: Vec<RouterEvent>) {
+    pub(super) async fn apply(&self, events: Vec<RouterEvent>) {
         for piece in pieces(events, PIECE_BLOCKS_MAX) {
             self.dependencies.shards.apply_of(&self.entry, piece, &self.dependencies.status).await;
         }

@@ -22,9 +22,13 @@ use crate::actors::telemetry::Pool;
 use crate::actors::views::kv_source::{DegradedSources, SourceCell};
 use crate::actors::views::rank::RankEntry;
 use crate::config::RouterConfig;
+#[cfg(feature = "zmq")]
+use crate::index::RankDump;
 use crate::index::{Applied, BudgetState, Extension, Hit, Holdings, Index, Overlaps};
 use crate::predict::SpeculativePrompt;
 use crate::protocol::{BlockHash, BookingId, Generation, KvEvent, RouterEvent, Slot, WorkerRank};
+#[cfg(feature = "replicas")]
+use crate::replica::RoutedPrompt;
 use crate::select::{RankOverlap, RankTraits, TierOverlap};
 use speculation::SpeculativeEntries;
 
@@ -53,19 +57,31 @@ pub(crate) enum RadixMsg {
     Remove { rank: WorkerRank },
     /// The scheduler has routed this prompt to this rank.
     Routed { slot: Slot, generation: Generation, booking: Option<BookingId>, speculative_prompt: SpeculativePrompt },
-    /// The embedder has routed this prompt to this rank.
+    /// The embedder or another replica has routed this prompt to this rank.
     Recorded {
         rank: WorkerRank,
         speculative_prompt: SpeculativePrompt,
+        /// Whether another replica has decided.
+        is_remote: bool,
         /// Permit of the shard's gate.
         permit: OwnedSemaphorePermit,
     },
+    /// Reply with own decisions for the other replicas, at most this many blocks, and the number of those dropped.
+    #[cfg(feature = "replicas")]
+    TakeRouted { blocks_max: usize, reply: oneshot::Sender<(Vec<RoutedPrompt>, u64)> },
     /// A booking in a modelled cache has ended.
     Released { booking: BookingId, output_blocks: u32 },
     /// Reply when all earlier messages have been applied.
     Flush(oneshot::Sender<()>),
     /// Reply with the contents of the index, as events that rebuild it.
     Dump(oneshot::Sender<Vec<RouterEvent>>),
+    /// Reply with the contents of one rank, including all earlier events; `None` if they were lost or the generation has
+    /// ended.
+    #[cfg(feature = "zmq")]
+    DumpRank { rank: WorkerRank, generation: Generation, reply: oneshot::Sender<Option<RankDump>> },
+    /// The contents of the rank are restored from an index with a budget, which had evicted blocks of them.
+    #[cfg(feature = "zmq")]
+    RestoreEvicted { rank: WorkerRank, generation: Generation, blocks: u64 },
     /// Injected fault: panic, or hold the strand until released.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
@@ -138,6 +154,10 @@ pub(crate) enum RadixReply {
     Overlap(#[expect(dead_code, reason = "dropping it is the reply")] ReplyToken<RankOverlap, dyn OverlapQuery>),
     Flushed(oneshot::Sender<()>),
     Dumped(oneshot::Sender<Vec<RouterEvent>>, Vec<RouterEvent>),
+    #[cfg(feature = "zmq")]
+    DumpedRank(oneshot::Sender<Option<RankDump>>, Option<RankDump>),
+    #[cfg(feature = "replicas")]
+    TakenRouted(oneshot::Sender<(Vec<RoutedPrompt>, u64)>, (Vec<RoutedPrompt>, u64)),
 }
 
 impl Radix {
@@ -184,16 +204,22 @@ impl Radix {
         place: (Slot, Generation),
         booking: Option<BookingId>,
         speculative_prompt: &SpeculativePrompt,
+        is_remote: bool,
     ) {
-        if let Some(speculative) = &mut self.speculative {
-            speculative.routed(place, booking, speculative_prompt, &self.index);
+        let Some(speculative) = &mut self.speculative else { return };
+        let rank = speculative.routed(place, booking, speculative_prompt, &self.index);
+        #[cfg(feature = "replicas")]
+        if let Some(rank) = rank.filter(|_| !is_remote) {
+            speculative.queue_routed(rank, speculative_prompt);
         }
+        #[cfg(not(feature = "replicas"))]
+        let _ = (rank, is_remote);
     }
 
     /// Ignores a rank that has been removed.
-    fn on_recorded(&mut self, rank: WorkerRank, speculative_prompt: &SpeculativePrompt) {
+    fn on_recorded(&mut self, rank: WorkerRank, speculative_prompt: &SpeculativePrompt, is_remote: bool) {
         if let Some(slot) = self.index.slot_of(rank) {
-            self.on_routed((slot, self.index.generation(slot)), None, speculative_prompt);
+            self.on_routed((slot, self.index.generation(slot)), None, speculative_prompt, is_remote);
         }
     }
 
@@ -280,6 +306,17 @@ impl Radix {
         }
     }
 
+    #[cfg(feature = "zmq")]
+    fn dump_rank(&self, rank: WorkerRank, generation: Generation) -> Option<RankDump> {
+        let is_known = self.is_there(rank, generation) && !self.cold.contains(&rank);
+        if is_known { self.index.dump_rank(rank) } else { None }
+    }
+
+    #[cfg(feature = "zmq")]
+    fn is_there(&self, rank: WorkerRank, generation: Generation) -> bool {
+        self.index.slot_of(rank).is_some_and(|slot| self.index.generation(slot) == generation)
+    }
+
     fn on_remove(&mut self, rank: WorkerRank) {
         self.index.remove_rank(rank);
         if let Some(speculative) = &mut self.speculative {
@@ -320,11 +357,16 @@ impl ActorState for Radix {
             RadixMsg::Register(registered_rank) => self.on_register(registered_rank),
             RadixMsg::Remove { rank } => self.on_remove(rank),
             RadixMsg::Routed { slot, generation, booking, speculative_prompt } => {
-                self.on_routed((slot, generation), booking, &speculative_prompt);
+                self.on_routed((slot, generation), booking, &speculative_prompt, false);
             }
-            RadixMsg::Recorded { rank, speculative_prompt, permit } => {
-                self.on_recorded(rank, &speculative_prompt);
+            RadixMsg::Recorded { rank, speculative_prompt, is_remote, permit } => {
+                self.on_recorded(rank, &speculative_prompt, is_remote);
                 drop(permit);
+            }
+            #[cfg(feature = "replicas")]
+            RadixMsg::TakeRouted { blocks_max, reply } => {
+                let taken = self.speculative.as_mut().map(|speculative| speculative.take_routed(blocks_max));
+                return Some(RadixReply::TakenRouted(reply, taken.unwrap_or_default()));
             }
             RadixMsg::Released { booking, output_blocks } => {
                 if let Some(speculative) = &mut self.speculative {
@@ -333,6 +375,16 @@ impl ActorState for Radix {
             }
             RadixMsg::Flush(answer) => return Some(RadixReply::Flushed(answer)),
             RadixMsg::Dump(answer) => return Some(RadixReply::Dumped(answer, self.index.dump())),
+            #[cfg(feature = "zmq")]
+            RadixMsg::DumpRank { rank, generation, reply } => {
+                return Some(RadixReply::DumpedRank(reply, self.dump_rank(rank, generation)));
+            }
+            #[cfg(feature = "zmq")]
+            RadixMsg::RestoreEvicted { rank, generation, blocks } => {
+                if self.is_there(rank, generation) {
+                    self.index.restore_evicted(rank, blocks);
+                }
+            }
             #[cfg(feature = "faults")]
             RadixMsg::Fault(injected) => injected.apply(),
         }
@@ -345,6 +397,10 @@ impl DeferredReply for RadixReply {
         match self {
             Self::Flushed(answer) => drop(answer.send(())),
             Self::Dumped(answer, events) => drop(answer.send(events)),
+            #[cfg(feature = "zmq")]
+            Self::DumpedRank(reply, events) => drop(reply.send(events)),
+            #[cfg(feature = "replicas")]
+            Self::TakenRouted(reply, taken) => drop(reply.send(taken)),
             Self::Overlap(_) => {}
         }
     }

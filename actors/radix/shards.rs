@@ -70,6 +70,13 @@ impl Shards {
         }
     }
 
+    /// Takes permits to queue `blocks` blocks at a shard; `None` while the shard is behind.
+    #[cfg(feature = "replicas")]
+    pub(crate) fn try_admit(&self, shard: usize, blocks: usize) -> Option<OwnedSemaphorePermit> {
+        let weight = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, self.event_blocks_max);
+        Arc::clone(&self.shards[shard].gate).try_acquire_many_owned(weight).ok()
+    }
+
     /// Blocks of queued events, over all shards.
     pub(crate) fn queued_blocks(&self) -> u64 {
         let free = |shard: &Shard| shard.gate.available_permits() as u64;

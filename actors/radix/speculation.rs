@@ -6,12 +6,17 @@
 //! Output blocks are counted at the end of a booking: one message per booking instead of one per block. A modelled
 //! cache therefore appears emptier than it is, by the output in progress.
 
+#[cfg(feature = "replicas")]
+use std::sync::Arc;
+
 use crate::actors::io::clock::Clock;
 use crate::actors::telemetry::Pool;
 use crate::config::{RouterConfig, SpeculativeConfig};
 use crate::index::{Index, Overlaps};
 use crate::predict::{SpeculationCounts, SpeculationModel, SpeculativePrompt, SpeculativePrompts};
 use crate::protocol::{BlockHash, BookingId, Generation, RouterEvent, Slot, WorkerRank};
+#[cfg(feature = "replicas")]
+use crate::replica::{RoutedPrompt, RoutedPrompts};
 
 /// Speculative entries of one shard.
 pub(crate) struct SpeculativeEntries {
@@ -19,7 +24,14 @@ pub(crate) struct SpeculativeEntries {
     clock: Clock,
     counters: SpeculationCounters,
     counted: SpeculationCounts,
+    /// Own decisions to send to other replicas, once these exist.
+    #[cfg(feature = "replicas")]
+    routed: Option<RoutedPrompts>,
 }
+
+/// Maximum number of blocks of decisions to send.
+#[cfg(feature = "replicas")]
+const ROUTED_QUEUE_BLOCKS_MAX: usize = 65_536;
 
 impl SpeculativeEntries {
     /// `None` if the configuration has no speculative entries.
@@ -32,6 +44,8 @@ impl SpeculativeEntries {
             clock,
             counters: SpeculationCounters::new(pool, shard),
             counted: SpeculationCounts::default(),
+            #[cfg(feature = "replicas")]
+            routed: None,
         })
     }
 
@@ -50,9 +64,26 @@ impl SpeculativeEntries {
         booking: Option<BookingId>,
         speculative_prompt: &SpeculativePrompt,
         index: &Index,
-    ) {
-        self.predictions.routed(slot, generation, booking, speculative_prompt, index, self.clock.now());
+    ) -> Option<WorkerRank> {
+        let now = self.clock.now();
+        let rank = self.predictions.routed(slot, generation, booking, speculative_prompt, index, now);
         self.count();
+        rank
+    }
+
+    /// Queues an own decision for the other replicas.
+    #[cfg(feature = "replicas")]
+    pub(crate) fn queue_routed(&mut self, rank: WorkerRank, speculative_prompt: &SpeculativePrompt) {
+        if let Some(routed) = &mut self.routed {
+            routed.push(RoutedPrompt { rank, hashes: Arc::clone(&speculative_prompt.hashes) });
+        }
+    }
+
+    /// Decisions to send, at most `blocks_max` blocks, and the number of those dropped before.
+    #[cfg(feature = "replicas")]
+    pub(crate) fn take_routed(&mut self, blocks_max: usize) -> (Vec<RoutedPrompt>, u64) {
+        let routed = self.routed.get_or_insert_with(|| RoutedPrompts::new(ROUTED_QUEUE_BLOCKS_MAX));
+        (routed.take(blocks_max), routed.take_dropped())
     }
 
     pub(crate) fn released(&mut self, booking: BookingId, output_blocks: u32) {

@@ -11,7 +11,7 @@ pub(crate) mod table;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
-use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tokio::sync::{Notify, OwnedSemaphorePermit, oneshot};
 
 use crate::actors::delivery::ack::Acknowledgement;
 use crate::actors::delivery::join::{Continuation, Join, ReplyToken};
@@ -21,7 +21,9 @@ use crate::actors::io::clock::Clock;
 use crate::actors::radix::claim::SpeculationClaim;
 use crate::actors::views::wake_flag::WakeFlag;
 use crate::directory::{Directory, Lease, LeaseState};
-use crate::load::{ActiveSequences, BoardLoad, BoardSlot, PrefillLoadHint, PromptBlocks, SpeedCell, SpeedMeter};
+use crate::load::{
+    ActiveSequences, BoardLoad, BoardSlot, PeerLoadCell, PrefillLoadHint, PromptBlocks, SpeedCell, SpeedMeter,
+};
 use crate::protocol::{Generation, Slot, Timestamp};
 use crate::schedule::{BookNumber, Decision, LoadAnswer};
 
@@ -87,10 +89,14 @@ pub(crate) struct Sequence {
     applied: u32,
     active: ActiveSequences,
     board: Arc<BoardSlot>,
+    /// Load of the rank by other replicas.
+    peers: Arc<PeerLoadCell>,
     /// Present if speeds are learned.
     meter: Option<SpeedMeter>,
     directory: Arc<Directory>,
     clock: Clock,
+    /// Notified after each booking.
+    booked: Arc<Notify>,
     /// Receiver of falling-load notifications; `None` without a queue.
     wakes: Option<Wakes>,
     /// Dropped when the last booking has ended.
@@ -108,8 +114,12 @@ pub(crate) struct SequenceDependencies {
     pub(crate) board: Arc<BoardSlot>,
     /// Present if speeds are learned.
     pub(crate) learns: Option<Arc<SpeedCell>>,
+    /// Load of the rank by other replicas.
+    pub(crate) peers: Arc<PeerLoadCell>,
     /// Block size in tokens.
     pub(crate) block_size: u32,
+    /// Notified after each booking.
+    pub(crate) booked: Arc<Notify>,
     pub(crate) wakes: Option<Wakes>,
     pub(crate) directory: Arc<Directory>,
     pub(crate) clock: Clock,
@@ -140,7 +150,7 @@ impl Sequence {
         incarnation: u32,
         dependencies: SequenceDependencies,
     ) -> Self {
-        let SequenceDependencies { board, learns, block_size, wakes, directory, clock } = dependencies;
+        let SequenceDependencies { board, learns, peers, block_size, booked, wakes, directory, clock } = dependencies;
         let mut sequence = Self {
             slot,
             generation,
@@ -148,9 +158,11 @@ impl Sequence {
             applied: 0,
             active: ActiveSequences::new(true), // the given prompts determine sharing
             board,
+            peers,
             meter: learns.map(|cell| SpeedMeter::new(cell, block_size)),
             directory: Arc::clone(&directory),
             clock,
+            booked,
             wakes,
             draining: None,
         };
@@ -177,6 +189,7 @@ impl Sequence {
 
     fn on_book(&mut self, book: Book) -> Option<SequenceReply> {
         let Book { lease, decision, number, answer, permit, claim, now } = book;
+        self.read_peers(now);
         if number.incarnation == self.incarnation {
             self.applied = number.number;
         }
@@ -197,6 +210,7 @@ impl Sequence {
             self.agree_with(&lease, now);
         }
         self.publish(now);
+        self.booked.notify_one();
         // The board now includes the charge in place of the scheduler's overlay, and may be lower.
         let fell = self.waking();
         if !booked {
@@ -207,6 +221,7 @@ impl Sequence {
 
     fn on_reconcile(&mut self, lease: &Lease) -> Option<SequenceReply> {
         let now = self.clock.now();
+        self.read_peers(now);
         lease.clear_dirty(); // before the read: later changes queue another reconciliation
         let before = self.wakes.as_ref().map(|_| self.active.load(now));
         self.agree_with(lease, now);
@@ -219,6 +234,13 @@ impl Sequence {
                 || after.prefill_tokens < before.prefill_tokens;
             if fell { self.waking().map(SequenceReply::LoadFell) } else { None }
         })
+    }
+
+    /// Reads the load by other replicas before the reports of an instant.
+    fn read_peers(&mut self, now: Timestamp) {
+        if let Some(meter) = &mut self.meter {
+            meter.peers_are(self.peers.read(), now);
+        }
     }
 
     /// The scheduler, if it waits for falling load; one notification per wait. Call after publishing.
@@ -284,10 +306,12 @@ impl Sequence {
     }
 
     fn publish(&mut self, now: Timestamp) {
+        let board = BoardLoad::of(&self.active, self.incarnation, self.applied, now);
         if let Some(meter) = &mut self.meter {
             meter.load_is(self.active.load(now), now);
+            meter.prefill_is(board.prefill.wait(now).0, now);
         }
-        self.board.publish(&BoardLoad::of(&self.active, self.incarnation, self.applied, now));
+        self.board.publish(&board);
     }
 }
 
@@ -345,7 +369,9 @@ mod tests {
         let dependencies = SequenceDependencies {
             board,
             learns,
+            peers: Arc::default(),
             block_size: 64,
+            booked: Arc::default(),
             wakes: None,
             directory: Arc::clone(directory),
             clock,

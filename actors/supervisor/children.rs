@@ -37,7 +37,9 @@ impl SupervisorState {
         let dependencies = SequenceDependencies {
             board: Arc::clone(&entry.board),
             learns: config.learns_speed().then(|| Arc::clone(&entry.speed)),
+            peers: Arc::clone(&entry.peers),
             block_size: config.block_size,
+            booked: Arc::clone(&views.ranks.booked),
             wakes: config.queue.is_enabled().then(wakes),
             directory: Arc::clone(directory),
             clock: *clock,
@@ -75,6 +77,8 @@ impl SupervisorState {
             conditions: Arc::clone(&views.conditions),
             exclusions: Arc::clone(&views.exclusions),
             board_changes: Arc::clone(&views.ranks.board_changes),
+            arrivals: Arc::clone(&views.ranks.arrivals),
+            queue_heads: Arc::clone(&views.ranks.queue_heads),
             clock: *clock,
             runtime: Handle::current(),
         };
@@ -222,6 +226,7 @@ pub(super) fn sequence_handle(
         speed: Arc::clone(&entry.speed),
         holdings: Arc::clone(&entry.holdings),
         engine_load: Arc::clone(&entry.engine_load),
+        peers: Arc::clone(&entry.peers),
     };
     SequenceHandle { admission, cells, strand: Arc::clone(strand) }
 }

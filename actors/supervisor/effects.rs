@@ -99,6 +99,7 @@ impl SupervisorState {
             holdings: Arc::default(),
             source: Arc::new(SourceCell::new(&self.dependencies.views.ranks.degraded)),
             engine_load: Arc::default(),
+            peers: Arc::default(),
             failing: AtomicBool::new(false),
         })
     }

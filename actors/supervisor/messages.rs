@@ -4,6 +4,8 @@ use ractor::ActorRef;
 use tokio::sync::oneshot;
 
 use crate::actors::discovery::AnySource;
+#[cfg(feature = "zmq")]
+use crate::actors::ingest::SnapshotReply;
 use crate::error::MembershipError;
 use crate::membership::{MembershipInput, SourceUpdate};
 use crate::protocol::{Generation, Slot, WorkerId, WorkerRank};
@@ -24,6 +26,12 @@ pub(crate) enum SupervisorMsg {
     DrainTimedOut { worker: WorkerId, drain: u64 },
     /// The blocks of a cold rank were sent to this incarnation of its shard.
     Warmed { rank: WorkerRank, incarnation: u32 },
+    /// Query for the index contents of a rank, for its reader.
+    #[cfg(feature = "zmq")]
+    Snapshot { slot: Slot, reply: SnapshotReply },
+    /// Contents of a snapshot are pending for the readers.
+    #[cfg(feature = "zmq")]
+    Restore,
     /// Injected fault of the supervisor.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),

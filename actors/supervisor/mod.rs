@@ -84,6 +84,16 @@ impl Actor for Supervisor {
                 let shard = state.dependencies.strands.shards.number_of(rank);
                 state.apply(MembershipInput::RankWarmed { rank, shard, incarnation }).await
             }
+            #[cfg(feature = "zmq")]
+            SupervisorMsg::Snapshot { slot, reply } => {
+                state.request_snapshot(slot, reply);
+                Ok(())
+            }
+            #[cfg(feature = "zmq")]
+            SupervisorMsg::Restore => {
+                state.restore_readers();
+                Ok(())
+            }
             #[cfg(feature = "faults")]
             SupervisorMsg::Fault(injected) => {
                 injected.apply();

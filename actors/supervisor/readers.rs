@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ractor::{Actor, ActorProcessingErr};
 
 use super::state::SupervisorState;
-use crate::actors::ingest::{Arguments, Ingest, IngestDependencies, IngestMsg};
+use crate::actors::ingest::{Arguments, Ingest, IngestDependencies, IngestMsg, SnapshotReply};
 use crate::ingest::{DegradationReason, StreamState};
 use crate::membership::Child;
 use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier};
@@ -38,6 +38,7 @@ impl SupervisorState {
             status: Arc::clone(&self.dependencies.views.status),
             shards: Arc::clone(&self.dependencies.strands.shards),
             meters: Arc::clone(&self.dependencies.meters),
+            restores: Arc::clone(&self.dependencies.views.restores),
         }
     }
 
@@ -82,6 +83,20 @@ impl SupervisorState {
             if let Some(reader) = self.readers.get(&entry.slot) {
                 drop(reader.send_message(IngestMsg::Resync));
             }
+        }
+    }
+
+    /// Forwards a query for the contents of a rank. Without a reader the reply is dropped.
+    pub(super) fn request_snapshot(&self, slot: Slot, reply: SnapshotReply) {
+        if let Some(reader) = self.readers.get(&slot) {
+            drop(reader.send_message(IngestMsg::Snapshot(reply)));
+        }
+    }
+
+    /// Notifies every reader that contents of a snapshot may be pending for its rank.
+    pub(super) fn restore_readers(&self) {
+        for reader in self.readers.values() {
+            drop(reader.send_message(IngestMsg::Restore));
         }
     }
 

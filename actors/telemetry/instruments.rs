@@ -235,12 +235,50 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         &["source"],
         "Transitions of a discovery `source` to a failure or a partial set; a repeated failure counts once.",
     ),
+    gauge(
+        "pointsman_discovery_stale_seconds",
+        Unit::Seconds,
+        &["source"],
+        "Age of the last good set of a discovery `source`: time since the first error after it; 0 without an error.",
+    ),
     counter(
         "pointsman_discovery_conflicts_total",
         &[],
         "Workers named by two sources; the first source takes precedence.",
     ),
     counter("pointsman_restarts_total", &["role"], "Restarted actors by `role`."),
+    gauge(
+        "pointsman_replica_peers",
+        Unit::Count,
+        &["state"],
+        "Other replicas by `state`: `live`, `silent` without recent summaries, `left` after an orderly end.",
+    ),
+    gauge(
+        "pointsman_replica_summary_age_seconds",
+        Unit::Seconds,
+        &["replica"],
+        "Time since the last summary of a `replica`.",
+    ),
+    counter(
+        "pointsman_replica_summaries_refused_total",
+        &["reason"],
+        "Refused messages: `malformed`, another `layout`, an earlier `incarnation`, too many `ranks` or `peers`.",
+    ),
+    counter(
+        "pointsman_replica_summaries_lost_total",
+        &[],
+        "Messages of other replicas that arrived faster than they were applied. Later ones replace them.",
+    ),
+    counter(
+        "pointsman_replica_conflicts_total",
+        &[],
+        "Bookings of two replicas on one rank between two summaries although another rank had less queued work.",
+    ),
+    counter(
+        "pointsman_replica_decisions_dropped_total",
+        &[],
+        "Decisions for engines without events that were not shared because of their number.",
+    ),
 ];
 
 /// Describes each instrument to the recorder.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::ingest::{DegradationReason, StreamState};
+use crate::ingest::{DegradationReason, RestoreState, StreamState};
 use crate::protocol::{Timestamp, WorkerRank};
 
 /// State of one rank's KV event stream.
@@ -35,6 +35,8 @@ pub struct KvSourceStatus {
     pub messages: u64,
     /// Time since the last message; absent before the first.
     pub message_age: Option<Duration>,
+    /// Progress of the restore from a snapshot; absent without one.
+    pub restore: Option<RestoreState>,
 }
 
 /// Number of ranks with reduced trust.
@@ -51,6 +53,7 @@ pub(crate) struct SourceCell {
     discount_permille: AtomicU32,
     trust: Mutex<(StreamState, Option<DegradationReason>)>,
     last_error: Mutex<Option<String>>,
+    restore: Mutex<Option<RestoreState>>,
     messages: AtomicU64,
     /// Message number plus one; 0 before the first.
     applied: AtomicU64,
@@ -81,6 +84,7 @@ impl SourceCell {
             discount_permille: AtomicU32::new(0),
             trust: Mutex::new((StreamState::Live, None)),
             last_error: Mutex::new(None),
+            restore: Mutex::new(None),
             messages: AtomicU64::new(0),
             applied: AtomicU64::new(0),
             message_at: AtomicU64::new(0),
@@ -154,6 +158,7 @@ impl SourceCell {
             applied: self.applied.load(Ordering::Relaxed).checked_sub(1),
             messages: self.messages.load(Ordering::Relaxed),
             message_age: message_at.map(|at| now.since(at)),
+            restore: *self.restore.lock().unwrap_or_else(PoisonError::into_inner),
         })
     }
 }
@@ -188,8 +193,10 @@ impl SourceCell {
         is_left.then_some(permit)
     }
 
-    fn start_over(&self) {
+    /// Resets the state that the reader reports, except counters.
+    pub(crate) fn start_over(&self) {
         self.set_connected(false);
+        self.set_restore(None);
         self.applied.store(0, Ordering::Relaxed);
         self.set_trust(StreamState::Recovering, None);
     }
@@ -225,6 +232,10 @@ impl SourceCell {
     pub(crate) fn count_message(&self, now: Timestamp) {
         self.messages.fetch_add(1, Ordering::Relaxed);
         self.message_at.store(now.0.saturating_add(1), Ordering::Relaxed);
+    }
+
+    pub(crate) fn set_restore(&self, restore: Option<RestoreState>) {
+        *self.restore.lock().unwrap_or_else(PoisonError::into_inner) = restore;
     }
 
     pub(crate) fn set_applied(&self, sequence: u64) {

@@ -4,6 +4,8 @@ pub(crate) mod fleet;
 pub(crate) mod kv_source;
 pub(crate) mod published;
 pub(crate) mod rank;
+#[cfg(feature = "zmq")]
+pub(crate) mod restores;
 pub(crate) mod slot_table;
 pub(crate) mod status;
 pub(crate) mod wake_flag;
@@ -39,6 +41,9 @@ pub(crate) struct Views {
     /// Ranks excluded for their health. Written by the health actor.
     pub(crate) exclusions: Arc<Published<Exclusions>>,
     pub(crate) wake: Arc<WakeFlag>,
+    /// Contents of snapshots. Written by the handle, taken by the readers of KV events.
+    #[cfg(feature = "zmq")]
+    pub(crate) restores: Arc<restores::PendingRestores>,
 }
 
 impl Views {

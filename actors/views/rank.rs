@@ -3,12 +3,15 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
+use tokio::sync::Notify;
+
 use super::kv_source::{DegradedSources, SourceCell};
 use super::slot_table::SlotTable;
 use crate::engine_load::EngineLoadCell;
 use crate::index::Holdings;
-use crate::load::{BoardChanges, BoardSlot, SpeedCell};
+use crate::load::{ArrivalsCell, BoardChanges, BoardSlot, PeerLoadCell, SpeedCell};
 use crate::protocol::{Generation, Slot, Timestamp, WorkerId, WorkerRank};
+use crate::queue::QueueHeads;
 
 /// One incarnation of a rank in its slot.
 pub(crate) struct RankEntry {
@@ -30,6 +33,8 @@ pub(crate) struct RankEntry {
     pub(crate) speed: Arc<SpeedCell>,
     /// Load as the engine reports it.
     pub(crate) engine_load: Arc<EngineLoadCell>,
+    /// Load by other replicas, written by the replica actor.
+    pub(crate) peers: Arc<PeerLoadCell>,
     /// Whether failed requests count against the rank, so that a success matters. Written by the health actor.
     pub(crate) failing: AtomicBool,
 }
@@ -50,6 +55,12 @@ pub(crate) struct RankEntries {
     slots: SlotTable<RankEntry>,
     /// Slots whose boards have changed, for the scheduler. Outlives it, because a board reports to one reader.
     pub(crate) board_changes: Arc<BoardChanges>,
+    /// Arrivals of the pool, for the scheduler and the replica actor.
+    pub(crate) arrivals: Arc<ArrivalsCell>,
+    /// Longest-waiting requests of the replicas, for the scheduler and the replica actor.
+    pub(crate) queue_heads: Arc<QueueHeads>,
+    /// Notified after each booking, for the replica actor.
+    pub(crate) booked: Arc<Notify>,
     /// Number of ranks whose KV event source is degraded.
     pub(crate) degraded: DegradedSources,
 }

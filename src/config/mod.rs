@@ -13,6 +13,7 @@ mod overload;
 mod overrides;
 mod pools;
 mod queue;
+mod replicas;
 mod session;
 mod shared_cache;
 mod slow_start;
@@ -32,6 +33,7 @@ pub use load::{LoadConfig, PrefillModel};
 pub use overload::OverloadConfig;
 pub use overrides::RouterConfigOverride;
 pub use queue::{QueueClass, QueueConfig, QueueOrder, UncachedBucket};
+pub use replicas::ReplicasConfig;
 pub use session::{SessionAffinity, SessionConfig};
 pub use shared_cache::SharedCacheConfig;
 pub use slow_start::SlowStartConfig;
@@ -112,6 +114,8 @@ pub struct RouterConfig {
     pub discovery: DiscoveryConfig,
     /// Restarts of actors.
     pub supervision: SupervisionConfig,
+    /// Load shared with other replicas of the router.
+    pub replicas: ReplicasConfig,
 }
 
 impl Default for RouterConfig {
@@ -138,6 +142,7 @@ impl Default for RouterConfig {
             session: SessionConfig::default(),
             discovery: DiscoveryConfig::default(),
             supervision: SupervisionConfig::default(),
+            replicas: ReplicasConfig::default(),
         }
     }
 }
@@ -167,6 +172,7 @@ impl RouterConfig {
         self.shared_cache.check(&mut problems);
         self.session.check(&self.policy, &mut problems);
         self.discovery.check(&mut problems);
+        self.replicas.check(&mut problems);
         problems.into_result()
     }
 

@@ -38,6 +38,17 @@ pub enum DiscoveryError {
         /// The reason.
         reason: String,
     },
+    /// Kubernetes resources that cannot be watched. The last received state is used.
+    #[cfg(feature = "kubernetes")]
+    #[error("{resource} cannot be watched since {since}: {reason}")]
+    Watch {
+        /// The resource, with its namespace.
+        resource: String,
+        /// Time of the first failure after the last success, RFC 3339.
+        since: String,
+        /// The reason.
+        reason: String,
+    },
     /// Engines that did not respond to the probe or gave unusable responses.
     #[error("{}", Engines(.0))]
     Engines(Vec<EngineError>),

@@ -10,6 +10,8 @@ mod file;
 #[cfg(feature = "discovery")]
 mod hosts;
 mod ids;
+#[cfg(feature = "kubernetes")]
+mod kubernetes;
 #[cfg(feature = "discovery")]
 mod named;
 #[cfg(feature = "discovery")]
@@ -22,6 +24,11 @@ pub use error::{DiscoveryError, EngineError};
 #[cfg(feature = "discovery")]
 pub use file::{FileError, FileFormat};
 pub use ids::{DuplicateId, derived_id, worker_map};
+#[cfg(feature = "kubernetes")]
+pub use kubernetes::{
+    KV_EVENTS_PORT, KV_REPLAY_PORT, PodFacts, PodPorts, PodRole, ROLE_LABEL, ReflectedEvent, ReflectedSet,
+    workers_of_pods,
+};
 #[cfg(feature = "discovery")]
 pub use named::NamedWorker;
 #[cfg(feature = "discovery")]

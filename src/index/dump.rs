@@ -9,7 +9,16 @@ use super::rank::RankBlocks;
 use super::residence::Residence;
 use super::tree::{Point, ROOT, RunNode, Tree};
 use super::{EngineHash, Index};
-use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
+use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerRank};
+
+/// Contents of one rank.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RankDump {
+    /// The events of [`Index::dump`] for this rank.
+    pub events: Vec<RouterEvent>,
+    /// Blocks that a budget has evicted since the last clear: see [`Index::evicted_blocks_of`].
+    pub evicted_blocks: u64,
+}
 
 impl Index {
     /// Events that rebuild an equal index: ranks in order, parents before children, one store per run and rank. A hole
@@ -24,18 +33,30 @@ impl Index {
     pub fn dump(&self) -> Vec<RouterEvent> {
         let mut events = Vec::new();
         for &slot in self.registry.values() {
-            let rank = self.rank(slot);
-            for (tier, residence) in rank.residences() {
-                let tree = self.tree(tier).expect("a rank that holds blocks of a tier made its tree");
-                Dump { slot, rank, tier, tree, residence, fillers: BTreeMap::new(), next_filler: 0 }.write(&mut events);
-            }
-            for ((tier, engine_hash), block) in rank.waiting().map(|waiting| waiting.sorted()).unwrap_or_default() {
-                let blocks = vec![StoredBlock { engine_hash, block_hash: block.block_hash }];
-                let data = KvEvent::Stored { parent: Some(block.parent), blocks };
-                events.push(RouterEvent { rank: rank.id, tier, data });
-            }
+            self.dump_slot(slot, &mut events);
         }
         events
+    }
+
+    /// The contents of one rank; `None` if it is not registered.
+    #[must_use]
+    pub fn dump_rank(&self, rank: WorkerRank) -> Option<RankDump> {
+        let (slot, mut events) = (self.slot_of(rank)?, Vec::new());
+        self.dump_slot(slot, &mut events);
+        Some(RankDump { events, evicted_blocks: self.evicted_blocks_of(slot) })
+    }
+
+    fn dump_slot(&self, slot: Slot, events: &mut Vec<RouterEvent>) {
+        let rank = self.rank(slot);
+        for (tier, residence) in rank.residences() {
+            let tree = self.tree(tier).expect("a rank that holds blocks of a tier made its tree");
+            Dump { slot, rank, tier, tree, residence, fillers: BTreeMap::new(), next_filler: 0 }.write(events);
+        }
+        for ((tier, engine_hash), block) in rank.waiting().map(|waiting| waiting.sorted()).unwrap_or_default() {
+            let blocks = vec![StoredBlock { engine_hash, block_hash: block.block_hash }];
+            let data = KvEvent::Stored { parent: Some(block.parent), blocks };
+            events.push(RouterEvent { rank: rank.id, tier, data });
+        }
     }
 }
 

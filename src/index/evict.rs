@@ -25,7 +25,7 @@ use super::table::Spot;
 use super::tree::Holder;
 use super::waiting::PendingBlocks;
 use super::{Applied, Index, hold};
-use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
+use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerRank};
 
 /// Divisor of a rank's blocks per eviction batch. A batch frees about a 32nd of the rank's bytes and makes table room
 /// for the same number of new blocks.
@@ -131,6 +131,15 @@ impl Index {
         self.recount(slot);
         evicted += self.keep_within(None);
         Applied { evicted, ..applied }
+    }
+
+    /// Marks restored contents of a rank as incomplete, after its last clear: a budget had evicted this number of
+    /// blocks. Without a budget it has no effect.
+    pub fn restore_evicted(&mut self, rank: WorkerRank, blocks: u64) {
+        let slot = self.slot_of(rank).filter(|_| self.budget.is_some());
+        if let Some(rank) = slot.and_then(|slot| self.ranks[slot.index()].as_mut()) {
+            rank.evicted_blocks += blocks;
+        }
     }
 
     /// Updates the byte count of the rank in `slot`.

@@ -59,6 +59,7 @@ use ahash::RandomState;
 
 pub use applied::Applied;
 pub use budget::BudgetState;
+pub use dump::RankDump;
 pub use holdings::Holdings;
 pub use overlaps::{Extension, Hit, Overlaps};
 

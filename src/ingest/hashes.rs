@@ -28,6 +28,19 @@ impl PayloadHashes {
         Self { hashes: VecDeque::with_capacity(remembered_max), remembered_max }
     }
 
+    /// Hashes of earlier payloads, the last one at the end. Keeps the last ones if there are too many.
+    pub(super) fn resumed(remembered_max: usize, hashes: &[u64]) -> Self {
+        let mut resumed = Self::new(remembered_max);
+        let kept = hashes.len().min(resumed.remembered_max);
+        resumed.hashes.extend(&hashes[hashes.len() - kept..]);
+        resumed
+    }
+
+    /// The last hashes, at most `hashes_max`, the last one at the end.
+    pub(super) fn last(&self, hashes_max: usize) -> Vec<u64> {
+        self.hashes.iter().skip(self.hashes.len().saturating_sub(hashes_max)).copied().collect()
+    }
+
     pub(super) fn push(&mut self, payload: &[u8]) {
         if self.hashes.len() == self.remembered_max {
             self.hashes.pop_front();

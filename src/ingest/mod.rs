@@ -18,8 +18,10 @@ mod fit;
 mod hashes;
 mod held;
 mod pieces;
+mod position;
 mod recovery;
 mod replay;
+mod resume;
 mod source;
 mod state;
 mod subscription;
@@ -27,6 +29,7 @@ mod subscription;
 pub use backoff::Backoff;
 pub use fit::AppliedBatch;
 pub use pieces::pieces;
+pub use position::{ColdPosition, RestoreState, SourcePosition};
 pub use source::Source;
 pub use state::{DegradationReason, StreamState};
 
@@ -188,6 +191,12 @@ pub enum Note {
     Healed,
     /// A replay failed, timed out, or had a hole.
     ReplayFailed,
+    /// Contents of a snapshot were loaded.
+    Restored,
+    /// The publisher of restored contents is verified, and every message since the snapshot is applied.
+    RestoreResumed,
+    /// Restored contents were dropped, because their publisher has restarted or no longer has the messages since then.
+    RestoreDropped,
 }
 
 impl Note {
@@ -214,6 +223,9 @@ impl Note {
             Self::Cold => "cold",
             Self::Healed => "healed",
             Self::ReplayFailed => "replay_failed",
+            Self::Restored => "restored",
+            Self::RestoreResumed => "restore_resumed",
+            Self::RestoreDropped => "restore_dropped",
         }
     }
 
@@ -233,7 +245,10 @@ impl Note {
             | Self::Incarnation
             | Self::Cold
             | Self::Healed
-            | Self::ReplayFailed => 1,
+            | Self::ReplayFailed
+            | Self::Restored
+            | Self::RestoreResumed
+            | Self::RestoreDropped => 1,
         }
     }
 }

@@ -11,7 +11,7 @@
 
 use super::replay::{Cold, ReplayPurpose, ReplayState, RunningReplay};
 use super::source::{MessagePosition, Source};
-use super::{DegradationReason, IngestEffect, Note};
+use super::{DegradationReason, IngestEffect, Note, RestoreState};
 
 /// Maximum number of consecutive replays without new messages.
 const ATTEMPTS_MAX: u32 = 2;
@@ -38,6 +38,7 @@ impl<P: AsRef<[u8]>> Source<P> {
 
     pub(super) fn on_resync(&mut self, effects: &mut Vec<IngestEffect<P>>) {
         self.is_clear = true; // the index lost the content
+        self.end_restore(RestoreState::Dropped, effects);
         self.forget(effects);
         (self.replay, self.cold, self.attempts) = (None, None, 0);
         if !self.config.has_replay {
@@ -157,7 +158,7 @@ impl<P: AsRef<[u8]>> Source<P> {
                 break;
             }
             let Some((sequence, payload)) = self.held.pop_first() else { break };
-            match self.position(sequence, payload.as_ref()) {
+            match self.position_of(sequence, payload.as_ref()) {
                 MessagePosition::Next => self.apply(sequence, payload, effects),
                 MessagePosition::Applied => effects.push(IngestEffect::Noted(Note::Duplicate)),
                 MessagePosition::Forgotten | MessagePosition::Ahead => effects.push(IngestEffect::Noted(Note::Late)),
@@ -253,6 +254,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         self.backoff.reset();
         self.schedule_end_check();
         effects.push(IngestEffect::Noted(Note::Recovered));
+        self.end_restore(RestoreState::Resumed, effects);
     }
 
     fn try_again(&mut self, purpose: ReplayPurpose, cause: DegradationReason, effects: &mut Vec<IngestEffect<P>>) {
@@ -285,6 +287,7 @@ impl<P: AsRef<[u8]>> Source<P> {
             self.is_clear = true;
             effects.push(IngestEffect::Clear);
         }
+        self.end_restore(RestoreState::Dropped, effects);
         self.unreported_stale = self.unreported;
     }
 

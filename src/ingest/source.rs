@@ -8,7 +8,9 @@ use super::hashes::{PayloadHashes, PayloadMatch};
 use super::held::{Held, Offered};
 use super::replay::{Cold, ReplayPurpose, ReplayState, RunningReplay};
 use super::subscription::SubscriptionState;
-use super::{AppliedBatch, Backoff, DegradationReason, IngestEffect, IngestInput, Note, SourceConfig, StreamState};
+use super::{
+    AppliedBatch, Backoff, DegradationReason, IngestEffect, IngestInput, Note, RestoreState, SourceConfig, StreamState,
+};
 use crate::protocol::Timestamp;
 
 /// Sequence number that marks the end of a replay and that no message has.
@@ -67,6 +69,8 @@ pub struct Source<P> {
     /// Number of applied batches without a report, and the number of those that a clear has followed.
     pub(super) unreported: u64,
     pub(super) unreported_stale: u64,
+    /// Progress of the restore; `None` without one.
+    pub(super) restore: Option<RestoreState>,
     fit: Fit,
     state: StreamState,
 }
@@ -110,6 +114,7 @@ impl<P: AsRef<[u8]>> Source<P> {
             is_clear: true,
             unreported: 0,
             unreported_stale: 0,
+            restore: None,
             fit: Fit::default(),
             state: StreamState::Recovering,
         }
@@ -263,7 +268,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         self.live_next = self.live_next.max(Some(sequence + 1));
         (self.end_is_missing, self.subscription_failures) = (false, 0);
         self.schedule_end_check();
-        match self.position(sequence, payload.as_ref()) {
+        match self.position_of(sequence, payload.as_ref()) {
             MessagePosition::Next if self.takes_live() => {
                 self.apply(sequence, payload, effects);
                 self.drain(effects);
@@ -308,7 +313,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         } else if was_awaiting_start && self.next.is_none() {
             self.start(sequence, effects);
         }
-        match self.position(sequence, payload.as_ref()) {
+        match self.position_of(sequence, payload.as_ref()) {
             MessagePosition::Next => {
                 self.apply(sequence, payload, effects);
                 self.schedule_end_check(); // the subscription missed this message, so it may also miss the next one
@@ -357,7 +362,7 @@ impl<P: AsRef<[u8]>> Source<P> {
         }
     }
 
-    pub(super) fn position(&self, sequence: u64, payload: &[u8]) -> MessagePosition {
+    pub(super) fn position_of(&self, sequence: u64, payload: &[u8]) -> MessagePosition {
         match self.next {
             Some(next) if sequence == next => MessagePosition::Next,
             Some(next) if sequence < next => match self.seen.recall(next - 1 - sequence, payload) {
@@ -437,6 +442,7 @@ impl<P: AsRef<[u8]>> Source<P> {
             StreamState::Mismatched
         } else if self.replay.is_some_and(ReplayState::degrades)
             || self.is_incomplete()
+            || self.is_unverified()
             || self.next.is_none() && self.cold.is_none()
         {
             StreamState::Recovering

@@ -23,6 +23,8 @@ pub struct BoardLoad {
     pub read_blocks: u32,
     /// Active requests.
     pub requests: u32,
+    /// Prefills that are not known to be complete.
+    pub prefills: u32,
     /// Prefill tokens to compute, as a curve, so that the load decreases without further messages.
     pub prefill: PrefillCurve,
     /// Upper bound of the blocks that a new request can share with the active prompts.
@@ -40,6 +42,7 @@ impl BoardLoad {
             active_blocks: load.active_blocks,
             read_blocks: load.read_blocks,
             requests: load.requests,
+            prefills: active.unfinished_prefills(),
             prefill: active.prefill_curve(),
             prompts: active.sketch(),
         }
@@ -64,7 +67,7 @@ pub struct BoardSlot {
     applied: AtomicU64,
     /// Active blocks (high half), requests (low half).
     active: AtomicU64,
-    /// Read blocks.
+    /// Prefills (high half), read blocks (low half).
     read_blocks: AtomicU64,
     prefill: [AtomicU64; PrefillCurve::WORDS],
     prompts: [AtomicU64; PromptSketch::WORDS],
@@ -88,7 +91,7 @@ impl BoardSlot {
         fence(Ordering::Release);
         self.applied.store(halves(load.incarnation, load.applied), Ordering::Relaxed);
         self.active.store(halves(load.active_blocks, load.requests), Ordering::Relaxed);
-        self.read_blocks.store(load.read_blocks.into(), Ordering::Relaxed);
+        self.read_blocks.store(halves(load.prefills, load.read_blocks), Ordering::Relaxed);
         store(&self.prefill, load.prefill.to_words());
         store(&self.prompts, load.prompts.to_words());
         self.version.store(writing.wrapping_add(1), Ordering::Release);
@@ -143,10 +146,10 @@ impl BoardSlot {
     fn read_fields(&self) -> BoardLoad {
         let (incarnation, applied) = split(self.applied.load(Ordering::Relaxed));
         let (active_blocks, requests) = split(self.active.load(Ordering::Relaxed));
-        let read_blocks = split(self.read_blocks.load(Ordering::Relaxed)).1;
+        let (prefills, read_blocks) = split(self.read_blocks.load(Ordering::Relaxed));
         let prefill = PrefillCurve::from_words(load(&self.prefill));
         let prompts = PromptSketch::from_words(load(&self.prompts));
-        BoardLoad { incarnation, applied, active_blocks, read_blocks, requests, prefill, prompts }
+        BoardLoad { incarnation, applied, active_blocks, read_blocks, requests, prefills, prefill, prompts }
     }
 }
 
@@ -215,10 +218,18 @@ mod tests {
                 for n in 0..200_000u32 {
                     let prefill = PrefillCurve::from_words([u64::from(n); PrefillCurve::WORDS]);
                     let prompts = PromptSketch::from_words([u64::from(n); PromptSketch::WORDS]);
-                    let (applied, active_blocks, read_blocks, requests) = (n, n, n, n);
+                    let (applied, active_blocks, read_blocks, requests, prefills) = (n, n, n, n, n);
                     let incarnation = 0;
-                    let load =
-                        BoardLoad { incarnation, applied, active_blocks, read_blocks, requests, prefill, prompts };
+                    let load = BoardLoad {
+                        incarnation,
+                        applied,
+                        active_blocks,
+                        read_blocks,
+                        requests,
+                        prefills,
+                        prefill,
+                        prompts,
+                    };
                     slot.publish(&load);
                 }
                 done.store(true, Ordering::Release);
@@ -227,7 +238,7 @@ mod tests {
             while !done.load(Ordering::Acquire) {
                 if let Some(load) = slot.read() {
                     assert_eq!((load.active_blocks, load.requests), (load.applied, load.applied));
-                    assert_eq!(load.read_blocks, load.applied);
+                    assert_eq!((load.read_blocks, load.prefills), (load.applied, load.applied));
                     assert_eq!(load.prefill.to_words(), [u64::from(load.applied); PrefillCurve::WORDS]);
                     assert_eq!(load.prompts.to_words(), [u64::from(load.applied); PromptSketch::WORDS]);
                     assert!(load.applied >= last, "time does not run backwards");

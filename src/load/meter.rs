@@ -15,7 +15,9 @@ use std::time::Duration;
 
 use ahash::AHashMap;
 
-use super::{EngineSpeed, LearnedBias, LearnedRate, LearnedStep, PrefillLoadHint, RankLoad, SpeedCell, StepSample};
+use super::{
+    EngineSpeed, LearnedBias, LearnedRate, LearnedStep, PeerLoad, PrefillLoadHint, RankLoad, SpeedCell, StepSample,
+};
 use crate::protocol::{BookingId, Timestamp};
 
 /// Observes the bookings of one rank.
@@ -59,11 +61,25 @@ pub struct SpeedMeter {
     unreported_until: Timestamp,
     load: RankLoad,
     sums: Sums,
+    own_time: OwnTime,
+    /// Load of the rank by other replicas, and their time with prefills until `sums.until`.
+    peers: PeerLoad,
+    peers_busy: (Duration, u32),
+}
+
+/// Time of the engine that own prefills receive: all of it, unless other replicas have prefills there.
+#[derive(Clone, Copy, Debug)]
+struct OwnTime {
+    now: Timestamp,
+    /// Share of time with prefills of other replicas.
+    share: f64,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Watched {
     booked: Timestamp,
+    /// The same in own time.
+    booked_own: Timestamp,
     /// Work of the prefill in progress, in tokens without context.
     prefill: Option<u32>,
     /// Output blocks at the last report.
@@ -95,6 +111,9 @@ struct Sums {
     prefill_ends: u64,
 }
 
+/// Time of a prefill that is in progress for longer than modelled.
+const PREFILL_SECONDS_LEAST: f64 = 0.01;
+
 /// Maximum share of a sample's time with a prefill in progress; samples above it are discarded.
 const PREFILL_SHARE_MAX: f64 = 0.5;
 
@@ -103,6 +122,12 @@ const INTERVAL_MIN: Duration = Duration::from_millis(5);
 
 /// Steps per prefill that do not count: half a step before the prefill starts, and at least one step that computes it.
 const STEPS_IN_PREFILL: f64 = 1.5;
+
+impl Default for OwnTime {
+    fn default() -> Self {
+        Self { now: Timestamp::default(), share: 1.0 }
+    }
+}
 
 impl SpeedMeter {
     /// Starts with the published speed, which has the weight of a prior: the meter may replace a previous one. Blocks
@@ -123,7 +148,27 @@ impl SpeedMeter {
             unreported_until: Timestamp::default(),
             load: RankLoad::default(),
             sums: Sums::default(),
+            own_time: OwnTime::default(),
+            peers: PeerLoad::default(),
+            peers_busy: (Duration::ZERO, 0),
         }
+    }
+
+    /// Sets the load of the rank by other replicas at `now`. Must be called before the reports of an instant.
+    pub fn peers_are(&mut self, peers: PeerLoad, now: Timestamp) {
+        self.peers = peers;
+        self.run_to(now);
+    }
+
+    /// Sets the modelled time of the own prefills; must be called after each change. Own and other prefills progress
+    /// together, so the rate is learned from the own share of the time, and steps from the time without prefills of
+    /// either side.
+    pub fn prefill_is(&mut self, own: Duration, now: Timestamp) {
+        self.run_to(now);
+        let seconds = |modelled: Duration, prefills: f64| modelled.as_secs_f64() + PREFILL_SECONDS_LEAST * prefills;
+        let own_seconds = seconds(own, self.prefills as f64);
+        let peer_seconds = seconds(self.peers.prefill_left(own, now), f64::from(self.peers.prefills));
+        self.own_time.share = if own_seconds > 0.0 { own_seconds / (own_seconds + peer_seconds) } else { 1.0 };
     }
 
     /// Records a booked request with its prefill.
@@ -135,9 +180,17 @@ impl SpeedMeter {
             self.sums.prefill_ends += u64::from(self.prefills == 0);
         }
         self.prefills += usize::from(prefill.is_some());
-        let before = self
-            .bookings
-            .insert(booking, Watched { booked: now, prefill, blocks: 0, predicted: [None; 2], seen: None });
+        let before = self.bookings.insert(
+            booking,
+            Watched {
+                booked: now,
+                booked_own: self.own_time.now,
+                prefill,
+                blocks: 0,
+                predicted: [None; 2],
+                seen: None,
+            },
+        );
         if before.is_some_and(|before| before.prefill.is_some()) {
             self.prefill_ended();
         }
@@ -174,7 +227,7 @@ impl SpeedMeter {
     /// unknown reports are harmless.
     pub fn reported(&mut self, booking: BookingId, prefill_completed: bool, output_blocks: u32, now: Timestamp) {
         let is_generating = prefill_completed || output_blocks > 0;
-        let Some(&Watched { booked, prefill, blocks, predicted, seen }) =
+        let Some(&Watched { booked, booked_own, prefill, blocks, predicted, seen }) =
             self.bookings.get(&booking).filter(|_| is_generating)
         else {
             return;
@@ -192,7 +245,7 @@ impl SpeedMeter {
         if let Some(tokens) = prefill {
             self.prefill_ended();
             // Without a report of the first token, output shows only that it was earlier.
-            if prefill_completed && self.learn_rate(tokens, booked, now) {
+            if prefill_completed && self.learn_rate(tokens, booked_own, now) {
                 self.cell.publish_rate(self.rate.tokens_per_second(), now);
             }
         }
@@ -211,16 +264,18 @@ impl SpeedMeter {
         }
     }
 
-    /// Learns from a prefill. An outdated rate counts as a prior, reduced by its age.
+    /// Learns from a prefill that was booked at `booked` in own time. An outdated rate counts as a prior, reduced by its
+    /// age.
     fn learn_rate(&mut self, tokens: u32, booked: Timestamp, now: Timestamp) -> bool {
+        let completed = self.own_time.now;
         if let Some(aged) = self.aged(now, 0) {
             let mut restarted = self.rate.restarted(aged.work_tokens_per_second);
-            if restarted.observe(tokens, booked, now) {
+            if restarted.observe(tokens, booked, completed) {
                 self.rate = restarted;
                 return true;
             }
         }
-        self.rate.observe(tokens, booked, now)
+        self.rate.observe(tokens, booked, completed)
     }
 
     /// Like [`learn_rate`](Self::learn_rate), from steps.
@@ -266,13 +321,23 @@ impl SpeedMeter {
 
     /// Adds the time up to `now` to the sums.
     fn run_to(&mut self, now: Timestamp) {
-        let passed = now.since(self.sums.until.max(self.unreported_until));
+        let elapsed = now.since(self.sums.until);
+        let before = std::mem::replace(&mut self.peers_busy, (self.peers.busy_until(now), self.peers.busy.1));
+        let busy = self.peers_busy.0.saturating_sub(before.0).min(elapsed);
+        let lost = if busy.is_zero() { busy } else { busy.mul_f64(1.0 - self.own_time.share) };
+        self.own_time.now = self.own_time.now + (elapsed - lost);
+        let passed = now.since(self.sums.until.max(self.unreported_until)).saturating_sub(busy);
         self.sums.until = self.sums.until.max(now);
-        if self.prefills == 0 && !passed.is_zero() {
-            let seconds = passed.as_secs_f64();
-            self.sums.seconds += seconds;
-            self.sums.request_seconds += seconds * f64::from(self.load.requests);
-            self.sums.block_seconds += seconds * f64::from(self.load.read_blocks);
+        if self.prefills == 0 {
+            self.sums.prefill_ends += u64::from(self.peers_busy.1.wrapping_sub(before.1));
+            if !passed.is_zero() {
+                let seconds = passed.as_secs_f64();
+                let requests = self.load.requests.saturating_add(self.peers.requests);
+                let blocks = self.load.read_blocks.saturating_add(self.peers.read_blocks);
+                self.sums.seconds += seconds;
+                self.sums.request_seconds += seconds * f64::from(requests);
+                self.sums.block_seconds += seconds * f64::from(blocks);
+            }
         }
     }
 

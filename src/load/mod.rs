@@ -20,6 +20,7 @@ mod limits;
 mod meter;
 mod output;
 mod pace;
+mod peers;
 mod prefill;
 mod prompts;
 #[cfg(any(test, feature = "test-support"))]
@@ -41,6 +42,7 @@ pub use limits::PromptLimits;
 pub use meter::SpeedMeter;
 pub use output::OutputBlocks;
 pub use pace::TokenPace;
+pub use peers::{ArrivalsCell, PeerLoad, PeerLoadCell, PlacementRate};
 pub use sequences::{ActiveSequences, BookError, BookedBlocks, Change, Projection, PromptBlocks, RankLoad};
 pub use sketch::{PromptFingerprint, PromptSketch};
 pub use speed::{ATTENTION_TOKENS, EngineSpeed, PublishedSpeed, SpeedCell, work_tokens};

@@ -301,6 +301,12 @@ impl ActiveSequences {
         }
     }
 
+    /// Number of prefills that are not known to be complete.
+    #[must_use]
+    pub fn unfinished_prefills(&self) -> u32 {
+        u32::try_from(self.prefills.unfinished()).unwrap_or(u32::MAX)
+    }
+
     /// The decrease of the prefill tokens from the last change on, for publication.
     ///
     /// O(unfinished prefills).

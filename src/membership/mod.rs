@@ -182,7 +182,7 @@ impl<R> Membership<R> {
             }
             MembershipInput::RankRetired { slot, generation } => self.on_rank_retired(slot, generation),
             MembershipInput::SourceAdded { name } => self.on_source_added(name),
-            MembershipInput::SourceUpdated { source, update } => self.on_source_updated(source, update),
+            MembershipInput::SourceUpdated { source, update } => self.on_source_updated(source, update, now),
             MembershipInput::Reconcile => self.reconcile(),
             MembershipInput::RankWarmed { rank, shard, incarnation } => self.on_rank_warmed(rank, shard, incarnation),
             MembershipInput::ChildDied { child, reason, shard_ranks } => {

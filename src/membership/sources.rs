@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::removals::{Completion, PendingRemoval};
 use super::{DiscoveryStatus, Membership, MembershipReport, SourceUpdate};
 use crate::discovery::{Conflict, DiscoveryError};
-use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
+use crate::protocol::{Timestamp, WorkerConfig, WorkerId, WorkerMap};
 
 /// Difference between named and registered workers.
 #[derive(Default)]
@@ -25,14 +25,14 @@ impl<R> Membership<R> {
         self.outbox.sources_changed = true;
     }
 
-    pub(super) fn on_source_updated(&mut self, source: usize, update: SourceUpdate) {
+    pub(super) fn on_source_updated(&mut self, source: usize, update: SourceUpdate, now: Timestamp) {
         if source >= self.statuses.len() {
             return;
         }
         self.outbox.sources_changed = true;
         match update {
             SourceUpdate::Workers(workers) => self.on_source_workers(source, workers),
-            SourceUpdate::Failed(error) => self.on_source_failed(source, &error),
+            SourceUpdate::Failed(error) => self.on_source_failed(source, &error, now),
             SourceUpdate::Closed => self.statuses[source].closed = true,
         }
     }
@@ -44,6 +44,7 @@ impl<R> Membership<R> {
         }
         let status = &mut self.statuses[source];
         status.workers = count;
+        status.failing_since = None;
         if status.last_error.take().is_some() {
             let source = status.source.clone();
             self.outbox.report(MembershipReport::SourceRecovered { source, workers: count });
@@ -57,9 +58,10 @@ impl<R> Membership<R> {
         self.outbox.report(MembershipReport::Conflict { worker, endpoint, used, ignored });
     }
 
-    fn on_source_failed(&mut self, source: usize, error: &DiscoveryError) {
+    fn on_source_failed(&mut self, source: usize, error: &DiscoveryError, now: Timestamp) {
         let error = error.to_string();
         let status = &mut self.statuses[source];
+        status.failing_since.get_or_insert(now);
         if status.last_error.as_ref() != Some(&error) {
             status.last_error = Some(error.clone());
             let workers = self.desired.of(source).map(WorkerMap::len);

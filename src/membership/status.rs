@@ -1,8 +1,9 @@
 //! State of one discovery source.
 
+use core::time::Duration;
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::protocol::WorkerId;
+use crate::protocol::{Timestamp, WorkerId};
 
 /// State of one discovery source.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -13,6 +14,8 @@ pub struct DiscoveryStatus {
     pub workers: usize,
     /// Last error; absent after a good set.
     pub last_error: Option<String>,
+    /// Time of the first error after the last good set, by the clock of the router; absent without `last_error`.
+    pub failing_since: Option<Timestamp>,
     /// Whether the source has closed.
     pub closed: bool,
     /// Named workers that break a rule, with the reason.
@@ -23,4 +26,13 @@ pub struct DiscoveryStatus {
     /// Named workers that stay away because they were drained or removed by the embedder, with their endpoints. An
     /// undrain lets them join again.
     pub removed: BTreeMap<WorkerId, String>,
+}
+
+impl DiscoveryStatus {
+    /// Age of the last good set: the time since the first error after it, zero without an error. `now` is
+    /// `Router::now`.
+    #[must_use]
+    pub fn stale_for(&self, now: Timestamp) -> Duration {
+        self.failing_since.map_or(Duration::ZERO, |since| now.since(since))
+    }
 }

@@ -368,6 +368,23 @@ fn unstated_capacity_is_reported_once() {
 }
 
 #[test]
+fn the_age_of_a_set_begins_with_the_first_error_after_it() {
+    let mut pool = Pool::new(RULES, 1);
+    let failed = |reason: &str| MembershipInput::SourceUpdated {
+        source: 0,
+        update: SourceUpdate::Failed(crate::discovery::DiscoveryError::Other(reason.to_owned())),
+    };
+    pool.step_at(failed("a"), at(5));
+    pool.step_at(failed("b"), at(7));
+    let status = &pool.done.sources[0];
+    assert_eq!((status.failing_since, status.stale_for(at(9))), (Some(at(5)), at(9).since(at(5))));
+    let update = SourceUpdate::Workers(crate::protocol::WorkerMap::new());
+    pool.step_at(MembershipInput::SourceUpdated { source: 0, update }, at(9));
+    let status = &pool.done.sources[0];
+    assert_eq!((status.failing_since, status.stale_for(at(10))), (None, std::time::Duration::ZERO));
+}
+
+#[test]
 fn a_start_fails_only_after_all_sources_have_closed() {
     let open = DiscoveryStatus::default();
     let closed = DiscoveryStatus { closed: true, ..DiscoveryStatus::default() };

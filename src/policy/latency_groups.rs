@@ -69,8 +69,7 @@ pub(crate) struct GroupCost {
 
 #[expect(clippy::cast_possible_truncation, reason = "the margin of the bounds covers the rounding")]
 impl GroupCost {
-    /// Coefficients of a cost `now_seconds` after the epoch, on ranks where the request adds at least `own_step_seconds`
-    /// to a step.
+    /// Coefficients of a cost `now_seconds` after the epoch, where the request adds at least `own_step_seconds` to a step.
     pub(crate) fn new(cost: &LatencyCost, now_seconds: f64, own_step_seconds: f64) -> Self {
         Self {
             now: now_seconds as f32,

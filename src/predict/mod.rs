@@ -35,8 +35,9 @@ use crate::config::{EventMode, RouterConfig, SpeculativeModel};
 use crate::hashing::HashedPrompt;
 use crate::index::depth::Depths;
 use crate::index::{Index, Overlaps};
-use crate::protocol::WorkerRank;
-use crate::protocol::{BlockHash, BookingId, Generation, KvEvent, RouterEvent, Slot, StorageTier, Timestamp};
+use crate::protocol::{
+    BlockHash, BookingId, Generation, KvEvent, RouterEvent, Slot, StorageTier, Timestamp, WorkerRank,
+};
 use ranks::{PredictorRank, PredictorRanks};
 use trie::{LruEntry, Tries};
 
@@ -276,10 +277,9 @@ impl SpeculativePrompts {
         }
     }
 
-    /// Records that a prompt was routed to the rank in `slot` with this generation. On a rank with a capacity, a given
-    /// booking is held until [`SpeculativePrompts::released`]. Repetition has no effect.
-    ///
-    /// `index` contains the blocks reported by the engines; these require no speculative entry.
+    /// Records that a prompt was routed to the rank in `slot` with this generation. Returns the rank if it has an entry
+    /// now. On a rank with a capacity, a given booking is held until [`SpeculativePrompts::released`]. Repetition has no
+    /// effect. `index` contains the blocks reported by the engines, which require no entry.
     pub fn routed(
         &mut self,
         slot: Slot,
@@ -288,16 +288,14 @@ impl SpeculativePrompts {
         speculative_prompt: &SpeculativePrompt,
         index: &Index,
         now: Timestamp,
-    ) {
+    ) -> Option<WorkerRank> {
         self.expire(now);
-        let Some(entry) = self.ranks.get(slot).filter(|entry| entry.generation == generation) else { return };
-        if entry.publishes {
-            return; // its events report all blocks
-        }
-        let (root, is_capped) = (entry.root, entry.capacity.is_some());
+        // The events of a publishing rank report all blocks.
+        let entry = self.ranks.get(slot).filter(|entry| entry.generation == generation && !entry.publishes)?;
+        let (rank, root, is_capped) = (entry.rank, entry.root, entry.capacity.is_some());
         let booking = booking.filter(|_| is_capped);
         if booking.is_some_and(|booking| self.claims.contains_key(&booking)) {
-            return;
+            return None;
         }
         let blocks = speculative_prompt.hashes.len() as u32;
         let real_blocks = match self.kind {
@@ -305,7 +303,7 @@ impl SpeculativePrompts {
             SpeculationModel::Ttl { .. } | SpeculationModel::UntilEvents { .. } | SpeculationModel::Lru { .. } => 0,
         };
         if real_blocks == blocks && booking.is_none() {
-            return; // no block is missing, or the prompt is empty
+            return None; // no block is missing, or the prompt is empty
         }
         let end = self.enter(slot, root, &speculative_prompt.hashes, real_blocks);
         if let Some(booking) = booking {
@@ -318,6 +316,7 @@ impl SpeculativePrompts {
         }
         self.evict(slot);
         self.keep_bound();
+        Some(rank)
     }
 
     /// Adds private output blocks to a booking.

@@ -27,6 +27,15 @@ impl Timestamp {
     }
 }
 
+impl std::ops::Sub<Duration> for Timestamp {
+    type Output = Self;
+
+    /// Saturates at the epoch.
+    fn sub(self, by: Duration) -> Self {
+        Self(self.0.saturating_sub(u64::try_from(by.as_nanos()).unwrap_or(u64::MAX)))
+    }
+}
+
 impl std::ops::Add<Duration> for Timestamp {
     type Output = Self;
 

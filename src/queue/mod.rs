@@ -18,6 +18,7 @@
 
 mod class;
 mod classify;
+mod heads;
 mod ids;
 mod key;
 mod limits;
@@ -39,6 +40,7 @@ use key::OrderKey;
 use rounds::Rounds;
 
 pub use classify::UnknownClass;
+pub use heads::QueueHeads;
 pub use ids::{ClassId, Depth, LaneKey, TenantKey};
 pub use key::QueueEntry;
 pub use limits::{Backpressure, LimitKind, RETRY_AFTER_MAX, RETRY_AFTER_MIN, RETRY_AFTER_UNKNOWN};

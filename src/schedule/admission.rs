@@ -25,7 +25,7 @@ const BATCH_MAX: usize = 64;
 const REFRESHES_MAX: usize = 64;
 
 /// Interval of queue evaluation while load decays with time.
-const DECAY_RECHECK: Duration = Duration::from_millis(20);
+pub(super) const DECAY_RECHECK: Duration = Duration::from_millis(20);
 
 impl<T> PendingRequest<T> {
     /// Inputs of its eligibility, with the class if it waits.
@@ -100,8 +100,9 @@ impl<T> Schedule<T> {
             self.typical.wait_seconds = self.ranks.mean_wait_seconds();
             self.typical.step_ratio = self.ranks.mean_step_ratio();
             self.ranks.measure(loads, typical);
-            effects.push_back(Effect::PublishTypicalSpeed(typical));
+            effects.push_back(Effect::PublishTypical { speed: typical, rate: self.arrival_rate.rate(self.now) });
         }
+        self.peers = loads.peer_arrivals();
         self.rules.warm_up(&mut self.ranks, loads, self.now);
         self.rules.look_at_engines(&mut self.ranks, loads, self.now);
         self.forget_bounds();
@@ -117,7 +118,7 @@ impl<T> Schedule<T> {
                 }
                 return VecDeque::from([first]);
             }
-            if let Some(pending) = self.pop_dispatchable() {
+            if let Some(pending) = self.pop_dispatchable(loads) {
                 return VecDeque::from([pending]);
             }
             let Some(arrival) = self.arrivals.pop_front() else { return VecDeque::new() };
@@ -168,17 +169,40 @@ impl<T> Schedule<T> {
         let mut scratch = self.scratch.take().unwrap_or_default();
         self.rules.evaluate(&self.ranks, pending.eligibility_inputs(), &mut scratch.eligibility);
         // Only busy ranks justify waiting; every other reason is reported immediately.
-        let must_wait = !scratch.eligibility.any_open() && scratch.eligibility.has(Filter::Busy);
+        let open = scratch.eligibility.count_open();
+        let must_wait = open == 0 && scratch.eligibility.has(Filter::Busy);
         let missed = if must_wait { self.targets_missed_by_all(pending.case(0, loads), &mut scratch) } else { None };
         self.scratch = Some(scratch);
         if !must_wait {
-            return Some(pending);
+            return if open > 0 { self.admit_in_turn(pending, class, open, loads, effects) } else { Some(pending) };
         }
         if let Some(missed) = missed {
             let reason = Rejection::TargetsMissed(missed);
             effects.push_back(Effect::Reject { context: pending.request.context, reason });
             return None;
         }
+        self.hold(pending, class, effects)
+    }
+
+    /// Queues a request for which ranks are open if requests of other replicas precede. Returns one that does not or
+    /// cannot wait.
+    fn admit_in_turn<V: LoadView>(
+        &mut self,
+        pending: PendingRequest<T>,
+        class: ClassId,
+        open: usize,
+        loads: &V,
+        effects: &mut VecDeque<Effect<T>>,
+    ) -> Option<PendingRequest<T>> {
+        let Some(arrival) = pending.arrival().filter(|_| pending.request.purpose == Purpose::Book) else {
+            return Some(pending);
+        };
+        let head = self.queue_head().map_or(arrival, |head| head.min(arrival));
+        if !self.turn.must_yield(loads, open, head, self.now) || self.may_wait(&pending, class).is_err() {
+            return Some(pending);
+        }
+        self.turn.give_way(self.now);
+        self.look_again = true;
         self.hold(pending, class, effects)
     }
 
@@ -246,17 +270,31 @@ impl<T> Schedule<T> {
     ///
     /// If no request can leave, the lanes are not evaluated again before some rank may have gained capacity: arrivals,
     /// departures and bookings free none.
-    fn pop_dispatchable(&mut self) -> Option<PendingRequest<T>> {
+    fn pop_dispatchable<V: LoadView>(&mut self, loads: &V) -> Option<PendingRequest<T>> {
         self.look_again |= self.ranks.take_eased();
         if !self.look_again {
             return None;
         }
-        let Self { queue, rules, ranks, scratch, .. } = self;
+        let Some(head) = self.queue_head() else {
+            self.look_again = false;
+            self.turn.reset();
+            return None;
+        };
+        let Self { queue, rules, ranks, scratch, turn, now, .. } = self;
         let Scratch { eligibility, .. } = &mut **scratch.get_or_insert_default();
-        let popped = queue.pop(self.now, |_, _, pending: &PendingRequest<T>| {
-            rules.is_open_to(ranks, pending.eligibility_inputs(), eligibility)
+        let mut yields = false;
+        let popped = queue.pop(*now, |_, _, pending: &PendingRequest<T>| {
+            let open = rules.count_open_to(ranks, pending.eligibility_inputs(), eligibility);
+            let gives_way = open > 0 && turn.must_yield(loads, open, head, *now);
+            yields |= gives_way;
+            open > 0 && !gives_way
         });
-        self.look_again = popped.is_some();
+        if yields && popped.is_none() {
+            turn.give_way(*now);
+        } else {
+            turn.end(head, *now);
+        }
+        self.look_again = yields || popped.is_some();
         let (_, pending) = popped?;
         self.forget_age(&pending);
         Some(pending)
@@ -377,13 +415,18 @@ impl<T> Schedule<T> {
         let refresh =
             self.overlap_refresh_after.zip(self.overlap_ages.first()).map(|(after, (since, _))| *since + after);
         let decays = self.ranks.as_slice().iter().any(super::rank::Rank::decays).then(|| self.now + DECAY_RECHECK);
-        [self.queue.next_due(), refresh, decays].into_iter().flatten().min()
+        [self.queue.next_due(), refresh, decays, self.turn.ends_at()].into_iter().flatten().min()
     }
 
     /// Whether any request waits for the load of a rank to fall.
     #[must_use]
     pub fn waits_for_load(&self) -> bool {
         !self.queue.is_empty()
+    }
+
+    /// Arrival of the longest-waiting request.
+    pub fn queue_head(&self) -> Option<Timestamp> {
+        self.depths().filter_map(|(_, depth)| depth.oldest).min()
     }
 
     /// Queue depths by class.

@@ -168,12 +168,12 @@ impl<T> Schedule<T> {
 
     /// Prices of prefill work at the pool's load.
     fn work_prices(&self) -> WorkPrices {
-        let rate = self.arrival_rate.rate(self.ranks.refreshed_at());
+        let (own, peers) = (self.arrival_rate.rate(self.ranks.refreshed_at()), self.peers);
         let PoolSums { ranks, requests } = self.ranks.sums();
         let mean = |sum: f64| sum / f64::from(ranks.max(1));
         WorkPrices::of(&PoolLoad {
-            arrivals_per_second: mean(rate.arrivals_per_second),
-            utilization: mean(rate.prefill_seconds_per_second),
+            arrivals_per_second: mean(own.placements_per_second + peers.placements_per_second),
+            utilization: mean(own.work_per_second + peers.work_per_second),
             requests: mean(f64::from(requests)),
             wait_seconds: self.typical.wait_seconds,
             step_ratio: self.typical.step_ratio,
@@ -216,10 +216,11 @@ impl<T> Schedule<T> {
         let Measured { speed, is_full } = rank.measured();
         let wait = rank.wait(self.ranks.refreshed_at());
         let unmodelled = u32::try_from(wait.unmodelled_tokens).unwrap_or(u32::MAX);
+        let wait_seconds = wait.modelled.as_secs_f64() + speed.prefill(f64::from(unmodelled));
         LatencyFacts {
             isl_tokens: pending.request.isl_tokens,
             cached_tokens: self.expected_cached_tokens(pending, rank, overlap, projected),
-            wait_seconds: wait.modelled.as_secs_f64() + speed.prefill(f64::from(unmodelled)),
+            wait_seconds,
             requests: projected.requests,
             potential_blocks: projected.potential_blocks.1,
             read_blocks: projected.read_blocks.into(),

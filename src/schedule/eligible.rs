@@ -111,6 +111,11 @@ impl Eligibility {
         self.all_open.map_or_else(|| self.refused_by.iter().any(Option::is_none), |ranks| ranks > 0)
     }
 
+    /// Number of eligible ranks.
+    pub(super) fn count_open(&self) -> usize {
+        self.all_open.unwrap_or_else(|| self.refused_by.iter().filter(|filter| filter.is_none()).count())
+    }
+
     /// Whether waiting can help: some rank is eligible now or could be later.
     pub(super) fn may_open(&self) -> bool {
         let may_open = || self.refused_by.iter().any(|filter| filter.is_none_or(Filter::passes));
@@ -242,22 +247,22 @@ impl Rules {
         self.weigh(ranks, inputs, eligibility);
     }
 
-    /// Whether any rank would be eligible. Same result as a full evaluation, but with a single rank for pinned
+    /// Number of ranks that would be eligible. Same result as a full evaluation, but with a single rank for pinned
     /// requests, of which many may wait.
-    pub(super) fn is_open_to(
+    pub(super) fn count_open_to(
         &self,
         ranks: &Ranks,
         inputs: EligibilityInputs<'_>,
         eligibility: &mut Eligibility,
-    ) -> bool {
+    ) -> usize {
         let pin = inputs.options.and_then(|options| options.constraints.hard_pin());
         let Some((options, rank)) =
             inputs.options.zip(pin.and_then(|pin| Some(WorkerRank::new(pin.worker, pin.rank?))))
         else {
             self.evaluate(ranks, inputs, eligibility);
-            return eligibility.any_open();
+            return eligibility.count_open();
         };
-        let Some(position) = ranks.position(rank) else { return false };
+        let Some(position) = ranks.position(rank) else { return 0 };
         let (rank, status) = (&ranks.as_slice()[position], ranks.statuses()[position]);
         let busy = inputs.class.and_then(|class| self.busy.get(class.0 as usize));
         let refused = options.constraints.refused_by(rank.rank, &rank.about.traits).is_some();
@@ -265,7 +270,7 @@ impl Rules {
         let loaded = self.is_overloaded(rank) || busy.is_some_and(|limits| limits.exceeded_by(rank));
         let accepted =
             self.filters.is_empty() || self.filters.accept(&self.request_facts(&inputs), rank.rank, &rank.about.traits);
-        !refused && accepted && !restricted && !loaded
+        usize::from(!refused && accepted && !restricted && !loaded)
     }
 
     /// Attributes of a request for policies, scorers and filters.

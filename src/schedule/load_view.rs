@@ -9,9 +9,11 @@ use std::sync::Arc;
 use crate::engine_load::{EngineLoad, EngineLoadCell};
 use crate::index::Holdings;
 use crate::load::{
-    BoardChanges, BoardLoad, BoardSlot, BoardVersion, EngineSpeed, PredictionBias, PublishedSpeed, SpeedCell,
+    ArrivalsCell, BoardChanges, BoardLoad, BoardSlot, BoardVersion, EngineSpeed, PeerLoad, PeerLoadCell, PlacementRate,
+    PredictionBias, PublishedSpeed, SpeedCell,
 };
 use crate::protocol::{Slot, Timestamp};
+use crate::queue::QueueHeads;
 
 /// Load, speed and cache state of the admitted ranks, by slot.
 ///
@@ -45,6 +47,21 @@ pub trait LoadView {
 
     /// The load that the rank's engine last reported.
     fn engine_load(&self, slot: Slot) -> Option<EngineLoad>;
+
+    /// Load by the bookings of other replicas; none by default.
+    fn peer_load(&self, _slot: Slot) -> PeerLoad {
+        PeerLoad::default()
+    }
+
+    /// Arrivals at other replicas; none by default.
+    fn peer_arrivals(&self) -> PlacementRate {
+        PlacementRate::default()
+    }
+
+    /// Number of other replicas whose longest-waiting request arrived after `passed` and before `head`; none by default.
+    fn replicas_ahead(&self, _passed: Option<Timestamp>, _head: Timestamp) -> usize {
+        0
+    }
 }
 
 /// The shared cells of one rank. Each has one writer.
@@ -58,6 +75,8 @@ pub struct RankCells {
     pub holdings: Arc<Holdings>,
     /// Engine-reported load, written by the engine-load actor.
     pub engine_load: Arc<EngineLoadCell>,
+    /// Load by other replicas, written by the replica actor.
+    pub peers: Arc<PeerLoadCell>,
 }
 
 /// The current contents of the ranks' shared cells.
@@ -80,6 +99,8 @@ pub struct RankCells {
 pub struct LiveLoads {
     by_slot: Vec<RankCells>,
     changes: Arc<BoardChanges>,
+    arrivals: Arc<ArrivalsCell>,
+    heads: Arc<QueueHeads>,
     /// Slots of boards that report their changes to another reader.
     polled: Vec<Slot>,
 }
@@ -87,8 +108,8 @@ pub struct LiveLoads {
 impl LiveLoads {
     /// No cells. Their boards report to `changes`, which must have no other reader.
     #[must_use]
-    pub fn new(changes: Arc<BoardChanges>) -> Self {
-        Self { changes, ..Self::default() }
+    pub fn new(changes: Arc<BoardChanges>, arrivals: Arc<ArrivalsCell>, heads: Arc<QueueHeads>) -> Self {
+        Self { changes, arrivals, heads, ..Self::default() }
     }
 
     /// Adds the cells of the rank in `slot`, before its `Admit`.
@@ -112,9 +133,10 @@ impl LiveLoads {
         self.polled.retain(|polled| *polled != slot);
     }
 
-    /// Publishes the pool's typical speed to every rank's sequence actor: performs
-    /// [`Effect::PublishTypicalSpeed`](super::Effect::PublishTypicalSpeed).
-    pub fn publish_typical_speed(&self, typical: &EngineSpeed) {
+    /// Publishes the pool's typical speed to every rank's sequence actor, and its arrivals to other replicas: performs
+    /// [`Effect::PublishTypical`](super::Effect::PublishTypical).
+    pub fn publish_typical(&self, typical: &EngineSpeed, rate: PlacementRate, now: Timestamp) {
+        self.arrivals.publish_own(rate, now);
         for cells in &self.by_slot {
             cells.speed.publish_typical(typical);
         }
@@ -169,5 +191,20 @@ impl LoadView for LiveLoads {
     #[inline]
     fn engine_load(&self, slot: Slot) -> Option<EngineLoad> {
         self.by_slot[slot.index()].engine_load.read()
+    }
+
+    #[inline]
+    fn peer_load(&self, slot: Slot) -> PeerLoad {
+        self.by_slot[slot.index()].peers.read()
+    }
+
+    #[inline]
+    fn peer_arrivals(&self) -> PlacementRate {
+        self.arrivals.peers()
+    }
+
+    #[inline]
+    fn replicas_ahead(&self, passed: Option<Timestamp>, head: Timestamp) -> usize {
+        self.heads.peers_between(passed, head)
     }
 }

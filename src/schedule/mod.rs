@@ -2,8 +2,9 @@
 //!
 //! Holds the order of requests, the queue, the one batch in flight, the overlay (bookings since each rank last
 //! published), the sessions, and every choice of a rank. A batch books exactly what a serial run in the same order
-//! would. Every request leaves in exactly one effect. No rank receives work beyond a class's threshold. Equal seed and
-//! inputs give equal effects. The actor performs the effects; the sequence actors hold the bookings.
+//! would; under `latency`, up to ranks whose costs differ insignificantly. Every request leaves in exactly one effect.
+//! No rank receives work beyond a class's threshold. Equal seed and inputs give equal effects. The actor performs the
+//! effects; the sequence actors hold the bookings.
 //!
 //! ```text
 //! Request ─► arrivals ─► batch ─(shortlist)─► Query ─► Loads ─► Book | Report | LoadSnapshot | Explain | Reject
@@ -37,6 +38,7 @@ mod targets;
 #[cfg(test)]
 mod tests;
 mod ties;
+mod turn;
 mod types;
 mod typical;
 mod view;
@@ -56,7 +58,7 @@ pub use types::{
 };
 
 use crate::config::{PoolRole, RouterConfig};
-use crate::load::EngineSpeed;
+use crate::load::{EngineSpeed, PlacementRate};
 use crate::policy::{KvCost, Needs, Policy};
 use crate::protocol::{BookingId, Timestamp};
 use crate::queue::Queue;
@@ -67,6 +69,7 @@ use pending::PendingRequest;
 use pool::Arrivals;
 use ranks::Ranks;
 use scratch::Scratch;
+use turn::Turn;
 use typical::Typical;
 
 /// The state machine. See the module documentation.
@@ -87,6 +90,7 @@ pub struct Schedule<T> {
     /// Whether a waiting request may be eligible: some rank may have gained capacity since the last reconciliation of
     /// the queue.
     look_again: bool,
+    turn: Turn,
     /// Waiting requests by the age of their overlap, oldest first; departed ones are skipped.
     overlap_ages: BTreeSet<(Timestamp, BookingId)>,
     in_flight: Option<Batch<T>>,
@@ -100,6 +104,8 @@ pub struct Schedule<T> {
     typical: Typical,
     /// Arrival rate of its placements.
     arrival_rate: Arrivals,
+    /// Arrivals at other replicas, at the start of the batch.
+    peers: PlacementRate,
     /// Time of the current step.
     now: Timestamp,
     /// Boxed, so that a decision takes it out and puts it back as one pointer. Absent while in use.
@@ -186,6 +192,7 @@ impl<T> Schedule<T> {
             again: VecDeque::new(),
             queue: Queue::new(&config),
             look_again: false,
+            turn: Turn::new(admission::DECAY_RECHECK + 2 * Duration::from_millis(config.replicas.interval_ms)),
             overlap_ages: BTreeSet::new(),
             in_flight: None,
             requests: base,
@@ -193,6 +200,7 @@ impl<T> Schedule<T> {
             turns: 0,
             typical: Typical::new(typical_speed),
             arrival_rate: Arrivals::default(),
+            peers: PlacementRate::default(),
             now: Timestamp::default(),
             scratch: None,
             extensions,
@@ -244,6 +252,11 @@ impl<T> Schedule<T> {
     #[must_use]
     pub fn sessions(&self) -> usize {
         self.sessions.len()
+    }
+
+    /// The remembered sessions, to share them with other replicas.
+    pub fn sessions_mut(&mut self) -> &mut Sessions {
+        &mut self.sessions
     }
 
     fn on_membership<V: LoadView>(&mut self, input: Input<T>, loads: &V, effects: &mut VecDeque<Effect<T>>) {

@@ -4,6 +4,7 @@
 
 use std::time::Duration;
 
+use crate::load::PlacementRate;
 use crate::protocol::Timestamp;
 
 /// Sums over the ranks of a pool.
@@ -25,13 +26,6 @@ pub(super) struct Arrivals {
     at: Timestamp,
 }
 
-/// Arrivals and prefill work of the whole pool.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct ArrivalRate {
-    pub(super) arrivals_per_second: f64,
-    pub(super) prefill_seconds_per_second: f64,
-}
-
 /// Time constant of the weights.
 const WINDOW: Duration = Duration::from_secs(20);
 
@@ -51,11 +45,11 @@ impl Arrivals {
     }
 
     /// The rate at `now`.
-    pub(super) fn rate(&self, now: Timestamp) -> ArrivalRate {
-        let Some(since) = self.since else { return ArrivalRate::default() };
+    pub(super) fn rate(&self, now: Timestamp) -> PlacementRate {
+        let Some(since) = self.since else { return PlacementRate::default() };
         let seconds = WINDOW.as_secs_f64() * (1.0 - weight_after(now.since(since)));
         let rate = |sum: f64| sum * weight_after(now.since(self.at)) / seconds.max(SECONDS_MIN);
-        ArrivalRate { arrivals_per_second: rate(self.count), prefill_seconds_per_second: rate(self.prefill_seconds) }
+        PlacementRate { placements_per_second: rate(self.count), work_per_second: rate(self.prefill_seconds) }
     }
 }
 
@@ -71,23 +65,23 @@ mod tests {
     #[test]
     fn rates_follow_steady_traffic_and_decay() {
         let (mut arrivals, mut now) = (Arrivals::default(), Timestamp::default());
-        assert_eq!(arrivals.rate(now), ArrivalRate::default());
+        assert_eq!(arrivals.rate(now), PlacementRate::default());
         for _ in 0..600 {
             now = now + Duration::from_millis(100);
             arrivals.placed(Duration::from_millis(30), now);
         }
-        let ArrivalRate { arrivals_per_second, prefill_seconds_per_second } = arrivals.rate(now);
-        assert!((arrivals_per_second - 10.0).abs() < 0.1, "{arrivals_per_second}");
-        assert!((prefill_seconds_per_second - 0.3).abs() < 0.003, "{prefill_seconds_per_second}");
-        let later = arrivals.rate(now + WINDOW).arrivals_per_second;
-        assert!((later / arrivals_per_second - 0.37).abs() < 0.02, "{later}");
+        let PlacementRate { placements_per_second, work_per_second } = arrivals.rate(now);
+        assert!((placements_per_second - 10.0).abs() < 0.1, "{placements_per_second}");
+        assert!((work_per_second - 0.3).abs() < 0.003, "{work_per_second}");
+        let later = arrivals.rate(now + WINDOW).placements_per_second;
+        assert!((later / placements_per_second - 0.37).abs() < 0.02, "{later}");
     }
 
     #[test]
     fn the_first_placements_are_no_high_rate() {
         let mut arrivals = Arrivals::default();
         arrivals.placed(Duration::from_secs(2), Timestamp(5));
-        let ArrivalRate { arrivals_per_second, prefill_seconds_per_second } = arrivals.rate(Timestamp(5));
-        assert_eq!((arrivals_per_second, prefill_seconds_per_second), (1.0, 2.0));
+        let PlacementRate { placements_per_second, work_per_second } = arrivals.rate(Timestamp(5));
+        assert_eq!((placements_per_second, work_per_second), (1.0, 2.0));
     }
 }

@@ -11,7 +11,7 @@ use super::recent::RecentWork;
 use super::view::{Added, View, Wait};
 use super::{Admission, BookNumber, LoadView};
 use crate::load::{
-    BoardLoad, BoardVersion, EngineSpeed, PrefillLoadHint, PromptBlocks, PromptFingerprint, PromptSketch,
+    BoardLoad, BoardVersion, EngineSpeed, PeerLoad, PrefillLoadHint, PromptBlocks, PromptFingerprint, PromptSketch,
     PublishedSpeed, RankLoad,
 };
 use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
@@ -26,6 +26,9 @@ pub(super) struct Rank {
     /// The last good copy of the board and its time.
     seen: BoardLoad,
     seen_at: Timestamp,
+    /// Load by other replicas, and their remaining prefill tokens at the last refresh or aging.
+    peers: PeerLoad,
+    peer_tokens: u64,
     /// Prefill backlog of the overlay.
     ahead_wait: Wait,
     /// Books above the board's applied number.
@@ -130,7 +133,7 @@ impl Rank {
         let unread = BoardLoad { incarnation: UNREAD, ..BoardLoad::default() };
         let seen = loads.board(slot, &mut version).unwrap_or(unread);
         let view = View::of(&seen, seen.prefill.at());
-        Self {
+        let mut new = Self {
             front: Front { view, version, slot, settled: true },
             rank,
             generation,
@@ -145,13 +148,17 @@ impl Rank {
             }),
             issued: seen.applied,
             measured: Measured::default(),
+            peers: loads.peer_load(slot),
+            peer_tokens: 0,
             ahead_wait: Wait::default(),
             seen,
             seen_at: since,
             overlay: VecDeque::new(),
             answer: None,
             booked: SmallVec::new(),
-        }
+        };
+        new.view_at(since.max(seen.prefill.at()));
+        new
     }
 
     pub(super) fn slot(&self) -> Slot {
@@ -219,7 +226,8 @@ impl Rank {
         while self.overlay.front().is_some_and(|ahead| !is_after(ahead.number, self.seen.applied)) {
             self.overlay.pop_front();
         }
-        self.front.view = View::of(&self.seen, now);
+        self.peers = loads.peer_load(self.slot());
+        self.view_at(now);
         self.ahead_wait = Wait::default();
         for ahead in &self.overlay {
             self.front.view.add(ahead.added);
@@ -237,9 +245,20 @@ impl Rank {
 
     /// Updates the prefill tokens of the view to `now`.
     pub(super) fn age(&mut self, now: Timestamp) {
-        self.front.view = View::of(&self.seen, now);
+        self.view_at(now);
         let earlier = self.overlay.len() - self.booked.len();
         self.overlay.iter().take(earlier).for_each(|ahead| self.front.view.add(ahead.added));
+    }
+
+    /// Sets the view to the board and the load by other replicas at `now`, without the overlay.
+    fn view_at(&mut self, now: Timestamp) {
+        self.front.view = View::of(&self.seen, now);
+        if self.peers.is_idle() {
+            self.peer_tokens = 0;
+        } else {
+            self.peer_tokens = self.peers.prefill_tokens_left(Wait::of(&self.seen, now).modelled, now);
+            self.front.view.add_peers(&self.peers, self.peer_tokens);
+        }
     }
 
     /// Upper bounds of blocks, prefill tokens and requests.
@@ -264,7 +283,7 @@ impl Rank {
 
     /// Whether its load falls with time alone.
     pub(super) fn decays(&self) -> bool {
-        self.seen.prefill.decays()
+        self.seen.prefill.decays() || self.peers.decays()
     }
 
     /// Upper bound of active and booked blocks.
@@ -310,7 +329,9 @@ impl Rank {
         let mut projected = match &self.answer {
             Some(Answer::Given { load, shared_blocks }) => {
                 let shared = u64::from(shared_blocks.get(candidate.in_batch).copied().unwrap_or(0));
-                self.project_from(candidate, View::exactly(load), (shared, shared))
+                let mut view = View::exactly(load);
+                view.add_peers(&self.peers, self.peer_tokens);
+                self.project_from(candidate, view, (shared, shared))
             }
             Some(Answer::Awaited | Answer::Missed) | None => self.project_board(candidate),
         };
@@ -357,7 +378,13 @@ impl Rank {
 
     /// Prefill backlog ahead of a new request at `now`, including bookings of the batch. Load replies do not contain it.
     pub(super) fn wait(&self, now: Timestamp) -> Wait {
-        Wait::of(&self.seen, now).and(self.ahead_wait)
+        let own = Wait::of(&self.seen, now);
+        let peers = self.peers.prefill_left(own.modelled, now);
+        let own = own.and(self.ahead_wait);
+        Wait {
+            modelled: own.modelled.saturating_add(peers),
+            unmodelled_tokens: own.unmodelled_tokens.saturating_add(self.peers.unmodelled_tokens.into()),
+        }
     }
 
     /// Adds a Book and numbers it.

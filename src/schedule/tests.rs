@@ -90,6 +90,18 @@ fn serially(config: &RouterConfig, ranks: usize, requests: &[RequestSpec]) -> Si
     serially_in(fleet(config, ranks, Extensions::default()), requests)
 }
 
+/// Bursts of requests, each a batch.
+fn in_bursts(mut fleet: SimulatedFleet, requests: &[RequestSpec], burst: usize) -> SimulatedFleet {
+    for (id, spec) in requests.iter().enumerate() {
+        request(&mut fleet, id as u64, spec);
+        if id % burst == burst - 1 {
+            fleet.respond(&[]);
+        }
+    }
+    settle(&mut fleet);
+    fleet
+}
+
 /// Queries the load of every rank for each decision.
 fn every_rank() -> Extensions {
     Extensions { queries_every_rank: true, ..Extensions::default() }
@@ -179,22 +191,40 @@ proptest! {
 
     #[test]
     fn a_batch_books_like_a_serial_run(
-        policy in deterministic_policy(), reuse: bool, queries_every_rank: bool,
+        policy in exact_policy(), reuse: bool, queries_every_rank: bool,
         ranks in 1usize..9, requests in prop::collection::vec(request_spec(), 1..60), burst in 2usize..20,
     ) {
         let config = config(policy, reuse);
         let extensions = Extensions { queries_every_rank, ..Extensions::default() };
         let requests: Vec<RequestSpec> = requests.into_iter().map(|spec| RequestSpec { frees: None, ..spec }).collect();
         let serial = serially_in(fleet(&config, ranks, extensions.clone()), &requests);
-        let mut batched = fleet(&config, ranks, extensions);
-        for (id, spec) in requests.iter().enumerate() {
-            request(&mut batched, id as u64, spec);
-            if id % burst == burst - 1 {
-                batched.respond(&[]);
-            }
-        }
-        settle(&mut batched);
+        let batched = in_bursts(fleet(&config, ranks, extensions), &requests, burst);
         prop_assert_eq!(serial.placed(), batched.placed());
+    }
+
+    /// The choices of batches, repeated one by one: no other rank has a significantly lower exact cost at that point.
+    #[test]
+    fn latency_chooses_nearly_the_lowest_exact_cost_in_batches(
+        reuse: bool, ranks in 1usize..9, requests in prop::collection::vec(request_spec(), 1..60), burst in 2usize..20,
+    ) {
+        let config = config(Policy::Latency, reuse);
+        let batched = in_bursts(fleet(&config, ranks, Extensions::default()), &requests, burst);
+        let mut repeated = fleet(&config, ranks, Extensions::default());
+        for (id, spec) in requests.iter().enumerate() {
+            let (id, explained) = (id as u64, 1_000 + id as u64);
+            let explain = Request { purpose: Purpose::Explain, ..request_of(&repeated, explained, spec) };
+            repeated.submit(explain);
+            settle(&mut repeated);
+            let chosen = batched.decision(id).rank();
+            let target = Target::Exactly { rank: chosen, cached_tokens: None, expected_duration: None };
+            let request = Request { target, ..request_of(&repeated, id, spec) };
+            repeated.submit(request);
+            settle(&mut repeated);
+            let costs = &repeated.explanation(explained).ranks;
+            let least = costs.iter().map(|rank| rank.cost_hi).fold(f64::INFINITY, f64::min);
+            let cost = costs.iter().find(|rank| rank.facts.rank == chosen).map_or(f64::NAN, |rank| rank.cost_hi);
+            prop_assert!(cost <= 1.05 / 0.9 * least, "{id}: {cost} on {chosen:?}, least {least}");
+        }
     }
 
     #[test]

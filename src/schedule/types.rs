@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use super::{Decision, Explanation, ResolvedOptions, TargetsMissed};
 use crate::health::Exclusions;
-use crate::load::{EngineSpeed, PromptBlocks, RankLoad};
+use crate::load::{EngineSpeed, PlacementRate, PromptBlocks, RankLoad};
 use crate::policy::PolicyError;
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerRank};
 use crate::queue::{Backpressure, UnknownClass};
@@ -192,8 +192,13 @@ pub enum Effect<T> {
         /// Block hashes.
         block_hashes: Arc<[BlockHash]>,
     },
-    /// Publish the typical speed of the pool's ranks to every rank's sequence actor.
-    PublishTypicalSpeed(EngineSpeed),
+    /// Publish typical values of the pool.
+    PublishTypical {
+        /// Typical speed of the ranks, for every rank's sequence actor.
+        speed: EngineSpeed,
+        /// Own placements, for other replicas.
+        rate: PlacementRate,
+    },
     /// Book the request on the decision's rank.
     Book {
         /// The request's context.

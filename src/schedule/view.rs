@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use crate::load::{BoardLoad, RankLoad};
+use crate::load::{BoardLoad, PeerLoad, RankLoad};
 use crate::protocol::Timestamp;
 
 /// A rank's load between bounds (each lowest, highest).
@@ -54,6 +54,16 @@ impl View {
             requests: load.requests,
             read_blocks: load.read_blocks,
         }
+    }
+
+    /// Adds the load by other replicas, of whose prefills `prefill_tokens` are left.
+    pub(super) fn add_peers(&mut self, peers: &PeerLoad, prefill_tokens: u64) {
+        let blocks = u64::from(peers.active_blocks);
+        self.active_blocks = (self.active_blocks.0 + blocks, self.active_blocks.1.saturating_add(blocks));
+        let (least, most) = self.prefill_tokens;
+        self.prefill_tokens = (least + prefill_tokens, most.saturating_add(prefill_tokens));
+        self.requests = self.requests.saturating_add(peers.requests);
+        self.read_blocks = self.read_blocks.saturating_add(peers.read_blocks);
     }
 
     pub(super) fn add(&mut self, added: Added) {

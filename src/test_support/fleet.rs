@@ -7,6 +7,7 @@ use crate::config::RouterConfig;
 use crate::hashing::sequence_hashes;
 use crate::load::{ActiveSequences, BoardLoad, PromptBlocks, RankLoad};
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerRank};
+use crate::queue::QueueHeads;
 use crate::schedule::{
     Admission, Decision, Effect, Explanation, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Purpose, RankCells,
     Rejection, Request, ResolvedOptions, Schedule, Target, Waits,
@@ -126,6 +127,8 @@ pub struct SimulatedFleet {
     pub schedule: Schedule<u64>,
     /// Loads that the scheduler reads.
     pub loads: LiveLoads,
+    /// Longest-waiting requests of other replicas, part of the loads.
+    pub queue_heads: Arc<QueueHeads>,
     /// All ranks ever admitted, by slot.
     pub ranks: Vec<SimulatedRank>,
     /// Current time.
@@ -170,10 +173,12 @@ impl SimulatedFleet {
     /// A fleet with an existing scheduler, whose configuration may be invalid.
     #[must_use]
     pub fn of(schedule: Schedule<u64>, config: RouterConfig, ranks: usize) -> Self {
+        let queue_heads = Arc::new(QueueHeads::default());
         let mut fleet = Self {
             config,
             schedule,
-            loads: LiveLoads::default(),
+            loads: LiveLoads::new(Arc::default(), Arc::default(), Arc::clone(&queue_heads)),
+            queue_heads,
             ranks: Vec::new(),
             now: Timestamp(1_000_000_000),
             open_queries: VecDeque::new(),
@@ -341,7 +346,7 @@ impl SimulatedFleet {
             Effect::Refresh { booking, block_hashes } => {
                 return self.refreshes.push((booking, block_hashes.len()));
             }
-            Effect::PublishTypicalSpeed(speed) => return self.loads.publish_typical_speed(&speed),
+            Effect::PublishTypical { speed, rate } => return self.loads.publish_typical(&speed, rate, self.now),
             Effect::Book { context: id, decision, number, trace } => {
                 let booked = &mut self.ranks[decision.slot().index()];
                 assert_eq!((booked.rank, booked.generation), (decision.rank(), decision.generation()));

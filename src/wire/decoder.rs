@@ -10,7 +10,7 @@ use super::group::Groups;
 use super::keys::StoreKeys;
 use super::msgpack::{Cursor, MsgpackItem};
 use super::namespace::Namespaces;
-use super::{DecoderLimits, Finding, Report};
+use super::{DecoderLimits, DecoderState, Finding, Report};
 use crate::hashing::{BlockHasher, HashScheme};
 use crate::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerRank};
 
@@ -70,6 +70,23 @@ impl Decoder {
             groups: Groups::default(),
             lists: Lists::default(),
             keys: StoreKeys::default(),
+        }
+    }
+
+    /// A decoder that continues a stream.
+    #[must_use]
+    pub fn resume(config: WireConfig, state: &DecoderState) -> Self {
+        let groups = Groups { main: state.main_groups, other: state.other_groups };
+        Self { groups, namespaces: Namespaces::resumed(&state.namespaces), ..Self::new(config) }
+    }
+
+    /// State between two batches.
+    #[must_use]
+    pub fn state(&self) -> DecoderState {
+        DecoderState {
+            main_groups: self.groups.main,
+            other_groups: self.groups.other,
+            namespaces: self.namespaces.sorted(),
         }
     }
 

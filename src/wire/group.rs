@@ -8,9 +8,9 @@
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Groups {
     /// One bit per group known as main attention.
-    main: u64,
+    pub(super) main: u64,
     /// One bit per group known as another type.
-    other: u64,
+    pub(super) other: u64,
 }
 
 impl Groups {

@@ -33,7 +33,9 @@ mod keys;
 mod limits;
 pub(crate) mod msgpack;
 mod namespace;
+mod state;
 
 pub use decoder::{Decoder, WireConfig};
 pub use finding::{Finding, Findings, Report};
 pub use limits::DecoderLimits;
+pub use state::{DecoderState, NamespaceRecord};

@@ -11,9 +11,9 @@ use std::mem;
 use ahash::AHashMap;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
-use super::Finding;
+use super::{Finding, NamespaceRecord};
 use crate::hashing::{BASE_SEED, HashScheme};
-use crate::protocol::StorageTier;
+use crate::protocol::{EngineHash, StorageTier};
 
 /// Distinct from the seeds 0 and 1 of [`HashScheme::seed`], so no adapter name or salt of a request can produce one of
 /// these namespaces.
@@ -193,6 +193,29 @@ impl Namespaces {
         {
             journal.changed.entry(name).or_insert_with(|| self.entries.get(&name).copied());
         }
+    }
+
+    /// Every remembered block, sorted by engine hash.
+    pub(super) fn sorted(&self) -> Vec<NamespaceRecord> {
+        let record = |(name, block): (&u64, &NamespacedBlock)| NamespaceRecord {
+            engine_hash: EngineHash(*name),
+            lora: block.namespace.lora,
+            salt: block.namespace.salt,
+            tiers: block.tiers,
+            copies: block.copies,
+        };
+        let mut records: Vec<_> = self.entries.iter().map(record).collect();
+        records.sort_unstable_by_key(|record| record.engine_hash);
+        records
+    }
+
+    /// The map with these blocks.
+    pub(super) fn resumed(records: &[NamespaceRecord]) -> Self {
+        let entry = |record: &NamespaceRecord| {
+            let NamespaceRecord { engine_hash, lora, salt, tiers, copies } = *record;
+            (engine_hash.0, NamespacedBlock { namespace: Namespace { lora, salt }, tiers, copies })
+        };
+        Self { entries: records.iter().map(entry).collect(), journal: None }
     }
 
     /// Number of remembered blocks.

@@ -1,0 +1,228 @@
+//! Bus within one process, for tests and simulations: loses, repeats, delays, reorders and partitions by seed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::{broadcast, watch};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::bus::{BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource};
+use crate::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
+
+/// Messages that a subscriber may be behind.
+const CAPACITY: usize = 1_024;
+
+/// Faults of a network.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct MemoryFaults {
+    /// Share of lost messages.
+    pub loss: f64,
+    /// Share of messages that arrive twice.
+    pub duplication: f64,
+    /// Least delay.
+    pub delay: Duration,
+    /// Uniformly distributed additional delay, which reorders messages.
+    pub jitter: Duration,
+    /// Seed of all draws.
+    pub seed: u64,
+}
+
+/// Network of replicas within one process.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() {
+/// use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
+/// use pointsman::{MemoryFaults, MemoryNetwork, ReplicaBus};
+///
+/// let network = MemoryNetwork::new(MemoryFaults::default());
+/// let join = |id| network.join(ReplicaLife { replica: ReplicaId(id), incarnation: 1 });
+/// let (one, two) = (join(1), join(2));
+/// let mut messages = two.subscribe();
+/// one.publish(&"pool".into(), ReplicaTopic::Load, "summary".into());
+/// assert_eq!(messages.recv().await.map(|message| message.payload), Ok("summary".into()));
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct MemoryNetwork(Arc<Mutex<Network>>);
+
+#[derive(Debug)]
+struct Network {
+    faults: MemoryFaults,
+    draws: u64,
+    nodes: BTreeMap<ReplicaId, Node>,
+    /// Replicas that reach only each other.
+    separated: BTreeSet<ReplicaId>,
+}
+
+struct Node {
+    life: ReplicaLife,
+    messages: broadcast::Sender<ReplicaMessage>,
+    members: watch::Sender<Arc<[ReplicaMember]>>,
+    snapshots: Option<Arc<dyn SnapshotSource>>,
+    is_serving: bool,
+}
+
+impl fmt::Debug for Node {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Node").field("life", &self.life).field("is_serving", &self.is_serving).finish_non_exhaustive()
+    }
+}
+
+/// Membership of one replica in a [`MemoryNetwork`], which ends with its drop.
+#[derive(Debug)]
+pub struct MemoryBus {
+    life: ReplicaLife,
+    network: MemoryNetwork,
+}
+
+impl MemoryNetwork {
+    /// A network without replicas.
+    #[must_use]
+    pub fn new(faults: MemoryFaults) -> Self {
+        let nodes = BTreeMap::new();
+        Self(Arc::new(Mutex::new(Network { faults, draws: 0, nodes, separated: BTreeSet::new() })))
+    }
+
+    /// Adds a replica. A replica of the same id leaves.
+    #[must_use]
+    pub fn join(&self, life: ReplicaLife) -> Arc<MemoryBus> {
+        let (messages, members) = (broadcast::Sender::new(CAPACITY), watch::Sender::new(Arc::from([])));
+        let node = Node { life, messages, members, snapshots: None, is_serving: false };
+        let mut network = self.lock();
+        network.nodes.insert(life.replica, node);
+        network.publish_members();
+        Arc::new(MemoryBus { life, network: self.clone() })
+    }
+
+    /// Replaces the faults. Messages under way keep their delays.
+    pub fn set_faults(&self, faults: MemoryFaults) {
+        self.lock().faults = faults;
+    }
+
+    /// Separates these replicas from all others; an empty set ends the separation.
+    pub fn separate(&self, replicas: impl IntoIterator<Item = ReplicaId>) {
+        let mut network = self.lock();
+        network.separated = replicas.into_iter().collect();
+        network.publish_members();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Network> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Network {
+    /// A number between 0 and 1.
+    fn draw(&mut self) -> f64 {
+        self.draws += 1;
+        let hash = xxh3_64(&(self.faults.seed ^ self.draws.wrapping_mul(0x9e37_79b9_7f4a_7c15)).to_le_bytes());
+        (hash >> 11) as f64 / (1_u64 << 53) as f64
+    }
+
+    fn reach_each_other(&self, one: ReplicaId, other: ReplicaId) -> bool {
+        self.separated.contains(&one) == self.separated.contains(&other)
+    }
+
+    fn publish_members(&self) {
+        for node in self.nodes.values() {
+            let others = self.nodes.values().filter(|other| other.life.replica != node.life.replica);
+            let reached = others.filter(|other| self.reach_each_other(node.life.replica, other.life.replica));
+            let members = reached.map(|other| ReplicaMember {
+                life: other.life,
+                address: format!("memory:{}", other.life.replica),
+                is_serving: other.is_serving,
+            });
+            node.members.send_replace(members.collect());
+        }
+    }
+}
+
+impl MemoryBus {
+    fn with_node<T>(&self, read: impl FnOnce(&mut Node) -> T) -> Option<T> {
+        self.network.lock().nodes.get_mut(&self.life.replica).filter(|node| node.life == self.life).map(read)
+    }
+}
+
+impl Drop for MemoryBus {
+    fn drop(&mut self) {
+        let mut network = self.network.lock();
+        if network.nodes.get(&self.life.replica).is_some_and(|node| node.life == self.life) {
+            network.nodes.remove(&self.life.replica);
+            network.publish_members();
+        }
+    }
+}
+
+impl ReplicaBus for MemoryBus {
+    fn life(&self) -> ReplicaLife {
+        self.life
+    }
+
+    fn publish(&self, pool: &Arc<str>, topic: ReplicaTopic, payload: Bytes) {
+        let message = ReplicaMessage { from: self.life, pool: Arc::clone(pool), topic, payload };
+        let mut network = self.network.lock();
+        let own = self.life.replica;
+        let reached: Vec<ReplicaId> =
+            network.nodes.keys().copied().filter(|to| *to != own && network.reach_each_other(own, *to)).collect();
+        for to in reached {
+            let MemoryFaults { loss, duplication, delay, jitter, .. } = network.faults;
+            if network.draw() < loss {
+                continue;
+            }
+            let copies = 1 + u32::from(network.draw() < duplication);
+            for _ in 0..copies {
+                let delay = delay + jitter.mul_f64(network.draw());
+                let Some(node) = network.nodes.get(&to) else { continue };
+                let (messages, message) = (node.messages.clone(), message.clone());
+                if delay.is_zero() {
+                    let _ = messages.send(message); // without a subscriber it is lost
+                } else {
+                    tokio::spawn(async move {
+                        tokio::time::sleep(delay).await;
+                        let _ = messages.send(message);
+                    });
+                }
+            }
+        }
+    }
+
+    fn subscribe(&self) -> broadcast::Receiver<ReplicaMessage> {
+        let subscribed = self.with_node(|node| node.messages.subscribe());
+        subscribed.unwrap_or_else(|| broadcast::Sender::new(1).subscribe())
+    }
+
+    fn members(&self) -> watch::Receiver<Arc<[ReplicaMember]>> {
+        let subscribed = self.with_node(|node| node.members.subscribe());
+        subscribed.unwrap_or_else(|| watch::Sender::new(Arc::from([])).subscribe())
+    }
+
+    fn fetch(&self, from: ReplicaId, pool: Arc<str>) -> BusFuture<'_, Result<Bytes, FetchError>> {
+        Box::pin(async move {
+            let failed = |reason: &str| FetchError { from, pool: pool.to_string(), reason: reason.to_owned() };
+            let source = {
+                let network = self.network.lock();
+                let node = network.nodes.get(&from).filter(|_| network.reach_each_other(self.life.replica, from));
+                let node = node.ok_or_else(|| failed("the replica is not reachable"))?;
+                node.snapshots.clone()
+            };
+            let source = source.ok_or_else(|| failed("the replica serves no snapshots"))?;
+            source.snapshot(&pool).await.ok_or_else(|| failed("the replica has no snapshot of the pool"))
+        })
+    }
+
+    fn serve_snapshots(&self, source: Arc<dyn SnapshotSource>) {
+        self.with_node(|node| node.snapshots = Some(source));
+    }
+
+    fn set_serving(&self, is_serving: bool) {
+        let mut network = self.network.lock();
+        if let Some(node) = network.nodes.get_mut(&self.life.replica).filter(|node| node.life == self.life) {
+            node.is_serving = is_serving;
+            network.publish_members();
+        }
+    }
+}

@@ -1,0 +1,398 @@
+//! Sharing of load, sessions and routed prompts: publishes what the own bookings contribute to each rank, and the sums of what other
+//! replicas report.
+//!
+//! One task per router. It reads the boards of all ranks at intervals, writes summaries to the bus, and writes the sums
+//! of received summaries to the cells that the scheduler and the sequence actors read. No decision waits for it. If it
+//! panics, it starts again with the next life of its tables; its peers repair them within a second.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use tokio::sync::broadcast::error::RecvError;
+use tokio::time::{Instant, MissedTickBehavior, interval_at};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::bus::{ReplicaBus, ReplicaMessage};
+use super::meters::ReplicaMeters;
+use super::routed::RoutedSharing;
+use super::sessions::SessionSharing;
+use crate::actors::delivery::strand::Strand;
+use crate::actors::io::clock::Clock;
+use crate::actors::radix::shards::Shards;
+use crate::actors::scheduler::{Scheduler, SchedulerMsg};
+use crate::actors::views::rank::{RankEntries, RankEntry};
+use crate::actors::views::status::RouterStatus;
+use crate::actors::views::wake_flag::WakeFlag;
+use crate::config::{RouterConfig, SessionAffinity};
+use crate::hashing::BASE_SEED;
+use crate::load::{BoardLoad, BoardVersion, PeerLoad};
+use crate::protocol::{Slot, Timestamp, WorkerRank};
+use crate::replica::{
+    LoadSummary, MessageError, PeerState, PeerTable, RankContribution, RefusedSummary, ReplicaId, ReplicaLayout,
+    ReplicaTopic, SummaryWriter, decode_routed,
+};
+
+/// Dependencies of the task.
+#[derive(Clone)]
+pub(crate) struct ReplicaSharing {
+    pub(crate) bus: Arc<dyn ReplicaBus>,
+    pub(crate) config: Arc<RouterConfig>,
+    pub(crate) clock: Clock,
+    pub(crate) ranks: Arc<RankEntries>,
+    pub(crate) status: Arc<RouterStatus>,
+    pub(crate) scheduler: Arc<Strand<Scheduler>>,
+    pub(crate) shards: Arc<Shards>,
+    pub(crate) wake: Arc<WakeFlag>,
+    pub(crate) meters: ReplicaMeters,
+}
+
+impl ReplicaSharing {
+    /// Starts the task. It ends with the router or the bus.
+    pub(crate) fn watch(self) {
+        tokio::spawn(async move {
+            while !self.status.is_down() {
+                let task = tokio::spawn(SharingTask::new(self.clone()).run());
+                let Err(error) = task.await else { return };
+                tracing::error!(pool = self.config.pool, %error, "sharing of load failed, starting again");
+            }
+        });
+    }
+}
+
+struct SharingTask {
+    sharing: ReplicaSharing,
+    pool: Arc<str>,
+    interval: Duration,
+    writer: SummaryWriter,
+    peers: PeerTable,
+    /// Published longest-waiting requests of the others.
+    queue_heads: Vec<Timestamp>,
+    /// Present if sessions are remembered.
+    sessions: Option<SessionSharing>,
+    /// Present if caches are derived from decisions.
+    routed: Option<RoutedSharing>,
+    layout: ReplicaLayout,
+    /// By slot.
+    ranks: Vec<Option<SharedRank>>,
+    /// Slots of each rank: two while one retires.
+    slots: BTreeMap<WorkerRank, Vec<usize>>,
+}
+
+/// A rank whose load is shared.
+struct SharedRank {
+    entry: Arc<RankEntry>,
+    version: BoardVersion,
+    board: BoardLoad,
+    has_changed: bool,
+    /// Published sum of the other replicas.
+    peers: PeerLoad,
+    /// By replica: its bookings and the own ones at its last summary.
+    booked: BTreeMap<ReplicaId, (u32, u32)>,
+}
+
+impl SharingTask {
+    fn new(sharing: ReplicaSharing) -> Self {
+        let layout = ReplicaLayout { block_size: sharing.config.block_size, hash_seed: BASE_SEED };
+        let interval = Duration::from_millis(sharing.config.replicas.interval_ms);
+        let pool: Arc<str> = Arc::from(&*sharing.config.pool);
+        let sessions = (sharing.config.session.affinity != SessionAffinity::Off)
+            .then(|| SessionSharing::new(Arc::clone(&sharing.bus), Arc::clone(&pool), Arc::clone(&sharing.scheduler)));
+        let routed = RoutedSharing::of(&sharing.config, &sharing.bus, &pool, layout, &sharing.shards);
+        Self {
+            pool,
+            sessions,
+            routed,
+            layout,
+            interval,
+            writer: SummaryWriter::new(layout, interval, first_sequence()),
+            peers: PeerTable::new(layout),
+            queue_heads: Vec::new(),
+            ranks: Vec::new(),
+            slots: BTreeMap::new(),
+            sharing,
+        }
+    }
+
+    async fn run(mut self) {
+        let mut messages = self.sharing.bus.subscribe();
+        let status = Arc::clone(&self.sharing.status);
+        // Replicas that publish at the same instants would also decide on equal views.
+        let life = self.sharing.bus.life();
+        let hash = xxh3_64(&life.replica.0.to_le_bytes());
+        let phase = self.interval.mul_f64((hash >> 11) as f64 / (1_u64 << 53) as f64);
+        let mut ticks = interval_at(Instant::now() + phase, self.interval);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+        let booked = Arc::clone(&self.sharing.ranks.booked);
+        // A booking is published at once, unless another one was within the interval.
+        let mut next_at = Instant::now();
+        loop {
+            tokio::select! {
+                biased;
+                _ = status.down() => break,
+                _ = ticks.tick() => self.on_tick(),
+                () = booked.notified(), if Instant::now() >= next_at => {
+                    if self.read_boards() {
+                        next_at = Instant::now() + self.interval;
+                        ticks.reset();
+                        self.write();
+                    }
+                }
+                message = messages.recv() => match message {
+                    Ok(message) => self.on_message(&message),
+                    Err(RecvError::Lagged(lost)) => self.sharing.meters.lost(lost),
+                    Err(RecvError::Closed) => break,
+                }
+            }
+        }
+        let last = self.writer.last();
+        self.publish(&last);
+    }
+
+    fn publish(&self, summary: &LoadSummary) {
+        self.sharing.bus.publish(&self.pool, ReplicaTopic::Load, summary.encode().into());
+    }
+
+    fn on_tick(&mut self) {
+        self.read_boards();
+        self.write();
+        let now = self.sharing.clock.now();
+        let changed = self.peers.tick(now);
+        self.publish_peers(&changed, now);
+        if let Some(sessions) = &mut self.sessions {
+            let live = self.peers.statuses(now).filter(|peer| peer.state == PeerState::Live).count();
+            sessions.on_tick(u32::try_from(live).unwrap_or(u32::MAX).saturating_add(1));
+        }
+        if let Some(routed) = &mut self.routed {
+            let dropped = routed.on_tick();
+            self.sharing.meters.routed_dropped(dropped);
+        }
+        self.sharing.meters.show(self.peers.statuses(now), now);
+    }
+
+    /// Publishes the next summary, if one is due.
+    fn write(&mut self) {
+        let now = self.sharing.clock.now();
+        let rate = self.sharing.ranks.arrivals.own(now);
+        let contributions = self.contributions(now);
+        let queue_head = self.sharing.ranks.queue_heads.own();
+        if let Some(summary) = self.writer.write(contributions.into_iter(), rate, queue_head, now) {
+            self.publish(&summary);
+        }
+    }
+
+    /// Reads the boards of all ranks, and returns whether one has changed since the last summary. New ranks take the known
+    /// load of other replicas.
+    fn read_boards(&mut self) -> bool {
+        let entries = self.sharing.ranks.all();
+        let is_present = |rank: &SharedRank| {
+            let at = entries.binary_search_by_key(&rank.entry.slot, |entry| entry.slot);
+            at.is_ok_and(|at| Arc::ptr_eq(&entries[at], &rank.entry))
+        };
+        let mut has_members_changed = false;
+        for rank in &mut self.ranks {
+            has_members_changed |= rank.take_if(|rank| !is_present(rank)).is_some();
+        }
+        let mut new = Vec::new();
+        for entry in &entries {
+            let slot = entry.slot.index();
+            if self.ranks.len() <= slot {
+                self.ranks.resize_with(slot + 1, || None);
+            }
+            let rank = self.ranks[slot].get_or_insert_with(|| {
+                new.push(entry.rank);
+                SharedRank::new(Arc::clone(entry))
+            });
+            if let Some(board) = entry.board.read_since(&mut rank.version) {
+                (rank.board, rank.has_changed) = (board, true);
+            }
+        }
+        if has_members_changed || !new.is_empty() {
+            self.slots.clear();
+            for (slot, rank) in self.ranks.iter().enumerate().filter_map(|(slot, rank)| Some((slot, rank.as_ref()?))) {
+                self.slots.entry(rank.entry.rank).or_default().push(slot);
+            }
+            self.publish_peers(&new, self.sharing.clock.now());
+        }
+        self.ranks.iter().flatten().any(|rank| rank.has_changed)
+    }
+
+    /// Own contributions by rank, each with whether it has changed since the last call.
+    fn contributions(&mut self, now: Timestamp) -> Vec<(RankContribution, bool)> {
+        let mut contributions: Vec<(RankContribution, bool)> = Vec::with_capacity(self.ranks.len());
+        for slots in self.slots.values() {
+            let first = contributions.len();
+            for slot in slots {
+                let Some(rank) = &mut self.ranks[*slot] else { continue };
+                let has_changed = std::mem::take(&mut rank.has_changed);
+                let contribution = rank.contribution(now);
+                match contributions.get_mut(first) {
+                    Some((sum, changed)) => {
+                        *sum = both(sum, &contribution);
+                        *changed |= has_changed;
+                    }
+                    None => contributions.push((contribution, has_changed)),
+                }
+            }
+        }
+        contributions
+    }
+
+    fn on_message(&mut self, message: &ReplicaMessage) {
+        if message.pool != self.pool {
+            return;
+        }
+        match message.topic {
+            ReplicaTopic::Load => self.on_load(message),
+            ReplicaTopic::Sessions => {
+                match self.sessions.as_ref().map(|sessions| sessions.on_message(&message.payload)) {
+                    Some(Ok(lost)) => self.sharing.meters.lost(lost),
+                    Some(Err(error)) => self.on_malformed(message, &error),
+                    None => {}
+                }
+            }
+            ReplicaTopic::Speculative => self.on_routed(message),
+        }
+    }
+
+    fn on_routed(&mut self, message: &ReplicaMessage) {
+        let Some(routed) = &self.routed else { return };
+        match decode_routed(&message.payload) {
+            Ok((layout, prompts)) if layout == self.layout => {
+                let dropped = routed.receive(prompts);
+                self.sharing.meters.routed_dropped(dropped);
+            }
+            Ok((got, _)) => {
+                let error = RefusedSummary::Layout { got, want: self.layout };
+                self.sharing.meters.refused(message.from, error.name(), &error, self.sharing.clock.now());
+            }
+            Err(error) => self.on_malformed(message, &error),
+        }
+    }
+
+    fn on_malformed(&mut self, message: &ReplicaMessage, error: &MessageError) {
+        let now = self.sharing.clock.now();
+        self.sharing.meters.refused(message.from, "malformed", error, now);
+    }
+
+    fn on_load(&mut self, message: &ReplicaMessage) {
+        let now = self.sharing.clock.now();
+        let summary = match LoadSummary::decode(&message.payload) {
+            Ok(summary) => summary,
+            Err(error) => return self.on_malformed(message, &error),
+        };
+        match self.peers.receive(message.from, &summary, now) {
+            Ok(received) => {
+                if received.is_new {
+                    let (pool, life) = (&*self.pool, message.from);
+                    tracing::info!(pool, replica = %life.replica, incarnation = life.incarnation, "replica found");
+                }
+                self.publish_peers(&received.changed, now);
+                self.count_conflicts(&received.changed, now);
+            }
+            Err(error) => self.sharing.meters.refused(message.from, error.name(), &error, now),
+        }
+    }
+
+    /// Writes the sums of the other replicas on these ranks.
+    fn publish_peers(&mut self, changed: &[WorkerRank], now: Timestamp) {
+        let entries = &self.sharing.ranks;
+        entries.arrivals.publish_peers(self.peers.arrivals(now));
+        let heads = self.peers.queue_heads(now);
+        entries.queue_heads.publish_peers(&heads);
+        let mut fell = self.queue_heads != heads;
+        self.queue_heads = heads;
+        for rank in changed {
+            let load = self.peers.load(*rank, now);
+            for slot in self.slots.get(rank).into_iter().flatten() {
+                let Some(shared) = &mut self.ranks[*slot] else { continue };
+                fell |= load.requests < shared.peers.requests || load.prefill < shared.peers.prefill;
+                shared.peers = shared.peers.followed_by(load);
+                shared.entry.peers.publish(&shared.peers);
+                entries.board_changes.insert(Slot(u32::try_from(*slot).unwrap_or(u32::MAX)));
+            }
+        }
+        if fell && self.sharing.wake.take() {
+            self.sharing.scheduler.tell(SchedulerMsg::Wake { at: None });
+        }
+    }
+
+    /// Counts the bookings of two replicas on one rank between two summaries, if another rank would have been idle
+    /// sooner.
+    fn count_conflicts(&mut self, changed: &[WorkerRank], now: Timestamp) {
+        let mut conflicts = 0;
+        let wait = |rank: &SharedRank| rank.board.prefill.wait(now).0 + rank.peers.prefill;
+        let least = self.ranks.iter().flatten().map(wait).min().unwrap_or_default();
+        for rank in changed {
+            let booked: Vec<(ReplicaId, u32)> = self.peers.booked(*rank).collect();
+            for slot in self.slots.get(rank).into_iter().flatten() {
+                let Some(shared) = &mut self.ranks[*slot] else { continue };
+                let (own, is_longer) =
+                    (shared.entry.board.read().unwrap_or(shared.board).applied, wait(shared) > least);
+                for (replica, peer) in &booked {
+                    let before = shared.booked.insert(*replica, (*peer, own));
+                    let Some((peer_before, own_before)) = before else { continue };
+                    let (peer, own) = (peer.wrapping_sub(peer_before), own.wrapping_sub(own_before));
+                    // A restarted sequence actor counts from 0 again.
+                    let is_counted = peer < u32::MAX / 2 && own < u32::MAX / 2;
+                    conflicts += u64::from(if is_counted && is_longer { peer.min(own) } else { 0 });
+                }
+            }
+        }
+        self.sharing.meters.conflicts(conflicts);
+    }
+}
+
+/// First number of the summaries of a task: above those of all earlier tasks of this process, whose life is the same.
+fn first_sequence() -> u64 {
+    static TASKS: AtomicU64 = AtomicU64::new(0);
+    TASKS.fetch_add(1, Ordering::Relaxed) << 32
+}
+
+impl SharedRank {
+    fn new(entry: Arc<RankEntry>) -> Self {
+        Self {
+            entry,
+            version: BoardVersion::default(),
+            board: BoardLoad::default(),
+            has_changed: true,
+            peers: PeerLoad::default(),
+            booked: BTreeMap::new(),
+        }
+    }
+
+    fn contribution(&self, now: Timestamp) -> RankContribution {
+        let curve = &self.board.prefill;
+        let ((modelled, unmodelled_tokens), (_, tokens)) = (curve.wait(now), curve.bounds(now));
+        let count = |tokens: u64| u32::try_from(tokens).unwrap_or(u32::MAX);
+        let WorkerRank { worker, rank } = self.entry.rank;
+        RankContribution {
+            worker: worker.0,
+            dp_rank: rank,
+            active_blocks: self.board.active_blocks,
+            read_blocks: self.board.read_blocks,
+            requests: self.board.requests,
+            prefills: self.board.prefills,
+            prefill_tokens: count(tokens.saturating_sub(unmodelled_tokens)),
+            unmodelled_tokens: count(unmodelled_tokens),
+            prefill_us: u32::try_from(modelled.as_micros()).unwrap_or(u32::MAX),
+            booked: self.board.applied,
+        }
+    }
+}
+
+/// Sum of two contributions to one rank.
+fn both(a: &RankContribution, b: &RankContribution) -> RankContribution {
+    RankContribution {
+        active_blocks: a.active_blocks.saturating_add(b.active_blocks),
+        read_blocks: a.read_blocks.saturating_add(b.read_blocks),
+        requests: a.requests.saturating_add(b.requests),
+        prefills: a.prefills.saturating_add(b.prefills),
+        prefill_tokens: a.prefill_tokens.saturating_add(b.prefill_tokens),
+        unmodelled_tokens: a.unmodelled_tokens.saturating_add(b.unmodelled_tokens),
+        prefill_us: a.prefill_us.saturating_add(b.prefill_us),
+        booked: a.booked.wrapping_add(b.booked),
+        ..*a
+    }
+}

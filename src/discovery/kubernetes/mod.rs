@@ -1,0 +1,213 @@
+//! Workers of Kubernetes pods: endpoints, ids and annotations.
+//!
+//! Maps pods to workers and reports pods with unusable fields. The reflected set of a watch is in [`ReflectedSet`].
+//! Connections to the API server are the task of the actors.
+
+mod reflected;
+
+use core::net::{IpAddr, SocketAddr};
+use std::collections::BTreeMap;
+
+pub use reflected::{ReflectedEvent, ReflectedSet};
+
+use super::{EngineError, NamedWorker, derived_id};
+use crate::protocol::{KvEventsConfig, WorkerConfig};
+
+/// Annotation of a pod: port of the KV event publisher of its first rank.
+pub const KV_EVENTS_PORT: &str = "pointsman.dev/kv-events-port";
+
+/// Annotation of a pod: port of the KV event replay socket of its first rank.
+pub const KV_REPLAY_PORT: &str = "pointsman.dev/kv-replay-port";
+
+/// Label of a pod: role in disaggregated serving, `prefill`, `decode` or `both`, as llm-d sets it.
+pub const ROLE_LABEL: &str = "llm-d.ai/role";
+
+/// Selection of pods by the label [`ROLE_LABEL`], for pools of disaggregated serving. Pods with the value `both` belong to
+/// both roles.
+///
+/// ```
+/// use pointsman::discovery::PodRole;
+///
+/// assert_eq!(PodRole::Prefill.requirement(), "llm-d.ai/role in (prefill,both)");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PodRole {
+    /// Pods with the value `prefill` or `both`.
+    Prefill,
+    /// Pods with another value than `prefill`, or without the label.
+    Decode,
+}
+
+impl PodRole {
+    /// Requirement of a label selector.
+    #[must_use]
+    pub fn requirement(self) -> String {
+        match self {
+            Self::Prefill => format!("{ROLE_LABEL} in (prefill,both)"),
+            Self::Decode => format!("{ROLE_LABEL} notin (prefill)"),
+        }
+    }
+}
+
+/// The fields of a pod that determine its workers.
+///
+/// ```
+/// use pointsman::discovery::{PodFacts, PodPorts, workers_of_pods};
+///
+/// let pod = PodFacts { ip: Some("fd00::7".to_owned()), is_ready: true, ..PodFacts::named("llm", "engine-0", "u1") };
+/// let (workers, problems) = workers_of_pods([&pod], &PodPorts { targets: vec![8000], ..PodPorts::default() });
+/// assert_eq!(workers[0].config.endpoint, "http://[fd00::7]:8000");
+/// assert!(problems.is_empty());
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PodFacts {
+    /// Namespace.
+    pub namespace: String,
+    /// Name, unique in the namespace at any time.
+    pub name: String,
+    /// Unique id of this incarnation of the name.
+    pub uid: String,
+    /// Annotations of this project.
+    pub annotations: BTreeMap<String, String>,
+    /// First address.
+    pub ip: Option<String>,
+    /// Whether the condition `Ready` is true.
+    pub is_ready: bool,
+    /// Whether the pod has a `deletionTimestamp`.
+    pub is_terminating: bool,
+}
+
+impl PodFacts {
+    /// A pod without address that is not ready.
+    #[must_use]
+    pub fn named(namespace: impl Into<String>, name: impl Into<String>, uid: impl Into<String>) -> Self {
+        Self { namespace: namespace.into(), name: name.into(), uid: uid.into(), ..Self::default() }
+    }
+
+    /// Whether the pod may receive new requests.
+    #[must_use]
+    pub fn is_endpoint(&self) -> bool {
+        self.is_ready && !self.is_terminating
+    }
+
+    /// `port` unless the annotation names another one.
+    fn annotated_port(&self, annotation: &str, port: Option<u16>) -> Result<Option<u16>, String> {
+        let Some(value) = self.annotations.get(annotation) else { return Ok(port) };
+        match value.parse::<u16>() {
+            Ok(port) if port > 0 => Ok(Some(port)),
+            Ok(_) | Err(_) => Err(format!("annotation {annotation} is {value:?}, must be a port from 1 to 65535")),
+        }
+    }
+}
+
+/// Ports of the pods of one source.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PodPorts {
+    /// Ports for requests. Each is a worker. With several ports, port `n` serves data-parallel rank `n`.
+    pub targets: Vec<u16>,
+    /// Port of the KV event publisher of rank 0, for pods without the annotation [`KV_EVENTS_PORT`]. `None`: as probed.
+    pub kv_events: Option<u16>,
+    /// Port of the replay socket of rank 0, for pods without the annotation [`KV_REPLAY_PORT`].
+    pub kv_replay: Option<u16>,
+}
+
+/// Workers of the pods that are endpoints, to be probed, and pods with unusable fields. The worker of target port `n`
+/// uses the KV event ports plus `n`. Its id is [derived](derived_id) from namespace, name and uid of the pod and the
+/// port, so a new pod at an old address is a new worker.
+#[must_use]
+pub fn workers_of_pods<'a>(
+    pods: impl IntoIterator<Item = &'a PodFacts>,
+    ports: &PodPorts,
+) -> (Vec<NamedWorker>, Vec<EngineError>) {
+    let (mut workers, mut problems) = (Vec::new(), Vec::new());
+    for pod in pods.into_iter().filter(|pod| pod.is_endpoint()) {
+        match workers_of(pod, ports) {
+            Ok(of_pod) => workers.extend(of_pod),
+            Err(reason) => problems.push(EngineError { url: format!("pod {}/{}", pod.namespace, pod.name), reason }),
+        }
+    }
+    (workers, problems)
+}
+
+fn workers_of(pod: &PodFacts, ports: &PodPorts) -> Result<Vec<NamedWorker>, String> {
+    let mut workers = Vec::with_capacity(ports.targets.len());
+    let ip = pod.ip.as_deref().ok_or("the pod is ready without an address")?;
+    let ip: IpAddr = ip.parse().map_err(|_| format!("podIP is {ip:?}, must be an IP address"))?;
+    let kv_events = pod.annotated_port(KV_EVENTS_PORT, ports.kv_events)?;
+    let kv_replay = pod.annotated_port(KV_REPLAY_PORT, ports.kv_replay)?;
+    for (rank, target) in (0..).zip(&ports.targets) {
+        let url = format!("http://{}", SocketAddr::new(ip, *target));
+        let events = |port: u16| KvEventsConfig {
+            endpoint: format!("tcp://*:{port}"),
+            replay_endpoint: kv_replay.map(|port| format!("tcp://*:{port}")),
+            topic: String::new(),
+        };
+        let kv_events = kv_events.map(|port| events(port).of_rank(rank)).transpose();
+        let kv_events = kv_events.map_err(|error| error.to_string())?;
+        let worker = NamedWorker::at(&url, &WorkerConfig { kv_events, ..WorkerConfig::at("") });
+        let worker = worker.and_then(NamedWorker::probed).map_err(|error| error.to_string())?;
+        let PodFacts { namespace, name, uid, .. } = pod;
+        let id = derived_id(&format!("kubernetes:{namespace}/{name}/{uid}:{target}"));
+        workers.push(NamedWorker { id: Some(id), ..worker });
+    }
+    Ok(workers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ready(name: &str, uid: &str, ip: &str) -> PodFacts {
+        PodFacts { ip: Some(ip.to_owned()), is_ready: true, ..PodFacts::named("llm", name, uid) }
+    }
+
+    fn ports(targets: &[u16]) -> PodPorts {
+        PodPorts { targets: targets.to_vec(), ..PodPorts::default() }
+    }
+
+    #[test]
+    fn only_ready_pods_that_are_not_terminating_are_workers() {
+        let pod = ready("a", "1", "10.0.0.1");
+        let count = |pod: PodFacts| workers_of_pods([&pod], &ports(&[8000])).0.len();
+        assert_eq!(count(pod.clone()), 1);
+        assert_eq!(count(PodFacts { is_ready: false, ..pod.clone() }), 0);
+        assert_eq!(count(PodFacts { is_terminating: true, ..pod }), 0);
+    }
+
+    #[test]
+    fn a_new_pod_at_an_old_address_is_a_new_worker() {
+        let id = |uid: &str| workers_of_pods([&ready("a", uid, "10.0.0.1")], &ports(&[8000])).0[0].id;
+        assert_eq!(id("1"), id("1"));
+        assert_ne!(id("1"), id("2"));
+    }
+
+    #[test]
+    fn each_target_port_is_a_worker_with_the_event_port_of_its_rank() {
+        let mut pod = ready("a", "1", "fd00::1");
+        pod.annotations.insert(KV_EVENTS_PORT.to_owned(), "6000".to_owned());
+        let with_replay = PodPorts { kv_events: Some(5557), kv_replay: Some(5657), ..ports(&[8000, 8001]) };
+        let (workers, problems) = workers_of_pods([&pod], &with_replay);
+        assert_eq!(problems, []);
+        let seen: Vec<_> = workers.iter().map(|worker| (&worker.config.endpoint, &worker.config.kv_events)).collect();
+        let expected = |n: u16| KvEventsConfig {
+            endpoint: format!("tcp://[fd00::1]:{}", 6000 + n),
+            replay_endpoint: Some(format!("tcp://[fd00::1]:{}", 5657 + n)),
+            topic: String::new(),
+        };
+        let (first, second) = ("http://[fd00::1]:8000".to_owned(), "http://[fd00::1]:8001".to_owned());
+        assert_eq!(seen, [(&first, &Some(expected(0))), (&second, &Some(expected(1)))]);
+        assert_ne!(workers[0].id, workers[1].id);
+    }
+
+    #[test]
+    fn unusable_fields_are_reported_with_pod_and_value() {
+        let mut pod = ready("a", "1", "10.0.0.1");
+        pod.annotations.insert(KV_EVENTS_PORT.to_owned(), "0".to_owned());
+        let (workers, problems) = workers_of_pods([&pod, &ready("b", "2", "10.0.0.2")], &ports(&[8000]));
+        assert_eq!(workers.len(), 1, "other pods are not affected");
+        let problem = problems[0].to_string();
+        assert!(problem.starts_with("pod llm/a: ") && problem.contains("\"0\", must be a port"), "{problem}");
+        let (_, problems) = workers_of_pods([&ready("a", "1", "x")], &ports(&[8000]));
+        assert!(problems[0].to_string().contains("podIP is \"x\""), "{problems:?}");
+    }
+}

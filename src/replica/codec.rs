@@ -1,0 +1,139 @@
+//! Encoding of messages between replicas: a version byte, and the fields in postcard's format.
+
+use serde::{Deserialize, Serialize};
+
+use super::LoadSummary;
+
+/// Version of the encoded messages.
+pub const MESSAGE_VERSION: u8 = 1;
+
+/// Reason for rejecting the bytes of a message.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MessageError {
+    /// The sender has another version of the format.
+    #[error("message has version {version}, must be {MESSAGE_VERSION}")]
+    Version {
+        /// Version of the message.
+        version: u8,
+    },
+    /// The bytes are no message.
+    #[error("message of {bytes} bytes is malformed: {reason}")]
+    Malformed {
+        /// Length.
+        bytes: usize,
+        /// Reason.
+        reason: String,
+    },
+}
+
+impl LoadSummary {
+    /// The summary as bytes.
+    ///
+    /// ```
+    /// use pointsman::replica::{LoadSummary, ReplicaLayout, SummaryKind};
+    ///
+    /// let summary = LoadSummary {
+    ///     layout: ReplicaLayout { block_size: 64, hash_seed: 1 }, sequence: 1, interval_ms: 20,
+    ///     placements_per_second: 0.0, work_per_second: 0.0, longest_wait_ms: None, kind: SummaryKind::Full, ranks: Vec::new(),
+    /// };
+    /// assert_eq!(LoadSummary::decode(&summary.encode())?, summary);
+    /// # Ok::<(), pointsman::replica::MessageError>(())
+    /// ```
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        encode(self)
+    }
+
+    /// Reads a summary.
+    ///
+    /// # Errors
+    /// See [`MessageError`]. Any bytes give a summary or an error, and no more memory is allocated than they fill.
+    pub fn decode(bytes: &[u8]) -> Result<Self, MessageError> {
+        decode(bytes)
+    }
+}
+
+/// A message of plain numbers, texts and lists as bytes.
+pub(super) fn encode<T: Serialize>(message: &T) -> Vec<u8> {
+    // Such messages always serialize; an empty one is rejected by receivers.
+    postcard::to_extend(message, vec![MESSAGE_VERSION]).unwrap_or_default()
+}
+
+/// Reads a message without remaining bytes.
+pub(super) fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, MessageError> {
+    let (&version, fields) = bytes.split_first().ok_or_else(|| malformed(bytes, "it is empty"))?;
+    if version != MESSAGE_VERSION {
+        return Err(MessageError::Version { version });
+    }
+    let (message, rest): (T, _) = postcard::take_from_bytes(fields).map_err(|error| malformed(bytes, error))?;
+    if !rest.is_empty() {
+        return Err(malformed(bytes, format_args!("{} bytes follow the last field", rest.len())));
+    }
+    Ok(message)
+}
+
+pub(super) fn malformed(bytes: &[u8], reason: impl std::fmt::Display) -> MessageError {
+    MessageError::Malformed { bytes: bytes.len(), reason: reason.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::replica::{RankContribution, ReplicaLayout, SummaryKind};
+
+    fn summary(ranks: u32) -> LoadSummary {
+        let rank = |n: u32| RankContribution {
+            worker: u64::MAX - u64::from(n),
+            dp_rank: n,
+            active_blocks: 1_000,
+            read_blocks: 1_200,
+            requests: 20,
+            prefills: 3,
+            prefill_tokens: 8_000,
+            unmodelled_tokens: 0,
+            prefill_us: 320_000,
+            booked: 70_000,
+        };
+        LoadSummary {
+            layout: ReplicaLayout { block_size: 64, hash_seed: 7 },
+            sequence: 300,
+            interval_ms: 20,
+            placements_per_second: 12.5,
+            work_per_second: 0.5,
+            longest_wait_ms: Some(900),
+            kind: SummaryKind::Full,
+            ranks: (0..ranks).map(rank).collect(),
+        }
+    }
+
+    #[test]
+    fn errors_name_the_value_and_the_rule() {
+        let mut bytes = summary(1).encode();
+        bytes.push(0);
+        let error = LoadSummary::decode(&bytes).expect_err("a byte too many").to_string();
+        assert_eq!(error, format!("message of {} bytes is malformed: 1 bytes follow the last field", bytes.len()));
+        bytes[0] = 9;
+        let error = LoadSummary::decode(&bytes).expect_err("another version").to_string();
+        assert_eq!(error, "message has version 9, must be 1");
+    }
+
+    #[test]
+    fn a_rank_takes_at_most_36_bytes() {
+        let bytes = summary(512).encode().len();
+        assert!(bytes <= 512 * 36, "{bytes}");
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_give_a_summary_or_an_error(bytes: Vec<u8>, at in 0usize..200, flipped in 1u8..) {
+            let _ = LoadSummary::decode(&bytes);
+            let mut damaged = summary(4).encode();
+            let at = at % damaged.len();
+            damaged[at] ^= flipped;
+            let _ = LoadSummary::decode(&damaged);
+            prop_assert!(LoadSummary::decode(&damaged[..at]).is_err());
+        }
+    }
+}

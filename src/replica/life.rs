@@ -1,0 +1,54 @@
+//! Names of replicas and of their messages.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// Name of a replica: a number that no other replica of the deployment uses.
+///
+/// ```
+/// assert_eq!(pointsman::replica::ReplicaId(255).to_string(), "00000000000000ff");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct ReplicaId(pub u64);
+
+impl fmt::Display for ReplicaId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+/// One life of a replica. A restarted replica has a higher incarnation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct ReplicaLife {
+    /// The replica.
+    pub replica: ReplicaId,
+    /// Milliseconds since the Unix epoch at its start.
+    pub incarnation: u64,
+}
+
+/// Content of a message between replicas.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum ReplicaTopic {
+    /// Load of the sender's own bookings.
+    Load,
+    /// Ranks of sessions.
+    Sessions,
+    /// Prompts that the sender's decisions place on ranks.
+    Speculative,
+}
+
+impl ReplicaTopic {
+    /// All topics.
+    pub const ALL: [Self; 3] = [Self::Load, Self::Sessions, Self::Speculative];
+
+    /// Name in subjects, frames and metrics.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Load => "load",
+            Self::Sessions => "sessions",
+            Self::Speculative => "speculative",
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! Selection of the content of summaries: what has changed, and everything at longer intervals.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::{LoadSummary, RankContribution, ReplicaLayout, SummaryKind};
+use crate::load::PlacementRate;
+use crate::protocol::{Timestamp, WorkerRank};
+
+/// Writes the summaries of one pool.
+///
+/// A summary lists the ranks that have changed, each in three consecutive summaries, so that a single lost message has no
+/// effect. A full summary follows every second. Without changes nothing is written for a tenth of a second, or a second
+/// if the replica has no load.
+#[derive(Debug)]
+pub struct SummaryWriter {
+    layout: ReplicaLayout,
+    interval: Duration,
+    sequence: u64,
+    /// Ranks with load, or with a change that is still repeated: number of repetitions left.
+    ranks: BTreeMap<WorkerRank, u8>,
+    full_at: Option<Timestamp>,
+    written_at: Timestamp,
+    /// Arrival of the longest-waiting request in the last summary.
+    queue_head: Option<Timestamp>,
+}
+
+/// Number of summaries that repeat a change.
+const REPETITIONS: u8 = 2;
+
+/// Interval of full summaries.
+const FULL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Maximum interval of summaries of a replica with load.
+const HEARTBEAT: Duration = Duration::from_millis(100);
+
+impl SummaryWriter {
+    /// A writer that is called every `interval`. The number of its first summary follows `sequence`, which must exceed
+    /// those of earlier writers in this life.
+    #[must_use]
+    pub fn new(layout: ReplicaLayout, interval: Duration, sequence: u64) -> Self {
+        let (ranks, written_at) = (BTreeMap::new(), Timestamp::default());
+        Self { layout, interval, sequence, ranks, full_at: None, written_at, queue_head: None }
+    }
+
+    /// The next summary, if one is due. `contributions`: all ranks, each with whether it has changed since the last call.
+    /// `queue_head`: arrival of the longest-waiting request.
+    pub fn write(
+        &mut self,
+        contributions: impl Iterator<Item = (RankContribution, bool)>,
+        rate: PlacementRate,
+        queue_head: Option<Timestamp>,
+        now: Timestamp,
+    ) -> Option<LoadSummary> {
+        let is_full = self.full_at.is_none_or(|at| now.since(at) >= FULL_INTERVAL);
+        let (mut has_load, mut ranks) = (false, Vec::new());
+        for (contribution, has_changed) in contributions {
+            has_load |= !contribution.is_idle();
+            let repetitions = self.ranks.get(&contribution.rank()).copied().unwrap_or(0);
+            let left = if has_changed { Some(REPETITIONS) } else { repetitions.checked_sub(1) };
+            match left {
+                Some(left) => drop(self.ranks.insert(contribution.rank(), left)),
+                None => drop(self.ranks.remove(&contribution.rank())),
+            }
+            if if is_full { !contribution.is_idle() } else { left.is_some() } {
+                ranks.push(contribution);
+            }
+        }
+        let is_due = is_full
+            || !ranks.is_empty()
+            || queue_head != self.queue_head
+            || has_load && now.since(self.written_at) >= HEARTBEAT;
+        if !is_due {
+            return None;
+        }
+        (self.written_at, self.queue_head) = (now, queue_head);
+        if is_full {
+            self.full_at = Some(now);
+        }
+        let kind = if is_full { SummaryKind::Full } else { SummaryKind::Changes };
+        let mut summary = self.summary(kind, ranks, rate);
+        let millis = |arrival| u32::try_from(now.since(arrival).as_millis()).unwrap_or(u32::MAX);
+        summary.longest_wait_ms = queue_head.map(millis);
+        Some(summary)
+    }
+
+    /// The last summary, at the end of the replica.
+    pub fn last(&mut self) -> LoadSummary {
+        self.summary(SummaryKind::Last, Vec::new(), PlacementRate::default())
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "rates need no more than the precision of `f32`")]
+    fn summary(&mut self, kind: SummaryKind, ranks: Vec<RankContribution>, rate: PlacementRate) -> LoadSummary {
+        self.sequence += 1;
+        LoadSummary {
+            layout: self.layout,
+            sequence: self.sequence,
+            interval_ms: u32::try_from(self.interval.as_millis()).unwrap_or(u32::MAX),
+            placements_per_second: rate.placements_per_second as f32,
+            work_per_second: rate.work_per_second as f32,
+            longest_wait_ms: None,
+            kind,
+            ranks,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn contribution(dp_rank: u32, requests: u32) -> RankContribution {
+        RankContribution {
+            worker: 1,
+            dp_rank,
+            active_blocks: requests,
+            read_blocks: requests,
+            requests,
+            prefills: 0,
+            prefill_tokens: 0,
+            unmodelled_tokens: 0,
+            prefill_us: 0,
+            booked: requests,
+        }
+    }
+
+    #[test]
+    fn changes_are_repeated_and_everything_is_written_every_second() {
+        let layout = ReplicaLayout { block_size: 64, hash_seed: 1 };
+        let mut writer = SummaryWriter::new(layout, Duration::from_millis(20), 100);
+        let mut write = |millis: u64, ranks: &[(u32, u32, bool)]| {
+            let ranks = ranks.iter().map(|&(rank, requests, changed)| (contribution(rank, requests), changed));
+            let summary = writer.write(ranks, PlacementRate::default(), None, Timestamp(millis * 1_000_000))?;
+            Some((summary.kind, summary.ranks.iter().map(|rank| rank.dp_rank).collect::<Vec<_>>()))
+        };
+        let changes = |ranks: &[u32]| Some((SummaryKind::Changes, ranks.to_vec()));
+        assert_eq!(write(0, &[(0, 0, true), (1, 2, true)]), Some((SummaryKind::Full, vec![1])));
+        assert_eq!(write(20, &[(0, 0, false), (1, 2, false)]), changes(&[0, 1]));
+        assert_eq!(write(40, &[(0, 1, true), (1, 2, false)]), changes(&[0, 1]));
+        assert_eq!(write(60, &[(0, 1, false), (1, 2, false)]), changes(&[0]));
+        assert_eq!(write(80, &[(0, 1, false), (1, 2, false)]), changes(&[0]));
+        assert_eq!(write(100, &[(0, 1, false), (1, 2, false)]), None);
+        assert_eq!(write(180, &[(0, 1, false), (1, 2, false)]), changes(&[]), "a heartbeat");
+        assert_eq!(write(1_000, &[(0, 1, false), (1, 2, false)]), Some((SummaryKind::Full, vec![0, 1])));
+        assert_eq!(write(1_800, &[(0, 0, false), (1, 0, false)]), None, "no load, no heartbeat");
+        assert_eq!(writer.last().sequence, 108);
+    }
+}

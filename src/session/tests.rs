@@ -1,0 +1,280 @@
+//! Tests of the table of sessions.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::protocol::WorkerId;
+
+const TTL: u64 = 100;
+
+fn id(name: u64) -> SessionId {
+    SessionId::new(&format!("session-{name}")).expect("short")
+}
+
+fn rank(worker: u64) -> WorkerRank {
+    WorkerRank::new(WorkerId(worker), 0)
+}
+
+fn sessions(max: u32) -> Sessions {
+    Sessions::new(Duration::from_nanos(TTL), max)
+}
+
+#[test]
+fn ids_have_1_to_256_bytes() {
+    assert_eq!(SessionId::new(""), Err(SessionIdError { length: 0 }));
+    assert!(SessionId::new(&"é".repeat(128)).is_ok());
+    assert_eq!(SessionId::new(&"é".repeat(129)), Err(SessionIdError { length: 258 }));
+}
+
+#[test]
+fn longest_idle_session_is_evicted_first() {
+    let mut sessions = sessions(2);
+    sessions.bind(&id(1), rank(1), Timestamp(0));
+    sessions.bind(&id(2), rank(2), Timestamp(1));
+    assert_eq!(sessions.rank_of(&id(1), Timestamp(2)), Some(rank(1)));
+    assert_eq!(sessions.peek(&id(2), Timestamp(2)), Some(rank(2)), "a peek does not count as a use");
+    sessions.bind(&id(3), rank(3), Timestamp(3));
+    assert_eq!(sessions.peek(&id(2), Timestamp(3)), None);
+    sessions.bind(&id(1), rank(9), Timestamp(4));
+    assert_eq!(
+        (sessions.len(), sessions.peek(&id(3), Timestamp(4))),
+        (2, Some(rank(3))),
+        "a repeated binding adds no session"
+    );
+}
+
+#[test]
+fn sessions_end_with_their_rank() {
+    let mut sessions = sessions(8);
+    for n in 0..6 {
+        sessions.bind(&id(n), rank(n % 2), Timestamp(n));
+    }
+    assert_eq!(sessions.forget_rank(rank(1)), 3);
+    assert_eq!(sessions.forget_rank(rank(1)), 0);
+    assert_eq!(sessions.forget(&id(0)), Some(rank(0)));
+    assert_eq!((sessions.len(), sessions.rank_of(&id(1), Timestamp(9))), (2, None));
+    sessions.check_invariants();
+}
+
+#[test]
+fn full_table_stays_below_512_bytes_per_session() {
+    for max in [1_000, 4_096, 7_169] {
+        let mut sessions = sessions(max);
+        for n in 0..2 * max {
+            let id = SessionId::new(&format!("{n:0>256}")).expect("maximum length");
+            sessions.bind(&id, rank(1), Timestamp(0));
+        }
+        assert!(sessions.bytes() <= 512 * max as usize, "{} bytes for {max} sessions", sessions.bytes());
+    }
+}
+
+#[derive(Clone, Debug)]
+enum SessionOp {
+    RankOf(u64),
+    Peek(u64),
+    Bind(u64, u64),
+    Forget(u64),
+    ForgetRank(u64),
+    Time(i64),
+}
+
+fn step() -> impl Strategy<Value = SessionOp> {
+    let (name, worker) = (0..8u64, 0..3u64);
+    prop_oneof![
+        3 => name.clone().prop_map(SessionOp::RankOf),
+        2 => name.clone().prop_map(SessionOp::Peek),
+        4 => (name.clone(), worker.clone()).prop_map(|(name, worker)| SessionOp::Bind(name, worker)),
+        1 => name.prop_map(SessionOp::Forget),
+        1 => worker.prop_map(SessionOp::ForgetRank),
+        3 => (-30..80i64).prop_map(SessionOp::Time),
+    ]
+}
+
+/// Every current binding, in order of last use.
+#[derive(Default)]
+struct SessionModel(Vec<(u64, WorkerRank, u64)>);
+
+impl SessionModel {
+    fn find(&self, name: u64, now: u64) -> Option<WorkerRank> {
+        self.0.iter().find(|known| known.0 == name && now - known.2 < TTL).map(|known| known.1)
+    }
+
+    fn bind(&mut self, name: u64, rank: WorkerRank, now: u64, max: usize) {
+        self.0.retain(|known| known.0 != name && now - known.2 < TTL);
+        self.0.push((name, rank, now));
+        let extra = self.0.len().saturating_sub(max);
+        self.0.drain(..extra);
+    }
+}
+
+proptest! {
+    #[test]
+    fn table_matches_a_list(is_shared: bool, max in 1..6u32, steps in proptest::collection::vec(step(), 1..80)) {
+        let (mut sessions, mut model) = (sessions(max), SessionModel::default());
+        if is_shared {
+            sessions.share_as(1, 0);
+        }
+        let (mut clock, mut latest) = (1_000u64, 0); // the latest time that the table received
+        for step in steps {
+            let now = Timestamp(clock);
+            match step {
+                SessionOp::RankOf(name) => {
+                    latest = latest.max(clock);
+                    let found = model.find(name, latest);
+                    prop_assert_eq!(sessions.rank_of(&id(name), now), found);
+                    if let Some(rank) = found {
+                        model.bind(name, rank, latest, max as usize);
+                    }
+                }
+                SessionOp::Peek(name) => {
+                    prop_assert_eq!(sessions.peek(&id(name), now), model.find(name, latest.max(clock)));
+                }
+                SessionOp::Bind(name, worker) => {
+                    latest = latest.max(clock);
+                    sessions.bind(&id(name), rank(worker), now);
+                    model.bind(name, rank(worker), latest, max as usize);
+                }
+                SessionOp::Forget(name) => {
+                    sessions.forget(&id(name));
+                    model.0.retain(|known| known.0 != name);
+                }
+                SessionOp::ForgetRank(worker) => {
+                    sessions.forget_rank(rank(worker));
+                    model.0.retain(|known| known.1 != rank(worker));
+                }
+                SessionOp::Time(by) => clock = clock.saturating_add_signed(by),
+            }
+            sessions.check_invariants();
+        }
+        for name in 0..8 {
+            prop_assert_eq!(sessions.peek(&id(name), Timestamp(clock)), model.find(name, latest.max(clock)));
+        }
+    }
+}
+
+const SECOND: u64 = 1_000_000_000;
+
+fn shared(writer: u64, sequence: u64, max: u32) -> Sessions {
+    let mut sessions = Sessions::new(Duration::from_secs(100), max);
+    sessions.share_as(writer, sequence);
+    sessions
+}
+
+fn at(seconds: u64) -> Timestamp {
+    Timestamp(seconds * SECOND)
+}
+
+/// All bindings, new ones first.
+fn all(sessions: &mut Sessions, now: Timestamp) -> Vec<SessionBinding> {
+    sessions.outbound(Duration::from_secs(1), usize::MAX, now)
+}
+
+fn exchange(from: &mut Sessions, to: &mut Sessions, now: Timestamp) {
+    all(from, now).iter().for_each(|binding| to.receive(binding, now));
+    to.check_invariants();
+}
+
+#[test]
+fn a_session_follows_the_latest_binding_of_any_replica() {
+    let (mut one, mut two) = (shared(1, 0, 8), shared(2, 0, 8));
+    for (seconds, worker) in [(1, 5), (2, 6), (3, 7)] {
+        one.bind(&id(1), rank(worker), at(seconds));
+    }
+    exchange(&mut one, &mut two, at(3));
+    two.bind(&id(1), rank(9), at(4));
+    exchange(&mut two, &mut one, at(4));
+    assert_eq!(one.rank_of(&id(1), at(4)), Some(rank(9)));
+    one.bind(&id(1), rank(3), at(5));
+    exchange(&mut one, &mut two, at(5));
+    assert_eq!(two.rank_of(&id(1), at(5)), Some(rank(3)));
+}
+
+#[test]
+fn new_bindings_are_sent_once_and_all_are_repeated_within_the_period() {
+    let mut one = shared(1, 0, 100);
+    let period = Duration::from_secs(10);
+    (0..20).for_each(|n| one.bind(&id(n), rank(n), at(0)));
+    assert_eq!(one.outbound(period, usize::MAX, at(0)).len(), 20);
+    assert_eq!(one.outbound(period, usize::MAX, at(0)).len(), 0);
+    one.bind(&id(1), rank(9), at(0));
+    assert_eq!(one.outbound(period, usize::MAX, at(0)).len(), 1);
+    let mut repeated = std::collections::BTreeSet::new();
+    for seconds in 1..=10 {
+        let bindings = one.outbound(period, usize::MAX, at(seconds));
+        assert_eq!(bindings.len(), 2);
+        repeated.extend(bindings.iter().map(|binding| binding.id.to_string()));
+    }
+    assert_eq!(repeated.len(), 20);
+}
+
+#[test]
+fn messages_are_bounded_and_later_ones_have_the_rest() {
+    let mut one = shared(1, 0, 100);
+    (0..20).for_each(|n| one.bind(&id(n), rank(n), at(0)));
+    let mut sent = 0;
+    while let bindings @ [_, ..] = &*one.outbound(Duration::from_secs(10), 200, at(0)) {
+        assert!(bindings.iter().map(SessionBinding::bytes_max).sum::<usize>() <= 200);
+        sent += bindings.len();
+    }
+    assert_eq!(sent, 20);
+}
+
+#[test]
+fn idle_time_continues_at_other_replicas() {
+    let (mut one, mut two) = (shared(1, 0, 8), shared(2, 0, 8));
+    one.bind(&id(1), rank(1), at(0));
+    exchange(&mut one, &mut two, at(99));
+    assert_eq!(two.peek(&id(1), at(99)), Some(rank(1)));
+    assert_eq!((two.rank_of(&id(1), at(100)), two.len()), (None, 0));
+    one.bind(&id(2), rank(1), at(100));
+    let late = all(&mut one, at(200));
+    assert_eq!(late, [], "an expired binding is not sent");
+}
+
+#[test]
+fn a_full_table_keeps_the_latest_uses_of_all_replicas() {
+    let (mut one, mut two) = (shared(1, 0, 4), shared(2, 0, 4));
+    for n in 0..4 {
+        one.bind(&id(n), rank(1), at(2 * n));
+        two.bind(&id(10 + n), rank(2), at(2 * n + 1));
+    }
+    exchange(&mut one, &mut two, at(10));
+    exchange(&mut two, &mut one, at(10));
+    for known in [&one, &two] {
+        let kept: Vec<u64> =
+            [0, 10, 1, 11, 2, 12, 3, 13].into_iter().filter(|n| known.peek(&id(*n), at(10)).is_some()).collect();
+        assert_eq!(kept, [2, 12, 3, 13]);
+    }
+}
+
+/// The numbers of the earlier process were higher, because the clock of another replica was ahead.
+#[test]
+fn a_restarted_replica_writes_above_its_earlier_bindings() {
+    let (mut before, mut two) = (shared(1, 1_000, 8), shared(2, 0, 8));
+    before.bind(&id(1), rank(1), at(1));
+    before.bind(&id(2), rank(2), at(1));
+    exchange(&mut before, &mut two, at(1));
+    let mut after = shared(1, 10, 8);
+    after.bind(&id(1), rank(5), at(2));
+    exchange(&mut after, &mut two, at(2));
+    assert_eq!(two.peek(&id(1), at(2)), Some(rank(1)), "nothing was received yet");
+    exchange(&mut two, &mut after, at(3));
+    assert_eq!(after.peek(&id(1), at(3)), Some(rank(5)));
+    assert_eq!(after.peek(&id(2), at(3)), Some(rank(2)), "unchanged bindings return");
+    exchange(&mut after, &mut two, at(4));
+    assert_eq!(two.peek(&id(1), at(4)), Some(rank(5)));
+}
+
+#[test]
+fn a_table_that_is_not_shared_neither_sends_nor_receives() {
+    let mut alone = Sessions::new(Duration::from_secs(100), 8);
+    let mut other = shared(2, 0, 8);
+    other.bind(&id(1), rank(1), at(0));
+    exchange(&mut other, &mut alone, at(0));
+    alone.bind(&id(2), rank(2), at(1));
+    assert_eq!((alone.len(), all(&mut alone, at(2))), (1, vec![]));
+    alone.share_as(1, 50);
+    let version = BindingVersion { sequence: 51, writer: 1 };
+    assert_eq!(all(&mut alone, at(2)).iter().map(|binding| binding.version).collect::<Vec<_>>(), [version]);
+    alone.check_invariants();
+}

@@ -1,0 +1,176 @@
+//! Decoder of snapshots.
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::bytes::Reader;
+use super::error::SnapshotError;
+use super::types::{RankSnapshot, Snapshot, SnapshotLayout};
+use super::{CHECKSUM_BYTES, MAGIC, VERSION};
+use crate::ingest::{ColdPosition, DegradationReason, SourcePosition};
+use crate::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank};
+use crate::wire::{DecoderState, NamespaceRecord};
+
+impl Snapshot {
+    /// Decodes a snapshot. The layout is not compared: see [`Snapshot::check_layout`].
+    ///
+    /// # Errors
+    /// Bytes that [`Snapshot::encode`] of this version does not produce, damaged ones included.
+    pub fn decode(bytes: &[u8]) -> Result<Self, SnapshotError> {
+        let Some(rest) = bytes.strip_prefix(MAGIC) else {
+            return Err(SnapshotError::Magic { found: bytes[..bytes.len().min(MAGIC.len())].to_vec() });
+        };
+        let found = Reader::new(rest).u32("the format version")?;
+        if found != VERSION {
+            return Err(SnapshotError::Version { found, supported: VERSION });
+        }
+        let (contents, checksum) =
+            bytes.split_last_chunk::<CHECKSUM_BYTES>().ok_or(SnapshotError::Truncated { field: "the checksum" })?;
+        let (found, computed) = (u64::from_le_bytes(*checksum), xxh3_64(contents));
+        if found != computed {
+            return Err(SnapshotError::Checksum { found, computed });
+        }
+        let mut reader = Reader::new(contents);
+        reader.take(MAGIC.len() + size_of::<u32>(), "the format version")?;
+        let snapshot = snapshot(&mut reader)?;
+        match reader.bytes_left() {
+            0 => Ok(snapshot),
+            left => {
+                let (field, rule) = ("the number of bytes behind the last rank", "0");
+                Err(SnapshotError::Value { field, value: left as u64, rule })
+            }
+        }
+    }
+}
+
+fn snapshot(reader: &mut Reader<'_>) -> Result<Snapshot, SnapshotError> {
+    let pool = reader.text("the pool")?;
+    let block_size = reader.u32("the block size")?;
+    let is_eagle = flag(reader.u8("EAGLE")?, "EAGLE")?;
+    let hash_seed = reader.u64("the hash seed")?;
+    let created_ms = reader.u64("the time of creation")?;
+    let layout = SnapshotLayout { pool, block_size, is_eagle, hash_seed };
+    let mut ranks: Vec<RankSnapshot> = Vec::new();
+    for _ in 0..reader.length(RANK_BYTES_MIN, "the number of ranks")? {
+        let next = rank(reader)?;
+        if ranks.last().is_some_and(|last| last.rank >= next.rank) {
+            let (field, rule) = ("a worker", "behind the preceding one, or have a higher data-parallel rank");
+            return Err(SnapshotError::Value { field, value: next.rank.worker.0, rule });
+        }
+        ranks.push(next);
+    }
+    Ok(Snapshot { layout, created_ms, ranks })
+}
+
+/// Bytes of a rank with the fewest: worker, data-parallel rank, endpoint, next, hashes, cold, groups, namespaces,
+/// events, evicted blocks.
+const RANK_BYTES_MIN: usize = 8 + 1 + 1 + 1 + 1 + 1 + 8 + 8 + 1 + 1 + 1;
+
+fn rank(reader: &mut Reader<'_>) -> Result<RankSnapshot, SnapshotError> {
+    let worker = WorkerId(reader.u64("a worker")?);
+    let rank = WorkerRank::new(worker, reader.varint_u32("a data-parallel rank")?);
+    let endpoint = reader.text("an endpoint")?;
+    let position = position(reader)?;
+    let (main_groups, other_groups) = (reader.u64("main groups")?, reader.u64("other groups")?);
+    let namespaces = list(reader, 8 * 3 + 2, "the number of namespaces", namespace)?;
+    let decoder = DecoderState { main_groups, other_groups, namespaces };
+    let events = list(reader, 1, "the number of events", |reader| event(reader, rank))?;
+    let evicted_blocks = reader.varint("the number of evicted blocks")?;
+    Ok(RankSnapshot { rank, endpoint, position, decoder, events, evicted_blocks })
+}
+
+fn position(reader: &mut Reader<'_>) -> Result<SourcePosition, SnapshotError> {
+    let field = "the next sequence number";
+    let next = reader.varint(field)?;
+    if next == 0 || next == u64::MAX {
+        return Err(SnapshotError::Value { field, value: next, rule: "1 to 2^64 - 2" });
+    }
+    let field = "the number of payload hashes";
+    let payload_hashes = list(reader, 8, field, |reader| reader.u64("a payload hash"))?;
+    let hashes = payload_hashes.len() as u64;
+    if hashes == 0 || hashes > SourcePosition::HASHES_MAX as u64 || hashes > next {
+        let rule = "1 to 64, and at most the next sequence number";
+        return Err(SnapshotError::Value { field, value: hashes, rule });
+    }
+    Ok(SourcePosition { next, payload_hashes, cold: cold(reader)? })
+}
+
+fn cold(reader: &mut Reader<'_>) -> Result<Option<ColdPosition>, SnapshotError> {
+    let field = "the cause of a loss";
+    let tag = reader.u8(field)?;
+    if tag == 0 {
+        return Ok(None);
+    }
+    let (from, first) = (reader.varint("a lost message")?, reader.varint("an available message")?);
+    let cause = match tag {
+        1 => DegradationReason::ReplayGap { from, first },
+        2 => DegradationReason::ReplayHole { from },
+        3 => DegradationReason::ReplayFailed { from },
+        4 => DegradationReason::NoReplay { from },
+        other => return Err(SnapshotError::Value { field, value: u64::from(other), rule: "0 to 4" }),
+    };
+    Ok(Some(ColdPosition { stored_blocks: reader.varint("the blocks stored since a loss")?, cause }))
+}
+
+fn namespace(reader: &mut Reader<'_>) -> Result<NamespaceRecord, SnapshotError> {
+    let engine_hash = EngineHash(reader.u64("an engine hash")?);
+    let (lora, salt) = (reader.u64("an adapter")?, reader.u64("a salt")?);
+    let tiers = reader.u8("the tiers of a namespace")?;
+    if !(1..16).contains(&tiers) {
+        let (field, value) = ("the tiers of a namespace", u64::from(tiers));
+        return Err(SnapshotError::Value { field, value, rule: "1 to 15" });
+    }
+    Ok(NamespaceRecord { engine_hash, lora, salt, tiers, copies: reader.varint_u32("the copies of a block")? })
+}
+
+fn event(reader: &mut Reader<'_>, rank: WorkerRank) -> Result<RouterEvent, SnapshotError> {
+    let tag = reader.u8("the type of an event")?;
+    let Some(tier) = StorageTier::ALL.get(usize::from(tag / 4)).copied() else {
+        let (field, value) = ("the type of an event", u64::from(tag));
+        return Err(SnapshotError::Value { field, value, rule: "0 to 15" });
+    };
+    let data = match tag % 4 {
+        0 => KvEvent::Stored { parent: None, blocks: stored(reader)? },
+        1 => {
+            let parent = Some(EngineHash(reader.u64("a parent")?));
+            KvEvent::Stored { parent, blocks: stored(reader)? }
+        }
+        2 => {
+            let name = |reader: &mut Reader<'_>| reader.u64("an engine hash").map(EngineHash);
+            KvEvent::Removed { blocks: list(reader, 8, "the number of removed blocks", name)? }
+        }
+        _ => KvEvent::Cleared,
+    };
+    Ok(RouterEvent { rank, tier, data })
+}
+
+fn stored(reader: &mut Reader<'_>) -> Result<Vec<StoredBlock>, SnapshotError> {
+    list(reader, 16, "the number of stored blocks", |reader| {
+        let engine_hash = EngineHash(reader.u64("an engine hash")?);
+        Ok(StoredBlock { engine_hash, block_hash: BlockHash(reader.u64("a block hash")?) })
+    })
+}
+
+/// A list whose elements have at least `element_bytes_min` bytes. The memory reserved in advance is bounded by the
+/// bytes of the list, also for elements that need more memory than bytes.
+fn list<T>(
+    reader: &mut Reader<'_>,
+    element_bytes_min: usize,
+    field: &'static str,
+    mut element: impl FnMut(&mut Reader<'_>) -> Result<T, SnapshotError>,
+) -> Result<Vec<T>, SnapshotError> {
+    let length = reader.length(element_bytes_min, field)?;
+    let reserved = length.min(reader.bytes_left() / size_of::<T>().max(1));
+    let mut elements = Vec::with_capacity(reserved);
+    for _ in 0..length {
+        elements.push(element(reader)?);
+    }
+    Ok(elements)
+}
+
+fn flag(value: u8, field: &'static str) -> Result<bool, SnapshotError> {
+    match value {
+        0 => Ok(false),
+        1 => Ok(true),
+        other => Err(SnapshotError::Value { field, value: u64::from(other), rule: "0 or 1" }),
+    }
+}

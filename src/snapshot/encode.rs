@@ -1,0 +1,109 @@
+//! Encoder of snapshots.
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::bytes::{put_text, put_u64, put_varint};
+use super::types::{RankSnapshot, Snapshot};
+use super::{CHECKSUM_BYTES, MAGIC, VERSION};
+use crate::ingest::{ColdPosition, DegradationReason};
+use crate::protocol::{KvEvent, RouterEvent, StorageTier};
+
+impl Snapshot {
+    /// The snapshot as bytes: about 16 per block.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut to = Vec::with_capacity(self.block_count() * 17 + self.ranks.len() * 640 + 64);
+        to.extend_from_slice(MAGIC);
+        to.extend_from_slice(&VERSION.to_le_bytes());
+        put_text(&mut to, &self.layout.pool);
+        to.extend_from_slice(&self.layout.block_size.to_le_bytes());
+        to.push(u8::from(self.layout.is_eagle));
+        put_u64(&mut to, self.layout.hash_seed);
+        put_u64(&mut to, self.created_ms);
+        put_varint(&mut to, self.ranks.len() as u64);
+        for rank in &self.ranks {
+            put_rank(&mut to, rank);
+        }
+        let checksum: [u8; CHECKSUM_BYTES] = xxh3_64(&to).to_le_bytes();
+        to.extend_from_slice(&checksum);
+        to
+    }
+}
+
+fn put_rank(to: &mut Vec<u8>, rank: &RankSnapshot) {
+    put_u64(to, rank.rank.worker.0);
+    put_varint(to, u64::from(rank.rank.rank));
+    put_text(to, &rank.endpoint);
+    put_varint(to, rank.position.next);
+    put_varint(to, rank.position.payload_hashes.len() as u64);
+    for hash in &rank.position.payload_hashes {
+        put_u64(to, *hash);
+    }
+    put_cold(to, rank.position.cold);
+    put_u64(to, rank.decoder.main_groups);
+    put_u64(to, rank.decoder.other_groups);
+    put_varint(to, rank.decoder.namespaces.len() as u64);
+    for record in &rank.decoder.namespaces {
+        put_u64(to, record.engine_hash.0);
+        put_u64(to, record.lora);
+        put_u64(to, record.salt);
+        to.push(record.tiers);
+        put_varint(to, u64::from(record.copies));
+    }
+    put_varint(to, rank.events.len() as u64);
+    for event in &rank.events {
+        put_event(to, event);
+    }
+    put_varint(to, rank.evicted_blocks);
+}
+
+/// Of the reasons, only the losses make a source cold. Any other one is encoded as a failed replay.
+fn put_cold(to: &mut Vec<u8>, cold: Option<ColdPosition>) {
+    let Some(ColdPosition { stored_blocks, cause }) = cold else { return to.push(0) };
+    let (tag, from, first) = match cause {
+        DegradationReason::ReplayGap { from, first } => (1, from, first),
+        DegradationReason::ReplayHole { from } => (2, from, 0),
+        DegradationReason::NoReplay { from } => (4, from, 0),
+        DegradationReason::ReplayFailed { from } => (3, from, 0),
+        DegradationReason::NotConnected { .. }
+        | DegradationReason::NeverPublished { .. }
+        | DegradationReason::BlockSize { .. }
+        | DegradationReason::ForeignRank { .. }
+        | DegradationReason::Undecodable { .. }
+        | DegradationReason::ReaderDied { .. } => (3, 0, 0),
+    };
+    to.push(tag);
+    put_varint(to, from);
+    put_varint(to, first);
+    put_varint(to, stored_blocks);
+}
+
+fn put_event(to: &mut Vec<u8>, event: &RouterEvent) {
+    let tier = match event.tier {
+        StorageTier::Device => 0,
+        StorageTier::HostPinned => 1,
+        StorageTier::Disk => 2,
+        StorageTier::External => 3,
+    };
+    match &event.data {
+        KvEvent::Stored { parent, blocks } => {
+            to.push(u8::from(parent.is_some()) + 4 * tier);
+            if let Some(parent) = parent {
+                put_u64(to, parent.0);
+            }
+            put_varint(to, blocks.len() as u64);
+            for block in blocks {
+                put_u64(to, block.engine_hash.0);
+                put_u64(to, block.block_hash.0);
+            }
+        }
+        KvEvent::Removed { blocks } => {
+            to.push(2 + 4 * tier);
+            put_varint(to, blocks.len() as u64);
+            for block in blocks {
+                put_u64(to, block.0);
+            }
+        }
+        KvEvent::Cleared => to.push(3 + 4 * tier),
+    }
+}

@@ -1,0 +1,74 @@
+//! Reasons to refuse a snapshot.
+
+/// Reason to refuse the bytes of a snapshot. Names the value and the rule.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SnapshotError {
+    /// The bytes do not begin like a snapshot.
+    #[error("the first bytes are {found:02x?}, must be {:02x?} (\"PMANSNAP\"): this is not a snapshot", super::MAGIC)]
+    Magic {
+        /// The first bytes, at most 8.
+        found: Vec<u8>,
+    },
+    /// Another version of the format.
+    #[error("the format version is {found}, must be {supported}")]
+    Version {
+        /// Version of the snapshot.
+        found: u32,
+        /// The supported version.
+        supported: u32,
+    },
+    /// The contents are damaged or incomplete.
+    #[error("the checksum is {found:016x}, must be {computed:016x}: the snapshot is damaged or incomplete")]
+    Checksum {
+        /// Checksum in the snapshot.
+        found: u64,
+        /// Checksum of its bytes.
+        computed: u64,
+    },
+    /// The contents belong to a pool with other hashes.
+    #[error("the {field} is {found}, must be {expected}: the snapshot belongs to a pool of another layout")]
+    Layout {
+        /// Field that differs.
+        field: &'static str,
+        /// Value in the snapshot.
+        found: String,
+        /// Value of the router.
+        expected: String,
+    },
+    /// The bytes end within a value.
+    #[error("the bytes end within {field}")]
+    Truncated {
+        /// The incomplete value.
+        field: &'static str,
+    },
+    /// A value breaks its rule.
+    #[error("{field} is {value}, must be {rule}")]
+    Value {
+        /// The value's name.
+        field: &'static str,
+        /// The value.
+        value: u64,
+        /// What it must be.
+        rule: &'static str,
+    },
+    /// A text is not UTF-8.
+    #[error("{field} must be UTF-8")]
+    Text {
+        /// The text's name.
+        field: &'static str,
+    },
+}
+
+impl SnapshotError {
+    /// Name in metrics: the rule that is broken.
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Magic { .. } => "magic",
+            Self::Version { .. } => "version",
+            Self::Checksum { .. } => "checksum",
+            Self::Layout { .. } => "layout",
+            Self::Truncated { .. } | Self::Value { .. } | Self::Text { .. } => "malformed",
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! Shared load under loss, duplication, reordering, jitter and partitions: after a quiet time every replica has the true
+//! sums.
+//!
+//! Replicas with random contributions write summaries into a network that loses and reorders them by seed. The network is
+//! a queue of messages with their arrival times, so that many seeds take little time.
+
+use std::collections::{BTreeMap, BinaryHeap};
+use std::time::Duration;
+
+use pointsman::load::PlacementRate;
+use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
+use pointsman::replica::{
+    LoadSummary, PeerState, PeerTable, RankContribution, ReplicaId, ReplicaLayout, ReplicaLife, SummaryKind,
+    SummaryWriter,
+};
+use pointsman_trial::workload::Rng;
+
+const LAYOUT: ReplicaLayout = ReplicaLayout { block_size: 64, hash_seed: 1 };
+const INTERVAL_MS: u64 = 20;
+
+/// 500, or the number in `PROPTEST_CASES`.
+#[expect(clippy::disallowed_methods, reason = "test effort is not router configuration")]
+pub(crate) fn seeds() -> u64 {
+    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(500)
+}
+
+struct Replica {
+    life: ReplicaLife,
+    writer: SummaryWriter,
+    /// Requests by rank, and whether they have changed since the last summary.
+    requests: BTreeMap<u32, (u32, bool)>,
+    peers: PeerTable,
+}
+
+/// A summary on its way, ordered by arrival.
+#[derive(PartialEq, Eq)]
+struct UnderWay {
+    arrival_ms: u64,
+    number: u64,
+    to: usize,
+    from: ReplicaLife,
+}
+
+impl Ord for UnderWay {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (other.arrival_ms, other.number).cmp(&(self.arrival_ms, self.number))
+    }
+}
+
+impl PartialOrd for UnderWay {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+struct World {
+    draws: Rng,
+    replicas: Vec<Replica>,
+    under_way: BinaryHeap<UnderWay>,
+    summaries: BTreeMap<u64, LoadSummary>,
+    sent: u64,
+    /// Number of the first replica of the second side while the network is divided.
+    divided_at: Option<usize>,
+}
+
+fn contribution(dp_rank: u32, requests: u32) -> RankContribution {
+    RankContribution {
+        worker: 1,
+        dp_rank,
+        active_blocks: 10 * requests,
+        read_blocks: 12 * requests,
+        requests,
+        prefills: 0,
+        prefill_tokens: 0,
+        unmodelled_tokens: 0,
+        prefill_us: 0,
+        booked: requests,
+    }
+}
+
+fn new_replica(id: u64, incarnation: u64) -> Replica {
+    let interval = Duration::from_millis(INTERVAL_MS);
+    Replica {
+        life: ReplicaLife { replica: ReplicaId(id), incarnation },
+        writer: SummaryWriter::new(LAYOUT, interval, 0),
+        requests: BTreeMap::new(),
+        peers: PeerTable::new(LAYOUT),
+    }
+}
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let mut draws = Rng::new(seed);
+        let count = 2 + u64::from(draws.below(4));
+        let replicas = (0..count).map(|id| new_replica(id, 1)).collect();
+        Self { draws, replicas, under_way: BinaryHeap::new(), summaries: BTreeMap::new(), sent: 0, divided_at: None }
+    }
+
+    /// One interval: changes of load, summaries, and arrivals.
+    fn step(&mut self, now_ms: u64, is_quiet: bool) {
+        if !is_quiet {
+            self.disturb();
+        }
+        for from in 0..self.replicas.len() {
+            let Replica { life, writer, requests, peers } = &mut self.replicas[from];
+            peers.tick(at(now_ms));
+            let all = requests
+                .iter_mut()
+                .map(|(rank, (requests, has_changed))| (contribution(*rank, *requests), std::mem::take(has_changed)));
+            let Some(summary) = writer.write(all, PlacementRate::default(), None, at(now_ms)) else { continue };
+            let life = *life;
+            self.send(from, life, summary, now_ms, is_quiet);
+        }
+        while self.under_way.peek().is_some_and(|next| next.arrival_ms <= now_ms) {
+            let Some(UnderWay { number, to, from, .. }) = self.under_way.pop() else { break };
+            let summary = &self.summaries[&number];
+            // Summaries of an earlier life are refused, and have no effect.
+            let _ = self.replicas[to].peers.receive(from, summary, at(now_ms));
+        }
+    }
+
+    fn disturb(&mut self) {
+        let replica = self.draws.below(self.replicas.len() as u32) as usize;
+        match self.draws.below(100) {
+            0 => {
+                let life = self.replicas[replica].life;
+                self.replicas[replica] = new_replica(life.replica.0, life.incarnation + 1);
+            }
+            1 => self.divided_at = Some(1 + self.draws.below(self.replicas.len() as u32 - 1) as usize),
+            2 | 3 => self.divided_at = None,
+            _ => {
+                let (rank, requests) = (self.draws.below(6), self.draws.below(5));
+                self.replicas[replica].requests.insert(rank, (requests, true));
+            }
+        }
+    }
+
+    /// Delivers to every reachable replica: 30 % lost, 20 % twice, up to 50 ms late.
+    fn send(&mut self, from: usize, life: ReplicaLife, summary: LoadSummary, now_ms: u64, is_quiet: bool) {
+        self.sent += 1;
+        self.summaries.insert(self.sent, summary);
+        for to in (0..self.replicas.len()).filter(|to| *to != from) {
+            let is_divided = !is_quiet && self.divided_at.is_some_and(|second| (from < second) != (to < second));
+            if is_divided || self.draws.below(100) < 30 {
+                continue;
+            }
+            for _ in 0..1 + u32::from(self.draws.below(100) < 20) {
+                let arrival_ms = now_ms + u64::from(self.draws.below(51));
+                self.under_way.push(UnderWay { arrival_ms, number: self.sent, to, from: life });
+            }
+        }
+    }
+
+    /// Checks the sums of every replica against the contributions of all others.
+    fn check(&self, now_ms: u64, seed: u64) {
+        for (own, replica) in self.replicas.iter().enumerate() {
+            for rank in 0..6 {
+                let others = self.replicas.iter().enumerate().filter(|(other, _)| *other != own);
+                let truth: u32 = others.map(|(_, other)| other.requests.get(&rank).map_or(0, |known| known.0)).sum();
+                let load = replica.peers.load(WorkerRank::new(WorkerId(1), rank), at(now_ms));
+                assert_eq!(
+                    (load.requests, load.active_blocks, load.read_blocks),
+                    (truth, 10 * truth, 12 * truth),
+                    "rank {rank} at replica {own}, seed {seed}"
+                );
+            }
+        }
+    }
+}
+
+fn at(millis: u64) -> Timestamp {
+    Timestamp(millis * 1_000_000)
+}
+
+/// 20 full summaries in a row are lost with a probability of 10^-10. In the quiet time a step takes a tenth of a second.
+#[test]
+fn sums_are_true_after_a_quiet_time() {
+    for seed in 0..seeds() {
+        let mut world = World::new(seed);
+        let steps = 20 + u64::from(world.draws.below(60));
+        (0..steps).for_each(|step| world.step(step * INTERVAL_MS, false));
+        let quiet_ms = |step: u64| steps * INTERVAL_MS + step * 100;
+        (0..=200).for_each(|step| world.step(quiet_ms(step), true));
+        world.check(quiet_ms(200), seed);
+    }
+}
+
+fn summary(sequence: u64, kind: SummaryKind, ranks: &[(u32, u32)]) -> LoadSummary {
+    LoadSummary {
+        layout: LAYOUT,
+        sequence,
+        interval_ms: 20,
+        placements_per_second: 4.0,
+        work_per_second: 0.5,
+        longest_wait_ms: None,
+        kind,
+        ranks: ranks.iter().map(|&(rank, requests)| contribution(rank, requests)).collect(),
+    }
+}
+
+const LIFE: ReplicaLife = ReplicaLife { replica: ReplicaId(1), incarnation: 5 };
+
+fn requests(peers: &PeerTable, rank: u32, millis: u64) -> u32 {
+    peers.load(WorkerRank::new(WorkerId(1), rank), at(millis)).requests
+}
+
+#[test]
+fn late_and_repeated_summaries_have_no_effect() {
+    let mut peers = PeerTable::new(LAYOUT);
+    let mut receive =
+        |number, kind, ranks: &[_], millis| peers.receive(LIFE, &summary(number, kind, ranks), at(millis));
+    receive(2, SummaryKind::Changes, &[(0, 5)], 0).expect("applied");
+    receive(1, SummaryKind::Full, &[(0, 1), (1, 1)], 1).expect("applied");
+    receive(4, SummaryKind::Full, &[(1, 3)], 2).expect("applied");
+    let late = receive(3, SummaryKind::Changes, &[(0, 9), (1, 9)], 3).expect("applied");
+    assert_eq!(late.changed, []);
+    assert_eq!((requests(&peers, 0, 3), requests(&peers, 1, 3)), (0, 3));
+}
+
+#[test]
+fn the_share_of_a_silent_replica_fades() {
+    let mut peers = PeerTable::new(LAYOUT);
+    peers.receive(LIFE, &summary(1, SummaryKind::Full, &[(0, 10)]), at(0)).expect("applied");
+    assert_eq!((requests(&peers, 0, 1_200), peers.arrivals(at(1_200)).work_per_second), (10, 0.5));
+    let after = |millis| {
+        let status = peers.statuses(at(millis)).next().expect("one replica");
+        (status.state, requests(&peers, 0, millis))
+    };
+    assert_eq!(after(1_260), (PeerState::Live, 10));
+    assert_eq!(after(6_260), (PeerState::Silent, 5));
+    assert_eq!(after(11_300), (PeerState::Silent, 0));
+    assert_eq!(peers.arrivals(at(1_300)).work_per_second, 0.0, "a silent replica is assumed to place nothing");
+    let rank = WorkerRank::new(WorkerId(1), 0);
+    assert_eq!(peers.tick(at(6_260)), [rank]);
+    assert_eq!((peers.tick(at(12_000)), peers.tick(at(12_020))), (vec![rank], vec![]));
+}
+
+#[test]
+fn a_last_summary_and_a_new_life_end_the_share_at_once() {
+    let mut peers = PeerTable::new(LAYOUT);
+    peers.receive(LIFE, &summary(1, SummaryKind::Full, &[(0, 10)]), at(0)).expect("applied");
+    let next_life = ReplicaLife { incarnation: 6, ..LIFE };
+    peers.receive(next_life, &summary(1, SummaryKind::Full, &[(0, 2)]), at(1)).expect("applied");
+    assert_eq!(requests(&peers, 0, 1), 2);
+    let error = peers.receive(LIFE, &summary(9, SummaryKind::Full, &[(0, 10)]), at(2)).expect_err("an earlier life");
+    assert_eq!(error.to_string(), "summary is from incarnation 5 of a replica that has incarnation 6");
+    peers.receive(next_life, &summary(2, SummaryKind::Last, &[]), at(3)).expect("applied");
+    assert_eq!(
+        (requests(&peers, 0, 3), peers.statuses(at(3)).next().map(|status| status.state)),
+        (0, Some(PeerState::Left))
+    );
+}
+
+#[test]
+fn summaries_of_another_layout_change_nothing() {
+    let mut peers = PeerTable::new(LAYOUT);
+    let mut other = summary(1, SummaryKind::Full, &[(0, 10)]);
+    other.layout.block_size = 16;
+    let error = peers.receive(LIFE, &other, at(0)).expect_err("other blocks");
+    assert_eq!(error.to_string(), "replica has blocks of 16 tokens with hash seed 1, must be 64 and 1");
+    assert_eq!((error.name(), requests(&peers, 0, 0), peers.ranks()), ("layout", 0, vec![]));
+}
+
+/// Prefills of several replicas on one rank progress together, at one second per second.
+#[test]
+fn queued_prefills_of_all_replicas_share_the_rank() {
+    let mut peers = PeerTable::new(LAYOUT);
+    for (id, prefill_us) in [(1, 3_000_000), (2, 1_000_000)] {
+        let mut of = summary(1, SummaryKind::Full, &[(0, 1)]);
+        (of.ranks[0].prefill_us, of.ranks[0].prefill_tokens) = (prefill_us, 1_000);
+        let life = ReplicaLife { replica: ReplicaId(id), incarnation: 1 };
+        peers.receive(life, &of, at(0)).expect("applied");
+    }
+    let load = peers.load(WorkerRank::new(WorkerId(1), 0), at(1_000));
+    assert_eq!((load.prefill, load.prefill_tokens), (Duration::from_secs(3), 1_500));
+}
