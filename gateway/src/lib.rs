@@ -1,10 +1,11 @@
 //! Library of the `pointsman` command.
 //!
-//! [`serve`] is the gateway, [`settings`] its configuration, and [`openai`], [`prompt`] and [`upstream`] are its parts. The
-//! command line is in `main`.
+//! [`serve`] is the gateway, [`settings`] its configuration, and [`openai`], [`prompt`], [`replicas`] and [`upstream`] are its
+//! parts. The command line is in `main`.
 
 pub mod openai;
 pub mod prompt;
+pub mod replicas;
 pub mod serve;
 pub mod settings;
 pub mod upstream;

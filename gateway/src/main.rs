@@ -73,7 +73,7 @@ struct SettingsArgs {
     /// Log format: text or json (gateway.log_format).
     #[arg(long, value_name = "FORMAT")]
     log_format: Option<String>,
-    /// Any other setting of gateway, admin or router, such as router.block_size=16. Repeatable.
+    /// Any other setting of gateway, admin, picker, replicas or router, such as router.block_size=16. Repeatable.
     #[arg(long, value_name = "SECTION.KEY=VALUE", value_parser = setting_and_value)]
     set: Vec<(String, String)>,
 }

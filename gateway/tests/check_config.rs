@@ -66,14 +66,14 @@ fn an_invalid_file_is_rejected_with_all_problems() {
         text(&output.stderr).lines().collect::<Vec<_>>(),
         [
             "router.blok_size is not a known key, must be the name of a setting, perhaps block_size (file)",
-            "server is not a known key, must be gateway, admin, router, models or tenants (file)",
+            "server is not a known key, must be gateway, admin, picker, replicas, router, models or tenants (file)",
             "router.queue.classes is \"\", must be absent here: it can be set in the file only \
              (environment: POINTSMAN_ROUTER_QUEUE_CLASSES)",
             "POINTSMAN_ROUTER_SEAD is not a known variable, must end in the name of a setting in upper case, \
              perhaps POINTSMAN_ROUTER_SEED",
             "router.seed is \"x\", must be an integer from 0 to 9223372036854775807 \
              (environment: POINTSMAN_ROUTER_SEED)",
-            "models[0] is without workers, must be given workers, workers_file, worker_urls or worker_names, \
+            "models[0] is without workers, must be given workers, workers_file, worker_urls, worker_names or kubernetes, \
              unless [admin] can add some (default)",
             "router.policy.temperature is -1, must be between 0 and 1e9 (file)",
             "router.queue.classes[0].name is a b, must be one or more letters, digits, _, . or - (file)",

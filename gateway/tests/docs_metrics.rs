@@ -1,4 +1,4 @@
-//! Checks that `docs/metrics.md` describes exactly the metrics of the gateway's code.
+//! Checks that `docs/metrics.md` and `docs/replicas.md` describe exactly the metrics of the gateway's code.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -14,9 +14,10 @@ fn row(metric: &Metric) -> String {
 
 #[test]
 fn metrics_and_documented_rows_match() {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/metrics.md");
-    let page = std::fs::read_to_string(page).expect("documentation page exists");
-    let rows = page.lines().filter(|line| line.starts_with("| `pointsman_gateway_"));
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
+    let read = |page| std::fs::read_to_string(docs.join(page)).expect("documentation page exists");
+    let pages = ["metrics.md", "replicas.md"].map(read).join("\n");
+    let rows = pages.lines().filter(|line| line.starts_with("| `pointsman_gateway_"));
     let documented: BTreeSet<String> = rows.map(str::to_owned).collect();
     let known: BTreeSet<String> = ALL.iter().map(row).collect();
     let (missing, unknown): (Vec<_>, Vec<_>) =

@@ -14,10 +14,13 @@ const PAGE: &str = "docs/gateway.md";
 const NO_RULE: &str = "–";
 
 /// Tables of the page: heading, section header in the printed settings, and path prefix in errors.
-const TABLES: [(&str, &str, &str); 5] = [
+const TABLES: [(&str, &str, &str); 8] = [
     ("## Gateway settings", "[gateway]", "gateway"),
     ("## Admin settings", "[admin]", "admin"),
+    ("## Picker settings", "[picker]", "picker"),
+    ("## Replica settings", "[replicas]", "replicas"),
     ("## Model settings", "[[models]]", "models[0]"),
+    ("## Kubernetes settings", "[models.kubernetes]", "models[0].kubernetes"),
     ("## Token settings", "[models.tokens]", "models[0].tokens"),
     ("## Tenant settings", "[[tenants]]", "tenants[0]"),
 ];
@@ -31,7 +34,11 @@ fn load(header: &str, line: &str) -> Result<Loaded, LoadErrors> {
         let least: &[(&str, &str)] = match printed {
             "[gateway]" if is_tenants => &[("salt_secret_file", "\"s\"")],
             "[admin]" => &[("token_file", "\"t\"")],
+            "[replicas]" if header == "[replicas]" => &[("listen", "\"127.0.0.1:9\""), ("peers", "[\"localhost:9\"]")],
+            "[replicas]" => continue,
             "[[models]]" => &[("name", "\"m\"")],
+            "[models.kubernetes]" if printed == header => &[("selector", "\"app=e\""), ("ports", "[8000]")],
+            "[models.kubernetes]" => continue,
             "[[tenants]]" if !is_tenants => continue,
             "[[tenants]]" => &[("name", "\"t\""), ("keys_file", "\"k\"")],
             _ => &[],

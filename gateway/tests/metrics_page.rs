@@ -13,7 +13,8 @@ use serde_json::json;
 
 use crate::common::proxy::{self, get, post, settings};
 
-const PAGES: [&str; 4] = ["docs/metrics.md", "docs/tokens.md", "docs/operations.md", "docs/admin.md"];
+const PAGES: [&str; 5] =
+    ["docs/metrics.md", "docs/tokens.md", "docs/operations.md", "docs/admin.md", "docs/replicas.md"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")

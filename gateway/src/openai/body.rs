@@ -28,6 +28,15 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
+    /// All endpoints.
+    pub const ALL: [Self; 4] = [Self::Chat, Self::Completions, Self::Embeddings, Self::Responses];
+
+    /// The endpoint with this path.
+    #[must_use]
+    pub fn of_path(path: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|endpoint| endpoint.path() == path)
+    }
+
     /// Path of the endpoint, at the gateway and at workers.
     #[must_use]
     pub fn path(self) -> &'static str {

@@ -128,6 +128,13 @@ impl ApiError {
         Self { retry_after_s: error.retry_after_s.filter(|_| missed.retry_after.is_some()), ..error }
     }
 
+    /// No worker among the endpoints to which a proxy limits the choice: 503.
+    #[must_use]
+    pub fn no_endpoint() -> Self {
+        let message = "no worker of the model is among the endpoints that the proxy accepts";
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, ErrorType::Server, "no_endpoint", message)
+    }
+
     /// Queue timeout of the gateway: 429.
     #[must_use]
     pub fn queue_timeout() -> Self {

@@ -301,6 +301,11 @@ fn passing(given: &HeaderMap, dropped: &[HeaderName]) -> HeaderMap {
     passing
 }
 
+/// Names of the client's headers that select a worker, a rank or a cache source, or are Pointsman's own.
+pub(crate) fn stripped_headers(headers: &HeaderMap) -> impl Iterator<Item = &str> {
+    headers.keys().map(HeaderName::as_str).filter(|name| is_stripped(name))
+}
+
 /// `name` is lower case, as all header names are.
 fn is_stripped(name: &str) -> bool {
     let is_like = |(byte, of): (&u8, u8)| *byte == of || (*byte == b'_' && of == b'-');

@@ -133,7 +133,8 @@ impl fmt::Display for ProcessLimits {
 fn reserved_descriptors(settings: &Settings) -> u64 {
     let workers = settings.models.iter().map(|model| {
         let named = model.workers.len() + model.worker_urls.len();
-        let discovers = model.workers_file.is_some() || !model.worker_names.is_empty() || named == 0;
+        let has_lists = model.workers_file.is_some() || !model.worker_names.is_empty();
+        let discovers = has_lists || model.kubernetes.is_some() || named == 0;
         named as u64 + if discovers { DISCOVERED_WORKERS } else { 0 }
     });
     let of_workers = workers.sum::<u64>() * DESCRIPTORS_PER_WORKER;

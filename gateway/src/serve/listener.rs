@@ -1,10 +1,11 @@
-//! Listener and its connections: plain or TLS, HTTP/1.1 only.
+//! Listener and its connections: plain or TLS, HTTP/1.1 or HTTP/2 (h2c with prior knowledge, or ALPN).
 //!
 //! Limits the number of connections; further ones receive one response and are closed if the listener has routes for
 //! them ([`Overflow`]). A client that sends or reads too slowly is cut off without effect on others. A drain accepts no
 //! new connections, closes idle ones, lets requests in flight end, and reports the number of broken ones. During a
 //! drain each response carries `Connection: close`, and a connection closes only after an idle period, so that every
-//! request on a kept-alive connection gets a response. Routes and body readers have timeouts of their own.
+//! request on a kept-alive connection gets a response. HTTP/2 connections receive GOAWAY at the start of a drain.
+//! Routes and body readers have timeouts of their own.
 
 mod acceptor;
 mod busy;
@@ -20,13 +21,13 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::ConnectInfo;
-use axum::http::HeaderValue;
 use axum::http::header::CONNECTION;
+use axum::http::{HeaderValue, Version};
 use hyper::body::Incoming;
-use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Request, Response};
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
 use metrics::Counter;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
@@ -41,9 +42,12 @@ use busy::{Busy, BusyBody};
 pub(crate) use socket::bind;
 use stall::StallGuard;
 
-/// Maximum length of a request head, and of buffered unread data. Together with the connection limit this bounds
+/// Maximum length of a request head, and of buffered unread data; HTTP/1.1 may exceed it by one read. Together with the connection limit this bounds
 /// memory. Longer heads, and heads above hyper's limit of 100 headers, are rejected with 431.
 const HEAD_BYTES_MAX: usize = 64 << 10;
+
+/// Maximum concurrent requests of an HTTP/2 connection.
+const STREAMS_MAX: u32 = 1_024;
 
 /// Maximum lifetime of a connection above the limit, from handshake to end of response.
 const OVERFLOW_TIME_MAX: Duration = Duration::from_secs(3);
@@ -194,9 +198,9 @@ async fn accept(mut from: Acceptor, control: ListenerControl, mut phase: watch::
 
 /// Protocol settings of a connection.
 struct Protocol {
-    http: http1::Builder,
+    http: Http,
     /// For connections above the limit.
-    overflow: Option<(http1::Builder, Router)>,
+    overflow: Option<(Http, Router)>,
     tls: Option<TlsAcceptor>,
     head_timeout: Duration,
     stall_max: Duration,
@@ -204,19 +208,33 @@ struct Protocol {
     routes: Router,
 }
 
+/// HTTP settings of a connection.
+struct Http {
+    builder: auto::Builder<TokioExecutor>,
+    /// Maximum time without a request.
+    idle_max: Duration,
+}
+
+impl Http {
+    fn new(head_timeout: Duration) -> Self {
+        let mut builder = auto::Builder::new(TokioExecutor::new());
+        let mut http1 = builder.http1();
+        http1.timer(TokioTimer::new()).header_read_timeout(head_timeout).max_buf_size(HEAD_BYTES_MAX);
+        let mut http2 = builder.http2();
+        http2.timer(TokioTimer::new()).max_header_list_size(HEAD_BYTES_MAX as u32).max_concurrent_streams(STREAMS_MAX);
+        Self { builder, idle_max: head_timeout }
+    }
+}
+
 impl Protocol {
     fn new(options: ListenerOptions, routes: Router, handshakes_refused: Counter) -> Self {
-        let mut http = http1::Builder::new();
-        http.timer(TokioTimer::new()).header_read_timeout(options.head_timeout);
-        // A buffer may exceed its limit by one read, a head may not.
-        http.max_header_size(HEAD_BYTES_MAX).max_buf_size(HEAD_BYTES_MAX);
         let overflow = options.overflow.map(|overflow| {
-            let mut http = http.clone();
-            http.keep_alive(false).header_read_timeout(options.head_timeout.min(OVERFLOW_HEAD_TIME_MAX));
+            let mut http = Http::new(options.head_timeout.min(OVERFLOW_HEAD_TIME_MAX));
+            http.builder.http1().keep_alive(false);
             (http, overflow.routes)
         });
         Self {
-            http,
+            http: Http::new(options.head_timeout),
             overflow,
             tls: options.tls.map(TlsAcceptor::from),
             head_timeout: options.head_timeout,
@@ -257,7 +275,7 @@ impl Protocol {
         &self,
         stream: TcpStream,
         peer: SocketAddr,
-        http: &http1::Builder,
+        http: &Http,
         routes: &Router,
         mut phase: watch::Receiver<Phase>,
     ) {
@@ -278,19 +296,29 @@ impl Protocol {
         &self,
         stream: S,
         peer: SocketAddr,
-        http: &http1::Builder,
+        http: &Http,
         routes: &Router,
         mut phase: watch::Receiver<Phase>,
     ) where
-        S: AsyncRead + AsyncWrite + Unpin,
+        S: AsyncRead + AsyncWrite + Unpin + 'static,
     {
         let (busy, seen) = (Busy::default(), phase.clone());
         let service = service_fn(|request| respond(routes, request, peer, &busy, &seen));
-        let connection = http.serve_connection(TokioIo::new(StallGuard::new(stream, self.stall_max)), service);
+        let connection = http.builder.serve_connection(TokioIo::new(StallGuard::new(stream, self.stall_max)), service);
         tokio::pin!(connection);
+        let mut drains = phase.clone();
         let idle = async {
-            let linger = until_stopped(&mut phase).await;
-            busy.idle_for(linger).await;
+            tokio::select! {
+                biased;
+                linger = until_stopped(&mut phase) => busy.idle_for(linger).await,
+                // Clients of HTTP/2 open another connection. Those of HTTP/1.1 see a header in the next response.
+                () = async {
+                    until_draining(&mut drains).await;
+                    busy.until_http2().await;
+                } => {}
+                // For connections that have sent no request, and for HTTP/2: hyper limits the other waits.
+                () = busy.idle_for(http.idle_max) => {}
+            }
         };
         tokio::select! {
             biased;
@@ -312,14 +340,23 @@ fn respond(
     phase: &watch::Receiver<Phase>,
 ) -> impl Future<Output = Result<Response<BusyBody>, Infallible>> + use<> {
     request.extensions_mut().insert(ConnectInfo(peer));
+    let is_http2 = request.version() == Version::HTTP_2;
+    if is_http2 {
+        busy.set_http2();
+    }
     let (request, began, phase) = (routes.clone().call(request), busy.begin(), phase.clone());
     async move {
         let mut response = request.await?;
-        if *phase.borrow() != Phase::Open {
+        if *phase.borrow() != Phase::Open && !is_http2 {
             response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
         }
         Ok(response.map(|body| BusyBody::new(body, began)))
     }
+}
+
+/// Resolves when the listener drains, has stopped or was dropped.
+async fn until_draining(phase: &mut watch::Receiver<Phase>) {
+    let _ = phase.wait_for(|phase| *phase != Phase::Open).await;
 }
 
 /// Resolves when the listener has stopped or was dropped, with the idle time of connections.

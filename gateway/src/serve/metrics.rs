@@ -14,7 +14,9 @@ use pointsman::Placement;
 use tokio::time::Instant;
 
 use super::telemetry::AccessRecord;
+use super::warm;
 use crate::openai::Endpoint;
+use crate::replicas::meters as replicas;
 
 /// Metric type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,11 +55,11 @@ pub struct Metric {
 }
 
 impl Metric {
-    const fn counter(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
+    pub(crate) const fn counter(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
         Self { name, kind: MetricKind::Counter, labels, help }
     }
 
-    const fn gauge(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
+    pub(crate) const fn gauge(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
         Self { name, kind: MetricKind::Gauge, labels, help }
     }
 
@@ -83,6 +85,12 @@ const REQUESTS: Metric = Metric::counter(
     &["model", "endpoint", "status"],
     "Requests by response status; 499 if the client disconnected first, 503 if the shutdown of the gateway cut \
      the request off.",
+);
+pub(super) const PICKS: Metric = Metric::counter(
+    "pointsman_gateway_picks_total",
+    &["result"],
+    "Requests of proxies to the endpoint picker: `picked`, `refused` with an error, or later `moved` to another \
+     endpoint.",
 );
 const IN_FLIGHT: Metric = Metric::gauge("pointsman_gateway_requests_in_flight", &[], "Requests in flight.");
 const FIRST_BYTE: Metric = Metric::histogram(
@@ -156,6 +164,7 @@ pub(super) const BODIES_REJECTED: Metric = Metric::counter(
 /// All metrics of the gateway, for descriptions and documentation.
 pub const ALL: &[Metric] = &[
     REQUESTS,
+    PICKS,
     IN_FLIGHT,
     FIRST_BYTE,
     WHOLE,
@@ -171,6 +180,15 @@ pub const ALL: &[Metric] = &[
     BODY_BYTES,
     BODY_BYTES_MAX,
     BODIES_REJECTED,
+    replicas::PEERS,
+    replicas::REFUSED,
+    replicas::SENT,
+    replicas::RECEIVED,
+    replicas::DROPPED,
+    warm::RESTORES,
+    warm::WRITES,
+    warm::WRITTEN,
+    warm::BYTES,
 ];
 
 /// Registers the descriptions with the recorder.
@@ -264,13 +282,11 @@ const COMMON: [u16; 10] = [200, 400, 401, 404, 429, CLIENT_LEFT, 500, 502, 503, 
 /// Status of a request whose client disconnected before a response; never sent.
 const CLIENT_LEFT: u16 = 499;
 
-const ENDPOINTS: [Endpoint; 4] = [Endpoint::Chat, Endpoint::Completions, Endpoint::Embeddings, Endpoint::Responses];
-
 /// Handles of one model, or of requests without a model (empty name).
 pub(crate) struct ModelMeters {
     model: String,
     /// By endpoint, then by status; a series exists from its first request on.
-    requests: [[OnceLock<Counter>; COMMON.len()]; ENDPOINTS.len()],
+    requests: [[OnceLock<Counter>; COMMON.len()]; Endpoint::ALL.len()],
     first_byte: Histogram,
     whole: Histogram,
     retries: [Counter; RetryReason::ALL.len()],

@@ -10,11 +10,15 @@ mod catalog;
 mod current;
 mod ids;
 mod limits;
-mod listener;
-mod log_throttle;
+pub(crate) mod listener;
+pub(crate) mod log_throttle;
 mod machine;
 pub mod metrics;
 mod models;
+mod picker;
+#[cfg(feature = "kubernetes")]
+mod pods;
+mod prepare;
 mod proxy;
 mod ready;
 mod reload;
@@ -24,7 +28,8 @@ mod run;
 mod sources;
 pub mod telemetry;
 mod tenants;
-mod tls;
+pub(crate) mod tls;
+mod warm;
 mod workers;
 
 use std::net::SocketAddr;
@@ -34,11 +39,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::http::HeaderValue;
-use pointsman::Router;
+use pointsman::{ReplicaBus, Router};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
 use self::metrics::Meters;
+use crate::replicas::{Replicas, ReplicasError};
 use crate::settings::{GatewaySettings, Secret, SecretError, Secrets, Settings};
 use crate::upstream::{Upstream, WorkerTlsError, worker_tls};
 use body_budget::BodyBudget;
@@ -83,6 +89,9 @@ pub enum GatewayError {
     /// Certificate chain or key for clients.
     #[error(transparent)]
     Tls(#[from] TlsError),
+    /// Transport between replicas.
+    #[error(transparent)]
+    Replicas(#[from] ReplicasError),
     /// Listen failure.
     #[error("cannot listen at {address}: {error}")]
     Listen {
@@ -107,6 +116,8 @@ pub(crate) struct App {
     pub(crate) worker_key: Option<HeaderValue>,
     /// Operator token; `None` without `[admin]`.
     pub(crate) admin_token: Option<Arc<admin::Token>>,
+    /// Token of the served index, beside the operator token.
+    pub(crate) index_token: Option<Arc<admin::Token>>,
     pub(crate) meters: Arc<Meters>,
     pub(crate) retry_budget: Arc<RetryBudget>,
     pub(crate) bodies: Arc<BodyBudget>,
@@ -133,6 +144,7 @@ impl App {
             tenants: Arc::new(Tenants::new(&settings.tenants, &files.secrets)),
             worker_key: files.secrets.worker_api_key.as_ref().and_then(Secret::bearer),
             admin_token: files.admin_token.clone(),
+            index_token: files.index_token.clone(),
             readiness: Arc::new(Readiness::new(Duration::from_millis(settings.gateway.warm_up_ms))),
             metrics,
             retry_budget: Arc::new(RetryBudget::new(settings.gateway.retry_share_max, now)),
@@ -160,8 +172,12 @@ pub struct Gateway {
     clients: Listener,
     reloader: Arc<Reloader>,
     /// Background tasks; they end with the gateway.
-    _upkeep: JoinSet<()>,
+    upkeep: JoinSet<()>,
     admin: Option<Listener>,
+    /// Listener for proxies; `None` without `[picker]`.
+    picker: Option<Listener>,
+    /// Transport to other gateways; `None` without `[replicas]`.
+    replicas: Option<Replicas>,
 }
 
 /// Time limit of operator responses after the routers have stopped.
@@ -204,7 +220,17 @@ impl Gateway {
         let tls = worker_tls(settings.gateway.worker_ca_file.as_deref())?;
         let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms))
             .with_key(files.secrets.worker_api_key.as_ref().and_then(Secret::bearer));
-        let models = Models::start(&settings.models, &upstream).await?;
+        // The bus of the routers of all models.
+        let replicas = match &settings.replicas {
+            Some(replicas) => Some(Replicas::start(replicas, files.secrets.replicas_key.clone())?),
+            None => None,
+        };
+        let (snapshots, bus) = (settings.gateway.snapshot_path.as_deref(), replicas.as_ref().map(Replicas::bus));
+        let models = Models::start(&settings.models, &upstream, snapshots, bus).await?;
+        let picker = match &settings.picker {
+            Some(picker) => Some((picker.clone(), tls::picker(picker)?)),
+            None => None,
+        };
         let (listen, admin_listen) = (settings.gateway.listen, settings.admin.as_ref().map(|admin| admin.listen));
         let mut upkeep = JoinSet::new();
         if let Some(metrics) = metrics.clone() {
@@ -212,12 +238,15 @@ impl Gateway {
         }
         let current = Current::new(App::new(settings, &limits, &files, models, upstream, metrics));
         upkeep.spawn(models::warn_of_unread(current.clone()));
+        upkeep.spawn(warm::write_periodically(current.clone()));
         // After the first bind succeeds, nothing else may fail.
         let bind = |address| listener::bind(address).map_err(|error| GatewayError::Listen { address, error });
         let (socket, admin_socket) = (bind(listen)?, admin_listen.map(bind).transpose()?);
+        let picker_socket = picker.as_ref().map(|(picker, _)| bind(picker.listen)).transpose()?;
         let failed = |error| GatewayError::Listen { address: listen, error };
         let overflow =
             Overflow { connections_max: OVERFLOW_CONNECTIONS_MAX, routes: routes::overflow(current.clone()) };
+        let client_options = files.listener.clone();
         let for_clients = ListenerOptions { overflow: Some(overflow), ..files.listener.clone() };
         let clients = Listener::start(socket, for_clients, routes::clients(current.clone())).map_err(failed)?;
         let reloader = Arc::new(Reloader::new(current.clone(), load, limits, clients.control(), trust));
@@ -230,7 +259,23 @@ impl Gateway {
             }
             None => None,
         };
-        Ok(Self { current, clients, reloader, admin, _upkeep: upkeep })
+        let picker = match (picker_socket, picker) {
+            (Some(socket), Some((settings, tls))) => {
+                let options = ListenerOptions { name: "picker", tls, overflow: None, ..client_options.clone() };
+                Some(Listener::start(socket, options, picker::routes(current.clone(), &settings)).map_err(failed)?)
+            }
+            _ => None,
+        };
+        if let Some(replicas) = &replicas {
+            upkeep.spawn(warm::join(current.clone(), replicas.bus()));
+        }
+        Ok(Self { current, clients, reloader, admin, picker, replicas, upkeep })
+    }
+
+    /// Takes part in a group of replicas by another bus than that of `[replicas]`: serves snapshots of the index,
+    /// restores one of a serving replica, and reports to the others when this one is ready. Ends with the gateway.
+    pub fn join_replicas(&mut self, bus: Arc<dyn ReplicaBus>) {
+        self.upkeep.spawn(warm::join(self.current.clone(), bus));
     }
 
     /// Listen address for clients.
@@ -243,6 +288,24 @@ impl Gateway {
     #[must_use]
     pub fn admin_address(&self) -> Option<SocketAddr> {
         self.admin.as_ref().map(Listener::address)
+    }
+
+    /// Listen address for proxies that query the endpoint picker; `None` without `[picker]`.
+    #[must_use]
+    pub fn picker_address(&self) -> Option<SocketAddr> {
+        self.picker.as_ref().map(Listener::address)
+    }
+
+    /// Listen address for other replicas; `None` without `[replicas]`.
+    #[must_use]
+    pub fn replicas_address(&self) -> Option<SocketAddr> {
+        self.replicas.as_ref().and_then(Replicas::address)
+    }
+
+    /// Bus between this gateway and the other replicas; `None` without `[replicas]`.
+    #[must_use]
+    pub fn replicas(&self) -> Option<Arc<dyn ReplicaBus>> {
+        self.replicas.as_ref().map(Replicas::bus)
     }
 
     /// Router of a model.
@@ -270,7 +333,12 @@ impl Gateway {
     /// Sets `/ready` to 503 and closes connections after their response; everything is still served.
     pub fn begin_drain(&self) {
         self.current.get().readiness.drain();
-        [Some(&self.clients), self.admin.as_ref()].into_iter().flatten().for_each(Listener::begin_drain);
+        // Others do not fetch snapshots from a gateway that is about to end.
+        self.replicas.iter().for_each(|replicas| replicas.bus().set_serving(false));
+        [Some(&self.clients), self.admin.as_ref(), self.picker.as_ref()]
+            .into_iter()
+            .flatten()
+            .for_each(Listener::begin_drain);
     }
 
     /// Stops accepting, waits up to `deadline` for requests in flight, and ends. Requests on open connections are
@@ -278,7 +346,17 @@ impl Gateway {
     pub async fn shutdown(self, deadline: Duration) -> Drained {
         self.begin_drain();
         let app = self.current.get();
-        let drain = self.clients.drain(deadline, LINGER, || app.meters.deadline_passed());
+        let drain = async {
+            let clients = self.clients.drain(deadline, LINGER, || app.meters.deadline_passed());
+            let picker = async {
+                match self.picker {
+                    Some(picker) => picker.drain(deadline, LINGER, || {}).await.broken,
+                    None => 0,
+                }
+            };
+            let (clients, picker) = tokio::join!(clients, picker);
+            Drained { broken: clients.broken + picker }
+        };
         tokio::pin!(drain);
         let drained = tokio::select! {
             biased;
@@ -289,7 +367,13 @@ impl Gateway {
             }
         };
         // Operators have access until the end.
-        self.current.get().models.shutdown().await;
+        let app = self.current.get();
+        warm::write_last(&app).await;
+        app.models.shutdown().await;
+        // The last messages of the routers are still sent.
+        if let Some(replicas) = self.replicas {
+            replicas.leave().await;
+        }
         if let Some(admin) = self.admin {
             admin.drain(ADMIN_DRAIN, Duration::ZERO, || {}).await;
         }
@@ -301,6 +385,7 @@ impl Gateway {
 struct Files {
     secrets: Secrets,
     admin_token: Option<Arc<admin::Token>>,
+    index_token: Option<Arc<admin::Token>>,
     /// The clients' listener with its certificate.
     listener: ListenerOptions,
 }
@@ -312,7 +397,11 @@ impl Files {
             Some(admin) => Some(Arc::new(admin::Token::read(&admin.token_file).await?)),
             None => None,
         };
-        Ok(Self { secrets: Secrets::read(settings)?, admin_token, listener })
+        let index_token = match settings.admin.as_ref().and_then(|admin| admin.index_token_file.as_deref()) {
+            Some(file) => Some(Arc::new(admin::Token::read(file).await?)),
+            None => None,
+        };
+        Ok(Self { secrets: Secrets::read(settings)?, admin_token, index_token, listener })
     }
 }
 

@@ -4,6 +4,7 @@
 //! name the first. Routers select ranks; [`sources`](super::sources) provides workers.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -12,12 +13,13 @@ use ahash::AHashMap;
 use pointsman::config::EventMode;
 use pointsman::discovery::DiscoveryError;
 use pointsman::error::StartError;
-use pointsman::{Router, RouterConfig, WorkerEntry};
+use pointsman::{ReplicaBus, Router, RouterConfig, WorkerEntry};
 use tokio::time::sleep;
 
 use super::current::Current;
 use super::metrics::ModelMeters;
 use super::sources::{Definitions, ModelSources, probe_options};
+use super::warm::{self, WarmStart};
 use super::workers::WorkerTable;
 use crate::prompt::{AnyWorker, Tokens, TokensError};
 use crate::settings::ModelSettings;
@@ -70,6 +72,7 @@ pub(crate) struct Model {
     pub(crate) workers: Arc<WorkerTable>,
     /// Whether the caches of all ranks were known at some time.
     pub(crate) was_warm: Arc<AtomicBool>,
+    pub(crate) warm_start: Arc<WarmStart>,
 }
 
 /// All models by name.
@@ -77,6 +80,8 @@ pub(crate) struct Models {
     all: Vec<Arc<Model>>,
     by_name: AHashMap<String, usize>,
     adapters: Mutex<Adapters>,
+    /// Bus to other gateways, for all routers.
+    bus: Option<Arc<dyn ReplicaBus>>,
 }
 
 /// Adapters of the workers.
@@ -90,22 +95,29 @@ struct Adapters {
 }
 
 impl Models {
-    pub(crate) async fn start(settings: &[ModelSettings], upstream: &Upstream) -> Result<Self, ModelError> {
+    /// `snapshots` is the directory of index snapshots. The routers share their load over `bus`.
+    pub(crate) async fn start(
+        settings: &[ModelSettings],
+        upstream: &Upstream,
+        snapshots: Option<&Path>,
+        bus: Option<Arc<dyn ReplicaBus>>,
+    ) -> Result<Self, ModelError> {
         let mut all = Vec::new();
         for settings in settings {
-            all.push(Arc::new(Model::start(settings, upstream, settings.router.min_initial_workers).await?));
+            let min_initial_workers = settings.router.min_initial_workers;
+            all.push(Arc::new(Model::start(settings, upstream, snapshots, bus.as_ref(), min_initial_workers).await?));
         }
-        Ok(Self::of(all))
+        Ok(Self::of(all, bus))
     }
 
-    fn of(all: Vec<Arc<Model>>) -> Self {
+    fn of(all: Vec<Arc<Model>>, bus: Option<Arc<dyn ReplicaBus>>) -> Self {
         let mut by_name = AHashMap::new();
         for (n, model) in all.iter().enumerate() {
             for name in std::iter::once(&model.settings.name).chain(&model.settings.aliases) {
                 by_name.insert(name.clone(), n);
             }
         }
-        Self { all, by_name, adapters: Mutex::default() }
+        Self { all, by_name, adapters: Mutex::default(), bus }
     }
 
     /// Models for new settings: served models keep their routers, others are started. Served models stay unchanged
@@ -113,13 +125,21 @@ impl Models {
     ///
     /// # Errors
     /// A model that fails to start; models started before it are stopped.
-    pub(crate) async fn reloaded(&self, settings: &[ModelSettings], upstream: &Upstream) -> Result<Self, ModelError> {
+    pub(crate) async fn reloaded(
+        &self,
+        settings: &[ModelSettings],
+        upstream: &Upstream,
+        snapshots: Option<&Path>,
+    ) -> Result<Self, ModelError> {
         let (mut all, mut started) = (Vec::new(), Vec::new());
         for settings in settings {
             let model = match self.all.iter().find(|model| model.settings.name == settings.name) {
                 Some(model) => model.with(settings),
                 // Started without waiting for workers, because other models are being served.
-                None => Model::start(settings, upstream, 0).await.inspect(|model| started.push(model.router.clone())),
+                None => {
+                    let model = Model::start(settings, upstream, snapshots, self.bus.as_ref(), 0).await;
+                    model.inspect(|model| started.push(model.router.clone()))
+                }
             };
             match model {
                 Ok(model) => all.push(Arc::new(model)),
@@ -131,7 +151,7 @@ impl Models {
                 }
             }
         }
-        Ok(Self::of(all))
+        Ok(Self::of(all, self.bus.clone()))
     }
 
     pub(crate) fn all(&self) -> &[Arc<Model>] {
@@ -211,6 +231,8 @@ impl Model {
     async fn start(
         settings: &ModelSettings,
         upstream: &Upstream,
+        snapshots: Option<&Path>,
+        bus: Option<&Arc<dyn ReplicaBus>>,
         min_initial_workers: u32,
     ) -> Result<Self, ModelError> {
         let model = || settings.name.clone();
@@ -221,7 +243,13 @@ impl Model {
         let sources = Arc::new(ModelSources::default());
         let router = RouterConfig { min_initial_workers, ..settings.router.clone() };
         let builder = sources.follow(Router::builder(router), &definitions, &probe_options(settings));
-        let builder = builder.map_err(|error| ModelError::Workers { model: model(), error })?;
+        let mut builder = builder.map_err(|error| ModelError::Workers { model: model(), error })?;
+        if let Some(snapshot) = warm::read_file(settings, snapshots).await {
+            builder = builder.snapshot(snapshot);
+        }
+        if let Some(bus) = bus {
+            builder = builder.replicas(Arc::clone(bus));
+        }
         let router = builder.start().await.map_err(|error| ModelError::Router { model: model(), error })?;
         let (workers, next_index) = (router.clone(), AtomicUsize::new(0));
         let any_worker: AnyWorker = Arc::new(move |but, is_available| {
@@ -245,6 +273,7 @@ impl Model {
             meters,
             workers,
             was_warm: Arc::new(AtomicBool::new(false)),
+            warm_start: Arc::default(),
         })
     }
 

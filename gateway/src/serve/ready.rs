@@ -52,7 +52,7 @@ impl Readiness {
         self.draining.load(Ordering::Relaxed)
     }
 
-    fn is_warm_up_over(&self) -> bool {
+    pub(super) fn is_warm_up_over(&self) -> bool {
         self.started.elapsed() >= self.warm_up
     }
 }
@@ -76,6 +76,8 @@ struct Ranks {
     was_warm: bool,
     /// Reasons why no rank can serve.
     causes: Vec<String>,
+    /// Pending part of the warm start.
+    warm_start: Option<String>,
 }
 
 impl Ranks {
@@ -119,7 +121,8 @@ fn report(draining: bool, warm_up_over: bool, models: &[(&str, Ranks)]) -> Readi
 }
 
 fn not_ready_reason(ranks: &Ranks, warm_up_over: bool) -> Option<String> {
-    let Ranks { router_up, registered, eligible, ejected, cold, unknown, was_warm, ref causes } = *ranks;
+    let Ranks { router_up, registered, eligible, ejected, cold, unknown, was_warm, ref causes, ref warm_start } =
+        *ranks;
     // Ranks that join later, or disconnect, do not end readiness.
     let unknown = if was_warm { cold } else { unknown };
     if !router_up {
@@ -132,17 +135,33 @@ fn not_ready_reason(ranks: &Ranks, warm_up_over: bool) -> Option<String> {
             false => format!("no rank can serve: {}", causes.join("; ")),
         })
     } else if unknown > 0 && !warm_up_over {
-        Some(format!("the caches of {unknown} ranks are not known yet"))
+        let warm_start = warm_start.iter().map(|pending| format!(": {pending}")).collect::<String>();
+        Some(format!("the caches of {unknown} ranks are not known yet{warm_start}"))
     } else {
         None
     }
 }
 
+async fn report_on(app: &App, models: &[&Arc<Model>]) -> ReadinessReport {
+    let warm_up_over = app.readiness.is_warm_up_over();
+    let mut ranks = Vec::with_capacity(models.len());
+    for model in models {
+        ranks.push((model.settings.name.as_str(), ranks_of(model, warm_up_over).await));
+    }
+    report(app.readiness.is_draining(), warm_up_over, &ranks)
+}
+
+/// Whether the gateway is ready.
+pub(super) async fn is_ready(app: &App) -> bool {
+    report_on(app, &app.models.all().iter().collect::<Vec<_>>()).await.ready
+}
+
 /// Facts about one model from its router.
 async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
     let health = model.router.health();
-    let sources = model.router.kv_sources().into_iter();
-    let mut unknown: BTreeSet<_> = sources.filter(|source| !is_known(source)).map(|source| source.rank).collect();
+    let sources = model.router.kv_sources();
+    let mut unknown: BTreeSet<_> =
+        sources.iter().filter(|source| !is_known(source)).map(|source| source.rank).collect();
     let was_warm = model.was_warm.load(Ordering::Relaxed);
     let eligible = model.router.eligible_ranks();
     // Queried only if they affect the result.
@@ -159,6 +178,7 @@ async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
         unknown: unknown.len(),
         was_warm,
         causes: if eligible == 0 { causes::of_no_rank(model, ejected) } else { Vec::new() },
+        warm_start: model.warm_start.pending(&sources),
     };
     model.was_warm.fetch_or(ranks.is_warm(), Ordering::Relaxed);
     ranks
@@ -210,17 +230,16 @@ async fn ready(State(app): State<Arc<App>>, query: Result<Query<ReadyQuery>, Que
             }
         },
     }
-    let warm_up_over = app.readiness.is_warm_up_over();
-    let (mut ranks, mut warnings) = (Vec::with_capacity(models.len()), Vec::new());
+    let report = report_on(&app, &models).await;
+    let mut warnings = Vec::new();
     for model in models {
         let name = model.settings.name.as_str();
-        ranks.push((name, ranks_of(model, warm_up_over).await));
         if app.readiness.is_draining() {
             continue;
         }
         warnings.extend(causes::warnings(model).into_iter().map(|warning| format!("model {name:?}: {warning}")));
     }
-    let report = ReadinessReport { warnings, ..report(app.readiness.is_draining(), warm_up_over, &ranks) };
+    let report = ReadinessReport { warnings, ..report };
     let status = if report.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, Json(report)).into_response()
 }
@@ -313,6 +332,7 @@ mod tests {
             applied: None,
             messages: 0,
             message_age: None,
+            restore: None,
         };
         assert!(is_known(&source(true, StreamState::Silent)) && is_known(&source(false, StreamState::Live)));
         for trust in [StreamState::Recovering, StreamState::Cold, StreamState::Mismatched, StreamState::Silent] {

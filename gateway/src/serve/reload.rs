@@ -201,7 +201,9 @@ impl Reloader {
         let worker_tls = is_trust_new.then(|| worker_tls(settings.gateway.worker_ca_file.as_deref())).transpose();
         let worker_tls = worker_tls.map_err(GatewayError::from)?;
         // Last, because models started here must be stopped after any failure.
-        let models = app.models.reloaded(&settings.models, &app.upstream).await.map_err(GatewayError::from)?;
+        let snapshots = settings.gateway.snapshot_path.as_deref();
+        let models = app.models.reloaded(&settings.models, &app.upstream, snapshots).await;
+        let models = models.map_err(GatewayError::from)?;
         Ok(Next { app, settings, restart_needed, files, worker_tls, trust: new_trust, models })
     }
 
@@ -219,6 +221,7 @@ impl Reloader {
             tenants: Arc::new(Tenants::new(&settings.tenants, &files.secrets)),
             worker_key: key,
             admin_token: files.admin_token,
+            index_token: files.index_token,
             models: Arc::new(models),
             ..App::clone(&app)
         };

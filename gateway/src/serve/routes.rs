@@ -26,8 +26,6 @@ use crate::openai::{ApiError, Endpoint, request_id};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-const ENDPOINTS: [Endpoint; 4] = [Endpoint::Chat, Endpoint::Completions, Endpoint::Embeddings, Endpoint::Responses];
-
 /// Paths without an access log line, because monitoring polls them every few seconds.
 const PROBES: [&str; 3] = ["/live", "/ready", "/metrics"];
 
@@ -40,7 +38,7 @@ pub(super) fn clients(current: Current) -> Router {
             .fallback(|| async { ApiError::method_not_allowed("POST") })
     };
     let mut routes = Router::new();
-    for endpoint in ENDPOINTS {
+    for endpoint in Endpoint::ALL {
         routes = routes.route(endpoint.path(), ask(endpoint));
     }
     routes
@@ -98,7 +96,8 @@ async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) ->
 /// Reason to reject a head that proxies may interpret differently: RFC 9112, sections 3.2 and 6.1.
 pub(super) fn refused_head(request: &Request) -> Option<ApiError> {
     let hosts = request.headers().get_all(HOST).iter().count();
-    if hosts > 1 || hosts == 0 && request.version() >= Version::HTTP_11 {
+    // HTTP/2 has the authority in the URI.
+    if hosts > 1 || hosts == 0 && request.version() == Version::HTTP_11 {
         return Some(ApiError::host_invalid());
     }
     let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
@@ -108,7 +107,7 @@ pub(super) fn refused_head(request: &Request) -> Option<ApiError> {
 
 /// Whether the request goes to an endpoint that writes its own access log line.
 fn is_routed(request: &Request) -> bool {
-    request.method() == Method::POST && ENDPOINTS.iter().any(|endpoint| endpoint.path() == request.uri().path())
+    request.method() == Method::POST && Endpoint::of_path(request.uri().path()).is_some()
 }
 
 /// Truncated path without the query, because clients put keys there.

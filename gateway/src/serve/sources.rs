@@ -13,7 +13,9 @@ use pointsman::protocol::{WorkerConfig, WorkerMap};
 use pointsman::{DiscoverySource, DnsNames, ProbeOptions, ProbedUrls, Router, RouterBuilder, StaticList, WatchedFile};
 use tokio::sync::watch;
 
-use crate::settings::ModelSettings;
+#[cfg(feature = "kubernetes")]
+use super::pods::PodSource;
+use crate::settings::{KubernetesSettings, ModelSettings};
 
 /// Source definitions of a model; `None` for unused kinds.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,6 +24,7 @@ pub(crate) struct Definitions {
     probed: Option<Vec<NamedWorker>>,
     file: Option<PathBuf>,
     names: Option<Vec<String>>,
+    pods: Option<KubernetesSettings>,
 }
 
 impl Definitions {
@@ -44,12 +47,14 @@ impl Definitions {
             probed: (!probed.is_empty()).then_some(probed),
             file: settings.workers_file.clone(),
             names: (!settings.worker_names.is_empty()).then(|| settings.worker_names.clone()),
+            pods: settings.kubernetes.clone(),
         })
     }
 
     /// Error if a router with these workers alone would wait for more workers forever.
     pub(crate) fn too_few(&self, wanted: u32) -> Option<StartError> {
-        let is_complete = self.probed.is_none() && self.file.is_none() && self.names.is_none();
+        let has_lists = self.probed.is_some() || self.names.is_some();
+        let is_complete = !has_lists && self.file.is_none() && self.pods.is_none();
         let registered = self.fixed.as_ref().map_or(0, WorkerMap::len);
         let is_too_few = is_complete && registered > 0 && registered < wanted as usize;
         is_too_few.then_some(StartError::SourceClosed { registered, wanted })
@@ -66,6 +71,8 @@ struct Slots {
     probed: Slot<Vec<NamedWorker>>,
     file: Slot<PathBuf>,
     names: Slot<Vec<String>>,
+    #[cfg(feature = "kubernetes")]
+    pods: Slot<KubernetesSettings>,
 }
 
 /// A followed source and its definition; absent until a setting uses it.
@@ -109,7 +116,7 @@ impl ModelSources {
         let down = |down: Down| DiscoveryError::Other(down.to_string());
         // Each slot is consistent after every statement.
         let mut slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Definitions { fixed, probed, file, names } = definitions;
+        let Definitions { fixed, probed, file, names, .. } = definitions;
         if let Some(fixed) = changed(&mut slots.fixed, fixed) {
             let list = StaticList::new(fixed.iter().map(|(id, config)| (Some(*id), config.clone())))?;
             add(AnySwitched::Fixed(Switched::over(list, &mut slots.fixed, fixed, set_list))).map_err(down)?;
@@ -128,6 +135,15 @@ impl ModelSources {
             let dns = DnsNames::new(names)?.probing(options.clone());
             let set = |dns: &mut DnsNames, names: Vec<String>| dns.set(names);
             add(AnySwitched::Names(Box::new(Switched::over(dns, &mut slots.names, names, set)))).map_err(down)?;
+        }
+        #[cfg(feature = "kubernetes")]
+        if let Some(pods) = changed(&mut slots.pods, &definitions.pods) {
+            let source = PodSource::new(pods, options.clone());
+            let set = |source: &mut PodSource, pods: KubernetesSettings| {
+                source.set(&pods);
+                Ok(())
+            };
+            add(AnySwitched::Pods(Box::new(Switched::over(source, &mut slots.pods, pods, set)))).map_err(down)?;
         }
         Ok(())
     }
@@ -161,6 +177,8 @@ enum AnySwitched {
     Probed(Box<Switched<ProbedUrls, Vec<NamedWorker>>>),
     File(Box<Switched<WatchedFile, PathBuf>>),
     Names(Box<Switched<DnsNames, Vec<String>>>),
+    #[cfg(feature = "kubernetes")]
+    Pods(Box<Switched<PodSource, KubernetesSettings>>),
 }
 
 impl AnySwitched {
@@ -170,6 +188,8 @@ impl AnySwitched {
             Self::Probed(source) => builder.discovery(*source),
             Self::File(source) => builder.discovery(*source),
             Self::Names(source) => builder.discovery(*source),
+            #[cfg(feature = "kubernetes")]
+            Self::Pods(source) => builder.discovery(*source),
         }
     }
 
@@ -179,6 +199,8 @@ impl AnySwitched {
             Self::Probed(source) => router.follow(*source),
             Self::File(source) => router.follow(*source),
             Self::Names(source) => router.follow(*source),
+            #[cfg(feature = "kubernetes")]
+            Self::Pods(source) => router.follow(*source),
         }
     }
 }

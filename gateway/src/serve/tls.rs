@@ -13,6 +13,8 @@ use rustls::crypto::ring;
 use rustls::pki_types::pem::{self, PemObject as _};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
+use crate::settings::PickerSettings;
+
 /// Maximum file size of a chain or key.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
@@ -41,6 +43,9 @@ pub enum TlsError {
         /// The configured file.
         file: PathBuf,
     },
+    /// No self-signed certificate.
+    #[error("no self-signed certificate can be generated: {0}")]
+    SelfSigned(rcgen::Error),
     /// A chain and key rejected by rustls.
     #[error("the chain of {} and the key of {} cannot be used: {error}", certificate_file.display(), key_file.display())]
     Pair {
@@ -55,13 +60,7 @@ pub enum TlsError {
 
 /// TLS 1.2 and 1.3 configuration from a PEM chain, server certificate first, and a PEM key.
 pub(crate) fn server(certificate_file: &Path, key_file: &Path) -> Result<Arc<ServerConfig>, TlsError> {
-    let content = |file: &Path, rule| TlsError::Content { file: file.to_owned(), rule };
-    let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(certificate_file)?).collect();
-    let chain = chain.map_err(|error| content(certificate_file, no_pem(&error)))?;
-    if chain.is_empty() {
-        return Err(content(certificate_file, "has no certificate, must have the server's and its intermediates"));
-    }
-    let key = PrivateKeyDer::from_pem_slice(&read(key_file)?).map_err(|error| content(key_file, no_pem(&error)))?;
+    let (chain, key) = (certificates(certificate_file)?, private_key(key_file)?);
     let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()
         .expect("ring supports TLS 1.2 and 1.3")
@@ -72,8 +71,45 @@ pub(crate) fn server(certificate_file: &Path, key_file: &Path) -> Result<Arc<Ser
         key_file: key_file.to_owned(),
         error,
     })?;
-    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(Arc::new(config))
+}
+
+/// TLS of the endpoint picker: from its files, or with a self-signed certificate. `None`: not encrypted.
+pub(crate) fn picker(settings: &PickerSettings) -> Result<Option<Arc<ServerConfig>>, TlsError> {
+    if settings.plaintext {
+        return Ok(None);
+    }
+    if let (Some(certificate_file), Some(key_file)) = (&settings.tls_certificate_file, &settings.tls_key_file) {
+        return server(certificate_file, key_file).map(Some);
+    }
+    let own = rcgen::generate_simple_self_signed(["pointsman".to_owned()]).map_err(TlsError::SelfSigned)?;
+    let key = PrivateKeyDer::try_from(own.signing_key.serialize_der()).expect("a generated key is valid");
+    let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .expect("ring supports TLS 1.2 and 1.3")
+        .with_no_client_auth()
+        .with_single_cert(vec![own.cert.der().clone()], key);
+    let mut config = config.expect("a generated certificate fits its key");
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    Ok(Some(Arc::new(config)))
+}
+
+/// The certificates of a PEM file, at least one.
+pub(crate) fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let content = |rule| TlsError::Content { file: file.to_owned(), rule };
+    let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(file)?).collect();
+    let chain = chain.map_err(|error| content(no_pem(&error)))?;
+    if chain.is_empty() {
+        return Err(content("has no certificate, must have one with its intermediates, or the authorities"));
+    }
+    Ok(chain)
+}
+
+/// The private key of a PEM file.
+pub(crate) fn private_key(file: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
+    let content = |error: pem::Error| TlsError::Content { file: file.to_owned(), rule: no_pem(&error) };
+    PrivateKeyDer::from_pem_slice(&read(file)?).map_err(content)
 }
 
 fn read(file: &Path) -> Result<Vec<u8>, TlsError> {
@@ -108,7 +144,7 @@ mod tests {
     #[test]
     fn a_chain_and_its_key_are_accepted() {
         let config = server(&data("test-only.crt"), &data("test-only.key")).expect("valid certificate and key");
-        assert_eq!(config.alpn_protocols, [b"http/1.1"]);
+        assert_eq!(config.alpn_protocols, [b"h2".as_slice(), b"http/1.1"]);
     }
 
     #[test]

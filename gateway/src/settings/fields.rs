@@ -327,7 +327,8 @@ mod tests {
         assert_eq!(kind("log_format"), FieldKind::Choice(&["text", "json"]));
         assert_eq!(fields_of::<AdminSettings>()[1], Field { name: "token_file", kind: FieldKind::File });
         for Field { name, kind } in gateway {
-            assert_eq!(kind == FieldKind::File, name.ends_with("_file"), "{name}");
+            let is_file = name.ends_with("_file") || name.ends_with("_path");
+            assert_eq!(kind == FieldKind::File, is_file, "{name}");
         }
     }
 

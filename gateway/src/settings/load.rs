@@ -19,11 +19,12 @@ use super::fields::{Field, fields_of, router_fields};
 use super::moved::new_name;
 use super::section::{Origin, Section, nested};
 use super::{
-    AdminSettings, GatewaySettings, LogFormat, ModelSettings, SettingError, Settings, TenantSettings, TokensSettings,
+    AdminSettings, GatewaySettings, KubernetesSettings, LogFormat, ModelSettings, PickerSettings, ReplicasSettings,
+    SettingError, Settings, TenantSettings, TokensSettings,
 };
 
 /// Top-level tables of the file.
-const TABLES: [&str; 5] = ["gateway", "admin", "router", "models", "tenants"];
+const TABLES: [&str; 7] = ["gateway", "admin", "picker", "replicas", "router", "models", "tenants"];
 
 /// Sources of settings.
 ///
@@ -140,19 +141,26 @@ struct ModelSections {
     own: Section,
     router: Section,
     tokens: Section,
+    /// Present if the file has the table.
+    kubernetes: Option<Section>,
 }
 
 impl ModelSections {
     fn new(n: usize) -> Self {
         Self {
-            own: Section::of::<ModelFields>(format!("models[{n}]")).with_tables(&["router", "tokens"]),
+            own: Section::of::<ModelFields>(format!("models[{n}]")).with_tables(&["router", "tokens", "kubernetes"]),
             router: Section::of_router(format!("models[{n}].router")),
             tokens: Section::of::<TokensSettings>(format!("models[{n}].tokens")),
+            kubernetes: None,
         }
     }
 
     fn read(&mut self, mut table: Table, directory: &Path, problems: &mut Vec<LoadError>) {
-        for section in [&mut self.router, &mut self.tokens] {
+        if table.contains_key("kubernetes") {
+            let path = self.own.setting("kubernetes");
+            self.kubernetes = Some(Section::of::<KubernetesSettings>(path));
+        }
+        for section in [&mut self.router, &mut self.tokens].into_iter().chain(&mut self.kubernetes) {
             let key = section.path.rsplit('.').next().unwrap_or_default();
             let Some(value) = table.remove(key) else { continue };
             match value {
@@ -194,6 +202,8 @@ fn simple_fields(section: &str) -> Vec<Field> {
     match section {
         "gateway" => fields_of::<GatewaySettings>(),
         "admin" => fields_of::<AdminSettings>(),
+        "picker" => fields_of::<PickerSettings>(),
+        "replicas" => fields_of::<ReplicasSettings>(),
         "router" => router_fields(),
         _ => Vec::new(),
     }
@@ -211,6 +221,9 @@ struct Sections {
     gateway: Section,
     /// Present once any setting of it is given.
     admin: Option<Section>,
+    /// Present once any setting of it is given.
+    picker: Option<Section>,
+    replicas: Option<Section>,
     router: Section,
     models: Vec<ModelSections>,
     tenants: Vec<Section>,
@@ -221,6 +234,8 @@ impl Default for Sections {
         Self {
             gateway: Section::of::<GatewaySettings>("gateway"),
             admin: None,
+            picker: None,
+            replicas: None,
             router: Section::of_router("router"),
             models: Vec::new(),
             tenants: Vec::new(),
@@ -234,14 +249,25 @@ impl Sections {
         match name {
             "gateway" => Some(&mut self.gateway),
             "admin" => Some(self.admin.get_or_insert_with(|| Section::of::<AdminSettings>("admin"))),
+            "picker" => Some(self.picker.get_or_insert_with(|| Section::of::<PickerSettings>("picker"))),
+            "replicas" => Some(self.replicas.get_or_insert_with(|| Section::of::<ReplicasSettings>("replicas"))),
             "router" => Some(&mut self.router),
             _ => None,
         }
     }
 
     fn all(&self) -> impl Iterator<Item = &Section> {
-        let models = self.models.iter().flat_map(|model| [&model.own, &model.router, &model.tokens]);
-        [&self.gateway, &self.router].into_iter().chain(&self.admin).chain(models).chain(&self.tenants)
+        let models = self.models.iter().flat_map(|model| {
+            let ModelSections { own, router, tokens, kubernetes } = model;
+            [own, router, tokens].into_iter().chain(kubernetes)
+        });
+        [&self.gateway, &self.router]
+            .into_iter()
+            .chain(&self.admin)
+            .chain(&self.picker)
+            .chain(&self.replicas)
+            .chain(models)
+            .chain(&self.tenants)
     }
 
     /// Section and field of a setting such as `models[0].router.queue.classes[1].name`.
@@ -278,7 +304,7 @@ impl Loading {
         for (key, value) in tables {
             match (key.as_str(), value) {
                 ("models" | "tenants", Value::Array(elements)) => self.read_list(&key, elements, &file.directory),
-                ("gateway" | "admin" | "router", Value::Table(table)) => {
+                ("gateway" | "admin" | "picker" | "replicas" | "router", Value::Table(table)) => {
                     let section = self.sections.simple(&key).expect("section has a known name");
                     section.read(table, &file.directory, &mut self.problems);
                 }
@@ -290,7 +316,7 @@ impl Loading {
                 (name, _) => self.problems.push(LoadError::Unknown {
                     what: "key",
                     name: name.to_owned(),
-                    rule: "gateway, admin, router, models or tenants",
+                    rule: "gateway, admin, picker, replicas, router, models or tenants",
                     near: nearest(name, TABLES).map(str::to_owned),
                     origin: Origin::File,
                 }),
@@ -321,7 +347,13 @@ impl Loading {
     }
 
     fn read_variable(&mut self, variable: String, value: &str, directory: &Path) {
-        let parts = [("POINTSMAN_GATEWAY_", "gateway"), ("POINTSMAN_ADMIN_", "admin"), ("POINTSMAN_ROUTER_", "router")];
+        let parts = [
+            ("POINTSMAN_GATEWAY_", "gateway"),
+            ("POINTSMAN_ADMIN_", "admin"),
+            ("POINTSMAN_PICKER_", "picker"),
+            ("POINTSMAN_REPLICAS_", "replicas"),
+            ("POINTSMAN_ROUTER_", "router"),
+        ];
         let part = parts.iter().find_map(|(prefix, section)| Some((*prefix, *section, variable.strip_prefix(prefix)?)));
         let Some((prefix, section, setting)) = part else { return };
         if is_of_a_service(setting) {
@@ -349,7 +381,7 @@ impl Loading {
             self.problems.push(LoadError::Unknown {
                 what: "setting",
                 name: flag.setting.clone(),
-                rule: "one of gateway, admin or router, such as gateway.listen",
+                rule: "one of gateway, admin, picker, replicas or router, such as gateway.listen",
                 near: near.map(|near| format!("{section}.{near}")),
                 origin,
             });
@@ -383,6 +415,7 @@ impl Loading {
                 workers_file,
                 worker_urls,
                 worker_names,
+                kubernetes: model.kubernetes.as_ref().map(Section::parsed),
                 tokens,
             }
         });
@@ -390,6 +423,8 @@ impl Loading {
             models: models.collect(),
             gateway: sections.gateway.parsed(),
             admin: sections.admin.as_ref().map(Section::parsed),
+            picker: sections.picker.as_ref().map(Section::parsed),
+            replicas: sections.replicas.as_ref().map(Section::parsed),
             tenants: sections.tenants.iter().map(Section::parsed).collect(),
         };
         for (model, section) in settings.models.iter().zip(&mut self.sections.models) {
@@ -499,6 +534,20 @@ impl fmt::Display for Loaded {
             }
             _ => writeln!(f, "\n# [admin] is not set: operators cannot connect")?,
         }
+        match (&settings.picker, &sections.picker) {
+            (Some(picker), Some(section)) => {
+                writeln!(f, "\n[picker]")?;
+                section.write_lines(f, picker, |name| Some(section.origin(name)))?;
+            }
+            _ => writeln!(f, "\n# [picker] is not set: there is no endpoint picker")?,
+        }
+        match (&settings.replicas, &sections.replicas) {
+            (Some(replicas), Some(section)) => {
+                writeln!(f, "\n[replicas]")?;
+                section.write_lines(f, replicas, |name| Some(section.origin(name)))?;
+            }
+            _ => writeln!(f, "\n# [replicas] is not set: this gateway is the only one")?,
+        }
         writeln!(f, "\n[router]")?;
         let router: RouterConfig = sections.router.parsed();
         // Each model has its own pool, unless one name was given to all.
@@ -509,6 +558,10 @@ impl fmt::Display for Loaded {
             writeln!(f, "\n[[models]]")?;
             let fields: ModelFields = own.own.parsed();
             own.own.write_lines(f, &fields, |name| Some(own.own.origin(name)))?;
+            if let (Some(kubernetes), Some(section)) = (&model.kubernetes, &own.kubernetes) {
+                writeln!(f, "\n[models.kubernetes]")?;
+                section.write_lines(f, kubernetes, |name| Some(section.origin(name)))?;
+            }
             writeln!(f, "\n[models.router]                              # over [router]")?;
             let differs = |name: &'static str| own.router.mentions(name) || (name == "pool" && !is_shown(name));
             let of_model = |name| differs(name).then(|| own.router_origin(&sections.router, name));

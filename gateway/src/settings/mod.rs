@@ -5,6 +5,7 @@
 
 mod error;
 mod fields;
+mod kubernetes;
 mod load;
 mod moved;
 mod reload;
@@ -22,6 +23,7 @@ use pointsman::discovery::NamedWorker;
 use serde::{Deserialize, Serialize};
 
 pub use error::{LoadError, LoadErrors};
+pub use kubernetes::{KubernetesSettings, PodRoleChoice};
 pub use load::{ConfigFile, Flag, Loaded, Sources};
 pub use secrets::{SECRET_BYTES_MIN, Secret, SecretError, Secrets};
 pub use section::Origin;
@@ -34,6 +36,10 @@ pub struct Settings {
     pub gateway: GatewaySettings,
     /// `[admin]`: the administration listener; `None` disables it.
     pub admin: Option<AdminSettings>,
+    /// `[picker]`: the endpoint picker for proxies; `None` disables it.
+    pub picker: Option<PickerSettings>,
+    /// `[replicas]`: the transport between gateways of one fleet; `None` disables it.
+    pub replicas: Option<ReplicasSettings>,
     /// `[[models]]`: one pool of workers each.
     pub models: Vec<ModelSettings>,
     /// `[[tenants]]`; the API is open if empty.
@@ -91,6 +97,10 @@ pub struct GatewaySettings {
     pub drain_timeout_ms: u64,
     /// Maximum time after startup that `/ready` waits for known caches.
     pub warm_up_ms: u64,
+    /// Directory of index snapshots, one file per model. Default: none are written or read.
+    pub snapshot_path: Option<PathBuf>,
+    /// Interval between writes of the index snapshots.
+    pub snapshot_interval_ms: u64,
     /// Log level: `error`, `warn`, `info`, `debug` or `trace`, or targets with levels (`info,pointsman=debug`).
     pub log_level: String,
     /// Log format.
@@ -136,6 +146,8 @@ impl Default for GatewaySettings {
             drain_delay_ms: 0,
             drain_timeout_ms: 60_000,
             warm_up_ms: 30_000,
+            snapshot_path: None,
+            snapshot_interval_ms: 60_000,
             log_level: "info".to_owned(),
             log_format: LogFormat::Text,
             access_log: "stdout".to_owned(),
@@ -151,6 +163,8 @@ pub struct AdminSettings {
     pub listen: SocketAddr,
     /// File with the operator token (`Authorization: Bearer`); at least 16 bytes.
     pub token_file: PathBuf,
+    /// File with a token for the served index only. Default: the operator token alone gives access.
+    pub index_token_file: Option<PathBuf>,
 }
 
 impl AdminSettings {
@@ -164,8 +178,69 @@ impl AdminSettings {
 impl Default for AdminSettings {
     /// The default address without a token, which [`Settings::validate`] requires.
     fn default() -> Self {
-        Self { listen: Self::default_listen(), token_file: PathBuf::new() }
+        Self { listen: Self::default_listen(), token_file: PathBuf::new(), index_token_file: None }
     }
+}
+
+/// `[picker]`: gRPC listener for proxies with Envoy's external processing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PickerSettings {
+    /// Listen address for proxies.
+    pub listen: SocketAddr,
+    /// PEM file of the certificate chain. Default: a self-signed certificate, which proxies of the Gateway API accept.
+    pub tls_certificate_file: Option<PathBuf>,
+    /// PEM file of the private key.
+    pub tls_key_file: Option<PathBuf>,
+    /// Whether connections are not encrypted.
+    pub plaintext: bool,
+    /// Whether the headers of the conformance suite of the Gateway API Inference Extension have an effect.
+    pub conformance: bool,
+}
+
+impl Default for PickerSettings {
+    /// Loopback, port 9002, self-signed.
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 9002)),
+            tls_certificate_file: None,
+            tls_key_file: None,
+            plaintext: false,
+            conformance: false,
+        }
+    }
+}
+
+/// `[replicas]`: other gateways of the same fleet.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ReplicasSettings {
+    /// Listen address for other replicas.
+    pub listen: Option<SocketAddr>,
+    /// Addresses of the replicas as `HOST:PORT`. The own address may be among them.
+    pub peers: Vec<String>,
+    /// DNS name of all replicas as `NAME:PORT`, resolved every 5 s. Each address is a replica.
+    pub dns: Option<String>,
+    /// Kubernetes Service of all replicas as `NAME:PORT`. Each address of its EndpointSlices is a replica.
+    pub kubernetes_service: Option<String>,
+    /// Namespace of the Service. Default: that of the kubeconfig context or of the service account.
+    pub kubernetes_namespace: Option<String>,
+    /// Kubeconfig file of the API server. Default: `KUBECONFIG`, `~/.kube/config`, then the service account of the pod.
+    pub kubeconfig_file: Option<PathBuf>,
+    /// Address of a NATS server with JetStream, `nats://HOST:PORT` or `tls://HOST:PORT`, instead of `listen` and peers.
+    pub nats: Option<String>,
+    /// Name of this replica, unique and the same after a restart. Default: random.
+    pub id: Option<String>,
+    /// File with the key that all replicas share, at least 16 bytes.
+    pub key_file: Option<PathBuf>,
+    /// PEM file of the certificate chain of this replica; enables mutual TLS.
+    pub tls_certificate_file: Option<PathBuf>,
+    /// PEM file of the private key.
+    pub tls_key_file: Option<PathBuf>,
+    /// PEM file of the authority that signs the certificates of all replicas.
+    pub tls_ca_file: Option<PathBuf>,
+    /// Whether replicas on other machines may connect without a key and TLS.
+    pub insecure: bool,
 }
 
 /// One of `[[models]]`: a pool of interchangeable ranks.
@@ -187,6 +262,8 @@ pub struct ModelSettings {
     pub worker_urls: Vec<String>,
     /// DNS names as `HOST:PORT`; each address is a probed worker.
     pub worker_names: Vec<String>,
+    /// `[models.kubernetes]`: pods as workers.
+    pub kubernetes: Option<KubernetesSettings>,
     /// Tokenization for routing.
     pub tokens: TokensSettings,
 }
@@ -204,6 +281,7 @@ impl ModelSettings {
             workers_file: None,
             worker_urls: Vec::new(),
             worker_names: Vec::new(),
+            kubernetes: None,
             tokens: TokensSettings::default(),
         }
     }

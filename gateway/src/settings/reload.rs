@@ -52,6 +52,22 @@ impl Settings {
                 running.clone()
             }
         };
+        self.picker = match (self.picker.take(), &running.picker) {
+            (Some(new), Some(running)) => Some(kept("picker", &new, running, &[], &mut restart)),
+            (None, None) => None,
+            (_, running) => {
+                restart.push("picker".to_owned());
+                running.clone()
+            }
+        };
+        self.replicas = match (self.replicas.take(), &running.replicas) {
+            (Some(new), Some(running)) => Some(kept("replicas", &new, running, &[], &mut restart)),
+            (None, None) => None,
+            (_, running) => {
+                restart.push("replicas".to_owned());
+                running.clone()
+            }
+        };
         for (n, model) in self.models.iter_mut().enumerate() {
             let running = running.models.iter().find(|running| running.name == model.name);
             if let Some(running) = running {

@@ -118,6 +118,10 @@ pub struct Secrets {
     pub salt_secret: Option<Secret>,
     /// Operator token: printable ASCII, at least [`SECRET_BYTES_MIN`] bytes.
     pub admin_token: Option<Secret>,
+    /// Key shared by all replicas: at least [`SECRET_BYTES_MIN`] arbitrary bytes.
+    pub replicas_key: Option<Secret>,
+    /// Token of the served index, in the format of the operator token.
+    pub index_token: Option<Secret>,
     /// Keys of each tenant in the order of [`Settings::tenants`]: at least one each, in the format of the operator
     /// token, unique over all tenants.
     pub tenant_keys: Vec<Vec<Secret>>,
@@ -151,6 +155,10 @@ impl Secrets {
         let salt_secret = one("gateway.salt_secret_file", gateway.salt_secret_file.as_ref(), ContentRule::Long);
         let token_file = settings.admin.as_ref().map(|admin| &admin.token_file);
         let admin_token = one("admin.token_file", token_file, ContentRule::LongPrintable);
+        let key_file = settings.replicas.as_ref().and_then(|replicas| replicas.key_file.as_ref());
+        let replicas_key = one("replicas.key_file", key_file, ContentRule::Long);
+        let index_file = settings.admin.as_ref().and_then(|admin| admin.index_token_file.as_ref());
+        let index_token = one("admin.index_token_file", index_file, ContentRule::LongPrintable);
         let mut owners = BTreeMap::new();
         let tenant_keys = settings.tenants.iter().enumerate().map(|(n, tenant)| {
             let secret_file = SecretFile { setting: format!("tenants[{n}].keys_file"), file: tenant.keys_file.clone() };
@@ -159,7 +167,7 @@ impl Secrets {
             keys
         });
         let tenant_keys = tenant_keys.collect();
-        (Self { worker_api_key, salt_secret, admin_token, tenant_keys }, problems)
+        (Self { worker_api_key, salt_secret, admin_token, replicas_key, index_token, tenant_keys }, problems)
     }
 }
 
@@ -275,7 +283,7 @@ mod tests {
         settings.gateway.worker_api_key_file = Some(written("worker", b"k\r\n"));
         settings.gateway.salt_secret_file = Some(written("salt", b"\0\xff34567890123456\n\n"));
         let token_file = written("token", b"0123456789abcdef");
-        settings.admin = Some(AdminSettings { listen: AdminSettings::default_listen(), token_file });
+        settings.admin = Some(AdminSettings { token_file, ..AdminSettings::default() });
         settings.tenants = vec![
             tenant("a", written("a", b"\naaaaaaaaaaaaaaaa\r\n\nbbbbbbbbbbbbbbbb\nbbbbbbbbbbbbbbbb\n")),
             tenant("b", written("b", b"cccccccccccccccc")),
@@ -303,7 +311,7 @@ mod tests {
         settings.gateway.worker_api_key_file = Some(written("spaced", b"hush hush"));
         settings.gateway.salt_secret_file = Some(written("short", b"hush-hush-hush\n"));
         let token_file = written("long", &[b'h'; SECRET_BYTES_MAX + 1]);
-        settings.admin = Some(AdminSettings { listen: AdminSettings::default_listen(), token_file });
+        settings.admin = Some(AdminSettings { token_file, ..AdminSettings::default() });
         settings.tenants = vec![
             tenant("a", written("first", b"hushhushhushhush\n")),
             tenant("b", written("second", b"hush\n\nhushhushhushhush\n")),

@@ -124,6 +124,8 @@ fn every_simple_setting_can_be_set_in_all_three_ways() {
     let sections = [
         ("gateway", fields_of::<GatewaySettings>(), table(&GatewaySettings::default())),
         ("admin", fields_of::<AdminSettings>(), table(&AdminSettings::default())),
+        ("picker", fields_of::<PickerSettings>(), table(&PickerSettings::default())),
+        ("replicas", fields_of::<ReplicasSettings>(), table(&ReplicasSettings::default())),
         ("router", router_fields(), flattened(table(&RouterConfig::default()))),
     ];
     for (section, fields, defaults) in sections {
@@ -136,10 +138,18 @@ fn every_simple_setting_can_be_set_in_all_three_ways() {
             };
             let variable = format!("POINTSMAN_{}_{}", section.to_uppercase(), field.variable());
             let setting = format!("{section}.{name}");
-            let token = if setting == "admin.listen" { "token_file = \"t\"\n" } else { "" };
-            let others = if token.is_empty() { MODEL.to_owned() } else { format!("[admin]\n{token}{MODEL}") };
+            let required = match setting.as_str() {
+                "admin.listen" | "admin.index_token_file" => "token_file = \"t\"\n",
+                "replicas.listen" => "peers = [\"p:1\"]\nkey_file = \"k\"\n",
+                "replicas.key_file" => "listen = \"127.0.0.1:1\"\npeers = [\"p:1\"]\n",
+                name if name.starts_with("replicas.") => {
+                    "listen = \"127.0.0.1:1\"\npeers = [\"p:1\"]\nkey_file = \"k\"\n"
+                }
+                _ => "",
+            };
+            let others = if required.is_empty() { MODEL.to_owned() } else { format!("[{section}]\n{required}{MODEL}") };
             let ways = [
-                sources(&format!("[{section}]\n{token}{name} = {value}\n{MODEL}"), &[], &[]),
+                sources(&format!("[{section}]\n{required}{name} = {value}\n{MODEL}"), &[], &[]),
                 sources(&others, &[(&variable, &text)], &[]),
                 sources(&others, &[], &[(&setting, &text)]),
             ];
@@ -266,11 +276,11 @@ fn unknown_names_are_rejected_with_a_suggestion() {
     let env = [("POINTSMAN_ROUTER_BLOK_SIZE", "1"), ("POINTSMAN_ROUTER_", ""), ("POINTSMAN_ADMIN_TOKEN", "hush")];
     let flags = [("gateway.lisen", "x"), ("models.name", "x"), ("listen", "x")];
     let variable = "is not a known variable, must end in the name of a setting in upper case";
-    let setting = "must be one of gateway, admin or router, such as gateway.listen";
+    let setting = "must be one of gateway, admin, picker, replicas or router, such as gateway.listen";
     assert_eq!(
         refused(sources(&text, &env, &flags)),
         [
-            "gatway is not a known key, must be gateway, admin, router, models or tenants, perhaps gateway (file)"
+            "gatway is not a known key, must be gateway, admin, picker, replicas, router, models or tenants, perhaps gateway (file)"
                 .to_owned(),
             "models[0].tokens.thread is not a known key, must be the name of a setting, perhaps threads (file)"
                 .to_owned(),
@@ -278,7 +288,7 @@ fn unknown_names_are_rejected_with_a_suggestion() {
             "models[0].worker_url is not a known key, must be the name of a setting, perhaps worker_urls (file)"
                 .to_owned(),
             "router.blok_size is not a known key, must be the name of a setting, perhaps block_size (file)".to_owned(),
-            "server is not a known key, must be gateway, admin, router, models or tenants (file)".to_owned(),
+            "server is not a known key, must be gateway, admin, picker, replicas, router, models or tenants (file)".to_owned(),
             format!("POINTSMAN_ADMIN_TOKEN {variable}"),
             format!("POINTSMAN_ROUTER_ {variable}"),
             format!("POINTSMAN_ROUTER_BLOK_SIZE {variable}, perhaps POINTSMAN_ROUTER_BLOCK_SIZE"),
@@ -505,8 +515,10 @@ fn models_without_workers_require_an_admin_listener() {
     let text = "[[models]]\nname = \"m\"\n";
     assert_eq!(
         refused(sources(text, &[], &[])),
-        ["models[0] is without workers, must be given workers, workers_file, worker_urls or worker_names, \
-          unless [admin] can add some (default)"]
+        [
+            "models[0] is without workers, must be given workers, workers_file, worker_urls, worker_names or kubernetes, \
+          unless [admin] can add some (default)"
+        ]
     );
     let text =
         format!("[admin]\nlisten = \"0.0.0.0:8081\"\ntoken_file = \"t\"\n{text}[models.tokens]\nsource = \"none\"\n");

@@ -13,7 +13,9 @@ use pointsman::discovery::{FileFormat, HttpUrl};
 
 use crate::serve::telemetry::{AccessLog, parse_level};
 
-use super::{ModelSettings, Settings, TokenSourceChoice};
+use super::kubernetes::is_object_name;
+use super::{ModelSettings, ReplicasSettings, Settings, TokenSourceChoice};
+use crate::replicas::{is_loopback, is_server_url};
 
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 
@@ -49,20 +51,26 @@ impl fmt::Display for SettingErrors {
 
 /// Collects violations.
 #[derive(Default)]
-struct Rules(Vec<SettingError>);
+pub(super) struct Rules(Vec<SettingError>);
 
 impl Rules {
-    fn check(&mut self, setting: impl Into<String>, value: impl ToString, holds: bool, rule: impl Into<String>) {
+    pub(super) fn check(
+        &mut self,
+        setting: impl Into<String>,
+        value: impl ToString,
+        holds: bool,
+        rule: impl Into<String>,
+    ) {
         if !holds {
             self.0.push(SettingError { setting: setting.into(), value: value.to_string(), rule: rule.into() });
         }
     }
 
-    fn text(&mut self, setting: impl Into<String>, value: &str, holds: bool, rule: impl Into<String>) {
+    pub(super) fn text(&mut self, setting: impl Into<String>, value: &str, holds: bool, rule: impl Into<String>) {
         self.check(setting, format!("{value:?}"), holds, rule);
     }
 
-    fn range(&mut self, setting: impl Into<String>, value: impl Into<u64>, least: u64, most: u64) {
+    pub(super) fn range(&mut self, setting: impl Into<String>, value: impl Into<u64>, least: u64, most: u64) {
         let value = value.into();
         self.check(setting, value, (least..=most).contains(&value), format!("{least} to {most}"));
     }
@@ -89,6 +97,8 @@ impl Settings {
         let mut rules = Rules::default();
         self.check_gateway(&mut rules);
         self.check_admin(&mut rules);
+        self.check_picker(&mut rules);
+        self.check_replicas(&mut rules);
         rules.check("models", "empty", !self.models.is_empty(), "at least one model");
         self.check_names(&mut rules);
         for (n, model) in self.models.iter().enumerate() {
@@ -121,6 +131,7 @@ impl Settings {
             ("drain_delay_ms", gateway.drain_delay_ms, 0),
             ("drain_timeout_ms", gateway.drain_timeout_ms, 0),
             ("warm_up_ms", gateway.warm_up_ms, 0),
+            ("snapshot_interval_ms", gateway.snapshot_interval_ms, 1_000),
         ];
         rules.range("gateway.connections_max", gateway.connections_max, 1, 1_000_000);
         rules.range("gateway.body_bytes_max", gateway.body_bytes_max, 1 << 10, 1 << 30);
@@ -147,6 +158,39 @@ impl Settings {
         rules.check("admin.listen", admin.listen, !collide(self.gateway.listen, admin.listen), rule);
         let is_given = !admin.token_file.as_os_str().is_empty();
         rules.text("admin.token_file", "", is_given, "the path of a file: there is no admin listener without a token");
+    }
+
+    fn check_picker(&self, rules: &mut Rules) {
+        let Some(picker) = &self.picker else { return };
+        let others = [Some(self.gateway.listen), self.admin.as_ref().map(|admin| admin.listen)];
+        let is_free = others.into_iter().flatten().all(|other| !collide(other, picker.listen));
+        rules.check("picker.listen", picker.listen, is_free, "an address other than gateway.listen and admin.listen");
+        let files = [("tls_certificate_file", &picker.tls_certificate_file), ("tls_key_file", &picker.tls_key_file)];
+        let has_both = files.iter().all(|(_, file)| file.is_some());
+        for (setting, file) in files {
+            let Some(file) = file else { continue };
+            let file = file.to_string_lossy();
+            rules.text(format!("picker.{setting}"), &file, has_both, "given with the other file of chain and key");
+            rules.text(format!("picker.{setting}"), &file, !picker.plaintext, "absent with plaintext");
+        }
+    }
+
+    fn check_replicas(&self, rules: &mut Rules) {
+        let Some(replicas) = &self.replicas else { return };
+        replicas.check(rules);
+        let Some(listen) = replicas.listen else { return };
+        let others = [
+            Some(self.gateway.listen),
+            self.admin.as_ref().map(|admin| admin.listen),
+            self.picker.as_ref().map(|picker| picker.listen),
+        ];
+        let is_free = others.into_iter().flatten().all(|other| !collide(other, listen));
+        rules.check(
+            "replicas.listen",
+            listen,
+            is_free,
+            "an address other than gateway.listen, admin.listen and picker.listen",
+        );
     }
 
     /// Checks that names and pools are unique.
@@ -196,6 +240,11 @@ impl Settings {
             warnings
                 .push(format!("admin.listen is {listen}: clients that reach it with the token control the gateway"));
         }
+        if self.replicas.as_ref().is_some_and(|replicas| replicas.insecure) {
+            warnings.push(
+                "replicas.insecure is true: any process that reaches replicas.listen can change the load".to_owned(),
+            );
+        }
         let is_plain = gateway.tls_certificate_file.is_none() && !gateway.listen.ip().is_loopback();
         if is_plain && !self.tenants.is_empty() {
             let listen = gateway.listen;
@@ -230,7 +279,20 @@ impl Settings {
             ("gateway.tls_key_file".to_owned(), &gateway.tls_key_file),
             ("gateway.worker_ca_file".to_owned(), &gateway.worker_ca_file),
         ];
+        if let Some(picker) = &self.picker {
+            files.push(("picker.tls_certificate_file".to_owned(), &picker.tls_certificate_file));
+            files.push(("picker.tls_key_file".to_owned(), &picker.tls_key_file));
+        }
+        if let Some(replicas) = &self.replicas {
+            files.push(("replicas.tls_certificate_file".to_owned(), &replicas.tls_certificate_file));
+            files.push(("replicas.tls_key_file".to_owned(), &replicas.tls_key_file));
+            files.push(("replicas.tls_ca_file".to_owned(), &replicas.tls_ca_file));
+            files.push(("replicas.kubeconfig_file".to_owned(), &replicas.kubeconfig_file));
+        }
         for (n, model) in self.models.iter().enumerate() {
+            if let Some(kubernetes) = &model.kubernetes {
+                files.push((format!("models[{n}].kubernetes.kubeconfig_file"), &kubernetes.kubeconfig_file));
+            }
             files.push((format!("models[{n}].tokens.tokenizer_file"), &model.tokens.tokenizer_file));
             files.push((format!("models[{n}].tokens.chat_template_file"), &model.tokens.chat_template_file));
         }
@@ -238,10 +300,87 @@ impl Settings {
     }
 }
 
+impl ReplicasSettings {
+    fn check(&self, rules: &mut Rules) {
+        let has_peers = self.dns.is_some() || self.kubernetes_service.is_some() || !self.peers.is_empty();
+        if let Some(url) = &self.nats {
+            let rule = if cfg!(feature = "nats") {
+                "nats://HOST:PORT or tls://HOST:PORT, without a password"
+            } else {
+                "absent: this program was built without the feature nats"
+            };
+            rules.text("replicas.nats", url, is_server_url(url), rule);
+            let is_alone = !has_peers && self.listen.is_none();
+            rules.text("replicas.nats", url, is_alone, "absent with listen, peers, dns or kubernetes_service");
+        } else {
+            rules.check("replicas.listen", "absent", self.listen.is_some(), "an IP address with a port");
+            rules.check("replicas", "without peers", has_peers, "given peers, dns, kubernetes_service or nats");
+        }
+        if let Some(name) = &self.dns {
+            rules.text("replicas.dns", name, self.peers.is_empty(), "absent with peers");
+            rules.text("replicas.dns", name, is_host_and_port(name), "NAME:PORT");
+        }
+        self.check_kubernetes(rules);
+        for (n, peer) in self.peers.iter().enumerate() {
+            rules.text(format!("replicas.peers[{n}]"), peer, is_host_and_port(peer), "HOST:PORT");
+        }
+        if let Some(id) = &self.id {
+            rules.text("replicas.id", id, is_name(id), NAME_RULE);
+        }
+        let files = [
+            ("tls_certificate_file", &self.tls_certificate_file),
+            ("tls_key_file", &self.tls_key_file),
+            ("tls_ca_file", &self.tls_ca_file),
+        ];
+        let has_all = files.iter().all(|(_, file)| file.is_some());
+        for (setting, file) in files {
+            if let Some(file) = file {
+                let rule = "absent unless tls_certificate_file, tls_key_file and tls_ca_file are given";
+                rules.text(format!("replicas.{setting}"), &file.to_string_lossy(), has_all, rule);
+            }
+        }
+        let is_secure = self.key_file.is_some() || has_all || self.insecure;
+        let is_local = self.listen.is_none_or(|listen| listen.ip().is_loopback())
+            && self.kubernetes_service.is_none()
+            && self.peers.iter().chain(&self.dns).all(|address| is_loopback(address))
+            && self.nats.iter().all(|url| url.split_once("://").is_some_and(|(_, address)| is_loopback(address)));
+        let rule = "given beyond loopback, unless there are tls_certificate_file, tls_key_file and tls_ca_file, or \
+                    insecure is true";
+        rules.check("replicas.key_file", "absent", is_secure || is_local, rule);
+    }
+}
+
+impl ReplicasSettings {
+    fn check_kubernetes(&self, rules: &mut Rules) {
+        if let Some(service) = &self.kubernetes_service {
+            let is_valid = service.rsplit_once(':').is_some_and(|(name, _)| is_object_name(name));
+            let rule = if cfg!(feature = "kubernetes") {
+                "NAME:PORT"
+            } else {
+                "absent: this program was built without the feature kubernetes"
+            };
+            let is_valid = is_valid && is_host_and_port(service) && cfg!(feature = "kubernetes");
+            rules.text("replicas.kubernetes_service", service, is_valid, rule);
+            let is_alone = self.peers.is_empty() && self.dns.is_none();
+            rules.text("replicas.kubernetes_service", service, is_alone, "absent with peers or dns");
+        }
+        let has_service = self.kubernetes_service.is_some();
+        if let Some(namespace) = &self.kubernetes_namespace {
+            let setting = "replicas.kubernetes_namespace";
+            rules.text(setting, namespace, is_object_name(namespace), "the name of a Kubernetes object");
+            rules.text(setting, namespace, has_service, "absent without kubernetes_service");
+        }
+        if let Some(file) = &self.kubeconfig_file {
+            let rule = "absent without kubernetes_service";
+            rules.text("replicas.kubeconfig_file", &file.to_string_lossy(), has_service, rule);
+        }
+    }
+}
+
 impl ModelSettings {
     fn has_sources(&self) -> bool {
         let has_lists = [&self.worker_urls, &self.worker_names].into_iter().any(|list| !list.is_empty());
-        has_lists || !self.workers.is_empty() || self.workers_file.is_some()
+        has_lists || !self.workers.is_empty() || self.workers_file.is_some() || self.kubernetes.is_some()
     }
 
     /// Whether a limit may depend on the built-in assumption for a worker's `max_num_batched_tokens`.
@@ -258,13 +397,14 @@ impl ModelSettings {
             && self.workers_file.is_none()
             && self.worker_urls.is_empty()
             && self.worker_names.is_empty()
+            && self.kubernetes.is_none()
     }
 
     fn check(&self, path: &str, has_admin: bool, rules: &mut Rules) {
         if let Some(name) = &self.upstream_name {
             rules.text(format!("{path}.upstream_name"), name, is_name(name), NAME_RULE);
         }
-        let rule = "given workers, workers_file, worker_urls or worker_names, unless [admin] can add some";
+        let rule = "given workers, workers_file, worker_urls, worker_names or kubernetes, unless [admin] can add some";
         rules.check(path, "without workers", self.has_sources() || has_admin, rule);
         if let Some(file) = &self.workers_file {
             let file = file.to_string_lossy();
@@ -280,6 +420,9 @@ impl ModelSettings {
         for (n, name) in self.worker_names.iter().enumerate() {
             let is_name = DnsNames::new([name]).is_ok();
             rules.text(format!("{path}.worker_names[{n}]"), name, is_name, "NAME:PORT");
+        }
+        if let Some(kubernetes) = &self.kubernetes {
+            kubernetes.check(&format!("{path}.kubernetes"), rules);
         }
         for error in self.router.validate().err().into_iter().flat_map(|errors| errors.0) {
             rules.check(format!("{path}.router.{}", error.field), error.value, false, error.rule);
@@ -301,6 +444,14 @@ impl ModelSettings {
         rules.range(format!("{path}.cache_bytes_max"), tokens.cache_bytes_max, 0, 1 << 40);
         rules.range(format!("{path}.engine_timeout_ms"), tokens.engine_timeout_ms, 1, DAY_MS);
     }
+}
+
+/// Whether the text is a host and a port from 1 on.
+fn is_host_and_port(text: &str) -> bool {
+    let Some((host, port)) = text.rsplit_once(':') else { return false };
+    let is_plain = |host: &str| !host.is_empty() && !host.contains([':', '/', '[', ']', ' ', '@']);
+    let is_ip6 = text.parse::<SocketAddr>().is_ok();
+    port.parse::<u16>().is_ok_and(|port| port > 0) && (is_plain(host) || is_ip6)
 }
 
 fn is_name(name: &str) -> bool {

@@ -77,8 +77,14 @@ pub(crate) fn settings() -> Settings {
     };
     Settings {
         gateway: GatewaySettings { listen: free, ..GatewaySettings::default() },
-        admin: Some(AdminSettings { listen: free, token_file: file(format!("{TOKEN}\n").as_bytes()) }),
+        admin: Some(AdminSettings {
+            listen: free,
+            token_file: file(format!("{TOKEN}\n").as_bytes()),
+            index_token_file: None,
+        }),
         models: vec![model],
+        picker: None,
+        replicas: None,
         tenants: Vec::new(),
     }
 }

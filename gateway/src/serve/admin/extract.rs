@@ -121,7 +121,11 @@ async fn parts_of(parts: &mut Parts, admin: &Arc<Admin>) -> Result<BTreeMap<Stri
 }
 
 fn model_of(named: &BTreeMap<String, String>, admin: &Admin) -> Result<Arc<Model>, ApiError> {
-    let name = named.get("model").map_or("", String::as_str);
+    model_named(named.get("model").map_or("", String::as_str), admin)
+}
+
+/// The model with this name or alias.
+pub(super) fn model_named(name: &str, admin: &Admin) -> Result<Arc<Model>, ApiError> {
     let is_match =
         |model: &&Arc<Model>| model.settings.name == name || model.settings.aliases.iter().any(|a| a == name);
     let unknown = || error(StatusCode::NOT_FOUND, ErrorType::NotFound, "model_not_found", "unknown model");

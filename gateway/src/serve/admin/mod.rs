@@ -1,6 +1,6 @@
-//! Administration listener: workers, drains, loads, explanations, settings.
+//! Administration listener: workers, drains, loads, explanations, settings, and the served index.
 //!
-//! Every request needs the token ([`auth`]) and an unambiguous path. `GET` has no side effects. Changes run one at a
+//! Every request needs the token ([`auth`]) and an unambiguous path; the index has a token of its own as well. `GET` has no side effects. Changes run one at a
 //! time and to completion, each with an audit line. [`listener`](super::listener) accepts connections; the router
 //! performs changes. `docs/admin.md` documents all paths with examples.
 
@@ -8,6 +8,7 @@ mod audit;
 mod auth;
 mod dump;
 mod extract;
+mod index_api;
 mod queries;
 mod reloads;
 mod reports;
@@ -37,6 +38,12 @@ use auth::{Denials, client_address};
 /// Maximum body length.
 const BODY_BYTES_MAX: usize = 8 << 20;
 
+/// Beginning of the paths of the served index.
+const INDEX_PATHS: &str = "/v1/index/";
+
+/// The only path with a query.
+const DUMP_PATH: &str = "/v1/index/dump";
+
 /// Maximum path length.
 const PATH_BYTES_MAX: usize = 2048;
 
@@ -51,6 +58,7 @@ struct Admin {
     /// Locked during changes of workers, so that a patch cannot restore a removed worker.
     changes: Mutex<()>,
     dumps: Arc<Semaphore>,
+    index_queries: Semaphore,
 }
 
 impl Admin {
@@ -64,7 +72,8 @@ impl Admin {
 pub(super) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
     let common = ready::routes().route("/metrics", get(ready::metrics)).with_state(current.clone());
     let (changes, dumps) = (Mutex::new(()), Arc::new(Semaphore::new(DUMPS_MAX)));
-    let admin = Arc::new(Admin { current, reloader, denials: Denials::new(), changes, dumps });
+    let index_queries = Semaphore::new(index_api::INDEX_QUERIES_MAX);
+    let admin = Arc::new(Admin { current, reloader, denials: Denials::new(), changes, dumps, index_queries });
     Router::new()
         .route("/admin/config", get(reports::settings))
         .route("/admin/reload", get(reloads::status).post(reloads::reload))
@@ -81,6 +90,9 @@ pub(super) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
         .route("/admin/models/{model}/workers/{id}/undrain", post(workers::undrain))
         .route("/admin/models/{model}/workers/{id}/cordon", post(workers::cordon))
         .route("/admin/models/{model}/workers/{id}/uncordon", post(workers::uncordon))
+        .route(DUMP_PATH, get(index_api::dump_contents))
+        .route("/v1/index/loads", post(index_api::loads))
+        .route("/v1/index/overlaps", post(index_api::overlaps))
         .with_state(Arc::clone(&admin))
         .merge(common)
         .fallback(async || no_route())
@@ -91,7 +103,7 @@ pub(super) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
 
 /// Rejects requests without the token and with ambiguous paths.
 async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) -> Response {
-    let mut answer = if !admin.app().admin_token.as_ref().is_some_and(|token| token.is_shown_in(request.headers())) {
+    let mut answer = if !is_allowed(&admin.app(), &request) {
         admin.denials.count(client_address(request.extensions()));
         auth::denied()
     } else if let Some(error) = refused_head(&request).or_else(|| refused_address(request.uri())) {
@@ -103,13 +115,21 @@ async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) ->
     answer
 }
 
+/// Whether the request has the token of operators, or that of the index for the index.
+fn is_allowed(app: &App, request: &Request) -> bool {
+    let is_index = request.uri().path().starts_with(INDEX_PATHS);
+    let tokens = [app.admin_token.as_ref(), app.index_token.as_ref().filter(|_| is_index)];
+    tokens.into_iter().flatten().any(|token| token.is_shown_in(request.headers()))
+}
+
 /// Reason to reject a path before its lookup.
 fn refused_address(uri: &Uri) -> Option<ApiError> {
     if uri.scheme().is_some() || uri.authority().is_some() || uri.path().len() > PATH_BYTES_MAX {
         return Some(no_route());
     }
-    let has_query = uri.query().is_some() && uri.path().starts_with("/admin");
-    has_query.then(|| ApiError::invalid("unknown_query", None, "paths below /admin do not accept a query"))
+    let is_without = uri.path().starts_with("/admin") || uri.path().starts_with(INDEX_PATHS) && uri.path() != DUMP_PATH;
+    let has_query = uri.query().is_some() && is_without;
+    has_query.then(|| ApiError::invalid("unknown_query", None, "this path does not accept a query"))
 }
 
 /// An error in the client format.
@@ -138,6 +158,8 @@ mod tests {
             ("/ready?model=m", None),
             ("/admin/models?token=x", Some("unknown_query")),
             ("/admin?", Some("unknown_query")),
+            ("/v1/index/overlaps?model=m", Some("unknown_query")),
+            ("/v1/index/dump?model=m", None),
             ("http://gateway/admin/models", Some("not_found")),
             ("gateway:8081", Some("not_found")),
             (&format!("/admin/models/{}", "x".repeat(PATH_BYTES_MAX)), Some("not_found")),

@@ -67,6 +67,7 @@ pub(super) async fn health(ModelAt(model): ModelAt) -> Json<Value> {
     let ranks = rank_health.iter().map(|rank| with_rank(views::rank_of(rank.rank), views::health(rank)));
     let kv_sources = router.kv_sources();
     let kv_events = kv_sources.iter().map(|source| with_rank(views::rank_of(source.rank), views::kv_events(source)));
+    let discovery = router.discovery();
     Json(json!({
         "up": health.state.is_ok(),
         "down": health.state.err().map(|down| down.to_string()),
@@ -76,7 +77,7 @@ pub(super) async fn health(ModelAt(model): ModelAt) -> Json<Value> {
         "restarts": health.restarts,
         "leases": health.leases,
         "kv_events": kv_events.collect::<Vec<_>>(),
-        "discovery": router.discovery().iter().map(views::discovery).collect::<Vec<_>>(),
+        "discovery": discovery.iter().map(|status| views::discovery(status, router.now())).collect::<Vec<_>>(),
     }))
 }
 
@@ -117,6 +118,7 @@ fn model_settings(model: &ModelSettings) -> Result<Value, ApiError> {
         "workers_file": to_json(&model.workers_file)?,
         "worker_urls": model.worker_urls,
         "worker_names": model.worker_names,
+        "kubernetes": to_json(&model.kubernetes)?,
         "tokens": to_json(&model.tokens)?,
         "router": to_json(&model.router)?,
     }))

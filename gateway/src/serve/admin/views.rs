@@ -109,6 +109,7 @@ pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
         applied,
         messages,
         message_age,
+        restore,
     } = source;
     json!({
         "endpoint": endpoint,
@@ -120,11 +121,12 @@ pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
         "applied": applied,
         "messages": messages,
         "message_age_ms": message_age.map(whole_ms),
+        "restore": restore.map(|restore| restore.name()),
     })
 }
 
-pub(super) fn discovery(source: &DiscoveryStatus) -> Value {
-    let DiscoveryStatus { source, workers, last_error, closed, refused, leaving, removed } = source;
+pub(super) fn discovery(status: &DiscoveryStatus, now: Timestamp) -> Value {
+    let DiscoveryStatus { source, workers, last_error, failing_since: _, closed, refused, leaving, removed } = status;
     let refused: BTreeMap<String, &String> = refused.iter().map(|(id, why)| (id.to_string(), why)).collect();
     let leaving: Vec<String> = leaving.iter().map(ToString::to_string).collect();
     let removed: BTreeMap<String, &String> = removed.iter().map(|(id, url)| (id.to_string(), url)).collect();
@@ -132,6 +134,7 @@ pub(super) fn discovery(source: &DiscoveryStatus) -> Value {
         "source": source,
         "workers": workers,
         "last_error": last_error,
+        "stale_ms": whole_ms(status.stale_for(now)),
         "closed": closed,
         "refused": refused,
         "leaving": leaving,

@@ -14,7 +14,10 @@ use tokio::time::timeout;
 
 /// Requests of one connection. HTTP/1.1 serves them in order.
 #[derive(Default)]
-pub(super) struct Busy(watch::Sender<usize>);
+pub(super) struct Busy {
+    requests: watch::Sender<usize>,
+    is_http2: watch::Sender<bool>,
+}
 
 /// One request, until dropped.
 pub(super) struct Begun(watch::Sender<usize>);
@@ -22,13 +25,24 @@ pub(super) struct Begun(watch::Sender<usize>);
 impl Busy {
     /// Records the start of a request.
     pub(super) fn begin(&self) -> Begun {
-        self.0.send_modify(|requests| *requests += 1);
-        Begun(self.0.clone())
+        self.requests.send_modify(|requests| *requests += 1);
+        Begun(self.requests.clone())
+    }
+
+    /// Records that the connection has HTTP/2 requests.
+    pub(super) fn set_http2(&self) {
+        self.is_http2.send_if_modified(|is_http2| !std::mem::replace(is_http2, true));
+    }
+
+    /// Resolves when the connection has had an HTTP/2 request.
+    pub(super) async fn until_http2(&self) {
+        // The sender belongs to this value, so the wait cannot fail.
+        let _ = self.is_http2.subscribe().wait_for(|is_http2| *is_http2).await;
     }
 
     /// Resolves after `time` without a request.
     pub(super) async fn idle_for(&self, time: Duration) {
-        let mut requests = self.0.subscribe();
+        let mut requests = self.requests.subscribe();
         loop {
             // The sender belongs to this value, so the wait cannot fail.
             let _ = requests.wait_for(|requests| *requests == 0).await;

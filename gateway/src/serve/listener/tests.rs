@@ -1,6 +1,8 @@
 use std::path::Path;
 
+use axum::body::Body;
 use axum::routing::get;
+use http_body_util::BodyExt as _;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
@@ -246,13 +248,13 @@ async fn a_tls_listener_rejects_plain_http() {
     let stream = connect(&listener).await;
     let address = stream.local_addr().expect("local address").to_string();
     let connector = TlsConnector::from(Arc::new(config));
-    let mut stream = timeout(PATIENCE, connector.connect(name, stream))
+    let stream = timeout(PATIENCE, connector.connect(name, stream))
         .await
         .expect("completed before the timeout")
         .expect("TLS handshake succeeds");
-    assert_eq!(stream.get_ref().1.alpn_protocol(), Some(b"http/1.1".as_slice()));
-    send(&mut stream, "/").await;
-    assert!(answer(&mut stream, &address).await.starts_with("HTTP/1.1 200"));
+    assert_eq!(stream.get_ref().1.alpn_protocol(), Some(b"h2".as_slice()));
+    let (mut client, _) = http2(stream).await;
+    assert_eq!(get_text(&mut client, "/").await, address);
 
     let mut plain = connect(&listener).await;
     send(&mut plain, "/").await;
@@ -270,6 +272,64 @@ async fn missing_handshakes_time_out() {
     let quick = ListenerOptions { head_timeout: Duration::from_millis(20), tls: Some(tls), ..options("quick-tls") };
     let listener = start(quick, &Arc::default()).await;
     assert_eq!(rest(&mut connect(&listener).await).await, "");
+}
+
+type Http2 = hyper::client::conn::http2::SendRequest<Body>;
+
+/// A client of HTTP/2, and the end of its connection.
+async fn http2(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> (Http2, JoinHandle<bool>) {
+    let client = hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await;
+    let (client, connection) = client.expect("a handshake");
+    (client, tokio::spawn(async move { connection.await.is_ok() }))
+}
+
+async fn get_text(client: &mut Http2, path: &str) -> String {
+    let request = Request::get(format!("http://test{path}")).body(Body::empty()).expect("a valid request");
+    let response = timeout(PATIENCE, client.send_request(request)).await.expect("in time").expect("a response");
+    assert_eq!((response.status().as_u16(), response.headers().get(CONNECTION)), (200, None));
+    let body = response.into_body().collect().await.expect("a complete body");
+    String::from_utf8(body.to_bytes().to_vec()).expect("text")
+}
+
+#[tokio::test]
+async fn http2_requests_share_a_connection_and_end_before_a_drain() {
+    let go: Arc<Notify> = Arc::default();
+    let listener = start(options("http2"), &go).await;
+    let stream = connect(&listener).await;
+    let address = stream.local_addr().expect("local address").to_string();
+    let (mut client, connection) = http2(stream).await;
+    let mut other = client.clone();
+    let hanging = tokio::spawn(async move { get_text(&mut other, "/hang").await });
+    for _ in 0..10 {
+        assert_eq!(get_text(&mut client, "/").await, address, "beside the other request");
+    }
+    listener.begin_drain();
+    // The client must open another connection, where it is still served.
+    let refused = async {
+        let request = || Request::get("http://test/").body(Body::empty()).expect("a valid request");
+        while client.send_request(request()).await.is_ok() {}
+    };
+    timeout(PATIENCE, refused).await.expect("told to go away");
+    let (mut next, _) = http2(connect(&listener).await).await;
+    assert!(get_text(&mut next, "/").await.starts_with("127.0.0.1:"));
+    go.notify_one();
+    assert_eq!(hanging.await.expect("no panic"), "done");
+    assert!(connection.await.expect("no panic"), "closed in order");
+    assert_eq!(listener.drain(PATIENCE, LINGER, || {}).await, Drained { broken: 0 });
+}
+
+#[tokio::test]
+async fn idle_connections_close_whatever_they_have_sent() {
+    let brief = ListenerOptions { head_timeout: Duration::from_millis(100), ..options("idle") };
+    let listener = start(brief, &Arc::default()).await;
+    let (mut client, connection) = http2(connect(&listener).await).await;
+    get_text(&mut client, "/").await;
+    assert!(timeout(PATIENCE, connection).await.expect("closed").expect("no panic"));
+    for sent in ["", "PRI * HT", "GET / HT"] {
+        let mut stream = connect(&listener).await;
+        stream.write_all(sent.as_bytes()).await.expect("connected");
+        assert_eq!(rest(&mut stream).await, "", "after {sent:?}");
+    }
 }
 
 /// A body that sends `begun` and ends after a notification of `go`.

@@ -4,6 +4,7 @@
 //! looks complete: the error makes the server cut the client's connection. The attempts handle everything before the
 //! first byte.
 
+use std::fmt::Display;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -17,17 +18,16 @@ use pointsman::health::Outcome;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::attempts::WorkerResponse;
-use super::begin::ResponseStart;
 use crate::serve::App;
 use crate::serve::metrics::{Account, StreamBreak};
 use crate::serve::workers::WorkerRequest;
 
 /// Reason of a cut-off response, seen only by the HTTP server.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Cut {
+pub(in crate::serve) enum Cut {
     /// The worker broke off.
     #[error("the worker closed the connection early: {0}")]
-    Broken(hyper::Error),
+    Broken(String),
     /// The worker was silent.
     #[error("the worker sent nothing for {} ms", .0.as_millis())]
     Idle(Duration),
@@ -36,12 +36,12 @@ pub(super) enum Cut {
     Incomplete,
 }
 
-/// Body polled by the client's connection.
-pub(super) struct Answer {
+/// Body polled by the client's connection, with the worker's body inside.
+pub(in crate::serve) struct Answer<B> {
     app: Arc<App>,
     account: Account,
     /// Absent after a cut: the booking and the worker's connection have ended.
-    body: Option<PlacedBody<ResponseStart>>,
+    body: Option<PlacedBody<B>>,
     /// The attempt at the worker.
     sent: WorkerRequest,
     /// Kind of validation, if any.
@@ -54,8 +54,8 @@ pub(super) struct Answer {
     pending_cut: Option<Cut>,
 }
 
-impl Answer {
-    pub(super) fn new(app: &Arc<App>, account: Account, begin: WorkerResponse, kind: AnswerKind) -> Self {
+impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
+    pub(in crate::serve) fn new(app: &Arc<App>, account: Account, begin: WorkerResponse<B>, kind: AnswerKind) -> Self {
         let WorkerResponse { placement, sent, head: _, body, checked, output_tokens, is_reported } = begin;
         let app = Arc::clone(app);
         let idle_max = Duration::from_millis(app.settings.gateway.idle_timeout_ms);
@@ -100,18 +100,12 @@ impl Answer {
         }
     }
 
-    /// Records the usage reported so far.
-    fn record_usage(&mut self) {
-        if let Some(body) = &self.body {
-            self.account.access.used(body.usage(), body.output_tokens());
-        }
-    }
-
     /// Ends the booking now and reports the error to the server at its next poll. A server that receives an error drops
     /// unwritten data, including the head, and it flushes whenever a body is pending.
     fn cut(&mut self, reason: StreamBreak, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
-        self.record_usage();
-        self.body = None;
+        if let Some(body) = self.body.take() {
+            self.account.access.used(body.usage(), body.output_tokens());
+        }
         self.account.broke(reason);
         let outcome = match cut {
             Cut::Broken(_) => Outcome::Reset,
@@ -145,13 +139,15 @@ impl Answer {
     }
 }
 
-impl Drop for Answer {
+impl<B> Drop for Answer<B> {
     fn drop(&mut self) {
-        self.record_usage();
+        if let Some(body) = &self.body {
+            self.account.access.used(body.usage(), body.output_tokens());
+        }
     }
 }
 
-impl Body for Answer {
+impl<B: Body<Data = Bytes, Error: Display> + Unpin> Body for Answer<B> {
     type Data = Bytes;
     type Error = Cut;
 
@@ -169,7 +165,7 @@ impl Body for Answer {
                 }
                 Poll::Ready(Some(Ok(frame)))
             }
-            Poll::Ready(Some(Err(error))) => self.cut(StreamBreak::Broken, Cut::Broken(error), context),
+            Poll::Ready(Some(Err(error))) => self.cut(StreamBreak::Broken, Cut::Broken(error.to_string()), context),
             Poll::Ready(None) if self.is_incomplete() => self.cut(StreamBreak::Incomplete, Cut::Incomplete, context),
             Poll::Ready(None) => {
                 self.complete();

@@ -54,17 +54,17 @@ pub(super) struct AttemptLoop<'a> {
 }
 
 /// A started response.
-pub(super) struct WorkerResponse {
-    pub(super) placement: Placement,
-    pub(super) sent: WorkerRequest,
-    pub(super) head: axum::http::response::Parts,
-    pub(super) body: ResponseStart,
+pub(in crate::serve) struct WorkerResponse<B = ResponseStart> {
+    pub(in crate::serve) placement: Placement,
+    pub(in crate::serve) sent: WorkerRequest,
+    pub(in crate::serve) head: axum::http::response::Parts,
+    pub(in crate::serve) body: B,
     /// How a successful response was validated; absent for other responses, which are forwarded unchanged.
-    pub(super) checked: Option<AnswerKind>,
+    pub(in crate::serve) checked: Option<AnswerKind>,
     /// Output length expected by the client.
-    pub(super) output_tokens: Option<u32>,
+    pub(in crate::serve) output_tokens: Option<u32>,
     /// Whether the request already counts against a failed worker.
-    pub(super) is_reported: bool,
+    pub(in crate::serve) is_reported: bool,
 }
 
 /// Response head, body from the first frame, and kind of validation.
@@ -239,7 +239,7 @@ impl AttemptLoop<'_> {
             let (head, body) = self.app.upstream.send(request).await.map_err(Failure::NoResponse)?.into_parts();
             sent.answered(head.status);
             if head.status.is_success() {
-                let checked = self.check(&head.headers).map_err(Failure::Invalid)?;
+                let checked = checked_kind(self.endpoint, self.kind, &head.headers).map_err(Failure::Invalid)?;
                 let begun = match checked {
                     Some(kind) => ResponseStart::valid(body, kind).await?,
                     None => ResponseStart::any(body).await?,
@@ -258,21 +258,6 @@ impl AttemptLoop<'_> {
             Ok((head, ResponseStart::any(body).await?, None))
         };
         timeout(within, begun).await.unwrap_or(Err(Failure::NoResponse(UpstreamError::Timeout(within))))
-    }
-
-    /// How to validate the body of a successful response, by its headers; `None` if its content cannot be read.
-    fn check(&self, headers: &HeaderMap) -> Result<Option<AnswerKind>, String> {
-        let content_type = headers.get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
-        // vLLM sends embeddings in this form for `encoding_format: bytes`.
-        let is_binary = self.endpoint == Endpoint::Embeddings && content_type.starts_with(b"application/octet-stream");
-        let is_encoded = headers.get(CONTENT_ENCODING).is_some_and(|encoding| encoding != "identity");
-        if is_binary || is_encoded {
-            return Ok(None);
-        }
-        if self.kind.accepts(content_type) {
-            return Ok(Some(self.kind));
-        }
-        Err(format!("content type {:?}", String::from_utf8_lossy(content_type)))
     }
 
     fn request(&self, placement: &Placement) -> Result<Request<Full<Bytes>>, UpstreamError> {
@@ -298,6 +283,26 @@ impl AttemptLoop<'_> {
             None => Authorization::Drop,
         }
     }
+}
+
+/// How to validate the body of a successful response, by its headers; `None` if its content cannot be read. `kind` is
+/// that of a valid response.
+pub(in crate::serve) fn checked_kind(
+    endpoint: Endpoint,
+    kind: AnswerKind,
+    headers: &HeaderMap,
+) -> Result<Option<AnswerKind>, String> {
+    let content_type = headers.get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
+    // vLLM sends embeddings in this form for `encoding_format: bytes`.
+    let is_binary = endpoint == Endpoint::Embeddings && content_type.starts_with(b"application/octet-stream");
+    let is_encoded = headers.get(CONTENT_ENCODING).is_some_and(|encoding| encoding != "identity");
+    if is_binary || is_encoded {
+        return Ok(None);
+    }
+    if kind.accepts(content_type) {
+        return Ok(Some(kind));
+    }
+    Err(format!("content type {:?}", String::from_utf8_lossy(content_type)))
 }
 
 /// The error with times to first token since the request head: the target of the client, and the prediction of the

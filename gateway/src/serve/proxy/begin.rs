@@ -24,7 +24,7 @@ const BEGIN_BYTES_MAX: usize = 64 << 10;
 
 /// A worker's body with the held frames in front.
 #[derive(Debug)]
-pub(super) struct ResponseStart {
+pub(in crate::serve) struct ResponseStart {
     held: VecDeque<Frame<Bytes>>,
     rest: Incoming,
 }

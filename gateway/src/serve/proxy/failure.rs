@@ -88,6 +88,11 @@ impl Failure {
     }
 }
 
+/// Outcome for the rank of a response with this status; `None` if the request itself is the cause.
+pub(in crate::serve) fn failure_outcome(status: StatusCode, headers: &HeaderMap) -> Option<Outcome> {
+    is_retried(status).then(|| Failure::Status { status, headers: headers.clone(), body: None }.outcome())
+}
+
 /// Whether a status is retried on another rank.
 pub(super) fn is_retried(status: StatusCode) -> bool {
     status.is_server_error() || is_refusal(status) || is_misconfiguration(status)

@@ -27,13 +27,13 @@ const HEAP_BYTES_MAX: usize = 256 << 10;
 
 /// Limits of a body.
 #[derive(Clone, Copy)]
-pub(super) struct Limits {
+pub(in crate::serve) struct Limits {
     /// Maximum length.
-    pub(super) bytes_max: u64,
+    pub(in crate::serve) bytes_max: u64,
     /// Idle timeout.
-    pub(super) frame_timeout: Duration,
+    pub(in crate::serve) frame_timeout: Duration,
     /// Whether the client waits for `100 Continue`.
-    pub(super) expects_continue: bool,
+    pub(in crate::serve) expects_continue: bool,
 }
 
 /// Reads the whole body within its limits. The bytes stay reserved in `budget` until the last clone of the body is
@@ -41,7 +41,11 @@ pub(super) struct Limits {
 ///
 /// # Errors
 /// 413, 408, 503 for an exhausted budget, or 400 if the client breaks off.
-pub(super) async fn receive(mut body: Body, limits: Limits, budget: &Arc<BodyBudget>) -> Result<Bytes, ApiError> {
+pub(in crate::serve) async fn receive(
+    mut body: Body,
+    limits: Limits,
+    budget: &Arc<BodyBudget>,
+) -> Result<Bytes, ApiError> {
     let Limits { bytes_max, frame_timeout, .. } = limits;
     // Announced length; unknown for chunked bodies.
     let announced = body.size_hint();
@@ -198,7 +202,7 @@ impl AsRef<[u8]> for ReservedBody {
 
 /// Drains the body for a limited time, up to twice the maximum length. Clients that send everything before they read
 /// would otherwise see a connection reset instead of the rejection.
-pub(super) async fn discard(mut body: Body, Limits { bytes_max, expects_continue, .. }: Limits) {
+pub(in crate::serve) async fn discard(mut body: Body, Limits { bytes_max, expects_continue, .. }: Limits) {
     if expects_continue {
         return;
     }

@@ -137,6 +137,7 @@ mod tests {
             source: "urls".to_owned(),
             workers: 0,
             last_error: Some("http://10.0.0.7:8000: its block size is 32, must be 64, which is the pool's".to_owned()),
+            failing_since: None,
             closed: false,
             refused: BTreeMap::new(),
             leaving: BTreeSet::new(),
@@ -169,6 +170,7 @@ mod tests {
             applied: None,
             messages: 0,
             message_age: None,
+            restore: None,
         };
         let wrong = "the engine's block size is 32, the pool's is 64";
         let text = of_sources(vec![source(1, Some(wrong)), source(2, None), source(3, Some(wrong))]);

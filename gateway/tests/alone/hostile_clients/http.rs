@@ -25,7 +25,6 @@ async fn invalid_http_is_rejected_without_smuggling() {
         ("no version", format!("POST {PATH}\r\n\r\n").into(), &[400]),
         ("unknown version", format!("POST {PATH} HTTP/9.9\r\n\r\n").into(), &[400, 505]),
         ("TLS", vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3], &[400]),
-        ("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(), &[400, 505]),
         ("zeros", vec![0; 10_000], &[400]),
         ("a space in the path", b"POST /v1/ completions HTTP/1.1\r\n\r\n".to_vec(), &[400]),
         ("control characters in the path", b"GET /\x01\x7f HTTP/1.1\r\n\r\n".to_vec(), &[400]),
@@ -145,11 +144,59 @@ async fn invalid_http_is_rejected_without_smuggling() {
         // is read.
         match &answer {
             Some(answer) => assert!(statuses.contains(&answer.status), "{name}: {answer:?}"),
-            None => assert!(bytes.len() > 64 << 10 || name == "HTTP/2", "{name}: no answer"),
+            None => assert!(bytes.len() > 64 << 10, "{name}: no answer"),
         }
         if let Some(answer) = answer.filter(|answer| matches!(answer.status, 404 | 405 | 408 | 413)) {
             assert!(answer.json()["error"]["code"].is_string(), "{name}: {answer:?}");
         }
+        let most = scene.peak.most().saturating_sub(before);
+        assert!(most <= CASE_BYTES_MAX, "{name}: {most} bytes");
+        assert!(scene.reached().is_empty(), "{name}");
+    }
+    scene.finish().await;
+}
+
+/// A frame of HTTP/2.
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = &(payload.len() as u32).to_be_bytes()[1..];
+    [length, &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn invalid_http2_ends_its_connection() {
+    let _alone = alone().await;
+    let scene = Scene::set().await;
+    let (data, headers, settings, push, continuation) = (0, 1, 4, 5, 9);
+    let good = frame(settings, 0, 0, &[]);
+    let cases: Vec<(&str, Vec<u8>)> = vec![
+        ("a request of HTTP/1.1", smuggled().into()),
+        ("settings of five bytes", frame(settings, 0, 0, &[0; 5])),
+        ("settings of a stream", frame(settings, 0, 1, &[])),
+        ("a frame above the limit", [good.clone(), vec![0xff, 0xff, 0xff, data, 0, 0, 0, 0, 1]].concat()),
+        ("headers without a stream", [good.clone(), frame(headers, 4, 0, &[0x82])].concat()),
+        ("headers of an even stream", [good.clone(), frame(headers, 4, 2, &[0x82])].concat()),
+        ("an invalid header index", [good.clone(), frame(headers, 5, 1, &[0xff, 0xff, 0xff, 0xff])].concat()),
+        ("data without a stream", [good.clone(), frame(data, 0, 0, b"x")].concat()),
+        ("a push by the client", [good.clone(), frame(push, 4, 1, &[0, 0, 0, 2, 0x82])].concat()),
+        ("a continuation alone", [good.clone(), frame(continuation, 4, 1, &[0x82])].concat()),
+        ("endless headers", {
+            let mut bytes = [good.clone(), frame(headers, 0, 1, &[0x82])].concat();
+            (0..1_000).for_each(|_| bytes.extend(frame(continuation, 0, 1, &[0x82; 16_000])));
+            bytes
+        }),
+        ("endless resets", {
+            let mut bytes = good.clone();
+            for stream in (1..100_000).step_by(2) {
+                bytes.extend(frame(headers, 5, stream, &[0x82, 0x86, 0x84, 0x41, 1, b'g']));
+                bytes.extend(frame(3, 0, stream, &[0, 0, 0, 8]));
+            }
+            bytes
+        }),
+    ];
+    for (name, bytes) in cases {
+        let (before, _) = (live_bytes(), scene.peak.most());
+        let answer = scene.exchange(&[b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".as_slice(), &bytes].concat()).await;
+        assert_eq!(answer.map(|answer| answer.status), None, "{name}");
         let most = scene.peak.most().saturating_sub(before);
         assert!(most <= CASE_BYTES_MAX, "{name}: {most} bytes");
         assert!(scene.reached().is_empty(), "{name}");

@@ -1,0 +1,193 @@
+//! Accepting side: receives messages, reports the own state, and sends snapshots.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use pointsman::ReplicaMessage;
+use pointsman::replica::ReplicaLife;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio_rustls::TlsAcceptor;
+
+use super::frame::{CHUNK_BYTES, Frame};
+use super::link::{FrameReader, FrameWriter, HANDSHAKE_TIMEOUT, HEARTBEAT, Link, LinkError, Stream, shake_hands};
+use super::seal::Side;
+use super::{FETCHES_MAX, Shared, left, lock};
+use crate::replicas::meters::RefusalReason;
+
+/// Maximum number of accepted connections, in the handshake or after it.
+const CONNECTIONS_MAX: usize = 256;
+
+/// Pause after a failure to accept, such as a lack of descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// A requested snapshot.
+struct Job {
+    id: u32,
+    pool: Arc<str>,
+}
+
+/// Serves other replicas until this one leaves.
+pub(super) async fn accept(listener: TcpListener, shared: Arc<Shared>) {
+    let mut leaving = shared.is_leaving.subscribe();
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            biased;
+            () = left(&mut leaving) => break,
+            Some(_) = connections.join_next() => {}
+            accepted = listener.accept() => match accepted {
+                Ok((_, address)) if connections.len() >= CONNECTIONS_MAX => {
+                    shared.meters.refused(RefusalReason::Connections, &address, "256 connections are open");
+                }
+                Ok((stream, address)) => drop(connections.spawn(serve(stream, address, Arc::clone(&shared)))),
+                Err(error) => {
+                    tracing::debug!(%error, "no connection of a replica accepted");
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    }
+    // The dialling sides see closed connections.
+    connections.shutdown().await;
+}
+
+async fn serve(stream: TcpStream, address: SocketAddr, shared: Arc<Shared>) {
+    if let Err(error) = serve_until_end(stream, &shared).await {
+        shared.report(&address, &error);
+    }
+}
+
+async fn serve_until_end(stream: TcpStream, shared: &Shared) -> Result<(), LinkError> {
+    // Messages are small and urgent; a failure is not fatal.
+    let _ = stream.set_nodelay(true);
+    let stream: Box<dyn Stream> = match &shared.tls {
+        Some(tls) => {
+            let acceptor = TlsAcceptor::from(Arc::clone(&tls.server));
+            match timeout(HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await {
+                Ok(Ok(stream)) => Box::new(stream),
+                Ok(Err(_)) => return Err(LinkError::Refused(RefusalReason::Tls, "TLS handshake failed")),
+                Err(_) => return Err(LinkError::Refused(RefusalReason::Timeout, "no TLS handshake within 5 s")),
+            }
+        }
+        None => Box::new(stream),
+    };
+    let Link { life, reader, writer } =
+        shake_hands(stream, Side::Accepting, shared.life, shared.key.as_ref(), &shared.meters).await?;
+    if life.replica == shared.life.replica {
+        // The dialling side reports it.
+        return Ok(());
+    }
+    let _sender = Sender::admit(shared, life)?;
+    let (jobs, requested) = mpsc::channel(FETCHES_MAX);
+    tokio::select! {
+        biased;
+        ended = receive(reader, life, jobs, shared) => ended,
+        ended = send(writer, requested, shared) => ended,
+    }
+}
+
+/// Counts the connections of a life, and refuses earlier lives of connected replicas.
+struct Sender<'a> {
+    shared: &'a Shared,
+    life: ReplicaLife,
+}
+
+impl<'a> Sender<'a> {
+    fn admit(shared: &'a Shared, life: ReplicaLife) -> Result<Self, LinkError> {
+        let mut senders = lock(&shared.senders);
+        let (newest, connections) = senders.entry(life.replica).or_insert((life.incarnation, 0));
+        if *newest > life.incarnation {
+            return Err(LinkError::Refused(RefusalReason::Stale, "a later life of the replica is connected"));
+        }
+        if *newest < life.incarnation {
+            (*newest, *connections) = (life.incarnation, 0);
+        }
+        *connections += 1;
+        drop(senders);
+        Ok(Self { shared, life })
+    }
+}
+
+impl Drop for Sender<'_> {
+    fn drop(&mut self) {
+        let mut senders = lock(&self.shared.senders);
+        let Some((newest, connections)) = senders.get_mut(&self.life.replica) else { return };
+        if *newest == self.life.incarnation {
+            *connections -= 1;
+            if *connections == 0 {
+                senders.remove(&self.life.replica);
+            }
+        }
+    }
+}
+
+async fn receive(
+    mut reader: FrameReader<'_>,
+    from: ReplicaLife,
+    jobs: mpsc::Sender<Job>,
+    shared: &Shared,
+) -> Result<(), LinkError> {
+    loop {
+        match reader.next().await? {
+            Frame::Message { topic: Some(topic), pool, payload } => {
+                // Without a subscriber the message is lost, as for a slow one.
+                let _ = shared.incoming.send(ReplicaMessage { from, pool, topic, payload });
+            }
+            Frame::Message { topic: None, .. } | Frame::Alive => {}
+            Frame::SnapshotRequest { id, pool } => {
+                let is_within_limit = jobs.try_send(Job { id, pool }).is_ok();
+                if !is_within_limit {
+                    return Err(LinkError::Refused(RefusalReason::Malformed, "too many snapshots requested"));
+                }
+            }
+            Frame::Status { .. } | Frame::Chunk { .. } | Frame::NoSnapshot { .. } => return Err(LinkError::MALFORMED),
+        }
+    }
+}
+
+async fn send(mut writer: FrameWriter<'_>, mut jobs: mpsc::Receiver<Job>, shared: &Shared) -> Result<(), LinkError> {
+    let mut serving = shared.is_serving.subscribe();
+    let mut heartbeat = interval(HEARTBEAT);
+    heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        let job = tokio::select! {
+            biased;
+            _ = serving.changed() => None,
+            _ = heartbeat.tick() => None,
+            Some(job) = jobs.recv() => Some(job),
+        };
+        let Some(Job { id, pool }) = job else {
+            report_status(&mut writer, &mut serving).await?;
+            continue;
+        };
+        let snapshot = shared.snapshot(&pool);
+        tokio::pin!(snapshot);
+        let snapshot = loop {
+            tokio::select! {
+                biased;
+                snapshot = snapshot.as_mut() => break snapshot,
+                _ = heartbeat.tick() => report_status(&mut writer, &mut serving).await?,
+            }
+        };
+        match snapshot {
+            Ok(mut bytes) => loop {
+                let chunk = bytes.split_to(CHUNK_BYTES.min(bytes.len()));
+                let remaining = bytes.len() as u64;
+                writer.send(&Frame::Chunk { id, remaining, bytes: chunk }.encode()).await?;
+                if remaining == 0 {
+                    break;
+                }
+            },
+            Err(refusal) => writer.send(&Frame::NoSnapshot { id, refusal }.encode()).await?,
+        }
+    }
+}
+
+async fn report_status(writer: &mut FrameWriter<'_>, serving: &mut watch::Receiver<bool>) -> Result<(), LinkError> {
+    let is_serving = *serving.borrow_and_update();
+    writer.send(&Frame::Status { is_serving }.encode()).await
+}

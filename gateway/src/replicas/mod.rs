@@ -1,0 +1,233 @@
+//! Transports between the replicas of a gateway.
+//!
+//! [`Replicas`] starts the transport of the `[replicas]` settings, whose [`ReplicaBus`] the routers of all models share.
+//! Transports authenticate replicas; a message of others changes nothing and is counted.
+
+mod direct;
+pub(crate) mod meters;
+#[cfg(feature = "nats")]
+mod nats;
+mod tls;
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use pointsman::ReplicaBus;
+use pointsman::replica::{ReplicaId, ReplicaLife};
+use ring::digest;
+use ring::rand::{SecureRandom as _, SystemRandom};
+use tokio::net::TcpListener;
+
+use crate::serve::TlsError;
+use crate::serve::listener::bind;
+use crate::settings::{ReplicasSettings, Secret};
+use direct::{DirectBus, DirectOptions, Peers};
+#[cfg(feature = "nats")]
+pub(crate) use nats::is_server_url;
+#[cfg(feature = "nats")]
+use nats::{NatsBus, NatsOptions};
+use tls::MutualTls;
+
+/// Messages kept for each subscriber of a bus.
+const MESSAGES_KEPT: usize = 4096;
+
+/// Snapshots sent to other replicas at a time.
+const SNAPSHOTS_AT_ONCE: usize = 2;
+
+/// Startup error of a transport.
+#[derive(Debug, thiserror::Error)]
+pub enum ReplicasError {
+    /// Listen failure.
+    #[error("replicas.listen: cannot listen at {address}: {error}")]
+    Listen {
+        /// Listen address.
+        address: SocketAddr,
+        /// System error.
+        error: std::io::Error,
+    },
+    /// Certificate chain, key or authority.
+    #[error("replicas: {0}")]
+    Tls(#[from] TlsError),
+    /// No random id.
+    #[error("replicas.id is absent, and the system has no random bytes")]
+    NoId,
+    /// Settings that [`Settings::validate`](crate::settings::Settings::validate) rejects.
+    #[error("replicas.listen is absent, must be an address")]
+    NoAddress,
+}
+
+/// The running transport of a gateway. Dropping it closes its connections; [`Replicas::leave`] also sends what is
+/// queued.
+#[derive(Debug)]
+pub struct Replicas {
+    transport: Transport,
+    address: Option<SocketAddr>,
+}
+
+#[derive(Debug)]
+enum Transport {
+    Direct(Arc<DirectBus>),
+    #[cfg(feature = "nats")]
+    Nats(Arc<NatsBus>),
+}
+
+impl Replicas {
+    /// Starts the transport of valid settings, with the content of `key_file`, on the current runtime. Peers are
+    /// connected in the background, so no failure of theirs is an error.
+    ///
+    /// # Errors
+    /// See [`ReplicasError`].
+    pub fn start(settings: &ReplicasSettings, key: Option<Secret>) -> Result<Self, ReplicasError> {
+        #[cfg(feature = "nats")]
+        if let Some(url) = &settings.nats {
+            return Self::start_nats(url.clone(), settings, key);
+        }
+        let address = settings.listen.ok_or(ReplicasError::NoAddress)?;
+        let listener = bind(address).map_err(|error| ReplicasError::Listen { address, error })?;
+        Self::start_on(listener, settings, key)
+    }
+
+    /// Like [`Replicas::start`], with a bound socket in place of `listen`.
+    ///
+    /// # Errors
+    /// See [`ReplicasError`].
+    pub fn start_on(
+        listener: TcpListener,
+        settings: &ReplicasSettings,
+        key: Option<Secret>,
+    ) -> Result<Self, ReplicasError> {
+        let tls = match (&settings.tls_certificate_file, &settings.tls_key_file, &settings.tls_ca_file) {
+            (Some(certificate_file), Some(key_file), Some(ca_file)) => {
+                Some(MutualTls::read(certificate_file, key_file, ca_file)?)
+            }
+            _ => None,
+        };
+        let life = ReplicaLife { replica: replica_id(settings.id.as_deref())?, incarnation: incarnation() };
+        let address = listener.local_addr().ok();
+        let peers = peers_of(settings);
+        let listen = address.map(tracing::field::display);
+        tracing::info!(replica = %life.replica, incarnation = life.incarnation, address = listen, "replicas started");
+        let bus = Arc::new(DirectBus::start(listener, DirectOptions { life, peers, key, tls }));
+        Ok(Self { transport: Transport::Direct(bus), address })
+    }
+
+    #[cfg(feature = "nats")]
+    fn start_nats(url: String, settings: &ReplicasSettings, key: Option<Secret>) -> Result<Self, ReplicasError> {
+        let tls = match (&settings.tls_certificate_file, &settings.tls_key_file, &settings.tls_ca_file) {
+            (Some(certificate_file), Some(key_file), Some(ca_file)) => {
+                // Unreadable files are detected before anything runs.
+                MutualTls::read(certificate_file, key_file, ca_file)?;
+                Some([certificate_file.clone(), key_file.clone(), ca_file.clone()])
+            }
+            _ => None,
+        };
+        let life = ReplicaLife { replica: replica_id(settings.id.as_deref())?, incarnation: incarnation() };
+        tracing::info!(replica = %life.replica, incarnation = life.incarnation, url, "replicas started");
+        let bus = Arc::new(NatsBus::start(NatsOptions { life, url, key, tls }));
+        Ok(Self { transport: Transport::Nats(bus), address: None })
+    }
+
+    /// The bus of all models.
+    #[must_use]
+    pub fn bus(&self) -> Arc<dyn ReplicaBus> {
+        match &self.transport {
+            Transport::Direct(bus) => Arc::clone(bus) as Arc<dyn ReplicaBus>,
+            #[cfg(feature = "nats")]
+            Transport::Nats(bus) => Arc::clone(bus) as Arc<dyn ReplicaBus>,
+        }
+    }
+
+    /// Listen address for other replicas.
+    #[must_use]
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.address
+    }
+
+    /// Sends queued messages for at most one second, then leaves the other replicas.
+    pub async fn leave(self) {
+        match self.transport {
+            Transport::Direct(bus) => bus.leave().await,
+            #[cfg(feature = "nats")]
+            Transport::Nats(bus) => bus.leave().await,
+        }
+    }
+}
+
+fn peers_of(settings: &ReplicasSettings) -> Peers {
+    #[cfg(feature = "kubernetes")]
+    if let Some(service) = settings.kubernetes_service.as_deref().and_then(|service| service.rsplit_once(':')) {
+        let (name, port) = service;
+        let mut addresses = pointsman::ServiceAddresses::new(name);
+        if let Some(namespace) = &settings.kubernetes_namespace {
+            addresses = addresses.namespace(namespace);
+        }
+        if let Some(file) = &settings.kubeconfig_file {
+            addresses = addresses.kubeconfig(file);
+        }
+        let port = port.parse().expect("the settings are valid");
+        return Peers::Service { addresses: Box::new(addresses), port, host: name.to_owned() };
+    }
+    match &settings.dns {
+        Some(name) => Peers::Dns(name.clone()),
+        None => Peers::List(settings.peers.clone()),
+    }
+}
+
+/// Id from the configured name; random without a name, because names of machines need not be unique.
+fn replica_id(name: Option<&str>) -> Result<ReplicaId, ReplicasError> {
+    let mut id = [0; 8];
+    match name {
+        Some(name) => id.copy_from_slice(&digest::digest(&digest::SHA256, name.as_bytes()).as_ref()[..8]),
+        None => SystemRandom::new().fill(&mut id).map_err(|_| ReplicasError::NoId)?,
+    }
+    Ok(ReplicaId(u64::from_le_bytes(id)))
+}
+
+/// Milliseconds since the Unix epoch.
+#[expect(clippy::disallowed_methods, reason = "incarnations order the lives of a replica across restarts")]
+fn incarnation() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Whether the text is the address of a NATS server. No address is one without the feature `nats`.
+#[cfg(not(feature = "nats"))]
+pub(crate) fn is_server_url(_: &str) -> bool {
+    false
+}
+
+/// Whether the host of `HOST:PORT` is this machine.
+pub(crate) fn is_loopback(address: &str) -> bool {
+    let host = host_of(address);
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+}
+
+/// The host in `HOST:PORT`, without the brackets of an IPv6 address.
+fn host_of(address: &str) -> &str {
+    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_are_without_port_and_brackets() {
+        for (address, host) in [("a.b:1", "a.b"), ("[::1]:2", "::1"), ("10.0.0.1:3", "10.0.0.1")] {
+            assert_eq!(host_of(address), host);
+        }
+        for (address, expected) in [("localhost:1", true), ("[::1]:2", true), ("127.9.9.9:3", true), ("a:4", false)] {
+            assert_eq!(is_loopback(address), expected, "{address}");
+        }
+    }
+
+    #[test]
+    fn ids_are_stable_by_name_and_random_without() {
+        let id = |name| replica_id(name).expect("an id");
+        assert_eq!(id(Some("gateway-0")), id(Some("gateway-0")));
+        assert_ne!(id(Some("gateway-0")), id(Some("gateway-1")));
+        assert_ne!(id(None), id(None));
+    }
+}

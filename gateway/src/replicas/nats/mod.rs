@@ -1,0 +1,339 @@
+//! Transport by a NATS server or cluster.
+//!
+//! Messages are published on core subjects ([`subject`]), lossy for slow subscribers. A KV bucket whose entries expire
+//! has the members ([`members`]), the object store has snapshots while they are fetched ([`snapshots`]). Without a
+//! connection nothing is delivered, there are no members, and the client connects again in the background. The server
+//! needs JetStream.
+
+mod envelope;
+mod members;
+mod snapshots;
+mod subject;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr as _;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use async_nats::connection::State;
+use async_nats::{Client, ConnectOptions, ServerAddr, Subscriber};
+use bytes::{BufMut as _, Bytes, BytesMut};
+use futures_util::StreamExt as _;
+use pointsman::ingest::Backoff;
+use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
+use pointsman::{BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource};
+use tokio::sync::{Semaphore, broadcast, watch};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use self::envelope::{OVERHEAD_BYTES, Sealer, Sequences};
+use self::members::NatsMember;
+use super::direct::{LEAVE_TIMEOUT, MESSAGE_BYTES_MAX, Outbox, is_pool_name, left, lock};
+use super::meters::{RefusalReason, ReplicaMeters};
+use super::{MESSAGES_KEPT, SNAPSHOTS_AT_ONCE};
+use crate::settings::Secret;
+
+/// Interval of pings, which detect a broken connection after two of them.
+const PING_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Messages that a subscription may be behind before the client drops the newest.
+const SUBSCRIPTION_MESSAGES_MAX: usize = 4_096;
+
+/// What a transport by NATS needs.
+pub(in crate::replicas) struct NatsOptions {
+    pub(in crate::replicas) life: ReplicaLife,
+    /// `nats://HOST:PORT` or `tls://HOST:PORT`.
+    pub(in crate::replicas) url: String,
+    pub(in crate::replicas) key: Option<Secret>,
+    /// Certificate chain, key and authority for the connection to the server.
+    pub(in crate::replicas) tls: Option<[PathBuf; 3]>,
+}
+
+/// A running transport by NATS. Dropping it closes its connection.
+pub(in crate::replicas) struct NatsBus {
+    shared: Arc<NatsState>,
+    tasks: Mutex<JoinSet<()>>,
+}
+
+/// State of all tasks.
+struct NatsState {
+    life: ReplicaLife,
+    sealer: Sealer,
+    meters: ReplicaMeters,
+    incoming: broadcast::Sender<ReplicaMessage>,
+    members: watch::Sender<Arc<[ReplicaMember]>>,
+    known: Mutex<BTreeMap<ReplicaId, NatsMember>>,
+    sequences: Mutex<Sequences>,
+    /// Queued messages, each after its subject.
+    outbox: Outbox,
+    source: RwLock<Option<Arc<dyn SnapshotSource>>>,
+    snapshots: Semaphore,
+    /// The latest object of each pool.
+    objects: Mutex<BTreeMap<String, String>>,
+    is_serving: watch::Sender<bool>,
+    is_leaving: watch::Sender<bool>,
+    client: OnceLock<Client>,
+}
+
+impl NatsBus {
+    /// Starts to connect in the background. The address must be valid.
+    pub(in crate::replicas) fn start(options: NatsOptions) -> Self {
+        let shared = Arc::new(NatsState {
+            life: options.life,
+            sealer: Sealer::new(options.life, options.key.as_ref()),
+            meters: ReplicaMeters::new(),
+            incoming: broadcast::Sender::new(MESSAGES_KEPT),
+            members: watch::Sender::new(Arc::from([])),
+            known: Mutex::default(),
+            sequences: Mutex::default(),
+            outbox: Outbox::default(),
+            source: RwLock::default(),
+            snapshots: Semaphore::new(SNAPSHOTS_AT_ONCE),
+            objects: Mutex::default(),
+            is_serving: watch::Sender::new(false),
+            is_leaving: watch::Sender::new(false),
+            client: OnceLock::new(),
+        });
+        let mut tasks = JoinSet::new();
+        tasks.spawn(run(Arc::clone(&shared), options.url, options.tls));
+        Self { shared, tasks: Mutex::new(tasks) }
+    }
+
+    /// Sends queued messages for at most one second, and leaves the members.
+    pub(in crate::replicas) async fn leave(&self) {
+        self.shared.is_leaving.send_replace(true);
+        let mut tasks = std::mem::take(&mut *lock(&self.tasks));
+        if timeout(LEAVE_TIMEOUT, tasks.join_next()).await.is_err() {
+            tracing::warn!("connection to NATS closed with unsent messages");
+        }
+        self.shared.members.send_replace(Arc::from([]));
+    }
+}
+
+/// Whether the text is `nats://HOST:PORT` or `tls://HOST:PORT`, without a password.
+pub(crate) fn is_server_url(url: &str) -> bool {
+    let address = url.strip_prefix("nats://").or_else(|| url.strip_prefix("tls://"));
+    let parts = address.and_then(|address| address.rsplit_once(':'));
+    let is_complete = parts.is_some_and(|(host, port)| {
+        !host.is_empty() && !host.contains(['@', '/', '?']) && port.parse::<u16>().is_ok_and(|port| port > 0)
+    });
+    is_complete && ServerAddr::from_str(url).is_ok()
+}
+
+/// Connects, and serves until this replica leaves.
+async fn run(shared: Arc<NatsState>, url: String, tls: Option<[PathBuf; 3]>) {
+    let mut is_leaving = shared.is_leaving.subscribe();
+    tokio::select! {
+        biased;
+        () = left(&mut is_leaving) => {}
+        (client, messages, requests) = connect(&shared, &url, tls) => {
+            let _ = shared.client.set(client.clone());
+            // Only these two have something to send at the end.
+            let sending = async { tokio::join!(publish(&shared, &client), members::keep(&shared, &client)) };
+            tokio::select! {
+                biased;
+                _ = sending => {}
+                () = receive(&shared, messages) => {}
+                () = snapshots::serve(&shared, &client, requests) => {}
+            }
+        }
+    }
+}
+
+/// A client with its subscriptions, which connects in the background.
+async fn connect(shared: &NatsState, url: &str, tls: Option<[PathBuf; 3]>) -> (Client, Subscriber, Subscriber) {
+    let mut backoff = Backoff::new(shared.life.incarnation);
+    let mut is_reported = false;
+    loop {
+        let mut options = ConnectOptions::new()
+            .name("pointsman")
+            .no_echo()
+            .retry_on_initial_connect()
+            .max_reconnects(None)
+            .ping_interval(PING_INTERVAL)
+            .subscription_capacity(SUBSCRIPTION_MESSAGES_MAX)
+            .event_callback(|event| async move { tracing::info!(%event, "connection to NATS") });
+        if let Some([certificate_file, key_file, ca_file]) = tls.clone() {
+            options = options.require_tls(true).add_root_certificates(ca_file);
+            options = options.add_client_certificate(certificate_file, key_file);
+        }
+        let connected = async {
+            let client = options.connect(url).await.map_err(|error| error.to_string())?;
+            let subscribe = |subject: String| {
+                let client = client.clone();
+                async move { client.subscribe(subject).await.map_err(|error| error.to_string()) }
+            };
+            let messages = subscribe(subject::MESSAGES.to_owned()).await?;
+            let requests = subscribe(subject::fetch(shared.life.replica)).await?;
+            Ok::<_, String>((client, messages, requests))
+        };
+        match connected.await {
+            Ok(connected) => return connected,
+            Err(error) if !std::mem::replace(&mut is_reported, true) => {
+                tracing::warn!(url, error, "cannot connect to NATS; further attempts follow");
+            }
+            Err(_) => {}
+        }
+        sleep(backoff.next_delay()).await;
+    }
+}
+
+/// Sends queued messages until this replica leaves. Without a connection they are dropped.
+async fn publish(shared: &NatsState, client: &Client) {
+    let mut is_leaving = shared.is_leaving.subscribe();
+    loop {
+        let entry = tokio::select! {
+            biased;
+            entry = shared.outbox.next() => entry,
+            () = left(&mut is_leaving) => break,
+        };
+        let Some((subject, payload)) = parts(&entry) else { continue };
+        let bytes = payload.len();
+        if client.connection_state() != State::Connected || bytes > client.max_payload() {
+            shared.meters.dropped.increment(1);
+        } else if client.publish(subject, payload).await.is_ok() {
+            shared.meters.sent_bytes.increment(bytes as u64);
+        }
+    }
+    let _ = client.flush().await;
+}
+
+/// Delivers messages of other replicas.
+async fn receive(shared: &NatsState, mut messages: Subscriber) {
+    while let Some(message) = messages.next().await {
+        let subject = message.subject.as_str();
+        shared.meters.received_bytes.increment(message.payload.len() as u64);
+        if let Some((from, content)) = shared.accept(subject, &message.payload) {
+            match subject::pool_and_topic(subject) {
+                Some((pool, topic)) => {
+                    let message = ReplicaMessage { from, pool: pool.into(), topic, payload: content };
+                    // Without a subscriber the message is lost.
+                    let _ = shared.incoming.send(message);
+                }
+                None => shared.meters.refused(RefusalReason::Malformed, &subject, "unknown subject"),
+            }
+        }
+    }
+}
+
+/// One queued message: length of the subject, subject and payload.
+fn entry(subject: &str, payload: &[u8]) -> Bytes {
+    let mut entry = BytesMut::with_capacity(2 + subject.len() + payload.len());
+    entry.put_u16(u16::try_from(subject.len()).unwrap_or(u16::MAX));
+    entry.put_slice(subject.as_bytes());
+    entry.put_slice(payload);
+    entry.freeze()
+}
+
+fn parts(entry: &Bytes) -> Option<(String, Bytes)> {
+    let length = usize::from(u16::from_be_bytes([*entry.first()?, *entry.get(1)?]));
+    let subject = std::str::from_utf8(entry.get(2..2 + length)?).ok()?;
+    Some((subject.to_owned(), entry.slice(2 + length..)))
+}
+
+impl NatsState {
+    fn seal(&self, subject: &str, content: &[u8]) -> Bytes {
+        self.sealer.seal(subject, content, now_ms())
+    }
+
+    /// Sender and content of an authentic message, which is delivered once; `None` for own and refused ones.
+    fn accept(&self, subject: &str, message: &Bytes) -> Option<(ReplicaLife, Bytes)> {
+        let accepted = self.sealer.open(subject, message, now_ms()).and_then(|envelope| {
+            if envelope.from != self.life {
+                self.check_id(envelope.from)?;
+                lock(&self.sequences).accept(subject, &envelope)?;
+            }
+            Ok(envelope)
+        });
+        match accepted {
+            Ok(envelope) => (envelope.from != self.life).then_some((envelope.from, envelope.content)),
+            Err((reason, detail)) => {
+                self.meters.refused(reason, &subject, detail);
+                None
+            }
+        }
+    }
+
+    fn check_id(&self, from: ReplicaLife) -> Result<(), envelope::Refused> {
+        if from.replica == self.life.replica {
+            return Err((RefusalReason::DuplicateId, "another gateway or life has the same replicas.id"));
+        }
+        Ok(())
+    }
+}
+
+/// Milliseconds since the Unix epoch.
+#[expect(clippy::disallowed_methods, reason = "the age of messages of other machines needs a common clock")]
+fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+impl ReplicaBus for NatsBus {
+    fn life(&self) -> ReplicaLife {
+        self.shared.life
+    }
+
+    fn publish(&self, pool: &Arc<str>, topic: ReplicaTopic, payload: Bytes) {
+        let is_short = payload.len() + OVERHEAD_BYTES <= MESSAGE_BYTES_MAX && is_pool_name(pool);
+        let is_connected = self.shared.client.get().is_some_and(|client| client.connection_state() == State::Connected);
+        if !is_short || !is_connected || *self.shared.is_leaving.borrow() {
+            self.shared.meters.dropped.increment(1);
+            return;
+        }
+        let subject = subject::message(pool, topic);
+        let message = self.shared.seal(&subject, &payload);
+        let dropped = self.shared.outbox.push(entry(&subject, &message));
+        self.shared.meters.dropped.increment(dropped);
+    }
+
+    fn subscribe(&self) -> broadcast::Receiver<ReplicaMessage> {
+        self.shared.incoming.subscribe()
+    }
+
+    fn members(&self) -> watch::Receiver<Arc<[ReplicaMember]>> {
+        self.shared.members.subscribe()
+    }
+
+    fn fetch(&self, from: ReplicaId, pool: Arc<str>) -> BusFuture<'_, Result<Bytes, FetchError>> {
+        Box::pin(async move {
+            let fetched = snapshots::fetch(&self.shared, from, &pool).await;
+            fetched.map_err(|reason| FetchError { from, pool: pool.to_string(), reason })
+        })
+    }
+
+    fn serve_snapshots(&self, source: Arc<dyn SnapshotSource>) {
+        *self.shared.source.write().unwrap_or_else(PoisonError::into_inner) = Some(source);
+    }
+
+    fn set_serving(&self, is_serving: bool) {
+        self.shared.is_serving.send_if_modified(|known| std::mem::replace(known, is_serving) != is_serving);
+    }
+}
+
+impl fmt::Debug for NatsBus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NatsBus").field("life", &self.shared.life).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queued_messages_have_their_subject() {
+        assert_eq!(parts(&entry("a.b", b"payload")), Some(("a.b".to_owned(), Bytes::from_static(b"payload"))));
+        assert_eq!(parts(&entry("a", b"")), Some(("a".to_owned(), Bytes::new())));
+    }
+
+    #[test]
+    fn servers_have_a_scheme_and_no_password() {
+        assert!(is_server_url("nats://127.0.0.1:4222") && is_server_url("tls://nats.llm:4222"));
+        for url in ["127.0.0.1:4222", "http://a:1", "nats://", "nats://user:secret@a:4222"] {
+            assert!(!is_server_url(url), "{url}");
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! Snapshots: a request by subject, the snapshot in the object store, and an authenticated reply with its digest.
+//!
+//! A snapshot of at most 64 KiB is in the reply. A longer one becomes an object, whose predecessor of the same pool and
+//! replica is deleted after success; objects of ended replicas expire after an hour.
+
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use async_nats::jetstream::object_store::{Config, ObjectStore};
+use async_nats::jetstream::{self};
+use async_nats::{Client, Message, Request, Subscriber};
+use bytes::Bytes;
+use futures_util::StreamExt as _;
+use pointsman::replica::ReplicaId;
+use ring::digest::{SHA256, SHA256_OUTPUT_LEN, digest};
+use tokio::io::AsyncReadExt as _;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use super::{NatsState, lock, now_ms, subject};
+use crate::replicas::direct::{FETCH_TIMEOUT, SNAPSHOT_BYTES_MAX};
+
+const BUCKET: &str = "pointsman-snapshots-v1";
+
+/// Time after which the objects of an ended replica are deleted.
+const OBJECT_AGE_MAX: Duration = Duration::from_secs(3_600);
+
+/// Maximum length of a snapshot within a reply, in bytes.
+const INLINE_BYTES_MAX: usize = 64 << 10;
+
+/// Requests that wait for the preparation of their snapshots.
+const REQUESTS_MAX: usize = 16;
+
+// First byte of a reply.
+const INLINE: u8 = 0;
+const OBJECT: u8 = 1;
+const FAILED: u8 = 2;
+
+/// Fetches the snapshot of a pool from another replica.
+pub(super) async fn fetch(shared: &NatsState, from: ReplicaId, pool: &str) -> Result<Bytes, String> {
+    let client = shared.client.get().filter(|_| shared.is_member(from)).ok_or("it is not connected")?;
+    let subject = subject::fetch(from);
+    let request = Request::new().payload(shared.seal(&subject, pool.as_bytes())).timeout(Some(FETCH_TIMEOUT));
+    let fetched = async {
+        let reply = client.send_request(subject, request).await.map_err(|error| error.to_string())?;
+        let envelope = shared.sealer.open(&reply.subject, &reply.payload, now_ms());
+        let envelope = envelope.map_err(|(_, detail)| format!("the reply is refused: {detail}"))?;
+        if envelope.from.replica != from {
+            return Err("the reply is of another replica".to_owned());
+        }
+        let content = envelope.content.slice(envelope.content.len().min(1)..);
+        match envelope.content.first() {
+            Some(&INLINE) => Ok(content),
+            Some(&OBJECT) if content.len() > SHA256_OUTPUT_LEN => {
+                let name = String::from_utf8_lossy(&content[SHA256_OUTPUT_LEN..]).into_owned();
+                let snapshot = read(client, &name).await?;
+                let is_same = digest(&SHA256, &snapshot).as_ref() == &content[..SHA256_OUTPUT_LEN];
+                if is_same { Ok(snapshot) } else { Err(format!("the object {name:?} differs from its digest")) }
+            }
+            Some(&FAILED) => Err(String::from_utf8_lossy(&content).into_owned()),
+            _ => Err("the reply is malformed".to_owned()),
+        }
+    };
+    let late = |_| format!("no complete snapshot within {} s", FETCH_TIMEOUT.as_secs());
+    timeout(FETCH_TIMEOUT, fetched).await.map_err(late)?
+}
+
+async fn read(client: &Client, name: &str) -> Result<Bytes, String> {
+    let failed = |error: &dyn std::fmt::Display| format!("the object {name:?} cannot be read: {error}");
+    let store = store(client).await?;
+    let object = store.get(name).await.map_err(|error| failed(&error))?;
+    let mut snapshot = Vec::new();
+    object.take(SNAPSHOT_BYTES_MAX + 1).read_to_end(&mut snapshot).await.map_err(|error| failed(&error))?;
+    if snapshot.len() as u64 > SNAPSHOT_BYTES_MAX { Err(failed(&"it is too long")) } else { Ok(snapshot.into()) }
+}
+
+async fn store(client: &Client) -> Result<ObjectStore, String> {
+    let config = Config {
+        bucket: BUCKET.to_owned(),
+        description: Some("Index snapshots of Pointsman gateways".to_owned()),
+        max_age: OBJECT_AGE_MAX,
+        ..Config::default()
+    };
+    let store = jetstream::new(client.clone()).create_object_store(config).await;
+    store.map_err(|error| format!("the object store cannot be used: {error}"))
+}
+
+/// Replies to requests of other replicas.
+pub(super) async fn serve(shared: &Arc<NatsState>, client: &Client, mut requests: Subscriber) {
+    let mut replies = JoinSet::new();
+    while let Some(request) = requests.next().await {
+        while replies.try_join_next().is_some() {}
+        if replies.len() >= REQUESTS_MAX {
+            continue;
+        }
+        let (shared, client) = (Arc::clone(shared), client.clone());
+        replies.spawn(async move { reply(&shared, &client, request).await });
+    }
+}
+
+async fn reply(shared: &NatsState, client: &Client, request: Message) {
+    let Some((_, pool)) = shared.accept(&request.subject, &request.payload) else { return };
+    let Some(inbox) = request.reply else { return };
+    let content = match prepare(shared, client, &String::from_utf8_lossy(&pool)).await {
+        Ok(content) => content,
+        Err(reason) => [&[FAILED], reason.as_bytes()].concat(),
+    };
+    let reply = shared.seal(&inbox, &content);
+    if let Err(error) = client.publish(inbox, reply).await {
+        tracing::debug!(%error, "reply with a snapshot was not sent");
+    }
+}
+
+/// The content of a reply. Uploads a long snapshot.
+async fn prepare(shared: &NatsState, client: &Client, pool: &str) -> Result<Vec<u8>, String> {
+    let _permit = shared.snapshots.acquire().await;
+    let source = shared.source.read().unwrap_or_else(PoisonError::into_inner).clone();
+    let absent = "it has no warm index of this pool";
+    let snapshot = source.ok_or(absent)?.snapshot(pool).await.ok_or(absent)?;
+    if snapshot.len() as u64 > SNAPSHOT_BYTES_MAX {
+        return Err("the snapshot is longer than 1 GiB".to_owned());
+    }
+    if snapshot.len() <= INLINE_BYTES_MAX {
+        return Ok([&[INLINE], &snapshot[..]].concat());
+    }
+    let store = store(client).await?;
+    let name = format!("{}/{}/{}-{}", subject::encode(pool), shared.life.replica, shared.life.incarnation, now_ms());
+    let failed = |error: &dyn std::fmt::Display| format!("the snapshot cannot be stored: {error}");
+    store.put(name.as_str(), &mut &snapshot[..]).await.map_err(|error| failed(&error))?;
+    let former = lock(&shared.objects).insert(pool.to_owned(), name.clone()).filter(|former| *former != name);
+    if let Some(former) = former
+        && let Err(error) = store.delete(&former).await
+    {
+        tracing::debug!(%error, former, "object of a former snapshot was not deleted");
+    }
+    let mut content = vec![OBJECT];
+    content.extend_from_slice(digest(&SHA256, &snapshot).as_ref());
+    content.extend_from_slice(name.as_bytes());
+    Ok(content)
+}

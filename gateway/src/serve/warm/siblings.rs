@@ -1,0 +1,146 @@
+//! Snapshots from and for other replicas.
+//!
+//! A joining replica fetches from one that serves. If none serves within [`SIBLING_WAIT`], all are as new as this one,
+//! or there is none, and it starts with its file or without contents: waiting longer could block all replicas of a new
+//! deployment.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use bytes::Bytes;
+use pointsman::snapshot::Snapshot;
+use pointsman::{BusFuture, ReplicaBus, ReplicaMember, SnapshotSource};
+use tokio::time::{sleep, timeout};
+
+use super::SnapshotOrigin;
+use crate::serve::current::Current;
+use crate::serve::models::Model;
+use crate::serve::{App, ready};
+
+/// Longest wait for a serving replica.
+const SIBLING_WAIT: Duration = Duration::from_secs(3);
+
+/// Longest time of one fetch.
+const FETCH_MAX: Duration = Duration::from_secs(10);
+
+/// Interval of the checks whether this replica is ready.
+const READY_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Serves snapshots, restores those of a serving replica, and reports readiness, until the gateway drains.
+pub(in crate::serve) async fn join(current: Current, bus: Arc<dyn ReplicaBus>) {
+    bus.serve_snapshots(Arc::new(ModelSnapshots { current: current.clone(), running: tokio::sync::Mutex::new(()) }));
+    restore_all(&current.get(), &*bus).await;
+    let mut is_serving = false;
+    loop {
+        let app = current.get();
+        let is_draining = app.readiness.is_draining();
+        let is_ready = !is_draining && ready::is_ready(&app).await;
+        if is_ready != is_serving {
+            bus.set_serving(is_ready);
+            is_serving = is_ready;
+        }
+        if is_draining {
+            return;
+        }
+        drop(app);
+        sleep(READY_CHECK_INTERVAL).await;
+    }
+}
+
+async fn restore_all(app: &App, bus: &dyn ReplicaBus) {
+    let models = app.models.all().iter().filter(|model| {
+        let config = model.router.config();
+        config.events.mode.reads_events() && config.has_index()
+    });
+    let models: Vec<_> = models.collect();
+    let waiting = format!("a serving replica is awaited for up to {} s", SIBLING_WAIT.as_secs());
+    models.iter().for_each(|model| model.warm_start.set_fetching(Some(waiting.clone())));
+    let mut serving = serving_members(bus).await;
+    if serving.is_empty() {
+        tracing::info!("no replica serves: no index snapshot is fetched");
+    }
+    // The longest life has the most complete index.
+    serving.sort_by_key(|member| member.life.incarnation);
+    for model in models {
+        let is_restored = restore(model, &serving, bus).await;
+        if !is_restored && serving.is_empty() {
+            SnapshotOrigin::Replica.count(&model.settings.name, "absent");
+        }
+        model.warm_start.set_fetching(None);
+    }
+}
+
+/// The serving members, once there are any; none after [`SIBLING_WAIT`].
+async fn serving_members(bus: &dyn ReplicaBus) -> Vec<ReplicaMember> {
+    let mut members = bus.members();
+    let wait = members.wait_for(|members| members.iter().any(|member| member.is_serving));
+    match timeout(SIBLING_WAIT, wait).await {
+        Ok(Ok(members)) => members.iter().filter(|member| member.is_serving).cloned().collect(),
+        Ok(Err(_)) | Err(_) => Vec::new(),
+    }
+}
+
+/// Restores the snapshot of the first member that provides a usable one.
+async fn restore(model: &Model, serving: &[ReplicaMember], bus: &dyn ReplicaBus) -> bool {
+    let (name, pool, origin) =
+        (model.settings.name.as_str(), Arc::<str>::from(&*model.router.config().pool), SnapshotOrigin::Replica);
+    for member in serving {
+        let from = member.life.replica;
+        model.warm_start.set_fetching(Some(format!("a snapshot is being fetched from replica {from}")));
+        let bytes = match timeout(FETCH_MAX, bus.fetch(from, Arc::clone(&pool))).await {
+            Ok(Ok(bytes)) => bytes,
+            Ok(Err(error)) => {
+                tracing::warn!(model = name, %error, "index snapshot could not be fetched");
+                origin.count(name, "failed");
+                continue;
+            }
+            Err(_) => {
+                tracing::warn!(model = name, %from, after = ?FETCH_MAX, "index snapshot could not be fetched: timeout");
+                origin.count(name, "failed");
+                continue;
+            }
+        };
+        let decoded = tokio::task::spawn_blocking(move || Snapshot::decode(&bytes)).await;
+        let Ok(decoded) = decoded else { continue };
+        let restored = decoded.and_then(|snapshot| {
+            let (ranks, blocks) = (snapshot.ranks.len(), snapshot.block_count());
+            model.router.restore(snapshot).map(|()| (ranks, blocks))
+        });
+        match restored {
+            Ok((ranks, blocks)) => {
+                tracing::info!(model = name, %from, ranks, blocks, "index snapshot of a replica restored");
+                origin.count(name, "restored");
+                return true;
+            }
+            Err(error) => {
+                tracing::warn!(model = name, %from, %error, "index snapshot of a replica ignored");
+                origin.count(name, error.name());
+            }
+        }
+    }
+    false
+}
+
+/// Snapshots of the models for other replicas, one at a time.
+struct ModelSnapshots {
+    current: Current,
+    running: tokio::sync::Mutex<()>,
+}
+
+impl SnapshotSource for ModelSnapshots {
+    fn snapshot(&self, pool: &str) -> BusFuture<'_, Option<Bytes>> {
+        let app = self.current.get();
+        let model = app.models.all().iter().find(|model| model.router.config().pool == pool).map(Arc::clone);
+        Box::pin(async move {
+            // After the warm-up time the index is as complete as it can be; ranks with losses are marked as cold.
+            let is_warm =
+                |model: &Arc<Model>| model.was_warm.load(Ordering::Relaxed) || app.readiness.is_warm_up_over();
+            let model = model.filter(is_warm)?;
+            let _running = self.running.lock().await;
+            let snapshot = model.router.snapshot().await.ok()?;
+            let encoded = tokio::task::spawn_blocking(move || snapshot.encode()).await;
+            encoded.ok().map(Bytes::from)
+        })
+    }
+}

@@ -1,0 +1,184 @@
+//! Settings of workers that are pods of a Kubernetes cluster.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::validate::Rules;
+
+/// Maximum number of target ports of an InferencePool.
+const PORTS_MAX: usize = 8;
+
+/// `[models.kubernetes]`: pods of one namespace as workers of a model.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct KubernetesSettings {
+    /// Namespace of the pods. Default: that of the kubeconfig context or of the service account.
+    pub namespace: Option<String>,
+    /// Label selector of the pods, in the notation of `kubectl --selector`.
+    pub selector: Option<String>,
+    /// Ports for requests of the selected pods. Port `n` serves data-parallel rank `n`.
+    pub ports: Vec<u16>,
+    /// Name of an InferencePool (`inference.networking.k8s.io/v1`), which has selector and ports.
+    pub inference_pool: Option<String>,
+    /// Role of the pods by the label `llm-d.ai/role`. Default: pods of all roles.
+    pub role: Option<PodRoleChoice>,
+    /// Port of the KV event publisher of rank 0, for pods without annotation. Default: as probed.
+    pub kv_events_port: Option<u32>,
+    /// Port of the KV event replay socket of rank 0, for pods without annotation.
+    pub kv_replay_port: Option<u32>,
+    /// Kubeconfig file of the API server. Default: `KUBECONFIG`, `~/.kube/config`, then the service account of the pod.
+    pub kubeconfig_file: Option<PathBuf>,
+}
+
+/// Role of pods in disaggregated serving.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PodRoleChoice {
+    /// Label `prefill` or `both`.
+    Prefill,
+    /// Another label than `prefill`, or none.
+    Decode,
+}
+
+impl KubernetesSettings {
+    pub(super) fn check(&self, path: &str, rules: &mut Rules) {
+        if !cfg!(feature = "kubernetes") {
+            let rule = "absent: this program was built without the feature kubernetes";
+            rules.check(path, "present", false, rule);
+        }
+        let has_one = self.selector.is_some() != self.inference_pool.is_some();
+        rules.check(path, self.selection(), has_one, "given either selector or inference_pool");
+        for (name, value) in [("namespace", &self.namespace), ("inference_pool", &self.inference_pool)] {
+            let Some(value) = value else { continue };
+            rules.text(format!("{path}.{name}"), value, is_object_name(value), "the name of a Kubernetes object");
+        }
+        let ports = self.ports.len();
+        if self.selector.is_some() {
+            let rule = "1 to 8 different ports with selector";
+            let is_valid = (1..=PORTS_MAX).contains(&ports) && self.has_distinct_ports();
+            rules.check(format!("{path}.ports"), format!("{:?}", self.ports), is_valid, rule);
+        } else {
+            let rule = "absent without selector: an InferencePool has its own ports";
+            rules.check(format!("{path}.ports"), format!("{:?}", self.ports), ports == 0, rule);
+        }
+        for (name, port) in [("kv_events_port", self.kv_events_port), ("kv_replay_port", self.kv_replay_port)] {
+            let Some(port) = port else { continue };
+            rules.range(format!("{path}.{name}"), port, 1, u64::from(u16::MAX));
+        }
+        let has_events = self.kv_replay_port.is_none() || self.kv_events_port.is_some();
+        let replay = self.kv_replay_port.unwrap_or_default();
+        rules.check(format!("{path}.kv_replay_port"), replay, has_events, "absent without kv_events_port");
+    }
+
+    fn selection(&self) -> &'static str {
+        match (&self.selector, &self.inference_pool) {
+            (Some(_), Some(_)) => "with two selections",
+            _ => "without a selection",
+        }
+    }
+
+    fn has_distinct_ports(&self) -> bool {
+        self.ports.iter().enumerate().all(|(n, port)| *port > 0 && !self.ports[..n].contains(port))
+    }
+}
+
+/// Whether the API server accepts the name in a path: a DNS subdomain (RFC 1123).
+pub(super) fn is_object_name(name: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-.".contains(&byte);
+    let is_edge = |byte: Option<u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric());
+    let (first, last) = (name.bytes().next(), name.bytes().next_back());
+    name.len() <= 253 && name.bytes().all(is_plain) && is_edge(first) && is_edge(last)
+}
+
+#[cfg(test)]
+mod tests {
+    #[cfg(feature = "kubernetes")]
+    use super::super::Settings;
+    use super::super::{ConfigFile, Loaded, Sources};
+    use super::*;
+
+    fn load(kubernetes: &str) -> Result<Loaded, Vec<String>> {
+        let text = format!("[[models]]\nname = \"m\"\n[models.kubernetes]\n{kubernetes}");
+        let file = Some(ConfigFile { text, directory: "/etc".into() });
+        let loaded = Sources { file, ..Sources::default() }.load();
+        loaded.map_err(|errors| errors.0.iter().map(ToString::to_string).collect())
+    }
+
+    #[cfg(feature = "kubernetes")]
+    fn settings_of(loaded: Loaded) -> KubernetesSettings {
+        let Settings { models, .. } = loaded.settings;
+        models.into_iter().next().and_then(|model| model.kubernetes).expect("the model has the table")
+    }
+
+    #[cfg(feature = "kubernetes")]
+    #[test]
+    fn printed_settings_load_again_to_the_same_values() {
+        let text = "namespace = \"llm\"\nselector = \"app=e\"\nports = [8000, 8001]\nrole = \"decode\"\n\
+                    kv_events_port = 5557\nkv_replay_port = 5657\nkubeconfig_file = \"kc.yaml\"\n";
+        let loaded = load(text).expect("valid settings");
+        let printed = loaded.to_string();
+        let settings = settings_of(loaded);
+        assert_eq!((settings.ports.as_slice(), settings.role), (&[8000, 8001][..], Some(PodRoleChoice::Decode)));
+        assert_eq!(settings.kubeconfig_file, Some("/etc/kc.yaml".into()), "relative to the directory of the file");
+        let file = Some(ConfigFile { text: printed, directory: "/".into() });
+        let again = Sources { file, ..Sources::default() }.load().expect("printed settings are valid");
+        assert_eq!(settings_of(again), settings);
+    }
+
+    #[cfg(feature = "kubernetes")]
+    #[test]
+    fn violated_rules_name_setting_and_value() {
+        let cases = [
+            ("", "models[0].kubernetes is without a selection, must be given either selector or inference_pool"),
+            (
+                "selector = \"a\"\nports = [1]\ninference_pool = \"p\"",
+                "models[0].kubernetes is with two selections, must be given either selector or inference_pool",
+            ),
+            ("selector = \"a\"", "models[0].kubernetes.ports is [], must be 1 to 8 different ports with selector"),
+            ("selector = \"a\"\nports = [1, 1]", "models[0].kubernetes.ports is [1, 1], must be 1 to 8 different"),
+            ("selector = \"a\"\nports = [0]", "models[0].kubernetes.ports is [0], must be 1 to 8 different"),
+            (
+                "inference_pool = \"p\"\nports = [1]",
+                "models[0].kubernetes.ports is [1], must be absent without selector",
+            ),
+            ("inference_pool = \"A/b\"", "models[0].kubernetes.inference_pool is \"A/b\", must be the name of a"),
+            (
+                "inference_pool = \"p\"\nkv_replay_port = 1",
+                "models[0].kubernetes.kv_replay_port is 1, must be absent without kv_events_port",
+            ),
+            (
+                "inference_pool = \"p\"\nkv_events_port = 65536",
+                "models[0].kubernetes.kv_events_port is 65536, must be 1 to 65535",
+            ),
+        ];
+        for (text, expected) in cases {
+            let problems = load(text).expect_err(text);
+            assert!(problems.len() == 1 && problems[0].starts_with(expected), "{problems:?}\nmust be\n{expected}");
+        }
+    }
+
+    #[cfg(not(feature = "kubernetes"))]
+    #[test]
+    fn a_build_without_the_feature_names_it() {
+        let problems = load("inference_pool = \"p\"").expect_err("the feature is absent");
+        let expected = "models[0].kubernetes is present, must be absent: this program was built without the feature \
+                        kubernetes";
+        assert!(problems[0].starts_with(expected), "{problems:?}");
+    }
+
+    #[cfg(feature = "kubernetes")]
+    #[test]
+    fn other_sources_are_not_required() {
+        assert_eq!(settings_of(load("inference_pool = \"p\"").expect("valid")).inference_pool.as_deref(), Some("p"));
+    }
+
+    #[test]
+    fn names_of_objects_are_dns_subdomains() {
+        for (name, is_valid) in
+            [("llm", true), ("a.b-1", true), ("", false), ("-a", false), ("A", false), ("a/b", false)]
+        {
+            assert_eq!(is_object_name(name), is_valid, "{name}");
+        }
+    }
+}

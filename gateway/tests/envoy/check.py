@@ -1,0 +1,363 @@
+"""Requests through a real Envoy to the endpoint picker, with Envoy's own counters as witness.
+
+usage: check.py POINTSMAN ENVOY
+"""
+
+import http.client
+import json
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+HERE = pathlib.Path(__file__).parent
+POINTSMAN, ENVOY = (str(pathlib.Path(path).resolve()) for path in sys.argv[1:3])
+MIB = 1 << 20
+PATIENCE_S = 60
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def until(what, condition):
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        try:
+            value = condition()
+            if value:
+                return value
+        except (OSError, http.client.HTTPException):
+            pass
+        time.sleep(0.05)
+    raise SystemExit(f"timeout: {what}")
+
+
+def check(condition, message):
+    if not condition:
+        raise SystemExit(f"FAILED: {message}")
+
+
+def get(port, path):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    return response.status, response.read().decode()
+
+
+class Fleet:
+    """Mock engines, a gateway with a picker, and Envoy."""
+
+    def __init__(self, directory):
+        self.directory = pathlib.Path(directory)
+        ports = free_ports(4)
+        self.gateway, self.picker, self.proxy, self.envoy_admin = ports
+        self.engines = {}
+        for _ in range(3):
+            self.start_engine(free_ports(1)[0])
+        urls = ", ".join(f'"http://127.0.0.1:{port}"' for port in self.engines)
+        (self.directory / "gateway.toml").write_text(
+            f'[gateway]\nlisten = "127.0.0.1:{self.gateway}"\nbody_bytes_max = {80 * MIB}\n'
+            f'body_budget_bytes = {400 * MIB}\nsalt_secret_file = "salt"\n'
+            f'[picker]\nlisten = "127.0.0.1:{self.picker}"\nconformance = true\n'
+            f'[router]\nblock_size = 64\n[[models]]\nname = "chat"\nupstream_name = "mock"\nworker_urls = [{urls}]\n'
+        )
+        (self.directory / "salt").write_text("a secret of the check\n")
+        self.start_gateway()
+        endpoint = "{endpoint: {address: {socket_address: {address: 127.0.0.1, port_value: %d}}}}"
+        config = (HERE / "envoy.yaml").read_text()
+        values = {
+            "ADMIN": self.envoy_admin,
+            "LISTEN": self.proxy,
+            "PICKER": self.picker,
+            "ENDPOINTS": ", ".join(endpoint % port for port in self.engines),
+        }
+        for name, value in values.items():
+            config = config.replace(f"@{name}@", str(value))
+        (self.directory / "envoy.yaml").write_text(config)
+        self.envoy = self.start("envoy", [ENVOY, "-c", "envoy.yaml", "--concurrency", "1", "-l", "warning"])
+        until("Envoy is ready", lambda: get(self.envoy_admin, "/ready")[0] == 200)
+        until("the picker is healthy in Envoy", self.is_picker_healthy)
+
+    def start(self, name, command):
+        log = open(self.directory / f"{name}.log", "ab")
+        return subprocess.Popen(command, cwd=self.directory, stdout=log, stderr=log)
+
+    def start_engine(self, port, *more):
+        command = [POINTSMAN, "mock-engine", "--port", str(port), "--body-bytes-max", str(80 * MIB), "--time-scale", "20"]
+        command += ["--max-model-len", "400000", *more]
+        self.engines[port] = self.start(f"engine-{port}", command)
+        until(f"engine {port}", lambda: get(port, "/health")[0] == 200)
+
+    def start_gateway(self):
+        self.gateway_process = self.start("gateway", [POINTSMAN, "serve", "--config", "gateway.toml"])
+        until("the gateway is ready", lambda: get(self.gateway, "/ready")[0] == 200)
+        until("three workers", lambda: self.ranks() == 3)
+
+    def ranks(self):
+        page = get(self.gateway, "/metrics")[1]
+        return len(re.findall(r"^pointsman_rank_active_requests\{", page, re.M))
+
+    def is_picker_healthy(self):
+        return f"127.0.0.1:{self.picker}::health_flags::healthy" in get(self.envoy_admin, "/clusters")[1]
+
+    def stats(self):
+        page = get(self.envoy_admin, "/stats?filter=ext_proc")[1]
+        return {name.rsplit(".", 1)[1]: int(value) for name, value in re.findall(r"^(\S*ext_proc\S*): (\d+)$", page, re.M)}
+
+    def metric(self, start):
+        page = get(self.gateway, "/metrics")[1]
+        values = [float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(start)]
+        return sum(values) if values else None
+
+    def at_rest(self):
+        """Every booking has ended."""
+        rest = lambda: self.metric("pointsman_leases{") == 0 and self.metric("pointsman_gateway_requests_in_flight ") == 0
+        until("all bookings have ended", rest)
+
+    def access(self):
+        lines = (self.directory / "gateway.log").read_text().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def predicted(self):
+        """Predicted cached tokens of the last request."""
+        return self.access()[-1]["predicted_cached_tokens"]
+
+    def post(self, body, headers=None, path="/v1/completions", chunked=False):
+        connection = http.client.HTTPConnection("127.0.0.1", self.proxy, timeout=PATIENCE_S)
+        headers = {"content-type": "application/json", **(headers or {})}
+        if chunked:
+            pieces = (body[n : n + 10_000] for n in range(0, len(body), 10_000))
+            connection.request("POST", path, pieces, headers, encode_chunked=True)
+        else:
+            connection.request("POST", path, body, headers)
+        response = connection.getresponse()
+        return response.status, dict(response.getheaders()), response.read()
+
+    def stop(self):
+        processes = [self.envoy, self.gateway_process, *self.engines.values()]
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+
+def completion(tokens, **more):
+    return json.dumps({"model": "chat", "prompt": tokens, "max_tokens": 4, **more}).encode()
+
+
+def padded(length, **more):
+    """A completion of this length: short prompt, long ignored field."""
+    body = completion([1, 2, 3], user="", **more)
+    return body.replace(b'"user": ""', b'"user": "' + b"x" * max(0, length - len(body)) + b'"')
+
+
+def bodies(fleet):
+    status, headers, answer = fleet.post(b"")
+    check(status == 400 and b"error" in answer, f"an empty body is rejected by name: {status} {answer}")
+    count = 1
+    for length in (100, 61_999, 62_000, 62_001, 64 << 10, 1 * MIB - 1, 1 * MIB, 1 * MIB + 1, 5 * MIB, 64 * MIB):
+        for stream in (False, True):
+            for chunked in (False, True):
+                status, headers, answer = fleet.post(padded(length, stream=stream), chunked=chunked)
+                check(status == 200, f"{length} bytes, stream {stream}, chunked {chunked}: {status} {answer[:300]}")
+                check((b"[DONE]" in answer) == stream, f"{length} bytes: the whole answer arrives: {answer[-200:]}")
+                count += 1
+    status, headers, answer = fleet.post(padded(81 * MIB))
+    check(status == 413, f"a body above the limit is rejected: {status}")
+    print(f"bodies: {count + 1} requests of 0 B to 64 MiB")
+
+
+def follows_the_cache(fleet):
+    prompt = list(range(10_000, 13_210))
+    served, cached = set(), []
+    for turn in range(6):
+        status, headers, answer = fleet.post(completion(prompt))
+        check(status == 200, f"turn {turn}: {status} {answer[:300]}")
+        served.add(headers["x-conformance-test-served-endpoint"])
+        cached.append(json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"])
+        fleet.at_rest()
+        until("the events are read", lambda: fleet.metric("pointsman_rank_held_blocks{") >= 50)
+    check(len(served) == 1, f"all turns go to one engine: {served}")
+    check(cached[0] == 0 and min(cached[1:]) >= 3_200, f"later turns are cached: {cached}")
+    turns = [line for line in fleet.access() if line.get("prompt_tokens") == 3_210]
+    check(len(turns) == 6, f"one access line each: {len(turns)}")
+    for line in turns:
+        check(line["predicted_cached_tokens"] == line["cached_tokens"], f"predicted is delivered: {line}")
+        check(line["worker"].endswith(next(iter(served)).rsplit(":", 1)[1]), f"the served endpoint is booked: {line}")
+    print(f"cache: 6 turns on one engine, cached tokens predicted = delivered: {cached}")
+
+
+def edits(fleet):
+    # The model is renamed, and fields that select a rank are removed.
+    body = completion([5, 6, 7], kv_transfer_params={"remote_host": "x"})
+    headers = {"x-data-parallel-rank": "7", "x-gateway-destination-endpoint": "127.0.0.1:1"}
+    status, _, answer = fleet.post(body, headers)
+    check(status == 200 and json.loads(answer)["model"] == "mock", f"an edited request: {status} {answer[:300]}")
+    status, _, answer = fleet.post(body.replace(b'"chat"', b'"other"'))
+    check(status == 404 and b"model" in answer, f"an unknown model: {status} {answer}")
+    print("edits: model renamed, headers and fields that select a rank removed")
+
+
+def limits(fleet):
+    ports = list(fleet.engines)
+    for port in ports:
+        for hint in (f"127.0.0.1:{port}", f"127.0.0.1:1,127.0.0.1:{port}"):
+            status, headers, _ = fleet.post(completion([port]), {"x-subset": hint})
+            served = headers.get("x-conformance-test-served-endpoint")
+            check(status == 200 and served == f"127.0.0.1:{port}", f"subset {hint}: {status}, {served}")
+        status, headers, _ = fleet.post(completion([port]), {"test-epp-endpoint-selection": f"127.0.0.1:{port}"})
+        served = headers.get("x-conformance-test-served-endpoint")
+        check(status == 200 and served == f"127.0.0.1:{port}", f"selection {port}: {status}, {served}")
+    status, _, answer = fleet.post(completion([1]), {"x-subset": "10.9.9.9:1"})
+    check(status == 503 and b"no_endpoint" in answer, f"a subset without workers: {status} {answer}")
+    print("limits: subset hints and selections of the conformance suite are followed")
+
+
+def original_destination(fleet):
+    # This cluster takes a single address; the fallback list must be limited by a subset of one.
+    port = next(iter(fleet.engines))
+    headers = {"x-cluster": "original", "x-subset": f"127.0.0.1:{port}"}
+    status, _, answer = fleet.post(completion([9]), headers)
+    check(status == 200, f"ORIGINAL_DST: {status} {answer[:200]}")
+    print("original destination: served")
+
+
+def other_paths(fleet):
+    status, body = get(fleet.proxy, "/v1/models")
+    check(status == 200 and '"mock"' in body, f"GET passes: {status} {body[:200]}")
+    status, _, answer = fleet.post(b'{"model": "mock", "prompt": "some text"}', path="/tokenize")
+    check(status == 200 and b"tokens" in answer, f"another path passes: {status} {answer[:200]}")
+    print("other paths: GET and unknown paths go to any engine")
+
+
+def aborts(fleet):
+    def connect():
+        return socket.create_connection(("127.0.0.1", fleet.proxy), timeout=PATIENCE_S)
+
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    body = completion([1, 2], stream=True, max_tokens=100_000, ignore_eos=True)
+    for phase in ("head", "body", "answer"):
+        for _ in range(5):
+            client = connect()
+            if phase == "head":
+                client.sendall(head)
+            elif phase == "body":
+                client.sendall(head + b"content-length: 1000000\r\n\r\n" + body)
+            else:
+                client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+                received = b""
+                while b"data: " not in received:
+                    received += client.recv(4096)
+            client.close()
+        fleet.at_rest()
+    print("aborts: 15 clients gone before the body, in it and in the answer; every booking has ended")
+
+
+def engine_down(fleet):
+    moved = fleet.metric('pointsman_gateway_picks_total{result="moved"}')
+    port, process = next(iter(fleet.engines.items()))
+    # An engine that holds the prefix and then disappears: the picker still chooses it.
+    prompt = list(range(500_000, 503_200))
+    selected = {"test-epp-endpoint-selection": f"127.0.0.1:{port}"}
+    until("a warm engine", lambda: fleet.post(completion(prompt), selected)[0] == 200 and fleet.predicted() >= 3_200)
+    fleet.at_rest()
+    process.kill()
+    process.wait()
+    for _ in range(5):
+        status, headers, answer = fleet.post(completion(prompt))
+        check(status == 200, f"a fallback is served: {status} {answer[:200]}")
+        served = headers.get("x-conformance-test-served-endpoint")
+        check(served and served != f"127.0.0.1:{port}", f"by another engine: {served}")
+    fleet.at_rest()
+    check(fleet.metric('pointsman_gateway_picks_total{result="moved"}') > moved, "bookings have moved")
+    fleet.start_engine(port)
+    until("the engine is back", lambda: fleet.post(completion([1]), selected)[1].get("x-conformance-test-served-endpoint") == f"127.0.0.1:{port}")
+    print("engine down: 5 requests served by the second endpoint, bookings moved")
+
+
+def engine_busy(fleet):
+    moved = fleet.metric('pointsman_gateway_picks_total{result="moved"}')
+    port = next(iter(fleet.engines))
+    prompt = list(range(600_000, 603_210))
+    selected = {"test-epp-endpoint-selection": f"127.0.0.1:{port}"}
+    until("a warm engine", lambda: fleet.post(completion(prompt), selected)[0] == 200 and fleet.predicted() >= 3_200)
+    set_faults(port, {"status_share": 1.0, "status": 503, "scope": "generation"})
+    for _ in range(5):
+        status, headers, answer = fleet.post(completion(prompt))
+        check(status == 200, f"503 of the chosen engine: {status} {answer[:200]}")
+    fleet.at_rest()
+    check(fleet.metric('pointsman_gateway_picks_total{result="moved"}') > moved, "bookings have moved")
+    set_faults(port, {})
+    print("engine busy: 5 requests served in spite of a 503 of the chosen engine")
+
+
+def set_faults(port, faults):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    connection.request("POST", "/faults", json.dumps(faults), {"content-type": "application/json"})
+    check(connection.getresponse().status == 200, f"faults are set: {faults}")
+
+
+def restart(fleet):
+    started, failed = fleet.stats()["streams_started"], 0
+    stop = threading.Event()
+    statuses = []
+
+    def client():
+        while not stop.is_set():
+            statuses.append(fleet.post(completion([len(statuses)]))[0])
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    until("requests before", lambda: len(statuses) > 5)
+    fleet.gateway_process.send_signal(signal.SIGKILL)
+    fleet.gateway_process.wait()
+    until("the proxy fails closed", lambda: any(status >= 500 for status in statuses))
+    fleet.start_gateway()
+    until("the picker is healthy again", fleet.is_picker_healthy)
+    before = len(statuses)
+    until("requests after", lambda: 200 in statuses[before:])
+    stop.set()
+    thread.join()
+    check(fleet.post(completion([1]))[0] == 200, "served after the restart")
+    print(f"restart: {len(statuses)} requests, {sum(status != 200 for status in statuses)} failed while the picker was down")
+
+
+def main():
+    with tempfile.TemporaryDirectory() as directory:
+        fleet = Fleet(directory)
+        try:
+            for part in (bodies, follows_the_cache, edits, limits, original_destination, other_paths, aborts):
+                part(fleet)
+            stats = fleet.stats()
+            check(stats["streams_failed"] == 0, f"no stream failed: {stats}")
+            engine_down(fleet)
+            engine_busy(fleet)
+            stats = fleet.stats()
+            check(stats["streams_failed"] == 0, f"no stream failed: {stats}")
+            restart(fleet)
+            stats = fleet.stats()
+            for name in ("spurious_msgs_received", "message_timeouts", "failure_mode_allowed"):
+                check(stats[name] == 0, f"{name} is 0: {stats}")
+            fleet.at_rest()
+            print("Envoy's counters:", stats)
+        except BaseException:
+            for log in pathlib.Path(directory).glob("*.log"):
+                print(f"---- {log.name}\n{log.read_text()[-3000:]}", file=sys.stderr)
+            raise
+        finally:
+            fleet.stop()
+
+
+main()

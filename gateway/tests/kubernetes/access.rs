@@ -1,0 +1,210 @@
+//! Certificates and credentials of the client: kubeconfig files, and the service account of a pod.
+
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::sync::Arc;
+
+use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
+use rustls::crypto::ring::default_provider;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{RootCertStore, ServerConfig};
+use serde_json::json;
+use tokio::process::Command;
+use tokio_rustls::TlsAcceptor;
+
+use super::api_server::ApiServer;
+use super::cluster::{Directory, NAMESPACE, TestPod, WatchingGateway, engines, settings};
+
+const TOKEN: &str = "token-of-the-service-account";
+
+/// An authority, and certificates of it for the API server and for a client.
+struct Authority {
+    certificate: CertificateDer<'static>,
+    server: (CertificateDer<'static>, KeyPair),
+    client: (CertificateDer<'static>, KeyPair),
+}
+
+impl Authority {
+    fn new() -> Self {
+        let key = || KeyPair::generate().expect("a key");
+        let mut params = CertificateParams::new(Vec::new()).expect("no names");
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let (own, authority_key) = (params.clone(), key());
+        let certificate = own.self_signed(&authority_key).expect("a certificate").der().clone();
+        let issuer = Issuer::new(params, authority_key);
+        let signed = |name: &str, usage| {
+            let key = key();
+            let mut params = CertificateParams::new(vec![name.to_owned()]).expect("a name");
+            params.extended_key_usages = vec![usage];
+            (params.signed_by(&key, &issuer).expect("a certificate").der().clone(), key)
+        };
+        let server = signed("127.0.0.1", ExtendedKeyUsagePurpose::ServerAuth);
+        let client = signed("gateway", ExtendedKeyUsagePurpose::ClientAuth);
+        Self { certificate, server, client }
+    }
+
+    /// TLS of the API server, which requires a certificate of the client if `is_mutual`.
+    fn acceptor(&self, is_mutual: bool) -> TlsAcceptor {
+        let provider = Arc::new(default_provider());
+        let builder = ServerConfig::builder_with_provider(Arc::clone(&provider));
+        let builder = builder.with_safe_default_protocol_versions().expect("versions of the provider");
+        let builder = if is_mutual {
+            let mut roots = RootCertStore::empty();
+            roots.add(self.certificate.clone()).expect("an authority");
+            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
+            builder.with_client_cert_verifier(verifier.expect("an authority"))
+        } else {
+            builder.with_no_client_auth()
+        };
+        let (certificate, key) = &self.server;
+        let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der()));
+        let config = builder.with_single_cert(vec![certificate.clone()], key).expect("certificate and key match");
+        TlsAcceptor::from(Arc::new(config))
+    }
+
+    fn write(&self, directory: &Directory) -> PathBuf {
+        directory.write("ca.crt", pem("CERTIFICATE", &self.certificate))
+    }
+
+    /// User of a kubeconfig with the client certificate.
+    fn user(&self, directory: &Directory) -> serde_json::Value {
+        let (certificate, key) = &self.client;
+        json!({
+            "client-certificate": directory.write("client.crt", pem("CERTIFICATE", certificate)),
+            "client-key": directory.write("client.key", pem("PRIVATE KEY", &key.serialize_der())),
+        })
+    }
+}
+
+/// Textual encoding of RFC 7468.
+fn pem(label: &str, bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::new();
+    for part in bytes.chunks(3) {
+        let bits = part.iter().enumerate().fold(0_u32, |bits, (n, byte)| bits | u32::from(*byte) << (16 - 8 * n));
+        for n in 0..4_usize {
+            let digit = DIGITS[(bits >> (18 - 6 * n)) as usize & 63];
+            text.push(if n <= part.len() { digit.into() } else { '=' });
+        }
+    }
+    let lines: Vec<&str> = (0..text.len()).step_by(64).map(|at| &text[at..text.len().min(at + 64)]).collect();
+    format!("-----BEGIN {label}-----\n{}\n-----END {label}-----\n", lines.join("\n"))
+}
+
+/// The settings of a model `m` with the pods of `app=engine`, and further lines.
+fn model(port: u16, lines: &str) -> String {
+    settings(&[("m", format!("selector = \"app=engine\"\nports = [{port}]\n{lines}"))])
+}
+
+/// A gateway with this user and authority in its kubeconfig.
+async fn gateway(server: &ApiServer, authority: &Authority, user: User<'_>, port: u16) -> WatchingGateway {
+    let directory = Directory::new();
+    let ca = authority.write(&directory);
+    let user = match user {
+        User::Anonymous => json!({}),
+        User::Token(token) => json!({ "token": token }),
+        User::Certificate(of) => of.user(&directory),
+    };
+    directory.kubeconfig(&server.url(), &[("certificate-authority", &ca)], &user);
+    WatchingGateway::start(directory, &model(port, "kubeconfig_file = \"kubeconfig\"")).await
+}
+
+enum User<'a> {
+    Anonymous,
+    Token(&'a str),
+    Certificate(&'a Authority),
+}
+
+/// The error of the source.
+async fn refusal(gateway: &WatchingGateway) -> String {
+    let source = gateway.until_source("an error", |source| source["last_error"].is_string()).await;
+    assert!(gateway.workers("m").await.is_empty());
+    source["last_error"].as_str().expect("a text").to_owned()
+}
+
+#[tokio::test]
+async fn a_kubeconfig_has_authority_and_client_certificate() {
+    let (authority, port, pod) = (Authority::new(), engines().await, TestPod::ready("e", "1", "127.0.3.1"));
+    let server = ApiServer::start_with(Some(authority.acceptor(true))).await;
+    server.put(pod.object());
+    let known = gateway(&server, &authority, User::Certificate(&authority), port).await;
+    known.until_workers("m", &pod.workers(&[port]), "with the certificate").await;
+    let others = Authority::new();
+    let anonymous = gateway(&server, &authority, User::Anonymous, port).await;
+    let error = refusal(&anonymous).await;
+    assert!(error.to_lowercase().contains("certificate"), "{error}");
+    let stranger = gateway(&server, &authority, User::Certificate(&others), port).await;
+    refusal(&stranger).await;
+    let misled = gateway(&server, &others, User::Certificate(&authority), port).await;
+    let error = refusal(&misled).await;
+    assert!(error.to_lowercase().contains("certificate"), "{error}");
+}
+
+#[tokio::test]
+async fn a_kubeconfig_has_a_bearer_token() {
+    let (authority, port, pod) = (Authority::new(), engines().await, TestPod::ready("e", "1", "127.0.3.2"));
+    let server = ApiServer::start_with(Some(authority.acceptor(false))).await;
+    server.require_token(TOKEN);
+    server.put(pod.object());
+    let known = gateway(&server, &authority, User::Token(TOKEN), port).await;
+    known.until_workers("m", &pod.workers(&[port]), "with the token").await;
+    let stranger = gateway(&server, &authority, User::Token("another"), port).await;
+    let error = refusal(&stranger).await;
+    assert!(error.contains("status 401"), "{error}");
+}
+
+#[tokio::test]
+async fn a_damaged_kubeconfig_is_reported_and_read_again() {
+    let (server, port, pod) = (ApiServer::start().await, engines().await, TestPod::ready("e", "1", "127.0.3.3"));
+    server.put(pod.object());
+    let directory = Directory::new();
+    directory.write("kubeconfig", "clusters: 7");
+    let gateway = WatchingGateway::start(directory, &model(port, "kubeconfig_file = \"kubeconfig\"")).await;
+    let error = refusal(&gateway).await;
+    assert!(error.starts_with("the Kubernetes client cannot be configured: /"), "{error}");
+    assert!(error.contains("kubeconfig: "), "{error}");
+    gateway.directory.kubeconfig(&server.url(), &[], &json!({}));
+    gateway.until_workers("m", &pod.workers(&[port]), "repaired").await;
+}
+
+/// Runs a program with the files of the directory `$1` in place of those of the service account of a pod.
+const AS_POD: &str = "mount -t tmpfs tmpfs /var/run && mkdir -p /var/run/secrets/kubernetes.io/serviceaccount \
+                      && cp \"$1\"/* /var/run/secrets/kubernetes.io/serviceaccount && shift && exec \"$@\"";
+
+/// The options of `unshare` for a mount namespace of its own, as this user may create it.
+async fn mount_namespace() -> Option<&'static [&'static str]> {
+    for options in [&["--user", "--map-root-user", "--mount"][..], &["--mount"]] {
+        let mut probe = Command::new("unshare");
+        probe.args(options).args(["mount", "-t", "tmpfs", "tmpfs", "/var/run"]);
+        let probe = probe.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        if probe.status().await.is_ok_and(|status| status.success()) {
+            return Some(options);
+        }
+    }
+    None
+}
+
+#[tokio::test]
+async fn a_pod_uses_its_service_account() {
+    let Some(options) = mount_namespace().await else {
+        eprintln!("SKIPPED: unshare cannot create a mount namespace; service accounts were NOT tested");
+        return;
+    };
+    let (authority, port, pod) = (Authority::new(), engines().await, TestPod::ready("e", "1", "127.0.3.4"));
+    let server = ApiServer::start_with(Some(authority.acceptor(false))).await;
+    server.require_token(TOKEN);
+    server.put(pod.object());
+    let (account, directory) = (Directory::new(), Directory::new());
+    account.write("token", TOKEN);
+    account.write("namespace", NAMESPACE);
+    authority.write(&account);
+    let mut command = Command::new("unshare");
+    command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("HOME", directory.path());
+    command.env("KUBERNETES_SERVICE_HOST", "127.0.0.1");
+    command.env("KUBERNETES_SERVICE_PORT", server.port().to_string());
+    command.args(options).args(["sh", "-c", AS_POD, "sh"]).arg(account.path());
+    command.args([env!("CARGO_BIN_EXE_pointsman"), "serve", "--log-format", "json"]);
+    let gateway = WatchingGateway::start_as(command, directory, &model(port, "")).await;
+    gateway.until_workers("m", &pod.workers(&[port]), "by the service account").await;
+}

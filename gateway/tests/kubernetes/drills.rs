@@ -1,0 +1,172 @@
+//! Changes of pods and pools, and an outage of the API server.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep};
+
+use super::api_server::ApiServer;
+use super::cluster::{Directory, NAMESPACE, TestPod, WatchingGateway, Workers, engines, has_ipv6, pool, settings};
+
+/// A running gateway whose model `m` selects the pods with `app=engine` at this port.
+async fn by_labels(server: &ApiServer, port: u16) -> (WatchingGateway, String) {
+    let directory = Directory::new();
+    directory.kubeconfig(&server.url(), &[], &json!({}));
+    let lines = format!("selector = \"app=engine\"\nports = [{port}]\nkubeconfig_file = \"kubeconfig\"");
+    let text = settings(&[("m", lines)]);
+    (WatchingGateway::start(directory, &text).await, text)
+}
+
+async fn by_pool(server: &ApiServer) -> WatchingGateway {
+    let directory = Directory::new();
+    directory.kubeconfig(&server.url(), &[], &json!({}));
+    let lines = format!("namespace = \"{NAMESPACE}\"\ninference_pool = \"pool\"\nkubeconfig_file = \"kubeconfig\"");
+    WatchingGateway::start(directory, &settings(&[("m", lines)])).await
+}
+
+fn union(sets: impl IntoIterator<Item = Workers>) -> Workers {
+    sets.into_iter().flatten().collect()
+}
+
+#[tokio::test]
+async fn a_pod_serves_from_ready_to_terminating() {
+    let (server, port) = (ApiServer::start().await, engines().await);
+    let ready = TestPod::ready("engine-0", "1", "127.0.1.1");
+    let stays = TestPod::ready("engine-1", "2", "127.0.1.2");
+    server.put(TestPod { is_ready: false, ..ready.clone() }.object());
+    server.put(stays.object());
+    let (gateway, _) = by_labels(&server, port).await;
+    let only = stays.workers(&[port]);
+    gateway.until_workers("m", &only, "a pod that is not ready").await;
+    server.put(ready.object());
+    gateway.until_workers("m", &union([only.clone(), ready.workers(&[port])]), "ready").await;
+    assert_eq!(gateway.complete().await, 200);
+    server.put(TestPod { is_ready: false, ..ready.clone() }.object());
+    gateway.until_workers("m", &only, "not ready again").await;
+    server.put(ready.object());
+    gateway.until_workers("m", &union([only.clone(), ready.workers(&[port])]), "ready again").await;
+    server.put(TestPod { is_terminating: true, ..ready }.object());
+    gateway.until_workers("m", &only, "terminating").await;
+    server.delete("pods", NAMESPACE, "engine-0");
+    server.delete("pods", NAMESPACE, "engine-1");
+    gateway.until_workers("m", &Workers::new(), "gone").await;
+    assert_eq!(gateway.source("m").await["last_error"], Value::Null);
+}
+
+#[tokio::test]
+async fn a_new_uid_at_the_same_address_and_name_is_a_new_worker() {
+    let (server, port) = (ApiServer::start().await, engines().await);
+    let first = TestPod::ready("engine-0", "1", "127.0.1.1");
+    server.put(first.object());
+    let (gateway, _) = by_labels(&server, port).await;
+    gateway.until_workers("m", &first.workers(&[port]), "the first pod").await;
+    // The watch receives deletion and creation in one part.
+    server.hold();
+    server.delete("pods", NAMESPACE, "engine-0");
+    let second = TestPod { uid: "2".to_owned(), ..first.clone() };
+    server.put(second.object());
+    server.release();
+    let (before, after) = (first.workers(&[port]), second.workers(&[port]));
+    assert!(before.keys().ne(after.keys()) && before.values().eq(after.values()), "only the ids differ");
+    gateway.until_workers("m", &after, "the second pod").await;
+}
+
+#[tokio::test]
+async fn a_pool_gives_selector_and_several_ports() {
+    let (server, ports) = (ApiServer::start().await, [engines().await, engines().await]);
+    let pods = [("a", "engine"), ("b", "other"), ("c", "other")];
+    let pods = pods.map(|(name, app)| TestPod::ready(name, name, "127.0.1.1").labelled("app", app));
+    pods.iter().for_each(|pod| server.put(pod.object()));
+    let gateway = by_pool(&server).await;
+    let missing = |source: &Value| source["last_error"] == "inferencepool llm/pool does not exist";
+    gateway.until_source("no pool", missing).await;
+    server.put(pool("engine", &ports));
+    gateway.until_workers("m", &pods[0].workers(&ports), "two ports").await;
+    server.put(pool("engine", &ports[1..]));
+    gateway.until_workers("m", &pods[0].workers(&ports[1..]), "one port").await;
+    server.delete("pods", NAMESPACE, "b");
+    server.put(pool("other", &ports));
+    gateway.until_workers("m", &pods[2].workers(&ports), "another selector").await;
+    server.delete("inferencepools", NAMESPACE, "pool");
+    gateway.until_source("deleted", missing).await;
+    assert_eq!(gateway.workers("m").await, pods[2].workers(&ports), "the last specification stays in use");
+}
+
+#[tokio::test]
+async fn a_reload_changes_selector_and_role() {
+    let (server, port) = (ApiServer::start().await, engines().await);
+    let role = "llm-d.ai/role";
+    let pods = [Some("prefill"), Some("decode"), Some("both"), None];
+    let pods: Vec<TestPod> = (1..)
+        .zip(pods)
+        .map(|(n, value)| {
+            let pod = TestPod::ready(&format!("engine-{n}"), "1", &format!("127.0.1.{n}"));
+            value.map_or(pod.clone(), |value| pod.labelled(role, value))
+        })
+        .collect();
+    let other = TestPod::ready("other", "9", "127.0.1.9").labelled("app", "other");
+    pods.iter().chain([&other]).for_each(|pod| server.put(pod.object()));
+    let of = |numbers: &[usize]| union(numbers.iter().map(|n| pods[*n].workers(&[port])));
+    let (mut gateway, text) = by_labels(&server, port).await;
+    gateway.until_workers("m", &of(&[0, 1, 2, 3]), "without a role").await;
+    gateway.reload(&format!("{text}role = \"prefill\"\n")).await;
+    gateway.until_workers("m", &of(&[0, 2]), "prefill").await;
+    gateway.reload(&format!("{text}role = \"decode\"\n")).await;
+    gateway.until_workers("m", &of(&[1, 2, 3]), "decode").await;
+    gateway.reload(&text.replace("app=engine", "app=other")).await;
+    gateway.until_workers("m", &other.workers(&[port]), "another selector").await;
+}
+
+#[tokio::test]
+async fn a_pod_may_have_an_ipv6_address() {
+    if !has_ipv6().await {
+        eprintln!("SKIPPED: this system has no IPv6; pods with IPv6 addresses were NOT tested");
+        return;
+    }
+    let (server, port) = (ApiServer::start().await, engines().await);
+    let pod = TestPod::ready("engine-0", "1", "::1");
+    server.put(pod.object());
+    let (gateway, _) = by_labels(&server, port).await;
+    gateway.until_workers("m", &pod.workers(&[port]), "an IPv6 address").await;
+    assert_eq!(gateway.complete().await, 200);
+}
+
+/// The outage has at least this length in seconds, by `POINTSMAN_API_OUTAGE_SECONDS`.
+fn outage() -> Duration {
+    #[expect(clippy::disallowed_methods, reason = "a parameter of the check script")]
+    let seconds = std::env::var("POINTSMAN_API_OUTAGE_SECONDS");
+    Duration::from_secs(seconds.map_or(0, |seconds| seconds.parse().expect("seconds")))
+}
+
+#[tokio::test]
+async fn workers_stay_while_the_api_server_is_down() {
+    let (mut server, port) = (ApiServer::start().await, engines().await);
+    let pods = [1, 2, 3].map(|n| TestPod::ready(&format!("engine-{n}"), "1", &format!("127.0.1.{n}")));
+    pods[..2].iter().for_each(|pod| server.put(pod.object()));
+    let (gateway, _) = by_labels(&server, port).await;
+    let before = union(pods[..2].iter().map(|pod| pod.workers(&[port])));
+    gateway.until_workers("m", &before, "at first").await;
+    assert_eq!(gateway.source("m").await["stale_ms"], 0);
+
+    let since = Instant::now();
+    server.stop().await;
+    let is_stale = |source: &Value| source["stale_ms"].as_u64().is_some_and(|age| age > 0);
+    let source = gateway.until_source("the age of the set", is_stale).await;
+    let reason = source["last_error"].as_str().expect("a reason");
+    assert!(reason.starts_with("pods of namespace llm cannot be watched since 20"), "{reason}");
+    loop {
+        assert_eq!(gateway.workers("m").await, before, "no worker is removed");
+        assert_eq!(gateway.complete().await, 200);
+        if since.elapsed() >= outage() && gateway.stale_seconds().await > 0.0 {
+            break;
+        }
+        sleep(Duration::from_millis(20)).await;
+    }
+    server.delete("pods", NAMESPACE, "engine-1");
+    server.put(pods[2].object());
+    server.restart().await;
+    let after = union(pods[1..].iter().map(|pod| pod.workers(&[port])));
+    gateway.until_workers("m", &after, "after the outage").await;
+    let source = gateway.until_source("resolved", |source| source["last_error"].is_null()).await;
+    assert_eq!(source["stale_ms"], 0);
+}

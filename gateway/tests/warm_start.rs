@@ -1,0 +1,447 @@
+//! Gateways that restart with an index snapshot, from their file or from another replica.
+//!
+//! The engines keep too few messages for a complete replay, so only a snapshot makes the index complete.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use pointsman::ingest::RestoreState;
+use pointsman::protocol::{KvEvent, KvEventsConfig, RouterEvent, WorkerConfig, WorkerId};
+use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
+use pointsman::snapshot::Snapshot;
+use pointsman::{BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, Router, SnapshotSource};
+use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice};
+use pointsman_trial::mock::{MockConfig, MockEngine};
+use serde_json::Value;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::sync::{broadcast, watch};
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::common::process::{PATIENCE, Process, serve};
+
+const BLOCK_SIZE: u32 = 16;
+
+/// Messages that an engine keeps for replay.
+const REPLAY_MESSAGES: usize = 8;
+
+/// Prompts, each of four blocks and a part of one.
+const PROMPTS: u32 = 40;
+
+async fn engines() -> Vec<MockEngine> {
+    let mut engines = Vec::new();
+    for seed in 0..2 {
+        let replay_messages_max = REPLAY_MESSAGES;
+        let config =
+            MockConfig { block_size: BLOCK_SIZE, replay_messages_max, time_scale: 0.0, seed, ..MockConfig::default() };
+        engines.push(MockEngine::start(config).await.expect("the engine starts"));
+    }
+    engines
+}
+
+/// Status and body of a response on a new connection.
+async fn exchange(address: SocketAddr, what: &str, body: &str) -> (u16, String) {
+    let mut stream = TcpStream::connect(address).await.expect("connection accepted");
+    let length = body.len();
+    let head = format!(
+        "{what} HTTP/1.1\r\nhost: test\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: \
+         {length}\r\n\r\n"
+    );
+    stream.write_all((head + body).as_bytes()).await.expect("connection is open");
+    let mut answer = String::new();
+    let read = timeout(PATIENCE, stream.read_to_string(&mut answer)).await.expect("response before the timeout");
+    read.expect("response received");
+    let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
+    (head[9..12].parse().expect("a status"), body.to_owned())
+}
+
+/// Sends a prompt of tokens, to a gateway or to an engine.
+async fn send(address: SocketAddr, prompt: u32) {
+    let tokens: Vec<u32> = (0..4 * BLOCK_SIZE + 3).map(|n| 1_000 * (prompt + 1) + n).collect();
+    let body = serde_json::json!({ "model": "mock", "max_tokens": 1, "prompt": tokens }).to_string();
+    let (status, body) = exchange(address, "POST /v1/completions", &body).await;
+    assert_eq!(status, 200, "{body}");
+}
+
+/// Waits until the gateway is ready.
+async fn ready(address: SocketAddr) {
+    let wait = async {
+        while exchange(address, "GET /ready", "").await.0 != 200 {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(PATIENCE, wait).await.expect("ready before the timeout");
+}
+
+fn directory(name: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("warm-{name}-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&path);
+    std::fs::create_dir_all(&path).expect("created");
+    path
+}
+
+/// A process of the gateway and its files.
+struct Deployment {
+    directory: PathBuf,
+    engines: Vec<MockEngine>,
+}
+
+impl Deployment {
+    async fn start(&self, settings: &[&str]) -> Process {
+        let mut command = serve();
+        command.args(["--listen", "127.0.0.1:0", "--model", "mock"]);
+        for engine in &self.engines {
+            command.args(["--worker", &engine.url()]);
+        }
+        let access_log = format!("gateway.access_log={}", self.access_log().display());
+        let path = format!("gateway.snapshot_path={}", self.directory.display());
+        let block_size = format!("router.block_size={BLOCK_SIZE}");
+        for setting in [&access_log, &path, &block_size].map(String::as_str).iter().chain(settings) {
+            command.args(["--set", setting]);
+        }
+        Process::start(command).await
+    }
+
+    fn access_log(&self) -> PathBuf {
+        self.directory.join("access.log")
+    }
+
+    fn snapshot(&self) -> PathBuf {
+        self.directory.join("mock.snapshot")
+    }
+
+    /// Whether the snapshot has every message that the engines have published.
+    fn has_all(&self) -> bool {
+        let Ok(bytes) = std::fs::read(self.snapshot()) else { return false };
+        let snapshot = Snapshot::decode(&bytes).expect("complete");
+        let next = |engine: &MockEngine| {
+            let rank = snapshot.ranks.iter().find(|rank| rank.endpoint == engine.event_endpoint(0));
+            rank.map(|rank| rank.position.next)
+        };
+        self.engines.iter().all(|engine| next(engine) == Some(engine.sequence_next(0)))
+    }
+
+    /// Predicted and delivered cached tokens of the last `count` requests, once all are logged.
+    async fn predictions(&self, count: usize, total: usize) -> Vec<(u64, u64)> {
+        let mut lines = Vec::new();
+        until("requests logged", || {
+            let log = std::fs::read_to_string(self.access_log()).unwrap_or_default();
+            lines = log.lines().map(str::to_owned).collect();
+            lines.len() >= total && log.ends_with('\n')
+        })
+        .await;
+        let line = |line: &String| {
+            let line: Value = serde_json::from_str(line).expect("JSON");
+            let tokens = |field: &str| line[field].as_u64().unwrap_or_else(|| panic!("{field}: {line}"));
+            (tokens("predicted_cached_tokens"), tokens("cached_tokens"))
+        };
+        lines[total - count..].iter().map(line).collect()
+    }
+}
+
+async fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let wait = async {
+        while !holds() {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    assert!(timeout(PATIENCE, wait).await.is_ok(), "timed out: {what}");
+}
+
+/// Requests whose cached prefix was on some rank and was not predicted.
+fn blind(predictions: &[(u64, u64)]) -> usize {
+    predictions.iter().filter(|(predicted, _)| *predicted < u64::from(4 * BLOCK_SIZE)).count()
+}
+
+/// Ends the first process by `signal`, publishes further messages meanwhile, and restarts.
+async fn restarted(name: &str, signal: &str, interval_ms: u64) {
+    let deployment = Deployment { directory: directory(name), engines: engines().await };
+    let interval = format!("gateway.snapshot_interval_ms={interval_ms}");
+    let process = deployment.start(&[&interval]).await;
+    ready(process.address).await;
+    for prompt in 0..PROMPTS {
+        send(process.address, prompt).await;
+    }
+    if signal == "KILL" {
+        until("a complete snapshot", || deployment.has_all()).await;
+    }
+    process.signal(signal);
+    assert_eq!(process.exit().await.success(), signal == "TERM");
+    assert!(deployment.has_all(), "the file has every message");
+
+    // Published while no gateway runs, fewer than the engines keep.
+    for prompt in PROMPTS..PROMPTS + 2 {
+        send(deployment.engines[0].address(), prompt).await;
+    }
+    let begun = Instant::now();
+    let process = deployment.start(&[&interval]).await;
+    let listening = begun.elapsed();
+    ready(process.address).await;
+    let after = begun.elapsed();
+    for prompt in 0..PROMPTS + 2 {
+        send(process.address, prompt).await;
+    }
+    let count = (PROMPTS + 2) as usize;
+    let predictions = deployment.predictions(count, count + PROMPTS as usize).await;
+    let sum = |of: fn(&(u64, u64)) -> u64| predictions.iter().map(of).sum::<u64>();
+    eprintln!(
+        "{signal}: listening after {listening:?}, ready after {after:?}; blind {} of {count}; cached tokens predicted \
+         {}, delivered {}",
+        blind(&predictions),
+        sum(|(predicted, _)| *predicted),
+        sum(|(_, delivered)| *delivered)
+    );
+    assert_eq!(blind(&predictions), 0, "{predictions:?}");
+    assert!(predictions.iter().all(|(predicted, delivered)| predicted == delivered), "{predictions:?}");
+    let startup = process.startup.join("\n");
+    assert!(startup.contains("index snapshot loaded"), "{startup}");
+    drop(process);
+
+    // Control: without the file, the engines no longer have most messages.
+    std::fs::remove_file(deployment.snapshot()).expect("the file exists");
+    let process = deployment.start(&[&interval, "gateway.warm_up_ms=500"]).await;
+    ready(process.address).await;
+    for prompt in 0..PROMPTS {
+        send(process.address, prompt).await;
+    }
+    let total = count + 2 * PROMPTS as usize;
+    let predictions = deployment.predictions(PROMPTS as usize, total).await;
+    eprintln!("{signal}, without the file: blind {} of {PROMPTS}", blind(&predictions));
+    assert!(blind(&predictions) > PROMPTS as usize / 2, "{predictions:?}");
+}
+
+#[cfg(unix)]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_killed_gateway_restarts_with_its_periodic_snapshot() {
+    restarted("kill", "KILL", 1_000).await;
+}
+
+#[cfg(unix)]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_terminated_gateway_restarts_with_its_last_snapshot() {
+    restarted("term", "TERM", 86_400_000).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unusable_files_are_ignored_by_name() {
+    let deployment = Deployment { directory: directory("refused"), engines: engines().await };
+    std::fs::write(deployment.snapshot(), b"not a snapshot").expect("written");
+    let process = deployment.start(&[]).await;
+    let startup = process.startup.join("\n");
+    assert!(startup.contains("index snapshot ignored") && startup.contains("this is not a snapshot"), "{startup}");
+    ready(process.address).await;
+    assert!(deployment.snapshot().exists(), "a refused file is not deleted");
+    let (_, page) = exchange(process.address, "GET /metrics", "").await;
+    let counted = r#"pointsman_gateway_snapshot_restores_total{model="mock",source="file",result="magic"} 1"#;
+    assert!(page.contains(counted), "{page}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn failed_writes_are_counted_and_end_nothing() {
+    let mut deployment = Deployment { directory: directory("full"), engines: engines().await };
+    let access = deployment.directory.clone();
+    let file = access.join("file");
+    std::fs::write(&file, b"").expect("written");
+    deployment.directory = access;
+    let path = format!("gateway.snapshot_path={}", file.join("below").display());
+    let mut process = deployment.start(&[&path, "gateway.snapshot_interval_ms=1000"]).await;
+    ready(process.address).await;
+    send(process.address, 0).await;
+    process.logged("index snapshot could not be written").await;
+    send(process.address, 1).await;
+    let (_, page) = exchange(process.address, "GET /metrics", "").await;
+    assert!(page.contains(r#"pointsman_gateway_snapshot_writes_total{model="mock",result="failed"}"#), "{page}");
+}
+
+// ---- replicas ----
+
+/// What all replicas share: the snapshot source of each, by id.
+#[derive(Default)]
+struct Sources(Mutex<Vec<(ReplicaId, Arc<dyn SnapshotSource>)>>);
+
+/// A bus that fetches snapshots by a call.
+struct TestBus {
+    own: ReplicaLife,
+    sources: Arc<Sources>,
+    members: watch::Sender<Arc<[ReplicaMember]>>,
+    serving: watch::Sender<bool>,
+    fetches: Mutex<Vec<ReplicaId>>,
+    messages: broadcast::Sender<ReplicaMessage>,
+}
+
+impl std::fmt::Debug for TestBus {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TestBus").field("own", &self.own).finish_non_exhaustive()
+    }
+}
+
+fn life(n: u64) -> ReplicaLife {
+    ReplicaLife { replica: ReplicaId(n), incarnation: n }
+}
+
+fn member(n: u64, is_serving: bool) -> ReplicaMember {
+    ReplicaMember { life: life(n), address: format!("replica-{n}"), is_serving }
+}
+
+impl TestBus {
+    fn new(n: u64, sources: &Arc<Sources>, members: &[ReplicaMember]) -> Arc<Self> {
+        Arc::new(Self {
+            own: life(n),
+            sources: Arc::clone(sources),
+            members: watch::Sender::new(members.into()),
+            serving: watch::Sender::new(false),
+            fetches: Mutex::default(),
+            messages: broadcast::Sender::new(1),
+        })
+    }
+
+    async fn until_serving(&self) {
+        let mut serving = self.serving.subscribe();
+        let wait = timeout(PATIENCE, serving.wait_for(|is_serving| *is_serving)).await;
+        let _ = wait.expect("serving before the timeout").expect("the bus exists");
+    }
+
+    fn fetches(&self) -> Vec<ReplicaId> {
+        self.fetches.lock().expect("not poisoned").clone()
+    }
+}
+
+impl ReplicaBus for TestBus {
+    fn life(&self) -> ReplicaLife {
+        self.own
+    }
+
+    fn publish(&self, _: &Arc<str>, _: ReplicaTopic, _: Bytes) {}
+
+    fn subscribe(&self) -> broadcast::Receiver<ReplicaMessage> {
+        self.messages.subscribe()
+    }
+
+    fn members(&self) -> watch::Receiver<Arc<[ReplicaMember]>> {
+        self.members.subscribe()
+    }
+
+    fn fetch(&self, from: ReplicaId, pool: Arc<str>) -> BusFuture<'_, Result<Bytes, FetchError>> {
+        self.fetches.lock().expect("not poisoned").push(from);
+        let sources = self.sources.0.lock().expect("not poisoned");
+        let source = sources.iter().find(|(id, _)| *id == from).map(|(_, source)| Arc::clone(source));
+        Box::pin(async move {
+            let failed = |reason: &str| FetchError { from, pool: pool.to_string(), reason: reason.to_owned() };
+            let source = source.ok_or_else(|| failed("unreachable"))?;
+            source.snapshot(&pool).await.ok_or_else(|| failed("not warm"))
+        })
+    }
+
+    fn serve_snapshots(&self, source: Arc<dyn SnapshotSource>) {
+        self.sources.0.lock().expect("not poisoned").push((self.own.replica, source));
+    }
+
+    fn set_serving(&self, is_serving: bool) {
+        self.serving.send_replace(is_serving);
+    }
+}
+
+/// A source of damaged bytes.
+struct Damaged;
+
+impl SnapshotSource for Damaged {
+    fn snapshot(&self, _: &str) -> BusFuture<'_, Option<Bytes>> {
+        Box::pin(async { Some(Bytes::from_static(b"damaged")) })
+    }
+}
+
+/// A gateway of this process, with the engines as workers.
+async fn gateway(engines: &[MockEngine], warm_up_ms: u64) -> (Gateway, Router) {
+    let mut model = ModelSettings::named("mock");
+    model.router.block_size = BLOCK_SIZE;
+    model.tokens.source = TokenSourceChoice::None;
+    let mut settings = Settings { models: vec![model], ..Settings::default() };
+    settings.gateway.listen = SocketAddr::from(([127, 0, 0, 1], 0));
+    settings.gateway.warm_up_ms = warm_up_ms;
+    let gateway = Gateway::start(settings).await.expect("start succeeds");
+    let router = gateway.router("mock").expect("model is served");
+    for (n, engine) in (0..).zip(engines) {
+        let events = KvEventsConfig {
+            endpoint: engine.event_endpoint(0),
+            replay_endpoint: Some(engine.replay_endpoint(0)),
+            topic: String::new(),
+        };
+        let config = WorkerConfig { kv_events: Some(events), ..WorkerConfig::at(engine.url()) };
+        router.upsert_worker(WorkerId(n), config).await.expect("valid");
+    }
+    (gateway, router)
+}
+
+/// Stored blocks of the index, sorted.
+async fn held(router: &Router) -> Vec<String> {
+    router.flush().await.expect("up");
+    let events = router.dump_events().await.expect("up");
+    let mut held: Vec<String> = events
+        .iter()
+        .flat_map(|RouterEvent { rank, data, .. }| match data {
+            KvEvent::Stored { blocks, .. } => blocks.iter().map(|block| format!("{rank} {block:?}")).collect(),
+            KvEvent::Removed { .. } | KvEvent::Cleared => Vec::new(),
+        })
+        .collect();
+    held.sort();
+    held
+}
+
+const NEVER_MS: u64 = 86_400_000;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_joining_replica_restores_the_snapshot_of_a_serving_one() {
+    let (engines, sources) = (engines().await, Arc::<Sources>::default());
+    let (mut first, router) = gateway(&engines, NEVER_MS).await;
+    let bus = TestBus::new(1, &sources, &[]);
+    first.join_replicas(bus.clone());
+    bus.until_serving().await;
+    assert_eq!(bus.fetches(), [], "alone");
+    for prompt in 0..PROMPTS {
+        send(first.address(), prompt).await;
+    }
+    until("all applied", || {
+        let applied = |n: usize| router.kv_sources()[n].applied.map(|applied| applied + 1).unwrap_or(0);
+        (0..2).all(|n| applied(n) == engines[n].sequence_next(0))
+    })
+    .await;
+
+    // The replica that began first sends damaged bytes, and the next one is unreachable.
+    sources.0.lock().expect("not poisoned").push((ReplicaId(7), Arc::new(Damaged)));
+    let warm = ReplicaMember { life: ReplicaLife { replica: ReplicaId(1), incarnation: 9 }, ..member(1, true) };
+    let members = [warm, member(8, true), member(7, true), member(6, false)];
+    let (mut second, joined) = gateway(&engines, NEVER_MS).await;
+    let second_bus = TestBus::new(2, &sources, &members);
+    second.join_replicas(second_bus.clone());
+    second_bus.until_serving().await;
+    assert_eq!(second_bus.fetches(), [ReplicaId(7), ReplicaId(8), ReplicaId(1)]);
+    assert_eq!(held(&joined).await, held(&router).await);
+    let restored = joined.kv_sources().iter().map(|source| source.restore).collect::<Vec<_>>();
+    assert_eq!(restored, [Some(RestoreState::Resumed); 2]);
+
+    // A drain ends the service for other replicas.
+    let mut serving = second_bus.serving.subscribe();
+    second.begin_drain();
+    let wait = timeout(PATIENCE, serving.wait_for(|is_serving| !is_serving)).await;
+    let _ = wait.expect("before the timeout").expect("the bus exists");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_a_serving_replica_the_gateway_starts_cold() {
+    let (engines, sources) = (engines().await, Arc::<Sources>::default());
+    for prompt in 0..PROMPTS {
+        send(engines[(prompt % 2) as usize].address(), prompt).await;
+    }
+    // All replicas are as new as this one.
+    let (mut gateway, router) = gateway(&engines, 0).await;
+    let bus = TestBus::new(1, &sources, &[member(2, false)]);
+    gateway.join_replicas(bus.clone());
+    bus.until_serving().await;
+    assert_eq!(bus.fetches(), []);
+    assert!(router.kv_sources().iter().all(|source| source.restore.is_none()));
+    send(gateway.address(), 0).await;
+}
