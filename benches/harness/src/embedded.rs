@@ -70,12 +70,20 @@ impl Embedded {
     /// # Errors
     /// The router rejects its configuration.
     pub async fn start_simulated(setup: &Setup) -> Result<Self, Refusal> {
+        Self::start_replica(setup, |builder| builder).await
+    }
+
+    /// The same, with further settings.
+    pub(crate) async fn start_replica(
+        setup: &Setup,
+        adapt: impl FnOnce(RouterBuilder) -> RouterBuilder,
+    ) -> Result<Self, Refusal> {
         let workers = setup.fleet.worker_ids().zip(&setup.engines).map(|(worker, engine)| {
             let blocks = Some(engine.blocks_usable());
             (worker, worker_config(worker, setup.fleet.dp_size, engine.step_tokens_max, blocks))
         });
         let builder = Router::builder(setup.router_config()?).queries_every_rank(setup.router.queries_every_rank);
-        Self::over(builder, workers, None).await
+        Self::over(adapt(builder), workers, None).await
     }
 
     async fn over(

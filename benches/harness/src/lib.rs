@@ -22,6 +22,7 @@ pub mod cli;
 pub mod closed_loop;
 pub mod compare;
 pub mod drift;
+pub mod drill;
 pub mod embedded;
 pub mod engine;
 pub mod events;

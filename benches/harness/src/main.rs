@@ -9,6 +9,7 @@ use metrics_exporter_prometheus::PrometheusBuilder;
 use pointsman_bench::cli::Replay;
 use pointsman_bench::compare::{Compare, CompareEndpoints};
 use pointsman_bench::drift::Drift;
+use pointsman_bench::drill::Drill;
 use pointsman_bench::embedded::Embedded;
 use pointsman_bench::events::Events;
 use pointsman_bench::load::Load;
@@ -38,6 +39,8 @@ enum Command {
     Suite(RunSuite),
     /// Fail if policies drift from their recorded figures in a small simulation
     Drift(Drift),
+    /// Kill, restart and separate gateways under load, on loopback
+    Drill(Drill),
     /// Send a workload to an endpoint with OpenAI's API over HTTP and report the responses
     Load(Box<Load>),
     /// Send the same workloads to several endpoints in alternating order and compare the responses
@@ -54,6 +57,7 @@ fn main() -> ExitCode {
         Command::Compare(compare) => compare.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
         Command::Suite(suite) => suite.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
         Command::Drift(drift) => drift.run(io::stdout().lock()).map_err(Into::into),
+        Command::Drill(drill) => drill.run(io::stdout().lock()).map_err(Into::into),
         Command::Load(load) => load.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
         Command::CompareEndpoints(compare) => compare.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
         Command::Report(page) => page.write().map_err(Into::into),

@@ -13,7 +13,7 @@ use pointsman_trial::workload::Workload;
 use pointsman_trial::workload::trace::TraceError;
 use serde_json::Value;
 
-use super::{RouterSetup, Setup, SimulateError, Warmup};
+use super::{ReplicaSetup, ReplicaSharing, Replicated, RouterSetup, Setup, SimulateError, Warmup};
 use crate::cli::{Knowledge, policy_named};
 use crate::embedded::Embedded;
 use crate::fleet::Fleet;
@@ -36,12 +36,36 @@ pub struct Simulate {
     /// Router arguments.
     #[command(flatten)]
     pub router: RouterArguments,
+    /// Arguments of replicas.
+    #[command(flatten)]
+    pub replicas: ReplicaArguments,
     /// Output arguments.
     #[command(flatten)]
     pub reporting: Reporting,
     /// File for the records of all requests, one JSON object per line, in the workload's order
     #[arg(long, value_name = "FILE")]
     pub records: Option<PathBuf>,
+}
+
+/// Arguments of several routers over one fleet.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct ReplicaArguments {
+    /// Number of routers over the fleet, which receive the requests in turn
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub replicas: u32,
+    /// What these routers share
+    #[arg(long, value_enum, default_value_t)]
+    pub replica_sharing: ReplicaSharing,
+    /// Delay of messages between these routers in ms
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=60_000))]
+    pub replica_delay_ms: u32,
+}
+
+impl From<ReplicaArguments> for ReplicaSetup {
+    fn from(arguments: ReplicaArguments) -> Self {
+        let ReplicaArguments { replicas, replica_sharing, replica_delay_ms } = arguments;
+        Self { count: replicas, sharing: replica_sharing, delay_us: u64::from(replica_delay_ms) * 1_000 }
+    }
 }
 
 /// Arguments of the fleet.
@@ -282,6 +306,7 @@ impl FleetArguments {
             is_streamed: !self.not_streamed,
             warmup_requests,
             router,
+            replicas: ReplicaSetup::default(),
         })
     }
 
@@ -394,7 +419,8 @@ impl Simulate {
     /// # Errors
     /// A spec names unknown workers.
     pub fn setup(&self, requests: usize) -> Result<Setup, SimulateError> {
-        self.fleet.setup(self.router.setup(), self.warmup.of(requests))
+        let setup = self.fleet.setup(self.router.setup(), self.warmup.of(requests))?;
+        Ok(Setup { replicas: self.replicas.into(), ..setup })
     }
 
     /// Simulates with Pointsman's own router and writes figures to `out` and warnings to `warnings_out`.
@@ -404,7 +430,11 @@ impl Simulate {
     pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), SimulateCommandError> {
         let workload = self.workload()?;
         let setup = self.setup(workload.requests.len())?;
-        let run = super::run(&setup, &workload, Embedded::start_simulated)?;
+        let run = if setup.replicas.count > 1 {
+            super::run(&setup, &workload, Replicated::start_simulated)?
+        } else {
+            super::run(&setup, &workload, Embedded::start_simulated)?
+        };
         if let Some(path) = &self.records {
             let failed = |source| SimulateCommandError::Records { path: path.clone(), source };
             write_records(&run.requests, path).map_err(failed)?;

@@ -31,6 +31,7 @@ mod cli;
 mod driver;
 mod heap;
 mod rank;
+mod replicated;
 mod setup;
 mod time;
 
@@ -42,14 +43,19 @@ use pointsman_trial::workload::Workload;
 
 pub(crate) use cli::write_records;
 pub use cli::{
-    EngineFigures, EngineSpec, FleetArguments, Preset, RouterArguments, ShortageRules, Simulate, SimulateCommandError,
+    EngineFigures, EngineSpec, FleetArguments, Preset, ReplicaArguments, RouterArguments, ShortageRules, Simulate,
+    SimulateCommandError,
 };
-pub use setup::{RouterSetup, Setup, Warmup};
+pub use replicated::Replicated;
+pub use setup::{ReplicaSetup, ReplicaSharing, RouterSetup, Setup, Warmup};
 
 use crate::record::Run;
 use crate::target::{Refusal, Target};
 use driver::Driver;
 use time::VirtualTime;
+
+/// Largest jump of the clock with several replicas, whose timers have a resolution of milliseconds.
+const REPLICA_SLICE_US: u64 = 1_000;
 
 /// Errors of a simulation.
 #[derive(Debug, thiserror::Error)]
@@ -159,7 +165,8 @@ pub fn run<T: Target>(
     let (runtime, rest) = time::runtime().map_err(SimulateError::Runtime)?;
     runtime.block_on(async {
         let target = start(setup).await.map_err(|reason| SimulateError::Start { target: T::NAME, reason })?;
-        let time = VirtualTime::start(rest);
+        let slice_us = if setup.replicas.count > 1 { REPLICA_SLICE_US } else { u64::MAX };
+        let time = VirtualTime::start(rest, slice_us);
         time.settle().await;
         Driver::new(target, time, setup, workload)?.run().await
     })

@@ -3,6 +3,7 @@
 use std::num::NonZeroU32;
 use std::str::FromStr;
 
+use clap::ValueEnum;
 use pointsman::RouterConfig;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerId, WorkerRank};
@@ -33,6 +34,35 @@ pub struct Setup {
     pub warmup_requests: usize,
     /// Settings of the router.
     pub router: RouterSetup,
+    /// Routers over the fleet.
+    pub replicas: ReplicaSetup,
+}
+
+/// Several routers over one fleet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReplicaSetup {
+    /// Number of routers, which receive the requests in turn.
+    pub count: u32,
+    /// What they share.
+    pub sharing: ReplicaSharing,
+    /// Delay of a message between two routers in µs.
+    pub delay_us: u64,
+}
+
+impl Default for ReplicaSetup {
+    fn default() -> Self {
+        Self { count: 1, sharing: ReplicaSharing::Load, delay_us: 1_000 }
+    }
+}
+
+/// What several routers share.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum ReplicaSharing {
+    /// Nothing: each knows its own bookings only
+    None,
+    /// Loads, as of the last summaries
+    #[default]
+    Load,
 }
 
 /// Settings of the router that a run specifies.
@@ -63,6 +93,7 @@ impl Setup {
             is_streamed: true,
             warmup_requests: 0,
             router: RouterSetup::default(),
+            replicas: ReplicaSetup::default(),
         }
     }
 

@@ -42,23 +42,28 @@ pub(super) fn runtime() -> io::Result<(Runtime, Rest)> {
 pub(super) struct VirtualTime {
     rest: Rest,
     epoch: Instant,
+    /// Largest jump of the clock in µs.
+    slice_us: u64,
     /// Its drop ends the blocking task that keeps the clock from jumping.
     _hold: mpsc::Sender<()>,
 }
 
 impl VirtualTime {
     /// Takes control of the clock of the current runtime, which must be created by [`runtime`].
-    pub(super) fn start(rest: Rest) -> Self {
+    pub(super) fn start(rest: Rest, slice_us: u64) -> Self {
         let (hold, end) = mpsc::channel();
         drop(tokio::task::spawn_blocking(move || end.recv()));
-        Self { rest, epoch: Instant::now(), _hold: hold }
+        Self { rest, epoch: Instant::now(), slice_us, _hold: hold }
     }
 
     /// Advances the clock to `at_us`, if that is in the future, and runs the tasks whose timers fire.
     pub(super) async fn reach(&self, at_us: u64) {
-        let ahead = Duration::from_micros(at_us).saturating_sub(self.epoch.elapsed());
-        if !ahead.is_zero() {
-            tokio::time::advance(ahead).await;
+        loop {
+            let ahead = Duration::from_micros(at_us).saturating_sub(self.epoch.elapsed());
+            if ahead.is_zero() {
+                return;
+            }
+            tokio::time::advance(ahead.min(Duration::from_micros(self.slice_us))).await;
             self.settle().await;
         }
     }
@@ -79,7 +84,7 @@ mod tests {
 
     fn simulate<F: Future>(work: impl FnOnce(VirtualTime) -> F) -> F::Output {
         let (runtime, rest) = runtime().expect("a runtime");
-        runtime.block_on(async { work(VirtualTime::start(rest)).await })
+        runtime.block_on(async { work(VirtualTime::start(rest, u64::MAX)).await })
     }
 
     #[test]

@@ -1,0 +1,251 @@
+//! Process of a gateway, its log, its metrics page and its reports.
+
+use std::fs::{self, File};
+use std::io;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use serde_json::Value;
+
+use super::DrillError;
+use super::traffic::{CACHEABLE_TOKENS, Http};
+
+/// Token of the administration listeners.
+const TOKEN: &str = "drill-0123456789";
+
+/// Runs a program until it is dropped, with its output in a file.
+#[derive(Debug)]
+pub(super) struct Process {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Process {
+    pub(super) fn start(mut command: Command, log: PathBuf) -> Result<Self, DrillError> {
+        let output = File::create(&log)?;
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(output);
+        let program = PathBuf::from(command.get_program());
+        let child = command.spawn().map_err(|source| DrillError::Program { program, source })?;
+        Ok(Self { child, log })
+    }
+
+    /// First complete line of the log that contains `text`.
+    pub(super) fn logged(&mut self, text: &str) -> Result<Option<String>, DrillError> {
+        let log = fs::read_to_string(&self.log)?;
+        let found = log.split_inclusive('\n').find(|line| line.ends_with('\n') && line.contains(text));
+        match found {
+            Some(line) => Ok(Some(line.to_owned())),
+            None if self.child.try_wait()?.is_some() => Err(DrillError::Ended { log }),
+            None => Ok(None),
+        }
+    }
+}
+
+impl Drop for Process {
+    /// Sends SIGKILL.
+    fn drop(&mut self) {
+        // Errors mean that it has ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// One gateway over all its lives.
+#[derive(Debug)]
+pub(super) struct Gateway {
+    name: String,
+    program: PathBuf,
+    settings: Vec<String>,
+    engines: Vec<String>,
+    directory: PathBuf,
+    lives: u32,
+    process: Option<Process>,
+    http: Http,
+    /// Listeners for clients, operators and replicas.
+    pub(super) address: Option<SocketAddr>,
+    admin: Option<SocketAddr>,
+}
+
+impl Gateway {
+    pub(super) fn new(
+        n: usize,
+        program: &Path,
+        directory: &Path,
+        engines: Vec<String>,
+        config: &str,
+        http: &Http,
+    ) -> Result<Self, DrillError> {
+        let name = format!("gateway-{n}");
+        let directory = directory.join(&name);
+        fs::create_dir_all(&directory)?;
+        let token_file = directory.join("token");
+        fs::write(&token_file, TOKEN)?;
+        fs::write(directory.join("config.toml"), config)?;
+        let settings = vec![
+            format!("gateway.snapshot_path={}", directory.display()),
+            format!("router.block_size={}", super::traffic::BLOCK_SIZE),
+            "admin.listen=127.0.0.1:0".to_owned(),
+            format!("admin.token_file={}", token_file.display()),
+        ];
+        Ok(Self {
+            name,
+            program: program.to_owned(),
+            settings,
+            engines,
+            directory,
+            lives: 0,
+            process: None,
+            http: http.clone(),
+            address: None,
+            admin: None,
+        })
+    }
+
+    /// Starts the next life. It is not listening yet.
+    pub(super) fn start(&mut self) -> Result<(), DrillError> {
+        self.lives += 1;
+        let mut command = Command::new(&self.program);
+        command.env_clear().args(["serve", "--log-format", "json", "--listen", "127.0.0.1:0", "--model", "mock"]);
+        command.arg("--config").arg(self.directory.join("config.toml"));
+        for engine in &self.engines {
+            command.args(["--worker", engine]);
+        }
+        let access_log = format!("gateway.access_log={}", self.access_log().display());
+        for setting in self.settings.iter().chain([&access_log]) {
+            command.args(["--set", setting]);
+        }
+        self.process = Some(Process::start(command, self.directory.join(format!("log-{}", self.lives)))?);
+        Ok(())
+    }
+
+    /// Whether it listens to clients.
+    pub(super) fn listens(&mut self) -> Result<bool, DrillError> {
+        let line = self.logged("\"message\":\"listening\"")?;
+        let address = |field: &str| line.as_ref().and_then(|line| address_in(line, field));
+        (self.address, self.admin) = (address("address"), address("admin_address"));
+        Ok(self.address.is_some())
+    }
+
+    /// Its listener for other replicas, once it has started.
+    pub(super) fn replicas_address(&mut self) -> Result<Option<SocketAddr>, DrillError> {
+        Ok(self.logged("\"message\":\"replicas started\"")?.and_then(|line| address_in(&line, "address")))
+    }
+
+    fn logged(&mut self, text: &str) -> Result<Option<String>, DrillError> {
+        self.process.as_mut().map_or(Ok(None), |process| process.logged(text))
+    }
+
+    /// Ends it by SIGKILL.
+    pub(super) fn kill(&mut self) {
+        (self.process, self.address, self.admin) = (None, None, None);
+    }
+
+    pub(super) fn is_running(&self) -> bool {
+        self.process.is_some()
+    }
+
+    pub(super) async fn is_ready(&self) -> bool {
+        self.get(self.address, "/ready").await.is_ok()
+    }
+
+    /// Sums of the samples of metrics that contain `name`, by their names and labels.
+    pub(super) async fn metrics(&self, name: &str) -> Result<Vec<(String, f64)>, DrillError> {
+        Ok(samples(&self.get(self.admin, "/metrics").await?, name))
+    }
+
+    /// Active blocks over all ranks, of all replicas as it counts them.
+    pub(super) async fn active_blocks(&self) -> Result<u64, DrillError> {
+        let text = self.get(self.admin, "/admin/models/mock/loads").await?;
+        let loads: Value = serde_json::from_str(&text).map_err(|error| self.error(&error.to_string()))?;
+        let ranks = loads["ranks"].as_array().ok_or_else(|| self.error(&text))?;
+        ranks.iter().map(|rank| rank["active_blocks"].as_u64().ok_or_else(|| self.error(&text))).sum()
+    }
+
+    async fn get(&self, address: Option<SocketAddr>, path: &str) -> Result<String, DrillError> {
+        let address = address.ok_or_else(|| self.error("it does not listen"))?;
+        let response = self.http.send(&format!("http://{address}{path}"), Some(TOKEN), None).await;
+        let (status, body) = response.map_err(|error| self.error(&error))?;
+        let body = String::from_utf8_lossy(&body).into_owned();
+        if status == 200 { Ok(body) } else { Err(self.error(&format!("{path}: status {status}: {body}"))) }
+    }
+
+    fn error(&self, reason: &str) -> DrillError {
+        DrillError::Response { gateway: self.name.clone(), reason: reason.to_owned() }
+    }
+
+    fn access_log(&self) -> PathBuf {
+        self.directory.join(format!("access-{}", self.lives))
+    }
+
+    /// Blind decisions and all decisions of this life from `from` on; none until all are logged.
+    pub(super) fn blind(&self, from: u64, to: u64) -> Result<Option<Blind>, DrillError> {
+        let log = fs::read_to_string(self.access_log()).or_else(|error| match error.kind() {
+            io::ErrorKind::NotFound => Ok(String::new()),
+            _ => Err(error),
+        })?;
+        if log.lines().count() < usize::try_from(to).unwrap_or(usize::MAX) || !log.ends_with('\n') {
+            return Ok(None);
+        }
+        let (from, to) = (usize::try_from(from).unwrap_or(usize::MAX), usize::try_from(to).unwrap_or(usize::MAX));
+        Ok(Some(Blind::count(log.lines().skip(from).take(to.saturating_sub(from)))))
+    }
+}
+
+/// Decisions about prompts that some rank has cached.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Blind {
+    pub(super) decisions: u32,
+    /// Decisions with less than the complete prefix as predicted hit, whatever the reason.
+    pub(super) blind: u32,
+}
+
+impl Blind {
+    fn count<'a>(lines: impl Iterator<Item = &'a str>) -> Self {
+        let mut blind = Self::default();
+        for line in lines {
+            let predicted = serde_json::from_str::<Value>(line).ok();
+            let predicted = predicted.and_then(|line| line["predicted_cached_tokens"].as_u64()).unwrap_or(0);
+            blind.decisions += 1;
+            blind.blind += u32::from(predicted < CACHEABLE_TOKENS);
+        }
+        blind
+    }
+
+    /// In percent.
+    pub(super) fn share(self) -> f64 {
+        100.0 * f64::from(self.blind) / f64::from(self.decisions.max(1))
+    }
+}
+
+fn address_in(line: &str, field: &str) -> Option<SocketAddr> {
+    serde_json::from_str::<Value>(line).ok()?[field].as_str()?.parse().ok()
+}
+
+fn samples(page: &str, name: &str) -> Vec<(String, f64)> {
+    let lines = page.lines().filter(|line| !line.starts_with('#') && line.contains(name));
+    lines
+        .filter_map(|line| line.rsplit_once(' '))
+        .filter_map(|(key, value)| Some((key.to_owned(), value.parse().ok()?)))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn decisions_without_the_complete_prefix_are_blind() {
+        let line = |tokens: u64| serde_json::json!({ "predicted_cached_tokens": tokens }).to_string();
+        let lines = [line(CACHEABLE_TOKENS), line(CACHEABLE_TOKENS - 1), "{}".to_owned(), line(CACHEABLE_TOKENS)];
+        let blind = Blind::count(lines.iter().map(String::as_str));
+        assert_eq!((blind, blind.share()), (Blind { decisions: 4, blind: 2 }, 50.0));
+    }
+
+    #[test]
+    fn samples_have_name_labels_and_value() {
+        let page = "# HELP a b\na{state=\"live\"} 2\nb 3\nab 1.5\n";
+        assert_eq!(samples(page, "a{"), [("a{state=\"live\"}".to_owned(), 2.0)]);
+        assert_eq!(samples(page, "b "), [("b".to_owned(), 3.0), ("ab".to_owned(), 1.5)]);
+    }
+}

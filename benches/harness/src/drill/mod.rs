@@ -1,0 +1,229 @@
+//! Drills of replicas: processes of the gateway on loopback under load, and a fault per scenario.
+//!
+//! A scenario passes by facts: no failed request except at a killed gateway, readiness reached, the load of a lost
+//! replica no longer counted. Times are reported and never decide. Mock engines run in this process.
+
+mod fleet;
+mod gateway;
+mod nats;
+mod relay;
+mod scenarios;
+mod traffic;
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use pointsman_trial::mock::MockError;
+use serde::Serialize;
+use serde_json::Value;
+
+use fleet::{Fleet, Network};
+use nats::NatsServer;
+
+/// A fault and its expected effects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Scenario {
+    /// Kill a gateway
+    Kill,
+    /// Restart a killed gateway
+    Restart,
+    /// Separate two gateways from each other, with `--nats-server` one of them from the server
+    Partition,
+    /// Stop the NATS server for a while. Needs `--nats-server`
+    NatsOutage,
+    /// Start gateways before the NATS server. Needs `--nats-server`
+    NatsLate,
+}
+
+/// Runs gateways on loopback under load and injects faults.
+#[derive(Args, Clone, Debug)]
+pub struct Drill {
+    /// Scenarios [default: all]
+    #[arg(value_enum)]
+    pub scenarios: Vec<Scenario>,
+    /// Program of the gateway [default: `pointsman` beside this program]
+    #[arg(long)]
+    pub gateway: Option<PathBuf>,
+    /// Number of gateways
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(2..=16))]
+    pub gateways: u32,
+    /// Number of mock engines
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub engines: u32,
+    /// Requests per second over all gateways, in an open loop
+    #[arg(long, default_value = "1000")]
+    pub rate: NonZeroU32,
+    /// Number of different prompts
+    #[arg(long, default_value_t = 2_000, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub prompts: u32,
+    /// Number of decisions of a restarted gateway that are examined
+    #[arg(long, default_value_t = 2_000, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub decisions: u32,
+    /// Program of a NATS server, which connects the gateways in all scenarios. They must have the feature `nats`
+    #[arg(long)]
+    pub nats_server: Option<PathBuf>,
+    /// Time without the NATS server, in seconds
+    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..=3_600))]
+    pub outage_s: u32,
+    /// Print each outcome as a JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Errors of a drill.
+#[derive(Debug, thiserror::Error)]
+pub enum DrillError {
+    /// A program cannot be started.
+    #[error("cannot start {}: {source}", program.display())]
+    Program {
+        /// Path of the program.
+        program: PathBuf,
+        /// Error from the operating system.
+        source: io::Error,
+    },
+    /// A process ended by itself.
+    #[error("a process ended early, with this log:\n{log}")]
+    Ended {
+        /// Its complete log.
+        log: String,
+    },
+    /// An engine cannot be started.
+    #[error("cannot start a mock engine: {0}")]
+    Engine(#[from] MockError),
+    /// A file or socket cannot be used.
+    #[error("cannot use a temporary file or a socket: {0}")]
+    Io(#[from] io::Error),
+    /// A gateway gave no valid report.
+    #[error("no report of {gateway}: {reason}")]
+    Response {
+        /// Name of the gateway.
+        gateway: String,
+        /// Reason for the rejection.
+        reason: String,
+    },
+    /// An expected condition did not occur.
+    #[error("timed out: {what}")]
+    Timeout {
+        /// The condition.
+        what: String,
+    },
+    /// Scenarios failed.
+    #[error("failed: {}", .0.join(", "))]
+    Failed(Vec<String>),
+}
+
+/// Outcome of a scenario.
+#[derive(Clone, Debug, Serialize)]
+pub struct Outcome {
+    /// The scenario.
+    pub scenario: Scenario,
+    /// Why the scenario was not run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub skipped: Option<&'static str>,
+    /// Reported figures by name. Times are in seconds, shares in percent.
+    pub figures: BTreeMap<&'static str, Value>,
+    /// Violated expectations; none if the scenario passed.
+    pub violations: Vec<String>,
+}
+
+impl Outcome {
+    fn new(scenario: Scenario) -> Self {
+        Self { scenario, skipped: None, figures: BTreeMap::new(), violations: Vec::new() }
+    }
+
+    fn figure(&mut self, name: &'static str, value: impl Into<Value>) {
+        self.figures.insert(name, value.into());
+    }
+
+    fn fact(&mut self, holds: bool, violation: &str) {
+        if !holds {
+            self.violations.push(violation.to_owned());
+        }
+    }
+
+    fn no_failures(&mut self, failures: Vec<String>) {
+        self.figure("requests_failed", failures.len());
+        if let Some(first) = failures.first() {
+            self.violations.push(format!("{} requests failed, the first at {first}", failures.len()));
+        }
+    }
+}
+
+impl std::fmt::Display for Outcome {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let name = self.scenario.to_possible_value().map(|name| name.get_name().to_owned()).unwrap_or_default();
+        if let Some(reason) = self.skipped {
+            return write!(f, "{name}: SKIPPED: {reason}");
+        }
+        let result = if self.violations.is_empty() { "passed" } else { "FAILED" };
+        write!(f, "{name}: {result}")?;
+        self.figures.iter().try_for_each(|(name, value)| write!(f, ", {name} {value}"))?;
+        self.violations.iter().try_for_each(|violation| write!(f, "\n  {violation}"))
+    }
+}
+
+impl Drill {
+    /// Runs the scenarios and writes a line for each to `out`.
+    ///
+    /// # Errors
+    /// A scenario failed or could not be run.
+    pub fn run(&self, mut out: impl Write) -> Result<(), DrillError> {
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+        let mut failed = Vec::new();
+        runtime.block_on(self.each_outcome(|outcome| {
+            if self.json {
+                writeln!(out, "{}", serde_json::to_string(&outcome).map_err(io::Error::other)?)?;
+            } else {
+                writeln!(out, "{outcome}")?;
+            }
+            failed.extend((!outcome.violations.is_empty()).then(|| format!("{:?}", outcome.scenario)));
+            Ok(())
+        }))?;
+        if failed.is_empty() { Ok(()) } else { Err(DrillError::Failed(failed)) }
+    }
+
+    /// Runs the scenarios in their order.
+    async fn each_outcome(&self, mut report: impl FnMut(Outcome) -> io::Result<()>) -> Result<(), DrillError> {
+        let program = match &self.gateway {
+            Some(program) => program.clone(),
+            None => std::env::current_exe()?.with_file_name(format!("pointsman{}", std::env::consts::EXE_SUFFIX)),
+        };
+        let scenarios = if self.scenarios.is_empty() { Scenario::value_variants() } else { &self.scenarios };
+        let (of_server, of_gateways): (Vec<Scenario>, Vec<Scenario>) =
+            scenarios.iter().partition(|scenario| matches!(scenario, Scenario::NatsOutage | Scenario::NatsLate));
+        if !of_gateways.is_empty() {
+            let mut server = self.nats_server.as_deref().map(NatsServer::new).transpose()?;
+            let network = match &mut server {
+                Some(server) => {
+                    server.start().await?;
+                    Network::NatsByRelays(server.address())
+                }
+                None => Network::Direct,
+            };
+            let mut fleet = Fleet::start(self, &program, network).await?;
+            for scenario in of_gateways {
+                report(match scenario {
+                    Scenario::Restart => scenarios::restart(self, &mut fleet).await?,
+                    Scenario::Partition => scenarios::partition(self, &mut fleet).await?,
+                    _ => scenarios::kill(self, &mut fleet).await?,
+                })?;
+            }
+        }
+        for scenario in of_server {
+            let Some(server) = &self.nats_server else {
+                report(Outcome { skipped: Some("--nats-server is not given"), ..Outcome::new(scenario) })?;
+                continue;
+            };
+            let mut server = NatsServer::new(server)?;
+            report(match scenario {
+                Scenario::NatsLate => scenarios::nats_late(self, &program, &mut server).await?,
+                _ => scenarios::nats_outage(self, &program, &mut server).await?,
+            })?;
+        }
+        Ok(())
+    }
+}

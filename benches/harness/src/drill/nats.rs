@@ -1,0 +1,57 @@
+//! A NATS server with JetStream on loopback, for the transport of replicas.
+
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use tokio::net::TcpStream;
+
+use super::DrillError;
+use super::fleet::{Scratch, until};
+
+/// A server that may be stopped and started again on its port.
+pub(super) struct NatsServer {
+    program: PathBuf,
+    port: u16,
+    running: Option<Child>,
+    scratch: Scratch,
+}
+
+impl NatsServer {
+    /// A server on a free port, not started.
+    pub(super) fn new(program: &Path) -> Result<Self, DrillError> {
+        let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
+        Ok(Self { program: program.to_owned(), port, running: None, scratch: Scratch::create()? })
+    }
+
+    pub(super) fn address(&self) -> SocketAddr {
+        (Ipv4Addr::LOCALHOST, self.port).into()
+    }
+
+    /// Starts the server and waits until it listens.
+    pub(super) async fn start(&mut self) -> Result<(), DrillError> {
+        let mut command = Command::new(&self.program);
+        command.args(["-js", "-a", "127.0.0.1", "-p", &self.port.to_string(), "-sd"]).arg(self.scratch.path());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let started = command.spawn();
+        self.running = Some(started.map_err(|source| DrillError::Program { program: self.program.clone(), source })?);
+        let address = self.address();
+        until("the NATS server", async || Ok(TcpStream::connect(address).await.is_ok())).await?;
+        Ok(())
+    }
+
+    /// Kills the server.
+    pub(super) fn stop(&mut self) {
+        if let Some(mut child) = self.running.take() {
+            // A server that has ended already is stopped.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Drop for NatsServer {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}

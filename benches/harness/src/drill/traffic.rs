@@ -1,0 +1,221 @@
+//! Open loop of requests to several gateways in turn.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::Bytes;
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE};
+use hyper::{Method, Request};
+use hyper_util::client::legacy::{Client, connect::HttpConnector};
+use hyper_util::rt::TokioExecutor;
+use tokio::task::AbortHandle;
+use tokio::time::{interval, timeout};
+
+/// Tokens per block.
+pub(super) const BLOCK_SIZE: u32 = 16;
+
+/// Whole blocks of each prompt: a prefix that a group of prompts shares, and the rest.
+const SHARED_BLOCKS: u32 = 4;
+const OWN_BLOCKS: u32 = 4;
+
+/// Prompts with the same prefix.
+const GROUP: u32 = 20;
+
+/// Tokens of the whole blocks of a prompt.
+pub(super) const CACHEABLE_TOKENS: u64 = ((SHARED_BLOCKS + OWN_BLOCKS) * BLOCK_SIZE) as u64;
+
+/// Timeout of a request.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Token ids of a prompt: the blocks above, and a part of one.
+fn prompt(n: u32) -> Vec<u32> {
+    let shared = (0..SHARED_BLOCKS * BLOCK_SIZE).map(|at| (n / GROUP) * 7_919 + at);
+    let own = (0..OWN_BLOCKS * BLOCK_SIZE + 3).map(|at| 40_000 + (n * 131 + at * 17) % 60_000);
+    shared.chain(own).collect()
+}
+
+/// Index of the prompt of request `n`: each prompt once, then all in a scattered order.
+fn prompt_index(n: u64, prompts: u64) -> u64 {
+    if n < prompts { n } else { n.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32) % prompts }
+}
+
+/// HTTP client of the drill.
+#[derive(Clone, Debug)]
+pub(super) struct Http(Client<HttpConnector, Full<Bytes>>);
+
+impl Http {
+    fn new() -> Self {
+        let mut connector = HttpConnector::new();
+        connector.set_nodelay(true);
+        Self(Client::builder(TokioExecutor::new()).build(connector))
+    }
+
+    /// Status and body of a response.
+    pub(super) async fn send(
+        &self,
+        url: &str,
+        token: Option<&str>,
+        body: Option<Bytes>,
+    ) -> Result<(u16, Bytes), String> {
+        let method = if body.is_some() { Method::POST } else { Method::GET };
+        let mut request = Request::builder().method(method).uri(url).header(CONTENT_TYPE, "application/json");
+        if let Some(token) = token {
+            request = request.header(AUTHORIZATION, format!("Bearer {token}"));
+        }
+        let request = request.body(Full::new(body.unwrap_or_default())).map_err(|error| error.to_string())?;
+        let exchange = async {
+            let response = self.0.request(request).await.map_err(|error| format!("{error:?}"))?;
+            let status = response.status().as_u16();
+            let body = response.into_body().collect().await.map_err(|error| error.to_string())?;
+            Ok((status, body.to_bytes()))
+        };
+        timeout(TIMEOUT, exchange).await.unwrap_or_else(|_| Err(format!("no response within {} s", TIMEOUT.as_secs())))
+    }
+}
+
+/// One gateway of the traffic.
+#[derive(Debug, Default)]
+struct Slot {
+    /// None while the gateway is left out.
+    address: Mutex<Option<SocketAddr>>,
+    ended: AtomicU64,
+    failures: Mutex<Vec<String>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    http: Http,
+    prompts: Vec<Bytes>,
+    slots: Vec<Slot>,
+    is_paused: AtomicBool,
+    sent: AtomicU64,
+    ended: AtomicU64,
+}
+
+/// A running open loop; ends when dropped.
+#[derive(Debug)]
+pub(super) struct Traffic {
+    shared: Arc<Shared>,
+    task: AbortHandle,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Traffic {
+    /// Starts a paused loop without gateways.
+    pub(super) fn start(slots: usize, prompts: u32, rate: u32) -> Self {
+        let body = |n| serde_json::json!({ "model": "mock", "max_tokens": 8, "prompt": prompt(n) }).to_string().into();
+        let shared = Arc::new(Shared {
+            http: Http::new(),
+            prompts: (0..prompts).map(body).collect(),
+            slots: (0..slots).map(|_| Slot::default()).collect(),
+            is_paused: AtomicBool::new(true),
+            sent: AtomicU64::new(0),
+            ended: AtomicU64::new(0),
+        });
+        let task = tokio::spawn(Arc::clone(&shared).send_all(rate)).abort_handle();
+        Self { shared, task }
+    }
+
+    pub(super) fn http(&self) -> &Http {
+        &self.shared.http
+    }
+
+    /// Includes a gateway, or leaves it out.
+    pub(super) fn set_gateway(&self, slot: usize, address: Option<SocketAddr>) {
+        *lock(&self.shared.slots[slot].address) = address;
+    }
+
+    pub(super) fn set_paused(&self, is_paused: bool) {
+        self.shared.is_paused.store(is_paused, SeqCst);
+    }
+
+    /// Whether no request is in flight.
+    pub(super) fn is_quiet(&self) -> bool {
+        // In this order, because a request ends after it was sent.
+        let ended = self.shared.ended.load(SeqCst);
+        self.shared.sent.load(SeqCst) == ended
+    }
+
+    /// Number of ended requests.
+    pub(super) fn ended(&self) -> u64 {
+        self.shared.ended.load(SeqCst)
+    }
+
+    /// Number of ended requests of one gateway.
+    pub(super) fn ended_of(&self, slot: usize) -> u64 {
+        self.shared.slots[slot].ended.load(SeqCst)
+    }
+
+    /// Failures of one gateway since the last call.
+    pub(super) fn take_failures(&self, slot: usize) -> Vec<String> {
+        std::mem::take(&mut *lock(&self.shared.slots[slot].failures))
+    }
+}
+
+impl Drop for Traffic {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Shared {
+    async fn send_all(self: Arc<Self>, rate: u32) {
+        let mut ticks = interval(Duration::from_secs(1) / rate);
+        let mut turn = 0;
+        loop {
+            ticks.tick().await;
+            if self.is_paused.load(SeqCst) {
+                continue;
+            }
+            let slots = (turn..).take(self.slots.len()).map(|slot| slot % self.slots.len());
+            let address = |slot: usize| Some((slot, (*lock(&self.slots[slot].address))?));
+            let Some((slot, address)) = slots.filter_map(address).next() else { continue };
+            turn = slot + 1;
+            let n = self.sent.fetch_add(1, SeqCst);
+            tokio::spawn(Arc::clone(&self).send(slot, address, n));
+        }
+    }
+
+    async fn send(self: Arc<Self>, slot: usize, address: SocketAddr, n: u64) {
+        let index = prompt_index(n, self.prompts.len() as u64);
+        let body = self.prompts[usize::try_from(index).expect("an index")].clone();
+        let failure = match self.http.send(&format!("http://{address}/v1/completions"), None, Some(body)).await {
+            Ok((200, _)) => None,
+            Ok((status, body)) => Some(format!("status {status}: {}", String::from_utf8_lossy(&body))),
+            Err(error) => Some(error),
+        };
+        let slot = &self.slots[slot];
+        lock(&slot.failures).extend(failure);
+        slot.ended.fetch_add(1, SeqCst);
+        self.ended.fetch_add(1, SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_of_a_group_share_a_prefix() {
+        let shared = (SHARED_BLOCKS * BLOCK_SIZE) as usize;
+        let [first, second, other] = [prompt(0), prompt(GROUP - 1), prompt(GROUP)];
+        assert_eq!(first[..shared], second[..shared]);
+        assert_ne!(first[shared], second[shared]);
+        assert_ne!(first[0], other[0]);
+        let whole = first.len() as u64 / u64::from(BLOCK_SIZE) * u64::from(BLOCK_SIZE);
+        assert_eq!(whole, CACHEABLE_TOKENS);
+    }
+
+    #[test]
+    fn each_prompt_is_sent_once_before_any_is_repeated() {
+        assert!((0..100).all(|n| prompt_index(n, 100) == n));
+        let later: std::collections::BTreeSet<u64> = (100..2_000).map(|n| prompt_index(n, 100)).collect();
+        assert_eq!(later.len(), 100);
+    }
+}
