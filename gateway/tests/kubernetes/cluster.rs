@@ -252,12 +252,11 @@ impl WatchingGateway {
         }
     }
 
-    /// A metric of the source of the model `m`.
-    pub(super) async fn stale_seconds(&self) -> f64 {
+    /// A metric of the source of the model `m`; `None` before its first sample.
+    pub(super) async fn stale_seconds(&self) -> Option<f64> {
         let page = self.admin("/metrics").await;
-        let line = page.lines().find(|line| line.starts_with("pointsman_discovery_stale_seconds{"));
-        let value = line.and_then(|line| line.rsplit(' ').next()).expect("the metric is published");
-        value.parse().expect("a number")
+        let line = page.lines().find(|line| line.starts_with("pointsman_discovery_stale_seconds{"))?;
+        line.rsplit(' ').next().map(|value| value.parse().expect("a number"))
     }
 
     /// Status of a completion.

@@ -7,6 +7,7 @@ use tokio::time::{Instant, sleep};
 
 use super::api_server::ApiServer;
 use super::cluster::{Directory, NAMESPACE, TestPod, WatchingGateway, Workers, engines, has_ipv6, pool, settings};
+use crate::common::process::PATIENCE;
 
 /// A running gateway whose model `m` selects the pods with `app=engine` at this port.
 async fn by_labels(server: &ApiServer, port: u16) -> (WatchingGateway, String) {
@@ -157,7 +158,8 @@ async fn workers_stay_while_the_api_server_is_down() {
     loop {
         assert_eq!(gateway.workers("m").await, before, "no worker is removed");
         assert_eq!(gateway.complete().await, 200);
-        if since.elapsed() >= outage() && gateway.stale_seconds().await > 0.0 {
+        assert!(since.elapsed() < outage() + PATIENCE, "the metric is published");
+        if since.elapsed() >= outage() && gateway.stale_seconds().await.is_some_and(|seconds| seconds > 0.0) {
             break;
         }
         sleep(Duration::from_millis(20)).await;
