@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 use super::router::{Health, Router};
 use crate::actors::discovery::DiscoverySource;
@@ -131,6 +131,20 @@ impl Router {
     #[must_use]
     pub fn workers(&self) -> Arc<[WorkerEntry]> {
         self.views().fleet.workers()
+    }
+
+    /// The registered workers, as a watch, for instance to wait for the first one.
+    ///
+    /// ```
+    /// # async fn example(router: &pointsman::Router) {
+    /// let mut workers = router.watch_workers();
+    /// let found = workers.wait_for(|workers| workers.iter().any(|worker| worker.takes_requests())).await;
+    /// # drop(found);
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn watch_workers(&self) -> watch::Receiver<Arc<[WorkerEntry]>> {
+        self.views().fleet.subscribe()
     }
 
     /// The rank of a single-rank worker; `None` if the worker is not registered or has several ranks.

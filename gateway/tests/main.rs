@@ -26,6 +26,7 @@ mod operations;
 mod proxy;
 mod reload;
 mod replicas;
+mod scale_from_zero;
 mod targets;
 mod tokens;
 mod warm_start;

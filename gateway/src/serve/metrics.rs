@@ -93,6 +93,8 @@ pub(super) const PICKS: Metric = Metric::counter(
      endpoint.",
 );
 const IN_FLIGHT: Metric = Metric::gauge("pointsman_gateway_requests_in_flight", &[], "Requests in flight.");
+const HELD: Metric =
+    Metric::gauge("pointsman_gateway_held_requests", &["model"], "Requests that wait for a first worker of the model.");
 const FIRST_BYTE: Metric = Metric::histogram(
     "pointsman_gateway_time_to_first_byte_seconds",
     &["model"],
@@ -166,6 +168,7 @@ pub const ALL: &[Metric] = &[
     REQUESTS,
     PICKS,
     IN_FLIGHT,
+    HELD,
     FIRST_BYTE,
     WHOLE,
     OVERHEAD,
@@ -287,9 +290,19 @@ pub(crate) struct ModelMeters {
     model: String,
     /// By endpoint, then by status; a series exists from its first request on.
     requests: [[OnceLock<Counter>; COMMON.len()]; Endpoint::ALL.len()],
+    held: Gauge,
     first_byte: Histogram,
     whole: Histogram,
     retries: [Counter; RetryReason::ALL.len()],
+}
+
+/// A request that waits for a worker.
+pub(crate) struct Held<'a>(&'a Gauge);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.decrement(1.0);
+    }
 }
 
 impl ModelMeters {
@@ -300,10 +313,17 @@ impl ModelMeters {
         Self {
             model: name(),
             requests: Default::default(),
+            held: metrics::gauge!(HELD.name, "model" => name()),
             first_byte: metrics::histogram!(FIRST_BYTE.name, "model" => name()),
             whole: metrics::histogram!(WHOLE.name, "model" => name()),
             retries: RetryReason::ALL.map(retries),
         }
+    }
+
+    /// Counts a request that waits for a worker, until the returned value is dropped.
+    pub(crate) fn hold(&self) -> Held<'_> {
+        self.held.increment(1.0);
+        Held(&self.held)
     }
 
     pub(crate) fn retried(&self, reason: RetryReason) {

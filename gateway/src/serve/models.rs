@@ -14,7 +14,7 @@ use pointsman::config::EventMode;
 use pointsman::discovery::DiscoveryError;
 use pointsman::error::StartError;
 use pointsman::{ReplicaBus, Router, RouterConfig, WorkerEntry};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use super::current::Current;
 use super::metrics::ModelMeters;
@@ -73,6 +73,19 @@ pub(crate) struct Model {
     /// Whether the caches of all ranks were known at some time.
     pub(crate) was_warm: Arc<AtomicBool>,
     pub(crate) warm_start: Arc<WarmStart>,
+}
+
+impl Model {
+    /// Waits until a worker takes requests, at most `within`. Returns whether one does.
+    pub(crate) async fn has_worker(&self, within: Duration) -> bool {
+        let takes_requests = |workers: &Arc<[WorkerEntry]>| workers.iter().any(WorkerEntry::takes_requests);
+        let mut workers = self.router.watch_workers();
+        if takes_requests(&workers.borrow()) {
+            return true;
+        }
+        let _held = self.meters.hold();
+        timeout(within, workers.wait_for(takes_requests)).await.is_ok_and(|found| found.is_ok())
+    }
 }
 
 /// All models by name.

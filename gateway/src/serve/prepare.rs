@@ -2,12 +2,16 @@
 //! body for the worker.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
 use pointsman::answer::AnswerKind;
+
+use pointsman::schedule::Rejection;
 use pointsman::{Prompt, RequestOptions, RouteRequest};
+use tokio::time::Instant;
 
 use super::App;
 use super::metrics::Account;
@@ -51,6 +55,7 @@ impl Prepared {
         if let (Some(tenant), Some(session_id)) = (tenant, &mut options.session_id) {
             *session_id = tenant.session(session_id).into();
         }
+        hold(app, account, model, &mut options).await?;
         let tenant_salt = tenant.map(|tenant| tenant.salt(parsed.cache_salt.as_deref()));
 
         let upstream_name = adapter.unwrap_or_else(|| model.settings.upstream_name());
@@ -88,6 +93,25 @@ impl Prepared {
         };
         RouteRequest { options: self.options.clone(), ..RouteRequest::query(Prompt::Tokens(tokens)) }
     }
+}
+
+/// Waits for a first worker, if the settings allow it, at most until the deadline of the request.
+///
+/// # Errors
+/// 503 without a worker after that time. Without the setting, placement reports it.
+async fn hold(app: &App, account: &mut Account, model: &Model, options: &mut RequestOptions) -> Result<(), ApiError> {
+    let within = Duration::from_millis(app.settings.gateway.hold_without_endpoints_ms);
+    if within.is_zero() {
+        return Ok(());
+    }
+    let since = Instant::now();
+    let within = options.deadline.map_or(within, |deadline| within.min(deadline));
+    if !model.has_worker(within).await {
+        return Err(Rejection::NoRanks.into());
+    }
+    account.waited_since(since);
+    options.deadline = options.deadline.map(|deadline| deadline.saturating_sub(since.elapsed()));
+    Ok(())
 }
 
 /// Authenticates the client, if requests are accepted now.

@@ -78,6 +78,8 @@ struct Ranks {
     causes: Vec<String>,
     /// Pending part of the warm start.
     warm_start: Option<String>,
+    /// Whether requests wait for a first worker.
+    holds_requests: bool,
 }
 
 impl Ranks {
@@ -121,12 +123,15 @@ fn report(draining: bool, warm_up_over: bool, models: &[(&str, Ranks)]) -> Readi
 }
 
 fn not_ready_reason(ranks: &Ranks, warm_up_over: bool) -> Option<String> {
-    let Ranks { router_up, registered, eligible, ejected, cold, unknown, was_warm, ref causes, ref warm_start } =
-        *ranks;
+    let Ranks { router_up, registered, eligible, ejected, cold, unknown, was_warm, .. } = *ranks;
+    let Ranks { causes, warm_start, .. } = ranks;
+    let holds_requests = ranks.holds_requests;
     // Ranks that join later, or disconnect, do not end readiness.
     let unknown = if was_warm { cold } else { unknown };
     if !router_up {
         Some("the router is down".to_owned())
+    } else if registered == 0 && holds_requests {
+        None // requests must arrive, so that engines are started for them
     } else if eligible == 0 {
         let ejected = (ejected > 0).then(|| format!("{ejected} of {registered} are ejected"));
         let causes: Vec<String> = ejected.into_iter().chain(causes.iter().cloned()).collect();
@@ -146,7 +151,9 @@ async fn report_on(app: &App, models: &[&Arc<Model>]) -> ReadinessReport {
     let warm_up_over = app.readiness.is_warm_up_over();
     let mut ranks = Vec::with_capacity(models.len());
     for model in models {
-        ranks.push((model.settings.name.as_str(), ranks_of(model, warm_up_over).await));
+        let mut facts = ranks_of(model, warm_up_over).await;
+        facts.holds_requests = app.settings.gateway.hold_without_endpoints_ms > 0;
+        ranks.push((model.settings.name.as_str(), facts));
     }
     report(app.readiness.is_draining(), warm_up_over, &ranks)
 }
@@ -179,6 +186,7 @@ async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
         was_warm,
         causes: if eligible == 0 { causes::of_no_rank(model, ejected) } else { Vec::new() },
         warm_start: model.warm_start.pending(&sources),
+        holds_requests: false,
     };
     model.was_warm.fetch_or(ranks.is_warm(), Ordering::Relaxed);
     ranks
@@ -279,6 +287,7 @@ mod tests {
             (false, true, &[("a", cold.clone())], &[]),
             (false, false, &[("a", joined.clone())], &[]),
             (false, true, &[("a", lost.clone())], &[]),
+            (false, false, &[("a", Ranks { holds_requests: true, ..none.clone() })], &[]),
             (false, false, &[("a", refused)], &["model \"a\": no rank can serve: a cause; another"]),
             (false, false, &[("a", lost.clone())], &["model \"a\": the caches of 1 ranks are not known yet"]),
             (false, false, &[("a", Ranks { eligible: 0, ..joined })], &["model \"a\": no rank can serve"]),

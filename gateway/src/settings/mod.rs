@@ -85,6 +85,8 @@ pub struct GatewaySettings {
     pub answer_timeout_ms: u64,
     /// Timeout for placement, unless the request has a shorter deadline.
     pub queue_timeout_ms: u64,
+    /// Time that requests wait while their model has no workers; 0 rejects them at once.
+    pub hold_without_endpoints_ms: u64,
     /// Timeout between parts of a started response, and of a client that does not read.
     pub idle_timeout_ms: u64,
     /// Attempts per request, including the first, until a valid response starts.
@@ -140,6 +142,7 @@ impl Default for GatewaySettings {
             first_byte_timeout_ms: 300_000,
             answer_timeout_ms: 600_000,
             queue_timeout_ms: 120_000,
+            hold_without_endpoints_ms: 0,
             idle_timeout_ms: 120_000,
             attempts_max: 3,
             retry_share_max: 0.2,

@@ -26,6 +26,7 @@ pub(super) const RELOADED: &[&str] = &[
     "first_byte_timeout_ms",
     "answer_timeout_ms",
     "queue_timeout_ms",
+    "hold_without_endpoints_ms",
     "idle_timeout_ms",
     "attempts_max",
     "retry_share_max",

@@ -127,6 +127,7 @@ impl Settings {
             ("first_byte_timeout_ms", gateway.first_byte_timeout_ms, 1),
             ("answer_timeout_ms", gateway.answer_timeout_ms, 1),
             ("queue_timeout_ms", gateway.queue_timeout_ms, 1),
+            ("hold_without_endpoints_ms", gateway.hold_without_endpoints_ms, 0),
             ("idle_timeout_ms", gateway.idle_timeout_ms, 1),
             ("drain_delay_ms", gateway.drain_delay_ms, 0),
             ("drain_timeout_ms", gateway.drain_timeout_ms, 0),
