@@ -1,0 +1,67 @@
+"""Validates rendered manifests: built-in kinds by kubernetes-validate, others by the schema of their CRD.
+
+usage: validate.py CRD_DIRECTORY MANIFEST...
+"""
+import pathlib
+import sys
+
+import jsonschema
+import kubernetes_validate
+import yaml
+
+KUBERNETES = "1.33"
+
+
+def closed(schema):
+    """The schema without unknown fields, as the API server prunes them."""
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: closed(value) if isinstance(value, dict) else value for key, value in schema.items()}
+    if "properties" in schema:
+        schema["properties"] = {key: closed(value) for key, value in schema["properties"].items()}
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def crd_schemas(directory):
+    schemas = {}
+    for path in pathlib.Path(directory).glob("*.yaml"):
+        for crd in yaml.safe_load_all(path.read_text()):
+            if not crd or crd.get("kind") != "CustomResourceDefinition":
+                continue
+            for version in crd["spec"]["versions"]:
+                schema = closed(version["schema"]["openAPIV3Schema"])
+                schema["properties"]["metadata"] = {"type": "object"}
+                schemas[f'{crd["spec"]["group"]}/{version["name"]}', crd["spec"]["names"]["kind"]] = schema
+    return schemas
+
+
+def main(directory, manifests):
+    schemas = crd_schemas(directory)
+    failures = 0
+    for manifest in manifests:
+        counts = {"valid": 0, "skipped": 0}
+        for document in yaml.safe_load_all(pathlib.Path(manifest).read_text()):
+            version, kind = document["apiVersion"], document["kind"]
+            name = f'{pathlib.Path(manifest).name}: {kind} {document["metadata"]["name"]}'
+            is_builtin = "." not in version.split("/")[0] or version.split("/")[0].endswith(".k8s.io")
+            try:
+                if (version, kind) in schemas:
+                    jsonschema.validate(document, schemas[version, kind])
+                elif is_builtin and not version.startswith(("inference.", "gateway.")):
+                    kubernetes_validate.validate(document, KUBERNETES, strict=True)
+                else:
+                    print(f"SKIPPED: {name}: no schema of {version}")
+                    counts["skipped"] += 1
+                    continue
+                counts["valid"] += 1
+            except (jsonschema.ValidationError, kubernetes_validate.ValidationError) as error:
+                print(f"error: {name}: {error}", file=sys.stderr)
+                failures += 1
+        print(f'{pathlib.Path(manifest).name}: {counts["valid"]} valid, {counts["skipped"]} without a schema')
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
