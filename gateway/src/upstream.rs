@@ -14,15 +14,22 @@ use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::Incoming;
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue};
 use hyper::{Request, Response, StatusCode, Uri};
-use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder};
-use hyper_util::client::legacy::Client;
+use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
 use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::{TokioExecutor, TokioTimer};
+use hyper_util::client::legacy::{self, Client};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use pointsman::health::Outcome;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::{ClientConfig, RootCertStore};
+use tokio::net::TcpStream;
 use tokio::time::timeout;
+use tower::ServiceExt as _;
+use tower::util::MapResponse;
+
+use self::ended::{Observed, Signaling};
+
+mod ended;
 
 /// Maximum idle connections per worker.
 const IDLE_PER_WORKER_MAX: usize = 512;
@@ -166,17 +173,20 @@ pub struct Upstream(Arc<RwLock<Connector>>);
 #[derive(Clone, Debug)]
 struct Connector {
     client: HttpsClient,
+    connect_timeout: Duration,
     /// `Authorization` for queries of the gateway itself. Marked sensitive, so that it is never printed.
     key: Option<HeaderValue>,
 }
 
-type HttpsClient = Client<HttpsConnector<HttpConnector>, Full<Bytes>>;
+type HttpsClient = Client<SignalingConnector, Full<Bytes>>;
+type SignalingConnector = MapResponse<HttpsConnector<HttpConnector>, fn(Stream) -> Signaling<Stream>>;
+type Stream = MaybeHttpsStream<TokioIo<TcpStream>>;
 
 impl Upstream {
     /// A client without connections. `tls` defines the trusted certificates.
     #[must_use]
     pub fn new(tls: ClientConfig, connect_timeout: Duration) -> Self {
-        Self(Arc::new(RwLock::new(Connector { client: client(tls, connect_timeout), key: None })))
+        Self(Arc::new(RwLock::new(Connector { client: client(tls, connect_timeout), connect_timeout, key: None })))
     }
 
     /// The same with `Authorization` for queries of the gateway itself.
@@ -192,7 +202,9 @@ impl Upstream {
         let client = tls.map(|tls| client(tls, connect_timeout));
         self.set(|connector| {
             connector.key = key.map(sensitive);
-            connector.client = client.unwrap_or_else(|| connector.client.clone());
+            if let Some(client) = client {
+                (connector.client, connector.connect_timeout) = (client, connect_timeout);
+            }
         });
     }
 
@@ -204,21 +216,21 @@ impl Upstream {
     fn connector(&self) -> Connector {
         self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
+
     /// Sends a request and returns the response head. Cancel-safe: dropping the future closes the connection.
     ///
     /// # Errors
     /// Connection failure or broken connection.
-    pub async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, UpstreamError> {
-        self.connector().client.request(request).await.map_err(|error| {
-            if lacks_descriptor(&error) {
-                return UpstreamError::NoDescriptor;
+    pub async fn send(&self, mut request: Request<Full<Bytes>>) -> Result<Response<Incoming>, UpstreamError> {
+        let Connector { client, connect_timeout, .. } = self.connector();
+        let connections = Observed::of(&mut request);
+        tokio::select! {
+            biased;
+            response = client.request(request) => response.map_err(error_of),
+            () = connections.ended(connect_timeout) => {
+                Err(UpstreamError::Broken("the connection ended without a response".to_owned()))
             }
-            if error.is_connect() {
-                UpstreamError::Connect(ConnectError::of(&error))
-            } else {
-                UpstreamError::Broken(causes(&error))
-            }
-        })
+        }
     }
 
     /// Sends a JSON query of the gateway itself and returns the response body of at most `bytes_max`.
@@ -257,6 +269,16 @@ impl Upstream {
     }
 }
 
+fn error_of(error: legacy::Error) -> UpstreamError {
+    if lacks_descriptor(&error) {
+        UpstreamError::NoDescriptor
+    } else if error.is_connect() {
+        UpstreamError::Connect(ConnectError::of(&error))
+    } else {
+        UpstreamError::Broken(causes(&error))
+    }
+}
+
 /// Errors for a process and a machine without free descriptors: EMFILE and ENFILE on Unix.
 const NO_DESCRIPTOR: [i32; 2] = [24, 23];
 
@@ -283,7 +305,7 @@ fn client(tls: ClientConfig, connect_timeout: Duration) -> HttpsClient {
         .pool_timer(TokioTimer::new())
         .pool_idle_timeout(IDLE_KEPT)
         .pool_max_idle_per_host(IDLE_PER_WORKER_MAX)
-        .build(connector.wrap_connector(http))
+        .build(connector.wrap_connector(http).map_response(Signaling::new as fn(Stream) -> Signaling<Stream>))
 }
 
 fn sensitive(mut key: HeaderValue) -> HeaderValue {

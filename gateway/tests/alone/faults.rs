@@ -293,7 +293,9 @@ impl Client {
 
     /// Reads everything until the connection ends, in order or by a reset.
     pub(crate) async fn rest(mut self) -> Vec<u8> {
-        let _ = timeout(PATIENCE, self.stream.read_to_end(&mut self.bytes)).await.expect("end before the timeout");
+        // A reset also ends the response.
+        let has_ended = timeout(PATIENCE, self.stream.read_to_end(&mut self.bytes)).await.is_ok();
+        assert!(has_ended, "connection still open after {:?}", String::from_utf8_lossy(&self.bytes));
         self.bytes
     }
 

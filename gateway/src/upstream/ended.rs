@@ -1,0 +1,163 @@
+//! End of a connection, as a signal to the request that waits on it.
+//!
+//! The client passes a request to a connection task through a channel. If the task ends while the request enters the
+//! channel, the request stays there: it is neither sent nor returned, and its response never completes. Observed with
+//! hyper 1.12 and tokio 1.54 while workers reset connections.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+use std::{future, io};
+
+use hyper::Request;
+use hyper::http::Extensions;
+use hyper::rt::{Read, ReadBufCursor, Write};
+use hyper_util::client::legacy::connect::{CaptureConnection, Connected, Connection, capture_connection};
+use tokio::sync::watch;
+use tokio::time::sleep;
+
+/// Stream that signals its drop to the requests of its connection.
+#[derive(Debug)]
+pub(super) struct Signaling<S> {
+    stream: S,
+    open: watch::Sender<()>,
+}
+
+/// Signal of one connection, in the client's metadata of it.
+#[derive(Clone, Debug)]
+struct End(watch::Receiver<()>);
+
+impl<S> Signaling<S> {
+    pub(super) fn new(stream: S) -> Self {
+        Self { stream, open: watch::Sender::new(()) }
+    }
+}
+
+/// Connections of a request, observed from before it is sent.
+pub(super) struct Observed(CaptureConnection);
+
+impl Observed {
+    pub(super) fn of<B>(request: &mut Request<B>) -> Self {
+        Self(capture_connection(request))
+    }
+
+    /// Waits until a connection of the request has ended for `grace` and the request has no other. The grace is for
+    /// requests that the client sends again over a new connection.
+    pub(super) async fn ended(mut self, grace: Duration) {
+        while let Some(mut end) = self.end().await {
+            // Nothing is ever sent: the wait ends with an error when the stream is dropped.
+            let _ = end.0.changed().await;
+            sleep(grace).await;
+            if self.end().await.is_some_and(|newest| newest.0.same_channel(&end.0)) {
+                return;
+            }
+        }
+        // Without a connection the client reports the error.
+        future::pending().await
+    }
+
+    async fn end(&mut self) -> Option<End> {
+        let connected = self.0.wait_for_connection_metadata().await;
+        let mut extras = Extensions::new();
+        connected.as_ref()?.get_extras(&mut extras);
+        extras.remove()
+    }
+}
+
+impl<S: Connection> Connection for Signaling<S> {
+    fn connected(&self) -> Connected {
+        self.stream.connected().extra(End(self.open.subscribe()))
+    }
+}
+
+impl<S: Read + Unpin> Read for Signaling<S> {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: ReadBufCursor<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_read(cx, buffer)
+    }
+}
+
+impl<S: Write + Unpin> Write for Signaling<S> {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().stream).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffers: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().stream).poll_write_vectored(cx, buffers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use axum::body::Bytes;
+    use http_body_util::Full;
+    use hyper::Request;
+    use hyper_util::client::legacy::Client;
+    use hyper_util::client::legacy::connect::HttpConnector;
+    use hyper_util::rt::{TokioExecutor, TokioIo};
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::{TcpListener, TcpStream};
+    use tokio::time::{Instant, timeout};
+    use tower::ServiceExt as _;
+
+    use super::{Observed, Signaling};
+
+    const GRACE: Duration = Duration::from_secs(3);
+
+    /// Sends a request to a worker that responds with `response`. Returns its connections, whether it succeeded, the
+    /// client and the worker's end of the connection.
+    async fn exchanged(response: &'static [u8]) -> (Observed, bool, impl Sized, TcpStream) {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("free port");
+        let address = listener.local_addr().expect("bound");
+        let connector = HttpConnector::new()
+            .map_response(Signaling::new as fn(TokioIo<TcpStream>) -> Signaling<TokioIo<TcpStream>>);
+        let client = Client::builder(TokioExecutor::new()).build::<_, Full<Bytes>>(connector);
+        let mut request =
+            Request::get(format!("http://{address}/")).body(Full::new(Bytes::new())).expect("valid request");
+        let connections = Observed::of(&mut request);
+        let (sent, worker) = tokio::join!(client.request(request), async {
+            let (mut worker, _) = listener.accept().await.expect("connection");
+            let mut head = [0; 1_024];
+            assert!(worker.read(&mut head).await.expect("request") > 0);
+            if response.is_empty() {
+                worker.shutdown().await.expect("open connection");
+            }
+            worker.write_all(response).await.map(|()| worker)
+        });
+        (connections, sent.is_ok(), client, worker.expect("open connection"))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn end_of_the_only_connection_is_reported_after_the_grace() {
+        let (connections, has_response, _client, _worker) = exchanged(b"").await;
+        assert!(!has_response);
+        let started_at = Instant::now();
+        connections.ended(GRACE).await;
+        assert!(started_at.elapsed() >= GRACE);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn open_connection_has_no_end() {
+        let (connections, has_response, _client, _worker) =
+            exchanged(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await;
+        assert!(has_response);
+        assert!(timeout(Duration::from_secs(3_600), connections.ended(GRACE)).await.is_err());
+    }
+}
