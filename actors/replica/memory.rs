@@ -15,6 +15,9 @@ use crate::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
 /// Messages that a subscriber may be behind.
 const CAPACITY: usize = 1_024;
 
+/// Maximum length of a message, as in other transports. Longer ones are lost.
+const MESSAGE_BYTES_MAX: usize = 1 << 20;
+
 /// Faults of a network.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MemoryFaults {
@@ -163,6 +166,9 @@ impl ReplicaBus for MemoryBus {
     }
 
     fn publish(&self, pool: &Arc<str>, topic: ReplicaTopic, payload: Bytes) {
+        if payload.len() > MESSAGE_BYTES_MAX {
+            return;
+        }
         let message = ReplicaMessage { from: self.life, pool: Arc::clone(pool), topic, payload };
         let mut network = self.network.lock();
         let own = self.life.replica;

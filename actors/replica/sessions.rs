@@ -27,13 +27,15 @@ pub(super) struct SessionSharing {
     scheduler: Arc<Strand<Scheduler>>,
     /// Outstanding reply of the scheduler.
     answer: Option<oneshot::Receiver<Vec<SessionBinding>>>,
+    /// Whether the last reply had no bindings.
+    is_idle: bool,
     /// Held by every received message that the scheduler has not applied.
     applied: Arc<()>,
 }
 
 impl SessionSharing {
     pub(super) fn new(bus: Arc<dyn ReplicaBus>, pool: Arc<str>, scheduler: Arc<Strand<Scheduler>>) -> Self {
-        Self { bus, pool, scheduler, answer: None, applied: Arc::default() }
+        Self { bus, pool, scheduler, answer: None, is_idle: false, applied: Arc::default() }
     }
 
     /// Publishes new bindings, and repetitions at a rate for `replicas` replicas in total.
@@ -52,12 +54,16 @@ impl SessionSharing {
         // An idle scheduler has replied already. The reply of a busy one is published after the next interval.
         match self.answer.as_mut().map(oneshot::Receiver::try_recv) {
             Some(Ok(bindings)) if !bindings.is_empty() => {
-                self.answer = None;
+                (self.answer, self.is_idle) = (None, false);
                 self.bus.publish(&self.pool, ReplicaTopic::Sessions, encode_sessions(&bindings).into());
             }
             Some(Err(TryRecvError::Empty)) | None => {}
-            Some(Ok(_) | Err(TryRecvError::Closed)) => self.answer = None,
+            Some(Ok(_) | Err(TryRecvError::Closed)) => (self.answer, self.is_idle) = (None, true),
         }
+    }
+
+    pub(super) fn is_idle(&self) -> bool {
+        self.is_idle
     }
 
     /// Forwards received bindings. Returns the number of lost messages: those that a busy scheduler cannot take.

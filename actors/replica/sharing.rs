@@ -34,6 +34,12 @@ use crate::replica::{
     ReplicaTopic, SummaryWriter, decode_routed,
 };
 
+/// Interval of the task while the replica has no load, until a booking. Full summaries remain about a second apart.
+const IDLE_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Number of writes with an idle rank after its change: all that the writer needs.
+const WRITES: u8 = 1 + SummaryWriter::REPETITIONS;
+
 /// Dependencies of the task.
 #[derive(Clone)]
 pub(crate) struct ReplicaSharing {
@@ -78,6 +84,8 @@ struct SharingTask {
     ranks: Vec<Option<SharedRank>>,
     /// Slots of each rank: two while one retires.
     slots: BTreeMap<WorkerRank, Vec<usize>>,
+    /// Version of the rank entries in `ranks`.
+    entries_version: Option<u64>,
 }
 
 /// A rank whose load is shared.
@@ -86,6 +94,8 @@ struct SharedRank {
     version: BoardVersion,
     board: BoardLoad,
     has_changed: bool,
+    /// Number of writes with this rank, until its next change, if it remains idle.
+    writes_left: u8,
     /// Published sum of the other replicas.
     peers: PeerLoad,
     /// By replica: its bookings and the own ones at its last summary.
@@ -111,6 +121,7 @@ impl SharingTask {
             queue_heads: Vec::new(),
             ranks: Vec::new(),
             slots: BTreeMap::new(),
+            entries_version: None,
             sharing,
         }
     }
@@ -131,7 +142,12 @@ impl SharingTask {
             tokio::select! {
                 biased;
                 _ = status.down() => break,
-                _ = ticks.tick() => self.on_tick(),
+                _ = ticks.tick() => {
+                    self.on_tick();
+                    if self.is_idle() {
+                        ticks.reset_after(self.interval.max(IDLE_INTERVAL));
+                    }
+                }
                 () = booked.notified(), if Instant::now() >= next_at => {
                     if self.read_boards() {
                         next_at = Instant::now() + self.interval;
@@ -148,6 +164,10 @@ impl SharingTask {
         }
         let last = self.writer.last();
         self.publish(&last);
+    }
+
+    fn is_idle(&self) -> bool {
+        self.writer.is_idle() && self.sessions.as_ref().is_none_or(SessionSharing::is_idle)
     }
 
     fn publish(&self, summary: &LoadSummary) {
@@ -185,14 +205,32 @@ impl SharingTask {
     /// Reads the boards of all ranks, and returns whether one has changed since the last summary. New ranks take the known
     /// load of other replicas.
     fn read_boards(&mut self) -> bool {
+        let version = self.sharing.ranks.version();
+        if self.entries_version != Some(version) {
+            self.entries_version = Some(version);
+            self.read_entries();
+        }
+        let mut has_changed = false;
+        for rank in self.ranks.iter_mut().flatten() {
+            if let Some(board) = rank.entry.board.read_since(&mut rank.version) {
+                (rank.board, rank.has_changed) = (board, true);
+            }
+            if rank.has_changed {
+                rank.writes_left = WRITES;
+                has_changed = true;
+            }
+        }
+        has_changed
+    }
+
+    /// Follows joined and left ranks.
+    fn read_entries(&mut self) {
         let entries = self.sharing.ranks.all();
-        let is_present = |rank: &SharedRank| {
-            let at = entries.binary_search_by_key(&rank.entry.slot, |entry| entry.slot);
-            at.is_ok_and(|at| Arc::ptr_eq(&entries[at], &rank.entry))
-        };
-        let mut has_members_changed = false;
         for rank in &mut self.ranks {
-            has_members_changed |= rank.take_if(|rank| !is_present(rank)).is_some();
+            rank.take_if(|rank| {
+                let at = entries.binary_search_by_key(&rank.entry.slot, |entry| entry.slot);
+                !at.is_ok_and(|at| Arc::ptr_eq(&entries[at], &rank.entry))
+            });
         }
         let mut new = Vec::new();
         for entry in &entries {
@@ -200,42 +238,36 @@ impl SharingTask {
             if self.ranks.len() <= slot {
                 self.ranks.resize_with(slot + 1, || None);
             }
-            let rank = self.ranks[slot].get_or_insert_with(|| {
+            self.ranks[slot].get_or_insert_with(|| {
                 new.push(entry.rank);
                 SharedRank::new(Arc::clone(entry))
             });
-            if let Some(board) = entry.board.read_since(&mut rank.version) {
-                (rank.board, rank.has_changed) = (board, true);
-            }
         }
-        if has_members_changed || !new.is_empty() {
-            self.slots.clear();
-            for (slot, rank) in self.ranks.iter().enumerate().filter_map(|(slot, rank)| Some((slot, rank.as_ref()?))) {
-                self.slots.entry(rank.entry.rank).or_default().push(slot);
-            }
-            self.publish_peers(&new, self.sharing.clock.now());
+        self.slots.clear();
+        for (slot, rank) in self.ranks.iter().enumerate().filter_map(|(slot, rank)| Some((slot, rank.as_ref()?))) {
+            self.slots.entry(rank.entry.rank).or_default().push(slot);
         }
-        self.ranks.iter().flatten().any(|rank| rank.has_changed)
+        self.publish_peers(&new, self.sharing.clock.now());
     }
 
-    /// Own contributions by rank, each with whether it has changed since the last call.
+    /// Own contributions by rank, each with whether it has changed since the last call, without ranks that have been idle
+    /// for some calls.
     fn contributions(&mut self, now: Timestamp) -> Vec<(RankContribution, bool)> {
-        let mut contributions: Vec<(RankContribution, bool)> = Vec::with_capacity(self.ranks.len());
-        for slots in self.slots.values() {
-            let first = contributions.len();
-            for slot in slots {
-                let Some(rank) = &mut self.ranks[*slot] else { continue };
-                let has_changed = std::mem::take(&mut rank.has_changed);
-                let contribution = rank.contribution(now);
-                match contributions.get_mut(first) {
-                    Some((sum, changed)) => {
-                        *sum = both(sum, &contribution);
-                        *changed |= has_changed;
-                    }
-                    None => contributions.push((contribution, has_changed)),
-                }
-            }
+        let mut contributions: Vec<(RankContribution, bool)> = Vec::new();
+        for rank in self.ranks.iter_mut().flatten().filter(|rank| rank.writes_left > 0) {
+            let contribution = rank.contribution(now);
+            rank.writes_left = if contribution.is_idle() { rank.writes_left - 1 } else { WRITES };
+            contributions.push((contribution, std::mem::take(&mut rank.has_changed)));
         }
+        contributions.sort_by_key(|(contribution, _)| contribution.rank());
+        contributions.dedup_by(|(other, has_other_changed), (sum, has_changed)| {
+            let is_same = other.rank() == sum.rank();
+            if is_same {
+                *sum = both(sum, other);
+                *has_changed |= *has_other_changed;
+            }
+            is_same
+        });
         contributions
     }
 
@@ -323,20 +355,27 @@ impl SharingTask {
     fn count_conflicts(&mut self, changed: &[WorkerRank], now: Timestamp) {
         let mut conflicts = 0;
         let wait = |rank: &SharedRank| rank.board.prefill.wait(now).0 + rank.peers.prefill;
-        let least = self.ranks.iter().flatten().map(wait).min().unwrap_or_default();
+        let mut least = None;
         for rank in changed {
             let booked: Vec<(ReplicaId, u32)> = self.peers.booked(*rank).collect();
             for slot in self.slots.get(rank).into_iter().flatten() {
                 let Some(shared) = &mut self.ranks[*slot] else { continue };
-                let (own, is_longer) =
-                    (shared.entry.board.read().unwrap_or(shared.board).applied, wait(shared) > least);
+                let own = shared.entry.board.read().unwrap_or(shared.board).applied;
+                let mut both = 0;
                 for (replica, peer) in &booked {
                     let before = shared.booked.insert(*replica, (*peer, own));
                     let Some((peer_before, own_before)) = before else { continue };
                     let (peer, own) = (peer.wrapping_sub(peer_before), own.wrapping_sub(own_before));
                     // A restarted sequence actor counts from 0 again.
                     let is_counted = peer < u32::MAX / 2 && own < u32::MAX / 2;
-                    conflicts += u64::from(if is_counted && is_longer { peer.min(own) } else { 0 });
+                    both += u64::from(if is_counted { peer.min(own) } else { 0 });
+                }
+                if both > 0 {
+                    let own_wait = wait(shared);
+                    let ranks = &self.ranks;
+                    let least =
+                        *least.get_or_insert_with(|| ranks.iter().flatten().map(wait).min().unwrap_or_default());
+                    conflicts += if own_wait > least { both } else { 0 };
                 }
             }
         }
@@ -357,6 +396,7 @@ impl SharedRank {
             version: BoardVersion::default(),
             board: BoardLoad::default(),
             has_changed: true,
+            writes_left: WRITES,
             peers: PeerLoad::default(),
             booked: BTreeMap::new(),
         }

@@ -71,6 +71,12 @@ impl RankEntries {
         self.slots.all()
     }
 
+    /// Number of joined and left ranks so far. Entries read after this call include them.
+    #[cfg(feature = "replicas")]
+    pub(crate) fn version(&self) -> u64 {
+        self.slots.version()
+    }
+
     /// The entries of a worker's ranks, those of leaving ranks included. Visits every entry.
     pub(crate) fn of_worker(&self, worker: WorkerId) -> Vec<Arc<RankEntry>> {
         self.slots.select(|entry| entry.rank.worker == worker)

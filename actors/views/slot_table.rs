@@ -1,6 +1,7 @@
 //! One shared value per slot, with the generation of the slot's occupant.
 
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::protocol::{Generation, Slot};
 
@@ -8,11 +9,15 @@ type Occupant<T> = Option<(Generation, Arc<T>)>;
 
 /// Values by slot. The supervisor writes; a read takes one uncontended lock.
 #[derive(Debug)]
-pub(crate) struct SlotTable<T>(RwLock<Vec<Occupant<T>>>);
+pub(crate) struct SlotTable<T> {
+    occupants: RwLock<Vec<Occupant<T>>>,
+    /// Number of writes.
+    version: AtomicU64,
+}
 
 impl<T> Default for SlotTable<T> {
     fn default() -> Self {
-        Self(RwLock::default())
+        Self { occupants: RwLock::default(), version: AtomicU64::new(0) }
     }
 }
 
@@ -35,8 +40,14 @@ impl<T> SlotTable<T> {
         values.iter().flatten().map(|(_, value)| value).filter(|value| is_wanted(value)).cloned().collect()
     }
 
+    /// Number of writes so far. Values read after this call include them.
+    #[cfg(feature = "replicas")]
+    pub(crate) fn version(&self) -> u64 {
+        self.version.load(Ordering::Acquire)
+    }
+
     pub(crate) fn insert(&self, slot: Slot, generation: Generation, value: Arc<T>) {
-        let mut values = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut values = self.write();
         if values.len() <= slot.index() {
             values.resize(slot.index() + 1, None);
         }
@@ -45,7 +56,7 @@ impl<T> SlotTable<T> {
 
     /// Vacates a slot.
     pub(crate) fn remove(&self, slot: Slot) {
-        let mut values = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut values = self.write();
         if let Some(value) = values.get_mut(slot.index()) {
             *value = None;
         }
@@ -53,11 +64,18 @@ impl<T> SlotTable<T> {
 
     /// Vacates all slots and returns their values.
     pub(crate) fn take_all(&self) -> Vec<Arc<T>> {
-        let values = std::mem::take(&mut *self.0.write().unwrap_or_else(PoisonError::into_inner));
+        let values = std::mem::take(&mut *self.write());
         values.into_iter().flatten().map(|(_, value)| value).collect()
     }
 
     fn read(&self) -> RwLockReadGuard<'_, Vec<Occupant<T>>> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner)
+        self.occupants.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Vec<Occupant<T>>> {
+        let values = self.occupants.write().unwrap_or_else(PoisonError::into_inner);
+        // Readers of the new number wait for the lock, so they see the write.
+        self.version.fetch_add(1, Ordering::Release);
+        values
     }
 }

@@ -1,7 +1,8 @@
 //! Selection of the content of summaries: what has changed, and everything at longer intervals.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
+
+use ahash::AHashMap;
 
 use super::{LoadSummary, RankContribution, ReplicaLayout, SummaryKind};
 use crate::load::PlacementRate;
@@ -17,16 +18,14 @@ pub struct SummaryWriter {
     layout: ReplicaLayout,
     interval: Duration,
     sequence: u64,
-    /// Ranks with load, or with a change that is still repeated: number of repetitions left.
-    ranks: BTreeMap<WorkerRank, u8>,
+    /// Ranks whose last change is still repeated: number of repetitions left.
+    ranks: AHashMap<WorkerRank, u8>,
     full_at: Option<Timestamp>,
     written_at: Timestamp,
     /// Arrival of the longest-waiting request in the last summary.
     queue_head: Option<Timestamp>,
+    has_load: bool,
 }
-
-/// Number of summaries that repeat a change.
-const REPETITIONS: u8 = 2;
 
 /// Interval of full summaries.
 const FULL_INTERVAL: Duration = Duration::from_secs(1);
@@ -35,16 +34,20 @@ const FULL_INTERVAL: Duration = Duration::from_secs(1);
 const HEARTBEAT: Duration = Duration::from_millis(100);
 
 impl SummaryWriter {
+    /// Number of summaries that repeat a change.
+    pub const REPETITIONS: u8 = 2;
+
     /// A writer that is called every `interval`. The number of its first summary follows `sequence`, which must exceed
     /// those of earlier writers in this life.
     #[must_use]
     pub fn new(layout: ReplicaLayout, interval: Duration, sequence: u64) -> Self {
-        let (ranks, written_at) = (BTreeMap::new(), Timestamp::default());
-        Self { layout, interval, sequence, ranks, full_at: None, written_at, queue_head: None }
+        let (ranks, written_at) = (AHashMap::new(), Timestamp::default());
+        Self { layout, interval, sequence, ranks, full_at: None, written_at, queue_head: None, has_load: false }
     }
 
-    /// The next summary, if one is due. `contributions`: all ranks, each with whether it has changed since the last call.
-    /// `queue_head`: arrival of the longest-waiting request.
+    /// The next summary, if one is due. `contributions`: the ranks, each with whether it has changed since the last call.
+    /// Ranks without load and change may be omitted after [`Self::REPETITIONS`] further calls. `queue_head`: arrival of the
+    /// longest-waiting request.
     pub fn write(
         &mut self,
         contributions: impl Iterator<Item = (RankContribution, bool)>,
@@ -54,18 +57,20 @@ impl SummaryWriter {
     ) -> Option<LoadSummary> {
         let is_full = self.full_at.is_none_or(|at| now.since(at) >= FULL_INTERVAL);
         let (mut has_load, mut ranks) = (false, Vec::new());
+        // Ranks that have left are forgotten.
+        let repeated = std::mem::take(&mut self.ranks);
         for (contribution, has_changed) in contributions {
             has_load |= !contribution.is_idle();
-            let repetitions = self.ranks.get(&contribution.rank()).copied().unwrap_or(0);
-            let left = if has_changed { Some(REPETITIONS) } else { repetitions.checked_sub(1) };
-            match left {
-                Some(left) => drop(self.ranks.insert(contribution.rank(), left)),
-                None => drop(self.ranks.remove(&contribution.rank())),
+            let repetitions = repeated.get(&contribution.rank()).copied().unwrap_or(0);
+            let left = if has_changed { Some(Self::REPETITIONS) } else { repetitions.checked_sub(1) };
+            if let Some(left @ 1..) = left {
+                self.ranks.insert(contribution.rank(), left);
             }
             if if is_full { !contribution.is_idle() } else { left.is_some() } {
                 ranks.push(contribution);
             }
         }
+        self.has_load = has_load;
         let is_due = is_full
             || !ranks.is_empty()
             || queue_head != self.queue_head
@@ -82,6 +87,12 @@ impl SummaryWriter {
         let millis = |arrival| u32::try_from(now.since(arrival).as_millis()).unwrap_or(u32::MAX);
         summary.longest_wait_ms = queue_head.map(millis);
         Some(summary)
+    }
+
+    /// Whether there was nothing to publish except the full summaries: no load, no repeated change, no waiting request.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        !self.has_load && self.ranks.is_empty() && self.queue_head.is_none()
     }
 
     /// The last summary, at the end of the replica.
@@ -122,6 +133,22 @@ mod tests {
             prefill_us: 0,
             booked: requests,
         }
+    }
+
+    #[test]
+    fn an_idle_writer_has_nothing_left_to_repeat() {
+        let layout = ReplicaLayout { block_size: 64, hash_seed: 1 };
+        let mut writer = SummaryWriter::new(layout, Duration::from_millis(20), 100);
+        let mut is_idle_after = |millis: u64, ranks: &[(RankContribution, bool)]| {
+            let now = Timestamp(millis * 1_000_000);
+            drop(writer.write(ranks.iter().copied(), PlacementRate::default(), None, now));
+            writer.is_idle()
+        };
+        assert!(!is_idle_after(0, &[(contribution(0, 1), true), (contribution(1, 1), false)]));
+        assert!(!is_idle_after(20, &[(contribution(0, 0), true), (contribution(1, 1), true)]));
+        assert!(!is_idle_after(40, &[(contribution(0, 0), false)]), "rank 1 has left, rank 0 is repeated");
+        assert!(is_idle_after(60, &[(contribution(0, 0), false)]), "the last repetition");
+        assert!(is_idle_after(80, &[]));
     }
 
     #[test]

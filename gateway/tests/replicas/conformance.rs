@@ -1,7 +1,6 @@
 //! Conformance of a transport: what [`ReplicaBus`] promises, over any set of connected replicas.
 
 use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,10 +15,30 @@ use tokio::time::timeout;
 /// Limit of every wait. Nothing depends on its value unless a test fails.
 pub(super) const DEADLINE: Duration = Duration::from_secs(60);
 
+/// A replica of the suite.
+pub(super) trait Replica: Sync {
+    fn bus(&self) -> Arc<dyn ReplicaBus>;
+
+    /// Leaves in order. A drop is a crash.
+    async fn leave(self);
+}
+
+impl Replica for Replicas {
+    fn bus(&self) -> Arc<dyn ReplicaBus> {
+        self.bus()
+    }
+
+    async fn leave(self) {
+        self.leave().await;
+    }
+}
+
 /// Starts of replicas on one transport.
-pub(super) trait Transport: Sync {
+pub(super) trait Transport {
+    type Replica: Replica;
+
     /// Starts replica `n` of `replicas`, which know each other. A second start of the same number is a later life.
-    fn start(&self, n: usize) -> Pin<Box<dyn Future<Output = Replicas> + Send + '_>>;
+    async fn start(&self, n: usize) -> Self::Replica;
 }
 
 /// Resolves with the output, or fails the test.
@@ -34,7 +53,7 @@ pub(super) async fn members_until(bus: &dyn ReplicaBus, what: &str, holds: impl 
 }
 
 /// Waits until each of the replicas has all others as members.
-pub(super) async fn all_connected(replicas: &[&Replicas]) {
+pub(super) async fn all_connected(replicas: &[&impl Replica]) {
     for replica in replicas {
         let others = replicas.len() - 1;
         members_until(&*replica.bus(), "all members", |members| members.len() == others).await;
@@ -47,7 +66,7 @@ async fn next(messages: &mut broadcast::Receiver<ReplicaMessage>) -> ReplicaMess
 }
 
 /// Runs all rules.
-pub(super) async fn conforms(transport: &dyn Transport) {
+pub(super) async fn conforms(transport: &impl Transport) {
     let [a, b, c] = [transport.start(0).await, transport.start(1).await, transport.start(2).await];
     all_connected(&[&a, &b, &c]).await;
     delivers_to_all_others(&a, [&b, &c]).await;
@@ -64,7 +83,7 @@ pub(super) async fn conforms(transport: &dyn Transport) {
 }
 
 /// A replica without others publishes into the void.
-pub(super) async fn publishes_alone(transport: &dyn Transport) {
+pub(super) async fn publishes_alone(transport: &impl Transport) {
     let alone = transport.start(0).await;
     let bus = alone.bus();
     let mut own = bus.subscribe();
@@ -77,7 +96,7 @@ pub(super) async fn publishes_alone(transport: &dyn Transport) {
     assert!(own.try_recv().is_err(), "own messages are not received");
 }
 
-async fn delivers_to_all_others(a: &Replicas, others: [&Replicas; 2]) {
+async fn delivers_to_all_others(a: &impl Replica, others: [&impl Replica; 2]) {
     let (pool, mut own) = ("pool".into(), a.bus().subscribe());
     let mut receivers = others.map(|replica| replica.bus().subscribe());
     for n in 0..100_u8 {
@@ -100,7 +119,7 @@ async fn delivers_to_all_others(a: &Replicas, others: [&Replicas; 2]) {
     assert_eq!(next(&mut own).await.from, others[0].bus().life(), "own messages are not received");
 }
 
-async fn keeps_pools_and_topics(a: &Replicas, b: &Replicas) {
+async fn keeps_pools_and_topics(a: &impl Replica, b: &impl Replica) {
     let mut messages = b.bus().subscribe();
     let pools = ["llama", "a.b *>/ü", "x".repeat(200).leak()];
     for pool in pools {
@@ -120,7 +139,7 @@ async fn keeps_pools_and_topics(a: &Replicas, b: &Replicas) {
     assert_eq!(received.len(), pools.len() * ReplicaTopic::ALL.len());
 }
 
-async fn delivers_large_messages(a: &Replicas, b: &Replicas) {
+async fn delivers_large_messages(a: &impl Replica, b: &impl Replica) {
     let (pool, mut messages) = ("pool".into(), b.bus().subscribe());
     let large: Bytes = (0..900_000_u32).map(|n| (n % 251) as u8).collect();
     a.bus().publish(&pool, ReplicaTopic::Speculative, large.clone());
@@ -131,7 +150,7 @@ async fn delivers_large_messages(a: &Replicas, b: &Replicas) {
     assert_eq!(next(&mut messages).await.payload, "later");
 }
 
-async fn drops_the_oldest_of_a_slow_receiver(a: &Replicas, b: &Replicas) {
+async fn drops_the_oldest_of_a_slow_receiver(a: &impl Replica, b: &impl Replica) {
     let pool = "pool".into();
     let (mut slow, mut quick) = (b.bus().subscribe(), b.bus().subscribe());
     let sent = 20_000_u32;
@@ -167,7 +186,7 @@ async fn drops_the_oldest_of_a_slow_receiver(a: &Replicas, b: &Replicas) {
     assert!(received < sent, "the queues are bounded");
 }
 
-async fn shows_serving(a: &Replicas, b: &Replicas) {
+async fn shows_serving(a: &impl Replica, b: &impl Replica) {
     let id = b.bus().life().replica;
     for is_serving in [true, false, true] {
         b.bus().set_serving(is_serving);
@@ -195,7 +214,7 @@ impl SnapshotSource for Two {
     }
 }
 
-async fn fetches_snapshots(a: &Replicas, b: &Replicas) {
+async fn fetches_snapshots(a: &impl Replica, b: &impl Replica) {
     let (bus, id) = (a.bus(), b.bus().life().replica);
     let fetch = |pool: &str| within("a snapshot", bus.fetch(id, pool.into()));
     let error = fetch("small").await.expect_err("there is no source");
@@ -216,7 +235,7 @@ async fn fetches_snapshots(a: &Replicas, b: &Replicas) {
     assert!(snapshot.is_ok_and(|snapshot| snapshot == large) && message.payload == "meanwhile");
 }
 
-async fn replaces_a_restarted_replica(transport: &dyn Transport, a: &Replicas, b: &Replicas, c: Replicas) {
+async fn replaces_a_restarted_replica<T: Transport>(transport: &T, a: &T::Replica, b: &T::Replica, c: T::Replica) {
     let former = c.bus().life();
     // Without a farewell, as in a crash.
     drop(c);

@@ -1,9 +1,7 @@
 //! The direct transport: conformance without security, with a shared key, and with mutual TLS; and who is refused.
 
-use std::future::Future;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::sync::Mutex;
 
 use bytes::Bytes;
@@ -42,27 +40,27 @@ fn address(socket: &TcpListener) -> SocketAddr {
 }
 
 impl Transport for Direct {
-    fn start(&self, n: usize) -> Pin<Box<dyn Future<Output = Replicas> + Send + '_>> {
-        Box::pin(async move {
-            let settings = ReplicasSettings { id: Some(format!("replica {n}")), ..self.settings.clone() };
-            let socket = self.sockets.lock().expect("no panic").get_mut(n).and_then(Option::take);
-            let socket = match socket {
-                Some(socket) => socket,
-                // The socket of the former life closes with its task.
-                None => {
-                    within("the port of the former life", async {
-                        loop {
-                            match TcpListener::bind(&settings.peers[n]).await {
-                                Ok(socket) => break socket,
-                                Err(_) => tokio::task::yield_now().await,
-                            }
+    type Replica = Replicas;
+
+    async fn start(&self, n: usize) -> Replicas {
+        let settings = ReplicasSettings { id: Some(format!("replica {n}")), ..self.settings.clone() };
+        let socket = self.sockets.lock().expect("no panic").get_mut(n).and_then(Option::take);
+        let socket = match socket {
+            Some(socket) => socket,
+            // The socket of the former life closes with its task.
+            None => {
+                within("the port of the former life", async {
+                    loop {
+                        match TcpListener::bind(&settings.peers[n]).await {
+                            Ok(socket) => break socket,
+                            Err(_) => tokio::task::yield_now().await,
                         }
-                    })
-                    .await
-                }
-            };
-            Replicas::start_on(socket, &settings, self.key.clone()).expect("valid settings")
-        })
+                    }
+                })
+                .await
+            }
+        };
+        Replicas::start_on(socket, &settings, self.key.clone()).expect("valid settings")
     }
 }
 

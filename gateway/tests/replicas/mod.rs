@@ -2,6 +2,7 @@
 
 mod conformance;
 mod direct;
+mod memory;
 #[cfg(feature = "nats")]
 mod nats;
 mod settings;

@@ -1,9 +1,7 @@
 //! The transport by NATS, over a real server: `nats-server` of `POINTSMAN_NATS_SERVER` or of the search path. Without one
 //! the tests are skipped with a line on stderr. `tests/replicas/nats_server` fetches the server and runs them.
 
-use std::future::Future;
 use std::path::PathBuf;
-use std::pin::Pin;
 use std::process::Stdio;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -91,10 +89,12 @@ impl Nats {
 }
 
 impl Transport for Nats {
-    fn start(&self, n: usize) -> Pin<Box<dyn Future<Output = Replicas> + Send + '_>> {
+    type Replica = Replicas;
+
+    async fn start(&self, n: usize) -> Replicas {
         let (nats, id) = (Some(self.url.clone()), Some(format!("replica {n}")));
         let settings = ReplicasSettings { nats, id, ..ReplicasSettings::default() };
-        Box::pin(async move { Replicas::start(&settings, self.key.clone()).expect("valid settings") })
+        Replicas::start(&settings, self.key.clone()).expect("valid settings")
     }
 }
 

@@ -24,8 +24,11 @@ const SIBLING_WAIT: Duration = Duration::from_secs(3);
 /// Longest time of one fetch.
 const FETCH_MAX: Duration = Duration::from_secs(10);
 
-/// Interval of the checks whether this replica is ready.
+/// Interval of the checks whether this replica is ready, which visit all ranks.
 const READY_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The same while it serves.
+const SERVING_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Serves snapshots, restores those of a serving replica, and reports readiness, until the gateway drains.
 pub(in crate::serve) async fn join(current: Current, bus: Arc<dyn ReplicaBus>) {
@@ -44,7 +47,7 @@ pub(in crate::serve) async fn join(current: Current, bus: Arc<dyn ReplicaBus>) {
             return;
         }
         drop(app);
-        sleep(READY_CHECK_INTERVAL).await;
+        sleep(if is_serving { SERVING_CHECK_INTERVAL } else { READY_CHECK_INTERVAL }).await;
     }
 }
 
