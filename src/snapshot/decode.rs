@@ -101,6 +101,10 @@ fn cold(reader: &mut Reader<'_>) -> Result<Option<ColdPosition>, SnapshotError> 
         return Ok(None);
     }
     let (from, first) = (reader.varint("a lost message")?, reader.varint("an available message")?);
+    if tag != 1 && first != 0 {
+        let rule = "0 unless the cause is a replay gap";
+        return Err(SnapshotError::Value { field: "an available message", value: first, rule });
+    }
     let cause = match tag {
         1 => DegradationReason::ReplayGap { from, first },
         2 => DegradationReason::ReplayHole { from },
