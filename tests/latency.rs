@@ -11,7 +11,7 @@ use pointsman::select::Constraints;
 use pointsman::test_support::rank;
 use pointsman::{Prompt, RequestOptions, RouteRequest, Router};
 
-use crate::common::{config, router, tokens};
+use crate::common::{config, router, stored, tokens};
 
 /// Blocks of a prompt long enough to prefer its cached rank.
 const BLOCKS: u32 = 2_000;
@@ -107,4 +107,34 @@ async fn output_length_comes_from_the_caller_or_the_default() {
     let told = router.explain(told).await.expect("up");
     let assumed = explained(&router, &prompt).await;
     close(terms(&told.ranks[0]).decode_seconds, 2.0 * terms(&assumed.ranks[0]).decode_seconds);
+}
+
+/// A prefix that only crowded ranks hold is copied like one that many ranks hold.
+#[tokio::test(start_paused = true)]
+async fn a_prefix_of_crowded_ranks_is_copied() {
+    let router = router(latency(), 8).await;
+    let prefix = tokens(1, 100);
+    let prompt = [prefix.clone(), tokens(2, 10)].concat();
+    router.apply_events(vec![stored(rank(0), &prefix)]).await.expect("up");
+    router.flush().await.expect("up");
+    let copied = async || {
+        let table = explained(&router, &prompt).await;
+        let row = table.ranks.iter().find(|row| row.facts.rank == rank(7)).expect("eight ranks");
+        terms(row).copy_seconds > 0.0
+    };
+    let mut placements = Vec::new();
+    for n in 0..6_u32 {
+        // Up to five requests are usual: twice the mean of the pool and four.
+        assert!(!copied().await, "{n} requests");
+        let (id, other) = (n.to_string(), tokens(100 + n, 10));
+        let constraints = Constraints { allowed_workers: Some([WorkerId(0)].into()), ..Constraints::default() };
+        let options = RequestOptions { constraints, ..RequestOptions::default() };
+        let request = RouteRequest { options, ..RouteRequest::new(&id, Prompt::Tokens(&other)) };
+        placements.push(router.route(request).await.expect("placed"));
+    }
+    assert!(copied().await);
+    // Another holder with few requests is preferred to a copy.
+    router.apply_events(vec![stored(rank(1), &prefix)]).await.expect("up");
+    router.flush().await.expect("up");
+    assert!(!copied().await);
 }

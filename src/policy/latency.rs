@@ -34,10 +34,10 @@
 //!   down later requests by a share that grows with the load, and the price is up to 2.
 //! - *displace*: newly computed blocks evict blocks that later requests would have used. They are computed again on an
 //!   average rank, where a second of work costs `P`.
-//! - *copy*: a prefix on many ranks is requested repeatedly; `copied` is the part of prefill from cached to common.
-//!   Computing it on a rank that lacks it pays off at its next request there; without this term, few requests would stay
-//!   on warm ranks beside an idle one. The caller waits for it in any case, so its time counts at least once, and a cost
-//!   always decreases with the cached part.
+//! - *copy*: a prefix on many ranks, or only on crowded ones, is requested repeatedly; `copied` is the part of prefill
+//!   from cached to common. Computing it on a rank that lacks it pays off at its next request there; without this term,
+//!   few requests would stay on warm ranks beside an idle one. The caller waits for it in any case, so its time counts at
+//!   least once, and a cost always decreases with the cached part.
 //!
 //! The weight 3, the limit 2 and the reuse are measured; docs/policies.md has the figures and the forms that were dropped.
 
@@ -102,7 +102,7 @@ pub struct LatencyCost {
     pub track_prefill_tokens: bool,
     /// Expected output tokens of the request.
     pub output_tokens: f64,
-    /// Leading tokens of the prompt cached on many ranks, and thus requested repeatedly.
+    /// Leading tokens of the prompt cached on many ranks, or only on crowded ones, and thus requested repeatedly.
     pub common_tokens: u32,
     /// Share of evicted blocks that will be requested again.
     pub reuse: f64,
@@ -206,7 +206,7 @@ pub struct LatencyTerms {
     pub slowdown_seconds: f64,
     /// Later loss from evicted blocks.
     pub displace_seconds: f64,
-    /// Later gain from a prefix that many ranks hold and this one lacks.
+    /// Later gain from a prefix that is requested repeatedly and that this rank lacks.
     pub copy_seconds: f64,
     /// Cost of a second of decode time.
     pub decode_price: f64,

@@ -27,6 +27,12 @@ pub(super) enum Cost {
 /// Cost of an ineligible rank. Every other cost is finite.
 const NOT_ELIGIBLE: Bounds = Bounds { lo: f64::INFINITY, hi: f64::INFINITY };
 
+/// Multiple of the mean number of requests above which a rank is crowded, measured: with 1.5 and 3 the tails are longer.
+const CROWD_FACTOR: u64 = 2;
+
+/// Requests that a rank has in addition before it is crowded, for pools with few requests.
+const CROWD_REQUESTS: u64 = 4;
+
 impl<T> Schedule<T> {
     pub(super) fn fill_overlaps(&self, overlaps: &[RankOverlap], scratch: &mut Scratch) {
         self.visit_overlaps(overlaps, scratch, |_, _| ());
@@ -189,8 +195,15 @@ impl<T> Schedule<T> {
         options.output_tokens_max.map_or(expected, |most| expected.min(f64::from(most)))
     }
 
-    /// Leading tokens cached on more than a quarter of the ranks, and on more than one.
+    /// Leading tokens of the prompt that are requested repeatedly: cached on many ranks, or only on crowded ones.
     fn common_tokens(&self, overlaps: &[RankOverlap]) -> u32 {
+        let widespread_blocks = self.widespread_blocks(overlaps);
+        let crowded_blocks = self.crowded_blocks(overlaps, widespread_blocks);
+        self.tokens(widespread_blocks.max(crowded_blocks).into())
+    }
+
+    /// Leading blocks cached on more than a quarter of the ranks, and on more than one.
+    fn widespread_blocks(&self, overlaps: &[RankOverlap]) -> u32 {
         let others = (self.ranks.as_slice().len() / 4).max(1);
         if overlaps.len() <= others {
             return 0;
@@ -198,11 +211,29 @@ impl<T> Schedule<T> {
         // Usually most overlaps are one system prompt, and few are longer.
         let least_blocks = overlaps.iter().map(|known| known.overlap.device_blocks).min().unwrap_or(0);
         if overlaps.iter().filter(|known| known.overlap.device_blocks > least_blocks).count() <= others {
-            return self.tokens(least_blocks.into());
+            return least_blocks;
         }
         let mut blocks: SmallVec<[u32; 64]> = overlaps.iter().map(|known| known.overlap.device_blocks).collect();
         let (_, common_blocks, _) = blocks.select_nth_unstable_by_key(others, |blocks| Reverse(*blocks));
-        self.tokens(u64::from(*common_blocks))
+        *common_blocks
+    }
+
+    /// The longest overlap, if all ranks that hold more than `widespread_blocks` and the longest overlap of the others
+    /// have far more requests than the average rank; otherwise 0.
+    fn crowded_blocks(&self, overlaps: &[RankOverlap], widespread_blocks: u32) -> u32 {
+        let PoolSums { ranks, requests } = self.ranks.sums();
+        let usual = u64::from(requests) * CROWD_FACTOR / u64::from(ranks.max(1)) + CROWD_REQUESTS;
+        let (mut crowded_blocks, mut other_blocks) = (0, 0);
+        for RankOverlap { slot, overlap, .. } in overlaps {
+            if overlap.device_blocks <= widespread_blocks {
+                continue;
+            }
+            let Some(position) = self.ranks.position_in(*slot) else { continue };
+            let is_crowded = u64::from(self.ranks.as_slice()[position].requests()) > usual;
+            let longest = if is_crowded { &mut crowded_blocks } else { &mut other_blocks };
+            *longest = overlap.device_blocks.max(*longest);
+        }
+        if crowded_blocks > other_blocks { crowded_blocks } else { 0 }
     }
 
     /// Facts of a rank at their upper bounds, with the minimum of shared blocks.
