@@ -1,4 +1,4 @@
-"""Validates rendered manifests: built-in kinds by kubernetes-validate, others by the schema of their CRD.
+"""Validates rendered manifests: built-in kinds by kubernetes-validate, others by the schema of their CRD, and selectors.
 
 usage: validate.py CRD_DIRECTORY MANIFEST...
 """
@@ -37,12 +37,36 @@ def crd_schemas(directory):
     return schemas
 
 
+def selected_pods(document):
+    """Labels of the pods to which a document applies; None if its kind has no such labels."""
+    spec = document.get("spec", {})
+    if document["kind"] == "NetworkPolicy":
+        return spec["podSelector"].get("matchLabels", {})
+    if document["kind"] in ("PodDisruptionBudget", "Deployment"):
+        return spec.get("selector", {}).get("matchLabels", {})
+    return spec.get("selector", {}) if document["kind"] == "Service" else None
+
+
+def selector_errors(documents):
+    """Documents that select other pods than those of the Deployment. An empty selector selects all pods or none."""
+    (deployment,) = (document for document in documents if document["kind"] == "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    for document in documents:
+        selected = selected_pods(document)
+        if selected is not None and (not selected or not selected.items() <= labels.items()):
+            yield f'{document["kind"]} {document["metadata"]["name"]} selects {selected}, must be labels of the Deployment'
+
+
 def main(directory, manifests):
     schemas = crd_schemas(directory)
     failures = 0
     for manifest in manifests:
         counts = {"valid": 0, "skipped": 0}
-        for document in yaml.safe_load_all(pathlib.Path(manifest).read_text()):
+        documents = list(yaml.safe_load_all(pathlib.Path(manifest).read_text()))
+        for error in selector_errors(documents):
+            print(f"error: {pathlib.Path(manifest).name}: {error}", file=sys.stderr)
+            failures += 1
+        for document in documents:
             version, kind = document["apiVersion"], document["kind"]
             name = f'{pathlib.Path(manifest).name}: {kind} {document["metadata"]["name"]}'
             is_builtin = "." not in version.split("/")[0] or version.split("/")[0].endswith(".k8s.io")

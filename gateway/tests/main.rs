@@ -23,6 +23,7 @@ mod logs;
 mod memory;
 mod metrics_page;
 mod operations;
+mod picker;
 mod proxy;
 mod reload;
 mod replicas;

@@ -197,18 +197,22 @@ pub struct PickerSettings {
     pub tls_key_file: Option<PathBuf>,
     /// Whether connections are not encrypted.
     pub plaintext: bool,
+    /// Whether a second endpoint is named for retries of the proxy. Proxies with an `ORIGINAL_DST` cluster, such as those
+    /// of Envoy AI Gateway, accept one only.
+    pub fallback: bool,
     /// Whether the headers of the conformance suite of the Gateway API Inference Extension have an effect.
     pub conformance: bool,
 }
 
 impl Default for PickerSettings {
-    /// Loopback, port 9002, self-signed.
+    /// Loopback, port 9002, self-signed, with a fallback.
     fn default() -> Self {
         Self {
             listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 9002)),
             tls_certificate_file: None,
             tls_key_file: None,
             plaintext: false,
+            fallback: true,
             conformance: false,
         }
     }

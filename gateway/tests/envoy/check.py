@@ -5,152 +5,12 @@ usage: check.py POINTSMAN ENVOY
 
 import http.client
 import json
-import pathlib
-import re
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
-import time
 
-HERE = pathlib.Path(__file__).parent
-POINTSMAN, ENVOY = (str(pathlib.Path(path).resolve()) for path in sys.argv[1:3])
-MIB = 1 << 20
-PATIENCE_S = 60
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-def until(what, condition):
-    end = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end:
-        try:
-            value = condition()
-            if value:
-                return value
-        except (OSError, http.client.HTTPException):
-            pass
-        time.sleep(0.05)
-    raise SystemExit(f"timeout: {what}")
-
-
-def check(condition, message):
-    if not condition:
-        raise SystemExit(f"FAILED: {message}")
-
-
-def get(port, path):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    connection.request("GET", path)
-    response = connection.getresponse()
-    return response.status, response.read().decode()
-
-
-class Fleet:
-    """Mock engines, a gateway with a picker, and Envoy."""
-
-    def __init__(self, directory):
-        self.directory = pathlib.Path(directory)
-        ports = free_ports(4)
-        self.gateway, self.picker, self.proxy, self.envoy_admin = ports
-        self.engines = {}
-        for _ in range(3):
-            self.start_engine(free_ports(1)[0])
-        urls = ", ".join(f'"http://127.0.0.1:{port}"' for port in self.engines)
-        (self.directory / "gateway.toml").write_text(
-            f'[gateway]\nlisten = "127.0.0.1:{self.gateway}"\nbody_bytes_max = {80 * MIB}\n'
-            f'body_budget_bytes = {400 * MIB}\nsalt_secret_file = "salt"\n'
-            f'[picker]\nlisten = "127.0.0.1:{self.picker}"\nconformance = true\n'
-            f'[router]\nblock_size = 64\n[[models]]\nname = "chat"\nupstream_name = "mock"\nworker_urls = [{urls}]\n'
-        )
-        (self.directory / "salt").write_text("a secret of the check\n")
-        self.start_gateway()
-        endpoint = "{endpoint: {address: {socket_address: {address: 127.0.0.1, port_value: %d}}}}"
-        config = (HERE / "envoy.yaml").read_text()
-        values = {
-            "ADMIN": self.envoy_admin,
-            "LISTEN": self.proxy,
-            "PICKER": self.picker,
-            "ENDPOINTS": ", ".join(endpoint % port for port in self.engines),
-        }
-        for name, value in values.items():
-            config = config.replace(f"@{name}@", str(value))
-        (self.directory / "envoy.yaml").write_text(config)
-        self.envoy = self.start("envoy", [ENVOY, "-c", "envoy.yaml", "--concurrency", "1", "-l", "warning"])
-        until("Envoy is ready", lambda: get(self.envoy_admin, "/ready")[0] == 200)
-        until("the picker is healthy in Envoy", self.is_picker_healthy)
-
-    def start(self, name, command):
-        log = open(self.directory / f"{name}.log", "ab")
-        return subprocess.Popen(command, cwd=self.directory, stdout=log, stderr=log)
-
-    def start_engine(self, port, *more):
-        command = [POINTSMAN, "mock-engine", "--port", str(port), "--body-bytes-max", str(80 * MIB), "--time-scale", "20"]
-        command += ["--max-model-len", "400000", *more]
-        self.engines[port] = self.start(f"engine-{port}", command)
-        until(f"engine {port}", lambda: get(port, "/health")[0] == 200)
-
-    def start_gateway(self):
-        self.gateway_process = self.start("gateway", [POINTSMAN, "serve", "--config", "gateway.toml"])
-        until("the gateway is ready", lambda: get(self.gateway, "/ready")[0] == 200)
-        until("three workers", lambda: self.ranks() == 3)
-
-    def ranks(self):
-        page = get(self.gateway, "/metrics")[1]
-        return len(re.findall(r"^pointsman_rank_active_requests\{", page, re.M))
-
-    def is_picker_healthy(self):
-        return f"127.0.0.1:{self.picker}::health_flags::healthy" in get(self.envoy_admin, "/clusters")[1]
-
-    def stats(self):
-        page = get(self.envoy_admin, "/stats?filter=ext_proc")[1]
-        return {name.rsplit(".", 1)[1]: int(value) for name, value in re.findall(r"^(\S*ext_proc\S*): (\d+)$", page, re.M)}
-
-    def metric(self, start):
-        page = get(self.gateway, "/metrics")[1]
-        values = [float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(start)]
-        return sum(values) if values else None
-
-    def at_rest(self):
-        """Every booking has ended."""
-        rest = lambda: self.metric("pointsman_leases{") == 0 and self.metric("pointsman_gateway_requests_in_flight ") == 0
-        until("all bookings have ended", rest)
-
-    def access(self):
-        lines = (self.directory / "gateway.log").read_text().splitlines()
-        return [json.loads(line) for line in lines if line.startswith("{")]
-
-    def predicted(self):
-        """Predicted cached tokens of the last request."""
-        return self.access()[-1]["predicted_cached_tokens"]
-
-    def post(self, body, headers=None, path="/v1/completions", chunked=False):
-        connection = http.client.HTTPConnection("127.0.0.1", self.proxy, timeout=PATIENCE_S)
-        headers = {"content-type": "application/json", **(headers or {})}
-        if chunked:
-            pieces = (body[n : n + 10_000] for n in range(0, len(body), 10_000))
-            connection.request("POST", path, pieces, headers, encode_chunked=True)
-        else:
-            connection.request("POST", path, body, headers)
-        response = connection.getresponse()
-        return response.status, dict(response.getheaders()), response.read()
-
-    def stop(self):
-        processes = [self.envoy, self.gateway_process, *self.engines.values()]
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
+from fleet import MIB, PATIENCE_S, Fleet, check, get, until
 
 
 def completion(tokens, **more):
@@ -335,29 +195,23 @@ def restart(fleet):
 
 
 def main():
-    with tempfile.TemporaryDirectory() as directory:
-        fleet = Fleet(directory)
-        try:
-            for part in (bodies, follows_the_cache, edits, limits, original_destination, other_paths, aborts):
-                part(fleet)
-            stats = fleet.stats()
-            check(stats["streams_failed"] == 0, f"no stream failed: {stats}")
-            engine_down(fleet)
-            engine_busy(fleet)
-            stats = fleet.stats()
-            check(stats["streams_failed"] == 0, f"no stream failed: {stats}")
-            restart(fleet)
-            stats = fleet.stats()
-            for name in ("spurious_msgs_received", "message_timeouts", "failure_mode_allowed"):
-                check(stats[name] == 0, f"{name} is 0: {stats}")
-            fleet.at_rest()
-            print("Envoy's counters:", stats)
-        except BaseException:
-            for log in pathlib.Path(directory).glob("*.log"):
-                print(f"---- {log.name}\n{log.read_text()[-3000:]}", file=sys.stderr)
-            raise
-        finally:
-            fleet.stop()
+    pointsman, envoy = sys.argv[1:3]
+    flags = ["--time-scale", "20", "--max-model-len", "400000"]
+    with Fleet(pointsman, envoy, engine_flags=flags) as fleet:
+        for part in (bodies, follows_the_cache, edits, limits, original_destination, other_paths, aborts):
+            part(fleet)
+        stats = fleet.stats()
+        check(stats["streams_failed"] == 0, f"no stream failed: {stats}")
+        engine_down(fleet)
+        engine_busy(fleet)
+        stats = fleet.stats()
+        check(stats["streams_failed"] == 0, f"no stream failed: {stats}")
+        restart(fleet)
+        stats = fleet.stats()
+        for name in ("spurious_msgs_received", "message_timeouts", "failure_mode_allowed"):
+            check(stats[name] == 0, f"{name} is 0: {stats}")
+        fleet.at_rest()
+        print("Envoy's counters:", stats)
 
 
 main()

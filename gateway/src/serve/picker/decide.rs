@@ -13,8 +13,8 @@ use pointsman::select::{Pin, PinMode};
 use pointsman::{Placement, Prompt, RouteRequest, Router, WorkerEntry};
 use tokio::time::{Instant, timeout};
 
-use super::TEST_SELECTION;
 use super::session::PartsBody;
+use super::{PickRules, TEST_SELECTION};
 use crate::openai::{ApiError, Endpoint, request_id};
 use crate::serve::App;
 use crate::serve::metrics::Account;
@@ -33,8 +33,7 @@ pub(super) struct Arrival {
     pub(super) has_body: bool,
     /// Endpoints to which the proxy limits the choice.
     pub(super) subset: Option<Vec<String>>,
-    /// Whether the client may select endpoints.
-    pub(super) is_conformance: bool,
+    pub(super) rules: PickRules,
 }
 
 /// A booked request.
@@ -92,7 +91,7 @@ async fn decide_by_prompt(
     arrival: Arrival,
     request_id: &str,
 ) -> Result<(Placement, Vec<String>, Prepared), ApiError> {
-    let Arrival { headers, body, subset, is_conformance, .. } = arrival;
+    let Arrival { headers, body, subset, rules, .. } = arrival;
     let limits = limits(app, &headers);
     let tenant = match admit(app, &headers) {
         Ok(tenant) => tenant,
@@ -108,27 +107,27 @@ async fn decide_by_prompt(
     let prepared = Prepared::new(app, account, endpoint, (&headers, received?), tenant).await?;
     let mut request = prepared.request();
     request.request_id = Some(app.ids.booking(request_id).into());
-    let allowed = allowed_workers(&prepared.model.router, subset.as_deref(), &headers, is_conformance)?;
+    let allowed = allowed_workers(&prepared.model.router, subset.as_deref(), &headers, rules)?;
     request.options.constraints.allowed_workers = allowed;
     let routed = Instant::now();
     let placement = place(app, &prepared.model, request.clone()).await?;
     account.waited_since(routed);
-    let endpoints = endpoints(&prepared.model.router, &placement, request).await;
+    let endpoints = endpoints(&prepared.model.router, &placement, request, rules).await;
     Ok((placement, endpoints, prepared))
 }
 
 /// Chooses a rank for a request without a readable prompt, such as a list of models.
 async fn decide_by_load(app: &Arc<App>, arrival: Arrival, request_id: String) -> Result<Picked, ApiError> {
-    let Arrival { headers, body, has_body, subset, is_conformance, .. } = arrival;
+    let Arrival { headers, body, has_body, subset, rules, .. } = arrival;
     admit(app, &headers)?;
     let model = app.models.only().or_else(|| app.models.all().first()).ok_or_else(ApiError::not_found)?;
     let body = if has_body { receive(body, limits(app, &headers), &app.bodies).await? } else { Bytes::new() };
     let mut request = RouteRequest::query(Prompt::Tokens(&[]));
     request.request_id = Some(app.ids.booking(&request_id).into());
-    let allowed = allowed_workers(&model.router, subset.as_deref(), &headers, is_conformance)?;
+    let allowed = allowed_workers(&model.router, subset.as_deref(), &headers, rules)?;
     request.options.constraints.allowed_workers = allowed;
     let placement = place(app, model, request.clone()).await?;
-    let endpoints = endpoints(&model.router, &placement, request).await;
+    let endpoints = endpoints(&model.router, &placement, request, rules).await;
     Ok(Picked { endpoints, request_id, has_body, body, placement, routed: None })
 }
 
@@ -140,10 +139,15 @@ async fn place(app: &App, model: &Model, request: RouteRequest<'_>) -> Result<Pl
 
 /// The endpoint of the placement, then that of the next best worker. A worker with several ranks at one endpoint has no
 /// substitute, because the rank is in a header that stays the same.
-async fn endpoints(router: &Router, placement: &Placement, mut request: RouteRequest<'_>) -> Vec<String> {
+async fn endpoints(
+    router: &Router,
+    placement: &Placement,
+    mut request: RouteRequest<'_>,
+    rules: PickRules,
+) -> Vec<String> {
     let mut endpoints = vec![address(placement.endpoint())];
     let workers = router.workers();
-    if placement.rank_at_worker().is_some() || workers.len() < 2 {
+    if !rules.has_fallback || placement.rank_at_worker().is_some() || workers.len() < 2 {
         return endpoints;
     }
     request.options.constraints.excluded_ranks.insert(placement.rank());
@@ -160,7 +164,7 @@ fn allowed_workers(
     router: &Router,
     subset: Option<&[String]>,
     headers: &HeaderMap,
-    is_conformance: bool,
+    rules: PickRules,
 ) -> Result<Option<BTreeSet<WorkerId>>, ApiError> {
     let among = |entry: &WorkerEntry, endpoints: &[String]| {
         let address = address(&entry.config.endpoint);
@@ -174,7 +178,9 @@ fn allowed_workers(
     if allowed.as_ref().is_some_and(BTreeSet::is_empty) {
         return Err(ApiError::no_endpoint());
     }
-    if is_conformance && let Some(selected) = headers.get(TEST_SELECTION).and_then(|value| value.to_str().ok()) {
+    if rules.is_conformance
+        && let Some(selected) = headers.get(TEST_SELECTION).and_then(|value| value.to_str().ok())
+    {
         let selected: Vec<String> = selected.split(',').map(|part| part.trim().to_owned()).collect();
         let selected = of(&selected);
         let both = match &allowed {

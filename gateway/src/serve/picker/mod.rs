@@ -74,7 +74,7 @@ pub(super) fn routes(current: Current, settings: &PickerSettings) -> Router {
     let process = Process {
         current: current.clone(),
         meters: Arc::new(PickerMeters::new()),
-        is_conformance: settings.conformance,
+        rules: PickRules { has_fallback: settings.fallback, is_conformance: settings.conformance },
     };
     let health = Health { current };
     let watch = health.clone();
@@ -119,6 +119,15 @@ pub(super) fn routes(current: Current, settings: &PickerSettings) -> Router {
 struct Process {
     current: Current,
     meters: Arc<PickerMeters>,
+    rules: PickRules,
+}
+
+/// Settings of each pick.
+#[derive(Clone, Copy)]
+struct PickRules {
+    /// Whether a second endpoint is named.
+    has_fallback: bool,
+    /// Whether the client may select endpoints.
     is_conformance: bool,
 }
 
@@ -132,7 +141,7 @@ impl StreamingService<ProcessingRequest> for Process {
         let session = Session {
             app: self.current.get(),
             meters: Arc::clone(&self.meters),
-            is_conformance: self.is_conformance,
+            rules: self.rules,
             answers: answers.clone(),
             exchange: Exchange::default(),
             request_headers: axum::http::HeaderMap::new(),
@@ -188,12 +197,17 @@ impl ServerStreamingService<HealthCheckRequest> for Health {
         tokio::spawn(async move {
             let mut last = None;
             loop {
+                // An open watch would delay the shutdown. Read before the reply, so that the last one is `NOT_SERVING`.
+                let is_draining = health.current.get().readiness.is_draining();
                 let reply = health.reply(&service).await;
                 if last.as_ref() != Some(&reply) {
                     last = Some(reply.clone());
                     if replies.send(Ok(reply)).await.is_err() {
                         return;
                     }
+                }
+                if is_draining {
+                    return;
                 }
                 tokio::select! {
                     biased;

@@ -23,7 +23,7 @@ use super::wire::{
     HeaderMutation, HttpHeaders, HttpStatus, ImmediateResponse, Metadata, ProcessingRequest, ProcessingResponse,
     Struct, ToProxy, metadata,
 };
-use super::{DESTINATION, LB_NAMESPACE, PickerMeters, SERVED, SUBSET, SUBSET_NAMESPACE, TEST_SERVED};
+use super::{DESTINATION, LB_NAMESPACE, PickRules, PickerMeters, SERVED, SUBSET, SUBSET_NAMESPACE, TEST_SERVED};
 use crate::openai::stripped_headers;
 use crate::serve::App;
 use crate::serve::proxy::Answer;
@@ -40,7 +40,7 @@ type Deciding = Pin<Box<dyn Future<Output = Result<Box<Picked>, Response<Body>>>
 pub(super) struct Session {
     pub(super) app: Arc<App>,
     pub(super) meters: Arc<PickerMeters>,
-    pub(super) is_conformance: bool,
+    pub(super) rules: PickRules,
     pub(super) answers: Answers,
     pub(super) exchange: Exchange,
     pub(super) request_headers: HeaderMap,
@@ -83,7 +83,12 @@ impl Session {
                 }
                 message = inbound.message(), if self.waiting.is_none() => match message {
                     Ok(Some(message)) => Step::Received(message),
-                    Ok(None) | Err(_) => return,
+                    Ok(None) => return,
+                    Err(status) => {
+                        // An end without an error would let the proxy pass the request on without a pick.
+                        let _ = self.answers.send(Err(status)).await;
+                        return;
+                    }
                 },
             };
             let ended = match step {
@@ -131,7 +136,7 @@ impl Session {
 
     /// Answers that pass the response through.
     fn response_answers(&mut self, message: &ProcessingRequest) -> Vec<ProcessingResponse> {
-        if self.is_conformance
+        if self.rules.is_conformance
             && let Some(served) = message.metadata_context.as_ref().and_then(served)
         {
             let mut headers = HeaderMutation::default();
@@ -152,7 +157,7 @@ impl Session {
             body: Body::new(RequestParts(receiver)),
             has_body: !head.end_of_stream,
             subset: context.texts(SUBSET_NAMESPACE, SUBSET),
-            is_conformance: self.is_conformance,
+            rules: self.rules,
         };
         self.deciding = Some(Box::pin(decide(Arc::clone(&self.app), arrival)));
     }
