@@ -47,8 +47,9 @@ pub use discovery::{KubernetesPods, PodSelection, ServiceAddresses};
 #[cfg(feature = "http")]
 pub use handle::PlacedBody;
 pub use handle::{
-    AddRequest, CacheHit, DisaggPlacement, Disaggregated, Health, OverlapScores, Placement, RankScores, Router,
-    RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure, SharedSummary,
+    AddRequest, CacheHit, DisaggPlacement, Disaggregated, Health, OverlapScores, Placement, PrefillPlacement,
+    RankScores, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure,
+    SharedSummary,
 };
 #[cfg(feature = "faults")]
 pub use handle::{Fault, Hang};

@@ -96,8 +96,8 @@ pub use actors::PlacedBody;
 #[cfg(feature = "runtime")]
 pub use actors::{
     AddRequest, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, Health, KvSourceStatus, OverlapScores,
-    PendingClass, Placement, RankScores, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
-    SharedCacheFailure, SharedSummary, StaticList, WorkerEntry,
+    PendingClass, Placement, PrefillPlacement, RankScores, Router, RouterBuilder, SharedCache, SharedCacheAnswer,
+    SharedCacheError, SharedCacheFailure, SharedSummary, StaticList, WorkerEntry,
 };
 #[cfg(feature = "replicas")]
 pub use actors::{

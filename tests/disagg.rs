@@ -5,8 +5,12 @@ use pointsman::disagg::{DisaggConfig, DisaggError, Side, SkipPolicy, SkipReason,
 use pointsman::error::RouteError;
 use pointsman::protocol::{KvTransferEnforcement, WorkerConfig, WorkerId};
 use pointsman::schedule::Rejection;
+use pointsman::select::Constraints;
 use pointsman::test_support::rank;
-use pointsman::{AddRequest, DisaggPlacement, Disaggregated, Placement, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{
+    AddRequest, DisaggPlacement, Disaggregated, Placement, PrefillPlacement, Prompt, RequestOptions, RouteRequest,
+    Router, RouterConfig,
+};
 
 use crate::common::{assert_at_rest, config, loads, router, stored, tokens};
 
@@ -149,6 +153,49 @@ async fn without_a_prefill_rank_the_decode_rank_serves_alone() {
         drop(placement);
         assert_at_rest(pools.decode()).await;
     }
+}
+
+#[tokio::test]
+async fn a_saturated_prefill_pool_does_not_fall_back() {
+    let mut prefill = config().for_prefill();
+    prefill.queue.threshold = Some(0.1);
+    prefill.queue.unstated_batched_tokens = Some(100);
+    let (prefill, decode) = (router(prefill, 1).await, router(config().for_decode(), 1).await);
+    let fallback = DisaggConfig { decode_fallback: true, ..DisaggConfig::default() };
+    let pools = Disaggregated::new(prefill, decode, fallback).expect("valid settings");
+    let _first = route(&pools, "a", &tokens(1, 20)).await.expect("placed");
+    let options = RequestOptions { do_not_queue: true, ..RequestOptions::default() };
+    let prompt = tokens(2, 20);
+    let request = RouteRequest { options, ..RouteRequest::new("b", Prompt::Tokens(&prompt)) };
+    let error = pools.route(request).await.expect_err("80 tokens of 10 wait");
+    let is_saturated =
+        matches!(error.error, RouteError::Rejected(Rejection::Backpressure(_) | Rejection::AllOverloaded { .. }));
+    assert!(error.side == Side::Prefill && is_saturated, "{error}");
+    assert_eq!(pools.decode().health().leases, 1);
+}
+
+#[tokio::test]
+async fn a_failed_prefill_rank_is_replaced_for_the_same_decode_rank() {
+    let pools = pools(2, 1, DisaggConfig::default()).await;
+    let prompt = tokens(1, 10);
+    let options = RequestOptions { routing_hashes: pools.hashes_alike(), ..RequestOptions::default() };
+    let request = |id| RouteRequest { options: options.clone(), ..RouteRequest::new(id, Prompt::Tokens(&prompt)) };
+    let decode = pools.decode().route(request("a")).await.expect("placed");
+    let mut excluded = Constraints::default();
+    let mut ranks = Vec::new();
+    for id in ["a", "b"] {
+        let placed = pools.place_prefill(request(id), &excluded, &decode).await.expect("placed");
+        let PrefillPlacement::Remote(prefill) = placed else { panic!("{placed:?}") };
+        excluded.excluded_ranks.insert(prefill.rank());
+        ranks.push(prefill.rank());
+    }
+    ranks.sort_unstable();
+    assert_eq!(ranks, [rank(0), rank(1)]);
+    let none = pools.place_prefill(request("c"), &excluded, &decode).await.expect_err("all are excluded");
+    assert!(matches!(none.error, RouteError::Rejected(Rejection::NoneEligible { .. })), "{none}");
+    drop(decode);
+    assert_at_rest(pools.prefill()).await;
+    assert_at_rest(pools.decode()).await;
 }
 
 #[tokio::test]

@@ -116,6 +116,14 @@ impl<B> PlacedBody<B> {
         self
     }
 
+    /// Disables the report of cached tokens. For a rank that received the blocks of the prompt from another rank: its
+    /// engine counts them as cached.
+    #[must_use]
+    pub fn without_cached_tokens(mut self) -> Self {
+        self.follow.told_cached = true;
+        self
+    }
+
     /// Disables failure reports of this body, for a request that already counts against another rank.
     #[must_use]
     pub fn without_blame(mut self) -> Self {

@@ -108,25 +108,50 @@ impl Disaggregated {
         mut request: RouteRequest<'_>,
         prefill: &Constraints,
     ) -> Result<DisaggPlacement, DisaggError> {
-        let cut_alike = cut(&self.prefill) == cut(&self.decode);
         let mut hashing = request.clone();
-        hashing.options.routing_hashes |= cut_alike;
+        hashing.options.routing_hashes |= self.hashes_alike();
         let started = Instant::now();
         let decode = self.decode.route(hashing).await.map_err(on(Side::Decode))?;
         // Both sides share one deadline. The policy class applies if the prefill pool has it.
         let options = &mut request.options;
         options.deadline = options.deadline.map(|deadline| deadline.saturating_sub(started.elapsed()));
         options.ttft_target = options.ttft_target.map(|target| remaining(target, started.elapsed()));
+        let prefill = self.place_prefill(request, prefill, &decode).await?;
+        Ok(DisaggPlacement { prefill, decode })
+    }
+
+    /// Places the prefill of a request that has a decode rank already, if the conditions for remote prefill hold.
+    ///
+    /// For callers that place both sides themselves, for example to replace a failed prefill rank: exclude its ranks in
+    /// `prefill` and call this again with the same `decode`. The request needs an id that is not in use in the prefill
+    /// pool. Constraints of the request itself are ignored. If the placement has routing hashes
+    /// ([`RequestOptions::routing_hashes`](crate::RequestOptions::routing_hashes)) and both pools use the same blocks,
+    /// nothing is hashed again.
+    ///
+    /// # Errors
+    /// The failed side and its error. The decode placement stays.
+    pub async fn place_prefill(
+        &self,
+        mut request: RouteRequest<'_>,
+        prefill: &Constraints,
+        decode: &Placement,
+    ) -> Result<PrefillPlacement, DisaggError> {
+        let options = &mut request.options;
         options.policy_class = options.policy_class.take().filter(|name| self.prefill.config().queue.knows_class(name));
-        let prefill = match self.place_prefill(request, prefill, &decode).await {
+        match self.place_remote(request, prefill, decode).await {
             Err(DisaggError { side: Side::Prefill, error })
                 if self.config.decode_fallback && is_about_the_pool(&error) =>
             {
-                PrefillPlacement::Local(WhyLocal::Fallback(error))
+                Ok(PrefillPlacement::Local(WhyLocal::Fallback(error)))
             }
-            placed => placed?,
-        };
-        Ok(DisaggPlacement { prefill, decode })
+            placed => placed,
+        }
+    }
+
+    /// Whether both pools produce equal block hashes, so that one hash computation serves both.
+    #[must_use]
+    pub fn hashes_alike(&self) -> bool {
+        cut(&self.prefill) == cut(&self.decode)
     }
 
     /// The prefill pool.
@@ -148,13 +173,13 @@ impl Disaggregated {
     }
 
     /// Books the prefill, or returns the reason why it stays on the decode rank.
-    async fn place_prefill(
+    async fn place_remote(
         &self,
         mut request: RouteRequest<'_>,
         wanted: &Constraints,
         decode: &Placement,
     ) -> Result<PrefillPlacement, DisaggError> {
-        if let Some(hashed) = decode.routing_hashes().filter(|_| cut(&self.prefill) == cut(&self.decode)) {
+        if let Some(hashed) = decode.routing_hashes().filter(|_| self.hashes_alike()) {
             request.prompt = Prompt::Hashed(hashed.clone());
         }
         request.options.constraints = self.prefill_constraints(wanted, decode);
@@ -231,11 +256,21 @@ fn remaining(target: Duration, elapsed: Duration) -> Duration {
     target.saturating_sub(elapsed).max(Duration::from_nanos(1))
 }
 
-/// Whether another pool may still serve the request after this error. Not after a freed request, an expired deadline,
-/// missed targets or a duplicate id.
+/// Whether the decode pool may serve the whole request after this error of the prefill pool. Not after a freed request,
+/// an expired deadline, missed targets or a duplicate id. Not with a saturated prefill pool either: its work would move
+/// to ranks that delay the output of other requests for it.
 fn is_about_the_pool(error: &RouteError) -> bool {
-    let late = matches!(error, RouteError::Rejected(Rejection::DeadlineExceeded { .. } | Rejection::TargetsMissed(_)));
-    !late && !matches!(error, RouteError::Freed | RouteError::DuplicateRequest(_))
+    match error {
+        RouteError::Rejected(rejection) => !matches!(
+            rejection,
+            Rejection::DeadlineExceeded { .. }
+                | Rejection::TargetsMissed(_)
+                | Rejection::AllOverloaded { .. }
+                | Rejection::Backpressure(_)
+        ),
+        RouteError::Freed | RouteError::DuplicateRequest(_) | RouteError::Overloaded { .. } => false,
+        _ => true,
+    }
 }
 
 /// Present load of a rank, if it is registered: its projected load with an empty prompt.
@@ -259,11 +294,13 @@ pub struct DisaggPlacement {
     decode: Placement,
 }
 
-/// State of the prefill.
+/// Place of a prefill.
+#[must_use = "dropping a placement frees its bookings"]
 #[derive(Debug)]
-enum PrefillPlacement {
+pub enum PrefillPlacement {
+    /// On a prefill rank.
     Remote(Box<Placement>),
-    /// A remote prefill that has completed.
+    /// On a prefill rank; completed.
     Completed,
     /// On the decode rank.
     Local(WhyLocal),

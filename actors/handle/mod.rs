@@ -30,7 +30,7 @@ mod tower;
 #[cfg(feature = "http")]
 pub use body::PlacedBody;
 pub use builder::RouterBuilder;
-pub use disagg::{DisaggPlacement, Disaggregated};
+pub use disagg::{DisaggPlacement, Disaggregated, PrefillPlacement};
 #[cfg(feature = "faults")]
 pub use faults::{Fault, Hang};
 pub use inquiry::{CacheHit, OverlapScores, RankScores, SharedSummary};

@@ -147,6 +147,10 @@ pub struct WorkerConfig {
     /// Weight of the preference in preferred mode; finite.
     #[serde(default)]
     pub kv_transfer_preferred_weight: Option<f64>,
+    /// Port at which KV transfers start: the bootstrap server of SGLang and Mooncake, or the KV port of rank 0 of P2P
+    /// NCCL. Default: that of the pool.
+    #[serde(default)]
+    pub transfer_port: Option<u16>,
     /// Whether the worker hashes EAGLE windows; must match the pool's setting if given.
     #[serde(default)]
     pub is_eagle: Option<bool>,
@@ -237,6 +241,7 @@ impl WorkerConfig {
             kv_transfer_domain: None,
             kv_transfer_enforcement: KvTransferEnforcement::default(),
             kv_transfer_preferred_weight: None,
+            transfer_port: None,
             is_eagle: None,
             kv_events: None,
             load: None,

@@ -49,6 +49,8 @@ pub struct Described {
     pub kv_events: Option<KvEventsConfig>,
     /// Source of load reports.
     pub load: Option<LoadSource>,
+    /// Port of the bootstrap server, of an engine for prefills.
+    pub transfer_port: Option<u16>,
 }
 
 /// Requirements of a pool.
@@ -156,6 +158,7 @@ impl Described {
             max_model_len: given.max_model_len.or(self.max_model_len),
             kv_events: given.kv_events.clone().or(self.kv_events),
             load: given.load.clone().or(self.load),
+            transfer_port: given.transfer_port.or(self.transfer_port),
             ..given.clone()
         };
         if config.lora_adapters.is_empty() {

@@ -60,6 +60,7 @@ pub(super) fn describe(url: &HttpUrl, server_info: &[u8]) -> Result<Option<Descr
         let has_metrics = info.get("enable_metrics").and_then(Value::as_bool) == Some(true);
         has_metrics.then(|| LoadSource::Metrics(url.below("/metrics").to_string()))
     };
+    let is_prefill = info.get("disaggregation_mode").and_then(Value::as_str) == Some("prefill");
     Ok(Some(Described {
         engine: Engine::Sglang,
         models: name.map(str::to_owned).into_iter().collect(),
@@ -72,6 +73,7 @@ pub(super) fn describe(url: &HttpUrl, server_info: &[u8]) -> Result<Option<Descr
         max_num_batched_tokens: small("chunked_prefill_size"),
         max_model_len: small("context_length"),
         load: load_socket.or_else(load_page),
+        transfer_port: is_prefill.then(|| small("disaggregation_bootstrap_port")?.try_into().ok()).flatten(),
         kv_events: kv_events.map(|said| {
             let host = reachable_host(&said.endpoint_host, url);
             KvEventsConfig {

@@ -87,6 +87,16 @@ fn named_hosts_are_unchanged() {
 }
 
 #[test]
+fn sglang_prefill_engines_report_their_bootstrap_port() {
+    let port = |mode: &str| {
+        let fields = format!("{{ \"disaggregation_mode\": \"{mode}\", \"disaggregation_bootstrap_port\": 8998,");
+        let info = SERVER_INFO.replacen('{', &fields, 1);
+        complete(sglang(&info), &expected()).expect("compatible with the pool").transfer_port
+    };
+    assert_eq!((port("prefill"), port("decode"), port("null")), (Some(8998), None, None));
+}
+
+#[test]
 fn sglang_reports_the_maximum_sequence_length() {
     let of = |info: &str| complete(sglang(info), &expected()).expect("compatible with the pool").max_model_len;
     assert_eq!(of(&SERVER_INFO.replacen('{', "{ \"context_length\": 8192,", 1)), Some(8_192));
