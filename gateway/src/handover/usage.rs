@@ -1,0 +1,194 @@
+//! Cached prompt tokens in the usage of the decode leg.
+//!
+//! The decode rank counts transferred blocks as cached or as computed, depending on the engine. The number of the
+//! prefill rank is the number of the request.
+
+use axum::body::Bytes;
+
+use super::object::ObjectText;
+
+/// Maximum size of a buffered body or event line. Longer ones pass unchanged.
+const BUFFERED_BYTES_MAX: usize = 16 << 20;
+
+/// Rewrites the cached tokens in the usage of a response that passes in frames.
+///
+/// Frames may split the response anywhere. An event stream is delayed by at most one incomplete line; a JSON body is
+/// returned by [`finish`](Self::finish). Above 16 MiB a line or body passes unchanged. Other bytes never change, and
+/// frames without usage are not copied.
+///
+/// ```
+/// use pointsman_gateway::handover::CachedTokensRewriter;
+///
+/// let mut rewriter = CachedTokensRewriter::new(true);
+/// let chunk = "data: {\"choices\":[]}\n\n";
+/// assert_eq!(rewriter.push(chunk.into(), Some(8)), chunk);
+/// let usage = rewriter.push("data: {\"usage\":{\"prompt_tokens\":9}}\n".into(), Some(8));
+/// let expected = "data: {\"usage\":{\"prompt_tokens\":9,\"prompt_tokens_details\":{\"cached_tokens\":8}}}\n";
+/// assert_eq!(usage, expected);
+/// ```
+#[derive(Debug)]
+pub struct CachedTokensRewriter {
+    is_events: bool,
+    bytes_max: usize,
+    /// Incomplete line, or the body up to now.
+    pending: Vec<u8>,
+    /// Whether the rest of the line or body passes unchanged.
+    is_too_long: bool,
+}
+
+impl CachedTokensRewriter {
+    /// A rewriter for an event stream or for a JSON body.
+    #[must_use]
+    pub fn new(is_events: bool) -> Self {
+        Self { is_events, bytes_max: BUFFERED_BYTES_MAX, pending: Vec::new(), is_too_long: false }
+    }
+
+    #[cfg(test)]
+    pub(super) fn with_bytes_max(is_events: bool, bytes_max: usize) -> Self {
+        Self { bytes_max, ..Self::new(is_events) }
+    }
+
+    /// Accepts a frame and returns the bytes to send, which may be empty. The value of `cached_tokens` applies to the
+    /// lines that end in this frame; with `None` they remain unchanged.
+    pub fn push(&mut self, frame: Bytes, cached_tokens: Option<u32>) -> Bytes {
+        if !self.is_events {
+            return self.buffer(frame);
+        }
+        let Some(end) = frame.iter().rposition(|byte| *byte == b'\n').map(|at| at + 1) else {
+            return self.buffer(frame);
+        };
+        let rest = frame.slice(end..);
+        let lines = if self.pending.is_empty() && !self.is_too_long {
+            let lines = frame.slice(..end);
+            match self.rewrite_lines(&lines, cached_tokens) {
+                Some(rewritten) => rewritten.into(),
+                None => lines,
+            }
+        } else {
+            let first_end = frame.iter().position(|byte| *byte == b'\n').map_or(end, |at| at + 1);
+            let mut lines = std::mem::take(&mut self.pending);
+            let is_too_long = std::mem::take(&mut self.is_too_long);
+            lines.extend_from_slice(&frame[..first_end]);
+            if !is_too_long && let Some(rewritten) = self.rewrite_lines(&lines, cached_tokens) {
+                lines = rewritten;
+            }
+            let others = &frame[first_end..end];
+            match self.rewrite_lines(others, cached_tokens) {
+                Some(rewritten) => lines.extend_from_slice(&rewritten),
+                None => lines.extend_from_slice(others),
+            }
+            lines.into()
+        };
+        joined(lines, self.buffer(rest))
+    }
+
+    /// The remaining bytes: an incomplete last line, or the body.
+    pub fn finish(&mut self, cached_tokens: Option<u32>) -> Bytes {
+        let pending = std::mem::take(&mut self.pending);
+        let Some(tokens) = cached_tokens.filter(|_| !std::mem::take(&mut self.is_too_long)) else {
+            return pending.into();
+        };
+        let rewritten =
+            if self.is_events { rewritten_line(&pending, tokens) } else { rewritten_json(&pending, tokens) };
+        rewritten.unwrap_or(pending).into()
+    }
+
+    /// Keeps a frame of an incomplete line or body. Returns the bytes that exceed the bound.
+    fn buffer(&mut self, frame: Bytes) -> Bytes {
+        if self.is_too_long || frame.is_empty() {
+            return frame;
+        }
+        if self.pending.len() + frame.len() <= self.bytes_max {
+            self.pending.extend_from_slice(&frame);
+            return Bytes::new();
+        }
+        self.is_too_long = true;
+        joined(std::mem::take(&mut self.pending).into(), frame)
+    }
+
+    /// Rewrites complete lines; `None` if none of them changes.
+    fn rewrite_lines(&self, lines: &[u8], cached_tokens: Option<u32>) -> Option<Vec<u8>> {
+        let tokens = cached_tokens?;
+        if !contains_usage(lines) {
+            return None;
+        }
+        let mut rewritten: Option<Vec<u8>> = None;
+        let mut at = 0;
+        for line in lines.split_inclusive(|byte| *byte == b'\n') {
+            let changed = if line.len() <= self.bytes_max { rewritten_line(line, tokens) } else { None };
+            match (changed, &mut rewritten) {
+                (Some(changed), None) => rewritten = Some([&lines[..at], &changed].concat()),
+                (Some(changed), Some(rewritten)) => rewritten.extend_from_slice(&changed),
+                (None, Some(rewritten)) => rewritten.extend_from_slice(line),
+                (None, None) => {}
+            }
+            at += line.len();
+        }
+        rewritten
+    }
+}
+
+fn joined(first: Bytes, second: Bytes) -> Bytes {
+    match (first.is_empty(), second.is_empty()) {
+        (_, true) => first,
+        (true, false) => second,
+        (false, false) => [first, second].concat().into(),
+    }
+}
+
+/// Rewrites a line of an event stream; `None` if it does not change.
+fn rewritten_line(line: &[u8], tokens: u32) -> Option<Vec<u8>> {
+    let json = line.strip_prefix(b"data:")?;
+    rewritten_json(json, tokens).map(|json| [b"data:", &json[..]].concat())
+}
+
+/// Rewrites the usage of a JSON response or event; `None` if it does not change.
+fn rewritten_json(json: &[u8], tokens: u32) -> Option<Vec<u8>> {
+    if !contains_usage(json) {
+        return None;
+    }
+    let object = ObjectText::parse(std::str::from_utf8(json).ok()?, &["usage", "response"]).ok()?;
+    if let Some(usage) = object.json("usage") {
+        let usage = rewritten_usage(usage, tokens)?;
+        return Some(object.edit().set("usage", usage).finish().into_bytes());
+    }
+    // Events of the responses endpoint contain the response.
+    let response = ObjectText::parse(object.json("response")?, &["usage"]).ok()?;
+    let usage = rewritten_usage(response.json("usage")?, tokens)?;
+    let response = response.edit().set("usage", usage).finish();
+    Some(object.edit().set("response", response).finish().into_bytes())
+}
+
+fn rewritten_usage(usage: &str, tokens: u32) -> Option<String> {
+    let known = ["prompt_tokens", "prompt_tokens_details", "input_tokens", "input_tokens_details"];
+    let usage = ObjectText::parse(usage, &known).ok()?;
+    let is_responses = match (usage.raw("prompt_tokens_details"), usage.raw("input_tokens_details")) {
+        (Some(_), _) => false,
+        (None, Some(_)) => true,
+        (None, None) => usage.raw("prompt_tokens").is_none() && usage.raw("input_tokens").is_some(),
+    };
+    let field = if is_responses { "input_tokens_details" } else { "prompt_tokens_details" };
+    let details = match usage.json(field) {
+        None => format!(r#"{{"cached_tokens":{tokens}}}"#),
+        Some(details) => ObjectText::parse(details, &["cached_tokens"])
+            .ok()?
+            .edit()
+            .set("cached_tokens", tokens.to_string())
+            .finish(),
+    };
+    Some(usage.edit().set(field, details).finish())
+}
+
+/// Whether the bytes contain a field `usage` with an object. Quotes inside JSON strings are escaped, so that text
+/// content does not match.
+fn contains_usage(mut bytes: &[u8]) -> bool {
+    const FIELD: &[u8] = b"\"usage\"";
+    while let Some(at) = bytes.windows(FIELD.len()).position(|window| window == FIELD) {
+        bytes = &bytes[at + FIELD.len()..];
+        let value = bytes.trim_ascii_start().strip_prefix(b":").map(<[u8]>::trim_ascii_start);
+        if value.is_some_and(|value| value.starts_with(b"{")) {
+            return true;
+        }
+    }
+    false
+}
