@@ -14,13 +14,14 @@ const PAGE: &str = "docs/gateway.md";
 const NO_RULE: &str = "–";
 
 /// Tables of the page: heading, section header in the printed settings, and path prefix in errors.
-const TABLES: [(&str, &str, &str); 8] = [
+const TABLES: [(&str, &str, &str); 9] = [
     ("## Gateway settings", "[gateway]", "gateway"),
     ("## Admin settings", "[admin]", "admin"),
     ("## Picker settings", "[picker]", "picker"),
     ("## Replica settings", "[replicas]", "replicas"),
     ("## Model settings", "[[models]]", "models[0]"),
     ("## Kubernetes settings", "[models.kubernetes]", "models[0].kubernetes"),
+    ("## Disaggregation settings", "[models.disaggregation]", "models[0].disaggregation"),
     ("## Token settings", "[models.tokens]", "models[0].tokens"),
     ("## Tenant settings", "[[tenants]]", "tenants[0]"),
 ];
@@ -39,6 +40,8 @@ fn load(header: &str, line: &str) -> Result<Loaded, LoadErrors> {
             "[[models]]" => &[("name", "\"m\"")],
             "[models.kubernetes]" if printed == header => &[("selector", "\"app=e\""), ("ports", "[8000]")],
             "[models.kubernetes]" => continue,
+            "[models.disaggregation]" if printed == header => &[("prefill", "\"p\"")],
+            "[models.disaggregation]" => continue,
             "[[tenants]]" if !is_tenants => continue,
             "[[tenants]]" => &[("name", "\"t\""), ("keys_file", "\"k\"")],
             _ => &[],
@@ -52,6 +55,9 @@ fn load(header: &str, line: &str) -> Result<Loaded, LoadErrors> {
         if printed == header {
             text.push_str(&format!("{line}\n"));
         }
+    }
+    if header == "[models.disaggregation]" {
+        text.push_str("[[models]]\nname = \"p\"\n");
     }
     let file = Some(ConfigFile { text, directory: "/etc".into() });
     Sources { file, ..Sources::default() }.load()

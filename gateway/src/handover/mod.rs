@@ -33,9 +33,10 @@ pub use usage::CachedTokensRewriter;
 /// assert_eq!(Protocol::VllmNixl.to_string(), "vllm_nixl");
 /// assert!(Protocol::Sglang.is_concurrent());
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Protocol {
+    #[default]
     /// vLLM with the NIXL connector: the decode rank reads the blocks named in the prefill response.
     VllmNixl,
     /// vLLM with the Mooncake connector: both ranks use one transfer id.
@@ -62,6 +63,12 @@ impl Protocol {
             Self::Sglang => "sglang",
             Self::TensorrtLlm => "tensorrt_llm",
         }
+    }
+
+    /// Whether a decode rank can compute prompts itself. SGLang's decode engines require a prefill leg.
+    #[must_use]
+    pub fn decode_prefills(self) -> bool {
+        self != Self::Sglang
     }
 
     /// Whether both legs are sent at once. The prefill leg of SGLang completes only after its decode leg connects.

@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use axum::body::Bytes;
 use pointsman::session::SessionId;
+use serde::Deserialize;
 
 use super::error::ApiError;
 use super::fields::Fields;
@@ -116,6 +117,8 @@ pub struct RequestBody {
     pub model: Option<String>,
     /// Whether the response is streamed.
     pub stream: bool,
+    /// Whether a stream ends with a usage record (`stream_options.include_usage`).
+    pub include_usage: bool,
     /// Cache salt of the client.
     pub cache_salt: Option<String>,
     /// Session from the body (`session_id`); the header takes precedence.
@@ -126,6 +129,12 @@ pub struct RequestBody {
     pub prompt: ClientPrompt,
     body: Bytes,
     spans: Spans,
+}
+
+/// Read options of a stream.
+#[derive(Deserialize)]
+struct StreamOptions {
+    include_usage: Option<bool>,
 }
 
 /// Positions of body values that may have to change.
@@ -173,7 +182,21 @@ impl RequestBody {
         let (stream, cache_salt) = (fields.stream.flag()?.unwrap_or(false), fields.cache_salt.text()?);
         let prompt = prompt::read(endpoint, &fields, &body)?;
         let spans = Spans::of(&fields, &body);
-        Ok(Self { endpoint, model, stream, cache_salt, session_id, output_tokens_max, prompt, body, spans })
+        // Engines check the options of a stream.
+        let options = fields.stream_options.json().and_then(|json| serde_json::from_str(json).ok());
+        let include_usage = options.is_some_and(|StreamOptions { include_usage }| include_usage == Some(true));
+        Ok(Self {
+            include_usage,
+            endpoint,
+            model,
+            stream,
+            cache_salt,
+            session_id,
+            output_tokens_max,
+            prompt,
+            body,
+            spans,
+        })
     }
 
     /// The body with these changes; without changes, the same bytes. Fields that select a rank or a cache source are

@@ -40,7 +40,7 @@ macro_rules! fields {
 }
 
 fields! {
-    model stream cache_salt session_id max_tokens max_completion_tokens max_output_tokens
+    model stream stream_options cache_salt session_id max_tokens max_completion_tokens max_output_tokens
     prompt messages tools documents chat_template chat_template_kwargs add_generation_prompt continue_final_message
     add_special_tokens reasoning_effort
     input instructions reasoning previous_response_id previous_input_messages conversation

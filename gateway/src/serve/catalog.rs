@@ -20,7 +20,7 @@ const OWNER: &str = "pointsman";
 pub(super) async fn list(State(app): State<Arc<App>>, headers: HeaderMap) -> Result<Json<Value>, ApiError> {
     app.tenants.identify(headers.get(AUTHORIZATION))?;
     let mut data = Vec::new();
-    for model in app.models.all() {
+    for model in app.models.of_clients() {
         let settings = &model.settings;
         data.push(card(&app, &settings.name, None));
         data.extend(settings.aliases.iter().map(|alias| card(&app, alias, Some(&settings.name))));

@@ -26,6 +26,16 @@ impl Ids {
         format!("{request_id}/{:x}", self.next.fetch_add(1, Ordering::Relaxed))
     }
 
+    /// Number that identifies a KV transfer: evenly spread over 64 bits, and unique within 2^64 calls (Weyl sequence and
+    /// the finalizer of `SplitMix64`, Steele, Lea and Flood 2014).
+    pub(crate) fn transfer(&self) -> u64 {
+        let n = self.next.fetch_add(1, Ordering::Relaxed);
+        let x = self.prefix.wrapping_add(n.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        let x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        x ^ (x >> 31)
+    }
+
     /// Public id of a request without one.
     pub(crate) fn public(&self) -> String {
         format!("{:016x}{:016x}", self.prefix, self.next.fetch_add(1, Ordering::Relaxed))

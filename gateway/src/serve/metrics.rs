@@ -13,6 +13,7 @@ use metrics::{Counter, Gauge, Histogram, Unit};
 use pointsman::Placement;
 use tokio::time::Instant;
 
+use super::disaggregation::PREFILLS;
 use super::telemetry::AccessRecord;
 use super::warm;
 use crate::openai::Endpoint;
@@ -174,6 +175,7 @@ pub const ALL: &[Metric] = &[
     OVERHEAD,
     RETRIES,
     DENIED,
+    PREFILLS,
     CLIENT_GONE,
     BROKEN,
     WORKER_REQUESTS,
@@ -434,6 +436,16 @@ impl Account {
     /// Records the first attempt, sent to the worker of the placement.
     pub(crate) fn sent(&mut self, placement: &Placement) {
         self.access.attempted(placement);
+        self.record_overhead();
+    }
+
+    /// Records a prefill leg, sent to the worker of the placement.
+    pub(crate) fn prefill_sent(&mut self, placement: &Placement) {
+        self.access.prefilled(placement);
+        self.record_overhead();
+    }
+
+    fn record_overhead(&mut self) {
         if !std::mem::replace(&mut self.is_sent, true) {
             self.meters.overhead.record(self.started.elapsed().saturating_sub(self.excluded));
         }

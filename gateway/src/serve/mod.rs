@@ -8,6 +8,7 @@ mod admin;
 mod body_budget;
 mod catalog;
 mod current;
+mod disaggregation;
 mod ids;
 mod limits;
 pub(crate) mod listener;

@@ -10,19 +10,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ahash::AHashMap;
-use pointsman::config::EventMode;
+use pointsman::config::{ConfigErrors, EventMode};
 use pointsman::discovery::DiscoveryError;
 use pointsman::error::StartError;
 use pointsman::{ReplicaBus, Router, RouterConfig, WorkerEntry};
 use tokio::time::{sleep, timeout};
 
 use super::current::Current;
+use super::disaggregation::PrefillPool;
 use super::metrics::ModelMeters;
 use super::sources::{Definitions, ModelSources, probe_options};
 use super::warm::{self, WarmStart};
 use super::workers::WorkerTable;
 use crate::prompt::{AnyWorker, Tokens, TokensError};
-use crate::settings::ModelSettings;
+use crate::settings::{ModelRole, ModelSettings, role_of};
 use crate::upstream::Upstream;
 
 /// Time limit of bookings at shutdown: those of cut-off requests end immediately.
@@ -50,6 +51,14 @@ pub enum ModelError {
         /// Cause.
         error: DiscoveryError,
     },
+    /// Settings of prefill and decode pools that do not fit together.
+    #[error("model {model:?}: {errors}")]
+    Disaggregation {
+        /// Model name.
+        model: String,
+        /// Causes.
+        errors: ConfigErrors,
+    },
     /// Tokenizer error.
     #[error("model {model:?}: {error}")]
     Tokens {
@@ -73,6 +82,9 @@ pub(crate) struct Model {
     /// Whether the caches of all ranks were known at some time.
     pub(crate) was_warm: Arc<AtomicBool>,
     pub(crate) warm_start: Arc<WarmStart>,
+    pub(crate) role: ModelRole,
+    /// The pool that computes the prompts, for the role `Decode`.
+    pub(crate) prefill: Option<Arc<PrefillPool>>,
 }
 
 impl Model {
@@ -116,21 +128,25 @@ impl Models {
         bus: Option<Arc<dyn ReplicaBus>>,
     ) -> Result<Self, ModelError> {
         let mut all = Vec::new();
-        for settings in settings {
-            let min_initial_workers = settings.router.min_initial_workers;
-            all.push(Arc::new(Model::start(settings, upstream, snapshots, bus.as_ref(), min_initial_workers).await?));
+        for model in settings {
+            let min_initial_workers = model.router.min_initial_workers;
+            let role = role_of(model, settings);
+            all.push(Model::start(model, role, upstream, snapshots, bus.as_ref(), min_initial_workers).await?);
         }
-        Ok(Self::of(all, bus))
+        Self::of(all, bus)
     }
 
-    fn of(all: Vec<Arc<Model>>, bus: Option<Arc<dyn ReplicaBus>>) -> Self {
+    fn of(all: Vec<Model>, bus: Option<Arc<dyn ReplicaBus>>) -> Result<Self, ModelError> {
+        let all = linked(all)?;
         let mut by_name = AHashMap::new();
-        for (n, model) in all.iter().enumerate() {
+        // The model of a prefill pool serves no client.
+        let of_clients = all.iter().enumerate().filter(|(_, model)| model.role != ModelRole::Prefill);
+        for (n, model) in of_clients {
             for name in std::iter::once(&model.settings.name).chain(&model.settings.aliases) {
                 by_name.insert(name.clone(), n);
             }
         }
-        Self { all, by_name, adapters: Mutex::default(), bus }
+        Ok(Self { all, by_name, adapters: Mutex::default(), bus })
     }
 
     /// Models for new settings: served models keep their routers, others are started. Served models stay unchanged
@@ -145,26 +161,36 @@ impl Models {
         snapshots: Option<&Path>,
     ) -> Result<Self, ModelError> {
         let (mut all, mut started) = (Vec::new(), Vec::new());
-        for settings in settings {
-            let model = match self.all.iter().find(|model| model.settings.name == settings.name) {
-                Some(model) => model.with(settings),
+        let mut error = None;
+        for new in settings {
+            let role = role_of(new, settings);
+            let known = self.all.iter().find(|model| model.settings.name == new.name && model.role == role.0);
+            let model = match known {
+                Some(model) => model.with(new),
                 // Started without waiting for workers, because other models are being served.
                 None => {
-                    let model = Model::start(settings, upstream, snapshots, self.bus.as_ref(), 0).await;
+                    let model = Model::start(new, role, upstream, snapshots, self.bus.as_ref(), 0).await;
                     model.inspect(|model| started.push(model.router.clone()))
                 }
             };
             match model {
-                Ok(model) => all.push(Arc::new(model)),
-                Err(error) => {
-                    for router in started {
-                        router.shutdown(SHUTDOWN_WAIT).await;
-                    }
-                    return Err(error);
+                Ok(model) => all.push(model),
+                Err(failed) => {
+                    error = Some(failed);
+                    break;
                 }
             }
         }
-        Ok(Self::of(all, self.bus.clone()))
+        let models = match error {
+            Some(error) => Err(error),
+            None => Self::of(all, self.bus.clone()),
+        };
+        if models.is_err() {
+            for router in started {
+                router.shutdown(SHUTDOWN_WAIT).await;
+            }
+        }
+        models
     }
 
     pub(crate) fn all(&self) -> &[Arc<Model>] {
@@ -180,12 +206,15 @@ impl Models {
         Some((&self.all[n], Some(name)))
     }
 
-    /// The only model, if there is exactly one.
+    /// Models that clients can request.
+    pub(crate) fn of_clients(&self) -> impl Iterator<Item = &Arc<Model>> {
+        self.all.iter().filter(|model| model.role != ModelRole::Prefill)
+    }
+
+    /// The only model for clients, if there is exactly one.
     pub(crate) fn only(&self) -> Option<&Arc<Model>> {
-        match &self.all[..] {
-            [model] => Some(model),
-            _ => None,
-        }
+        let mut models = self.of_clients();
+        models.next().filter(|_| models.next().is_none())
     }
 
     /// Adapter names with their models, sorted by name.
@@ -220,7 +249,8 @@ impl Models {
 impl Adapters {
     fn read(&mut self, seen: Vec<Arc<[WorkerEntry]>>, names: &AHashMap<String, usize>, models: &[Arc<Model>]) {
         let mut by_name: AHashMap<String, usize> = AHashMap::new();
-        for (n, workers) in seen.iter().enumerate() {
+        let serves_clients = |(n, _): &(usize, _)| models[*n].role != ModelRole::Prefill;
+        for (n, workers) in seen.iter().enumerate().filter(serves_clients) {
             for adapter in workers.iter().flat_map(|worker| &worker.config.lora_adapters) {
                 let first = names.get(adapter).or_else(|| by_name.get(adapter)).copied();
                 match first {
@@ -240,9 +270,10 @@ impl Adapters {
 }
 
 impl Model {
-    /// Starts the router and waits for the given number of workers.
+    /// Starts the router and waits for the given number of workers. `role` is with the name of the model at its workers.
     async fn start(
         settings: &ModelSettings,
+        (role, upstream_name): (ModelRole, &str),
         upstream: &Upstream,
         snapshots: Option<&Path>,
         bus: Option<&Arc<dyn ReplicaBus>>,
@@ -254,7 +285,8 @@ impl Model {
             return Err(ModelError::Router { model: model(), error });
         }
         let sources = Arc::new(ModelSources::default());
-        let router = RouterConfig { min_initial_workers, ..settings.router.clone() };
+        let settings = &ModelSettings { upstream_name: Some(upstream_name.to_owned()), ..settings.clone() };
+        let router = RouterConfig { min_initial_workers, ..settings.router_in(role) };
         let builder = sources.follow(Router::builder(router), &definitions, &probe_options(settings));
         let mut builder = builder.map_err(|error| ModelError::Workers { model: model(), error })?;
         if let Some(snapshot) = warm::read_file(settings, snapshots).await {
@@ -287,13 +319,17 @@ impl Model {
             workers,
             was_warm: Arc::new(AtomicBool::new(false)),
             warm_start: Arc::default(),
+            role,
+            prefill: None,
         })
     }
 
     /// The same model with other names and workers.
     fn with(&self, settings: &ModelSettings) -> Result<Self, ModelError> {
         definitions_of(settings)?;
-        Ok(Self { settings: settings.clone(), ..self.clone() })
+        // The name at the workers does not change while the router runs.
+        let upstream_name = self.settings.upstream_name.clone();
+        Ok(Self { settings: ModelSettings { upstream_name, ..settings.clone() }, prefill: None, ..self.clone() })
     }
 
     /// Applies the workers of the settings to the router. Existing ones stay unchanged.
@@ -306,6 +342,26 @@ impl Model {
             tracing::error!(%error, "workers could not be reloaded");
         }
     }
+}
+
+/// The models, those of the role `Decode` with their prefill pools.
+fn linked(all: Vec<Model>) -> Result<Vec<Arc<Model>>, ModelError> {
+    let prefill: Vec<Arc<Model>> =
+        all.iter().filter(|model| model.role == ModelRole::Prefill).cloned().map(Arc::new).collect();
+    let link = |mut model: Model| {
+        let name = &model.settings.name;
+        if let Some(shared) = prefill.iter().find(|prefill| prefill.settings.name == *name) {
+            return Ok(Arc::clone(shared));
+        }
+        let Some(settings) = model.settings.disaggregation.clone() else { return Ok(Arc::new(model)) };
+        if let Some(pool) = prefill.iter().find(|pool| pool.settings.name == settings.prefill) {
+            let pool = PrefillPool::new(Arc::clone(pool), model.router.clone(), settings);
+            let pool = pool.map_err(|errors| ModelError::Disaggregation { model: name.clone(), errors })?;
+            model.prefill = Some(Arc::new(pool));
+        }
+        Ok(Arc::new(model))
+    };
+    all.into_iter().map(link).collect()
 }
 
 fn definitions_of(settings: &ModelSettings) -> Result<Definitions, ModelError> {

@@ -26,6 +26,8 @@ pub(super) struct Prepared {
     pub(super) kind: AnswerKind,
     /// The body for the worker.
     pub(super) body: Bytes,
+    /// Whether a stream ends with a usage record.
+    pub(super) include_usage: bool,
     options: RequestOptions,
     prompt: ClientPrompt,
     /// Tokens of the prompt, unless the client sent them.
@@ -81,8 +83,8 @@ impl Prepared {
         // Embeddings are never streamed, regardless of the request.
         let kind =
             if parsed.stream && endpoint != Endpoint::Embeddings { AnswerKind::Events } else { AnswerKind::Json };
-        let body = parsed.body(edits);
-        Ok(Self { model: Arc::clone(model), kind, body, options, prompt: parsed.prompt, tokens })
+        let (body, include_usage) = (parsed.body(edits), parsed.include_usage);
+        Ok(Self { model: Arc::clone(model), kind, body, include_usage, options, prompt: parsed.prompt, tokens })
     }
 
     /// The request for the router, without an id.

@@ -7,8 +7,11 @@
 mod answer;
 mod attempts;
 mod begin;
+mod cached_tokens;
+mod exchange;
 mod failure;
 mod intake;
+mod split;
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -17,21 +20,28 @@ use std::time::Duration;
 use axum::body::{Body, Bytes};
 use axum::extract::State;
 use axum::http::header::{CONTENT_TYPE, EXPECT};
-use axum::http::{HeaderMap, Request, Response};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use axum::response::IntoResponse as _;
 use pointsman::answer::AnswerKind;
 use tokio::time::Instant;
 
 use super::App;
+use super::disaggregation::PrefillResult;
 use super::metrics::Account;
 use super::prepare::{Prepared, admit};
 use super::telemetry::ErrorCode;
 use crate::openai::{ApiError, Endpoint, request_id, to_client};
 pub(super) use answer::Answer;
 use attempts::AttemptLoop;
-pub(super) use attempts::{WorkerResponse, checked_kind};
+pub(super) use attempts::WorkerResponse;
+use cached_tokens::Corrected;
+pub(super) use exchange::checked_kind;
 pub(super) use failure::failure_outcome;
 pub(super) use intake::{Limits, discard, receive};
+use split::Split;
+
+/// Place of the prefill, in responses of models with a prefill pool.
+const PREFILL: HeaderName = HeaderName::from_static("x-pointsman-prefill");
 
 /// Serves a request to one of the endpoints.
 pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, request: Request<Body>) -> Response<Body> {
@@ -75,15 +85,25 @@ async fn forward(
     let body = receive_body(app, account, limits, body).await?;
     let prepared = Prepared::new(app, account, endpoint, (headers, body), tenant).await.map_err(refused)?;
     let (model, body, kind) = (&prepared.model, prepared.body.clone(), prepared.kind);
-    let attempts = AttemptLoop { app, model, endpoint, headers, request_id, body, kind };
+    let split = model.prefill.as_ref().map(|pool| Split::new(pool, endpoint, body.clone(), prepared.include_usage));
+    let attempts = AttemptLoop { app, model, endpoint, headers, request_id, body, kind, split };
     attempts.run(account, prepared.request()).await
 }
 
 /// Response of a worker that has started one.
 fn start_response(app: &Arc<App>, account: Account, begin: WorkerResponse, request_id: &str) -> Response<Body> {
-    let (status, headers) = (begin.head.status, to_client(&begin.head.headers, request_id));
+    let (status, mut headers) = (begin.head.status, to_client(&begin.head.headers, request_id));
+    let prefill = begin.prefill.as_ref().map(|prefill| (prefill.result, prefill.cached.clone()));
+    let is_events = begin.checked == Some(AnswerKind::Events);
     let answer = follow(app, account, begin, request_id);
-    let mut response = Response::new(Body::new(answer));
+    let body = match &prefill {
+        Some((PrefillResult::Remote, cached)) => Body::new(Corrected::new(answer, is_events, cached.clone())),
+        _ => Body::new(answer),
+    };
+    if let Some((result, _)) = prefill {
+        headers.insert(PREFILL, HeaderValue::from_static(result.name()));
+    }
+    let mut response = Response::new(body);
     (*response.status_mut(), *response.headers_mut()) = (status, headers);
     response
 }

@@ -203,6 +203,17 @@ impl WorkerRequest {
         Self { worker, frames, frames_before, sent, status: None, has_first_token: false, is_over: false }
     }
 
+    /// Restarts the time of an attempt that is sent only now.
+    pub(crate) fn begin(&mut self) {
+        self.sent = Instant::now();
+        self.frames_before = self.frames.load(Ordering::Relaxed);
+    }
+
+    /// Ends an attempt that was never sent. It is not counted.
+    pub(crate) fn withdraw(&mut self) {
+        self.is_over = true;
+    }
+
     pub(crate) fn worker(&self) -> &Arc<WorkerMeters> {
         &self.worker
     }

@@ -9,18 +9,16 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use pointsman::RouterConfig;
-use pointsman::discovery::{FileError, FileFormat, NamedWorker};
-use pointsman::policy::Policy;
-use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use super::error::{LoadError, LoadErrors, nearest};
 use super::fields::{Field, fields_of, router_fields};
+use super::model_section::{ModelFields, ModelSections, not_a, policy_in_force, read_workers};
 use super::moved::new_name;
-use super::section::{Origin, Section, nested};
+use super::section::{Origin, Section};
 use super::{
-    AdminSettings, GatewaySettings, KubernetesSettings, LogFormat, ModelSettings, PickerSettings, ReplicasSettings,
-    SettingError, Settings, TenantSettings, TokensSettings,
+    AdminSettings, GatewaySettings, LogFormat, ModelSettings, PickerSettings, ReplicasSettings, SettingError, Settings,
+    TenantSettings,
 };
 
 /// Top-level tables of the file.
@@ -123,80 +121,6 @@ impl Sources {
     }
 }
 
-/// Settings of a model; router and tokens have their own sections.
-#[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-struct ModelFields {
-    name: String,
-    aliases: Vec<String>,
-    upstream_name: Option<String>,
-    workers: Vec<Table>,
-    workers_file: Option<PathBuf>,
-    worker_urls: Vec<String>,
-    worker_names: Vec<String>,
-}
-
-#[derive(Clone, Debug)]
-struct ModelSections {
-    own: Section,
-    router: Section,
-    tokens: Section,
-    /// Present if the file has the table.
-    kubernetes: Option<Section>,
-}
-
-impl ModelSections {
-    fn new(n: usize) -> Self {
-        Self {
-            own: Section::of::<ModelFields>(format!("models[{n}]")).with_tables(&["router", "tokens", "kubernetes"]),
-            router: Section::of_router(format!("models[{n}].router")),
-            tokens: Section::of::<TokensSettings>(format!("models[{n}].tokens")),
-            kubernetes: None,
-        }
-    }
-
-    fn read(&mut self, mut table: Table, directory: &Path, problems: &mut Vec<LoadError>) {
-        if table.contains_key("kubernetes") {
-            let path = self.own.setting("kubernetes");
-            self.kubernetes = Some(Section::of::<KubernetesSettings>(path));
-        }
-        for section in [&mut self.router, &mut self.tokens].into_iter().chain(&mut self.kubernetes) {
-            let key = section.path.rsplit('.').next().unwrap_or_default();
-            let Some(value) = table.remove(key) else { continue };
-            match value {
-                Value::Table(table) => section.read(table, directory, problems),
-                value => problems.push(not_a(&section.path, &value, "a table")),
-            }
-        }
-        self.own.read(table, directory, problems);
-    }
-
-    /// Effective router settings: those of the model over those of all routers.
-    fn router_config(&self, all: &Section, name: &str) -> RouterConfig {
-        let mut values = all.values.clone();
-        if self.router.policy().is_some_and(|policy| policy != policy_in_force(all, None)) {
-            values.retain(|name, _| !name.starts_with("policy.")); // they are another policy's
-        }
-        values.extend(self.router.values.clone());
-        values.entry("pool").or_insert_with(|| Value::from(pool_name(name)));
-        nested(values).try_into().expect("every value was parsed alone, and every field has a default")
-    }
-
-    fn router_origin(&self, all: &Section, name: &'static str) -> Origin {
-        match (self.router.origins.get(name), all.origins.get(name)) {
-            (Some(origin), _) | (None, Some(origin)) => origin.clone(),
-            (None, None) if name == "pool" => Origin::ModelName,
-            (None, None) => Origin::Default,
-        }
-    }
-}
-
-/// The name of the policy that a router section gives, else the one below it, else the default.
-fn policy_in_force<'a>(section: &'a Section, below: Option<&'a Section>) -> &'a str {
-    let given = section.policy().or_else(|| below.and_then(Section::policy));
-    given.unwrap_or_else(|| Policy::default().name())
-}
-
 /// Fields of a section that variables and flags can set; none for an unknown section.
 fn simple_fields(section: &str) -> Vec<Field> {
     match section {
@@ -207,13 +131,6 @@ fn simple_fields(section: &str) -> Vec<Field> {
         "router" => router_fields(),
         _ => Vec::new(),
     }
-}
-
-/// Pool label of a model name.
-fn pool_name(model: &str) -> String {
-    let plain = |c: char| if c.is_ascii_alphanumeric() || "_.-".contains(c) { c } else { '_' };
-    let name: String = model.chars().map(plain).collect();
-    if name.is_empty() { RouterConfig::default().pool } else { name }
 }
 
 #[derive(Clone, Debug)]
@@ -258,8 +175,8 @@ impl Sections {
 
     fn all(&self) -> impl Iterator<Item = &Section> {
         let models = self.models.iter().flat_map(|model| {
-            let ModelSections { own, router, tokens, kubernetes } = model;
-            [own, router, tokens].into_iter().chain(kubernetes)
+            let ModelSections { own, router, tokens, kubernetes, disaggregation } = model;
+            [own, router, tokens].into_iter().chain(kubernetes).chain(disaggregation)
         });
         [&self.gateway, &self.router]
             .into_iter()
@@ -416,6 +333,7 @@ impl Loading {
                 worker_urls,
                 worker_names,
                 kubernetes: model.kubernetes.as_ref().map(Section::parsed),
+                disaggregation: model.disaggregation.as_ref().map(Section::parsed),
                 tokens,
             }
         });
@@ -485,43 +403,6 @@ impl Loading {
     }
 }
 
-fn not_a(setting: &str, value: &Value, rule: &str) -> LoadError {
-    let (setting, value, rule) = (setting.to_owned(), value.to_string(), rule.to_owned());
-    LoadError::Value { setting, value, rule, origin: Origin::File }
-}
-
-/// Parses workers like a worker file.
-fn read_workers(section: &Section, workers: Vec<Table>, problems: &mut Vec<LoadError>) -> Vec<NamedWorker> {
-    let read = |workers: Vec<Table>| {
-        let file = Table::from_iter([("workers".to_owned(), Value::from(workers))]);
-        FileFormat::Toml.parse(file.to_string().as_bytes())
-    };
-    let mut refused = |setting: String, value: String, reason: String| {
-        problems.push(LoadError::Structure { setting, value, reason, origin: Origin::File });
-    };
-    let mut is_refused = false;
-    for (n, worker) in workers.iter().enumerate() {
-        let Err(error) = read(vec![worker.clone()]) else { continue };
-        is_refused = true;
-        // Line and position would refer to a nonexistent file.
-        let reason = match error {
-            FileError::Line { line: _, reason } | FileError::Worker { position: _, url: _, rule: reason } => reason,
-            FileError::Url { position: _, error } => error.to_string(),
-            error @ (FileError::Format | FileError::TooLong(_) | FileError::NotText | FileError::DuplicateId(_)) => {
-                error.to_string()
-            }
-        };
-        refused(section.setting(&format!("workers[{n}]")), Value::from(worker.clone()).to_string(), reason);
-    }
-    if is_refused {
-        return Vec::new();
-    }
-    read(workers).unwrap_or_else(|error| {
-        refused(section.setting("workers"), "a list".to_owned(), error.to_string());
-        Vec::new()
-    })
-}
-
 impl fmt::Display for Loaded {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { settings, sections } = self;
@@ -561,6 +442,10 @@ impl fmt::Display for Loaded {
             if let (Some(kubernetes), Some(section)) = (&model.kubernetes, &own.kubernetes) {
                 writeln!(f, "\n[models.kubernetes]")?;
                 section.write_lines(f, kubernetes, |name| Some(section.origin(name)))?;
+            }
+            if let (Some(disaggregation), Some(section)) = (&model.disaggregation, &own.disaggregation) {
+                writeln!(f, "\n[models.disaggregation]")?;
+                section.write_lines(f, disaggregation, |name| Some(section.origin(name)))?;
             }
             writeln!(f, "\n[models.router]                              # over [router]")?;
             let differs = |name: &'static str| own.router.mentions(name) || (name == "pool" && !is_shown(name));

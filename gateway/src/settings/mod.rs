@@ -3,10 +3,12 @@
 //! Plain data with defaults and rules; validated settings can be served. The loader merges file, environment and flags.
 //! [`RouterConfig`] has the fields of the router.
 
+mod disaggregation;
 mod error;
 mod fields;
 mod kubernetes;
 mod load;
+mod model_section;
 mod moved;
 mod reload;
 mod secrets;
@@ -22,6 +24,8 @@ use pointsman::RouterConfig;
 use pointsman::discovery::NamedWorker;
 use serde::{Deserialize, Serialize};
 
+pub use disaggregation::DisaggregationSettings;
+pub(crate) use disaggregation::{ModelRole, role_of};
 pub use error::{LoadError, LoadErrors};
 pub use kubernetes::{KubernetesSettings, PodRoleChoice};
 pub use load::{ConfigFile, Flag, Loaded, Sources};
@@ -271,6 +275,8 @@ pub struct ModelSettings {
     pub worker_names: Vec<String>,
     /// `[models.kubernetes]`: pods as workers.
     pub kubernetes: Option<KubernetesSettings>,
+    /// `[models.disaggregation]`: a prefill pool beside the workers, which decode.
+    pub disaggregation: Option<DisaggregationSettings>,
     /// Tokenization for routing.
     pub tokens: TokensSettings,
 }
@@ -289,6 +295,7 @@ impl ModelSettings {
             worker_urls: Vec::new(),
             worker_names: Vec::new(),
             kubernetes: None,
+            disaggregation: None,
             tokens: TokensSettings::default(),
         }
     }

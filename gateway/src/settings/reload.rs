@@ -88,6 +88,15 @@ impl ModelSettings {
         self.upstream_name.clone_from(&running.upstream_name);
         self.router = kept(&format!("{path}.router"), &self.router, &running.router, &[], restart);
         self.tokens = kept(&format!("{path}.tokens"), &self.tokens, &running.tokens, &[], restart);
+        let path = format!("{path}.disaggregation");
+        match (&mut self.disaggregation, &running.disaggregation) {
+            (Some(new), Some(running)) => *new = kept(&path, new, running, &[], restart),
+            (None, None) => {}
+            (new, running) => {
+                new.clone_from(running);
+                restart.push(path);
+            }
+        }
     }
 }
 

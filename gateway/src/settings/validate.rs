@@ -103,6 +103,9 @@ impl Settings {
         self.check_names(&mut rules);
         for (n, model) in self.models.iter().enumerate() {
             model.check(&format!("models[{n}]"), self.admin.is_some(), &mut rules);
+            if let Some(disaggregation) = &model.disaggregation {
+                disaggregation.check(&format!("models[{n}].disaggregation"), &model.name, self, &mut rules);
+            }
         }
         self.check_tenants(&mut rules);
         if rules.0.is_empty() { Ok(()) } else { Err(SettingErrors(rules.0)) }

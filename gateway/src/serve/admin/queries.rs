@@ -23,6 +23,7 @@ use super::extract::{Body, Id, ModelAt};
 use super::views::worker_ids_as_text;
 use crate::openai::{ApiError, ChatParts, ClientPrompt, ErrorType};
 use crate::prompt::TokenSource;
+use crate::serve::disaggregation::PrefillPool;
 
 /// A prompt in one of three forms, with the other inputs of a decision.
 #[derive(Default, Deserialize)]
@@ -148,8 +149,26 @@ pub(super) async fn explain(
     let prompt = query.take_prompt()?;
     let tokens = model.tokens.of(&prompt, query.lora_name.as_deref().unwrap_or(&model.settings.name)).await;
     let request = query.request(&tokens.ids);
+    let prefill = match &model.prefill {
+        Some(pool) => Some(explained_prefill(pool, request.clone()).await?),
+        None => None,
+    };
     let explanation = model.router.explain(request).await.map_err(route_error)?;
-    answer("explanation", &explanation, tokens.source, tokens.ids.len())
+    let Json(mut answer) = answer("explanation", &explanation, tokens.source, tokens.ids.len())?;
+    if let Some(prefill) = prefill {
+        answer["prefill"] = prefill;
+    }
+    Ok(Json(answer))
+}
+
+/// The decision of the prefill pool. Pins and allowed workers of the request apply to the decode pool only.
+async fn explained_prefill(pool: &PrefillPool, mut request: RouteRequest<'_>) -> Result<Value, ApiError> {
+    let constraints = &mut request.options.constraints;
+    (constraints.pin, constraints.allowed_workers) = (None, None);
+    let explanation = pool.model.router.explain(request).await.map_err(route_error)?;
+    let mut shown = to_json(&explanation)?;
+    worker_ids_as_text(&mut shown);
+    Ok(json!({ "model": pool.model.settings.name, "explanation": shown }))
 }
 
 pub(super) async fn overlap(

@@ -119,6 +119,7 @@ fn model_settings(model: &ModelSettings) -> Result<Value, ApiError> {
         "worker_urls": model.worker_urls,
         "worker_names": model.worker_names,
         "kubernetes": to_json(&model.kubernetes)?,
+        "disaggregation": to_json(&model.disaggregation)?,
         "tokens": to_json(&model.tokens)?,
         "router": to_json(&model.router)?,
     }))

@@ -120,7 +120,7 @@ async fn decide_by_prompt(
 async fn decide_by_load(app: &Arc<App>, arrival: Arrival, request_id: String) -> Result<Picked, ApiError> {
     let Arrival { headers, body, has_body, subset, rules, .. } = arrival;
     admit(app, &headers)?;
-    let model = app.models.only().or_else(|| app.models.all().first()).ok_or_else(ApiError::not_found)?;
+    let model = app.models.of_clients().next().ok_or_else(ApiError::not_found)?;
     let body = if has_body { receive(body, limits(app, &headers), &app.bodies).await? } else { Bytes::new() };
     let mut request = RouteRequest::query(Prompt::Tokens(&[]));
     request.request_id = Some(app.ids.booking(&request_id).into());
@@ -276,7 +276,16 @@ impl Picked {
             self.placement.outcome(outcome);
         }
         let output_tokens = prepared.request().options.forecast_output_tokens();
-        let begin = WorkerResponse { placement: self.placement, sent, head, body, checked, output_tokens, is_reported };
+        let begin = WorkerResponse {
+            placement: self.placement,
+            sent,
+            head,
+            body,
+            checked,
+            output_tokens,
+            is_reported,
+            prefill: None,
+        };
         Some(follow(app, account, begin, &self.request_id))
     }
 }

@@ -18,7 +18,9 @@ use pointsman::health::Outcome;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::attempts::WorkerResponse;
+use super::split::PrefillReport;
 use crate::serve::App;
+use crate::serve::disaggregation::PrefillResult;
 use crate::serve::metrics::{Account, StreamBreak};
 use crate::serve::workers::WorkerRequest;
 
@@ -52,11 +54,13 @@ pub(in crate::serve) struct Answer<B> {
     alarm: Option<Pin<Box<Sleep>>>,
     /// Reason of a cut until the server has received it.
     pending_cut: Option<Cut>,
+    /// Prefill of the request, for a model with a prefill pool.
+    prefill: Option<PrefillReport>,
 }
 
 impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
     pub(in crate::serve) fn new(app: &Arc<App>, account: Account, begin: WorkerResponse<B>, kind: AnswerKind) -> Self {
-        let WorkerResponse { placement, sent, head: _, body, checked, output_tokens, is_reported } = begin;
+        let WorkerResponse { placement, sent, head: _, body, checked, output_tokens, is_reported, prefill } = begin;
         let app = Arc::clone(app);
         let idle_max = Duration::from_millis(app.settings.gateway.idle_timeout_ms);
         let mut body = placement.wrap_body(body, kind);
@@ -69,8 +73,12 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
         if is_reported {
             body = body.without_blame();
         }
+        if prefill.as_ref().is_some_and(|prefill| prefill.result == PrefillResult::Remote) {
+            body = body.without_cached_tokens();
+        }
         let (body, silent_since, alarm, pending_cut) = (Some(body), None, None, None);
-        let mut answer = Self { app, account, body, sent, checked, idle_max, silent_since, alarm, pending_cut };
+        let mut answer =
+            Self { app, account, body, sent, checked, idle_max, silent_since, alarm, pending_cut, prefill };
         if answer.is_end_stream() {
             answer.complete();
         }
@@ -103,9 +111,8 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
     /// Ends the booking now and reports the error to the server at its next poll. A server that receives an error drops
     /// unwritten data, including the head, and it flushes whenever a body is pending.
     fn cut(&mut self, reason: StreamBreak, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
-        if let Some(body) = self.body.take() {
-            self.account.access.used(body.usage(), body.output_tokens());
-        }
+        self.record_usage();
+        self.body = None;
         self.account.broke(reason);
         let outcome = match cut {
             Cut::Broken(_) => Outcome::Reset,
@@ -139,11 +146,23 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
     }
 }
 
+impl<B> Answer<B> {
+    /// Records the usage in the access log. Cached tokens are those of the prefill leg, if there is one.
+    fn record_usage(&mut self) {
+        let Some(body) = &self.body else { return };
+        let mut usage = body.usage();
+        if let (Some(prefill), Some(usage)) = (&self.prefill, &mut usage)
+            && prefill.result == PrefillResult::Remote
+        {
+            usage.cached_tokens = prefill.cached.get();
+        }
+        self.account.access.used(usage, body.output_tokens());
+    }
+}
+
 impl<B> Drop for Answer<B> {
     fn drop(&mut self) {
-        if let Some(body) = &self.body {
-            self.account.access.used(body.usage(), body.output_tokens());
-        }
+        self.record_usage();
     }
 }
 

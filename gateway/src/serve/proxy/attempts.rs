@@ -11,10 +11,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
-use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
-use axum::http::{HeaderMap, HeaderValue, Request, Response, Uri};
+use axum::http::{HeaderMap, Request, Response, Uri};
 use axum::response::IntoResponse as _;
-use http_body_util::{BodyExt as _, Full, Limited};
+use http_body_util::Full;
 use pointsman::answer::AnswerKind;
 use pointsman::config::OnTargetMiss;
 use pointsman::error::RouteError;
@@ -25,16 +24,16 @@ use pointsman::{Placement, RouteRequest};
 use tokio::time::{Instant, timeout};
 
 use super::begin::ResponseStart;
-use super::failure::{Ending, FailedAttempt, Failure, Failures, counted_failure, is_retried};
+use super::exchange::{Checked, exchange};
+use super::failure::{Ending, FailedAttempt, Failure, Failures, counted_failure};
+use super::split::{AttemptError, PrefillReport, Split, Started};
+use crate::handover::Protocol;
 use crate::openai::{ApiError, Authorization, Endpoint, ToWorker, to_worker};
 use crate::serve::App;
 use crate::serve::metrics::{Account, RetryReason};
 use crate::serve::models::Model;
 use crate::serve::workers::{WorkerMeters, WorkerRequest};
 use crate::upstream::UpstreamError;
-
-/// Maximum length of a stored worker error, in case no worker succeeds.
-const ERROR_BYTES_MAX: usize = 64 << 10;
 
 /// Maximum unreachable workers per request. They count neither as attempts nor against the retry budget, because no
 /// engine did any work.
@@ -51,6 +50,8 @@ pub(super) struct AttemptLoop<'a> {
     pub(super) body: Bytes,
     /// Kind of a valid response: events for a streamed request.
     pub(super) kind: AnswerKind,
+    /// Legs of the request, for a model with a prefill pool.
+    pub(super) split: Option<Split<'a>>,
 }
 
 /// A started response.
@@ -65,10 +66,9 @@ pub(in crate::serve) struct WorkerResponse<B = ResponseStart> {
     pub(in crate::serve) output_tokens: Option<u32>,
     /// Whether the request already counts against a failed worker.
     pub(in crate::serve) is_reported: bool,
+    /// Prefill of the request, for a model with a prefill pool.
+    pub(in crate::serve) prefill: Option<PrefillReport>,
 }
-
-/// Response head, body from the first frame, and kind of validation.
-type Checked = (axum::http::response::Parts, ResponseStart, Option<AnswerKind>);
 
 impl AttemptLoop<'_> {
     /// Tries ranks until one starts a response.
@@ -83,7 +83,8 @@ impl AttemptLoop<'_> {
         let started = account.started();
         let (deadline, ttft_target) = (request.options.deadline, request.options.ttft_target);
         let (mut excluded, mut failures) = (ExcludedRanks::default(), Failures::default());
-        let mut reports = Reports { attempts: self, failed_attempts: Vec::new() };
+        let mut reports = Reports::new(self.model, self.kind);
+        request.options.routing_hashes |= self.split.as_ref().is_some_and(Split::needs_hashes);
         let attempts_max = self.app.settings.gateway.attempts_max;
         let (mut counted, mut unreachable, mut holds_retry) = (0, 0, false);
         let mut last_worker: Option<Arc<WorkerMeters>> = None;
@@ -117,14 +118,37 @@ impl AttemptLoop<'_> {
                 worker.retried(*reason);
             }
             let mut sent = self.model.workers.sent(&placement);
-            let failure = match self.attempt(account, &placement, &mut sent).await {
-                Ok((head, body, checked)) => {
+            let started = match &self.split {
+                Some(split) => split.attempt(self, account, &request, (&placement, &mut sent)).await,
+                None => {
+                    let outgoing = Outgoing::new(self.body.clone(), self.request_id);
+                    let checked = self.attempt(account, &placement, &mut sent, outgoing).await;
+                    let started = checked.map(|checked| Started { checked, prefill: None, served_by: None });
+                    started.map_err(AttemptError::Failed)
+                }
+            };
+            let failure = match started {
+                Ok(Started { checked: Checked { head, body, kind: checked }, prefill, served_by }) => {
                     let ending = if head.status.is_success() { Ending::Served } else { Ending::ClientError };
                     let is_reported = reports.settle(ending);
+                    if let Some(split) = self.split.as_ref().filter(|_| ending == Ending::Served) {
+                        split.served(prefill.as_ref());
+                    }
                     let output_tokens = request.options.forecast_output_tokens();
-                    return Ok(WorkerResponse { placement, sent, head, body, checked, output_tokens, is_reported });
+                    let (placement, sent) = served_by.unwrap_or((placement, sent));
+                    return Ok(WorkerResponse {
+                        placement,
+                        sent,
+                        head,
+                        body,
+                        checked,
+                        output_tokens,
+                        is_reported,
+                        prefill,
+                    });
                 }
-                Err(failure) => failure,
+                Err(AttemptError::Final(response)) => return Err(response),
+                Err(AttemptError::Failed(failure)) => failure,
             };
             tracing::debug!(
                 request_id = self.request_id,
@@ -138,7 +162,7 @@ impl AttemptLoop<'_> {
             last_worker = Some(Arc::clone(sent.worker()));
             let may_retry = self.is_worth_a_retry(failure.reason(), &failures.reasons);
             let is_unreachable = failure.is_unreachable();
-            excluded.add(&placement, &failure, self);
+            excluded.add(&placement, &failure, self.model);
             reports.add(&placement, &failure, sent);
             drop(placement);
             failures.add(failure);
@@ -154,8 +178,7 @@ impl AttemptLoop<'_> {
             if !may_retry || counted >= attempts_max {
                 break;
             }
-            if !self.app.retry_budget.take(Instant::now()) {
-                self.app.meters.retry_denied();
+            if !self.takes_retry() {
                 break;
             }
             holds_retry = true;
@@ -213,64 +236,54 @@ impl AttemptLoop<'_> {
         placed
     }
 
-    /// All ranks of the same worker.
-    fn siblings(&self, rank: WorkerRank) -> impl Iterator<Item = WorkerRank> + use<> {
-        let workers = self.model.router.workers();
-        let entry = workers.iter().find(|entry| entry.worker == rank.worker).cloned();
-        entry.into_iter().flat_map(|entry| entry.ranks)
-    }
-
     /// One attempt: response head and body, validated if the status is a success.
-    async fn attempt(
+    pub(super) async fn attempt(
         &self,
         account: &mut Account,
         placement: &Placement,
         sent: &mut WorkerRequest,
+        outgoing: Outgoing<'_>,
     ) -> Result<Checked, Failure> {
-        let request = self.request(placement).map_err(Failure::NoResponse)?;
+        let request = self.request_to(placement, outgoing).map_err(Failure::NoResponse)?;
         account.sent(placement);
-        let settings = &self.app.settings.gateway;
-        let within = match self.kind {
-            AnswerKind::Events => settings.first_byte_timeout_ms,
-            AnswerKind::Json => settings.answer_timeout_ms,
-        };
-        let within = Duration::from_millis(within);
-        let begun = async {
-            let (head, body) = self.app.upstream.send(request).await.map_err(Failure::NoResponse)?.into_parts();
-            sent.answered(head.status);
-            if head.status.is_success() {
-                let checked = checked_kind(self.endpoint, self.kind, &head.headers).map_err(Failure::Invalid)?;
-                let begun = match checked {
-                    Some(kind) => ResponseStart::valid(body, kind).await?,
-                    None => ResponseStart::any(body).await?,
-                };
-                return Ok((head, begun, checked));
-            }
-            if is_retried(head.status) {
-                let body = Limited::new(body, ERROR_BYTES_MAX).collect().await.ok();
-                let body = body.map(http_body_util::Collected::to_bytes);
-                return Err(Failure::Status { status: head.status, headers: head.headers, body });
-            }
-            if !head.status.is_client_error() {
-                // Internal statuses would redirect clients or switch their protocol.
-                return Err(Failure::NoResponse(UpstreamError::Status(head.status)));
-            }
-            Ok((head, ResponseStart::any(body).await?, None))
-        };
-        timeout(within, begun).await.unwrap_or(Err(Failure::NoResponse(UpstreamError::Timeout(within))))
+        let (upstream, kinds) = (self.app.upstream.clone(), (self.endpoint, self.kind));
+        exchange(upstream, request, kinds, self.response_time_max(), |status| sent.answered(status)).await
     }
 
-    fn request(&self, placement: &Placement) -> Result<Request<Full<Bytes>>, UpstreamError> {
+    /// Longest time until a response is known to be valid.
+    pub(super) fn response_time_max(&self) -> Duration {
+        let settings = &self.app.settings.gateway;
+        Duration::from_millis(match self.kind {
+            AnswerKind::Events => settings.first_byte_timeout_ms,
+            AnswerKind::Json => settings.answer_timeout_ms,
+        })
+    }
+
+    /// Takes a retry from the budget.
+    pub(super) fn takes_retry(&self) -> bool {
+        let takes = self.app.retry_budget.take(Instant::now());
+        if !takes {
+            self.app.meters.retry_denied();
+        }
+        takes
+    }
+
+    /// The request for the rank of a placement.
+    pub(super) fn request_to(
+        &self,
+        placement: &Placement,
+        outgoing: Outgoing<'_>,
+    ) -> Result<Request<Full<Bytes>>, UpstreamError> {
         let endpoint = placement.endpoint();
         let address = || UpstreamError::Address(endpoint.to_owned());
         let url = [endpoint.trim_end_matches('/'), self.endpoint.path()].concat();
         let url = Uri::try_from(url).map_err(|_| address())?;
-        let rank = placement.rank_at_worker();
-        let mut request = Request::new(Full::new(self.body.clone()));
+        let rank = placement.rank_at_worker().filter(|_| outgoing.names_rank);
+        let mut request = Request::new(Full::new(outgoing.body));
         *request.method_mut() = axum::http::Method::POST;
         *request.uri_mut() = url;
         let own =
-            ToWorker { request_id: self.request_id, data_parallel_rank: rank, authorization: self.authorization() };
+            ToWorker { request_id: outgoing.request_id, data_parallel_rank: rank, authorization: self.authorization() };
         *request.headers_mut() = to_worker(self.headers, own);
         Ok(request)
     }
@@ -285,24 +298,30 @@ impl AttemptLoop<'_> {
     }
 }
 
-/// How to validate the body of a successful response, by its headers; `None` if its content cannot be read. `kind` is
-/// that of a valid response.
-pub(in crate::serve) fn checked_kind(
-    endpoint: Endpoint,
-    kind: AnswerKind,
-    headers: &HeaderMap,
-) -> Result<Option<AnswerKind>, String> {
-    let content_type = headers.get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
-    // vLLM sends embeddings in this form for `encoding_format: bytes`.
-    let is_binary = endpoint == Endpoint::Embeddings && content_type.starts_with(b"application/octet-stream");
-    let is_encoded = headers.get(CONTENT_ENCODING).is_some_and(|encoding| encoding != "identity");
-    if is_binary || is_encoded {
-        return Ok(None);
+/// Body and request id for one worker.
+pub(super) struct Outgoing<'a> {
+    body: Bytes,
+    request_id: &'a str,
+    /// Whether a header names the data-parallel rank. SGLang's bodies name it.
+    names_rank: bool,
+}
+
+impl<'a> Outgoing<'a> {
+    pub(super) fn new(body: Bytes, request_id: &'a str) -> Self {
+        Self { body, request_id, names_rank: true }
     }
-    if kind.accepts(content_type) {
-        return Ok(Some(kind));
+
+    /// The same for an engine with this transfer protocol.
+    pub(super) fn to(self, protocol: Protocol) -> Self {
+        Self { names_rank: protocol != Protocol::Sglang, ..self }
     }
-    Err(format!("content type {:?}", String::from_utf8_lossy(content_type)))
+}
+
+/// All ranks of the worker of a rank.
+pub(super) fn siblings(model: &Model, rank: WorkerRank) -> impl Iterator<Item = WorkerRank> + use<> {
+    let workers = model.router.workers();
+    let entry = workers.iter().find(|entry| entry.worker == rank.worker).cloned();
+    entry.into_iter().flat_map(|entry| entry.ranks)
 }
 
 /// The error with times to first token since the request head: the target of the client, and the prediction of the
@@ -328,7 +347,7 @@ struct ExcludedRanks {
 }
 
 impl ExcludedRanks {
-    fn add(&mut self, placement: &Placement, failure: &Failure, attempts: &AttemptLoop<'_>) {
+    fn add(&mut self, placement: &Placement, failure: &Failure, model: &Model) {
         let rank = placement.rank();
         self.retries_same_rank = failure.is_without_response() && self.ranks.is_empty();
         self.ranks.insert(rank);
@@ -336,12 +355,12 @@ impl ExcludedRanks {
         match failure.reason() {
             RetryReason::Busy | RetryReason::ServerError => {}
             RetryReason::Connect | RetryReason::Timeout | RetryReason::Broken | RetryReason::InvalidAnswer => {
-                self.workers.extend(attempts.siblings(rank));
+                self.workers.extend(siblings(model, rank));
             }
             // All ranks of this engine would respond equally.
             RetryReason::Misconfigured => {
-                self.workers.extend(attempts.siblings(rank));
-                self.ranks.extend(attempts.siblings(rank));
+                self.workers.extend(siblings(model, rank));
+                self.ranks.extend(siblings(model, rank));
             }
         }
     }
@@ -349,17 +368,22 @@ impl ExcludedRanks {
 
 /// Outcomes of failed attempts, reported at the end of their request. A drop before means a client disconnect: they
 /// count as if no worker had responded.
-struct Reports<'a> {
-    attempts: &'a AttemptLoop<'a>,
+pub(super) struct Reports<'a> {
+    model: &'a Model,
+    /// Kind of a valid response.
+    kind: AnswerKind,
     failed_attempts: Vec<FailedAttempt>,
 }
 
-impl Reports<'_> {
-    fn add(&mut self, placement: &Placement, failure: &Failure, mut sent: WorkerRequest) {
+impl<'a> Reports<'a> {
+    pub(super) fn new(model: &'a Model, kind: AnswerKind) -> Self {
+        Self { model, kind, failed_attempts: Vec::new() }
+    }
+
+    pub(super) fn add(&mut self, placement: &Placement, failure: &Failure, mut sent: WorkerRequest) {
         let (rank, outcome) = (placement.rank(), failure.outcome());
         // A long complete response may be late on a rank that serves other requests.
-        let is_long_answer =
-            outcome == Outcome::Timeout && self.attempts.kind == AnswerKind::Json && sent.has_rank_sent();
+        let is_long_answer = outcome == Outcome::Timeout && self.kind == AnswerKind::Json && sent.has_rank_sent();
         let sent = if outcome == Outcome::Misconfigured {
             Some(sent)
         } else {
@@ -374,20 +398,20 @@ impl Reports<'_> {
             placement.outcome(outcome);
             self.report_siblings(rank, outcome);
         } else if !is_long_answer {
-            let unsettled = Some(self.attempts.model.workers.failed(rank));
+            let unsettled = Some(self.model.workers.failed(rank));
             self.failed_attempts.push(FailedAttempt { rank, outcome, sent, unsettled });
         }
     }
 
     /// Reports the outcomes that count. Returns whether any does.
-    fn settle(&mut self, ending: Ending) -> bool {
+    pub(super) fn settle(&mut self, ending: Ending) -> bool {
         let counted_failure = counted_failure(&self.failed_attempts, ending);
         let outcome = if ending == Ending::Served { Outcome::Misconfigured.label() } else { "client_error" };
         for sent in self.failed_attempts.drain(..).filter_map(|attempt| attempt.sent) {
             { sent }.ended(outcome);
         }
         let Some((rank, outcome)) = counted_failure else { return false };
-        self.attempts.model.router.report_outcome(rank, outcome);
+        self.model.router.report_outcome(rank, outcome);
         if outcome == Outcome::Misconfigured {
             // Key and model belong to the engine, and so to all its ranks.
             self.report_siblings(rank, outcome);
@@ -396,8 +420,8 @@ impl Reports<'_> {
     }
 
     fn report_siblings(&self, rank: WorkerRank, outcome: Outcome) {
-        for sibling in self.attempts.siblings(rank).filter(|sibling| *sibling != rank) {
-            self.attempts.model.router.report_outcome(sibling, outcome);
+        for sibling in siblings(self.model, rank).filter(|sibling| *sibling != rank) {
+            self.model.router.report_outcome(sibling, outcome);
         }
     }
 }

@@ -26,10 +26,16 @@ const BEGIN_BYTES_MAX: usize = 64 << 10;
 #[derive(Debug)]
 pub(in crate::serve) struct ResponseStart {
     held: VecDeque<Frame<Bytes>>,
-    rest: Incoming,
+    /// Absent for a response that is complete already.
+    rest: Option<Incoming>,
 }
 
 impl ResponseStart {
+    /// A complete response.
+    pub(super) fn of(body: Bytes) -> Self {
+        Self { held: VecDeque::from([Frame::data(body)]), rest: None }
+    }
+
     /// Waits for the first frame with content of any kind.
     pub(super) async fn any(mut rest: Incoming) -> Result<Self, Failure> {
         let mut held = VecDeque::new();
@@ -40,7 +46,7 @@ impl ResponseStart {
                 break;
             }
         }
-        Ok(Self { held, rest })
+        Ok(Self { held, rest: Some(rest) })
     }
 
     /// Waits until the response is known to be valid.
@@ -73,7 +79,11 @@ impl ResponseStart {
             AnswerStage::Opened => !has_ended,
             AnswerStage::Empty | AnswerStage::Invalid => false,
         };
-        if is_valid { Ok(Self { held, rest }) } else { Err(Failure::Invalid(defect(&reader, kind, has_ended))) }
+        if is_valid {
+            Ok(Self { held, rest: Some(rest) })
+        } else {
+            Err(Failure::Invalid(defect(&reader, kind, has_ended)))
+        }
     }
 }
 
@@ -101,19 +111,21 @@ impl Body for ResponseStart {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        match self.held.pop_front() {
-            Some(frame) => Poll::Ready(Some(Ok(frame))),
-            None => Pin::new(&mut self.rest).poll_frame(context),
+        let this = &mut *self;
+        match (this.held.pop_front(), &mut this.rest) {
+            (Some(frame), _) => Poll::Ready(Some(Ok(frame))),
+            (None, Some(rest)) => Pin::new(rest).poll_frame(context),
+            (None, None) => Poll::Ready(None),
         }
     }
 
     fn is_end_stream(&self) -> bool {
-        self.held.is_empty() && self.rest.is_end_stream()
+        self.held.is_empty() && self.rest.as_ref().is_none_or(Body::is_end_stream)
     }
 
     fn size_hint(&self) -> SizeHint {
         let held = self.held.iter().filter_map(Frame::data_ref).map(|data| data.len() as u64).sum::<u64>();
-        let rest = self.rest.size_hint();
+        let rest = self.rest.as_ref().map_or_else(|| SizeHint::with_exact(0), Body::size_hint);
         let mut hint = SizeHint::new();
         hint.set_lower(rest.lower() + held);
         if let Some(upper) = rest.upper() {

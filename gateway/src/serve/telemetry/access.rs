@@ -68,6 +68,8 @@ pub(crate) struct AccessRecord {
     pub(crate) first_token: Option<Duration>,
     worker: Option<String>,
     rank: Option<u32>,
+    prefill_worker: Option<String>,
+    prefill_rank: Option<u32>,
     attempts: u32,
     predicted_cached_tokens: Option<u32>,
     predicted_ttft: Option<Duration>,
@@ -86,6 +88,16 @@ impl AccessRecord {
         self.attempts += 1;
         self.worker = Some(placement.endpoint().to_owned());
         self.rank = Some(placement.rank().rank);
+        if self.prefill_worker.is_none() {
+            self.predicted_cached_tokens = Some(placement.cached_tokens());
+            self.predicted_ttft = placement.predicted_ttft();
+        }
+    }
+
+    /// Records a prefill leg at the worker of the placement. Its cache is that of the request.
+    pub(crate) fn prefilled(&mut self, placement: &Placement) {
+        self.prefill_worker = Some(placement.endpoint().to_owned());
+        self.prefill_rank = Some(placement.rank().rank);
         self.predicted_cached_tokens = Some(placement.cached_tokens());
         self.predicted_ttft = placement.predicted_ttft();
     }
@@ -126,6 +138,8 @@ impl AccessRecord {
             model = Some(model).filter(|model| !model.is_empty()),
             worker = self.worker.as_deref(),
             rank = self.rank,
+            prefill_worker = self.prefill_worker.as_deref(),
+            prefill_rank = self.prefill_rank,
             status,
             outcome,
             error = self.error,

@@ -1,0 +1,492 @@
+//! Requests with two legs: prefill on one rank, decode on another.
+//!
+//! The decode rank is booked first. The prefill leg then runs before the decode leg, or beside it if the protocol sends
+//! both at once. A prefill rank that fails is replaced by another one, then by the decode rank itself if it can compute
+//! prompts. Both bookings end with their legs, however they end.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use axum::http::header::CONTENT_TYPE;
+use axum::http::{HeaderValue, Request, Response, StatusCode};
+use axum::response::IntoResponse as _;
+use http_body_util::Full;
+use pointsman::answer::AnswerKind;
+use pointsman::disagg::WhyLocal;
+use pointsman::health::Outcome;
+use pointsman::select::Constraints;
+use pointsman::{Placement, PrefillPlacement, RouteRequest};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, timeout};
+
+use super::attempts::{AttemptLoop, Outgoing, Reports, siblings};
+use super::begin::ResponseStart;
+use super::exchange::{Checked, exchange, exchange_whole};
+use super::failure::{Ending, Failure, Failures};
+use crate::handover::{LegBodies, NotSplit, PrefillResponse, Protocol, Transfer};
+use crate::openai::{ApiError, Endpoint, to_client};
+use crate::serve::disaggregation::{CachedTokens, PrefillPool, PrefillResult};
+use crate::serve::metrics::Account;
+use crate::serve::workers::WorkerRequest;
+use crate::upstream::Upstream;
+
+/// Maximum length of the response of a prefill leg. TensorRT-LLM's contains the prompt as token ids.
+const PREFILL_BYTES_MAX: usize = 64 << 20;
+
+/// Time for a hand-over in progress to end after its client has left. A torn hand-over can block SGLang's engines.
+const LINGER_MAX: Duration = Duration::from_secs(30);
+
+/// The legs of a request to a model with a prefill pool.
+pub(super) struct Split<'a> {
+    pool: &'a Arc<PrefillPool>,
+    bodies: Result<LegBodies, NotSplit>,
+    include_usage: bool,
+}
+
+/// A started response of one attempt.
+pub(super) struct Started {
+    pub(super) checked: Checked,
+    pub(super) prefill: Option<PrefillReport>,
+    /// The prefill rank, if it sent the response.
+    pub(super) served_by: Option<(Placement, WorkerRequest)>,
+}
+
+/// End of an attempt without a response for the client.
+pub(super) enum AttemptError {
+    /// The decode rank failed; another one may not.
+    Failed(Failure),
+    /// No other rank helps.
+    Final(Response<Body>),
+}
+
+/// What is known about the prefill of a request with a started response.
+pub(in crate::serve) struct PrefillReport {
+    pub(in crate::serve) result: PrefillResult,
+    pub(in crate::serve) cached: CachedTokens,
+    /// The prefill leg, if it continues. It is cancelled with this value.
+    _leg: Option<Leg<PrefillEnd>>,
+}
+
+/// A leg in a task of its own, which is cancelled with this value.
+struct Leg<T>(Option<JoinHandle<T>>);
+
+impl<T: Send + 'static> Leg<T> {
+    fn start(leg: impl Future<Output = T> + Send + 'static) -> Self {
+        Self(Some(tokio::spawn(leg)))
+    }
+
+    /// The end of the leg; pending after the first call that returned it.
+    async fn end(&mut self) -> T {
+        match &mut self.0 {
+            Some(handle) => match handle.await {
+                Ok(end) => {
+                    self.0 = None;
+                    end
+                }
+                Err(error) => match error.try_into_panic() {
+                    Ok(panic) => std::panic::resume_unwind(panic),
+                    // Cancelled by a shutdown of the runtime.
+                    Err(_) => std::future::pending().await,
+                },
+            },
+            None => std::future::pending().await,
+        }
+    }
+}
+
+impl<T> Drop for Leg<T> {
+    fn drop(&mut self) {
+        if let Some(handle) = &self.0 {
+            handle.abort();
+        }
+    }
+}
+
+/// Both legs of a protocol that sends them at once. Dropped before their end, because the client has left, they continue
+/// until the decode leg has its first output, so that no hand-over is torn.
+struct BothLegs {
+    prefill: Option<Leg<PrefillEnd>>,
+    decode: Option<Leg<Result<Checked, Failure>>>,
+    lingers: bool,
+}
+
+impl Drop for BothLegs {
+    fn drop(&mut self) {
+        let (Some(prefill), Some(mut decode)) = (self.prefill.take(), self.decode.take()) else { return };
+        if self.lingers {
+            tokio::spawn(async move {
+                let _both = (prefill, timeout(LINGER_MAX, decode.end()).await);
+            });
+        }
+    }
+}
+
+/// End of a prefill leg, with its booking.
+struct PrefillEnd {
+    placement: Placement,
+    sent: WorkerRequest,
+    result: Result<PrefillResponse, LegError>,
+}
+
+/// Failure of a prefill leg.
+enum LegError {
+    /// Another rank may succeed.
+    Failed(Failure),
+    /// The engine's error about the request itself.
+    Refused(Response<Body>),
+}
+
+/// Prefill ranks tried for one decode rank.
+struct Tries<'a> {
+    excluded: BTreeSet<pointsman::protocol::WorkerRank>,
+    failures: Failures,
+    reports: Reports<'a>,
+}
+
+impl<'a> Split<'a> {
+    pub(super) fn new(pool: &'a Arc<PrefillPool>, endpoint: Endpoint, body: Bytes, include_usage: bool) -> Self {
+        Self { pool, bodies: LegBodies::parse(endpoint, pool.protocol(), body), include_usage }
+    }
+
+    /// Whether the hashes of the decode rank's placement serve the prefill pool.
+    pub(super) fn needs_hashes(&self) -> bool {
+        self.bodies.is_ok() && self.pool.pools.hashes_alike()
+    }
+
+    /// Counts a request with a started response.
+    pub(super) fn served(&self, prefill: Option<&PrefillReport>) {
+        if let Some(prefill) = prefill {
+            self.pool.served(prefill.result);
+        }
+    }
+
+    /// One attempt with this decode rank, and several prefill ranks if need be.
+    pub(super) async fn attempt(
+        &self,
+        attempts: &AttemptLoop<'_>,
+        account: &mut Account,
+        request: &RouteRequest<'_>,
+        (decode, sent): (&Placement, &mut WorkerRequest),
+    ) -> Result<Started, AttemptError> {
+        let Ok(bodies) = &self.bodies else {
+            return self.on_decode_rank(attempts, account, (decode, sent), PrefillResult::Unsplit).await;
+        };
+        let pool = self.pool;
+        let reports = Reports::new(&pool.model, AnswerKind::Json);
+        let mut tries = Tries { excluded: BTreeSet::new(), failures: Failures::default(), reports };
+        for nth in 1..=pool.settings.prefill_attempts_max {
+            let prefill = match self.place(attempts, account, request, decode, &tries.excluded).await {
+                Ok(PrefillPlacement::Remote(prefill)) => *prefill,
+                Ok(PrefillPlacement::Local(WhyLocal::Skipped(_))) => {
+                    return self.on_decode_rank(attempts, account, (decode, sent), PrefillResult::Skipped).await;
+                }
+                Ok(PrefillPlacement::Local(WhyLocal::Fallback(_)) | PrefillPlacement::Completed) => break,
+                Err(error) if nth == 1 => return Err(AttemptError::Final(error.into_response())),
+                Err(_) => break,
+            };
+            if nth > 1
+                && let Some(reason) = tries.failures.reasons.last()
+            {
+                pool.model.meters.retried(*reason);
+            }
+            account.prefill_sent(&prefill);
+            let prefill_sent = pool.model.workers.sent(&prefill);
+            let ids = pool.transfer(&attempts.app.upstream, (&prefill, decode), attempts.app.ids.transfer()).await;
+            let (transfer, request_id) = match ids {
+                Ok(ids) => ids,
+                Err(error) => {
+                    let result = Err(LegError::Failed(Failure::NoResponse(error)));
+                    let end = PrefillEnd { placement: prefill, sent: prefill_sent, result };
+                    match self.after_failure(attempts, &mut tries, end) {
+                        true => continue,
+                        false => break,
+                    }
+                }
+            };
+            let id = request_id.as_deref().unwrap_or(attempts.request_id);
+            let (body, within) = (bodies.prefill(&transfer), attempts.response_time_max());
+            let to_prefill = attempts.request_to(&prefill, Outgoing::new(body, id).to(pool.protocol()));
+            let to_prefill = match to_prefill {
+                Ok(request) => request,
+                Err(error) => {
+                    let result = Err(LegError::Failed(Failure::NoResponse(error)));
+                    let end = PrefillEnd { placement: prefill, sent: prefill_sent, result };
+                    match self.after_failure(attempts, &mut tries, end) {
+                        true => continue,
+                        false => break,
+                    }
+                }
+            };
+            let cached = CachedTokens::default();
+            let leg = PrefillLeg {
+                upstream: attempts.app.upstream.clone(),
+                request: to_prefill,
+                protocol: pool.protocol(),
+                within,
+                cached: cached.clone(),
+                request_id: attempts.request_id.to_owned(),
+            };
+            let leg = leg.run(prefill, prefill_sent);
+            let legs = Legs { bodies, transfer: &transfer, request_id: id, cached };
+            let ended = if pool.protocol().is_concurrent() {
+                self.at_once(attempts, account, (decode, &mut *sent), legs, leg).await
+            } else {
+                self.in_turn(attempts, account, (decode, &mut *sent), legs, leg).await
+            };
+            match ended {
+                Ok(started) => {
+                    tries.reports.settle(Ending::Served);
+                    return Ok(started);
+                }
+                Err(SplitError::Decode(failure)) => {
+                    tries.reports.settle(Ending::Served);
+                    return Err(AttemptError::Failed(failure));
+                }
+                Err(SplitError::Prefill(end)) => {
+                    pool.forget(&transfer);
+                    match end.result {
+                        Err(LegError::Refused(response)) => {
+                            sent.withdraw();
+                            tries.reports.settle(Ending::ClientError);
+                            return Err(AttemptError::Final(response));
+                        }
+                        _ if self.after_failure(attempts, &mut tries, *end) => {}
+                        _ => break,
+                    }
+                }
+            }
+        }
+        let Tries { failures, mut reports, .. } = tries;
+        if !pool.settings.conditions().decode_fallback {
+            sent.withdraw();
+            reports.settle(Ending::Failed);
+            return Err(AttemptError::Final(failures.answer(attempts.request_id)));
+        }
+        let started = self.on_decode_rank(attempts, account, (decode, sent), PrefillResult::Fallback).await;
+        // A request that no rank serves is the likelier cause of all failures.
+        reports.settle(if started.is_ok() { Ending::Served } else { Ending::Failed });
+        started
+    }
+
+    /// Books a prefill rank other than the excluded ones.
+    async fn place(
+        &self,
+        attempts: &AttemptLoop<'_>,
+        account: &mut Account,
+        request: &RouteRequest<'_>,
+        decode: &Placement,
+        excluded: &BTreeSet<pointsman::protocol::WorkerRank>,
+    ) -> Result<PrefillPlacement, ApiError> {
+        let waits = Instant::now();
+        let given = &request.options.constraints;
+        let constraints = Constraints {
+            required_taints: given.required_taints.clone(),
+            preferred_taints: given.preferred_taints.clone(),
+            excluded_ranks: excluded.clone(),
+            ..Constraints::default()
+        };
+        let mut prefill = request.clone();
+        prefill.request_id = Some(attempts.app.ids.booking(attempts.request_id).into());
+        let options = &mut prefill.options;
+        // The leg generates one token, and its end is reported as the first token.
+        (options.expected_output_tokens, options.output_tokens_max, options.not_streamed) = (Some(1), Some(1), false);
+        let within = Duration::from_millis(attempts.app.settings.gateway.queue_timeout_ms);
+        let placed = timeout(within, self.pool.pools.place_prefill(prefill, &constraints, decode)).await;
+        account.waited_since(waits);
+        placed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| error.error.into())
+    }
+
+    /// Sends the whole request to the decode rank.
+    async fn on_decode_rank(
+        &self,
+        attempts: &AttemptLoop<'_>,
+        account: &mut Account,
+        (decode, sent): (&Placement, &mut WorkerRequest),
+        result: PrefillResult,
+    ) -> Result<Started, AttemptError> {
+        let outgoing = Outgoing::new(attempts.body.clone(), attempts.request_id).to(self.pool.protocol());
+        sent.begin();
+        let checked = attempts.attempt(account, decode, sent, outgoing).await.map_err(AttemptError::Failed)?;
+        let prefill = Some(PrefillReport { result, cached: CachedTokens::default(), _leg: None });
+        Ok(Started { checked, prefill, served_by: None })
+    }
+
+    /// The decode leg after the prefill leg.
+    async fn in_turn(
+        &self,
+        attempts: &AttemptLoop<'_>,
+        account: &mut Account,
+        (decode, sent): (&Placement, &mut WorkerRequest),
+        legs: Legs<'_>,
+        leg: impl Future<Output = PrefillEnd>,
+    ) -> Result<Started, SplitError> {
+        let end = leg.await;
+        let response = match &end.result {
+            Ok(response) => response,
+            Err(_) => return Err(SplitError::Prefill(Box::new(end))),
+        };
+        let Legs { bodies, transfer, request_id, cached } = legs;
+        let report = |result| Some(PrefillReport { result, cached, _leg: None });
+        if response.is_complete() {
+            let is_stream = attempts.kind == AnswerKind::Events;
+            let body = response.complete_response(attempts.endpoint, is_stream, self.include_usage);
+            sent.withdraw();
+            let served_by = Some((end.placement, end.sent));
+            let checked = whole_response(body, attempts.kind);
+            return Ok(Started { checked, prefill: report(PrefillResult::Complete), served_by });
+        }
+        let body = bodies.decode(transfer, Some(response));
+        drop((end.placement, end.sent));
+        let outgoing = Outgoing::new(body, request_id).to(self.pool.protocol());
+        sent.begin();
+        let checked = attempts.attempt(account, decode, sent, outgoing).await.map_err(SplitError::Decode)?;
+        Ok(Started { checked, prefill: report(PrefillResult::Remote), served_by: None })
+    }
+
+    /// The decode leg beside the prefill leg. The failure of one leg cancels the other at once.
+    async fn at_once(
+        &self,
+        attempts: &AttemptLoop<'_>,
+        account: &mut Account,
+        (decode, sent): (&Placement, &mut WorkerRequest),
+        legs: Legs<'_>,
+        leg: impl Future<Output = PrefillEnd> + Send + 'static,
+    ) -> Result<Started, SplitError> {
+        let Legs { bodies, transfer, request_id, cached } = legs;
+        let outgoing = Outgoing::new(bodies.decode(transfer, None), request_id).to(self.pool.protocol());
+        let request = attempts.request_to(decode, outgoing);
+        let request = request.map_err(|error| SplitError::Decode(Failure::NoResponse(error)))?;
+        account.sent(decode);
+        sent.begin();
+        let status = Arc::new(AtomicU16::new(0));
+        let seen = Arc::clone(&status);
+        let on_head = move |head: StatusCode| seen.store(head.as_u16(), Ordering::Relaxed);
+        let (upstream, kinds) = (attempts.app.upstream.clone(), (attempts.endpoint, attempts.kind));
+        let within = attempts.response_time_max();
+        let mut both = BothLegs {
+            prefill: Some(Leg::start(leg)),
+            decode: Some(Leg::start(async move { exchange(upstream, request, kinds, within, on_head).await })),
+            lingers: self.pool.protocol() == Protocol::Sglang,
+        };
+        let (checked, is_prefill_over) = loop {
+            let BothLegs { prefill: Some(prefill), decode: Some(decode), .. } = &mut both else {
+                unreachable!("legs are taken at the end only")
+            };
+            tokio::select! {
+                biased;
+                end = prefill.end() => if end.result.is_err() {
+                    both.cancel();
+                    return Err(SplitError::Prefill(Box::new(end)));
+                },
+                checked = decode.end() => break (checked, prefill.0.is_none()),
+            }
+        };
+        if let Ok(status) = StatusCode::from_u16(status.load(Ordering::Relaxed)) {
+            sent.answered(status);
+        }
+        let leg = both.cancel().filter(|_| !is_prefill_over);
+        let checked = checked.map_err(SplitError::Decode)?;
+        let prefill = Some(PrefillReport { result: PrefillResult::Remote, cached, _leg: leg });
+        Ok(Started { checked, prefill, served_by: None })
+    }
+
+    /// Records a failed prefill leg. Returns whether another rank may be tried.
+    fn after_failure(&self, attempts: &AttemptLoop<'_>, tries: &mut Tries<'_>, end: PrefillEnd) -> bool {
+        let PrefillEnd { placement, sent, result } = end;
+        let Err(LegError::Failed(failure)) = result else { return false };
+        tracing::debug!(
+            request_id = attempts.request_id,
+            worker = placement.endpoint(),
+            rank = placement.rank().rank,
+            reason = failure.reason().name(),
+            cause = failure.cause(),
+            "prefill leg failed"
+        );
+        sent.worker().retried(failure.reason());
+        tries.excluded.insert(placement.rank());
+        if failure.outcome() == Outcome::ConnectFailed {
+            tries.excluded.extend(siblings(&self.pool.model, placement.rank()));
+        }
+        let is_unreachable = failure.is_unreachable();
+        tries.reports.add(&placement, &failure, sent);
+        tries.failures.add(failure);
+        is_unreachable || attempts.takes_retry()
+    }
+}
+
+impl BothLegs {
+    /// Returns the prefill leg. Without a use of it, both legs end now.
+    fn cancel(&mut self) -> Option<Leg<PrefillEnd>> {
+        self.decode = None;
+        self.prefill.take()
+    }
+}
+
+/// Failure of an attempt, by leg.
+enum SplitError {
+    Prefill(Box<PrefillEnd>),
+    Decode(Failure),
+}
+
+/// Bodies and identifiers of both legs.
+struct Legs<'a> {
+    bodies: &'a LegBodies,
+    transfer: &'a Transfer,
+    request_id: &'a str,
+    cached: CachedTokens,
+}
+
+/// A prefill leg to be sent.
+struct PrefillLeg {
+    upstream: Upstream,
+    request: Request<Full<Bytes>>,
+    protocol: Protocol,
+    within: Duration,
+    cached: CachedTokens,
+    request_id: String,
+}
+
+impl PrefillLeg {
+    /// Sends the leg. A response ends the booking's prefill and reports the cached tokens.
+    async fn run(self, placement: Placement, mut sent: WorkerRequest) -> PrefillEnd {
+        let Self { upstream, request, protocol, within, cached, request_id } = self;
+        let on_head = |status| sent.answered(status);
+        let result = match exchange_whole(upstream, request, PREFILL_BYTES_MAX, within, on_head).await {
+            Err(failure) => Err(LegError::Failed(failure)),
+            Ok((head, body)) if !head.status.is_success() => {
+                sent.ended("client_error");
+                let mut response = Response::new(Body::from(body));
+                (*response.status_mut(), *response.headers_mut()) =
+                    (head.status, to_client(&head.headers, &request_id));
+                Err(LegError::Refused(response))
+            }
+            Ok((_, body)) => PrefillResponse::parse(protocol, body)
+                .map_err(|error| LegError::Failed(Failure::Invalid(error.to_string()))),
+        };
+        if let Ok(response) = &result {
+            placement.prefill_completed();
+            if let Some(tokens) = response.cached_tokens {
+                placement.delivered_cached_tokens(tokens);
+                cached.set(tokens);
+            }
+            placement.outcome(Outcome::Ok);
+            sent.completed();
+        }
+        PrefillEnd { placement, sent, result }
+    }
+}
+
+/// A response that is complete already.
+fn whole_response(body: Bytes, kind: AnswerKind) -> Checked {
+    let content_type = match kind {
+        AnswerKind::Events => "text/event-stream; charset=utf-8",
+        AnswerKind::Json => "application/json",
+    };
+    let mut response = Response::new(());
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    let head = response.into_parts().0;
+    Checked { head, body: ResponseStart::of(body), kind: Some(kind) }
+}
