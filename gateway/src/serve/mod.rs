@@ -312,7 +312,7 @@ impl Gateway {
     /// Router of a model.
     #[must_use]
     pub fn router(&self, model: &str) -> Option<Router> {
-        self.current.get().models.find(model).map(|(model, _)| model.router.clone())
+        self.current.get().models.named(model).map(|model| model.router.clone())
     }
 
     /// Reloads the settings and applies all except those that need a restart, which are reported. Requests and

@@ -206,6 +206,14 @@ impl Models {
         Some((&self.all[n], Some(name)))
     }
 
+    /// The model with this name or alias, whether clients can request it or not.
+    pub(crate) fn named(&self, name: &str) -> Option<&Arc<Model>> {
+        let is_named = |model: &&Arc<Model>| {
+            model.settings.name == name || model.settings.aliases.iter().any(|alias| alias == name)
+        };
+        self.all.iter().find(is_named)
+    }
+
     /// Models that clients can request.
     pub(crate) fn of_clients(&self) -> impl Iterator<Item = &Arc<Model>> {
         self.all.iter().filter(|model| model.role != ModelRole::Prefill)

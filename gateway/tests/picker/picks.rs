@@ -1,6 +1,7 @@
 //! Answers to requests: endpoints, headers and bodies.
 
 use pointsman::policy::Policy;
+use pointsman_gateway::settings::DisaggregationSettings;
 
 use super::client::{Exchange, Pick};
 use super::messages::{Answer, Metadata, StreamedBodyResponse};
@@ -20,6 +21,38 @@ fn subset(text: &str) -> Metadata {
 async fn pick(exchange: &mut Exchange, body: &[u8], metadata: Option<Metadata>) -> Pick {
     exchange.post(COMPLETIONS, body, metadata).await;
     exchange.pick().await
+}
+
+#[tokio::test]
+async fn a_prefill_worker_is_named_for_the_sidecar_until_the_response_starts() {
+    let pool = Pool::start_with("picker-decode", workers(2), |settings| {
+        let mut prefill = settings.models[0].clone();
+        prefill.name = "picker-prefill".to_owned();
+        prefill.workers = vec![worker(1, "http://10.0.1.1:8000", 1)];
+        settings.models.push(prefill);
+        let disaggregation =
+            DisaggregationSettings { prefill: "picker-prefill".to_owned(), ..DisaggregationSettings::default() };
+        settings.models[0].disaggregation = Some(disaggregation);
+    });
+    let pool = pool.await;
+    let prefills = pool.gateway.router("picker-prefill").expect("the model exists");
+    let mut connection = pool.connect().await;
+    let mut exchange = connection.process().await;
+    let body = pool.request();
+    let length = body.len().to_string();
+    let headers =
+        [("content-type", JSON), ("content-length", length.as_str()), ("x-prefiller-host-port", "10.9.9.9:2")];
+    exchange.begin(("POST", COMPLETIONS), &headers, false, None).await;
+    exchange.body(&body, true).await;
+    let pick = exchange.pick().await;
+    assert_eq!(pick.headers["x-prefiller-host-port"], "10.0.1.1:8000");
+    assert!(ENDPOINTS.contains(&pick.endpoint()), "{pick:?}");
+    assert_eq!((prefills.health().leases, pool.router.health().leases), (1, 1));
+    exchange.respond("200", "text/event-stream", false, Some(pick.endpoint())).await;
+    crate::common::proxy::until("the prefill ends with the head", || prefills.health().leases == 0).await;
+    assert_eq!(pool.router.health().leases, 1);
+    exchange.leave();
+    pool.at_rest().await;
 }
 
 #[tokio::test]

@@ -126,10 +126,8 @@ fn model_of(named: &BTreeMap<String, String>, admin: &Admin) -> Result<Arc<Model
 
 /// The model with this name or alias.
 pub(super) fn model_named(name: &str, admin: &Admin) -> Result<Arc<Model>, ApiError> {
-    let is_match =
-        |model: &&Arc<Model>| model.settings.name == name || model.settings.aliases.iter().any(|a| a == name);
     let unknown = || error(StatusCode::NOT_FOUND, ErrorType::NotFound, "model_not_found", "unknown model");
-    admin.app().models.all().iter().find(is_match).cloned().ok_or_else(unknown)
+    admin.app().models.named(name).cloned().ok_or_else(unknown)
 }
 
 impl FromRequestParts<Arc<Admin>> for ModelAt {

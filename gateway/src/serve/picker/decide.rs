@@ -8,15 +8,17 @@ use axum::body::{Body, Bytes};
 use axum::http::header::EXPECT;
 use axum::http::{HeaderMap, Response, StatusCode};
 use axum::response::IntoResponse as _;
+use pointsman::disagg::WhyLocal;
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::select::{Pin, PinMode};
-use pointsman::{Placement, Prompt, RouteRequest, Router, WorkerEntry};
+use pointsman::select::{Constraints, Pin, PinMode};
+use pointsman::{Placement, PrefillPlacement, Prompt, RouteRequest, Router, WorkerEntry};
 use tokio::time::{Instant, timeout};
 
 use super::session::PartsBody;
 use super::{PickRules, TEST_SELECTION};
 use crate::openai::{ApiError, Endpoint, request_id};
 use crate::serve::App;
+use crate::serve::disaggregation::{PrefillPool, PrefillResult};
 use crate::serve::metrics::Account;
 use crate::serve::models::Model;
 use crate::serve::prepare::{Prepared, admit};
@@ -44,6 +46,8 @@ pub(super) struct Picked {
     pub(super) has_body: bool,
     body: Bytes,
     placement: Placement,
+    /// Booking of the prefill on another rank, until the response starts.
+    prefill: Option<Box<Placement>>,
     /// What a routed endpoint needs beyond its booking; absent for other paths.
     routed: Option<RoutedRequest>,
 }
@@ -67,12 +71,15 @@ pub(super) async fn decide(app: Arc<App>, arrival: Arrival) -> Result<Box<Picked
     let mut account = Account::begin(&app.meters, endpoint);
     account.access.request_id.clone_from(&request_id);
     match decide_by_prompt(&app, &mut account, endpoint, arrival, &request_id).await {
-        Ok((placement, endpoints, mut prepared)) => {
+        Ok((placement, prefill, endpoints, mut prepared)) => {
+            if let Some(prefill) = &prefill {
+                account.prefill_sent(prefill);
+            }
             account.sent(&placement);
             let sent = prepared.model.workers.sent(&placement);
             let body = std::mem::take(&mut prepared.body);
             let routed = Some(RoutedRequest { endpoint, prepared, account, sent, is_reported: false });
-            Ok(Box::new(Picked { endpoints, request_id, has_body: true, body, placement, routed }))
+            Ok(Box::new(Picked { endpoints, request_id, has_body: true, body, placement, prefill, routed }))
         }
         Err(error) => {
             let response = error.into_response();
@@ -90,7 +97,7 @@ async fn decide_by_prompt(
     endpoint: Endpoint,
     arrival: Arrival,
     request_id: &str,
-) -> Result<(Placement, Vec<String>, Prepared), ApiError> {
+) -> Result<(Placement, Option<Box<Placement>>, Vec<String>, Prepared), ApiError> {
     let Arrival { headers, body, subset, rules, .. } = arrival;
     let limits = limits(app, &headers);
     let tenant = match admit(app, &headers) {
@@ -110,10 +117,47 @@ async fn decide_by_prompt(
     let allowed = allowed_workers(&prepared.model.router, subset.as_deref(), &headers, rules)?;
     request.options.constraints.allowed_workers = allowed;
     let routed = Instant::now();
+    let pool = prepared.model.prefill.as_ref();
+    request.options.routing_hashes = pool.is_some_and(|pool| pool.pools.hashes_alike());
     let placement = place(app, &prepared.model, request.clone()).await?;
+    let prefill = match pool {
+        Some(pool) => place_prefill(app, pool, request.clone(), &placement).await?,
+        None => None,
+    };
     account.waited_since(routed);
     let endpoints = endpoints(&prepared.model.router, &placement, request, rules).await;
-    Ok((placement, endpoints, prepared))
+    Ok((placement, prefill, endpoints, prepared))
+}
+
+/// Books the prefill of a request on another rank, if the conditions for it hold. A sidecar of the decode worker sends
+/// the prefill leg.
+async fn place_prefill(
+    app: &App,
+    pool: &PrefillPool,
+    mut request: RouteRequest<'_>,
+    decode: &Placement,
+) -> Result<Option<Box<Placement>>, ApiError> {
+    let given = std::mem::take(&mut request.options.constraints);
+    let (required_taints, preferred_taints) = (given.required_taints, given.preferred_taints);
+    let constraints = Constraints { required_taints, preferred_taints, ..Constraints::default() };
+    // The proxy does not report the end of the prefill leg, which precedes the head of the response.
+    request.options.not_streamed = true;
+    let within = Duration::from_millis(app.settings.gateway.queue_timeout_ms);
+    let placed = timeout(within, pool.pools.place_prefill(request, &constraints, decode)).await;
+    match placed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| error.error)? {
+        PrefillPlacement::Remote(prefill) => {
+            pool.served(PrefillResult::Remote);
+            Ok(Some(prefill))
+        }
+        PrefillPlacement::Local(WhyLocal::Skipped(_)) | PrefillPlacement::Completed => {
+            pool.served(PrefillResult::Skipped);
+            Ok(None)
+        }
+        PrefillPlacement::Local(WhyLocal::Fallback(_)) => {
+            pool.served(PrefillResult::Fallback);
+            Ok(None)
+        }
+    }
 }
 
 /// Chooses a rank for a request without a readable prompt, such as a list of models.
@@ -128,7 +172,7 @@ async fn decide_by_load(app: &Arc<App>, arrival: Arrival, request_id: String) ->
     request.options.constraints.allowed_workers = allowed;
     let placement = place(app, model, request.clone()).await?;
     let endpoints = endpoints(&model.router, &placement, request, rules).await;
-    Ok(Picked { endpoints, request_id, has_body, body, placement, routed: None })
+    Ok(Picked { endpoints, request_id, has_body, body, placement, prefill: None, routed: None })
 }
 
 async fn place(app: &App, model: &Model, request: RouteRequest<'_>) -> Result<Placement, ApiError> {
@@ -232,6 +276,11 @@ impl Picked {
         self.placement.rank_at_worker()
     }
 
+    /// `HOST:PORT` of the prefill worker, for the sidecar of the decode worker.
+    pub(super) fn prefill_header(&self) -> Option<String> {
+        self.prefill.as_ref().map(|prefill| address(prefill.endpoint()))
+    }
+
     /// Moves the booking to the worker that serves the request, because the chosen one failed. Returns whether there is
     /// such a worker; otherwise the booking ends.
     pub(super) async fn move_to(&mut self, app: &App, served: &str) -> bool {
@@ -264,6 +313,9 @@ impl Picked {
         (status, headers): (StatusCode, HeaderMap),
         body: PartsBody,
     ) -> Option<Answer<PartsBody>> {
+        if let Some(prefill) = self.prefill {
+            prefill.prefill_completed();
+        }
         let RoutedRequest { endpoint, prepared, account, mut sent, is_reported } = self.routed?;
         let mut response = Response::new(());
         (*response.status_mut(), *response.headers_mut()) = (status, headers);

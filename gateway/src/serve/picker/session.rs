@@ -28,6 +28,9 @@ use crate::openai::stripped_headers;
 use crate::serve::App;
 use crate::serve::proxy::Answer;
 
+/// Address of the prefill worker, as llm-d's sidecar reads it.
+const PREFILLER: &str = "x-prefiller-host-port";
+
 /// Pieces of a request body on their way to the budget.
 const PARTS_MAX: usize = 4;
 
@@ -203,9 +206,15 @@ impl Session {
     fn destination(&self, picked: &Picked, body_len: usize) -> (HeaderMutation, Struct) {
         let mut headers = HeaderMutation::default();
         let endpoints = picked.endpoints.join(",");
-        let kept = [DESTINATION, "x-data-parallel-rank"];
-        let removed = stripped_headers(&self.request_headers).filter(|name| !kept.contains(name));
+        let prefill = picked.prefill_header();
+        let is_kept = |name: &str| {
+            name == DESTINATION || name == "x-data-parallel-rank" || (name == PREFILLER && prefill.is_some())
+        };
+        let removed = stripped_headers(&self.request_headers).filter(|name| !is_kept(name));
         headers.remove_headers.extend(removed.map(str::to_owned));
+        if let Some(prefill) = prefill {
+            headers.set(PREFILLER, prefill);
+        }
         headers.set(DESTINATION, endpoints.clone());
         match picked.rank_header() {
             Some(rank) => headers.set("x-data-parallel-rank", rank.to_string()),
