@@ -1,8 +1,9 @@
 //! Library of the `pointsman` command.
 //!
-//! [`serve`] is the gateway, [`settings`] its configuration, and [`handover`], [`openai`], [`prompt`], [`replicas`] and
-//! [`upstream`] are its parts. The command line is in `main`.
+//! [`serve`] is the gateway, [`settings`] its configuration, and [`anthropic`], [`handover`], [`openai`], [`prompt`],
+//! [`replicas`] and [`upstream`] are its parts. The command line is in `main`.
 
+pub mod anthropic;
 pub mod handover;
 pub mod openai;
 pub mod prompt;

@@ -23,12 +23,12 @@ pub(super) fn stream(text: &str, endpoint: Endpoint, include_usage: bool) -> Str
         let edit = object.edit().remove("prompt_token_ids").set("choices", choices);
         match endpoint {
             Endpoint::Chat => edit.set("object", r#""chat.completion.chunk""#),
-            Endpoint::Completions | Endpoint::Embeddings | Endpoint::Responses => edit,
+            _ => edit,
         }
     };
     let choices = match endpoint {
         Endpoint::Chat => choices(&object, chat_chunk_choice),
-        Endpoint::Completions | Endpoint::Embeddings | Endpoint::Responses => choices(&object, without_parameters),
+        _ => choices(&object, without_parameters),
     };
     let first = chunk(choices.unwrap_or_else(|| "[]".to_owned()));
     let Some(_) = object.json("usage").filter(|_| include_usage) else {

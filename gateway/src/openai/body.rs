@@ -26,11 +26,16 @@ pub enum Endpoint {
     Embeddings,
     /// `/v1/responses`.
     Responses,
+    /// `/v1/messages`, in Anthropic's format.
+    Messages,
+    /// `/v1/messages/count_tokens`, in Anthropic's format.
+    CountTokens,
 }
 
 impl Endpoint {
     /// All endpoints.
-    pub const ALL: [Self; 4] = [Self::Chat, Self::Completions, Self::Embeddings, Self::Responses];
+    pub const ALL: [Self; 6] =
+        [Self::Chat, Self::Completions, Self::Embeddings, Self::Responses, Self::Messages, Self::CountTokens];
 
     /// The endpoint with this path.
     #[must_use]
@@ -46,6 +51,8 @@ impl Endpoint {
             Self::Completions => "/v1/completions",
             Self::Embeddings => "/v1/embeddings",
             Self::Responses => "/v1/responses",
+            Self::Messages => "/v1/messages",
+            Self::CountTokens => "/v1/messages/count_tokens",
         }
     }
 
@@ -57,7 +64,15 @@ impl Endpoint {
             Self::Completions => "completions",
             Self::Embeddings => "embeddings",
             Self::Responses => "responses",
+            Self::Messages => "messages",
+            Self::CountTokens => "count_tokens",
         }
+    }
+
+    /// Whether requests, responses and errors have Anthropic's format.
+    #[must_use]
+    pub fn is_anthropic(self) -> bool {
+        matches!(self, Self::Messages | Self::CountTokens)
     }
 }
 
@@ -175,9 +190,9 @@ impl RequestBody {
         }
         let output_tokens_max = match endpoint {
             Endpoint::Chat => fields.max_completion_tokens.count()?.or(fields.max_tokens.count()?),
-            Endpoint::Completions => fields.max_tokens.count()?,
+            Endpoint::Completions | Endpoint::Messages => fields.max_tokens.count()?,
             Endpoint::Responses => fields.max_output_tokens.count()?,
-            Endpoint::Embeddings => None,
+            Endpoint::Embeddings | Endpoint::CountTokens => None,
         };
         let (stream, cache_salt) = (fields.stream.flag()?.unwrap_or(false), fields.cache_salt.text()?);
         let prompt = prompt::read(endpoint, &fields, &body)?;

@@ -135,6 +135,13 @@ impl ApiError {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, ErrorType::Server, "no_endpoint", message)
     }
 
+    /// No token count for this prompt: 501.
+    #[must_use]
+    pub fn token_count_unavailable() -> Self {
+        let message = "tokens of this prompt cannot be counted: the model has no token source for it";
+        Self::new(StatusCode::NOT_IMPLEMENTED, ErrorType::Server, "token_count_unavailable", message)
+    }
+
     /// Queue timeout of the gateway: 429.
     #[must_use]
     pub fn queue_timeout() -> Self {

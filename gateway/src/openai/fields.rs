@@ -129,6 +129,22 @@ impl<'a> Given<'a> {
     }
 }
 
+/// The body as text, if it is not nested too deeply.
+///
+/// # Errors
+/// 400 otherwise.
+pub(crate) fn checked_text(body: &[u8]) -> Result<&str, ApiError> {
+    let text = std::str::from_utf8(body).map_err(|error| {
+        let message = format!("the body is not UTF-8 from byte {} on", error.valid_up_to());
+        ApiError::invalid("invalid_utf8", None, message)
+    })?;
+    if is_too_deep(body) {
+        let message = format!("the body is nested deeper than {DEPTH_MAX} levels");
+        return Err(ApiError::invalid("too_deep", None, message));
+    }
+    Ok(text)
+}
+
 /// Decoded JSON string.
 pub(super) fn unquoted(raw: &str, field: &'static str) -> Result<String, ApiError> {
     // Fails only on unpaired surrogates, which are not valid text.
@@ -139,14 +155,7 @@ pub(super) fn unquoted(raw: &str, field: &'static str) -> Result<String, ApiErro
 impl<'a> Fields<'a> {
     /// Scans the fields.
     pub(super) fn find(body: &'a [u8]) -> Result<Self, ApiError> {
-        let text = std::str::from_utf8(body).map_err(|error| {
-            let message = format!("the body is not UTF-8 from byte {} on", error.valid_up_to());
-            ApiError::invalid("invalid_utf8", None, message)
-        })?;
-        if is_too_deep(body) {
-            let message = format!("the body is nested deeper than {DEPTH_MAX} levels");
-            return Err(ApiError::invalid("too_deep", None, message));
-        }
+        let text = checked_text(body)?;
         let fields: Self = serde_json::from_str(text).map_err(|error| {
             if error.is_data() {
                 ApiError::invalid("not_an_object", None, "the body must be a JSON object")

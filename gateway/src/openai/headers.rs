@@ -36,6 +36,8 @@ pub(super) const ON_TARGET_MISS: &str = "x-pointsman-on-target-miss";
 pub(super) const SESSION_ID: &str = "x-session-id";
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// Key of a tenant, as Anthropic's clients send it.
+pub(crate) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
 /// Maximum deadline: one day.
@@ -65,8 +67,8 @@ const HOP_BY_HOP: [HeaderName; 6] = [
 ///
 /// `Accept-Encoding`: the gateway reads usage and errors from uncompressed responses; compression is the task of a
 /// proxy in front. `Content-Encoding`: the body was read uncompressed. `Cookie`: a secret of the gateway's site that no
-/// engine reads. [`ToWorker`] sets `Authorization`.
-const NOT_TO_WORKERS: [HeaderName; 7] = [
+/// engine reads. [`ToWorker`] sets `Authorization`. `X-Api-Key`: the key of Anthropic's clients for the gateway.
+const NOT_TO_WORKERS: [HeaderName; 8] = [
     header::HOST,
     header::CONTENT_LENGTH,
     header::EXPECT,
@@ -74,6 +76,7 @@ const NOT_TO_WORKERS: [HeaderName; 7] = [
     header::CONTENT_ENCODING,
     header::COOKIE,
     header::AUTHORIZATION,
+    API_KEY,
 ];
 
 /// Headers that are not forwarded to clients besides hop-by-hop headers, because they identify a worker or a way around

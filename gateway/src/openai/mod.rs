@@ -14,7 +14,8 @@ mod responses;
 
 pub use body::{ChatParts, ClientPrompt, Edits, Endpoint, RequestBody};
 pub use error::{ApiError, ErrorType};
-pub(crate) use headers::stripped_headers;
+pub(crate) use fields::checked_text;
+pub(crate) use headers::{API_KEY, stripped_headers};
 pub use headers::{Authorization, ToWorker, request_id, request_options, to_client, to_worker};
 
 #[cfg(test)]

@@ -30,6 +30,8 @@ pub(super) fn read(endpoint: Endpoint, fields: &Fields<'_>, body: &Bytes) -> Res
         }
         Endpoint::Embeddings => text_or_tokens(fields.input, "input")?,
         Endpoint::Responses => responses::read(fields, body)?,
+        // The prompt is in the converted chat.
+        Endpoint::Messages | Endpoint::CountTokens => return Ok(ClientPrompt::Opaque("messages")),
     };
     Ok(match opaque(endpoint, fields, &prompt) {
         Some(reason) => ClientPrompt::Opaque(reason),

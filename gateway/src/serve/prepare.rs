@@ -16,12 +16,19 @@ use tokio::time::Instant;
 use super::App;
 use super::metrics::Account;
 use super::models::Model;
+use super::proxy::reserved;
 use super::tenants::Tenant;
-use crate::openai::{ApiError, ClientPrompt, Edits, Endpoint, RequestBody, request_options};
+use crate::anthropic::{Purpose, chat_body};
+use crate::openai::{API_KEY, ApiError, ClientPrompt, Edits, Endpoint, RequestBody, request_options};
+use crate::settings::MessagesMode;
 
 /// A request that can be routed.
 pub(super) struct Prepared {
     pub(super) model: Arc<Model>,
+    /// Endpoint at the worker.
+    pub(super) worker_endpoint: Endpoint,
+    /// Model name from the client, else that at the workers.
+    pub(super) requested_model: String,
     /// Kind of a valid response: events for a streamed request.
     pub(super) kind: AnswerKind,
     /// The body for the worker.
@@ -32,10 +39,13 @@ pub(super) struct Prepared {
     prompt: ClientPrompt,
     /// Tokens of the prompt, unless the client sent them.
     tokens: Option<Vec<u32>>,
+    /// Prompt length, if its tokens are known.
+    prompt_tokens: Option<u32>,
 }
 
 impl Prepared {
-    /// Parses the body and computes the tokens of its prompt. `tenant` is the authenticated client.
+    /// Parses the body and computes the tokens of its prompt. `tenant` is the authenticated client. `messages` overrides
+    /// the setting of the model.
     ///
     /// # Errors
     /// 400 for an invalid header or body, 404 for an unknown model.
@@ -45,8 +55,9 @@ impl Prepared {
         endpoint: Endpoint,
         (headers, body): (&HeaderMap, Bytes),
         tenant: Option<&Tenant>,
+        messages: Option<MessagesMode>,
     ) -> Result<Self, ApiError> {
-        let parsed = RequestBody::parse(endpoint, body)?;
+        let (parsed, original) = parse(app, endpoint, body)?;
         let (model, adapter) = match parsed.model.as_deref() {
             Some(name) => app.models.find(name).ok_or_else(|| ApiError::model_not_found(name))?,
             None => (app.models.only().ok_or_else(model_missing)?, None),
@@ -57,7 +68,9 @@ impl Prepared {
         if let (Some(tenant), Some(session_id)) = (tenant, &mut options.session_id) {
             *session_id = tenant.session(session_id).into();
         }
-        hold(app, account, model, &mut options).await?;
+        if endpoint != Endpoint::CountTokens {
+            hold(app, account, model, &mut options).await?;
+        }
         let tenant_salt = tenant.map(|tenant| tenant.salt(parsed.cache_salt.as_deref()));
 
         let upstream_name = adapter.unwrap_or_else(|| model.settings.upstream_name());
@@ -83,8 +96,33 @@ impl Prepared {
         // Embeddings are never streamed, regardless of the request.
         let kind =
             if parsed.stream && endpoint != Endpoint::Embeddings { AnswerKind::Events } else { AnswerKind::Json };
-        let (body, include_usage) = (parsed.body(edits), parsed.include_usage);
-        Ok(Self { model: Arc::clone(model), kind, body, include_usage, options, prompt: parsed.prompt, tokens })
+        let include_usage = parsed.include_usage;
+        let mode = messages.unwrap_or(model.settings.messages);
+        let (body, worker_endpoint) = match original {
+            None => (parsed.body(edits), endpoint),
+            Some(_) if mode == MessagesMode::Translate => (parsed.body(edits), Endpoint::Chat),
+            Some(original) => (RequestBody::parse(endpoint, original)?.body(edits), endpoint),
+        };
+        let requested_model = parsed.model.as_deref().unwrap_or(upstream_name).to_owned();
+        let (model, prompt) = (Arc::clone(model), parsed.prompt);
+        let prompt_tokens = account.access.prompt_tokens;
+        Ok(Self {
+            model,
+            worker_endpoint,
+            requested_model,
+            kind,
+            body,
+            include_usage,
+            options,
+            prompt,
+            tokens,
+            prompt_tokens,
+        })
+    }
+
+    /// Prompt length, if its tokens are known.
+    pub(super) fn prompt_tokens(&self) -> Option<u32> {
+        self.prompt_tokens
     }
 
     /// The request for the router, without an id.
@@ -95,6 +133,19 @@ impl Prepared {
         };
         RouteRequest { options: self.options.clone(), ..RouteRequest::query(Prompt::Tokens(tokens)) }
     }
+}
+
+/// Parses a body. For a request in Anthropic's format, the result is that of the converted chat, with the original body.
+fn parse(app: &App, endpoint: Endpoint, body: Bytes) -> Result<(RequestBody, Option<Bytes>), ApiError> {
+    let purpose = match endpoint {
+        Endpoint::Messages => Purpose::Generate,
+        Endpoint::CountTokens => Purpose::Count,
+        Endpoint::Chat | Endpoint::Completions | Endpoint::Embeddings | Endpoint::Responses => {
+            return Ok((RequestBody::parse(endpoint, body)?, None));
+        }
+    };
+    let chat = reserved(chat_body(&body, purpose)?, &app.bodies)?;
+    Ok((RequestBody::parse(Endpoint::Chat, chat)?, Some(body)))
 }
 
 /// Waits for a first worker, if the settings allow it, at most until the deadline of the request.
@@ -116,12 +167,20 @@ async fn hold(app: &App, account: &mut Account, model: &Model, options: &mut Req
     Ok(())
 }
 
-/// Authenticates the client, if requests are accepted now.
+/// Authenticates the client, if requests are accepted now. `endpoint` is absent for paths that are not routed by prompt.
 ///
 /// # Errors
 /// 503 during a drain, 401 for an unknown client.
-pub(super) fn admit<'a>(app: &'a App, headers: &HeaderMap) -> Result<Option<&'a Tenant>, ApiError> {
-    if app.is_closing() { Err(ApiError::draining()) } else { app.tenants.identify(headers.get(AUTHORIZATION)) }
+pub(super) fn admit<'a>(
+    app: &'a App,
+    endpoint: Option<Endpoint>,
+    headers: &HeaderMap,
+) -> Result<Option<&'a Tenant>, ApiError> {
+    if app.is_closing() {
+        return Err(ApiError::draining());
+    }
+    let api_key = endpoint.filter(|endpoint| endpoint.is_anthropic()).and_then(|_| headers.get(API_KEY));
+    app.tenants.identify_any(headers.get(AUTHORIZATION), api_key)
 }
 
 fn model_missing() -> ApiError {

@@ -11,18 +11,21 @@ mod cached_tokens;
 mod exchange;
 mod failure;
 mod intake;
+mod messages;
 mod split;
 
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::Json;
 use axum::body::{Body, Bytes};
 use axum::extract::State;
 use axum::http::header::{CONTENT_TYPE, EXPECT};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use axum::response::IntoResponse as _;
 use pointsman::answer::AnswerKind;
+use serde_json::json;
 use tokio::time::Instant;
 
 use super::App;
@@ -31,13 +34,16 @@ use super::metrics::Account;
 use super::prepare::{Prepared, admit};
 use super::telemetry::ErrorCode;
 use crate::openai::{ApiError, Endpoint, request_id, to_client};
+use crate::settings::MessagesMode;
 pub(super) use answer::Answer;
 use attempts::AttemptLoop;
 pub(super) use attempts::WorkerResponse;
 use cached_tokens::Corrected;
 pub(super) use exchange::checked_kind;
 pub(super) use failure::failure_outcome;
-pub(super) use intake::{Limits, discard, receive};
+pub(super) use intake::{Limits, discard, receive, reserved};
+use messages::Translation;
+pub(super) use messages::converted_error;
 use split::Split;
 
 /// Place of the prefill, in responses of models with a prefill pool.
@@ -52,7 +58,10 @@ pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, requ
     account.access.request_id = request_id.to_owned();
     let forwarded = forward(&app, &mut account, endpoint, &head.headers, request_id, body).await;
     let response = match forwarded {
-        Ok(begin) => return start_response(&app, account, begin, request_id),
+        Ok((begin, None)) => return start_response(&app, account, begin, request_id),
+        Ok((begin, Some(translation))) => {
+            return translation.of(start_response(&app, account, begin, request_id)).await;
+        }
         Err(response) => response,
     };
     account.access.error = response.extensions().get().map(|ErrorCode(code)| *code);
@@ -62,7 +71,7 @@ pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, requ
     response
 }
 
-/// All steps before the first byte of the response. Errors are responses, too.
+/// All steps before the first byte of the response. Errors and token counts are responses, too.
 async fn forward(
     app: &Arc<App>,
     account: &mut Account,
@@ -70,10 +79,10 @@ async fn forward(
     headers: &HeaderMap,
     request_id: &str,
     body: Body,
-) -> Result<WorkerResponse, Response<Body>> {
+) -> Result<(WorkerResponse, Option<Translation>), Response<Body>> {
     let refused = |error: ApiError| error.into_response();
     let limits = body_limits(app, headers);
-    let tenant = match admit(app, headers) {
+    let tenant = match admit(app, Some(endpoint), headers) {
         Ok(tenant) => tenant,
         Err(error) => {
             intake::discard(body, limits).await;
@@ -83,11 +92,27 @@ async fn forward(
     account.access.tenant = tenant.map(|tenant| tenant.name.clone());
     app.retry_budget.requested(account.started());
     let body = receive_body(app, account, limits, body).await?;
-    let prepared = Prepared::new(app, account, endpoint, (headers, body), tenant).await.map_err(refused)?;
-    let (model, body, kind) = (&prepared.model, prepared.body.clone(), prepared.kind);
+    // A count is computed here if possible. Otherwise an engine with this endpoint computes it.
+    let messages = Some(MessagesMode::Pass).filter(|_| endpoint == Endpoint::CountTokens);
+    let prepared = Prepared::new(app, account, endpoint, (headers, body), tenant, messages).await.map_err(refused)?;
+    if endpoint == Endpoint::CountTokens {
+        if let Some(input_tokens) = prepared.prompt_tokens() {
+            return Err(Json(json!({ "input_tokens": input_tokens })).into_response());
+        }
+        if prepared.model.settings.messages != MessagesMode::Pass {
+            return Err(refused(ApiError::token_count_unavailable()));
+        }
+    }
+    let is_translated = prepared.worker_endpoint != endpoint;
+    let translation = is_translated.then(|| Translation {
+        model: prepared.requested_model.clone(),
+        prompt_tokens: prepared.prompt_tokens().unwrap_or(0),
+    });
+    let (model, body, kind, endpoint) =
+        (&prepared.model, prepared.body.clone(), prepared.kind, prepared.worker_endpoint);
     let split = model.prefill.as_ref().map(|pool| Split::new(pool, endpoint, body.clone(), prepared.include_usage));
     let attempts = AttemptLoop { app, model, endpoint, headers, request_id, body, kind, split };
-    attempts.run(account, prepared.request()).await
+    Ok((attempts.run(account, prepared.request()).await?, translation))
 }
 
 /// Response of a worker that has started one.

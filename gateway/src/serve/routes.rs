@@ -75,6 +75,7 @@ async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) ->
     let id = request_id(request.headers()).map_or_else(|| app.ids.public(), str::to_owned);
     let id = HeaderValue::try_from(id).expect("request ids are valid header values");
     request.headers_mut().insert(REQUEST_ID, id.clone());
+    let is_anthropic = Endpoint::of_path(request.uri().path()).is_some_and(Endpoint::is_anthropic);
     let refused = refused_head(&request);
     let is_unrouted = refused.is_some() || !is_routed(&request);
     let unrouted = is_unrouted.then(|| (path_of(&request), Instant::now()));
@@ -82,6 +83,9 @@ async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) ->
         Some(error) => error.into_response(),
         None => next.run(request).await,
     };
+    if is_anthropic && !answer.status().is_success() {
+        answer = proxy::converted_error(answer, id.to_str().unwrap_or_default()).await;
+    }
     if let Some((path, started)) = unrouted.filter(|(path, _)| !PROBES.contains(&path.as_str())) {
         let request_id = id.to_str().unwrap_or_default().to_owned();
         let error = answer.extensions().get().map(|ErrorCode(code)| *code);

@@ -87,10 +87,23 @@ impl Tenants {
     /// # Errors
     /// 401 if tenants exist and the header has none of their keys.
     pub fn identify(&self, authorization: Option<&HeaderValue>) -> Result<Option<&Tenant>, ApiError> {
+        self.identify_any(authorization, None)
+    }
+
+    /// The tenant of an `Authorization` header, or of an `X-Api-Key` header; `None` without tenants.
+    ///
+    /// # Errors
+    /// 401 if tenants exist and neither header has one of their keys.
+    pub fn identify_any(
+        &self,
+        authorization: Option<&HeaderValue>,
+        api_key: Option<&HeaderValue>,
+    ) -> Result<Option<&Tenant>, ApiError> {
         if self.is_empty() {
             return Ok(None);
         }
-        let known = authorization.and_then(bearer_key).and_then(|key| self.by_key.get(&digest_of(key)));
+        let keys = [authorization.and_then(bearer_key), api_key.map(|key| key.as_bytes().trim_ascii())];
+        let known = keys.into_iter().flatten().find_map(|key| self.by_key.get(&digest_of(key)));
         known.map(|n| Some(&self.all[*n])).ok_or_else(ApiError::unauthorized)
     }
 }

@@ -319,7 +319,16 @@ impl Loading {
         let sections = &self.sections;
         let models = sections.models.iter().map(|model| {
             let fields: ModelFields = model.own.parsed();
-            let ModelFields { name, aliases, upstream_name, workers, workers_file, worker_urls, worker_names } = fields;
+            let ModelFields {
+                name,
+                aliases,
+                upstream_name,
+                workers,
+                workers_file,
+                worker_urls,
+                worker_names,
+                messages,
+            } = fields;
             let router = model.router_config(&sections.router, &name);
             let workers = read_workers(&model.own, workers, &mut self.problems);
             let tokens = model.tokens.parsed();
@@ -335,6 +344,7 @@ impl Loading {
                 kubernetes: model.kubernetes.as_ref().map(Section::parsed),
                 disaggregation: model.disaggregation.as_ref().map(Section::parsed),
                 tokens,
+                messages,
             }
         });
         let settings = Settings {

@@ -279,6 +279,19 @@ pub struct ModelSettings {
     pub disaggregation: Option<DisaggregationSettings>,
     /// Tokenization for routing.
     pub tokens: TokensSettings,
+    /// Handling of Anthropic Messages.
+    pub messages: MessagesMode,
+}
+
+/// Handling of `/v1/messages`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MessagesMode {
+    /// Converted to chats, for all engines.
+    #[default]
+    Translate,
+    /// Forwarded unchanged, for engines with this endpoint.
+    Pass,
 }
 
 impl ModelSettings {
@@ -297,6 +310,7 @@ impl ModelSettings {
             kubernetes: None,
             disaggregation: None,
             tokens: TokensSettings::default(),
+            messages: MessagesMode::default(),
         }
     }
 

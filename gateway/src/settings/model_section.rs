@@ -10,7 +10,7 @@ use toml::{Table, Value};
 
 use super::error::LoadError;
 use super::section::{Origin, Section, nested};
-use super::{DisaggregationSettings, KubernetesSettings, TokensSettings};
+use super::{DisaggregationSettings, KubernetesSettings, MessagesMode, TokensSettings};
 
 /// Tables of a model with their own sections.
 const TABLES: [&str; 4] = ["router", "tokens", "kubernetes", "disaggregation"];
@@ -26,6 +26,7 @@ pub(super) struct ModelFields {
     pub(super) workers_file: Option<PathBuf>,
     pub(super) worker_urls: Vec<String>,
     pub(super) worker_names: Vec<String>,
+    pub(super) messages: MessagesMode,
 }
 
 #[derive(Clone, Debug)]

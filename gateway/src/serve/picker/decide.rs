@@ -25,6 +25,7 @@ use crate::serve::prepare::{Prepared, admit};
 use crate::serve::proxy::{Answer, Limits, WorkerResponse, checked_kind, discard, failure_outcome, follow, receive};
 use crate::serve::telemetry::ErrorCode;
 use crate::serve::workers::WorkerRequest;
+use crate::settings::MessagesMode;
 
 /// A request, as far as it has arrived.
 pub(super) struct Arrival {
@@ -65,8 +66,14 @@ struct RoutedRequest {
 pub(super) async fn decide(app: Arc<App>, arrival: Arrival) -> Result<Box<Picked>, Response<Body>> {
     let request_id = request_id(&arrival.headers).map_or_else(|| app.ids.public(), str::to_owned);
     let path = arrival.path.split('?').next().unwrap_or_default();
-    let Some(endpoint) = Endpoint::of_path(path).filter(|_| arrival.has_body) else {
-        return decide_by_load(&app, arrival, request_id).await.map(Box::new).map_err(ApiError::into_response);
+    let requested = Endpoint::of_path(path);
+    // Counts of tokens cause no work in the engine.
+    let is_routed = |endpoint: &Endpoint| arrival.has_body && *endpoint != Endpoint::CountTokens;
+    let Some(endpoint) = requested.filter(is_routed) else {
+        return decide_by_load(&app, arrival, requested, request_id)
+            .await
+            .map(Box::new)
+            .map_err(ApiError::into_response);
     };
     let mut account = Account::begin(&app.meters, endpoint);
     account.access.request_id.clone_from(&request_id);
@@ -100,7 +107,7 @@ async fn decide_by_prompt(
 ) -> Result<(Placement, Option<Box<Placement>>, Vec<String>, Prepared), ApiError> {
     let Arrival { headers, body, subset, rules, .. } = arrival;
     let limits = limits(app, &headers);
-    let tenant = match admit(app, &headers) {
+    let tenant = match admit(app, Some(endpoint), &headers) {
         Ok(tenant) => tenant,
         Err(error) => {
             discard(body, limits).await;
@@ -111,7 +118,9 @@ async fn decide_by_prompt(
     let waits = Instant::now();
     let received = receive(body, limits, &app.bodies).await;
     account.waited_since(waits);
-    let prepared = Prepared::new(app, account, endpoint, (&headers, received?), tenant).await?;
+    // The proxy forwards the response, so that it cannot be converted.
+    let messages = Some(MessagesMode::Pass);
+    let prepared = Prepared::new(app, account, endpoint, (&headers, received?), tenant, messages).await?;
     let mut request = prepared.request();
     request.request_id = Some(app.ids.booking(request_id).into());
     let allowed = allowed_workers(&prepared.model.router, subset.as_deref(), &headers, rules)?;
@@ -161,9 +170,14 @@ async fn place_prefill(
 }
 
 /// Chooses a rank for a request without a readable prompt, such as a list of models.
-async fn decide_by_load(app: &Arc<App>, arrival: Arrival, request_id: String) -> Result<Picked, ApiError> {
+async fn decide_by_load(
+    app: &Arc<App>,
+    arrival: Arrival,
+    endpoint: Option<Endpoint>,
+    request_id: String,
+) -> Result<Picked, ApiError> {
     let Arrival { headers, body, has_body, subset, rules, .. } = arrival;
-    admit(app, &headers)?;
+    admit(app, endpoint, &headers)?;
     let model = app.models.of_clients().next().ok_or_else(ApiError::not_found)?;
     let body = if has_body { receive(body, limits(app, &headers), &app.bodies).await? } else { Bytes::new() };
     let mut request = RouteRequest::query(Prompt::Tokens(&[]));

@@ -24,7 +24,7 @@ use super::wire::{
     Struct, ToProxy, metadata,
 };
 use super::{DESTINATION, LB_NAMESPACE, PickRules, PickerMeters, SERVED, SUBSET, SUBSET_NAMESPACE, TEST_SERVED};
-use crate::openai::stripped_headers;
+use crate::openai::{API_KEY, stripped_headers};
 use crate::serve::App;
 use crate::serve::proxy::Answer;
 
@@ -229,6 +229,9 @@ impl Session {
             // The key of a tenant is meant for the picker.
             None if !self.app.tenants.is_empty() => headers.remove_headers.push(AUTHORIZATION.as_str().to_owned()),
             None => {}
+        }
+        if !self.app.tenants.is_empty() {
+            headers.remove_headers.push(API_KEY.as_str().to_owned());
         }
         (headers, metadata(LB_NAMESPACE, DESTINATION, &endpoints))
     }

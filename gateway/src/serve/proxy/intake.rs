@@ -83,6 +83,14 @@ pub(in crate::serve) async fn receive(
     buffer.finish().map_err(|Exhausted| ApiError::body_budget_exhausted())
 }
 
+/// A body that the gateway has written itself, within the budget.
+pub(in crate::serve) fn reserved(body: Vec<u8>, budget: &Arc<BodyBudget>) -> Result<Bytes, ApiError> {
+    let mut reservation = budget.begin();
+    let completed = reservation.complete(body.len() as u64);
+    completed.map_err(|Exhausted| ApiError::body_budget_exhausted())?;
+    Ok(Bytes::from_owner(ReservedBody { body: Store::Heap(body), _reservation: reservation }))
+}
+
 /// The received part of a body with its reservation.
 struct Buffer<'a> {
     budget: &'a Arc<BodyBudget>,
