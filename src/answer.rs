@@ -1,8 +1,8 @@
 //! Reader of engine responses in transit: output tokens, usage, progress and completeness.
 //!
-//! Parses responses in OpenAI's formats, streamed or not. The result is independent of the split of the bytes, memory
-//! and work are bounded for any input, and no input causes a panic. The bytes are forwarded unchanged by the caller,
-//! which also uses the numbers.
+//! Parses responses in OpenAI's and Anthropic's formats, streamed or not. The result is independent of the split of the
+//! bytes, memory and work are bounded for any input, and no input causes a panic. The bytes are forwarded unchanged by
+//! the caller, which also uses the numbers.
 //!
 //! # Counting
 //!
@@ -18,7 +18,8 @@
 //!
 //! - A stream is valid from its first event with a JSON object as data. Other data before it, including `[DONE]`, makes
 //!   the stream invalid; comments, empty data and unknown fields do not.
-//! - A stream is complete after `[DONE]`, a finish reason, the last event of the Responses API, or an error event.
+//! - A stream is complete after `[DONE]`, a finish reason, the last event of the Responses or Messages API, or an error
+//!   event.
 //! - A JSON response is valid if it is one object. Up to 32 KiB its brackets and strings are checked; for a longer one
 //!   only the first and the last byte.
 
@@ -130,7 +131,7 @@ pub struct AnswerReader {
     is_generating: bool,
     is_complete: bool,
     error_status: Option<u16>,
-    /// Whether the event name marks the last event of a Responses API stream.
+    /// Whether the event name marks the last event of a stream of the Responses or Messages API.
     is_last_event: bool,
     has_ended: bool,
     /// The incomplete line, or the end of the JSON value.

@@ -21,6 +21,7 @@ mod kubernetes;
 mod lengths;
 mod logs;
 mod memory;
+mod messages;
 mod metrics_page;
 mod operations;
 mod picker;

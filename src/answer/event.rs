@@ -11,13 +11,15 @@ pub(super) enum EventStep {
     /// Not a valid event: the data is not one JSON object.
     Invalid,
     /// The stream has started, but the engine may still compute the prompt: a chunk with only a role, a chunk without
-    /// choices, `response.created`, `response.queued` or `response.in_progress`.
+    /// choices, `response.created`, `response.queued` or `response.in_progress`; of the Messages API `message_start`,
+    /// `ping` or `content_block_start`.
     Opening,
     /// An event without output: a choice with an empty delta.
     Empty,
     /// At least one output token: content, reasoning, a tool call, a refusal or log probabilities.
     Token,
-    /// The end of an output: a finish reason, or the last event of the Responses API. May also contain a token.
+    /// The end of an output: a finish reason, or the last event of the Responses or Messages API. May also contain a
+    /// token.
     End,
     /// An engine error, with its HTTP status if included.
     Error(Option<u16>),
@@ -34,13 +36,13 @@ pub(super) struct StreamEvent {
     has_content: bool,
     is_finished: bool,
     error: Option<Option<u16>>,
-    /// Event type in the Responses API.
+    /// Event type in the Responses and Messages APIs.
     kind: ResponseEvent,
     is_object: bool,
     pub(super) usage: Option<Usage>,
 }
 
-/// The type of an event of the Responses API.
+/// The type of an event of the Responses or Messages API.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 enum ResponseEvent {
     /// Absent, or of another API.
@@ -59,6 +61,10 @@ impl ResponseEvent {
             b"response.created" | b"response.queued" | b"response.in_progress" => Self::Opening,
             b"response.completed" | b"response.incomplete" | b"response.done" | b"response.cancelled" => Self::End,
             b"response.failed" | b"error" => Self::Failed,
+            b"message_start" | b"ping" | b"content_block_start" => Self::Opening,
+            b"content_block_delta" => Self::Delta,
+            b"content_block_stop" | b"message_delta" => Self::Other,
+            b"message_stop" => Self::End,
             name if name.starts_with(b"response.") && name.ends_with(b".delta") => Self::Delta,
             name if name.starts_with(b"response.") => Self::Other,
             _ => Self::None,
@@ -66,7 +72,7 @@ impl ResponseEvent {
     }
 }
 
-/// Whether an event of the Responses API with this name is the last of its stream.
+/// Whether an event of the Responses or Messages API with this name is the last of its stream.
 pub(super) fn is_last_response_event(name: &[u8]) -> bool {
     matches!(ResponseEvent::of(name), ResponseEvent::End | ResponseEvent::Failed)
 }
@@ -169,14 +175,21 @@ pub(super) fn last_usage(json: &[u8]) -> Option<Usage> {
 /// The usage in a complete object; `None` if it has no values.
 fn usage_of(object: &[u8]) -> Option<Usage> {
     let (mut keys, mut usage) = (JsonKeys::of(object), Usage::default());
+    let (mut cache_read, mut cache_created) = (None, None);
     for JsonKey { name, depth, value } in &mut keys {
         match (name, depth) {
             (b"prompt_tokens" | b"input_tokens", 1) => usage.prompt_tokens = number(value),
             (b"completion_tokens" | b"output_tokens", 1) => usage.output_tokens = number(value),
             (b"cached_tokens", 1 | 2) => usage.cached_tokens = number(value),
+            (b"cache_read_input_tokens", 1) => cache_read = number(value),
+            (b"cache_creation_input_tokens", 1) => cache_created = number(value),
             _ => {}
         }
     }
+    // The input tokens of the Messages API exclude these.
+    let others = cache_read.unwrap_or(0).saturating_add(cache_created.unwrap_or(0));
+    usage.prompt_tokens = usage.prompt_tokens.map(|tokens| tokens.saturating_add(others));
+    usage.cached_tokens = usage.cached_tokens.or(cache_read);
     Some(usage).filter(|usage| keys.is_closed && *usage != Usage::default())
 }
 

@@ -241,3 +241,31 @@ fn json_is_complete_as_one_object() {
         assert_eq!((reader.stage(), reader.is_complete()), (AnswerStage::Invalid, false), "{text:.40}");
     }
 }
+
+#[test]
+fn streams_of_the_messages_api_are_read() {
+    let event = |name: &str, fields: &str| format!("event: {name}\ndata: {{\"type\":\"{name}\"{fields}}}\n\n");
+    let start =
+        event("message_start", r#","message":{"role":"assistant","usage":{"input_tokens":2,"output_tokens":0}}"#)
+            + &event("ping", "")
+            + &event("content_block_start", r#","index":0,"content_block":{"type":"text","text":""}"#);
+    let reader = events(&start);
+    assert_eq!((reader.stage(), reader.is_generating()), (AnswerStage::Opened, false));
+    let delta = event("content_block_delta", r#","index":0,"delta":{"type":"text_delta","text":"a"}"#);
+    let open = [start.as_str(), &delta, &delta, &event("content_block_stop", r#","index":0"#)].concat();
+    let reader = events(&open);
+    assert_eq!((reader.stage(), reader.is_generating(), reader.is_complete()), (AnswerStage::Begun, true, false));
+    assert_eq!(reader.output_tokens(), 2);
+    let usage_fields =
+        r#""usage":{"input_tokens":2,"cache_creation_input_tokens":1,"cache_read_input_tokens":8,"output_tokens":5}"#;
+    let ended =
+        open.clone() + &event("message_delta", &format!(r#","delta":{{"stop_reason":"end_turn"}},{usage_fields}"#));
+    assert!(!events(&ended).is_complete(), "the stream ends with message_stop");
+    let reader = events(&(ended + &event("message_stop", "")));
+    assert_eq!((reader.is_complete(), reader.output_tokens()), (true, 5));
+    assert_eq!(reader.usage(), usage(11, 5, Some(8)));
+    let whole = read(AnswerKind::Json, &format!(r#"{{"type":"message","content":[],{usage_fields}}}"#));
+    assert_eq!((whole.is_complete(), whole.usage()), (true, usage(11, 5, Some(8))));
+    let failed = events(&(open + &event("error", r#","error":{"type":"api_error","message":"m"}"#)));
+    assert!(failed.is_complete());
+}

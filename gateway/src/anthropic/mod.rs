@@ -14,6 +14,7 @@
 //! - `is_error` of a tool result has no counterpart. The text of the result is forwarded.
 //! - Server tools, MCP servers, files and PDF documents are rejected with their name.
 
+mod blocks;
 mod error;
 mod json;
 mod request;

@@ -14,6 +14,7 @@ use pointsman::select::{Filter, Pin, PinMode, Removed};
 use pointsman::session::SessionId;
 use serde_json::{Value, json};
 
+use crate::anthropic::{Purpose, chat_body};
 use crate::openai::{ApiError, Endpoint, RequestBody, request_options};
 
 const PAGE: &str = include_str!("../../../../docs/headers.md");
@@ -87,6 +88,8 @@ fn of_bodies() -> Vec<ApiError> {
     ];
     let mut errors: Vec<_> =
         bodies.iter().map(|body| RequestBody::parse(Endpoint::Chat, body.to_vec().into()).unwrap_err()).collect();
+    let unsupported = br#"{"messages":[{"role":"user","content":[{"type":"x"}]}]}"#;
+    errors.push(chat_body(unsupported, Purpose::Count).unwrap_err());
     errors.push(RequestBody::parse(Endpoint::Completions, r#"{"prompt":[-1]}"#.into()).unwrap_err());
     errors
 }
@@ -106,6 +109,7 @@ fn of_proxy() -> Vec<ApiError> {
         ApiError::worker_failed(),
         ApiError::worker_timeout(),
         ApiError::queue_timeout(),
+        ApiError::token_count_unavailable(),
         ApiError::draining(),
         ApiError::body_budget_exhausted(),
         ApiError::too_many_connections(),
