@@ -19,7 +19,7 @@ pub(super) const BATCH_MAX: usize = 4096;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum NotSplit {
-    /// `n` or `best_of` is not 1. A transfer has the state of one choice.
+    /// `n` or `best_of` is not 1. A transfer has the state of one choice, except with SGLang for a single prompt.
     #[error("n and best_of must be 1")]
     Choices,
     /// `echo` is set. Only the rank that computes the prompt has its text and probabilities.
@@ -83,7 +83,10 @@ pub(super) fn check(endpoint: Endpoint, protocol: Protocol, body: &ObjectText<'_
     let is_set = |name| body.json(name).is_some_and(|json| json != "false");
     // Invalid values are left to one engine, which rejects them before any computation.
     let is_several = |name| body.json(name).is_some_and(|json| json.parse() != Ok(1.0_f64));
-    if is_several("n") || is_several("best_of") {
+    // SGLang numbers the rooms of the choices itself, from one room (reference: SGLang, `GenerateReqInput`). The rooms of
+    // a batch are lists, which it repeats for each choice.
+    let is_numbered = protocol == Protocol::Sglang && body.json("prompt").and_then(prompts).is_none();
+    if (is_several("n") || is_several("best_of")) && !is_numbered {
         return Err(NotSplit::Choices);
     }
     if is_set("echo") {
