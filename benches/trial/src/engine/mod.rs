@@ -42,6 +42,9 @@
 //!   cached; it is cached and published in the next step of its sequence. A sequence has draft tokens only after its
 //!   last step generated a token, so none after a preemption. The additional lookahead blocks that vLLM allocates for a
 //!   drafter with its own KV cache are not modelled.
+//! - In disaggregated serving ([`Stage`]) the blocks of a finished prefill stay in use until they are released. A request
+//!   whose prompt was computed elsewhere computes only its last token. The transfer itself takes no time. If held
+//!   blocks leave no memory for the running and waiting requests, no step runs until some are released.
 //! - With a host tier, blocks evicted from the device are kept there and loaded back on a hit. A load reads before it
 //!   overwrites: a block that the same admission evicts from the host still counts as a hit.
 //!
@@ -75,5 +78,5 @@ pub use block::{Block, EngineHash};
 pub use cache::{CacheEvent, Tier};
 pub use config::{BlockShortage, ConfigError, EngineConfig, Speculation};
 pub use rank::{Finish, Load, Outlook, Output, Partial, Rank, Step};
-pub use sequence::{Refused, RequestSpec};
+pub use sequence::{Refused, RequestSpec, Stage};
 pub use work::{StepCost, Work};

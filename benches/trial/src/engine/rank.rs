@@ -7,13 +7,13 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use ahash::AHashSet;
+use ahash::{AHashMap, AHashSet};
 
 use crate::engine::block::{Block, BlockHasher, EngineHash};
 use crate::engine::cache::{Cache, CacheEvent, Tier};
 use crate::engine::config::{ConfigError, EngineConfig};
 use crate::engine::schedule::Batch;
-use crate::engine::sequence::{Refused, RequestSpec, Sequence};
+use crate::engine::sequence::{Refused, RequestSpec, Sequence, Stage};
 use crate::engine::work::Work;
 
 /// Model of one engine rank.
@@ -26,6 +26,8 @@ pub struct Rank {
     /// Preempted sequences are in front.
     pub(super) waiting: VecDeque<Sequence>,
     pub(super) ids: AHashSet<u64>,
+    /// Slots of finished prefills whose blocks stay in use, by request.
+    pub(super) retained: AHashMap<u64, Vec<u32>>,
 }
 
 /// Result of one step.
@@ -64,8 +66,11 @@ pub struct Output {
     pub first: bool,
     /// Finish reason, if this is the last token of the request.
     pub finished: Option<Finish>,
-    /// Number of prompt tokens found in the cache, in any tier, at the first admission of the request.
+    /// Number of prompt tokens found in the cache, in any tier, at the first admission of the request, and of those
+    /// that were transferred from another rank.
     pub cached_tokens: u32,
+    /// Number of `cached_tokens` that were transferred from another rank.
+    pub transferred_tokens: u32,
 }
 
 /// Reason for the end of a request.
@@ -130,6 +135,7 @@ impl Rank {
             running: Vec::new(),
             waiting: VecDeque::new(),
             ids: AHashSet::new(),
+            retained: AHashMap::new(),
             config,
         })
     }
@@ -146,13 +152,48 @@ impl Rank {
     ///
     /// The request can never run, or a request with the same id has not ended.
     pub fn submit(&mut self, spec: RequestSpec) -> Result<(), Refused> {
+        self.submit_stage(spec, Stage::Whole)
+    }
+
+    /// Queues one stage of a request, like [`Rank::submit`].
+    ///
+    /// ```
+    /// use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec, Stage};
+    ///
+    /// let (mut prefill, mut decode) = (Rank::new(EngineConfig::default())?, Rank::new(EngineConfig::default())?);
+    /// let tokens: Vec<u32> = (0..200).collect();
+    /// prefill.submit_stage(RequestSpec::new(1, tokens.clone(), 1), Stage::Prefill)?;
+    /// prefill.step();
+    /// assert_eq!(prefill.load().used_blocks, 3);
+    /// decode.submit_stage(RequestSpec::new(1, tokens, 2), Stage::Decode)?;
+    /// let step = decode.step().expect("a request waits");
+    /// assert_eq!((step.prefill_tokens, step.outputs[0].cached_tokens), (1, 199));
+    /// assert_eq!(prefill.release(1), 3);
+    /// assert_eq!(prefill.load().used_blocks, 0);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The request can never run, or a request with the same id has not ended or released its blocks.
+    pub fn submit_stage(&mut self, spec: RequestSpec, stage: Stage) -> Result<(), Refused> {
         let id = spec.id;
-        if self.ids.contains(&id) {
+        if self.ids.contains(&id) || self.retained.contains_key(&id) {
             return Err(Refused::DuplicateId(id));
         }
-        self.waiting.push_back(Sequence::new(spec, &self.config, &mut self.hasher)?);
+        let mut sequence = Sequence::new(spec, &self.config, &mut self.hasher)?;
+        sequence.stage = stage;
+        self.waiting.push_back(sequence);
         self.ids.insert(id);
         Ok(())
+    }
+
+    /// Releases the blocks of a finished [`Stage::Prefill`] and returns their number. They stay cached. Has no effect on
+    /// other requests.
+    pub fn release(&mut self, id: u64) -> usize {
+        let Some(slots) = self.retained.remove(&id) else { return 0 };
+        self.cache.release(&slots);
+        slots.len()
     }
 
     /// Ends a request without further output. Returns whether the request existed. Its complete blocks stay cached.
@@ -177,7 +218,7 @@ impl Rank {
     }
 
     /// Runs the next step: the running sequences in order of admission, then waiting requests with the remaining token
-    /// budget. Returns none when idle.
+    /// budget. Returns none when idle, and if the blocks of finished prefills leave no memory for any request.
     pub fn step(&mut self) -> Option<Step> {
         if self.is_idle() {
             return None;
@@ -187,6 +228,9 @@ impl Rank {
         // A sequence preempted in this step would take its blocks back immediately.
         if is_through && batch.preempted == 0 {
             self.admit(&mut batch);
+        }
+        if batch.is_empty() && !self.retained.is_empty() {
+            return None;
         }
         let outputs = self.sample();
         let work = batch.work;
@@ -295,6 +339,10 @@ impl Rank {
             assert!((slots_min..=slots_max).contains(&(sequence.slots.len() as u32)));
             assert!(sequence.computed < sequence.len() && sequence.scheduled == 0);
             sequence.slots.iter().for_each(|slot| users[*slot as usize] += 1);
+        }
+        #[expect(clippy::iter_over_hash_type, reason = "sums do not depend on the order")]
+        for slots in self.retained.values() {
+            slots.iter().for_each(|slot| users[*slot as usize] += 1);
         }
         let mut older = self.running.iter().rev().skip(1);
         let allows_partials = self.config.prefill_chunk_max > 0;

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use crate::engine::config::{BlockShortage, EngineConfig};
 use crate::engine::rank::{Finish, Output, Rank};
+use crate::engine::sequence::Stage;
 use crate::engine::work::Work;
 
 /// Accumulated state of a step during scheduling.
@@ -23,6 +24,11 @@ impl Batch {
     pub(super) fn new(config: &EngineConfig) -> Self {
         let chunk_max = if config.prefill_chunk_max > 0 { config.prefill_chunk_max } else { u32::MAX };
         Self { tokens_left: config.step_tokens_max, chunk_max, work: Work::default(), preempted: 0 }
+    }
+
+    /// Returns whether the step has computed nothing and preempted no sequence.
+    pub(super) fn is_empty(&self) -> bool {
+        self.preempted == 0 && self.work.prefill_tokens == 0 && self.work.decode_sequences == 0
     }
 
     /// Number of tokens that a sequence with `tokens` left gets.
@@ -76,7 +82,9 @@ impl Rank {
             let hit = self.cache.lookup(reusable);
             let cached_blocks = (hit.device + hit.host) as u32;
             let cached_tokens = cached_blocks * block_size;
-            let tokens = batch.grant(sequence.len() - cached_tokens);
+            let is_transferred = sequence.stage == Stage::Decode && sequence.cached_tokens.is_none();
+            let left = sequence.len() - cached_tokens;
+            let tokens = if is_transferred { left } else { batch.grant(left) };
             let needed = match self.config.block_shortage {
                 BlockShortage::PromptsWait => cached_tokens + tokens,
                 BlockShortage::PromptsPreempt => sequence.len(),
@@ -86,10 +94,14 @@ impl Rank {
             }
             sequence.slots = self.cache.take(reusable, &hit);
             (sequence.computed, sequence.filled) = (cached_tokens, cached_blocks);
-            sequence.cached_tokens.get_or_insert(cached_tokens);
+            if is_transferred {
+                sequence.transferred_tokens = left - 1;
+            }
+            sequence.cached_tokens.get_or_insert(cached_tokens + sequence.transferred_tokens);
+            let computed = if is_transferred { 1 } else { tokens };
             batch.work.host_tokens += hit.host as u64 * u64::from(block_size);
-            batch.work.add_prefill(tokens, cached_tokens);
-            batch.tokens_left -= tokens;
+            batch.work.add_prefill(computed, cached_tokens + tokens - computed);
+            batch.tokens_left -= computed;
             self.running.extend(self.waiting.pop_front());
             let is_extended = self.extend(self.running.len() - 1, tokens);
             debug_assert!(is_extended, "capacity was checked");
@@ -143,7 +155,7 @@ impl Rank {
     /// sequences that end.
     pub(super) fn sample(&mut self) -> Vec<Output> {
         let mut outputs = Vec::with_capacity(self.running.len());
-        let (config, cache, ids) = (&self.config, &mut self.cache, &mut self.ids);
+        let (config, cache, ids, retained) = (&self.config, &mut self.cache, &mut self.ids, &mut self.retained);
         self.running.retain_mut(|sequence| {
             if std::mem::take(&mut sequence.scheduled) == 0 || sequence.computed < sequence.len() {
                 return true;
@@ -163,9 +175,16 @@ impl Rank {
                     first,
                     finished: ended.map(|is_all| if is_all { Finish::Complete } else { Finish::ModelLength }),
                     cached_tokens: sequence.cached_tokens.unwrap_or_default(),
+                    transferred_tokens: sequence.transferred_tokens,
                 });
                 if ended.is_some() {
-                    cache.release(&sequence.slots);
+                    if sequence.stage == Stage::Prefill {
+                        let further = sequence.slots.split_off(sequence.prompt_blocks(config.block_size));
+                        cache.release(&further);
+                        retained.insert(sequence.id(), std::mem::take(&mut sequence.slots));
+                    } else {
+                        cache.release(&sequence.slots);
+                    }
                     ids.remove(&sequence.id());
                     return false;
                 }

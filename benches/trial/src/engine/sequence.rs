@@ -42,6 +42,40 @@ impl RequestSpec {
     }
 }
 
+impl RequestSpec {
+    /// First output token of the request on a rank with this configuration. Linear in the prompt.
+    ///
+    /// ```
+    /// use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec};
+    ///
+    /// let (config, spec) = (EngineConfig::default(), RequestSpec::new(1, [10, 11, 12], 1));
+    /// let mut rank = Rank::new(config)?;
+    /// let token = spec.first_token(&config);
+    /// rank.submit(spec)?;
+    /// assert_eq!(rank.step().expect("a request waits").outputs[0].token, token);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn first_token(&self, config: &EngineConfig) -> u32 {
+        token_at(prompt_hash(self, config.output_seed), 0, config)
+    }
+}
+
+/// Part of a request that a rank serves, in disaggregated serving.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Stage {
+    /// Prefill and decode.
+    #[default]
+    Whole,
+    /// Prefill for another rank. The complete blocks of the prompt stay in use after the end of the request, until
+    /// [`Rank::release`](super::Rank::release).
+    Prefill,
+    /// Decode after the prefill by another rank. Only the last token of the prompt is computed. Its other tokens count
+    /// as cached, and its complete blocks are stored and published as after a prefill. A preempted request loses the
+    /// transferred blocks and computes its prompt.
+    Decode,
+}
+
 /// Reasons for the rejection of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Refused {
@@ -88,8 +122,11 @@ pub(crate) struct Sequence {
     pub(crate) filled: u32,
     /// Number of draft tokens for the next step.
     pub(crate) drafts: u32,
-    /// Number of cached tokens at the first admission.
+    /// Number of cached tokens at the first admission, transferred ones included.
     pub(crate) cached_tokens: Option<u32>,
+    /// Number of `cached_tokens` that were transferred from another rank.
+    pub(crate) transferred_tokens: u32,
+    pub(crate) stage: Stage,
 }
 
 impl Sequence {
@@ -117,6 +154,8 @@ impl Sequence {
             filled: 0,
             drafts: 0,
             cached_tokens: None,
+            transferred_tokens: 0,
+            stage: Stage::Whole,
             spec,
         };
         for block_idx in 0..prompt_tokens as u32 / config.block_size {
@@ -181,8 +220,7 @@ impl Sequence {
 
     /// Generates the next token.
     pub(crate) fn sample(&mut self, config: &EngineConfig) -> u32 {
-        let drawn = self.draw(self.outputs.len() as u64, config.output_seed);
-        let token = ((u128::from(drawn) * u128::from(config.vocab_size)) >> 64) as u32;
+        let token = token_at(self.prompt_hash, self.outputs.len() as u64, config);
         self.outputs.push(token);
         token
     }
@@ -192,18 +230,15 @@ impl Sequence {
     pub(crate) fn accepted(&self, drafts: u32, config: &EngineConfig) -> u32 {
         let accepts = |draft: &u32| {
             let position = u64::from(self.output_tokens() + draft);
-            let drawn = self.draw(position, config.output_seed ^ ACCEPTANCE);
+            let drawn = draw(self.prompt_hash, position, config.output_seed ^ ACCEPTANCE);
             (u128::from(drawn) * 100) >> 64 < u128::from(config.speculation.acceptance_percent)
         };
         (0..drafts).take_while(accepts).count() as u32
     }
 
-    /// Draws 64 bits for an output position.
-    fn draw(&self, position: u64, seed: u64) -> u64 {
-        let mut bytes = [0; 16];
-        bytes[..8].copy_from_slice(&self.prompt_hash.to_le_bytes());
-        bytes[8..].copy_from_slice(&position.to_le_bytes());
-        xxh3_64_with_seed(&bytes, seed)
+    /// Number of complete blocks of the prompt.
+    pub(crate) fn prompt_blocks(&self, block_size: u32) -> usize {
+        self.spec.tokens.len() / block_size as usize
     }
 
     /// Removes all progress except the output. The hashes of the blocks that a later admission can reuse are kept.
@@ -236,4 +271,18 @@ fn prompt_hash(spec: &RequestSpec, seed: u64) -> u64 {
     spec.tokens.iter().for_each(|token| hash.update(&token.to_le_bytes()));
     hash.update(spec.lora_name.as_deref().unwrap_or_default().as_bytes());
     hash.digest()
+}
+
+/// Draws 64 bits for an output position.
+fn draw(prompt_hash: u64, position: u64, seed: u64) -> u64 {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&prompt_hash.to_le_bytes());
+    bytes[8..].copy_from_slice(&position.to_le_bytes());
+    xxh3_64_with_seed(&bytes, seed)
+}
+
+/// Output token at a position.
+fn token_at(prompt_hash: u64, position: u64, config: &EngineConfig) -> u32 {
+    let drawn = draw(prompt_hash, position, config.output_seed);
+    ((u128::from(drawn) * u128::from(config.vocab_size)) >> 64) as u32
 }
