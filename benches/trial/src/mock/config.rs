@@ -6,9 +6,10 @@
 use std::net::{IpAddr, Ipv4Addr};
 
 use crate::engine::EngineConfig;
-use clap::Args;
+use clap::{Args, ValueEnum as _};
 
 use super::faults::{Faults, splitmix};
+use super::handover::{EngineRole, HandoverProtocol, LoadFailure};
 use crate::kv_events::{Dialect, EventFormat};
 
 /// Maximum number of data-parallel ranks per engine.
@@ -16,6 +17,9 @@ const DATA_PARALLEL_SIZE_MAX: u16 = 64;
 
 /// Maximum size of a replay ring in messages.
 const REPLAY_MESSAGES_MAX: usize = 1 << 20;
+
+/// Maximum lease of blocks: one day.
+const LEASE_MS_MAX: u64 = 86_400_000;
 
 /// Configuration of a mock engine, which is also the command line of `pointsman mock-engine`. The default is that of
 /// the command except for the port: tests get a free one.
@@ -92,6 +96,22 @@ pub struct MockConfig {
     /// Maximum size of a request body in bytes.
     #[arg(long, value_name = "BYTES", default_value_t = 16 << 20)]
     pub body_bytes_max: usize,
+    /// Protocol of disaggregated serving. Default: none, its request fields are ignored.
+    #[arg(long, value_enum, value_name = "PROTOCOL")]
+    pub handover: Option<HandoverProtocol>,
+    /// Legs of disaggregated requests that the engine serves; an sglang engine serves one of them.
+    #[arg(long, value_enum, default_value_t = EngineRole::Both)]
+    pub role: EngineRole,
+    /// Time that the blocks of a prefill are held for a decode engine, and that a leg waits for its counterpart.
+    #[arg(long, value_name = "MS", default_value_t = 30_000)]
+    pub block_lease_ms: u64,
+    /// Port of the bootstrap server of a prefill engine, with sglang and vllm-mooncake. Default: a free port if the HTTP
+    /// port is 0, else 8998. 0 selects a free port.
+    #[arg(long, value_name = "PORT")]
+    pub bootstrap_port: Option<u16>,
+    /// Response of a vLLM decode engine to a failed transfer.
+    #[arg(long, value_enum, default_value_t = LoadFailure::Recompute)]
+    pub handover_failure: LoadFailure,
     /// Initial faults; `POST /faults` replaces them.
     #[command(flatten)]
     pub faults: Faults,
@@ -120,6 +140,11 @@ impl Default for MockConfig {
             seed: 0,
             replay_messages_max: 10_000,
             body_bytes_max: 16 << 20,
+            handover: None,
+            role: EngineRole::Both,
+            block_lease_ms: 30_000,
+            bootstrap_port: None,
+            handover_failure: LoadFailure::Recompute,
             faults: Faults::default(),
         }
     }
@@ -142,6 +167,7 @@ impl MockConfig {
             let kept = self.replay_messages_max;
             return Err(format!("replay_messages_max is {kept}, over {REPLAY_MESSAGES_MAX}"));
         }
+        self.validate_handover()?;
         self.events().validate()?;
         self.faults.validate()?;
         let mut names: Vec<&str> = self.loras.iter().chain([&self.model]).map(String::as_str).collect();
@@ -153,6 +179,25 @@ impl MockConfig {
             return Err("a model has an empty name".to_owned());
         }
         self.engine(0, self.dialect).validate().map_err(|error| error.to_string())
+    }
+
+    fn validate_handover(&self) -> Result<(), String> {
+        let role = self.role.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
+        match self.handover {
+            None if self.role != EngineRole::Both => Err(format!("role is {role}: it requires handover")),
+            Some(HandoverProtocol::Sglang) if self.role == EngineRole::Both => {
+                Err("role is both: handover sglang requires prefill or decode".to_owned())
+            }
+            _ if !(1..=LEASE_MS_MAX).contains(&self.block_lease_ms) => {
+                Err(format!("block_lease_ms is {}, not within 1 to {LEASE_MS_MAX}", self.block_lease_ms))
+            }
+            None | Some(_) => Ok(()),
+        }
+    }
+
+    /// Whether the engine has a bootstrap server.
+    pub(crate) fn has_bootstrap_server(&self) -> bool {
+        self.role.has_prefill() && self.handover.is_some_and(HandoverProtocol::has_bootstrap_server)
     }
 
     /// Format of the events.
@@ -233,6 +278,9 @@ mod tests {
             (refused(|config| config.step_tokens_max = 10), "step_tokens_max is 10"),
             (refused(|config| config.max_model_len = Some(10_000_000)), "max_model_len 10000000"),
             (refused(|config| config.block_size = 0), "block_size is 0"),
+            (refused(|config| config.role = EngineRole::Prefill), "role is prefill"),
+            (refused(|config| config.handover = Some(HandoverProtocol::Sglang)), "role is both"),
+            (refused(|config| config.block_lease_ms = 0), "block_lease_ms is 0"),
             (
                 refused(|config| (config.dialect, config.binary_hashes) = (Dialect::SglangMap, true)),
                 "binary_hashes is true",

@@ -19,7 +19,8 @@ use tokio::time::sleep;
 
 use super::config::MockConfig;
 use super::faults::{FaultBoard, Faults};
-use super::http::Server;
+use super::handover::{EngineFacts, HandoverBoard, HandoverCounters};
+use super::http::{self, Server};
 use super::rank::{Pace, RankDriver};
 use super::sockets::{EventSocket, ReplaySocket, listen};
 use crate::kv_events::{Encoder, EventFormat};
@@ -27,6 +28,9 @@ use crate::kv_events::{Encoder, EventFormat};
 /// Maximum number of attempts of a restart to bind its previous ports, and the delay between attempts.
 const LISTEN_TRIES_MAX: u32 = 200;
 const LISTEN_TRY: Duration = Duration::from_millis(10);
+
+/// Default port of the bootstrap server.
+pub(crate) const BOOTSTRAP_PORT: u16 = 8998;
 
 /// Errors of starting or restarting an engine.
 #[derive(Debug, Error)]
@@ -65,6 +69,7 @@ pub enum MockError {
 pub struct MockEngine {
     engine: Arc<Engine>,
     server: Server,
+    bootstrap_server: Option<Server>,
 }
 
 impl MockEngine {
@@ -87,9 +92,16 @@ impl MockEngine {
             let mut listener = engine.http_listener.lock().await;
             listener.take().expect("only a start takes it")
         };
-        let server =
-            Server::start(Arc::clone(&engine), listener).map_err(|error| MockError::Serve(error.to_string()))?;
-        Ok(Self { engine, server })
+        let serve = |error: std::io::Error| MockError::Serve(error.to_string());
+        let server = Server::start(http::routes(Arc::clone(&engine)), listener).map_err(serve)?;
+        let bootstrap_listener = engine.bootstrap_listener.lock().await.take();
+        let bootstrap_server = match bootstrap_listener {
+            Some(listener) => {
+                Some(Server::start(http::bootstrap_routes(Arc::clone(&engine)), listener).map_err(serve)?)
+            }
+            None => None,
+        };
+        Ok(Self { engine, server, bootstrap_server })
     }
 
     /// The configuration with the actual port numbers. An engine started again with it has the same addresses.
@@ -170,6 +182,12 @@ impl MockEngine {
         &self.engine.faults
     }
 
+    /// Counters of disaggregated serving, all zero without [`MockConfig::handover`].
+    #[must_use]
+    pub fn handover(&self) -> HandoverCounters {
+        self.engine.handover.as_ref().map(|board| board.counters()).unwrap_or_default()
+    }
+
     /// Replaces the current faults. The end of a pause sends the messages that were held back.
     ///
     /// # Errors
@@ -181,9 +199,15 @@ impl MockEngine {
     /// Stops all tasks and returns when all ports are free.
     pub async fn shutdown(self) {
         self.server.shutdown().await;
+        if let Some(server) = self.bootstrap_server {
+            server.shutdown().await;
+        }
         let _exclusive = self.engine.restarting.lock().await;
         let incarnation = self.engine.incarnation();
         incarnation.stop().await;
+        if let Some(board) = &self.engine.handover {
+            board.restart();
+        }
     }
 }
 
@@ -197,6 +221,9 @@ pub(crate) struct Engine {
     restarting: Mutex<()>,
     request_next: AtomicU64,
     http_listener: Mutex<Option<TcpListener>>,
+    bootstrap_listener: Mutex<Option<TcpListener>>,
+    /// Disaggregated serving, if configured.
+    pub(crate) handover: Option<Arc<HandoverBoard>>,
 }
 
 /// All ranks between two starts.
@@ -236,6 +263,19 @@ impl Engine {
         config.event_port = Some(port_of(&events)?);
         config.replay_port = Some(port_of(&replays)?);
 
+        let mut bootstrap = None;
+        if config.has_bootstrap_server() {
+            let port = config.bootstrap_port.or((!chosen).then_some(BOOTSTRAP_PORT)).filter(|port| *port != 0);
+            let listeners = listen_all(config.host, port, 1)?;
+            config.bootstrap_port = Some(port_of(&listeners)?);
+            bootstrap = listeners.into_iter().next();
+        }
+        let handover = config.handover.map(|protocol| {
+            let address = SocketAddr::new(config.host, config.port);
+            let facts = EngineFacts { protocol, role: config.role, address, ranks: config.data_parallel_size };
+            HandoverBoard::new(facts, config.handover_failure, Duration::from_millis(config.block_lease_ms))
+        });
+
         let faults = Arc::new(FaultBoard::new(config.seed, config.faults.clone()));
         let lora_ids: Arc<BTreeMap<_, _>> = Arc::new(config.loras.iter().cloned().zip(1..).collect());
         let incarnation =
@@ -245,6 +285,8 @@ impl Engine {
             restarting: Mutex::new(()),
             request_next: AtomicU64::new(0),
             http_listener: Mutex::new(http.into_iter().next()),
+            bootstrap_listener: Mutex::new(bootstrap),
+            handover,
             config,
             faults,
             lora_ids,
@@ -263,6 +305,9 @@ impl Engine {
         let _exclusive = self.restarting.lock().await;
         let before = self.incarnation();
         before.stop().await;
+        if let Some(board) = &self.handover {
+            board.restart();
+        }
         let count = self.config.data_parallel_size;
         let events = self.listen_again(self.config.event_port, count).await?;
         let replays = self.listen_again(self.config.replay_port, count).await?;

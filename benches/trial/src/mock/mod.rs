@@ -8,6 +8,7 @@
 mod config;
 mod engine;
 mod faults;
+mod handover;
 mod http;
 mod publisher;
 mod rank;
@@ -19,4 +20,5 @@ pub use crate::kv_events::{Dialect, EventFormat};
 pub use config::MockConfig;
 pub use engine::{MockEngine, MockError};
 pub use faults::{Fault, FaultBoard, Faults, Scope};
+pub use handover::{EngineRole, HandoverCounters, HandoverProtocol, LoadFailure};
 pub use tokenizer::{chat_text, detokenize, tokenize};

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::engine::{Block, CacheEvent, Load, Output, Refused, RequestSpec, Step, Tier};
+use crate::engine::{Block, CacheEvent, Load, Output, Refused, RequestSpec, Stage, Step, Tier};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{Notify, oneshot};
 use tokio::task::yield_now;
@@ -81,6 +81,19 @@ struct RunningRequest {
     outputs: UnboundedSender<Output>,
 }
 
+/// Cancels its request on drop, and releases the blocks of a finished prefill.
+pub(crate) struct RequestGuard {
+    pub(crate) rank: Arc<RankDriver>,
+    pub(crate) id: u64,
+}
+
+impl Drop for RequestGuard {
+    fn drop(&mut self) {
+        self.rank.cancel(self.id);
+        self.rank.release(self.id);
+    }
+}
+
 /// Next action of a rank.
 enum NextAction {
     Step(Step),
@@ -109,7 +122,7 @@ impl RankDriver {
     }
 
     /// Submits a request. The returned channel delivers its tokens and closes early if the rank stops.
-    pub(crate) fn submit(&self, spec: RequestSpec) -> Result<UnboundedReceiver<Output>, NotTaken> {
+    pub(crate) fn submit(&self, spec: RequestSpec, stage: Stage) -> Result<UnboundedReceiver<Output>, NotTaken> {
         // The channel is effectively bounded: a request has at most its requested number of outputs.
         let (sender, outputs) = unbounded_channel();
         let mut state = self.lock();
@@ -120,7 +133,7 @@ impl RankDriver {
             return Err(NotTaken::Full);
         }
         let (id, prompt_tokens) = (spec.id, spec.tokens.len() as u64);
-        state.model.submit(spec)?;
+        state.model.submit_stage(spec, stage)?;
         state.requests.insert(id, RunningRequest { prompt_tokens, outputs: sender });
         drop(state);
         self.wake.notify_one();
@@ -132,6 +145,14 @@ impl RankDriver {
         let mut state = self.lock();
         state.requests.remove(&id);
         state.model.cancel(id);
+    }
+
+    /// Releases the blocks of a finished prefill. Has no effect on other requests.
+    fn release(&self, id: u64) {
+        // Requests may have waited for the memory.
+        if self.lock().model.release(id) > 0 {
+            self.wake.notify_one();
+        }
     }
 
     /// Clears the cache. Returns false if a request holds blocks, which prevents it.
@@ -276,7 +297,8 @@ impl RankDriver {
             if output.first {
                 state.counters.prompt_tokens += prompt_tokens;
                 state.counters.cache_queries += prompt_tokens;
-                state.counters.cache_hits += u64::from(output.cached_tokens);
+                // Transferred tokens are no hits of this rank's cache.
+                state.counters.cache_hits += u64::from(output.cached_tokens - output.transferred_tokens);
             }
             if output.finished.is_some() {
                 state.requests.remove(&output.id);
@@ -381,7 +403,7 @@ mod tests {
     fn a_reset_event_keeps_its_order_relative_to_a_step() {
         let rank = rank();
         assert!(rank.reset_cache());
-        let _outputs = rank.submit(RequestSpec::new(1, vec![7; 9], 1)).expect("accepted");
+        let _outputs = rank.submit(RequestSpec::new(1, vec![7; 9], 1), Stage::Whole).expect("accepted");
         let NextAction::Step(step) = rank.begin(false) else { panic!("a request waits") };
         assert!(rank.reset_cache(), "the request has ended in this step");
         let messages = rank.publish(&step);
@@ -396,10 +418,10 @@ mod tests {
     #[test]
     fn a_stopped_rank_ends_its_requests_and_rejects_new_ones() {
         let rank = rank();
-        let mut outputs = rank.submit(RequestSpec::new(1, [1, 2], 5)).expect("accepted");
+        let mut outputs = rank.submit(RequestSpec::new(1, [1, 2], 5), Stage::Whole).expect("accepted");
         rank.stop();
         assert!(matches!(outputs.try_recv(), Err(tokio::sync::mpsc::error::TryRecvError::Disconnected)));
-        assert!(matches!(rank.submit(RequestSpec::new(2, [1, 2], 5)), Err(NotTaken::Stopped)));
+        assert!(matches!(rank.submit(RequestSpec::new(2, [1, 2], 5), Stage::Whole), Err(NotTaken::Stopped)));
         assert!(rank.is_quiet());
     }
 }

@@ -64,8 +64,8 @@ impl Usage {
 
 impl Head {
     /// Response of a request without streaming.
-    pub(super) fn whole(&self, text: &str, finish: Option<Finish>, usage: Usage) -> Value {
-        let mut choice = json!({ "index": 0, "logprobs": null, "finish_reason": reason(finish) });
+    pub(super) fn whole(&self, text: &str, reason: Option<&str>, usage: Usage) -> Value {
+        let mut choice = json!({ "index": 0, "logprobs": null, "finish_reason": reason });
         let object = match self.api {
             Api::Completion => {
                 choice["text"] = text.into();
@@ -90,13 +90,13 @@ impl Head {
     }
 
     /// Content chunk of a stream.
-    pub(super) fn piece(&self, text: &str, finish: Option<Finish>) -> Bytes {
+    pub(super) fn piece(&self, text: &str, reason: Option<&str>) -> Bytes {
         match self.api {
             Api::Completion => {
-                let choice = json!({ "index": 0, "text": text, "logprobs": null, "finish_reason": reason(finish) });
+                let choice = json!({ "index": 0, "text": text, "logprobs": null, "finish_reason": reason });
                 event(&self.json("text_completion", json!([choice])))
             }
-            Api::Chat => self.delta(json!({ "content": text }), finish),
+            Api::Chat => self.delta(json!({ "content": text }), reason),
         }
     }
 
@@ -107,8 +107,8 @@ impl Head {
         event(&answer)
     }
 
-    fn delta(&self, delta: Value, finish: Option<Finish>) -> Bytes {
-        let choice = json!({ "index": 0, "delta": delta, "logprobs": null, "finish_reason": reason(finish) });
+    fn delta(&self, delta: Value, reason: Option<&str>) -> Bytes {
+        let choice = json!({ "index": 0, "delta": delta, "logprobs": null, "finish_reason": reason });
         event(&self.json(self.chunk_object(), json!([choice])))
     }
 
@@ -130,6 +130,9 @@ impl Head {
     }
 }
 
+/// `finish_reason` of a request that was aborted by its id.
+pub(super) const ABORT: &str = "abort";
+
 /// End marker of a stream.
 pub(super) const DONE: Bytes = Bytes::from_static(b"data: [DONE]\n\n");
 
@@ -137,7 +140,8 @@ fn event(data: &Value) -> Bytes {
     format!("data: {data}\n\n").into()
 }
 
-fn reason(finish: Option<Finish>) -> Option<&'static str> {
+/// `finish_reason` of an output.
+pub(super) fn reason(finish: Option<Finish>) -> Option<&'static str> {
     // Both ends are length limits: a mock engine has no end-of-sequence token.
     finish.map(|finish| match finish {
         Finish::Complete | Finish::ModelLength => "length",

@@ -1,14 +1,16 @@
 //! Handlers of completions and chat completions, whole and streamed.
 //!
 //! A request whose client disconnects is cancelled. A request whose rank stops loses its connection, as with a crashed
-//! process. [`super::answer`] defines the response formats.
+//! process. [`super::answer`] defines the response formats. [`super::legs`] serves disaggregated requests with the
+//! functions of this module.
 
 use std::collections::VecDeque;
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use crate::engine::{Finish, Output, RequestSpec};
+use crate::engine::{Output, RequestSpec, Stage};
 use axum::body::{Body, Bytes};
 use axum::extract::State;
 use axum::extract::rejection::BytesRejection;
@@ -18,18 +20,20 @@ use axum::{Extension, Json};
 use http_body::Frame;
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::answer::{self, Api, DONE, Head, Usage};
+use super::answer::{self, ABORT, Api, DONE, Head, Usage};
+use super::legs::{self, Incoming};
 use super::request::{ChatRequest, Common, CompletionRequest, PromptInput, parsed};
 use super::{Connection, Shared};
 use crate::mock::engine::Engine;
-use crate::mock::rank::{NotTaken, RankDriver};
+use crate::mock::handover::RunningLeg;
+use crate::mock::rank::{NotTaken, RankDriver, RequestGuard};
 use crate::mock::tokenizer::{chat_text, detokenize, tokenize};
 
 /// Header that selects a rank.
 const RANK_HEADER: &str = "x-data-parallel-rank";
 
 /// An early error response.
-type Refusal = Box<Response>;
+pub(super) type Refusal = Box<Response>;
 
 /// `POST /v1/completions`.
 pub(super) async fn complete(
@@ -42,11 +46,12 @@ pub(super) async fn complete(
         Ok(request) => request,
         Err(refusal) => return *refusal,
     };
-    let tokens = match request.prompt {
-        PromptInput::Text(text) => tokenize(&text),
-        PromptInput::Tokens(tokens) => tokens,
+    let (tokens, has_token_prompt) = match request.prompt {
+        PromptInput::Text(text) => (tokenize(&text), false),
+        PromptInput::Tokens(tokens) => (tokens, true),
     };
-    answer(&engine, &connection, &headers, Api::Completion, &request.common, tokens).await
+    let incoming = Incoming { api: Api::Completion, common: request.common, tokens, has_token_prompt, headers };
+    answer(&engine, &connection, incoming).await
 }
 
 /// `POST /v1/chat/completions`.
@@ -63,138 +68,198 @@ pub(super) async fn chat(
     let texts: Vec<String> = request.messages.iter().map(super::request::Message::text).collect();
     let messages = request.messages.iter().zip(&texts).map(|(message, text)| (message.role.as_str(), text.as_str()));
     let tokens = tokenize(&chat_text(messages));
-    answer(&engine, &connection, &headers, Api::Chat, &request.common, tokens).await
+    let incoming = Incoming { api: Api::Chat, common: request.common, tokens, has_token_prompt: false, headers };
+    answer(&engine, &connection, incoming).await
 }
 
-async fn answer(
-    engine: &Engine,
-    connection: &Connection,
-    headers: &HeaderMap,
-    api: Api,
-    common: &Common,
-    tokens: Vec<u32>,
-) -> Response {
-    let (head, run) = match begin(engine, headers, api, common, tokens) {
-        Ok(begun) => begun,
+async fn answer(engine: &Engine, connection: &Connection, request: Incoming) -> Response {
+    if let Some(board) = &engine.handover {
+        return legs::serve(engine, board, connection, request).await;
+    }
+    let run = match Prepared::new(engine, &request, None).and_then(|prepared| prepared.submit(Stage::Whole, None)) {
+        Ok(run) => run,
         Err(refusal) => return *refusal,
     };
+    respond(connection, &request.common, run).await
+}
+
+/// Responds with the output of a request, whole or streamed.
+pub(super) async fn respond(connection: &Connection, common: &Common, (head, run): (Head, Run)) -> Response {
     if common.is_stream() {
         let stream = Stream::new(head, run, common.has_usage_chunk());
-        let headers = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8"), (header::CACHE_CONTROL, "no-cache")];
-        return (headers, Body::new(stream)).into_response();
+        return (stream_headers(), Body::new(stream)).into_response();
     }
     match run.all().await {
-        Some((text, finish, usage)) => Json(head.whole(&text, finish, usage)).into_response(),
+        Some(ended) => Json(head.whole(&ended.text(), ended.reason, ended.usage)).into_response(),
         None => connection.reset().await,
     }
 }
 
-/// Validates a request, selects its rank and submits it.
-fn begin(
-    engine: &Engine,
-    headers: &HeaderMap,
-    api: Api,
-    common: &Common,
-    tokens: Vec<u32>,
-) -> Result<(Head, Run), Refusal> {
-    let refuse = |status, message: &str| Box::new(answer::error(status, message));
-    let bad = |message: String| refuse(StatusCode::BAD_REQUEST, &message);
-    common.validate().map_err(bad)?;
-    let config = &engine.config;
-    let model = common.model.as_ref().unwrap_or(&config.model);
-    let lora_name = (*model != config.model).then_some(model);
-    if lora_name.is_some_and(|name| !config.loras.contains(name)) {
-        return Err(refuse(StatusCode::NOT_FOUND, &format!("the model {model:?} does not exist")));
+/// Headers of a streamed response.
+pub(super) fn stream_headers() -> [(header::HeaderName, &'static str); 2] {
+    [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8"), (header::CACHE_CONTROL, "no-cache")]
+}
+
+/// A valid request with its rank, not yet submitted.
+pub(super) struct Prepared {
+    pub(super) head: Head,
+    pub(super) spec: RequestSpec,
+    pub(super) rank_idx: u16,
+    rank: Arc<RankDriver>,
+}
+
+impl Prepared {
+    /// Validates a request and selects its rank: `rank` if given, otherwise by header and load.
+    pub(super) fn new(engine: &Engine, request: &Incoming, rank: Option<u16>) -> Result<Self, Refusal> {
+        let refuse = |status, message: &str| Box::new(answer::error(status, message));
+        let bad = |message: String| refuse(StatusCode::BAD_REQUEST, &message);
+        let common = &request.common;
+        common.validate().map_err(bad)?;
+        let config = &engine.config;
+        let model = common.model.as_ref().unwrap_or(&config.model);
+        let lora_name = (*model != config.model).then_some(model);
+        if lora_name.is_some_and(|name| !config.loras.contains(name)) {
+            return Err(refuse(StatusCode::NOT_FOUND, &format!("the model {model:?} does not exist")));
+        }
+        let (prompt_tokens, longest) = (request.tokens.len(), config.model_len_max());
+        if prompt_tokens >= longest as usize {
+            return Err(bad(format!(
+                "this model's maximum context length is {longest} tokens, but the request has {prompt_tokens} input \
+                 tokens and at least one is generated"
+            )));
+        }
+        let (rank_idx, rank) = match rank {
+            Some(rank_idx) => (rank_idx, Arc::clone(&engine.ranks()[usize::from(rank_idx)])),
+            None => chosen_rank(engine, &request.headers)?,
+        };
+        let id = engine.request_number();
+        let spec = RequestSpec {
+            id,
+            tokens: request.tokens.as_slice().into(),
+            output_tokens_max: common.output_tokens(),
+            lora_name: lora_name.map(|name| name.as_str().into()),
+            cache_salt: common.cache_salt.as_deref().map(Into::into),
+        };
+        let prefix = match request.api {
+            Api::Completion => "cmpl",
+            Api::Chat => "chatcmpl",
+        };
+        let head =
+            Head { api: request.api, id: format!("{prefix}-{id}"), created: rank.seconds(), model: model.clone() };
+        Ok(Self { head, spec, rank_idx, rank })
     }
-    let (prompt_tokens, longest) = (tokens.len(), config.model_len_max());
-    if prompt_tokens >= longest as usize {
-        return Err(bad(format!(
-            "this model's maximum context length is {longest} tokens, but the request has {prompt_tokens} input tokens \
-             and at least one is generated"
-        )));
+
+    /// Submits one stage of the request.
+    pub(super) fn submit(self, stage: Stage, leg: Option<RunningLeg>) -> Result<(Head, Run), Refusal> {
+        let Self { head, spec, rank, .. } = self;
+        let (id, prompt) = (spec.id, spec.tokens.len() as u64);
+        let outputs = rank.submit(spec, stage).map_err(|error| {
+            let status = match &error {
+                NotTaken::Refused(_) => StatusCode::BAD_REQUEST,
+                NotTaken::Full | NotTaken::Stopped => StatusCode::SERVICE_UNAVAILABLE,
+            };
+            Box::new(answer::error(status, &error.to_string()))
+        })?;
+        let aborted = leg.as_ref().map(|leg| Box::pin(leg.aborted()) as Aborted);
+        let usage = Usage { prompt, ..Usage::default() };
+        Ok((head, Run { outputs, usage, guard: RequestGuard { rank, id }, leg, aborted }))
     }
-    let rank = chosen_rank(engine, headers)?;
-    let id = engine.request_number();
-    let spec = RequestSpec {
-        id,
-        tokens: tokens.into(),
-        output_tokens_max: common.output_tokens(),
-        lora_name: lora_name.map(|name| name.as_str().into()),
-        cache_salt: common.cache_salt.as_deref().map(Into::into),
-    };
-    let outputs = rank.submit(spec).map_err(|error| match &error {
-        NotTaken::Refused(_) => bad(error.to_string()),
-        NotTaken::Full | NotTaken::Stopped => refuse(StatusCode::SERVICE_UNAVAILABLE, &error.to_string()),
-    })?;
-    let prefix = match api {
-        Api::Completion => "cmpl",
-        Api::Chat => "chatcmpl",
-    };
-    let head = Head { api, id: format!("{prefix}-{id}"), created: rank.seconds(), model: model.clone() };
-    let usage = Usage { prompt: prompt_tokens as u64, ..Usage::default() };
-    Ok((head, Run { guard: Guard { rank, id }, outputs, usage }))
 }
 
 /// Selects the rank named by the header, otherwise the rank with the fewest requests; ties go to the first.
-fn chosen_rank(engine: &Engine, headers: &HeaderMap) -> Result<Arc<RankDriver>, Refusal> {
+fn chosen_rank(engine: &Engine, headers: &HeaderMap) -> Result<(u16, Arc<RankDriver>), Refusal> {
     let ranks = engine.ranks();
+    let numbered = |rank_idx: usize| (u16::try_from(rank_idx).expect("ranks are few"), Arc::clone(&ranks[rank_idx]));
     let bad = |message: String| Box::new(answer::error(StatusCode::BAD_REQUEST, &message));
     let least_loaded = || {
-        let busy = |rank: &&Arc<RankDriver>| {
-            let load = rank.load();
+        let busy = |rank_idx: &usize| {
+            let load = ranks[*rank_idx].load();
             u64::from(load.running) + u64::from(load.waiting)
         };
-        Arc::clone(ranks.iter().min_by_key(busy).expect("an engine has at least one rank"))
+        numbered((0..ranks.len()).min_by_key(busy).expect("an engine has at least one rank"))
     };
     let Some(value) = headers.get(RANK_HEADER) else { return Ok(least_loaded()) };
     match value.to_str().ok().and_then(|text| text.trim().parse::<usize>().ok()) {
-        Some(rank) => {
-            let found = ranks.get(rank).cloned();
-            found.ok_or_else(|| bad(format!("data-parallel rank {rank} is not below {}", ranks.len())))
-        }
+        Some(rank) if rank < ranks.len() => Ok(numbered(rank)),
+        Some(rank) => Err(bad(format!("data-parallel rank {rank} is not below {}", ranks.len()))),
         // vLLM ignores an unreadable header, SGLang rejects it.
         None if engine.format().dialect.is_sglang() => Err(bad(format!("{RANK_HEADER} {value:?} is not a rank"))),
         None => Ok(least_loaded()),
     }
 }
 
-/// Cancels its request on drop. Has no effect on a request that has ended.
-struct Guard {
-    rank: Arc<RankDriver>,
-    id: u64,
+/// Whether the request names its rank by header.
+pub(super) fn has_rank_header(headers: &HeaderMap) -> bool {
+    headers.contains_key(RANK_HEADER)
 }
 
-impl Drop for Guard {
-    fn drop(&mut self) {
-        self.rank.cancel(self.id);
+type Aborted = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// A running request.
+pub(super) struct Run {
+    outputs: UnboundedReceiver<Output>,
+    usage: Usage,
+    guard: RequestGuard,
+    /// Registration of the request, with disaggregated serving.
+    leg: Option<RunningLeg>,
+    aborted: Option<Aborted>,
+}
+
+/// The output of a request that has ended.
+pub(super) struct Ended {
+    pub(super) tokens: Vec<u32>,
+    pub(super) reason: Option<&'static str>,
+    pub(super) usage: Usage,
+    pub(super) guard: RequestGuard,
+}
+
+impl Ended {
+    pub(super) fn text(&self) -> String {
+        detokenize(&self.tokens)
     }
 }
 
-/// A running request.
-struct Run {
-    outputs: UnboundedReceiver<Output>,
-    usage: Usage,
-    #[expect(dead_code, reason = "held for its drop")]
-    guard: Guard,
+/// Next result of a running request.
+enum Next {
+    Output(Output),
+    Aborted,
+    Stopped,
 }
 
 impl Run {
-    fn count(&mut self, output: &Output) {
+    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Next> {
+        if let Some(aborted) = &mut self.aborted
+            && aborted.as_mut().poll(context).is_ready()
+        {
+            self.aborted = None;
+            return Poll::Ready(Next::Aborted);
+        }
+        let output = ready!(self.outputs.poll_recv(context));
+        if let Some(leg) = &mut self.leg {
+            leg.end_transfer();
+        }
+        let Some(output) = output else { return Poll::Ready(Next::Stopped) };
         self.usage.completion += 1;
         self.usage.cached = output.cached_tokens.into();
+        Poll::Ready(Next::Output(output))
     }
 
     /// Collects the whole output; none if the rank stopped.
-    async fn all(mut self) -> Option<(String, Option<Finish>, Usage)> {
+    pub(super) async fn all(mut self) -> Option<Ended> {
         let mut tokens = Vec::new();
-        loop {
-            let output = self.outputs.recv().await?;
-            self.count(&output);
-            tokens.push(output.token);
-            if output.finished.is_some() {
-                return Some((detokenize(&tokens), output.finished, self.usage));
+        let reason = loop {
+            match poll_fn(|context| self.poll_next(context)).await {
+                Next::Output(output) => {
+                    tokens.push(output.token);
+                    if output.finished.is_some() {
+                        break answer::reason(output.finished);
+                    }
+                }
+                Next::Aborted => break Some(ABORT),
+                Next::Stopped => return None,
             }
-        }
+        };
+        Some(Ended { tokens, reason, usage: self.usage, guard: self.guard })
     }
 }
 
@@ -230,18 +295,23 @@ impl http_body::Body for Stream {
             return Poll::Ready(Some(Ok(Frame::data(chunk))));
         }
         let Some(run) = &mut this.run else { return Poll::Ready(None) };
-        let Some(output) = ready!(run.outputs.poll_recv(context)) else {
-            this.run = None;
-            return Poll::Ready(Some(Err(Stopped)));
+        let (text, reason, is_end) = match ready!(run.poll_next(context)) {
+            Next::Output(output) => {
+                (detokenize(&[output.token]), answer::reason(output.finished), output.finished.is_some())
+            }
+            Next::Aborted => (String::new(), Some(ABORT), true),
+            Next::Stopped => {
+                this.run = None;
+                return Poll::Ready(Some(Err(Stopped)));
+            }
         };
-        run.count(&output);
         let usage = run.usage;
         // Same as vLLM: the chunk with the role is sent with the first output of the engine, immediately before it.
         if !std::mem::replace(&mut this.has_opened, true) {
             this.chunks.extend(this.head.opening());
         }
-        this.chunks.push_back(this.head.piece(&detokenize(&[output.token]), output.finished));
-        if output.finished.is_some() {
+        this.chunks.push_back(this.head.piece(&text, reason));
+        if is_end {
             this.run = None;
             this.chunks.extend(this.has_usage_chunk.then(|| this.head.usage(usage)));
             this.chunks.push_back(DONE);

@@ -19,8 +19,9 @@ use super::Shared;
 use super::answer;
 use super::request::{PromptInput, TokenizeRequest, parsed};
 use crate::kv_events::EventFormat;
-use crate::mock::engine::{Engine, MockError};
+use crate::mock::engine::{BOOTSTRAP_PORT, Engine, MockError};
 use crate::mock::faults::Faults;
+use crate::mock::handover::HandoverProtocol;
 use crate::mock::rank::RankDriver;
 use crate::mock::sockets::TOPIC;
 use crate::mock::tokenizer;
@@ -76,7 +77,7 @@ pub(super) async fn server_info(State(engine): Shared) -> Response {
         return answer::error(StatusCode::NOT_FOUND, "/server_info is disabled");
     }
     let host = if config.host.is_unspecified() { "*".to_owned() } else { config.host.to_string() };
-    Json(json!({
+    let mut info = json!({
         "model_path": config.model,
         "served_model_name": config.model,
         "page_size": config.block_size,
@@ -94,8 +95,13 @@ pub(super) async fn server_info(State(engine): Shared) -> Response {
             "block_size": config.block_size,
             "dp_size": config.data_parallel_size,
         },
-    }))
-    .into_response()
+    });
+    if config.handover == Some(HandoverProtocol::Sglang) {
+        let is_prefill = config.role.has_prefill();
+        info["disaggregation_mode"] = if is_prefill { "prefill" } else { "decode" }.into();
+        info["disaggregation_bootstrap_port"] = config.bootstrap_port.unwrap_or(BOOTSTRAP_PORT).into();
+    }
+    Json(info).into_response()
 }
 
 /// `POST /reset_prefix_cache`: succeeds if every rank's cache was cleared.

@@ -5,7 +5,9 @@
 
 mod answer;
 mod completions;
+mod handover;
 mod info;
+mod legs;
 mod request;
 
 use std::net::TcpListener;
@@ -58,11 +60,11 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    pub(crate) fn start(engine: Arc<Engine>, listener: TcpListener) -> std::io::Result<Self> {
+    pub(crate) fn start(routes: Router, listener: TcpListener) -> std::io::Result<Self> {
         listener.set_nonblocking(true)?;
         let listener = tokio::net::TcpListener::from_std(listener)?;
         let (stop, stopped) = oneshot::channel();
-        Ok(Self { stop, handle: tokio::spawn(serve(listener, routes(engine), stopped)) })
+        Ok(Self { stop, handle: tokio::spawn(serve(listener, routes, stopped)) })
     }
 
     /// Closes all connections and returns when the port is free.
@@ -106,8 +108,13 @@ async fn serve_connection(stream: TcpStream, routes: Router) {
     }
 }
 
-fn routes(engine: Arc<Engine>) -> Router {
-    Router::new()
+/// Routes of the engine.
+pub(crate) fn routes(engine: Arc<Engine>) -> Router {
+    let router = match &engine.handover {
+        Some(_) => handover::routes(),
+        None => Router::new(),
+    };
+    router
         .route("/v1/completions", post(completions::complete))
         .route("/v1/chat/completions", post(completions::chat))
         .route("/v1/models", get(info::models))
@@ -125,6 +132,17 @@ fn routes(engine: Arc<Engine>) -> Router {
         .with_state(engine)
 }
 
+/// Routes of the bootstrap server of a prefill engine.
+pub(crate) fn bootstrap_routes(engine: Arc<Engine>) -> Router {
+    Router::new()
+        .route("/health", get(info::health))
+        .route("/query", get(handover::query))
+        .route("/handover/claim", post(handover::claim))
+        .fallback(unknown)
+        .method_not_allowed_fallback(wrong_method)
+        .with_state(engine)
+}
+
 async fn unknown(request: Request) -> Response {
     answer::error(StatusCode::NOT_FOUND, &format!("{} does not exist", request.uri().path()))
 }
@@ -137,7 +155,7 @@ async fn wrong_method(method: Method, request: Request) -> Response {
 async fn suffer(State(engine): Shared, connection: Extension<Connection>, request: Request, next: Next) -> Response {
     let set = engine.faults.get();
     let path = request.uri().path();
-    let is_spared = path == "/faults"
+    let is_spared = matches!(path, "/faults" | "/handover")
         || match set.scope {
             Scope::All => false,
             Scope::Generation => !matches!(path, "/v1/completions" | "/v1/chat/completions"),

@@ -13,6 +13,7 @@ use serde::de::{DeserializeOwned, Error, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use super::answer;
+use crate::mock::handover::{HandoverFields, LegFacts};
 
 /// Default number of output tokens, as in OpenAI's completions.
 const OUTPUT_TOKENS: u32 = 16;
@@ -39,6 +40,8 @@ pub(super) struct Common {
     stream_options: Option<StreamOptions>,
     pub(super) cache_salt: Option<String>,
     n: Option<u32>,
+    #[serde(flatten)]
+    pub(super) handover: HandoverFields,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -98,6 +101,28 @@ impl Common {
             return Err("cache_salt is empty: omit it or set a value".to_owned());
         }
         Ok(())
+    }
+
+    /// Properties of the request for the rules of disaggregated serving.
+    pub(super) fn leg_facts<'a>(
+        &'a self,
+        is_chat: bool,
+        has_token_prompt: bool,
+        request_id: Option<&'a str>,
+        has_rank_header: bool,
+    ) -> LegFacts<'a> {
+        LegFacts {
+            fields: &self.handover,
+            is_chat,
+            is_stream: self.is_stream(),
+            has_stream_options: self.stream_options.is_some(),
+            max_tokens: self.max_tokens,
+            max_completion_tokens: self.max_completion_tokens,
+            min_tokens: self.min_tokens,
+            request_id,
+            has_rank_header,
+            has_token_prompt,
+        }
     }
 
     fn output_tokens_max(&self) -> u32 {

@@ -1,0 +1,344 @@
+//! Rules of the legs, per protocol.
+//!
+//! Classifies a request as prefill leg, decode leg or plain request by its fields and the role of the engine. A
+//! violation is rejected with a message that names the field. Pure: the caller sends, waits and counts.
+
+use std::net::SocketAddr;
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use super::params::{nixl_claim, tensorrt_claim};
+use super::{EngineRole, HandoverProtocol};
+use crate::mock::engine::BOOTSTRAP_PORT;
+
+/// Fields of a request body that only matter to disaggregated serving. They have any type until a leg is classified, so
+/// that an engine without disaggregated serving ignores them.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct HandoverFields {
+    pub(crate) kv_transfer_params: Option<Value>,
+    pub(crate) bootstrap_host: Option<Value>,
+    pub(crate) bootstrap_port: Option<Value>,
+    pub(crate) bootstrap_room: Option<Value>,
+    pub(crate) routed_dp_rank: Option<Value>,
+    pub(crate) disagg_prefill_dp_rank: Option<Value>,
+    pub(crate) rid: Option<Value>,
+    pub(crate) disaggregated_params: Option<Value>,
+    pub(crate) prompt_token_ids: Option<Value>,
+}
+
+/// Configuration of the engine that the rules depend on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct EngineFacts {
+    pub(crate) protocol: HandoverProtocol,
+    pub(crate) role: EngineRole,
+    pub(crate) address: SocketAddr,
+    pub(crate) ranks: u16,
+}
+
+/// Properties of a request that the rules depend on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LegFacts<'a> {
+    pub(crate) fields: &'a HandoverFields,
+    pub(crate) is_chat: bool,
+    pub(crate) is_stream: bool,
+    pub(crate) has_stream_options: bool,
+    pub(crate) max_tokens: Option<u32>,
+    pub(crate) max_completion_tokens: Option<u32>,
+    pub(crate) min_tokens: Option<u32>,
+    /// Value of the header `X-Request-Id`.
+    pub(crate) request_id: Option<&'a str>,
+    pub(crate) has_rank_header: bool,
+    /// Whether the prompt of a completion consists of token ids.
+    pub(crate) has_token_prompt: bool,
+}
+
+/// Kind of a request.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Leg {
+    /// A request for one engine.
+    Plain,
+    Prefill(PrefillLeg),
+    Decode(DecodeLeg),
+}
+
+/// A prefill leg.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct PrefillLeg {
+    /// Name of the transfer; none if the engine chooses it.
+    pub(crate) key: Option<String>,
+    /// Address that the blocks are pushed to.
+    pub(crate) push_to: Option<String>,
+    /// Default of the data-parallel rank.
+    pub(crate) rank: Option<u16>,
+}
+
+/// A decode leg.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct DecodeLeg {
+    /// Name of the transfer.
+    pub(crate) key: String,
+    pub(crate) source: Source,
+    /// Engine id that the router sent.
+    pub(crate) engine_id: Option<String>,
+    /// Rank of the prefill that the router sent.
+    pub(crate) prefill_rank: Option<u16>,
+    /// Number of prompt tokens that the prefill engine reported.
+    pub(crate) tokens: Option<u64>,
+    /// First output token that the prefill engine reported.
+    pub(crate) first_token: Option<u32>,
+    /// Prompt in place of the messages of a chat.
+    pub(crate) prompt: Option<Vec<u32>>,
+}
+
+/// Origin of the blocks of a decode leg.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// The decode engine claims them at this address.
+    Claim(String),
+    /// The prefill engine pushes them.
+    Push,
+}
+
+/// Classifies a request.
+///
+/// # Errors
+/// The violated rule.
+pub(crate) fn classify(engine: &EngineFacts, request: &LegFacts<'_>) -> Result<Leg, String> {
+    let leg = match engine.protocol {
+        HandoverProtocol::VllmNixl => nixl(request)?,
+        HandoverProtocol::VllmMooncake => mooncake(engine, request)?,
+        HandoverProtocol::VllmP2pNccl => p2p(engine, request)?,
+        HandoverProtocol::Sglang => sglang(engine, request)?,
+        HandoverProtocol::TensorrtLlm => tensorrt(request)?,
+    };
+    match leg {
+        Leg::Prefill(_) if !engine.role.has_prefill() => Err("a decode engine serves no prefill leg".to_owned()),
+        Leg::Decode(_) if !engine.role.has_decode() => Err("a prefill engine serves no decode leg".to_owned()),
+        leg @ (Leg::Plain | Leg::Prefill(_) | Leg::Decode(_)) => Ok(leg),
+    }
+}
+
+fn nixl(request: &LegFacts<'_>) -> Result<Leg, String> {
+    let Some((direction, params)) = direction(request)? else { return Ok(Leg::Plain) };
+    match direction {
+        Direction::Prefill => {
+            check_one_token(request)?;
+            Ok(Leg::Prefill(PrefillLeg::default()))
+        }
+        Direction::Decode => nixl_claim(params).map(Leg::Decode),
+    }
+}
+
+fn mooncake(engine: &EngineFacts, request: &LegFacts<'_>) -> Result<Leg, String> {
+    let Some((direction, params)) = direction(request)? else { return Ok(Leg::Plain) };
+    let key = text(params, "transfer_id")?;
+    match direction {
+        Direction::Prefill => {
+            check_one_token(request)?;
+            if engine.ranks > 1 && !request.has_rank_header {
+                return Err("X-data-parallel-rank is required: the engine has several ranks".to_owned());
+            }
+            Ok(Leg::Prefill(PrefillLeg { key: Some(key), ..PrefillLeg::default() }))
+        }
+        Direction::Decode => {
+            let address = text(params, "remote_bootstrap_addr")?;
+            let Some(address) = address.strip_prefix("http://").filter(|address| !address.is_empty()) else {
+                return Err(format!("remote_bootstrap_addr {address:?} is not http://host:port"));
+            };
+            let engine_id = Some(text(params, "remote_engine_id")?);
+            let source = Source::Claim(address.trim_end_matches('/').to_owned());
+            Ok(Leg::Decode(DecodeLeg { key, source, engine_id, ..DecodeLeg::default() }))
+        }
+    }
+}
+
+fn p2p(engine: &EngineFacts, request: &LegFacts<'_>) -> Result<Leg, String> {
+    let Some((request_id, prefill, decode)) = request.request_id.and_then(p2p_addresses) else {
+        return Ok(Leg::Plain);
+    };
+    let key = request_id.to_owned();
+    if request.fields.kv_transfer_params.is_some() {
+        return Err("kv_transfer_params is not supported by this connector".to_owned());
+    }
+    let (is_prefill, is_decode) = (is_own(engine, prefill), is_own(engine, decode));
+    match (is_prefill, is_decode) {
+        (true, false) => {
+            check_one_token(request)?;
+            Ok(Leg::Prefill(PrefillLeg { key: Some(key), push_to: Some(decode.to_owned()), rank: None }))
+        }
+        (false, true) => Ok(Leg::Decode(DecodeLeg { key, ..DecodeLeg::default() })),
+        (true, true) => Err(format!("X-Request-Id {request_id:?} names one engine for both legs")),
+        (false, false) => Err(format!("X-Request-Id {request_id:?} does not name this engine, {}", engine.address)),
+    }
+}
+
+/// Parses `___prefill_addr_{host:port}___decode_addr_{host:port}_{uuid}`.
+fn p2p_addresses(id: &str) -> Option<(&str, &str, &str)> {
+    let rest = id.strip_prefix("___prefill_addr_")?;
+    let (prefill, rest) = rest.split_once("___decode_addr_")?;
+    let (decode, unique) = rest.rsplit_once('_')?;
+    (!unique.is_empty()).then_some((id, prefill, decode))
+}
+
+fn is_own(engine: &EngineFacts, address: &str) -> bool {
+    let own = engine.address;
+    match address.parse::<SocketAddr>() {
+        Ok(address) => address.port() == own.port() && (own.ip().is_unspecified() || address.ip() == own.ip()),
+        Err(_) => address.strip_prefix("localhost:").is_some_and(|port| port == own.port().to_string()),
+    }
+}
+
+fn sglang(engine: &EngineFacts, request: &LegFacts<'_>) -> Result<Leg, String> {
+    let fields = request.fields;
+    let Some(room) = &fields.bootstrap_room else {
+        return Err("disaggregated request received without bootstrap room id".to_owned());
+    };
+    let host = fields.bootstrap_host.as_ref().ok_or("bootstrap_host is missing")?;
+    let room = single(room, "bootstrap_room", room)?;
+    let host = single(host, "bootstrap_host", fields.bootstrap_room.as_ref().unwrap_or(&Value::Null))?;
+    let port = match &fields.bootstrap_port {
+        Some(port) => single(port, "bootstrap_port", fields.bootstrap_room.as_ref().unwrap_or(&Value::Null))?,
+        None => &Value::Null,
+    };
+    let room = room
+        .as_u64()
+        .filter(|room| i64::try_from(*room).is_ok())
+        .ok_or_else(|| format!("bootstrap_room {room} is not an integer of 63 bits"))?;
+    let host = host.as_str().filter(|host| !host.is_empty()).ok_or_else(|| format!("bootstrap_host is {host}"))?;
+    let port = match port {
+        Value::Null => BOOTSTRAP_PORT,
+        port => number(port).ok_or_else(|| format!("bootstrap_port {port} is not a port"))?,
+    };
+    let key = room.to_string();
+    match engine.role {
+        EngineRole::Prefill => {
+            let by_room = u16::try_from(room % u64::from(engine.ranks)).unwrap_or_default();
+            Ok(Leg::Prefill(PrefillLeg { key: Some(key), push_to: None, rank: Some(by_room) }))
+        }
+        EngineRole::Decode | EngineRole::Both => {
+            let prefill_rank = match &fields.disagg_prefill_dp_rank {
+                Some(rank) => Some(number(rank).ok_or_else(|| format!("disagg_prefill_dp_rank {rank} is not a rank"))?),
+                None => None,
+            };
+            let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() };
+            let source = Source::Claim(format!("{host}:{port}"));
+            Ok(Leg::Decode(DecodeLeg { key, source, prefill_rank, ..DecodeLeg::default() }))
+        }
+    }
+}
+
+/// The value of a field for the one prompt of the request. Arrays have one element per prompt, and if the room is an
+/// array, so is the field.
+fn single<'a>(value: &'a Value, name: &str, room: &Value) -> Result<&'a Value, String> {
+    match value {
+        Value::Array(values) if !room.is_array() => {
+            Err(format!("{name} has {} elements, but bootstrap_room is no array", values.len()))
+        }
+        Value::Array(values) if values.len() == 1 => Ok(&values[0]),
+        Value::Array(values) => Err(format!("{name} has {} elements: only one prompt is supported", values.len())),
+        Value::Null => Ok(value),
+        value if room.is_array() => Err(format!("{name} is {value}, but bootstrap_room is an array")),
+        value => Ok(value),
+    }
+}
+
+fn tensorrt(request: &LegFacts<'_>) -> Result<Leg, String> {
+    let Some(params) = &request.fields.disaggregated_params else { return Ok(Leg::Plain) };
+    let params = params.as_object().ok_or("disaggregated_params is not an object")?;
+    match params.get("request_type").and_then(Value::as_str) {
+        Some("context_only") => {
+            if request.is_stream {
+                return Err("stream is true: a context leg is not streamed".to_owned());
+            }
+            Ok(Leg::Prefill(PrefillLeg::default()))
+        }
+        Some("generation_only") => {
+            let mut leg = tensorrt_claim(params)?;
+            if request.is_chat {
+                let ids = request.fields.prompt_token_ids.as_ref().ok_or("prompt_token_ids is missing")?;
+                leg.prompt =
+                    Some(serde_json::from_value(ids.clone()).map_err(|_| "prompt_token_ids are not token ids")?);
+            } else if !request.has_token_prompt {
+                return Err("prompt is text: a generation leg has the token ids of its context leg".to_owned());
+            }
+            Ok(Leg::Decode(leg))
+        }
+        Some("context_and_generation") => Ok(Leg::Plain),
+        Some(other) => Err(format!("request_type {other:?} is unknown")),
+        None => Err("request_type is missing".to_owned()),
+    }
+}
+
+/// vLLM's transfer parameters with their direction.
+type Directed<'a> = (Direction, &'a Map<String, Value>);
+
+enum Direction {
+    Prefill,
+    Decode,
+}
+
+/// Direction of vLLM's transfer parameters; none for a plain request.
+fn direction<'a>(request: &LegFacts<'a>) -> Result<Option<Directed<'a>>, String> {
+    let Some(params) = &request.fields.kv_transfer_params else { return Ok(None) };
+    let params = params.as_object().ok_or("kv_transfer_params is not an object")?;
+    let flag = |name: &str| match params.get(name) {
+        None | Some(Value::Null) => Ok(false),
+        Some(Value::Bool(flag)) => Ok(*flag),
+        Some(other) => Err(format!("{name} is {other}, not a boolean")),
+    };
+    match (flag("do_remote_decode")?, flag("do_remote_prefill")?) {
+        (true, true) => Err("do_remote_decode and do_remote_prefill are both true".to_owned()),
+        (true, false) => Ok(Some((Direction::Prefill, params))),
+        (false, true) => Ok(Some((Direction::Decode, params))),
+        (false, false) => Ok(None),
+    }
+}
+
+/// Checks that a prefill leg generates exactly one token and is not streamed.
+fn check_one_token(request: &LegFacts<'_>) -> Result<(), String> {
+    if request.is_stream {
+        return Err("stream is true: a prefill leg is not streamed".to_owned());
+    }
+    if request.has_stream_options {
+        return Err("stream_options are only allowed with stream".to_owned());
+    }
+    let limits = [("max_tokens", request.max_tokens), ("max_completion_tokens", request.max_completion_tokens)];
+    if request.is_chat && limits.iter().all(|(_, limit)| limit.is_some()) {
+        return Err("max_tokens and max_completion_tokens are both present".to_owned());
+    }
+    if limits.iter().all(|(_, limit)| limit.is_none()) {
+        return Err("max_tokens is missing: a prefill leg generates one token".to_owned());
+    }
+    if let Some((name, limit)) = limits.iter().find_map(|(name, limit)| limit.filter(|n| *n != 1).map(|n| (name, n))) {
+        return Err(format!("{name} is {limit}: a prefill leg generates one token"));
+    }
+    match request.min_tokens {
+        Some(least @ 2..) => Err(format!("min_tokens is {least}: a prefill leg generates one token")),
+        Some(0 | 1) | None => Ok(()),
+    }
+}
+
+pub(super) fn text(params: &Map<String, Value>, name: &str) -> Result<String, String> {
+    let value = params.get(name).and_then(Value::as_str).filter(|text| !text.is_empty());
+    value.map(str::to_owned).ok_or_else(|| format!("{name} is missing or not a string"))
+}
+
+/// An integer that fits the type.
+pub(super) fn number<T: TryFrom<u64>>(value: &Value) -> Option<T> {
+    value.as_u64().and_then(|number| T::try_from(number).ok())
+}
+
+impl Default for DecodeLeg {
+    fn default() -> Self {
+        Self {
+            key: String::new(),
+            source: Source::Push,
+            engine_id: None,
+            prefill_rank: None,
+            tokens: None,
+            first_token: None,
+            prompt: None,
+        }
+    }
+}
