@@ -11,6 +11,7 @@ mod alerts;
 mod check_config;
 mod demo;
 mod descriptors;
+mod disaggregation;
 mod discovered;
 mod docs_metrics;
 mod docs_settings;

@@ -12,6 +12,8 @@ const BUFFERED_BYTES_MAX: usize = 16 << 20;
 
 /// Rewrites the cached tokens in the usage of a response that passes in frames.
 ///
+/// The length of the response changes, so that the caller removes `Content-Length`. Compressed responses pass unchanged.
+///
 /// Frames may split the response anywhere. An event stream is delayed by at most one incomplete line; a JSON body is
 /// returned by [`finish`](Self::finish). Above 16 MiB a line or body passes unchanged. Other bytes never change, and
 /// frames without usage are not copied.
@@ -80,6 +82,17 @@ impl CachedTokensRewriter {
             lines.into()
         };
         joined(lines, self.buffer(rest))
+    }
+
+    /// Whether [`push`](Self::push) of this frame completes a line that may have usage, so that it needs `cached_tokens`.
+    #[must_use]
+    pub fn needs_cached_tokens(&self, frame: &[u8]) -> bool {
+        let completes_line = self.is_events && frame.contains(&b'\n');
+        completes_line
+            && match self.pending.is_empty() {
+                true => contains_usage(frame),
+                false => contains_usage(&[&self.pending, frame].concat()),
+            }
     }
 
     /// The remaining bytes: an incomplete last line, or the body.

@@ -264,6 +264,7 @@ impl Spans {
             fields.bootstrap_pair_key,
             fields.kv_transfer_params,
             fields.ec_transfer_params,
+            fields.disaggregated_params,
         ];
         let given = places.iter().filter(|given| given.json().is_some());
         Self {

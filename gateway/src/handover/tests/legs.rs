@@ -268,10 +268,13 @@ fn identifiers_are_escaped() {
 #[test]
 fn requests_that_need_one_rank_are_not_split() {
     let (chat, completions, responses) = (Endpoint::Chat, Endpoint::Completions, Endpoint::Responses);
+    let several_choices = [
+        (chat, r#"{"messages":[],"n":2}"#),
+        (chat, r#"{"messages":[],"n":0}"#),
+        (completions, r#"{"prompt":"x","best_of":3,"n":1}"#),
+    ];
     let cases = [
-        (chat, r#"{"messages":[],"n":2}"#, NotSplit::Choices),
-        (chat, r#"{"messages":[],"n":0}"#, NotSplit::Choices),
-        (completions, r#"{"prompt":"x","best_of":3,"n":1}"#, NotSplit::Choices),
+        (completions, r#"{"prompt":["x"],"n":2}"#, NotSplit::Choices),
         (completions, r#"{"prompt":"x","echo":true}"#, NotSplit::Echo),
         (completions, r#"{"prompt":"x","prompt_logprobs":0}"#, NotSplit::PromptLogprobs),
         (completions, r#"{"prompt":"x","use_beam_search":true}"#, NotSplit::BeamSearch),
@@ -291,6 +294,10 @@ fn requests_that_need_one_rank_are_not_split() {
             assert!(parse(endpoint, protocol, body).is_ok(), "{protocol} {body}");
         }
         let is_sglang = protocol == Protocol::Sglang;
+        for (endpoint, body) in several_choices {
+            let expected = (!is_sglang).then_some(NotSplit::Choices);
+            assert_eq!(parse(endpoint, protocol, body).err(), expected, "{protocol} {body}");
+        }
         for body in [r#"{"prompt":["x","y"]}"#, r#"{"prompt":[[1],[2]]}"#] {
             let expected = (!is_sglang).then_some(NotSplit::Batch);
             assert_eq!(parse(completions, protocol, body).err(), expected, "{protocol} {body}");

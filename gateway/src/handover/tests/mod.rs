@@ -1,6 +1,8 @@
 //! Byte-exact bodies of each protocol, properties, and splits of responses into frames.
 
 mod legs;
+mod properties;
+mod response;
 mod usage;
 
 use axum::body::Bytes;

@@ -5,11 +5,14 @@
 
 mod engine_ids;
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::time::Duration;
 
 use metrics::Counter;
 use pointsman::config::ConfigErrors;
 use pointsman::{Disaggregated, Placement, Router};
+use tokio::sync::watch;
+use tokio::time::timeout;
 
 use self::engine_ids::EngineIds;
 use super::metrics::Metric;
@@ -66,18 +69,32 @@ impl PrefillResult {
     }
 }
 
+/// Longest wait for the end of a prefill leg after its decode leg has usage to report.
+const LEG_WAIT: Duration = Duration::from_secs(1);
+
 /// Cached prompt tokens of a prefill leg, once it has ended.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct CachedTokens(Arc<OnceLock<u32>>);
+#[derive(Clone, Debug)]
+pub(crate) struct CachedTokens(watch::Receiver<Option<u32>>);
 
 impl CachedTokens {
-    pub(crate) fn get(&self) -> Option<u32> {
-        self.0.get().copied()
+    /// The value, and its sender for the leg.
+    pub(crate) fn of_leg() -> (watch::Sender<Option<u32>>, Self) {
+        let (sender, receiver) = watch::channel(None);
+        (sender, Self(receiver))
     }
 
-    pub(crate) fn set(&self, tokens: u32) {
-        // A leg ends once.
-        let _ = self.0.set(tokens);
+    /// Of a request without a prefill leg.
+    pub(crate) fn none() -> Self {
+        Self::of_leg().1
+    }
+
+    pub(crate) fn get(&self) -> Option<u32> {
+        *self.0.borrow()
+    }
+
+    /// Returns when the leg has ended, or after a second.
+    pub(crate) async fn settled(mut self) {
+        let _ = timeout(LEG_WAIT, self.0.wait_for(Option::is_some)).await;
     }
 }
 

@@ -16,12 +16,53 @@ pub(super) struct Corrected<B> {
     body: B,
     rewriter: CachedTokensRewriter,
     cached: CachedTokens,
+    waiting: Option<Waiting>,
     has_ended: bool,
+}
+
+/// A frame with usage, or the end of the body, that waits for the end of the prefill leg.
+struct Waiting {
+    data: Option<Bytes>,
+    settled: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
 impl<B> Corrected<B> {
     pub(super) fn new(body: B, is_events: bool, cached: CachedTokens) -> Self {
-        Self { body, rewriter: CachedTokensRewriter::new(is_events), cached, has_ended: false }
+        Self { body, rewriter: CachedTokensRewriter::new(is_events), cached, waiting: None, has_ended: false }
+    }
+}
+
+impl<B: Body<Data = Bytes> + Unpin> Corrected<B> {
+    /// Bytes after the next frame of the body; `None` after the last one.
+    fn poll_bytes(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        if let Some(waiting) = &mut self.waiting {
+            ready!(waiting.settled.as_mut().poll(context));
+        }
+        let cached = self.cached.get();
+        let (data, was_waiting) = match self.waiting.take() {
+            Some(waiting) => (waiting.data, true),
+            None => match ready!(Pin::new(&mut self.body).poll_frame(context)) {
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => (Some(data), false),
+                    Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
+                },
+                Some(Err(error)) => return Poll::Ready(Some(Err(error))),
+                None => (None, false),
+            },
+        };
+        let needs_cached = data.as_ref().is_none_or(|data| self.rewriter.needs_cached_tokens(data));
+        if cached.is_none() && needs_cached && !was_waiting {
+            self.waiting = Some(Waiting { data, settled: Box::pin(self.cached.clone().settled()) });
+            return self.poll_bytes(context);
+        }
+        let bytes = match data {
+            Some(data) => self.rewriter.push(data, cached),
+            None => {
+                self.has_ended = true;
+                self.rewriter.finish(cached)
+            }
+        };
+        Poll::Ready(Some(Ok(Frame::data(bytes))))
     }
 }
 
@@ -31,20 +72,9 @@ impl<B: Body<Data = Bytes> + Unpin> Body for Corrected<B> {
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
         while !self.has_ended {
-            let cached = self.cached.get();
-            let bytes = match ready!(Pin::new(&mut self.body).poll_frame(context)) {
-                Some(Ok(frame)) => match frame.into_data() {
-                    Ok(data) => self.rewriter.push(data, cached),
-                    Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
-                },
-                Some(Err(error)) => return Poll::Ready(Some(Err(error))),
-                None => {
-                    self.has_ended = true;
-                    self.rewriter.finish(cached)
-                }
-            };
-            if !bytes.is_empty() {
-                return Poll::Ready(Some(Ok(Frame::data(bytes))));
+            match ready!(self.poll_bytes(context)) {
+                Some(Ok(frame)) if frame.data_ref().is_some_and(Bytes::is_empty) => {}
+                next => return Poll::Ready(next),
             }
         }
         Poll::Ready(None)

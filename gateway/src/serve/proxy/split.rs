@@ -19,6 +19,7 @@ use pointsman::disagg::WhyLocal;
 use pointsman::health::Outcome;
 use pointsman::select::Constraints;
 use pointsman::{Placement, PrefillPlacement, RouteRequest};
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
@@ -220,13 +221,13 @@ impl<'a> Split<'a> {
                     }
                 }
             };
-            let cached = CachedTokens::default();
+            let (leg_cached, cached) = CachedTokens::of_leg();
             let leg = PrefillLeg {
                 upstream: attempts.app.upstream.clone(),
                 request: to_prefill,
                 protocol: pool.protocol(),
                 within,
-                cached: cached.clone(),
+                cached: leg_cached,
                 request_id: attempts.request_id.to_owned(),
             };
             let leg = leg.run(prefill, prefill_sent);
@@ -310,7 +311,7 @@ impl<'a> Split<'a> {
         let outgoing = Outgoing::new(attempts.body.clone(), attempts.request_id).to(self.pool.protocol());
         sent.begin();
         let checked = attempts.attempt(account, decode, sent, outgoing).await.map_err(AttemptError::Failed)?;
-        let prefill = Some(PrefillReport { result, cached: CachedTokens::default(), _leg: None });
+        let prefill = Some(PrefillReport { result, cached: CachedTokens::none(), _leg: None });
         Ok(Started { checked, prefill, served_by: None })
     }
 
@@ -445,7 +446,7 @@ struct PrefillLeg {
     request: Request<Full<Bytes>>,
     protocol: Protocol,
     within: Duration,
-    cached: CachedTokens,
+    cached: watch::Sender<Option<u32>>,
     request_id: String,
 }
 
@@ -470,7 +471,7 @@ impl PrefillLeg {
             placement.prefill_completed();
             if let Some(tokens) = response.cached_tokens {
                 placement.delivered_cached_tokens(tokens);
-                cached.set(tokens);
+                cached.send_replace(Some(tokens));
             }
             placement.outcome(Outcome::Ok);
             sent.completed();
