@@ -8,5 +8,7 @@ mod engine_scheduling;
 mod engine_story;
 mod generators;
 #[cfg(feature = "mock")]
+mod handover;
+#[cfg(feature = "mock")]
 mod mock_engine;
 mod traces;

@@ -66,8 +66,8 @@ pub struct Output {
     pub first: bool,
     /// Finish reason, if this is the last token of the request.
     pub finished: Option<Finish>,
-    /// Number of prompt tokens found in the cache, in any tier, at the first admission of the request, and of those
-    /// that were transferred from another rank.
+    /// Number of prompt tokens found in the cache, in any tier, or transferred from another rank, at the first
+    /// admission of the request.
     pub cached_tokens: u32,
     /// Number of `cached_tokens` that were transferred from another rank.
     pub transferred_tokens: u32,
