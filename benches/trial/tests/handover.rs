@@ -321,7 +321,7 @@ async fn p2p_legs_meet_by_their_request_id() {
     let params = with(leg.clone(), "kv_transfer_params", json!({ "do_remote_decode": true }));
     rejects(&pair.prefill, &header, &[whole.clone(), params]).await;
     let elsewhere = "X-Request-Id: ___prefill_addr_127.0.0.1:1___decode_addr_127.0.0.1:2_a\r\n";
-    rejects(&pair.prefill, elsewhere, &[leg.clone()]).await;
+    rejects(&pair.prefill, elsewhere, std::slice::from_ref(&leg)).await;
     assert_eq!(post_with(&pair.prefill, &id("b"), &leg).await.status, 200);
     rejects(&pair.decode, &id("b"), &[with(whole, "prompt", json!(prompt(2, 10)))]).await;
     pair.end().await;
@@ -339,7 +339,7 @@ async fn sglang_legs_meet_in_their_room() {
     let prefill = complete(&pair.prefill, &leg);
     let decode = async {
         until(&pair.prefill, |counters| counters.legs_prefill == 1).await;
-        rejects(&pair.prefill, "", &[leg.clone()]).await;
+        rejects(&pair.prefill, "", std::slice::from_ref(&leg)).await;
         assert_eq!(pair.prefill.handover().running_now, 1, "the prefill leg waits for its decode leg");
         complete(&pair.decode, &with(leg.clone(), "disagg_prefill_dp_rank", json!(1))).await
     };
