@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use pointsman_trial::engine::{
-    BlockShortage, CacheEvent, EngineConfig, Finish, Partial, Rank, RequestSpec, Speculation, Step,
+    BlockShortage, CacheEvent, EngineConfig, Finish, Partial, Rank, RequestSpec, Speculation, Stage, Step,
 };
 
 fn config() -> EngineConfig {
@@ -222,4 +222,30 @@ fn a_request_as_large_as_the_memory_runs_alone() {
         let steps = run(hard, &[(31, 1), (31, 1), (31, 1)]);
         assert_eq!(outputs(&steps).len(), 3);
     }
+}
+
+#[test]
+fn held_blocks_of_a_prefill_delay_other_requests_until_their_release() {
+    let mut rank = Rank::new(config()).expect("valid configuration");
+    let tokens = |seed: u32, count: u32| (0..count).map(|n| seed * 100 + n).collect::<Vec<u32>>();
+    rank.submit_stage(RequestSpec::new(1, tokens(1, 26), 1), Stage::Prefill).expect("accepted");
+    rank.step().expect("a request waits");
+    rank.check_invariants();
+    assert_eq!((rank.is_idle(), rank.load().used_blocks), (true, 6), "the incomplete block is free");
+    rank.submit(RequestSpec::new(2, tokens(2, 12), 1)).expect("accepted");
+    assert!(rank.step().is_none() && !rank.is_idle(), "no memory is left");
+    assert!(rank.reset_cache().is_none());
+    assert!(!rank.cancel(1), "the request has ended");
+    assert_eq!((rank.release(1), rank.release(1)), (6, 0));
+    assert_eq!(rank.step().expect("memory is free").prefill_tokens, 12);
+    rank.check_invariants();
+
+    // A transferred prompt uses the local prefix, computes one token, and stores all complete blocks.
+    rank.submit_stage(RequestSpec::new(3, tokens(2, 17), 2), Stage::Decode).expect("accepted");
+    let step = rank.step().expect("a request waits");
+    assert_eq!((step.prefill_tokens, step.outputs[0].cached_tokens, step.outputs[0].transferred_tokens), (1, 16, 4));
+    rank.check_invariants();
+    assert_eq!(rank.step().expect("a token is left").outputs[0].position, 2);
+    assert!(rank.is_idle());
+    rank.check_invariants();
 }
