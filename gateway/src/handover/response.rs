@@ -3,6 +3,7 @@
 use std::fmt;
 
 use axum::body::Bytes;
+use pointsman::answer::{AnswerKind, AnswerReader};
 use serde::Deserialize;
 
 use super::object::{ObjectError, ObjectText, elements};
@@ -27,6 +28,12 @@ pub enum PrefillResponseError {
         /// Rule and position.
         reason: String,
     },
+    /// A stream that ends with an error, or without its end mark.
+    #[error("the stream of the prefill leg must end with [DONE], but ended {}", ended(*status))]
+    Stream {
+        /// Status in the error event, if there is one.
+        status: Option<u16>,
+    },
     /// A field has a value of the wrong type.
     #[error("field {field} of the prefill response must be {rule}, but is {value}")]
     Field {
@@ -37,6 +44,10 @@ pub enum PrefillResponseError {
         /// Start of the value.
         value: String,
     },
+}
+
+fn ended(status: Option<u16>) -> String {
+    status.map_or_else(|| "early".to_owned(), |status| format!("with status {status}"))
 }
 
 /// Response of the prefill leg.
@@ -72,6 +83,10 @@ impl PrefillResponse {
     /// # Errors
     /// A body that is not a JSON object, or parameters that are not an object.
     pub fn parse(protocol: Protocol, body: Bytes) -> Result<Self, PrefillResponseError> {
+        // SGLang's prefill leg is streamed if the request is.
+        if protocol == Protocol::Sglang && body.trim_ascii_start().starts_with(b"data:") {
+            return Self::parse_events(protocol, body);
+        }
         let text = std::str::from_utf8(&body)
             .map_err(|error| PrefillResponseError::Utf8 { valid_up_to: error.valid_up_to() })?;
         let known = ["kv_transfer_params", "prompt_token_ids", "choices", "usage", "status", "incomplete_details"];
@@ -101,6 +116,18 @@ impl PrefillResponse {
         };
         let cached_tokens = object.json("usage").and_then(cached_tokens);
         Ok(Self { parameters, prompt_token_ids, cached_tokens, finish_reason, protocol, body })
+    }
+
+    /// Parses a streamed response, which has no parameters.
+    fn parse_events(protocol: Protocol, body: Bytes) -> Result<Self, PrefillResponseError> {
+        let mut reader = AnswerReader::new(AnswerKind::Events);
+        reader.read(&body);
+        reader.end();
+        if !reader.is_complete() {
+            return Err(PrefillResponseError::Stream { status: reader.error_status() });
+        }
+        let cached_tokens = reader.usage().and_then(|usage| usage.cached_tokens);
+        Ok(Self { parameters: None, prompt_token_ids: None, cached_tokens, finish_reason: None, protocol, body })
     }
 
     /// Whether the prefill leg has completed the request (TensorRT-LLM). The client then receives

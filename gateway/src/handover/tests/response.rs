@@ -123,3 +123,15 @@ fn complete_responses_become_event_streams() {
         "data: {\"choices\":[]}\n\ndata: [DONE]\n\n"
     );
 }
+
+#[test]
+fn streamed_prefill_legs_of_sglang_end_with_their_mark() {
+    let parse = |body: &'static str| PrefillResponse::parse(Protocol::Sglang, body.into());
+    let usage = r#"{"choices":[],"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":4}}}"#;
+    let body = format!("data: {{\"choices\":[{{\"text\":\"a\"}}]}}\n\ndata: {usage}\n\ndata: [DONE]\n\n");
+    let response = PrefillResponse::parse(Protocol::Sglang, body.into()).expect("a complete stream");
+    assert_eq!((response.cached_tokens, response.parameters), (Some(4), None));
+    let early = parse("data: {\"choices\":[{\"text\":\"a\"}]}\n\n").unwrap_err();
+    assert_eq!(early.to_string(), "the stream of the prefill leg must end with [DONE], but ended early");
+    assert!(parse("data: {\"error\":{\"code\":500}}\n\ndata: [DONE]\n\n").is_err());
+}
