@@ -114,7 +114,10 @@ async fn requests_and_streams_with_tools_are_translated() {
     let headers = "x-api-key: k\r\nanthropic-version: 2023-06-01\r\nanthropic-beta: a,b\r\nx-request-id: r1\r\n";
     let answer =
         request(gateway.address(), "POST", "/v1/messages?beta=true", headers, body.to_string().as_bytes()).await;
-    assert_eq!((answer.status, answer.header("x-request-id")), (200, Some("r1")));
+    assert_eq!(
+        (answer.status, answer.header("x-request-id"), answer.header("request-id")),
+        (200, Some("r1"), Some("r1"))
+    );
     let events = events(&answer);
     let names: Vec<&str> = events.iter().map(|(name, _)| *name).collect();
     let block = ["content_block_start", "content_block_delta", "content_block_stop"];

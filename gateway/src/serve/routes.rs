@@ -26,6 +26,9 @@ use crate::openai::{ApiError, Endpoint, request_id};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
+/// The same in Anthropic's API.
+const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
+
 /// Paths without an access log line, because monitoring polls them every few seconds.
 const PROBES: [&str; 3] = ["/live", "/ready", "/metrics"];
 
@@ -92,6 +95,9 @@ async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) ->
         let record = AccessRecord::unrouted(request_id, path, error);
         let status = answer.status().as_u16();
         record.write("other", "", status, record.outcome_of(status), started.elapsed());
+    }
+    if is_anthropic {
+        answer.headers_mut().insert(ANTHROPIC_REQUEST_ID, id.clone());
     }
     answer.headers_mut().insert(REQUEST_ID, id);
     answer
