@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use pointsman_gateway::settings::{MessagesMode, Settings, TenantSettings, TokenSourceChoice};
+use pointsman_gateway::settings::{ConfigFile, MessagesMode, Settings, Sources, TenantSettings, TokenSourceChoice};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value as Json, json};
 
@@ -298,11 +298,17 @@ impl Drop for SecretFile {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tenants_send_their_key_in_either_header() {
+    for mode in [MessagesMode::Translate, MessagesMode::Pass] {
+        send_keys_of_tenants(mode).await;
+    }
+}
+
+async fn send_keys_of_tenants(mode: MessagesMode) {
     const FINE: &str = "{\"choices\":[{\"message\":{\"content\":\"fine\"},\"finish_reason\":\"stop\"}]}";
     let scripted = Scripted::start(|_| answer("200 OK", FINE)).await;
     let (salt, keys) =
         (SecretFile::new("salt", "0123456789abcdef"), SecretFile::new("keys", "tenant-key-0123456789\n"));
-    let mut settings = settings(vec![worker(1, &scripted.url(), 1)]);
+    let mut settings = messages_mode(settings(vec![worker(1, &scripted.url(), 1)]), mode);
     settings.gateway.salt_secret_file = Some(salt.0.clone());
     let keys_file = keys.0.clone();
     settings.tenants = vec![TenantSettings { name: "acme".to_owned(), keys_file, ..TenantSettings::default() }];
@@ -330,4 +336,19 @@ async fn tenants_send_their_key_in_either_header() {
         assert!(request.text().contains("\"cache_salt\":\""), "{}", request.text());
     }
     at_rest(&gateway).await;
+}
+
+#[test]
+fn passed_messages_of_tenants_are_warned_of() {
+    let warned = |messages: &str| {
+        let text = format!(
+            "[gateway]\nsalt_secret_file = \"s\"\n[[tenants]]\nname = \"t\"\nkeys_file = \"k\"\n[[models]]\nname = \"m\"\n\
+             worker_urls = [\"http://a:1\"]\nmessages = \"{messages}\"\n"
+        );
+        let file = Some(ConfigFile { text, directory: "/etc".into() });
+        let loaded = Sources { file, ..Sources::default() }.load().expect("accepted");
+        let warnings = loaded.settings.warnings();
+        warnings.iter().any(|warning| warning.starts_with("model \"m\" passes Anthropic Messages"))
+    };
+    assert!(warned("pass") && !warned("translate"));
 }

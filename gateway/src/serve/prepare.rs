@@ -57,7 +57,7 @@ impl Prepared {
         tenant: Option<&Tenant>,
         messages: Option<MessagesMode>,
     ) -> Result<Self, ApiError> {
-        let (parsed, original) = parse(app, endpoint, body)?;
+        let (parsed, original) = parse(app, endpoint, body).await?;
         let (model, adapter) = match parsed.model.as_deref() {
             Some(name) => app.models.find(name).ok_or_else(|| ApiError::model_not_found(name))?,
             None => (app.models.only().ok_or_else(model_missing)?, None),
@@ -136,7 +136,10 @@ impl Prepared {
 }
 
 /// Parses a body. For a request in Anthropic's format, the result is that of the converted chat, with the original body.
-fn parse(app: &App, endpoint: Endpoint, body: Bytes) -> Result<(RequestBody, Option<Bytes>), ApiError> {
+///
+/// # Errors
+/// 400 for an invalid body, 503 without memory for a second one.
+async fn parse(app: &App, endpoint: Endpoint, body: Bytes) -> Result<(RequestBody, Option<Bytes>), ApiError> {
     let purpose = match endpoint {
         Endpoint::Messages => Purpose::Generate,
         Endpoint::CountTokens => Purpose::Count,
@@ -144,7 +147,7 @@ fn parse(app: &App, endpoint: Endpoint, body: Bytes) -> Result<(RequestBody, Opt
             return Ok((RequestBody::parse(endpoint, body)?, None));
         }
     };
-    let chat = reserved(chat_body(&body, purpose)?, &app.bodies)?;
+    let chat = reserved(chat_body(&body, purpose)?, &app.bodies).await?;
     Ok((RequestBody::parse(Endpoint::Chat, chat)?, Some(body)))
 }
 

@@ -14,7 +14,7 @@ use pointsman::discovery::{FileFormat, HttpUrl};
 use crate::serve::telemetry::{AccessLog, parse_level};
 
 use super::kubernetes::is_object_name;
-use super::{ModelSettings, ReplicasSettings, Settings, TokenSourceChoice};
+use super::{MessagesMode, ModelSettings, ReplicasSettings, Settings, TokenSourceChoice};
 use crate::replicas::{is_loopback, is_server_url};
 
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
@@ -262,6 +262,12 @@ impl Settings {
             let name = &model.name;
             if !model.has_sources() {
                 warnings.push(format!("model {name:?} has no workers until an operator adds some"));
+            }
+            if model.messages == MessagesMode::Pass && !self.tenants.is_empty() {
+                warnings.push(format!(
+                    "model {name:?} passes Anthropic Messages: tenants share caches unless its engines read cache_salt \
+                     in them"
+                ));
             }
             if model.assumes_batched_tokens() {
                 let assumed = model.router.queue.unstated_batched_tokens();

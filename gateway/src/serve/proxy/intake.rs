@@ -84,10 +84,13 @@ pub(in crate::serve) async fn receive(
 }
 
 /// A body that the gateway has written itself, within the budget.
-pub(in crate::serve) fn reserved(body: Vec<u8>, budget: &Arc<BodyBudget>) -> Result<Bytes, ApiError> {
+pub(in crate::serve) async fn reserved(body: Vec<u8>, budget: &Arc<BodyBudget>) -> Result<Bytes, ApiError> {
     let mut reservation = budget.begin();
-    let completed = reservation.complete(body.len() as u64);
-    completed.map_err(|Exhausted| ApiError::body_budget_exhausted())?;
+    let reserving = async {
+        reservation.grow_to(body.len() as u64).await?;
+        reservation.complete(body.len() as u64)
+    };
+    reserving.await.map_err(|Exhausted| ApiError::body_budget_exhausted())?;
     Ok(Bytes::from_owner(ReservedBody { body: Store::Heap(body), _reservation: reservation }))
 }
 
@@ -282,6 +285,16 @@ mod tests {
         assert_eq!(taken(chunks(&["0123", "", "45", "6789"])).await, Ok("0123456789".to_owned()));
         assert_eq!(taken(chunks(&["0123", "45", "6789", "a", "silence"])).await, Err(StatusCode::PAYLOAD_TOO_LARGE));
         assert_eq!(taken(chunks(&["0123", "silence"])).await, Err(StatusCode::REQUEST_TIMEOUT));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn bodies_of_the_gateway_count_against_the_budget() {
+        let budget = BodyBudget::new(15);
+        let first = reserved(vec![b' '; 10], &budget).await.expect("within the budget");
+        let rejected = reserved(vec![b' '; 10], &budget).await.expect_err("budget exhausted");
+        assert_eq!(rejected.code, "body_budget_exhausted");
+        drop(first);
+        assert_eq!(reserved(vec![b' '; 15], &budget).await.expect("within the budget").len(), 15);
     }
 
     #[tokio::test(start_paused = true)]
