@@ -123,8 +123,9 @@ impl PrefillResponse {
         let mut reader = AnswerReader::new(AnswerKind::Events);
         reader.read(&body);
         reader.end();
-        if !reader.is_complete() {
-            return Err(PrefillResponseError::Stream { status: reader.error_status() });
+        let status = reader.error_status();
+        if status.is_some() || !reader.is_complete() {
+            return Err(PrefillResponseError::Stream { status });
         }
         let cached_tokens = reader.usage().and_then(|usage| usage.cached_tokens);
         Ok(Self { parameters: None, prompt_token_ids: None, cached_tokens, finish_reason: None, protocol, body })
