@@ -4,7 +4,10 @@ use pointsman_gateway::handover::Protocol;
 
 use pools::{BLOCK_SIZE, Pools, Size, alone, completion};
 
+mod failures;
+mod leaving;
 mod pools;
+mod requests;
 
 const SMALL: Size = Size { prefills: 2, decodes: 2, ranks: 1 };
 

@@ -172,6 +172,18 @@ impl PrefillPool {
         self.engine_ids.forget(&transfer.bootstrap_address);
     }
 
+    /// Whether the prefill engine has restarted since these identifiers were chosen, so that the decode rank cannot find
+    /// the transfer. Only protocols with engine ids need to know.
+    pub(crate) async fn is_stale(&self, upstream: &Upstream, transfer: &Transfer) -> bool {
+        if self.protocol() != Protocol::VllmMooncake {
+            return false;
+        }
+        self.forget(transfer);
+        let rank = transfer.prefill_rank.unwrap_or_default();
+        let now = self.engine_ids.of(upstream, &transfer.bootstrap_address, rank).await;
+        now.is_ok_and(|now| now != transfer.engine_id)
+    }
+
     fn end_of(&self, router: &Router, placement: &Placement) -> TransferEnd {
         let workers = router.workers();
         let config = workers.iter().find(|known| known.worker == placement.rank().worker).map(|known| &known.config);

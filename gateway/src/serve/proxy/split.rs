@@ -242,6 +242,7 @@ impl<'a> Split<'a> {
                     tries.reports.settle(Ending::Served);
                     return Ok(started);
                 }
+                Err(SplitError::Stale) => {}
                 Err(SplitError::Decode(failure)) => {
                     tries.reports.settle(Ending::Served);
                     return Err(AttemptError::Failed(failure));
@@ -389,6 +390,10 @@ impl<'a> Split<'a> {
             sent.answered(status);
         }
         let leg = both.cancel().filter(|_| !is_prefill_over);
+        let is_served = checked.as_ref().is_ok_and(|checked| checked.head.status.is_success());
+        if !is_served && self.pool.is_stale(&attempts.app.upstream, transfer).await {
+            return Err(SplitError::Stale);
+        }
         let checked = checked.map_err(SplitError::Decode)?;
         let prefill = Some(PrefillReport { result: PrefillResult::Remote, cached, _leg: leg });
         Ok(Started { checked, prefill, served_by: None })
@@ -430,6 +435,8 @@ impl BothLegs {
 enum SplitError {
     Prefill(Box<PrefillEnd>),
     Decode(Failure),
+    /// The prefill engine has restarted; the request was sent with the id of its former incarnation.
+    Stale,
 }
 
 /// Bodies and identifiers of both legs.
