@@ -21,10 +21,10 @@ async fn report(config: &DemoConfig) -> Report {
 async fn all_requests_succeed_and_the_router_has_more_cache_hits() {
     let report = report(&config()).await;
     assert!(report.is_clean(), "{report}");
-    assert_eq!((report.round_robin.requests, report.routed.requests), (24, 24));
+    assert_eq!((report.baseline.requests, report.routed.requests), (24, 24));
     assert!(report.same_requests, "prompts quote responses, which do not depend on the engine");
-    assert_eq!(report.round_robin.prompt_tokens, report.routed.prompt_tokens);
-    assert!(report.routed.cached_tokens > report.round_robin.cached_tokens, "{report}");
+    assert_eq!(report.baseline.prompt_tokens, report.routed.prompt_tokens);
+    assert!(report.routed.cached_tokens > report.baseline.cached_tokens, "{report}");
     assert!(!report.times_usable, "no pace is set");
 }
 
@@ -50,4 +50,13 @@ async fn the_report_is_json_and_plain_text() {
 async fn invalid_settings_are_rejected() {
     let refused = Demo::<OneModel>::run(&DemoConfig { time_scale: -1.0, ..config() }, &Progress::silent()).await;
     assert_eq!(refused.err().map(|error| error.to_string()), Some("time_scale is -1, not within 0 to 100".to_owned()));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn disaggregated_engines_answer_the_same_requests() {
+    let report = report(&DemoConfig { disaggregated: true, ..config() }).await;
+    assert!(report.is_clean() && report.same_requests, "{report}");
+    assert_eq!((report.baseline.policy.as_str(), report.routed.policy.as_str()), ("aggregated", "disaggregated"));
+    assert_eq!(report.baseline.prompt_tokens, report.routed.prompt_tokens);
+    assert!(report.routed.cached_tokens > 0, "the prefill pool has a cache: {report}");
 }

@@ -6,17 +6,16 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use pointsman::RouterConfig;
 use pointsman::discovery::NamedWorker;
 use pointsman::engine_load::series;
 use pointsman::ingest::StreamState;
-use pointsman::policy::Policy;
 use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
+use pointsman::{Router, RouterConfig};
 use tokio::time::{Instant, sleep};
 
 use super::client::{Client, ClientError};
-use super::{DemoConfig, DemoError, DemoGateway, GatewaySetup};
-use crate::mock::{MockConfig, MockEngine};
+use super::{DemoConfig, DemoError, DemoGateway, GatewaySetup, Run};
+use crate::mock::{EngineRole, HandoverProtocol, MockConfig, MockEngine};
 
 /// Name of the served model.
 pub(super) const MODEL: &str = "mock";
@@ -78,14 +77,13 @@ pub(super) struct Fleet<G> {
 }
 
 impl<G: DemoGateway> Fleet<G> {
-    /// Starts engines with cold caches and a gateway with `policy`. Returns when the router reads the events of all
-    /// ranks.
-    pub(super) async fn start(config: &DemoConfig, policy: Policy) -> Result<Self, DemoError> {
+    /// Starts engines with cold caches and the gateway of a run. Returns when the routers read the events of all ranks.
+    pub(super) async fn start(config: &DemoConfig, run: &Run) -> Result<Self, DemoError> {
         let mut engines = Vec::new();
-        for _ in 0..ENGINES {
-            engines.push(MockEngine::start(engine_config(config)).await?);
+        for n in 0..ENGINES {
+            engines.push(MockEngine::start(engine_config(config, run, n)).await?);
         }
-        let gateway = G::start(setup(&engines, policy, config.seed)).await.map_err(DemoError::Gateway)?;
+        let gateway = G::start(setup(&engines, run, config.seed)).await.map_err(DemoError::Gateway)?;
         let fleet = Self { engines, gateway };
         match fleet.wait_until_ready().await {
             Ok(()) => Ok(fleet),
@@ -124,10 +122,10 @@ impl<G: DemoGateway> Fleet<G> {
 
     /// Waits for the KV events of all ranks. The error describes the sources that are not live at the deadline.
     async fn wait_until_ready(&self) -> Result<(), String> {
-        let router = self.gateway.router();
+        let routers = self.gateway.routers();
         let (ranks, deadline) = (usize::from(ENGINES * RANKS), Instant::now() + READY_MAX);
         loop {
-            let sources = router.kv_sources();
+            let sources: Vec<_> = routers.iter().flat_map(Router::kv_sources).collect();
             let live = sources.iter().filter(|source| source.trust == StreamState::Live).count();
             if live == ranks {
                 return Ok(());
@@ -141,8 +139,16 @@ impl<G: DemoGateway> Fleet<G> {
     }
 }
 
-fn engine_config(config: &DemoConfig) -> MockConfig {
+fn engine_config(config: &DemoConfig, run: &Run, n: u16) -> MockConfig {
+    let handover = (run.prefill_engines > 0).then_some(HandoverProtocol::VllmNixl);
+    let role = match handover {
+        None => EngineRole::Both,
+        Some(_) if n < run.prefill_engines => EngineRole::Prefill,
+        Some(_) => EngineRole::Decode,
+    };
     MockConfig {
+        handover,
+        role,
         model: MODEL.to_owned(),
         data_parallel_size: RANKS,
         block_size: BLOCK_SIZE,
@@ -155,11 +161,14 @@ fn engine_config(config: &DemoConfig) -> MockConfig {
     }
 }
 
-fn setup(engines: &[MockEngine], policy: Policy, seed: u64) -> GatewaySetup {
+fn setup(engines: &[MockEngine], run: &Run, seed: u64) -> GatewaySetup {
+    let (prefill, engines) = engines.split_at(run.prefill_engines.into());
+    let workers = |engines: &[MockEngine]| engines.iter().zip(1..).map(|(engine, id)| worker(engine, id)).collect();
     GatewaySetup {
         model: MODEL.to_owned(),
-        router: RouterConfig { block_size: BLOCK_SIZE, policy: policy.into(), seed, ..RouterConfig::default() },
-        workers: engines.iter().zip(1..).map(|(engine, id)| worker(engine, id)).collect(),
+        router: RouterConfig { block_size: BLOCK_SIZE, policy: run.policy.into(), seed, ..RouterConfig::default() },
+        workers: workers(engines),
+        prefill_workers: workers(prefill),
         tokenize_timeout_ms: TOKENIZE_MAX_MS,
         idle_timeout_ms: IDLE_MAX_MS,
     }

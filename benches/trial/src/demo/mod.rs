@@ -70,6 +70,13 @@ pub struct DemoConfig {
     /// up; 0 runs at full speed, which shows hit rates but no times.
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
     pub time_scale: f64,
+    /// Compares aggregated with disaggregated engines instead of two policies: first all engines prefill and
+    /// decode, then some compute the prompts for the others (vLLM's NIXL protocol).
+    #[arg(long)]
+    pub disaggregated: bool,
+    /// Number of the engines that compute prompts, with --disaggregated.
+    #[arg(long, value_name = "ENGINES", default_value_t = 2)]
+    pub prefill_engines: u16,
     /// Keeps engines and gateway running after the table, until Ctrl-C.
     #[arg(long)]
     pub stay: bool,
@@ -80,7 +87,16 @@ pub struct DemoConfig {
 
 impl Default for DemoConfig {
     fn default() -> Self {
-        Self { seed: 1, requests: 640, clients: 64, time_scale: 1.0, stay: false, json: false }
+        Self {
+            seed: 1,
+            requests: 640,
+            clients: 64,
+            time_scale: 1.0,
+            disaggregated: false,
+            prefill_engines: 2,
+            stay: false,
+            json: false,
+        }
     }
 }
 
@@ -95,6 +111,10 @@ impl DemoConfig {
         };
         within("clients", self.clients, CLIENTS_MAX)?;
         within("requests", self.requests, REQUESTS_MAX)?;
+        let engines_max = fleet::ENGINES - 1;
+        if !(1..=engines_max).contains(&self.prefill_engines) {
+            return Err(format!("prefill_engines is {}, not within 1 to {engines_max}", self.prefill_engines));
+        }
         if !(0.0..=TIME_SCALE_MAX).contains(&self.time_scale) {
             return Err(format!("time_scale is {}, not within 0 to {TIME_SCALE_MAX}", self.time_scale));
         }
@@ -131,6 +151,8 @@ pub struct GatewaySetup {
     pub router: RouterConfig,
     /// Workers of the model. They also tokenize its prompts.
     pub workers: Vec<NamedWorker>,
+    /// Workers that compute the prompts for the others; empty if each worker does so itself.
+    pub prefill_workers: Vec<NamedWorker>,
     /// Timeout of a tokenization in milliseconds.
     pub tokenize_timeout_ms: u64,
     /// Idle timeout of a client's connection in milliseconds.
@@ -144,10 +166,25 @@ pub trait DemoGateway: Sized {
     fn start(setup: GatewaySetup) -> impl Future<Output = Result<Self, String>>;
     /// Address for clients.
     fn address(&self) -> SocketAddr;
-    /// Router of the model.
-    fn router(&self) -> Router;
+    /// Routers of the model: one, or two if other workers compute its prompts.
+    fn routers(&self) -> Vec<Router>;
     /// Closes the listener, and ends requests in flight after `drain`.
     fn shutdown(self, drain: Duration) -> impl Future<Output = ()>;
+}
+
+/// One of the two runs.
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    name: &'static str,
+    policy: Policy,
+    /// Number of engines that compute prompts only.
+    prefill_engines: u16,
+}
+
+impl Run {
+    fn policy(policy: Policy) -> Self {
+        Self { name: policy.name(), policy, prefill_engines: 0 }
+    }
 }
 
 /// A completed demo whose second fleet is still running.
@@ -157,7 +194,8 @@ pub struct Demo<G> {
 }
 
 impl<G: DemoGateway> Demo<G> {
-    /// Runs the workload twice: with round robin, then with the router's own policy.
+    /// Runs the workload twice: with round robin, then with the router's own policy. With `disaggregated`: aggregated,
+    /// then disaggregated, both with the router's own policy.
     ///
     /// # Errors
     /// See [`DemoError`]; all parts are stopped in that case. Failed requests are no error of the demo, but part of the
@@ -165,11 +203,18 @@ impl<G: DemoGateway> Demo<G> {
     pub async fn run(config: &DemoConfig, progress: &Progress) -> Result<Self, DemoError> {
         config.validate().map_err(DemoError::Config)?;
         let workload = Arc::new(ClientScripts::new(config.seed, config.clients, config.requests));
-        let (round_robin, fleet) = run_one::<G>(config, &workload, Policy::RoundRobin, progress).await?;
+        let runs = match config.disaggregated {
+            false => [Run::policy(Policy::RoundRobin), Run::policy(DEMO_POLICY)],
+            true => [
+                Run { name: "aggregated", ..Run::policy(DEMO_POLICY) },
+                Run { name: "disaggregated", prefill_engines: config.prefill_engines, ..Run::policy(DEMO_POLICY) },
+            ],
+        };
+        let (baseline, fleet) = run_one::<G>(config, &workload, &runs[0], progress).await?;
         fleet.shutdown().await;
-        let (routed, fleet) = run_one(config, &workload, DEMO_POLICY, progress).await?;
+        let (routed, fleet) = run_one(config, &workload, &runs[1], progress).await?;
         progress.end();
-        Ok(Self { report: Report::new(config, round_robin, routed), fleet })
+        Ok(Self { report: Report::new(config, baseline, routed), fleet })
     }
 
     /// Report of both runs.
@@ -194,12 +239,12 @@ impl<G: DemoGateway> Demo<G> {
 async fn run_one<G: DemoGateway>(
     config: &DemoConfig,
     workload: &Arc<ClientScripts>,
-    policy: Policy,
+    run: &Run,
     progress: &Progress,
 ) -> Result<(Figures, Fleet<G>), DemoError> {
-    let name = policy.name();
+    let name = run.name;
     progress.print(&format!("{name}: starting {} engines and the gateway", fleet::ENGINES));
-    let fleet = Fleet::start(config, policy).await?;
+    let fleet = Fleet::start(config, run).await?;
     let target = Target { address: fleet.address(), model: fleet::MODEL.to_owned(), time_scale: config.time_scale };
     let driven = drive(workload, &target, progress, name).await;
     let ranks = fleet.work().await.map_err(|error: ClientError| DemoError::Metrics(error.to_string()))?;

@@ -30,20 +30,22 @@ pub struct Report {
     pub ranks_per_engine: u16,
     /// Source of the tokens that the router compares prompts by.
     pub token_source: &'static str,
+    /// Number of engines that compute prompts only, in the second run.
+    pub prefill_engines: u16,
     /// True for a build without optimisation.
     pub debug_build: bool,
     /// True if the machine kept up, so that times are valid.
     pub times_usable: bool,
     /// True if both runs sent the same requests, byte for byte.
     pub same_requests: bool,
-    /// First run: round robin over all ranks.
-    pub round_robin: Figures,
-    /// Second run: the router's own policy.
+    /// First run: round robin over all ranks, or aggregated engines.
+    pub baseline: Figures,
+    /// Second run: the router's own policy, with disaggregated engines if the first one is of aggregated engines.
     pub routed: Figures,
 }
 
 impl Report {
-    pub(super) fn new(config: &DemoConfig, round_robin: Figures, routed: Figures) -> Self {
+    pub(super) fn new(config: &DemoConfig, baseline: Figures, routed: Figures) -> Self {
         let kept_up = |run: &Figures| run.timer_lag.p99_ms <= LAG_P99_MS_MAX;
         Self {
             seed: config.seed,
@@ -52,10 +54,11 @@ impl Report {
             engines: ENGINES,
             ranks_per_engine: RANKS,
             token_source: "engine",
+            prefill_engines: if config.disaggregated { config.prefill_engines } else { 0 },
             debug_build: cfg!(debug_assertions),
-            times_usable: config.time_scale > 0.0 && kept_up(&round_robin) && kept_up(&routed),
-            same_requests: round_robin.requests_digest == routed.requests_digest,
-            round_robin,
+            times_usable: config.time_scale > 0.0 && kept_up(&baseline) && kept_up(&routed),
+            same_requests: baseline.requests_digest == routed.requests_digest,
+            baseline,
             routed,
         }
     }
@@ -63,7 +66,7 @@ impl Report {
     /// True if every request succeeded.
     #[must_use]
     pub fn is_clean(&self) -> bool {
-        self.round_robin.errors == 0 && self.routed.errors == 0
+        self.baseline.errors == 0 && self.routed.errors == 0
     }
 
     /// The report as one JSON object.
@@ -80,6 +83,10 @@ impl Report {
         let (think_min, think_max) = (f64::from(*THINK_MS.start()) / 1e3, f64::from(*THINK_MS.end()) / 1e3);
         let (turns_min, turns_max) = (TURNS.start(), TURNS.end());
         let policy = DEMO_POLICY.name();
+        let runs = match self.prefill_engines {
+            0 => format!("first round robin, then Pointsman's own policy ({policy}), with"),
+            n => format!("first aggregated engines, then {n} for prefill and {} for decode, with", ENGINES - n),
+        };
         let requests = if self.same_requests { "the same requests, byte for byte" } else { "DIFFERENT requests" };
         write!(
             f,
@@ -91,7 +98,7 @@ Requests  {planned} streamed chats from {clients} clients (seed {seed}); each cl
           for the whole answer, and pauses for {think_min} to {think_max} s. Conversations of {turns_min} to {turns_max} questions over {SYSTEMS} shared system
           prompts; {prompt_mean} prompt tokens on average.
 Tokens    for prefix matching come from the engines' /tokenize.
-Runs      first round robin, then Pointsman's own policy ({policy}), with
+Runs      {runs}
           {requests}, and cold caches for each.
 "
         )?;
@@ -107,9 +114,10 @@ Runs      first round robin, then Pointsman's own policy ({policy}), with
             let [before, after, ratio] = cells;
             writeln!(f, "{}", format!("{name:<36}{before:>13}{after:>13}{ratio:>13}").trim_end())
         };
-        line("", ["round robin", DEMO_POLICY.name(), "ratio"])?;
+        let name = |run: &Figures| run.policy.replace('_', " ");
+        line("", [&name(&self.baseline), &name(&self.routed), "ratio"])?;
         for (name, value, unit) in ROWS {
-            let (before, after) = (value(&self.round_robin), value(&self.routed));
+            let (before, after) = (value(&self.baseline), value(&self.routed));
             let is_shown = self.times_usable || *unit != Unit::Milliseconds;
             let cell = |value| if is_shown { unit.show(value) } else { "-".to_owned() };
             let ratio = if is_shown && *unit != Unit::Errors { compared(before, after) } else { String::new() };
@@ -119,7 +127,7 @@ Runs      first round robin, then Pointsman's own policy ({policy}), with
     }
 
     fn caveats(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let lag = self.round_robin.timer_lag.p99_ms.max(self.routed.timer_lag.p99_ms);
+        let lag = self.baseline.timer_lag.p99_ms.max(self.routed.timer_lag.p99_ms);
         writeln!(f)?;
         if self.times_usable {
             writeln!(f, "Timer lag was {lag:.1} ms at p99, which limits the accuracy of times.")?;
@@ -139,7 +147,7 @@ pace: --time-scale {slower}.
         if self.debug_build {
             writeln!(f, "This is a build without optimisation; cargo run --release -- demo needs a tenth of the CPU.")?;
         }
-        for run in [&self.round_robin, &self.routed] {
+        for run in [&self.baseline, &self.routed] {
             for reason in &run.error_reasons {
                 writeln!(f, "{}: {reason}", run.policy)?;
             }

@@ -112,6 +112,10 @@ pub struct MockConfig {
     /// Response of a vLLM decode engine to a failed transfer.
     #[arg(long, value_enum, default_value_t = LoadFailure::Recompute)]
     pub handover_failure: LoadFailure,
+    /// Time of a block transfer in virtual microseconds per prompt token. The default is that of 128 KiB per token, as
+    /// of an 8B model, at 50 GB/s.
+    #[arg(long, value_name = "MICROSECONDS", default_value_t = 2.6)]
+    pub transfer_us_per_token: f64,
     /// Initial faults; `POST /faults` replaces them.
     #[command(flatten)]
     pub faults: Faults,
@@ -145,6 +149,7 @@ impl Default for MockConfig {
             block_lease_ms: 30_000,
             bootstrap_port: None,
             handover_failure: LoadFailure::Recompute,
+            transfer_us_per_token: 2.6,
             faults: Faults::default(),
         }
     }
@@ -162,6 +167,9 @@ impl MockConfig {
         }
         if !(0.0..=1e6).contains(&self.time_scale) {
             return Err(format!("time_scale is {}, not within 0 to 1000000", self.time_scale));
+        }
+        if !(0.0..=1e6).contains(&self.transfer_us_per_token) {
+            return Err(format!("transfer_us_per_token is {}, not within 0 to 1000000", self.transfer_us_per_token));
         }
         if self.replay_messages_max > REPLAY_MESSAGES_MAX {
             let kept = self.replay_messages_max;

@@ -3,7 +3,7 @@
 //! Checks the rules of real engines and counts what they lose. [`rules`] classifies a request and rejects violations,
 //! [`params`] writes and verifies the parameters that a router copies between the legs, and [`ledger`] tracks the
 //! blocks of finished prefills; these three are pure. [`board`] is the state of one engine, and [`transfer`] the HTTP
-//! client of the block transfer. The transfer itself takes no time and moves no data: equal prompts have equal blocks.
+//! client of the block transfer. A transfer moves no data, because equal prompts have equal blocks, but takes its time.
 
 mod board;
 mod ledger;

@@ -4,11 +4,13 @@
 //! transfer first and then runs like a request whose prompt is computed. [`crate::mock::handover`] has the rules and the
 //! transfers, [`super::completions`] runs and streams requests.
 
+use std::time::Duration;
+
 use axum::Json;
 use axum::body::Body;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::Connection;
@@ -16,6 +18,7 @@ use super::answer::{self, ABORT, Api, DONE, Usage};
 use super::completions::{Ended, Prepared, Refusal, has_rank_header, respond, stream_headers};
 use super::request::Common;
 use crate::engine::{RequestSpec, Stage};
+use crate::mock::config::MockConfig;
 use crate::mock::engine::Engine;
 use crate::mock::handover::{
     Claim, DecodeLeg, Grant, HandoverBoard, HandoverProtocol, Leg, LoadFailure, NoResult, OpenTransfer, PrefillLeg,
@@ -245,7 +248,13 @@ impl Server<'_> {
         let fetched = tokio::select! {
             biased;
             () = running.aborted() => return Ok(aborted(&request, &prepared)),
-            fetched = self.fetch(&leg.source, &claim) => fetched,
+            fetched = async {
+                let fetched = self.fetch(&leg.source, &claim).await;
+                if fetched.is_ok() {
+                    sleep(transfer_time(&self.engine.config, tokens)).await;
+                }
+                fetched
+            } => fetched,
         };
         let stage = match fetched {
             Ok(_) => Stage::Decode,
@@ -300,6 +309,16 @@ enum Fetch {
 
 fn request_id(request: &Incoming) -> Option<&str> {
     request.headers.get("x-request-id").and_then(|id| id.to_str().ok())
+}
+
+/// Real duration of a transfer.
+fn transfer_time(config: &MockConfig, tokens: u64) -> Duration {
+    if config.time_scale <= 0.0 {
+        return Duration::ZERO;
+    }
+    #[expect(clippy::cast_precision_loss, reason = "prompts have far fewer than 2^53 tokens")]
+    let seconds = tokens as f64 * config.transfer_us_per_token / 1e6 / config.time_scale;
+    Duration::from_secs_f64(seconds.min(60.0))
 }
 
 /// Number of complete blocks of a prompt.
