@@ -4,6 +4,7 @@ use pointsman_gateway::handover::Protocol;
 
 use pools::{BLOCK_SIZE, Pools, Size, alone, completion};
 
+mod drill;
 mod failures;
 mod leaving;
 mod pools;

@@ -234,7 +234,12 @@ impl Server<'_> {
         if leg.first_token.is_some_and(|reported| reported != first_token) {
             return Err(self.reject("the first token differs from first_gen_tokens"));
         }
-        if !running.begin_transfer(&leg.key) {
+        // Prefill engines number their requests independently.
+        let transfer = match &leg.source {
+            Source::Claim(address) => format!("{} of {address}", leg.key),
+            Source::Push => leg.key.clone(),
+        };
+        if !running.begin_transfer(&transfer) {
             return Err(self.reject(&format!("transfer {} is already in progress", leg.key)));
         }
         let claim = Claim {
