@@ -47,7 +47,7 @@ impl Default for DisaggregationSettings {
             transfer_port: 8998,
             prefill_attempts_max: 3,
             fallback: true,
-            skip: true,
+            skip: false,
             skip_policy: skip.policy,
             skip_tokens_max: skip.effective_isl_tokens_max,
             skip_ratio_max: skip.effective_isl_ratio_max,
