@@ -95,8 +95,9 @@ class Process:
         sys.exit(f"{self.log}: {path} did not answer 200 within {seconds} s")
 
 
-def start_engine(directory, n, is_resettable=False):
-    """Starts an engine. If resettable, POST /reset_prefix_cache clears its cache."""
+def start_engine(directory, n, is_resettable=False, kv_role=None):
+    """Starts an engine. If resettable, POST /reset_prefix_cache clears its cache. With a role (`kv_producer` or
+    `kv_consumer`) it transfers blocks by NIXL."""
     http_port, events, replay = free_port(), free_port(), free_port()
     environment = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -107,6 +108,7 @@ def start_engine(directory, n, is_resettable=False):
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_SERVER_DEV_MODE": str(int(is_resettable)),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
     }
     published = {
         "enable_kv_cache_events": True,
@@ -129,6 +131,9 @@ def start_engine(directory, n, is_resettable=False):
         "--max-num-seqs": 16,
         "--kv-events-config": json.dumps(published),
     }
+    if kv_role:
+        transfer = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
+        flags["--kv-transfer-config"] = json.dumps(transfer)
     arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     arguments += [str(word) for flag in flags.items() for word in flag]
     arguments += ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
@@ -136,7 +141,16 @@ def start_engine(directory, n, is_resettable=False):
     return process, http_port, {"endpoint": f"tcp://127.0.0.1:{events}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
 
 
-def start_gateway(binary, directory, engines, policy=None):
+def workers(engines):
+    """Lines of the configuration with these workers."""
+    lines = []
+    for _, port, kv_events in engines:
+        endpoints = ", ".join(f'{name} = "{endpoint}"' for name, endpoint in kv_events.items())
+        lines += ["[[models.workers]]", f'url = "http://127.0.0.1:{port}"', f"kv_events = {{ {endpoints} }}"]
+    return lines
+
+
+def start_gateway(binary, directory, engines, policy=None, prefill_engines=()):
     listen, admin = free_port(), free_port()
     access, token = directory / "access.log", directory / "admin.token"
     access.unlink(missing_ok=True)
@@ -155,9 +169,10 @@ def start_gateway(binary, directory, engines, policy=None):
         "[[models]]",
         f'name = "{MODEL}"',
     ]
-    for _, port, kv_events in engines:
-        endpoints = ", ".join(f'{name} = "{endpoint}"' for name, endpoint in kv_events.items())
-        lines += ["[[models.workers]]", f'url = "http://127.0.0.1:{port}"', f"kv_events = {{ {endpoints} }}"]
+    lines += workers(engines)
+    if prefill_engines:
+        lines += ["[models.disaggregation]", 'prefill = "prefill"', "[[models]]", 'name = "prefill"']
+        lines += workers(prefill_engines)
     config = directory / "gateway.toml"
     config.write_text("\n".join(lines) + "\n")
     process = Process([binary, "serve", "--config", str(config)], directory / "gateway.log")
