@@ -230,6 +230,12 @@ impl Router {
         &self.edge().config
     }
 
+    /// Maximum context length of the workers, above which prompts are rejected. `None` if unknown for any worker.
+    #[must_use]
+    pub fn max_model_len(&self) -> Option<u32> {
+        self.views().fleet.prompt_limits().model_len
+    }
+
     /// Stops the router: rejects new requests, waits until all bookings have ended or `deadline` has passed, then stops
     /// every actor. Returns the number of remaining bookings.
     pub async fn shutdown(self, deadline: Duration) -> usize {

@@ -88,7 +88,7 @@ async fn answering(
 
 /// The tokens of a prompt and their source, requested with an alias.
 async fn tokens_of(tokens: &Tokens, prompt: ClientPrompt) -> (Vec<u32>, TokenSource) {
-    let tokens_of = tokens.of(&prompt, "an alias").await;
+    let tokens_of = tokens.of(&prompt, None).await;
     (tokens_of.ids.into_owned(), tokens_of.source)
 }
 
@@ -122,7 +122,7 @@ async fn local_files_provide_tokens_and_prompts_are_counted() {
     assert!(chat_ids.len() > text_ids.len() && text_ids.len() > 1);
     let image = chat(r#"[{"role":"user","content":[{"type":"input_audio","input_audio":{}}]}]"#);
     assert_eq!(tokens_of(&tokens, image).await, (Vec::new(), TokenSource::None));
-    tokens.of(&ClientPrompt::Opaque("embeds"), "m").await;
+    tokens.of(&ClientPrompt::Opaque("embeds"), None).await;
     let page = page.render();
     let lines = [
         r#"pointsman_gateway_tokens_source{model="m",source="local"} 1"#,
@@ -144,7 +144,7 @@ async fn without_a_source_prompts_have_no_tokens() {
     let _recording = metrics::set_default_local_recorder(&recorder);
     let tokens = tokens(&with_files(TokenSourceChoice::None), &Worker::default()).await;
     assert_eq!(tokens.source(), TokenSource::None);
-    assert_eq!(tokens.of(&chat(HELLO), "m").await.source, TokenSource::None);
+    assert_eq!(tokens.of(&chat(HELLO), None).await.source, TokenSource::None);
     let page = page.render();
     assert!(page.contains(r#"pointsman_gateway_tokens_source{model="m",source="none"} 1"#), "{page}");
     assert!(page.contains(r#"pointsman_gateway_tokens_total{model="m",source="none",reason="off"} 1"#), "{page}");
@@ -183,7 +183,7 @@ async fn tokenize_queries_use_the_format_of_the_engine() {
         continue_final_message: Some(true),
         ..ChatParts::default()
     };
-    assert_eq!(tokens.of(&ClientPrompt::Chat(Box::new(parts)), "m").await.source, TokenSource::Engine);
+    assert_eq!(tokens.of(&ClientPrompt::Chat(Box::new(parts)), None).await.source, TokenSource::Engine);
     let expected = serde_json::json!([
         { "model": "m", "prompt": "Hello" },
         {
@@ -200,7 +200,7 @@ async fn the_mock_engine_tokenizes() {
     let tokens = tokens(&settings(TokenSourceChoice::Auto), &Worker::at(&engine.url())).await;
     assert_eq!(tokens.source(), TokenSource::None);
     for prompt in [text("What is a block?"), chat(HELLO)] {
-        let ids = tokens.of(&prompt, "m").await;
+        let ids = tokens.of(&prompt, None).await;
         assert_eq!(ids.source, TokenSource::Engine);
         assert!(!ids.ids.is_empty());
     }
@@ -214,10 +214,10 @@ async fn later_engines_are_found() {
     let _recording = metrics::set_default_local_recorder(&recorder);
     let worker = Worker::default();
     let tokens = tokens(&settings(TokenSourceChoice::Auto), &worker).await;
-    assert_eq!(tokens.of(&text("a"), "m").await.source, TokenSource::None);
+    assert_eq!(tokens.of(&text("a"), None).await.source, TokenSource::None);
     let (url, _) = answering(|_| (StatusCode::OK, r#"{"tokens":[1]}"#.to_owned())).await;
     *worker.0.lock().unwrap() = Some(url);
-    assert_eq!(tokens.of(&text("a"), "m").await.source, TokenSource::Engine);
+    assert_eq!(tokens.of(&text("a"), None).await.source, TokenSource::Engine);
     let page = page.render();
     assert!(page.contains(r#"pointsman_gateway_tokens_source{model="m",source="engine"} 1"#), "{page}");
     assert!(page.contains(r#"pointsman_gateway_tokens_total{model="m",source="none",reason="no_worker"} 1"#), "{page}");
@@ -237,11 +237,11 @@ async fn failing_engines_are_paused() {
         let (url, queries) = answering(move |_| answer.clone()).await;
         let tokens = tokens(&settings(TokenSourceChoice::Engine), &Worker::at(&url)).await;
         for _ in 0..8 {
-            assert_eq!(tokens.of(&text("a"), "m").await.source, TokenSource::None, "{shown}");
+            assert_eq!(tokens.of(&text("a"), None).await.source, TokenSource::None, "{shown}");
         }
         assert_eq!(queries.load(Ordering::Relaxed), 5, "{shown}");
         // Chats are counted separately because some engines tokenize plain text only.
-        tokens.of(&chat(HELLO), "m").await;
+        tokens.of(&chat(HELLO), None).await;
         assert_eq!(queries.load(Ordering::Relaxed), 6, "{shown}");
     }
 }
@@ -310,7 +310,7 @@ async fn parity_is_equal_for_equal_files() {
                     ClientPrompt::Chat(Box::new(ChatParts { messages, ..ChatParts::default() }))
                 }
             };
-            let ids = theirs.of(&prompt, "m").await;
+            let ids = theirs.of(&prompt, None).await;
             serde_json::json!({ "tokens": ids.ids }).to_string()
         }
     };

@@ -108,6 +108,17 @@ pub struct ChatParts {
     pub continue_final_message: Option<bool>,
     /// Whether the client sends its own template (`chat_template`).
     pub has_own_template: bool,
+    /// Whether the client sends options of media processing, which affect the engine's names of media.
+    pub has_media_options: bool,
+}
+
+/// Name of a media part, inserted into the part's JSON.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MediaName {
+    /// Replaced bytes of [`ChatParts::messages`]; empty for an insertion.
+    pub at: Range<usize>,
+    /// The new JSON.
+    pub json: String,
 }
 
 /// A request body and its parsed routing fields.
@@ -170,6 +181,8 @@ pub struct Edits<'a> {
     pub model: Option<&'a str>,
     /// Cache salt.
     pub cache_salt: Option<&'a str>,
+    /// Names of media parts. Ignored for prompts whose messages are not part of the body.
+    pub media_names: &'a [MediaName],
 }
 
 impl RequestBody {
@@ -231,6 +244,12 @@ impl RequestBody {
             }
         }
         replaced.extend(self.spans.places.iter().map(|span| (span.clone(), "null".to_owned())));
+        if let Some(messages_start) = self.messages_start() {
+            let names = edits.media_names.iter();
+            replaced.extend(
+                names.map(|MediaName { at, json }| (messages_start + at.start..messages_start + at.end, json.clone())),
+            );
+        }
         if inserted.is_empty() && replaced.is_empty() {
             return self.body.clone();
         }
@@ -248,6 +267,13 @@ impl RequestBody {
         }
         edited.extend_from_slice(&self.body[at..]);
         Bytes::from(edited)
+    }
+
+    /// Position of the messages in the body; `None` if they are not part of it.
+    fn messages_start(&self) -> Option<usize> {
+        let ClientPrompt::Chat(parts) = &self.prompt else { return None };
+        let start = (parts.messages.as_ptr() as usize).checked_sub(self.body.as_ptr() as usize)?;
+        (start + parts.messages.len() <= self.body.len()).then_some(start)
     }
 }
 

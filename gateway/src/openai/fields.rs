@@ -42,7 +42,7 @@ macro_rules! fields {
 fields! {
     model stream stream_options cache_salt session_id max_tokens max_completion_tokens max_output_tokens
     prompt messages tools documents chat_template chat_template_kwargs add_generation_prompt continue_final_message
-    add_special_tokens reasoning_effort
+    add_special_tokens reasoning_effort mm_processor_kwargs media_io_kwargs
     input instructions reasoning previous_response_id previous_input_messages conversation
     prompt_embeds input_embeds multi_modal_data multimodal_data image_data video_data audio_data
     suffix truncate_prompt_tokens lora_path session_params extra_key

@@ -12,7 +12,7 @@ mod headers;
 mod prompt;
 mod responses;
 
-pub use body::{ChatParts, ClientPrompt, Edits, Endpoint, RequestBody};
+pub use body::{ChatParts, ClientPrompt, Edits, Endpoint, MediaName, RequestBody};
 pub use error::{ApiError, ErrorType};
 pub(crate) use fields::checked_text;
 pub(crate) use headers::{API_KEY, stripped_headers};

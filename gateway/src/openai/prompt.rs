@@ -85,6 +85,9 @@ fn chat(fields: &Fields<'_>, body: &Bytes, generates: bool) -> Result<ClientProm
         add_generation_prompt: if generates { add_generation_prompt } else { add_generation_prompt.or(Some(false)) },
         continue_final_message: fields.continue_final_message.flag()?,
         has_own_template: fields.chat_template.json().is_some(),
+        has_media_options: [fields.mm_processor_kwargs, fields.media_io_kwargs]
+            .iter()
+            .any(|given| given.json().is_some_and(|json| json != "{}")),
     })))
 }
 

@@ -1,7 +1,7 @@
 //! Template input of a chat request.
 //!
 //! Reads messages and tools with limits, converts them to vLLM's shape, and detects content other than text.
-//! [`template`](super::template) renders.
+//! [`media`](super::media) removes the data of media parts before. [`template`](super::template) renders.
 //!
 //! vLLM's shape: only known message fields, contents in the template's format (see [`ContentFormat`]), arguments of
 //! earlier tool calls as values instead of JSON text, tools with `description` and `parameters` even if absent. SGLang
@@ -13,6 +13,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use super::format::ContentFormat;
+use super::media::{self, MediaKind};
 use super::reason::NoTokens;
 use crate::openai::ChatParts;
 
@@ -78,13 +79,23 @@ pub(super) fn refused(parts: &ChatParts) -> Result<(), NoTokens> {
     if parts.has_own_template {
         return Err(NoTokens::OwnTemplate);
     }
-    if bytes(parts) <= PROMPT_BYTES_MAX { Ok(()) } else { Err(NoTokens::TooLong) }
+    // The data of media is removed before templating and has limits of its own.
+    if bytes(parts) <= PROMPT_BYTES_MAX || media::may_occur(parts) { Ok(()) } else { Err(NoTokens::TooLong) }
 }
 
-/// Parses a text-only conversation for a template with content format `format`.
-pub(super) fn read(parts: &ChatParts, format: ContentFormat) -> Result<Chat, NoTokens> {
+/// Form of media parts in the messages for a template.
+#[derive(Clone, Copy)]
+pub(super) enum MediaForm<'a> {
+    /// None are accepted: a conversation without media.
+    Rejected,
+    /// Parts such as `{"type": "image"}`, and this text before the texts of a message for templates without parts.
+    Accepted(Option<&'a str>),
+}
+
+/// Parses a conversation for a template with content format `format`.
+pub(super) fn read(parts: &ChatParts, format: ContentFormat, media: MediaForm<'_>) -> Result<Chat, NoTokens> {
     let messages: Vec<Message> = json(&parts.messages)?;
-    let messages = messages.into_iter().map(|message| message.shaped(format)).collect::<Result<_, _>>()?;
+    let messages = messages.into_iter().map(|message| message.shaped(format, media)).collect::<Result<_, _>>()?;
     let tools = match &parts.tools {
         Some(tools) if has_tools(parts) => {
             let tools: Vec<Value> = json(tools)?;
@@ -112,7 +123,9 @@ pub(super) fn text_only(parts: &ChatParts) -> Result<(), NoTokens> {
         content: Option<Content>,
     }
     let messages: Vec<Outline> = json(&parts.messages)?;
-    messages.into_iter().try_for_each(|message| message.content.map_or(Ok(()), |content| content.texts().map(drop)))
+    messages
+        .into_iter()
+        .try_for_each(|message| message.content.map_or(Ok(()), |content| content.pieces(MediaForm::Rejected).map(drop)))
 }
 
 fn json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, NoTokens> {
@@ -120,14 +133,11 @@ fn json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, NoTokens> {
 }
 
 impl Message {
-    fn shaped(self, format: ContentFormat) -> Result<Value, NoTokens> {
-        let texts = self.content.map_or(Ok(Vec::new()), Content::texts)?;
+    fn shaped(self, format: ContentFormat, media: MediaForm<'_>) -> Result<Value, NoTokens> {
+        let pieces = self.content.map_or(Ok(Vec::new()), |content| content.pieces(media))?;
         let content = match format {
-            ContentFormat::Text => Value::from(texts.join("\n")),
-            ContentFormat::Parts => {
-                let part = |text| Value::from_pairs([("type", Value::from("text")), ("text", Value::from(text))]);
-                Value::from(texts.into_iter().map(part).collect::<Vec<Value>>())
-            }
+            ContentFormat::Text => Value::from(joined(pieces, media)?),
+            ContentFormat::Parts => Value::from(pieces.into_iter().map(Piece::part).collect::<Vec<Value>>()),
         };
         let mut fields = vec![("role", Value::from(self.role.as_str())), ("content", content)];
         match self.role.as_str() {
@@ -152,25 +162,57 @@ impl Message {
     }
 }
 
-impl Content {
-    fn texts(self) -> Result<Vec<String>, NoTokens> {
+/// One part of a message's content.
+enum Piece {
+    Text(String),
+    Media(MediaKind),
+}
+
+impl Piece {
+    fn part(self) -> Value {
         match self {
-            Self::Text(text) => Ok(vec![text]),
-            Self::Parts(parts) => parts.into_iter().filter_map(|part| part.text().transpose()).collect(),
+            Self::Text(text) => Value::from_pairs([("type", Value::from("text")), ("text", Value::from(text))]),
+            Self::Media(kind) => Value::from_pairs([("type", Value::from(kind.part_type()))]),
+        }
+    }
+}
+
+/// The content as one text: placeholders of media first, as in vLLM.
+fn joined(pieces: Vec<Piece>, media: MediaForm<'_>) -> Result<String, NoTokens> {
+    let (mut lines, mut texts) = (Vec::new(), Vec::new());
+    for piece in pieces {
+        match (piece, media) {
+            (Piece::Text(text), _) => texts.push(text),
+            (Piece::Media(_), MediaForm::Accepted(Some(placeholder))) => lines.push(placeholder.to_owned()),
+            (Piece::Media(_), MediaForm::Accepted(None) | MediaForm::Rejected) => return Err(NoTokens::Multimodal),
+        }
+    }
+    lines.extend(texts);
+    Ok(lines.join("\n"))
+}
+
+impl Content {
+    fn pieces(self, media: MediaForm<'_>) -> Result<Vec<Piece>, NoTokens> {
+        match self {
+            Self::Text(text) => Ok(vec![Piece::Text(text)]),
+            Self::Parts(parts) => parts.into_iter().filter_map(|part| part.piece(media).transpose()).collect(),
         }
     }
 }
 
 impl ContentPart {
     /// `None` for a part that engines omit.
-    fn text(self) -> Result<Option<String>, NoTokens> {
+    fn piece(self, media: MediaForm<'_>) -> Result<Option<Piece>, NoTokens> {
         match self {
-            Self::Text(text) => Ok(Some(text)),
+            Self::Text(text) => Ok(Some(Piece::Text(text))),
             Self::Typed { kind: Some(kind), text, refusal, thinking } => match kind.as_str() {
-                "text" | "input_text" | "output_text" => Ok(text),
-                "refusal" => Ok(refusal),
-                "thinking" => Ok(thinking),
-                _ => Err(NoTokens::Multimodal),
+                "text" | "input_text" | "output_text" => Ok(text.map(Piece::Text)),
+                "refusal" => Ok(refusal.map(Piece::Text)),
+                "thinking" => Ok(thinking.map(Piece::Text)),
+                kind => match (MediaKind::of_part(kind), media) {
+                    (Some(kind), MediaForm::Accepted(_)) => Ok(Some(Piece::Media(kind))),
+                    (Some(_) | None, _) => Err(NoTokens::Multimodal),
+                },
             },
             Self::Typed { kind: None, .. } => Err(NoTokens::Multimodal),
         }

@@ -9,13 +9,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokenizers::Tokenizer;
 
 use super::cache::{Cache, Keys};
-use super::chat::PROMPT_BYTES_MAX;
+use super::chat::{self, MediaForm, PROMPT_BYTES_MAX};
 use super::chunks::{CHUNK_BYTES_MIN, Chunk, Cutter};
 use super::files;
+use super::format::ContentFormat;
+use super::media::layout::MediaLayout;
+use super::media::lengths::MediaLengths;
+use super::media::placeholders::Placeholders;
+use super::media::{self, Naming, Outline};
 use super::meters::TokenMeters;
 use super::reason::NoTokens;
 use super::template::{Clock, Templates};
-use super::{TokensError, TokensError::Tokenizer as BadTokenizer};
+use super::{PromptMedia, TokensError, TokensError::Tokenizer as BadTokenizer};
 use crate::openai::ChatParts;
 
 /// Number of special tokens combined with the samples.
@@ -33,6 +38,9 @@ pub(super) struct Local {
     /// The cache; `None` if every text is tokenized as a whole.
     kept: Option<Kept>,
     meters: Arc<TokenMeters>,
+    /// Placeholders of media; `None` if prompts with media have no tokens.
+    placeholders: Option<Placeholders>,
+    lengths: Arc<MediaLengths>,
 }
 
 struct Kept {
@@ -64,7 +72,8 @@ impl Local {
         };
         let templates = Templates::compile(sources, clock).map_err(unusable)?;
         let around = around(&tokenizer);
-        let mut local = Self { tokenizer, templates, around, kept: None, meters };
+        let (placeholders, lengths) = (Placeholders::of(&tokenizer, None), Arc::new(MediaLengths::new()));
+        let mut local = Self { tokenizer, templates, around, kept: None, meters, placeholders, lengths };
         let bytes_max = usize::try_from(cache_bytes_max).unwrap_or(usize::MAX);
         if bytes_max > 0 {
             local.keep(bytes_max, CHUNK_BYTES_MIN);
@@ -75,6 +84,22 @@ impl Local {
     /// Whether chats can be tokenized.
     pub(super) fn has_template(&self) -> bool {
         !self.templates.is_empty()
+    }
+
+    /// Replaces the known image placeholders by this token. Returns false, without any effect, if it is no added token
+    /// of the tokenizer.
+    pub(super) fn set_placeholder(&mut self, text: &str) -> bool {
+        let is_token = self.tokenizer.get_added_vocabulary().get_vocab().contains_key(text);
+        if is_token {
+            self.placeholders = Placeholders::of(&self.tokenizer, Some(text));
+        }
+        is_token
+    }
+
+    /// The tokenizer.
+    #[cfg(test)]
+    pub(super) fn into_tokenizer(self) -> Tokenizer {
+        self.tokenizer
     }
 
     /// Whether the cache is in use.
@@ -106,7 +131,34 @@ impl Local {
 
     /// Tokens of a conversation. The template adds the surrounding tokens.
     pub(super) fn chat(&self, parts: &ChatParts) -> Result<Vec<u32>, NoTokens> {
-        self.encode(&self.templates.render(parts)?, &[], &[])
+        self.encode(&self.templates.render(parts, MediaForm::Rejected)?, &[], &[])
+    }
+
+    /// Tokens of a conversation with or without media.
+    pub(super) fn conversation(
+        &self,
+        parts: &ChatParts,
+        naming: Naming<'_>,
+    ) -> Result<(Vec<u32>, Option<PromptMedia>), NoTokens> {
+        if !media::may_occur(parts) {
+            return self.chat(parts).map(|ids| (ids, None));
+        }
+        let Outline { parts, items, names } = Outline::read(parts, naming)?;
+        if chat::bytes(&parts) > PROMPT_BYTES_MAX {
+            return Err(NoTokens::TooLong);
+        }
+        if items.is_empty() {
+            return self.chat(&parts).map(|ids| (ids, None));
+        }
+        let placeholders = self.placeholders.as_ref().ok_or(NoTokens::Multimodal)?;
+        let format = self.templates.format_for(&parts)?;
+        let rendered = self.templates.render(&parts, MediaForm::Accepted(placeholders.text()))?;
+        let template_ids = self.encode(&rendered, &[], &[])?;
+        // Templates without parts have the placeholders of each kind together.
+        let is_in_order = format == ContentFormat::Parts || items.iter().all(|item| item.kind == items[0].kind);
+        let layout = MediaLayout::of(&template_ids, &items, placeholders, is_in_order, &self.lengths);
+        let MediaLayout { ids, spans, unknown_from, report } = layout.ok_or(NoTokens::Multimodal)?;
+        Ok((ids, Some(PromptMedia { spans, unknown_from, report, names })))
     }
 
     fn encode(&self, text: &str, before: &[u32], after: &[u32]) -> Result<Vec<u32>, NoTokens> {

@@ -16,6 +16,9 @@ const TOKENIZED: &str = "pointsman_gateway_prompt_tokens_tokenized_total";
 const CACHE_BYTES: &str = "pointsman_gateway_prompt_cache_bytes";
 const PARITY: &str = "pointsman_gateway_tokens_parity_total";
 
+/// Reason of prompts with media whose tokens are known only before an item.
+const MEDIA_PREFIX: &str = "media_prefix";
+
 /// Metric handles of one model.
 pub(super) struct TokenMeters {
     model: String,
@@ -54,6 +57,12 @@ impl TokenMeters {
     /// Counts a prompt with tokens.
     pub(super) fn with_tokens(&self, source: TokenSource) {
         self.with_tokens[source as usize].increment(1);
+    }
+
+    /// Counts a prompt with media whose tokens are known only before an item.
+    pub(super) fn media_prefix(&self, source: TokenSource) {
+        let (model, source) = (self.model.clone(), source.name());
+        metrics::counter!(TOKENS, "model" => model, "source" => source, "reason" => MEDIA_PREFIX).increment(1);
     }
 
     /// Counts a prompt without tokens.

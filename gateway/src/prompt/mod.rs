@@ -12,6 +12,7 @@ mod engine_breaker;
 mod files;
 mod format;
 mod local;
+mod media;
 mod meters;
 mod parity;
 mod pool;
@@ -25,14 +26,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use pointsman::hashing::MmSpan;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::openai::ClientPrompt;
+use crate::openai::{ChatParts, ClientPrompt, MediaName};
 use crate::settings::{TokenSourceChoice, TokensSettings};
 use crate::upstream::Upstream;
 use engine::{Client, Engine, TokenizeInput};
 use local::Local;
+use media::Naming;
+pub use media::lengths::LengthReport;
 use meters::TokenMeters;
 use parity::Parity;
 use pool::Pool;
@@ -65,12 +69,46 @@ impl TokenSource {
 }
 
 /// Tokens of a prompt; empty without tokens.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct PromptTokens<'a> {
     /// Token ids.
     pub ids: Cow<'a, [u32]>,
     /// Their source.
     pub source: TokenSource,
+    /// Images and other media of the prompt.
+    pub media: PromptMedia,
+}
+
+/// Media of a prompt.
+#[derive(Clone, Debug, Default)]
+pub struct PromptMedia {
+    /// Positions of the items in the tokens.
+    pub spans: Vec<MmSpan>,
+    /// First token that matches no cache, because an item is not known exactly. The tokens from here on are an estimate.
+    pub unknown_from: Option<usize>,
+    /// Receives the prompt length reported by the engine.
+    pub report: Option<LengthReport>,
+    /// Names to be inserted into the messages.
+    pub names: Vec<MediaName>,
+}
+
+impl PromptTokens<'_> {
+    /// Limits an estimated length: an estimate is no reason for a rejection.
+    #[must_use]
+    pub fn with_estimate_up_to(mut self, tokens_max: Option<u32>) -> Self {
+        let PromptMedia { spans, unknown_from, .. } = &mut self.media;
+        if let (Some(start), Some(tokens_max)) = (*unknown_from, tokens_max) {
+            let length = start.max(tokens_max as usize);
+            if self.ids.len() > length {
+                self.ids.to_mut().truncate(length);
+                spans.retain_mut(|span| {
+                    span.end = span.end.min(length);
+                    span.start < span.end
+                });
+            }
+        }
+        self
+    }
 }
 
 /// Returns the endpoint of an eligible worker that satisfies the predicate, in rotation; `None` without one. A given
@@ -107,6 +145,9 @@ pub enum TokensError {
         /// Parser error.
         error: String,
     },
+    /// Unknown placeholder.
+    #[error("tokens.media_placeholder is {0}, must be an added token of the tokenizer")]
+    Placeholder(String),
     /// Failure to start tokenizer threads.
     #[error("no thread can be started: {0}")]
     Threads(std::io::Error),
@@ -117,6 +158,8 @@ pub struct Tokens {
     source: Source,
     meters: Arc<TokenMeters>,
     parity: Option<JoinHandle<()>>,
+    /// Whether images in data URLs receive names.
+    names_media: bool,
 }
 
 enum Source {
@@ -175,7 +218,7 @@ impl Tokens {
                 Source::Local { local, pool }
             }
         };
-        let tokens = Self { source, meters, parity };
+        let tokens = Self { source, meters, parity, names_media: settings.media_uuids };
         tokens.meters.source(tokens.source());
         match &tokens.source {
             Source::None => warn_of_none(upstream_name),
@@ -198,39 +241,56 @@ impl Tokens {
         }
     }
 
-    /// Tokens of the prompt. `model` is the name in the request; an adapter has the tokens of its base model.
+    /// Tokens of the prompt. `cache_salt` is the salt of the request, included in the names of its images. An adapter has
+    /// the tokens of its base model.
     ///
     /// Cancel-safe: dropping the future removes the prompt from the queue.
-    pub async fn of<'a>(&self, prompt: &'a ClientPrompt, _model: &str) -> PromptTokens<'a> {
+    pub async fn of<'a>(&self, prompt: &'a ClientPrompt, cache_salt: Option<&str>) -> PromptTokens<'a> {
         if let ClientPrompt::Tokens(ids) = prompt {
             self.meters.with_tokens(TokenSource::Request);
-            return PromptTokens { ids: Cow::Borrowed(ids), source: TokenSource::Request };
+            return PromptTokens {
+                ids: Cow::Borrowed(ids),
+                source: TokenSource::Request,
+                media: PromptMedia::default(),
+            };
         }
         let begun = Instant::now();
-        match self.compute(prompt).await {
-            Ok(ids) => {
+        match self.compute(prompt, cache_salt).await {
+            Ok((ids, media)) => {
                 let source = self.source();
                 self.meters.record_time(source, begun.elapsed());
-                self.meters.with_tokens(source);
-                PromptTokens { ids: Cow::Owned(ids), source }
+                if media.unknown_from.is_some() {
+                    self.meters.media_prefix(source);
+                } else {
+                    self.meters.with_tokens(source);
+                }
+                PromptTokens { ids: Cow::Owned(ids), source, media }
             }
             Err(reason) => {
                 self.meters.without_tokens(reason.name());
-                PromptTokens { ids: Cow::Borrowed(&[]), source: TokenSource::None }
+                PromptTokens { ids: Cow::Borrowed(&[]), source: TokenSource::None, media: PromptMedia::default() }
             }
         }
     }
 
-    async fn compute(&self, prompt: &ClientPrompt) -> Result<Vec<u32>, NoTokens> {
+    async fn compute(
+        &self,
+        prompt: &ClientPrompt,
+        cache_salt: Option<&str>,
+    ) -> Result<(Vec<u32>, PromptMedia), NoTokens> {
+        let text_only = |ids| (ids, PromptMedia::default());
         let input = match prompt {
-            ClientPrompt::Tokens(ids) => return Ok(ids.clone()),
+            ClientPrompt::Tokens(ids) => return Ok(text_only(ids.clone())),
             ClientPrompt::Opaque(reason) => return Err(NoTokens::Opaque(reason)),
             ClientPrompt::Text(text) => TokenizeInput::Text(text),
             ClientPrompt::Chat(parts) => TokenizeInput::Chat(parts),
         };
         match &self.source {
             Source::None => Err(NoTokens::Off),
-            Source::Local { local, pool } => tokenise(local, pool, input).await,
+            Source::Local { local, pool } => match input {
+                TokenizeInput::Text(text) => tokenise(local, pool, text).await.map(text_only),
+                TokenizeInput::Chat(parts) => self.conversation(local, pool, parts, cache_salt).await,
+            },
             Source::Engine { engine, model, is_given_up, .. } => {
                 let before = self.source();
                 let answer = engine.tokens(input).await;
@@ -244,9 +304,23 @@ impl Tokens {
                 {
                     warn_of_none(model);
                 }
-                answer
+                answer.map(text_only)
             }
         }
+    }
+
+    async fn conversation(
+        &self,
+        local: &Arc<Local>,
+        pool: &Pool,
+        parts: &ChatParts,
+        cache_salt: Option<&str>,
+    ) -> Result<(Vec<u32>, PromptMedia), NoTokens> {
+        chat::refused(parts)?;
+        let (local, parts) = (Arc::clone(local), parts.clone());
+        let (is_on, salt) = (self.names_media, cache_salt.filter(|salt| !salt.is_empty()).map(str::to_owned));
+        let conversation = pool.run(move || local.conversation(&parts, Naming { is_on, salt: salt.as_deref() }));
+        conversation.await.map(|(ids, media)| (ids, media.unwrap_or_default()))
     }
 }
 
@@ -258,21 +332,13 @@ impl Drop for Tokens {
     }
 }
 
-async fn tokenise(local: &Arc<Local>, pool: &Pool, input: TokenizeInput<'_>) -> Result<Vec<u32>, NoTokens> {
-    let local = Arc::clone(local);
-    match input {
-        // Checked before the copy.
-        TokenizeInput::Text(text) if text.len() > chat::PROMPT_BYTES_MAX => Err(NoTokens::TooLong),
-        TokenizeInput::Text(text) => {
-            let text = text.to_owned();
-            pool.run(move || local.text(&text)).await
-        }
-        TokenizeInput::Chat(parts) => {
-            chat::refused(parts)?;
-            let parts = parts.clone();
-            pool.run(move || local.chat(&parts)).await
-        }
+async fn tokenise(local: &Arc<Local>, pool: &Pool, text: &str) -> Result<Vec<u32>, NoTokens> {
+    // Checked before the copy.
+    if text.len() > chat::PROMPT_BYTES_MAX {
+        return Err(NoTokens::TooLong);
     }
+    let (local, text) = (Arc::clone(local), text.to_owned());
+    pool.run(move || local.text(&text)).await
 }
 
 async fn load(
@@ -289,7 +355,12 @@ async fn load(
         let path = tokenizer_file.to_owned();
         TokensError::Tokenizer { path, error: error.to_string() }
     };
-    let local = reading.await.map_err(failed)??;
+    let mut local = reading.await.map_err(failed)??;
+    if let Some(placeholder) = &settings.media_placeholder
+        && !local.set_placeholder(placeholder)
+    {
+        return Err(TokensError::Placeholder(placeholder.clone()));
+    }
     if !local.has_template() {
         tracing::warn!(model, "chats are routed by load only: the model has no chat template");
     }

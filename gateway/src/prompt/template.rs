@@ -10,7 +10,7 @@ use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-use super::chat::{self, Chat, PROMPT_BYTES_MAX};
+use super::chat::{self, Chat, MediaForm, PROMPT_BYTES_MAX};
 use super::format::ContentFormat;
 use super::python::{strftime, tojson};
 use super::reason::NoTokens;
@@ -68,12 +68,21 @@ impl Templates {
     }
 
     /// Renders the conversation.
-    pub(super) fn render(&self, parts: &ChatParts) -> Result<String, NoTokens> {
+    pub(super) fn render(&self, parts: &ChatParts, media: MediaForm<'_>) -> Result<String, NoTokens> {
         chat::refused(parts)?;
-        let special = self.tool_use.as_ref().filter(|_| chat::has_tools(parts));
-        let template = special.or(self.default.as_ref()).ok_or(NoTokens::NoTemplate)?;
-        let chat = chat::read(parts, template.format)?;
+        let template = self.template_for(parts)?;
+        let chat = chat::read(parts, template.format, media)?;
         if chat.continue_final_message { self.continued(template, chat) } else { self.rendered(template, chat) }
+    }
+
+    /// Content format of the template for the conversation.
+    pub(super) fn format_for(&self, parts: &ChatParts) -> Result<ContentFormat, NoTokens> {
+        self.template_for(parts).map(|template| template.format)
+    }
+
+    fn template_for(&self, parts: &ChatParts) -> Result<&Template, NoTokens> {
+        let special = self.tool_use.as_ref().filter(|_| chat::has_tools(parts));
+        special.or(self.default.as_ref()).ok_or(NoTokens::NoTemplate)
     }
 
     fn rendered(&self, template: &Template, chat: Chat) -> Result<String, NoTokens> {

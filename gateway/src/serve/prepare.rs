@@ -20,6 +20,7 @@ use super::proxy::reserved;
 use super::tenants::Tenant;
 use crate::anthropic::{Purpose, chat_body};
 use crate::openai::{API_KEY, ApiError, ClientPrompt, Edits, Endpoint, RequestBody, request_options};
+use crate::prompt::PromptMedia;
 use crate::settings::MessagesMode;
 
 /// A request that can be routed.
@@ -74,16 +75,22 @@ impl Prepared {
         let tenant_salt = tenant.map(|tenant| tenant.salt(parsed.cache_salt.as_deref()));
 
         let upstream_name = adapter.unwrap_or_else(|| model.settings.upstream_name());
+        let cache_salt = tenant_salt.as_deref().or(parsed.cache_salt.as_deref());
+        let tokens =
+            model.tokens.of(&parsed.prompt, cache_salt).await.with_estimate_up_to(model.router.max_model_len());
+        account.access.prompt_tokens = u32::try_from(tokens.ids.len()).ok().filter(|tokens| *tokens > 0);
+        let PromptMedia { spans: mm_spans, names: media_names, report, .. } = tokens.media;
+        account.access.media_report = report;
         let edits = Edits {
             model: Some(upstream_name)
                 .filter(|name| parsed.model.as_deref().is_some_and(|requested| requested != *name)),
             cache_salt: tenant_salt.as_deref(),
+            media_names: &media_names,
         };
-        let tokens = model.tokens.of(&parsed.prompt, parsed.model.as_deref().unwrap_or(upstream_name)).await;
-        account.access.prompt_tokens = u32::try_from(tokens.ids.len()).ok().filter(|tokens| *tokens > 0);
         let options = RequestOptions {
             lora_name: adapter.map(Arc::from),
-            cache_salt: tenant_salt.as_deref().or(parsed.cache_salt.as_deref()).map(Arc::from),
+            cache_salt: cache_salt.map(Arc::from),
+            mm_spans,
             tenant: tenant.map(|tenant| Arc::from(tenant.name.as_str())),
             output_tokens_max: parsed.output_tokens_max,
             not_streamed: !parsed.stream,
@@ -101,7 +108,11 @@ impl Prepared {
         let (body, worker_endpoint) = match original {
             None => (parsed.body(edits), endpoint),
             Some(_) if mode == MessagesMode::Translate => (parsed.body(edits), Endpoint::Chat),
-            Some(original) => (RequestBody::parse(endpoint, original)?.body(edits), endpoint),
+            Some(original) => {
+                // Names of media are those of the chat, and engines choose their own here.
+                let edits = Edits { media_names: &[], ..edits };
+                (RequestBody::parse(endpoint, original)?.body(edits), endpoint)
+            }
         };
         let requested_model = parsed.model.as_deref().unwrap_or(upstream_name).to_owned();
         let (model, prompt) = (Arc::clone(model), parsed.prompt);

@@ -340,6 +340,10 @@ pub struct TokensSettings {
     pub engine_timeout_ms: u64,
     /// Whether the tokenizer is compared with the engine's at startup.
     pub parity_check: bool,
+    /// The token that a template emits for an image. Default: a known one of the tokenizer.
+    pub media_placeholder: Option<String>,
+    /// Whether images in data URLs without `uuid` receive one.
+    pub media_uuids: bool,
 }
 
 /// Token source.
@@ -367,6 +371,8 @@ impl Default for TokensSettings {
             cache_bytes_max: 256 << 20,
             engine_timeout_ms: 500,
             parity_check: true,
+            media_placeholder: None,
+            media_uuids: false,
         }
     }
 }

@@ -450,6 +450,13 @@ impl ModelSettings {
             let rule = "absent without tokenizer_file";
             rules.text(format!("{path}.chat_template_file"), &file.to_string_lossy(), has_tokenizer, rule);
         }
+        if let Some(placeholder) = &tokens.media_placeholder {
+            let rule = "a token of the tokenizer, and absent without tokenizer_file";
+            let is_valid = has_tokenizer && !placeholder.is_empty();
+            rules.text(format!("{path}.media_placeholder"), placeholder, is_valid, rule);
+        }
+        let rule = "false without tokenizer_file";
+        rules.text(format!("{path}.media_uuids"), "true", !tokens.media_uuids || has_tokenizer, rule);
         rules.range(format!("{path}.threads"), tokens.threads, 1, 256);
         rules.range(format!("{path}.cache_bytes_max"), tokens.cache_bytes_max, 0, 1 << 40);
         rules.range(format!("{path}.engine_timeout_ms"), tokens.engine_timeout_ms, 1, DAY_MS);

@@ -277,7 +277,7 @@ proptest! {
     fn arbitrary_bytes_never_panic(body in proptest::collection::vec(any::<u8>(), 0..64)) {
         for endpoint in ALL {
             if let Ok(parsed) = RequestBody::parse(endpoint, Bytes::from(body.clone())) {
-                drop(parsed.body(Edits { model: Some("m"), cache_salt: Some("s") }));
+                drop(parsed.body(Edits { model: Some("m"), cache_salt: Some("s"), ..Edits::default() }));
             }
         }
     }
@@ -300,7 +300,7 @@ proptest! {
         }
         match RequestBody::parse(endpoint, Bytes::from(body)) {
             Ok(parsed) => {
-                let edited = parsed.body(Edits { model: Some("m"), cache_salt: Some("s") });
+                let edited = parsed.body(Edits { model: Some("m"), cache_salt: Some("s"), ..Edits::default() });
                 let again = RequestBody::parse(endpoint, edited).expect("edited bodies parse");
                 prop_assert_eq!(again.model.as_deref(), Some("m"));
                 prop_assert_eq!(again.prompt, parsed.prompt);

@@ -14,14 +14,14 @@ fn parse(body: &str) -> RequestBody {
 fn unchanged_bodies_share_their_memory() {
     let parsed = parse("{ \"prompt\" : \"x\" , \"model\":\"m\",\"cache_salt\":\"s\",\"routed_dp_rank\":null}\n");
     let body = parsed.body(Edits::default());
-    let same = parsed.body(Edits { model: Some("m"), cache_salt: Some("s") });
+    let same = parsed.body(Edits { model: Some("m"), cache_salt: Some("s"), ..Edits::default() });
     assert_eq!(body.as_ptr(), same.as_ptr());
     assert_eq!(body.len(), same.len());
 }
 
 #[test]
 fn values_are_replaced_in_place_or_inserted_first() {
-    let edits = |model, cache_salt| Edits { model, cache_salt };
+    let edits = |model, cache_salt| Edits { model, cache_salt, ..Edits::default() };
     let cases = [
         (r#"{"prompt":"x","model": "a" }"#, edits(Some("b"), None), r#"{"prompt":"x","model": "b" }"#),
         (r#" { "prompt":"x"}"#, edits(None, Some("s\"")), r#" {"cache_salt":"s\"", "prompt":"x"}"#),
@@ -96,7 +96,7 @@ proptest! {
     ) {
         let written: Vec<_> = fields.iter().map(|(key, value)| format!("{space}{}{space}:{space}{value}{space}", json!(key))).collect();
         let body = format!("{space}{{{}}}{space}", written.join(","));
-        let edited = parse(&body).body(Edits { model: model.as_deref(), cache_salt: salt.as_deref() });
+        let edited = parse(&body).body(Edits { model: model.as_deref(), cache_salt: salt.as_deref(), ..Edits::default() });
 
         // Field by field in order: inserted fields first, replaced fields in place.
         let changed = |key: &str, value: &Value| match key {

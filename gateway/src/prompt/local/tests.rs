@@ -79,7 +79,12 @@ fn chats_match_transformers() {
     for case in expected().chats {
         let local = local("tokenizer.json", case.template.as_deref(), 1 << 20);
         let parts = case.parts();
-        assert_eq!(local.templates.render(&parts).as_deref(), Ok(case.rendered.as_str()), "{}", case.name);
+        assert_eq!(
+            local.templates.render(&parts, MediaForm::Rejected).as_deref(),
+            Ok(case.rendered.as_str()),
+            "{}",
+            case.name
+        );
         assert_eq!(local.chat(&parts).as_deref(), Ok(&case.ids[..]), "{}", case.name);
         assert_eq!(local.chat(&parts).as_deref(), Ok(&case.ids[..]), "again: {}", case.name);
     }
@@ -99,7 +104,7 @@ fn texts_include_surrounding_special_tokens() {
 #[test]
 fn template_date_defaults_to_today() {
     let local = local("tokenizer.json", Some("llama3.jinja"), 0);
-    let rendered = local.templates.render(&chat(r#"[{"role":"user","content":"Hi"}]"#)).unwrap();
+    let rendered = local.templates.render(&chat(r#"[{"role":"user","content":"Hi"}]"#), MediaForm::Rejected).unwrap();
     assert!(rendered.contains("Today: 26 Jul 2024\n"), "{rendered}");
 }
 
@@ -140,7 +145,8 @@ fn template_work_is_bounded() {
         let sources =
             crate::prompt::template::TemplateSources { default: Some(source.to_owned()), ..Default::default() };
         let templates = Templates::compile(sources, || 0).unwrap();
-        let rendered = templates.render(&chat(&format!(r#"[{{"role":"user","content":"{}"}}]"#, "x".repeat(1_000))));
+        let rendered = templates
+            .render(&chat(&format!(r#"[{{"role":"user","content":"{}"}}]"#, "x".repeat(1_000))), MediaForm::Rejected);
         assert!(matches!(rendered, Err(NoTokens::TemplateError | NoTokens::TooLong)), "{source}: {rendered:?}");
     }
 }
@@ -157,7 +163,7 @@ fn next_turn_tokenizes_only_new_text() {
     local.chat(&chat(&format!("[{first}]"))).unwrap();
     let after_first = cached(&local);
     assert!(after_first > 4 * 600, "{after_first}");
-    let text = local.templates.render(&chat(&format!("[{first}]"))).unwrap();
+    let text = local.templates.render(&chat(&format!("[{first}]")), MediaForm::Rejected).unwrap();
     let mut ids = Vec::new();
     let from_cache = local.encode_kept(local.kept.as_ref().unwrap(), &text, &mut ids).unwrap();
     // All except the part after the last special token at sufficient distance.

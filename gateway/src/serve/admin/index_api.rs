@@ -84,8 +84,7 @@ impl IndexQuery {
         if length.is_some() {
             return Err(invalid("prompt_tokens must be absent with tokens or prompt"));
         }
-        let name = self.lora_name.as_deref().unwrap_or(&model.settings.name);
-        let tokens = model.tokens.of(&client_prompt, name).await;
+        let tokens = model.tokens.of(&client_prompt, self.cache_salt.as_deref()).await;
         let prompt = Prompt::OwnedTokens(tokens.ids.as_ref().into());
         Ok(Some(ResolvedPrompt { prompt, tokens_source: tokens.source.name(), unhashed_blocks: 0 }))
     }

@@ -22,8 +22,9 @@ use super::error;
 use super::extract::{Body, Id, ModelAt};
 use super::views::worker_ids_as_text;
 use crate::openai::{ApiError, ChatParts, ClientPrompt, ErrorType};
-use crate::prompt::TokenSource;
+use crate::prompt::{PromptTokens, TokenSource};
 use crate::serve::disaggregation::PrefillPool;
+use crate::serve::models::Model;
 
 /// A prompt in one of three forms, with the other inputs of a decision.
 #[derive(Default, Deserialize)]
@@ -121,11 +122,12 @@ impl DecisionQuery {
         }
     }
 
-    fn request(self, tokens: &[u32]) -> RouteRequest<'_> {
+    fn request<'t>(self, tokens: &'t PromptTokens<'_>) -> RouteRequest<'t> {
         let options = RequestOptions {
             constraints: self.constraints(),
             lora_name: self.lora_name,
             cache_salt: self.cache_salt,
+            mm_spans: tokens.media.spans.clone(),
             strict_priority: self.strict_priority,
             priority_jump: self.priority_jump,
             policy_class: self.policy_class,
@@ -138,7 +140,7 @@ impl DecisionQuery {
             overrides: self.overrides,
             ..RequestOptions::default()
         };
-        RouteRequest { options, ..RouteRequest::query(Prompt::Tokens(tokens)) }
+        RouteRequest { options, ..RouteRequest::query(Prompt::Tokens(&tokens.ids)) }
     }
 }
 
@@ -147,8 +149,8 @@ pub(super) async fn explain(
     Body(mut query): Body<DecisionQuery>,
 ) -> Result<Json<Value>, ApiError> {
     let prompt = query.take_prompt()?;
-    let tokens = model.tokens.of(&prompt, query.lora_name.as_deref().unwrap_or(&model.settings.name)).await;
-    let request = query.request(&tokens.ids);
+    let tokens = tokens_of(&model, &prompt, query.cache_salt.as_deref()).await;
+    let request = query.request(&tokens);
     let prefill = match &model.prefill {
         Some(pool) => Some(explained_prefill(pool, request.clone()).await?),
         None => None,
@@ -176,10 +178,15 @@ pub(super) async fn overlap(
     Body(mut query): Body<DecisionQuery>,
 ) -> Result<Json<Value>, ApiError> {
     let prompt = query.take_prompt()?;
-    let tokens = model.tokens.of(&prompt, query.lora_name.as_deref().unwrap_or(&model.settings.name)).await;
-    let request = query.request(&tokens.ids);
+    let tokens = tokens_of(&model, &prompt, query.cache_salt.as_deref()).await;
+    let request = query.request(&tokens);
     let scores = model.router.overlap_scores(request, true).await.map_err(route_error)?;
     answer("overlap", &scores, tokens.source, tokens.ids.len())
+}
+
+/// Tokens of the prompt as for a request.
+async fn tokens_of<'p>(model: &Model, prompt: &'p ClientPrompt, cache_salt: Option<&str>) -> PromptTokens<'p> {
+    model.tokens.of(prompt, cache_salt).await.with_estimate_up_to(model.router.max_model_len())
 }
 
 fn answer(name: &str, answer: &impl Serialize, source: TokenSource, tokens: usize) -> Result<Json<Value>, ApiError> {

@@ -10,6 +10,8 @@ use axum::http::StatusCode;
 use pointsman::Placement;
 use pointsman::answer::Usage;
 
+use crate::prompt::LengthReport;
+
 /// The target of access lines.
 pub(crate) const ACCESS_TARGET: &str = "pointsman_gateway::access";
 
@@ -71,6 +73,8 @@ pub(crate) struct AccessRecord {
     prefill_worker: Option<String>,
     prefill_rank: Option<u32>,
     attempts: u32,
+    /// Receives the length of a prompt with media.
+    pub(crate) media_report: Option<LengthReport>,
     predicted_cached_tokens: Option<u32>,
     predicted_ttft: Option<Duration>,
     cached_tokens: Option<u32>,
@@ -105,6 +109,9 @@ impl AccessRecord {
     /// Records usage and output of the worker.
     pub(crate) fn used(&mut self, usage: Option<Usage>, output_tokens: u64) {
         let usage = usage.unwrap_or_default();
+        if let (Some(tokens), Some(report)) = (usage.prompt_tokens, self.media_report.take()) {
+            report.record(tokens);
+        }
         self.prompt_tokens = usage.prompt_tokens.or(self.prompt_tokens);
         self.cached_tokens = usage.cached_tokens;
         self.output_tokens = Some(output_tokens);
