@@ -21,6 +21,7 @@ mod index_api;
 mod kubernetes;
 mod lengths;
 mod logs;
+mod media;
 mod memory;
 mod messages;
 mod metrics_page;

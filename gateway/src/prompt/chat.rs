@@ -13,7 +13,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use super::format::ContentFormat;
-use super::media::{self, MediaKind};
+use super::media::MediaKind;
 use super::reason::NoTokens;
 use crate::openai::ChatParts;
 
@@ -79,8 +79,7 @@ pub(super) fn refused(parts: &ChatParts) -> Result<(), NoTokens> {
     if parts.has_own_template {
         return Err(NoTokens::OwnTemplate);
     }
-    // The data of media is removed before templating and has limits of its own.
-    if bytes(parts) <= PROMPT_BYTES_MAX || media::may_occur(parts) { Ok(()) } else { Err(NoTokens::TooLong) }
+    if bytes(parts) <= PROMPT_BYTES_MAX { Ok(()) } else { Err(NoTokens::TooLong) }
 }
 
 /// Form of media parts in the messages for a template.

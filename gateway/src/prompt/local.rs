@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokenizers::Tokenizer;
 
 use super::cache::{Cache, Keys};
-use super::chat::{self, MediaForm, PROMPT_BYTES_MAX};
+use super::chat::{MediaForm, PROMPT_BYTES_MAX};
 use super::chunks::{CHUNK_BYTES_MIN, Chunk, Cutter};
 use super::files;
 use super::format::ContentFormat;
@@ -144,9 +144,6 @@ impl Local {
             return self.chat(parts).map(|ids| (ids, None));
         }
         let Outline { parts, items, names } = Outline::read(parts, naming)?;
-        if chat::bytes(&parts) > PROMPT_BYTES_MAX {
-            return Err(NoTokens::TooLong);
-        }
         if items.is_empty() {
             return self.chat(&parts).map(|ids| (ids, None));
         }

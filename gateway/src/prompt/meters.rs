@@ -83,7 +83,10 @@ impl TokenMeters {
 
 fn describe() {
     metrics::describe_gauge!(SOURCE, "1 for the active token source of prompts without token ids.");
-    metrics::describe_counter!(TOKENS, "Prompts by token source, and by reason for missing tokens.");
+    metrics::describe_counter!(
+        TOKENS,
+        "Prompts by token source, and by reason for missing tokens; `media_prefix` for tokens up to an unknown item."
+    );
     metrics::describe_histogram!(
         SECONDS,
         Unit::Seconds,

@@ -316,7 +316,11 @@ impl Tokens {
         parts: &ChatParts,
         cache_salt: Option<&str>,
     ) -> Result<(Vec<u32>, PromptMedia), NoTokens> {
-        chat::refused(parts)?;
+        match chat::refused(parts) {
+            // The data of media is removed before the length is checked again.
+            Err(NoTokens::TooLong) if media::may_occur(parts) => {}
+            checked => checked?,
+        }
         let (local, parts) = (Arc::clone(local), parts.clone());
         let (is_on, salt) = (self.names_media, cache_salt.filter(|salt| !salt.is_empty()).map(str::to_owned));
         let conversation = pool.run(move || local.conversation(&parts, Naming { is_on, salt: salt.as_deref() }));
