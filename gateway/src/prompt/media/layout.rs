@@ -23,7 +23,7 @@ pub(in crate::prompt) struct MediaLayout {
     pub(in crate::prompt) spans: Vec<MmSpan>,
     /// First token of the part that matches no cache; `None` if all items are known exactly.
     pub(in crate::prompt) unknown_from: Option<usize>,
-    /// What the length of the prompt shows.
+    /// Receiver of the prompt length reported by the engine; `None` if it determines no item.
     pub(in crate::prompt) report: Option<LengthReport>,
 }
 
