@@ -61,11 +61,15 @@ def leave(listen, ports, tokens, after, output):
     time.sleep(after)
     connection.sock.close()
     since = time.monotonic()
-    running = lambda: sum(metric(port, "vllm:num_requests_running") + metric(port, "vllm:num_requests_waiting") for port in ports)
-    while running() > 0:
+    names = ["vllm:num_requests_running", "vllm:num_requests_waiting"]
+    busy = lambda: [(port, name) for port in ports for name in names if metric(port, name) > 0]
+    last = []
+    while still := busy():
+        last = still
         if time.monotonic() - since > 30:
-            sys.exit("a request runs 30 s after its client has left")
+            sys.exit(f"30 s after its client has left a request is still in {still}")
         time.sleep(0.05)
+    print(f"client left after {after} s: idle {time.monotonic() - since:.2f} s later, last {last}")
     return time.monotonic() - since
 
 
