@@ -58,6 +58,9 @@ pub struct EngineConfig {
     pub hash_seed: u64,
     /// Seed of the output tokens, in place of model weights: equal for ranks of one model. 0.
     pub output_seed: u64,
+    /// Whether an output token depends on all tokens before it, as with greedy decoding: a prompt and its continued
+    /// output give the same text. Otherwise it depends on prompt and position. False.
+    pub output_from_context: bool,
 }
 
 /// Rules for a rank without free blocks. Under both, a decoding sequence without a block for its next token preempts the
@@ -100,6 +103,7 @@ impl Default for EngineConfig {
             cost: StepCost::default(),
             hash_seed: 0,
             output_seed: 0,
+            output_from_context: false,
         }
     }
 }

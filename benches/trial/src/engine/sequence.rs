@@ -43,6 +43,16 @@ impl RequestSpec {
 }
 
 impl RequestSpec {
+    /// Hash that determines the first output token.
+    fn output_hash(&self, config: &EngineConfig) -> u64 {
+        if !config.output_from_context {
+            return prompt_hash(self, config.output_seed);
+        }
+        let adapter = self.lora_name.as_deref().unwrap_or_default();
+        let start = xxh3_64_with_seed(adapter.as_bytes(), config.output_seed);
+        self.tokens.iter().fold(start, |context, token| followed_by(context, *token))
+    }
+
     /// First output token of the request on a rank with this configuration. Linear in the prompt.
     ///
     /// ```
@@ -57,7 +67,7 @@ impl RequestSpec {
     /// ```
     #[must_use]
     pub fn first_token(&self, config: &EngineConfig) -> u32 {
-        token_at(prompt_hash(self, config.output_seed), 0, config)
+        token_at(self.output_hash(config), 0, config)
     }
 }
 
@@ -105,7 +115,7 @@ const ACCEPTANCE: u64 = 0x9E37_79B9_7F4A_7C15;
 
 pub(crate) struct Sequence {
     spec: RequestSpec,
-    /// The only input of the output besides seed and position.
+    /// The only input of the output besides seed and position. With `output_from_context`, of prompt and output so far.
     prompt_hash: u64,
     outputs: Vec<u32>,
     /// Final length, including the prompt.
@@ -144,7 +154,7 @@ impl Sequence {
         let named = |name: Option<Arc<str>>| name.filter(|name| !name.is_empty());
         let spec = RequestSpec { lora_name: named(spec.lora_name), cache_salt: named(spec.cache_salt), ..spec };
         let mut sequence = Self {
-            prompt_hash: prompt_hash(&spec, config.output_seed),
+            prompt_hash: spec.output_hash(config),
             outputs: Vec::new(),
             end: (prompt_tokens as u32).saturating_add(spec.output_tokens_max).min(max_model_len),
             hashes: Vec::with_capacity(prompt_tokens / config.block_size as usize),
@@ -220,8 +230,12 @@ impl Sequence {
 
     /// Generates the next token.
     pub(crate) fn sample(&mut self, config: &EngineConfig) -> u32 {
-        let token = token_at(self.prompt_hash, self.outputs.len() as u64, config);
+        let position = if config.output_from_context { 0 } else { self.outputs.len() as u64 };
+        let token = token_at(self.prompt_hash, position, config);
         self.outputs.push(token);
+        if config.output_from_context {
+            self.prompt_hash = followed_by(self.prompt_hash, token);
+        }
         token
     }
 
@@ -262,6 +276,11 @@ impl Sequence {
         let in_outputs = &self.outputs[start.saturating_sub(prompt.len())..end.saturating_sub(prompt.len())];
         in_prompt.iter().chain(in_outputs).copied()
     }
+}
+
+/// Hash of a context with one more token.
+fn followed_by(context: u64, token: u32) -> u64 {
+    xxh3_64_with_seed(&token.to_le_bytes(), context)
 }
 
 /// Hashes tokens and adapter. The salt is excluded: it restricts sharing and does not change the output.

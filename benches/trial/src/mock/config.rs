@@ -90,6 +90,10 @@ pub struct MockConfig {
     /// Seed of output tokens, block hashes and fault decisions. Equal seeds and requests give equal events.
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     pub seed: u64,
+    /// Generates each token from all tokens before it, so that a continued output equals an uninterrupted one. Otherwise
+    /// a token depends on prompt and position.
+    #[arg(long)]
+    pub output_from_context: bool,
     /// Number of event messages that each rank keeps for replay.
     #[arg(long, value_name = "MESSAGES", default_value_t = 10_000)]
     pub replay_messages_max: usize,
@@ -142,6 +146,7 @@ impl Default for MockConfig {
             max_model_len: None,
             time_scale: 1.0,
             seed: 0,
+            output_from_context: false,
             replay_messages_max: 10_000,
             body_bytes_max: 16 << 20,
             handover: None,
@@ -234,6 +239,7 @@ impl MockConfig {
             max_model_len: self.model_len_max(),
             hash_seed: splitmix(self.seed ^ splitmix(rank.into())),
             output_seed: self.seed,
+            output_from_context: self.output_from_context,
             ..EngineConfig::default()
         }
     }

@@ -89,15 +89,17 @@ impl Head {
         }
     }
 
-    /// Content chunk of a stream.
-    pub(super) fn piece(&self, text: &str, reason: Option<&str>) -> Bytes {
+    /// Content chunk of a stream, with the id of its token if the client requests it.
+    pub(super) fn piece(&self, text: &str, reason: Option<&str>, id: Option<u32>) -> Bytes {
+        let mut choice = json!({ "index": 0, "logprobs": null, "finish_reason": reason });
         match self.api {
-            Api::Completion => {
-                let choice = json!({ "index": 0, "text": text, "logprobs": null, "finish_reason": reason });
-                event(&self.json("text_completion", json!([choice])))
-            }
-            Api::Chat => self.delta(json!({ "content": text }), reason),
+            Api::Completion => choice["text"] = text.into(),
+            Api::Chat => choice["delta"] = json!({ "content": text }),
         }
+        if let Some(id) = id {
+            choice["token_ids"] = json!([id]);
+        }
+        event(&self.json(self.chunk_object(), json!([choice])))
     }
 
     /// Usage chunk of a stream, which has no choices.

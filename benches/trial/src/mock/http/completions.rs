@@ -67,7 +67,13 @@ pub(super) async fn chat(
     };
     let texts: Vec<String> = request.messages.iter().map(super::request::Message::text).collect();
     let messages = request.messages.iter().zip(&texts).map(|(message, text)| (message.role.as_str(), text.as_str()));
-    let tokens = tokenize(&chat_text(messages));
+    let mut text = chat_text(messages);
+    if request.continue_final_message == Some(true)
+        && let Some(open) = text.strip_suffix("\nassistant\n")
+    {
+        text.truncate(open.len());
+    }
+    let tokens = tokenize(&text);
     let incoming = Incoming { api: Api::Chat, common: request.common, tokens, has_token_prompt: false, headers };
     answer(&engine, &connection, incoming).await
 }
@@ -86,7 +92,7 @@ async fn answer(engine: &Engine, connection: &Connection, request: Incoming) -> 
 /// Responds with the output of a request, whole or streamed.
 pub(super) async fn respond(connection: &Connection, common: &Common, (head, run): (Head, Run)) -> Response {
     if common.is_stream() {
-        let stream = Stream::new(head, run, common.has_usage_chunk());
+        let stream = Stream::new(head, run, common);
         return (stream_headers(), Body::new(stream)).into_response();
     }
     match run.all().await {
@@ -269,14 +275,22 @@ struct Stream {
     /// None after the end.
     run: Option<Run>,
     has_usage_chunk: bool,
+    returns_token_ids: bool,
     /// Chunks that are encoded but not yet polled.
     chunks: VecDeque<Bytes>,
     has_opened: bool,
 }
 
 impl Stream {
-    fn new(head: Head, run: Run, has_usage_chunk: bool) -> Self {
-        Self { head, run: Some(run), has_usage_chunk, chunks: VecDeque::new(), has_opened: false }
+    fn new(head: Head, run: Run, common: &Common) -> Self {
+        Self {
+            head,
+            run: Some(run),
+            has_usage_chunk: common.has_usage_chunk(),
+            returns_token_ids: common.returns_token_ids(),
+            chunks: VecDeque::new(),
+            has_opened: false,
+        }
     }
 }
 
@@ -295,11 +309,9 @@ impl http_body::Body for Stream {
             return Poll::Ready(Some(Ok(Frame::data(chunk))));
         }
         let Some(run) = &mut this.run else { return Poll::Ready(None) };
-        let (text, reason, is_end) = match ready!(run.poll_next(context)) {
-            Next::Output(output) => {
-                (detokenize(&[output.token]), answer::reason(output.finished), output.finished.is_some())
-            }
-            Next::Aborted => (String::new(), Some(ABORT), true),
+        let (token, reason, is_end) = match ready!(run.poll_next(context)) {
+            Next::Output(output) => (Some(output.token), answer::reason(output.finished), output.finished.is_some()),
+            Next::Aborted => (None, Some(ABORT), true),
             Next::Stopped => {
                 this.run = None;
                 return Poll::Ready(Some(Err(Stopped)));
@@ -310,7 +322,8 @@ impl http_body::Body for Stream {
         if !std::mem::replace(&mut this.has_opened, true) {
             this.chunks.extend(this.head.opening());
         }
-        this.chunks.push_back(this.head.piece(&text, reason));
+        let (text, ids) = (detokenize(token.as_slice()), token.filter(|_| this.returns_token_ids));
+        this.chunks.push_back(this.head.piece(&text, reason, ids));
         if is_end {
             this.run = None;
             this.chunks.extend(this.has_usage_chunk.then(|| this.head.usage(usage)));

@@ -177,7 +177,7 @@ impl Server<'_> {
                 self.connected(claimed, &key).await?;
                 if request.common.is_stream() {
                     let mut chunks: Vec<_> = head.opening().into_iter().collect();
-                    chunks.push(head.piece(&text, reason));
+                    chunks.push(head.piece(&text, reason, None));
                     chunks.extend(request.common.has_usage_chunk().then(|| head.usage(usage)));
                     chunks.push(DONE);
                     return Ok((stream_headers(), Body::from(chunks.concat())).into_response());
@@ -347,7 +347,7 @@ fn aborted(request: &Incoming, prepared: &Prepared) -> Response {
 fn aborted_as(request: &Incoming, head: &answer::Head, usage: Usage) -> Response {
     if request.common.is_stream() {
         let mut chunks: Vec<_> = head.opening().into_iter().collect();
-        chunks.extend([head.piece("", Some(ABORT)), DONE]);
+        chunks.extend([head.piece("", Some(ABORT), None), DONE]);
         return (stream_headers(), Body::from(chunks.concat())).into_response();
     }
     Json(head.whole("", Some(ABORT), usage)).into_response()

@@ -40,6 +40,8 @@ pub(super) struct Common {
     stream_options: Option<StreamOptions>,
     pub(super) cache_salt: Option<String>,
     n: Option<u32>,
+    /// Adds the token ids of the output to each chunk of a stream, as vLLM.
+    return_token_ids: Option<bool>,
     #[serde(flatten)]
     pub(super) handover: HandoverFields,
 }
@@ -59,6 +61,8 @@ pub(super) struct CompletionRequest {
 #[derive(Debug, Deserialize)]
 pub(super) struct ChatRequest {
     pub(super) messages: Vec<Message>,
+    /// Leaves the last message open.
+    pub(super) continue_final_message: Option<bool>,
     #[serde(flatten)]
     pub(super) common: Common,
 }
@@ -139,6 +143,10 @@ impl Common {
 
     pub(super) fn is_stream(&self) -> bool {
         self.stream.unwrap_or_default()
+    }
+
+    pub(super) fn returns_token_ids(&self) -> bool {
+        self.return_token_ids.unwrap_or_default()
     }
 
     pub(super) fn has_usage_chunk(&self) -> bool {
