@@ -1,10 +1,11 @@
 //! Library of the `pointsman` command.
 //!
-//! [`serve`] is the gateway, [`settings`] its configuration, and [`anthropic`], [`handover`], [`openai`], [`prompt`],
+//! [`serve`] is the gateway, [`settings`] its configuration, and [`anthropic`], [`handover`], [`migration`], [`openai`], [`prompt`],
 //! [`replicas`] and [`upstream`] are its parts. The command line is in `main`.
 
 pub mod anthropic;
 pub mod handover;
+pub mod migration;
 pub mod openai;
 pub mod prompt;
 pub mod replicas;

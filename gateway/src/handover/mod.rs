@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 mod completed;
 mod ids;
 mod legs;
-mod object;
+pub(crate) mod object;
 mod refusal;
 mod response;
 mod usage;

@@ -12,7 +12,7 @@ use serde_json::value::RawValue;
 
 /// Reason why a text cannot be edited as an object.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ObjectError {
+pub(crate) enum ObjectError {
     /// Invalid JSON or another type of value.
     #[error("must be a JSON object: {0}")]
     Json(serde_json::Error),
@@ -23,14 +23,14 @@ pub(super) enum ObjectError {
 
 /// A JSON object and the positions of its known fields.
 #[derive(Clone, Debug)]
-pub(super) struct ObjectText<'a> {
+pub(crate) struct ObjectText<'a> {
     text: &'a str,
     fields: Positions,
 }
 
 /// Positions of the fields in the text.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Positions {
+pub(crate) struct Positions {
     known: Vec<KnownField>,
     /// Start of the first key and end of the last value; `None` for an object without fields.
     span: Option<Range<usize>>,
@@ -48,7 +48,7 @@ struct KnownField {
 
 impl Positions {
     /// Scans an object. Repeated known fields are an error, unknown fields may repeat.
-    pub(super) fn find(text: &str, known: &[&'static str]) -> Result<Self, ObjectError> {
+    pub(crate) fn find(text: &str, known: &[&'static str]) -> Result<Self, ObjectError> {
         let mut reader = serde_json::Deserializer::from_str(text);
         let found = Scan { text, known }.deserialize(&mut reader).map_err(ObjectError::Json)?;
         reader.end().map_err(ObjectError::Json)?;
@@ -60,40 +60,40 @@ impl Positions {
     }
 
     /// Position of the value of a known field, including null.
-    pub(super) fn value(&self, name: &str) -> Option<Range<usize>> {
+    pub(crate) fn value(&self, name: &str) -> Option<Range<usize>> {
         self.get(name).map(|field| field.value.clone())
     }
 }
 
 impl<'a> ObjectText<'a> {
     /// Scans an object.
-    pub(super) fn parse(text: &'a str, known: &[&'static str]) -> Result<Self, ObjectError> {
+    pub(crate) fn parse(text: &'a str, known: &[&'static str]) -> Result<Self, ObjectError> {
         Ok(Self { text, fields: Positions::find(text, known)? })
     }
 
     /// An object that has been scanned before.
-    pub(super) fn scanned(text: &'a str, fields: Positions) -> Self {
+    pub(crate) fn scanned(text: &'a str, fields: Positions) -> Self {
         Self { text, fields }
     }
 
     /// JSON of a known field; `None` if the field is absent or null.
-    pub(super) fn json(&self, name: &str) -> Option<&'a str> {
+    pub(crate) fn json(&self, name: &str) -> Option<&'a str> {
         self.raw(name).filter(|json| *json != "null")
     }
 
     /// JSON of a known field, including null.
-    pub(super) fn raw(&self, name: &str) -> Option<&'a str> {
+    pub(crate) fn raw(&self, name: &str) -> Option<&'a str> {
         self.fields.value(name).map(|value| &self.text[value])
     }
 
     /// Starts an edit.
-    pub(super) fn edit(&self) -> ObjectEdit<'_, 'a> {
+    pub(crate) fn edit(&self) -> ObjectEdit<'_, 'a> {
         ObjectEdit { object: self, replaced: Vec::new(), removed: Vec::new(), appended: Vec::new() }
     }
 }
 
 /// Pending changes of an object.
-pub(super) struct ObjectEdit<'o, 'a> {
+pub(crate) struct ObjectEdit<'o, 'a> {
     object: &'o ObjectText<'a>,
     replaced: Vec<(Range<usize>, Cow<'o, str>)>,
     removed: Vec<&'o KnownField>,
@@ -102,7 +102,7 @@ pub(super) struct ObjectEdit<'o, 'a> {
 
 impl<'o> ObjectEdit<'o, '_> {
     /// Replaces the value of a known field in place, or appends the field. At most once for each field.
-    pub(super) fn set(mut self, name: &'static str, json: impl Into<Cow<'o, str>>) -> Self {
+    pub(crate) fn set(mut self, name: &'static str, json: impl Into<Cow<'o, str>>) -> Self {
         match self.object.fields.get(name) {
             Some(field) => self.replaced.push((field.value.clone(), json.into())),
             None => self.appended.push((name, json.into())),
@@ -111,18 +111,18 @@ impl<'o> ObjectEdit<'o, '_> {
     }
 
     /// Replaces the value of a known field if the object has this field.
-    pub(super) fn set_present(self, name: &'static str, json: impl Into<Cow<'o, str>>) -> Self {
+    pub(crate) fn set_present(self, name: &'static str, json: impl Into<Cow<'o, str>>) -> Self {
         if self.object.fields.get(name).is_some() { self.set(name, json) } else { self }
     }
 
     /// Removes a known field. The object must not have another change of this field.
-    pub(super) fn remove(mut self, name: &'static str) -> Self {
+    pub(crate) fn remove(mut self, name: &'static str) -> Self {
         self.removed.extend(self.object.fields.get(name));
         self
     }
 
     /// The changed object. Without removals, all bytes outside the changed values remain.
-    pub(super) fn finish(mut self) -> String {
+    pub(crate) fn finish(mut self) -> String {
         let text = self.object.text;
         let Some(span) = self.object.fields.span.clone() else { return self.finish_empty() };
         self.removed.sort_unstable_by_key(|field| field.key_start);
@@ -186,13 +186,13 @@ fn push_field(edited: &mut String, name: &str, json: &str) {
 }
 
 /// Elements of a JSON list; `None` for another type of value.
-pub(super) fn elements(json: &str) -> Option<Vec<&str>> {
+pub(crate) fn elements(json: &str) -> Option<Vec<&str>> {
     let list: Vec<&RawValue> = serde_json::from_str(json).ok()?;
     Some(list.into_iter().map(RawValue::get).collect())
 }
 
 /// JSON of a string.
-pub(super) fn quoted(text: &str) -> String {
+pub(crate) fn quoted(text: &str) -> String {
     serde_json::to_string(text).expect("strings serialize to JSON")
 }
 

@@ -119,6 +119,12 @@ const RETRIES: Metric = Metric::counter(
 );
 const DENIED: Metric =
     Metric::counter("pointsman_gateway_retries_denied_total", &[], "Retries denied by the retry budget.");
+const MIGRATIONS: Metric = Metric::counter(
+    "pointsman_gateway_stream_migrations_total",
+    &["model", "result"],
+    "Streamed responses that broke off while `stream_migrations_max` is above 0: `resumed` on another rank, `failed` \
+     to resume, `unsound` to resume, or `too_long`.",
+);
 const CLIENT_GONE: Metric = Metric::counter(
     "pointsman_gateway_client_gone_total",
     &[],
@@ -176,6 +182,7 @@ pub const ALL: &[Metric] = &[
     RETRIES,
     DENIED,
     PREFILLS,
+    MIGRATIONS,
     CLIENT_GONE,
     BROKEN,
     WORKER_REQUESTS,
@@ -281,6 +288,32 @@ impl StreamBreak {
     }
 }
 
+/// Result of a streamed response that broke off while migrations are enabled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MigrationResult {
+    /// Another rank continues the response.
+    Resumed,
+    /// No rank could continue it within the limits.
+    Failed,
+    /// The request or the output has no sound resumption.
+    Unsound,
+    /// The output is longer than the maximum.
+    TooLong,
+}
+
+impl MigrationResult {
+    const ALL: [Self; 4] = [Self::Resumed, Self::Failed, Self::Unsound, Self::TooLong];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Resumed => "resumed",
+            Self::Failed => "failed",
+            Self::Unsound => "unsound",
+            Self::TooLong => "too_long",
+        }
+    }
+}
+
 /// Statuses with cached counters; others are looked up.
 const COMMON: [u16; 10] = [200, 400, 401, 404, 429, CLIENT_LEFT, 500, 502, 503, 504];
 
@@ -296,6 +329,7 @@ pub(crate) struct ModelMeters {
     first_byte: Histogram,
     whole: Histogram,
     retries: [Counter; RetryReason::ALL.len()],
+    migrations: [Counter; MigrationResult::ALL.len()],
 }
 
 /// A request that waits for a worker.
@@ -312,6 +346,8 @@ impl ModelMeters {
         let name = || model.to_owned();
         let retries =
             |reason: RetryReason| metrics::counter!(RETRIES.name, "model" => name(), "reason" => reason.name());
+        let migrations =
+            |result: MigrationResult| metrics::counter!(MIGRATIONS.name, "model" => name(), "result" => result.name());
         Self {
             model: name(),
             requests: Default::default(),
@@ -319,6 +355,7 @@ impl ModelMeters {
             first_byte: metrics::histogram!(FIRST_BYTE.name, "model" => name()),
             whole: metrics::histogram!(WHOLE.name, "model" => name()),
             retries: RetryReason::ALL.map(retries),
+            migrations: MigrationResult::ALL.map(migrations),
         }
     }
 
@@ -394,6 +431,8 @@ pub(crate) struct Account {
     has_first_token: bool,
     is_answered: bool,
     is_over: bool,
+    /// Result of a break-off of the response; absent while migrations are disabled.
+    on_break: Option<MigrationResult>,
     /// Access log record.
     pub(crate) access: AccessRecord,
     status: u16,
@@ -413,6 +452,7 @@ impl Account {
             has_first_token: false,
             is_answered: false,
             is_over: false,
+            on_break: None,
             access: AccessRecord::default(),
             status: CLIENT_LEFT,
             outcome: "client_gone",
@@ -466,6 +506,17 @@ impl Account {
         }
     }
 
+    /// Sets the migration result that a break-off of the response counts.
+    pub(crate) fn breaks_as(&mut self, result: MigrationResult) {
+        self.on_break = Some(result);
+    }
+
+    /// Records a response that another rank continues.
+    pub(crate) fn resumed(&mut self) {
+        self.access.resumed();
+        self.model.migrations[MigrationResult::Resumed as usize].increment(1);
+    }
+
     /// Records the complete end of the response.
     pub(crate) fn complete(&mut self) {
         if !std::mem::replace(&mut self.is_over, true) {
@@ -479,6 +530,9 @@ impl Account {
         if !std::mem::replace(&mut self.is_over, true) {
             self.outcome = reason.name();
             self.meters.broken[reason as usize].increment(1);
+            if let Some(result) = self.on_break.filter(|_| reason != StreamBreak::Drain) {
+                self.model.migrations[result as usize].increment(1);
+            }
         }
     }
 

@@ -12,8 +12,10 @@ mod exchange;
 mod failure;
 mod intake;
 mod messages;
+mod migration;
 mod split;
 
+use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +23,7 @@ use std::time::Duration;
 use axum::Json;
 use axum::body::{Body, Bytes};
 use axum::extract::State;
-use axum::http::header::{CONTENT_TYPE, EXPECT};
+use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE, EXPECT};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use axum::response::IntoResponse as _;
 use pointsman::answer::AnswerKind;
@@ -44,6 +46,7 @@ pub(super) use failure::failure_outcome;
 pub(super) use intake::{Limits, discard, receive, reserved};
 use messages::Translation;
 pub(super) use messages::converted_error;
+use migration::{Migrating, Migration};
 use split::Split;
 
 /// Place of the prefill, in responses of models with a prefill pool.
@@ -58,9 +61,11 @@ pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, requ
     account.access.request_id = request_id.to_owned();
     let forwarded = forward(&app, &mut account, endpoint, &head.headers, request_id, body).await;
     let response = match forwarded {
-        Ok((begin, None)) => return start_response(&app, account, begin, request_id),
-        Ok((begin, Some(translation))) => {
-            return translation.of(start_response(&app, account, begin, request_id)).await;
+        Ok(Forwarded { begin, translation: None, migration }) => {
+            return start_response(&app, account, begin, request_id, migration);
+        }
+        Ok(Forwarded { begin, translation: Some(translation), migration }) => {
+            return translation.of(start_response(&app, account, begin, request_id, migration)).await;
         }
         Err(response) => response,
     };
@@ -71,6 +76,14 @@ pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, requ
     response
 }
 
+/// A started response and its treatment on the way to the client.
+struct Forwarded {
+    begin: WorkerResponse,
+    translation: Option<Translation>,
+    /// Present if the stream can be resumed after a failure.
+    migration: Option<Box<Migration>>,
+}
+
 /// All steps before the first byte of the response. Errors and token counts are responses, too.
 async fn forward(
     app: &Arc<App>,
@@ -79,7 +92,7 @@ async fn forward(
     headers: &HeaderMap,
     request_id: &str,
     body: Body,
-) -> Result<(WorkerResponse, Option<Translation>), Response<Body>> {
+) -> Result<Forwarded, Response<Body>> {
     let refused = |error: ApiError| error.into_response();
     let limits = body_limits(app, headers);
     let tenant = match admit(app, Some(endpoint), headers) {
@@ -94,7 +107,8 @@ async fn forward(
     let body = receive_body(app, account, limits, body).await?;
     // A count is computed here if possible. Otherwise an engine with this endpoint computes it.
     let messages = Some(MessagesMode::Pass).filter(|_| endpoint == Endpoint::CountTokens);
-    let prepared = Prepared::new(app, account, endpoint, (headers, body), tenant, messages).await.map_err(refused)?;
+    let prepared = Prepared::new(app, account, endpoint, (headers, body), tenant, messages).await;
+    let mut prepared = prepared.map_err(refused)?;
     if endpoint == Endpoint::CountTokens {
         if let Some(input_tokens) = prepared.prompt_tokens() {
             return Err(Json(json!({ "input_tokens": input_tokens })).into_response());
@@ -108,22 +122,45 @@ async fn forward(
         model: prepared.requested_model.clone(),
         prompt_tokens: prepared.prompt_tokens().unwrap_or(0),
     });
+    let resumable = migration::resumable(app, account, &mut prepared);
     let (model, body, kind, endpoint) =
         (&prepared.model, prepared.body.clone(), prepared.kind, prepared.worker_endpoint);
     let split = model.prefill.as_ref().map(|pool| Split::new(pool, endpoint, body.clone(), prepared.include_usage));
-    let attempts = AttemptLoop { app, model, endpoint, headers, request_id, body, kind, split };
-    Ok((attempts.run(account, prepared.request()).await?, translation))
+    let failed = &BTreeSet::new();
+    let attempts = AttemptLoop { app, model, endpoint, headers, request_id, body, kind, split, failed };
+    let begin = attempts.run(account, prepared.request()).await?;
+    let migration = resumable
+        .filter(|_| begin.checked == Some(AnswerKind::Events))
+        .map(|request| Box::new(Migration::new(prepared, request, headers, request_id)));
+    Ok(Forwarded { begin, translation, migration })
 }
 
 /// Response of a worker that has started one.
-fn start_response(app: &Arc<App>, account: Account, begin: WorkerResponse, request_id: &str) -> Response<Body> {
+fn start_response(
+    app: &Arc<App>,
+    account: Account,
+    begin: WorkerResponse,
+    request_id: &str,
+    migration: Option<Box<Migration>>,
+) -> Response<Body> {
     let (status, mut headers) = (begin.head.status, to_client(&begin.head.headers, request_id));
     let prefill = begin.prefill.as_ref().map(|prefill| (prefill.result, prefill.cached.clone()));
     let is_events = begin.checked == Some(AnswerKind::Events);
+    let rank = begin.placement.rank();
     let answer = follow(app, account, begin, request_id);
-    let body = match &prefill {
-        Some((PrefillResult::Remote, cached)) => Body::new(Corrected::new(answer, is_events, cached.clone())),
-        _ => Body::new(answer),
+    let cached = prefill.as_ref().filter(|(result, _)| *result == PrefillResult::Remote).map(|(_, cached)| cached);
+    let body = match (migration, cached) {
+        (None, None) => Body::new(answer),
+        (None, Some(cached)) => Body::new(Corrected::new(answer, is_events, cached.clone())),
+        (Some(migration), cached) => {
+            // The length changes with the events of other attempts.
+            headers.remove(CONTENT_LENGTH);
+            let answer = Migrating::new(app, answer, migration, rank);
+            match cached {
+                None => Body::new(answer),
+                Some(cached) => Body::new(Corrected::new(answer, is_events, cached.clone())),
+            }
+        }
     };
     if let Some((result, _)) = prefill {
         headers.insert(PREFILL, HeaderValue::from_static(result.name()));

@@ -97,6 +97,10 @@ pub struct GatewaySettings {
     pub attempts_max: u32,
     /// Retries per request, averaged over the last ten seconds; ten retries in that time are always allowed.
     pub retry_share_max: f64,
+    /// Resumptions per streamed response on another rank after a failure of its engine; 0 disables them.
+    pub stream_migrations_max: u32,
+    /// Longest output so far that is resumed, in tokens.
+    pub stream_migration_tokens_max: u32,
     /// Time from the termination signal, when `/ready` becomes 503, to the close of the listener.
     pub drain_delay_ms: u64,
     /// Time limit for requests in flight after that.
@@ -150,6 +154,8 @@ impl Default for GatewaySettings {
             idle_timeout_ms: 120_000,
             attempts_max: 3,
             retry_share_max: 0.2,
+            stream_migrations_max: 0,
+            stream_migration_tokens_max: 8_192,
             drain_delay_ms: 0,
             drain_timeout_ms: 60_000,
             warm_up_ms: 30_000,

@@ -30,6 +30,8 @@ pub(super) const RELOADED: &[&str] = &[
     "idle_timeout_ms",
     "attempts_max",
     "retry_share_max",
+    "stream_migrations_max",
+    "stream_migration_tokens_max",
     "drain_delay_ms",
     "drain_timeout_ms",
 ];

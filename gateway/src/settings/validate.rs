@@ -149,6 +149,8 @@ impl Settings {
         rules.range("gateway.attempts_max", gateway.attempts_max, 1, 10);
         let share = gateway.retry_share_max;
         rules.check("gateway.retry_share_max", share, (0.0..=1.0).contains(&share), "between 0 and 1");
+        rules.range("gateway.stream_migrations_max", gateway.stream_migrations_max, 0, 10);
+        rules.range("gateway.stream_migration_tokens_max", gateway.stream_migration_tokens_max, 1, 1 << 20);
         let level_rule = "off, error, warn, info, debug or trace, or targets with these, such as info,pointsman=debug";
         rules.text("gateway.log_level", &gateway.log_level, parse_level(&gateway.log_level).is_ok(), level_rule);
         let access_log = &gateway.access_log;

@@ -38,10 +38,31 @@ pub(in crate::serve) enum Cut {
     Incomplete,
 }
 
+impl Cut {
+    fn reason(&self) -> StreamBreak {
+        match self {
+            Self::Broken(_) => StreamBreak::Broken,
+            Self::Idle(_) => StreamBreak::Idle,
+            Self::Incomplete => StreamBreak::Incomplete,
+        }
+    }
+
+    fn outcome(&self) -> Outcome {
+        match self {
+            Self::Broken(_) => Outcome::Reset,
+            Self::Idle(_) => Outcome::Timeout,
+            Self::Incomplete => Outcome::InvalidAnswer,
+        }
+    }
+}
+
 /// Body polled by the client's connection, with the worker's body inside.
 pub(in crate::serve) struct Answer<B> {
     app: Arc<App>,
-    account: Account,
+    /// Absent after a move to the resumption of the response.
+    account: Option<Account>,
+    /// Whether the caller decides about the end of a failed response.
+    defers_cut: bool,
     /// Absent after a cut: the booking and the worker's connection have ended.
     body: Option<PlacedBody<B>>,
     /// The attempt at the worker.
@@ -76,17 +97,40 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
         if prefill.as_ref().is_some_and(|prefill| prefill.result == PrefillResult::Remote) {
             body = body.without_cached_tokens();
         }
-        let (body, silent_since, alarm, pending_cut) = (Some(body), None, None, None);
-        let mut answer =
-            Self { app, account, body, sent, checked, idle_max, silent_since, alarm, pending_cut, prefill };
+        let mut answer = Self {
+            app,
+            account: Some(account),
+            defers_cut: false,
+            body: Some(body),
+            sent,
+            checked,
+            idle_max,
+            silent_since: None,
+            alarm: None,
+            pending_cut: None,
+            prefill,
+        };
         if answer.is_end_stream() {
             answer.complete();
         }
         answer
     }
 
+    /// The same, but a failure is returned at once and only ends the attempt. The caller then takes the account, or ends
+    /// the response with [`Self::give_up`].
+    pub(super) fn deferring_cuts(mut self) -> Self {
+        self.defers_cut = true;
+        self
+    }
+
+    pub(super) fn account(&mut self) -> &mut Option<Account> {
+        &mut self.account
+    }
+
     fn complete(&mut self) {
-        self.account.complete();
+        if let Some(account) = &mut self.account {
+            account.complete();
+        }
         self.sent.completed();
     }
 
@@ -102,28 +146,35 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
         let is_stream = self.checked == Some(AnswerKind::Events);
         if is_stream && self.body.as_ref().is_some_and(PlacedBody::is_generating) {
             self.sent.first_token();
-            self.account.first_token();
-            let elapsed = self.account.started().elapsed();
-            self.account.access.first_token.get_or_insert(elapsed);
+            let Some(account) = &mut self.account else { return };
+            account.first_token();
+            let elapsed = account.started().elapsed();
+            account.access.first_token.get_or_insert(elapsed);
         }
     }
 
-    /// Ends the booking now and reports the error to the server at its next poll. A server that receives an error drops
-    /// unwritten data, including the head, and it flushes whenever a body is pending.
-    fn cut(&mut self, reason: StreamBreak, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+    /// Ends the booking now, and the response unless the caller decides about it.
+    fn cut(&mut self, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
         self.record_usage();
         self.body = None;
-        self.account.broke(reason);
-        let outcome = match cut {
-            Cut::Broken(_) => Outcome::Reset,
-            Cut::Idle(_) => Outcome::Timeout,
-            Cut::Incomplete => Outcome::InvalidAnswer,
-        };
-        self.sent.ended(outcome.label());
-        if let Some(suppressed) = self.app.broken_streams.next_line(Instant::now()) {
-            let request_id = self.account.access.request_id.as_str();
-            let (worker, rank) = self.account.access.worker();
-            tracing::warn!(request_id, worker, rank, reason = reason.name(), suppressed, "response cut off: {cut}");
+        self.sent.ended(cut.outcome().label());
+        if self.defers_cut {
+            return Poll::Ready(Some(Err(cut)));
+        }
+        self.give_up(cut, context)
+    }
+
+    /// Reports the error to the server at its next poll. A server that receives an error drops unwritten data, including
+    /// the head, and it flushes whenever a body is pending.
+    pub(super) fn give_up(&mut self, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        let reason = cut.reason();
+        if let Some(account) = &mut self.account {
+            account.broke(reason);
+            if let Some(suppressed) = self.app.broken_streams.next_line(Instant::now()) {
+                let request_id = account.access.request_id.as_str();
+                let (worker, rank) = account.access.worker();
+                tracing::warn!(request_id, worker, rank, reason = reason.name(), suppressed, "response cut off: {cut}");
+            }
         }
         self.pending_cut = Some(cut);
         context.waker().wake_by_ref();
@@ -156,7 +207,9 @@ impl<B> Answer<B> {
         {
             usage.cached_tokens = prefill.cached.get();
         }
-        self.account.access.used(usage, body.output_tokens());
+        if let Some(account) = &mut self.account {
+            account.access.used(usage, body.output_tokens());
+        }
     }
 }
 
@@ -178,14 +231,14 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Body for Answer<B> {
                 // Bodies of known length are not polled after their last byte.
                 if self.is_end_stream() {
                     if self.is_incomplete() {
-                        return self.cut(StreamBreak::Incomplete, Cut::Incomplete, context);
+                        return self.cut(Cut::Incomplete, context);
                     }
                     self.complete();
                 }
                 Poll::Ready(Some(Ok(frame)))
             }
-            Poll::Ready(Some(Err(error))) => self.cut(StreamBreak::Broken, Cut::Broken(error.to_string()), context),
-            Poll::Ready(None) if self.is_incomplete() => self.cut(StreamBreak::Incomplete, Cut::Incomplete, context),
+            Poll::Ready(Some(Err(error))) => self.cut(Cut::Broken(error.to_string()), context),
+            Poll::Ready(None) if self.is_incomplete() => self.cut(Cut::Incomplete, context),
             Poll::Ready(None) => {
                 self.complete();
                 Poll::Ready(None)
@@ -197,7 +250,7 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Body for Answer<B> {
                     body.report(Outcome::Timeout);
                 }
                 let cut = Cut::Idle(self.idle_max);
-                self.cut(StreamBreak::Idle, cut, context)
+                self.cut(cut, context)
             }
         }
     }

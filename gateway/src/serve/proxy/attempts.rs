@@ -52,6 +52,9 @@ pub(super) struct AttemptLoop<'a> {
     pub(super) kind: AnswerKind,
     /// Legs of the request, for a model with a prefill pool.
     pub(super) split: Option<Split<'a>>,
+    /// Ranks of workers that failed after the start of a response. Not empty for a resumption, whose failures do not
+    /// count against another worker.
+    pub(super) failed: &'a BTreeSet<WorkerRank>,
 }
 
 /// A started response.
@@ -82,8 +85,9 @@ impl AttemptLoop<'_> {
     ) -> Result<WorkerResponse, Response<Body>> {
         let started = account.started();
         let (deadline, ttft_target) = (request.options.deadline, request.options.ttft_target);
-        let (mut excluded, mut failures) = (ExcludedRanks::default(), Failures::default());
+        let (mut excluded, mut failures) = (ExcludedRanks::of(self.failed), Failures::default());
         let mut reports = Reports::new(self.model, self.kind);
+        reports.has_counted = !self.failed.is_empty();
         request.options.routing_hashes |= self.split.as_ref().is_some_and(Split::needs_hashes);
         let attempts_max = self.app.settings.gateway.attempts_max;
         let (mut counted, mut unreachable, mut holds_retry) = (0, 0, false);
@@ -347,6 +351,10 @@ struct ExcludedRanks {
 }
 
 impl ExcludedRanks {
+    fn of(failed: &BTreeSet<WorkerRank>) -> Self {
+        Self { ranks: failed.clone(), workers: failed.clone(), retries_same_rank: false }
+    }
+
     fn add(&mut self, placement: &Placement, failure: &Failure, model: &Model) {
         let rank = placement.rank();
         self.retries_same_rank = failure.is_without_response() && self.ranks.is_empty();
@@ -373,11 +381,13 @@ pub(super) struct Reports<'a> {
     /// Kind of a valid response.
     kind: AnswerKind,
     failed_attempts: Vec<FailedAttempt>,
+    /// Whether the request already counts against a failed worker.
+    has_counted: bool,
 }
 
 impl<'a> Reports<'a> {
     pub(super) fn new(model: &'a Model, kind: AnswerKind) -> Self {
-        Self { model, kind, failed_attempts: Vec::new() }
+        Self { model, kind, failed_attempts: Vec::new(), has_counted: false }
     }
 
     pub(super) fn add(&mut self, placement: &Placement, failure: &Failure, mut sent: WorkerRequest) {
@@ -409,6 +419,9 @@ impl<'a> Reports<'a> {
         let outcome = if ending == Ending::Served { Outcome::Misconfigured.label() } else { "client_error" };
         for sent in self.failed_attempts.drain(..).filter_map(|attempt| attempt.sent) {
             { sent }.ended(outcome);
+        }
+        if self.has_counted {
+            return true;
         }
         let Some((rank, outcome)) = counted_failure else { return false };
         self.model.router.report_outcome(rank, outcome);

@@ -75,6 +75,9 @@ pub(crate) struct AccessRecord {
     attempts: u32,
     /// Receives the length of a prompt with media.
     pub(crate) media_report: Option<LengthReport>,
+    migrations: u32,
+    /// Output of attempts before the last resumption.
+    earlier_output_tokens: u64,
     predicted_cached_tokens: Option<u32>,
     predicted_ttft: Option<Duration>,
     cached_tokens: Option<u32>,
@@ -109,12 +112,21 @@ impl AccessRecord {
     /// Records usage and output of the worker.
     pub(crate) fn used(&mut self, usage: Option<Usage>, output_tokens: u64) {
         let usage = usage.unwrap_or_default();
-        if let (Some(tokens), Some(report)) = (usage.prompt_tokens, self.media_report.take()) {
+        // The prompt of a resumed attempt contains the output so far.
+        let earlier = u32::try_from(self.earlier_output_tokens).unwrap_or(u32::MAX);
+        let prompt_tokens = usage.prompt_tokens.map(|tokens| tokens.saturating_sub(earlier));
+        if let (Some(tokens), Some(report)) = (prompt_tokens, self.media_report.take()) {
             report.record(tokens);
         }
-        self.prompt_tokens = usage.prompt_tokens.or(self.prompt_tokens);
+        self.prompt_tokens = prompt_tokens.or(self.prompt_tokens);
         self.cached_tokens = usage.cached_tokens;
-        self.output_tokens = Some(output_tokens);
+        self.output_tokens = Some(self.earlier_output_tokens + output_tokens);
+    }
+
+    /// Records the resumption of the response.
+    pub(crate) fn resumed(&mut self) {
+        self.migrations += 1;
+        self.earlier_output_tokens = self.output_tokens.unwrap_or(0);
     }
 
     /// The worker of the last attempt: endpoint and rank.
@@ -151,6 +163,7 @@ impl AccessRecord {
             outcome,
             error = self.error,
             attempts = self.attempts,
+            migrations = Some(self.migrations).filter(|migrations| *migrations > 0),
             prompt_tokens = self.prompt_tokens,
             predicted_cached_tokens = self.predicted_cached_tokens,
             cached_tokens = self.cached_tokens,

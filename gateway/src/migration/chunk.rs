@@ -1,0 +1,142 @@
+//! One event of a streamed chat or completion: its fields, and edits in place.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::value::RawValue;
+
+/// Parsed fields of a chunk.
+#[derive(Deserialize)]
+pub(super) struct Chunk<'a> {
+    #[serde(borrow)]
+    pub(super) id: Option<&'a RawValue>,
+    #[serde(borrow)]
+    pub(super) created: Option<&'a RawValue>,
+    #[serde(borrow)]
+    pub(super) model: Option<&'a RawValue>,
+    #[serde(borrow)]
+    pub(super) object: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub(super) choices: Option<Vec<Choice<'a>>>,
+    #[serde(borrow)]
+    pub(super) usage: Option<&'a RawValue>,
+    #[serde(borrow)]
+    pub(super) prompt_token_ids: Option<&'a RawValue>,
+    #[serde(borrow)]
+    pub(super) error: Option<&'a RawValue>,
+}
+
+/// Parsed fields of a choice.
+#[derive(Deserialize)]
+pub(super) struct Choice<'a> {
+    #[serde(default)]
+    pub(super) index: u32,
+    #[serde(borrow)]
+    text: Option<Text<'a>>,
+    #[serde(borrow)]
+    pub(super) delta: Option<Delta<'a>>,
+    pub(super) finish_reason: Option<IgnoredAny>,
+    #[serde(borrow)]
+    pub(super) token_ids: Option<&'a RawValue>,
+    #[serde(borrow)]
+    pub(super) prompt_token_ids: Option<&'a RawValue>,
+}
+
+/// Parsed fields of a delta.
+#[derive(Deserialize)]
+pub(super) struct Delta<'a> {
+    role: Option<IgnoredAny>,
+    #[serde(borrow)]
+    content: Option<Text<'a>>,
+    #[serde(borrow)]
+    tool_calls: Option<&'a RawValue>,
+    #[serde(borrow)]
+    reasoning: Option<&'a RawValue>,
+    #[serde(borrow)]
+    reasoning_content: Option<&'a RawValue>,
+    #[serde(borrow)]
+    function_call: Option<&'a RawValue>,
+    #[serde(borrow)]
+    refusal: Option<&'a RawValue>,
+    #[serde(borrow)]
+    audio: Option<&'a RawValue>,
+}
+
+/// A text, copied only if it contains escapes.
+#[derive(Deserialize)]
+struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
+
+/// Usage of a response.
+#[derive(Clone, Copy, Deserialize)]
+pub(super) struct Usage {
+    pub(super) prompt_tokens: Option<u32>,
+    pub(super) completion_tokens: Option<u32>,
+}
+
+impl Choice<'_> {
+    /// The text of the choice.
+    pub(super) fn text(&self) -> &str {
+        let content = self.delta.as_ref().and_then(|delta| delta.content.as_ref());
+        self.text.as_ref().or(content).map_or("", |Text(text)| text)
+    }
+
+    /// Whether the chunk has output other than text.
+    pub(super) fn has_other_output(&self) -> bool {
+        let Some(delta) = &self.delta else { return false };
+        let others = [
+            delta.tool_calls,
+            delta.reasoning,
+            delta.reasoning_content,
+            delta.function_call,
+            delta.refusal,
+            delta.audio,
+        ];
+        others.into_iter().flatten().any(|json| !matches!(json.get(), "[]" | "\"\""))
+    }
+
+    /// Whether the chunk only opens the message.
+    pub(super) fn is_opening(&self) -> bool {
+        let has_role = self.delta.as_ref().is_some_and(|delta| delta.role.is_some());
+        has_role && self.text().is_empty() && !self.has_other_output() && self.finish_reason.is_none()
+    }
+}
+
+/// Pending replacements of values in a text.
+pub(super) struct Edits<'a> {
+    text: &'a str,
+    replaced: Vec<(Range<usize>, Cow<'a, str>)>,
+}
+
+impl<'a> Edits<'a> {
+    pub(super) fn of(text: &'a str) -> Self {
+        Self { text, replaced: Vec::new() }
+    }
+
+    /// Replaces a value of the text, if present and different.
+    pub(super) fn set(&mut self, value: Option<&'a RawValue>, json: impl Into<Cow<'a, str>>) {
+        let (Some(value), json) = (value, json.into()) else { return };
+        if value.get() != json {
+            let start = value.get().as_ptr() as usize - self.text.as_ptr() as usize;
+            self.replaced.push((start..start + value.get().len(), json));
+        }
+    }
+
+    /// The edited text; `None` without changes.
+    pub(super) fn finish(mut self) -> Option<String> {
+        if self.replaced.is_empty() {
+            return None;
+        }
+        self.replaced.sort_unstable_by_key(|(span, _)| span.start);
+        let more: usize = self.replaced.iter().map(|(_, json)| json.len()).sum();
+        let (mut edited, mut at) = (String::with_capacity(self.text.len() + more), 0);
+        for (span, json) in &self.replaced {
+            edited.push_str(&self.text[at..span.start]);
+            edited.push_str(json);
+            at = span.end;
+        }
+        edited.push_str(&self.text[at..]);
+        Some(edited)
+    }
+}
