@@ -25,6 +25,7 @@ mod media;
 mod memory;
 mod messages;
 mod metrics_page;
+mod migration;
 mod operations;
 mod picker;
 mod proxy;

@@ -46,7 +46,7 @@ pub struct SentOutput {
 }
 
 /// Values of the first attempt that all chunks have, as JSON.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Identity {
     id: Option<String>,
     created: Option<String>,
@@ -72,7 +72,7 @@ struct Identity {
 /// assert_eq!(second, "data: {\"id\":\"x\",\"choices\":[{\"text\":\" c\"}]}\n\n");
 /// # Ok::<(), &str>(())
 /// ```
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct StreamJoiner {
     is_chat: bool,
     needs_token_ids: bool,
@@ -90,6 +90,8 @@ pub struct StreamJoiner {
     /// Whether the stream passes unchanged from here on.
     passes: bool,
     is_done: bool,
+    /// Error event of the engine and the events after it, while the stream can be resumed.
+    error: Vec<u8>,
 }
 
 /// Effect on one event.
@@ -140,6 +142,7 @@ impl StreamJoiner {
             resumed_after: None,
             passes: false,
             is_done: false,
+            error: Vec::new(),
         }
     }
 
@@ -182,6 +185,19 @@ impl StreamJoiner {
         self.joined(events)
     }
 
+    /// Whether the engine ended the attempt with a server error after which the stream can be resumed. The error is
+    /// withheld.
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        !self.error.is_empty()
+    }
+
+    /// The withheld error, for a stream that is not resumed.
+    pub fn error(&mut self) -> Bytes {
+        self.end_resumability(StreamState::Finished);
+        std::mem::take(&mut self.error).into()
+    }
+
     /// Accepts the regular end of an attempt and returns the last bytes for the client.
     pub fn finish(&mut self) -> Bytes {
         let rest = std::mem::take(&mut self.held);
@@ -191,6 +207,7 @@ impl StreamJoiner {
     /// Starts the stream of the next attempt. The incomplete event of the previous one is dropped.
     pub fn resume(&mut self) {
         self.held.clear();
+        self.error.clear();
         self.output.ids.truncate(self.output.ids_sent);
         // Without a chunk, the next attempt is the first one for the client.
         self.resumed_after = self.first.is_some().then_some(self.output.tokens);
@@ -200,6 +217,7 @@ impl StreamJoiner {
     /// prompt; without it the usage is omitted.
     pub fn complete(&mut self, prompt_tokens: Option<u32>) -> Bytes {
         self.held.clear();
+        self.error.clear();
         (self.state, self.is_done) = (StreamState::Finished, true);
         let default_object = if self.is_chat { "\"chat.completion.chunk\"" } else { "\"text_completion\"" };
         let Identity { id, created, model, object, prompt_tokens: engine_tokens } =
@@ -275,6 +293,10 @@ impl StreamJoiner {
     }
 
     fn step(&mut self, event: &[u8]) -> Step {
+        if self.has_failed() {
+            self.error.extend_from_slice(event);
+            return Step::Drop;
+        }
         let Ok(text) = str::from_utf8(event) else {
             self.end_resumability(StreamState::Unsound);
             return Step::Keep;
@@ -297,6 +319,10 @@ impl StreamJoiner {
             self.end_resumability(StreamState::Unsound);
             return Step::Keep;
         };
+        if self.state() == StreamState::Resumable && chunk.is_server_error() {
+            self.error = event.to_vec();
+            return Step::Drop;
+        }
         self.read(&chunk);
         let choices = chunk.choices.as_deref().unwrap_or_default();
         if self.resumed_after.is_some() && matches!(choices, [choice] if choice.is_opening()) {
@@ -328,7 +354,7 @@ impl StreamJoiner {
         if let Some(first) = self.first.as_mut().filter(|_| self.resumed_after.is_none()) {
             first.prompt_tokens = usage.and_then(|usage| usage.prompt_tokens).or(first.prompt_tokens);
         }
-        if chunk.error.is_some() || chunk.object.is_some_and(|object| object.get() == "\"error\"") {
+        if chunk.is_error() {
             return self.end_resumability(StreamState::Finished);
         }
         match chunk.choices.as_deref().unwrap_or_default() {

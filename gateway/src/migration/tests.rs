@@ -172,8 +172,22 @@ fn other_output_and_long_output_are_not_resumed() {
     assert_eq!(state(&[delta(json!({ "content": "a", "tool_calls": [] }))]), StreamState::Resumable);
     assert_eq!(state(&[json!({ "choices": [{ "index": 1, "delta": {} }] })]), StreamState::Unsound);
     assert_eq!(state(&[json!("text")]), StreamState::Unsound);
-    assert_eq!(state(&[json!({ "error": { "code": 500 } })]), StreamState::Finished);
+    assert_eq!(state(&[json!({ "error": { "code": 400 } })]), StreamState::Finished);
     assert_eq!(state(&[json!({ "choices": [{ "delta": {}, "finish_reason": "stop" }] })]), StreamState::Finished);
+}
+
+#[test]
+fn a_server_error_is_withheld_while_the_stream_can_be_resumed() {
+    let request = sound(Endpoint::Completions, &completion(json!({})));
+    let error = "data: {\"error\":{\"message\":\"died\",\"code\":500}}\n\ndata: [DONE]\n\n";
+    let mut joiner = StreamJoiner::new(&request, 100);
+    let text = text_event(" a");
+    assert_eq!(joiner.push((text.clone() + error).into()), text);
+    assert!(joiner.has_failed() && joiner.state() == StreamState::Resumable);
+    let mut resumed = joiner.clone();
+    assert_eq!(joiner.error(), error, "a stream that is not resumed");
+    resumed.resume();
+    assert_eq!((resumed.has_failed(), resumed.push(text.clone().into())), (false, text.into()));
 }
 
 #[test]

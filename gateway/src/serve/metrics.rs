@@ -517,6 +517,13 @@ impl Account {
         self.model.migrations[MigrationResult::Resumed as usize].increment(1);
     }
 
+    /// Counts a failure of the worker that the client receives as an error event.
+    pub(crate) fn not_resumed(&mut self) {
+        if let Some(result) = self.on_break {
+            self.model.migrations[result as usize].increment(1);
+        }
+    }
+
     /// Records the complete end of the response.
     pub(crate) fn complete(&mut self) {
         if !std::mem::replace(&mut self.is_over, true) {

@@ -33,6 +33,9 @@ pub(in crate::serve) enum Cut {
     /// The worker was silent.
     #[error("the worker sent nothing for {} ms", .0.as_millis())]
     Idle(Duration),
+    /// The worker ended the stream with a server error.
+    #[error("the worker ended the stream with an error")]
+    Failed,
     /// The body ended without its end mark.
     #[error("the response ended without its end mark")]
     Incomplete,
@@ -41,7 +44,7 @@ pub(in crate::serve) enum Cut {
 impl Cut {
     fn reason(&self) -> StreamBreak {
         match self {
-            Self::Broken(_) => StreamBreak::Broken,
+            Self::Broken(_) | Self::Failed => StreamBreak::Broken,
             Self::Idle(_) => StreamBreak::Idle,
             Self::Incomplete => StreamBreak::Incomplete,
         }
@@ -51,6 +54,7 @@ impl Cut {
         match self {
             Self::Broken(_) => Outcome::Reset,
             Self::Idle(_) => Outcome::Timeout,
+            Self::Failed => Outcome::ServerError,
             Self::Incomplete => Outcome::InvalidAnswer,
         }
     }
@@ -127,6 +131,21 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
         &mut self.account
     }
 
+    /// Ends the attempt after an error event of the worker.
+    pub(super) fn fail(&mut self) -> Cut {
+        if let Some(body) = &self.body {
+            body.report(Outcome::ServerError);
+        }
+        self.end_attempt(&Cut::Failed);
+        Cut::Failed
+    }
+
+    fn end_attempt(&mut self, cut: &Cut) {
+        self.record_usage();
+        self.body = None;
+        self.sent.ended(cut.outcome().label());
+    }
+
     fn complete(&mut self) {
         if let Some(account) = &mut self.account {
             account.complete();
@@ -155,9 +174,7 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
 
     /// Ends the booking now, and the response unless the caller decides about it.
     fn cut(&mut self, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
-        self.record_usage();
-        self.body = None;
-        self.sent.ended(cut.outcome().label());
+        self.end_attempt(&cut);
         if self.defers_cut {
             return Poll::Ready(Some(Err(cut)));
         }

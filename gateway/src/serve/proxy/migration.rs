@@ -185,6 +185,13 @@ impl Migrating {
     fn give_up(&mut self, result: MigrationResult, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
         if let Some(account) = self.answer.account() {
             account.breaks_as(result);
+            if self.joiner.has_failed() {
+                // The client receives the error of the engine.
+                account.not_resumed();
+                account.complete();
+                self.has_ended = true;
+                return Poll::Ready(Some(Ok(Frame::data(self.joiner.error()))));
+            }
         }
         let Some(cut) = self.failure.take() else { return Poll::Ready(None) };
         self.has_ended = true;
@@ -233,7 +240,12 @@ impl Body for Migrating {
                     }
                 }
             }
-            let bytes = match ready!(Pin::new(&mut this.answer).poll_frame(context)) {
+            let polled = if this.joiner.has_failed() {
+                Some(Err(this.answer.fail()))
+            } else {
+                ready!(Pin::new(&mut this.answer).poll_frame(context))
+            };
+            let bytes = match polled {
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(data) => this.joiner.push(data),
                     Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
