@@ -162,11 +162,11 @@ async fn drill(protocol: Protocol, expected: &Arc<Vec<String>>) {
 
 async fn one(pools: &Pools, ends: &Ends, expected: &[String], n: u64) {
     let index = u32::try_from(mixed(n, 1) % u64::from(PROMPTS)).expect("an index");
-    let is_stream = mixed(n, 2) % 4 != 0;
+    let is_stream = !mixed(n, 2).is_multiple_of(4);
     let tokens = tokens(index);
     let body = body(&tokens, output_tokens(index), is_stream).to_string();
     let stream = send(pools.gateway.address(), "POST", "/v1/completions", "", body.as_bytes()).await;
-    if mixed(n, 3) % LEAVES == 0 {
+    if mixed(n, 3).is_multiple_of(LEAVES) {
         sleep(Duration::from_micros(mixed(n, 4) % 60_000)).await;
         drop(stream);
         ends.left.fetch_add(1, Ordering::Relaxed);
