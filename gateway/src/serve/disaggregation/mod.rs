@@ -167,7 +167,7 @@ impl PrefillPool {
         Ok((transfer, request_id))
     }
 
-    /// Drops what is known about a worker whose leg failed: its next incarnation has other engine ids.
+    /// Drops the engine ids of a worker whose leg failed. Its next incarnation has others.
     pub(crate) fn forget(&self, transfer: &Transfer) {
         self.engine_ids.forget(&transfer.bootstrap_address);
     }

@@ -1,6 +1,6 @@
 //! Response body with the cached tokens of the prefill leg in its usage.
 //!
-//! The engine of a decode leg counts transferred blocks as cached. Clients receive what the prefill rank had cached.
+//! A decode engine counts transferred blocks as cached or not at all. Clients receive the cached tokens of the prefill rank.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};

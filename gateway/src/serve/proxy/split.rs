@@ -63,7 +63,7 @@ pub(super) enum AttemptError {
     Final(Response<Body>),
 }
 
-/// What is known about the prefill of a request with a started response.
+/// Prefill of a request with a started response.
 pub(in crate::serve) struct PrefillReport {
     pub(in crate::serve) result: PrefillResult,
     pub(in crate::serve) cached: CachedTokens,
