@@ -78,12 +78,20 @@ impl Embedded {
         setup: &Setup,
         adapt: impl FnOnce(RouterBuilder) -> RouterBuilder,
     ) -> Result<Self, Refusal> {
-        let workers = setup.fleet.worker_ids().zip(&setup.engines).map(|(worker, engine)| {
-            let blocks = Some(engine.blocks_usable());
-            (worker, worker_config(worker, setup.fleet.dp_size, engine.step_tokens_max, blocks))
-        });
-        let builder = Router::builder(setup.router_config()?).queries_every_rank(setup.router.queries_every_rank);
-        Self::over(adapt(builder), workers, None).await
+        Self::over(adapt(builder(setup, setup.router_config()?)), simulated_workers(setup), None).await
+    }
+
+    /// Starts a router with `config` over the workers of a simulated fleet for which `is_member` is true.
+    ///
+    /// # Errors
+    /// The router rejects its configuration.
+    pub(crate) async fn start_pool(
+        setup: &Setup,
+        config: RouterConfig,
+        is_member: impl Fn(WorkerId) -> bool,
+    ) -> Result<Self, Refusal> {
+        let workers = simulated_workers(setup).filter(|(worker, _)| is_member(*worker));
+        Self::over(builder(setup, config), workers, None).await
     }
 
     async fn over(
@@ -115,6 +123,18 @@ pub(crate) fn knowing_by(knowledge: Knowledge, mut config: RouterConfig) -> Rout
     config.index.speculative.with_events_ttl_ms = (knowledge == Knowledge::Predicted).then_some(PREDICTED_TTL_MS);
     config.health.probe_interval_ms = 0; // simulated workers have no endpoint to probe
     config
+}
+
+fn builder(setup: &Setup, config: RouterConfig) -> RouterBuilder {
+    Router::builder(config).queries_every_rank(setup.router.queries_every_rank)
+}
+
+/// Workers of a simulated fleet.
+fn simulated_workers(setup: &Setup) -> impl Iterator<Item = (WorkerId, WorkerConfig)> {
+    setup.fleet.worker_ids().zip(&setup.engines).map(|(worker, engine)| {
+        let blocks = Some(engine.blocks_usable());
+        (worker, worker_config(worker, setup.fleet.dp_size, engine.step_tokens_max, blocks))
+    })
 }
 
 fn worker_config(worker: WorkerId, dp_size: u32, step_tokens_max: u32, kv_blocks: Option<u32>) -> WorkerConfig {

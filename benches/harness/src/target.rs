@@ -80,7 +80,13 @@ pub trait Target: Send + Sync + Sized + 'static {
     /// Applies events of one rank, in order.
     fn apply_events(&self, events: Vec<Self::Event>) -> impl Future<Output = Result<(), Refusal>> + Send;
 
-    /// Reports the first token of a request.
+    /// Rank of the decode leg, if the rank of [`Routed`] only computes the prompt. The default returns none, for targets
+    /// with one pool.
+    fn decode_rank(&self, _handle: &Self::Handle) -> Option<WorkerRank> {
+        None
+    }
+
+    /// Reports the first token of a request, and before it the end of its prefill leg, if it has one.
     fn prefill_completed(&self, handle: &mut Self::Handle) -> impl Future<Output = Result<(), Refusal>> + Send;
 
     /// Reports one more output block of a request. The default does nothing, for targets that do not count output.

@@ -13,7 +13,10 @@ use pointsman_trial::workload::Workload;
 use pointsman_trial::workload::trace::TraceError;
 use serde_json::Value;
 
-use super::{ReplicaSetup, ReplicaSharing, Replicated, RouterSetup, Setup, SimulateError, Warmup};
+use super::{
+    DisaggregatedPools, DisaggregationSetup, ReplicaSetup, ReplicaSharing, Replicated, RouterSetup, Setup,
+    SimulateError, Warmup,
+};
 use crate::cli::{Knowledge, policy_named};
 use crate::embedded::Embedded;
 use crate::fleet::Fleet;
@@ -39,6 +42,9 @@ pub struct Simulate {
     /// Arguments of replicas.
     #[command(flatten)]
     pub replicas: ReplicaArguments,
+    /// Arguments of disaggregated serving.
+    #[command(flatten)]
+    pub disaggregation: DisaggregationArguments,
     /// Output arguments.
     #[command(flatten)]
     pub reporting: Reporting,
@@ -65,6 +71,26 @@ impl From<ReplicaArguments> for ReplicaSetup {
     fn from(arguments: ReplicaArguments) -> Self {
         let ReplicaArguments { replicas, replica_sharing, replica_delay_ms } = arguments;
         Self { count: replicas, sharing: replica_sharing, delay_us: u64::from(replica_delay_ms) * 1_000 }
+    }
+}
+
+/// Arguments of disaggregated serving.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct DisaggregationArguments {
+    /// Number of ranks that only compute prompts; the others decode. 0: all ranks do both
+    #[arg(long, default_value_t = 0, conflicts_with = "replicas")]
+    pub prefill_ranks: u32,
+    /// Duration of the transfer of KV blocks in µs per prompt token
+    #[arg(long, default_value_t = 2.6, value_name = "US")]
+    pub transfer_us_per_token: f64,
+}
+
+impl DisaggregationArguments {
+    /// Setup of the two roles; none without prefill ranks.
+    #[must_use]
+    pub fn setup(self) -> Option<DisaggregationSetup> {
+        let Self { prefill_ranks, transfer_us_per_token } = self;
+        (prefill_ranks > 0).then_some(DisaggregationSetup { prefill_ranks, transfer_us_per_token })
     }
 }
 
@@ -307,6 +333,7 @@ impl FleetArguments {
             warmup_requests,
             router,
             replicas: ReplicaSetup::default(),
+            disaggregation: None,
         })
     }
 
@@ -420,7 +447,7 @@ impl Simulate {
     /// A spec names unknown workers.
     pub fn setup(&self, requests: usize) -> Result<Setup, SimulateError> {
         let setup = self.fleet.setup(self.router.setup(), self.warmup.of(requests))?;
-        Ok(Setup { replicas: self.replicas.into(), ..setup })
+        Ok(Setup { replicas: self.replicas.into(), disaggregation: self.disaggregation.setup(), ..setup })
     }
 
     /// Simulates with Pointsman's own router and writes figures to `out` and warnings to `warnings_out`.
@@ -430,7 +457,9 @@ impl Simulate {
     pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), SimulateCommandError> {
         let workload = self.workload()?;
         let setup = self.setup(workload.requests.len())?;
-        let run = if setup.replicas.count > 1 {
+        let run = if setup.disaggregation.is_some() {
+            super::run(&setup, &workload, DisaggregatedPools::start_simulated)?
+        } else if setup.replicas.count > 1 {
             super::run(&setup, &workload, Replicated::start_simulated)?
         } else {
             super::run(&setup, &workload, Embedded::start_simulated)?

@@ -14,7 +14,8 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use hdrhistogram::Histogram;
-use pointsman_trial::engine::{CacheEvent, Output, RequestSpec, Step};
+use pointsman::protocol::WorkerRank;
+use pointsman_trial::engine::{CacheEvent, Output, RequestSpec, Stage, Step};
 use pointsman_trial::workload::{Arrivals, Request, Workload};
 
 use super::heap::{Event, Heap};
@@ -70,6 +71,15 @@ pub(super) struct Driver<'a, T: Target> {
 struct Running<H> {
     handle: H,
     last_token_us: u64,
+    /// The decode leg, until the transfer of the prompt.
+    decode: Option<DecodeLeg>,
+}
+
+/// A decode leg that waits for its prompt.
+struct DecodeLeg {
+    prefill_rank: usize,
+    rank: usize,
+    tokens: Arc<[u32]>,
 }
 
 impl<'a, T: Target> Driver<'a, T> {
@@ -153,6 +163,7 @@ impl<'a, T: Target> Driver<'a, T> {
             Some(Event::Arrival(number)) => self.on_arrival(number).await,
             Some(Event::StepEnd(rank)) => self.on_step_end(rank).await,
             Some(Event::Announcement(rank)) => self.on_announcement(rank).await,
+            Some(Event::Transfer(number)) => self.on_transfer(number).await,
             Some(Event::Sample) => self.on_sample().await,
             None => Ok(()),
         }
@@ -209,14 +220,22 @@ impl<'a, T: Target> Driver<'a, T> {
     async fn on_output(&mut self, rank: usize, output: &Output, block_size: u64) -> Result<(), SimulateError> {
         let number = output.id as usize;
         let Some(running) = &mut self.running[number] else { return Ok(()) };
+        if running.decode.is_some() {
+            return self.on_prefilled(rank, output).await;
+        }
         let record = &mut self.records[number];
         record.output_tokens += 1;
         if output.first {
             record.first_token_us = Some(self.now_us);
-            record.cached_tokens = Some(output.cached_tokens.into());
-            self.ranks[rank].count(record.prompt_tokens, output.cached_tokens.into());
+            let is_whole = self.setup.disaggregation.is_none();
+            if is_whole {
+                record.cached_tokens = Some(output.cached_tokens.into());
+                self.ranks[rank].count(record.prompt_tokens, output.cached_tokens.into());
+            }
             if self.setup.is_streamed {
-                self.target.delivered(&mut running.handle, output.cached_tokens.into());
+                if is_whole {
+                    self.target.delivered(&mut running.handle, output.cached_tokens.into());
+                }
                 let done = self.target.prefill_completed(&mut running.handle).await;
                 done.map_err(refused::<T>("complete the prefill of", number))?;
             }
@@ -235,6 +254,39 @@ impl<'a, T: Target> Driver<'a, T> {
                 self.target.free(running.handle).await.map_err(refused::<T>("free", number))?;
             }
             self.finish();
+        }
+        Ok(())
+    }
+
+    /// The prefill booking ends with the leg, and the transfer starts.
+    async fn on_prefilled(&mut self, rank: usize, output: &Output) -> Result<(), SimulateError> {
+        let number = output.id as usize;
+        let Some(running) = &mut self.running[number] else { return Ok(()) };
+        let record = &mut self.records[number];
+        record.cached_tokens = Some(output.cached_tokens.into());
+        self.ranks[rank].count(record.prompt_tokens, output.cached_tokens.into());
+        self.target.delivered(&mut running.handle, output.cached_tokens.into());
+        let done = self.target.prefill_completed(&mut running.handle).await;
+        done.map_err(refused::<T>("complete the prefill of", number))?;
+        let transfer_us = self.setup.disaggregation.map_or(0, |setup| setup.transfer_us(record.prompt_tokens));
+        self.heap.push(self.now_us + transfer_us, Event::Transfer(number));
+        Ok(())
+    }
+
+    /// Releases the blocks on the prefill rank and submits the decode leg.
+    async fn on_transfer(&mut self, number: usize) -> Result<(), SimulateError> {
+        let Some(leg) = self.running[number].as_mut().and_then(|running| running.decode.take()) else { return Ok(()) };
+        self.ranks[leg.prefill_rank].release(number as u64);
+        self.ready.extend([leg.prefill_rank, leg.rank]);
+        let names = self.ranks[leg.rank].names(&leg.tokens);
+        let spec = RequestSpec::new(number as u64, leg.tokens, self.workload.requests[number].output_tokens);
+        if let Err(reason) = self.ranks[leg.rank].submit(spec, Stage::Decode, names) {
+            self.meet_target().await?;
+            self.fail(number, reason.to_string());
+            if let Some(running) = self.running[number].take() {
+                self.target.free(running.handle).await.map_err(refused::<T>("free", number))?;
+            }
+            self.settle().await?;
         }
         Ok(())
     }
@@ -275,7 +327,7 @@ impl<'a, T: Target> Driver<'a, T> {
                     self.now_us = self.now_us.max(at_us);
                     self.on_announcement(rank).await?;
                 }
-                Some(Event::Arrival(_) | Event::StepEnd(_) | Event::Sample) | None => {}
+                Some(Event::Arrival(_) | Event::StepEnd(_) | Event::Transfer(_) | Event::Sample) | None => {}
             }
         }
         Ok(())
@@ -313,25 +365,36 @@ impl<'a, T: Target> Driver<'a, T> {
         tokens: Arc<[u32]>,
     ) -> Result<(), SimulateError> {
         let Routed { rank: name, handle, cached_tokens, ttft_us } = routed;
-        let unknown = || SimulateError::UnknownRank { target: T::NAME, request: number, rank: name };
-        let rank = self.setup.fleet.index(name).ok_or_else(unknown)?;
+        let index = |name: WorkerRank| {
+            let unknown = || SimulateError::UnknownRank { target: T::NAME, request: number, rank: name };
+            self.setup.fleet.index(name).ok_or_else(unknown)
+        };
+        let rank = index(name)?;
+        let decode_rank = self.target.decode_rank(&handle).map(index).transpose()?;
+        let candidates = self.setup.disaggregation.map_or(self.ranks.len(), |setup| setup.prefill_ranks as usize);
+        let candidates = &self.ranks[..candidates];
         let names = self.ranks[rank].names(&tokens);
         let record = &mut self.records[number];
         record.placed_us = Some(self.now_us);
         record.predicted_cached_tokens = cached_tokens;
         record.predicted_ttft_us = ttft_us;
         record.rank = Some(rank as u32);
-        record.reachable_tokens = self.ranks.iter().map(|rank| rank.cached_tokens(&names)).max();
+        record.reachable_tokens = candidates.iter().map(|rank| rank.cached_tokens(&names)).max();
         let foreseen_us = |rank: &FleetRank| rank.first_token_us(self.now_us, record.prompt_tokens, &names);
-        let least_us = self.ranks.iter().map(foreseen_us).min().unwrap_or_default();
+        let least_us = candidates.iter().map(foreseen_us).min().unwrap_or_default();
         record.regret_us = Some(foreseen_us(&self.ranks[rank]) - least_us);
 
-        let spec = RequestSpec::new(number as u64, tokens, self.workload.requests[number].output_tokens);
-        if let Err(reason) = self.ranks[rank].submit(spec, names) {
+        let (stage, output_tokens) = match decode_rank {
+            Some(_) => (Stage::Prefill, 1),
+            None => (Stage::Whole, self.workload.requests[number].output_tokens),
+        };
+        let decode = decode_rank.map(|decode| DecodeLeg { prefill_rank: rank, rank: decode, tokens: tokens.clone() });
+        let spec = RequestSpec::new(number as u64, tokens, output_tokens);
+        if let Err(reason) = self.ranks[rank].submit(spec, stage, names) {
             self.fail(number, reason.to_string());
             return self.target.free(handle).await.map_err(refused::<T>("free", number));
         }
-        self.running[number] = Some(Running { handle, last_token_us: self.now_us });
+        self.running[number] = Some(Running { handle, last_token_us: self.now_us, decode });
         self.ready.insert(rank);
         Ok(())
     }

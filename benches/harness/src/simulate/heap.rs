@@ -12,6 +12,8 @@ pub(super) enum Event {
     StepEnd(usize),
     /// The next KV events of this rank arrive at the router.
     Announcement(usize),
+    /// The KV blocks of this request arrive at its decode rank.
+    Transfer(usize),
     /// The ranks are sampled.
     Sample,
 }

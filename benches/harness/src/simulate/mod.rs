@@ -9,6 +9,12 @@
 //! routed immediately, and submitted to the chosen rank without a network delay. KV events of a rank reach the router
 //! [`Setup::event_delay_us`] after the end of their step.
 //!
+//! **Disaggregated serving.** With [`Setup::disaggregation`] a request is booked on a decode rank, then on a prefill
+//! rank. The prefill leg generates one token, which is dropped. Its end ends the prefill booking and starts the transfer
+//! of the whole prompt, during which the blocks stay in use on the prefill rank. Transfers do not share bandwidth. The
+//! decode leg starts after the transfer and generates all output tokens. Cached tokens, rank, reachable tokens and
+//! regret of a record are those of the prefill leg, among the prefill ranks.
+//!
 //! **Not modelled:** the router's own time (its decisions take no virtual time; `replay` measures their cost),
 //! gateways, tokenizers, the network, clients that disconnect, and engine failures.
 //!
@@ -28,6 +34,7 @@
 //! loading from host memory.
 
 mod cli;
+mod disaggregated;
 mod driver;
 mod heap;
 mod rank;
@@ -43,11 +50,12 @@ use pointsman_trial::workload::Workload;
 
 pub(crate) use cli::write_records;
 pub use cli::{
-    EngineFigures, EngineSpec, FleetArguments, Preset, ReplicaArguments, RouterArguments, ShortageRules, Simulate,
-    SimulateCommandError,
+    DisaggregationArguments, EngineFigures, EngineSpec, FleetArguments, Preset, ReplicaArguments, RouterArguments,
+    ShortageRules, Simulate, SimulateCommandError,
 };
+pub use disaggregated::DisaggregatedPools;
 pub use replicated::Replicated;
-pub use setup::{ReplicaSetup, ReplicaSharing, RouterSetup, Setup, Warmup};
+pub use setup::{DisaggregationSetup, ReplicaSetup, ReplicaSharing, RouterSetup, Setup, Warmup};
 
 use crate::record::Run;
 use crate::target::{Refusal, Target};

@@ -12,7 +12,7 @@ use std::num::NonZeroU32;
 use ahash::AHashMap;
 use pointsman::protocol::{self, BlockHash, KvEvent, StorageTier, StoredBlock, WorkerRank};
 use pointsman_trial::engine::{
-    CacheEvent, ConfigError, EngineConfig, EngineHash, Rank, Refused, RequestSpec, Step, Tier, Work,
+    CacheEvent, ConfigError, EngineConfig, EngineHash, Rank, Refused, RequestSpec, Stage, Step, Tier, Work,
 };
 
 use crate::record::RankSample;
@@ -64,16 +64,25 @@ impl FleetRank {
         cached as u64 * u64::from(self.engine.config().block_size)
     }
 
-    /// Submits a request to the engine.
-    pub(super) fn submit(&mut self, spec: RequestSpec, names: Vec<EngineHash>) -> Result<(), Refused> {
-        let (id, work) = (spec.id, self.work_of(spec.tokens.len() as u64, &names));
-        self.engine.submit(spec)?;
+    /// Submits one stage of a request to the engine.
+    pub(super) fn submit(&mut self, spec: RequestSpec, stage: Stage, names: Vec<EngineHash>) -> Result<(), Refused> {
+        let (id, prompt_tokens) = (spec.id, spec.tokens.len() as u64);
+        let work = match stage {
+            Stage::Whole | Stage::Prefill => self.work_of(prompt_tokens, &names),
+            Stage::Decode => prefill(1, prompt_tokens.saturating_sub(1)),
+        };
+        self.engine.submit_stage(spec, stage)?;
         for name in &names {
             *self.promised.entry(*name).or_default() += 1;
         }
         add(&mut self.owed, &work);
         self.backlog.insert(id, Owed { work, names });
         Ok(())
+    }
+
+    /// Releases the blocks of a prefill leg after their transfer.
+    pub(super) fn release(&mut self, id: u64) {
+        self.engine.release(id);
     }
 
     /// Returns whether a step can start.
@@ -263,7 +272,7 @@ mod tests {
                 prompts.iter().zip(0..).map(|((shared, tokens), id)| prompt(shared, (id, *tokens))).collect();
             let (last, earlier) = prompts.split_last().expect("at least one");
             for (id, tokens) in (0..).zip(earlier) {
-                rank.submit(RequestSpec::new(id, tokens.clone(), 1), rank.names(tokens)).expect("taken");
+                rank.submit(RequestSpec::new(id, tokens.clone(), 1), Stage::Whole, rank.names(tokens)).expect("taken");
             }
             let mut now_us = 0;
             for _ in 0..steps_first {
@@ -277,7 +286,7 @@ mod tests {
 
             let names = rank.names(last);
             let foreseen_us = now_us + rank.first_token_us(now_us, last.len() as u64, &names);
-            rank.submit(RequestSpec::new(99, last.clone(), 1), names).expect("taken");
+            rank.submit(RequestSpec::new(99, last.clone(), 1), Stage::Whole, names).expect("taken");
             let (mut ended_us, mut steps) = (now_us, 0);
             loop {
                 if let Some((ends_us, _)) = &rank.step {

@@ -36,6 +36,24 @@ pub struct Setup {
     pub router: RouterSetup,
     /// Routers over the fleet.
     pub replicas: ReplicaSetup,
+    /// Ranks in two roles; none for aggregated ranks.
+    pub disaggregation: Option<DisaggregationSetup>,
+}
+
+/// Prefill ranks of a fleet, and the transfer of KV blocks to its other ranks, which decode.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DisaggregationSetup {
+    /// Number of prefill ranks, which are the first ranks of the fleet. Ranks of one worker have one role.
+    pub prefill_ranks: u32,
+    /// Duration of a transfer in µs per prompt token.
+    pub transfer_us_per_token: f64,
+}
+
+impl DisaggregationSetup {
+    /// Duration of the transfer of a prompt in µs.
+    pub(super) fn transfer_us(&self, prompt_tokens: u64) -> u64 {
+        (prompt_tokens as f64 * self.transfer_us_per_token).round() as u64
+    }
 }
 
 /// Several routers over one fleet.
@@ -94,6 +112,7 @@ impl Setup {
             warmup_requests: 0,
             router: RouterSetup::default(),
             replicas: ReplicaSetup::default(),
+            disaggregation: None,
         }
     }
 
@@ -153,7 +172,24 @@ impl Setup {
             let other = other.block_size;
             return Err(SimulateError::Setup(format!("block sizes {block_size} and {other} in one fleet")));
         }
-        Ok(())
+        self.disaggregation.map_or(Ok(()), |disaggregation| self.validate_roles(disaggregation))
+    }
+
+    fn validate_roles(&self, disaggregation: DisaggregationSetup) -> Result<(), SimulateError> {
+        let DisaggregationSetup { prefill_ranks, transfer_us_per_token } = disaggregation;
+        let (ranks, dp_size) = (self.fleet.ranks(), self.fleet.dp_size);
+        let wrong = if prefill_ranks == 0 || prefill_ranks as usize >= ranks {
+            format!("{prefill_ranks} prefill ranks of {ranks} ranks leave a role without ranks")
+        } else if !prefill_ranks.is_multiple_of(dp_size) {
+            format!("{prefill_ranks} prefill ranks are not whole workers of {dp_size} ranks")
+        } else if !(0.0..=1e6).contains(&transfer_us_per_token) {
+            format!("transfer_us_per_token is {transfer_us_per_token}, must be 0 to 1000000")
+        } else if self.replicas.count > 1 {
+            "several routers over ranks in two roles are not simulated".to_owned()
+        } else {
+            return Ok(());
+        };
+        Err(SimulateError::Setup(wrong))
     }
 
     /// Idle ranks with empty caches, in order of their dense numbers.

@@ -181,6 +181,51 @@ fn a_single_request_takes_the_duration_of_its_engine_steps() {
     assert!(run.requests.iter().all(|record| record.regret_us == Some(0) && record.rank == Some(0)));
 }
 
+fn serve_disaggregated(setup: &Setup, workload: &Workload) -> Run {
+    run(setup, workload, DisaggregatedPools::start_simulated).expect("runs")
+}
+
+#[test]
+fn a_disaggregated_request_takes_prefill_transfer_and_decode() {
+    let disaggregation = Some(DisaggregationSetup { prefill_ranks: 1, transfer_us_per_token: 2.6 });
+    let setup = Setup { disaggregation, ..Setup::new(2, 1) };
+    let run = serve_disaggregated(&setup, &workload_of(vec![lone(0, 1, 500)]));
+    let record = &run.requests[0];
+    // A step of 4,000 µs, 500 tokens at 25,000 a second, and attention of 500 * 501 / 2 pairs at 1.2 ns, rounded up.
+    let prefill_us = 4_000 + 20_000 + 151;
+    let transfer_us = 1_300;
+    // A step, the last token of the prompt, and its attention to 500 tokens, rounded up.
+    let decode_us = 4_000 + 40 + 1;
+    assert_eq!(record.first_token_us, Some(prefill_us + transfer_us + decode_us));
+    assert_eq!((record.output_tokens, record.cached_tokens, record.rank), (3, Some(0), Some(0)));
+    assert_eq!((run.ranks, run.itl_us.len()), (2, 2));
+}
+
+#[test]
+fn disaggregated_runs_with_one_seed_are_equal_and_complete() {
+    let disaggregation = Some(DisaggregationSetup { prefill_ranks: 2, transfer_us_per_token: 2.6 });
+    let (workload, setup) = (chat(150, 8_000), Setup { disaggregation, ..setup(Policy::Kv) });
+    let (first, second) = (serve_disaggregated(&setup, &workload), serve_disaggregated(&setup, &workload));
+    assert_eq!(format!("{first:?}"), format!("{second:?}"));
+    for (record, request) in first.requests.iter().zip(&workload.requests) {
+        assert!(record.ended_us.is_some() && record.rank < Some(2), "{record:?}");
+        assert_eq!((record.output_tokens, &record.failure), (u64::from(request.output_tokens), &None));
+    }
+    assert!(first.requests.iter().any(|record| record.cached_tokens > Some(0)));
+}
+
+#[test]
+fn disaggregated_setups_need_ranks_in_both_roles() {
+    let refused = |prefill_ranks, transfer_us_per_token| {
+        let disaggregation = Some(DisaggregationSetup { prefill_ranks, transfer_us_per_token });
+        let setup = Setup { disaggregation, ..setup(Policy::Kv) };
+        run(&setup, &chat(2, 1_000), DisaggregatedPools::start_simulated).expect_err("rejected").to_string()
+    };
+    assert_eq!(refused(6, 2.6), "6 prefill ranks of 6 ranks leave a role without ranks");
+    assert_eq!(refused(3, 2.6), "3 prefill ranks are not whole workers of 2 ranks");
+    assert_eq!(refused(2, -1.0), "transfer_us_per_token is -1, must be 0 to 1000000");
+}
+
 #[test]
 fn the_oracle_predicts_a_single_request_to_the_microsecond() {
     let (prompt, config) = (lone(0, 1, 30_000), EngineConfig::default());
