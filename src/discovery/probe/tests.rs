@@ -89,8 +89,8 @@ fn named_hosts_are_unchanged() {
 #[test]
 fn sglang_prefill_engines_report_their_bootstrap_port() {
     let port = |mode: &str| {
-        let fields = format!("{{ \"disaggregation_mode\": \"{mode}\", \"disaggregation_bootstrap_port\": 8998,");
-        let info = SERVER_INFO.replacen('{', &fields, 1);
+        let fields = format!("\"disaggregation_mode\": \"{mode}\", \"disaggregation_bootstrap_port\": 8998");
+        let info = SERVER_INFO.replace("\"disaggregation_mode\": \"null\"", &fields);
         complete(sglang(&info), &expected()).expect("compatible with the pool").transfer_port
     };
     assert_eq!((port("prefill"), port("decode"), port("null")), (Some(8998), None, None));
