@@ -1,7 +1,8 @@
-//! Cached prompt tokens in the usage of the decode leg.
+//! Changes of the response of the decode leg: cached prompt tokens, and parameters for the next turn.
 //!
 //! The decode rank counts transferred blocks as cached or as computed, depending on the engine. The number of the
-//! prefill rank is the number of the request.
+//! prefill rank is the number of the request. With bidirectional transfers, the last event has the parameters from which
+//! the next turn's prefill rank reads the blocks of this one. They are taken out, because they name engines.
 
 use axum::body::Bytes;
 
@@ -36,13 +37,30 @@ pub struct CachedTokensRewriter {
     pending: Vec<u8>,
     /// Whether the rest of the line or body passes unchanged.
     is_too_long: bool,
+    /// Parameters taken from the response, if they are wanted.
+    taken: Option<Taken>,
 }
+
+/// Parameters for the next turn.
+#[derive(Debug, Default)]
+struct Taken(Option<Bytes>);
 
 impl CachedTokensRewriter {
     /// A rewriter for an event stream or for a JSON body.
     #[must_use]
     pub fn new(is_events: bool) -> Self {
-        Self { is_events, bytes_max: BUFFERED_BYTES_MAX, pending: Vec::new(), is_too_long: false }
+        Self { is_events, bytes_max: BUFFERED_BYTES_MAX, pending: Vec::new(), is_too_long: false, taken: None }
+    }
+
+    /// The same, which also replaces `kv_transfer_params` by null and keeps them.
+    #[must_use]
+    pub fn taking_parameters(self) -> Self {
+        Self { taken: Some(Taken::default()), ..self }
+    }
+
+    /// The parameters that were replaced, once.
+    pub fn take_parameters(&mut self) -> Option<Bytes> {
+        self.taken.as_mut()?.0.take()
     }
 
     #[cfg(test)]
@@ -98,11 +116,13 @@ impl CachedTokensRewriter {
     /// The remaining bytes: an incomplete last line, or the body.
     pub fn finish(&mut self, cached_tokens: Option<u32>) -> Bytes {
         let pending = std::mem::take(&mut self.pending);
-        let Some(tokens) = cached_tokens.filter(|_| !std::mem::take(&mut self.is_too_long)) else {
+        if std::mem::take(&mut self.is_too_long) {
             return pending.into();
+        }
+        let rewritten = match self.is_events {
+            true => rewritten_line(&pending, cached_tokens, self.taken.as_mut()),
+            false => rewritten_json(&pending, cached_tokens, self.taken.as_mut()),
         };
-        let rewritten =
-            if self.is_events { rewritten_line(&pending, tokens) } else { rewritten_json(&pending, tokens) };
         rewritten.unwrap_or(pending).into()
     }
 
@@ -120,15 +140,18 @@ impl CachedTokensRewriter {
     }
 
     /// Rewrites complete lines; `None` if none of them changes.
-    fn rewrite_lines(&self, lines: &[u8], cached_tokens: Option<u32>) -> Option<Vec<u8>> {
-        let tokens = cached_tokens?;
-        if !contains_usage(lines) {
+    fn rewrite_lines(&mut self, lines: &[u8], cached_tokens: Option<u32>) -> Option<Vec<u8>> {
+        let has_usage = cached_tokens.is_some() && contains_usage(lines);
+        if !has_usage && !(self.taken.is_some() && contains_object(lines, PARAMETERS)) {
             return None;
         }
         let mut rewritten: Option<Vec<u8>> = None;
         let mut at = 0;
         for line in lines.split_inclusive(|byte| *byte == b'\n') {
-            let changed = if line.len() <= self.bytes_max { rewritten_line(line, tokens) } else { None };
+            let changed = match line.len() <= self.bytes_max {
+                true => rewritten_line(line, cached_tokens, self.taken.as_mut()),
+                false => None,
+            };
             match (changed, &mut rewritten) {
                 (Some(changed), None) => rewritten = Some([&lines[..at], &changed].concat()),
                 (Some(changed), Some(rewritten)) => rewritten.extend_from_slice(&changed),
@@ -150,13 +173,31 @@ fn joined(first: Bytes, second: Bytes) -> Bytes {
 }
 
 /// Rewrites a line of an event stream; `None` if it does not change.
-fn rewritten_line(line: &[u8], tokens: u32) -> Option<Vec<u8>> {
+fn rewritten_line(line: &[u8], tokens: Option<u32>, taken: Option<&mut Taken>) -> Option<Vec<u8>> {
     let json = line.strip_prefix(b"data:")?;
-    rewritten_json(json, tokens).map(|json| [b"data:", &json[..]].concat())
+    rewritten_json(json, tokens, taken).map(|json| [b"data:", &json[..]].concat())
 }
 
-/// Rewrites the usage of a JSON response or event; `None` if it does not change.
-fn rewritten_json(json: &[u8], tokens: u32) -> Option<Vec<u8>> {
+/// Rewrites a JSON response or event; `None` if it does not change.
+fn rewritten_json(json: &[u8], tokens: Option<u32>, taken: Option<&mut Taken>) -> Option<Vec<u8>> {
+    let without = taken.and_then(|taken| without_parameters(json, taken));
+    let usage = tokens.and_then(|tokens| with_cached_tokens(without.as_deref().unwrap_or(json), tokens));
+    usage.or(without)
+}
+
+/// Takes the parameters out of a response or event; `None` without parameters.
+fn without_parameters(json: &[u8], taken: &mut Taken) -> Option<Vec<u8>> {
+    if !contains_object(json, PARAMETERS) {
+        return None;
+    }
+    let object = ObjectText::parse(std::str::from_utf8(json).ok()?, &["kv_transfer_params"]).ok()?;
+    let parameters = object.json("kv_transfer_params").filter(|parameters| parameters.starts_with('{'))?;
+    taken.0 = Some(Bytes::copy_from_slice(parameters.as_bytes()));
+    Some(object.edit().set("kv_transfer_params", "null").finish().into_bytes())
+}
+
+/// Sets the cached tokens in the usage of a JSON response or event; `None` without usage.
+fn with_cached_tokens(json: &[u8], tokens: u32) -> Option<Vec<u8>> {
     if !contains_usage(json) {
         return None;
     }
@@ -192,12 +233,18 @@ fn rewritten_usage(usage: &str, tokens: u32) -> Option<String> {
     Some(usage.edit().set(field, details).finish())
 }
 
-/// Whether the bytes contain a field `usage` with an object. Quotes inside JSON strings are escaped, so that text
-/// content does not match.
-fn contains_usage(mut bytes: &[u8]) -> bool {
-    const FIELD: &[u8] = b"\"usage\"";
-    while let Some(at) = bytes.windows(FIELD.len()).position(|window| window == FIELD) {
-        bytes = &bytes[at + FIELD.len()..];
+const USAGE: &[u8] = b"\"usage\"";
+const PARAMETERS: &[u8] = b"\"kv_transfer_params\"";
+
+fn contains_usage(bytes: &[u8]) -> bool {
+    contains_object(bytes, USAGE)
+}
+
+/// Whether the bytes contain this field with an object. Quotes inside JSON strings are escaped, so that text content
+/// does not match.
+fn contains_object(mut bytes: &[u8], field: &[u8]) -> bool {
+    while let Some(at) = bytes.windows(field.len()).position(|window| window == field) {
+        bytes = &bytes[at + field.len()..];
         let value = bytes.trim_ascii_start().strip_prefix(b":").map(<[u8]>::trim_ascii_start);
         if value.is_some_and(|value| value.starts_with(b"{")) {
             return true;

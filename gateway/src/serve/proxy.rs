@@ -144,21 +144,22 @@ fn start_response(
     migration: Option<Box<Migration>>,
 ) -> Response<Body> {
     let (status, mut headers) = (begin.head.status, to_client(&begin.head.headers, request_id));
-    let prefill = begin.prefill.as_ref().map(|prefill| (prefill.result, prefill.cached.clone()));
+    let prefill = begin.prefill.as_ref().map(|prefill| (prefill.result, prefill.corrections()));
     let is_events = begin.checked == Some(AnswerKind::Events);
     let rank = begin.placement.rank();
     let answer = follow(app, account, begin, request_id);
-    let cached = prefill.as_ref().filter(|(result, _)| *result == PrefillResult::Remote).map(|(_, cached)| cached);
-    let body = match (migration, cached) {
+    let corrections =
+        prefill.as_ref().filter(|(result, _)| *result == PrefillResult::Remote).map(|(_, corrections)| corrections);
+    let body = match (migration, corrections) {
         (None, None) => Body::new(answer),
-        (None, Some(cached)) => Body::new(Corrected::new(answer, is_events, cached.clone())),
-        (Some(migration), cached) => {
+        (None, Some(corrections)) => Body::new(Corrected::new(answer, is_events, corrections.clone())),
+        (Some(migration), corrections) => {
             // The length changes with the events of other attempts.
             headers.remove(CONTENT_LENGTH);
             let answer = Migrating::new(app, answer, migration, rank);
-            match cached {
+            match corrections {
                 None => Body::new(answer),
-                Some(cached) => Body::new(Corrected::new(answer, is_events, cached.clone())),
+                Some(corrections) => Body::new(Corrected::new(answer, is_events, corrections.clone())),
             }
         }
     };

@@ -22,6 +22,9 @@ pub struct DisaggregationSettings {
     pub transfer_port: u32,
     /// Maximum number of prefill ranks per request.
     pub prefill_attempts_max: u32,
+    /// Whether a prefill rank reads the blocks of the previous turn of a session from its decode rank. Requires
+    /// `bidirectional_kv_xfer` of vLLM's NIXL connector.
+    pub bidirectional: bool,
     /// Whether a decode rank computes the prompt if no prefill rank does. Not with SGLang.
     pub fallback: bool,
     /// Whether `skip_policy` may keep a prefill on the decode rank. Not with SGLang.
@@ -46,6 +49,7 @@ impl Default for DisaggregationSettings {
             protocol: Protocol::default(),
             transfer_port: 8998,
             prefill_attempts_max: 3,
+            bidirectional: false,
             fallback: true,
             skip: false,
             skip_policy: skip.policy,
@@ -91,6 +95,8 @@ impl DisaggregationSettings {
         rules.text(at("prefill"), &self.prefill, !has_aliases, "a model without aliases: clients cannot request it");
         rules.range(at("transfer_port"), self.transfer_port, 1, u64::from(u16::MAX));
         rules.range(at("prefill_attempts_max"), self.prefill_attempts_max, 1, 16);
+        let holds = !self.bidirectional || self.protocol == Protocol::VllmNixl;
+        rules.check(at("bidirectional"), self.bidirectional, holds, "false unless protocol is vllm_nixl");
         let names = [
             ("effective_isl_ratio_max", "skip_ratio_max"),
             ("prefill_busy_frac", "prefill_busy_frac"),

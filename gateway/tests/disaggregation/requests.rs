@@ -1,13 +1,13 @@
 //! Which requests have two legs, and what operators and clients see of them.
 
 use pointsman_gateway::handover::Protocol;
-use pointsman_gateway::settings::Settings;
+use pointsman_gateway::settings::{DisaggregationSettings, Settings};
 use serde_json::json;
 
 use super::pools::{BLOCK_SIZE, Pools, Size, body, completion};
 use super::prompt;
 use crate::common::admin;
-use crate::common::proxy::{self, post, until};
+use crate::common::proxy::{self, EVENT, Scripted, answer, post, stream, stream_end, until, worker};
 
 fn with_admin(settings: &mut Settings) {
     settings.admin = admin::settings().admin;
@@ -124,4 +124,46 @@ async fn a_prefill_pool_without_workers_is_not_needed() {
     assert_eq!((answer.status, answer.header("x-pointsman-prefill")), (200, Some("fallback")), "{}", answer.text());
     pools.at_rest().await;
     until("the decode engine is idle", || pools.decodes.iter().all(|engine| engine.is_quiet())).await;
+}
+
+/// A prefill engine and a decode engine whose responses have the parameters of bidirectional transfers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_next_turn_of_a_session_reads_the_blocks_of_its_decode_rank() {
+    let prefilled =
+        "{\"choices\":[{\"finish_reason\":\"length\",\"text\":\"a\"}],\"kv_transfer_params\":{\"remote_port\":1}}";
+    let prefill = Scripted::start(move |_| answer("200 OK", prefilled)).await;
+    let last = "data: {\"choices\":[],\"kv_transfer_params\":{\"remote_host\":\"d\",\"do_remote_prefill\":true}}\n\n";
+    let decode = Scripted::start(move |_| {
+        let mut acts = stream(&[EVENT, last, "data: [DONE]\n\n"]);
+        acts.push(stream_end());
+        acts
+    })
+    .await;
+    let mut settings = proxy::settings(vec![worker(1, &decode.url(), 1)]);
+    let mut second = settings.models[0].clone();
+    second.name = "prefill".to_owned();
+    second.router.pool = "bidirectional-prefill".to_owned();
+    second.workers = vec![worker(2, &prefill.url(), 1)];
+    settings.models.push(second);
+    settings.models[0].disaggregation = Some(DisaggregationSettings {
+        prefill: "prefill".to_owned(),
+        bidirectional: true,
+        ..DisaggregationSettings::default()
+    });
+    let gateway = proxy::gateway(settings).await;
+    let body = body(&prompt(8, 4), 5, true).to_string();
+    for headers in ["x-session-id: s\r\n", "", "x-session-id: s\r\n", "x-session-id: s\r\n"] {
+        let answer = proxy::request(gateway.address(), "POST", "/v1/completions", headers, body.as_bytes()).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        assert!(!answer.text().contains("remote_host"), "engines are not named to clients: {}", answer.text());
+    }
+    let parameters: Vec<_> = prefill
+        .requests()
+        .iter()
+        .map(|request| serde_json::from_slice::<serde_json::Value>(&request.body).expect("JSON"))
+        .map(|body| body["kv_transfer_params"].clone())
+        .collect();
+    let next = json!({ "remote_host": "d", "do_remote_prefill": false, "do_remote_decode": true });
+    assert!(parameters[0]["remote_host"].is_null() && parameters[1]["remote_host"].is_null(), "{parameters:?}");
+    assert_eq!(parameters[2..], [next.clone(), next]);
 }

@@ -4,17 +4,20 @@
 //! selects both ranks, [`handover`](crate::handover) has the bodies, and [`proxy`](super::proxy) sends the legs.
 
 mod engine_ids;
+mod turns;
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::body::Bytes;
 use metrics::Counter;
 use pointsman::config::ConfigErrors;
 use pointsman::{Disaggregated, Placement, Router};
 use tokio::sync::watch;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use self::engine_ids::EngineIds;
+use self::turns::LastTurns;
 use super::metrics::Metric;
 use super::models::Model;
 use crate::handover::{Protocol, Transfer, bootstrap_room, p2p_request_id};
@@ -36,6 +39,7 @@ pub(crate) struct PrefillPool {
     pub(crate) model: Arc<Model>,
     pub(crate) settings: DisaggregationSettings,
     engine_ids: EngineIds,
+    turns: LastTurns,
     results: [Counter; PrefillResult::ALL.len()],
 }
 
@@ -112,11 +116,21 @@ impl PrefillPool {
         let pools = Disaggregated::new(model.router.clone(), decode, settings.conditions())?;
         let counter = |result: PrefillResult| metrics::counter!(PREFILLS.name, "model" => name.clone(), "result" => result.name());
         let results = PrefillResult::ALL.map(counter);
-        Ok(Self { pools, model, settings, engine_ids: EngineIds::default(), results })
+        Ok(Self { pools, model, settings, engine_ids: EngineIds::default(), turns: LastTurns::default(), results })
     }
 
     pub(crate) fn protocol(&self) -> Protocol {
         self.settings.protocol
+    }
+
+    /// Parameters of the previous turn of a session, once.
+    pub(crate) fn previous_turn(&self, session: Option<&Arc<str>>) -> Option<Bytes> {
+        self.turns.take(session.filter(|_| self.settings.bidirectional)?, Instant::now())
+    }
+
+    /// Keeps the parameters for the next turn of a session.
+    pub(crate) fn turn_ended(&self, session: &Arc<str>, parameters: Bytes) {
+        self.turns.keep(Arc::clone(session), parameters, Instant::now());
     }
 
     /// Counts a served request.
@@ -163,6 +177,7 @@ impl PrefillPool {
             transfer_id: format!("xfer-{number:016x}"),
             bootstrap_address,
             engine_id,
+            previous_turn: None,
         };
         Ok((transfer, request_id))
     }

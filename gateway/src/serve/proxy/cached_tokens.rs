@@ -1,4 +1,4 @@
-//! Response body with the cached tokens of the prefill leg in its usage.
+//! Response body with the cached tokens of the prefill leg in its usage, and without parameters of transfers.
 //!
 //! A decode engine counts transferred blocks as cached or not at all. Clients receive the cached tokens of the prefill rank.
 
@@ -8,6 +8,7 @@ use std::task::{Context, Poll, ready};
 use axum::body::Bytes;
 use http_body::{Body, Frame};
 
+use super::split::{Corrections, NextTurn};
 use crate::handover::CachedTokensRewriter;
 use crate::serve::disaggregation::CachedTokens;
 
@@ -16,6 +17,7 @@ pub(super) struct Corrected<B> {
     body: B,
     rewriter: CachedTokensRewriter,
     cached: CachedTokens,
+    next_turn: Option<NextTurn>,
     waiting: Option<Waiting>,
     has_ended: bool,
 }
@@ -27,8 +29,12 @@ struct Waiting {
 }
 
 impl<B> Corrected<B> {
-    pub(super) fn new(body: B, is_events: bool, cached: CachedTokens) -> Self {
-        Self { body, rewriter: CachedTokensRewriter::new(is_events), cached, waiting: None, has_ended: false }
+    pub(super) fn new(body: B, is_events: bool, Corrections { cached, next_turn }: Corrections) -> Self {
+        let mut rewriter = CachedTokensRewriter::new(is_events);
+        if next_turn.is_some() {
+            rewriter = rewriter.taking_parameters();
+        }
+        Self { body, rewriter, cached, next_turn, waiting: None, has_ended: false }
     }
 }
 
@@ -62,6 +68,9 @@ impl<B: Body<Data = Bytes> + Unpin> Corrected<B> {
                 self.rewriter.finish(cached)
             }
         };
+        if let Some((next_turn, parameters)) = self.next_turn.as_ref().zip(self.rewriter.take_parameters()) {
+            next_turn.keep(parameters);
+        }
         Poll::Ready(Some(Ok(Frame::data(bytes))))
     }
 }

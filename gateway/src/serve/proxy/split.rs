@@ -67,8 +67,40 @@ pub(super) enum AttemptError {
 pub(in crate::serve) struct PrefillReport {
     pub(in crate::serve) result: PrefillResult,
     pub(in crate::serve) cached: CachedTokens,
+    /// Receives the parameters for the next turn.
+    next_turn: Option<NextTurn>,
     /// The prefill leg, if it continues. It is cancelled with this value.
     _leg: Option<Leg<PrefillEnd>>,
+}
+
+impl PrefillReport {
+    /// Changes of the response.
+    pub(super) fn corrections(&self) -> Corrections {
+        Corrections { cached: self.cached.clone(), next_turn: self.next_turn.clone() }
+    }
+}
+
+/// Changes of the response of a decode leg.
+#[derive(Clone)]
+pub(super) struct Corrections {
+    pub(super) cached: CachedTokens,
+    pub(super) next_turn: Option<NextTurn>,
+}
+
+/// Receiver of the parameters with which the next turn of a session can read the blocks of this one.
+#[derive(Clone)]
+pub(super) struct NextTurn {
+    pool: Arc<PrefillPool>,
+    /// Without one the parameters are dropped.
+    session: Option<Arc<str>>,
+}
+
+impl NextTurn {
+    pub(super) fn keep(&self, parameters: Bytes) {
+        if let Some(session) = &self.session {
+            self.pool.turn_ended(session, parameters);
+        }
+    }
 }
 
 /// A leg in a task of its own, which is cancelled with this value.
@@ -178,6 +210,8 @@ impl<'a> Split<'a> {
         let pool = self.pool;
         let reports = Reports::new(&pool.model, AnswerKind::Json);
         let mut tries = Tries { excluded: BTreeSet::new(), failures: Failures::default(), reports };
+        // Used once: after a failure the blocks may be gone.
+        let mut previous_turn = pool.previous_turn(request.options.session_id.as_ref());
         for nth in 1..=pool.settings.prefill_attempts_max {
             let prefill = match self.place(attempts, account, request, decode, &tries.excluded).await {
                 Ok(PrefillPlacement::Remote(prefill)) => *prefill,
@@ -197,7 +231,9 @@ impl<'a> Split<'a> {
             let prefill_sent = pool.model.workers.sent(&prefill);
             let ids = pool.transfer(&attempts.app.upstream, (&prefill, decode), attempts.app.ids.transfer()).await;
             let (transfer, request_id) = match ids {
-                Ok(ids) => ids,
+                Ok((transfer, request_id)) => {
+                    (Transfer { previous_turn: previous_turn.take(), ..transfer }, request_id)
+                }
                 Err(error) => {
                     let result = Err(LegError::Failed(Failure::NoResponse(error)));
                     let end = PrefillEnd { placement: prefill, sent: prefill_sent, result };
@@ -231,7 +267,8 @@ impl<'a> Split<'a> {
                 request_id: attempts.request_id.to_owned(),
             };
             let leg = leg.run(prefill, prefill_sent);
-            let legs = Legs { bodies, transfer: &transfer, request_id: id, cached };
+            let next_turn = self.next_turn(request);
+            let legs = Legs { bodies, transfer: &transfer, request_id: id, cached, next_turn };
             let ended = if pool.protocol().is_concurrent() {
                 self.at_once(attempts, account, (decode, &mut *sent), legs, leg).await
             } else {
@@ -273,6 +310,11 @@ impl<'a> Split<'a> {
         started
     }
 
+    fn next_turn(&self, request: &RouteRequest<'_>) -> Option<NextTurn> {
+        let session = request.options.session_id.clone();
+        self.pool.settings.bidirectional.then(|| NextTurn { pool: Arc::clone(self.pool), session })
+    }
+
     /// Books a prefill rank other than the excluded ones.
     async fn place(
         &self,
@@ -312,7 +354,7 @@ impl<'a> Split<'a> {
         let outgoing = Outgoing::new(attempts.body.clone(), attempts.request_id).to(self.pool.protocol());
         sent.begin();
         let checked = attempts.attempt(account, decode, sent, outgoing).await.map_err(AttemptError::Failed)?;
-        let prefill = Some(PrefillReport { result, cached: CachedTokens::none(), _leg: None });
+        let prefill = Some(PrefillReport { result, cached: CachedTokens::none(), next_turn: None, _leg: None });
         Ok(Started { checked, prefill, served_by: None })
     }
 
@@ -330,8 +372,8 @@ impl<'a> Split<'a> {
             Ok(response) => response,
             Err(_) => return Err(SplitError::Prefill(Box::new(end))),
         };
-        let Legs { bodies, transfer, request_id, cached } = legs;
-        let report = |result| Some(PrefillReport { result, cached, _leg: None });
+        let Legs { bodies, transfer, request_id, cached, next_turn } = legs;
+        let report = |result| Some(PrefillReport { result, cached, next_turn, _leg: None });
         if response.is_complete() {
             let is_stream = attempts.kind == AnswerKind::Events;
             let body = response.complete_response(attempts.endpoint, is_stream, self.include_usage);
@@ -357,7 +399,7 @@ impl<'a> Split<'a> {
         legs: Legs<'_>,
         leg: impl Future<Output = PrefillEnd> + Send + 'static,
     ) -> Result<Started, SplitError> {
-        let Legs { bodies, transfer, request_id, cached } = legs;
+        let Legs { bodies, transfer, request_id, cached, next_turn } = legs;
         let outgoing = Outgoing::new(bodies.decode(transfer, None), request_id).to(self.pool.protocol());
         let request = attempts.request_to(decode, outgoing);
         let request = request.map_err(|error| SplitError::Decode(Failure::NoResponse(error)))?;
@@ -395,7 +437,7 @@ impl<'a> Split<'a> {
             return Err(SplitError::Stale);
         }
         let checked = checked.map_err(SplitError::Decode)?;
-        let prefill = Some(PrefillReport { result: PrefillResult::Remote, cached, _leg: leg });
+        let prefill = Some(PrefillReport { result: PrefillResult::Remote, cached, next_turn, _leg: leg });
         Ok(Started { checked, prefill, served_by: None })
     }
 
@@ -445,6 +487,7 @@ struct Legs<'a> {
     transfer: &'a Transfer,
     request_id: &'a str,
     cached: CachedTokens,
+    next_turn: Option<NextTurn>,
 }
 
 /// A prefill leg to be sent.
