@@ -142,7 +142,8 @@ impl CachedTokensRewriter {
     /// Rewrites complete lines; `None` if none of them changes.
     fn rewrite_lines(&mut self, lines: &[u8], cached_tokens: Option<u32>) -> Option<Vec<u8>> {
         let has_usage = cached_tokens.is_some() && contains_usage(lines);
-        if !has_usage && !(self.taken.is_some() && contains_object(lines, PARAMETERS)) {
+        let has_parameters = self.taken.is_some() && contains_object(lines, PARAMETERS);
+        if !(has_usage || has_parameters) {
             return None;
         }
         let mut rewritten: Option<Vec<u8>> = None;
