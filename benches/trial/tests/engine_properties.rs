@@ -387,8 +387,10 @@ proptest! {
         }
     }
 
+    // A preempted prompt computes tokens again, or finds more of them than at its first admission, which alone is
+    // reported: another request may have computed them in between.
     #[test]
-    fn every_prompt_token_is_found_or_computed_once(config in configs(), specs in prop::collection::vec(specs(), 0..20)) {
+    fn every_prompt_token_is_found_or_computed_once_without_preemptions(config in configs(), specs in prop::collection::vec(specs(), 0..20)) {
         let calls: Vec<Call> = specs.into_iter().map(Call::Submit).collect();
         let (steps, ended) = run(config, &calls);
         let firsts = steps.iter().flat_map(|step| &step.outputs).filter(|output| output.first);
@@ -396,7 +398,7 @@ proptest! {
         let prompts: u32 = ended.values().map(|(spec, _)| spec.tokens.len() as u32).sum();
         let computed: u32 = steps.iter().map(|step| step.prefill_tokens).sum();
         let preempted: u32 = steps.iter().map(|step| step.preempted).sum();
-        prop_assert!(computed + cached >= prompts && (preempted > 0 || computed + cached == prompts));
+        prop_assert!(preempted > 0 || computed + cached == prompts, "{computed} + {cached} of {prompts} tokens");
     }
 
     #[test]
