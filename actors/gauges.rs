@@ -15,7 +15,7 @@ use crate::actors::delivery::strand::Strand;
 use crate::actors::io::clock::Clock;
 use crate::actors::radix::shards::Shards;
 use crate::actors::scheduler::{Scheduler, SchedulerMsg};
-use crate::actors::telemetry::{Pool, as_f64};
+use crate::actors::telemetry::{Pool, RankCounters, as_f64};
 use crate::actors::views::Views;
 use crate::actors::views::rank::RankEntry;
 use crate::config::RouterConfig;
@@ -57,6 +57,7 @@ impl GaugeSources {
 struct Gauges {
     pool: Pool,
     by_rank: BTreeMap<WorkerRank, RankGauges>,
+    rank_counters: RankCounters,
     /// By stream state.
     sources: [(StreamState, ZeroedGauge); 5],
     ranks: ZeroedGauge,
@@ -123,6 +124,7 @@ impl Gauges {
         let gate = |gate| ZeroedGauge(pool.gauge("pointsman_gate_permits", &[("gate", gate)]));
         Self {
             by_rank: BTreeMap::new(),
+            rank_counters: RankCounters::new(pool),
             sources: StreamState::ALL
                 .map(|trust| (trust, ZeroedGauge(pool.gauge("pointsman_kv_sources", &[("trust", trust.name())])))),
             ranks: gauge("pointsman_ranks"),
@@ -141,7 +143,9 @@ impl Gauges {
 
     fn publish(&mut self, sources: &GaugeSources) {
         let GaugeSources { config, clock, views, directory, waiting_room, shards, scheduler, .. } = sources;
-        self.publish_ranks(&views.ranks.all(), clock.now());
+        let (entries, now) = (views.ranks.all(), clock.now());
+        self.publish_ranks(&entries, now);
+        self.rank_counters.sweep(&entries, now);
         self.cold_ranks.0.set(as_f64(views.cold.borrow().len() as u64));
         for status in views.discovery.borrow().iter() {
             let gauge =

@@ -13,6 +13,7 @@ use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use pointsman::error::RouteError;
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId};
 use pointsman::schedule::Rejection;
+use pointsman::select::Constraints;
 use pointsman::test_support::rank;
 use pointsman::{
     AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer,
@@ -327,5 +328,38 @@ fn pools_have_separate_series() {
         for pool in ["one", "two"] {
             assert_eq!(seen.count(&format!("pointsman_prompt_tokens_total{{pool={pool:?}}}")), 8);
         }
+    });
+}
+
+#[test]
+fn forgone_overlap_and_rates_of_each_rank_are_counted() {
+    record(async |snapshotter| {
+        let router = router(config(), 2).await;
+        let prompt = tokens(1, 20);
+        router.apply_events(vec![stored(rank(1), &prompt[..60])]).await.expect("up");
+        let constraints = Constraints { allowed_workers: Some([WorkerId(0)].into()), ..Constraints::default() };
+        let options = RequestOptions { constraints, ..RequestOptions::default() };
+        drop(router.route(RouteRequest { options, ..request("a", &prompt) }).await.expect("placed"));
+        let chosen = router.route(request("b", &prompt)).await.expect("placed");
+        assert_eq!(chosen.rank(), rank(1));
+        chosen.delivered_cached_tokens(40);
+        // Work on the rank with the match makes the other one cheaper.
+        let load = (0..40).map(|n| (n.to_string(), tokens(100 + n, 2_000))).collect::<Vec<_>>();
+        for (id, tokens) in &load {
+            router.add_request(AddRequest::new(id, rank(1), Prompt::Tokens(tokens))).await.expect("booked");
+        }
+        let elsewhere = router.route(request("c", &prompt)).await.expect("placed");
+        assert_eq!((elsewhere.rank(), elsewhere.forgone_blocks()), (rank(0), 15));
+        a_period_passes().await;
+
+        let seen = Recorded::by(&snapshotter);
+        let count = |name: &str, labels: &str| seen.count(&format!("pointsman_{name}{{pool=\"default\"{labels}}}"));
+        assert_eq!((count("overlap_forgone_total", ""), count("overlap_forgone_blocks_total", "")), (1, 15));
+        let of = |worker: u64, name: &str, more: &str| count(name, &format!(",worker=\"{worker}\",rank=\"0\"{more}"));
+        assert_eq!([0, 1].map(|worker| of(worker, "rank_placements_total", "")), [2, 1]);
+        let side = |side: &str| of(1, "rank_prediction_tokens_total", &format!(",side={side:?}"));
+        assert_eq!(["prompt", "predicted", "delivered"].map(side), [80, 60, 40]);
+        let share = seen.gauge("pointsman_busiest_rank_ratio{pool=\"default\"}");
+        assert!((share - 2.0 / 3.0).abs() < 1e-9, "{share}");
     });
 }

@@ -96,7 +96,11 @@ impl Placement {
     /// whose predictions always fail.
     pub fn delivered_cached_tokens(&self, tokens: u32) {
         if self.prediction.is_first_report() {
-            self.guard.edge().meters.delivered(&self.prediction, self.cached_tokens(), tokens);
+            let predicted = self.cached_tokens();
+            self.guard.edge().meters.delivered(&self.prediction, predicted, tokens);
+            if self.prediction.kind().is_some() {
+                self.address.entry.counts.reported(self.prediction.prompt_tokens(), predicted, tokens);
+            }
         }
     }
 

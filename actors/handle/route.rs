@@ -68,11 +68,12 @@ impl Router {
                 let decision = decision.with_routing_hashes(hashes);
                 // A prediction above 0 is evaluated even if the index is incomplete.
                 let is_index_complete = decision.cached_tokens() > 0 || self.is_index_complete_for(&address.entry);
-                let prediction = Prediction::new(prepared.predicted_kind(), is_index_complete);
+                let prediction = Prediction::new(prepared.predicted_kind(), prepared.isl_tokens(), is_index_complete);
                 if !span.is_disabled() {
                     span.record("rank", tracing::field::display(decision.rank()));
                 }
                 meters.placed(prepared.isl_tokens(), config.block_size, &decision, prediction.kind().is_some());
+                address.entry.counts.placed();
                 return Ok(Placement::new(guard, address, decision, prediction, prepared.targets()));
             }
             attempts += 1;

@@ -17,6 +17,7 @@ use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::sequence::table::SequenceAddress;
 use crate::actors::views::kv_source::SourceCell;
 use crate::actors::views::rank::RankEntry;
+use crate::actors::views::rank_counts::RankCounts;
 use crate::actors::views::status::RouterPhase;
 use crate::actors::views::worker::WorkerEntry;
 use crate::load::PromptLimits;
@@ -101,6 +102,7 @@ impl SupervisorState {
             engine_load: Arc::default(),
             peers: Arc::default(),
             failing: AtomicBool::new(false),
+            counts: RankCounts::default(),
         })
     }
 

@@ -78,6 +78,16 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         "Cached tokens on the eligible rank with the longest match as a share of the prompt.",
     ),
     counter(
+        "pointsman_overlap_forgone_total",
+        &[],
+        "Placed requests on a rank whose match is shorter than that of another eligible rank.",
+    ),
+    counter(
+        "pointsman_overlap_forgone_blocks_total",
+        &[],
+        "Blocks by which these matches are shorter than the longest one, over all tiers.",
+    ),
+    counter(
         "pointsman_prediction_tokens_total",
         &["side"],
         "Cached tokens of requests with a report: `predicted` at placement, and `delivered`.",
@@ -124,6 +134,20 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         "pointsman_queue_backpressure_total",
         &["class", "limit"],
         "Requests rejected instead of queued, by the violated `limit`.",
+    ),
+    Instrument {
+        name: "pointsman_busiest_rank_ratio",
+        kind: InstrumentKind::Gauge,
+        unit: None,
+        labels: &[],
+        help: "Share of the placed requests on the rank with the most, over about the last minute; 0 without requests.",
+    },
+    counter("pointsman_rank_placements_total", RANK, "Requests placed on the rank."),
+    counter(
+        "pointsman_rank_prediction_tokens_total",
+        &["worker", "rank", "side"],
+        "Tokens of the rank's requests with a report of cached tokens: of the `prompt`, and cached ones as `predicted` at \
+         placement and as `delivered`.",
     ),
     gauge("pointsman_rank_active_requests", Unit::Count, RANK, "Requests booked on the rank."),
     gauge("pointsman_rank_active_blocks", Unit::Count, RANK, "KV blocks held by the booked requests."),

@@ -11,6 +11,7 @@ mod ingest;
 mod instruments;
 mod phases;
 mod predictions;
+mod rank_counters;
 mod targets;
 #[cfg(test)]
 mod tests;
@@ -23,6 +24,7 @@ pub(crate) use decisions::{BookingResult, Decisions};
 pub(crate) use instruments::{Pool, describe};
 pub(crate) use phases::{PhaseTimestamps, Phases, route_span, trace_hashes};
 pub(crate) use predictions::{Prediction, PromptKind};
+pub(crate) use rank_counters::RankCounters;
 
 use crate::config::{QueueClass, RouterConfig};
 use crate::health::Cause;
@@ -55,6 +57,7 @@ pub(crate) struct Meters {
     #[cfg(any(feature = "discovery", feature = "zmq"))]
     pub(crate) engine_load_errors: EngineLoadErrors,
     funnel: Funnel,
+    regret: Regret,
 }
 
 impl Meters {
@@ -75,6 +78,7 @@ impl Meters {
             #[cfg(any(feature = "discovery", feature = "zmq"))]
             engine_load_errors: EngineLoadErrors::new(&pool),
             funnel: Funnel::new(&pool),
+            regret: Regret::new(&pool),
             pool,
         }
     }
@@ -84,6 +88,7 @@ impl Meters {
         self.funnel.prompt_tokens.increment(u64::from(isl_tokens));
         if knows_overlap && isl_tokens > 0 {
             self.funnel.count(isl_tokens, block_size, decision);
+            self.regret.count(decision);
         }
         if let Some(shared_cache) = &self.shared_cache {
             shared_cache.beyond_blocks.record(f64::from(decision.shared_cache_blocks()));
@@ -138,6 +143,29 @@ impl Funnel {
         self.selected.increment(u64::from(selected));
         self.reachable_overlap_ratio.record(f64::from(reachable) / f64::from(isl_tokens));
         self.overlap_ratio.record(f64::from(selected) / f64::from(isl_tokens));
+    }
+}
+
+/// Placements on ranks without the longest match.
+struct Regret {
+    placements: Counter,
+    blocks: Counter,
+}
+
+impl Regret {
+    fn new(pool: &Pool) -> Self {
+        Self {
+            placements: pool.counter("pointsman_overlap_forgone_total", &[]),
+            blocks: pool.counter("pointsman_overlap_forgone_blocks_total", &[]),
+        }
+    }
+
+    fn count(&self, decision: &Decision) {
+        let forgone = decision.forgone_blocks();
+        if forgone > 0 {
+            self.placements.increment(1);
+            self.blocks.increment(forgone.into());
+        }
     }
 }
 

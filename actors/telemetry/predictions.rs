@@ -42,14 +42,19 @@ impl PromptKind {
 pub(crate) struct Prediction {
     /// Absent without an overlap query.
     kind: Option<PromptKind>,
+    prompt_tokens: u32,
     /// Whether the index had all blocks of the rank at the placement.
     is_index_complete: bool,
     reported: AtomicBool,
 }
 
 impl Prediction {
-    pub(crate) fn new(kind: Option<PromptKind>, is_index_complete: bool) -> Self {
-        Self { kind, is_index_complete, reported: AtomicBool::new(false) }
+    pub(crate) fn new(kind: Option<PromptKind>, prompt_tokens: u32, is_index_complete: bool) -> Self {
+        Self { kind, prompt_tokens, is_index_complete, reported: AtomicBool::new(false) }
+    }
+
+    pub(crate) fn prompt_tokens(&self) -> u32 {
+        self.prompt_tokens
     }
 
     pub(crate) fn kind(&self) -> Option<PromptKind> {

@@ -4,6 +4,7 @@ pub(crate) mod fleet;
 pub(crate) mod kv_source;
 pub(crate) mod published;
 pub(crate) mod rank;
+pub(crate) mod rank_counts;
 #[cfg(feature = "zmq")]
 pub(crate) mod restores;
 pub(crate) mod slot_table;

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use tokio::sync::Notify;
 
 use super::kv_source::{DegradedSources, SourceCell};
+use super::rank_counts::RankCounts;
 use super::slot_table::SlotTable;
 use crate::engine_load::EngineLoadCell;
 use crate::index::Holdings;
@@ -37,6 +38,8 @@ pub(crate) struct RankEntry {
     pub(crate) peers: Arc<PeerLoadCell>,
     /// Whether failed requests count against the rank, so that a success matters. Written by the health actor.
     pub(crate) failing: AtomicBool,
+    /// Counts of its requests, added by the tasks of the callers.
+    pub(crate) counts: RankCounts,
 }
 
 impl RankEntry {

@@ -102,6 +102,13 @@ impl Decision {
         self.reachable_blocks
     }
 
+    /// Blocks of the [reachable overlap](Self::reachable_blocks) that the chosen rank does not hold in any tier: the
+    /// cache hits that the decision gives up, mostly for a lower load.
+    #[must_use]
+    pub fn forgone_blocks(&self) -> u32 {
+        self.reachable_blocks.saturating_sub(self.overlap.total_blocks())
+    }
+
     /// Prefill load booked for the request; `None` if nothing is to be computed, or prefill is not tracked.
     #[must_use]
     pub fn prefill_load(&self) -> Option<PrefillLoadHint> {

@@ -22,7 +22,7 @@ pub use access::AccessLog;
 pub(crate) use access::{AccessRecord, ErrorCode};
 pub use log::{LevelError, parse_level};
 pub(crate) use log::{start_log, write_problems};
-use series::{Expiring, IDLE_MAX, LastingGauges};
+use series::{Expiring, IDLE_MAX, LastingSeries};
 
 /// Duration buckets in seconds, from gateway overhead to long responses.
 pub(super) const SECONDS: &[f64] = &[
@@ -51,6 +51,11 @@ const MULTIPLES: &[f64] =
 
 /// Interval of histogram upkeep without page reads.
 const UPKEEP_EVERY: Duration = Duration::from_secs(5);
+
+/// Kinds of metrics that expire with their worker.
+fn expiring() -> MetricKindMask {
+    MetricKindMask::GAUGE | MetricKindMask::COUNTER
+}
 
 /// Content type of the page.
 const PAGE_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -116,7 +121,7 @@ pub(crate) enum Kind {
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
     recorder: PrometheusHandle,
-    lasting: LastingGauges,
+    lasting: LastingSeries,
     /// Locked while a page is rendered, to limit concurrency to one.
     render_lock: Arc<Mutex<()>>,
 }
@@ -152,7 +157,7 @@ impl Metrics {
         }
     }
 
-    /// Runs upkeep periodically, forever. Without it unread observations, and gauges of removed workers, would
+    /// Runs upkeep periodically, forever. Without it unread observations, and series of removed workers, would
     /// accumulate, because the exporter drops them only while it renders a page.
     pub(crate) async fn keep_up(self) {
         let (mut ticks, mut since_page) = (tokio::time::interval(UPKEEP_EVERY), Duration::ZERO);
@@ -187,7 +192,7 @@ fn builder() -> PrometheusBuilder {
     .into_iter()
     .try_fold(PrometheusBuilder::new(), |builder, (matcher, bounds)| builder.set_buckets_for_metric(matcher, bounds))
     .and_then(|builder| builder.set_buckets(SECONDS))
-    .map(|builder| builder.idle_timeout(MetricKindMask::GAUGE, Some(IDLE_MAX)))
+    .map(|builder| builder.idle_timeout(expiring(), Some(IDLE_MAX)))
     .expect("bucket bounds are not empty")
 }
 
