@@ -142,7 +142,10 @@ impl HandoverBoard {
 
     /// Aborts the request with this id. Returns whether it exists.
     pub(crate) fn abort(&self, rid: &str) -> bool {
-        let abort = self.lock().aborts.get(rid).cloned();
+        let mut state = self.lock();
+        state.ledger.counters.abort_requests += 1;
+        let abort = state.aborts.get(rid).cloned();
+        drop(state);
         abort.map(|abort| abort.send_replace(true)).is_some()
     }
 

@@ -35,6 +35,8 @@ pub struct HandoverCounters {
     pub late_or_unknown: u64,
     /// Number of decode legs cancelled during the transfer or before their first token.
     pub torn: u64,
+    /// Number of abort requests (`POST /abort_request`), also of requests that have ended.
+    pub abort_requests: u64,
     /// Number of requests in progress, all kinds together.
     pub running_now: u64,
 }
