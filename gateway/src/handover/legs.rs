@@ -22,6 +22,7 @@ const KNOWN: &[&str] = &[
     "n",
     "best_of",
     "echo",
+    "logprobs",
     "prompt_logprobs",
     "use_beam_search",
     "background",
@@ -36,9 +37,13 @@ const KNOWN: &[&str] = &[
     "bootstrap_host",
     "bootstrap_port",
     "bootstrap_room",
+    "rid",
     "routed_dp_rank",
     "disagg_prefill_dp_rank",
 ];
+
+/// Maximum number of prompts of a batch that are aborted one by one. Engines detect closed connections themselves, later.
+const ABORTS_MAX: usize = 64;
 
 /// Parameters of the prefill leg with the NIXL connector.
 const NIXL_PREFILL: &str = r#"{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#;
@@ -66,7 +71,7 @@ pub struct Transfer {
     /// Bootstrap room, from [`bootstrap_room`](super::bootstrap_room) (SGLang). A batch uses this room for its first
     /// prompt, and `prefill_dp_size` higher for each further prompt.
     pub room: u64,
-    /// Id of the transfer, as in `xfer-UUID` (Mooncake).
+    /// Id of the transfer, as in `xfer-UUID` (Mooncake). With SGLang it is the id of the request in both engines.
     pub transfer_id: String,
     /// URL of the prefill engine's bootstrap server, as in `http://10.0.0.1:8998` (Mooncake).
     pub bootstrap_address: String,
@@ -197,6 +202,26 @@ impl LegBodies {
         self.batch_size
     }
 
+    /// Whether the response has probabilities of the prompt's tokens, which only the prefill leg computes (SGLang).
+    #[must_use]
+    pub fn wants_prompt_logprobs(&self) -> bool {
+        let object = self.object();
+        let is_set = |name| object.json(name).is_some_and(|json| json != "false");
+        self.protocol == Protocol::Sglang && is_set("echo") && is_set("logprobs")
+    }
+
+    /// Ids with which both engines can abort the request (SGLang). Empty if the client has chosen an id: SGLang aborts
+    /// every request whose id begins with the given one. SGLang appends the number of the prompt to the id of a batch.
+    #[must_use]
+    pub fn abort_ids(&self, leg: &Transfer) -> Vec<String> {
+        if self.protocol != Protocol::Sglang || self.object().json("rid").is_some() {
+            return Vec::new();
+        }
+        let of_prompts =
+            (0..self.batch_size.unwrap_or_default().min(ABORTS_MAX)).map(|n| format!("{}_{n}", leg.transfer_id));
+        std::iter::once(leg.transfer_id.clone()).chain(of_prompts).collect()
+    }
+
     fn object(&self) -> ObjectText<'_> {
         let text = std::str::from_utf8(&self.body).expect("the body is UTF-8, because it was parsed");
         ObjectText::scanned(text, self.fields.clone())
@@ -232,6 +257,10 @@ impl LegBodies {
                 .set("bootstrap_host", list((0..n_prompts).map(|_| host.as_str())))
                 .set("bootstrap_port", list((0..n_prompts).map(|_| port.as_str())))
                 .set("bootstrap_room", list((0..n_prompts).map(room))),
+        };
+        let edit = match self.object().json("rid") {
+            Some(_) => edit,
+            None => edit.set("rid", quoted(&leg.transfer_id)),
         };
         match rank {
             Some(rank) => edit.set("routed_dp_rank", rank.to_string()),

@@ -22,7 +22,7 @@ pub enum NotSplit {
     /// `n` or `best_of` is not 1. A transfer has the state of one choice, except with SGLang for a single prompt.
     #[error("n and best_of must be 1")]
     Choices,
-    /// `echo` is set. Only the rank that computes the prompt has its text and probabilities.
+    /// `echo` is set. Only the rank that computes the prompt has its probabilities. SGLang's are merged into the response.
     #[error("echo must be false")]
     Echo,
     /// `prompt_logprobs` is set. Only the rank that computes the prompt has its probabilities.
@@ -89,7 +89,7 @@ pub(super) fn check(endpoint: Endpoint, protocol: Protocol, body: &ObjectText<'_
     if (is_several("n") || is_several("best_of")) && !is_numbered {
         return Err(NotSplit::Choices);
     }
-    if is_set("echo") {
+    if is_set("echo") && protocol != Protocol::Sglang {
         return Err(NotSplit::Echo);
     }
     // 0 requests the probability of the prompt's own tokens.

@@ -1,11 +1,15 @@
-//! Changes of the response of the decode leg: cached prompt tokens, and parameters for the next turn.
+//! Changes of the response of the decode leg: cached prompt tokens, probabilities of the prompt's tokens, and parameters
+//! for the next turn.
 //!
 //! The decode rank counts transferred blocks as cached or as computed, depending on the engine. The number of the
 //! prefill rank is the number of the request. With bidirectional transfers, the last event has the parameters from which
 //! the next turn's prefill rank reads the blocks of this one. They are taken out, because they name engines.
 
+use std::sync::Arc;
+
 use axum::body::Bytes;
 
+use super::PromptLogprobs;
 use super::object::ObjectText;
 
 /// Maximum size of a buffered body or event line. Longer ones pass unchanged.
@@ -39,6 +43,17 @@ pub struct CachedTokensRewriter {
     is_too_long: bool,
     /// Parameters taken from the response, if they are wanted.
     taken: Option<Taken>,
+    /// Probabilities of the prompt's tokens, if they are wanted.
+    logprobs: Option<Logprobs>,
+}
+
+/// Probabilities to add.
+#[derive(Debug, Default)]
+struct Logprobs {
+    /// Absent until the prefill leg has ended.
+    prompt: Option<Arc<PromptLogprobs>>,
+    /// Indices of the choices that have passed with probabilities.
+    done: Vec<String>,
 }
 
 /// Parameters for the next turn.
@@ -49,7 +64,27 @@ impl CachedTokensRewriter {
     /// A rewriter for an event stream or for a JSON body.
     #[must_use]
     pub fn new(is_events: bool) -> Self {
-        Self { is_events, bytes_max: BUFFERED_BYTES_MAX, pending: Vec::new(), is_too_long: false, taken: None }
+        Self {
+            is_events,
+            bytes_max: BUFFERED_BYTES_MAX,
+            pending: Vec::new(),
+            is_too_long: false,
+            taken: None,
+            logprobs: None,
+        }
+    }
+
+    /// The same, which also adds the probabilities of the prompt's tokens to the first `logprobs` of each choice.
+    #[must_use]
+    pub fn adding_logprobs(self) -> Self {
+        Self { logprobs: Some(Logprobs::default()), ..self }
+    }
+
+    /// Sets the probabilities of the prompt's tokens, once the prefill leg has ended.
+    pub fn set_prompt_logprobs(&mut self, prompt: Arc<PromptLogprobs>) {
+        if let Some(logprobs) = &mut self.logprobs {
+            logprobs.prompt = Some(prompt);
+        }
     }
 
     /// The same, which also replaces `kv_transfer_params` by null and keeps them.
@@ -102,14 +137,19 @@ impl CachedTokensRewriter {
         joined(lines, self.buffer(rest))
     }
 
-    /// Whether [`push`](Self::push) of this frame completes a line that may have usage, so that it needs `cached_tokens`.
+    /// Whether [`push`](Self::push) of this frame completes a line that may have usage or probabilities, so that it needs
+    /// the values of the prefill leg.
     #[must_use]
-    pub fn needs_cached_tokens(&self, frame: &[u8]) -> bool {
+    pub fn needs_prefill(&self, frame: &[u8]) -> bool {
+        let has_values = |bytes: &[u8]| {
+            let adds_logprobs = self.logprobs.as_ref().is_some_and(|logprobs| logprobs.prompt.is_none());
+            contains_usage(bytes) || (adds_logprobs && contains_object(bytes, LOGPROBS))
+        };
         let completes_line = self.is_events && frame.contains(&b'\n');
         completes_line
             && match self.pending.is_empty() {
-                true => contains_usage(frame),
-                false => contains_usage(&[&self.pending, frame].concat()),
+                true => has_values(frame),
+                false => has_values(&[&self.pending, frame].concat()),
             }
     }
 
@@ -120,8 +160,8 @@ impl CachedTokensRewriter {
             return pending.into();
         }
         let rewritten = match self.is_events {
-            true => rewritten_line(&pending, cached_tokens, self.taken.as_mut()),
-            false => rewritten_json(&pending, cached_tokens, self.taken.as_mut()),
+            true => self.rewritten_line(&pending, cached_tokens),
+            false => self.rewritten_json(&pending, cached_tokens),
         };
         rewritten.unwrap_or(pending).into()
     }
@@ -143,14 +183,15 @@ impl CachedTokensRewriter {
     fn rewrite_lines(&mut self, lines: &[u8], cached_tokens: Option<u32>) -> Option<Vec<u8>> {
         let has_usage = cached_tokens.is_some() && contains_usage(lines);
         let has_parameters = self.taken.is_some() && contains_object(lines, PARAMETERS);
-        if !(has_usage || has_parameters) {
+        let has_logprobs = self.logprobs.is_some() && contains_object(lines, LOGPROBS);
+        if !(has_usage || has_parameters || has_logprobs) {
             return None;
         }
         let mut rewritten: Option<Vec<u8>> = None;
         let mut at = 0;
         for line in lines.split_inclusive(|byte| *byte == b'\n') {
             let changed = match line.len() <= self.bytes_max {
-                true => rewritten_line(line, cached_tokens, self.taken.as_mut()),
+                true => self.rewritten_line(line, cached_tokens),
                 false => None,
             };
             match (changed, &mut rewritten) {
@@ -163,6 +204,28 @@ impl CachedTokensRewriter {
         }
         rewritten
     }
+
+    /// Rewrites a line of an event stream; `None` if it does not change.
+    fn rewritten_line(&mut self, line: &[u8], tokens: Option<u32>) -> Option<Vec<u8>> {
+        let json = line.strip_prefix(b"data:")?;
+        self.rewritten_json(json, tokens).map(|json| [b"data:", &json[..]].concat())
+    }
+
+    /// Rewrites a JSON response or event; `None` if it does not change.
+    fn rewritten_json(&mut self, json: &[u8], tokens: Option<u32>) -> Option<Vec<u8>> {
+        let mut rewritten = self.taken.as_mut().and_then(|taken| without_parameters(json, taken));
+        let merged = self.logprobs.as_mut().and_then(|logprobs| logprobs.added(rewritten.as_deref().unwrap_or(json)));
+        rewritten = merged.or(rewritten);
+        let usage = tokens.and_then(|tokens| with_cached_tokens(rewritten.as_deref().unwrap_or(json), tokens));
+        usage.or(rewritten)
+    }
+}
+
+impl Logprobs {
+    fn added(&mut self, json: &[u8]) -> Option<Vec<u8>> {
+        let prompt = self.prompt.as_ref().filter(|prompt| !prompt.is_empty() && contains_object(json, LOGPROBS))?;
+        prompt.merged_once(std::str::from_utf8(json).ok()?, &mut self.done).map(String::into_bytes)
+    }
 }
 
 fn joined(first: Bytes, second: Bytes) -> Bytes {
@@ -171,19 +234,6 @@ fn joined(first: Bytes, second: Bytes) -> Bytes {
         (true, false) => second,
         (false, false) => [first, second].concat().into(),
     }
-}
-
-/// Rewrites a line of an event stream; `None` if it does not change.
-fn rewritten_line(line: &[u8], tokens: Option<u32>, taken: Option<&mut Taken>) -> Option<Vec<u8>> {
-    let json = line.strip_prefix(b"data:")?;
-    rewritten_json(json, tokens, taken).map(|json| [b"data:", &json[..]].concat())
-}
-
-/// Rewrites a JSON response or event; `None` if it does not change.
-fn rewritten_json(json: &[u8], tokens: Option<u32>, taken: Option<&mut Taken>) -> Option<Vec<u8>> {
-    let without = taken.and_then(|taken| without_parameters(json, taken));
-    let usage = tokens.and_then(|tokens| with_cached_tokens(without.as_deref().unwrap_or(json), tokens));
-    usage.or(without)
 }
 
 /// Takes the parameters out of a response or event; `None` without parameters.
@@ -236,6 +286,7 @@ fn rewritten_usage(usage: &str, tokens: u32) -> Option<String> {
 
 const USAGE: &[u8] = b"\"usage\"";
 const PARAMETERS: &[u8] = b"\"kv_transfer_params\"";
+const LOGPROBS: &[u8] = b"\"logprobs\"";
 
 fn contains_usage(bytes: &[u8]) -> bool {
     contains_object(bytes, USAGE)

@@ -8,6 +8,7 @@ mod answer;
 mod attempts;
 mod begin;
 mod cached_tokens;
+mod engine_abort;
 mod exchange;
 mod failure;
 mod intake;

@@ -33,6 +33,7 @@ async fn clients_that_leave_during_the_prefill_end_both_legs() {
         assert_eq!(ended, sums(|sums| sums.blocks_held_total), "{protocol}");
         if protocol == Protocol::Sglang {
             assert_eq!(Pools::sum(&pools.decodes, |sums| sums.torn), 0, "a hand-over in progress ends first");
+            until("both decode legs are aborted", || Pools::sum(&pools.decodes, |sums| sums.abort_requests) >= 2).await;
         }
     }
 }
@@ -50,5 +51,9 @@ async fn clients_that_leave_during_the_output_end_the_decode_leg() {
         drop(client);
         pools.at_rest().await;
         assert_eq!(Pools::sum(&pools.prefills, |sums| sums.holding_now), 0, "{protocol}");
+        if protocol == Protocol::Sglang {
+            until("the decode leg is aborted", || Pools::sum(&pools.decodes, |sums| sums.abort_requests) > 0).await;
+            assert_eq!(Pools::sum(&pools.prefills, |sums| sums.abort_requests), 0, "the prefill leg has ended");
+        }
     }
 }

@@ -15,7 +15,7 @@ use pointsman_trial::mock::{EngineRole, HandoverCounters, HandoverProtocol, Mock
 use serde_json::{Value as Json, json};
 use tokio::time::{Duration, sleep, timeout};
 
-use crate::common::proxy::{self, Answer, PATIENCE, post, until};
+use crate::common::proxy::{self, Answer, PATIENCE, Scripted, post, until};
 
 pub(super) const BLOCK_SIZE: u32 = 16;
 
@@ -154,6 +154,21 @@ impl Pools {
         let value = page.text().lines().find_map(|line| line.strip_prefix(&series).map(str::to_owned));
         value.map_or(0, |value| value.parse().expect("a count"))
     }
+}
+
+/// A gateway in front of one scripted engine of each role. `disaggregation` has all settings except the model.
+pub(super) async fn scripted(prefill: &Scripted, decode: &Scripted, disaggregation: DisaggregationSettings) -> Gateway {
+    let mut settings = proxy::settings(vec![proxy::worker(1, &decode.url(), 1)]);
+    let pool = NEXT_POOL.fetch_add(1, Ordering::Relaxed);
+    let mut second = settings.models[0].clone();
+    second.name = "prefill".to_owned();
+    second.router.pool = format!("scripted-prefill-{pool}");
+    second.workers = vec![proxy::worker(2, &prefill.url(), 1)];
+    settings.models.push(second);
+    settings.models[0].router.pool = format!("scripted-decode-{pool}");
+    settings.models[0].disaggregation =
+        Some(DisaggregationSettings { prefill: "prefill".to_owned(), ..disaggregation });
+    proxy::gateway(settings).await
 }
 
 pub(super) fn body(tokens: &[u32], output: u32, is_stream: bool) -> Json {

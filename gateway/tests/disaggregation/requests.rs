@@ -4,10 +4,10 @@ use pointsman_gateway::handover::Protocol;
 use pointsman_gateway::settings::{DisaggregationSettings, Settings};
 use serde_json::json;
 
-use super::pools::{BLOCK_SIZE, Pools, Size, body, completion};
+use super::pools::{BLOCK_SIZE, Pools, Size, body, completion, scripted};
 use super::prompt;
 use crate::common::admin;
-use crate::common::proxy::{self, EVENT, Scripted, answer, post, stream, stream_end, until, worker};
+use crate::common::proxy::{self, EVENT, Scripted, answer, post, stream, stream_end, until};
 
 fn with_admin(settings: &mut Settings) {
     settings.admin = admin::settings().admin;
@@ -139,18 +139,8 @@ async fn the_next_turn_of_a_session_reads_the_blocks_of_its_decode_rank() {
         acts
     })
     .await;
-    let mut settings = proxy::settings(vec![worker(1, &decode.url(), 1)]);
-    let mut second = settings.models[0].clone();
-    second.name = "prefill".to_owned();
-    second.router.pool = "bidirectional-prefill".to_owned();
-    second.workers = vec![worker(2, &prefill.url(), 1)];
-    settings.models.push(second);
-    settings.models[0].disaggregation = Some(DisaggregationSettings {
-        prefill: "prefill".to_owned(),
-        bidirectional: true,
-        ..DisaggregationSettings::default()
-    });
-    let gateway = proxy::gateway(settings).await;
+    let disaggregation = DisaggregationSettings { bidirectional: true, ..DisaggregationSettings::default() };
+    let gateway = scripted(&prefill, &decode, disaggregation).await;
     let body = body(&prompt(8, 4), 5, true).to_string();
     for headers in ["x-session-id: s\r\n", "", "x-session-id: s\r\n", "x-session-id: s\r\n"] {
         let answer = proxy::request(gateway.address(), "POST", "/v1/completions", headers, body.as_bytes()).await;

@@ -169,7 +169,9 @@ fn sglang_legs_have_the_same_room() {
         (Endpoint::Completions, r#"{"prompt":[1,2,3],"min_tokens":3"#),
     ] {
         let client = format!("{body}}}");
-        let expected = format!(r#"{body},"bootstrap_host":"10.0.0.1","bootstrap_port":8998,"bootstrap_room":77}}"#);
+        let expected = format!(
+            r#"{body},"bootstrap_host":"10.0.0.1","bootstrap_port":8998,"bootstrap_room":77,"rid":"xfer-5f0c"}}"#
+        );
         assert_eq!(prefill(endpoint, Protocol::Sglang, &client), expected);
         assert_eq!(decode(endpoint, Protocol::Sglang, &client, None), expected);
     }
@@ -179,7 +181,8 @@ fn sglang_legs_have_the_same_room() {
 fn sglang_legs_name_their_ranks() {
     let legs = parse(Endpoint::Chat, Protocol::Sglang, r#"{"messages":[]}"#).unwrap();
     let leg = Transfer { prefill_rank: Some(3), decode_rank: Some(5), bootstrap_port: None, ..transfer() };
-    let shared = r#"{"messages":[],"bootstrap_host":"10.0.0.1","bootstrap_port":null,"bootstrap_room":77"#;
+    let shared =
+        r#"{"messages":[],"bootstrap_host":"10.0.0.1","bootstrap_port":null,"bootstrap_room":77,"rid":"xfer-5f0c""#;
     assert_eq!(text(&legs.prefill(&leg)), format!(r#"{shared},"routed_dp_rank":3}}"#));
     let expected = format!(r#"{shared},"routed_dp_rank":5,"disagg_prefill_dp_rank":3}}"#);
     assert_eq!(text(&legs.decode(&leg, None)), expected);
@@ -187,12 +190,12 @@ fn sglang_legs_name_their_ranks() {
 
 #[test]
 fn sglang_fields_of_the_client_are_replaced_in_place() {
-    let body = r#"{"bootstrap_room":5,"routed_dp_rank":1,"bootstrap_host":"h","disagg_prefill_dp_rank":0,"bootstrap_port":1,"messages":[]}"#;
+    let body = r#"{"bootstrap_room":5,"routed_dp_rank":1,"bootstrap_host":"h","disagg_prefill_dp_rank":0,"bootstrap_port":1,"rid":null,"messages":[]}"#;
     let legs = parse(Endpoint::Chat, Protocol::Sglang, body).unwrap();
     let leg = Transfer { prefill_rank: Some(3), decode_rank: Some(5), ..transfer() };
-    let expected = r#"{"bootstrap_room":77,"routed_dp_rank":5,"bootstrap_host":"10.0.0.1","disagg_prefill_dp_rank":3,"bootstrap_port":8998,"messages":[]}"#;
+    let expected = r#"{"bootstrap_room":77,"routed_dp_rank":5,"bootstrap_host":"10.0.0.1","disagg_prefill_dp_rank":3,"bootstrap_port":8998,"rid":"xfer-5f0c","messages":[]}"#;
     assert_eq!(text(&legs.decode(&leg, None)), expected);
-    let expected = r#"{"bootstrap_room":77,"routed_dp_rank":3,"bootstrap_host":"10.0.0.1","disagg_prefill_dp_rank":null,"bootstrap_port":8998,"messages":[]}"#;
+    let expected = r#"{"bootstrap_room":77,"routed_dp_rank":3,"bootstrap_host":"10.0.0.1","disagg_prefill_dp_rank":null,"bootstrap_port":8998,"rid":"xfer-5f0c","messages":[]}"#;
     assert_eq!(text(&legs.prefill(&leg)), expected);
 }
 
@@ -211,9 +214,41 @@ fn sglang_batches_have_one_room_for_each_prompt_on_the_same_rank() {
         (r#"["a"]"#, r#""bootstrap_host":["10.0.0.1"],"bootstrap_port":[8998],"bootstrap_room":[13]"#),
     ] {
         let legs = parse(Endpoint::Completions, Protocol::Sglang, &format!(r#"{{"prompt":{prompt}}}"#)).unwrap();
-        let expected = format!(r#"{{"prompt":{prompt},{expected}}}"#);
+        let expected = format!(r#"{{"prompt":{prompt},{expected},"rid":"xfer-5f0c"}}"#);
         assert_eq!(text(&legs.prefill(&leg)), expected);
         assert_eq!(text(&legs.decode(&leg, None)), expected);
+    }
+}
+
+#[test]
+fn sglang_legs_are_aborted_by_ids_that_the_gateway_has_chosen() {
+    let ids = |endpoint, protocol, body| parse(endpoint, protocol, body).unwrap().abort_ids(&transfer());
+    let of_batch = r#"{"prompt":["a","b"]}"#;
+    assert_eq!(ids(Endpoint::Chat, Protocol::Sglang, r#"{"messages":[]}"#), ["xfer-5f0c"]);
+    let expected = ["xfer-5f0c", "xfer-5f0c_0", "xfer-5f0c_1"];
+    assert_eq!(ids(Endpoint::Completions, Protocol::Sglang, of_batch), expected);
+    // SGLang aborts all requests whose id begins with the given one.
+    let of_client = r#"{"messages":[],"rid":"x"}"#;
+    assert!(ids(Endpoint::Chat, Protocol::Sglang, of_client).is_empty());
+    let sent = prefill(Endpoint::Chat, Protocol::Sglang, of_client);
+    assert!(sent.starts_with(r#"{"messages":[],"rid":"x","#) && sent.matches("rid").count() == 1, "{sent}");
+    for protocol in Protocol::ALL.into_iter().filter(|protocol| *protocol != Protocol::Sglang) {
+        assert!(ids(Endpoint::Chat, protocol, r#"{"messages":[]}"#).is_empty(), "{protocol}");
+    }
+}
+
+#[test]
+fn only_echoes_with_probabilities_need_those_of_the_prompt() {
+    for (body, expected) in [
+        (r#"{"prompt":"x","echo":true,"logprobs":1}"#, true),
+        (r#"{"prompt":"x","echo":true,"logprobs":0}"#, true),
+        (r#"{"prompt":"x","echo":true}"#, false),
+        (r#"{"prompt":"x","echo":true,"logprobs":null}"#, false),
+        (r#"{"prompt":"x","echo":false,"logprobs":1}"#, false),
+        (r#"{"prompt":"x","logprobs":1}"#, false),
+    ] {
+        let legs = parse(Endpoint::Completions, Protocol::Sglang, body).unwrap();
+        assert_eq!(legs.wants_prompt_logprobs(), expected, "{body}");
     }
 }
 
@@ -275,7 +310,6 @@ fn requests_that_need_one_rank_are_not_split() {
     ];
     let cases = [
         (completions, r#"{"prompt":["x"],"n":2}"#, NotSplit::Choices),
-        (completions, r#"{"prompt":"x","echo":true}"#, NotSplit::Echo),
         (completions, r#"{"prompt":"x","prompt_logprobs":0}"#, NotSplit::PromptLogprobs),
         (completions, r#"{"prompt":"x","use_beam_search":true}"#, NotSplit::BeamSearch),
         (completions, r#"{"prompt":"x","prompt_embeds":"AA"}"#, NotSplit::PromptEmbeds),
@@ -302,6 +336,8 @@ fn requests_that_need_one_rank_are_not_split() {
             let expected = (!is_sglang).then_some(NotSplit::Batch);
             assert_eq!(parse(completions, protocol, body).err(), expected, "{protocol} {body}");
         }
+        let expected = (!is_sglang).then_some(NotSplit::Echo);
+        assert_eq!(parse(completions, protocol, r#"{"prompt":"x","echo":true}"#).err(), expected, "{protocol}");
         let long = format!(r#"{{"prompt":[{}"x"]}}"#, r#""x","#.repeat(4096));
         assert_eq!(parse(completions, protocol, &long).err(), Some(NotSplit::Batch), "{protocol}");
         let expected = (protocol != Protocol::VllmNixl).then_some(NotSplit::Endpoint);

@@ -20,7 +20,7 @@ use self::engine_ids::EngineIds;
 use self::turns::LastTurns;
 use super::metrics::Metric;
 use super::models::Model;
-use crate::handover::{Protocol, Transfer, bootstrap_room, p2p_request_id};
+use crate::handover::{PromptLogprobs, Protocol, Transfer, bootstrap_room, p2p_request_id};
 use crate::settings::DisaggregationSettings;
 use crate::upstream::{Upstream, UpstreamError};
 
@@ -76,13 +76,22 @@ impl PrefillResult {
 /// Longest wait for the end of a prefill leg after its decode leg has usage to report.
 const LEG_WAIT: Duration = Duration::from_secs(1);
 
-/// Cached prompt tokens of a prefill leg, once it has ended.
-#[derive(Clone, Debug)]
-pub(crate) struct CachedTokens(watch::Receiver<Option<u32>>);
+/// Values of a prefill leg for the response of the decode leg.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LegValues {
+    /// Cached prompt tokens, if the engine reports them.
+    pub(crate) cached_tokens: Option<u32>,
+    /// Probabilities of the prompt's tokens, if the request wants them.
+    pub(crate) logprobs: Option<Arc<PromptLogprobs>>,
+}
 
-impl CachedTokens {
-    /// The value, and its sender for the leg.
-    pub(crate) fn of_leg() -> (watch::Sender<Option<u32>>, Self) {
+/// Values of a prefill leg, once it has ended.
+#[derive(Clone, Debug)]
+pub(crate) struct PrefillValues(watch::Receiver<Option<LegValues>>);
+
+impl PrefillValues {
+    /// The values, and their sender for the leg.
+    pub(crate) fn of_leg() -> (watch::Sender<Option<LegValues>>, Self) {
         let (sender, receiver) = watch::channel(None);
         (sender, Self(receiver))
     }
@@ -92,8 +101,17 @@ impl CachedTokens {
         Self::of_leg().1
     }
 
-    pub(crate) fn get(&self) -> Option<u32> {
-        *self.0.borrow()
+    pub(crate) fn cached_tokens(&self) -> Option<u32> {
+        self.0.borrow().as_ref().and_then(|values| values.cached_tokens)
+    }
+
+    pub(crate) fn logprobs(&self) -> Option<Arc<PromptLogprobs>> {
+        self.0.borrow().as_ref().and_then(|values| values.logprobs.clone())
+    }
+
+    /// Whether the leg has ended with a response.
+    pub(crate) fn are_known(&self) -> bool {
+        self.0.borrow().is_some()
     }
 
     /// Returns when the leg has ended, or after a second.

@@ -150,6 +150,9 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
         if let Some(account) = &mut self.account {
             account.complete();
         }
+        if let Some(prefill) = &mut self.prefill {
+            prefill.decode_ended();
+        }
         self.sent.completed();
     }
 
@@ -222,7 +225,7 @@ impl<B> Answer<B> {
         if let (Some(prefill), Some(usage)) = (&self.prefill, &mut usage)
             && prefill.result == PrefillResult::Remote
         {
-            usage.cached_tokens = prefill.cached.get();
+            usage.cached_tokens = prefill.values.cached_tokens();
         }
         if let Some(account) = &mut self.account {
             account.access.used(usage, body.output_tokens());

@@ -24,6 +24,7 @@ use pointsman::{Placement, RouteRequest};
 use tokio::time::{Instant, timeout};
 
 use super::begin::ResponseStart;
+use super::engine_abort::EngineAbort;
 use super::exchange::{Checked, exchange};
 use super::failure::{Ending, FailedAttempt, Failure, Failures, counted_failure};
 use super::split::{AttemptError, PrefillReport, Split, Started};
@@ -290,6 +291,16 @@ impl AttemptLoop<'_> {
             ToWorker { request_id: outgoing.request_id, data_parallel_rank: rank, authorization: self.authorization() };
         *request.headers_mut() = to_worker(self.headers, own);
         Ok(request)
+    }
+
+    /// Abort of the leg of a placement by these ids.
+    pub(super) fn abort_of(&self, placement: &Placement, ids: Vec<String>) -> EngineAbort {
+        if ids.is_empty() {
+            return EngineAbort::default();
+        }
+        let own =
+            ToWorker { request_id: self.request_id, data_parallel_rank: None, authorization: self.authorization() };
+        EngineAbort::new(&self.app.upstream, placement.endpoint(), &to_worker(self.headers, own), ids)
     }
 
     /// The client's key is forwarded only without tenants, when it can only be meant for the worker.

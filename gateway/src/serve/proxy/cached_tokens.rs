@@ -1,6 +1,7 @@
-//! Response body with the cached tokens of the prefill leg in its usage, and without parameters of transfers.
+//! Response body with the values of the prefill leg, and without parameters of transfers.
 //!
-//! A decode engine counts transferred blocks as cached or not at all. Clients receive the cached tokens of the prefill rank.
+//! A decode engine counts transferred blocks as cached or not at all. Clients receive the cached tokens of the prefill rank,
+//! and the probabilities of the prompt's tokens, which only that rank computes.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -10,13 +11,13 @@ use http_body::{Body, Frame};
 
 use super::split::{Corrections, NextTurn};
 use crate::handover::CachedTokensRewriter;
-use crate::serve::disaggregation::CachedTokens;
+use crate::serve::disaggregation::PrefillValues;
 
 /// A body whose usage is corrected as it passes.
 pub(super) struct Corrected<B> {
     body: B,
     rewriter: CachedTokensRewriter,
-    cached: CachedTokens,
+    values: PrefillValues,
     next_turn: Option<NextTurn>,
     waiting: Option<Waiting>,
     has_ended: bool,
@@ -29,12 +30,15 @@ struct Waiting {
 }
 
 impl<B> Corrected<B> {
-    pub(super) fn new(body: B, is_events: bool, Corrections { cached, next_turn }: Corrections) -> Self {
+    pub(super) fn new(body: B, is_events: bool, Corrections { values, adds_logprobs, next_turn }: Corrections) -> Self {
         let mut rewriter = CachedTokensRewriter::new(is_events);
         if next_turn.is_some() {
             rewriter = rewriter.taking_parameters();
         }
-        Self { body, rewriter, cached, next_turn, waiting: None, has_ended: false }
+        if adds_logprobs {
+            rewriter = rewriter.adding_logprobs();
+        }
+        Self { body, rewriter, values, next_turn, waiting: None, has_ended: false }
     }
 }
 
@@ -44,7 +48,7 @@ impl<B: Body<Data = Bytes> + Unpin> Corrected<B> {
         if let Some(waiting) = &mut self.waiting {
             ready!(waiting.settled.as_mut().poll(context));
         }
-        let cached = self.cached.get();
+        let is_known = self.values.are_known();
         let (data, was_waiting) = match self.waiting.take() {
             Some(waiting) => (waiting.data, true),
             None => match ready!(Pin::new(&mut self.body).poll_frame(context)) {
@@ -56,10 +60,14 @@ impl<B: Body<Data = Bytes> + Unpin> Corrected<B> {
                 None => (None, false),
             },
         };
-        let needs_cached = data.as_ref().is_none_or(|data| self.rewriter.needs_cached_tokens(data));
-        if cached.is_none() && needs_cached && !was_waiting {
-            self.waiting = Some(Waiting { data, settled: Box::pin(self.cached.clone().settled()) });
+        let needs_prefill = data.as_ref().is_none_or(|data| self.rewriter.needs_prefill(data));
+        if !is_known && needs_prefill && !was_waiting {
+            self.waiting = Some(Waiting { data, settled: Box::pin(self.values.clone().settled()) });
             return self.poll_bytes(context);
+        }
+        let cached = self.values.cached_tokens();
+        if let Some(prompt) = self.values.logprobs() {
+            self.rewriter.set_prompt_logprobs(prompt);
         }
         let bytes = match data {
             Some(data) => self.rewriter.push(data, cached),

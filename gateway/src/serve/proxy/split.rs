@@ -25,11 +25,12 @@ use tokio::time::{Instant, timeout};
 
 use super::attempts::{AttemptLoop, Outgoing, Reports, siblings};
 use super::begin::ResponseStart;
+use super::engine_abort::EngineAbort;
 use super::exchange::{Checked, exchange, exchange_whole};
 use super::failure::{Ending, Failure, Failures};
 use crate::handover::{LegBodies, NotSplit, PrefillResponse, Protocol, Transfer};
 use crate::openai::{ApiError, Endpoint, to_client};
-use crate::serve::disaggregation::{CachedTokens, PrefillPool, PrefillResult};
+use crate::serve::disaggregation::{LegValues, PrefillPool, PrefillResult, PrefillValues};
 use crate::serve::metrics::Account;
 use crate::serve::workers::WorkerRequest;
 use crate::upstream::Upstream;
@@ -66,24 +67,41 @@ pub(super) enum AttemptError {
 /// Prefill of a request with a started response.
 pub(in crate::serve) struct PrefillReport {
     pub(in crate::serve) result: PrefillResult,
-    pub(in crate::serve) cached: CachedTokens,
+    pub(in crate::serve) values: PrefillValues,
+    /// Whether the response receives the probabilities of the prompt's tokens.
+    adds_logprobs: bool,
     /// Receives the parameters for the next turn.
     next_turn: Option<NextTurn>,
     /// The prefill leg, if it continues. It is cancelled with this value.
     _leg: Option<Leg<PrefillEnd>>,
+    /// Abort of the decode leg, if its response does not end.
+    decode_abort: EngineAbort,
 }
 
 impl PrefillReport {
     /// Changes of the response.
     pub(super) fn corrections(&self) -> Corrections {
-        Corrections { cached: self.cached.clone(), next_turn: self.next_turn.clone() }
+        let (values, next_turn) = (self.values.clone(), self.next_turn.clone());
+        Corrections { values, adds_logprobs: self.adds_logprobs, next_turn }
+    }
+
+    /// Records the end of the decode leg's response.
+    pub(super) fn decode_ended(&mut self) {
+        self.decode_abort.ended();
+    }
+
+    /// Of a request without a prefill leg in progress.
+    fn new(result: PrefillResult) -> Self {
+        let (values, decode_abort) = (PrefillValues::none(), EngineAbort::default());
+        Self { result, values, adds_logprobs: false, next_turn: None, _leg: None, decode_abort }
     }
 }
 
 /// Changes of the response of a decode leg.
 #[derive(Clone)]
 pub(super) struct Corrections {
-    pub(super) cached: CachedTokens,
+    pub(super) values: PrefillValues,
+    pub(super) adds_logprobs: bool,
     pub(super) next_turn: Option<NextTurn>,
 }
 
@@ -128,6 +146,11 @@ impl<T: Send + 'static> Leg<T> {
             None => std::future::pending().await,
         }
     }
+
+    /// Whether [`end`](Self::end) has returned.
+    fn has_ended(&self) -> bool {
+        self.0.is_none()
+    }
 }
 
 impl<T> Drop for Leg<T> {
@@ -139,21 +162,36 @@ impl<T> Drop for Leg<T> {
 }
 
 /// Both legs of a protocol that sends them at once. Dropped before their end, because the client has left, they continue
-/// until the decode leg has its first output, so that no hand-over is torn.
+/// until the hand-over has ended, so that none is torn.
 struct BothLegs {
     prefill: Option<Leg<PrefillEnd>>,
     decode: Option<Leg<Result<Checked, Failure>>>,
-    lingers: bool,
+    decode_abort: EngineAbort,
+    /// Kind of the response, if the legs continue.
+    lingers: Option<AnswerKind>,
 }
 
 impl Drop for BothLegs {
     fn drop(&mut self) {
-        let (Some(prefill), Some(mut decode)) = (self.prefill.take(), self.decode.take()) else { return };
-        if self.lingers {
-            tokio::spawn(async move {
-                let _both = (prefill, timeout(LINGER_MAX, decode.end()).await);
-            });
-        }
+        let (Some(mut prefill), Some(mut decode)) = (self.prefill.take(), self.decode.take()) else { return };
+        let Some(kind) = self.lingers else { return };
+        let abort = std::mem::take(&mut self.decode_abort);
+        tokio::spawn(async move {
+            let handed_over = async {
+                match kind {
+                    // The first output of the decode leg proves that the hand-over has ended.
+                    AnswerKind::Events => drop(decode.end().await),
+                    // A whole response comes long after it. The prefill leg ends with the hand-over.
+                    AnswerKind::Json if prefill.has_ended() => {}
+                    AnswerKind::Json => tokio::select! {
+                        end = decode.end() => drop(end),
+                        end = prefill.end() => drop(end),
+                    },
+                }
+            };
+            let _ = timeout(LINGER_MAX, handed_over).await;
+            drop((prefill, decode, abort));
+        });
     }
 }
 
@@ -257,18 +295,20 @@ impl<'a> Split<'a> {
                     }
                 }
             };
-            let (leg_cached, cached) = CachedTokens::of_leg();
+            let (leg_values, values) = PrefillValues::of_leg();
             let leg = PrefillLeg {
                 upstream: attempts.app.upstream.clone(),
                 request: to_prefill,
                 protocol: pool.protocol(),
                 within,
-                cached: leg_cached,
+                values: leg_values,
+                wants_logprobs: bodies.wants_prompt_logprobs(),
+                abort: attempts.abort_of(&prefill, bodies.abort_ids(&transfer)),
                 request_id: attempts.request_id.to_owned(),
             };
             let leg = leg.run(prefill, prefill_sent);
             let next_turn = self.next_turn(request);
-            let legs = Legs { bodies, transfer: &transfer, request_id: id, cached, next_turn };
+            let legs = Legs { bodies, transfer: &transfer, request_id: id, values, next_turn };
             let ended = if pool.protocol().is_concurrent() {
                 self.at_once(attempts, account, (decode, &mut *sent), legs, leg).await
             } else {
@@ -354,8 +394,7 @@ impl<'a> Split<'a> {
         let outgoing = Outgoing::new(attempts.body.clone(), attempts.request_id).to(self.pool.protocol());
         sent.begin();
         let checked = attempts.attempt(account, decode, sent, outgoing).await.map_err(AttemptError::Failed)?;
-        let prefill = Some(PrefillReport { result, cached: CachedTokens::none(), next_turn: None, _leg: None });
-        Ok(Started { checked, prefill, served_by: None })
+        Ok(Started { checked, prefill: Some(PrefillReport::new(result)), served_by: None })
     }
 
     /// The decode leg after the prefill leg.
@@ -372,8 +411,8 @@ impl<'a> Split<'a> {
             Ok(response) => response,
             Err(_) => return Err(SplitError::Prefill(Box::new(end))),
         };
-        let Legs { bodies, transfer, request_id, cached, next_turn } = legs;
-        let report = |result| Some(PrefillReport { result, cached, next_turn, _leg: None });
+        let Legs { bodies, transfer, request_id, values, next_turn } = legs;
+        let report = |result| Some(PrefillReport { values, next_turn, ..PrefillReport::new(result) });
         if response.is_complete() {
             let is_stream = attempts.kind == AnswerKind::Events;
             let body = response.complete_response(attempts.endpoint, is_stream, self.include_usage);
@@ -399,7 +438,7 @@ impl<'a> Split<'a> {
         legs: Legs<'_>,
         leg: impl Future<Output = PrefillEnd> + Send + 'static,
     ) -> Result<Started, SplitError> {
-        let Legs { bodies, transfer, request_id, cached, next_turn } = legs;
+        let Legs { bodies, transfer, request_id, values, next_turn } = legs;
         let outgoing = Outgoing::new(bodies.decode(transfer, None), request_id).to(self.pool.protocol());
         let request = attempts.request_to(decode, outgoing);
         let request = request.map_err(|error| SplitError::Decode(Failure::NoResponse(error)))?;
@@ -413,7 +452,8 @@ impl<'a> Split<'a> {
         let mut both = BothLegs {
             prefill: Some(Leg::start(leg)),
             decode: Some(Leg::start(async move { exchange(upstream, request, kinds, within, on_head).await })),
-            lingers: self.pool.protocol() == Protocol::Sglang,
+            decode_abort: attempts.abort_of(decode, bodies.abort_ids(transfer)),
+            lingers: (self.pool.protocol() == Protocol::Sglang).then_some(attempts.kind),
         };
         let (checked, is_prefill_over) = loop {
             let BothLegs { prefill: Some(prefill), decode: Some(decode), .. } = &mut both else {
@@ -425,19 +465,22 @@ impl<'a> Split<'a> {
                     both.cancel();
                     return Err(SplitError::Prefill(Box::new(end)));
                 },
-                checked = decode.end() => break (checked, prefill.0.is_none()),
+                checked = decode.end() => break (checked, prefill.has_ended()),
             }
         };
         if let Ok(status) = StatusCode::from_u16(status.load(Ordering::Relaxed)) {
             sent.answered(status);
         }
+        let decode_abort = std::mem::take(&mut both.decode_abort);
         let leg = both.cancel().filter(|_| !is_prefill_over);
         let is_served = checked.as_ref().is_ok_and(|checked| checked.head.status.is_success());
         if !is_served && self.pool.is_stale(&attempts.app.upstream, transfer).await {
             return Err(SplitError::Stale);
         }
         let checked = checked.map_err(SplitError::Decode)?;
-        let prefill = Some(PrefillReport { result: PrefillResult::Remote, cached, next_turn, _leg: leg });
+        let adds_logprobs = bodies.wants_prompt_logprobs();
+        let report = PrefillReport::new(PrefillResult::Remote);
+        let prefill = Some(PrefillReport { values, adds_logprobs, next_turn, _leg: leg, decode_abort, ..report });
         Ok(Started { checked, prefill, served_by: None })
     }
 
@@ -486,7 +529,7 @@ struct Legs<'a> {
     bodies: &'a LegBodies,
     transfer: &'a Transfer,
     request_id: &'a str,
-    cached: CachedTokens,
+    values: PrefillValues,
     next_turn: Option<NextTurn>,
 }
 
@@ -496,16 +539,23 @@ struct PrefillLeg {
     request: Request<Full<Bytes>>,
     protocol: Protocol,
     within: Duration,
-    cached: watch::Sender<Option<u32>>,
+    values: watch::Sender<Option<LegValues>>,
+    wants_logprobs: bool,
+    /// Abort of the leg, if its response does not end.
+    abort: EngineAbort,
     request_id: String,
 }
 
 impl PrefillLeg {
     /// Sends the leg. A response ends the booking's prefill and reports the cached tokens.
     async fn run(self, placement: Placement, mut sent: WorkerRequest) -> PrefillEnd {
-        let Self { upstream, request, protocol, within, cached, request_id } = self;
+        let Self { upstream, request, protocol, within, values, wants_logprobs, mut abort, request_id } = self;
         let on_head = |status| sent.answered(status);
-        let result = match exchange_whole(upstream, request, PREFILL_BYTES_MAX, within, on_head).await {
+        let received = exchange_whole(upstream, request, PREFILL_BYTES_MAX, within, on_head).await;
+        if received.is_ok() {
+            abort.ended();
+        }
+        let result = match received {
             Err(failure) => Err(LegError::Failed(failure)),
             Ok((head, body)) if !head.status.is_success() => {
                 sent.ended("client_error");
@@ -521,8 +571,9 @@ impl PrefillLeg {
             placement.prefill_completed();
             if let Some(tokens) = response.cached_tokens {
                 placement.delivered_cached_tokens(tokens);
-                cached.send_replace(Some(tokens));
             }
+            let logprobs = wants_logprobs.then(|| Arc::new(response.prompt_logprobs()));
+            values.send_replace(Some(LegValues { cached_tokens: response.cached_tokens, logprobs }));
             placement.outcome(Outcome::Ok);
             sent.completed();
         }
