@@ -68,7 +68,7 @@ struct Gauges {
     leases: ZeroedGauge,
     requests_gate: ZeroedGauge,
     events_gate: ZeroedGauge,
-    /// Age of the last good set by discovery source.
+    /// Age of the last valid set by discovery source.
     stale_sources: BTreeMap<String, ZeroedGauge>,
     /// Cloned into a query; the extra reference exists until the scheduler has replied.
     queue_asked: Arc<()>,
@@ -88,7 +88,7 @@ struct RankGauges {
     active_blocks: ZeroedGauge,
     prefill_tokens: ZeroedGauge,
     held_blocks: ZeroedGauge,
-    kv_doubted: ZeroedGauge,
+    kv_degraded: ZeroedGauge,
     /// Bias of predictions: of the time to first token, and between tokens. Present once learned.
     bias: [Option<ZeroedGauge>; 2],
     /// Present after the first load report of the engine.
@@ -110,7 +110,7 @@ struct RankSum {
     active_blocks: u64,
     prefill_tokens: u64,
     held_blocks: u64,
-    is_doubted: bool,
+    is_degraded: bool,
     /// Learned bias of predictions.
     bias: [Option<f64>; 2],
     /// Latest load report of the engine.
@@ -126,7 +126,7 @@ impl Gauges {
             by_rank: BTreeMap::new(),
             rank_counters: RankCounters::new(pool),
             sources: StreamState::ALL
-                .map(|trust| (trust, ZeroedGauge(pool.gauge("pointsman_kv_sources", &[("trust", trust.name())])))),
+                .map(|state| (state, ZeroedGauge(pool.gauge("pointsman_kv_sources", &[("state", state.name())])))),
             ranks: gauge("pointsman_ranks"),
             cold_ranks: gauge("pointsman_cold_ranks"),
             ejected_ranks: gauge("pointsman_ejected_ranks"),
@@ -169,12 +169,12 @@ impl Gauges {
 
     fn publish_ranks(&mut self, entries: &[Arc<RankEntry>], now: Timestamp) {
         let mut sums: BTreeMap<WorkerRank, RankSum> = BTreeMap::new();
-        let mut by_trust = [0_u64; 5];
+        let mut by_state = [0_u64; 5];
         for entry in entries {
             let sum = sums.entry(entry.rank).or_default();
-            if let Some(trust) = entry.source.trust() {
-                by_trust[trust as usize] += 1;
-                sum.is_doubted = trust != StreamState::Live;
+            if let Some(state) = entry.source.state() {
+                by_state[state as usize] += 1;
+                sum.is_degraded = state != StreamState::Live;
             }
             for (latest, bias) in sum.bias.iter_mut().zip(entry.speed.bias()) {
                 *latest = bias.or(*latest);
@@ -191,8 +191,8 @@ impl Gauges {
         }
         self.by_rank.retain(|rank, _| sums.contains_key(rank));
         self.ranks.0.set(as_f64(sums.len() as u64));
-        for (trust, gauge) in &self.sources {
-            gauge.0.set(as_f64(by_trust[*trust as usize]));
+        for (state, gauge) in &self.sources {
+            gauge.0.set(as_f64(by_state[*state as usize]));
         }
         for (rank, sum) in sums {
             let gauges = self.by_rank.entry(rank).or_insert_with(|| RankGauges::new(&self.pool, rank));
@@ -214,7 +214,7 @@ impl RankGauges {
             active_blocks: gauge("pointsman_rank_active_blocks"),
             prefill_tokens: gauge("pointsman_rank_prefill_tokens"),
             held_blocks: gauge("pointsman_rank_held_blocks"),
-            kv_doubted: gauge("pointsman_rank_kv_degraded"),
+            kv_degraded: gauge("pointsman_rank_kv_degraded"),
             bias: [None, None],
             engine: None,
         }
@@ -233,7 +233,7 @@ impl RankGauges {
     }
 
     fn set(&self, sum: &RankSum) {
-        self.kv_doubted.0.set(as_f64(u64::from(sum.is_doubted)));
+        self.kv_degraded.0.set(as_f64(u64::from(sum.is_degraded)));
         if sum.is_torn {
             return;
         }

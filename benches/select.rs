@@ -170,7 +170,7 @@ impl Still {
 fn cost(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("select/cost");
     let facts = CostFacts {
-        isl_tokens: 64 * BLOCKS,
+        prompt_tokens: 64 * BLOCKS,
         overlap: TierOverlap { device_blocks: 100, host_pinned_blocks: 8, disk_blocks: 4, external_blocks: 0 },
         prefill_tokens: 9_000,
         prefill_tokens_least: 1_000,

@@ -116,7 +116,7 @@ impl SkipPolicy {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DisaggFacts {
     /// Tokens of the prompt.
-    pub isl_tokens: u32,
+    pub prompt_tokens: u32,
     /// Prompt tokens cached on the chosen decode rank.
     pub decode_cached_tokens: u32,
     /// Prefill tokens to compute on the chosen prefill rank for other requests.
@@ -146,7 +146,7 @@ pub enum SkipReason {
         /// Prompt tokens not cached on the decode rank.
         effective_tokens: u32,
         /// Tokens of the prompt.
-        isl_tokens: u32,
+        prompt_tokens: u32,
     },
     /// The prefill rank is busy.
     PrefillBusy {
@@ -160,8 +160,8 @@ pub enum SkipReason {
 impl fmt::Display for SkipReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::ShortPrefill { effective_tokens, isl_tokens } => {
-                write!(f, "only {effective_tokens} of {isl_tokens} prompt tokens are left to compute")
+            Self::ShortPrefill { effective_tokens, prompt_tokens } => {
+                write!(f, "only {effective_tokens} of {prompt_tokens} prompt tokens are left to compute")
             }
             Self::PrefillBusy { active_tokens, active_tokens_max } => {
                 write!(f, "the prefill rank has {active_tokens} tokens to compute, busy is above {active_tokens_max}")
@@ -178,8 +178,8 @@ impl fmt::Display for SkipReason {
 /// use pointsman::disagg::{DisaggConfig, DisaggFacts, RemotePrefill, SkipReason, decide};
 ///
 /// let config = DisaggConfig { enabled: true, ..DisaggConfig::default() };
-/// let cached = DisaggFacts { isl_tokens: 8_000, decode_cached_tokens: 7_000, ..DisaggFacts::default() };
-/// let short = SkipReason::ShortPrefill { effective_tokens: 1_000, isl_tokens: 8_000 };
+/// let cached = DisaggFacts { prompt_tokens: 8_000, decode_cached_tokens: 7_000, ..DisaggFacts::default() };
+/// let short = SkipReason::ShortPrefill { effective_tokens: 1_000, prompt_tokens: 8_000 };
 /// assert_eq!(decide(&config, &cached), RemotePrefill::Skip(short));
 /// let fresh = DisaggFacts { decode_cached_tokens: 0, ..cached };
 /// assert_eq!(decide(&config, &fresh), RemotePrefill::Worth);
@@ -194,11 +194,11 @@ pub fn decide(config: &DisaggConfig, facts: &DisaggFacts) -> RemotePrefill {
 }
 
 fn short_prefill(config: &DisaggConfig, facts: &DisaggFacts) -> Option<SkipReason> {
-    let isl_tokens = facts.isl_tokens;
-    let effective_tokens = isl_tokens.saturating_sub(facts.decode_cached_tokens);
-    let ratio = f64::from(effective_tokens) / f64::from(isl_tokens.max(1)); // nothing is a share of 0 of nothing
+    let prompt_tokens = facts.prompt_tokens;
+    let effective_tokens = prompt_tokens.saturating_sub(facts.decode_cached_tokens);
+    let ratio = f64::from(effective_tokens) / f64::from(prompt_tokens.max(1)); // nothing is a share of 0 of nothing
     let short = effective_tokens < config.effective_isl_tokens_max && ratio < config.effective_isl_ratio_max;
-    (short && config.policy.looks_at_isl()).then_some(SkipReason::ShortPrefill { effective_tokens, isl_tokens })
+    (short && config.policy.looks_at_isl()).then_some(SkipReason::ShortPrefill { effective_tokens, prompt_tokens })
 }
 
 fn prefill_busy(config: &DisaggConfig, facts: &DisaggFacts) -> Option<SkipReason> {
@@ -279,7 +279,7 @@ mod tests {
     #[test]
     fn a_prefill_is_short_below_both_bounds_only() {
         let config = enabled(SkipPolicy::IslBounding);
-        for (isl_tokens, decode_cached_tokens, skipped) in [
+        for (prompt_tokens, decode_cached_tokens, skipped) in [
             (10_000, 7_953, true),
             (10_000, 7_952, false), // 2,048 left
             (1_000, 301, true),
@@ -289,8 +289,8 @@ mod tests {
             (1_000, 1_024, true),
             (0, 0, true),
         ] {
-            let facts = DisaggFacts { isl_tokens, decode_cached_tokens, ..DisaggFacts::default() };
-            assert_eq!(skips(&config, &facts), skipped, "{decode_cached_tokens} of {isl_tokens} cached");
+            let facts = DisaggFacts { prompt_tokens, decode_cached_tokens, ..DisaggFacts::default() };
+            assert_eq!(skips(&config, &facts), skipped, "{decode_cached_tokens} of {prompt_tokens} cached");
             assert!(!skips(&DisaggConfig::default(), &facts), "not enabled");
         }
     }
@@ -298,7 +298,7 @@ mod tests {
     #[test]
     fn a_prefill_rank_is_busy_above_its_share() {
         let config = enabled(SkipPolicy::PrefillLoad);
-        let facts = DisaggFacts { isl_tokens: 100, decode_cached_tokens: 99, ..DisaggFacts::default() };
+        let facts = DisaggFacts { prompt_tokens: 100, decode_cached_tokens: 99, ..DisaggFacts::default() };
         for (active, capacity, skipped) in
             [(4_097, Some(8_192), true), (4_096, Some(8_192), false), (u64::MAX, None, false)]
         {
@@ -331,14 +331,14 @@ mod tests {
     proptest! {
         #[test]
         fn either_combines_both_conditions_and_a_full_decode_rank_stops_both(
-            (isl_tokens, decode_cached_tokens) in (0..5_000u32, 0..5_000u32),
+            (prompt_tokens, decode_cached_tokens) in (0..5_000u32, 0..5_000u32),
             prefill_active_tokens in 0..10_000u64,
             prefill_max_num_batched_tokens in prop::option::of(1..10_000u32),
             decode_potential_blocks in 0..1_000u64,
             decode_total_kv_blocks in prop::option::of(1..1_000u32),
         ) {
             let facts = DisaggFacts {
-                isl_tokens,
+                prompt_tokens,
                 decode_cached_tokens,
                 prefill_active_tokens,
                 prefill_max_num_batched_tokens,

@@ -46,16 +46,16 @@ pub enum RouteError {
     #[error(transparent)]
     Multimodal(#[from] MmError),
     /// Prompt length out of range.
-    #[error("prompt has {isl_tokens} tokens, must be at most {max}", max = u32::MAX)]
+    #[error("prompt has {prompt_tokens} tokens, must be at most {max}", max = u32::MAX)]
     PromptTooLong {
         /// Prompt length.
-        isl_tokens: usize,
+        prompt_tokens: usize,
     },
     /// Prompt longer than the model of every worker accepts.
-    #[error("prompt has {isl_tokens} tokens, must be at most {max_model_len}, the model's length")]
+    #[error("prompt has {prompt_tokens} tokens, must be at most {max_model_len}, the model's length")]
     ContextLength {
         /// Prompt length.
-        isl_tokens: usize,
+        prompt_tokens: usize,
         /// Maximum sequence length over all workers.
         max_model_len: u32,
     },

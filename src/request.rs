@@ -19,7 +19,7 @@ use crate::select::Constraints;
 
 /// A prompt: token ids, or hashes.
 ///
-/// In JSON `{"tokens": [..]}` or `{"hashed": {"block_hashes": [..], "isl_tokens": ..}}`. Deserialized tokens are owned.
+/// In JSON `{"tokens": [..]}` or `{"hashed": {"block_hashes": [..], "prompt_tokens": ..}}`. Deserialized tokens are owned.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", from = "OwnedPrompt")]
 pub enum Prompt<'a> {
@@ -45,11 +45,11 @@ impl Prompt<'_> {
 
     /// Length in tokens.
     #[must_use]
-    pub fn isl_tokens(&self) -> usize {
+    pub fn prompt_tokens(&self) -> usize {
         match self {
             Self::Tokens(tokens) => tokens.len(),
             Self::OwnedTokens(tokens) => tokens.len(),
-            Self::Hashed(hashed) => hashed.isl_tokens(),
+            Self::Hashed(hashed) => hashed.prompt_tokens(),
         }
     }
 
@@ -240,7 +240,7 @@ mod tests {
 
     #[test]
     fn requests_round_trip_and_unknown_keys_are_rejected() {
-        let full = r#"{"prompt":{"hashed":{"block_hashes":[1,2],"isl_tokens":9}},"options":{"strict_priority":2,
+        let full = r#"{"prompt":{"hashed":{"block_hashes":[1,2],"prompt_tokens":9}},"options":{"strict_priority":2,
             "deadline_ms":250,"ttft_ms":500,"itl_ms":12.5,"on_target_miss":"reject","constraints":{"pin":{"worker":7,"mode":"soft"}},"overrides":{"temperature":0.5}}}"#;
         let parsed = request(full).expect("well formed");
         let RequestOptions { deadline, ttft_target, itl_target, on_target_miss, .. } = &parsed.options;
@@ -256,13 +256,13 @@ mod tests {
             (r#"{"prompt":{"tokens":[1]},"optionz":{}}"#, "optionz"),
             (r#"{"prompt":{"tokens":[1]},"options":{"tenantz":"a"}}"#, "tenantz"),
             (r#"{"request_id":"a"}"#, "prompt"),
-            (r#"{"prompt":{"tokens":[1],"hashed":{"block_hashes":[],"isl_tokens":1}}}"#, "expected"),
-            (r#"{"prompt":{"hashed":{"block_hashes":[1]}}}"#, "isl_tokens"),
+            (r#"{"prompt":{"tokens":[1],"hashed":{"block_hashes":[],"prompt_tokens":1}}}"#, "expected"),
+            (r#"{"prompt":{"hashed":{"block_hashes":[1]}}}"#, "prompt_tokens"),
             (r#"{"prompt":{"tokens":[1]},"options":{"ttft_ms":0}}"#, "a positive number of milliseconds"),
             (r#"{"prompt":{"tokens":[1]},"options":{"itl_ms":-1}}"#, "a positive number of milliseconds"),
             (r#"{"prompt":{"tokens":[1]},"options":{"itl_ms":1e300}}"#, "a positive number of milliseconds"),
             (r#"{"prompt":{"tokens":[1]},"options":{"on_target_miss":"drop"}}"#, "expected `serve` or `reject`"),
-            (r#"{"prompt":{"hashed":{"block_hashes":[1],"sequence_hashes":[],"isl_tokens":9}}}"#, "sequence_hashes"),
+            (r#"{"prompt":{"hashed":{"block_hashes":[1],"sequence_hashes":[],"prompt_tokens":9}}}"#, "sequence_hashes"),
         ] {
             let error = request(wrong).expect_err(wrong);
             assert!(error.contains(named), "{wrong}: {error}");

@@ -133,7 +133,7 @@ async fn corrections_scale_predictions_and_targets_but_no_cost() {
         (
             row.latency_terms.expect("terms").ttft_seconds,
             row.prediction.and_then(|known| known.ttft_seconds),
-            row.cost_hi,
+            row.cost_max,
         )
     });
     assert!((fast.2 / slow.2 - 1.0).abs() < 0.01 && (fast.0 / slow.0 - 1.0).abs() < 0.01, "{fast:?} and {slow:?}");

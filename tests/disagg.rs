@@ -89,7 +89,7 @@ async fn mostly_cached_prompts_stay_on_the_decode_rank() {
     pools.decode().apply_events(vec![stored(rank(1), &prompt[..64])]).await.expect("up");
     let placement = route(&pools, "a", &prompt).await.expect("placed");
     assert_eq!(placement.decode().rank(), rank(1));
-    let short = SkipReason::ShortPrefill { effective_tokens: 16, isl_tokens: 80 };
+    let short = SkipReason::ShortPrefill { effective_tokens: 16, prompt_tokens: 80 };
     assert_eq!(placement.why_local(), Some(&WhyLocal::Skipped(short)));
     assert_at_rest(pools.prefill()).await;
     let fresh = route(&pools, "b", &tokens(2, 20)).await.expect("placed");

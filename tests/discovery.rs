@@ -166,7 +166,7 @@ async fn errors_keep_the_last_good_set_and_are_reported() {
     until(&router, |statuses| statuses[0].last_error.is_none()).await;
     say.send(Say::Trouble("removed")).expect("followed");
     until(&router, |statuses| statuses[0].last_error.as_deref() == Some("removed")).await;
-    assert_eq!(running(&router).len(), 1, "the last good set stays in force");
+    assert_eq!(running(&router).len(), 1, "the last valid set stays in force");
     drop(say);
     until(&router, |statuses| statuses[0].closed).await;
     assert_eq!(running(&router).len(), 1, "a closed source changes nothing");

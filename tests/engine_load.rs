@@ -28,7 +28,7 @@ fn facts(router: &Router) -> Vec<Option<EngineLoadFact>> {
 
 async fn refusals(router: &Router) -> Vec<Option<Filter>> {
     let explanation = router.explain(RouteRequest::query(Prompt::Tokens(&[1]))).await.expect("explained");
-    explanation.ranks.iter().map(|row| row.refused_by).collect()
+    explanation.ranks.iter().map(|row| row.excluded_by).collect()
 }
 
 #[tokio::test(start_paused = true)]

@@ -351,7 +351,7 @@ async fn a_timer_before_the_last_load_reply_marks_no_rank_as_timed_out() {
     drop(sequence); // returns once the response is in the inbox as well
     drop(scheduler);
     let explained = explained.await.expect("answered");
-    let refused: Vec<_> = explained.ranks.iter().filter_map(|row| row.refused_by).collect();
+    let refused: Vec<_> = explained.ranks.iter().filter_map(|row| row.excluded_by).collect();
     assert_eq!(refused, [], "every rank replied in time");
     drop(held);
     assert_at_rest(&router).await;

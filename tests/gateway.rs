@@ -136,7 +136,7 @@ async fn a_drain_ends_without_bookings_or_at_its_deadline() {
     let query = RouteRequest::query(Prompt::Tokens(&prompt));
     let is_draining = async || {
         let table = router.explain(query.clone()).await.expect("up").ranks;
-        table.iter().any(|row| row.facts.rank == a.rank() && row.refused_by == Some(Filter::Draining))
+        table.iter().any(|row| row.facts.rank == a.rank() && row.excluded_by == Some(Filter::Draining))
     };
     crate::common::until("drain", is_draining).await;
     for id in ["c", "d", "e", "f"] {
@@ -292,11 +292,11 @@ async fn explanations_match_the_booking() {
     };
     let explained = router.explain(request.clone()).await.expect("up");
     assert_eq!((explained.chosen, explained.ranks.len()), (Some(rank(2)), 4));
-    assert_eq!(explained.ranks[0].refused_by, Some(Filter::Allowed));
+    assert_eq!(explained.ranks[0].excluded_by, Some(Filter::Allowed));
     // 40 tokens are 10 blocks to compute and 10 blocks to hold, minus 6 cached blocks.
-    let costs: Vec<f64> = explained.ranks[1..].iter().map(|row| row.cost_hi).collect();
+    let costs: Vec<f64> = explained.ranks[1..].iter().map(|row| row.cost_max).collect();
     assert_eq!(costs, [20.0, 14.0, 80.0]);
-    assert!(explained.ranks.iter().all(|row| row.exact && row.cost_lo == row.cost_hi));
+    assert!(explained.ranks.iter().all(|row| row.exact && row.cost_min == row.cost_max));
     assert_eq!(router.health().leases, 1, "only the earlier booking");
     let placement = router.route(request.clone()).await.expect("placed");
     assert_eq!(placement.rank(), rank(2));
@@ -309,7 +309,7 @@ async fn explanations_match_the_booking() {
         .await
         .expect("explained");
     assert_eq!(explained.chosen, None);
-    assert_eq!(explained.refused.as_deref(), Some("no rank is eligible: 4 without a required taint"));
+    assert_eq!(explained.rejection.as_deref(), Some("no rank is eligible: 4 without a required taint"));
     serde_json::to_string(&explained).expect("plain data");
 }
 

@@ -17,7 +17,7 @@ fn scheme(block_size: u32) -> HashScheme<'static> {
 fn hash(scheme: HashScheme<'_>, tokens: impl IntoIterator<Item = u32>, mm: &MmBlocks) -> (Vec<u64>, Vec<u64>) {
     let tokens: Vec<u32> = tokens.into_iter().collect();
     let prompt = HashedPrompt::from_tokens(&BlockHasher::new(scheme), &tokens, mm);
-    assert_eq!(prompt.isl_tokens(), tokens.len());
+    assert_eq!(prompt.prompt_tokens(), tokens.len());
     let blocks = prompt.block_hashes().iter().map(|hash| hash.0).collect();
     (blocks, prompt.sequence_hashes().iter().map(|hash| hash.0).collect())
 }

@@ -29,7 +29,7 @@ fn fail(router: &Router, worker: u64) {
 async fn standings(router: &Router) -> Vec<(u64, Result<f64, Filter>)> {
     let explanation = router.explain(RouteRequest::query(Prompt::Tokens(&[1]))).await.expect("explained");
     let rows = explanation.ranks.into_iter();
-    rows.map(|row| (row.facts.rank.worker.0, row.refused_by.map_or(Ok(row.facts.preference), Err))).collect()
+    rows.map(|row| (row.facts.rank.worker.0, row.excluded_by.map_or(Ok(row.facts.preference), Err))).collect()
 }
 
 /// Eligible workers.
@@ -71,7 +71,7 @@ async fn failed_requests_eject_a_rank_until_a_slow_start() {
     assert_eq!(standings(&router).await[0], (0, Err(Filter::Unavailable)));
     let report = router.rank_health().await.expect("serving");
     assert!(matches!(report[0].state, HealthState::Ejected { until: Some(_) }), "{}", report[0]);
-    assert_eq!(report[0].why, "5 requests in a row failed, the last: server error");
+    assert_eq!(report[0].reason, "5 requests in a row failed, the last: server error");
     assert_eq!(report[1].to_string(), "1/0 is healthy");
 
     pass(Duration::from_secs(30)).await;
@@ -336,7 +336,7 @@ mod probes {
         wells[1].store(false, Ordering::Relaxed);
         until(&router, |states| matches!(states[1], HealthState::Ejected { until: None })).await;
         let health = router.rank_health().await.expect("serving");
-        assert!(health[1].why.contains("probes in a row failed, the last: response status is 503"), "{}", health[1]);
+        assert!(health[1].reason.contains("probes in a row failed, the last: response status is 503"), "{}", health[1]);
         assert_eq!(open(&router).await, [0, 2, 3]);
         wells[1].store(true, Ordering::Relaxed);
         until(&router, |states| states[1] == HealthState::Healthy).await;

@@ -50,8 +50,8 @@ pub(crate) fn source(router: &Router, of: WorkerRank) -> Option<KvSourceStatus> 
     router.kv_sources().into_iter().find(|source| source.rank == of)
 }
 
-pub(crate) fn is(router: &Router, of: WorkerRank, trust: StreamState) -> bool {
-    source(router, of).is_some_and(|source| source.connected && source.trust == trust)
+pub(crate) fn is(router: &Router, of: WorkerRank, state: StreamState) -> bool {
+    source(router, of).is_some_and(|source| source.connected && source.state == state)
 }
 
 pub(crate) async fn held(router: &Router) -> Held {
@@ -211,7 +211,7 @@ async fn a_reader_that_panics_is_restarted_and_costs_no_restart_of_the_router() 
     assert_exact(&router, &fleet).await;
     assert_routed_to(&router, &fleet[1]).await;
     assert_eq!((router.health().restarts, router.health().state), (0, Ok(())));
-    assert!(router.health().doubts.is_empty(), "{:?}", router.health().doubts);
+    assert!(router.health().problems.is_empty(), "{:?}", router.health().problems);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -227,8 +227,8 @@ async fn a_dead_reader_without_replay_drops_its_blocks() {
     fleet[0].prompts.drain(..known);
     let expected: Held = fleet.iter().flat_map(Engine::holds).collect();
     until_held(&router, |held| *held == expected).await;
-    let doubts = router.health().doubts;
-    assert!(doubts.len() == 1 && doubts[0].contains("cold"), "{doubts:?}");
+    let problems = router.health().problems;
+    assert!(problems.len() == 1 && problems[0].contains("cold"), "{problems:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -240,12 +240,12 @@ async fn a_reader_that_dies_six_times_is_given_up_and_reported() {
         until("recovered", &router, || is(&router, rank(1), StreamState::Live)).await;
     }
     assert!(router.inject(Fault::Ingest(rank(1))));
-    until("given up", &router, || source(&router, rank(1)).is_some_and(|s| s.trust == StreamState::Mismatched)).await;
+    until("given up", &router, || source(&router, rank(1)).is_some_and(|s| s.state == StreamState::Mismatched)).await;
     let left = source(&router, rank(1)).expect("the source is still listed");
     assert!(!left.connected);
-    assert!(left.doubt.expect("a doubt").contains("died 6 times"));
-    let doubts = router.health().doubts;
-    assert!(doubts.len() == 1 && doubts[0].contains("died 6 times"), "{doubts:?}");
+    assert!(left.reason.expect("a reason").contains("died 6 times"));
+    let problems = router.health().problems;
+    assert!(problems.len() == 1 && problems[0].contains("died 6 times"), "{problems:?}");
     until("its connections close", &router, || fleet[1].publisher.connections() == 0).await;
 
     // Its earlier blocks no longer count, and the other ranks continue.
@@ -333,8 +333,8 @@ async fn messages_lost_during_a_hang_make_the_rank_cold() {
     fleet[0].prompts.drain(..known);
     let expected: Held = fleet.iter().flat_map(Engine::holds).collect();
     until_held(&router, |held| *held == expected).await;
-    let doubts = router.health().doubts;
-    assert!(doubts.len() == 1 && doubts[0].contains("replay buffer"), "{doubts:?}");
+    let problems = router.health().problems;
+    assert!(problems.len() == 1 && problems[0].contains("replay buffer"), "{problems:?}");
     assert_routed_to(&router, &fleet[0]).await;
 }
 
@@ -414,7 +414,7 @@ async fn a_removed_source_is_disconnected() {
     router.upsert_worker(WorkerId(0), config).await.expect("valid");
     assert_eq!(router.kv_sources().len(), 1);
     until("the connections close", &router, || fleet[0].publisher.connections() == 0).await;
-    assert!(router.health().doubts.is_empty());
+    assert!(router.health().problems.is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

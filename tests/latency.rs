@@ -40,7 +40,7 @@ async fn defaults_apply_without_observations() {
     let prefill = prior.prefill(work_tokens(prompt.len() as u32, 0));
     for row in &explained(&router, &prompt).await.ranks {
         close(terms(row).ttft_seconds, prefill + prior.step_seconds);
-        assert_eq!((terms(row).displace_seconds, terms(row).copy_seconds), (0.0, 0.0), "capacities are unknown");
+        assert_eq!((terms(row).eviction_seconds, terms(row).replication_seconds), (0.0, 0.0), "capacities are unknown");
     }
     let placed = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed");
     close(placed.predicted_ttft().expect("foreseen").as_secs_f64(), prefill + prior.step_seconds);
@@ -120,7 +120,7 @@ async fn a_prefix_of_crowded_ranks_is_copied() {
     let copied = async || {
         let table = explained(&router, &prompt).await;
         let row = table.ranks.iter().find(|row| row.facts.rank == rank(7)).expect("eight ranks");
-        terms(row).copy_seconds > 0.0
+        terms(row).replication_seconds > 0.0
     };
     let mut placements = Vec::new();
     for n in 0..6_u32 {

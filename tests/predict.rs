@@ -255,15 +255,19 @@ async fn workers_that_serve_without_events_are_reported() {
     for (events, is_doubted) in [(EventMode::On, true), (EventMode::Auto, true), (EventMode::Off, false)] {
         let router =
             router(RouterConfig { events: EventsConfig { mode: events, ..config().events }, ..config() }, 1).await;
-        assert_eq!(router.health().doubts, [""; 0], "{events}: no request was served");
+        assert_eq!(router.health().problems, [""; 0], "{events}: no request was served");
         let placement = route(&router, "a", &tokens(1, 4)).await;
         placement.prefill_completed();
         drop(placement);
-        let doubts = router.health().doubts;
-        assert_eq!(doubts.iter().any(|doubt| doubt.contains("http://engine-0")), is_doubted, "{events}: {doubts:?}");
+        let problems = router.health().problems;
+        assert_eq!(
+            problems.iter().any(|doubt| doubt.contains("http://engine-0")),
+            is_doubted,
+            "{events}: {problems:?}"
+        );
         router.apply_events(vec![stored(rank(0), &tokens(1, 4))]).await.expect("up");
         best(&router, &tokens(1, 4)).await;
-        assert_eq!(router.health().doubts, [""; 0], "{events}");
+        assert_eq!(router.health().problems, [""; 0], "{events}");
     }
 }
 

@@ -61,7 +61,7 @@ async fn prompts_above_every_model_length_are_rejected_by_name() {
     let known = with(Policy::Latency, 2, of(Some(4_096))).await;
     let prompt = tokens(1, 4_096 / BLOCK_SIZE + 1);
     let refused = known.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect_err("too long");
-    assert_eq!(refused, RouteError::ContextLength { isl_tokens: prompt.len(), max_model_len: 4_096 });
+    assert_eq!(refused, RouteError::ContextLength { prompt_tokens: prompt.len(), max_model_len: 4_096 });
     assert_eq!(refused.to_string(), "prompt has 4100 tokens, must be at most 4096, the model's length");
     let fits = &prompt[..4_096];
     drop(known.route(RouteRequest::new("b", Prompt::Tokens(fits))).await.expect("placed"));

@@ -58,7 +58,7 @@ struct Row {
 
 impl Row {
     fn cost(&self) -> u64 {
-        u64::from((self.entry.isl_tokens - self.entry.cached_tokens).max(1))
+        u64::from((self.entry.prompt_tokens - self.entry.cached_tokens).max(1))
     }
 
     fn score(&self, order: QueueOrder) -> f64 {
@@ -174,7 +174,7 @@ impl Model {
         let of = || self.rows.iter().filter(|row| row.class == class);
         Depth {
             requests: of().count() as u64,
-            raw_tokens: of().map(|row| u64::from(row.entry.isl_tokens)).sum(),
+            raw_tokens: of().map(|row| u64::from(row.entry.prompt_tokens)).sum(),
             cached_tokens: of().map(|row| u64::from(row.entry.cached_tokens)).sum(),
             oldest: of().map(|row| row.entry.arrival).min(),
         }
@@ -228,12 +228,12 @@ fn entry() -> impl Strategy<Value = QueueEntry> {
     let tokens = prop_oneof![3 => 0u32..400, 1 => 0u32..20_000, 2 => Just(128)];
     let tenant = prop_oneof![3 => Just(0u64), 3 => 1u64..4, 1 => Just(u64::MAX)];
     (prop_oneof![4 => Just(0u32), 1 => 0..3u32, 1 => Just(u32::MAX)], jump, tokens, 0u32..=4, tenant).prop_map(
-        |(strict_priority, priority_jump, isl_tokens, quarters, tenant)| QueueEntry {
+        |(strict_priority, priority_jump, prompt_tokens, quarters, tenant)| QueueEntry {
             tenant: TenantKey(tenant),
             strict_priority,
             priority_jump,
-            isl_tokens,
-            cached_tokens: isl_tokens / 4 * quarters,
+            prompt_tokens,
+            cached_tokens: prompt_tokens / 4 * quarters,
             ..QueueEntry::default()
         },
     )
@@ -300,7 +300,7 @@ impl Pair {
                 let id = recent(self.model.pushed, back);
                 self.queue.set_cached_tokens(id, cached_tokens);
                 if let Some(row) = self.model.rows.iter_mut().find(|row| row.id == id) {
-                    row.entry.cached_tokens = cached_tokens.min(row.entry.isl_tokens);
+                    row.entry.cached_tokens = cached_tokens.min(row.entry.prompt_tokens);
                 }
             }
             Step::Pop { free, times } => {

@@ -56,7 +56,7 @@ impl Tenants {
         // Priority among a tenant's own requests gives no precedence over other tenants.
         let due = self.pushed.is_multiple_of(3).then_some(Timestamp(self.pushed));
         let priority_jump = self.pushed as f64;
-        let entry = QueueEntry { tenant: tenant_key, isl_tokens: cost, due, priority_jump, ..QueueEntry::default() };
+        let entry = QueueEntry { tenant: tenant_key, prompt_tokens: cost, due, priority_jump, ..QueueEntry::default() };
         self.queue.push(self.pushed, ClassId(0), lane, entry, (tenant, u64::from(cost)));
         self.pushed += 1;
     }
@@ -91,7 +91,7 @@ impl Backlog {
     }
 
     fn push(&mut self, class: usize) {
-        let entry = QueueEntry { isl_tokens: scattered(self.pushed, self.costs[class]), ..QueueEntry::default() };
+        let entry = QueueEntry { prompt_tokens: scattered(self.pushed, self.costs[class]), ..QueueEntry::default() };
         self.queue.push(self.pushed, ClassId(class as u32), LaneKey(0), entry, class as u32);
         self.pushed += 1;
     }
@@ -208,7 +208,7 @@ proptest! {
 fn small_tenants_do_not_wait_for_large_ones() {
     let mut queue = Queue::new(&RouterConfig::default());
     let push = |queue: &mut Queue<&'static str>, id: u64, tenant: &'static str| {
-        let entry = QueueEntry { tenant: TenantKey::of(tenant), isl_tokens: 500, ..QueueEntry::default() };
+        let entry = QueueEntry { tenant: TenantKey::of(tenant), prompt_tokens: 500, ..QueueEntry::default() };
         queue.push(id, ClassId(0), LaneKey(0), entry, tenant);
     };
     (0..120).for_each(|id| push(&mut queue, id, "many"));

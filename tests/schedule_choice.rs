@@ -225,7 +225,7 @@ fn scorers_add_to_the_cost() {
         fleet.occupy(9, 1, 2);
         fleet.request(0, &SampleRequest { purpose: Purpose::Explain, ..SampleRequest::default() });
         fleet.request(1, &SampleRequest::default());
-        let costs: Vec<f64> = fleet.explanation(0).ranks.iter().map(|rank| rank.cost_hi).collect();
+        let costs: Vec<f64> = fleet.explanation(0).ranks.iter().map(|rank| rank.cost_max).collect();
         (fleet.worker(1), costs)
     };
     for policy in [Policy::Kv, Policy::Latency] {
@@ -253,7 +253,7 @@ struct OddForLong;
 
 impl RankFilter for OddForLong {
     fn accepts(&self, request: &RequestFacts<'_>, rank: WorkerRank, _: &RankTraits) -> bool {
-        let blocks = request.isl_tokens / request.block_size;
+        let blocks = request.prompt_tokens / request.block_size;
         assert!(blocks != 3, "an injected fault");
         blocks < 4 || rank.worker.0 % 2 == 1
     }
@@ -311,11 +311,11 @@ fn explanations_book_nothing_and_list_every_rank() {
     fleet.request(1, &SampleRequest { purpose: Purpose::Explain, cached: vec![(0, 1)], ..SampleRequest::default() });
     let (first, again) = (fleet.explanation(0), fleet.explanation(1));
     assert_eq!(first.ranks, again.ranks, "nothing was booked");
-    assert_eq!((first.schema, first.isl_tokens, first.custom_selector), (Explanation::SCHEMA, 64, false));
-    assert_eq!((first.chosen, &first.refused), (Some(rank(0)), &None));
-    let rows: Vec<_> = first.ranks.iter().map(|row| (row.facts.rank, row.refused_by, row.cost_hi)).collect();
+    assert_eq!((first.schema, first.prompt_tokens, first.custom_selector), (Explanation::SCHEMA, 64, false));
+    assert_eq!((first.chosen, &first.rejection), (Some(rank(0)), &None));
+    let rows: Vec<_> = first.ranks.iter().map(|row| (row.facts.rank, row.excluded_by, row.cost_max)).collect();
     assert_eq!(rows, [(rank(0), None, 7.0), (rank(1), Some(Filter::Draining), 8.0), (rank(2), None, 12.0)]);
-    assert!(first.ranks.iter().all(|row| row.exact && row.cost_lo == row.cost_hi));
+    assert!(first.ranks.iter().all(|row| row.exact && row.cost_min == row.cost_max));
     assert_eq!(first.ranks[0].cached_tokens, 16);
     assert!(fleet.ranks[0].active.is_empty() && fleet.ranks[1].active.is_empty());
     fleet.request(2, &SampleRequest { cached: vec![(0, 1)], ..SampleRequest::default() });
@@ -329,10 +329,10 @@ fn explanations_mark_busy_ranks() {
     let warm = SampleRequest { cached: vec![(0, 4)], ..SampleRequest::default() };
     fleet.request(0, &SampleRequest { purpose: Purpose::Explain, ..warm.clone() });
     fleet.request(1, &warm);
-    assert_eq!(fleet.explanation(0).ranks[0].refused_by, Some(Filter::Busy));
+    assert_eq!(fleet.explanation(0).ranks[0].excluded_by, Some(Filter::Busy));
     assert_eq!((fleet.explanation(0).chosen, fleet.worker(1)), (Some(rank(1)), 1));
     fleet.request(2, &SampleRequest { purpose: Purpose::Explain, ..warm.clone() });
-    assert_eq!((fleet.explanation(2).chosen, fleet.explanation(2).refused.as_deref()), (None, Some("busy")));
+    assert_eq!((fleet.explanation(2).chosen, fleet.explanation(2).rejection.as_deref()), (None, Some("busy")));
     fleet.request(3, &SampleRequest { purpose: Purpose::Report, ..warm });
     assert_eq!(fleet.worker(3), 0, "explanations of queued requests name the eventual rank");
     assert_eq!(fleet.waiting(), 0, "no request is queued");
@@ -343,7 +343,7 @@ fn explanations_contain_the_rejection_reason() {
     let mut fleet = SimulatedFleet::new(config(), 1);
     fleet.drain(0);
     fleet.request(0, &SampleRequest { purpose: Purpose::Explain, ..SampleRequest::default() });
-    assert_eq!(fleet.explanation(0).refused.as_deref(), Some("no rank is eligible: 1 draining"));
+    assert_eq!(fleet.explanation(0).rejection.as_deref(), Some("no rank is eligible: 1 draining"));
 }
 
 #[test]

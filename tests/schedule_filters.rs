@@ -271,7 +271,7 @@ fn preferred_taints_multiply_the_cost() {
         let mut fleet = SimulatedFleet::new(config(), 2);
         fleet.describe(1, tainted(&["near"]));
         fleet.request(0, &SampleRequest { purpose: Purpose::Explain, ..prefer(weight) });
-        let costs: Vec<f64> = fleet.explanation(0).ranks.iter().map(|rank| rank.cost_hi).collect();
+        let costs: Vec<f64> = fleet.explanation(0).ranks.iter().map(|rank| rank.cost_max).collect();
         assert_eq!(costs, [5.0, 8.0 * preference_factor(weight)]);
         fleet.request(1, &prefer(weight));
         assert_eq!(fleet.explanation(0).chosen, Some(fleet.decision(1).rank()));
@@ -404,7 +404,7 @@ fn ejected_ranks_serve_as_a_last_resort_and_return_with_a_slow_start() {
     let open = |fleet: &mut SimulatedFleet, id: u64| {
         fleet.request(id, &SampleRequest { purpose: Purpose::Explain, ..SampleRequest::default() });
         let rows = fleet.explanation(id).ranks.iter();
-        rows.filter(|row| row.refused_by.is_none()).map(|row| row.facts.rank.worker.0).collect::<Vec<_>>()
+        rows.filter(|row| row.excluded_by.is_none()).map(|row| row.facts.rank.worker.0).collect::<Vec<_>>()
     };
     eject(&mut fleet, &[1, 2]);
     assert_eq!(open(&mut fleet, 0), [0]);
@@ -492,7 +492,7 @@ fn sessions_stay_with_refusing_ranks_and_leave_unreachable_ones() {
 fn new_ranks_cost(fleet: &mut SimulatedFleet, id: u64) -> f64 {
     fleet.request(id, &SampleRequest { purpose: Purpose::Explain, ..SampleRequest::default() });
     let row = fleet.explanation(id).ranks.last().expect("a row a rank");
-    assert_eq!(row.cost_hi, row.cost_terms.total() * row.facts.preference);
+    assert_eq!(row.cost_max, row.cost_terms.total() * row.facts.preference);
     row.facts.preference
 }
 

@@ -105,7 +105,7 @@ fn ranks_that_miss_a_target_are_explained() {
     let mut fleet = warm_and_idle(latency());
     let sample = sample(&fleet, None, Some(4.6), false);
     let table = explained(&mut fleet, &sample);
-    assert_eq!(table.ranks.iter().map(|row| row.refused_by).collect::<Vec<_>>(), [Some(Filter::Targets), None]);
+    assert_eq!(table.ranks.iter().map(|row| row.excluded_by).collect::<Vec<_>>(), [Some(Filter::Targets), None]);
     assert_eq!(table.chosen, Some(table.ranks[1].facts.rank));
 }
 
@@ -262,9 +262,9 @@ proptest! {
         let mut fleet = loaded(&queued);
         fleet.request(0, &SampleRequest { cached: cached.clone(), purpose: Purpose::Explain, ..plain() });
         let ranks = &fleet.explanation(0).ranks;
-        let least = ranks.iter().map(|rank| rank.cost_hi).fold(f64::INFINITY, f64::min);
+        let least = ranks.iter().map(|rank| rank.cost_max).fold(f64::INFINITY, f64::min);
         for worker in [placed(Some(generous)), placed(None)] {
-            let cost = ranks.iter().find(|rank| rank.facts.rank.worker.0 == worker).map_or(f64::NAN, |rank| rank.cost_hi);
+            let cost = ranks.iter().find(|rank| rank.facts.rank.worker.0 == worker).map_or(f64::NAN, |rank| rank.cost_max);
             prop_assert!(cost <= 1.05 / 0.9 * least, "worker {worker} costs {cost}, least {least}");
         }
     }

@@ -288,7 +288,7 @@ fn requests_that_find_all_ranks_busy_are_queued_like_arrivals() {
         limited(None),
         &SampleRequest { purpose: Purpose::Explain, waits: false, ..SampleRequest::default() },
     );
-    assert_eq!(fleet.explanation(0).refused.as_deref(), Some("busy"));
+    assert_eq!(fleet.explanation(0).rejection.as_deref(), Some("busy"));
 }
 
 #[test]

@@ -150,7 +150,7 @@ async fn a_replay_that_no_longer_reaches_the_snapshot_makes_the_rank_cold() {
     fleet[0].prompts.drain(..known);
     let expected: Held = fleet.iter().flat_map(Engine::holds).collect();
     until_held(&router, |held| *held == expected).await;
-    let reason = source(&router, rank(0)).and_then(|source| source.doubt).expect("a reason");
+    let reason = source(&router, rank(0)).and_then(|source| source.reason).expect("a reason");
     assert!(reason.contains("replay buffer"), "{reason}");
 }
 

@@ -1,7 +1,7 @@
 //! Discovery sources of workers, each followed by an actor.
 //!
 //! Defines the trait of sources, and the sources of this crate. Every value of a source reaches the supervisor, even if
-//! actors die in between. A source that fails or panics is polled again. The supervisor keeps the last good set of each
+//! actors die in between. A source that fails or panics is polled again. The supervisor keeps the last valid set of each
 //! source and reconciles it with the registered workers.
 
 #[cfg(feature = "discovery")]

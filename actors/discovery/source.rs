@@ -42,7 +42,7 @@ pub trait DiscoverySource: Send + 'static {
     /// Name in metrics, logs and [`Router::discovery`](crate::Router::discovery). Read once.
     fn name(&self) -> String;
 
-    /// Waits for the next value: the complete set of workers, or an error. After an error the last good set stays in
+    /// Waits for the next value: the complete set of workers, or an error. After an error the last valid set stays in
     /// force. `None`: the source has closed, and its workers stay unchanged.
     ///
     /// Must be cancel-safe: dropping the future must not consume a value.

@@ -220,7 +220,7 @@ impl Disaggregated {
         }
         let mut facts = DisaggFacts {
             // The decode pool has already accepted the length.
-            isl_tokens: u32::try_from(request.prompt.isl_tokens()).unwrap_or(u32::MAX),
+            prompt_tokens: u32::try_from(request.prompt.prompt_tokens()).unwrap_or(u32::MAX),
             decode_cached_tokens: decode.cached_tokens(),
             ..DisaggFacts::default()
         };

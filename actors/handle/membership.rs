@@ -176,17 +176,17 @@ impl Router {
             state: self.views().status.up(),
             ranks: self.workers().iter().map(|worker| worker.ranks.len()).sum(),
             cold: self.views().cold.borrow().clone(),
-            doubts: self.doubts(),
+            problems: self.problems(),
             restarts: self.views().status.restarts(),
             leases: self.intake().directory.len(),
         }
     }
 
-    fn doubts(&self) -> Vec<String> {
+    fn problems(&self) -> Vec<String> {
         let sources = self.kv_sources().into_iter();
-        let sources = sources.filter_map(|KvSourceStatus { rank, trust, doubt, last_error, .. }| {
+        let sources = sources.filter_map(|KvSourceStatus { rank, state, reason, last_error, .. }| {
             let last_error = last_error.map(|error| format!("; last error: {error}")).unwrap_or_default();
-            Some(format!("KV events of rank {rank} are {}: {}{last_error}", trust.name(), doubt?))
+            Some(format!("KV events of rank {rank} are {}: {}{last_error}", state.name(), reason?))
         });
         sources.chain(self.unread()).chain(self.edge().meters.never_matching()).collect()
     }
@@ -202,14 +202,14 @@ impl Router {
         let mut entries = self.views().ranks.all();
         entries.retain(|entry| entry.source.is_unread() && entry.holdings.changed_at().is_none());
         entries.sort_by_key(|entry| entry.rank);
-        let doubt = |entry: &Arc<RankEntry>| {
+        let problem = |entry: &Arc<RankEntry>| {
             format!(
                 "no KV event of rank {} ({}) has been applied although it serves requests, so {consequence}: give its \
                  worker an event endpoint (kv_events), or set events.mode to auto or off",
                 entry.rank, entry.endpoint
             )
         };
-        entries.iter().map(doubt).collect()
+        entries.iter().map(problem).collect()
     }
 
     /// Block size in tokens.

@@ -59,7 +59,7 @@ pub(super) struct Prepared {
     wants_overlap: bool,
     /// Prompt blocks of the charge.
     prompt: PromptBlocks,
-    isl_tokens: u32,
+    prompt_tokens: u32,
     options: Option<Box<ResolvedOptions>>,
     length_keys: LengthKeys,
     /// Speculative entry that the booking creates, if entries are speculative.
@@ -93,7 +93,7 @@ impl Prepared {
             cache_salt: options.cache_salt.as_deref(),
             is_eagle: config.is_eagle,
         };
-        let isl_tokens = prompt.isl_tokens();
+        let prompt_tokens = prompt.prompt_tokens();
         let assume_kv_reuse = overrides.assume_kv_reuse.unwrap_or(config.load.assume_kv_reuse);
         let shares_blocks = config.load.track_active_blocks && assume_kv_reuse;
         let wants_overlap = config.has_index() && overrides.overlap_score_credit != Some(0.0);
@@ -113,11 +113,11 @@ impl Prepared {
             (Prompt::Tokens(_) | Prompt::OwnedTokens(_), _) => None,
         };
         let PromptLimits { model_len, weight_tokens } = limits;
-        if let Some(max_model_len) = model_len.filter(|longest| isl_tokens > *longest as usize) {
-            return Err(RouteError::ContextLength { isl_tokens, max_model_len });
+        if let Some(max_model_len) = model_len.filter(|longest| prompt_tokens > *longest as usize) {
+            return Err(RouteError::ContextLength { prompt_tokens, max_model_len });
         }
-        let too_long = |_| RouteError::PromptTooLong { isl_tokens };
-        let blocks = u32::try_from(scheme.block_count(isl_tokens)).map_err(too_long)?;
+        let too_long = |_| RouteError::PromptTooLong { prompt_tokens };
+        let blocks = u32::try_from(scheme.block_count(prompt_tokens)).map_err(too_long)?;
         // The charge is capped at the capacity of a rank, in blocks and in tokens, for a prompt of any length.
         let blocks_max = weight_tokens.div_ceil(config.block_size);
         let prompt = match &hashes {
@@ -130,7 +130,7 @@ impl Prepared {
             }
             Some(_) | None => PromptBlocks::Counted(blocks.min(blocks_max)),
         };
-        let isl_tokens = u32::try_from(isl_tokens).map_err(too_long)?.min(weight_tokens);
+        let prompt_tokens = u32::try_from(prompt_tokens).map_err(too_long)?.min(weight_tokens);
         let speculative_prompt = hashes.as_ref().filter(|_| speculates);
         let speculative_prompt = speculative_prompt.map(|hashed| SpeculativePrompt::of(hashed, config.block_size));
         let kind = kind_of(options);
@@ -138,7 +138,7 @@ impl Prepared {
             hashes,
             wants_overlap,
             prompt,
-            isl_tokens,
+            prompt_tokens,
             options: resolved,
             length_keys,
             speculative_prompt,
@@ -157,8 +157,8 @@ impl Prepared {
         self.prompt.clone()
     }
 
-    pub(super) fn isl_tokens(&self) -> u32 {
-        self.isl_tokens
+    pub(super) fn prompt_tokens(&self) -> u32 {
+        self.prompt_tokens
     }
 
     pub(super) fn speculative_prompt(&self) -> Option<SpeculativePrompt> {

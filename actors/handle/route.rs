@@ -68,11 +68,11 @@ impl Router {
                 let decision = decision.with_routing_hashes(hashes);
                 // A prediction above 0 is evaluated even if the index is incomplete.
                 let is_index_complete = decision.cached_tokens() > 0 || self.is_index_complete_for(&address.entry);
-                let prediction = Prediction::new(prepared.predicted_kind(), prepared.isl_tokens(), is_index_complete);
+                let prediction = Prediction::new(prepared.predicted_kind(), prepared.prompt_tokens(), is_index_complete);
                 if !span.is_disabled() {
                     span.record("rank", tracing::field::display(decision.rank()));
                 }
-                meters.placed(prepared.isl_tokens(), config.block_size, &decision, prediction.kind().is_some());
+                meters.placed(prepared.prompt_tokens(), config.block_size, &decision, prediction.kind().is_some());
                 address.entry.counts.placed();
                 return Ok(Placement::new(guard, address, decision, prediction, prepared.targets()));
             }
@@ -289,7 +289,7 @@ impl Router {
         let speculative_prompt = lease.as_ref().and_then(|_| prepared.speculative_prompt()).map(Box::new);
         let context = RequestContext { lease, answer: sender, permit, speculative_prompt, timestamps };
         let options = prepared.options();
-        let plain = Request::new(context, prepared.prompt(), prepared.isl_tokens());
+        let plain = Request::new(context, prepared.prompt(), prepared.prompt_tokens());
         let request = Request { target, purpose, options, waits, ..plain };
         match prepared.block_hashes() {
             Some(hashes) => {

@@ -24,7 +24,7 @@ pub struct Health {
     /// Ranks whose index contents were lost and must be sent again. They are chosen by load alone.
     pub cold: BTreeSet<WorkerRank>,
     /// Problems with the router's view of the fleet, one sentence each; empty if there are none.
-    pub doubts: Vec<String>,
+    pub problems: Vec<String>,
     /// Actors restarted since the start.
     pub restarts: u64,
     /// Bookings and requests that have not ended.

@@ -44,7 +44,7 @@ impl Router {
         let created_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
         let mut ranks = Vec::new();
         for entry in self.views().ranks.all() {
-            if is_wanted(entry.rank) && entry.source.trust().is_some() {
+            if is_wanted(entry.rank) && entry.source.state().is_some() {
                 ranks.extend(self.snapshot_of_entry(&entry).await);
                 self.views().status.up()?;
             }

@@ -223,7 +223,7 @@ impl Reader {
                     let input = self.on_news(down);
                     self.step(input);
                 }
-                IngestEffect::State(trust) => self.on_trust(trust),
+                IngestEffect::State(state) => self.on_state(state),
                 IngestEffect::Noted(note) => self.on_note(note),
             }
         }
@@ -240,18 +240,20 @@ impl Reader {
 
     pub(super) fn show(&mut self, degradation: Option<DegradationReason>) {
         self.shown_degradation = degradation;
-        self.entry.source.set_trust(self.source.state(), degradation);
+        self.entry.source.set_state(self.source.state(), degradation);
     }
 
-    fn on_trust(&mut self, trust: StreamState) {
+    fn on_state(&mut self, state: StreamState) {
         let (now, degradation) = (self.dependencies.clock.now(), self.source.degradation());
-        let (worker, rank, state) = (&*self.entry.endpoint, self.entry.rank.rank, trust.name());
+        let (worker, rank, state_name) = (&*self.entry.endpoint, self.entry.rank.rank, state.name());
         match &degradation {
-            Some(degradation) => tracing::warn!(worker, rank, state, reason = %degradation, "KV event stream degraded"),
-            None => tracing::debug!(worker, rank, state, "KV event stream live"),
+            Some(degradation) => {
+                tracing::warn!(worker, rank, state = state_name, reason = %degradation, "KV event stream degraded")
+            }
+            None => tracing::debug!(worker, rank, state = state_name, "KV event stream live"),
         }
         self.show(degradation);
-        match trust {
+        match state {
             StreamState::Live => {
                 if let Some(since) = self.unwell_since.take() {
                     self.dependencies.meters.ingest.healed(now.since(since));

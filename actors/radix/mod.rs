@@ -94,7 +94,7 @@ pub(crate) struct RegisteredRank {
     pub(crate) generation: Generation,
     /// Cell in which the shard publishes the number of blocks on the rank.
     pub(crate) holdings: Arc<Holdings>,
-    /// State and trust of the rank's event source.
+    /// State of the rank's event source.
     pub(crate) source: Arc<SourceCell>,
     /// Number of KV blocks of the rank, if known.
     pub(crate) capacity_blocks: Option<u32>,
@@ -135,7 +135,7 @@ pub(crate) struct Radix {
     index: Index,
     /// By slot: the published holdings of a rank and the state of its source.
     registered: Vec<Option<(Arc<Holdings>, Arc<SourceCell>)>>,
-    /// Ranks of the router with reduced trust.
+    /// Ranks of the router with a degraded event stream.
     degraded: DegradedSources,
     found: Overlaps,
     /// Present if decisions create speculative entries.
@@ -238,7 +238,7 @@ impl Radix {
         RadixReply::Overlap(token)
     }
 
-    /// Scales an overlap by the trust of its source.
+    /// Scales an overlap by the weight of its stream state.
     fn as_trusted(&self, found: RankOverlap) -> RankOverlap {
         let Some(Some((_, source))) = self.registered.get(found.slot.index()) else { return found };
         let TierOverlap { device_blocks, host_pinned_blocks, disk_blocks, external_blocks } = found.overlap;
@@ -268,7 +268,7 @@ impl Radix {
                 // `Cleared` for a rank without a reader means that the rank publishes no events any more.
                 let slot = self.index.slot_of(event.rank);
                 let registered_rank = slot.and_then(|slot| self.registered.get(slot.index())?.as_ref());
-                let is_read = registered_rank.is_some_and(|(_, source)| source.trust().is_some());
+                let is_read = registered_rank.is_some_and(|(_, source)| source.state().is_some());
                 speculative.set_publishes(event.rank, is_read || !matches!(event.data, KvEvent::Cleared));
             }
         }

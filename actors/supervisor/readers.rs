@@ -74,7 +74,7 @@ impl SupervisorState {
             reason,
             "KV event reader died and its restart budget is exhausted: events of the rank are no longer read"
         );
-        rank.entry.source.set_trust(StreamState::Mismatched, Some(DegradationReason::ReaderDied { deaths }));
+        rank.entry.source.set_state(StreamState::Mismatched, Some(DegradationReason::ReaderDied { deaths }));
     }
 
     /// Requests a replay for the ranks of a restarted index shard. A dead reader requests one when it starts.

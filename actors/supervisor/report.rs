@@ -33,7 +33,7 @@ impl SupervisorState {
                     source,
                     error,
                     workers,
-                    "discovery source failed; its last good set of workers stays in force"
+                    "discovery source failed; its last valid set of workers stays in force"
                 );
             }
             MembershipReport::SourceFailed { source, error, workers: None } => {

@@ -205,7 +205,7 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
     ),
     counter("pointsman_kv_event_blocks_total", &["result"], "Blocks named by KV events, by result in the index."),
     counter("pointsman_kv_events_refused_total", &["reason"], "KV events without effect, by `reason`."),
-    gauge("pointsman_kv_sources", Unit::Count, &["trust"], "Ranks with a KV event reader, by stream state."),
+    gauge("pointsman_kv_sources", Unit::Count, &["state"], "Ranks with a KV event reader, by stream state."),
     gauge(
         "pointsman_rank_kv_degraded",
         Unit::Count,
@@ -263,7 +263,7 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         "pointsman_discovery_stale_seconds",
         Unit::Seconds,
         &["source"],
-        "Age of the last good set of a discovery `source`: time since the first error after it; 0 without an error.",
+        "Age of the last valid set of a discovery `source`: time since the first error after it; 0 without an error.",
     ),
     counter(
         "pointsman_discovery_conflicts_total",

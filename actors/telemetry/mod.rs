@@ -84,10 +84,10 @@ impl Meters {
     }
 
     /// Records a placed request. `knows_overlap` is true if the index was queried for it.
-    pub(crate) fn placed(&self, isl_tokens: u32, block_size: u32, decision: &Decision, knows_overlap: bool) {
-        self.funnel.prompt_tokens.increment(u64::from(isl_tokens));
-        if knows_overlap && isl_tokens > 0 {
-            self.funnel.count(isl_tokens, block_size, decision);
+    pub(crate) fn placed(&self, prompt_tokens: u32, block_size: u32, decision: &Decision, knows_overlap: bool) {
+        self.funnel.prompt_tokens.increment(u64::from(prompt_tokens));
+        if knows_overlap && prompt_tokens > 0 {
+            self.funnel.count(prompt_tokens, block_size, decision);
             self.regret.count(decision);
         }
         if let Some(shared_cache) = &self.shared_cache {
@@ -135,14 +135,14 @@ impl Funnel {
         }
     }
 
-    fn count(&self, isl_tokens: u32, block_size: u32, decision: &Decision) {
+    fn count(&self, prompt_tokens: u32, block_size: u32, decision: &Decision) {
         // With windowed prompts, the last window may extend one token beyond the prompt.
-        let reachable = decision.reachable_blocks().saturating_mul(block_size).min(isl_tokens);
-        let selected = decision.cached_tokens().min(isl_tokens);
+        let reachable = decision.reachable_blocks().saturating_mul(block_size).min(prompt_tokens);
+        let selected = decision.cached_tokens().min(prompt_tokens);
         self.reachable.increment(u64::from(reachable));
         self.selected.increment(u64::from(selected));
-        self.reachable_overlap_ratio.record(f64::from(reachable) / f64::from(isl_tokens));
-        self.overlap_ratio.record(f64::from(selected) / f64::from(isl_tokens));
+        self.reachable_overlap_ratio.record(f64::from(reachable) / f64::from(prompt_tokens));
+        self.overlap_ratio.record(f64::from(selected) / f64::from(prompt_tokens));
     }
 }
 

@@ -24,9 +24,9 @@ pub struct KvSourceStatus {
     /// the stream is silent.
     pub caught_up: bool,
     /// Stream state, which determines the weight of the rank's overlap.
-    pub trust: StreamState,
+    pub state: StreamState,
     /// Reason of the degradation; absent for a healthy stream.
-    pub doubt: Option<String>,
+    pub reason: Option<String>,
     /// Error that ended the last connection or connection attempt.
     pub last_error: Option<String>,
     /// Number of the last message whose events were sent to the index; absent before the first.
@@ -39,7 +39,7 @@ pub struct KvSourceStatus {
     pub restore: Option<RestoreState>,
 }
 
-/// Number of ranks with reduced trust.
+/// Number of ranks with a degraded stream.
 pub(crate) type DegradedSources = Arc<AtomicUsize>;
 
 /// State of one rank's source.
@@ -51,7 +51,7 @@ pub(crate) struct SourceCell {
     caught_up: AtomicBool,
     /// Discount on the overlap, in thousandths.
     discount_permille: AtomicU32,
-    trust: Mutex<(StreamState, Option<DegradationReason>)>,
+    state: Mutex<(StreamState, Option<DegradationReason>)>,
     last_error: Mutex<Option<String>>,
     restore: Mutex<Option<RestoreState>>,
     messages: AtomicU64,
@@ -82,7 +82,7 @@ impl SourceCell {
             connected: AtomicBool::new(false),
             caught_up: AtomicBool::new(false),
             discount_permille: AtomicU32::new(0),
-            trust: Mutex::new((StreamState::Live, None)),
+            state: Mutex::new((StreamState::Live, None)),
             last_error: Mutex::new(None),
             restore: Mutex::new(None),
             messages: AtomicU64::new(0),
@@ -99,7 +99,7 @@ impl SourceCell {
         }
     }
 
-    /// Scales `blocks` by the trust of the source.
+    /// Scales `blocks` by the weight of its stream state.
     #[inline]
     pub(crate) fn credited(&self, blocks: u32) -> u32 {
         match self.discount_permille.load(Ordering::Relaxed) {
@@ -131,29 +131,29 @@ impl SourceCell {
     }
 
     /// State of the stream; `None` for a rank without a source.
-    pub(crate) fn trust(&self) -> Option<StreamState> {
+    pub(crate) fn state(&self) -> Option<StreamState> {
         self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?;
-        Some(self.trust.lock().unwrap_or_else(PoisonError::into_inner).0)
+        Some(self.state.lock().unwrap_or_else(PoisonError::into_inner).0)
     }
 
     /// Whether the index contains every block that the engine has announced, according to its source. True if the
     /// embedder supplies the events.
     pub(crate) fn is_complete(&self) -> bool {
-        self.trust().is_none_or(|trust| trust == StreamState::Live && self.caught_up.load(Ordering::Relaxed))
+        self.state().is_none_or(|state| state == StreamState::Live && self.caught_up.load(Ordering::Relaxed))
     }
 
     /// Report on the rank's source; `None` without one.
     pub(crate) fn status(&self, rank: WorkerRank, now: Timestamp) -> Option<KvSourceStatus> {
         let endpoint = self.endpoint.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
-        let (trust, doubt) = *self.trust.lock().unwrap_or_else(PoisonError::into_inner);
+        let (state, reason) = *self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let message_at = self.message_at.load(Ordering::Relaxed).checked_sub(1).map(Timestamp);
         Some(KvSourceStatus {
             rank,
             endpoint: endpoint.to_string(),
             connected: self.connected.load(Ordering::Relaxed),
             caught_up: self.caught_up.load(Ordering::Relaxed),
-            trust,
-            doubt: doubt.map(|doubt| doubt.to_string()),
+            state,
+            reason: reason.map(|reason| reason.to_string()),
             last_error: self.last_error.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             applied: self.applied.load(Ordering::Relaxed).checked_sub(1),
             messages: self.messages.load(Ordering::Relaxed),
@@ -198,13 +198,13 @@ impl SourceCell {
         self.set_connected(false);
         self.set_restore(None);
         self.applied.store(0, Ordering::Relaxed);
-        self.set_trust(StreamState::Recovering, None);
+        self.set_state(StreamState::Recovering, None);
     }
 
     fn forget(&self) {
         self.set_connected(false);
         *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        self.set_trust(StreamState::Live, None);
+        self.set_state(StreamState::Live, None);
     }
 
     pub(crate) fn set_connected(&self, connected: bool) {
@@ -242,15 +242,15 @@ impl SourceCell {
         self.applied.store(sequence.saturating_add(1), Ordering::Relaxed);
     }
 
-    pub(crate) fn set_trust(&self, trust: StreamState, doubt: Option<DegradationReason>) {
-        let discount = ((1.0 - trust.credit()) * f64::from(PERMILLE)).round() as u32;
+    pub(crate) fn set_state(&self, state: StreamState, reason: Option<DegradationReason>) {
+        let discount = ((1.0 - state.credit()) * f64::from(PERMILLE)).round() as u32;
         let before = self.discount_permille.swap(discount.min(PERMILLE), Ordering::Relaxed);
         match (before, discount) {
             (0, 1..) => drop(self.degraded.fetch_add(1, Ordering::Relaxed)),
             (1.., 0) => drop(self.degraded.fetch_sub(1, Ordering::Relaxed)),
             _ => {}
         }
-        *self.trust.lock().unwrap_or_else(PoisonError::into_inner) = (trust, doubt);
+        *self.state.lock().unwrap_or_else(PoisonError::into_inner) = (state, reason);
     }
 }
 

@@ -216,8 +216,8 @@ impl Watcher<'_> {
         let (mut trust, mut pace) = (StreamState::Live, interval(Duration::from_millis(1)));
         loop {
             let (lag, source) = (self.lag(), self.source());
-            if source.trust != trust {
-                trust = source.trust;
+            if source.state != trust {
+                trust = source.state;
                 went.push(format!("{} at {:.0} ms", trust.name(), ms(since.elapsed())));
             }
             if trust == StreamState::Live && lag <= on_the_way {

@@ -321,7 +321,7 @@ async fn explain_and_overlap_book_nothing() {
     assert_eq!((&explained["tokens_source"], &explained["tokens"]), (&json!("request"), &json!(12)));
     let table = &explained["explanation"];
     let last = json!({ "worker": "18446744073709551615", "rank": 1 });
-    assert_eq!((&table["chosen"], &table["isl_tokens"]), (&last, &json!(12)), "{table}");
+    assert_eq!((&table["chosen"], &table["prompt_tokens"]), (&last, &json!(12)), "{table}");
     let rows = table["ranks"].as_array().expect("rows");
     assert_eq!((rows.len(), &rows[3]["rank"], &rows[3]["cached_tokens"]), (4, &last, &json!(8)));
 
@@ -332,10 +332,10 @@ async fn explain_and_overlap_book_nothing() {
         json!({ "tokens": tokens, "required_taints": ["none"], "strict_priority": 1, "priority_jump": 0.5 });
     let unplaceable = client.send("POST", "/admin/models/mock/explain", &unplaceable.to_string()).await.json();
     assert_eq!(unplaceable["explanation"]["chosen"], json!(null));
-    assert!(unplaceable["explanation"]["refused"].is_string(), "{unplaceable}");
+    assert!(unplaceable["explanation"]["rejection"].is_string(), "{unplaceable}");
     let late = json!({ "tokens": tokens, "ttft_ms": 1000, "itl_ms": 0.001, "on_target_miss": "reject" });
     let late = client.send("POST", "/admin/models/mock/explain", &late.to_string()).await.json();
-    let refused = late["explanation"]["refused"].as_str().expect("a reason");
+    let refused = late["explanation"]["rejection"].as_str().expect("a reason");
     assert!(refused.starts_with("no rank is predicted to meet the targets, inter-token latency 4.0 ms"), "{late}");
     assert!(late["explanation"]["ranks"][0]["prediction"]["ttft_seconds"].is_f64(), "{late}");
     let text = client.send("POST", "/admin/models/mock/explain", r#"{"prompt":"hello"}"#).await.json();
@@ -402,8 +402,8 @@ async fn reports_are_complete_and_hide_secrets() {
     assert_eq!((&model["tokens_source"], &model["block_size"]), (&json!("none"), &json!(4)));
 
     let health = client.send("GET", "/admin/models/mock/health", "").await.json();
-    assert_eq!((&health["up"], &health["cold"], &health["doubts"]), (&json!(true), &json!([]), &json!([])));
-    let rank = json!({ "worker": "1", "rank": 0, "state": "healthy", "why": "", "until_s": null });
+    assert_eq!((&health["up"], &health["cold"], &health["problems"]), (&json!(true), &json!([]), &json!([])));
+    let rank = json!({ "worker": "1", "rank": 0, "state": "healthy", "reason": "", "remaining_seconds": null });
     assert_eq!((&health["ranks"], &health["discovery"]), (&json!([rank]), &json!([])));
 
     let config = client.send("GET", "/admin/models/mock/config", "").await.json();
@@ -413,6 +413,43 @@ async fn reports_are_complete_and_hide_secrets() {
     let settings = settings.json();
     assert!(settings["admin"]["token_file"].is_string() && settings["gateway"]["listen"].is_string(), "{settings}");
     assert_eq!((&settings["models"][0]["name"], &settings["tenants"]), (&json!(MODEL), &json!([])));
+}
+
+#[tokio::test]
+async fn durations_in_responses_are_seconds() {
+    let client = AdminClient::start().await;
+    client.send("PUT", "/admin/models/mock/workers/1", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
+    let explained = client.send("POST", "/admin/models/mock/explain", r#"{"tokens":[1,2,3,4,5]}"#).await.json();
+    let row = &explained["explanation"]["ranks"][0];
+    assert!(row["load_age_seconds"].is_f64() && row["index_age_seconds"].is_null(), "{row}");
+    let mut responses = vec![explained];
+    for report in ["", "/mock/health", "/mock/loads", "/mock/workers"] {
+        responses.push(client.send("GET", &format!("/admin/models{report}"), "").await.json());
+    }
+    responses.push(client.send("GET", "/admin/reload", "").await.json());
+    for response in responses {
+        let names = field_names(&response);
+        let other: Vec<_> = names.iter().filter(|name| is_other_duration(name)).collect();
+        assert!(other.is_empty(), "{other:?} in {response}");
+    }
+}
+
+/// Whether a name has a unit of time other than `_seconds`, or is a field of serde's durations.
+fn is_other_duration(name: &str) -> bool {
+    let units = ["_ms", "_s", "_secs", "_us", "_ns", "_nanos"];
+    ["secs", "nanos"].contains(&name) || units.iter().any(|unit| name.ends_with(unit))
+}
+
+/// Names of all fields, without those of configurations, which have the units of the settings.
+fn field_names(value: &Value) -> Vec<String> {
+    match value {
+        Value::Object(fields) => {
+            let fields = fields.iter().filter(|(name, _)| *name != "config");
+            fields.flat_map(|(name, value)| [vec![name.clone()], field_names(value)].concat()).collect()
+        }
+        Value::Array(values) => values.iter().flat_map(field_names).collect(),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => Vec::new(),
+    }
 }
 
 #[tokio::test]

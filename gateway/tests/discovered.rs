@@ -69,7 +69,7 @@ async fn probed_engines_report_configuration_events_and_load() {
     let router = Router::builder(config).discovery(source).start().await.expect("start succeeds");
 
     let worker = derived_id(&good.url());
-    let live = || router.kv_sources().iter().filter(|source| source.trust == StreamState::Live).count();
+    let live = || router.kv_sources().iter().filter(|source| source.state == StreamState::Live).count();
     until("both ranks are connected", &router, || live() == 2).await;
     let workers = router.workers();
     assert_eq!(workers.len(), 1, "the engine with another block size is rejected");

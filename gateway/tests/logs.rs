@@ -334,7 +334,7 @@ async fn the_log_follows_workers_by_their_endpoints() {
     write(&[]);
     process.log.wait_for("worker left", of("worker left", url)).await;
     std::fs::write(process.directory.join("workers.json"), "garbage").expect("file written");
-    let in_force = "its last good set of workers stays in force";
+    let in_force = "its last valid set of workers stays in force";
     process
         .log
         .wait_for("source failed again", |line| line["message"].as_str().is_some_and(|it| it.ends_with(in_force)))
@@ -360,6 +360,6 @@ async fn hits_without_events_raise_no_alarm() {
         assert_eq!(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"], json!(16));
     }
     at_rest(&gateway).await;
-    let doubts = gateway.router("mock").expect("model is served").health().doubts;
-    assert!(!doubts.iter().any(|doubt| doubt.contains("hash")), "{doubts:?}");
+    let problems = gateway.router("mock").expect("model is served").health().problems;
+    assert!(!problems.iter().any(|doubt| doubt.contains("hash")), "{problems:?}");
 }

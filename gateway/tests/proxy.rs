@@ -257,7 +257,7 @@ async fn late_unstreamed_responses_are_not_retried_and_count() {
     assert_eq!((answer.status, answer.code().as_str()), (504, "worker_timeout"));
     assert_eq!(workers.iter().map(|worker| worker.requests().len()).sum::<usize>(), 1);
     let health = gateway.router("mock").expect("model is served").rank_health().await.expect("router is running");
-    let timed_out = health.iter().filter(|rank| rank.why.contains("timed out")).count();
+    let timed_out = health.iter().filter(|rank| rank.reason.contains("timed out")).count();
     assert_eq!(timed_out, 1, "the rank sent nothing to other requests either: {health:?}");
     at_rest(&gateway).await;
 }

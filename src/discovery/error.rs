@@ -4,7 +4,7 @@
 use super::FileError;
 use super::{DuplicateId, HttpUrlError};
 
-/// Reason for which a source has no new set of workers, or an incomplete one. The last good set remains in use.
+/// Reason for which a source has no new set of workers, or an incomplete one. The last valid set remains in use.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DiscoveryError {
     /// An invalid address.

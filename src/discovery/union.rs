@@ -1,6 +1,6 @@
 //! Union of the worker sets of several sources.
 //!
-//! Keeps the last good set of each source, in the configured order of the sources. If two sources name the same worker,
+//! Keeps the last valid set of each source, in the configured order of the sources. If two sources name the same worker,
 //! the first takes precedence, and each conflict is reported once.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -80,6 +80,7 @@ pub struct EngineLoadFact {
     /// Used share of the KV cache, in [0, 1].
     pub kv_usage: Option<f64>,
     /// Age of the report.
+    #[serde(rename = "age_seconds", with = "crate::protocol::seconds")]
     pub age: Duration,
     /// Whether the report is too old to count (`engine_load.stale_ms`): the current load is then unknown.
     pub is_stale: bool,

@@ -58,7 +58,7 @@ impl<'a> HashScheme<'a> {
         BASE_SEED.wrapping_add(lora).wrapping_add(salt)
     }
 
-    /// Number of complete blocks of a prompt of `isl_tokens` tokens. With EAGLE, a block is complete only with the
+    /// Number of complete blocks of a prompt of `prompt_tokens` tokens. With EAGLE, a block is complete only with the
     /// token after it.
     ///
     /// ```
@@ -69,13 +69,13 @@ impl<'a> HashScheme<'a> {
     /// assert_eq!(HashScheme { is_eagle: true, ..plain }.block_count(8), 1);
     /// ```
     #[must_use]
-    pub fn block_count(&self, isl_tokens: usize) -> usize {
-        isl_tokens.saturating_sub(usize::from(self.is_eagle)) / self.stride()
+    pub fn block_count(&self, prompt_tokens: usize) -> usize {
+        prompt_tokens.saturating_sub(usize::from(self.is_eagle)) / self.stride()
     }
 
     /// Minimum number of tokens for `block_count` complete blocks. Saturates.
     #[must_use]
-    pub fn isl_tokens_min(&self, block_count: usize) -> usize {
+    pub fn prompt_tokens_min(&self, block_count: usize) -> usize {
         match block_count {
             0 => 0,
             n => n.saturating_mul(self.stride()).saturating_add(usize::from(self.is_eagle)),

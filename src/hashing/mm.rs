@@ -54,13 +54,13 @@ impl MmSpan {
         if self.start < self.end { self.start / size..self.end.div_ceil(size) } else { 0..0 }
     }
 
-    fn check(self, isl_tokens: usize) -> Result<(), MmError> {
+    fn check(self, prompt_tokens: usize) -> Result<(), MmError> {
         let Self { start, end, .. } = self;
         if end < start {
             return Err(MmError::Reversed { start, end });
         }
-        if end > isl_tokens {
-            return Err(MmError::BeyondPrompt { start, end, isl_tokens });
+        if end > prompt_tokens {
+            return Err(MmError::BeyondPrompt { start, end, prompt_tokens });
         }
         Ok(())
     }
@@ -78,14 +78,14 @@ pub enum MmError {
         end: usize,
     },
     /// The span exceeds the prompt.
-    #[error("mm range {start}..{end} must end within the {isl_tokens} tokens of the prompt")]
+    #[error("mm range {start}..{end} must end within the {prompt_tokens} tokens of the prompt")]
     BeyondPrompt {
         /// First token.
         start: usize,
         /// One past the last token.
         end: usize,
         /// Tokens of the prompt.
-        isl_tokens: usize,
+        prompt_tokens: usize,
     },
     /// Heavily overlapping spans, which would let a short request use much memory.
     #[error("mm ranges cover {blocks} blocks in total, must be at most {max}", max = MmBlocks::SPLIT_MAX)]
@@ -123,7 +123,7 @@ impl MmBlocks {
     /// million blocks without overlapping objects.
     pub const SPLIT_MAX: usize = 1 << 20;
 
-    /// Splits the spans of a prompt of `isl_tokens` tokens into blocks. Objects with the same hash count once per
+    /// Splits the spans of a prompt of `prompt_tokens` tokens into blocks. Objects with the same hash count once per
     /// block. Positions inside a block do not affect its hash.
     ///
     /// With EAGLE as well, an object belongs to the blocks of `block_size` tokens that it covers. The additional token
@@ -131,10 +131,10 @@ impl MmBlocks {
     ///
     /// # Errors
     /// A span that ends before it starts or beyond the prompt, or more than [`MmBlocks::SPLIT_MAX`] objects.
-    pub fn split(spans: &[MmSpan], isl_tokens: usize, block_size: NonZeroU32) -> Result<Self, MmError> {
+    pub fn split(spans: &[MmSpan], prompt_tokens: usize, block_size: NonZeroU32) -> Result<Self, MmError> {
         let mut blocks = 0_usize;
         for span in spans {
-            span.check(isl_tokens)?;
+            span.check(prompt_tokens)?;
             blocks = blocks.saturating_add(span.block_range(block_size).len());
         }
         if blocks > Self::SPLIT_MAX {

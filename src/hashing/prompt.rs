@@ -27,7 +27,7 @@ use crate::protocol::{BlockHash, SequenceHash};
 pub struct HashedPrompt {
     block_hashes: Arc<[BlockHash]>,
     sequence_hashes: Arc<[SequenceHash]>,
-    isl_tokens: usize,
+    prompt_tokens: usize,
 }
 
 /// [`HashedPrompt`] as deserialized. Sequence hashes are derived where absent.
@@ -37,15 +37,15 @@ struct HashedPromptFields {
     block_hashes: Arc<[BlockHash]>,
     #[serde(default)]
     sequence_hashes: Option<Arc<[SequenceHash]>>,
-    isl_tokens: usize,
+    prompt_tokens: usize,
 }
 
 impl TryFrom<HashedPromptFields> for HashedPrompt {
     type Error = HashedPromptError;
 
     fn try_from(fields: HashedPromptFields) -> Result<Self, HashedPromptError> {
-        let HashedPromptFields { block_hashes, sequence_hashes: sequence, isl_tokens } = fields;
-        Self::from_parts(block_hashes, sequence, isl_tokens)
+        let HashedPromptFields { block_hashes, sequence_hashes: sequence, prompt_tokens } = fields;
+        Self::from_parts(block_hashes, sequence, prompt_tokens)
     }
 }
 
@@ -61,12 +61,12 @@ pub enum HashedPromptError {
         sequence_hashes: usize,
     },
     /// The prompt is too short for its block hashes.
-    #[error("isl_tokens is {isl_tokens}, must be at least {isl_tokens_min} for {block_hashes} block hashes")]
-    IslTokens {
+    #[error("prompt_tokens is {prompt_tokens}, must be at least {prompt_tokens_min} for {block_hashes} block hashes")]
+    PromptTokens {
         /// Given length in tokens.
-        isl_tokens: usize,
+        prompt_tokens: usize,
         /// Minimum number of tokens for the block hashes.
-        isl_tokens_min: usize,
+        prompt_tokens_min: usize,
         /// Number of block hashes.
         block_hashes: usize,
     },
@@ -77,10 +77,10 @@ impl HashedPrompt {
     #[must_use]
     pub fn from_tokens(hasher: &BlockHasher<'_>, tokens: &[u32], mm: &MmBlocks) -> Self {
         let block_hashes = hasher.block_hashes(tokens, mm);
-        Self { sequence_hashes: sequence_hashes(&block_hashes), block_hashes, isl_tokens: tokens.len() }
+        Self { sequence_hashes: sequence_hashes(&block_hashes), block_hashes, prompt_tokens: tokens.len() }
     }
 
-    /// Wraps the hashes of a prompt of `isl_tokens` tokens that the caller computed with `scheme`. Derives missing
+    /// Wraps the hashes of a prompt of `prompt_tokens` tokens that the caller computed with `scheme`. Derives missing
     /// sequence hashes. Given sequence hashes are not required to be [`chain`](super::chain)ed: a caller may use keyed
     /// hashes.
     ///
@@ -91,10 +91,10 @@ impl HashedPrompt {
     pub fn from_hashes(
         block_hashes: Arc<[BlockHash]>,
         sequence: Option<Arc<[SequenceHash]>>,
-        isl_tokens: usize,
+        prompt_tokens: usize,
         scheme: &HashScheme<'_>,
     ) -> Result<Self, HashedPromptError> {
-        let hashed = Self::from_parts(block_hashes, sequence, isl_tokens)?;
+        let hashed = Self::from_parts(block_hashes, sequence, prompt_tokens)?;
         hashed.check(scheme)?;
         Ok(hashed)
     }
@@ -102,12 +102,12 @@ impl HashedPrompt {
     /// Checks that the prompt is long enough for its block hashes under `scheme`.
     ///
     /// # Errors
-    /// [`HashedPromptError::IslTokens`] for a prompt too short.
+    /// [`HashedPromptError::PromptTokens`] for a prompt too short.
     pub fn check(&self, scheme: &HashScheme<'_>) -> Result<(), HashedPromptError> {
-        let (isl_tokens, block_hashes) = (self.isl_tokens, self.block_hashes.len());
-        let isl_tokens_min = scheme.isl_tokens_min(block_hashes);
-        if isl_tokens < isl_tokens_min {
-            return Err(HashedPromptError::IslTokens { isl_tokens, isl_tokens_min, block_hashes });
+        let (prompt_tokens, block_hashes) = (self.prompt_tokens, self.block_hashes.len());
+        let prompt_tokens_min = scheme.prompt_tokens_min(block_hashes);
+        if prompt_tokens < prompt_tokens_min {
+            return Err(HashedPromptError::PromptTokens { prompt_tokens, prompt_tokens_min, block_hashes });
         }
         Ok(())
     }
@@ -115,14 +115,14 @@ impl HashedPrompt {
     fn from_parts(
         block_hashes: Arc<[BlockHash]>,
         sequence: Option<Arc<[SequenceHash]>>,
-        isl_tokens: usize,
+        prompt_tokens: usize,
     ) -> Result<Self, HashedPromptError> {
         let sequence_hashes = sequence.unwrap_or_else(|| sequence_hashes(&block_hashes));
         if sequence_hashes.len() != block_hashes.len() {
             let (block_hashes, sequence_hashes) = (block_hashes.len(), sequence_hashes.len());
             return Err(HashedPromptError::Lengths { block_hashes, sequence_hashes });
         }
-        Ok(Self { block_hashes, sequence_hashes, isl_tokens })
+        Ok(Self { block_hashes, sequence_hashes, prompt_tokens })
     }
 
     /// Content hash of each complete block: the input of index queries.
@@ -139,7 +139,7 @@ impl HashedPrompt {
 
     /// Length of the prompt in tokens, including the trailing partial block.
     #[must_use]
-    pub fn isl_tokens(&self) -> usize {
-        self.isl_tokens
+    pub fn prompt_tokens(&self) -> usize {
+        self.prompt_tokens
     }
 }

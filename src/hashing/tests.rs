@@ -103,7 +103,7 @@ proptest! {
     fn partial_tail_is_ignored(case in cases(), tail in vec(any::<u32>(), 0..600)) {
         let (hasher, mm) = (case.hasher(), MmBlocks::listed(case.mm.clone()));
         let before = hasher.block_hashes(&case.tokens, &mm);
-        let complete = hasher.scheme().isl_tokens_min(before.len());
+        let complete = hasher.scheme().prompt_tokens_min(before.len());
         let mut tokens = case.tokens[..complete].to_vec();
         prop_assert_eq!(&hasher.block_hashes(&tokens, &mm)[..], &before[..]);
         tokens.extend(tail.iter().take(case.block_size as usize - 1));
@@ -113,10 +113,10 @@ proptest! {
     #[test]
     fn length_and_block_count_are_inverse(block_size in 1..600_u32, is_eagle: bool, blocks in 0..5000_usize) {
         let scheme = HashScheme { is_eagle, ..HashScheme::new(size(block_size)) };
-        let isl_tokens = scheme.isl_tokens_min(blocks);
-        prop_assert_eq!(scheme.block_count(isl_tokens), blocks);
+        let prompt_tokens = scheme.prompt_tokens_min(blocks);
+        prop_assert_eq!(scheme.block_count(prompt_tokens), blocks);
         if blocks > 0 {
-            prop_assert_eq!(scheme.block_count(isl_tokens - 1), blocks - 1);
+            prop_assert_eq!(scheme.block_count(prompt_tokens - 1), blocks - 1);
         }
     }
 
@@ -197,16 +197,16 @@ fn only_hexadecimal_ids_of_64_characters_are_digests() {
 
 #[test]
 fn inconsistent_hashes_of_a_caller_are_rejected() {
-    let take = |n_blocks: u64, n_sequence: Option<u64>, isl_tokens, is_eagle| {
+    let take = |n_blocks: u64, n_sequence: Option<u64>, prompt_tokens, is_eagle| {
         let scheme = HashScheme { is_eagle, ..HashScheme::new(size(4)) };
         let sequence = n_sequence.map(|n| (0..n).map(SequenceHash).collect());
-        HashedPrompt::from_hashes((0..n_blocks).map(BlockHash).collect(), sequence, isl_tokens, &scheme)
+        HashedPrompt::from_hashes((0..n_blocks).map(BlockHash).collect(), sequence, prompt_tokens, &scheme)
             .map_err(|error| error.to_string())
     };
-    assert_eq!(take(2, Some(2), 8, false).map(|prompt| prompt.isl_tokens()), Ok(8));
+    assert_eq!(take(2, Some(2), 8, false).map(|prompt| prompt.prompt_tokens()), Ok(8));
     assert!(take(0, None, 0, true).is_ok());
     assert!(take(1, Some(1), 400, false).is_ok());
-    let short = |isl, min| Err(format!("isl_tokens is {isl}, must be at least {min} for 2 block hashes"));
+    let short = |isl, min| Err(format!("prompt_tokens is {isl}, must be at least {min} for 2 block hashes"));
     assert_eq!(take(2, Some(2), 7, false), short(7, 8));
     assert_eq!(take(2, None, 8, true), short(8, 9));
     let lengths = "sequence_hashes has length 1, must be 2 like block_hashes";

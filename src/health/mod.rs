@@ -61,6 +61,7 @@ pub enum Outcome {
     /// The engine refused the request for lack of capacity (status 429 or 503).
     Refused {
         /// The delay in `Retry-After`; `None` if not sent.
+        #[serde(default, rename = "retry_after_seconds", with = "crate::protocol::option_seconds")]
         retry_after: Option<Duration>,
     },
     /// The engine responded with status 401, 403 or 404, and another worker accepted the same request.
@@ -215,11 +216,13 @@ pub enum HealthState {
     /// Recently refused requests; selected after other ranks.
     Refusing {
         /// End of the back-off.
+        #[serde(rename = "until_seconds", serialize_with = "crate::protocol::timestamp_seconds::serialize")]
         until: Timestamp,
     },
     /// Out of service: ejected on suspicion, or down.
     Ejected {
         /// End of the ejection; `None` if it depends on probes.
+        #[serde(rename = "until_seconds", serialize_with = "crate::protocol::option_timestamp_seconds::serialize")]
         until: Option<Timestamp>,
     },
 }
@@ -232,23 +235,23 @@ pub struct RankHealth {
     /// The resulting state.
     pub state: HealthState,
     /// The reason; empty for a healthy rank.
-    pub why: String,
+    pub reason: String,
 }
 
 impl fmt::Display for RankHealth {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rank, state, why } = self;
+        let Self { rank, state, reason } = self;
         match state {
             HealthState::Healthy => write!(f, "{rank} is healthy"),
-            HealthState::Suspected => write!(f, "{rank} is suspected and kept as the last eligible rank: {why}"),
+            HealthState::Suspected => write!(f, "{rank} is suspected and kept as the last eligible rank: {reason}"),
             HealthState::Refusing { until } => {
                 let seconds = until.since(Timestamp::default()).as_secs_f64();
-                write!(f, "{rank} is refusing requests until {seconds:.1} s after the router's start: {why}")
+                write!(f, "{rank} is refusing requests until {seconds:.1} s after the router's start: {reason}")
             }
-            HealthState::Ejected { until: None } => write!(f, "{rank} is ejected until probes succeed: {why}"),
+            HealthState::Ejected { until: None } => write!(f, "{rank} is ejected until probes succeed: {reason}"),
             HealthState::Ejected { until: Some(until) } => {
                 let seconds = until.since(Timestamp::default()).as_secs_f64();
-                write!(f, "{rank} is ejected until {seconds:.1} s after the router's start: {why}")
+                write!(f, "{rank} is ejected until {seconds:.1} s after the router's start: {reason}")
             }
         }
     }

@@ -131,8 +131,8 @@ impl Monitor {
     pub fn report(&self) -> Vec<RankHealth> {
         let row = |(&rank, known): (&WorkerRank, &RankRecord)| {
             let state = self.state_of(rank, known);
-            let why = if state == HealthState::Healthy { String::new() } else { self.reasons(rank, known) };
-            RankHealth { rank, state, why }
+            let reason = if state == HealthState::Healthy { String::new() } else { self.reasons(rank, known) };
+            RankHealth { rank, state, reason }
         };
         self.ranks.iter().map(row).collect()
     }

@@ -111,7 +111,7 @@ fn refusals_misconfiguration_and_invalid_answers_count_as_failures() {
         assert_eq!(pool.ejected(), NOBODY, "{outcome:?}");
         pool.outcome(0, outcome, at(1 + 4 * apart));
         assert_eq!(pool.ejected(), [0], "{outcome:?}");
-        assert!(pool.of(0).why.ends_with(outcome.name()), "{}", pool.of(0).why);
+        assert!(pool.of(0).reason.ends_with(outcome.name()), "{}", pool.of(0).reason);
     }
 }
 
@@ -335,7 +335,7 @@ fn consecutive_refusals_double_the_back_off() {
     }
     pool.outcome(0, refused(None), at(now));
     assert_eq!(pool.ejected(), [0], "the fifth back-off in a row");
-    assert!(pool.of(0).why.contains("refused for lack of capacity"), "{}", pool.of(0));
+    assert!(pool.of(0).reason.contains("refused for lack of capacity"), "{}", pool.of(0));
 }
 
 #[test]
@@ -472,7 +472,7 @@ proptest! {
             let allowed = if share > 0.0 && ranks > 1 { ((ranks as f64 * share) as usize).clamp(1, ranks - 1) } else { 0 };
             prop_assert!(ejected <= allowed, "{ejected} of {ranks} at {share}");
             for row in pool.monitor.report() {
-                prop_assert_eq!(row.why.is_empty(), row.state == HealthState::Healthy, "{}", row);
+                prop_assert_eq!(row.reason.is_empty(), row.state == HealthState::Healthy, "{}", row);
             }
         }
         // After the faults only ticks are sent, when the monitor requires them.

@@ -30,6 +30,7 @@ pub struct PrefillLoadHint {
     /// Prompt tokens before those to compute.
     #[serde(default)]
     cached_tokens: u32,
+    #[serde(default, rename = "expected_duration_seconds", with = "crate::protocol::option_seconds")]
     expected_duration: Option<Duration>,
     #[serde(default = "reported")]
     is_reported: bool,
@@ -41,15 +42,20 @@ fn reported() -> bool {
 }
 
 impl PrefillLoadHint {
-    /// The work of a prompt of `isl_tokens` tokens with `cached_tokens` cached tokens; `None` if the whole prompt is
+    /// The work of a prompt of `prompt_tokens` tokens with `cached_tokens` cached tokens; `None` if the whole prompt is
     /// cached, or if prefill is not tracked.
     ///
-    /// `cached_tokens` above `isl_tokens` counts as equal to it: caches hold whole blocks, and an estimate of their
+    /// `cached_tokens` above `prompt_tokens` counts as equal to it: caches hold whole blocks, and an estimate of their
     /// content may be stale.
     #[must_use]
-    pub fn new(isl_tokens: u32, cached_tokens: u32, track: bool, expected_duration: Option<Duration>) -> Option<Self> {
-        let effective_tokens = NonZeroU32::new(isl_tokens.saturating_sub(cached_tokens)).filter(|_| track)?;
-        let cached_tokens = isl_tokens - effective_tokens.get();
+    pub fn new(
+        prompt_tokens: u32,
+        cached_tokens: u32,
+        track: bool,
+        expected_duration: Option<Duration>,
+    ) -> Option<Self> {
+        let effective_tokens = NonZeroU32::new(prompt_tokens.saturating_sub(cached_tokens)).filter(|_| track)?;
+        let cached_tokens = prompt_tokens - effective_tokens.get();
         Some(Self { effective_tokens, cached_tokens, expected_duration, is_reported: true })
     }
 

@@ -1,4 +1,4 @@
-//! Discovery sources: last good sets, and reconciliation with the registered workers.
+//! Discovery sources: last valid sets, and reconciliation with the registered workers.
 
 use std::collections::BTreeMap;
 

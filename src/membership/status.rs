@@ -10,11 +10,11 @@ use crate::protocol::{Timestamp, WorkerId};
 pub struct DiscoveryStatus {
     /// Name of the source.
     pub source: String,
-    /// Workers in its last good set, usable or not.
+    /// Workers in its last valid set, usable or not.
     pub workers: usize,
-    /// Last error; absent after a good set.
+    /// Last error; absent after a valid set.
     pub last_error: Option<String>,
-    /// Time of the first error after the last good set, by the clock of the router; absent without `last_error`.
+    /// Time of the first error after the last valid set, by the clock of the router; absent without `last_error`.
     pub failing_since: Option<Timestamp>,
     /// Whether the source has closed.
     pub closed: bool,
@@ -29,7 +29,7 @@ pub struct DiscoveryStatus {
 }
 
 impl DiscoveryStatus {
-    /// Age of the last good set: the time since the first error after it, zero without an error. `now` is
+    /// Age of the last valid set: the time since the first error after it, zero without an error. `now` is
     /// `Router::now`.
     #[must_use]
     pub fn stale_for(&self, now: Timestamp) -> Duration {

@@ -282,7 +282,7 @@ fn the_first_source_and_the_embedder_have_precedence() {
     pool.step(MembershipInput::SourceUpdated { source: 1, update: failed() });
     pool.step(MembershipInput::SourceUpdated { source: 1, update: failed() });
     pool.step(MembershipInput::Reconcile);
-    assert_eq!(pool.endpoints(), both, "the last good sets stay in force");
+    assert_eq!(pool.endpoints(), both, "the last valid sets stay in force");
     let is_failure = |report: &&MembershipReport| matches!(report, MembershipReport::SourceFailed { .. });
     assert_eq!(pool.done.reports.iter().filter(is_failure).count(), 1);
     pool.source(0, &[]);

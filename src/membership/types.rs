@@ -120,9 +120,9 @@ pub enum MembershipInput<R> {
 pub enum SourceUpdate {
     /// Complete set of workers.
     Workers(WorkerMap),
-    /// No new set. The last good set stays in force.
+    /// No new set. The last valid set stays in force.
     Failed(DiscoveryError),
-    /// No further values. The last good set stays in force.
+    /// No further values. The last valid set stays in force.
     Closed,
 }
 
@@ -341,7 +341,7 @@ pub enum MembershipReport {
         source: String,
         /// The error.
         error: String,
-        /// Workers of its last good set; `None` before the first set.
+        /// Workers of its last valid set; `None` before the first set.
         workers: Option<usize>,
     },
     /// A source has returned a set after an error.

@@ -43,10 +43,10 @@ impl CacheAware {
             || f64::from(most) <= Self::BALANCE_RATIO * f64::from(least)
     }
 
-    /// Whether a match of `cached_tokens` of `isl_tokens` is followed.
+    /// Whether a match of `cached_tokens` of `prompt_tokens` is followed.
     #[must_use]
-    pub fn is_match(cached_tokens: u32, isl_tokens: u32) -> bool {
-        f64::from(cached_tokens) > Self::MATCH_SHARE * f64::from(isl_tokens)
+    pub fn is_match(cached_tokens: u32, prompt_tokens: u32) -> bool {
+        f64::from(cached_tokens) > Self::MATCH_SHARE * f64::from(prompt_tokens)
     }
 }
 
@@ -70,7 +70,7 @@ impl BuiltIn for CacheAware {
             }
         });
         let followed = best.filter(|&(cached_tokens, ..)| {
-            Self::is_even(least, most) && Self::is_match(cached_tokens, request.isl_tokens)
+            Self::is_even(least, most) && Self::is_match(cached_tokens, request.prompt_tokens)
         });
         let followed = followed.map(|(.., index)| index);
         followed.or_else(|| least_loaded(request, ranks, 0..ranks.len(), |index| ranks.requests(index)))

@@ -24,7 +24,7 @@ pub struct RequestFacts<'a> {
     /// The router's seed.
     pub seed: u64,
     /// Prompt length in tokens.
-    pub isl_tokens: u32,
+    pub prompt_tokens: u32,
     /// Tokens per block.
     pub block_size: u32,
     /// Output tokens that the caller expects, if given.
@@ -66,8 +66,10 @@ pub struct Candidate {
     /// Blocks that the index holds for the rank, in all tiers.
     pub held_blocks: u32,
     /// Time since the rank last published its load. An idle rank publishes nothing, so a high age is no error.
+    #[serde(rename = "load_age_seconds", with = "crate::protocol::seconds")]
     pub load_age: Duration,
     /// Time since the last KV event; absent if there was none.
+    #[serde(rename = "index_age_seconds", with = "crate::protocol::option_seconds")]
     pub index_age: Option<Duration>,
     /// Engine-reported load and its age; absent if never reported. Stale or absent means unknown, not idle.
     pub engine_load: Option<EngineLoadFact>,
@@ -177,7 +179,7 @@ pub trait RankScorer: Send + Sync {
 ///
 /// impl RankFilter for FitsInCache {
 ///     fn accepts(&self, request: &RequestFacts<'_>, _: WorkerRank, traits: &RankTraits) -> bool {
-///         traits.total_kv_blocks.is_none_or(|blocks| blocks / 2 > request.isl_tokens / request.block_size)
+///         traits.total_kv_blocks.is_none_or(|blocks| blocks / 2 > request.prompt_tokens / request.block_size)
 ///     }
 /// }
 /// ```

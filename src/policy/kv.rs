@@ -100,7 +100,7 @@ pub struct KvCost {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CostFacts {
     /// Prompt length in tokens.
-    pub isl_tokens: u64,
+    pub prompt_tokens: u64,
     /// Overlap of the prompt on the rank.
     pub overlap: TierOverlap,
     /// Blocks in the shared cache beyond the rank's device blocks.
@@ -147,7 +147,7 @@ impl KvCost {
     ///
     /// // Cold and idle, 1024 tokens in blocks of 16: 64 blocks to compute, 64 to hold.
     /// let cost = RouterConfig { block_size: 16, ..RouterConfig::default() }.kv_cost();
-    /// let facts = CostFacts { isl_tokens: 1024, potential_blocks: 64, ..CostFacts::default() };
+    /// let facts = CostFacts { prompt_tokens: 1024, potential_blocks: 64, ..CostFacts::default() };
     /// assert_eq!(cost.cost(&facts), 128.0);
     /// ```
     #[must_use]
@@ -167,7 +167,7 @@ impl KvCost {
             return CostTerms { credit_blocks, prefill_blocks: 0.0, held_blocks, requests_blocks };
         }
         let raw_tokens =
-            if self.track_prefill_tokens { facts.prefill_tokens.saturating_add(facts.isl_tokens) } else { 0 };
+            if self.track_prefill_tokens { facts.prefill_tokens.saturating_add(facts.prompt_tokens) } else { 0 };
         let adjusted = (blocks(raw_tokens) / f64::from(self.block_size) - credit_blocks).max(0.0);
         let prefill_blocks = self.prefill_load_scale * adjusted;
         CostTerms { credit_blocks, prefill_blocks, held_blocks, requests_blocks }
@@ -225,7 +225,7 @@ impl KvCost {
         }
         let busier_tokens = facts.prefill_tokens.saturating_sub(facts.prefill_tokens_least);
         let busier_blocks = blocks(busier_tokens) / f64::from(self.block_size);
-        let request_blocks = blocks(facts.isl_tokens.div_ceil(u64::from(self.block_size)));
+        let request_blocks = blocks(facts.prompt_tokens.div_ceil(u64::from(self.block_size)));
         1.0 / (1.0 + self.overlap_score_credit_decay * busier_blocks / request_blocks.max(1.0))
     }
 }
@@ -248,7 +248,7 @@ mod tests {
         let mut kv = KvConfig::default();
         change(&mut kv);
         let config = RouterConfig { block_size: 16, policy: PolicyConfig::Kv(kv), ..RouterConfig::default() };
-        config.kv_cost().cost(&CostFacts { isl_tokens: 1024, ..facts })
+        config.kv_cost().cost(&CostFacts { prompt_tokens: 1024, ..facts })
     }
 
     fn held(device_blocks: u32, host_pinned_blocks: u32, disk_blocks: u32) -> TierOverlap {
@@ -280,7 +280,7 @@ mod tests {
         let facts = CostFacts { overlap: held(2, 0, 0), shared_cache_blocks: 2, ..CostFacts::default() };
         let kv = KvConfig { shared_cache_multiplier: 0.5, ..KvConfig::default() };
         let config = RouterConfig { block_size: 16, policy: PolicyConfig::Kv(kv), ..RouterConfig::default() };
-        let terms = config.kv_cost().terms(&CostFacts { isl_tokens: 1024, ..facts });
+        let terms = config.kv_cost().terms(&CostFacts { prompt_tokens: 1024, ..facts });
         assert_eq!(terms.credit_blocks, 3.0);
         assert_eq!(terms.total(), 61.0);
     }
@@ -296,22 +296,22 @@ mod tests {
             policy: PolicyConfig::Kv(KvConfig { active_request_weight: 1.5, ..KvConfig::default() }),
             ..RouterConfig::default()
         };
-        assert_eq!(decode.kv_cost().cost(&CostFacts { isl_tokens: 1024, ..facts }), 57.0);
+        assert_eq!(decode.kv_cost().cost(&CostFacts { prompt_tokens: 1024, ..facts }), 57.0);
     }
 
     proptest! {
         #[test]
         fn bounds_hold(
-            isl_tokens in 0u64..100_000, device in 0u32..2_000, host in 0u32..50, disk in 0u32..50,
+            prompt_tokens in 0u64..100_000, device in 0u32..2_000, host in 0u32..50, disk in 0u32..50,
             active in 0u64..10_000, depth in 0u64..2_000, prefill in 0u64..100_000, spread in 0u64..5_000,
             scale in 0.0..4.0, credit in 0.0..3.0, weight in 0.0..64.0, track: bool, decode: bool,
         ) {
             let config = RouterConfig { role: if decode { crate::config::PoolRole::Decode } else { crate::config::PoolRole::Aggregated }, policy: PolicyConfig::Kv(KvConfig { prefill_load_scale: scale, overlap_score_credit: credit, active_request_weight: weight, ..KvConfig::default() }), load: LoadConfig { track_prefill_tokens: track, ..LoadConfig::default() }, ..RouterConfig::default() };
             let cost = config.kv_cost();
-            let request_blocks = isl_tokens / u64::from(config.block_size);
+            let request_blocks = prompt_tokens / u64::from(config.block_size);
             let shared = depth.min(request_blocks);
             let facts = CostFacts {
-                isl_tokens, overlap: held(device, host, disk), prefill_tokens: prefill + spread / 2,
+                prompt_tokens, overlap: held(device, host, disk), prefill_tokens: prefill + spread / 2,
                 potential_blocks: active + request_blocks - shared, active_requests: 3, prefill_tokens_least: 0,
                 shared_cache_blocks: 0,
             };

@@ -170,7 +170,7 @@ fn work_price(later: f64, requests: f64, wait_seconds: f64) -> f64 {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LatencyFacts {
     /// Prompt length in tokens.
-    pub isl_tokens: u32,
+    pub prompt_tokens: u32,
     /// Tokens that need no computation when the request is served: cached, or computed by an earlier request.
     pub cached_tokens: u32,
     /// Duration of the earlier prefills, in seconds.
@@ -195,19 +195,19 @@ pub struct LatencyTerms {
     /// Expected time to first token.
     pub ttft_seconds: f64,
     /// Part of it during which the request waits for KV blocks.
-    pub room_seconds: f64,
+    pub kv_wait_seconds: f64,
     /// Total stall of the active requests during its prefill.
     pub stall_seconds: f64,
     /// Total wait of later arrivals for its prefill.
-    pub later_seconds: f64,
+    pub queue_delay_seconds: f64,
     /// Duration of its output.
     pub decode_seconds: f64,
     /// Total additional duration of the active requests' output.
     pub slowdown_seconds: f64,
     /// Later loss from evicted blocks.
-    pub displace_seconds: f64,
+    pub eviction_seconds: f64,
     /// Later gain from a prefix that is requested repeatedly and that this rank lacks.
-    pub copy_seconds: f64,
+    pub replication_seconds: f64,
     /// Cost of a second of decode time.
     pub decode_price: f64,
 }
@@ -219,10 +219,10 @@ impl LatencyTerms {
     pub fn total(&self) -> f64 {
         TTFT_WEIGHT * self.ttft_seconds
             + self.stall_seconds
-            + self.later_seconds
+            + self.queue_delay_seconds
             + self.decode_price * (self.decode_seconds + self.slowdown_seconds)
-            + self.displace_seconds
-            - self.copy_seconds
+            + self.eviction_seconds
+            - self.replication_seconds
     }
 }
 
@@ -239,7 +239,7 @@ impl LatencyCost {
     /// };
     /// let speed = EngineSpeed::prior(64);
     /// let idle = LatencyFacts {
-    ///     isl_tokens: 6_400, cached_tokens: 0, wait_seconds: 0.0, requests: 0, potential_blocks: 100,
+    ///     prompt_tokens: 6_400, cached_tokens: 0, wait_seconds: 0.0, requests: 0, potential_blocks: 100,
     ///     read_blocks: 0, total_blocks: None, is_full: false, speed,
     /// };
     /// let warm = LatencyFacts { cached_tokens: 6_336, ..idle };
@@ -260,7 +260,7 @@ impl LatencyCost {
     pub fn bounds(&self, facts: &LatencyFacts, cached_tokens_max: u32, potential_blocks_min: u64) -> Bounds {
         let hi = self.cost(facts);
         let lo = self.cost(&LatencyFacts {
-            cached_tokens: facts.cached_tokens.max(cached_tokens_max).min(facts.isl_tokens),
+            cached_tokens: facts.cached_tokens.max(cached_tokens_max).min(facts.prompt_tokens),
             potential_blocks: potential_blocks_min,
             ..*facts
         });
@@ -277,7 +277,7 @@ impl LatencyCost {
     /// #     block_size: 64, track_prefill_tokens: true, output_tokens: 100.0, common_tokens: 0, reuse: 0.0, prices,
     /// # };
     /// let facts = LatencyFacts {
-    ///     isl_tokens: 6_400, cached_tokens: 0, wait_seconds: 0.0, requests: 9, potential_blocks: 500,
+    ///     prompt_tokens: 6_400, cached_tokens: 0, wait_seconds: 0.0, requests: 9, potential_blocks: 500,
     ///     read_blocks: 400, total_blocks: None, is_full: false, speed: EngineSpeed::prior(64),
     /// };
     /// let step = 0.004 + 10.0 * 20e-6 + 500.0 * 64.0 * 65e-9;
@@ -285,7 +285,7 @@ impl LatencyCost {
     /// ```
     #[must_use]
     pub fn itl_seconds(&self, facts: &LatencyFacts) -> f64 {
-        let own_blocks = f64::from(facts.isl_tokens) / f64::from(self.block_size);
+        let own_blocks = f64::from(facts.prompt_tokens) / f64::from(self.block_size);
         facts.speed.step(f64::from(facts.requests) + 1.0, count(facts.read_blocks) + own_blocks)
     }
 
@@ -295,37 +295,37 @@ impl LatencyCost {
     pub fn terms(&self, facts: &LatencyFacts) -> LatencyTerms {
         let (speed, prices) = (&facts.speed, &self.prices);
         let (requests, wait_seconds) = (f64::from(facts.requests), facts.wait_seconds);
-        let (copied_tokens, rest_tokens) = self.work_split(facts.isl_tokens, facts.cached_tokens);
+        let (copied_tokens, rest_tokens) = self.work_split(facts.prompt_tokens, facts.cached_tokens);
         let (copied_seconds, rest_seconds) = (speed.prefill(copied_tokens), speed.prefill(rest_tokens));
         let prefill_seconds = copied_seconds + rest_seconds;
         let step_seconds = speed.step(requests, count(facts.read_blocks));
-        let own_step_seconds = self.own_step_seconds(facts.isl_tokens, speed);
-        let room_seconds = self.room_seconds(facts, step_seconds);
+        let own_step_seconds = self.own_step_seconds(facts.prompt_tokens, speed);
+        let kv_wait_seconds = self.kv_wait_seconds(facts, step_seconds);
         let own_price = work_price(prices.later, requests, wait_seconds + (prefill_seconds + rest_seconds) / 2.0);
         LatencyTerms {
-            ttft_seconds: wait_seconds + room_seconds + prefill_seconds + step_seconds,
-            room_seconds,
+            ttft_seconds: wait_seconds + kv_wait_seconds + prefill_seconds + step_seconds,
+            kv_wait_seconds,
             stall_seconds: prefill_seconds * requests,
-            later_seconds: prices.later * prefill_seconds * (wait_seconds + prefill_seconds / 2.0),
+            queue_delay_seconds: prices.later * prefill_seconds * (wait_seconds + prefill_seconds / 2.0),
             decode_seconds: self.output_tokens * (step_seconds + own_step_seconds),
             slowdown_seconds: self.output_tokens * own_step_seconds * requests,
-            displace_seconds: if facts.is_full { prices.mean * self.reuse * prefill_seconds } else { 0.0 },
-            copy_seconds: prices.mean.min(own_price - 1.0) * copied_seconds,
+            eviction_seconds: if facts.is_full { prices.mean * self.reuse * prefill_seconds } else { 0.0 },
+            replication_seconds: prices.mean.min(own_price - 1.0) * copied_seconds,
             decode_price: prices.decode,
         }
     }
 
     /// Time that a request adds to a step.
-    pub(crate) fn own_step_seconds(&self, isl_tokens: u32, speed: &EngineSpeed) -> f64 {
-        let own_blocks = f64::from(isl_tokens) / f64::from(self.block_size);
+    pub(crate) fn own_step_seconds(&self, prompt_tokens: u32, speed: &EngineSpeed) -> f64 {
+        let own_blocks = f64::from(prompt_tokens) / f64::from(self.block_size);
         speed.request_seconds + speed.block_seconds * own_blocks
     }
 
-    /// Work tokens of a request with `cached_tokens` of its `isl_tokens` cached: those of the common prefix that the rank
+    /// Work tokens of a request with `cached_tokens` of its `prompt_tokens` cached: those of the common prefix that the rank
     /// lacks, and the others.
-    pub(crate) fn work_split(&self, isl_tokens: u32, cached_tokens: u32) -> (f64, f64) {
-        let new_tokens = self.new_tokens(isl_tokens, cached_tokens);
-        let cached_tokens = isl_tokens.saturating_sub(new_tokens);
+    pub(crate) fn work_split(&self, prompt_tokens: u32, cached_tokens: u32) -> (f64, f64) {
+        let new_tokens = self.new_tokens(prompt_tokens, cached_tokens);
+        let cached_tokens = prompt_tokens.saturating_sub(new_tokens);
         let copied_tokens = self.common_tokens.saturating_sub(cached_tokens).min(new_tokens);
         let copied = work_tokens(copied_tokens, cached_tokens);
         (copied, (work_tokens(new_tokens, cached_tokens) - copied).max(0.0))
@@ -334,7 +334,7 @@ impl LatencyCost {
     /// Time until enough blocks are free: all requests grow by their output, and blocks become free at the rate at which
     /// the active requests end.
     #[inline]
-    fn room_seconds(&self, facts: &LatencyFacts, step_seconds: f64) -> f64 {
+    fn kv_wait_seconds(&self, facts: &LatencyFacts, step_seconds: f64) -> f64 {
         let Some(total_blocks) = facts.total_blocks else { return 0.0 };
         let output_blocks = self.output_tokens * f64::from(facts.requests + 1) / f64::from(self.block_size);
         let missing = count(facts.potential_blocks) + output_blocks - FILL_MAX * f64::from(total_blocks);
@@ -345,8 +345,8 @@ impl LatencyCost {
     }
 
     /// Tokens to compute: at least one, which produces the first token.
-    fn new_tokens(&self, isl_tokens: u32, cached_tokens: u32) -> u32 {
-        if self.track_prefill_tokens { isl_tokens.saturating_sub(cached_tokens).max(1) } else { 0 }
+    fn new_tokens(&self, prompt_tokens: u32, cached_tokens: u32) -> u32 {
+        if self.track_prefill_tokens { prompt_tokens.saturating_sub(cached_tokens).max(1) } else { 0 }
     }
 }
 
@@ -374,7 +374,7 @@ mod tests {
     /// 25,000 work tokens per second, and step times of the prior.
     fn facts() -> LatencyFacts {
         LatencyFacts {
-            isl_tokens: 6_600,
+            prompt_tokens: 6_600,
             cached_tokens: 0,
             wait_seconds: 0.0,
             requests: 0,
@@ -397,9 +397,9 @@ mod tests {
         let prefill = 6_600.0 * 1.1 / 25_000.0;
         close(terms.ttft_seconds, prefill + 0.004);
         close(terms.decode_seconds, 200.0 * (0.004 + 20e-6 + 65e-9 * 6_600.0));
-        close(terms.later_seconds, 8.0 * prefill * prefill / 2.0);
-        close(terms.displace_seconds, 20.0 * 0.1 * prefill);
-        assert_eq!((terms.slowdown_seconds, terms.stall_seconds, terms.room_seconds), (0.0, 0.0, 0.0));
+        close(terms.queue_delay_seconds, 8.0 * prefill * prefill / 2.0);
+        close(terms.eviction_seconds, 20.0 * 0.1 * prefill);
+        assert_eq!((terms.slowdown_seconds, terms.stall_seconds, terms.kv_wait_seconds), (0.0, 0.0, 0.0));
     }
 
     #[test]
@@ -416,12 +416,12 @@ mod tests {
         let prefill = 8.0 * (1.0 + 6_596.0 / 33_000.0) / 25_000.0;
         let step = 0.004 + 50.0 * 20e-6 + 5_000.0 * 64.0 * 65e-9;
         close(terms.ttft_seconds, 3.0 + prefill + step);
-        close(terms.later_seconds, 8.0 * prefill * (3.0 + prefill / 2.0));
+        close(terms.queue_delay_seconds, 8.0 * prefill * (3.0 + prefill / 2.0));
         close(terms.stall_seconds, 50.0 * prefill);
-        assert_eq!(terms.displace_seconds, 0.0, "capacity available");
+        assert_eq!(terms.eviction_seconds, 0.0, "capacity available");
         close(terms.slowdown_seconds, 200.0 * (20e-6 + 65e-9 * 6_600.0) * 50.0);
         let decode = terms.decode_seconds + terms.slowdown_seconds;
-        close(terms.total(), 3.0 * terms.ttft_seconds + terms.stall_seconds + terms.later_seconds + 2.0 * decode);
+        close(terms.total(), 3.0 * terms.ttft_seconds + terms.stall_seconds + terms.queue_delay_seconds + 2.0 * decode);
     }
 
     /// 20 requests hold 2,000 of 2,000 blocks: the new one lacks 100 blocks, and 65.6 for the output of all.
@@ -436,9 +436,9 @@ mod tests {
         };
         let step = 0.004 + 20.0 * 20e-6 + 2_000.0 * 64.0 * 65e-9;
         let missing = 2_104.0 + 200.0 * 21.0 / 64.0 - 0.95 * 2_000.0;
-        close(COST.terms(&facts).room_seconds, missing * 200.0 * step / 2_000.0);
+        close(COST.terms(&facts).kv_wait_seconds, missing * 200.0 * step / 2_000.0);
         let room = LatencyFacts { total_blocks: Some(3_000), ..facts };
-        assert_eq!(COST.terms(&room).room_seconds, 0.0);
+        assert_eq!(COST.terms(&room).kv_wait_seconds, 0.0);
     }
 
     #[test]
@@ -446,14 +446,14 @@ mod tests {
         let decode = LatencyCost { track_prefill_tokens: false, ..COST };
         let terms = decode.terms(&facts());
         close(terms.ttft_seconds, 0.004);
-        assert_eq!((terms.stall_seconds, terms.displace_seconds), (0.0, 0.0));
+        assert_eq!((terms.stall_seconds, terms.eviction_seconds), (0.0, 0.0));
     }
 
     /// First workload of Dynamo's benchmark: 7,000 tokens, half of them one of ten prefixes. An idle rank without the
     /// prefix is eventually chosen over a warm rank with one request.
     #[test]
     fn a_common_prefix_is_copied_to_an_idle_rank() {
-        let cold = LatencyFacts { isl_tokens: 7_000, ..facts() };
+        let cold = LatencyFacts { prompt_tokens: 7_000, ..facts() };
         let warm = LatencyFacts { cached_tokens: 3_500, requests: 1, read_blocks: 110, ..cold };
         let prices = WorkPrices { later: 0.5, mean: 4.0, decode: 2.0 };
         let of = |common_tokens| LatencyCost { common_tokens, output_tokens: 100.0, prices, ..COST };
@@ -462,7 +462,7 @@ mod tests {
         let copied = of(3_500).terms(&cold);
         let [prefix, all] =
             [3_500.0 * (1.0 + 1_750.0 / 33_000.0), 7_000.0 * (1.0 + 3_500.0 / 33_000.0)].map(|work| work / 25_000.0);
-        close(copied.copy_seconds, (2.0 + 0.5 * (all + all - prefix) / 2.0) * prefix);
+        close(copied.replication_seconds, (2.0 + 0.5 * (all + all - prefix) / 2.0) * prefix);
     }
 
     /// A rank of half the speed is chosen only if the fast one is busy enough.
@@ -497,7 +497,7 @@ mod tests {
     proptest! {
         #[test]
         fn costs_are_finite_and_increase_with_queued_work(
-            isl_tokens: u32, cached_tokens: u32, wait_seconds in 0.0..1e6,
+            prompt_tokens: u32, cached_tokens: u32, wait_seconds in 0.0..1e6,
             requests in 0u32..100_000, is_full: bool, fewer in 1u32..1_000,
             potential_blocks in 0u64..1 << 40, read_blocks in 0u64..1 << 40, total_blocks: Option<u32>, common_tokens: u32,
             arrivals_per_second in 0.0..1e4, utilization in 0.0..2.0, pool_requests in 0.0..1e4, pool_wait in 0.0..1e4,
@@ -507,7 +507,7 @@ mod tests {
                 PoolLoad { arrivals_per_second, utilization, requests: pool_requests, wait_seconds: pool_wait, step_ratio };
             let cost_of = LatencyCost { common_tokens, prices: WorkPrices::of(&load), ..COST };
             let facts = LatencyFacts {
-                isl_tokens, cached_tokens, wait_seconds, requests, potential_blocks, read_blocks,
+                prompt_tokens, cached_tokens, wait_seconds, requests, potential_blocks, read_blocks,
                 total_blocks, is_full, ..facts()
             };
             let cost = cost_of.cost(&facts);

@@ -133,7 +133,7 @@ mod tests {
         /// The bound of a rank is below its cost, and close to it if the rank has enough blocks.
         #[test]
         fn bounds_are_below_the_costs_and_close(
-            isl_tokens in 0u32..200_000, cached_tokens in 0u32..200_000, common_tokens in 0u32..200_000,
+            prompt_tokens in 0u32..200_000, cached_tokens in 0u32..200_000, common_tokens in 0u32..200_000,
             wait_seconds in 0.0..100.0, requests in 0u32..500, read_blocks in 0u64..100_000, is_full: bool,
             output_tokens in 0.0..5_000.0, reuse in 0.0..0.8, now_seconds in 0.0..0.25, rate in 100.0..1e5,
             arrivals_per_second in 0.0..50.0, utilization in 0.0..2.0, pool_requests in 0.0..200.0, step_ratio in 0.5..9.0,
@@ -146,17 +146,17 @@ mod tests {
             };
             let speed = EngineSpeed { work_tokens_per_second: rate, ..EngineSpeed::prior(16) };
             let facts = LatencyFacts {
-                isl_tokens, cached_tokens, wait_seconds, requests, potential_blocks: read_blocks, read_blocks,
+                prompt_tokens, cached_tokens, wait_seconds, requests, potential_blocks: read_blocks, read_blocks,
                 total_blocks, is_full, speed,
             };
-            let own_step_seconds = cost.own_step_seconds(isl_tokens, &speed);
+            let own_step_seconds = cost.own_step_seconds(prompt_tokens, &speed);
             let mut loads = RankGroup::VACANT;
             loads.idle_at[lane] = (now_seconds + wait_seconds) as f32;
             loads.requests[lane] = requests as f32;
             loads.step_seconds[lane] = speed.step(f64::from(requests), read_blocks as f64) as f32;
             loads.token_seconds[lane] = speed.work_tokens_per_second.recip() as f32;
             loads.full[lane] = f32::from(u8::from(is_full));
-            let (copied, rest) = cost.work_split(isl_tokens, cached_tokens);
+            let (copied, rest) = cost.work_split(prompt_tokens, cached_tokens);
             let mut work = WorkGroup { copied: [0.0; RankGroup::RANKS], rest: [0.0; RankGroup::RANKS] };
             (work.copied[lane], work.rest[lane]) = (copied as f32, rest as f32);
             let (bounds, least) = GroupCost::new(&cost, now_seconds, own_step_seconds).bounds(&loads, &work);

@@ -132,7 +132,7 @@ impl SpeculativePrompt {
     /// The entry of a prompt in blocks of `block_size` tokens; blocks not covered by its hashes are private.
     #[must_use]
     pub fn of(prompt: &HashedPrompt, block_size: u32) -> Self {
-        let blocks = prompt.isl_tokens().div_ceil(block_size.max(1) as usize);
+        let blocks = prompt.prompt_tokens().div_ceil(block_size.max(1) as usize);
         let private_blocks = blocks.saturating_sub(prompt.block_hashes().len());
         let private_blocks = u32::try_from(private_blocks).unwrap_or(u32::MAX);
         Self { hashes: Arc::clone(prompt.block_hashes()), private_blocks }

@@ -60,7 +60,7 @@ impl Class {
         self.change(entry.tenant, |share| share.insert(lane, key));
         *self.lanes.entry(lane).or_default() += 1;
         self.arrivals.insert((entry.arrival, key.sequence));
-        self.raw_tokens += u64::from(entry.isl_tokens);
+        self.raw_tokens += u64::from(entry.prompt_tokens);
         self.cached_tokens += u64::from(entry.cached_tokens);
     }
 
@@ -73,7 +73,7 @@ impl Class {
             }
         }
         self.arrivals.remove(&(entry.arrival, key.sequence));
-        self.raw_tokens -= u64::from(entry.isl_tokens);
+        self.raw_tokens -= u64::from(entry.prompt_tokens);
         self.cached_tokens -= u64::from(entry.cached_tokens);
     }
 
@@ -215,7 +215,7 @@ impl Class {
                 assert_eq!(entry.tenant, tenant);
                 requests += 1;
                 *lanes.entry(lane).or_default() += 1;
-                raw_tokens += u64::from(entry.isl_tokens);
+                raw_tokens += u64::from(entry.prompt_tokens);
                 cached_tokens += u64::from(entry.cached_tokens);
                 assert!(self.arrivals.contains(&(entry.arrival, key.sequence)), "{key:?} has no arrival");
             }

@@ -15,7 +15,7 @@ use super::ids::TenantKey;
 /// ```
 /// use pointsman::queue::QueueEntry;
 ///
-/// let entry = QueueEntry { isl_tokens: 4096, cached_tokens: 3584, ..QueueEntry::default() };
+/// let entry = QueueEntry { prompt_tokens: 4096, cached_tokens: 3584, ..QueueEntry::default() };
 /// assert_eq!((entry.uncached_tokens(), entry.cost_tokens()), (512, 512));
 /// assert_eq!(QueueEntry::default().cost_tokens(), 1); // nothing is free
 /// ```
@@ -34,8 +34,8 @@ pub struct QueueEntry {
     /// Arrival time.
     pub arrival: Timestamp,
     /// Prompt length in tokens.
-    pub isl_tokens: u32,
-    /// Prompt tokens cached on the best eligible rank; at most `isl_tokens`.
+    pub prompt_tokens: u32,
+    /// Prompt tokens cached on the best eligible rank; at most `prompt_tokens`.
     pub cached_tokens: u32,
 }
 
@@ -43,7 +43,7 @@ impl QueueEntry {
     /// Number of tokens to compute.
     #[must_use]
     pub fn uncached_tokens(&self) -> u32 {
-        self.isl_tokens.saturating_sub(self.cached_tokens)
+        self.prompt_tokens.saturating_sub(self.cached_tokens)
     }
 
     /// Cost of a dispatch for the class: the uncached tokens, at least 1.
@@ -149,14 +149,14 @@ mod tests {
         assert!(precedes(QueueOrder::Fcfs, arrived(12, 5.0), arrived(10, 0.0)));
         assert!(precedes(QueueOrder::Lcfs, arrived(12, 0.0), arrived(10, 0.0)));
         assert!(precedes(QueueOrder::Lcfs, arrived(10, 3.0), arrived(12, 0.0)));
-        let warm = QueueEntry { isl_tokens: 4096, cached_tokens: 3584, ..QueueEntry::default() };
-        let cold = QueueEntry { isl_tokens: 1024, ..QueueEntry::default() };
+        let warm = QueueEntry { prompt_tokens: 4096, cached_tokens: 3584, ..QueueEntry::default() };
+        let cold = QueueEntry { prompt_tokens: 1024, ..QueueEntry::default() };
         assert_eq!((warm.score(QueueOrder::Wspt), cold.score(QueueOrder::Wspt)), (1.0 / 512.0, 1.0 / 1024.0));
         assert!(precedes(QueueOrder::Wspt, warm, cold));
         let jumps = QueueEntry { priority_jump: 3.0, ..cold };
         assert_eq!(jumps.score(QueueOrder::Wspt), 4.0 / 1024.0);
         assert_eq!(
-            QueueEntry { cached_tokens: 7, isl_tokens: 5, ..QueueEntry::default() }.score(QueueOrder::Wspt),
+            QueueEntry { cached_tokens: 7, prompt_tokens: 5, ..QueueEntry::default() }.score(QueueOrder::Wspt),
             1.0
         );
     }

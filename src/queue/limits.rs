@@ -115,7 +115,7 @@ impl Drain {
         let kept = (-secs / MEMORY_SECS).exp();
         self.secs = self.secs * kept + secs;
         self.requests = self.requests * kept + 1.0;
-        self.raw_tokens = self.raw_tokens * kept + f64::from(entry.isl_tokens);
+        self.raw_tokens = self.raw_tokens * kept + f64::from(entry.prompt_tokens);
         self.cached_tokens = self.cached_tokens * kept + f64::from(entry.cached_tokens);
         self.resume(now);
     }
@@ -157,7 +157,7 @@ mod tests {
     fn draining(every_ms: u64, until_ms: u64) -> Drain {
         let mut drain = Drain::default();
         drain.resume(START);
-        let entry = QueueEntry { isl_tokens: 1000, cached_tokens: 100, ..QueueEntry::default() };
+        let entry = QueueEntry { prompt_tokens: 1000, cached_tokens: 100, ..QueueEntry::default() };
         (1..=until_ms / every_ms).for_each(|n| drain.sent(at(n * every_ms), &entry));
         drain
     }
@@ -183,7 +183,7 @@ mod tests {
         assert_eq!(drain.retry_after(at(10_000), LimitKind::Requests, u64::MAX), RETRY_AFTER_MAX);
         assert_eq!(Drain::default().retry_after(at(0), LimitKind::Requests, 1), RETRY_AFTER_UNKNOWN);
         let mut uncached = draining(1, 0);
-        uncached.sent(at(0), &QueueEntry { isl_tokens: 5, ..QueueEntry::default() });
+        uncached.sent(at(0), &QueueEntry { prompt_tokens: 5, ..QueueEntry::default() });
         assert_eq!(uncached.retry_after(at(0), LimitKind::CachedTokens, 1), RETRY_AFTER_UNKNOWN);
         assert_eq!(uncached.retry_after(at(0), LimitKind::Requests, 1), RETRY_AFTER_MIN, "no time has passed");
     }

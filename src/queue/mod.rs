@@ -103,7 +103,7 @@ struct Head {
 /// let entry = |secs, priority_jump| QueueEntry {
 ///     arrival: start + Duration::from_secs(secs),
 ///     priority_jump,
-///     isl_tokens: 800,
+///     prompt_tokens: 800,
 ///     ..QueueEntry::default()
 /// };
 /// queue.check_limits(class, 8, start)?;
@@ -194,7 +194,7 @@ impl<E> Queue<E> {
     ///
     /// If a request with this id is already waiting, or the class does not exist.
     pub fn push(&mut self, id: u64, class: ClassId, lane: LaneKey, entry: QueueEntry, payload: E) {
-        let entry = QueueEntry { cached_tokens: entry.cached_tokens.min(entry.isl_tokens), ..entry };
+        let entry = QueueEntry { cached_tokens: entry.cached_tokens.min(entry.prompt_tokens), ..entry };
         let key = OrderKey::new(self.settings[class.position()].order, &entry, self.sequence, id);
         let before = self.waiting.insert(id, WaitingRequest { class, lane, entry, key, payload });
         assert!(before.is_none(), "request {id} waits already");
@@ -228,7 +228,7 @@ impl<E> Queue<E> {
     pub fn set_cached_tokens(&mut self, id: u64, cached_tokens: u32) {
         let Some(waiting) = self.waiting.get_mut(&id) else { return };
         let position = waiting.class.position();
-        let entry = QueueEntry { cached_tokens: cached_tokens.min(waiting.entry.isl_tokens), ..waiting.entry };
+        let entry = QueueEntry { cached_tokens: cached_tokens.min(waiting.entry.prompt_tokens), ..waiting.entry };
         if entry.cached_tokens == waiting.entry.cached_tokens {
             return;
         }
@@ -351,7 +351,7 @@ impl<E> Queue<E> {
                 let waiting = self.waiting.get(&key.id).expect("every key is that of a waiting request");
                 assert_eq!((waiting.class, waiting.lane, waiting.key), (id, lane, key));
                 assert_eq!(key, OrderKey::new(settings.order, &waiting.entry, key.sequence, key.id));
-                assert!(waiting.entry.cached_tokens <= waiting.entry.isl_tokens);
+                assert!(waiting.entry.cached_tokens <= waiting.entry.prompt_tokens);
                 assert!(key.sequence < self.sequence);
                 &waiting.entry
             });

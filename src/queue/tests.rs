@@ -24,8 +24,8 @@ fn config_of(queue_classes: Vec<QueueClass>) -> RouterConfig {
     config
 }
 
-fn prompt(isl_tokens: u32) -> QueueEntry {
-    QueueEntry { isl_tokens, ..QueueEntry::default() }
+fn prompt(prompt_tokens: u32) -> QueueEntry {
+    QueueEntry { prompt_tokens, ..QueueEntry::default() }
 }
 
 #[test]
@@ -43,7 +43,7 @@ fn worked_examples_leave_in_order() {
     let arrived = |arrival, priority_jump| QueueEntry { arrival, priority_jump, ..prompt(100) };
     assert_eq!(order(QueueOrder::Fcfs, [arrived(secs(10), 0.0), arrived(secs(12), 5.0)]), [1, 0]);
     assert_eq!(order(QueueOrder::Fcfs, [arrived(secs(10), 0.0), arrived(secs(12), 1.0)]), [0, 1]);
-    let cached = |isl_tokens, cached_tokens| QueueEntry { cached_tokens, ..prompt(isl_tokens) };
+    let cached = |prompt_tokens, cached_tokens| QueueEntry { cached_tokens, ..prompt(prompt_tokens) };
     assert_eq!(order(QueueOrder::Wspt, [cached(1024, 0), cached(4096, 3584)]), [1, 0]);
 }
 
@@ -63,7 +63,7 @@ fn removals_keep_order_and_depth() {
         assert_eq!(queue.remove(id), Some(id));
         assert_eq!(queue.remove(id), None);
         depth.requests -= 1;
-        depth.raw_tokens -= u64::from(of(id).isl_tokens);
+        depth.raw_tokens -= u64::from(of(id).prompt_tokens);
         depth.cached_tokens -= 16;
         depth.oldest = Some(of(u64::from(id == 0)).arrival);
         assert_eq!(queue.depth(class), depth);

@@ -32,7 +32,7 @@ impl<T> PendingRequest<T> {
     pub(super) fn eligibility_inputs(&self) -> EligibilityInputs<'_> {
         EligibilityInputs {
             number: self.number,
-            isl_tokens: self.request.isl_tokens,
+            prompt_tokens: self.request.prompt_tokens,
             options: self.request.options.as_deref(),
             session: self.session,
             class: self.class,
@@ -153,7 +153,7 @@ impl<T> Schedule<T> {
         self.renew_session(&mut pending);
         let name = pending.request.options.as_ref().and_then(|options| options.policy_class.as_deref());
         let cached_tokens = self.best_cached_tokens(pending.eligibility_inputs(), &pending.request.overlaps);
-        let uncached_tokens = pending.request.isl_tokens.saturating_sub(cached_tokens);
+        let uncached_tokens = pending.request.prompt_tokens.saturating_sub(cached_tokens);
         let class = match self.queue.class_of(name, uncached_tokens) {
             Ok(class) => class,
             Err(unknown) => {
@@ -370,9 +370,9 @@ impl<T> Schedule<T> {
     /// The queue key of a waiting request follows its overlap.
     pub(super) fn on_overlaps(&mut self, booking: BookingId, overlaps: Vec<RankOverlap>) {
         let Some(pending) = self.queue.get(booking.0) else { return };
-        let (number, isl_tokens) = (pending.number, pending.request.isl_tokens);
+        let (number, prompt_tokens) = (pending.number, pending.request.prompt_tokens);
         let (options, session, class) = (pending.request.options.clone(), pending.session, pending.class);
-        let inputs = EligibilityInputs { number, isl_tokens, options: options.as_deref(), session, class };
+        let inputs = EligibilityInputs { number, prompt_tokens, options: options.as_deref(), session, class };
         let cached_tokens = self.best_cached_tokens(inputs, &overlaps);
         if let Some(pending) = self.queue.get_mut(booking.0) {
             pending.request.overlaps = overlaps;
@@ -444,7 +444,7 @@ fn queue_entry<T>(pending: &PendingRequest<T>, cached_tokens: u32) -> QueueEntry
         priority_jump: options.map_or(0.0, |options| options.priority_jump),
         due: pending.due(),
         arrival: pending.arrival().unwrap_or_default(),
-        isl_tokens: pending.request.isl_tokens,
+        prompt_tokens: pending.request.prompt_tokens,
         cached_tokens,
     }
 }

@@ -124,9 +124,9 @@ impl<T> Schedule<T> {
     /// Work of the request on each rank, at least.
     #[expect(clippy::cast_possible_truncation, reason = "the margin of the bounds covers the rounding")]
     fn fill_work<V: LoadView>(&self, case: Case<'_, T, V>, cost: &LatencyCost, scratch: &mut Scratch) {
-        let (isl_tokens, fingerprint) = (case.pending.request.isl_tokens, case.candidate.fingerprint);
+        let (prompt_tokens, fingerprint) = (case.pending.request.prompt_tokens, case.candidate.fingerprint);
         let split = |cached_tokens: u32| {
-            let (copied, rest) = cost.work_split(isl_tokens, cached_tokens.min(isl_tokens));
+            let (copied, rest) = cost.work_split(prompt_tokens, cached_tokens.min(prompt_tokens));
             (copied as f32, rest as f32)
         };
         let credits = self.credits_cache(case.pending);
@@ -180,7 +180,7 @@ impl<T> Schedule<T> {
     fn fill_lower_bounds<V: LoadView>(&self, case: Case<'_, T, V>, cost: &LatencyCost, scratch: &mut Scratch) {
         let Scratch { contenders: Contenders { work, bounds, .. }, eligibility, .. } = scratch;
         let Some(columns) = self.ranks.columns() else { return };
-        let own_blocks = f64::from(case.pending.request.isl_tokens) / f64::from(cost.block_size);
+        let own_blocks = f64::from(case.pending.request.prompt_tokens) / f64::from(cost.block_size);
         let now_seconds = columns.seconds(self.ranks.refreshed_at());
         let cost = GroupCost::new(cost, now_seconds, columns.least_own_step_seconds(own_blocks));
         bounds.clear();

@@ -249,7 +249,7 @@ impl<T> Schedule<T> {
         let unmodelled = u32::try_from(wait.unmodelled_tokens).unwrap_or(u32::MAX);
         let wait_seconds = wait.modelled.as_secs_f64() + speed.prefill(f64::from(unmodelled));
         LatencyFacts {
-            isl_tokens: pending.request.isl_tokens,
+            prompt_tokens: pending.request.prompt_tokens,
             cached_tokens: self.expected_cached_tokens(pending, rank, overlap, projected),
             wait_seconds,
             requests: projected.requests,
@@ -277,7 +277,7 @@ impl<T> Schedule<T> {
         let cached = overlap.cached_tokens(cost.tier_weights, cost.block_size);
         let block_count = u64::from(pending.request.prompt.block_count());
         let (shared_blocks, _) = if rank.is_overdue() { (0, 0) } else { projected.shared_blocks(block_count) };
-        cached.max(self.tokens(shared_blocks)).min(pending.request.isl_tokens)
+        cached.max(self.tokens(shared_blocks)).min(pending.request.prompt_tokens)
     }
 
     /// Whether cache hits count for the request.
@@ -335,7 +335,7 @@ impl<T> Schedule<T> {
         projected: &Projected,
     ) -> CostFacts {
         CostFacts {
-            isl_tokens: u64::from(pending.request.isl_tokens),
+            prompt_tokens: u64::from(pending.request.prompt_tokens),
             overlap,
             shared_cache_blocks: pending.request.shared_cache.beyond(overlap.device_blocks),
             prefill_tokens: projected.prefill_tokens.1,

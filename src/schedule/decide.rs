@@ -346,11 +346,11 @@ impl<T> Schedule<T> {
         let number = self.ranks.book(position, pending.candidate(in_batch), decision.prefill_load);
         if self.settings.policy == Policy::Latency {
             let new_tokens = decision.prefill_load.map_or(0, PrefillLoadHint::effective_tokens);
-            let isl_tokens = if tracks { request.isl_tokens } else { 0 };
+            let prompt_tokens = if tracks { request.prompt_tokens } else { 0 };
             let output_tokens = loads.output_tokens(decision.slot);
             let prefill = decision.prefill_load.and_then(PrefillLoadHint::expected_duration);
             self.arrival_rate.placed(prefill.unwrap_or_default(), self.now);
-            self.typical.placed(isl_tokens, isl_tokens.saturating_sub(new_tokens), output_tokens);
+            self.typical.placed(prompt_tokens, prompt_tokens.saturating_sub(new_tokens), output_tokens);
         }
         self.turns += 1;
         Effect::Book { context: pending.request.context, decision, number, trace }
@@ -365,7 +365,7 @@ impl<T> Schedule<T> {
         let loads = ranks.map(|(rank, overlap)| {
             let projected = rank.project(pending.candidate(in_batch));
             let cached_tokens = overlap.cached_tokens(weights, self.settings.cost.block_size);
-            let new = PrefillLoadHint::new(pending.request.isl_tokens, cached_tokens, track, None);
+            let new = PrefillLoadHint::new(pending.request.prompt_tokens, cached_tokens, track, None);
             let new_tokens = new.map_or(0, |hint| u64::from(hint.effective_tokens()));
             PotentialLoad {
                 rank: rank.rank,

@@ -26,7 +26,9 @@ pub struct Decision {
     pub(crate) shared_cache_blocks: u32,
     pub(crate) reachable_blocks: u32,
     pub(crate) prefill_load: Option<PrefillLoadHint>,
+    #[serde(rename = "predicted_ttft_seconds", with = "crate::protocol::option_seconds")]
     pub(crate) predicted_ttft: Option<Duration>,
+    #[serde(rename = "predicted_itl_seconds", with = "crate::protocol::option_seconds")]
     pub(crate) predicted_itl: Option<Duration>,
     #[serde(skip)]
     pub(crate) prediction_bias: PredictionBias,
@@ -183,7 +185,7 @@ mod tests {
             shared_cache_blocks: 0,
             reachable_blocks: 2,
             prefill_load: None,
-            predicted_ttft: None,
+            predicted_ttft: Some(Duration::from_millis(250)),
             predicted_itl: None,
             prediction_bias: PredictionBias::default(),
             routing_hashes: None,
@@ -191,6 +193,7 @@ mod tests {
         let json = serde_json::to_value(&decision).expect("plain data");
         assert_eq!(json["rank"], serde_json::json!({ "worker": 7, "rank": 1 }));
         assert_eq!((&json["number"], &json["cached_tokens"]), (&3.into(), &32.into()));
+        assert_eq!((&json["predicted_ttft_seconds"], &json["predicted_itl_seconds"]), (&0.25.into(), &().into()));
         assert!(json.get("slot").is_none() && json.get("generation").is_none() && json.get("routing_hashes").is_none());
     }
 }

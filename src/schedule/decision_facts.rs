@@ -40,9 +40,13 @@ impl<T> Schedule<T> {
         };
         let is_reported = !request.options.as_ref().is_some_and(|options| options.not_streamed);
         let expected_duration = expected_duration
-            .or_else(|| self.expected_duration(loads, rank, request.isl_tokens, cached_tokens))
+            .or_else(|| self.expected_duration(loads, rank, request.prompt_tokens, cached_tokens))
             .or_else(|| {
-                if is_reported { None } else { self.assumed_duration(loads, rank, request.isl_tokens, cached_tokens) }
+                if is_reported {
+                    None
+                } else {
+                    self.assumed_duration(loads, rank, request.prompt_tokens, cached_tokens)
+                }
             });
         let track = self.tracks_prefill(pending);
         // Eligibility belongs to this request if its rank was chosen; for a rank named by the embedder no other rank
@@ -66,7 +70,7 @@ impl<T> Schedule<T> {
             cached_tokens: overlap_tokens,
             shared_cache_blocks: request.shared_cache.beyond(overlap.device_blocks),
             reachable_blocks: reachable.map(|known| known.overlap.total_blocks()).max().unwrap_or(0),
-            prefill_load: PrefillLoadHint::new(request.isl_tokens, cached_tokens, track, expected_duration)
+            prefill_load: PrefillLoadHint::new(request.prompt_tokens, cached_tokens, track, expected_duration)
                 .map(|hint| if is_reported { hint } else { hint.unreported() }),
             predicted_ttft: ttft_seconds.map(duration),
             predicted_itl: itl_seconds.map(duration),
@@ -80,10 +84,10 @@ impl<T> Schedule<T> {
         &self,
         loads: &V,
         rank: &Rank,
-        isl_tokens: u32,
+        prompt_tokens: u32,
         cached_tokens: u32,
     ) -> Option<Duration> {
-        let new_tokens = isl_tokens.saturating_sub(cached_tokens);
+        let new_tokens = prompt_tokens.saturating_sub(cached_tokens);
         if let Some(estimator) = &self.extensions.estimator {
             let facts = PrefillFacts { rank: rank.rank, new_tokens, cached_tokens, batch: 1 };
             // A panic in the embedder's code costs an estimate, not the scheduler.
@@ -97,7 +101,7 @@ impl<T> Schedule<T> {
         }
         // A policy in seconds must not treat an unknown wait as zero.
         if self.settings.policy == Policy::Latency {
-            return self.assumed_duration(loads, rank, isl_tokens, cached_tokens);
+            return self.assumed_duration(loads, rank, prompt_tokens, cached_tokens);
         }
         loads.speed(rank.slot()).prefill_time(work_tokens(new_tokens, cached_tokens))
     }
@@ -107,10 +111,10 @@ impl<T> Schedule<T> {
         &self,
         loads: &V,
         rank: &Rank,
-        isl_tokens: u32,
+        prompt_tokens: u32,
         cached_tokens: u32,
     ) -> Option<Duration> {
-        let work_tokens = work_tokens(isl_tokens.saturating_sub(cached_tokens), cached_tokens);
+        let work_tokens = work_tokens(prompt_tokens.saturating_sub(cached_tokens), cached_tokens);
         Duration::try_from_secs_f64(self.speed_of(loads, rank).prefill(work_tokens)).ok()
     }
 }

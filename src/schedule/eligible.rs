@@ -77,7 +77,7 @@ impl Limits {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EligibilityInputs<'a> {
     pub(super) number: u64,
-    pub(super) isl_tokens: u32,
+    pub(super) prompt_tokens: u32,
     pub(super) options: Option<&'a ResolvedOptions>,
     /// Last rank of its session.
     pub(super) session: Option<WorkerRank>,
@@ -278,7 +278,7 @@ impl Rules {
         RequestFacts {
             request: inputs.number,
             seed: self.seed,
-            isl_tokens: inputs.isl_tokens,
+            prompt_tokens: inputs.prompt_tokens,
             block_size: self.block_size,
             expected_output_tokens: inputs.options.and_then(|options| options.expected_output_tokens),
             lora_name: inputs.options.and_then(|options| options.lora_name.as_deref()),

@@ -62,18 +62,18 @@ impl<T> Schedule<T> {
             };
             ExplainedRank {
                 facts: self.candidate_facts(pending, loads, position, &projected, scratch),
-                refused_by: scratch.eligibility.of(position),
+                excluded_by: scratch.eligibility.of(position),
                 exact: projected.is_exact(),
                 cached_tokens: scratch.overlaps[position].cached_tokens(weights, block_size),
                 cost_terms: terms,
                 latency_terms,
                 prediction: predictions
                     .map(|cost| self.predict(&cost, case, rank, scratch.overlaps[position], &projected).latency),
-                cost_lo: bounds.lo * factor + added_cost,
-                cost_hi: bounds.hi * factor + added_cost,
+                cost_min: bounds.lo * factor + added_cost,
+                cost_max: bounds.hi * factor + added_cost,
             }
         });
-        let (chosen, refused) = match outcome {
+        let (chosen, rejection) = match outcome {
             Ok(rank) => (Some(rank), None),
             Err(reason) => (None, Some(reason)),
         };
@@ -82,10 +82,10 @@ impl<T> Schedule<T> {
             request: pending.number,
             policy: self.settings.policy,
             custom_selector: self.extensions.policy.is_some(),
-            isl_tokens: pending.request.isl_tokens,
+            prompt_tokens: pending.request.prompt_tokens,
             block_size,
             chosen,
-            refused,
+            rejection,
             ranks: ranks.collect(),
         })
     }

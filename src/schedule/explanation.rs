@@ -19,13 +19,13 @@ pub struct Explanation {
     /// Whether a custom selector replaced the policy.
     pub custom_selector: bool,
     /// Prompt length in tokens.
-    pub isl_tokens: u32,
+    pub prompt_tokens: u32,
     /// Tokens per block.
     pub block_size: u32,
     /// Chosen rank.
     pub chosen: Option<WorkerRank>,
     /// Reason for no choice.
-    pub refused: Option<String>,
+    pub rejection: Option<String>,
     /// One row per registered rank, in rank order.
     pub ranks: Vec<ExplainedRank>,
 }
@@ -37,7 +37,7 @@ pub struct ExplainedRank {
     #[serde(flatten)]
     pub facts: Candidate,
     /// The excluding filter.
-    pub refused_by: Option<Filter>,
+    pub excluded_by: Option<Filter>,
     /// Whether its values are exact instead of bounds.
     pub exact: bool,
     /// Weighted overlap in tokens.
@@ -49,12 +49,12 @@ pub struct ExplainedRank {
     /// Predicted latency, where prefill speeds are learned.
     pub prediction: Option<LatencyPrediction>,
     /// Lower bound of its cost.
-    pub cost_lo: f64,
+    pub cost_min: f64,
     /// Upper bound of its cost. Includes preferences, as compared.
-    pub cost_hi: f64,
+    pub cost_max: f64,
 }
 
 impl Explanation {
     /// Version of the record written by this code.
-    pub const SCHEMA: u32 = 1;
+    pub const SCHEMA: u32 = 2;
 }

@@ -40,8 +40,8 @@ fn request_of(fleet: &SimulatedFleet, id: u64, spec: &RequestSpec) -> Request<u6
     let blocks = prompt.block_count();
     let cached: Vec<_> = spec.overlaps.iter().map(|overlap| *overlap.min(&blocks)).enumerate().collect();
     let overlaps = fleet.overlaps(&cached[..cached.len().min(fleet.ranks.len())]);
-    let isl_tokens = blocks * fleet.config.block_size;
-    Request { overlaps, ..Request::new(id, prompt, isl_tokens) }
+    let prompt_tokens = blocks * fleet.config.block_size;
+    Request { overlaps, ..Request::new(id, prompt, prompt_tokens) }
 }
 
 fn settle(fleet: &mut SimulatedFleet) {
@@ -153,9 +153,9 @@ proptest! {
             request(&mut fleet, id, spec);
             settle(&mut fleet);
             let costs = &fleet.explanation(explained).ranks;
-            let least = costs.iter().map(|rank| rank.cost_hi).fold(f64::INFINITY, f64::min);
+            let least = costs.iter().map(|rank| rank.cost_max).fold(f64::INFINITY, f64::min);
             let chosen = fleet.decision(id).rank();
-            let cost = costs.iter().find(|rank| rank.facts.rank == chosen).map_or(f64::NAN, |rank| rank.cost_hi);
+            let cost = costs.iter().find(|rank| rank.facts.rank == chosen).map_or(f64::NAN, |rank| rank.cost_max);
             prop_assert!(cost <= 1.05 / 0.9 * least, "{id}: {cost} on {chosen:?}, least {least}");
             if let Some(back) = spec.frees {
                 fleet.free(id.saturating_sub(u64::from(back)));
@@ -183,7 +183,7 @@ proptest! {
             prop_assert!(lo <= exact && exact <= hi, "{exact} is not in {lo}..={hi}");
             let tokens = node.active.load(fleet.now).prefill_tokens;
             prop_assert!(projected.prefill_tokens.0 <= tokens && tokens <= projected.prefill_tokens.1);
-            let facts = CostFacts { isl_tokens: 400, potential_blocks: exact, prefill_tokens: tokens, ..CostFacts::default() };
+            let facts = CostFacts { prompt_tokens: 400, potential_blocks: exact, prefill_tokens: tokens, ..CostFacts::default() };
             let bounds = cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens);
             prop_assert!(bounds.lo <= cost.cost(&facts) && cost.cost(&facts) <= bounds.hi);
         }
@@ -221,8 +221,8 @@ proptest! {
             repeated.submit(request);
             settle(&mut repeated);
             let costs = &repeated.explanation(explained).ranks;
-            let least = costs.iter().map(|rank| rank.cost_hi).fold(f64::INFINITY, f64::min);
-            let cost = costs.iter().find(|rank| rank.facts.rank == chosen).map_or(f64::NAN, |rank| rank.cost_hi);
+            let least = costs.iter().map(|rank| rank.cost_max).fold(f64::INFINITY, f64::min);
+            let cost = costs.iter().find(|rank| rank.facts.rank == chosen).map_or(f64::NAN, |rank| rank.cost_max);
             prop_assert!(cost <= 1.05 / 0.9 * least, "{id}: {cost} on {chosen:?}, least {least}");
         }
     }

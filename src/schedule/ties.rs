@@ -48,6 +48,6 @@ impl<T> Schedule<T> {
     /// Cached tokens that a tie must have, too: a hit of less than half of the prompt is probably a system prompt, which
     /// other ranks will also need. Ignoring it costs at most the difference between ties.
     pub(super) fn own_hit(&self, pending: &PendingRequest<T>, cached_tokens: u32) -> u32 {
-        if cached_tokens < pending.request.isl_tokens / 2 { 0 } else { cached_tokens }
+        if cached_tokens < pending.request.prompt_tokens / 2 { 0 } else { cached_tokens }
     }
 }

@@ -21,7 +21,7 @@ pub struct Request<T> {
     /// Blocks that it holds while it runs.
     pub prompt: PromptBlocks,
     /// Prompt length in tokens.
-    pub isl_tokens: u32,
+    pub prompt_tokens: u32,
     /// Overlaps from the index; ranks without any are absent.
     pub overlaps: Vec<RankOverlap>,
     /// Hits in the shared cache.
@@ -39,11 +39,11 @@ pub struct Request<T> {
 impl<T> Request<T> {
     /// A booking request with default options that never waits and has no known cached blocks.
     #[must_use]
-    pub fn new(context: T, prompt: PromptBlocks, isl_tokens: u32) -> Self {
+    pub fn new(context: T, prompt: PromptBlocks, prompt_tokens: u32) -> Self {
         Self {
             context,
             prompt,
-            isl_tokens,
+            prompt_tokens,
             overlaps: Vec::new(),
             shared_cache: SharedHits::default(),
             target: Target::Any,

@@ -53,10 +53,10 @@ impl Typical {
     }
 
     /// Adds a placement; an empty prompt does not affect the cached share.
-    pub(super) fn placed(&mut self, isl_tokens: u32, cached_tokens: u32, output_tokens: Option<f64>) {
+    pub(super) fn placed(&mut self, prompt_tokens: u32, cached_tokens: u32, output_tokens: Option<f64>) {
         let toward = |mean: &mut f64, value: f64| *mean += SHARE * (value - *mean);
-        if isl_tokens > 0 {
-            toward(&mut self.cached_share, f64::from(cached_tokens.min(isl_tokens)) / f64::from(isl_tokens));
+        if prompt_tokens > 0 {
+            toward(&mut self.cached_share, f64::from(cached_tokens.min(prompt_tokens)) / f64::from(prompt_tokens));
         }
         if let Some(tokens) = output_tokens {
             toward(&mut self.output_tokens, tokens);

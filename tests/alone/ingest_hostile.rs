@@ -454,7 +454,7 @@ impl Fleet {
         let begun = Instant::now();
         loop {
             let held = held(&self.router).await;
-            let trust = |engine: &Engine| source(&self.router, engine.rank).map(|source| source.trust);
+            let trust = |engine: &Engine| source(&self.router, engine.rank).map(|source| source.state);
             let all_live = self.well.iter().all(|engine| trust(engine) == Some(StreamState::Live));
             let others: Held = held.difference(&expected).copied().collect();
             if all_live && held.is_superset(&expected) && others.is_subset(also) {
@@ -498,7 +498,7 @@ impl Fleet {
             self.works(&case.name, &also).await;
             let hostile = source(&self.router, rank(HOSTILE)).expect("the source is connected");
             let is_counted = case.causes.is_empty() || self.counted.of(case.causes) > counted;
-            if is_counted && (!case.distrusted || hostile.trust != StreamState::Live) {
+            if is_counted && (!case.distrusted || hostile.state != StreamState::Live) {
                 break;
             }
             let counts = &self.counted.counts;

@@ -142,7 +142,10 @@ fn a_sampled_decision_is_one_event_with_its_record_as_json() {
     let [event] = &events[..] else { panic!("one event: {events:?}") };
     assert_eq!((event.0["target"].as_str(), event.0["schema"].as_str()), ("pointsman::decision", "1"));
     let record: Value = serde_json::from_str(&event.0["record"]).expect("JSON");
-    assert_eq!((&record["schema"], &record["isl_tokens"], &record["block_size"]), (&1.into(), &80.into(), &4.into()));
+    assert_eq!(
+        (&record["schema"], &record["prompt_tokens"], &record["block_size"]),
+        (&1.into(), &80.into(), &4.into())
+    );
     assert_eq!(record["chosen"], serde_json::to_value(rank(2)).expect("plain data"));
     let cached: Vec<_> =
         record["ranks"].as_array().expect("a row a rank").iter().map(|r| &r["cached_tokens"]).collect();

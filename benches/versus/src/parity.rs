@@ -207,7 +207,7 @@ impl RouterPair {
                 potential_blocks: row.facts.potential_blocks,
                 prefill_tokens: row.facts.prefill_tokens,
                 active_requests: row.facts.active_requests.into(),
-                cost: row.cost_hi,
+                cost: row.cost_max,
             })
         });
         let ours = View { chosen, ranks: ranks.collect::<Result<_, Refusal>>()? };

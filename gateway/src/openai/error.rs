@@ -277,13 +277,13 @@ impl From<RouteError> for ApiError {
                 let message = "a request with this id is still in flight";
                 Self::new(StatusCode::CONFLICT, ErrorType::InvalidRequest, "duplicate_request", message)
             }
-            RouteError::PromptTooLong { isl_tokens } => {
-                let message = format!("the prompt has {isl_tokens} tokens, must be at most {}", u32::MAX);
+            RouteError::PromptTooLong { prompt_tokens } => {
+                let message = format!("the prompt has {prompt_tokens} tokens, must be at most {}", u32::MAX);
                 Self::invalid("prompt_too_long", None, message)
             }
-            RouteError::ContextLength { isl_tokens, max_model_len } => {
+            RouteError::ContextLength { prompt_tokens, max_model_len } => {
                 let message = format!(
-                    "the prompt has {isl_tokens} tokens, but the model's maximum context length is {max_model_len} tokens"
+                    "the prompt has {prompt_tokens} tokens, but the model's maximum context length is {max_model_len} tokens"
                 );
                 Self::invalid("context_length_exceeded", None, message)
             }

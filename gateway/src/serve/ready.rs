@@ -194,7 +194,7 @@ async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
 
 /// An engine whose stream was read to its end without events is silent and known.
 fn is_known(source: &KvSourceStatus) -> bool {
-    source.caught_up || source.trust == StreamState::Live
+    source.caught_up || source.state == StreamState::Live
 }
 
 /// `/live` and `/ready`, for clients and operators.
@@ -330,13 +330,13 @@ mod tests {
 
     #[test]
     fn silent_engines_with_a_complete_stream_are_known() {
-        let source = |caught_up, trust| KvSourceStatus {
+        let source = |caught_up, state| KvSourceStatus {
             rank: WorkerRank::new(WorkerId(1), 0),
             endpoint: String::new(),
             connected: caught_up,
             caught_up,
-            trust,
-            doubt: None,
+            state,
+            reason: None,
             last_error: None,
             applied: None,
             messages: 0,
@@ -344,8 +344,8 @@ mod tests {
             restore: None,
         };
         assert!(is_known(&source(true, StreamState::Silent)) && is_known(&source(false, StreamState::Live)));
-        for trust in [StreamState::Recovering, StreamState::Cold, StreamState::Mismatched, StreamState::Silent] {
-            assert!(!is_known(&source(false, trust)), "{trust:?}");
+        for state in [StreamState::Recovering, StreamState::Cold, StreamState::Mismatched, StreamState::Silent] {
+            assert!(!is_known(&source(false, state)), "{state:?}");
         }
     }
 }

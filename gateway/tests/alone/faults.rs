@@ -356,7 +356,7 @@ pub(crate) async fn expect_outcome(gateway: &Gateway, case: &str, outcome: Outco
     let expected = format!("the last: {}", outcome.name());
     eventually(&format!("{case}: {expected}"), async || {
         let ranks = router.rank_health().await.expect("router is running");
-        ranks.iter().any(|rank| rank.why.ends_with(&expected))
+        ranks.iter().any(|rank| rank.reason.ends_with(&expected))
     })
     .await;
 }
@@ -364,5 +364,5 @@ pub(crate) async fn expect_outcome(gateway: &Gateway, case: &str, outcome: Outco
 /// Asserts that no failure counts against any rank.
 pub(crate) async fn expect_no_failure(gateway: &Gateway) {
     let ranks = router(gateway).rank_health().await.expect("router is running");
-    assert!(ranks.iter().all(|rank| rank.why.is_empty()), "{ranks:?}");
+    assert!(ranks.iter().all(|rank| rank.reason.is_empty()), "{ranks:?}");
 }

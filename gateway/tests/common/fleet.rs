@@ -193,7 +193,7 @@ impl Fleet {
         let next = engine.sequence_next(u16::try_from(source.rank.rank).expect("a rank"));
         // If the engine has published nothing yet, the last message of its earlier life may still be recorded.
         let has_applied = next == 0 || source.applied.is_some_and(|applied| applied + 1 == next);
-        source.connected && source.trust == StreamState::Live && has_applied
+        source.connected && source.state == StreamState::Live && has_applied
     }
 
     async fn engines_quiet(&self) {
@@ -264,7 +264,7 @@ impl Fleet {
         loop {
             let sources = of_engine();
             let has_advanced = |(source, before): (&KvSourceStatus, &u64)| {
-                source.connected && source.trust == StreamState::Live && source.messages > *before
+                source.connected && source.state == StreamState::Live && source.messages > *before
             };
             if sources.iter().zip(&before).all(has_advanced) {
                 return since.elapsed();

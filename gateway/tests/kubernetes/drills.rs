@@ -151,7 +151,7 @@ async fn workers_stay_while_the_api_server_is_down() {
 
     let since = Instant::now();
     server.stop().await;
-    let is_stale = |source: &Value| source["stale_ms"].as_u64().is_some_and(|age| age > 0);
+    let is_stale = |source: &Value| source["stale_seconds"].as_f64().is_some_and(|age| age > 0.0);
     let source = gateway.until_source("the age of the set", is_stale).await;
     let reason = source["last_error"].as_str().expect("a reason");
     assert!(reason.starts_with("pods of namespace llm cannot be watched since 20"), "{reason}");
@@ -170,5 +170,5 @@ async fn workers_stay_while_the_api_server_is_down() {
     let after = union(pods[1..].iter().map(|pod| pod.workers(&[port])));
     gateway.until_workers("m", &after, "after the outage").await;
     let source = gateway.until_source("resolved", |source| source["last_error"].is_null()).await;
-    assert_eq!(source["stale_ms"], 0);
+    assert_eq!(source["stale_seconds"], 0.0);
 }

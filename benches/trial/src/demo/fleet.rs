@@ -126,12 +126,12 @@ impl<G: DemoGateway> Fleet<G> {
         let (ranks, deadline) = (usize::from(ENGINES * RANKS), Instant::now() + READY_MAX);
         loop {
             let sources: Vec<_> = routers.iter().flat_map(Router::kv_sources).collect();
-            let live = sources.iter().filter(|source| source.trust == StreamState::Live).count();
+            let live = sources.iter().filter(|source| source.state == StreamState::Live).count();
             if live == ranks {
                 return Ok(());
             }
             if Instant::now() > deadline {
-                let reasons: Vec<String> = sources.into_iter().filter_map(|source| source.doubt).collect();
+                let reasons: Vec<String> = sources.into_iter().filter_map(|source| source.reason).collect();
                 return Err(format!("the events of {live} of {ranks} ranks are read; {}", reasons.join("; ")));
             }
             sleep(READY_POLL).await;

@@ -68,8 +68,13 @@ fn of_router() -> Vec<(RouteError, u16, &'static str, Option<u64>)> {
         (Rejection::UnknownClass(UnknownClass("777".to_owned())).into(), 400, "unknown_class", None),
         (RouteError::PriorityJump(f64::NAN), 400, "invalid_header", None),
         (RouteError::Session(SessionId::new("").unwrap_err()), 400, "invalid_session_id", None),
-        (RouteError::PromptTooLong { isl_tokens: 1 << 33 }, 400, "prompt_too_long", None),
-        (RouteError::ContextLength { isl_tokens: 9_000, max_model_len: 8_192 }, 400, "context_length_exceeded", None),
+        (RouteError::PromptTooLong { prompt_tokens: 1 << 33 }, 400, "prompt_too_long", None),
+        (
+            RouteError::ContextLength { prompt_tokens: 9_000, max_model_len: 8_192 },
+            400,
+            "context_length_exceeded",
+            None,
+        ),
         (RouteError::MissingRequestId, 500, "internal", None),
     ]
 }

@@ -100,7 +100,7 @@ impl IndexQuery {
 fn hashed(model: &Model, hashes: Arc<[BlockHash]>, length: Option<usize>) -> Result<ResolvedPrompt, ApiError> {
     let config = model.router.config();
     let scheme = HashScheme { is_eagle: config.is_eagle, ..HashScheme::new(config.block_size_nonzero()) };
-    let length = length.unwrap_or_else(|| scheme.isl_tokens_min(hashes.len()));
+    let length = length.unwrap_or_else(|| scheme.prompt_tokens_min(hashes.len()));
     let unhashed_blocks = scheme.block_count(length).saturating_sub(hashes.len()) as u64;
     let prompt = HashedPrompt::from_hashes(hashes, None, length, &scheme);
     let prompt = prompt.map_err(|refused| invalid(&refused.to_string()))?;
@@ -115,7 +115,7 @@ pub(super) async fn overlaps(
     let model = model_named(&query.model, &admin)?;
     let resolved = query.resolve(&model).await?;
     let resolved = resolved.ok_or_else(|| invalid("the body must have one of tokens, prompt and block_hashes"))?;
-    let tokens = resolved.prompt.isl_tokens();
+    let tokens = resolved.prompt.prompt_tokens();
     let scores = model.router.overlap_scores(query.request(resolved.prompt), false).await.map_err(route_error)?;
     let mut ranks = to_json(&scores.ranks)?;
     worker_ids_as_text(&mut ranks);
@@ -130,7 +130,7 @@ pub(super) async fn loads(
     let model = model_named(&query.model, &admin)?;
     let none = ResolvedPrompt { prompt: Prompt::Tokens(&[]), tokens_source: "none", unhashed_blocks: 0 };
     let resolved = query.resolve(&model).await?.unwrap_or(none);
-    let tokens = resolved.prompt.isl_tokens();
+    let tokens = resolved.prompt.prompt_tokens();
     let loads = model.router.potential_loads(query.request(resolved.prompt)).await.map_err(route_error)?;
     let rows = loads.iter().map(|load| {
         json!({

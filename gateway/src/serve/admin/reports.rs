@@ -52,7 +52,7 @@ pub(super) async fn loads(ModelAt(model): ModelAt) -> Result<Json<Value>, ApiErr
             "requests": class.depth.requests,
             "tokens": class.depth.raw_tokens,
             "cached_tokens": class.depth.cached_tokens,
-            "oldest_age_ms": class.oldest_age.map(views::whole_ms),
+            "oldest_age_seconds": class.oldest_age.map(|age| age.as_secs_f64()),
         })
     });
     let classes: Vec<Value> = classes.collect();
@@ -64,7 +64,7 @@ pub(super) async fn health(ModelAt(model): ModelAt) -> Json<Value> {
     let router = &model.router;
     let health = router.health();
     let rank_health = router.rank_health().await.unwrap_or_default();
-    let ranks = rank_health.iter().map(|rank| with_rank(views::rank_of(rank.rank), views::health(rank)));
+    let ranks = rank_health.iter().map(|rank| with_rank(views::rank_of(rank.rank), views::health(rank, router.now())));
     let kv_sources = router.kv_sources();
     let kv_events = kv_sources.iter().map(|source| with_rank(views::rank_of(source.rank), views::kv_events(source)));
     let discovery = router.discovery();
@@ -73,7 +73,7 @@ pub(super) async fn health(ModelAt(model): ModelAt) -> Json<Value> {
         "down": health.state.err().map(|down| down.to_string()),
         "ranks": ranks.collect::<Vec<_>>(),
         "cold": views::ranks_of(&health.cold),
-        "doubts": health.doubts,
+        "problems": health.problems,
         "restarts": health.restarts,
         "leases": health.leases,
         "kv_events": kv_events.collect::<Vec<_>>(),

@@ -1,7 +1,7 @@
 //! JSON views of ranks and workers.
 //!
-//! Worker ids are strings, because they exceed the numbers of JavaScript. Ages are in milliseconds. Unknown values are
-//! `null`.
+//! Worker ids are strings, because they exceed the numbers of JavaScript. Durations are numbers of seconds in fields
+//! with the suffix `_seconds`. Unknown values are `null`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,6 +18,7 @@ pub(super) struct Facts {
     engine_loads: BTreeMap<WorkerRank, EngineLoadFact>,
     kv_events: BTreeMap<WorkerRank, KvSourceStatus>,
     loads: BTreeMap<WorkerRank, PotentialLoad>,
+    now: Timestamp,
 }
 
 impl Facts {
@@ -31,6 +32,7 @@ impl Facts {
             engine_loads: engine_loads.filter_map(|(rank, load)| Some((rank, load?))).collect(),
             kv_events: router.kv_sources().into_iter().map(|source| (source.rank, source)).collect(),
             loads: loads.into_iter().map(|load| (load.rank, load)).collect(),
+            now: router.now(),
         }
     }
 
@@ -49,7 +51,7 @@ impl Facts {
     fn rank(&self, rank: WorkerRank) -> Value {
         let mut shown = json!({
             "rank": rank.rank,
-            "health": self.health.get(&rank).map(health),
+            "health": self.health.get(&rank).map(|known| health(known, self.now)),
             "kv_events": self.kv_events.get(&rank).map(kv_events),
         });
         self.add_load(rank, &mut shown);
@@ -86,15 +88,15 @@ pub(super) fn ranks_of(ranks: &BTreeSet<WorkerRank>) -> Vec<Value> {
     ranks.iter().copied().map(rank_of).collect()
 }
 
-pub(super) fn health(health: &RankHealth) -> Value {
+pub(super) fn health(health: &RankHealth, now: Timestamp) -> Value {
     let (state, until) = match health.state {
         HealthState::Healthy => ("healthy", None),
         HealthState::Suspected => ("suspected", None),
         HealthState::Refusing { until } => ("refusing", Some(until)),
         HealthState::Ejected { until } => ("ejected", until),
     };
-    let until_s = until.map(|until| until.since(Timestamp::default()).as_secs_f64());
-    json!({ "state": state, "why": health.why, "until_s": until_s })
+    let remaining_seconds = until.map(|until| until.since(now).as_secs_f64());
+    json!({ "state": state, "reason": health.reason, "remaining_seconds": remaining_seconds })
 }
 
 pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
@@ -103,8 +105,8 @@ pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
         endpoint,
         connected,
         caught_up,
-        trust,
-        doubt,
+        state,
+        reason,
         last_error,
         applied,
         messages,
@@ -115,12 +117,12 @@ pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
         "endpoint": endpoint,
         "connected": connected,
         "caught_up": caught_up,
-        "trust": trust.name(),
-        "doubt": doubt,
+        "state": state.name(),
+        "reason": reason,
         "last_error": last_error,
-        "applied": applied,
-        "messages": messages,
-        "message_age_ms": message_age.map(whole_ms),
+        "last_sequence_number": applied,
+        "messages_total": messages,
+        "message_age_seconds": message_age.map(|age| age.as_secs_f64()),
         "restore": restore.map(|restore| restore.name()),
     })
 }
@@ -134,9 +136,9 @@ pub(super) fn discovery(status: &DiscoveryStatus, now: Timestamp) -> Value {
         "source": source,
         "workers": workers,
         "last_error": last_error,
-        "stale_ms": whole_ms(status.stale_for(now)),
+        "stale_seconds": status.stale_for(now).as_secs_f64(),
         "closed": closed,
-        "refused": refused,
+        "rejected": refused,
         "leaving": leaving,
         "removed": removed,
     })
@@ -148,13 +150,9 @@ fn engine_load(load: &EngineLoadFact) -> Value {
         "running": running,
         "waiting": waiting,
         "kv_usage": kv_usage,
-        "age_ms": whole_ms(*age),
+        "age_seconds": age.as_secs_f64(),
         "is_stale": is_stale,
     })
-}
-
-pub(super) fn whole_ms(age: std::time::Duration) -> u64 {
-    u64::try_from(age.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Replaces worker ids by strings in all `worker` fields.

@@ -178,7 +178,7 @@ pub(super) async fn drain(
         return Err(broken(format!("timeout_ms is {timeout_ms}, must be at most {DRAIN_MS_MAX}")));
     }
     let change = Change::new("drain", &model, id, peer);
-    change.write("begun", &format!("timeout_ms is {timeout_ms}"));
+    change.write("started", &format!("timeout_ms is {timeout_ms}"));
     let router = model.router.clone();
     let work = async move {
         let cut_off = router.drain_worker(id, Duration::from_millis(timeout_ms)).await.map_err(membership_error)?;

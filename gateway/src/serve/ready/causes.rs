@@ -25,7 +25,7 @@ const CAUSES_MAX: usize = 8;
 pub(super) async fn ejected(model: &Model) -> BTreeMap<WorkerRank, String> {
     let Ok(Ok(report)) = timeout(HEALTH_WAIT, model.router.rank_health()).await else { return BTreeMap::new() };
     let ejected = report.into_iter().filter(|health| matches!(health.state, HealthState::Ejected { .. }));
-    ejected.map(|health| (health.rank, health.why)).collect()
+    ejected.map(|health| (health.rank, health.reason)).collect()
 }
 
 /// Reasons why no rank of the model can serve, given the ejected ranks.
@@ -91,16 +91,16 @@ fn of_unread(workers: &[WorkerEntry]) -> Option<String> {
 
 /// Ranks with unusable KV events, by cause.
 fn of_sources(sources: Vec<KvSourceStatus>) -> Vec<String> {
-    let mut doubts = BTreeMap::<&'static str, (usize, String)>::new();
+    let mut problems = BTreeMap::<&'static str, (usize, String)>::new();
     for source in sources {
-        if let Some(doubt) = source.doubt {
-            doubts.entry(source.trust.name()).or_insert((0, doubt)).0 += 1;
+        if let Some(reason) = source.reason {
+            problems.entry(source.state.name()).or_insert((0, reason)).0 += 1;
         }
     }
-    let shown = |(trust, (n, doubt)): (&str, (usize, String))| {
-        format!("KV events of {} {trust}: {}", ranks(n), without_addresses(&doubt))
+    let shown = |(state, (n, reason)): (&str, (usize, String))| {
+        format!("KV events of {} {state}: {}", ranks(n), without_addresses(&reason))
     };
-    doubts.into_iter().map(shown).collect()
+    problems.into_iter().map(shown).collect()
 }
 
 /// A sentence with "a worker" in place of each address.
@@ -159,13 +159,13 @@ mod tests {
         let text = of_unread(&[worker(1), worker(2)]).expect("workers without events");
         assert!(text.starts_with("2 of 2 workers have no KV event endpoint"), "{text}");
         assert_eq!(of_unread(&[]), None);
-        let source = |n, doubt: Option<&str>| KvSourceStatus {
+        let source = |n, reason: Option<&str>| KvSourceStatus {
             rank: WorkerRank::new(WorkerId(n), 0),
             endpoint: "tcp://10.0.0.7:5557".to_owned(),
             connected: true,
             caught_up: false,
-            trust: if doubt.is_some() { StreamState::Mismatched } else { StreamState::Live },
-            doubt: doubt.map(str::to_owned),
+            state: if reason.is_some() { StreamState::Mismatched } else { StreamState::Live },
+            reason: reason.map(str::to_owned),
             last_error: None,
             applied: None,
             messages: 0,

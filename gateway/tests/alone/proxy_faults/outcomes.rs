@@ -191,7 +191,7 @@ async fn a_refused_connection_counts_against_every_rank_of_its_worker() {
     let why = format!("the last: {}", Outcome::ConnectFailed.name());
     eventually("both ranks of the absent worker count", async || {
         let ranks = router(&gateway).rank_health().await.expect("it is up");
-        ranks.iter().map(|rank| rank.why.ends_with(&why)).eq([true, true, false])
+        ranks.iter().map(|rank| rank.reason.ends_with(&why)).eq([true, true, false])
     })
     .await;
     expect_idle(&gateway).await;
