@@ -154,6 +154,36 @@ fn every_table_lists_its_settings() {
     assert!(wrong.is_empty(), "{PAGE} differs from the code:\n\n{}\n", wrong.join("\n\n"));
 }
 
+/// Settings in the tables of `docs/kubernetes.md` that map those of other products. `router.` settings are compared with
+/// `docs/configuration.md`, which a test of the library compares with the code.
+#[test]
+fn settings_compared_with_other_products_exist() {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
+    let read = |page: &str| fs::read_to_string(docs.join(page)).expect("the page");
+    let (page, configuration) = (read("kubernetes.md"), read("configuration.md"));
+    let mut known: Vec<String> = vec!["router.policy".to_owned()];
+    for (_, header, path) in TABLES {
+        let path = path.replace("[0]", "");
+        known.extend(settings_under(header).into_iter().map(|(name, _)| format!("{path}.{name}")));
+    }
+    let first_cells = configuration.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+    known.extend(first_cells.map(|name| format!("router.{name}")));
+    let mut compared = 0;
+    for heading in ["## Coming from llm-d", "## Coming from Dynamo"] {
+        for row in rows_under(&page, heading) {
+            for setting in row[1].split('`').skip(1).step_by(2) {
+                let name = setting.split(' ').next().unwrap_or_default();
+                let prefixes = ["gateway.", "admin.", "picker.", "replicas.", "models.", "router."];
+                if prefixes.iter().any(|prefix| name.starts_with(prefix)) {
+                    assert!(known.iter().any(|known| known == name), "{}: {name} is no setting", row[0]);
+                    compared += 1;
+                }
+            }
+        }
+    }
+    assert!(compared > 40, "{compared} settings");
+}
+
 /// The rows of the first table after a heading, as cells, without its header.
 fn rows_under(page: &str, heading: &str) -> Vec<Vec<String>> {
     let lines = page.lines().skip_while(|line| *line != heading).skip(1);
