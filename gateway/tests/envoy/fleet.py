@@ -43,9 +43,9 @@ def check(condition, message):
         raise SystemExit(f"FAILED: {message}")
 
 
-def get(port, path):
+def get(port, path, headers=None):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    connection.request("GET", path)
+    connection.request("GET", path, headers=headers or {})
     response = connection.getresponse()
     return response.status, response.read().decode()
 
@@ -58,6 +58,8 @@ class Fleet:
         self.engine_count, self.engine_flags = engines, ["--block-size", str(block_size), *engine_flags]
         self.block_size, self.model_settings = block_size, model_settings
         self.processes = []
+        # Endpoint that served each request, by id, as Envoy reports it.
+        self.served = {}
 
     def __enter__(self):
         self.temporary = tempfile.TemporaryDirectory()
@@ -165,11 +167,14 @@ class Fleet:
 
     def post(self, body, headers=None, path="/v1/completions", chunked=False):
         connection = http.client.HTTPConnection("127.0.0.1", self.proxy, timeout=PATIENCE_S)
-        headers = {"content-type": "application/json", **(headers or {})}
+        request_id = f"check-{len(self.served)}"
+        headers = {"content-type": "application/json", "x-request-id": request_id, **(headers or {})}
+        self.served[request_id] = None
         if chunked:
             pieces = (body[n : n + 10_000] for n in range(0, len(body), 10_000))
             connection.request("POST", path, pieces, headers, encode_chunked=True)
         else:
             connection.request("POST", path, body, headers)
         response = connection.getresponse()
+        self.served[request_id] = response.getheader("x-conformance-test-served-endpoint")
         return response.status, dict(response.getheaders()), response.read()
