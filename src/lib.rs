@@ -102,7 +102,7 @@ pub use actors::{
 #[cfg(feature = "replicas")]
 pub use actors::{
     BusFuture, FetchError, MemoryBus, MemoryFaults, MemoryNetwork, ReplicaBus, ReplicaMember, ReplicaMessage,
-    SnapshotSource,
+    SnapshotSource, SnapshotStore, StoreError,
 };
 #[cfg(feature = "discovery")]
 pub use actors::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};

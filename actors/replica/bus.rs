@@ -50,6 +50,16 @@ pub struct FetchError {
     pub reason: String,
 }
 
+/// Failure to use the store of snapshots.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("cannot use the stored snapshot of pool {pool:?}: {reason}")]
+pub struct StoreError {
+    /// The pool.
+    pub pool: String,
+    /// Reason.
+    pub reason: String,
+}
+
 /// A future of a bus.
 pub type BusFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
@@ -57,6 +67,16 @@ pub type BusFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 pub trait SnapshotSource: Send + Sync {
     /// The encoded snapshot of a pool; `None` if the pool is unknown or not warm.
     fn snapshot(&self, pool: &str) -> BusFuture<'_, Option<Bytes>>;
+}
+
+/// Store of snapshots that outlasts the replicas: for replicas that start while no other one serves. It keeps the latest
+/// snapshot of each pool for a limited time.
+pub trait SnapshotStore: Send + Sync {
+    /// Replaces the snapshot of a pool.
+    fn put(&self, pool: Arc<str>, snapshot: Bytes) -> BusFuture<'_, Result<(), StoreError>>;
+
+    /// The snapshot of a pool, if there is one.
+    fn get(&self, pool: Arc<str>) -> BusFuture<'_, Result<Option<Bytes>, StoreError>>;
 }
 
 /// Transport between replicas. See the module documentation.
@@ -81,4 +101,9 @@ pub trait ReplicaBus: Send + Sync + fmt::Debug {
 
     /// Reports to the other replicas whether the index of this one is warm.
     fn set_serving(&self, is_serving: bool);
+
+    /// The store of snapshots, if the transport has one.
+    fn store(&self) -> Option<&dyn SnapshotStore> {
+        None
+    }
 }

@@ -9,7 +9,9 @@ use bytes::Bytes;
 use tokio::sync::{broadcast, watch};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::bus::{BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource};
+use super::bus::{
+    BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore, StoreError,
+};
 use crate::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
 
 /// Messages that a subscriber may be behind.
@@ -59,6 +61,8 @@ struct Network {
     nodes: BTreeMap<ReplicaId, Node>,
     /// Replicas that reach only each other.
     separated: BTreeSet<ReplicaId>,
+    /// By pool.
+    stored: BTreeMap<Arc<str>, Bytes>,
 }
 
 struct Node {
@@ -86,8 +90,8 @@ impl MemoryNetwork {
     /// A network without replicas.
     #[must_use]
     pub fn new(faults: MemoryFaults) -> Self {
-        let nodes = BTreeMap::new();
-        Self(Arc::new(Mutex::new(Network { faults, draws: 0, nodes, separated: BTreeSet::new() })))
+        let (nodes, separated, stored) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
+        Self(Arc::new(Mutex::new(Network { faults, draws: 0, nodes, separated, stored })))
     }
 
     /// Adds a replica. A replica of the same id leaves.
@@ -230,5 +234,21 @@ impl ReplicaBus for MemoryBus {
             node.is_serving = is_serving;
             network.publish_members();
         }
+    }
+
+    fn store(&self) -> Option<&dyn SnapshotStore> {
+        Some(self)
+    }
+}
+
+impl SnapshotStore for MemoryBus {
+    fn put(&self, pool: Arc<str>, snapshot: Bytes) -> BusFuture<'_, Result<(), StoreError>> {
+        self.network.lock().stored.insert(pool, snapshot);
+        Box::pin(async { Ok(()) })
+    }
+
+    fn get(&self, pool: Arc<str>) -> BusFuture<'_, Result<Option<Bytes>, StoreError>> {
+        let stored = self.network.lock().stored.get(&pool).cloned();
+        Box::pin(async { Ok(stored) })
     }
 }

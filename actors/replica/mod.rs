@@ -7,5 +7,7 @@ mod routed;
 mod sessions;
 pub(crate) mod sharing;
 
-pub use bus::{BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource};
+pub use bus::{
+    BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore, StoreError,
+};
 pub use memory::{MemoryBus, MemoryFaults, MemoryNetwork};

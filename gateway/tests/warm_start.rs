@@ -12,7 +12,10 @@ use pointsman::ingest::RestoreState;
 use pointsman::protocol::{KvEvent, KvEventsConfig, RouterEvent, WorkerConfig, WorkerId};
 use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
 use pointsman::snapshot::Snapshot;
-use pointsman::{BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, Router, SnapshotSource};
+use pointsman::{
+    BusFuture, FetchError, MemoryFaults, MemoryNetwork, ReplicaBus, ReplicaMember, ReplicaMessage, Router,
+    SnapshotSource,
+};
 use pointsman_gateway::serve::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice};
 use pointsman_trial::mock::{MockConfig, MockEngine};
@@ -362,6 +365,7 @@ async fn gateway(engines: &[MockEngine], warm_up_ms: u64) -> (Gateway, Router) {
     let mut settings = Settings { models: vec![model], ..Settings::default() };
     settings.gateway.listen = SocketAddr::from(([127, 0, 0, 1], 0));
     settings.gateway.warm_up_ms = warm_up_ms;
+    settings.gateway.snapshot_interval_ms = 20; // of the store of a bus
     let gateway = Gateway::start(settings).await.expect("start succeeds");
     let router = gateway.router("mock").expect("model is served");
     for (n, engine) in (0..).zip(engines) {
@@ -391,6 +395,18 @@ async fn held(router: &Router) -> Vec<String> {
     held
 }
 
+/// Sends all prompts, and waits until the index has their events.
+async fn fill(gateway: &Gateway, router: &Router, engines: &[MockEngine]) {
+    for prompt in 0..PROMPTS {
+        send(gateway.address(), prompt).await;
+    }
+    until("all applied", || {
+        let applied = |n: usize| router.kv_sources()[n].applied.map(|applied| applied + 1).unwrap_or(0);
+        (0..2).all(|n| applied(n) == engines[n].sequence_next(0))
+    })
+    .await;
+}
+
 const NEVER_MS: u64 = 86_400_000;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -401,14 +417,7 @@ async fn a_joining_replica_restores_the_snapshot_of_a_serving_one() {
     first.join_replicas(bus.clone());
     bus.until_serving().await;
     assert_eq!(bus.fetches(), [], "alone");
-    for prompt in 0..PROMPTS {
-        send(first.address(), prompt).await;
-    }
-    until("all applied", || {
-        let applied = |n: usize| router.kv_sources()[n].applied.map(|applied| applied + 1).unwrap_or(0);
-        (0..2).all(|n| applied(n) == engines[n].sequence_next(0))
-    })
-    .await;
+    fill(&first, &router, &engines).await;
 
     // The replica that began first sends damaged bytes, and the next one is unreachable.
     sources.0.lock().expect("not poisoned").push((ReplicaId(7), Arc::new(Damaged)));
@@ -428,6 +437,49 @@ async fn a_joining_replica_restores_the_snapshot_of_a_serving_one() {
     second.begin_drain();
     let wait = timeout(PATIENCE, serving.wait_for(|is_serving| !is_serving)).await;
     let _ = wait.expect("before the timeout").expect("the bus exists");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_a_serving_replica_the_stored_snapshot_is_restored() {
+    let (engines, network) = (engines().await, MemoryNetwork::new(MemoryFaults::default()));
+    let (mut first, router) = gateway(&engines, NEVER_MS).await;
+    let bus = network.join(life(1));
+    first.join_replicas(bus.clone());
+    fill(&first, &router, &engines).await;
+    let (expected, blocks) = (held(&router).await, router.snapshot().await.expect("up").block_count());
+    let store = bus.store().expect("the memory bus has a store");
+    let pool: Arc<str> = Arc::from(&*router.config().pool);
+    let is_stored = async || {
+        let stored = store.get(Arc::clone(&pool)).await.expect("readable");
+        stored.is_some_and(|bytes| Snapshot::decode(&bytes).expect("a snapshot").block_count() == blocks)
+    };
+    let all_stored = async {
+        while !is_stored().await {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(PATIENCE, all_stored).await.expect("stored before the timeout");
+    first.shutdown(Duration::ZERO).await;
+    drop(bus);
+
+    let (mut second, joined) = gateway(&engines, NEVER_MS).await;
+    let alone = network.join(life(2));
+    second.join_replicas(alone.clone());
+    until("both ranks continue from the snapshot", || {
+        joined.kv_sources().iter().all(|source| source.restore == Some(RestoreState::Resumed))
+    })
+    .await;
+    assert_eq!(held(&joined).await, expected);
+
+    // A damaged one is refused, and the gateway serves without it.
+    second.shutdown(Duration::ZERO).await;
+    alone.store().expect("the same store").put(pool, Bytes::from_static(b"damaged")).await.expect("stored");
+    let (mut third, cold) = gateway(&engines, 0).await;
+    third.join_replicas(network.join(life(3)));
+    let mut members = alone.members();
+    let serving = members.wait_for(|members| members.iter().any(|member| member.is_serving));
+    drop(timeout(PATIENCE, serving).await.expect("serving before the timeout").expect("the network exists"));
+    assert!(cold.kv_sources().iter().all(|source| source.restore.is_none()));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

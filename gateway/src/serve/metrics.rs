@@ -199,6 +199,7 @@ pub const ALL: &[Metric] = &[
     replicas::DROPPED,
     warm::RESTORES,
     warm::WRITES,
+    warm::STORES,
     warm::WRITTEN,
     warm::BYTES,
 ];

@@ -269,6 +269,7 @@ impl Gateway {
         };
         if let Some(replicas) = &replicas {
             upkeep.spawn(warm::join(current.clone(), replicas.bus()));
+            upkeep.spawn(warm::store_periodically(current.clone(), replicas.bus()));
         }
         Ok(Self { current, clients, reloader, admin, picker, replicas, upkeep })
     }
@@ -276,6 +277,7 @@ impl Gateway {
     /// Takes part in a group of replicas by another bus than that of `[replicas]`: serves snapshots of the index,
     /// restores one of a serving replica, and reports to the others when this one is ready. Ends with the gateway.
     pub fn join_replicas(&mut self, bus: Arc<dyn ReplicaBus>) {
+        self.upkeep.spawn(warm::store_periodically(self.current.clone(), Arc::clone(&bus)));
         self.upkeep.spawn(warm::join(self.current.clone(), bus));
     }
 
@@ -370,6 +372,9 @@ impl Gateway {
         // Operators have access until the end.
         let app = self.current.get();
         warm::write_last(&app).await;
+        if let Some(replicas) = &self.replicas {
+            warm::store_last(&app, &*replicas.bus()).await;
+        }
         app.models.shutdown().await;
         // The last messages of the routers are still sent.
         if let Some(replicas) = self.replicas {

@@ -75,6 +75,7 @@ pub(super) async fn conforms(transport: &impl Transport) {
     drops_the_oldest_of_a_slow_receiver(&a, &b).await;
     shows_serving(&a, &b).await;
     fetches_snapshots(&a, &b).await;
+    stores_snapshots(&a, &b).await;
     replaces_a_restarted_replica(transport, &a, &b, c).await;
     a.leave().await;
     // Replica c left before, so no member is left.
@@ -233,6 +234,23 @@ async fn fetches_snapshots(a: &impl Replica, b: &impl Replica) {
         next(&mut messages).await
     });
     assert!(snapshot.is_ok_and(|snapshot| snapshot == large) && message.payload == "meanwhile");
+}
+
+/// A transport without a store has nothing to show.
+async fn stores_snapshots(a: &impl Replica, b: &impl Replica) {
+    let (one, two) = (a.bus(), b.bus());
+    let (Some(of_a), Some(of_b)) = (one.store(), two.store()) else {
+        return assert!(one.store().is_none() && two.store().is_none(), "all replicas have one, or none");
+    };
+    let get = |pool: &str| within("the stored snapshot", of_b.get(pool.into()));
+    assert_eq!(get("pool").await, Ok(None));
+    let large: Bytes = (0..3_000_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    for (pool, snapshot) in [("pool", &large), ("a.b *>/ü", &Bytes::from_static(b"other")), ("pool", &Bytes::new())] {
+        within("a store", of_a.put(pool.into(), snapshot.clone())).await.expect("stored");
+        assert!(get(pool).await.expect("readable").as_ref() == Some(snapshot), "the latest snapshot of {pool:?}");
+    }
+    assert_eq!(get("a.b *>/ü").await, Ok(Some(Bytes::from_static(b"other"))), "pools are separate");
+    assert_eq!(get("unknown").await, Ok(None));
 }
 
 async fn replaces_a_restarted_replica<T: Transport>(transport: &T, a: &T::Replica, b: &T::Replica, c: T::Replica) {

@@ -72,6 +72,20 @@ impl Sealer {
 
     /// The envelope of a message received on `subject`.
     pub(super) fn open(&self, subject: &str, message: &Bytes, now_ms: u64) -> Result<Envelope, Refused> {
+        let (sent_ms, envelope) = self.read(subject, message)?;
+        if self.key.is_some() && sent_ms.abs_diff(now_ms) > AGE_MAX_MS {
+            return Err((RefusalReason::Stale, "sent more than 30 s ago, or the clocks differ"));
+        }
+        Ok(envelope)
+    }
+
+    /// The envelope of a message that was stored as `name`, at any time.
+    pub(super) fn open_stored(&self, name: &str, message: &Bytes) -> Result<Envelope, Refused> {
+        self.read(name, message).map(|(_, envelope)| envelope)
+    }
+
+    /// Sending time and envelope of an authentic message.
+    fn read(&self, subject: &str, message: &Bytes) -> Result<(u64, Envelope), Refused> {
         let tag_bytes = if self.key.is_some() { TAG_BYTES } else { 0 };
         match message.first() {
             Some(&VERSION) if message.len() >= HEAD_BYTES + tag_bytes => {}
@@ -90,11 +104,9 @@ impl Sealer {
             let bytes = &message[1 + 8 * n..9 + 8 * n];
             bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
         };
-        if self.key.is_some() && number(3).abs_diff(now_ms) > AGE_MAX_MS {
-            return Err((RefusalReason::Stale, "sent more than 30 s ago, or the clocks differ"));
-        }
         let from = ReplicaLife { replica: ReplicaId(number(0)), incarnation: number(1) };
-        Ok(Envelope { from, sequence: number(2), content: message.slice(HEAD_BYTES..signed.len()) })
+        let content = message.slice(HEAD_BYTES..signed.len());
+        Ok((number(3), Envelope { from, sequence: number(2), content }))
     }
 }
 
@@ -186,6 +198,8 @@ mod tests {
             assert_eq!(reason(opened), Some(RefusalReason::Authentication), "byte {n}");
         }
         assert_eq!(reason(two.open("other", &message, NOW_MS)), Some(RefusalReason::Authentication));
+        assert_eq!(two.open_stored("subject", &message).map(|envelope| envelope.content), Ok("content".into()));
+        assert_eq!(reason(two.open_stored("other", &message)), Some(RefusalReason::Authentication));
         for now_ms in [NOW_MS + AGE_MAX_MS + 1, NOW_MS - AGE_MAX_MS - 1] {
             assert_eq!(reason(two.open("subject", &message, now_ms)), Some(RefusalReason::Stale));
         }

@@ -1,9 +1,8 @@
 //! Transport by a NATS server or cluster.
 //!
 //! Messages are published on core subjects ([`subject`]), lossy for slow subscribers. A KV bucket whose entries expire
-//! has the members ([`members`]), the object store has snapshots while they are fetched ([`snapshots`]). Without a
-//! connection nothing is delivered, there are no members, and the client connects again in the background. The server
-//! needs JetStream.
+//! has the members ([`members`]), the object store has snapshots ([`snapshots`]). Without a connection nothing is
+//! delivered, there are no members, and the client connects again in the background. The server needs JetStream.
 
 mod envelope;
 mod members;
@@ -23,7 +22,9 @@ use bytes::{BufMut as _, Bytes, BytesMut};
 use futures_util::StreamExt as _;
 use pointsman::ingest::Backoff;
 use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
-use pointsman::{BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource};
+use pointsman::{
+    BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore, StoreError,
+};
 use tokio::sync::{Semaphore, broadcast, watch};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
@@ -310,6 +311,26 @@ impl ReplicaBus for NatsBus {
 
     fn set_serving(&self, is_serving: bool) {
         self.shared.is_serving.send_if_modified(|known| std::mem::replace(known, is_serving) != is_serving);
+    }
+
+    fn store(&self) -> Option<&dyn SnapshotStore> {
+        Some(self)
+    }
+}
+
+impl SnapshotStore for NatsBus {
+    fn put(&self, pool: Arc<str>, snapshot: Bytes) -> BusFuture<'_, Result<(), StoreError>> {
+        Box::pin(async move {
+            let stored = snapshots::store_latest(&self.shared, &pool, &snapshot).await;
+            stored.map_err(|reason| StoreError { pool: pool.to_string(), reason })
+        })
+    }
+
+    fn get(&self, pool: Arc<str>) -> BusFuture<'_, Result<Option<Bytes>, StoreError>> {
+        Box::pin(async move {
+            let read = snapshots::read_latest(&self.shared, &pool).await;
+            read.map_err(|reason| StoreError { pool: pool.to_string(), reason })
+        })
     }
 }
 

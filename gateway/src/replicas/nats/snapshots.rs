@@ -2,11 +2,14 @@
 //!
 //! A snapshot of at most 64 KiB is in the reply. A longer one becomes an object, whose predecessor of the same pool and
 //! replica is deleted after success; objects of ended replicas expire after an hour.
+//!
+//! The latest snapshot of each pool is another object, in an envelope, for replicas that start while no other one serves.
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use async_nats::jetstream::object_store::{Config, ObjectStore};
+use async_nats::connection::State;
+use async_nats::jetstream::object_store::{Config, GetErrorKind, ObjectStore};
 use async_nats::jetstream::{self};
 use async_nats::{Client, Message, Request, Subscriber};
 use bytes::Bytes;
@@ -15,8 +18,10 @@ use pointsman::replica::ReplicaId;
 use ring::digest::{SHA256, SHA256_OUTPUT_LEN, digest};
 use tokio::io::AsyncReadExt as _;
 use tokio::task::JoinSet;
+use tokio::time::error::Elapsed;
 use tokio::time::timeout;
 
+use super::envelope::OVERHEAD_BYTES;
 use super::{NatsState, lock, now_ms, subject};
 use crate::replicas::direct::{FETCH_TIMEOUT, SNAPSHOT_BYTES_MAX};
 
@@ -61,17 +66,66 @@ pub(super) async fn fetch(shared: &NatsState, from: ReplicaId, pool: &str) -> Re
             _ => Err("the reply is malformed".to_owned()),
         }
     };
-    let late = |_| format!("no complete snapshot within {} s", FETCH_TIMEOUT.as_secs());
     timeout(FETCH_TIMEOUT, fetched).await.map_err(late)?
 }
 
+/// The object of this name.
 async fn read(client: &Client, name: &str) -> Result<Bytes, String> {
+    read_if_present(client, name).await?.ok_or_else(|| format!("the object {name:?} does not exist"))
+}
+
+async fn read_if_present(client: &Client, name: &str) -> Result<Option<Bytes>, String> {
     let failed = |error: &dyn std::fmt::Display| format!("the object {name:?} cannot be read: {error}");
-    let store = store(client).await?;
-    let object = store.get(name).await.map_err(|error| failed(&error))?;
-    let mut snapshot = Vec::new();
-    object.take(SNAPSHOT_BYTES_MAX + 1).read_to_end(&mut snapshot).await.map_err(|error| failed(&error))?;
-    if snapshot.len() as u64 > SNAPSHOT_BYTES_MAX { Err(failed(&"it is too long")) } else { Ok(snapshot.into()) }
+    let object = match store(client).await?.get(name).await {
+        Ok(object) => object,
+        Err(error) if error.kind() == GetErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(failed(&error)),
+    };
+    let (mut content, length_max) = (Vec::new(), SNAPSHOT_BYTES_MAX + OVERHEAD_BYTES as u64);
+    object.take(length_max + 1).read_to_end(&mut content).await.map_err(|error| failed(&error))?;
+    if content.len() as u64 > length_max { Err(failed(&"it is too long")) } else { Ok(Some(content.into())) }
+}
+
+/// Name of the object with the latest snapshot of a pool. Its envelope is sealed for this name.
+fn latest(pool: &str) -> String {
+    format!("{}/latest", subject::encode(pool))
+}
+
+/// Stores the latest snapshot of a pool.
+pub(super) async fn store_latest(shared: &NatsState, pool: &str, snapshot: &[u8]) -> Result<(), String> {
+    if snapshot.len() as u64 > SNAPSHOT_BYTES_MAX {
+        return Err("it is longer than 1 GiB".to_owned());
+    }
+    let (client, name) = (connected(shared)?, latest(pool));
+    let envelope = shared.seal(&name, snapshot);
+    let stored = async {
+        let stored = store(client).await?.put(name.as_str(), &mut &envelope[..]).await;
+        stored.map(drop).map_err(|error| format!("the object {name:?} cannot be written: {error}"))
+    };
+    timeout(FETCH_TIMEOUT, stored).await.map_err(late)?
+}
+
+/// The latest snapshot of a pool, if one is stored.
+pub(super) async fn read_latest(shared: &NatsState, pool: &str) -> Result<Option<Bytes>, String> {
+    let (client, name) = (connected(shared)?, latest(pool));
+    let Some(envelope) = timeout(FETCH_TIMEOUT, read_if_present(client, &name)).await.map_err(late)?? else {
+        return Ok(None);
+    };
+    let opened = shared.sealer.open_stored(&name, &envelope);
+    let envelope = opened.map_err(|(reason, detail)| {
+        shared.meters.refused(reason, &name, detail);
+        format!("the object {name:?} is refused: {detail}")
+    })?;
+    Ok(Some(envelope.content))
+}
+
+fn connected(shared: &NatsState) -> Result<&Client, String> {
+    let client = shared.client.get().filter(|client| client.connection_state() == State::Connected);
+    client.ok_or_else(|| "the server is not connected".to_owned())
+}
+
+fn late(_: Elapsed) -> String {
+    format!("no complete snapshot within {} s", FETCH_TIMEOUT.as_secs())
 }
 
 async fn store(client: &Client) -> Result<ObjectStore, String> {

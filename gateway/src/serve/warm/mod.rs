@@ -1,12 +1,14 @@
-//! Warm start: index snapshots in files and from other replicas.
+//! Warm start: index snapshots in files, from other replicas, and in the store of a bus.
 //!
 //! A model starts with the snapshot in its file, if any. In a group of replicas it then fetches the snapshot of a
-//! serving one; per rank the newer contents are kept. The readers of KV events apply the messages since then, and
+//! serving one, or else the stored one; per rank the newer contents are kept. The readers of KV events apply the messages since then, and
 //! `/ready` waits for them up to `warm_up_ms`. Snapshots are written periodically and at shutdown. No failure here ends
 //! or delays requests: it is logged and counted, and the model starts with less.
 
+mod contents;
 mod file;
 mod siblings;
+mod store;
 mod writer;
 
 use std::collections::BTreeMap;
@@ -21,18 +23,24 @@ use pointsman::snapshot::{Snapshot, SnapshotLayout};
 use super::metrics::Metric;
 use crate::settings::ModelSettings;
 pub(super) use siblings::join;
+pub(super) use store::{store_last, store_periodically};
 pub(super) use writer::{write_last, write_periodically};
 
 pub(super) const RESTORES: Metric = Metric::counter(
     "pointsman_gateway_snapshot_restores_total",
     &["model", "source", "result"],
-    "Index snapshots by source (`file`, `replica`) and result: `restored`, `absent`, `failed` (not readable), or the \
-     reason of the refusal: `magic`, `version`, `checksum`, `layout`, `malformed`.",
+    "Index snapshots by source (`file`, `replica`, `store`) and result: `restored`, `absent`, `failed` (not readable), \
+     or the reason of the refusal: `magic`, `version`, `checksum`, `layout`, `malformed`.",
 );
 pub(super) const WRITES: Metric = Metric::counter(
     "pointsman_gateway_snapshot_writes_total",
     &["model", "result"],
     "Writes of the index snapshot file by result: `written`, `empty` (no contents; the file is kept), `failed`.",
+);
+pub(super) const STORES: Metric = Metric::counter(
+    "pointsman_gateway_snapshot_stores_total",
+    &["model", "result"],
+    "Writes of the index snapshot to the object store of NATS by result: `stored`, `failed`.",
 );
 pub(super) const WRITTEN: Metric = Metric::gauge(
     "pointsman_gateway_snapshot_written_timestamp_seconds",
@@ -47,6 +55,7 @@ pub(super) const BYTES: Metric =
 enum SnapshotOrigin {
     File,
     Replica,
+    Store,
 }
 
 impl SnapshotOrigin {
@@ -54,6 +63,7 @@ impl SnapshotOrigin {
         match self {
             Self::File => "file",
             Self::Replica => "replica",
+            Self::Store => "store",
         }
     }
 

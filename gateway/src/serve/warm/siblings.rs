@@ -1,28 +1,25 @@
 //! Snapshots from and for other replicas.
 //!
 //! A joining replica fetches from one that serves. If none serves within [`SIBLING_WAIT`], all are as new as this one,
-//! or there is none, and it starts with its file or without contents: waiting longer could block all replicas of a new
-//! deployment.
+//! or there is none, and it starts with the stored snapshot, its file or without contents: waiting longer could block all
+//! replicas of a new deployment.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
-use pointsman::snapshot::Snapshot;
 use pointsman::{BusFuture, ReplicaBus, ReplicaMember, SnapshotSource};
 use tokio::time::{sleep, timeout};
 
 use super::SnapshotOrigin;
+use super::contents::{FETCH_MAX, apply, has_snapshots, is_warm};
+use super::store::restore_stored;
 use crate::serve::current::Current;
 use crate::serve::models::Model;
 use crate::serve::{App, ready};
 
 /// Longest wait for a serving replica.
 const SIBLING_WAIT: Duration = Duration::from_secs(3);
-
-/// Longest time of one fetch.
-const FETCH_MAX: Duration = Duration::from_secs(10);
 
 /// Interval of the checks whether this replica is ready, which visit all ranks.
 const READY_CHECK_INTERVAL: Duration = Duration::from_millis(100);
@@ -52,16 +49,12 @@ pub(in crate::serve) async fn join(current: Current, bus: Arc<dyn ReplicaBus>) {
 }
 
 async fn restore_all(app: &App, bus: &dyn ReplicaBus) {
-    let models = app.models.all().iter().filter(|model| {
-        let config = model.router.config();
-        config.events.mode.reads_events() && config.has_index()
-    });
-    let models: Vec<_> = models.collect();
+    let models: Vec<_> = app.models.all().iter().filter(|model| has_snapshots(model)).collect();
     let waiting = format!("a serving replica is awaited for up to {} s", SIBLING_WAIT.as_secs());
     models.iter().for_each(|model| model.warm_start.set_fetching(Some(waiting.clone())));
     let mut serving = serving_members(bus).await;
     if serving.is_empty() {
-        tracing::info!("no replica serves: no index snapshot is fetched");
+        tracing::info!("no replica serves: no index snapshot is fetched from one");
     }
     // The longest life has the most complete index.
     serving.sort_by_key(|member| member.life.incarnation);
@@ -69,6 +62,10 @@ async fn restore_all(app: &App, bus: &dyn ReplicaBus) {
         let is_restored = restore(model, &serving, bus).await;
         if !is_restored && serving.is_empty() {
             SnapshotOrigin::Replica.count(&model.settings.name, "absent");
+        }
+        if !is_restored && let Some(store) = bus.store() {
+            model.warm_start.set_fetching(Some("the stored snapshot is being read".to_owned()));
+            restore_stored(model, store).await;
         }
         model.warm_start.set_fetching(None);
     }
@@ -104,22 +101,8 @@ async fn restore(model: &Model, serving: &[ReplicaMember], bus: &dyn ReplicaBus)
                 continue;
             }
         };
-        let decoded = tokio::task::spawn_blocking(move || Snapshot::decode(&bytes)).await;
-        let Ok(decoded) = decoded else { continue };
-        let restored = decoded.and_then(|snapshot| {
-            let (ranks, blocks) = (snapshot.ranks.len(), snapshot.block_count());
-            model.router.restore(snapshot).map(|()| (ranks, blocks))
-        });
-        match restored {
-            Ok((ranks, blocks)) => {
-                tracing::info!(model = name, %from, ranks, blocks, "index snapshot of a replica restored");
-                origin.count(name, "restored");
-                return true;
-            }
-            Err(error) => {
-                tracing::warn!(model = name, %from, %error, "index snapshot of a replica ignored");
-                origin.count(name, error.name());
-            }
+        if apply(model, bytes, origin, &from.to_string()).await {
+            return true;
         }
     }
     false
@@ -136,10 +119,7 @@ impl SnapshotSource for ModelSnapshots {
         let app = self.current.get();
         let model = app.models.all().iter().find(|model| model.router.config().pool == pool).map(Arc::clone);
         Box::pin(async move {
-            // After the warm-up time the index is as complete as it can be; ranks with losses are marked as cold.
-            let is_warm =
-                |model: &Arc<Model>| model.was_warm.load(Ordering::Relaxed) || app.readiness.is_warm_up_over();
-            let model = model.filter(is_warm)?;
+            let model = model.filter(|model| is_warm(&app, model))?;
             let _running = self.running.lock().await;
             let snapshot = model.router.snapshot().await.ok()?;
             let encoded = tokio::task::spawn_blocking(move || snapshot.encode()).await;

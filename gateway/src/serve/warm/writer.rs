@@ -7,13 +7,14 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use metrics::{counter, gauge};
 use tokio::time::{sleep, timeout};
 
+use super::contents::has_snapshots;
 use super::{BYTES, WRITES, WRITTEN, file};
 use crate::serve::App;
 use crate::serve::current::Current;
 use crate::serve::models::Model;
 
 /// Longest time of the writes at shutdown.
-const LAST_WRITE_MAX: Duration = Duration::from_secs(10);
+pub(super) const LAST_WRITE_MAX: Duration = Duration::from_secs(10);
 
 /// Writes the snapshot of every model each `snapshot_interval_ms`.
 pub(in crate::serve) async fn write_periodically(current: Current) {
@@ -39,11 +40,10 @@ async fn write_all(app: &App) {
 }
 
 async fn write(model: &Arc<Model>, directory: &Path) {
-    let config = model.router.config();
-    if !(config.events.mode.reads_events() && config.has_index()) {
+    if !has_snapshots(model) {
         return;
     }
-    let (path, name) = (file::path_of(directory, &config.pool), model.settings.name.as_str());
+    let (path, name) = (file::path_of(directory, &model.router.config().pool), model.settings.name.as_str());
     let count = |result| counter!(WRITES.name, "model" => name.to_owned(), "result" => result).increment(1);
     let Ok(snapshot) = model.router.snapshot().await else { return }; // the router is down
     if snapshot.ranks.is_empty() {
