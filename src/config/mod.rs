@@ -43,6 +43,7 @@ pub use targets::OnTargetMiss;
 pub use crate::validation::{ConfigError, ConfigErrors};
 
 use crate::policy::{KvCost, Needs, Policy, PolicyConfig};
+use crate::protocol::WorkerRole;
 use crate::validation::Problems;
 
 /// Work of the ranks of a pool.
@@ -56,6 +57,26 @@ pub enum PoolRole {
     Prefill,
     /// Decode only.
     Decode,
+}
+
+impl PoolRole {
+    /// Whether a pool of this role uses workers of the given role, as sources of discovery name them.
+    ///
+    /// ```
+    /// use pointsman::config::PoolRole;
+    /// use pointsman::protocol::WorkerRole;
+    ///
+    /// assert!(PoolRole::Prefill.uses(Some(WorkerRole::Both)) && PoolRole::Prefill.uses(None));
+    /// assert!(!PoolRole::Aggregated.uses(Some(WorkerRole::Prefill)));
+    /// ```
+    #[must_use]
+    pub fn uses(self, role: Option<WorkerRole>) -> bool {
+        match role {
+            None | Some(WorkerRole::Both) => true,
+            Some(WorkerRole::Prefill) => self == Self::Prefill,
+            Some(WorkerRole::Decode) => self == Self::Decode,
+        }
+    }
 }
 
 /// Settings of one router: one model, one role, one block size.

@@ -2,12 +2,14 @@
 
 use std::time::Duration;
 
-use crate::config::{EventMode, RouterConfig, SupervisionConfig};
+use crate::config::{EventMode, PoolRole, RouterConfig, SupervisionConfig};
 use crate::protocol::{WorkerConfig, WorkerConfigError};
 
 /// Settings of a router that membership depends on.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MembershipRules {
+    /// Role of the pool. Workers of sources that have another role are ignored.
+    pub role: PoolRole,
     /// EAGLE hashing of the pool. A worker that states another value is rejected.
     pub is_eagle: bool,
     /// True if the build contains the reader of KV events.
@@ -29,6 +31,7 @@ impl MembershipRules {
     #[must_use]
     pub fn of(config: &RouterConfig, has_reader: bool) -> Self {
         Self {
+            role: config.role,
             is_eagle: config.is_eagle,
             has_reader,
             reads_kv_events: has_reader && config.events.mode.reads_events() && config.has_index(),

@@ -37,7 +37,8 @@ impl<R> Membership<R> {
         }
     }
 
-    fn on_source_workers(&mut self, source: usize, workers: WorkerMap) {
+    fn on_source_workers(&mut self, source: usize, mut workers: WorkerMap) {
+        workers.retain(|_, config| self.rules.role.uses(config.role));
         let count = workers.len();
         for conflict in self.desired.set(source, workers) {
             self.report_conflict(conflict);

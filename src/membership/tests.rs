@@ -6,11 +6,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::*;
-use crate::config::EventMode;
+use crate::config::{EventMode, PoolRole};
 use crate::discovery::DiscoveryError;
-use crate::protocol::{KvEventsConfig, WorkerMap};
+use crate::protocol::{KvEventsConfig, WorkerMap, WorkerRole};
 
 const RULES: MembershipRules = MembershipRules {
+    role: PoolRole::Decode,
     is_eagle: false,
     has_reader: true,
     reads_kv_events: true,
@@ -291,6 +292,33 @@ fn the_first_source_and_the_embedder_have_precedence() {
     assert_eq!(pool.done.sources[1].leaving, BTreeSet::from([WorkerId(2)]));
     pool.retire_all();
     assert_eq!(pool.done.sources[1].leaving, BTreeSet::new());
+}
+
+#[test]
+fn workers_of_another_role_are_ignored_until_their_role_changes() {
+    let roles = [None, Some(WorkerRole::Prefill), Some(WorkerRole::Decode), Some(WorkerRole::Both)];
+    let set = |roles: &[Option<WorkerRole>]| {
+        let worker = |(id, role): (u64, &Option<WorkerRole>)| {
+            (WorkerId(id), WorkerConfig { role: *role, ..WorkerConfig::at(id.to_string()) })
+        };
+        SourceUpdate::Workers((0..).zip(roles).map(worker).collect())
+    };
+    let cases =
+        [(PoolRole::Prefill, vec![0, 1, 3]), (PoolRole::Decode, vec![0, 2, 3]), (PoolRole::Aggregated, vec![0, 3])];
+    for (role, expected) in cases {
+        let mut pool = Pool::new(MembershipRules { role, ..RULES }, 1);
+        let registered = |pool: &Pool| pool.endpoints().into_iter().map(|(id, _)| id).collect::<Vec<_>>();
+        let update = |pool: &mut Pool, update| {
+            pool.step(MembershipInput::SourceUpdated { source: 0, update });
+            pool.step(MembershipInput::Reconcile);
+        };
+        update(&mut pool, set(&roles));
+        assert_eq!(registered(&pool), expected, "{role:?}");
+        assert_eq!(pool.done.sources[0].workers, expected.len(), "{role:?}");
+        update(&mut pool, set(&[Some(WorkerRole::Both), Some(WorkerRole::Both)]));
+        pool.retire_all();
+        assert_eq!(registered(&pool), [0, 1], "{role:?}");
+    }
 }
 
 #[test]

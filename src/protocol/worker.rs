@@ -20,6 +20,20 @@ pub enum KvTransferEnforcement {
     Preferred,
 }
 
+/// Role of a worker in disaggregated serving.
+///
+/// A source may name the workers of several pools. Each pool uses those of its own role, and those without a role.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkerRole {
+    /// Computes prompts for decode workers.
+    Prefill,
+    /// Generates from prompts that prefill workers have computed.
+    Decode,
+    /// Either, and whole requests.
+    Both,
+}
+
 /// Endpoints at which an engine publishes its KV events.
 ///
 /// vLLM and SGLang publish each data-parallel rank on a separate port: rank `r` at the configured port plus `r`, for
@@ -125,6 +139,9 @@ pub struct WorkerConfig {
     /// prompt longer than that of every worker is rejected.
     #[serde(default)]
     pub max_model_len: Option<u32>,
+    /// Role in disaggregated serving. Pools of another role ignore the worker. Default: that of the pool.
+    #[serde(default)]
+    pub role: Option<WorkerRole>,
     /// Labels that requests may require or prefer.
     #[serde(default)]
     pub taints: BTreeSet<String>,
@@ -234,6 +251,7 @@ impl WorkerConfig {
             max_num_batched_tokens: None,
             total_kv_blocks: None,
             max_model_len: None,
+            role: None,
             taints: BTreeSet::new(),
             lora_adapters: BTreeSet::new(),
             stable_routing_id: None,

@@ -9,6 +9,7 @@ mod failures;
 mod leaving;
 mod pools;
 mod requests;
+mod roles;
 mod sglang;
 
 const SMALL: Size = Size { prefills: 2, decodes: 2, ranks: 1 };

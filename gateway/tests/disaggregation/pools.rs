@@ -179,7 +179,7 @@ pub(super) fn body(tokens: &[u32], output: u32, is_stream: bool) -> Json {
     body
 }
 
-fn worker(engine: &MockEngine, n: u64, protocol: Protocol) -> NamedWorker {
+pub(super) fn worker(engine: &MockEngine, n: u64, protocol: Protocol) -> NamedWorker {
     let kv_events = KvEventsConfig {
         endpoint: engine.event_endpoint(0),
         replay_endpoint: Some(engine.replay_endpoint(0)),

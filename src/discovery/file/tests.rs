@@ -53,6 +53,11 @@ fn both_formats_have_equal_content() {
 #[test]
 fn mistakes_are_named_with_their_line() {
     let toml = |text| refused(FileFormat::Toml, text);
+    let role = toml("[[workers]]\nurl = \"http://e\"\nrole = \"prefil\"\n");
+    assert!(
+        role.starts_with("line 3: unknown variant `prefil`, expected one of `prefill`, `decode`, `both`"),
+        "{role}"
+    );
     let unknown = toml("[[workers]]\nurl = \"http://e\"\n\nendpiont = \"x\"\n");
     assert!(unknown.starts_with("line 4: unknown field `endpiont`, expected one of"), "{unknown}");
     assert_eq!(toml("[[workers]]\nendpoint = \"http://e\"\n"), "line 2: unknown field `endpoint`, must be `url`");

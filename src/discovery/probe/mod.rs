@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 
 use super::HttpUrl;
 use super::hosts::reach;
-use crate::protocol::{KvEventsConfig, LoadSource, WorkerConfig, WorkerConfigError};
+use crate::protocol::{KvEventsConfig, LoadSource, WorkerConfig, WorkerConfigError, WorkerRole};
 
 /// Type of the responding engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +51,8 @@ pub struct Described {
     pub load: Option<LoadSource>,
     /// Port of the bootstrap server, of an engine for prefills.
     pub transfer_port: Option<u16>,
+    /// Role in disaggregated serving, if the engine has only one.
+    pub role: Option<WorkerRole>,
 }
 
 /// Requirements of a pool.
@@ -159,6 +161,7 @@ impl Described {
             kv_events: given.kv_events.clone().or(self.kv_events),
             load: given.load.clone().or(self.load),
             transfer_port: given.transfer_port.or(self.transfer_port),
+            role: given.role.or(self.role),
             ..given.clone()
         };
         if config.lora_adapters.is_empty() {

@@ -7,7 +7,7 @@ use super::{Described, Engine, ProbeError};
 use crate::discovery::HttpUrl;
 use crate::discovery::hosts::reachable_host;
 use crate::discovery::url::is_host;
-use crate::protocol::{KvEventsConfig, LoadSource};
+use crate::protocol::{KvEventsConfig, LoadSource, WorkerRole};
 
 /// Keys that only SGLang's response contains.
 const ITS_OWN: &[&str] = &["kv_events", "max_total_num_tokens", "page_size"];
@@ -60,7 +60,12 @@ pub(super) fn describe(url: &HttpUrl, server_info: &[u8]) -> Result<Option<Descr
         let has_metrics = info.get("enable_metrics").and_then(Value::as_bool) == Some(true);
         has_metrics.then(|| LoadSource::Metrics(url.below("/metrics").to_string()))
     };
-    let is_prefill = info.get("disaggregation_mode").and_then(Value::as_str) == Some("prefill");
+    let role = match info.get("disaggregation_mode").and_then(Value::as_str) {
+        Some("prefill") => Some(WorkerRole::Prefill),
+        Some("decode") => Some(WorkerRole::Decode),
+        _ => None,
+    };
+    let is_prefill = role == Some(WorkerRole::Prefill);
     Ok(Some(Described {
         engine: Engine::Sglang,
         models: name.map(str::to_owned).into_iter().collect(),
@@ -74,6 +79,7 @@ pub(super) fn describe(url: &HttpUrl, server_info: &[u8]) -> Result<Option<Descr
         max_model_len: small("context_length"),
         load: load_socket.or_else(load_page),
         transfer_port: is_prefill.then(|| small("disaggregation_bootstrap_port")?.try_into().ok()).flatten(),
+        role,
         kv_events: kv_events.map(|said| {
             let host = reachable_host(&said.endpoint_host, url);
             KvEventsConfig {

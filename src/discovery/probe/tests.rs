@@ -87,13 +87,15 @@ fn named_hosts_are_unchanged() {
 }
 
 #[test]
-fn sglang_prefill_engines_report_their_bootstrap_port() {
-    let port = |mode: &str| {
+fn sglang_engines_report_their_role_and_bootstrap_port() {
+    let role = |mode: &str| {
         let fields = format!("\"disaggregation_mode\": \"{mode}\", \"disaggregation_bootstrap_port\": 8998");
         let info = SERVER_INFO.replace("\"disaggregation_mode\": \"null\"", &fields);
-        complete(sglang(&info), &expected()).expect("compatible with the pool").transfer_port
+        complete(sglang(&info), &expected()).expect("compatible with the pool")
     };
-    assert_eq!((port("prefill"), port("decode"), port("null")), (Some(8998), None, None));
+    let facts = ["prefill", "decode", "null"].map(role).map(|config| (config.role, config.transfer_port));
+    let expected = [(Some(WorkerRole::Prefill), Some(8998)), (Some(WorkerRole::Decode), None), (None, None)];
+    assert_eq!(facts, expected);
 }
 
 #[test]

@@ -66,6 +66,7 @@ pub(super) fn describe(url: &HttpUrl, models: &[u8], metrics: &[u8]) -> Result<D
         max_num_batched_tokens: None,
         max_model_len,
         transfer_port: None,
+        role: None,
         kv_events: None,
         load: Some(LoadSource::Metrics(url.below("/metrics").to_string())),
     })

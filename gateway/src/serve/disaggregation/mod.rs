@@ -12,6 +12,7 @@ use std::time::Duration;
 use axum::body::Bytes;
 use metrics::Counter;
 use pointsman::config::ConfigErrors;
+use pointsman::protocol::WorkerRank;
 use pointsman::{Disaggregated, Placement, Router};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
@@ -149,6 +150,13 @@ impl PrefillPool {
     /// Keeps the parameters for the next turn of a session.
     pub(crate) fn turn_ended(&self, session: &Arc<str>, parameters: Bytes) {
         self.turns.keep(Arc::clone(session), parameters, Instant::now());
+    }
+
+    /// Prefill ranks of the worker at this address. A worker of both pools transfers nothing to itself.
+    pub(crate) fn ranks_at(&self, endpoint: &str) -> impl Iterator<Item = WorkerRank> + use<> {
+        let workers = self.pools.prefill().workers();
+        let same = workers.iter().find(|known| known.config.endpoint == endpoint).map(|known| known.ranks.clone());
+        same.into_iter().flatten()
     }
 
     /// Counts a served request.

@@ -148,7 +148,8 @@ async fn place_prefill(
 ) -> Result<Option<Box<Placement>>, ApiError> {
     let given = std::mem::take(&mut request.options.constraints);
     let (required_taints, preferred_taints) = (given.required_taints, given.preferred_taints);
-    let constraints = Constraints { required_taints, preferred_taints, ..Constraints::default() };
+    let excluded_ranks = pool.ranks_at(decode.endpoint()).collect();
+    let constraints = Constraints { required_taints, preferred_taints, excluded_ranks, ..Constraints::default() };
     // The proxy does not report the end of the prefill leg, which precedes the head of the response.
     request.options.not_streamed = true;
     let within = Duration::from_millis(app.settings.gateway.queue_timeout_ms);

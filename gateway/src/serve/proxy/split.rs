@@ -369,7 +369,7 @@ impl<'a> Split<'a> {
         let constraints = Constraints {
             required_taints: given.required_taints.clone(),
             preferred_taints: given.preferred_taints.clone(),
-            excluded_ranks: excluded.clone(),
+            excluded_ranks: excluded.iter().copied().chain(self.pool.ranks_at(decode.endpoint())).collect(),
             ..Constraints::default()
         };
         let mut prefill = request.clone();
