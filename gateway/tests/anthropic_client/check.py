@@ -26,9 +26,9 @@ TOOL = {
 }
 
 
-def mock_engine(binary, stack):
+def mock_engine(binary, stack, *flags):
     """Starts a mock engine on a free port and returns its URL."""
-    command = [binary, "mock-engine", "--port", "0", "--model", "mock", "--time-scale", "0"]
+    command = [binary, "mock-engine", "--port", "0", "--model", "mock", "--time-scale", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     stack.callback(process.wait)
     stack.callback(process.kill)
@@ -79,8 +79,10 @@ def tool_engine(stack):
     return f"http://127.0.0.1:{server.server_address[1]}"
 
 
-def gateway(binary, stack, models, tenants=False):
-    """Starts the gateway in front of one engine per model. Returns its URL once it is ready."""
+def gateway(binary, stack, models, tenants=False, prefill=None):
+    """Starts the gateway in front of one engine per model. Returns its URL once it is ready. With `prefill`, an engine at
+    this URL computes the prompts of the model `mock`.
+    """
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -90,10 +92,14 @@ def gateway(binary, stack, models, tenants=False):
         (directory / "salt").write_text("0123456789abcdef")
         (directory / "keys").write_text(KEY + "\n")
         lines += ['salt_secret_file = "salt"', "[[tenants]]", 'name = "acme"', 'keys_file = "keys"']
+    if prefill:
+        models = {**models, "mock-prefill": prefill}
     for name, url in models.items():
         lines += ["[[models]]", f'name = "{name}"', "[[models.workers]]", f'url = "{url}"', "[models.router]"]
         lines += ['events.mode = "off"', "health.probe_interval_ms = 0", "[models.tokens]"]
-        lines += [f'source = "{"engine" if name == "mock" else "none"}"']
+        lines += [f'source = "{"none" if name == "tools" else "engine"}"']
+        if prefill and name == "mock":
+            lines += ["[models.disaggregation]", 'prefill = "mock-prefill"']
     (directory / "pointsman.toml").write_text("\n".join(lines) + "\n")
     command = [binary, "serve", "--config", str(directory / "pointsman.toml")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -183,6 +189,13 @@ def main(binary):
         check_messages(client)
         check_tools(client)
         check_errors(client)
+        roles = {role: mock_engine(binary, stack, "--handover", "vllm-nixl", "--role", role) for role in ["prefill", "decode"]}
+        url = gateway(binary, stack, {"mock": roles["decode"]}, prefill=roles["prefill"])
+        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        check_messages(client)
+        messages = [{"role": "user", "content": "word " * 80}]
+        raw = client.messages.with_raw_response.create(model="mock", messages=messages, max_tokens=8)
+        check("a message has two legs", raw.headers["x-pointsman-prefill"] == "remote")
         url = gateway(binary, stack, {"mock": mock}, tenants=True)
         usual = {"model": "mock", "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 1}
         client = anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
