@@ -48,8 +48,8 @@ pub use discovery::{KubernetesPods, PodSelection, ServiceAddresses};
 pub use handle::PlacedBody;
 pub use handle::{
     AddRequest, CacheHit, DisaggPlacement, Disaggregated, Health, OverlapScores, Placement, PrefillPlacement,
-    RankScores, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure,
-    SharedSummary,
+    RankScores, RecordedDecision, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
+    SharedCacheFailure, SharedSummary,
 };
 #[cfg(feature = "faults")]
 pub use handle::{Fault, Hang};

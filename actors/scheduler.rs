@@ -5,12 +5,15 @@
 //! the scheduler starts with the registered ranks and their boards; the replies to waiting requests are lost, and their
 //! callers retry.
 
+mod context;
+
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+pub(crate) use context::RequestContext;
 use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::actors::delivery::ack::Acknowledgement;
@@ -24,20 +27,20 @@ use crate::actors::radix::{OverlapQuery, RadixMsg, RadixReply, overlap_token};
 use crate::actors::sequence::{
     Book, LoadFallListener, LoadQueryContinuation, Sequence, SequenceMsg, SequenceReply, load_token,
 };
-use crate::actors::telemetry::{PhaseTimestamps, QueueMeters};
+use crate::actors::telemetry::{Pool, QueueMeters, ShadowMeters, trace_decision};
+use crate::actors::views::decisions::{DecisionRecords, DecisionTape};
 use crate::actors::views::published::Published;
 use crate::actors::views::wake_flag::WakeFlag;
 use crate::config::{LoadConfig, RouterConfig};
 use crate::directory::{Lease, LeaseState};
 use crate::health::Exclusions;
 use crate::load::{ArrivalsCell, BoardChanges, PromptBlocks};
-use crate::predict::SpeculativePrompt;
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp};
 use crate::queue::{Depth, QueueHeads};
 #[cfg(feature = "replicas")]
 use crate::replica::ReplicaLife;
 use crate::schedule::{
-    Admission, Effect, Explanation, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, RankCells, Request, Schedule,
+    Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, RankCells, Request, Schedule,
 };
 use crate::select::{RankConditions, RankOverlap, RankTraits};
 #[cfg(feature = "replicas")]
@@ -95,19 +98,6 @@ pub(crate) struct SessionsQuery {
     pub(crate) answer: oneshot::Sender<Vec<SessionBinding>>,
 }
 
-/// Context of one request at the scheduler: its lease and its reply channel.
-pub(crate) struct RequestContext {
-    /// Present for a request that books.
-    pub(crate) lease: Option<Arc<Lease>>,
-    pub(crate) answer: oneshot::Sender<Reply>,
-    /// Permit of the waiting room, released when the request has its reply or is lost.
-    pub(crate) permit: OwnedSemaphorePermit,
-    /// Speculative entry that the booking creates, if entries are speculative.
-    pub(crate) speculative_prompt: Option<Box<SpeculativePrompt>>,
-    /// Present if the phases of the request are measured.
-    pub(crate) timestamps: Option<Arc<PhaseTimestamps>>,
-}
-
 /// Waiting requests of one class.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingClass {
@@ -141,6 +131,8 @@ pub(crate) struct SchedulerDependencies {
     pub(crate) arrivals: Arc<ArrivalsCell>,
     /// Longest-waiting requests of the replicas.
     pub(crate) queue_heads: Arc<QueueHeads>,
+    /// Records of decisions.
+    pub(crate) decisions: Arc<DecisionRecords>,
     pub(crate) clock: Clock,
     pub(crate) runtime: Handle,
 }
@@ -198,6 +190,8 @@ pub(crate) struct Scheduler {
     schedule: Schedule<RequestContext>,
     /// Shared cells that the schedule reads.
     loads: LiveLoads,
+    tape: DecisionTape,
+    shadow_meters: Option<ShadowMeters>,
     /// Generation and strand of each rank's sequence actor, by slot.
     sequences: Vec<Option<(Generation, Arc<Strand<Sequence>>)>>,
     effects: VecDeque<Effect<RequestContext>>,
@@ -240,11 +234,17 @@ impl Scheduler {
         dependencies: SchedulerDependencies,
         myself: &Arc<Strand<Self>>,
     ) -> Self {
+        let tape = DecisionTape::new(&config, &dependencies.decisions);
+        let shadow_meters = ShadowMeters::new(&Pool::new(&config.pool), &config);
+        let mut schedule = Schedule::new(config.clone(), incarnation, extensions);
+        schedule.name_requests(RequestContext::request_id);
         Self {
             load_query_timeout: LoadConfig::QUERY_TIMEOUT,
             queueing: config.queue.is_enabled(),
             queue_meters: config.queue.is_enabled().then(|| QueueMeters::new(&config)),
-            schedule: Schedule::new(config, incarnation, extensions),
+            schedule,
+            tape,
+            shadow_meters,
             loads: LiveLoads::new(
                 Arc::clone(&dependencies.board_changes),
                 Arc::clone(&dependencies.arrivals),
@@ -384,7 +384,11 @@ impl Scheduler {
     }
 
     fn step_schedule(&mut self, input: Input<RequestContext>) {
-        self.schedule.step(input, &self.loads, self.dependencies.clock.now(), &mut self.effects);
+        self.step_schedule_at(input, self.dependencies.clock.now());
+    }
+
+    fn step_schedule_at(&mut self, input: Input<RequestContext>, now: Timestamp) {
+        self.tape.step(&mut self.schedule, input, (&self.loads, now), &mut self.effects);
     }
 
     /// Performs effects until none are left, including those of responses that arrive inline.
@@ -397,14 +401,15 @@ impl Scheduler {
                 Effect::Query(query) => {
                     let batch = query.batch;
                     if let Some(answers) = self.fan_out(query) {
-                        self.schedule.step(Input::Loads { batch, answers }, &self.loads, now, &mut self.effects);
+                        self.step_schedule_at(Input::Loads { batch, answers }, now);
                     }
                 }
                 Effect::Refresh { booking, block_hashes } => self.ask_shards(booking, block_hashes),
                 Effect::PublishTypical { speed, rate } => self.loads.publish_typical(&speed, rate, now),
-                Effect::Book { context, decision, number, trace } => {
-                    if let Some(explanation) = trace {
-                        trace_decision(&explanation);
+                Effect::Book { context, decision, number, trace, shadow } => {
+                    trace.as_deref().into_iter().for_each(trace_decision);
+                    if let Some((meters, report)) = self.shadow_meters.as_ref().zip(shadow) {
+                        meters.count(&report);
                     }
                     let RequestContext { lease: Some(lease), answer, permit, speculative_prompt, timestamps } = context
                     else {
@@ -433,6 +438,7 @@ impl Scheduler {
                 Effect::Cancelled { context } => self.replies.cancelled.push(context),
             }
         }
+        self.tape.flush(now);
         if self.schedule.batch_in_flight().is_none() {
             self.in_flight = None;
         }
@@ -453,7 +459,7 @@ impl Scheduler {
     fn next_effect(&mut self, now: Timestamp) -> Option<Effect<RequestContext>> {
         if self.effects.is_empty() && self.queueing && self.schedule.waits_for_load() && self.dependencies.wake.raise()
         {
-            self.schedule.step(Input::Wake, &self.loads, now, &mut self.effects);
+            self.step_schedule_at(Input::Wake, now);
         }
         self.effects.pop_front()
     }
@@ -517,16 +523,6 @@ impl Scheduler {
             }
         });
     }
-}
-
-/// Logs one structured event for a decision sampled for the trace, with all its inputs as JSON.
-fn trace_decision(explanation: &Explanation) {
-    if !tracing::enabled!(target: "pointsman::decision", tracing::Level::INFO) {
-        return;
-    }
-    // Serialization of plain data with string keys cannot fail.
-    let Ok(record) = serde_json::to_string(explanation) else { return };
-    tracing::info!(target: "pointsman::decision", schema = Explanation::SCHEMA, record, "decision sampled");
 }
 
 impl ActorState for Scheduler {

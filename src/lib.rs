@@ -79,6 +79,7 @@ pub mod policy;
 pub mod predict;
 pub mod protocol;
 pub mod queue;
+pub mod record;
 pub mod replica;
 mod request;
 pub mod schedule;
@@ -96,8 +97,8 @@ pub use actors::PlacedBody;
 #[cfg(feature = "runtime")]
 pub use actors::{
     AddRequest, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, Health, KvSourceStatus, OverlapScores,
-    PendingClass, Placement, PrefillPlacement, RankScores, Router, RouterBuilder, SharedCache, SharedCacheAnswer,
-    SharedCacheError, SharedCacheFailure, SharedSummary, StaticList, WorkerEntry,
+    PendingClass, Placement, PrefillPlacement, RankScores, RecordedDecision, Router, RouterBuilder, SharedCache,
+    SharedCacheAnswer, SharedCacheError, SharedCacheFailure, SharedSummary, StaticList, WorkerEntry,
 };
 #[cfg(feature = "replicas")]
 pub use actors::{

@@ -50,6 +50,8 @@ fn subjects() -> Vec<Subject> {
         section("## Sessions", "session.", &config.session),
         section("## Discovery", "discovery.", &config.discovery),
         section("## Supervision", "supervision.", &config.supervision),
+        section("## Shadow policies", "shadow.", &config.shadow),
+        section("## Recorder", "recorder.", &config.recorder),
     ];
     subjects.extend([("## Settings of `kv`", Policy::Kv), ("## Settings of `latency`", Policy::Latency)].map(
         |(heading, policy)| {

@@ -34,6 +34,7 @@ mod queue_shares;
 mod replica_properties;
 mod schedule_choice;
 mod schedule_filters;
+mod schedule_record;
 mod schedule_replay;
 mod schedule_targets;
 mod schedule_turns;

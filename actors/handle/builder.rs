@@ -30,6 +30,7 @@ use crate::actors::supervisor::dependencies::SupervisorDependencies;
 use crate::actors::supervisor::{Supervisor, SupervisorMsg};
 use crate::actors::telemetry::{self, Meters};
 use crate::actors::views::Views;
+use crate::actors::views::decisions::DecisionRecords;
 use crate::config::RouterConfig;
 use crate::directory::Directory;
 use crate::error::{Down, StartError};
@@ -214,6 +215,7 @@ async fn start_actors(
     shared_cache: Option<Arc<dyn SharedCache>>,
 ) -> Result<Router, StartError> {
     let (config, clock, views) = (Arc::new(config), Clock::start(), Views::default());
+    let views = Views { decisions: Arc::new(DecisionRecords::new(&config.recorder)), ..views };
     let meters = Arc::new(Meters::new(&config, shared_cache.is_some()));
     let (directory, output_lengths) = (Arc::<Directory>::default(), Arc::<OutputLengths>::default());
     let strands = Strands::new(&config);

@@ -6,6 +6,7 @@
 #[cfg(feature = "http")]
 mod body;
 mod builder;
+mod decisions;
 mod disagg;
 mod edge;
 mod events;
@@ -30,6 +31,7 @@ mod tower;
 #[cfg(feature = "http")]
 pub use body::PlacedBody;
 pub use builder::RouterBuilder;
+pub use decisions::RecordedDecision;
 pub use disagg::{DisaggPlacement, Disaggregated, PrefillPlacement};
 #[cfg(feature = "faults")]
 pub use faults::{Fault, Hang};

@@ -68,7 +68,8 @@ impl Router {
                 let decision = decision.with_routing_hashes(hashes);
                 // A prediction above 0 is evaluated even if the index is incomplete.
                 let is_index_complete = decision.cached_tokens() > 0 || self.is_index_complete_for(&address.entry);
-                let prediction = Prediction::new(prepared.predicted_kind(), prepared.prompt_tokens(), is_index_complete);
+                let prediction =
+                    Prediction::new(prepared.predicted_kind(), prepared.prompt_tokens(), is_index_complete);
                 if !span.is_disabled() {
                     span.record("rank", tracing::field::display(decision.rank()));
                 }

@@ -79,6 +79,7 @@ impl SupervisorState {
             board_changes: Arc::clone(&views.ranks.board_changes),
             arrivals: Arc::clone(&views.ranks.arrivals),
             queue_heads: Arc::clone(&views.ranks.queue_heads),
+            decisions: Arc::clone(&views.decisions),
             clock: *clock,
             runtime: Handle::current(),
         };

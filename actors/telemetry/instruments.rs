@@ -271,6 +271,23 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         "Workers named by two sources; the first source takes precedence.",
     ),
     counter("pointsman_restarts_total", &["role"], "Restarted actors by `role`."),
+    counter(
+        "pointsman_shadow_decisions_total",
+        &["policy"],
+        "Decisions that shadow policies also made, by `policy`; `chosen` is the active one.",
+    ),
+    counter("pointsman_shadow_agreements_total", &["policy"], "Of these, decisions for the rank of the active policy."),
+    counter(
+        "pointsman_shadow_cached_tokens_total",
+        &["policy"],
+        "Prompt tokens of these decisions that the index held for the rank of the `policy`.",
+    ),
+    histogram(
+        "pointsman_shadow_ttft_seconds",
+        Some(Unit::Seconds),
+        &["policy"],
+        "Predicted time to first token of these decisions on the rank of the `policy`, where prefill speeds are learned.",
+    ),
     gauge(
         "pointsman_replica_peers",
         Unit::Count,

@@ -12,6 +12,7 @@ mod instruments;
 mod phases;
 mod predictions;
 mod rank_counters;
+mod shadow;
 mod targets;
 #[cfg(test)]
 mod tests;
@@ -22,9 +23,10 @@ use metrics::{Counter, Gauge, Histogram};
 
 pub(crate) use decisions::{BookingResult, Decisions};
 pub(crate) use instruments::{Pool, describe};
-pub(crate) use phases::{PhaseTimestamps, Phases, route_span, trace_hashes};
+pub(crate) use phases::{PhaseTimestamps, Phases, route_span, trace_decision, trace_hashes};
 pub(crate) use predictions::{Prediction, PromptKind};
 pub(crate) use rank_counters::RankCounters;
+pub(crate) use shadow::ShadowMeters;
 
 use crate::config::{QueueClass, RouterConfig};
 use crate::health::Cause;

@@ -15,6 +15,7 @@ use crate::actors::io::clock::Clock;
 use crate::directory::Lease;
 use crate::hashing::HashedPrompt;
 use crate::protocol::Timestamp;
+use crate::schedule::Explanation;
 
 /// Sampling ratio: one of this many requests is measured.
 pub(super) const SAMPLED_ONE_IN: u64 = 16;
@@ -130,4 +131,14 @@ pub(crate) fn trace_hashes(span: &Span, prompt: Option<&HashedPrompt>) {
 fn first_in_hex(hashes: impl Iterator<Item = u64>) -> String {
     let hashes: Vec<String> = hashes.take(HASHES_SHOWN).map(|hash| format!("{hash:016x}")).collect();
     hashes.join(" ")
+}
+
+/// Logs one structured event for a decision sampled for the trace, with all its inputs as JSON.
+pub(crate) fn trace_decision(explanation: &Explanation) {
+    if !tracing::enabled!(target: "pointsman::decision", tracing::Level::INFO) {
+        return;
+    }
+    // Serialization of plain data with string keys cannot fail.
+    let Ok(record) = serde_json::to_string(explanation) else { return };
+    tracing::info!(target: "pointsman::decision", schema = Explanation::SCHEMA, record, "decision sampled");
 }

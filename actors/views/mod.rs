@@ -1,5 +1,6 @@
 //! Views: plain data that one owner publishes and other actors and the handle read without a message.
 
+pub(crate) mod decisions;
 pub(crate) mod fleet;
 pub(crate) mod kv_source;
 pub(crate) mod published;
@@ -21,6 +22,7 @@ use crate::health::Exclusions;
 use crate::membership::DiscoveryStatus;
 use crate::protocol::WorkerRank;
 use crate::select::RankConditions;
+use decisions::DecisionRecords;
 use fleet::Fleet;
 use published::Published;
 use rank::RankEntries;
@@ -42,6 +44,8 @@ pub(crate) struct Views {
     /// Ranks excluded for their health. Written by the health actor.
     pub(crate) exclusions: Arc<Published<Exclusions>>,
     pub(crate) wake: Arc<WakeFlag>,
+    /// The last recorded decisions. Written by the scheduler.
+    pub(crate) decisions: Arc<DecisionRecords>,
     /// Contents of snapshots. Written by the handle, taken by the readers of KV events.
     #[cfg(feature = "zmq")]
     pub(crate) restores: Arc<restores::PendingRestores>,

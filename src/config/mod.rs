@@ -13,8 +13,10 @@ mod overload;
 mod overrides;
 mod pools;
 mod queue;
+mod recorder;
 mod replicas;
 mod session;
+mod shadow;
 mod shared_cache;
 mod slow_start;
 mod supervision;
@@ -33,8 +35,10 @@ pub use load::{LoadConfig, PrefillModel};
 pub use overload::OverloadConfig;
 pub use overrides::RouterConfigOverride;
 pub use queue::{QueueClass, QueueConfig, QueueOrder, UncachedBucket};
+pub use recorder::RecorderConfig;
 pub use replicas::ReplicasConfig;
 pub use session::{SessionAffinity, SessionConfig};
+pub use shadow::ShadowConfig;
 pub use shared_cache::SharedCacheConfig;
 pub use slow_start::SlowStartConfig;
 pub use supervision::SupervisionConfig;
@@ -135,6 +139,10 @@ pub struct RouterConfig {
     pub discovery: DiscoveryConfig,
     /// Restarts of actors.
     pub supervision: SupervisionConfig,
+    /// Policies that decide the same requests without booking.
+    pub shadow: ShadowConfig,
+    /// Records of decisions.
+    pub recorder: RecorderConfig,
     /// Load shared with other replicas of the router.
     pub replicas: ReplicasConfig,
 }
@@ -163,6 +171,8 @@ impl Default for RouterConfig {
             session: SessionConfig::default(),
             discovery: DiscoveryConfig::default(),
             supervision: SupervisionConfig::default(),
+            shadow: ShadowConfig::default(),
+            recorder: RecorderConfig::default(),
             replicas: ReplicasConfig::default(),
         }
     }
@@ -193,6 +203,8 @@ impl RouterConfig {
         self.shared_cache.check(&mut problems);
         self.session.check(&self.policy, &mut problems);
         self.discovery.check(&mut problems);
+        self.shadow.check(&mut problems);
+        self.recorder.check(&mut problems);
         self.replicas.check(&mut problems);
         problems.into_result()
     }

@@ -47,6 +47,36 @@ impl BoardLoad {
             prompts: active.sketch(),
         }
     }
+
+    /// Number of words of [`to_words`](Self::to_words).
+    pub const WORDS: usize = 3 + PrefillCurve::WORDS + PromptSketch::WORDS;
+
+    /// The load as words.
+    #[must_use]
+    pub fn to_words(self) -> [u64; Self::WORDS] {
+        let mut words = [0; Self::WORDS];
+        let (counts, rest) = words.split_at_mut(3);
+        let (prefill, prompts) = rest.split_at_mut(PrefillCurve::WORDS);
+        counts.copy_from_slice(&[
+            halves(self.incarnation, self.applied),
+            halves(self.active_blocks, self.requests),
+            halves(self.prefills, self.read_blocks),
+        ]);
+        prefill.copy_from_slice(&self.prefill.to_words());
+        prompts.copy_from_slice(&self.prompts.to_words());
+        words
+    }
+
+    /// The inverse of [`to_words`](Self::to_words).
+    #[must_use]
+    pub fn from_words(words: [u64; Self::WORDS]) -> Self {
+        let (incarnation, applied) = split(words[0]);
+        let (active_blocks, requests) = split(words[1]);
+        let (prefills, read_blocks) = split(words[2]);
+        let prefill = PrefillCurve::from_words(std::array::from_fn(|at| words[3 + at]));
+        let prompts = PromptSketch::from_words(std::array::from_fn(|at| words[3 + PrefillCurve::WORDS + at]));
+        Self { incarnation, applied, active_blocks, read_blocks, requests, prefills, prefill, prompts }
+    }
 }
 
 /// One rank's entry on the board: a seqlock of atomics on three cache lines.

@@ -45,7 +45,7 @@ pub use pace::TokenPace;
 pub use peers::{ArrivalsCell, PeerLoad, PeerLoadCell, PlacementRate};
 pub use sequences::{ActiveSequences, BookError, BookedBlocks, Change, Projection, PromptBlocks, RankLoad};
 pub use sketch::{PromptFingerprint, PromptSketch};
-pub use speed::{ATTENTION_TOKENS, EngineSpeed, PublishedSpeed, SpeedCell, work_tokens};
+pub use speed::{ATTENTION_TOKENS, EngineSpeed, PublishedSpeed, SpeedCell, SpeedSample, work_tokens};
 pub use step::{LearnedStep, StepSample};
 pub use weight::{Weight, WeightError};
 

@@ -104,38 +104,32 @@ impl PeerLoad {
     }
 }
 
-/// The [`PeerLoad`] of one rank, readable without messages.
-#[derive(Debug, Default)]
-pub struct PeerLoadCell([AtomicU64; 7]);
+impl PeerLoad {
+    /// Number of words of [`to_words`](Self::to_words).
+    pub const WORDS: usize = 7;
 
-impl PeerLoadCell {
-    /// Publishes a load. Only the replica actor may call this.
-    pub fn publish(&self, load: &PeerLoad) {
+    /// The load as words.
+    #[must_use]
+    pub fn to_words(self) -> [u64; Self::WORDS] {
         let halves = |high: u32, low: u32| u64::from(high) << 32 | u64::from(low);
         let nanos = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
-        let words = [
-            halves(load.active_blocks, load.read_blocks),
-            halves(load.requests, load.prefills),
-            halves(load.prefill_tokens, load.unmodelled_tokens),
-            nanos(load.prefill),
-            nanos(load.busy.0),
-            load.busy.1.into(),
-            load.at.0,
-        ];
-        for (cell, word) in self.0.iter().zip(words) {
-            cell.store(word, Ordering::Relaxed);
-        }
+        [
+            halves(self.active_blocks, self.read_blocks),
+            halves(self.requests, self.prefills),
+            halves(self.prefill_tokens, self.unmodelled_tokens),
+            nanos(self.prefill),
+            nanos(self.busy.0),
+            self.busy.1.into(),
+            self.at.0,
+        ]
     }
 
-    /// The last published load.
+    /// The inverse of [`to_words`](Self::to_words).
     #[must_use]
-    #[inline]
-    pub fn read(&self) -> PeerLoad {
-        #[expect(clippy::cast_possible_truncation, reason = "the halves that `publish` joined")]
+    pub fn from_words([blocks, counts, tokens, prefill, busy, periods, at]: [u64; Self::WORDS]) -> Self {
+        #[expect(clippy::cast_possible_truncation, reason = "the halves that `to_words` joined")]
         let (high, low) = (|joined: u64| (joined >> 32) as u32, |joined: u64| joined as u32);
-        let [blocks, counts, tokens, prefill, busy, periods, at] =
-            self.0.each_ref().map(|cell| cell.load(Ordering::Relaxed));
-        PeerLoad {
+        Self {
             active_blocks: high(blocks),
             read_blocks: low(blocks),
             requests: high(counts),
@@ -146,6 +140,26 @@ impl PeerLoadCell {
             at: Timestamp(at),
             busy: (Duration::from_nanos(busy), low(periods)),
         }
+    }
+}
+
+/// The [`PeerLoad`] of one rank, readable without messages.
+#[derive(Debug, Default)]
+pub struct PeerLoadCell([AtomicU64; PeerLoad::WORDS]);
+
+impl PeerLoadCell {
+    /// Publishes a load. Only the replica actor may call this.
+    pub fn publish(&self, load: &PeerLoad) {
+        for (cell, word) in self.0.iter().zip(load.to_words()) {
+            cell.store(word, Ordering::Relaxed);
+        }
+    }
+
+    /// The last published load.
+    #[must_use]
+    #[inline]
+    pub fn read(&self) -> PeerLoad {
+        PeerLoad::from_words(self.0.each_ref().map(|cell| cell.load(Ordering::Relaxed)))
     }
 }
 

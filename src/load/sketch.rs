@@ -64,6 +64,19 @@ impl PromptFingerprint {
         self.block_count
     }
 
+    /// Its bit in each level that it is long enough for.
+    pub(crate) fn bits(&self) -> &[u8] {
+        &self.bits[..usize::from(self.levels)]
+    }
+
+    /// The fingerprint with these [`bits`](Self::bits); `None` if there are too many.
+    pub(crate) fn from_bits(known: &[u8], block_count: u32) -> Option<Self> {
+        let mut bits = [0; LEVELS];
+        bits.get_mut(..known.len())?.copy_from_slice(known);
+        known.iter().all(|bit| u64::from(*bit) < BITS).then_some(())?;
+        Some(Self { bits, levels: known.len() as u8, block_count })
+    }
+
     /// Its level and bit in each level.
     pub(crate) fn positions(&self) -> impl Iterator<Item = (usize, u8)> {
         self.bits.into_iter().enumerate().take(usize::from(self.levels))

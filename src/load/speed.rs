@@ -127,6 +127,23 @@ pub struct SpeedCell {
     typical: [AtomicU32; 4],
 }
 
+/// Copy of everything that a rank's sequence actor has published in its [`SpeedCell`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SpeedSample([u32; SpeedSample::WORDS]);
+
+impl SpeedSample {
+    /// Number of words.
+    pub(crate) const WORDS: usize = 11;
+
+    pub(crate) fn to_words(self) -> [u32; Self::WORDS] {
+        self.0
+    }
+
+    pub(crate) fn from_words(words: [u32; Self::WORDS]) -> Self {
+        Self(words)
+    }
+}
+
 /// A time in units of 2^26 ns (67 ms); 32 bits cover nine years.
 #[expect(clippy::cast_possible_truncation, reason = "32 bits of such units are nine years")]
 fn tick(at: Timestamp) -> u32 {
@@ -143,6 +160,19 @@ pub struct PublishedSpeed {
 }
 
 impl PublishedSpeed {
+    /// The speed as words.
+    #[must_use]
+    pub(crate) fn to_words(self) -> [u32; 4] {
+        let [step, request, block] = self.step;
+        [self.work_rate, step, request, block]
+    }
+
+    /// The inverse of [`to_words`](Self::to_words).
+    #[must_use]
+    pub(crate) fn from_words([work_rate, step, request, block]: [u32; 4]) -> Self {
+        Self { work_rate, step: [step, request, block] }
+    }
+
     /// The speed, with `otherwise` for the unknown parts.
     #[must_use]
     #[inline]
@@ -273,6 +303,26 @@ impl SpeedCell {
     pub fn publish_bias(&self, which: usize, factor: f64, now: Timestamp) {
         self.bias_at[which].store(tick(now), Ordering::Relaxed);
         self.bias[which].store(known_bits(factor as f32), Ordering::Relaxed);
+    }
+
+    /// Copy of the published values.
+    #[must_use]
+    pub fn sample(&self) -> SpeedSample {
+        let mut words = [0; SpeedSample::WORDS];
+        words.iter_mut().zip(self.cells()).for_each(|(word, cell)| *word = cell.load(Ordering::Relaxed));
+        SpeedSample(words)
+    }
+
+    /// Publishes the values of a sample.
+    pub fn restore(&self, sample: &SpeedSample) {
+        sample.0.iter().zip(self.cells()).for_each(|(word, cell)| cell.store(*word, Ordering::Relaxed));
+    }
+
+    fn cells(&self) -> [&AtomicU32; SpeedSample::WORDS] {
+        let Self { work_rate, step: [step, request, block], output_tokens, learned_at, bias, bias_at, .. } = self;
+        let [[rate_at, step_at], [ttft, itl], [ttft_at, itl_at]] =
+            [learned_at, bias, bias_at].map(|pair| pair.each_ref());
+        [work_rate, step, request, block, output_tokens, rate_at, step_at, ttft, itl, ttft_at, itl_at]
     }
 
     /// The published speed.

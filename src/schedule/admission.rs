@@ -87,25 +87,36 @@ impl<T> Schedule<T> {
         }
     }
 
+    /// Reads the state of all loads on which the next batch decides.
+    pub(super) fn prepare<V: LoadView>(&mut self, loads: &V, effects: &mut VecDeque<Effect<T>>) {
+        if let Some(tape) = loads.tape() {
+            tape.begin();
+        }
+        self.ranks.refresh(loads, self.now);
+        if self.learns_typical
+            && let Some(typical) = self.typical.update_speeds(self.ranks.iter_mut(), loads, self.now)
+        {
+            self.typical.wait_seconds = self.ranks.mean_wait_seconds();
+            self.typical.step_ratio = self.ranks.mean_step_ratio();
+            self.ranks.measure(loads, typical);
+            if self.settings.policy == Policy::Latency {
+                effects.push_back(Effect::PublishTypical { speed: typical, rate: self.arrival_rate.rate(self.now) });
+            }
+        }
+        self.peers = loads.peer_arrivals();
+        self.rules.warm_up(&mut self.ranks, loads, self.now);
+        self.rules.look_at_engines(&mut self.ranks, loads, self.now);
+        self.forget_bounds();
+        self.record_prepared(loads);
+    }
+
     /// The next requests to decide; none if all present requests wait.
     pub(super) fn next_batch<V: LoadView>(
         &mut self,
         loads: &V,
         effects: &mut VecDeque<Effect<T>>,
     ) -> VecDeque<PendingRequest<T>> {
-        self.ranks.refresh(loads, self.now);
-        if self.settings.policy == Policy::Latency
-            && let Some(typical) = self.typical.update_speeds(self.ranks.iter_mut(), loads, self.now)
-        {
-            self.typical.wait_seconds = self.ranks.mean_wait_seconds();
-            self.typical.step_ratio = self.ranks.mean_step_ratio();
-            self.ranks.measure(loads, typical);
-            effects.push_back(Effect::PublishTypical { speed: typical, rate: self.arrival_rate.rate(self.now) });
-        }
-        self.peers = loads.peer_arrivals();
-        self.rules.warm_up(&mut self.ranks, loads, self.now);
-        self.rules.look_at_engines(&mut self.ranks, loads, self.now);
-        self.forget_bounds();
+        self.prepare(loads, effects);
         if !self.queueing {
             let size = self.arrivals.len().min(BATCH_MAX);
             return self.arrivals.drain(..size).collect();

@@ -94,6 +94,11 @@ impl RankColumns {
         }
     }
 
+    /// Time of the last rebuild.
+    pub(super) fn epoch(&self) -> Timestamp {
+        self.epoch
+    }
+
     pub(super) fn groups(&self) -> &[RankGroup] {
         &self.groups
     }

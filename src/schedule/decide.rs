@@ -2,8 +2,10 @@
 
 use std::collections::VecDeque;
 
+use super::appraisal::ShadowReport;
 use super::cost::Cost;
 use super::eligible::Eligibility;
+use super::outcome::{Outcome, OutcomeRecorder};
 use super::pending::Case;
 use super::rank::{Projected, ProjectedPrompt, Rank};
 use super::scratch::Scratch;
@@ -40,7 +42,10 @@ impl<T> Schedule<T> {
             let candidate = pending.candidate(in_batch);
             match self.needs(pending) {
                 Needs::Board => {}
-                Needs::All => self.list(&mut scratch, candidate, 0..self.ranks.as_slice().len()),
+                Needs::All => {
+                    self.ranks.age();
+                    self.list(&mut scratch, candidate, 0..self.ranks.as_slice().len());
+                }
                 Needs::Two => {
                     self.rules.evaluate(&self.ranks, pending.eligibility_inputs(), &mut scratch.eligibility);
                     let two = self.two_random_positions(pending, &scratch);
@@ -114,37 +119,54 @@ impl<T> Schedule<T> {
         loads: &V,
         effects: &mut VecDeque<Effect<T>>,
     ) {
+        self.record_decision(queried, loads);
         let mut in_batch = 0;
         while let Some(mut pending) = requests.pop_front() {
             let settle = !queried && in_batch == 0;
             if in_batch > 0 {
                 self.ranks.update_columns();
             }
+            let session = pending.session;
             self.renew_session(&mut pending);
+            let recorder = OutcomeRecorder::new(loads, session, pending.session);
             match pending.request.purpose {
-                Purpose::LoadSnapshot => effects.push_back(self.load_snapshot(in_batch, pending)),
-                Purpose::Explain => effects.push_back(self.explain(in_batch, loads, pending)),
+                Purpose::LoadSnapshot => {
+                    recorder.record(&Outcome::Aged);
+                    effects.push_back(self.load_snapshot(in_batch, pending));
+                }
+                Purpose::Explain => {
+                    recorder.record(&Outcome::Aged);
+                    effects.push_back(self.explain(in_batch, loads, pending));
+                }
                 Purpose::Book | Purpose::Report if self.is_expired(&pending) => {
+                    recorder.record(&Outcome::Passed);
                     effects.push_back(self.expired(pending));
                 }
                 Purpose::Book | Purpose::Report if pending.cancelled => {
+                    recorder.record(&Outcome::Passed);
                     effects.push_back(Effect::Cancelled { context: pending.request.context });
                 }
                 Purpose::Book | Purpose::Report => {
                     match (self.choose(pending.case(in_batch, loads), settle), pending.class) {
                         (Choice::Rank(position), _) => {
-                            effects.push_back(self.place(in_batch, loads, position, pending))
+                            let shadow = self.shadow_report(in_batch, loads, position, &pending);
+                            let effect = self.place(in_batch, loads, position, pending, shadow);
+                            recorder.record(&Outcome::of_placed(&effect));
+                            effects.push_back(effect);
                         }
                         (Choice::None(reason), _) => {
+                            recorder.record(&Outcome::Rejected(reason.to_string()));
                             effects.push_back(Effect::Reject { context: pending.request.context, reason });
                         }
                         (Choice::Wait, Some(class)) => {
+                            recorder.record(&Outcome::Waits);
                             if let Some(pending) = self.hold(pending, class, effects) {
                                 requests.push_front(pending);
                                 break;
                             }
                         }
                         (Choice::QueryAgain, _) | (Choice::Wait, None) => {
+                            recorder.record(&Outcome::Again);
                             requests.push_front(pending);
                             break;
                         }
@@ -153,11 +175,12 @@ impl<T> Schedule<T> {
             }
             in_batch += 1;
         }
+        self.record_decided(loads);
         self.query_again(requests);
     }
 
     /// Evaluates eligibility and chooses among the eligible ranks.
-    fn choose<V: LoadView>(&mut self, case: Case<'_, T, V>, settle: bool) -> Choice {
+    pub(super) fn choose<V: LoadView>(&mut self, case: Case<'_, T, V>, settle: bool) -> Choice {
         if let Target::Exactly { rank, .. } = case.pending.request.target {
             return self.ranks.position(rank).map_or(Choice::None(Rejection::UnknownRank(rank)), Choice::Rank);
         }
@@ -316,12 +339,13 @@ impl<T> Schedule<T> {
     }
 
     /// Books, or reports, the request on the rank at `position`.
-    fn place<V: LoadView>(
+    pub(super) fn place<V: LoadView>(
         &mut self,
         in_batch: usize,
         loads: &V,
         position: usize,
         pending: PendingRequest<T>,
+        shadow: Option<Box<ShadowReport>>,
     ) -> Effect<T> {
         let request = &pending.request;
         let books = request.purpose == Purpose::Book;
@@ -344,7 +368,7 @@ impl<T> Schedule<T> {
         }
         let tracks = self.tracks_prefill(&pending);
         let number = self.ranks.book(position, pending.candidate(in_batch), decision.prefill_load);
-        if self.settings.policy == Policy::Latency {
+        if self.learns_typical {
             let new_tokens = decision.prefill_load.map_or(0, PrefillLoadHint::effective_tokens);
             let prompt_tokens = if tracks { request.prompt_tokens } else { 0 };
             let output_tokens = loads.output_tokens(decision.slot);
@@ -353,7 +377,7 @@ impl<T> Schedule<T> {
             self.typical.placed(prompt_tokens, prompt_tokens.saturating_sub(new_tokens), output_tokens);
         }
         self.turns += 1;
-        Effect::Book { context: pending.request.context, decision, number, trace }
+        Effect::Book { context: pending.request.context, decision, number, trace, shadow }
     }
 
     fn load_snapshot(&mut self, in_batch: usize, pending: PendingRequest<T>) -> Effect<T> {

@@ -145,6 +145,29 @@ impl Decision {
         self.prediction_bias
     }
 
+    /// Checksum of every fact, to compare decisions bit for bit.
+    pub(super) fn digest(&self) -> u64 {
+        let nanos = |duration: Option<Duration>| duration.map_or(u64::MAX, |duration| duration.as_nanos() as u64);
+        let hint = self.prefill_load;
+        let facts = [
+            self.number,
+            self.rank.worker.0,
+            u64::from(self.rank.rank) << 32 | u64::from(self.cached_tokens),
+            self.effective_overlap_blocks.to_bits(),
+            u64::from(self.shared_cache_blocks) << 32 | u64::from(self.reachable_blocks),
+            hint.map_or(0, |hint| u64::from(hint.effective_tokens()) << 1 | u64::from(hint.is_reported())),
+            nanos(hint.and_then(PrefillLoadHint::expected_duration)),
+            nanos(self.predicted_ttft),
+            nanos(self.predicted_itl),
+            self.prediction_bias.ttft.to_bits(),
+            self.prediction_bias.itl.to_bits(),
+        ];
+        // Any mix of odd constants: no one chooses these numbers, so that collisions are accidents.
+        facts
+            .into_iter()
+            .fold(0, |digest: u64, fact| (digest.rotate_left(23) ^ fact).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+    }
+
     /// The predictions without correction, in seconds: time to first token, time between tokens.
     #[cfg(feature = "runtime")]
     pub(crate) fn uncorrected_predictions(&self) -> [Option<f64>; 2] {

@@ -6,11 +6,12 @@
 
 use std::sync::Arc;
 
+use super::tape::Tape;
 use crate::engine_load::{EngineLoad, EngineLoadCell};
 use crate::index::Holdings;
 use crate::load::{
     ArrivalsCell, BoardChanges, BoardLoad, BoardSlot, BoardVersion, EngineSpeed, PeerLoad, PeerLoadCell, PlacementRate,
-    PredictionBias, PublishedSpeed, SpeedCell,
+    PredictionBias, PublishedSpeed, SpeedCell, SpeedSample,
 };
 use crate::protocol::{Slot, Timestamp};
 use crate::queue::QueueHeads;
@@ -29,6 +30,11 @@ pub trait LoadView {
 
     /// The speed that the rank has published.
     fn speed(&self, slot: Slot) -> PublishedSpeed;
+
+    /// Everything that the rank's sequence actor has published beside its board. Only recorders use it.
+    fn speed_sample(&self, _slot: Slot) -> SpeedSample {
+        SpeedSample::default()
+    }
 
     /// Weights of the published rate and step at `now`; see [`SpeedCell::weights`].
     fn speed_weights(&self, slot: Slot, now: Timestamp) -> [f64; 2];
@@ -61,6 +67,12 @@ pub trait LoadView {
     /// Number of other replicas whose longest-waiting request arrived after `passed` and before `head`; none by default.
     fn replicas_ahead(&self, _passed: Option<Timestamp>, _head: Timestamp) -> usize {
         0
+    }
+
+    /// The tape on which the scheduler records its inputs; none by default.
+    #[inline]
+    fn tape(&self) -> Option<&Tape> {
+        None
     }
 }
 
@@ -161,6 +173,11 @@ impl LoadView for LiveLoads {
     #[inline]
     fn speed(&self, slot: Slot) -> PublishedSpeed {
         self.by_slot[slot.index()].speed.published()
+    }
+
+    #[inline]
+    fn speed_sample(&self, slot: Slot) -> SpeedSample {
+        self.by_slot[slot.index()].speed.sample()
     }
 
     #[inline]

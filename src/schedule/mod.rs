@@ -12,6 +12,7 @@
 //! ```
 
 mod admission;
+mod appraisal;
 mod choose;
 mod columns;
 mod contenders;
@@ -25,6 +26,7 @@ mod explanation;
 mod extensions;
 mod load_view;
 mod options;
+mod outcome;
 mod pending;
 mod pool;
 mod prediction;
@@ -33,7 +35,14 @@ mod rank;
 mod rank_status;
 mod ranks;
 mod recent;
+mod recorded;
+mod recording;
+mod replay;
+mod replay_loads;
 mod scratch;
+mod shadow;
+mod tape;
+mod taped;
 mod targets;
 #[cfg(test)]
 mod tests;
@@ -46,12 +55,16 @@ mod view;
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
+pub use appraisal::{AppraisedRank, ShadowReport};
 pub use decision::Decision;
 pub use explanation::{ExplainedRank, Explanation};
 pub use extensions::Extensions;
 pub use load_view::{LiveLoads, LoadView, RankCells};
 pub use options::{ResolvedOptions, ResolvedTargets};
 pub use prediction::{LatencyPrediction, MissedTarget, TargetsMissed};
+pub use replay::{RecordedChoice, Replay, ReplayError, ReplayMode, ReplaySettings, ReplayedDecision};
+pub use tape::{Tape, TapedEntries};
+pub use taped::TapedLoads;
 pub use types::{
     Admission, BookNumber, Effect, Input, LoadAnswer, LoadQuery, PotentialLoad, Purpose, Rejection, Request, Target,
     Waits,
@@ -108,6 +121,14 @@ pub struct Schedule<T> {
     peers: PlacementRate,
     /// Time of the current step.
     now: Timestamp,
+    /// Name of a request on the tape.
+    id_of: fn(&T) -> &str,
+    /// Other policies, which decide the same requests without booking.
+    shadows: Vec<Shadow>,
+    /// Share of the decisions that the shadows also decide.
+    shadow_share: f64,
+    /// Whether the pool's typical values are learned: a policy or a shadow compares latencies.
+    learns_typical: bool,
     /// Boxed, so that a decision takes it out and puts it back as one pointer. Absent while in use.
     scratch: Option<Box<Scratch>>,
 }
@@ -132,6 +153,16 @@ struct Settings {
     draws_two: bool,
     /// Costs up to this multiple of the lowest are ties.
     tie_factor: f64,
+}
+
+/// A policy that decides without booking.
+#[derive(Debug)]
+struct Shadow {
+    name: &'static str,
+    settings: Settings,
+    rules: Rules,
+    extensions: Extensions,
+    scratch: Option<Box<Scratch>>,
 }
 
 impl Settings {
@@ -181,7 +212,8 @@ impl<T> Schedule<T> {
         let compares_latency = settings.policy == Policy::Latency && settings.compares_costs;
         let refresh_after = Duration::from_millis(config.queue.overlap_refresh_after_ms);
         let ranks = Ranks::new(follows_decay, settings.models_prefill, compares_latency, typical_speed);
-        Self {
+        let learns_typical = settings.policy == Policy::Latency;
+        let mut new = Self {
             settings,
             queueing: config.queue.is_enabled(),
             rules,
@@ -202,9 +234,17 @@ impl<T> Schedule<T> {
             arrival_rate: Arrivals::default(),
             peers: PlacementRate::default(),
             now: Timestamp::default(),
+            id_of: |_| "",
+            shadows: Vec::new(),
+            shadow_share: 0.0,
+            learns_typical,
             scratch: None,
             extensions,
-        }
+        };
+        let shadows =
+            config.shadow.policies.iter().map(|policy| RouterConfig { policy: policy.clone(), ..config.clone() });
+        new.set_shadows(shadows, config.shadow.share);
+        new
     }
 
     /// Applies one input and appends its effects to `effects`, in the order in which they must be performed.
@@ -212,6 +252,9 @@ impl<T> Schedule<T> {
     /// Depends on nothing else: the same sequence of inputs, reads of `loads` and times gives the same effects.
     pub fn step<V: LoadView>(&mut self, input: Input<T>, loads: &V, now: Timestamp, effects: &mut VecDeque<Effect<T>>) {
         self.now = self.now.max(now);
+        if let Some(tape) = loads.tape() {
+            tape.begin();
+        }
         match input {
             Input::Request(request) => self.arrive(request, effects),
             Input::Loads { batch, answers } => self.on_loads(batch, answers, loads, effects),
@@ -261,6 +304,12 @@ impl<T> Schedule<T> {
 
     fn on_membership<V: LoadView>(&mut self, input: Input<T>, loads: &V, effects: &mut VecDeque<Effect<T>>) {
         self.forget_bounds();
+        if let Some(tape) = loads.tape() {
+            match input {
+                Input::Drain { .. } | Input::Undrain { .. } | Input::Conditions(_) => tape.lose_statuses(),
+                _ => tape.lose_ranks(),
+            }
+        }
         match input {
             Input::Admit(admission) => self.ranks.admit(admission, loads, self.rules.slow_start_factor()),
             Input::Describe { slot, generation, traits } => self.ranks.describe(slot, generation, traits),
@@ -293,13 +342,19 @@ impl<T> Schedule<T> {
             for answer in &answers {
                 self.ranks.is_alive(answer.slot, answer.generation);
             }
+            self.forget_bounds();
+            if let Some(tape) = loads.tape() {
+                tape.lose_statuses();
+            }
             return;
         }
+        let recorded = loads.tape().map(|_| self.recorded_answers(&answers));
         for answer in answers {
             self.ranks.answered(answer);
         }
         self.ranks.close();
         if let Some(batch) = self.in_flight.take() {
+            self.record_answers(loads, recorded);
             self.decide(batch.requests, true, loads, effects);
         }
     }
@@ -314,6 +369,7 @@ impl<T> Schedule<T> {
             self.batches += 1;
             let number = self.batches;
             let slots = self.shortlist(&requests, loads);
+            self.record_batch(&requests, &slots, loads);
             if slots.is_empty() {
                 self.decide(requests, false, loads, effects);
                 continue;

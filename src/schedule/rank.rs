@@ -1,10 +1,14 @@
 //! Scheduler state of one rank: its board, the overlay of later Books, and, during a batch, its exact reply and the
 //! batch's bookings on it.
 
+mod keyframe;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
+
+pub(super) use keyframe::{put_load, put_speed, read_load, read_speed};
 
 pub(super) use super::projected::{Projected, ProjectedPrompt};
 use super::recent::RecentWork;
@@ -180,6 +184,11 @@ impl Rank {
     /// Whether its sketch contains all of its prompts.
     pub(super) fn is_settled(&self) -> bool {
         self.overlay.is_empty()
+    }
+
+    /// The board and the load by other replicas at the last refresh.
+    pub(super) fn published(&self) -> (BoardLoad, PeerLoad) {
+        (self.seen, self.peers)
     }
 
     /// Sketch of the prompts on the board.

@@ -35,4 +35,19 @@ impl RankStatus {
         engine_overloaded: false,
         returning: false,
     };
+
+    /// The status as one bit per field.
+    pub(super) fn to_bits(self) -> u8 {
+        let Self { unavailable, down, refusing, draining, unresponsive, overloaded, engine_overloaded, returning } =
+            self;
+        let fields = [unavailable, down, refusing, draining, unresponsive, overloaded, engine_overloaded, returning];
+        fields.into_iter().zip(0..).fold(0, |bits, (field, bit)| bits | u8::from(field) << bit)
+    }
+
+    /// The inverse of [`to_bits`](Self::to_bits).
+    pub(super) fn from_bits(bits: u8) -> Self {
+        let [unavailable, down, refusing, draining, unresponsive, overloaded, engine_overloaded, returning] =
+            std::array::from_fn(|bit| bits >> bit & 1 == 1);
+        Self { unavailable, down, refusing, draining, unresponsive, overloaded, engine_overloaded, returning }
+    }
 }

@@ -3,8 +3,12 @@
 //! A refresh visits the ranks whose boards have changed and those that the last batch queried or booked on, so its cost
 //! does not grow with the number of ranks.
 
+mod keyframe;
+
 use std::sync::Arc;
 use std::time::Duration;
+
+pub(super) use keyframe::SLOTS_MAX;
 
 use super::columns::RankColumns;
 use super::pool::PoolSums;
@@ -68,6 +72,14 @@ impl Ranks {
             follows_decay,
             touched: Vec::new(),
             refreshed_at: Timestamp::default(),
+        }
+    }
+
+    /// Also keeps what the costs of other policies read. Only without ranks.
+    pub(super) fn follow(&mut self, measures: bool, columns: bool) {
+        self.measures |= measures;
+        if columns && self.columns.is_none() {
+            self.columns = Some(RankColumns::default());
         }
     }
 

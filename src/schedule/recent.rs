@@ -33,6 +33,16 @@ impl RecentWork {
         self.0 = more + (less - more).exp().ln_1p();
     }
 
+    /// The stored number.
+    pub(super) fn to_f64(self) -> f64 {
+        self.0
+    }
+
+    /// The inverse of [`to_f64`](Self::to_f64).
+    pub(super) fn from_f64(number: f64) -> Self {
+        Self(number)
+    }
+
     /// Order by recent work.
     pub(super) fn order(self, other: Self) -> Ordering {
         self.0.total_cmp(&other.0)

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
+use super::appraisal::ShadowReport;
 use super::{Decision, Explanation, ResolvedOptions, TargetsMissed};
 use crate::health::Exclusions;
 use crate::load::{EngineSpeed, PlacementRate, PromptBlocks, RankLoad};
@@ -209,6 +210,8 @@ pub enum Effect<T> {
         number: BookNumber,
         /// All inputs of the decision, if it was sampled for the trace.
         trace: Option<Box<Explanation>>,
+        /// Choices of the shadow policies, if it was sampled for them.
+        shadow: Option<Box<ShadowReport>>,
     },
     /// Return the decision to the caller, without a booking.
     Report {

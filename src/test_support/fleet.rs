@@ -347,7 +347,7 @@ impl SimulatedFleet {
                 return self.refreshes.push((booking, block_hashes.len()));
             }
             Effect::PublishTypical { speed, rate } => return self.loads.publish_typical(&speed, rate, self.now),
-            Effect::Book { context: id, decision, number, trace } => {
+            Effect::Book { context: id, decision, number, trace, shadow: _ } => {
                 let booked = &mut self.ranks[decision.slot().index()];
                 assert_eq!((booked.rank, booked.generation), (decision.rank(), decision.generation()));
                 let next = (booked.incarnation, booked.applied + 1);

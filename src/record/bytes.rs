@@ -1,0 +1,190 @@
+//! Numbers, texts and lists of a record as bytes.
+//!
+//! Small numbers take one byte. A reader returns `None` for bytes that no writer produces, and allocates no more than
+//! the bytes justify.
+
+use std::time::Duration;
+
+/// Unread bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
+        Self(bytes)
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The unread bytes.
+    pub(crate) fn rest(self) -> &'a [u8] {
+        self.0
+    }
+
+    pub(crate) fn bytes(&mut self, count: usize) -> Option<&'a [u8]> {
+        let (taken, rest) = self.0.split_at_checked(count)?;
+        self.0 = rest;
+        Some(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (taken, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(*taken)
+    }
+
+    pub(crate) fn u8(&mut self) -> Option<u8> {
+        self.array::<1>().map(|[byte]| byte)
+    }
+
+    pub(crate) fn word(&mut self) -> Option<u64> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    pub(crate) fn f64(&mut self) -> Option<f64> {
+        self.word().map(f64::from_bits)
+    }
+
+    pub(crate) fn number(&mut self) -> Option<u64> {
+        let mut number = 0;
+        for shift in (0..64).step_by(7) {
+            let byte = self.u8()?;
+            number |= u64::from(byte & 0x7f) << shift;
+            if byte & 0x80 == 0 {
+                return Some(number);
+            }
+        }
+        None
+    }
+
+    pub(crate) fn u32(&mut self) -> Option<u32> {
+        u32::try_from(self.number()?).ok()
+    }
+
+    pub(crate) fn usize(&mut self) -> Option<usize> {
+        usize::try_from(self.number()?).ok()
+    }
+
+    pub(crate) fn signed(&mut self) -> Option<i64> {
+        let number = self.number()?;
+        Some((number >> 1).cast_signed() ^ -(number & 1).cast_signed())
+    }
+
+    pub(crate) fn duration(&mut self) -> Option<Duration> {
+        self.number().map(Duration::from_nanos)
+    }
+
+    /// Length of a list whose elements have at least one byte each.
+    pub(crate) fn length(&mut self) -> Option<usize> {
+        self.usize().filter(|length| *length <= self.0.len())
+    }
+
+    pub(crate) fn text(&mut self) -> Option<&'a str> {
+        let length = self.length()?;
+        std::str::from_utf8(self.bytes(length)?).ok()
+    }
+
+    pub(crate) fn optional<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<Option<T>> {
+        match self.u8()? {
+            0 => Some(None),
+            1 => read(self).map(Some),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn list<T>(&mut self, mut read: impl FnMut(&mut Self) -> Option<T>) -> Option<Vec<T>> {
+        let length = self.length()?;
+        (0..length).map(|_| read(self)).collect()
+    }
+
+    /// The inverse of [`put_words`].
+    pub(crate) fn words<const N: usize>(&mut self) -> Option<[u64; N]> {
+        let mask = self.number()?;
+        let mut words = [0; N];
+        for (at, word) in words.iter_mut().enumerate() {
+            if mask >> at & 1 == 1 {
+                *word = self.word()?;
+            }
+        }
+        Some(words)
+    }
+}
+
+#[inline]
+pub(crate) fn put_number(to: &mut Vec<u8>, mut number: u64) {
+    while number >= 0x80 {
+        to.push(number as u8 | 0x80);
+        number >>= 7;
+    }
+    to.push(number as u8);
+}
+
+#[inline]
+pub(crate) fn put_signed(to: &mut Vec<u8>, number: i64) {
+    put_number(to, ((number << 1) ^ (number >> 63)).cast_unsigned());
+}
+
+#[inline]
+pub(crate) fn put_word(to: &mut Vec<u8>, word: u64) {
+    to.extend_from_slice(&word.to_le_bytes());
+}
+
+pub(crate) fn put_f64(to: &mut Vec<u8>, number: f64) {
+    put_word(to, number.to_bits());
+}
+
+pub(crate) fn put_duration(to: &mut Vec<u8>, duration: Duration) {
+    put_number(to, u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX));
+}
+
+pub(crate) fn put_text(to: &mut Vec<u8>, text: &str) {
+    put_number(to, text.len() as u64);
+    to.extend_from_slice(text.as_bytes());
+}
+
+pub(crate) fn put_optional<T>(to: &mut Vec<u8>, value: Option<T>, put: impl FnOnce(&mut Vec<u8>, T)) {
+    to.push(value.is_some().into());
+    if let Some(value) = value {
+        put(to, value);
+    }
+}
+
+/// Words that are not 0, after a bit set of their positions.
+pub(crate) fn put_words<const N: usize>(to: &mut Vec<u8>, words: &[u64; N]) {
+    let mask = words.iter().rev().fold(0, |mask, word| mask << 1 | u64::from(*word != 0));
+    put_number(to, mask);
+    words.iter().filter(|word| **word != 0).for_each(|word| put_word(to, *word));
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn numbers_round_trip(number: u64, signed: i64, words: [u64; 5], text: String) {
+            let mut bytes = Vec::new();
+            put_number(&mut bytes, number);
+            put_signed(&mut bytes, signed);
+            put_words(&mut bytes, &words);
+            put_text(&mut bytes, &text);
+            let mut reader = Reader::new(&bytes);
+            prop_assert_eq!(reader.number(), Some(number));
+            prop_assert_eq!(reader.signed(), Some(signed));
+            prop_assert_eq!(reader.words(), Some(words));
+            prop_assert_eq!(reader.text(), Some(text.as_str()));
+            prop_assert!(reader.is_empty());
+        }
+    }
+
+    #[test]
+    fn endless_numbers_and_missing_bytes_are_refused() {
+        assert_eq!(Reader::new(&[0xff; 20]).number(), None);
+        assert_eq!(Reader::new(&[0x80]).number(), None);
+        assert_eq!(Reader::new(&[9, b'a']).text(), None);
+    }
+}

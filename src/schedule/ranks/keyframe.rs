@@ -1,0 +1,62 @@
+//! The state of all ranks in a keyframe.
+
+use super::Ranks;
+use crate::protocol::{Slot, Timestamp};
+use crate::record::bytes::{Reader, put_number};
+use crate::schedule::rank::{Rank, put_speed, read_speed};
+use crate::schedule::rank_status::RankStatus;
+
+impl Ranks {
+    /// Whether there are no columns, or they are those of the last refresh, so that a keyframe changes nothing.
+    pub(crate) fn columns_are_fresh(&self) -> bool {
+        self.columns.as_ref().is_none_or(|columns| columns.epoch() == self.refreshed_at)
+    }
+
+    /// Writes the state. Columns are rebuilt, here and by [`read`](Self::read), unless the refresh has just done so.
+    pub(crate) fn put(&mut self, to: &mut Vec<u8>) {
+        if !self.columns_are_fresh() {
+            self.rebuild_columns();
+        }
+        put_number(to, self.refreshed_at.0);
+        put_speed(to, &self.typical);
+        put_number(to, self.touched.len() as u64);
+        self.touched.iter().for_each(|slot| put_number(to, slot.0.into()));
+        put_number(to, self.all.len() as u64);
+        for (rank, status) in self.all.iter().zip(&self.statuses) {
+            to.push(status.to_bits());
+            rank.put(to);
+        }
+    }
+
+    /// Replaces the state by a written one. `None` if the bytes are malformed.
+    pub(crate) fn read(&mut self, from: &mut Reader<'_>) -> Option<()> {
+        self.refreshed_at = Timestamp(from.number()?);
+        self.typical = read_speed(from)?;
+        self.touched = from.list(|from| from.u32().map(Slot))?;
+        let ranks = from.list(|from| Some((RankStatus::from_bits(from.u8()?), Rank::read(from)?)))?;
+        (self.statuses, self.all) = ranks.into_iter().unzip();
+        let is_sorted = self.all.is_sorted_by(|a, b| a.rank < b.rank);
+        let slots_fit = self.all.iter().all(|rank| rank.slot().index() < SLOTS_MAX);
+        (is_sorted && slots_fit).then_some(())?;
+        self.look_for_trouble();
+        self.index();
+        Some(())
+    }
+
+    pub(crate) fn put_statuses(&self, to: &mut Vec<u8>) {
+        put_number(to, self.statuses.len() as u64);
+        to.extend(self.statuses.iter().map(|status| status.to_bits()));
+    }
+
+    /// `None` if there is not one status per rank.
+    pub(crate) fn read_statuses(&mut self, from: &mut Reader<'_>) -> Option<()> {
+        let statuses = from.list(|from| from.u8().map(RankStatus::from_bits))?;
+        (statuses.len() == self.all.len()).then_some(())?;
+        self.statuses = statuses;
+        self.look_for_trouble();
+        Some(())
+    }
+}
+
+/// Bound of slots in a record, so that damaged bytes cause no large table.
+pub(crate) const SLOTS_MAX: usize = 1 << 20;

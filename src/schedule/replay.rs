@@ -1,0 +1,430 @@
+//! Replay of recorded decisions by the pure scheduler.
+//!
+//! [`Replay`] rebuilds the scheduler's state from a keyframe and follows the entries of a [`Tape`](super::Tape). It
+//! decides each batch again and compares, or follows the recorded choices, which is cheaper, and on the way explains
+//! decisions or decides them under other settings.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::time::Duration;
+
+use super::appraisal::ShadowReport;
+use super::decide::Choice;
+use super::explanation::Explanation;
+use super::outcome::{Chosen, Outcome, read_outcome};
+use super::pending::PendingRequest;
+use super::rank::{Rank, read_load};
+use super::recorded::RecordedRequest;
+use super::replay_loads::ReplayLoads;
+use super::scratch::Scratch;
+use super::tape::{Last, entry};
+use super::types::{LoadAnswer, Purpose};
+use super::{Extensions, Schedule};
+use crate::config::RouterConfig;
+use crate::load::{PlacementRate, PromptBlocks};
+use crate::policy::Policy;
+use crate::protocol::{Slot, Timestamp, WorkerRank};
+use crate::record::bytes::Reader;
+
+/// Reason for which recorded entries cannot be replayed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReplayError {
+    /// The recorded settings are none of this version.
+    #[error("the recorded settings cannot be read: {0}")]
+    Settings(String),
+    /// The bytes are no entries.
+    #[error("the entries are malformed after {decisions} decisions")]
+    Malformed {
+        /// Decisions before the malformed entry.
+        decisions: u64,
+    },
+}
+
+/// What a replay does with each decision.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReplayMode {
+    /// Decide again, and compare.
+    Verify,
+    /// Take the recorded choice.
+    Follow,
+}
+
+/// Settings of recorded decisions.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ReplaySettings {
+    /// The recorded settings.
+    pub config: RouterConfig,
+    /// Other settings that decide the same requests without booking. If there are any, they replace the shadow policies.
+    pub alternatives: Vec<RouterConfig>,
+}
+
+/// A recorded choice.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RecordedChoice {
+    /// A rank.
+    Rank {
+        /// The rank.
+        rank: WorkerRank,
+        /// Cached tokens according to the index.
+        cached_tokens: u32,
+        /// Predicted time to first token, if the policy predicts it.
+        predicted_ttft: Option<Duration>,
+    },
+    /// No rank, with the reason.
+    Rejected(String),
+    /// The request returned to the queue, or a load query was needed first.
+    Deferred,
+}
+
+/// A replayed decision.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ReplayedDecision {
+    /// Number of the decision.
+    pub number: u64,
+    /// Request id; empty for queries without one.
+    pub id: String,
+    /// Time of the decision on the router's clock.
+    pub at: Timestamp,
+    /// Active policy.
+    pub policy: Policy,
+    /// Prompt length in tokens.
+    pub prompt_tokens: u32,
+    /// Whether it booked; a query only reports.
+    pub books: bool,
+    /// The recorded choice.
+    pub recorded: RecordedChoice,
+    /// Whether the replay decided the same, bit for bit. Always true for a replay that follows.
+    pub is_equal: bool,
+    /// The choice of a replay that decided otherwise.
+    pub replayed: Option<RecordedChoice>,
+    /// Choices under the alternatives or shadow policies, if any decided.
+    pub report: Option<Box<ShadowReport>>,
+    /// The candidate table, if requested.
+    pub explanation: Option<Box<Explanation>>,
+}
+
+/// Reads recorded settings.
+type SettingsReader = Box<dyn Fn(&[u8]) -> Result<ReplaySettings, String> + Send>;
+
+/// Whether a decision is explained, by number and request id.
+type ExplainedDecisions = Box<dyn Fn(u64, &str) -> bool + Send>;
+
+/// Replays the entries of one tape, in order and from a keyframe on.
+pub struct Replay {
+    mode: ReplayMode,
+    read_settings: SettingsReader,
+    explains: ExplainedDecisions,
+    settings: Option<(Box<[u8]>, ReplaySettings)>,
+    schedule: Option<Schedule<Box<str>>>,
+    loads: ReplayLoads,
+    in_flight: VecDeque<PendingRequest<Box<str>>>,
+    /// Whether the shortlist of the batch in flight is the recorded one.
+    is_listed_alike: bool,
+    last: Last,
+    decisions: u64,
+}
+
+impl fmt::Debug for Replay {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Replay").field("mode", &self.mode).field("decisions", &self.decisions).finish_non_exhaustive()
+    }
+}
+
+impl Replay {
+    /// A replay. `read_settings` reads the settings of a keyframe, which are JSON of a router.
+    pub fn new(
+        mode: ReplayMode,
+        read_settings: impl Fn(&[u8]) -> Result<ReplaySettings, String> + Send + 'static,
+    ) -> Self {
+        Self {
+            mode,
+            read_settings: Box::new(read_settings),
+            explains: Box::new(|_, _| false),
+            settings: None,
+            schedule: None,
+            loads: ReplayLoads::default(),
+            in_flight: VecDeque::new(),
+            is_listed_alike: true,
+            last: Last::default(),
+            decisions: 0,
+        }
+    }
+
+    /// Explains the decisions for which `explains` holds, by number and request id.
+    #[must_use]
+    pub fn explaining(self, explains: impl Fn(u64, &str) -> bool + Send + 'static) -> Self {
+        Self { explains: Box::new(explains), ..self }
+    }
+
+    /// Decisions so far.
+    #[must_use]
+    pub fn decisions(&self) -> u64 {
+        self.decisions
+    }
+
+    /// Replays entries, and passes each decision to `visit`. Entries before the first keyframe are skipped as a whole.
+    ///
+    /// # Errors
+    /// See [`ReplayError`]. The next entries must then begin with a keyframe.
+    pub fn feed(&mut self, entries: &[u8], visit: &mut dyn FnMut(ReplayedDecision)) -> Result<(), ReplayError> {
+        let mut from = Reader::new(entries);
+        while !from.is_empty() {
+            let kind = from.u8();
+            if self.schedule.is_none() && kind != Some(entry::KEYFRAME) {
+                return Ok(());
+            }
+            let read = match kind {
+                Some(entry::KEYFRAME) => self.read_keyframe(&mut from)?,
+                Some(entry::PREPARED) => self.prepare(&mut from),
+                Some(entry::STATUSES) => self.read_statuses(&mut from),
+                Some(entry::BATCH) => self.read_batch(&mut from),
+                Some(entry::DECIDED) => self.decide(&mut from, visit),
+                Some(kind) => self.loads.apply(kind, &mut from),
+                None => None,
+            };
+            if read.is_none() {
+                self.schedule = None;
+                return Err(ReplayError::Malformed { decisions: self.decisions });
+            }
+        }
+        Ok(())
+    }
+
+    /// The settings of the keyframe, read again only if they differ from the last ones.
+    fn settings_of(&mut self, bytes: &[u8]) -> Result<ReplaySettings, ReplayError> {
+        if let Some((_, settings)) = self.settings.as_ref().filter(|(known, _)| **known == *bytes) {
+            return Ok(settings.clone());
+        }
+        let settings = (self.read_settings)(bytes).map_err(ReplayError::Settings)?;
+        self.settings = Some((bytes.into(), settings.clone()));
+        Ok(settings)
+    }
+
+    /// Malformed bytes are `Ok(None)`.
+    fn read_keyframe(&mut self, from: &mut Reader<'_>) -> Result<Option<()>, ReplayError> {
+        let Some(bytes) = from.length().and_then(|length| from.bytes(length)) else { return Ok(None) };
+        let ReplaySettings { config, alternatives } = self.settings_of(bytes)?;
+        let mut schedule = Schedule::new(config, 0, Extensions::default());
+        if !alternatives.is_empty() {
+            schedule.set_shadows(alternatives, 1.0);
+        }
+        self.schedule = None;
+        Ok(self.restore(&mut schedule, from).map(|()| self.schedule = Some(schedule)))
+    }
+
+    fn restore(&mut self, schedule: &mut Schedule<Box<str>>, from: &mut Reader<'_>) -> Option<()> {
+        schedule.now = Timestamp(from.number()?);
+        self.last = Last { now: schedule.now.0, number: 0 };
+        schedule.turns = from.number()?;
+        schedule.typical = super::typical::Typical::read(from)?;
+        schedule.arrival_rate = super::pool::Arrivals::read(from)?;
+        schedule.ranks.read(from)?;
+        let arrivals = PlacementRate { placements_per_second: from.f64()?, work_per_second: from.f64()? };
+        schedule.peers = arrivals;
+        self.loads.set_arrivals(arrivals);
+        for _ in 0..from.length()? {
+            let slot = Slot(from.u32()?);
+            let position = schedule.ranks.position_in(slot)?;
+            let rank: &Rank = &schedule.ranks.as_slice()[position];
+            let (board, peers) = rank.published();
+            self.loads.restore(slot, &board, peers, from)?;
+        }
+        Some(())
+    }
+
+    fn prepare(&mut self, from: &mut Reader<'_>) -> Option<()> {
+        let schedule = self.schedule.as_mut()?;
+        schedule.now = self.last.read_time(from)?;
+        let mut before = -1_i64;
+        let changed = from.list(|from| {
+            before = from.signed()?.checked_add(before)?.checked_add(1)?;
+            u32::try_from(before).ok().map(Slot)
+        })?;
+        self.loads.set_changed(changed);
+        schedule.prepare(&self.loads, &mut VecDeque::new());
+        Some(())
+    }
+
+    fn read_statuses(&mut self, from: &mut Reader<'_>) -> Option<()> {
+        let schedule = self.schedule.as_mut()?;
+        schedule.forget_bounds();
+        schedule.ranks.read_statuses(from)
+    }
+
+    fn read_batch(&mut self, from: &mut Reader<'_>) -> Option<()> {
+        let schedule = self.schedule.as_mut()?;
+        self.in_flight.clear();
+        for in_batch in 0..from.length()? {
+            let batch = &self.in_flight;
+            let prompt_at = |distance: usize| -> Option<&PromptBlocks> {
+                Some(&batch.get(in_batch.checked_sub(distance)?)?.request.prompt)
+            };
+            let generation_in =
+                |slot| schedule.ranks.position_in(slot).map(|position| schedule.ranks.as_slice()[position].generation);
+            let RecordedRequest { number, fingerprint, request, session, class } =
+                RecordedRequest::read(from, &mut self.last, prompt_at, generation_in)?;
+            let (overlaps_at, cancelled) = (None, false);
+            self.in_flight.push_back(PendingRequest {
+                number,
+                fingerprint,
+                request,
+                session,
+                class,
+                overlaps_at,
+                cancelled,
+            });
+        }
+        let slots = from.list(|from| from.u32().map(Slot))?;
+        if self.mode == ReplayMode::Verify {
+            self.is_listed_alike = schedule.shortlist(&self.in_flight, &self.loads) == slots;
+        }
+        if !slots.is_empty() {
+            schedule.ranks.queried(&slots);
+        }
+        Some(())
+    }
+
+    fn decide(&mut self, from: &mut Reader<'_>, visit: &mut dyn FnMut(ReplayedDecision)) -> Option<()> {
+        let schedule = self.schedule.as_mut()?;
+        schedule.now = self.last.read_time(from)?;
+        let queried = from.u8()? != 0;
+        if queried {
+            read_answers(schedule, from)?;
+        }
+        let mut in_batch = 0;
+        while let Some((outcome, session)) = read_outcome(from)? {
+            let mut pending = self.in_flight.pop_front()?;
+            if let Some(session) = session {
+                pending.session = session;
+                schedule.forget_bounds();
+            }
+            if in_batch > 0 {
+                schedule.ranks.update_columns();
+            }
+            let replayed = ReplayedRequest {
+                schedule,
+                loads: &self.loads,
+                mode: self.mode,
+                in_batch,
+                settle: !queried && in_batch == 0,
+                explains: &self.explains,
+            };
+            if let Some(mut decision) = replayed.evaluate(pending, outcome)? {
+                decision.is_equal &= self.is_listed_alike;
+                self.decisions += 1;
+                visit(decision);
+            }
+            in_batch += 1;
+        }
+        self.in_flight.clear();
+        Some(())
+    }
+}
+
+fn read_answers(schedule: &mut Schedule<Box<str>>, from: &mut Reader<'_>) -> Option<()> {
+    for _ in 0..from.length()? {
+        let slot = Slot(from.u32()?);
+        let (load, shared_blocks) = (read_load(from)?, from.list(Reader::u32)?.into());
+        let position = schedule.ranks.position_in(slot)?;
+        let generation = schedule.ranks.as_slice()[position].generation;
+        schedule.ranks.answered(LoadAnswer { slot, generation, load, shared_blocks });
+    }
+    schedule.ranks.close();
+    Some(())
+}
+
+/// One request of a batch that is replayed.
+struct ReplayedRequest<'a> {
+    schedule: &'a mut Schedule<Box<str>>,
+    loads: &'a ReplayLoads,
+    mode: ReplayMode,
+    in_batch: usize,
+    settle: bool,
+    explains: &'a ExplainedDecisions,
+}
+
+impl ReplayedRequest<'_> {
+    /// Evaluates a request with the recorded outcome. `Some(None)` if nothing was decided, and `None` if the record
+    /// contradicts itself.
+    fn evaluate(mut self, pending: PendingRequest<Box<str>>, outcome: Outcome) -> Option<Option<ReplayedDecision>> {
+        match &outcome {
+            Outcome::Passed => return Some(None),
+            Outcome::Aged => {
+                self.schedule.ranks.age();
+                return Some(None);
+            }
+            Outcome::Chosen(_) | Outcome::Rejected(_) | Outcome::Again | Outcome::Waits => {}
+        }
+        let chosen = match outcome {
+            Outcome::Chosen(chosen) => Some((self.schedule.ranks.position_in(chosen.slot)?, chosen)),
+            _ => None,
+        };
+        let choice = (self.mode == ReplayMode::Verify)
+            .then(|| self.schedule.choose(pending.case(self.in_batch, self.loads), self.settle));
+        let recorded = self.recorded(chosen, &outcome);
+        let replayed = choice.map(|choice| self.replayed(choice, chosen, &recorded));
+        let (number, prompt_tokens) = (pending.number, pending.request.prompt_tokens);
+        let mut decision = ReplayedDecision {
+            number,
+            id: pending.request.context.to_string(),
+            at: self.schedule.now,
+            policy: self.schedule.settings.policy,
+            prompt_tokens,
+            books: pending.request.purpose == Purpose::Book,
+            is_equal: replayed.as_ref().is_none_or(|replayed| *replayed == recorded),
+            replayed: replayed.filter(|replayed| *replayed != recorded),
+            recorded,
+            report: None,
+            explanation: None,
+        };
+        if (self.explains)(number, &decision.id) {
+            decision.explanation = Some(self.explanation(&pending, &decision.recorded));
+        }
+        if let Some((position, chosen)) = chosen {
+            decision.report = self.schedule.shadow_report(self.in_batch, self.loads, position, &pending);
+            let effect = self.schedule.place(self.in_batch, self.loads, position, pending, None);
+            // The rank is the recorded one, so that the digest compares the facts.
+            let is_same = matches!(Outcome::of_placed(&effect), Outcome::Chosen(placed) if placed == chosen);
+            decision.is_equal &= is_same || self.mode == ReplayMode::Follow;
+        }
+        let is_decision = decision.recorded != RecordedChoice::Deferred || !decision.is_equal;
+        Some(is_decision.then_some(decision))
+    }
+
+    fn recorded(&self, chosen: Option<(usize, Chosen)>, outcome: &Outcome) -> RecordedChoice {
+        match (chosen, outcome) {
+            (Some((position, chosen)), _) => self.choice_at(position, chosen),
+            (None, Outcome::Rejected(reason)) => RecordedChoice::Rejected(reason.clone()),
+            (None, _) => RecordedChoice::Deferred,
+        }
+    }
+
+    fn choice_at(&self, position: usize, Chosen { cached_tokens, ttft_us, .. }: Chosen) -> RecordedChoice {
+        let rank = self.schedule.ranks.as_slice()[position].rank;
+        RecordedChoice::Rank { rank, cached_tokens, predicted_ttft: ttft_us.map(Duration::from_micros) }
+    }
+
+    /// The choice of the replay, with the recorded facts where the rank is the same.
+    fn replayed(&self, choice: Choice, chosen: Option<(usize, Chosen)>, recorded: &RecordedChoice) -> RecordedChoice {
+        match choice {
+            Choice::Rank(position) if chosen.is_some_and(|(known, _)| known == position) => recorded.clone(),
+            Choice::Rank(position) => {
+                let rank = self.schedule.ranks.as_slice()[position].rank;
+                RecordedChoice::Rank { rank, cached_tokens: 0, predicted_ttft: None }
+            }
+            Choice::None(reason) => RecordedChoice::Rejected(reason.to_string()),
+            Choice::QueryAgain | Choice::Wait => RecordedChoice::Deferred,
+        }
+    }
+
+    fn explanation(&mut self, pending: &PendingRequest<Box<str>>, recorded: &RecordedChoice) -> Box<Explanation> {
+        let outcome = match recorded {
+            RecordedChoice::Rank { rank, .. } => Ok(*rank),
+            RecordedChoice::Rejected(reason) => Err(reason.clone()),
+            RecordedChoice::Deferred => Err("deferred".to_owned()),
+        };
+        self.schedule.ranks.age();
+        let case = pending.case(self.in_batch, self.loads);
+        self.schedule.explanation(case, outcome, &mut Scratch::default())
+    }
+}

@@ -1,0 +1,168 @@
+//! Loads as a tape has recorded them.
+
+use std::cell::{Cell, RefCell};
+
+use super::load_view::LoadView;
+use super::tape::entry;
+use crate::engine_load::{EngineLoad, EngineReading};
+use crate::load::{
+    BoardLoad, BoardVersion, PeerLoad, PlacementRate, PredictionBias, PublishedSpeed, SpeedCell, SpeedSample,
+};
+use crate::protocol::{Slot, Timestamp};
+use crate::record::bytes::Reader;
+
+/// The cells of every slot at the last recorded reads.
+#[derive(Debug, Default)]
+pub(super) struct ReplayLoads {
+    cells: Vec<ReplayCell>,
+    changed: RefCell<Vec<Slot>>,
+    arrivals: PlacementRate,
+}
+
+#[derive(Debug, Default)]
+struct ReplayCell {
+    words: [u64; BoardLoad::WORDS],
+    /// A snapshot that was read in this batch.
+    news: Cell<Option<BoardLoad>>,
+    speed: SpeedCell,
+    held_blocks: u32,
+    index_changed_at: Option<Timestamp>,
+    engine_load: Option<EngineLoad>,
+    peers: PeerLoad,
+}
+
+impl ReplayLoads {
+    /// Sets the slots that the next batch reads.
+    pub(super) fn set_changed(&self, changed: Vec<Slot>) {
+        *self.changed.borrow_mut() = changed;
+    }
+
+    /// The board and the peers of a rank at a keyframe.
+    pub(super) fn restore(
+        &mut self,
+        slot: Slot,
+        board: &BoardLoad,
+        peers: PeerLoad,
+        from: &mut Reader<'_>,
+    ) -> Option<()> {
+        let cell = self.cell(slot)?;
+        (cell.words, cell.peers) = (board.to_words(), peers);
+        cell.news.set(None);
+        let mut words = [0; SpeedSample::WORDS];
+        for word in &mut words {
+            *word = from.u32()?;
+        }
+        cell.speed.restore(&SpeedSample::from_words(words));
+        cell.held_blocks = from.u32()?;
+        cell.index_changed_at = from.number()?.checked_sub(1).map(Timestamp);
+        cell.engine_load = read_engine_load(from)?;
+        Some(())
+    }
+
+    pub(super) fn set_arrivals(&mut self, arrivals: PlacementRate) {
+        self.arrivals = arrivals;
+    }
+
+    /// Applies a read of a cell.
+    pub(super) fn apply(&mut self, kind: u8, from: &mut Reader<'_>) -> Option<()> {
+        if kind == entry::ARRIVALS {
+            self.arrivals = PlacementRate { placements_per_second: from.f64()?, work_per_second: from.f64()? };
+            return Some(());
+        }
+        let cell = self.cell(Slot(from.u32()?))?;
+        match kind {
+            entry::BOARD => {
+                let mask = from.number()?;
+                for (at, word) in cell.words.iter_mut().enumerate() {
+                    if mask >> at & 1 == 1 {
+                        *word = from.word()?;
+                    }
+                }
+                cell.news.set(Some(BoardLoad::from_words(cell.words)));
+            }
+            entry::SPEED => {
+                let mask = from.number()?;
+                let mut words = cell.speed.sample().to_words();
+                for (at, word) in words.iter_mut().enumerate() {
+                    if mask >> at & 1 == 1 {
+                        *word = u32::from_le_bytes(from.bytes(4)?.try_into().ok()?);
+                    }
+                }
+                cell.speed.restore(&SpeedSample::from_words(words));
+            }
+            entry::HELD_BLOCKS => cell.held_blocks = from.u32()?,
+            entry::INDEX_CHANGED_AT => cell.index_changed_at = from.number()?.checked_sub(1).map(Timestamp),
+            entry::ENGINE_LOAD => cell.engine_load = read_engine_load(from)?,
+            entry::PEERS => cell.peers = PeerLoad::from_words(from.words()?),
+            _ => return None,
+        }
+        Some(())
+    }
+
+    fn cell(&mut self, slot: Slot) -> Option<&mut ReplayCell> {
+        (slot.index() < super::ranks::SLOTS_MAX).then_some(())?;
+        if self.cells.len() <= slot.index() {
+            self.cells.resize_with(slot.index() + 1, ReplayCell::default);
+        }
+        self.cells.get_mut(slot.index())
+    }
+
+    fn of<R: Default>(&self, slot: Slot, read: impl FnOnce(&ReplayCell) -> R) -> R {
+        self.cells.get(slot.index()).map(read).unwrap_or_default()
+    }
+}
+
+fn read_engine_load(from: &mut Reader<'_>) -> Option<Option<EngineLoad>> {
+    from.optional(|from| {
+        let at = Timestamp(from.number()?);
+        let (running, waiting) = (from.optional(Reader::u32)?, from.optional(Reader::u32)?);
+        let reading = EngineReading { running, waiting, kv_usage: from.optional(Reader::f64)? };
+        Some(EngineLoad { reading, at })
+    })
+}
+
+impl LoadView for ReplayLoads {
+    fn take_changed(&self, changed: &mut Vec<Slot>) {
+        changed.append(&mut self.changed.borrow_mut());
+    }
+
+    fn board(&self, slot: Slot, _: &mut BoardVersion) -> Option<BoardLoad> {
+        self.of(slot, |cell| cell.news.take())
+    }
+
+    fn speed(&self, slot: Slot) -> PublishedSpeed {
+        self.of(slot, |cell| cell.speed.published())
+    }
+
+    fn speed_weights(&self, slot: Slot, now: Timestamp) -> [f64; 2] {
+        self.of(slot, |cell| cell.speed.weights(now))
+    }
+
+    fn prediction_bias(&self, slot: Slot, now: Timestamp) -> PredictionBias {
+        self.of(slot, |cell| cell.speed.bias_at(now))
+    }
+
+    fn output_tokens(&self, slot: Slot) -> Option<f64> {
+        self.of(slot, |cell| cell.speed.output_tokens())
+    }
+
+    fn held_blocks(&self, slot: Slot) -> u32 {
+        self.of(slot, |cell| cell.held_blocks)
+    }
+
+    fn index_changed_at(&self, slot: Slot) -> Option<Timestamp> {
+        self.of(slot, |cell| cell.index_changed_at)
+    }
+
+    fn engine_load(&self, slot: Slot) -> Option<EngineLoad> {
+        self.of(slot, |cell| cell.engine_load)
+    }
+
+    fn peer_load(&self, slot: Slot) -> PeerLoad {
+        self.of(slot, |cell| cell.peers)
+    }
+
+    fn peer_arrivals(&self) -> PlacementRate {
+        self.arrivals
+    }
+}
