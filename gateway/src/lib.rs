@@ -8,6 +8,7 @@ pub mod handover;
 pub mod migration;
 pub mod openai;
 pub mod prompt;
+pub mod replay;
 pub mod replicas;
 pub mod serve;
 pub mod settings;

@@ -12,6 +12,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::{Args, Parser, Subcommand};
+use pointsman_gateway::replay::{ReplayArgs, replay_decisions};
 use pointsman_gateway::serve::{self, ProcessLimits};
 use pointsman_gateway::settings::{ConfigFile, Flag, Loaded, LogFormat, Secrets, Sources};
 use pointsman_trial::demo::{Demo, DemoConfig, Progress};
@@ -40,6 +41,10 @@ enum Command {
     /// publishes KV events of its prefix cache like vLLM or SGLang. Ends on Ctrl-C. docs/mock-engine.md has endpoints
     /// and examples.
     MockEngine(Box<MockConfig>),
+    /// Decides recorded decisions again, from files that the gateway has written (gateway.decision_path), and compares each
+    /// choice bit for bit. With --policy or --set it decides them under other settings, and reports what would have changed.
+    /// Exits with 1 if a choice differs from the recorded one. docs/flight-recorder.md has examples.
+    ReplayDecisions(ReplayArgs),
     /// Measures cache-aware routing: four mock engines of two ranks and the gateway serve the same requests round robin
     /// and with the default policy, then a table follows. Takes less than a minute. Exits with 1 if requests failed.
     /// docs/quick-start.md explains the table.
@@ -158,6 +163,13 @@ fn main() -> ExitCode {
             answered(loaded.and_then(|loaded| check_config(&loaded)))
         }
         Command::MockEngine(config) => answered(mock_engine(*config)),
+        Command::ReplayDecisions(args) => match replay_decisions(&args) {
+            Ok(report) => {
+                let status = answered(Ok(report.to_string()));
+                if report.is_equal() { status } else { ExitCode::from(1) }
+            }
+            Err(problem) => answered(Err(format!("{problem}\n"))),
+        },
         Command::Demo(config) => demo(&config),
     }
 }

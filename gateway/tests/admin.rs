@@ -18,6 +18,7 @@ use crate::common::admin::{ALIAS, AdminClient, MODEL, TOKEN, file, read, setting
 const ROUTES: &[(&str, &str, &str)] = &[
     ("GET", "/live", ""),
     ("GET", "/admin/config", ""),
+    ("GET", "/admin/decisions", ""),
     ("GET", "/admin/models", ""),
     ("GET", "/admin/models/mock/config", ""),
     ("GET", "/admin/models/mock/dump", ""),
@@ -296,6 +297,44 @@ async fn ambiguous_admin_paths_are_rejected() {
     for path in ["/admin/models/mock/config", "/admin/models/%6dock/config", "/admin/models/org%2Fmock/config"] {
         assert_eq!(client.send("GET", path, "").await.status, 200, "{path}");
     }
+}
+
+#[tokio::test]
+async fn recorded_decisions_are_listed_and_explained_as_they_were() {
+    let client = AdminClient::start().await;
+    let router = client.router().clone();
+    for worker in [1, 2] {
+        let config = WorkerConfig::at(format!("http://127.0.0.1:{worker}"));
+        router.upsert_worker(WorkerId(worker), config).await.expect("a worker");
+    }
+    let tokens: Vec<u32> = (1..=400).collect();
+    router.apply_events(vec![stored(WorkerRank::new(WorkerId(2), 0), &tokens[..320])]).await.expect("applied");
+    router.flush().await.expect("in the index");
+    assert_eq!(client.send("GET", "/admin/decisions/chat-1", "").await.code(), "decision_not_recorded");
+    for id in ["chat-1/0", "chat-10/1", "chat-1/2"] {
+        drop(router.route(RouteRequest::new(id, Prompt::Tokens(&tokens))).await.expect("a rank"));
+    }
+    // A later state does not change what is recorded.
+    router.remove_worker(WorkerId(2)).await.expect("removed");
+    drop(router.route(RouteRequest::new("chat-2/3", Prompt::Tokens(&tokens))).await.expect("a rank"));
+
+    let listed = client.send("GET", "/admin/decisions", "").await.json();
+    let listed = listed["decisions"].as_array().expect("decisions");
+    let ids: Vec<&str> = listed.iter().map(|known| known["request_id"].as_str().expect("an id")).collect();
+    assert_eq!(ids, ["chat-1", "chat-10", "chat-1", "chat-2"], "{listed:?}");
+    assert_eq!(listed[0]["chosen"], json!({ "worker": "2", "rank": 0 }));
+    assert_eq!((&listed[0]["model"], &listed[0]["cached_tokens"]), (&json!(MODEL), &json!(320)));
+    assert_eq!(listed[0]["runner_up"], json!({ "worker": "1", "rank": 0 }));
+    assert!(listed[0]["margin"].as_f64().expect("a margin") > 0.0, "{listed:?}");
+
+    let explained = client.send("GET", "/admin/decisions/chat-1", "").await.json();
+    let explained = explained["decisions"].as_array().expect("decisions");
+    let bookings: Vec<&str> = explained.iter().map(|known| known["booking_id"].as_str().expect("an id")).collect();
+    assert_eq!(bookings, ["chat-1/0", "chat-1/2"]);
+    let table = &explained[1]["explanation"];
+    assert_eq!(table["chosen"], json!({ "worker": "2", "rank": 0 }), "the removed worker is in the table: {table}");
+    assert_eq!(table["ranks"].as_array().map(Vec::len), Some(2));
+    assert_eq!(table["ranks"][1]["cached_tokens"], 320);
 }
 
 #[tokio::test]

@@ -13,6 +13,7 @@ use metrics::{Counter, Gauge, Histogram, Unit};
 use pointsman::Placement;
 use tokio::time::Instant;
 
+use super::decision_files;
 use super::disaggregation::PREFILLS;
 use super::telemetry::AccessRecord;
 use super::warm;
@@ -200,6 +201,8 @@ pub const ALL: &[Metric] = &[
     warm::RESTORES,
     warm::WRITES,
     warm::STORES,
+    decision_files::LOST,
+    decision_files::BYTES,
     warm::WRITTEN,
     warm::BYTES,
 ];

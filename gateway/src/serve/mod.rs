@@ -8,6 +8,7 @@ mod admin;
 mod body_budget;
 mod catalog;
 mod current;
+mod decision_files;
 mod disaggregation;
 mod ids;
 mod limits;
@@ -240,6 +241,7 @@ impl Gateway {
         let current = Current::new(App::new(settings, &limits, &files, models, upstream, metrics));
         upkeep.spawn(models::warn_of_unread(current.clone()));
         upkeep.spawn(warm::write_periodically(current.clone()));
+        upkeep.spawn(decision_files::write_continuously(current.clone()));
         // After the first bind succeeds, nothing else may fail.
         let bind = |address| listener::bind(address).map_err(|error| GatewayError::Listen { address, error });
         let (socket, admin_socket) = (bind(listen)?, admin_listen.map(bind).transpose()?);

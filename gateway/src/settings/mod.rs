@@ -111,6 +111,12 @@ pub struct GatewaySettings {
     pub snapshot_path: Option<PathBuf>,
     /// Interval between writes of the index snapshots.
     pub snapshot_interval_ms: u64,
+    /// Directory of files with the recorded decisions. Default: none are written.
+    pub decision_path: Option<PathBuf>,
+    /// Length in bytes at which the next file of recorded decisions begins.
+    pub decision_file_bytes_max: u64,
+    /// Files of recorded decisions per model; the oldest are removed.
+    pub decision_files_max: u32,
     /// Log level: `error`, `warn`, `info`, `debug` or `trace`, or targets with levels (`info,pointsman=debug`).
     pub log_level: String,
     /// Log format.
@@ -161,6 +167,9 @@ impl Default for GatewaySettings {
             warm_up_ms: 30_000,
             snapshot_path: None,
             snapshot_interval_ms: 60_000,
+            decision_path: None,
+            decision_file_bytes_max: 64 << 20,
+            decision_files_max: 16,
             log_level: "info".to_owned(),
             log_format: LogFormat::Text,
             access_log: "stdout".to_owned(),

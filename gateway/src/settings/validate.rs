@@ -146,6 +146,8 @@ impl Settings {
         for (setting, value, least) in timeouts {
             rules.range(format!("gateway.{setting}"), value, least, DAY_MS);
         }
+        rules.range("gateway.decision_file_bytes_max", gateway.decision_file_bytes_max, 1 << 20, 1 << 40);
+        rules.range("gateway.decision_files_max", gateway.decision_files_max, 1, 10_000);
         rules.range("gateway.attempts_max", gateway.attempts_max, 1, 10);
         let share = gateway.retry_share_max;
         rules.check("gateway.retry_share_max", share, (0.0..=1.0).contains(&share), "between 0 and 1");

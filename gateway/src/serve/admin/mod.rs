@@ -6,6 +6,7 @@
 
 mod audit;
 mod auth;
+mod decisions;
 mod dump;
 mod extract;
 mod index_api;
@@ -77,6 +78,8 @@ pub(super) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
     Router::new()
         .route("/admin/config", get(reports::settings))
         .route("/admin/reload", get(reloads::status).post(reloads::reload))
+        .route("/admin/decisions", get(decisions::last))
+        .route("/admin/decisions/{id}", get(decisions::of_request))
         .route("/admin/models", get(reports::models))
         .route("/admin/models/{model}/config", get(reports::config))
         .route("/admin/models/{model}/dump", get(dump::dump))
