@@ -31,6 +31,7 @@ mod load_properties;
 mod predict_properties;
 mod queue_properties;
 mod queue_shares;
+mod rank_limits;
 mod replica_properties;
 mod schedule_choice;
 mod schedule_filters;

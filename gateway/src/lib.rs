@@ -1,6 +1,6 @@
 //! Library of the `pointsman` command.
 //!
-//! [`serve`] is the gateway, [`settings`] its configuration, and [`anthropic`], [`handover`], [`migration`], [`openai`], [`prompt`],
+//! [`serve`] is the gateway, [`settings`] its configuration, and [`anthropic`], [`handover`], [`migration`], [`openai`], [`prompt`], [`quota`],
 //! [`replicas`] and [`upstream`] are its parts. The command line is in `main`.
 
 pub mod anthropic;
@@ -8,6 +8,7 @@ pub mod handover;
 pub mod migration;
 pub mod openai;
 pub mod prompt;
+pub mod quota;
 pub mod replay;
 pub mod replicas;
 pub mod serve;

@@ -455,6 +455,33 @@ async fn reports_are_complete_and_hide_secrets() {
 }
 
 #[tokio::test]
+async fn the_read_token_permits_get_only() {
+    let mut settings = settings();
+    let read = "read-0123456789abcdef";
+    settings.admin.as_mut().expect("enabled").read_token_file = Some(file(read.as_bytes()));
+    let client = AdminClient::with(settings).await;
+    let header = format!("authorization: Bearer {read}");
+    for path in ["/admin/models", "/admin/models/mock/workers", "/admin/config", "/live", "/health", "/metrics"] {
+        assert_eq!(client.send_with_headers("GET", path, "", &[&header]).await.status, 200, "{path}");
+    }
+    let worker = r#"{"endpoint":"http://127.0.0.1:1"}"#;
+    for (method, path, body) in [
+        ("PUT", "/admin/models/mock/workers/1", worker),
+        ("POST", "/admin/models/mock/workers", worker),
+        ("DELETE", "/admin/models/mock/workers/1", ""),
+        ("POST", "/admin/models/mock/explain", r#"{"tokens":[1]}"#),
+        ("POST", "/admin/reload", ""),
+        ("POST", "/admin/nothing", ""),
+    ] {
+        let answer = client.send_with_headers(method, path, body, &[&header]).await;
+        assert_eq!((answer.status, answer.code().as_str()), (403, "read_only_token"), "{method} {path}");
+    }
+    assert!(client.router().workers().is_empty());
+    let other = client.send_with_headers("GET", "/admin/models", "", &["authorization: Bearer read-0123456789abcdee"]);
+    assert_eq!(other.await.status, 401);
+}
+
+#[tokio::test]
 async fn durations_in_responses_are_seconds() {
     let client = AdminClient::start().await;
     client.send("PUT", "/admin/models/mock/workers/1", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;

@@ -4,7 +4,13 @@
 //! listener.
 #![cfg(unix)]
 
-use std::net::SocketAddr;
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use pointsman_trial::mock::{MockConfig, MockEngine};
@@ -320,4 +326,79 @@ async fn startup_errors_are_one_line_with_exit_code_2() {
     let said = String::from_utf8(output.stderr).expect("text");
     assert_eq!(output.status.code(), Some(2), "{said}");
     assert!(said.lines().any(|line| line.starts_with(&format!("error: cannot listen at {listen}: "))), "{said}");
+}
+
+/// Passes the standard input as the listening socket, as a service manager does.
+const PASS_INPUT: &str = r#"exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec "$@""#;
+
+/// A gateway that listens on this socket.
+async fn start_on(socket: &TcpListener, engine: &MockEngine) -> Process {
+    let address = socket.local_addr().expect("bound").to_string();
+    let mut command = Command::new("/bin/sh");
+    command.env_clear().args([
+        "-c",
+        PASS_INPUT,
+        "sh",
+        env!("CARGO_BIN_EXE_pointsman"),
+        "serve",
+        "--log-format",
+        "json",
+    ]);
+    command.args(["--listen", &address, "--model", "mock", "--worker", &engine.url()]);
+    // Requests that arrive before the first probe of the engine wait for it.
+    command.args(["--set", "gateway.hold_without_endpoints_ms=60000"]);
+    let input: OwnedFd = socket.try_clone().expect("a descriptor").into();
+    let process = Process::start_with_input(command, Stdio::from(input)).await;
+    assert_eq!(process.address.to_string(), address);
+    process
+}
+
+/// Sends requests on new connections until the end. Returns their number.
+fn requests_until(address: SocketAddr, is_over: &AtomicBool) -> usize {
+    let mut n = 0;
+    while !is_over.load(Ordering::Relaxed) {
+        let mut stream = std::net::TcpStream::connect(address).expect("connection accepted");
+        stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        let body = r#"{"model":"mock","prompt":[1,2,3],"max_tokens":2}"#;
+        let head = "POST /v1/completions HTTP/1.1\r\nhost: test\r\nconnection: close\r\n";
+        let request = format!("{head}content-length: {}\r\n\r\n{body}", body.len());
+        stream.write_all(request.as_bytes()).expect("connection is open");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("a complete response");
+        assert!(answer.starts_with("HTTP/1.1 200"), "request {n}: {answer}");
+        n += 1;
+    }
+    n
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn restarts_on_a_passed_socket_fail_no_connection() {
+    let engine = engine(0.0).await;
+    let socket = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let address = socket.local_addr().expect("bound");
+    let mut running = start_on(&socket, &engine).await;
+    let is_over = Arc::new(AtomicBool::new(false));
+    let clients: Vec<_> = (0..4)
+        .map(|_| {
+            let is_over = Arc::clone(&is_over);
+            thread::spawn(move || requests_until(address, &is_over))
+        })
+        .collect();
+    for _ in 0..3 {
+        let successor = start_on(&socket, &engine).await;
+        running.signal("TERM");
+        assert_eq!(running.exit().await.code(), Some(0));
+        running = successor;
+    }
+    // Without any process, connections wait in the backlog.
+    running.signal("TERM");
+    assert_eq!(running.exit().await.code(), Some(0));
+    let last = start_on(&socket, &engine).await;
+    is_over.store(true, Ordering::Relaxed);
+    for client in clients {
+        let n = client.join().expect("every request succeeded");
+        assert!(n > 0, "a client sent nothing");
+    }
+    last.signal("TERM");
+    assert_eq!(last.exit().await.code(), Some(0));
 }

@@ -20,6 +20,7 @@ mod engines;
 mod index_api;
 mod kubernetes;
 mod lengths;
+mod limits;
 mod logs;
 mod media;
 mod memory;

@@ -378,8 +378,7 @@ async fn tenants_authenticate_and_have_separate_salts() {
         .map(|name| pointsman_gateway::settings::TenantSettings {
             name: name.to_owned(),
             keys_file: file(name, &format!("key-of-{name}-0123456789\n")),
-            policy_class: None,
-            strict_priority_max: 0,
+            ..pointsman_gateway::settings::TenantSettings::default()
         })
         .into();
     let gateway = gateway(settings).await;

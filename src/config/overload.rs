@@ -14,6 +14,8 @@ pub struct OverloadConfig {
     pub prefill_tokens: Option<u64>,
     /// Pending prefill tokens as a share of the rank's `max_num_batched_tokens`. Not negative.
     pub prefill_frac: Option<f64>,
+    /// Active requests of one rank. A rank with as many is overloaded. At least 1.
+    pub active_requests_max: Option<u32>,
     /// Waiting requests in the engine's own report. A report older than `engine_load.stale_ms` is ignored.
     pub engine_waiting: Option<u32>,
     /// Share of the KV cache in use in the engine's own report, likewise. In [0, 1].
@@ -24,6 +26,7 @@ impl OverloadConfig {
     pub(super) fn check(&self, problems: &mut Problems) {
         problems.threshold("overload.blocks_frac", self.blocks_frac);
         problems.threshold("overload.prefill_frac", self.prefill_frac);
+        problems.check_given("overload.active_requests_max", self.active_requests_max, |max| *max > 0, "at least 1");
         problems.share("overload.engine_kv_usage", self.engine_kv_usage);
     }
 }

@@ -30,6 +30,7 @@ pub(super) struct Rules {
     pub(super) lenient: bool,
     overload: Limits,
     overload_blocks_frac: Option<f64>,
+    active_requests_max: Option<u32>,
     /// Busy limits by class.
     busy: Vec<Limits>,
     filters: RankFilters,
@@ -170,7 +171,8 @@ impl Rules {
         let longest = Duration::from_millis(config.slow_start.max_ms);
         let slow_start = SlowStart { fill: config.slow_start.fill, longest };
         let overload = limits(config.overload.prefill_tokens, config.overload.prefill_frac);
-        let overloads = overload.any() || config.overload.blocks_frac.is_some();
+        let active_requests_max = config.overload.active_requests_max;
+        let overloads = overload.any() || config.overload.blocks_frac.is_some() || active_requests_max.is_some();
         Self {
             lenient: !overloads && config.slow_start.fill == 0.0 && filters.is_empty(),
             filters,
@@ -178,6 +180,7 @@ impl Rules {
             block_size: config.block_size,
             overload,
             overload_blocks_frac: config.overload.blocks_frac,
+            active_requests_max,
             busy: classes.iter().map(busy).collect(),
             slow_start: (config.slow_start.fill > 0.0).then_some(slow_start),
             slow_return: Some(Duration::from_millis(config.slow_start.return_ms)).filter(|longest| !longest.is_zero()),
@@ -316,6 +319,7 @@ impl Rules {
     fn is_overloaded(&self, rank: &Rank) -> bool {
         let full = self.overload_blocks_frac.zip(rank.about.traits.total_kv_blocks);
         self.overload.exceeded_by(rank)
+            || self.active_requests_max.is_some_and(|max| rank.requests() >= max)
             || full.is_some_and(|(frac, blocks)| rank.active_blocks_max() as f64 > frac * f64::from(blocks))
     }
 

@@ -231,9 +231,14 @@ impl LegBodies {
     fn one_token<'o, 'a>(&self, object: &ObjectText<'_>, edit: ObjectEdit<'o, 'a>) -> ObjectEdit<'o, 'a> {
         let spellings: &[&'static str] = match self.endpoint {
             Endpoint::Chat => &["max_completion_tokens", "max_tokens"],
-            Endpoint::Completions | Endpoint::Embeddings | Endpoint::Messages | Endpoint::CountTokens => {
-                &["max_tokens"]
-            }
+            Endpoint::Completions
+            | Endpoint::Embeddings
+            | Endpoint::Messages
+            | Endpoint::CountTokens
+            | Endpoint::Rerank
+            | Endpoint::Score
+            | Endpoint::Tokenize
+            | Endpoint::Detokenize => &["max_tokens"],
             Endpoint::Responses => &["max_output_tokens"],
         };
         let edit = unstreamed(edit).remove("min_tokens").set_present("n", "1");

@@ -100,7 +100,13 @@ pub(super) fn check(endpoint: Endpoint, protocol: Protocol, body: &ObjectText<'_
         return Err(NotSplit::BeamSearch);
     }
     match endpoint {
-        Endpoint::Embeddings | Endpoint::Messages | Endpoint::CountTokens => Err(NotSplit::Endpoint),
+        Endpoint::Embeddings
+        | Endpoint::Messages
+        | Endpoint::CountTokens
+        | Endpoint::Rerank
+        | Endpoint::Score
+        | Endpoint::Tokenize
+        | Endpoint::Detokenize => Err(NotSplit::Endpoint),
         Endpoint::Responses => {
             if protocol != Protocol::VllmNixl {
                 return Err(NotSplit::Endpoint);

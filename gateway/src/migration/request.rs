@@ -258,7 +258,14 @@ fn form_of(endpoint: Endpoint, object: &ObjectText<'_>) -> Option<PromptForm> {
                 (false, _) => None,
             }
         }
-        Endpoint::Embeddings | Endpoint::Responses | Endpoint::Messages | Endpoint::CountTokens => None,
+        Endpoint::Embeddings
+        | Endpoint::Responses
+        | Endpoint::Messages
+        | Endpoint::CountTokens
+        | Endpoint::Rerank
+        | Endpoint::Score
+        | Endpoint::Tokenize
+        | Endpoint::Detokenize => None,
     }
 }
 

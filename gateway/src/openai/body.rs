@@ -30,12 +30,30 @@ pub enum Endpoint {
     Messages,
     /// `/v1/messages/count_tokens`, in Anthropic's format.
     CountTokens,
+    /// `/v1/rerank`.
+    Rerank,
+    /// `/v1/score`.
+    Score,
+    /// `/tokenize`.
+    Tokenize,
+    /// `/detokenize`.
+    Detokenize,
 }
 
 impl Endpoint {
     /// All endpoints.
-    pub const ALL: [Self; 6] =
-        [Self::Chat, Self::Completions, Self::Embeddings, Self::Responses, Self::Messages, Self::CountTokens];
+    pub const ALL: [Self; 10] = [
+        Self::Chat,
+        Self::Completions,
+        Self::Embeddings,
+        Self::Responses,
+        Self::Messages,
+        Self::CountTokens,
+        Self::Rerank,
+        Self::Score,
+        Self::Tokenize,
+        Self::Detokenize,
+    ];
 
     /// The endpoint with this path.
     #[must_use]
@@ -53,6 +71,10 @@ impl Endpoint {
             Self::Responses => "/v1/responses",
             Self::Messages => "/v1/messages",
             Self::CountTokens => "/v1/messages/count_tokens",
+            Self::Rerank => "/v1/rerank",
+            Self::Score => "/v1/score",
+            Self::Tokenize => "/tokenize",
+            Self::Detokenize => "/detokenize",
         }
     }
 
@@ -66,7 +88,29 @@ impl Endpoint {
             Self::Responses => "responses",
             Self::Messages => "messages",
             Self::CountTokens => "count_tokens",
+            Self::Rerank => "rerank",
+            Self::Score => "score",
+            Self::Tokenize => "tokenize",
+            Self::Detokenize => "detokenize",
         }
+    }
+
+    /// Whether the response is a sequence of generated tokens, which can be streamed.
+    #[must_use]
+    pub fn generates(self) -> bool {
+        matches!(self, Self::Chat | Self::Completions | Self::Responses | Self::Messages)
+    }
+
+    /// Whether a request causes work on the accelerator of an engine. Tokenization causes none.
+    #[must_use]
+    pub fn has_engine_work(self) -> bool {
+        !matches!(self, Self::CountTokens | Self::Tokenize | Self::Detokenize)
+    }
+
+    /// Whether responses have one format at all engines, which can be validated.
+    #[must_use]
+    pub fn has_known_response(self) -> bool {
+        !matches!(self, Self::Rerank | Self::Score | Self::Tokenize | Self::Detokenize)
     }
 
     /// Whether requests, responses and errors have Anthropic's format.
@@ -205,7 +249,12 @@ impl RequestBody {
             Endpoint::Chat => fields.max_completion_tokens.count()?.or(fields.max_tokens.count()?),
             Endpoint::Completions | Endpoint::Messages => fields.max_tokens.count()?,
             Endpoint::Responses => fields.max_output_tokens.count()?,
-            Endpoint::Embeddings | Endpoint::CountTokens => None,
+            Endpoint::Embeddings
+            | Endpoint::CountTokens
+            | Endpoint::Rerank
+            | Endpoint::Score
+            | Endpoint::Tokenize
+            | Endpoint::Detokenize => None,
         };
         let (stream, cache_salt) = (fields.stream.flag()?.unwrap_or(false), fields.cache_salt.text()?);
         let prompt = prompt::read(endpoint, &fields, &body)?;
@@ -225,6 +274,12 @@ impl RequestBody {
             body,
             spans,
         })
+    }
+
+    /// Length of the body.
+    #[must_use]
+    pub fn body_bytes(&self) -> usize {
+        self.body.len()
     }
 
     /// The body with these changes; without changes, the same bytes. Fields that select a rank or a cache source are
@@ -257,7 +312,8 @@ impl RequestBody {
         let more: usize = replaced.iter().map(|(_, text)| text.len()).sum();
         let mut edited = Vec::with_capacity(self.body.len() + inserted.len() + more);
         edited.extend_from_slice(&self.body[..self.spans.start]);
-        // The comma is always valid, because every endpoint requires at least one field.
+        let is_empty = self.body[self.spans.start..].trim_ascii_start().starts_with(b"}");
+        let inserted = if is_empty { inserted.trim_end_matches(',') } else { &inserted };
         edited.extend_from_slice(inserted.as_bytes());
         let mut at = self.spans.start;
         for (span, text) in replaced {

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use axum::Json;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use pointsman::error::{Down, RouteError};
 use pointsman::queue::LimitKind;
@@ -14,6 +14,7 @@ use pointsman::schedule::{MissedTarget, Rejection, TargetsMissed};
 use pointsman::select::Filter;
 use serde_json::json;
 
+use crate::quota::Limit;
 use crate::serve::telemetry::ErrorCode;
 
 use super::headers::{CLASS, ON_TARGET_MISS, PRIORITY_JUMP, SESSION_ID};
@@ -78,12 +79,24 @@ pub struct ApiError {
     pub allow: Option<&'static str>,
     /// Whether the connection must close: `Connection: close`.
     pub closes_connection: bool,
+    /// Further headers.
+    pub headers: Vec<(HeaderName, HeaderValue)>,
 }
 
 impl ApiError {
     fn new(status: StatusCode, kind: ErrorType, code: &'static str, message: impl Into<String>) -> Self {
         let message = message.into();
-        Self { status, kind, code, message, param: None, retry_after_s: None, allow: None, closes_connection: false }
+        Self {
+            status,
+            kind,
+            code,
+            message,
+            param: None,
+            retry_after_s: None,
+            allow: None,
+            closes_connection: false,
+            headers: Vec::new(),
+        }
     }
 
     fn closing(self) -> Self {
@@ -105,6 +118,19 @@ impl ApiError {
         let seconds = retry_after.as_secs() + u64::from(retry_after.subsec_nanos() > 0);
         let error = Self::new(StatusCode::TOO_MANY_REQUESTS, ErrorType::RateLimit, code, message);
         Self { retry_after_s: Some(seconds.max(1)), ..error }
+    }
+
+    /// Request above a limit of its tenant or key: 429.
+    #[must_use]
+    pub fn limit_exceeded(limit: Limit, max: u64, retry_after: Duration) -> Self {
+        let (code, unit) = match limit {
+            Limit::RequestsPerMinute => ("rate_limit_exceeded", "requests per minute"),
+            Limit::TokensPerMinute => ("rate_limit_exceeded", "tokens per minute"),
+            Limit::TokensPerDay => ("quota_exceeded", "tokens per day"),
+            Limit::RequestsInFlight => ("concurrency_limit_exceeded", "requests in flight"),
+        };
+        let message = format!("the limit of {max} {unit} is reached");
+        Self::overloaded(code, message, retry_after)
     }
 
     /// Invalid header value: 400. `rule` completes a sentence that starts with the header name.
@@ -362,10 +388,12 @@ impl From<Rejection> for ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let Self { status, kind, code, message, param, retry_after_s, allow, closes_connection } = self;
+        let Self { status, kind, code, message, param, retry_after_s, allow, closes_connection, headers: further } =
+            self;
         let error = json!({ "message": message, "type": kind.name(), "param": param, "code": code });
         let mut response = (status, Json(json!({ "error": error }))).into_response();
         let headers = response.headers_mut();
+        headers.extend(further);
         if let Some(seconds) = retry_after_s {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }

@@ -32,6 +32,10 @@ pub(super) fn read(endpoint: Endpoint, fields: &Fields<'_>, body: &Bytes) -> Res
         Endpoint::Responses => responses::read(fields, body)?,
         // The prompt is in the converted chat.
         Endpoint::Messages | Endpoint::CountTokens => return Ok(ClientPrompt::Opaque("messages")),
+        // Many short prompts, none of which decides the placement.
+        Endpoint::Rerank => return Ok(ClientPrompt::Opaque("rerank")),
+        Endpoint::Score => return Ok(ClientPrompt::Opaque("score")),
+        Endpoint::Tokenize | Endpoint::Detokenize => return Ok(ClientPrompt::Opaque("tokenize")),
     };
     Ok(match opaque(endpoint, fields, &prompt) {
         Some(reason) => ClientPrompt::Opaque(reason),

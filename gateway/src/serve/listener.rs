@@ -9,6 +9,7 @@
 
 mod acceptor;
 mod busy;
+mod passed;
 mod socket;
 mod stall;
 
@@ -39,6 +40,7 @@ use tower::Service as _;
 
 use acceptor::{Accepted, Acceptor};
 use busy::{Busy, BusyBody};
+pub(crate) use passed::PassedSockets;
 pub(crate) use socket::bind;
 use stall::StallGuard;
 

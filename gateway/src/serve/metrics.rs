@@ -15,6 +15,7 @@ use tokio::time::Instant;
 
 use super::decision_files;
 use super::disaggregation::PREFILLS;
+use super::quotas::{QuotaLease, TENANT_REFUSALS, TENANT_REQUESTS, TENANT_TOKENS};
 use super::telemetry::AccessRecord;
 use super::warm;
 use crate::openai::Endpoint;
@@ -193,6 +194,9 @@ pub const ALL: &[Metric] = &[
     BODY_BYTES,
     BODY_BYTES_MAX,
     BODIES_REJECTED,
+    TENANT_REQUESTS,
+    TENANT_TOKENS,
+    TENANT_REFUSALS,
     replicas::PEERS,
     replicas::REFUSED,
     replicas::SENT,
@@ -439,6 +443,8 @@ pub(crate) struct Account {
     on_break: Option<MigrationResult>,
     /// Access log record.
     pub(crate) access: AccessRecord,
+    /// Share of the limits of its tenant.
+    pub(crate) quota: Option<QuotaLease>,
     status: u16,
     outcome: &'static str,
 }
@@ -458,6 +464,7 @@ impl Account {
             is_over: false,
             on_break: None,
             access: AccessRecord::default(),
+            quota: None,
             status: CLIENT_LEFT,
             outcome: "client_gone",
         }
@@ -576,6 +583,11 @@ impl Drop for Account {
     fn drop(&mut self) {
         self.meters.in_flight.decrement(1.0);
         self.end();
+        if let Some(quota) = &mut self.quota {
+            // A client that disconnects has caused the work of the attempt so far.
+            let is_served = self.status < 400 || self.status == CLIENT_LEFT;
+            quota.settle(self.access.token_use().filter(|_| is_served));
+        }
         let (endpoint, model) = (self.endpoint.name(), &self.model.model);
         self.access.write(endpoint, model, self.status, self.outcome, self.started.elapsed());
     }

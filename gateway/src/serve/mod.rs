@@ -22,6 +22,7 @@ mod picker;
 mod pods;
 mod prepare;
 mod proxy;
+mod quotas;
 mod ready;
 mod reload;
 mod retry_budget;
@@ -35,6 +36,7 @@ mod warm;
 mod workers;
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -53,7 +55,7 @@ use body_budget::BodyBudget;
 use current::Current;
 use ids::Ids;
 use limits::{ADMIN_CONNECTIONS_MAX, OVERFLOW_CONNECTIONS_MAX};
-use listener::{LINGER, Listener, ListenerOptions, Overflow};
+use listener::{LINGER, Listener, ListenerOptions, Overflow, PassedSockets};
 use log_throttle::LogThrottle;
 use models::Models;
 use ready::Readiness;
@@ -67,7 +69,7 @@ pub use listener::Drained;
 pub use models::ModelError;
 pub use reload::{LastReload, LoadSettings, ReloadError, ReloadStatus};
 pub use run::{Ended, Signal, refuse, run, run_until};
-pub use tenants::{Tenant, Tenants};
+pub use tenants::{Client, Tenant, Tenants};
 pub use tls::TlsError;
 
 /// Log interval of cut-off responses.
@@ -120,6 +122,8 @@ pub(crate) struct App {
     pub(crate) admin_token: Option<Arc<admin::Token>>,
     /// Token of the served index, beside the operator token.
     pub(crate) index_token: Option<Arc<admin::Token>>,
+    /// Token for `GET` requests of operators, beside the operator token.
+    pub(crate) read_token: Option<Arc<admin::Token>>,
     pub(crate) meters: Arc<Meters>,
     pub(crate) retry_budget: Arc<RetryBudget>,
     pub(crate) bodies: Arc<BodyBudget>,
@@ -147,6 +151,7 @@ impl App {
             worker_key: files.secrets.worker_api_key.as_ref().and_then(Secret::bearer),
             admin_token: files.admin_token.clone(),
             index_token: files.index_token.clone(),
+            read_token: files.read_token.clone(),
             readiness: Arc::new(Readiness::new(Duration::from_millis(settings.gateway.warm_up_ms))),
             metrics,
             retry_budget: Arc::new(RetryBudget::new(settings.gateway.retry_share_max, now)),
@@ -191,7 +196,7 @@ impl Gateway {
     /// # Errors
     /// See [`GatewayError`]; nothing runs after an error.
     pub async fn start(settings: Settings) -> Result<Self, GatewayError> {
-        Self::start_with(settings, None).await
+        Self::start_with(settings, None, PassedSockets::default()).await
     }
 
     /// Like [`Gateway::start`], with a loader for [reloads](Self::reload).
@@ -199,18 +204,23 @@ impl Gateway {
     /// # Errors
     /// See [`GatewayError`]; nothing runs after an error.
     pub async fn start_reloadable(settings: Settings, load: LoadSettings) -> Result<Self, GatewayError> {
-        Self::start_with(settings, Some(load)).await
+        Self::start_with(settings, Some(load), PassedSockets::default()).await
     }
 
     /// Boxed, so that the gateway is compiled in this crate and not once more in every crate that polls the future.
     fn start_with(
         settings: Settings,
         load: Option<LoadSettings>,
+        sockets: PassedSockets,
     ) -> Pin<Box<dyn Future<Output = Result<Self, GatewayError>> + Send>> {
-        Box::pin(Self::start_parts(settings, load))
+        Box::pin(Self::start_parts(settings, load, sockets))
     }
 
-    async fn start_parts(settings: Settings, load: Option<LoadSettings>) -> Result<Self, GatewayError> {
+    async fn start_parts(
+        settings: Settings,
+        load: Option<LoadSettings>,
+        mut sockets: PassedSockets,
+    ) -> Result<Self, GatewayError> {
         // Metric handles belong to the recorder that is installed at their creation.
         let metrics = Metrics::install();
         metrics::describe();
@@ -243,9 +253,13 @@ impl Gateway {
         upkeep.spawn(warm::write_periodically(current.clone()));
         upkeep.spawn(decision_files::write_continuously(current.clone()));
         // After the first bind succeeds, nothing else may fail.
-        let bind = |address| listener::bind(address).map_err(|error| GatewayError::Listen { address, error });
-        let (socket, admin_socket) = (bind(listen)?, admin_listen.map(bind).transpose()?);
+        let mut bind = |address| {
+            let socket = sockets.take(address).unwrap_or_else(|| listener::bind(address));
+            socket.map_err(|error| GatewayError::Listen { address, error })
+        };
+        let (socket, admin_socket) = (bind(listen)?, admin_listen.map(&mut bind).transpose()?);
         let picker_socket = picker.as_ref().map(|(picker, _)| bind(picker.listen)).transpose()?;
+        sockets.warn_of_unused();
         let failed = |error| GatewayError::Listen { address: listen, error };
         let overflow =
             Overflow { connections_max: OVERFLOW_CONNECTIONS_MAX, routes: routes::overflow(current.clone()) };
@@ -394,6 +408,7 @@ struct Files {
     secrets: Secrets,
     admin_token: Option<Arc<admin::Token>>,
     index_token: Option<Arc<admin::Token>>,
+    read_token: Option<Arc<admin::Token>>,
     /// The clients' listener with its certificate.
     listener: ListenerOptions,
 }
@@ -405,11 +420,14 @@ impl Files {
             Some(admin) => Some(Arc::new(admin::Token::read(&admin.token_file).await?)),
             None => None,
         };
-        let index_token = match settings.admin.as_ref().and_then(|admin| admin.index_token_file.as_deref()) {
-            Some(file) => Some(Arc::new(admin::Token::read(file).await?)),
-            None => None,
+        let token = async |file: Option<&PathBuf>| match file {
+            Some(file) => admin::Token::read(file).await.map(|token| Some(Arc::new(token))),
+            None => Ok(None),
         };
-        Ok(Self { secrets: Secrets::read(settings)?, admin_token, index_token, listener })
+        let admin = settings.admin.as_ref();
+        let index_token = token(admin.and_then(|admin| admin.index_token_file.as_ref())).await?;
+        let read_token = token(admin.and_then(|admin| admin.read_token_file.as_ref())).await?;
+        Ok(Self { secrets: Secrets::read(settings)?, admin_token, index_token, read_token, listener })
     }
 }
 

@@ -17,6 +17,7 @@ use super::App;
 use super::metrics::Account;
 use super::models::Model;
 use super::proxy::reserved;
+use super::quotas::QuotaLease;
 use super::tenants::Tenant;
 use crate::anthropic::{Purpose, chat_body};
 use crate::openai::{API_KEY, ApiError, ClientPrompt, Edits, Endpoint, RequestBody, request_options};
@@ -79,12 +80,16 @@ impl Prepared {
         let tokens =
             model.tokens.of(&parsed.prompt, cache_salt).await.with_estimate_up_to(model.router.max_model_len());
         account.access.prompt_tokens = u32::try_from(tokens.ids.len()).ok().filter(|tokens| *tokens > 0);
+        if endpoint.has_engine_work() {
+            account.charge_prompt(parsed.body_bytes(), model.router.max_model_len())?;
+        }
         let PromptMedia { spans: mm_spans, names: media_names, report, .. } = tokens.media;
         account.access.media_report = report;
         let edits = Edits {
             model: Some(upstream_name)
                 .filter(|name| parsed.model.as_deref().is_some_and(|requested| requested != *name)),
-            cache_salt: tenant_salt.as_deref(),
+            // Tokenization uses no cache.
+            cache_salt: tenant_salt.as_deref().filter(|_| endpoint.has_engine_work()),
             media_names: &media_names,
         };
         let options = RequestOptions {
@@ -100,9 +105,8 @@ impl Prepared {
             std::borrow::Cow::Owned(ids) => Some(ids),
             std::borrow::Cow::Borrowed(_) => None,
         };
-        // Embeddings are never streamed, regardless of the request.
-        let kind =
-            if parsed.stream && endpoint != Endpoint::Embeddings { AnswerKind::Events } else { AnswerKind::Json };
+        // Other responses are never streamed, regardless of the request.
+        let kind = if parsed.stream && endpoint.generates() { AnswerKind::Events } else { AnswerKind::Json };
         let include_usage = parsed.include_usage;
         let mode = messages.unwrap_or(model.settings.messages);
         let (body, worker_endpoint) = match original {
@@ -154,7 +158,14 @@ async fn parse(app: &App, endpoint: Endpoint, body: Bytes) -> Result<(RequestBod
     let purpose = match endpoint {
         Endpoint::Messages => Purpose::Generate,
         Endpoint::CountTokens => Purpose::Count,
-        Endpoint::Chat | Endpoint::Completions | Endpoint::Embeddings | Endpoint::Responses => {
+        Endpoint::Chat
+        | Endpoint::Completions
+        | Endpoint::Embeddings
+        | Endpoint::Responses
+        | Endpoint::Rerank
+        | Endpoint::Score
+        | Endpoint::Tokenize
+        | Endpoint::Detokenize => {
             return Ok((RequestBody::parse(endpoint, body)?, None));
         }
     };
@@ -181,20 +192,32 @@ async fn hold(app: &App, account: &mut Account, model: &Model, options: &mut Req
     Ok(())
 }
 
-/// Authenticates the client, if requests are accepted now. `endpoint` is absent for paths that are not routed by prompt.
+/// A request that may enter.
+pub(super) struct Admitted<'a> {
+    /// Tenant of the client; `None` without tenants.
+    pub(super) tenant: Option<&'a Tenant>,
+    /// Its share of the limits.
+    pub(super) quota: Option<QuotaLease>,
+}
+
+/// Authenticates the client and counts the request, if requests are accepted now. `endpoint` is absent for paths that
+/// are not routed by prompt.
 ///
 /// # Errors
-/// 503 during a drain, 401 for an unknown client.
+/// 503 during a drain, 401 for an unknown client, 429 above a limit of the client.
 pub(super) fn admit<'a>(
     app: &'a App,
     endpoint: Option<Endpoint>,
     headers: &HeaderMap,
-) -> Result<Option<&'a Tenant>, ApiError> {
+) -> Result<Admitted<'a>, ApiError> {
     if app.is_closing() {
         return Err(ApiError::draining());
     }
     let api_key = endpoint.filter(|endpoint| endpoint.is_anthropic()).and_then(|_| headers.get(API_KEY));
-    app.tenants.identify_any(headers.get(AUTHORIZATION), api_key)
+    match app.tenants.identify_any(headers.get(AUTHORIZATION), api_key)? {
+        Some(client) => Ok(Admitted { tenant: Some(client.tenant), quota: Some(client.admit()?) }),
+        None => Ok(Admitted { tenant: None, quota: None }),
+    }
 }
 
 fn model_missing() -> ApiError {

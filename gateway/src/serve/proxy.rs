@@ -34,7 +34,7 @@ use tokio::time::Instant;
 use super::App;
 use super::disaggregation::PrefillResult;
 use super::metrics::Account;
-use super::prepare::{Prepared, admit};
+use super::prepare::{Admitted, Prepared, admit};
 use super::telemetry::ErrorCode;
 use crate::openai::{ApiError, Endpoint, request_id, to_client};
 use crate::settings::MessagesMode;
@@ -68,7 +68,10 @@ pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, requ
         Ok(Forwarded { begin, translation: Some(translation), migration }) => {
             return translation.of(start_response(&app, account, begin, request_id, migration)).await;
         }
-        Err(response) => response,
+        Err(mut response) => {
+            response.headers_mut().extend(account.quota_headers());
+            response
+        }
     };
     account.access.error = response.extensions().get().map(|ErrorCode(code)| *code);
     account.access.is_answered_by_worker = account.access.error.is_none();
@@ -96,13 +99,14 @@ async fn forward(
 ) -> Result<Forwarded, Response<Body>> {
     let refused = |error: ApiError| error.into_response();
     let limits = body_limits(app, headers);
-    let tenant = match admit(app, Some(endpoint), headers) {
-        Ok(tenant) => tenant,
+    let Admitted { tenant, quota } = match admit(app, Some(endpoint), headers) {
+        Ok(admitted) => admitted,
         Err(error) => {
             intake::discard(body, limits).await;
             return Err(refused(error));
         }
     };
+    account.quota = quota;
     account.access.tenant = tenant.map(|tenant| tenant.name.clone());
     app.retry_budget.requested(account.started());
     let body = receive_body(app, account, limits, body).await?;
@@ -148,6 +152,7 @@ fn start_response(
     let prefill = begin.prefill.as_ref().map(|prefill| (prefill.result, prefill.corrections()));
     let is_events = begin.checked == Some(AnswerKind::Events);
     let rank = begin.placement.rank();
+    let limits = account.quota_headers();
     let answer = follow(app, account, begin, request_id);
     let corrections =
         prefill.as_ref().filter(|(result, _)| *result == PrefillResult::Remote).map(|(_, corrections)| corrections);
@@ -164,6 +169,7 @@ fn start_response(
             }
         }
     };
+    headers.extend(limits);
     if let Some((result, _)) = prefill {
         headers.insert(PREFILL, HeaderValue::from_static(result.name()));
     }

@@ -197,9 +197,9 @@ fn is_known(source: &KvSourceStatus) -> bool {
     source.caught_up || source.state == StreamState::Live
 }
 
-/// `/live` and `/ready`, for clients and operators.
+/// `/live` with its alias `/health`, and `/ready`, for clients and operators.
 pub(crate) fn routes() -> Router<Current> {
-    Router::new().route("/live", get(live)).route("/ready", get(ready))
+    Router::new().route("/live", get(live)).route("/health", get(live)).route("/ready", get(ready))
 }
 
 /// A router with an exhausted restart budget stays failed: the process supervisor should restart the process.

@@ -16,7 +16,7 @@ use super::current::Current;
 use super::listener::ListenerControl;
 use super::models::{Model, Models};
 use super::retry_budget::RetryBudget;
-use super::{App, Files, GatewayError, ProcessLimits, Tenants};
+use super::{App, Files, GatewayError, ProcessLimits};
 use crate::settings::{Secret, SettingErrors, Settings};
 use crate::upstream::worker_tls;
 
@@ -218,10 +218,11 @@ impl Reloader {
         self.clients.set(files.listener);
         let is_share_new = settings.gateway.retry_share_max.to_bits() != app.settings.gateway.retry_share_max.to_bits();
         let mut new = App {
-            tenants: Arc::new(Tenants::new(&settings.tenants, &files.secrets)),
+            tenants: Arc::new(app.tenants.reloaded(&settings.tenants, &files.secrets)),
             worker_key: key,
             admin_token: files.admin_token,
             index_token: files.index_token,
+            read_token: files.read_token,
             models: Arc::new(models),
             ..App::clone(&app)
         };

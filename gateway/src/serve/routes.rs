@@ -30,7 +30,7 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 
 /// Paths without an access log line, because monitoring polls them every few seconds.
-const PROBES: [&str; 3] = ["/live", "/ready", "/metrics"];
+const PROBES: [&str; 4] = ["/live", "/health", "/ready", "/metrics"];
 
 /// Maximum path length in an access log line.
 const PATH_CHARS_MAX: usize = 128;

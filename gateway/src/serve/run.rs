@@ -10,12 +10,18 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
+use super::current::Current;
+use super::listener::PassedSockets;
+use super::ready;
 use super::reload::Reloader;
 use super::telemetry::{AccessLog, Metrics, parse_level, start_log, write_problems};
 use super::{Drained, Gateway, LoadSettings};
 use crate::settings::{LogFormat, Settings};
+
+/// Polling interval of the readiness for the service manager.
+const READY_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Exit code for invalid input.
 const UNUSABLE: u8 = 2;
@@ -56,6 +62,10 @@ pub enum Ended {
 #[must_use]
 pub fn run(settings: Settings, load: LoadSettings) -> ExitCode {
     let format = settings.gateway.log_format;
+    let sockets = match PassedSockets::of_process() {
+        Ok(sockets) => sockets,
+        Err(error) => return unusable(format, &format!("passed sockets (LISTEN_FDS): {error}")),
+    };
     let level = match parse_level(&settings.gateway.log_level) {
         Ok(level) => level,
         Err(error) => return unusable(format, &format!("gateway.log_level: {error}")),
@@ -77,7 +87,7 @@ pub fn run(settings: Settings, load: LoadSettings) -> ExitCode {
         }
     };
     settings.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
-    let ended = runtime.block_on(started(settings, load));
+    let ended = runtime.block_on(started(settings, load, sockets));
     // Does not wait for tokenizer threads.
     runtime.shutdown_background();
     logs.flush();
@@ -89,20 +99,22 @@ pub fn run(settings: Settings, load: LoadSettings) -> ExitCode {
 }
 
 /// Starts and runs a gateway; returns the reason if startup fails.
-async fn started(settings: Settings, load: LoadSettings) -> Result<Ended, String> {
+async fn started(settings: Settings, load: LoadSettings, sockets: PassedSockets) -> Result<Ended, String> {
     let signal_error = |error| format!("cannot install signal handlers: {error}");
     let (mut signals, hangups) = (signals().map_err(signal_error)?, hangups().map_err(signal_error)?);
     let gateway = tokio::select! {
         biased;
         // No request has been accepted yet.
         Some(_) = signals.recv() => return Ok(Ended::Drained(Drained { broken: 0 })),
-        gateway = Gateway::start_reloadable(settings, load) => gateway.map_err(|error| error.to_string())?,
+        gateway = Gateway::start_with(settings, Some(load), sockets) => gateway.map_err(|error| error.to_string())?,
     };
     let admin_address = gateway.admin_address().map(tracing::field::display);
     tracing::info!(address = %gateway.address(), admin_address, version = env!("CARGO_PKG_VERSION"), "listening");
     let reloads = tokio::spawn(reload_at(hangups, Arc::clone(&gateway.reloader)));
+    let readiness = tokio::spawn(notify_when_ready(gateway.current.clone()));
     let ended = run_until(gateway, signals).await;
     reloads.abort();
+    readiness.abort();
     Ok(ended)
 }
 
@@ -119,6 +131,7 @@ pub async fn run_until(gateway: Gateway, mut signals: mpsc::Receiver<Signal>) ->
         return Ended::Drained(gateway.shutdown(drain_timeout).await);
     };
     tracing::info!(?signal, "shutdown started: no longer ready");
+    notify(ServiceState::Stopping);
     gateway.begin_drain();
     let drained = async {
         sleep(drain_delay).await;
@@ -140,6 +153,40 @@ pub async fn run_until(gateway: Gateway, mut signals: mpsc::Receiver<Signal>) ->
         }
     }
 }
+
+/// Notifies the service manager when the gateway is ready, or after the warm-up time: a gateway without engines has
+/// started, too.
+async fn notify_when_ready(current: Current) {
+    let started = Instant::now();
+    let warm_up = Duration::from_millis(current.get().settings.gateway.warm_up_ms);
+    while !ready::is_ready(&current.get()).await && started.elapsed() < warm_up {
+        sleep(READY_INTERVAL).await;
+    }
+    notify(ServiceState::Ready);
+}
+
+/// State of the service, as the service manager sees it.
+#[derive(Clone, Copy, Debug)]
+enum ServiceState {
+    Ready,
+    Stopping,
+}
+
+/// Without a service manager nothing happens.
+#[cfg(unix)]
+fn notify(state: ServiceState) {
+    let state = match state {
+        ServiceState::Ready => sd_notify::NotifyState::Ready,
+        ServiceState::Stopping => sd_notify::NotifyState::Stopping,
+    };
+    if let Err(error) = sd_notify::notify(&[state]) {
+        tracing::warn!(%error, "the service manager could not be notified");
+    }
+}
+
+/// Only systemd has notifications.
+#[cfg(not(unix))]
+fn notify(_: ServiceState) {}
 
 /// Reloads the settings at each SIGHUP; several signals during a reload count as one.
 async fn reload_at(mut hangups: mpsc::Receiver<()>, reloader: Arc<Reloader>) {

@@ -3,18 +3,22 @@
 //! Rejection time does not depend on the similarity of a key to a valid one. Salts of different tenants never collide,
 //! and a client's own salt divides the cache of its tenant further. Request options enforce permissions.
 
+use std::fmt;
+use std::sync::Arc;
+
 use ahash::AHashMap;
 use axum::http::HeaderValue;
 use ring::{digest, hmac};
 
+use super::quotas::{QuotaLease, TenantQuota};
 use crate::openai::ApiError;
+use crate::quota::KeyId;
 use crate::settings::{Secrets, TenantSettings};
 
 /// Salt length in bytes, written as twice as many digits.
 const SALT_BYTES: usize = 16;
 
 /// A tenant.
-#[derive(Debug)]
 pub struct Tenant {
     /// Name in logs.
     pub name: String,
@@ -23,6 +27,32 @@ pub struct Tenant {
     /// Maximum strict priority of its requests.
     pub strict_priority_max: u32,
     salt_key: hmac::Key,
+    quota: Arc<TenantQuota>,
+}
+
+/// Omits keys and usage.
+impl fmt::Debug for Tenant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tenant").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// An authenticated client.
+#[derive(Clone, Copy, Debug)]
+pub struct Client<'a> {
+    /// Its tenant.
+    pub tenant: &'a Tenant,
+    key: KeyId,
+}
+
+impl Client<'_> {
+    /// Counts a request of the client.
+    ///
+    /// # Errors
+    /// 429 above a limit of the tenant or the key.
+    pub(crate) fn admit(&self) -> Result<QuotaLease, ApiError> {
+        self.tenant.quota.admit(self.key)
+    }
 }
 
 impl Tenant {
@@ -55,20 +85,35 @@ impl Tenant {
 pub struct Tenants {
     all: Vec<Tenant>,
     /// By SHA-256 of the key, so that lookups compare no bytes chosen by a client.
-    by_key: AHashMap<[u8; digest::SHA256_OUTPUT_LEN], usize>,
+    by_key: AHashMap<KeyId, usize>,
 }
 
 impl Tenants {
     /// Builds the tenants from settings, keys and salt secret.
     #[must_use]
     pub fn new(settings: &[TenantSettings], secrets: &Secrets) -> Self {
+        Self::default().reloaded(settings, secrets)
+    }
+
+    /// The tenants after a reload. A tenant with the same name keeps its usage.
+    #[must_use]
+    pub fn reloaded(&self, settings: &[TenantSettings], secrets: &Secrets) -> Self {
         let salt_secret = secrets.salt_secret.as_ref().map_or(&[][..], |secret| secret.as_bytes());
         let salt_key = hmac::Key::new(hmac::HMAC_SHA256, salt_secret);
         debug_assert!(settings.is_empty() || !salt_secret.is_empty(), "tenants require a salt secret");
         let mut tenants = Self::default();
         for (n, tenant) in settings.iter().enumerate() {
-            let TenantSettings { name, keys_file: _, policy_class, strict_priority_max } = tenant.clone();
-            tenants.all.push(Tenant { name, policy_class, strict_priority_max, salt_key: salt_key.clone() });
+            let (limits, key_limits) = (tenant.limits(), tenant.key_limits());
+            let TenantSettings { name, policy_class, strict_priority_max, .. } = tenant.clone();
+            let running = self.all.iter().find(|running| running.name == name);
+            let quota = match running.map(|running| Arc::clone(&running.quota)) {
+                Some(quota) => {
+                    quota.set(limits, key_limits);
+                    quota
+                }
+                None => Arc::new(TenantQuota::new(n, &name, limits, key_limits)),
+            };
+            tenants.all.push(Tenant { name, policy_class, strict_priority_max, salt_key: salt_key.clone(), quota });
             for key in secrets.tenant_keys.get(n).into_iter().flatten() {
                 tenants.by_key.insert(digest_of(key.as_bytes()), n);
             }
@@ -82,15 +127,15 @@ impl Tenants {
         self.all.is_empty()
     }
 
-    /// The tenant of an `Authorization` header; `None` without tenants.
+    /// The client of an `Authorization` header; `None` without tenants.
     ///
     /// # Errors
     /// 401 if tenants exist and the header has none of their keys.
-    pub fn identify(&self, authorization: Option<&HeaderValue>) -> Result<Option<&Tenant>, ApiError> {
+    pub fn identify(&self, authorization: Option<&HeaderValue>) -> Result<Option<Client<'_>>, ApiError> {
         self.identify_any(authorization, None)
     }
 
-    /// The tenant of an `Authorization` header, or of an `X-Api-Key` header; `None` without tenants.
+    /// The client of an `Authorization` header, or of an `X-Api-Key` header; `None` without tenants.
     ///
     /// # Errors
     /// 401 if tenants exist and neither header has one of their keys.
@@ -98,13 +143,16 @@ impl Tenants {
         &self,
         authorization: Option<&HeaderValue>,
         api_key: Option<&HeaderValue>,
-    ) -> Result<Option<&Tenant>, ApiError> {
+    ) -> Result<Option<Client<'_>>, ApiError> {
         if self.is_empty() {
             return Ok(None);
         }
         let keys = [authorization.and_then(bearer_key), api_key.map(|key| key.as_bytes().trim_ascii())];
-        let known = keys.into_iter().flatten().find_map(|key| self.by_key.get(&digest_of(key)));
-        known.map(|n| Some(&self.all[*n])).ok_or_else(ApiError::unauthorized)
+        let known = keys.into_iter().flatten().find_map(|key| {
+            let key = digest_of(key);
+            self.by_key.get(&key).map(|n| Client { tenant: &self.all[*n], key })
+        });
+        known.map(Some).ok_or_else(ApiError::unauthorized)
     }
 }
 
@@ -116,7 +164,7 @@ pub(crate) fn bearer_key(authorization: &HeaderValue) -> Option<&[u8]> {
     (scheme.eq_ignore_ascii_case(b"Bearer ") && !key.is_empty()).then_some(key)
 }
 
-fn digest_of(key: &[u8]) -> [u8; digest::SHA256_OUTPUT_LEN] {
+fn digest_of(key: &[u8]) -> KeyId {
     let digest = digest::digest(&digest::SHA256, key);
     digest.as_ref().try_into().expect("SHA-256 digests have 32 bytes")
 }
@@ -131,12 +179,19 @@ mod tests {
     use axum::http::{StatusCode, header};
     use axum::response::IntoResponse as _;
 
+    use super::super::quotas::TokenUse;
     use super::*;
     use crate::settings::Secret;
 
     fn settings(name: &str) -> TenantSettings {
         let policy_class = Some(format!("{name}-class"));
-        TenantSettings { name: name.to_owned(), keys_file: "keys".into(), policy_class, strict_priority_max: 3 }
+        TenantSettings {
+            name: name.to_owned(),
+            keys_file: "keys".into(),
+            policy_class,
+            strict_priority_max: 3,
+            ..TenantSettings::default()
+        }
     }
 
     fn tenants() -> Tenants {
@@ -149,7 +204,7 @@ mod tests {
         Tenants::new(&[settings("acme"), settings("b")], &secrets)
     }
 
-    fn identify<'a>(tenants: &'a Tenants, authorization: &[u8]) -> Result<Option<&'a Tenant>, ApiError> {
+    fn identify<'a>(tenants: &'a Tenants, authorization: &[u8]) -> Result<Option<Client<'a>>, ApiError> {
         tenants.identify(Some(&HeaderValue::from_bytes(authorization).expect("a header")))
     }
 
@@ -169,7 +224,7 @@ mod tests {
             ("BEARER b-key-0123456789", "b"),
         ];
         for (shown, name) in shown {
-            let tenant = identify(&tenants, shown.as_bytes()).expect("known").expect("a tenant");
+            let tenant = identify(&tenants, shown.as_bytes()).expect("known").expect("a tenant").tenant;
             assert_eq!((tenant.name.as_str(), tenant.strict_priority_max), (name, 3));
             assert_eq!(tenant.policy_class, Some(format!("{name}-class")));
         }
@@ -232,6 +287,29 @@ mod tests {
         let other = Secrets { salt_secret: Some(Secret::new("0123456789abcdeF")), ..Secrets::default() };
         let other = Tenants::new(&[settings("a")], &other);
         assert!(!salts.contains(&other.all[0].salt(None)), "the salt depends on the secret");
+    }
+
+    #[test]
+    fn a_reload_keeps_the_usage_of_a_tenant() {
+        let secrets = Secrets {
+            salt_secret: Some(Secret::new("0123456789abcdef")),
+            tenant_keys: vec![vec![Secret::new("a-key-0123456789")]],
+            ..Secrets::default()
+        };
+        let limited = |max| [TenantSettings { tokens_per_day: Some(max), ..settings("acme") }];
+        let tenants = Tenants::new(&limited(100), &secrets);
+        let admit = |tenants: &Tenants| {
+            let mut lease = identify(tenants, b"Bearer a-key-0123456789").expect("known").expect("a tenant").admit()?;
+            lease.charge(Some(90), 0, None)?;
+            lease.settle(Some(TokenUse { prompt: Some(90), ..TokenUse::default() }));
+            Ok::<(), ApiError>(())
+        };
+        assert_eq!(admit(&tenants), Ok(()));
+        assert_eq!(admit(&tenants).map_err(|error| error.code), Err("quota_exceeded"));
+        let tenants = tenants.reloaded(&limited(185), &secrets);
+        assert_eq!(admit(&tenants), Ok(()), "95 tokens are left");
+        assert_eq!(admit(&tenants).map_err(|error| error.code), Err("quota_exceeded"));
+        assert!(tenants.reloaded(&[], &Secrets::default()).is_empty());
     }
 
     #[test]

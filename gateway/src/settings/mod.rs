@@ -24,6 +24,8 @@ use pointsman::RouterConfig;
 use pointsman::discovery::NamedWorker;
 use serde::{Deserialize, Serialize};
 
+use crate::quota::QuotaLimits;
+
 pub use disaggregation::DisaggregationSettings;
 pub(crate) use disaggregation::{ModelRole, role_of};
 pub use error::{LoadError, LoadErrors};
@@ -187,6 +189,8 @@ pub struct AdminSettings {
     pub token_file: PathBuf,
     /// File with a token for the served index only. Default: the operator token alone gives access.
     pub index_token_file: Option<PathBuf>,
+    /// File with a token for `GET` requests only. Default: the operator token alone gives access.
+    pub read_token_file: Option<PathBuf>,
 }
 
 impl AdminSettings {
@@ -200,7 +204,12 @@ impl AdminSettings {
 impl Default for AdminSettings {
     /// The default address without a token, which [`Settings::validate`] requires.
     fn default() -> Self {
-        Self { listen: Self::default_listen(), token_file: PathBuf::new(), index_token_file: None }
+        Self {
+            listen: Self::default_listen(),
+            token_file: PathBuf::new(),
+            index_token_file: None,
+            read_token_file: None,
+        }
     }
 }
 
@@ -404,4 +413,44 @@ pub struct TenantSettings {
     pub policy_class: Option<String>,
     /// Maximum strict priority; higher values are lowered to it. 0 also disables priority jumps.
     pub strict_priority_max: u32,
+    /// Maximum requests per minute.
+    pub requests_per_minute: Option<u64>,
+    /// Maximum prompt and completion tokens per minute.
+    pub tokens_per_minute: Option<u64>,
+    /// Maximum prompt and completion tokens per day.
+    pub tokens_per_day: Option<u64>,
+    /// Maximum requests in flight.
+    pub requests_in_flight_max: Option<u32>,
+    /// As `requests_per_minute`, for each key.
+    pub key_requests_per_minute: Option<u64>,
+    /// As `tokens_per_minute`, for each key.
+    pub key_tokens_per_minute: Option<u64>,
+    /// As `tokens_per_day`, for each key.
+    pub key_tokens_per_day: Option<u64>,
+    /// As `requests_in_flight_max`, for each key.
+    pub key_requests_in_flight_max: Option<u32>,
+}
+
+impl TenantSettings {
+    /// Limits of the tenant.
+    #[must_use]
+    pub fn limits(&self) -> QuotaLimits {
+        QuotaLimits {
+            requests_per_minute: self.requests_per_minute,
+            tokens_per_minute: self.tokens_per_minute,
+            tokens_per_day: self.tokens_per_day,
+            requests_in_flight_max: self.requests_in_flight_max,
+        }
+    }
+
+    /// Limits of each of its keys.
+    #[must_use]
+    pub fn key_limits(&self) -> QuotaLimits {
+        QuotaLimits {
+            requests_per_minute: self.key_requests_per_minute,
+            tokens_per_minute: self.key_tokens_per_minute,
+            tokens_per_day: self.key_tokens_per_day,
+            requests_in_flight_max: self.key_requests_in_flight_max,
+        }
+    }
 }

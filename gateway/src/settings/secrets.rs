@@ -122,6 +122,8 @@ pub struct Secrets {
     pub replicas_key: Option<Secret>,
     /// Token of the served index, in the format of the operator token.
     pub index_token: Option<Secret>,
+    /// Token for `GET` requests of operators, in the same format.
+    pub read_token: Option<Secret>,
     /// Keys of each tenant in the order of [`Settings::tenants`]: at least one each, in the format of the operator
     /// token, unique over all tenants.
     pub tenant_keys: Vec<Vec<Secret>>,
@@ -159,6 +161,8 @@ impl Secrets {
         let replicas_key = one("replicas.key_file", key_file, ContentRule::Long);
         let index_file = settings.admin.as_ref().and_then(|admin| admin.index_token_file.as_ref());
         let index_token = one("admin.index_token_file", index_file, ContentRule::LongPrintable);
+        let read_file = settings.admin.as_ref().and_then(|admin| admin.read_token_file.as_ref());
+        let read_token = one("admin.read_token_file", read_file, ContentRule::LongPrintable);
         let mut owners = BTreeMap::new();
         let tenant_keys = settings.tenants.iter().enumerate().map(|(n, tenant)| {
             let secret_file = SecretFile { setting: format!("tenants[{n}].keys_file"), file: tenant.keys_file.clone() };
@@ -167,7 +171,9 @@ impl Secrets {
             keys
         });
         let tenant_keys = tenant_keys.collect();
-        (Self { worker_api_key, salt_secret, admin_token, replicas_key, index_token, tenant_keys }, problems)
+        let secrets =
+            Self { worker_api_key, salt_secret, admin_token, replicas_key, index_token, read_token, tenant_keys };
+        (secrets, problems)
     }
 }
 
@@ -270,7 +276,7 @@ mod tests {
     }
 
     fn tenant(name: &str, keys_file: PathBuf) -> TenantSettings {
-        TenantSettings { name: name.to_owned(), keys_file, policy_class: None, strict_priority_max: 0 }
+        TenantSettings { name: name.to_owned(), keys_file, ..TenantSettings::default() }
     }
 
     fn problems(settings: &Settings) -> Vec<String> {

@@ -139,7 +139,7 @@ fn every_simple_setting_can_be_set_in_all_three_ways() {
             let variable = format!("POINTSMAN_{}_{}", section.to_uppercase(), field.variable());
             let setting = format!("{section}.{name}");
             let required = match setting.as_str() {
-                "admin.listen" | "admin.index_token_file" => "token_file = \"t\"\n",
+                "admin.listen" | "admin.index_token_file" | "admin.read_token_file" => "token_file = \"t\"\n",
                 "replicas.listen" => "peers = [\"p:1\"]\nkey_file = \"k\"\n",
                 "replicas.key_file" => "listen = \"127.0.0.1:1\"\npeers = [\"p:1\"]\n",
                 name if name.starts_with("replicas.") => {

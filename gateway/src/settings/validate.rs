@@ -19,6 +19,9 @@ use crate::replicas::{is_loopback, is_server_url};
 
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 
+/// Maximum limit of a tenant.
+const LIMIT_MAX: u64 = 1_000_000_000_000;
+
 /// Maximum length of a model or tenant name, in bytes.
 const NAME_BYTES_MAX: usize = 256;
 
@@ -229,6 +232,19 @@ impl Settings {
             rules.text(setting("name"), &tenant.name, first == n, format!("a name other than tenants[{first}].name"));
             let is_given = !tenant.keys_file.as_os_str().is_empty();
             rules.text(setting("keys_file"), "", is_given, "the path of a file");
+            let limits = [
+                ("requests_per_minute", tenant.requests_per_minute),
+                ("tokens_per_minute", tenant.tokens_per_minute),
+                ("tokens_per_day", tenant.tokens_per_day),
+                ("requests_in_flight_max", tenant.requests_in_flight_max.map(u64::from)),
+                ("key_requests_per_minute", tenant.key_requests_per_minute),
+                ("key_tokens_per_minute", tenant.key_tokens_per_minute),
+                ("key_tokens_per_day", tenant.key_tokens_per_day),
+                ("key_requests_in_flight_max", tenant.key_requests_in_flight_max.map(u64::from)),
+            ];
+            for (name, limit) in limits {
+                limit.into_iter().for_each(|limit| rules.range(setting(name), limit, 1, LIMIT_MAX));
+            }
             if let Some(class) = &tenant.policy_class {
                 let lacking = self.models.iter().find(|model| !model.router.queue.knows_class(class));
                 let lacking =

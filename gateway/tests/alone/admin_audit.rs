@@ -41,7 +41,7 @@ async fn every_change_is_logged_without_the_token() {
     let said: Vec<String> = audit.iter().map(said).collect();
     assert_eq!(
         said,
-        ["put done", "patch failed", "drain begun", "drain done", "remove failed", "put failed", "put failed"]
+        ["put done", "patch failed", "drain started", "drain done", "remove failed", "put failed", "put failed"]
     );
     let of = |message: &str| {
         let expect_body = |line: &&Value| line["fields"]["message"].as_str().is_some_and(|said| said.contains(message));

@@ -81,6 +81,7 @@ pub(crate) fn settings() -> Settings {
             listen: free,
             token_file: file(format!("{TOKEN}\n").as_bytes()),
             index_token_file: None,
+            read_token_file: None,
         }),
         models: vec![model],
         picker: None,

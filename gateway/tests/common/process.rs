@@ -34,8 +34,13 @@ pub(crate) struct Process {
 
 impl Process {
     /// Starts the process and waits until it listens.
-    pub(crate) async fn start(mut command: Command) -> Self {
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+    pub(crate) async fn start(command: Command) -> Self {
+        Self::start_with_input(command, Stdio::null()).await
+    }
+
+    /// As [`Self::start`], with this standard input.
+    pub(crate) async fn start_with_input(mut command: Command, input: Stdio) -> Self {
+        command.stdin(input).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn().expect("the program exists");
         let mut lines = BufReader::new(child.stderr.take().expect("stream is piped")).lines();
         let (sender, mut log) = unbounded_channel();

@@ -147,7 +147,7 @@ async fn workers_stay_while_the_api_server_is_down() {
     let (gateway, _) = by_labels(&server, port).await;
     let before = union(pods[..2].iter().map(|pod| pod.workers(&[port])));
     gateway.until_workers("m", &before, "at first").await;
-    assert_eq!(gateway.source("m").await["stale_ms"], 0);
+    assert_eq!(gateway.source("m").await["stale_seconds"], 0.0);
 
     let since = Instant::now();
     server.stop().await;

@@ -1,13 +1,14 @@
 //! Requests without a pick, and messages that the protocol does not allow.
 
 use pointsman::config::QueueConfig;
-use pointsman_gateway::settings::ModelSettings;
+use pointsman_gateway::settings::{ModelSettings, TenantSettings};
 use prost::Message as _;
 
 use super::client::Refusal;
 use super::messages::{HttpBody, HttpHeaders, HttpTrailers, Part, ProcessingRequest};
 use super::{COMPLETIONS, Pool, workers};
 use crate::common::proxy::until;
+use crate::limits::{authorization, limited};
 
 const INVALID_ARGUMENT: i32 = 3;
 const INTERNAL: i32 = 13;
@@ -88,6 +89,40 @@ async fn requests_that_exceed_the_queue_are_refused_with_a_retry_time() {
     busy.leave();
     assert_eq!(waiting.pick().await.endpoint(), "10.0.0.1:8000");
     waiting.leave();
+    pool.at_rest().await;
+}
+
+#[tokio::test]
+async fn requests_above_the_limits_of_a_tenant_are_refused() {
+    let pool = Pool::start_with("picker-limited", workers(1), |settings| {
+        let name = "picker-limited".to_owned();
+        let tenant = TenantSettings { name, requests_per_minute: Some(1), ..TenantSettings::default() };
+        *settings = limited(settings.clone(), tenant);
+    });
+    let pool = pool.await;
+    let mut connection = pool.connect().await;
+    let authorization = authorization("picker-limited");
+    let (name, key) = authorization.trim_end().split_once(": ").expect("a header");
+    let headers = [("content-type", "application/json"), (name, key)];
+    let mut first = connection.process().await;
+    first.begin(("POST", COMPLETIONS), &headers, false, None).await;
+    first.body(&pool.request(), true).await;
+    let endpoint = first.pick().await.endpoint().to_owned();
+    first.respond("200", "text/event-stream", false, Some(&endpoint)).await;
+    let shown = first.response_headers().await;
+    assert_eq!(shown.get("x-ratelimit-remaining-requests").map(String::as_str), Some("0"), "{shown:?}");
+    let mut second = connection.process().await;
+    second.begin(("POST", COMPLETIONS), &headers, false, None).await;
+    second.body(&pool.request(), true).await;
+    let refusal = second.immediate().await;
+    assert_eq!(of(&refusal), (429, "rate_limit_exceeded"));
+    assert_eq!(refusal.headers["x-ratelimit-limit-requests"], "1");
+    assert!(refusal.headers.contains_key("retry-after"), "{refusal:?}");
+    // Paths without a prompt count as well.
+    let mut list = connection.process().await;
+    list.begin(("GET", "/v1/models"), &headers, true, None).await;
+    assert_eq!(of(&list.immediate().await), (429, "rate_limit_exceeded"));
+    first.leave();
     pool.at_rest().await;
 }
 

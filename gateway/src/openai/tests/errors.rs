@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 
 use crate::anthropic::{Purpose, chat_body};
 use crate::openai::{ApiError, Endpoint, RequestBody, request_options};
+use crate::quota::Limit;
 
 const PAGE: &str = include_str!("../../../../docs/headers.md");
 
@@ -100,7 +101,8 @@ fn of_bodies() -> Vec<ApiError> {
 }
 
 fn of_proxy() -> Vec<ApiError> {
-    vec![
+    let limits = Limit::ALL.map(|limit| ApiError::limit_exceeded(limit, 1, Duration::from_secs(1)));
+    let others = vec![
         ApiError::query_invalid(),
         ApiError::unauthorized(),
         ApiError::model_not_found("x"),
@@ -122,7 +124,8 @@ fn of_proxy() -> Vec<ApiError> {
         request_options(&HeaderMap::from_iter([("x-pointsman-no-queue".parse().unwrap(), "x".parse().unwrap())]))
             .unwrap_err(),
         ApiError { code: "duplicate_request", status: StatusCode::CONFLICT, ..ApiError::invalid("", None, "") },
-    ]
+    ];
+    others.into_iter().chain(limits).collect()
 }
 
 #[test]

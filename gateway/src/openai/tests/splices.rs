@@ -129,3 +129,10 @@ proptest! {
         prop_assert_eq!(again.body(Edits::default()), edited);
     }
 }
+
+#[test]
+fn an_empty_body_receives_a_salt_without_a_comma() {
+    let parsed = RequestBody::parse(Endpoint::Rerank, " { }".into()).expect("an object");
+    let edits = Edits { cache_salt: Some("s"), ..Edits::default() };
+    assert_eq!(parsed.body(edits), r#" {"cache_salt":"s" }"#);
+}

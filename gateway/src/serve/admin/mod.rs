@@ -1,6 +1,7 @@
 //! Administration listener: workers, drains, loads, explanations, settings, and the served index.
 //!
-//! Every request needs the token ([`auth`]) and an unambiguous path; the index has a token of its own as well. `GET` has no side effects. Changes run one at a
+//! Every request needs the token ([`auth`]) and an unambiguous path. The index has a token of its own as well, and a
+//! read-only token gives access to `GET`, which has no side effects. Changes run one at a
 //! time and to completion, each with an audit line. [`listener`](super::listener) accepts connections; the router
 //! performs changes. `docs/admin.md` documents all paths with examples.
 
@@ -106,9 +107,12 @@ pub(super) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
 
 /// Rejects requests without the token and with ambiguous paths.
 async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) -> Response {
-    let mut answer = if !is_allowed(&admin.app(), &request) {
+    let access = access(&admin.app(), &request);
+    let mut answer = if access == Access::Denied {
         admin.denials.count(client_address(request.extensions()));
         auth::denied()
+    } else if access == Access::ReadOnly && !request.method().is_safe() {
+        read_only().into_response()
     } else if let Some(error) = refused_head(&request).or_else(|| refused_address(request.uri())) {
         error.into_response()
     } else {
@@ -118,11 +122,27 @@ async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) ->
     answer
 }
 
-/// Whether the request has the token of operators, or that of the index for the index.
-fn is_allowed(app: &App, request: &Request) -> bool {
+/// Permission of a request by its token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Access {
+    /// The token of operators, or that of the index for the index.
+    Full,
+    /// The token for `GET` requests.
+    ReadOnly,
+    /// No valid token.
+    Denied,
+}
+
+fn access(app: &App, request: &Request) -> Access {
     let is_index = request.uri().path().starts_with(INDEX_PATHS);
-    let tokens = [app.admin_token.as_ref(), app.index_token.as_ref().filter(|_| is_index)];
-    tokens.into_iter().flatten().any(|token| token.is_shown_in(request.headers()))
+    let is_shown = |token: Option<&Arc<Token>>| token.is_some_and(|token| token.is_shown_in(request.headers()));
+    if is_shown(app.admin_token.as_ref()) || is_shown(app.index_token.as_ref().filter(|_| is_index)) {
+        Access::Full
+    } else if is_shown(app.read_token.as_ref()) {
+        Access::ReadOnly
+    } else {
+        Access::Denied
+    }
 }
 
 /// Reason to reject a path before its lookup.
@@ -138,6 +158,11 @@ fn refused_address(uri: &Uri) -> Option<ApiError> {
 /// An error in the client format.
 fn error(status: StatusCode, kind: ErrorType, code: &'static str, message: impl Into<String>) -> ApiError {
     ApiError { status, kind, ..ApiError::invalid(code, None, message) }
+}
+
+fn read_only() -> ApiError {
+    let message = "this token permits GET only";
+    error(StatusCode::FORBIDDEN, ErrorType::Authentication, "read_only_token", message)
 }
 
 fn no_route() -> ApiError {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::http::header::EXPECT;
-use axum::http::{HeaderMap, Response, StatusCode};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use axum::response::IntoResponse as _;
 use pointsman::disagg::WhyLocal;
 use pointsman::protocol::{WorkerId, WorkerRank};
@@ -21,8 +21,9 @@ use crate::serve::App;
 use crate::serve::disaggregation::{PrefillPool, PrefillResult};
 use crate::serve::metrics::Account;
 use crate::serve::models::Model;
-use crate::serve::prepare::{Prepared, admit};
+use crate::serve::prepare::{Admitted, Prepared, admit};
 use crate::serve::proxy::{Answer, Limits, WorkerResponse, checked_kind, discard, failure_outcome, follow, receive};
+use crate::serve::quotas::QuotaLease;
 use crate::serve::telemetry::ErrorCode;
 use crate::serve::workers::WorkerRequest;
 use crate::settings::MessagesMode;
@@ -45,12 +46,16 @@ pub(super) struct Picked {
     pub(super) endpoints: Vec<String>,
     pub(super) request_id: String,
     pub(super) has_body: bool,
+    /// Headers of the response with the limits of the tenant.
+    pub(super) limits: Vec<(HeaderName, HeaderValue)>,
     body: Bytes,
     placement: Placement,
     /// Booking of the prefill on another rank, until the response starts.
     prefill: Option<Box<Placement>>,
     /// What a routed endpoint needs beyond its booking; absent for other paths.
     routed: Option<RoutedRequest>,
+    /// Counts other requests against the limits of their tenant.
+    _quota: Option<QuotaLease>,
 }
 
 /// A request to one of the endpoints that the gateway routes by prompt.
@@ -85,11 +90,23 @@ pub(super) async fn decide(app: Arc<App>, arrival: Arrival) -> Result<Box<Picked
             account.sent(&placement);
             let sent = prepared.model.workers.sent(&placement);
             let body = std::mem::take(&mut prepared.body);
+            let limits = account.quota_headers();
             let routed = Some(RoutedRequest { endpoint, prepared, account, sent, is_reported: false });
-            Ok(Box::new(Picked { endpoints, request_id, has_body: true, body, placement, prefill, routed }))
+            Ok(Box::new(Picked {
+                endpoints,
+                request_id,
+                has_body: true,
+                limits,
+                body,
+                placement,
+                prefill,
+                routed,
+                _quota: None,
+            }))
         }
         Err(error) => {
-            let response = error.into_response();
+            let mut response = error.into_response();
+            response.headers_mut().extend(account.quota_headers());
             account.access.error = response.extensions().get().map(|ErrorCode(code)| *code);
             account.answered(response.status());
             account.complete();
@@ -107,13 +124,14 @@ async fn decide_by_prompt(
 ) -> Result<(Placement, Option<Box<Placement>>, Vec<String>, Prepared), ApiError> {
     let Arrival { headers, body, subset, rules, .. } = arrival;
     let limits = limits(app, &headers);
-    let tenant = match admit(app, Some(endpoint), &headers) {
-        Ok(tenant) => tenant,
+    let Admitted { tenant, quota } = match admit(app, Some(endpoint), &headers) {
+        Ok(admitted) => admitted,
         Err(error) => {
             discard(body, limits).await;
             return Err(error);
         }
     };
+    account.quota = quota;
     account.access.tenant = tenant.map(|tenant| tenant.name.clone());
     let waits = Instant::now();
     let received = receive(body, limits, &app.bodies).await;
@@ -178,7 +196,7 @@ async fn decide_by_load(
     request_id: String,
 ) -> Result<Picked, ApiError> {
     let Arrival { headers, body, has_body, subset, rules, .. } = arrival;
-    admit(app, endpoint, &headers)?;
+    let Admitted { quota, .. } = admit(app, endpoint, &headers)?;
     let model = app.models.of_clients().next().ok_or_else(ApiError::not_found)?;
     let body = if has_body { receive(body, limits(app, &headers), &app.bodies).await? } else { Bytes::new() };
     let mut request = RouteRequest::query(Prompt::Tokens(&[]));
@@ -187,7 +205,8 @@ async fn decide_by_load(
     request.options.constraints.allowed_workers = allowed;
     let placement = place(app, model, request.clone()).await?;
     let endpoints = endpoints(&model.router, &placement, request, rules).await;
-    Ok(Picked { endpoints, request_id, has_body, body, placement, prefill: None, routed: None })
+    let limits = quota.as_ref().map(QuotaLease::headers).unwrap_or_default();
+    Ok(Picked { endpoints, request_id, has_body, limits, body, placement, prefill: None, routed: None, _quota: quota })
 }
 
 async fn place(app: &App, model: &Model, request: RouteRequest<'_>) -> Result<Placement, ApiError> {

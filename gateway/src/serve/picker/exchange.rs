@@ -72,9 +72,9 @@ pub(super) struct Exchange {
 }
 
 impl Exchange {
-    /// Sets the header changes of the response.
-    pub(super) fn set_response_headers(&mut self, headers: HeaderMutation) {
-        self.response_headers = headers;
+    /// Header changes of the response.
+    pub(super) fn response_headers(&mut self) -> &mut HeaderMutation {
+        &mut self.response_headers
     }
 
     /// Meaning of a message, at most a part and an end.

@@ -142,9 +142,7 @@ impl Session {
         if self.rules.is_conformance
             && let Some(served) = message.metadata_context.as_ref().and_then(served)
         {
-            let mut headers = HeaderMutation::default();
-            headers.set(TEST_SERVED, served);
-            self.exchange.set_response_headers(headers);
+            self.exchange.response_headers().set(TEST_SERVED, served);
         }
         self.exchange.passed(message)
     }
@@ -186,6 +184,9 @@ impl Session {
                 self.meters.picked.increment(1);
                 let body = picked.take_body();
                 let (headers, metadata) = self.destination(&picked, body.len());
+                for (name, value) in &picked.limits {
+                    self.exchange.response_headers().set(name.as_str(), Bytes::copy_from_slice(value.as_bytes()));
+                }
                 let answers: Vec<_> = self.exchange.decided(headers, metadata, body).collect();
                 for answer in answers {
                     self.send(answer).await?;

@@ -110,7 +110,7 @@ pub(in crate::serve) fn checked_kind(
         return Ok(None);
     }
     if kind.accepts(content_type) {
-        return Ok(Some(kind));
+        return Ok(Some(kind).filter(|_| endpoint.has_known_response()));
     }
     Err(format!("content type {:?}", String::from_utf8_lossy(content_type)))
 }

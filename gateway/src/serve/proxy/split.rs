@@ -184,6 +184,7 @@ impl Drop for BothLegs {
                     // A whole response comes long after it. The prefill leg ends with the hand-over.
                     AnswerKind::Json if prefill.has_ended() => {}
                     AnswerKind::Json => tokio::select! {
+                        biased;
                         end = decode.end() => drop(end),
                         end = prefill.end() => drop(end),
                     },

@@ -11,6 +11,7 @@ use pointsman::Placement;
 use pointsman::answer::Usage;
 
 use crate::prompt::LengthReport;
+use crate::serve::quotas::TokenUse;
 
 /// The target of access lines.
 pub(crate) const ACCESS_TARGET: &str = "pointsman_gateway::access";
@@ -121,6 +122,13 @@ impl AccessRecord {
         self.prompt_tokens = prompt_tokens.or(self.prompt_tokens);
         self.cached_tokens = usage.cached_tokens;
         self.output_tokens = Some(self.earlier_output_tokens + output_tokens);
+    }
+
+    /// Tokens of the request; `None` before its first attempt at a worker.
+    pub(crate) fn token_use(&self) -> Option<TokenUse> {
+        let prompt = self.prompt_tokens.map(u64::from);
+        let (cached, completion) = (self.cached_tokens.map_or(0, u64::from), self.output_tokens.unwrap_or(0));
+        (self.attempts > 0).then_some(TokenUse { prompt, cached, completion })
     }
 
     /// Records the resumption of the response.

@@ -70,6 +70,20 @@ pub(super) async fn tokenize(State(engine): Shared, body: Result<Bytes, BytesRej
     Json(json!({ "count": tokens.len(), "max_model_len": max_model_len, "tokens": tokens })).into_response()
 }
 
+/// Body of `/detokenize`.
+#[derive(Deserialize)]
+pub(super) struct DetokenizeRequest {
+    tokens: Vec<u32>,
+}
+
+/// `POST /detokenize`.
+pub(super) async fn detokenize(body: Result<Bytes, BytesRejection>) -> Response {
+    match parsed::<DetokenizeRequest>(body) {
+        Ok(request) => Json(json!({ "prompt": tokenizer::detokenize(&request.tokens) })).into_response(),
+        Err(refusal) => *refusal,
+    }
+}
+
 /// `GET /server_info`, in SGLang's format.
 pub(super) async fn server_info(State(engine): Shared) -> Response {
     let config = &engine.config;

@@ -9,6 +9,7 @@ mod handover;
 mod info;
 mod legs;
 mod request;
+mod scores;
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -118,7 +119,10 @@ pub(crate) fn routes(engine: Arc<Engine>) -> Router {
         .route("/v1/completions", post(completions::complete))
         .route("/v1/chat/completions", post(completions::chat))
         .route("/v1/models", get(info::models))
+        .route("/v1/rerank", post(scores::rerank))
+        .route("/v1/score", post(scores::score))
         .route("/tokenize", post(info::tokenize))
+        .route("/detokenize", post(info::detokenize))
         .route("/health", get(info::health))
         .route("/server_info", get(info::server_info))
         .route("/get_server_info", get(info::server_info))
