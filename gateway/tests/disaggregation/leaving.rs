@@ -48,6 +48,8 @@ async fn clients_that_leave_during_the_output_end_the_decode_leg() {
         let claimed = || Pools::sum(&pools.prefills, |sums| sums.blocks_claimed_total) > 0;
         until("the decode leg runs", || claimed() && Pools::sum(&pools.decodes, |sums| sums.running_now) == 1).await;
         assert_eq!(router.health().leases, 1, "{protocol}");
+        let prefill = pools.gateway.router("mock-prefill").expect("the model exists");
+        until("the booking of the prefill has ended", || prefill.health().leases == 0).await;
         drop(client);
         pools.at_rest().await;
         assert_eq!(Pools::sum(&pools.prefills, |sums| sums.holding_now), 0, "{protocol}");

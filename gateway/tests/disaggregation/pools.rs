@@ -156,14 +156,20 @@ impl Pools {
     }
 }
 
-/// A gateway in front of one scripted engine of each role. `disaggregation` has all settings except the model.
-pub(super) async fn scripted(prefill: &Scripted, decode: &Scripted, disaggregation: DisaggregationSettings) -> Gateway {
-    let mut settings = proxy::settings(vec![proxy::worker(1, &decode.url(), 1)]);
+/// A gateway in front of one scripted engine of each role, with so many ranks. `disaggregation` has all settings except
+/// the model.
+pub(super) async fn scripted(
+    prefill: &Scripted,
+    decode: &Scripted,
+    ranks: u32,
+    disaggregation: DisaggregationSettings,
+) -> Gateway {
+    let mut settings = proxy::settings(vec![proxy::worker(1, &decode.url(), ranks)]);
     let pool = NEXT_POOL.fetch_add(1, Ordering::Relaxed);
     let mut second = settings.models[0].clone();
     second.name = "prefill".to_owned();
     second.router.pool = format!("scripted-prefill-{pool}");
-    second.workers = vec![proxy::worker(2, &prefill.url(), 1)];
+    second.workers = vec![proxy::worker(2, &prefill.url(), ranks)];
     settings.models.push(second);
     settings.models[0].router.pool = format!("scripted-decode-{pool}");
     settings.models[0].disaggregation =

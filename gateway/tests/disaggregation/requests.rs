@@ -7,7 +7,7 @@ use serde_json::json;
 use super::pools::{BLOCK_SIZE, Pools, Size, body, completion, scripted};
 use super::prompt;
 use crate::common::admin;
-use crate::common::proxy::{self, EVENT, Scripted, answer, post, stream, stream_end, until};
+use crate::common::proxy::{self, EVENT, FINE_JSON, Scripted, answer, post, stream, stream_end, until};
 
 fn with_admin(settings: &mut Settings) {
     settings.admin = admin::settings().admin;
@@ -100,6 +100,17 @@ async fn rejections_of_the_prefill_engine_reach_the_client() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_that_the_prefill_engine_rejects_has_no_decode_leg() {
+    let rejection = "{\"error\":{\"message\":\"no\"}}";
+    let prefill = Scripted::start(move |_| answer("400 Bad Request", rejection)).await;
+    let decode = Scripted::start(|_| answer("200 OK", FINE_JSON)).await;
+    let gateway = scripted(&prefill, &decode, 1, DisaggregationSettings::default()).await;
+    let answer = post(&gateway, "/v1/completions", &body(&prompt(10, 4), 5, false)).await;
+    assert_eq!((answer.status, answer.text()), (400, rejection));
+    assert_eq!((prefill.requests().len(), decode.requests().len()), (1, 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn explanations_have_both_decisions() {
     let pools = Pools::start(Protocol::VllmNixl, PAIR, with_admin).await;
     let prompt = prompt(6, 8);
@@ -126,6 +137,26 @@ async fn a_prefill_pool_without_workers_is_not_needed() {
     until("the decode engine is idle", || pools.decodes.iter().all(|engine| engine.is_quiet())).await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn both_legs_have_the_request_id_and_a_rank() {
+    let prefilled = "{\"choices\":[{\"finish_reason\":\"length\",\"text\":\"a\"}],\"kv_transfer_params\":{}}";
+    let prefill = Scripted::start(move |_| answer("200 OK", prefilled)).await;
+    let decode = Scripted::start(|_| answer("200 OK", FINE_JSON)).await;
+    for protocol in [Protocol::VllmNixl, Protocol::TensorrtLlm] {
+        let disaggregation = DisaggregationSettings { protocol, ..DisaggregationSettings::default() };
+        let gateway = scripted(&prefill, &decode, 2, disaggregation).await;
+        let body = body(&prompt(9, 4), 5, false).to_string();
+        let headers = "x-request-id: of-the-client\r\n";
+        let answer = proxy::request(gateway.address(), "POST", "/v1/completions", headers, body.as_bytes()).await;
+        assert_eq!((answer.status, answer.text()), (200, FINE_JSON), "{protocol}");
+        for engine in [&prefill, &decode] {
+            let leg = engine.requests().pop().expect("a leg");
+            assert_eq!(leg.header("x-request-id"), Some("of-the-client"), "{protocol}");
+            assert!(["0", "1"].map(Some).contains(&leg.header("x-data-parallel-rank")), "{protocol}: {}", leg.head);
+        }
+    }
+}
+
 /// A prefill engine and a decode engine whose responses have the parameters of bidirectional transfers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_next_turn_of_a_session_reads_the_blocks_of_its_decode_rank() {
@@ -140,7 +171,7 @@ async fn the_next_turn_of_a_session_reads_the_blocks_of_its_decode_rank() {
     })
     .await;
     let disaggregation = DisaggregationSettings { bidirectional: true, ..DisaggregationSettings::default() };
-    let gateway = scripted(&prefill, &decode, disaggregation).await;
+    let gateway = scripted(&prefill, &decode, 1, disaggregation).await;
     let body = body(&prompt(8, 4), 5, true).to_string();
     for headers in ["x-session-id: s\r\n", "", "x-session-id: s\r\n", "x-session-id: s\r\n"] {
         let answer = proxy::request(gateway.address(), "POST", "/v1/completions", headers, body.as_bytes()).await;

@@ -19,7 +19,7 @@ async fn engines(
         prefill_attempts_max: 1,
         ..DisaggregationSettings::default()
     };
-    (scripted(&prefill, &decode, settings).await, prefill, decode)
+    (scripted(&prefill, &decode, 1, settings).await, prefill, decode)
 }
 
 /// `rid` of the first leg, and those of the aborts.
