@@ -65,9 +65,10 @@ fn pick(criterion: &mut Criterion) {
 
 fn decide(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("select/scheduler's share");
-    let kv = RouterConfig::default();
+    let latency = RouterConfig::default();
+    let kv = RouterConfig { policy: PolicyConfig::Kv(KvConfig::default()), ..RouterConfig::default() };
     let board_only = RouterConfig { load: LoadConfig { assume_kv_reuse: false, ..kv.clone().load }, ..kv.clone() };
-    for (name, config) in [("kv", kv), ("kv, no reuse assumed", board_only)] {
+    for (name, config) in [("latency", latency), ("kv", kv), ("kv, no reuse assumed", board_only)] {
         for ranks in [8, 64, 512, 2_048] {
             let mut still = Still::new(config.clone(), ranks);
             group.bench_function(BenchmarkId::new(name, ranks), |bencher| bencher.iter(|| still.decide()));
