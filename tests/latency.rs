@@ -109,6 +109,28 @@ async fn output_length_comes_from_the_caller_or_the_default() {
     close(terms(&told.ranks[0]).decode_seconds, 2.0 * terms(&assumed.ranks[0]).decode_seconds);
 }
 
+/// Requests for a prefix that is cached somewhere do not wait for its computation on another rank.
+#[tokio::test(start_paused = true)]
+async fn a_copy_in_progress_does_not_count_as_cached() {
+    let router = router(latency(), 2).await;
+    let prefix = tokens(1, 100);
+    let [first, prompt] = [2, 3].map(|own| [prefix.clone(), tokens(own, 10)].concat());
+    let constraints = Constraints { allowed_workers: Some([WorkerId(1)].into()), ..Constraints::default() };
+    let options = RequestOptions { constraints, ..RequestOptions::default() };
+    let request = RouteRequest { options, ..RouteRequest::new("copy", Prompt::Tokens(&first)) };
+    let copying = router.route(request).await.expect("placed");
+    let own_prefill = async || {
+        let table = explained(&router, &prompt).await;
+        let row = table.ranks.iter().find(|row| row.facts.rank == copying.rank()).expect("two ranks");
+        terms(row).stall_seconds // of one request
+    };
+    let sibling = own_prefill().await;
+    router.apply_events(vec![stored(rank(0), &prefix)]).await.expect("up");
+    router.flush().await.expect("up");
+    let apart = own_prefill().await;
+    assert!(apart > 5.0 * sibling, "{apart} s beside a cached copy, {sibling} s without one");
+}
+
 /// A prefix that only crowded ranks hold is copied like one that many ranks hold.
 #[tokio::test(start_paused = true)]
 async fn a_prefix_of_crowded_ranks_is_copied() {

@@ -10,6 +10,7 @@ use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::eligible::EligibilityInputs;
+use super::pending::longest_blocks;
 use super::scratch::Scratch;
 use super::{Effect, LoadView, PendingRequest, Purpose, Rejection, Request, Schedule, Target};
 use crate::config::SessionAffinity;
@@ -64,8 +65,16 @@ impl<T> Schedule<T> {
         self.requests += 1;
         let fingerprint = request.prompt.fingerprint();
         let session = self.session_rank(&request);
-        let pending =
-            PendingRequest { number, fingerprint, request, session, class: None, overlaps_at: None, cancelled: false };
+        let pending = PendingRequest {
+            number,
+            fingerprint,
+            longest_blocks: longest_blocks(&request.overlaps),
+            request,
+            session,
+            class: None,
+            overlaps_at: None,
+            cancelled: false,
+        };
         if self.is_expired(&pending) {
             effects.push_back(self.expired(pending));
         } else {
@@ -386,6 +395,7 @@ impl<T> Schedule<T> {
         let inputs = EligibilityInputs { number, prompt_tokens, options: options.as_deref(), session, class };
         let cached_tokens = self.best_cached_tokens(inputs, &overlaps);
         if let Some(pending) = self.queue.get_mut(booking.0) {
+            pending.longest_blocks = longest_blocks(&overlaps);
             pending.request.overlaps = overlaps;
             let since = pending.overlaps_at.replace(self.now);
             if since.is_some_and(|since| self.overlap_ages.remove(&(since, booking))) {

@@ -158,7 +158,9 @@ impl<T> Schedule<T> {
                     lower(position, cached_tokens);
                 }
             });
-            columns.visit_sharers(fingerprint, assumed_blocks, |position, blocks| {
+            // Up to the longest overlap, shared blocks do not count.
+            let ignored_blocks = assumed_blocks.max(case.pending.longest_blocks);
+            columns.visit_sharers(fingerprint, ignored_blocks, |position, blocks| {
                 lower(position, self.tokens(blocks.into()));
             });
         } else {

@@ -145,7 +145,7 @@ impl<T> Schedule<T> {
         }
         let (_, shared_blocks) = projected.shared_blocks(candidate.block_count);
         let credits_shared = self.credits_cache(pending) && !rank.is_overdue();
-        let shared_tokens = if credits_shared { self.tokens(shared_blocks) } else { 0 };
+        let shared_tokens = if credits_shared { self.tokens(pending.awaited_blocks(shared_blocks)) } else { 0 };
         cost.bounds(&facts, shared_tokens, projected.potential_blocks.0)
     }
 
@@ -166,7 +166,7 @@ impl<T> Schedule<T> {
                 PoolRole::Prefill => 1.0,
                 PoolRole::Aggregated | PoolRole::Decode => self.expected_output_tokens(pending),
             },
-            common_tokens: self.common_tokens(&pending.request.overlaps),
+            common_tokens: self.common_tokens(pending),
             reuse: self.typical.reuse(),
             prices: self.work_prices(),
         }
@@ -196,10 +196,12 @@ impl<T> Schedule<T> {
     }
 
     /// Leading tokens of the prompt that are requested repeatedly: cached on many ranks, or only on crowded ones.
-    fn common_tokens(&self, overlaps: &[RankOverlap]) -> u32 {
+    fn common_tokens(&self, pending: &PendingRequest<T>) -> u32 {
+        let overlaps = &pending.request.overlaps;
         let widespread_blocks = self.widespread_blocks(overlaps);
-        let crowded_blocks = self.crowded_blocks(overlaps, widespread_blocks);
-        self.tokens(widespread_blocks.max(crowded_blocks).into())
+        let is_crowded =
+            pending.longest_blocks > widespread_blocks && self.are_crowded(overlaps, pending.longest_blocks);
+        self.tokens(if is_crowded { pending.longest_blocks } else { widespread_blocks }.into())
     }
 
     /// Leading blocks cached on more than a quarter of the ranks, and on more than one.
@@ -218,22 +220,14 @@ impl<T> Schedule<T> {
         *common_blocks
     }
 
-    /// The longest overlap, if all ranks that hold more than `widespread_blocks` and the longest overlap of the others
-    /// have far more requests than the average rank; otherwise 0.
-    fn crowded_blocks(&self, overlaps: &[RankOverlap], widespread_blocks: u32) -> u32 {
+    /// Whether all ranks with an overlap of `blocks` blocks have far more requests than the average rank.
+    fn are_crowded(&self, overlaps: &[RankOverlap], blocks: u32) -> bool {
         let PoolSums { ranks, requests } = self.ranks.sums();
         let usual = u64::from(requests) * CROWD_FACTOR / u64::from(ranks.max(1)) + CROWD_REQUESTS;
-        let (mut crowded_blocks, mut other_blocks) = (0, 0);
-        for RankOverlap { slot, overlap, .. } in overlaps {
-            if overlap.device_blocks <= widespread_blocks {
-                continue;
-            }
-            let Some(position) = self.ranks.position_in(*slot) else { continue };
-            let is_crowded = u64::from(self.ranks.as_slice()[position].requests()) > usual;
-            let longest = if is_crowded { &mut crowded_blocks } else { &mut other_blocks };
-            *longest = overlap.device_blocks.max(*longest);
-        }
-        if crowded_blocks > other_blocks { crowded_blocks } else { 0 }
+        let holders = overlaps.iter().filter(|known| known.overlap.device_blocks == blocks);
+        let mut positions = holders.filter_map(|known| self.ranks.position_in(known.slot)).peekable();
+        positions.peek().is_some()
+            && positions.all(|position| u64::from(self.ranks.as_slice()[position].requests()) > usual)
     }
 
     /// Facts of a rank at their upper bounds, with the minimum of shared blocks.
@@ -262,7 +256,7 @@ impl<T> Schedule<T> {
     }
 
     /// Prompt tokens that need no computation when the request is served: cached, or computed by an earlier request
-    /// unless that is overdue.
+    /// unless that is overdue or another rank has them cached already.
     pub(super) fn expected_cached_tokens(
         &self,
         pending: &PendingRequest<T>,
@@ -277,7 +271,7 @@ impl<T> Schedule<T> {
         let cached = overlap.cached_tokens(cost.tier_weights, cost.block_size);
         let block_count = u64::from(pending.request.prompt.block_count());
         let (shared_blocks, _) = if rank.is_overdue() { (0, 0) } else { projected.shared_blocks(block_count) };
-        cached.max(self.tokens(shared_blocks)).min(pending.request.prompt_tokens)
+        cached.max(self.tokens(pending.awaited_blocks(shared_blocks))).min(pending.request.prompt_tokens)
     }
 
     /// Whether cache hits count for the request.

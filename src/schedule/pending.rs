@@ -5,6 +5,7 @@ use super::rank::ProjectedPrompt;
 use crate::load::PromptFingerprint;
 use crate::protocol::{Timestamp, WorkerRank};
 use crate::queue::ClassId;
+use crate::select::RankOverlap;
 
 #[derive(Debug)]
 pub(super) struct PendingRequest<T> {
@@ -16,6 +17,8 @@ pub(super) struct PendingRequest<T> {
     pub(super) session: Option<WorkerRank>,
     /// Class whose busy ranks it avoids; absent for requests that never wait.
     pub(super) class: Option<ClassId>,
+    /// Longest overlap of a rank, in device blocks.
+    pub(super) longest_blocks: u32,
     /// Time of its overlap; absent for requests that never waited.
     pub(super) overlaps_at: Option<Timestamp>,
     /// Whether its caller left during the query.
@@ -33,9 +36,21 @@ impl<T> PendingRequest<T> {
         }
     }
 
+    /// Of the blocks that an active request of a rank shares, those that count as cached there. A prefix that another rank
+    /// has cached already does not: otherwise all requests for a hot prefix follow the first one that computes a copy of
+    /// it, and wait for its prefill while other ranks stay idle.
+    pub(super) fn awaited_blocks(&self, shared_blocks: u64) -> u64 {
+        if shared_blocks > u64::from(self.longest_blocks) { shared_blocks } else { 0 }
+    }
+
     pub(super) fn case<'a, V>(&'a self, in_batch: usize, loads: &'a V) -> Case<'a, T, V> {
         Case { pending: self, candidate: self.candidate(in_batch), loads }
     }
+}
+
+/// Longest of these overlaps, in device blocks.
+pub(super) fn longest_blocks(overlaps: &[RankOverlap]) -> u32 {
+    overlaps.iter().map(|known| known.overlap.device_blocks).max().unwrap_or(0)
 }
 
 /// A pending request while it is evaluated: its prompt, its position in the batch, and the loads of this step.

@@ -12,7 +12,7 @@ use super::appraisal::ShadowReport;
 use super::decide::Choice;
 use super::explanation::Explanation;
 use super::outcome::{Chosen, Outcome, read_outcome};
-use super::pending::PendingRequest;
+use super::pending::{PendingRequest, longest_blocks};
 use super::rank::{Rank, read_load};
 use super::recorded::RecordedRequest;
 use super::replay_loads::ReplayLoads;
@@ -267,6 +267,7 @@ impl Replay {
             self.in_flight.push_back(PendingRequest {
                 number,
                 fingerprint,
+                longest_blocks: longest_blocks(&request.overlaps),
                 request,
                 session,
                 class,
