@@ -17,7 +17,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use pointsman::index::{Index, Overlaps};
+use pointsman::index::{BlockDigest, Index, Overlaps};
 use pointsman::protocol::{BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
 use pointsman::test_support::{mix, rank};
 
@@ -243,6 +243,13 @@ fn bench(criterion: &mut Criterion) {
     group.bench_function("remove, per block", |bencher| {
         bencher.iter_custom(|blocks| repeat(&load, blocks, |spent| (spent.removing, spent.removed)));
     });
+    // What the digest adds to a store and to a removal.
+    let names: Vec<_> = (0..1 << 14).map(|n| (StorageTier::Device, EngineHash(mix(n)))).collect();
+    group.throughput(Throughput::Elements(1 << 14));
+    group.bench_function("digest", |bencher| {
+        bencher.iter(|| black_box(&names).iter().copied().collect::<BlockDigest>());
+    });
+    group.throughput(Throughput::Elements(1));
     let index = warmed(&load);
     let mut overlaps = Overlaps::default();
     let mut prompts = load.prompts.iter().cycle();

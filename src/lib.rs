@@ -96,9 +96,10 @@ pub mod zmtp;
 pub use actors::PlacedBody;
 #[cfg(feature = "runtime")]
 pub use actors::{
-    AddRequest, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, Health, KvSourceStatus, OverlapScores,
-    PendingClass, Placement, PrefillPlacement, RankScores, RecordedDecision, Router, RouterBuilder, SharedCache,
-    SharedCacheAnswer, SharedCacheError, SharedCacheFailure, SharedSummary, StaticList, WorkerEntry,
+    AddRequest, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, Health, KvAuditStatus, KvDifferenceStatus,
+    KvSourceStatus, OverlapScores, PendingClass, Placement, PrefillPlacement, RankScores, RecordedDecision, Router,
+    RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure, SharedSummary, StaticList,
+    WorkerEntry,
 };
 #[cfg(feature = "replicas")]
 pub use actors::{

@@ -4,6 +4,8 @@
 //! supervisor as the death of this actor. A removed rank is not read any more. `ingest::Source` interprets the sequence
 //! of events, and `wire` decodes their bytes. No message of a request passes through this actor.
 
+mod audit;
+mod auditor;
 mod dependencies;
 mod reader;
 mod restore;
@@ -54,6 +56,7 @@ pub(crate) struct Arguments {
     pub(crate) endpoints: KvEventsConfig,
     pub(crate) source: SourceConfig,
     pub(crate) wire: WireConfig,
+    pub(crate) audit_interval_ms: u32,
 }
 
 impl Arguments {
@@ -78,7 +81,8 @@ impl Arguments {
             ..SourceConfig::default()
         };
         let wire = wire_config(config, entry, worker);
-        Ok(Some(Self { dependencies, entry: Arc::clone(entry), endpoints, source, wire }))
+        let (entry, audit_interval_ms) = (Arc::clone(entry), config.events.audit_interval_ms);
+        Ok(Some(Self { dependencies, entry, endpoints, source, wire, audit_interval_ms }))
     }
 }
 
@@ -115,11 +119,11 @@ impl Actor for Ingest {
         myself: ActorRef<IngestMsg>,
         arguments: Arguments,
     ) -> Result<IngestState, ActorProcessingErr> {
-        let Arguments { dependencies, entry, endpoints, source, wire } = arguments;
+        let Arguments { dependencies, entry, endpoints, source, wire, audit_interval_ms } = arguments;
         entry.source.begin(&endpoints.endpoint);
         let (commands, heard) = mpsc::channel(COMMANDS_MAX);
         let caps = Caps::default();
-        let job = Job { dependencies, entry, endpoints, source, wire, caps, commands: heard };
+        let job = Job { dependencies, entry, endpoints, source, wire, caps, audit_interval_ms, commands: heard };
         let task = tokio::spawn(reader::read(job));
         let watched = task.abort_handle();
         tokio::spawn(async move {

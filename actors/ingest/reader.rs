@@ -13,6 +13,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::mpsc;
 
+use super::auditor::Auditor;
 use super::dependencies::IngestDependencies;
 use super::snapshot_reply::SnapshotReply;
 use crate::actors::io::engine_socket::{ReplayRequest, SocketError, Subscription};
@@ -35,6 +36,7 @@ pub(super) struct Job {
     pub(super) source: SourceConfig,
     pub(super) wire: WireConfig,
     pub(super) caps: Caps,
+    pub(super) audit_interval_ms: u32,
     pub(super) commands: mpsc::Receiver<Command>,
 }
 
@@ -53,13 +55,15 @@ pub(super) enum Command {
 
 /// Reads until it is dropped.
 pub(super) async fn read(job: Job) {
-    let Job { dependencies, entry, endpoints, source, wire, caps, mut commands } = job;
+    let Job { dependencies, entry, endpoints, source, wire, caps, audit_interval_ms, mut commands } = job;
     let cell = Arc::clone(&entry);
     let _reading = cell.source.read().await;
     let mut link = SubscriptionLink::new(&endpoints, caps, source.seed);
-    let mut replay = PendingReplay::Idle;
+    let (mut replay, mut audit_reply) = (PendingReplay::Idle, PendingReplay::Idle);
+    let now = dependencies.clock.now();
     let mut reader = Reader {
-        source: Source::new(source, dependencies.clock.now()),
+        auditor: Auditor::new(audit_interval_ms, now, &endpoints, wire.clone()),
+        source: Source::new(source, now),
         decoder: Decoder::new(wire.clone()),
         configs: (source, wire),
         endpoint: endpoints.endpoint.clone(),
@@ -75,7 +79,9 @@ pub(super) async fn read(job: Job) {
         reader.apply(vec![reader.event(KvEvent::Cleared)]).await;
     }
     loop {
-        let tick = reader.source.next_tick().map(|at| at.since(reader.dependencies.clock.now()));
+        let now = reader.dependencies.clock.now();
+        let tick = reader.source.next_tick().map(|at| at.since(now));
+        let audit = reader.auditor.audit.due().map(|at| at.since(now));
         let input = tokio::select! {
             biased;
             Some(command) = commands.recv() => match reader.obey(command).await {
@@ -89,11 +95,16 @@ pub(super) async fn read(job: Job) {
             },
             answer = replay.next(), if !replay.is_idle() => reader.on_replayed(answer),
             news = link.next(), if reader.source.wants_live() || !link.is_up() => reader.on_news(news),
+            reply = audit_reply.next(), if !audit_reply.is_idle() => {
+                reader.auditor.on_reply(reply, reader.dependencies.clock.now());
+                IngestInput::Tick
+            }
             () = cell.source.served() => IngestInput::Served,
-            () = sleep(tick) => IngestInput::Tick,
+            () = sleep(tick.into_iter().chain(audit).min()) => IngestInput::Tick,
         };
         if input == IngestInput::Disconnected {
             replay = PendingReplay::Idle; // the replay may belong to an earlier life of the publisher
+            reader.auditor.abort();
         }
         reader.step(input);
         // Deadlines are checked even if the publisher sends without pause.
@@ -101,6 +112,16 @@ pub(super) async fn read(job: Job) {
             reader.step(IngestInput::Tick);
         }
         reader.perform(&mut replay, &mut link).await;
+        if let Some(input) = reader.audit().await {
+            reader.drop_blocks().await;
+            reader.step(input);
+            reader.perform(&mut replay, &mut link).await;
+        }
+        if let Some(number) = reader.auditor.take_request() {
+            audit_reply = PendingReplay::ask(&endpoints, number, caps);
+        } else if !reader.auditor.audit.is_running() {
+            audit_reply = PendingReplay::Idle;
+        }
         if !reader.source.is_replaying() {
             replay = PendingReplay::Idle; // the rest of the replay is not needed
         }
@@ -115,6 +136,7 @@ async fn sleep(duration: Option<Duration>) {
 }
 
 pub(super) struct Reader {
+    pub(super) auditor: Auditor,
     pub(super) dependencies: IngestDependencies,
     pub(super) entry: Arc<RankEntry>,
     pub(super) source: Source<Bytes>,
@@ -138,8 +160,7 @@ impl Reader {
     async fn obey(&mut self, command: Command) -> Option<IngestInput<Bytes>> {
         Some(match command {
             Command::Resync => {
-                self.decoder.forget();
-                self.apply(vec![self.event(KvEvent::Cleared)]).await; // the index contains only events from here on
+                self.drop_blocks().await;
                 IngestInput::Resync
             }
             Command::Snapshot(reply) => {
@@ -209,13 +230,10 @@ impl Reader {
             let Some(effect) = self.wanted.pop_front() else { break };
             match effect {
                 IngestEffect::Apply { sequence, payload } => {
-                    self.decode_and_apply(&payload).await;
+                    self.decode_and_apply(sequence, &payload).await;
                     self.entry.source.set_applied(sequence);
                 }
-                IngestEffect::Clear => {
-                    self.decoder.forget();
-                    self.apply(vec![self.event(KvEvent::Cleared)]).await;
-                }
+                IngestEffect::Clear => self.drop_blocks().await,
                 IngestEffect::Replay { from } => *replay = PendingReplay::ask(&link.endpoints, from, link.caps),
                 IngestEffect::Reconnect => {
                     *replay = PendingReplay::Idle;
@@ -224,7 +242,10 @@ impl Reader {
                     self.step(input);
                 }
                 IngestEffect::State(state) => self.on_state(state),
-                IngestEffect::Noted(note) => self.on_note(note),
+                IngestEffect::Noted(note) => {
+                    self.auditor.audit.noted(note);
+                    self.on_note(note);
+                }
             }
         }
         self.entry.source.set_restore(self.source.restore());
@@ -265,13 +286,15 @@ impl Reader {
         }
     }
 
-    async fn decode_and_apply(&mut self, payload: &[u8]) {
+    async fn decode_and_apply(&mut self, sequence: u64, payload: &[u8]) {
         let mut events = Vec::new();
         let report = self.decoder.decode(payload, &mut events);
         self.dependencies.meters.ingest.findings(&report.findings);
+        let audited = if self.auditor.audit.is_running() { events.clone() } else { Vec::new() };
         if !events.is_empty() {
             self.apply(events).await;
         }
+        self.audit_applied(sequence, &audited).await;
         let applied = AppliedBatch {
             events: events_of_note(&report),
             usable: report.usable,
@@ -376,14 +399,14 @@ fn connect(endpoints: &KvEventsConfig, caps: Caps, wait: Duration) -> Connecting
 }
 
 /// State of the replay request.
-enum PendingReplay {
+pub(super) enum PendingReplay {
     Idle,
     Asking(Pin<Box<dyn Future<Output = Result<ReplayRequest, SocketError>> + Send>>),
     Requested(ReplayRequest),
 }
 
 impl PendingReplay {
-    fn ask(endpoints: &KvEventsConfig, from: u64, caps: Caps) -> Self {
+    pub(super) fn ask(endpoints: &KvEventsConfig, from: u64, caps: Caps) -> Self {
         let endpoint = endpoints.replay_endpoint.clone();
         Self::Asking(Box::pin(async move {
             let endpoint = endpoint.ok_or(SocketError::Closed)?; // never requested without an endpoint
@@ -391,12 +414,12 @@ impl PendingReplay {
         }))
     }
 
-    fn is_idle(&self) -> bool {
+    pub(super) fn is_idle(&self) -> bool {
         matches!(self, Self::Idle)
     }
 
     /// The next response. Cancel-safe. Idle after the last response.
-    async fn next(&mut self) -> Result<Replayed<Bytes>, SocketError> {
+    pub(super) async fn next(&mut self) -> Result<Replayed<Bytes>, SocketError> {
         loop {
             match self {
                 Self::Idle => return std::future::pending().await,

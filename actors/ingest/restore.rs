@@ -52,6 +52,7 @@ impl Reader {
         self.source = Source::resume(*config, self.dependencies.clock.now(), &position);
         self.decoder = Decoder::resume(wire.clone(), &decoder);
         self.effects.clear();
+        self.auditor.abort();
         self.entry.source.start_over();
         self.show(None);
         self.entry.source.set_applied(position.next - 1);

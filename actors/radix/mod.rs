@@ -22,9 +22,11 @@ use crate::actors::telemetry::Pool;
 use crate::actors::views::kv_source::{DegradedSources, SourceCell};
 use crate::actors::views::rank::RankEntry;
 use crate::config::RouterConfig;
-#[cfg(feature = "zmq")]
-use crate::index::RankDump;
 use crate::index::{Applied, BudgetState, Extension, Hit, Holdings, Index, Overlaps};
+#[cfg(feature = "zmq")]
+use crate::index::{BlockDigest, RankDump};
+#[cfg(feature = "zmq")]
+use crate::ingest::BlockName;
 use crate::predict::SpeculativePrompt;
 use crate::protocol::{BlockHash, BookingId, Generation, KvEvent, RouterEvent, Slot, WorkerRank};
 #[cfg(feature = "replicas")]
@@ -79,6 +81,16 @@ pub(crate) enum RadixMsg {
     /// ended.
     #[cfg(feature = "zmq")]
     DumpRank { rank: WorkerRank, generation: Generation, reply: oneshot::Sender<Option<RankDump>> },
+    /// Reply with the digest of the rank after all earlier events; `None` if its contents are incomplete or the
+    /// generation has ended.
+    #[cfg(feature = "zmq")]
+    Digest { rank: WorkerRank, generation: Generation, reply: oneshot::Sender<Option<BlockDigest>> },
+    /// Reply with the names in this digest; `None` in the same cases.
+    #[cfg(feature = "zmq")]
+    Names { rank: WorkerRank, generation: Generation, reply: oneshot::Sender<Option<BTreeSet<BlockName>>> },
+    /// The engine no longer has these blocks of the rank.
+    #[cfg(feature = "zmq")]
+    Forget { rank: WorkerRank, generation: Generation, names: Vec<BlockName> },
     /// The contents of the rank are restored from an index with a budget, which had evicted blocks of them.
     #[cfg(feature = "zmq")]
     RestoreEvicted { rank: WorkerRank, generation: Generation, blocks: u64 },
@@ -154,6 +166,10 @@ pub(crate) enum RadixReply {
     Overlap(#[expect(dead_code, reason = "dropping it is the reply")] ReplyToken<RankOverlap, dyn OverlapQuery>),
     Flushed(oneshot::Sender<()>),
     Dumped(oneshot::Sender<Vec<RouterEvent>>, Vec<RouterEvent>),
+    #[cfg(feature = "zmq")]
+    Digest(oneshot::Sender<Option<BlockDigest>>, Option<BlockDigest>),
+    #[cfg(feature = "zmq")]
+    Names(oneshot::Sender<Option<BTreeSet<BlockName>>>, Option<BTreeSet<BlockName>>),
     #[cfg(feature = "zmq")]
     DumpedRank(oneshot::Sender<Option<RankDump>>, Option<RankDump>),
     #[cfg(feature = "replicas")]
@@ -312,6 +328,13 @@ impl Radix {
         if is_known { self.index.dump_rank(rank) } else { None }
     }
 
+    /// Whether the shard has the events of the rank without a loss, and evicted none of its blocks.
+    #[cfg(feature = "zmq")]
+    fn is_whole(&self, rank: WorkerRank, generation: Generation) -> bool {
+        let evicted_blocks = self.index.slot_of(rank).map(|slot| self.index.evicted_blocks_of(slot));
+        self.is_there(rank, generation) && !self.cold.contains(&rank) && evicted_blocks == Some(0)
+    }
+
     #[cfg(feature = "zmq")]
     fn is_there(&self, rank: WorkerRank, generation: Generation) -> bool {
         self.index.slot_of(rank).is_some_and(|slot| self.index.generation(slot) == generation)
@@ -380,6 +403,23 @@ impl ActorState for Radix {
                 return Some(RadixReply::DumpedRank(reply, self.dump_rank(rank, generation)));
             }
             #[cfg(feature = "zmq")]
+            RadixMsg::Digest { rank, generation, reply } => {
+                let digest = self.is_whole(rank, generation).then(|| self.index.digest_of(rank)).flatten();
+                return Some(RadixReply::Digest(reply, digest));
+            }
+            #[cfg(feature = "zmq")]
+            RadixMsg::Names { rank, generation, reply } => {
+                let names = self.is_whole(rank, generation).then(|| self.index.names_of(rank));
+                return Some(RadixReply::Names(reply, names));
+            }
+            #[cfg(feature = "zmq")]
+            RadixMsg::Forget { rank, generation, names } => {
+                if self.is_there(rank, generation) {
+                    self.index.forget(rank, &names);
+                    self.publish_holdings(rank);
+                }
+            }
+            #[cfg(feature = "zmq")]
             RadixMsg::RestoreEvicted { rank, generation, blocks } => {
                 if self.is_there(rank, generation) {
                     self.index.restore_evicted(rank, blocks);
@@ -399,6 +439,10 @@ impl DeferredReply for RadixReply {
             Self::Dumped(answer, events) => drop(answer.send(events)),
             #[cfg(feature = "zmq")]
             Self::DumpedRank(reply, events) => drop(reply.send(events)),
+            #[cfg(feature = "zmq")]
+            Self::Digest(reply, digest) => drop(reply.send(digest)),
+            #[cfg(feature = "zmq")]
+            Self::Names(reply, names) => drop(reply.send(names)),
             #[cfg(feature = "replicas")]
             Self::TakenRouted(reply, taken) => drop(reply.send(taken)),
             Self::Overlap(_) => {}

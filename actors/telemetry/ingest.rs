@@ -1,24 +1,36 @@
 //! Metrics of KV event ingestion.
 //!
-//! Handles are created at first use: there are many causes, and most never occur.
+//! Handles are created at first use: there are many causes, and most never occur. Those of audits exist from the start,
+//! because alerts need the increase from 0.
 
 use std::time::Duration;
 
-use metrics::Histogram;
+use metrics::{Counter, Histogram};
 
 use super::Pool;
-use crate::ingest::Note;
+use crate::ingest::{AuditResult, Note};
 use crate::wire::Findings;
 
 /// Instruments of the ingest actors.
 pub(crate) struct IngestMeters {
     pool: Pool,
     heal_seconds: Histogram,
+    /// By result, in the order of [`AuditResult::NAMES`].
+    audits: [Counter; 4],
+    stale_blocks: Counter,
+    missing_blocks: Counter,
 }
 
 impl IngestMeters {
     pub(super) fn new(pool: &Pool) -> Self {
-        Self { pool: pool.clone(), heal_seconds: pool.histogram("pointsman_kv_source_heal_seconds", &[]) }
+        let blocks = |difference| pool.counter("pointsman_kv_audit_blocks_total", &[("difference", difference)]);
+        Self {
+            pool: pool.clone(),
+            heal_seconds: pool.histogram("pointsman_kv_source_heal_seconds", &[]),
+            audits: AuditResult::NAMES.map(|result| pool.counter("pointsman_kv_audits_total", &[("result", result)])),
+            stale_blocks: blocks("stale"),
+            missing_blocks: blocks("missing"),
+        }
     }
 
     /// Counts a closed connection or a rejected message.
@@ -28,6 +40,17 @@ impl IngestMeters {
 
     pub(crate) fn note(&self, note: Note) {
         self.pool.counter("pointsman_kv_source_notes_total", &[("note", note.name())]).increment(note.count());
+    }
+
+    /// Counts the result of an audit, and the blocks of a difference.
+    pub(crate) fn audited(&self, result: &AuditResult) {
+        for (count, name) in self.audits.iter().zip(AuditResult::NAMES) {
+            count.increment(u64::from(name == result.name()));
+        }
+        if let AuditResult::Different(difference) = result {
+            self.stale_blocks.increment(difference.stale.len() as u64);
+            self.missing_blocks.increment(difference.missing.len() as u64);
+        }
     }
 
     /// Counts the undecodable parts of a batch.

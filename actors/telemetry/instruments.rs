@@ -223,6 +223,16 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         "Failed or ended connections to event sockets, and rejected messages, by `cause`.",
     ),
     counter("pointsman_kv_findings_total", &["finding"], "Unusable KV events or parts of them, by `finding`."),
+    counter(
+        "pointsman_kv_audits_total",
+        &["result"],
+        "Comparisons of the index with the cache of an engine, by `result`: `equal`, `different`, `inconclusive`, `unsupported`.",
+    ),
+    counter(
+        "pointsman_kv_audit_blocks_total",
+        &["difference"],
+        "Blocks by which index and cache differed: `stale` in the index only, `missing` from the index.",
+    ),
     histogram(
         "pointsman_kv_source_heal_seconds",
         Some(Unit::Seconds),

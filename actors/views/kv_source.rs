@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::ingest::{DegradationReason, RestoreState, StreamState};
+use crate::ingest::{BlockName, DegradationReason, RestoreState, StreamState};
 use crate::protocol::{Timestamp, WorkerRank};
 
 /// State of one rank's KV event stream.
@@ -37,6 +37,69 @@ pub struct KvSourceStatus {
     pub message_age: Option<Duration>,
     /// Progress of the restore from a snapshot; absent without one.
     pub restore: Option<RestoreState>,
+    /// Last comparison of the index with the engine's cache; absent before the first.
+    pub audit: Option<KvAuditStatus>,
+}
+
+/// Last audit of a rank's index contents: see [`Audit`](crate::ingest::Audit).
+#[derive(Clone, Debug, PartialEq)]
+pub struct KvAuditStatus {
+    /// Name of the [`AuditResult`](crate::ingest::AuditResult).
+    pub result: &'static str,
+    /// Time since the end of the audit.
+    pub age: Duration,
+    /// The last difference since the start of the reader.
+    pub difference: Option<KvDifferenceStatus>,
+}
+
+/// A difference between index and engine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KvDifferenceStatus {
+    /// Time since it was found.
+    pub age: Duration,
+    /// Time since the last audit without a difference before it, after which it arose.
+    pub since: Option<Duration>,
+    /// Number of blocks that only the index had.
+    pub stale_blocks: usize,
+    /// Number of blocks that only the engine had.
+    pub missing_blocks: usize,
+    /// The first of the stale, then of the missing blocks.
+    pub examples: Vec<BlockName>,
+    /// Correction: `forget` (stale blocks removed), `resync` (replay of the stream) or `wait`.
+    pub heal: &'static str,
+}
+
+/// Audit as its reader records it.
+#[derive(Clone, Debug)]
+pub(crate) struct AuditRecord {
+    pub(crate) result: &'static str,
+    pub(crate) at: Timestamp,
+    pub(crate) difference: Option<DifferenceRecord>,
+}
+
+/// Difference as the reader records it.
+#[derive(Clone, Debug)]
+pub(crate) struct DifferenceRecord {
+    pub(crate) at: Timestamp,
+    pub(crate) since: Option<Timestamp>,
+    pub(crate) stale_blocks: usize,
+    pub(crate) missing_blocks: usize,
+    pub(crate) examples: Vec<BlockName>,
+    pub(crate) heal: &'static str,
+}
+
+impl AuditRecord {
+    fn status(self, now: Timestamp) -> KvAuditStatus {
+        let difference = self.difference.map(|found| KvDifferenceStatus {
+            age: now.since(found.at),
+            since: found.since.map(|since| now.since(since)),
+            stale_blocks: found.stale_blocks,
+            missing_blocks: found.missing_blocks,
+            examples: found.examples,
+            heal: found.heal,
+        });
+        KvAuditStatus { result: self.result, age: now.since(self.at), difference }
+    }
 }
 
 /// Number of ranks with a degraded stream.
@@ -54,6 +117,7 @@ pub(crate) struct SourceCell {
     state: Mutex<(StreamState, Option<DegradationReason>)>,
     last_error: Mutex<Option<String>>,
     restore: Mutex<Option<RestoreState>>,
+    audit: Mutex<Option<AuditRecord>>,
     messages: AtomicU64,
     /// Message number plus one; 0 before the first.
     applied: AtomicU64,
@@ -85,6 +149,7 @@ impl SourceCell {
             state: Mutex::new((StreamState::Live, None)),
             last_error: Mutex::new(None),
             restore: Mutex::new(None),
+            audit: Mutex::new(None),
             messages: AtomicU64::new(0),
             applied: AtomicU64::new(0),
             message_at: AtomicU64::new(0),
@@ -159,6 +224,7 @@ impl SourceCell {
             messages: self.messages.load(Ordering::Relaxed),
             message_age: message_at.map(|at| now.since(at)),
             restore: *self.restore.lock().unwrap_or_else(PoisonError::into_inner),
+            audit: self.audit.lock().unwrap_or_else(PoisonError::into_inner).clone().map(|audit| audit.status(now)),
         })
     }
 }
@@ -197,6 +263,7 @@ impl SourceCell {
     pub(crate) fn start_over(&self) {
         self.set_connected(false);
         self.set_restore(None);
+        self.set_audit(None);
         self.applied.store(0, Ordering::Relaxed);
         self.set_state(StreamState::Recovering, None);
     }
@@ -236,6 +303,10 @@ impl SourceCell {
 
     pub(crate) fn set_restore(&self, restore: Option<RestoreState>) {
         *self.restore.lock().unwrap_or_else(PoisonError::into_inner) = restore;
+    }
+
+    pub(crate) fn set_audit(&self, audit: Option<AuditRecord>) {
+        *self.audit.lock().unwrap_or_else(PoisonError::into_inner) = audit;
     }
 
     pub(crate) fn set_applied(&self, sequence: u64) {

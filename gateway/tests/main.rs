@@ -8,6 +8,7 @@ mod demo_gateway;
 mod admin;
 mod admin_undo;
 mod alerts;
+mod audits;
 mod check_config;
 mod demo;
 mod descriptors;

@@ -14,6 +14,9 @@ pub struct EventsConfig {
     pub mode: EventMode,
     /// Blocks in KV events that may wait for one shard; beyond, senders wait. Default 1,048,576, at least 1.
     pub blocks_max: u32,
+    /// Interval of the comparisons of the index with the caches of engines that support it, in milliseconds. 0 disables
+    /// them. Default 60,000.
+    pub audit_interval_ms: u32,
 }
 
 /// Workers whose KV events the index follows.
@@ -57,7 +60,7 @@ impl fmt::Display for EventMode {
 
 impl Default for EventsConfig {
     fn default() -> Self {
-        Self { mode: EventMode::default(), blocks_max: 1 << 20 }
+        Self { mode: EventMode::default(), blocks_max: 1 << 20, audit_interval_ms: 60_000 }
     }
 }
 

@@ -9,7 +9,7 @@ use ahash::RandomState;
 
 use super::residence::Residence;
 use super::waiting::PendingBlocks;
-use crate::protocol::{StorageTier, WorkerRank};
+use crate::protocol::{EngineHash, StorageTier, WorkerRank};
 
 /// The blocks of one rank in all tiers.
 #[derive(Debug)]
@@ -40,7 +40,13 @@ pub(super) const fn lower_idx(tier: StorageTier) -> Option<usize> {
 
 impl RankBlocks {
     pub(super) fn new(id: WorkerRank, hasher: &RandomState) -> Self {
-        Self { id, counted: 0, evicted_blocks: 0, device: Residence::new(hasher.clone()), lower: None }
+        Self {
+            id,
+            counted: 0,
+            evicted_blocks: 0,
+            device: Residence::new(StorageTier::Device, hasher.clone()),
+            lower: None,
+        }
     }
 
     /// Removes all blocks and resets the eviction count.
@@ -78,6 +84,11 @@ impl RankBlocks {
         &mut self.lower_mut(hasher).waiting
     }
 
+    /// Tier and name of each pending block, in any order.
+    pub(super) fn waiting_names(&self) -> impl Iterator<Item = (StorageTier, EngineHash)> {
+        self.waiting().into_iter().flat_map(PendingBlocks::names)
+    }
+
     /// Whether any block is pending behind an unknown parent.
     pub(super) fn has_waiting(&self) -> bool {
         self.lower.as_ref().is_some_and(|lower| !lower.waiting.is_empty())
@@ -113,7 +124,8 @@ impl RankBlocks {
 
     fn lower_mut(&mut self, hasher: &RandomState) -> &mut Lower {
         self.lower.get_or_insert_with(|| {
-            let residences = std::array::from_fn(|_| Residence::new(hasher.clone()));
+            let tiers = [StorageTier::HostPinned, StorageTier::Disk, StorageTier::External];
+            let residences = tiers.map(|tier| Residence::new(tier, hasher.clone()));
             Box::new(Lower { residences, waiting: PendingBlocks::new(hasher.clone()) })
         })
     }

@@ -13,9 +13,10 @@ use hashbrown::HashMap;
 use smallvec::SmallVec;
 
 use super::arena::Arena;
+use super::digest::{finalize, offset};
 use super::span::Span;
 use super::table::{Listing, Spot, Table};
-use crate::protocol::{EngineHash, StoredBlock};
+use crate::protocol::{EngineHash, StorageTier, StoredBlock};
 
 /// Number of names that are looked up before the first is processed. A lookup has two or three dependent cache misses;
 /// independent lookups overlap theirs.
@@ -75,6 +76,9 @@ pub(super) struct Residence {
     /// `Some` while any block has more than one copy.
     copies: Option<Box<Copies>>,
     hasher: RandomState,
+    /// Sum of the values of all names, and the offset of the tier: see [`super::BlockDigest`].
+    digest: u64,
+    digest_offset: u64,
 }
 
 /// Further copies of blocks: an engine without de-duplication stores and removes each copy under the same name.
@@ -95,8 +99,17 @@ struct Aliases {
 }
 
 impl Residence {
-    pub(super) fn new(hasher: RandomState) -> Self {
-        Self { spans: Arena::new(), owned: 0, names: Table::default(), aliases: None, copies: None, hasher }
+    pub(super) fn new(tier: StorageTier, hasher: RandomState) -> Self {
+        Self {
+            spans: Arena::new(),
+            owned: 0,
+            names: Table::default(),
+            aliases: None,
+            copies: None,
+            hasher,
+            digest: 0,
+            digest_offset: offset(tier),
+        }
     }
 
     /// The block with that name.
@@ -146,6 +159,8 @@ impl Residence {
             }
         }
         self.spans[span].keep(offset + listed);
+        let values = blocks[..listed as usize].iter().map(|block| self.digest_value(block.engine_hash));
+        self.digest = values.fold(self.digest, u64::wrapping_add);
         listed as usize
     }
 
@@ -157,6 +172,7 @@ impl Residence {
         }
         self.make_room(1);
         let taken = if before.is_some() { self.take_all(name) } else { Taken::Unknown };
+        self.digest = self.digest.wrapping_add(self.digest_value(name));
         if self.spans[spot.span].holds(spot.offset) {
             self.add_alias(spot, name);
         } else {
@@ -240,8 +256,11 @@ impl Residence {
     fn take_last(&mut self, name: EngineHash) -> Taken {
         let hash = self.hasher.hash_one(name);
         match self.listing(name, hash).and_then(|listing| Some((listing, self.names.get(listing)?))) {
-            Some((listing, spot)) => self.strike(spot, listing, hash),
-            None if self.remove_alias(name) => Taken::StillHeld,
+            Some((listing, spot)) => self.strike(name, spot, listing, hash),
+            None if self.remove_alias(name) => {
+                self.digest = self.digest.wrapping_sub(self.digest_value(name));
+                Taken::StillHeld
+            }
             None => Taken::Unknown,
         }
     }
@@ -256,13 +275,15 @@ impl Residence {
             return Taken::StillHeld;
         }
         match listing.and_then(|listing| Some((listing, self.names.get(listing)?))) {
-            Some((listing, spot)) => self.strike(spot, listing, hash),
+            Some((listing, spot)) => self.strike(name, spot, listing, hash),
             None => Taken::Unknown, // unknown, or listed twice in the event and already removed
         }
     }
 
-    /// Removes the table entry of the block at `spot`. Its oldest alias becomes its first name.
-    fn strike(&mut self, spot: Spot, listing: Listing, hash: u64) -> Taken {
+    /// Removes the table entry of the block at `spot`, which has this first name. Its oldest alias becomes its first
+    /// name.
+    fn strike(&mut self, name: EngineHash, spot: Spot, listing: Listing, hash: u64) -> Taken {
+        self.digest = self.digest.wrapping_sub(self.digest_value(name));
         self.names.remove(listing, hash);
         let Some(heir) = self.first_alias(spot) else { return Taken::LastName(spot) };
         self.remove_alias(heir);
@@ -293,10 +314,30 @@ impl Residence {
         self.names.len()
     }
 
+    /// Sum over all names: see [`super::BlockDigest`].
+    pub(super) fn digest(&self) -> u64 {
+        self.digest
+    }
+
+    #[inline]
+    fn digest_value(&self, name: EngineHash) -> u64 {
+        finalize(name.0.wrapping_add(self.digest_offset))
+    }
+
+    /// Number of names.
+    pub(super) fn names_count(&self) -> usize {
+        self.names.len() + self.aliases.as_ref().map_or(0, |aliases| aliases.spots.len())
+    }
+
+    /// All names, in any order.
+    pub(super) fn names(&self) -> impl Iterator<Item = EngineHash> {
+        let aliases = self.aliases.iter().flat_map(|aliases| aliases.spots.keys().copied());
+        self.blocks().map(|(_, name)| name).chain(aliases)
+    }
+
     /// Number of names and further copies, which is the number of removals until the residence is empty.
     pub(super) fn removable(&self) -> usize {
-        let aliases = self.aliases.as_ref().map_or(0, |aliases| aliases.spots.len());
-        self.names.len() + aliases + self.copies.as_ref().map_or(0, |copies| copies.total as usize)
+        self.names_count() + self.copies.as_ref().map_or(0, |copies| copies.total as usize)
     }
 
     /// Every name with further copies of its block, and their number, ordered by block.
@@ -485,6 +526,8 @@ impl Residence {
         self.names.check_invariants(self.blocks().map(|(spot, name)| (self.hasher.hash_one(name), spot)));
         assert!(self.blocks().all(|(spot, name)| self.find(name) == Some(spot)), "a block is found by its name");
         assert_eq!(self.spans().count(), self.spans.len(), "no span is empty");
+        let sum = self.names().map(|name| self.digest_value(name)).fold(0, u64::wrapping_add);
+        assert_eq!(self.digest, sum, "the digest is the sum over all names");
         assert_eq!(self.bytes(), self.bytes_visited(), "counted bytes match the visited bytes");
         if let Some(copies) = &self.copies {
             assert!(copies.further.iter().all(|(name, further)| *further > 0 && self.find(*name).is_some()));

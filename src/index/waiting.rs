@@ -104,6 +104,11 @@ impl PendingBlocks {
         }
     }
 
+    /// Every name, in any order.
+    pub(super) fn names(&self) -> impl Iterator<Item = TierName> {
+        self.blocks.keys().copied()
+    }
+
     /// Every block, sorted by name.
     pub(super) fn sorted(&self) -> Vec<(TierName, PendingBlock)> {
         let mut blocks: Vec<_> = self.blocks.iter().map(|(name, listed)| (*name, listed.block)).collect();

@@ -13,6 +13,7 @@
 //! incarnation, and keep the last few messages for replay. Duplicates are detected by a hash of the payload, so two
 //! incarnations with equal payloads under equal numbers are indistinguishable; engines include the time in every batch.
 
+mod audit;
 mod backoff;
 mod fit;
 mod hashes;
@@ -26,6 +27,10 @@ mod source;
 mod state;
 mod subscription;
 
+pub use audit::{
+    Audit, AuditResult, AuditStep, BlockName, DIGEST_REQUEST, Difference, EngineContents, Heal, NAMES_REQUEST,
+    RingContents,
+};
 pub use backoff::Backoff;
 pub use fit::AppliedBatch;
 pub use pieces::pieces;

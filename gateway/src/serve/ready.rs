@@ -342,6 +342,7 @@ mod tests {
             messages: 0,
             message_age: None,
             restore: None,
+            audit: None,
         };
         assert!(is_known(&source(true, StreamState::Silent)) && is_known(&source(false, StreamState::Live)));
         for state in [StreamState::Recovering, StreamState::Cold, StreamState::Mismatched, StreamState::Silent] {

@@ -63,6 +63,9 @@ pub struct Faults {
     /// Share of event messages whose payload is truncated or has an invalid first byte.
     #[arg(long = "fault-mangle-share", value_name = "SHARE", default_value_t = 0.0)]
     pub mangle_share: f64,
+    /// Share of removals that are missing from the event messages, also from replayed ones. The cache evicts the block.
+    #[arg(long = "fault-omit-removal-share", value_name = "SHARE", default_value_t = 0.0)]
+    pub omit_removal_share: f64,
     /// Holds back new event batches. They are neither numbered nor replayed until the pause ends.
     #[arg(long = "fault-pause-publisher")]
     pub pause_publisher: bool,
@@ -84,6 +87,7 @@ impl Default for Faults {
             duplicate_share: 0.0,
             reorder_share: 0.0,
             mangle_share: 0.0,
+            omit_removal_share: 0.0,
             pause_publisher: false,
             mute_replay: false,
         }
@@ -104,6 +108,7 @@ impl Faults {
             ("duplicate_share", self.duplicate_share),
             ("reorder_share", self.reorder_share),
             ("mangle_share", self.mangle_share),
+            ("omit_removal_share", self.omit_removal_share),
         ];
         if let Some((name, share)) = shares.into_iter().find(|(_, share)| !(0.0..=1.0).contains(share)) {
             return Err(format!("{name} is {share}: a share is from 0 to 1"));
@@ -137,6 +142,8 @@ pub enum Fault {
     Mangle,
     /// A replay request without a response.
     MuteReplay,
+    /// A removal without an event.
+    OmitRemoval,
 }
 
 /// Faults of one engine: current settings, and counts of injected faults. Both survive a restart.

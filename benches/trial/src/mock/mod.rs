@@ -10,6 +10,7 @@ mod engine;
 mod faults;
 mod handover;
 mod http;
+mod ledger;
 mod publisher;
 mod rank;
 mod sockets;

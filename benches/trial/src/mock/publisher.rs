@@ -55,6 +55,11 @@ impl Publisher {
         self.sequence_next
     }
 
+    /// Returns whether a pause holds back batches.
+    pub(crate) fn is_paused(&self) -> bool {
+        !self.paused.is_empty()
+    }
+
     /// Returns whether no message is waiting.
     pub(crate) fn is_drained(&self) -> bool {
         self.paused.is_empty() && self.overtaken.is_none()

@@ -14,7 +14,8 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::faults::FaultBoard;
+use super::faults::{Fault, FaultBoard};
+use super::ledger::Ledger;
 use super::publisher::{EventMessage, Publisher};
 use super::sockets::EventSocket;
 use crate::kv_events::Encoder;
@@ -66,6 +67,8 @@ struct DriverState {
     model: crate::engine::Rank,
     encoder: Encoder,
     publisher: Publisher,
+    ledger: Ledger,
+    removals: u64,
     requests: BTreeMap<u64, RunningRequest>,
     /// Events that do not belong to a step.
     loose_events: Vec<CacheEvent>,
@@ -109,6 +112,8 @@ impl RankDriver {
     ) -> Self {
         let state = DriverState {
             publisher: Publisher::new(encoder.rank, ring_messages_max),
+            ledger: Ledger::default(),
+            removals: 0,
             model,
             encoder,
             requests: BTreeMap::new(),
@@ -196,8 +201,15 @@ impl RankDriver {
         self.lock().publisher.sequence_next()
     }
 
+    /// Messages in reply to a replay request, or the reply to an audit request, which is numbered like the next message.
+    /// Without a reply while the publisher is paused: the cache is then at no position of the stream.
     pub(crate) fn replay(&self, sequence: u64) -> Vec<EventMessage> {
-        self.lock().publisher.replay(sequence)
+        let state = self.lock();
+        match state.ledger.reply(sequence) {
+            Some(_) if state.publisher.is_paused() => Vec::new(),
+            Some(payload) => vec![EventMessage { sequence: state.publisher.sequence_next(), payload }],
+            None => state.publisher.replay(sequence),
+        }
     }
 
     /// Virtual time in whole seconds since 1970.
@@ -327,10 +339,20 @@ impl DriverState {
     fn batch(&mut self, events: &[CacheEvent], faults: &FaultBoard, out: &mut Vec<EventMessage>) {
         let mut all = events.to_vec();
         all.append(&mut self.loose_events);
+        self.ledger.apply(&all);
+        all.retain(|event| !self.omits(event, faults));
         if !all.is_empty() {
             let payload = self.encoder.batch(self.timestamp(), &all).into();
             self.publisher.publish(payload, faults, out);
         }
+    }
+
+    /// Whether a fault omits the event.
+    fn omits(&mut self, event: &CacheEvent, faults: &FaultBoard) -> bool {
+        let is_removal = matches!(event, CacheEvent::Removed { .. });
+        self.removals += u64::from(is_removal);
+        is_removal
+            && faults.strikes(Fault::OmitRemoval, faults.get().omit_removal_share, self.encoder.rank, self.removals)
     }
 
     #[expect(clippy::cast_precision_loss, reason = "microseconds of a century fit 53 bits")]

@@ -9,7 +9,7 @@ use pointsman::engine_load::EngineLoadFact;
 use pointsman::health::{HealthState, RankHealth};
 use pointsman::protocol::{Timestamp, WorkerRank};
 use pointsman::schedule::PotentialLoad;
-use pointsman::{DiscoveryStatus, KvSourceStatus, Prompt, RouteRequest, Router, WorkerEntry};
+use pointsman::{DiscoveryStatus, KvAuditStatus, KvSourceStatus, Prompt, RouteRequest, Router, WorkerEntry};
 use serde_json::{Value, json};
 
 /// All facts about the ranks of a pool.
@@ -99,6 +99,22 @@ pub(super) fn health(health: &RankHealth, now: Timestamp) -> Value {
     json!({ "state": state, "reason": health.reason, "remaining_seconds": remaining_seconds })
 }
 
+fn audit_json(audit: &KvAuditStatus) -> Value {
+    let difference = audit.difference.as_ref().map(|found| {
+        let blocks =
+            found.examples.iter().map(|(tier, name)| json!({ "tier": tier, "name": format!("{:016x}", name.0) }));
+        json!({
+            "age_seconds": found.age.as_secs_f64(),
+            "since_seconds": found.since.map(|since| since.as_secs_f64()),
+            "stale_blocks": found.stale_blocks,
+            "missing_blocks": found.missing_blocks,
+            "blocks": blocks.collect::<Vec<_>>(),
+            "heal": found.heal,
+        })
+    });
+    json!({ "result": audit.result, "age_seconds": audit.age.as_secs_f64(), "difference": difference })
+}
+
 pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
     let KvSourceStatus {
         rank: _,
@@ -112,6 +128,7 @@ pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
         messages,
         message_age,
         restore,
+        audit,
     } = source;
     json!({
         "endpoint": endpoint,
@@ -124,6 +141,7 @@ pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
         "messages_total": messages,
         "message_age_seconds": message_age.map(|age| age.as_secs_f64()),
         "restore": restore.map(|restore| restore.name()),
+        "audit": audit.as_ref().map(audit_json),
     })
 }
 

@@ -171,6 +171,7 @@ mod tests {
             messages: 0,
             message_age: None,
             restore: None,
+            audit: None,
         };
         let wrong = "the engine's block size is 32, the pool's is 64";
         let text = of_sources(vec![source(1, Some(wrong)), source(2, None), source(3, Some(wrong))]);

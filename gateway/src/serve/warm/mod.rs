@@ -154,6 +154,7 @@ mod tests {
             messages: 0,
             message_age: None,
             restore,
+            audit: None,
         };
         let unverified = Some(RestoreState::Unverified);
         let sources = [unverified, None, Some(RestoreState::Dropped), Some(RestoreState::Resumed), unverified];

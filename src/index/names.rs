@@ -1,0 +1,64 @@
+//! Names of a rank for audits: their digest, all of them, and the removal of stale ones.
+
+use std::collections::BTreeSet;
+
+use super::digest::BlockDigest;
+use super::residence::Residence;
+use super::{Index, hold};
+use crate::protocol::{EngineHash, StorageTier, WorkerRank};
+
+impl Index {
+    /// Digest of all names that the rank holds or that wait for a parent; `None` if it is not registered. One step per
+    /// tier and waiting block.
+    ///
+    /// ```
+    /// use pointsman::index::{BlockDigest, Index};
+    /// use pointsman::protocol::{Generation, Slot, WorkerId, WorkerRank};
+    ///
+    /// let (mut index, rank) = (Index::new(), WorkerRank::new(WorkerId(7), 0));
+    /// assert_eq!(index.digest_of(rank), None);
+    /// index.register(rank, Slot(0), Generation(1));
+    /// assert_eq!(index.digest_of(rank), Some(BlockDigest::default()));
+    /// ```
+    #[must_use]
+    pub fn digest_of(&self, rank: WorkerRank) -> Option<BlockDigest> {
+        let blocks = self.rank(self.slot_of(rank)?);
+        let waiting: BlockDigest = blocks.waiting_names().collect();
+        let held = |digest: BlockDigest, residence: &Residence| BlockDigest {
+            sum: digest.sum.wrapping_add(residence.digest()),
+            blocks: digest.blocks + residence.names_count() as u64,
+        };
+        Some(blocks.residences().map(|(_, residence)| residence).fold(waiting, held))
+    }
+
+    /// The names in the [digest](Self::digest_of) of a rank; empty if it is not registered. Visits every block.
+    #[must_use]
+    pub fn names_of(&self, rank: WorkerRank) -> BTreeSet<(StorageTier, EngineHash)> {
+        let Some(slot) = self.slot_of(rank) else { return BTreeSet::new() };
+        let blocks = self.rank(slot);
+        let held = blocks.residences().flat_map(|(tier, residence)| residence.names().map(move |name| (tier, name)));
+        held.chain(blocks.waiting_names()).collect()
+    }
+
+    /// Removes names of a rank with all copies of their blocks, for names that the engine no longer has. Returns the
+    /// number of removed names.
+    pub fn forget(&mut self, rank: WorkerRank, names: &[(StorageTier, EngineHash)]) -> usize {
+        let Some(slot) = self.slot_of(rank) else { return 0 };
+        let mut known = 0;
+        for tier in StorageTier::ALL {
+            let of_tier: Vec<_> = names.iter().filter(|(of, _)| *of == tier).map(|(_, name)| *name).collect();
+            if of_tier.is_empty() {
+                continue;
+            }
+            let not_pending = self.remove_waiting(slot, tier, &of_tier);
+            let held = not_pending.as_deref().unwrap_or(&of_tier);
+            known += of_tier.len() - held.len();
+            if self.rank(slot).residence(tier).is_some() {
+                let (tree, residence) = self.parts(slot, tier);
+                known += hold::forget(tree, residence, slot, held);
+            }
+        }
+        self.recount(slot);
+        known
+    }
+}
