@@ -62,5 +62,6 @@ pub use replica::{
 #[cfg(feature = "replicas")]
 pub use replica::{MemoryBus, MemoryFaults, MemoryNetwork};
 pub use scheduler::PendingClass;
+pub use telemetry::RoutePhases;
 pub use views::kv_source::{KvAuditStatus, KvDifferenceStatus, KvSourceStatus};
 pub use views::worker::WorkerEntry;

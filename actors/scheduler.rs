@@ -195,6 +195,7 @@ pub(crate) struct Scheduler {
     /// Generation and strand of each rank's sequence actor, by slot.
     sequences: Vec<Option<(Generation, Arc<Strand<Sequence>>)>>,
     effects: VecDeque<Effect<RequestContext>>,
+    stepped_at: Timestamp,
     replies: SchedulerReplies,
     /// Start of the batch in flight, and its responses so far.
     in_flight: Option<(Instant, JoinObserver<LoadAnswer, LoadContinuation>)>,
@@ -252,6 +253,7 @@ impl Scheduler {
             ),
             sequences: Vec::new(),
             effects: VecDeque::new(),
+            stepped_at: Timestamp::default(),
             replies: SchedulerReplies::default(),
             in_flight: None,
             timer_armed: false,
@@ -388,6 +390,7 @@ impl Scheduler {
     }
 
     fn step_schedule_at(&mut self, input: Input<RequestContext>, now: Timestamp) {
+        self.stepped_at = now;
         self.tape.step(&mut self.schedule, input, (&self.loads, now), &mut self.effects);
     }
 
@@ -416,7 +419,7 @@ impl Scheduler {
                         continue;
                     };
                     if let Some(timestamps) = timestamps {
-                        timestamps.set_decided();
+                        timestamps.set_decided(self.stepped_at);
                     }
                     let Some(Some((_, strand))) = self.sequences.get(decision.slot.index()) else { continue };
                     // Sent before the Book, so a query after the booking finds the speculative entry.

@@ -97,9 +97,9 @@ pub use actors::PlacedBody;
 #[cfg(feature = "runtime")]
 pub use actors::{
     AddRequest, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, Health, KvAuditStatus, KvDifferenceStatus,
-    KvSourceStatus, OverlapScores, PendingClass, Placement, PrefillPlacement, RankScores, RecordedDecision, Router,
-    RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure, SharedSummary, StaticList,
-    WorkerEntry,
+    KvSourceStatus, OverlapScores, PendingClass, Placement, PrefillPlacement, RankScores, RecordedDecision,
+    RoutePhases, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure,
+    SharedSummary, StaticList, WorkerEntry,
 };
 #[cfg(feature = "replicas")]
 pub use actors::{

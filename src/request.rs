@@ -146,6 +146,8 @@ pub struct RequestOptions {
     pub mm_spans: Vec<MmSpan>,
     /// Whether the decision contains the prompt's hashes.
     pub routing_hashes: bool,
+    /// Whether the durations of the phases are measured for the placement: a few clock reads.
+    pub phases: bool,
     /// Tenant of the request, any text. The tenants of a class are served in turn by fair queueing; requests without one
     /// form a tenant of their own.
     pub tenant: Option<Arc<str>>,

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::lease_guard::LeaseGuard;
 use crate::actors::sequence::table::SequenceAddress;
-use crate::actors::telemetry::Prediction;
+use crate::actors::telemetry::{Prediction, RoutePhases};
 use crate::actors::views::rank::RankEntry;
 use crate::error::RequestError;
 use crate::health::Outcome;
@@ -24,6 +24,7 @@ const INTERVALS_MIN: u32 = 8;
 #[must_use = "dropping a placement frees its booking"]
 pub struct Placement {
     guard: LeaseGuard,
+    phases: Option<RoutePhases>,
     address: Arc<SequenceAddress>,
     decision: Decision,
     prediction: Prediction,
@@ -36,14 +37,14 @@ pub struct Placement {
 
 impl Placement {
     pub(super) fn new(
-        guard: LeaseGuard,
+        (guard, phases): (LeaseGuard, Option<RoutePhases>),
         address: Arc<SequenceAddress>,
         decision: Decision,
         prediction: Prediction,
         targets: Option<ResolvedTargets>,
     ) -> Self {
         let (pace, told_outcome) = (Mutex::default(), AtomicBool::new(false));
-        Self { guard, address, decision, prediction, targets, pace, told_outcome }
+        Self { guard, phases, address, decision, prediction, targets, pace, told_outcome }
     }
 
     /// Endpoint of the rank's worker, from its configuration.
@@ -73,6 +74,13 @@ impl Placement {
     #[must_use]
     pub fn request_id(&self) -> &str {
         self.guard.lease().request_id()
+    }
+
+    /// Durations of the phases, for requests with [`RequestOptions::phases`](crate::RequestOptions::phases) and a sample
+    /// of the others. The last one ended when the router returned this placement.
+    #[must_use]
+    pub fn phases(&self) -> Option<RoutePhases> {
+        self.phases
     }
 
     /// Reports the first token: the rank has no prefill left for this request. Repeated calls have no effect.

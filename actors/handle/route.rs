@@ -21,7 +21,7 @@ use crate::actors::delivery::reply::Reply;
 use crate::actors::radix::{RadixMsg, overlap_token};
 use crate::actors::scheduler::{RequestContext, SchedulerMsg};
 use crate::actors::sequence::table::SequenceAddress;
-use crate::actors::telemetry::{self, BookingResult, PhaseTimestamps, Prediction};
+use crate::actors::telemetry::{self, BookingResult, PhaseTimestamps, Prediction, RoutePhases};
 use crate::actors::views::rank::RankEntry;
 use crate::actors::views::status::RouterPhase;
 use crate::directory::{Lease, LeaseState};
@@ -60,7 +60,8 @@ impl Router {
         telemetry::trace_hashes(span, prepared.hashes());
         let mut attempts = 0;
         loop {
-            let (guard, decision) = self.book(request_id, &prepared, Target::Any, span).await?;
+            let timed = (span, request.options.phases);
+            let (guard, decision, phases) = self.book(request_id, &prepared, Target::Any, timed).await?;
             // The removal of the rank since the decision has ended the booking.
             if let Some(address) = self.strands().sequences.get(decision.slot, decision.generation) {
                 let Edge { config, meters, .. } = &**self.edge();
@@ -75,7 +76,7 @@ impl Router {
                 }
                 meters.placed(prepared.prompt_tokens(), config.block_size, &decision, prediction.kind().is_some());
                 address.entry.counts.placed();
-                return Ok(Placement::new(guard, address, decision, prediction, prepared.targets()));
+                return Ok(Placement::new((guard, phases), address, decision, prediction, prepared.targets()));
             }
             attempts += 1;
             if attempts == ATTEMPTS_MAX {
@@ -116,7 +117,7 @@ impl Router {
         let prepared = self.prepare(&request.into_route())?;
         let prepared = if cached_tokens.is_some() { prepared.without_overlap() } else { prepared };
         let target = Target::Exactly { rank, cached_tokens, expected_duration: expected_prefill_duration };
-        let (guard, decision) = self.book(request_id, &prepared, target, span).await?;
+        let (guard, decision, _) = self.book(request_id, &prepared, target, (span, false)).await?;
         if self.strands().sequences.get(decision.slot, decision.generation).is_none() {
             return Err(Rejection::UnknownRank(rank).into()); // the rank was removed, which ended the booking
         }
@@ -200,8 +201,8 @@ impl Router {
         request_id: &str,
         prepared: &Prepared,
         target: Target,
-        span: &Span,
-    ) -> Result<(LeaseGuard, Decision), RouteError> {
+        timed: (&Span, bool),
+    ) -> Result<(LeaseGuard, Decision, Option<RoutePhases>), RouteError> {
         for attempt in 0..ATTEMPTS_MAX {
             self.views().status.up()?;
             let permit = self.intake().admit()?;
@@ -213,14 +214,14 @@ impl Router {
             let guard = LeaseGuard::new(self.edge(), Arc::clone(&lease));
             // Restart time is excluded from the phase timings of a lost request.
             let Edge { meters, clock, .. } = &**self.edge();
-            let timestamps = if attempt == 0 { meters.phases.sample(&lease, span, *clock) } else { None };
+            let timestamps = if attempt == 0 { meters.phases.sample(&lease, timed, *clock) } else { None };
             let answer = self.submit(prepared, target, Purpose::Book, Some(lease), permit, timestamps.clone());
             match self.views().status.reply_of(answer).await {
                 Some(Reply::Placed(decision)) => {
-                    if let Some(timestamps) = timestamps {
-                        meters.phases.record(&timestamps, prepared.started(), guard.lease(), span);
-                    }
-                    return Ok((guard, decision));
+                    let phases = timestamps.map(|timestamps| {
+                        meters.phases.record(&timestamps, prepared.started(), guard.lease(), timed.0)
+                    });
+                    return Ok((guard, decision, phases));
                 }
                 Some(Reply::Rejected(reason)) => {
                     guard.was_rejected();

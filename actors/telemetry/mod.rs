@@ -23,6 +23,7 @@ use metrics::{Counter, Gauge, Histogram};
 
 pub(crate) use decisions::{BookingResult, Decisions};
 pub(crate) use instruments::{Pool, describe};
+pub use phases::RoutePhases;
 pub(crate) use phases::{PhaseTimestamps, Phases, route_span, trace_decision, trace_hashes};
 pub(crate) use predictions::{Prediction, PromptKind};
 pub(crate) use rank_counters::RankCounters;

@@ -27,7 +27,31 @@ const HASHES_SHOWN: usize = 8;
 pub(crate) struct PhaseTimestamps {
     clock: Clock,
     found: AtomicU64,
+    stepped: AtomicU64,
     decided: AtomicU64,
+}
+
+/// Durations of the phases of a placed request, in this order without gaps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RoutePhases {
+    /// Until the prompt is hashed.
+    pub hash: Duration,
+    /// Until the last index shard, and the shared cache if present, has responded.
+    pub overlap: Duration,
+    /// Until the step of the scheduler that decides: time in the queue, and load queries.
+    pub queue: Duration,
+    /// Until a rank is chosen.
+    pub decide: Duration,
+    /// Until the caller has the placement.
+    pub book: Duration,
+}
+
+impl RoutePhases {
+    /// Sum of all phases.
+    #[must_use]
+    pub fn total(&self) -> Duration {
+        self.hash + self.overlap + self.queue + self.decide + self.book
+    }
 }
 
 impl PhaseTimestamps {
@@ -36,8 +60,9 @@ impl PhaseTimestamps {
         self.found.store(self.clock.now().0, Ordering::Relaxed);
     }
 
-    /// Rank chosen.
-    pub(crate) fn set_decided(&self) {
+    /// Rank chosen, in a step of the scheduler that began at `stepped`.
+    pub(crate) fn set_decided(&self, stepped: Timestamp) {
+        self.stepped.store(stepped.0, Ordering::Relaxed);
         self.decided.store(self.clock.now().0, Ordering::Relaxed);
     }
 }
@@ -64,19 +89,33 @@ impl Phases {
     }
 
     /// Timestamps for a sampled request; `None` for most.
-    pub(crate) fn sample(&self, lease: &Lease, span: &Span, clock: Clock) -> Option<Arc<PhaseTimestamps>> {
-        let timed = lease.booking().0.is_multiple_of(SAMPLED_ONE_IN) || !span.is_disabled();
+    pub(crate) fn sample(
+        &self,
+        lease: &Lease,
+        (span, is_requested): (&Span, bool),
+        clock: Clock,
+    ) -> Option<Arc<PhaseTimestamps>> {
+        let timed = is_requested || lease.booking().0.is_multiple_of(SAMPLED_ONE_IN) || !span.is_disabled();
         // Without an index, the overlap phase takes no time.
         timed.then(|| {
-            Arc::new(PhaseTimestamps { clock, found: AtomicU64::new(lease.arrival().0), decided: AtomicU64::new(0) })
+            let (found, stepped, decided) = (AtomicU64::new(lease.arrival().0), AtomicU64::new(0), AtomicU64::new(0));
+            Arc::new(PhaseTimestamps { clock, found, stepped, decided })
         })
     }
 
     /// Records a measured request whose hashing began at `started` and whose reply has arrived.
-    pub(crate) fn record(&self, timestamps: &PhaseTimestamps, started: Timestamp, lease: &Lease, span: &Span) {
+    pub(crate) fn record(
+        &self,
+        timestamps: &PhaseTimestamps,
+        started: Timestamp,
+        lease: &Lease,
+        span: &Span,
+    ) -> RoutePhases {
         let (hashed, answered) = (lease.arrival(), timestamps.clock.now());
         let found = Timestamp(timestamps.found.load(Ordering::Relaxed));
         let decided = Timestamp(timestamps.decided.load(Ordering::Relaxed));
+        // The step may have begun before the overlap of a later request of its batch was known.
+        let stepped = Timestamp(timestamps.stepped.load(Ordering::Relaxed)).clamp(found.min(decided), decided);
         let phases = [
             (&self.hash, "hash_seconds", hashed.since(started)),
             (&self.overlap, "overlap_seconds", found.since(hashed)),
@@ -88,6 +127,13 @@ impl Phases {
             let seconds = Duration::as_secs_f64(&duration);
             histogram.record(seconds);
             span.record(field, seconds);
+        }
+        RoutePhases {
+            hash: hashed.since(started),
+            overlap: found.since(hashed),
+            queue: stepped.since(found),
+            decide: decided.since(stepped),
+            book: answered.since(decided),
         }
     }
 }

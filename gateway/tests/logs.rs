@@ -188,10 +188,12 @@ async fn each_request_writes_one_access_line() {
     assert_eq!(process.post("stranger", "not-a-key-0123456789", &chat(false)).await.status, 401);
     let unknown = json!({ "model": "the secret prompt", "messages": [] });
     assert_eq!(process.post("unknown", KEY, &unknown).await.status, 404);
-    let headers = format!("x-request-id: lost\r\nauthorization: Bearer {KEY}\r\n");
+    let trace = "0af7651916cd43dd8448eb211c80319c";
+    let context = format!("traceparent: 00-{trace}-b7ad6b7169203331-01\r\n");
+    let headers = format!("x-request-id: lost\r\nauthorization: Bearer {KEY}\r\n{context}");
     assert_eq!(request(process.address, "GET", "/v1/nothing?key=the-secret", &headers, b"").await.status, 404);
     assert_eq!(request(process.address, "GET", "/ready", "x-request-id: probe\r\n", b"").await.status, 200);
-    let headers = format!("x-request-id: gone\r\nauthorization: Bearer {KEY}\r\n");
+    let headers = format!("x-request-id: gone\r\nauthorization: Bearer {KEY}\r\n{context}");
     let body = chat(false).to_string();
     let client = send(process.address, "POST", "/v1/chat/completions", &headers, body.as_bytes()).await;
     until("the worker has it", || worker.requests().len() == 7).await;
@@ -201,7 +203,10 @@ async fn each_request_writes_one_access_line() {
     let placed = |line: &Value| {
         assert!(line["rank"].as_u64().is_some_and(|rank| rank < 2), "{line}");
         let mut line = steady(line);
-        line.as_object_mut().expect("an object").remove("rank");
+        assert!(line["worker_id"].is_string() && line["decision"].is_u64() && line["route_ms"].is_f64(), "{line}");
+        for field in ["rank", "worker_id", "decision", "route_ms"] {
+            line.as_object_mut().expect("an object").remove(field);
+        }
         line
     };
     let expected = |fields: Value| {
@@ -226,6 +231,7 @@ async fn each_request_writes_one_access_line() {
     assert_eq!((&bad["status"], &bad["outcome"], &bad["worker"]), (&json!(400), &json!("worker_error"), &json!(url)));
     let retried = placed(&process.line("retried").await);
     assert_eq!((&retried["status"], &retried["attempts"], &retried["outcome"]), (&json!(200), &json!(2), &json!("ok")));
+    assert_eq!(retried["retry_reasons"], "server_error");
     let stranger = steady(&process.line("stranger").await);
     let refused =
         json!({ "endpoint": "chat", "status": 401, "outcome": "refused", "error": "invalid_api_key", "attempts": 0 });
@@ -234,9 +240,10 @@ async fn each_request_writes_one_access_line() {
     let refused = json!({ "tenant": "acme", "endpoint": "chat", "status": 404, "outcome": "refused", "error": "model_not_found", "attempts": 0 });
     assert_eq!(unknown, refused);
     let lost = steady(&process.line("lost").await);
-    let refused = json!({ "endpoint": "other", "path": "/v1/nothing", "status": 404, "outcome": "refused", "error": "path_not_found", "attempts": 0 });
+    let refused = json!({ "endpoint": "other", "path": "/v1/nothing", "status": 404, "outcome": "refused", "error": "path_not_found", "attempts": 0, "trace_id": trace });
     assert_eq!(lost, refused);
     let gone = process.line("gone").await;
+    assert_eq!(gone["trace_id"], trace);
     assert_eq!((&gone["status"], &gone["outcome"], &gone["worker"]), (&json!(499), &json!("client_gone"), &json!(url)));
 
     let lines = process.access.all();

@@ -36,5 +36,7 @@ mod replicas;
 mod scale_from_zero;
 mod targets;
 mod tokens;
+#[cfg(feature = "otlp")]
+mod traces;
 mod warm_start;
 mod worker_tls;

@@ -95,13 +95,15 @@ fn resolve_targets(
     Ok(Some(ResolvedTargets { ttft, ttft_due: ttft.map(|ttft| now + ttft), itl, rejects }))
 }
 
-/// Whether the options that the scheduler reads have their defaults. Salt, spans and hashes concern the prompt alone.
+/// Whether the options that the scheduler reads have their defaults. Salt, spans and hashes concern the prompt alone,
+/// and phases are measured by the caller.
 fn is_default(options: &RequestOptions) -> bool {
     let RequestOptions {
         lora_name,
         cache_salt: _,
         mm_spans: _,
         routing_hashes: _,
+        phases: _,
         tenant,
         strict_priority,
         priority_jump,

@@ -104,6 +104,15 @@ pub enum GatewayError {
         /// System error.
         error: std::io::Error,
     },
+    /// Exporter of traces.
+    #[cfg(feature = "otlp")]
+    #[error("cannot export traces to {endpoint}: {reason}")]
+    Otlp {
+        /// `gateway.otlp_endpoint`.
+        endpoint: String,
+        /// Reason of the client library.
+        reason: String,
+    },
 }
 
 /// Serving state of a request: a snapshot that a reload replaces. State of the process that survives a reload, such as
@@ -125,6 +134,9 @@ pub(crate) struct App {
     /// Token for `GET` requests of operators, beside the operator token.
     pub(crate) read_token: Option<Arc<admin::Token>>,
     pub(crate) meters: Arc<Meters>,
+    /// Exporter of traces; `None` without `gateway.otlp_endpoint`.
+    #[cfg(feature = "otlp")]
+    pub(crate) tracing: Option<Arc<telemetry::Tracing>>,
     pub(crate) retry_budget: Arc<RetryBudget>,
     pub(crate) bodies: Arc<BodyBudget>,
     pub(crate) broken_streams: Arc<LogThrottle>,
@@ -160,6 +172,8 @@ impl App {
             models: Arc::new(models),
             upstream,
             meters: Arc::new(Meters::new()),
+            #[cfg(feature = "otlp")]
+            tracing: None,
             broken_streams: Arc::new(LogThrottle::new(BROKEN_STREAM_LOG_INTERVAL)),
             ids: Arc::new(Ids::new()),
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
@@ -248,7 +262,12 @@ impl Gateway {
         if let Some(metrics) = metrics.clone() {
             upkeep.spawn(metrics.keep_up());
         }
-        let current = Current::new(App::new(settings, &limits, &files, models, upstream, metrics));
+        #[cfg(feature = "otlp")]
+        let tracing = tracing_of(&settings.gateway)?;
+        let app = App::new(settings, &limits, &files, models, upstream, metrics);
+        #[cfg(feature = "otlp")]
+        let app = App { tracing, ..app };
+        let current = Current::new(app);
         upkeep.spawn(models::warn_of_unread(current.clone()));
         upkeep.spawn(warm::write_periodically(current.clone()));
         upkeep.spawn(decision_files::write_continuously(current.clone()));
@@ -396,11 +415,26 @@ impl Gateway {
         if let Some(replicas) = self.replicas {
             replicas.leave().await;
         }
+        #[cfg(feature = "otlp")]
+        if let Some(tracing) = app.tracing.clone() {
+            // Waits for a thread of the SDK.
+            drop(tokio::task::spawn_blocking(move || tracing.shutdown()).await);
+        }
         if let Some(admin) = self.admin {
             admin.drain(ADMIN_DRAIN, Duration::ZERO, || {}).await;
         }
         drained
     }
+}
+
+/// Exporter of traces, if an address is set.
+#[cfg(feature = "otlp")]
+fn tracing_of(gateway: &crate::settings::GatewaySettings) -> Result<Option<Arc<telemetry::Tracing>>, GatewayError> {
+    let Some(endpoint) = &gateway.otlp_endpoint else { return Ok(None) };
+    let tracing = telemetry::Tracing::start(endpoint, gateway.otlp_sample_share);
+    tracing
+        .map(|tracing| Some(Arc::new(tracing)))
+        .map_err(|reason| GatewayError::Otlp { endpoint: endpoint.clone(), reason })
 }
 
 /// Contents of the files referenced by settings, validated.

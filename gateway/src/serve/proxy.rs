@@ -35,7 +35,7 @@ use super::App;
 use super::disaggregation::PrefillResult;
 use super::metrics::Account;
 use super::prepare::{Admitted, Prepared, admit};
-use super::telemetry::ErrorCode;
+use super::telemetry::{ErrorCode, RequestTrace};
 use crate::openai::{ApiError, Endpoint, request_id, to_client};
 use crate::settings::MessagesMode;
 pub(super) use answer::Answer;
@@ -60,6 +60,11 @@ pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, requ
     // The routing layer has set the id and adds it to every response.
     let request_id = request_id(&head.headers).unwrap_or_default();
     account.access.request_id = request_id.to_owned();
+    account.trace = RequestTrace::of(&head.headers);
+    #[cfg(feature = "otlp")]
+    if let Some(tracing) = &app.tracing {
+        account.trace.begin(tracing, endpoint.path(), account.started());
+    }
     let forwarded = forward(&app, &mut account, endpoint, &head.headers, request_id, body).await;
     let response = match forwarded {
         Ok(Forwarded { begin, translation: None, migration }) => {

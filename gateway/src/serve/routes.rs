@@ -20,7 +20,7 @@ use tower_http::catch_panic::CatchPanicLayer;
 
 use super::App;
 use super::current::Current;
-use super::telemetry::{AccessRecord, ErrorCode};
+use super::telemetry::{AccessRecord, ErrorCode, RequestTrace};
 use super::{catalog, proxy, ready};
 use crate::openai::{ApiError, Endpoint, request_id};
 
@@ -82,6 +82,7 @@ async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) ->
     let refused = refused_head(&request);
     let is_unrouted = refused.is_some() || !is_routed(&request);
     let unrouted = is_unrouted.then(|| (path_of(&request), Instant::now()));
+    let trace_id = unrouted.as_ref().and_then(|_| RequestTrace::of(request.headers()).trace_id());
     let mut answer = match refused {
         Some(error) => error.into_response(),
         None => next.run(request).await,
@@ -94,7 +95,7 @@ async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) ->
         let error = answer.extensions().get().map(|ErrorCode(code)| *code);
         let record = AccessRecord::unrouted(request_id, path, error);
         let status = answer.status().as_u16();
-        record.write("other", "", status, record.outcome_of(status), started.elapsed());
+        record.write("other", ("", trace_id.as_deref()), status, record.outcome_of(status), started.elapsed());
     }
     if is_anthropic {
         answer.headers_mut().insert(ANTHROPIC_REQUEST_ID, id.clone());

@@ -5,8 +5,12 @@
 
 mod access;
 mod log;
+#[cfg(feature = "otlp")]
+mod otlp;
 mod process;
 mod series;
+mod trace;
+mod trace_context;
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -22,7 +26,10 @@ pub use access::AccessLog;
 pub(crate) use access::{AccessRecord, ErrorCode};
 pub use log::{LevelError, parse_level};
 pub(crate) use log::{start_log, write_problems};
+#[cfg(feature = "otlp")]
+pub(crate) use otlp::Tracing;
 use series::{Expiring, IDLE_MAX, LastingSeries};
+pub(crate) use trace::{RequestEnd, RequestTrace};
 
 /// Duration buckets in seconds, from gateway overhead to long responses.
 pub(super) const SECONDS: &[f64] = &[

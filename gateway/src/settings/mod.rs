@@ -126,6 +126,10 @@ pub struct GatewaySettings {
     /// Destination of the access log, one JSON object per request: `stdout`, `stderr`, `off`, or the absolute path of a
     /// file.
     pub access_log: String,
+    /// Address of an OpenTelemetry collector with OTLP over gRPC, `http://HOST:PORT`. Not set: no spans are exported.
+    pub otlp_endpoint: Option<String>,
+    /// Share of requests with exported spans, from 0 to 1. The decision of the client in `traceparent` takes precedence.
+    pub otlp_sample_share: f64,
 }
 
 /// Format of log lines.
@@ -175,6 +179,8 @@ impl Default for GatewaySettings {
             log_level: "info".to_owned(),
             log_format: LogFormat::Text,
             access_log: "stdout".to_owned(),
+            otlp_endpoint: None,
+            otlp_sample_share: 1.0,
         }
     }
 }

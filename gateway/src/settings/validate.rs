@@ -8,6 +8,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::path::Path;
 
+use axum::http::uri::Authority;
 use pointsman::DnsNames;
 use pointsman::discovery::{FileFormat, HttpUrl};
 
@@ -161,6 +162,17 @@ impl Settings {
         let access_log = &gateway.access_log;
         let is_known = AccessLog::parse(access_log).is_some();
         rules.text("gateway.access_log", access_log, is_known, "stdout, stderr, off, or the absolute path of a file");
+        if let Some(endpoint) = &gateway.otlp_endpoint {
+            let authority = endpoint.strip_prefix("http://").and_then(|rest| rest.parse::<Authority>().ok());
+            let is_usable = authority.is_some_and(|authority| authority.port().is_some()) && cfg!(feature = "otlp");
+            let rule = match cfg!(feature = "otlp") {
+                true => "http://HOST:PORT",
+                false => "absent: this program was built without the feature otlp",
+            };
+            rules.text("gateway.otlp_endpoint", endpoint, is_usable, rule);
+        }
+        let share = gateway.otlp_sample_share;
+        rules.check("gateway.otlp_sample_share", share, (0.0..=1.0).contains(&share), "between 0 and 1");
     }
 
     fn check_admin(&self, rules: &mut Rules) {

@@ -89,6 +89,7 @@ impl AttemptLoop<'_> {
         let (mut excluded, mut failures) = (ExcludedRanks::of(self.failed), Failures::default());
         let mut reports = Reports::new(self.model, self.kind);
         reports.has_counted = !self.failed.is_empty();
+        request.options.phases = account.trace.wants_phases();
         request.options.routing_hashes |= self.split.as_ref().is_some_and(Split::needs_hashes);
         let attempts_max = self.app.settings.gateway.attempts_max;
         let (mut counted, mut unreachable, mut holds_retry) = (0, 0, false);
@@ -117,9 +118,10 @@ impl AttemptLoop<'_> {
                     break;
                 }
             };
-            account.waited_since(routed);
+            account.placed_since(routed, &placement);
             if let Some((reason, worker)) = failures.reasons.last().zip(last_worker.take()) {
                 self.model.meters.retried(*reason);
+                account.access.retried(reason.name());
                 worker.retried(*reason);
             }
             let mut sent = self.model.workers.sent(&placement);
@@ -164,6 +166,7 @@ impl AttemptLoop<'_> {
                 cause = failure.cause(),
                 "upstream attempt failed"
             );
+            account.attempt_failed(failure.reason());
             last_worker = Some(Arc::clone(sent.worker()));
             let may_retry = self.is_worth_a_retry(failure.reason(), &failures.reasons);
             let is_unreachable = failure.is_unreachable();
@@ -249,8 +252,9 @@ impl AttemptLoop<'_> {
         sent: &mut WorkerRequest,
         outgoing: Outgoing<'_>,
     ) -> Result<Checked, Failure> {
-        let request = self.request_to(placement, outgoing).map_err(Failure::NoResponse)?;
+        let mut request = self.request_to(placement, outgoing).map_err(Failure::NoResponse)?;
         account.sent(placement);
+        account.trace.inject(request.headers_mut());
         let (upstream, kinds) = (self.app.upstream.clone(), (self.endpoint, self.kind));
         exchange(upstream, request, kinds, self.response_time_max(), |status| sent.answered(status)).await
     }

@@ -286,7 +286,10 @@ impl<'a> Split<'a> {
             let (body, within) = (bodies.prefill(&transfer), attempts.response_time_max());
             let to_prefill = attempts.request_to(&prefill, Outgoing::new(body, id).to(pool.protocol()));
             let to_prefill = match to_prefill {
-                Ok(request) => request,
+                Ok(mut request) => {
+                    account.trace.inject(request.headers_mut());
+                    request
+                }
                 Err(error) => {
                     let result = Err(LegError::Failed(Failure::NoResponse(error)));
                     let end = PrefillEnd { placement: prefill, sent: prefill_sent, result };
@@ -381,6 +384,7 @@ impl<'a> Split<'a> {
         let within = Duration::from_millis(attempts.app.settings.gateway.queue_timeout_ms);
         let placed = timeout(within, self.pool.pools.place_prefill(prefill, &constraints, decode)).await;
         account.waited_since(waits);
+        account.access.routed(waits.elapsed());
         placed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| error.error.into())
     }
 
@@ -442,8 +446,9 @@ impl<'a> Split<'a> {
         let Legs { bodies, transfer, request_id, values, next_turn } = legs;
         let outgoing = Outgoing::new(bodies.decode(transfer, None), request_id).to(self.pool.protocol());
         let request = attempts.request_to(decode, outgoing);
-        let request = request.map_err(|error| SplitError::Decode(Failure::NoResponse(error)))?;
+        let mut request = request.map_err(|error| SplitError::Decode(Failure::NoResponse(error)))?;
         account.sent(decode);
+        account.trace.inject(request.headers_mut());
         sent.begin();
         let status = Arc::new(AtomicU16::new(0));
         let seen = Arc::clone(&status);

@@ -10,6 +10,7 @@ use axum::http::StatusCode;
 use pointsman::Placement;
 use pointsman::answer::Usage;
 
+use super::RequestEnd;
 use crate::prompt::LengthReport;
 use crate::serve::quotas::TokenUse;
 
@@ -70,7 +71,14 @@ pub(crate) struct AccessRecord {
     /// Time from the request head to the first token of a streamed response.
     pub(crate) first_token: Option<Duration>,
     worker: Option<String>,
+    worker_id: Option<u64>,
     rank: Option<u32>,
+    decision: Option<u64>,
+    forgone_blocks: u32,
+    /// Time in the router, over all placements.
+    routing: Duration,
+    /// Failures before each retry, oldest first.
+    retry_reasons: Vec<&'static str>,
     prefill_worker: Option<String>,
     prefill_rank: Option<u32>,
     attempts: u32,
@@ -95,11 +103,24 @@ impl AccessRecord {
     pub(crate) fn attempted(&mut self, placement: &Placement) {
         self.attempts += 1;
         self.worker = Some(placement.endpoint().to_owned());
+        self.worker_id = Some(placement.rank().worker.0);
         self.rank = Some(placement.rank().rank);
+        self.decision = Some(placement.number());
         if self.prefill_worker.is_none() {
             self.predicted_cached_tokens = Some(placement.cached_tokens());
             self.predicted_ttft = placement.predicted_ttft();
+            self.forgone_blocks = placement.forgone_blocks();
         }
+    }
+
+    /// Records time in the router.
+    pub(crate) fn routed(&mut self, duration: Duration) {
+        self.routing += duration;
+    }
+
+    /// Records a retry after this failure.
+    pub(crate) fn retried(&mut self, reason: &'static str) {
+        self.retry_reasons.push(reason);
     }
 
     /// Records a prefill leg at the worker of the placement. Its cache is that of the request.
@@ -108,6 +129,7 @@ impl AccessRecord {
         self.prefill_rank = Some(placement.rank().rank);
         self.predicted_cached_tokens = Some(placement.cached_tokens());
         self.predicted_ttft = placement.predicted_ttft();
+        self.forgone_blocks = placement.forgone_blocks();
     }
 
     /// Records usage and output of the worker.
@@ -137,6 +159,21 @@ impl AccessRecord {
         self.earlier_output_tokens = self.output_tokens.unwrap_or(0);
     }
 
+    /// Summary for the trace.
+    pub(crate) fn summary<'a>(&'a self, model: &'a str, status: u16, outcome: &'static str) -> RequestEnd<'a> {
+        RequestEnd {
+            request_id: &self.request_id,
+            tenant: self.tenant.as_deref(),
+            model,
+            status,
+            outcome,
+            error: self.error,
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            output_tokens: self.output_tokens,
+        }
+    }
+
     /// The worker of the last attempt: endpoint and rank.
     pub(crate) fn worker(&self) -> (Option<&str>, Option<u32>) {
         (self.worker.as_deref(), self.rank)
@@ -155,27 +192,41 @@ impl AccessRecord {
     }
 
     /// Writes the line. `model` is empty for requests without a served model.
-    pub(crate) fn write(&self, endpoint: &str, model: &str, status: u16, outcome: &str, duration: Duration) {
+    pub(crate) fn write(
+        &self,
+        endpoint: &str,
+        (model, trace_id): (&str, Option<&str>),
+        status: u16,
+        outcome: &str,
+        duration: Duration,
+    ) {
+        let retry_reasons = Some(self.retry_reasons.join(",")).filter(|reasons| !reasons.is_empty());
         tracing::info!(
             target: ACCESS_TARGET,
             request_id = self.request_id.as_str(),
+            trace_id,
             tenant = self.tenant.as_deref(),
             endpoint,
             path = self.path.as_deref(),
             model = Some(model).filter(|model| !model.is_empty()),
             worker = self.worker.as_deref(),
+            worker_id = self.worker_id.map(tracing::field::display),
             rank = self.rank,
+            decision = self.decision,
             prefill_worker = self.prefill_worker.as_deref(),
             prefill_rank = self.prefill_rank,
             status,
             outcome,
             error = self.error,
             attempts = self.attempts,
+            retry_reasons,
             migrations = Some(self.migrations).filter(|migrations| *migrations > 0),
             prompt_tokens = self.prompt_tokens,
             predicted_cached_tokens = self.predicted_cached_tokens,
             cached_tokens = self.cached_tokens,
+            forgone_blocks = Some(self.forgone_blocks).filter(|blocks| *blocks > 0),
             output_tokens = self.output_tokens,
+            route_ms = self.decision.map(|_| milliseconds(self.routing)),
             predicted_ttft_ms = self.predicted_ttft.map(milliseconds),
             ttft_ms = self.first_token.map(milliseconds),
             duration_ms = milliseconds(duration),
