@@ -48,7 +48,7 @@ pub use discovery::{KubernetesPods, PodSelection, ServiceAddresses};
 pub use handle::PlacedBody;
 pub use handle::{
     AddRequest, CacheHit, DisaggPlacement, Disaggregated, Health, OverlapScores, Placement, PrefillPlacement,
-    RankScores, RecordedDecision, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
+    RankReport, RankScores, RecordedDecision, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
     SharedCacheFailure, SharedSummary,
 };
 #[cfg(feature = "faults")]

@@ -97,7 +97,7 @@ pub use actors::PlacedBody;
 #[cfg(feature = "runtime")]
 pub use actors::{
     AddRequest, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, Health, KvAuditStatus, KvDifferenceStatus,
-    KvSourceStatus, OverlapScores, PendingClass, Placement, PrefillPlacement, RankScores, RecordedDecision,
+    KvSourceStatus, OverlapScores, PendingClass, Placement, PrefillPlacement, RankReport, RankScores, RecordedDecision,
     RoutePhases, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure,
     SharedSummary, StaticList, WorkerEntry,
 };

@@ -277,6 +277,7 @@ fn share_load(bus: Arc<dyn ReplicaBus>, router: &Router) {
         scheduler: Arc::clone(&router.strands().scheduler),
         shards: Arc::clone(&router.strands().shards),
         wake: Arc::clone(&views.wake),
+        replica_peers: Arc::clone(&views.replica_peers),
         meters: ReplicaMeters::new(&edge.meters.pool),
     }
     .watch();

@@ -41,11 +41,13 @@ impl ReplicaMeters {
         }
     }
 
-    /// Publishes the states and ages of the other replicas, at most once per [`SHOW_INTERVAL`].
-    pub(super) fn show(&mut self, statuses: impl Iterator<Item = PeerStatus>, now: Timestamp) {
-        if self.shown_at.is_some_and(|at| now.since(at) < SHOW_INTERVAL) {
-            return;
-        }
+    /// Whether the last publication is older than [`SHOW_INTERVAL`].
+    pub(super) fn is_due(&self, now: Timestamp) -> bool {
+        self.shown_at.is_none_or(|at| now.since(at) >= SHOW_INTERVAL)
+    }
+
+    /// Publishes the states and ages of the other replicas.
+    pub(super) fn show(&mut self, statuses: &[PeerStatus], now: Timestamp) {
         self.shown_at = Some(now);
         let mut counts = [0; 3];
         let mut gone = std::mem::take(&mut self.ages);

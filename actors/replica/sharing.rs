@@ -22,6 +22,8 @@ use crate::actors::delivery::strand::Strand;
 use crate::actors::io::clock::Clock;
 use crate::actors::radix::shards::Shards;
 use crate::actors::scheduler::{Scheduler, SchedulerMsg};
+use crate::actors::views::ReplicaPeers;
+use crate::actors::views::published::Published;
 use crate::actors::views::rank::{RankEntries, RankEntry};
 use crate::actors::views::status::RouterStatus;
 use crate::actors::views::wake_flag::WakeFlag;
@@ -51,6 +53,7 @@ pub(crate) struct ReplicaSharing {
     pub(crate) scheduler: Arc<Strand<Scheduler>>,
     pub(crate) shards: Arc<Shards>,
     pub(crate) wake: Arc<WakeFlag>,
+    pub(crate) replica_peers: Arc<Published<ReplicaPeers>>,
     pub(crate) meters: ReplicaMeters,
 }
 
@@ -188,7 +191,11 @@ impl SharingTask {
             let dropped = routed.on_tick();
             self.sharing.meters.routed_dropped(dropped);
         }
-        self.sharing.meters.show(self.peers.statuses(now), now);
+        if self.sharing.meters.is_due(now) {
+            let statuses: Vec<_> = self.peers.statuses(now).collect();
+            self.sharing.meters.show(&statuses, now);
+            self.sharing.replica_peers.set(ReplicaPeers { at: now, statuses });
+        }
     }
 
     /// Publishes the next summary, if one is due.

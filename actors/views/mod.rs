@@ -20,7 +20,8 @@ use tokio::sync::watch;
 
 use crate::health::Exclusions;
 use crate::membership::DiscoveryStatus;
-use crate::protocol::WorkerRank;
+use crate::protocol::{Timestamp, WorkerRank};
+use crate::replica::PeerStatus;
 use crate::select::RankConditions;
 use decisions::DecisionRecords;
 use fleet::Fleet;
@@ -28,6 +29,13 @@ use published::Published;
 use rank::RankEntries;
 use status::RouterStatus;
 use wake_flag::WakeFlag;
+
+/// Other replicas at one time.
+#[derive(Default)]
+pub(crate) struct ReplicaPeers {
+    pub(crate) at: Timestamp,
+    pub(crate) statuses: Vec<PeerStatus>,
+}
 
 /// The views of one router, for the supervisor and the handle. An actor gets only the ones that it reads or writes.
 #[derive(Clone, Default)]
@@ -46,6 +54,8 @@ pub(crate) struct Views {
     pub(crate) wake: Arc<WakeFlag>,
     /// The last recorded decisions. Written by the scheduler.
     pub(crate) decisions: Arc<DecisionRecords>,
+    /// Other replicas. Written by the replica actor.
+    pub(crate) replica_peers: Arc<Published<ReplicaPeers>>,
     /// Contents of snapshots. Written by the handle, taken by the readers of KV events.
     #[cfg(feature = "zmq")]
     pub(crate) restores: Arc<restores::PendingRestores>,
