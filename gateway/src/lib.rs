@@ -5,6 +5,7 @@
 
 pub mod anthropic;
 pub mod handover;
+pub mod live;
 pub mod migration;
 pub mod openai;
 pub mod prompt;

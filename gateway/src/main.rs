@@ -12,6 +12,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::{Args, Parser, Subcommand};
+use pointsman_gateway::live::top::{self, TopError, TopOptions};
 use pointsman_gateway::replay::{ReplayArgs, replay_decisions};
 use pointsman_gateway::serve::{self, ProcessLimits};
 use pointsman_gateway::settings::{ConfigFile, Flag, Loaded, LogFormat, Secrets, Sources};
@@ -49,6 +50,29 @@ enum Command {
     /// and with the default policy, then a table follows. Takes less than a minute. Exits with 1 if requests failed.
     /// docs/quick-start.md explains the table.
     Demo(DemoConfig),
+    /// Shows the state of a running gateway in the terminal: the live page of its administration listener. Ends on
+    /// Ctrl-C. docs/live-page.md explains the columns.
+    Top(TopArgs),
+}
+
+/// Arguments of `top`.
+#[derive(Debug, Args)]
+struct TopArgs {
+    /// Address of the administration listener.
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8081")]
+    admin: String,
+    /// File with the token of operators.
+    #[arg(long, value_name = "FILE")]
+    token_file: PathBuf,
+    /// Shows only this model.
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// Maximum number of ranks per model.
+    #[arg(long, value_name = "RANKS", default_value_t = 20)]
+    ranks: usize,
+    /// Prints one frame without colours and exits.
+    #[arg(long)]
+    once: bool,
 }
 
 /// Sources of settings: flags override variables, and variables override the file.
@@ -171,6 +195,7 @@ fn main() -> ExitCode {
             Err(problem) => answered(Err(format!("{problem}\n"))),
         },
         Command::Demo(config) => demo(&config),
+        Command::Top(args) => answered(top(args)),
     }
 }
 
@@ -218,6 +243,30 @@ fn mock_engine(config: MockConfig) -> Result<String, String> {
         }
         tokio::signal::ctrl_c().await.map_err(|error| format!("cannot install the interrupt handler: {error}\n"))?;
         engine.shutdown().await;
+        Ok(String::new())
+    })
+}
+
+/// Draws the state of a gateway until interrupted.
+fn top(args: TopArgs) -> Result<String, String> {
+    let TopArgs { admin, token_file, model, ranks, once } = args;
+    let token = top::read_token(&token_file).map_err(|problem| format!("{problem}\n"))?;
+    let options = TopOptions { url: admin, token, model, ranks_max: ranks, is_once: once, has_colours: !once };
+    let runtime = tokio::runtime::Runtime::new().map_err(|error| format!("no runtime: {error}\n"))?;
+    runtime.block_on(async {
+        let failed = |error: TopError| format!("{error}\n");
+        let mut output = std::io::stdout();
+        if once {
+            return top::run(&options, &mut output).await.map(|()| String::new()).map_err(failed);
+        }
+        let _screen = top::Screen::enter().map_err(|error| format!("cannot write: {error}\n"))?;
+        tokio::select! {
+            biased;
+            interrupted = tokio::signal::ctrl_c() => {
+                interrupted.map_err(|error| format!("cannot install the interrupt handler: {error}\n"))?;
+            }
+            ended = top::run(&options, &mut output) => ended.map_err(failed)?,
+        }
         Ok(String::new())
     })
 }

@@ -22,6 +22,7 @@ mod index_api;
 mod kubernetes;
 mod lengths;
 mod limits;
+mod live;
 mod logs;
 mod media;
 mod memory;

@@ -143,6 +143,17 @@ pub(crate) enum ModelRole {
     Decode,
 }
 
+impl ModelRole {
+    /// Name in reports.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Aggregated => "aggregated",
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
 /// Role of a model, and the name of the model at its workers.
 pub(crate) fn role_of<'a>(model: &'a ModelSettings, all: &'a [ModelSettings]) -> (ModelRole, &'a str) {
     if model.disaggregation.is_some() {

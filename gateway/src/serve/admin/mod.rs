@@ -1,9 +1,9 @@
 //! Administration listener: workers, drains, loads, explanations, settings, and the served index.
 //!
-//! Every request needs the token ([`auth`]) and an unambiguous path. The index has a token of its own as well, and a
-//! read-only token gives access to `GET`, which has no side effects. Changes run one at a
-//! time and to completion, each with an audit line. [`listener`](super::listener) accepts connections; the router
-//! performs changes. `docs/admin.md` documents all paths with examples.
+//! Every request except for the files of the live page needs the token ([`auth`]), and an unambiguous path. The index
+//! has a token of its own as well, and a read-only token gives access to `GET`, which has no side effects. Changes run
+//! one at a time and to completion, each with an audit line. [`listener`](super::listener) accepts connections; the
+//! router performs changes. `docs/admin.md` documents all paths with examples.
 
 mod audit;
 mod auth;
@@ -11,6 +11,7 @@ mod decisions;
 mod dump;
 mod extract;
 mod index_api;
+mod live;
 mod queries;
 mod reloads;
 mod reports;
@@ -61,6 +62,7 @@ struct Admin {
     changes: Mutex<()>,
     dumps: Arc<Semaphore>,
     index_queries: Semaphore,
+    live: live::Live,
 }
 
 impl Admin {
@@ -75,12 +77,15 @@ pub(super) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
     let common = ready::routes().route("/metrics", get(ready::metrics)).with_state(current.clone());
     let (changes, dumps) = (Mutex::new(()), Arc::new(Semaphore::new(DUMPS_MAX)));
     let index_queries = Semaphore::new(index_api::INDEX_QUERIES_MAX);
-    let admin = Arc::new(Admin { current, reloader, denials: Denials::new(), changes, dumps, index_queries });
+    let live = live::Live::new(current.clone());
+    let admin = Arc::new(Admin { current, reloader, denials: Denials::new(), changes, dumps, index_queries, live });
+    let files = live::paths().fold(Router::new(), |routes, path| routes.route(path, get(live::file)));
     Router::new()
         .route("/admin/config", get(reports::settings))
         .route("/admin/reload", get(reloads::status).post(reloads::reload))
         .route("/admin/decisions", get(decisions::last))
         .route("/admin/decisions/{id}", get(decisions::of_request))
+        .route("/admin/live", get(live::stream))
         .route("/admin/models", get(reports::models))
         .route("/admin/models/{model}/config", get(reports::config))
         .route("/admin/models/{model}/dump", get(dump::dump))
@@ -99,6 +104,7 @@ pub(super) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
         .route("/v1/index/overlaps", post(index_api::overlaps))
         .with_state(Arc::clone(&admin))
         .merge(common)
+        .merge(files)
         .fallback(async || no_route())
         .method_not_allowed_fallback(async || wrong_method())
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
@@ -108,7 +114,7 @@ pub(super) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
 /// Rejects requests without the token and with ambiguous paths.
 async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) -> Response {
     let access = access(&admin.app(), &request);
-    let mut answer = if access == Access::Denied {
+    let mut answer = if !live::is_file(&request) && access == Access::Denied {
         admin.denials.count(client_address(request.extensions()));
         auth::denied()
     } else if access == Access::ReadOnly && !request.method().is_safe() {

@@ -4,6 +4,7 @@
 //! selects both ranks, [`handover`](crate::handover) has the bodies, and [`proxy`](super::proxy) sends the legs.
 
 mod engine_ids;
+mod legs;
 mod turns;
 
 use std::sync::Arc;
@@ -18,6 +19,8 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
 use self::engine_ids::EngineIds;
+use self::legs::LegCounts;
+pub(crate) use self::legs::RankPair;
 use self::turns::LastTurns;
 use super::metrics::Metric;
 use super::models::Model;
@@ -42,6 +45,7 @@ pub(crate) struct PrefillPool {
     engine_ids: EngineIds,
     turns: LastTurns,
     results: [Counter; PrefillResult::ALL.len()],
+    legs: LegCounts,
 }
 
 /// Place of the prefill of a request.
@@ -135,7 +139,15 @@ impl PrefillPool {
         let pools = Disaggregated::new(model.router.clone(), decode, settings.conditions())?;
         let counter = |result: PrefillResult| metrics::counter!(PREFILLS.name, "model" => name.clone(), "result" => result.name());
         let results = PrefillResult::ALL.map(counter);
-        Ok(Self { pools, model, settings, engine_ids: EngineIds::default(), turns: LastTurns::default(), results })
+        Ok(Self {
+            pools,
+            model,
+            settings,
+            engine_ids: EngineIds::default(),
+            turns: LastTurns::default(),
+            results,
+            legs: LegCounts::default(),
+        })
     }
 
     pub(crate) fn protocol(&self) -> Protocol {
@@ -162,6 +174,22 @@ impl PrefillPool {
     /// Counts a served request.
     pub(crate) fn served(&self, result: PrefillResult) {
         self.results[result as usize].increment(1);
+        self.legs.served(result);
+    }
+
+    /// Counts a prefill leg between the ranks of two placements.
+    pub(crate) fn leg_sent(&self, prefill: &Placement, decode: &Placement) {
+        self.legs.sent((prefill.rank(), decode.rank()));
+    }
+
+    /// Served requests by place of their prefill, since the start.
+    pub(crate) fn results(&self) -> Vec<(PrefillResult, u64)> {
+        self.legs.results()
+    }
+
+    /// Prefill legs by pair of ranks, since the start.
+    pub(crate) fn pairs(&self) -> Vec<(RankPair, u64)> {
+        self.legs.pairs()
     }
 
     /// Identifiers of a transfer between two placements, and the request id of both legs if the protocol has one of its

@@ -175,6 +175,7 @@ async fn place_prefill(
     match placed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| error.error)? {
         PrefillPlacement::Remote(prefill) => {
             pool.served(PrefillResult::Remote);
+            pool.leg_sent(&prefill, decode);
             Ok(Some(prefill))
         }
         PrefillPlacement::Local(WhyLocal::Skipped(_)) | PrefillPlacement::Completed => {

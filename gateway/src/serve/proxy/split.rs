@@ -267,6 +267,7 @@ impl<'a> Split<'a> {
                 pool.model.meters.retried(*reason);
             }
             account.prefill_sent(&prefill);
+            pool.leg_sent(&prefill, decode);
             let prefill_sent = pool.model.workers.sent(&prefill);
             let ids = pool.transfer(&attempts.app.upstream, (&prefill, decode), attempts.app.ids.transfer()).await;
             let (transfer, request_id) = match ids {
