@@ -1,0 +1,275 @@
+"""The live page in a browser. Instead, `--screenshots DIRECTORY` takes pictures of four states, and `--cost` measures the
+CPU time of viewers with 512 ranks."""
+
+import argparse
+import http.client
+import os
+import pathlib
+import subprocess
+import threading
+import time
+
+from browser import Browser
+from fleet import MODEL, TOKEN, Fleet, check, until
+
+KILL_SHOWN_WITHIN_S = 2.0
+KILL_ATTEMPTS = 3
+
+CONTRAST = """
+const luminance = (colour) => {
+  const parts = colour.match(/[\\d.]+/g).slice(0, 3).map((part) => {
+    const value = part / 255;
+    return value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
+  });
+  return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+};
+const background = (element) => {
+  for (; element; element = element.parentElement) {
+    const colour = getComputedStyle(element).backgroundColor;
+    if (!/, 0\\)$|transparent/.test(colour)) return colour;
+  }
+  return "rgb(255, 255, 255)";
+};
+const texts = [...document.querySelectorAll("body *")].filter((element) =>
+  element.checkVisibility() && [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()));
+return texts.map((element) => {
+  const pair = [getComputedStyle(element).color, background(element)].map(luminance).sort((a, b) => b - a);
+  return { ratio: (pair[0] + 0.05) / (pair[1] + 0.05), text: element.textContent.slice(0, 40), tag: element.tagName };
+}).filter(({ ratio }) => ratio < 4.5);
+"""
+
+RANKS = """
+return Object.fromEntries([...document.querySelectorAll(".ranks tbody tr")].map((row) => {
+  const cells = [...row.children];
+  const level = cells[0].firstElementChild.className.split(" ").pop();
+  return [row.dataset.key, Object.assign({ level }, ...cells.map((cell) => ({ ...cell.dataset })))];
+}));
+"""
+
+
+def number(browser):
+    return int(browser.script("return document.body.dataset.number ?? 0"))
+
+
+def ranks(browser):
+    return browser.script(RANKS)
+
+
+def focused(browser):
+    return browser.script("return document.activeElement.id")
+
+
+def connect(browser, fleet):
+    browser.open(f"http://127.0.0.1:{fleet.admin}/admin/page")
+    until("the focus in the field of the token", lambda: focused(browser) == "token")
+    browser.press(TOKEN, "Enter")
+    until("the first snapshot", lambda: number(browser) > 0)
+
+
+def rejects_a_wrong_token(browser, fleet):
+    browser.open(f"http://127.0.0.1:{fleet.admin}/admin/page")
+    browser.press("wrong-token-0123456789", "Enter")
+    until("the error", lambda: "does not accept" in browser.script("return document.getElementById('login-error').textContent"))
+    check(browser.script("return sessionStorage.length") == 0, "a rejected token is forgotten")
+    browser.problems()  # the response 401
+
+
+def loads_and_updates(browser, fleet):
+    connect(browser, fleet)
+    until("all ranks", lambda: len(ranks(browser)) == len(fleet.engines))
+    first = number(browser)
+    until("four further snapshots", lambda: number(browser) >= first + 4)
+    heading = browser.script("return document.querySelector('.model h2').innerHTML")
+    check(heading == MODEL.replace("<", "&lt;").replace(">", "&gt;"), f"names are text: {heading}")
+    own = f"http://127.0.0.1:{fleet.admin}/admin/"
+    loaded = browser.script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    check(loaded and all(name.startswith(own) for name in loaded), f"only own requests: {loaded}")
+    check(browser.problems() == [], "no error in the console")
+
+
+def equals_metrics(browser, fleet):
+    """Under a constant load, because gauges are up to a second old."""
+    fleet.hold(4)
+    until("the streams", lambda: sum(int(rank["requests"]) for rank in ranks(browser).values()) == 4)
+    columns = {
+        "requests": "pointsman_rank_active_requests",
+        "blocks": "pointsman_rank_active_blocks",
+        "held": "pointsman_rank_held_blocks",
+        "running": "pointsman_engine_running_requests",
+        "waiting": "pointsman_engine_waiting_requests",
+        "placements": "pointsman_rank_placements_total",
+    }
+
+    def is_equal():
+        shown = ranks(browser)
+        known = {column: fleet.metrics(metric) for column, metric in columns.items()}
+        return shown and all(
+            float(rank[column]) == known[column][name] for name, rank in shown.items() for column in columns
+        )
+
+    until("the numbers of the page equal the metrics", is_equal)
+    fleet.end_requests()
+
+
+def shows_a_killed_engine(browser, fleet):
+    for attempt in range(1, KILL_ATTEMPTS + 1):
+        until("all streams live", lambda: all(rank["level"] == "ok" for rank in ranks(browser).values()))
+        fleet.kill_engine(0)
+        shown = lambda: ranks(browser)["1/0"]["level"] in ("warning", "critical")
+        _, seconds = until("the killed engine", shown)
+        sentence = browser.script("return document.getElementById('sentence').textContent")
+        print(f"a killed engine is shown after {seconds:.2f} s: {sentence}")
+        first = browser.script("return document.querySelector('.ranks tbody tr').dataset.key")
+        check(first == "1/0", f"the killed engine is in the first row, not {first}")
+        fleet.restart_engine(0)
+        if seconds <= KILL_SHOWN_WITHIN_S:
+            return
+    check(False, f"a killed engine is shown within {KILL_SHOWN_WITHIN_S} s in one of {KILL_ATTEMPTS} attempts")
+
+
+def survives_a_restart(browser, fleet):
+    fleet.stop_gateway()
+    status = "return document.getElementById('connection').className"
+    until("the lost connection", lambda: browser.script(status) == "lost")
+    fleet.start_gateway()
+    until("the connection", lambda: browser.script(status) == "" and number(browser) > 0)
+    until("all ranks again", lambda: len(ranks(browser)) == len(fleet.engines))
+
+
+def works_by_keyboard(browser, fleet):
+    browser.press("/")
+    check(focused(browser) == "filter", "the slash moves the focus to the filter")
+    browser.press("2/0")
+    until("one rank", lambda: list(ranks(browser)) == ["2/0"])
+    check(browser.script("return location.hash") == "#2%2F0", "the address has the filter")
+    browser.press("Escape")
+    until("all ranks", lambda: len(ranks(browser)) == len(fleet.engines))
+    reached = set()
+    for _ in range(12):
+        browser.press("Tab")
+        reached.add(focused(browser))
+    check({"filter", "logout"} <= reached, f"the tabulator reaches the controls: {reached}")
+
+
+def is_readable(browser, fleet):
+    for scheme in ("light", "dark"):
+        browser.colours(scheme)
+        weak = browser.script(CONTRAST)
+        check(weak == [], f"contrast in {scheme} mode: {weak[:5]}")
+    dark = browser.script("return getComputedStyle(document.body).backgroundColor")
+    check(sum(map(int, dark[4:-1].split(","))) < 200, f"a dark background: {dark}")
+    browser.resize(400)
+    width = browser.script("return document.documentElement.scrollWidth")
+    check(width <= 400, f"a width of 400 pixels needs no horizontal scrolling: {width}")
+    browser.resize(1280)
+    browser.colours("light")
+
+
+def top_shows_the_same(fleet):
+    token = str(fleet.directory / "token")
+    command = [fleet.pointsman, "top", "--once", "--admin", f"http://127.0.0.1:{fleet.admin}", "--token-file", token]
+    frame = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    check(all(f"{n + 1}/0" in frame for n in range(len(fleet.engines))) and MODEL in frame, f"pointsman top: {frame}")
+
+
+def run_checks(pointsman):
+    with Browser() as browser, Fleet(pointsman, engine_flags=["--time-scale", "0.2"]) as fleet:
+        started = time.monotonic()
+        rejects_a_wrong_token(browser, fleet)
+        loads_and_updates(browser, fleet)
+        equals_metrics(browser, fleet)
+        works_by_keyboard(browser, fleet)
+        is_readable(browser, fleet)
+        top_shows_the_same(fleet)
+        shows_a_killed_engine(browser, fleet)
+        survives_a_restart(browser, fleet)
+        print(f"live page: all checks passed in {time.monotonic() - started:.0f} s")
+
+
+def take(browser, directory, name):
+    for scheme in ("light", "dark"):
+        for width in (1280, 400):
+            browser.colours(scheme)
+            browser.resize(width)
+            time.sleep(0.5)
+            browser.screenshot(directory / f"{name}-{scheme}-{width}.png")
+
+
+def take_screenshots(pointsman, directory):
+    directory.mkdir(parents=True, exist_ok=True)
+    with Browser() as browser:
+        with Fleet(pointsman, engines=4) as fleet:
+            fleet.traffic(6, 60)
+            connect(browser, fleet)
+            time.sleep(8)
+            take(browser, directory, "healthy")
+            fleet.kill_engine(1)
+            time.sleep(4)
+            take(browser, directory, "dead")
+        with Fleet(pointsman, block_sizes=[64, 64, 32, 64]) as fleet:
+            fleet.traffic(6, 60)
+            connect(browser, fleet)
+            time.sleep(8)
+            take(browser, directory, "mismatched")
+        queue = 'queue.threshold = 1.0\nqueue.unstated_batched_tokens = 2048'
+        with Fleet(pointsman, engine_flags=["--time-scale", "0.05"], settings=queue) as fleet:
+            fleet.traffic(40, 60, words=900, shared=False)
+            connect(browser, fleet)
+            time.sleep(10)
+            take(browser, directory, "overloaded")
+
+
+def cpu_seconds(process):
+    fields = pathlib.Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def read_stream(port, end, sizes):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/admin/live", headers={"authorization": f"Bearer {TOKEN}"})
+    response = connection.getresponse()
+    while time.monotonic() < end:
+        line = response.readline()
+        if line.startswith(b"data: "):
+            sizes.append(len(line))
+
+
+def measure_cost(pointsman, seconds=40, viewers=3, rounds=3):
+    with Fleet(pointsman, engines=8, ranks_per_engine=64) as fleet:
+        rank_count = lambda: len(fleet.metrics("pointsman_rank_active_requests"))
+        until("all ranks", lambda: rank_count() == 512)
+        time.sleep(20)  # the event streams connect
+        for _ in range(rounds):
+            shares = []
+            for count in (0, viewers):
+                sizes, end, before = [], time.monotonic() + seconds, cpu_seconds(fleet.gateway_process)
+                readers = [threading.Thread(target=read_stream, args=(fleet.admin, end, sizes)) for _ in range(count)]
+                for reader in readers:
+                    reader.start()
+                time.sleep(max(0.0, end - time.monotonic()))
+                for reader in readers:
+                    reader.join()
+                shares.append(100 * (cpu_seconds(fleet.gateway_process) - before) / seconds)
+            rate, size = len(sizes) / viewers / seconds, sum(sizes) / len(sizes)
+            print(
+                f"512 ranks: {shares[0]:.2f} % of a core without viewers, {shares[1]:.2f} % with {viewers} viewers "
+                f"({rate:.1f} snapshots/s of {size:.0f} bytes): {shares[1] - shares[0]:.2f} % for the page"
+            )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pointsman")
+    parser.add_argument("--screenshots", type=pathlib.Path)
+    parser.add_argument("--cost", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.cost:
+        measure_cost(arguments.pointsman)
+    elif arguments.screenshots:
+        take_screenshots(arguments.pointsman, arguments.screenshots)
+    else:
+        run_checks(arguments.pointsman)
+
+
+if __name__ == "__main__":
+    main()
