@@ -11,10 +11,25 @@ use std::path::Path;
 const PROMETHEUS_OWN: &[&str] = &["up"];
 
 /// Functions and keywords of PromQL that the rules use.
-const PROMQL: &[&str] =
-    &["absent", "and", "by", "group_left", "histogram_quantile", "increase", "on", "or", "rate", "sum", "unless"];
+const PROMQL: &[&str] = &[
+    "absent",
+    "and",
+    "avg",
+    "by",
+    "count",
+    "group_left",
+    "histogram_quantile",
+    "increase",
+    "max",
+    "on",
+    "or",
+    "rate",
+    "sum",
+    "unless",
+    "vector",
+];
 
-fn read(path: &str) -> String {
+pub(crate) fn read(path: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path);
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
@@ -36,7 +51,7 @@ fn values(rules: &str, key: &str) -> Vec<String> {
 }
 
 /// Metric names in an expression, without labels, label values, ranges and PromQL keywords.
-fn metrics_in(expr: &str) -> Vec<String> {
+pub(crate) fn metrics_in(expr: &str) -> Vec<String> {
     let mut bare = String::new();
     let mut depth = 0_u32;
     for c in expr.chars() {
@@ -59,7 +74,7 @@ fn metrics_in(expr: &str) -> Vec<String> {
 }
 
 /// Metrics in the tables of the documentation.
-fn documented() -> BTreeSet<String> {
+pub(crate) fn documented() -> BTreeSet<String> {
     let pages = ["docs/metrics.md", "docs/operations.md"].map(read).join("\n");
     let names = pages.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
     names.flat_map(|name| [name.to_owned(), format!("{name}_bucket")]).collect()

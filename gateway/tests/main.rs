@@ -18,6 +18,7 @@ mod docs_metrics;
 mod docs_settings;
 mod drain;
 mod engines;
+mod grafana;
 mod index_api;
 mod kubernetes;
 mod lengths;
