@@ -64,4 +64,5 @@ pub use replica::{MemoryBus, MemoryFaults, MemoryNetwork};
 pub use scheduler::PendingClass;
 pub use telemetry::RoutePhases;
 pub use views::kv_source::{KvAuditStatus, KvDifferenceStatus, KvSourceStatus};
+pub use views::shadows::ShadowTotals;
 pub use views::worker::WorkerEntry;

@@ -30,6 +30,7 @@ use crate::actors::sequence::{
 use crate::actors::telemetry::{Pool, QueueMeters, ShadowMeters, trace_decision};
 use crate::actors::views::decisions::{DecisionRecords, DecisionTape};
 use crate::actors::views::published::Published;
+use crate::actors::views::shadows::ShadowTotals;
 use crate::actors::views::wake_flag::WakeFlag;
 use crate::config::{LoadConfig, RouterConfig};
 use crate::directory::{Lease, LeaseState};
@@ -133,6 +134,8 @@ pub(crate) struct SchedulerDependencies {
     pub(crate) queue_heads: Arc<QueueHeads>,
     /// Records of decisions.
     pub(crate) decisions: Arc<DecisionRecords>,
+    /// Totals of shadow policies.
+    pub(crate) shadows: Arc<Published<Vec<ShadowTotals>>>,
     pub(crate) clock: Clock,
     pub(crate) runtime: Handle,
 }
@@ -236,7 +239,7 @@ impl Scheduler {
         myself: &Arc<Strand<Self>>,
     ) -> Self {
         let tape = DecisionTape::new(&config, &dependencies.decisions);
-        let shadow_meters = ShadowMeters::new(&Pool::new(&config.pool), &config);
+        let shadow_meters = ShadowMeters::new(&Pool::new(&config.pool), &config, &dependencies.shadows);
         let mut schedule = Schedule::new(config.clone(), incarnation, extensions);
         schedule.name_requests(RequestContext::request_id);
         Self {
@@ -411,7 +414,7 @@ impl Scheduler {
                 Effect::PublishTypical { speed, rate } => self.loads.publish_typical(&speed, rate, now),
                 Effect::Book { context, decision, number, trace, shadow } => {
                     trace.as_deref().into_iter().for_each(trace_decision);
-                    if let Some((meters, report)) = self.shadow_meters.as_ref().zip(shadow) {
+                    if let Some((meters, report)) = self.shadow_meters.as_mut().zip(shadow) {
                         meters.count(&report);
                     }
                     let RequestContext { lease: Some(lease), answer, permit, speculative_prompt, timestamps } = context

@@ -98,8 +98,8 @@ pub use actors::PlacedBody;
 pub use actors::{
     AddRequest, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, Health, KvAuditStatus, KvDifferenceStatus,
     KvSourceStatus, OverlapScores, PendingClass, Placement, PrefillPlacement, RankReport, RankScores, RecordedDecision,
-    RoutePhases, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure,
-    SharedSummary, StaticList, WorkerEntry,
+    RoutePhases, Router, RouterBuilder, ShadowTotals, SharedCache, SharedCacheAnswer, SharedCacheError,
+    SharedCacheFailure, SharedSummary, StaticList, WorkerEntry,
 };
 #[cfg(feature = "replicas")]
 pub use actors::{

@@ -1,10 +1,11 @@
-//! Published state of ranks and of other replicas, read without a message: for pages that are computed several times per
+//! Published state of ranks, shadow policies and other replicas, read without a message: for pages that are computed several times per
 //! second.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::router::Router;
+use crate::actors::views::shadows::ShadowTotals;
 use crate::protocol::{Timestamp, WorkerRank};
 use crate::replica::PeerStatus;
 
@@ -89,6 +90,13 @@ impl Router {
             report.prefill_wait = report.prefill_wait.saturating_add(load.prefill.wait(now).0);
         }
         reports.into_values().collect()
+    }
+
+    /// Totals of the [shadow policies](crate::config::ShadowConfig), in the order of the configuration; empty before the
+    /// first sampled decision. Does not block.
+    #[must_use]
+    pub fn shadow_totals(&self) -> Vec<ShadowTotals> {
+        self.views().shadows.get().to_vec()
     }
 
     /// Other replicas that share their load with this router, with their ages now. Empty without a replica bus. Does

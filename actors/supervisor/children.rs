@@ -80,6 +80,7 @@ impl SupervisorState {
             arrivals: Arc::clone(&views.ranks.arrivals),
             queue_heads: Arc::clone(&views.ranks.queue_heads),
             decisions: Arc::clone(&views.decisions),
+            shadows: Arc::clone(&views.shadows),
             clock: *clock,
             runtime: Handle::current(),
         };

@@ -8,6 +8,7 @@ pub(crate) mod rank;
 pub(crate) mod rank_counts;
 #[cfg(feature = "zmq")]
 pub(crate) mod restores;
+pub(crate) mod shadows;
 pub(crate) mod slot_table;
 pub(crate) mod status;
 pub(crate) mod wake_flag;
@@ -27,6 +28,7 @@ use decisions::DecisionRecords;
 use fleet::Fleet;
 use published::Published;
 use rank::RankEntries;
+use shadows::ShadowTotals;
 use status::RouterStatus;
 use wake_flag::WakeFlag;
 
@@ -54,6 +56,8 @@ pub(crate) struct Views {
     pub(crate) wake: Arc<WakeFlag>,
     /// The last recorded decisions. Written by the scheduler.
     pub(crate) decisions: Arc<DecisionRecords>,
+    /// Totals of shadow policies. Written by the scheduler.
+    pub(crate) shadows: Arc<Published<Vec<ShadowTotals>>>,
     /// Other replicas. Written by the replica actor.
     pub(crate) replica_peers: Arc<Published<ReplicaPeers>>,
     /// Contents of snapshots. Written by the handle, taken by the readers of KV events.

@@ -15,6 +15,9 @@ use assess::Level;
 /// Maximum number of ranks per model in a snapshot, those with the most trouble.
 pub const RANKS_MAX: usize = 64;
 
+/// Maximum number of decisions per model in a snapshot.
+pub const DECISIONS_MAX: usize = 20;
+
 /// State of the gateway at one moment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LiveSnapshot {
@@ -61,6 +64,10 @@ pub struct ModelState {
     pub queue: Vec<ClassState>,
     /// Other replicas of the router.
     pub replicas: Vec<ReplicaState>,
+    /// The last recorded decisions, the newest first, at most [`DECISIONS_MAX`].
+    pub decisions: Vec<DecisionState>,
+    /// Shadow policies beside the active one. Empty before the first sampled decision.
+    pub shadows: Vec<ShadowState>,
     /// Place of the prefills, for a model with a prefill pool.
     pub legs: Option<LegsState>,
 }
@@ -178,6 +185,46 @@ pub struct ReplicaState {
     pub summary_age_seconds: f64,
     /// Factor of its share in the load, below 1 while it fades.
     pub weight: f64,
+}
+
+/// A recorded decision.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DecisionState {
+    /// Number of the decision.
+    pub number: u64,
+    /// Request id, with which `GET /admin/decisions/{request id}` returns the candidate table.
+    pub request_id: String,
+    /// Time since the decision, in seconds.
+    pub age_seconds: f64,
+    /// Length of the prompt in tokens.
+    pub prompt_tokens: u64,
+    /// Tokens of the prompt that the index held for the chosen rank.
+    pub cached_tokens: u64,
+    /// The chosen rank.
+    pub chosen: Option<String>,
+    /// Reason for no choice.
+    pub rejection: Option<String>,
+    /// The eligible rank with the next lowest cost, if the policy compares costs.
+    pub runner_up: Option<String>,
+    /// Cost of the runner-up minus that of the chosen rank.
+    pub margin: Option<f64>,
+}
+
+/// A shadow policy beside the active one, over the same sampled decisions since the start of the router.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ShadowState {
+    /// Name of the shadow policy.
+    pub policy: String,
+    /// Sampled decisions.
+    pub decisions: u64,
+    /// Decisions for the same rank.
+    pub agreements: u64,
+    /// Cached tokens on the chosen ranks minus those on the ranks of the shadow.
+    pub saved_tokens: i64,
+    /// Mean predicted time to first token on the chosen ranks; absent without predictions.
+    pub chosen_ttft_seconds: Option<f64>,
+    /// The same on the ranks of the shadow.
+    pub ttft_seconds: Option<f64>,
 }
 
 /// Place of the prefills of a model with a prefill pool.

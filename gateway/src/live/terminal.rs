@@ -5,7 +5,10 @@
 use std::fmt::Write as _;
 
 use super::assess::Level;
-use super::{HitsState, LiveSnapshot, ModelState, RankState};
+use super::{DecisionState, HitsState, LiveSnapshot, ModelState, RankState, ShadowState};
+
+/// Maximum number of decisions per model.
+const DECISION_LINES: usize = 5;
 
 /// Options of a rendering.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +77,22 @@ fn model_lines(model: &ModelState, view: &View<'_>, lines: &mut Vec<String>) {
             "  replica {}: {}, last summary {age:.1} s ago",
             printable(&replica.replica),
             replica.state
+        ));
+    }
+    for shadow in &model.shadows {
+        let ShadowState { policy, decisions, saved_tokens, .. } = shadow;
+        let ttft = shadow.chosen_ttft_seconds.zip(shadow.ttft_seconds);
+        let ttft =
+            ttft.map_or(String::new(), |(chosen, other)| format!(", mean TTFT {chosen:.3} s instead of {other:.3} s"));
+        lines.push(format!("  beside {policy}: {saved_tokens} tokens saved in {decisions} sampled decisions{ttft}"));
+    }
+    for known in model.decisions.iter().take(DECISION_LINES) {
+        let (id, rank) = (printable(&known.request_id), known.chosen.as_deref().unwrap_or("none"));
+        let runner_up = known.runner_up.as_ref().zip(known.margin);
+        let runner_up = runner_up.map_or(String::new(), |(rank, margin)| format!(", runner-up {rank} by {margin:.3}"));
+        let DecisionState { age_seconds, prompt_tokens, cached_tokens, .. } = known;
+        lines.push(format!(
+            "  {age_seconds:.0} s ago {id}: {rank}{runner_up}, {cached_tokens} of {prompt_tokens} tokens cached"
         ));
     }
     if let Some(legs) = &model.legs {
@@ -184,6 +203,8 @@ mod tests {
             hits: HitsState::default(),
             queue: vec![class],
             replicas: Vec::new(),
+            decisions: Vec::new(),
+            shadows: Vec::new(),
             legs: None,
         };
         LiveSnapshot {

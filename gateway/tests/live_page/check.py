@@ -151,6 +151,21 @@ def works_by_keyboard(browser, fleet):
     check({"filter", "logout"} <= reached, f"the tabulator reaches the controls: {reached}")
 
 
+def explains_a_decision(browser, fleet):
+    fleet.complete("an explained request " * 50)
+    buttons = "return [...document.querySelectorAll('[data-part=decisions] button')].map((button) => button.textContent)"
+    until("the decision", lambda: browser.script(buttons))
+    browser.script("document.querySelector('[data-part=decisions] button').focus()")
+    browser.press("Enter")
+    rows = "return document.querySelectorAll('#record-table tbody tr').length"
+    until("the candidate table", lambda: browser.script(rows) == len(fleet.engines))
+    check(browser.script("return document.querySelectorAll('#record-table .chosen').length") == 1, "one rank is chosen")
+    browser.press("Escape")
+    until("the end of the dialog", lambda: not browser.script("return document.getElementById('record').open"))
+    focus = browser.script("return document.activeElement.closest('[data-part]')?.dataset.part")
+    check(focus == "decisions", f"the focus returns to the decision: {focus}")
+
+
 def is_readable(browser, fleet):
     for scheme in ("light", "dark"):
         browser.colours(scheme)
@@ -179,6 +194,7 @@ def run_checks(pointsman):
         loads_and_updates(browser, fleet)
         equals_metrics(browser, fleet)
         works_by_keyboard(browser, fleet)
+        explains_a_decision(browser, fleet)
         is_readable(browser, fleet)
         top_shows_the_same(fleet)
         shows_a_killed_engine(browser, fleet)

@@ -10,14 +10,15 @@ use std::time::Duration;
 use pointsman::engine_load::EngineLoadFact;
 use pointsman::health::RankHealth;
 use pointsman::protocol::WorkerRank;
-use pointsman::{Health, KvSourceStatus, PendingClass, RankReport, Router, WorkerEntry};
+use pointsman::{Health, KvSourceStatus, PendingClass, RankReport, Router, ShadowTotals, WorkerEntry};
 use tokio::time::{Instant, timeout};
 
+use super::decisions::LastDecisions;
 use super::window::{self, HitWindow};
 use crate::live::assess::{self, Level, ModelFacts, Problem, RankFacts, RankProblem};
 use crate::live::{
     ClassState, EngineState, EventsState, HitsState, LegPair, LegResult, LegsState, LiveSnapshot, ModelState,
-    RANKS_MAX, RankState, ReplicaState,
+    RANKS_MAX, RankState, ReplicaState, ShadowState,
 };
 use crate::serve::App;
 use crate::serve::disaggregation::PrefillPool;
@@ -26,17 +27,24 @@ use crate::serve::models::Model;
 /// Longest wait for the reply of an actor.
 const REPLY_WAIT: Duration = Duration::from_millis(200);
 
-/// Samples of all models, by name.
+/// What is kept between snapshots, by model.
 #[derive(Default)]
-pub(super) struct Windows(BTreeMap<String, HitWindow>);
+pub(super) struct Windows(BTreeMap<String, Watched>);
+
+/// What is kept of one model.
+#[derive(Default)]
+struct Watched {
+    hits: HitWindow,
+    decisions: LastDecisions,
+}
 
 /// State of all models. `number` is that of the snapshot.
 pub(super) async fn snapshot(app: &App, windows: &mut Windows, number: u64, at_unix_ms: u64) -> LiveSnapshot {
     let mut models = Vec::new();
     windows.0.retain(|name, _| app.models.all().iter().any(|model| model.settings.name == *name));
     for model in app.models.all() {
-        let window = windows.0.entry(model.settings.name.clone()).or_default();
-        models.push(state_of(model, window).await);
+        let watched = windows.0.entry(model.settings.name.clone()).or_default();
+        models.push(state_of(model, watched).await);
     }
     let level = models.iter().map(|model| model.level).max().unwrap_or(Level::Critical);
     let sentence = match models.as_slice() {
@@ -103,10 +111,11 @@ impl Assessed<'_> {
     }
 }
 
-async fn state_of(model: &Model, window: &mut HitWindow) -> ModelState {
+async fn state_of(model: &Model, watched: &mut Watched) -> ModelState {
     let router = &model.router;
     let (facts, now) = (Facts::of(router).await, Instant::now());
-    window.sample(&facts.reports, now);
+    watched.hits.sample(&facts.reports, now);
+    watched.decisions.refresh(router).await;
     let pending = timeout(REPLY_WAIT, router.pending()).await.ok().and_then(Result::ok);
     let queue =
         if router.config().queue.is_enabled() { queue_of(pending.as_deref().unwrap_or_default()) } else { Vec::new() };
@@ -147,7 +156,7 @@ async fn state_of(model: &Model, window: &mut HitWindow) -> ModelState {
     );
     let registered = assessed.len();
     let hits: BTreeMap<WorkerRank, HitsState> =
-        facts.reports.values().map(|report| (report.rank, window.hits(report, now))).collect();
+        facts.reports.values().map(|report| (report.rank, watched.hits.hits(report, now))).collect();
     // Whole powers of two of the wait, so that ranks with about the same load keep their places.
     let busy = |rank: &Assessed<'_>| facts.wait(rank.rank).as_secs().checked_ilog2().map_or(0, |log| log + 1);
     assessed.sort_by_key(|rank| (Reverse(rank.level()), Reverse(busy(rank)), rank.rank));
@@ -166,6 +175,8 @@ async fn state_of(model: &Model, window: &mut HitWindow) -> ModelState {
         hits: window::sum(hits.into_values()),
         queue,
         replicas,
+        decisions: watched.decisions.states(),
+        shadows: router.shadow_totals().into_iter().map(shadow_state).collect(),
         legs: model.prefill.as_deref().map(legs_of),
     }
 }
@@ -239,6 +250,20 @@ fn queue_of(pending: &[PendingClass]) -> Vec<ClassState> {
         oldest_age_seconds: pending.oldest_age.map(|age| age.as_secs_f64()),
     };
     pending.iter().map(class).collect()
+}
+
+#[expect(clippy::cast_precision_loss, reason = "means are shown with two digits")]
+fn shadow_state(totals: ShadowTotals) -> ShadowState {
+    let mean = |seconds: f64| (totals.predictions > 0).then(|| seconds / totals.predictions as f64);
+    let saved = i128::from(totals.chosen_cached_tokens) - i128::from(totals.cached_tokens);
+    ShadowState {
+        policy: totals.policy.to_owned(),
+        decisions: totals.decisions,
+        agreements: totals.agreements,
+        saved_tokens: i64::try_from(saved).unwrap_or(i64::MAX),
+        chosen_ttft_seconds: mean(totals.chosen_ttft_seconds),
+        ttft_seconds: mean(totals.ttft_seconds),
+    }
 }
 
 fn legs_of(pool: &PrefillPool) -> LegsState {

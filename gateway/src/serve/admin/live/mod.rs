@@ -5,6 +5,7 @@
 //! the stream. The stream needs the token like every other request.
 
 mod collect;
+mod decisions;
 mod feed;
 mod window;
 

@@ -164,6 +164,70 @@ function table(section, name, rows) {
   });
 }
 
+// ---- decisions ----
+
+const DECISION_COLUMNS = [
+  ["Request", decisionRequest],
+  ["Prompt tokens", (cell, known) => lines(cell, whole(known.prompt_tokens), `${whole(known.cached_tokens)} cached`)],
+  ["Chosen", (cell, known) => lines(cell, known.chosen ?? "none", known.rejection ?? "")],
+  ["Runner-up", (cell, known) => lines(cell, known.runner_up ?? "–", known.margin === null ? "" : `margin ${known.margin.toPrecision(3)}`)],
+];
+
+function decisionRequest(cell, known) {
+  if (!cell.firstChild) {
+    const button = element("button", { type: "button", class: "link", "aria-haspopup": "dialog" });
+    button.addEventListener("click", () => showRecord(known.request_id));
+    cell.append(button, element("div", { class: "muted" }));
+  }
+  setText(cell.children[0], known.request_id);
+  setText(cell.children[1], `${seconds(known.age_seconds)} ago`);
+}
+
+function showDecisions(section, decisions) {
+  const part = section.querySelector('[data-part="decisions"]');
+  part.hidden = decisions.length === 0;
+  keyed(part.querySelector("tbody"), decisions, (known) => String(known.number), makeRow(DECISION_COLUMNS), (row, known) => {
+    DECISION_COLUMNS.forEach(([, show], column) => show(row.children[column], known));
+  });
+}
+
+const RECORD_COLUMNS = ["Rank", "Cost", "Cached tokens", "Prefill tokens", "Requests", "Excluded by"];
+
+/** Rows of the candidate table, the lowest cost first. */
+function recordRows(decision) {
+  const ofRank = (rank) => `${rank.worker}/${rank.rank}`;
+  const chosen = decision.chosen && ofRank(decision.chosen);
+  const candidates = decision.explanation.ranks.map((row) => ({ ...row, name: ofRank(row.rank) }));
+  candidates.sort((a, b) => Boolean(a.excluded_by) - Boolean(b.excluded_by) || a.cost_max - b.cost_max);
+  return candidates.map((row) => {
+    const cost = row.exact || row.cost_min === row.cost_max ? row.cost_max.toPrecision(4) : `${row.cost_min.toPrecision(4)} to ${row.cost_max.toPrecision(4)}`;
+    const cells = [row.name, row.excluded_by ? "–" : cost, whole(row.cached_tokens), whole(row.prefill_tokens), whole(row.active_requests), row.excluded_by ?? ""];
+    return element("tr", { class: row.name === chosen ? "chosen" : "" }, ...cells.map((text) => element("td", {}, text)));
+  });
+}
+
+/** Shows the recorded candidate tables of a request, one per attempt. */
+async function showRecord(id) {
+  setText($("record-title"), `Decision for ${id}`);
+  setText($("record-summary"), "Loading");
+  $("record-table").replaceChildren();
+  $("record").showModal();
+  try {
+    const response = await request(`decisions/${encodeURIComponent(id)}`);
+    const answer = await response.json();
+    if (!response.ok) return setText($("record-summary"), answer.error.message);
+    const { decisions } = answer;
+    const last = decisions[decisions.length - 1];
+    const margin = last.margin === null ? "" : `, margin ${last.margin.toPrecision(3)} to the runner-up`;
+    const attempts = decisions.length > 1 ? `, last of ${decisions.length} attempts` : "";
+    setText($("record-summary"), `Model ${last.model}, policy ${last.policy}, ${whole(last.prompt_tokens)} prompt tokens${attempts}${margin}. The table as it was then.`);
+    const head = element("tr", {}, ...RECORD_COLUMNS.map((column) => element("th", { scope: "col" }, column)));
+    $("record-table").replaceChildren(element("thead", {}, head), element("tbody", {}, ...recordRows(last)));
+  } catch {
+    setText($("record-summary"), "The gateway does not respond.");
+  }
+}
+
 function part(name, title, columns) {
   const head = element("tr", {}, ...columns.map((column) => element("th", { scope: "col" }, column)));
   return element("section", { "data-part": name, "aria-label": title }, element("h3", {}, title), element("table", {}, element("thead", {}, head), element("tbody")));
@@ -174,6 +238,8 @@ function part(name, title, columns) {
 function makeModel(model) {
   const head = element("tr", {}, ...RANK_COLUMNS.map(([label]) => element("th", { scope: "col" }, label)));
   const ranks = element("table", { class: "wide" }, element("caption", { hidden: "" }, `Ranks of ${model.name}`), element("thead", {}, head), element("tbody"));
+  const decisionHead = element("tr", {}, ...DECISION_COLUMNS.map(([label]) => element("th", { scope: "col" }, label)));
+  const decisions = element("table", { class: "wide" }, element("thead", {}, decisionHead), element("tbody"));
   return element(
     "section",
     { class: "model", "aria-label": `Model ${model.name}` },
@@ -181,9 +247,11 @@ function makeModel(model) {
     element("p", { class: "facts" }),
     element("p", { class: "state" }),
     element("div", { class: "ranks" }, ranks, element("p", { class: "ranks-hidden muted" })),
+    element("section", { "data-part": "decisions", "aria-label": "Last decisions" }, element("h3", {}, "Last decisions"), decisions),
     element(
       "div",
       { class: "columns" },
+      part("shadows", "Saved by the policy, in sampled decisions", ["Instead of", "Decisions", "Same rank", "Saved tokens", "Mean TTFT"]),
       part("queue", "Queue", ["Class", "Requests", "Tokens", "Oldest"]),
       part("replicas", "Other replicas", ["Replica", "State", "Last summary", "Weight"]),
       part("legs", "Prefills", ["Place", "Requests"]),
@@ -204,7 +272,10 @@ function showModel(section, model, isOnly) {
   state.hidden = isOnly;
   setText(state, model.sentence);
   showRanks(section, model);
+  showDecisions(section, model.decisions);
   const age = (value) => (value === null ? "–" : seconds(value));
+  const ttft = (row) => (row.ttft_seconds === null ? "–" : `${row.chosen_ttft_seconds.toFixed(3)} s, not ${row.ttft_seconds.toFixed(3)} s`);
+  table(section, "shadows", model.shadows.map((row) => [row.policy, whole(row.decisions), share(row.agreements / row.decisions), whole(row.saved_tokens), ttft(row)]));
   table(section, "queue", model.queue.map((row) => [row.class, whole(row.requests), whole(row.tokens), age(row.oldest_age_seconds)]));
   table(section, "replicas", model.replicas.map((row) => [row.replica, row.state, `${seconds(row.summary_age_seconds)} ago`, row.weight.toFixed(2)]));
   table(section, "legs", (model.legs?.results ?? []).map((row) => [row.result, whole(row.requests)]));
