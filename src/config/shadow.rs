@@ -11,7 +11,8 @@ use crate::validation::Problems;
 pub struct ShadowConfig {
     /// The policies. Default `["round_robin"]`, the baseline; empty for none.
     pub policies: Vec<PolicyConfig>,
-    /// Share of the decisions that they also decide. Default 0.05, in [0, 1].
+    /// Share of the decisions that they also decide. Pools with more than 64 ranks sample 64 / ranks of it. Default 0.05,
+    /// in [0, 1].
     pub share: f64,
 }
 

@@ -308,21 +308,25 @@ impl SpeedCell {
     /// Copy of the published values.
     #[must_use]
     pub fn sample(&self) -> SpeedSample {
-        let mut words = [0; SpeedSample::WORDS];
-        words.iter_mut().zip(self.cells()).for_each(|(word, cell)| *word = cell.load(Ordering::Relaxed));
-        SpeedSample(words)
+        let [step, request, block] = &self.step;
+        let [[rate_at, step_at], [ttft, itl], [ttft_at, itl_at]] = [&self.learned_at, &self.bias, &self.bias_at];
+        let cells =
+            [&self.work_rate, step, request, block, &self.output_tokens, rate_at, step_at, ttft, itl, ttft_at, itl_at];
+        SpeedSample(cells.map(|cell| cell.load(Ordering::Relaxed)))
     }
 
     /// Publishes the values of a sample.
     pub fn restore(&self, sample: &SpeedSample) {
-        sample.0.iter().zip(self.cells()).for_each(|(word, cell)| cell.store(*word, Ordering::Relaxed));
-    }
-
-    fn cells(&self) -> [&AtomicU32; SpeedSample::WORDS] {
-        let Self { work_rate, step: [step, request, block], output_tokens, learned_at, bias, bias_at, .. } = self;
-        let [[rate_at, step_at], [ttft, itl], [ttft_at, itl_at]] =
-            [learned_at, bias, bias_at].map(|pair| pair.each_ref());
-        [work_rate, step, request, block, output_tokens, rate_at, step_at, ttft, itl, ttft_at, itl_at]
+        let [work_rate, step, request, block, output_tokens, rate_at, step_at, ttft, itl, ttft_at, itl_at] = sample.0;
+        let store = |cells: &[AtomicU32], words: &[u32]| {
+            cells.iter().zip(words).for_each(|(cell, word)| cell.store(*word, Ordering::Relaxed));
+        };
+        self.work_rate.store(work_rate, Ordering::Relaxed);
+        store(&self.step, &[step, request, block]);
+        self.output_tokens.store(output_tokens, Ordering::Relaxed);
+        store(&self.learned_at, &[rate_at, step_at]);
+        store(&self.bias, &[ttft, itl]);
+        store(&self.bias_at, &[ttft_at, itl_at]);
     }
 
     /// The published speed.

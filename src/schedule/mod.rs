@@ -348,13 +348,12 @@ impl<T> Schedule<T> {
             }
             return;
         }
-        let recorded = loads.tape().map(|_| self.recorded_answers(&answers));
+        self.record_answers(loads, &answers);
         for answer in answers {
             self.ranks.answered(answer);
         }
         self.ranks.close();
         if let Some(batch) = self.in_flight.take() {
-            self.record_answers(loads, recorded);
             self.decide(batch.requests, true, loads, effects);
         }
     }

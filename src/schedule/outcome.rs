@@ -2,7 +2,7 @@
 
 use super::load_view::LoadView;
 use super::recorded::put_rank;
-use super::tape::Tape;
+use super::tape::{Tape, entry};
 use super::types::Effect;
 use crate::protocol::{Slot, WorkerRank};
 use crate::record::bytes::{Reader, put_number, put_optional, put_text, put_word};
@@ -92,9 +92,6 @@ impl Outcome {
 /// The session of a request changed between its shortlist and its evaluation.
 const SESSION_CHANGED: u8 = 0x80;
 
-/// End of the outcomes of a batch.
-const END: u8 = 0;
-
 /// Records the outcome of one request.
 #[derive(Clone, Copy)]
 pub(super) struct OutcomeRecorder<'a> {
@@ -111,6 +108,7 @@ impl<'a> OutcomeRecorder<'a> {
     pub(super) fn record(self, outcome: &Outcome) {
         let Some(tape) = self.tape else { return };
         tape.write(|to, _| {
+            to.push(entry::OUTCOME);
             to.push(outcome.kind() | if self.session.is_some() { SESSION_CHANGED } else { 0 });
             if let Some(session) = self.session {
                 put_optional(to, session, put_rank);
@@ -120,16 +118,9 @@ impl<'a> OutcomeRecorder<'a> {
     }
 }
 
-pub(super) fn put_end(to: &mut Vec<u8>) {
-    to.push(END);
-}
-
-/// The next recorded outcome and the changed session, or `None` at the end.
-pub(super) fn read_outcome(from: &mut Reader<'_>) -> Option<Option<(Outcome, Option<Option<WorkerRank>>)>> {
+/// A recorded outcome, and the session if it has changed.
+pub(super) fn read_outcome(from: &mut Reader<'_>) -> Option<(Outcome, Option<Option<WorkerRank>>)> {
     let kind = from.u8()?;
-    if kind == END {
-        return Some(None);
-    }
     let session = if kind & SESSION_CHANGED != 0 { Some(from.optional(super::recorded::read_rank)?) } else { None };
-    Outcome::read(kind & !SESSION_CHANGED, from).map(|outcome| Some((outcome, session)))
+    Outcome::read(kind & !SESSION_CHANGED, from).map(|outcome| (outcome, session))
 }

@@ -204,6 +204,7 @@ const LOWER: u64 = 1 << 1;
 /// Overlaps relative to the previous one: most of them are the same system prompt on consecutive slots.
 fn put_overlaps(to: &mut Vec<u8>, overlaps: &[RankOverlap], is_current: impl Fn(&RankOverlap) -> bool) {
     put_number(to, overlaps.len() as u64);
+    to.reserve(4 * overlaps.len());
     let (mut last_slot, mut last_blocks) = (-1, 0);
     for known in overlaps {
         let slot = i64::from(known.slot.0);
@@ -215,7 +216,8 @@ fn put_overlaps(to: &mut Vec<u8>, overlaps: &[RankOverlap], is_current: impl Fn(
         let difference = i64::from(device_blocks) - last_blocks;
         last_blocks = device_blocks.into();
         let difference = ((difference << 1) ^ (difference >> 63)).cast_unsigned();
-        let flags = if is_current(known) { 0 } else { STALE } | if has_lower { LOWER } else { 0 };
+        let flags = if is_current(known) { 0 } else { STALE };
+        let flags = flags | if has_lower { LOWER } else { 0 };
         put_number(to, difference << 2 | flags);
         if has_lower {
             lower.into_iter().for_each(|blocks| put_number(to, blocks.into()));

@@ -4,7 +4,6 @@
 
 use std::collections::VecDeque;
 
-use super::outcome::put_end;
 use super::rank::put_load;
 use super::recorded::RequestParts;
 use super::tape::{Tape, entry, put_engine_load};
@@ -41,7 +40,6 @@ impl<T> Schedule<T> {
             }
         });
         tape.reuse(changed);
-        tape.end();
     }
 
     /// Records a batch and the slots that it queries.
@@ -65,37 +63,30 @@ impl<T> Schedule<T> {
             put_number(to, slots.len() as u64);
             slots.iter().for_each(|slot| put_number(to, slot.0.into()));
         });
-        tape.end();
     }
 
-    /// Bytes of the replies that belong to the present ranks.
-    pub(super) fn recorded_answers(&self, answers: &[LoadAnswer]) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        let is_current = |answer: &&LoadAnswer| self.ranks.position_of(answer.slot, answer.generation).is_some();
-        let current: Vec<&LoadAnswer> = answers.iter().filter(is_current).collect();
-        put_number(&mut bytes, current.len() as u64);
-        for LoadAnswer { slot, load, shared_blocks, .. } in current {
-            put_number(&mut bytes, slot.0.into());
-            put_load(&mut bytes, load);
-            put_number(&mut bytes, shared_blocks.len() as u64);
-            shared_blocks.iter().for_each(|blocks| put_number(&mut bytes, (*blocks).into()));
-        }
-        bytes
-    }
-
-    /// Begins the outcomes of a batch with the replies to its queries.
-    pub(super) fn record_answers<V: LoadView>(&mut self, loads: &V, answers: Option<Vec<u8>>) {
-        let (Some(tape), Some(answers)) = (loads.tape(), answers) else { return };
+    /// Begins the outcomes of a batch with the replies to its queries, before these apply. Replies of earlier generations
+    /// have no effect.
+    pub(super) fn record_answers<V: LoadView>(&mut self, loads: &V, answers: &[LoadAnswer]) {
+        let Some(tape) = loads.tape() else { return };
         if tape.lacks_ranks() {
             self.record_keyframe(tape, false);
         } else if tape.lacks_statuses() {
             self.record_statuses(tape);
         }
+        let is_current = |answer: &&LoadAnswer| self.ranks.position_of(answer.slot, answer.generation).is_some();
+        let current = answers.iter().filter(is_current);
         tape.write(|to, last| {
-            to.push(entry::DECIDED);
+            to.push(entry::DECIDING);
             last.put_time(to, self.now);
             to.push(1);
-            to.extend_from_slice(&answers);
+            put_number(to, current.clone().count() as u64);
+            for LoadAnswer { slot, load, shared_blocks, .. } in current {
+                put_number(to, slot.0.into());
+                put_load(to, load);
+                put_number(to, shared_blocks.len() as u64);
+                shared_blocks.iter().for_each(|blocks| put_number(to, (*blocks).into()));
+            }
         });
     }
 
@@ -103,7 +94,7 @@ impl<T> Schedule<T> {
     pub(super) fn record_decision<V: LoadView>(&self, queried: bool, loads: &V) {
         let Some(tape) = loads.tape().filter(|_| !queried) else { return };
         tape.write(|to, last| {
-            to.push(entry::DECIDED);
+            to.push(entry::DECIDING);
             last.put_time(to, self.now);
             to.push(0);
         });
@@ -111,9 +102,9 @@ impl<T> Schedule<T> {
 
     /// Ends the outcomes of a batch.
     pub(super) fn record_decided<V: LoadView>(&self, loads: &V) {
-        let Some(tape) = loads.tape() else { return };
-        tape.write(|to, _| put_end(to));
-        tape.end();
+        if let Some(tape) = loads.tape() {
+            tape.write(|to, _| to.push(entry::DECIDED));
+        }
     }
 
     fn record_statuses(&self, tape: &Tape) {
@@ -121,12 +112,12 @@ impl<T> Schedule<T> {
             to.push(entry::STATUSES);
             self.ranks.put_statuses(to);
         });
-        tape.end_statuses();
+        tape.has_statuses();
     }
 
     fn record_keyframe(&mut self, tape: &Tape, begins_segment: bool) {
-        tape.take_changed();
-        tape.discard_reads();
+        tape.reuse(tape.take_changed());
+        tape.begin_keyframe(begins_segment);
         let ranks = &mut self.ranks;
         let (now, turns, typical, arrival_rate) = (self.now, self.turns, &self.typical, &self.arrival_rate);
         tape.write(|to, last| {
@@ -158,7 +149,6 @@ impl<T> Schedule<T> {
             };
             tape.with_cells(slot, |cells| tape.write(|to, _| put(to, cells)));
         }
-        tape.end_keyframe(begins_segment);
     }
 }
 

@@ -118,6 +118,9 @@ pub struct Replay {
     schedule: Option<Schedule<Box<str>>>,
     loads: ReplayLoads,
     in_flight: VecDeque<PendingRequest<Box<str>>>,
+    /// Position in the batch of the next outcome, and whether loads were queried for it.
+    in_batch: usize,
+    is_queried: bool,
     /// Whether the shortlist of the batch in flight is the recorded one.
     is_listed_alike: bool,
     last: Last,
@@ -144,6 +147,8 @@ impl Replay {
             schedule: None,
             loads: ReplayLoads::default(),
             in_flight: VecDeque::new(),
+            in_batch: 0,
+            is_queried: false,
             is_listed_alike: true,
             last: Last::default(),
             decisions: 0,
@@ -178,7 +183,12 @@ impl Replay {
                 Some(entry::PREPARED) => self.prepare(&mut from),
                 Some(entry::STATUSES) => self.read_statuses(&mut from),
                 Some(entry::BATCH) => self.read_batch(&mut from),
-                Some(entry::DECIDED) => self.decide(&mut from, visit),
+                Some(entry::DECIDING) => self.begin_deciding(&mut from),
+                Some(entry::OUTCOME) => self.decide(&mut from, visit),
+                Some(entry::DECIDED) => {
+                    self.in_flight.clear();
+                    Some(())
+                }
                 Some(kind) => self.loads.apply(kind, &mut from),
                 None => None,
             };
@@ -206,7 +216,7 @@ impl Replay {
         let ReplaySettings { config, alternatives } = self.settings_of(bytes)?;
         let mut schedule = Schedule::new(config, 0, Extensions::default());
         if !alternatives.is_empty() {
-            schedule.set_shadows(alternatives, 1.0);
+            schedule.set_shadows(alternatives, f64::INFINITY); // every decision
         }
         self.schedule = None;
         Ok(self.restore(&mut schedule, from).map(|()| self.schedule = Some(schedule)))
@@ -285,39 +295,41 @@ impl Replay {
         Some(())
     }
 
-    fn decide(&mut self, from: &mut Reader<'_>, visit: &mut dyn FnMut(ReplayedDecision)) -> Option<()> {
+    fn begin_deciding(&mut self, from: &mut Reader<'_>) -> Option<()> {
         let schedule = self.schedule.as_mut()?;
         schedule.now = self.last.read_time(from)?;
-        let queried = from.u8()? != 0;
-        if queried {
+        (self.in_batch, self.is_queried) = (0, from.u8()? != 0);
+        if self.is_queried {
             read_answers(schedule, from)?;
         }
-        let mut in_batch = 0;
-        while let Some((outcome, session)) = read_outcome(from)? {
-            let mut pending = self.in_flight.pop_front()?;
-            if let Some(session) = session {
-                pending.session = session;
-                schedule.forget_bounds();
-            }
-            if in_batch > 0 {
-                schedule.ranks.update_columns();
-            }
-            let replayed = ReplayedRequest {
-                schedule,
-                loads: &self.loads,
-                mode: self.mode,
-                in_batch,
-                settle: !queried && in_batch == 0,
-                explains: &self.explains,
-            };
-            if let Some(mut decision) = replayed.evaluate(pending, outcome)? {
-                decision.is_equal &= self.is_listed_alike;
-                self.decisions += 1;
-                visit(decision);
-            }
-            in_batch += 1;
+        Some(())
+    }
+
+    fn decide(&mut self, from: &mut Reader<'_>, visit: &mut dyn FnMut(ReplayedDecision)) -> Option<()> {
+        let schedule = self.schedule.as_mut()?;
+        let (outcome, session) = read_outcome(from)?;
+        let mut pending = self.in_flight.pop_front()?;
+        if let Some(session) = session {
+            pending.session = session;
+            schedule.forget_bounds();
         }
-        self.in_flight.clear();
+        if self.in_batch > 0 {
+            schedule.ranks.update_columns();
+        }
+        let replayed = ReplayedRequest {
+            schedule,
+            loads: &self.loads,
+            mode: self.mode,
+            in_batch: self.in_batch,
+            settle: !self.is_queried && self.in_batch == 0,
+            explains: &self.explains,
+        };
+        if let Some(mut decision) = replayed.evaluate(pending, outcome)? {
+            decision.is_equal &= self.is_listed_alike;
+            self.decisions += 1;
+            visit(decision);
+        }
+        self.in_batch += 1;
         Some(())
     }
 }

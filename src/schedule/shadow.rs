@@ -16,6 +16,10 @@ use crate::select::Draw;
 /// Separate from the seed of picks, so that sampling is independent of ties.
 const SHADOW_SEED: u64 = 0x7368_6164_6f77_2173;
 
+/// Ranks up to which the whole share is sampled. The cost of a shadow grows with the ranks, so that of larger pools a
+/// smaller share is, in proportion.
+const RANKS_FULL_SHARE: usize = 64;
+
 impl<T> Schedule<T> {
     /// Replaces the shadow policies, which decide a `share` of the requests. Each differs from the active configuration
     /// in what `shadows` change. Call this before the first rank is admitted.
@@ -47,13 +51,19 @@ impl<T> Schedule<T> {
         position: usize,
         pending: &PendingRequest<T>,
     ) -> Option<Box<ShadowReport>> {
-        let is_shadowed = !self.shadows.is_empty()
-            && pending.request.target == Target::Any
-            && Draw { seed: self.settings.seed ^ SHADOW_SEED, request: pending.number }.unit() < self.shadow_share;
-        if !is_shadowed {
+        if self.shadows.is_empty() || pending.request.target != Target::Any {
             return None;
         }
-        self.ranks.age();
+        let ranks = self.ranks.as_slice().len().max(RANKS_FULL_SHARE) as f64;
+        let share = self.shadow_share * RANKS_FULL_SHARE as f64 / ranks;
+        let draw = Draw { seed: self.settings.seed ^ SHADOW_SEED, request: pending.number };
+        if draw.unit() >= share {
+            return None;
+        }
+        let reads_decay = |shadow: &Shadow| shadow.settings.policy == Policy::Kv || !shadow.rules.lenient;
+        if self.queueing || self.shadows.iter().any(reads_decay) {
+            self.ranks.age();
+        }
         let case = pending.case(in_batch, loads);
         let cost = self.settings.models_prefill.then(|| self.latency_cost_of(pending));
         let chosen = self.appraise(case, Some(position), cost.as_ref());

@@ -25,7 +25,8 @@ use crate::record::bytes::{put_f64, put_number, put_optional, put_signed, put_wo
 pub struct Tape {
     cells: RefCell<Vec<CellCopy>>,
     arrivals: Cell<PlacementRate>,
-    buffers: RefCell<Buffers>,
+    taped: RefCell<TapedEntries>,
+    changed: RefCell<Vec<Slot>>,
     stamp: Cell<u32>,
     /// Time and request number of the last entry, to which the next ones refer.
     pub(super) last: Cell<Last>,
@@ -40,16 +41,6 @@ pub struct TapedEntries {
     pub bytes: Vec<u8>,
     /// Where a keyframe begins, from which the entries can be replayed without earlier ones.
     pub keyframe_at: Option<usize>,
-}
-
-#[derive(Debug, Default)]
-struct Buffers {
-    taped: TapedEntries,
-    /// Differences of cells that were read since the last entry.
-    reads: Vec<u8>,
-    /// The entry in progress.
-    entry: Vec<u8>,
-    changed: Vec<Slot>,
 }
 
 /// Values to which the numbers of an entry are relative.
@@ -85,6 +76,7 @@ struct State {
 pub(super) struct CellCopy {
     board: [u64; BoardLoad::WORDS],
     pub(super) speed: SpeedCell,
+    sample: SpeedSample,
     pub(super) held_blocks: u32,
     pub(super) index_changed_at: Option<Timestamp>,
     pub(super) engine_load: Option<EngineLoad>,
@@ -110,7 +102,10 @@ pub(super) mod entry {
     pub(crate) const PREPARED: u8 = 2;
     pub(crate) const STATUSES: u8 = 3;
     pub(crate) const BATCH: u8 = 4;
-    pub(crate) const DECIDED: u8 = 5;
+    /// Begins the outcomes of a batch.
+    pub(crate) const DECIDING: u8 = 5;
+    pub(crate) const OUTCOME: u8 = 6;
+    pub(crate) const DECIDED: u8 = 7;
     pub(crate) const BOARD: u8 = 16;
     pub(crate) const SPEED: u8 = 17;
     pub(crate) const HELD_BLOCKS: u8 = 18;
@@ -127,7 +122,8 @@ impl Tape {
         Self {
             cells: RefCell::default(),
             arrivals: Cell::default(),
-            buffers: RefCell::default(),
+            taped: RefCell::default(),
+            changed: RefCell::default(),
             stamp: Cell::new(1),
             last: Cell::default(),
             state: Cell::new(State::default()),
@@ -138,13 +134,15 @@ impl Tape {
     /// Takes the entries.
     #[must_use]
     pub fn take(&self) -> TapedEntries {
-        std::mem::take(&mut self.buffers.borrow_mut().taped)
+        self.taped.take()
     }
 
     /// Passes the entries to `to`, unless there are none, and keeps their memory.
     pub fn drain(&self, to: impl FnOnce(&[u8], Option<usize>)) {
-        let taped = &mut self.buffers.borrow_mut().taped;
-        if !taped.bytes.is_empty() {
+        let taped = &mut *self.taped.borrow_mut();
+        if !self.state.get().is_active {
+            taped.bytes.clear();
+        } else if !taped.bytes.is_empty() {
             to(&taped.bytes, taped.keyframe_at);
             taped.bytes.clear();
             taped.keyframe_at = None;
@@ -189,47 +187,31 @@ impl Tape {
         is_active && lacks_statuses
     }
 
-    /// Adds to the entry in progress.
+    /// Writes an entry or a part of it.
     #[inline]
-    pub(super) fn write<R>(&self, put: impl FnOnce(&mut Vec<u8>, &mut Last) -> R) -> R {
-        let (mut buffers, mut last) = (self.buffers.borrow_mut(), self.last.get());
-        let result = put(&mut buffers.entry, &mut last);
+    pub(super) fn write(&self, put: impl FnOnce(&mut Vec<u8>, &mut Last)) {
+        let mut last = self.last.get();
+        put(&mut self.taped.borrow_mut().bytes, &mut last);
         self.last.set(last);
-        result
     }
 
-    /// Ends the entry in progress.
-    pub(super) fn end(&self) {
-        let Buffers { taped, reads, entry, .. } = &mut *self.buffers.borrow_mut();
-        if self.state.get().is_active {
-            taped.bytes.extend_from_slice(reads);
-            taped.bytes.extend_from_slice(entry);
+    /// Begins an entry with the complete state. If it `begins_segment`, no earlier entry is needed from here on. What was
+    /// written before the first keyframe is dropped.
+    pub(super) fn begin_keyframe(&self, begins_segment: bool) {
+        let State { is_active, wants_segment, .. } = self.state.get();
+        let taped = &mut *self.taped.borrow_mut();
+        if !is_active {
+            taped.bytes.clear();
         }
-        reads.clear();
-        entry.clear();
-    }
-
-    /// Drops the reads since the last entry: a keyframe has the contents of all cells.
-    pub(super) fn discard_reads(&self) {
-        self.buffers.borrow_mut().reads.clear();
-    }
-
-    /// Ends an entry with the complete state. If it `begins_segment`, no earlier entry is needed from here on.
-    pub(super) fn end_keyframe(&self, begins_segment: bool) {
-        let state = self.state.get();
-        let wants_segment = state.wants_segment && !begins_segment;
-        self.state.set(State { is_active: true, wants_segment, ..State::default() });
         if begins_segment {
-            let taped = &mut self.buffers.borrow_mut().taped;
             taped.keyframe_at = Some(taped.bytes.len());
         }
-        self.end();
+        self.state.set(State { is_active: true, wants_segment: wants_segment && !begins_segment, ..State::default() });
     }
 
-    /// Ends the statuses of all ranks.
-    pub(super) fn end_statuses(&self) {
+    /// The statuses of all ranks have been written.
+    pub(super) fn has_statuses(&self) {
         self.state.set(State { lacks_statuses: false, ..self.state.get() });
-        self.end();
     }
 
     /// The copies of the cells of a slot.
@@ -244,17 +226,17 @@ impl Tape {
 
     /// Slots that were reported as changed since the last call.
     pub(super) fn take_changed(&self) -> Vec<Slot> {
-        std::mem::take(&mut self.buffers.borrow_mut().changed)
+        self.changed.take()
     }
 
     /// Gives the memory of [`take_changed`](Self::take_changed) back.
     pub(super) fn reuse(&self, mut changed: Vec<Slot>) {
         changed.clear();
-        self.buffers.borrow_mut().changed = changed;
+        self.changed.replace(changed);
     }
 
     pub(super) fn read_changed(&self, changed: &[Slot]) {
-        self.buffers.borrow_mut().changed.extend_from_slice(changed);
+        self.changed.borrow_mut().extend_from_slice(changed);
     }
 
     /// A board's snapshot, if it is new. Later reads of the batch return nothing new.
@@ -268,7 +250,7 @@ impl Tape {
         let load = read()?;
         let words = load.to_words();
         let before = std::mem::replace(&mut cell.board, words);
-        let reads = &mut self.buffers.borrow_mut().reads;
+        let reads = &mut self.taped.borrow_mut().bytes;
         put_slot(reads, entry::BOARD, slot);
         let mut mask = 0_u32;
         for at in 0..BoardLoad::WORDS {
@@ -293,10 +275,11 @@ impl Tape {
         let mut cells = self.cells.borrow_mut();
         let cell = of_slot(&mut cells, slot);
         if cell.is_due(ReadCell::Speed, self.stamp.get()) {
-            let (sample, before) = (read(), cell.speed.sample());
-            if sample != before {
+            let sample = read();
+            if sample != cell.sample {
+                let before = std::mem::replace(&mut cell.sample, sample);
                 cell.speed.restore(&sample);
-                put_speed(&mut self.buffers.borrow_mut().reads, slot, &before, &sample);
+                put_speed(&mut self.taped.borrow_mut().bytes, slot, &before, &sample);
             }
         }
         of(&cell.speed)
@@ -308,7 +291,7 @@ impl Tape {
         if cell.is_due(ReadCell::HeldBlocks, self.stamp.get()) {
             let held_blocks = read();
             if held_blocks != std::mem::replace(&mut cell.held_blocks, held_blocks) {
-                let reads = &mut self.buffers.borrow_mut().reads;
+                let reads = &mut self.taped.borrow_mut().bytes;
                 put_slot(reads, entry::HELD_BLOCKS, slot);
                 put_number(reads, held_blocks.into());
             }
@@ -326,7 +309,7 @@ impl Tape {
         if cell.is_due(ReadCell::IndexChangedAt, self.stamp.get()) {
             let changed_at = read();
             if changed_at != std::mem::replace(&mut cell.index_changed_at, changed_at) {
-                let reads = &mut self.buffers.borrow_mut().reads;
+                let reads = &mut self.taped.borrow_mut().bytes;
                 put_slot(reads, entry::INDEX_CHANGED_AT, slot);
                 put_number(reads, changed_at.map_or(0, |at| at.0.saturating_add(1)));
             }
@@ -340,7 +323,7 @@ impl Tape {
         if cell.is_due(ReadCell::EngineLoad, self.stamp.get()) {
             let load = read();
             if load != std::mem::replace(&mut cell.engine_load, load) {
-                let reads = &mut self.buffers.borrow_mut().reads;
+                let reads = &mut self.taped.borrow_mut().bytes;
                 put_slot(reads, entry::ENGINE_LOAD, slot);
                 put_engine_load(reads, load);
             }
@@ -356,7 +339,7 @@ impl Tape {
             let load = read();
             if load != cell.peers {
                 cell.peers = load;
-                let reads = &mut self.buffers.borrow_mut().reads;
+                let reads = &mut self.taped.borrow_mut().bytes;
                 put_slot(reads, entry::PEERS, slot);
                 put_words(reads, &load.to_words());
             }
@@ -366,7 +349,7 @@ impl Tape {
 
     pub(super) fn read_arrivals(&self, rate: PlacementRate) -> PlacementRate {
         if rate != self.arrivals.replace(rate) {
-            let reads = &mut self.buffers.borrow_mut().reads;
+            let reads = &mut self.taped.borrow_mut().bytes;
             reads.push(entry::ARRIVALS);
             put_f64(reads, rate.placements_per_second);
             put_f64(reads, rate.work_per_second);
