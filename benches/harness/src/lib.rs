@@ -21,6 +21,7 @@
 pub mod cli;
 pub mod closed_loop;
 pub mod compare;
+pub mod decisions;
 pub mod drift;
 pub mod drill;
 pub mod embedded;

@@ -8,6 +8,7 @@ use clap::{Parser, Subcommand};
 use metrics_exporter_prometheus::PrometheusBuilder;
 use pointsman_bench::cli::Replay;
 use pointsman_bench::compare::{Compare, CompareEndpoints};
+use pointsman_bench::decisions::Decisions;
 use pointsman_bench::drift::Drift;
 use pointsman_bench::drill::Drill;
 use pointsman_bench::embedded::Embedded;
@@ -39,6 +40,8 @@ enum Command {
     Suite(RunSuite),
     /// Fail if policies drift from their recorded figures in a small simulation
     Drift(Drift),
+    /// Simulate every policy and replay its recorded decisions, which must be equal bit for bit
+    Decisions(Decisions),
     /// Kill, restart and separate gateways under load, on loopback
     Drill(Drill),
     /// Send a workload to an endpoint with OpenAI's API over HTTP and report the responses
@@ -57,6 +60,7 @@ fn main() -> ExitCode {
         Command::Compare(compare) => compare.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
         Command::Suite(suite) => suite.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
         Command::Drift(drift) => drift.run(io::stdout().lock()).map_err(Into::into),
+        Command::Decisions(decisions) => decisions.run(io::stdout().lock()),
         Command::Drill(drill) => drill.run(io::stdout().lock()).map_err(Into::into),
         Command::Load(load) => load.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
         Command::CompareEndpoints(compare) => compare.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
