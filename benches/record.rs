@@ -18,8 +18,10 @@ use pointsman::policy::PolicyConfig;
 use pointsman::{RouteRequest, Router};
 use tokio::runtime::Builder;
 
+#[allow(dead_code, reason = "other benchmarks use the rest")]
 #[path = "common/routed.rs"]
 mod routed;
+#[allow(dead_code, reason = "other benchmarks use the rest")]
 #[path = "common/still.rs"]
 mod still;
 

@@ -18,6 +18,7 @@ use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use pointsman::{Prompt, RouteRequest, Router, RouterConfig};
 use tokio::runtime::{Builder, Runtime};
 
+#[allow(dead_code, reason = "other benchmarks use the rest")]
 #[path = "common/routed.rs"]
 mod routed;
 

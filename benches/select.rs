@@ -17,6 +17,7 @@ use pointsman::config::{LoadConfig, RouterConfig};
 use pointsman::select::{Draw, TierOverlap};
 use pointsman::test_support::{mix, rank};
 
+#[allow(dead_code, reason = "other benchmarks use the rest")]
 #[path = "common/still.rs"]
 mod still;
 

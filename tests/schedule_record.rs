@@ -320,6 +320,7 @@ fn configs() -> Vec<RouterConfig> {
 }
 
 /// Decisions per configuration. A larger number for a longer run.
+#[expect(clippy::disallowed_methods, reason = "tests take their length from the environment")]
 fn decisions() -> u64 {
     std::env::var("RECORDED_DECISIONS").ok().and_then(|number| number.parse().ok()).unwrap_or(300)
 }

@@ -38,7 +38,11 @@ pub(crate) struct RequestEnd<'a> {
 impl RequestTrace {
     /// Trace of a request without spans.
     pub(crate) fn of(headers: &HeaderMap) -> Self {
-        Self { client: TraceContext::of(headers), ..Self::default() }
+        Self {
+            client: TraceContext::of(headers),
+            #[cfg(feature = "otlp")]
+            spans: None,
+        }
     }
 
     /// Begins the spans of the request, if they are exported.
