@@ -16,6 +16,9 @@ use super::{ClassState, ReplicaState};
 /// Expected prefill wait on the least loaded rank from which a model is overloaded.
 pub const OVERLOAD_WAIT: Duration = Duration::from_secs(2);
 
+/// Requests that wait in the engine with the fewest from which a model is overloaded.
+pub const OVERLOAD_ENGINE_WAITING: u32 = 4;
+
 /// Age of the oldest waiting request from which a queue is a problem.
 pub const QUEUE_AGE_SECONDS: f64 = 2.0;
 
@@ -154,6 +157,8 @@ pub struct ModelFacts<'a> {
     pub eligible: usize,
     /// Shortest expected prefill wait of the ranks that can serve.
     pub least_wait: Duration,
+    /// Fewest requests that wait in the engine of a rank that can serve; 0 if an engine does not report them.
+    pub least_engine_waiting: u32,
     /// Booked requests.
     pub active_requests: u64,
     /// Waiting requests by class.
@@ -198,7 +203,7 @@ pub fn model(facts: &ModelFacts<'_>, rank_problems: &[RankProblem<'_>]) -> (Leve
     (level, format!("{}{rest}.", capitalized(&clauses.join("; "))))
 }
 
-/// Overload by the queue or by the backlog of every rank.
+/// Overload by the queue, by the backlog of every rank, or by the queues of the engines.
 fn of_load(facts: &ModelFacts<'_>) -> Option<Problem> {
     let waiting: u64 = facts.queue.iter().map(|class| class.requests).sum();
     let oldest = facts.queue.iter().filter_map(|class| class.oldest_age_seconds).fold(0.0, f64::max);
@@ -208,9 +213,18 @@ fn of_load(facts: &ModelFacts<'_>) -> Option<Problem> {
         let waiting = counted_noun(usize::try_from(waiting).unwrap_or(usize::MAX), "waiting request");
         return Some(Problem::new(level, format!("{prefix}{waiting}, the oldest for {oldest:.1} s")));
     }
-    (facts.eligible > 0 && facts.least_wait >= OVERLOAD_WAIT).then(|| {
+    if facts.eligible == 0 {
+        return None;
+    }
+    if facts.least_wait >= OVERLOAD_WAIT {
         let wait = facts.least_wait.as_secs_f64();
-        Problem::new(Level::Warning, format!("overloaded: every rank has at least {wait:.1} s of prefill left"))
+        let text = format!("overloaded: every rank has at least {wait:.1} s of prefill left");
+        return Some(Problem::new(Level::Warning, text));
+    }
+    let waiting = facts.least_engine_waiting;
+    (waiting >= OVERLOAD_ENGINE_WAITING).then(|| {
+        let text = format!("overloaded: at least {waiting} requests wait in the engine of every rank");
+        Problem::new(Level::Warning, text)
     })
 }
 
@@ -284,6 +298,7 @@ mod tests {
         registered: 8,
         eligible: 8,
         least_wait: Duration::ZERO,
+        least_engine_waiting: 0,
         active_requests: 3,
         queue: &[],
         replicas: &[],
@@ -368,6 +383,11 @@ mod tests {
         }
         let (level, sentence) = model(&ModelFacts { least_wait: Duration::from_secs(3), ..IDLE }, &[]);
         let expected = (Level::Warning, "Overloaded: every rank has at least 3.0 s of prefill left.");
+        assert_eq!((level, sentence.as_str()), expected);
+        let (level, _) = model(&ModelFacts { least_engine_waiting: 3, ..IDLE }, &[]);
+        assert_eq!(level, Level::Ok);
+        let (level, sentence) = model(&ModelFacts { least_engine_waiting: 4, ..IDLE }, &[]);
+        let expected = (Level::Warning, "Overloaded: at least 4 requests wait in the engine of every rank.");
         assert_eq!((level, sentence.as_str()), expected);
     }
 

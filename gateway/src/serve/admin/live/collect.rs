@@ -88,8 +88,14 @@ impl Facts {
 
     /// Shortest expected prefill wait of the ranks without a serious problem.
     fn least_wait(&self, assessed: &[Assessed<'_>]) -> Duration {
-        let serving = assessed.iter().filter(|rank| rank.level() < Level::Critical && rank.worker.takes_requests());
-        serving.map(|rank| self.wait(rank.rank)).min().unwrap_or_default()
+        serving(assessed).map(|rank| self.wait(rank.rank)).min().unwrap_or_default()
+    }
+
+    /// Fewest requests that wait in the engine of a rank without a serious problem; 0 without a recent report.
+    fn least_engine_waiting(&self, assessed: &[Assessed<'_>]) -> u32 {
+        let engine = |rank: &Assessed<'_>| self.engines.get(&rank.rank).filter(|engine| !engine.is_stale);
+        let waiting = |rank| engine(rank).and_then(|engine| engine.waiting).unwrap_or_default();
+        serving(assessed).map(waiting).min().unwrap_or_default()
     }
 
     fn wait(&self, rank: WorkerRank) -> Duration {
@@ -109,6 +115,11 @@ impl Assessed<'_> {
     fn level(&self) -> Level {
         self.problems.first().map_or(Level::Ok, |problem| problem.level)
     }
+}
+
+/// Ranks without a serious problem, of workers that take requests.
+fn serving<'a, 'b>(assessed: &'a [Assessed<'b>]) -> impl Iterator<Item = &'a Assessed<'b>> {
+    assessed.iter().filter(|rank| rank.level() < Level::Critical && rank.worker.takes_requests())
 }
 
 async fn state_of(model: &Model, watched: &mut Watched) -> ModelState {
@@ -147,6 +158,7 @@ async fn state_of(model: &Model, watched: &mut Watched) -> ModelState {
             registered: assessed.len(),
             eligible,
             least_wait: facts.least_wait(&assessed),
+            least_engine_waiting: facts.least_engine_waiting(&assessed),
             active_requests: facts.reports.values().map(|report| report.active_requests).sum(),
             queue: &queue,
             replicas: &replicas,
