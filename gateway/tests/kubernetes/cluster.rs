@@ -1,18 +1,24 @@
 //! Pods and pools of a test, the engines behind their addresses, and a gateway process that watches them.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use axum::Router;
+use axum::body::Body;
 use axum::http::header::CONTENT_TYPE;
-use axum::routing::{get, post};
+use axum::routing::{MethodRouter, get, post};
 use pointsman::discovery::derived_id;
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
+use tokio::io::AsyncReadExt;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::process::Command;
+use tokio::sync::Semaphore;
 use tokio::time::{Duration, sleep, timeout};
+use tokio_stream::wrappers::ReceiverStream;
 
 use crate::common::process::{PATIENCE, Process, serve};
 use crate::common::proxy;
@@ -93,13 +99,17 @@ pub(super) fn pool(app: &str, ports: &[u16]) -> Value {
 
 /// Starts engines that answer at this port of every loopback address, also `[::1]` if the system has IPv6.
 pub(super) async fn engines() -> u16 {
+    start_engines(post(async || ([(CONTENT_TYPE, "application/json")], proxy::FINE_JSON))).await
+}
+
+async fn start_engines(completions: MethodRouter) -> u16 {
     let metrics = "vllm:cache_config_info{block_size=\"16\",engine=\"0\",num_gpu_blocks=\"100\"} 1.0\n";
     let models = json!({ "object": "list", "data": [{ "id": "mock", "parent": null }] });
     let app = Router::new()
         .route("/v1/models", get(async move || axum::Json(models)))
         .route("/metrics", get(async move || metrics))
         .route("/health", get(async || ""))
-        .route("/v1/completions", post(async || ([(CONTENT_TYPE, "application/json")], proxy::FINE_JSON)));
+        .route("/v1/completions", completions);
     let listener = match TcpListener::bind("[::]:0").await {
         Ok(listener) => listener,
         Err(_) => TcpListener::bind("0.0.0.0:0").await.expect("a port"),
@@ -107,6 +117,20 @@ pub(super) async fn engines() -> u16 {
     let port = listener.local_addr().expect("bound").port();
     tokio::spawn(async move { axum::serve(listener, app).await });
     port
+}
+
+/// Starts an engine at this port of every loopback address that streams: an event, and after `end` the rest.
+pub(super) async fn streaming_engine(end: Arc<Semaphore>) -> u16 {
+    let complete = async move || {
+        let (sender, chunks) = tokio::sync::mpsc::channel::<Result<&str, Infallible>>(2);
+        tokio::spawn(async move {
+            let _ = sender.send(Ok(proxy::EVENT)).await;
+            let _ = end.acquire().await;
+            let _ = sender.send(Ok(proxy::FINE)).await;
+        });
+        ([(CONTENT_TYPE, "text/event-stream")], Body::from_stream(ReceiverStream::new(chunks)))
+    };
+    start_engines(post(complete)).await
 }
 
 /// Whether the system has IPv6.
@@ -257,6 +281,21 @@ impl WatchingGateway {
         let page = self.admin("/metrics").await;
         let line = page.lines().find(|line| line.starts_with("pointsman_discovery_stale_seconds{"))?;
         line.rsplit(' ').next().map(|value| value.parse().expect("a number"))
+    }
+
+    /// A streamed completion whose first event has arrived, and what has been received of it.
+    pub(super) async fn begin_stream(&self) -> (TcpStream, Vec<u8>) {
+        let body = br#"{"model":"m","prompt":[1,2,3],"max_tokens":8,"stream":true}"#;
+        let headers = "content-type: application/json\r\n";
+        let mut stream = proxy::send(self.process.address, "POST", "/v1/completions", headers, body).await;
+        let mut received = Vec::new();
+        let first = async {
+            while !received.windows(6).any(|window| window == b"data: ") {
+                assert_ne!(stream.read_buf(&mut received).await.expect("readable"), 0, "the stream ended");
+            }
+        };
+        timeout(PATIENCE, first).await.expect("an event before the timeout");
+        (stream, received)
     }
 
     /// Status of a completion.

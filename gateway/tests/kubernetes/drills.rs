@@ -1,12 +1,17 @@
 //! Changes of pods and pools, and an outage of the API server.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use tokio::time::{Instant, sleep};
+use tokio::io::AsyncReadExt;
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, sleep, timeout};
 
 use super::api_server::ApiServer;
-use super::cluster::{Directory, NAMESPACE, TestPod, WatchingGateway, Workers, engines, has_ipv6, pool, settings};
+use super::cluster::{
+    Directory, NAMESPACE, TestPod, WatchingGateway, Workers, engines, has_ipv6, pool, settings, streaming_engine,
+};
 use crate::common::process::PATIENCE;
 
 /// A running gateway whose model `m` selects the pods with `app=engine` at this port.
@@ -52,6 +57,31 @@ async fn a_pod_serves_from_ready_to_terminating() {
     server.delete("pods", NAMESPACE, "engine-1");
     gateway.until_workers("m", &Workers::new(), "gone").await;
     assert_eq!(gateway.source("m").await["last_error"], Value::Null);
+}
+
+#[tokio::test]
+async fn streams_of_a_removed_pod_continue_to_their_end() {
+    let (server, end) = (ApiServer::start().await, Arc::new(Semaphore::new(0)));
+    let port = streaming_engine(Arc::clone(&end)).await;
+    let ready = TestPod::ready("engine-0", "1", "127.0.1.1");
+    server.put(ready.object());
+    let (gateway, _) = by_labels(&server, port).await;
+    for (what, removed) in [
+        ("not ready", TestPod { is_ready: false, ..ready.clone() }),
+        ("terminating", TestPod { is_terminating: true, ..ready.clone() }),
+    ] {
+        server.put(ready.object());
+        gateway.until_workers("m", &ready.workers(&[port]), "ready").await;
+        let (mut stream, mut received) = gateway.begin_stream().await;
+        server.put(removed.object());
+        gateway.until_workers("m", &Workers::new(), what).await;
+        assert_eq!(gateway.complete().await, 503, "{what}: no new request");
+        end.add_permits(1);
+        let rest = timeout(PATIENCE, stream.read_to_end(&mut received)).await;
+        rest.expect("the end before the timeout").expect("no reset");
+        let text = String::from_utf8_lossy(&received);
+        assert!(text.contains("[DONE]") && text.ends_with("0\r\n\r\n"), "{what}: {text}");
+    }
 }
 
 #[tokio::test]
