@@ -102,6 +102,10 @@ struct SettingsArgs {
     /// Log format: text or json (gateway.log_format).
     #[arg(long, value_name = "FORMAT")]
     log_format: Option<String>,
+    /// Enables the endpoint picker with the headers of the Gateway API Inference Extension's conformance suite
+    /// (picker.conformance=true). Clients can then bypass its choice.
+    #[arg(long)]
+    conformance: bool,
     /// Any other setting of gateway, admin, picker, replicas or router, such as router.block_size=16. Repeatable.
     #[arg(long, value_name = "SECTION.KEY=VALUE", value_parser = setting_and_value)]
     set: Vec<(String, String)>,
@@ -144,6 +148,7 @@ impl SettingsArgs {
             ("--admin-token-file", "admin.token_file", self.admin_token_file.clone()),
             ("--log-level", "gateway.log_level", self.log_level.clone()),
             ("--log-format", "gateway.log_format", self.log_format.clone()),
+            ("--conformance", "picker.conformance", self.conformance.then(|| "true".to_owned())),
         ];
         let short = short.into_iter().filter_map(|(name, setting, value)| {
             Some(Flag { name: name.to_owned(), setting: setting.to_owned(), value: value? })

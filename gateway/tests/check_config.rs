@@ -93,7 +93,7 @@ fn queues_based_on_assumed_capacity_are_warned_of() {
 #[test]
 fn flags_suffice_and_take_precedence() {
     let args = ["--model", "m", "--worker", "http://e:8000", "--worker", "http://f:8000", "--listen", "127.0.0.1:0"];
-    let more = ["--set", "router.block_size=16", "--log-format", "json", "--admin-listen", "[::1]:9"];
+    let more = ["--set", "router.block_size=16", "--log-format", "json", "--admin-listen", "[::1]:9", "--conformance"];
     let token = written("flags.token", "0123456789abcdef\n");
     let token = ["--admin-token-file".as_ref(), token.as_os_str()];
     let args: Vec<&OsStr> = args.into_iter().chain(more).map(OsStr::new).chain(token).collect();
@@ -106,6 +106,7 @@ fn flags_suffice_and_take_precedence() {
         ("listen = \"127.0.0.1:0\" ", "flag: --listen"),
         ("listen = \"[::1]:9\" ", "flag: --admin-listen"),
         ("log_format = \"json\" ", "flag: --log-format"),
+        ("conformance = true ", "flag: --conformance"),
         ("worker_urls = [\"http://e:8000\", \"http://f:8000\"] ", "flag: --worker"),
         ("token_file = ", "flag: --admin-token-file"),
     ];
