@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 use pointsman::config::{EventMode, EventsConfig, QueueConfig, SessionAffinity, SessionConfig};
+use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic, decode_sessions, encode_sessions};
 use pointsman::session::SessionBinding;
@@ -129,6 +130,48 @@ async fn a_separated_replica_fades_and_returns() {
     network.separate([]);
     sleep(Duration::from_millis(1_100)).await; // a full summary
     assert_eq!((loads(&one).await[3].0, loads(&two).await[3].0), (2, 2));
+}
+
+/// Bookings of a rank and a count of conflicts: on an idle fleet, two replicas book one rank, alone or at the same time.
+#[tokio::test(start_paused = true)]
+async fn simultaneous_bookings_of_one_rank_are_conflicts() {
+    let counters = DebuggingRecorder::new();
+    let _guard = metrics::set_default_local_recorder(&counters);
+    let faults = MemoryFaults { delay: Duration::from_millis(1), ..MemoryFaults::default() };
+    let network = MemoryNetwork::new(faults);
+    let latency = RouterConfig { policy: Policy::Latency.into(), ..config() };
+    let routers = [replica_with(&network, 1, 1, latency.clone()).await, replica_with(&network, 2, 1, latency).await];
+    let snapshotter = counters.snapshotter();
+    let conflicts = || {
+        let all = snapshotter.snapshot().into_vec().into_iter();
+        all.filter(|(key, ..)| key.key().name() == "pointsman_replica_conflicts_total")
+            .map(|(.., value)| match value {
+                DebugValue::Counter(count) => count,
+                DebugValue::Gauge(_) | DebugValue::Histogram(_) => panic!("not a counter"),
+            })
+            .sum::<u64>()
+    };
+    let book = async |replica: usize, id: &str, worker: u64| {
+        let prompt = tokens(worker as u32, 1_000);
+        let request = AddRequest::new(id, rank(worker), Prompt::Tokens(&prompt));
+        routers[replica].add_request(request).await.expect("booked");
+    };
+    // The first message about a rank has no earlier one to compare with.
+    book(0, "a", 1).await;
+    settle().await;
+    book(1, "b", 1).await;
+    settle().await;
+    book(0, "g", 1).await;
+    settle().await;
+    assert_eq!(conflicts(), 0, "one after the other");
+    book(0, "c", 1).await;
+    book(1, "d", 2).await;
+    settle().await;
+    assert_eq!(conflicts(), 0, "different ranks");
+    book(0, "e", 1).await;
+    book(1, "f", 1).await;
+    settle().await;
+    assert_eq!(conflicts(), 2, "each replica counts one");
 }
 
 /// kthena #1274: counters in a store drifted permanently when the end of a request was lost.

@@ -101,8 +101,36 @@ struct SharedRank {
     writes_left: u8,
     /// Published sum of the other replicas.
     peers: PeerLoad,
-    /// By replica: its bookings and the own ones at its last summary.
-    booked: BTreeMap<ReplicaId, (u32, u32)>,
+    /// Own bookings.
+    own: OwnBookings,
+    /// By replica: its bookings at its last summary.
+    booked: BTreeMap<ReplicaId, u32>,
+}
+
+/// Counts of own bookings on a rank, now and before the recent ones.
+#[derive(Clone, Copy, Debug, Default)]
+struct OwnBookings {
+    earlier: u32,
+    latest: u32,
+    /// Time of the first booking after the earlier ones.
+    since: Timestamp,
+}
+
+impl OwnBookings {
+    fn update(&mut self, booked: u32, interval: Duration, now: Timestamp) {
+        if booked != self.latest {
+            if now.since(self.since) >= interval {
+                (self.earlier, self.since) = (self.latest, now);
+            }
+            self.latest = booked;
+        }
+    }
+
+    /// Bookings of the last one to two intervals, which another replica may not have known at its last summary.
+    fn recent(&self, booked: u32, interval: Duration, now: Timestamp) -> u32 {
+        let before = if now.since(self.since) < interval * 2 { self.earlier } else { self.latest };
+        booked.wrapping_sub(before)
+    }
 }
 
 impl SharingTask {
@@ -217,10 +245,11 @@ impl SharingTask {
             self.entries_version = Some(version);
             self.read_entries();
         }
-        let mut has_changed = false;
+        let (mut has_changed, now) = (false, self.sharing.clock.now());
         for rank in self.ranks.iter_mut().flatten() {
             if let Some(board) = rank.entry.board.read_since(&mut rank.version) {
                 (rank.board, rank.has_changed) = (board, true);
+                rank.own.update(rank.board.applied, self.interval, now);
             }
             if rank.has_changed {
                 rank.writes_left = WRITES;
@@ -357,8 +386,7 @@ impl SharingTask {
         }
     }
 
-    /// Counts the bookings of two replicas on one rank between two summaries, if another rank would have been idle
-    /// sooner.
+    /// Counts new bookings of other replicas on ranks with recent own ones, if another rank would have been idle sooner.
     fn count_conflicts(&mut self, changed: &[WorkerRank], now: Timestamp) {
         let mut conflicts = 0;
         let wait = |rank: &SharedRank| rank.board.prefill.wait(now).0 + rank.peers.prefill;
@@ -367,12 +395,12 @@ impl SharingTask {
             let booked: Vec<(ReplicaId, u32)> = self.peers.booked(*rank).collect();
             for slot in self.slots.get(rank).into_iter().flatten() {
                 let Some(shared) = &mut self.ranks[*slot] else { continue };
-                let own = shared.entry.board.read().unwrap_or(shared.board).applied;
+                let booked_here = shared.entry.board.read().unwrap_or(shared.board).applied;
+                let own = shared.own.recent(booked_here, self.interval, now);
                 let mut both = 0;
                 for (replica, peer) in &booked {
-                    let before = shared.booked.insert(*replica, (*peer, own));
-                    let Some((peer_before, own_before)) = before else { continue };
-                    let (peer, own) = (peer.wrapping_sub(peer_before), own.wrapping_sub(own_before));
+                    let Some(before) = shared.booked.insert(*replica, *peer) else { continue };
+                    let peer = peer.wrapping_sub(before);
                     // A restarted sequence actor counts from 0 again.
                     let is_counted = peer < u32::MAX / 2 && own < u32::MAX / 2;
                     both += u64::from(if is_counted { peer.min(own) } else { 0 });
@@ -405,6 +433,7 @@ impl SharedRank {
             has_changed: true,
             writes_left: WRITES,
             peers: PeerLoad::default(),
+            own: OwnBookings::default(),
             booked: BTreeMap::new(),
         }
     }
