@@ -34,6 +34,7 @@ mod operations;
 mod picker;
 mod proxy;
 mod reload;
+mod replayed;
 mod replicas;
 mod scale_from_zero;
 mod targets;

@@ -12,6 +12,7 @@ mod engine_abort;
 mod exchange;
 mod failure;
 mod intake;
+mod leg;
 mod messages;
 mod migration;
 mod split;

@@ -20,7 +20,6 @@ use pointsman::health::Outcome;
 use pointsman::select::Constraints;
 use pointsman::{Placement, PrefillPlacement, RouteRequest};
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
 use super::attempts::{AttemptLoop, Outgoing, Reports, siblings};
@@ -28,6 +27,7 @@ use super::begin::ResponseStart;
 use super::engine_abort::EngineAbort;
 use super::exchange::{Checked, exchange, exchange_whole};
 use super::failure::{Ending, Failure, Failures};
+use super::leg::Leg;
 use crate::handover::{LegBodies, NotSplit, PrefillResponse, Protocol, Transfer};
 use crate::openai::{ApiError, Endpoint, to_client};
 use crate::serve::disaggregation::{LegValues, PrefillPool, PrefillResult, PrefillValues};
@@ -117,46 +117,6 @@ impl NextTurn {
     pub(super) fn keep(&self, parameters: Bytes) {
         if let Some(session) = &self.session {
             self.pool.turn_ended(session, parameters);
-        }
-    }
-}
-
-/// A leg in a task of its own, which is cancelled with this value.
-struct Leg<T>(Option<JoinHandle<T>>);
-
-impl<T: Send + 'static> Leg<T> {
-    fn start(leg: impl Future<Output = T> + Send + 'static) -> Self {
-        Self(Some(tokio::spawn(leg)))
-    }
-
-    /// The end of the leg; pending after the first call that returned it.
-    async fn end(&mut self) -> T {
-        match &mut self.0 {
-            Some(handle) => match handle.await {
-                Ok(end) => {
-                    self.0 = None;
-                    end
-                }
-                Err(error) => match error.try_into_panic() {
-                    Ok(panic) => std::panic::resume_unwind(panic),
-                    // Cancelled by a shutdown of the runtime.
-                    Err(_) => std::future::pending().await,
-                },
-            },
-            None => std::future::pending().await,
-        }
-    }
-
-    /// Whether [`end`](Self::end) has returned.
-    fn has_ended(&self) -> bool {
-        self.0.is_none()
-    }
-}
-
-impl<T> Drop for Leg<T> {
-    fn drop(&mut self) {
-        if let Some(handle) = &self.0 {
-            handle.abort();
         }
     }
 }
