@@ -140,11 +140,11 @@ fn a_sampled_decision_is_one_event_with_its_record_as_json() {
         drop(router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed"));
     });
     let [event] = &events[..] else { panic!("one event: {events:?}") };
-    assert_eq!((event.0["target"].as_str(), event.0["schema"].as_str()), ("pointsman::decision", "1"));
+    assert_eq!((event.0["target"].as_str(), event.0["schema"].as_str()), ("pointsman::decision", "2"));
     let record: Value = serde_json::from_str(&event.0["record"]).expect("JSON");
     assert_eq!(
         (&record["schema"], &record["prompt_tokens"], &record["block_size"]),
-        (&1.into(), &80.into(), &4.into())
+        (&2.into(), &80.into(), &4.into())
     );
     assert_eq!(record["chosen"], serde_json::to_value(rank(2)).expect("plain data"));
     let cached: Vec<_> =
