@@ -243,7 +243,7 @@ fn bench(criterion: &mut Criterion) {
     group.bench_function("remove, per block", |bencher| {
         bencher.iter_custom(|blocks| repeat(&load, blocks, |spent| (spent.removing, spent.removed)));
     });
-    // What the digest adds to a store and to a removal.
+    // Cost of the digest in a store and in a removal.
     let names: Vec<_> = (0..1 << 14).map(|n| (StorageTier::Device, EngineHash(mix(n)))).collect();
     group.throughput(Throughput::Elements(1 << 14));
     group.bench_function("digest", |bencher| {

@@ -144,7 +144,7 @@ fn publish(cells: &[RankCells], loads: &[BoardLoad], n: u64, now: Timestamp) {
     }
 }
 
-/// A scheduler with a tape, and what is needed to disturb it.
+/// A scheduler with a tape, and the state that disturbs it.
 struct Recorded {
     schedule: Schedule<u64>,
     live: LiveLoads,

@@ -314,7 +314,7 @@ async fn recorded_decisions_are_listed_and_explained_as_they_were() {
     for id in ["chat-1/0", "chat-10/1", "chat-1/2"] {
         drop(router.route(RouteRequest::new(id, Prompt::Tokens(&tokens))).await.expect("a rank"));
     }
-    // A later state does not change what is recorded.
+    // A later state does not change the record.
     router.remove_worker(WorkerId(2)).await.expect("removed");
     drop(router.route(RouteRequest::new("chat-2/3", Prompt::Tokens(&tokens))).await.expect("a rank"));
 

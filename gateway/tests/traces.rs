@@ -249,7 +249,7 @@ async fn a_request_is_one_span_tree_in_the_trace_of_the_client() {
         assert!(span.end_time_unix_nano <= root.end_time_unix_nano, "{span:?}");
     }
 
-    // Each attempt is the parent of what the worker does.
+    // Each attempt is the parent of the spans of its worker.
     let sent: Vec<String> =
         engine.requests().iter().map(|got| got.header("traceparent").expect("set").to_owned()).collect();
     let hex = |id: &[u8]| id.iter().map(|byte| format!("{byte:02x}")).collect::<String>();

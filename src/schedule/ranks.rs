@@ -75,7 +75,7 @@ impl Ranks {
         }
     }
 
-    /// Also keeps what the costs of other policies read. Only without ranks.
+    /// Also keeps the facts that the costs of other policies read. Only without ranks.
     pub(super) fn follow(&mut self, measures: bool, columns: bool) {
         self.measures |= measures;
         if columns && self.columns.is_none() {

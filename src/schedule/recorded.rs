@@ -18,7 +18,7 @@ use crate::select::{Constraints, Pin, PinMode, RankOverlap, SharedHits, TierOver
 pub(super) struct RecordedRequest {
     pub(super) number: u64,
     pub(super) fingerprint: PromptFingerprint,
-    /// Contents are replaced: prompts of one batch share what the recorded ones did.
+    /// Contents are replaced: prompts of one batch share prefixes of the recorded lengths.
     pub(super) request: Request<Box<str>>,
     pub(super) session: Option<WorkerRank>,
     pub(super) class: Option<ClassId>,

@@ -40,7 +40,7 @@ pub enum ReplayError {
     },
 }
 
-/// What a replay does with each decision.
+/// Treatment of each decision in a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplayMode {
     /// Decide again, and compare.

@@ -39,7 +39,7 @@ pub struct Tape {
 pub struct TapedEntries {
     /// The entries.
     pub bytes: Vec<u8>,
-    /// Where a keyframe begins, from which the entries can be replayed without earlier ones.
+    /// Offset of a keyframe, from which the entries can be replayed without earlier ones.
     pub keyframe_at: Option<usize>,
 }
 
@@ -195,8 +195,8 @@ impl Tape {
         self.last.set(last);
     }
 
-    /// Begins an entry with the complete state. If it `begins_segment`, no earlier entry is needed from here on. What was
-    /// written before the first keyframe is dropped.
+    /// Begins an entry with the complete state. If it `begins_segment`, no earlier entry is needed from here on. Entries
+    /// before the first keyframe are dropped.
     pub(super) fn begin_keyframe(&self, begins_segment: bool) {
         let State { is_active, wants_segment, .. } = self.state.get();
         let taped = &mut *self.taped.borrow_mut();

@@ -283,7 +283,7 @@ impl WatchingGateway {
         line.rsplit(' ').next().map(|value| value.parse().expect("a number"))
     }
 
-    /// A streamed completion whose first event has arrived, and what has been received of it.
+    /// A streamed completion whose first event has arrived, and its received bytes.
     pub(super) async fn begin_stream(&self) -> (TcpStream, Vec<u8>) {
         let body = br#"{"model":"m","prompt":[1,2,3],"max_tokens":8,"stream":true}"#;
         let headers = "content-type: application/json\r\n";

@@ -27,11 +27,11 @@ use crate::serve::models::Model;
 /// Longest wait for the reply of an actor.
 const REPLY_WAIT: Duration = Duration::from_millis(200);
 
-/// What is kept between snapshots, by model.
+/// State between snapshots, by model.
 #[derive(Default)]
 pub(super) struct Windows(BTreeMap<String, Watched>);
 
-/// What is kept of one model.
+/// State of one model between snapshots.
 #[derive(Default)]
 struct Watched {
     hits: HitWindow,

@@ -1,7 +1,7 @@
 //! One encoded state for all viewers, computed only while there are viewers.
 //!
 //! The first viewer starts a task, which computes a frame per [`INTERVAL`] and ends when it finds no viewers. A viewer
-//! that reads slowly misses frames and delays nobody.
+//! that reads slowly misses frames and does not delay others.
 
 use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
