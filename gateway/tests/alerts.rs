@@ -77,7 +77,7 @@ pub(crate) fn metrics_in(expr: &str) -> Vec<String> {
 pub(crate) fn documented() -> BTreeSet<String> {
     let pages = ["docs/metrics.md", "docs/operations.md"].map(read).join("\n");
     let names = pages.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
-    names.flat_map(|name| [name.to_owned(), format!("{name}_bucket")]).collect()
+    names.flat_map(|name| ["", "_bucket", "_sum", "_count"].map(|suffix| format!("{name}{suffix}"))).collect()
 }
 
 /// Anchors of a page, derived from its headings.

@@ -14,14 +14,22 @@ use crate::common::admin::{AdminClient, settings};
 const OTHER_LABELS: [&str; 4] = ["instance", "job", "le", "namespace"];
 
 /// Metrics whose first series comes with an event that this test does not cause, or with another configuration.
-const LATER: [&str; 10] = [
+const LATER: [&str; 17] = [
     // Failures.
     "pointsman_kv_events_refused_total",
     "pointsman_kv_findings_total",
     "pointsman_kv_source_heal_seconds_bucket",
     "pointsman_queue_backpressure_total",
     "pointsman_replica_summaries_refused_total",
-    // Prefill pools and replicas.
+    // Learned speeds, and audits after an interval.
+    "pointsman_kv_audit_blocks_total",
+    "pointsman_kv_audits_total",
+    "pointsman_shadow_ttft_seconds_count",
+    "pointsman_shadow_ttft_seconds_sum",
+    // Tenants, prefill pools and replicas.
+    "pointsman_gateway_tenant_refusals_total",
+    "pointsman_gateway_tenant_requests_total",
+    "pointsman_gateway_tenant_tokens_total",
     "pointsman_gateway_prefills_total",
     "pointsman_replica_conflicts_total",
     "pointsman_replica_peers",
@@ -89,7 +97,8 @@ fn every_metric_and_label_of_the_dashboard_is_documented() {
         let mut known: BTreeSet<String> = OTHER_LABELS.map(str::to_owned).into();
         for metric in &used {
             assert!(metrics.contains(metric), "{panel}: {metric} is not documented");
-            let base = metric.strip_suffix("_bucket").unwrap_or(metric);
+            let base = ["_bucket", "_sum", "_count"].iter().find_map(|suffix| metric.strip_suffix(suffix));
+            let base = base.unwrap_or(metric);
             known.extend(labels.get(base).cloned().unwrap_or_default());
         }
         let unknown: Vec<String> = labels_in(&expr).difference(&known).cloned().collect();
@@ -105,6 +114,7 @@ async fn a_metrics_page_has_every_metric_of_the_dashboard() {
     let router = &mut with_queue.models[0].router;
     router.queue = QueueConfig { threshold: Some(4.0), unstated_batched_tokens: Some(8_192), ..QueueConfig::default() };
     router.index.bytes_max = Some(64 << 20);
+    router.shadow.share = 1.0;
     let client = AdminClient::with(with_queue).await;
     let worker = json!({
         "endpoint": engine.url(),
