@@ -323,7 +323,8 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
     counter(
         "pointsman_replica_conflicts_total",
         &[],
-        "Bookings of two replicas on one rank between two summaries although another rank had less queued work.",
+        "Bookings of two replicas on one rank within two intervals of summaries, although another rank had less queued \
+         work. Both replicas count them.",
     ),
     counter(
         "pointsman_replica_decisions_dropped_total",
