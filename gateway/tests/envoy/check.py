@@ -118,8 +118,11 @@ def requests_of(port):
 def other_paths(fleet):
     status, body = get(fleet.proxy, "/v1/models")
     check(status == 200 and '"mock"' in body, f"GET passes: {status} {body[:200]}")
-    status, _, answer = fleet.post(b'{"model": "mock", "prompt": "some text"}', path="/tokenize")
-    check(status == 200 and b"tokens" in answer, f"another path passes: {status} {answer[:200]}")
+    status, _, answer = fleet.post(b'{"model": "chat", "prompt": "some text"}', path="/tokenize")
+    check(status == 200 and b"tokens" in answer, f"a path with a model is routed: {status} {answer[:200]}")
+    # The rejection of the method comes from the engine.
+    status, _, answer = fleet.post(b'{"model": "unknown"}', path="/server_info")
+    check(status == 405, f"another path passes: {status} {answer[:200]}")
     print("other paths: GET and unknown paths go to any engine")
 
 
