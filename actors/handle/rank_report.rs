@@ -1,5 +1,6 @@
-//! Published state of ranks, shadow policies and other replicas, read without a message: for pages that are computed several times per
-//! second.
+//! Published state of ranks, shadow policies and other replicas.
+//!
+//! Read without a message to an actor, for pages that are computed several times per second.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

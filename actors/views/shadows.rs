@@ -2,8 +2,8 @@
 
 /// One shadow policy beside the active policy, over the decisions that both have made since the start of the router.
 ///
-/// The values of the shadow assume the state that the active policy has created. The difference is therefore what single
-/// decisions save, not what the whole fleet would have done under the shadow.
+/// The values of the shadow assume the state that the active policy has created. The difference is therefore the saving
+/// of single decisions, not the outcome of a whole fleet under the shadow.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ShadowTotals {
     /// Name of the shadow policy.

@@ -1,7 +1,7 @@
 //! Collects a [`LiveSnapshot`] from the routers of all models.
 //!
-//! Reads what the routers publish. Two facts need a message to an actor, and a hung actor delays a snapshot by at most
-//! [`REPLY_WAIT`].
+//! Reads the published state of the routers. Two facts need a message to an actor, and a hung actor delays a snapshot by
+//! at most [`REPLY_WAIT`].
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

@@ -1,8 +1,8 @@
 //! The live page: static files, and a stream of snapshots for it and for `pointsman top`.
 //!
 //! A browser cannot send the token with the request for a page. The files contain nothing of the fleet and are served
-//! without it; their script asks for the token, keeps it for the session of its tab, and sends it with the request for
-//! the stream. The stream needs the token like every other request.
+//! without it; their script has an input for the token, keeps it for the session of its tab, and sends it with the
+//! request for the stream. The stream needs the token like every other request.
 
 mod collect;
 mod decisions;
