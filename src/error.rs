@@ -218,6 +218,9 @@ pub enum MembershipError {
     /// Worker is not draining, so there is no drain to undo.
     #[error("worker {0} is not being drained")]
     NotDraining(WorkerId),
+    /// Only the discovery source of the worker can end its drain.
+    #[error("worker {0} is being drained by its discovery source, and only the source can end this")]
+    DrainedBySource(WorkerId),
     /// The drain was undone before its end.
     #[error("the drain of worker {0} was undone")]
     Undrained(WorkerId),

@@ -9,6 +9,10 @@
 //! 20 bytes, server flag, 31 bytes of filler), then frames of one flag byte (1 more, 2 long, 4 command) and a length of
 //! one byte, or of eight bytes, big-endian, for long frames.
 
+mod handshake;
+
+pub use handshake::{HANDSHAKE_BYTES_MAX, PeerSocket, peer_socket, subscriber_hello};
+
 /// Size limits of the messages of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caps {

@@ -133,7 +133,11 @@ async fn manually_removed_workers_stay_away_until_their_source_drops_them() {
 async fn missed_changes_are_applied_at_the_next_pass() {
     let (source, seen) = watch::channel(set(&[(1, "a")]));
     let router = start(
-        RouterConfig { min_initial_workers: 1, discovery: DiscoveryConfig { interval_ms: 7_000 }, ..config() },
+        RouterConfig {
+            min_initial_workers: 1,
+            discovery: DiscoveryConfig { interval_ms: 7_000, ..DiscoveryConfig::default() },
+            ..config()
+        },
         seen,
     )
     .await;

@@ -13,6 +13,8 @@ mod follower;
 mod kubernetes;
 #[cfg(feature = "discovery")]
 mod prober;
+#[cfg(feature = "discovery")]
+mod publisher;
 mod source;
 #[cfg(feature = "discovery")]
 mod urls;

@@ -3,15 +3,19 @@
 //! Keeps the last response of each engine. An engine without a valid response keeps its last configuration. An engine
 //! that serves another model or pool is excluded. Time, bytes and concurrent probes are bounded.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tokio::task::JoinSet;
 
+use super::publisher::{Listener, listener_at};
 use crate::actors::io::http::{HttpError, get};
 use crate::config::RouterConfig;
-use crate::discovery::{Described, EngineError, Expected, HttpUrl, NamedWorker};
-use crate::protocol::{WorkerConfig, WorkerId};
+use crate::discovery::{Described, Engine, EngineError, Expected, FirstRankEvents, HttpUrl, NamedWorker, ProbeError};
+use crate::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
 
 /// Maximum number of concurrent probes; times [`Described::BYTES_MAX`] it bounds the memory of their responses.
 const PROBES_MAX: usize = 16;
@@ -35,6 +39,9 @@ pub struct ProbeOptions {
     pub interval: Duration,
     /// Timeout of one request; an engine receives up to four. Default 2 seconds.
     pub timeout: Duration,
+    /// Whether the default port of vLLM's KV event publisher is tried, for engines with an address of their own. Default:
+    /// whether the router reads KV events.
+    pub finds_publishers: bool,
 }
 
 impl ProbeOptions {
@@ -46,7 +53,8 @@ impl ProbeOptions {
             block_size: pool.block_size,
             block_size_must_match: pool.events.mode.reads_events(),
         };
-        Self { expected, interval: Duration::from_secs(5), timeout: Duration::from_secs(2) }
+        let finds_publishers = cfg!(feature = "zmq") && pool.events.mode.reads_events() && pool.has_index();
+        Self { expected, interval: Duration::from_secs(5), timeout: Duration::from_secs(2), finds_publishers }
     }
 
     /// Also requires a model served under this name.
@@ -76,12 +84,22 @@ impl Prober {
         &mut self,
         workers: &[NamedWorker],
     ) -> (Vec<(Option<WorkerId>, WorkerConfig)>, Vec<EngineError>) {
-        let mut answers = self.answers(workers).await;
+        self.ask_with(workers, &BTreeMap::new()).await
+    }
+
+    /// As [`Self::ask`], with the KV event endpoints of the workers with these ids.
+    pub(super) async fn ask_with(
+        &mut self,
+        workers: &[NamedWorker],
+        events: &BTreeMap<WorkerId, FirstRankEvents>,
+    ) -> (Vec<(Option<WorkerId>, WorkerConfig)>, Vec<EngineError>) {
+        let mut answers = self.answers(workers, events).await;
         let (mut complete, mut errors) = (Vec::with_capacity(workers.len()), Vec::new());
         let mut last = BTreeMap::new();
         for (position, NamedWorker { id, config: given, probe }) in workers.iter().enumerate() {
             let url = &given.endpoint;
             let key = (*id, url.clone());
+            let events = id.and_then(|id| events.get(&id));
             let mut add_error = |reason: String| errors.push(EngineError { url: url.clone(), reason });
             let described = match answers.remove(&position) {
                 None if !*probe => {
@@ -92,7 +110,10 @@ impl Prober {
                     add_error("the probe task failed".to_owned());
                     self.last.get(&key).cloned()
                 }
-                Some(Ok(described)) => Some(described),
+                Some(Ok((described, listener))) => {
+                    let last = self.last.get(&key).and_then(|last| last.kv_events.clone());
+                    Some(with_events(described, listener, events, last))
+                }
                 Some(Err(reason)) => {
                     add_error(reason);
                     self.last.get(&key).cloned()
@@ -100,7 +121,14 @@ impl Prober {
             };
             // Checked at every round, because the sources of the pool may have changed the given configuration.
             let Some((described, at)) = described.zip(HttpUrl::parse(url).ok()) else { continue };
-            match described.clone().complete(given, &at, &self.options.expected) {
+            let given = match events {
+                Some(FirstRankEvents::Given(events)) => events
+                    .from_rank(described.data_parallel_start_rank)
+                    .map(|events| WorkerConfig { kv_events: Some(events), ..given.clone() }),
+                Some(FirstRankEvents::IfPublished(_)) | None => Ok(given.clone()),
+            };
+            let config = given.map_err(ProbeError::from);
+            match config.and_then(|given| described.clone().complete(&given, &at, &self.options.expected)) {
                 Ok(config) => complete.push((*id, config)),
                 Err(error) => add_error(error.to_string()),
             }
@@ -111,7 +139,11 @@ impl Prober {
     }
 
     /// Response of each probed worker, by position.
-    async fn answers(&self, workers: &[NamedWorker]) -> BTreeMap<usize, Result<Described, String>> {
+    async fn answers(
+        &self,
+        workers: &[NamedWorker],
+        events: &BTreeMap<WorkerId, FirstRankEvents>,
+    ) -> BTreeMap<usize, Result<Answer, String>> {
         let mut answers = BTreeMap::new();
         let mut probes = JoinSet::new();
         for (position, worker) in workers.iter().enumerate().filter(|(_, worker)| worker.probe) {
@@ -119,13 +151,49 @@ impl Prober {
                 answers.extend(probes.join_next().await.and_then(Result::ok));
             }
             let (url, timeout) = (worker.config.endpoint.clone(), self.options.timeout);
-            probes.spawn(async move { (position, describe(&url, timeout).await) });
+            let publisher = match worker.id.and_then(|id| events.get(&id)) {
+                Some(FirstRankEvents::IfPublished(events)) if self.options.finds_publishers => {
+                    Some(events.endpoint.clone())
+                }
+                Some(FirstRankEvents::IfPublished(_) | FirstRankEvents::Given(_)) | None => None,
+            };
+            probes.spawn(async move { (position, answer(&url, publisher, timeout).await) });
         }
         while let Some(answer) = probes.join_next().await {
             answers.extend(answer.ok());
         }
         answers
     }
+}
+
+/// Response of an engine, and what listens at the default port of vLLM's publisher, if that was checked.
+type Answer = (Described, Option<Listener>);
+
+async fn answer(url: &str, publisher: Option<String>, timeout: Duration) -> Result<Answer, String> {
+    let described = describe(url, timeout).await?;
+    let publisher = publisher.filter(|_| described.engine == Engine::Vllm && described.kv_events.is_none());
+    let listener = match publisher {
+        Some(endpoint) => Some(listener_at(&endpoint, timeout).await),
+        None => None,
+    };
+    Ok((described, listener))
+}
+
+/// The response with the endpoints of a publisher that was found. Without a result, `last` stays.
+fn with_events(
+    described: Described,
+    listener: Option<Listener>,
+    events: Option<&FirstRankEvents>,
+    last: Option<KvEventsConfig>,
+) -> Described {
+    let kv_events = match (listener, events) {
+        (Some(Listener::Publisher), Some(FirstRankEvents::IfPublished(events))) => {
+            events.from_rank(described.data_parallel_start_rank).ok()
+        }
+        (Some(Listener::Unknown), _) => last,
+        _ => described.kv_events.clone(),
+    };
+    Described { kv_events, ..described }
 }
 
 /// Probes one engine. SGLang implements `/server_info` under an older or a newer name; vLLM does not, or responds with

@@ -75,7 +75,8 @@ impl Router {
     /// again with the configuration of the source; [`DiscoveryStatus::removed`] lists these workers.
     ///
     /// # Errors
-    /// When the worker is registered and not draining, when no drain or removal exists, or the router is down.
+    /// When the worker is registered and not draining, when its source drains it, when no drain or removal exists, or
+    /// the router is down.
     pub async fn undrain_worker(&self, worker: WorkerId) -> Result<(), MembershipError> {
         self.change(|reply| MembershipInput::Undrain { worker, reply }).await.map(drop)
     }

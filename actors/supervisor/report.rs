@@ -13,6 +13,12 @@ impl SupervisorState {
             MembershipReport::Left { worker, endpoint, ranks, source } => {
                 tracing::info!(pool, worker = endpoint, worker_id = %worker, ranks, source, "worker left");
             }
+            MembershipReport::Drains { worker, endpoint, source } => {
+                tracing::info!(pool, worker = endpoint, worker_id = %worker, source, "worker drains");
+            }
+            MembershipReport::CutOff { worker, endpoint, bookings } => {
+                tracing::warn!(pool, worker = endpoint, worker_id = %worker, bookings, "bookings cut off by a drain");
+            }
             MembershipReport::CapacityUnstated { endpoint } => {
                 let assumed = self.dependencies.config.queue.unstated_batched_tokens();
                 tracing::info!(pool, worker = endpoint, assumed, "worker states no max_num_batched_tokens");

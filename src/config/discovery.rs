@@ -11,11 +11,14 @@ pub struct DiscoveryConfig {
     /// Interval between reconciliations, in milliseconds; a change of a source starts one at once. Default 5,000, at
     /// least 1.
     pub interval_ms: u64,
+    /// Longest drain of a worker that its source drains, in milliseconds. Bookings that remain then are ended. Default
+    /// 600,000.
+    pub drain_timeout_ms: u64,
 }
 
 impl Default for DiscoveryConfig {
     fn default() -> Self {
-        Self { interval_ms: 5_000 }
+        Self { interval_ms: 5_000, drain_timeout_ms: 600_000 }
     }
 }
 

@@ -26,11 +26,11 @@ pub use file::{FileError, FileFormat};
 pub use ids::{DuplicateId, derived_id, worker_map};
 #[cfg(feature = "kubernetes")]
 pub use kubernetes::{
-    KV_EVENTS_PORT, KV_REPLAY_PORT, PodFacts, PodPorts, PodRole, ROLE_LABEL, ReflectedEvent, ReflectedSet,
-    workers_of_pods,
+    KV_EVENTS_PORT, KV_REPLAY_PORT, PodFacts, PodPorts, PodRole, PodWorkers, ROLE_LABEL, ReflectedEvent, ReflectedSet,
+    VLLM_KV_EVENTS_PORT, draining_workers, workers_of_pods,
 };
 #[cfg(feature = "discovery")]
-pub use named::NamedWorker;
+pub use named::{FirstRankEvents, NamedWorker};
 #[cfg(feature = "discovery")]
 pub use probe::{Described, Engine, Expected, ProbeError};
 pub use union::{Conflict, DesiredSets};

@@ -2,7 +2,7 @@
 
 use super::hosts::reach;
 use super::{HttpUrl, HttpUrlError};
-use crate::protocol::{WorkerConfig, WorkerId};
+use crate::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
 
 /// A worker from a source, before it is probed.
 #[derive(Clone, Debug, PartialEq)]
@@ -13,6 +13,15 @@ pub struct NamedWorker {
     pub config: WorkerConfig,
     /// Whether to probe the engine for the missing configuration.
     pub probe: bool,
+}
+
+/// KV event endpoints of the first rank of an engine, whatever the number of that rank.
+#[derive(Clone, Debug, PartialEq)]
+pub enum FirstRankEvents {
+    /// Configured endpoints.
+    Given(KvEventsConfig),
+    /// Endpoints of a vLLM engine that has a ZeroMQ publisher there.
+    IfPublished(KvEventsConfig),
 }
 
 impl NamedWorker {
@@ -55,7 +64,6 @@ impl NamedWorker {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::KvEventsConfig;
 
     #[test]
     fn workers_behind_tls_are_used_as_described_without_probes() {

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use super::removals::{Completion, PendingDrain, PendingRemoval};
-use super::{Membership, MembershipEffect};
+use super::removals::{Completion, DrainOrigin, PendingDrain, PendingRemoval};
+use super::{Membership, MembershipEffect, MembershipReport};
 use crate::error::MembershipError;
 use crate::protocol::{Generation, Slot, WorkerId};
 
@@ -37,26 +37,57 @@ impl<R> Membership<R> {
     }
 
     pub(super) fn on_drain(&mut self, worker: WorkerId, deadline: Duration, reply: R) {
-        let Some(known) = self.workers.get_mut(&worker) else {
-            return self.outbox.reply(reply, Err(MembershipError::UnknownWorker(worker)));
-        };
-        if std::mem::replace(&mut known.draining, true) {
-            return self.outbox.reply(reply, Err(MembershipError::Draining(worker)));
+        match self.workers.get(&worker) {
+            None => self.outbox.reply(reply, Err(MembershipError::UnknownWorker(worker))),
+            Some(known) if known.draining => self.outbox.reply(reply, Err(MembershipError::Draining(worker))),
+            Some(_) => self.start_drain(worker, deadline, DrainOrigin::Caller(reply)),
         }
+    }
+
+    fn start_drain(&mut self, worker: WorkerId, deadline: Duration, origin: DrainOrigin<R>) {
+        let Some(known) = self.workers.get_mut(&worker) else { return };
+        known.draining = true;
         let left: BTreeSet<(Slot, Generation)> = self.slots.running_of(worker).collect();
         for (slot, generation) in left.iter().copied() {
             self.outbox.push(MembershipEffect::DrainRank { slot, generation });
         }
         self.drains_started += 1;
         let drain = self.drains_started;
-        self.drains.push(PendingDrain { drain, worker, left, reply });
+        self.drains.push(PendingDrain { drain, worker, left, origin });
         self.outbox.push(MembershipEffect::StartDrainTimer { worker, drain, deadline });
         self.outbox.workers_changed = true;
     }
 
+    /// Starts the drain of a worker that its source drains.
+    pub(super) fn drain_by_source(&mut self, worker: WorkerId) {
+        let Some(known) = self.workers.get(&worker) else { return };
+        let (endpoint, source) = (known.config.endpoint.clone(), self.source_name(known.source));
+        self.outbox.report(MembershipReport::Drains { worker, endpoint, source });
+        self.start_drain(worker, self.rules.source_drain_timeout, DrainOrigin::Source);
+    }
+
+    /// Ends the drain of a worker that its source no longer drains.
+    pub(super) fn undrain_by_source(&mut self, worker: WorkerId) {
+        if let Some(known) = self.workers.get_mut(&worker) {
+            known.draining = false;
+            let cordoned = known.cordoned;
+            self.drains.retain(|drain| drain.worker != worker);
+            self.restrict_ranks(worker, cordoned);
+            self.outbox.workers_changed = true;
+        }
+    }
+
+    /// Whether the source of the worker drains it.
+    pub(super) fn is_drained_by_source(&self, worker: WorkerId) -> bool {
+        let is_it = |drain: &PendingDrain<R>| drain.worker == worker && matches!(drain.origin, DrainOrigin::Source);
+        self.drains.iter().any(is_it)
+    }
+
     /// Ends a drain in progress, or permits discovery to add the worker again.
     pub(super) fn on_undrain(&mut self, worker: WorkerId, reply: R) {
-        let result = if let Some(known) = self.workers.get_mut(&worker) {
+        let result = if self.is_drained_by_source(worker) {
+            Err(MembershipError::DrainedBySource(worker))
+        } else if let Some(known) = self.workers.get_mut(&worker) {
             if std::mem::replace(&mut known.draining, false) {
                 let cordoned = known.cordoned;
                 self.end_drain(worker, MembershipError::Undrained(worker));
@@ -75,11 +106,13 @@ impl<R> Membership<R> {
         self.outbox.reply(reply, result);
     }
 
-    /// Rejects the drain of a worker, if there is one.
+    /// Ends the drain of a worker, if there is one, with an error for its caller.
     pub(super) fn end_drain(&mut self, worker: WorkerId, error: MembershipError) {
         if let Some(position) = self.drains.iter().position(|drain| drain.worker == worker) {
-            let PendingDrain { reply, .. } = self.drains.remove(position);
-            self.outbox.reply(reply, Err(error));
+            match self.drains.remove(position).origin {
+                DrainOrigin::Caller(reply) => self.outbox.reply(reply, Err(error)),
+                DrainOrigin::Source => {}
+            }
         }
     }
 
@@ -110,9 +143,21 @@ impl<R> Membership<R> {
     }
 
     fn finish_drain(&mut self, position: usize, cut_off: usize) {
-        let PendingDrain { worker, reply, .. } = self.drains.remove(position);
-        self.withheld.insert(worker);
-        self.remove(worker, Completion::Reply { to: reply, cut_off });
-        self.refresh_removed();
+        let PendingDrain { worker, origin, .. } = self.drains.remove(position);
+        match origin {
+            DrainOrigin::Caller(reply) => {
+                self.withheld.insert(worker);
+                self.remove(worker, Completion::Reply { to: reply, cut_off });
+                self.refresh_removed();
+            }
+            DrainOrigin::Source => {
+                let known = self.workers.get(&worker);
+                let (endpoint, source) = known.map(|known| (known.config.endpoint.clone(), known.source)).unzip();
+                if cut_off > 0 {
+                    self.outbox.report(MembershipReport::CutOff { worker, endpoint, bookings: cut_off });
+                }
+                self.depart(worker, source.flatten());
+            }
+        }
     }
 }

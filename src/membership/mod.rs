@@ -9,6 +9,8 @@
 //! - After [`MembershipInput::Reconcile`] the workers of discovery are those that its sources name, except workers that
 //!   break a rule and workers that the embedder drained or removed. The source with the lowest number has precedence; a
 //!   worker that the embedder added has precedence over all sources.
+//! - A worker that its source drains is removed after its last booking or at a deadline, at once if no source names it
+//!   any more, and stays if the source ends the drain before.
 //! - A drained or cordoned worker gets no new requests, whatever its configuration becomes.
 //! - A dead KV event reader costs no restart of the router.
 //!

@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::MembershipError;
-use crate::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
+use crate::protocol::{WorkerConfig, WorkerConfigError, WorkerId, WorkerMap, WorkerRank};
 
 /// Registered worker of the model.
 pub(super) struct ModelWorker {
@@ -19,7 +19,8 @@ pub(super) struct ModelWorker {
 
 pub(super) struct ModelDrain {
     number: u64,
-    reply: u32,
+    /// None for a drain by the source.
+    pub(super) reply: Option<u32>,
     left: BTreeSet<u64>,
 }
 
@@ -59,7 +60,8 @@ impl Model {
         config: &WorkerConfig,
         source: Option<usize>,
     ) -> Result<(), MembershipError> {
-        config.validate().map_err(|error| MembershipError::Config { worker, error })?;
+        let valid = if config.drain { Err(WorkerConfigError::Drain) } else { config.validate() };
+        valid.map_err(|error| MembershipError::Config { worker, error })?;
         let old = self.workers.remove(&worker);
         if old.as_ref().is_some_and(|old| old.drain.is_some()) {
             self.workers.extend(old.map(|old| (worker, old)));
@@ -95,8 +97,8 @@ impl Model {
 
     fn leave(&mut self, worker: WorkerId, waiting: Waiting) {
         let left = self.workers.remove(&worker).expect("registered");
-        if let Some(drain) = left.drain {
-            self.replies.push((drain.reply, Err(MembershipError::UnknownWorker(worker))));
+        if let Some(reply) = left.drain.and_then(|drain| drain.reply) {
+            self.replies.push((reply, Err(MembershipError::UnknownWorker(worker))));
         }
         self.retire(left.ranks);
         let own = self.retiring.iter().filter(|(_, owner)| **owner == worker).map(|(start, _)| *start).collect();
@@ -117,14 +119,16 @@ impl Model {
         let error = match self.workers.get_mut(&worker) {
             None => MembershipError::UnknownWorker(worker),
             Some(known) if known.drain.is_some() => MembershipError::Draining(worker),
-            Some(known) => {
-                self.drains += 1;
-                let left = known.ranks.values().copied().collect();
-                known.drain = Some(ModelDrain { number: self.drains, reply, left });
-                return;
-            }
+            Some(_) => return self.start_drain(worker, Some(reply)),
         };
         self.replies.push((reply, Err(error)));
+    }
+
+    fn start_drain(&mut self, worker: WorkerId, reply: Option<u32>) {
+        let known = self.workers.get_mut(&worker).expect("registered");
+        self.drains += 1;
+        let left = known.ranks.values().copied().collect();
+        known.drain = Some(ModelDrain { number: self.drains, reply, left });
     }
 
     /// All bookings of the rank with this start number have ended.
@@ -147,14 +151,27 @@ impl Model {
 
     fn end_drain(&mut self, worker: WorkerId, cut_off: usize) {
         let drain = self.workers.get_mut(&worker).and_then(|known| known.drain.take()).expect("draining");
-        self.withheld.insert(worker);
-        self.leave(worker, Waiting::Reply(drain.reply, cut_off));
+        match drain.reply {
+            Some(reply) => {
+                self.withheld.insert(worker);
+                self.leave(worker, Waiting::Reply(reply, cut_off));
+            }
+            None => {
+                let source = self.workers[&worker].source.expect("drained by its source");
+                self.leave(worker, Waiting::Departure(source, worker));
+            }
+        }
     }
 
     pub(super) fn undrain(&mut self, worker: WorkerId, reply: u32) {
+        let is_by_source = |known: &mut ModelWorker| known.drain.as_ref().is_some_and(|drain| drain.reply.is_none());
+        if self.workers.get_mut(&worker).is_some_and(is_by_source) {
+            return self.replies.push((reply, Err(MembershipError::DrainedBySource(worker))));
+        }
         let result = match self.workers.get_mut(&worker).map(|known| known.drain.take()) {
             Some(Some(drain)) => {
-                self.replies.push((drain.reply, Err(MembershipError::Undrained(worker))));
+                let caller = drain.reply.expect("not by the source");
+                self.replies.push((caller, Err(MembershipError::Undrained(worker))));
                 Ok(0)
             }
             Some(None) => Err(MembershipError::NotDraining(worker)),
@@ -199,11 +216,19 @@ impl Model {
                 continue;
             };
             match self.workers.get_mut(&worker) {
-                None if self.withheld.contains(&worker) => continue,
+                None if config.drain || self.withheld.contains(&worker) => continue,
                 None => {}
-                Some(known) if known.drain.is_some() || known.source.is_none() => continue,
+                Some(known) if known.source.is_none() => continue,
+                Some(ModelWorker { drain: Some(ModelDrain { reply: Some(_), .. }), .. }) => continue,
                 Some(known) => {
                     known.source = Some(source);
+                    if config.drain {
+                        if known.drain.is_none() {
+                            self.start_drain(worker, None);
+                        }
+                        continue;
+                    }
+                    known.drain = None;
                     if known.config == config {
                         continue;
                     }

@@ -11,7 +11,16 @@ pub(super) struct PendingDrain<R> {
     pub(super) worker: WorkerId,
     /// Ranks that may have bookings.
     pub(super) left: BTreeSet<(Slot, Generation)>,
-    pub(super) reply: R,
+    pub(super) origin: DrainOrigin<R>,
+}
+
+/// Initiator of a drain, which alone can end it.
+#[derive(Debug)]
+pub(super) enum DrainOrigin<R> {
+    /// The embedder, which receives the result.
+    Caller(R),
+    /// The source of the worker.
+    Source,
 }
 
 /// Removal that waits for retiring ranks.

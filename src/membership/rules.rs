@@ -20,6 +20,8 @@ pub struct MembershipRules {
     pub event_mode: EventMode,
     /// True if a limit is a share of `max_num_batched_tokens`, so that a worker without this value is reported.
     pub needs_batched_tokens: bool,
+    /// Longest drain of a worker that its source drains.
+    pub source_drain_timeout: Duration,
     /// Restarts within `restart_window` before the router fails. KV event readers have a budget of their own.
     pub restarts_max: u32,
     /// Period of `restarts_max`.
@@ -37,6 +39,7 @@ impl MembershipRules {
             reads_kv_events: has_reader && config.events.mode.reads_events() && config.has_index(),
             event_mode: config.events.mode,
             needs_batched_tokens: config.uses_batched_tokens(),
+            source_drain_timeout: Duration::from_millis(config.discovery.drain_timeout_ms),
             restarts_max: config.supervision.restarts_max,
             restart_window: SupervisionConfig::RESTART_WINDOW,
         }

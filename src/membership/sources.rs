@@ -1,6 +1,6 @@
 //! Discovery sources: last valid sets, and reconciliation with the registered workers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::removals::{Completion, PendingRemoval};
 use super::{DiscoveryStatus, Membership, MembershipReport, SourceUpdate};
@@ -14,6 +14,10 @@ struct Difference {
     departed: Vec<(WorkerId, usize)>,
     /// Named workers to register or change, with the source that has precedence.
     changed: Vec<(WorkerId, usize, WorkerConfig)>,
+    /// Registered workers that their source drains from now on.
+    drained: Vec<WorkerId>,
+    /// Draining workers that their source no longer drains.
+    undrained: Vec<WorkerId>,
 }
 
 /// Errors of rejected workers, by source.
@@ -39,7 +43,7 @@ impl<R> Membership<R> {
 
     fn on_source_workers(&mut self, source: usize, mut workers: WorkerMap) {
         workers.retain(|_, config| self.rules.role.uses(config.role));
-        let count = workers.len();
+        let count = workers.values().filter(|config| !config.drain).count();
         for conflict in self.desired.set(source, workers) {
             self.report_conflict(conflict);
         }
@@ -73,15 +77,11 @@ impl<R> Membership<R> {
 
     /// Registers, changes and removes workers until they are those that the sources name.
     pub(super) fn reconcile(&mut self) {
-        let Difference { departed, changed } = self.difference();
+        let Difference { departed, changed, drained, undrained } = self.difference();
         self.refresh_removed();
-        for (worker, source) in departed {
-            if let Some(status) = self.statuses.get_mut(source) {
-                status.leaving.insert(worker);
-                self.outbox.sources_changed = true;
-            }
-            self.remove(worker, Completion::Departed { source, worker });
-        }
+        departed.into_iter().for_each(|(worker, source)| self.depart(worker, Some(source)));
+        drained.into_iter().for_each(|worker| self.drain_by_source(worker));
+        undrained.into_iter().for_each(|worker| self.undrain_by_source(worker));
         let mut refused = Refused::new();
         for (worker, source, config) in changed {
             if let Err(error) = self.upsert(worker, config, Some(source)) {
@@ -91,8 +91,20 @@ impl<R> Membership<R> {
         self.set_refused(refused);
     }
 
+    /// Removes a worker that its source no longer names, or that has drained.
+    pub(super) fn depart(&mut self, worker: WorkerId, source: Option<usize>) {
+        let Some(source) = source else { return };
+        if let Some(status) = self.statuses.get_mut(source) {
+            status.leaving.insert(worker);
+            self.outbox.sources_changed = true;
+        }
+        self.remove(worker, Completion::Departed { source, worker });
+    }
+
     /// Also moves workers to the source that has precedence now, and ends what no source names from `withheld`.
     fn difference(&mut self) -> Difference {
+        let by_source: BTreeSet<WorkerId> =
+            self.workers.keys().copied().filter(|worker| self.is_drained_by_source(*worker)).collect();
         let union = self.desired.union();
         let mut difference = Difference::default();
         for (worker, registered) in &self.workers {
@@ -102,13 +114,18 @@ impl<R> Membership<R> {
         self.withheld.retain(|worker| union.contains_key(worker));
         for (worker, (source, config)) in union {
             let is_current = match self.workers.get_mut(&worker) {
-                None => self.withheld.contains(&worker),
-                Some(registered) if registered.draining => true,
+                None => config.drain || self.withheld.contains(&worker),
+                Some(registered) if registered.draining && !by_source.contains(&worker) => true,
                 Some(registered) => match &mut registered.source {
                     None => true, // added by the embedder
                     Some(named_by) => {
                         *named_by = source;
-                        registered.config == *config
+                        match (registered.draining, config.drain) {
+                            (false, true) => difference.drained.push(worker),
+                            (true, false) => difference.undrained.push(worker),
+                            (false, false) | (true, true) => {}
+                        }
+                        config.drain || registered.config == *config
                     }
                 },
             };

@@ -10,7 +10,7 @@ use crate::protocol::{Timestamp, WorkerId};
 pub struct DiscoveryStatus {
     /// Name of the source.
     pub source: String,
-    /// Workers in its last valid set, usable or not.
+    /// Workers in its last valid set, usable or not, without those that it drains.
     pub workers: usize,
     /// Last error; absent after a valid set.
     pub last_error: Option<String>,

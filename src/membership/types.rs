@@ -319,6 +319,24 @@ pub enum MembershipReport {
         /// Name of the source, or [`BY_HAND`](super::BY_HAND).
         source: String,
     },
+    /// The source of a worker drains it.
+    Drains {
+        /// Id of the worker.
+        worker: WorkerId,
+        /// Endpoint of the worker.
+        endpoint: String,
+        /// Name of the source.
+        source: String,
+    },
+    /// The drain of a worker by its source has ended bookings.
+    CutOff {
+        /// Id of the worker.
+        worker: WorkerId,
+        /// Endpoint of the worker.
+        endpoint: Option<String>,
+        /// Number of bookings.
+        bookings: usize,
+    },
     /// A worker states no `max_num_batched_tokens`, and a limit is a share of it. Reported once a router.
     CapacityUnstated {
         /// Endpoint of the worker.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{BY_HAND, Child, Membership, MembershipEffect, MembershipReport, RankDescription, RegisteredWorker};
 use crate::error::MembershipError;
-use crate::protocol::{Generation, Slot, WorkerConfig, WorkerId, WorkerRank};
+use crate::protocol::{Generation, Slot, WorkerConfig, WorkerConfigError, WorkerId, WorkerRank};
 use crate::select::RankTraits;
 
 impl<R> Membership<R> {
@@ -22,7 +22,11 @@ impl<R> Membership<R> {
         config: WorkerConfig,
         source: Option<usize>,
     ) -> Result<(), MembershipError> {
-        self.rules.check(&config).map_err(|error| MembershipError::Config { worker, error })?;
+        let is_valid = match config.drain {
+            true => Err(WorkerConfigError::Drain),
+            false => self.rules.check(&config),
+        };
+        is_valid.map_err(|error| MembershipError::Config { worker, error })?;
         let known = self.workers.get(&worker);
         if known.is_some_and(|known| known.draining) {
             return Err(MembershipError::Draining(worker));
@@ -114,7 +118,7 @@ impl<R> Membership<R> {
         }
     }
 
-    /// Unregisters a worker, retires its ranks and rejects its drain. Returns the slots of all its retiring ranks.
+    /// Unregisters a worker, retires its ranks and ends its drain. Returns the slots of all its retiring ranks.
     pub(super) fn unregister(&mut self, worker: WorkerId) -> BTreeSet<(Slot, Generation)> {
         if let Some(RegisteredWorker { config, slots, source, .. }) = self.workers.remove(&worker) {
             let (endpoint, source) = (config.endpoint, self.source_name(source));

@@ -74,6 +74,22 @@ impl KvEventsConfig {
     }
 }
 
+impl KvEventsConfig {
+    /// The endpoints of rank 0, if these are the endpoints of rank `first`. The inverse of [`Self::of_rank`].
+    ///
+    /// # Errors
+    /// An endpoint that is not of the form `tcp://HOST:PORT`, or whose port minus `first` is invalid.
+    pub fn from_rank(&self, first: u32) -> Result<Self, WorkerConfigError> {
+        let moved = |endpoint: &str| {
+            let refused = || WorkerConfigError::FirstEndpoint { endpoint: endpoint.to_owned(), first };
+            moved_endpoint(endpoint, -i64::from(first), refused)
+        };
+        let replay_endpoint = self.replay_endpoint.as_deref().map(moved);
+        let endpoint = moved(&self.endpoint)?;
+        Ok(Self { endpoint, replay_endpoint: replay_endpoint.transpose()?, topic: self.topic.clone() })
+    }
+}
+
 impl LoadSource {
     /// The load socket of one rank; `None` if load is polled over HTTP.
     ///
@@ -89,9 +105,17 @@ impl LoadSource {
 
 fn endpoint_of_rank(endpoint: &str, rank: u32) -> Result<String, WorkerConfigError> {
     let refused = || WorkerConfigError::Endpoint { endpoint: endpoint.to_owned(), rank };
-    let (host, port) = endpoint.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':')).ok_or_else(refused)?;
+    moved_endpoint(endpoint, i64::from(rank), refused)
+}
+
+fn moved_endpoint(
+    endpoint: &str,
+    ports: i64,
+    refused: impl Fn() -> WorkerConfigError,
+) -> Result<String, WorkerConfigError> {
+    let (host, port) = endpoint.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':')).ok_or_else(&refused)?;
     let base: u16 = port.parse().map_err(|_| refused())?;
-    let port = u16::try_from(rank).ok().and_then(|rank| base.checked_add(rank)).filter(|port| *port > 0);
+    let port = u16::try_from(i64::from(base) + ports).ok().filter(|port| *port > 0);
     match port {
         Some(port) if !host.is_empty() => Ok(format!("tcp://{host}:{port}")),
         Some(_) | None => Err(refused()),
@@ -180,6 +204,11 @@ pub struct WorkerConfig {
     /// Path below `endpoint` that returns 200 while the engine is healthy. Default: `/health`.
     #[serde(default = "health_path")]
     pub health_path: String,
+    /// Whether a discovery source drains the worker: it gets no new requests and is removed after its last booking or
+    /// after [`DiscoveryConfig::drain_timeout_ms`](crate::config::DiscoveryConfig::drain_timeout_ms). Without workers that
+    /// run, it is not added. Default false. Only for workers of discovery sources.
+    #[serde(default, skip_serializing_if = "core::ops::Not::not")]
+    pub drain: bool,
 }
 
 fn one() -> u32 {
@@ -218,12 +247,25 @@ pub enum WorkerConfigError {
         /// The rank of the address.
         rank: u32,
     },
+    /// An invalid socket address of the first rank of an engine.
+    #[error(
+        "endpoint {endpoint:?} of the first rank {first} must be tcp://HOST:PORT with PORT - {first} from 1 to 65535"
+    )]
+    FirstEndpoint {
+        /// The endpoint.
+        endpoint: String,
+        /// Number of the first rank.
+        first: u32,
+    },
     /// The build has no KV event reader.
     #[error("kv_events is given, but this build lacks the feature `zmq` that reads them")]
     NoReader,
     /// An invalid path.
     #[error("health_path is {0:?}, must begin with /")]
     HealthPath(String),
+    /// A drain outside of discovery sources.
+    #[error("drain is true, must be false for a worker that no discovery source names")]
+    Drain,
     /// A weight that is not finite.
     #[error("kv_transfer_preferred_weight is {0}, must be finite")]
     Weight(f64),
@@ -264,6 +306,7 @@ impl WorkerConfig {
             kv_events: None,
             load: None,
             health_path: health_path(),
+            drain: false,
         }
     }
 
@@ -345,6 +388,18 @@ mod tests {
             let error = publishing(endpoint, ranks).expect_err("must be refused").to_string();
             assert!(error.contains(endpoint) && error.contains("tcp://HOST:PORT"), "{error}");
         }
+    }
+
+    #[test]
+    fn endpoints_of_the_first_rank_determine_those_of_rank_0() {
+        let replay_endpoint = Some("tcp://h:5660".to_owned());
+        let of_first =
+            KvEventsConfig { endpoint: "tcp://[::1]:5560".to_owned(), replay_endpoint, topic: "t".to_owned() };
+        let base = of_first.from_rank(3).expect("valid ports");
+        assert_eq!(base.endpoint, "tcp://[::1]:5557");
+        assert_eq!(base.of_rank(3), Ok(of_first.clone()));
+        let error = of_first.from_rank(5560).expect_err("port 0").to_string();
+        assert!(error.contains("PORT - 5560 from 1 to 65535"), "{error}");
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! Discovery of workers by watching the pods of a Kubernetes cluster.
 //!
 //! Watches pods by label, or an InferencePool and the pods that it selects. Ready pods are probed for their
-//! configuration; a pod that is no endpoint any more leaves the set without waiting for probes.
+//! configuration. A pod that is no longer an endpoint is drained, and a deleted one leaves the set, both without waiting
+//! for probes.
 
 mod client;
 mod objects;
@@ -24,7 +25,8 @@ use tokio::time::{Instant, sleep_until};
 use super::prober::{ProbeOptions, Prober};
 use super::source::DiscoverySource;
 use crate::discovery::{
-    Changes, DiscoveryError, EngineError, NamedWorker, PodFacts, PodPorts, PodRole, worker_map, workers_of_pods,
+    Changes, DiscoveryError, EngineError, PodFacts, PodPorts, PodRole, PodWorkers, draining_workers, worker_map,
+    workers_of_pods,
 };
 use crate::protocol::{WorkerId, WorkerMap};
 use client::ApiAccess;
@@ -47,7 +49,7 @@ pub enum PodSelection {
 }
 
 /// Pods of one namespace. Each ready pod without `deletionTimestamp` is a worker per port, probed periodically for its
-/// configuration. While the API server does not respond, the last received pods stay.
+/// configuration. Workers of other pods are drained until the pod is deleted. While the API server does not respond, the last received pods stay.
 ///
 /// The address and the credentials of the API server come from the kubeconfig file ([`kubeconfig`](Self::kubeconfig),
 /// `KUBECONFIG`, `~/.kube/config`), or from the service account of the pod.
@@ -109,7 +111,8 @@ impl KubernetesPods {
     }
 
     /// Sets the KV event ports of rank 0, for pods without annotations: of the publisher, and of the replay socket if
-    /// there is one. By default the probe of the engine determines them; vLLM does not report them.
+    /// there is one. By default the probe of the engine determines them. vLLM does not report them; its default port is
+    /// used if a publisher is there.
     #[must_use]
     pub fn kv_event_ports(mut self, events: u16, replay: Option<u16>) -> Self {
         (self.kv_events_port, self.kv_replay_port) = (Some(events), replay);
@@ -141,12 +144,25 @@ impl KubernetesPods {
         Ok(())
     }
 
-    /// The workers named by the watched objects, and pods with unusable fields.
-    fn wanted(&self) -> Option<(Vec<NamedWorker>, Vec<EngineError>)> {
+    /// The workers of the watched objects.
+    fn wanted(&self) -> Option<Wanted> {
         let watches = self.watches.as_ref()?;
         let targets = watches.targets(&self.selection)?;
         let ports = PodPorts { targets, kv_events: self.kv_events_port, kv_replay: self.kv_replay_port };
-        Some(workers_of_pods(watches.pods.as_ref()?.set().objects().values(), &ports))
+        let pods = watches.pods.as_ref()?.set().objects();
+        let found = workers_of_pods(pods.values(), &ports);
+        Some(Wanted { found, draining: draining_workers(pods.values(), &ports.targets) })
+    }
+
+    /// The published workers of pods that still exist, with drains for pods that are no endpoints any more.
+    fn remaining(&self, wanted: &Wanted) -> WorkerMap {
+        let ids: BTreeSet<WorkerId> = wanted.found.workers.iter().filter_map(|worker| worker.id).collect();
+        let mut remaining = self.published.clone().unwrap_or_default();
+        remaining.retain(|id, _| ids.contains(id) || wanted.draining.contains(id));
+        for (id, config) in &mut remaining {
+            config.drain |= wanted.draining.contains(id);
+        }
+        remaining
     }
 
     /// Reports a new set, or the last one, with the errors of watches, pods and engines.
@@ -168,25 +184,24 @@ impl KubernetesPods {
         if let Err(error) = self.connect().await {
             return self.changes.look(None, Some(error));
         }
-        let Some((wanted, mut problems)) = self.wanted() else {
+        let Some(wanted) = self.wanted() else {
             if let Some(watches) = &mut self.watches {
                 watches.advance().await;
             }
             return self.report(None, Vec::new());
         };
-        let ids: BTreeSet<Option<WorkerId>> = wanted.iter().map(|worker| worker.id).collect();
-        let kept = |id: &WorkerId| ids.contains(&Some(*id));
-        if let Some(published) = self.published.as_ref().filter(|published| !published.keys().all(kept)) {
-            let left = published.clone().into_iter().filter(|(id, _)| kept(id)).collect();
+        let mut remaining = self.remaining(&wanted);
+        let PodWorkers { workers: wanted, events, mut problems } = wanted.found;
+        if self.published.as_ref().is_some_and(|published| *published != remaining) {
             problems.append(&mut self.engine_errors.clone());
-            return self.report(Some(left), problems);
+            return self.report(Some(remaining), problems);
         }
         let watches = self.watches.as_mut()?;
         let seen = watches.state();
         while Instant::now() < self.next_at {
             tokio::select! {
                 biased;
-                () = watches.advance() => if watches.state() != seen {
+                () = watches.advance() => if watches.state().differs(&seen) {
                     self.next_at = Instant::now();
                     problems.append(&mut self.engine_errors.clone());
                     return self.report(None, problems);
@@ -196,7 +211,7 @@ impl KubernetesPods {
         }
         let interval = self.prober.options.interval;
         let answer = {
-            let mut probes = pin!(self.prober.ask(&wanted));
+            let mut probes = pin!(self.prober.ask_with(&wanted, &events));
             loop {
                 tokio::select! {
                     biased;
@@ -208,7 +223,7 @@ impl KubernetesPods {
                 }
             }
         };
-        let is_latest = watches.state() == seen;
+        let is_latest = !watches.state().differs(&seen);
         self.next_at = Instant::now() + if is_latest { interval } else { Duration::ZERO };
         let Some((workers, errors)) = answer else {
             problems.append(&mut self.engine_errors.clone());
@@ -217,7 +232,12 @@ impl KubernetesPods {
         self.engine_errors.clone_from(&errors);
         problems.extend(errors);
         match worker_map(workers) {
-            Ok(map) => self.report(Some(map), problems),
+            Ok(map) => {
+                // A pod that is ready again drains until its engine has responded.
+                remaining.retain(|_, config| config.drain);
+                remaining.extend(map);
+                self.report(Some(remaining), problems)
+            }
             Err(error) => self.changes.look(None, Some(error.into())),
         }
     }
@@ -264,18 +284,35 @@ struct Watches {
     pods: Option<ObjectWatch<Pod, PodFacts>>,
 }
 
+/// Workers of watched pods.
+struct Wanted {
+    /// Workers of endpoints, to be probed.
+    found: PodWorkers,
+    /// Workers of other pods, to be drained if they have been published.
+    draining: BTreeSet<WorkerId>,
+}
+
 /// The watched state that determines workers and errors.
-#[derive(PartialEq)]
 struct WatchState {
     endpoints: BTreeSet<PodFacts>,
+    /// Names and uids of the pods that have not ended.
+    existing: BTreeSet<(String, String)>,
     pool: Option<PoolFacts>,
     error: Option<DiscoveryError>,
 }
 
 impl WatchState {
-    /// Whether this state differs from `earlier` at most by further endpoints.
+    /// Whether the workers or the errors of this state differ from those of `earlier`.
+    fn differs(&self, earlier: &Self) -> bool {
+        !self.extends(earlier) || self.endpoints != earlier.endpoints
+    }
+
+    /// Whether this state differs from `earlier` at most by further pods.
     fn extends(&self, earlier: &Self) -> bool {
-        self.pool == earlier.pool && self.error == earlier.error && earlier.endpoints.is_subset(&self.endpoints)
+        self.pool == earlier.pool
+            && self.error == earlier.error
+            && earlier.endpoints.is_subset(&self.endpoints)
+            && earlier.existing.is_subset(&self.existing)
     }
 }
 
@@ -331,9 +368,10 @@ impl Watches {
     }
 
     fn state(&self) -> WatchState {
-        let pods = self.pods.iter().flat_map(|pods| pods.set().objects().values());
-        let endpoints = pods.filter(|pod| pod.is_endpoint()).cloned().collect();
-        WatchState { endpoints, pool: self.last_pool.clone(), error: self.error() }
+        let pods = || self.pods.iter().flat_map(|pods| pods.set().objects().values());
+        let endpoints = pods().filter(|pod| pod.is_endpoint()).cloned().collect();
+        let existing = pods().filter(|pod| !pod.has_ended).map(|pod| (pod.name.clone(), pod.uid.clone())).collect();
+        WatchState { endpoints, existing, pool: self.last_pool.clone(), error: self.error() }
     }
 
     /// Applies the next event of a watch, and a new selector of the pool. Cancel-safe.

@@ -13,6 +13,7 @@ pub(super) fn pod_facts(pod: Pod) -> PodFacts {
     // Other annotations may change at any time.
     let mut annotations = pod.metadata.annotations.unwrap_or_default();
     annotations.retain(|name, _| [KV_EVENTS_PORT, KV_REPLAY_PORT].contains(&name.as_str()));
+    let has_ended = status.phase.as_deref().is_some_and(|phase| ["Succeeded", "Failed"].contains(&phase));
     let conditions = status.conditions.unwrap_or_default();
     PodFacts {
         namespace: pod.metadata.namespace.unwrap_or_default(),
@@ -22,6 +23,8 @@ pub(super) fn pod_facts(pod: Pod) -> PodFacts {
         ip: status.pod_ip,
         is_ready: conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True"),
         is_terminating: pod.metadata.deletion_timestamp.is_some(),
+        has_ended,
+        has_host_network: pod.spec.and_then(|spec| spec.host_network).unwrap_or(false),
     }
 }
 

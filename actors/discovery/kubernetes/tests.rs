@@ -234,9 +234,15 @@ async fn a_pod_is_a_worker_from_ready_to_terminating() {
     let (first, config) = set.into_iter().next().expect("one worker");
     assert_eq!(config.endpoint, format!("http://127.0.0.1:{}", server.port));
     assert_eq!(config.total_kv_blocks, Some(100), "facts come from the probe");
+    let drains = |set: &WorkerMap| set.get(&first).map(|config| config.drain);
+    server.put("e", "1", "a", false, false);
+    assert_eq!(drains(&set_with(&mut source, |_| true).await), Some(true), "not ready again");
+    server.put("e", "1", "a", true, false);
+    assert_eq!(drains(&set_with(&mut source, |_| true).await), Some(false), "ready again");
     server.put("e", "1", "a", true, true);
-    assert_eq!(set_with(&mut source, |_| true).await.len(), 0, "terminating");
+    assert_eq!(drains(&set_with(&mut source, |_| true).await), Some(true), "terminating");
     server.delete("e");
+    assert_eq!(set_with(&mut source, |_| true).await.len(), 0, "gone");
     server.put("e", "2", "a", true, false);
     let set = set_with(&mut source, |set| set.len() == 1).await;
     assert!(!set.contains_key(&first), "a new pod at the same address is a new worker");

@@ -64,6 +64,8 @@ struct Ranks {
     router_up: bool,
     /// Registered ranks.
     registered: usize,
+    /// Whether a worker is registered that does not drain.
+    has_worker: bool,
     /// Ranks that can serve.
     eligible: usize,
     /// Ejected ranks, counted only if none can serve.
@@ -124,13 +126,12 @@ fn report(draining: bool, warm_up_over: bool, models: &[(&str, Ranks)]) -> Readi
 
 fn not_ready_reason(ranks: &Ranks, warm_up_over: bool) -> Option<String> {
     let Ranks { router_up, registered, eligible, ejected, cold, unknown, was_warm, .. } = *ranks;
-    let Ranks { causes, warm_start, .. } = ranks;
-    let holds_requests = ranks.holds_requests;
+    let Ranks { causes, warm_start, has_worker, holds_requests, .. } = ranks;
     // Ranks that join later, or disconnect, do not end readiness.
     let unknown = if was_warm { cold } else { unknown };
     if !router_up {
         Some("the router is down".to_owned())
-    } else if registered == 0 && holds_requests {
+    } else if !has_worker && *holds_requests {
         None // requests must arrive, so that engines are started for them
     } else if eligible == 0 {
         let ejected = (ejected > 0).then(|| format!("{ejected} of {registered} are ejected"));
@@ -179,6 +180,7 @@ async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
     let ranks = Ranks {
         router_up: health.state.is_ok(),
         registered: health.ranks,
+        has_worker: model.router.workers().iter().any(|worker| !worker.draining),
         eligible,
         ejected: ejected.len(),
         cold: health.cold.len(),
@@ -288,6 +290,13 @@ mod tests {
             (false, false, &[("a", joined.clone())], &[]),
             (false, true, &[("a", lost.clone())], &[]),
             (false, false, &[("a", Ranks { holds_requests: true, ..none.clone() })], &[]),
+            (false, false, &[("a", Ranks { registered: 1, holds_requests: true, ..none.clone() })], &[]),
+            (
+                false,
+                false,
+                &[("a", Ranks { has_worker: true, holds_requests: true, ..none.clone() })],
+                &["model \"a\": no rank can serve"],
+            ),
             (false, false, &[("a", refused)], &["model \"a\": no rank can serve: a cause; another"]),
             (false, false, &[("a", lost.clone())], &["model \"a\": the caches of 1 ranks are not known yet"]),
             (false, false, &[("a", Ranks { eligible: 0, ..joined })], &["model \"a\": no rank can serve"]),

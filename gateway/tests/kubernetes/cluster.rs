@@ -119,18 +119,24 @@ async fn start_engines(completions: MethodRouter) -> u16 {
     port
 }
 
-/// Starts an engine at this port of every loopback address that streams: an event, and after `end` the rest.
+/// Starts an engine at this port of every loopback address that streams: an event, and for a permit of `end` the rest.
 pub(super) async fn streaming_engine(end: Arc<Semaphore>) -> u16 {
     let complete = async move || {
         let (sender, chunks) = tokio::sync::mpsc::channel::<Result<&str, Infallible>>(2);
         tokio::spawn(async move {
             let _ = sender.send(Ok(proxy::EVENT)).await;
-            let _ = end.acquire().await;
+            end.acquire().await.expect("open").forget();
             let _ = sender.send(Ok(proxy::FINE)).await;
         });
         ([(CONTENT_TYPE, "text/event-stream")], Body::from_stream(ReceiverStream::new(chunks)))
     };
     start_engines(post(complete)).await
+}
+
+/// A loopback address for the ports of this process alone. Tests of other processes on the machine have others.
+pub(super) fn own_address(n: u8) -> String {
+    let [.., high, low] = std::process::id().to_be_bytes();
+    format!("127.{}.{low}.{n}", 64 + high % 128)
 }
 
 /// Whether the system has IPv6.
@@ -235,10 +241,39 @@ impl WatchingGateway {
     }
 
     pub(super) async fn workers(&self, model: &str) -> Workers {
-        let report = self.json(&format!("/admin/models/{model}/workers")).await;
         let text = |value: &Value| value.as_str().expect("a text").to_owned();
-        let workers = report["workers"].as_array().expect("a list").iter();
-        workers.map(|worker| (text(&worker["id"]), text(&worker["config"]["endpoint"]))).collect()
+        let workers = self.worker_reports(model).await;
+        workers.iter().map(|worker| (text(&worker["id"]), text(&worker["config"]["endpoint"]))).collect()
+    }
+
+    async fn worker_reports(&self, model: &str) -> Vec<Value> {
+        let mut report = self.json(&format!("/admin/models/{model}/workers")).await;
+        report["workers"].as_array_mut().map(std::mem::take).expect("a list")
+    }
+
+    /// Waits until the only worker drains, or until it does not.
+    pub(super) async fn until_drains(&self, model: &str, drains: bool, what: &str) {
+        let wait = async {
+            while !matches!(&self.worker_reports(model).await[..], [worker] if worker["draining"] == drains) {
+                sleep(Duration::from_millis(5)).await;
+            }
+        };
+        if timeout(PATIENCE, wait).await.is_err() {
+            panic!("{what}: model {model} has the workers {:?}", self.worker_reports(model).await);
+        }
+    }
+
+    /// Requests that the gateway has booked on the ranks of the model.
+    pub(super) async fn active_requests(&self, model: &str) -> u64 {
+        let workers = self.worker_reports(model).await;
+        let ranks = workers.iter().flat_map(|worker| worker["ranks"].as_array().expect("a list"));
+        ranks.map(|rank| rank["active_requests"].as_u64().expect("a number")).sum()
+    }
+
+    /// Endpoints of the KV event publishers of the workers.
+    pub(super) async fn event_endpoints(&self, model: &str) -> Vec<Value> {
+        let workers = self.worker_reports(model).await;
+        workers.iter().map(|worker| worker["config"]["kv_events"]["endpoint"].clone()).collect()
     }
 
     /// The first discovery source of a model in the health report.

@@ -3,14 +3,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use pointsman::discovery::VLLM_KV_EVENTS_PORT;
 use serde_json::{Value, json};
 use tokio::io::AsyncReadExt;
+use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
+use zeromq::Socket as _;
 
 use super::api_server::ApiServer;
 use super::cluster::{
-    Directory, NAMESPACE, TestPod, WatchingGateway, Workers, engines, has_ipv6, pool, settings, streaming_engine,
+    Directory, NAMESPACE, TestPod, WatchingGateway, Workers, engines, has_ipv6, own_address, pool, settings,
+    streaming_engine,
 };
 use crate::common::process::PATIENCE;
 
@@ -60,7 +64,7 @@ async fn a_pod_serves_from_ready_to_terminating() {
 }
 
 #[tokio::test]
-async fn streams_of_a_removed_pod_continue_to_their_end() {
+async fn streams_of_a_drained_pod_keep_their_booking_to_their_end() {
     let (server, end) = (ApiServer::start().await, Arc::new(Semaphore::new(0)));
     let port = streaming_engine(Arc::clone(&end)).await;
     let ready = TestPod::ready("engine-0", "1", "127.0.1.1");
@@ -74,14 +78,57 @@ async fn streams_of_a_removed_pod_continue_to_their_end() {
         gateway.until_workers("m", &ready.workers(&[port]), "ready").await;
         let (mut stream, mut received) = gateway.begin_stream().await;
         server.put(removed.object());
-        gateway.until_workers("m", &Workers::new(), what).await;
+        gateway.until_drains("m", true, what).await;
         assert_eq!(gateway.complete().await, 503, "{what}: no new request");
+        assert_eq!(gateway.active_requests("m").await, 1, "{what}: the booking stays");
         end.add_permits(1);
-        let rest = timeout(PATIENCE, stream.read_to_end(&mut received)).await;
-        rest.expect("the end before the timeout").expect("no reset");
-        let text = String::from_utf8_lossy(&received);
-        assert!(text.contains("[DONE]") && text.ends_with("0\r\n\r\n"), "{what}: {text}");
+        until_end(&mut stream, &mut received, what).await;
+        gateway.until_workers("m", &Workers::new(), what).await;
     }
+}
+
+/// Reads the rest of a stream, which must be complete.
+async fn until_end(stream: &mut TcpStream, received: &mut Vec<u8>, what: &str) {
+    let rest = timeout(PATIENCE, stream.read_to_end(received)).await;
+    rest.expect("the end before the timeout").expect("no reset");
+    let text = String::from_utf8_lossy(received);
+    assert!(text.contains("[DONE]") && text.ends_with("0\r\n\r\n"), "{what}: {text}");
+}
+
+#[tokio::test]
+async fn a_pod_that_is_ready_again_ends_its_drain_and_a_deleted_one_leaves_at_once() {
+    let (server, end) = (ApiServer::start().await, Arc::new(Semaphore::new(0)));
+    let port = streaming_engine(Arc::clone(&end)).await;
+    let ready = TestPod::ready("engine-0", "1", "127.0.1.1");
+    server.put(ready.object());
+    let (gateway, _) = by_labels(&server, port).await;
+    gateway.until_workers("m", &ready.workers(&[port]), "ready").await;
+    let (mut stream, mut received) = gateway.begin_stream().await;
+    server.put(TestPod { is_ready: false, ..ready.clone() }.object());
+    gateway.until_drains("m", true, "not ready").await;
+    server.put(ready.object());
+    gateway.until_drains("m", false, "ready again").await;
+    assert_eq!(gateway.active_requests("m").await, 1, "the same booking");
+    server.put(TestPod { is_terminating: true, ..ready }.object());
+    gateway.until_drains("m", true, "terminating").await;
+    server.delete("pods", NAMESPACE, "engine-0");
+    gateway.until_workers("m", &Workers::new(), "gone").await;
+    end.add_permits(1);
+    until_end(&mut stream, &mut received, "gone").await;
+}
+
+#[tokio::test]
+async fn a_publisher_at_the_default_port_of_vllm_is_found() {
+    let (server, port) = (ApiServer::start().await, engines().await);
+    let pods = [1, 2].map(|n| TestPod::ready(&format!("engine-{n}"), "1", &own_address(n)));
+    let mut publisher = zeromq::PubSocket::new();
+    let endpoint = format!("tcp://{}:{VLLM_KV_EVENTS_PORT}", pods[0].ip);
+    publisher.bind(&endpoint).await.expect("an address of this process");
+    pods.iter().for_each(|pod| server.put(pod.object()));
+    let (gateway, _) = by_labels(&server, port).await;
+    gateway.until_workers("m", &union(pods.iter().map(|pod| pod.workers(&[port]))), "ready").await;
+    let events = gateway.event_endpoints("m").await;
+    assert!(events.len() == 2 && events.contains(&Value::Null) && events.contains(&json!(endpoint)), "{events:?}");
 }
 
 #[tokio::test]

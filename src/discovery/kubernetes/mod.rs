@@ -6,18 +6,21 @@
 mod reflected;
 
 use core::net::{IpAddr, SocketAddr};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 pub use reflected::{ReflectedEvent, ReflectedSet};
 
-use super::{EngineError, NamedWorker, derived_id};
-use crate::protocol::{KvEventsConfig, WorkerConfig};
+use super::{EngineError, FirstRankEvents, NamedWorker, derived_id};
+use crate::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
 
 /// Annotation of a pod: port of the KV event publisher of its first rank.
 pub const KV_EVENTS_PORT: &str = "pointsman.dev/kv-events-port";
 
 /// Annotation of a pod: port of the KV event replay socket of its first rank.
 pub const KV_REPLAY_PORT: &str = "pointsman.dev/kv-replay-port";
+
+/// Default port of vLLM's KV event publisher of rank 0. vLLM has no default replay socket.
+pub const VLLM_KV_EVENTS_PORT: u16 = 5557;
 
 /// Label of a pod: role in disaggregated serving, `prefill`, `decode` or `both`, as llm-d sets it.
 pub const ROLE_LABEL: &str = "llm-d.ai/role";
@@ -55,9 +58,9 @@ impl PodRole {
 /// use pointsman::discovery::{PodFacts, PodPorts, workers_of_pods};
 ///
 /// let pod = PodFacts { ip: Some("fd00::7".to_owned()), is_ready: true, ..PodFacts::named("llm", "engine-0", "u1") };
-/// let (workers, problems) = workers_of_pods([&pod], &PodPorts { targets: vec![8000], ..PodPorts::default() });
-/// assert_eq!(workers[0].config.endpoint, "http://[fd00::7]:8000");
-/// assert!(problems.is_empty());
+/// let found = workers_of_pods([&pod], &PodPorts { targets: vec![8000], ..PodPorts::default() });
+/// assert_eq!(found.workers[0].config.endpoint, "http://[fd00::7]:8000");
+/// assert!(found.problems.is_empty());
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PodFacts {
@@ -71,10 +74,14 @@ pub struct PodFacts {
     pub annotations: BTreeMap<String, String>,
     /// First address.
     pub ip: Option<String>,
+    /// Whether the pod has the network of its machine, so that other processes may use its ports.
+    pub has_host_network: bool,
     /// Whether the condition `Ready` is true.
     pub is_ready: bool,
     /// Whether the pod has a `deletionTimestamp`.
     pub is_terminating: bool,
+    /// Whether all containers have ended for good (phase `Succeeded` or `Failed`).
+    pub has_ended: bool,
 }
 
 impl PodFacts {
@@ -87,7 +94,13 @@ impl PodFacts {
     /// Whether the pod may receive new requests.
     #[must_use]
     pub fn is_endpoint(&self) -> bool {
-        self.is_ready && !self.is_terminating
+        self.is_ready && !self.is_terminating && !self.has_ended
+    }
+
+    /// Id of the worker at a target port.
+    fn worker_id(&self, target: u16) -> WorkerId {
+        let Self { namespace, name, uid, .. } = self;
+        derived_id(&format!("kubernetes:{namespace}/{name}/{uid}:{target}"))
     }
 
     /// `port` unless the annotation names another one.
@@ -105,31 +118,63 @@ impl PodFacts {
 pub struct PodPorts {
     /// Ports for requests. Each is a worker. With several ports, port `n` serves data-parallel rank `n`.
     pub targets: Vec<u16>,
-    /// Port of the KV event publisher of rank 0, for pods without the annotation [`KV_EVENTS_PORT`]. `None`: as probed.
+    /// Port of the KV event publisher of rank 0, for pods without the annotation [`KV_EVENTS_PORT`]. `None`: as probed,
+    /// and for vLLM [`VLLM_KV_EVENTS_PORT`] if a publisher is there.
     pub kv_events: Option<u16>,
     /// Port of the replay socket of rank 0, for pods without the annotation [`KV_REPLAY_PORT`].
     pub kv_replay: Option<u16>,
 }
 
-/// Workers of the pods that are endpoints, to be probed, and pods with unusable fields. The worker of target port `n`
-/// uses the KV event ports plus `n`. Its id is [derived](derived_id) from namespace, name and uid of the pod and the
-/// port, so a new pod at an old address is a new worker.
+/// Ids of the workers of the pods that exist and may not receive new requests: not ready, or terminating. Their requests
+/// in progress may still run.
+///
+/// ```
+/// use pointsman::discovery::{PodFacts, draining_workers};
+///
+/// let pod = PodFacts { is_terminating: true, ..PodFacts::named("llm", "engine-0", "u1") };
+/// assert_eq!(draining_workers([&pod], &[8000, 8001]).len(), 2);
+/// ```
 #[must_use]
-pub fn workers_of_pods<'a>(
-    pods: impl IntoIterator<Item = &'a PodFacts>,
-    ports: &PodPorts,
-) -> (Vec<NamedWorker>, Vec<EngineError>) {
-    let (mut workers, mut problems) = (Vec::new(), Vec::new());
-    for pod in pods.into_iter().filter(|pod| pod.is_endpoint()) {
-        match workers_of(pod, ports) {
-            Ok(of_pod) => workers.extend(of_pod),
-            Err(reason) => problems.push(EngineError { url: format!("pod {}/{}", pod.namespace, pod.name), reason }),
-        }
-    }
-    (workers, problems)
+pub fn draining_workers<'a>(pods: impl IntoIterator<Item = &'a PodFacts>, targets: &[u16]) -> BTreeSet<WorkerId> {
+    let draining = pods.into_iter().filter(|pod| !pod.is_endpoint() && !pod.has_ended);
+    draining.flat_map(|pod| targets.iter().map(|target| pod.worker_id(*target))).collect()
 }
 
-fn workers_of(pod: &PodFacts, ports: &PodPorts) -> Result<Vec<NamedWorker>, String> {
+/// Workers of pods, and pods with unusable fields.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PodWorkers {
+    /// Workers, to be probed. Their ids are [derived](derived_id) from namespace, name and uid of the pod and the port, so
+    /// a new pod at an old address is a new worker.
+    pub workers: Vec<NamedWorker>,
+    /// KV event endpoints of the first rank of each worker. The worker of target port `n` uses the ports plus `n`.
+    pub events: BTreeMap<WorkerId, FirstRankEvents>,
+    /// Pods with unusable fields.
+    pub problems: Vec<EngineError>,
+}
+
+/// Workers of the pods that are endpoints.
+#[must_use]
+pub fn workers_of_pods<'a>(pods: impl IntoIterator<Item = &'a PodFacts>, ports: &PodPorts) -> PodWorkers {
+    let mut all = PodWorkers::default();
+    for pod in pods.into_iter().filter(|pod| pod.is_endpoint()) {
+        match workers_of(pod, ports) {
+            Ok(of_pod) => {
+                for (id, worker, events) in of_pod {
+                    all.workers.push(worker);
+                    all.events.extend(events.map(|events| (id, events)));
+                }
+            }
+            Err(reason) => {
+                all.problems.push(EngineError { url: format!("pod {}/{}", pod.namespace, pod.name), reason });
+            }
+        }
+    }
+    all
+}
+
+type PodWorker = (WorkerId, NamedWorker, Option<FirstRankEvents>);
+
+fn workers_of(pod: &PodFacts, ports: &PodPorts) -> Result<Vec<PodWorker>, String> {
     let mut workers = Vec::with_capacity(ports.targets.len());
     let ip = pod.ip.as_deref().ok_or("the pod is ready without an address")?;
     let ip: IpAddr = ip.parse().map_err(|_| format!("podIP is {ip:?}, must be an IP address"))?;
@@ -137,18 +182,19 @@ fn workers_of(pod: &PodFacts, ports: &PodPorts) -> Result<Vec<NamedWorker>, Stri
     let kv_replay = pod.annotated_port(KV_REPLAY_PORT, ports.kv_replay)?;
     for (rank, target) in (0..).zip(&ports.targets) {
         let url = format!("http://{}", SocketAddr::new(ip, *target));
-        let events = |port: u16| KvEventsConfig {
-            endpoint: format!("tcp://*:{port}"),
-            replay_endpoint: kv_replay.map(|port| format!("tcp://*:{port}")),
-            topic: String::new(),
+        let endpoint = |port: u16| format!("tcp://{}", SocketAddr::new(ip, port));
+        let events = |port: u16| {
+            let replay_endpoint = kv_replay.map(endpoint);
+            KvEventsConfig { endpoint: endpoint(port), replay_endpoint, topic: String::new() }.of_rank(rank)
         };
-        let kv_events = kv_events.map(|port| events(port).of_rank(rank)).transpose();
-        let kv_events = kv_events.map_err(|error| error.to_string())?;
-        let worker = NamedWorker::at(&url, &WorkerConfig { kv_events, ..WorkerConfig::at("") });
-        let worker = worker.and_then(NamedWorker::probed).map_err(|error| error.to_string())?;
-        let PodFacts { namespace, name, uid, .. } = pod;
-        let id = derived_id(&format!("kubernetes:{namespace}/{name}/{uid}:{target}"));
-        workers.push(NamedWorker { id: Some(id), ..worker });
+        let given = kv_events.map(|port| events(port).map(FirstRankEvents::Given));
+        // Behind a shared address the port may belong to another engine.
+        let default = || events(VLLM_KV_EVENTS_PORT).map(FirstRankEvents::IfPublished);
+        let events = given.or_else(|| (!pod.has_host_network).then(default)).transpose();
+        let events = events.map_err(|error| error.to_string())?;
+        let worker = NamedWorker::at(&url, &WorkerConfig::at("")).and_then(NamedWorker::probed);
+        let (id, worker) = (pod.worker_id(*target), worker.map_err(|error| error.to_string())?);
+        workers.push((id, NamedWorker { id: Some(id), ..worker }, events));
     }
     Ok(workers)
 }
@@ -168,15 +214,22 @@ mod tests {
     #[test]
     fn only_ready_pods_that_are_not_terminating_are_workers() {
         let pod = ready("a", "1", "10.0.0.1");
-        let count = |pod: PodFacts| workers_of_pods([&pod], &ports(&[8000])).0.len();
+        let count = |pod: PodFacts| workers_of_pods([&pod], &ports(&[8000])).workers.len();
         assert_eq!(count(pod.clone()), 1);
         assert_eq!(count(PodFacts { is_ready: false, ..pod.clone() }), 0);
-        assert_eq!(count(PodFacts { is_terminating: true, ..pod }), 0);
+        let unready = PodFacts { is_ready: false, ..pod.clone() };
+        let terminating = PodFacts { is_terminating: true, ..pod.clone() };
+        let ended = PodFacts { has_ended: true, ..pod.clone() };
+        assert_eq!([&terminating, &ended].map(|pod| count(pod.clone())), [0, 0]);
+        let id = workers_of_pods([&pod], &ports(&[8000])).workers[0].id.expect("an id");
+        let draining = |pod: &PodFacts| draining_workers([pod], &[8000]);
+        assert_eq!([&unready, &terminating].map(draining), [BTreeSet::from([id]), BTreeSet::from([id])]);
+        assert_eq!([&pod, &ended].map(draining), [BTreeSet::new(), BTreeSet::new()]);
     }
 
     #[test]
     fn a_new_pod_at_an_old_address_is_a_new_worker() {
-        let id = |uid: &str| workers_of_pods([&ready("a", uid, "10.0.0.1")], &ports(&[8000])).0[0].id;
+        let id = |uid: &str| workers_of_pods([&ready("a", uid, "10.0.0.1")], &ports(&[8000])).workers[0].id;
         assert_eq!(id("1"), id("1"));
         assert_ne!(id("1"), id("2"));
     }
@@ -186,28 +239,47 @@ mod tests {
         let mut pod = ready("a", "1", "fd00::1");
         pod.annotations.insert(KV_EVENTS_PORT.to_owned(), "6000".to_owned());
         let with_replay = PodPorts { kv_events: Some(5557), kv_replay: Some(5657), ..ports(&[8000, 8001]) };
-        let (workers, problems) = workers_of_pods([&pod], &with_replay);
-        assert_eq!(problems, []);
-        let seen: Vec<_> = workers.iter().map(|worker| (&worker.config.endpoint, &worker.config.kv_events)).collect();
-        let expected = |n: u16| KvEventsConfig {
-            endpoint: format!("tcp://[fd00::1]:{}", 6000 + n),
-            replay_endpoint: Some(format!("tcp://[fd00::1]:{}", 5657 + n)),
-            topic: String::new(),
+        let found = workers_of_pods([&pod], &with_replay);
+        assert_eq!(found.problems, []);
+        let seen: Vec<_> = found
+            .workers
+            .iter()
+            .map(|worker| (&*worker.config.endpoint, &found.events[&worker.id.expect("an id")]))
+            .collect();
+        let expected = |n: u16| {
+            FirstRankEvents::Given(KvEventsConfig {
+                endpoint: format!("tcp://[fd00::1]:{}", 6000 + n),
+                replay_endpoint: Some(format!("tcp://[fd00::1]:{}", 5657 + n)),
+                topic: String::new(),
+            })
         };
-        let (first, second) = ("http://[fd00::1]:8000".to_owned(), "http://[fd00::1]:8001".to_owned());
-        assert_eq!(seen, [(&first, &Some(expected(0))), (&second, &Some(expected(1)))]);
-        assert_ne!(workers[0].id, workers[1].id);
+        assert_eq!(seen, [("http://[fd00::1]:8000", &expected(0)), ("http://[fd00::1]:8001", &expected(1))]);
+        assert_ne!(found.workers[0].id, found.workers[1].id);
+    }
+
+    #[test]
+    fn the_default_event_port_of_vllm_needs_an_address_of_the_pod() {
+        let pod = ready("a", "1", "10.0.0.1");
+        let events =
+            |pod: &PodFacts| workers_of_pods([pod], &ports(&[8000, 8001])).events.into_values().collect::<Vec<_>>();
+        let default = |n: u16| {
+            let endpoint = format!("tcp://10.0.0.1:{}", VLLM_KV_EVENTS_PORT + n);
+            FirstRankEvents::IfPublished(KvEventsConfig { endpoint, replay_endpoint: None, topic: String::new() })
+        };
+        let found = events(&pod);
+        assert!(found.len() == 2 && found.contains(&default(0)) && found.contains(&default(1)), "{found:?}");
+        assert_eq!(events(&PodFacts { has_host_network: true, ..pod }), []);
     }
 
     #[test]
     fn unusable_fields_are_reported_with_pod_and_value() {
         let mut pod = ready("a", "1", "10.0.0.1");
         pod.annotations.insert(KV_EVENTS_PORT.to_owned(), "0".to_owned());
-        let (workers, problems) = workers_of_pods([&pod, &ready("b", "2", "10.0.0.2")], &ports(&[8000]));
-        assert_eq!(workers.len(), 1, "other pods are not affected");
-        let problem = problems[0].to_string();
+        let found = workers_of_pods([&pod, &ready("b", "2", "10.0.0.2")], &ports(&[8000]));
+        assert_eq!(found.workers.len(), 1, "other pods are not affected");
+        let problem = found.problems[0].to_string();
         assert!(problem.starts_with("pod llm/a: ") && problem.contains("\"0\", must be a port"), "{problem}");
-        let (_, problems) = workers_of_pods([&ready("a", "1", "x")], &ports(&[8000]));
-        assert!(problems[0].to_string().contains("podIP is \"x\""), "{problems:?}");
+        let found = workers_of_pods([&ready("a", "1", "x")], &ports(&[8000]));
+        assert!(found.problems[0].to_string().contains("podIP is \"x\""), "{:?}", found.problems);
     }
 }

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 use super::{Place, Pool, RULES, at, publishing};
 use crate::discovery::DiscoveryError;
-use crate::membership::reference::Model;
+use crate::membership::reference::{Model, ModelWorker};
 use crate::membership::{Child, MembershipInput, MembershipRules, SourceUpdate};
 use crate::protocol::{Slot, WorkerConfig, WorkerId, WorkerMap, WorkerRank};
 
@@ -33,18 +33,18 @@ enum Operation {
     ReaderDied(usize),
 }
 
-/// Configuration of a worker: endpoint, ranks (0 breaks a rule), first rank, KV events.
-type Variant = (bool, u32, u32, bool);
+/// Configuration of a worker: endpoint, ranks (0 breaks a rule), first rank, KV events, drain.
+type Variant = (bool, u32, u32, bool, bool);
 
-fn config_of((endpoint, ranks, start, publishes): Variant) -> WorkerConfig {
+fn config_of((endpoint, ranks, start, publishes, drain): Variant) -> WorkerConfig {
     let endpoint = if endpoint { "a" } else { "b" };
     let base = if publishes { publishing(endpoint) } else { WorkerConfig::at(endpoint) };
-    WorkerConfig { data_parallel_size: ranks, data_parallel_start_rank: start, ..base }
+    WorkerConfig { data_parallel_size: ranks, data_parallel_start_rank: start, drain, ..base }
 }
 
 fn operations() -> impl Strategy<Value = Vec<Operation>> {
     let (worker, n) = (0..4_u64, 0..8_usize);
-    let variant = (any::<bool>(), 0..4_u32, 0..2_u32, any::<bool>());
+    let variant = (any::<bool>(), 0..4_u32, 0..2_u32, any::<bool>(), prop::bool::weighted(0.25));
     let set = btree_map(worker.clone(), variant.clone(), 0..4);
     let operation = prop_oneof![
         3 => (worker.clone(), variant).prop_map(|(worker, variant)| Operation::Upsert(worker, variant)),
@@ -217,7 +217,8 @@ proptest! {
         let running: BTreeSet<u64> = both.model.running().into_values().collect();
         retiring.into_iter().filter(|start| !running.contains(start)).for_each(|start| both.model.retired(start));
         both.compare(false);
-        let draining = both.model.workers.values().filter(|worker| worker.drain.is_some()).count();
+        let is_answered = |worker: &&ModelWorker| worker.drain.as_ref().is_some_and(|drain| drain.reply.is_some());
+        let draining = both.model.workers.values().filter(is_answered).count();
         assert_eq!(both.pool.done.replies.len() + draining, both.pool.next_reply as usize, "one reply a request");
     }
 }

@@ -271,7 +271,7 @@ fn membership_error(refused: MembershipError) -> ApiError {
         MembershipError::UnknownWorker(_) => {
             error(StatusCode::NOT_FOUND, ErrorType::NotFound, "worker_not_found", message)
         }
-        MembershipError::Draining(_) => {
+        MembershipError::Draining(_) | MembershipError::DrainedBySource(_) => {
             error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "worker_draining", message)
         }
         MembershipError::NotDraining(_) => {
