@@ -174,6 +174,37 @@ async fn simultaneous_bookings_of_one_rank_are_conflicts() {
     assert_eq!(conflicts(), 2, "each replica counts one");
 }
 
+#[tokio::test(start_paused = true)]
+async fn the_load_of_others_is_a_metric() {
+    let recorder = DebuggingRecorder::new();
+    let _guard = metrics::set_default_local_recorder(&recorder);
+    let network = MemoryNetwork::new(MemoryFaults::default());
+    let latency = RouterConfig { policy: Policy::Latency.into(), ..config() };
+    let routers = [replica_with(&network, 1, 1, latency.clone()).await, replica_with(&network, 2, 1, latency).await];
+    let snapshotter = recorder.snapshotter();
+    let seconds = || {
+        let all = snapshotter.snapshot().into_vec().into_iter();
+        let mut values = all.filter_map(|(key, .., value)| match value {
+            DebugValue::Gauge(value) if key.key().name() == "pointsman_replica_load_seconds" => {
+                Some(value.into_inner())
+            }
+            DebugValue::Gauge(_) | DebugValue::Counter(_) | DebugValue::Histogram(_) => None,
+        });
+        values.next().expect("the gauge")
+    };
+    let prompt = tokens(1, 500_000);
+    for (router, id) in routers.iter().zip(["a", "b"]) {
+        let request = AddRequest::new(id, rank(1), Prompt::Tokens(&prompt));
+        router.add_request(request).await.expect("booked");
+    }
+    sleep(Duration::from_millis(1_100)).await; // the interval of gauges
+    assert!(seconds() > 0.0, "each replica adds the prefill of the other one");
+    routers[0].free("a").expect("known");
+    routers[1].free("b").expect("known");
+    sleep(Duration::from_millis(1_100)).await;
+    assert!(seconds().abs() < f64::EPSILON, "no load");
+}
+
 /// kthena #1274: counters in a store drifted permanently when the end of a request was lost.
 #[tokio::test(start_paused = true)]
 async fn lost_ends_of_requests_do_not_accumulate() {

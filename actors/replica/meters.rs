@@ -19,6 +19,7 @@ pub(crate) struct ReplicaMeters {
     pool: Pool,
     peers: [(PeerState, Gauge); 3],
     ages: BTreeMap<ReplicaId, Gauge>,
+    load: Gauge,
     lost: Counter,
     conflicts: Counter,
     routed_dropped: Counter,
@@ -32,6 +33,7 @@ impl ReplicaMeters {
         Self {
             peers: PeerState::ALL.map(peers),
             ages: BTreeMap::new(),
+            load: pool.gauge("pointsman_replica_load_seconds", &[]),
             lost: pool.counter("pointsman_replica_summaries_lost_total", &[]),
             conflicts: pool.counter("pointsman_replica_conflicts_total", &[]),
             routed_dropped: pool.counter("pointsman_replica_decisions_dropped_total", &[]),
@@ -46,9 +48,10 @@ impl ReplicaMeters {
         self.shown_at.is_none_or(|at| now.since(at) >= SHOW_INTERVAL)
     }
 
-    /// Publishes the states and ages of the other replicas.
-    pub(super) fn show(&mut self, statuses: &[PeerStatus], now: Timestamp) {
+    /// Publishes the states and ages of the other replicas, and the remaining prefill time of their requests.
+    pub(super) fn show(&mut self, statuses: &[PeerStatus], prefill: Duration, now: Timestamp) {
         self.shown_at = Some(now);
+        self.load.set(prefill.as_secs_f64());
         let mut counts = [0; 3];
         let mut gone = std::mem::take(&mut self.ages);
         for status in statuses {

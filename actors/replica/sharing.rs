@@ -221,7 +221,8 @@ impl SharingTask {
         }
         if self.sharing.meters.is_due(now) {
             let statuses: Vec<_> = self.peers.statuses(now).collect();
-            self.sharing.meters.show(&statuses, now);
+            let prefill = self.peers.ranks().into_iter().map(|rank| self.peers.load(rank, now).prefill).sum();
+            self.sharing.meters.show(&statuses, prefill, now);
             self.sharing.replica_peers.set(ReplicaPeers { at: now, statuses });
         }
     }

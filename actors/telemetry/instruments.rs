@@ -310,6 +310,13 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         &["replica"],
         "Time since the last summary of a `replica`.",
     ),
+    gauge(
+        "pointsman_replica_load_seconds",
+        Unit::Seconds,
+        &[],
+        "Remaining prefill time of requests of other replicas that this replica adds to its view of the ranks, summed over \
+         ranks.",
+    ),
     counter(
         "pointsman_replica_summaries_refused_total",
         &["reason"],
