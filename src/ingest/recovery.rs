@@ -50,7 +50,15 @@ impl<P: AsRef<[u8]>> Source<P> {
 
     pub(super) fn on_replay_ended(&mut self, effects: &mut Vec<IngestEffect<P>>) {
         let Some(ReplayState::Running(running)) = self.replay else { return };
-        if running.purpose == ReplayPurpose::End {
+        let is_end_check = running.purpose == ReplayPurpose::End;
+        if running.awaits_start && running.first_missing > 0 {
+            // The publisher no longer has its earlier messages: it restarted and has not reached the same number.
+            self.link.replaced(self.now);
+            self.start_incarnation(None, effects);
+            // The connection has outlasted the publisher, so it delivers nothing.
+            return effects.extend(is_end_check.then_some(IngestEffect::Reconnect));
+        }
+        if is_end_check {
             self.replay = None;
             if self.end_check_at.is_some() {
                 effects.push(IngestEffect::Noted(Note::Recovered)); // the replayed messages were already applied in order
@@ -59,11 +67,6 @@ impl<P: AsRef<[u8]>> Source<P> {
             self.subscription_failures = 0;
             self.end_check_at = Some(self.now + self.config.end_check_interval);
             return;
-        }
-        if running.awaits_start && running.first_missing > 0 {
-            // The publisher no longer has its earlier messages: it restarted and has not reached the same number.
-            self.link.replaced(self.now);
-            return self.start_incarnation(None, effects);
         }
         if self.next.is_none() && self.held.first().is_none_or(|first| first == 0) && !self.is_overflowed() {
             self.start(0, effects);
@@ -123,6 +126,9 @@ impl<P: AsRef<[u8]>> Source<P> {
     /// Requests an end check. Postpones it if this tick is late: unread messages may then be waiting, possibly more
     /// than a replay contains.
     pub(super) fn check_end(&mut self, effects: &mut Vec<IngestEffect<P>>) {
+        if self.next.is_none() {
+            return self.request_replay(ReplayPurpose::All, effects); // no replay has succeeded so far
+        }
         let is_late = self.end_check_at.is_some_and(|at| self.now.since(at) > self.config.end_check_after / 2);
         if is_late {
             self.schedule_end_check();
@@ -141,7 +147,7 @@ impl<P: AsRef<[u8]>> Source<P> {
 
     /// Whether an end check is possible.
     pub(super) fn can_check_end(&self) -> bool {
-        self.config.has_replay && self.link.is_connected() && self.replay.is_none() && self.next.is_some()
+        self.config.has_replay && self.link.is_connected() && self.replay.is_none()
     }
 
     /// Records progress of the running replay.
@@ -279,6 +285,8 @@ impl<P: AsRef<[u8]>> Source<P> {
         self.known_last = self.held.last();
         self.lose(at, cause, effects);
         self.drain(effects);
+        // If no live message follows, nothing else shows that the connection is dead.
+        self.end_check_at = Some(self.now + self.config.end_check_interval);
     }
 
     /// Removes the rank's blocks unless there are none, and marks pending reports as stale.

@@ -298,9 +298,8 @@ impl<P: AsRef<[u8]>> Source<P> {
         let was_awaiting_start = running.awaits_start && sequence >= running.from;
         // Live messages may have passed the start of the replay.
         let is_overtaken = self.next.is_some_and(|next| next > running.first_missing && sequence <= next);
-        // During an end check the connection has lasted, so the publisher needs no verification.
-        let first_due = if running.purpose == ReplayPurpose::End { running.first_missing } else { running.from };
-        let is_short = was_awaiting_start && sequence > first_due && !is_overtaken;
+        // Also during an end check: a connection can outlast its publisher.
+        let is_short = was_awaiting_start && sequence > running.from && !is_overtaken;
         if was_awaiting_start {
             (running.awaits_start, running.progressed_at) = (false, self.now);
             self.replay = Some(ReplayState::Running(running));
