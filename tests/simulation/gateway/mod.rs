@@ -1,0 +1,244 @@
+//! One gateway: the state machines of a router behind shells that exchange messages as the actors do.
+//!
+//! The shells perform effects only. They follow `actors/`: messages and their receivers, losses with a dead actor, and
+//! the state that its successor restores.
+
+mod caller;
+mod check;
+mod health;
+mod reader;
+mod restarts;
+mod scheduler;
+mod sequence;
+mod shard;
+mod sharing;
+mod supervisor;
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use pointsman::directory::{Directory, Lease};
+use pointsman::health::{Exclusions, Monitor};
+use pointsman::load::{ArrivalsCell, BoardChanges};
+use pointsman::membership::{Membership, MembershipRules};
+use pointsman::protocol::{BookingId, Generation, Slot, Timestamp, WorkerId, WorkerMap, WorkerRank};
+use pointsman::queue::QueueHeads;
+use pointsman::schedule::RankCells;
+use pointsman::select::RankConditions;
+
+use crate::engine::Engine;
+use crate::ledger::Ledger;
+use crate::letter::{Acknowledged, Answer, Letter, Notice, Outbox, OverlapGoal};
+use crate::net::{Actor, Net, Place};
+use crate::script::Settings;
+
+pub(crate) use caller::Call;
+pub(crate) use reader::Recorded;
+pub(crate) use restarts::Victim;
+
+/// Record of a registered rank.
+pub(crate) struct Entry {
+    pub(crate) rank: WorkerRank,
+    pub(crate) slot: Slot,
+    pub(crate) generation: Generation,
+    pub(crate) cells: RankCells,
+    /// Credit of the stream state of its source.
+    pub(crate) credit: Cell<f64>,
+    pub(crate) has_served: Cell<bool>,
+    pub(crate) since: Timestamp,
+}
+
+impl Entry {
+    /// Number of the engine, and of the rank there.
+    pub(crate) fn engine(&self) -> (usize, usize) {
+        (self.rank.worker.0 as usize, self.rank.rank as usize)
+    }
+
+    pub(crate) fn incarnation(&self) -> u64 {
+        u64::from(self.slot.0) << 32 | u64::from(self.generation.0)
+    }
+}
+
+/// The rest of the world during a step of a gateway.
+pub(crate) struct Surroundings<'a> {
+    pub(crate) net: &'a mut Net,
+    pub(crate) engines: &'a [Engine],
+    pub(crate) ledger: &'a mut Ledger,
+    /// Workers that discovery reports.
+    pub(crate) desired: &'a WorkerMap,
+    /// Lives of all gateways that are up.
+    pub(crate) peers: &'a [(usize, u32, bool)],
+}
+
+pub(crate) struct Gateway {
+    pub(crate) number: usize,
+    pub(crate) life: u32,
+    pub(crate) settings: Rc<Settings>,
+    outbox: Outbox,
+    permits: Rc<Cell<u32>>,
+    directory: Directory,
+    /// Leases that have not ended, or whose end a sequence actor does not know yet.
+    leases: BTreeMap<BookingId, (u64, Arc<Lease>)>,
+    /// Reconciliations under way.
+    reconciling: BTreeMap<BookingId, u32>,
+    calls: BTreeMap<u64, Call>,
+    /// Registered ranks, retiring ones included.
+    table: BTreeMap<Slot, Rc<Entry>>,
+    scheduler: Option<scheduler::Scheduler>,
+    shards: Vec<Option<shard::Shard>>,
+    sequences: BTreeMap<Slot, (Generation, Option<sequence::Sequence>)>,
+    readers: BTreeMap<Slot, reader::Reader>,
+    readers_started: u64,
+    membership: Membership<u64>,
+    /// Administrative calls without a reply.
+    admin_pending: BTreeSet<u64>,
+    admin_calls: u64,
+    /// Times of restarts, for the check of the budget.
+    restarts: Vec<Timestamp>,
+    pub(crate) is_failed: bool,
+    health: Option<Monitor>,
+    health_wake: Option<Timestamp>,
+    probers: BTreeMap<WorkerId, u64>,
+    probers_started: u64,
+    exclusions: Arc<Exclusions>,
+    conditions: Arc<RankConditions>,
+    board_changes: Arc<BoardChanges>,
+    arrivals: Arc<ArrivalsCell>,
+    queue_heads: Arc<QueueHeads>,
+    /// Whether the scheduler waits for falling load.
+    wake: Rc<Cell<bool>>,
+    sharing: sharing::Sharing,
+    /// Contents of a snapshot that wait for their readers.
+    restores: BTreeMap<WorkerRank, Recorded>,
+    /// The last snapshot, by rank.
+    pub(crate) disk: BTreeMap<WorkerRank, Recorded>,
+    pub(crate) changed_at: Timestamp,
+}
+
+impl Gateway {
+    /// A gateway that starts from the snapshot on `disk`.
+    pub(crate) fn new(
+        number: usize,
+        life: u32,
+        settings: &Rc<Settings>,
+        disk: BTreeMap<WorkerRank, Recorded>,
+        around: &mut Surroundings<'_>,
+    ) -> Self {
+        let shards = settings.config.index.shards as usize;
+        let mut gateway = Self {
+            number,
+            life,
+            settings: Rc::clone(settings),
+            outbox: Outbox::default(),
+            permits: Rc::default(),
+            directory: Directory::default(),
+            leases: BTreeMap::new(),
+            reconciling: BTreeMap::new(),
+            calls: BTreeMap::new(),
+            table: BTreeMap::new(),
+            scheduler: None,
+            shards: (0..shards).map(|_| None).collect(),
+            sequences: BTreeMap::new(),
+            readers: BTreeMap::new(),
+            readers_started: 0,
+            membership: Membership::new(MembershipRules::of(&settings.config, true)),
+            admin_pending: BTreeSet::new(),
+            admin_calls: 0,
+            restarts: Vec::new(),
+            is_failed: false,
+            health: None,
+            health_wake: None,
+            probers: BTreeMap::new(),
+            probers_started: 0,
+            exclusions: Arc::default(),
+            conditions: Arc::default(),
+            board_changes: Arc::default(),
+            arrivals: Arc::default(),
+            queue_heads: Arc::default(),
+            wake: Rc::default(),
+            sharing: sharing::Sharing::new(number, life),
+            restores: reader::restored(&disk, &settings.config),
+            disk,
+            changed_at: around.net.now,
+        };
+        gateway.start(around);
+        gateway
+    }
+
+    pub(crate) fn place(&self, actor: Actor) -> Place {
+        Place::Gateway(self.number, self.life, actor)
+    }
+
+    fn send(&self, from: Actor, to: Actor, letter: Letter, around: &mut Surroundings<'_>) {
+        around.net.send(self.place(from), self.place(to), letter);
+    }
+
+    /// Number of the shard of a rank.
+    fn shard_of(&self, rank: WorkerRank) -> usize {
+        (rank.worker.0 as usize + rank.rank as usize) % self.shards.len()
+    }
+
+    fn is_queueing(&self) -> bool {
+        self.settings.config.queue.is_enabled()
+    }
+
+    /// Handles one message, and sends the notices of dropped values.
+    pub(crate) fn handle(&mut self, actor: Actor, letter: Letter, around: &mut Surroundings<'_>) {
+        if let Letter::Reconcile(lease) = &letter
+            && let Some(count) = self.reconciling.get_mut(&lease.booking())
+        {
+            *count -= 1;
+        }
+        match actor {
+            Actor::Caller(call) => self.on_caller(call, letter, around),
+            Actor::Scheduler => self.on_scheduler(letter, around),
+            Actor::Shard(shard) => self.on_shard(shard, letter, around),
+            Actor::Sequence(slot, generation) => {
+                self.on_sequence(Slot(slot), Generation(generation), letter, around);
+            }
+            Actor::Supervisor => self.on_supervisor(letter, around),
+            Actor::Reader(slot, number) => self.on_reader(Slot(slot), number, letter, around),
+            Actor::Health => self.on_health(letter, around),
+            Actor::Sharing => self.on_sharing(letter, around),
+        }
+        self.send_notices(actor, around);
+        self.check(actor, around.net.now);
+    }
+
+    pub(crate) fn send_notices(&mut self, from: Actor, around: &mut Surroundings<'_>) {
+        for notice in self.outbox.take() {
+            let (to, letter) = match notice {
+                Notice::Lost(call, attempt) => (Actor::Caller(call), Letter::Answered(attempt, Answer::Lost)),
+                Notice::Overlaps(OverlapGoal::Decide(mut request), found) => {
+                    request.overlaps = found;
+                    (Actor::Scheduler, Letter::Decide(request))
+                }
+                Notice::Overlaps(OverlapGoal::Refresh(booking), found) => {
+                    (Actor::Scheduler, Letter::Refreshed(booking, found))
+                }
+                Notice::Overlaps(OverlapGoal::None, _) => continue,
+                Notice::Loads(batch, answers) => (Actor::Scheduler, Letter::Loads(batch, answers)),
+                Notice::Acknowledged(slot, generation, kind) => {
+                    (Actor::Supervisor, Letter::Acked(slot, generation, kind))
+                }
+            };
+            self.send(from, to, letter, around);
+        }
+    }
+
+    /// A lease has changed: its sequence actor adjusts the booking. At most one request per lease is under way.
+    fn reconcile(&mut self, from: Actor, lease: &Arc<Lease>, place: (Slot, Generation), around: &mut Surroundings<'_>) {
+        let is_there = self.table.get(&place.0).is_some_and(|entry| entry.generation == place.1);
+        if is_there && lease.mark_dirty() {
+            *self.reconciling.entry(lease.booking()).or_default() += 1;
+            let to = Actor::Sequence(place.0.0, place.1.0);
+            self.send(from, to, Letter::Reconcile(Arc::clone(lease)), around);
+        }
+    }
+
+    fn ack(&self, slot: Slot, generation: Generation, kind: Acknowledged) -> crate::letter::Ack {
+        crate::letter::Ack(slot, generation, kind, self.outbox.clone())
+    }
+}

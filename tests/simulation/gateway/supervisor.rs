@@ -1,0 +1,234 @@
+//! Shell of the supervisor: performs the effects of `Membership`.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use pointsman::discovery::DiscoveryError;
+use pointsman::membership::{Child, MembershipEffect, MembershipInput, SourceUpdate};
+use pointsman::protocol::{Generation, Slot, WorkerId};
+use pointsman::schedule::{Admission, RankCells};
+
+use super::{Entry, Gateway, Surroundings};
+use crate::letter::{Acknowledged, Letter};
+use crate::net::Actor;
+
+const DISCOVERY_INTERVAL: Duration = Duration::from_millis(150);
+
+impl Gateway {
+    pub(super) fn start(&mut self, around: &mut Surroundings<'_>) {
+        self.start_scheduler(0, around);
+        for shard in 0..self.shards.len() {
+            self.start_shard(shard, 0, &[]);
+        }
+        self.start_health(around);
+        self.step_membership(MembershipInput::SourceAdded { name: "list".to_owned() }, around);
+        self.discover(false, around);
+        let me = self.place(Actor::Supervisor);
+        let liveness = Duration::from_millis(self.settings.config.load.booking_liveness_ms);
+        around.net.after(liveness / 4, me, Letter::Sweep);
+        around.net.after(Duration::from_millis(self.settings.config.health.probe_interval_ms), me, Letter::Probe);
+        around.net.after(DISCOVERY_INTERVAL, me, Letter::Discovered(false));
+        let interval = Duration::from_millis(self.settings.config.replicas.interval_ms);
+        around.net.after(interval, self.place(Actor::Sharing), Letter::Share);
+    }
+
+    /// The source returns the workers that discovery reports, or an error.
+    fn discover(&mut self, fails: bool, around: &mut Surroundings<'_>) {
+        let update = if fails {
+            SourceUpdate::Failed(DiscoveryError::Other("the source fails".to_owned()))
+        } else {
+            SourceUpdate::Workers(around.desired.clone())
+        };
+        self.step_membership(MembershipInput::SourceUpdated { source: 0, update }, around);
+        self.step_membership(MembershipInput::Reconcile, around);
+    }
+
+    /// A call of the embedder, with the number of its reply channel.
+    pub(crate) fn admin(&mut self, input: impl FnOnce(u64) -> MembershipInput<u64>, around: &mut Surroundings<'_>) {
+        if self.is_failed {
+            return;
+        }
+        self.admin_calls += 1;
+        self.admin_pending.insert(self.admin_calls);
+        let letter = Letter::Member(input(self.admin_calls));
+        self.send(Actor::Caller(u64::MAX), Actor::Supervisor, letter, around);
+    }
+
+    pub(super) fn on_supervisor(&mut self, letter: Letter, around: &mut Surroundings<'_>) {
+        if self.is_failed {
+            return;
+        }
+        let me = self.place(Actor::Supervisor);
+        match letter {
+            Letter::Member(input) => self.step_membership(input, around),
+            Letter::Acked(slot, generation, Acknowledged::Drain) => {
+                let rank_bookings = self.directory.booked_on(slot, generation).len();
+                let worker = self.table.get(&slot).map(|entry| entry.rank.worker);
+                let worker_bookings = worker.map_or(0, |worker| self.bookings_of(worker));
+                let input = MembershipInput::RankDrained { slot, generation, rank_bookings, worker_bookings };
+                self.step_membership(input, around);
+            }
+            Letter::Acked(slot, generation, Acknowledged::Retire) => {
+                self.step_membership(MembershipInput::RankRetired { slot, generation }, around);
+            }
+            Letter::DrainTimedOut(worker, drain) => {
+                let worker_bookings = self.bookings_of(worker);
+                self.step_membership(MembershipInput::DrainTimedOut { worker, drain, worker_bookings }, around);
+            }
+            Letter::Died(child) => self.on_death(child, around),
+            Letter::Warmed(rank, incarnation) => {
+                let shard = self.shard_of(rank);
+                self.step_membership(MembershipInput::RankWarmed { rank, shard, incarnation }, around);
+            }
+            Letter::Discovered(fails) => {
+                self.discover(fails, around);
+                if !fails {
+                    around.net.after(DISCOVERY_INTERVAL, me, Letter::Discovered(false));
+                }
+            }
+            Letter::Sweep => {
+                self.sweep(around);
+                let liveness = Duration::from_millis(self.settings.config.load.booking_liveness_ms);
+                around.net.after(liveness / 4, me, Letter::Sweep);
+            }
+            Letter::Probe => {
+                self.probe(around);
+                let interval = Duration::from_millis(self.settings.config.health.probe_interval_ms);
+                around.net.after(interval, me, Letter::Probe);
+            }
+            _ => unreachable!("no message of a supervisor"),
+        }
+    }
+
+    fn bookings_of(&self, worker: WorkerId) -> usize {
+        let slots = self.membership.slots_of(worker);
+        slots.map(|(slot, generation)| self.directory.booked_on(slot, generation).len()).sum()
+    }
+
+    pub(super) fn step_membership(&mut self, input: MembershipInput<u64>, around: &mut Surroundings<'_>) {
+        let effects = self.membership.step(input, around.net.now);
+        assert_eq!(self.membership.check_invariants(), Ok(()));
+        for effect in effects {
+            self.perform_membership(effect, around);
+        }
+    }
+
+    fn perform_membership(&mut self, effect: MembershipEffect<u64>, around: &mut Surroundings<'_>) {
+        let me = self.place(Actor::Supervisor);
+        match effect {
+            MembershipEffect::StartRank { rank, slot, generation, description, restricted, .. } => {
+                let entry = Rc::new(Entry {
+                    rank,
+                    slot,
+                    generation,
+                    cells: RankCells::default(),
+                    credit: Cell::new(1.0),
+                    has_served: Cell::new(false),
+                    since: around.net.now,
+                });
+                assert!(self.table.insert(slot, Rc::clone(&entry)).is_none(), "slot {slot} has two ranks");
+                self.start_sequence(&entry, 0, around.net.now);
+                let shard = Actor::Shard(self.shard_of(rank));
+                self.send(Actor::Supervisor, shard, Letter::Register(Rc::clone(&entry)), around);
+                let traits = Arc::clone(&description.traits);
+                let plain = Admission::new(rank, slot, generation);
+                let admission = Admission { traits, since: entry.since, draining: restricted, ..plain };
+                let letter = Letter::Admit(Box::new((admission, entry.cells.clone())));
+                self.send(Actor::Supervisor, Actor::Scheduler, letter, around);
+                self.sharing.joined(&entry);
+            }
+            MembershipEffect::DescribeRank { slot, generation, description } => {
+                if let Some(entry) = self.table.get(&slot).cloned() {
+                    let shard = Actor::Shard(self.shard_of(entry.rank));
+                    self.send(Actor::Supervisor, shard, Letter::Register(entry), around);
+                    let letter = Letter::Describe(slot, generation, description.traits);
+                    self.send(Actor::Supervisor, Actor::Scheduler, letter, around);
+                }
+            }
+            MembershipEffect::RestrictRank { slot, generation, restricted } => {
+                let letter = Letter::Cordon(slot, generation, restricted);
+                self.send(Actor::Supervisor, Actor::Scheduler, letter, around);
+            }
+            MembershipEffect::DrainRank { slot, generation } => {
+                let letter = Letter::Drain(slot, generation, self.ack(slot, generation, Acknowledged::Drain));
+                self.send(Actor::Supervisor, Actor::Scheduler, letter, around);
+            }
+            MembershipEffect::RetireRank { slot, generation } => {
+                if let Some(entry) = self.table.get(&slot) {
+                    let shard = Actor::Shard(self.shard_of(entry.rank));
+                    self.send(Actor::Supervisor, shard, Letter::Unregister(entry.rank), around);
+                }
+                let letter = Letter::Retire(slot, generation, self.ack(slot, generation, Acknowledged::Retire));
+                self.send(Actor::Supervisor, Actor::Scheduler, letter, around);
+            }
+            MembershipEffect::ReleaseRank { slot, generation } => self.release(slot, generation, around),
+            MembershipEffect::StartReader { slot } => self.start_reader(slot, around),
+            MembershipEffect::StopReader { slot } => drop(self.readers.remove(&slot)),
+            MembershipEffect::ClearBlocks { slot } => self.clear_unread(slot, around),
+            MembershipEffect::AbandonReader { slot, .. } => {
+                self.readers.remove(&slot);
+                if let Some(entry) = self.table.get(&slot) {
+                    entry.credit.set(0.0);
+                }
+            }
+            MembershipEffect::StartDrainTimer { worker, drain, deadline } => {
+                around.net.after(deadline, me, Letter::DrainTimedOut(worker, drain));
+            }
+            MembershipEffect::Restart { child, lost, .. } => self.restart(child, &lost, around),
+            MembershipEffect::Fail { .. } => self.fail_router(around),
+            MembershipEffect::PublishWorkers => self.publish_workers(around),
+            MembershipEffect::Report(_) | MembershipEffect::PublishCold | MembershipEffect::PublishSources => {}
+            MembershipEffect::Reply { to, .. } => {
+                assert!(self.admin_pending.remove(&to), "call {to} of the embedder has two replies");
+            }
+        }
+    }
+
+    /// Stops the sequence actor of a retired rank and frees its slot.
+    fn release(&mut self, slot: Slot, generation: Generation, around: &mut Surroundings<'_>) {
+        self.table.remove(&slot);
+        self.sequences.remove(&slot);
+        self.sharing.left(slot);
+        // A sequence actor that died first leaves its bookings behind.
+        for lease in self.directory.booked_on(slot, generation) {
+            self.changed_at = around.net.now;
+            self.end_one(Actor::Supervisor, &lease, true, around);
+        }
+    }
+
+    fn publish_workers(&mut self, around: &mut Surroundings<'_>) {
+        let workers = self.membership.workers();
+        self.probers.retain(|worker, _| workers.contains_key(worker));
+        for worker in workers.keys() {
+            self.probers.entry(*worker).or_insert_with(|| {
+                self.probers_started += 1;
+                self.probers_started
+            });
+        }
+        self.send(Actor::Supervisor, Actor::Health, Letter::MembersChanged, around);
+    }
+
+    fn probe(&mut self, around: &mut Surroundings<'_>) {
+        for (worker, prober) in self.probers.clone() {
+            let is_ok = around.engines[worker.0 as usize].is_up;
+            self.send(Actor::Supervisor, Actor::Health, Letter::Probed { worker, prober, is_ok }, around);
+        }
+    }
+
+    fn on_death(&mut self, child: Child, around: &mut Surroundings<'_>) {
+        let shard_ranks = match child {
+            Child::IndexShard(shard) => {
+                let is_here = |entry: &&Rc<Entry>| {
+                    self.shard_of(entry.rank) == shard && self.membership.worker_at(entry.slot).is_some()
+                };
+                let here = self.table.values().filter(is_here);
+                here.map(|entry| (entry.rank, entry.cells.holdings.changed_at().is_some())).collect()
+            }
+            _ => std::collections::BTreeMap::new(),
+        };
+        let reason = "a fault of the script".to_owned();
+        self.step_membership(MembershipInput::ChildDied { child, reason, shard_ranks }, around);
+    }
+}
