@@ -20,11 +20,16 @@ const LONG_FILES: &[(&str, &str)] = &[
 ];
 
 /// Directories with code.
-const SOURCES: &[&str] = &["src", "actors", "gateway", "benches", "tests"];
+const SOURCES: &[&str] = &["src", "actors", "gateway", "benches", "python", "tests"];
 
 /// Manifests whose dependencies need a stated reason.
-const MANIFESTS: &[&str] =
-    &["Cargo.toml", "gateway/Cargo.toml", "benches/harness/Cargo.toml", "benches/trial/Cargo.toml"];
+const MANIFESTS: &[&str] = &[
+    "Cargo.toml",
+    "gateway/Cargo.toml",
+    "benches/harness/Cargo.toml",
+    "benches/trial/Cargo.toml",
+    "python/Cargo.toml",
+];
 
 /// Names forbidden in the pure core: waiting, I/O, clocks and randomness.
 const IMPURE: &[&str] = &["tokio", "ractor", "SystemTime", "Instant::now", "rand", "fastrand", "getrandom", ".await"];

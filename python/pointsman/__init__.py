@@ -1,0 +1,28 @@
+"""KV-cache-aware request router for fleets of LLM engines, in the process of a Python gateway.
+
+The router decides in Rust; this package calls it from asyncio. ``docs/python.md`` of the project describes it.
+"""
+
+from . import discovery, errors
+from ._native import AnswerFollower, Placement, __version__, block_hashes, metrics
+from .errors import PointsmanError, RouteError
+from .router import Rank, Router, Tokens, Worker, cleared, removed, stored
+
+__all__ = [
+    "AnswerFollower",
+    "Placement",
+    "PointsmanError",
+    "Rank",
+    "RouteError",
+    "Router",
+    "Tokens",
+    "Worker",
+    "__version__",
+    "block_hashes",
+    "cleared",
+    "discovery",
+    "errors",
+    "metrics",
+    "removed",
+    "stored",
+]
