@@ -4,6 +4,7 @@
 //! of ARCHITECTURE.md. A failure prints its seed and step, and the script without the elements that it does not need.
 //! `SIMULATION_SEEDS` sets the number of seeds, `SIMULATION_SEED` selects a single one.
 
+mod discovery;
 mod engine;
 mod gateway;
 mod ledger;
@@ -22,6 +23,9 @@ use world::Summary;
 
 /// Seeds of a plain `cargo test`.
 const SEEDS: u64 = 200;
+
+/// Seeds between two lines of progress.
+const PROGRESS: u64 = 5_000;
 
 #[expect(clippy::disallowed_methods, reason = "test effort is not router configuration")]
 fn number(variable: &str) -> Option<u64> {
@@ -65,6 +69,9 @@ fn invariants_hold_for_every_seed() {
             let seed = next.fetch_add(1, Ordering::Relaxed);
             if seed >= first + seeds {
                 return totals;
+            }
+            if seed.is_multiple_of(PROGRESS) && seed > first {
+                eprintln!("{seed} seeds started");
             }
             match shrink::run(&Script::new(seed)) {
                 Ok(summary) => add(&mut totals, &summary),

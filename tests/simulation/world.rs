@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use pointsman::health::Outcome;
 use pointsman::membership::MembershipInput;
-use pointsman::protocol::{KvEventsConfig, Timestamp, WorkerConfig, WorkerId, WorkerMap, WorkerRank};
+use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
 
+use crate::discovery::Discovery;
 use crate::engine::Engine;
 use crate::gateway::{Gateway, Recorded, Surroundings, Victim};
 use crate::ledger::{End, Ledger};
@@ -36,14 +37,7 @@ pub(crate) struct World {
     /// Ends of partitions.
     unheard_until: Vec<Timestamp>,
     ledger: Ledger,
-    ranks_of: Vec<usize>,
-    /// Ends of the absences of workers from discovery.
-    absent_until: Vec<Timestamp>,
-    resized_until: Vec<Timestamp>,
-    /// Changes of addresses.
-    moves: Vec<u32>,
-    /// Whether the script is over.
-    is_healed: bool,
+    discovery: Discovery,
 }
 
 /// Result of one world.
@@ -67,7 +61,7 @@ thread_local! {
 impl World {
     fn new(script: &Script) -> Self {
         let settings = Rc::new(script.settings.clone());
-        let Settings { gateways, engines, ranks_per_engine, is_slow, .. } = *settings;
+        let Settings { gateways, engines, is_slow, .. } = *settings;
         let mut world = Self {
             net: Net::new(script.seed, is_slow),
             acts: script.acts.clone(),
@@ -77,11 +71,7 @@ impl World {
             disks: vec![BTreeMap::new(); gateways],
             unheard_until: vec![Timestamp::default(); gateways],
             ledger: Ledger::default(),
-            ranks_of: vec![ranks_per_engine; engines],
-            absent_until: vec![Timestamp::default(); engines],
-            resized_until: vec![Timestamp::default(); engines],
-            moves: vec![0; engines],
-            is_healed: false,
+            discovery: Discovery::new(&settings),
             settings,
         };
         (0..gateways).for_each(|number| world.start(number));
@@ -145,9 +135,9 @@ impl World {
     /// Performs a step of a gateway, if it is up.
     fn at(&mut self, number: usize, step: impl FnOnce(&mut Gateway, &mut Surroundings<'_>)) {
         let Some(mut gateway) = self.gateways[number].take() else { return };
-        let (desired, peers) = (self.desired(), self.peers());
-        let Self { net, engines, ledger, .. } = self;
-        step(&mut gateway, &mut Surroundings { net, engines, ledger, desired: &desired, peers: &peers });
+        let peers = self.peers();
+        let Self { net, engines, ledger, discovery, .. } = self;
+        step(&mut gateway, &mut Surroundings { net, engines, ledger, discovery, peers: &peers });
         let has_failed = gateway.is_failed;
         self.gateways[number] = Some(gateway);
         if has_failed {
@@ -156,34 +146,8 @@ impl World {
     }
 
     fn peers(&self) -> Vec<(usize, u32, bool)> {
-        let hears = |number: usize| self.is_healed || self.net.now >= self.unheard_until[number];
+        let hears = |number: usize| self.discovery.is_healed || self.net.now >= self.unheard_until[number];
         self.lives.iter().enumerate().map(|(number, life)| (number, *life, hears(number))).collect()
-    }
-
-    /// Workers that discovery reports now.
-    fn desired(&self) -> WorkerMap {
-        let now = self.net.now;
-        let is_present = |engine: &usize| self.is_healed || now >= self.absent_until[*engine];
-        let config = |engine: usize| {
-            let is_resized = !self.is_healed && now < self.resized_until[engine];
-            let ranks = if is_resized { self.ranks_of[engine] } else { self.settings.ranks_per_engine };
-            (WorkerId(engine as u64), self.worker(engine, ranks))
-        };
-        (0..self.engines.len()).filter(is_present).map(config).collect()
-    }
-
-    fn worker(&self, engine: usize, ranks: usize) -> WorkerConfig {
-        let replay_endpoint = self.settings.has_replay.then(|| format!("tcp://10.0.0.{engine}:6000"));
-        WorkerConfig {
-            data_parallel_size: ranks as u32,
-            total_kv_blocks: Some(self.settings.capacity_blocks as u32),
-            kv_events: Some(KvEventsConfig {
-                endpoint: format!("tcp://10.0.0.{engine}:5000"),
-                replay_endpoint,
-                topic: String::new(),
-            }),
-            ..WorkerConfig::at(format!("http://10.0.0.{engine}:{}", 8_000 + self.moves[engine]))
-        }
     }
 
     fn request(&mut self, call: u64, spec: &RequestSpec) {
@@ -196,17 +160,17 @@ impl World {
 
     fn start(&mut self, number: usize) {
         let (life, disk) = (self.lives[number], self.disks[number].clone());
-        let (desired, peers, settings) = (self.desired(), self.peers(), Rc::clone(&self.settings));
-        let Self { net, engines, ledger, .. } = self;
-        let mut around = Surroundings { net, engines, ledger, desired: &desired, peers: &peers };
+        let (peers, settings) = (self.peers(), Rc::clone(&self.settings));
+        let Self { net, engines, ledger, discovery, .. } = self;
+        let mut around = Surroundings { net, engines, ledger, discovery, peers: &peers };
         self.gateways[number] = Some(Gateway::new(number, life, &settings, disk, &mut around));
     }
 
     fn kill_gateway(&mut self, number: usize, down: Duration) {
         let Some(mut gateway) = self.gateways[number].take() else { return };
-        let (desired, peers) = (self.desired(), self.peers());
-        let Self { net, engines, ledger, .. } = self;
-        gateway.die(&mut Surroundings { net, engines, ledger, desired: &desired, peers: &peers });
+        let peers = self.peers();
+        let Self { net, engines, ledger, discovery, .. } = self;
+        gateway.die(&mut Surroundings { net, engines, ledger, discovery, peers: &peers });
         self.disks[number] = std::mem::take(&mut gateway.disk);
         self.lives[number] += 1;
         let place = Place::Gateway(number, self.lives[number], Actor::Supervisor);
@@ -256,7 +220,7 @@ impl World {
                 self.admin(gateway, |reply| MembershipInput::Remove { worker, reply });
             }
             Fault::Upsert { gateway, worker } => {
-                let config = Box::new(self.worker(worker, self.settings.ranks_per_engine));
+                let config = Box::new(self.discovery.worker(worker, now));
                 let worker = WorkerId(worker as u64);
                 self.admin(gateway, |reply| MembershipInput::Upsert { worker, config, reply });
             }
@@ -264,12 +228,13 @@ impl World {
                 let worker = WorkerId(worker as u64);
                 self.admin(gateway, |reply| MembershipInput::Cordon { worker, cordoned, reply });
             }
-            Fault::Flap { worker, for_ms } => self.absent_until[worker] = now + millis(for_ms),
+            Fault::Flap { worker, for_ms } => self.discovery.reported(worker).absent_until = now + millis(for_ms),
             Fault::Resize { worker, ranks, for_ms } => {
-                self.ranks_of[worker] = ranks.min(self.settings.ranks_per_engine);
-                self.resized_until[worker] = now + millis(for_ms);
+                let reported = self.discovery.reported(worker);
+                (reported.ranks, reported.resized_until) =
+                    (ranks.min(self.settings.ranks_per_engine), now + millis(for_ms));
             }
-            Fault::Move { worker } => self.moves[worker] += 1,
+            Fault::Move { worker } => self.discovery.reported(worker).moves += 1,
             Fault::SourceFails { gateway } => {
                 let place = Place::Gateway(gateway, self.lives[gateway], Actor::Supervisor);
                 self.net.send(Place::Outside, place, Letter::Discovered(true));
@@ -290,7 +255,7 @@ impl World {
 
     /// Ends every fault: restrictions, partitions, losses.
     fn heal(&mut self) {
-        self.is_healed = true;
+        self.discovery.is_healed = true;
         self.run_for(Duration::from_millis(1_000)); // the longest absence of a gateway or an engine
         for engine in &mut self.engines {
             (engine.fails, engine.loses_until, engine.replay_hangs_until) =

@@ -23,11 +23,12 @@ use pointsman::directory::{Directory, Lease};
 use pointsman::health::{Exclusions, Monitor};
 use pointsman::load::{ArrivalsCell, BoardChanges};
 use pointsman::membership::{Membership, MembershipRules};
-use pointsman::protocol::{BookingId, Generation, Slot, Timestamp, WorkerId, WorkerMap, WorkerRank};
+use pointsman::protocol::{BookingId, Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::queue::QueueHeads;
 use pointsman::schedule::RankCells;
 use pointsman::select::RankConditions;
 
+use crate::discovery::Discovery;
 use crate::engine::Engine;
 use crate::ledger::Ledger;
 use crate::letter::{Acknowledged, Answer, Letter, Notice, Outbox, OverlapGoal};
@@ -66,8 +67,7 @@ pub(crate) struct Surroundings<'a> {
     pub(crate) net: &'a mut Net,
     pub(crate) engines: &'a [Engine],
     pub(crate) ledger: &'a mut Ledger,
-    /// Workers that discovery reports.
-    pub(crate) desired: &'a WorkerMap,
+    pub(crate) discovery: &'a Discovery,
     /// Lives of all gateways that are up.
     pub(crate) peers: &'a [(usize, u32, bool)],
 }

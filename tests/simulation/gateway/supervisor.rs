@@ -39,7 +39,7 @@ impl Gateway {
         let update = if fails {
             SourceUpdate::Failed(DiscoveryError::Other("the source fails".to_owned()))
         } else {
-            SourceUpdate::Workers(around.desired.clone())
+            SourceUpdate::Workers(around.discovery.workers(around.net.now))
         };
         self.step_membership(MembershipInput::SourceUpdated { source: 0, update }, around);
         self.step_membership(MembershipInput::Reconcile, around);
