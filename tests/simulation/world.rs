@@ -19,6 +19,9 @@ use crate::script::{Act, Fault, RequestSpec, Script, Settings};
 /// Longest time until every request has ended after the last fault.
 const SETTLE_MAX: Duration = Duration::from_secs(120);
 
+/// Upper limit of the steps of a world, many times the usual number. Only an endless loop reaches it.
+const STEPS_MAX: u64 = 300_000;
+
 /// Time without faults and requests after which every source has recovered.
 const REST: Duration = Duration::from_secs(14);
 
@@ -110,6 +113,7 @@ impl World {
         let until = self.net.now + time;
         while let Some((to, letter)) = self.net.next(until) {
             POSITION.set((self.net.steps, self.net.now));
+            assert!(self.net.steps < STEPS_MAX, "{STEPS_MAX} steps without an end");
             self.deliver(to, letter);
         }
         self.net.now = self.net.now.max(until);

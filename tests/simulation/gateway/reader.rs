@@ -47,7 +47,7 @@ pub(super) struct Reader {
 fn source_config(has_replay: bool, capacity_blocks: usize) -> SourceConfig {
     SourceConfig {
         has_replay,
-        held_messages_max: 16,
+        held_messages_max: 4,
         held_bytes_max: 8_192,
         remembered_max: 32,
         silent_after: Duration::from_secs(2),
