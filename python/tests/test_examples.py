@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -88,3 +89,18 @@ def test_the_example_gateway_has_the_hit_rate_of_the_gateway():
     print(f"hit rates: example {example:.4f}, gateway {gateway:.4f}")
     assert example > 0.5
     assert abs(example - gateway) < 0.02
+
+
+def test_the_replay_reports_hit_rate_and_load_by_rank(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 100 * n, "input_length": 1500, "output_length": 10, "hash_ids": [n % 4, 10 + n % 4, 20 + n % 4]}
+        for n in range(40)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "replay.py"), str(trace), "4"]
+    report = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout.splitlines()
+    # Two of three blocks are complete, and each of the four prompts is computed at least once.
+    hit_rate = float(report[0].removeprefix("requests 40, hit rate "))
+    assert 0.3 < hit_rate <= round(36 * 1024 / (40 * 1500), 4)
+    assert sum(int(re.search(r"(\d+) placements", line).group(1)) for line in report[1:]) == 40
