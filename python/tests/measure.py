@@ -57,7 +57,9 @@ def resident_mib():
 
 
 async def cancel(requests):
-    config = {"policy": "kv", "queue": {"classes": [{"name": "default", "busy_prefill_tokens": 65_536}]}}
+    # The record of decisions fills its limit, 32 MiB by default, within 150,000 requests.
+    recorder = {"bytes_max": 1 << 20}
+    config = {"policy": "kv", "recorder": recorder, "queue": {"classes": [{"name": "default", "busy_prefill_tokens": 65_536}]}}
     tokens, rng, cancelled = numpy.array(PROMPT, dtype=numpy.uint32), random.Random(2), 0
 
     async def serve(router):
