@@ -55,6 +55,7 @@ pub use handle::{
 pub use handle::{Fault, Hang};
 #[cfg(feature = "tower")]
 pub use handle::{PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementLayer};
+pub use io::memory::memory_bytes;
 #[cfg(feature = "replicas")]
 pub use replica::{
     BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore, StoreError,

@@ -57,7 +57,7 @@
 //!   of the others.
 //! - With a temperature or a decaying credit, each decision queries every rank.
 //! - Pools with queueing decide one request at a time. If all ranks are busy, a step evaluates each waiting lane.
-//! - Without `index.bytes_max` the index grows with the reported blocks.
+//! - The index of a router holds at most `index.bytes_max`, a quarter of the memory by default.
 
 #[cfg(feature = "runtime")]
 #[path = "../actors/mod.rs"]
@@ -99,7 +99,7 @@ pub use actors::{
     AddRequest, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, Health, KvAuditStatus, KvDifferenceStatus,
     KvSourceStatus, OverlapScores, PendingClass, Placement, PrefillPlacement, RankReport, RankScores, RecordedDecision,
     RoutePhases, Router, RouterBuilder, ShadowTotals, SharedCache, SharedCacheAnswer, SharedCacheError,
-    SharedCacheFailure, SharedSummary, StaticList, WorkerEntry,
+    SharedCacheFailure, SharedSummary, StaticList, WorkerEntry, memory_bytes,
 };
 #[cfg(feature = "replicas")]
 pub use actors::{

@@ -20,6 +20,7 @@ use crate::actors::gauges::GaugeSources;
 #[cfg(feature = "discovery")]
 use crate::actors::health::probe;
 use crate::actors::io::clock::Clock;
+use crate::actors::io::memory::memory_bytes;
 use crate::actors::lease_ender::LeaseEnder;
 use crate::actors::lease_expiry::LeaseExpiry;
 #[cfg(feature = "replicas")]
@@ -31,7 +32,7 @@ use crate::actors::supervisor::{Supervisor, SupervisorMsg};
 use crate::actors::telemetry::{self, Meters};
 use crate::actors::views::Views;
 use crate::actors::views::decisions::DecisionRecords;
-use crate::config::RouterConfig;
+use crate::config::{IndexConfig, RouterConfig};
 use crate::directory::Directory;
 use crate::error::{Down, StartError};
 use crate::load::{OutputLengths, PrefillEstimator};
@@ -208,13 +209,23 @@ impl Router {
     }
 }
 
+/// The configuration with a memory limit of the index.
+fn with_index_limit(mut config: RouterConfig) -> RouterConfig {
+    if config.index.enabled && config.index.bytes_max.is_none() {
+        let bytes_max = IndexConfig::bytes_of_memory(memory_bytes());
+        tracing::info!(pool = &config.pool, bytes_max, "memory limit of the index: a quarter of the memory");
+        config.index.bytes_max = Some(bytes_max);
+    }
+    config
+}
+
 /// Starts the supervisor, which starts the other actors, and the periodic tasks.
 async fn start_actors(
     config: RouterConfig,
     extensions: Extensions,
     shared_cache: Option<Arc<dyn SharedCache>>,
 ) -> Result<Router, StartError> {
-    let (config, clock, views) = (Arc::new(config), Clock::start(), Views::default());
+    let (config, clock, views) = (Arc::new(with_index_limit(config)), Clock::start(), Views::default());
     let views = Views { decisions: Arc::new(DecisionRecords::new(&config.recorder)), ..views };
     let meters = Arc::new(Meters::new(&config, shared_cache.is_some()));
     let (directory, output_lengths) = (Arc::<Directory>::default(), Arc::<OutputLengths>::default());

@@ -34,6 +34,8 @@ pub(super) struct Budget {
     /// Total heap bytes of all ranks' own parts: the sum of [`super::rank::RankBlocks::counted`].
     pub(super) ranks_bytes: usize,
     pub(super) evicted_blocks: u64,
+    /// Whether more than half of the budget is used. Below, no eviction is near and nothing is stamped.
+    pub(super) is_filling: bool,
     /// Queries and events since the last tick of the clock. Atomic, like the clock, because a query has only shared
     /// access.
     ops: AtomicU32,
@@ -48,7 +50,7 @@ impl Budget {
 
     pub(super) fn new(bytes_max: usize) -> Self {
         let (ops, now) = (AtomicU32::new(0), AtomicU16::new(0));
-        Self { bytes_max, ranks_bytes: 0, evicted_blocks: 0, ops, now }
+        Self { bytes_max, ranks_bytes: 0, evicted_blocks: 0, is_filling: false, ops, now }
     }
 
     /// Counts a query or an event on an index with `runs` runs. Returns the stamp for the runs that it visits.

@@ -8,7 +8,8 @@
 //! Eviction order: first blocks that wait for a parent; then leaves before their ancestors, least recently stored or
 //! queried first. Stamps are kept per run, not per block: one stamp for the part up to the last fork and one for the
 //! part after it. A store stamps the path to its blocks as a query does, so no run is newer than its children, and the
-//! order of stamps is leaf first.
+//! order of stamps is leaf first. Stamps begin when half of the budget is used: a budget that never fills costs nearly
+//! nothing. Runs from before count as the oldest.
 //!
 //! Cost: eviction visits every span of one rank, therefore it removes one 16th of the rank's blocks per batch. This
 //! visits and sorts at most 16 spans per evicted block, and about one if runs are tens of blocks long. The owner of the
@@ -111,11 +112,13 @@ impl Index {
 
     /// [`Index::apply`] for an index with a budget.
     pub(super) fn apply_within_budget(&mut self, slot: Slot, event: &RouterEvent) -> Applied {
-        let now = self.tick();
+        let now = self.is_filling().then(|| self.tick());
         let mut evicted = 0;
         if let KvEvent::Stored { parent, blocks } = &event.data {
             // Stamps the parent first, so that the eviction below removes it last.
-            parent.inspect(|parent| self.stamp(slot, event.tier, *parent, now));
+            if let (Some(parent), Some(now)) = (parent, now) {
+                self.stamp(slot, event.tier, *parent, now);
+            }
             evicted += self.keep_within(Some((slot, event.tier, blocks.len())));
         }
         let mut applied = self.change(slot, event);
@@ -123,7 +126,9 @@ impl Index {
             if applied.unknown_parents > 0 {
                 evicted += self.forget_misplaced(slot, blocks);
             }
-            blocks.last().inspect(|last| self.stamp(slot, event.tier, last.engine_hash, now));
+            if let (Some(last), Some(now)) = (blocks.last(), now) {
+                self.stamp(slot, event.tier, last.engine_hash, now);
+            }
         }
         if self.rank(slot).evicted_blocks > 0 {
             applied.evicted_removals = take(&mut applied.unknown_removals);
@@ -154,7 +159,11 @@ impl Index {
     /// Evicts until the index fits its budget, including the growth of `next`. Returns the number of evicted blocks.
     pub(super) fn keep_within(&mut self, next: Option<PendingStore>) -> u64 {
         let Some(bytes_max) = self.budget.as_ref().map(|budget| budget.bytes_max) else { return 0 };
-        if self.bytes_with(next) <= bytes_max {
+        let bytes = self.bytes_with(next);
+        if let Some(budget) = &mut self.budget {
+            budget.is_filling = bytes > bytes_max / 2;
+        }
+        if bytes <= bytes_max {
             return 0;
         }
         let mut evicted = 0;
@@ -164,6 +173,10 @@ impl Index {
             self.compact_trees();
         }
         evicted
+    }
+
+    fn is_filling(&self) -> bool {
+        self.budget.as_ref().is_some_and(|budget| budget.is_filling)
     }
 
     /// Returns the stamp for the runs that an event visits.

@@ -33,9 +33,9 @@ impl Index {
     }
 
     /// Finds the overlaps. Calls `note` with each possible end of a rank's hit; the last call per slot is the end. With
-    /// a budget, stamps the matched runs.
+    /// a budget that is half used, stamps the matched runs.
     fn find_overlaps(&self, hashes: &[BlockHash], overlaps: &mut Overlaps, note: impl FnMut(Slot, End)) {
-        match &self.budget {
+        match self.budget.as_ref().filter(|budget| budget.is_filling) {
             None => self.find_overlaps_with(hashes, overlaps, note, |_, _| {}),
             Some(budget) => {
                 let now = budget.tick(self.runs());

@@ -5,6 +5,9 @@
 
 use std::fmt;
 
+use pointsman::config::IndexConfig;
+use pointsman::memory_bytes;
+
 use super::machine;
 use crate::settings::Settings;
 
@@ -47,6 +50,8 @@ pub struct ProcessLimits {
     pub body_budget_bytes: u64,
     /// Origin of that value.
     body_budget_origin: String,
+    /// Memory limit of the index of a model without `index.bytes_max`, in bytes.
+    pub index_bytes_max: u64,
     /// Maximum open descriptors; `None` without a limit.
     pub descriptors: Option<u64>,
     /// Client connections: `connections_max`, or fewer if descriptors are short.
@@ -59,7 +64,7 @@ impl ProcessLimits {
     /// Raises the descriptor limit to its maximum and derives the other limits.
     #[must_use]
     pub fn of(settings: &Settings) -> Self {
-        Self::derive(settings, machine::memory_bytes(), raise_descriptors())
+        Self::derive(settings, memory_bytes(), raise_descriptors())
     }
 
     fn derive(settings: &Settings, memory_bytes: Option<u64>, descriptors: Option<u64>) -> Self {
@@ -84,6 +89,7 @@ impl ProcessLimits {
         Self {
             body_budget_bytes,
             body_budget_origin,
+            index_bytes_max: index_bytes_max(memory_bytes, settings.models.len()),
             descriptors,
             connections_max: u32::try_from(connections).unwrap_or(u32::MAX),
             connections_wanted: gateway.connections_max,
@@ -106,6 +112,7 @@ impl ProcessLimits {
     pub(super) fn log(&self) {
         tracing::info!(
             body_budget_bytes = self.body_budget_bytes,
+            index_bytes_max = self.index_bytes_max,
             connections_max = self.connections_max,
             descriptors = self.descriptors,
             "limits of the process"
@@ -121,12 +128,23 @@ impl fmt::Display for ProcessLimits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "# limits of this process on this machine")?;
         writeln!(f, "# body budget: {} bytes ({})", self.body_budget_bytes, self.body_budget_origin)?;
+        writeln!(
+            f,
+            "# index: {} bytes for each model without index.bytes_max (a quarter of the memory for all models)",
+            self.index_bytes_max
+        )?;
         match self.descriptors {
             Some(limit) => writeln!(f, "# descriptors: {limit}, of which {} are needed", self.descriptors_wanted)?,
             None => writeln!(f, "# descriptors: no limit")?,
         }
         writeln!(f, "# connections of clients: {}", self.connections_max)
     }
+}
+
+/// Memory limit of the index of one of `models` models, in bytes: an equal share of a quarter of the memory.
+pub(super) fn index_bytes_max(memory_bytes: Option<u64>, models: usize) -> u64 {
+    let share = IndexConfig::bytes_of_memory(memory_bytes) / models.max(1) as u64;
+    share.max(IndexConfig::BYTES_MIN)
 }
 
 /// Descriptors reserved from client connections.
@@ -174,6 +192,17 @@ mod tests {
         let mut given = settings(1);
         given.gateway.body_budget_bytes = Some(17 << 20);
         assert_eq!(ProcessLimits::derive(&given, Some(16 << 30), None).body_budget_bytes, 17 << 20);
+    }
+
+    #[test]
+    fn indexes_share_a_quarter_of_the_memory() {
+        assert_eq!(index_bytes_max(Some(16 << 30), 1), 4 << 30);
+        assert_eq!(index_bytes_max(Some(16 << 30), 4), 1 << 30);
+        assert_eq!(index_bytes_max(None, 2), 512 << 20);
+        assert_eq!(index_bytes_max(Some(1 << 20), 100), IndexConfig::BYTES_MIN);
+        let limits = ProcessLimits::derive(&settings(1), Some(16 << 30), None);
+        assert_eq!(limits.index_bytes_max, 4 << 30);
+        assert!(limits.to_string().contains("# index: 4294967296 bytes"), "{limits}");
     }
 
     #[test]

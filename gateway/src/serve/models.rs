@@ -13,11 +13,12 @@ use ahash::AHashMap;
 use pointsman::config::{ConfigErrors, EventMode};
 use pointsman::discovery::DiscoveryError;
 use pointsman::error::StartError;
-use pointsman::{ReplicaBus, Router, RouterConfig, WorkerEntry};
+use pointsman::{ReplicaBus, Router, RouterConfig, WorkerEntry, memory_bytes};
 use tokio::time::{sleep, timeout};
 
 use super::current::Current;
 use super::disaggregation::PrefillPool;
+use super::limits::index_bytes_max;
 use super::metrics::ModelMeters;
 use super::sources::{Definitions, ModelSources, probe_options};
 use super::warm::{self, WarmStart};
@@ -128,10 +129,12 @@ impl Models {
         bus: Option<Arc<dyn ReplicaBus>>,
     ) -> Result<Self, ModelError> {
         let mut all = Vec::new();
+        let index_bytes_max = index_bytes_max(memory_bytes(), settings.len());
         for model in settings {
             let min_initial_workers = model.router.min_initial_workers;
             let role = role_of(model, settings);
-            all.push(Model::start(model, role, upstream, snapshots, bus.as_ref(), min_initial_workers).await?);
+            let bus = bus.as_ref();
+            all.push(Model::start(model, role, upstream, snapshots, bus, min_initial_workers, index_bytes_max).await?);
         }
         Self::of(all, bus)
     }
@@ -162,6 +165,7 @@ impl Models {
     ) -> Result<Self, ModelError> {
         let (mut all, mut started) = (Vec::new(), Vec::new());
         let mut error = None;
+        let index_bytes_max = index_bytes_max(memory_bytes(), settings.len());
         for new in settings {
             let role = role_of(new, settings);
             let known = self.all.iter().find(|model| model.settings.name == new.name && model.role == role.0);
@@ -169,7 +173,8 @@ impl Models {
                 Some(model) => model.with(new),
                 // Started without waiting for workers, because other models are being served.
                 None => {
-                    let model = Model::start(new, role, upstream, snapshots, self.bus.as_ref(), 0).await;
+                    let bus = self.bus.as_ref();
+                    let model = Model::start(new, role, upstream, snapshots, bus, 0, index_bytes_max).await;
                     model.inspect(|model| started.push(model.router.clone()))
                 }
             };
@@ -278,7 +283,8 @@ impl Adapters {
 }
 
 impl Model {
-    /// Starts the router and waits for the given number of workers. `role` is with the name of the model at its workers.
+    /// Starts the router and waits for the given number of workers. `index_bytes_max` limits an index without
+    /// `index.bytes_max`. `role` is with the name of the model at its workers.
     async fn start(
         settings: &ModelSettings,
         (role, upstream_name): (ModelRole, &str),
@@ -286,6 +292,7 @@ impl Model {
         snapshots: Option<&Path>,
         bus: Option<&Arc<dyn ReplicaBus>>,
         min_initial_workers: u32,
+        index_bytes_max: u64,
     ) -> Result<Self, ModelError> {
         let model = || settings.name.clone();
         let definitions = definitions_of(settings)?;
@@ -294,7 +301,8 @@ impl Model {
         }
         let sources = Arc::new(ModelSources::default());
         let settings = &ModelSettings { upstream_name: Some(upstream_name.to_owned()), ..settings.clone() };
-        let router = RouterConfig { min_initial_workers, ..settings.router_in(role) };
+        let mut router = RouterConfig { min_initial_workers, ..settings.router_in(role) };
+        router.index.bytes_max.get_or_insert(index_bytes_max);
         let builder = sources.follow(Router::builder(router), &definitions, &probe_options(settings));
         let mut builder = builder.map_err(|error| ModelError::Workers { model: model(), error })?;
         if let Some(snapshot) = warm::read_file(settings, snapshots).await {
