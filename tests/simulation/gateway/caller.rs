@@ -108,7 +108,16 @@ impl Gateway {
     }
 
     pub(super) fn on_caller(&mut self, call: u64, letter: Letter, around: &mut Surroundings<'_>) {
-        let Some(known) = self.calls.get(&call) else { return };
+        let Some(known) = self.calls.get(&call) else {
+            if let Letter::Answered(_, Answer::Placed(_) | Answer::Rejected) = letter {
+                let end = around.ledger.ended.get(&call);
+                assert!(
+                    matches!(end, Some(End::Vanished | End::Down)),
+                    "request {call} has another reply after {end:?}"
+                );
+            }
+            return;
+        };
         match letter {
             Letter::Answered(attempt, answer) if attempt == known.attempt => {
                 assert!(
