@@ -18,6 +18,7 @@ use crate::actors::scheduler::{Scheduler, SchedulerMsg};
 use crate::actors::telemetry::{Pool, RankCounters, as_f64};
 use crate::actors::views::Views;
 use crate::actors::views::rank::RankEntry;
+use crate::actors::views::rank_report::RankReport;
 use crate::config::RouterConfig;
 use crate::directory::Directory;
 use crate::engine_load::{EngineLoad, EngineReading};
@@ -103,19 +104,21 @@ struct EngineGauges {
     age_seconds: ZeroedGauge,
 }
 
-/// Sum over the entries of a rank, which has two while one is retiring.
-#[derive(Default)]
+/// Sum over the entries of a rank.
 struct RankSum {
-    requests: u64,
-    active_blocks: u64,
-    prefill_tokens: u64,
-    held_blocks: u64,
+    report: RankReport,
     is_degraded: bool,
     /// Learned bias of predictions.
     bias: [Option<f64>; 2],
     /// Latest load report of the engine.
     engine: Option<EngineLoad>,
     is_torn: bool,
+}
+
+impl RankSum {
+    fn idle(rank: WorkerRank) -> Self {
+        Self { report: RankReport::idle(rank), is_degraded: false, bias: [None; 2], engine: None, is_torn: false }
+    }
 }
 
 impl Gauges {
@@ -171,7 +174,7 @@ impl Gauges {
         let mut sums: BTreeMap<WorkerRank, RankSum> = BTreeMap::new();
         let mut by_state = [0_u64; 5];
         for entry in entries {
-            let sum = sums.entry(entry.rank).or_default();
+            let sum = sums.entry(entry.rank).or_insert_with(|| RankSum::idle(entry.rank));
             if let Some(state) = entry.source.state() {
                 by_state[state as usize] += 1;
                 sum.is_degraded = state != StreamState::Live;
@@ -179,14 +182,8 @@ impl Gauges {
             for (latest, bias) in sum.bias.iter_mut().zip(entry.speed.bias()) {
                 *latest = bias.or(*latest);
             }
-            let Some(load) = entry.board.read() else {
-                sum.is_torn = true; // being written: the previous value stays for another period
-                continue;
-            };
-            sum.requests += u64::from(load.requests);
-            sum.active_blocks += u64::from(load.active_blocks);
-            sum.prefill_tokens = sum.prefill_tokens.saturating_add(load.prefill.bounds(now).1);
-            sum.held_blocks += u64::from(entry.holdings.held_blocks());
+            // The previous values stay for another period.
+            sum.is_torn |= !sum.report.add(entry, now);
             sum.engine = entry.engine_load.read().or(sum.engine);
         }
         self.by_rank.retain(|rank, _| sums.contains_key(rank));
@@ -237,10 +234,10 @@ impl RankGauges {
         if sum.is_torn {
             return;
         }
-        self.requests.0.set(as_f64(sum.requests));
-        self.active_blocks.0.set(as_f64(sum.active_blocks));
-        self.prefill_tokens.0.set(as_f64(sum.prefill_tokens));
-        self.held_blocks.0.set(as_f64(sum.held_blocks));
+        self.requests.0.set(as_f64(sum.report.active_requests));
+        self.active_blocks.0.set(as_f64(sum.report.active_blocks));
+        self.prefill_tokens.0.set(as_f64(sum.report.prefill_tokens));
+        self.held_blocks.0.set(as_f64(sum.report.held_blocks));
     }
 }
 

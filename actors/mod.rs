@@ -48,7 +48,7 @@ pub use discovery::{KubernetesPods, PodSelection, ServiceAddresses};
 pub use handle::PlacedBody;
 pub use handle::{
     AddRequest, CacheHit, DisaggPlacement, Disaggregated, Health, OverlapScores, Placement, PrefillPlacement,
-    RankReport, RankScores, RecordedDecision, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
+    RankScores, RecordedDecision, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
     SharedCacheFailure, SharedSummary,
 };
 #[cfg(feature = "faults")]
@@ -65,5 +65,6 @@ pub use replica::{MemoryBus, MemoryFaults, MemoryNetwork};
 pub use scheduler::PendingClass;
 pub use telemetry::RoutePhases;
 pub use views::kv_source::{KvAuditStatus, KvDifferenceStatus, KvSourceStatus};
+pub use views::rank_report::RankReport;
 pub use views::shadows::ShadowTotals;
 pub use views::worker::WorkerEntry;

@@ -38,7 +38,6 @@ pub use disagg::{DisaggPlacement, Disaggregated, PrefillPlacement};
 pub use faults::{Fault, Hang};
 pub use inquiry::{CacheHit, OverlapScores, RankScores, SharedSummary};
 pub use placement::Placement;
-pub use rank_report::RankReport;
 pub use request::AddRequest;
 pub use router::{Health, Router};
 pub use shared_cache::{SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure};

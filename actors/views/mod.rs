@@ -6,6 +6,7 @@ pub(crate) mod kv_source;
 pub(crate) mod published;
 pub(crate) mod rank;
 pub(crate) mod rank_counts;
+pub(crate) mod rank_report;
 #[cfg(feature = "zmq")]
 pub(crate) mod restores;
 pub(crate) mod shadows;
