@@ -1,6 +1,8 @@
 //! Integration tests of the library, one module each. `alone/` is a second binary for the tests that need a separate
 //! process.
 
+#[path = "common/changing_cells.rs"]
+mod changing_cells;
 #[cfg(feature = "runtime")]
 mod common;
 #[path = "common/effort.rs"]
@@ -9,6 +11,8 @@ mod effort;
 mod fleet;
 #[path = "common/msgpack.rs"]
 mod msgpack;
+#[path = "common/recorded.rs"]
+mod recorded;
 #[path = "common/world.rs"]
 mod world;
 #[path = "common/world_config.rs"]

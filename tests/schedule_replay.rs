@@ -7,15 +7,11 @@ use std::collections::{BTreeSet, VecDeque};
 use std::mem::{Discriminant, discriminant};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 use std::vec::IntoIter;
 
 use pointsman::RouterConfig;
-use pointsman::engine_load::{EngineLoad, EngineReading};
-use pointsman::load::{
-    ActiveSequences, BoardLoad, BoardVersion, EngineSpeed, PredictionBias, PrefillLoadHint, PromptBlocks,
-    PublishedSpeed, RankLoad,
-};
+use pointsman::engine_load::EngineLoad;
+use pointsman::load::{BoardLoad, BoardVersion, PredictionBias, PromptBlocks, PublishedSpeed, RankLoad};
 use pointsman::policy::Policy;
 use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::schedule::{
@@ -23,6 +19,8 @@ use pointsman::schedule::{
 };
 use pointsman::select::{RankOverlap, RankTraits, TierOverlap};
 use pointsman::test_support::mix;
+
+use crate::changing_cells;
 
 const RANKS: u32 = 6;
 const INPUTS: u64 = 1_500;
@@ -163,37 +161,9 @@ fn prompt(n: u64) -> PromptBlocks {
     PromptBlocks::Hashed((0..length).map(|block| SequenceHash(mix(family << 32 | block))).collect())
 }
 
-/// The loads that the writer publishes in rotation: 0 to 7 requests with their prefills.
-fn published_loads() -> Vec<BoardLoad> {
-    let mut active = ActiveSequences::new(true);
-    (0..8)
-        .map(|n| {
-            let load = BoardLoad::of(&active, 0, n, Timestamp(1));
-            let hint = PrefillLoadHint::new(800, 100, true, Some(Duration::from_millis(40)));
-            active.book(BookingId(u64::from(n)), prompt(u64::from(n)), hint, Timestamp(1)).expect("booked once");
-            load
-        })
-        .collect()
-}
-
-/// Publishes the `n`th state of every cell.
-fn publish(cells: &[RankCells], loads: &[BoardLoad], n: u64) {
-    for (cells, rank) in cells.iter().zip(0u64..) {
-        let value = mix(n << 8 | rank);
-        let at = Timestamp(100_000_000 * n);
-        let load = loads[(value % 8) as usize];
-        let incarnation = u32::from(value.is_multiple_of(97));
-        cells.board.publish(&BoardLoad { incarnation, applied: (value >> 8) as u32 % 64, ..load });
-        let speed =
-            EngineSpeed { work_tokens_per_second: 5e3 + (value % 1_000) as f64 * 30.0, ..EngineSpeed::prior(16) };
-        if (n / 400).is_multiple_of(2) {
-            cells.speed.publish(&speed, at); // otherwise the value ages: 400 inputs are 40 s
-        }
-        cells.speed.publish_output((value % 500) as f64);
-        cells.holdings.publish((value % 9_000) as usize, at);
-        let reading = EngineReading { waiting: Some((value % 12) as u32), ..EngineReading::default() };
-        cells.engine_load.publish(&EngineLoad { reading, at });
-    }
+/// Publishes the `n`th state of every cell. Speeds are constant, and age, in every other 400 inputs of 40 s.
+fn publish(cells: &[RankCells], boards: &[BoardLoad], n: u64) {
+    changing_cells::publish(cells, boards, n, Timestamp(100_000_000 * n), !(n / 400).is_multiple_of(2));
 }
 
 fn config(policy: Policy) -> RouterConfig {
@@ -268,7 +238,7 @@ fn effects_of<V: LoadView>(policy: Policy, loads: &V, between: impl Fn(u64)) -> 
 #[test]
 fn recorded_reads_replay_to_equal_effects() {
     for policy in Policy::ALL {
-        let (cells, loads) = ([(); RANKS as usize].map(|()| RankCells::default()), published_loads());
+        let (cells, loads) = ([(); RANKS as usize].map(|()| RankCells::default()), changing_cells::boards(prompt));
         let mut live = LiveLoads::default();
         for (slot, cells) in (0..RANKS).zip(&cells) {
             live.insert(Slot(slot), cells.clone());

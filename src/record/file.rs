@@ -15,7 +15,7 @@ use super::bytes::{Reader, put_number, put_text};
 use super::ring::RecordPart;
 
 const MAGIC: &[u8; 4] = b"PMDR";
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 const HEAD_BYTES: usize = size_of::<u32>() + size_of::<u64>();
 const BEGINS: u8 = 1;
 const CONTINUES: u8 = 2;

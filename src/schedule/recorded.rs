@@ -102,13 +102,14 @@ impl<T> RequestParts<'_, T> {
 }
 
 impl RecordedRequest {
-    /// Reads a request. `batch` are the earlier requests of its batch, and `generation_in` returns the generation of the
-    /// present rank in a slot.
+    /// Reads a request. `prompt_at` returns the prompt at a distance in its batch, `generation_in` the generation of the
+    /// present rank in a slot, and `blocks_left` counts down from [`BLOCKS_MAX`].
     pub(super) fn read<'p>(
         from: &mut Reader<'_>,
         last: &mut Last,
         prompt_at: impl Fn(usize) -> Option<&'p PromptBlocks>,
         generation_in: impl Fn(Slot) -> Option<Generation>,
+        blocks_left: &mut u32,
     ) -> Option<Self> {
         let flags = from.u8()?;
         let number = last.read_number(from)?;
@@ -145,7 +146,7 @@ impl RecordedRequest {
             Some((distance, blocks)) => Some((prompt_at(distance)?, blocks)),
             None => None,
         };
-        let prompt = substitute(number, block_count, !bits.is_empty(), parent)?;
+        let prompt = substitute(number, block_count, !bits.is_empty(), parent, blocks_left)?;
         let request = Request {
             overlaps,
             shared_cache,
@@ -158,9 +159,8 @@ impl RecordedRequest {
     }
 }
 
-/// Bound of the blocks of a prompt in a record, so that damaged bytes cause no large allocation: 1 << 22 blocks of one
-/// token.
-const BLOCKS_MAX: u32 = 1 << 22;
+/// Bound of the blocks of all prompts of a batch in a record, so that damaged bytes cause no large allocation.
+pub(super) const BLOCKS_MAX: u32 = 1 << 22;
 
 /// A prompt of `block_count` blocks with unique contents, except for the leading blocks of `parent`.
 fn substitute(
@@ -168,16 +168,17 @@ fn substitute(
     block_count: u32,
     is_hashed: bool,
     parent: Option<(&PromptBlocks, u32)>,
+    blocks_left: &mut u32,
 ) -> Option<PromptBlocks> {
     if !is_hashed {
         return Some(PromptBlocks::Counted(block_count));
     }
     let shared = match parent {
-        Some((PromptBlocks::Hashed(hashes), blocks)) => hashes.get(..blocks as usize)?,
-        Some((PromptBlocks::Counted(_), _)) => return None,
+        Some((PromptBlocks::Hashed(hashes), blocks)) if blocks <= block_count => hashes.get(..blocks as usize)?,
+        Some(_) => return None,
         None => &[],
     };
-    (block_count <= BLOCKS_MAX).then_some(())?;
+    *blocks_left = blocks_left.checked_sub(block_count)?;
     let own = |block: u64| SequenceHash(number.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ block << 1 | 1);
     let hashes: Arc<[SequenceHash]> =
         shared.iter().copied().chain((shared.len() as u64..block_count.into()).map(own)).collect();
@@ -201,38 +202,56 @@ const STALE: u64 = 1;
 /// Blocks in lower tiers follow.
 const LOWER: u64 = 1 << 1;
 
-/// Overlaps relative to the previous one: most of them are the same system prompt on consecutive slots.
+/// Code of an overlap that is written in full.
+const IN_FULL: u8 = u8::MAX;
+
+/// Overlaps relative to the previous one: one byte each, and in full those that differ by more than the slot. Most of
+/// them are the same system prompt.
 fn put_overlaps(to: &mut Vec<u8>, overlaps: &[RankOverlap], is_current: impl Fn(&RankOverlap) -> bool) {
     put_number(to, overlaps.len() as u64);
-    to.reserve(4 * overlaps.len());
-    let (mut last_slot, mut last_blocks) = (-1, 0);
-    for known in overlaps {
-        let slot = i64::from(known.slot.0);
-        put_signed(to, slot - last_slot - 1);
-        last_slot = slot;
+    let (codes_at, mut last) = (to.len(), (-1, 0));
+    to.extend(overlaps.iter().map(|known| {
         let TierOverlap { device_blocks, host_pinned_blocks, disk_blocks, external_blocks } = known.overlap;
-        let lower = [host_pinned_blocks, disk_blocks, external_blocks];
-        let has_lower = lower != [0; 3];
-        let difference = i64::from(device_blocks) - last_blocks;
-        last_blocks = device_blocks.into();
-        let difference = ((difference << 1) ^ (difference >> 63)).cast_unsigned();
-        let flags = if is_current(known) { 0 } else { STALE };
-        let flags = flags | if has_lower { LOWER } else { 0 };
-        put_number(to, difference << 2 | flags);
-        if has_lower {
-            lower.into_iter().for_each(|blocks| put_number(to, blocks.into()));
+        let (skipped, last_blocks) = (i64::from(known.slot.0) - last.0 - 1, last.1);
+        last = (known.slot.0.into(), device_blocks);
+        let is_plain = device_blocks == last_blocks
+            && host_pinned_blocks | disk_blocks | external_blocks == 0
+            && (0..i64::from(IN_FULL)).contains(&skipped)
+            && is_current(known);
+        if is_plain { skipped as u8 } else { IN_FULL }
+    }));
+    let mut last = (-1, 0);
+    for (at, known) in overlaps.iter().enumerate() {
+        let (slot, blocks) = (i64::from(known.slot.0), i64::from(known.overlap.device_blocks));
+        let before = std::mem::replace(&mut last, (slot, blocks));
+        if to[codes_at + at] == IN_FULL {
+            put_signed(to, slot - before.0 - 1);
+            let lower = lower_tiers(&known.overlap);
+            let difference = blocks - before.1;
+            let difference = ((difference << 1) ^ (difference >> 63)).cast_unsigned();
+            let flags = if is_current(known) { 0 } else { STALE } | if lower == [0; 3] { 0 } else { LOWER };
+            put_number(to, difference << 2 | flags);
+            if flags & LOWER != 0 {
+                lower.into_iter().for_each(|blocks| put_number(to, blocks.into()));
+            }
         }
     }
+}
+
+fn lower_tiers(overlap: &TierOverlap) -> [u32; 3] {
+    [overlap.host_pinned_blocks, overlap.disk_blocks, overlap.external_blocks]
 }
 
 fn read_overlaps(
     from: &mut Reader<'_>,
     generation_in: impl Fn(Slot) -> Option<Generation>,
 ) -> Option<Vec<RankOverlap>> {
+    let count = from.length()?;
+    let codes = from.bytes(count)?;
     let (mut last_slot, mut last_blocks) = (-1_i64, 0_i64);
-    from.list(|from| {
-        last_slot = from.signed()?.checked_add(last_slot)?.checked_add(1)?;
-        let number = from.number()?;
+    let overlap = |code: &u8| {
+        let (skipped, number) = if *code == IN_FULL { (from.signed()?, from.number()?) } else { (i64::from(*code), 0) };
+        last_slot = skipped.checked_add(last_slot)?.checked_add(1)?;
         let difference = number >> 2;
         let difference = (difference >> 1).cast_signed() ^ -(difference & 1).cast_signed();
         last_blocks = last_blocks.checked_add(difference)?;
@@ -244,7 +263,8 @@ fn read_overlaps(
         let device_blocks = u32::try_from(last_blocks).ok()?;
         let overlap = TierOverlap { device_blocks, host_pinned_blocks, disk_blocks, external_blocks };
         Some(RankOverlap { slot, generation, overlap })
-    })
+    };
+    codes.iter().map(overlap).collect()
 }
 
 pub(super) fn put_rank(to: &mut Vec<u8>, rank: WorkerRank) {

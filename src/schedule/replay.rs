@@ -14,7 +14,7 @@ use super::explanation::Explanation;
 use super::outcome::{Chosen, Outcome, read_outcome};
 use super::pending::{PendingRequest, longest_blocks};
 use super::rank::{Rank, read_load};
-use super::recorded::RecordedRequest;
+use super::recorded::{BLOCKS_MAX, RecordedRequest};
 use super::replay_loads::ReplayLoads;
 use super::scratch::Scratch;
 use super::tape::{Last, entry};
@@ -264,6 +264,7 @@ impl Replay {
     fn read_batch(&mut self, from: &mut Reader<'_>) -> Option<()> {
         let schedule = self.schedule.as_mut()?;
         self.in_flight.clear();
+        let mut blocks_left = BLOCKS_MAX;
         for in_batch in 0..from.length()? {
             let batch = &self.in_flight;
             let prompt_at = |distance: usize| -> Option<&PromptBlocks> {
@@ -272,7 +273,7 @@ impl Replay {
             let generation_in =
                 |slot| schedule.ranks.position_in(slot).map(|position| schedule.ranks.as_slice()[position].generation);
             let RecordedRequest { number, fingerprint, request, session, class } =
-                RecordedRequest::read(from, &mut self.last, prompt_at, generation_in)?;
+                RecordedRequest::read(from, &mut self.last, prompt_at, generation_in, &mut blocks_left)?;
             let (overlaps_at, cancelled) = (None, false);
             self.in_flight.push_back(PendingRequest {
                 number,

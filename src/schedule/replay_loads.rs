@@ -14,7 +14,8 @@ use crate::record::bytes::Reader;
 /// The cells of every slot at the last recorded reads.
 #[derive(Debug, Default)]
 pub(super) struct ReplayLoads {
-    cells: Vec<ReplayCell>,
+    /// By slot. Boxes keep the table small, if damaged bytes name a large slot.
+    cells: Vec<Option<Box<ReplayCell>>>,
     changed: RefCell<Vec<Slot>>,
     arrivals: PlacementRate,
 }
@@ -102,13 +103,13 @@ impl ReplayLoads {
     fn cell(&mut self, slot: Slot) -> Option<&mut ReplayCell> {
         (slot.index() < super::ranks::SLOTS_MAX).then_some(())?;
         if self.cells.len() <= slot.index() {
-            self.cells.resize_with(slot.index() + 1, ReplayCell::default);
+            self.cells.resize_with(slot.index() + 1, || None);
         }
-        self.cells.get_mut(slot.index())
+        self.cells.get_mut(slot.index()).map(|cell| &mut **cell.get_or_insert_default())
     }
 
     fn of<R: Default>(&self, slot: Slot, read: impl FnOnce(&ReplayCell) -> R) -> R {
-        self.cells.get(slot.index()).map(read).unwrap_or_default()
+        self.cells.get(slot.index()).and_then(Option::as_deref).map(read).unwrap_or_default()
     }
 }
 

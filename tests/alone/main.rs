@@ -2,6 +2,8 @@
 //! and a tracing callsite caches the interest of the first thread that reaches it. Each test holds the lock of
 //! [`alone`].
 
+#[path = "../common/changing_cells.rs"]
+mod changing_cells;
 #[cfg(feature = "runtime")]
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "the other binary uses the rest")]
@@ -11,6 +13,9 @@ mod effort;
 #[path = "../common/msgpack.rs"]
 #[allow(dead_code, reason = "the other binary uses the rest")]
 mod msgpack;
+#[path = "../common/recorded.rs"]
+#[allow(dead_code, reason = "the other binary uses the rest")]
+mod recorded;
 #[cfg(feature = "zmq")]
 #[path = "../common/zmtp.rs"]
 #[allow(dead_code, reason = "the other binary uses the rest")]
@@ -23,6 +28,7 @@ mod index_memory;
 mod ingest_allocations;
 #[cfg(feature = "zmq")]
 mod ingest_hostile;
+mod record_hostile;
 #[cfg(feature = "runtime")]
 mod traces;
 mod wire_properties;
