@@ -12,7 +12,8 @@ import socket
 import sys
 import threading
 
-from fleet import MIB, PATIENCE_S, Fleet, check, get, until
+from fleet import MIB, Fleet
+from loopback import PATIENCE_S, check, get, until
 
 
 # Requests without a picker to the route that fails open.

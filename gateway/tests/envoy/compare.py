@@ -22,7 +22,8 @@ import tempfile
 import threading
 import time
 
-from fleet import PATIENCE_S, Fleet, check, get, until
+from fleet import Fleet
+from loopback import PATIENCE_S, check, get, until
 from vocabulary import Vocabulary
 
 SEED = 7

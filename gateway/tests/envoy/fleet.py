@@ -4,82 +4,23 @@ import http.client
 import json
 import pathlib
 import re
-import socket
-import subprocess
-import sys
-import tempfile
-import time
+
+from loopback import PATIENCE_S, Processes, free_ports, get, until
 
 HERE = pathlib.Path(__file__).parent
 MIB = 1 << 20
-PATIENCE_S = 60
 
 
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-def until(what, condition):
-    end = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end:
-        try:
-            value = condition()
-            if value:
-                return value
-        except (OSError, http.client.HTTPException):
-            pass
-        time.sleep(0.05)
-    raise SystemExit(f"timeout: {what}")
-
-
-def check(condition, message):
-    if not condition:
-        raise SystemExit(f"FAILED: {message}")
-
-
-def get(port, path, headers=None):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    connection.request("GET", path, headers=headers or {})
-    response = connection.getresponse()
-    return response.status, response.read().decode()
-
-
-class Fleet:
-    """Use as a context: the processes end with it, and after an exception the ends of their logs are printed."""
+class Fleet(Processes):
+    """Mock engines, a gateway with a picker, and Envoy."""
 
     def __init__(self, pointsman, envoy, engines=3, engine_flags=(), block_size=64, model_settings=""):
+        super().__init__()
         self.pointsman, self.envoy_binary = (str(pathlib.Path(path).resolve()) for path in (pointsman, envoy))
         self.engine_count, self.engine_flags = engines, ["--block-size", str(block_size), *engine_flags]
         self.block_size, self.model_settings = block_size, model_settings
-        self.processes = []
         # Endpoint that served each request, by id, as Envoy reports it.
         self.served = {}
-
-    def __enter__(self):
-        self.temporary = tempfile.TemporaryDirectory()
-        self.directory = pathlib.Path(self.temporary.name)
-        try:
-            self.start_all()
-        except BaseException:
-            self.__exit__(*sys.exc_info())
-            raise
-        return self
-
-    def __exit__(self, kind, *_):
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-        if kind is not None:
-            for log in self.directory.glob("*.log"):
-                print(f"---- {log.name}\n{log.read_text()[-3000:]}", file=sys.stderr)
-        self.temporary.cleanup()
 
     def start_all(self):
         self.gateway, self.picker, self.proxy, self.envoy_admin = free_ports(4)
@@ -112,12 +53,6 @@ class Fleet:
         self.envoy = self.start("envoy", [self.envoy_binary, "-c", "envoy.yaml", *flags])
         until("Envoy is ready", lambda: get(self.envoy_admin, "/ready")[0] == 200)
         until("the picker is healthy in Envoy", self.is_picker_healthy)
-
-    def start(self, name, command):
-        log = open(self.directory / f"{name}.log", "ab")
-        process = subprocess.Popen(command, cwd=self.directory, stdout=log, stderr=log)
-        self.processes.append(process)
-        return process
 
     def start_engine(self, port=0, *more):
         """Starts an engine at a port; 0: at a free one, with free ports for events."""

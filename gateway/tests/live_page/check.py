@@ -10,7 +10,8 @@ import threading
 import time
 
 from browser import Browser
-from fleet import MODEL, TOKEN, Fleet, check, until
+from fleet import AUTHORIZED, MODEL, TOKEN, Fleet
+from loopback import check, until
 
 KILL_SHOWN_WITHIN_S = 2.0
 KILL_ATTEMPTS = 3
@@ -116,7 +117,9 @@ def shows_a_killed_engine(browser, fleet):
         until("all streams live", lambda: all(rank["level"] == "ok" for rank in ranks(browser).values()))
         fleet.kill_engine(0)
         shown = lambda: ranks(browser)["1/0"]["level"] in ("warning", "critical")
-        _, seconds = until("the killed engine", shown)
+        killed_at = time.monotonic()
+        until("the killed engine", shown)
+        seconds = time.monotonic() - killed_at
         sentence = browser.script("return document.getElementById('sentence').textContent")
         print(f"a killed engine is shown after {seconds:.2f} s: {sentence}")
         first = browser.script("return document.querySelector('.ranks tbody tr').dataset.key")
@@ -242,7 +245,7 @@ def cpu_seconds(process):
 
 def read_stream(port, end, sizes):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("GET", "/admin/live", headers={"authorization": f"Bearer {TOKEN}"})
+    connection.request("GET", "/admin/live", headers=AUTHORIZED)
     response = connection.getresponse()
     while time.monotonic() < end:
         line = response.readline()

@@ -4,96 +4,36 @@ import http.client
 import json
 import pathlib
 import re
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 
-PATIENCE_S = 60
+from loopback import PATIENCE_S, Processes, check, free_ports, get, until
+
 TOKEN = "a-token-of-the-check-0123456789"
+AUTHORIZED = {"authorization": f"Bearer {TOKEN}"}
 MODEL = "<b>chat</b>"
 
 
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-def until(what, condition, patience_s=PATIENCE_S):
-    """The first true value of the condition, and the time until then."""
-    started = time.monotonic()
-    while time.monotonic() < started + patience_s:
-        try:
-            value = condition()
-            if value:
-                return value, time.monotonic() - started
-        except (OSError, http.client.HTTPException):
-            pass
-        time.sleep(0.05)
-    raise SystemExit(f"FAILED: timeout: {what}")
-
-
-def check(condition, message):
-    if not condition:
-        raise SystemExit(f"FAILED: {message}")
-
-
-def get(port, path, token=None):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    connection.request("GET", path, headers={"authorization": f"Bearer {token}"} if token else {})
-    response = connection.getresponse()
-    return response.status, response.read().decode()
-
-
-class Fleet:
-    """Use as a context: the processes end with it, and after an exception the ends of their logs are printed."""
+class Fleet(Processes):
+    """Mock engines and a gateway."""
 
     def __init__(self, pointsman, engines=3, engine_flags=(), settings="", block_sizes=None, ranks_per_engine=1):
+        super().__init__()
         self.pointsman = str(pathlib.Path(pointsman).resolve())
         self.engine_flags, self.settings, self.ranks_per_engine = engine_flags, settings, ranks_per_engine
         self.block_sizes = block_sizes or [64] * engines
-        self.processes, self.streams = [], []
+        self.streams = []
 
-    def __enter__(self):
-        self.temporary = tempfile.TemporaryDirectory()
-        self.directory = pathlib.Path(self.temporary.name)
-        try:
-            self.start_all()
-        except BaseException:
-            self.__exit__(*sys.exc_info())
-            raise
-        return self
-
-    def __exit__(self, kind, *_):
+    def __exit__(self, *error):
         self.end_requests()
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-        if kind is not None:
-            for log in self.directory.glob("*.log"):
-                print(f"---- {log.name}\n{log.read_text()[-3000:]}", file=sys.stderr)
-        self.temporary.cleanup()
-
-    def start(self, name, command):
-        log = open(self.directory / f"{name}.log", "ab")
-        process = subprocess.Popen(command, cwd=self.directory, stdout=log, stderr=log)
-        self.processes.append(process)
-        return process
+        super().__exit__(*error)
 
     def start_all(self):
         self.gateway, self.admin = free_ports(2)
         self.engines = [None] * len(self.block_sizes)
         self.engine_processes = [self.start_engine(n) for n in range(len(self.engines))]
         for n in range(len(self.engines)):
-            self.engines[n], _ = until("an engine", lambda: self.ports_of(n))
+            self.engines[n] = until("an engine", lambda: self.ports_of(n))
         (self.directory / "token").write_text(TOKEN + "\n")
         workers = "".join(
             f'[[models.workers]]\nid = {n + 1}\nurl = "http://127.0.0.1:{port}"\ntotal_kv_blocks = 7168\n'
@@ -180,7 +120,7 @@ class Fleet:
 
     def metrics(self, name):
         """Values of a metric by rank: `WORKER/RANK`."""
-        _, page = get(self.admin, "/metrics", TOKEN)
+        _, page = get(self.admin, "/metrics", AUTHORIZED)
         series = re.findall(rf"^{name}\{{(.*)\}} (\S+)$", page, re.M)
         label = lambda labels, key: re.search(rf'\b{key}="([^"]*)"', labels)[1]
         return {f"{label(labels, 'worker')}/{label(labels, 'rank')}": float(value) for labels, value in series}

@@ -5,21 +5,15 @@ usage: client.py POINTSMAN_BINARY. Needs the package `openai`. Everything runs o
 """
 
 import contextlib
-import http.client
-import http.server
 import json
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
-import threading
-import time
 
 import openai
+from loopback import PATIENCE_S, ScriptedEngine, confirm, exchange, mock_engine, scripted_engine, serve
 
-PATIENCE_S = 60
-
+JSON = {"Content-Type": "application/json"}
 TOOL = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
@@ -27,18 +21,6 @@ TOOL = {
 
 # Parameters of a transfer, with a field that the gateway does not know.
 TRANSFER = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]], "unknown": {"a": 1}}
-
-
-def engine(binary, stack, seed, *flags):
-    """Starts a mock engine on free ports. Returns its HTTP port and the event endpoint of its rank."""
-    command = [binary, "mock-engine", "--port", "0", "--model", "mock", "--time-scale", "0", "--seed", str(seed), *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    listening, events = process.stdout.readline(), process.stdout.readline()
-    port = int(listening.rsplit(":", 1)[1])
-    live, replay = (word for word in events.replace(",", " ").split() if word.startswith("tcp://"))
-    return port, {"endpoint": live, "replay_endpoint": replay}
 
 
 def gateway(binary, stack, engines, alone=False):
@@ -62,48 +44,8 @@ def disaggregated(binary, stack, protocol, workers):
     return serve(binary, stack, lines)[0]
 
 
-def serve(binary, stack, lines):
-    """Starts the gateway with this configuration. Returns its port and process once it is ready."""
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    lines = ["[gateway]", f'listen = "127.0.0.1:{port}"', *lines]
-    file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".toml"))
-    file.write("\n".join(lines) + "\n")
-    file.flush()
-    process = subprocess.Popen([binary, "serve", "--config", file.name])
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    end = time.monotonic() + PATIENCE_S
-    while True:
-        with contextlib.suppress(OSError):
-            status, _ = exchange(port, "GET", "/ready", None)
-            if status == 200:
-                return port, process
-        if time.monotonic() > end or process.poll() is not None:
-            sys.exit("error: the gateway did not get ready")
-        time.sleep(0.05)
-
-
-def exchange(port, method, path, body):
-    """Sends one request. Returns the status and the bytes of the response body."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    with contextlib.closing(connection):
-        connection.request(method, path, body, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-
-
-def check(what, holds):
-    if not holds:
-        sys.exit(f"error: {what}")
-    print(f"ok: {what}")
-
-
-class Leg(http.server.BaseHTTPRequestHandler):
+class Leg(ScriptedEngine):
     """NIXL engine for both roles that calls a tool. It rejects legs that violate a rule, and the city "nowhere"."""
-
-    protocol_version = "HTTP/1.1"
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -136,24 +78,6 @@ class Leg(http.server.BaseHTTPRequestHandler):
             body["kv_transfer_params"] = TRANSFER
         return self.answer(200, "application/json", json.dumps(body))
 
-    def answer(self, status, content_type, body):
-        self.send_response(status)
-        self.send_header("content-type", content_type)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, *_):
-        pass
-
-
-def leg_engine(stack):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leg)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    stack.callback(server.shutdown)
-    return server.server_address[1]
-
 
 def worker(port, role):
     return ["[[models.workers]]", f'url = "http://127.0.0.1:{port}"', f'role = "{role}"']
@@ -163,119 +87,119 @@ def check_two_legs(binary, stack, protocol, workers, text):
     """Chats and completions with two legs, whose text is that of one engine."""
     port = disaggregated(binary, stack, protocol, workers)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-    check(f"{protocol}: one model is listed", [model.id for model in client.models.list()] == ["mock"])
+    confirm(f"{protocol}: one model is listed", [model.id for model in client.models.list()] == ["mock"])
     chat = {"model": "mock", "messages": [{"role": "user", "content": "word " * 80}], "max_tokens": 8}
     raw = client.chat.completions.with_raw_response.create(**chat)
     answer = raw.parse()
-    check(f"{protocol}: a chat has two legs", raw.headers["x-pointsman-prefill"] == "remote")
-    check(f"{protocol}: a chat has the text of one engine", answer.choices[0].message.content == text)
-    check(f"{protocol}: cached tokens are those of the prefill leg", answer.usage.prompt_tokens_details.cached_tokens == 0)
+    confirm(f"{protocol}: a chat has two legs", raw.headers["x-pointsman-prefill"] == "remote")
+    confirm(f"{protocol}: a chat has the text of one engine", answer.choices[0].message.content == text)
+    confirm(f"{protocol}: cached tokens are those of the prefill leg", answer.usage.prompt_tokens_details.cached_tokens == 0)
     parts = list(client.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True}))
     streamed = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-    check(f"{protocol}: a chat is streamed", streamed == text and parts[-1].usage.completion_tokens == 8)
+    confirm(f"{protocol}: a chat is streamed", streamed == text and parts[-1].usage.completion_tokens == 8)
     parts = list(client.completions.create(model="mock", prompt=[1, 2, 3] * 40, max_tokens=8, stream=True))
-    check(f"{protocol}: a completion is streamed", "".join(part.choices[0].text for part in parts) != "")
+    confirm(f"{protocol}: a completion is streamed", "".join(part.choices[0].text for part in parts) != "")
     try:
         client.chat.completions.create(**{**chat, "model": "mock-prefill"})
-        check(f"{protocol}: the prefill model is rejected", False)
+        confirm(f"{protocol}: the prefill model is rejected", False)
     except openai.NotFoundError as error:
-        check(f"{protocol}: the prefill model is rejected", error.code == "model_not_found")
+        confirm(f"{protocol}: the prefill model is rejected", error.code == "model_not_found")
     try:
         client.chat.completions.create(**chat, extra_body={"cache_salt": ""})
-        check(f"{protocol}: an error of an engine is returned", False)
+        confirm(f"{protocol}: an error of an engine is returned", False)
     except openai.BadRequestError as error:
-        check(f"{protocol}: an error of an engine is returned", "cache_salt" in error.message)
+        confirm(f"{protocol}: an error of an engine is returned", "cache_salt" in error.message)
 
 
 def check_tools(binary, stack):
-    workers = worker(leg_engine(stack), "prefill") + worker(leg_engine(stack), "decode")
+    workers = worker(scripted_engine(stack, Leg), "prefill") + worker(scripted_engine(stack, Leg), "decode")
     port = disaggregated(binary, stack, "vllm_nixl", workers)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     chat = {"model": "mock", "messages": [{"role": "user", "content": "Weather in Bern?"}], "tools": [TOOL], "max_tokens": 90}
     answer = client.chat.completions.create(**chat)
     call = answer.choices[0].message.tool_calls[0]
-    check("two legs: a tool is called", json.loads(call.function.arguments) == {"city": "Bern"})
-    check("two legs: usage is corrected", answer.usage.prompt_tokens_details.cached_tokens == 16)
+    confirm("two legs: a tool is called", json.loads(call.function.arguments) == {"city": "Bern"})
+    confirm("two legs: usage is corrected", answer.usage.prompt_tokens_details.cached_tokens == 16)
     parts = list(client.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True}))
-    check("two legs: a tool call is streamed", parts[0].choices[0].delta.tool_calls[0].function.name == "weather")
-    check("two legs: streamed usage is corrected", parts[-1].usage.prompt_tokens_details.cached_tokens == 16)
+    confirm("two legs: a tool call is streamed", parts[0].choices[0].delta.tool_calls[0].function.name == "weather")
+    confirm("two legs: streamed usage is corrected", parts[-1].usage.prompt_tokens_details.cached_tokens == 16)
     for stream in [False, True]:
         try:
             client.chat.completions.create(**{**chat, "messages": [{"role": "user", "content": "nowhere"}]}, stream=stream)
-            check("two legs: an error of the prefill leg is returned", False)
+            confirm("two legs: an error of the prefill leg is returned", False)
         except openai.BadRequestError as error:
-            check("two legs: an error of the prefill leg is returned", error.body["message"] == "nowhere")
+            confirm("two legs: an error of the prefill leg is returned", error.body["message"] == "nowhere")
 
 
 def main(binary):
     with contextlib.ExitStack() as stack:
         # Engines with equal seeds return equal bytes for the same first request.
-        direct, _ = engine(binary, stack, seed=7)
-        alone = engine(binary, stack, seed=7)
+        direct, _ = mock_engine(binary, stack, "--seed", "7")
+        alone = mock_engine(binary, stack, "--seed", "7")
         alone_port, _ = gateway(binary, stack, [alone], alone=True)
         body = json.dumps({
             "model": "mock", "stream": True, "max_tokens": 40, "stream_options": {"include_usage": True},
             "messages": [{"role": "user", "content": "Count to forty, please."}],
         })
-        status, own = exchange(direct, "POST", "/v1/chat/completions", body)
-        check("the engine streams", status == 200 and own.endswith(b"data: [DONE]\n\n"))
-        status, carried = exchange(alone_port, "POST", "/v1/chat/completions", body)
-        check("streamed bytes equal those of the engine", status == 200 and carried == own)
+        status, own = exchange(direct, "POST", "/v1/chat/completions", body, JSON)
+        confirm("the engine streams", status == 200 and own.endswith(b"data: [DONE]\n\n"))
+        status, carried = exchange(alone_port, "POST", "/v1/chat/completions", body, JSON)
+        confirm("streamed bytes equal those of the engine", status == 200 and carried == own)
 
-        port, process = gateway(binary, stack, [engine(binary, stack, seed=1), engine(binary, stack, seed=2)])
+        port, process = gateway(binary, stack, [mock_engine(binary, stack, "--seed", "1"), mock_engine(binary, stack, "--seed", "2")])
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         names = [model.id for model in client.models.list()]
-        check("models are listed", "mock" in names)
-        check("one model can be retrieved", client.models.retrieve("mock").id == "mock")
+        confirm("models are listed", "mock" in names)
+        confirm("one model can be retrieved", client.models.retrieve("mock").id == "mock")
 
         messages = [{"role": "user", "content": "Hello."}]
         answer = client.chat.completions.create(model="mock", messages=messages, max_tokens=8)
-        check("a chat succeeds", answer.choices[0].message.content and answer.usage.completion_tokens == 8)
+        confirm("a chat succeeds", answer.choices[0].message.content and answer.usage.completion_tokens == 8)
         answer = client.chat.completions.create(model="gpt-mock", messages=messages, max_tokens=8)
-        check("an alias succeeds", bool(answer.choices[0].message.content))
+        confirm("an alias succeeds", bool(answer.choices[0].message.content))
 
         parts = list(client.chat.completions.create(model="mock", messages=messages, max_tokens=8, stream=True))
         text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-        check("a chat is streamed", bool(text) and parts[-1].choices[0].finish_reason == "length")
+        confirm("a chat is streamed", bool(text) and parts[-1].choices[0].finish_reason == "length")
 
         answer = client.completions.create(model="mock", prompt="Once upon a time", max_tokens=8)
-        check("a completion succeeds", bool(answer.choices[0].text) and answer.usage.completion_tokens == 8)
+        confirm("a completion succeeds", bool(answer.choices[0].text) and answer.usage.completion_tokens == 8)
         parts = list(client.completions.create(model="mock", prompt=[1, 2, 3], max_tokens=8, stream=True))
-        check("a completion of token ids is streamed", "".join(part.choices[0].text for part in parts) != "")
+        confirm("a completion of token ids is streamed", "".join(part.choices[0].text for part in parts) != "")
 
         raw = client.chat.completions.with_raw_response.create(
             model="mock", messages=messages, max_tokens=1, extra_headers={"X-Request-Id": "from-the-client"})
-        check("the request's id is echoed", raw.headers["x-request-id"] == "from-the-client")
+        confirm("the request's id is echoed", raw.headers["x-request-id"] == "from-the-client")
 
         try:
             client.chat.completions.create(model="absent", messages=messages)
-            check("an unknown model is rejected", False)
+            confirm("an unknown model is rejected", False)
         except openai.NotFoundError as error:
-            check("an unknown model is rejected", error.code == "model_not_found")
+            confirm("an unknown model is rejected", error.code == "model_not_found")
         try:
             client.chat.completions.create(model="mock", messages="no list")
-            check("messages of a wrong shape are rejected", False)
+            confirm("messages of a wrong shape are rejected", False)
         except openai.BadRequestError as error:
-            check("messages of a wrong shape are rejected", error.type == "invalid_request_error")
+            confirm("messages of a wrong shape are rejected", error.type == "invalid_request_error")
 
-        status, page = exchange(port, "GET", "/metrics", None)
-        check("the metrics page has request counts", status == 200 and b"pointsman_gateway_requests_total" in page)
+        status, page = exchange(port, "GET", "/metrics")
+        confirm("the metrics page has request counts", status == 200 and b"pointsman_gateway_requests_total" in page)
         if shutil.which("promtool"):
             lint = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True)
-            check("promtool accepts the metrics page", lint.returncode == 0 and not lint.stdout + lint.stderr)
+            confirm("promtool accepts the metrics page", lint.returncode == 0 and not lint.stdout + lint.stderr)
         else:
             print("skipped: promtool is not installed, so the metrics page is not checked")
 
         process.terminate()
-        check("the gateway exits with 0", process.wait(PATIENCE_S) == 0)
+        confirm("the gateway exits with 0", process.wait(PATIENCE_S) == 0)
 
         # An engine that serves alone, with the seed of the engines below.
-        port, _ = gateway(binary, stack, [engine(binary, stack, 3, "--output-from-context")], alone=True)
+        port, _ = gateway(binary, stack, [mock_engine(binary, stack, "--seed", "3", "--output-from-context")], alone=True)
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         messages = [{"role": "user", "content": "word " * 80}]
         text = client.chat.completions.create(model="mock", messages=messages, max_tokens=8).choices[0].message.content
         roles = {role: ["--role", role, "--output-from-context"] for role in ["prefill", "decode"]}
-        start = lambda protocol: {role: engine(binary, stack, 3, "--handover", protocol, *flags)[0] for role, flags in roles.items()}
+        start = lambda protocol: {role: mock_engine(binary, stack, "--seed", "3", "--handover", protocol, *flags)[0] for role, flags in roles.items()}
         nixl = sum((worker(port, role) for role, port in start("vllm-nixl").items()), [])
         check_two_legs(binary, stack, "vllm_nixl", nixl, text)
         # The roles of SGLang's engines are probed.
