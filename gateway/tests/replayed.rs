@@ -2,6 +2,7 @@
 #![cfg(unix)]
 
 use std::fs;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 use std::time::Duration;
@@ -15,6 +16,8 @@ use crate::common::process::{PATIENCE, Process, serve};
 use crate::common::proxy::request;
 
 const REQUESTS: usize = 40;
+/// Requests directly before the end of the process.
+const LAST_REQUESTS: usize = 10;
 
 /// `replay-decisions` with these arguments.
 async fn replay(args: &[&str]) -> Output {
@@ -46,6 +49,13 @@ async fn complete_file(directory: &Path) -> PathBuf {
     timeout(PATIENCE, complete).await.expect("all decisions are written before the timeout")
 }
 
+async fn chat(gateway: SocketAddr, n: usize) {
+    let content = format!("session {} {}", n % 5, "of many words ".repeat(200));
+    let body = json!({ "model": "mock", "max_tokens": 2, "messages": [{ "role": "user", "content": content }] });
+    let answer = request(gateway, "POST", "/v1/chat/completions", "", body.to_string().as_bytes()).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn decisions_of_a_process_are_replayed_from_its_files() {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("decisions-{}", std::process::id()));
@@ -69,15 +79,18 @@ async fn decisions_of_a_process_are_replayed_from_its_files() {
     };
     timeout(PATIENCE, ready).await.expect("ready before the timeout");
     for n in 0..REQUESTS {
-        let content = format!("session {} {}", n % 5, "of many words ".repeat(200));
-        let body = json!({ "model": "mock", "max_tokens": 2, "messages": [{ "role": "user", "content": content }] });
-        let answer = request(process.address, "POST", "/v1/chat/completions", "", body.to_string().as_bytes()).await;
-        assert_eq!(answer.status, 200, "{}", answer.text());
+        chat(process.address, n).await;
     }
     let file = complete_file(&directory).await;
+    for n in 0..LAST_REQUESTS {
+        chat(process.address, n).await;
+    }
     process.signal("TERM");
     assert_eq!(process.exit().await.code(), Some(0));
     let name = file.to_str().expect("a path in UTF-8");
+    let report = text(&replay(&[name]).await.stdout);
+    let expected = format!("{} decisions replayed, 0 differ", REQUESTS + LAST_REQUESTS);
+    assert!(report.contains(&expected), "the shutdown writes the last decisions: {report}");
 
     let output = replay(&[name, "--policy", "random", "--list", "3"]).await;
     let report = text(&output.stdout);

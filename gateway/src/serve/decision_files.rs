@@ -1,20 +1,24 @@
 //! Files of recorded decisions: `POOL.NUMBER.decisions` in the directory `gateway.decision_path`.
 //!
-//! A task appends the new entries of every model once a second. Decisions do not wait for it: entries that leave the
-//! memory before they are written are lost and counted. A file begins with a keyframe, and the oldest files are removed.
+//! A task appends the new entries of every model once a second, and the end of a regular shutdown appends the last ones.
+//! Decisions do not wait for it: entries that leave the memory before they are written are lost and counted. A file begins
+//! with a keyframe, and the oldest files are removed.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use metrics::counter;
 use pointsman::Router;
 use pointsman::record::{RecordCursor, RecordFile, RecordPart};
+use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
 use tokio::time::sleep;
 
+use super::App;
 use super::current::Current;
 use super::metrics::Metric;
 use crate::settings::GatewaySettings;
@@ -34,16 +38,26 @@ pub(super) const BYTES: Metric = Metric::counter(
 /// Interval of writes.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Appends the recorded decisions of every model to its files.
-pub(super) async fn write_continuously(current: Current) {
-    let mut writers: BTreeMap<String, DecisionWriter> = BTreeMap::new();
-    loop {
-        sleep(INTERVAL).await;
-        let app = current.get();
-        let gateway = app.settings.gateway.clone();
-        if gateway.decision_path.is_none() {
-            continue;
+/// The files of every model.
+#[derive(Default)]
+pub(super) struct DecisionFiles(Mutex<BTreeMap<String, DecisionWriter>>);
+
+impl DecisionFiles {
+    /// Appends new entries once per [`INTERVAL`].
+    pub(super) async fn write_continuously(self: Arc<Self>, current: Current) {
+        loop {
+            sleep(INTERVAL).await;
+            self.write(&current.get()).await;
         }
+    }
+
+    /// Appends the new entries of every model.
+    pub(super) async fn write(&self, app: &App) {
+        let gateway = &app.settings.gateway;
+        if gateway.decision_path.is_none() {
+            return;
+        }
+        let mut writers = self.0.lock().await;
         for model in app.models.all() {
             let (router, name) = (model.router.clone(), model.settings.name.clone());
             let mut writer = writers.remove(&name).unwrap_or_default();

@@ -53,6 +53,7 @@ use crate::settings::{GatewaySettings, Secret, SecretError, Secrets, Settings};
 use crate::upstream::{Upstream, WorkerTlsError, worker_tls};
 use body_budget::BodyBudget;
 use current::Current;
+use decision_files::DecisionFiles;
 use ids::Ids;
 use limits::{ADMIN_CONNECTIONS_MAX, OVERFLOW_CONNECTIONS_MAX};
 use listener::{LINGER, Listener, ListenerOptions, Overflow, PassedSockets};
@@ -192,6 +193,7 @@ pub struct Gateway {
     current: Current,
     clients: Listener,
     reloader: Arc<Reloader>,
+    decision_files: Arc<DecisionFiles>,
     /// Background tasks; they end with the gateway.
     upkeep: JoinSet<()>,
     admin: Option<Listener>,
@@ -270,7 +272,8 @@ impl Gateway {
         let current = Current::new(app);
         upkeep.spawn(models::warn_of_unread(current.clone()));
         upkeep.spawn(warm::write_periodically(current.clone()));
-        upkeep.spawn(decision_files::write_continuously(current.clone()));
+        let decision_files = Arc::new(DecisionFiles::default());
+        upkeep.spawn(Arc::clone(&decision_files).write_continuously(current.clone()));
         // After the first bind succeeds, nothing else may fail.
         let mut bind = |address| {
             let socket = sockets.take(address).unwrap_or_else(|| listener::bind(address));
@@ -306,7 +309,7 @@ impl Gateway {
             upkeep.spawn(warm::join(current.clone(), replicas.bus()));
             upkeep.spawn(warm::store_periodically(current.clone(), replicas.bus()));
         }
-        Ok(Self { current, clients, reloader, admin, picker, replicas, upkeep })
+        Ok(Self { current, clients, reloader, admin, picker, replicas, decision_files, upkeep })
     }
 
     /// Takes part in a group of replicas by another bus than that of `[replicas]`: serves snapshots of the index,
@@ -411,6 +414,7 @@ impl Gateway {
             warm::store_last(&app, &*replicas.bus()).await;
         }
         app.models.shutdown().await;
+        self.decision_files.write(&app).await;
         // The last messages of the routers are still sent.
         if let Some(replicas) = self.replicas {
             replicas.leave().await;
