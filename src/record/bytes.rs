@@ -63,6 +63,11 @@ impl<'a> Reader<'a> {
         u32::try_from(self.number()?).ok()
     }
 
+    /// A number of tokens or blocks, so small that sums of them do not overflow.
+    pub(crate) fn count(&mut self) -> Option<u64> {
+        self.number().filter(|count| *count <= 1 << 48)
+    }
+
     pub(crate) fn usize(&mut self) -> Option<usize> {
         usize::try_from(self.number()?).ok()
     }

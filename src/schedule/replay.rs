@@ -225,7 +225,7 @@ impl Replay {
     fn restore(&mut self, schedule: &mut Schedule<Box<str>>, from: &mut Reader<'_>) -> Option<()> {
         schedule.now = Timestamp(from.number()?);
         self.last = Last { now: schedule.now.0, number: 0 };
-        schedule.turns = from.number()?;
+        schedule.turns = from.count()?;
         schedule.typical = super::typical::Typical::read(from)?;
         schedule.arrival_rate = super::pool::Arrivals::read(from)?;
         schedule.ranks.read(from)?;

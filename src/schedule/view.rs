@@ -72,7 +72,7 @@ impl View {
         add(&mut self.active_blocks.1, added.blocks.1);
         add(&mut self.prefill_tokens.0, added.prefill_tokens);
         add(&mut self.prefill_tokens.1, added.prefill_tokens);
-        self.requests += 1;
+        self.requests = self.requests.saturating_add(1);
         self.read_blocks = self.read_blocks.saturating_add(added.read_blocks);
     }
 }

@@ -71,15 +71,16 @@ impl Rank {
         let rank = WorkerRank::new(WorkerId(from.number()?), from.u32()?);
         let traits = Arc::new(read_traits(from)?);
         let view = View {
-            active_blocks: (from.number()?, from.number()?),
-            prefill_tokens: (from.number()?, from.number()?),
+            active_blocks: (from.count()?, from.count()?),
+            // The upper bound may be "at least `u64::MAX`".
+            prefill_tokens: (from.count()?, from.number()?),
             requests: from.u32()?,
             read_blocks: from.u32()?,
         };
         let settled = from.u8()? != 0;
         let (seen, seen_at) = (BoardLoad::from_words(from.words()?), Timestamp(from.number()?));
-        let (peers, peer_tokens) = (PeerLoad::from_words(from.words()?), from.number()?);
-        let ahead_wait = Wait { modelled: from.duration()?, unmodelled_tokens: from.number()? };
+        let (peers, peer_tokens) = (PeerLoad::from_words(from.words()?), from.count()?);
+        let ahead_wait = Wait { modelled: from.duration()?, unmodelled_tokens: from.count()? };
         let issued = from.u32()?;
         let overlay = from.list(|from| Some(Ahead { number: from.u32()?, added: read_added(from)? }))?;
         let measured = Measured { speed: read_speed(from)?, is_full: from.u8()? != 0 };
@@ -141,7 +142,7 @@ pub(crate) fn read_load(from: &mut Reader<'_>) -> Option<RankLoad> {
     Some(RankLoad {
         active_blocks: from.u32()?,
         read_blocks: from.u32()?,
-        prefill_tokens: from.number()?,
+        prefill_tokens: from.count()?,
         requests: from.u32()?,
     })
 }
@@ -156,9 +157,9 @@ fn put_added(to: &mut Vec<u8>, added: &Added) {
 
 fn read_added(from: &mut Reader<'_>) -> Option<Added> {
     Some(Added {
-        blocks: (from.number()?, from.number()?),
+        blocks: (from.count()?, from.count()?),
         read_blocks: from.u32()?,
-        prefill_tokens: from.number()?,
+        prefill_tokens: from.count()?,
         prefill_duration: from.optional(Reader::duration)?,
     })
 }
