@@ -21,96 +21,96 @@ use crate::common::proxy::{
 const EXPORT: &str = "/opentelemetry.proto.collector.trace.v1.TraceService/Export";
 
 /// The client's trace and span.
-const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
-const TRACE: u128 = 0x0af7_6519_16cd_43dd_8448_eb21_1c80_319c;
-const PARENT: u64 = 0xb7ad_6b71_6920_3331;
+pub(crate) const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+pub(crate) const TRACE: u128 = 0x0af7_6519_16cd_43dd_8448_eb21_1c80_319c;
+pub(crate) const PARENT: u64 = 0xb7ad_6b71_6920_3331;
 
 /// The messages of opentelemetry-proto 1.x, with the fields that the tests read.
-mod proto {
+pub(crate) mod proto {
     use prost::{Message, Oneof};
 
     #[derive(Clone, PartialEq, Message)]
-    pub(super) struct ExportRequest {
+    pub(crate) struct ExportRequest {
         #[prost(message, repeated, tag = "1")]
-        pub(super) resource_spans: Vec<ResourceSpans>,
+        pub(crate) resource_spans: Vec<ResourceSpans>,
     }
 
     #[derive(Clone, PartialEq, Message)]
-    pub(super) struct ResourceSpans {
+    pub(crate) struct ResourceSpans {
         #[prost(message, optional, tag = "1")]
-        pub(super) resource: Option<Resource>,
+        pub(crate) resource: Option<Resource>,
         #[prost(message, repeated, tag = "2")]
-        pub(super) scope_spans: Vec<ScopeSpans>,
+        pub(crate) scope_spans: Vec<ScopeSpans>,
     }
 
     #[derive(Clone, PartialEq, Message)]
-    pub(super) struct Resource {
+    pub(crate) struct Resource {
         #[prost(message, repeated, tag = "1")]
-        pub(super) attributes: Vec<KeyValue>,
+        pub(crate) attributes: Vec<KeyValue>,
     }
 
     #[derive(Clone, PartialEq, Message)]
-    pub(super) struct ScopeSpans {
+    pub(crate) struct ScopeSpans {
         #[prost(message, repeated, tag = "2")]
-        pub(super) spans: Vec<Span>,
+        pub(crate) spans: Vec<Span>,
     }
 
     #[derive(Clone, PartialEq, Message)]
-    pub(super) struct Span {
+    pub(crate) struct Span {
         #[prost(bytes = "vec", tag = "1")]
-        pub(super) trace_id: Vec<u8>,
+        pub(crate) trace_id: Vec<u8>,
         #[prost(bytes = "vec", tag = "2")]
-        pub(super) span_id: Vec<u8>,
+        pub(crate) span_id: Vec<u8>,
         #[prost(bytes = "vec", tag = "4")]
-        pub(super) parent_span_id: Vec<u8>,
+        pub(crate) parent_span_id: Vec<u8>,
         #[prost(string, tag = "5")]
-        pub(super) name: String,
+        pub(crate) name: String,
         #[prost(int32, tag = "6")]
-        pub(super) kind: i32,
+        pub(crate) kind: i32,
         #[prost(fixed64, tag = "7")]
-        pub(super) start_time_unix_nano: u64,
+        pub(crate) start_time_unix_nano: u64,
         #[prost(fixed64, tag = "8")]
-        pub(super) end_time_unix_nano: u64,
+        pub(crate) end_time_unix_nano: u64,
         #[prost(message, repeated, tag = "9")]
-        pub(super) attributes: Vec<KeyValue>,
+        pub(crate) attributes: Vec<KeyValue>,
         #[prost(message, repeated, tag = "11")]
-        pub(super) events: Vec<Event>,
+        pub(crate) events: Vec<Event>,
         #[prost(message, optional, tag = "15")]
-        pub(super) status: Option<Status>,
+        pub(crate) status: Option<Status>,
     }
 
     #[derive(Clone, PartialEq, Message)]
-    pub(super) struct Event {
+    pub(crate) struct Event {
         #[prost(fixed64, tag = "1")]
-        pub(super) time_unix_nano: u64,
+        pub(crate) time_unix_nano: u64,
         #[prost(string, tag = "2")]
-        pub(super) name: String,
+        pub(crate) name: String,
     }
 
     #[derive(Clone, PartialEq, Message)]
-    pub(super) struct Status {
+    pub(crate) struct Status {
         #[prost(string, tag = "2")]
-        pub(super) message: String,
+        pub(crate) message: String,
         #[prost(int32, tag = "3")]
-        pub(super) code: i32,
+        pub(crate) code: i32,
     }
 
     #[derive(Clone, PartialEq, Message)]
-    pub(super) struct KeyValue {
+    pub(crate) struct KeyValue {
         #[prost(string, tag = "1")]
-        pub(super) key: String,
+        pub(crate) key: String,
         #[prost(message, optional, tag = "2")]
-        pub(super) value: Option<AnyValue>,
+        pub(crate) value: Option<AnyValue>,
     }
 
     #[derive(Clone, PartialEq, Message)]
-    pub(super) struct AnyValue {
+    pub(crate) struct AnyValue {
         #[prost(oneof = "Value", tags = "1, 3")]
-        pub(super) value: Option<Value>,
+        pub(crate) value: Option<Value>,
     }
 
     #[derive(Clone, PartialEq, Oneof)]
-    pub(super) enum Value {
+    pub(crate) enum Value {
         #[prost(string, tag = "1")]
         Text(String),
         #[prost(int64, tag = "3")]
@@ -121,13 +121,13 @@ mod proto {
 use proto::{ExportRequest, KeyValue, Span, Value};
 
 /// A collector that keeps all spans.
-struct Collector {
-    address: SocketAddr,
+pub(crate) struct Collector {
+    pub(crate) address: SocketAddr,
     received: Arc<Mutex<Vec<ExportRequest>>>,
 }
 
 impl Collector {
-    async fn start() -> Self {
+    pub(crate) async fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("local address");
         let received: Arc<Mutex<Vec<ExportRequest>>> = Arc::default();
@@ -150,7 +150,7 @@ impl Collector {
     }
 
     /// The spans of a trace, in order of their start.
-    fn trace(&self, trace: u128) -> Vec<Span> {
+    pub(crate) fn trace(&self, trace: u128) -> Vec<Span> {
         let mut spans: Vec<_> = self.spans().into_iter().filter(|span| span.trace_id == trace.to_be_bytes()).collect();
         spans.sort_by_key(|span| (span.start_time_unix_nano, std::cmp::Reverse(span.end_time_unix_nano)));
         spans
@@ -174,11 +174,11 @@ async fn export(
     Ok(response)
 }
 
-fn attribute<'a>(attributes: &'a [KeyValue], key: &str) -> Option<&'a Value> {
+pub(crate) fn attribute<'a>(attributes: &'a [KeyValue], key: &str) -> Option<&'a Value> {
     attributes.iter().find(|attribute| attribute.key == key)?.value.as_ref()?.value.as_ref()
 }
 
-fn text(value: &str) -> Option<Value> {
+pub(crate) fn text(value: &str) -> Option<Value> {
     Some(Value::Text(value.to_owned()))
 }
 

@@ -19,6 +19,8 @@ mod leaving;
 mod picks;
 mod refusals;
 mod responses;
+#[cfg(feature = "otlp")]
+mod traces;
 
 const COMPLETIONS: &str = "/v1/completions";
 

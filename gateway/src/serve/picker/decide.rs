@@ -24,7 +24,7 @@ use crate::serve::models::Model;
 use crate::serve::prepare::{Admitted, Prepared, admit};
 use crate::serve::proxy::{Answer, Limits, WorkerResponse, checked_kind, discard, failure_outcome, follow, receive};
 use crate::serve::quotas::QuotaLease;
-use crate::serve::telemetry::ErrorCode;
+use crate::serve::telemetry::{ErrorCode, RequestTrace};
 use crate::serve::workers::WorkerRequest;
 use crate::settings::MessagesMode;
 
@@ -82,6 +82,11 @@ pub(super) async fn decide(app: Arc<App>, arrival: Arrival) -> Result<Box<Picked
     };
     let mut account = Account::begin(&app.meters, endpoint);
     account.access.request_id.clone_from(&request_id);
+    account.trace = RequestTrace::of(&arrival.headers);
+    #[cfg(feature = "otlp")]
+    if let Some(tracing) = &app.tracing {
+        account.trace.begin(tracing, endpoint.path(), account.started());
+    }
     match decide_by_prompt(&app, &mut account, endpoint, arrival, &request_id).await {
         Ok((placement, prefill, endpoints, mut prepared)) => {
             if let Some(prefill) = &prefill {
@@ -143,10 +148,13 @@ async fn decide_by_prompt(
     request.request_id = Some(app.ids.booking(request_id).into());
     let allowed = allowed_workers(&prepared.model.router, subset.as_deref(), &headers, rules)?;
     request.options.constraints.allowed_workers = allowed;
+    request.options.phases = account.trace.wants_phases();
     let routed = Instant::now();
     let pool = prepared.model.prefill.as_ref();
     request.options.routing_hashes = pool.is_some_and(|pool| pool.pools.hashes_alike());
     let placement = place(app, &prepared.model, request.clone()).await?;
+    account.placed_since(routed, &placement);
+    let routed = Instant::now();
     let prefill = match pool {
         Some(pool) => place_prefill(app, pool, request.clone(), &placement).await?,
         None => None,
@@ -311,6 +319,11 @@ impl Picked {
         self.placement.rank_at_worker()
     }
 
+    /// Value of `traceparent` for the worker, if the request has spans.
+    pub(super) fn trace_header(&self) -> Option<HeaderValue> {
+        self.routed.as_ref()?.account.trace.attempt_header()
+    }
+
     /// `HOST:PORT` of the prefill worker, for the sidecar of the decode worker.
     pub(super) fn prefill_header(&self) -> Option<String> {
         self.prefill.as_ref().map(|prefill| address(prefill.endpoint()))
@@ -323,6 +336,7 @@ impl Picked {
         let workers = routed.prepared.model.router.workers();
         let entry = workers.iter().find(|entry| address(&entry.config.endpoint) == served);
         routed.sent.ended("moved");
+        routed.account.trace.attempt_failed("moved");
         self.placement.outcome(pointsman::health::Outcome::ServerError);
         let Some(entry) = entry else {
             routed.account.complete();
@@ -333,8 +347,11 @@ impl Picked {
         let rank = entry.ranks.first().map(|rank: &WorkerRank| rank.rank);
         request.options.constraints.pin = Some(Pin { worker: entry.worker, rank, mode: PinMode::Hard });
         request.options.do_not_queue = true;
+        request.options.phases = routed.account.trace.wants_phases();
+        let then = Instant::now();
         let Ok(placement) = routed.prepared.model.router.route(request).await else { return false };
-        routed.account.access.attempted(&placement);
+        routed.account.placed_since(then, &placement);
+        routed.account.sent(&placement);
         routed.sent = routed.prepared.model.workers.sent(&placement);
         routed.is_reported = true;
         self.placement = placement;

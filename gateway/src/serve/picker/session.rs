@@ -222,6 +222,9 @@ impl Session {
             None => headers.remove_headers.push("x-data-parallel-rank".to_owned()),
         }
         headers.set("x-request-id", picked.request_id.clone());
+        if let Some(trace) = picked.trace_header() {
+            headers.set("traceparent", Bytes::copy_from_slice(trace.as_bytes()));
+        }
         if picked.has_body {
             headers.set(CONTENT_LENGTH.as_str(), body_len.to_string());
         }

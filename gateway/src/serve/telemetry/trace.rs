@@ -4,14 +4,14 @@
 //! appears in the access log, and its headers pass to the workers. Otherwise it has spans of its own (`otlp`), and
 //! workers receive the span of their attempt as parent.
 
-use axum::http::HeaderMap;
+use axum::http::{HeaderMap, HeaderValue};
 use pointsman::Placement;
 #[cfg(feature = "otlp")]
 use tokio::time::Instant;
 
 #[cfg(feature = "otlp")]
 use super::otlp::{RequestSpans, Tracing};
-use super::trace_context::TraceContext;
+use super::trace_context::{TRACEPARENT, TraceContext};
 
 /// Trace of one request.
 #[derive(Debug, Default)]
@@ -88,14 +88,19 @@ impl RequestTrace {
         let _ = (placement, is_prefill);
     }
 
-    /// Sets the trace headers of the present attempt. Without spans, those of the client remain.
-    pub(crate) fn inject(&self, headers: &mut HeaderMap) {
+    /// Value of `traceparent` for the worker of the present attempt. None without spans: that of the client remains.
+    pub(crate) fn attempt_header(&self) -> Option<HeaderValue> {
         #[cfg(feature = "otlp")]
-        if let Some(spans) = &self.spans {
-            headers.insert(super::trace_context::TRACEPARENT, spans.attempt_context().header());
-        }
+        return self.spans.as_ref().map(|spans| spans.attempt_context().header());
         #[cfg(not(feature = "otlp"))]
-        let _ = headers;
+        None
+    }
+
+    /// Sets the trace headers of the present attempt.
+    pub(crate) fn inject(&self, headers: &mut HeaderMap) {
+        if let Some(header) = self.attempt_header() {
+            headers.insert(TRACEPARENT, header);
+        }
     }
 
     /// Records the first token, or the first byte of a response that is not streamed.
