@@ -221,6 +221,8 @@ pub struct ShadowState {
     pub agreements: u64,
     /// Cached tokens on the chosen ranks minus those on the ranks of the shadow.
     pub saved_tokens: i64,
+    /// Saved tokens of all requests so far, extrapolated from the sampled ones to all placements.
+    pub saved_tokens_estimate: i64,
     /// Mean predicted time to first token on the chosen ranks; absent without predictions.
     pub chosen_ttft_seconds: Option<f64>,
     /// The same on the ranks of the shadow.

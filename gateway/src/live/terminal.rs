@@ -80,11 +80,14 @@ fn model_lines(model: &ModelState, view: &View<'_>, lines: &mut Vec<String>) {
         ));
     }
     for shadow in &model.shadows {
-        let ShadowState { policy, decisions, saved_tokens, .. } = shadow;
+        let ShadowState { policy, decisions, saved_tokens, saved_tokens_estimate, .. } = shadow;
         let ttft = shadow.chosen_ttft_seconds.zip(shadow.ttft_seconds);
         let ttft =
             ttft.map_or(String::new(), |(chosen, other)| format!(", mean TTFT {chosen:.3} s instead of {other:.3} s"));
-        lines.push(format!("  beside {policy}: {saved_tokens} tokens saved in {decisions} sampled decisions{ttft}"));
+        lines.push(format!(
+            "  beside {policy}: about {saved_tokens_estimate} tokens saved so far, {saved_tokens} in {decisions} sampled \
+             decisions{ttft}"
+        ));
     }
     for known in model.decisions.iter().take(DECISION_LINES) {
         let (id, rank) = (printable(&known.request_id), known.chosen.as_deref().unwrap_or("none"));

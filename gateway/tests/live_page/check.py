@@ -2,7 +2,9 @@
 CPU time of viewers with 512 ranks."""
 
 import argparse
+import contextlib
 import http.client
+import json
 import os
 import pathlib
 import subprocess
@@ -11,7 +13,7 @@ import time
 
 from browser import Browser
 from fleet import AUTHORIZED, MODEL, TOKEN, Fleet
-from loopback import check, until
+from loopback import check, exchange, free_ports, mock_engine, serve, until
 
 KILL_SHOWN_WITHIN_S = 2.0
 KILL_ATTEMPTS = 3
@@ -60,8 +62,8 @@ def focused(browser):
     return browser.script("return document.activeElement.id")
 
 
-def connect(browser, fleet):
-    browser.open(f"http://127.0.0.1:{fleet.admin}/admin/page")
+def connect(browser, admin):
+    browser.open(f"http://127.0.0.1:{admin}/admin/page")
     until("the focus in the field of the token", lambda: focused(browser) == "token")
     browser.press(TOKEN, "Enter")
     until("the first snapshot", lambda: number(browser) > 0)
@@ -76,7 +78,7 @@ def rejects_a_wrong_token(browser, fleet):
 
 
 def loads_and_updates(browser, fleet):
-    connect(browser, fleet)
+    connect(browser, fleet.admin)
     until("all ranks", lambda: len(ranks(browser)) == len(fleet.engines))
     first = number(browser)
     until("four further snapshots", lambda: number(browser) >= first + 4)
@@ -110,6 +112,26 @@ def equals_metrics(browser, fleet):
 
     until("the numbers of the page equal the metrics", is_equal)
     fleet.end_requests()
+
+
+def saved_equals_metrics(browser, fleet):
+    """Of a fleet that samples every decision, so that the estimate equals the saved tokens."""
+    for n in range(12):
+        fleet.complete(f"a saved prefix {n % 2} " * 80 + str(n))
+    row = "return [...document.querySelectorAll('[data-part=shadows] tbody td')].map((cell) => cell.textContent)"
+    sampled = lambda policy, of: fleet.total(f"pointsman_shadow_{of}_total", policy=policy)
+
+    def is_equal():
+        cells = browser.script(row)
+        if len(cells) < 5:
+            return False
+        shown = lambda text: int("".join(filter(str.isdigit, text)))
+        estimate, saved, decisions = shown(cells[1]), shown(cells[2]), shown(cells[3].split("of")[1])
+        known = sampled("chosen", "cached_tokens") - sampled("round_robin", "cached_tokens")
+        placed = fleet.total("pointsman_decisions_total", outcome="placed")
+        return estimate == saved == known > 0 and decisions == sampled("chosen", "decisions") == placed
+
+    until("the saved tokens equal the metrics", is_equal)
 
 
 def shows_a_killed_engine(browser, fleet):
@@ -179,6 +201,8 @@ def is_readable(browser, fleet):
     browser.resize(400)
     width = browser.script("return document.documentElement.scrollWidth")
     check(width <= 400, f"a width of 400 pixels needs no horizontal scrolling: {width}")
+    shown = "return [...document.querySelectorAll('[data-part=decisions] tbody tr')].filter((row) => row.checkVisibility()).length"
+    check(1 <= browser.script(shown) <= 8, "a narrow page has the last eight decisions")
     browser.resize(1280)
     browser.colours("light")
 
@@ -190,18 +214,51 @@ def top_shows_the_same(fleet):
     check(all(f"{n + 1}/0" in frame for n in range(len(fleet.engines))) and MODEL in frame, f"pointsman top: {frame}")
 
 
+def shows_legs_and_replicas(browser, pointsman):
+    """Two replicas of a gateway with a prefill pool."""
+    with contextlib.ExitStack() as stack:
+        start = lambda role: mock_engine(pointsman, stack, "--handover", "vllm-nixl", "--role", role)[0]
+        workers = {"mock": start("decode"), "mock-prefill": start("prefill")}
+        buses, (admin,) = free_ports(2), free_ports(1)
+        models = []
+        for name, port in workers.items():
+            models += ["[[models]]", f'name = "{name}"', "[[models.workers]]", f'url = "http://127.0.0.1:{port}"']
+            models += ["[models.router]", 'events.mode = "off"', "health.probe_interval_ms = 0"]
+            if name == "mock":
+                models += ["[models.disaggregation]", 'prefill = "mock-prefill"']
+        gateways = []
+        for number, bus in enumerate(buses):
+            peers = [f"127.0.0.1:{port}" for port in buses]
+            lines = ["[replicas]", f'listen = "127.0.0.1:{bus}"', f"peers = {json.dumps(peers)}"]
+            if number == 0:
+                lines += ["[admin]", f'listen = "127.0.0.1:{admin}"', 'token_file = "token"']
+            port, _ = serve(pointsman, stack, lines + models, {"token": TOKEN + "\n"})
+            gateways.append(port)
+        body = {"model": "mock", "messages": [{"role": "user", "content": "word " * 80}], "max_tokens": 2}
+        headers = {"content-type": "application/json"}
+        status, _ = exchange(gateways[0], "POST", "/v1/chat/completions", json.dumps(body), headers)
+        check(status == 200, "a request with two legs succeeds")
+        connect(browser, admin)
+        text = lambda part: browser.script(f"return [...document.querySelectorAll('[data-part={part}] tbody')].map((body) => body.innerText).join(' ')")
+        until("the prefill leg", lambda: "remote\t1" in text("legs") and "→" in text("pairs"))
+        until("the other replica", lambda: "live" in text("replicas"))
+
+
 def run_checks(pointsman):
-    with Browser() as browser, Fleet(pointsman, engine_flags=["--time-scale", "0.2"]) as fleet:
+    flags, settings = ["--time-scale", "0.2"], "shadow.share = 1.0"
+    with Browser() as browser, Fleet(pointsman, engine_flags=flags, settings=settings) as fleet:
         started = time.monotonic()
         rejects_a_wrong_token(browser, fleet)
         loads_and_updates(browser, fleet)
         equals_metrics(browser, fleet)
         works_by_keyboard(browser, fleet)
         explains_a_decision(browser, fleet)
+        saved_equals_metrics(browser, fleet)
         is_readable(browser, fleet)
         top_shows_the_same(fleet)
         shows_a_killed_engine(browser, fleet)
         survives_a_restart(browser, fleet)
+        shows_legs_and_replicas(browser, pointsman)
         print(f"live page: all checks passed in {time.monotonic() - started:.0f} s")
 
 
@@ -219,7 +276,7 @@ def take_screenshots(pointsman, directory):
     with Browser() as browser:
         with Fleet(pointsman, engines=4) as fleet:
             fleet.traffic(6, 60)
-            connect(browser, fleet)
+            connect(browser, fleet.admin)
             time.sleep(8)
             take(browser, directory, "healthy")
             fleet.kill_engine(1)
@@ -227,13 +284,13 @@ def take_screenshots(pointsman, directory):
             take(browser, directory, "dead")
         with Fleet(pointsman, block_sizes=[64, 64, 32, 64]) as fleet:
             fleet.traffic(6, 60)
-            connect(browser, fleet)
+            connect(browser, fleet.admin)
             time.sleep(8)
             take(browser, directory, "mismatched")
         queue = 'queue.threshold = 1.0\nqueue.unstated_batched_tokens = 2048'
         with Fleet(pointsman, engine_flags=["--time-scale", "0.05"], settings=queue) as fleet:
             fleet.traffic(40, 60, words=900, shared=False)
-            connect(browser, fleet)
+            connect(browser, fleet.admin)
             time.sleep(10)
             take(browser, directory, "overloaded")
 

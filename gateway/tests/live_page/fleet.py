@@ -17,8 +17,13 @@ MODEL = "<b>chat</b>"
 class Fleet(Processes):
     """Mock engines and a gateway."""
 
-    def __init__(self, pointsman, engines=3, engine_flags=(), settings="", block_sizes=None, ranks_per_engine=1):
+    def __init__(self, pointsman, engines=3, engine_flags=(), settings="", block_sizes=None, ranks_per_engine=1,
+                 gateway_settings="", files=None, wrapper=(), patience_s=PATIENCE_S):
+        """`files` are those that settings name. `wrapper` is a command that runs the gateway, such as valgrind, which may
+        need more patience."""
         super().__init__()
+        self.gateway_settings, self.files = gateway_settings, files or {}
+        self.wrapper, self.patience_s = wrapper, patience_s
         self.pointsman = str(pathlib.Path(pointsman).resolve())
         self.engine_flags, self.settings, self.ranks_per_engine = engine_flags, settings, ranks_per_engine
         self.block_sizes = block_sizes or [64] * engines
@@ -34,7 +39,8 @@ class Fleet(Processes):
         self.engine_processes = [self.start_engine(n) for n in range(len(self.engines))]
         for n in range(len(self.engines)):
             self.engines[n] = until("an engine", lambda: self.ports_of(n))
-        (self.directory / "token").write_text(TOKEN + "\n")
+        for name, content in {"token": TOKEN + "\n", **self.files}.items():
+            (self.directory / name).write_text(content)
         workers = "".join(
             f'[[models.workers]]\nid = {n + 1}\nurl = "http://127.0.0.1:{port}"\ntotal_kv_blocks = 7168\n'
             f"data_parallel_size = {self.ranks_per_engine}\n"
@@ -43,7 +49,7 @@ class Fleet(Processes):
             for n, (port, events, replay) in enumerate(self.engines)
         )
         (self.directory / "gateway.toml").write_text(
-            f'[gateway]\nlisten = "127.0.0.1:{self.gateway}"\n'
+            f'[gateway]\nlisten = "127.0.0.1:{self.gateway}"\n{self.gateway_settings}'
             f'[admin]\nlisten = "127.0.0.1:{self.admin}"\ntoken_file = "token"\n'
             f"[router]\nblock_size = 64\nengine_load.interval_ms = 500\n{self.settings}\n"
             f'[[models]]\nname = "{MODEL}"\naliases = ["chat"]\nupstream_name = "mock"\n{workers}'
@@ -64,8 +70,9 @@ class Fleet(Processes):
         return found and [int(port) for port in found.groups()]
 
     def start_gateway(self):
-        self.gateway_process = self.start("gateway", [self.pointsman, "serve", "--config", "gateway.toml"])
-        until("the gateway", self.is_serving)
+        command = [*self.wrapper, self.pointsman, "serve", "--config", "gateway.toml"]
+        self.gateway_process = self.start("gateway", command)
+        until("the gateway", self.is_serving, self.patience_s)
 
     def is_serving(self):
         check(self.gateway_process.poll() is None, "the gateway runs")
@@ -120,7 +127,16 @@ class Fleet(Processes):
 
     def metrics(self, name):
         """Values of a metric by rank: `WORKER/RANK`."""
-        _, page = get(self.admin, "/metrics", AUTHORIZED)
-        series = re.findall(rf"^{name}\{{(.*)\}} (\S+)$", page, re.M)
+        series = re.findall(rf"^{name}\{{(.*)\}} (\S+)$", self.page(), re.M)
         label = lambda labels, key: re.search(rf'\b{key}="([^"]*)"', labels)[1]
         return {f"{label(labels, 'worker')}/{label(labels, 'rank')}": float(value) for labels, value in series}
+
+    def total(self, name, **labels):
+        """Sum of the series of a metric with these labels."""
+        series = re.findall(rf"^{name}\{{(.*)\}} (\S+)$", self.page(), re.M)
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(float(value) for text, value in series if all(label in text.split(",") for label in wanted))
+
+    def page(self):
+        """The metrics page."""
+        return get(self.admin, "/metrics", AUTHORIZED)[1]

@@ -172,6 +172,7 @@ async fn state_of(model: &Model, watched: &mut Watched) -> ModelState {
     // Whole powers of two of the wait, so that ranks with about the same load keep their places.
     let busy = |rank: &Assessed<'_>| facts.wait(rank.rank).as_secs().checked_ilog2().map_or(0, |log| log + 1);
     assessed.sort_by_key(|rank| (Reverse(rank.level()), Reverse(busy(rank)), rank.rank));
+    let placements = hits.values().map(|hits| hits.placements).sum();
     let ranks = assessed.into_iter().take(RANKS_MAX).map(|rank| rank_state(&facts, rank, &hits)).collect();
     ModelState {
         name: model.settings.name.clone(),
@@ -188,7 +189,7 @@ async fn state_of(model: &Model, watched: &mut Watched) -> ModelState {
         queue,
         replicas,
         decisions: watched.decisions.states(),
-        shadows: router.shadow_totals().into_iter().map(shadow_state).collect(),
+        shadows: router.shadow_totals().into_iter().map(|totals| shadow_state(totals, placements)).collect(),
         legs: model.prefill.as_deref().map(legs_of),
     }
 }
@@ -264,8 +265,9 @@ fn queue_of(pending: &[PendingClass]) -> Vec<ClassState> {
     pending.iter().map(class).collect()
 }
 
-#[expect(clippy::cast_precision_loss, reason = "means are shown with two digits")]
-fn shadow_state(totals: ShadowTotals) -> ShadowState {
+#[expect(clippy::cast_precision_loss, reason = "means are shown with few digits")]
+#[expect(clippy::cast_possible_truncation, reason = "the cast of a float saturates")]
+fn shadow_state(totals: ShadowTotals, placements: u64) -> ShadowState {
     let mean = |seconds: f64| (totals.predictions > 0).then(|| seconds / totals.predictions as f64);
     let saved = i128::from(totals.chosen_cached_tokens) - i128::from(totals.cached_tokens);
     ShadowState {
@@ -273,6 +275,7 @@ fn shadow_state(totals: ShadowTotals) -> ShadowState {
         decisions: totals.decisions,
         agreements: totals.agreements,
         saved_tokens: i64::try_from(saved).unwrap_or(i64::MAX),
+        saved_tokens_estimate: (saved as f64 * placements as f64 / totals.decisions.max(1) as f64) as i64,
         chosen_ttft_seconds: mean(totals.chosen_ttft_seconds),
         ttft_seconds: mean(totals.ttft_seconds),
     }

@@ -251,7 +251,7 @@ function makeModel(model) {
     element(
       "div",
       { class: "columns" },
-      part("shadows", "Saved by the policy, in sampled decisions", ["Instead of", "Decisions", "Same rank", "Saved tokens", "Mean TTFT"]),
+      part("shadows", "Saved by the policy", ["Instead of", "Tokens so far, about", "In samples", "Same rank", "Mean TTFT"]),
       part("queue", "Queue", ["Class", "Requests", "Tokens", "Oldest"]),
       part("replicas", "Other replicas", ["Replica", "State", "Last summary", "Weight"]),
       part("legs", "Prefills", ["Place", "Requests"]),
@@ -275,7 +275,7 @@ function showModel(section, model, isOnly) {
   showDecisions(section, model.decisions);
   const age = (value) => (value === null ? "–" : seconds(value));
   const ttft = (row) => (row.ttft_seconds === null ? "–" : `${row.chosen_ttft_seconds.toFixed(3)} s, not ${row.ttft_seconds.toFixed(3)} s`);
-  table(section, "shadows", model.shadows.map((row) => [row.policy, whole(row.decisions), share(row.agreements / row.decisions), whole(row.saved_tokens), ttft(row)]));
+  table(section, "shadows", model.shadows.map((row) => [row.policy, whole(row.saved_tokens_estimate), whole(row.saved_tokens), `${share(row.agreements / row.decisions)} of ${whole(row.decisions)}`, ttft(row)]));
   table(section, "queue", model.queue.map((row) => [row.class, whole(row.requests), whole(row.tokens), age(row.oldest_age_seconds)]));
   table(section, "replicas", model.replicas.map((row) => [row.replica, row.state, `${seconds(row.summary_age_seconds)} ago`, row.weight.toFixed(2)]));
   table(section, "legs", (model.legs?.results ?? []).map((row) => [row.result, whole(row.requests)]));
