@@ -289,7 +289,7 @@ def take_screenshots(pointsman, directory):
             take(browser, directory, "mismatched")
         queue = 'queue.threshold = 1.0\nqueue.unstated_batched_tokens = 2048'
         with Fleet(pointsman, engine_flags=["--time-scale", "0.05"], settings=queue) as fleet:
-            fleet.traffic(40, 60, words=900, shared=False)
+            fleet.traffic(64, 60, words=900, shared=False)
             connect(browser, fleet.admin)
             time.sleep(10)
             take(browser, directory, "overloaded")
