@@ -2,8 +2,8 @@
 //!
 //! A future is polled once on the calling thread. An idle router decides there, so most requests never change threads. A
 //! future that waits moves to the runtime. Its result returns to the event loop through `call_soon_threadsafe`, which a
-//! separate thread calls, so that threads of the runtime never wait for the interpreter lock. A result that nobody awaits
-//! any more is dropped there: for a placement this frees the booking.
+//! separate thread calls, so that threads of the runtime never wait for the interpreter lock. A result without a waiting
+//! caller is dropped there: for a placement this frees the booking.
 
 use std::io;
 use std::sync::mpsc::{Sender, channel};

@@ -1,4 +1,4 @@
-//! Views of token ids in Python objects, without a copy where the object has 32-bit integers in one piece.
+//! Views of token ids in Python objects, without a copy of contiguous 32-bit integers.
 //!
 //! The buffer protocol joined the stable ABI with CPython 3.11. CPython 3.10 exports the same functions and the same
 //! structure, so one module serves both; this file declares them itself.

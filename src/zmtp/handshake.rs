@@ -11,7 +11,7 @@ pub const HANDSHAKE_BYTES_MAX: usize = GREETING_BYTES + 2 + 255;
 const READY: &[u8] = b"\x05READY";
 const SOCKET_TYPE: &[u8] = b"\x0bSocket-Type";
 
-/// What the first bytes of a peer show.
+/// Socket type of a peer, from its first bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PeerSocket {
     /// Further bytes are needed.

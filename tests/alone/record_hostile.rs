@@ -88,7 +88,7 @@ fn hostile_records_neither_panic_nor_exhaust_memory() {
         let entries = changed(&segments[segment.index(segments.len())], &changes);
         let region = Region::new(ALLOCATOR);
         read(&entries, mode);
-        // Everything that a replay allocates is freed at its end, so that the sum bounds what it holds.
+        // The total of allocations is an upper bound of the live memory of a replay.
         let allocated = region.change().bytes_allocated as isize;
         let bound = BYTES_MAX + 4_096 * entries.len() as isize;
         prop_assert!(allocated <= bound, "{} bytes for {} bytes of entries", allocated, entries.len());

@@ -49,7 +49,8 @@ pub enum PodSelection {
 }
 
 /// Pods of one namespace. Each ready pod without `deletionTimestamp` is a worker per port, probed periodically for its
-/// configuration. Workers of other pods are drained until the pod is deleted. While the API server does not respond, the last received pods stay.
+/// configuration. Workers of other pods are drained until the pod is deleted. While the API server does not respond, the
+/// last received pods stay.
 ///
 /// The address and the credentials of the API server come from the kubeconfig file ([`kubeconfig`](Self::kubeconfig),
 /// `KUBECONFIG`, `~/.kube/config`), or from the service account of the pod.
