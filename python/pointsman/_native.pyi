@@ -5,6 +5,18 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, final
 
+__all__ = [
+    "AnswerFollower",
+    "NativeRouter",
+    "Pending",
+    "Placement",
+    "__version__",
+    "block_hashes",
+    "metrics",
+    "route_times",
+    "shut_down",
+    "start",
+]
 __version__: str
 
 @final
@@ -120,6 +132,7 @@ def start(
     filters: Sequence[Callable[..., Any]],
 ) -> Any: ...
 def shut_down() -> None: ...
+def route_times(router: NativeRouter, tokens: Any, requests: int, tasks: int) -> list[int]: ...
 def metrics() -> str:
     """Metrics of all routers of this process in Prometheus' text format. Empty before the first router starts."""
 

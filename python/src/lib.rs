@@ -10,6 +10,7 @@ mod discovery;
 mod errors;
 mod extensions;
 mod inputs;
+mod measure;
 mod metrics;
 mod placement;
 mod process;
@@ -25,6 +26,8 @@ mod _native {
     use super::bridge::Pending;
     #[pymodule_export]
     use super::inputs::block_hashes;
+    #[pymodule_export]
+    use super::measure::route_times;
     #[pymodule_export]
     use super::metrics::metrics;
     #[pymodule_export]

@@ -79,6 +79,16 @@ pub(crate) struct NativeRouter {
 }
 
 impl NativeRouter {
+    pub(crate) fn library(&self) -> &Router {
+        &self.router
+    }
+
+    /// The process; an error in a forked child.
+    pub(crate) fn process(&self, py: Python<'_>) -> PyResult<&Process> {
+        self.process.check(py)?;
+        Ok(&self.process)
+    }
+
     fn run<T: Send + 'static>(
         &self,
         py: Python<'_>,
@@ -131,7 +141,6 @@ impl NativeRouter {
         self.router.block_size()
     }
 
-    #[pyo3(signature = (tokens, request_id=None, options=None))]
     fn route(
         &self,
         py: Python<'_>,

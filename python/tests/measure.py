@@ -1,54 +1,98 @@
 """Measurements of the module, for wheels of the profile ``dist``.
 
-usage: measure.py latency [REQUESTS]   time and CPU of ``await router.route`` with 4,096 tokens, by type of tokens and tasks
+usage: measure.py latency [REQUESTS]   time and CPU of ``await router.route`` with 4,096 tokens, by type of tokens and tasks,
+                                       beside the same calls in Rust, alternately in the same process
+       measure.py copy [TOKENS]        time and memory of the conversion of tokens, by their type
        measure.py cancel [REQUESTS]    bookings and memory after requests of which 5 % are cancelled
 """
 
 import array
 import asyncio
+import itertools
 import random
 import resource
+import subprocess
 import sys
 import time
 
 import numpy
 
-from pointsman import Router
+from pointsman import Router, _native, block_hashes
 
 WORKERS = {number: f"http://{number}" for number in range(8)}
 PROMPT = [random.Random(1).randrange(100_000) for _ in range(4096)]
+ROUNDS = 5
+
+KINDS = {
+    "numpy uint32": lambda tokens: numpy.array(tokens, dtype=numpy.uint32),
+    "array I": lambda tokens: array.array("I", tokens),
+    "numpy int64": lambda tokens: numpy.array(tokens, dtype=numpy.int64),
+    "list": list,
+}
 
 
 def quantiles_us(times_ns):
-    times_ns.sort()
+    times_ns = sorted(times_ns)
     return times_ns[len(times_ns) // 2] / 1e3, times_ns[len(times_ns) * 99 // 100] / 1e3
+
+
+async def python_times(router, tokens, requests, tasks):
+    times_ns = []
+
+    async def ask(count):
+        for _ in range(count):
+            began = time.perf_counter_ns()
+            placement = await router.route(tokens)
+            times_ns.append(time.perf_counter_ns() - began)
+            placement.prefill_completed()
+            placement.free()
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(ask(requests // tasks) for _ in range(tasks)))
+    return times_ns
+
+
+async def rust_times(router, tokens, requests, tasks):
+    return _native.route_times(router._native, tokens, requests, tasks)
 
 
 async def latency(requests):
     async with Router(block_size=16, workers=WORKERS) as router:
-        for kind, tokens in (
-            ("numpy uint32", numpy.array(PROMPT, dtype=numpy.uint32)),
-            ("array I", array.array("I", PROMPT)),
-            ("numpy int64", numpy.array(PROMPT)),
-            ("list", PROMPT),
-        ):
-            for tasks in (1, 16):
-                times_ns = []
-
-                async def ask(count):
-                    for _ in range(count):
-                        began = time.perf_counter_ns()
-                        placement = await router.route(tokens)
-                        times_ns.append(time.perf_counter_ns() - began)
-                        placement.prefill_completed()
-                        placement.free()
-                        await asyncio.sleep(0)
-
+        await python_times(router, PROMPT, 2000, 1)
+        for tasks in (1, 16):
+            callers = {"Rust": (rust_times, KINDS["numpy uint32"](PROMPT))}
+            callers |= {kind: (python_times, convert(PROMPT)) for kind, convert in KINDS.items()}
+            times, cpu_us = {name: [] for name in callers}, {}
+            for _, (name, (measure, tokens)) in itertools.product(range(ROUNDS), callers.items()):
                 cpu = time.process_time_ns()
-                await asyncio.gather(*(ask(requests // tasks) for _ in range(tasks)))
-                cpu_us = (time.process_time_ns() - cpu) / 1e3 / len(times_ns)
-                median_us, p99_us = quantiles_us(times_ns)
-                print(f"{kind:12} {tasks:2} tasks: {median_us:6.1f} us median, {p99_us:6.1f} us p99, {cpu_us:6.1f} us CPU")
+                times[name] += await measure(router, tokens, requests // ROUNDS, tasks)
+                cpu_us[name] = cpu_us.get(name, 0) + (time.process_time_ns() - cpu) / 1e3
+            native = quantiles_us(times["Rust"])
+            for name, times_ns in times.items():
+                median, p99 = quantiles_us(times_ns)
+                cpu = cpu_us[name] / len(times_ns)
+                over = f"{median - native[0]:+6.1f} / {p99 - native[1]:+6.1f} us over Rust" if name != "Rust" else ""
+                print(f"{tasks:2} tasks, {name:12}: {median:6.1f} us median, {p99:6.1f} us p99, {cpu:6.1f} us CPU {over}")
+
+
+def copy(count):
+    """Converts the tokens of a prompt for the hashes of two blocks. Each type has a process of its own."""
+    if len(sys.argv) <= 3:
+        for kind in KINDS:
+            subprocess.run([sys.executable, __file__, "copy", str(count), kind], check=True)
+        return
+    kind = sys.argv[3]
+    prompt = KINDS[kind](PROMPT)
+    times = []
+    for _ in range(2000):
+        began = time.perf_counter_ns()
+        block_hashes(prompt, 2048)
+        times.append(time.perf_counter_ns() - began)
+    large = KINDS[kind](numpy.arange(count) % 100_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    block_hashes(large, count // 2)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    print(f"{kind:12}: 4096 tokens in {quantiles_us(times)[0]:6.1f} us, {grown / count:4.1f} bytes of memory per token")
 
 
 def resident_mib():
@@ -84,5 +128,8 @@ async def cancel(requests):
 
 
 if __name__ == "__main__":
-    command, requests = sys.argv[1], int((sys.argv[2:] or ["100000"])[0])
-    asyncio.run({"latency": latency, "cancel": cancel}[command](requests))
+    command, given = sys.argv[1], sys.argv[2:]
+    if command == "copy":
+        copy(int(given[0]) if given else 1 << 24)
+    else:
+        asyncio.run({"latency": latency, "cancel": cancel}[command](int(given[0]) if given else 100_000))
