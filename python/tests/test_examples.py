@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -11,10 +12,14 @@ import subprocess
 import sys
 
 import aiohttp
+import aiohttp.web
+
+from pointsman import Router, discovery, metrics
 
 BINARY = os.environ["POINTSMAN"]
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 PATIENCE_S = 60
+BLOCK_SIZE = 64
 
 
 def free_port():
@@ -46,49 +51,122 @@ def running(command):
         process.wait(PATIENCE_S)
 
 
-async def chats(url):
-    """Sends conversations of three turns, one request at a time, and returns prompt tokens and cached tokens."""
+async def reached(condition):
+    """Waits until a coroutine function returns a true value, and returns it."""
+    for _ in range(PATIENCE_S * 100):
+        with contextlib.suppress(aiohttp.ClientConnectorError):
+            if value := await condition():
+                return value
+        await asyncio.sleep(0.01)
+    raise AssertionError("timeout")
+
+
+async def post(client, url, body, **options):
+    async with client.post(url, json=body, **options) as found:
+        assert found.status == 200, await found.text()
+        return await found.json()
+
+
+async def hit_rate(url, engine, indexed_blocks):
+    """Sends conversations of three turns, one request at a time, and returns the share of cached prompt tokens. Each request
+    follows after the index has all blocks of the last one: ``indexed_blocks`` returns their number by rank."""
     prompt_tokens = cached_tokens = 0
     async with aiohttp.ClientSession() as client:
-        for _ in range(PATIENCE_S * 20):
-            try:
-                async with client.post(f"{url}/v1/completions", json={"model": "mock", "prompt": [1], "max_tokens": 1}) as found:
-                    if found.status == 200:
-                        break
-            except aiohttp.ClientConnectorError:
-                pass
-            await asyncio.sleep(0.05)
         for conversation in range(12):
             messages = [{"role": "system", "content": f"You are assistant {conversation % 3}. " * 40}]
             for turn in range(3):
+                # More than a block, so that only the rank of this request has its last block.
                 messages.append({"role": "user", "content": f"Question {turn} of {conversation}. " * 20})
                 body = {"model": "mock", "messages": messages, "max_tokens": 32}
-                async with client.post(f"{url}/v1/chat/completions", json=body) as found:
-                    assert found.status == 200, await found.text()
-                    answer = await found.json()
+                answer = await post(client, f"{url}/v1/chat/completions", body)
                 usage = answer["usage"]
                 prompt_tokens += usage["prompt_tokens"]
                 cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
                 messages.append(answer["choices"][0]["message"])
-    return prompt_tokens, cached_tokens
+                tokens = (await post(client, f"{engine}/tokenize", {"model": "mock", "messages": messages}))["tokens"]
+                # The last generated token is not computed.
+                computed = (usage["prompt_tokens"] + usage["completion_tokens"] - 1) // BLOCK_SIZE
+
+                async def is_indexed():
+                    return max(await indexed_blocks(client, tokens)) >= computed
+
+                await reached(is_indexed)
+    return cached_tokens / prompt_tokens
 
 
-def test_the_example_gateway_and_the_gateway_hit_caches():
+def blocks_by_rank(scores):
+    return [row["device_blocks"] for row in scores["ranks"]]
+
+
+async def hit_rate_of_example():
+    sys.path.insert(0, str(EXAMPLES))
+    example = importlib.import_module("gateway")
     with engines(2) as urls:
-        port = free_port()
-        command = [sys.executable, "-W", "error", str(EXAMPLES / "gateway.py"), "64", str(port), *urls]
-        with running(command):
-            of_example = asyncio.run(chats(f"http://127.0.0.1:{port}"))
+        sources = [discovery.ProbedUrls(urls)]
+        router = Router(block_size=BLOCK_SIZE, min_initial_workers=2, discovery=sources)
+        runner = aiohttp.web.AppRunner(example.application(router, urls[0]))
+        await runner.setup()
+        try:
+            port = free_port()
+            await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
+
+            async def is_live():
+                return 'pointsman_kv_sources{pool="default",state="live"} 2' in metrics()
+
+            async def indexed_blocks(_, tokens):
+                return blocks_by_rank(await router.overlap_scores(tokens))
+
+            await reached(is_live)
+            return await hit_rate(f"http://127.0.0.1:{port}", urls[0], indexed_blocks)
+        finally:
+            await runner.cleanup()
+
+
+async def hit_rate_of_gateway(directory):
+    token = directory / "token"
+    token.write_text("t" * 32)
+    token.chmod(0o600)
     with engines(2) as urls:
+        port, admin = free_port(), free_port()
+        lines = ["[gateway]", f'listen = "127.0.0.1:{port}"', "[router]", f"block_size = {BLOCK_SIZE}"]
+        lines += ["[admin]", f'listen = "127.0.0.1:{admin}"', f'token_file = "{token}"', "[[models]]", 'name = "mock"']
+        for url in urls:
+            lines += ["[[models.workers]]", f'url = "{url}"', "probe = true"]
+        (directory / "gateway.toml").write_text("\n".join(lines))
+        authorized = {"Authorization": "Bearer " + "t" * 32}
+
+        async def indexed_blocks(client, tokens):
+            url = f"http://127.0.0.1:{admin}/admin/models/mock/overlap"
+            return blocks_by_rank((await post(client, url, {"tokens": tokens}, headers=authorized))["overlap"])
+
+        with running([BINARY, "serve", "--config", str(directory / "gateway.toml")]):
+            async with aiohttp.ClientSession() as client:
+
+                async def is_live():
+                    async with client.get(f"http://127.0.0.1:{port}/metrics") as page:
+                        return 'pointsman_kv_sources{pool="mock",state="live"} 2' in await page.text()
+
+                await reached(is_live)
+            return await hit_rate(f"http://127.0.0.1:{port}", urls[0], indexed_blocks)
+
+
+def test_the_example_gateway_and_the_gateway_have_the_same_hit_rate(tmp_path):
+    example = asyncio.run(hit_rate_of_example())
+    gateway = asyncio.run(hit_rate_of_gateway(tmp_path))
+    print(f"hit rates: example {example:.6f}, gateway {gateway:.6f}")
+    assert example == gateway > 0.5
+
+
+def test_the_example_gateway_serves_as_a_program():
+    async def chat(port):
+        body = {"model": "mock", "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 4}
+        async with aiohttp.ClientSession() as client:
+            return await reached(lambda: post(client, f"http://127.0.0.1:{port}/v1/chat/completions", body))
+
+    with engines(1) as urls:
         port = free_port()
-        workers = [part for url in urls for part in ("--worker", url)]
-        settings = ["--listen", f"127.0.0.1:{port}", "--set", "router.block_size=64"]
-        with running([BINARY, "serve", "--model", "mock", *workers, *settings]):
-            of_gateway = asyncio.run(chats(f"http://127.0.0.1:{port}"))
-    example, gateway = (cached / prompt for prompt, cached in (of_example, of_gateway))
-    print(f"hit rates: example {example:.4f}, gateway {gateway:.4f}")
-    # Equal on an idle machine. A request that overtakes the KV events of the last one may miss its cache.
-    assert min(example, gateway) > 0.3
+        with running([sys.executable, "-W", "error", str(EXAMPLES / "gateway.py"), str(BLOCK_SIZE), str(port), *urls]):
+            assert asyncio.run(chat(port))["usage"]["completion_tokens"] == 4
 
 
 def test_the_replay_reports_hit_rate_and_load_by_rank(tmp_path):
