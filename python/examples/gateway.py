@@ -2,8 +2,9 @@
 
 usage: gateway.py BLOCK_SIZE PORT ENGINE_URL [ENGINE_URL ...]
 
-The engines are probed for their configuration and KV events. Needs the package ``aiohttp``. Prompts are tokenized by the
-engine at ``/tokenize``; a gateway with a local tokenizer saves this request.
+The engines are probed for their configuration and KV events. vLLM does not report its event endpoints: a file for
+``discovery.WatchedFile`` names them. Needs the package ``aiohttp``. Prompts are tokenized by the engine at ``/tokenize``; a
+gateway with a local tokenizer saves this request.
 """
 
 import sys

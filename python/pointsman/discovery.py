@@ -22,7 +22,8 @@ class WatchedFile:
 
 @dataclass(frozen=True)
 class ProbedUrls:
-    """Engines at known addresses, probed every 5 seconds for their configuration."""
+    """Engines at known addresses, probed every 5 seconds for their configuration. vLLM does not report its event endpoints:
+    a :class:`WatchedFile` names them."""
 
     urls: Sequence[str]
     model: str | None = None
