@@ -14,6 +14,7 @@ use pointsman::{AddRequest, Fault, Placement, Prompt, RouteRequest, Router, Rout
 use crate::common::{
     WAIT_MAX, assert_at_rest, cleared, config, loads, router, stored, suppress_fault_reports, tokens, until,
 };
+use crate::repetitions::repetitions;
 
 const WORKERS: u64 = 6;
 
@@ -390,10 +391,11 @@ async fn recovered_ranks_are_chosen_while_another_hangs() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ten_thousand_deaths_under_flood_fail_no_call() {
+async fn deaths_under_flood_fail_no_call() {
+    let bursts = repetitions("DEATHS", 1_000) / BURST;
     let router = router(config(), 4).await;
     let faults = [Fault::Scheduler, Fault::Sequence(rank(0)), Fault::Radix(rank(0)), Fault::Sequence(rank(3))];
-    die_in_bursts(&router, 8, 10_000 / BURST, &faults).await;
+    die_in_bursts(&router, 8, bursts, &faults).await;
 }
 
 #[tokio::test]

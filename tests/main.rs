@@ -13,6 +13,8 @@ mod fleet;
 mod msgpack;
 #[path = "common/recorded.rs"]
 mod recorded;
+#[path = "common/repetitions.rs"]
+mod repetitions;
 #[path = "common/world.rs"]
 mod world;
 #[path = "common/world_config.rs"]

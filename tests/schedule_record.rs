@@ -3,11 +3,11 @@
 use pointsman::schedule::{RecordedChoice, Replay, ReplayMode};
 
 use crate::recorded::{Recorded, configs, replayed, settings};
+use crate::repetitions::repetitions;
 
 /// Decisions per configuration. A larger number for a longer run.
-#[expect(clippy::disallowed_methods, reason = "tests take their length from the environment")]
 fn decisions() -> u64 {
-    std::env::var("RECORDED_DECISIONS").ok().and_then(|number| number.parse().ok()).unwrap_or(300)
+    repetitions("RECORDED_DECISIONS", 300)
 }
 
 #[test]

@@ -39,7 +39,5 @@ mod replicas;
 mod scale_from_zero;
 mod targets;
 mod tokens;
-#[cfg(feature = "otlp")]
-mod traces;
 mod warm_start;
 mod worker_tls;

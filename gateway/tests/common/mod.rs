@@ -7,6 +7,7 @@ pub(crate) mod admin;
 pub(crate) mod fleet;
 pub(crate) mod holdings;
 pub(crate) mod http;
+pub(crate) mod picker;
 #[cfg(unix)]
 pub(crate) mod process;
 pub(crate) mod proxy;

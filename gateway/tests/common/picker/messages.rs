@@ -11,18 +11,18 @@ use prost::{Message, Oneof};
 use prost_types::{ListValue, Struct, Value, value::Kind};
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct ProcessingRequest {
+pub(crate) struct ProcessingRequest {
     #[prost(oneof = "Part", tags = "2, 3, 4, 5, 6, 7")]
-    pub(super) request: Option<Part>,
+    pub(crate) request: Option<Part>,
     #[prost(message, optional, tag = "8")]
-    pub(super) metadata_context: Option<Metadata>,
+    pub(crate) metadata_context: Option<Metadata>,
     /// The gateway does not read it.
     #[prost(message, optional, tag = "11")]
-    pub(super) protocol_config: Option<ProtocolConfiguration>,
+    pub(crate) protocol_config: Option<ProtocolConfiguration>,
 }
 
 #[derive(Clone, PartialEq, Oneof)]
-pub(super) enum Part {
+pub(crate) enum Part {
     #[prost(message, tag = "2")]
     RequestHeaders(HttpHeaders),
     #[prost(message, tag = "3")]
@@ -38,49 +38,49 @@ pub(super) enum Part {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct ProtocolConfiguration {
+pub(crate) struct ProtocolConfiguration {
     #[prost(int32, tag = "1")]
-    pub(super) request_body_mode: i32,
+    pub(crate) request_body_mode: i32,
     #[prost(int32, tag = "2")]
-    pub(super) response_body_mode: i32,
+    pub(crate) response_body_mode: i32,
 }
 
 impl ProtocolConfiguration {
     /// `FULL_DUPLEX_STREAMED` for both bodies.
-    pub(super) const FULL_DUPLEX: Self = Self { request_body_mode: 4, response_body_mode: 4 };
+    pub(crate) const FULL_DUPLEX: Self = Self { request_body_mode: 4, response_body_mode: 4 };
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct HttpHeaders {
+pub(crate) struct HttpHeaders {
     #[prost(message, optional, tag = "1")]
-    pub(super) headers: Option<HeaderMap>,
+    pub(crate) headers: Option<HeaderMap>,
     #[prost(bool, tag = "3")]
-    pub(super) end_of_stream: bool,
+    pub(crate) end_of_stream: bool,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct HttpBody {
+pub(crate) struct HttpBody {
     #[prost(bytes = "bytes", tag = "1")]
-    pub(super) body: Bytes,
+    pub(crate) body: Bytes,
     #[prost(bool, tag = "2")]
-    pub(super) end_of_stream: bool,
+    pub(crate) end_of_stream: bool,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct HttpTrailers {
+pub(crate) struct HttpTrailers {
     #[prost(message, optional, tag = "1")]
-    pub(super) trailers: Option<HeaderMap>,
+    pub(crate) trailers: Option<HeaderMap>,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct HeaderMap {
+pub(crate) struct HeaderMap {
     #[prost(message, repeated, tag = "1")]
-    pub(super) headers: Vec<HeaderValue>,
+    pub(crate) headers: Vec<HeaderValue>,
 }
 
 impl HeaderMap {
     /// Headers as Envoy encodes them.
-    pub(super) fn of<'a>(headers: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
+    pub(crate) fn of<'a>(headers: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
         let raw = |text: &str| Bytes::copy_from_slice(text.as_bytes());
         let header = |(key, value): (&str, &str)| HeaderValue { key: key.to_owned(), raw_value: raw(value) };
         Self { headers: headers.into_iter().map(header).collect() }
@@ -88,25 +88,25 @@ impl HeaderMap {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct HeaderValue {
+pub(crate) struct HeaderValue {
     #[prost(string, tag = "1")]
-    pub(super) key: String,
+    pub(crate) key: String,
     #[prost(bytes = "bytes", tag = "3")]
-    pub(super) raw_value: Bytes,
+    pub(crate) raw_value: Bytes,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct Metadata {
+pub(crate) struct Metadata {
     #[prost(btree_map = "string, message", tag = "1")]
-    pub(super) filter_metadata: BTreeMap<String, Struct>,
+    pub(crate) filter_metadata: BTreeMap<String, Struct>,
 }
 
 impl Metadata {
-    pub(super) fn text(namespace: &str, key: &str, text: &str) -> Self {
+    pub(crate) fn text(namespace: &str, key: &str, text: &str) -> Self {
         Self::of(namespace, key, Kind::StringValue(text.to_owned()))
     }
 
-    pub(super) fn list(namespace: &str, key: &str, texts: &[&str]) -> Self {
+    pub(crate) fn list(namespace: &str, key: &str, texts: &[&str]) -> Self {
         let value = |text: &&str| Value { kind: Some(Kind::StringValue((*text).to_owned())) };
         Self::of(namespace, key, Kind::ListValue(ListValue { values: texts.iter().map(value).collect() }))
     }
@@ -118,15 +118,15 @@ impl Metadata {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct ProcessingResponse {
+pub(crate) struct ProcessingResponse {
     #[prost(oneof = "Answer", tags = "1, 2, 3, 4, 5, 6, 7")]
-    pub(super) response: Option<Answer>,
+    pub(crate) response: Option<Answer>,
     #[prost(message, optional, tag = "8")]
-    pub(super) dynamic_metadata: Option<Struct>,
+    pub(crate) dynamic_metadata: Option<Struct>,
 }
 
 #[derive(Clone, PartialEq, Oneof)]
-pub(super) enum Answer {
+pub(crate) enum Answer {
     #[prost(message, tag = "1")]
     RequestHeaders(CommonAnswer),
     #[prost(message, tag = "2")]
@@ -145,43 +145,43 @@ pub(super) enum Answer {
 
 /// `HeadersResponse` and `BodyResponse`, which have the same field.
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct CommonAnswer {
+pub(crate) struct CommonAnswer {
     #[prost(message, optional, tag = "1")]
-    pub(super) response: Option<CommonResponse>,
+    pub(crate) response: Option<CommonResponse>,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct TrailersResponse {
+pub(crate) struct TrailersResponse {
     #[prost(message, optional, tag = "1")]
-    pub(super) header_mutation: Option<HeaderMutation>,
+    pub(crate) header_mutation: Option<HeaderMutation>,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct CommonResponse {
+pub(crate) struct CommonResponse {
     #[prost(int32, tag = "1")]
-    pub(super) status: i32,
+    pub(crate) status: i32,
     #[prost(message, optional, tag = "2")]
-    pub(super) header_mutation: Option<HeaderMutation>,
+    pub(crate) header_mutation: Option<HeaderMutation>,
     #[prost(message, optional, tag = "3")]
-    pub(super) body_mutation: Option<BodyMutation>,
+    pub(crate) body_mutation: Option<BodyMutation>,
     #[prost(bool, tag = "5")]
-    pub(super) clear_route_cache: bool,
+    pub(crate) clear_route_cache: bool,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct HeaderMutation {
+pub(crate) struct HeaderMutation {
     #[prost(message, repeated, tag = "1")]
-    pub(super) set_headers: Vec<HeaderValueOption>,
+    pub(crate) set_headers: Vec<HeaderValueOption>,
     #[prost(string, repeated, tag = "2")]
-    pub(super) remove_headers: Vec<String>,
+    pub(crate) remove_headers: Vec<String>,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct HeaderValueOption {
+pub(crate) struct HeaderValueOption {
     #[prost(message, optional, tag = "1")]
-    pub(super) header: Option<HeaderValue>,
+    pub(crate) header: Option<HeaderValue>,
     #[prost(int32, tag = "3")]
-    pub(super) append_action: i32,
+    pub(crate) append_action: i32,
 }
 
 /// `OVERWRITE_IF_EXISTS_OR_ADD` of `append_action`.
@@ -189,7 +189,7 @@ const OVERWRITE: i32 = 2;
 
 impl HeaderMutation {
     /// The headers that are set, each in place of earlier values.
-    pub(super) fn set(&self) -> BTreeMap<String, String> {
+    pub(crate) fn set(&self) -> BTreeMap<String, String> {
         let text = |value: &Bytes| String::from_utf8(value.to_vec()).expect("headers are text");
         let set = self.set_headers.iter().map(|option| {
             assert_eq!(option.append_action, OVERWRITE, "{option:?}");
@@ -203,14 +203,14 @@ impl HeaderMutation {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct BodyMutation {
+pub(crate) struct BodyMutation {
     #[prost(oneof = "Mutation", tags = "1, 2, 3")]
-    pub(super) mutation: Option<Mutation>,
+    pub(crate) mutation: Option<Mutation>,
 }
 
 /// Only [`Mutation::Streamed`] is allowed in full-duplex mode.
 #[derive(Clone, PartialEq, Oneof)]
-pub(super) enum Mutation {
+pub(crate) enum Mutation {
     #[prost(bytes = "bytes", tag = "1")]
     Body(Bytes),
     #[prost(bool, tag = "2")]
@@ -220,16 +220,16 @@ pub(super) enum Mutation {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct StreamedBodyResponse {
+pub(crate) struct StreamedBodyResponse {
     #[prost(bytes = "bytes", tag = "1")]
-    pub(super) body: Bytes,
+    pub(crate) body: Bytes,
     #[prost(bool, tag = "2")]
-    pub(super) end_of_stream: bool,
+    pub(crate) end_of_stream: bool,
 }
 
 impl CommonAnswer {
     /// The piece of a body.
-    pub(super) fn piece(self) -> StreamedBodyResponse {
+    pub(crate) fn piece(self) -> StreamedBodyResponse {
         let common = self.response.expect("a response");
         assert_eq!((common.status, common.header_mutation), (0, None), "CONTINUE without changes to headers");
         match common.body_mutation.and_then(|body| body.mutation) {
@@ -240,39 +240,39 @@ impl CommonAnswer {
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct ImmediateResponse {
+pub(crate) struct ImmediateResponse {
     #[prost(message, optional, tag = "1")]
-    pub(super) status: Option<HttpStatus>,
+    pub(crate) status: Option<HttpStatus>,
     #[prost(message, optional, tag = "2")]
-    pub(super) headers: Option<HeaderMutation>,
+    pub(crate) headers: Option<HeaderMutation>,
     #[prost(bytes = "bytes", tag = "3")]
-    pub(super) body: Bytes,
+    pub(crate) body: Bytes,
     #[prost(string, tag = "5")]
-    pub(super) details: String,
+    pub(crate) details: String,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct HttpStatus {
+pub(crate) struct HttpStatus {
     #[prost(int32, tag = "1")]
-    pub(super) code: i32,
+    pub(crate) code: i32,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct HealthCheckRequest {
+pub(crate) struct HealthCheckRequest {
     #[prost(string, tag = "1")]
-    pub(super) service: String,
+    pub(crate) service: String,
 }
 
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct HealthCheckResponse {
+pub(crate) struct HealthCheckResponse {
     #[prost(enumeration = "ServingStatus", tag = "1")]
-    pub(super) status: i32,
+    pub(crate) status: i32,
 }
 
 /// `ServingStatus` of a health check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, prost::Enumeration)]
 #[repr(i32)]
-pub(super) enum ServingStatus {
+pub(crate) enum ServingStatus {
     Unknown = 0,
     Serving = 1,
     NotServing = 2,

@@ -51,19 +51,19 @@ impl<F: Future<Output: Send> + Send + 'static> Executor<F> for Tasks {
 }
 
 /// An HTTP/2 connection to the picker.
-pub(super) struct Connection {
+pub(crate) struct Connection {
     requests: SendRequest<OutgoingBody>,
     tasks: Tasks,
 }
 
 impl Connection {
     /// Connects without encryption.
-    pub(super) async fn open(address: SocketAddr) -> Self {
+    pub(crate) async fn open(address: SocketAddr) -> Self {
         Self::over(TcpStream::connect(address).await.expect("connection accepted")).await
     }
 
     /// Connects with TLS, and requires HTTP/2 by ALPN.
-    pub(super) async fn open_tls(address: SocketAddr, config: ClientConfig) -> io::Result<Self> {
+    pub(crate) async fn open_tls(address: SocketAddr, config: ClientConfig) -> io::Result<Self> {
         let stream = TcpStream::connect(address).await.expect("connection accepted");
         let name = ServerName::try_from("localhost").expect("a name");
         let stream = TlsConnector::from(Arc::new(config)).connect(name, stream).await?;
@@ -105,13 +105,13 @@ impl Connection {
     }
 
     /// Begins the exchange of one request.
-    pub(super) async fn process(&mut self) -> Exchange {
+    pub(crate) async fn process(&mut self) -> Exchange {
         let call = self.call("/envoy.service.ext_proc.v3.ExternalProcessor/Process", &[], true).await;
         Exchange { call, is_first: true, end: None }
     }
 
     /// Checks the health of a service.
-    pub(super) async fn check(&mut self, service: &str) -> ServingStatus {
+    pub(crate) async fn check(&mut self, service: &str) -> ServingStatus {
         let request = HealthCheckRequest { service: service.to_owned() }.encode_to_vec();
         let mut call = self.call("/grpc.health.v1.Health/Check", &[request], false).await;
         let reply = call.next::<HealthCheckResponse>().await.expect("a reply");
@@ -120,20 +120,20 @@ impl Connection {
     }
 
     /// Watches the health of a service. The messages are of type [`HealthCheckResponse`].
-    pub(super) async fn watch(&mut self, service: &str) -> Call {
+    pub(crate) async fn watch(&mut self, service: &str) -> Call {
         let request = HealthCheckRequest { service: service.to_owned() }.encode_to_vec();
         self.call("/grpc.health.v1.Health/Watch", &[request], false).await
     }
 
     /// Closes the socket at once, like a proxy that is killed.
-    pub(super) async fn kill(self) {
+    pub(crate) async fn kill(self) {
         let mut tasks = std::mem::take(&mut *self.tasks.0.lock().expect("lock not poisoned"));
         tasks.shutdown().await;
     }
 }
 
 /// A gRPC call.
-pub(super) struct Call {
+pub(crate) struct Call {
     /// Absent after the end of the messages to the server.
     outgoing: Option<Outgoing>,
     incoming: Incoming,
@@ -159,7 +159,7 @@ impl Call {
     }
 
     /// The next message; `None` at the end.
-    pub(super) async fn next<M: Message + Default>(&mut self) -> Option<M> {
+    pub(crate) async fn next<M: Message + Default>(&mut self) -> Option<M> {
         loop {
             if let Some(message) = self.message() {
                 return Some(M::decode(message).expect("a valid message"));
@@ -183,7 +183,7 @@ impl Call {
     }
 
     /// Waits for the end of the call, without further messages. Returns its status and message.
-    pub(super) async fn status(&mut self) -> (i32, String) {
+    pub(crate) async fn status(&mut self) -> (i32, String) {
         assert_eq!(self.next::<ProcessingResponse>().await, None);
         let trailers = self.trailers.as_ref().expect("trailers");
         let text = |name| trailers.get(name).map_or("", |value| value.to_str().expect("text"));
@@ -193,7 +193,7 @@ impl Call {
 
 /// How a request ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
+pub(crate) enum End {
     /// With its head.
     Head,
     /// With a part of its body.
@@ -202,7 +202,7 @@ pub(super) enum End {
 }
 
 /// The exchange of one request.
-pub(super) struct Exchange {
+pub(crate) struct Exchange {
     call: Call,
     is_first: bool,
     /// Absent while the request continues.
@@ -211,23 +211,23 @@ pub(super) struct Exchange {
 
 /// Answer to a request.
 #[derive(Debug)]
-pub(super) struct Pick {
+pub(crate) struct Pick {
     /// Headers that are set.
-    pub(super) headers: BTreeMap<String, String>,
-    pub(super) removed_headers: Vec<String>,
+    pub(crate) headers: BTreeMap<String, String>,
+    pub(crate) removed_headers: Vec<String>,
     /// Endpoints in the metadata, in their order.
-    pub(super) endpoints: Vec<String>,
+    pub(crate) endpoints: Vec<String>,
     /// Pieces of the body; absent if the request has no body.
-    pub(super) pieces: Vec<StreamedBodyResponse>,
+    pub(crate) pieces: Vec<StreamedBodyResponse>,
 }
 
 impl Pick {
     /// The chosen endpoint.
-    pub(super) fn endpoint(&self) -> &str {
+    pub(crate) fn endpoint(&self) -> &str {
         &self.endpoints[0]
     }
 
-    pub(super) fn body(&self) -> Vec<u8> {
+    pub(crate) fn body(&self) -> Vec<u8> {
         self.pieces.iter().flat_map(|piece| piece.body.clone()).collect()
     }
 }
@@ -240,22 +240,22 @@ fn head(pseudo: &[(&str, &str)], headers: &[(&str, &str)], end_of_stream: bool) 
 
 impl Exchange {
     /// Sends a message of any content.
-    pub(super) async fn send_bytes(&mut self, message: &[u8]) {
+    pub(crate) async fn send_bytes(&mut self, message: &[u8]) {
         self.call.send(message).await;
     }
 
-    pub(super) async fn send(&mut self, part: Part) {
+    pub(crate) async fn send(&mut self, part: Part) {
         self.send_with(part, None).await;
     }
 
-    pub(super) async fn send_with(&mut self, part: Part, metadata_context: Option<Metadata>) {
+    pub(crate) async fn send_with(&mut self, part: Part, metadata_context: Option<Metadata>) {
         let protocol_config = std::mem::take(&mut self.is_first).then_some(ProtocolConfiguration::FULL_DUPLEX);
         let request = ProcessingRequest { request: Some(part), metadata_context, protocol_config };
         self.call.send(&request.encode_to_vec()).await;
     }
 
     /// Sends the head of a request.
-    pub(super) async fn begin(
+    pub(crate) async fn begin(
         &mut self,
         (method, path): (&str, &str),
         headers: &[(&str, &str)],
@@ -268,43 +268,43 @@ impl Exchange {
     }
 
     /// Sends a part of the request body.
-    pub(super) async fn body(&mut self, body: &[u8], ends: bool) {
+    pub(crate) async fn body(&mut self, body: &[u8], ends: bool) {
         self.end = ends.then_some(End::Body);
         self.send(Part::RequestBody(HttpBody { body: Bytes::copy_from_slice(body), end_of_stream: ends })).await;
     }
 
-    pub(super) async fn trailers(&mut self) {
+    pub(crate) async fn trailers(&mut self) {
         self.end = Some(End::Trailers);
         let trailers = Some(HeaderMap::of([("x-checksum", "1")]));
         self.send(Part::RequestTrailers(HttpTrailers { trailers })).await;
     }
 
     /// Sends a complete request with a JSON body.
-    pub(super) async fn post(&mut self, path: &str, body: &[u8], metadata: Option<Metadata>) {
+    pub(crate) async fn post(&mut self, path: &str, body: &[u8], metadata: Option<Metadata>) {
         self.begin(("POST", path), &[("content-type", "application/json")], false, metadata).await;
         self.body(body, true).await;
     }
 
     /// Sends the head of a response, with the endpoint that served it.
-    pub(super) async fn respond(&mut self, status: &str, content_type: &str, ends: bool, served: Option<&str>) {
+    pub(crate) async fn respond(&mut self, status: &str, content_type: &str, ends: bool, served: Option<&str>) {
         let head = head(&[(":status", status)], &[("content-type", content_type)], ends);
         let metadata = served.map(|served| Metadata::text("envoy.lb", "x-gateway-destination-endpoint-served", served));
         self.send_with(Part::ResponseHeaders(head), metadata).await;
     }
 
     /// Sends a part of the response body.
-    pub(super) async fn response_body(&mut self, body: &[u8], ends: bool) {
+    pub(crate) async fn response_body(&mut self, body: &[u8], ends: bool) {
         self.send(Part::ResponseBody(HttpBody { body: Bytes::copy_from_slice(body), end_of_stream: ends })).await;
     }
 
     /// The next answer and its metadata.
-    pub(super) async fn answer(&mut self) -> (Answer, Option<prost_types::Struct>) {
+    pub(crate) async fn answer(&mut self) -> (Answer, Option<prost_types::Struct>) {
         let answer = self.call.next::<ProcessingResponse>().await.expect("an answer before the end");
         (answer.response.expect("a known answer"), answer.dynamic_metadata)
     }
 
     /// The answers to the request.
-    pub(super) async fn pick(&mut self) -> Pick {
+    pub(crate) async fn pick(&mut self) -> Pick {
         let end = self.end.expect("the request is complete");
         let (answer, metadata) = self.answer().await;
         let Answer::RequestHeaders(answer) = answer else { panic!("not the head: {answer:?}") };
@@ -331,7 +331,7 @@ impl Exchange {
     }
 
     /// The response in place of a worker's, after which the call ends.
-    pub(super) async fn immediate(&mut self) -> Refusal {
+    pub(crate) async fn immediate(&mut self) -> Refusal {
         let (answer, metadata) = self.answer().await;
         let Answer::Immediate(answer) = answer else { panic!("not an immediate response: {answer:?}") };
         assert_eq!((metadata, self.call.status().await), (None, (0, String::new())));
@@ -345,7 +345,7 @@ impl Exchange {
     }
 
     /// The headers that the answer to the response head sets.
-    pub(super) async fn response_headers(&mut self) -> BTreeMap<String, String> {
+    pub(crate) async fn response_headers(&mut self) -> BTreeMap<String, String> {
         let (answer, metadata) = self.answer().await;
         let Answer::ResponseHeaders(answer) = answer else { panic!("not the response head: {answer:?}") };
         let common = answer.response.expect("a response");
@@ -354,35 +354,35 @@ impl Exchange {
     }
 
     /// A piece of the response.
-    pub(super) async fn response_piece(&mut self) -> StreamedBodyResponse {
+    pub(crate) async fn response_piece(&mut self) -> StreamedBodyResponse {
         let (answer, _) = self.answer().await;
         let Answer::ResponseBody(answer) = answer else { panic!("not a piece of the response: {answer:?}") };
         answer.piece()
     }
 
     /// Ends the messages to the picker in order, and waits for the end of the call.
-    pub(super) async fn finish(mut self) -> (i32, String) {
+    pub(crate) async fn finish(mut self) -> (i32, String) {
         self.half_close();
         self.status().await
     }
 
     /// The end of the call by the picker.
-    pub(super) async fn status(&mut self) -> (i32, String) {
+    pub(crate) async fn status(&mut self) -> (i32, String) {
         self.call.status().await
     }
 
     /// Ends the messages to the picker in order. Answers can still be read.
-    pub(super) fn half_close(&mut self) {
+    pub(crate) fn half_close(&mut self) {
         self.call.outgoing = None;
     }
 
     /// Drops the call, which resets the stream.
-    pub(super) fn leave(self) {
+    pub(crate) fn leave(self) {
         drop(self);
     }
 
     /// Resets the stream with an error.
-    pub(super) async fn reset(self) {
+    pub(crate) async fn reset(self) {
         let outgoing = self.call.outgoing.as_ref().expect("the call is open");
         outgoing.send(Err(io::Error::other("reset by the test"))).await.expect("the call is open");
     }
@@ -399,9 +399,9 @@ fn destination(metadata: &prost_types::Struct) -> String {
 
 /// A response in place of a worker's.
 #[derive(Debug)]
-pub(super) struct Refusal {
-    pub(super) status: i32,
-    pub(super) headers: BTreeMap<String, String>,
+pub(crate) struct Refusal {
+    pub(crate) status: i32,
+    pub(crate) headers: BTreeMap<String, String>,
     /// Code of the error in the body.
-    pub(super) code: String,
+    pub(crate) code: String,
 }

@@ -2,9 +2,9 @@
 
 use tokio::time::Duration;
 
-use super::{COMPLETIONS, ENDPOINTS, Pool, workers};
+use crate::collector::{Collector, PARENT, TRACE, TRACEPARENT, attribute, text};
+use crate::common::picker::{COMPLETIONS, ENDPOINTS, Pool, workers};
 use crate::common::proxy::until;
-use crate::traces::{Collector, PARENT, TRACE, TRACEPARENT, attribute, text};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_moved_request_is_one_span_tree() {
