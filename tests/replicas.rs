@@ -17,7 +17,7 @@ use pointsman::{
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 
-use crate::common::{assert_at_rest, config, loads, started, stored, tokens};
+use crate::common::{assert_at_rest, cleared, config, loads, started, stored, tokens};
 
 const WORKERS: u64 = 4;
 
@@ -408,6 +408,21 @@ async fn without_events_a_prompt_placed_by_one_replica_is_a_hit_at_the_others() 
     let sent: Vec<ReplicaId> =
         sent.filter(|message| message.topic == ReplicaTopic::Speculative).map(|message| message.from.replica).collect();
     assert_eq!(sent, [ReplicaId(1); 2], "a receiver does not send them again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn beside_events_a_prompt_in_flight_at_one_replica_is_a_hit_at_the_others() {
+    let network = MemoryNetwork::new(MemoryFaults { delay: Duration::from_millis(1), ..MemoryFaults::default() });
+    let mut beside = with_events(EventMode::On);
+    beside.index.speculative.with_events_ttl_ms = Some(10_000);
+    let one = replica_with(&network, 1, 1, beside.clone()).await;
+    let two = replica_with(&network, 2, 1, beside).await;
+    settle().await;
+    let placed = route(&one, 1).await.rank();
+    settle().await;
+    assert_eq!(best(&two, 1).await, (placed, 10));
+    two.apply_events(vec![stored(placed, &tokens(1, 10)), cleared(placed)]).await.expect("up");
+    assert_eq!(best(&two, 1).await.1, 0, "events of the engine are decisive");
 }
 
 #[tokio::test(start_paused = true)]

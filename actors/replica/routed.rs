@@ -1,5 +1,5 @@
-//! Sharing of routed prompts in approximate mode: publishes own decisions, and forwards those of other replicas to the
-//! index shards as speculative entries.
+//! Sharing of routed prompts: publishes own decisions from which speculative entries follow, and forwards those of other
+//! replicas to the index shards.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ pub(super) struct RoutedSharing {
 }
 
 impl RoutedSharing {
-    /// `None` unless the router derives the caches of engines without events from its decisions.
+    /// `None` if the router derives no speculative entries from its decisions.
     pub(super) fn of(
         config: &RouterConfig,
         bus: &Arc<dyn ReplicaBus>,
@@ -37,10 +37,7 @@ impl RoutedSharing {
         layout: ReplicaLayout,
         shards: &Arc<Shards>,
     ) -> Option<Self> {
-        match SpeculationModel::of(config)? {
-            SpeculationModel::Ttl { .. } | SpeculationModel::Lru { .. } | SpeculationModel::UntilEvents { .. } => {}
-            SpeculationModel::BesideEvents { .. } => return None,
-        }
+        SpeculationModel::of(config)?;
         let answers = shards.iter().map(|_| None).collect();
         Some(Self { bus: Arc::clone(bus), pool: Arc::clone(pool), layout, shards: Arc::clone(shards), answers })
     }
