@@ -293,6 +293,29 @@ async fn queues_of_replicas_take_turns() {
     }
 }
 
+/// Number of summaries of replica 1 in a second, in which `routers` place 100 requests in turn.
+async fn summaries_in_a_second(bus: &Arc<dyn ReplicaBus>, routers: &[&Router]) -> usize {
+    let mut messages = bus.subscribe();
+    for id in 0..100 {
+        drop(route(routers[id as usize % routers.len()], id).await);
+        sleep(Duration::from_millis(10)).await;
+    }
+    let sent = std::iter::from_fn(|| messages.try_recv().ok());
+    sent.filter(|message| message.topic == ReplicaTopic::Load && message.from.replica == ReplicaId(1)).count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn summaries_are_rare_until_another_replica_places_requests() {
+    let network = MemoryNetwork::new(MemoryFaults::default());
+    let bus: Arc<dyn ReplicaBus> = network.join(ReplicaLife { replica: ReplicaId(9), incarnation: 1 });
+    let one = replica(&network, 1).await;
+    let two = replica(&network, 2).await;
+    settle().await;
+    let unread = summaries_in_a_second(&bus, &[&one]).await;
+    let read = summaries_in_a_second(&bus, &[&one, &two]).await;
+    assert!((5..=15).contains(&unread) && read >= 40, "{unread} and {read} summaries");
+}
+
 #[tokio::test(start_paused = true)]
 async fn another_block_size_is_refused() {
     let network = MemoryNetwork::new(MemoryFaults::default());

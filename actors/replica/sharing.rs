@@ -39,6 +39,13 @@ use crate::replica::{
 /// Interval of the task while the replica has no load, until a booking. Full summaries remain about a second apart.
 const IDLE_INTERVAL: Duration = Duration::from_millis(50);
 
+/// Interval of summaries while no other replica decides on these loads.
+const UNREAD_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Time after the last load of another replica in which that replica is expected to decide: longer than the interval of
+/// full summaries.
+const READING_TIME: Duration = Duration::from_millis(1_500);
+
 /// Number of writes with an idle rank after its change: all that the writer needs.
 const WRITES: u8 = 1 + SummaryWriter::REPETITIONS;
 
@@ -76,6 +83,8 @@ struct SharingTask {
     interval: Duration,
     writer: SummaryWriter,
     peers: PeerTable,
+    /// Time of the last summary with a booking, active or just ended.
+    peer_load_at: Option<Timestamp>,
     /// Published longest-waiting requests of the others.
     queue_heads: Vec<Timestamp>,
     /// Present if sessions are remembered.
@@ -149,6 +158,7 @@ impl SharingTask {
             interval,
             writer: SummaryWriter::new(layout, interval, first_sequence()),
             peers: PeerTable::new(layout),
+            peer_load_at: None,
             queue_heads: Vec::new(),
             ranks: Vec::new(),
             slots: BTreeMap::new(),
@@ -167,13 +177,21 @@ impl SharingTask {
         let mut ticks = interval_at(Instant::now() + phase, self.interval);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
         let booked = Arc::clone(&self.sharing.ranks.booked);
-        // A booking is published at once, unless another one was within the interval.
+        // A booking is published at once, unless another one was within the interval. Without readers the interval is
+        // longer, and the ticks within it publish nothing.
         let mut next_at = Instant::now();
         loop {
             tokio::select! {
                 biased;
                 _ = status.down() => break,
                 _ = ticks.tick() => {
+                    let has_readers = self.has_readers();
+                    if has_readers || Instant::now() >= next_at {
+                        self.read_boards();
+                        if self.write() && !has_readers {
+                            next_at = Instant::now() + self.interval.max(UNREAD_INTERVAL);
+                        }
+                    }
                     self.on_tick();
                     if self.is_idle() {
                         ticks.reset_after(self.interval.max(IDLE_INTERVAL));
@@ -181,7 +199,8 @@ impl SharingTask {
                 }
                 () = booked.notified(), if Instant::now() >= next_at => {
                     if self.read_boards() {
-                        next_at = Instant::now() + self.interval;
+                        let pause = if self.has_readers() { Duration::ZERO } else { UNREAD_INTERVAL };
+                        next_at = Instant::now() + self.interval.max(pause);
                         ticks.reset();
                         self.write();
                     }
@@ -205,9 +224,13 @@ impl SharingTask {
         self.sharing.bus.publish(&self.pool, ReplicaTopic::Load, summary.encode().into());
     }
 
+    /// Whether other replicas decide on the loads of this one.
+    fn has_readers(&self) -> bool {
+        let now = self.sharing.clock.now();
+        !self.queue_heads.is_empty() || self.peer_load_at.is_some_and(|at| now.since(at) < READING_TIME)
+    }
+
     fn on_tick(&mut self) {
-        self.read_boards();
-        self.write();
         let now = self.sharing.clock.now();
         let changed = self.peers.tick(now);
         self.publish_peers(&changed, now);
@@ -227,15 +250,14 @@ impl SharingTask {
         }
     }
 
-    /// Publishes the next summary, if one is due.
-    fn write(&mut self) {
+    /// Publishes the next summary, if one is due. Returns whether one was.
+    fn write(&mut self) -> bool {
         let now = self.sharing.clock.now();
         let rate = self.sharing.ranks.arrivals.own(now);
         let contributions = self.contributions(now);
         let queue_head = self.sharing.ranks.queue_heads.own();
-        if let Some(summary) = self.writer.write(contributions.into_iter(), rate, queue_head, now) {
-            self.publish(&summary);
-        }
+        let summary = self.writer.write(contributions.into_iter(), rate, queue_head, now);
+        summary.inspect(|summary| self.publish(summary)).is_some()
     }
 
     /// Reads the boards of all ranks, and returns whether one has changed since the last summary. New ranks take the known
@@ -353,6 +375,9 @@ impl SharingTask {
         };
         match self.peers.receive(message.from, &summary, now) {
             Ok(received) => {
+                if summary.ranks.iter().any(|rank| rank.booked > 0) {
+                    self.peer_load_at = Some(now);
+                }
                 if received.is_new {
                     let (pool, life) = (&*self.pool, message.from);
                     tracing::info!(pool, replica = %life.replica, incarnation = life.incarnation, "replica found");
