@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use metrics::Gauge;
-use tokio::sync::Semaphore;
 use tokio::time::MissedTickBehavior;
 
+use crate::actors::delivery::gate::Gate;
 use crate::actors::delivery::strand::Strand;
 use crate::actors::io::clock::Clock;
 use crate::actors::radix::shards::Shards;
@@ -35,7 +35,7 @@ pub(crate) struct GaugeSources {
     pub(crate) pool: Pool,
     pub(crate) views: Views,
     pub(crate) directory: Arc<Directory>,
-    pub(crate) waiting_room: Arc<Semaphore>,
+    pub(crate) waiting_room: Arc<Gate>,
     pub(crate) shards: Arc<Shards>,
     pub(crate) scheduler: Arc<Strand<Scheduler>>,
 }
@@ -161,8 +161,7 @@ impl Gauges {
         self.eligible_ranks.0.set(as_f64(views.eligible_ranks() as u64));
         self.refusing_ranks.0.set(as_f64(exclusions.refusing.len() as u64));
         self.leases.0.set(as_f64(directory.len() as u64));
-        let waiting = u64::from(config.queue.requests_max) - waiting_room.available_permits() as u64;
-        self.requests_gate.0.set(as_f64(waiting));
+        self.requests_gate.0.set(as_f64(waiting_room.taken()));
         self.events_gate.0.set(as_f64(shards.queued_blocks()));
         // One query at a time, so that queries to a hung scheduler do not accumulate.
         if config.queue.is_enabled() && Arc::strong_count(&self.queue_asked) == 1 {

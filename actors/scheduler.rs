@@ -6,12 +6,17 @@
 //! callers retry.
 
 mod context;
+mod messages;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 pub(crate) use context::RequestContext;
+pub use messages::PendingClass;
+#[cfg(feature = "replicas")]
+pub(crate) use messages::SessionsQuery;
+pub(crate) use messages::{SchedulerMsg, SequenceHandle};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -29,6 +34,7 @@ use crate::actors::sequence::{
 };
 use crate::actors::telemetry::{Pool, QueueMeters, ShadowMeters, trace_decision};
 use crate::actors::views::decisions::{DecisionRecords, DecisionTape};
+use crate::actors::views::incarnation::CurrentIncarnation;
 use crate::actors::views::published::Published;
 use crate::actors::views::shadows::ShadowTotals;
 use crate::actors::views::wake_flag::WakeFlag;
@@ -37,91 +43,19 @@ use crate::directory::{Lease, LeaseState};
 use crate::health::Exclusions;
 use crate::load::{ArrivalsCell, BoardChanges, PromptBlocks};
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp};
-use crate::queue::{Depth, QueueHeads};
-#[cfg(feature = "replicas")]
-use crate::replica::ReplicaLife;
-use crate::schedule::{
-    Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, RankCells, Request, Schedule,
-};
-use crate::select::{RankConditions, RankOverlap, RankTraits};
+use crate::queue::QueueHeads;
+use crate::schedule::{Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Request, Schedule};
+use crate::select::{RankConditions, RankOverlap};
 #[cfg(feature = "replicas")]
 use crate::session::SessionBinding;
-
-/// Messages to the scheduler.
-pub(crate) enum SchedulerMsg {
-    /// A request that needs a decision.
-    Decide(Request<RequestContext>),
-    /// Responses to a load query.
-    Loads { batch: u64, answers: Vec<LoadAnswer> },
-    /// The timer of load queries has fired.
-    Timeout,
-    /// The caller of a waiting request has cancelled it.
-    Cancel(BookingId),
-    /// Result of a repeated overlap query for a waiting request.
-    Refreshed { booking: BookingId, overlaps: Vec<RankOverlap> },
-    /// The load of a rank has fallen, or the timer for `at` has fired: re-evaluate waiting requests.
-    Wake { at: Option<Timestamp> },
-    /// Query for the waiting requests of each class.
-    Pending(oneshot::Sender<Vec<PendingClass>>),
-    /// Publish the waiting requests as metrics. The value is dropped when that is done or lost.
-    ShowQueue(Arc<()>),
-    /// Add a rank.
-    Admit(SequenceHandle),
-    /// Update the traits of a rank from its worker's configuration.
-    Describe { slot: Slot, generation: Generation, traits: Arc<RankTraits> },
-    /// Stop new work for a rank, and send `Drain` to its sequence actor after the last Book.
-    Drain { slot: Slot, generation: Generation, ack: Acknowledgement },
-    /// Stop or resume new work for a rank. Its bookings stay.
-    Cordon { slot: Slot, generation: Generation, cordoned: bool },
-    /// Remove a rank: book nothing more on it, and send `Retire` to its sequence actor after the last Book.
-    Retire { slot: Slot, generation: Generation, ack: Acknowledgement },
-    /// The embedder's rank conditions have changed. The reply confirms that they apply from here on.
-    Conditions { done: Option<oneshot::Sender<()>> },
-    /// The ranks excluded for their health have changed.
-    Exclusions,
-    /// Bindings of sessions from another replica. The value is dropped when they are applied or lost.
-    #[cfg(feature = "replicas")]
-    ReceiveSessions { bindings: Vec<SessionBinding>, applied: Arc<()> },
-    /// Query for the bindings of sessions to send to other replicas.
-    #[cfg(feature = "replicas")]
-    ShareSessions(SessionsQuery),
-    /// Injected fault: panic, or hold the strand until released.
-    #[cfg(feature = "faults")]
-    Fault(crate::actors::delivery::fault::InjectedFault),
-}
-
-/// Query for the bindings of sessions to send, as replica `life`. See [`crate::session::Sessions::outbound`].
-#[cfg(feature = "replicas")]
-pub(crate) struct SessionsQuery {
-    pub(crate) life: ReplicaLife,
-    pub(crate) period: Duration,
-    pub(crate) bytes_max: usize,
-    pub(crate) answer: oneshot::Sender<Vec<SessionBinding>>,
-}
-
-/// Waiting requests of one class.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PendingClass {
-    /// Name of the class.
-    pub class: String,
-    /// Number of requests and their tokens.
-    pub depth: Depth,
-    /// Time since the arrival of the oldest request.
-    pub oldest_age: Option<Duration>,
-}
-
-/// A rank's sequence actor, with the data to register the rank in the schedule.
-pub(crate) struct SequenceHandle {
-    pub(crate) admission: Admission,
-    pub(crate) cells: RankCells,
-    pub(crate) strand: Arc<Strand<Sequence>>,
-}
 
 /// Dependencies of the scheduler.
 pub(crate) struct SchedulerDependencies {
     pub(crate) shards: Arc<Shards>,
     pub(crate) speculation: SpeculationSender,
     pub(crate) wake: Arc<WakeFlag>,
+    /// Incarnation of the present scheduler.
+    pub(crate) current: Arc<CurrentIncarnation>,
     /// The embedder's rank conditions. Read on notification, so the latest value applies.
     pub(crate) conditions: Arc<Published<RankConditions>>,
     /// Ranks excluded for their health. Read on notification.
@@ -190,6 +124,7 @@ impl Continuation<LoadAnswer> for LoadContinuation {
 
 /// State of the scheduler.
 pub(crate) struct Scheduler {
+    incarnation: u32,
     schedule: Schedule<RequestContext>,
     /// Shared cells that the schedule reads.
     loads: LiveLoads,
@@ -243,6 +178,7 @@ impl Scheduler {
         let mut schedule = Schedule::new(config.clone(), incarnation, extensions);
         schedule.name_requests(RequestContext::request_id);
         Self {
+            incarnation,
             load_query_timeout: LoadConfig::QUERY_TIMEOUT,
             queueing: config.queue.is_enabled(),
             queue_meters: config.queue.is_enabled().then(|| QueueMeters::new(&config)),
@@ -397,12 +333,20 @@ impl Scheduler {
         self.tape.step(&mut self.schedule, input, (&self.loads, now), &mut self.effects);
     }
 
+    /// Whether a step hung and a successor has replaced this scheduler.
+    fn is_replaced(&self) -> bool {
+        !self.dependencies.current.is(self.incarnation)
+    }
+
     /// Performs effects until none are left, including those of responses that arrive inline.
     fn perform(&mut self) -> SchedulerReplies {
         let now = self.dependencies.clock.now();
         // Before the bookings, after which other replicas are informed.
         self.publish_queue_head();
         while let Some(effect) = self.next_effect(now) {
+            if self.is_replaced() {
+                return std::mem::take(&mut self.replies);
+            }
             match effect {
                 Effect::Query(query) => {
                     let batch = query.batch;
@@ -430,7 +374,8 @@ impl Scheduler {
                         let speculation = &self.dependencies.speculation;
                         speculation.routed(&decision, lease.booking(), *speculative_prompt, &mut self.replies.shards)
                     });
-                    let book = Book { lease, decision, number, answer, permit, claim, now };
+                    let scheduler = self.incarnation;
+                    let book = Book { lease, decision, number, scheduler, answer, permit, claim, now };
                     strand.send(SequenceMsg::Book(book)).keep_in(&mut self.replies.sequences);
                 }
                 Effect::Report { context, decision } => self.replies.answers.push((context, Reply::Placed(decision))),
@@ -570,7 +515,16 @@ impl ActorState for Scheduler {
             #[cfg(feature = "faults")]
             SchedulerMsg::Fault(injected) => injected.apply(),
         }
-        Some(self.perform())
+        // A replaced scheduler leaves effects and views to its successor.
+        Some(if self.is_replaced() { std::mem::take(&mut self.replies) } else { self.perform() })
+    }
+
+    /// The last step may have read changes of boards, or set the wake flag, after the start of the successor.
+    fn abandoned(self) {
+        self.loads.report_all();
+        if let Some(successor) = self.myself.upgrade() {
+            successor.tell(SchedulerMsg::Wake { at: None });
+        }
     }
 }
 
@@ -595,5 +549,10 @@ impl DeferredReply for SchedulerReplies {
         for (answer, bindings) in self.sessions {
             let _ = answer.send(bindings); // the receiver may be dropped
         }
+    }
+
+    fn deliver_late(self) {
+        let Self { sequences, shards, .. } = self;
+        Self { sequences, shards, ..Self::default() }.deliver();
     }
 }

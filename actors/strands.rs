@@ -8,12 +8,14 @@ use crate::actors::health::HealthActor;
 use crate::actors::radix::shards::Shards;
 use crate::actors::scheduler::Scheduler;
 use crate::actors::sequence::table::SequenceTable;
+use crate::actors::views::incarnation::CurrentIncarnation;
 use crate::config::RouterConfig;
 
 /// The strands of one router.
 #[derive(Clone)]
 pub(crate) struct Strands {
     pub(crate) scheduler: Arc<Strand<Scheduler>>,
+    pub(crate) scheduler_incarnation: Arc<CurrentIncarnation>,
     pub(crate) health: Arc<Strand<HealthActor>>,
     pub(crate) engine_loads: Arc<Strand<EngineLoads>>,
     pub(crate) shards: Arc<Shards>,
@@ -25,7 +27,8 @@ impl Strands {
     pub(crate) fn new(config: &RouterConfig) -> Self {
         let shards = if config.has_index() { config.index.shards } else { 0 };
         Self {
-            scheduler: Strand::closed(),
+            scheduler: Strand::replaceable(),
+            scheduler_incarnation: Arc::default(),
             health: Strand::closed(),
             engine_loads: Strand::closed(),
             shards: Arc::new(Shards::new(shards, config.events.blocks_max)),

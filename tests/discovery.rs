@@ -293,7 +293,11 @@ async fn repeated_discovery_deaths_fail_the_router() {
     suppress_fault_reports();
     let (_source, seen) = watch::channel(set(&[(1, "a")]));
     let router = start(
-        RouterConfig { min_initial_workers: 1, supervision: SupervisionConfig { restarts_max: 2 }, ..config() },
+        RouterConfig {
+            min_initial_workers: 1,
+            supervision: SupervisionConfig { restarts_max: 2, ..config().supervision },
+            ..config()
+        },
         seen,
     )
     .await;

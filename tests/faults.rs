@@ -243,7 +243,11 @@ async fn a_lost_shard_reports_its_ranks_as_cold() {
 
 #[tokio::test]
 async fn an_exhausted_restart_budget_fails_the_router() {
-    let router = router(RouterConfig { supervision: SupervisionConfig { restarts_max: 2 }, ..config() }, 2).await;
+    let router = router(
+        RouterConfig { supervision: SupervisionConfig { restarts_max: 2, ..config().supervision }, ..config() },
+        2,
+    )
+    .await;
     for restarts in 1..=2 {
         assert!(router.inject(Fault::Scheduler));
         restarted(&router, restarts).await;
@@ -296,7 +300,11 @@ async fn with_callers_waiting(router: &Router, callers: usize, down: Down, fail:
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn waiting_callers_receive_an_error_when_the_router_fails() {
-    let router = router(RouterConfig { supervision: SupervisionConfig { restarts_max: 0 }, ..config() }, 2).await;
+    let router = router(
+        RouterConfig { supervision: SupervisionConfig { restarts_max: 0, ..config().supervision }, ..config() },
+        2,
+    )
+    .await;
     with_callers_waiting(&router, 200, Down::Failed, async || {
         assert!(router.inject(Fault::Supervisor));
         down(&router).await;

@@ -202,8 +202,12 @@ async fn release(hang: Hang) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reader_that_panics_is_restarted_and_costs_no_restart_of_the_router() {
-    let (router, mut fleet) =
-        fleet(RouterConfig { supervision: SupervisionConfig { restarts_max: 0 }, ..config() }, 3, 100).await;
+    let (router, mut fleet) = fleet(
+        RouterConfig { supervision: SupervisionConfig { restarts_max: 0, ..config().supervision }, ..config() },
+        3,
+        100,
+    )
+    .await;
     kill_reader(&router, &fleet[1]).await;
     for engine in &mut fleet {
         engine.work();
@@ -233,8 +237,12 @@ async fn a_dead_reader_without_replay_drops_its_blocks() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reader_that_dies_six_times_is_given_up_and_reported() {
-    let (router, mut fleet) =
-        fleet(RouterConfig { supervision: SupervisionConfig { restarts_max: 0 }, ..config() }, 3, 100).await;
+    let (router, mut fleet) = fleet(
+        RouterConfig { supervision: SupervisionConfig { restarts_max: 0, ..config().supervision }, ..config() },
+        3,
+        100,
+    )
+    .await;
     for _ in 0..5 {
         kill_reader(&router, &fleet[1]).await;
         until("recovered", &router, || is(&router, rank(1), StreamState::Live)).await;

@@ -65,6 +65,8 @@ mod engine_load;
 mod faults;
 #[cfg(feature = "runtime")]
 mod gateway;
+#[cfg(feature = "faults")]
+mod hangs;
 #[cfg(feature = "runtime")]
 mod health;
 #[cfg(all(feature = "faults", feature = "zmq"))]

@@ -14,7 +14,11 @@ const HANG: Duration = Duration::from_secs(20);
 
 /// Eight callers route continuously while the router stops. Returns the number of calls without a result.
 async fn hung_callers(round: u32) -> usize {
-    let router = router(RouterConfig { supervision: SupervisionConfig { restarts_max: 0 }, ..config() }, 2).await;
+    let router = router(
+        RouterConfig { supervision: SupervisionConfig { restarts_max: 0, ..config().supervision }, ..config() },
+        2,
+    )
+    .await;
     let call = |router: Router, caller: u32| async move {
         for n in 0.. {
             let (id, prompt) = (format!("{caller}-{n}"), tokens(n % 7, 3));

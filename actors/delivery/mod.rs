@@ -1,8 +1,11 @@
-//! Message delivery between actors: the serial executor, scatter-gather, and injected faults.
+//! Message delivery between actors: the serial executor, its actor and gate, scatter-gather, and injected faults.
 
 pub(crate) mod ack;
 #[cfg(feature = "faults")]
 pub(crate) mod fault;
+pub(crate) mod gate;
 pub(crate) mod join;
 pub(crate) mod reply;
 pub(crate) mod strand;
+pub(crate) mod strand_actor;
+pub(crate) mod sync;

@@ -12,20 +12,28 @@
 //!
 //! A sender appends to the inbox and then tries the lock again; the holder releases the lock and then reads the inbox.
 //! A full fence on each side (Dekker's pattern) guarantees that at least one sees the other. The same holds for a
-//! nested send to a strand that this thread has locked: the message waits until the lock is released.
+//! nested send to a strand that this thread has locked: the message waits until the lock is released. `tests/models`
+//! checks all interleavings.
+//!
+//! **Hangs.** A step that never returns keeps the lock of its state. Each state therefore lives in a [`Cell`] of its
+//! own, and [`Strand::abandon`] moves the strand to a free cell. The hung thread finds out when its step returns: it
+//! drops its state and its replies, and has no further effect on the strand. Effects inside the hung step, such as
+//! messages to other actors, are fenced by their receivers. A relaxed counter of steps lets a watchdog detect a hang.
 
 use std::any::Any;
 use std::collections::VecDeque;
-use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, PoisonError, TryLockError};
 
-use ractor::{Actor, ActorProcessingErr, ActorRef};
 use smallvec::SmallVec;
 
-/// Inline drain limit: messages of other senders that one sender handles before it wakes the actor for the rest.
-const INLINE_DRAIN_MAX: usize = 16;
+use super::sync::{
+    AtomicBool, AtomicU64, AtomicUsize, INLINE_DRAIN_MAX, Mutex, MutexGuard, Ordering, StateGuard, StateMutex, fence,
+};
+use crate::membership::ActorSample;
+
+/// State cells of a replaceable strand: at most one fewer of its threads hang at a time.
+pub(crate) const CELLS_MAX: usize = 4;
 
 /// The state of an actor: one message at a time.
 pub(crate) trait ActorState: Send + Sized + 'static {
@@ -36,11 +44,19 @@ pub(crate) trait ActorState: Send + Sized + 'static {
 
     /// Handles one message. Messages to other actors are sent during the step.
     fn step(&mut self, msg: Self::Msg) -> Option<Self::Deferred>;
+
+    /// Ends a state whose strand was abandoned during its last step. Repairs what late effects may have spoiled for the
+    /// successor.
+    fn abandoned(self) {}
 }
 
 /// A reply delivered after the lock is released, so that the task it wakes finds the actor free.
-pub(crate) trait DeferredReply: Send {
+pub(crate) trait DeferredReply: Send + Sized {
     fn deliver(self);
+
+    /// Ends the reply of a step that returned after its strand was abandoned: its caller has retried. Replies of other
+    /// actors in it are delivered.
+    fn deliver_late(self) {}
 }
 
 /// Deferred replies of the sent message and of drained messages. The sender delivers them once it holds no strand.
@@ -60,99 +76,162 @@ impl<A: DeferredReply> DeferredReplies<A> {
     }
 }
 
+/// The task of a strand's actor.
+pub(crate) trait StrandTask: Send {
+    /// Drains the inbox soon.
+    fn wake(&self);
+
+    /// Ends the actor, for the supervisor to restart if there is a `reason`.
+    fn stop(&self, reason: Option<String>);
+}
+
 /// An actor's state and its address, which stays the same across restarts.
 pub(crate) struct Strand<S: ActorState> {
-    /// Absent before the first start, after a step that panicked until the restart, and after the last stop.
-    state: Mutex<Option<S>>,
+    first: Cell<S>,
+    /// Cells for the states after a hang; empty if the actor is not replaced.
+    spares: Box<[Cell<S>]>,
+    /// Number of the cell in use. Changed under the lock of the new cell.
+    current: AtomicUsize,
     inbox: Mutex<VecDeque<S::Msg>>,
     /// Length of the inbox, readable without its lock.
     waiting: AtomicUsize,
     /// The only long-lived reference to the actor.
-    actor: Mutex<Option<ActorRef<Wake<S>>>>,
+    task: Mutex<Option<Box<dyn StrandTask>>>,
     /// Permanent: the holder of the lock drops the state on release.
     closed: AtomicBool,
 }
 
-/// Wakes an actor's task to drain its inbox.
-pub(crate) struct Wake<S>(PhantomData<fn() -> S>);
+/// Place of one state.
+struct Cell<S> {
+    /// Absent before the first start, after a step that panicked until the restart, and after the last stop. A state in
+    /// a cell that is not in use is dropped by whoever locks it.
+    state: StateMutex<Option<S>>,
+    /// Begun and ended steps: odd during a step. Written under the lock.
+    steps: AtomicU64,
+}
 
-type StrandGuard<'a, S> = MutexGuard<'a, Option<S>>;
+impl<S> Cell<S> {
+    fn new() -> Self {
+        Self { state: StateMutex::new(None), steps: AtomicU64::new(0) }
+    }
+
+    /// The state, unless another thread, or an outer call on this one, holds it.
+    fn try_lock(&self) -> Option<StateGuard<'_, Option<S>>> {
+        match self.state.try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(state)) => Some(state.into_inner()), // see `die`: poison is not used
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+}
+
+/// The locked cell in use.
+struct Held<'a, S> {
+    state: StateGuard<'a, Option<S>>,
+    cell: &'a Cell<S>,
+    number: usize,
+}
 
 impl<S: ActorState> Strand<S> {
-    /// A strand without state, until [`Strand::open`].
+    /// A strand without state, until [`Strand::open`]. It is not replaced while it hangs.
     pub(crate) fn closed() -> Arc<Self> {
+        Self::with_spares(0)
+    }
+
+    /// As [`Strand::closed`], with cells for [`Strand::abandon`].
+    pub(crate) fn replaceable() -> Arc<Self> {
+        Self::with_spares(CELLS_MAX - 1)
+    }
+
+    fn with_spares(spares: usize) -> Arc<Self> {
         Arc::new(Self {
-            state: Mutex::new(None),
-            inbox: Mutex::default(),
+            first: Cell::new(),
+            spares: (0..spares).map(|_| Cell::new()).collect(),
+            current: AtomicUsize::new(0),
+            inbox: Mutex::new(VecDeque::new()),
             waiting: AtomicUsize::new(0),
-            actor: Mutex::new(None),
+            task: Mutex::new(None),
             closed: AtomicBool::new(false),
         })
     }
 
     /// Handles `msg` on this thread if the strand is free, else queues it for the holder. Never blocks.
     pub(crate) fn send(&self, msg: S::Msg) -> DeferredReplies<S::Deferred> {
-        let mut deferred = self.handle_or_queue(msg);
-        self.handle_waiting(&mut deferred);
+        let mut deferred = DeferredReplies(SmallVec::new());
+        let held = self.handle_or_queue(msg, &mut deferred);
+        self.handle_waiting(held, &mut deferred);
         deferred
     }
 
     /// Sends, and delivers the deferred replies: that of `msg` before those of the inbox, because its caller is waiting on
     /// this thread. Must not be called from a step of another strand.
     pub(crate) fn tell(&self, msg: S::Msg) {
-        self.handle_or_queue(msg).deliver();
-        self.drain();
-    }
-
-    fn handle_or_queue(&self, msg: S::Msg) -> DeferredReplies<S::Deferred> {
         let mut deferred = DeferredReplies(SmallVec::new());
-        if self.waiting.load(Ordering::Relaxed) == 0
-            && let Some(state) = self.try_lock()
-        {
-            self.handle_one(state, msg, &mut deferred);
-        } else {
-            self.push(msg);
-        }
-        deferred
+        let held = self.handle_or_queue(msg, &mut deferred);
+        deferred.deliver();
+        self.drain_after(held);
     }
 
     /// Drains the inbox, and delivers the deferred replies.
-    fn drain(&self) {
+    pub(crate) fn drain(&self) {
+        self.drain_after(self.cell());
+    }
+
+    fn drain_after(&self, held: usize) {
         let mut deferred = DeferredReplies(SmallVec::new());
-        self.handle_waiting(&mut deferred);
+        self.handle_waiting(held, &mut deferred);
         deferred.deliver();
+    }
+
+    /// Returns the number of the cell that this thread has held.
+    fn handle_or_queue(&self, msg: S::Msg, deferred: &mut DeferredReplies<S::Deferred>) -> usize {
+        if self.waiting.load(Ordering::Relaxed) == 0
+            && let Some(held) = self.try_lock()
+        {
+            let number = held.number;
+            self.handle_one(held, msg, deferred);
+            return number;
+        }
+        self.push(msg);
+        self.cell()
     }
 
     /// Drains the inbox up to the limit, unless another thread holds the strand and drains it. If the actor is dead or
     /// closed, the messages are dropped, which completes their replies as lost.
     ///
-    /// Every path that releases the lock of the state re-reads `waiting` and `closed` afterwards, behind a fence,
-    /// because a sender or closer that found the lock taken does not retry.
-    fn handle_waiting(&self, deferred: &mut DeferredReplies<S::Deferred>) {
+    /// Every path that releases the lock of the state re-reads `waiting`, `closed` and `current` afterwards, behind a
+    /// fence, because a sender, closer or abandoner that found the lock taken does not retry. `held` is the cell that
+    /// this thread has released last.
+    fn handle_waiting(&self, mut held: usize, deferred: &mut DeferredReplies<S::Deferred>) {
         let (mut drained, mut emptied) = (0, false);
         loop {
             fence(Ordering::SeqCst); // between release and read: see the module docs
+            if self.current.load(Ordering::Relaxed) != held {
+                self.clear(held);
+            }
             let closed = self.closed.load(Ordering::Relaxed);
             if self.waiting.load(Ordering::Relaxed) == 0 && (!closed || emptied) {
                 return;
             }
-            let Some(state) = self.try_lock() else { return };
+            let Some(lock) = self.try_lock() else { return };
+            held = lock.number;
             if closed {
-                self.empty(state);
+                self.empty(lock);
                 emptied = true;
-            } else if state.is_none() {
-                self.drop_waiting(state);
+            } else if lock.state.is_none() {
+                self.drop_waiting(lock);
             } else if drained < INLINE_DRAIN_MAX {
                 match self.pop() {
-                    Some(msg) => self.handle_one(state, msg, deferred),
-                    None => drop(state),
+                    Some(msg) => self.handle_one(lock, msg, deferred),
+                    None => drop(lock),
                 }
             } else {
                 #[cfg(test)]
                 tests::linger();
-                drop(state);
+                drop(lock);
                 fence(Ordering::SeqCst);
-                if !self.closed.load(Ordering::Relaxed) {
+                let current = self.current.load(Ordering::Relaxed);
+                if !self.closed.load(Ordering::Relaxed) && current == held {
                     return self.wake();
                 }
             }
@@ -160,23 +239,56 @@ impl<S: ActorState> Strand<S> {
         }
     }
 
-    /// The state, unless another thread, or an outer call on this one, holds it.
-    fn try_lock(&self) -> Option<StrandGuard<'_, S>> {
-        match self.state.try_lock() {
-            Ok(state) => Some(state),
-            Err(TryLockError::Poisoned(state)) => Some(state.into_inner()), // see `die`: poison is not used
-            Err(TryLockError::WouldBlock) => None,
+    /// The number of the cell in use.
+    pub(crate) fn cell(&self) -> usize {
+        self.current.load(Ordering::Relaxed)
+    }
+
+    fn numbered(&self, cell: usize) -> &Cell<S> {
+        match cell {
+            0 => &self.first,
+            spare => &self.spares[spare - 1],
+        }
+    }
+
+    /// The cell in use, unless another thread, or an outer call on this one, holds it.
+    fn try_lock(&self) -> Option<Held<'_, S>> {
+        loop {
+            let number = self.current.load(Ordering::Acquire);
+            let cell = self.numbered(number);
+            let state = cell.try_lock()?;
+            if self.current.load(Ordering::Relaxed) == number {
+                return Some(Held { state, cell, number });
+            }
+            take(state); // abandoned before the lock
+        }
+    }
+
+    /// Drops the state in a cell that is not in use, unless another thread holds it: that thread drops it.
+    #[cold]
+    fn clear(&self, cell: usize) {
+        if let Some(state) = self.numbered(cell).try_lock()
+            && self.current.load(Ordering::Relaxed) != cell
+        {
+            take(state);
         }
     }
 
     /// One step. A panic ends the actor, not the sender.
-    fn handle_one(&self, mut state: StrandGuard<'_, S>, msg: S::Msg, deferred: &mut DeferredReplies<S::Deferred>) {
-        match catch_unwind(AssertUnwindSafe(|| state.as_mut().and_then(|state| state.step(msg)))) {
+    fn handle_one(&self, mut held: Held<'_, S>, msg: S::Msg, deferred: &mut DeferredReplies<S::Deferred>) {
+        let begun = held.cell.steps.load(Ordering::Relaxed);
+        held.cell.steps.store(begun + 1, Ordering::Relaxed);
+        let outcome = catch_unwind(AssertUnwindSafe(|| held.state.as_mut().and_then(|state| state.step(msg))));
+        held.cell.steps.store(begun + 2, Ordering::Relaxed);
+        if self.current.load(Ordering::Relaxed) != held.number {
+            return end_late(held, outcome.ok().flatten());
+        }
+        match outcome {
             Ok(reply) => {
-                drop(state);
+                drop(held);
                 deferred.0.extend(reply);
             }
-            Err(panic) => self.die(state, &panic),
+            Err(panic) => self.die(held, &panic),
         }
     }
 
@@ -194,22 +306,22 @@ impl<S: ActorState> Strand<S> {
     }
 
     /// Drops the state and the inbox of a closed strand.
-    fn empty(&self, mut state: StrandGuard<'_, S>) {
-        let old = state.take();
-        self.drop_waiting(state);
+    fn empty(&self, mut held: Held<'_, S>) {
+        let old = held.state.take();
+        self.drop_waiting(held);
         drop(old);
     }
 
     /// Drops the inbox. It is taken under the lock, so that no other thread has it, and dropped after the release,
     /// because a drop may send.
-    fn drop_waiting(&self, state: StrandGuard<'_, S>) {
+    fn drop_waiting(&self, held: Held<'_, S>) {
         let mut inbox = self.inbox();
         self.waiting.store(0, Ordering::Relaxed);
         let dropped = std::mem::take(&mut *inbox);
         drop(inbox);
         #[cfg(test)]
         tests::linger();
-        drop(state);
+        drop(held);
         drop(dropped);
     }
 
@@ -217,13 +329,13 @@ impl<S: ActorState> Strand<S> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner) // no step runs under it
     }
 
-    fn actor(&self) -> MutexGuard<'_, Option<ActorRef<Wake<S>>>> {
-        self.actor.lock().unwrap_or_else(PoisonError::into_inner)
+    fn task(&self) -> MutexGuard<'_, Option<Box<dyn StrandTask>>> {
+        self.task.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn wake(&self) {
-        if let Some(actor) = self.actor().as_ref() {
-            drop(actor.send_message(Wake(PhantomData))); // a dead actor's inbox is dropped when its death is reported
+        if let Some(task) = self.task().as_ref() {
+            task.wake();
         }
     }
 
@@ -231,22 +343,24 @@ impl<S: ActorState> Strand<S> {
     /// supervisor to restart.
     ///
     /// Poison of the mutex does not suffice: a step that a destructor runs during another unwind does not poison it.
-    fn die(&self, mut guard: StrandGuard<'_, S>, panic: &Box<dyn Any + Send>) {
-        let half_changed = guard.take();
-        self.drop_waiting(guard); // before a successor can start
+    fn die(&self, mut held: Held<'_, S>, panic: &Box<dyn Any + Send>) {
+        let half_changed = held.state.take();
+        self.drop_waiting(held); // before a successor can start
         let text = panic.downcast_ref::<&str>().map(ToString::to_string);
         let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-        if let Some(actor) = self.actor().as_ref() {
-            actor.stop(Some(format!("panicked: {text}")));
+        if let Some(task) = self.task().as_ref() {
+            task.stop(Some(format!("panicked: {text}")));
         }
         drop(catch_unwind(AssertUnwindSafe(|| drop(half_changed)))); // an inconsistent state may panic in its drop
     }
 
-    /// Opens the strand for `actor` with fresh state. Messages sent while `state` is built are queued. If building it
-    /// panics, the strand and the actor stay dead.
-    pub(crate) fn open(&self, actor: ActorRef<Wake<S>>, state: impl FnOnce() -> S) {
-        let mut guard = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let old_actor = self.actor().replace(actor);
+    /// Opens the strand for an actor with this task, with fresh state. Messages sent while `state` is built are queued.
+    /// If building it panics, the strand and the actor stay dead.
+    pub(crate) fn open(&self, task: impl StrandTask + 'static, state: impl FnOnce() -> S) {
+        let number = self.cell();
+        let cell = self.numbered(number);
+        let mut guard = cell.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let old_task = self.task().replace(Box::new(task));
         let old = guard.take();
         match catch_unwind(AssertUnwindSafe(state)) {
             Ok(state) => {
@@ -255,56 +369,66 @@ impl<S: ActorState> Strand<S> {
                 self.wake();
             }
             Err(panic) => {
-                self.die(guard, &panic);
-                self.handle_waiting(&mut DeferredReplies(SmallVec::new()));
+                self.die(Held { state: guard, cell, number }, &panic);
+                self.handle_waiting(number, &mut DeferredReplies(SmallVec::new()));
             }
         }
-        drop((old, old_actor)); // after release: dropping them may send
+        drop((old, old_task)); // after release: dropping them may send
+    }
+
+    /// Leaves the cell of a hung step, as after a panic in it: the queued messages are dropped, and the strand is dead
+    /// until [`Strand::open`]. Returns false, without any effect, if every other cell has a hung step too. Only the
+    /// supervisor calls this.
+    pub(crate) fn abandon(&self) -> bool {
+        let hung = self.cell();
+        let mut others = (0..=self.spares.len()).filter(|number| *number != hung);
+        let free = others.find_map(|number| Some((number, self.numbered(number).try_lock()?)));
+        let Some((number, mut state)) = free else { return false };
+        let left = state.take(); // `clear` has dropped it, unless it is about to
+        self.current.store(number, Ordering::Release);
+        let old_task = self.task().take();
+        if let Some(task) = &old_task {
+            task.stop(None);
+        }
+        self.drop_waiting(Held { state, cell: self.numbered(number), number });
+        // Clears the hung cell if its step has returned in the meantime.
+        self.handle_waiting(hung, &mut DeferredReplies(SmallVec::new()));
+        drop((left, old_task));
+        true
+    }
+
+    /// The present work: a running step. Messages that wait for the task of the actor are work of the runtime.
+    pub(crate) fn sample(&self) -> ActorSample {
+        let number = self.cell();
+        let steps = self.numbered(number).steps.load(Ordering::Relaxed);
+        ActorSample { progress: (number as u64) << 56 | steps, has_work: steps % 2 == 1 }
     }
 
     /// Closes the strand permanently, without waiting for its holder: its state is dropped and later messages are lost.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::Relaxed);
-        if let Some(actor) = self.actor().take() {
-            actor.stop(None);
+        if let Some(task) = self.task().take() {
+            task.stop(None);
         }
-        self.handle_waiting(&mut DeferredReplies(SmallVec::new()));
+        self.handle_waiting(self.cell(), &mut DeferredReplies(SmallVec::new()));
     }
 }
 
-/// The ractor actor of a strand: its node in the supervision tree, and its task for the rest of the inbox.
-pub(crate) struct StrandActor<S>(PhantomData<fn() -> S>);
-
-impl<S> StrandActor<S> {
-    pub(crate) fn new() -> Self {
-        Self(PhantomData)
+/// Ends a step that returned after its cell was abandoned, with or without a reply.
+#[cold]
+fn end_late<S: ActorState>(held: Held<'_, S>, reply: Option<S::Deferred>) {
+    take(held.state);
+    if let Some(reply) = reply {
+        reply.deliver_late();
     }
 }
 
-impl<S: ActorState> Actor for StrandActor<S> {
-    type Msg = Wake<S>;
-    type State = Arc<Strand<S>>;
-    type Arguments = Arc<Strand<S>>;
-
-    async fn pre_start(
-        &self,
-        _: ActorRef<Wake<S>>,
-        strand: Arc<Strand<S>>,
-    ) -> Result<Arc<Strand<S>>, ActorProcessingErr> {
-        Ok(strand)
-    }
-
-    async fn handle(
-        &self,
-        _: ActorRef<Wake<S>>,
-        _: Wake<S>,
-        strand: &mut Arc<Strand<S>>,
-    ) -> Result<(), ActorProcessingErr> {
-        let mut deferred = DeferredReplies(SmallVec::new());
-        strand.handle_waiting(&mut deferred);
-        deferred.deliver();
-        Ok(())
-    }
+/// Drops the state of an abandoned cell after the release of its lock, because the drop may send.
+#[cold]
+fn take<S: ActorState>(mut state: StateGuard<'_, Option<S>>) {
+    let old = state.take();
+    drop(state);
+    drop(catch_unwind(AssertUnwindSafe(|| old.map(S::abandoned))));
 }
 
 #[cfg(test)]

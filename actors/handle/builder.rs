@@ -230,7 +230,7 @@ async fn start_actors(
     let meters = Arc::new(Meters::new(&config, shared_cache.is_some()));
     let (directory, output_lengths) = (Arc::<Directory>::default(), Arc::<OutputLengths>::default());
     let strands = Strands::new(&config);
-    let Strands { scheduler, health, engine_loads, shards, sequences } = strands.clone();
+    let Strands { scheduler, health, engine_loads, shards, sequences, .. } = strands.clone();
     let ender = LeaseEnder::new(&config, &directory, &sequences, &scheduler, &shards, &output_lengths);
     let ender = Arc::new(ender);
     let dependencies = SupervisorDependencies {

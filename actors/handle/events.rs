@@ -112,6 +112,7 @@ impl Router {
 
     async fn each_shard<T>(&self, question: impl Fn(oneshot::Sender<T>) -> RadixMsg) -> Result<Vec<T>, FlushError> {
         self.views().status.up()?;
+        let before = self.views().status.state();
         let mut replies = Vec::new();
         for shard in self.strands().shards.iter() {
             let (sender, answer) = oneshot::channel();
@@ -120,7 +121,7 @@ impl Router {
         }
         let mut answers = Vec::new();
         for answer in replies {
-            match self.views().status.reply_of(answer).await {
+            match self.views().status.reply_of(answer, before).await {
                 Some(answer) => answers.push(answer),
                 None => return Err(self.views().status.up().err().map_or(FlushError::Lost, FlushError::Down)),
             }

@@ -32,15 +32,15 @@ impl Router {
     pub async fn rank_health(&self) -> Result<Vec<RankHealth>, Down> {
         loop {
             self.views().status.up()?;
-            let restarts = self.views().status.restarts();
+            let before = self.views().status.state();
             let (sender, answer) = oneshot::channel();
             self.strands().health.tell(HealthMsg::Report(sender));
-            if let Some(report) = self.views().status.reply_of(answer).await {
+            if let Some(report) = self.views().status.reply_of(answer, before).await {
                 return Ok(report);
             }
             // If the reply is lost with the actor, its successor has the state.
             let mut status = self.views().status.subscribe();
-            let restarted = status.wait_for(|status| status.restarts > restarts);
+            let restarted = status.wait_for(|status| status.restarts > before.restarts);
             drop(tokio::time::timeout(RESTART_WAIT, restarted).await);
         }
     }

@@ -9,7 +9,7 @@ use super::overlap::{FoundOverlaps, OverlapReceiver};
 use super::router::Router;
 use crate::actors::delivery::reply::Reply;
 use crate::actors::scheduler::{PendingClass, SchedulerMsg};
-use crate::error::{Down, RouteError};
+use crate::error::RouteError;
 use crate::protocol::WorkerRank;
 use crate::request::RouteRequest;
 use crate::schedule::{Explanation, PotentialLoad, Purpose};
@@ -158,9 +158,10 @@ impl Router {
     /// When the router is down, or the scheduler was lost before its reply.
     pub async fn pending(&self) -> Result<Vec<PendingClass>, RouteError> {
         self.views().status.up()?;
+        let before = self.views().status.state();
         let (sender, answer) = oneshot::channel();
         self.strands().scheduler.tell(SchedulerMsg::Pending(sender));
-        match self.views().status.reply_of(answer).await {
+        match self.views().status.reply_of(answer, before).await {
             Some(pending) => Ok(pending),
             None => Err(self.views().status.up().err().map_or(RouteError::Lost { attempts: 1 }, RouteError::from)),
         }
@@ -175,11 +176,12 @@ impl Router {
         let prepared = self.prepare(request)?;
         let nothing = FoundOverlaps { overlaps: Vec::new(), shared_cache: None };
         let Some(hashes) = prepared.block_hashes() else { return Ok(nothing) };
+        let before = self.views().status.state();
         let (sender, answer) = oneshot::channel();
         self.query_overlap(hashes, OverlapReceiver::Caller(sender), with_shared_cache);
-        match self.views().status.reply_of(answer).await {
+        match self.views().status.reply_of(answer, before).await {
             Some(found) => Ok(found),
-            None => Err(self.views().status.up().err().unwrap_or(Down::Failed).into()),
+            None => Err(self.views().status.up().err().map_or(RouteError::Lost { attempts: 1 }, RouteError::from)),
         }
     }
 

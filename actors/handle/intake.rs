@@ -2,8 +2,11 @@
 
 use std::sync::Arc;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::OwnedSemaphorePermit;
 
+use crate::actors::delivery::gate::Gate;
+use crate::actors::delivery::strand::Strand;
+use crate::actors::scheduler::Scheduler;
 use crate::config::RouterConfig;
 use crate::directory::Directory;
 use crate::error::RouteError;
@@ -14,31 +17,30 @@ use crate::predict::SpeculationModel;
 pub(super) struct Intake {
     pub(super) directory: Arc<Directory>,
     /// One permit per request without a reply.
-    pub(super) waiting_room: Arc<Semaphore>,
+    pub(super) waiting_room: Arc<Gate>,
     /// Mean output lengths, by session and tenant.
     pub(super) output_lengths: Arc<OutputLengths>,
     /// Whether any class queues requests.
     pub(super) queueing: bool,
     /// Whether decisions create speculative entries.
     pub(super) speculates: bool,
-    requests_max: u32,
 }
 
 impl Intake {
     pub(super) fn new(config: &RouterConfig, directory: Arc<Directory>, output_lengths: Arc<OutputLengths>) -> Self {
         Self {
             directory,
-            waiting_room: Arc::new(Semaphore::new(config.queue.requests_max as usize)),
+            waiting_room: Arc::new(Gate::new(config.queue.requests_max)),
             output_lengths,
             queueing: config.queue.is_enabled(),
             speculates: SpeculationModel::of(config).is_some(),
-            requests_max: config.queue.requests_max,
         }
     }
 
     /// Takes a permit of the waiting room.
-    pub(super) fn admit(&self) -> Result<OwnedSemaphorePermit, RouteError> {
-        let room = Arc::clone(&self.waiting_room);
-        room.try_acquire_owned().map_err(|_| RouteError::Overloaded { requests_max: self.requests_max })
+    pub(super) fn admit(&self, scheduler: &Strand<Scheduler>) -> Result<OwnedSemaphorePermit, RouteError> {
+        let room = Arc::clone(self.waiting_room.room(scheduler));
+        let overloaded = || RouteError::Overloaded { requests_max: self.waiting_room.permits_max() };
+        room.try_acquire_owned().map_err(|_| overloaded())
     }
 }

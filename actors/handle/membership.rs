@@ -107,10 +107,11 @@ impl Router {
     pub async fn set_conditions(&self, conditions: RankConditions) -> Result<(), Down> {
         self.views().status.up()?;
         publish_conditions(self.views(), self.strands(), conditions);
+        let before = self.views().status.state();
         let (done, held) = oneshot::channel();
         self.strands().scheduler.tell(SchedulerMsg::Conditions { done: Some(done) });
         // If a dying scheduler drops the reply, its successor starts with these conditions.
-        let _ = self.views().status.reply_of(held).await;
+        let _ = self.views().status.reply_of(held, before).await;
         self.views().status.up()
     }
 
@@ -178,6 +179,7 @@ impl Router {
             ranks: self.workers().iter().map(|worker| worker.ranks.len()).sum(),
             cold: self.views().cold.borrow().clone(),
             problems: self.problems(),
+            hung: self.views().hung.get().to_vec(),
             restarts: self.views().status.restarts(),
             leases: self.intake().directory.len(),
         }
@@ -189,7 +191,9 @@ impl Router {
             let last_error = last_error.map(|error| format!("; last error: {error}")).unwrap_or_default();
             Some(format!("KV events of rank {rank} are {}: {}{last_error}", state.name(), reason?))
         });
-        sources.chain(self.unread()).chain(self.edge().meters.never_matching()).collect()
+        let hung = self.views().hung.get();
+        let hung = hung.iter().map(|actor| format!("{actor} hangs"));
+        hung.chain(sources).chain(self.unread()).chain(self.edge().meters.never_matching()).collect()
     }
 
     /// Ranks in service without any applied KV event, although events are enabled.

@@ -205,8 +205,8 @@ impl Router {
     ) -> Result<(LeaseGuard, Decision, Option<RoutePhases>), RouteError> {
         for attempt in 0..ATTEMPTS_MAX {
             self.views().status.up()?;
-            let permit = self.intake().admit()?;
-            let restarts = self.views().status.restarts();
+            let before = self.views().status.state();
+            let permit = self.intake().admit(&self.strands().scheduler)?;
             let lease = self.intake().directory.enter(request_id, prepared.prompt(), self.edge().clock.now())?;
             if !prepared.length_keys().is_empty() {
                 lease.set_length_keys(prepared.length_keys());
@@ -216,7 +216,7 @@ impl Router {
             let Edge { meters, clock, .. } = &**self.edge();
             let timestamps = if attempt == 0 { meters.phases.sample(&lease, timed, *clock) } else { None };
             let answer = self.submit(prepared, target, Purpose::Book, Some(lease), permit, timestamps.clone());
-            match self.views().status.reply_of(answer).await {
+            match self.views().status.reply_of(answer, before).await {
                 Some(Reply::Placed(decision)) => {
                     let phases = timestamps.map(|timestamps| {
                         meters.phases.record(&timestamps, prepared.started(), guard.lease(), timed.0)
@@ -231,7 +231,7 @@ impl Router {
                 None if guard.lease().is_freed() => return Err(RouteError::Freed),
                 None => {
                     drop(guard); // frees the id for the next attempt
-                    self.wait_for_restart(restarts).await?;
+                    self.wait_for_restart(before.restarts).await?;
                 }
             }
         }
@@ -242,12 +242,12 @@ impl Router {
     pub(super) async fn ask(&self, prepared: &Prepared, purpose: Purpose) -> Result<Reply, RouteError> {
         for _ in 0..ATTEMPTS_MAX {
             self.views().status.up()?;
-            let permit = self.intake().admit()?;
-            let restarts = self.views().status.restarts();
+            let before = self.views().status.state();
+            let permit = self.intake().admit(&self.strands().scheduler)?;
             let answer = self.submit(prepared, Target::Any, purpose, None, permit, None);
-            match self.views().status.reply_of(answer).await {
+            match self.views().status.reply_of(answer, before).await {
                 Some(answered) => return Ok(answered),
-                None => self.wait_for_restart(restarts).await?,
+                None => self.wait_for_restart(before.restarts).await?,
             }
         }
         Err(RouteError::Lost { attempts: ATTEMPTS_MAX })

@@ -12,6 +12,7 @@ use crate::actors::strands::Strands;
 use crate::actors::supervisor::SupervisorMsg;
 use crate::actors::views::Views;
 use crate::error::Down;
+use crate::membership::WatchedActor;
 use crate::protocol::WorkerRank;
 
 /// Health of a router.
@@ -25,6 +26,9 @@ pub struct Health {
     pub cold: BTreeSet<WorkerRank>,
     /// Problems with the router's view of the fleet, one sentence each; empty if there are none.
     pub problems: Vec<String>,
+    /// Actors that hang now, in order. The router is not ready while one of them
+    /// [is essential](WatchedActor::is_essential).
+    pub hung: Vec<WatchedActor>,
     /// Actors restarted since the start.
     pub restarts: u64,
     /// Bookings and requests that have not ended.

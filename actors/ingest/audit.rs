@@ -126,16 +126,18 @@ impl Reader {
     /// Digest of the rank's index contents after every applied message.
     async fn index_digest(&self) -> Option<BlockDigest> {
         let (rank, generation) = (self.entry.rank, self.entry.generation);
+        let before = self.dependencies.status.state();
         let (reply, digest) = oneshot::channel();
         self.dependencies.shards.of(rank)?.tell(RadixMsg::Digest { rank, generation, reply });
-        digest.await.ok().flatten()
+        self.dependencies.status.reply_of(digest, before).await.flatten()
     }
 
     async fn index_names(&self) -> Option<BTreeSet<BlockName>> {
         let (rank, generation) = (self.entry.rank, self.entry.generation);
+        let before = self.dependencies.status.state();
         let (reply, names) = oneshot::channel();
         self.dependencies.shards.of(rank)?.tell(RadixMsg::Names { rank, generation, reply });
-        names.await.ok().flatten()
+        self.dependencies.status.reply_of(names, before).await.flatten()
     }
 
     /// Drops the rank's blocks, for a replay of the stream.

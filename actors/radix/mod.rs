@@ -19,6 +19,7 @@ use crate::actors::delivery::join::{Continuation, Join, ReplyToken};
 use crate::actors::delivery::strand::{ActorState, DeferredReply};
 use crate::actors::io::clock::Clock;
 use crate::actors::telemetry::Pool;
+use crate::actors::views::incarnation::CurrentIncarnation;
 use crate::actors::views::kv_source::{DegradedSources, SourceCell};
 use crate::actors::views::rank::RankEntry;
 use crate::config::RouterConfig;
@@ -138,6 +139,8 @@ pub(crate) struct RadixDependencies<'a> {
     pub(crate) clock: Clock,
     pub(crate) pool: &'a Pool,
     pub(crate) degraded: DegradedSources,
+    /// Incarnation of the present shard, and of this one.
+    pub(crate) incarnation: (Arc<CurrentIncarnation>, u32),
     /// Called when the contents of a cold rank begin to arrive again.
     pub(crate) on_resync: Box<dyn Fn(WorkerRank) + Send>,
 }
@@ -156,6 +159,8 @@ pub(crate) struct Radix {
     cold: BTreeSet<WorkerRank>,
     clock: Clock,
     on_resync: Box<dyn Fn(WorkerRank) + Send>,
+    /// Incarnation of the present shard, and of this one.
+    incarnation: (Arc<CurrentIncarnation>, u32),
     counters: EventCounters,
     /// `None` without a byte budget.
     gauges: Option<BudgetGauges>,
@@ -184,14 +189,25 @@ impl Radix {
         registered: impl IntoIterator<Item = RegisteredRank>,
         cold: BTreeSet<WorkerRank>,
     ) -> Self {
-        let RadixDependencies { config, clock, pool, degraded, on_resync } = dependencies;
+        let RadixDependencies { config, clock, pool, degraded, incarnation, on_resync } = dependencies;
         let (speculative, budget) =
             (SpeculativeEntries::of(config, shard, clock, pool), ShardBudget::of(config, shard));
         let (mut index, found, counters) = (Index::new(), Overlaps::default(), EventCounters::new(pool));
         index.set_budget(budget.bytes_max);
         let (known, gauges) = (Vec::new(), budget.gauges(pool));
-        let mut radix =
-            Self { index, registered: known, degraded, found, speculative, cold, clock, on_resync, counters, gauges };
+        let mut radix = Self {
+            index,
+            registered: known,
+            degraded,
+            found,
+            speculative,
+            cold,
+            clock,
+            on_resync,
+            incarnation,
+            counters,
+            gauges,
+        };
         for registered_rank in registered {
             radix.on_register(registered_rank);
         }
@@ -309,13 +325,25 @@ impl Radix {
         self.show_budget();
     }
 
+    /// Whether a step hung and a successor has replaced this shard, which alone publishes from then on.
+    fn is_replaced(&self) -> bool {
+        let (current, own) = &self.incarnation;
+        !current.is(*own)
+    }
+
     fn show_budget(&mut self) {
+        if self.is_replaced() {
+            return;
+        }
         if let (Some(gauges), Some(state)) = (&mut self.gauges, self.index.budget_state()) {
             gauges.show(state);
         }
     }
 
     fn publish_holdings(&self, rank: WorkerRank) {
+        if self.is_replaced() {
+            return;
+        }
         let Some(slot) = self.index.slot_of(rank) else { return };
         if let Some(Some((holdings, _))) = self.registered.get(slot.index()) {
             holdings.publish(self.index.held_blocks_of(slot), self.clock.now());

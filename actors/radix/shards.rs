@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::OwnedSemaphorePermit;
 
 use super::{Radix, shard_of};
+use crate::actors::delivery::gate::Gate;
 use crate::actors::delivery::strand::Strand;
+use crate::actors::views::incarnation::CurrentIncarnation;
 use crate::actors::views::status::RouterStatus;
 use crate::error::Down;
 use crate::protocol::WorkerRank;
@@ -19,14 +21,16 @@ pub(crate) struct Shards {
 struct Shard {
     strand: Arc<Strand<Radix>>,
     /// One permit per block in queued events.
-    gate: Arc<Semaphore>,
+    gate: Gate,
+    incarnation: Arc<CurrentIncarnation>,
 }
 
 impl Shards {
     /// `events.blocks_max` is the limit of blocks in the queued events of one shard.
     pub(crate) fn new(shards: u32, event_blocks_max: u32) -> Self {
-        let gate = || Arc::new(Semaphore::new(event_blocks_max as usize));
-        let shards = (0..shards).map(|_| Shard { strand: Strand::closed(), gate: gate() }).collect();
+        let shard =
+            |_| Shard { strand: Strand::replaceable(), gate: Gate::new(event_blocks_max), incarnation: Arc::default() };
+        let shards = (0..shards).map(shard).collect();
         Self { shards, event_blocks_max }
     }
 
@@ -41,6 +45,11 @@ impl Shards {
     /// Strand of the shard with this number.
     pub(crate) fn strand(&self, shard: usize) -> &Arc<Strand<Radix>> {
         &self.shards[shard].strand
+    }
+
+    /// Present incarnation of a shard.
+    pub(crate) fn incarnation(&self, shard: usize) -> &Arc<CurrentIncarnation> {
+        &self.shards[shard].incarnation
     }
 
     /// Number of a rank's shard.
@@ -62,11 +71,19 @@ impl Shards {
     ) -> Result<OwnedSemaphorePermit, Down> {
         // A batch larger than the gate takes all permits; an event without blocks takes one.
         let weight = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, self.event_blocks_max);
-        let gate = Arc::clone(&self.shards[shard].gate);
-        tokio::select! {
-            biased;
-            permit = gate.acquire_many_owned(weight) => permit.map_err(|_| Down::Stopped),
-            down = status.down() => Err(down),
+        let Shard { strand, gate, .. } = &self.shards[shard];
+        loop {
+            let before = status.state();
+            tokio::select! {
+                biased;
+                permit = Arc::clone(gate.room(strand)).acquire_many_owned(weight) => {
+                    return permit.map_err(|_| Down::Stopped);
+                }
+                () = status.replaced(before) => {}
+            }
+            if status.is_down() {
+                return Err(status.down().await);
+            }
         }
     }
 
@@ -74,13 +91,13 @@ impl Shards {
     #[cfg(feature = "replicas")]
     pub(crate) fn try_admit(&self, shard: usize, blocks: usize) -> Option<OwnedSemaphorePermit> {
         let weight = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, self.event_blocks_max);
-        Arc::clone(&self.shards[shard].gate).try_acquire_many_owned(weight).ok()
+        let Shard { strand, gate, .. } = &self.shards[shard];
+        Arc::clone(gate.room(strand)).try_acquire_many_owned(weight).ok()
     }
 
     /// Blocks of queued events, over all shards.
     pub(crate) fn queued_blocks(&self) -> u64 {
-        let free = |shard: &Shard| shard.gate.available_permits() as u64;
-        self.shards.iter().map(|shard| u64::from(self.event_blocks_max) - free(shard)).sum()
+        self.shards.iter().map(|shard| shard.gate.taken()).sum()
     }
 
     /// Closes every shard.

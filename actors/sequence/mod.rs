@@ -19,6 +19,7 @@ use crate::actors::delivery::reply::Reply;
 use crate::actors::delivery::strand::{ActorState, DeferredReply};
 use crate::actors::io::clock::Clock;
 use crate::actors::radix::claim::SpeculationClaim;
+use crate::actors::views::incarnation::CurrentIncarnation;
 use crate::actors::views::wake_flag::WakeFlag;
 use crate::directory::{Directory, Lease, LeaseState};
 use crate::load::{
@@ -28,6 +29,7 @@ use crate::protocol::{Generation, Slot, Timestamp};
 use crate::schedule::{BookNumber, Decision, LoadAnswer};
 
 /// Messages to a sequence actor.
+#[expect(clippy::large_enum_variant, reason = "a Book is as frequent as the small messages, and a box costs more")]
 pub(crate) enum SequenceMsg {
     /// Load query for a batch of prompts.
     Load {
@@ -72,6 +74,8 @@ pub(crate) struct Book {
     pub(crate) lease: Arc<Lease>,
     pub(crate) decision: Decision,
     pub(crate) number: BookNumber,
+    /// Incarnation of the scheduler that sends it.
+    pub(crate) scheduler: u32,
     pub(crate) answer: oneshot::Sender<Reply>,
     /// Permit of the waiting room.
     pub(crate) permit: OwnedSemaphorePermit,
@@ -95,6 +99,8 @@ pub(crate) struct Sequence {
     meter: Option<SpeedMeter>,
     directory: Arc<Directory>,
     clock: Clock,
+    /// Books of earlier schedulers are dropped.
+    scheduler: Arc<CurrentIncarnation>,
     /// Notified after each booking.
     booked: Arc<Notify>,
     /// Receiver of falling-load notifications; `None` without a queue.
@@ -116,6 +122,8 @@ pub(crate) struct SequenceDependencies {
     pub(crate) learns: Option<Arc<SpeedCell>>,
     /// Load of the rank by other replicas.
     pub(crate) peers: Arc<PeerLoadCell>,
+    /// Present incarnation of the scheduler.
+    pub(crate) scheduler: Arc<CurrentIncarnation>,
     /// Block size in tokens.
     pub(crate) block_size: u32,
     /// Notified after each booking.
@@ -150,7 +158,8 @@ impl Sequence {
         incarnation: u32,
         dependencies: SequenceDependencies,
     ) -> Self {
-        let SequenceDependencies { board, learns, peers, block_size, booked, wakes, directory, clock } = dependencies;
+        let SequenceDependencies { board, learns, peers, scheduler, block_size, booked, wakes, directory, clock } =
+            dependencies;
         let mut sequence = Self {
             slot,
             generation,
@@ -162,6 +171,7 @@ impl Sequence {
             meter: learns.map(|cell| SpeedMeter::new(cell, block_size)),
             directory: Arc::clone(&directory),
             clock,
+            scheduler,
             booked,
             wakes,
             draining: None,
@@ -188,7 +198,11 @@ impl Sequence {
     }
 
     fn on_book(&mut self, book: Book) -> Option<SequenceReply> {
-        let Book { lease, decision, number, answer, permit, claim, now } = book;
+        let Book { lease, decision, number, scheduler, answer, permit, claim, now } = book;
+        // The scheduler was replaced: its successor does not count this Book, and the caller sends the request again.
+        if !self.scheduler.is(scheduler) {
+            return None;
+        }
         self.read_peers(now);
         if number.incarnation == self.incarnation {
             self.applied = number.number;
@@ -370,6 +384,7 @@ mod tests {
             board,
             learns,
             peers: Arc::default(),
+            scheduler: Arc::default(),
             block_size: 64,
             booked: Arc::default(),
             wakes: None,
@@ -415,6 +430,7 @@ mod tests {
         let booked = sequence.step(SequenceMsg::Book(Book {
             lease: Arc::clone(&lease),
             decision,
+            scheduler: 0,
             number,
             answer,
             permit,

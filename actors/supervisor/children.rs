@@ -9,7 +9,9 @@ use tokio::runtime::Handle;
 use super::dependencies::SupervisorDependencies;
 use super::messages::SupervisorMsg;
 use super::state::SupervisorState;
-use crate::actors::delivery::strand::{ActorState, Strand, StrandActor, Wake};
+use super::watchdog::Watchdog;
+use crate::actors::delivery::strand::{ActorState, Strand};
+use crate::actors::delivery::strand_actor::{StrandActor, Wake};
 use crate::actors::engine_load::EngineLoads;
 use crate::actors::health::{HealthActor, HealthDependencies, HealthMsg};
 use crate::actors::radix::claim::SpeculationSender;
@@ -38,6 +40,7 @@ impl SupervisorState {
             board: Arc::clone(&entry.board),
             learns: config.learns_speed().then(|| Arc::clone(&entry.speed)),
             peers: Arc::clone(&entry.peers),
+            scheduler: Arc::clone(&strands.scheduler_incarnation),
             block_size: config.block_size,
             booked: Arc::clone(&views.ranks.booked),
             wakes: config.queue.is_enabled().then(wakes),
@@ -54,11 +57,14 @@ impl SupervisorState {
         let actor = self.spawn(&strand, Child::IndexShard(shard)).await?;
         let ranks = self.ranks_of_shard(shard).map(|(entry, worker)| RegisteredRank::of(entry, &worker.traits));
         let (myself, incarnation) = (self.myself.clone(), self.membership.incarnation(Child::IndexShard(shard)));
+        let current = self.dependencies.strands.shards.incarnation(shard);
+        current.set(incarnation);
         let dependencies = RadixDependencies {
             config: &self.dependencies.config,
             clock: self.dependencies.clock,
             pool: &self.dependencies.meters.pool,
             degraded: Arc::clone(&self.dependencies.views.ranks.degraded),
+            incarnation: (Arc::clone(current), incarnation),
             on_resync: Box::new(move |rank| drop(myself.send_message(SupervisorMsg::Warmed { rank, incarnation }))),
         };
         let cold = cold.iter().copied().collect();
@@ -70,10 +76,13 @@ impl SupervisorState {
         let strand = Arc::clone(&self.dependencies.strands.scheduler);
         let actor = self.spawn(&strand, Child::Scheduler).await?;
         let SupervisorDependencies { config, clock, views, strands, extensions, .. } = &self.dependencies;
+        let incarnation = self.membership.incarnation(Child::Scheduler);
+        strands.scheduler_incarnation.set(incarnation);
         let dependencies = SchedulerDependencies {
             shards: Arc::clone(&strands.shards),
             speculation: SpeculationSender::new(config, &strands.shards),
             wake: Arc::clone(&views.wake),
+            current: Arc::clone(&strands.scheduler_incarnation),
             conditions: Arc::clone(&views.conditions),
             exclusions: Arc::clone(&views.exclusions),
             board_changes: Arc::clone(&views.ranks.board_changes),
@@ -86,7 +95,6 @@ impl SupervisorState {
         };
         strand.open(actor, || {
             let (config, extensions) = ((**config).clone(), extensions.clone());
-            let incarnation = self.membership.incarnation(Child::Scheduler);
             let mut scheduler = Scheduler::new(config, incarnation, extensions, dependencies, &strand);
             for (rank, worker) in self.running_ranks() {
                 scheduler.admit(sequence_handle(
@@ -128,6 +136,26 @@ impl SupervisorState {
         let (ranks, clock) = (Arc::clone(&self.dependencies.views.ranks), self.dependencies.clock);
         strand.open(actor, || EngineLoads::new(ranks, clock));
         Ok(())
+    }
+
+    /// Starts the thread that detects hangs, if the configuration has a timeout.
+    pub(super) fn start_watchdog(&mut self) {
+        let SupervisorDependencies { config, views, strands, meters, .. } = &self.dependencies;
+        let timeout_ms = config.supervision.hang_timeout_ms;
+        if timeout_ms == 0 {
+            return;
+        }
+        let watchdog = Watchdog {
+            strands: strands.clone(),
+            supervisor: self.myself.clone(),
+            hung: Arc::clone(&views.hung),
+            meters: Arc::clone(meters),
+            pool: config.pool.clone(),
+            timeout_ms,
+            handled: Arc::clone(&self.pings_handled),
+            sent: 0,
+        };
+        self.watchdog = watchdog.start();
     }
 
     async fn spawn<S: ActorState>(

@@ -7,7 +7,7 @@ use crate::actors::discovery::AnySource;
 #[cfg(feature = "zmq")]
 use crate::actors::ingest::SnapshotReply;
 use crate::error::MembershipError;
-use crate::membership::{MembershipInput, SourceUpdate};
+use crate::membership::{Child, MembershipInput, SourceUpdate};
 use crate::protocol::{Generation, Slot, WorkerId, WorkerRank};
 
 /// Reply to a membership change: the number of bookings ended by a drain, else 0.
@@ -26,6 +26,10 @@ pub(crate) enum SupervisorMsg {
     DrainTimedOut { worker: WorkerId, drain: u64 },
     /// The blocks of a cold rank were sent to this incarnation of its shard.
     Warmed { rank: WorkerRank, incarnation: u32 },
+    /// Ping of the watchdog.
+    Ping(u64),
+    /// The actor has made no progress since `progress`, although work waits.
+    Hung { child: Child, progress: u64 },
     /// Query for the index contents of a rank, for its reader.
     #[cfg(feature = "zmq")]
     Snapshot { slot: Slot, reply: SnapshotReply },

@@ -7,14 +7,18 @@
 mod children;
 pub(crate) mod dependencies;
 mod effects;
+mod hangs;
 mod messages;
 #[cfg(feature = "zmq")]
 mod readers;
 mod report;
 mod sources;
 mod state;
+mod watchdog;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use ahash::AHashMap;
 use ractor::{Actor, ActorProcessingErr, ActorRef, SupervisionEvent};
@@ -51,6 +55,8 @@ impl Actor for Supervisor {
             misses_next_update: false,
             #[cfg(feature = "zmq")]
             readers: Readers::new(),
+            pings_handled: Arc::default(),
+            watchdog: None,
         };
         state.start_scheduler().await?;
         for shard in 0..state.dependencies.strands.shards.len() {
@@ -58,6 +64,7 @@ impl Actor for Supervisor {
         }
         state.start_health().await?;
         state.start_engine_loads().await?;
+        state.start_watchdog();
         Ok(state)
     }
 
@@ -84,6 +91,11 @@ impl Actor for Supervisor {
                 let shard = state.dependencies.strands.shards.number_of(rank);
                 state.apply(MembershipInput::RankWarmed { rank, shard, incarnation }).await
             }
+            SupervisorMsg::Ping(number) => {
+                state.pings_handled.store(number, Ordering::Relaxed);
+                Ok(())
+            }
+            SupervisorMsg::Hung { child, progress } => state.on_hung(child, progress).await,
             #[cfg(feature = "zmq")]
             SupervisorMsg::Snapshot { slot, reply } => {
                 state.request_snapshot(slot, reply);

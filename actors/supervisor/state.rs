@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use ahash::AHashMap;
 use metrics::Counter;
@@ -10,6 +11,7 @@ use tokio::sync::Mutex;
 
 use super::dependencies::SupervisorDependencies;
 use super::messages::{MembershipReply, SupervisorMsg};
+use super::watchdog::WatchdogGuard;
 use crate::actors::delivery::strand::Strand;
 use crate::actors::discovery::{AnySource, FollowerMsg};
 #[cfg(feature = "zmq")]
@@ -34,6 +36,10 @@ pub(crate) struct SupervisorState {
     pub(super) misses_next_update: bool,
     #[cfg(feature = "zmq")]
     pub(super) readers: Readers,
+    /// Number of the last handled ping of the watchdog.
+    pub(super) pings_handled: Arc<AtomicU64>,
+    /// Absent if hangs are not detected.
+    pub(super) watchdog: Option<WatchdogGuard>,
     /// Dropped with the state, also by a panic.
     pub(super) _guard: FailGuard,
 }

@@ -282,6 +282,11 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
     ),
     counter("pointsman_restarts_total", &["role"], "Restarted actors by `role`."),
     counter(
+        "pointsman_hangs_total",
+        &["role"],
+        "Hung actors by `role`: no progress for `supervision.hang_timeout_ms`.",
+    ),
+    counter(
         "pointsman_shadow_decisions_total",
         &["policy"],
         "Decisions that shadow policies also made, by `policy`; `chosen` is the active one.",

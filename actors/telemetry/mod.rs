@@ -31,6 +31,7 @@ pub(crate) use shadow::ShadowMeters;
 
 use crate::config::{QueueClass, RouterConfig};
 use crate::health::Cause;
+use crate::membership::WatchedActor;
 use crate::protocol::Timestamp;
 use crate::queue::Depth;
 use crate::schedule::Decision;
@@ -46,6 +47,7 @@ pub(crate) struct Meters {
     /// Met and missed latency targets.
     pub(crate) targets: TargetMeters,
     pub(crate) restarts: Restarts,
+    pub(crate) hangs: Hangs,
     /// Present with a shared cache.
     pub(crate) shared_cache: Option<Arc<SharedCacheMeters>>,
     /// Bookings ended because `load.booking_liveness_ms` passed without a report.
@@ -72,6 +74,7 @@ impl Meters {
             predictions: PredictionMeters::new(&pool),
             targets: TargetMeters::new(&pool),
             restarts: Restarts::new(&pool),
+            hangs: Hangs::new(&pool),
             shared_cache: has_shared_cache.then(|| Arc::new(SharedCacheMeters::new(&pool))),
             expired: pool.counter("pointsman_bookings_expired_total", &[]),
             discovery_conflicts: pool.counter("pointsman_discovery_conflicts_total", &[]),
@@ -195,6 +198,42 @@ impl Restarts {
             engine_loads: role("engine_loads"),
             discovery: role("discovery"),
         }
+    }
+}
+
+/// Counters of hangs, by kind of actor.
+pub(crate) struct Hangs {
+    supervisor: Counter,
+    scheduler: Counter,
+    radix: Counter,
+    sequence: Counter,
+    health: Counter,
+    engine_loads: Counter,
+}
+
+impl Hangs {
+    fn new(pool: &Pool) -> Self {
+        let role = |role| pool.counter("pointsman_hangs_total", &[("role", role)]);
+        Self {
+            supervisor: role("supervisor"),
+            scheduler: role("scheduler"),
+            radix: role("radix"),
+            sequence: role("sequence"),
+            health: role("health"),
+            engine_loads: role("engine_loads"),
+        }
+    }
+
+    pub(crate) fn count(&self, actor: WatchedActor) {
+        let counter = match actor {
+            WatchedActor::Supervisor => &self.supervisor,
+            WatchedActor::Scheduler => &self.scheduler,
+            WatchedActor::IndexShard(_) => &self.radix,
+            WatchedActor::Sequence(_) => &self.sequence,
+            WatchedActor::Health => &self.health,
+            WatchedActor::EngineLoads => &self.engine_loads,
+        };
+        counter.increment(1);
     }
 }
 

@@ -2,6 +2,7 @@
 
 pub(crate) mod decisions;
 pub(crate) mod fleet;
+pub(crate) mod incarnation;
 pub(crate) mod kv_source;
 pub(crate) mod published;
 pub(crate) mod rank;
@@ -21,7 +22,7 @@ use std::sync::Arc;
 use tokio::sync::watch;
 
 use crate::health::Exclusions;
-use crate::membership::DiscoveryStatus;
+use crate::membership::{DiscoveryStatus, WatchedActor};
 use crate::protocol::{Timestamp, WorkerRank};
 use crate::replica::PeerStatus;
 use crate::select::RankConditions;
@@ -55,6 +56,8 @@ pub(crate) struct Views {
     /// Ranks excluded for their health. Written by the health actor.
     pub(crate) exclusions: Arc<Published<Exclusions>>,
     pub(crate) wake: Arc<WakeFlag>,
+    /// Actors that hang now. Written by the watchdog.
+    pub(crate) hung: Arc<Published<Vec<WatchedActor>>>,
     /// The last recorded decisions. Written by the scheduler.
     pub(crate) decisions: Arc<DecisionRecords>,
     /// Totals of shadow policies. Written by the scheduler.

@@ -13,6 +13,8 @@ pub(crate) struct RouterState {
     pub(crate) phase: RouterPhase,
     /// Actors restarted since the start.
     pub(crate) restarts: u64,
+    /// Of these, hung actors that were replaced.
+    pub(crate) replacements: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -55,14 +57,27 @@ impl RouterStatus {
         }
     }
 
-    /// An actor's reply; `None` if it was lost with the actor or the router is down, which ends the wait for a hung actor
-    /// too. A reply that is already there costs no read of the status.
-    pub(crate) async fn reply_of<T>(&self, reply: oneshot::Receiver<T>) -> Option<T> {
+    /// An actor's reply; `None` if it was lost with the actor, the router is down, or a hung actor was replaced `since`
+    /// the query was sent: the reply may be lost in the hung step. A reply that is already there costs no read of the
+    /// status.
+    pub(crate) async fn reply_of<T>(&self, reply: oneshot::Receiver<T>, since: RouterState) -> Option<T> {
         tokio::select! {
             biased;
             reply = reply => reply.ok(),
-            _ = self.down() => None,
+            () = self.replaced(since) => None,
         }
+    }
+
+    /// Returns when the router is down or a hung actor was replaced after `since`.
+    pub(crate) async fn replaced(&self, since: RouterState) {
+        let mut states = self.0.subscribe();
+        let is_over = |state: &RouterState| state.phase.is_down() || state.replacements > since.replacements;
+        let _ = states.wait_for(is_over).await; // an error means that the router is gone
+    }
+
+    /// The present state, to read before a query is sent.
+    pub(crate) fn state(&self) -> RouterState {
+        *self.0.borrow()
     }
 
     /// Actors restarted since the start.
@@ -72,6 +87,11 @@ impl RouterStatus {
 
     pub(crate) fn count_restart(&self) {
         self.0.send_modify(|state| state.restarts += 1);
+    }
+
+    /// Ends the waits for replies of a hung actor that was replaced.
+    pub(crate) fn count_replacement(&self) {
+        self.0.send_modify(|state| state.replacements += 1);
     }
 
     pub(crate) fn subscribe(&self) -> watch::Receiver<RouterState> {

@@ -1,6 +1,6 @@
 //! Flag of a scheduler that waits for falling load.
 
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use crate::actors::delivery::sync::{AtomicBool, Ordering, fence};
 
 /// Set while requests wait for some rank's load to fall. The thread that clears it owes the scheduler a wake-up.
 ///

@@ -1,4 +1,4 @@
-//! `[supervision]`: restarts of failed actors.
+//! `[supervision]`: restarts of failed and hung actors.
 
 use std::time::Duration;
 
@@ -10,6 +10,9 @@ use serde::{Deserialize, Serialize};
 pub struct SupervisionConfig {
     /// Actor restarts within [`Self::RESTART_WINDOW`] after which the router fails. Default 32.
     pub restarts_max: u32,
+    /// Time in milliseconds without progress after which an actor with work counts as hung; 0 turns the detection off.
+    /// Default 1,000.
+    pub hang_timeout_ms: u64,
 }
 
 impl SupervisionConfig {
@@ -19,6 +22,6 @@ impl SupervisionConfig {
 
 impl Default for SupervisionConfig {
     fn default() -> Self {
-        Self { restarts_max: 32 }
+        Self { restarts_max: 32, hang_timeout_ms: 1_000 }
     }
 }

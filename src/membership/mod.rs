@@ -19,6 +19,7 @@
 mod budget;
 mod children;
 mod drains;
+mod hangs;
 mod initial;
 mod readers;
 #[cfg(test)]
@@ -37,6 +38,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 pub use budget::RestartBudget;
+pub use hangs::{ActorSample, HangChange, HangDetector, WatchedActor};
 pub use initial::initial_workers;
 pub use rules::MembershipRules;
 pub use status::DiscoveryStatus;

@@ -137,6 +137,11 @@ impl LiveLoads {
         self.by_slot[slot.index()] = cells;
     }
 
+    /// Reports every board as changed, for the next reader of the changes.
+    pub fn report_all(&self) {
+        (0..self.by_slot.len()).for_each(|slot| self.changes.insert(Slot(u32::try_from(slot).unwrap_or(u32::MAX))));
+    }
+
     /// Drops the cells of the rank in `slot`, after its `Retire`.
     pub fn remove(&mut self, slot: Slot) {
         if let Some(cells) = self.by_slot.get_mut(slot.index()) {

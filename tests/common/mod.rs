@@ -18,7 +18,8 @@ pub(crate) fn config() -> RouterConfig {
     let policy = Policy::Kv;
     RouterConfig {
         block_size: BLOCK_SIZE,
-        supervision: SupervisionConfig { restarts_max: 1_000_000 },
+        // A hang of a test lasts as long as the test needs.
+        supervision: SupervisionConfig { restarts_max: 1_000_000, hang_timeout_ms: 0 },
         health: HealthConfig { probe_interval_ms: 0, ..defaults.health },
         policy: policy.into(),
         ..defaults

@@ -194,7 +194,7 @@ fn settings(draws: &mut Rng) -> Settings {
         load: LoadConfig { booking_liveness_ms: 4_000, ..LoadConfig::default() },
         session: SessionConfig { affinity, ..SessionConfig::default() },
         health: HealthConfig { probe_interval_ms: 1_000, ejection_ms: 2_000, ..defaults.health },
-        supervision: SupervisionConfig { restarts_max: if one_in(draws, 4) { 2 } else { 100 } },
+        supervision: SupervisionConfig { restarts_max: if one_in(draws, 4) { 2 } else { 100 }, hang_timeout_ms: 0 },
         ..defaults
     };
     Settings {

@@ -62,13 +62,13 @@ impl Race {
         };
         let close = |_: &usize| {
             let strand = Strand::closed();
-            *strand.state.lock().expect("no panic") = Some(Idle);
+            *strand.first.state.lock().expect("no panic") = Some(Idle);
             (0..self.queued).for_each(|n| strand.push(Arc::new(n)));
             *current.lock().expect("no panic") = Arc::clone(&strand);
             start.wait();
             strand.close();
             end.wait();
-            let state_is_left = strand.state.lock().expect("no panic").is_some();
+            let state_is_left = strand.first.state.lock().expect("no panic").is_some();
             strand.waiting.load(Ordering::SeqCst) > 0 || !strand.inbox().is_empty() || state_is_left
         };
         std::thread::scope(|scope| {
@@ -142,8 +142,8 @@ impl ActorState for Unwinds {
 fn a_panic_during_unwinding_of_another_actor_kills_its_own_actor() {
     let steps = Arc::new(AtomicU32::new(0));
     let (inner, outer) = (Strand::closed(), Strand::closed());
-    *inner.state.lock().expect("no panic") = Some(Counter { steps: Arc::clone(&steps) });
-    *outer.state.lock().expect("no panic") = Some(Unwinds);
+    *inner.first.state.lock().expect("no panic") = Some(Counter { steps: Arc::clone(&steps) });
+    *outer.first.state.lock().expect("no panic") = Some(Unwinds);
     inner.tell(CounterMsg::Count);
     outer.tell(PanicsAnother(Arc::clone(&inner)));
     assert_eq!(steps.load(Ordering::Relaxed), 2, "the count, and the step that panicked");
@@ -181,7 +181,7 @@ impl ActorState for Logger {
 #[test]
 fn a_sender_delivers_its_own_reply_before_it_drains_the_inbox() {
     let (log, strand) = (Arc::new(Mutex::default()), Strand::closed());
-    *strand.state.lock().expect("no panic") = Some(Logger { log: Arc::clone(&log), myself: Arc::clone(&strand) });
+    *strand.first.state.lock().expect("no panic") = Some(Logger { log: Arc::clone(&log), myself: Arc::clone(&strand) });
     strand.tell(1);
     let log = std::mem::take(&mut *log.lock().expect("no panic"));
     assert_eq!(log, ["step 1", "reply 1", "step 2", "step 3", "reply 2", "reply 3"]);

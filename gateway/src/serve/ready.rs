@@ -62,6 +62,8 @@ impl Readiness {
 struct Ranks {
     /// Whether the router accepts requests.
     router_up: bool,
+    /// Hung actors that the router needs.
+    hung: Vec<String>,
     /// Registered ranks.
     registered: usize,
     /// Whether a worker is registered that does not drain.
@@ -86,7 +88,7 @@ struct Ranks {
 
 impl Ranks {
     fn is_warm(&self) -> bool {
-        self.router_up && self.eligible > 0 && self.unknown == 0
+        self.router_up && self.hung.is_empty() && self.eligible > 0 && self.unknown == 0
     }
 }
 
@@ -131,6 +133,8 @@ fn not_ready_reason(ranks: &Ranks, warm_up_over: bool) -> Option<String> {
     let unknown = if was_warm { cold } else { unknown };
     if !router_up {
         Some("the router is down".to_owned())
+    } else if !ranks.hung.is_empty() {
+        Some(format!("hung: {}", ranks.hung.join(", ")))
     } else if !has_worker && *holds_requests {
         None // requests must arrive, so that engines are started for them
     } else if eligible == 0 {
@@ -179,6 +183,7 @@ async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
     unknown.extend(&health.cold);
     let ranks = Ranks {
         router_up: health.state.is_ok(),
+        hung: health.hung.iter().filter(|actor| actor.is_essential()).map(ToString::to_string).collect(),
         registered: health.ranks,
         has_worker: model.router.workers().iter().any(|worker| !worker.draining),
         eligible,
@@ -312,6 +317,12 @@ mod tests {
                 true,
                 &[("a", none), ("b", down)],
                 &["model \"a\": no rank can serve", "model \"b\": the router is down"],
+            ),
+            (
+                false,
+                true,
+                &[("a", Ranks { hung: vec!["supervisor".to_owned()], ..good.clone() })],
+                &["model \"a\": hung: supervisor"],
             ),
             (false, true, &[], &["no model is configured"]),
             (true, true, &[("a", good)], &["the gateway is shutting down"]),
