@@ -137,7 +137,12 @@ fn simulated_workers(setup: &Setup) -> impl Iterator<Item = (WorkerId, WorkerCon
     })
 }
 
-fn worker_config(worker: WorkerId, dp_size: u32, step_tokens_max: u32, kv_blocks: Option<u32>) -> WorkerConfig {
+pub(crate) fn worker_config(
+    worker: WorkerId,
+    dp_size: u32,
+    step_tokens_max: u32,
+    kv_blocks: Option<u32>,
+) -> WorkerConfig {
     let at = WorkerConfig::at(format!("http://worker-{worker}:8000"));
     WorkerConfig {
         data_parallel_size: dp_size,

@@ -28,6 +28,7 @@ pub mod embedded;
 pub mod engine;
 pub mod events;
 pub mod fleet;
+pub mod hold;
 pub mod load;
 pub mod loop_state;
 pub mod measure;

@@ -13,6 +13,7 @@ use pointsman_bench::drift::Drift;
 use pointsman_bench::drill::Drill;
 use pointsman_bench::embedded::Embedded;
 use pointsman_bench::events::Events;
+use pointsman_bench::hold::Hold;
 use pointsman_bench::load::Load;
 use pointsman_bench::page::Page;
 use pointsman_bench::simulate::Simulate;
@@ -44,6 +45,8 @@ enum Command {
     Decisions(Decisions),
     /// Kill, restart and separate gateways under load, on loopback
     Drill(Drill),
+    /// Hold a constant load on an embedded router and report route times, memory and residue
+    Hold(Hold),
     /// Send a workload to an endpoint with OpenAI's API over HTTP and report the responses
     Load(Box<Load>),
     /// Send the same workloads to several endpoints in alternating order and compare the responses
@@ -62,6 +65,7 @@ fn main() -> ExitCode {
         Command::Drift(drift) => drift.run(io::stdout().lock()).map_err(Into::into),
         Command::Decisions(decisions) => decisions.run(io::stdout().lock()),
         Command::Drill(drill) => drill.run(io::stdout().lock()).map_err(Into::into),
+        Command::Hold(hold) => hold.run(io::stdout().lock()).map_err(Into::into),
         Command::Load(load) => load.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
         Command::CompareEndpoints(compare) => compare.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
         Command::Report(page) => page.write().map_err(Into::into),

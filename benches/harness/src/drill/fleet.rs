@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use pointsman_trial::mock::{MockConfig, MockEngine};
+use pointsman_trial::mock::{Faults, MockConfig, MockEngine};
 use tokio::time::{Instant, sleep};
 
 use super::gateway::Gateway;
@@ -66,7 +66,7 @@ pub(super) struct Fleet {
     pub(super) gateways: Vec<Gateway>,
     /// Relays between gateways, or from each of them to the NATS server.
     links: Vec<Link>,
-    _engines: Vec<MockEngine>,
+    pub(super) engines: Vec<MockEngine>,
     _scratch: Scratch,
 }
 
@@ -119,7 +119,7 @@ impl Fleet {
             let urls = engines.iter().map(MockEngine::url).collect();
             gateways.push(Gateway::new(from, program, &scratch.0, urls, &replicas, traffic.http())?);
         }
-        let mut fleet = Self { traffic, gateways, links, _engines: engines, _scratch: scratch };
+        let mut fleet = Self { traffic, gateways, links, engines, _scratch: scratch };
         for n in 0..count {
             fleet.start_gateway(n).await?;
         }
@@ -205,6 +205,26 @@ impl Fleet {
         let all = (count * (count - 1)) as f64;
         until("summaries of all replicas", async || Ok(self.peers("live").await? >= all)).await?;
         Ok(())
+    }
+
+    /// Sum of the samples whose names begin with `name` and whose labels contain `label`, over the running gateways.
+    pub(super) async fn sum(&self, name: &str, label: &str) -> Result<f64, DrillError> {
+        let mut sum = 0.0;
+        for gateway in self.running() {
+            let samples = gateway.metrics(name).await?;
+            sum += samples.iter().filter(|(key, _)| key.contains(label)).map(|(_, value)| value).sum::<f64>();
+        }
+        Ok(sum)
+    }
+
+    /// Sets the faults of all engines.
+    pub(super) fn set_faults(&self, faults: &Faults) -> Result<(), DrillError> {
+        self.engines.iter().try_for_each(|engine| engine.set_faults(faults.clone())).map_err(Into::into)
+    }
+
+    /// Injected faults of all engines.
+    pub(super) fn faults(&self) -> u64 {
+        self.engines.iter().flat_map(|engine| engine.faults().done().into_values()).sum()
     }
 
     /// Active blocks that the running gateways count.

@@ -3,6 +3,7 @@
 //! A scenario passes by facts: no failed request except at a killed gateway, readiness reached, the load of a lost
 //! replica no longer counted. Times are reported and never decide. Mock engines run in this process.
 
+mod faults;
 mod fleet;
 mod gateway;
 mod nats;
@@ -33,6 +34,16 @@ pub enum Scenario {
     Restart,
     /// Separate two gateways from each other, with `--nats-server` one of them from the server
     Partition,
+    /// Kill and restart a gateway in mid-load, three times
+    KillInLoad,
+    /// Restart engines under load
+    EngineCrash,
+    /// Engines close connections, respond with errors and respond late
+    EngineErrors,
+    /// Lost, repeated, reordered and damaged event messages
+    EventFaults,
+    /// Many clients that send their requests a byte at a time
+    SlowClients,
     /// Stop the NATS server for a while. Needs `--nats-server`
     NatsOutage,
     /// Start gateways before the NATS server. Needs `--nats-server`
@@ -63,6 +74,9 @@ pub struct Drill {
     /// Number of decisions of a restarted gateway that are examined
     #[arg(long, default_value_t = 2_000, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub decisions: u32,
+    /// Connections of slow clients
+    #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=60_000))]
+    pub connections: u32,
     /// Program of a NATS server, which connects the gateways in all scenarios. They must have the feature `nats`
     #[arg(long)]
     pub nats_server: Option<PathBuf>,
@@ -209,6 +223,11 @@ impl Drill {
                 report(match scenario {
                     Scenario::Restart => scenarios::restart(self, &mut fleet).await?,
                     Scenario::Partition => scenarios::partition(self, &mut fleet).await?,
+                    Scenario::KillInLoad => faults::kill_in_load(self, &mut fleet).await?,
+                    Scenario::EngineCrash => faults::engine_crash(self, &mut fleet).await?,
+                    Scenario::EngineErrors => faults::engine_errors(self, &mut fleet).await?,
+                    Scenario::EventFaults => faults::event_faults(self, &mut fleet).await?,
+                    Scenario::SlowClients => faults::slow_clients(self, &mut fleet).await?,
                     _ => scenarios::kill(self, &mut fleet).await?,
                 })?;
             }

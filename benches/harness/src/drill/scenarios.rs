@@ -16,7 +16,7 @@ const KILLED: usize = 0;
 /// Maximum share of blind decisions after a restart, in percent.
 const BLIND_PERCENT_MAX: f64 = 1.0;
 
-fn seconds(elapsed: Duration) -> serde_json::Value {
+pub(super) fn seconds(elapsed: Duration) -> serde_json::Value {
     json!((elapsed.as_secs_f64() * 1e3).round() / 1e3)
 }
 

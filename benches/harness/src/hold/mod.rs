@@ -1,0 +1,259 @@
+//! Held load: a constant number of requests in flight at a constant rate, with the KV events of their ranks.
+//!
+//! A pacer thread spawns a task per request. The task routes the request, publishes the events of the chosen rank, and
+//! ends the oldest request once more than `inflight` are out. Each request has a shared prefix and blocks of its own;
+//! the rank removes as many of its oldest blocks as it stores. At the end the residue is counted: bookings, load,
+//! waiting requests and index blocks that are left after all requests and a `Cleared` event per rank.
+
+mod rank;
+mod report;
+
+use std::collections::VecDeque;
+use std::io::{self, Write};
+use std::num::NonZeroU32;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use clap::Args;
+use hdrhistogram::Histogram;
+use pointsman::protocol::{KvEvent, RouterEvent, StorageTier};
+use pointsman::{Placement, Prompt, RankReport, RouteRequest, Router, RouterConfig};
+use tokio::runtime::Handle;
+use tokio::task::JoinSet;
+
+use crate::cli::Knowledge;
+use crate::embedded::{knowing_by, worker_config};
+use crate::fleet::Fleet;
+use crate::measure::{Stopwatch, process_cpu, rss_bytes};
+use rank::{HeldRank, prompt};
+use report::HoldReport;
+
+/// Tokens per block.
+const BLOCK_SIZE: u32 = 64;
+
+/// Longest recorded route time, a minute in nanoseconds. Longer ones count as this.
+const ROUTE_NS_MAX: u64 = 60_000_000_000;
+
+/// Limit of the wait for the end of all bookings. No figure depends on it.
+const SETTLE: Duration = Duration::from_secs(30);
+
+/// Holds a constant load on an embedded router and reports route times, memory and residue
+#[derive(Args, Clone, Debug)]
+pub struct Hold {
+    /// Number of simulated workers
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub workers: u32,
+    /// Data-parallel ranks per worker
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub dp_size: u32,
+    /// Requests in flight
+    #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub inflight: u32,
+    /// Requests per second, at even gaps
+    #[arg(long, default_value = "2000")]
+    pub rate: NonZeroU32,
+    /// KV events per request: half of them store two blocks each, half remove two
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(2..=64))]
+    pub events: u32,
+    /// Own KV blocks of a rank, without shared prefixes
+    #[arg(long, default_value_t = 2_000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub kv_blocks: u32,
+    /// Time before the measurement, in seconds. The caches should fill within it
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(0..=86_400))]
+    pub warm_up_s: u32,
+    /// Measured time in seconds
+    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    pub seconds: u32,
+    /// Threads of the runtime shared by requests and router
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=64))]
+    pub threads: u8,
+    /// Print the report as one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Errors of a held load.
+#[derive(Debug, thiserror::Error)]
+pub enum HoldError {
+    /// The runtime or the output failed.
+    #[error("cannot run: {0}")]
+    Io(#[from] io::Error),
+    /// The router could not be started or is down.
+    #[error("the router failed: {0}")]
+    Router(String),
+    /// A request failed, or something was left at the end.
+    #[error("failed: {0}")]
+    Failed(String),
+}
+
+impl Hold {
+    /// Runs the load and writes the report.
+    ///
+    /// # Errors
+    /// A request failed, or bookings, load, waiting requests or index blocks were left.
+    pub fn run(&self, mut out: impl Write) -> Result<(), HoldError> {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(self.threads.into()).enable_all().build()?;
+        let report = runtime.block_on(self.hold())?;
+        if self.json {
+            writeln!(out, "{}", serde_json::to_string(&report).map_err(io::Error::other)?)?;
+        } else {
+            writeln!(out, "{report}")?;
+        }
+        report.violation().map_or(Ok(()), |violation| Err(HoldError::Failed(violation)))
+    }
+
+    async fn hold(&self) -> Result<HoldReport, HoldError> {
+        let fleet = Fleet { workers: self.workers, dp_size: self.dp_size };
+        let mut config = knowing_by(Knowledge::Events, RouterConfig::default());
+        config.block_size = BLOCK_SIZE;
+        let mut builder = Router::builder(config);
+        for worker in fleet.worker_ids() {
+            builder = builder.worker(worker, worker_config(worker, self.dp_size, 8_192, Some(65_536)));
+        }
+        let router = builder.start().await.map_err(|error| HoldError::Router(error.to_string()))?;
+        let shared = Arc::new(Shared::new(self.clone(), router, fleet));
+        let (sender, runtime) = (Arc::clone(&shared), Handle::current());
+        let pacer = tokio::task::spawn_blocking(move || sender.send_all(&runtime));
+        let (mut tasks, mut report) = pacer.await.map_err(io::Error::other)?;
+        while let Some(ended) = tasks.join_next().await {
+            ended.map_err(io::Error::other)?;
+        }
+        shared.finish(&mut report).await?;
+        Ok(report)
+    }
+}
+
+/// State shared by the tasks of requests.
+struct Shared {
+    hold: Hold,
+    router: Router,
+    fleet: Fleet,
+    ranks: Vec<Mutex<HeldRank>>,
+    held: Mutex<VecDeque<Placement>>,
+    route_ns: Mutex<Histogram<u64>>,
+    ended: AtomicU64,
+    events: AtomicU64,
+    failures: Mutex<Vec<String>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn histogram() -> Histogram<u64> {
+    Histogram::new_with_bounds(1, ROUTE_NS_MAX, 3).expect("the bounds are valid")
+}
+
+impl Shared {
+    fn new(hold: Hold, router: Router, fleet: Fleet) -> Self {
+        Self {
+            ranks: (0..fleet.ranks()).map(|n| Mutex::new(HeldRank::new(n, hold.kv_blocks as usize))).collect(),
+            held: Mutex::new(VecDeque::with_capacity(hold.inflight as usize + 1)),
+            route_ns: Mutex::new(histogram()),
+            ended: AtomicU64::new(0),
+            events: AtomicU64::new(0),
+            failures: Mutex::default(),
+            hold,
+            router,
+            fleet,
+        }
+    }
+
+    /// The pacer: spawns each request at its time, and samples the resident memory every second.
+    fn send_all(self: Arc<Self>, runtime: &Handle) -> (JoinSet<()>, HoldReport) {
+        let rate = u64::from(self.hold.rate.get());
+        let (warm_up, measured) = (u64::from(self.hold.warm_up_s) * rate, u64::from(self.hold.seconds) * rate);
+        let gap = Duration::from_secs(1) / self.hold.rate.get();
+        let mut tasks = JoinSet::new();
+        let mut arrival = Stopwatch::start();
+        let mut report = HoldReport::default();
+        let (mut started, mut cpu) = (Stopwatch::start(), process_cpu());
+        for n in 0..warm_up + measured {
+            if n == warm_up {
+                *lock(&self.route_ns) = histogram();
+                (started, cpu) = (Stopwatch::start(), process_cpu());
+                (report.routed, report.events) = (self.ended.load(Relaxed), self.events.load(Relaxed));
+            }
+            if n >= warm_up && (n - warm_up).is_multiple_of(rate) {
+                report.rss_bytes.extend(rss_bytes());
+            }
+            arrival = arrival.later(gap);
+            arrival.wait();
+            tasks.spawn_on(Arc::clone(&self).request(n, arrival), runtime);
+            while tasks.try_join_next().is_some() {}
+        }
+        report.wall_s = started.elapsed().as_secs_f64();
+        report.cpu_s = (process_cpu() - cpu).as_secs_f64();
+        report.rss_bytes.extend(rss_bytes());
+        report.routed = self.ended.load(Relaxed) - report.routed;
+        report.events = self.events.load(Relaxed) - report.events;
+        report.inflight = lock(&self.held).len();
+        let times = std::mem::replace(&mut *lock(&self.route_ns), histogram());
+        report.route_us = [0.5, 0.99, 0.999, 1.0].map(|quantile| times.value_at_quantile(quantile) as f64 / 1e3);
+        report.index_blocks = self.router.rank_reports().iter().map(|rank| rank.held_blocks).sum();
+        (tasks, report)
+    }
+
+    async fn request(self: Arc<Self>, n: u64, arrival: Stopwatch) {
+        let tokens = prompt(n);
+        let routed = self.router.route(RouteRequest::new(n.to_string(), Prompt::Tokens(&tokens))).await;
+        let route_ns = u64::try_from(arrival.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let placement = match routed {
+            Ok(placement) => placement,
+            Err(error) => return lock(&self.failures).push(error.to_string()),
+        };
+        lock(&self.route_ns).saturating_record(route_ns);
+        let Some(rank) = self.fleet.index(placement.rank()) else {
+            return lock(&self.failures).push(format!("rank {} is not in the fleet", placement.rank()));
+        };
+        let changes = lock(&self.ranks[rank]).serve(&tokens, self.hold.events);
+        let rank = placement.rank();
+        let events: Vec<_> =
+            changes.into_iter().map(|data| RouterEvent { rank, tier: StorageTier::Device, data }).collect();
+        self.events.fetch_add(events.len() as u64, Relaxed);
+        if let Err(error) = self.router.apply_events(events).await {
+            lock(&self.failures).push(error.to_string());
+        }
+        placement.prefill_completed();
+        self.ended.fetch_add(1, Relaxed);
+        let oldest = {
+            let mut held = lock(&self.held);
+            held.push_back(placement);
+            if held.len() > self.hold.inflight as usize { held.pop_front() } else { None }
+        };
+        drop(oldest);
+    }
+
+    /// Ends all requests, clears the ranks and counts the residue.
+    async fn finish(&self, report: &mut HoldReport) -> Result<(), HoldError> {
+        let failed = |error: &dyn std::fmt::Display| HoldError::Router(error.to_string());
+        lock(&self.held).clear();
+        let cleared = self.router.rank_reports().into_iter().map(|RankReport { rank, .. }| RouterEvent {
+            rank,
+            tier: StorageTier::Device,
+            data: KvEvent::Cleared,
+        });
+        self.router.apply_events(cleared.collect()).await.map_err(|error| failed(&error))?;
+        self.router.flush().await.map_err(|error| failed(&error))?;
+        let waited = Stopwatch::start();
+        loop {
+            report.left_waiting = 0;
+            for class in self.router.pending().await.map_err(|error| failed(&error))? {
+                report.left_waiting += class.depth.requests;
+            }
+            report.left_bookings = self.router.health().leases;
+            report.left_blocks = self.router.rank_reports().iter().map(|rank| rank.active_blocks).sum();
+            report.left_index_blocks = self.router.rank_reports().iter().map(|rank| rank.held_blocks).sum();
+            if report.has_no_residue() || waited.elapsed() > SETTLE {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        report.restarts = self.router.health().restarts;
+        report.failures = std::mem::take(&mut *lock(&self.failures));
+        self.router.clone().shutdown(Duration::from_secs(5)).await;
+        Ok(())
+    }
+}

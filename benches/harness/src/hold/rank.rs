@@ -1,0 +1,102 @@
+//! KV cache of one rank under held load: shared prefixes that stay, and own blocks that leave in the order of arrival.
+
+use std::collections::VecDeque;
+use std::num::NonZeroU32;
+
+use ahash::AHashSet;
+use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::protocol::{BlockHash, EngineHash, KvEvent, StoredBlock};
+use pointsman_trial::workload::mix;
+
+use super::BLOCK_SIZE;
+
+/// Shared prefixes.
+const GROUPS: u64 = 200;
+
+/// Blocks of a shared prefix.
+const SHARED_BLOCKS: usize = 6;
+
+/// Own blocks of a request.
+const OWN_BLOCKS: usize = 10;
+
+/// Blocks of one event.
+const BLOCKS_PER_EVENT: usize = 2;
+
+/// Token ids of request `n`: a shared prefix, its own blocks, and a part of one.
+pub(super) fn prompt(n: u64) -> Vec<u32> {
+    let token = |seed: u64, at: u64| u32::try_from(mix(seed ^ at << 40) % 100_000).expect("below 100,000");
+    let block_tokens = u64::from(BLOCK_SIZE);
+    let shared = (0..SHARED_BLOCKS as u64 * block_tokens).map(|at| token(mix(n) % GROUPS, at));
+    let own = (0..OWN_BLOCKS as u64 * block_tokens + 7).map(|at| token(n + GROUPS, at));
+    shared.chain(own).collect()
+}
+
+/// State of one rank.
+pub(super) struct HeldRank {
+    n: u64,
+    next_name: u64,
+    shared: AHashSet<BlockHash>,
+    own: VecDeque<EngineHash>,
+    own_max: usize,
+}
+
+impl HeldRank {
+    pub(super) fn new(n: usize, own_max: usize) -> Self {
+        Self { n: n as u64, next_name: 0, shared: AHashSet::new(), own: VecDeque::new(), own_max }
+    }
+
+    /// Events of a request: the shared prefix if it is new, and `events` in all for own and removed blocks.
+    pub(super) fn serve(&mut self, tokens: &[u32], events: u32) -> Vec<KvEvent> {
+        let block_size = NonZeroU32::new(BLOCK_SIZE).expect("not zero");
+        let hashes: Vec<BlockHash> =
+            BlockHasher::new(HashScheme::new(block_size)).hashes(tokens, &MmBlocks::NONE).collect();
+        let (shared, own) = hashes.split_at(SHARED_BLOCKS);
+        // Names of a prefix depend on rank and contents, so that later requests can refer to them.
+        let shared: Vec<StoredBlock> = shared
+            .iter()
+            .map(|hash| StoredBlock { engine_hash: EngineHash(mix(hash.0 ^ mix(self.n))), block_hash: *hash })
+            .collect();
+        let mut parent = shared.last().map(|block| block.engine_hash);
+        let mut changes = Vec::new();
+        if shared.last().is_some_and(|last| self.shared.insert(last.block_hash)) {
+            changes.push(KvEvent::Stored { parent: None, blocks: shared });
+        }
+        let stores = events as usize / 2;
+        for blocks in own.chunks(BLOCKS_PER_EVENT).take(stores) {
+            let blocks: Vec<StoredBlock> = blocks.iter().map(|hash| self.named(*hash)).collect();
+            self.own.extend(blocks.iter().map(|block| block.engine_hash));
+            let last = blocks.last().map(|block| block.engine_hash);
+            changes.push(KvEvent::Stored { parent, blocks });
+            parent = last;
+        }
+        while self.own.len() > self.own_max {
+            let blocks = self.own.drain(..BLOCKS_PER_EVENT.min(self.own.len())).collect();
+            changes.push(KvEvent::Removed { blocks });
+        }
+        changes
+    }
+
+    fn named(&mut self, block_hash: BlockHash) -> StoredBlock {
+        self.next_name += 1;
+        StoredBlock { engine_hash: EngineHash(mix(self.next_name ^ self.n << 40)), block_hash }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_rank_removes_as_many_blocks_as_it_stores() {
+        let mut rank = HeldRank::new(3, 40);
+        let all: Vec<KvEvent> = (0..50).flat_map(|n| rank.serve(&prompt(n), 10)).collect();
+        let count = |is_stored: bool| -> usize {
+            let of_kind = all.iter().filter(|event| matches!(event, KvEvent::Stored { .. }) == is_stored);
+            of_kind.map(KvEvent::block_count).sum()
+        };
+        assert_eq!(count(true) - count(false), 40 + rank.shared.len() * SHARED_BLOCKS);
+        let mut later = rank.serve(&prompt(51), 10);
+        later.retain(|event| !matches!(event, KvEvent::Stored { parent: None, .. }));
+        assert_eq!(later.len(), 10);
+    }
+}
