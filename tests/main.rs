@@ -91,6 +91,8 @@ mod router_close;
 mod session_properties;
 #[cfg(all(feature = "faults", feature = "zmq"))]
 mod snapshot_restore;
+#[cfg(feature = "faults")]
+mod under_fire;
 #[cfg(feature = "runtime")]
 mod waiting;
 #[cfg(feature = "faults")]
