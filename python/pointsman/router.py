@@ -156,7 +156,7 @@ class Router:
         self._running.free(request_id)
 
     def health(self) -> dict[str, Any]:
-        """State, number of ranks, problems, restarted actors and bookings (``leases``)."""
+        """State, number of ranks, problems, hung and restarted actors, and bookings (``leases``)."""
         return self._running.health()
 
     def rank_reports(self) -> list[dict[str, Any]]:

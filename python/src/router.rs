@@ -269,7 +269,7 @@ impl NativeRouter {
     }
 
     fn health(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
-        let Health { state, ranks, cold, problems, restarts, leases } = self.read(py, Router::health)?;
+        let Health { state, ranks, cold, problems, hung, restarts, leases } = self.read(py, Router::health)?;
         let health = PyDict::new(py);
         health.set_item(
             "state",
@@ -283,6 +283,7 @@ impl NativeRouter {
         let cold: Vec<(u64, u32)> = cold.iter().map(|rank| (rank.worker.0, rank.rank)).collect();
         health.set_item("cold", cold)?;
         health.set_item("problems", problems)?;
+        health.set_item("hung", hung.iter().map(ToString::to_string).collect::<Vec<_>>())?;
         health.set_item("restarts", restarts)?;
         health.set_item("leases", leases)?;
         Ok(health.unbind())
