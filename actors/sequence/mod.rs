@@ -76,9 +76,9 @@ pub(crate) struct Book {
     pub(crate) number: BookNumber,
     /// Incarnation of the scheduler that sends it.
     pub(crate) scheduler: u32,
-    pub(crate) answer: oneshot::Sender<Reply>,
-    /// Permit of the waiting room.
+    /// Permit of the waiting room. Before `answer`, because fields are dropped in this order.
     pub(crate) permit: OwnedSemaphorePermit,
+    pub(crate) answer: oneshot::Sender<Reply>,
     /// Claim on a modelled cache for this booking.
     pub(crate) claim: Option<SpeculationClaim>,
     pub(crate) now: Timestamp,
@@ -136,9 +136,9 @@ pub(crate) struct SequenceDependencies {
 /// Replies delivered after the strand is released.
 pub(crate) enum SequenceReply {
     Booked {
+        permit: OwnedSemaphorePermit,
         answer: oneshot::Sender<Reply>,
         decision: Decision,
-        permit: OwnedSemaphorePermit,
         /// Present if requests wait for falling load: the overlay of the scheduler for this Book has ended.
         fell: Option<Arc<dyn LoadFallListener>>,
     },
