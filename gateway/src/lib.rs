@@ -5,6 +5,8 @@
 
 pub mod anthropic;
 pub mod handover;
+#[cfg(test)]
+mod hostile;
 pub mod live;
 pub mod migration;
 pub mod openai;

@@ -11,6 +11,8 @@ mod engine;
 mod engine_breaker;
 mod files;
 mod format;
+#[cfg(test)]
+pub(crate) mod hostile;
 mod local;
 mod media;
 mod meters;

@@ -19,6 +19,10 @@ use crate::openai::ChatParts;
 /// Step limit of one rendering; ten thousand messages take about a million steps.
 const FUEL: u64 = 4_000_000;
 
+/// Limit of the product of messages and their bytes. Some templates append each system message to a text and copy that
+/// text each time, which the step limit does not count. Ten thousand messages with 400 KiB in all are within the limit.
+const MESSAGE_BYTES_PRODUCT_MAX: u64 = 1 << 32;
+
 /// Depth limit of one rendering; templates are flat, with macros two or three deep.
 const DEPTH_MAX: usize = 128;
 
@@ -72,6 +76,9 @@ impl Templates {
         chat::refused(parts)?;
         let template = self.template_for(parts)?;
         let chat = chat::read(parts, template.format, media)?;
+        if chat.messages.len() as u64 * parts.messages.len() as u64 > MESSAGE_BYTES_PRODUCT_MAX {
+            return Err(NoTokens::TooLong);
+        }
         if chat.continue_final_message { self.continued(template, chat) } else { self.rendered(template, chat) }
     }
 

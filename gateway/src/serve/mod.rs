@@ -35,6 +35,9 @@ pub(crate) mod tls;
 mod warm;
 mod workers;
 
+#[cfg(test)]
+pub(crate) use picker::hostile;
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::pin::Pin;

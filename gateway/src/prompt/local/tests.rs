@@ -151,6 +151,22 @@ fn template_work_is_bounded() {
     }
 }
 
+/// Cause: steps are limited, but not the bytes that a step copies. A template that appends each system message to a text
+/// copied 61 GB for a body of 4 MiB with 58,000 messages, within its steps.
+#[test]
+fn copied_text_of_a_template_is_bounded() {
+    let source =
+        "{% set ns = namespace(s='') %}{% for m in messages %}{% set ns.s = ns.s + m.content %}{% endfor %}{{ ns.s }}";
+    let sources = crate::prompt::template::TemplateSources { default: Some(source.to_owned()), ..Default::default() };
+    let templates = Templates::compile(sources, || 0).unwrap();
+    let rendered = |count: usize| {
+        let messages = vec![r#"{"role":"system","content":"xxxxxxxxxxxxxxxxxxxx"}"#; count].join(",");
+        templates.render(&chat(&format!("[{messages}]")), MediaForm::Rejected).map(|text| text.len())
+    };
+    assert_eq!(rendered(1_000), Ok(20_000));
+    assert_eq!(rendered(60_000), Err(NoTokens::TooLong));
+}
+
 #[test]
 fn next_turn_tokenizes_only_new_text() {
     let local = local("tokenizer.json", None, 1 << 20);

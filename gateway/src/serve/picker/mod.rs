@@ -6,6 +6,8 @@
 
 mod decide;
 mod exchange;
+#[cfg(test)]
+pub(crate) mod hostile;
 mod session;
 mod wire;
 
