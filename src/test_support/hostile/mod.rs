@@ -58,6 +58,7 @@ mod tests {
 
     /// Inputs per target; more of them with the environment variable `HOSTILE_INPUTS`.
     #[test]
+    #[expect(clippy::disallowed_methods, reason = "test effort is not router configuration")]
     fn checks_hold_for_mutated_inputs() {
         let count = std::env::var("HOSTILE_INPUTS").ok().and_then(|count| count.parse().ok()).unwrap_or(2_000);
         for target in TARGETS {
