@@ -8,12 +8,13 @@ use pointsman::test_support::rank;
 use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig};
 
 use crate::common::{config, router, stored, suppress_fault_reports, tokens};
+use crate::repetitions::repetitions;
 
 /// Longer than any response on a loaded machine. Only a call that never returns reaches it.
 const HANG: Duration = Duration::from_secs(20);
 
 /// Eight callers route continuously while the router stops. Returns the number of calls without a result.
-async fn hung_callers(round: u32) -> usize {
+async fn hung_callers(round: u64) -> usize {
     let router = router(
         RouterConfig { supervision: SupervisionConfig { restarts_max: 0, ..config().supervision }, ..config() },
         2,
@@ -33,7 +34,7 @@ async fn hung_callers(round: u32) -> usize {
     };
     let callers: Vec<_> = (0..8).map(|caller| tokio::spawn(call(router.clone(), caller))).collect();
     // The delay varies per round, so the router stops at different points of its work.
-    tokio::time::sleep(Duration::from_micros(300 + u64::from(round % 50) * 20)).await;
+    tokio::time::sleep(Duration::from_micros(300 + round % 50 * 20)).await;
     if round.is_multiple_of(2) {
         router.inject(Fault::Supervisor);
     } else {
@@ -48,10 +49,9 @@ async fn hung_callers(round: u32) -> usize {
 
 /// `POINTSMAN_ROUTER_FAILURES` sets the number of rounds.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-#[expect(clippy::disallowed_methods, reason = "test effort is not router configuration")]
 async fn every_call_ends_when_the_router_stops_under_load() {
     suppress_fault_reports();
-    let rounds = std::env::var("POINTSMAN_ROUTER_FAILURES").ok().and_then(|text| text.parse().ok()).unwrap_or(100);
+    let rounds = repetitions("POINTSMAN_ROUTER_FAILURES", 100);
     let mut hung = 0;
     for round in 0..rounds {
         hung += hung_callers(round).await;

@@ -23,6 +23,7 @@ use tokio::time::Instant;
 use crate::common::{
     WAIT_MAX, assert_at_rest, cleared, config, loads, router, stored, suppress_fault_reports, tokens, until,
 };
+use crate::repetitions::repetitions;
 
 fn two_shards() -> RouterConfig {
     RouterConfig { index: IndexConfig { shards: 2, ..config().index }, ..config() }
@@ -30,9 +31,7 @@ fn two_shards() -> RouterConfig {
 
 /// Repetitions of each drill.
 fn rounds() -> u64 {
-    #[expect(clippy::disallowed_methods, reason = "the number of repetitions is a setting of the run")]
-    let rounds = std::env::var("UNDER_FIRE_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(1);
-    rounds
+    repetitions("UNDER_FIRE_ROUNDS", 1)
 }
 
 /// Counts of a drill. The checks of a drill fail if a call is lost or doubled, so these two are 0 in a printed row.

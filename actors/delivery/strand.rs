@@ -104,7 +104,7 @@ pub(crate) struct Strand<S: ActorState> {
 /// Place of one state.
 struct Cell<S> {
     /// Absent before the first start, after a step that panicked until the restart, and after the last stop. A state in
-    /// a cell that is not in use is dropped by whoever locks it.
+    /// a cell that is not in use is dropped by its next holder.
     state: StateMutex<Option<S>>,
     /// Begun and ended steps: odd during a step. Written under the lock.
     steps: AtomicU64,

@@ -1,5 +1,5 @@
-//! Sharing of load, sessions and routed prompts: publishes what the own bookings contribute to each rank, and the sums of what other
-//! replicas report.
+//! Sharing of load, sessions and routed prompts: publishes what the own bookings contribute to each rank, and the sums of
+//! what other replicas report.
 //!
 //! One task per router. It reads the boards of all ranks at intervals, writes summaries to the bus, and writes the sums
 //! of received summaries to the cells that the scheduler and the sequence actors read. No decision waits for it. If it
@@ -189,7 +189,7 @@ impl SharingTask {
                     if has_readers || Instant::now() >= next_at {
                         self.read_boards();
                         if self.write() && !has_readers {
-                            next_at = Instant::now() + self.interval.max(UNREAD_INTERVAL);
+                            next_at = Instant::now() + self.summary_interval();
                         }
                     }
                     self.on_tick();
@@ -199,8 +199,7 @@ impl SharingTask {
                 }
                 () = booked.notified(), if Instant::now() >= next_at => {
                     if self.read_boards() {
-                        let pause = if self.has_readers() { Duration::ZERO } else { UNREAD_INTERVAL };
-                        next_at = Instant::now() + self.interval.max(pause);
+                        next_at = Instant::now() + self.summary_interval();
                         ticks.reset();
                         self.write();
                     }
@@ -222,6 +221,11 @@ impl SharingTask {
 
     fn publish(&self, summary: &LoadSummary) {
         self.sharing.bus.publish(&self.pool, ReplicaTopic::Load, summary.encode().into());
+    }
+
+    /// Minimum time between two summaries.
+    fn summary_interval(&self) -> Duration {
+        if self.has_readers() { self.interval } else { self.interval.max(UNREAD_INTERVAL) }
     }
 
     /// Whether other replicas decide on the loads of this one.

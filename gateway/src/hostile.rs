@@ -1,6 +1,7 @@
 //! Checks of the gateway's parsers that hold for any bytes, run with seeded mutations of valid inputs.
 
 use axum::body::Bytes;
+use pointsman::test_support::hostile::HostileTarget;
 use serde::de::IgnoredAny;
 
 use crate::anthropic::{Purpose, chat_body};
@@ -8,6 +9,7 @@ use crate::openai::{Edits, Endpoint, RequestBody};
 use crate::prompt::hostile::chat_templates;
 use crate::serve::hostile::picker_messages;
 use crate::settings::{ConfigFile, Sources};
+use crate::{prompt, serve};
 
 /// The first byte selects the endpoint, the rest is the body.
 ///
@@ -59,57 +61,43 @@ fn settings(bytes: &[u8]) {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use pointsman::test_support::hostile::HostileTarget;
+fn body_seeds() -> Vec<Vec<u8>> {
+    let bodies = [
+        (
+            0,
+            r#"{"model":"m","messages":[{"role":"user","content":[{"type":"text","text":"x"}]}],"stream":true,"stream_options":{"include_usage":true}}"#,
+        ),
+        (1, r#"{"prompt":[1,2,3],"max_tokens":5,"cache_salt":"s","kv_transfer_params":{"a":1}}"#),
+        (1, r#" { "prompt" : "x" , "model":"a","session_id":"t","routed_dp_rank":3 }"#),
+        (3, r#"{"model":"m","input":[{"role":"user","content":"x"}],"max_output_tokens":7}"#),
+        (
+            4,
+            r#"{"model":"m","system":[{"type":"text","text":"s"}],"messages":[{"role":"user","content":[{"type":"tool_result","tool_use_id":"i","content":"r"}]},{"role":"assistant","content":[{"type":"tool_use","id":"i","name":"n","input":{"a":[1]}}]}],"tools":[{"name":"n","input_schema":{}}],"tool_choice":{"type":"auto"},"max_tokens":5}"#,
+        ),
+        (5, r#"{"model":"m","messages":[{"role":"user","content":"x"}]}"#),
+        (7, r#"{"model":"m","text_1":"a","text_2":["b"]}"#),
+    ];
+    bodies.map(|(endpoint, body)| [&[endpoint][..], body.as_bytes()].concat()).to_vec()
+}
 
-    use super::*;
-    use crate::prompt::hostile::seeds as template_seeds;
-    use crate::serve::hostile::seeds as picker_seeds;
+fn setting_seeds() -> Vec<Vec<u8>> {
+    let texts = [
+        "[gateway]\nlisten = \"127.0.0.1:0\"\n[router]\nblock_size = 16\n[[models]]\nname = \"m\"\nworker_urls = [\"http://10.0.0.1:1\"]\n",
+        "[admin]\ntoken_file = \"/t\"\n[router]\nsession.weight = 1e-7\nqueue.threshold = 2\n[[router.queue.classes]]\nname = \"a\"\norder = \"wspt\"\n[[models]]\nname = \"m\"\naliases = [\"n \\\"o\\\"\"]\n[[models.workers]]\nurl = \"http://10.0.0.2:1\"\n",
+    ];
+    texts.map(|text| text.as_bytes().to_vec()).to_vec()
+}
 
-    fn body_seeds() -> Vec<Vec<u8>> {
-        let bodies = [
-            (
-                0,
-                r#"{"model":"m","messages":[{"role":"user","content":[{"type":"text","text":"x"}]}],"stream":true,"stream_options":{"include_usage":true}}"#,
-            ),
-            (1, r#"{"prompt":[1,2,3],"max_tokens":5,"cache_salt":"s","kv_transfer_params":{"a":1}}"#),
-            (1, r#" { "prompt" : "x" , "model":"a","session_id":"t","routed_dp_rank":3 }"#),
-            (3, r#"{"model":"m","input":[{"role":"user","content":"x"}],"max_output_tokens":7}"#),
-            (
-                4,
-                r#"{"model":"m","system":[{"type":"text","text":"s"}],"messages":[{"role":"user","content":[{"type":"tool_result","tool_use_id":"i","content":"r"}]},{"role":"assistant","content":[{"type":"tool_use","id":"i","name":"n","input":{"a":[1]}}]}],"tools":[{"name":"n","input_schema":{}}],"tool_choice":{"type":"auto"},"max_tokens":5}"#,
-            ),
-            (5, r#"{"model":"m","messages":[{"role":"user","content":"x"}]}"#),
-            (7, r#"{"model":"m","text_1":"a","text_2":["b"]}"#),
-        ];
-        bodies.map(|(endpoint, body)| [&[endpoint][..], body.as_bytes()].concat()).to_vec()
-    }
-
-    fn setting_seeds() -> Vec<Vec<u8>> {
-        let texts = [
-            "[gateway]\nlisten = \"127.0.0.1:0\"\n[router]\nblock_size = 16\n[[models]]\nname = \"m\"\nworker_urls = [\"http://10.0.0.1:1\"]\n",
-            "[admin]\ntoken_file = \"/t\"\n[router]\nsession.weight = 1e-7\nqueue.threshold = 2\n[[router.queue.classes]]\nname = \"a\"\norder = \"wspt\"\n[[models]]\nname = \"m\"\naliases = [\"n \\\"o\\\"\"]\n[[models.workers]]\nurl = \"http://10.0.0.2:1\"\n",
-        ];
-        texts.map(|text| text.as_bytes().to_vec()).to_vec()
-    }
-
-    /// Inputs per target; more of them with the environment variable `HOSTILE_INPUTS`.
-    #[test]
-    #[expect(clippy::disallowed_methods, reason = "test effort is not configuration of the gateway")]
-    fn checks_hold_for_mutated_inputs() {
-        let count = std::env::var("HOSTILE_INPUTS").ok().and_then(|count| count.parse().ok()).unwrap_or(500);
-        let targets = [
-            HostileTarget { name: "http_bodies", check: http_bodies, seeds: body_seeds },
-            HostileTarget { name: "settings", check: settings, seeds: setting_seeds },
-            HostileTarget { name: "chat_templates", check: chat_templates, seeds: template_seeds },
-            HostileTarget { name: "picker_messages", check: picker_messages, seeds: picker_seeds },
-        ];
-        for target in targets {
-            for seed in (target.seeds)() {
-                (target.check)(&seed);
-            }
-            target.run(1, count);
-        }
-    }
+/// Inputs per target; more of them with the environment variable `HOSTILE_INPUTS`.
+#[test]
+#[expect(clippy::disallowed_methods, reason = "test effort is not configuration of the gateway")]
+fn checks_hold_for_mutated_inputs() {
+    let count = std::env::var("HOSTILE_INPUTS").ok().and_then(|count| count.parse().ok()).unwrap_or(500);
+    let targets = [
+        HostileTarget { name: "http_bodies", check: http_bodies, seeds: body_seeds },
+        HostileTarget { name: "settings", check: settings, seeds: setting_seeds },
+        HostileTarget { name: "chat_templates", check: chat_templates, seeds: prompt::hostile::seeds },
+        HostileTarget { name: "picker_messages", check: picker_messages, seeds: serve::hostile::seeds },
+    ];
+    targets.iter().for_each(|target| target.run(1, count));
 }

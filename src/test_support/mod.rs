@@ -2,7 +2,7 @@
 //!
 //! [`SimulatedFleet`] drives the pure scheduler without a runtime. The slow reference models,
 //! [`index::reference`](crate::index::reference) and [`load::reference`](crate::load::reference), are behind the same
-//! feature. [`hostile`] has the fuzz targets. None of it follows semantic versioning.
+//! feature. [`hostile`] has the checks of decoders for any bytes. None of it follows semantic versioning.
 
 mod fleet;
 pub mod hostile;

@@ -1,4 +1,4 @@
-//! Fuzz target of chat templates.
+//! Checks of chat templates that hold for any bytes.
 
 use axum::body::Bytes;
 

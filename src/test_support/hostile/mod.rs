@@ -1,7 +1,6 @@
-//! Fuzz targets of the library: checks of decoders that hold for any bytes.
+//! Checks of the library's decoders that hold for any bytes, run with seeded [`Mutations`] of valid inputs.
 //!
-//! `fuzz/` runs them with coverage feedback, and the tests of this module with a fixed number of seeded mutations. Each
-//! target panics if a check fails. [`Mutations`] is the source of inputs without coverage feedback.
+//! A target panics if a check fails. The gateway's targets (`gateway/src/hostile.rs`) use the same runner.
 
 mod events;
 mod mutations;
@@ -17,7 +16,7 @@ pub use replicas::replica_messages;
 pub use snapshots::snapshot;
 pub use zmtp::zmtp_frames;
 
-/// A fuzz target with inputs to start from.
+/// A target with inputs to start from.
 #[derive(Clone, Copy, Debug)]
 pub struct HostileTarget {
     /// Name of the target.
@@ -29,12 +28,14 @@ pub struct HostileTarget {
 }
 
 impl HostileTarget {
-    /// Runs `count` seeded mutations of the seeds. A failed check names the seed and the input.
+    /// Runs the valid inputs and `count` seeded mutations of them. A failed check names the seed and the input.
     ///
     /// # Panics
     /// A check fails.
     pub fn run(&self, seed: u64, count: u32) {
-        let mut mutations = Mutations::new((self.seeds)(), seed);
+        let seeds = (self.seeds)();
+        seeds.iter().for_each(|valid| (self.check)(valid));
+        let mut mutations = Mutations::new(seeds, seed);
         for n in 0..count {
             let input = mutations.next_input();
             let failed = std::panic::catch_unwind(|| (self.check)(&input)).is_err();
@@ -61,11 +62,6 @@ mod tests {
     #[expect(clippy::disallowed_methods, reason = "test effort is not router configuration")]
     fn checks_hold_for_mutated_inputs() {
         let count = std::env::var("HOSTILE_INPUTS").ok().and_then(|count| count.parse().ok()).unwrap_or(2_000);
-        for target in TARGETS {
-            for seed in (target.seeds)() {
-                (target.check)(&seed);
-            }
-            target.run(1, count);
-        }
+        TARGETS.iter().for_each(|target| target.run(1, count));
     }
 }

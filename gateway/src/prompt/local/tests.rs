@@ -152,7 +152,7 @@ fn template_work_is_bounded() {
 }
 
 /// Cause: steps are limited, but not the bytes that a step copies. A template that appends each system message to a text
-/// copied 61 GB for a body of 4 MiB with 58,000 messages, within its steps.
+/// copies 61 GB (computed) for a body of 4 MiB with 58,000 messages, within its steps.
 #[test]
 fn copied_text_of_a_template_is_bounded() {
     let source =

@@ -1,4 +1,4 @@
-//! Fuzz target of the messages of a proxy.
+//! Checks of the messages of a proxy that hold for any bytes.
 
 use bytes::Bytes;
 use prost::Message as _;
