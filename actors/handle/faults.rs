@@ -3,10 +3,10 @@
 //! A fault is a message like any other, so the actor handles it in order with its other messages.
 
 use std::sync::mpsc;
-use std::thread::JoinHandle;
+use std::thread::{self, JoinHandle};
 
 use super::router::Router;
-use crate::actors::delivery::fault::InjectedFault;
+use crate::actors::delivery::fault::{InjectedFault, InjectedHang};
 use crate::actors::engine_load::EngineLoadMsg;
 use crate::actors::health::HealthMsg;
 use crate::actors::radix::RadixMsg;
@@ -37,12 +37,24 @@ pub enum Fault {
     Discovery(usize),
 }
 
+impl Fault {
+    /// Whether the sender of a message may handle it on its own thread.
+    fn runs_on_its_sender(self) -> bool {
+        match self {
+            Self::Scheduler | Self::Radix(_) | Self::Sequence(_) | Self::Health | Self::EngineLoads => true,
+            Self::Supervisor | Self::Discovery(_) => false,
+            #[cfg(feature = "zmq")]
+            Self::Ingest(_) => false,
+        }
+    }
+}
+
 /// Keeps an actor hung. Dropping it releases the actor and waits until its inbox has been drained.
 #[derive(Debug)]
 #[must_use = "dropping it ends the hang"]
 pub struct Hang {
     release: Option<mpsc::Sender<()>>,
-    thread: Option<JoinHandle<bool>>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl Drop for Hang {
@@ -65,12 +77,20 @@ impl Router {
     /// Makes an actor hang, with its strand locked, until the returned value is dropped. `None` if the actor does not
     /// exist.
     ///
-    /// Blocks until the actor hangs. It hangs on a thread of its own, outside the runtime.
+    /// Blocks until the actor hangs. An actor that runs on the threads of its senders hangs on a thread of its own,
+    /// outside the runtime.
     #[must_use]
     pub fn hang(&self, fault: Fault) -> Option<Hang> {
         let ((release, until_dropped), (stuck, is_stuck)) = (mpsc::channel(), mpsc::channel());
         let router = self.clone();
-        let thread = std::thread::spawn(move || router.injected(fault, InjectedFault::Hang { stuck, until_dropped }));
+        let thread = thread::spawn(move || {
+            let (returned, handled_elsewhere) = mpsc::channel();
+            let thread = fault.runs_on_its_sender().then(|| thread::current().id());
+            router.injected(fault, InjectedFault::Hang(InjectedHang { thread, stuck, returned, until_dropped }));
+            while let Ok(hang) = handled_elsewhere.recv() {
+                router.injected(fault, InjectedFault::Hang(hang));
+            }
+        });
         is_stuck.recv().ok().map(|()| Hang { release: Some(release), thread: Some(thread) })
     }
 
