@@ -6,7 +6,7 @@ use std::thread::{self, ThreadId};
 /// Effect of a fault message when its actor handles it.
 pub(crate) enum InjectedFault {
     Panic,
-    Hang(InjectedHang),
+    Hang(Box<InjectedHang>),
 }
 
 /// A hang until the sender of `until_dropped` is dropped.
@@ -16,7 +16,7 @@ pub(crate) struct InjectedHang {
     pub(crate) thread: Option<ThreadId>,
     pub(crate) stuck: mpsc::Sender<()>,
     /// Receives the hang if another thread has handled its message.
-    pub(crate) returned: mpsc::Sender<Self>,
+    pub(crate) returned: mpsc::Sender<Box<Self>>,
     pub(crate) until_dropped: mpsc::Receiver<()>,
 }
 
@@ -30,7 +30,7 @@ impl InjectedFault {
 }
 
 impl InjectedHang {
-    fn apply(self) {
+    fn apply(self: Box<Self>) {
         if self.thread.is_some_and(|expected| expected != thread::current().id()) {
             let returned = self.returned.clone();
             return drop(returned.send(self));

@@ -86,7 +86,8 @@ impl Router {
         let thread = thread::spawn(move || {
             let (returned, handled_elsewhere) = mpsc::channel();
             let thread = fault.runs_on_its_sender().then(|| thread::current().id());
-            router.injected(fault, InjectedFault::Hang(InjectedHang { thread, stuck, returned, until_dropped }));
+            let hang = Box::new(InjectedHang { thread, stuck, returned, until_dropped });
+            router.injected(fault, InjectedFault::Hang(hang));
             while let Ok(hang) = handled_elsewhere.recv() {
                 router.injected(fault, InjectedFault::Hang(hang));
             }
