@@ -11,4 +11,6 @@ mod generators;
 mod handover;
 #[cfg(feature = "mock")]
 mod mock_engine;
+#[cfg(feature = "mock")]
+mod mock_faults;
 mod traces;

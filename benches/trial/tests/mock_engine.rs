@@ -2,14 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
-use std::time::Duration;
 
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{BlockHash, KvEvent, StorageTier, WorkerId, WorkerRank};
 use pointsman::wire::{Decoder, DecoderLimits, WireConfig};
-use pointsman_trial::mock::{
-    Dialect, EventFormat, Fault, Faults, MockConfig, MockEngine, MockError, Scope, Tier, tokenize,
-};
+use pointsman_trial::mock::{Dialect, EventFormat, Fault, Faults, MockConfig, MockEngine, MockError, Tier, tokenize};
 use serde_json::{Value as Json, json};
 use tokio::io::AsyncReadExt;
 use tokio::time::timeout;
@@ -483,46 +480,6 @@ async fn a_paused_publisher_is_not_quiet() {
     engine.set_faults(Faults::default()).expect("no faults");
     quiet(&engine).await;
     assert_eq!(replay(&engine, 0, 0).await.len(), 1);
-    engine.shutdown().await;
-}
-
-#[tokio::test]
-async fn http_faults_apply_to_requests() {
-    let engine = started(fast()).await;
-    let body = json!({ "prompt": "x", "max_tokens": 1 });
-    let set = async |faults: Json| {
-        let answer = post(&engine, "/faults", &faults).await;
-        assert_eq!(answer.status, 200, "{answer:?}");
-    };
-    set(json!({ "status_share": 1.0, "status": 503, "scope": "generation" })).await;
-    assert_eq!(post(&engine, "/v1/completions", &body).await.status, 503);
-    assert_eq!(get(&engine, "/health").await.status, 200, "probes are spared");
-    set(json!({ "status_share": 1.0 })).await;
-    assert_eq!(get(&engine, "/health").await.status, 500, "faults apply to all requests");
-    set(json!({ "reset_share": 1.0 })).await;
-    assert!(request(engine.address(), "GET", "/health", "", "").await.is_none(), "the connection ends");
-    set(json!({ "delay_ms": 1 })).await;
-    assert_eq!(post(&engine, "/v1/completions", &body).await.status, 200);
-    set(json!({ "hang_share": 1.0 })).await;
-    let mut hanging = send(engine.address(), "GET", "/health", "", "").await;
-    timeout(PATIENCE, async {
-        while !engine.faults().done().contains_key(&Fault::Hang) {
-            tokio::task::yield_now().await;
-        }
-    })
-    .await
-    .expect("the request arrives before the timeout");
-    assert!(timeout(Duration::from_millis(20), hanging.read_u8()).await.is_err(), "no response");
-
-    let refused = post(&engine, "/faults", &json!({ "drop_share": 2 })).await;
-    assert_eq!((refused.status, engine.faults().get().hang_share), (400, 1.0), "rejected faults change no setting");
-    assert_eq!(post(&engine, "/faults", &json!({ "unknown": 1 })).await.status, 400);
-    set(json!({ "mute_replay": true, "restart": { "dialect": "sglang-array" } })).await;
-    let shown = get(&engine, "/faults").await.json();
-    assert_eq!(shown["events"]["dialect"], "sglang-array");
-    assert_eq!(shown["faults"]["mute_replay"], true);
-    assert_eq!(shown["done"], json!({ "delay": 1, "hang": 1, "reset": 1, "status": 2 }));
-    assert_eq!(engine.faults().get().scope, Scope::All);
     engine.shutdown().await;
 }
 

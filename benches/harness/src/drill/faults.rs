@@ -20,24 +20,29 @@ const SLOW_REQUEST: &[u8] = b"GET /v1/models HTTP/1.1\r\nhost: drill\r\nconnecti
 const SLOW_RESPONSE: Duration = Duration::from_secs(60);
 
 /// Counts of a point in time.
-struct Account {
+pub(super) struct Account {
     sent: u64,
     counted: f64,
     succeeded: f64,
 }
 
 impl Account {
-    async fn take(fleet: &Fleet) -> Result<Self, DrillError> {
+    pub(super) async fn take(fleet: &Fleet) -> Result<Self, DrillError> {
         Ok(Self {
             sent: fleet.traffic.ended(),
             counted: fleet.sum("pointsman_gateway_requests_total{", "endpoint=\"completions\"").await?,
-            succeeded: fleet.sum("pointsman_gateway_worker_requests_total{", "status=\"200\"").await?,
+            succeeded: fleet.sum("pointsman_gateway_worker_requests_total{", "outcome=\"ok\"").await?,
         })
     }
 }
 
 /// Accounts for the requests since `before`, and waits until no load is counted.
-async fn settle(fleet: &Fleet, before: Account, outcome: &mut Outcome, may_fail: bool) -> Result<(), DrillError> {
+pub(super) async fn settle(
+    fleet: &Fleet,
+    before: Account,
+    outcome: &mut Outcome,
+    may_fail: bool,
+) -> Result<(), DrillError> {
     let paused_at = Instant::now();
     fleet.pause().await?;
     fleet.until_unloaded().await?;

@@ -14,6 +14,10 @@ use super::traffic::{CACHEABLE_TOKENS, Http};
 /// Token of the administration listeners.
 const TOKEN: &str = "drill-0123456789";
 
+/// Timeout of the first token of a stream, and of each further one. It is far above the latency of the mock engines, and
+/// a request with a retry stays within the timeout of its client.
+const ENGINE_TIMEOUT_MS: u32 = 4_000;
+
 /// Runs a program until it is dropped, with its output in a file.
 #[derive(Debug)]
 pub(super) struct Process {
@@ -87,6 +91,9 @@ impl Gateway {
             format!("router.block_size={}", super::traffic::BLOCK_SIZE),
             "admin.listen=127.0.0.1:0".to_owned(),
             format!("admin.token_file={}", token_file.display()),
+            format!("gateway.first_byte_timeout_ms={ENGINE_TIMEOUT_MS}"),
+            format!("gateway.idle_timeout_ms={ENGINE_TIMEOUT_MS}"),
+            format!("gateway.answer_timeout_ms={}", 2 * ENGINE_TIMEOUT_MS),
         ];
         Ok(Self {
             name,

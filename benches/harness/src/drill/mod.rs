@@ -3,6 +3,7 @@
 //! A scenario passes by facts: no failed request except at a killed gateway, readiness reached, the load of a lost
 //! replica no longer counted. Times are reported and never decide. Mock engines run in this process.
 
+mod broken;
 mod faults;
 mod fleet;
 mod gateway;
@@ -40,6 +41,12 @@ pub enum Scenario {
     EngineCrash,
     /// Engines close connections, respond with errors and respond late
     EngineErrors,
+    /// Engines never respond, or stop in the middle of a response, on open connections
+    EngineHangs,
+    /// Engines respond with bytes that are not HTTP, wrong content types, and bodies that break off
+    EngineGarbage,
+    /// Engines close connections in the middle of a response
+    HalfStreams,
     /// Lost, repeated, reordered and damaged event messages
     EventFaults,
     /// Many clients that send their requests a byte at a time
@@ -226,6 +233,9 @@ impl Drill {
                     Scenario::KillInLoad => faults::kill_in_load(self, &mut fleet).await?,
                     Scenario::EngineCrash => faults::engine_crash(self, &mut fleet).await?,
                     Scenario::EngineErrors => faults::engine_errors(self, &mut fleet).await?,
+                    Scenario::EngineHangs => broken::engine_hangs(self, &mut fleet).await?,
+                    Scenario::EngineGarbage => broken::engine_garbage(self, &mut fleet).await?,
+                    Scenario::HalfStreams => broken::half_streams(self, &mut fleet).await?,
                     Scenario::EventFaults => faults::event_faults(self, &mut fleet).await?,
                     Scenario::SlowClients => faults::slow_clients(self, &mut fleet).await?,
                     _ => scenarios::kill(self, &mut fleet).await?,

@@ -11,6 +11,7 @@ use hyper::header::{AUTHORIZATION, CONTENT_TYPE};
 use hyper::{Method, Request};
 use hyper_util::client::legacy::{Client, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
+use serde_json::{Value, json};
 use tokio::task::AbortHandle;
 use tokio::time::{interval, timeout};
 
@@ -40,6 +41,14 @@ fn prompt(n: u32) -> Vec<u32> {
 /// Index of the prompt of request `n`: each prompt once, then all in a scattered order.
 fn prompt_index(n: u64, prompts: u64) -> u64 {
     if n < prompts { n } else { n.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32) % prompts }
+}
+
+/// Whether a response has its end: the end mark of a stream, otherwise choices in valid JSON.
+fn is_whole(body: &[u8], is_stream: bool) -> bool {
+    if is_stream {
+        return body.ends_with(b"data: [DONE]\n\n");
+    }
+    serde_json::from_slice::<Value>(body).is_ok_and(|body| body["choices"].is_array())
 }
 
 /// HTTP client of the drill.
@@ -88,9 +97,10 @@ struct Slot {
 #[derive(Debug)]
 struct Shared {
     http: Http,
-    prompts: Vec<Bytes>,
+    prompts: u32,
     slots: Vec<Slot>,
     is_paused: AtomicBool,
+    is_streaming: AtomicBool,
     sent: AtomicU64,
     ended: AtomicU64,
 }
@@ -109,12 +119,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Traffic {
     /// Starts a paused loop without gateways.
     pub(super) fn start(slots: usize, prompts: u32, rate: u32) -> Self {
-        let body = |n| serde_json::json!({ "model": "mock", "max_tokens": 8, "prompt": prompt(n) }).to_string().into();
         let shared = Arc::new(Shared {
             http: Http::new(),
-            prompts: (0..prompts).map(body).collect(),
+            prompts,
             slots: (0..slots).map(|_| Slot::default()).collect(),
             is_paused: AtomicBool::new(true),
+            is_streaming: AtomicBool::new(false),
             sent: AtomicU64::new(0),
             ended: AtomicU64::new(0),
         });
@@ -133,6 +143,11 @@ impl Traffic {
 
     pub(super) fn set_paused(&self, is_paused: bool) {
         self.shared.is_paused.store(is_paused, SeqCst);
+    }
+
+    /// Whether every second response is streamed. Otherwise none is.
+    pub(super) fn set_streaming(&self, is_streaming: bool) {
+        self.shared.is_streaming.store(is_streaming, SeqCst);
     }
 
     /// Whether no request is in flight.
@@ -183,10 +198,13 @@ impl Shared {
     }
 
     async fn send(self: Arc<Self>, slot: usize, address: SocketAddr, n: u64) {
-        let index = prompt_index(n, self.prompts.len() as u64);
-        let body = self.prompts[usize::try_from(index).expect("an index")].clone();
-        let failure = match self.http.send(&format!("http://{address}/v1/completions"), None, Some(body)).await {
-            Ok((200, _)) => None,
+        let index = u32::try_from(prompt_index(n, self.prompts.into())).expect("an index");
+        let is_stream = self.is_streaming.load(SeqCst) && n.is_multiple_of(2);
+        let body = json!({ "model": "mock", "max_tokens": 8, "prompt": prompt(index), "stream": is_stream });
+        let url = format!("http://{address}/v1/completions");
+        let failure = match self.http.send(&url, None, Some(body.to_string().into())).await {
+            Ok((200, body)) if is_whole(&body, is_stream) => None,
+            Ok((200, body)) => Some(format!("incomplete response: {}", String::from_utf8_lossy(&body))),
             Ok((status, body)) => Some(format!("status {status}: {}", String::from_utf8_lossy(&body))),
             Err(error) => Some(error),
         };
@@ -210,6 +228,12 @@ mod tests {
         assert_ne!(first[0], other[0]);
         let whole = first.len() as u64 / u64::from(BLOCK_SIZE) * u64::from(BLOCK_SIZE);
         assert_eq!(whole, CACHEABLE_TOKENS);
+    }
+
+    #[test]
+    fn a_response_without_its_end_is_not_whole() {
+        assert!(is_whole(b"data: {}\n\ndata: [DONE]\n\n", true) && is_whole(b"{\"choices\":[]}", false));
+        assert!(!is_whole(b"data: {}\n\n", true) && !is_whole(b"{\"choices\":[", false) && !is_whole(b"{}", false));
     }
 
     #[test]

@@ -48,7 +48,17 @@ pub struct Faults {
     /// Status of injected errors, 400 to 599.
     #[arg(long = "fault-status", value_name = "STATUS", default_value_t = 500)]
     pub status: u16,
-    /// Scope of the four faults above.
+    /// Share of requests that receive garbage: bytes that are not HTTP, an HTML page, JSON that breaks off, or a head
+    /// without its whole body, whole or in chunks. The status is 200.
+    #[arg(long = "fault-garbage-share", value_name = "SHARE", default_value_t = 0.0)]
+    pub garbage_share: f64,
+    /// Share of responses whose connection closes in the middle of their body.
+    #[arg(long = "fault-cut-share", value_name = "SHARE", default_value_t = 0.0)]
+    pub cut_share: f64,
+    /// Share of responses that stop in the middle of their body, on an open connection.
+    #[arg(long = "fault-stall-share", value_name = "SHARE", default_value_t = 0.0)]
+    pub stall_share: f64,
+    /// Scope of the faults above.
     #[arg(long = "fault-scope", value_enum, default_value_t = Scope::All)]
     pub scope: Scope,
     /// Share of event messages that are not sent. The replay ring still contains them; also for the faults below.
@@ -82,6 +92,9 @@ impl Default for Faults {
             reset_share: 0.0,
             status_share: 0.0,
             status: 500,
+            garbage_share: 0.0,
+            cut_share: 0.0,
+            stall_share: 0.0,
             scope: Scope::All,
             drop_share: 0.0,
             duplicate_share: 0.0,
@@ -104,6 +117,9 @@ impl Faults {
             ("hang_share", self.hang_share),
             ("reset_share", self.reset_share),
             ("status_share", self.status_share),
+            ("garbage_share", self.garbage_share),
+            ("cut_share", self.cut_share),
+            ("stall_share", self.stall_share),
             ("drop_share", self.drop_share),
             ("duplicate_share", self.duplicate_share),
             ("reorder_share", self.reorder_share),
@@ -144,6 +160,12 @@ pub enum Fault {
     MuteReplay,
     /// A removal without an event.
     OmitRemoval,
+    /// A response that is no valid response.
+    Garbage,
+    /// A response whose connection was closed in the middle of its body.
+    Cut,
+    /// A response that stopped in the middle of its body.
+    Stall,
 }
 
 /// Faults of one engine: current settings, and counts of injected faults. Both survive a restart.

@@ -4,6 +4,7 @@
 //! OpenAI's format. [`completions`] handles completions, [`info`] the information endpoints.
 
 mod answer;
+mod broken;
 mod completions;
 mod handover;
 mod info;
@@ -12,9 +13,10 @@ mod request;
 mod scores;
 
 use std::net::TcpListener;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{Method, StatusCode};
 use axum::middleware::{Next, from_fn_with_state};
@@ -25,6 +27,7 @@ use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
 use serde_json::json;
+use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::sync::{Notify, oneshot};
 use tokio::task::{JoinHandle, JoinSet};
@@ -32,6 +35,7 @@ use tokio::time::sleep;
 
 use super::engine::Engine;
 use super::faults::{Fault, Scope};
+use broken::{HalfBody, Rest};
 
 /// Maximum number of open connections; further ones are closed immediately.
 const CONNECTIONS_MAX: usize = 8_192;
@@ -44,12 +48,23 @@ pub(crate) type Shared = State<Arc<Engine>>;
 
 /// Handle to the connection of a request.
 #[derive(Clone, Default)]
-pub(crate) struct Connection(Arc<Notify>);
+pub(crate) struct Connection {
+    /// Bytes to send before the connection is closed.
+    last: Arc<OnceLock<&'static [u8]>>,
+    closed: Arc<Notify>,
+}
 
 impl Connection {
     /// Closes the connection without a response. Never returns.
     pub(crate) async fn reset(&self) -> ! {
-        self.0.notify_one();
+        self.close_with(&[]).await
+    }
+
+    /// Sends these bytes instead of a response and closes the connection. Never returns.
+    async fn close_with(&self, bytes: &'static [u8]) -> ! {
+        // Fails if the connection is already being closed.
+        let _ = self.last.set(bytes);
+        self.closed.notify_one();
         std::future::pending().await
     }
 }
@@ -100,13 +115,15 @@ async fn serve_connection(stream: TcpStream, routes: Router) {
     let _ = stream.set_nodelay(true);
     let connection = Connection::default();
     let service = TowerToHyperService::new(routes.layer(Extension(connection.clone())));
-    let conversation = http1::Builder::new().serve_connection(TokioIo::new(stream), service);
+    let mut conversation = http1::Builder::new().serve_connection(TokioIo::new(stream), service);
     tokio::select! {
         biased;
-        () = connection.0.notified() => {}
-        // Errors of a client connection are ignored.
-        _ = conversation => {}
+        () = connection.closed.notified() => {}
+        // Errors of a client connection are ignored, here and below.
+        _ = &mut conversation => return,
     }
+    let mut stream = conversation.into_parts().io.into_inner();
+    let _ = stream.write_all(connection.last.get().copied().unwrap_or_default()).await;
 }
 
 /// Routes of the engine.
@@ -183,5 +200,14 @@ async fn suffer(State(engine): Shared, connection: Extension<Connection>, reques
         let status = StatusCode::from_u16(set.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         return (status, axum::Json(json!({ "error": answer::error_body(status, "injected fault") }))).into_response();
     }
-    next.run(request).await
+    if strikes(Fault::Garbage, set.garbage_share) {
+        connection.close_with(broken::garbage(engine.faults.draw(Fault::Garbage, 1, number))).await;
+    }
+    let (is_cut, is_stalled) = (strikes(Fault::Cut, set.cut_share), strikes(Fault::Stall, set.stall_share));
+    let response = next.run(request).await;
+    match (is_cut, is_stalled) {
+        (true, _) => response.map(|body| Body::new(HalfBody::new(body, Rest::Closed))),
+        (false, true) => response.map(|body| Body::new(HalfBody::new(body, Rest::Never))),
+        (false, false) => response,
+    }
 }
