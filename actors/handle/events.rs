@@ -5,8 +5,10 @@ use std::collections::BTreeSet;
 use tokio::sync::{oneshot, watch};
 
 use super::router::Router;
-use crate::actors::radix::{RadixMsg, shard_of};
+use crate::actors::delivery::strand::Strand;
+use crate::actors::radix::{Radix, RadixMsg, shard_of};
 use crate::actors::views::kv_source::KvSourceStatus;
+use crate::actors::views::status::RouterState;
 use crate::error::{Down, FlushError, RouteError};
 use crate::protocol::{RouterEvent, WorkerRank};
 use crate::request::RouteRequest;
@@ -99,33 +101,47 @@ impl Router {
     /// # Errors
     /// When the router is down, or a shard was lost with accepted events.
     pub async fn flush(&self) -> Result<(), FlushError> {
-        self.each_shard(RadixMsg::Flush).await.map(drop)
+        self.views().status.up()?;
+        let since = self.views().status.state();
+        let replies: Vec<_> = self.strands().shards.iter().map(|shard| query(shard, RadixMsg::Flush)).collect();
+        for reply in replies {
+            self.reply_of_shard(reply, since).await?;
+        }
+        Ok(())
     }
 
     /// Contents of the index as events that rebuild it, parents first. Includes every event accepted before this call.
     ///
+    /// A shard dumps one rank at a time and serves other messages between two ranks, so that no step takes long.
+    ///
     /// # Errors
-    /// When the router is down, or a shard was lost before its reply.
+    /// When the router is down, or a shard was lost before the end of the dump.
     pub async fn dump_events(&self) -> Result<Vec<RouterEvent>, FlushError> {
-        Ok(self.each_shard(RadixMsg::Dump).await?.into_iter().flatten().collect())
+        self.views().status.up()?;
+        let (since, shards) = (self.views().status.state(), &self.strands().shards);
+        let mut ranks: Vec<WorkerRank> = self.views().ranks.all().iter().map(|entry| entry.rank).collect();
+        ranks.sort_unstable();
+        let incarnations: Vec<u32> = (0..shards.len()).map(|shard| shards.incarnation(shard).get()).collect();
+        let mut events = Vec::new();
+        for rank in ranks {
+            let Some(shard) = shards.of(rank) else { continue };
+            let reply = query(shard, |reply| RadixMsg::Dump { rank, reply });
+            events.extend(self.reply_of_shard(reply, since).await?);
+        }
+        // The remaining ranks of a shard that was lost between two ranks were dumped without their contents.
+        let is_present = |(shard, incarnation): (usize, &u32)| shards.incarnation(shard).is(*incarnation);
+        if incarnations.iter().enumerate().all(is_present) { Ok(events) } else { Err(FlushError::Lost) }
     }
 
-    async fn each_shard<T>(&self, question: impl Fn(oneshot::Sender<T>) -> RadixMsg) -> Result<Vec<T>, FlushError> {
-        self.views().status.up()?;
-        let before = self.views().status.state();
-        let mut replies = Vec::new();
-        for shard in self.strands().shards.iter() {
-            let (sender, answer) = oneshot::channel();
-            shard.tell(question(sender));
-            replies.push(answer);
-        }
-        let mut answers = Vec::new();
-        for answer in replies {
-            match self.views().status.reply_of(answer, before).await {
-                Some(answer) => answers.push(answer),
-                None => return Err(self.views().status.up().err().map_or(FlushError::Lost, FlushError::Down)),
-            }
-        }
-        Ok(answers)
+    async fn reply_of_shard<T>(&self, reply: oneshot::Receiver<T>, since: RouterState) -> Result<T, FlushError> {
+        let status = &self.views().status;
+        let reply = status.reply_of(reply, since).await;
+        reply.ok_or_else(|| status.up().err().map_or(FlushError::Lost, FlushError::Down))
     }
+}
+
+fn query<T>(shard: &Strand<Radix>, query: impl FnOnce(oneshot::Sender<T>) -> RadixMsg) -> oneshot::Receiver<T> {
+    let (sender, reply) = oneshot::channel();
+    shard.tell(query(sender));
+    reply
 }

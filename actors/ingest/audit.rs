@@ -137,7 +137,8 @@ impl Reader {
         let before = self.dependencies.status.state();
         let (reply, names) = oneshot::channel();
         self.dependencies.shards.of(rank)?.tell(RadixMsg::Names { rank, generation, reply });
-        self.dependencies.status.reply_of(names, before).await.flatten()
+        let names = self.dependencies.status.reply_of(names, before).await.flatten()?;
+        Some(names.into_iter().collect())
     }
 
     /// Drops the rank's blocks, for a replay of the stream.

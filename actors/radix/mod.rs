@@ -76,8 +76,8 @@ pub(crate) enum RadixMsg {
     Released { booking: BookingId, output_blocks: u32 },
     /// Reply when all earlier messages have been applied.
     Flush(oneshot::Sender<()>),
-    /// Reply with the contents of the index, as events that rebuild it.
-    Dump(oneshot::Sender<Vec<RouterEvent>>),
+    /// Reply with the contents of one rank, as events that rebuild them. A step for a whole shard could last too long.
+    Dump { rank: WorkerRank, reply: oneshot::Sender<Vec<RouterEvent>> },
     /// Reply with the contents of one rank, including all earlier events; `None` if they were lost or the generation has
     /// ended.
     #[cfg(feature = "zmq")]
@@ -88,7 +88,7 @@ pub(crate) enum RadixMsg {
     Digest { rank: WorkerRank, generation: Generation, reply: oneshot::Sender<Option<BlockDigest>> },
     /// Reply with the names in this digest; `None` in the same cases.
     #[cfg(feature = "zmq")]
-    Names { rank: WorkerRank, generation: Generation, reply: oneshot::Sender<Option<BTreeSet<BlockName>>> },
+    Names { rank: WorkerRank, generation: Generation, reply: oneshot::Sender<Option<Vec<BlockName>>> },
     /// The engine no longer has these blocks of the rank.
     #[cfg(feature = "zmq")]
     Forget { rank: WorkerRank, generation: Generation, names: Vec<BlockName> },
@@ -174,7 +174,7 @@ pub(crate) enum RadixReply {
     #[cfg(feature = "zmq")]
     Digest(oneshot::Sender<Option<BlockDigest>>, Option<BlockDigest>),
     #[cfg(feature = "zmq")]
-    Names(oneshot::Sender<Option<BTreeSet<BlockName>>>, Option<BTreeSet<BlockName>>),
+    Names(oneshot::Sender<Option<Vec<BlockName>>>, Option<Vec<BlockName>>),
     #[cfg(feature = "zmq")]
     DumpedRank(oneshot::Sender<Option<RankDump>>, Option<RankDump>),
     #[cfg(feature = "replicas")]
@@ -425,7 +425,10 @@ impl ActorState for Radix {
                 }
             }
             RadixMsg::Flush(answer) => return Some(RadixReply::Flushed(answer)),
-            RadixMsg::Dump(answer) => return Some(RadixReply::Dumped(answer, self.index.dump())),
+            RadixMsg::Dump { rank, reply } => {
+                let dump = self.index.dump_rank(rank).unwrap_or_default();
+                return Some(RadixReply::Dumped(reply, dump.events));
+            }
             #[cfg(feature = "zmq")]
             RadixMsg::DumpRank { rank, generation, reply } => {
                 return Some(RadixReply::DumpedRank(reply, self.dump_rank(rank, generation)));

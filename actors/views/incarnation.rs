@@ -12,8 +12,12 @@ impl CurrentIncarnation {
         self.0.store(incarnation, Ordering::Release);
     }
 
+    pub(crate) fn get(&self) -> u32 {
+        self.0.load(Ordering::Acquire)
+    }
+
     /// Whether `incarnation` is the present one.
     pub(crate) fn is(&self, incarnation: u32) -> bool {
-        self.0.load(Ordering::Acquire) == incarnation
+        self.get() == incarnation
     }
 }

@@ -1,7 +1,5 @@
 //! Names of a rank for audits: their digest, all of them, and the removal of stale ones.
 
-use std::collections::BTreeSet;
-
 use super::digest::BlockDigest;
 use super::residence::Residence;
 use super::{Index, hold};
@@ -31,10 +29,11 @@ impl Index {
         Some(blocks.residences().map(|(_, residence)| residence).fold(waiting, held))
     }
 
-    /// The names in the [digest](Self::digest_of) of a rank; empty if it is not registered. Visits every block.
+    /// The names in the [digest](Self::digest_of) of a rank, each once, in no order; empty if it is not registered.
+    /// Visits every block. Sorting millions of names would delay the queries behind it.
     #[must_use]
-    pub fn names_of(&self, rank: WorkerRank) -> BTreeSet<(StorageTier, EngineHash)> {
-        let Some(slot) = self.slot_of(rank) else { return BTreeSet::new() };
+    pub fn names_of(&self, rank: WorkerRank) -> Vec<(StorageTier, EngineHash)> {
+        let Some(slot) = self.slot_of(rank) else { return Vec::new() };
         let blocks = self.rank(slot);
         let held = blocks.residences().flat_map(|(tier, residence)| residence.names().map(move |name| (tier, name)));
         held.chain(blocks.waiting_names()).collect()
