@@ -118,14 +118,37 @@ impl Typical {
 }
 
 impl About {
-    /// The `published` speed, aged if necessary, with `typical` for its unknown parts.
+    /// The `published` speed, aged if necessary, with `typical` for its unknown parts, and with [`significant`]
+    /// differences of the prefill rate only.
     #[inline]
     pub(super) fn speed(&self, published: PublishedSpeed, typical: EngineSpeed) -> EngineSpeed {
-        match &self.aged_speed {
+        let own = match &self.aged_speed {
             Some((of, aged)) if *of == published => *aged,
             Some(_) | None => published.or(typical),
-        }
+        };
+        let work_tokens_per_second = significant(own.work_tokens_per_second, typical.work_tokens_per_second);
+        EngineSpeed { work_tokens_per_second, ..own }
     }
+}
+
+/// Ratio up to which two prefill rates count as equal. Prompts are computed beside decodes, so the learned rates of equal
+/// engines differ by up to this ratio with their load (docs/policies.md).
+const EQUAL_RATES: f64 = 1.25;
+
+/// The rate without insignificant differences from the `typical` one: no difference up to a ratio of [`EQUAL_RATES`],
+/// and the whole difference from its square on.
+#[inline]
+fn significant(rate: f64, typical: f64) -> f64 {
+    let ratio = rate / typical;
+    let distance = ratio.max(ratio.recip());
+    if distance <= EQUAL_RATES {
+        return typical;
+    }
+    if distance >= EQUAL_RATES * EQUAL_RATES {
+        return rate;
+    }
+    let part = (distance / EQUAL_RATES).powi(2);
+    if ratio > 1.0 { typical * part } else { typical / part }
 }
 
 /// A measured time in seconds, and whether it is fresh.
@@ -191,6 +214,23 @@ mod tests {
         assert_eq!(fresh(&[7.0]), Some(7.0));
         assert_eq!(fresh(&[0.2, 20.0, 0.21, 0.19]), Some(0.2));
         assert_eq!(fresh(&[20.0, 0.2]), Some(0.2), "the faster of two");
+    }
+
+    #[test]
+    fn small_differences_of_rates_are_insignificant() {
+        let close = |rate: f64, wanted: f64| assert!((significant(rate, 100.0) - wanted).abs() < 1e-9, "{rate}");
+        close(100.0, 100.0);
+        close(124.0, 100.0);
+        close(81.0, 100.0);
+        close(125.0 * 1.25, 125.0 * 1.25);
+        close(50.0, 50.0);
+        close(300.0, 300.0);
+        let mut last = 0.0;
+        for rate in 1..400 {
+            let rate = significant(f64::from(rate), 100.0);
+            assert!(rate >= last && rate - last < 3.0, "neither falls nor jumps");
+            last = rate;
+        }
     }
 
     #[test]
