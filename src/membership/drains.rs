@@ -13,11 +13,17 @@ impl<R> Membership<R> {
         if !self.workers.contains_key(&worker) {
             return self.outbox.reply(reply, Err(MembershipError::UnknownWorker(worker)));
         }
+        self.withhold(worker);
+        self.remove(worker, Completion::Reply { to: reply, cut_off: 0 });
+        self.refresh_removed();
+    }
+
+    /// Withholds a worker from its sources. One that no source names is forgotten: without sources no reconciliation would
+    /// end its entry.
+    fn withhold(&mut self, worker: WorkerId) {
         if self.is_named(worker) {
             self.withheld.insert(worker);
         }
-        self.remove(worker, Completion::Reply { to: reply, cut_off: 0 });
-        self.refresh_removed();
     }
 
     pub(super) fn remove(&mut self, worker: WorkerId, completion: Completion<R>) {
@@ -146,7 +152,7 @@ impl<R> Membership<R> {
         let PendingDrain { worker, origin, .. } = self.drains.remove(position);
         match origin {
             DrainOrigin::Caller(reply) => {
-                self.withheld.insert(worker);
+                self.withhold(worker);
                 self.remove(worker, Completion::Reply { to: reply, cut_off });
                 self.refresh_removed();
             }

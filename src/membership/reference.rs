@@ -153,7 +153,9 @@ impl Model {
         let drain = self.workers.get_mut(&worker).and_then(|known| known.drain.take()).expect("draining");
         match drain.reply {
             Some(reply) => {
-                self.withheld.insert(worker);
+                if self.named(worker).is_some() {
+                    self.withheld.insert(worker);
+                }
                 self.leave(worker, Waiting::Reply(reply, cut_off));
             }
             None => {
