@@ -39,9 +39,9 @@ const CACHED: usize = 40;
 /// Hours until every table has its final size: the longest limit of an age is ten minutes.
 const WARM_UP_HOURS: u64 = 1;
 
-/// Largest permitted growth per hour: 18 bytes for each request, or 273 for each worker. Hash tables and the record
-/// have a noise of tens of kilobytes.
-const GROWTH_PER_HOUR_MAX: f64 = 8_192.0;
+/// Largest permitted growth per hour: 9 bytes for each request, or 136 for each worker. Means of an hour vary by up to
+/// two kilobytes.
+const GROWTH_PER_HOUR_MAX: f64 = 4_096.0;
 
 /// Settings with which names are kept: sessions, records, speculative entries, tenants in a queue.
 fn churn_config() -> RouterConfig {

@@ -16,11 +16,16 @@ mod msgpack;
 #[path = "../common/recorded.rs"]
 #[allow(dead_code, reason = "the other binary uses the rest")]
 mod recorded;
+#[cfg(feature = "runtime")]
+#[path = "../common/repetitions.rs"]
+mod repetitions;
 #[cfg(feature = "zmq")]
 #[path = "../common/zmtp.rs"]
 #[allow(dead_code, reason = "the other binary uses the rest")]
 mod zmtp;
 
+#[cfg(feature = "runtime")]
+mod churn;
 mod hashing_allocations;
 #[cfg(feature = "zmq")]
 mod hostile;
