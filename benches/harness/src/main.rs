@@ -65,7 +65,7 @@ fn main() -> ExitCode {
         Command::Drift(drift) => drift.run(io::stdout().lock()).map_err(Into::into),
         Command::Decisions(decisions) => decisions.run(io::stdout().lock()),
         Command::Drill(drill) => drill.run(io::stdout().lock()).map_err(Into::into),
-        Command::Hold(hold) => hold.run(io::stdout().lock()).map_err(Into::into),
+        Command::Hold(hold) => held(&hold),
         Command::Load(load) => load.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
         Command::CompareEndpoints(compare) => compare.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
         Command::Report(page) => page.write().map_err(Into::into),
@@ -88,6 +88,15 @@ fn run(replay: &Replay) -> Result<(), Box<dyn Error>> {
         write!(io::stderr(), "{}", metrics.render())?;
     }
     Ok(report.write(io::stdout().lock(), replay.json)?)
+}
+
+fn held(hold: &Hold) -> Result<(), Box<dyn Error>> {
+    let metrics = PrometheusBuilder::new().install_recorder()?;
+    let render = move || {
+        metrics.run_upkeep();
+        metrics.render()
+    };
+    Ok(hold.run(render, io::stdout().lock())?)
 }
 
 fn measure(events: &Events) -> Result<(), Box<dyn Error>> {

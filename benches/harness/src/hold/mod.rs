@@ -2,7 +2,8 @@
 //!
 //! A pacer thread spawns a task per request. The task routes the request, publishes the events of the chosen rank, and
 //! ends the oldest request once more than `inflight` are out. Each request has a shared prefix and blocks of its own;
-//! the rank removes as many of its oldest blocks as it stores. At the end the residue is counted: bookings, load,
+//! the rank removes as many of its oldest blocks as it stores. Metrics are recorded and rendered every 15 s, as for an
+//! embedder with a scraper. Detected hangs are counted; no actor hangs. At the end the residue is counted: bookings, load,
 //! waiting requests and index blocks that are left after all requests and a `Cleared` event per rank.
 
 mod rank;
@@ -17,6 +18,7 @@ use std::time::Duration;
 
 use clap::Args;
 use hdrhistogram::Histogram;
+use pointsman::error::Down;
 use pointsman::protocol::{KvEvent, RouterEvent, StorageTier};
 use pointsman::{Placement, Prompt, RankReport, RouteRequest, Router, RouterConfig};
 use tokio::runtime::Handle;
@@ -34,6 +36,9 @@ const BLOCK_SIZE: u32 = 64;
 
 /// Longest recorded route time, a minute in nanoseconds. Longer ones count as this.
 const ROUTE_NS_MAX: u64 = 60_000_000_000;
+
+/// Seconds between two renderings of the metrics.
+const SCRAPE_S: u64 = 15;
 
 /// Limit of the wait for the end of all bookings. No figure depends on it.
 const SETTLE: Duration = Duration::from_secs(30);
@@ -88,14 +93,18 @@ pub enum HoldError {
 }
 
 impl Hold {
-    /// Runs the load and writes the report.
+    /// Runs the load and writes the report. `metrics` renders the metrics of this process.
     ///
     /// # Errors
     /// A request failed, or bookings, load, waiting requests or index blocks were left.
-    pub fn run(&self, mut out: impl Write) -> Result<(), HoldError> {
+    pub fn run(
+        &self,
+        metrics: impl Fn() -> String + Send + Sync + 'static,
+        mut out: impl Write,
+    ) -> Result<(), HoldError> {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(self.threads.into()).enable_all().build()?;
-        let report = runtime.block_on(self.hold())?;
+        let report = runtime.block_on(self.hold(Arc::new(metrics)))?;
         if self.json {
             writeln!(out, "{}", serde_json::to_string(&report).map_err(io::Error::other)?)?;
         } else {
@@ -104,7 +113,7 @@ impl Hold {
         report.violation().map_or(Ok(()), |violation| Err(HoldError::Failed(violation)))
     }
 
-    async fn hold(&self) -> Result<HoldReport, HoldError> {
+    async fn hold(&self, metrics: Metrics) -> Result<HoldReport, HoldError> {
         let fleet = Fleet { workers: self.workers, dp_size: self.dp_size };
         let mut config = knowing_by(Knowledge::Events, RouterConfig::default());
         config.block_size = BLOCK_SIZE;
@@ -113,7 +122,8 @@ impl Hold {
             builder = builder.worker(worker, worker_config(worker, self.dp_size, 8_192, Some(65_536)));
         }
         let router = builder.start().await.map_err(|error| HoldError::Router(error.to_string()))?;
-        let shared = Arc::new(Shared::new(self.clone(), router, fleet));
+        let shared = Arc::new(Shared::new(self.clone(), router, fleet, metrics));
+        shared.fill().await.map_err(|error| HoldError::Router(error.to_string()))?;
         let (sender, runtime) = (Arc::clone(&shared), Handle::current());
         let pacer = tokio::task::spawn_blocking(move || sender.send_all(&runtime));
         let (mut tasks, mut report) = pacer.await.map_err(io::Error::other)?;
@@ -123,6 +133,15 @@ impl Hold {
         shared.finish(&mut report).await?;
         Ok(report)
     }
+}
+
+/// Renders the metrics of this process.
+type Metrics = Arc<dyn Fn() -> String + Send + Sync>;
+
+/// Samples above 0 whose lines begin with `name`, without it.
+fn samples(page: &str, name: &str) -> Vec<String> {
+    let samples = page.lines().filter_map(|line| line.strip_prefix(name));
+    samples.filter(|sample| !sample.ends_with(" 0")).map(str::to_owned).collect()
 }
 
 /// State shared by the tasks of requests.
@@ -136,6 +155,7 @@ struct Shared {
     ended: AtomicU64,
     events: AtomicU64,
     failures: Mutex<Vec<String>>,
+    metrics: Metrics,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -147,7 +167,7 @@ fn histogram() -> Histogram<u64> {
 }
 
 impl Shared {
-    fn new(hold: Hold, router: Router, fleet: Fleet) -> Self {
+    fn new(hold: Hold, router: Router, fleet: Fleet, metrics: Metrics) -> Self {
         Self {
             ranks: (0..fleet.ranks()).map(|n| Mutex::new(HeldRank::new(n, hold.kv_blocks as usize))).collect(),
             held: Mutex::new(VecDeque::with_capacity(hold.inflight as usize + 1)),
@@ -155,10 +175,22 @@ impl Shared {
             ended: AtomicU64::new(0),
             events: AtomicU64::new(0),
             failures: Mutex::default(),
+            metrics,
             hold,
             router,
             fleet,
         }
+    }
+
+    /// Stores the shared prefixes on every rank.
+    async fn fill(&self) -> Result<(), Down> {
+        for RankReport { rank, .. } in self.router.rank_reports() {
+            let Some(n) = self.fleet.index(rank) else { continue };
+            let stored = lock(&self.ranks[n]).fill();
+            let events = stored.into_iter().map(|data| RouterEvent { rank, tier: StorageTier::Device, data });
+            self.router.apply_events(events.collect()).await?;
+        }
+        Ok(())
     }
 
     /// The pacer: spawns each request at its time, and samples the resident memory every second.
@@ -175,9 +207,14 @@ impl Shared {
                 *lock(&self.route_ns) = histogram();
                 (started, cpu) = (Stopwatch::start(), process_cpu());
                 (report.routed, report.events) = (self.ended.load(Relaxed), self.events.load(Relaxed));
+                report.index_blocks[0] = self.index_blocks();
             }
             if n >= warm_up && (n - warm_up).is_multiple_of(rate) {
                 report.rss_bytes.extend(rss_bytes());
+            }
+            if n.is_multiple_of(SCRAPE_S * rate) {
+                let metrics = Arc::clone(&self.metrics);
+                drop(runtime.spawn_blocking(move || drop(metrics())));
             }
             arrival = arrival.later(gap);
             arrival.wait();
@@ -192,8 +229,12 @@ impl Shared {
         report.inflight = lock(&self.held).len();
         let times = std::mem::replace(&mut *lock(&self.route_ns), histogram());
         report.route_us = [0.5, 0.99, 0.999, 1.0].map(|quantile| times.value_at_quantile(quantile) as f64 / 1e3);
-        report.index_blocks = self.router.rank_reports().iter().map(|rank| rank.held_blocks).sum();
+        report.index_blocks[1] = self.index_blocks();
         (tasks, report)
+    }
+
+    fn index_blocks(&self) -> u64 {
+        self.router.rank_reports().iter().map(|rank| rank.held_blocks).sum()
     }
 
     async fn request(self: Arc<Self>, n: u64, arrival: Stopwatch) {
@@ -245,13 +286,14 @@ impl Shared {
             }
             report.left_bookings = self.router.health().leases;
             report.left_blocks = self.router.rank_reports().iter().map(|rank| rank.active_blocks).sum();
-            report.left_index_blocks = self.router.rank_reports().iter().map(|rank| rank.held_blocks).sum();
+            report.left_index_blocks = self.index_blocks();
             if report.has_no_residue() || waited.elapsed() > SETTLE {
                 break;
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         report.restarts = self.router.health().restarts;
+        report.hangs = samples(&(self.metrics)(), "pointsman_hangs_total{");
         report.failures = std::mem::take(&mut *lock(&self.failures));
         self.router.clone().shutdown(Duration::from_secs(5)).await;
         Ok(())

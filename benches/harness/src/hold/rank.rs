@@ -1,9 +1,9 @@
-//! KV cache of one rank under held load: shared prefixes that stay, and own blocks that leave in the order of arrival.
+//! KV cache of one rank under held load. It holds every shared prefix from the start, so that its size does not depend on
+//! the placements. Own blocks of requests leave in the order of their arrival.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
-use ahash::AHashSet;
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{BlockHash, EngineHash, KvEvent, StoredBlock};
 use pointsman_trial::workload::mix;
@@ -22,47 +22,55 @@ const OWN_BLOCKS: usize = 10;
 /// Blocks of one event.
 const BLOCKS_PER_EVENT: usize = 2;
 
+fn token(seed: u64, at: u64) -> u32 {
+    u32::try_from(mix(seed ^ at << 40) % 100_000).expect("below 100,000")
+}
+
+/// Token ids of a shared prefix.
+fn prefix(group: u64) -> Vec<u32> {
+    (0..SHARED_BLOCKS as u64 * u64::from(BLOCK_SIZE)).map(|at| token(group, at)).collect()
+}
+
 /// Token ids of request `n`: a shared prefix, its own blocks, and a part of one.
 pub(super) fn prompt(n: u64) -> Vec<u32> {
-    let token = |seed: u64, at: u64| u32::try_from(mix(seed ^ at << 40) % 100_000).expect("below 100,000");
-    let block_tokens = u64::from(BLOCK_SIZE);
-    let shared = (0..SHARED_BLOCKS as u64 * block_tokens).map(|at| token(mix(n) % GROUPS, at));
-    let own = (0..OWN_BLOCKS as u64 * block_tokens + 7).map(|at| token(n + GROUPS, at));
-    shared.chain(own).collect()
+    let own = (0..OWN_BLOCKS as u64 * u64::from(BLOCK_SIZE) + 7).map(|at| token(n + GROUPS, at));
+    prefix(mix(n) % GROUPS).into_iter().chain(own).collect()
+}
+
+fn hashes(tokens: &[u32]) -> Vec<BlockHash> {
+    let block_size = NonZeroU32::new(BLOCK_SIZE).expect("not zero");
+    BlockHasher::new(HashScheme::new(block_size)).hashes(tokens, &MmBlocks::NONE).collect()
 }
 
 /// State of one rank.
 pub(super) struct HeldRank {
     n: u64,
     next_name: u64,
-    shared: AHashSet<BlockHash>,
     own: VecDeque<EngineHash>,
     own_max: usize,
 }
 
 impl HeldRank {
     pub(super) fn new(n: usize, own_max: usize) -> Self {
-        Self { n: n as u64, next_name: 0, shared: AHashSet::new(), own: VecDeque::new(), own_max }
+        Self { n: n as u64, next_name: 0, own: VecDeque::new(), own_max }
     }
 
-    /// Events of a request: the shared prefix if it is new, and `events` in all for own and removed blocks.
+    /// Events of the shared prefixes.
+    pub(super) fn fill(&self) -> Vec<KvEvent> {
+        let stored = |group| {
+            let blocks = hashes(&prefix(group)).into_iter().map(|hash| self.shared(hash)).collect();
+            KvEvent::Stored { parent: None, blocks }
+        };
+        (0..GROUPS).map(stored).collect()
+    }
+
+    /// Events of a request: `events` in all for own and removed blocks.
     pub(super) fn serve(&mut self, tokens: &[u32], events: u32) -> Vec<KvEvent> {
-        let block_size = NonZeroU32::new(BLOCK_SIZE).expect("not zero");
-        let hashes: Vec<BlockHash> =
-            BlockHasher::new(HashScheme::new(block_size)).hashes(tokens, &MmBlocks::NONE).collect();
+        let hashes = hashes(tokens);
         let (shared, own) = hashes.split_at(SHARED_BLOCKS);
-        // Names of a prefix depend on rank and contents, so that later requests can refer to them.
-        let shared: Vec<StoredBlock> = shared
-            .iter()
-            .map(|hash| StoredBlock { engine_hash: EngineHash(mix(hash.0 ^ mix(self.n))), block_hash: *hash })
-            .collect();
-        let mut parent = shared.last().map(|block| block.engine_hash);
+        let mut parent = shared.last().map(|hash| self.shared(*hash).engine_hash);
         let mut changes = Vec::new();
-        if shared.last().is_some_and(|last| self.shared.insert(last.block_hash)) {
-            changes.push(KvEvent::Stored { parent: None, blocks: shared });
-        }
-        let stores = events as usize / 2;
-        for blocks in own.chunks(BLOCKS_PER_EVENT).take(stores) {
+        for blocks in own.chunks(BLOCKS_PER_EVENT).take(events as usize / 2) {
             let blocks: Vec<StoredBlock> = blocks.iter().map(|hash| self.named(*hash)).collect();
             self.own.extend(blocks.iter().map(|block| block.engine_hash));
             let last = blocks.last().map(|block| block.engine_hash);
@@ -74,6 +82,11 @@ impl HeldRank {
             changes.push(KvEvent::Removed { blocks });
         }
         changes
+    }
+
+    /// A shared block. Its name depends on rank and contents, so that later requests can refer to it.
+    fn shared(&self, block_hash: BlockHash) -> StoredBlock {
+        StoredBlock { engine_hash: EngineHash(mix(block_hash.0 ^ mix(self.n))), block_hash }
     }
 
     fn named(&mut self, block_hash: BlockHash) -> StoredBlock {
@@ -94,9 +107,20 @@ mod tests {
             let of_kind = all.iter().filter(|event| matches!(event, KvEvent::Stored { .. }) == is_stored);
             of_kind.map(KvEvent::block_count).sum()
         };
-        assert_eq!(count(true) - count(false), 40 + rank.shared.len() * SHARED_BLOCKS);
-        let mut later = rank.serve(&prompt(51), 10);
-        later.retain(|event| !matches!(event, KvEvent::Stored { parent: None, .. }));
-        assert_eq!(later.len(), 10);
+        assert_eq!(count(true) - count(false), 40);
+        assert_eq!(rank.serve(&prompt(51), 10).len(), 10);
+    }
+
+    #[test]
+    fn requests_refer_to_a_stored_prefix() {
+        let mut rank = HeldRank::new(3, 40);
+        let last = |event: KvEvent| match event {
+            KvEvent::Stored { blocks, .. } => blocks.last().map(|block| block.engine_hash),
+            KvEvent::Removed { .. } | KvEvent::Cleared => None,
+        };
+        let ends: Vec<_> = rank.fill().into_iter().map(last).collect();
+        assert_eq!(ends.len(), 200);
+        let KvEvent::Stored { parent, .. } = &rank.serve(&prompt(7), 10)[0] else { panic!("a stored event first") };
+        assert!(parent.is_some() && ends.contains(parent));
     }
 }

@@ -17,14 +17,16 @@ pub(super) struct HoldReport {
     pub(super) events: u64,
     /// Requests in flight at its end.
     pub(super) inflight: usize,
-    /// Indexed blocks at its end.
-    pub(super) index_blocks: u64,
+    /// Indexed blocks at its start and end.
+    pub(super) index_blocks: [u64; 2],
     /// Time from the scheduled arrival to the placement: p50, p99, p99.9, maximum.
     pub(super) route_us: [f64; 4],
     /// Resident memory, once per second.
     pub(super) rss_bytes: Vec<u64>,
     /// Restarts of actors.
     pub(super) restarts: u64,
+    /// Hangs that the watchdog detected: labels and count.
+    pub(super) hangs: Vec<String>,
     /// Errors of requests and events.
     pub(super) failures: Vec<String>,
     /// Bookings that are left.
@@ -85,10 +87,11 @@ impl fmt::Display for HoldReport {
         )?;
         writeln!(
             f,
-            "KV events          {} ({:.0}/s), {} blocks indexed",
+            "KV events          {} ({:.0}/s), {} blocks indexed at the start, {} at the end",
             self.events,
             per_second(self.events),
-            self.index_blocks
+            self.index_blocks[0],
+            self.index_blocks[1]
         )?;
         writeln!(f, "route              p50 {p50:.1} µs, p99 {p99:.1} µs, p99.9 {p999:.1} µs, maximum {max:.1} µs")?;
         let (half, last) = (&self.rss_bytes[self.rss_bytes.len() / 2..], self.rss_bytes.last().copied().unwrap_or(0));
@@ -99,7 +102,13 @@ impl fmt::Display for HoldReport {
             slope(&self.rss_bytes) * 60.0 / MIB,
             slope(half) * 60.0 / MIB
         )?;
-        writeln!(f, "failures           {}, restarts of actors {}", self.failures.len(), self.restarts)?;
+        writeln!(
+            f,
+            "failures           {}, restarts of actors {}, hangs {:?}",
+            self.failures.len(),
+            self.restarts,
+            self.hangs
+        )?;
         write!(
             f,
             "left at the end    {} bookings, {} booked blocks, {} waiting requests, {} index blocks",
