@@ -139,7 +139,7 @@ impl Churn {
             return;
         }
         if draw.is_multiple_of(11) {
-            // A booking by id whose end nobody reports: its liveness ends it.
+            // A booking by id without a report of its end: its liveness ends it.
             let on = rank(self.workers.back().expect("a worker").id.0);
             self.router.add_request(AddRequest::new(&id, on, Prompt::Tokens(&prompt))).await.expect("booked");
             return;
