@@ -616,15 +616,16 @@ mod examples {
     }
 
     #[test]
-    fn prompts_above_a_million_blocks_continue_in_a_second_run() {
+    fn prompts_above_the_longest_run_continue_in_a_second_run() {
+        const RUN: u64 = 1 << 14;
         let mut fleet = Fleet::of(1);
-        let prompt: Vec<_> = (0..(1 << 20) + 5).collect();
-        fleet.store(0, None, &named(&prompt[..1_000_000]));
-        fleet.store(0, Some(1_000_009), &named(&prompt[1_000_000..]));
+        let prompt: Vec<_> = (0..RUN + 5).collect();
+        fleet.store(0, None, &named(&prompt[..16_000]));
+        fleet.store(0, Some(16_009), &named(&prompt[16_000..]));
         assert_eq!(fleet.0.shape(StorageTier::Device).runs, 2);
-        assert_eq!(fleet.ask(&prompt), [(0, (1 << 20) + 5, 0)]);
-        fleet.remove(0, &[(1 << 20) + 12]);
-        assert_eq!(fleet.ask(&prompt), [(0, (1 << 20) + 2, 0)]);
+        assert_eq!(fleet.ask(&prompt), [(0, RUN as u32 + 5, 0)]);
+        fleet.remove(0, &[RUN + 12]);
+        assert_eq!(fleet.ask(&prompt), [(0, RUN as u32 + 2, 0)]);
     }
 
     #[test]

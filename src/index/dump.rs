@@ -98,7 +98,7 @@ impl Dump<'_> {
         for (spot, names) in self.residence.aliased() {
             let id = self.residence.span(spot.span).node;
             let block_hash = self.tree.node(id).run[spot.offset as usize];
-            for &engine_hash in names {
+            for engine_hash in names {
                 let parent = self.name_before(id, spot.offset);
                 self.push(events, KvEvent::Stored { parent, blocks: vec![StoredBlock { engine_hash, block_hash }] });
             }

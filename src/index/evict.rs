@@ -7,7 +7,7 @@
 //!
 //! Eviction order: first blocks that wait for a parent; then leaves before their ancestors, least recently stored or
 //! queried first. Stamps are kept per run, not per block: one stamp for the part up to the last fork and one for the
-//! part after it. A store stamps the path to its blocks as a query does, so no run is newer than its children, and the
+//! part after it. A store stamps the path to its blocks as a query does, so no run is newer than its parent, and the
 //! order of stamps is leaf first. Stamps begin when half of the budget is used: a budget that never fills costs nearly
 //! nothing. Runs from before count as the oldest.
 //!

@@ -5,6 +5,7 @@
 
 use super::Applied;
 use super::residence::{CHUNK, Named, Residence, Taken};
+use super::steps;
 use super::table::Spot;
 use super::tree::{Holder, Point, Tree};
 use crate::protocol::{EngineHash, Slot, StorageTier, StoredBlock};
@@ -42,9 +43,15 @@ pub(super) fn store(
     repeated: RepeatedStore,
 ) -> Applied {
     let mut applied = Applied::default();
+    // A stretch can end early. It is at most twice as long as the previous one in that case, so that the work is
+    // proportional to the number of blocks.
+    let mut len_max = blocks.len();
     while !blocks.is_empty() {
-        let (start, len) = tree.grow(at, blocks.iter().map(|block| block.block_hash));
-        let done = store_stretch(tree, residence, slot, start, &blocks[..len as usize], repeated, &mut applied);
+        let next = &blocks[..blocks.len().min(len_max)];
+        let (start, len) = tree.grow(at, next.iter().map(|block| block.block_hash));
+        let done = store_stretch(tree, residence, slot, start, &next[..len as usize], repeated, &mut applied);
+        steps::add(len as usize);
+        len_max = if done < len as usize { 2 * done } else { len_max.saturating_mul(2) };
         at = Point { node: start.node, offset: start.offset + done as u32 };
         blocks = &blocks[done..];
     }

@@ -14,7 +14,8 @@ use crate::protocol::{EngineHash, Slot, StorageTier, StoredBlock};
 impl Index {
     /// The position behind `parent` in a tier's tree; `None` if the rank does not hold the parent. If only another tier
     /// holds the parent, all tiers are searched, nearest first, and the path to the parent is added to this tier's
-    /// tree. The caller must then hold a block at the end of that path.
+    /// tree. The caller must then hold a block at the end of that path. In this case the cost is proportional to the depth
+    /// of the parent.
     pub(super) fn point_behind(&mut self, slot: Slot, tier: StorageTier, parent: Option<EngineHash>) -> Option<Point> {
         let Some(parent) = parent else { return Some(Point::START) };
         if let Some(point) = self.find(slot, tier, parent) {
@@ -27,13 +28,7 @@ impl Index {
             StorageTier::ALL.into_iter().find_map(|other| Some((other, self.find(slot, other, parent)?)))?;
         let path = self.tree(other).expect("a block was found in this tree").path(point);
         let (tree, _) = self.parts(slot, tier);
-        let (mut at, mut rest) = (Point::START, path.as_slice());
-        while !rest.is_empty() {
-            let (start, len) = tree.grow(at, rest.iter().copied());
-            at = Point { node: start.node, offset: start.offset + len };
-            rest = &rest[len as usize..];
-        }
-        Some(at)
+        Some(tree.grow_path(&path))
     }
 
     /// Stores blocks one by one. Blocks with an unknown parent become pending, and pending blocks whose parent is
@@ -103,8 +98,13 @@ impl Index {
         let mut adopted = 0;
         let mut known = VecDeque::from([name]);
         while let Some(parent) = known.pop_front() {
+            // The path to the parent is searched once per tier: the first child keeps it in the tree.
+            let mut behind = None;
             for ((tier, name), block) in self.waiting_mut(slot).take_children(parent) {
-                let at = self.point_behind(slot, tier, Some(parent)).expect("a block that was just stored is known");
+                let searched = behind.filter(|(of, _)| *of == tier).map(|(_, at)| at);
+                let at = searched.or_else(|| self.point_behind(slot, tier, Some(parent)));
+                let at = at.expect("a block that was just stored is known");
+                behind = Some((tier, at));
                 let stored = StoredBlock { engine_hash: name, block_hash: block.block_hash };
                 let (tree, residence) = self.parts(slot, tier);
                 hold::store(tree, residence, slot, at, &[stored], RepeatedStore::Announcement);

@@ -30,6 +30,7 @@
 //!
 //! Assignment of ranks to shards, detection of gaps in event streams, and weights of tiers are outside this module.
 
+mod aliases;
 mod applied;
 mod arena;
 mod budget;

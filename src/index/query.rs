@@ -39,7 +39,7 @@ impl Index {
             None => self.find_overlaps_with(hashes, overlaps, note, |_, _| {}),
             Some(budget) => {
                 let now = budget.tick(self.runs());
-                self.find_overlaps_with(hashes, overlaps, note, |node, blocks| node.stamp(now, blocks));
+                self.find_overlaps_with(hashes, overlaps, note, |node, blocks| _ = node.stamp(now, blocks));
             }
         }
     }

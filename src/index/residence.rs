@@ -10,11 +10,12 @@ use std::mem::size_of;
 
 use ahash::RandomState;
 use hashbrown::HashMap;
-use smallvec::SmallVec;
 
+use super::aliases::Aliases;
 use super::arena::Arena;
 use super::digest::{finalize, offset};
 use super::span::Span;
+use super::steps;
 use super::table::{Listing, Spot, Table};
 use crate::protocol::{EngineHash, StorageTier, StoredBlock};
 
@@ -89,15 +90,6 @@ struct Copies {
     total: u32,
 }
 
-#[derive(Debug)]
-struct Aliases {
-    spots: HashMap<EngineHash, Spot, RandomState>,
-    /// Further names of each block, oldest first.
-    names: HashMap<Spot, SmallVec<[EngineHash; 2]>, RandomState>,
-    /// Heap bytes of the lists that exceed the inline capacity.
-    spilled: usize,
-}
-
 impl Residence {
     pub(super) fn new(tier: StorageTier, hasher: RandomState) -> Self {
         Self {
@@ -115,7 +107,7 @@ impl Residence {
     /// The block with that name.
     pub(super) fn find(&self, name: EngineHash) -> Option<Spot> {
         let first = self.listing(name, self.hasher.hash_one(name)).and_then(|listing| self.names.get(listing));
-        first.or_else(|| self.aliases.as_ref()?.spots.get(&name).copied())
+        first.or_else(|| self.aliases.as_ref()?.spot(name))
     }
 
     pub(super) fn span(&self, id: u32) -> &Span {
@@ -326,12 +318,12 @@ impl Residence {
 
     /// Number of names.
     pub(super) fn names_count(&self) -> usize {
-        self.names.len() + self.aliases.as_ref().map_or(0, |aliases| aliases.spots.len())
+        self.names.len() + self.aliases.as_ref().map_or(0, |aliases| aliases.len())
     }
 
     /// All names, in any order.
     pub(super) fn names(&self) -> impl Iterator<Item = EngineHash> {
-        let aliases = self.aliases.iter().flat_map(|aliases| aliases.spots.keys().copied());
+        let aliases = self.aliases.iter().flat_map(|aliases| aliases.names());
         self.blocks().map(|(_, name)| name).chain(aliases)
     }
 
@@ -355,11 +347,9 @@ impl Residence {
     }
 
     /// Every block with further names, ordered by block.
-    pub(super) fn aliased(&self) -> Vec<(Spot, &[EngineHash])> {
+    pub(super) fn aliased(&self) -> Vec<(Spot, Vec<EngineHash>)> {
         let Some(aliases) = &self.aliases else { return Vec::new() };
-        let mut aliased: Vec<_> = aliases.names.iter().map(|(spot, names)| (*spot, names.as_slice())).collect();
-        aliased.sort_unstable_by_key(|(spot, _)| (spot.span, spot.offset));
-        aliased
+        aliases.spots().into_iter().map(|spot| (spot, aliases.of(spot).collect())).collect()
     }
 
     /// Heap bytes owned, from running totals.
@@ -375,10 +365,7 @@ impl Residence {
     /// Heap bytes owned, summed over every span.
     pub(super) fn bytes_visited(&self) -> usize {
         let spans = self.spans.iter().map(|(_, span)| span.bytes()).sum::<usize>();
-        let aliases = self.aliases.as_ref().map_or(0, |aliases| {
-            let spilled = aliases.names.values().map(spilled).sum::<usize>();
-            aliases.bytes() - aliases.spilled + spilled
-        });
+        let aliases = self.aliases.as_ref().map_or(0, |aliases| aliases.bytes());
         self.spans.bytes() + spans + self.names.bytes() + aliases + self.copies_bytes()
     }
 
@@ -418,8 +405,8 @@ impl Residence {
     pub(super) fn names_of(&self, spot: Spot) -> impl Iterator<Item = EngineHash> {
         let span = &self.spans[spot.span];
         let first = span.holds(spot.offset).then(|| span.name(spot.offset));
-        let others = self.aliases.as_ref().and_then(|aliases| aliases.names.get(&spot)).filter(|_| first.is_some());
-        first.into_iter().chain(others.into_iter().flatten().copied())
+        let others = self.aliases.as_ref().filter(|_| first.is_some());
+        first.into_iter().chain(others.into_iter().flat_map(move |aliases| aliases.of(spot)))
     }
 
     /// Makes the table large enough for `more` blocks. All held blocks must be listed at this point.
@@ -445,9 +432,18 @@ impl Residence {
         self.owned = self.owned + span.bytes() - before;
     }
 
-    /// Rebuilds the table with room for `len` blocks. Reads names span by span, for sequential memory access.
+    /// Rebuilds the table with room for `len` blocks. Reads names span by span, for sequential memory access, unless
+    /// most spans are vacant.
     fn rebuild(&mut self, len: usize) {
         let mut names = Table::with_room(len);
+        steps::add(self.names.room() + self.spans.vacant().min(self.spans.len()));
+        if self.spans.vacant() > self.spans.len() {
+            for spot in self.names.spots() {
+                names.insert(self.hasher.hash_one(name_of(&self.spans, spot)), spot);
+            }
+            self.names = names;
+            return;
+        }
         for (span, held) in self.spans() {
             for stretch in held.stretches() {
                 for (offset, name) in (stretch.start..).zip(held.names(stretch)) {
@@ -488,36 +484,22 @@ impl Residence {
     }
 
     fn first_alias(&self, spot: Spot) -> Option<EngineHash> {
-        self.aliases.as_ref()?.names.get(&spot)?.first().copied()
+        self.aliases.as_ref()?.oldest(spot)
     }
 
     fn add_alias(&mut self, spot: Spot, name: EngineHash) {
         let hasher = &self.hasher;
-        let aliases = self.aliases.get_or_insert_with(|| {
-            let (spots, names) = (HashMap::with_hasher(hasher.clone()), HashMap::with_hasher(hasher.clone()));
-            Box::new(Aliases { spots, names, spilled: 0 })
-        });
-        aliases.spots.insert(name, spot);
-        let names = aliases.names.entry(spot).or_default();
-        let before = spilled(names);
-        names.push(name);
-        aliases.spilled += spilled(names) - before;
+        self.aliases.get_or_insert_with(|| Box::new(Aliases::new(hasher))).add(spot, name);
     }
 
     /// Returns whether the alias existed.
     fn remove_alias(&mut self, name: EngineHash) -> bool {
         let Some(aliases) = &mut self.aliases else { return false };
-        let Some(spot) = aliases.spots.remove(&name) else { return false };
-        let names = aliases.names.get_mut(&spot).expect("an alias is listed with its block");
-        names.retain(|other| *other != name);
-        if names.is_empty() {
-            aliases.spilled -= spilled(names);
-            aliases.names.remove(&spot);
-        }
-        if aliases.spots.is_empty() {
+        let existed = aliases.remove(name);
+        if aliases.len() == 0 {
             self.aliases = None;
         }
-        true
+        existed
     }
 
     /// Checks the invariants of the type.
@@ -538,24 +520,13 @@ impl Residence {
             );
         }
         let Some(aliases) = &self.aliases else { return };
-        assert!(!aliases.spots.is_empty(), "the table of aliases exists only while there are aliases");
-        let listed = aliases.names.iter().all(|(spot, names)| {
-            let held = self.spans[spot.span].holds(spot.offset);
-            held && !names.is_empty() && names.iter().all(|name| self.find(*name) == Some(*spot))
-        });
-        assert!(listed, "every alias refers to a held block");
-        assert_eq!(aliases.names.values().map(|names| names.len()).sum::<usize>(), aliases.spots.len());
+        aliases.check_invariants();
+        assert!(
+            aliases.spots().iter().all(|spot| self.spans[spot.span].holds(spot.offset)),
+            "a name of a block not held"
+        );
+        assert!(aliases.names().all(|name| self.find(name) == aliases.spot(name)), "a further name is a first name");
     }
-}
-
-impl Aliases {
-    fn bytes(&self) -> usize {
-        size_of::<Self>() + self.spots.allocation_size() + self.names.allocation_size() + self.spilled
-    }
-}
-
-fn spilled(names: &SmallVec<[EngineHash; 2]>) -> usize {
-    if names.spilled() { names.capacity() * size_of::<EngineHash>() } else { 0 }
 }
 
 fn name_of(spans: &Arena<Span>, spot: Spot) -> EngineHash {

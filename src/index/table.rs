@@ -178,6 +178,14 @@ impl Table {
         (line.tags >> (8 * at.place) & 0xff != 0).then(|| line.listed[at.place as usize].spot())
     }
 
+    /// Every listed block.
+    pub(super) fn spots(&self) -> impl Iterator<Item = Spot> {
+        let taken = |line: &Line, place: &usize| line.tags >> (8 * place) & 0xff != 0;
+        self.lines.iter().flat_map(move |line| {
+            (0..PLACES).filter(move |place| taken(line, place)).map(|place| line.listed[place].spot())
+        })
+    }
+
     /// Lists a block. The table must have room.
     pub(super) fn insert(&mut self, hash: u64, spot: Spot) {
         assert!(self.len < self.room(), "the owner makes room before inserting");
@@ -261,9 +269,7 @@ impl Table {
         assert!(self.len <= self.room(), "at least one line has room");
         let agrees = |(line, passed): (&Line, u64)| line.passed() == passed || line.passed() == 0xff;
         assert!(self.lines.iter().zip(passed).all(agrees), "each line counts the blocks that passed it");
-        let taken =
-            self.lines.iter().map(|line| (0..PLACES).filter(|place| line.tags >> (8 * place) & 0xff != 0).count());
-        assert_eq!(self.len, taken.sum::<usize>(), "each block is listed once");
+        assert_eq!(self.len, self.spots().count(), "each block is listed once");
     }
 }
 

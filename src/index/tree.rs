@@ -21,9 +21,9 @@ use crate::protocol::{BlockHash, Slot};
 
 /// RunNode of the empty prefix: no run, no holders, never freed.
 pub(super) const ROOT: u32 = 0;
-/// Maximum number of blocks of a run; a longer prompt continues in a child. About a million, so that an offset leaves
-/// 12 bits for other data.
-pub(super) const RUN_BLOCKS_MAX: u32 = 1 << 20;
+/// Maximum number of blocks of a run; a longer prompt continues in a child. Bounds the work on the bits of a span, whose
+/// number is that of the run's blocks.
+pub(super) const RUN_BLOCKS_MAX: u32 = 1 << 14;
 /// Fraction of a node's children that may be removed before its last child is determined again by a scan of all
 /// children.
 const RESCAN_SHARE: usize = 8;
@@ -185,6 +185,24 @@ impl Tree {
         (Point { node: self.hang(at, next.take(len).collect()), offset: 0 }, len as u32)
     }
 
+    /// The position behind a path from the start. Adds the missing blocks of the path; the caller must then hold a block at
+    /// this position.
+    pub(super) fn grow_path(&mut self, path: &[BlockHash]) -> Point {
+        let (mut at, mut rest) = (Point::START, path);
+        while let Some(&first) = rest.first()
+            && let Some(child) = self.child(at, first)
+        {
+            let agree = common_blocks(&self.nodes[child].run, rest);
+            (at, rest) = (Point { node: child, offset: agree as u32 }, &rest[agree..]);
+        }
+        while !rest.is_empty() {
+            let (start, len) = self.grow(at, rest.iter().copied());
+            at = Point { node: start.node, offset: start.offset + len };
+            rest = &rest[len as usize..];
+        }
+        at
+    }
+
     /// Records a rank's holder of a run; an `extent` of zero removes it. Frees blocks that are no longer needed.
     pub(super) fn publish(&mut self, id: u32, holder: Holder) {
         debug_assert!(holder.cut <= holder.extent, "`cut` is at most `extent`");
@@ -276,12 +294,16 @@ impl Tree {
         Some(moved)
     }
 
-    /// Stamps the run at `at` and its ancestors.
+    /// Stamps the run at `at` and its ancestors. Ends at the first run that has this stamp, whose ancestors have it, too.
+    /// Each run is therefore passed once per stamp, and the mean cost per event is bounded in a tree of any depth.
     pub(super) fn stamp_path(&self, at: Point, now: u16) {
         let Point { mut node, mut offset } = at;
         while node != ROOT {
+            steps::add(1);
             let above = &self.nodes[node];
-            above.stamp(now, offset);
+            if above.stamp(now, offset) {
+                return;
+            }
             (node, offset) = (above.parent, above.attach);
         }
     }
@@ -303,7 +325,7 @@ impl Tree {
         hash_of(&self.hasher, at, first)
     }
 
-    /// Adds a child with the given run at `at`.
+    /// Adds a child with the given run at `at`. The child and its ancestors have the current stamp.
     fn hang(&mut self, at: Point, run: Vec<BlockHash>) -> u32 {
         let (first, Point { node: parent, offset: attach }) = (run[0], at);
         let next = self.nodes[parent].first_child;
@@ -323,6 +345,7 @@ impl Tree {
             Entry::Occupied(_) => unreachable!("the lookup found no such child"),
             Entry::Vacant(entry) => drop(entry.insert(id)),
         }
+        self.stamp_path(at, self.now);
         id
     }
 
@@ -450,12 +473,14 @@ impl Tree {
 }
 
 impl RunNode {
-    /// Stamps a run of which `blocks` leading blocks were queried or stored.
-    pub(super) fn stamp(&self, now: u16, blocks: u32) {
-        self.hit_at.store(now, Relaxed);
+    /// Stamps a run of which `blocks` leading blocks were queried or stored. Returns whether it had this stamp.
+    pub(super) fn stamp(&self, now: u16, blocks: u32) -> bool {
         if blocks > self.attach_max {
             self.end_hit_at.store(now, Relaxed);
         }
+        let had = self.hit_at.load(Relaxed) == now;
+        self.hit_at.store(now, Relaxed);
+        had
     }
 
     /// Stamps of the run: of the part before its last child and of the part after it, with the boundary.
