@@ -6,6 +6,8 @@
 //!
 //! The alternative of publishing values requires a message per rank and tick only because time passes.
 
+use std::cmp::Ordering;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::protocol::Timestamp;
@@ -59,29 +61,18 @@ impl PrefillCurve {
     /// Number of words of [`to_words`](Self::to_words).
     pub const WORDS: usize = 5;
 
-    /// The curve of a queue of `tokens` tokens that starts with prefills of the given `modelled` tokens and durations
-    /// in nanoseconds. The first of them has run for `elapsed` at time `at`.
-    pub(super) fn new(
-        at: Timestamp,
-        elapsed: Duration,
-        tokens: u64,
-        modelled: impl Iterator<Item = (u32, u64)>,
-    ) -> Self {
-        let (mut modelled_tokens, mut duration, mut rates) = (0, 0_u64, None);
-        for (tokens, nanos) in modelled {
-            modelled_tokens += u64::from(tokens);
-            duration = duration.saturating_add(nanos);
-            let rate = Rate { tokens, nanos };
-            let (slowest, fastest) = rates.unwrap_or((rate, rate));
-            rates = Some((slowest.slower(rate), fastest.faster(rate)));
-        }
-        let Some((slowest, fastest)) = rates else {
+    /// The curve of a queue of `tokens` tokens that starts with `prefills` of modelled duration. The first of them has run
+    /// for `elapsed` at time `at`. O(1).
+    pub(super) fn new(at: Timestamp, elapsed: Duration, tokens: u64, prefills: &ModelledPrefills) -> Self {
+        let rates = &prefills.rates;
+        let Some(((&slowest, _), (&fastest, _))) = rates.first_key_value().zip(rates.last_key_value()) else {
             return Self { at, still: capped(tokens), ..Self::default() };
         };
-        let (modelled, still) = (capped(modelled_tokens), capped(tokens - modelled_tokens));
+        let duration = u64::try_from(prefills.nanos).unwrap_or(u64::MAX);
+        let (modelled, still) = (capped(prefills.tokens), capped(tokens - prefills.tokens));
         let (slowest, fastest) = if modelled == u32::MAX || duration == u64::MAX {
             (0.0, f32::INFINITY) // saturated sums allow no statement about rates
-        } else if slowest.equals(fastest) {
+        } else if slowest == fastest {
             (0.0, 0.0)
         } else {
             (slowest.per_nano().next_down().max(0.0), fastest.per_nano().next_up())
@@ -205,38 +196,73 @@ fn capped(tokens: u64) -> u32 {
     u32::try_from(tokens).unwrap_or(u32::MAX)
 }
 
-/// An exact rate. A duration of zero is infinitely fast.
-#[derive(Clone, Copy)]
+/// Sums and rates of prefills of modelled duration. Each change costs O(log prefills).
+#[derive(Clone, Debug, Default)]
+pub(super) struct ModelledPrefills {
+    tokens: u64,
+    nanos: u128,
+    /// Number of prefills of each rate.
+    rates: BTreeMap<Rate, u32>,
+}
+
+impl ModelledPrefills {
+    /// Adds a prefill of `tokens` tokens in `nanos` nanoseconds.
+    pub(super) fn add(&mut self, tokens: u32, nanos: u64) {
+        self.tokens += u64::from(tokens);
+        self.nanos += u128::from(nanos);
+        *self.rates.entry(Rate { tokens, nanos }).or_default() += 1;
+    }
+
+    /// Removes a prefill that was added.
+    pub(super) fn remove(&mut self, tokens: u32, nanos: u64) {
+        self.tokens -= u64::from(tokens);
+        self.nanos -= u128::from(nanos);
+        let rate = Rate { tokens, nanos };
+        if let Some(prefills) = self.rates.get_mut(&rate) {
+            *prefills -= 1;
+            if *prefills == 0 {
+                self.rates.remove(&rate);
+            }
+        }
+    }
+}
+
+/// An exact rate, ordered by speed. A duration of zero is infinitely fast.
+#[derive(Clone, Copy, Debug)]
 struct Rate {
     tokens: u32,
     nanos: u64,
 }
 
 impl Rate {
-    /// Both rates with a common denominator.
-    fn crossed(self, other: Self) -> (u128, u128) {
-        (u128::from(self.tokens) * u128::from(other.nanos), u128::from(other.tokens) * u128::from(self.nanos))
-    }
-
-    fn equals(self, other: Self) -> bool {
-        let (this, that) = self.crossed(other);
-        this == that
-    }
-
-    fn slower(self, other: Self) -> Self {
-        let (this, that) = self.crossed(other);
-        if that < this { other } else { self }
-    }
-
-    fn faster(self, other: Self) -> Self {
-        let (this, that) = self.crossed(other);
-        if that > this { other } else { self }
-    }
-
     fn per_nano(self) -> f32 {
         (f64::from(self.tokens) / self.nanos as f64) as f32
     }
 }
+
+impl Ord for Rate {
+    fn cmp(&self, other: &Self) -> Ordering {
+        if self.nanos == 0 || other.nanos == 0 {
+            return other.nanos.min(1).cmp(&self.nanos.min(1));
+        }
+        let (this, that) = (u128::from(self.tokens), u128::from(other.tokens));
+        (this * u128::from(other.nanos)).cmp(&(that * u128::from(self.nanos)))
+    }
+}
+
+impl PartialOrd for Rate {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Rate {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+
+impl Eq for Rate {}
 
 #[cfg(test)]
 mod tests {
@@ -244,7 +270,9 @@ mod tests {
 
     fn curve(still: u64, modelled: &[(u32, u64)]) -> PrefillCurve {
         let tokens = still + modelled.iter().map(|&(tokens, _)| u64::from(tokens)).sum::<u64>();
-        PrefillCurve::new(Timestamp(100), Duration::ZERO, tokens, modelled.iter().copied())
+        let mut prefills = ModelledPrefills::default();
+        modelled.iter().for_each(|&(tokens, nanos)| prefills.add(tokens, nanos));
+        PrefillCurve::new(Timestamp(100), Duration::ZERO, tokens, &prefills)
     }
 
     #[test]

@@ -20,7 +20,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::curve::nanos;
+use super::curve::{ModelledPrefills, nanos};
 use super::{PrefillCurve, PrefillLoadHint};
 use crate::protocol::Timestamp;
 
@@ -30,6 +30,9 @@ pub(super) struct PrefillQueue {
     line: VecDeque<QueuedPrefill>,
     /// Tokens of all queued prefills, without progress deducted.
     tokens: u64,
+    /// The leading prefills of modelled duration, and their number.
+    modelled: ModelledPrefills,
+    modelled_len: usize,
     /// Start time of the first queued prefill.
     turn: Timestamp,
     /// Time of the last change. Earlier times are treated as equal to it.
@@ -105,6 +108,7 @@ impl PrefillQueue {
             is_reported: hint.is_reported(),
         });
         self.tokens += u64::from(tokens);
+        self.extend_modelled();
         self.advance(now);
         id
     }
@@ -125,6 +129,10 @@ impl PrefillQueue {
         }
         let gone = self.line.remove(at).expect("the search found it");
         self.tokens -= u64::from(gone.tokens);
+        if at < self.modelled_len {
+            self.leave_modelled(&gone);
+        }
+        self.extend_modelled();
         self.advance(now);
     }
 
@@ -160,13 +168,12 @@ impl PrefillQueue {
 
     /// The further decrease from the last change on, if nothing else happens.
     ///
-    /// O(queue).
+    /// O(1).
     pub(super) fn curve(&self) -> PrefillCurve {
-        let modelled = self.line.iter().map_while(|prefill| Some((prefill.tokens, prefill.duration?)));
         if self.overdue > 0 {
             return PrefillCurve::overdue(self.latest, self.latest.since(self.overdue_since), self.tokens);
         }
-        PrefillCurve::new(self.latest, self.latest.since(self.turn), self.tokens, modelled)
+        PrefillCurve::new(self.latest, self.latest.since(self.turn), self.tokens, &self.modelled)
     }
 
     /// Credits the elapsed time to the prefills; finished ones leave the queue.
@@ -180,11 +187,27 @@ impl PrefillQueue {
             self.turn = self.turn + Duration::from_nanos(duration);
             self.tokens -= u64::from(tokens);
             self.line.pop_front();
+            self.leave_modelled(&prefill);
             if prefill.is_reported {
                 self.awaited.push_back(Awaited { prefill, ended: self.turn });
             }
         }
         self.check_overdue();
+    }
+
+    /// Counts the prefills behind the leading ones of modelled duration, as far as their durations are modelled. Each is
+    /// counted once.
+    fn extend_modelled(&mut self) {
+        while let Some(&QueuedPrefill { tokens, duration: Some(duration), .. }) = self.line.get(self.modelled_len) {
+            self.modelled.add(tokens, duration);
+            self.modelled_len += 1;
+        }
+    }
+
+    /// Uncounts one of the leading prefills of modelled duration, which has left the queue.
+    fn leave_modelled(&mut self, gone: &QueuedPrefill) {
+        self.modelled_len -= 1;
+        self.modelled.remove(gone.tokens, gone.duration.expect("leading prefills have a modelled duration"));
     }
 
     /// Stops all progress if the oldest awaited prefill is overdue. The other awaited ones are then overdue as well,
@@ -202,6 +225,7 @@ impl PrefillQueue {
         }
         self.tokens = left;
         self.line.iter_mut().for_each(|prefill| prefill.duration = None);
+        (self.modelled, self.modelled_len) = (ModelledPrefills::default(), 0);
         self.turn = self.latest;
     }
 }
@@ -214,6 +238,8 @@ impl PrefillQueue {
     pub(super) fn check_invariants(&self) {
         let sum: u64 = self.line.iter().map(|prefill| u64::from(prefill.tokens)).sum();
         assert_eq!(self.tokens, sum, "the sum of tokens is wrong");
+        let modelled = self.line.iter().take_while(|prefill| prefill.duration.is_some()).count();
+        assert_eq!(self.modelled_len, modelled, "the leading prefills of modelled duration are counted");
         assert!(self.overdue <= self.awaited.len(), "an overdue prefill is not awaited");
         assert!(self.awaited.iter().is_sorted_by(|a, b| a.prefill.id < b.prefill.id));
         let ids = self.awaited.back().zip(self.line.front());

@@ -12,9 +12,8 @@
 //! so there are at most two per active prompt, plus one for each change of weight on the path, independent of the
 //! number of earlier prompts.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
-
-use smallvec::{SmallVec, smallvec};
 
 use super::{BlockSum, Weight};
 use crate::protocol::SequenceHash;
@@ -48,8 +47,8 @@ struct PromptNode {
     /// The hash under which the parent lists this node. Equal to `hashes[start]`; stored separately so that unchained
     /// input cannot corrupt the tree.
     key: SequenceHash,
-    /// By key, ascending.
-    children: SmallVec<[(SequenceHash, u32); 2]>,
+    /// By key.
+    children: BTreeMap<SequenceHash, u32>,
 }
 
 /// Common prefix of a prompt and the tree.
@@ -74,7 +73,7 @@ impl PromptTree {
             owners: 0,
             parent: ROOT,
             key: SequenceHash::default(),
-            children: SmallVec::new(),
+            children: BTreeMap::new(),
         };
         Self { nodes: vec![root], free: Vec::new(), weighted: BlockSum::default() }
     }
@@ -170,7 +169,7 @@ impl PromptTree {
         let hashes = Arc::clone(&node.hashes);
         node.start = depth;
         node.key = hashes[depth as usize];
-        let children = smallvec![(node.key, lower)];
+        let children = BTreeMap::from([(node.key, lower)]);
         let upper = PromptNode { hashes, start, end: depth, weight, owners: 0, parent, key, children };
         let upper = self.allocate(upper);
         self.node_mut(lower).parent = upper;
@@ -189,7 +188,7 @@ impl PromptTree {
             owners: 0,
             parent,
             key,
-            children: SmallVec::new(),
+            children: BTreeMap::new(),
         };
         self.weighted.add(leaf.weighted());
         let leaf = self.allocate(leaf);
@@ -210,7 +209,7 @@ impl PromptTree {
     /// because claims refer to it, and its array includes all ancestors.
     fn join_with_only_child(&mut self, upper: u32) {
         let node = self.node(upper);
-        let &[(_, lower)] = node.children.as_slice() else { return };
+        let Some((_, &lower)) = node.children.first_key_value().filter(|_| node.children.len() == 1) else { return };
         if upper == ROOT || node.owners > 0 || node.weight != self.node(lower).weight {
             return;
         }
@@ -233,7 +232,7 @@ impl PromptTree {
 
     fn release(&mut self, at: u32) {
         let root = self.node(ROOT);
-        let empty = PromptNode { children: SmallVec::new(), owners: 0, hashes: Arc::clone(&root.hashes), ..*root };
+        let empty = PromptNode { children: BTreeMap::new(), owners: 0, hashes: Arc::clone(&root.hashes), ..*root };
         self.nodes[at as usize] = empty;
         self.free.push(at);
     }
@@ -247,13 +246,12 @@ impl PromptTree {
         while let Some(at) = todo.pop() {
             let node = self.node(at);
             (live, _) = (live + 1, sum.add(node.weighted()));
-            assert!(node.children.is_sorted_by(|a, b| a.0 < b.0), "children of {at} are out of order");
             assert!(node.weight <= Weight::ONE);
             if at != ROOT {
                 assert!(node.start < node.end && node.end as usize <= node.hashes.len(), "{at} has no edge");
                 assert!(node.dependants() > 0, "nothing depends on {at}");
             }
-            for &(key, child) in &node.children {
+            for (&key, &child) in &node.children {
                 let below = self.node(child);
                 assert_eq!((below.parent, below.key, below.start), (at, key, node.end), "{child} hangs wrong");
                 let joinable = at != ROOT && node.dependants() == 1 && node.weight == below.weight;
@@ -289,32 +287,24 @@ impl PromptNode {
     }
 
     fn child(&self, key: SequenceHash) -> Option<u32> {
-        self.position(key).ok().map(|at| self.children[at].1)
+        self.children.get(&key).copied()
     }
 
     fn adopt(&mut self, key: SequenceHash, child: u32) {
-        match self.position(key) {
-            Ok(_) => debug_assert!(false, "{key} has a child already"),
-            Err(at) => self.children.insert(at, (key, child)),
-        }
+        let before = self.children.insert(key, child);
+        debug_assert!(before.is_none(), "{key} has a child already");
     }
 
     fn repoint(&mut self, key: SequenceHash, child: u32) {
-        match self.position(key) {
-            Ok(at) => self.children[at].1 = child,
-            Err(_) => debug_assert!(false, "{key} has no child"),
+        match self.children.get_mut(&key) {
+            Some(known) => *known = child,
+            None => debug_assert!(false, "{key} has no child"),
         }
     }
 
     fn disown(&mut self, key: SequenceHash) {
-        match self.position(key) {
-            Ok(at) => drop(self.children.remove(at)),
-            Err(_) => debug_assert!(false, "{key} has no child"),
-        }
-    }
-
-    fn position(&self, key: SequenceHash) -> Result<usize, usize> {
-        self.children.binary_search_by_key(&key, |child| child.0)
+        let before = self.children.remove(&key);
+        debug_assert!(before.is_some(), "{key} has no child");
     }
 }
 

@@ -309,7 +309,7 @@ impl ActiveSequences {
 
     /// The decrease of the prefill tokens from the last change on, for publication.
     ///
-    /// O(unfinished prefills).
+    /// O(1).
     #[must_use]
     pub fn prefill_curve(&self) -> PrefillCurve {
         self.prefills.curve()
