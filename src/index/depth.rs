@@ -8,10 +8,9 @@
 use std::mem::take;
 
 use ahash::RandomState;
-use smallvec::SmallVec;
 
 pub(crate) use super::tree::common_blocks;
-use super::tree::{Holder, Point, Tree};
+use super::tree::{Holder, Point, ROOT, RunNode, Tree};
 use super::{Extension, Hit, Index, Overlaps};
 use crate::protocol::{BlockHash, Generation, Slot};
 
@@ -43,14 +42,9 @@ pub(crate) struct Depths {
     tree: Tree,
 }
 
-/// Part of a prompt that is stored in one run.
-struct Piece {
-    node: u32,
-    /// Blocks of the prompt before this run.
-    depth: u32,
-    /// Blocks of the prompt up to the end of its part of this run.
-    end: u32,
-}
+/// End of a prompt in the tree.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DepthEnd(Point);
 
 impl Depths {
     pub(crate) fn new() -> Self {
@@ -72,23 +66,24 @@ impl Depths {
         }
     }
 
-    /// Lowers the depth of a rank from the end of `hashes` to `keep` blocks. No deeper block of the rank may depend on
-    /// the removed blocks.
-    pub(crate) fn lower(&mut self, slot: Slot, hashes: &[BlockHash], keep: u32) {
-        let mut pieces: SmallVec<[Piece; 8]> = SmallVec::new();
-        let (mut at, mut rest) = (Point::START, hashes);
-        while !rest.is_empty() {
-            // `grow` only looks up existing blocks here: the rank already holds all of them.
-            let (start, len) = self.tree.grow(at, rest.iter().copied());
-            at = Point { node: start.node, offset: start.offset + len };
-            let depth = self.tree.node(at.node).depth;
-            pieces.push(Piece { node: at.node, depth, end: depth + at.offset });
-            rest = &rest[len as usize..];
-        }
+    /// The end of a prompt that a rank holds completely. It stays valid while the rank holds the prompt.
+    pub(crate) fn end_of(&mut self, hashes: &[BlockHash]) -> DepthEnd {
+        // Only looks up existing blocks: the rank holds all of them.
+        DepthEnd(self.tree.grow_path(hashes))
+    }
+
+    /// Lowers the depth of a rank at the end of a prompt by `blocks`. No deeper block of the rank may depend on the removed
+    /// blocks. Returns the new end. One step per run that loses blocks.
+    pub(crate) fn lower(&mut self, slot: Slot, DepthEnd(mut end): DepthEnd, mut blocks: u32) -> DepthEnd {
         // Runs that lose no block stay unchanged: the rank may reach further along them than this prompt does.
-        for Piece { node, depth, .. } in pieces.into_iter().rev().take_while(|piece| piece.end > keep) {
-            self.tree.publish(node, reach(slot, keep.saturating_sub(depth)));
+        while blocks > 0 && end.node != ROOT {
+            let RunNode { parent, attach, .. } = *self.tree.node(end.node);
+            let keep = end.offset.saturating_sub(blocks);
+            blocks -= end.offset - keep;
+            self.tree.publish(end.node, reach(slot, keep));
+            end = if keep > 0 { Point { offset: keep, ..end } } else { Point { node: parent, offset: attach } };
         }
+        DepthEnd(end)
     }
 
     /// Raises each rank's hit to the depth recorded in this tree, and adds ranks that are only in this tree. Blocks
@@ -171,6 +166,12 @@ mod tests {
         blocks.map(BlockHash).collect()
     }
 
+    fn lower(depths: &mut Depths, slot: u32, prompt: &[BlockHash], keep: u32) {
+        let end = depths.end_of(prompt);
+        let end = depths.lower(Slot(slot), end, prompt.len() as u32 - keep);
+        assert_eq!(end.0, depths.end_of(&prompt[..keep as usize]).0);
+    }
+
     #[test]
     fn depths_are_kept_per_rank() {
         let mut depths = Depths::new();
@@ -186,17 +187,17 @@ mod tests {
         assert_eq!(depths_of(&depths, &prompt(0..12)), [(1, 10), (4, 6)]);
         assert_eq!(depths_of(&depths, &[prompt(0..6), prompt(20..30)].concat()), [(1, 6), (4, 9)]);
         depths.raise(Slot(4), &prompt(0..8));
-        depths.lower(Slot(4), &[prompt(0..6), prompt(20..23)].concat(), 6);
+        lower(&mut depths, 4, &[prompt(0..6), prompt(20..23)].concat(), 6);
         assert_eq!(
             depths_of(&depths, &prompt(0..12)),
             [(1, 10), (4, 8)],
             "lowering one branch keeps the rest of the run"
         );
-        depths.lower(Slot(4), &prompt(0..8), 4);
+        lower(&mut depths, 4, &prompt(0..8), 4);
         depths.check_invariants();
         assert_eq!(depths_of(&depths, &prompt(0..12)), [(1, 10), (4, 4)]);
-        depths.lower(Slot(4), &prompt(0..4), 0);
-        depths.lower(Slot(1), &prompt(0..10), 0);
+        lower(&mut depths, 4, &prompt(0..4), 0);
+        lower(&mut depths, 1, &prompt(0..10), 0);
         assert_eq!(depths_of(&depths, &prompt(0..12)), []);
         assert_eq!(depths.tree.len(), 0, "all nodes are freed");
     }

@@ -19,11 +19,12 @@
 //! decision or release is an error: unknown ranks, generations and bookings are ignored.
 //!
 //! Cost per routed prompt: its comparison with the existing entries and one step per run, none per block. An event
-//! checks each entry of its rank only. The module has no clock; [`SpeculativePrompts::expire`] removes expired entries.
+//! checks each entry of its rank only; with more than 64 entries, only some events do. The module has no clock; [`SpeculativePrompts::expire`] removes expired entries.
 //!
 //! Limits: the model of an engine is inexact. The engine's prefix cache may evict by other rules, and output blocks
 //! never match, although the next turn of a conversation starts with them.
 
+mod events;
 mod ranks;
 mod trie;
 
@@ -35,9 +36,7 @@ use crate::config::{EventMode, RouterConfig, SpeculativeModel};
 use crate::hashing::HashedPrompt;
 use crate::index::depth::Depths;
 use crate::index::{Index, Overlaps};
-use crate::protocol::{
-    BlockHash, BookingId, Generation, KvEvent, RouterEvent, Slot, StorageTier, Timestamp, WorkerRank,
-};
+use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerRank};
 use ranks::{PredictorRank, PredictorRanks};
 use trie::{LruEntry, Tries};
 
@@ -357,19 +356,6 @@ impl SpeculativePrompts {
         }
     }
 
-    /// Updates the entries after an event was applied to `index`. Only for the model beside events.
-    pub fn observe(&mut self, event: &RouterEvent, index: &Index) {
-        if !matches!(self.kind, SpeculationModel::BesideEvents { .. }) {
-            return;
-        }
-        let Some(slot) = self.ranks.slot_of(event.rank) else { return };
-        match &event.data {
-            KvEvent::Cleared => self.forget(slot, RemovalReason::Retracted),
-            KvEvent::Stored { .. } | KvEvent::Removed { .. } if event.tier != StorageTier::Device => {}
-            KvEvent::Stored { .. } | KvEvent::Removed { .. } => self.compare(slot, index),
-        }
-    }
-
     /// Removes the entries that expired by `now`. One step per removed prompt.
     pub fn expire(&mut self, now: Timestamp) {
         self.now = self.now.max(now);
@@ -484,7 +470,7 @@ impl SpeculativePrompts {
         let Some(lru) = self.tries.set_lru(end, None) else { return };
         let slot = self.tries.slot(end);
         let (hashes, depth) = self.tries.prompt(end);
-        let hashes = Arc::clone(hashes);
+        let (hashes, depth_end) = (Arc::clone(hashes), self.tries.depth_end(end));
         let entry = self.ranks.expect_mut(slot);
         let order = if entry.capacity.is_some() { &mut self.capped } else { &mut self.aging };
         order.remove(&lru.stamp);
@@ -499,7 +485,11 @@ impl SpeculativePrompts {
             }
         });
         if keep < depth {
-            self.depths.lower(slot, &hashes[..depth as usize], keep);
+            let depth_end = depth_end.unwrap_or_else(|| self.depths.end_of(&hashes[..depth as usize]));
+            let depth_end = self.depths.lower(slot, depth_end, depth - keep);
+            if let Some(rest) = rest {
+                self.tries.set_depth_end(rest, depth_end);
+            }
             entry.blocks -= u64::from(depth - keep);
             self.speculative -= u64::from(depth - keep);
         }
@@ -549,24 +539,6 @@ impl SpeculativePrompts {
     fn forget(&mut self, slot: Slot, reason: RemovalReason) {
         while let Some((_, &end)) = self.ranks.get(slot).and_then(|entry| entry.ends.first_key_value()) {
             self.take(end, u32::MAX, reason);
-        }
-    }
-
-    /// Compares each entry of a rank with the index.
-    fn compare(&mut self, slot: Slot, index: &Index) {
-        let ends = self.ranks.get(slot).map(|entry| &entry.ends).into_iter().flatten();
-        let ends: smallvec::SmallVec<[u32; 16]> = ends.map(|(_, end)| *end).collect();
-        for end in ends {
-            let (hashes, blocks) = self.tries.prompt(end);
-            let real_blocks = index.device_depth(slot, &hashes[..blocks as usize]);
-            let Some(lru) = self.tries.lru(end) else { continue };
-            if real_blocks == blocks {
-                self.take(end, u32::MAX, RemovalReason::Confirmed);
-            } else if real_blocks < lru.real_blocks {
-                self.take(end, u32::MAX, RemovalReason::Retracted);
-            } else if real_blocks > lru.real_blocks {
-                self.tries.set_lru(end, Some(LruEntry { real_blocks, ..lru }));
-            }
         }
     }
 

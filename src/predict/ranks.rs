@@ -36,6 +36,8 @@ pub(super) struct PredictorRank {
     /// Private blocks of released bookings, by the stamp of the release, oldest first.
     private: VecDeque<(u64, u32)>,
     private_released: u64,
+    /// Blocks in events since the entries were last compared with the index.
+    pub(super) unseen_blocks: u64,
 }
 
 impl PredictorRanks {
@@ -99,6 +101,7 @@ impl PredictorRank {
             private_active: 0,
             private: VecDeque::new(),
             private_released: 0,
+            unseen_blocks: 0,
         }
     }
 

@@ -1,5 +1,5 @@
 use super::*;
-use crate::protocol::{EngineHash, StoredBlock, WorkerId};
+use crate::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId};
 
 const SLOT: Slot = Slot(0);
 const NOW: Timestamp = Timestamp(0);

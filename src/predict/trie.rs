@@ -16,7 +16,7 @@ use ahash::RandomState;
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 
-use crate::index::depth::common_blocks;
+use crate::index::depth::{DepthEnd, common_blocks};
 use crate::protocol::{BlockHash, Slot, Timestamp};
 
 /// Null node number.
@@ -55,6 +55,9 @@ struct TrieNode {
     /// Whether the blocks were speculative when inserted.
     speculative: bool,
     lru: Option<LruEntry>,
+    /// End of the prompt in the tree of depths, if it was searched. Evictions of one block each then cost the same for a
+    /// prompt of any length.
+    depth_end: Option<DepthEnd>,
 }
 
 /// The tries of all ranks. See the module documentation.
@@ -143,6 +146,14 @@ impl Tries {
 
     pub(super) fn lru(&self, end: u32) -> Option<LruEntry> {
         self.nodes[end as usize].lru
+    }
+
+    pub(super) fn depth_end(&self, end: u32) -> Option<DepthEnd> {
+        self.nodes[end as usize].depth_end
+    }
+
+    pub(super) fn set_depth_end(&mut self, end: u32, depth_end: DepthEnd) {
+        self.nodes[end as usize].depth_end = Some(depth_end);
     }
 
     pub(super) fn slot(&self, end: u32) -> Slot {
@@ -320,7 +331,7 @@ impl Tries {
 impl TrieNode {
     fn edge(slot: Slot, parent: u32, hashes: Arc<[BlockHash]>, blocks: Range<u32>, speculative: bool) -> Self {
         let Range { start, end } = blocks;
-        Self { slot, parent, hashes, start, end, children: 0, claims: 0, speculative, lru: None }
+        Self { slot, parent, hashes, start, end, children: 0, claims: 0, speculative, lru: None, depth_end: None }
     }
 
     fn is_root(&self) -> bool {
