@@ -33,8 +33,9 @@ pub(super) struct Class {
     order: BTreeSet<TenantPosition>,
     /// The latest finish of a dispatched request.
     clock_tokens: u64,
-    /// Number of requests of every non-empty lane.
-    lanes: BTreeMap<LaneKey, usize>,
+    /// Number of requests of each tenant in each lane, and the number of lanes.
+    lanes: BTreeMap<(LaneKey, TenantKey), usize>,
+    lane_count: usize,
     /// Every request by arrival, to find the oldest.
     arrivals: BTreeSet<(Timestamp, u64)>,
     raw_tokens: u64,
@@ -50,6 +51,7 @@ impl Class {
             order: BTreeSet::new(),
             clock_tokens: 0,
             lanes: BTreeMap::new(),
+            lane_count: 0,
             arrivals: BTreeSet::new(),
             raw_tokens: 0,
             cached_tokens: 0,
@@ -58,7 +60,8 @@ impl Class {
 
     pub(super) fn insert(&mut self, lane: LaneKey, key: OrderKey, entry: &QueueEntry) {
         self.change(entry.tenant, |share| share.insert(lane, key));
-        *self.lanes.entry(lane).or_default() += 1;
+        self.lane_count += usize::from(!self.has_lane(lane));
+        *self.lanes.entry((lane, entry.tenant)).or_default() += 1;
         self.arrivals.insert((entry.arrival, key.sequence));
         self.raw_tokens += u64::from(entry.prompt_tokens);
         self.cached_tokens += u64::from(entry.cached_tokens);
@@ -66,10 +69,11 @@ impl Class {
 
     pub(super) fn remove(&mut self, lane: LaneKey, key: OrderKey, entry: &QueueEntry) {
         self.change(entry.tenant, |share| share.remove(lane, key));
-        if let Some(requests) = self.lanes.get_mut(&lane) {
+        if let Some(requests) = self.lanes.get_mut(&(lane, entry.tenant)) {
             *requests -= 1;
             if *requests == 0 {
-                self.lanes.remove(&lane);
+                self.lanes.remove(&(lane, entry.tenant));
+                self.lane_count -= usize::from(!self.has_lane(lane));
             }
         }
         self.arrivals.remove(&(entry.arrival, key.sequence));
@@ -139,7 +143,7 @@ impl Class {
                 if best.is_none_or(|(least, _)| place < least) {
                     best = Some((place, key));
                 }
-            } else if !any_free && answers.len() == self.lanes.len() {
+            } else if !any_free && answers.len() == self.lane_count {
                 break;
             }
         }
@@ -148,13 +152,20 @@ impl Class {
 
     /// The requests of a lane of all tenants, in order.
     pub(super) fn lane(&self, lane: LaneKey) -> Vec<OrderKey> {
-        let mut keys: Vec<OrderKey> = self.shares.values().flat_map(|share| share.lane(lane)).collect();
+        let mut keys: Vec<OrderKey> =
+            self.tenants_of(lane).flat_map(|tenant| self.shares[&tenant].lane(lane)).collect();
         keys.sort_unstable();
         keys
     }
 
     pub(super) fn has_lane(&self, lane: LaneKey) -> bool {
-        self.lanes.contains_key(&lane)
+        self.tenants_of(lane).next().is_some()
+    }
+
+    /// The tenants with requests in a lane.
+    fn tenants_of(&self, lane: LaneKey) -> impl Iterator<Item = TenantKey> {
+        let of_lane = (lane, TenantKey(0))..=(lane, TenantKey(u64::MAX));
+        self.lanes.range(of_lane).map(|((_, tenant), _)| *tenant)
     }
 
     /// Every lane with its first request of any tenant, ordered by these requests. Visits every tenant's lanes.
@@ -207,21 +218,23 @@ impl Class {
     /// returns the queue entry for a key.
     pub(super) fn check_invariants<'a>(&self, waiting: impl Fn(LaneKey, OrderKey) -> &'a QueueEntry) {
         let (mut requests, mut raw_tokens, mut cached_tokens) = (0, 0, 0);
-        let mut lanes: BTreeMap<LaneKey, usize> = BTreeMap::new();
+        let mut lanes: BTreeMap<(LaneKey, TenantKey), usize> = BTreeMap::new();
         for (&tenant, share) in &self.shares {
             share.check_invariants(self.clock_tokens);
             for (lane, key) in share.keys() {
                 let entry = waiting(lane, key);
                 assert_eq!(entry.tenant, tenant);
                 requests += 1;
-                *lanes.entry(lane).or_default() += 1;
+                *lanes.entry((lane, tenant)).or_default() += 1;
                 raw_tokens += u64::from(entry.prompt_tokens);
                 cached_tokens += u64::from(entry.cached_tokens);
                 assert!(self.arrivals.contains(&(entry.arrival, key.sequence)), "{key:?} has no arrival");
             }
         }
         assert!(self.order.iter().copied().eq(self.shares.values().filter_map(Share::place).collect::<BTreeSet<_>>()));
-        assert_eq!(self.lanes, lanes, "the number of requests per lane matches");
+        assert_eq!(self.lanes, lanes, "the number of requests per lane and tenant matches");
+        let distinct: BTreeSet<LaneKey> = lanes.into_keys().map(|(lane, _)| lane).collect();
+        assert_eq!(self.lane_count, distinct.len());
         assert_eq!(self.arrivals.len(), requests, "one arrival per request");
         assert_eq!((self.raw_tokens, self.cached_tokens), (raw_tokens, cached_tokens), "token sums match");
     }

@@ -295,7 +295,7 @@ impl<E> Queue<E> {
         !self.classes[class.position()].has_lane(lane)
     }
 
-    /// Removes a whole lane and returns it in the order of a single tenant's requests.
+    /// Removes a whole lane and returns it in the order of a single tenant's requests. O(log n) per request.
     pub fn take_lane(&mut self, class: ClassId, lane: LaneKey) -> Vec<(u64, E)> {
         let keys = self.classes[class.position()].lane(lane);
         let take = |key: OrderKey| (key.id, self.remove(key.id).expect("every key is that of a waiting request"));

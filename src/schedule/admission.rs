@@ -48,10 +48,6 @@ impl<T> PendingRequest<T> {
         self.request.waits.as_ref().map(|waits| waits.arrival)
     }
 
-    fn is(&self, booking: BookingId) -> bool {
-        self.request.waits.as_ref().is_some_and(|waits| waits.booking == booking)
-    }
-
     /// Whether it requests a placement or its preview.
     fn asks_for_place(&self) -> bool {
         matches!(self.request.purpose, Purpose::Book | Purpose::Report)
@@ -127,8 +123,7 @@ impl<T> Schedule<T> {
     ) -> VecDeque<PendingRequest<T>> {
         self.prepare(loads, effects);
         if !self.queueing {
-            let size = self.arrivals.len().min(BATCH_MAX);
-            return self.arrivals.drain(..size).collect();
+            return std::iter::from_fn(|| self.arrivals.pop_front()).take(BATCH_MAX).collect();
         }
         loop {
             if let Some(first) = self.again.pop_front() {
@@ -353,19 +348,15 @@ impl<T> Schedule<T> {
 
     /// Removes a request whose caller has left, immediately or after its load replies.
     pub(super) fn on_cancel(&mut self, booking: BookingId, effects: &mut VecDeque<Effect<T>>) {
-        let removed = self.queue.remove(booking.0).or_else(|| {
-            [&mut self.again, &mut self.arrivals].into_iter().find_map(|line| {
-                let at = line.iter().position(|pending| pending.is(booking))?;
-                line.remove(at)
-            })
-        });
+        let removed = self.queue.remove(booking.0);
+        let removed = removed.or_else(|| self.again.remove(booking)).or_else(|| self.arrivals.remove(booking));
         if let Some(pending) = removed {
             self.forget_age(&pending);
             effects.push_back(Effect::Cancelled { context: pending.request.context });
             return;
         }
         let in_flight = self.in_flight.iter_mut().flat_map(|batch| &mut batch.requests);
-        in_flight.filter(|pending| pending.is(booking)).for_each(|pending| pending.cancelled = true);
+        in_flight.filter(|pending| pending.booking() == Some(booking)).for_each(|pending| pending.cancelled = true);
     }
 
     /// Queries the index again for requests with aged overlaps.

@@ -24,6 +24,7 @@ mod eligible;
 mod explain;
 mod explanation;
 mod extensions;
+mod line;
 mod load_view;
 mod options;
 mod outcome;
@@ -78,6 +79,7 @@ use crate::queue::Queue;
 use crate::session::Sessions;
 
 use eligible::Rules;
+use line::Line;
 use pending::PendingRequest;
 use pool::Arrivals;
 use ranks::Ranks;
@@ -96,9 +98,9 @@ pub struct Schedule<T> {
     extensions: Extensions,
     ranks: Ranks,
     sessions: Sessions,
-    arrivals: VecDeque<PendingRequest<T>>,
+    arrivals: Line<T>,
     /// Queried but undecided requests; they precede all others.
-    again: VecDeque<PendingRequest<T>>,
+    again: Line<T>,
     queue: Queue<PendingRequest<T>>,
     /// Whether a waiting request may be eligible: some rank may have gained capacity since the last reconciliation of
     /// the queue.
@@ -220,8 +222,8 @@ impl<T> Schedule<T> {
             overlap_refresh_after: Some(refresh_after).filter(|after| !after.is_zero()),
             ranks,
             sessions: Sessions::new(Duration::from_millis(config.session.ttl_ms), config.session.sessions_max),
-            arrivals: VecDeque::new(),
-            again: VecDeque::new(),
+            arrivals: Line::new(),
+            again: Line::new(),
             queue: Queue::new(&config),
             look_again: false,
             turn: Turn::new(admission::DECAY_RECHECK + 2 * Duration::from_millis(config.replicas.interval_ms)),

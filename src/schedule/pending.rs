@@ -3,7 +3,7 @@
 use super::Request;
 use super::rank::ProjectedPrompt;
 use crate::load::PromptFingerprint;
-use crate::protocol::{Timestamp, WorkerRank};
+use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::ClassId;
 use crate::select::RankOverlap;
 
@@ -26,6 +26,11 @@ pub(super) struct PendingRequest<T> {
 }
 
 impl<T> PendingRequest<T> {
+    /// Its booking, if it can wait and be cancelled.
+    pub(super) fn booking(&self) -> Option<BookingId> {
+        self.request.waits.as_ref().map(|waits| waits.booking)
+    }
+
     pub(super) fn candidate(&self, in_batch: usize) -> ProjectedPrompt<'_> {
         let prompt = &self.request.prompt;
         ProjectedPrompt {
