@@ -121,6 +121,7 @@ impl Router {
         let (since, shards) = (self.views().status.state(), &self.strands().shards);
         let mut ranks: Vec<WorkerRank> = self.views().ranks.all().iter().map(|entry| entry.rank).collect();
         ranks.sort_unstable();
+        ranks.dedup(); // of a rank that is removed and registered again, both entries may exist
         let incarnations: Vec<u32> = (0..shards.len()).map(|shard| shards.incarnation(shard).get()).collect();
         let mut events = Vec::new();
         for rank in ranks {
