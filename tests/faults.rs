@@ -543,3 +543,21 @@ async fn events_above_the_limit_of_a_shard_wait_without_blocking_others() {
     // A batch with more blocks than the gate's limit takes the whole gate and passes alone.
     router.apply_events(vec![stored(rank(0), &tokens(3, 40))]).await.expect("up");
 }
+
+/// The dump queries one rank at a time. The second rank has no contents in the successor of the shard.
+#[tokio::test]
+async fn a_dump_over_a_lost_shard_is_not_taken_for_the_whole_index() {
+    suppress_fault_reports();
+    let router = router(config(), 2).await;
+    let events = [0, 1].map(|worker| stored(rank(worker), &tokens(1, 3)));
+    router.apply_events(events.to_vec()).await.expect("up");
+    let hang = router.hang(Fault::Radix(rank(0))).expect("a shard");
+    let mut dump = std::pin::pin!(router.dump_events());
+    assert!(std::future::poll_fn(|context| std::task::Poll::Ready(dump.as_mut().poll(context).is_pending())).await);
+    drop(hang);
+    router.flush().await.expect("the contents of the first rank are on their way");
+    assert!(router.inject(Fault::Radix(rank(0))));
+    until("restart", async || router.health().restarts == 1).await;
+    assert_eq!(dump.await, Err(FlushError::Lost));
+    assert_eq!(router.dump_events().await, Ok(Vec::new()), "the successor is empty");
+}
