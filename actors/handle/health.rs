@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::sync::oneshot;
 
-use super::route::RESTART_WAIT;
+use super::attempts::RESTART_WAIT;
 use super::router::Router;
 use crate::actors::engine_load;
 use crate::actors::health::HealthMsg;

@@ -3,6 +3,7 @@
 //! Performs hashing, leases, permits, and retries of lost requests at the edge. Every call returns a placement, a
 //! rejection with its reason, or an error.
 
+mod attempts;
 #[cfg(feature = "http")]
 mod body;
 mod builder;

@@ -4,11 +4,11 @@
 //! scheduler decides; the sequence actors book.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tracing::Span;
 
+use super::attempts::{Attempts, RESTART_WAIT};
 use super::edge::Edge;
 use super::intake::Intake;
 use super::lease_guard::LeaseGuard;
@@ -31,11 +31,8 @@ use crate::protocol::BlockHash;
 use crate::request::RouteRequest;
 use crate::schedule::{Decision, Purpose, Rejection, Request, Target, Waits};
 
-/// Maximum number of attempts for a request that is lost with an actor.
-const ATTEMPTS_MAX: u32 = 6;
-
-/// Maximum wait of one attempt for the restart of the lost actor.
-pub(super) const RESTART_WAIT: Duration = Duration::from_millis(200);
+/// Maximum number of bookings for a request whose rank is removed before its reply.
+const PLACEMENTS_MAX: u32 = 6;
 
 impl Router {
     /// Places a request: chooses its rank and books it there, in one step.
@@ -79,7 +76,7 @@ impl Router {
                 return Ok(Placement::new((guard, phases), address, decision, prediction, prepared.targets()));
             }
             attempts += 1;
-            if attempts == ATTEMPTS_MAX {
+            if attempts == PLACEMENTS_MAX {
                 return Err(RouteError::Lost { attempts });
             }
         }
@@ -203,7 +200,8 @@ impl Router {
         target: Target,
         timed: (&Span, bool),
     ) -> Result<(LeaseGuard, Decision, Option<RoutePhases>), RouteError> {
-        for attempt in 0..ATTEMPTS_MAX {
+        let mut attempts = Attempts::default();
+        loop {
             self.views().status.up()?;
             let before = self.views().status.state();
             let permit = self.intake().admit(&self.strands().scheduler)?;
@@ -214,7 +212,7 @@ impl Router {
             let guard = LeaseGuard::new(self.edge(), Arc::clone(&lease));
             // Restart time is excluded from the phase timings of a lost request.
             let Edge { meters, clock, .. } = &**self.edge();
-            let timestamps = if attempt == 0 { meters.phases.sample(&lease, timed, *clock) } else { None };
+            let timestamps = if attempts.is_first() { meters.phases.sample(&lease, timed, *clock) } else { None };
             let answer = self.submit(prepared, target, Purpose::Book, Some(lease), permit, timestamps.clone());
             match self.views().status.reply_of(answer, before).await {
                 Some(Reply::Placed(decision)) => {
@@ -227,30 +225,29 @@ impl Router {
                     guard.was_rejected();
                     return Err(reason.into());
                 }
-                Some(Reply::LoadSnapshot(_) | Reply::Explained(_)) => {}
+                Some(Reply::LoadSnapshot(_) | Reply::Explained(_)) => return Err(RouteError::Lost { attempts: 0 }),
                 None if guard.lease().is_freed() => return Err(RouteError::Freed),
                 None => {
                     drop(guard); // frees the id for the next attempt
-                    self.wait_for_restart(before.restarts).await?;
+                    attempts.count_lost(self.has_restarted(before.restarts).await?)?;
                 }
             }
         }
-        Err(RouteError::Lost { attempts: ATTEMPTS_MAX })
     }
 
     /// Queries without a booking, and retries if the query is lost with an actor.
     pub(super) async fn ask(&self, prepared: &Prepared, purpose: Purpose) -> Result<Reply, RouteError> {
-        for _ in 0..ATTEMPTS_MAX {
+        let mut attempts = Attempts::default();
+        loop {
             self.views().status.up()?;
             let before = self.views().status.state();
             let permit = self.intake().admit(&self.strands().scheduler)?;
             let answer = self.submit(prepared, Target::Any, purpose, None, permit, None);
             match self.views().status.reply_of(answer, before).await {
                 Some(answered) => return Ok(answered),
-                None => self.wait_for_restart(before.restarts).await?,
+                None => attempts.count_lost(self.has_restarted(before.restarts).await?)?,
             }
         }
-        Err(RouteError::Lost { attempts: ATTEMPTS_MAX })
     }
 
     /// Whether the index has every block of the rank, and at least one. Only then is a prediction of 0 evidence.
@@ -319,12 +316,13 @@ impl Router {
         drop(first);
     }
 
-    /// Waits until the restart count exceeds `restarts`, for at most `RESTART_WAIT`; an error when the router is down.
-    async fn wait_for_restart(&self, restarts: u64) -> Result<(), RouteError> {
+    /// Whether the restart count exceeds `restarts` within [`RESTART_WAIT`]; an error when the router is down.
+    async fn has_restarted(&self, restarts: u64) -> Result<bool, RouteError> {
         let mut status = self.views().status.subscribe();
         let restarted = status.wait_for(|status| status.restarts > restarts || status.phase != RouterPhase::Serving);
         // Without a restart in time, retry anyway: an attempt is cheap.
-        drop(tokio::time::timeout(RESTART_WAIT, restarted).await);
-        Ok(self.views().status.up()?)
+        let is_in_time = tokio::time::timeout(RESTART_WAIT, restarted).await.is_ok();
+        self.views().status.up()?;
+        Ok(is_in_time)
     }
 }
