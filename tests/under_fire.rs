@@ -17,7 +17,7 @@ use pointsman::error::{Down, RouteError};
 use pointsman::health::Outcome;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{Fault, Hang, Placement, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{AddRequest, Fault, Hang, Placement, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::time::Instant;
 
 use crate::common::{
@@ -155,6 +155,27 @@ async fn shutdown_under_load_ends_every_call() {
         assert_eq!(router.health().leases, 0);
     }
     tally.print("shutdown under load");
+}
+
+/// The sweep for expired bookings stopped with the router, and bookings by id stayed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bookings_by_id_end_with_the_router() {
+    suppress_fault_reports();
+    for fails in [true, false] {
+        let router = router(config(), 2).await;
+        router.add_request(AddRequest::new("by id", rank(0), Prompt::Tokens(&[1]))).await.expect("booked");
+        let held = route(&router, "held", &tokens(1, 4)).await.expect("placed");
+        if fails {
+            assert!(router.inject(Fault::Supervisor));
+            until("failure", async || router.health().state.is_err()).await;
+        } else {
+            assert_eq!(router.clone().shutdown(Duration::ZERO).await, 2);
+        }
+        until("end of the booking by id", async || router.health().leases == 1).await;
+        assert!(router.free("by id").is_err());
+        drop(held);
+        assert_eq!(router.health().leases, 0);
+    }
 }
 
 /// More requests than permits reach a scheduler that hangs.

@@ -118,7 +118,12 @@ impl Router {
         if self.strands().sequences.get(decision.slot, decision.generation).is_none() {
             return Err(Rejection::UnknownRank(rank).into()); // the rank was removed, which ended the booking
         }
+        let lease = Arc::clone(guard.lease());
         guard.detach();
+        // `LeaseExpiry` may have ended the bookings by id before this one was among them.
+        if self.views().status.is_down() {
+            self.edge().ender.end(&lease);
+        }
         Ok(())
     }
 
