@@ -39,6 +39,8 @@ mod views;
 #[cfg(any(feature = "discovery", feature = "zmq"))]
 mod worker_tasks;
 
+#[cfg(feature = "faults")]
+pub use delivery::fault::FaultMoment;
 pub use discovery::{DiscoverySource, StaticList};
 #[cfg(feature = "discovery")]
 pub use discovery::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
@@ -52,7 +54,7 @@ pub use handle::{
     SharedCacheFailure, SharedSummary,
 };
 #[cfg(feature = "faults")]
-pub use handle::{Fault, Hang};
+pub use handle::{Fault, Hang, InjectedPanic};
 #[cfg(feature = "tower")]
 pub use handle::{PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementLayer};
 pub use io::memory::memory_bytes;

@@ -109,7 +109,7 @@ pub use actors::{
 #[cfg(feature = "discovery")]
 pub use actors::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
 #[cfg(feature = "faults")]
-pub use actors::{Fault, Hang};
+pub use actors::{Fault, FaultMoment, Hang, InjectedPanic};
 #[cfg(feature = "kubernetes")]
 pub use actors::{KubernetesPods, PodSelection, ServiceAddresses};
 #[cfg(feature = "tower")]

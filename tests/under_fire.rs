@@ -1,9 +1,16 @@
-//! Actors under fire: restart storms, lost queues, floods, dropped calls and shutdowns.
+//! Actors under fire: panics at every kind of message, restart storms, lost queues, floods, dropped calls, shutdowns.
 //!
 //! Each drill ends with the same checks: every call has returned, every placement has one booking, no booking is left,
 //! and the router serves. A drill prints a row of the table in docs/reliability.md. `UNDER_FIRE_ROUNDS` repeats it.
 
 #![allow(clippy::print_stdout, reason = "the counts are the output")]
+
+#[cfg(all(feature = "discovery", feature = "replicas", feature = "zmq"))]
+mod kinds;
+#[cfg(feature = "zmq")]
+mod sources;
+#[cfg(feature = "zmq")]
+mod supervisor;
 
 use std::future::Future;
 use std::pin::pin;
@@ -12,6 +19,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Waker};
 use std::time::Duration;
 
+#[cfg(feature = "zmq")]
+use pointsman::FaultMoment;
 use pointsman::config::{EventsConfig, IndexConfig, QueueConfig, SupervisionConfig};
 use pointsman::error::{Down, RouteError};
 use pointsman::health::Outcome;
@@ -85,6 +94,43 @@ async fn assert_unharmed(router: &Router) {
 
 async fn released(hang: Option<Hang>) {
     tokio::task::spawn_blocking(move || drop(hang)).await.expect("no panic");
+}
+
+/// Kinds of messages of an actor, each with a moment of the panic. `UNDER_FIRE_ROUNDS=2` covers both moments.
+#[cfg(feature = "zmq")]
+fn panics_of(fault: Fault) -> Vec<(&'static str, FaultMoment)> {
+    let moment = |n: usize| if n.is_multiple_of(2) { FaultMoment::Before } else { FaultMoment::After };
+    let kinds = fault.message_kinds().into_iter().enumerate();
+    let of_round = |round| kinds.clone().map(move |(n, kind)| (kind, moment(n + round)));
+    (0..rounds() as usize).flat_map(of_round).collect()
+}
+
+/// Checks that every permit is free: those of requests, and those of event blocks at the shard of rank 0.
+#[cfg(feature = "zmq")]
+async fn assert_permits_are_free(router: &Router) {
+    let RouterConfig { queue: QueueConfig { requests_max, .. }, events, .. } = router.config();
+    let prompt = tokens(1, 1);
+    // Waits for all permits of the shard, which other replicas use, too.
+    let events = vec![stored(rank(0), &prompt); events.blocks_max as usize];
+    tokio::time::timeout(WAIT_MAX, router.apply_events(events)).await.expect("all permits").expect("up");
+    let hung = router.clone();
+    let hang = tokio::task::spawn_blocking(move || hung.hang(Fault::Radix(rank(0)))).await.expect("no panic");
+    let call = |_| {
+        let (router, prompt) = (router.clone(), prompt.clone());
+        tokio::spawn(async move { router.find_best_match(RouteRequest::query(Prompt::Tokens(&prompt))).await })
+    };
+    let calls: Vec<_> = (0..=*requests_max).map(call).collect();
+    until("a rejection", async || calls.iter().any(|call| call.is_finished())).await;
+    released(hang).await;
+    let mut rejected = 0;
+    for call in calls {
+        match tokio::time::timeout(WAIT_MAX, call).await.expect("every call returns").expect("no panic") {
+            Err(RouteError::Overloaded { .. }) => rejected += 1,
+            placed => drop(placed.expect("a rank")),
+        }
+    }
+    assert_eq!(rejected, 1, "one more than {requests_max} permits");
+    router.apply_events(vec![cleared(rank(0))]).await.expect("up");
 }
 
 /// Callers that route until an error, and free at once.
@@ -248,6 +294,50 @@ async fn flood_of_outcomes_is_limited() {
     released(hang).await;
     until("ejection", async || router.out_of_service().contains(&rank(0))).await;
     assert_unharmed(&router).await;
+}
+
+/// A scheduler dies, again and again, with every permit in its queue.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn scheduler_lost_with_a_full_queue_loses_no_request() {
+    suppress_fault_reports();
+    let tally = Arc::<Tally>::default();
+    let queue = QueueConfig { threshold: Some(0.5), requests_max: 50, overlap_refresh_after_ms: 0, ..config().queue };
+    let engine = WorkerConfig { max_num_batched_tokens: Some(100), ..WorkerConfig::at("http://engine") };
+    let builder = Router::builder(RouterConfig { queue, ..two_shards() });
+    let router = builder.worker(WorkerId(0), engine).start().await.expect("valid");
+    let prompt = tokens(1, 25);
+    for _ in 0..rounds() {
+        let busy = route(&router, "busy", &prompt).await.expect("idle");
+        let waiting: Vec<_> = (0..50)
+            .map(|n| {
+                let (router, prompt) = (router.clone(), prompt.clone());
+                tokio::spawn(
+                    async move { drop(route(&router, &format!("waiting-{n}"), &prompt).await.expect("placed")) },
+                )
+            })
+            .collect();
+        let is_full = async || {
+            assert!(!waiting.iter().any(|call| call.is_finished()), "every request waits");
+            router.pending().await.is_ok_and(|pending| pending[0].depth.requests == 50)
+        };
+        let before = router.health().restarts;
+        for death in 1..=5 {
+            until("full queue", is_full).await;
+            let began = Instant::now();
+            tally.inject(1);
+            assert!(router.inject(Fault::Scheduler));
+            until("restart", async || router.health().restarts >= before + death).await;
+            until("full queue at the successor", is_full).await;
+            tally.affected.fetch_add(50, Ordering::Relaxed);
+            tally.longest_us.fetch_max(began.elapsed().as_micros() as u64, Ordering::Relaxed);
+        }
+        drop(busy);
+        for call in waiting {
+            tokio::time::timeout(WAIT_MAX, call).await.expect("every call returns").expect("no panic");
+        }
+        assert_unharmed(&router).await;
+    }
+    tally.print("scheduler lost with a full queue of 50");
 }
 
 /// A shard dies while calls are served, and its ranks send their blocks again.

@@ -99,6 +99,8 @@ pub(crate) struct Strand<S: ActorState> {
     task: Mutex<Option<Box<dyn StrandTask>>>,
     /// Permanent: the holder of the lock drops the state on release.
     closed: AtomicBool,
+    #[cfg(feature = "faults")]
+    armed: super::fault::ArmedFault<S::Msg>,
 }
 
 /// Place of one state.
@@ -152,6 +154,8 @@ impl<S: ActorState> Strand<S> {
             waiting: AtomicUsize::new(0),
             task: Mutex::new(None),
             closed: AtomicBool::new(false),
+            #[cfg(feature = "faults")]
+            armed: super::fault::ArmedFault::default(),
         })
     }
 
@@ -278,7 +282,7 @@ impl<S: ActorState> Strand<S> {
     fn handle_one(&self, mut held: Held<'_, S>, msg: S::Msg, deferred: &mut DeferredReplies<S::Deferred>) {
         let begun = held.cell.steps.load(Ordering::Relaxed);
         held.cell.steps.store(begun + 1, Ordering::Relaxed);
-        let outcome = catch_unwind(AssertUnwindSafe(|| held.state.as_mut().and_then(|state| state.step(msg))));
+        let outcome = catch_unwind(AssertUnwindSafe(|| held.state.as_mut().and_then(|state| self.step(state, msg))));
         held.cell.steps.store(begun + 2, Ordering::Relaxed);
         if self.current.load(Ordering::Relaxed) != held.number {
             return end_late(held, outcome.ok().flatten());
@@ -290,6 +294,26 @@ impl<S: ActorState> Strand<S> {
             }
             Err(panic) => self.die(held, &panic),
         }
+    }
+
+    #[cfg(not(feature = "faults"))]
+    #[expect(clippy::unused_self, reason = "as with the feature `faults`")]
+    fn step(&self, state: &mut S, msg: S::Msg) -> Option<S::Deferred> {
+        state.step(msg)
+    }
+
+    #[cfg(feature = "faults")]
+    fn step(&self, state: &mut S, msg: S::Msg) -> Option<S::Deferred> {
+        let after = self.armed.before(&msg);
+        let reply = state.step(msg);
+        after.apply();
+        reply
+    }
+
+    /// Makes the actor panic at a later message.
+    #[cfg(feature = "faults")]
+    pub(crate) fn arm(&self, fault: super::fault::MessageFault<S::Msg>) {
+        self.armed.arm(fault);
     }
 
     fn push(&self, msg: S::Msg) {

@@ -2,16 +2,20 @@
 //!
 //! A fault is a message like any other, so the actor handles it in order with its other messages.
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 
 use super::router::Router;
 use crate::actors::delivery::fault::{InjectedFault, InjectedHang};
+use crate::actors::discovery::FollowerMsg;
 use crate::actors::engine_load::EngineLoadMsg;
 use crate::actors::health::HealthMsg;
+#[cfg(feature = "zmq")]
+use crate::actors::ingest::IngestMsg;
 use crate::actors::radix::RadixMsg;
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::sequence::SequenceMsg;
+use crate::actors::sequence::table::SequenceAddress;
 use crate::actors::supervisor::SupervisorMsg;
 use crate::protocol::WorkerRank;
 
@@ -100,13 +104,20 @@ impl Router {
         self.supervisor().send_message(SupervisorMsg::MissNext).is_ok()
     }
 
+    /// Address of a rank. Of two entries, the older one is retiring.
+    pub(super) fn newest_sequence(&self, rank: WorkerRank) -> Option<Arc<SequenceAddress>> {
+        let addresses = self.strands().sequences.select(|address| address.entry.rank == rank);
+        addresses.into_iter().max_by_key(|address| address.entry.since)
+    }
+
     fn injected(&self, fault: Fault, injected: InjectedFault) -> bool {
         let (strands, views) = (self.strands(), self.views());
         match fault {
             Fault::Supervisor => return self.supervisor().send_message(SupervisorMsg::Fault(injected)).is_ok(),
             Fault::Discovery(source) => {
                 let is_followed = source < views.discovery.borrow().len();
-                return is_followed && self.supervisor().send_message(SupervisorMsg::FaultOf(source, injected)).is_ok();
+                let fault = SupervisorMsg::FaultOf(source, FollowerMsg::Fault(injected));
+                return is_followed && self.supervisor().send_message(fault).is_ok();
             }
             Fault::Scheduler => strands.scheduler.tell(SchedulerMsg::Fault(injected)),
             Fault::Health => strands.health.tell(HealthMsg::Fault(injected)),
@@ -115,19 +126,15 @@ impl Router {
                 Some(shard) => shard.tell(RadixMsg::Fault(injected)),
                 None => return false,
             },
-            Fault::Sequence(rank) => match strands
-                .sequences
-                .select(|address| address.entry.rank == rank)
-                .into_iter()
-                .max_by_key(|address| address.entry.since)
-            {
+            Fault::Sequence(rank) => match self.newest_sequence(rank) {
                 Some(address) => address.strand.tell(SequenceMsg::Fault(injected)),
                 None => return false,
             },
             #[cfg(feature = "zmq")]
             Fault::Ingest(rank) => {
                 let is_read = self.kv_sources().iter().any(|source| source.rank == rank);
-                return is_read && self.supervisor().send_message(SupervisorMsg::IngestFault(rank, injected)).is_ok();
+                let fault = SupervisorMsg::IngestFault(rank, IngestMsg::Fault(injected));
+                return is_read && self.supervisor().send_message(fault).is_ok();
             }
         }
         true

@@ -18,6 +18,8 @@ mod inquiry;
 mod intake;
 mod lease_guard;
 mod membership;
+#[cfg(feature = "faults")]
+mod message_faults;
 mod overlap;
 mod placement;
 mod rank_report;
@@ -38,6 +40,8 @@ pub use disagg::{DisaggPlacement, Disaggregated, PrefillPlacement};
 #[cfg(feature = "faults")]
 pub use faults::{Fault, Hang};
 pub use inquiry::{CacheHit, OverlapScores, RankScores, SharedSummary};
+#[cfg(feature = "faults")]
+pub use message_faults::InjectedPanic;
 pub use placement::Placement;
 pub use request::AddRequest;
 pub use router::{Health, Router};

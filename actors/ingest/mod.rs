@@ -42,6 +42,9 @@ pub(crate) enum IngestMsg {
     /// Injected fault of the reader.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
+    /// Injected fault of this actor at a later message.
+    #[cfg(feature = "faults")]
+    Arm(crate::actors::delivery::fault::MessageFault<Self>),
     /// The reader has panicked.
     Died(String),
 }
@@ -101,6 +104,8 @@ fn wire_config(config: &RouterConfig, entry: &RankEntry, worker: &WorkerConfig) 
 pub(crate) struct IngestState {
     reader: AbortHandle,
     commands: mpsc::Sender<Command>,
+    #[cfg(feature = "faults")]
+    armed: crate::actors::delivery::fault::ArmedFault<IngestMsg>,
 }
 
 impl Drop for IngestState {
@@ -133,7 +138,12 @@ impl Actor for Ingest {
                 drop(myself.send_message(IngestMsg::Died(error.to_string())));
             }
         });
-        Ok(IngestState { reader: watched, commands })
+        Ok(IngestState {
+            reader: watched,
+            commands,
+            #[cfg(feature = "faults")]
+            armed: crate::actors::delivery::fault::ArmedFault::default(),
+        })
     }
 
     async fn handle(
@@ -142,27 +152,23 @@ impl Actor for Ingest {
         msg: IngestMsg,
         state: &mut IngestState,
     ) -> Result<(), ActorProcessingErr> {
+        #[cfg(feature = "faults")]
+        let after = state.armed.before(&msg);
         match msg {
-            IngestMsg::Resync => {
-                let _ = state.commands.try_send(Command::Resync); // full: a replay request is queued
-                Ok(())
-            }
+            // Full: a replay request is queued.
+            IngestMsg::Resync => drop(state.commands.try_send(Command::Resync)),
             // Full: the reader is busy, and the rank is not part of this snapshot.
-            IngestMsg::Snapshot(reply) => {
-                drop(state.commands.try_send(Command::Snapshot(reply)));
-                Ok(())
-            }
+            IngestMsg::Snapshot(reply) => drop(state.commands.try_send(Command::Snapshot(reply))),
             // Full: the reader is busy with older commands, and the contents stay pending for its successor.
-            IngestMsg::Restore => {
-                drop(state.commands.try_send(Command::Restore));
-                Ok(())
-            }
+            IngestMsg::Restore => drop(state.commands.try_send(Command::Restore)),
             #[cfg(feature = "faults")]
-            IngestMsg::Fault(injected) => {
-                drop(state.commands.try_send(Command::Fault(injected)));
-                Ok(())
-            }
-            IngestMsg::Died(reason) => Err(reason.into()),
+            IngestMsg::Fault(injected) => drop(state.commands.try_send(Command::Fault(injected))),
+            #[cfg(feature = "faults")]
+            IngestMsg::Arm(fault) => state.armed.arm(fault),
+            IngestMsg::Died(reason) => return Err(reason.into()),
         }
+        #[cfg(feature = "faults")]
+        after.apply();
+        Ok(())
     }
 }

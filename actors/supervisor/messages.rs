@@ -39,12 +39,15 @@ pub(crate) enum SupervisorMsg {
     /// Injected fault of the supervisor.
     #[cfg(feature = "faults")]
     Fault(crate::actors::delivery::fault::InjectedFault),
-    /// Injected fault of the KV event reader of a rank.
-    #[cfg(all(feature = "faults", feature = "zmq"))]
-    IngestFault(WorkerRank, crate::actors::delivery::fault::InjectedFault),
-    /// Injected fault of the actor that follows a source.
+    /// Injected fault of the supervisor at a later message.
     #[cfg(feature = "faults")]
-    FaultOf(usize, crate::actors::delivery::fault::InjectedFault),
+    Arm(crate::actors::delivery::fault::MessageFault<SupervisorMsg>),
+    /// Injected fault of the KV event reader of a rank, as a message to it.
+    #[cfg(all(feature = "faults", feature = "zmq"))]
+    IngestFault(WorkerRank, crate::actors::ingest::IngestMsg),
+    /// Injected fault of the actor that follows a source, as a message to it.
+    #[cfg(feature = "faults")]
+    FaultOf(usize, crate::actors::discovery::FollowerMsg),
     /// Injected fault: the next value of a source is recorded and not applied.
     #[cfg(feature = "faults")]
     MissNext,

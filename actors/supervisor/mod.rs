@@ -55,6 +55,8 @@ impl Actor for Supervisor {
             misses_next_update: false,
             #[cfg(feature = "zmq")]
             readers: Readers::new(),
+            #[cfg(feature = "faults")]
+            armed: crate::actors::delivery::fault::ArmedFault::default(),
             pings_handled: Arc::default(),
             watchdog: None,
         };
@@ -74,59 +76,12 @@ impl Actor for Supervisor {
         msg: SupervisorMsg,
         state: &mut SupervisorState,
     ) -> Result<(), ActorProcessingErr> {
-        match msg {
-            SupervisorMsg::Membership(input) => state.apply(input).await,
-            SupervisorMsg::Follow { name, source } => state.on_follow(name, source).await,
-            SupervisorMsg::Reconcile { source, update, done } => {
-                state.on_source_update(source, update).await?;
-                drop(done);
-                Ok(())
-            }
-            SupervisorMsg::Drained { slot, generation } => state.on_drained(slot, generation).await,
-            SupervisorMsg::DrainTimedOut { worker, drain } => {
-                let worker_bookings = state.bookings_of(worker);
-                state.apply(MembershipInput::DrainTimedOut { worker, drain, worker_bookings }).await
-            }
-            SupervisorMsg::Warmed { rank, incarnation } => {
-                let shard = state.dependencies.strands.shards.number_of(rank);
-                state.apply(MembershipInput::RankWarmed { rank, shard, incarnation }).await
-            }
-            SupervisorMsg::Ping(number) => {
-                state.pings_handled.store(number, Ordering::Relaxed);
-                Ok(())
-            }
-            SupervisorMsg::Hung { child, progress } => state.on_hung(child, progress).await,
-            #[cfg(feature = "zmq")]
-            SupervisorMsg::Snapshot { slot, reply } => {
-                state.request_snapshot(slot, reply);
-                Ok(())
-            }
-            #[cfg(feature = "zmq")]
-            SupervisorMsg::Restore => {
-                state.restore_readers();
-                Ok(())
-            }
-            #[cfg(feature = "faults")]
-            SupervisorMsg::Fault(injected) => {
-                injected.apply();
-                Ok(())
-            }
-            #[cfg(all(feature = "faults", feature = "zmq"))]
-            SupervisorMsg::IngestFault(rank, injected) => {
-                state.on_ingest_fault(rank, injected);
-                Ok(())
-            }
-            #[cfg(feature = "faults")]
-            SupervisorMsg::FaultOf(source, injected) => {
-                state.on_fault_of(source, injected);
-                Ok(())
-            }
-            #[cfg(feature = "faults")]
-            SupervisorMsg::MissNext => {
-                state.misses_next_update = true;
-                Ok(())
-            }
-        }
+        #[cfg(feature = "faults")]
+        let after = state.armed.before(&msg);
+        let handled = state.on_message(msg).await;
+        #[cfg(feature = "faults")]
+        after.apply();
+        handled
     }
 
     async fn handle_supervisor_evt(
@@ -152,5 +107,68 @@ impl Actor for Supervisor {
         state.dependencies.views.status.enter(RouterPhase::Stopped);
         state.dependencies.close();
         Ok(())
+    }
+}
+
+impl SupervisorState {
+    async fn on_message(&mut self, msg: SupervisorMsg) -> Result<(), ActorProcessingErr> {
+        match msg {
+            SupervisorMsg::Membership(input) => self.apply(input).await,
+            SupervisorMsg::Follow { name, source } => self.on_follow(name, source).await,
+            SupervisorMsg::Reconcile { source, update, done } => {
+                self.on_source_update(source, update).await?;
+                drop(done);
+                Ok(())
+            }
+            SupervisorMsg::Drained { slot, generation } => self.on_drained(slot, generation).await,
+            SupervisorMsg::DrainTimedOut { worker, drain } => {
+                let worker_bookings = self.bookings_of(worker);
+                self.apply(MembershipInput::DrainTimedOut { worker, drain, worker_bookings }).await
+            }
+            SupervisorMsg::Warmed { rank, incarnation } => {
+                let shard = self.dependencies.strands.shards.number_of(rank);
+                self.apply(MembershipInput::RankWarmed { rank, shard, incarnation }).await
+            }
+            SupervisorMsg::Ping(number) => {
+                self.pings_handled.store(number, Ordering::Relaxed);
+                Ok(())
+            }
+            SupervisorMsg::Hung { child, progress } => self.on_hung(child, progress).await,
+            #[cfg(feature = "zmq")]
+            SupervisorMsg::Snapshot { slot, reply } => {
+                self.request_snapshot(slot, reply);
+                Ok(())
+            }
+            #[cfg(feature = "zmq")]
+            SupervisorMsg::Restore => {
+                self.restore_readers();
+                Ok(())
+            }
+            #[cfg(feature = "faults")]
+            SupervisorMsg::Fault(injected) => {
+                injected.apply();
+                Ok(())
+            }
+            #[cfg(feature = "faults")]
+            SupervisorMsg::Arm(fault) => {
+                self.armed.arm(fault);
+                Ok(())
+            }
+            #[cfg(all(feature = "faults", feature = "zmq"))]
+            SupervisorMsg::IngestFault(rank, fault) => {
+                self.on_ingest_fault(rank, fault);
+                Ok(())
+            }
+            #[cfg(feature = "faults")]
+            SupervisorMsg::FaultOf(source, fault) => {
+                self.on_fault_of(source, fault);
+                Ok(())
+            }
+            #[cfg(feature = "faults")]
+            SupervisorMsg::MissNext => {
+                self.misses_next_update = true;
+                Ok(())
+            }
+        }
     }
 }

@@ -102,14 +102,10 @@ impl SupervisorState {
 
     /// Forwards an injected fault. Without a reader it is dropped, which ends it.
     #[cfg(feature = "faults")]
-    pub(super) fn on_ingest_fault(
-        &self,
-        rank: crate::protocol::WorkerRank,
-        injected: crate::actors::delivery::fault::InjectedFault,
-    ) {
+    pub(super) fn on_ingest_fault(&self, rank: crate::protocol::WorkerRank, fault: IngestMsg) {
         let slot = self.running_ranks().find(|(actor, _)| actor.entry.rank == rank).map(|(actor, _)| actor.entry.slot);
         if let Some(reader) = slot.and_then(|slot| self.readers.get(&slot)) {
-            drop(reader.send_message(IngestMsg::Fault(injected)));
+            drop(reader.send_message(fault));
         }
     }
 }

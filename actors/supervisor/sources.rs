@@ -86,9 +86,9 @@ impl SupervisorState {
     }
 
     #[cfg(feature = "faults")]
-    pub(super) fn on_fault_of(&self, source: usize, injected: crate::actors::delivery::fault::InjectedFault) {
+    pub(super) fn on_fault_of(&self, source: usize, fault: FollowerMsg) {
         if let Some(followed) = self.sources.get(source) {
-            drop(followed.actor.send_message(FollowerMsg::Fault(injected)));
+            drop(followed.actor.send_message(fault));
         }
     }
 }

@@ -20,6 +20,9 @@ mod membership {
 #[path = "../../actors"]
 mod actors {
     pub(crate) mod delivery {
+        #[cfg(feature = "faults")]
+        #[expect(unreachable_pub, reason = "a part of the crate's interface, and of no interface here")]
+        pub(crate) mod fault;
         pub(crate) mod strand;
 
         /// The primitives of `actors/delivery/sync.rs`, checked by loom.

@@ -1,0 +1,284 @@
+//! A panic at every kind of message of every actor that is restarted, under load.
+//!
+//! A kind that the load never causes fails its drill.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use pointsman::config::{
+    EventMode, EventsConfig, HealthConfig, IndexConfig, LoadConfig, QueueConfig, SpeculativeConfig, SpeculativeModel,
+};
+use pointsman::engine_load::EngineReading;
+use pointsman::health::Outcome;
+use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::replica::{ReplicaId, ReplicaLife};
+use pointsman::select::{Constraints, RankConditions};
+use pointsman::test_support::rank;
+use pointsman::{
+    AddRequest, Fault, FaultMoment, MemoryFaults, MemoryNetwork, Placement, Prompt, RequestOptions, RouteRequest,
+    Router, RouterConfig,
+};
+use tokio::time::Instant;
+
+use super::sources::OF_READERS;
+use super::{Tally, assert_permits_are_free, assert_unharmed, dropped_after, panics_of};
+use crate::common::{WAIT_MAX, cleared, config, loads, stored, suppress_fault_reports, tokens, until};
+
+/// Rank that comes and goes. No other calls than its own choose it.
+const PASSING: WorkerId = WorkerId(9);
+
+/// Kinds of messages to a shard with modelled caches.
+const OF_MODELLED_CACHES: [&str; 2] = ["Released", "TakeRouted"];
+
+fn with_queue() -> RouterConfig {
+    let speculative = SpeculativeConfig { with_events_ttl_ms: Some(1_000), ..config().index.speculative };
+    RouterConfig {
+        index: IndexConfig { shards: 2, speculative, ..config().index },
+        queue: QueueConfig { threshold: Some(0.5), overlap_refresh_after_ms: 1, requests_max: 40, ..config().queue },
+        events: EventsConfig { blocks_max: 100, ..config().events },
+        health: HealthConfig { outcome_failures_max: 1, ejection_ms: 1, ..config().health },
+        ..config()
+    }
+}
+
+/// No events: decisions fill modelled caches, and replicas exchange them.
+fn with_modelled_caches() -> RouterConfig {
+    let speculative = SpeculativeConfig { model: SpeculativeModel::Lru, ..config().index.speculative };
+    RouterConfig {
+        events: EventsConfig { mode: EventMode::Off, ..config().events },
+        index: IndexConfig { shards: 2, speculative, ..config().index },
+        ..with_queue()
+    }
+}
+
+/// Probes that fail at once: no one listens at the address.
+fn with_probes() -> RouterConfig {
+    RouterConfig { health: HealthConfig { probe_interval_ms: 5, ..config().health }, ..with_queue() }
+}
+
+fn engine() -> WorkerConfig {
+    WorkerConfig { max_num_batched_tokens: Some(100), ..WorkerConfig::at("http://127.0.0.1:9") }
+}
+
+/// A router with another replica, under load.
+struct World {
+    router: Router,
+    peer: Router,
+    tally: Tally,
+    ids: AtomicU64,
+}
+
+impl World {
+    async fn start(config: RouterConfig) -> Arc<Self> {
+        let network = MemoryNetwork::new(MemoryFaults::default());
+        let [router, peer] = [1, 2].map(|replica| {
+            let bus = network.join(ReplicaLife { replica: ReplicaId(replica), incarnation: 1 });
+            let builder = Router::builder(config.clone()).replicas(bus);
+            let builder = (0..3).fold(builder, |builder, worker| builder.worker(WorkerId(worker), engine()));
+            builder.worker(PASSING, engine()).start()
+        });
+        let (router, peer) = (router.await.expect("valid"), peer.await.expect("valid"));
+        Arc::new(Self { router, peer, tally: Tally::default(), ids: AtomicU64::new(0) })
+    }
+
+    fn number(&self) -> u64 {
+        self.ids.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn request<'a>(&self, prompt: &'a [u32]) -> RouteRequest<'a> {
+        let n = self.number();
+        let constraints = Constraints { excluded_ranks: BTreeSet::from([rank(PASSING.0)]), ..Constraints::default() };
+        let session_id = Some(format!("{}", n % 5).into());
+        let options = RequestOptions { session_id, constraints, ..RequestOptions::default() };
+        RouteRequest { options, ..RouteRequest::new(n.to_string(), Prompt::Tokens(prompt)) }
+    }
+
+    async fn route(&self, router: &Router, prompt: &[u32]) -> Placement {
+        self.tally.returned(router, router.route(self.request(prompt))).await.expect("placed")
+    }
+
+    /// Requests one after the other. Returns the last ones.
+    async fn call(&self, seed: u32) -> Vec<Placement> {
+        let mut held = Vec::new();
+        for n in 0..6 {
+            let placement = self.route(&self.router, &tokens(seed + n % 3, 4)).await;
+            placement.prefill_completed();
+            placement.output_block(Some(0.7)).expect("a share");
+            held.insert(0, placement);
+            held.truncate(2);
+            drop(self.route(&self.peer, &tokens(seed + n, 4)).await);
+        }
+        held
+    }
+
+    /// Requests that wait for busy ranks; one of them is cancelled.
+    async fn wait(&self) {
+        let mut busy = Vec::new();
+        for n in 0..3 {
+            busy.push(self.route(&self.router, &tokens(100 + n, 25)).await);
+        }
+        let prompt = tokens(200, 25);
+        tokio::join!(async { self.route(&self.router, &prompt).await.prefill_completed() }, async {
+            dropped_after(self.router.route(self.request(&prompt)), 2).await;
+            drop(self.router.pending().await); // may be lost
+            tokio::time::sleep(Duration::from_millis(3)).await; // overlaps are queried again
+            busy.clear();
+        });
+    }
+
+    /// The passing worker changes, and is removed at the deadline of a drain. It ends as registered.
+    async fn change_workers(&self) {
+        let (router, n) = (&self.router, self.number());
+        let book = async |id: &str| {
+            let request = AddRequest::new(id, rank(PASSING.0), Prompt::Tokens(&[1]));
+            self.tally.returned(router, router.add_request(request)).await.expect("booked");
+        };
+        let other = WorkerConfig { total_kv_blocks: Some(500 + n as u32), ..engine() };
+        router.upsert_worker(PASSING, other).await.expect("valid");
+        router.cordon_worker(PASSING).await.expect("registered");
+        router.uncordon_worker(PASSING).await.expect("registered");
+        book("first").await;
+        tokio::join!(async { drop(router.drain_worker(PASSING, WAIT_MAX).await) }, async {
+            tokio::task::yield_now().await;
+            router.undrain_worker(PASSING).await.expect("registered");
+        });
+        router.free("first").expect("booked");
+        book("second").await;
+        assert_eq!(router.drain_worker(PASSING, Duration::from_millis(1)).await.expect("registered"), 1);
+        router.upsert_worker(PASSING, engine()).await.expect("valid");
+    }
+
+    /// Events, reports and queries. Lost replies are errors.
+    async fn query(&self) {
+        let (router, prompt) = (&self.router, tokens(3, 6));
+        let query = || RouteRequest::query(Prompt::Tokens(&prompt));
+        for worker in 0..3 {
+            let events = vec![cleared(rank(worker)), stored(rank(worker), &prompt)];
+            router.apply_events(events).await.expect("up");
+        }
+        let _ = router.flush().await;
+        drop(router.dump_events().await);
+        drop(router.overlap_scores(query(), false).await);
+        router.find_best_match(query()).await.expect("a rank");
+        router.explain(query()).await.expect("a rank");
+        router.potential_loads(query()).await.expect("a snapshot");
+        router.record_routing_decision(query(), rank(1)).await.expect("known");
+        router.rank_health().await.expect("up");
+        router.report_outcome(rank(2), Outcome::ConnectFailed);
+        router.report_engine_load(rank(0), EngineReading { running: Some(1), waiting: None, kv_usage: None });
+        let unavailable = BTreeSet::from([rank(1)]);
+        router.set_conditions(RankConditions { unavailable, ..RankConditions::default() }).await.expect("up");
+        router.set_conditions(RankConditions::default()).await.expect("up");
+    }
+
+    /// A load query to a hung rank ends with its timeout. A request that is booked there waits for the end of the hang.
+    async fn time_out(&self) {
+        let router = self.router.clone();
+        let hang = tokio::task::spawn_blocking(move || router.hang(Fault::Sequence(rank(0)))).await.expect("no panic");
+        let prompt = tokens(300, 4);
+        tokio::join!(async { drop(self.route(&self.router, &prompt).await) }, async {
+            tokio::time::sleep(2 * LoadConfig::QUERY_TIMEOUT).await;
+            tokio::task::spawn_blocking(move || drop(hang)).await.expect("no panic");
+        });
+    }
+
+    /// Everything that a router does, at the same time. Returns the placements that are held.
+    async fn load(self: &Arc<Self>) -> Vec<Placement> {
+        let [first, second, third, fourth] = [(); 4].map(|()| Arc::clone(self));
+        let callers =
+            [tokio::spawn(async move { first.call(0).await }), tokio::spawn(async move { second.call(10).await })];
+        let others = [
+            tokio::spawn(async move {
+                third.wait().await;
+                third.change_workers().await;
+            }),
+            tokio::spawn(async move {
+                fourth.query().await;
+                fourth.time_out().await;
+            }),
+        ];
+        let mut held = Vec::new();
+        for caller in callers {
+            held.extend(tokio::time::timeout(WAIT_MAX, caller).await.expect("every call returns").expect("no panic"));
+        }
+        for task in others {
+            tokio::time::timeout(WAIT_MAX, task).await.expect("every call returns").expect("no panic");
+        }
+        held
+    }
+
+    /// One booking per placement, and none after the placements. The loads of the other replica arrive later.
+    async fn assert_booked_once(&self, held: Vec<Placement>) {
+        let requests = async || loads(&self.router).await.iter().map(|load| load.0 as usize).sum::<usize>();
+        let count = held.len();
+        until("one booking per placement", async || requests().await == count && self.router.health().leases == count)
+            .await;
+        drop(held);
+        until("rest", async || loads(&self.router).await.iter().all(|load| *load == (0, 0, 0))).await;
+        assert_eq!((self.router.health().leases, self.peer.health().leases), (0, 0));
+    }
+
+    /// Panics at the next message of a kind, which the load must cause.
+    async fn panic_at(self: &Arc<Self>, fault: Fault, kind: &str, moment: FaultMoment) {
+        let (before, started) = (self.router.health().restarts, Instant::now());
+        self.tally.inject(1);
+        let injected = self.router.inject_at(fault, kind, moment).expect("an actor with this kind");
+        for loads in 0.. {
+            let held = self.load().await;
+            self.assert_booked_once(held).await;
+            if injected.has_begun() {
+                break;
+            }
+            assert!(started.elapsed() < WAIT_MAX, "the load causes no {kind} at {fault:?}");
+            if loads > 2 {
+                tokio::time::sleep(Duration::from_millis(100)).await; // for a message of a timer
+            }
+        }
+        let is_released = kind == "Retire"; // a sequence actor that dies on its removal has no successor
+        until("restart", async || is_released || self.router.health().restarts > before).await;
+    }
+}
+
+async fn panics_at(faults: &[Fault], kinds: impl Fn(&str) -> bool, config: RouterConfig, row: &str) {
+    suppress_fault_reports();
+    let world = World::start(config).await;
+    for fault in faults {
+        for (kind, moment) in panics_of(*fault).into_iter().filter(|(kind, _)| kinds(kind)) {
+            world.panic_at(*fault, kind, moment).await;
+        }
+    }
+    assert_unharmed(&world.router).await;
+    assert_permits_are_free(&world.router).await;
+    world.tally.print(row);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn scheduler_panics_at_every_kind_of_message() {
+    panics_at(&[Fault::Scheduler], |_| true, with_queue(), "scheduler, each kind of message").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shard_panics_at_every_kind_of_message() {
+    let elsewhere = |kind: &str| OF_READERS.contains(&kind) || OF_MODELLED_CACHES.contains(&kind);
+    let shard = [Fault::Radix(rank(PASSING.0))];
+    panics_at(&shard, |kind| !elsewhere(kind), with_queue(), "shard, each kind of message").await;
+    let row = "shard with modelled caches, each kind of message";
+    panics_at(&shard, |kind| OF_MODELLED_CACHES.contains(&kind), with_modelled_caches(), row).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sequence_actor_panics_at_every_kind_of_message() {
+    let is_of_requests = |kind: &str| matches!(kind, "Load" | "Book" | "Reconcile");
+    panics_at(&[Fault::Sequence(rank(0))], is_of_requests, with_queue(), "sequence actor, each kind of message").await;
+    let row = "sequence actor, each kind of message of drains and removals";
+    panics_at(&[Fault::Sequence(rank(PASSING.0))], |kind| !is_of_requests(kind), with_queue(), row).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn health_actors_panic_at_every_kind_of_message() {
+    let (faults, row) = ([Fault::Health, Fault::EngineLoads], "health and engine load actors, each kind of message");
+    panics_at(&faults, |kind| kind != "Probed", with_queue(), row).await;
+    panics_at(&faults[..1], |kind| kind == "Probed", with_probes(), "health actor, results of probes").await;
+}
