@@ -297,7 +297,6 @@ impl<S: ActorState> Strand<S> {
     }
 
     #[cfg(not(feature = "faults"))]
-    #[expect(clippy::unused_self, reason = "as with the feature `faults`")]
     fn step(&self, state: &mut S, msg: S::Msg) -> Option<S::Deferred> {
         state.step(msg)
     }

@@ -19,7 +19,8 @@
 //! decision or release is an error: unknown ranks, generations and bookings are ignored.
 //!
 //! Cost per routed prompt: its comparison with the existing entries and one step per run, none per block. An event
-//! checks each entry of its rank only; with more than 64 entries, only some events do. The module has no clock; [`SpeculativePrompts::expire`] removes expired entries.
+//! checks each entry of its rank only; with more than 64 entries, only some events do. The module has no clock;
+//! [`SpeculativePrompts::expire`] removes expired entries.
 //!
 //! Limits: the model of an engine is inexact. The engine's prefix cache may evict by other rules, and output blocks
 //! never match, although the next turn of a conversation starts with them.
