@@ -287,8 +287,8 @@ impl SpeedCell {
     #[must_use]
     pub fn bias_at(&self, now: Timestamp) -> PredictionBias {
         let [ttft, itl] = std::array::from_fn(|which| {
+            let Some(factor) = self.bias()[which] else { return 1.0 };
             let weight = Self::weight(self.bias_at[which].load(Ordering::Relaxed), now);
-            let factor = self.bias()[which].unwrap_or(1.0);
             if weight >= 1.0 { factor } else { factor.powf(weight) }
         });
         PredictionBias { ttft, itl }

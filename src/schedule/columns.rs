@@ -83,6 +83,9 @@ impl RankColumns {
         let is_unknown = u64::from(!rank.is_settled());
         self.unknown[word] = self.unknown[word] & !(1 << bit) | is_unknown << bit;
         let sketch = rank.sketch();
+        if sketch == self.sketches[position] {
+            return;
+        }
         let before = std::mem::replace(&mut self.sketches[position], sketch);
         for (level, (new, old)) in sketch.to_words().into_iter().zip(before.to_words()).enumerate() {
             let mut changed = new ^ old;

@@ -93,7 +93,8 @@ impl<T> Schedule<T> {
                 projected.take_worst();
             }
             let factor = eligibility.factor(known.position);
-            known.bounds = self.latency_bounds(&cost, &case, rank, overlaps[known.position], &projected).times(factor);
+            known.facts = self.latency_facts(case.pending, rank, overlaps[known.position], &projected);
+            known.bounds = self.latency_bounds(&cost, &case, rank, &projected, &known.facts).times(factor);
         }
         let after = contenders.least_hi();
         if after > before {
@@ -273,8 +274,9 @@ impl<T> Schedule<T> {
             projected.take_worst();
         }
         let overlap: TierOverlap = overlaps[position];
-        let bounds = self.latency_bounds(cost, &case, rank, overlap, &projected).times(eligibility.factor(position));
-        contenders.found.push(Contender { position, bounds });
+        let facts = self.latency_facts(case.pending, rank, overlap, &projected);
+        let bounds = self.latency_bounds(cost, &case, rank, &projected, &facts).times(eligibility.factor(position));
+        contenders.found.push(Contender { position, bounds, facts });
         bounds.hi
     }
 }

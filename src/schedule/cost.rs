@@ -113,7 +113,10 @@ impl<T> Schedule<T> {
     ) -> Bounds {
         match cost {
             Cost::Kv(cost) => self.kv_bounds(cost, case.pending, overlap, projected),
-            Cost::Latency(cost) => self.latency_bounds(cost, case, rank, overlap, projected),
+            Cost::Latency(cost) => {
+                let facts = self.latency_facts(case.pending, rank, overlap, projected);
+                self.latency_bounds(cost, case, rank, projected, &facts)
+            }
         }
     }
 
@@ -129,24 +132,24 @@ impl<T> Schedule<T> {
         cost.bounds(&facts, projected.potential_blocks, projected.prefill_tokens)
     }
 
+    /// Bounds of the cost of a rank with these `facts`, which are those of its upper bounds.
     #[inline]
     pub(super) fn latency_bounds<V: LoadView>(
         &self,
         cost: &LatencyCost,
         case: &Case<'_, T, V>,
         rank: &Rank,
-        overlap: TierOverlap,
         projected: &Projected,
+        facts: &LatencyFacts,
     ) -> Bounds {
         let Case { pending, candidate, .. } = *case;
-        let facts = self.latency_facts(pending, rank, overlap, projected);
         if projected.potential_blocks.0 == projected.potential_blocks.1 {
-            return Bounds::exactly(cost.cost(&facts));
+            return Bounds::exactly(cost.cost(facts));
         }
         let (_, shared_blocks) = projected.shared_blocks(candidate.block_count);
         let credits_shared = self.credits_cache(pending) && !rank.is_overdue();
         let shared_tokens = if credits_shared { self.tokens(pending.awaited_blocks(shared_blocks)) } else { 0 };
-        cost.bounds(&facts, shared_tokens, projected.potential_blocks.0)
+        cost.bounds(facts, shared_tokens, projected.potential_blocks.0)
     }
 
     /// Cost compared by the policy, with the parameters of the request.

@@ -20,16 +20,15 @@ impl<T> Schedule<T> {
         let weights = self.settings.cost.tier_weights;
         let overlap_tokens = overlap.cached_tokens(weights, self.settings.cost.block_size);
         let is_latency = self.settings.policy == Policy::Latency;
-        let projected = (is_latency || self.targets_of(pending).is_some()).then(|| rank.project(candidate));
-        let known = match &projected {
-            Some(projected) if is_latency => self.expected_cached_tokens(pending, rank, overlap, projected),
-            Some(_) | None => overlap_tokens,
-        };
-        let predicted = projected.map(|projected| {
-            let known = self.scratch.as_deref().and_then(|scratch| scratch.contenders.cost_of(pending.number));
-            let cost = known.unwrap_or_else(|| self.latency_cost_of(pending));
-            self.predict(&cost, case, rank, overlap, &projected)
+        let evaluated = (is_latency || self.targets_of(pending).is_some()).then(|| {
+            let contenders = self.scratch.as_deref().map(|scratch| &scratch.contenders);
+            contenders.and_then(|contenders| contenders.evaluated(pending.number, position)).unwrap_or_else(|| {
+                let facts = self.latency_facts(pending, rank, overlap, &rank.project(candidate));
+                (self.latency_cost_of(pending), facts)
+            })
         });
+        let predicted = evaluated.map(|(cost, facts)| self.predict(&cost, loads, rank, &facts));
+        let known = evaluated.filter(|_| is_latency).map_or(overlap_tokens, |(_, facts)| facts.cached_tokens);
         let LatencyPrediction { ttft_seconds, itl_seconds } =
             predicted.map(|predicted| predicted.latency).unwrap_or_default();
         let (cached_tokens, expected_duration) = match request.target {
@@ -39,15 +38,14 @@ impl<T> Schedule<T> {
             Target::Any => (known, None),
         };
         let is_reported = !request.options.as_ref().is_some_and(|options| options.not_streamed);
+        let assumed_duration = || {
+            let speed = evaluated.map_or_else(|| self.speed_of(loads, rank), |(_, facts)| facts.speed);
+            let work_tokens = work_tokens(request.prompt_tokens.saturating_sub(cached_tokens), cached_tokens);
+            duration(speed.prefill(work_tokens))
+        };
         let expected_duration = expected_duration
-            .or_else(|| self.expected_duration(loads, rank, request.prompt_tokens, cached_tokens))
-            .or_else(|| {
-                if is_reported {
-                    None
-                } else {
-                    self.assumed_duration(loads, rank, request.prompt_tokens, cached_tokens)
-                }
-            });
+            .or_else(|| self.expected_duration(loads, rank, request.prompt_tokens, cached_tokens, assumed_duration))
+            .or_else(|| (!is_reported).then(assumed_duration));
         let track = self.tracks_prefill(pending);
         // Eligibility belongs to this request if its rank was chosen; for a rank named by the embedder no other rank
         // counts.
@@ -80,12 +78,14 @@ impl<T> Schedule<T> {
     }
 
     /// Expected duration of the uncached prefill on the rank, from the embedder's estimator or the learned speed.
+    /// `assumed_duration` also applies before any learning.
     fn expected_duration<V: LoadView>(
         &self,
         loads: &V,
         rank: &Rank,
         prompt_tokens: u32,
         cached_tokens: u32,
+        assumed_duration: impl FnOnce() -> Duration,
     ) -> Option<Duration> {
         let new_tokens = prompt_tokens.saturating_sub(cached_tokens);
         if let Some(estimator) = &self.extensions.estimator {
@@ -101,20 +101,8 @@ impl<T> Schedule<T> {
         }
         // A policy in seconds must not treat an unknown wait as zero.
         if self.settings.policy == Policy::Latency {
-            return self.assumed_duration(loads, rank, prompt_tokens, cached_tokens);
+            return Some(assumed_duration());
         }
         loads.speed(rank.slot()).prefill_time(work_tokens(new_tokens, cached_tokens))
-    }
-
-    /// The same with the assumed speed of the rank before any learning.
-    fn assumed_duration<V: LoadView>(
-        &self,
-        loads: &V,
-        rank: &Rank,
-        prompt_tokens: u32,
-        cached_tokens: u32,
-    ) -> Option<Duration> {
-        let work_tokens = work_tokens(prompt_tokens.saturating_sub(cached_tokens), cached_tokens);
-        Duration::try_from_secs_f64(self.speed_of(loads, rank).prefill(work_tokens)).ok()
     }
 }

@@ -67,8 +67,10 @@ impl<T> Schedule<T> {
                 cached_tokens: scratch.overlaps[position].cached_tokens(weights, block_size),
                 cost_terms: terms,
                 latency_terms,
-                prediction: predictions
-                    .map(|cost| self.predict(&cost, case, rank, scratch.overlaps[position], &projected).latency),
+                prediction: predictions.map(|cost| {
+                    let facts = self.latency_facts(pending, rank, scratch.overlaps[position], &projected);
+                    self.predict(&cost, loads, rank, &facts).latency
+                }),
                 cost_min: bounds.lo * factor + added_cost,
                 cost_max: bounds.hi * factor + added_cost,
             }

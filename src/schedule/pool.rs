@@ -65,8 +65,11 @@ impl Arrivals {
     pub(super) fn rate(&self, now: Timestamp) -> PlacementRate {
         let Some(since) = self.since else { return PlacementRate::default() };
         let seconds = WINDOW.as_secs_f64() * (1.0 - weight_after(now.since(since)));
-        let rate = |sum: f64| sum * weight_after(now.since(self.at)) / seconds.max(SECONDS_MIN);
-        PlacementRate { placements_per_second: rate(self.count), work_per_second: rate(self.prefill_seconds) }
+        let per_second = weight_after(now.since(self.at)) / seconds.max(SECONDS_MIN);
+        PlacementRate {
+            placements_per_second: self.count * per_second,
+            work_per_second: self.prefill_seconds * per_second,
+        }
     }
 }
 

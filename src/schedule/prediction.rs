@@ -51,7 +51,8 @@ impl fmt::Display for TargetsMissed {
     }
 }
 
-/// A prediction as a duration; one that no duration holds is the longest one.
+/// A prediction as a duration, of at most 584 years.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the cast saturates")]
 pub(super) fn duration(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
+    Duration::from_nanos((seconds * 1e9) as u64)
 }

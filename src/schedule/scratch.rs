@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 use super::eligible::Eligibility;
-use crate::policy::{Bounds, Lanes, LatencyCost, WorkGroup};
+use crate::policy::{Bounds, Lanes, LatencyCost, LatencyFacts, WorkGroup};
 use crate::protocol::Slot;
 use crate::select::TierOverlap;
 
@@ -51,12 +51,15 @@ pub(super) struct Contenders {
 pub(super) struct Contender {
     pub(super) position: usize,
     pub(super) bounds: Bounds,
+    /// The facts of the upper bound.
+    pub(super) facts: LatencyFacts,
 }
 
 impl Contenders {
-    /// The cost of a request, if these are its contenders.
-    pub(super) fn cost_of(&self, request: u64) -> Option<LatencyCost> {
-        self.cost.filter(|(number, _)| *number == request).map(|(_, cost)| cost)
+    /// The cost of a request and the facts of the rank at `position`, if that is one of the request's contenders.
+    pub(super) fn evaluated(&self, request: u64, position: usize) -> Option<(LatencyCost, LatencyFacts)> {
+        let (_, cost) = self.cost.filter(|(number, _)| *number == request)?;
+        self.found.iter().find(|known| known.position == position).map(|known| (cost, known.facts))
     }
 
     /// Lowest upper bound.

@@ -100,7 +100,10 @@ impl<T> Schedule<T> {
         let (rank, request) = (&self.ranks.as_slice()[position], &case.pending.request);
         let overlap = overlap_on(&request.overlaps, rank);
         let kv = &self.settings.cost;
-        let predicted = cost.map(|cost| self.predict(cost, case, rank, overlap, &rank.project(case.candidate)).latency);
+        let predicted = cost.map(|cost| {
+            let facts = self.latency_facts(case.pending, rank, overlap, &rank.project(case.candidate));
+            self.predict(cost, case.loads, rank, &facts).latency
+        });
         AppraisedRank {
             rank: Some(rank.rank),
             cached_tokens: overlap.cached_tokens(kv.tier_weights, kv.block_size).min(request.prompt_tokens),

@@ -9,14 +9,14 @@ use std::time::Duration;
 use super::eligible::Eligibility;
 use super::pending::Case;
 use super::prediction::{LatencyPrediction, MissedTarget, TargetsMissed, duration};
-use super::rank::{Projected, Rank};
+use super::rank::Rank;
 use super::scratch::Scratch;
 use super::{LoadView, PendingRequest, ResolvedTargets, Schedule};
 use crate::config::PoolRole;
 use crate::load::PredictionBias;
-use crate::policy::LatencyCost;
+use crate::policy::{LatencyCost, LatencyFacts};
 use crate::protocol::Timestamp;
-use crate::select::{Filter, TierOverlap};
+use crate::select::Filter;
 
 impl ResolvedTargets {
     /// Time since the request arrived; zero without a target of the time to first token.
@@ -42,7 +42,7 @@ pub(super) struct Predicted {
     /// With the correction.
     pub(super) latency: LatencyPrediction,
     /// Part of the time to first token that earlier prefills take.
-    wait: Duration,
+    wait_seconds: f64,
     /// The correction.
     pub(super) bias: PredictionBias,
 }
@@ -59,7 +59,7 @@ struct Compared {
 
 impl Compared {
     fn new(targets: &ResolvedTargets, predicted: &Predicted, now: Timestamp) -> Self {
-        let Predicted { latency, wait, .. } = *predicted;
+        let Predicted { latency, wait_seconds, .. } = *predicted;
         let missed =
             |predicted: Duration, target: Duration| (predicted > target).then_some(MissedTarget { predicted, target });
         let ttft = targets.ttft.zip(latency.ttft_seconds);
@@ -67,7 +67,7 @@ impl Compared {
             ttft.and_then(|(target, seconds)| missed(targets.waited(now).saturating_add(duration(seconds)), target));
         let itl = targets.itl.zip(latency.itl_seconds);
         let itl = itl.and_then(|(target, seconds)| missed(duration(seconds), target));
-        Self { ttft, itl, ttft_seconds: latency.ttft_seconds.unwrap_or(0.0), wait }
+        Self { ttft, itl, ttft_seconds: latency.ttft_seconds.unwrap_or(0.0), wait: duration(wait_seconds) }
     }
 
     /// Number of missed targets.
@@ -146,28 +146,27 @@ impl<T> Schedule<T> {
         included
             .map(|(position, rank)| {
                 let projected = rank.project(case.candidate);
-                let predicted = self.predict(&cost, case, rank, scratch.overlaps[position], &projected);
+                let facts = self.latency_facts(case.pending, rank, scratch.overlaps[position], &projected);
+                let predicted = self.predict(&cost, case.loads, rank, &facts);
                 (position, Compared::new(targets, &predicted, self.now))
             })
             .collect()
     }
 
-    /// Predicted latency of a request on a rank.
+    /// Predicted latency of a request on a rank with these `facts`.
     pub(super) fn predict<V: LoadView>(
         &self,
         cost: &LatencyCost,
-        case: Case<'_, T, V>,
+        loads: &V,
         rank: &Rank,
-        overlap: TierOverlap,
-        projected: &Projected,
+        facts: &LatencyFacts,
     ) -> Predicted {
-        let facts = self.latency_facts(case.pending, rank, overlap, projected);
-        let bias = case.loads.prediction_bias(rank.slot(), self.now);
+        let bias = loads.prediction_bias(rank.slot(), self.now);
         let decodes = self.settings.role != PoolRole::Prefill;
         let latency = LatencyPrediction {
-            ttft_seconds: cost.track_prefill_tokens.then(|| bias.ttft * cost.terms(&facts).ttft_seconds),
-            itl_seconds: decodes.then(|| bias.itl * cost.itl_seconds(&facts)),
+            ttft_seconds: cost.track_prefill_tokens.then(|| bias.ttft * cost.terms(facts).ttft_seconds),
+            itl_seconds: decodes.then(|| bias.itl * cost.itl_seconds(facts)),
         };
-        Predicted { latency, wait: duration(bias.ttft * facts.wait_seconds), bias }
+        Predicted { latency, wait_seconds: bias.ttft * facts.wait_seconds, bias }
     }
 }
