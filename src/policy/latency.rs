@@ -12,12 +12,13 @@
 //! room     = output · step · min(1, missing / total_blocks)          wait until ended requests release enough blocks
 //! ttft     = wait + room + prefill + step
 //! stall    = prefill · requests
-//! later    = A · prefill · (wait + prefill / 2)                      A = 2 · arrivals / (1 − utilization)
+//! later    = A · prefill · min(wait + prefill / 2, longest)          A = 2 · arrivals / (1 − utilization)
 //! decode   = output · (step + own_step)
 //! slowdown = output · own_step · requests
 //! displace = P · reuse · prefill, if the cache is full               P = 3 + mean requests + A · mean wait
 //! copy     = min(P · copied, 2 · copied + its part of stall and later)
 //! cost     = 3 · ttft + stall + later + D · (decode + slowdown) + displace − copy
+//! longest  = 2 · mean wait + mean prefill                            of the pool
 //! D        = max(1 / (1 − utilization), min(mean step / step_seconds, 2))
 //! ```
 //!
@@ -27,7 +28,9 @@
 //! - *stall*: engines prefill within decode steps, so each active request on the rank stalls for that time.
 //! - *later*: requests that arrive before the queue is empty wait for its prefill. `A` is the number of such requests per
 //!   second of queue, from the pool's arrivals per rank and the share of time that ranks prefill. Arrivals beyond a
-//!   utilization of 0.9 by the learned speeds do not count.
+//!   utilization of 0.9 by the learned speeds do not count. Nor do arrivals behind a queue of more than `longest` seconds:
+//!   they have shorter queues elsewhere. Otherwise a long prompt on an idle rank would cost more than any pile of requests
+//!   on the rank that has it cached.
 //! - *decode*, *slowdown*: its own output at the step time of the rank, and the additional time of the other requests'
 //!   steps during that output. The price `D` is 1 on an idle pool. Prefills between the steps stretch a second of decode
 //!   to `1 / (1 − utilization)` seconds. Where steps are long rather than interrupted, a request that decodes longer slows
@@ -58,6 +61,9 @@ const DECODE_UTILIZATION_MAX: f64 = 0.8;
 
 /// Upper limit of the utilization in the cost of later arrivals, which is infinite at 1.
 const UTILIZATION_MAX: f64 = 0.9;
+
+/// Multiple of the pool's mean wait behind which no requests arrive. Measured: docs/policies.md has other values.
+const QUEUE_FACTOR: f64 = 2.0;
 
 /// Share of the cache that requests fill before others wait for blocks.
 const FILL_MAX: f64 = 0.95;
@@ -130,6 +136,8 @@ pub struct PoolLoad {
 pub struct WorkPrices {
     /// Seconds by which later arrivals are delayed, per second of work and second of queue.
     pub later: f64,
+    /// Longest queue behind which requests still arrive, in seconds.
+    pub queue_seconds_max: f64,
     /// Cost of a second of work on an average rank.
     pub mean: f64,
     /// Cost of a second of decode time.
@@ -137,6 +145,11 @@ pub struct WorkPrices {
 }
 
 impl WorkPrices {
+    /// Total delay of later arrivals, in seconds, by `work_seconds` of work behind a queue of `wait_seconds`.
+    fn queue_delay(&self, wait_seconds: f64, work_seconds: f64) -> f64 {
+        self.later * work_seconds * (wait_seconds + work_seconds / 2.0).min(self.queue_seconds_max)
+    }
+
     /// Prices at this load.
     ///
     /// ```
@@ -145,7 +158,8 @@ impl WorkPrices {
     /// let load = PoolLoad {
     ///     arrivals_per_second: 4.0, utilization: 0.5, requests: 10.0, wait_seconds: 0.1, step_ratio: 1.5,
     /// };
-    /// assert_eq!(WorkPrices::of(&load), WorkPrices { later: 16.0, mean: 3.0 + 10.0 + 1.6, decode: 2.0 });
+    /// let prices = WorkPrices { later: 16.0, queue_seconds_max: 0.2 + 0.125, mean: 3.0 + 10.0 + 1.6, decode: 2.0 };
+    /// assert_eq!(WorkPrices::of(&load), prices);
     /// ```
     #[must_use]
     pub fn of(load: &PoolLoad) -> Self {
@@ -153,8 +167,11 @@ impl WorkPrices {
         let served = load.arrivals_per_second * (UTILIZATION_MAX / load.utilization).min(1.0);
         let later = 2.0 * served / (1.0 - load.utilization.min(UTILIZATION_MAX));
         let stretch = (1.0 - load.utilization.min(DECODE_UTILIZATION_MAX)).recip();
+        let mean_work_seconds =
+            if load.arrivals_per_second > 0.0 { load.utilization / load.arrivals_per_second } else { 0.0 };
         Self {
             later,
+            queue_seconds_max: QUEUE_FACTOR * load.wait_seconds + mean_work_seconds,
             mean: work_price(later, load.requests, load.wait_seconds),
             decode: load.step_ratio.clamp(1.0, STEP_PRICE_MAX).max(stretch),
         }
@@ -301,16 +318,18 @@ impl LatencyCost {
         let step_seconds = speed.step(requests, count(facts.read_blocks));
         let own_step_seconds = self.own_step_seconds(facts.prompt_tokens, speed);
         let kv_wait_seconds = self.kv_wait_seconds(facts, step_seconds);
-        let own_price = work_price(prices.later, requests, wait_seconds + (prefill_seconds + rest_seconds) / 2.0);
+        let queue_delay_seconds = prices.queue_delay(wait_seconds, prefill_seconds);
+        let copy_seconds = (TTFT_WEIGHT - 1.0 + requests) * copied_seconds + queue_delay_seconds
+            - prices.queue_delay(wait_seconds, rest_seconds);
         LatencyTerms {
             ttft_seconds: wait_seconds + kv_wait_seconds + prefill_seconds + step_seconds,
             kv_wait_seconds,
             stall_seconds: prefill_seconds * requests,
-            queue_delay_seconds: prices.later * prefill_seconds * (wait_seconds + prefill_seconds / 2.0),
+            queue_delay_seconds,
             decode_seconds: self.output_tokens * (step_seconds + own_step_seconds),
             slowdown_seconds: self.output_tokens * own_step_seconds * requests,
             eviction_seconds: if facts.is_full { prices.mean * self.reuse * prefill_seconds } else { 0.0 },
-            replication_seconds: prices.mean.min(own_price - 1.0) * copied_seconds,
+            replication_seconds: copy_seconds.min(prices.mean * copied_seconds),
             decode_price: prices.decode,
         }
     }
@@ -368,7 +387,7 @@ mod tests {
         output_tokens: 200.0,
         common_tokens: 0,
         reuse: 0.1,
-        prices: WorkPrices { later: 8.0, mean: 20.0, decode: 2.0 },
+        prices: WorkPrices { later: 8.0, queue_seconds_max: 10.0, mean: 20.0, decode: 2.0 },
     };
 
     /// 25,000 work tokens per second, and step times of the prior.
@@ -455,7 +474,7 @@ mod tests {
     fn a_common_prefix_is_copied_to_an_idle_rank() {
         let cold = LatencyFacts { prompt_tokens: 7_000, ..facts() };
         let warm = LatencyFacts { cached_tokens: 3_500, requests: 1, read_blocks: 110, ..cold };
-        let prices = WorkPrices { later: 0.5, mean: 4.0, decode: 2.0 };
+        let prices = WorkPrices { later: 0.5, queue_seconds_max: 10.0, mean: 4.0, decode: 2.0 };
         let of = |common_tokens| LatencyCost { common_tokens, output_tokens: 100.0, prices, ..COST };
         assert!(of(0).cost(&cold) > of(0).cost(&warm), "a session's own prefix is followed");
         assert!(of(3_500).cost(&cold) < of(3_500).cost(&warm), "a common one is copied");
@@ -463,6 +482,33 @@ mod tests {
         let [prefix, all] =
             [3_500.0 * (1.0 + 1_750.0 / 33_000.0), 7_000.0 * (1.0 + 3_500.0 / 33_000.0)].map(|work| work / 25_000.0);
         close(copied.replication_seconds, (2.0 + 0.5 * (all + all - prefix) / 2.0) * prefix);
+    }
+
+    /// A burst of requests for a document of 40,000 tokens, cached on one rank. Without the limit of the queue, the prefill
+    /// of a copy costs more than 100 requests on that rank.
+    #[test]
+    fn a_burst_for_one_document_leaves_the_rank_that_has_it() {
+        let load = PoolLoad {
+            arrivals_per_second: 40.0,
+            utilization: 2.0,
+            requests: 5.0,
+            wait_seconds: 0.01,
+            step_ratio: 2.0,
+        };
+        let burst = LatencyCost { prices: WorkPrices::of(&load), ..COST };
+        let cold = LatencyFacts { prompt_tokens: 40_000, is_full: false, ..facts() };
+        let warm = |requests: u32| LatencyFacts {
+            cached_tokens: 39_000,
+            wait_seconds: 0.1 * f64::from(requests),
+            requests,
+            read_blocks: u64::from(requests) * 625,
+            ..cold
+        };
+        assert!(burst.cost(&warm(3)) < burst.cost(&cold));
+        assert!(burst.cost(&warm(100)) > burst.cost(&cold));
+        let unlimited = WorkPrices { queue_seconds_max: f64::INFINITY, ..burst.prices };
+        let unlimited = LatencyCost { prices: unlimited, ..burst };
+        assert!(unlimited.cost(&warm(100)) < unlimited.cost(&cold));
     }
 
     /// A rank of half the speed is chosen only if the fast one is busy enough.

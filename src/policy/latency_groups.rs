@@ -60,6 +60,7 @@ pub(crate) struct WorkGroup {
 pub(crate) struct GroupCost {
     now: f32,
     later: f32,
+    queue_max: f32,
     step: f32,
     slowdown: f32,
     displace: f32,
@@ -74,6 +75,7 @@ impl GroupCost {
         Self {
             now: now_seconds as f32,
             later: cost.prices.later as f32,
+            queue_max: cost.prices.queue_seconds_max as f32,
             step: (TTFT_WEIGHT + cost.prices.decode * cost.output_tokens) as f32,
             slowdown: (cost.prices.decode * cost.output_tokens * own_step_seconds) as f32,
             displace: (cost.prices.mean * cost.reuse) as f32,
@@ -98,22 +100,29 @@ impl GroupCost {
             let wait = greater(loads.idle_at[lane] - self.now, 0.0);
             let rest = work.rest[lane] * loads.token_seconds[lane];
             let copied = work.copied[lane] * loads.token_seconds[lane];
-            let price = TTFT + loads.requests[lane] + self.later * wait;
+            let price = TTFT + loads.requests[lane];
             let displace = self.displace * loads.full[lane];
-            // The price of the copied part after the credit for the copy, which is at most the mean price.
-            let copied_price = greater(price + self.later * (rest + copied / 2.0) - self.mean_price, 1.0);
+            let queue = |work: f32| self.later * work * lesser(wait + work / 2.0, self.queue_max);
             bounds[lane] = MARGIN
                 * (TTFT * wait
                     + self.step * loads.step_seconds[lane]
                     + self.slowdown * (1.0 + loads.requests[lane])
-                    + rest * (price + displace + self.later / 2.0 * rest));
+                    + rest * (price + displace)
+                    + queue(rest));
             if COPIES {
-                bounds[lane] += MARGIN * copied * (copied_price + displace);
+                // The price of the copied part after the credit for the copy, which is at most the mean price.
+                let more = (price - self.mean_price) * copied + queue(rest + copied) - queue(rest);
+                bounds[lane] += MARGIN * (greater(more, copied) + displace * copied);
             }
         }
         let least = bounds.iter().fold(f32::INFINITY, |least, bound| if *bound < least { *bound } else { least });
         (bounds, least)
     }
+}
+
+/// The lesser of two numbers, neither NaN: one instruction.
+fn lesser(a: f32, b: f32) -> f32 {
+    if a < b { a } else { b }
 }
 
 /// The greater of two numbers, neither NaN: one instruction.
