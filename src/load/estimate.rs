@@ -55,6 +55,9 @@ impl<F: Fn(&PrefillFacts) -> Option<Duration> + Send + Sync> PrefillEstimator fo
 /// up. Any constant rate within the bounds is learned to 5 % within 256 samples; common rates, from 1,000 to 100,000
 /// tokens per second, within 128.
 ///
+/// The step that computes the end of a prompt also decodes a token of each running request, so its duration without the
+/// prompt does not count. With 250 long requests it is 0.1 s, six times the prefill of 400 tokens beside it.
+///
 /// Prefills of fewer than 256 tokens are ignored, because fixed costs dominate them. Engines complete prompts computed
 /// together at the same moment; therefore completions less than 5 ms apart are merged, with their tokens and time, into
 /// one sample. A single number cannot represent that long prompts take more time per token: the rate is valid for the
@@ -68,7 +71,7 @@ impl<F: Fn(&PrefillFacts) -> Option<Duration> + Send + Sync> PrefillEstimator fo
 /// assert_eq!(rate.tokens_per_second(), LearnedRate::PRIOR);
 /// for second in 0..60 {
 ///     let booked = Timestamp(second * 1_000_000_000);
-///     rate.observe(20_000, booked, booked + std::time::Duration::from_secs(1)); // 20,000 tokens a second
+///     rate.observe(20_000, booked, booked + std::time::Duration::from_secs(1), 0.0); // 20,000 tokens a second
 /// }
 /// assert!((rate.tokens_per_second() - 20_000.0).abs() < 1_000.0);
 /// assert!((rate.estimate(10_000).as_secs_f64() - 0.5).abs() < 0.025);
@@ -95,6 +98,9 @@ const SHARE_MIN: f64 = 0.042_396_4;
 
 /// Maximum factor between a sample and the average; samples beyond it are clamped.
 const REACH: f64 = 4.0;
+
+/// Minimum share of a sample's time that is its prefill, because step times are estimates.
+const PREFILL_SHARE_MIN: f64 = 0.2;
 
 /// Minimum time of a sample; shorter ones are merged with the next. Completions are reported with an accuracy of a few
 /// milliseconds.
@@ -139,8 +145,9 @@ impl LearnedRate {
         Self { completed, pending, ..Self::from_prior(tokens_per_second) }
     }
 
-    /// Learns from a prefill of `tokens` computed tokens. Returns whether the rate changed.
-    pub fn observe(&mut self, tokens: u32, booked: Timestamp, completed: Timestamp) -> bool {
+    /// Learns from a prefill of `tokens` computed tokens, on a rank whose decode steps take `step_seconds`. Returns whether
+    /// the rate changed.
+    pub fn observe(&mut self, tokens: u32, booked: Timestamp, completed: Timestamp, step_seconds: f64) -> bool {
         if tokens < Self::TOKENS_MIN {
             return false; // it may have been computed beside a long one, so its completion is no information
         }
@@ -151,7 +158,8 @@ impl LearnedRate {
         let taken = self.pending.time >= TIME_MIN;
         if taken {
             let Work { tokens, time } = std::mem::take(&mut self.pending);
-            self.sample(time.as_secs_f64() / tokens as f64);
+            let seconds = time.as_secs_f64();
+            self.sample((seconds - step_seconds).max(seconds * PREFILL_SHARE_MIN) / tokens as f64);
         }
         taken
     }
@@ -228,7 +236,7 @@ mod tests {
                 let seconds = f64::from(self.tokens) * f64::from(self.together) / self.tokens_per_second;
                 self.now = booked + Duration::from_secs_f64(seconds);
                 for _ in 0..self.together {
-                    rate.observe(self.tokens, booked, self.now);
+                    rate.observe(self.tokens, booked, self.now, 0.0);
                     rate.check_invariants();
                 }
             }
@@ -280,7 +288,7 @@ mod tests {
         for samples in 4..20 {
             engine.teach(&mut rate, samples * 50);
             let paused_for_an_hour = Duration::from_secs(3600);
-            rate.observe(4096, engine.now, engine.now + paused_for_an_hour);
+            rate.observe(4096, engine.now, engine.now + paused_for_an_hour, 0.0);
             engine.now = engine.now + paused_for_an_hour;
             assert!(off(&rate, 20_000.0) < 0.15, "{}", rate.tokens_per_second());
         }
@@ -290,20 +298,36 @@ mod tests {
     fn zero_and_negative_durations_are_ignored() {
         let mut rate = LearnedRate::default();
         for n in 0..100 {
-            assert!(!rate.observe(4096, Timestamp(1_000_000_000), Timestamp(1_000_000_000 - n)));
+            assert!(!rate.observe(4096, Timestamp(1_000_000_000), Timestamp(1_000_000_000 - n), 0.0));
             rate.check_invariants();
         }
         assert_eq!((rate.samples(), rate.tokens_per_second()), (0, LearnedRate::PRIOR));
         let second = Duration::from_secs(1);
-        assert!(rate.observe(4096, Timestamp(1_000_000_000), Timestamp(1_000_000_000) + second));
+        assert!(rate.observe(4096, Timestamp(1_000_000_000), Timestamp(1_000_000_000) + second, 0.0));
         assert!(off(&rate, LearnedRate::PRIOR) < 0.2, "{}: one sample", rate.tokens_per_second());
     }
 
     #[test]
     fn short_prefills_are_ignored() {
         let mut rate = LearnedRate::default();
-        assert!(!rate.observe(LearnedRate::TOKENS_MIN - 1, Timestamp(0), Timestamp(9_000_000_000)));
+        assert!(!rate.observe(LearnedRate::TOKENS_MIN - 1, Timestamp(0), Timestamp(9_000_000_000), 0.0));
         assert_eq!(rate, LearnedRate::default());
+    }
+
+    /// 1,000 tokens at 25,000 tokens per second in steps of 0.1 s.
+    #[test]
+    fn the_decode_step_beside_a_prefill_does_not_count() {
+        let learned = |step_seconds: f64| {
+            let mut rate = LearnedRate::default();
+            for second in 0..256 {
+                let booked = Timestamp(second * 1_000_000_000);
+                rate.observe(1_000, booked, booked + Duration::from_millis(140), step_seconds);
+            }
+            rate
+        };
+        assert!(off(&learned(0.1), 25_000.0) < 0.05);
+        assert!(off(&learned(0.0), 7_143.0) < 0.05, "three and a half times too slow");
+        assert!(off(&learned(9.0), 5.0 * 7_143.0) < 0.05, "a wrong step time cannot make it arbitrarily fast");
     }
 
     proptest! {
@@ -323,12 +347,13 @@ mod tests {
         #[test]
         fn rate_change_per_observation_is_bounded(
             observations in prop::collection::vec((any::<u32>(), any::<u64>(), any::<u64>(), 0..70u32), 1..200),
+            step_seconds in 0.0..10.0,
         ) {
             let mut rate = LearnedRate::default();
             for (tokens, booked, completed, shift) in observations {
                 let before = rate;
                 let (booked, completed) = (Timestamp(booked >> shift.min(63)), Timestamp(completed >> shift.min(63)));
-                let touched = rate.observe(tokens >> (shift % 20), booked, completed);
+                let touched = rate.observe(tokens >> (shift % 20), booked, completed, step_seconds);
                 rate.check_invariants();
                 prop_assert_eq!(rate.samples(), before.samples() + u32::from(touched));
                 let moved = rate.seconds_per_token / before.seconds_per_token;

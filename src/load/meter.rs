@@ -268,14 +268,16 @@ impl SpeedMeter {
     /// age.
     fn learn_rate(&mut self, tokens: u32, booked: Timestamp, now: Timestamp) -> bool {
         let completed = self.own_time.now;
+        let (requests, blocks) = self.total_load();
+        let step_seconds = self.speed().step(f64::from(requests), f64::from(blocks));
         if let Some(aged) = self.aged(now, 0) {
             let mut restarted = self.rate.restarted(aged.work_tokens_per_second);
-            if restarted.observe(tokens, booked, completed) {
+            if restarted.observe(tokens, booked, completed, step_seconds) {
                 self.rate = restarted;
                 return true;
             }
         }
-        self.rate.observe(tokens, booked, completed)
+        self.rate.observe(tokens, booked, completed, step_seconds)
     }
 
     /// Like [`learn_rate`](Self::learn_rate), from steps.
@@ -332,13 +334,18 @@ impl SpeedMeter {
             self.sums.prefill_ends += u64::from(self.peers_busy.1.wrapping_sub(before.1));
             if !passed.is_zero() {
                 let seconds = passed.as_secs_f64();
-                let requests = self.load.requests.saturating_add(self.peers.requests);
-                let blocks = self.load.read_blocks.saturating_add(self.peers.read_blocks);
+                let (requests, blocks) = self.total_load();
                 self.sums.seconds += seconds;
                 self.sums.request_seconds += seconds * f64::from(requests);
                 self.sums.block_seconds += seconds * f64::from(blocks);
             }
         }
+    }
+
+    /// Requests, and blocks that a step reads, with those of other replicas.
+    fn total_load(&self) -> (u32, u32) {
+        let RankLoad { requests, read_blocks, .. } = self.load;
+        (requests.saturating_add(self.peers.requests), read_blocks.saturating_add(self.peers.read_blocks))
     }
 
     fn prefill_ended(&mut self) {
