@@ -450,6 +450,16 @@ mod examples {
         assert_eq!(fleet.ask(&[1, 2, 3, 4]), [(0, 3, 0)]);
     }
 
+    /// Found by the property: blocks 0 and 1 wait for a block named 10, and the first of them has that name too.
+    #[test]
+    fn a_pending_block_with_the_name_of_its_parent_becomes_the_parent() {
+        let mut fleet = Fleet::of(1);
+        fleet.store_in(StorageTier::HostPinned, 0, Some(10), &[(10, 0), (11, 0)]);
+        let applied = fleet.store(0, None, &[(10, 0)]);
+        assert_eq!((applied.stored, applied.adopted), (1, 2));
+        assert_eq!(fleet.ask(&[0, 0, 0]), [(0, 1, 2)]);
+    }
+
     #[test]
     fn a_name_repeated_in_one_list_moves_and_leaves_a_hole() {
         let mut fleet = Fleet::of(1);

@@ -104,7 +104,8 @@ impl Index {
                 let searched = behind.filter(|(of, _)| *of == tier).map(|(_, at)| at);
                 let at = searched.or_else(|| self.point_behind(slot, tier, Some(parent)));
                 let at = at.expect("a block that was just stored is known");
-                behind = Some((tier, at));
+                // A child with the name of its parent is the parent of the next ones in its tier.
+                behind = (name != parent).then_some((tier, at));
                 let stored = StoredBlock { engine_hash: name, block_hash: block.block_hash };
                 let (tree, residence) = self.parts(slot, tier);
                 hold::store(tree, residence, slot, at, &[stored], RepeatedStore::Announcement);
