@@ -41,6 +41,23 @@ fn prefills_count_once_from_the_previous_completion() {
     assert!((rate / work - 1.0).abs() < 0.05, "{rate}: a second each, though all were booked at once");
 }
 
+/// 1,000 tokens take 40 ms of prefill and a decode step of 100 ms.
+#[test]
+fn decode_steps_beside_prefills_are_not_prefill_time() {
+    let cell = Arc::new(SpeedCell::default());
+    cell.publish_step(&EngineSpeed { step_seconds: 0.1, ..EngineSpeed::prior(64) }, Timestamp(0));
+    let mut meter = SpeedMeter::new(cell, 64);
+    for n in 0..160 {
+        let booked = Timestamp(n * SECOND);
+        meter.booked(BookingId(n), hint(1_000), booked);
+        meter.reported(BookingId(n), true, 0, booked + Duration::from_millis(140));
+        meter.ended(BookingId(n), booked + Duration::from_millis(150));
+    }
+    let rate = meter.rate().tokens_per_second();
+    let expected = 1_000.0 * (1.0 + 500.0 / ATTENTION_TOKENS) / 0.04;
+    assert!((rate / expected - 1.0).abs() < 0.05, "{rate} instead of {expected}");
+}
+
 #[test]
 fn bookings_ended_during_prefill_are_ignored() {
     let mut meter = meter();
