@@ -1,13 +1,17 @@
 //! Legs of SGLang that end early, and probabilities of the prompt's tokens.
 
+use pointsman::{Prompt, RouteRequest};
 use pointsman_gateway::handover::Protocol;
 use pointsman_gateway::serve::Gateway;
 use pointsman_gateway::settings::DisaggregationSettings;
 use serde_json::{Value as Json, json};
+use tokio::time::{Duration, sleep, timeout};
 
 use super::pools::{body, scripted};
 use super::prompt;
-use crate::common::proxy::{Act, EVENT, FINE, FINE_JSON, Scripted, answer, at_rest, post, send, stream, until};
+use crate::common::proxy::{
+    Act, EVENT, FINE, FINE_JSON, PATIENCE, Scripted, answer, at_rest, post, send, stream, until,
+};
 
 async fn engines(
     prefill: impl Fn(usize) -> Vec<Act> + Send + Sync + 'static,
@@ -42,15 +46,32 @@ fn first(leg: Vec<Act>) -> impl Fn(usize) -> Vec<Act> + Send + Sync + 'static {
     move |n| if n == 0 { leg.clone() } else { answer("200 OK", "{}") }
 }
 
+/// Waits until the gateway has the response of the prefill leg: its booking has no prefill any more.
+async fn prefill_ended(gateway: &Gateway) {
+    let router = gateway.router("prefill").expect("the model exists");
+    let wait = async {
+        loop {
+            let loads = router.potential_loads(RouteRequest::query(Prompt::Tokens(&[1]))).await;
+            if loads.expect("the router responds").iter().all(|load| load.potential_prefill_tokens <= 1) {
+                return;
+            }
+            sleep(Duration::from_millis(2)).await;
+        }
+    };
+    assert!(timeout(PATIENCE, wait).await.is_ok(), "timed out: the prefill leg has ended");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_leaves_during_the_output_aborts_the_decode_leg() {
     let mut output = stream(&[EVENT]);
     output.push(Act::Hang);
     let (gateway, prefill, decode) = engines(first(answer("200 OK", FINE)), first(output)).await;
     let request = json!({ "prompt": prompt(600, 4), "stream": true, "model": "mock" }).to_string();
-    let client = send(gateway.address(), "POST", "/v1/completions", "", request.as_bytes()).await;
+    let mut client = send(gateway.address(), "POST", "/v1/completions", "", request.as_bytes()).await;
     let mut begin = [0; 8];
-    tokio::io::AsyncReadExt::read_exact(&mut { client }, &mut begin).await.expect("the response begins");
+    tokio::io::AsyncReadExt::read_exact(&mut client, &mut begin).await.expect("the response begins");
+    prefill_ended(&gateway).await; // otherwise that leg is aborted, too
+    drop(client);
     aborted(&decode).await;
     at_rest(&gateway).await;
     assert_eq!(ids(&prefill).1, Vec::<Json>::new(), "its leg has ended");
@@ -62,6 +83,7 @@ async fn a_client_that_leaves_before_a_whole_response_aborts_the_decode_leg_afte
     let request = body(&prompt(601, 4), 5, false).to_string();
     let client = send(gateway.address(), "POST", "/v1/completions", "", request.as_bytes()).await;
     until("both legs are sent", || !prefill.requests().is_empty() && !decode.requests().is_empty()).await;
+    prefill_ended(&gateway).await;
     drop(client);
     aborted(&decode).await;
     assert_eq!(ids(&prefill).1, Vec::<Json>::new(), "its leg has ended");
