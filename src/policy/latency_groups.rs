@@ -121,7 +121,7 @@ impl GroupCost {
 }
 
 /// The lesser of two numbers, neither NaN: one instruction.
-fn lesser(a: f32, b: f32) -> f32 {
+pub(crate) fn lesser(a: f32, b: f32) -> f32 {
     if a < b { a } else { b }
 }
 

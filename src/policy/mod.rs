@@ -29,7 +29,7 @@ pub use custom::{Candidate, PolicyError, RankFilter, RankFilters, RankPolicy, Ra
 pub(crate) use custom::{checked_choice, checked_cost};
 pub use kv::{CostFacts, CostTerms, KvConfig, KvCost};
 pub use latency::{LatencyConfig, LatencyCost, LatencyFacts, LatencyTerms, PoolLoad, WorkPrices};
-pub(crate) use latency_groups::{GroupCost, Lanes, RankGroup, WorkGroup};
+pub(crate) use latency_groups::{GroupCost, Lanes, RankGroup, WorkGroup, lesser};
 pub use least_loaded::LeastLoaded;
 pub use needs::{Bounds, Needs};
 pub use power_of_two::PowerOfTwo;

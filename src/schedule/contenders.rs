@@ -11,7 +11,7 @@ use super::decide::Choice;
 use super::pending::Case;
 use super::scratch::{Contender, Contenders, Scratch};
 use super::{LoadView, Schedule};
-use crate::policy::{GroupCost, LatencyCost, RankGroup, WorkGroup};
+use crate::policy::{GroupCost, LatencyCost, RankGroup, WorkGroup, lesser};
 use crate::select::{Draw, RankOverlap, TierOverlap};
 
 /// A rank is a contender if its cost may be below this multiple of the lowest known cost. Costs are estimates, and
@@ -24,11 +24,6 @@ const QUERY_FACTOR: f64 = 0.9;
 
 /// Attempts to find an idle rank that ties with the lowest cost.
 const IDLE_TIES_MAX: usize = 4;
-
-/// The lesser of two numbers, neither NaN: one instruction.
-fn lesser(a: f32, b: f32) -> f32 {
-    if a < b { a } else { b }
-}
 
 impl<T> Schedule<T> {
     /// Lists the contenders whose exact load could lower the best cost significantly.

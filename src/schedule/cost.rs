@@ -102,24 +102,6 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// Bounds of the cost of an eligible rank without cost factor.
-    pub(super) fn plain_bounds<V: LoadView>(
-        &self,
-        cost: &Cost,
-        case: &Case<'_, T, V>,
-        rank: &Rank,
-        overlap: TierOverlap,
-        projected: &Projected,
-    ) -> Bounds {
-        match cost {
-            Cost::Kv(cost) => self.kv_bounds(cost, case.pending, overlap, projected),
-            Cost::Latency(cost) => {
-                let facts = self.latency_facts(case.pending, rank, overlap, projected);
-                self.latency_bounds(cost, case, rank, projected, &facts)
-            }
-        }
-    }
-
     #[inline]
     fn kv_bounds(
         &self,

@@ -44,6 +44,7 @@ impl<T> Schedule<T> {
             let projected = rank.project(candidate);
             let facts = self.cost_facts(pending, scratch.overlaps[position], &projected);
             let facts = CostFacts { prefill_tokens_least, ..facts };
+            let latency_facts = self.latency_facts(pending, rank, scratch.overlaps[position], &projected);
             let lowest = CostFacts {
                 potential_blocks: projected.potential_blocks.0,
                 prefill_tokens: projected.prefill_tokens.0,
@@ -55,9 +56,8 @@ impl<T> Schedule<T> {
             let (latency_terms, bounds) = match &cost {
                 Cost::Kv(cost) => (None, Bounds { lo: cost.cost(&lowest), hi: terms.total() }),
                 Cost::Latency(latency) => {
-                    let facts = self.latency_facts(pending, rank, scratch.overlaps[position], &projected);
-                    let bounds = self.plain_bounds(&cost, &case, rank, scratch.overlaps[position], &projected);
-                    (Some(latency.terms(&facts)), bounds)
+                    let bounds = self.latency_bounds(latency, &case, rank, &projected, &latency_facts);
+                    (Some(latency.terms(&latency_facts)), bounds)
                 }
             };
             ExplainedRank {
@@ -67,10 +67,7 @@ impl<T> Schedule<T> {
                 cached_tokens: scratch.overlaps[position].cached_tokens(weights, block_size),
                 cost_terms: terms,
                 latency_terms,
-                prediction: predictions.map(|cost| {
-                    let facts = self.latency_facts(pending, rank, scratch.overlaps[position], &projected);
-                    self.predict(&cost, loads, rank, &facts).latency
-                }),
+                prediction: predictions.map(|cost| self.predict(&cost, loads, rank, &latency_facts).latency),
                 cost_min: bounds.lo * factor + added_cost,
                 cost_max: bounds.hi * factor + added_cost,
             }
