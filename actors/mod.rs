@@ -57,6 +57,8 @@ pub use handle::{
 pub use handle::{Fault, Hang, InjectedPanic};
 #[cfg(feature = "tower")]
 pub use handle::{PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementLayer};
+#[cfg(feature = "discovery")]
+pub use io::http::{EngineClient, EngineGet, EngineHttpError, EngineResponse, PlainEngineClient};
 pub use io::memory::memory_bytes;
 #[cfg(feature = "replicas")]
 pub use replica::{

@@ -107,7 +107,10 @@ pub use actors::{
     SnapshotSource, SnapshotStore, StoreError,
 };
 #[cfg(feature = "discovery")]
-pub use actors::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
+pub use actors::{
+    DnsNames, EngineClient, EngineGet, EngineHttpError, EngineResponse, PlainEngineClient, ProbeOptions, ProbedUrls,
+    WatchedFile,
+};
 #[cfg(feature = "faults")]
 pub use actors::{Fault, FaultMoment, Hang, InjectedPanic};
 #[cfg(feature = "kubernetes")]

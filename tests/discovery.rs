@@ -483,7 +483,6 @@ mod found {
         for (broken, says) in [
             ("[[workers]]\nid = 1\nurl = \"http://b\"\ntotal_kv_block = 3\n", "line 4: unknown field `total_kv_block`"),
             ("[[workers]]\nid = 1\nurl = \"ftp://b\"\n", "its scheme is \"ftp\", must be http or https"),
-            ("[[workers]]\nurl = \"https://b\"\nprobe = true\n", "its scheme is \"https\", must be http"),
             ("[[workers]]\nid = 1\nurl = \"http://", "line 3: "),
             ("", "missing field `workers`"),
         ] {
@@ -519,12 +518,12 @@ mod found {
     #[tokio::test]
     async fn every_address_of_a_name_is_a_worker() {
         let given = WorkerConfig { load: Some(LoadSource::Socket("tcp://*:9".to_owned())), ..WorkerConfig::at("") };
-        let source = DnsNames::new(["127.0.0.1:8000", "[::1]:8000"]).expect("names").given(&given).every(SOON);
-        assert_eq!(DiscoverySource::name(&source), "dns:127.0.0.1:8000,[::1]:8000");
+        let source = DnsNames::new(["127.0.0.1:8000", "https://[::1]:8000"]).expect("names").given(&given).every(SOON);
+        assert_eq!(DiscoverySource::name(&source), "dns:127.0.0.1:8000,https://[::1]:8000");
         let router = start(RouterConfig { min_initial_workers: 2, ..config() }, source).await;
         let four = config_of(&router, "http://127.0.0.1:8000").expect("there");
         assert_eq!(four.load, Some(LoadSource::Socket("tcp://127.0.0.1:9".to_owned())));
-        let six = config_of(&router, "http://[::1]:8000").expect("there");
+        let six = config_of(&router, "https://[::1]:8000").expect("there");
         assert_eq!(six.load, Some(LoadSource::Socket("tcp://[::1]:9".to_owned())));
     }
 
@@ -542,7 +541,7 @@ mod found {
     #[test]
     fn invalid_engine_names_are_rejected() {
         let urls = |urls: [&str; 2]| ProbedUrls::new(urls, options()).expect_err("refused").to_string();
-        assert!(urls(["http://a", "ftp://b"]).contains("its scheme is \"ftp\", must be http"));
+        assert!(urls(["http://a", "ftp://b"]).contains("its scheme is \"ftp\", must be http or https"));
         assert!(urls(["http://a", "http://a"]).contains("both have the id"));
         for name in ["engines", "engines:8000/", "engines:x", "http://engines:8000", "me@engines:8000"] {
             assert!(DnsNames::new([name]).is_err(), "{name}");

@@ -43,6 +43,7 @@ pub struct DnsNames {
 #[derive(Debug)]
 struct DnsName {
     name: String,
+    scheme: &'static str,
     host: String,
     port: u16,
     /// Addresses of the last successful resolution.
@@ -50,7 +51,7 @@ struct DnsName {
 }
 
 impl DnsNames {
-    /// Follows names of the form `NAME:PORT`.
+    /// Follows names of the form `NAME:PORT`, or `https://NAME:PORT` for engines with TLS.
     ///
     /// # Errors
     /// A name of another form.
@@ -153,16 +154,18 @@ impl DnsNames {
 impl DnsName {
     fn new(name: String) -> Result<Self, DiscoveryError> {
         let refused = |rule: &str| HttpUrlError { url: name.clone(), rule: rule.to_owned() };
-        let url = HttpUrl::parse(&format!("http://{name}")).map_err(|error| refused(&error.rule))?;
+        let is_plain = !name.starts_with("https://");
+        let url = if is_plain { format!("http://{name}") } else { name.clone() };
+        let url = HttpUrl::parse(&url).map_err(|error| refused(&error.rule))?;
         if url.path() != "/" || name.ends_with('/') || !name.ends_with(&format!(":{}", url.port())) {
-            return Err(refused("must be NAME:PORT").into());
+            return Err(refused("must be NAME:PORT or https://NAME:PORT").into());
         }
-        let (host, port) = (url.host().to_owned(), url.port());
-        Ok(Self { name, host, port, addresses: BTreeSet::new() })
+        let (scheme, host, port) = (url.scheme(), url.host().to_owned(), url.port());
+        Ok(Self { name, scheme, host, port, addresses: BTreeSet::new() })
     }
 
     fn urls(&self) -> impl Iterator<Item = String> {
-        self.addresses.iter().map(|ip| format!("http://{}", SocketAddr::new(*ip, self.port)))
+        self.addresses.iter().map(|ip| format!("{}://{}", self.scheme, SocketAddr::new(*ip, self.port)))
     }
 }
 

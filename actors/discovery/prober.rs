@@ -7,12 +7,14 @@
 mod tests;
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::JoinSet;
 
 use super::publisher::{Listener, listener_at};
-use crate::actors::io::http::{HttpError, get};
+use crate::actors::io::http::{EngineClient, EngineGet, EngineHttpError, PlainEngineClient};
 use crate::config::RouterConfig;
 use crate::discovery::{Described, Engine, EngineError, Expected, FirstRankEvents, HttpUrl, NamedWorker, ProbeError};
 use crate::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
@@ -31,7 +33,7 @@ const UNKNOWN: &[u16] = &[404, 405, 501];
 /// let options = ProbeOptions::of(&RouterConfig::default()).model("llama");
 /// assert_eq!(options.expected.block_size, 64);
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct ProbeOptions {
     /// Expected configuration; engines that differ are excluded.
     pub expected: Expected,
@@ -42,6 +44,8 @@ pub struct ProbeOptions {
     /// Whether the default port of vLLM's KV event publisher is tried, for engines with an address of their own. Default:
     /// whether the router reads KV events.
     pub finds_publishers: bool,
+    /// Client of the probes. Default: [`PlainEngineClient`].
+    pub client: Arc<dyn EngineClient>,
 }
 
 impl ProbeOptions {
@@ -54,7 +58,8 @@ impl ProbeOptions {
             block_size_must_match: pool.events.mode.reads_events(),
         };
         let finds_publishers = cfg!(feature = "zmq") && pool.events.mode.reads_events() && pool.has_index();
-        Self { expected, interval: Duration::from_secs(5), timeout: Duration::from_secs(2), finds_publishers }
+        let (interval, timeout) = (Duration::from_secs(5), Duration::from_secs(2));
+        Self { expected, interval, timeout, finds_publishers, client: Arc::new(PlainEngineClient) }
     }
 
     /// Also requires a model served under this name.
@@ -150,14 +155,19 @@ impl Prober {
             if probes.len() >= PROBES_MAX {
                 answers.extend(probes.join_next().await.and_then(Result::ok));
             }
-            let (url, timeout) = (worker.config.endpoint.clone(), self.options.timeout);
+            let engine = ProbedEngine {
+                client: Arc::clone(&self.options.client),
+                url: worker.config.endpoint.clone(),
+                api_key_file: worker.config.api_key_file.clone(),
+                timeout: self.options.timeout,
+            };
             let publisher = match worker.id.and_then(|id| events.get(&id)) {
                 Some(FirstRankEvents::IfPublished(events)) if self.options.finds_publishers => {
                     Some(events.endpoint.clone())
                 }
                 Some(FirstRankEvents::IfPublished(_) | FirstRankEvents::Given(_)) | None => None,
             };
-            probes.spawn(async move { (position, answer(&url, publisher, timeout).await) });
+            probes.spawn(async move { (position, engine.answer(publisher).await) });
         }
         while let Some(answer) = probes.join_next().await {
             answers.extend(answer.ok());
@@ -169,14 +179,52 @@ impl Prober {
 /// Response of an engine, and what listens at the default port of vLLM's publisher, if that was checked.
 type Answer = (Described, Option<Listener>);
 
-async fn answer(url: &str, publisher: Option<String>, timeout: Duration) -> Result<Answer, String> {
-    let described = describe(url, timeout).await?;
-    let publisher = publisher.filter(|_| described.engine == Engine::Vllm && described.kv_events.is_none());
-    let listener = match publisher {
-        Some(endpoint) => Some(listener_at(&endpoint, timeout).await),
-        None => None,
-    };
-    Ok((described, listener))
+/// One probed engine and the client for it.
+struct ProbedEngine {
+    client: Arc<dyn EngineClient>,
+    url: String,
+    api_key_file: Option<PathBuf>,
+    timeout: Duration,
+}
+
+impl ProbedEngine {
+    async fn answer(self, publisher: Option<String>) -> Result<Answer, String> {
+        let described = self.describe().await?;
+        let publisher = publisher.filter(|_| described.engine == Engine::Vllm && described.kv_events.is_none());
+        let listener = match publisher {
+            Some(endpoint) => Some(listener_at(&endpoint, self.timeout).await),
+            None => None,
+        };
+        Ok((described, listener))
+    }
+
+    /// SGLang implements `/server_info` under an older or a newer name; vLLM does not, or responds with another format.
+    async fn describe(&self) -> Result<Described, String> {
+        let url = HttpUrl::parse(&self.url).map_err(|error| error.to_string())?;
+        let ask = async |path: &str| {
+            let request = EngineGet {
+                url: url.below(path).to_string(),
+                api_key_file: self.api_key_file.clone(),
+                timeout: self.timeout,
+                bytes_max: Described::BYTES_MAX,
+            };
+            self.client.get(request).await.map_err(|error| (format!("{path}: {error}"), error))
+        };
+        for path in ["/server_info", "/get_server_info"] {
+            match ask(path).await {
+                Ok(answer) => match Described::of_sglang(&url, &answer) {
+                    Ok(Some(described)) => return Ok(described),
+                    Ok(None) => break,
+                    Err(error) => return Err(error.to_string()),
+                },
+                Err((_, EngineHttpError::Status(status))) if UNKNOWN.contains(&status) => {}
+                Err((reason, _)) => return Err(reason),
+            }
+        }
+        let models = ask("/v1/models").await.map_err(|(reason, _)| reason)?;
+        let metrics = ask("/metrics").await.map_err(|(reason, _)| reason)?;
+        Described::of_vllm(&url, &models, &metrics).map_err(|error| error.to_string())
+    }
 }
 
 /// The response with the endpoints of a publisher that was found. Without a result, `last` stays.
@@ -194,28 +242,4 @@ fn with_events(
         _ => described.kv_events.clone(),
     };
     Described { kv_events, ..described }
-}
-
-/// Probes one engine. SGLang implements `/server_info` under an older or a newer name; vLLM does not, or responds with
-/// another format.
-async fn describe(url: &str, timeout: Duration) -> Result<Described, String> {
-    let url = HttpUrl::parse(url).map_err(|error| error.to_string())?;
-    let ask = async |path: &str| {
-        let answer = get(&url.below(path).to_string(), timeout, Described::BYTES_MAX).await;
-        answer.map_err(|error| (format!("{path}: {error}"), error))
-    };
-    for path in ["/server_info", "/get_server_info"] {
-        match ask(path).await {
-            Ok(answer) => match Described::of_sglang(&url, &answer) {
-                Ok(Some(described)) => return Ok(described),
-                Ok(None) => break,
-                Err(error) => return Err(error.to_string()),
-            },
-            Err((_, HttpError::Status(status))) if UNKNOWN.contains(&status) => {}
-            Err((reason, _)) => return Err(reason),
-        }
-    }
-    let models = ask("/v1/models").await.map_err(|(reason, _)| reason)?;
-    let metrics = ask("/metrics").await.map_err(|(reason, _)| reason)?;
-    Described::of_vllm(&url, &models, &metrics).map_err(|error| error.to_string())
 }

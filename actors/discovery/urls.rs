@@ -35,7 +35,7 @@ impl ProbedUrls {
     ) -> Result<Self, DiscoveryError> {
         let (mut workers, given) = (Vec::new(), WorkerConfig::at(""));
         for url in urls {
-            workers.push(NamedWorker::at(&url.into(), &given)?.probed()?);
+            workers.push(NamedWorker::at(&url.into(), &given)?.probed());
         }
         Self::named(workers, options)
     }

@@ -15,6 +15,8 @@ use std::time::Duration;
 
 use crate::actors::delivery::strand::{ActorState, DeferredReply, Strand};
 use crate::actors::io::clock::Clock;
+#[cfg(feature = "discovery")]
+use crate::actors::io::http::EngineClient;
 use crate::actors::scheduler::{Scheduler, SchedulerMsg};
 use crate::actors::telemetry::Meters;
 use crate::actors::views::fleet::Fleet;
@@ -78,6 +80,8 @@ impl ActorState for EngineLoads {
 #[cfg_attr(not(any(feature = "discovery", feature = "zmq")), expect(dead_code, reason = "no source is built in"))]
 pub(crate) struct EngineLoadSources {
     pub(crate) config: Arc<RouterConfig>,
+    #[cfg(feature = "discovery")]
+    pub(crate) client: Arc<dyn EngineClient>,
     pub(crate) clock: Clock,
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) status: Arc<RouterStatus>,

@@ -3,10 +3,11 @@
 //! A request ends before its load report would be stale, and an unresponsive engine delays no other. Unusable values
 //! are counted and not replaced.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{EngineLoadMsg, EngineLoadSources};
-use crate::actors::io::http;
+use crate::actors::io::http::EngineGet;
 use crate::actors::views::worker::WorkerEntry;
 use crate::actors::worker_tasks::{self, first_delay};
 use crate::engine_load::{EngineReading, PAGE_BYTES_MAX, read_page};
@@ -16,6 +17,7 @@ use crate::protocol::{LoadSource, WorkerId};
 #[derive(Clone, Debug, PartialEq)]
 struct PageQuery {
     url: String,
+    api_key_file: Option<PathBuf>,
     start_rank: u32,
     ranks: u32,
 }
@@ -32,6 +34,7 @@ fn page_query_of(worker: &WorkerEntry) -> Option<PageQuery> {
     match config.load.as_ref()? {
         LoadSource::Metrics(url) => Some(PageQuery {
             url: url.clone(),
+            api_key_file: config.api_key_file.clone(),
             start_rank: config.data_parallel_start_rank,
             ranks: config.data_parallel_size,
         }),
@@ -40,17 +43,19 @@ fn page_query_of(worker: &WorkerEntry) -> Option<PageQuery> {
 }
 
 async fn ask(sources: EngineLoadSources, worker: WorkerId, _: u64, asked: PageQuery) {
-    let EngineLoadSources { config, clock, meters, engine_loads, .. } = sources;
+    let EngineLoadSources { config, client, clock, meters, engine_loads, .. } = sources;
     let [interval, timeout] = [config.engine_load.interval_ms, config.engine_load.stale_ms].map(Duration::from_millis);
+    let PageQuery { url, api_key_file, start_rank, ranks } = asked;
+    let request = EngineGet { url, api_key_file, timeout, bytes_max: PAGE_BYTES_MAX };
     tokio::time::sleep(first_delay(worker, interval)).await;
     loop {
         let polled_at = clock.now();
-        let page = http::get(&asked.url, timeout, PAGE_BYTES_MAX).await;
+        let page = client.get(request.clone()).await;
         let errors = &meters.engine_load_errors;
         match page {
             Ok(text) => {
                 let page = read_page(&String::from_utf8_lossy(&text));
-                let readings: Vec<(u32, EngineReading)> = page.of_ranks(asked.start_rank, asked.ranks).collect();
+                let readings: Vec<(u32, EngineReading)> = page.of_ranks(start_rank, ranks).collect();
                 errors.value.increment(u64::from(page.refused));
                 if readings.is_empty() {
                     errors.empty.increment(1);

@@ -20,6 +20,8 @@ use crate::actors::gauges::GaugeSources;
 #[cfg(feature = "discovery")]
 use crate::actors::health::probe;
 use crate::actors::io::clock::Clock;
+#[cfg(feature = "discovery")]
+use crate::actors::io::http::{EngineClient, PlainEngineClient};
 use crate::actors::io::memory::memory_bytes;
 use crate::actors::lease_ender::LeaseEnder;
 use crate::actors::lease_expiry::LeaseExpiry;
@@ -52,6 +54,8 @@ pub struct RouterBuilder {
     conditions: Option<watch::Receiver<RankConditions>>,
     extensions: Extensions,
     shared_cache: Option<Arc<dyn SharedCache>>,
+    #[cfg(feature = "discovery")]
+    engine_client: Arc<dyn EngineClient>,
     #[cfg(feature = "replicas")]
     replicas: Option<Arc<dyn ReplicaBus>>,
     #[cfg(feature = "zmq")]
@@ -74,6 +78,8 @@ impl RouterBuilder {
             conditions: None,
             extensions: Extensions::default(),
             shared_cache: None,
+            #[cfg(feature = "discovery")]
+            engine_client: Arc::new(PlainEngineClient),
             #[cfg(feature = "replicas")]
             replicas: None,
             #[cfg(feature = "zmq")]
@@ -142,6 +148,14 @@ impl RouterBuilder {
         self
     }
 
+    /// Replaces the client of health probes and of polls of engine metrics. Discovery sources have their own:
+    /// [`ProbeOptions::client`](crate::ProbeOptions::client).
+    #[cfg(feature = "discovery")]
+    pub fn engine_client(mut self, client: Arc<dyn EngineClient>) -> Self {
+        self.engine_client = client;
+        self
+    }
+
     /// Shares load with other replicas of the router over the same fleet. Replicas of one pool have the same
     /// [`RouterConfig::pool`] and name workers equally. The seed of draws is combined with the replica's id, so that
     /// replicas break ties differently.
@@ -178,7 +192,14 @@ impl RouterBuilder {
         self.config.validate()?;
         let wanted = self.config.min_initial_workers;
         telemetry::describe();
-        let router = start_actors(self.config, self.extensions, self.shared_cache).await?;
+        let router = start_actors(
+            self.config,
+            self.extensions,
+            self.shared_cache,
+            #[cfg(feature = "discovery")]
+            self.engine_client,
+        )
+        .await?;
         #[cfg(feature = "replicas")]
         if let Some(bus) = self.replicas {
             share_load(bus, &router);
@@ -224,6 +245,7 @@ async fn start_actors(
     config: RouterConfig,
     extensions: Extensions,
     shared_cache: Option<Arc<dyn SharedCache>>,
+    #[cfg(feature = "discovery")] engine_client: Arc<dyn EngineClient>,
 ) -> Result<Router, StartError> {
     let (config, clock, views) = (Arc::new(with_index_limit(config)), Clock::start(), Views::default());
     let views = Views { decisions: Arc::new(DecisionRecords::new(&config.recorder)), ..views };
@@ -261,9 +283,11 @@ async fn start_actors(
     }
     .watch();
     #[cfg(feature = "discovery")]
-    probe::watch(&config, &views.fleet, &views.status, &health);
+    probe::watch(&config, Arc::clone(&engine_client), &views.fleet, &views.status, &health);
     EngineLoadSources {
         config: Arc::clone(&config),
+        #[cfg(feature = "discovery")]
+        client: engine_client,
         clock,
         fleet: Arc::clone(&views.fleet),
         status: Arc::clone(&views.status),

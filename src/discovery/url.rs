@@ -1,11 +1,11 @@
-//! Addresses of engines: `http://HOST[:PORT][/PATH]`, and nothing else.
+//! Addresses of engines: `http://HOST[:PORT][/PATH]` or the same with `https`, and nothing else.
 //!
 //! Not `http::Uri`, which accepts 8 of the 15 texts that the tests reject, drops fragments silently, and would make `http`
 //! a dependency of the core.
 
 use std::fmt;
 
-/// An address for requests over plain HTTP.
+/// An address for requests over HTTP, with or without TLS.
 ///
 /// ```
 /// use pointsman::discovery::HttpUrl;
@@ -13,11 +13,13 @@ use std::fmt;
 /// let url = HttpUrl::parse("http://[::1]:8000/v1/")?;
 /// assert_eq!((url.host(), url.port(), url.path()), ("::1", 8000, "/v1/"));
 /// assert_eq!(url.below("/models").to_string(), "http://[::1]:8000/v1/models");
-/// assert!(HttpUrl::parse("https://engine:8000").is_err());
+/// assert!(HttpUrl::parse("https://engine")?.is_tls());
+/// assert!(HttpUrl::parse("ftp://engine").is_err());
 /// # Ok::<(), pointsman::discovery::HttpUrlError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HttpUrl {
+    is_tls: bool,
     /// As written, in brackets if it is an IPv6 address.
     host: String,
     port: u16,
@@ -58,21 +60,12 @@ impl HttpUrl {
     /// Maximum length in bytes.
     pub const BYTES_MAX: usize = 2048;
 
-    /// Parses an address. The default port is 80, the default path `/`.
+    /// Parses an address. The default port is 80, and 443 with `https`. The default path is `/`.
     ///
     /// # Errors
-    /// A scheme other than `http`, credentials, a fragment, a missing host, an invalid port, or invalid characters.
+    /// A scheme other than `http` and `https`, credentials, a fragment, a missing host, an invalid port, or invalid
+    /// characters.
     pub fn parse(url: &str) -> Result<Self, HttpUrlError> {
-        Self::parse_of(url, &["http"])
-    }
-
-    /// Parses a worker endpoint, which may also be `https`. Such an endpoint cannot be probed.
-    #[cfg(feature = "discovery")]
-    pub(super) fn parse_endpoint(url: &str) -> Result<Self, HttpUrlError> {
-        Self::parse_of(url, &["http", "https"])
-    }
-
-    fn parse_of(url: &str, schemes: &[&str]) -> Result<Self, HttpUrlError> {
         let refused = |rule: &str| {
             let url = without_password(url);
             let shown = url.char_indices().take_while(|(at, _)| *at < Self::BYTES_MAX).map(|(_, c)| c).collect();
@@ -82,11 +75,12 @@ impl HttpUrl {
             return Err(refused("it must be at most 2048 bytes long"));
         }
         let Some((scheme, rest)) = url.split_once("://") else {
-            return Err(refused(&format!("it must begin with {}://", schemes.join(":// or "))));
+            return Err(refused("it must begin with http:// or https://"));
         };
-        if !schemes.iter().any(|known| scheme.eq_ignore_ascii_case(known)) {
+        let is_tls = scheme.eq_ignore_ascii_case("https");
+        if !is_tls && !scheme.eq_ignore_ascii_case("http") {
             let scheme = without_password(scheme);
-            return Err(refused(&format!("its scheme is {scheme:?}, must be {}", schemes.join(" or "))));
+            return Err(refused(&format!("its scheme is {scheme:?}, must be http or https")));
         }
         if !rest.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(refused("it must be of visible ASCII characters"));
@@ -101,8 +95,13 @@ impl HttpUrl {
         }
         let (host, port) = split_port(authority);
         let port = match port {
-            None if scheme.eq_ignore_ascii_case("https") => 443,
-            None => 80,
+            None => {
+                if is_tls {
+                    443
+                } else {
+                    80
+                }
+            }
             Some(port) => {
                 port.parse().ok().filter(|port| *port > 0).ok_or_else(|| refused("its port must be from 1 to 65535"))?
             }
@@ -111,7 +110,19 @@ impl HttpUrl {
             return Err(refused("its host must be a name, an IPv4 address or an IPv6 address in brackets"));
         }
         let path = if path.starts_with('/') { path.to_owned() } else { format!("/{path}") };
-        Ok(Self { host: host.to_owned(), port, path })
+        Ok(Self { is_tls, host: host.to_owned(), port, path })
+    }
+
+    /// Whether the scheme is `https`.
+    #[must_use]
+    pub fn is_tls(&self) -> bool {
+        self.is_tls
+    }
+
+    /// The scheme.
+    #[must_use]
+    pub fn scheme(&self) -> &'static str {
+        if self.is_tls { "https" } else { "http" }
     }
 
     /// The host, without brackets.
@@ -154,7 +165,7 @@ impl HttpUrl {
 
 impl fmt::Display for HttpUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "http://{}:{}{}", self.host, self.port, self.path)
+        write!(f, "{}://{}:{}{}", self.scheme(), self.host, self.port, self.path)
     }
 }
 
@@ -187,19 +198,21 @@ mod tests {
         assert_eq!(shown("http://engine"), "http://engine:80/");
         assert_eq!(shown("HTTP://10.0.0.7:8000?a=b"), "http://10.0.0.7:8000/?a=b");
         assert_eq!(shown("http://[fe80::1]/x"), "http://[fe80::1]:80/x");
+        assert_eq!(shown("HTTPS://e/v1"), "https://e:443/v1");
     }
 
     #[test]
     fn paths_go_below_the_base() {
         let below = |url: &str| HttpUrl::parse(url).expect("an address").below("/metrics").to_string();
         assert_eq!(below("http://e:1"), "http://e:1/metrics");
+        assert_eq!(below("https://e"), "https://e:443/metrics");
         assert_eq!(below("http://e:1/engine/?a"), "http://e:1/engine/metrics");
     }
 
     #[test]
     fn invalid_addresses_are_rejected_by_rule() {
         let refused = |url: &str| HttpUrl::parse(url).expect_err("must be refused").to_string();
-        assert_eq!(refused("https://e"), r#"url "https://e" is refused: its scheme is "https", must be http"#);
+        assert_eq!(refused("ftp://e"), r#"url "ftp://e" is refused: its scheme is "ftp", must be http or https"#);
         for (url, rule) in [
             ("e:8000", "http://"),
             ("http://", "host"),

@@ -1,6 +1,7 @@
 //! Configuration of a worker.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
@@ -204,6 +205,10 @@ pub struct WorkerConfig {
     /// Path below `endpoint` that returns 200 while the engine is healthy. Default: `/health`.
     #[serde(default = "health_path")]
     pub health_path: String,
+    /// File with the API key of the engine, for all requests of the router to it (`Authorization: Bearer`). The key itself
+    /// is never part of a configuration. Default: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub api_key_file: Option<PathBuf>,
     /// Whether a discovery source drains the worker: it gets no new requests and is removed after its last booking or
     /// after [`DiscoveryConfig::drain_timeout_ms`](crate::config::DiscoveryConfig::drain_timeout_ms). Without workers that
     /// run, it is not added. Default false. Only for workers of discovery sources.
@@ -306,6 +311,7 @@ impl WorkerConfig {
             kv_events: None,
             load: None,
             health_path: health_path(),
+            api_key_file: None,
             drain: false,
         }
     }

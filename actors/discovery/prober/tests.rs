@@ -75,7 +75,7 @@ async fn a_publisher_at_the_default_port_is_used_while_it_is_there() {
     let options = ProbeOptions { timeout: PATIENCE, finds_publishers: true, ..ProbeOptions::of(&config) };
     let mut prober = Prober::new(options);
     let id = WorkerId(1);
-    let worker = NamedWorker::at(&url, &WorkerConfig::at("")).and_then(NamedWorker::probed).expect("an address");
+    let worker = NamedWorker::at(&url, &WorkerConfig::at("")).map(NamedWorker::probed).expect("an address");
     let workers = [NamedWorker { id: Some(id), ..worker }];
     let endpoints = |port: u16| KvEventsConfig {
         endpoint: format!("tcp://127.0.0.1:{port}"),

@@ -496,7 +496,7 @@ fn all_rules_between_sections_are_reported() {
         "models[1].router.pool is \"m\", must be a name other than models[0].router.pool (default: the model's name)",
         "models[0].workers_file is \"/etc/workers.yaml\", must be a name that ends in .toml or .json (file)",
         "models[0].worker_urls[0] is \"ftp://e\", must be the address of a worker: ",
-        "models[0].worker_names[0] is \"e\", must be NAME:PORT (file)",
+        "models[0].worker_names[0] is \"e\", must be NAME:PORT or https://NAME:PORT (file)",
         "models[0].tokens.source is \"local\", must be a source other than local without tokenizer_file (file)",
         "models[0].tokens.threads is 0, must be 1 to 256 (file)",
         "gateway.salt_secret_file is absent, must be the path of a file if tenants exist (default)",

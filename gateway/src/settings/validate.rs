@@ -461,7 +461,7 @@ impl ModelSettings {
         }
         for (n, name) in self.worker_names.iter().enumerate() {
             let is_name = DnsNames::new([name]).is_ok();
-            rules.text(format!("{path}.worker_names[{n}]"), name, is_name, "NAME:PORT");
+            rules.text(format!("{path}.worker_names[{n}]"), name, is_name, "NAME:PORT or https://NAME:PORT");
         }
         if let Some(kubernetes) = &self.kubernetes {
             kubernetes.check(&format!("{path}.kubernetes"), rules);

@@ -124,7 +124,7 @@ impl FileFormat {
 fn checked(position: usize, worker: NamedWorker) -> Result<NamedWorker, FileError> {
     let NamedWorker { id, config, probe } = worker;
     let named = NamedWorker::at(&config.endpoint, &config);
-    let named = if probe { named.and_then(NamedWorker::probed) } else { named };
+    let named = if probe { named.map(NamedWorker::probed) } else { named };
     let named = named.map_err(|error| FileError::Url { position, error })?;
     match named.config.validate() {
         Ok(()) => Ok(NamedWorker { id, ..named }),

@@ -192,7 +192,7 @@ fn workers_of(pod: &PodFacts, ports: &PodPorts) -> Result<Vec<PodWorker>, String
         let default = || events(VLLM_KV_EVENTS_PORT).map(FirstRankEvents::IfPublished);
         let events = given.or_else(|| (!pod.has_host_network).then(default)).transpose();
         let events = events.map_err(|error| error.to_string())?;
-        let worker = NamedWorker::at(&url, &WorkerConfig::at("")).and_then(NamedWorker::probed);
+        let worker = NamedWorker::at(&url, &WorkerConfig::at("")).map(NamedWorker::probed);
         let (id, worker) = (pod.worker_id(*target), worker.map_err(|error| error.to_string())?);
         workers.push((id, NamedWorker { id: Some(id), ..worker }, events));
     }
