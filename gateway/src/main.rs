@@ -102,6 +102,9 @@ struct SettingsArgs {
     /// Log format: text or json (gateway.log_format).
     #[arg(long, value_name = "FORMAT")]
     log_format: Option<String>,
+    /// OpenTelemetry collector for traces, OTLP over gRPC: http://HOST:PORT (gateway.otlp_endpoint).
+    #[arg(long, value_name = "URL")]
+    otlp_endpoint: Option<String>,
     /// Enables the endpoint picker with the headers of the Gateway API Inference Extension's conformance suite
     /// (picker.conformance=true). Clients can then bypass its choice.
     #[arg(long)]
@@ -148,6 +151,7 @@ impl SettingsArgs {
             ("--admin-token-file", "admin.token_file", self.admin_token_file.clone()),
             ("--log-level", "gateway.log_level", self.log_level.clone()),
             ("--log-format", "gateway.log_format", self.log_format.clone()),
+            ("--otlp-endpoint", "gateway.otlp_endpoint", self.otlp_endpoint.clone()),
             ("--conformance", "picker.conformance", self.conformance.then(|| "true".to_owned())),
         ];
         let short = short.into_iter().filter_map(|(name, setting, value)| {

@@ -39,5 +39,6 @@ mod replicas;
 mod scale_from_zero;
 mod targets;
 mod tokens;
+mod traces;
 mod warm_start;
 mod worker_tls;

@@ -5,7 +5,6 @@
 
 mod direct;
 pub(crate) mod meters;
-#[cfg(feature = "nats")]
 mod nats;
 mod tls;
 
@@ -23,9 +22,7 @@ use crate::serve::TlsError;
 use crate::serve::listener::bind;
 use crate::settings::{ReplicasSettings, Secret};
 use direct::{DirectBus, DirectOptions, Peers};
-#[cfg(feature = "nats")]
 pub(crate) use nats::is_server_url;
-#[cfg(feature = "nats")]
 use nats::{NatsBus, NatsOptions};
 use tls::MutualTls;
 
@@ -68,7 +65,6 @@ pub struct Replicas {
 #[derive(Debug)]
 enum Transport {
     Direct(Arc<DirectBus>),
-    #[cfg(feature = "nats")]
     Nats(Arc<NatsBus>),
 }
 
@@ -79,7 +75,6 @@ impl Replicas {
     /// # Errors
     /// See [`ReplicasError`].
     pub fn start(settings: &ReplicasSettings, key: Option<Secret>) -> Result<Self, ReplicasError> {
-        #[cfg(feature = "nats")]
         if let Some(url) = &settings.nats {
             return Self::start_nats(url.clone(), settings, key);
         }
@@ -112,7 +107,6 @@ impl Replicas {
         Ok(Self { transport: Transport::Direct(bus), address })
     }
 
-    #[cfg(feature = "nats")]
     fn start_nats(url: String, settings: &ReplicasSettings, key: Option<Secret>) -> Result<Self, ReplicasError> {
         let tls = match (&settings.tls_certificate_file, &settings.tls_key_file, &settings.tls_ca_file) {
             (Some(certificate_file), Some(key_file), Some(ca_file)) => {
@@ -133,7 +127,6 @@ impl Replicas {
     pub fn bus(&self) -> Arc<dyn ReplicaBus> {
         match &self.transport {
             Transport::Direct(bus) => Arc::clone(bus) as Arc<dyn ReplicaBus>,
-            #[cfg(feature = "nats")]
             Transport::Nats(bus) => Arc::clone(bus) as Arc<dyn ReplicaBus>,
         }
     }
@@ -148,7 +141,6 @@ impl Replicas {
     pub async fn leave(self) {
         match self.transport {
             Transport::Direct(bus) => bus.leave().await,
-            #[cfg(feature = "nats")]
             Transport::Nats(bus) => bus.leave().await,
         }
     }
@@ -189,12 +181,6 @@ fn replica_id(name: Option<&str>) -> Result<ReplicaId, ReplicasError> {
 fn incarnation() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
-}
-
-/// Whether the text is the address of a NATS server. No address is one without the feature `nats`.
-#[cfg(not(feature = "nats"))]
-pub(crate) fn is_server_url(_: &str) -> bool {
-    false
 }
 
 /// Whether the host of `HOST:PORT` is this machine.

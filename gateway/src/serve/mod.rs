@@ -109,7 +109,6 @@ pub enum GatewayError {
         error: std::io::Error,
     },
     /// Exporter of traces.
-    #[cfg(feature = "otlp")]
     #[error("cannot export traces to {endpoint}: {reason}")]
     Otlp {
         /// `gateway.otlp_endpoint`.
@@ -139,7 +138,6 @@ pub(crate) struct App {
     pub(crate) read_token: Option<Arc<admin::Token>>,
     pub(crate) meters: Arc<Meters>,
     /// Exporter of traces; `None` without `gateway.otlp_endpoint`.
-    #[cfg(feature = "otlp")]
     pub(crate) tracing: Option<Arc<telemetry::Tracing>>,
     pub(crate) retry_budget: Arc<RetryBudget>,
     pub(crate) bodies: Arc<BodyBudget>,
@@ -160,6 +158,7 @@ impl App {
         models: Models,
         upstream: Upstream,
         metrics: Option<Metrics>,
+        tracing: Option<Arc<telemetry::Tracing>>,
     ) -> Self {
         let now = Instant::now();
         Self {
@@ -176,8 +175,7 @@ impl App {
             models: Arc::new(models),
             upstream,
             meters: Arc::new(Meters::new()),
-            #[cfg(feature = "otlp")]
-            tracing: None,
+            tracing,
             broken_streams: Arc::new(LogThrottle::new(BROKEN_STREAM_LOG_INTERVAL)),
             ids: Arc::new(Ids::new()),
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
@@ -267,11 +265,8 @@ impl Gateway {
         if let Some(metrics) = metrics.clone() {
             upkeep.spawn(metrics.keep_up());
         }
-        #[cfg(feature = "otlp")]
         let tracing = tracing_of(&settings.gateway)?;
-        let app = App::new(settings, &limits, &files, models, upstream, metrics);
-        #[cfg(feature = "otlp")]
-        let app = App { tracing, ..app };
+        let app = App::new(settings, &limits, &files, models, upstream, metrics, tracing);
         let current = Current::new(app);
         upkeep.spawn(models::warn_of_unread(current.clone()));
         upkeep.spawn(warm::write_periodically(current.clone()));
@@ -422,7 +417,6 @@ impl Gateway {
         if let Some(replicas) = self.replicas {
             replicas.leave().await;
         }
-        #[cfg(feature = "otlp")]
         if let Some(tracing) = app.tracing.clone() {
             // Waits for a thread of the SDK.
             drop(tokio::task::spawn_blocking(move || tracing.shutdown()).await);
@@ -435,7 +429,6 @@ impl Gateway {
 }
 
 /// Exporter of traces, if an address is set.
-#[cfg(feature = "otlp")]
 fn tracing_of(gateway: &crate::settings::GatewaySettings) -> Result<Option<Arc<telemetry::Tracing>>, GatewayError> {
     let Some(endpoint) = &gateway.otlp_endpoint else { return Ok(None) };
     let tracing = telemetry::Tracing::start(endpoint, gateway.otlp_sample_share);

@@ -62,7 +62,6 @@ pub(super) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, requ
     let request_id = request_id(&head.headers).unwrap_or_default();
     account.access.request_id = request_id.to_owned();
     account.trace = RequestTrace::of(&head.headers);
-    #[cfg(feature = "otlp")]
     if let Some(tracing) = &app.tracing {
         account.trace.begin(tracing, endpoint.path(), account.started());
     }

@@ -5,7 +5,6 @@
 
 mod access;
 mod log;
-#[cfg(feature = "otlp")]
 mod otlp;
 mod process;
 mod series;
@@ -26,7 +25,6 @@ pub use access::AccessLog;
 pub(crate) use access::{AccessRecord, ErrorCode};
 pub use log::{LevelError, parse_level};
 pub(crate) use log::{start_log, write_problems};
-#[cfg(feature = "otlp")]
 pub(crate) use otlp::Tracing;
 use series::{Expiring, IDLE_MAX, LastingSeries};
 pub(crate) use trace::{RequestEnd, RequestTrace};

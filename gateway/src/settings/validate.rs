@@ -164,12 +164,8 @@ impl Settings {
         rules.text("gateway.access_log", access_log, is_known, "stdout, stderr, off, or the absolute path of a file");
         if let Some(endpoint) = &gateway.otlp_endpoint {
             let authority = endpoint.strip_prefix("http://").and_then(|rest| rest.parse::<Authority>().ok());
-            let is_usable = authority.is_some_and(|authority| authority.port().is_some()) && cfg!(feature = "otlp");
-            let rule = match cfg!(feature = "otlp") {
-                true => "http://HOST:PORT",
-                false => "absent: this program was built without the feature otlp",
-            };
-            rules.text("gateway.otlp_endpoint", endpoint, is_usable, rule);
+            let is_usable = authority.is_some_and(|authority| authority.port().is_some());
+            rules.text("gateway.otlp_endpoint", endpoint, is_usable, "http://HOST:PORT");
         }
         let share = gateway.otlp_sample_share;
         rules.check("gateway.otlp_sample_share", share, (0.0..=1.0).contains(&share), "between 0 and 1");
@@ -346,11 +342,7 @@ impl ReplicasSettings {
     fn check(&self, rules: &mut Rules) {
         let has_peers = self.dns.is_some() || self.kubernetes_service.is_some() || !self.peers.is_empty();
         if let Some(url) = &self.nats {
-            let rule = if cfg!(feature = "nats") {
-                "nats://HOST:PORT or tls://HOST:PORT, without a password"
-            } else {
-                "absent: this program was built without the feature nats"
-            };
+            let rule = "nats://HOST:PORT or tls://HOST:PORT, without a password";
             rules.text("replicas.nats", url, is_server_url(url), rule);
             let is_alone = !has_peers && self.listen.is_none();
             rules.text("replicas.nats", url, is_alone, "absent with listen, peers, dns or kubernetes_service");

@@ -3,6 +3,5 @@
 mod conformance;
 mod direct;
 mod memory;
-#[cfg(feature = "nats")]
 mod nats;
 mod settings;

@@ -2,7 +2,7 @@
 
 use tokio::time::Duration;
 
-use crate::collector::{Collector, PARENT, TRACE, TRACEPARENT, attribute, text};
+use super::collector::{Collector, PARENT, TRACE, TRACEPARENT, attribute, text};
 use crate::common::picker::{COMPLETIONS, ENDPOINTS, Pool, workers};
 use crate::common::proxy::until;
 

@@ -3,8 +3,8 @@
 use serde_json::json;
 use tokio::time::Duration;
 
-use crate::collector::proto::{Span, Value};
-use crate::collector::{Collector, PARENT, TRACE, TRACEPARENT, attribute, text};
+use super::collector::proto::{Span, Value};
+use super::collector::{Collector, PARENT, TRACE, TRACEPARENT, attribute, text};
 use crate::common::proxy::{
     FINE_JSON, Scripted, answer, gateway, request, settings, stream, stream_end, until, worker,
 };

@@ -83,7 +83,6 @@ pub(super) async fn decide(app: Arc<App>, arrival: Arrival) -> Result<Box<Picked
     let mut account = Account::begin(&app.meters, endpoint);
     account.access.request_id.clone_from(&request_id);
     account.trace = RequestTrace::of(&arrival.headers);
-    #[cfg(feature = "otlp")]
     if let Some(tracing) = &app.tracing {
         account.trace.begin(tracing, endpoint.path(), account.started());
     }

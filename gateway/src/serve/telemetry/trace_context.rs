@@ -2,15 +2,12 @@
 //!
 //! Reference: W3C Recommendation "Trace Context", level 1. `tracestate` passes unchanged.
 
-#[cfg(feature = "otlp")]
-use axum::http::HeaderValue;
-use axum::http::{HeaderMap, HeaderName};
+use axum::http::{HeaderMap, HeaderName, HeaderValue};
 
 /// Trace, parent span and sampling decision.
 pub(crate) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// Bit of the flags that marks a sampled trace.
-#[cfg(feature = "otlp")]
 const SAMPLED: u8 = 1;
 
 /// Trace context of a client, or of an own span.
@@ -49,13 +46,11 @@ impl TraceContext {
         format!("{:032x}", self.trace_id)
     }
 
-    #[cfg(feature = "otlp")]
     pub(crate) fn is_sampled(&self) -> bool {
         self.flags & SAMPLED != 0
     }
 
     /// The header for the next hop.
-    #[cfg(feature = "otlp")]
     pub(crate) fn header(&self) -> HeaderValue {
         let Self { trace_id, span_id, flags } = self;
         let header = format!("00-{trace_id:032x}-{span_id:016x}-{:02x}", flags & SAMPLED);
@@ -71,8 +66,6 @@ fn hex(digits: &str, count: usize) -> Option<u128> {
 
 #[cfg(test)]
 mod tests {
-    use axum::http::HeaderValue;
-
     use super::*;
 
     fn context(values: &[&str]) -> Option<TraceContext> {
@@ -112,7 +105,6 @@ mod tests {
         assert_eq!(context(&[]), None);
     }
 
-    #[cfg(feature = "otlp")]
     #[test]
     fn headers_round_trip() {
         let value = "00-0af7651916cd43dd8448eb211c80319c-00000000000000ab-00";
