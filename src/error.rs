@@ -107,12 +107,36 @@ pub enum ErrorKind {
     ResourceExhausted,
     /// Deadline passed. HTTP 504.
     DeadlineExceeded,
-    /// Ended by its caller.
+    /// Ended by its caller. 499, as servers log it: its client no longer waits for a status.
     Cancelled,
     /// No rank can serve at present. HTTP 503.
     Unavailable,
     /// Failure of the embedder's code or the router. HTTP 500.
     Internal,
+}
+
+impl ErrorKind {
+    /// HTTP status of the response to the client.
+    ///
+    /// ```
+    /// use pointsman::error::{Down, ErrorKind, RouteError};
+    ///
+    /// assert_eq!(RouteError::Down(Down::Stopped).kind().http_status(), 503);
+    /// assert_eq!(ErrorKind::ResourceExhausted.http_status(), 429);
+    /// ```
+    #[must_use]
+    pub fn http_status(self) -> u16 {
+        match self {
+            Self::InvalidArgument => 400,
+            Self::NotFound => 404,
+            Self::AlreadyExists => 409,
+            Self::ResourceExhausted => 429,
+            Self::Cancelled => 499,
+            Self::Internal => 500,
+            Self::Unavailable => 503,
+            Self::DeadlineExceeded => 504,
+        }
+    }
 }
 
 impl RouteError {

@@ -18,9 +18,21 @@
 //!
 //! The actors, behind the default feature `runtime`, own that state and exchange messages: one scheduler, the only one
 //! that books; one sequence actor per rank; one radix actor per index shard; a supervisor. Embedders use the `Router`, its
-//! `Placement`s, the [`config`] and the [`error`]s. The feature `http` adds response bodies that hold their placement and
-//! read the response ([`answer`]), `tower` a layer that places requests, and `faults` drills that break one part of a
-//! running router. `ARCHITECTURE.md` describes the path of a request and the invariants.
+//! `Placement`s, the [`config`] and the [`error`]s. [`guide`] shows how a gateway embeds the router, from one placement to a complete server.
+//!
+//! # Features
+//!
+//! | feature | adds |
+//! |---|---|
+//! | `runtime` (default) | the actors, [`Router`] and [`Placement`] on tokio; without it the crate is the pure core |
+//! | `http` | [`PlacedBody`]: response bodies that hold their placement and report its progress |
+//! | `tower` | [`PlacementLayer`]: a layer that places requests |
+//! | `zmq` | the reader of the engines' KV event sockets ([`WorkerConfig::kv_events`](protocol::WorkerConfig::kv_events)) |
+//! | `discovery` | workers by probes ([`ProbedUrls`]), DNS ([`DnsNames`]) and files ([`WatchedFile`]) |
+//! | `kubernetes` | workers by the pods of a cluster ([`KubernetesPods`]) |
+//! | `replicas` | load and cache contents shared with other replicas of the router ([`ReplicaBus`]) |
+//! | `faults` | drills that crash or block one actor ([`Router::inject`]) |
+//! | `test-support` | reference models for tests and benchmarks; not stable |
 //!
 //! # Example
 //!
@@ -58,6 +70,8 @@
 //! - With a temperature or a decaying credit, each decision queries every rank.
 //! - Pools with queueing decide one request at a time. If all ranks are busy, a step evaluates each waiting lane.
 //! - The index of a router holds at most `index.bytes_max`, a quarter of the memory by default.
+
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 #[cfg(feature = "runtime")]
 #[path = "../actors/mod.rs"]
@@ -126,7 +140,14 @@ pub use request::{Prompt, RequestOptions, RouteRequest};
 #[doc = include_str!("../README.md")]
 mod readme {}
 
-/// Those of the guide for embedders.
-#[cfg(all(doctest, feature = "tower"))]
+/// [configuration]: crate::config
+/// [discovery sources]: crate::discovery
+/// [health]: crate::health
+/// [kv events]: crate::ingest
+/// [metrics]: #configuration-and-metrics
+/// [policies]: crate::policy
+///
+// The first definition of a link counts: those of the page are files beside it.
+#[cfg(any(all(doc, not(doctest)), all(doctest, feature = "tower")))]
 #[doc = include_str!("../docs/embedding.md")]
-mod embedding {}
+pub mod guide {}
