@@ -9,6 +9,8 @@ use crate::actors::radix::RadixMsg;
 use crate::actors::radix::shards::Shards;
 use crate::actors::scheduler::{Scheduler, SchedulerMsg};
 use crate::actors::sequence::table::SequenceTable;
+use crate::actors::strands::Strands;
+use crate::actors::views::block_size::BlockSizeCell;
 use crate::config::RouterConfig;
 use crate::directory::{Directory, Ended, Lease};
 use crate::load::OutputLengths;
@@ -25,27 +27,26 @@ pub(crate) struct LeaseEnder {
     shards: Option<Arc<Shards>>,
     output_lengths: Arc<OutputLengths>,
     track_output_blocks: bool,
-    block_size_tokens: u32,
+    block_size: Arc<BlockSizeCell>,
 }
 
 impl LeaseEnder {
     pub(crate) fn new(
         config: &RouterConfig,
+        block_size: &Arc<BlockSizeCell>,
         directory: &Arc<Directory>,
-        sequences: &Arc<SequenceTable>,
-        scheduler: &Arc<Strand<Scheduler>>,
-        shards: &Arc<Shards>,
+        strands: &Strands,
         output_lengths: &Arc<OutputLengths>,
     ) -> Self {
         let holds_bookings = matches!(SpeculationModel::of(config), Some(SpeculationModel::Lru { .. }));
         Self {
             directory: Arc::clone(directory),
-            sequences: Arc::clone(sequences),
-            scheduler: config.queue.is_enabled().then(|| Arc::clone(scheduler)),
-            shards: holds_bookings.then(|| Arc::clone(shards)),
+            sequences: Arc::clone(&strands.sequences),
+            scheduler: config.queue.is_enabled().then(|| Arc::clone(&strands.scheduler)),
+            shards: holds_bookings.then(|| Arc::clone(&strands.shards)),
             output_lengths: Arc::clone(output_lengths),
             track_output_blocks: config.load.track_output_blocks,
-            block_size_tokens: config.block_size,
+            block_size: Arc::clone(block_size),
         }
     }
 
@@ -85,7 +86,7 @@ impl LeaseEnder {
         let progress = lease.progress();
         let blocks = progress.output.block_count();
         if blocks > 0 || progress.prefill_completed && self.track_output_blocks {
-            self.output_lengths.observe(keys, (f64::from(blocks) + 0.5) * f64::from(self.block_size_tokens));
+            self.output_lengths.observe(keys, (f64::from(blocks) + 0.5) * f64::from(self.block_size.tokens()));
         }
     }
 

@@ -25,13 +25,12 @@ pub(crate) struct Strands {
 impl Strands {
     /// Strands without state; the supervisor opens them.
     pub(crate) fn new(config: &RouterConfig) -> Self {
-        let shards = if config.has_index() { config.index.shards } else { 0 };
         Self {
             scheduler: Strand::replaceable(),
             scheduler_incarnation: Arc::default(),
             health: Strand::closed(),
             engine_loads: Strand::closed(),
-            shards: Arc::new(Shards::new(shards, config.events.blocks_max)),
+            shards: Arc::new(Shards::new(config.index_shards(), config.events.blocks_max)),
             sequences: Arc::default(),
         }
     }

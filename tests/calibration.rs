@@ -15,7 +15,7 @@ use crate::common::{config, router};
 const BLOCK_SIZE: u32 = 64;
 
 fn latency() -> RouterConfig {
-    RouterConfig { block_size: BLOCK_SIZE, policy: Policy::Latency.into(), ..config() }
+    RouterConfig { block_size: Some(BLOCK_SIZE), policy: Policy::Latency.into(), ..config() }
 }
 
 /// A prompt of 200 tokens, too short to teach a prefill rate.

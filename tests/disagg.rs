@@ -73,7 +73,7 @@ async fn a_dropped_placement_frees_both_sides() {
 
 #[tokio::test]
 async fn pools_with_different_block_sizes_hash_separately() {
-    let prefill = router(RouterConfig { block_size: 8, ..config().for_prefill() }, 2).await;
+    let prefill = router(RouterConfig { block_size: Some(8), ..config().for_prefill() }, 2).await;
     let decode = router(config().for_decode(), 1).await;
     let pools = Disaggregated::new(prefill, decode, DisaggConfig::default()).expect("valid settings");
     let placement = route(&pools, "a", &tokens(1, 20)).await.expect("placed");

@@ -18,7 +18,7 @@ use crate::common::{config, router, stored_in_blocks};
 const BLOCK_SIZE: u32 = 64;
 
 fn with(policy: Policy) -> RouterConfig {
-    RouterConfig { block_size: BLOCK_SIZE, policy: policy.into(), ..config() }
+    RouterConfig { block_size: Some(BLOCK_SIZE), policy: policy.into(), ..config() }
 }
 
 /// A prompt whose content is a function of `seed`. Prompts with equal seeds share a prefix.

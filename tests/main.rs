@@ -51,6 +51,8 @@ mod snapshot;
 mod tidy;
 mod wire;
 
+#[cfg(all(feature = "faults", feature = "zmq", feature = "replicas"))]
+mod block_size;
 #[cfg(feature = "runtime")]
 mod calibration;
 #[cfg(feature = "runtime")]

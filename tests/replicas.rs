@@ -320,7 +320,7 @@ async fn summaries_are_rare_until_another_replica_places_requests() {
 async fn another_block_size_is_refused() {
     let network = MemoryNetwork::new(MemoryFaults::default());
     let one = replica(&network, 1).await;
-    let two = replica_with(&network, 2, 1, RouterConfig { block_size: 8, ..config() }).await;
+    let two = replica_with(&network, 2, 1, RouterConfig { block_size: Some(8), ..config() }).await;
     book(&two, "a", 0).await;
     settle().await;
     assert_at_rest(&one).await;

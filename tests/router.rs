@@ -284,7 +284,8 @@ async fn start_fails_if_too_few_workers_are_possible() {
     assert_eq!(closed, StartError::SourceClosed { registered: 1, wanted: 2 });
     let none = Router::builder(wanted(1)).start().await.expect_err("no source");
     assert_eq!(none, StartError::NoSource { registered: 0, wanted: 1 });
-    let invalid = Router::builder(RouterConfig { block_size: 0, ..config() }).start().await.expect_err("no block size");
+    let invalid =
+        Router::builder(RouterConfig { block_size: Some(0), ..config() }).start().await.expect_err("no block size");
     assert_eq!(invalid.to_string(), "block_size is 0, must be at least 1");
 }
 

@@ -168,7 +168,7 @@ fn publish(cells: &[RankCells], boards: &[BoardLoad], n: u64) {
 
 fn config(policy: Policy) -> RouterConfig {
     RouterConfig {
-        block_size: 16,
+        block_size: Some(16),
         seed: 5,
         policy: policy.into(),
         queue: QueueConfig { threshold: Some(0.4), ..QueueConfig::default() },

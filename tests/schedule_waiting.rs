@@ -50,7 +50,7 @@ fn one_at_a_time(classes: &[(&str, u32)]) -> RouterConfig {
         ..QueueClass::named(*name)
     };
     RouterConfig {
-        block_size: 1,
+        block_size: Some(1),
         queue: QueueConfig { classes: classes.iter().map(class).collect(), ..config().queue },
         ..config()
     }

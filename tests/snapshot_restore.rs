@@ -179,7 +179,7 @@ async fn contents_wait_for_a_rank_that_registers_later() {
 async fn a_snapshot_of_another_layout_is_refused() {
     let (router, _fleet) = warm_fleet(1).await;
     let snapshot = snapshot(&router).await;
-    let other = RouterConfig { block_size: 16, ..config() };
+    let other = RouterConfig { block_size: Some(16), ..config() };
     let error = Router::builder(other.clone()).snapshot(snapshot.clone()).start().await.expect_err("refused");
     assert!(matches!(error, StartError::Snapshot(SnapshotError::Layout { field: "block size", .. })), "{error}");
     let running = Router::builder(other).start().await.expect("valid");

@@ -377,7 +377,8 @@ impl<S: ActorState> Strand<S> {
         drop(catch_unwind(AssertUnwindSafe(|| drop(half_changed)))); // an inconsistent state may panic in its drop
     }
 
-    /// Opens the strand for an actor with this task, with fresh state. Messages sent while `state` is built are queued.
+    /// Opens the strand for an actor with this task, with fresh state. Messages sent while `state` is built are queued. The
+    /// state of a running actor is dropped after its present step, and its queued messages go to the new one.
     /// If building it panics, the strand and the actor stay dead.
     pub(crate) fn open(&self, task: impl StrandTask + 'static, state: impl FnOnce() -> S) {
         let number = self.cell();
@@ -395,6 +396,9 @@ impl<S: ActorState> Strand<S> {
                 self.die(Held { state: guard, cell, number }, &panic);
                 self.handle_waiting(number, &mut DeferredReplies(SmallVec::new()));
             }
+        }
+        if let Some(task) = &old_task {
+            task.stop(None); // of a running actor that is replaced
         }
         drop((old, old_task)); // after release: dropping them may send
     }

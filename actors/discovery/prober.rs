@@ -31,7 +31,7 @@ const UNKNOWN: &[u16] = &[404, 405, 501];
 /// use pointsman::{ProbeOptions, RouterConfig};
 ///
 /// let options = ProbeOptions::of(&RouterConfig::default()).model("llama");
-/// assert_eq!(options.expected.block_size, 64);
+/// assert_eq!(options.expected.block_size, None);
 /// ```
 #[derive(Clone, Debug)]
 pub struct ProbeOptions {
@@ -49,7 +49,7 @@ pub struct ProbeOptions {
 }
 
 impl ProbeOptions {
-    /// For engines of this pool: any model, and the pool's block size if events are used.
+    /// For engines of this pool: any model, and the configured block size if events are used.
     #[must_use]
     pub fn of(pool: &RouterConfig) -> Self {
         let expected = Expected {

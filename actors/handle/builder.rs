@@ -33,7 +33,6 @@ use crate::actors::supervisor::dependencies::SupervisorDependencies;
 use crate::actors::supervisor::{Supervisor, SupervisorMsg};
 use crate::actors::telemetry::{self, Meters};
 use crate::actors::views::Views;
-use crate::actors::views::decisions::DecisionRecords;
 use crate::config::{IndexConfig, RouterConfig};
 use crate::directory::Directory;
 use crate::error::{Down, StartError};
@@ -166,7 +165,8 @@ impl RouterBuilder {
         self
     }
 
-    /// Starts with the contents of a snapshot: see [`Router::restore`]. A snapshot of another layout is a start error.
+    /// Starts with the contents of a snapshot: see [`Router::restore`]. A snapshot of another layout is a start error, except
+    /// for a block size that is not known yet.
     #[cfg(feature = "zmq")]
     pub fn snapshot(mut self, snapshot: crate::snapshot::Snapshot) -> Self {
         self.snapshot = Some(snapshot);
@@ -247,14 +247,13 @@ async fn start_actors(
     shared_cache: Option<Arc<dyn SharedCache>>,
     #[cfg(feature = "discovery")] engine_client: Arc<dyn EngineClient>,
 ) -> Result<Router, StartError> {
-    let (config, clock, views) = (Arc::new(with_index_limit(config)), Clock::start(), Views::default());
-    let views = Views { decisions: Arc::new(DecisionRecords::new(&config.recorder)), ..views };
+    let (config, clock) = (Arc::new(with_index_limit(config)), Clock::start());
+    let views = Views::new(&config);
     let meters = Arc::new(Meters::new(&config, shared_cache.is_some()));
     let (directory, output_lengths) = (Arc::<Directory>::default(), Arc::<OutputLengths>::default());
     let strands = Strands::new(&config);
-    let Strands { scheduler, health, engine_loads, shards, sequences, .. } = strands.clone();
-    let ender = LeaseEnder::new(&config, &directory, &sequences, &scheduler, &shards, &output_lengths);
-    let ender = Arc::new(ender);
+    let Strands { scheduler, health, engine_loads, shards, .. } = strands.clone();
+    let ender = Arc::new(LeaseEnder::new(&config, &views.block_size, &directory, &strands, &output_lengths));
     let dependencies = SupervisorDependencies {
         config: Arc::clone(&config),
         clock,
@@ -296,7 +295,8 @@ async fn start_actors(
         scheduler,
     }
     .watch();
-    let edge = Arc::new(Edge::new(config, clock, meters, ender, health));
+    let block_size = Arc::clone(&views.block_size);
+    let edge = Arc::new(Edge::new(config, block_size, clock, meters, ender, health));
     Ok(Router { inner: Arc::new(Inner { edge, intake, views, strands, shared_cache, supervisor }) })
 }
 
@@ -306,6 +306,7 @@ fn share_load(bus: Arc<dyn ReplicaBus>, router: &Router) {
     ReplicaSharing {
         bus,
         config: Arc::clone(&edge.config),
+        block_size: Arc::clone(&views.block_size),
         clock: edge.clock,
         ranks: Arc::clone(&views.ranks),
         status: Arc::clone(&views.status),

@@ -244,7 +244,7 @@ impl Disaggregated {
 
 /// Block size and hashing parameters of a pool. Pools with equal values produce equal block hashes.
 fn cut(router: &Router) -> (u32, bool) {
-    (router.config().block_size, router.config().is_eagle)
+    (router.block_size(), router.config().is_eagle)
 }
 
 fn on(side: Side) -> impl FnOnce(RouteError) -> DisaggError {

@@ -10,6 +10,7 @@ use crate::actors::health::{HealthActor, HealthMsg};
 use crate::actors::io::clock::Clock;
 use crate::actors::lease_ender::LeaseEnder;
 use crate::actors::telemetry::Meters;
+use crate::actors::views::block_size::BlockSizeCell;
 use crate::actors::views::rank::RankEntry;
 use crate::config::RouterConfig;
 use crate::health::Outcome;
@@ -21,6 +22,7 @@ const OUTCOMES_MAX: usize = 1024;
 /// Shared dependencies of requests and placements.
 pub(super) struct Edge {
     pub(super) config: Arc<RouterConfig>,
+    pub(super) block_size: Arc<BlockSizeCell>,
     pub(super) clock: Clock,
     pub(super) meters: Arc<Meters>,
     pub(super) ender: Arc<LeaseEnder>,
@@ -31,12 +33,13 @@ pub(super) struct Edge {
 impl Edge {
     pub(super) fn new(
         config: Arc<RouterConfig>,
+        block_size: Arc<BlockSizeCell>,
         clock: Clock,
         meters: Arc<Meters>,
         ender: Arc<LeaseEnder>,
         health: Arc<Strand<HealthActor>>,
     ) -> Self {
-        Self { config, clock, meters, ender, health, outcomes_gate: Arc::new(Semaphore::new(OUTCOMES_MAX)) }
+        Self { config, block_size, clock, meters, ender, health, outcomes_gate: Arc::new(Semaphore::new(OUTCOMES_MAX)) }
     }
 
     /// Reports the outcome of a request sent to the rank at `began`. An outcome that changes no state sends no message.

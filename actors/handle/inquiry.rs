@@ -143,7 +143,7 @@ impl Router {
     /// See [`RouteError`].
     pub async fn cache_hit_estimate(&self, request: RouteRequest<'_>) -> Result<Vec<CacheHit>, RouteError> {
         let found = self.find_overlaps(&request, false).await?;
-        let (weights, block_size) = (self.config().index.tier_weights(), self.config().block_size);
+        let (weights, block_size) = (self.config().index.tier_weights(), self.block_size());
         let hits = self.every_rank(&found).into_iter().map(|(rank, _, overlap)| CacheHit {
             rank,
             effective_overlap_blocks: overlap.effective_blocks(weights),

@@ -19,7 +19,7 @@ use crate::actors::views::worker::WorkerEntry;
 use crate::config::{EventMode, PoolRole, RouterConfig};
 use crate::error::{Down, MembershipError};
 use crate::membership::{DiscoveryStatus, MembershipInput};
-use crate::protocol::{Timestamp, WorkerConfig, WorkerId, WorkerRank};
+use crate::protocol::{BlockSizeOrigin, Timestamp, WorkerConfig, WorkerId, WorkerRank};
 use crate::select::RankConditions;
 
 /// Longest wait of a shutdown for the actors to stop.
@@ -217,10 +217,18 @@ impl Router {
         entries.iter().map(problem).collect()
     }
 
-    /// Block size in tokens.
+    /// Block size in force, in tokens. Without [`RouterConfig::block_size`] it follows from the workers, and may change as
+    /// [`BlockSizeOrigin`] describes; prompts that an embedder hashes itself, and KV events that it supplies, then have the
+    /// wrong size. An embedder that does either configures the size.
     #[must_use]
     pub fn block_size(&self) -> u32 {
-        self.config().block_size
+        self.edge().block_size.tokens()
+    }
+
+    /// Origin of [`Router::block_size`].
+    #[must_use]
+    pub fn block_size_origin(&self) -> BlockSizeOrigin {
+        self.edge().block_size.get().origin
     }
 
     /// Role of the pool.

@@ -67,7 +67,7 @@ impl Placement {
     }
 
     pub(super) fn block_size(&self) -> u32 {
-        self.guard.edge().config.block_size
+        self.guard.edge().block_size.tokens()
     }
 
     /// Request id of the booking.

@@ -20,7 +20,7 @@ impl Router {
     /// use pointsman::protocol::WorkerId;
     /// use pointsman::{Prompt, RouteRequest, Router, RouterConfig};
     ///
-    /// let router = Router::builder(RouterConfig { block_size: 4, ..RouterConfig::default() }).start().await?;
+    /// let router = Router::builder(RouterConfig { block_size: Some(4), ..RouterConfig::default() }).start().await?;
     /// router.register_workers([WorkerId(1)]).await?;
     /// let placement = router.route(RouteRequest::new("a", Prompt::Tokens(&[1; 8]))).await?;
     /// assert_eq!(router.rank_reports()[0].active_requests, 1);

@@ -1,5 +1,6 @@
 //! Requests in preparation: validated, hashed and bounded.
 
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -72,6 +73,8 @@ pub(super) struct Prepared {
 /// Inputs of the preparation of a request.
 pub(super) struct Preparation<'a> {
     pub(super) config: &'a RouterConfig,
+    /// Block size in force.
+    pub(super) block_size: NonZeroU32,
     pub(super) now: Timestamp,
     pub(super) limits: PromptLimits,
     pub(super) output_lengths: &'a OutputLengths,
@@ -81,14 +84,14 @@ pub(super) struct Preparation<'a> {
 
 impl Prepared {
     pub(super) fn new(preparation: &Preparation<'_>, request: &RouteRequest<'_>) -> Result<Self, RouteError> {
-        let Preparation { config, now, limits, output_lengths, speculates } = *preparation;
+        let Preparation { config, block_size, now, limits, output_lengths, speculates } = *preparation;
         let RouteRequest { prompt, options, .. } = request;
         let length_keys = LengthKeys::of(options.session_id.as_deref(), options.tenant.as_deref());
         let usual_output_tokens = || output_lengths.expected(length_keys);
         let resolved = ResolvedOptions::resolve(options, config, usual_output_tokens, now)?;
         let overrides = options.overrides;
         let scheme = HashScheme {
-            block_size: config.block_size_nonzero(),
+            block_size,
             lora_name: options.lora_name.as_deref(),
             cache_salt: options.cache_salt.as_deref(),
             is_eagle: config.is_eagle,
@@ -119,7 +122,7 @@ impl Prepared {
         let too_long = |_| RouteError::PromptTooLong { prompt_tokens };
         let blocks = u32::try_from(scheme.block_count(prompt_tokens)).map_err(too_long)?;
         // The charge is capped at the capacity of a rank, in blocks and in tokens, for a prompt of any length.
-        let blocks_max = weight_tokens.div_ceil(config.block_size);
+        let blocks_max = weight_tokens.div_ceil(block_size.get());
         let prompt = match &hashes {
             _ if !config.load.track_active_blocks => PromptBlocks::Counted(0),
             Some(hashed) if shares_blocks && blocks <= blocks_max => {
@@ -132,7 +135,7 @@ impl Prepared {
         };
         let prompt_tokens = u32::try_from(prompt_tokens).map_err(too_long)?.min(weight_tokens);
         let speculative_prompt = hashes.as_ref().filter(|_| speculates);
-        let speculative_prompt = speculative_prompt.map(|hashed| SpeculativePrompt::of(hashed, config.block_size));
+        let speculative_prompt = speculative_prompt.map(|hashed| SpeculativePrompt::of(hashed, block_size.get()));
         let kind = kind_of(options);
         Ok(Self {
             hashes,

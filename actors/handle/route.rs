@@ -3,6 +3,7 @@
 //! Every call returns a placement, a rejection with its reason, or an error. Tokens stay in the calling task. The
 //! scheduler decides; the sequence actors book.
 
+use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
@@ -61,7 +62,7 @@ impl Router {
             let (guard, decision, phases) = self.book(request_id, &prepared, Target::Any, timed).await?;
             // The removal of the rank since the decision has ended the booking.
             if let Some(address) = self.strands().sequences.get(decision.slot, decision.generation) {
-                let Edge { config, meters, .. } = &**self.edge();
+                let Edge { block_size, meters, .. } = &**self.edge();
                 let hashes = prepared.hashes().filter(|_| request.options.routing_hashes).cloned();
                 let decision = decision.with_routing_hashes(hashes);
                 // A prediction above 0 is evaluated even if the index is incomplete.
@@ -71,7 +72,7 @@ impl Router {
                 if !span.is_disabled() {
                     span.record("rank", tracing::field::display(decision.rank()));
                 }
-                meters.placed(prepared.prompt_tokens(), config.block_size, &decision, prediction.kind().is_some());
+                meters.placed(prepared.prompt_tokens(), block_size.tokens(), &decision, prediction.kind().is_some());
                 address.entry.counts.placed();
                 return Ok(Placement::new((guard, phases), address, decision, prediction, prepared.targets()));
             }
@@ -234,7 +235,7 @@ impl Router {
                 None if guard.lease().is_freed() => return Err(RouteError::Freed),
                 None => {
                     drop(guard); // frees the id for the next attempt
-                    attempts.count_lost(self.has_restarted(before.restarts).await?)?;
+                    attempts.count_lost(self.has_restarted(before.starts()).await?)?;
                 }
             }
         }
@@ -250,7 +251,7 @@ impl Router {
             let answer = self.submit(prepared, Target::Any, purpose, None, permit, None);
             match self.views().status.reply_of(answer, before).await {
                 Some(answered) => return Ok(answered),
-                None => attempts.count_lost(self.has_restarted(before.restarts).await?)?,
+                None => attempts.count_lost(self.has_restarted(before.starts()).await?)?,
             }
         }
     }
@@ -263,10 +264,12 @@ impl Router {
     }
 
     pub(super) fn prepare(&self, request: &RouteRequest<'_>) -> Result<Prepared, RouteError> {
-        let Edge { config, clock, .. } = &**self.edge();
+        let Edge { config, block_size, clock, .. } = &**self.edge();
+        let block_size = NonZeroU32::new(block_size.tokens()).unwrap_or(NonZeroU32::MIN);
         let Intake { output_lengths, speculates, .. } = self.intake();
         let limits = self.views().fleet.prompt_limits();
-        let preparation = Preparation { config, now: clock.now(), limits, output_lengths, speculates: *speculates };
+        let (now, speculates) = (clock.now(), *speculates);
+        let preparation = Preparation { config, block_size, now, limits, output_lengths, speculates };
         Prepared::new(&preparation, request)
     }
 
@@ -321,10 +324,10 @@ impl Router {
         drop(first);
     }
 
-    /// Whether the restart count exceeds `restarts` within [`RESTART_WAIT`]; an error when the router is down.
-    async fn has_restarted(&self, restarts: u64) -> Result<bool, RouteError> {
+    /// Whether more than `starts` actors were started again within [`RESTART_WAIT`]; an error when the router is down.
+    async fn has_restarted(&self, starts: u64) -> Result<bool, RouteError> {
         let mut status = self.views().status.subscribe();
-        let restarted = status.wait_for(|status| status.restarts > restarts || status.phase != RouterPhase::Serving);
+        let restarted = status.wait_for(|status| status.starts() > starts || status.phase != RouterPhase::Serving);
         // Without a restart in time, retry anyway: an attempt is cheap.
         let is_in_time = tokio::time::timeout(RESTART_WAIT, restarted).await.is_ok();
         self.views().status.up()?;

@@ -49,10 +49,11 @@ impl Router {
                 self.views().status.up()?;
             }
         }
-        ranks.extend(self.views().restores.all().into_iter().filter(|rank| is_wanted(rank.rank)));
+        let block_size = self.block_size();
+        ranks.extend(self.views().restores.all_of(block_size).into_iter().filter(|rank| is_wanted(rank.rank)));
         ranks.sort_by_key(|rank| rank.rank); // stable: recorded contents precede pending ones
         ranks.dedup_by_key(|rank| rank.rank);
-        let layout = SnapshotLayout::of(&self.edge().config);
+        let layout = SnapshotLayout::of(&self.edge().config, block_size);
         Ok(Snapshot { layout, created_ms: u64::try_from(created_ms).unwrap_or(u64::MAX), ranks })
     }
 
@@ -75,13 +76,18 @@ impl Router {
     /// A rank without a replay endpoint, or whose index is complete or newer, keeps its contents. Progress is reported
     /// by [`KvSourceStatus::restore`](crate::KvSourceStatus::restore).
     ///
+    /// While no worker has reported a block size ([`BlockSizeOrigin`](crate::protocol::BlockSizeOrigin)), contents of any
+    /// size wait for it, and those of another one are dropped then.
+    ///
     /// Must be called in a tokio runtime.
     ///
     /// # Errors
     /// [`SnapshotError::Layout`]: the snapshot belongs to another pool, or its hashes match nothing here.
     pub fn restore(&self, snapshot: Snapshot) -> Result<(), SnapshotError> {
-        snapshot.check_layout(&SnapshotLayout::of(&self.edge().config))?;
-        self.views().restores.add(snapshot.ranks);
+        let size = self.edge().block_size.get();
+        let known_size = Some(size.tokens).filter(|_| size.origin.is_settled());
+        snapshot.check_pool(&self.edge().config, known_size)?;
+        self.views().restores.add(snapshot.layout.block_size, snapshot.ranks);
         let _ = self.supervisor().send_message(SupervisorMsg::Restore); // down: without effect
         Ok(())
     }

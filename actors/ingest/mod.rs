@@ -11,7 +11,6 @@ mod reader;
 mod restore;
 mod snapshot_reply;
 
-use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
@@ -79,7 +78,7 @@ impl Arguments {
         let source = SourceConfig {
             has_replay: endpoints.replay_endpoint.is_some(),
             capacity_blocks: worker.total_kv_blocks,
-            block_size: Some(config.block_size),
+            block_size: Some(config.block_size_or_assumed()),
             seed: config.seed ^ entry.rank.worker.0.rotate_left(32) ^ u64::from(entry.rank.rank),
             ..SourceConfig::default()
         };
@@ -94,7 +93,7 @@ fn wire_config(config: &RouterConfig, entry: &RankEntry, worker: &WorkerConfig) 
     WireConfig {
         rank: entry.rank,
         ranks: start..start + worker.data_parallel_size,
-        block_size: NonZeroU32::new(config.block_size).unwrap_or(NonZeroU32::MIN), // validated
+        block_size: config.block_size_nonzero(),
         is_eagle: config.is_eagle,
         limits: DecoderLimits::default(),
     }

@@ -70,6 +70,7 @@ pub(super) async fn read(job: Job) {
         dependencies,
         entry,
         effects: Vec::new(),
+        reported_size: None,
         wanted: VecDeque::new(),
         shown_degradation: None,
         unwell_since: None,
@@ -145,6 +146,8 @@ pub(super) struct Reader {
     /// Address of the publisher.
     pub(super) endpoint: String,
     pub(super) effects: Vec<IngestEffect<Bytes>>,
+    /// Block size of the events, as the supervisor knows it.
+    reported_size: Option<u32>,
     wanted: VecDeque<IngestEffect<Bytes>>,
     shown_degradation: Option<DegradationReason>,
     /// Time of the last degradation of the source, until it is trusted again.
@@ -251,6 +254,10 @@ impl Reader {
         self.entry.source.set_restore(self.source.restore());
         self.entry.source.set_caught_up(self.source.is_caught_up());
         self.entry.source.await_served(self.source.awaits_served());
+        if let Some(size) = self.source.block_size().filter(|size| Some(*size) != self.reported_size) {
+            self.reported_size = Some(size);
+            (self.dependencies.on_block_size)(self.entry.slot, self.entry.generation, size);
+        }
         let degradation = self.source.degradation();
         if degradation.map(|degradation| degradation.name())
             != self.shown_degradation.map(|degradation| degradation.name())

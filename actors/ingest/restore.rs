@@ -40,8 +40,9 @@ impl Reader {
     /// without any change, if none is pending, the publisher cannot be verified for lack of a replay endpoint, or the
     /// present contents are complete or newer.
     pub(super) async fn restore(&mut self) -> bool {
-        let Some(snapshot) = self.dependencies.restores.take(self.entry.rank, &self.endpoint) else { return false };
         let (config, wire) = &self.configs;
+        let (restores, block_size) = (&self.dependencies.restores, wire.block_size.get());
+        let Some(snapshot) = restores.take(self.entry.rank, &self.endpoint, block_size) else { return false };
         let is_superseded = self.source.is_caught_up() && !self.source.is_cold()
             || self.source.position().is_some_and(|present| !snapshot.position.is_newer_than(&present));
         if is_superseded || !config.has_replay {

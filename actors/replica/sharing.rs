@@ -23,6 +23,7 @@ use crate::actors::io::clock::Clock;
 use crate::actors::radix::shards::Shards;
 use crate::actors::scheduler::{Scheduler, SchedulerMsg};
 use crate::actors::views::ReplicaPeers;
+use crate::actors::views::block_size::BlockSizeCell;
 use crate::actors::views::published::Published;
 use crate::actors::views::rank::{RankEntries, RankEntry};
 use crate::actors::views::status::RouterStatus;
@@ -30,7 +31,7 @@ use crate::actors::views::wake_flag::WakeFlag;
 use crate::config::{RouterConfig, SessionAffinity};
 use crate::hashing::BASE_SEED;
 use crate::load::{BoardLoad, BoardVersion, PeerLoad};
-use crate::protocol::{Slot, Timestamp, WorkerRank};
+use crate::protocol::{BlockSizeOrigin, Slot, Timestamp, WorkerRank};
 use crate::replica::{
     LoadSummary, MessageError, PeerState, PeerTable, RankContribution, RefusedSummary, ReplicaId, ReplicaLayout,
     ReplicaTopic, SummaryWriter, decode_routed,
@@ -54,6 +55,7 @@ const WRITES: u8 = 1 + SummaryWriter::REPETITIONS;
 pub(crate) struct ReplicaSharing {
     pub(crate) bus: Arc<dyn ReplicaBus>,
     pub(crate) config: Arc<RouterConfig>,
+    pub(crate) block_size: Arc<BlockSizeCell>,
     pub(crate) clock: Clock,
     pub(crate) ranks: Arc<RankEntries>,
     pub(crate) status: Arc<RouterStatus>,
@@ -68,13 +70,33 @@ impl ReplicaSharing {
     /// Starts the task. It ends with the router or the bus.
     pub(crate) fn watch(self) {
         tokio::spawn(async move {
+            // Before the first worker, replicas may differ in a size that none of them will use.
+            let mut sizes = self.block_size.subscribe();
+            tokio::select! {
+                biased;
+                _ = self.status.down() => return,
+                _ = sizes.wait_for(|size| size.origin != BlockSizeOrigin::Awaited) => {}
+            }
             while !self.status.is_down() {
                 let task = tokio::spawn(SharingTask::new(self.clone()).run());
-                let Err(error) = task.await else { return };
-                tracing::error!(pool = self.config.pool, %error, "sharing of load failed, starting again");
+                match task.await {
+                    Ok(TaskEnd::BlockSize) => {}
+                    Ok(TaskEnd::Down) => return,
+                    Err(error) => {
+                        tracing::error!(pool = self.config.pool, %error, "sharing of load failed, starting again");
+                    }
+                }
             }
         });
     }
+}
+
+/// Reason for the end of a task.
+enum TaskEnd {
+    /// The router or the bus is down.
+    Down,
+    /// Another block size is in force, and so another layout of all messages.
+    BlockSize,
 }
 
 struct SharingTask {
@@ -144,7 +166,7 @@ impl OwnBookings {
 
 impl SharingTask {
     fn new(sharing: ReplicaSharing) -> Self {
-        let layout = ReplicaLayout { block_size: sharing.config.block_size, hash_seed: BASE_SEED };
+        let layout = ReplicaLayout { block_size: sharing.block_size.tokens(), hash_seed: BASE_SEED };
         let interval = Duration::from_millis(sharing.config.replicas.interval_ms);
         let pool: Arc<str> = Arc::from(&*sharing.config.pool);
         let sessions = (sharing.config.session.affinity != SessionAffinity::Off)
@@ -167,7 +189,8 @@ impl SharingTask {
         }
     }
 
-    async fn run(mut self) {
+    async fn run(mut self) -> TaskEnd {
+        let (mut sizes, layout_tokens) = (self.sharing.block_size.subscribe(), self.layout.block_size);
         let mut messages = self.sharing.bus.subscribe();
         let status = Arc::clone(&self.sharing.status);
         // Replicas that publish at the same instants would also decide on equal views.
@@ -180,10 +203,14 @@ impl SharingTask {
         // A booking is published at once, unless another one was within the interval. Without readers the interval is
         // longer, and the ticks within it publish nothing.
         let mut next_at = Instant::now();
-        loop {
+        let end = loop {
             tokio::select! {
                 biased;
-                _ = status.down() => break,
+                _ = status.down() => break TaskEnd::Down,
+                changed = sizes.wait_for(|size| size.tokens != layout_tokens) => match changed {
+                    Ok(_) => break TaskEnd::BlockSize,
+                    Err(_) => break TaskEnd::Down,
+                },
                 _ = ticks.tick() => {
                     let has_readers = self.has_readers();
                     if has_readers || Instant::now() >= next_at {
@@ -207,12 +234,13 @@ impl SharingTask {
                 message = messages.recv() => match message {
                     Ok(message) => self.on_message(&message),
                     Err(RecvError::Lagged(lost)) => self.sharing.meters.lost(lost),
-                    Err(RecvError::Closed) => break,
+                    Err(RecvError::Closed) => break TaskEnd::Down,
                 }
             }
-        }
+        };
         let last = self.writer.last();
         self.publish(&last);
+        end
     }
 
     fn is_idle(&self) -> bool {

@@ -20,6 +20,7 @@ use crate::actors::scheduler::{Scheduler, SchedulerDependencies, SchedulerMsg, S
 use crate::actors::sequence::{Sequence, SequenceDependencies, Wakes};
 use crate::actors::telemetry::Restarts;
 use crate::actors::views::rank::RankEntry;
+use crate::load::SpeedCell;
 use crate::membership::{Child, MembershipInput};
 use crate::protocol::WorkerRank;
 use crate::schedule::{Admission, RankCells};
@@ -41,7 +42,7 @@ impl SupervisorState {
             learns: config.learns_speed().then(|| Arc::clone(&entry.speed)),
             peers: Arc::clone(&entry.peers),
             scheduler: Arc::clone(&strands.scheduler_incarnation),
-            block_size: config.block_size,
+            block_size: config.block_size_or_assumed(),
             booked: Arc::clone(&views.ranks.booked),
             wakes: config.queue.is_enabled().then(wakes),
             directory: Arc::clone(directory),
@@ -195,6 +196,33 @@ impl SupervisorState {
         lost: &[WorkerRank],
     ) -> Result<(), ActorProcessingErr> {
         tracing::warn!(role = child.name(), reason, "actor died, restarting");
+        self.start_again(child, lost).await?;
+        self.dependencies.views.status.count_restart();
+        Ok(())
+    }
+
+    /// Replaces a running actor. Its requests are lost, and sent again, as after its death.
+    pub(super) async fn replace(&mut self, child: Child) -> Result<(), ActorProcessingErr> {
+        self.children.retain(|_, known| *known != child); // its end is no death
+        let cold: Vec<WorkerRank> = match child {
+            Child::IndexShard(shard) => {
+                let ranks = self.ranks_of_shard(shard).map(|(entry, _)| entry.rank);
+                ranks.filter(|rank| self.membership.cold().contains(rank)).collect()
+            }
+            Child::Sequence(slot) => {
+                if let Some(rank) = self.ranks.get(&slot) {
+                    rank.entry.speed.restore(&SpeedCell::default().sample()); // of blocks of another size
+                }
+                Vec::new()
+            }
+            Child::Scheduler | Child::Reader(_) | Child::Health | Child::EngineLoads | Child::Source(_) => Vec::new(),
+        };
+        self.start_again(child, &cold).await?;
+        self.dependencies.views.status.count_renewal();
+        Ok(())
+    }
+
+    async fn start_again(&mut self, child: Child, lost: &[WorkerRank]) -> Result<(), ActorProcessingErr> {
         match child {
             Child::Scheduler => self.start_scheduler().await?,
             Child::IndexShard(shard) => {
@@ -219,7 +247,6 @@ impl SupervisorState {
             Child::EngineLoads => self.start_engine_loads().await?,
             Child::Source(source) => self.restart_follower(source).await?,
         }
-        self.dependencies.views.status.count_restart();
         Ok(())
     }
 }

@@ -20,9 +20,10 @@ use crate::actors::views::rank::RankEntry;
 use crate::actors::views::rank_counts::RankCounts;
 use crate::actors::views::status::RouterPhase;
 use crate::actors::views::worker::WorkerEntry;
+use crate::config::RouterConfig;
 use crate::load::PromptLimits;
 use crate::membership::{Child, MembershipEffect, RankDescription};
-use crate::protocol::{Generation, Slot, WorkerId, WorkerRank};
+use crate::protocol::{Generation, PoolBlockSize, Slot, WorkerId, WorkerRank};
 use crate::select::RankTraits;
 
 impl SupervisorState {
@@ -31,6 +32,8 @@ impl SupervisorState {
         effect: MembershipEffect<MembershipReply>,
     ) -> Result<(), ActorProcessingErr> {
         match effect {
+            MembershipEffect::UseBlockSize(size) => self.use_block_size(size),
+            MembershipEffect::Replace { child } => self.replace(child).await?,
             MembershipEffect::StartRank { rank, slot, generation, endpoint, description, restricted } => {
                 let entry = self.new_entry(rank, (slot, generation), endpoint, &description);
                 self.start_rank(entry, &description.traits, restricted).await?;
@@ -79,6 +82,21 @@ impl SupervisorState {
             MembershipEffect::Reply { to, result } => drop(to.send(result)),
         }
         Ok(())
+    }
+
+    /// The actors that start from here on have the size, and requests that are prepared from here on.
+    fn use_block_size(&mut self, size: PoolBlockSize) {
+        let config = RouterConfig { block_size: Some(size.tokens), ..(*self.dependencies.config).clone() };
+        self.dependencies.config = Arc::new(config);
+        self.dependencies.views.block_size.set(size);
+        #[cfg(feature = "zmq")]
+        if size.origin.is_settled() {
+            let ranks = self.dependencies.views.restores.drop_other_sizes(size.tokens);
+            if ranks > 0 {
+                let (pool, block_size) = (&self.dependencies.config.pool, size.tokens);
+                tracing::warn!(pool, block_size, ranks, "index snapshot dropped: its blocks have another size");
+            }
+        }
     }
 
     fn new_entry(
@@ -189,7 +207,7 @@ impl SupervisorState {
             cordoned: known.cordoned,
         });
         let configs = workers.values().map(|worker| &worker.config);
-        let limits = PromptLimits::of(configs, self.dependencies.config.block_size);
+        let limits = PromptLimits::of(configs, self.dependencies.config.block_size_or_assumed());
         self.dependencies.views.fleet.publish(entries.collect(), limits);
         self.dependencies.strands.health.tell(HealthMsg::MembersChanged);
     }

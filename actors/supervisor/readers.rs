@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use ractor::{Actor, ActorProcessingErr};
 
+use super::messages::SupervisorMsg;
 use super::state::SupervisorState;
 use crate::actors::ingest::{Arguments, Ingest, IngestDependencies, IngestMsg, SnapshotReply};
 use crate::ingest::{DegradationReason, StreamState};
-use crate::membership::Child;
+use crate::membership::{Child, MembershipInput};
 use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier};
 
 impl SupervisorState {
@@ -33,12 +34,17 @@ impl SupervisorState {
     }
 
     fn ingest_dependencies(&self) -> IngestDependencies {
+        let myself = self.myself.clone();
         IngestDependencies {
             clock: self.dependencies.clock,
             status: Arc::clone(&self.dependencies.views.status),
             shards: Arc::clone(&self.dependencies.strands.shards),
             meters: Arc::clone(&self.dependencies.meters),
             restores: Arc::clone(&self.dependencies.views.restores),
+            on_block_size: Arc::new(move |slot, generation, tokens| {
+                let sized = MembershipInput::EventsSized { slot, generation, tokens };
+                drop(myself.send_message(SupervisorMsg::Membership(sized)));
+            }),
         }
     }
 

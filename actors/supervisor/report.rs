@@ -2,11 +2,13 @@
 
 use super::state::SupervisorState;
 use crate::membership::MembershipReport;
+use crate::protocol::{BlockSizeOrigin, PoolBlockSize};
 
 impl SupervisorState {
     pub(super) fn report(&self, report: MembershipReport) {
         let pool = self.dependencies.config.pool.as_str();
         match report {
+            MembershipReport::BlockSize { before, now } => report_block_size(pool, before, now),
             MembershipReport::Joined { worker, endpoint, ranks, source } => {
                 tracing::info!(pool, worker = endpoint, worker_id = %worker, ranks, source, "worker joined");
             }
@@ -62,5 +64,17 @@ impl SupervisorState {
                 tracing::warn!(worker, rank, reason, "KV event reader died, restarting");
             }
         }
+    }
+}
+
+fn report_block_size(pool: &str, before: PoolBlockSize, now: PoolBlockSize) {
+    let (tokens, replaced) = (now.tokens, before.tokens);
+    match (before.origin, now.origin) {
+        (_, BlockSizeOrigin::Assumed) => {
+            tracing::info!(pool, tokens, "block size assumed: no worker reports one, and router.block_size is not set");
+        }
+        (BlockSizeOrigin::Awaited, _) => tracing::info!(pool, tokens, "block size taken from the engines"),
+        _ if tokens == replaced => tracing::info!(pool, tokens, "block size confirmed by the engines"),
+        _ => tracing::warn!(pool, tokens, replaced, "block size changed to the one that the engines report"),
     }
 }

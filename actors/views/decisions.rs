@@ -12,13 +12,6 @@ use crate::schedule::{Effect, Input, LiveLoads, Schedule, Tape, TapedLoads};
 #[derive(Debug)]
 pub(crate) struct DecisionRecords(Mutex<DecisionRing>);
 
-impl Default for DecisionRecords {
-    /// Nothing is recorded.
-    fn default() -> Self {
-        Self::new(&RecorderConfig { bytes_max: 0, ..RecorderConfig::default() })
-    }
-}
-
 impl DecisionRecords {
     pub(crate) fn new(config: &RecorderConfig) -> Self {
         Self(Mutex::new(DecisionRing::new(config)))

@@ -1,5 +1,6 @@
 //! Views: plain data that one owner publishes and other actors and the handle read without a message.
 
+pub(crate) mod block_size;
 pub(crate) mod decisions;
 pub(crate) mod fleet;
 pub(crate) mod incarnation;
@@ -21,11 +22,13 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 
+use crate::config::RouterConfig;
 use crate::health::Exclusions;
-use crate::membership::{DiscoveryStatus, WatchedActor};
+use crate::membership::{DiscoveryStatus, WatchedActor, initial_block_size};
 use crate::protocol::{Timestamp, WorkerRank};
 use crate::replica::PeerStatus;
 use crate::select::RankConditions;
+use block_size::BlockSizeCell;
 use decisions::DecisionRecords;
 use fleet::Fleet;
 use published::Published;
@@ -42,8 +45,10 @@ pub(crate) struct ReplicaPeers {
 }
 
 /// The views of one router, for the supervisor and the handle. An actor gets only the ones that it reads or writes.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub(crate) struct Views {
+    /// Block size in force. Written by the supervisor.
+    pub(crate) block_size: Arc<BlockSizeCell>,
     pub(crate) status: Arc<RouterStatus>,
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) ranks: Arc<RankEntries>,
@@ -70,6 +75,27 @@ pub(crate) struct Views {
 }
 
 impl Views {
+    /// The views of a router that has not started, with this configuration.
+    pub(crate) fn new(config: &RouterConfig) -> Self {
+        Self {
+            block_size: Arc::new(BlockSizeCell::new(initial_block_size(config))),
+            status: Arc::default(),
+            fleet: Arc::default(),
+            ranks: Arc::default(),
+            cold: watch::Sender::default(),
+            discovery: watch::Sender::default(),
+            conditions: Arc::default(),
+            exclusions: Arc::default(),
+            wake: Arc::default(),
+            hung: Arc::default(),
+            decisions: Arc::new(DecisionRecords::new(&config.recorder)),
+            shadows: Arc::default(),
+            replica_peers: Arc::default(),
+            #[cfg(feature = "zmq")]
+            restores: Arc::default(),
+        }
+    }
+
     /// Ranks that can serve: registered, neither draining nor cordoned, reachable and not ejected; 0 when the router is
     /// down.
     pub(crate) fn eligible_ranks(&self) -> usize {

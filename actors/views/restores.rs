@@ -16,21 +16,29 @@ pub(crate) const RESTORE_WAIT: Duration = Duration::from_secs(600);
 
 /// Contents by rank.
 #[derive(Default)]
-pub(crate) struct PendingRestores(Mutex<BTreeMap<WorkerRank, RankSnapshot>>);
+pub(crate) struct PendingRestores(Mutex<BTreeMap<WorkerRank, Pending>>);
+
+/// Contents of a rank, in blocks of this many tokens.
+struct Pending {
+    block_size: u32,
+    rank: RankSnapshot,
+}
 
 impl PendingRestores {
-    /// Adds ranks, for [`RESTORE_WAIT`]. Contents that are pending for the same rank and publisher are replaced if the
-    /// new ones are newer. Must be called in a tokio runtime.
-    pub(crate) fn add(self: &Arc<Self>, ranks: Vec<RankSnapshot>) {
+    /// Adds ranks in blocks of `block_size` tokens, for [`RESTORE_WAIT`]. Contents that are pending for the same rank,
+    /// publisher and block size are replaced if the new ones are newer. Must be called in a tokio runtime.
+    pub(crate) fn add(self: &Arc<Self>, block_size: u32, ranks: Vec<RankSnapshot>) {
         let added: Vec<(WorkerRank, SourcePosition)> =
             ranks.iter().map(|rank| (rank.rank, rank.position.clone())).collect();
         let mut pending = self.pending();
         for rank in ranks {
-            let is_superseded = pending
-                .get(&rank.rank)
-                .is_some_and(|other| other.endpoint == rank.endpoint && !rank.position.is_newer_than(&other.position));
+            let is_superseded = pending.get(&rank.rank).is_some_and(|other| {
+                other.block_size == block_size
+                    && other.rank.endpoint == rank.endpoint
+                    && !rank.position.is_newer_than(&other.rank.position)
+            });
             if !is_superseded {
-                pending.insert(rank.rank, rank);
+                pending.insert(rank.rank, Pending { block_size, rank });
             }
         }
         drop(pending);
@@ -40,27 +48,39 @@ impl PendingRestores {
             let Some(restores) = restores.upgrade() else { return };
             let mut pending = restores.pending();
             for (rank, position) in added {
-                if pending.get(&rank).is_some_and(|other| other.position == position) {
+                if pending.get(&rank).is_some_and(|other| other.rank.position == position) {
                     pending.remove(&rank);
                 }
             }
         });
     }
 
-    /// Takes the contents of a rank, if they belong to the publisher at `endpoint`. Contents of another publisher stay
+    /// Takes the contents of a rank, if they belong to the publisher at `endpoint` and have this block size. Others stay
     /// pending.
-    pub(crate) fn take(&self, rank: WorkerRank, endpoint: &str) -> Option<RankSnapshot> {
+    pub(crate) fn take(&self, rank: WorkerRank, endpoint: &str, block_size: u32) -> Option<RankSnapshot> {
         let mut pending = self.pending();
-        let is_same = pending.get(&rank).is_some_and(|snapshot| snapshot.endpoint == endpoint);
-        if is_same { pending.remove(&rank) } else { None }
+        let is_same = |other: &Pending| other.rank.endpoint == endpoint && other.block_size == block_size;
+        if !pending.get(&rank).is_some_and(is_same) {
+            return None;
+        }
+        pending.remove(&rank).map(|taken| taken.rank)
     }
 
-    /// Copies of all pending contents.
-    pub(crate) fn all(&self) -> Vec<RankSnapshot> {
-        self.pending().values().cloned().collect()
+    /// Copies of all pending contents of this block size.
+    pub(crate) fn all_of(&self, block_size: u32) -> Vec<RankSnapshot> {
+        let pending = self.pending();
+        pending.values().filter(|other| other.block_size == block_size).map(|other| other.rank.clone()).collect()
     }
 
-    fn pending(&self) -> MutexGuard<'_, BTreeMap<WorkerRank, RankSnapshot>> {
+    /// Drops contents of another block size, and returns their number.
+    pub(crate) fn drop_other_sizes(&self, block_size: u32) -> usize {
+        let mut pending = self.pending();
+        let before = pending.len();
+        pending.retain(|_, other| other.block_size == block_size);
+        before - pending.len()
+    }
+
+    fn pending(&self) -> MutexGuard<'_, BTreeMap<WorkerRank, Pending>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -15,6 +15,15 @@ pub(crate) struct RouterState {
     pub(crate) restarts: u64,
     /// Of these, hung actors that were replaced.
     pub(crate) replacements: u64,
+    /// Running actors that were replaced for another block size.
+    pub(crate) renewals: u64,
+}
+
+impl RouterState {
+    /// Actors started again since the start, for any reason: requests in the earlier ones are lost.
+    pub(crate) fn starts(self) -> u64 {
+        self.restarts + self.renewals
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -87,6 +96,10 @@ impl RouterStatus {
 
     pub(crate) fn count_restart(&self) {
         self.0.send_modify(|state| state.restarts += 1);
+    }
+
+    pub(crate) fn count_renewal(&self) {
+        self.0.send_modify(|state| state.renewals += 1);
     }
 
     /// Ends the waits for replies of a hung actor that was replaced.

@@ -47,7 +47,7 @@ fn stored(rank: u32, prompt: &HashedPrompt, blocks: u32) -> RouterEvent {
 pub(crate) async fn busy(ranks: u32, defaults: RouterConfig) -> (Router, Vec<Placement>) {
     // The engines do not exist, so they cannot be probed.
     let config = RouterConfig {
-        block_size: BLOCK_SIZE,
+        block_size: Some(BLOCK_SIZE),
         health: HealthConfig { probe_interval_ms: 0, ..defaults.health },
         ..defaults
     };

@@ -141,7 +141,7 @@ async fn run(case: &Case, notes: &notes::Notes) {
         replay_endpoint: Some(format!("tcp://127.0.0.1:{}", publisher.port + 1)),
         topic: String::new(),
     };
-    let router = Router::builder(RouterConfig { block_size: BLOCK_SIZE as u32, ..RouterConfig::default() });
+    let router = Router::builder(RouterConfig { block_size: Some(BLOCK_SIZE as u32), ..RouterConfig::default() });
     let router = router.start().await.expect("the router starts");
     let read = WorkerConfig {
         total_kv_blocks: Some(CAPACITY_BLOCKS as u32),

@@ -30,7 +30,7 @@ async fn engine(dialect: Dialect, faults: Faults) -> MockEngine {
 
 async fn router(engine: &MockEngine) -> Router {
     let events = EventsConfig { audit_interval_ms: 100, ..EventsConfig::default() };
-    let config = RouterConfig { block_size: BLOCK_SIZE, events, ..RouterConfig::default() };
+    let config = RouterConfig { block_size: Some(BLOCK_SIZE), events, ..RouterConfig::default() };
     let kv_events = KvEventsConfig {
         endpoint: engine.event_endpoint(0),
         replay_endpoint: Some(engine.replay_endpoint(0)),

@@ -57,7 +57,7 @@ async fn complete(engine: &MockEngine, rank: u32, tokens: &[u32]) {
 async fn probed_engines_report_configuration_events_and_load() {
     let (good, other) = (engine(BLOCK_SIZE).await, engine(2 * BLOCK_SIZE).await);
     let config = RouterConfig {
-        block_size: BLOCK_SIZE,
+        block_size: Some(BLOCK_SIZE),
         health: HealthConfig { probe_interval_ms: 20, ..HealthConfig::default() },
         engine_load: EngineLoadConfig { interval_ms: 20, ..EngineLoadConfig::default() },
         ..RouterConfig::default()

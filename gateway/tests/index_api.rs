@@ -191,7 +191,7 @@ async fn dumps_are_snapshots_or_events_of_all_ranks_or_one() {
     let all = client.send("GET", path, "").await;
     assert_eq!(all.status, 200, "{}", String::from_utf8_lossy(&all.body));
     let snapshot = Snapshot::decode(&all.body).expect("a snapshot");
-    snapshot.check_layout(&SnapshotLayout::of(router.config())).expect("its layout");
+    snapshot.check_layout(&SnapshotLayout::of(router.config(), router.block_size())).expect("its layout");
     assert_eq!(snapshot.ranks.len(), 2);
     assert!(all.head.contains("x-snapshot-ranks: 2"), "{}", all.head);
     assert!(all.head.contains(&format!("x-dump-blocks: {}", snapshot.block_count())), "{}", all.head);

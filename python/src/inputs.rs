@@ -38,7 +38,7 @@ pub(crate) fn request(
         Some(_) | None => RequestOptions::default(),
     };
     let config = router.config();
-    let block_size = NonZeroU32::new(config.block_size).unwrap_or(NonZeroU32::MIN); // validated at start
+    let block_size = NonZeroU32::new(router.block_size()).unwrap_or(NonZeroU32::MIN); // never 0
     let scheme = HashScheme {
         block_size,
         lora_name: options.lora_name.as_deref(),

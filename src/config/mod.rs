@@ -99,8 +99,10 @@ pub struct RouterConfig {
     /// The pool's name: a label of every metric. Routers of one process need different names. Default `default`; letters,
     /// digits, `_`, `.` and `-`.
     pub pool: String,
-    /// Tokens per KV block; must equal the engines' block size. Default 64, at least 1.
-    pub block_size: u32,
+    /// Tokens per KV block; must equal the engines' block size. At least 1. Default: the size that the engines report
+    /// ([`WorkerConfig::block_size`](crate::protocol::WorkerConfig::block_size) or their KV events), and
+    /// [`RouterConfig::BLOCK_SIZE_ASSUMED`] while none reports any.
+    pub block_size: Option<u32>,
     /// Work of the pool's ranks. Default aggregated.
     pub role: PoolRole,
     /// Whether prompts are hashed in EAGLE windows (block size + 1 tokens). Default false.
@@ -151,7 +153,7 @@ impl Default for RouterConfig {
     fn default() -> Self {
         Self {
             pool: "default".to_owned(),
-            block_size: 64,
+            block_size: None,
             role: PoolRole::default(),
             is_eagle: false,
             seed: 0,
@@ -179,6 +181,9 @@ impl Default for RouterConfig {
 }
 
 impl RouterConfig {
+    /// Block size of a pool that configures none while no engine reports any.
+    pub const BLOCK_SIZE_ASSUMED: u32 = 64;
+
     /// Checks every rule, also that no setting is without effect beside the others.
     ///
     /// # Errors
@@ -186,7 +191,7 @@ impl RouterConfig {
     pub fn validate(&self) -> Result<(), ConfigErrors> {
         let mut problems = Problems::default();
         problems.check("pool", &self.pool, queue::is_name(&self.pool), queue::NAME_RULE);
-        problems.positive("block_size", self.block_size);
+        problems.positive("block_size", self.block_size.unwrap_or(1));
         problems.share("decision_trace", self.decision_trace);
         let rule = "serve unless prefill speeds are learned: policy latency, or load.prefill_model learned";
         let holds = self.on_target_miss == OnTargetMiss::Serve || self.learns_speed();
@@ -216,16 +221,29 @@ impl RouterConfig {
         self.overload.prefill_frac.is_some() || classes.any(|class| class.busy_prefill_frac.is_some())
     }
 
-    /// The block size as hashing needs it. 0, which validation refuses, counts as 1.
+    /// The configured block size, or else [`RouterConfig::BLOCK_SIZE_ASSUMED`]. `Router::block_size` has the size in
+    /// force.
+    #[must_use]
+    pub fn block_size_or_assumed(&self) -> u32 {
+        self.block_size.unwrap_or(Self::BLOCK_SIZE_ASSUMED)
+    }
+
+    /// [`RouterConfig::block_size_or_assumed`] as hashing needs it. 0, which validation refuses, counts as 1.
     #[must_use]
     pub fn block_size_nonzero(&self) -> NonZeroU32 {
-        NonZeroU32::new(self.block_size).unwrap_or(NonZeroU32::MIN)
+        NonZeroU32::new(self.block_size_or_assumed()).unwrap_or(NonZeroU32::MIN)
     }
 
     /// Whether overlap has any effect, so that an index is kept.
     #[must_use]
     pub fn has_index(&self) -> bool {
         self.index.enabled && self.policy.kv().overlap_score_credit > 0.0
+    }
+
+    /// Number of index shards.
+    #[must_use]
+    pub fn index_shards(&self) -> u32 {
+        if self.has_index() { self.index.shards } else { 0 }
     }
 
     /// The parameters of the `kv` cost. Without an index overlap has no credit.
@@ -242,7 +260,7 @@ impl RouterConfig {
             shared_cache_multiplier: kv.shared_cache_multiplier,
             track_prefill_tokens,
             decode_only: self.role == PoolRole::Decode && !track_prefill_tokens && self.has_index(),
-            block_size: self.block_size,
+            block_size: self.block_size_or_assumed(),
         }
     }
 

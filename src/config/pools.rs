@@ -11,8 +11,8 @@ impl RouterConfig {
     /// ```
     /// use pointsman::config::{PoolRole, RouterConfig};
     ///
-    /// let config = RouterConfig { block_size: 16, ..RouterConfig::default() }.for_prefill();
-    /// assert_eq!((config.role, config.load.track_active_blocks, config.block_size), (PoolRole::Prefill, false, 16));
+    /// let config = RouterConfig { block_size: Some(16), ..RouterConfig::default() }.for_prefill();
+    /// assert_eq!((config.role, config.load.track_active_blocks, config.block_size), (PoolRole::Prefill, false, Some(16)));
     /// ```
     #[must_use]
     pub fn for_prefill(self) -> Self {

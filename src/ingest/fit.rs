@@ -38,6 +38,9 @@ pub(super) struct Fit {
     mismatches: u32,
     engine_block_size: Option<u32>,
     foreign_rank: Option<u32>,
+    /// Whether this incarnation of the publisher has stored a usable block. An engine with caches of several block sizes
+    /// publishes all of them: the size that fits is its size.
+    has_fitted: bool,
 }
 
 impl Fit {
@@ -46,7 +49,8 @@ impl Fit {
         let has_mismatch = applied.engine_block_size.is_some() || applied.foreign_rank.is_some();
         let is_known_mismatch = self.engine_block_size.is_some() || self.foreign_rank.is_some();
         if applied.stored_blocks > 0 || applied.cleared {
-            *self = Self::default();
+            let has_fitted = self.has_fitted || applied.stored_blocks > 0;
+            *self = Self { has_fitted, ..Self::default() };
         } else if applied.usable > 0 && !has_mismatch {
             // Removals match any block size, so they do not show that stores do.
             self.mismatches = if is_known_mismatch { self.mismatches } else { 0 };
@@ -55,6 +59,16 @@ impl Fit {
             self.engine_block_size = applied.engine_block_size.or(self.engine_block_size);
             self.foreign_rank = applied.foreign_rank.or(self.foreign_rank);
         }
+    }
+
+    /// A restarted engine may have another block size.
+    pub(super) fn start_incarnation(&mut self) {
+        self.has_fitted = false;
+    }
+
+    /// Block size of the events, if known.
+    pub(super) fn block_size(&self, pool_block_size: Option<u32>) -> Option<u32> {
+        if self.has_fitted { pool_block_size } else { self.engine_block_size }
     }
 
     /// Degradation reason if the rank's batches do not match the pool.

@@ -195,6 +195,7 @@ impl<P: AsRef<[u8]>> Source<P> {
     /// after a delay.
     pub(super) fn start_incarnation(&mut self, message: Option<(u64, P)>, effects: &mut Vec<IngestEffect<P>>) {
         effects.push(IngestEffect::Noted(Note::Incarnation));
+        self.fit.start_incarnation();
         self.clear(effects);
         self.forget(effects);
         (self.replay, self.cold, self.attempts) = (None, None, 0);

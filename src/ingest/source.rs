@@ -71,7 +71,7 @@ pub struct Source<P> {
     pub(super) unreported_stale: u64,
     /// Progress of the restore; `None` without one.
     pub(super) restore: Option<RestoreState>,
-    fit: Fit,
+    pub(super) fit: Fit,
     state: StreamState,
 }
 
@@ -166,6 +166,12 @@ impl<P: AsRef<[u8]>> Source<P> {
             StreamState::Mismatched => self.fit.degradation(self.config.block_size),
             StreamState::Silent => self.link.degradation(self.now),
         }
+    }
+
+    /// Block size of the engine's events, once known. A publisher's restart makes it unknown until its next stored block.
+    #[must_use]
+    pub fn block_size(&self) -> Option<u32> {
+        self.fit.block_size(self.config.block_size)
     }
 
     /// Whether [`IngestInput::Served`] would have an effect: no message was received, and the engine has served no

@@ -1,4 +1,5 @@
-//! Membership: registered workers, their ranks and slots, drains, discovery sources, KV event readers and restarts.
+//! Membership: registered workers, their ranks and slots, block size, drains, discovery sources, KV event readers and
+//! restarts.
 //!
 //! Pure state machine. [`Membership::step`] takes an input and the time and returns effects; the supervisor performs them
 //! in order. Guarantees:
@@ -16,6 +17,7 @@
 //!
 //! Performing effects, waiting and publishing belong to the supervisor actor.
 
+mod block_size;
 mod budget;
 mod children;
 mod drains;
@@ -37,6 +39,7 @@ mod workers;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+pub use block_size::initial_block_size;
 pub use budget::RestartBudget;
 pub use hangs::{ActorSample, HangChange, HangDetector, WatchedActor};
 pub use initial::initial_workers;
@@ -46,7 +49,7 @@ pub use types::{Child, MembershipEffect, MembershipInput, MembershipReport, Rank
 
 use crate::discovery::DesiredSets;
 use crate::error::MembershipError;
-use crate::protocol::{Generation, Slot, Timestamp, WorkerConfig, WorkerId, WorkerRank};
+use crate::protocol::{Generation, PoolBlockSize, Slot, Timestamp, WorkerConfig, WorkerId, WorkerRank};
 use crate::select::RankTraits;
 use readers::EventReader;
 use removals::{PendingDrain, PendingRemoval};
@@ -70,6 +73,8 @@ pub struct RegisteredWorker {
     pub cordoned: bool,
     /// Number of the discovery source that added it; `None` for the embedder.
     pub source: Option<usize>,
+    /// Tokens per block, as its configuration or else its KV events report it.
+    pub block_size: Option<u32>,
 }
 
 /// The machine. See the [module](self).
@@ -82,12 +87,15 @@ pub struct RegisteredWorker {
 /// let mut membership = Membership::new(MembershipRules::of(&RouterConfig::default(), true));
 /// let (worker, config) = (WorkerId(1), Box::new(WorkerConfig::at("http://10.0.0.1:8000")));
 /// let effects = membership.step(MembershipInput::Upsert { worker, config, reply: "caller" }, Timestamp(0));
-/// assert!(matches!(effects.first(), Some(MembershipEffect::StartRank { .. })));
+/// assert!(matches!(effects.first(), Some(MembershipEffect::UseBlockSize(_))));
+/// assert!(effects.iter().any(|effect| matches!(effect, MembershipEffect::StartRank { .. })));
 /// assert_eq!(effects.last(), Some(&MembershipEffect::Reply { to: "caller", result: Ok(0) }));
 /// ```
 #[derive(Debug)]
 pub struct Membership<R> {
     rules: MembershipRules,
+    block_size: PoolBlockSize,
+    size_changes: RestartBudget,
     workers: BTreeMap<WorkerId, RegisteredWorker>,
     slots: SlotAssignments,
     drains: Vec<PendingDrain<R>>,
@@ -153,6 +161,8 @@ impl<R> Membership<R> {
     pub fn new(rules: MembershipRules) -> Self {
         Self {
             budget: RestartBudget::new(rules.restarts_max, rules.restart_window),
+            block_size: rules.block_size,
+            size_changes: RestartBudget::new(block_size::EVENT_CHANGES_MAX, block_size::EVENT_CHANGES_WINDOW),
             rules,
             workers: BTreeMap::new(),
             slots: SlotAssignments::default(),
@@ -188,6 +198,9 @@ impl<R> Membership<R> {
             MembershipInput::SourceAdded { name } => self.on_source_added(name),
             MembershipInput::SourceUpdated { source, update } => self.on_source_updated(source, update, now),
             MembershipInput::Reconcile => self.reconcile(),
+            MembershipInput::EventsSized { slot, generation, tokens } => {
+                self.on_events_sized(slot, generation, tokens, now);
+            }
             MembershipInput::RankWarmed { rank, shard, incarnation } => self.on_rank_warmed(rank, shard, incarnation),
             MembershipInput::ChildDied { child, reason, shard_ranks } => {
                 self.on_child_died(child, reason, &shard_ranks, now);

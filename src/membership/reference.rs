@@ -4,8 +4,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::block_size::EVENT_CHANGES_MAX;
 use crate::error::MembershipError;
-use crate::protocol::{WorkerConfig, WorkerConfigError, WorkerId, WorkerMap, WorkerRank};
+use crate::protocol::{
+    BlockSizeOrigin, PoolBlockSize, WorkerConfig, WorkerConfigError, WorkerId, WorkerMap, WorkerRank,
+};
 
 /// Registered worker of the model.
 pub(super) struct ModelWorker {
@@ -15,6 +18,8 @@ pub(super) struct ModelWorker {
     pub(super) drain: Option<ModelDrain>,
     /// Start number of each rank.
     pub(super) ranks: BTreeMap<WorkerRank, u64>,
+    /// Reported block size.
+    size: Option<u32>,
 }
 
 pub(super) struct ModelDrain {
@@ -29,8 +34,10 @@ enum Waiting {
     Departure(usize, WorkerId),
 }
 
-#[derive(Default)]
 pub(super) struct Model {
+    pub(super) size: PoolBlockSize,
+    /// All at one time.
+    size_changes: u32,
     pub(super) workers: BTreeMap<WorkerId, ModelWorker>,
     pub(super) sets: Vec<Option<WorkerMap>>,
     pub(super) refused: BTreeSet<(usize, WorkerId)>,
@@ -46,7 +53,20 @@ pub(super) struct Model {
 
 impl Model {
     pub(super) fn new(sources: usize) -> Self {
-        Self { sets: vec![None; sources], ..Self::default() }
+        Self {
+            size: PoolBlockSize { tokens: 64, origin: BlockSizeOrigin::Awaited },
+            size_changes: 0,
+            workers: BTreeMap::new(),
+            sets: vec![None; sources],
+            refused: BTreeSet::new(),
+            cold: BTreeSet::new(),
+            replies: Vec::new(),
+            drains: 0,
+            withheld: BTreeSet::new(),
+            starts: 0,
+            retiring: BTreeMap::new(),
+            waiting: Vec::new(),
+        }
     }
 
     pub(super) fn upsert(&mut self, worker: WorkerId, config: &WorkerConfig, reply: u32) {
@@ -62,11 +82,12 @@ impl Model {
     ) -> Result<(), MembershipError> {
         let valid = if config.drain { Err(WorkerConfigError::Drain) } else { config.validate() };
         valid.map_err(|error| MembershipError::Config { worker, error })?;
-        let old = self.workers.remove(&worker);
-        if old.as_ref().is_some_and(|old| old.drain.is_some()) {
-            self.workers.extend(old.map(|old| (worker, old)));
+        if self.workers.get(&worker).is_some_and(|old| old.drain.is_some()) {
             return Err(MembershipError::Draining(worker));
         }
+        let size = self.size_of(worker, config);
+        self.settle_size(worker, size).map_err(|error| MembershipError::Config { worker, error })?;
+        let old = self.workers.remove(&worker);
         let cordoned = old.as_ref().is_some_and(|old| old.cordoned);
         let mut old_ranks = BTreeMap::new();
         if let Some(old) = old {
@@ -83,9 +104,48 @@ impl Model {
         }
         self.retire(old_ranks);
         self.withheld.remove(&worker);
-        let worker_now = ModelWorker { config: config.clone(), source, cordoned, drain: None, ranks };
+        let worker_now = ModelWorker { config: config.clone(), source, cordoned, drain: None, ranks, size };
         self.workers.insert(worker, worker_now);
         Ok(())
+    }
+
+    /// Size that the engine at this configuration has reported so far.
+    fn size_of(&self, worker: WorkerId, config: &WorkerConfig) -> Option<u32> {
+        match self.workers.get(&worker) {
+            Some(old) if config.block_size.is_none() && old.config.block_size.is_none() => {
+                old.size.filter(|_| old.config.endpoint == config.endpoint)
+            }
+            Some(_) | None => config.block_size,
+        }
+    }
+
+    fn settle_size(&mut self, worker: WorkerId, size: Option<u32>) -> Result<(), WorkerConfigError> {
+        let PoolBlockSize { tokens, origin } = self.size;
+        let in_service = self.workers.iter().filter(|(other, known)| **other != worker && known.drain.is_none());
+        let holders = in_service.filter(|(_, known)| known.size == Some(tokens)).count();
+        match size {
+            None if origin == BlockSizeOrigin::Awaited => self.size.origin = BlockSizeOrigin::Assumed,
+            None => {}
+            Some(size) if size != tokens && origin == BlockSizeOrigin::Reported && holders > 0 => {
+                return Err(WorkerConfigError::BlockSize { worker: size, pool: self.size });
+            }
+            Some(size) => self.size = PoolBlockSize { tokens: size, origin: BlockSizeOrigin::Reported },
+        }
+        Ok(())
+    }
+
+    /// The events of a rank with this block size were read.
+    pub(super) fn events_sized(&mut self, worker: WorkerId, size: u32) {
+        let known = self.workers.get_mut(&worker).filter(|known| known.config.block_size.is_none());
+        let Some(known) = known else { return };
+        if size != self.size.tokens {
+            self.size_changes += 1;
+            if self.size_changes > EVENT_CHANGES_MAX {
+                return;
+            }
+        }
+        known.size = Some(size);
+        let _ = self.settle_size(worker, Some(size));
     }
 
     fn retire(&mut self, ranks: BTreeMap<WorkerRank, u64>) {
@@ -209,6 +269,7 @@ impl Model {
         let sets: Vec<WorkerMap> = self.sets.iter().flatten().cloned().collect();
         let everyone: BTreeSet<WorkerId> =
             sets.iter().flat_map(WorkerMap::keys).chain(self.workers.keys()).chain(&self.withheld).copied().collect();
+        let mut changed = Vec::new();
         for worker in everyone {
             let Some((source, config)) = self.named(worker) else {
                 self.withheld.remove(&worker);
@@ -236,8 +297,27 @@ impl Model {
                     }
                 }
             }
-            if self.register(worker, &config, Some(source)).is_err() {
-                self.refused.insert((source, worker));
+            changed.push((worker, source, config));
+        }
+        let valid: Vec<(WorkerId, Option<u32>)> = changed
+            .iter()
+            .filter(|(_, _, config)| config.validate().is_ok())
+            .map(|(worker, _, config)| (*worker, self.size_of(*worker, config)))
+            .collect();
+        for (worker, size) in &valid {
+            self.workers.entry(*worker).and_modify(|known| known.size = *size);
+        }
+        for (worker, size) in valid {
+            if size.is_some() && self.settle_size(worker, size).is_ok() {
+                break;
+            }
+        }
+        for (worker, source, config) in changed {
+            let Err(error) = self.register(worker, &config, Some(source)) else { continue };
+            self.refused.insert((source, worker));
+            let is_size = matches!(error, MembershipError::Config { error: WorkerConfigError::BlockSize { .. }, .. });
+            if is_size && self.workers.contains_key(&worker) {
+                self.leave(worker, Waiting::Departure(source, worker));
             }
         }
     }

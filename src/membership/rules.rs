@@ -2,14 +2,19 @@
 
 use std::time::Duration;
 
+use super::initial_block_size;
 use crate::config::{EventMode, PoolRole, RouterConfig, SupervisionConfig};
-use crate::protocol::{WorkerConfig, WorkerConfigError};
+use crate::protocol::{PoolBlockSize, WorkerConfig, WorkerConfigError};
 
 /// Settings of a router that membership depends on.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MembershipRules {
     /// Role of the pool. Workers of sources that have another role are ignored.
     pub role: PoolRole,
+    /// Block size before the first worker.
+    pub block_size: PoolBlockSize,
+    /// Number of index shards.
+    pub index_shards: u32,
     /// EAGLE hashing of the pool. A worker that states another value is rejected.
     pub is_eagle: bool,
     /// True if the build contains the reader of KV events.
@@ -34,6 +39,8 @@ impl MembershipRules {
     pub fn of(config: &RouterConfig, has_reader: bool) -> Self {
         Self {
             role: config.role,
+            block_size: initial_block_size(config),
+            index_shards: config.index_shards(),
             is_eagle: config.is_eagle,
             has_reader,
             reads_kv_events: has_reader && config.events.mode.reads_events() && config.has_index(),

@@ -1,5 +1,6 @@
 //! Examples.
 
+mod block_sizes;
 mod histories;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,10 +9,12 @@ use std::time::Duration;
 use super::*;
 use crate::config::{EventMode, PoolRole};
 use crate::discovery::DiscoveryError;
-use crate::protocol::{KvEventsConfig, WorkerMap, WorkerRole};
+use crate::protocol::{BlockSizeOrigin, KvEventsConfig, PoolBlockSize, WorkerMap, WorkerRole};
 
 const RULES: MembershipRules = MembershipRules {
     role: PoolRole::Decode,
+    block_size: PoolBlockSize { tokens: 64, origin: BlockSizeOrigin::Awaited },
+    index_shards: 1,
     is_eagle: false,
     has_reader: true,
     reads_kv_events: true,
@@ -42,6 +45,8 @@ struct Performed {
     cleared: Vec<Slot>,
     abandoned: Vec<Slot>,
     restarted: Vec<(Child, Vec<WorkerRank>)>,
+    block_size: Option<PoolBlockSize>,
+    replaced: Vec<Child>,
     failed: bool,
     reports: Vec<MembershipReport>,
     replies: Vec<(u32, Result<usize, MembershipError>)>,
@@ -89,7 +94,10 @@ impl Pool {
     fn perform(&mut self, effect: MembershipEffect<u32>) {
         let (workers, done) = (self.workers(), &mut self.done);
         match effect {
+            MembershipEffect::UseBlockSize(size) => done.block_size = Some(size),
+            MembershipEffect::Replace { child } => done.replaced.push(child),
             MembershipEffect::StartRank { rank, slot, generation, endpoint, restricted, .. } => {
+                assert!(done.block_size.is_some(), "the block size is known before the first rank");
                 let before = done.generations.insert(slot, generation);
                 assert!(before < Some(generation), "a new generation of {slot}");
                 assert!(done.retiring.iter().all(|(retiring, _)| *retiring != slot), "{slot} is free");

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::discovery::DiscoveryError;
 use crate::error::MembershipError;
-use crate::protocol::{Generation, Slot, WorkerConfig, WorkerId, WorkerMap, WorkerRank};
+use crate::protocol::{Generation, PoolBlockSize, Slot, WorkerConfig, WorkerId, WorkerMap, WorkerRank};
 use crate::select::RankTraits;
 
 /// Input of the membership machine. `R` is the reply channel of a caller.
@@ -95,6 +95,15 @@ pub enum MembershipInput<R> {
     },
     /// Compares the workers that sources name with the registered workers, and applies the difference.
     Reconcile,
+    /// The KV events of a rank have this block size.
+    EventsSized {
+        /// Slot of the rank.
+        slot: Slot,
+        /// Generation of the slot.
+        generation: Generation,
+        /// Tokens per block.
+        tokens: u32,
+    },
     /// The blocks of a cold rank were sent again.
     RankWarmed {
         /// The rank.
@@ -164,6 +173,13 @@ impl Child {
 /// Effect of the membership machine. Effects are performed in order, after the step that returned them.
 #[derive(Debug, PartialEq)]
 pub enum MembershipEffect<R> {
+    /// Uses this block size from now on. [`MembershipEffect::Replace`] follows for each actor that depends on it.
+    UseBlockSize(PoolBlockSize),
+    /// Replaces a running actor by a successor with the present block size.
+    Replace {
+        /// The actor.
+        child: Child,
+    },
     /// Starts the sequence actor of a rank, registers the rank with its index shard and admits it to the scheduler.
     StartRank {
         /// The rank.
@@ -297,6 +313,13 @@ pub struct RankDescription {
 /// Change worth a log line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MembershipReport {
+    /// The block size of the pool, or its origin, has changed.
+    BlockSize {
+        /// The size before.
+        before: PoolBlockSize,
+        /// The present size.
+        now: PoolBlockSize,
+    },
     /// A worker was registered.
     Joined {
         /// Id of the worker.

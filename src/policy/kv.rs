@@ -146,7 +146,7 @@ impl KvCost {
     /// use pointsman::select::TierOverlap;
     ///
     /// // Cold and idle, 1024 tokens in blocks of 16: 64 blocks to compute, 64 to hold.
-    /// let cost = RouterConfig { block_size: 16, ..RouterConfig::default() }.kv_cost();
+    /// let cost = RouterConfig { block_size: Some(16), ..RouterConfig::default() }.kv_cost();
     /// let facts = CostFacts { prompt_tokens: 1024, potential_blocks: 64, ..CostFacts::default() };
     /// assert_eq!(cost.cost(&facts), 128.0);
     /// ```
@@ -247,7 +247,7 @@ mod tests {
     fn cost_of(change: fn(&mut KvConfig), facts: CostFacts) -> f64 {
         let mut kv = KvConfig::default();
         change(&mut kv);
-        let config = RouterConfig { block_size: 16, policy: PolicyConfig::Kv(kv), ..RouterConfig::default() };
+        let config = RouterConfig { block_size: Some(16), policy: PolicyConfig::Kv(kv), ..RouterConfig::default() };
         config.kv_cost().cost(&CostFacts { prompt_tokens: 1024, ..facts })
     }
 
@@ -279,7 +279,7 @@ mod tests {
     fn shared_blocks_beyond_the_device_are_credited_by_the_multiplier() {
         let facts = CostFacts { overlap: held(2, 0, 0), shared_cache_blocks: 2, ..CostFacts::default() };
         let kv = KvConfig { shared_cache_multiplier: 0.5, ..KvConfig::default() };
-        let config = RouterConfig { block_size: 16, policy: PolicyConfig::Kv(kv), ..RouterConfig::default() };
+        let config = RouterConfig { block_size: Some(16), policy: PolicyConfig::Kv(kv), ..RouterConfig::default() };
         let terms = config.kv_cost().terms(&CostFacts { prompt_tokens: 1024, ..facts });
         assert_eq!(terms.credit_blocks, 3.0);
         assert_eq!(terms.total(), 61.0);
@@ -290,7 +290,7 @@ mod tests {
         let facts =
             CostFacts { overlap: held(10, 0, 0), potential_blocks: 64, active_requests: 2, ..CostFacts::default() };
         let decode = RouterConfig {
-            block_size: 16,
+            block_size: Some(16),
             role: crate::config::PoolRole::Decode,
             load: LoadConfig { track_prefill_tokens: false, ..LoadConfig::default() },
             policy: PolicyConfig::Kv(KvConfig { active_request_weight: 1.5, ..KvConfig::default() }),
@@ -308,7 +308,7 @@ mod tests {
         ) {
             let config = RouterConfig { role: if decode { crate::config::PoolRole::Decode } else { crate::config::PoolRole::Aggregated }, policy: PolicyConfig::Kv(KvConfig { prefill_load_scale: scale, overlap_score_credit: credit, active_request_weight: weight, ..KvConfig::default() }), load: LoadConfig { track_prefill_tokens: track, ..LoadConfig::default() }, ..RouterConfig::default() };
             let cost = config.kv_cost();
-            let request_blocks = prompt_tokens / u64::from(config.block_size);
+            let request_blocks = prompt_tokens / u64::from(config.block_size_or_assumed());
             let shared = depth.min(request_blocks);
             let facts = CostFacts {
                 prompt_tokens, overlap: held(device, host, disk), prefill_tokens: prefill + spread / 2,

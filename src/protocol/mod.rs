@@ -3,11 +3,13 @@
 //! Plain values, without behaviour beyond parsing and arithmetic that cannot fail. `ARCHITECTURE.md` defines the terms,
 //! which are the same in code, logs, metrics and errors.
 
+mod block_size;
 mod event;
 mod ids;
 mod time;
 mod worker;
 
+pub use block_size::{BlockSizeOrigin, PoolBlockSize};
 pub use event::{KvEvent, RouterEvent, StorageTier, StoredBlock};
 pub use ids::{BlockHash, BookingId, EngineHash, Generation, SequenceHash, Slot, WorkerId, WorkerRank};
 pub use time::Timestamp;

@@ -177,7 +177,7 @@ impl Rules {
             lenient: !overloads && config.slow_start.fill == 0.0 && filters.is_empty(),
             filters,
             seed: config.seed,
-            block_size: config.block_size,
+            block_size: config.block_size_or_assumed(),
             overload,
             overload_blocks_frac: config.overload.blocks_frac,
             active_requests_max,

@@ -210,7 +210,7 @@ impl<T> Schedule<T> {
             || !rules.lenient
             || extensions.policy.is_some()
             || !extensions.scorers.is_empty();
-        let typical_speed = EngineSpeed::prior(config.block_size);
+        let typical_speed = EngineSpeed::prior(config.block_size_or_assumed());
         let compares_latency = settings.policy == Policy::Latency && settings.compares_costs;
         let refresh_after = Duration::from_millis(config.queue.overlap_refresh_after_ms);
         let ranks = Ranks::new(follows_decay, settings.models_prefill, compares_latency, typical_speed);

@@ -40,7 +40,7 @@ fn request_of(fleet: &SimulatedFleet, id: u64, spec: &RequestSpec) -> Request<u6
     let blocks = prompt.block_count();
     let cached: Vec<_> = spec.overlaps.iter().map(|overlap| *overlap.min(&blocks)).enumerate().collect();
     let overlaps = fleet.overlaps(&cached[..cached.len().min(fleet.ranks.len())]);
-    let prompt_tokens = blocks * fleet.config.block_size;
+    let prompt_tokens = blocks * fleet.config.block_size_or_assumed();
     Request { overlaps, ..Request::new(id, prompt, prompt_tokens) }
 }
 
@@ -68,7 +68,7 @@ fn request_spec() -> impl Strategy<Value = RequestSpec> {
 
 fn config(policy: Policy, assume_kv_reuse: bool) -> RouterConfig {
     RouterConfig {
-        block_size: 4,
+        block_size: Some(4),
         seed: 11,
         policy: policy.into(),
         load: LoadConfig { assume_kv_reuse, ..LoadConfig::default() },

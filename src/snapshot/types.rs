@@ -68,14 +68,22 @@ impl SnapshotLayout {
         Self { pool: pool.into(), block_size: block_size.get(), is_eagle, hash_seed: BASE_SEED }
     }
 
-    /// Layout of the router with this configuration.
+    /// Layout of the router with this configuration, and this block size in force.
     #[must_use]
-    pub fn of(config: &RouterConfig) -> Self {
-        Self::new(&*config.pool, config.block_size_nonzero(), config.is_eagle)
+    pub fn of(config: &RouterConfig, block_size: u32) -> Self {
+        Self::new(&*config.pool, NonZeroU32::new(block_size).unwrap_or(NonZeroU32::MIN), config.is_eagle)
     }
 }
 
 impl Snapshot {
+    /// [`Snapshot::check_layout`] for a router with this configuration, whose block size is checked if it is known.
+    ///
+    /// # Errors
+    /// As [`Snapshot::check_layout`].
+    pub fn check_pool(&self, config: &RouterConfig, block_size: Option<u32>) -> Result<(), SnapshotError> {
+        self.check_layout(&SnapshotLayout::of(config, block_size.unwrap_or(self.layout.block_size)))
+    }
+
     /// Checks that the contents are valid for a router with this layout.
     ///
     /// # Errors

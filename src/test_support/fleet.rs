@@ -293,7 +293,7 @@ impl SimulatedFleet {
             purpose: sample.purpose,
             options,
             waits,
-            ..Request::new(id, prompt, sample.blocks * self.config.block_size)
+            ..Request::new(id, prompt, sample.blocks * self.config.block_size_or_assumed())
         });
     }
 

@@ -6,5 +6,5 @@ use pointsman::policy::Policy;
 pub(crate) const BLOCK_SIZE: u32 = 16;
 
 pub(crate) fn config() -> RouterConfig {
-    RouterConfig { block_size: BLOCK_SIZE, seed: 11, policy: Policy::Kv.into(), ..RouterConfig::default() }
+    RouterConfig { block_size: Some(BLOCK_SIZE), seed: 11, policy: Policy::Kv.into(), ..RouterConfig::default() }
 }

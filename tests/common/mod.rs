@@ -17,7 +17,7 @@ pub(crate) fn config() -> RouterConfig {
     // The engines are names only and respond to no probe. Costs in blocks are independent of time and machine.
     let policy = Policy::Kv;
     RouterConfig {
-        block_size: BLOCK_SIZE,
+        block_size: Some(BLOCK_SIZE),
         // A hang of a test lasts as long as the test needs.
         supervision: SupervisionConfig { restarts_max: 1_000_000, hang_timeout_ms: 0 },
         health: HealthConfig { probe_interval_ms: 0, ..defaults.health },

@@ -283,7 +283,7 @@ pub(crate) fn configs() -> Vec<RouterConfig> {
         PolicyConfig::Kv(KvConfig { temperature: 0.5, ..KvConfig::default() }),
         PolicyConfig::Latency(LatencyConfig { temperature: 0.5 }),
     ]);
-    let plain = kinds.map(|policy| RouterConfig { block_size: 16, seed: 5, policy, ..RouterConfig::default() });
+    let plain = kinds.map(|policy| RouterConfig { block_size: Some(16), seed: 5, policy, ..RouterConfig::default() });
     let every = plain.clone().map(|config| RouterConfig {
         queue: QueueConfig { threshold: Some(0.4), ..QueueConfig::default() },
         overload: OverloadConfig { engine_waiting: Some(10), ..OverloadConfig::default() },

@@ -186,7 +186,7 @@ fn settings(draws: &mut Rng) -> Settings {
     let affinity = [SessionAffinity::Off, SessionAffinity::Soft, SessionAffinity::Hard][draws.below(3) as usize];
     let defaults = RouterConfig::default();
     let config = RouterConfig {
-        block_size: BLOCK_SIZE,
+        block_size: Some(BLOCK_SIZE),
         seed: u64::from(draws.below(1_000)),
         policy: policy[draws.below(5) as usize].into(),
         queue,

@@ -167,7 +167,7 @@ impl Server {
     fn source(&self, selection: PodSelection) -> KubernetesPods {
         let url = format!("http://127.0.0.1:{}", self.port).parse().expect("an address");
         let client = Client::try_from(kube::Config::new(url)).expect("plain HTTP needs no files");
-        let config = RouterConfig { block_size: 16, ..RouterConfig::default() };
+        let config = RouterConfig { block_size: Some(16), ..RouterConfig::default() };
         let options = ProbeOptions { interval: Duration::from_millis(5), ..ProbeOptions::of(&config).model("mock") };
         KubernetesPods::new(selection, options).namespace("llm").client(client)
     }

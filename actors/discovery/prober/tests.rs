@@ -71,7 +71,7 @@ async fn publisher(mode: Arc<AtomicU8>) -> u16 {
 async fn a_publisher_at_the_default_port_is_used_while_it_is_there() {
     let mode = Arc::new(AtomicU8::new(CLOSES));
     let (url, port) = (engine().await, publisher(Arc::clone(&mode)).await);
-    let config = RouterConfig { block_size: 16, ..RouterConfig::default() };
+    let config = RouterConfig { block_size: Some(16), ..RouterConfig::default() };
     let options = ProbeOptions { timeout: PATIENCE, finds_publishers: true, ..ProbeOptions::of(&config) };
     let mut prober = Prober::new(options);
     let id = WorkerId(1);

@@ -49,7 +49,7 @@ impl Embedded {
     pub async fn start(options: &Replay) -> Result<Self, Refusal> {
         let common = &options.common;
         let mut config = knowing_by(common.knowledge, RouterConfig::default());
-        config.block_size = common.block_size.get();
+        config.block_size = Some(common.block_size.get());
         config.policy = common.policy.into();
         config.seed = common.seed;
         if let Some(shards) = common.shards {

@@ -33,7 +33,7 @@ const TABLES: [&str; 7] = ["gateway", "admin", "picker", "replicas", "router", "
 /// let file = ConfigFile { text, directory: "/etc/pointsman".into() };
 /// let variables = vec![("POINTSMAN_ROUTER_BLOCK_SIZE".to_owned(), "16".to_owned())];
 /// let loaded = Sources { file: Some(file), variables, ..Sources::default() }.load()?;
-/// assert_eq!(loaded.settings.models[0].router.block_size, 16);
+/// assert_eq!(loaded.settings.models[0].router.block_size, Some(16));
 /// # Ok::<(), pointsman_gateway::settings::LoadErrors>(())
 /// ```
 #[derive(Clone, Debug, Default)]

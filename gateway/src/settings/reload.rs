@@ -152,8 +152,8 @@ mod tests {
         new.gateway.attempts_max = 7;
         new.gateway.worker_ca_file = None;
         new.admin = Some(AdminSettings::default());
-        new.models[0].router.block_size = 16;
-        new.models[1].router.block_size = 16;
+        new.models[0].router.block_size = Some(16);
+        new.models[1].router.block_size = Some(16);
         new.models[1].aliases = vec!["alias".to_owned()];
         new.models[1].tokens.threads = 9;
         let (settings, restart) = new.reloaded_over(&running);
@@ -161,7 +161,7 @@ mod tests {
         assert_eq!(settings.gateway.listen, running.gateway.listen);
         assert_eq!((settings.gateway.attempts_max, settings.gateway.worker_ca_file), (7, None));
         assert_eq!(settings.admin, None);
-        assert_eq!(settings.models[0].router.block_size, 16, "a new model has its configured values");
+        assert_eq!(settings.models[0].router.block_size, Some(16), "a new model has its configured values");
         assert_eq!(settings.models[1].router, running.models[0].router);
         assert_eq!(settings.models[1].tokens, running.models[0].tokens);
         assert_eq!(settings.models[1].aliases, ["alias"]);

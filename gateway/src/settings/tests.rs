@@ -72,7 +72,7 @@ fn flags_override_environment_and_environment_overrides_file() {
     let loaded = sources(&text, &env, &flags).load().expect("accepted");
     let expected = RouterConfig {
         pool: "m".to_owned(),
-        block_size: 32,
+        block_size: Some(32),
         seed: 3,
         is_eagle: false,
         queue: QueueConfig { order: QueueOrder::Lcfs, threshold: Some(2.5), ..QueueConfig::default() },

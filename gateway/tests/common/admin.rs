@@ -64,7 +64,7 @@ pub(crate) fn settings() -> Settings {
     let free = SocketAddr::from(([127, 0, 0, 1], 0));
     // Most workers of these tests respond to no probe.
     let router = RouterConfig {
-        block_size: 4,
+        block_size: Some(4),
         health: HealthConfig { probe_interval_ms: 0, ..HealthConfig::default() },
         index: IndexConfig { shards: 2, ..IndexConfig::default() },
         ..RouterConfig::default()

@@ -44,7 +44,7 @@ impl Fleet {
     /// Starts one engine of two ranks per format. Engines with odd numbers also have host memory.
     pub(crate) async fn start(formats: &[EventFormat]) -> Self {
         let config = RouterConfig {
-            block_size: BLOCK_SIZE,
+            block_size: Some(BLOCK_SIZE),
             index: IndexConfig { shards: 2, ..IndexConfig::default() },
             health: HealthConfig {
                 // A dead engine is ejected quickly and readmitted quickly.

@@ -87,7 +87,7 @@ impl Pools {
         }
         let mut settings = proxy::settings(decodes.0);
         let router = RouterConfig {
-            block_size: BLOCK_SIZE,
+            block_size: Some(BLOCK_SIZE),
             health: HealthConfig { probe_interval_ms: 0, outcome_failures_max: 0, ..HealthConfig::default() },
             ..RouterConfig::default()
         };

@@ -64,7 +64,7 @@ impl Fleet {
     async fn gateway(&self, pool: &str, workers: [usize; 2]) -> Gateway {
         let mut settings = proxy::settings(Vec::new());
         let router = RouterConfig {
-            block_size: BLOCK_SIZE,
+            block_size: Some(BLOCK_SIZE),
             health: HealthConfig { probe_interval_ms: 0, outcome_failures_max: 0, ..HealthConfig::default() },
             ..RouterConfig::default()
         };

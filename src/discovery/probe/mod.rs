@@ -13,6 +13,7 @@ use std::collections::BTreeSet;
 
 use super::HttpUrl;
 use super::hosts::reach;
+use crate::config::RouterConfig;
 use crate::protocol::{KvEventsConfig, LoadSource, WorkerConfig, WorkerConfigError, WorkerRole};
 
 /// Type of the responding engine.
@@ -60,9 +61,10 @@ pub struct Described {
 pub struct Expected {
     /// Required model name; `None` accepts any model.
     pub model: Option<String>,
-    /// Tokens per block of the pool.
-    pub block_size: u32,
-    /// Whether the engine's block size must be equal, as required for its KV events.
+    /// Tokens per block of the pool, if configured.
+    pub block_size: Option<u32>,
+    /// Whether the engine's block size must be that of the pool, as required for its KV events. If not, the reported
+    /// size is ignored.
     pub block_size_must_match: bool,
 }
 
@@ -86,7 +88,7 @@ pub enum ProbeError {
         expected: String,
     },
     /// A different block size: the events would never match a prompt.
-    #[error("its block size is {engine}, must be {pool}, which is the pool's")]
+    #[error("its block size is {engine}, must be {pool}, as router.block_size sets")]
     BlockSize {
         /// The engine's block size.
         engine: u32,
@@ -144,18 +146,19 @@ impl Described {
         if let Some(model) = expected.model.as_ref().filter(|model| !self.models.contains(*model)) {
             return Err(ProbeError::Model { served: self.models, expected: model.clone() });
         }
-        let block_size = u64::from(expected.block_size.max(1));
-        match self.block_size {
-            Some(engine) if engine != expected.block_size && expected.block_size_must_match => {
-                return Err(ProbeError::BlockSize { engine, pool: expected.block_size });
-            }
-            Some(_) | None => {}
+        let block_size = given.block_size.or(self.block_size).filter(|_| expected.block_size_must_match);
+        match (block_size, expected.block_size) {
+            (Some(engine), Some(pool)) if engine != pool => return Err(ProbeError::BlockSize { engine, pool }),
+            (Some(_) | None, _) => {}
         }
-        let blocks = self.cache_tokens.map(|tokens| tokens / block_size).filter(|blocks| *blocks > 0);
+        // The size of a pool that configures none and whose other engines report one is not known here.
+        let unit = expected.block_size.or(block_size).unwrap_or(RouterConfig::BLOCK_SIZE_ASSUMED);
+        let blocks = self.cache_tokens.map(|tokens| tokens / u64::from(unit.max(1))).filter(|blocks| *blocks > 0);
         let mut config = WorkerConfig {
             data_parallel_start_rank: self.data_parallel_start_rank,
             data_parallel_size: self.data_parallel_size,
             total_kv_blocks: given.total_kv_blocks.or(blocks.map(|blocks| u32::try_from(blocks).unwrap_or(u32::MAX))),
+            block_size,
             max_num_batched_tokens: given.max_num_batched_tokens.or(self.max_num_batched_tokens),
             max_model_len: given.max_model_len.or(self.max_model_len),
             kv_events: given.kv_events.clone().or(self.kv_events),

@@ -36,7 +36,7 @@ fn url() -> HttpUrl {
 }
 
 fn expected() -> Expected {
-    Expected { model: Some("qwen".to_owned()), block_size: 16, block_size_must_match: true }
+    Expected { model: Some("qwen".to_owned()), block_size: Some(16), block_size_must_match: true }
 }
 
 fn vllm(models: &str, metrics: &str) -> Result<Described, ProbeError> {

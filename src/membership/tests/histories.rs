@@ -31,20 +31,23 @@ enum Operation {
     ShardDied,
     Warmed(usize, bool),
     ReaderDied(usize),
+    EventsSized(usize, u32),
 }
 
-/// Configuration of a worker: endpoint, ranks (0 breaks a rule), first rank, KV events, drain.
-type Variant = (bool, u32, u32, bool, bool);
+/// Configuration of a worker: endpoint, ranks (0 breaks a rule), first rank, KV events, drain, block size.
+type Variant = (bool, u32, u32, bool, bool, Option<u32>);
 
-fn config_of((endpoint, ranks, start, publishes, drain): Variant) -> WorkerConfig {
+fn config_of((endpoint, ranks, start, publishes, drain, block_size): Variant) -> WorkerConfig {
     let endpoint = if endpoint { "a" } else { "b" };
     let base = if publishes { publishing(endpoint) } else { WorkerConfig::at(endpoint) };
-    WorkerConfig { data_parallel_size: ranks, data_parallel_start_rank: start, drain, ..base }
+    WorkerConfig { data_parallel_size: ranks, data_parallel_start_rank: start, drain, block_size, ..base }
 }
 
 fn operations() -> impl Strategy<Value = Vec<Operation>> {
     let (worker, n) = (0..4_u64, 0..8_usize);
-    let variant = (any::<bool>(), 0..4_u32, 0..2_u32, any::<bool>(), prop::bool::weighted(0.25));
+    let tokens = prop_oneof![Just(16), Just(32), Just(64)];
+    let size = prop::option::of(tokens.clone());
+    let variant = (any::<bool>(), 0..4_u32, 0..2_u32, any::<bool>(), prop::bool::weighted(0.25), size);
     let set = btree_map(worker.clone(), variant.clone(), 0..4);
     let operation = prop_oneof![
         3 => (worker.clone(), variant).prop_map(|(worker, variant)| Operation::Upsert(worker, variant)),
@@ -61,7 +64,8 @@ fn operations() -> impl Strategy<Value = Vec<Operation>> {
         1 => Just(Operation::Reconcile),
         1 => Just(Operation::ShardDied),
         1 => (n.clone(), any::<bool>()).prop_map(|(n, is_late)| Operation::Warmed(n, is_late)),
-        1 => n.prop_map(Operation::ReaderDied),
+        1 => n.clone().prop_map(Operation::ReaderDied),
+        2 => (n, tokens).prop_map(|(n, tokens)| Operation::EventsSized(n, tokens)),
     ];
     vec(operation, 1..60)
 }
@@ -135,6 +139,13 @@ impl Both {
                 let Some(slot) = pick(&readers, n) else { return };
                 self.pool.die(Child::Reader(slot), at(0));
             }
+            Operation::EventsSized(n, tokens) => {
+                let running: Vec<(WorkerRank, Place)> =
+                    self.pool.done.running.iter().map(|(rank, (place, _))| (*rank, *place)).collect();
+                let Some((rank, (slot, generation))) = pick(&running, n) else { return };
+                self.pool.step(MembershipInput::EventsSized { slot, generation, tokens });
+                self.model.events_sized(rank.worker, tokens);
+            }
         }
     }
 
@@ -190,6 +201,7 @@ impl Both {
         }
         assert!(done.restricted.len() <= done.running.len() && done.readers.len() <= done.running.len());
         assert_eq!(done.cold, model.cold);
+        assert_eq!(done.block_size.unwrap_or(model.size), model.size);
         for (source, status) in done.sources.iter().enumerate() {
             assert_eq!(status.leaving, model.leaving(source), "source {source}");
             if reconciled {

@@ -63,7 +63,7 @@ fn source_config(has_replay: bool, capacity_blocks: usize) -> SourceConfig {
 
 /// The contents of a written snapshot, as a new process reads them.
 pub(super) fn restored(disk: &BTreeMap<WorkerRank, Recorded>, config: &RouterConfig) -> BTreeMap<WorkerRank, Recorded> {
-    let layout = SnapshotLayout::of(config);
+    let layout = SnapshotLayout::of(config, config.block_size_or_assumed());
     let ranks = disk.values().map(|recorded| recorded.snapshot.clone()).collect();
     let bytes = Snapshot { layout: layout.clone(), created_ms: 1, ranks }.encode();
     let read = Snapshot::decode(&bytes).expect("a written snapshot is valid");

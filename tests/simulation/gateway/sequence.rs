@@ -34,7 +34,9 @@ impl Gateway {
             incarnation,
             applied: 0,
             active: ActiveSequences::new(true),
-            meter: config.learns_speed().then(|| SpeedMeter::new(Arc::clone(&entry.cells.speed), config.block_size)),
+            meter: config
+                .learns_speed()
+                .then(|| SpeedMeter::new(Arc::clone(&entry.cells.speed), config.block_size_or_assumed())),
             draining: None,
             is_retired: false,
             known: BTreeSet::new(),

@@ -118,6 +118,9 @@ impl Gateway {
     fn perform_membership(&mut self, effect: MembershipEffect<u64>, around: &mut Surroundings<'_>) {
         let me = self.place(Actor::Supervisor);
         match effect {
+            MembershipEffect::UseBlockSize(_) | MembershipEffect::Replace { .. } => {
+                unreachable!("the block size is configured")
+            }
             MembershipEffect::StartRank { rank, slot, generation, description, restricted, .. } => {
                 let entry = Rc::new(Entry {
                     rank,

@@ -116,7 +116,7 @@ impl Hold {
     async fn hold(&self, metrics: Metrics) -> Result<HoldReport, HoldError> {
         let fleet = Fleet { workers: self.workers, dp_size: self.dp_size };
         let mut config = knowing_by(Knowledge::Events, RouterConfig::default());
-        config.block_size = BLOCK_SIZE;
+        config.block_size = Some(BLOCK_SIZE);
         let mut builder = Router::builder(config);
         for worker in fleet.worker_ids() {
             builder = builder.worker(worker, worker_config(worker, self.dp_size, 8_192, Some(65_536)));

@@ -129,7 +129,7 @@ impl Setup {
     pub fn router_config(&self) -> Result<RouterConfig, Refusal> {
         let RouterSetup { policy, knowledge, shards, queries_every_rank: _, seed, settings } = &self.router;
         let mut config = knowing_by(*knowledge, RouterConfig::default());
-        config.block_size = self.block_size().get();
+        config.block_size = Some(self.block_size().get());
         config.policy = (*policy).into();
         config.seed = *seed;
         if let Some(shards) = shards {

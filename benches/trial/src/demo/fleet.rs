@@ -166,7 +166,12 @@ fn setup(engines: &[MockEngine], run: &Run, seed: u64) -> GatewaySetup {
     let workers = |engines: &[MockEngine]| engines.iter().zip(1..).map(|(engine, id)| worker(engine, id)).collect();
     GatewaySetup {
         model: MODEL.to_owned(),
-        router: RouterConfig { block_size: BLOCK_SIZE, policy: run.policy.into(), seed, ..RouterConfig::default() },
+        router: RouterConfig {
+            block_size: Some(BLOCK_SIZE),
+            policy: run.policy.into(),
+            seed,
+            ..RouterConfig::default()
+        },
         workers: workers(engines),
         prefill_workers: workers(prefill),
         tokenize_timeout_ms: TOKENIZE_MAX_MS,

@@ -4,6 +4,7 @@
 //! response. The number of queries at a time is limited, so that another router cannot exhaust this one.
 //! `docs/index-api.md` documents all paths with examples.
 
+use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use axum::Json;
@@ -98,8 +99,8 @@ impl IndexQuery {
 
 /// A prompt by hashes; without a length, of the tokens that the hashes cover.
 fn hashed(model: &Model, hashes: Arc<[BlockHash]>, length: Option<usize>) -> Result<ResolvedPrompt, ApiError> {
-    let config = model.router.config();
-    let scheme = HashScheme { is_eagle: config.is_eagle, ..HashScheme::new(config.block_size_nonzero()) };
+    let block_size = NonZeroU32::new(model.router.block_size()).unwrap_or(NonZeroU32::MIN);
+    let scheme = HashScheme { is_eagle: model.router.config().is_eagle, ..HashScheme::new(block_size) };
     let length = length.unwrap_or_else(|| scheme.prompt_tokens_min(hashes.len()));
     let unhashed_blocks = scheme.block_count(length).saturating_sub(hashes.len()) as u64;
     let prompt = HashedPrompt::from_hashes(hashes, None, length, &scheme);
@@ -148,7 +149,7 @@ fn answer(model: &Model, tokens: usize, tokens_source: &str, ranks: Value) -> Js
     Json(json!({
         "model": model.settings.name,
         "pool": config.pool,
-        "block_size": config.block_size,
+        "block_size": model.router.block_size(),
         "hash": { "scheme": "xxh3-64", "seed": BASE_SEED, "is_eagle": config.is_eagle },
         "tokens": tokens,
         "tokens_source": tokens_source,

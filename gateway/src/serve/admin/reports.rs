@@ -29,6 +29,7 @@ fn shown(model: &Model) -> Value {
         "upstream_name": settings.upstream_name(),
         "tokens_source": model.tokens.source().name(),
         "block_size": router.block_size(),
+        "block_size_origin": router.block_size_origin(),
         "role": router.role(),
         "workers": workers.len(),
         "workers_draining": workers.iter().filter(|worker| worker.draining).count(),

@@ -7,7 +7,8 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
-use pointsman::snapshot::{Snapshot, SnapshotError, SnapshotLayout};
+use pointsman::RouterConfig;
+use pointsman::snapshot::{Snapshot, SnapshotError};
 
 /// Reason to ignore a snapshot file.
 #[derive(Debug, thiserror::Error)]
@@ -38,15 +39,16 @@ pub(super) fn path_of(directory: &Path, pool: &str) -> PathBuf {
     directory.join(format!("{pool}.snapshot"))
 }
 
-/// Reads the snapshot of a pool with this layout; `None` without a file.
-pub(super) fn read(path: &Path, layout: &SnapshotLayout) -> Result<Option<Snapshot>, ReadError> {
+/// Reads the snapshot of a pool with this configuration; `None` without a file. A size that follows from the engines is
+/// compared by the router, once it is known.
+pub(super) fn read(path: &Path, pool: &RouterConfig) -> Result<Option<Snapshot>, ReadError> {
     let bytes = match fs::read(path) {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error.into()),
     };
     let snapshot = Snapshot::decode(&bytes)?;
-    snapshot.check_layout(layout)?;
+    snapshot.check_pool(pool, pool.block_size)?;
     Ok(Some(snapshot))
 }
 
@@ -73,7 +75,7 @@ pub(super) fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use pointsman::RouterConfig;
+    use pointsman::snapshot::SnapshotLayout;
 
     use super::*;
 
@@ -82,22 +84,24 @@ mod tests {
         let directory = std::env::temp_dir().join(format!("pointsman-snapshot-{}", std::process::id()));
         let path = path_of(&directory, "a.b");
         assert_eq!(path.file_name().and_then(|name| name.to_str()), Some("a.b.snapshot"));
-        let layout = SnapshotLayout::of(&RouterConfig::default());
-        assert!(matches!(read(&path, &layout), Ok(None)));
+        let pool = RouterConfig { block_size: Some(64), ..RouterConfig::default() };
+        let layout = SnapshotLayout::of(&pool, 64);
+        assert!(matches!(read(&path, &pool), Ok(None)));
         let snapshot = |created_ms| Snapshot { layout: layout.clone(), created_ms, ranks: Vec::new() };
         for created_ms in [1, 2] {
             write(&path, &snapshot(created_ms).encode()).expect("written");
-            assert_eq!(read(&path, &layout).expect("readable"), Some(snapshot(created_ms)));
+            assert_eq!(read(&path, &pool).expect("readable"), Some(snapshot(created_ms)));
         }
         assert_eq!(fs::read_dir(&directory).expect("the directory exists").count(), 1, "no unfinished file is left");
 
-        let other = SnapshotLayout { block_size: 1, ..layout.clone() };
+        let other = RouterConfig { block_size: Some(1), ..pool.clone() };
         assert_eq!(read(&path, &other).expect_err("another layout").name(), "layout");
+        assert!(read(&path, &RouterConfig::default()).is_ok(), "the engines will report the size");
         let bytes = snapshot(3).encode();
         write(&path, &bytes[..bytes.len() - 1]).expect("written");
-        assert_eq!(read(&path, &layout).expect_err("truncated").name(), "checksum");
+        assert_eq!(read(&path, &pool).expect_err("truncated").name(), "checksum");
         fs::create_dir(path_of(&directory, "d")).expect("created");
-        assert_eq!(read(&path_of(&directory, "d"), &layout).expect_err("a directory").name(), "failed");
+        assert_eq!(read(&path_of(&directory, "d"), &pool).expect_err("a directory").name(), "failed");
         assert!(write(&path.join("x"), b"").is_err(), "a file is no directory");
         fs::remove_dir_all(&directory).expect("removed");
     }

@@ -18,7 +18,7 @@ use std::sync::{Mutex, PoisonError};
 use metrics::counter;
 use pointsman::KvSourceStatus;
 use pointsman::ingest::RestoreState;
-use pointsman::snapshot::{Snapshot, SnapshotLayout};
+use pointsman::snapshot::Snapshot;
 
 use super::metrics::Metric;
 use crate::settings::ModelSettings;
@@ -110,9 +110,9 @@ pub(super) async fn read_file(settings: &ModelSettings, directory: Option<&Path>
     if !(router.events.mode.reads_events() && router.has_index()) {
         return None;
     }
-    let (model, layout) = (settings.name.as_str(), SnapshotLayout::of(router));
+    let (model, pool) = (settings.name.as_str(), router.clone());
     let (shown, origin) = (path.display().to_string(), SnapshotOrigin::File);
-    let read = tokio::task::spawn_blocking(move || file::read(&path, &layout)).await;
+    let read = tokio::task::spawn_blocking(move || file::read(&path, &pool)).await;
     match read.unwrap_or_else(|panic| Err(file::ReadError::Lost(panic.to_string()))) {
         Ok(Some(snapshot)) => {
             let (ranks, blocks, created_ms) = (snapshot.ranks.len(), snapshot.block_count(), snapshot.created_ms);

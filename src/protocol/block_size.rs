@@ -1,0 +1,71 @@
+//! Block size of a pool, and its origin.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// Block size in force in a pool.
+///
+/// ```
+/// use pointsman::protocol::{BlockSizeOrigin, PoolBlockSize};
+///
+/// let size = PoolBlockSize { tokens: 16, origin: BlockSizeOrigin::Reported };
+/// assert_eq!(size.to_string(), "16 (reported)");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolBlockSize {
+    /// Tokens per block.
+    pub tokens: u32,
+    /// Origin of the value.
+    pub origin: BlockSizeOrigin,
+}
+
+impl fmt::Display for PoolBlockSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.tokens, self.origin.name())
+    }
+}
+
+/// Origin of a pool's block size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BlockSizeOrigin {
+    /// [`RouterConfig::block_size`](crate::RouterConfig::block_size). It does not change.
+    Configured,
+    /// The workers of the pool report it.
+    Reported,
+    /// No worker of the pool reports one. It changes with the first report.
+    Assumed,
+    /// No worker has joined yet.
+    Awaited,
+}
+
+impl BlockSizeOrigin {
+    /// Name in logs and reports.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Configured => "configured",
+            Self::Reported => "reported",
+            Self::Assumed => "assumed",
+            Self::Awaited => "awaited",
+        }
+    }
+
+    /// Whether the value cannot change with a first report.
+    #[must_use]
+    pub fn is_settled(self) -> bool {
+        matches!(self, Self::Configured | Self::Reported)
+    }
+
+    /// Reason why workers must have the size, as the end of a sentence.
+    #[must_use]
+    pub fn rule(self) -> &'static str {
+        match self {
+            Self::Configured => "as router.block_size sets",
+            Self::Reported | Self::Assumed | Self::Awaited => {
+                "as earlier workers of the pool report; router.block_size sets another"
+            }
+        }
+    }
+}
