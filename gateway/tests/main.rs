@@ -9,6 +9,7 @@ mod admin;
 mod admin_undo;
 mod alerts;
 mod audits;
+mod block_sizes;
 mod check_config;
 mod demo;
 mod descriptors;

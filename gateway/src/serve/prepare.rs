@@ -18,6 +18,7 @@ use super::metrics::Account;
 use super::models::Model;
 use super::proxy::reserved;
 use super::quotas::QuotaLease;
+use super::ready::causes::placement_error;
 use super::tenants::Tenant;
 use crate::anthropic::{Purpose, chat_body};
 use crate::openai::{API_KEY, ApiError, ClientPrompt, Edits, Endpoint, RequestBody, request_options};
@@ -185,7 +186,7 @@ async fn hold(app: &App, account: &mut Account, model: &Model, options: &mut Req
     let since = Instant::now();
     let within = options.deadline.map_or(within, |deadline| within.min(deadline));
     if !model.has_worker(within).await {
-        return Err(Rejection::NoRanks.into());
+        return Err(placement_error(&model.router, Rejection::NoRanks.into()));
     }
     account.waited_since(since);
     options.deadline = options.deadline.map(|deadline| deadline.saturating_sub(since.elapsed()));

@@ -5,7 +5,7 @@
 //! then, or that the warm-up time is over. The response lists causes without naming workers, and a silent engine does
 //! not make the gateway unready. The routers provide the facts.
 
-mod causes;
+pub(super) mod causes;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

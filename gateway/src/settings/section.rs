@@ -257,6 +257,7 @@ impl Section {
                 Some(value) => format!("{name} = {value}"),
                 // A setting of another policy.
                 None if name.starts_with("policy.") => continue,
+                None if *name == "block_size" => format!("# {name} is not set: the engines report it"),
                 None => format!("# {name} is not set"),
             };
             writeln!(f, "{setting:<44} # {origin}")?;

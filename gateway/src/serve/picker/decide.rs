@@ -24,6 +24,7 @@ use crate::serve::models::Model;
 use crate::serve::prepare::{Admitted, Prepared, admit};
 use crate::serve::proxy::{Answer, Limits, WorkerResponse, checked_kind, discard, failure_outcome, follow, receive};
 use crate::serve::quotas::QuotaLease;
+use crate::serve::ready::causes::placement_error;
 use crate::serve::telemetry::{ErrorCode, RequestTrace};
 use crate::serve::workers::WorkerRequest;
 use crate::settings::MessagesMode;
@@ -220,7 +221,7 @@ async fn decide_by_load(
 async fn place(app: &App, model: &Model, request: RouteRequest<'_>) -> Result<Placement, ApiError> {
     let within = Duration::from_millis(app.settings.gateway.queue_timeout_ms);
     let routed = timeout(within, model.router.route(request)).await;
-    Ok(routed.map_err(|_| ApiError::queue_timeout())??)
+    routed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| placement_error(&model.router, error))
 }
 
 /// The endpoint of the placement, then that of the next best worker. A worker with several ranks at one endpoint has no

@@ -33,6 +33,7 @@ use crate::openai::{ApiError, Authorization, Endpoint, ToWorker, to_worker};
 use crate::serve::App;
 use crate::serve::metrics::{Account, RetryReason};
 use crate::serve::models::Model;
+use crate::serve::ready::causes::placement_error;
 use crate::serve::workers::{WorkerMeters, WorkerRequest};
 use crate::upstream::UpstreamError;
 
@@ -223,7 +224,8 @@ impl AttemptLoop<'_> {
         let mut route = async |excluded_ranks: &BTreeSet<WorkerRank>| {
             request.options.constraints.excluded_ranks.clone_from(excluded_ranks);
             let routed = timeout(within, self.model.router.route(request.clone())).await;
-            routed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| since_request_head(error, ttft).into())
+            let failed = |error| placement_error(&self.model.router, since_request_head(error, ttft));
+            routed.map_err(|_| ApiError::queue_timeout())?.map_err(failed)
         };
         let none = BTreeSet::new();
         let failing = self.model.workers.failing();

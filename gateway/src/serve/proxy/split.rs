@@ -15,7 +15,7 @@ use axum::http::{HeaderValue, Request, Response, StatusCode};
 use axum::response::IntoResponse as _;
 use http_body_util::Full;
 use pointsman::answer::AnswerKind;
-use pointsman::disagg::WhyLocal;
+use pointsman::disagg::{DisaggError, WhyLocal};
 use pointsman::health::Outcome;
 use pointsman::select::Constraints;
 use pointsman::{Placement, PrefillPlacement, RouteRequest};
@@ -32,6 +32,7 @@ use crate::handover::{LegBodies, NotSplit, PrefillResponse, Protocol, Transfer};
 use crate::openai::{ApiError, Endpoint, to_client};
 use crate::serve::disaggregation::{LegValues, PrefillPool, PrefillResult, PrefillValues};
 use crate::serve::metrics::Account;
+use crate::serve::ready::causes::placement_error;
 use crate::serve::workers::WorkerRequest;
 use crate::upstream::Upstream;
 
@@ -346,7 +347,8 @@ impl<'a> Split<'a> {
         let placed = timeout(within, self.pool.pools.place_prefill(prefill, &constraints, decode)).await;
         account.waited_since(waits);
         account.access.routed(waits.elapsed());
-        placed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| error.error.into())
+        let failed = |error: DisaggError| placement_error(self.pool.pools.prefill(), error.error);
+        placed.map_err(|_| ApiError::queue_timeout())?.map_err(failed)
     }
 
     /// Sends the whole request to the decode rank.

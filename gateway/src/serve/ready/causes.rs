@@ -1,4 +1,4 @@
-//! Causes of unreadiness, and warnings, as sentences for `/ready`.
+//! Causes of unreadiness, and warnings, as sentences for `/ready` and for clients without a worker.
 //!
 //! Equal causes are counted instead of repeated, and none names a worker, because the response is public. The router's
 //! reports provide the facts.
@@ -8,11 +8,14 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use pointsman::config::EventMode;
+use pointsman::error::RouteError;
 use pointsman::health::HealthState;
-use pointsman::protocol::WorkerRank;
-use pointsman::{DiscoveryStatus, KvSourceStatus, WorkerEntry};
+use pointsman::protocol::{BlockSizeOrigin, WorkerRank};
+use pointsman::schedule::Rejection;
+use pointsman::{DiscoveryStatus, KvSourceStatus, Router, WorkerEntry};
 use tokio::time::timeout;
 
+use crate::openai::ApiError;
 use crate::serve::models::Model;
 
 /// Timeout of the health query; without a response no rank counts as ejected.
@@ -49,9 +52,27 @@ pub(super) fn of_no_rank(model: &Model, ejected: BTreeMap<WorkerRank, String>) -
     causes
 }
 
-/// Problems with the index of a model, independent of readiness.
+/// Error of a request without a placement. If no worker is registered, it has the reasons of discovery.
+pub(in crate::serve) fn placement_error(router: &Router, error: RouteError) -> ApiError {
+    let causes = match &error {
+        RouteError::Rejected(Rejection::NoRanks) => discovery_problems(&router.discovery(), true),
+        _ => BTreeSet::new(),
+    };
+    let error = ApiError::from(error);
+    if causes.is_empty() {
+        return error;
+    }
+    let causes: Vec<String> = causes.into_iter().take(CAUSES_MAX).collect();
+    ApiError { message: format!("{}: {}", error.message, causes.join("; ")), ..error }
+}
+
+/// Problems with the workers and the index of a model, independent of readiness.
 pub(super) fn warnings(model: &Model) -> Vec<String> {
-    let mut warnings = Vec::new();
+    let mut warnings: Vec<String> = discovery_problems(&model.router.discovery(), false).into_iter().collect();
+    if model.router.block_size_origin() == BlockSizeOrigin::Assumed {
+        let tokens = model.router.block_size();
+        warnings.push(format!("no worker reports a block size: {tokens} is assumed; router.block_size sets another"));
+    }
     if model.router.config().events.mode == EventMode::On && model.router.config().has_index() {
         warnings.extend(of_unread(&model.router.workers()));
     }
@@ -76,10 +97,15 @@ fn of_health(reasons: impl Iterator<Item = String>) -> Vec<String> {
 
 /// Unusable addresses of discovery.
 fn of_discovery(sources: &[DiscoveryStatus]) -> Vec<String> {
-    let refused = sources.iter().flat_map(|source| source.refused.values()).map(String::as_str);
-    let errors = sources.iter().filter_map(|source| source.last_error.as_deref());
-    let causes: BTreeSet<String> = errors.chain(refused).map(without_addresses).collect();
-    causes.into_iter().map(|cause| format!("discovery: {cause}")).collect()
+    discovery_problems(sources, true).into_iter().map(|cause| format!("discovery: {cause}")).collect()
+}
+
+/// Reasons for which workers are rejected, and the last errors of sources if wanted.
+fn discovery_problems(sources: &[DiscoveryStatus], with_errors: bool) -> BTreeSet<String> {
+    let refused = sources.iter().flat_map(|source| source.refused.values());
+    let refused = refused.map(|reason| format!("worker rejected: {}", without_addresses(reason)));
+    let errors = sources.iter().filter_map(|source| source.last_error.as_deref()).filter(|_| with_errors);
+    errors.map(without_addresses).chain(refused).collect()
 }
 
 /// Workers without readable KV events.
@@ -136,7 +162,9 @@ mod tests {
         let status = DiscoveryStatus {
             source: "urls".to_owned(),
             workers: 0,
-            last_error: Some("http://10.0.0.7:8000: its block size is 32, must be 64, which is the pool's".to_owned()),
+            last_error: Some(
+                "http://10.0.0.7:8000: its block size is 32, must be 64, as router.block_size sets".to_owned(),
+            ),
             failing_since: None,
             closed: false,
             refused: BTreeMap::new(),
@@ -144,7 +172,7 @@ mod tests {
             removed: BTreeMap::new(),
         };
         let causes = of_discovery(&[status.clone(), status]);
-        assert_eq!(causes, ["discovery: a worker: its block size is 32, must be 64, which is the pool's"]);
+        assert_eq!(causes, ["discovery: a worker: its block size is 32, must be 64, as router.block_size sets"]);
     }
 
     #[test]

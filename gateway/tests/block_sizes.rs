@@ -1,0 +1,158 @@
+//! Engines with their default block sizes behind a gateway that configures none.
+
+use std::time::Duration;
+
+use pointsman::discovery::NamedWorker;
+use pointsman::ingest::StreamState;
+use pointsman::protocol::{BlockSizeOrigin, KvEventsConfig, WorkerConfig};
+use pointsman::{Prompt, RouteRequest, Router};
+use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::settings::{ModelSettings, Settings};
+use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
+use serde_json::{Value as Json, json};
+
+use crate::common::proxy::{get, post, settings, until};
+
+/// vLLM: no `/server_info`.
+async fn vllm(block_size: u32) -> MockEngine {
+    let config = MockConfig { no_server_info: true, block_size, time_scale: 0.0, ..MockConfig::default() };
+    MockEngine::start(config).await.expect("the engine starts")
+}
+
+/// SGLang with its default page size.
+async fn sglang() -> MockEngine {
+    let (dialect, kv_blocks) = (Dialect::SglangMap, 65_536);
+    let config = MockConfig { dialect, kv_blocks, block_size: 1, time_scale: 0.0, ..MockConfig::default() };
+    MockEngine::start(config).await.expect("the engine starts")
+}
+
+/// Settings of the model `mock` on probed engines, with the event endpoints of those that do not report them.
+fn on(engines: &[&MockEngine]) -> Settings {
+    let worker = |engine: &&MockEngine| {
+        let kv_events = engine.config().no_server_info.then(|| KvEventsConfig {
+            endpoint: engine.event_endpoint(0),
+            replay_endpoint: Some(engine.replay_endpoint(0)),
+            topic: String::new(),
+        });
+        NamedWorker { id: None, config: WorkerConfig { kv_events, ..WorkerConfig::at(engine.url()) }, probe: true }
+    };
+    let defaults = settings(Vec::new());
+    let model = ModelSettings {
+        router: pointsman::RouterConfig::default(),
+        workers: engines.iter().map(worker).collect(),
+        ..defaults.models[0].clone()
+    };
+    Settings { models: vec![model], ..defaults }
+}
+
+fn router(gateway: &Gateway) -> Router {
+    gateway.router("mock").expect("the model is served").clone()
+}
+
+async fn completion(gateway: &Gateway, prompt: &[u32]) -> Json {
+    let body = json!({ "model": "mock", "prompt": prompt, "max_tokens": 2 });
+    let answer = post(gateway, "/v1/completions", &body).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    answer.json()
+}
+
+async fn cached_tokens(router: &Router, prompt: &[u32]) -> u32 {
+    let hits = router.cache_hit_estimate(RouteRequest::query(Prompt::Tokens(prompt))).await.expect("up");
+    hits.into_iter().map(|hit| hit.cached_tokens).max().unwrap_or_default()
+}
+
+/// The first request is served, and the second turn of its conversation is a predicted hit.
+async fn serves_without_settings(engine: MockEngine, block_size: u32) {
+    let gateway = Gateway::start(on(&[&engine])).await.expect("the gateway starts");
+    let router = router(&gateway);
+    until("the engine has joined", || router.workers().len() == 1).await;
+    assert_eq!((router.block_size(), router.block_size_origin()), (block_size, BlockSizeOrigin::Reported));
+    assert_eq!(router.config().block_size, None, "as configured");
+    let prompt: Vec<u32> = (0..1_003).collect();
+    completion(&gateway, &prompt).await;
+    until("events are live", || router.kv_sources().iter().any(|source| source.state == StreamState::Live)).await;
+    engine.quiet().await;
+    let whole = 1_003 / block_size * block_size;
+    let mut found = 0;
+    while found < whole {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+        found = cached_tokens(&router, &prompt).await;
+    }
+    assert_eq!(found, whole);
+    let second: Vec<u32> = (0..1_003).chain(5_000..5_100).collect();
+    let usage = completion(&gateway, &second).await["usage"].clone();
+    assert!(usage["prompt_tokens_details"]["cached_tokens"].as_u64().expect("reported") >= u64::from(whole), "{usage}");
+    let ready = get(&gateway, "/ready").await;
+    assert!(!ready.text().contains("assumed"), "{}", ready.text());
+    gateway.shutdown(Duration::ZERO).await;
+    engine.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stock_vllm_serves_without_settings() {
+    serves_without_settings(vllm(16).await, 16).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stock_sglang_serves_without_settings() {
+    serves_without_settings(sglang().await, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_engine_with_another_size_is_rejected_with_the_reason() {
+    let (first, other) = (vllm(16).await, vllm(32).await);
+    let gateway = Gateway::start(on(&[&first, &other])).await.expect("the gateway starts");
+    let router = router(&gateway);
+    until("one is rejected", || router.discovery().iter().any(|source| !source.refused.is_empty())).await;
+    assert_eq!(router.workers().len(), 1);
+    let (size, rejected) = (router.block_size(), 48 - router.block_size());
+    let reason = format!("its block size is {rejected}, must be {size}, as earlier workers of the pool report");
+    let ready = get(&gateway, "/ready").await;
+    assert!(ready.text().contains(&reason) && ready.text().contains("router.block_size"), "{}", ready.text());
+    assert_eq!(completion(&gateway, &[1, 2, 3]).await["object"], "text_completion");
+    gateway.shutdown(Duration::ZERO).await;
+    first.shutdown().await;
+    other.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_configured_size_rejects_others_and_the_client_reads_why() {
+    let engine = vllm(16).await;
+    let mut settings = on(&[&engine]);
+    settings.models[0].router.block_size = Some(64);
+    let gateway = Gateway::start(settings).await.expect("the gateway starts");
+    let router = router(&gateway);
+    until("the engine is rejected", || router.discovery().iter().any(|source| source.last_error.is_some())).await;
+    let answer = post(&gateway, "/v1/completions", &json!({ "model": "mock", "prompt": [1], "max_tokens": 1 })).await;
+    assert_eq!((answer.status, answer.code().as_str()), (503, "no_workers"));
+    let reason = "a worker: its block size is 16, must be 64, as router.block_size sets";
+    assert!(answer.text().contains(reason), "{}", answer.text());
+    assert!(get(&gateway, "/ready").await.text().contains(reason));
+    gateway.shutdown(Duration::ZERO).await;
+    engine.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_assumed_size_is_reported_until_an_engine_reports_one() {
+    let (silent, engine) = (vllm(16).await, vllm(16).await);
+    let mut settings = on(&[&silent]);
+    settings.models[0].workers[0].probe = false;
+    settings.models[0].workers[0].config.kv_events = None;
+    let gateway = Gateway::start(settings).await.expect("the gateway starts");
+    let router = router(&gateway);
+    until("the worker has joined", || router.workers().len() == 1).await;
+    assert_eq!((router.block_size(), router.block_size_origin()), (64, BlockSizeOrigin::Assumed));
+    let warning = "no worker reports a block size: 64 is assumed; router.block_size sets another";
+    assert!(get(&gateway, "/ready").await.text().contains(warning));
+    completion(&gateway, &[1, 2, 3]).await;
+
+    let probed = on(&[&engine]).models[0].workers[0].config.clone();
+    let probed = WorkerConfig { block_size: Some(16), ..probed };
+    router.upsert_worker(pointsman::protocol::WorkerId(7), probed).await.expect("valid");
+    assert_eq!((router.block_size(), router.block_size_origin()), (16, BlockSizeOrigin::Reported));
+    completion(&gateway, &[1, 2, 3]).await;
+    assert!(!get(&gateway, "/ready").await.text().contains("assumed"));
+    gateway.shutdown(Duration::ZERO).await;
+    silent.shutdown().await;
+    engine.shutdown().await;
+}
