@@ -12,6 +12,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::{Args, Parser, Subcommand};
+use pointsman_gateway::live::keys;
 use pointsman_gateway::live::top::{self, TopError, TopOptions};
 use pointsman_gateway::replay::{ReplayArgs, replay_decisions};
 use pointsman_gateway::serve::{self, ProcessLimits};
@@ -50,8 +51,8 @@ enum Command {
     /// and with the default policy, then a table follows. Takes less than a minute. Exits with 1 if requests failed.
     /// docs/quick-start.md explains the table.
     Demo(DemoConfig),
-    /// Shows the state of a running gateway in the terminal: the live page of its administration listener. Ends on
-    /// Ctrl-C. docs/live-page.md explains the columns.
+    /// Shows the state of a running gateway in the terminal: the live page of its administration listener. Keys: q quits,
+    /// j and k scroll. docs/live-page.md explains the columns.
     Top(TopArgs),
 }
 
@@ -256,25 +257,26 @@ fn mock_engine(config: MockConfig) -> Result<String, String> {
     })
 }
 
-/// Draws the state of a gateway until interrupted.
+/// Draws the state of a gateway until a key or a signal ends it.
 fn top(args: TopArgs) -> Result<String, String> {
     let TopArgs { admin, token_file, model, ranks, once } = args;
     let token = top::read_token(&token_file).map_err(|problem| format!("{problem}\n"))?;
-    let options = TopOptions { url: admin, token, model, ranks_max: ranks, is_once: once, has_colours: !once };
+    let options = TopOptions { url: admin, token, model, ranks_max: ranks, has_colours: !once, size: keys::size };
     let runtime = tokio::runtime::Runtime::new().map_err(|error| format!("no runtime: {error}\n"))?;
     runtime.block_on(async {
         let failed = |error: TopError| format!("{error}\n");
         let mut output = std::io::stdout();
         if once {
-            return top::run(&options, &mut output).await.map(|()| String::new()).map_err(failed);
+            return top::once(&options, &mut output).await.map(|()| String::new()).map_err(failed);
         }
-        let _screen = top::Screen::enter().map_err(|error| format!("cannot write: {error}\n"))?;
+        let mut pressed = keys::read_keys();
+        let _screen = keys::Screen::enter().map_err(|error| format!("cannot write: {error}\n"))?;
         tokio::select! {
             biased;
             interrupted = tokio::signal::ctrl_c() => {
                 interrupted.map_err(|error| format!("cannot install the interrupt handler: {error}\n"))?;
             }
-            ended = top::run(&options, &mut output) => ended.map_err(failed)?,
+            ended = top::watch(&options, &mut pressed, &mut output) => ended.map_err(failed)?,
         }
         Ok(String::new())
     })

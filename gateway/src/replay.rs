@@ -6,11 +6,13 @@
 mod args;
 mod comparison;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
 use std::path::Path;
 
 use pointsman::RouterConfig;
+use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::record::RecordFile;
 use pointsman::schedule::{RecordedChoice, Replay, ReplayMode, ReplaySettings, ReplayedDecision};
 
@@ -29,6 +31,18 @@ pub struct ReplayReport {
     /// Choices under other settings.
     comparison: Option<Comparison>,
     listed_max: usize,
+    names: WorkerNames,
+}
+
+/// Names of workers, from the files.
+#[derive(Debug, Default)]
+struct WorkerNames(BTreeMap<WorkerId, String>);
+
+impl WorkerNames {
+    /// Name of a rank; its id if the files have no name of its worker.
+    fn rank(&self, rank: WorkerRank) -> String {
+        self.0.get(&rank.worker).map_or_else(|| rank.to_string(), |name| format!("{name}/{}", rank.rank))
+    }
 }
 
 impl ReplayReport {
@@ -54,19 +68,19 @@ impl ReplayReport {
     fn add(&mut self, decision: &ReplayedDecision) {
         self.decisions += 1;
         if let Some(comparison) = &mut self.comparison {
-            comparison.add(decision);
+            comparison.add(decision, &self.names);
         } else if !decision.is_equal {
             self.different_count += 1;
             if self.different.len() < self.listed_max {
-                self.different.push(difference(decision));
+                self.different.push(difference(decision, &self.names));
             }
         }
     }
 }
 
-fn difference(decision: &ReplayedDecision) -> String {
+fn difference(decision: &ReplayedDecision, names: &WorkerNames) -> String {
     let shown = |choice: &RecordedChoice| match choice {
-        RecordedChoice::Rank { rank, .. } => rank.to_string(),
+        RecordedChoice::Rank { rank, .. } => names.rank(*rank),
         RecordedChoice::Rejected(reason) => format!("rejected ({reason})"),
         RecordedChoice::Deferred => "deferred".to_owned(),
     };
@@ -105,6 +119,7 @@ fn replay_file(file: &Path, args: &ReplayArgs, report: &mut ReplayReport) -> Res
     let mut replay = new_replay(args);
     let mut problems = Vec::new();
     let end = RecordFile::read(&bytes, &mut |part| {
+        report.names.0.extend(part.names.into_iter().map(|(worker, name)| (worker, name.to_owned())));
         // A segment depends on nothing before it.
         if part.segment.is_some() {
             replay = new_replay(args);

@@ -322,9 +322,9 @@ async fn recorded_decisions_are_listed_and_explained_as_they_were() {
     let listed = listed["decisions"].as_array().expect("decisions");
     let ids: Vec<&str> = listed.iter().map(|known| known["request_id"].as_str().expect("an id")).collect();
     assert_eq!(ids, ["chat-1", "chat-10", "chat-1", "chat-2"], "{listed:?}");
-    assert_eq!(listed[0]["chosen"], json!({ "worker": "2", "rank": 0 }));
+    assert_eq!(listed[0]["chosen"], json!({ "worker": "2", "rank": 0, "name": "2/0" }), "no request has kept its name");
     assert_eq!((&listed[0]["model"], &listed[0]["cached_tokens"]), (&json!(MODEL), &json!(320)));
-    assert_eq!(listed[0]["runner_up"], json!({ "worker": "1", "rank": 0 }));
+    assert_eq!(listed[0]["runner_up"], json!({ "worker": "1", "rank": 0, "name": "127.0.0.1:1/0" }));
     assert!(listed[0]["margin"].as_f64().expect("a margin") > 0.0, "{listed:?}");
 
     let explained = client.send("GET", "/admin/decisions/chat-1", "").await.json();
@@ -332,7 +332,8 @@ async fn recorded_decisions_are_listed_and_explained_as_they_were() {
     let bookings: Vec<&str> = explained.iter().map(|known| known["booking_id"].as_str().expect("an id")).collect();
     assert_eq!(bookings, ["chat-1/0", "chat-1/2"]);
     let table = &explained[1]["explanation"];
-    assert_eq!(table["chosen"], json!({ "worker": "2", "rank": 0 }), "the removed worker is in the table: {table}");
+    let removed = json!({ "worker": "2", "rank": 0, "name": "2/0" });
+    assert_eq!(table["chosen"], removed, "the removed worker is in the table: {table}");
     assert_eq!(table["ranks"].as_array().map(Vec::len), Some(2));
     assert_eq!(table["ranks"][1]["cached_tokens"], 320);
 }
@@ -359,14 +360,15 @@ async fn explain_and_overlap_book_nothing() {
     let explained = explained.json();
     assert_eq!((&explained["tokens_source"], &explained["tokens"]), (&json!("request"), &json!(12)));
     let table = &explained["explanation"];
-    let last = json!({ "worker": "18446744073709551615", "rank": 1 });
+    let last = json!({ "worker": "18446744073709551615", "rank": 1, "name": "127.0.0.1:2/1" });
     assert_eq!((&table["chosen"], &table["prompt_tokens"]), (&last, &json!(12)), "{table}");
     let rows = table["ranks"].as_array().expect("rows");
     assert_eq!((rows.len(), &rows[3]["rank"], &rows[3]["cached_tokens"]), (4, &last, &json!(8)));
 
     let pinned = json!({ "tokens": tokens, "pin": { "worker": "1", "rank": 0 }, "allowed_workers": [1, "1"] });
     let pinned = client.send("POST", "/admin/models/mock/explain", &pinned.to_string()).await.json();
-    assert_eq!(pinned["explanation"]["chosen"], json!({ "worker": "1", "rank": 0 }), "{pinned}");
+    let chosen = json!({ "worker": "1", "rank": 0, "name": "127.0.0.1:1/0" });
+    assert_eq!(pinned["explanation"]["chosen"], chosen, "{pinned}");
     let unplaceable =
         json!({ "tokens": tokens, "required_taints": ["none"], "strict_priority": 1, "priority_jump": 0.5 });
     let unplaceable = client.send("POST", "/admin/models/mock/explain", &unplaceable.to_string()).await.json();

@@ -6,10 +6,13 @@ use pointsman::health::Outcome;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{Prompt, RouteRequest};
 use pointsman_gateway::live::assess::Level;
+use pointsman_gateway::live::keys::Key;
 use pointsman_gateway::live::top::{self, TopError, TopOptions};
 use pointsman_gateway::live::{LiveSnapshot, RANKS_MAX};
+use pointsman_trial::mock::{MockConfig, MockEngine};
 use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpStream;
+use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use crate::common::admin::{AdminClient, PATIENCE, TOKEN, read};
@@ -169,6 +172,39 @@ async fn a_snapshot_has_the_booked_load_of_each_rank() {
 }
 
 #[tokio::test]
+async fn decisions_and_rates_are_in_the_next_snapshot() {
+    let client = AdminClient::start().await;
+    let mut viewer = Viewer::of(&client).await;
+    let chat = r#"{"model":"mock","messages":[{"role":"user","content":"hello"}],"max_tokens":5,"stream":true}"#;
+    assert_eq!(client.send_as_client("/v1/chat/completions", chat).await.status, 503);
+    let refused = viewer.until(|snapshot| !snapshot.models[0].decisions.is_empty()).await;
+    let model = &refused.models[0];
+    assert_eq!((model.decisions[0].chosen.as_ref(), model.decisions[0].number), (None, 1));
+    assert!(model.decisions[0].rejection.is_some(), "{model:?}");
+    assert_eq!((model.rates.error_share, model.rates.ttft_seconds), (Some(1.0), None));
+
+    let engine = MockEngine::start(MockConfig { time_scale: 50.0, block_size: 4, ..MockConfig::default() });
+    let engine = engine.await.expect("an engine");
+    client.router().upsert_worker(WorkerId(7), WorkerConfig::at(engine.url())).await.expect("a worker");
+    let chatted = client.send_as_client("/v1/chat/completions", chat).await;
+    assert_eq!(chatted.status, 200, "{}", String::from_utf8_lossy(&chatted.body));
+    let served = viewer.until(|snapshot| snapshot.models[0].rates.itl_seconds.is_some()).await;
+    let model = &served.models[0];
+    let decision = &model.decisions[0];
+    let name = format!("{}/0", engine.address());
+    assert_eq!((decision.chosen.as_deref(), decision.chosen_id.as_deref()), (Some(name.as_str()), Some("7/0")));
+    assert_eq!(model.course.requests.iter().sum::<u32>(), 2, "{model:?}");
+    assert_eq!((model.rates.error_share, model.rates.ttft_seconds.is_some()), (Some(0.5), true));
+
+    // The name of a worker that has left stays.
+    client.router().remove_worker(WorkerId(7)).await.expect("removed");
+    let id = &decision.request_id;
+    let explained = client.send("GET", &format!("/admin/decisions/{id}"), "").await.json();
+    assert_eq!(explained["decisions"][0]["chosen"]["name"], name, "{explained}");
+    engine.shutdown().await;
+}
+
+#[tokio::test]
 async fn ranks_with_trouble_come_first() {
     let count = RANKS_MAX as u64 + 6;
     let client = with_workers(count).await;
@@ -187,7 +223,13 @@ async fn ranks_with_trouble_come_first() {
     assert_eq!((model.ranks.len(), model.ranks_registered), (RANKS_MAX, count));
     assert_eq!((&model.ranks[0].worker, model.ranks[0].status.as_str()), (&last.worker.to_string(), "ejected"));
     assert_eq!((model.ranks[1].worker.as_str(), model.ranks[1].status.as_str()), ("9", "cordoned"));
-    assert!(model.sentence.starts_with("Ejected: ") && model.sentence.contains(&format!("(rank {last})")), "{model:?}");
+    assert_eq!(model.ranks[0].name, format!("127.0.0.1:{count}/0"));
+    let expected = format!(
+        "1 of {count} engines, 127.0.0.1:{count}, does not answer (could not connect); 1 of {count} engines, 127.0.0.1:10, \
+         is cordoned; {} of {count} ranks serve.",
+        count - 2
+    );
+    assert_eq!(model.sentence, expected);
 }
 
 #[tokio::test]
@@ -208,20 +250,48 @@ async fn the_number_of_viewers_is_limited() {
 async fn top_prints_one_frame() {
     let client = with_workers(2).await;
     let url = format!("http://{}", client.gateway.admin_address().expect("an admin listener"));
-    let options =
-        TopOptions { url, token: TOKEN.to_owned(), model: None, ranks_max: 1, is_once: true, has_colours: false };
+    let token = TOKEN.to_owned();
+    let options = TopOptions { url, token, model: None, ranks_max: 1, has_colours: false, size: || (80, 24) };
     let mut output = Vec::new();
-    timeout(PATIENCE, top::run(&options, &mut output)).await.expect("a frame in time").expect("a frame");
+    timeout(PATIENCE, top::once(&options, &mut output)).await.expect("a frame in time").expect("a frame");
     let frame = String::from_utf8(output).expect("text");
     assert!(frame.starts_with("● All 2 ranks serve, with 0 active requests.\n"), "{frame}");
-    assert!(frame.contains("0/0") && frame.contains("1 further ranks, with less trouble"), "{frame}");
+    assert!(frame.contains("127.0.0.1:1/0") && frame.contains("1 further rank, with less trouble"), "{frame}");
+    let clients = format!("http://{}", client.gateway.address());
     for (options, expected) in [
-        (TopOptions { token: "wrong-0123456789".to_owned(), ..options.clone() }, "responds with status 401"),
+        (TopOptions { token: "wrong-0123456789".to_owned(), ..options.clone() }, "--token-file must hold the token"),
+        (
+            TopOptions { url: clients, ..options.clone() },
+            "status 404 Not Found: this is not the administration listener",
+        ),
+        (
+            TopOptions { model: Some("other".to_owned()), ..options.clone() },
+            "no model \"other\"; its models are org/mock",
+        ),
         (TopOptions { url: "https://127.0.0.1:1".to_owned(), ..options.clone() }, "must be http://HOST:PORT"),
         (TopOptions { url: "http://127.0.0.1:1/x".to_owned(), ..options.clone() }, "must be http://HOST:PORT"),
         (TopOptions { token: "a b\n".to_owned(), ..options.clone() }, "one line of visible characters"),
     ] {
-        let error: TopError = top::run(&options, &mut Vec::new()).await.expect_err("no frame");
+        let error: TopError = top::once(&options, &mut Vec::new()).await.expect_err("no frame");
         assert!(error.to_string().contains(expected), "{error}");
     }
+    let page = TopOptions { url: format!("{}/admin/page", &options.url["http://".len()..]), ..options };
+    top::once(&page, &mut Vec::new()).await.expect("the address of the page, without a scheme");
+}
+
+#[tokio::test]
+async fn top_ends_by_its_key() {
+    let client = with_workers(40).await;
+    let url = format!("http://{}", client.gateway.admin_address().expect("an admin listener"));
+    let options =
+        TopOptions { url, token: TOKEN.to_owned(), model: None, ranks_max: 40, has_colours: false, size: || (80, 10) };
+    let (sender, mut keys) = mpsc::channel(9);
+    for key in [Key::Page(1), Key::Move(1), Key::Move(isize::MAX), Key::Move(-1), Key::Quit] {
+        sender.send(key).await.expect("room");
+    }
+    let mut output = Vec::new();
+    timeout(PATIENCE, top::watch(&options, &mut keys, &mut output)).await.expect("an end").expect("no error");
+    let text = String::from_utf8(output).expect("text");
+    let frames: Vec<&str> = text.split("\x1b[H").collect();
+    assert!(frames.iter().all(|frame| frame.lines().count() <= 10), "{text}");
 }

@@ -99,8 +99,9 @@ async fn decisions_of_a_process_are_replayed_from_its_files() {
         "{report}{}",
         text(&output.stderr)
     );
-    let listed = report.lines().filter(|line| line.contains(" -> ")).count();
-    assert!((1..=3).contains(&listed), "{report}");
+    let listed: Vec<&str> = report.lines().filter(|line| line.contains(" -> ")).collect();
+    assert!((1..=3).contains(&listed.len()), "{report}");
+    assert!(listed.iter().all(|line| line.contains(" 127.0.0.1:")), "ranks have the names of their workers: {report}");
     for (args, problem) in
         [(["--policy", "best"], "unknown variant"), (["--set", "nothing.at=1"], "nothing.at is no setting")]
     {

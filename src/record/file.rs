@@ -5,6 +5,7 @@
 //! part   = length of the contents (u32, little endian), xxh3-64 of the contents (u64, little endian), contents
 //! contents = 1, segment number, milliseconds from 1970 to the start of the router's clock, pool name, entries
 //!          | 2, entries of the same segment
+//!          | 3, number of workers, for each its id and its name for people
 //! ```
 //!
 //! Numbers in contents are LEB128. The contents of a segment begin with a keyframe.
@@ -13,12 +14,16 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::bytes::{Reader, put_number, put_text};
 use super::ring::RecordPart;
+use crate::protocol::WorkerId;
 
 const MAGIC: &[u8; 4] = b"PMDR";
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
+/// Version without names of workers.
+const VERSION_UNNAMED: u8 = 2;
 const HEAD_BYTES: usize = size_of::<u32>() + size_of::<u64>();
 const BEGINS: u8 = 1;
 const CONTINUES: u8 = 2;
+const NAMES: u8 = 3;
 
 /// Length at which the groups of a part begin another one.
 const PART_BYTES: usize = 4 << 10;
@@ -54,13 +59,15 @@ pub enum RecordFileError {
     },
 }
 
-/// Entries of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A part of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FiledEntries<'a> {
     /// The segment that begins here; `None` if the last one continues.
     pub segment: Option<FiledSegment<'a>>,
     /// The entries.
     pub entries: &'a [u8],
+    /// Names of workers from here on.
+    pub names: Vec<(WorkerId, &'a str)>,
 }
 
 /// Beginning of a segment in a file.
@@ -108,11 +115,20 @@ impl RecordFile {
                 contents.push(CONTINUES);
             }
             contents.extend_from_slice(&part.bytes[from..end]);
-            to.extend_from_slice(&u32::try_from(contents.len()).unwrap_or(u32::MAX).to_le_bytes());
-            to.extend_from_slice(&xxh3_64(&contents).to_le_bytes());
-            to.extend_from_slice(&contents);
+            put_part(to, &contents);
             from = end;
         }
+    }
+
+    /// Appends the names of workers, for people.
+    pub fn put_names(to: &mut Vec<u8>, names: &[(WorkerId, &str)]) {
+        let mut contents = vec![NAMES];
+        put_number(&mut contents, names.len() as u64);
+        for (worker, name) in names {
+            put_number(&mut contents, worker.0);
+            put_text(&mut contents, name);
+        }
+        put_part(to, &contents);
     }
 
     /// Passes the entries of a file to `visit`, in order and up to the first damage.
@@ -122,7 +138,7 @@ impl RecordFile {
     pub fn read(bytes: &[u8], visit: &mut dyn FnMut(FiledEntries<'_>)) -> Result<FileEnd, RecordFileError> {
         let rest = bytes.strip_prefix(MAGIC).ok_or(RecordFileError::Magic)?;
         let (version, mut rest) = rest.split_first().ok_or(RecordFileError::Magic)?;
-        if *version != VERSION {
+        if ![VERSION, VERSION_UNNAMED].contains(version) {
             return Err(RecordFileError::Version { version: *version });
         }
         let mut parts = 0;
@@ -135,6 +151,12 @@ impl RecordFile {
         }
         Ok(FileEnd { parts, damaged_at: None })
     }
+}
+
+fn put_part(to: &mut Vec<u8>, contents: &[u8]) {
+    to.extend_from_slice(&u32::try_from(contents.len()).unwrap_or(u32::MAX).to_le_bytes());
+    to.extend_from_slice(&xxh3_64(contents).to_le_bytes());
+    to.extend_from_slice(contents);
 }
 
 /// The first part, and the bytes after it; `None` if it is damaged.
@@ -151,9 +173,13 @@ fn read_part(bytes: &[u8]) -> Option<(FiledEntries<'_>, &[u8])> {
             Some(FiledSegment { sequence, clock_start_unix_ms, pool: from.text()? })
         }
         CONTINUES => None,
+        NAMES => {
+            let names = from.list(|from| Some((WorkerId(from.number()?), from.text()?)))?;
+            return Some((FiledEntries { segment: None, entries: &[], names }, after));
+        }
         _ => return None,
     };
-    Some((FiledEntries { segment, entries: from.rest() }, after))
+    Some((FiledEntries { segment, entries: from.rest(), names: Vec::new() }, after))
 }
 
 #[cfg(test)]
@@ -182,6 +208,20 @@ mod tests {
         let end = RecordFile::read(&file(), &mut |part| lengths.push((part.segment.is_some(), part.entries.len())));
         assert_eq!(lengths, [(true, 9_000), (false, 11_000), (false, 3)]);
         assert_eq!(end, Ok(FileEnd { parts: 3, damaged_at: None }));
+    }
+
+    #[test]
+    fn names_are_read_as_written() {
+        let mut bytes = file();
+        RecordFile::put_names(&mut bytes, &[(WorkerId(7), "10.0.0.7:8000"), (WorkerId(u64::MAX), "")]);
+        let mut names = Vec::new();
+        let end =
+            RecordFile::read(&bytes, &mut |part| names.extend(part.names.iter().map(|(id, name)| (id.0, name.len()))));
+        assert_eq!((names, end.map(|end| end.parts)), (vec![(7, 13), (u64::MAX, 0)], Ok(4)));
+        bytes[4] = VERSION_UNNAMED;
+        assert!(read(&bytes).1.is_ok(), "files without names remain readable");
+        bytes[4] = VERSION + 1;
+        assert_eq!(read(&bytes).1, Err(RecordFileError::Version { version: VERSION + 1 }));
     }
 
     #[test]

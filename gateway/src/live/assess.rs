@@ -1,13 +1,13 @@
 //! Levels and sentences derived from the facts of ranks and models. Pure.
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::time::Duration;
 
 use pointsman::engine_load::EngineLoadFact;
 use pointsman::health::{HealthState, RankHealth};
 use pointsman::ingest::StreamState;
-use pointsman::protocol::WorkerRank;
 use pointsman::{KvSourceStatus, WorkerEntry};
 use serde::{Deserialize, Serialize};
 
@@ -65,10 +65,23 @@ pub struct Problem {
 /// The most serious problem of a rank.
 #[derive(Clone, Copy, Debug)]
 pub struct RankProblem<'a> {
-    /// Its rank.
-    pub rank: WorkerRank,
+    /// Name of its worker.
+    pub engine: &'a str,
+    /// Name of the rank.
+    pub name: &'a str,
     /// The problem.
     pub problem: &'a Problem,
+}
+
+/// An engine that discovery names and that is not registered, or cannot be probed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiscoveryProblem {
+    /// Name of the engine, or of the source.
+    pub engine: String,
+    /// Whether it is registered.
+    pub has_joined: bool,
+    /// Cause.
+    pub cause: String,
 }
 
 impl Problem {
@@ -151,6 +164,8 @@ fn of_events(events: &KvSourceStatus) -> Option<Problem> {
 pub struct ModelFacts<'a> {
     /// Reason if the router is down.
     pub down: Option<&'a str>,
+    /// Registered workers.
+    pub engines: usize,
     /// Registered ranks.
     pub registered: usize,
     /// Ranks that can serve.
@@ -165,11 +180,14 @@ pub struct ModelFacts<'a> {
     pub queue: &'a [ClassState],
     /// Other replicas.
     pub replicas: &'a [ReplicaState],
-    /// Further problems, of discovery or of predictions.
+    /// Problems of discovery.
+    pub discovery: &'a [DiscoveryProblem],
+    /// Further problems, such as of predictions.
     pub others: &'a [String],
 }
 
-/// Level and state of a model in one sentence, given the most serious problem of each rank with one.
+/// Level and state of a model in one sentence, given the most serious problem of each rank with one: each cause once, with
+/// its engines or ranks, and the consequence last.
 #[must_use]
 pub fn model(facts: &ModelFacts<'_>, rank_problems: &[RankProblem<'_>]) -> (Level, String) {
     let ModelFacts { registered, eligible, .. } = *facts;
@@ -178,18 +196,19 @@ pub fn model(facts: &ModelFacts<'_>, rank_problems: &[RankProblem<'_>]) -> (Leve
         problems.push(Problem::new(Level::Critical, down));
     } else if registered == 0 {
         problems.push(Problem::new(Level::Critical, "no worker is registered"));
-    } else if eligible == 0 {
-        problems.push(Problem::new(Level::Critical, "no rank can serve"));
     }
     problems.extend(of_load(facts));
-    problems.extend(counted(rank_problems, registered));
+    problems.extend(of_ranks(rank_problems, facts));
+    problems.extend(of_discovery(facts.discovery));
     let silent = facts.replicas.iter().filter(|replica| replica.state == "silent").count();
     if silent > 0 {
         problems.push(Problem::new(Level::Warning, format!("{} silent", counted_noun(silent, "replica"))));
     }
     problems.extend(facts.others.iter().map(|text| Problem::new(Level::Warning, text.as_str())));
     problems.sort_by_key(|problem| Reverse(problem.level));
-    let Some(level) = problems.first().map(|problem| problem.level) else {
+    let serves_nobody = facts.down.is_none() && registered > 0 && eligible == 0;
+    let level = problems.first().map(|problem| problem.level).max(serves_nobody.then_some(Level::Critical));
+    let Some(level) = level else {
         let active = counted_noun(usize::try_from(facts.active_requests).unwrap_or(usize::MAX), "active request");
         let sentence = match registered {
             1 => format!("The rank serves, with {active}."),
@@ -198,9 +217,16 @@ pub fn model(facts: &ModelFacts<'_>, rank_problems: &[RankProblem<'_>]) -> (Leve
         return (Level::Ok, sentence);
     };
     let rest = problems.len().saturating_sub(CLAUSES_MAX);
-    let clauses: Vec<&str> = problems.iter().take(CLAUSES_MAX).map(|problem| problem.text.as_str()).collect();
-    let rest = if rest > 0 { format!("; {}", counted_noun(rest, "further problem")) } else { String::new() };
-    (level, format!("{}{rest}.", capitalized(&clauses.join("; "))))
+    let mut clauses: Vec<String> = problems.into_iter().take(CLAUSES_MAX).map(|problem| problem.text).collect();
+    if rest > 0 {
+        clauses.push(counted_noun(rest, "further problem"));
+    }
+    if serves_nobody {
+        clauses.push("no rank can serve".to_owned());
+    } else if facts.down.is_none() && eligible < registered {
+        clauses.push(format!("{eligible} of {registered} ranks {}", if eligible == 1 { "serves" } else { "serve" }));
+    }
+    (level, format!("{}.", capitalized(&clauses.join("; "))))
 }
 
 /// Overload by the queue, by the backlog of every rank, or by the queues of the engines.
@@ -228,27 +254,122 @@ fn of_load(facts: &ModelFacts<'_>) -> Option<Problem> {
     })
 }
 
-/// The problems of ranks, each once with its rank or the number of its ranks.
-fn counted(problems: &[RankProblem<'_>], registered: usize) -> Vec<Problem> {
-    let mut ranks = BTreeMap::<(Reverse<Level>, String), Vec<WorkerRank>>::new();
-    for RankProblem { rank, problem } in problems {
-        ranks.entry((Reverse(problem.level), shortened(&problem.text))).or_default().push(*rank);
+/// The problems of ranks, each once with its engines or ranks.
+fn of_ranks(problems: &[RankProblem<'_>], facts: &ModelFacts<'_>) -> Vec<Problem> {
+    let mut groups = BTreeMap::<(Reverse<Level>, Complaint), Vec<&RankProblem<'_>>>::new();
+    for known in problems {
+        groups.entry((Reverse(known.problem.level), Complaint::of(&known.problem.text))).or_default().push(known);
     }
-    let shown = |((level, text), ranks): ((Reverse<Level>, String), Vec<WorkerRank>)| {
-        let who = match ranks.as_slice() {
-            [rank] => format!("rank {rank}"),
-            ranks => format!("{} of {}", ranks.len(), counted_noun(registered, "rank")),
+    let shown = |((level, complaint), ranks): ((Reverse<Level>, Complaint), Vec<&RankProblem<'_>>)| {
+        let engines: BTreeSet<&str> = ranks.iter().map(|rank| rank.engine).collect();
+        let is_of_engines = complaint.is_of_engine || facts.registered == facts.engines;
+        let subject = match (is_of_engines, ranks.as_slice()) {
+            (true, _) => Subject { noun: "engine", names: engines.into_iter().collect(), of: facts.engines },
+            (false, ranks) => {
+                let names = ranks.iter().map(|rank| rank.name).collect();
+                Subject { noun: "rank", names, of: facts.registered }
+            }
         };
-        Problem::new(level.0, format!("{text} ({who})"))
+        Problem::new(level.0, complaint.clause(&subject))
     };
-    ranks.into_iter().map(shown).collect()
+    groups.into_iter().map(shown).collect()
 }
 
-/// Without the number of failures, which differs between ranks with the same problem.
-fn shortened(text: &str) -> String {
-    match (text.split_once(": "), text.rsplit_once("the last: ")) {
-        (Some((status, _)), Some((_, last))) => format!("{status}: {last}"),
-        _ => text.to_owned(),
+/// Problems of discovery, each cause once with its engines.
+fn of_discovery(problems: &[DiscoveryProblem]) -> Vec<Problem> {
+    let mut groups = BTreeMap::<(bool, String), BTreeSet<&str>>::new();
+    for DiscoveryProblem { engine, has_joined, cause } in problems {
+        groups.entry((*has_joined, cause_of(cause))).or_default().insert(engine);
+    }
+    let shown = |((has_joined, cause), engines): ((bool, String), BTreeSet<&str>)| {
+        let subject = Subject { noun: "engine", of: 0, names: engines.into_iter().collect() };
+        let verb = match (has_joined, subject.names.len()) {
+            (true, _) => "cannot be probed",
+            (false, 1) => "has not joined",
+            (false, _) => "have not joined",
+        };
+        Problem::new(Level::Warning, format!("{subject} {verb} ({cause})"))
+    };
+    groups.into_iter().map(shown).collect()
+}
+
+/// A problem of a rank, apart from its rank.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Complaint {
+    /// Verb in the singular and the plural; absent for a description.
+    verb: Option<(&'static str, &'static str)>,
+    text: String,
+    /// Whether all ranks of an engine have it alike.
+    is_of_engine: bool,
+}
+
+impl Complaint {
+    fn of(problem: &str) -> Self {
+        let (status, reason) = problem.split_once(": ").unwrap_or((problem, ""));
+        let cause = cause_of(reason);
+        let is_unreachable = UNREACHABLE.iter().any(|unreachable| cause.starts_with(unreachable));
+        let verb = match status {
+            "ejected" | "suspected" if is_unreachable => ("does not answer", "do not answer"),
+            "ejected" => ("is ejected", "are ejected"),
+            "suspected" => ("is suspected", "are suspected"),
+            "refusing" => ("refuses requests", "refuse requests"),
+            "cordoned" => ("is cordoned", "are cordoned"),
+            "draining" => ("is draining", "are draining"),
+            _ => return Self { verb: None, text: problem.to_owned(), is_of_engine: false },
+        };
+        let is_of_engine = is_unreachable || reason.is_empty();
+        Self { verb: Some(verb), text: cause, is_of_engine }
+    }
+
+    fn clause(&self, subject: &Subject<'_>) -> String {
+        let Some((one, many)) = self.verb else { return format!("{subject:#}: {}", self.text) };
+        let verb = if subject.names.len() == 1 { one } else { many };
+        if self.text.is_empty() { format!("{subject} {verb}") } else { format!("{subject} {verb} ({})", self.text) }
+    }
+}
+
+/// Beginnings of the causes of an engine that does not answer.
+const UNREACHABLE: [&str; 6] =
+    ["connection refused", "could not connect", "no connection", "no response", "timed out", "timeout"];
+
+/// Engines or ranks with a problem. The alternate form of a single one is its name alone.
+struct Subject<'a> {
+    noun: &'static str,
+    names: Vec<&'a str>,
+    /// Number of all of them; 0 if unknown.
+    of: usize,
+}
+
+impl fmt::Display for Subject<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { noun, names, of } = self;
+        match (names.as_slice(), of) {
+            ([name], 0 | 1) => write!(f, "{noun} {name}"),
+            ([name], _) if f.alternate() => write!(f, "{noun} {name}"),
+            ([name], of) => write!(f, "1 of {of} {noun}s, {name},"),
+            (names, 0) => write!(f, "{} {noun}s", names.len()),
+            (names, of) if names.len() == *of => write!(f, "all {of} {noun}s"),
+            (names, of) => write!(f, "{} of {of} {noun}s", names.len()),
+        }
+    }
+}
+
+/// The last cause in a reason, without its path, its number at the operating system, and counts of failures.
+fn cause_of(reason: &str) -> String {
+    let first = reason.split_once("the last: ").map_or(reason, |(_, last)| last.split("; ").next().unwrap_or(last));
+    let mut cause = first.split(" (os error").next().unwrap_or(first);
+    while let Some((_, rest)) =
+        cause.split_once(": ").filter(|(head, _)| head.starts_with('/') || *head == "cannot connect")
+    {
+        cause = rest;
+    }
+    // "Connection refused", but not "HTTP" or "SSL".
+    let mut chars = cause.chars();
+    match (chars.next(), chars.next()) {
+        (Some(first), Some(second)) if second.is_lowercase() => {
+            first.to_lowercase().chain(cause.chars().skip(1)).collect()
+        }
+        _ => cause.to_owned(),
     }
 }
 
@@ -263,7 +384,7 @@ fn capitalized(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use pointsman::protocol::{WorkerConfig, WorkerId};
+    use pointsman::protocol::{WorkerConfig, WorkerId, WorkerRank};
 
     use super::*;
 
@@ -295,6 +416,7 @@ mod tests {
 
     const IDLE: ModelFacts<'static> = ModelFacts {
         down: None,
+        engines: 4,
         registered: 8,
         eligible: 8,
         least_wait: Duration::ZERO,
@@ -302,6 +424,7 @@ mod tests {
         active_requests: 3,
         queue: &[],
         replicas: &[],
+        discovery: &[],
         others: &[],
     };
 
@@ -348,22 +471,71 @@ mod tests {
         assert_eq!(model(&one, &[]).1, "The rank serves, with 1 active request.");
     }
 
+    /// Sentence about ranks `ENGINE/RANK` with these problems.
+    fn sentence(facts: &ModelFacts<'_>, problems: &[(&'static str, Level, &str)]) -> String {
+        let problems: Vec<_> =
+            problems.iter().map(|(name, level, text)| (*name, Problem::new(*level, *text))).collect();
+        let mut known = Vec::new();
+        for (name, problem) in &problems {
+            known.push(RankProblem { engine: &name[..name.len() - 2], name, problem });
+        }
+        model(facts, &known).1
+    }
+
     #[test]
-    fn equal_problems_of_ranks_are_counted() {
-        let wrong = Problem::new(Level::Warning, "KV events mismatched: the engine's block size is 32");
-        let dead = [3, 4].map(|n| {
-            Problem::new(Level::Critical, format!("ejected: {n} requests in a row failed, the last: cannot connect"))
-        });
-        let problems = [&dead[0], &wrong, &dead[1]];
-        let problems: Vec<_> = (0..)
-            .zip(problems)
-            .map(|(n, problem)| RankProblem { rank: WorkerRank::new(WorkerId(n), 0), problem })
-            .collect();
-        let (level, sentence) = model(&IDLE, &problems);
-        assert_eq!(level, Level::Critical);
-        let expected = "Ejected: cannot connect (2 of 8 ranks); KV events mismatched: the engine's block size is 32 \
-                        (rank 1/0).";
-        assert_eq!(sentence, expected);
+    fn a_sentence_has_each_cause_once_and_the_consequence() {
+        let down = |name, n| {
+            let text = match n {
+                0 => {
+                    "ejected: 3 probes in a row failed, the last: /health: cannot connect: Connection refused (os error 111)"
+                }
+                _ => {
+                    "ejected: 4 probes in a row failed, the last: Connection refused (os error 111); 5 requests in a row \
+                      failed, the last: could not connect"
+                }
+            };
+            (name, Level::Critical, text)
+        };
+        let facts = ModelFacts { eligible: 6, ..IDLE };
+        assert_eq!(
+            sentence(&facts, &[down("a:1/0", 0), down("a:1/1", 1)]),
+            "1 of 4 engines, a:1, does not answer (connection refused); 6 of 8 ranks serve."
+        );
+        let facts = ModelFacts { eligible: 4, ..IDLE };
+        let two = [down("a:1/0", 0), down("a:1/1", 0), down("b:1/0", 0), down("b:1/1", 1)];
+        assert_eq!(sentence(&facts, &two), "2 of 4 engines do not answer (connection refused); 4 of 8 ranks serve.");
+        let facts = ModelFacts { engines: 1, registered: 2, eligible: 0, ..IDLE };
+        assert_eq!(
+            sentence(&facts, &[down("a:1/0", 0), down("a:1/1", 0)]),
+            "Engine a:1 does not answer (connection refused); no rank can serve."
+        );
+        let wrong = ("b:1/1", Level::Warning, "KV events mismatched: the engine's block size is 32");
+        assert_eq!(sentence(&IDLE, &[wrong]), "Rank b:1/1: KV events mismatched: the engine's block size is 32.");
+        let facts = ModelFacts { eligible: 7, ..IDLE };
+        let failing = ("a:1/0", Level::Critical, "ejected: 5 requests in a row failed, the last: status 500");
+        assert_eq!(
+            sentence(&facts, &[failing, ("b:1/0", Level::Notice, "cordoned")]),
+            "1 of 8 ranks, a:1/0, is ejected (status 500); 1 of 4 engines, b:1, is cordoned; 7 of 8 ranks serve."
+        );
+    }
+
+    #[test]
+    fn engines_that_discovery_cannot_add_are_named_with_their_cause() {
+        let problem = |engine: &str, has_joined| DiscoveryProblem {
+            engine: engine.to_owned(),
+            has_joined,
+            cause: "/server_info: cannot connect: Connection refused (os error 111)".to_owned(),
+        };
+        let discovery = [problem("a:1", false)];
+        let one = ModelFacts { discovery: &discovery, ..IDLE };
+        assert_eq!(model(&one, &[]), (Level::Warning, "Engine a:1 has not joined (connection refused).".to_owned()));
+        let discovery = [problem("a:1", false), problem("b:1", false), problem("c:1", true)];
+        let three = ModelFacts { discovery: &discovery, registered: 0, eligible: 0, ..IDLE };
+        assert_eq!(
+            model(&three, &[]).1,
+            "No worker is registered; 2 engines have not joined (connection refused); engine c:1 cannot be probed \
+             (connection refused)."
+        );
     }
 
     #[test]

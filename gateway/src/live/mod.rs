@@ -5,6 +5,8 @@
 //! must not interpret them.
 
 pub mod assess;
+pub mod keys;
+pub mod names;
 mod terminal;
 pub mod top;
 
@@ -58,13 +60,17 @@ pub struct ModelState {
     pub ranks_eligible: u64,
     /// The ranks with the most trouble, at most [`RANKS_MAX`].
     pub ranks: Vec<RankState>,
+    /// Rates of the last seconds.
+    pub rates: RatesState,
+    /// Requests of the last ten minutes.
+    pub course: CourseState,
     /// Cache hits of all requests.
     pub hits: HitsState,
     /// Waiting requests by class. Empty without queueing.
     pub queue: Vec<ClassState>,
     /// Other replicas of the router.
     pub replicas: Vec<ReplicaState>,
-    /// The last recorded decisions, the newest first, at most [`DECISIONS_MAX`].
+    /// The last decisions, the newest first, at most [`DECISIONS_MAX`].
     pub decisions: Vec<DecisionState>,
     /// Shadow policies beside the active one. Empty before the first sampled decision.
     pub shadows: Vec<ShadowState>,
@@ -72,9 +78,39 @@ pub struct ModelState {
     pub legs: Option<LegsState>,
 }
 
+/// Rates of the requests of the last ten to fifteen seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RatesState {
+    /// Requests that ended per second.
+    pub requests_per_second: f64,
+    /// Share of these that failed through no fault of the client; absent without requests.
+    pub error_share: Option<f64>,
+    /// Mean measured time to the first token of streamed responses.
+    pub ttft_seconds: Option<f64>,
+    /// Mean measured time between their tokens.
+    pub itl_seconds: Option<f64>,
+}
+
+/// Requests over time: one value per point, the oldest first, the running point last. At most ten minutes.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct CourseState {
+    /// Duration of a point.
+    pub point_seconds: u64,
+    /// Requests that ended.
+    pub requests: Vec<u32>,
+    /// Those of them that failed.
+    pub errors: Vec<u32>,
+    /// Mean time to first token in milliseconds; `null` without a measurement.
+    pub ttft_ms: Vec<Option<f64>>,
+    /// Mean time between tokens in milliseconds.
+    pub itl_ms: Vec<Option<f64>>,
+}
+
 /// State of one rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RankState {
+    /// Name for people: see [`names`].
+    pub name: String,
     /// Worker id, as text because it exceeds the numbers of JavaScript.
     pub worker: String,
     /// Rank of the worker.
@@ -187,10 +223,10 @@ pub struct ReplicaState {
     pub weight: f64,
 }
 
-/// A recorded decision.
+/// A decision.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DecisionState {
-    /// Number of the decision.
+    /// Number of the decision in this list since the start of the gateway.
     pub number: u64,
     /// Request id, with which `GET /admin/decisions/{request id}` returns the candidate table.
     pub request_id: String,
@@ -198,16 +234,18 @@ pub struct DecisionState {
     pub age_seconds: f64,
     /// Length of the prompt in tokens.
     pub prompt_tokens: u64,
+    /// Reason for a prompt without tokens.
+    pub no_tokens: Option<String>,
     /// Tokens of the prompt that the index held for the chosen rank.
     pub cached_tokens: u64,
-    /// The chosen rank.
+    /// Name of the chosen rank.
     pub chosen: Option<String>,
-    /// Reason for no choice.
+    /// Its id.
+    pub chosen_id: Option<String>,
+    /// Predicted time to first token, if the policy predicts it.
+    pub predicted_ttft_seconds: Option<f64>,
+    /// Error code of a request without a rank.
     pub rejection: Option<String>,
-    /// The eligible rank with the next lowest cost, if the policy compares costs.
-    pub runner_up: Option<String>,
-    /// Cost of the runner-up minus that of the chosen rank.
-    pub margin: Option<f64>,
 }
 
 /// A shadow policy beside the active one, over the same sampled decisions since the start of the router.
@@ -252,9 +290,9 @@ pub struct LegResult {
 /// Requests with a prefill on one rank and the decode on another.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LegPair {
-    /// The prefill rank.
+    /// Name of the prefill rank.
     pub prefill: String,
-    /// The decode rank.
+    /// Name of the decode rank.
     pub decode: String,
     /// Number of requests since the start of the gateway.
     pub requests: u64,

@@ -1,8 +1,8 @@
 //! The command `pointsman top`: reads the stream of snapshots and draws each one in the terminal.
 //!
-//! Draws with plain escape sequences on the alternate screen. After a lost connection it tries again every second.
+//! Draws with plain escape sequences on the alternate screen, as wide as the terminal. After a lost connection it tries
+//! again every second.
 
-use std::io::Write as _;
 use std::path::Path;
 use std::time::Duration;
 
@@ -12,9 +12,11 @@ use hyper::header::{AUTHORIZATION, HOST};
 use hyper::{Request, Response, StatusCode, Uri};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
-use tokio::time::{sleep, timeout};
+use tokio::sync::mpsc;
+use tokio::time::timeout;
 
 use super::LiveSnapshot;
+use super::keys::Key;
 use super::terminal::{View, lines};
 
 /// Interval of attempts to connect.
@@ -29,8 +31,11 @@ const EVENT_BYTES_MAX: usize = 8 << 20;
 /// Path of the stream.
 const PATH: &str = "/admin/live";
 
+/// Path of the page, which an address from a browser may have.
+const PAGE: &str = "/admin/page";
+
 /// Options of the command.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct TopOptions {
     /// Address of the administration listener: `http://HOST:PORT`.
     pub url: String,
@@ -40,10 +45,10 @@ pub struct TopOptions {
     pub model: Option<String>,
     /// Maximum number of ranks per model.
     pub ranks_max: usize,
-    /// Prints one frame and ends.
-    pub is_once: bool,
     /// Whether levels are coloured.
     pub has_colours: bool,
+    /// Columns and rows of the terminal; called before each frame.
+    pub size: fn() -> (usize, usize),
 }
 
 /// Reason for which the command ends.
@@ -64,12 +69,20 @@ pub enum TopError {
         error: String,
     },
     /// A response without snapshots.
-    #[error("{url} responds with status {status}")]
+    #[error("{url} responds with status {status}{}", hint(*status))]
     Status {
         /// Address of the listener.
         url: String,
         /// Its response.
         status: StatusCode,
+    },
+    /// A model that the gateway does not have.
+    #[error("the gateway has no model {name:?}; its models are {}", known.join(", "))]
+    Model {
+        /// The name.
+        name: String,
+        /// The models there are.
+        known: Vec<String>,
     },
     /// An event that is too long or no snapshot.
     #[error("the stream has an invalid event: {0}")]
@@ -85,8 +98,22 @@ impl TopError {
         match self {
             Self::Connect { .. } => true,
             Self::Status { status, .. } => status.is_server_error() || *status == StatusCode::TOO_MANY_REQUESTS,
-            Self::Address(_) | Self::Token | Self::Event(_) | Self::Output(_) => false,
+            Self::Address(_) | Self::Token | Self::Model { .. } | Self::Event(_) | Self::Output(_) => false,
         }
+    }
+}
+
+/// Probable cause of a status, as the end of a message.
+fn hint(status: StatusCode) -> &'static str {
+    match status {
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+            ": --token-file must hold the token of operators (admin.token_file), and --admin name the listener that it is \
+             for (admin.listen, port 8081 by default), not that of clients"
+        }
+        StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED => {
+            ": this is not the administration listener, which has a port of its own (admin.listen, 8081 by default)"
+        }
+        _ => "",
     }
 }
 
@@ -99,71 +126,113 @@ pub fn read_token(path: &Path) -> Result<String, String> {
     Ok(text.trim_end_matches(['\r', '\n']).to_owned())
 }
 
-/// Draws snapshots until the output is closed or an error is permanent; with `is_once` the first one only.
+/// Prints one frame.
 ///
 /// # Errors
 /// See [`TopError`].
-pub async fn run(options: &TopOptions, output: &mut impl std::io::Write) -> Result<(), TopError> {
-    if options.is_once {
-        let mut stream = Snapshots::connect(options).await?;
-        let snapshot = stream.next().await?;
-        return Ok(output.write_all((frame(options, &snapshot).join("\n") + "\n").as_bytes())?);
-    }
+pub async fn once(options: &TopOptions, output: &mut impl std::io::Write) -> Result<(), TopError> {
+    let snapshot = Snapshots::connect(options).await?.next().await?;
+    let (mut frame, rest) = options.frame(&snapshot)?;
+    frame.extend(rest);
+    Ok(output.write_all((frame.join("\n") + "\n").as_bytes())?)
+}
+
+/// Draws snapshots until a key ends it, the output is closed or an error is permanent.
+///
+/// # Errors
+/// See [`TopError`].
+pub async fn watch(
+    options: &TopOptions,
+    keys: &mut mpsc::Receiver<Key>,
+    output: &mut impl std::io::Write,
+) -> Result<(), TopError> {
+    let mut screen = Frame::default();
     loop {
-        match draw_all(options, output).await {
-            Err(error) if error.is_temporary() => {
-                redraw(output, &[format!("{error}; next attempt in a second")])?;
-                sleep(RETRY_INTERVAL).await;
-            }
+        let failed = match screen.draw_all(options, keys, output).await {
+            Err(error) if error.is_temporary() => error,
             end => return end,
+        };
+        (screen.head, screen.rest) = (vec![format!("{failed}; next attempt in a second")], Vec::new());
+        screen.draw(options, output)?;
+        if let Ok(Some(Key::Quit)) = timeout(RETRY_INTERVAL, keys.recv()).await {
+            return Ok(());
         }
     }
 }
 
-async fn draw_all(options: &TopOptions, output: &mut impl std::io::Write) -> Result<(), TopError> {
-    let mut stream = Snapshots::connect(options).await?;
-    loop {
-        let snapshot = stream.next().await?;
-        redraw(output, &frame(options, &snapshot))?;
+impl TopOptions {
+    /// Lines of the sentence, and the others.
+    fn frame(&self, snapshot: &LiveSnapshot) -> Result<(Vec<String>, Vec<String>), TopError> {
+        let Self { has_colours, ranks_max, model, size, .. } = self;
+        let name = model.as_deref();
+        if let Some(name) = name.filter(|name| snapshot.models.iter().all(|model| model.name != *name)) {
+            let known = snapshot.models.iter().map(|model| model.name.clone()).collect();
+            return Err(TopError::Model { name: name.to_owned(), known });
+        }
+        let view = View { has_colours: *has_colours, width: size().0, ranks_max: *ranks_max, model: name };
+        Ok(lines(snapshot, &view))
     }
 }
 
-fn frame(options: &TopOptions, snapshot: &LiveSnapshot) -> Vec<String> {
-    let TopOptions { has_colours, ranks_max, model, .. } = options;
-    lines(snapshot, &View { has_colours: *has_colours, ranks_max: *ranks_max, model: model.as_deref() })
+/// The lines of the last snapshot, of which a part is on the screen.
+#[derive(Default)]
+struct Frame {
+    head: Vec<String>,
+    rest: Vec<String>,
+    /// Lines of the rest above the screen.
+    hidden: usize,
 }
 
-/// Replaces the screen without clearing it first, which would flicker.
-fn redraw(output: &mut impl std::io::Write, lines: &[String]) -> std::io::Result<()> {
-    let mut frame = b"\x1b[H".to_vec();
-    for line in lines {
-        write!(frame, "{line}\x1b[K\r\n")?;
+impl Frame {
+    /// Draws the snapshots of one connection.
+    async fn draw_all(
+        &mut self,
+        options: &TopOptions,
+        keys: &mut mpsc::Receiver<Key>,
+        output: &mut impl std::io::Write,
+    ) -> Result<(), TopError> {
+        let mut stream = Snapshots::connect(options).await?;
+        loop {
+            // A read that is cancelled keeps what it has received.
+            tokio::select! {
+                snapshot = stream.next() => (self.head, self.rest) = options.frame(&snapshot?)?,
+                Some(key) = keys.recv() => match key {
+                    Key::Quit => return Ok(()),
+                    Key::Move(lines) => self.hidden = self.hidden.saturating_add_signed(lines),
+                    Key::Page(pages) => {
+                        let page = isize::try_from(self.room(options)).unwrap_or(isize::MAX);
+                        self.hidden = self.hidden.saturating_add_signed(pages * page);
+                    }
+                },
+            }
+            self.draw(options, output)?;
+        }
     }
-    frame.extend_from_slice(b"\x1b[J");
-    output.write_all(&frame)?;
-    output.flush()
-}
 
-/// The alternate screen without line wrapping and cursor, until dropped.
-pub struct Screen;
-
-impl Screen {
-    /// Enters it.
-    ///
-    /// # Errors
-    /// A closed output.
-    pub fn enter() -> std::io::Result<Self> {
-        std::io::stdout().write_all(b"\x1b[?1049h\x1b[?7l\x1b[?25l")?;
-        Ok(Self)
+    /// Lines of the screen below the head and above the line with the keys.
+    fn room(&self, options: &TopOptions) -> usize {
+        (options.size)().1.saturating_sub(self.head.len() + 1).max(1)
     }
-}
 
-impl Drop for Screen {
-    fn drop(&mut self) {
-        let mut output = std::io::stdout();
-        // The terminal may be gone.
-        let _ = output.write_all(b"\x1b[?25h\x1b[?7h\x1b[?1049l");
-        let _ = output.flush();
+    /// Replaces the screen without clearing it first, which would flicker.
+    fn draw(&mut self, options: &TopOptions, output: &mut impl std::io::Write) -> std::io::Result<()> {
+        use std::io::Write as _;
+        let room = self.room(options);
+        self.hidden = self.hidden.min(self.rest.len().saturating_sub(room));
+        let mut frame = b"\x1b[H".to_vec();
+        for line in self.head.iter().chain(self.rest.iter().skip(self.hidden).take(room)) {
+            write!(frame, "{line}\x1b[K\r\n")?;
+        }
+        let last = self.hidden + room.min(self.rest.len());
+        let keys = "q quit  j/k scroll";
+        match self.rest.len() > room {
+            true => {
+                write!(frame, "\x1b[2m{keys}  {} to {last} of {} lines\x1b[0m\x1b[J", self.hidden + 1, self.rest.len())?
+            }
+            false => write!(frame, "\x1b[2m{keys}\x1b[0m\x1b[J")?,
+        }
+        output.write_all(&frame)?;
+        output.flush()
     }
 }
 
@@ -211,8 +280,9 @@ impl Snapshots {
 
 async fn request(options: &TopOptions) -> Result<Response<Incoming>, TopError> {
     let address = || TopError::Address(options.url.clone());
-    let uri: Uri = options.url.parse().map_err(|_| address())?;
-    if uri.scheme_str() != Some("http") || !matches!(uri.path(), "" | "/") || uri.query().is_some() {
+    let url = if options.url.contains("://") { options.url.clone() } else { format!("http://{}", options.url) };
+    let uri: Uri = url.parse().map_err(|_| address())?;
+    if uri.scheme_str() != Some("http") || !matches!(uri.path(), "" | "/" | PAGE) || uri.query().is_some() {
         return Err(address());
     }
     let authority = uri.authority().ok_or_else(address)?;

@@ -6,6 +6,8 @@ use std::fmt;
 use pointsman::protocol::WorkerRank;
 use pointsman::schedule::{AppraisedRank, ReplayedDecision, ShadowReport};
 
+use super::WorkerNames;
+
 /// Sums over the compared decisions.
 #[derive(Debug)]
 pub(super) struct Comparison {
@@ -75,7 +77,7 @@ impl Comparison {
     }
 
     /// Adds a decision. Rejections and requests for a given rank are not compared.
-    pub(super) fn add(&mut self, decision: &ReplayedDecision) {
+    pub(super) fn add(&mut self, decision: &ReplayedDecision, names: &WorkerNames) {
         let Some(ShadowReport { chosen, shadows }) = decision.report.as_deref() else { return };
         let Some((_, other)) = shadows.first() else { return };
         self.decisions += 1;
@@ -85,15 +87,15 @@ impl Comparison {
         if chosen.rank != other.rank {
             self.changed += 1;
             if self.listed.len() < self.listed_max {
-                self.listed.push(line(decision, chosen, other));
+                self.listed.push(line(decision, chosen, other, names));
             }
         }
     }
 }
 
-fn line(decision: &ReplayedDecision, chosen: &AppraisedRank, other: &AppraisedRank) -> String {
+fn line(decision: &ReplayedDecision, chosen: &AppraisedRank, other: &AppraisedRank, names: &WorkerNames) -> String {
     let shown = |choice: &AppraisedRank| {
-        let rank = choice.rank.map_or("none".to_owned(), |rank| rank.to_string());
+        let rank = choice.rank.map_or("none".to_owned(), |rank| names.rank(rank));
         let ttft = choice.ttft_seconds.map_or(String::new(), |seconds| format!(", {:.1} ms", seconds * 1e3));
         format!("{rank} ({} cached{ttft})", choice.cached_tokens)
     };

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use metrics::counter;
-use pointsman::Router;
 use pointsman::record::{RecordCursor, RecordFile, RecordPart};
+use pointsman::{Router, WorkerEntry};
 use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
 use tokio::time::sleep;
@@ -21,6 +21,7 @@ use tokio::time::sleep;
 use super::App;
 use super::current::Current;
 use super::metrics::Metric;
+use crate::live::names::worker_name;
 use crate::settings::GatewaySettings;
 
 pub(super) const LOST: Metric = Metric::counter(
@@ -88,6 +89,8 @@ struct DecisionWriter {
     cursor: RecordCursor,
     /// The present file and its length.
     file: Option<(File, u64)>,
+    /// Workers whose names are in the present file.
+    named: Option<Arc<[WorkerEntry]>>,
 }
 
 /// Result of a write.
@@ -106,7 +109,7 @@ impl DecisionWriter {
         let clock_start_unix_ms = unix_ms().saturating_sub(router.now().0 / 1_000_000);
         let mut bytes = 0;
         for part in parts {
-            match self.append(&part, directory, settings, pool, clock_start_unix_ms) {
+            match self.append(&part, directory, settings, (pool, &router.workers()), clock_start_unix_ms) {
                 Ok(Some(appended)) => bytes += appended,
                 Ok(None) => lost += 1,
                 Err(error) => {
@@ -124,15 +127,22 @@ impl DecisionWriter {
         part: &RecordPart,
         directory: &Path,
         settings: &GatewaySettings,
-        pool: &str,
+        (pool, workers): (&str, &Arc<[WorkerEntry]>),
         clock_start_unix_ms: u64,
     ) -> io::Result<Option<u64>> {
         let is_full = self.file.as_ref().is_none_or(|(_, length)| *length >= settings.decision_file_bytes_max);
         if is_full && part.begins {
             self.file = Some(next_file(directory, pool, settings.decision_files_max)?);
+            self.named = None;
         }
         let Some((file, length)) = &mut self.file else { return Ok(None) };
         let mut bytes = Vec::new();
+        if self.named.as_ref().is_none_or(|named| !Arc::ptr_eq(named, workers)) {
+            let names: Vec<_> =
+                workers.iter().map(|entry| (entry.worker, worker_name(&entry.config.endpoint))).collect();
+            RecordFile::put_names(&mut bytes, &names);
+            self.named = Some(Arc::clone(workers));
+        }
         RecordFile::put(&mut bytes, part, pool, clock_start_unix_ms);
         file.write_all(&bytes)?;
         *length += bytes.len() as u64;
@@ -195,10 +205,10 @@ mod tests {
         let directory = std::env::temp_dir().join(format!("pointsman-decisions-{}", std::process::id()));
         let settings =
             GatewaySettings { decision_file_bytes_max: 100, decision_files_max: 3, ..GatewaySettings::default() };
-        let mut writer = DecisionWriter::default();
+        let (mut writer, workers) = (DecisionWriter::default(), Arc::from([]));
         let mut append = |sequence: u64, begins: bool| {
             let part = RecordPart { sequence, begins, bytes: vec![1; 80], ends: vec![80] };
-            writer.append(&part, &directory, &settings, "a.b", 0).expect("written")
+            writer.append(&part, &directory, &settings, ("a.b", &workers), 0).expect("written")
         };
         assert_eq!(append(0, false), None, "no file has the beginning of the segment");
         for sequence in 1..10 {
@@ -211,7 +221,7 @@ mod tests {
         for path in files.values() {
             let bytes = fs::read(path).expect("readable");
             let end = RecordFile::read(&bytes, &mut |_| {}).expect("a file of records");
-            assert_eq!((end.parts, end.damaged_at), (2, None));
+            assert_eq!((end.parts, end.damaged_at), (3, None), "names and two parts");
         }
         fs::remove_dir_all(&directory).expect("removed");
     }

@@ -5,6 +5,7 @@
 //! never client input. The recorder defines buckets and renders the page.
 
 mod account;
+mod activity;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -12,6 +13,7 @@ use std::sync::{Arc, OnceLock};
 use metrics::{Counter, Gauge, Histogram, Unit};
 
 pub(crate) use account::Account;
+use activity::Activity;
 
 use super::decision_files;
 use super::disaggregation::PREFILLS;
@@ -330,6 +332,8 @@ const CLIENT_LEFT: u16 = 499;
 /// Handles of one model, or of requests without a model (empty name).
 pub(crate) struct ModelMeters {
     model: String,
+    /// Its last decisions and requests.
+    pub(crate) activity: Activity,
     /// By endpoint, then by status; a series exists from its first request on.
     requests: [[OnceLock<Counter>; COMMON.len()]; Endpoint::ALL.len()],
     held: Gauge,
@@ -357,6 +361,7 @@ impl ModelMeters {
             |result: MigrationResult| metrics::counter!(MIGRATIONS.name, "model" => name(), "result" => result.name());
         Self {
             model: name(),
+            activity: Activity::new(),
             requests: Default::default(),
             held: metrics::gauge!(HELD.name, "model" => name()),
             first_byte: metrics::histogram!(FIRST_BYTE.name, "model" => name()),

@@ -23,6 +23,7 @@ mod pods;
 mod prepare;
 mod proxy;
 mod quotas;
+mod rank_names;
 mod ready;
 mod reload;
 mod retry_budget;

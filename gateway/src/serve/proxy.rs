@@ -191,7 +191,7 @@ where
     let status = begin.head.status;
     // The first token of a stream is recorded as it passes.
     if begin.checked != Some(AnswerKind::Events) {
-        account.first_token();
+        account.first_token(false);
     }
     account.answered(status);
     account.access.is_answered_by_worker = true;

@@ -164,9 +164,10 @@ def survives_a_restart(browser, fleet):
 def works_by_keyboard(browser, fleet):
     browser.press("/")
     check(focused(browser) == "filter", "the slash moves the focus to the filter")
-    browser.press("2/0")
+    port = fleet.engines[1][0]
+    browser.press(f":{port}/0")
     until("one rank", lambda: list(ranks(browser)) == ["2/0"])
-    check(browser.script("return location.hash") == "#2%2F0", "the address has the filter")
+    check(browser.script("return location.hash") == f"#%3A{port}%2F0", "the address has the filter")
     browser.press("Escape")
     until("all ranks", lambda: len(ranks(browser)) == len(fleet.engines))
     reached = set()
@@ -174,6 +175,17 @@ def works_by_keyboard(browser, fleet):
         browser.press("Tab")
         reached.add(focused(browser))
     check({"filter", "logout"} <= reached, f"the tabulator reaches the controls: {reached}")
+
+
+def fits(browser, what):
+    """No horizontal scrolling at 390 pixels, and no part outside its box."""
+    width = browser.script("return document.documentElement.scrollWidth")
+    check(width <= 390, f"{what} needs no horizontal scrolling at 390 pixels: {width}")
+    outside = browser.script("""
+return [...document.querySelectorAll("body *")].filter((element) => element.checkVisibility() &&
+  !element.closest("thead") && element.clientWidth > 0 && element.scrollWidth > element.clientWidth + 1).map((element) => element.outerHTML.slice(0, 80));
+""")
+    check(outside == [], f"{what} has parts wider than their boxes: {outside[:3]}")
 
 
 def explains_a_decision(browser, fleet):
@@ -185,6 +197,12 @@ def explains_a_decision(browser, fleet):
     rows = "return document.querySelectorAll('#record-table tbody tr').length"
     until("the candidate table", lambda: browser.script(rows) == len(fleet.engines))
     check(browser.script("return document.querySelectorAll('#record-table .chosen').length") == 1, "one rank is chosen")
+    names = browser.script("return [...document.querySelectorAll('#record-table tbody tr')].map((row) => row.children[0].textContent)")
+    expected = {f"127.0.0.1:{port}/0" for port, *_ in fleet.engines}
+    check(set(names) == expected, f"candidates have the names of their engines: {names}")
+    browser.resize(390)
+    fits(browser, "the dialog")
+    browser.resize(1280)
     browser.press("Escape")
     until("the end of the dialog", lambda: not browser.script("return document.getElementById('record').open"))
     focus = browser.script("return document.activeElement.closest('[data-part]')?.dataset.part")
@@ -198,9 +216,8 @@ def is_readable(browser, fleet):
         check(weak == [], f"contrast in {scheme} mode: {weak[:5]}")
     dark = browser.script("return getComputedStyle(document.body).backgroundColor")
     check(sum(map(int, dark[4:-1].split(","))) < 200, f"a dark background: {dark}")
-    browser.resize(400)
-    width = browser.script("return document.documentElement.scrollWidth")
-    check(width <= 400, f"a width of 400 pixels needs no horizontal scrolling: {width}")
+    browser.resize(390)
+    fits(browser, "the page")
     shown = "return [...document.querySelectorAll('[data-part=decisions] tbody tr')].filter((row) => row.checkVisibility()).length"
     check(1 <= browser.script(shown) <= 8, "a narrow page has the last eight decisions")
     browser.resize(1280)
@@ -211,7 +228,8 @@ def top_shows_the_same(fleet):
     token = str(fleet.directory / "token")
     command = [fleet.pointsman, "top", "--once", "--admin", f"http://127.0.0.1:{fleet.admin}", "--token-file", token]
     frame = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    check(all(f"{n + 1}/0" in frame for n in range(len(fleet.engines))) and MODEL in frame, f"pointsman top: {frame}")
+    names = [f"127.0.0.1:{port}/0" for port, *_ in fleet.engines]
+    check(all(name in frame for name in names) and MODEL in frame, f"pointsman top: {frame}")
 
 
 def shows_legs_and_replicas(browser, pointsman):
@@ -264,7 +282,7 @@ def run_checks(pointsman):
 
 def take(browser, directory, name):
     for scheme in ("light", "dark"):
-        for width in (1280, 400):
+        for width in (1280, 390):
             browser.colours(scheme)
             browser.resize(width)
             time.sleep(0.5)

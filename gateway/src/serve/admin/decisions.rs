@@ -12,10 +12,10 @@ use pointsman::schedule::Explanation;
 use serde_json::{Value, json};
 use tokio::task::spawn_blocking;
 
-use super::queries::to_json;
-use super::views::worker_ids_as_text;
+use super::queries::named;
 use super::{Admin, error};
 use crate::openai::{ApiError, ErrorType};
+use crate::serve::models::Model;
 
 /// Decisions of a model in the list of the last ones.
 const LISTED_MAX: usize = 100;
@@ -23,10 +23,10 @@ const LISTED_MAX: usize = 100;
 pub(super) async fn last(State(admin): State<Arc<Admin>>) -> Result<Json<Value>, ApiError> {
     let app = admin.app();
     let decisions = blocking(move || {
-        let mut last: Vec<(String, RecordedDecision)> = Vec::new();
+        let mut last: Vec<(Arc<Model>, RecordedDecision)> = Vec::new();
         for model in app.models.all() {
             let known = model.router.recorded_decisions(LISTED_MAX, None).into_iter();
-            last.extend(known.map(|known| (model.settings.name.clone(), known)));
+            last.extend(known.map(|known| (Arc::clone(model), known)));
         }
         last.sort_by(|(_, a), (_, b)| b.age_seconds.total_cmp(&a.age_seconds));
         last.split_off(last.len().saturating_sub(LISTED_MAX))
@@ -41,10 +41,10 @@ pub(super) async fn of_request(
 ) -> Result<Json<Value>, ApiError> {
     let (app, request_id) = (admin.app(), id.clone());
     let decisions = blocking(move || {
-        let mut found: Vec<(String, RecordedDecision, Explanation)> = Vec::new();
+        let mut found: Vec<(Arc<Model>, RecordedDecision, Explanation)> = Vec::new();
         for model in app.models.all() {
             let known = model.router.recorded_decisions_of(&request_id).into_iter();
-            found.extend(known.map(|(known, explanation)| (model.settings.name.clone(), known, explanation)));
+            found.extend(known.map(|(known, explanation)| (Arc::clone(model), known, explanation)));
         }
         found
     });
@@ -53,9 +53,8 @@ pub(super) async fn of_request(
         let message = format!("no decision of request {id} is recorded");
         return Err(error(StatusCode::NOT_FOUND, ErrorType::NotFound, "decision_not_recorded", message));
     }
-    let explained = |(model, known, explanation): &(String, RecordedDecision, Explanation)| {
-        let (mut shown, mut table) = (row(model, known)?, to_json(explanation)?);
-        worker_ids_as_text(&mut table);
+    let explained = |(model, known, explanation): &(Arc<Model>, RecordedDecision, Explanation)| {
+        let (mut shown, table) = (row(model, known)?, named(model, explanation)?);
         shown["explanation"] = table;
         Ok(shown)
     };
@@ -64,11 +63,10 @@ pub(super) async fn of_request(
 }
 
 /// A decision as a row. The id of a booking is that of its request with a suffix.
-fn row(model: &str, known: &RecordedDecision) -> Result<Value, ApiError> {
-    let mut shown = to_json(known)?;
-    worker_ids_as_text(&mut shown);
+fn row(model: &Model, known: &RecordedDecision) -> Result<Value, ApiError> {
+    let mut shown = named(model, known)?;
     let request_id = known.request_id.rsplit_once('/').map_or(known.request_id.as_str(), |(id, _)| id);
-    shown["model"] = model.into();
+    shown["model"] = model.settings.name.as_str().into();
     shown["booking_id"] = known.request_id.as_str().into();
     shown["request_id"] = request_id.into();
     Ok(shown)

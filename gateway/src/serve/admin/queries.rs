@@ -25,6 +25,7 @@ use crate::openai::{ApiError, ChatParts, ClientPrompt, ErrorType};
 use crate::prompt::{PromptTokens, TokenSource};
 use crate::serve::disaggregation::PrefillPool;
 use crate::serve::models::Model;
+use crate::serve::rank_names::RankNames;
 
 /// A prompt in one of three forms, with the other inputs of a decision.
 #[derive(Default, Deserialize)]
@@ -156,7 +157,7 @@ pub(super) async fn explain(
         None => None,
     };
     let explanation = model.router.explain(request).await.map_err(route_error)?;
-    let Json(mut answer) = answer("explanation", &explanation, tokens.source, tokens.ids.len())?;
+    let Json(mut answer) = answer("explanation", named(&model, &explanation)?, tokens.source, tokens.ids.len());
     if let Some(prefill) = prefill {
         answer["prefill"] = prefill;
     }
@@ -168,9 +169,7 @@ async fn explained_prefill(pool: &PrefillPool, mut request: RouteRequest<'_>) ->
     let constraints = &mut request.options.constraints;
     (constraints.pin, constraints.allowed_workers) = (None, None);
     let explanation = pool.model.router.explain(request).await.map_err(route_error)?;
-    let mut shown = to_json(&explanation)?;
-    worker_ids_as_text(&mut shown);
-    Ok(json!({ "model": pool.model.settings.name, "explanation": shown }))
+    Ok(json!({ "model": pool.model.settings.name, "explanation": named(&pool.model, &explanation)? }))
 }
 
 pub(super) async fn overlap(
@@ -181,7 +180,7 @@ pub(super) async fn overlap(
     let tokens = tokens_of(&model, &prompt, query.cache_salt.as_deref()).await;
     let request = query.request(&tokens);
     let scores = model.router.overlap_scores(request, true).await.map_err(route_error)?;
-    answer("overlap", &scores, tokens.source, tokens.ids.len())
+    Ok(answer("overlap", named(&model, &scores)?, tokens.source, tokens.ids.len()))
 }
 
 /// Tokens of the prompt as for a request.
@@ -189,10 +188,16 @@ async fn tokens_of<'p>(model: &Model, prompt: &'p ClientPrompt, cache_salt: Opti
     model.tokens.of(prompt, cache_salt).await.with_estimate_up_to(model.router.max_model_len())
 }
 
-fn answer(name: &str, answer: &impl Serialize, source: TokenSource, tokens: usize) -> Result<Json<Value>, ApiError> {
-    let mut answer = to_json(answer)?;
-    worker_ids_as_text(&mut answer);
-    Ok(Json(json!({ "tokens_source": source.name(), "tokens": tokens, name: answer })))
+fn answer(name: &str, answer: Value, source: TokenSource, tokens: usize) -> Json<Value> {
+    Json(json!({ "tokens_source": source.name(), "tokens": tokens, name: answer }))
+}
+
+/// A value of a model as JSON, with worker ids as text and the names of ranks.
+pub(super) fn named(model: &Model, value: &impl Serialize) -> Result<Value, ApiError> {
+    let mut shown = to_json(value)?;
+    worker_ids_as_text(&mut shown);
+    RankNames::of(model).add_to(&mut shown);
+    Ok(shown)
 }
 
 /// A value as JSON. Fails only for file names that are not UTF-8.

@@ -8,6 +8,7 @@ use axum::http::StatusCode;
 use pointsman::Placement;
 use tokio::time::Instant;
 
+use super::activity::{Arrived, Ended};
 use super::{CLIENT_LEFT, Meters, MigrationResult, ModelMeters, RetryReason, StreamBreak};
 use crate::openai::Endpoint;
 use crate::serve::quotas::QuotaLease;
@@ -79,6 +80,12 @@ impl Account {
         self.waited_since(then);
         self.access.routed(then.elapsed());
         self.trace.placed(placement);
+        self.model.activity.placed(self.arrived(), placement);
+    }
+
+    fn arrived(&self) -> Arrived<'_> {
+        let AccessRecord { request_id, prompt_tokens, .. } = &self.access;
+        Arrived { request_id, prompt_tokens: *prompt_tokens, no_tokens: None }
     }
 
     /// Records a failed attempt.
@@ -93,8 +100,9 @@ impl Account {
         self.record_overhead();
     }
 
-    /// Records a prefill leg, sent to the worker of the placement.
-    pub(crate) fn prefill_sent(&mut self, placement: &Placement) {
+    /// Records a prefill leg, sent to the worker of the placement in the pool with these meters.
+    pub(crate) fn prefill_sent(&mut self, pool: &ModelMeters, placement: &Placement) {
+        pool.activity.placed(self.arrived(), placement);
         self.access.prefilled(placement);
         self.trace.attempted(placement, true);
         self.record_overhead();
@@ -107,10 +115,15 @@ impl Account {
     }
 
     /// Records the first token of a streamed response, or the first byte of another; only the first call counts.
-    pub(crate) fn first_token(&mut self) {
+    pub(crate) fn first_token(&mut self, is_streamed: bool) {
         if !std::mem::replace(&mut self.has_first_token, true) {
-            self.model.first_byte.record(self.started.elapsed());
+            let elapsed = self.started.elapsed();
+            self.model.first_byte.record(elapsed);
             self.trace.first_token();
+            if is_streamed {
+                self.access.first_token = Some(elapsed);
+                self.model.activity.first_token(elapsed);
+            }
         }
     }
 
@@ -159,6 +172,19 @@ impl Account {
         }
     }
 
+    /// Adds the request to the recent ones of its model. An error is a response that a correct request within the limits
+    /// of its tenant should not have.
+    fn record_activity(&self) {
+        let activity = &self.model.activity;
+        let is_cut = StreamBreak::ALL.iter().any(|reason| reason.name() == self.outcome);
+        let is_limit = self.access.error.is_some_and(|code| code.ends_with("_exceeded"));
+        let is_error = is_cut || self.status >= 500 || self.status == 429 && !is_limit;
+        if let Some(code) = self.access.error.filter(|_| is_error && !self.access.was_placed()) {
+            activity.rejected(self.arrived(), code);
+        }
+        activity.ended(&Ended { is_error, itl: self.access.mean_itl(self.started.elapsed()).filter(|_| !is_error) });
+    }
+
     /// Closes the account.
     fn end(&mut self) {
         if self.is_over {
@@ -193,6 +219,7 @@ impl Drop for Account {
             let is_served = self.status < 400 || self.status == CLIENT_LEFT;
             quota.settle(self.access.token_use().filter(|_| is_served));
         }
+        self.record_activity();
         let (endpoint, model) = (self.endpoint.name(), &self.model.model);
         let trace_id = self.trace.trace_id();
         self.access.write(endpoint, (model, trace_id.as_deref()), self.status, self.outcome, self.started.elapsed());

@@ -89,8 +89,8 @@ pub(super) async fn decide(app: Arc<App>, arrival: Arrival) -> Result<Box<Picked
     }
     match decide_by_prompt(&app, &mut account, endpoint, arrival, &request_id).await {
         Ok((placement, prefill, endpoints, mut prepared)) => {
-            if let Some(prefill) = &prefill {
-                account.prefill_sent(prefill);
+            if let Some((prefill, pool)) = prefill.as_ref().zip(prepared.model.prefill.as_ref()) {
+                account.prefill_sent(&pool.model.meters, prefill);
             }
             account.sent(&placement);
             let sent = prepared.model.workers.sent(&placement);

@@ -169,9 +169,7 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
         if is_stream && self.body.as_ref().is_some_and(PlacedBody::is_generating) {
             self.sent.first_token();
             let Some(account) = &mut self.account else { return };
-            account.first_token();
-            let elapsed = account.started().elapsed();
-            account.access.first_token.get_or_insert(elapsed);
+            account.first_token(true);
         }
     }
 

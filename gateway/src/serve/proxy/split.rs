@@ -227,7 +227,7 @@ impl<'a> Split<'a> {
             {
                 pool.model.meters.retried(*reason);
             }
-            account.prefill_sent(&prefill);
+            account.prefill_sent(&pool.model.meters, &prefill);
             pool.leg_sent(&prefill, decode);
             let prefill_sent = pool.model.workers.sent(&prefill);
             let ids = pool.transfer(&attempts.app.upstream, (&prefill, decode), attempts.app.ids.transfer()).await;

@@ -153,6 +153,17 @@ impl AccessRecord {
         (self.attempts > 0).then_some(TokenUse { prompt, cached, completion })
     }
 
+    /// Whether a rank was chosen.
+    pub(crate) fn was_placed(&self) -> bool {
+        self.decision.is_some() || self.prefill_worker.is_some()
+    }
+
+    /// Mean time between the tokens of a streamed response that has ended after `duration`.
+    pub(crate) fn mean_itl(&self, duration: Duration) -> Option<Duration> {
+        let intervals = u32::try_from(self.output_tokens?.checked_sub(1)?).ok().filter(|intervals| *intervals > 0)?;
+        Some(duration.saturating_sub(self.first_token?) / intervals)
+    }
+
     /// Records the resumption of the response.
     pub(crate) fn resumed(&mut self) {
         self.migrations += 1;

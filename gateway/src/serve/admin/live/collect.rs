@@ -10,12 +10,12 @@ use std::time::Duration;
 use pointsman::engine_load::EngineLoadFact;
 use pointsman::health::RankHealth;
 use pointsman::protocol::WorkerRank;
-use pointsman::{Health, KvSourceStatus, PendingClass, RankReport, Router, ShadowTotals, WorkerEntry};
+use pointsman::{DiscoveryStatus, Health, KvSourceStatus, PendingClass, RankReport, Router, ShadowTotals, WorkerEntry};
 use tokio::time::{Instant, timeout};
 
-use super::decisions::LastDecisions;
 use super::window::{self, HitWindow};
-use crate::live::assess::{self, Level, ModelFacts, Problem, RankFacts, RankProblem};
+use crate::live::assess::{self, DiscoveryProblem, Level, ModelFacts, Problem, RankFacts, RankProblem};
+use crate::live::names::{rank_name, worker_name};
 use crate::live::{
     ClassState, EngineState, EventsState, HitsState, LegPair, LegResult, LegsState, LiveSnapshot, ModelState,
     RANKS_MAX, RankState, ReplicaState, ShadowState,
@@ -23,28 +23,22 @@ use crate::live::{
 use crate::serve::App;
 use crate::serve::disaggregation::PrefillPool;
 use crate::serve::models::Model;
+use crate::serve::rank_names::RankNames;
 
 /// Longest wait for the reply of an actor.
 const REPLY_WAIT: Duration = Duration::from_millis(200);
 
 /// State between snapshots, by model.
 #[derive(Default)]
-pub(super) struct Windows(BTreeMap<String, Watched>);
-
-/// State of one model between snapshots.
-#[derive(Default)]
-struct Watched {
-    hits: HitWindow,
-    decisions: LastDecisions,
-}
+pub(super) struct Windows(BTreeMap<String, HitWindow>);
 
 /// State of all models. `number` is that of the snapshot.
 pub(super) async fn snapshot(app: &App, windows: &mut Windows, number: u64, at_unix_ms: u64) -> LiveSnapshot {
     let mut models = Vec::new();
     windows.0.retain(|name, _| app.models.all().iter().any(|model| model.settings.name == *name));
     for model in app.models.all() {
-        let watched = windows.0.entry(model.settings.name.clone()).or_default();
-        models.push(state_of(model, watched).await);
+        let window = windows.0.entry(model.settings.name.clone()).or_default();
+        models.push(state_of(model, window).await);
     }
     let level = models.iter().map(|model| model.level).max().unwrap_or(Level::Critical);
     let sentence = match models.as_slice() {
@@ -112,6 +106,10 @@ struct Assessed<'a> {
 }
 
 impl Assessed<'_> {
+    fn name(&self) -> String {
+        rank_name(&self.worker.config.endpoint, self.rank.rank)
+    }
+
     fn level(&self) -> Level {
         self.problems.first().map_or(Level::Ok, |problem| problem.level)
     }
@@ -122,11 +120,10 @@ fn serving<'a, 'b>(assessed: &'a [Assessed<'b>]) -> impl Iterator<Item = &'a Ass
     assessed.iter().filter(|rank| rank.level() < Level::Critical && rank.worker.takes_requests())
 }
 
-async fn state_of(model: &Model, watched: &mut Watched) -> ModelState {
+async fn state_of(model: &Model, window: &mut HitWindow) -> ModelState {
     let router = &model.router;
     let (facts, now) = (Facts::of(router).await, Instant::now());
-    watched.hits.sample(&facts.reports, now);
-    watched.decisions.refresh(router).await;
+    window.sample(&facts.reports, now);
     let pending = timeout(REPLY_WAIT, router.pending()).await.ok().and_then(Result::ok);
     let queue =
         if router.config().queue.is_enabled() { queue_of(pending.as_deref().unwrap_or_default()) } else { Vec::new() };
@@ -142,19 +139,28 @@ async fn state_of(model: &Model, watched: &mut Watched) -> ModelState {
         .collect();
     let mut assessed: Vec<Assessed<'_>> =
         facts.workers.iter().flat_map(|worker| worker.ranks.iter().map(|rank| assess(&facts, worker, *rank))).collect();
-    let mut others = other_problems(&facts, router);
+    let names = RankNames::of(model);
+    let mut others: Vec<String> = other_problems(&facts).map(|problem| names.in_text(problem)).collect();
+    let failing = |source: DiscoveryStatus| {
+        let error = source.last_error.filter(|error| of_engine(error).is_none())?;
+        Some(format!("discovery source {}: {error}", source.source))
+    };
+    others.extend(router.discovery().into_iter().filter_map(failing));
     if facts.router.state.is_ok() && (facts.health.is_none() || pending.is_none()) {
         others.push("an actor of the router does not respond".to_owned());
     }
     let eligible = router.eligible_ranks();
     let down = facts.router.state.err().map(|down| down.to_string());
-    let first = |rank: &'_ Assessed<'_>| Some((rank.rank, rank.problems.first()?.clone()));
-    let rank_problems: Vec<(WorkerRank, Problem)> = assessed.iter().filter_map(first).collect();
-    let rank_problems: Vec<_> =
-        rank_problems.iter().map(|(rank, problem)| RankProblem { rank: *rank, problem }).collect();
+    let troubled = assessed.iter().filter_map(|rank| Some((rank, rank.name(), rank.problems.first()?)));
+    let troubled: Vec<(&Assessed<'_>, String, &Problem)> = troubled.collect();
+    let rank_problems: Vec<_> = troubled
+        .iter()
+        .map(|(rank, name, problem)| RankProblem { engine: worker_name(&rank.worker.config.endpoint), name, problem })
+        .collect();
     let (level, sentence) = assess::model(
         &ModelFacts {
             down: down.as_deref(),
+            engines: facts.workers.len(),
             registered: assessed.len(),
             eligible,
             least_wait: facts.least_wait(&assessed),
@@ -162,18 +168,20 @@ async fn state_of(model: &Model, watched: &mut Watched) -> ModelState {
             active_requests: facts.reports.values().map(|report| report.active_requests).sum(),
             queue: &queue,
             replicas: &replicas,
+            discovery: &discovery_problems(router, &facts.workers, &rank_problems),
             others: &others,
         },
         &rank_problems,
     );
     let registered = assessed.len();
     let hits: BTreeMap<WorkerRank, HitsState> =
-        facts.reports.values().map(|report| (report.rank, watched.hits.hits(report, now))).collect();
+        facts.reports.values().map(|report| (report.rank, window.hits(report, now))).collect();
     // Whole powers of two of the wait, so that ranks with about the same load keep their places.
     let busy = |rank: &Assessed<'_>| facts.wait(rank.rank).as_secs().checked_ilog2().map_or(0, |log| log + 1);
     assessed.sort_by_key(|rank| (Reverse(rank.level()), Reverse(busy(rank)), rank.rank));
     let placements = hits.values().map(|hits| hits.placements).sum();
     let ranks = assessed.into_iter().take(RANKS_MAX).map(|rank| rank_state(&facts, rank, &hits)).collect();
+    let (rates, course) = model.meters.activity.course();
     ModelState {
         name: model.settings.name.clone(),
         role: model.role.name().to_owned(),
@@ -185,12 +193,14 @@ async fn state_of(model: &Model, watched: &mut Watched) -> ModelState {
         ranks_registered: registered as u64,
         ranks_eligible: eligible as u64,
         ranks,
+        rates,
+        course,
         hits: window::sum(hits.into_values()),
         queue,
         replicas,
-        decisions: watched.decisions.states(),
+        decisions: model.meters.activity.decisions(),
         shadows: router.shadow_totals().into_iter().map(|totals| shadow_state(totals, placements)).collect(),
-        legs: model.prefill.as_deref().map(legs_of),
+        legs: model.prefill.as_deref().map(|pool| legs_of(pool, &names)),
     }
 }
 
@@ -205,33 +215,54 @@ fn assess<'a>(facts: &Facts, worker: &'a WorkerEntry, rank: WorkerRank) -> Asses
     Assessed { rank, worker, status, problems }
 }
 
-/// Problems that no rank has: of discovery, of predictions, of workers without events.
-fn other_problems(facts: &Facts, router: &Router) -> Vec<String> {
+/// Problems that no rank has: of predictions, of workers without events. Those of event streams are problems of their
+/// ranks.
+fn other_problems(facts: &Facts) -> impl Iterator<Item = &str> {
     let reasons: Vec<&str> = facts.events.values().filter_map(|source| source.reason.as_deref()).collect();
-    // Those of event streams are problems of their ranks.
-    let is_of_stream = |problem: &String| reasons.iter().any(|reason| problem.contains(reason));
-    let discovery = router.discovery().into_iter().flat_map(|source| {
-        let refused = source.refused.into_values();
-        source
-            .last_error
-            .into_iter()
-            .chain(refused)
-            .map(move |error| format!("discovery source {}: {error}", source.source))
-    });
-    facts.router.problems.iter().filter(|problem| !is_of_stream(problem)).cloned().chain(discovery).collect()
+    let is_of_stream = move |problem: &&String| reasons.iter().any(|reason| problem.contains(reason));
+    facts.router.problems.iter().filter(move |problem| !is_of_stream(problem)).map(String::as_str)
+}
+
+/// Problems of discovery, without those of engines whose ranks have problems of their own: the cause is the same.
+fn discovery_problems(router: &Router, workers: &[WorkerEntry], ranks: &[RankProblem<'_>]) -> Vec<DiscoveryProblem> {
+    let mut problems = Vec::new();
+    for source in router.discovery() {
+        let refused = source.refused.iter().map(|(id, why)| {
+            let worker = workers.iter().find(|entry| entry.worker == *id);
+            (
+                worker.map_or_else(|| id.to_string(), |entry| worker_name(&entry.config.endpoint).to_owned()),
+                why.as_str(),
+            )
+        });
+        let errors = source.last_error.iter().flat_map(|error| error.split("; ")).filter_map(of_engine);
+        let errors = errors.map(|(url, cause)| (worker_name(url).to_owned(), cause));
+        for (engine, cause) in errors.chain(refused) {
+            if ranks.iter().all(|rank| rank.engine != engine) {
+                let has_joined = workers.iter().any(|entry| worker_name(&entry.config.endpoint) == engine);
+                problems.push(DiscoveryProblem { engine, has_joined, cause: cause.to_owned() });
+            }
+        }
+    }
+    problems
+}
+
+/// The URL of an engine and the cause, of an error of discovery that names it.
+fn of_engine(error: &str) -> Option<(&str, &str)> {
+    error.split_once(": ").filter(|(url, _)| url.contains("://"))
 }
 
 fn rank_state(facts: &Facts, assessed: Assessed<'_>, hits: &BTreeMap<WorkerRank, HitsState>) -> RankState {
-    let Assessed { rank, worker, status, .. } = assessed;
-    let level = assessed.level();
+    let (name, level) = (assessed.name(), assessed.level());
+    let Assessed { rank, worker, status, problems } = assessed;
     let report = facts.reports.get(&rank);
     RankState {
+        name,
         worker: rank.worker.to_string(),
         rank: rank.rank,
         endpoint: worker.config.endpoint.clone(),
         level,
         status: status.to_owned(),
-        problems: assessed.problems.into_iter().map(|problem| problem.text).collect(),
+        problems: problems.into_iter().map(|problem| problem.text).collect(),
         active_requests: report.map_or(0, |report| report.active_requests),
         prefill_tokens: report.map_or(0, |report| report.prefill_tokens),
         prefill_wait_seconds: facts.wait(rank).as_secs_f64(),
@@ -281,13 +312,14 @@ fn shadow_state(totals: ShadowTotals, placements: u64) -> ShadowState {
     }
 }
 
-fn legs_of(pool: &PrefillPool) -> LegsState {
+fn legs_of(pool: &PrefillPool, names: &RankNames<'_>) -> LegsState {
+    let prefill_names = RankNames::of(&pool.model);
     let mut pairs = pool.pairs();
     pairs.sort_by_key(|(pair, legs)| (Reverse(*legs), *pair));
     pairs.truncate(RANKS_MAX);
     let pair = |((prefill, decode), requests): ((WorkerRank, WorkerRank), u64)| LegPair {
-        prefill: prefill.to_string(),
-        decode: decode.to_string(),
+        prefill: prefill_names.name(prefill),
+        decode: names.name(decode),
         requests,
     };
     let result = |(result, requests): (crate::serve::disaggregation::PrefillResult, u64)| LegResult {

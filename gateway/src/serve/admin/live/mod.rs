@@ -5,7 +5,6 @@
 //! request for the stream. The stream needs the token like every other request.
 
 mod collect;
-mod decisions;
 mod feed;
 mod window;
 

@@ -58,6 +58,81 @@ function seconds(value) {
   return value < 120 ? `${Math.round(value)} s` : `${Math.round(value / 60)} min`;
 }
 
+function milliseconds(value) {
+  if (value >= 10_000) return `${(value / 1000).toFixed(1)} s`;
+  return `${value.toFixed(value < 10 ? 1 : 0)} ms`;
+}
+
+// ---- tiles ----
+
+const MINUTES = 10;
+const perSecond = (value) => (value < 99.5 ? value.toFixed(1) : whole(value));
+const percent = (value) => `${(value * 100).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
+const known = (value) => (value === null ? "–" : milliseconds(value * 1000));
+const activeOf = (model) => model.ranks.reduce((sum, rank) => sum + rank.active_requests, 0);
+
+/** Tiles of a model: label, text of the value, values of the complete points with `null` for none, text of a value. */
+const TILES = [
+  ["Requests", (model) => `${perSecond(model.rates.requests_per_second)} / s`, (course) => course.requests.map((count) => count / course.point_seconds), (value) => `${perSecond(value)} / s`],
+  ["Active requests", (model) => whole(activeOf(model)), () => [], null],
+  ["Errors", (model) => (model.rates.error_share === null ? "–" : percent(model.rates.error_share)), (course) => course.errors.map((errors, n) => (course.requests[n] ? errors / course.requests[n] : null)), percent],
+  ["TTFT, mean", (model) => known(model.rates.ttft_seconds), (course) => course.ttft_ms, milliseconds],
+  ["ITL, mean", (model) => known(model.rates.itl_seconds), (course) => course.itl_ms, milliseconds],
+];
+
+function drawing(name, attributes) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+}
+
+function makeTile([label, , , textOf]) {
+  const tile = element("div", { class: "tile" }, element("div", { class: "muted" }, label), element("div", { class: "value" }), element("div", { class: "muted note" }));
+  if (textOf) {
+    const chart = drawing("svg", { viewBox: "0 0 120 30", preserveAspectRatio: "none", role: "img" });
+    chart.append(drawing("path", { class: "area" }), drawing("path", { class: "line" }));
+    tile.append(chart);
+  }
+  return tile;
+}
+
+/** Outlines of a chart: runs of points without `null`, the newest at the right edge, the highest at the top. */
+function outlines(values, highest, point_seconds) {
+  const points = (MINUTES * 60) / point_seconds;
+  const at = (value, n) => [(120 * (points - values.length + n + 0.5)) / points, 29 - 28 * (highest > 0 ? value / highest : 0)].map((part) => part.toFixed(2)).join(" ");
+  const runs = [];
+  values.forEach((value, n) => {
+    if (value === null) return;
+    if (n === 0 || values[n - 1] === null) runs.push([]);
+    runs[runs.length - 1].push(at(value, n));
+  });
+  // A single point is a short line.
+  return runs.map((run) => (run.length === 1 ? [run[0], run[0].replace(/^\S+/, (x) => (Number(x) + 0.8).toFixed(2))] : run));
+}
+
+function showTiles(section, model) {
+  const { course } = model;
+  const tiles = section.querySelector(".tiles");
+  tiles.hidden = model.role === "prefill";
+  keyed(tiles, TILES, ([label]) => label, makeTile, (tile, [label, valueOf, valuesOf, textOf]) => {
+    setText(tile.children[1], valueOf(model));
+    if (!textOf) {
+      const busy = model.ranks.filter((rank) => rank.active_requests > 0).length;
+      return setText(tile.children[2], activeOf(model) === 0 ? "idle" : `on ${busy} of ${model.ranks.length} ranks`);
+    }
+    const values = valuesOf(course).slice(0, -1);
+    const highest = Math.max(0, ...values);
+    const highestText = values.some((value) => value !== null) ? `${MINUTES} min: up to ${textOf(highest)}` : "";
+    setText(tile.children[2], highestText);
+    const chart = tile.children[3];
+    chart.setAttribute("aria-label", `${label}, the last ${highestText}`);
+    const runs = outlines(values, highest, course.point_seconds);
+    const edges = runs.map((run) => [run[0].split(" ")[0], run[run.length - 1].split(" ")[0]]);
+    chart.children[0].setAttribute("d", runs.map((run, n) => `M${edges[n][0]} 30L${run.join("L")}L${edges[n][1]} 30Z`).join(""));
+    chart.children[1].setAttribute("d", runs.map((run) => `M${run.join("L")}`).join(""));
+  });
+}
+
 // ---- ranks ----
 
 const RANK_COLUMNS = [
@@ -69,16 +144,17 @@ const RANK_COLUMNS = [
   ["KV events", events],
 ];
 
-const nameOf = (rank) => `${rank.worker}/${rank.rank}`;
+const idOf = (rank) => `${rank.worker}/${rank.rank}`;
 
 function rankName(cell, rank) {
   if (!cell.firstChild) {
-    cell.append(element("div", { class: "rank-name" }), element("div", { class: "endpoint" }), element("div"));
+    cell.append(element("div", { class: "rank-name" }), element("div", { class: "muted" }), element("div"));
   }
-  const [name, endpoint, problems] = cell.children;
+  const [name, status, problems] = cell.children;
   name.className = `rank-name mark ${rank.level}`;
-  setText(name, `${nameOf(rank)} ${rank.status}`);
-  setText(endpoint, rank.endpoint);
+  name.title = `id ${idOf(rank)}`;
+  setText(name, rank.name);
+  setText(status, rank.status);
   problems.className = `problems level-text ${rank.level}`;
   setText(problems, rank.problems.join("; "));
 }
@@ -141,14 +217,14 @@ function events(cell, rank) {
 
 function showRanks(section, model) {
   const filter = $("filter").value.trim().toLowerCase();
-  const matches = (rank) => `${nameOf(rank)} ${rank.endpoint} ${rank.status} ${rank.problems.join(" ")}`.toLowerCase().includes(filter);
+  const matches = (rank) => `${rank.name} ${idOf(rank)} ${rank.endpoint} ${rank.status} ${rank.problems.join(" ")}`.toLowerCase().includes(filter);
   const ranks = model.ranks.filter(matches);
   const hidden = model.ranks_registered - ranks.length;
   const body = section.querySelector(".ranks tbody");
-  keyed(body, ranks, nameOf, makeRow(RANK_COLUMNS), (row, rank) => {
+  keyed(body, ranks, idOf, makeRow(RANK_COLUMNS), (row, rank) => {
     RANK_COLUMNS.forEach(([, show], column) => show(row.children[column], rank));
   });
-  setText(section.querySelector(".ranks-hidden"), hidden > 0 ? `${whole(hidden)} further ranks, with less trouble or another name.` : "");
+  setText(section.querySelector(".ranks-hidden"), hidden > 0 ? `${whole(hidden)} further ${hidden === 1 ? "rank" : "ranks"}, with less trouble or another name.` : "");
 }
 
 const makeRow = (columns) => () => element("tr", {}, ...columns.map(([label]) => element("td", { "data-label": label })));
@@ -168,10 +244,15 @@ function table(section, name, rows) {
 
 const DECISION_COLUMNS = [
   ["Request", decisionRequest],
-  ["Prompt tokens", (cell, known) => lines(cell, whole(known.prompt_tokens), `${whole(known.cached_tokens)} cached`)],
-  ["Chosen", (cell, known) => lines(cell, known.chosen ?? "none", known.rejection ?? "")],
-  ["Runner-up", (cell, known) => lines(cell, known.runner_up ?? "–", known.margin === null ? "" : `margin ${known.margin.toPrecision(3)}`)],
+  ["Prompt tokens", (cell, known) => (known.no_tokens === null ? lines(cell, whole(known.prompt_tokens), `${whole(known.cached_tokens)} cached`) : lines(cell, "unknown", `no tokens: ${known.no_tokens}`))],
+  ["Chosen", decisionRank],
+  ["Predicted TTFT", (cell, known) => lines(cell, known.predicted_ttft_seconds === null ? "–" : milliseconds(known.predicted_ttft_seconds * 1000))],
 ];
+
+function decisionRank(cell, known) {
+  lines(cell, known.chosen ?? "none", known.rejection ?? "");
+  if (known.chosen_id !== null) cell.title = `id ${known.chosen_id}`;
+}
 
 function decisionRequest(cell, known) {
   if (!cell.firstChild) {
@@ -193,16 +274,24 @@ function showDecisions(section, decisions) {
 
 const RECORD_COLUMNS = ["Rank", "Cost", "Cached tokens", "Prefill tokens", "Requests", "Excluded by"];
 
+/** A cost with its unit. */
+function cost(value, policy) {
+  if (policy === "latency") return milliseconds(value * 1000);
+  return policy === "kv" ? `${value.toPrecision(4)} blocks` : value.toPrecision(4);
+}
+
 /** Rows of the candidate table, the lowest cost first. */
-function recordRows(decision) {
-  const ofRank = (rank) => `${rank.worker}/${rank.rank}`;
-  const chosen = decision.chosen && ofRank(decision.chosen);
-  const candidates = decision.explanation.ranks.map((row) => ({ ...row, name: ofRank(row.rank) }));
+function recordRows({ policy, chosen, explanation }) {
+  const candidates = [...explanation.ranks];
   candidates.sort((a, b) => Boolean(a.excluded_by) - Boolean(b.excluded_by) || a.cost_max - b.cost_max);
   return candidates.map((row) => {
-    const cost = row.exact || row.cost_min === row.cost_max ? row.cost_max.toPrecision(4) : `${row.cost_min.toPrecision(4)} to ${row.cost_max.toPrecision(4)}`;
-    const cells = [row.name, row.excluded_by ? "–" : cost, whole(row.cached_tokens), whole(row.prefill_tokens), whole(row.active_requests), row.excluded_by ?? ""];
-    return element("tr", { class: row.name === chosen ? "chosen" : "" }, ...cells.map((text) => element("td", {}, text)));
+    const [least, most] = [row.cost_min, row.cost_max].map((value) => cost(value, policy));
+    const costs = row.exact || least === most ? most : `${least} to ${most}`;
+    const cells = [row.rank.name, row.excluded_by ? "–" : costs, whole(row.cached_tokens), whole(row.prefill_tokens), whole(row.active_requests), row.excluded_by ?? ""];
+    const is_chosen = chosen !== null && idOf(row.rank) === idOf(chosen);
+    const made = element("tr", { class: is_chosen ? "chosen" : "" }, ...cells.map((text, n) => element("td", { "data-label": RECORD_COLUMNS[n] }, element("span", {}, text))));
+    made.firstChild.title = `id ${idOf(row.rank)}`;
+    return made;
   });
 }
 
@@ -218,7 +307,7 @@ async function showRecord(id) {
     if (!response.ok) return setText($("record-summary"), answer.error.message);
     const { decisions } = answer;
     const last = decisions[decisions.length - 1];
-    const margin = last.margin === null ? "" : `, margin ${last.margin.toPrecision(3)} to the runner-up`;
+    const margin = last.margin === null ? "" : `, ${cost(Math.abs(last.margin), last.policy)} ${last.margin < 0 ? "dearer" : "cheaper"} than the runner-up ${last.runner_up.name}`;
     const attempts = decisions.length > 1 ? `, last of ${decisions.length} attempts` : "";
     setText($("record-summary"), `Model ${last.model}, policy ${last.policy}, ${whole(last.prompt_tokens)} prompt tokens${attempts}${margin}. The table as it was then.`);
     const head = element("tr", {}, ...RECORD_COLUMNS.map((column) => element("th", { scope: "col" }, column)));
@@ -246,6 +335,7 @@ function makeModel(model) {
     element("h2", {}, model.name),
     element("p", { class: "facts" }),
     element("p", { class: "state" }),
+    element("div", { class: "tiles" }),
     element("div", { class: "ranks" }, ranks, element("p", { class: "ranks-hidden muted" })),
     element("section", { "data-part": "decisions", "aria-label": "Last decisions" }, element("h3", {}, "Last decisions"), decisions),
     element(
@@ -269,6 +359,7 @@ function showModel(section, model, isOnly) {
   const [predicted, delivered] = hitShares(model.hits);
   const cached = model.hits.prompt_tokens > 0 ? `, hits ${period}: ${predicted} of prompt tokens predicted, ${delivered} delivered` : "";
   setText(facts, `${serving}, ${role}policy ${model.policy}, blocks of ${model.block_size} tokens, ${whole(model.leases)} bookings and waiting requests${cached}`);
+  showTiles(section, model);
   state.hidden = isOnly;
   setText(state, model.sentence);
   showRanks(section, model);
