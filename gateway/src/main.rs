@@ -313,7 +313,12 @@ fn run_demo(config: &DemoConfig) -> Result<bool, String> {
             } else {
                 print!("{}", demo.addresses())
             }
-            tokio::signal::ctrl_c().await.map_err(|error| format!("cannot install the interrupt handler: {error}"))?;
+            tokio::select! {
+                interrupted = tokio::signal::ctrl_c() => {
+                    interrupted.map_err(|error| format!("cannot install the interrupt handler: {error}"))?;
+                }
+                () = demo.keep_busy() => {}
+            }
         }
         demo.shutdown().await;
         Ok(is_clean)

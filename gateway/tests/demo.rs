@@ -1,11 +1,14 @@
 //! The demo on a small scale: full speed, few clients, no assertions on times.
 
+use pointsman_gateway::live::top::{self, TopOptions};
 use pointsman_trial::demo::{Demo, DemoConfig, Progress, Report};
+use tokio::time::timeout;
 
+use crate::common::http::PATIENCE;
 use crate::demo_gateway::OneModel;
 
 fn config() -> DemoConfig {
-    DemoConfig { seed: 5, requests: 24, clients: 4, time_scale: 0.0, ..DemoConfig::default() }
+    DemoConfig { seed: 5, requests: 24, clients: 4, time_scale: Some(0.0), ..DemoConfig::default() }
 }
 
 async fn report(config: &DemoConfig) -> Report {
@@ -38,9 +41,9 @@ async fn requests_depend_on_the_seed_alone() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_report_is_json_and_plain_text() {
-    let report = report(&DemoConfig { requests: 5, clients: 2, ..config() }).await;
+    let report = report(&DemoConfig { requests: 6, clients: 2, ..config() }).await;
     let json: serde_json::Value = serde_json::from_str(&report.json()).expect("valid JSON");
-    assert_eq!((&json["routed"]["requests"], &json["engines"], &json["seed"]), (&5.into(), &4.into(), &5.into()));
+    assert_eq!((&json["routed"]["requests"], &json["engines"], &json["seed"]), (&6.into(), &4.into(), &5.into()));
     let text = report.to_string();
     assert!(text.contains("time to first token") && text.contains("--time-scale 0"), "{text}");
     assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
@@ -48,8 +51,46 @@ async fn the_report_is_json_and_plain_text() {
 
 #[tokio::test]
 async fn invalid_settings_are_rejected() {
-    let refused = Demo::<OneModel>::run(&DemoConfig { time_scale: -1.0, ..config() }, &Progress::silent()).await;
+    let refused = Demo::<OneModel>::run(&DemoConfig { time_scale: Some(-1.0), ..config() }, &Progress::silent()).await;
     assert_eq!(refused.err().map(|error| error.to_string()), Some("time_scale is -1, not within 0 to 100".to_owned()));
+    let few = DemoConfig { requests: 5, clients: 64, ..config() };
+    let refused = Demo::<OneModel>::run(&few, &Progress::silent()).await.err().expect("refused").to_string();
+    assert!(refused.starts_with("5 requests are too few for 64 clients: at least 192"), "{refused}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_demo_that_stays_has_a_live_page_and_load() {
+    let config = DemoConfig { stay: true, ..config() };
+    let demo = Demo::<OneModel>::run(&config, &Progress::silent()).await.expect("the engines run");
+    let text = demo.addresses();
+    let after = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_else(|| panic!("{name}: {text}"));
+        line.trim().to_owned()
+    };
+    let (page, token) = (after("Live page "), after("Token "));
+    assert!(page.starts_with("http://127.0.0.1:") && page.ends_with("/admin/page") && token.len() >= 16, "{text}");
+    let (_, file) = text.split_once("--token-file ").expect("the command of a terminal");
+    let file = file.lines().next().expect("a path").to_owned();
+    assert_eq!(std::fs::read_to_string(&file).expect("readable"), token);
+    let size = || (80, 24);
+    let options = TopOptions { url: page, token, model: None, ranks_max: 9, has_colours: false, size };
+    let frames = async {
+        loop {
+            let mut output = Vec::new();
+            top::once(&options, &mut output).await.expect("a frame");
+            let frame = String::from_utf8(output).expect("text");
+            // The list has decisions after those of the table.
+            if frame.contains("tokens cached") && !frame.contains(" 0.0 requests/s") {
+                return;
+            }
+        }
+    };
+    tokio::select! {
+        () = demo.keep_busy() => unreachable!("it has no end"),
+        shown = timeout(PATIENCE, frames) => shown.expect("a busy frame"),
+    }
+    demo.shutdown().await;
+    assert!(!std::path::Path::new(&file).exists(), "the token is removed");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -14,7 +14,7 @@ use pointsman::{Router, RouterConfig};
 use tokio::time::{Instant, sleep};
 
 use super::client::{Client, ClientError};
-use super::{DemoConfig, DemoError, DemoGateway, GatewaySetup, Run};
+use super::{DemoConfig, DemoError, DemoGateway, GatewaySetup, LivePage, Run};
 use crate::mock::{EngineRole, HandoverProtocol, MockConfig, MockEngine};
 
 /// Name of the served model.
@@ -83,7 +83,7 @@ impl<G: DemoGateway> Fleet<G> {
         for n in 0..ENGINES {
             engines.push(MockEngine::start(engine_config(config, run, n)).await?);
         }
-        let gateway = G::start(setup(&engines, run, config.seed)).await.map_err(DemoError::Gateway)?;
+        let gateway = G::start(setup(&engines, run, config)).await.map_err(DemoError::Gateway)?;
         let fleet = Self { engines, gateway };
         match fleet.wait_until_ready().await {
             Ok(()) => Ok(fleet),
@@ -97,6 +97,10 @@ impl<G: DemoGateway> Fleet<G> {
     /// Address of the gateway.
     pub(super) fn address(&self) -> SocketAddr {
         self.gateway.address()
+    }
+
+    pub(super) fn live_page(&self) -> Option<LivePage> {
+        self.gateway.live_page()
     }
 
     pub(super) fn engines(&self) -> &[MockEngine] {
@@ -154,14 +158,14 @@ fn engine_config(config: &DemoConfig, run: &Run, n: u16) -> MockConfig {
         block_size: BLOCK_SIZE,
         kv_blocks: KV_BLOCKS,
         step_tokens_max: STEP_TOKENS_MAX,
-        time_scale: config.time_scale,
+        time_scale: config.pace(),
         // All engines serve one model, so equal prompts have equal outputs on each of them.
         seed: config.seed,
         ..MockConfig::default()
     }
 }
 
-fn setup(engines: &[MockEngine], run: &Run, seed: u64) -> GatewaySetup {
+fn setup(engines: &[MockEngine], run: &Run, config: &DemoConfig) -> GatewaySetup {
     let (prefill, engines) = engines.split_at(run.prefill_engines.into());
     let workers = |engines: &[MockEngine]| engines.iter().zip(1..).map(|(engine, id)| worker(engine, id)).collect();
     GatewaySetup {
@@ -169,13 +173,14 @@ fn setup(engines: &[MockEngine], run: &Run, seed: u64) -> GatewaySetup {
         router: RouterConfig {
             block_size: Some(BLOCK_SIZE),
             policy: run.policy.into(),
-            seed,
+            seed: config.seed,
             ..RouterConfig::default()
         },
         workers: workers(engines),
         prefill_workers: workers(prefill),
         tokenize_timeout_ms: TOKENIZE_MAX_MS,
         idle_timeout_ms: IDLE_MAX_MS,
+        has_live_page: config.stay,
     }
 }
 

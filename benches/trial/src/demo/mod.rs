@@ -1,8 +1,8 @@
 //! The demo: a comparison of two routing policies on one machine without a GPU, in less than a minute.
 //!
 //! Implements `pointsman demo`: its settings and the order of its runs. Both runs have the same requests, cold caches,
-//! the same engine models and the same gateway, so that only the policy differs. Times are hidden if the machine could
-//! not keep up. The binary parses the command line.
+//! the same engine models and the same gateway, so that only the policy differs. A short trial load before them measures
+//! the machine, and the demo lowers its pace on a busy one. The binary parses the command line.
 //!
 //! `fleet` starts engines and gateway, `workload` generates the requests, `drive` and `client` send them, `figures`
 //! computes the results, and `report` formats them.
@@ -18,6 +18,7 @@ mod workload;
 
 use std::future::Future;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,7 +35,7 @@ use crate::mock::MockError;
 use client::ClientError;
 use drive::{Target, drive};
 use fleet::Fleet;
-use workload::ClientScripts;
+use workload::{ClientScripts, TURNS};
 
 /// Policy of the second run: the router's default.
 const DEMO_POLICY: Policy = Policy::Latency;
@@ -42,6 +43,15 @@ const DEMO_POLICY: Policy = Policy::Latency;
 /// Maximum numbers of clients and requests, far above the useful range on one machine.
 const CLIENTS_MAX: u32 = 1024;
 const REQUESTS_MAX: u32 = 100_000;
+
+/// Least requests per client: the shortest conversation. With fewer there is no earlier turn to find in a cache.
+const REQUESTS_PER_CLIENT_MIN: u32 = *TURNS.start();
+
+/// Paces to choose from, the first one for a machine that keeps up.
+const PACES: [f64; 3] = [1.0, 0.5, 0.25];
+
+/// Maximum timer lag of the trial load at p99, in virtual milliseconds: half of what makes times inaccurate.
+const TRIAL_LAG_P99_MS_MAX: f64 = 10.0;
 
 /// Maximum pace of the engines.
 const TIME_SCALE_MAX: f64 = 100.0;
@@ -67,9 +77,10 @@ pub struct DemoConfig {
     #[arg(long, value_name = "CLIENTS", default_value_t = 64)]
     pub clients: u32,
     /// Virtual seconds per real second. 0.5 runs engines and clients at half the pace, for machines that cannot keep
-    /// up; 0 runs at full speed, which shows hit rates but no times.
-    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
-    pub time_scale: f64,
+    /// up; 0 runs at full speed, which shows hit rates but no times. Default: 1, or less if a trial load finds the
+    /// machine busy.
+    #[arg(long, value_name = "FACTOR")]
+    pub time_scale: Option<f64>,
     /// Compares aggregated with disaggregated engines instead of two policies: first all engines prefill and
     /// decode, then some compute the prompts for the others (vLLM's NIXL protocol).
     #[arg(long)]
@@ -77,7 +88,7 @@ pub struct DemoConfig {
     /// Number of the engines that compute prompts, with --disaggregated.
     #[arg(long, value_name = "ENGINES", default_value_t = 2)]
     pub prefill_engines: u16,
-    /// Keeps engines and gateway running after the table, until Ctrl-C.
+    /// Keeps engines, gateway and load running after the table, until Ctrl-C, and prints the address of the live page.
     #[arg(long)]
     pub stay: bool,
     /// Prints the figures as one JSON object instead of a table.
@@ -91,7 +102,7 @@ impl Default for DemoConfig {
             seed: 1,
             requests: 640,
             clients: 64,
-            time_scale: 1.0,
+            time_scale: None,
             disaggregated: false,
             prefill_engines: 2,
             stay: false,
@@ -111,14 +122,27 @@ impl DemoConfig {
         };
         within("clients", self.clients, CLIENTS_MAX)?;
         within("requests", self.requests, REQUESTS_MAX)?;
+        let (requests, clients) = (self.requests, self.clients);
+        let least = clients * REQUESTS_PER_CLIENT_MIN;
+        if requests < least {
+            return Err(format!(
+                "{requests} requests are too few for {clients} clients: at least {least} \
+                 ({REQUESTS_PER_CLIENT_MIN} for each, the shortest conversation)"
+            ));
+        }
         let engines_max = fleet::ENGINES - 1;
         if !(1..=engines_max).contains(&self.prefill_engines) {
             return Err(format!("prefill_engines is {}, not within 1 to {engines_max}", self.prefill_engines));
         }
-        if !(0.0..=TIME_SCALE_MAX).contains(&self.time_scale) {
-            return Err(format!("time_scale is {}, not within 0 to {TIME_SCALE_MAX}", self.time_scale));
+        if !(0.0..=TIME_SCALE_MAX).contains(&self.pace()) {
+            return Err(format!("time_scale is {}, not within 0 to {TIME_SCALE_MAX}", self.pace()));
         }
         Ok(())
+    }
+
+    /// Virtual seconds per real second.
+    fn pace(&self) -> f64 {
+        self.time_scale.unwrap_or(PACES[0])
     }
 }
 
@@ -157,6 +181,19 @@ pub struct GatewaySetup {
     pub tokenize_timeout_ms: u64,
     /// Idle timeout of a client's connection in milliseconds.
     pub idle_timeout_ms: u64,
+    /// Whether to open the administration listener.
+    pub has_live_page: bool,
+}
+
+/// Access to the live page of the gateway.
+#[derive(Clone, Debug)]
+pub struct LivePage {
+    /// Address of the administration listener.
+    pub address: SocketAddr,
+    /// Token of operators.
+    pub token: String,
+    /// File with the token, until the shutdown.
+    pub token_file: PathBuf,
 }
 
 /// The gateway under measurement. The binary implements this trait, so that neither crate's library depends on the
@@ -168,6 +205,8 @@ pub trait DemoGateway: Sized {
     fn address(&self) -> SocketAddr;
     /// Routers of the model: one, or two if other workers compute its prompts.
     fn routers(&self) -> Vec<Router>;
+    /// Access to its live page, if it has one.
+    fn live_page(&self) -> Option<LivePage>;
     /// Closes the listener, and ends requests in flight after `drain`.
     fn shutdown(self, drain: Duration) -> impl Future<Output = ()>;
 }
@@ -189,6 +228,7 @@ impl Run {
 
 /// A completed demo whose second fleet is still running.
 pub struct Demo<G> {
+    config: DemoConfig,
     report: Report,
     fleet: Fleet<G>,
 }
@@ -202,6 +242,8 @@ impl<G: DemoGateway> Demo<G> {
     /// figures.
     pub async fn run(config: &DemoConfig, progress: &Progress) -> Result<Self, DemoError> {
         config.validate().map_err(DemoError::Config)?;
+        let config = DemoConfig { time_scale: Some(measured_pace::<G>(config, progress).await?), ..config.clone() };
+        let config = &config;
         let workload = Arc::new(ClientScripts::new(config.seed, config.clients, config.requests));
         let runs = match config.disaggregated {
             false => [Run::policy(Policy::RoundRobin), Run::policy(DEMO_POLICY)],
@@ -214,7 +256,7 @@ impl<G: DemoGateway> Demo<G> {
         fleet.shutdown().await;
         let (routed, fleet) = run_one(config, &workload, &runs[1], progress).await?;
         progress.end();
-        Ok(Self { report: Report::new(config, baseline, routed), fleet })
+        Ok(Self { config: config.clone(), report: Report::new(config, baseline, routed), fleet })
     }
 
     /// Report of both runs.
@@ -229,10 +271,43 @@ impl<G: DemoGateway> Demo<G> {
         report::addresses(&self.fleet)
     }
 
+    /// Sends further conversations without an end.
+    pub async fn keep_busy(&self) {
+        let pace = Some(self.config.pace()).filter(|pace| *pace > 0.0).unwrap_or(PACES[0]);
+        let target = Target { address: self.fleet.address(), model: fleet::MODEL.to_owned(), time_scale: pace };
+        for round in 1.. {
+            let seed = self.config.seed.wrapping_add(round);
+            let workload = Arc::new(ClientScripts::new(seed, self.config.clients, self.config.requests));
+            drive(&workload, &target, &Progress::silent(), "").await;
+        }
+    }
+
     /// Stops gateway and engines.
     pub async fn shutdown(self) {
         self.fleet.shutdown().await;
     }
+}
+
+/// The given pace, else one at which this machine keeps up with one request of each client.
+async fn measured_pace<G: DemoGateway>(config: &DemoConfig, progress: &Progress) -> Result<f64, DemoError> {
+    if let Some(pace) = config.time_scale {
+        return Ok(pace);
+    }
+    progress.print("trial load: measuring this machine");
+    let trial = Arc::new(ClientScripts::new(config.seed.wrapping_sub(1), config.clients, config.clients));
+    let (figures, fleet) = run_one::<G>(config, &trial, &Run::policy(DEMO_POLICY), &Progress::silent()).await?;
+    fleet.shutdown().await;
+    let lag = figures.timer_lag.p99_ms;
+    let [.., slowest] = PACES;
+    let pace = PACES.into_iter().find(|pace| lag * pace <= TRIAL_LAG_P99_MS_MAX).unwrap_or(slowest);
+    if pace < PACES[0] {
+        let times = 1.0 / pace;
+        progress.note(&format!(
+            "This machine is busy (timers {lag:.0} ms late at p99): the demo runs {times:.0} times slower, at --time-scale \
+             {pace}."
+        ));
+    }
+    Ok(pace)
 }
 
 /// Runs the workload on a new fleet and returns its figures and the running fleet.
@@ -245,8 +320,8 @@ async fn run_one<G: DemoGateway>(
     let name = run.name;
     progress.print(&format!("{name}: starting {} engines and the gateway", fleet::ENGINES));
     let fleet = Fleet::start(config, run).await?;
-    let target = Target { address: fleet.address(), model: fleet::MODEL.to_owned(), time_scale: config.time_scale };
+    let target = Target { address: fleet.address(), model: fleet::MODEL.to_owned(), time_scale: config.pace() };
     let driven = drive(workload, &target, progress, name).await;
     let ranks = fleet.work().await.map_err(|error: ClientError| DemoError::Metrics(error.to_string()))?;
-    Ok((Figures::of(name, &driven, &ranks, workload.requests(), config.time_scale), fleet))
+    Ok((Figures::of(name, &driven, &ranks, workload.requests(), config.pace()), fleet))
 }

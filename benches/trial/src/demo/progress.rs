@@ -40,6 +40,14 @@ impl Progress {
         }
     }
 
+    /// Shows a line that stays.
+    pub(super) fn note(&self, what: &str) {
+        self.print(what);
+        if matches!(self.0, Kind::Terminal) {
+            write("\n");
+        }
+    }
+
     /// Shows the number of completed requests.
     pub(super) fn show(&self, label: &str, done: usize, planned: usize) {
         let line = format!("{label}: {done} of {planned} requests");
