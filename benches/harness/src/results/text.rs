@@ -26,11 +26,15 @@ impl Summary {
         ] {
             writeln!(out, "  {name:<15}{}", times.map_or_else(|| "       not known".to_owned(), latencies))?;
         }
+        writeln!(
+            out,
+            "                 regret: time to first token beyond that of the best rank for this request alone"
+        )?;
         writeln!(out, "  throughput     {}", self.throughput())?;
         if let Some(good) = self.goodput {
             writeln!(
                 out,
-                "  goodput        {:>10.2} requests a second, {} of all, within {} ms to the first token and {} ms a token",
+                "  goodput        {:>10.2} requests a second within both limits, {} of all: {} ms to the first token, {} ms a token",
                 good.requests_per_second,
                 percent(Some(good.share)),
                 good.limits.ttft_ms,
@@ -53,7 +57,10 @@ impl Summary {
             )?;
         }
         let spread = self.load_max_over_mean.map_or_else(|| "not known".to_owned(), |spread| format!("{spread:.2}"));
-        writeln!(out, "  load           {spread:>10} max over mean")?;
+        writeln!(
+            out,
+            "  load           {spread:>10} max over mean: work of the busiest rank to that of the mean rank, 1 is even"
+        )?;
         if let Some(preemptions @ 1..) = self.preemptions {
             writeln!(out, "  preempted      {preemptions:>10} times")?;
         }
@@ -109,7 +116,7 @@ mod tests {
             "first token      100.0 ms mean, 100.0 ms p50, 100.0 ms p90, 100.0 ms p99",
             "hit rate           50.0 % of prompt tokens, 60.0 % reachable",
             "predicted           9.1 % off the first token's time on average, bias -9.0 ms, over 2 requests",
-            "goodput              3.28 requests a second, 100.0 % of all, within 2000 ms to the first token",
+            "goodput              3.28 requests a second within both limits, 100.0 % of all: 2000 ms to the first token",
         ] {
             assert!(text.contains(line), "{line}\n{text}");
         }

@@ -53,8 +53,10 @@ pub enum Gate {
     CacheNeverWarmed,
     /// Requests were sent late.
     ArrivalsLate,
-    /// The client lacked CPU time, or its timers were late.
+    /// The client lacked CPU time.
     ClientSaturated,
+    /// Timers of the client were late.
+    TimersLate,
     /// There are too few requests for the percentiles.
     TooFewRequests,
     /// Too many requests failed.
@@ -81,6 +83,7 @@ pub fn warnings(run: &Run, facts: &Facts) -> Vec<Warning> {
         (Gate::CacheNeverWarmed, cache_never_warmed(measured)),
         (Gate::ArrivalsLate, arrivals_late(measured)),
         (Gate::ClientSaturated, facts.client.and_then(client_saturated)),
+        (Gate::TimersLate, facts.client.and_then(timers_late)),
         (Gate::TooFewRequests, too_few_requests(measured)),
         (Gate::Failures, failures(measured)),
         (Gate::QueueGrowing, queue_growing(measured, run.ended_us)),
@@ -133,15 +136,19 @@ fn arrivals_late(requests: &[RequestRecord]) -> Option<String> {
 }
 
 fn client_saturated(client: ClientHealth) -> Option<String> {
-    let ClientHealth { cpu_share, lag_p99_us } = client;
-    (cpu_share > CLIENT_CPU_SHARE_MAX || lag_p99_us > LATE_US_MAX).then(|| {
+    let (used, limit) = (percent(Some(client.cpu_share)), percent(Some(CLIENT_CPU_SHARE_MAX)));
+    (client.cpu_share > CLIENT_CPU_SHARE_MAX)
+        .then(|| format!("the client was saturated: it used {used} of its CPU, the limit is {limit}"))
+}
+
+fn timers_late(client: ClientHealth) -> Option<String> {
+    (client.lag_p99_us > LATE_US_MAX).then(|| {
         format!(
-            "the client was saturated: it used {} of its CPU and its timers were late by {} at p99, the limits are {} \
-             and {}",
-            percent(Some(cpu_share)),
-            time(lag_p99_us as f64 / 1e6),
-            percent(Some(CLIENT_CPU_SHARE_MAX)),
-            time(LATE_US_MAX as f64 / 1e6)
+            "timers were late by {} at p99, the limit is {}: the machine is busy, so responses were observed late; this \
+             process used {} of its CPU",
+            time(client.lag_p99_us as f64 / 1e6),
+            time(LATE_US_MAX as f64 / 1e6),
+            percent(Some(client.cpu_share))
         )
     })
 }
@@ -273,7 +280,8 @@ mod tests {
             fired(&thousand(|_, sound| sound), &facts)
         };
         assert_eq!(with(0.81, 0), [Gate::ClientSaturated]);
-        assert_eq!(with(0.1, 10_001), [Gate::ClientSaturated]);
+        assert_eq!(with(0.1, 10_001), [Gate::TimersLate]);
+        assert_eq!(with(0.9, 10_001), [Gate::ClientSaturated, Gate::TimersLate]);
         assert_eq!(with(0.8, 10_000), []);
     }
 
