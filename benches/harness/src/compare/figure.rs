@@ -106,16 +106,6 @@ impl Verdict {
             Self::Ties
         })
     }
-
-    /// Verb form of the verdict.
-    #[must_use]
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Wins => "wins",
-            Self::Ties => "ties",
-            Self::Loses => "loses",
-        }
-    }
 }
 
 /// All figures that are worse by more than 2 %, deciding or not.

@@ -10,13 +10,15 @@ mod figure;
 pub(crate) mod jobs;
 mod ratio;
 pub(crate) mod text;
+pub(crate) mod view;
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use serde::{Deserialize, Serialize};
 
-pub use command::{Compare, CompareError, simulated};
+pub(crate) use command::simulated;
+pub use command::{Compare, CompareError};
 pub use contender::Policied;
 pub use endpoints::CompareEndpoints;
 pub use figure::{Figure, TIE, Verdict, worse};

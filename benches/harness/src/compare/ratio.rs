@@ -55,6 +55,15 @@ impl Ratio {
     }
 }
 
+impl Ratio {
+    /// The ratio of the first contender to the other one.
+    #[must_use]
+    pub fn inverse(self) -> Self {
+        let interval = self.interval.map(|(low, high)| (1.0 / high, 1.0 / low));
+        Self { ratio: 1.0 / self.ratio, interval, ..self }
+    }
+}
+
 fn log_ratio(first: f64, other: f64) -> Option<f64> {
     let log = (other / first).ln();
     (first > 0.0 && other > 0.0 && log.is_finite()).then(|| log.clamp(-LOG_MAX, LOG_MAX))

@@ -2,12 +2,14 @@
 
 use std::io::{self, Write};
 
-use super::{Comparison, Contender, Figure, Ratio, worse};
+use super::view::View;
+use super::{Comparison, Contender, Figure, Ratio};
 use crate::results::table::Table;
 use crate::results::text::{percent, time};
 
 impl Comparison {
-    /// Writes the comparison as text: each figure's mean over the seeds, then ratios to the first contender.
+    /// Writes the comparison as text: a sentence per pair from the view of the product, each figure's mean over the seeds,
+    /// and ratios to the first contender.
     ///
     /// # Errors
     /// `out` fails.
@@ -24,6 +26,9 @@ impl Comparison {
             run.requests,
             self.seeds.iter().map(u64::to_string).collect::<Vec<_>>().join(", ")
         )?;
+        for contender in self.contenders.iter().skip(1) {
+            writeln!(out, "{}", View::of(first, contender).headline())?;
+        }
         let head = || std::iter::once("").chain(Figure::ALL.map(Figure::title));
         let mut means = Table::new(&[0], head());
         let mut ratios = Table::new(&[0], head());
@@ -38,10 +43,6 @@ impl Comparison {
         if self.contenders.len() > 1 {
             writeln!(out, "\nratios to {}, with 95 % intervals over {} seeds", first.name, self.seeds.len())?;
             ratios.write(&mut out)?;
-            writeln!(out)?;
-        }
-        for contender in self.contenders.iter().skip(1) {
-            writeln!(out, "{} {}", contender.name, judgement(contender))?;
         }
         Ok(())
     }
@@ -72,19 +73,12 @@ pub(crate) fn ratio(of: &Ratio) -> String {
     }
 }
 
-/// Verdict of a contender with the figures in which it is worse.
-pub(crate) fn judgement(contender: &Contender) -> String {
-    let word = contender.verdict.map_or("has no verdict", super::Verdict::word);
-    let worse: Vec<&str> = worse(&contender.ratios).into_iter().map(Figure::title).collect();
-    if worse.is_empty() { word.to_owned() } else { format!("{word}, worse in {}", worse.join(", ")) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::tests::comparison;
 
     #[test]
-    fn text_contains_means_ratios_and_verdicts() {
+    fn text_contains_means_ratios_and_headlines() {
         let mut text = Vec::new();
         comparison(&[("kv", 1.0), ("latency", 0.8), ("random", 1.5)]).write_text(&mut text).expect("written");
         let text = String::from_utf8(text).expect("text");
@@ -92,8 +86,8 @@ mod tests {
             "chat: 2 workers of 1 ranks, 1000 requests measured, seeds 1, 2, 3",
             "ratios to kv, with 95 % intervals over 3 seeds",
             "0.800 [0.800, 0.800]",
-            "latency wins\n",
-            "random loses, worse in TTFT mean, TTFT p99, end-to-end mean, end-to-end p99, ITL p99\n",
+            "latency: TTFT mean 1.25 times shorter than kv, ",
+            "random: TTFT mean 1.50 times longer than kv, ",
             "200.0 ms",
         ] {
             assert!(text.contains(line), "{line}\n{text}");

@@ -7,7 +7,8 @@ use std::fmt::{self, Display, Write};
 use super::inputs::Section;
 use super::plot::{self, PlotError};
 use super::sections;
-use crate::compare::text::{judgement, ratio, shown};
+use crate::compare::text::{ratio, shown};
+use crate::compare::view::View;
 use crate::compare::{Comparison, Contender, Figure};
 use crate::results::Summary;
 use crate::results::text::{percent, time};
@@ -96,9 +97,10 @@ fn overview(html: &mut String, sections: &[Section]) -> fmt::Result {
     for figure in Figure::ALL {
         write!(html, "<th>{}</th>", figure.title())?;
     }
-    html.push_str("<th class=\"word\">beside the first</th></tr>\n");
+    html.push_str("<th class=\"word\">verdict</th></tr>\n");
     for (number, section) in sections.iter().enumerate() {
-        for contender in section.comparison.contenders.iter().skip(1) {
+        let Some((first, others)) = section.comparison.contenders.split_first() else { continue };
+        for contender in others {
             write!(html, "<tr><td><a href=\"#w{number}\">{}</a></td>", Escaped(&section.title))?;
             write!(html, "<td class=\"word\">{}</td>", Escaped(&contender.name))?;
             for figure in Figure::ALL {
@@ -106,7 +108,7 @@ fn overview(html: &mut String, sections: &[Section]) -> fmt::Result {
                     contender.ratios.get(&figure).map_or_else(|| "–".to_owned(), |of| format!("{:.3}", of.ratio));
                 write!(html, "<td>{shown}</td>")?;
             }
-            writeln!(html, "<td class=\"word\">{}</td></tr>", Escaped(&judgement(contender)))?;
+            writeln!(html, "<td class=\"word\">{}</td></tr>", Escaped(&View::of(first, contender).judgement()))?;
         }
     }
     html.push_str("</table></div>\n");
@@ -134,7 +136,9 @@ fn policies(html: &mut String, comparison: &Comparison) -> fmt::Result {
     }
     html.push_str("</tr>\n");
     for (which, contender) in comparison.contenders.iter().enumerate() {
-        let verdict = if which == 0 { "reference of the comparison".to_owned() } else { judgement(contender) };
+        let reference = || "reference of the comparison".to_owned();
+        let others = comparison.contenders.first().filter(|_| which > 0);
+        let verdict = others.map_or_else(reference, |first| View::of(first, contender).judgement());
         let (key, name) = (plot::key(which), Escaped(&contender.name));
         write!(html, "<tr><td>{key}{name}<small>{}</small></td>", Escaped(&verdict))?;
         for figure in Figure::ALL {

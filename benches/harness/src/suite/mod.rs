@@ -4,9 +4,10 @@
 //! separately, by `simulate` with the arguments of its entry. [`crate::compare`] compares and
 //! [`pointsman_trial::workload::generate`] generates the workloads.
 //!
-//! A policy *wins* a workload if it is better than the first one by more than 2 % in mean time to the first token or
-//! mean end-to-end time, and worse by more than 2 % in neither. It *loses* if it is worse by more than 2 % in one of
-//! them. Otherwise it *ties*. Other figures that are worse by more than 2 % are listed beside the verdict.
+//! A policy is *better* than another on a workload if it is better by more than 2 % in mean time to the first token or
+//! mean end-to-end time, and worse by more than 2 % in neither. It is *worse* if it is worse by more than 2 % in one of
+//! them. Otherwise both are *equal*. The sentences are from the view of the product, and list all figures in which it is
+//! worse by more than 2 %.
 //!
 //! The regret of a run refers to the oracle of [`crate::simulate`]: for each request, the minimum time to the first
 //! token over all ranks, from the engines' true state, for this request alone. It limits the possible gain of a policy
@@ -29,7 +30,7 @@ pub(crate) use list::parsed;
 pub use list::{Entry, ListError, entries, matrix};
 pub use matrix::{Matrix, Seeds, Selection};
 
-use crate::compare::text::judgement;
+use crate::compare::view::View;
 use crate::compare::{Comparison, Figure, Ratio, TIE};
 use crate::results::table::Table;
 
@@ -61,14 +62,15 @@ impl Suite {
     /// `out` fails.
     pub fn write_text(&self, mut out: impl Write) -> io::Result<()> {
         let columns = ["workload", "policy"].into_iter().chain(Figure::ALL.map(Figure::title));
-        let mut table = Table::new(&[0, 1, 2 + Figure::ALL.len()], columns.chain(["beside the first"]));
+        let mut table = Table::new(&[0, 1, 2 + Figure::ALL.len()], columns.chain(["verdict"]));
         for row in &self.rows {
-            for contender in row.comparison.contenders.iter().skip(1) {
+            let Some((first, others)) = row.comparison.contenders.split_first() else { continue };
+            for contender in others {
                 let ratio =
                     |figure| contender.ratios.get(&figure).map_or("–".to_owned(), |of| format!("{:.3}", of.ratio));
                 let names = [row.name.clone(), contender.name.clone()].into_iter();
                 let ratios = Figure::ALL.into_iter().map(ratio);
-                table.push(names.chain(ratios).chain([judgement(contender)]));
+                table.push(names.chain(ratios).chain([View::of(first, contender).judgement()]));
             }
         }
         let means = self.geometric_means();
@@ -79,7 +81,8 @@ impl Suite {
         }
         table.write(&mut out)?;
         let worse = self.worse();
-        writeln!(out, "\n{} figures are worse by more than 2 %", worse.len())?;
+        let products = "figures of the product are worse by more than 2 %";
+        writeln!(out, "\nratios are to the first policy; {} {products}", worse.len())?;
         for line in worse {
             writeln!(out, "{line}")?;
         }
@@ -106,12 +109,12 @@ impl Suite {
     fn worse(&self) -> Vec<String> {
         let mut lines = Vec::new();
         for row in &self.rows {
-            for contender in row.comparison.contenders.iter().skip(1) {
-                let ratios =
-                    Figure::JUDGED.into_iter().filter_map(|figure| Some((figure, contender.ratios.get(&figure)?)));
-                let worse = ratios.filter(|(_, of)| of.ratio > 1.0 + TIE);
+            let Some((first, others)) = row.comparison.contenders.split_first() else { continue };
+            for View { subject, reference, ratios } in others.iter().map(|other| View::of(first, other)) {
+                let judged = Figure::JUDGED.into_iter().filter_map(|figure| Some((figure, ratios.get(&figure)?)));
+                let worse = judged.filter(|(_, of)| of.ratio > 1.0 + TIE);
                 lines.extend(worse.map(|(figure, of)| {
-                    format!("{}  {}  {}  {:.3}", row.name, contender.name, figure.title(), of.ratio)
+                    format!("{}  {subject} to {reference}  {}  {:.3}", row.name, figure.title(), of.ratio)
                 }));
             }
         }
@@ -146,11 +149,14 @@ mod tests {
         suite.write_text(&mut text).expect("written");
         let text = String::from_utf8(text).expect("text");
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-        assert_eq!(lines[1], ["chat", "latency", "0.500", "0.500", "0.500", "0.500", "0.500", "1.000", "wins"]);
+        assert_eq!(
+            lines[1],
+            ["chat", "latency", "0.500", "0.500", "0.500", "0.500", "0.500", "1.000", "latency", "better"]
+        );
         assert_eq!(lines[2][..3], ["low", "latency", "1.000"]);
-        assert_eq!(lines[2][8], "ties");
+        assert_eq!(lines[2][8..], ["latency", "equal"]);
         assert_eq!(lines[3][..4], ["geometric", "mean", "latency", "0.707"]);
-        assert_eq!(lines[5][..2], ["0", "figures"]);
+        assert_eq!(lines[5][6..8], ["0", "figures"]);
     }
 
     #[test]
@@ -159,6 +165,6 @@ mod tests {
         let rows = vec![Row { name: "chat".into(), why: String::new(), comparison }];
         let lines = Suite { schema_version: SCHEMA_VERSION, rows }.worse();
         assert_eq!(lines.len(), Figure::JUDGED.len());
-        assert_eq!(lines[0], "chat  latency  TTFT mean  1.500");
+        assert_eq!(lines[0], "chat  latency to kv  TTFT mean  1.500");
     }
 }
