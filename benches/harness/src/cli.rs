@@ -7,7 +7,6 @@ use std::path::PathBuf;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
-use indicatif::{ProgressBar, ProgressStyle};
 use pointsman::policy::Policy;
 use pointsman_trial::workload::Prompt;
 use pointsman_trial::workload::trace::TraceError;
@@ -19,6 +18,7 @@ use crate::fleet::Fleet;
 use crate::loop_state::{LoopError, Shape, Workload};
 use crate::measure::rss_bytes;
 use crate::open_loop::{self, Arrivals};
+use crate::progress::Progress;
 use crate::report::Report;
 use crate::source;
 use crate::target::{Refusal, Target};
@@ -177,7 +177,7 @@ impl Replay {
             .map_err(|source| ReplayError::Runtime { threads, source })?;
         let workload = Workload::prepare::<T>(self.common.prompts()?, self.common.block_size);
         let shape = Shape { fleet: self.fleet(), kv_blocks: self.common.kv_blocks, inflight: self.common.inflight };
-        let progress = progress_bar(workload.len() as u64);
+        let progress = Progress::new(workload.len(), "requests");
         let rss_before_bytes = rss_bytes();
         let outcome = runtime.block_on(async {
             let target = start(self).await.map_err(|reason| ReplayError::Start { target: T::NAME, reason })?;
@@ -226,12 +226,6 @@ impl Common {
     pub fn prompts(&self) -> Result<Vec<Prompt>, TraceError> {
         source::prompts(self.trace.as_deref(), self.limit, self.seed)
     }
-}
-
-/// Progress bar on standard error; hidden if that is no terminal.
-pub(crate) fn progress_bar(requests: u64) -> ProgressBar {
-    let style = ProgressStyle::with_template("{bar:40} {pos}/{len} requests, {per_sec}, {eta} left");
-    ProgressBar::new(requests).with_style(style.expect("a valid template"))
 }
 
 #[cfg(test)]

@@ -28,12 +28,12 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use indicatif::ProgressBar;
 use tokio::task::JoinSet;
 
 use crate::engine::Change;
 use crate::loop_state::{HalfClocks, InFlight, LoopError, LoopState, Outcome, Shape, Tally, Workload};
 use crate::measure::Stopwatch;
+use crate::progress::Progress;
 use crate::target::Target;
 
 /// The clients of a closed loop.
@@ -49,13 +49,13 @@ pub struct Clients {
 ///
 /// # Errors
 /// The target rejects a request, or there are fewer than two requests.
-pub async fn run<T: Target>(
+pub(crate) async fn run<T: Target>(
     target: T,
     workload: Workload,
     shape: Shape,
     clients: Clients,
     rss_before_bytes: Option<u64>,
-    progress: ProgressBar,
+    progress: Progress,
 ) -> Result<Outcome, LoopError> {
     let [warm_up, measured] = workload.halves()?;
     let state = LoopState::new(target, workload, &shape, progress);

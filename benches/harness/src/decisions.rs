@@ -5,7 +5,7 @@
 
 use std::cell::RefCell;
 use std::error::Error;
-use std::io::Write;
+use std::io::{self, Write};
 
 use clap::Args;
 use pointsman::policy::Policy;
@@ -37,6 +37,9 @@ pub struct Decisions {
     /// Workers of one rank
     #[arg(long, default_value_t = 8)]
     pub workers: u32,
+    /// Print the rows as one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Replays of one simulation.
@@ -50,23 +53,33 @@ struct Replayed {
 }
 
 impl Decisions {
-    /// Runs all simulations and writes a row for each.
+    /// Runs all simulations and writes a row for each, or one JSON object for all.
     ///
     /// # Errors
     /// A simulation fails, or a decision is not repeated bit for bit.
     pub fn run(&self, mut out: impl Write) -> Result<(), Box<dyn Error>> {
-        writeln!(out, "workload policy decisions different changed bytes/decision")?;
-        let (mut decisions, mut different) = (0, 0);
+        let mut text: Box<dyn Write + '_> = if self.json { Box::new(io::sink()) } else { Box::new(&mut out) };
+        writeln!(text, "workload policy decisions different changed bytes/decision")?;
+        let (mut decisions, mut different, mut rows) = (0, 0, Vec::new());
         for generator in &self.workloads {
             for policy in Policy::ALL {
-                let replayed = self.simulate(generator, policy, &mut out)?;
+                let replayed = self.simulate(generator, policy, &mut text)?;
                 let bytes = replayed.bytes as u64 / replayed.decisions.max(1);
                 let Replayed { decisions: of_one, different: of_these, changed, .. } = replayed;
-                writeln!(out, "{} {} {of_one} {of_these} {changed} {bytes}", generator.name(), policy.name())?;
+                let (workload, policy) = (generator.name(), policy.name());
+                writeln!(text, "{workload} {policy} {of_one} {of_these} {changed} {bytes}")?;
+                rows.push(json!({
+                    "workload": workload, "policy": policy, "decisions": of_one, "different": of_these,
+                    "changed": changed, "bytes_per_decision": bytes,
+                }));
                 (decisions, different) = (decisions + of_one, different + of_these);
             }
         }
-        writeln!(out, "{decisions} decisions, {different} different")?;
+        writeln!(text, "{decisions} decisions, {different} different")?;
+        drop(text);
+        if self.json {
+            writeln!(out, "{}", json!({ "rows": rows }))?;
+        }
         if different > 0 { Err(format!("{different} decisions were not repeated").into()) } else { Ok(()) }
     }
 

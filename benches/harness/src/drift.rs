@@ -14,9 +14,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
 use crate::compare::command::{jobs, seeds};
 use crate::compare::{CompareError, Comparison, Figure, Policied, simulated};
+use crate::progress::Progress;
 use crate::suite::{ListError, parsed};
 
 /// Maximum relative deviation from a recorded figure: small enough to detect a change of a policy, large enough for a
@@ -46,6 +48,9 @@ pub struct Drift {
     /// Policies to record, relative to the first [default: the recorded ones]
     #[arg(long, requires = "record", value_delimiter = ',', value_name = "POLICY,...")]
     pub policies: Vec<Policied>,
+    /// Print the figures as one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Content of the file.
@@ -102,7 +107,7 @@ impl Drift {
     ///
     /// # Errors
     /// A figure has drifted, the file is invalid, or the simulation fails.
-    pub fn run(&self, mut out: impl Write) -> Result<(), DriftError> {
+    pub fn run(&self, out: impl Write) -> Result<(), DriftError> {
         let recorded = self.read()?;
         let names = if self.policies.is_empty() {
             recorded.policies.clone()
@@ -114,11 +119,17 @@ impl Drift {
             let text = toml::to_string(&now).map_err(|error| self.form(error))?;
             fs::write(&self.file, format!("{HEAD}{text}")).map_err(|source| self.file(source))?;
         }
-        for (policy, figure) in now.figures() {
-            writeln!(out, "{policy}: {figure:.4}").map_err(DriftError::Write)?;
-        }
         let moved = if self.record { Vec::new() } else { moved(&recorded, &now) };
+        self.write(&now, &moved, out).map_err(DriftError::Write)?;
         if moved.is_empty() { Ok(()) } else { Err(DriftError::Drifted(moved)) }
+    }
+
+    fn write(&self, now: &Recorded, moved: &[String], mut out: impl Write) -> io::Result<()> {
+        if self.json {
+            let figures: BTreeMap<String, f64> = now.figures().into_iter().collect();
+            return writeln!(out, "{}", json!({ "figures": figures, "drifted": moved }));
+        }
+        now.figures().into_iter().try_for_each(|(policy, figure)| writeln!(out, "{policy}: {figure:.4}"))
     }
 
     fn read(&self) -> Result<Recorded, DriftError> {
@@ -140,7 +151,9 @@ impl Recorded {
     fn measured(self, form: impl Fn(String) -> DriftError) -> Result<Self, DriftError> {
         let simulate = parsed("drift", &self.arguments, &[])?;
         let policies: Result<Vec<Policied>, String> = self.policies.iter().map(|policy| policy.parse()).collect();
-        let comparison = simulated(&simulate, &policies.map_err(&form)?, &seeds(1, self.seeds), jobs(None))?;
+        let (policies, seeds) = (policies.map_err(&form)?, seeds(1, self.seeds));
+        let progress = Progress::new(policies.len() * seeds.len(), "simulations");
+        let comparison = simulated(&simulate, &policies, &seeds, jobs(None), &progress)?;
         self.with(&comparison).ok_or_else(|| form("a run without a time to the first token".to_owned()))
     }
 

@@ -34,6 +34,7 @@ pub mod loop_state;
 pub mod measure;
 pub mod open_loop;
 pub mod page;
+mod progress;
 pub mod record;
 pub mod report;
 pub mod results;

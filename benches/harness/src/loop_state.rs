@@ -12,13 +12,13 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
-use indicatif::ProgressBar;
 use pointsman::protocol::{StoredBlock, WorkerRank};
 use pointsman_trial::workload::Prompt;
 
 use crate::engine::{self, Change, Engine};
 use crate::fleet::Fleet;
 use crate::measure::{Stopwatch, process_cpu, rss_bytes, thread_cpu};
+use crate::progress::Progress;
 use crate::target::{Call, Refusal, Target};
 
 /// Number of requests between load samples and updates of the progress bar.
@@ -146,7 +146,7 @@ pub(crate) struct LoopState<T: Target> {
     ranks: Vec<Rank<T>>,
     /// Position of the next request.
     cursor: AtomicUsize,
-    progress: ProgressBar,
+    progress: Progress,
 }
 
 struct Rank<T: Target> {
@@ -189,7 +189,7 @@ pub(crate) struct InFlight<T: Target> {
 }
 
 impl<T: Target> LoopState<T> {
-    pub(crate) fn new(target: T, workload: Workload, shape: &Shape, progress: ProgressBar) -> Self {
+    pub(crate) fn new(target: T, workload: Workload, shape: &Shape, progress: Progress) -> Self {
         let rank = |_| Rank { engine: Mutex::new(RankState::new(shape.kv_blocks)), inflight: AtomicU32::new(0) };
         let ranks = (0..shape.fleet.ranks()).map(rank).collect();
         Self { target, requests: workload.0, fleet: shape.fleet, ranks, cursor: AtomicUsize::new(0), progress }
@@ -249,7 +249,7 @@ impl<T: Target> LoopState<T> {
         rank.inflight.fetch_add(1, Relaxed);
         if number.is_multiple_of(SAMPLE_STRIDE) {
             counts.load(self.load_max_over_mean());
-            self.progress.inc(SAMPLE_STRIDE as u64);
+            self.progress.add(SAMPLE_STRIDE);
         }
         let mut state = rank.lock();
         state.engine.serve(blocks, change);
@@ -278,7 +278,7 @@ impl<T: Target> LoopState<T> {
 
     /// Ends the display of progress.
     pub(crate) fn finish_progress(&self) {
-        self.progress.finish_and_clear();
+        self.progress.end();
     }
 }
 

@@ -59,9 +59,9 @@ fn main() -> ExitCode {
     let done = match Arguments::parse().command {
         Command::Replay(replay) => run(&replay),
         Command::Events(events) => measure(&events),
-        Command::Simulate(simulate) => simulate.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
-        Command::Compare(compare) => compare.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
-        Command::Suite(suite) => suite.run(io::stdout().lock(), io::stderr().lock()).map_err(Into::into),
+        Command::Simulate(simulate) => simulate.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
+        Command::Compare(compare) => compare.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
+        Command::Suite(suite) => suite.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
         Command::Drift(drift) => drift.run(io::stdout().lock()).map_err(Into::into),
         Command::Decisions(decisions) => decisions.run(io::stdout().lock()),
         Command::Drill(drill) => drill.run(io::stdout().lock()).map_err(Into::into),

@@ -21,7 +21,6 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use indicatif::ProgressBar;
 use pointsman_trial::workload::Rng;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
@@ -29,6 +28,7 @@ use tokio::task::JoinSet;
 use crate::engine::Change;
 use crate::loop_state::{Counts, HalfClocks, InFlight, LoopError, LoopState, Outcome, Shape, Tally, Workload};
 use crate::measure::{Stopwatch, thread_cpu};
+use crate::progress::Progress;
 use crate::target::{Call, Target};
 
 /// Arrivals of an open loop.
@@ -44,13 +44,13 @@ pub struct Arrivals {
 ///
 /// # Errors
 /// The target rejects a request, or there are fewer than two requests.
-pub async fn run<T: Target>(
+pub(crate) async fn run<T: Target>(
     target: T,
     workload: Workload,
     shape: Shape,
     arrivals: Arrivals,
     rss_before_bytes: Option<u64>,
-    progress: ProgressBar,
+    progress: Progress,
 ) -> Result<Outcome, LoopError> {
     let [warm_up, measured] = workload.halves()?;
     let state = LoopState::new(target, workload, &shape, progress);

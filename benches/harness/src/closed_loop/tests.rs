@@ -114,7 +114,7 @@ pub(crate) fn on_two_threads(
 
 fn run_strict(target: Strict, count: usize, take_turns: bool) -> Result<Outcome, LoopError> {
     let clients = Clients { count, take_turns };
-    on_two_threads(async |workload| run(target, workload, SHAPE, clients, None, ProgressBar::hidden()).await)
+    on_two_threads(async |workload| run(target, workload, SHAPE, clients, None, Progress::new(0, "requests")).await)
 }
 
 #[test]

@@ -11,6 +11,7 @@ use super::jobs::in_parallel;
 use super::{Comparison, Policied};
 use crate::embedded::Embedded;
 use crate::load::LoadError;
+use crate::progress::Progress;
 use crate::results::{ReportingError, Summary};
 use crate::simulate::{self, Simulate, SimulateError};
 
@@ -63,13 +64,15 @@ pub enum CompareError {
 }
 
 impl Compare {
-    /// Runs the comparison; writes figures to `out` and warnings to `warnings_out`.
+    /// Runs the comparison; writes figures to `out` and warnings to `warnings_out`, progress to standard error.
     ///
     /// # Errors
     /// The workload cannot be read, a simulation fails, or the figures cannot be written.
     pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), CompareError> {
         let seeds = seeds(self.simulate.router.seed, self.seeds);
-        let comparison = simulated(&self.simulate, &self.policies, &seeds, jobs(self.jobs))?;
+        let progress = Progress::new(self.policies.len() * seeds.len(), "simulations");
+        let comparison = simulated(&self.simulate, &self.policies, &seeds, jobs(self.jobs), &progress)?;
+        drop(progress);
         self.simulate.reporting.admit(&comparison.warnings(), warnings_out)?;
         Ok(comparison.write(out, self.simulate.reporting.json).map_err(ReportingError::Io)?)
     }
@@ -85,21 +88,27 @@ pub(crate) fn jobs(given: Option<NonZeroUsize>) -> NonZeroUsize {
     given.or_else(|| available_parallelism().ok()).unwrap_or(NonZeroUsize::MIN)
 }
 
-/// Compares `policies` in simulations like `simulate`, with at most `jobs` in parallel.
+/// Compares `policies` in simulations like `simulate`, with at most `jobs` in parallel. Each one counts in `progress`.
 ///
 /// Simulations run in virtual time, so neither their order nor parallel jobs change the figures.
 ///
 /// # Errors
 /// The trace cannot be read, or a simulation fails.
-pub fn simulated(
+pub(crate) fn simulated(
     simulate: &Simulate,
     policies: &[Policied],
     seeds: &[u64],
     jobs: NonZeroUsize,
+    progress: &Progress,
 ) -> Result<Comparison, CompareError> {
     let pairs: Vec<(&Policied, u64)> =
         seeds.iter().flat_map(|seed| policies.iter().map(move |policy| (policy, *seed))).collect();
-    let mut runs = in_parallel(&pairs, jobs, |(policy, seed)| one(simulate, policy, *seed))?.into_iter();
+    let counted = |(policy, seed): &(&Policied, u64)| {
+        let run = one(simulate, policy, *seed);
+        progress.add(1);
+        run
+    };
+    let mut runs = in_parallel(&pairs, jobs, counted)?.into_iter();
     let mut contenders: Vec<(String, Vec<Summary>)> =
         policies.iter().map(|policy| (policy.to_string(), Vec::new())).collect();
     for _ in seeds {

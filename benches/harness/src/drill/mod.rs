@@ -20,7 +20,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use pointsman_trial::mock::MockError;
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use fleet::{Fleet, Network};
 use nats::NatsServer;
@@ -90,7 +90,7 @@ pub struct Drill {
     /// Time without the NATS server, in seconds
     #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..=3_600))]
     pub outage_s: u32,
-    /// Print each outcome as a JSON object
+    /// Print all outcomes as one JSON object, at the end
     #[arg(long)]
     pub json: bool,
 }
@@ -188,22 +188,26 @@ impl std::fmt::Display for Outcome {
 }
 
 impl Drill {
-    /// Runs the scenarios and writes a line for each to `out`.
+    /// Runs the scenarios and writes a line for each to `out`, or one JSON object for all.
     ///
     /// # Errors
     /// A scenario failed or could not be run.
     pub fn run(&self, mut out: impl Write) -> Result<(), DrillError> {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-        let mut failed = Vec::new();
-        runtime.block_on(self.each_outcome(|outcome| {
-            if self.json {
-                writeln!(out, "{}", serde_json::to_string(&outcome).map_err(io::Error::other)?)?;
-            } else {
+        let mut outcomes = Vec::new();
+        let ended = runtime.block_on(self.each_outcome(|outcome| {
+            if !self.json {
                 writeln!(out, "{outcome}")?;
             }
-            failed.extend((!outcome.violations.is_empty()).then(|| format!("{:?}", outcome.scenario)));
+            outcomes.push(outcome);
             Ok(())
-        }))?;
+        }));
+        if self.json {
+            writeln!(out, "{}", json!({ "outcomes": &outcomes }))?;
+        }
+        ended?;
+        let failed = outcomes.iter().filter(|outcome| !outcome.violations.is_empty());
+        let failed: Vec<String> = failed.map(|outcome| format!("{:?}", outcome.scenario)).collect();
         if failed.is_empty() { Ok(()) } else { Err(DrillError::Failed(failed)) }
     }
 

@@ -28,6 +28,7 @@ use crate::cli::Knowledge;
 use crate::embedded::{knowing_by, worker_config};
 use crate::fleet::Fleet;
 use crate::measure::{Stopwatch, process_cpu, rss_bytes};
+use crate::progress::Progress;
 use rank::{HeldRank, prompt};
 use report::HoldReport;
 
@@ -202,6 +203,7 @@ impl Shared {
         let mut arrival = Stopwatch::start();
         let mut report = HoldReport::default();
         let (mut started, mut cpu) = (Stopwatch::start(), process_cpu());
+        let progress = Progress::new((self.hold.warm_up_s + self.hold.seconds) as usize, "seconds");
         for n in 0..warm_up + measured {
             if n == warm_up {
                 *lock(&self.route_ns) = histogram();
@@ -211,6 +213,9 @@ impl Shared {
             }
             if n >= warm_up && (n - warm_up).is_multiple_of(rate) {
                 report.rss_bytes.extend(rss_bytes());
+            }
+            if (n + 1).is_multiple_of(rate) {
+                progress.add(1);
             }
             if n.is_multiple_of(SCRAPE_S * rate) {
                 let metrics = Arc::clone(&self.metrics);

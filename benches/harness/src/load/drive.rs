@@ -11,7 +11,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
-use indicatif::ProgressBar;
 use pointsman_trial::workload::{Arrivals, Request, Workload};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::task::{JoinSet, spawn_blocking};
@@ -19,6 +18,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::body::{BodyError, Form};
 use super::client::Exchange;
+use crate::progress::Progress;
 use crate::record::RequestRecord;
 
 /// Maximum memory for bodies in bytes: some thousands of prompts of average length.
@@ -136,7 +136,6 @@ where
         let (index, due_us, prompt_tokens, exchanged) = ended.expect("client tasks do not panic");
         records.add(index, due_us, prompt_tokens, &exchanged);
     }
-    records.progress.finish_and_clear();
     Ok(Driven { requests: records.requests, itl_us: records.itl_us, ended_us: clock.now_us() })
 }
 
@@ -175,13 +174,13 @@ struct Records {
     requests: Vec<RequestRecord>,
     itl_us: Histogram<u64>,
     warmup: usize,
-    progress: ProgressBar,
+    progress: Progress,
 }
 
 impl Records {
     fn new(requests: usize, warmup: usize) -> Self {
         let itl_us = Histogram::new_with_bounds(1, GAP_US_MAX, 3).expect("bounds in order");
-        let progress = crate::cli::progress_bar(requests as u64);
+        let progress = Progress::new(requests, "requests");
         Self { requests: vec![RequestRecord::default(); requests], itl_us, warmup, progress }
     }
 
@@ -202,7 +201,7 @@ impl Records {
             failure: failure.as_ref().map(ToString::to_string),
             ..RequestRecord::default()
         };
-        self.progress.inc(1);
+        self.progress.add(1);
     }
 }
 

@@ -6,7 +6,7 @@ use crate::closed_loop::tests::{SHAPE, Strict, on_two_threads};
 const ARRIVALS: Arrivals = Arrivals { per_second: NonZeroU32::new(20_000).expect("not zero"), seed: 3 };
 
 fn run_strict(target: Strict) -> Result<Outcome, LoopError> {
-    on_two_threads(async |workload| run(target, workload, SHAPE, ARRIVALS, None, ProgressBar::hidden()).await)
+    on_two_threads(async |workload| run(target, workload, SHAPE, ARRIVALS, None, Progress::new(0, "requests")).await)
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Subcommand that runs all or some workloads of the suite.
 //!
-//! Selects the workloads and their number of requests. A suite takes minutes, so progress is printed.
+//! Selects the workloads and their number of requests. A suite takes minutes, so progress is shown.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -12,6 +12,7 @@ use clap::Args;
 use super::{Baseline, Entry, ListError, Row, Seeds, Selection, Suite, entries, matrix};
 use crate::compare::command::{jobs, seeds};
 use crate::compare::{CompareError, Comparison, Policied, simulated};
+use crate::progress::Progress;
 use crate::results::{Reporting, ReportingError, SCHEMA_VERSION};
 
 /// Number of requests per workload under `--quick`.
@@ -45,10 +46,13 @@ pub struct RunSuite {
     /// Number of parallel simulations [default: number of cores]
     #[arg(long)]
     pub jobs: Option<NonZeroUsize>,
-    /// File for all figures of all runs, as one JSON object
+    /// Print all figures of all runs as one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Write that object to a file, beside the printed table
     #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
-    /// Add the data for plots to that file
+    pub json_file: Option<PathBuf>,
+    /// Add the data for plots to the JSON
     #[arg(long)]
     pub series: bool,
     /// Fail instead of printing a table if there are warnings
@@ -108,40 +112,43 @@ pub enum SuiteError {
 }
 
 impl RunSuite {
-    /// Runs the suite; writes the table to `out`, and progress and warnings to `progress_out`.
+    /// Runs the suite; writes the table to `out`, and warnings to `warnings_out`, progress to standard error.
     ///
     /// # Errors
     /// A workload is unknown or fails, or figures cannot be written.
-    pub fn run(&self, out: impl Write, mut progress_out: impl Write) -> Result<(), SuiteError> {
-        let suite = self.suite(&mut progress_out)?;
+    pub fn run(&self, out: impl Write, mut warnings_out: impl Write) -> Result<(), SuiteError> {
+        let suite = self.suite(&mut warnings_out)?;
         let warnings: Vec<String> = suite.rows.iter().flat_map(|row| row.comparison.warnings()).collect();
         let reporting = Reporting { strict: self.strict, ..Reporting::default() };
-        reporting.admit(&warnings, &mut progress_out)?;
-        if let Some(path) = &self.json {
+        reporting.admit(&warnings, &mut warnings_out)?;
+        if let Some(path) = &self.json_file {
             let written = File::create(path).map(BufWriter::new).and_then(|file| suite.write_json(file));
             written.map_err(|source| SuiteError::Write { path: path.clone(), source })?;
         }
-        Ok(suite.write_text(out).map_err(ReportingError::Io)?)
+        let written = if self.json { suite.write_json(out) } else { suite.write_text(out) };
+        Ok(written.map_err(ReportingError::Io)?)
     }
 
-    fn suite(&self, mut progress_out: impl Write) -> Result<Suite, SuiteError> {
+    fn suite(&self, mut warnings_out: impl Write) -> Result<Suite, SuiteError> {
         let (entries, seeds) = self.entries()?;
         let baseline = self.baseline.as_deref().map(Baseline::read).transpose()?;
         let jobs = jobs(self.jobs);
+        let progress = Progress::new(entries.len() * self.policies.len() * seeds.len(), "simulations");
         let mut rows = Vec::new();
         for entry in entries {
             let Some(mut simulate) = entry.simulate(self.trace.as_deref())? else {
-                writeln!(progress_out, "{}: skipped, because it requires --trace", entry.name)
+                writeln!(warnings_out, "{}: skipped, because it requires --trace", entry.name)
                     .map_err(ReportingError::Io)?;
+                progress.add(self.policies.len() * seeds.len());
                 continue;
             };
-            writeln!(progress_out, "{}: {}", entry.name, entry.why).map_err(ReportingError::Io)?;
+            progress.name(&format!("now {}", entry.name));
             simulate.reporting.series = self.series;
             if self.quick {
                 simulate.source.limit = Some(QUICK_REQUESTS);
             }
             let failed = |source| SuiteError::Compare { name: entry.name.clone(), source };
-            let mut comparison = simulated(&simulate, &self.policies, &seeds, jobs).map_err(failed)?;
+            let mut comparison = simulated(&simulate, &self.policies, &seeds, jobs, &progress).map_err(failed)?;
             if let Some(baseline) = &baseline {
                 let runs = baseline.runs(&entry.name, &seeds, &simulate.source.workload_name())?;
                 let policies = comparison.contenders.into_iter().map(|contender| (contender.name, contender.runs));
