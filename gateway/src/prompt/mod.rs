@@ -20,6 +20,7 @@ mod parity;
 mod pool;
 mod python;
 mod reason;
+mod standalone;
 mod template;
 
 use std::borrow::Cow;
@@ -43,6 +44,7 @@ use meters::TokenMeters;
 use parity::Parity;
 use pool::Pool;
 use reason::NoTokens;
+pub use standalone::{NoTokensError, PromptTokenizer};
 
 /// Source of the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
