@@ -3,15 +3,17 @@
 The router decides in Rust; this package calls it from asyncio. ``docs/python.md`` of the project describes it.
 """
 
-from . import discovery, errors
+from . import discovery, errors, results, settings
 from ._native import AnswerFollower, Placement, __version__, block_hashes, metrics
 from .errors import PointsmanError, RouteError
-from .router import Rank, Router, Tokens, Worker, cleared, removed, stored
+from .router import Prompt, Rank, Router, Tokens, cleared, removed, stored
+from .settings import Worker
 
 __all__ = [
     "AnswerFollower",
     "Placement",
     "PointsmanError",
+    "Prompt",
     "Rank",
     "RouteError",
     "Router",
@@ -24,5 +26,7 @@ __all__ = [
     "errors",
     "metrics",
     "removed",
+    "results",
+    "settings",
     "stored",
 ]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .settings import WorkerFields
+
 
 @dataclass(frozen=True)
 class WatchedFile:
@@ -28,10 +30,10 @@ class ProbedUrls:
     urls: Sequence[str]
     model: str | None = None
     #: Configuration of all workers that needs no probe, without the endpoint.
-    worker: dict[str, Any] | None = None
+    worker: WorkerFields | None = None
 
     def _declared(self) -> dict[str, Any]:
-        return {"urls": {"urls": list(self.urls), "model": self.model, "worker": _given(self.worker)}}
+        return {"urls": {"urls": _listed(self.urls), "model": self.model, "worker": _given(self.worker)}}
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class DnsNames:
 
     names: Sequence[str]
     model: str | None = None
-    worker: dict[str, Any] | None = None
+    worker: WorkerFields | None = None
     #: Whether the workers are probed for their configuration.
     probe: bool = True
     interval_seconds: float = 5.0
@@ -48,7 +50,7 @@ class DnsNames:
     def _declared(self) -> dict[str, Any]:
         return {
             "dns": {
-                "names": list(self.names),
+                "names": _listed(self.names),
                 "model": self.model,
                 "worker": _given(self.worker),
                 "probe": self.probe,
@@ -57,7 +59,11 @@ class DnsNames:
         }
 
 
-def _given(worker: dict[str, Any] | None) -> dict[str, Any] | None:
+def _listed(texts: Sequence[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts)
+
+
+def _given(worker: WorkerFields | None) -> dict[str, Any] | None:
     return None if worker is None else {"endpoint": "", **worker}
 
 

@@ -41,6 +41,11 @@ class StartError(PointsmanError):
     """The router did not start."""
 
 
+class StartTimeout(StartError):
+    """Fewer than ``min_initial_workers`` engines registered in time. ``registered``, ``wanted``, ``problems``: the errors of
+    discovery."""
+
+
 class WorkerError(PointsmanError):
     """A change of workers was rejected. ``worker``: its id."""
 
@@ -117,6 +122,7 @@ __all__ = [
     "ResourceExhausted",
     "RouteError",
     "StartError",
+    "StartTimeout",
     "Unavailable",
     "WorkerError",
 ]

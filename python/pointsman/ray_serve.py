@@ -11,12 +11,13 @@ import hashlib
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from ._native import Placement
 from .router import Router, Tokens
+from .settings import RequestOptions, RouterSettings, WorkerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,8 @@ class PointsmanRequestRouter(RequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, **settings: Any) -> None:
         # Replicas without KV events have speculative entries.
-        self._router = Router({"events": {"mode": "auto"}, **settings})
-        self._workers: dict[int, dict[str, Any]] = {}
+        self._router = Router(cast(RouterSettings, {"events": {"mode": "auto"}, **settings}))
+        self._workers: dict[int, WorkerSettings] = {}
         self._registering = asyncio.Lock()
         self._registration: asyncio.Task[None] | None = None
         self._bookings: dict[str, list[_Booking]] = {}
@@ -54,11 +55,11 @@ class PointsmanRequestRouter(RequestRouter):  # type: ignore[misc]
         the first argument if it is a list of integers. ``None``: placed by load only."""
         for name in ("request_token_ids", "prompt_token_ids"):
             if name in request.kwargs:
-                return request.kwargs[name]
+                return cast(Tokens, request.kwargs[name])
         first = request.args[0] if request.args else None
         return first if isinstance(first, list) and first and isinstance(first[0], int) else None
 
-    def options(self, request: PendingRequest) -> dict[str, Any]:
+    def options(self, request: PendingRequest) -> RequestOptions:
         """Options of :meth:`pointsman.Router.route` for a request."""
         return {
             "lora_name": request.metadata.multiplexed_model_id or None,
@@ -67,7 +68,7 @@ class PointsmanRequestRouter(RequestRouter):  # type: ignore[misc]
             "not_streamed": True,
         }
 
-    def worker(self, replica: RunningReplica) -> dict[str, Any]:
+    def worker(self, replica: RunningReplica) -> WorkerSettings:
         """Fields of the worker of a replica: ``pointsman`` in its metadata (``record_replica_metadata``) or in its routing
         stats (``record_routing_stats``), or the KV event endpoints of ``ray.serve.llm``."""
         declared = replica.replica_metadata.get("pointsman") or replica.routing_stats.get("pointsman")
@@ -75,7 +76,7 @@ class PointsmanRequestRouter(RequestRouter):  # type: ignore[misc]
         if declared is None and engine:
             declared = {"max_num_batched_tokens": engine.get("max_num_batched_tokens")}
             declared["kv_events"] = {name: engine.get(name) for name in ("endpoint", "replay_endpoint")}
-        return {"endpoint": replica.replica_id.to_full_id_str(), **(declared or {})}
+        return cast(WorkerSettings, {"endpoint": f"ray://{replica.replica_id.to_full_id_str()}", **(declared or {})})
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use pointsman::discovery::DiscoveryError;
+use pointsman::discovery::{DiscoveryError, without_password};
 use pointsman::protocol::WorkerConfig;
 use pointsman::{DnsNames, ProbeOptions, ProbedUrls, RouterBuilder, RouterConfig, WatchedFile};
 use serde::Deserialize;
@@ -21,6 +21,15 @@ pub(crate) enum Source {
 }
 
 impl Source {
+    /// The source in messages.
+    pub(crate) fn described(&self) -> String {
+        match self {
+            Self::File { path, .. } => path.display().to_string(),
+            Self::Urls { urls, .. } => urls.iter().map(|url| without_password(url)).collect::<Vec<_>>().join(", "),
+            Self::Dns { names, .. } => names.join(", "),
+        }
+    }
+
     /// Adds the source to a router. Must be called in the runtime.
     pub(crate) fn add(self, builder: RouterBuilder, config: &RouterConfig) -> Result<RouterBuilder, DiscoveryError> {
         let options = |model: Option<String>| {

@@ -3,6 +3,7 @@
 //! The classes are those of `pointsman.errors`. Each exception has the error's message, a `reason` that names the error's
 //! variant, and its fields as attributes.
 
+use pointsman::Router;
 use pointsman::config::ConfigErrors;
 use pointsman::error::{Down, ErrorKind, FlushError, MembershipError, RequestError, RouteError, StartError};
 use pointsman::policy::PolicyError;
@@ -12,6 +13,8 @@ use pointsman::select::{Filter, Removed};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
+
+use crate::startup;
 
 /// A field of an error.
 enum Field {
@@ -44,6 +47,26 @@ impl Failure {
 
     pub(crate) fn with_number(self, name: &'static str, number: u64) -> Self {
         self.with(name, Field::Number(number))
+    }
+
+    /// Adds `problems`, one text each.
+    pub(crate) fn with_problems(self, problems: Vec<String>) -> Self {
+        self.with("problems", Field::Texts(problems))
+    }
+
+    /// Adds errors of discovery, which explain a lack of workers, to the message.
+    fn explained_by(mut self, problems: Vec<String>) -> Self {
+        if !problems.is_empty() {
+            self.message = format!("{}: {}", self.message, problems.join("; "));
+        }
+        self.with_problems(problems)
+    }
+
+    /// The failure of a request, with the reasons for a pool without workers.
+    pub(crate) fn of_request(error: RouteError, router: &Router) -> Self {
+        let is_empty = matches!(error, RouteError::Rejected(Rejection::NoRanks));
+        let failure = Self::from(error);
+        if is_empty { failure.explained_by(startup::problems(router)) } else { failure }
     }
 
     /// The exception.

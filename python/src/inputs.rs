@@ -4,14 +4,15 @@ use std::borrow::Cow;
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use pointsman::discovery::{without_password, worker_map};
 use pointsman::error::RouteError;
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
-use pointsman::protocol::{WorkerConfig, WorkerId, WorkerRank};
+use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
 use pointsman::{Prompt, RequestOptions, RouteRequest, Router};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
-use pythonize::depythonize;
+use pythonize::Depythonizer;
 use serde::Deserialize;
 
 use crate::buffer::with_tokens;
@@ -56,9 +57,13 @@ pub(crate) fn request(
     Ok(RouteRequest { request_id: request_id.map(Cow::Owned), prompt: Prompt::Hashed(hashed), options })
 }
 
-/// A value of the library from a dictionary. Unknown keys are errors.
+/// A value of the library from a dictionary. Unknown keys are errors. Errors name the key.
 pub(crate) fn from_dict<T: for<'de> Deserialize<'de>>(dict: &Bound<'_, PyAny>, what: &str) -> PyResult<T> {
-    depythonize(dict).map_err(|error| PyValueError::new_err(format!("{what}: {error}")))
+    serde_path_to_error::deserialize(&mut Depythonizer::from_object(dict)).map_err(|error| {
+        let path = error.path().to_string();
+        let place = if path == "." { String::new() } else { format!("{path}: ") };
+        PyValueError::new_err(format!("{what}: {place}{}", error.inner()))
+    })
 }
 
 /// A rank: `(worker, rank)`, a dictionary with these keys, or the id of a worker with a single rank.
@@ -74,19 +79,29 @@ pub(crate) fn rank(value: &Bound<'_, PyAny>) -> PyResult<WorkerRank> {
 
 /// A worker's configuration: its endpoint, or a dictionary of its fields.
 pub(crate) fn worker_config(value: &Bound<'_, PyAny>) -> PyResult<WorkerConfig> {
-    if let Ok(endpoint) = value.cast::<PyString>() {
-        return Ok(WorkerConfig::at(endpoint.to_str()?));
+    let config = match value.cast::<PyString>() {
+        Ok(endpoint) => WorkerConfig::at(endpoint.to_str()?),
+        Err(_) => from_dict(value, "worker")?,
+    };
+    if config.endpoint.split_once("://").is_none_or(|(scheme, host)| scheme.is_empty() || host.is_empty()) {
+        let endpoint = without_password(&config.endpoint);
+        let rule = "must begin with a scheme, such as http://";
+        return Err(PyValueError::new_err(format!("endpoint of a worker is {endpoint:?}, {rule}")));
     }
-    from_dict(value, "worker")
+    Ok(config)
 }
 
-/// Workers by id.
-pub(crate) fn workers(value: &Bound<'_, PyDict>) -> PyResult<Vec<(WorkerId, WorkerConfig)>> {
-    let worker = |(id, config): (Bound<'_, PyAny>, Bound<'_, PyAny>)| {
-        let id: u64 = id.extract().map_err(|_| PyTypeError::new_err(format!("worker id {id} must be an integer")))?;
-        Ok((WorkerId(id), worker_config(&config)?))
+/// Workers with their ids; `None` for the id that discovery derives from the endpoint.
+pub(crate) fn workers(given: &[(Option<Bound<'_, PyAny>>, Bound<'_, PyAny>)]) -> PyResult<WorkerMap> {
+    let worker = |(id, config): &(Option<Bound<'_, PyAny>>, Bound<'_, PyAny>)| {
+        let integer = |id: &Bound<'_, PyAny>| {
+            id.extract()
+                .map_err(|_| PyTypeError::new_err(format!("worker id {id} must be an integer of 0 to 2**64 - 1")))
+        };
+        Ok((id.as_ref().map(integer).transpose()?.map(WorkerId), worker_config(config)?))
     };
-    value.iter().map(worker).collect()
+    let workers: PyResult<Vec<_>> = given.iter().map(worker).collect();
+    worker_map(workers?).map_err(|error| PyValueError::new_err(format!("workers: {error}")))
 }
 
 /// Hashes of the complete blocks of a prompt, as events name them.

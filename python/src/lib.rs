@@ -10,11 +10,14 @@ mod discovery;
 mod errors;
 mod extensions;
 mod inputs;
+mod logs;
 mod measure;
 mod metrics;
 mod placement;
 mod process;
 mod router;
+mod startup;
+mod tokenizer;
 
 use pyo3::prelude::*;
 
@@ -36,6 +39,8 @@ mod _native {
     use super::process::shut_down;
     #[pymodule_export]
     use super::router::{NativeRouter, start};
+    #[pymodule_export]
+    use super::tokenizer::Tokenizer;
     use super::*;
 
     #[pymodule_init]

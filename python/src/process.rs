@@ -13,6 +13,7 @@ use tokio::runtime::{Builder, EnterGuard, Handle, Runtime};
 
 use crate::bridge::Deliveries;
 use crate::errors::Failure;
+use crate::logs;
 use crate::metrics;
 
 /// Threads of the runtime. Requests are mostly placed on the thread that calls; these serve waiting requests, event
@@ -93,6 +94,7 @@ pub(crate) fn shut_down(py: Python<'_>) {
         if process.pid == std::process::id() {
             runtime.shutdown_timeout(EXIT_WAIT);
             process.deliveries.close();
+            logs::close();
         } else {
             std::mem::forget(runtime);
         }

@@ -18,28 +18,41 @@ use crate::discovery::Source;
 use crate::errors::Failure;
 use crate::extensions::{Callable, PythonFilter, PythonPolicy, PythonScorer};
 use crate::inputs::{booking_id, from_dict, rank, request, worker_config, workers};
+use crate::logs;
 use crate::placement::Placement;
 use crate::process::{Owned, Process};
+use crate::startup::{self, Expected};
 
-/// Starts a router: a [`NativeRouter`], or a pending one.
+/// Workers of the embedder, with their ids if given.
+type GivenWorkers<'py> = Vec<(Option<Bound<'py, PyAny>>, Bound<'py, PyAny>)>;
+
+/// Starts a router: a [`NativeRouter`], or a pending one. It does not wait for workers.
 #[pyfunction]
-#[pyo3(signature = (config, workers_by_id, sources, policy, scorers, filters))]
+#[pyo3(signature = (config, given_workers, sources, policy, scorers, filters))]
 pub(crate) fn start(
     py: Python<'_>,
     config: &Bound<'_, PyDict>,
-    workers_by_id: &Bound<'_, PyDict>,
+    given_workers: GivenWorkers<'_>,
     sources: Vec<Bound<'_, PyAny>>,
     policy: Option<&Bound<'_, PyAny>>,
     scorers: Vec<Py<PyAny>>,
     filters: Vec<Py<PyAny>>,
 ) -> PyResult<Py<PyAny>> {
-    let config: RouterConfig = from_dict(config, "config")
-        .map_err(|error| Failure::new("ConfigError", "config", error.value(py).to_string()).raise(py))?;
-    let workers = workers(workers_by_id)?;
+    let refused = |error: PyErr| {
+        let message = error.value(py).to_string();
+        Failure::new("ConfigError", "config", message.as_str()).with_problems(vec![message]).raise(py)
+    };
+    let mut config: RouterConfig = from_dict(config, "config").map_err(refused)?;
+    let workers = workers(&given_workers)?;
     let sources = sources.iter().map(|source| from_dict(source, "discovery")).collect::<PyResult<Vec<Source>>>()?;
+    let expected = Expected {
+        workers: std::mem::take(&mut config.min_initial_workers),
+        sources: sources.iter().map(Source::described).collect(),
+    };
     let policy = policy.map(PythonPolicy::new).transpose()?;
     let is_detached = policy.is_some() || !scorers.is_empty() || !filters.is_empty();
     let process = Process::start(py)?;
+    logs::follow_level(py)?;
     let owner = Arc::clone(&process);
     let mut builder = Router::builder(config.clone());
     {
@@ -64,7 +77,7 @@ pub(crate) fn start(
     }
     bridge::run(py, &process, is_detached, builder.start(), move |py, started| {
         let router = started.map_err(|error| Failure::from(error).raise(py))?;
-        let router = NativeRouter { router: Owned::new(router, &owner), process: owner, is_detached };
+        let router = NativeRouter { router: Owned::new(router, &owner), process: owner, expected, is_detached };
         Ok(Py::new(py, router)?.into_any())
     })
 }
@@ -74,6 +87,7 @@ pub(crate) fn start(
 pub(crate) struct NativeRouter {
     router: Owned<Router>,
     process: Arc<Process>,
+    expected: Expected,
     /// Whether calls release the interpreter lock, because the router calls Python.
     is_detached: bool,
 }
@@ -141,6 +155,13 @@ impl NativeRouter {
         self.router.block_size()
     }
 
+    /// Waits for `min_initial_workers`, at most `timeout` seconds.
+    fn wait_for_workers(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<PyAny>> {
+        let timeout = timeout.map(|timeout| seconds("timeout", timeout)).transpose()?;
+        let (router, expected) = (self.router.clone(), self.expected.clone());
+        self.run_unit(py, async move { expected.registered(&router, timeout).await })
+    }
+
     fn route(
         &self,
         py: Python<'_>,
@@ -150,9 +171,12 @@ impl NativeRouter {
     ) -> PyResult<Py<PyAny>> {
         let request = request(&self.router, Some(booking_id(request_id)), tokens, options)?;
         let (router, process, is_detached) = (self.router.clone(), Arc::clone(&self.process), self.is_detached);
-        let placed = async move { router.route(request).await.map(|placement| Owned::new(placement, &process)) };
+        let placed = async move {
+            let placed = router.route(request).await.map_err(|error| Failure::of_request(error, &router));
+            placed.map(|placement| Owned::new(placement, &process))
+        };
         self.run(py, placed, move |py, placed| {
-            let placed = placed.map_err(|error| Failure::from(error).raise(py))?;
+            let placed = placed.map_err(|failure| failure.raise(py))?;
             Ok(Py::new(py, Placement::new(placed, is_detached))?.into_any())
         })
     }
@@ -235,7 +259,7 @@ impl NativeRouter {
     }
 
     fn drain_worker(&self, py: Python<'_>, worker: u64, deadline: f64) -> PyResult<Py<PyAny>> {
-        let (router, deadline) = (self.router.clone(), seconds(deadline)?);
+        let (router, deadline) = (self.router.clone(), seconds("deadline", deadline)?);
         self.run(py, async move { router.drain_worker(WorkerId(worker), deadline).await }, |py, ended| {
             let ended = ended.map_err(|error| Failure::from(error).raise(py))?;
             Ok(ended.into_pyobject(py)?.into_any().unbind())
@@ -253,7 +277,7 @@ impl NativeRouter {
     }
 
     fn shutdown(&self, py: Python<'_>, deadline: f64) -> PyResult<Py<PyAny>> {
-        let (router, deadline) = (self.router.clone(), seconds(deadline)?);
+        let (router, deadline) = (self.router.clone(), seconds("deadline", deadline)?);
         self.run(py, async move { router.shutdown(deadline).await }, |py, left| {
             Ok(left.into_pyobject(py)?.into_any().unbind())
         })
@@ -269,7 +293,8 @@ impl NativeRouter {
     }
 
     fn health(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
-        let Health { state, ranks, cold, problems, hung, restarts, leases } = self.read(py, Router::health)?;
+        let read = |router: &Router| (router.health(), startup::problems(router));
+        let (Health { state, ranks, cold, problems, hung, restarts, leases }, missing) = self.read(py, read)?;
         let health = PyDict::new(py);
         health.set_item(
             "state",
@@ -282,7 +307,7 @@ impl NativeRouter {
         health.set_item("ranks", ranks)?;
         let cold: Vec<(u64, u32)> = cold.iter().map(|rank| (rank.worker.0, rank.rank)).collect();
         health.set_item("cold", cold)?;
-        health.set_item("problems", problems)?;
+        health.set_item("problems", [missing, problems].concat())?;
         health.set_item("hung", hung.iter().map(ToString::to_string).collect::<Vec<_>>())?;
         health.set_item("restarts", restarts)?;
         health.set_item("leases", leases)?;
@@ -305,10 +330,9 @@ impl NativeRouter {
     }
 }
 
-fn seconds(deadline: f64) -> PyResult<Duration> {
-    let refused =
-        |_| PyValueError::new_err(format!("deadline is {deadline}, must be a number of seconds of at least 0"));
-    Duration::try_from_secs_f64(deadline).map_err(refused)
+fn seconds(name: &str, given: f64) -> PyResult<Duration> {
+    let refused = |_| PyValueError::new_err(format!("{name} is {given}, must be a number of seconds of at least 0"));
+    Duration::try_from_secs_f64(given).map_err(refused)
 }
 
 fn load_row(py: Python<'_>, load: &PotentialLoad) -> PyResult<Py<PyDict>> {

@@ -56,7 +56,7 @@ def test_recorded_decisions_are_speculative_entries(run):
 
 def test_options_reach_the_router(run):
     async def scenario():
-        workers = {1: {"endpoint": "a", "taints": ["large"]}, 2: {"endpoint": "b", "lora_adapters": ["x"]}}
+        workers = {1: {"endpoint": "http://a", "taints": ["large"]}, 2: {"endpoint": "http://b", "lora_adapters": ["x"]}}
         async with Router(block_size=16, workers=workers) as router:
             for options, worker in (
                 ({"constraints": {"required_taints": ["large"]}}, 1),

@@ -197,7 +197,7 @@ def test_two_loops_in_two_threads_share_a_router():
 
 def test_calls_before_the_start_are_errors():
     with pytest.raises(RuntimeError, match="async with"):
-        Router().health()
+        Router().workers()
 
 
 def child(code: str) -> subprocess.CompletedProcess[str]:

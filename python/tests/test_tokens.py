@@ -1,12 +1,16 @@
 """Token ids from lists, arrays and buffers."""
 
 import array
+import json
 
 import numpy
 import pytest
+from test_types import ROOT
 
 import pointsman
-from pointsman import block_hashes
+from pointsman import Router, block_hashes, errors
+
+TOKENIZER = ROOT / "gateway/tests/data/tokens"
 
 TOKENS = [*range(1000, 1063), 2**32 - 1]
 EXPECTED = block_hashes(TOKENS, 16)
@@ -79,3 +83,50 @@ def test_a_buffer_is_released_after_the_call():
 def test_adapters_and_salts_change_the_hashes():
     assert len({*(tuple(block_hashes(TOKENS, 16, **with_)) for with_ in ({}, {"lora_name": "a"}, {"cache_salt": "a"}))}) == 3
     assert pointsman.__version__
+
+
+def test_texts_and_conversations_have_the_tokens_of_the_gateway(run):
+    cases = json.loads((TOKENIZER / "expected.json").read_text())
+    chats = [case for case in cases["chats"] if case["template"] is None]
+    assert len(chats) > 3 and len(cases["texts"]) > 3
+
+    async def scenario():
+        async with Router(block_size=16, workers=["http://a"], tokenizer=TOKENIZER) as router:
+            for case in cases["texts"]:
+                assert list(await router.tokenize(case["text"])) == case["ids"], case
+            for case in chats:
+                fields = {name: case[name] for name in ("messages", "tools", "add_generation_prompt", "continue_final_message")}
+                ids = await router.tokenize(**fields, chat_template_kwargs=case["kwargs"])
+                assert list(ids) == case["ids"], case["name"]
+            placement = await router.route("Hello", "named")
+            assert placement.request_id == "named"
+            conversation = [{"role": "user", "content": "Hello"}]
+            async with await router.route(messages=conversation, session_id="s") as placement:
+                assert placement.facts()["cached_tokens"] == 0
+            explained = await router.explain(messages=conversation)
+            assert explained["prompt_tokens"] == len(await router.tokenize(messages=conversation))
+            image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}]
+            with pytest.raises(errors.InvalidArgument) as unknown:
+                await router.route(messages=image)
+            assert unknown.value.reason == "no_tokens"
+            with pytest.raises(TypeError, match="a prompt is one of"):
+                await router.route()
+            with pytest.raises(TypeError, match="a prompt is one of"):
+                await router.route("Hello", messages=conversation)
+
+    run(scenario())
+
+
+def test_texts_without_a_tokenizer_and_unusable_files_are_errors(run):
+    async def scenario():
+        async with Router(workers=["http://a"]) as router:
+            for call in (lambda: router.route("Hello"), lambda: router.explain(messages=[])):
+                with pytest.raises(ValueError, match="tokenizer="):
+                    await call()
+        with pytest.raises(errors.StartError, match="no_such_file") as unreadable:
+            await Router(workers=["http://a"], tokenizer="/no_such_file").start()
+        assert unreadable.value.reason == "tokenizer"
+        with pytest.raises(RuntimeError, match="has not started"):
+            await Router().route("Hello")
+
+    run(scenario())
