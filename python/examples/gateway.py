@@ -62,7 +62,16 @@ def application(router: Router, tokenizer_url: str) -> web.Application:
     return app
 
 
-if __name__ == "__main__":
-    block_size, port, *urls = sys.argv[1:]
+def main(block_size, port, *urls):
     fleet = Router(block_size=int(block_size), min_initial_workers=len(urls), discovery=[discovery.ProbedUrls(urls)])
-    web.run_app(application(fleet, urls[0]), host="127.0.0.1", port=int(port))
+    try:
+        web.run_app(application(fleet, urls[0]), host="127.0.0.1", port=int(port))
+    except errors.PointsmanError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        print(next(line for line in __doc__.splitlines() if line.startswith("usage: ")), file=sys.stderr)
+        sys.exit(2)
+    main(*sys.argv[1:])

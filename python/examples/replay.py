@@ -73,4 +73,7 @@ def main(path, ranks="8", image=None):
 
 
 if __name__ == "__main__":
+    if not 2 <= len(sys.argv) <= 4:
+        print(next(line for line in __doc__.splitlines() if line.startswith("usage: ")), file=sys.stderr)
+        sys.exit(2)
     main(*sys.argv[1:])

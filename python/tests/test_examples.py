@@ -4,41 +4,21 @@ import asyncio
 import contextlib
 import importlib
 import json
-import os
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 
 import aiohttp
 import aiohttp.web
+import pytest
+from mock_engines import BINARY, IMPATIENT, engines, free_port
 
 from pointsman import Router, discovery, metrics
 
-BINARY = os.environ["POINTSMAN"]
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 PATIENCE_S = 60
 BLOCK_SIZE = 64
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@contextlib.contextmanager
-def engines(count):
-    """Starts mock engines, and returns their addresses."""
-    with contextlib.ExitStack() as stack:
-        urls = []
-        for seed in range(count):
-            command = [BINARY, "mock-engine", "--port", "0", "--model", "mock", "--time-scale", "0", "--seed", str(seed)]
-            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            stack.callback(process.kill)
-            urls.append(re.search("http://.*", process.stdout.readline()).group())
-        yield urls
 
 
 @contextlib.contextmanager
@@ -167,6 +147,29 @@ def test_the_example_gateway_serves_as_a_program():
         port = free_port()
         with running([sys.executable, "-W", "error", str(EXAMPLES / "gateway.py"), str(BLOCK_SIZE), str(port), *urls]):
             assert asyncio.run(chat(port))["usage"]["completion_tokens"] == 4
+
+
+def example(name, *arguments):
+    """Runs an example to its end: status, output and errors. Its routers wait a second for their workers."""
+    run = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-W", "error", "-c", f"{IMPATIENT}; {run}", str(EXAMPLES / name), *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("name", ["gateway.py", "replay.py"])
+def test_examples_print_their_usage(name):
+    status, output, errors = example(name)
+    assert (status, output) == (2, "") and errors.startswith(f"usage: {name} ") and errors.count("\n") == 1
+
+
+def test_the_example_gateway_names_an_engine_that_does_not_fit():
+    with engines(1) as urls:
+        status, _, errors = example("gateway.py", 16, free_port(), *urls)
+    assert status == 1
+    warning, error = errors.splitlines()
+    assert "discovery source failed" in warning
+    assert re.fullmatch(rf"error: 0 of 1 workers registered .*{urls[0]}.* 64, must be 16.*", error), error
 
 
 def test_the_replay_reports_hit_rate_and_load_by_rank(tmp_path):
