@@ -44,7 +44,7 @@ fn with_workers(workers: &[Scripted; 2], media_uuids: bool) -> Settings {
     let model = &mut settings.models[0];
     model.tokens = tokens_settings(media_uuids);
     model.router.policy = Policy::Kv.into();
-    model.router.block_size = BLOCK_SIZE;
+    model.router.block_size = Some(BLOCK_SIZE);
     settings
 }
 

@@ -360,7 +360,7 @@ impl SnapshotSource for Damaged {
 /// A gateway of this process, with the engines as workers.
 async fn gateway(engines: &[MockEngine], warm_up_ms: u64) -> (Gateway, Router) {
     let mut model = ModelSettings::named("mock");
-    model.router.block_size = BLOCK_SIZE;
+    model.router.block_size = Some(BLOCK_SIZE);
     model.tokens.source = TokenSourceChoice::None;
     let mut settings = Settings { models: vec![model], ..Settings::default() };
     settings.gateway.listen = SocketAddr::from(([127, 0, 0, 1], 0));

@@ -189,8 +189,8 @@ fn the_router_of_a_model_overrides_the_shared_router() {
     "#;
     let loaded = sources(text, &[("POINTSMAN_ROUTER_SEED", "3")], &[]).load().expect("accepted");
     let [one, two] = &loaded.settings.models[..] else { panic!("two models") };
-    assert_eq!((one.router.pool.as_str(), one.router.block_size, one.router.seed), ("org_one", 16, 2));
-    assert_eq!((two.router.pool.as_str(), two.router.block_size, two.router.seed), ("second", 16, 3));
+    assert_eq!((one.router.pool.as_str(), one.router.block_size, one.router.seed), ("org_one", Some(16), 2));
+    assert_eq!((two.router.pool.as_str(), two.router.block_size, two.router.seed), ("second", Some(16), 3));
     assert_eq!((one.router.queue.classes.len(), two.router.queue.classes.len()), (1, 0));
     assert_eq!(one.tokens.source, TokenSourceChoice::None);
     assert_eq!(two.workers_file.as_deref(), Some(Path::new("/etc/two.toml")));
@@ -384,7 +384,7 @@ fn moved_names_are_rejected_with_the_new_name() {
 fn only_effective_values_are_validated() {
     let text = "[router]\nblock_size = 0\n";
     let loaded = loaded(text, &[("POINTSMAN_ROUTER_BLOCK_SIZE", "16")]);
-    assert_eq!(loaded.settings.models[0].router.block_size, 16);
+    assert_eq!(loaded.settings.models[0].router.block_size, Some(16));
     let text = format!("{text}{MODEL}[models.router]\nblock_size = 8\n");
     assert!(sources(&text, &[], &[]).load().is_ok(), "no model uses it");
 }

@@ -154,15 +154,15 @@ fn engines_of_other_pools_are_rejected_with_a_reason() {
         error.to_string()
     };
     assert_eq!(
-        refused(sglang(SERVER_INFO), Expected { block_size: 64, ..expected() }),
-        "its block size is 16, must be 64, which is the pool's"
+        refused(sglang(SERVER_INFO), Expected { block_size: Some(64), ..expected() }),
+        "its block size is 16, must be 64, as router.block_size sets"
     );
     assert_eq!(
         refused(vllm(MODELS, METRICS).expect("sense"), Expected { model: Some("llama".to_owned()), ..expected() }),
         r#"it serves {"qwen"}, must serve "llama""#
     );
     assert!(refused(sglang(&SERVER_INFO.replace("5559", "65535")), expected()).contains("65535"), "no second port");
-    let lenient = Expected { model: None, block_size: 64, block_size_must_match: false };
+    let lenient = Expected { model: None, block_size: Some(64), block_size_must_match: false };
     assert_eq!(complete(sglang(SERVER_INFO), &lenient).map(|config| config.total_kv_blocks), Ok(Some(1024)));
     let gap = vllm(MODELS, &METRICS.replace("engine=\"1\"", "engine=\"2\"")).expect_err("rank 1 is missing");
     assert_eq!(gap.to_string(), "its ranks are {0, 2}, must be in a row");
