@@ -4,23 +4,42 @@
 //! the commands.
 
 mod demo_gateway;
+mod output;
 
+use std::ffi::OsString;
 use std::fs::{self, File};
-use std::net::SocketAddr;
+use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use clap::builder::PossibleValuesParser;
+use clap::error::{ContextKind, ContextValue};
 use clap::{Args, Parser, Subcommand};
+use pointsman::policy::Policy;
 use pointsman_gateway::live::keys;
 use pointsman_gateway::live::top::{self, TopError, TopOptions};
 use pointsman_gateway::replay::{ReplayArgs, replay_decisions};
 use pointsman_gateway::serve::{self, ProcessLimits};
-use pointsman_gateway::settings::{ConfigFile, Flag, Loaded, LogFormat, Secrets, Sources};
+use pointsman_gateway::settings::{ConfigFile, Flag, LoadError, LoadErrors, Loaded, LogFormat, Secrets, Sources};
 use pointsman_trial::demo::{Demo, DemoConfig, Progress};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 
 use demo_gateway::OneModel;
+use output::{Stop, ended, print, print_error};
+
+/// A `serve` command that works, for the error without arguments.
+const EXAMPLE: &str = "pointsman serve --model Qwen/Qwen3-8B --worker http://127.0.0.1:8000";
+
+/// Flags of other servers, with those of `serve` that have their effect.
+const FOREIGN_FLAGS: [(&str, &str); 6] = [
+    ("--port", "--listen"),
+    ("--host", "--listen"),
+    ("--bind", "--listen"),
+    ("--block-size", "--set router.block_size=16"),
+    ("--kv-block-size", "--set router.block_size=16"),
+    ("--api-key", "--set gateway.worker_api_key_file=FILE"),
+];
 
 /// Routes each LLM request to the engine rank with the lowest expected cost.
 #[derive(Debug, Parser)]
@@ -34,25 +53,24 @@ struct Cli {
 enum Command {
     /// Prints the version and exits.
     Version,
-    /// Runs the gateway: OpenAI's API in front of engines. docs/gateway.md describes its settings.
+    /// Runs the gateway: OpenAI's API in front of engines.
+    #[command(after_help = SERVE_HELP)]
     Serve(Box<SettingsArgs>),
     /// Checks the arguments of `serve` and prints every effective setting with its origin: file, environment, flag or
     /// default. On errors prints all problems and exits with 2.
     CheckConfig(Box<SettingsArgs>),
     /// Runs an LLM engine without a GPU: it answers OpenAI requests with generated tokens in modelled time and
-    /// publishes KV events of its prefix cache like vLLM or SGLang. Ends on Ctrl-C. docs/mock-engine.md has endpoints
-    /// and examples.
+    /// publishes KV events of its prefix cache like vLLM or SGLang. Ends on Ctrl-C.
     MockEngine(Box<MockConfig>),
     /// Decides recorded decisions again, from files that the gateway has written (gateway.decision_path), and compares each
     /// choice bit for bit. With --policy or --set it decides them under other settings, and reports what would have changed.
-    /// Exits with 1 if a choice differs from the recorded one. docs/flight-recorder.md has examples.
+    /// Exits with 1 if a choice differs from the recorded one.
     ReplayDecisions(ReplayArgs),
     /// Measures cache-aware routing: four mock engines of two ranks and the gateway serve the same requests round robin
     /// and with the default policy, then a table follows. Takes less than a minute. Exits with 1 if requests failed.
-    /// docs/quick-start.md explains the table.
     Demo(DemoConfig),
     /// Shows the state of a running gateway in the terminal: the live page of its administration listener. Keys: q quits,
-    /// j and k scroll. docs/live-page.md explains the columns.
+    /// j and k scroll.
     Top(TopArgs),
 }
 
@@ -86,14 +104,26 @@ struct SettingsArgs {
     #[arg(long, value_name = "NAME", requires = "worker")]
     model: Option<String>,
     /// Address of an engine of that model, which is probed for its configuration. Repeatable.
-    #[arg(long, value_name = "URL", requires = "model")]
+    #[arg(long, value_name = "URL", requires = "model", value_parser = worker_url)]
     worker: Vec<String>,
-    /// Listen address for clients (gateway.listen).
+    /// The tokenizer.json of that model (tokens.tokenizer_file). Without it the engines tokenize, if they can.
+    #[arg(long, value_name = "FILE", requires = "model")]
+    tokenizer: Option<String>,
+    /// Chat template of that model: a Jinja file or a tokenizer_config.json (tokens.chat_template_file).
+    #[arg(long, value_name = "FILE", requires = "model")]
+    chat_template: Option<String>,
+    /// Routing policy (router.policy) [default: latency].
+    #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(Policy::ALL.map(Policy::name)))]
+    policy: Option<String>,
+    /// Listen address for clients (gateway.listen): IP:PORT, or a port of 127.0.0.1.
     #[arg(long, value_name = "ADDR")]
-    listen: Option<SocketAddr>,
+    listen: Option<String>,
+    /// Shares the listen addresses with another gateway that runs, to replace it (gateway.reuse_port).
+    #[arg(long)]
+    reuse_port: bool,
     /// Listen address for operators (admin.listen).
     #[arg(long, value_name = "ADDR")]
-    admin_listen: Option<SocketAddr>,
+    admin_listen: Option<String>,
     /// File with the token of operators (admin.token_file).
     #[arg(long, value_name = "FILE")]
     admin_token_file: Option<String>,
@@ -110,14 +140,44 @@ struct SettingsArgs {
     /// (picker.conformance=true). Clients can then bypass its choice.
     #[arg(long)]
     conformance: bool,
-    /// Any other setting of gateway, admin, picker, replicas or router, such as router.block_size=16. Repeatable.
+    /// Any other setting of gateway, admin, picker, replicas or router, such as router.block_size=16, and of the model
+    /// above, such as tokens.source=engine or model.messages=pass. Repeatable.
     #[arg(long, value_name = "SECTION.KEY=VALUE", value_parser = setting_and_value)]
     set: Vec<(String, String)>,
 }
 
+/// Advice below the flags of `serve`.
+const SERVE_HELP: &str = "\
+Example:
+  pointsman serve --model Qwen/Qwen3-8B --worker http://127.0.0.1:8000 --worker http://127.0.0.1:8001
+
+Tokens:    --tokenizer FILE computes them here. Without it each prompt is sent to /tokenize of an engine first.
+KV events: read from engines that report where they publish them. For others name the endpoints in a file (kv_events of
+           a worker), or predict their caches from routing decisions: --set router.events.mode=auto
+
+check-config takes the same arguments and prints all settings with their defaults.";
+
 fn setting_and_value(text: &str) -> Result<(String, String), String> {
     let (setting, value) = text.split_once('=').ok_or("must be SECTION.KEY=VALUE")?;
     Ok((setting.to_owned(), value.to_owned()))
+}
+
+/// The address of a worker, with the scheme that it usually lacks.
+#[expect(clippy::unnecessary_wraps, reason = "the signature of a value parser")]
+fn worker_url(text: &str) -> Result<String, String> {
+    Ok(if text.contains("://") { text.to_owned() } else { format!("http://{text}") })
+}
+
+/// A listen address, resolved if it contains a host name. The loader checks it.
+fn listen_address(text: &str) -> String {
+    let is_name = !text.starts_with("localhost:") && text.parse::<SocketAddr>().is_err();
+    let mut resolved: Vec<SocketAddr> = match text.rsplit_once(':') {
+        Some((host, _)) if is_name && !host.is_empty() => text.to_socket_addrs().map(Iterator::collect),
+        _ => Ok(Vec::new()),
+    }
+    .unwrap_or_default();
+    resolved.sort_by_key(SocketAddr::is_ipv6);
+    resolved.first().map_or_else(|| text.to_owned(), ToString::to_string)
 }
 
 impl SettingsArgs {
@@ -136,7 +196,18 @@ impl SettingsArgs {
             Err(problem) => return Err(refused(&sources, problem)),
         }
         let log_format = sources.log_format();
-        sources.load().map_err(|errors| Refused { log_format, problems: errors.to_string() })
+        sources.load().map_err(|errors| Refused { log_format, problems: self.problems(errors) })
+    }
+
+    /// The problems as lines. Those of a command without any model begin with an example.
+    fn problems(&self, LoadErrors(mut errors): LoadErrors) -> String {
+        let is_bare = self.config.is_none() && self.model.is_none();
+        let mut text = String::new();
+        if is_bare {
+            errors.retain(|error| !matches!(error, LoadError::Value { setting, .. } if setting == "models"));
+            text = format!("no model is given: give --model and --worker, or --config FILE, as in: {EXAMPLE}\n");
+        }
+        text + &LoadErrors(errors).to_string()
     }
 
     fn flags(&self) -> Vec<Flag> {
@@ -145,15 +216,20 @@ impl SettingsArgs {
             setting: setting.clone(),
             value: value.clone(),
         });
-        let address = |address: Option<SocketAddr>| address.map(|address| address.to_string());
+        let address = |address: &Option<String>| address.as_deref().map(listen_address);
+        let switch = |is_on: bool| is_on.then(|| "true".to_owned());
         let short = [
-            ("--listen", "gateway.listen", address(self.listen)),
-            ("--admin-listen", "admin.listen", address(self.admin_listen)),
+            ("--listen", "gateway.listen", address(&self.listen)),
+            ("--reuse-port", "gateway.reuse_port", switch(self.reuse_port)),
+            ("--policy", "router.policy", self.policy.clone()),
+            ("--tokenizer", "tokens.tokenizer_file", self.tokenizer.clone()),
+            ("--chat-template", "tokens.chat_template_file", self.chat_template.clone()),
+            ("--admin-listen", "admin.listen", address(&self.admin_listen)),
             ("--admin-token-file", "admin.token_file", self.admin_token_file.clone()),
             ("--log-level", "gateway.log_level", self.log_level.clone()),
             ("--log-format", "gateway.log_format", self.log_format.clone()),
             ("--otlp-endpoint", "gateway.otlp_endpoint", self.otlp_endpoint.clone()),
-            ("--conformance", "picker.conformance", self.conformance.then(|| "true".to_owned())),
+            ("--conformance", "picker.conformance", switch(self.conformance)),
         ];
         let short = short.into_iter().filter_map(|(name, setting, value)| {
             Some(Flag { name: name.to_owned(), setting: setting.to_owned(), value: value? })
@@ -183,8 +259,8 @@ fn environment() -> Vec<(String, String)> {
 }
 
 fn main() -> ExitCode {
-    match Cli::parse().command {
-        Command::Version => answered(Ok(format!("pointsman {}\n", env!("CARGO_PKG_VERSION")))),
+    match arguments().command {
+        Command::Version => ended(print(format_args!("pointsman {}\n", env!("CARGO_PKG_VERSION")))),
         Command::Serve(args) => match args.load() {
             Ok(loaded) => serve::run(
                 loaded.settings,
@@ -194,34 +270,35 @@ fn main() -> ExitCode {
         },
         Command::CheckConfig(args) => {
             let loaded = args.load().map_err(|refused| refused.problems);
-            answered(loaded.and_then(|loaded| check_config(&loaded)))
+            let checked = loaded.and_then(|loaded| check_config(&loaded)).map_err(Stop::Problem);
+            ended(checked.and_then(print))
         }
-        Command::MockEngine(config) => answered(mock_engine(*config)),
+        Command::MockEngine(config) => ended(mock_engine(*config)),
         Command::ReplayDecisions(args) => match replay_decisions(&args) {
             Ok(report) => {
-                let status = answered(Ok(report.to_string()));
+                let status = ended(print(&report));
                 if report.is_equal() { status } else { ExitCode::from(1) }
             }
-            Err(problem) => answered(Err(format!("{problem}\n"))),
+            Err(problem) => ended(Err(Stop::Problem(problem.to_string()))),
         },
         Command::Demo(config) => demo(&config),
-        Command::Top(args) => answered(top(args)),
+        Command::Top(args) => ended(top(args)),
     }
 }
 
-/// Prints the output of a command, or its problems.
-#[expect(clippy::print_stdout, reason = "the output is the result of the command")]
-fn answered(answer: Result<String, String>) -> ExitCode {
-    match answer {
-        Ok(answer) => {
-            print!("{answer}");
-            ExitCode::SUCCESS
-        }
-        Err(problems) => {
-            eprint!("{problems}");
-            ExitCode::from(2)
-        }
+/// The command line. Ends the process for help and for errors.
+fn arguments() -> Cli {
+    let mut arguments: Vec<OsString> = std::env::args_os().collect();
+    if arguments.get(1).is_some_and(|command| command == "help") {
+        arguments.retain(|argument| argument != "--help" && argument != "-h");
     }
+    Cli::try_parse_from(arguments).unwrap_or_else(|mut error| {
+        let flag = error.get(ContextKind::InvalidArg).map(ToString::to_string).unwrap_or_default();
+        if let Some((_, own)) = FOREIGN_FLAGS.iter().find(|(foreign, _)| *foreign == flag) {
+            error.insert(ContextKind::SuggestedArg, ContextValue::String((*own).to_owned()));
+        }
+        error.exit()
+    })
 }
 
 /// The effective settings, or one line per unusable file.
@@ -237,48 +314,63 @@ fn check_config(loaded: &Loaded) -> Result<String, String> {
         return Err(problems);
     }
     let limits = ProcessLimits::of(settings);
-    settings.warnings().into_iter().chain(limits.warning()).for_each(|warning| eprintln!("warning: {warning}"));
+    settings
+        .warnings()
+        .into_iter()
+        .chain(limits.warning())
+        .for_each(|warning| print_error(format_args!("warning: {warning}")));
     Ok(format!("{loaded}\n{limits}"))
 }
 
 /// Runs an engine until interrupted, and prints its addresses once it is ready.
-#[expect(clippy::print_stdout, reason = "the address is the result of the command")]
-fn mock_engine(config: MockConfig) -> Result<String, String> {
-    let runtime = tokio::runtime::Runtime::new().map_err(|error| format!("no runtime: {error}\n"))?;
-    runtime.block_on(async {
-        let engine = MockEngine::start(config).await.map_err(|error| format!("{error}\n"))?;
-        println!("listening on {}", engine.url());
+fn mock_engine(config: MockConfig) -> Result<(), Stop> {
+    runtime()?.block_on(async {
+        let engine = MockEngine::start(config).await.map_err(|error| Stop::Problem(error.to_string()))?;
+        let mut addresses = format!("listening on {}\n", engine.url());
         for rank in 0..engine.config().data_parallel_size {
-            println!("rank {rank}: events {}, replay {}", engine.event_endpoint(rank), engine.replay_endpoint(rank));
+            let (events, replay) = (engine.event_endpoint(rank), engine.replay_endpoint(rank));
+            addresses += &format!("rank {rank}: events {events}, replay {replay}\n");
         }
-        tokio::signal::ctrl_c().await.map_err(|error| format!("cannot install the interrupt handler: {error}\n"))?;
+        let until_interrupted = async {
+            print(addresses)?;
+            interrupted().await
+        };
+        let ended = until_interrupted.await;
         engine.shutdown().await;
-        Ok(String::new())
+        ended
     })
 }
 
+fn runtime() -> Result<tokio::runtime::Runtime, Stop> {
+    tokio::runtime::Runtime::new().map_err(|error| Stop::Problem(format!("no runtime: {error}")))
+}
+
+async fn interrupted() -> Result<(), Stop> {
+    let failed = |error| Stop::Problem(format!("cannot install the interrupt handler: {error}"));
+    tokio::signal::ctrl_c().await.map_err(failed)
+}
+
 /// Draws the state of a gateway until a key or a signal ends it.
-fn top(args: TopArgs) -> Result<String, String> {
+fn top(args: TopArgs) -> Result<(), Stop> {
     let TopArgs { admin, token_file, model, ranks, once } = args;
-    let token = top::read_token(&token_file).map_err(|problem| format!("{problem}\n"))?;
+    let token = top::read_token(&token_file).map_err(Stop::Problem)?;
     let options = TopOptions { url: admin, token, model, ranks_max: ranks, has_colours: !once, size: keys::size };
-    let runtime = tokio::runtime::Runtime::new().map_err(|error| format!("no runtime: {error}\n"))?;
-    runtime.block_on(async {
-        let failed = |error: TopError| format!("{error}\n");
+    let failed = |error: TopError| match error {
+        TopError::Output(error) => Stop::from(error),
+        error => Stop::Problem(error.to_string()),
+    };
+    runtime()?.block_on(async {
         let mut output = std::io::stdout();
         if once {
-            return top::once(&options, &mut output).await.map(|()| String::new()).map_err(failed);
+            return top::once(&options, &mut output).await.map_err(failed);
         }
         let mut pressed = keys::read_keys();
-        let _screen = keys::Screen::enter().map_err(|error| format!("cannot write: {error}\n"))?;
+        let _screen = keys::Screen::enter()?;
         tokio::select! {
             biased;
-            interrupted = tokio::signal::ctrl_c() => {
-                interrupted.map_err(|error| format!("cannot install the interrupt handler: {error}\n"))?;
-            }
-            ended = top::watch(&options, &mut pressed, &mut output) => ended.map_err(failed)?,
+            interrupted = interrupted() => interrupted,
+            ended = top::watch(&options, &mut pressed, &mut output) => ended.map_err(failed),
         }
-        Ok(String::new())
     })
 }
 
@@ -286,41 +378,38 @@ fn top(args: TopArgs) -> Result<String, String> {
 fn demo(config: &DemoConfig) -> ExitCode {
     match run_demo(config) {
         Ok(is_clean) => ExitCode::from(u8::from(!is_clean)),
-        Err(problem) => {
-            eprintln!("{problem}");
-            ExitCode::from(2)
-        }
+        Err(stop) => ended(Err(stop)),
     }
 }
 
 /// Whether every request succeeded.
-#[expect(clippy::print_stdout, reason = "the report is the result of the command")]
-fn run_demo(config: &DemoConfig) -> Result<bool, String> {
-    let runtime = tokio::runtime::Runtime::new().map_err(|error| format!("no runtime: {error}"))?;
-    runtime.block_on(async {
-        let demo = Demo::<OneModel>::run(config, &Progress::stderr()).await.map_err(|error| error.to_string())?;
+fn run_demo(config: &DemoConfig) -> Result<bool, Stop> {
+    runtime()?.block_on(async {
+        let demo = Demo::<OneModel>::run(config, &Progress::stderr()).await;
+        let demo = demo.map_err(|error| Stop::Problem(error.to_string()))?;
         let report = demo.report();
         let is_clean = report.is_clean();
-        if config.json {
-            println!("{}", report.json());
-        } else {
-            print!("{report}");
-        }
-        if config.stay {
-            // With `--json`, stdout contains only the JSON object.
-            if config.json {
-                eprint!("{}", demo.addresses())
-            } else {
-                print!("{}", demo.addresses())
+        let shown = async {
+            match config.json {
+                true => print(format_args!("{}\n", report.json()))?,
+                false => print(report)?,
             }
-            tokio::select! {
-                interrupted = tokio::signal::ctrl_c() => {
-                    interrupted.map_err(|error| format!("cannot install the interrupt handler: {error}"))?;
+            if config.stay {
+                // With `--json`, stdout contains only the JSON object.
+                match config.json {
+                    true => print_error(demo.addresses()),
+                    false => print(demo.addresses())?,
                 }
-                () = demo.keep_busy() => {}
+                tokio::select! {
+                    biased;
+                    interrupted = interrupted() => interrupted?,
+                    () = demo.keep_busy() => {}
+                }
             }
-        }
+            Ok(is_clean)
+        };
+        let shown = shown.await;
         demo.shutdown().await;
-        Ok(is_clean)
+        shown
     })
 }

@@ -239,7 +239,9 @@ async fn a_successor_starts_at_the_same_addresses_while_its_predecessor_drains()
     let token = directory("successor").join("token");
     std::fs::write(&token, "0123456789abcdef").expect("a file");
     let (listen, admin) = (free_address(), free_address());
-    let flags = ["--listen", &listen, "--admin-listen", &admin, "--admin-token-file", token.to_str().expect("text")];
+    let token = token.to_str().expect("text");
+    // The administration listener stays open until the exit.
+    let flags = ["--listen", &listen, "--admin-listen", &admin, "--admin-token-file", token, "--reuse-port"];
     let mut first = start_with(&engine, &flags).await;
     let (stream, _) = begun(first.address, 0, 1000).await;
     first.signal("TERM");
@@ -348,7 +350,7 @@ async fn start_on(socket: &TcpListener, engine: &MockEngine) -> Process {
     // Requests that arrive before the first probe of the engine wait for it.
     command.args(["--set", "gateway.hold_without_endpoints_ms=60000"]);
     let input: OwnedFd = socket.try_clone().expect("a descriptor").into();
-    let process = Process::start_with_input(command, Stdio::from(input)).await;
+    let process = Process::start_with(command, Stdio::from(input), Stdio::null()).await;
     assert_eq!(process.address.to_string(), address);
     process
 }

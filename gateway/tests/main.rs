@@ -11,6 +11,7 @@ mod alerts;
 mod audits;
 mod block_sizes;
 mod check_config;
+mod command_line;
 mod demo;
 mod descriptors;
 mod disaggregation;

@@ -18,8 +18,9 @@ use ring::digest;
 use ring::rand::{SecureRandom as _, SystemRandom};
 use tokio::net::TcpListener;
 
+use crate::serve::ListenError;
 use crate::serve::TlsError;
-use crate::serve::listener::bind;
+use crate::serve::listener::{PassedSockets, Reserved};
 use crate::settings::{ReplicasSettings, Secret};
 use direct::{DirectBus, DirectOptions, Peers};
 pub(crate) use nats::is_server_url;
@@ -36,13 +37,8 @@ const SNAPSHOTS_AT_ONCE: usize = 2;
 #[derive(Debug, thiserror::Error)]
 pub enum ReplicasError {
     /// Listen failure.
-    #[error("replicas.listen: cannot listen at {address}: {error}")]
-    Listen {
-        /// Listen address.
-        address: SocketAddr,
-        /// System error.
-        error: std::io::Error,
-    },
+    #[error(transparent)]
+    Listen(#[from] ListenError),
     /// Certificate chain, key or authority.
     #[error("replicas: {0}")]
     Tls(#[from] TlsError),
@@ -70,16 +66,17 @@ enum Transport {
 
 impl Replicas {
     /// Starts the transport of valid settings, with the content of `key_file`, on the current runtime. Peers are
-    /// connected in the background, so no failure of theirs is an error.
+    /// connected in the background, so no failure of theirs is an error. `reuse_port` shares the listen address.
     ///
     /// # Errors
     /// See [`ReplicasError`].
-    pub fn start(settings: &ReplicasSettings, key: Option<Secret>) -> Result<Self, ReplicasError> {
+    pub fn start(settings: &ReplicasSettings, reuse_port: bool, key: Option<Secret>) -> Result<Self, ReplicasError> {
         if let Some(url) = &settings.nats {
             return Self::start_nats(url.clone(), settings, key);
         }
         let address = settings.listen.ok_or(ReplicasError::NoAddress)?;
-        let listener = bind(address).map_err(|error| ReplicasError::Listen { address, error })?;
+        let passed = &mut PassedSockets::default();
+        let listener = Reserved::of(address, "replicas.listen", reuse_port, passed)?.listen()?;
         Self::start_on(listener, settings, key)
     }
 

@@ -41,7 +41,8 @@ use tower::Service as _;
 use acceptor::{Accepted, Acceptor};
 use busy::{Busy, BusyBody};
 pub(crate) use passed::PassedSockets;
-pub(crate) use socket::bind;
+pub use socket::ListenError;
+pub(crate) use socket::{Reserved, ReservedSockets};
 use stall::StallGuard;
 
 /// Maximum length of a request head, and of buffered unread data; HTTP/1.1 may exceed it by one read. Together with the connection limit this bounds

@@ -60,7 +60,7 @@ use current::Current;
 use decision_files::DecisionFiles;
 use ids::Ids;
 use limits::{ADMIN_CONNECTIONS_MAX, OVERFLOW_CONNECTIONS_MAX};
-use listener::{LINGER, Listener, ListenerOptions, Overflow, PassedSockets};
+use listener::{LINGER, Listener, ListenerOptions, Overflow, PassedSockets, ReservedSockets};
 use log_throttle::LogThrottle;
 use models::Models;
 use ready::Readiness;
@@ -70,7 +70,7 @@ use telemetry::Metrics;
 
 pub use admin::TokenError;
 pub use limits::ProcessLimits;
-pub use listener::Drained;
+pub use listener::{Drained, ListenError};
 pub use models::ModelError;
 pub use reload::{LastReload, LoadSettings, ReloadError, ReloadStatus};
 pub use run::{Ended, Signal, refuse, run, run_until};
@@ -102,13 +102,8 @@ pub enum GatewayError {
     #[error(transparent)]
     Replicas(#[from] ReplicasError),
     /// Listen failure.
-    #[error("cannot listen at {address}: {error}")]
-    Listen {
-        /// Listen address.
-        address: SocketAddr,
-        /// System error.
-        error: std::io::Error,
-    },
+    #[error(transparent)]
+    Listen(#[from] ListenError),
     /// Exporter of traces.
     #[error("cannot export traces to {endpoint}: {reason}")]
     Otlp {
@@ -246,13 +241,17 @@ impl Gateway {
         limits.log();
         // Unreadable files are detected before anything runs.
         let files = Files::read(&settings, &limits).await?;
+        let reserved = ReservedSockets::of(&settings, &mut sockets)?;
         let trust = WorkerTrust::read(&settings);
         let tls = worker_tls(settings.gateway.worker_ca_file.as_deref())?;
         let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms))
             .with_key(files.secrets.worker_api_key.as_ref().and_then(Secret::bearer));
         // The bus of the routers of all models.
         let replicas = match &settings.replicas {
-            Some(replicas) => Some(Replicas::start(replicas, files.secrets.replicas_key.clone())?),
+            Some(replicas) => {
+                let key = files.secrets.replicas_key.clone();
+                Some(Replicas::start(replicas, settings.gateway.reuse_port, key)?)
+            }
             None => None,
         };
         let (snapshots, bus) = (settings.gateway.snapshot_path.as_deref(), replicas.as_ref().map(Replicas::bus));
@@ -261,7 +260,7 @@ impl Gateway {
             Some(picker) => Some((picker.clone(), tls::picker(picker)?)),
             None => None,
         };
-        let (listen, admin_listen) = (settings.gateway.listen, settings.admin.as_ref().map(|admin| admin.listen));
+        let listen = settings.gateway.listen;
         let mut upkeep = JoinSet::new();
         if let Some(metrics) = metrics.clone() {
             upkeep.spawn(metrics.keep_up());
@@ -273,15 +272,9 @@ impl Gateway {
         upkeep.spawn(warm::write_periodically(current.clone()));
         let decision_files = Arc::new(DecisionFiles::default());
         upkeep.spawn(Arc::clone(&decision_files).write_continuously(current.clone()));
-        // After the first bind succeeds, nothing else may fail.
-        let mut bind = |address| {
-            let socket = sockets.take(address).unwrap_or_else(|| listener::bind(address));
-            socket.map_err(|error| GatewayError::Listen { address, error })
-        };
-        let (socket, admin_socket) = (bind(listen)?, admin_listen.map(&mut bind).transpose()?);
-        let picker_socket = picker.as_ref().map(|(picker, _)| bind(picker.listen)).transpose()?;
-        sockets.warn_of_unused();
-        let failed = |error| GatewayError::Listen { address: listen, error };
+        // After the first socket listens, nothing else may fail.
+        let (socket, admin_socket, picker_socket) = reserved.listen()?;
+        let failed = |error| ListenError::of(listen, "gateway.listen", error);
         let overflow =
             Overflow { connections_max: OVERFLOW_CONNECTIONS_MAX, routes: routes::overflow(current.clone()) };
         let client_options = files.listener.clone();

@@ -112,7 +112,12 @@ pub(crate) const METRICS: &[(&str, Kind, &[&str], &str)] = &[
         "Time at which the running configuration was applied, at startup or by a reload, in seconds since 1970.",
     ),
     ("pointsman_gateway_config_restart_needed", Kind::Gauge, &[], "Number of changed settings that need a restart."),
-    ("pointsman_gateway_log_lines_dropped_total", Kind::Counter, &[], "Log lines dropped because of a full buffer."),
+    (
+        "pointsman_gateway_log_lines_dropped_total",
+        Kind::Counter,
+        &[],
+        "Log lines dropped because of a full buffer or a failed write.",
+    ),
 ];
 
 /// Metric kind.

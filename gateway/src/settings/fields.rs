@@ -4,7 +4,7 @@
 
 use std::fmt;
 use std::iter::once;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::LazyLock;
 
 use pointsman::RouterConfig;
@@ -150,9 +150,19 @@ impl FieldKind {
             Self::Number => text.parse().ok().map(Value::Float),
             Self::Choice(names) => names.contains(&text).then(|| Value::from(text)),
             Self::Text | Self::File => (!text.is_empty()).then(|| Value::from(text)),
-            Self::Address => text.parse::<SocketAddr>().is_ok().then(|| Value::from(text)),
+            Self::Address => address(text).map(|address| Value::from(address.to_string())),
             Self::Structured | Self::Nested | Self::Policy => None,
         }
+    }
+}
+
+/// An IP address with a port; `localhost` and a missing host are 127.0.0.1.
+fn address(text: &str) -> Option<SocketAddr> {
+    let port = |text: &str| text.parse::<u16>().ok().map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
+    match text.split_once(':') {
+        None => port(text),
+        Some(("" | "localhost", rest)) => port(rest),
+        Some(_) => text.parse().ok(),
     }
 }
 
@@ -165,7 +175,9 @@ impl fmt::Display for FieldKind {
             Self::Choice(names) => write!(f, "one of {}", names.join(", ")),
             Self::Text => f.write_str("a text, not empty"),
             Self::File => f.write_str("the path of a file"),
-            Self::Address => f.write_str("an IP address with a port, such as 127.0.0.1:8080 or [::]:8080"),
+            Self::Address => {
+                f.write_str("an IP address with a port, such as 127.0.0.1:8080 or 0.0.0.0:8080, or a port of 127.0.0.1")
+            }
             Self::Structured | Self::Nested | Self::Policy => f.write_str("a list or a table"),
         }
     }
@@ -344,6 +356,7 @@ mod tests {
 
     #[test]
     fn words_parse_as_values_of_the_kind() {
+        const LOCAL: &str = "127.0.0.1:80";
         let integer = FieldKind::Integer { max: 10 };
         assert_eq!(integer.parse("10"), Some(Value::Integer(10)));
         for refused in ["11", "-1", "1.0", "", " 1", "ten"] {
@@ -358,8 +371,13 @@ mod tests {
         assert_eq!(FieldKind::Text.parse("x y"), Some(Value::from("x y")));
         assert_eq!(FieldKind::Text.parse(""), None);
         assert_eq!(FieldKind::File.parse(""), None);
-        assert_eq!(FieldKind::Address.parse("[::1]:80"), Some(Value::from("[::1]:80")));
-        assert_eq!(FieldKind::Address.parse("localhost:80"), None);
+        let addresses = [("[::1]:80", "[::1]:80"), ("80", LOCAL), (":80", LOCAL), ("localhost:80", LOCAL)];
+        for (text, address) in addresses {
+            assert_eq!(FieldKind::Address.parse(text), Some(Value::from(address)), "{text}");
+        }
+        for refused in ["", ":", "localhost", "localhost:", "localhost:http", "::1", "10.0.0.1", "65536", "engine:80"] {
+            assert_eq!(FieldKind::Address.parse(refused), None, "{refused:?}");
+        }
         assert_eq!(FieldKind::Structured.parse("[]"), None);
     }
 }

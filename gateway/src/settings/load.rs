@@ -18,11 +18,14 @@ use super::moved::new_name;
 use super::section::{Origin, Section};
 use super::{
     AdminSettings, GatewaySettings, LogFormat, ModelSettings, PickerSettings, ReplicasSettings, SettingError, Settings,
-    TenantSettings,
+    TenantSettings, TokensSettings,
 };
 
 /// Top-level tables of the file.
 const TABLES: [&str; 7] = ["gateway", "admin", "picker", "replicas", "router", "models", "tenants"];
+
+/// Sections of flags. The last two are those of the model on the command line.
+const FLAG_SECTIONS: [&str; 7] = ["gateway", "admin", "picker", "replicas", "router", "tokens", "model"];
 
 /// Sources of settings.
 ///
@@ -107,15 +110,16 @@ impl Sources {
         for (variable, value) in BTreeMap::from_iter(self.variables) {
             loading.read_variable(variable, &value, &self.directory);
         }
-        for flag in self.flags {
-            loading.read_flag(&flag, &self.directory);
-        }
         if let Some((name, worker_urls)) = self.model {
             let n = loading.sections.models.len();
             let mut model = ModelSections::new(n);
             model.own.insert("name", Value::from(name), Origin::Flag("--model".to_owned()));
             model.own.insert("worker_urls", Value::from(worker_urls), Origin::Flag("--worker".to_owned()));
             loading.sections.models.push(model);
+            loading.flag_model = Some(n);
+        }
+        for flag in self.flags {
+            loading.read_flag(&flag, &self.directory);
         }
         loading.finish()
     }
@@ -129,8 +133,37 @@ fn simple_fields(section: &str) -> Vec<Field> {
         "picker" => fields_of::<PickerSettings>(),
         "replicas" => fields_of::<ReplicasSettings>(),
         "router" => router_fields(),
+        "tokens" => fields_of::<TokensSettings>(),
+        "model" => {
+            // The others have flags of their own.
+            let is_settable = |field: &Field| !matches!(field.name, "name" | "worker_urls");
+            fields_of::<ModelFields>().into_iter().filter(is_settable).collect()
+        }
         _ => Vec::new(),
     }
+}
+
+/// Section and name of a setting on the command line: `model.tokens.source` is `tokens.source`.
+fn section_and_name(setting: &str) -> (&str, &str) {
+    let (section, name) = setting.split_once('.').unwrap_or((setting, ""));
+    match (section, name.split_once('.')) {
+        ("model" | "models", Some((section @ ("router" | "tokens"), name))) => (section, name),
+        ("models", _) => ("model", name),
+        _ => (section, name),
+    }
+}
+
+/// The most similar setting: of this section, else of any.
+fn nearest_setting(section: &str, name: &str) -> Option<String> {
+    let fields = simple_fields(section);
+    if let Some(near) = new_name(name).or_else(|| nearest(name, fields.iter().map(|field| field.name))) {
+        return Some(format!("{section}.{near}"));
+    }
+    let name = if name.is_empty() { section } else { name };
+    let all: Vec<_> = FLAG_SECTIONS.into_iter().map(|section| (section, simple_fields(section))).collect();
+    let near = new_name(name).or_else(|| nearest(name, all.iter().flat_map(|(_, fields)| fields).map(|it| it.name)))?;
+    let (section, _) = all.iter().find(|(_, fields)| fields.iter().any(|field| field.name == near))?;
+    Some(format!("{section}.{near}"))
 }
 
 #[derive(Clone, Debug)]
@@ -204,6 +237,8 @@ struct Loading {
     sections: Sections,
     /// Whether the file or a list in it could not be read, so that missing settings are unknown.
     is_partial: bool,
+    /// Position of the model on the command line.
+    flag_model: Option<usize>,
     problems: Vec<LoadError>,
 }
 
@@ -291,21 +326,31 @@ impl Loading {
 
     fn read_flag(&mut self, flag: &Flag, directory: &Path) {
         let origin = Origin::Flag(flag.name.clone());
-        let (section, setting) = flag.setting.split_once('.').unwrap_or((&flag.setting, ""));
-        let fields = simple_fields(section);
-        let Some(field) = fields.iter().find(|field| field.is_named(setting)) else {
-            let near = new_name(setting).or_else(|| nearest(setting, fields.iter().map(|field| field.name)));
+        let (section, name) = section_and_name(&flag.setting);
+        let Some(field) = simple_fields(section).into_iter().find(|field| field.is_named(name)) else {
             self.problems.push(LoadError::Unknown {
                 what: "setting",
                 name: flag.setting.clone(),
-                rule: "one of gateway, admin, picker, replicas or router, such as gateway.listen",
-                near: near.map(|near| format!("{section}.{near}")),
+                rule: "a setting of gateway, admin, picker, replicas, router, tokens or model, such as gateway.listen",
+                near: nearest_setting(section, name),
                 origin,
             });
             return;
         };
-        let section = self.sections.simple(section).expect("section has fields");
-        section.read_text(*field, &flag.value, origin, directory, &mut self.problems);
+        let model = self.flag_model.and_then(|n| self.sections.models.get_mut(n));
+        let section = match (section, model) {
+            ("tokens", Some(model)) => &mut model.tokens,
+            ("model", Some(model)) => &mut model.own,
+            ("tokens" | "model", None) => {
+                let table = if section == "tokens" { "[models.tokens]" } else { "[[models]]" };
+                let rule = format!("given for a model: with --model and --worker, or in {table} of the file");
+                let (setting, value) = (flag.setting.clone(), format!("{:?}", flag.value));
+                self.problems.push(LoadError::Value { setting, value, rule, origin });
+                return;
+            }
+            _ => self.sections.simple(section).expect("section has fields"),
+        };
+        section.read_text(field, &flag.value, origin, directory, &mut self.problems);
     }
 
     fn finish(mut self) -> Result<Loaded, LoadErrors> {

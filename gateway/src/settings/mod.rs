@@ -58,6 +58,8 @@ pub struct Settings {
 pub struct GatewaySettings {
     /// Listen address for clients.
     pub listen: SocketAddr,
+    /// Whether the listeners share their addresses with another gateway of the same user that sets this, too.
+    pub reuse_port: bool,
     /// PEM file of the certificate chain; enables TLS for clients.
     pub tls_certificate_file: Option<PathBuf>,
     /// PEM file of the private key.
@@ -147,6 +149,7 @@ impl Default for GatewaySettings {
     fn default() -> Self {
         Self {
             listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 8080)),
+            reuse_port: false,
             tls_certificate_file: None,
             tls_key_file: None,
             worker_ca_file: None,

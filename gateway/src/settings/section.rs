@@ -137,6 +137,10 @@ impl Section {
                 });
                 continue;
             };
+            // The same forms of an address as in variables and flags.
+            let text = value.as_str().map(str::to_owned).or_else(|| value.as_integer().map(|port| port.to_string()));
+            let address = text.filter(|_| kind == FieldKind::Address).and_then(|text| kind.parse(&text));
+            let value = address.unwrap_or(value);
             let refused = self.refused_parts(name, kind, &value);
             if refused.is_empty() {
                 self.give(name, kind, value, Origin::File, directory);

@@ -35,12 +35,12 @@ pub(crate) struct Process {
 impl Process {
     /// Starts the process and waits until it listens.
     pub(crate) async fn start(command: Command) -> Self {
-        Self::start_with_input(command, Stdio::null()).await
+        Self::start_with(command, Stdio::null(), Stdio::null()).await
     }
 
-    /// As [`Self::start`], with this standard input.
-    pub(crate) async fn start_with_input(mut command: Command, input: Stdio) -> Self {
-        command.stdin(input).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+    /// As [`Self::start`], with this standard input and output.
+    pub(crate) async fn start_with(mut command: Command, input: Stdio, output: Stdio) -> Self {
+        command.stdin(input).stdout(output).stderr(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn().expect("the program exists");
         let mut lines = BufReader::new(child.stderr.take().expect("stream is piped")).lines();
         let (sender, mut log) = unbounded_channel();

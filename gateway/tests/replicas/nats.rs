@@ -94,7 +94,7 @@ impl Transport for Nats {
     async fn start(&self, n: usize) -> Replicas {
         let (nats, id) = (Some(self.url.clone()), Some(format!("replica {n}")));
         let settings = ReplicasSettings { nats, id, ..ReplicasSettings::default() };
-        Replicas::start(&settings, self.key.clone()).expect("valid settings")
+        Replicas::start(&settings, false, self.key.clone()).expect("valid settings")
     }
 }
 

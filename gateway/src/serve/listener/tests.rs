@@ -37,8 +37,14 @@ async fn start(options: ListenerOptions, go: &Arc<Notify>) -> Listener {
     };
     let peer = async |ConnectInfo(peer): ConnectInfo<SocketAddr>| peer.to_string();
     let routes = Router::new().route("/", get(peer)).route("/hang", get(hang));
-    let socket = bind(SocketAddr::from(([127, 0, 0, 1], 0))).expect("free port on loopback");
+    let socket = free_socket();
     Listener::start(socket, options, routes).expect("it has an address")
+}
+
+fn free_socket() -> TcpListener {
+    let address = SocketAddr::from(([127, 0, 0, 1], 0));
+    let reserved = Reserved::of(address, "test", false, &mut PassedSockets::default()).expect("a free port");
+    reserved.listen().expect("nobody else has this port")
 }
 
 async fn connect(listener: &Listener) -> TcpStream {
@@ -363,7 +369,7 @@ async fn a_drain_finishes_five_hundred_open_streams() {
     };
     let routes = Router::new().route("/", get(stream));
     let options = ListenerOptions { connections_max: 500, ..options("streams") };
-    let socket = bind(SocketAddr::from(([127, 0, 0, 1], 0))).expect("a free port");
+    let socket = free_socket();
     let listener = Listener::start(socket, options, routes).expect("it has an address");
     let mut streams = Vec::new();
     for _ in 0..500 {

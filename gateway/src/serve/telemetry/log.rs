@@ -163,7 +163,8 @@ impl Log {
         let (entries, taken) = sync_channel(LINES_MAX);
         let dropped = metrics::counter!("pointsman_gateway_log_lines_dropped_total");
         // Without the thread every line is dropped and counted.
-        drop(std::thread::Builder::new().name("log".to_owned()).spawn(move || write(&taken, sink)));
+        let lost = dropped.clone();
+        drop(std::thread::Builder::new().name("log".to_owned()).spawn(move || write(&taken, sink, &lost)));
         (Self { entries: entries.clone() }, LineWriter { entries, dropped })
     }
 
@@ -175,11 +176,15 @@ impl Log {
     }
 }
 
-fn write(entries: &Receiver<Entry>, mut sink: impl Write) {
+fn write(entries: &Receiver<Entry>, mut sink: impl Write, lost: &Counter) {
     for entry in entries {
         match entry {
-            // Errors of the log sink cannot be reported.
-            Entry::Line(line) => drop(sink.write_all(&line)),
+            // A gateway without a reader of its log continues to serve.
+            Entry::Line(line) => {
+                if sink.write_all(&line).is_err() {
+                    lost.increment(1);
+                }
+            }
             Entry::Flush(written) => drop(written.try_send(())),
         }
     }
