@@ -210,7 +210,7 @@ async fn each_request_writes_one_access_line() {
         line
     };
     let expected = |fields: Value| {
-        let mut line = json!({ "tenant": "acme", "endpoint": "chat", "model": "mock", "worker": url, "attempts": 1, "predicted_cached_tokens": 0 });
+        let mut line = json!({ "tenant": "acme", "endpoint": "chat", "model": "mock", "worker": url, "attempts": 1, "tokens": "off", "predicted_cached_tokens": 0 });
         for (name, value) in fields.as_object().expect("fields") {
             line[name] = value.clone();
         }

@@ -73,7 +73,12 @@ async fn tokens_of(chat: &Value) -> PromptTokens<'static> {
     let messages = Bytes::from(chat["messages"].to_string());
     let prompt = ClientPrompt::Chat(Box::new(ChatParts { messages, ..ChatParts::default() }));
     let tokens = tokens.expect("the files can be used").of(&prompt, None).await;
-    PromptTokens { ids: tokens.ids.into_owned().into(), source: tokens.source, media: tokens.media }
+    PromptTokens {
+        ids: tokens.ids.into_owned().into(),
+        source: tokens.source,
+        missing: tokens.missing,
+        media: tokens.media,
+    }
 }
 
 /// Prompt of the engine: the tokens with one picture of [`IMAGE_TOKENS`] tokens, and the position of the picture.

@@ -385,3 +385,27 @@ async fn new_connections_use_a_renewed_certificate() {
     assert_eq!(kept(&mut after, live).await, Ok(200));
     assert_eq!(kept(&mut before, live).await, Ok(200));
 }
+
+#[tokio::test]
+async fn changed_files_of_a_tokenizer_are_read_again() {
+    let config = r#"
+        [gateway]
+        listen = "127.0.0.1:0"
+        [admin]
+        listen = "127.0.0.1:0"
+        token_file = "token"
+        [[models]]
+        name = "m"
+        worker_urls = ["http://127.0.0.1:9"]
+        tokens = { tokenizer_file = "tokenizer.json" }
+    "#;
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/tokenizer.json");
+    let tokenizer = std::fs::read_to_string(data).expect("a tokenizer");
+    let reloaded = Reloaded::start("reload-tokenizer", config, &[("tokenizer.json", &tokenizer)]).await;
+    assert_eq!(reloaded.admin("POST /admin/reload", TOKEN).await.0, 200);
+    reloaded.write("tokenizer.json", "{}");
+    let (status, refused) = reloaded.admin("POST /admin/reload", TOKEN).await;
+    assert!(status == 422 && refused.to_string().contains("tokenizer.json is no tokenizer"), "{status} {refused}");
+    reloaded.write("tokenizer.json", format!("{tokenizer}\n"));
+    assert_eq!(reloaded.admin("POST /admin/reload", TOKEN).await.0, 200);
+}

@@ -294,10 +294,8 @@ async fn parity_with_an_engine_is_counted() {
     }
 }
 
-#[tokio::test]
-async fn parity_is_equal_for_equal_files() {
-    let (recorder, page) = recorder();
-    let _recording = metrics::set_default_local_recorder(&recorder);
+/// A worker with the tokenizer of [`with_files`].
+async fn equal_worker() -> String {
     let theirs = Arc::new(tokens(&with_files(TokenSourceChoice::Local), &Worker::default()).await);
     let handler = move |body: Bytes| {
         let theirs = Arc::clone(&theirs);
@@ -317,12 +315,97 @@ async fn parity_is_equal_for_equal_files() {
     let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async move { axum::serve(listener, Router::new().route("/tokenize", post(handler))).await.unwrap() });
+    url
+}
+
+#[tokio::test]
+async fn parity_is_equal_for_equal_files() {
+    let (recorder, page) = recorder();
+    let _recording = metrics::set_default_local_recorder(&recorder);
+    let url = equal_worker().await;
     // The worker is registered only after the start.
     let worker = Worker::default();
     let settings = TokensSettings { parity_check: true, ..with_files(TokenSourceChoice::Local) };
     let _tokens = tokens(&settings, &worker).await;
     *worker.0.lock().unwrap() = Some(url);
     await_line(&page, r#"pointsman_gateway_tokens_parity_total{model="m",result="equal"} 3"#).await;
+}
+
+async fn await_source(tokens: &Tokens, source: TokenSource) {
+    let has_source = async {
+        while tokens.source() != source {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(PATIENCE, has_source).await.unwrap_or_else(|_| panic!("the source is {:?}", tokens.source()));
+}
+
+#[tokio::test]
+async fn workers_tokenize_while_the_local_tokenizer_differs() {
+    let (recorder, page) = recorder();
+    let _recording = metrics::set_default_local_recorder(&recorder);
+    let (other, _) = answering(|_| (StatusCode::OK, r#"{"tokens":[1,2,3]}"#.to_owned())).await;
+    let worker = Worker::at(&other);
+    let settings = TokensSettings { parity_check: true, ..with_files(TokenSourceChoice::Auto) };
+    let tokens = tokens(&settings, &worker).await;
+    await_source(&tokens, TokenSource::Engine).await;
+    assert_eq!(tokens_of(&tokens, text("Hello")).await, (vec![1, 2, 3], TokenSource::Engine));
+    let media = chat(r#"[{"role":"user","content":[{"type":"input_audio","input_audio":{}}]}]"#);
+    assert_eq!(tokens_of(&tokens, media).await.1, TokenSource::None, "neither source has tokens of audio");
+    let expected = "the tokenizer differs from that of 1 of 1 workers: workers tokenize the prompts until it is equal; \
+                    update tokens.tokenizer_file";
+    assert_eq!(tokens.warnings()[0], expected);
+    await_line(&page, r#"pointsman_gateway_tokens_source{model="m",source="engine"} 1"#).await;
+
+    // A worker with an equal tokenizer takes its place.
+    *worker.0.lock().unwrap() = Some(equal_worker().await);
+    await_source(&tokens, TokenSource::Local).await;
+    assert_eq!(tokens_of(&tokens, text("Hello")).await.1, TokenSource::Local);
+    assert!(!tokens.warnings().iter().any(|warning| warning.contains("differs")), "{:?}", tokens.warnings());
+    await_line(&page, r#"pointsman_gateway_tokens_source{model="m",source="local"} 1"#).await;
+}
+
+#[tokio::test]
+async fn an_explicit_local_source_stays_and_is_warned_of() {
+    let (other, _) = answering(|_| (StatusCode::OK, r#"{"tokens":[1,2,3]}"#.to_owned())).await;
+    let settings = TokensSettings { parity_check: true, ..with_files(TokenSourceChoice::Local) };
+    let tokens = tokens(&settings, &Worker::at(&other)).await;
+    let warned = async {
+        while tokens.warnings().is_empty() {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(PATIENCE, warned).await.expect("a warning");
+    assert!(tokens.warnings()[0].contains("their cached prefixes are missed"), "{:?}", tokens.warnings());
+    assert_eq!(tokens_of(&tokens, text("Hello")).await.1, TokenSource::Local);
+}
+
+#[tokio::test]
+async fn workers_that_cannot_tokenize_do_not_replace_the_local_tokenizer() {
+    let (recorder, page) = recorder();
+    let _recording = metrics::set_default_local_recorder(&recorder);
+    let (unable, _) = answering(|_| (StatusCode::NOT_FOUND, String::new())).await;
+    let settings = TokensSettings { parity_check: true, ..with_files(TokenSourceChoice::Auto) };
+    let tokens = tokens(&settings, &Worker::at(&unable)).await;
+    await_line(&page, r#"pointsman_gateway_tokens_parity_total{model="m",result="unanswered"} 3"#).await;
+    assert_eq!((tokens.source(), tokens.warnings()), (TokenSource::Local, Vec::new()));
+}
+
+#[tokio::test]
+async fn prompts_without_tokens_are_reported() {
+    let (unable, _) = answering(|_| (StatusCode::NOT_FOUND, String::new())).await;
+    let tokens = tokens(&settings(TokenSourceChoice::Auto), &Worker::at(&unable)).await;
+    assert_eq!(tokens.of(&ClientPrompt::Tokens(vec![1]), None).await.missing, None);
+    assert_eq!(tokens.warnings(), Vec::<String>::new());
+    for _ in 0..5 {
+        assert_eq!(tokens.of(&text("a"), None).await.missing, Some("engine_failed"));
+    }
+    assert_eq!(tokens.of(&text("a"), None).await.missing, Some("engine_paused"));
+    let recent = tokens.recent();
+    assert_eq!((recent.prompts, recent.missing, recent.reason), (7, 6, Some("engine_paused")));
+    let expected = "6 of the last 7 prompts were routed by load only, without tokens (engine_paused): set \
+                    tokens.tokenizer_file (--tokenizer), or raise tokens.engine_timeout_ms";
+    assert_eq!(tokens.warnings(), [expected]);
 }
 
 async fn await_line(page: &PrometheusHandle, line: &str) {

@@ -200,11 +200,6 @@ impl Engine {
         [&self.texts, &self.chats].into_iter().any(|breaker| locked(breaker).is_proven())
     }
 
-    /// Whether texts or chats are paused.
-    pub(super) fn is_paused(&self) -> bool {
-        [&self.texts, &self.chats].into_iter().any(|breaker| locked(breaker).is_paused())
-    }
-
     /// Tokens within the client's time limit.
     pub(super) async fn tokens(&self, input: TokenizeInput<'_>) -> Result<Vec<u32>, NoTokens> {
         let breaker = match input {

@@ -32,11 +32,6 @@ impl Breaker {
         self.is_proven
     }
 
-    /// Whether a pause is in force.
-    pub(super) fn is_paused(&self) -> bool {
-        self.paused_until.is_some()
-    }
-
     /// After a pause only the first query passes until it succeeds.
     pub(super) fn permit_query(&mut self, now: Instant) -> bool {
         match self.paused_until {

@@ -5,6 +5,7 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use minijinja::Value;
 use serde::Deserialize;
@@ -69,6 +70,18 @@ pub(super) fn template_sources(
         sources.special_tokens.extend(token.map(|token| (name.to_owned(), Value::from(token))));
     }
     Ok(sources)
+}
+
+/// Length and time of the last change of a file; `None` for a missing one.
+pub(super) type Stamp = Option<(u64, SystemTime)>;
+
+/// Stamps of all files that a tokenizer is read from.
+pub(super) fn stamps(tokenizer_file: &Path, chat_template_file: Option<&Path>) -> Vec<Stamp> {
+    let beside = ["chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"];
+    let beside = beside.map(|name| tokenizer_file.with_file_name(name));
+    let files = [Some(tokenizer_file), chat_template_file].into_iter().flatten().map(Path::to_owned).chain(beside);
+    let stamp = |path: PathBuf| fs::metadata(path).and_then(|file| Ok((file.len(), file.modified()?))).ok();
+    files.map(stamp).collect()
 }
 
 /// Text of a token: a string, or the content of an object.

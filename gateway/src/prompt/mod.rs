@@ -20,13 +20,13 @@ mod parity;
 mod pool;
 mod python;
 mod reason;
+mod recent;
 mod standalone;
 mod template;
 
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pointsman::hashing::MmSpan;
@@ -37,13 +37,16 @@ use crate::openai::{ChatParts, ClientPrompt, MediaName};
 use crate::settings::{TokenSourceChoice, TokensSettings};
 use crate::upstream::Upstream;
 use engine::{Client, Engine, TokenizeInput};
+use files::Stamp;
 use local::Local;
 use media::Naming;
 pub use media::lengths::LengthReport;
 use meters::TokenMeters;
-use parity::Parity;
+use parity::{Parity, Results};
 use pool::Pool;
 use reason::NoTokens;
+use recent::RecentCounts;
+pub use recent::RecentPrompts;
 pub use standalone::{NoTokensError, PromptTokenizer};
 
 /// Source of the tokens.
@@ -79,6 +82,8 @@ pub struct PromptTokens<'a> {
     pub ids: Cow<'a, [u32]>,
     /// Their source.
     pub source: TokenSource,
+    /// Reason for missing tokens: a label of `pointsman_gateway_tokens_total`.
+    pub missing: Option<&'static str>,
     /// Images and other media of the prompt.
     pub media: PromptMedia,
 }
@@ -161,7 +166,10 @@ pub enum TokensError {
 pub struct Tokens {
     source: Source,
     meters: Arc<TokenMeters>,
+    recent: RecentCounts,
     parity: Option<JoinHandle<()>>,
+    /// Files of the local tokenizer, as they were read.
+    stamps: Vec<Stamp>,
     /// Whether images in data URLs receive names.
     names_media: bool,
 }
@@ -170,14 +178,15 @@ enum Source {
     Local {
         local: Arc<Local>,
         pool: Arc<Pool>,
+        /// Comparisons with the engines.
+        results: Arc<Results>,
+        /// The engines, for `auto`: used while the local tokenizer differs from all of them.
+        fallback: Option<Box<Engine>>,
     },
     Engine {
         engine: Box<Engine>,
-        model: String,
         /// Whether the engine is used only after a successful response.
         is_tried: bool,
-        /// Whether the missing response was logged.
-        is_given_up: AtomicBool,
     },
     None,
 }
@@ -199,33 +208,43 @@ impl Tokens {
         let meters = Arc::new(TokenMeters::new(upstream_name));
         let within = Duration::from_millis(settings.engine_timeout_ms);
         let pool = || Pool::start(settings.threads).map(Arc::new).map_err(TokensError::Threads);
-        let mut parity = None;
+        let (mut parity, stamps) = (None, stamps_of(settings));
         let source = match (settings.source, &settings.tokenizer_file) {
             (TokenSourceChoice::None, _) => Source::None,
             (TokenSourceChoice::Engine, _) | (TokenSourceChoice::Auto, None) => Source::Engine {
                 engine: Box::new(Engine::new(Client::new(upstream, upstream_name, within, pool()?), any_worker)),
-                model: upstream_name.to_owned(),
                 is_tried: settings.source == TokenSourceChoice::Auto,
-                is_given_up: AtomicBool::new(false),
             },
             (TokenSourceChoice::Local, None) => return Err(TokensError::NoTokenizer),
             (TokenSourceChoice::Local | TokenSourceChoice::Auto, Some(file)) => {
                 let local = Arc::new(load(file, settings, upstream_name, &meters).await?);
-                let pool = pool()?;
+                let (pool, results) = (pool()?, Arc::new(Results::default()));
+                let client = || Client::new(upstream.clone(), upstream_name, within, Arc::clone(&pool));
+                let falls_back = settings.parity_check && settings.source == TokenSourceChoice::Auto;
+                let fallback = falls_back.then(|| Box::new(Engine::new(client(), Arc::clone(&any_worker))));
                 if settings.parity_check {
-                    let client = Client::new(upstream, upstream_name, within, Arc::clone(&pool));
-                    let (local, pool, meters) = (Arc::clone(&local), Arc::clone(&pool), Arc::clone(&meters));
-                    let model = upstream_name.to_owned();
-                    let compared = Parity { local, pool, client, any_worker, meters, model };
+                    let compared = Parity {
+                        local: Arc::clone(&local),
+                        pool: Arc::clone(&pool),
+                        client: client(),
+                        any_worker,
+                        meters: Arc::clone(&meters),
+                        model: upstream_name.to_owned(),
+                        results: Arc::clone(&results),
+                        falls_back,
+                    };
                     parity = Some(tokio::spawn(compared.watch()));
                 }
-                Source::Local { local, pool }
+                Source::Local { local, pool, results, fallback }
             }
         };
-        let tokens = Self { source, meters, parity, names_media: settings.media_uuids };
+        let recent = RecentCounts::new(upstream_name);
+        let tokens = Self { source, meters, recent, parity, stamps, names_media: settings.media_uuids };
         tokens.meters.source(tokens.source());
         match &tokens.source {
-            Source::None => warn_of_none(upstream_name),
+            Source::None => {
+                tracing::warn!(model = upstream_name, "prompts without token ids are routed by load only");
+            }
             Source::Engine { .. } => {
                 tracing::info!(model = upstream_name, "workers tokenize prompts if they support it");
             }
@@ -234,14 +253,55 @@ impl Tokens {
         Ok(tokens)
     }
 
+    /// Whether a file of the local tokenizer has changed since it was read.
+    #[must_use]
+    pub fn is_outdated(&self, settings: &TokensSettings) -> bool {
+        matches!(self.source, Source::Local { .. }) && stamps_of(settings) != self.stamps
+    }
+
     /// Token source of prompts without token ids. With source `auto` and no tokenizer it is `None` until a worker has
     /// responded.
     #[must_use]
     pub fn source(&self) -> TokenSource {
         match &self.source {
+            Source::Local { .. } if self.fallback().is_some() => TokenSource::Engine,
             Source::Local { .. } => TokenSource::Local,
-            Source::Engine { engine, is_tried, .. } if !is_tried || engine.is_proven() => TokenSource::Engine,
+            Source::Engine { engine, is_tried } if !is_tried || engine.is_proven() => TokenSource::Engine,
             Source::Engine { .. } | Source::None => TokenSource::None,
+        }
+    }
+
+    /// Problems that cost cache hits, as sentences.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        if let Source::Local { results, fallback, .. } = &self.source
+            && let Some((different, compared)) = results.different()
+        {
+            let effect = match fallback {
+                Some(_) if results.all_differ() => "workers tokenize the prompts until it is equal",
+                Some(_) | None => "their cached prefixes are missed",
+            };
+            warnings.push(format!(
+                "the tokenizer differs from that of {different} of {compared} workers: {effect}; update \
+                 tokens.tokenizer_file"
+            ));
+        }
+        warnings.extend(Some(self.recent()).filter(RecentPrompts::is_problem).map(|recent| recent.to_string()));
+        warnings
+    }
+
+    /// Prompts of the last minute.
+    #[must_use]
+    pub fn recent(&self) -> RecentPrompts {
+        self.recent.recent(Instant::now())
+    }
+
+    /// The engines, while they replace the local tokenizer.
+    fn fallback(&self) -> Option<&Engine> {
+        match &self.source {
+            Source::Local { results, fallback, .. } => fallback.as_deref().filter(|_| results.all_differ()),
+            Source::Engine { .. } | Source::None => None,
         }
     }
 
@@ -252,27 +312,34 @@ impl Tokens {
     pub async fn of<'a>(&self, prompt: &'a ClientPrompt, cache_salt: Option<&str>) -> PromptTokens<'a> {
         if let ClientPrompt::Tokens(ids) = prompt {
             self.meters.with_tokens(TokenSource::Request);
+            self.recent.with_tokens();
             return PromptTokens {
                 ids: Cow::Borrowed(ids),
                 source: TokenSource::Request,
+                missing: None,
                 media: PromptMedia::default(),
             };
         }
         let begun = Instant::now();
         match self.compute(prompt, cache_salt).await {
-            Ok((ids, media)) => {
-                let source = self.source();
+            Ok((ids, media, source)) => {
+                self.recent.with_tokens();
                 self.meters.record_time(source, begun.elapsed());
                 if media.unknown_from.is_some() {
                     self.meters.media_prefix(source);
                 } else {
                     self.meters.with_tokens(source);
                 }
-                PromptTokens { ids: Cow::Owned(ids), source, media }
+                PromptTokens { ids: Cow::Owned(ids), source, missing: None, media }
             }
             Err(reason) => {
                 self.meters.without_tokens(reason.name());
-                PromptTokens { ids: Cow::Borrowed(&[]), source: TokenSource::None, media: PromptMedia::default() }
+                // The choice of the operator is no problem.
+                if reason != NoTokens::Off {
+                    self.recent.without_tokens(reason);
+                }
+                let (ids, media) = (Cow::Borrowed(&[][..]), PromptMedia::default());
+                PromptTokens { ids, source: TokenSource::None, missing: Some(reason.name()), media }
             }
         }
     }
@@ -281,34 +348,35 @@ impl Tokens {
         &self,
         prompt: &ClientPrompt,
         cache_salt: Option<&str>,
-    ) -> Result<(Vec<u32>, PromptMedia), NoTokens> {
-        let text_only = |ids| (ids, PromptMedia::default());
+    ) -> Result<(Vec<u32>, PromptMedia, TokenSource), NoTokens> {
+        let text_only = |source| move |ids| (ids, PromptMedia::default(), source);
         let input = match prompt {
-            ClientPrompt::Tokens(ids) => return Ok(text_only(ids.clone())),
+            ClientPrompt::Tokens(ids) => return Ok(text_only(TokenSource::Request)(ids.clone())),
             ClientPrompt::Opaque(reason) => return Err(NoTokens::Opaque(reason)),
             ClientPrompt::Text(text) => TokenizeInput::Text(text),
             ClientPrompt::Chat(parts) => TokenizeInput::Chat(parts),
         };
         match &self.source {
             Source::None => Err(NoTokens::Off),
-            Source::Local { local, pool } => match input {
-                TokenizeInput::Text(text) => tokenise(local, pool, text).await.map(text_only),
-                TokenizeInput::Chat(parts) => self.conversation(local, pool, parts, cache_salt).await,
-            },
-            Source::Engine { engine, model, is_given_up, .. } => {
+            Source::Local { local, pool, .. } => {
+                // Other tokens still serve for the length of the prompt, and as names of blocks placed by this gateway.
+                if let Some(engine) = self.fallback()
+                    && let Ok(ids) = engine.tokens(input).await
+                {
+                    return Ok(text_only(TokenSource::Engine)(ids));
+                }
+                match input {
+                    TokenizeInput::Text(text) => tokenise(local, pool, text).await.map(text_only(TokenSource::Local)),
+                    TokenizeInput::Chat(parts) => self.conversation(local, pool, parts, cache_salt).await,
+                }
+            }
+            Source::Engine { engine, .. } => {
                 let before = self.source();
                 let answer = engine.tokens(input).await;
                 if before != self.source() {
                     self.meters.source(self.source());
                 }
-                // Logged once, and only for an engine without any successful response.
-                if self.source() == TokenSource::None
-                    && engine.is_paused()
-                    && !is_given_up.swap(true, Ordering::Relaxed)
-                {
-                    warn_of_none(model);
-                }
-                answer.map(text_only)
+                answer.map(text_only(TokenSource::Engine))
             }
         }
     }
@@ -319,7 +387,7 @@ impl Tokens {
         pool: &Pool,
         parts: &ChatParts,
         cache_salt: Option<&str>,
-    ) -> Result<(Vec<u32>, PromptMedia), NoTokens> {
+    ) -> Result<(Vec<u32>, PromptMedia, TokenSource), NoTokens> {
         match chat::refused(parts) {
             // The data of media is removed before the length is checked again.
             Err(NoTokens::TooLong) if media::may_occur(parts) => {}
@@ -328,7 +396,7 @@ impl Tokens {
         let (local, parts) = (Arc::clone(local), parts.clone());
         let (is_on, salt) = (self.names_media, cache_salt.filter(|salt| !salt.is_empty()).map(str::to_owned));
         let conversation = pool.run(move || local.conversation(&parts, Naming { is_on, salt: salt.as_deref() }));
-        conversation.await.map(|(ids, media)| (ids, media.unwrap_or_default()))
+        conversation.await.map(|(ids, media)| (ids, media.unwrap_or_default(), TokenSource::Local))
     }
 }
 
@@ -338,6 +406,11 @@ impl Drop for Tokens {
             parity.abort();
         }
     }
+}
+
+fn stamps_of(settings: &TokensSettings) -> Vec<Stamp> {
+    let stamps = |file: &PathBuf| files::stamps(file, settings.chat_template_file.as_deref());
+    settings.tokenizer_file.as_ref().map(stamps).unwrap_or_default()
 }
 
 async fn tokenise(local: &Arc<Local>, pool: &Pool, text: &str) -> Result<Vec<u32>, NoTokens> {
@@ -376,10 +449,6 @@ async fn load(
         tracing::warn!(model, "every conversation is tokenized from its beginning: this tokenizer has no cut points");
     }
     Ok(local)
-}
-
-fn warn_of_none(model: &str) {
-    tracing::warn!(model, "prompts without token ids are routed by load only");
 }
 
 /// Seconds since 1970, for templates with the current date.

@@ -38,6 +38,28 @@ pub(super) enum NoTokens {
 }
 
 impl NoTokens {
+    /// The setting that helps, if one does.
+    pub(super) fn remedy(self) -> Option<&'static str> {
+        match self {
+            Self::Multimodal => Some("set tokens.tokenizer_file (--tokenizer) and tokens.media_placeholder"),
+            Self::NoTemplate => Some("set tokens.chat_template_file (--chat-template)"),
+            Self::TemplateError => Some("compare tokens.chat_template_file with the engine's template"),
+            Self::Busy => Some("raise tokens.threads"),
+            Self::EngineFailed | Self::EnginePaused => {
+                Some("set tokens.tokenizer_file (--tokenizer), or raise tokens.engine_timeout_ms")
+            }
+            Self::Unsupported => Some("set tokens.tokenizer_file (--tokenizer)"),
+            Self::Opaque(_)
+            | Self::OwnTemplate
+            | Self::Malformed
+            | Self::TokenizerError
+            | Self::Panicked
+            | Self::TooLong
+            | Self::NoWorker
+            | Self::Off => None,
+        }
+    }
+
     /// Label value in metrics.
     pub(super) fn name(self) -> &'static str {
         match self {

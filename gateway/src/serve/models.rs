@@ -170,7 +170,7 @@ impl Models {
             let role = role_of(new, settings);
             let known = self.all.iter().find(|model| model.settings.name == new.name && model.role == role.0);
             let model = match known {
-                Some(model) => model.with(new),
+                Some(model) => model.with(new, upstream).await,
                 // Started without waiting for workers, because other models are being served.
                 None => {
                     let bus = self.bus.as_ref();
@@ -312,18 +312,7 @@ impl Model {
             builder = builder.replicas(Arc::clone(bus));
         }
         let router = builder.start().await.map_err(|error| ModelError::Router { model: model(), error })?;
-        let (workers, next_index) = (router.clone(), AtomicUsize::new(0));
-        let any_worker: AnyWorker = Arc::new(move |but, is_available| {
-            let ejected = workers.out_of_service();
-            let in_service = |worker: &WorkerEntry| {
-                worker.ranks.is_empty() || worker.ranks.iter().any(|rank| !ejected.contains(rank))
-            };
-            next_worker(&workers.workers(), &next_index, but, |worker| {
-                in_service(worker) && is_available(worker.config.endpoint.as_str())
-            })
-        });
-        let tokens = Tokens::start(&settings.tokens, settings.upstream_name(), upstream.clone(), any_worker).await;
-        let tokens = tokens.map_err(|error| ModelError::Tokens { model: model(), error })?;
+        let tokens = tokens_of(settings, &router, upstream).await?;
         let meters = Arc::new(ModelMeters::of(&settings.name));
         let workers = WorkerTable::new(&settings.name, router.clone());
         Ok(Self {
@@ -340,12 +329,16 @@ impl Model {
         })
     }
 
-    /// The same model with other names and workers.
-    fn with(&self, settings: &ModelSettings) -> Result<Self, ModelError> {
+    /// The same model with other names and workers. Changed files of its tokenizer are read again.
+    async fn with(&self, settings: &ModelSettings, upstream: &Upstream) -> Result<Self, ModelError> {
         definitions_of(settings)?;
         // The name at the workers does not change while the router runs.
-        let upstream_name = self.settings.upstream_name.clone();
-        Ok(Self { settings: ModelSettings { upstream_name, ..settings.clone() }, prefill: None, ..self.clone() })
+        let settings = ModelSettings { upstream_name: self.settings.upstream_name.clone(), ..settings.clone() };
+        let tokens = match self.tokens.is_outdated(&settings.tokens) {
+            true => Arc::new(tokens_of(&settings, &self.router, upstream).await?),
+            false => Arc::clone(&self.tokens),
+        };
+        Ok(Self { settings, tokens, prefill: None, ..self.clone() })
     }
 
     /// Applies the workers of the settings to the router. Existing ones stay unchanged.
@@ -358,6 +351,21 @@ impl Model {
             tracing::error!(%error, "workers could not be reloaded");
         }
     }
+}
+
+/// The token source of a model, with the workers of its router in rotation.
+async fn tokens_of(settings: &ModelSettings, router: &Router, upstream: &Upstream) -> Result<Tokens, ModelError> {
+    let (workers, next_index) = (router.clone(), AtomicUsize::new(0));
+    let any_worker: AnyWorker = Arc::new(move |but, is_available| {
+        let ejected = workers.out_of_service();
+        let in_service =
+            |worker: &WorkerEntry| worker.ranks.is_empty() || worker.ranks.iter().any(|rank| !ejected.contains(rank));
+        next_worker(&workers.workers(), &next_index, but, |worker| {
+            in_service(worker) && is_available(worker.config.endpoint.as_str())
+        })
+    });
+    let tokens = Tokens::start(&settings.tokens, settings.upstream_name(), upstream.clone(), any_worker).await;
+    tokens.map_err(|error| ModelError::Tokens { model: settings.name.clone(), error })
 }
 
 /// The models, those of the role `Decode` with their prefill pools.

@@ -297,6 +297,7 @@ fn an_estimate_ends_at_the_context_length() {
     let tokens = |unknown_from| crate::prompt::PromptTokens {
         ids: vec![1; 20].into(),
         source: crate::prompt::TokenSource::Local,
+        missing: None,
         media: PromptMedia { spans: vec![span(2, 6), span(8, 20)], unknown_from, ..PromptMedia::default() },
     };
     let limited = |unknown_from, max| {

@@ -66,7 +66,7 @@ pub(in crate::serve) fn placement_error(router: &Router, error: RouteError) -> A
     ApiError { message: format!("{}: {}", error.message, causes.join("; ")), ..error }
 }
 
-/// Problems with the workers and the index of a model, independent of readiness.
+/// Problems with the workers, the index and the tokens of a model, independent of readiness.
 pub(super) fn warnings(model: &Model) -> Vec<String> {
     let mut warnings: Vec<String> = discovery_problems(&model.router.discovery(), false).into_iter().collect();
     if model.router.block_size_origin() == BlockSizeOrigin::Assumed {
@@ -77,6 +77,7 @@ pub(super) fn warnings(model: &Model) -> Vec<String> {
         warnings.extend(of_unread(&model.router.workers()));
     }
     warnings.extend(of_sources(model.router.kv_sources()));
+    warnings.extend(model.tokens.warnings());
     warnings.truncate(CAUSES_MAX);
     warnings
 }
