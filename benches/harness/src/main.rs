@@ -1,8 +1,9 @@
 //! Command line of the harness.
 
 use std::error::Error;
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::{Parser, Subcommand};
 use metrics_exporter_prometheus::PrometheusBuilder;
@@ -55,23 +56,50 @@ enum Command {
     Report(Page),
 }
 
+/// Whether a reader of the output has closed it, as `head` does.
+static IS_UNREAD: AtomicBool = AtomicBool::new(false);
+
+/// Standard output that notices a closed pipe.
+struct Output(io::Stdout);
+
+impl Write for Output {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.write(bytes).inspect_err(note_closed)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush().inspect_err(note_closed)
+    }
+}
+
+fn note_closed(error: &io::Error) {
+    if error.kind() == ErrorKind::BrokenPipe {
+        IS_UNREAD.store(true, Ordering::Relaxed);
+    }
+}
+
+fn stdout() -> Output {
+    Output(io::stdout())
+}
+
 fn main() -> ExitCode {
     let done = match Arguments::parse().command {
         Command::Replay(replay) => run(&replay),
         Command::Events(events) => measure(&events),
-        Command::Simulate(simulate) => simulate.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
-        Command::Compare(compare) => compare.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
-        Command::Suite(suite) => suite.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
-        Command::Drift(drift) => drift.run(io::stdout().lock()).map_err(Into::into),
-        Command::Decisions(decisions) => decisions.run(io::stdout().lock()),
-        Command::Drill(drill) => drill.run(io::stdout().lock()).map_err(Into::into),
+        Command::Simulate(simulate) => simulate.run(stdout(), io::stderr()).map_err(Into::into),
+        Command::Compare(compare) => compare.run(stdout(), io::stderr()).map_err(Into::into),
+        Command::Suite(suite) => suite.run(stdout(), io::stderr()).map_err(Into::into),
+        Command::Drift(drift) => drift.run(stdout()).map_err(Into::into),
+        Command::Decisions(decisions) => decisions.run(stdout()),
+        Command::Drill(drill) => drill.run(stdout()).map_err(Into::into),
         Command::Hold(hold) => held(&hold),
-        Command::Load(load) => load.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
-        Command::CompareEndpoints(compare) => compare.run(io::stdout().lock(), io::stderr()).map_err(Into::into),
+        Command::Load(load) => load.run(stdout(), io::stderr()).map_err(Into::into),
+        Command::CompareEndpoints(compare) => compare.run(stdout(), io::stderr()).map_err(Into::into),
         Command::Report(page) => page.write().map_err(Into::into),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
+        Err(_) if IS_UNREAD.load(Ordering::Relaxed) => ExitCode::SUCCESS,
         Err(error) => {
             // A write error on standard error is ignored, because there is no other output.
             let _ = writeln!(io::stderr(), "error: {error}");
@@ -87,7 +115,7 @@ fn run(replay: &Replay) -> Result<(), Box<dyn Error>> {
     if let Some(metrics) = metrics {
         write!(io::stderr(), "{}", metrics.render())?;
     }
-    Ok(report.write(io::stdout().lock(), replay.json)?)
+    Ok(report.write(stdout(), replay.json)?)
 }
 
 fn held(hold: &Hold) -> Result<(), Box<dyn Error>> {
@@ -96,9 +124,9 @@ fn held(hold: &Hold) -> Result<(), Box<dyn Error>> {
         metrics.run_upkeep();
         metrics.render()
     };
-    Ok(hold.run(render, io::stdout().lock())?)
+    Ok(hold.run(render, stdout())?)
 }
 
 fn measure(events: &Events) -> Result<(), Box<dyn Error>> {
-    Ok(events.run()?.write(io::stdout().lock(), events.json)?)
+    Ok(events.run()?.write(stdout(), events.json)?)
 }
