@@ -300,7 +300,7 @@ async fn equal_worker() -> String {
     let handler = move |body: Bytes| {
         let theirs = Arc::clone(&theirs);
         async move {
-            let query: Value = serde_json::from_slice(&body).unwrap();
+            let query: Value = serde_json::from_slice(&body).expect("JSON");
             let prompt = match query["prompt"].as_str() {
                 Some(prompt) => text(prompt),
                 None => {
@@ -312,9 +312,9 @@ async fn equal_worker() -> String {
             serde_json::json!({ "tokens": ids.ids }).to_string()
         }
     };
-    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(async move { axum::serve(listener, Router::new().route("/tokenize", post(handler))).await.unwrap() });
+    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a port");
+    let url = format!("http://{}", listener.local_addr().expect("bound"));
+    tokio::spawn(async move { axum::serve(listener, Router::new().route("/tokenize", post(handler))).await.expect("served") });
     url
 }
 
