@@ -1,5 +1,5 @@
-"""The live page in a browser. Instead, `--screenshots DIRECTORY` takes pictures of four states, and `--cost` measures the
-CPU time of viewers with 512 ranks."""
+"""The live page in a browser. Instead, `--screenshots DIRECTORY` takes pictures of four states, and frames of `pointsman
+top` with tmux; `--cost` measures the CPU time of viewers with 512 ranks."""
 
 import argparse
 import contextlib
@@ -280,6 +280,21 @@ def run_checks(pointsman):
         print(f"live page: all checks passed in {time.monotonic() - started:.0f} s")
 
 
+def capture_top(fleet, directory, name):
+    """One frame of `pointsman top` at two widths, from a terminal of tmux."""
+    token = fleet.directory / "token"
+    top = f"{fleet.pointsman} top --admin http://127.0.0.1:{fleet.admin} --token-file {token}"
+    for width in (80, 140):
+        session = f"top-{os.getpid()}-{width}"
+        subprocess.run(["tmux", "new-session", "-d", "-s", session, "-x", str(width), "-y", "40", top], check=True)
+        time.sleep(2)
+        frame = subprocess.run(["tmux", "capture-pane", "-p", "-t", session], capture_output=True, text=True, check=True)
+        (directory / f"top-{name}-{width}.txt").write_text(frame.stdout)
+        subprocess.run(["tmux", "send-keys", "-t", session, "q"], check=True)
+        ended = lambda: subprocess.run(["tmux", "has-session", "-t", session], capture_output=True).returncode != 0
+        until("the end of top by its key", ended)
+
+
 def take(browser, directory, name):
     for scheme in ("light", "dark"):
         for width in (1280, 390):
@@ -289,17 +304,19 @@ def take(browser, directory, name):
             browser.screenshot(directory / f"{name}-{scheme}-{width}.png")
 
 
-def take_screenshots(pointsman, directory):
+def take_screenshots(pointsman, directory, seconds=90):
     directory.mkdir(parents=True, exist_ok=True)
     with Browser() as browser:
-        with Fleet(pointsman, engines=4) as fleet:
-            fleet.traffic(6, 60)
+        with Fleet(pointsman, engines=4, ranks_per_engine=2) as fleet:
+            fleet.traffic(12, 300)
             connect(browser, fleet.admin)
-            time.sleep(8)
+            time.sleep(seconds)
             take(browser, directory, "healthy")
+            capture_top(fleet, directory, "healthy")
             fleet.kill_engine(1)
-            time.sleep(4)
+            time.sleep(20)
             take(browser, directory, "dead")
+            capture_top(fleet, directory, "dead")
         with Fleet(pointsman, block_sizes=[64, 64, 32, 64]) as fleet:
             fleet.traffic(6, 60)
             connect(browser, fleet.admin)
@@ -307,10 +324,11 @@ def take_screenshots(pointsman, directory):
             take(browser, directory, "mismatched")
         queue = 'queue.threshold = 1.0\nqueue.unstated_batched_tokens = 2048'
         with Fleet(pointsman, engine_flags=["--time-scale", "0.05"], settings=queue) as fleet:
-            fleet.traffic(64, 60, words=900, shared=False)
+            fleet.traffic(64, 120, words=900, shared=False)
             connect(browser, fleet.admin)
-            time.sleep(10)
+            time.sleep(30)
             take(browser, directory, "overloaded")
+            capture_top(fleet, directory, "overloaded")
 
 
 def cpu_seconds(process):

@@ -110,7 +110,7 @@ class Fleet(Processes):
         self.streams = []
 
     def traffic(self, threads, seconds, words=300, max_tokens=60, shared=True):
-        """Requests in the background, with shared prefixes or without."""
+        """Streamed requests in the background, with shared prefixes or without."""
 
         def chat(thread):
             end, n = time.monotonic() + seconds, 0
@@ -118,7 +118,7 @@ class Fleet(Processes):
                 n += 1
                 try:
                     prefix = f"system {thread % 3} " if shared else f"text {thread} {n} "
-                    self.complete(prefix * words + f"turn {thread} {n}", max_tokens)
+                    self.complete(prefix * words + f"turn {thread} {n}", max_tokens, stream=True)
                 except OSError:
                     time.sleep(0.1)
 

@@ -340,7 +340,7 @@ mod tests {
     fn the_table_begins_with_what_a_client_notices() {
         let text = report(|_| ()).to_string();
         let at = |row: &str| text.find(row).unwrap_or_else(|| panic!("{row}: {text}"));
-        let rows = ["time to first token", "whole answer", "prompt tokens found", "busiest rank"].map(at);
+        let rows = ["\ntime to first token", "\nwhole answer", "\nprompt tokens found", "\nbusiest rank"].map(at);
         assert!(rows.is_sorted(), "{text}");
     }
 
