@@ -315,6 +315,7 @@ impl Complaint {
             "refusing" => ("refuses requests", "refuse requests"),
             "cordoned" => ("is cordoned", "are cordoned"),
             "draining" => ("is draining", "are draining"),
+            "KV event stream not connected" => ("has no KV event stream", "have no KV event stream"),
             _ => return Self { verb: None, text: problem.to_owned(), is_of_engine: false },
         };
         let is_of_engine = is_unreachable || reason.is_empty();
@@ -508,6 +509,11 @@ mod tests {
         assert_eq!(
             sentence(&facts, &[down("a:1/0", 0), down("a:1/1", 0)]),
             "Engine a:1 does not answer (connection refused); no rank can serve."
+        );
+        let unread = "KV event stream not connected: cannot connect: Connection refused (os error 111)";
+        assert_eq!(
+            sentence(&IDLE, &[("a:1/0", Level::Warning, unread), ("a:1/1", Level::Warning, unread)]),
+            "1 of 4 engines, a:1, has no KV event stream (connection refused)."
         );
         let wrong = ("b:1/1", Level::Warning, "KV events mismatched: the engine's block size is 32");
         assert_eq!(sentence(&IDLE, &[wrong]), "Rank b:1/1: KV events mismatched: the engine's block size is 32.");
