@@ -314,7 +314,9 @@ async fn equal_worker() -> String {
     };
     let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a port");
     let url = format!("http://{}", listener.local_addr().expect("bound"));
-    tokio::spawn(async move { axum::serve(listener, Router::new().route("/tokenize", post(handler))).await.expect("served") });
+    tokio::spawn(async move {
+        axum::serve(listener, Router::new().route("/tokenize", post(handler))).await.expect("served")
+    });
     url
 }
 
