@@ -16,8 +16,6 @@ use std::path::PathBuf;
 use std::pin::pin;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::Pod;
-use kube::core::DynamicObject;
 use kube::runtime::watcher;
 use kube::{Api, Client};
 use tokio::time::{Instant, sleep_until};
@@ -30,7 +28,7 @@ use crate::discovery::{
 };
 use crate::protocol::{WorkerId, WorkerMap};
 use client::ApiAccess;
-use objects::{PoolFacts, pod_facts, pool_facts, pool_resource};
+use objects::{PoolFacts, pod_facts, pod_resource, pool_facts, pool_resource};
 pub use service::ServiceAddresses;
 use watch::ObjectWatch;
 
@@ -278,11 +276,11 @@ struct Watches {
     namespace: String,
     role: Option<PodRole>,
     /// Watch of the pool, if the selection is one.
-    pool: Option<ObjectWatch<DynamicObject, Result<PoolFacts, String>>>,
+    pool: Option<ObjectWatch<Result<PoolFacts, String>>>,
     /// Last usable specification of the pool. An unusable or deleted pool is reported and changes nothing.
     last_pool: Option<PoolFacts>,
     /// Absent until the selector is known.
-    pods: Option<ObjectWatch<Pod, PodFacts>>,
+    pods: Option<ObjectWatch<PodFacts>>,
 }
 
 /// Workers of watched pods.
@@ -340,7 +338,7 @@ impl Watches {
         match &mut self.pods {
             Some(pods) => pods.restart(config),
             None => {
-                let api = Api::namespaced(self.client.clone(), &self.namespace);
+                let api = Api::namespaced_with(self.client.clone(), &self.namespace, &pod_resource());
                 let resource = format!("pods of namespace {}", self.namespace);
                 self.pods = Some(ObjectWatch::new(api, config, resource, pod_facts));
             }

@@ -1,14 +1,92 @@
 //! Fields read from Kubernetes objects.
 
-use std::collections::BTreeMap;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 
-use k8s_openapi::api::core::v1::Pod;
-use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
+use kube::Resource;
+use kube::core::{ApiResource, DynamicResourceScope, GroupVersionKind, ObjectMeta};
 use serde::Deserialize;
+use serde_json::Value;
 
 use crate::discovery::{KV_EVENTS_PORT, KV_REPLAY_PORT, PodFacts};
 
-pub(super) fn pod_facts(pod: Pod) -> PodFacts {
+/// A pod, an EndpointSlice or an InferencePool, with the fields that are read. One type for all of them, because the watch
+/// and its decoders are compiled for each type, and the complete type of pods has thousands of fields.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct WatchedObject {
+    metadata: ObjectMeta,
+    spec: Option<Spec>,
+    status: Option<Status>,
+    endpoints: Option<Vec<SliceEndpoint>>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Spec {
+    host_network: Option<bool>,
+    /// Of a pool, read later: an invalid pool is no failure of the watch.
+    selector: Value,
+    target_ports: Value,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Status {
+    phase: Option<String>,
+    #[serde(rename = "podIP")]
+    pod_ip: Option<String>,
+    conditions: Option<Vec<Condition>>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Condition {
+    r#type: String,
+    status: String,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct SliceEndpoint {
+    addresses: Option<Vec<String>>,
+}
+
+impl Resource for WatchedObject {
+    type DynamicType = ApiResource;
+    type Scope = DynamicResourceScope;
+
+    fn kind(resource: &ApiResource) -> Cow<'_, str> {
+        resource.kind.as_str().into()
+    }
+
+    fn group(resource: &ApiResource) -> Cow<'_, str> {
+        resource.group.as_str().into()
+    }
+
+    fn version(resource: &ApiResource) -> Cow<'_, str> {
+        resource.version.as_str().into()
+    }
+
+    fn plural(resource: &ApiResource) -> Cow<'_, str> {
+        resource.plural.as_str().into()
+    }
+
+    fn meta(&self) -> &ObjectMeta {
+        &self.metadata
+    }
+
+    fn meta_mut(&mut self) -> &mut ObjectMeta {
+        &mut self.metadata
+    }
+}
+
+pub(super) fn pod_resource() -> ApiResource {
+    ApiResource::from_gvk(&GroupVersionKind::gvk("", "v1", "Pod"))
+}
+
+pub(super) fn pod_facts(pod: WatchedObject) -> PodFacts {
     let status = pod.status.unwrap_or_default();
     // Other annotations may change at any time.
     let mut annotations = pod.metadata.annotations.unwrap_or_default();
@@ -21,11 +99,22 @@ pub(super) fn pod_facts(pod: Pod) -> PodFacts {
         uid: pod.metadata.uid.unwrap_or_default(),
         annotations,
         ip: status.pod_ip,
-        is_ready: conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True"),
+        is_ready: conditions.iter().any(|condition| condition.r#type == "Ready" && condition.status == "True"),
         is_terminating: pod.metadata.deletion_timestamp.is_some(),
         has_ended,
         has_host_network: pod.spec.and_then(|spec| spec.host_network).unwrap_or(false),
     }
+}
+
+pub(super) fn slice_resource() -> ApiResource {
+    ApiResource::from_gvk(&GroupVersionKind::gvk("discovery.k8s.io", "v1", "EndpointSlice"))
+}
+
+/// Addresses of all endpoints of a slice. Names are ignored: a slice of pods has none.
+pub(super) fn slice_addresses(slice: WatchedObject) -> BTreeSet<IpAddr> {
+    let endpoints = slice.endpoints.unwrap_or_default();
+    let addresses = endpoints.iter().flat_map(|endpoint| endpoint.addresses.iter().flatten());
+    addresses.filter_map(|address| address.parse().ok()).collect()
 }
 
 /// The fields of an InferencePool that determine its endpoints.
@@ -43,13 +132,6 @@ pub(super) fn pool_resource() -> ApiResource {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct PoolSpec {
-    selector: PoolSelector,
-    target_ports: Vec<TargetPort>,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
 struct PoolSelector {
     match_labels: BTreeMap<String, String>,
 }
@@ -61,15 +143,15 @@ struct TargetPort {
 
 /// # Errors
 /// A pool without a usable specification, by name.
-pub(super) fn pool_facts(pool: DynamicObject) -> Result<PoolFacts, String> {
+pub(super) fn pool_facts(pool: WatchedObject) -> Result<PoolFacts, String> {
     let name = pool.metadata.name.unwrap_or_default();
-    let spec = pool.data.get("spec").cloned().unwrap_or_default();
-    let spec: PoolSpec =
-        serde_json::from_value(spec).map_err(|error| format!("the InferencePool {name} cannot be used: {error}"))?;
-    if spec.selector.match_labels.is_empty() || spec.target_ports.is_empty() {
+    let unusable = |error: serde_json::Error| format!("the InferencePool {name} cannot be used: {error}");
+    let spec = pool.spec.unwrap_or_default();
+    let selector: PoolSelector = serde_json::from_value(spec.selector).map_err(unusable)?;
+    let ports: Vec<TargetPort> = serde_json::from_value(spec.target_ports).map_err(unusable)?;
+    if selector.match_labels.is_empty() || ports.is_empty() {
         return Err(format!("the InferencePool {name} cannot be used: no selector.matchLabels or no targetPorts"));
     }
-    let labels: Vec<String> =
-        spec.selector.match_labels.iter().map(|(label, value)| format!("{label}={value}")).collect();
-    Ok(PoolFacts { selector: labels.join(","), ports: spec.target_ports.iter().map(|port| port.number).collect() })
+    let labels: Vec<String> = selector.match_labels.iter().map(|(label, value)| format!("{label}={value}")).collect();
+    Ok(PoolFacts { selector: labels.join(","), ports: ports.iter().map(|port| port.number).collect() })
 }

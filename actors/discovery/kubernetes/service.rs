@@ -1,14 +1,14 @@
 //! Addresses of the pods of a Service, by watching its EndpointSlices.
 
-use core::net::IpAddr;
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::path::PathBuf;
 
-use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::runtime::watcher;
 use kube::{Api, Client};
 
 use super::client::ApiAccess;
+use super::objects::{slice_addresses, slice_resource};
 use super::watch::ObjectWatch;
 use crate::discovery::DiscoveryError;
 
@@ -29,7 +29,7 @@ pub struct ServiceAddresses {
     service: String,
     namespace: Option<String>,
     access: ApiAccess,
-    slices: Option<ObjectWatch<EndpointSlice, BTreeSet<IpAddr>>>,
+    slices: Option<ObjectWatch<BTreeSet<IpAddr>>>,
     /// Last returned set and error.
     returned: Option<BTreeSet<IpAddr>>,
     error: Option<DiscoveryError>,
@@ -95,16 +95,11 @@ impl ServiceAddresses {
                 let namespace = self.namespace.clone().unwrap_or_else(|| client.default_namespace().to_owned());
                 let config = watcher::Config::default().labels(&format!("{SERVICE_LABEL}={}", self.service));
                 let resource = format!("endpointslices of service {namespace}/{}", self.service);
-                self.slices.insert(ObjectWatch::new(Api::namespaced(client, &namespace), config, resource, addresses))
+                let api = Api::namespaced_with(client, &namespace, &slice_resource());
+                self.slices.insert(ObjectWatch::new(api, config, resource, slice_addresses))
             }
         };
         slices.advance().await;
         slices.error().cloned().map_or(Ok(()), Err)
     }
-}
-
-/// Addresses of all endpoints. Names are ignored: a slice of pods has none.
-fn addresses(slice: EndpointSlice) -> BTreeSet<IpAddr> {
-    let endpoints = slice.endpoints.unwrap_or_default();
-    endpoints.iter().flat_map(|endpoint| &endpoint.addresses).filter_map(|address| address.parse().ok()).collect()
 }

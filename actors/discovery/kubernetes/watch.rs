@@ -1,16 +1,15 @@
 //! Watch of one kind of Kubernetes objects, with reconnection.
 
-use std::fmt::Debug;
 use std::pin::Pin;
 use std::time::Duration;
 
 use futures_util::{Stream, StreamExt};
 use k8s_openapi::jiff::Timestamp;
 use kube::runtime::watcher::{self, Error, Event, watcher};
-use kube::{Api, Resource};
-use serde::de::DeserializeOwned;
+use kube::{Api, Resource as _};
 use tokio::time::{Instant, sleep_until};
 
+use super::objects::WatchedObject;
 use crate::discovery::{DiscoveryError, ReflectedEvent, ReflectedSet};
 
 /// First and longest delay before a reconnection.
@@ -19,17 +18,17 @@ const DELAYS: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(3
 /// Status of an expired resource version. A new list follows, and no state is lost.
 const EXPIRED: u16 = 410;
 
-type Events<K> = Pin<Box<dyn Stream<Item = Result<Event<K>, Error>> + Send>>;
+type Events = Pin<Box<dyn Stream<Item = Result<Event<WatchedObject>, Error>> + Send>>;
 
 /// A watch and the objects that it has received, converted to `T`. A failed watch begins again with a list; until the
 /// list is complete, the last objects stay.
-pub(super) struct ObjectWatch<K: Resource, T> {
-    api: Api<K>,
+pub(super) struct ObjectWatch<T> {
+    api: Api<WatchedObject>,
     config: watcher::Config,
     /// Resource and namespace, for errors.
     resource: String,
-    convert: fn(K) -> T,
-    events: Option<Events<K>>,
+    convert: fn(WatchedObject) -> T,
+    events: Option<Events>,
     set: ReflectedSet<T>,
     /// Whether the set has been listed under this configuration.
     is_current: bool,
@@ -39,12 +38,13 @@ pub(super) struct ObjectWatch<K: Resource, T> {
     error: Option<DiscoveryError>,
 }
 
-impl<K, T> ObjectWatch<K, T>
-where
-    K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
-    T: PartialEq,
-{
-    pub(super) fn new(api: Api<K>, config: watcher::Config, resource: String, convert: fn(K) -> T) -> Self {
+impl<T: PartialEq> ObjectWatch<T> {
+    pub(super) fn new(
+        api: Api<WatchedObject>,
+        config: watcher::Config,
+        resource: String,
+        convert: fn(WatchedObject) -> T,
+    ) -> Self {
         let (set, delay, retry_at) = (ReflectedSet::default(), DELAYS[0], Instant::now());
         Self { api, config, resource, convert, events: None, set, is_current: false, delay, retry_at, error: None }
     }
@@ -99,8 +99,8 @@ where
         }
     }
 
-    fn converted(&self, event: Event<K>) -> ReflectedEvent<T> {
-        let name = |object: &K| object.meta().name.clone().unwrap_or_default();
+    fn converted(&self, event: Event<WatchedObject>) -> ReflectedEvent<T> {
+        let name = |object: &WatchedObject| object.meta().name.clone().unwrap_or_default();
         match event {
             Event::Init => ReflectedEvent::ListStarted,
             Event::InitApply(object) => ReflectedEvent::Listed(name(&object), (self.convert)(object)),
