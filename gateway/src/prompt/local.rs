@@ -60,8 +60,9 @@ impl Local {
         meters: Arc<TokenMeters>,
     ) -> Result<Self, TokensError> {
         let unusable = |error: String| BadTokenizer { path: tokenizer_file.to_owned(), error };
-        let mut tokenizer =
-            Tokenizer::from_bytes(files::read(tokenizer_file)?).map_err(|error| unusable(error.to_string()))?;
+        // `parse` is compiled with its crate; the other constructors are compiled here once more.
+        let mut tokenizer: Tokenizer =
+            files::read(tokenizer_file)?.parse().map_err(|error: tokenizers::Error| unusable(error.to_string()))?;
         // Engines disable these settings of the file.
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(|error| unusable(error.to_string()))?;

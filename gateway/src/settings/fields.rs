@@ -64,24 +64,9 @@ pub(super) fn router_fields() -> Vec<Field> {
 
 /// Adds the settings of the struct at `path` within `T`.
 fn collect<T: DeserializeOwned>(path: &[&'static str], fields: &mut Vec<Field>) {
-    let mut names: &[&str] = &[];
-    // Each probe returns an error once it has its result.
-    match *path {
-        [] => drop(T::deserialize(NameProbe(&mut names))),
-        [one] => drop(T::deserialize(within(one, NameProbe(&mut names)))),
-        [one, two] => drop(T::deserialize(within(one, within(two, NameProbe(&mut names))))),
-        _ => unreachable!("sections are nested in one section at most"),
-    }
-    for name in names {
-        let mut kind = FieldKind::Structured;
-        match *path {
-            [] => drop(T::deserialize(within(name, KindProbe(&mut kind)))),
-            [one] => drop(T::deserialize(within(one, within(name, KindProbe(&mut kind))))),
-            [one, two] => drop(T::deserialize(within(one, within(two, within(name, KindProbe(&mut kind)))))),
-            _ => unreachable!("as above"),
-        }
-        let path = [path, &[*name]].concat();
-        match kind {
+    for &name in probe::<T>(path).names {
+        let path = [path, &[name]].concat();
+        match probe::<T>(&path).kind {
             FieldKind::Nested => collect::<T>(&path, fields),
             FieldKind::Policy => fields.extend(policy_fields()),
             kind if path.len() == 1 => fields.push(Field { name, kind }),
@@ -90,19 +75,17 @@ fn collect<T: DeserializeOwned>(path: &[&'static str], fields: &mut Vec<Field>) 
     }
 }
 
-/// A table of one entry.
-fn within<'a, D>(name: &'static str, value: D) -> MapDeserializer<'a, std::iter::Once<(&'static str, D)>, Error>
-where
-    D: IntoDeserializer<'a, Error>,
-{
-    MapDeserializer::new(once((name, value)))
+/// The value at `path` within `T`.
+fn probe<'de, T: Deserialize<'de>>(path: &[&'static str]) -> Found {
+    let mut found = Found { kind: FieldKind::Structured, names: &[] };
+    // The probe returns an error once it has its result.
+    let _ = T::deserialize(Probe { path, found: &mut found });
+    found
 }
 
 /// The name of the policy, and the settings of all policies, each once.
 fn policy_fields() -> Vec<Field> {
-    let mut names = FieldKind::Structured;
-    let _ = Policy::deserialize(KindProbe(&mut names));
-    let mut fields = vec![Field { name: "policy.name", kind: names }];
+    let mut fields = vec![Field { name: "policy.name", kind: probe::<Policy>(&[]).kind }];
     for policy in Policy::ALL {
         for setting in settings_of(policy) {
             let name = format!("policy.{setting}");
@@ -183,51 +166,32 @@ impl fmt::Display for FieldKind {
     }
 }
 
-/// Records the field names of a struct.
-struct NameProbe<'a>(&'a mut &'static [&'static str]);
-
-impl<'de> IntoDeserializer<'de, Error> for NameProbe<'_> {
-    type Deserializer = Self;
-
-    fn into_deserializer(self) -> Self {
-        self
-    }
+/// Type of a value, and the field names of a struct.
+struct Found {
+    kind: FieldKind,
+    names: &'static [&'static str],
 }
 
-impl<'de> Deserializer<'de> for NameProbe<'_> {
-    type Error = Error;
-
-    fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
-        Err(Error::custom("not a struct"))
-    }
-
-    fn deserialize_struct<V: Visitor<'de>>(
-        self,
-        _: &'static str,
-        names: &'static [&'static str],
-        _: V,
-    ) -> Result<V::Value, Error> {
-        *self.0 = names;
-        Err(Error::custom("seen"))
-    }
-
-    forward_to_deserialize_any! {
-        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option unit unit_struct
-        newtype_struct seq tuple tuple_struct map enum identifier ignored_any
-    }
+/// Records the value at a path: a table with the first name as its only entry, which has the rest of the path. One type
+/// for all depths, because each deserializer is compiled for every struct of settings.
+struct Probe<'a> {
+    path: &'a [&'static str],
+    found: &'a mut Found,
 }
 
-/// Records the value type of a field.
-struct KindProbe<'a>(&'a mut FieldKind);
-
-impl KindProbe<'_> {
+impl Probe<'_> {
     fn note<T>(self, kind: FieldKind) -> Result<T, Error> {
-        *self.0 = kind;
+        self.found.kind = kind;
         Err(Error::custom("seen"))
+    }
+
+    fn descend<'de, V: Visitor<'de>>(self, name: &'static str, visitor: V) -> Result<V::Value, Error> {
+        let Self { path, found } = self;
+        visitor.visit_map(MapDeserializer::new(once((name, Probe { path: &path[1..], found }))))
     }
 }
 
-impl<'de> IntoDeserializer<'de, Error> for KindProbe<'_> {
+impl<'de> IntoDeserializer<'de, Error> for Probe<'_> {
     type Deserializer = Self;
 
     fn into_deserializer(self) -> Self {
@@ -235,7 +199,7 @@ impl<'de> IntoDeserializer<'de, Error> for KindProbe<'_> {
     }
 }
 
-impl<'de> Deserializer<'de> for KindProbe<'_> {
+impl<'de> Deserializer<'de> for Probe<'_> {
     type Error = Error;
 
     // A policy is known by the error it would give.
@@ -284,9 +248,13 @@ impl<'de> Deserializer<'de> for KindProbe<'_> {
     fn deserialize_struct<V: Visitor<'de>>(
         self,
         _: &'static str,
-        _: &'static [&'static str],
-        _: V,
+        names: &'static [&'static str],
+        visitor: V,
     ) -> Result<V::Value, Error> {
+        if let [name, ..] = *self.path {
+            return self.descend(name, visitor);
+        }
+        self.found.names = names;
         self.note(FieldKind::Nested)
     }
 
