@@ -430,14 +430,19 @@ mod found {
         let expected = WorkerConfig {
             data_parallel_size: 2,
             total_kv_blocks: Some(100),
+            block_size: Some(BLOCK_SIZE),
             load: Some(LoadSource::Metrics(format!("{vllm}/metrics"))),
             ..WorkerConfig::at(&vllm)
         };
         assert_eq!(config_of(&router, &vllm), Some(expected));
         let kv_events =
             KvEventsConfig { endpoint: "tcp://127.0.0.1:5557".to_owned(), replay_endpoint: None, topic: String::new() };
-        let expected =
-            WorkerConfig { total_kv_blocks: Some(100), kv_events: Some(kv_events), ..WorkerConfig::at(&sglang) };
+        let expected = WorkerConfig {
+            total_kv_blocks: Some(100),
+            block_size: Some(BLOCK_SIZE),
+            kv_events: Some(kv_events),
+            ..WorkerConfig::at(&sglang)
+        };
         assert_eq!(config_of(&router, &sglang), Some(expected));
     }
 
@@ -451,7 +456,7 @@ mod found {
         let router = start(config(), ProbedUrls::new(urls, options()).expect("addresses")).await;
         until(&router, |statuses| statuses[0].workers == 2 && statuses[0].last_error.is_some()).await;
         let error = router.discovery()[0].last_error.clone().expect("two invalid workers");
-        let mismatch = format!("{misfit}: its block size is 8, must be 4, which is the pool's");
+        let mismatch = format!("{misfit}: its block size is 8, must be 4, as router.block_size sets");
         assert!(error.contains(&mismatch) && error.contains("cannot connect"), "{error}");
 
         // After an invalid response the last valid one stays in force, and the other engine is still polled.

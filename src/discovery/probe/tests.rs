@@ -62,6 +62,7 @@ fn one_sglang_response_contains_the_configuration() {
         data_parallel_size: 2,
         max_num_batched_tokens: Some(8192),
         total_kv_blocks: Some(4096),
+        block_size: Some(16),
         kv_events: Some(kv_events),
         load: Some(LoadSource::Socket("tcp://10.0.0.7:5559".to_owned())),
         ..WorkerConfig::at("http://10.0.0.7:8000")
@@ -110,6 +111,7 @@ fn vllm_reports_the_configuration_in_labels() {
     let config = WorkerConfig {
         data_parallel_size: 2,
         total_kv_blocks: Some(4000),
+        block_size: Some(16),
         max_model_len: Some(32_768),
         lora_adapters: ["sql".to_owned()].into(),
         load: Some(LoadSource::Metrics("http://10.0.0.7:8000/metrics".to_owned())),
@@ -163,7 +165,12 @@ fn engines_of_other_pools_are_rejected_with_a_reason() {
     );
     assert!(refused(sglang(&SERVER_INFO.replace("5559", "65535")), expected()).contains("65535"), "no second port");
     let lenient = Expected { model: None, block_size: Some(64), block_size_must_match: false };
-    assert_eq!(complete(sglang(SERVER_INFO), &lenient).map(|config| config.total_kv_blocks), Ok(Some(1024)));
+    let sizes = |config: WorkerConfig| (config.block_size, config.total_kv_blocks);
+    assert_eq!(complete(sglang(SERVER_INFO), &lenient).map(sizes), Ok((None, Some(1024))), "the report is ignored");
+    let unsized_pool = Expected { block_size: None, ..expected() };
+    assert_eq!(complete(sglang(SERVER_INFO), &unsized_pool).map(sizes), Ok((Some(16), Some(4096))));
+    let without_events = SERVER_INFO.replace("\"kv_events\": {", "\"kv_events\": null, \"others\": {");
+    assert_eq!(complete(sglang(&without_events), &unsized_pool).map(sizes), Ok((None, Some(1024))));
     let gap = vllm(MODELS, &METRICS.replace("engine=\"1\"", "engine=\"2\"")).expect_err("rank 1 is missing");
     assert_eq!(gap.to_string(), "its ranks are {0, 2}, must be in a row");
 }
