@@ -156,7 +156,7 @@ class KeywordSettings(TypedDict, total=False):
     """Settings that :class:`pointsman.Router` takes as keyword arguments."""
 
     pool: str
-    block_size: int
+    block_size: int | None
     role: Literal["aggregated", "prefill", "decode"]
     is_eagle: bool
     seed: int
@@ -210,6 +210,7 @@ class WorkerFields(TypedDict, total=False):
     data_parallel_size: int
     max_num_batched_tokens: int | None
     total_kv_blocks: int | None
+    block_size: int | None
     max_model_len: int | None
     role: Literal["prefill", "decode", "both"] | None
     taints: Collection[str]
