@@ -80,7 +80,7 @@ impl Prepared {
         let cache_salt = tenant_salt.as_deref().or(parsed.cache_salt.as_deref());
         let tokens =
             model.tokens.of(&parsed.prompt, cache_salt).await.with_estimate_up_to(model.router.max_model_len());
-        account.access.tokens = Some(tokens.missing.unwrap_or(tokens.source.name()));
+        (account.access.token_source, account.access.no_tokens) = (Some(tokens.source.name()), tokens.missing);
         account.access.prompt_tokens = u32::try_from(tokens.ids.len()).ok().filter(|tokens| *tokens > 0);
         if endpoint.has_engine_work() {
             account.charge_prompt(parsed.body_bytes(), model.router.max_model_len())?;

@@ -84,8 +84,8 @@ impl Account {
     }
 
     fn arrived(&self) -> Arrived<'_> {
-        let AccessRecord { request_id, prompt_tokens, .. } = &self.access;
-        Arrived { request_id, prompt_tokens: *prompt_tokens, no_tokens: None }
+        let AccessRecord { request_id, prompt_tokens, no_tokens, .. } = &self.access;
+        Arrived { request_id, prompt_tokens: *prompt_tokens, no_tokens: *no_tokens }
     }
 
     /// Records a failed attempt.

@@ -62,8 +62,10 @@ pub(crate) struct AccessRecord {
     pub(crate) tenant: Option<String>,
     /// For unrouted requests: the path without its query.
     path: Option<String>,
-    /// Source of the tokens used for routing, or the reason for their absence.
-    pub(crate) tokens: Option<&'static str>,
+    /// Source of the tokens used for routing.
+    pub(crate) token_source: Option<&'static str>,
+    /// Reason for routing without tokens.
+    pub(crate) no_tokens: Option<&'static str>,
     /// Tokens used for routing; replaced by the engine's count.
     pub(crate) prompt_tokens: Option<u32>,
     /// Error code of the gateway.
@@ -234,7 +236,7 @@ impl AccessRecord {
             attempts = self.attempts,
             retry_reasons,
             migrations = Some(self.migrations).filter(|migrations| *migrations > 0),
-            tokens = self.tokens,
+            tokens = self.no_tokens.or(self.token_source),
             prompt_tokens = self.prompt_tokens,
             predicted_cached_tokens = self.predicted_cached_tokens,
             cached_tokens = self.cached_tokens,

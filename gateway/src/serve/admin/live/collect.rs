@@ -146,6 +146,7 @@ async fn state_of(model: &Model, window: &mut HitWindow) -> ModelState {
         Some(format!("discovery source {}: {error}", source.source))
     };
     others.extend(router.discovery().into_iter().filter_map(failing));
+    others.extend(model.tokens.warnings());
     if facts.router.state.is_ok() && (facts.health.is_none() || pending.is_none()) {
         others.push("an actor of the router does not respond".to_owned());
     }
