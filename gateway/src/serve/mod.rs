@@ -238,10 +238,10 @@ impl Gateway {
         let metrics = Metrics::install();
         metrics::describe();
         let limits = ProcessLimits::of(&settings);
-        limits.log();
         // Unreadable files are detected before anything runs.
         let files = Files::read(&settings, &limits).await?;
         let reserved = ReservedSockets::of(&settings, &mut sockets)?;
+        limits.log();
         let trust = WorkerTrust::read(&settings);
         let tls = worker_tls(settings.gateway.worker_ca_file.as_deref())?;
         let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms))
