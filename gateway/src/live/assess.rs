@@ -130,11 +130,14 @@ pub fn rank(facts: &RankFacts<'_>) -> (&'static str, Vec<Problem>) {
             problems.push(Problem::new(level, format!("{name}: {reason}")));
         }
     }
-    problems.extend(facts.events.and_then(of_events));
+    // An engine that does not answer sends neither events nor reports.
+    let is_silent =
+        status == "ejected" && problems.last().is_some_and(|problem| Complaint::of(&problem.text).is_silent);
+    problems.extend(facts.events.filter(|events| events.connected || !is_silent).and_then(of_events));
     if facts.is_cold {
         problems.push(Problem::new(Level::Warning, "index contents lost"));
     }
-    if facts.engine.is_some_and(|engine| engine.is_stale) {
+    if !is_silent && facts.engine.is_some_and(|engine| engine.is_stale) {
         problems.push(Problem::new(Level::Notice, "no recent load report of the engine"));
     }
     problems.sort_by_key(|problem| Reverse(problem.level));
@@ -299,6 +302,8 @@ struct Complaint {
     /// Verb in the singular and the plural; absent for a description.
     verb: Option<(&'static str, &'static str)>,
     text: String,
+    /// Whether the engine does not answer.
+    is_silent: bool,
     /// Whether all ranks of an engine have it alike.
     is_of_engine: bool,
 }
@@ -307,19 +312,18 @@ impl Complaint {
     fn of(problem: &str) -> Self {
         let (status, reason) = problem.split_once(": ").unwrap_or((problem, ""));
         let cause = cause_of(reason);
-        let is_unreachable = UNREACHABLE.iter().any(|unreachable| cause.starts_with(unreachable));
+        let is_silent = UNREACHABLE.iter().any(|unreachable| cause.starts_with(unreachable));
         let verb = match status {
-            "ejected" | "suspected" if is_unreachable => ("does not answer", "do not answer"),
+            "ejected" | "suspected" if is_silent => ("does not answer", "do not answer"),
             "ejected" => ("is ejected", "are ejected"),
             "suspected" => ("is suspected", "are suspected"),
             "refusing" => ("refuses requests", "refuse requests"),
             "cordoned" => ("is cordoned", "are cordoned"),
             "draining" => ("is draining", "are draining"),
             "KV event stream not connected" => ("has no KV event stream", "have no KV event stream"),
-            _ => return Self { verb: None, text: problem.to_owned(), is_of_engine: false },
+            _ => return Self { verb: None, text: problem.to_owned(), is_silent: false, is_of_engine: false },
         };
-        let is_of_engine = is_unreachable || reason.is_empty();
-        Self { verb: Some(verb), text: cause, is_of_engine }
+        Self { verb: Some(verb), text: cause, is_silent, is_of_engine: is_silent || reason.is_empty() }
     }
 
     fn clause(&self, subject: &Subject<'_>) -> String {
@@ -463,6 +467,17 @@ mod tests {
             (Level::Notice, "cordoned"),
         ];
         assert_eq!(texts(&problems), expected);
+    }
+
+    #[test]
+    fn an_engine_that_does_not_answer_has_no_further_problems() {
+        let worker = entry(false, false);
+        let reason = "3 probes in a row failed, the last: cannot connect: Connection refused (os error 111)".to_owned();
+        let ejected = RankHealth { rank: worker.ranks[0], state: HealthState::Ejected { until: None }, reason };
+        let events = events(false, StreamState::Silent, None);
+        let facts =
+            RankFacts { worker: &worker, health: Some(&ejected), events: Some(&events), engine: None, is_cold: false };
+        assert_eq!(rank(&facts).1.len(), 1);
     }
 
     #[test]

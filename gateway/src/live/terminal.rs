@@ -84,9 +84,10 @@ fn hits(hits: &HitsState) -> String {
 fn rates(model: &ModelState) -> String {
     let RatesState { requests_per_second, error_share, ttft_seconds, itl_seconds } = model.rates;
     let milliseconds = |seconds: Option<f64>| {
-        seconds.map_or("-".to_owned(), |seconds| {
-            let ms = seconds * 1e3;
-            if ms < 9.95 { format!("{ms:.1} ms") } else { format!("{ms:.0} ms") }
+        seconds.map_or("-".to_owned(), |seconds| match seconds * 1e3 {
+            ms if ms < 9.95 => format!("{ms:.1} ms"),
+            ms if ms < 9_999.5 => format!("{ms:.0} ms"),
+            _ => format!("{seconds:.1} s"),
         })
     };
     let errors = error_share.map_or("-".to_owned(), |share| format!("{:.1} %", share * 100.0));

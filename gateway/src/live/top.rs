@@ -221,15 +221,19 @@ impl Frame {
         self.hidden = self.hidden.min(self.rest.len().saturating_sub(room));
         let mut frame = b"\x1b[H".to_vec();
         for line in self.head.iter().chain(self.rest.iter().skip(self.hidden).take(room)) {
-            write!(frame, "{line}\x1b[K\r\n")?;
+            // Erased before: a line of full width leaves the cursor on its last character.
+            write!(frame, "\x1b[K{line}\r\n")?;
         }
         let last = self.hidden + room.min(self.rest.len());
         let keys = "q quit  j/k scroll";
         match self.rest.len() > room {
-            true => {
-                write!(frame, "\x1b[2m{keys}  {} to {last} of {} lines\x1b[0m\x1b[J", self.hidden + 1, self.rest.len())?
-            }
-            false => write!(frame, "\x1b[2m{keys}\x1b[0m\x1b[J")?,
+            true => write!(
+                frame,
+                "\x1b[K\x1b[2m{keys}  {} to {last} of {} lines\x1b[0m\x1b[J",
+                self.hidden + 1,
+                self.rest.len()
+            )?,
+            false => write!(frame, "\x1b[K\x1b[2m{keys}\x1b[0m\x1b[J")?,
         }
         output.write_all(&frame)?;
         output.flush()

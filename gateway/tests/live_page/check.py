@@ -307,8 +307,9 @@ def take(browser, directory, name):
 def take_screenshots(pointsman, directory, seconds=90):
     directory.mkdir(parents=True, exist_ok=True)
     with Browser() as browser:
-        with Fleet(pointsman, engines=4, ranks_per_engine=2) as fleet:
-            fleet.traffic(12, 300)
+        model = "Qwen/Qwen3-8B"
+        with Fleet(pointsman, engines=4, ranks_per_engine=2, model=model) as fleet:
+            fleet.traffic(24, seconds + 120)
             connect(browser, fleet.admin)
             time.sleep(seconds)
             take(browser, directory, "healthy")
@@ -317,18 +318,18 @@ def take_screenshots(pointsman, directory, seconds=90):
             time.sleep(20)
             take(browser, directory, "dead")
             capture_top(fleet, directory, "dead")
-        with Fleet(pointsman, block_sizes=[64, 64, 32, 64]) as fleet:
+        with Fleet(pointsman, block_sizes=[64, 64, 32, 64], model=model) as fleet:
             fleet.traffic(6, 60)
             connect(browser, fleet.admin)
             time.sleep(8)
             take(browser, directory, "mismatched")
         queue = 'queue.threshold = 1.0\nqueue.unstated_batched_tokens = 2048'
-        with Fleet(pointsman, engine_flags=["--time-scale", "0.05"], settings=queue) as fleet:
-            fleet.traffic(64, 120, words=900, shared=False)
+        with Fleet(pointsman, engine_flags=["--time-scale", "0.05"], settings=queue, model=model) as fleet:
+            fleet.traffic(160, 120, words=900, shared=False)
             connect(browser, fleet.admin)
-            time.sleep(30)
-            take(browser, directory, "overloaded")
+            time.sleep(15)
             capture_top(fleet, directory, "overloaded")
+            take(browser, directory, "overloaded")
 
 
 def cpu_seconds(process):

@@ -18,12 +18,12 @@ class Fleet(Processes):
     """Mock engines and a gateway."""
 
     def __init__(self, pointsman, engines=3, engine_flags=(), settings="", block_sizes=None, ranks_per_engine=1,
-                 gateway_settings="", files=None, wrapper=(), patience_s=PATIENCE_S):
+                 gateway_settings="", files=None, wrapper=(), patience_s=PATIENCE_S, model=MODEL):
         """`files` are those that settings name. `wrapper` is a command that runs the gateway, such as valgrind, which may
         need more patience."""
         super().__init__()
         self.gateway_settings, self.files = gateway_settings, files or {}
-        self.wrapper, self.patience_s = wrapper, patience_s
+        self.wrapper, self.patience_s, self.model = wrapper, patience_s, model
         self.pointsman = str(pathlib.Path(pointsman).resolve())
         self.engine_flags, self.settings, self.ranks_per_engine = engine_flags, settings, ranks_per_engine
         self.block_sizes = block_sizes or [64] * engines
@@ -52,7 +52,7 @@ class Fleet(Processes):
             f'[gateway]\nlisten = "127.0.0.1:{self.gateway}"\n{self.gateway_settings}'
             f'[admin]\nlisten = "127.0.0.1:{self.admin}"\ntoken_file = "token"\n'
             f"[router]\nblock_size = 64\nengine_load.interval_ms = 500\n{self.settings}\n"
-            f'[[models]]\nname = "{MODEL}"\naliases = ["chat"]\nupstream_name = "mock"\n{workers}'
+            f'[[models]]\nname = "{self.model}"\naliases = ["chat"]\nupstream_name = "mock"\n{workers}'
         )
         self.start_gateway()
 
@@ -118,8 +118,9 @@ class Fleet(Processes):
                 n += 1
                 try:
                     prefix = f"system {thread % 3} " if shared else f"text {thread} {n} "
-                    self.complete(prefix * words + f"turn {thread} {n}", max_tokens, stream=True)
-                except OSError:
+                    options = {"stream": True, "stream_options": {"include_usage": True}}
+                    self.complete(prefix * words + f"turn {thread} {n}", max_tokens, **options)
+                except (OSError, http.client.HTTPException):
                     time.sleep(0.1)
 
         for thread in range(threads):
