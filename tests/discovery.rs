@@ -547,7 +547,7 @@ mod found {
     fn invalid_engine_names_are_rejected() {
         let urls = |urls: [&str; 2]| ProbedUrls::new(urls, options()).expect_err("refused").to_string();
         assert!(urls(["http://a", "ftp://b"]).contains("its scheme is \"ftp\", must be http or https"));
-        assert!(urls(["http://a", "http://a"]).contains("both have the id"));
+        assert!(urls(["http://a", "http://a"]).contains("must be named once"));
         for name in ["engines", "engines:8000/", "engines:x", "http://engines:8000", "me@engines:8000"] {
             assert!(DnsNames::new([name]).is_err(), "{name}");
         }

@@ -173,7 +173,7 @@ async fn resolve(host: &str, port: u16) -> Result<BTreeSet<IpAddr>, String> {
     let looked_up = timeout(TIMEOUT, tokio::net::lookup_host((host, port))).await;
     let found = looked_up.map_err(|_| format!("not resolved within {} s", TIMEOUT.as_secs()))?;
     let found = found.map_err(|error| error.to_string())?;
-    let addresses: BTreeSet<IpAddr> = found.take(ADDRESSES_MAX).map(|address| address.ip()).collect();
+    let addresses: BTreeSet<IpAddr> = found.take(ADDRESSES_MAX).map(|address| address.ip().to_canonical()).collect();
     if addresses.is_empty() { Err("no addresses found".to_owned()) } else { Ok(addresses) }
 }
 

@@ -5,7 +5,7 @@ use std::pin::Pin;
 
 use tokio::sync::watch;
 
-use crate::discovery::{DiscoveryError, DuplicateId, worker_map};
+use crate::discovery::{DiscoveryError, DuplicateWorker, worker_map};
 use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 
 /// A source of the desired set of workers.
@@ -94,7 +94,7 @@ impl DiscoverySource for watch::Receiver<WorkerMap> {
 /// use pointsman::protocol::WorkerConfig;
 ///
 /// let list = StaticList::new([(None, WorkerConfig::at("http://10.0.0.1:8000"))])?;
-/// # Ok::<(), pointsman::discovery::DuplicateId>(())
+/// # Ok::<(), pointsman::discovery::DuplicateWorker>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct StaticList {
@@ -107,7 +107,7 @@ impl StaticList {
     ///
     /// # Errors
     /// Two workers with one id.
-    pub fn new(workers: impl IntoIterator<Item = (Option<WorkerId>, WorkerConfig)>) -> Result<Self, DuplicateId> {
+    pub fn new(workers: impl IntoIterator<Item = (Option<WorkerId>, WorkerConfig)>) -> Result<Self, DuplicateWorker> {
         Ok(Self { workers: worker_map(workers)?, is_given: false })
     }
 }

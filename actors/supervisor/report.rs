@@ -32,7 +32,7 @@ impl SupervisorState {
                     worker_id = %worker,
                     used,
                     ignored,
-                    "two sources name one worker; the first source has precedence"
+                    "a worker or its engine is named twice; the first source has precedence"
                 );
             }
             MembershipReport::SourceFailed { source, error, workers: Some(workers) } => {

@@ -28,7 +28,7 @@ const ROUTES: &[(&str, &str, &str)] = &[
     ("POST", "/admin/models/mock/explain", r#"{"tokens":[1,2,3,4]}"#),
     ("POST", "/admin/models/mock/overlap", r#"{"tokens":[1,2,3,4]}"#),
     ("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:2"}"#),
-    ("PUT", "/admin/models/mock/workers/2", r#"{"endpoint":"http://127.0.0.1:2"}"#),
+    ("PUT", "/admin/models/mock/workers/2", r#"{"endpoint":"http://127.0.0.1:3"}"#),
     ("PATCH", "/admin/models/mock/workers/1", r#"{"taints":["a"]}"#),
     ("POST", "/admin/models/mock/workers/1/cordon", ""),
     ("POST", "/admin/models/mock/workers/1/uncordon", ""),

@@ -2,7 +2,7 @@
 
 #[cfg(feature = "discovery")]
 use super::FileError;
-use super::{DuplicateId, HttpUrlError};
+use super::{DuplicateWorker, HttpUrlError};
 
 /// Reason for which a source has no new set of workers, or an incomplete one. The last valid set remains in use.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -10,9 +10,9 @@ pub enum DiscoveryError {
     /// An invalid address.
     #[error(transparent)]
     Url(#[from] HttpUrlError),
-    /// Two workers with the same id.
+    /// Two workers with the same id or engine.
     #[error(transparent)]
-    DuplicateId(#[from] DuplicateId),
+    Duplicate(#[from] DuplicateWorker),
     /// A file with invalid content.
     #[cfg(feature = "discovery")]
     #[error("{path}: {error}")]

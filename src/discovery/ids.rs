@@ -1,10 +1,13 @@
 //! Derived ids for workers without an explicit id.
 //!
-//! The same endpoint has the same id in every process and release. Duplicate ids are errors, so no worker silently
-//! replaces another.
+//! The same endpoint has the same id in every process and release. Duplicate ids and engines are errors, so no worker
+//! silently replaces another, and no engine is two workers.
+
+use std::collections::BTreeMap;
 
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::url::engine_key;
 use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 
 /// Id of a worker without an explicit one: xxh3-64 of its endpoint text, with seed 0.
@@ -19,32 +22,48 @@ pub fn derived_id(endpoint: &str) -> WorkerId {
     WorkerId(xxh3_64(endpoint.as_bytes()))
 }
 
-/// Two workers with the same id.
+/// Two workers of one source that cannot both be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("workers at {first:?} and {second:?} both have the id {worker}, ids must differ")]
-pub struct DuplicateId {
-    /// The id.
-    pub worker: WorkerId,
-    /// Endpoint of the first worker.
-    pub first: String,
-    /// Endpoint of the second worker.
-    pub second: String,
+pub enum DuplicateWorker {
+    /// The same id.
+    #[error("workers at {first:?} and {second:?} both have the id {worker}, ids must differ")]
+    Id {
+        /// The id.
+        worker: WorkerId,
+        /// Endpoint of the first worker.
+        first: String,
+        /// Endpoint of the second worker.
+        second: String,
+    },
+    /// The same engine. As two workers it would appear half as loaded as it is.
+    #[error("workers at {first:?} and {second:?} are the same engine, which must be named once")]
+    Engine {
+        /// Endpoint of the first worker.
+        first: String,
+        /// Endpoint of the second worker.
+        second: String,
+    },
 }
 
 /// Builds a set from workers with an explicit id and workers with a [derived](derived_id) one.
 ///
 /// # Errors
-/// Two workers with the same id, explicit or derived.
+/// Two workers with the same id, explicit or derived, or two HTTP endpoints of the same engine.
 pub fn worker_map(
     workers: impl IntoIterator<Item = (Option<WorkerId>, WorkerConfig)>,
-) -> Result<WorkerMap, DuplicateId> {
-    let mut map = WorkerMap::new();
+) -> Result<WorkerMap, DuplicateWorker> {
+    let (mut map, mut engines) = (WorkerMap::new(), BTreeMap::<String, String>::new());
     for (id, config) in workers {
-        let worker = id.unwrap_or_else(|| derived_id(&config.endpoint));
-        if let Some(other) = map.get(&worker) {
-            return Err(DuplicateId { worker, first: other.endpoint.clone(), second: config.endpoint });
+        let second = config.endpoint.clone();
+        if let Some(key) = engine_key(&second)
+            && let Some(first) = engines.insert(key, second.clone())
+        {
+            return Err(DuplicateWorker::Engine { first, second });
         }
-        map.insert(worker, config);
+        let worker = id.unwrap_or_else(|| derived_id(&second));
+        if let Some(other) = map.insert(worker, config) {
+            return Err(DuplicateWorker::Id { worker, first: other.endpoint, second });
+        }
     }
     Ok(map)
 }
@@ -59,7 +78,24 @@ mod tests {
         let map = worker_map([named(Some(7), "a"), named(None, "b")]).expect("two workers");
         assert_eq!(map.keys().copied().collect::<Vec<_>>(), [WorkerId(7), derived_id("b")]);
         let error = worker_map([named(None, "b"), named(Some(derived_id("b").0), "c")]).expect_err("one id");
-        assert_eq!((error.first.as_str(), error.second.as_str()), ("b", "c"));
+        assert!(error.to_string().starts_with("workers at \"b\" and \"c\" both have the id"), "{error}");
         assert!(worker_map([named(None, "b"), named(None, "b")]).is_err(), "an engine has one place in the set");
+    }
+
+    #[test]
+    fn an_engine_is_named_once() {
+        let map = |endpoints: &[(Option<u64>, &str)]| {
+            worker_map(endpoints.iter().map(|(id, endpoint)| (id.map(WorkerId), WorkerConfig::at(*endpoint))))
+        };
+        for second in ["http://localhost:1", "http://LOCALHOST:1/", "http://127.0.0.1:1"] {
+            for id in [None, Some(7)] {
+                let error = map(&[(None, "http://127.0.0.1:1/"), (id, second)]).expect_err("the same engine");
+                assert!(error.to_string().contains(second) && error.to_string().contains("same engine"), "{error}");
+            }
+        }
+        assert!(
+            map(&[(None, "http://127.0.0.1:1"), (None, "http://127.0.0.1:2"), (None, "https://127.0.0.1:1")]).is_ok()
+        );
+        assert!(map(&[(Some(1), "opaque"), (Some(2), "opaque")]).is_ok(), "their meaning is known to the embedder");
     }
 }

@@ -25,8 +25,8 @@ pub enum FirstRankEvents {
 }
 
 impl NamedWorker {
-    /// A worker at `url` (`http` or `https`) with the configuration `given` apart from the endpoint. Wildcard hosts of
-    /// its sockets, such as `*`, are replaced by its own host.
+    /// A worker at the canonical spelling of `url`, with the configuration `given` apart from the endpoint. Wildcard
+    /// hosts of its sockets, such as `*`, are replaced by its own host.
     ///
     /// ```
     /// use pointsman::discovery::NamedWorker;
@@ -42,7 +42,7 @@ impl NamedWorker {
     /// An invalid address.
     pub fn at(url: &str, given: &WorkerConfig) -> Result<Self, HttpUrlError> {
         let parsed = HttpUrl::parse(url)?;
-        let mut config = WorkerConfig { endpoint: url.to_owned(), ..given.clone() };
+        let mut config = WorkerConfig { endpoint: parsed.endpoint(), ..given.clone() };
         reach(&mut config, &parsed);
         Ok(Self { id: None, config, probe: false })
     }

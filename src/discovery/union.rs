@@ -1,10 +1,11 @@
 //! Union of the worker sets of several sources.
 //!
 //! Keeps the last valid set of each source, in the configured order of the sources. If two sources name the same worker,
-//! the first takes precedence, and each conflict is reported once.
+//! or the same engine under two ids, the first takes precedence, and each conflict is reported once.
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::url::engine_key;
 use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 
 /// The sets of all sources.
@@ -26,10 +27,10 @@ pub struct DesiredSets {
     known_conflicts: BTreeSet<Conflict>,
 }
 
-/// A worker named by two sources.
+/// A worker or its engine, named twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Conflict {
-    /// The worker.
+    /// The worker that is ignored.
     pub worker: WorkerId,
     /// The source that takes precedence.
     pub heard: usize,
@@ -56,23 +57,32 @@ impl DesiredSets {
     /// Every desired worker with its source. Linear in all sets.
     #[must_use]
     pub fn union(&self) -> BTreeMap<WorkerId, (usize, &WorkerConfig)> {
-        let mut union = BTreeMap::new();
-        for (source, set) in &self.sets {
-            for (worker, config) in set {
-                union.entry(*worker).or_insert((*source, config));
-            }
-        }
-        union
+        self.resolved().0
     }
 
     fn conflicts(&self) -> BTreeSet<Conflict> {
-        let union = self.union();
-        let named = self.sets.iter().flat_map(|(source, set)| set.keys().map(move |worker| (*worker, *source)));
-        let conflicts = named.filter_map(|(worker, ignored)| {
-            let (heard, _) = union.get(&worker)?;
-            (*heard != ignored).then_some(Conflict { worker, heard: *heard, ignored })
-        });
-        conflicts.collect()
+        self.resolved().1
+    }
+
+    /// The union, and what it ignores. Draining workers may share an engine: a replaced pod ends while its successor
+    /// starts at the same address.
+    fn resolved(&self) -> (BTreeMap<WorkerId, (usize, &WorkerConfig)>, BTreeSet<Conflict>) {
+        let (mut union, mut conflicts) = (BTreeMap::<WorkerId, (usize, &WorkerConfig)>::new(), BTreeSet::new());
+        let mut engines = BTreeMap::<String, usize>::new();
+        for (source, set) in &self.sets {
+            for (worker, config) in set {
+                let engine = engine_key(&config.endpoint).filter(|_| !config.drain);
+                let of_engine = engine.as_ref().and_then(|engine| engines.get(engine)).copied();
+                match union.get(worker).map(|(heard, _)| *heard).or(of_engine) {
+                    Some(heard) => drop(conflicts.insert(Conflict { worker: *worker, heard, ignored: *source })),
+                    None => {
+                        engines.extend(engine.map(|engine| (engine, *source)));
+                        union.insert(*worker, (*source, config));
+                    }
+                }
+            }
+        }
+        (union, conflicts)
     }
 }
 
@@ -97,6 +107,21 @@ mod tests {
         assert!(desired.set(0, set(&[(1, "a")])).is_empty(), "resolved");
         assert_eq!(desired.union()[&WorkerId(2)].1.endpoint, "c", "no earlier source remains");
         assert_eq!(desired.set(0, set(&[(2, "a")])), [conflict], "and it is back");
+    }
+
+    #[test]
+    fn an_engine_with_two_ids_is_the_worker_of_the_first_source() {
+        let mut desired = DesiredSets::default();
+        assert!(desired.set(1, set(&[(1, "http://localhost:1"), (2, "http://e:1")])).is_empty());
+        let conflict = Conflict { worker: WorkerId(1), heard: 0, ignored: 1 };
+        assert_eq!(desired.set(0, set(&[(3, "http://127.0.0.1:1/")])), [conflict]);
+        assert_eq!(desired.union().into_keys().collect::<Vec<_>>(), [WorkerId(2), WorkerId(3)]);
+        let mut drained = set(&[(3, "http://127.0.0.1:1/")]);
+        drained.values_mut().for_each(|config| config.drain = true);
+        desired.set(0, drained);
+        assert_eq!(desired.union().len(), 3, "a draining worker does not exclude its successor");
+        let within = Conflict { worker: WorkerId(8), heard: 2, ignored: 2 };
+        assert_eq!(desired.set(2, set(&[(7, "http://e:2"), (8, "http://E:2")])), [within], "within one source");
     }
 
     proptest! {

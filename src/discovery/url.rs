@@ -3,6 +3,7 @@
 //! Not `http::Uri`, which accepts 8 of the 15 texts that the tests reject, drops fragments silently, and would make `http`
 //! a dependency of the core.
 
+use core::net::{Ipv4Addr, Ipv6Addr};
 use std::fmt;
 
 /// An address for requests over HTTP, with or without TLS.
@@ -20,11 +21,33 @@ use std::fmt;
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HttpUrl {
     is_tls: bool,
-    /// As written, in brackets if it is an IPv6 address.
+    /// In lower case; an IPv6 address in brackets and in its short form.
     host: String,
     port: u16,
     /// Including the query; at least `/`.
     path: String,
+}
+
+/// Key that is equal for all endpoints that are certainly one engine: the canonical spelling, with a fully qualified
+/// name without its last dot, and `localhost` and mapped addresses as IPv4 addresses. `None` for other endpoints than
+/// HTTP addresses, which are opaque.
+///
+/// ```
+/// use pointsman::discovery::engine_key;
+///
+/// assert_eq!(engine_key("http://localhost:8000/"), engine_key("http://127.0.0.1:8000"));
+/// ```
+#[must_use]
+pub fn engine_key(endpoint: &str) -> Option<String> {
+    let mut parsed = HttpUrl::parse(endpoint).ok()?;
+    let name = parsed.host.trim_end_matches('.');
+    let mapped = parsed.host().parse::<Ipv6Addr>().ok().and_then(|address| address.to_ipv4_mapped());
+    parsed.host = match mapped {
+        Some(address) => address.to_string(),
+        None if name == "localhost" => Ipv4Addr::LOCALHOST.to_string(),
+        None => name.to_owned(),
+    };
+    Some(parsed.endpoint())
 }
 
 /// The address with `***` in place of user and password, for messages and logs. Invalid addresses lose all text before
@@ -110,7 +133,30 @@ impl HttpUrl {
             return Err(refused("its host must be a name, an IPv4 address or an IPv6 address in brackets"));
         }
         let path = if path.starts_with('/') { path.to_owned() } else { format!("/{path}") };
-        Ok(Self { is_tls, host: host.to_owned(), port, path })
+        let address = host.trim_start_matches('[').trim_end_matches(']').parse::<Ipv6Addr>();
+        let host = address.map_or_else(|_| host.to_ascii_lowercase(), |address| format!("[{address}]"));
+        Ok(Self { is_tls, host, port, path })
+    }
+
+    /// The canonical spelling as an endpoint of a worker: scheme and host in lower case, IPv6 addresses in their short
+    /// form, no default port, no slash at the end.
+    ///
+    /// ```
+    /// use pointsman::discovery::HttpUrl;
+    ///
+    /// assert_eq!(HttpUrl::parse("HTTP://Engine:80/")?.endpoint(), "http://engine");
+    /// assert_eq!(HttpUrl::parse("https://[fd00:0::7]:8000/v1/")?.endpoint(), "https://[fd00::7]:8000/v1");
+    /// # Ok::<(), pointsman::discovery::HttpUrlError>(())
+    /// ```
+    #[must_use]
+    pub fn endpoint(&self) -> String {
+        let default_port = if self.is_tls { 443 } else { 80 };
+        let port = if self.port == default_port { String::new() } else { format!(":{}", self.port) };
+        let (path, query) = match self.path.split_once('?') {
+            Some((path, query)) => (path, format!("/?{query}")),
+            None => (self.path.as_str(), String::new()),
+        };
+        format!("{}://{}{port}{}{query}", self.scheme(), self.host, path.trim_end_matches('/'))
     }
 
     /// Whether the scheme is `https`.
@@ -199,6 +245,40 @@ mod tests {
         assert_eq!(shown("HTTP://10.0.0.7:8000?a=b"), "http://10.0.0.7:8000/?a=b");
         assert_eq!(shown("http://[fe80::1]/x"), "http://[fe80::1]:80/x");
         assert_eq!(shown("HTTPS://e/v1"), "https://e:443/v1");
+    }
+
+    #[test]
+    fn spellings_of_one_endpoint_have_one_canonical_form() {
+        let canonical = |url: &str| HttpUrl::parse(url).expect("an address").endpoint();
+        for (urls, expected) in [
+            (["http://h", "http://h:80", "HTTP://H:80//", "http://h:080/"].as_slice(), "http://h"),
+            (&["http://10.0.0.7:8000", "http://10.0.0.7:8000/"], "http://10.0.0.7:8000"),
+            (&["https://h", "https://H:443/"], "https://h"),
+            (&["https://h:80/"], "https://h:80"),
+            (&["http://[FE80::1]:8000/", "http://[fe80:0:0:0::1]:8000"], "http://[fe80::1]:8000"),
+            (&["http://h:1/Engine/", "http://H:1/Engine"], "http://h:1/Engine"),
+            (&["http://h?a=b", "http://h/?a=b"], "http://h/?a=b"),
+        ] {
+            assert!(urls.iter().all(|url| canonical(url) == expected), "{urls:?}");
+            assert_eq!(canonical(expected), expected);
+        }
+    }
+
+    #[test]
+    fn names_of_one_host_have_one_key() {
+        let key = |endpoint: &str| engine_key(endpoint).unwrap_or_else(|| panic!("{endpoint} has a key"));
+        for same in
+            ["http://LOCALHOST:1/", "http://localhost.:1", "http://[::ffff:127.0.0.1]:1", "http://[::FFFF:7f00:1]:1"]
+        {
+            assert_eq!(key(same), key("http://127.0.0.1:1"), "{same}");
+        }
+        assert_eq!(key("http://engine.llm.:1/v1/"), key("http://Engine.llm:1/v1"));
+        assert_ne!(key("http://[::1]:1"), key("http://127.0.0.1:1"), "they may be two engines");
+        assert_ne!(key("http://h"), key("https://h"));
+        assert_ne!(key("http://h/a"), key("http://h/A"));
+        for opaque in ["engine-7", "grpc://e:1", ""] {
+            assert_eq!(engine_key(opaque), None);
+        }
     }
 
     #[test]

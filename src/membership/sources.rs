@@ -59,7 +59,7 @@ impl<R> Membership<R> {
 
     fn report_conflict(&mut self, conflict: Conflict) {
         let Conflict { worker, heard, ignored } = conflict;
-        let endpoint = self.endpoint_at(worker, heard);
+        let endpoint = self.endpoint_at(worker, heard).or_else(|| self.endpoint_at(worker, ignored));
         let (used, ignored) = (self.source_name(Some(heard)), self.source_name(Some(ignored)));
         self.outbox.report(MembershipReport::Conflict { worker, endpoint, used, ignored });
     }

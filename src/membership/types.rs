@@ -365,11 +365,11 @@ pub enum MembershipReport {
         /// Endpoint of the worker.
         endpoint: String,
     },
-    /// Two sources name one worker.
+    /// Two sources name one worker, or its engine.
     Conflict {
-        /// Id of the worker.
+        /// Id of the worker that is ignored.
         worker: WorkerId,
-        /// Endpoint at the source that has precedence.
+        /// Endpoint of the worker, at the source that has precedence if it names the worker.
         endpoint: Option<String>,
         /// Name of the source that has precedence.
         used: String,

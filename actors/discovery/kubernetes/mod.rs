@@ -23,8 +23,7 @@ use tokio::time::{Instant, sleep_until};
 use super::prober::{ProbeOptions, Prober};
 use super::source::DiscoverySource;
 use crate::discovery::{
-    Changes, DiscoveryError, EngineError, PodFacts, PodPorts, PodRole, PodWorkers, draining_workers, worker_map,
-    workers_of_pods,
+    Changes, DiscoveryError, EngineError, PodFacts, PodPorts, PodRole, PodWorkers, draining_workers, workers_of_pods,
 };
 use crate::protocol::{WorkerId, WorkerMap};
 use client::ApiAccess;
@@ -230,15 +229,10 @@ impl KubernetesPods {
         };
         self.engine_errors.clone_from(&errors);
         problems.extend(errors);
-        match worker_map(workers) {
-            Ok(map) => {
-                // A pod that is ready again drains until its engine has responded.
-                remaining.retain(|_, config| config.drain);
-                remaining.extend(map);
-                self.report(Some(remaining), problems)
-            }
-            Err(error) => self.changes.look(None, Some(error.into())),
-        }
+        // A pod that is ready again drains until its engine has responded.
+        remaining.retain(|_, config| config.drain);
+        remaining.extend(workers.into_iter().filter_map(|(id, config)| Some((id?, config))));
+        self.report(Some(remaining), problems)
     }
 }
 

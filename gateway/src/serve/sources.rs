@@ -31,7 +31,7 @@ impl Definitions {
     /// Parses the settings.
     ///
     /// # Errors
-    /// Two workers with one id or address, or an invalid address or name.
+    /// Two workers with one id or engine, or an invalid address or name.
     pub(crate) fn of(settings: &ModelSettings) -> Result<Self, DiscoveryError> {
         let fixed = settings.workers.iter().filter(|worker| !worker.probe);
         let fixed = worker_map(fixed.map(|worker| (worker.id, worker.config.clone())))?;
@@ -40,7 +40,8 @@ impl Definitions {
         for url in &settings.worker_urls {
             probed.push(NamedWorker { probe: true, ..NamedWorker::at(url, &nothing_known)? });
         }
-        worker_map(probed.iter().map(|worker| (worker.id, worker.config.clone())))?;
+        let fixed_too = fixed.iter().map(|(id, config)| (Some(*id), config.clone()));
+        worker_map(probed.iter().map(|worker| (worker.id, worker.config.clone())).chain(fixed_too))?;
         DnsNames::new(&settings.worker_names)?;
         Ok(Self {
             fixed: (!fixed.is_empty()).then_some(fixed),

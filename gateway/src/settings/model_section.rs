@@ -127,7 +127,7 @@ pub(super) fn read_workers(section: &Section, workers: Vec<Table>, problems: &mu
         let reason = match error {
             FileError::Line { line: _, reason } | FileError::Worker { position: _, url: _, rule: reason } => reason,
             FileError::Url { position: _, error } => error.to_string(),
-            error @ (FileError::Format | FileError::TooLong(_) | FileError::NotText | FileError::DuplicateId(_)) => {
+            error @ (FileError::Format | FileError::TooLong(_) | FileError::NotText | FileError::Duplicate(_)) => {
                 error.to_string()
             }
         };

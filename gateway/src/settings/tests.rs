@@ -46,6 +46,21 @@ fn line<'a>(printed: &'a str, section: &str, setting: &str) -> &'a str {
 }
 
 #[test]
+fn an_engine_is_named_once_in_all_lists() {
+    let text = "[[models]]\nname = \"m\"\nworkers = [{ url = \"http://e:8000/\" }, { url = \"http://h\" }]\n\
+        worker_urls = [\"http://E:8000\", \"http://127.0.0.1:1\", \"http://localhost:1/\", \"http://h:81\"]\n";
+    assert_eq!(
+        refused(sources(text, &[], &[])),
+        [
+            "models[0].worker_urls[0] is \"http://E:8000\", must be another engine than models[0].workers[0].url, which is \
+             \"http://e:8000\" (file)",
+            "models[0].worker_urls[2] is \"http://localhost:1/\", must be another engine than models[0].worker_urls[1], \
+             which is \"http://127.0.0.1:1\" (file)",
+        ]
+    );
+}
+
+#[test]
 fn defaults_apply_without_sources() {
     for text in ["", "[router]\n[gateway]\n"] {
         let settings = loaded(text, &[]).settings;
@@ -433,7 +448,7 @@ fn each_bad_element_of_a_list_is_named() {
     }
     let twice = "[[models]]\nname = \"m\"\nworkers = [{ url = \"http://e\" }, { url = \"http://e\" }]\n";
     let reported = refused(sources(twice, &[], &[]));
-    assert!(reported.len() == 1 && reported[0].contains("ids must differ"), "{reported:?}");
+    assert!(reported.len() == 1 && reported[0].contains("must be named once"), "{reported:?}");
 }
 
 #[test]

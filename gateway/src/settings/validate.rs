@@ -10,7 +10,7 @@ use std::path::Path;
 
 use axum::http::uri::Authority;
 use pointsman::DnsNames;
-use pointsman::discovery::{FileFormat, HttpUrl};
+use pointsman::discovery::{FileFormat, HttpUrl, engine_key};
 
 use crate::serve::telemetry::{AccessLog, parse_level};
 
@@ -451,6 +451,7 @@ impl ModelSettings {
                 rules.text(format!("{path}.worker_urls[{n}]"), &error.url, false, rule);
             }
         }
+        self.check_engines(path, rules);
         for (n, name) in self.worker_names.iter().enumerate() {
             let is_name = DnsNames::new([name]).is_ok();
             rules.text(format!("{path}.worker_names[{n}]"), name, is_name, "NAME:PORT or https://NAME:PORT");
@@ -462,6 +463,23 @@ impl ModelSettings {
             rules.check(format!("{path}.router.{}", error.field), error.value, false, error.rule);
         }
         self.check_tokens(&format!("{path}.tokens"), rules);
+    }
+
+    /// Each engine is named once. As two workers it would appear half as loaded as it is.
+    fn check_engines(&self, path: &str, rules: &mut Rules) {
+        let workers = self.workers.iter().enumerate();
+        let workers = workers.map(|(n, worker)| (format!("{path}.workers[{n}].url"), &worker.config.endpoint));
+        let urls = self.worker_urls.iter().enumerate().map(|(n, url)| (format!("{path}.worker_urls[{n}]"), url));
+        let mut named = BTreeMap::new();
+        for (setting, url) in workers.chain(urls) {
+            let Some(key) = engine_key(url) else { continue };
+            match named.get(&key) {
+                None => drop(named.insert(key, (setting, url))),
+                Some((first, spelled)) => {
+                    rules.text(setting, url, false, format!("another engine than {first}, which is {spelled:?}"));
+                }
+            }
+        }
     }
 
     fn check_tokens(&self, path: &str, rules: &mut Rules) {

@@ -10,7 +10,7 @@ mod tests;
 
 use serde::Deserialize;
 
-use super::{DuplicateId, HttpUrlError, NamedWorker, worker_map};
+use super::{DuplicateWorker, HttpUrlError, NamedWorker, worker_map};
 
 /// File format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,9 +59,9 @@ pub enum FileError {
         /// The setting, its value and the rule.
         rule: String,
     },
-    /// Two workers with the same id.
+    /// Two workers with the same id or engine.
     #[error(transparent)]
-    DuplicateId(#[from] DuplicateId),
+    Duplicate(#[from] DuplicateWorker),
 }
 
 #[derive(Deserialize)]

@@ -1,6 +1,5 @@
 use proptest::prelude::*;
 
-use super::super::derived_id;
 use super::*;
 use crate::protocol::{KvEventsConfig, LoadSource, WorkerConfig, WorkerId};
 
@@ -85,10 +84,13 @@ fn broken_rules_name_the_worker() {
         toml("[[workers]]\nurl = \"grpc://e\"\n"),
         "workers[0]: url \"grpc://e\" is refused: its scheme is \"grpc\", must be http or https"
     );
-    let id = derived_id("http://e");
     assert_eq!(
-        toml("[[workers]]\nurl = \"http://e\"\n[[workers]]\nurl = \"http://e\"\n"),
-        format!("workers at \"http://e\" and \"http://e\" both have the id {id}, ids must differ")
+        toml("[[workers]]\nurl = \"http://e\"\n[[workers]]\nurl = \"HTTP://E:80/\"\n"),
+        "workers at \"http://e\" and \"http://e\" are the same engine, which must be named once"
+    );
+    assert_eq!(
+        toml("[[workers]]\nurl = \"http://e\"\nid = 1\n[[workers]]\nurl = \"http://f\"\nid = 1\n"),
+        "workers at \"http://e\" and \"http://f\" both have the id 1, ids must differ"
     );
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
-use pointsman::discovery::{HttpUrl, NamedWorker, derived_id, without_password};
+use pointsman::discovery::{HttpUrl, NamedWorker, derived_id, engine_key, without_password};
 use pointsman::error::MembershipError;
 use pointsman::protocol::{LoadSource, WorkerConfig, WorkerId};
 use pointsman::{DiscoveryStatus, Router, WorkerEntry};
@@ -46,7 +46,9 @@ pub(super) async fn add(
     peer: ClientAddress,
     Body(config): Body<WorkerConfig>,
 ) -> Result<(StatusCode, Json<Value>), ApiError> {
-    let id = derived_id(&config.endpoint);
+    // Other spellings of the endpoint are the same worker.
+    let endpoint = HttpUrl::parse(&config.endpoint).map_or_else(|_| config.endpoint.clone(), |url| url.endpoint());
+    let id = derived_id(&endpoint);
     set(admin, WorkerAt { model, id }, peer, "add", Known::Stays, |_| Ok(config)).await
 }
 
@@ -112,6 +114,9 @@ async fn set(
         let known = find(&router, id);
         let config = reachable(config(known.as_ref())?)?;
         let detail = format!("{} rank(s) at {}", config.data_parallel_size, config.endpoint);
+        if let Some(other) = same_engine(&router, id, &config) {
+            return Err(is_worker(&other));
+        }
         match &known {
             // The worker stays assigned to its source.
             Some(known) if known.config == config && !known.draining => {}
@@ -123,6 +128,19 @@ async fn set(
     let is_new = change.carry_out(work).await?;
     let status = if is_new { StatusCode::CREATED } else { StatusCode::OK };
     Ok((status, Json(shown(&model, id).await)))
+}
+
+/// Another worker with the same engine, which would appear half as loaded as it is.
+fn same_engine(router: &Router, id: WorkerId, config: &WorkerConfig) -> Option<WorkerEntry> {
+    let key = engine_key(&config.endpoint)?;
+    let is_same = |entry: &&WorkerEntry| engine_key(&entry.config.endpoint).as_ref() == Some(&key);
+    router.workers().iter().filter(|entry| entry.worker != id && !entry.draining).find(is_same).cloned()
+}
+
+fn is_worker(other: &WorkerEntry) -> ApiError {
+    let url = without_password(&other.config.endpoint);
+    let message = format!("the engine at {url} is worker {}: one engine is one worker", other.worker);
+    error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "worker_exists", message)
 }
 
 /// The worker is registered; adding it would drop its ranks and event sources if the body lacks them.
@@ -239,17 +257,15 @@ fn reachable(config: WorkerConfig) -> Result<WorkerConfig, ApiError> {
         broken(format!("{field} {:?} is refused: {rule}", without_password(address)))
     };
     let endpoint = config.endpoint.clone();
-    let (scheme, rest) = endpoint.split_once("://").unwrap_or(("", &endpoint));
+    let scheme = endpoint.split_once("://").map_or("", |(scheme, _)| scheme);
     if !["http", "https"].iter().any(|known| scheme.eq_ignore_ascii_case(known)) {
         return Err(refused("endpoint", &endpoint, "must begin with http:// or https://"));
     }
     if endpoint.contains('?') {
         return Err(refused("endpoint", &endpoint, "must have no query"));
     }
-    // The other rules do not depend on the scheme.
-    let named = NamedWorker::at(&format!("http://{rest}"), &config);
-    let named = named.map_err(|error| refused("endpoint", &endpoint, &error.rule))?;
-    let config = WorkerConfig { endpoint, ..named.config };
+    let named = NamedWorker::at(&endpoint, &config);
+    let config = named.map_err(|error| refused("endpoint", &endpoint, &error.rule))?.config;
     if !config.health_path.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'#') {
         return Err(refused("health_path", &config.health_path, "must consist of visible ASCII characters"));
     }
