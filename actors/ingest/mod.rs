@@ -69,12 +69,8 @@ impl Arguments {
         entry: &Arc<RankEntry>,
         worker: &WorkerConfig,
     ) -> Result<Option<Self>, WorkerConfigError> {
-        let Some(kv_events) =
-            worker.kv_events.as_ref().filter(|_| config.events.mode.reads_events() && config.has_index())
-        else {
-            return Ok(None);
-        };
-        let endpoints = kv_events.of_rank(entry.rank.rank)?;
+        let is_read = config.events.mode.reads_events() && config.has_index();
+        let Some(endpoints) = worker.kv_events_of(entry.rank.rank)?.filter(|_| is_read) else { return Ok(None) };
         let source = SourceConfig {
             has_replay: endpoints.replay_endpoint.is_some(),
             capacity_blocks: worker.total_kv_blocks,

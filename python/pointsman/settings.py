@@ -223,8 +223,11 @@ class WorkerFields(TypedDict, total=False):
     transfer_port: int | None
     is_eagle: bool | None
     kv_events: KvEvents | None
+    kv_events_by_rank: Mapping[int, KvEvents]
     load: MetricsLoad | SocketLoad | None
     health_path: str
+    api_key_file: str | None
+    unreported: Mapping[str, str]
     drain: bool
 
 

@@ -24,7 +24,7 @@ pub(super) fn reach(config: &mut WorkerConfig, url: &HttpUrl) {
             *endpoint = format!("{scheme}://{}{}", url.host_in_url(), &rest[host.len()..]);
         }
     };
-    if let Some(kv_events) = &mut config.kv_events {
+    for kv_events in config.kv_events.iter_mut().chain(config.kv_events_by_rank.values_mut()) {
         replace(&mut kv_events.endpoint);
         kv_events.replay_endpoint.as_mut().map(replace);
     }

@@ -19,8 +19,9 @@ const READER_RESTART_WINDOW: Duration = Duration::from_secs(60);
 impl<R> Membership<R> {
     /// Starts, replaces or stops the reader of a running rank as the configurations of its worker and the pool require.
     pub(super) fn update_reader(&mut self, slot: Slot) {
-        let worker = self.worker_at(slot).filter(|_| self.rules.reads_kv_events);
-        let settings = worker.and_then(|worker| ReaderSettings::of(&worker.config, self.block_size.tokens));
+        let worker = self.worker_at(slot).zip(self.slots.get(slot)).filter(|_| self.rules.reads_kv_events);
+        let settings = worker
+            .and_then(|(worker, occupant)| ReaderSettings::of(&worker.config, occupant.rank, self.block_size.tokens));
         let current = self.readers.get(&slot).map(|reader| &reader.settings);
         if current == settings.as_ref() {
             return;

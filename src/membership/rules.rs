@@ -55,7 +55,7 @@ impl MembershipRules {
     /// Checks the configuration of a worker.
     pub(super) fn check(&self, config: &WorkerConfig) -> Result<(), WorkerConfigError> {
         config.validate()?;
-        if config.kv_events.is_some() && !self.has_reader {
+        if config.has_kv_events() && !self.has_reader {
             return Err(WorkerConfigError::NoReader);
         }
         match config.is_eagle {

@@ -43,6 +43,7 @@ struct Performed {
     readers: BTreeSet<Slot>,
     timers: Vec<(WorkerId, u64)>,
     cleared: Vec<Slot>,
+    started_readers: Vec<Slot>,
     abandoned: Vec<Slot>,
     restarted: Vec<(Child, Vec<WorkerRank>)>,
     block_size: Option<PoolBlockSize>,
@@ -127,6 +128,7 @@ impl Pool {
             }
             MembershipEffect::StartReader { slot } => {
                 done.readers.insert(slot);
+                done.started_readers.push(slot);
             }
             MembershipEffect::StopReader { slot } => assert!(done.readers.remove(&slot), "{slot} was read"),
             MembershipEffect::ClearBlocks { slot } => done.cleared.push(slot),
@@ -347,6 +349,31 @@ fn invalid_workers_are_reported_once_and_change_nothing() {
     assert!(refused.contains("is_eagle"), "{refused}");
     let is_refusal = |report: &&MembershipReport| matches!(report, MembershipReport::WorkerRefused { .. });
     assert_eq!(pool.done.reports.iter().filter(is_refusal).count(), 1);
+}
+
+#[test]
+fn only_readers_of_changed_ranks_are_replaced() {
+    let mut pool = Pool::new(RULES, 0);
+    let publishing = |ports: &[(u32, u16)]| {
+        let events = |port: &u16| KvEventsConfig {
+            endpoint: format!("tcp://a:{port}"),
+            replay_endpoint: None,
+            topic: String::new(),
+        };
+        let kv_events_by_rank = ports.iter().map(|(rank, port)| (*rank, events(port))).collect();
+        WorkerConfig { data_parallel_size: 3, kv_events_by_rank, ..WorkerConfig::at("a") }
+    };
+    let started = |pool: &mut Pool, ports: &[(u32, u16)]| {
+        pool.done.started_readers.clear();
+        pool.upsert(1, publishing(ports));
+        pool.done.started_readers.clone()
+    };
+    assert_eq!(started(&mut pool, &[(0, 40_000), (1, 40_007), (2, 39_000)]), [Slot(0), Slot(1), Slot(2)]);
+    assert_eq!(started(&mut pool, &[(0, 40_000), (1, 41_000), (2, 39_000)]), [Slot(1)], "another port");
+    assert_eq!(started(&mut pool, &[(0, 40_000), (2, 39_000)]), []);
+    assert_eq!((pool.done.readers.len(), pool.done.cleared.clone()), (2, vec![Slot(1)]), "no reader");
+    assert_eq!(pool.done.running.len(), 3, "the rank stays");
+    assert_eq!(started(&mut pool, &[(0, 40_000), (1, 41_000), (2, 39_000)]), [Slot(1)], "it is back");
 }
 
 #[test]

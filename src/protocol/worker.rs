@@ -38,7 +38,8 @@ pub enum WorkerRole {
 /// Endpoints at which an engine publishes its KV events.
 ///
 /// vLLM and SGLang publish each data-parallel rank on a separate port: rank `r` at the configured port plus `r`, for
-/// replays as well.
+/// replays as well. Ports that are assigned by the operating system are not consecutive:
+/// [`WorkerConfig::kv_events_by_rank`].
 ///
 /// ```
 /// use pointsman::protocol::KvEventsConfig;
@@ -201,9 +202,13 @@ pub struct WorkerConfig {
     /// Whether the worker hashes EAGLE windows; must match the pool's setting if given.
     #[serde(default)]
     pub is_eagle: Option<bool>,
-    /// KV event endpoints. Default: none; the embedder may provide events.
+    /// KV event endpoints on consecutive ports. Default: none; the embedder may provide events.
     #[serde(default)]
     pub kv_events: Option<KvEventsConfig>,
+    /// KV event endpoints of single ranks, by rank number, where ports are not consecutive. They have precedence over
+    /// `kv_events`. Entries of other ranks have no effect.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub kv_events_by_rank: BTreeMap<u32, KvEventsConfig>,
     /// Source of load reports. Default: none; only bookings count.
     #[serde(default)]
     pub load: Option<LoadSource>,
@@ -214,6 +219,9 @@ pub struct WorkerConfig {
     /// is never part of a configuration. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key_file: Option<PathBuf>,
+    /// Facts that the probed engine does not report, each with the reason. Probes set this field.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub unreported: BTreeMap<String, String>,
     /// Whether a discovery source drains the worker: it gets no new requests and is removed after its last booking or
     /// after [`DiscoveryConfig::drain_timeout_ms`](crate::config::DiscoveryConfig::drain_timeout_ms). Without workers that
     /// run, it is not added. Default false. Only for workers of discovery sources.
@@ -323,9 +331,11 @@ impl WorkerConfig {
             transfer_port: None,
             is_eagle: None,
             kv_events: None,
+            kv_events_by_rank: BTreeMap::new(),
             load: None,
             health_path: health_path(),
             api_key_file: None,
+            unreported: BTreeMap::new(),
             drain: false,
         }
     }
@@ -334,6 +344,34 @@ impl WorkerConfig {
     pub fn ranks(&self, worker: WorkerId) -> impl Iterator<Item = WorkerRank> + use<> {
         let start = self.data_parallel_start_rank;
         (start..start.saturating_add(self.data_parallel_size)).map(move |rank| WorkerRank::new(worker, rank))
+    }
+
+    /// The KV event endpoints of one rank; `None` if its events are not read.
+    ///
+    /// ```
+    /// use pointsman::protocol::{KvEventsConfig, WorkerConfig};
+    ///
+    /// let endpoints: KvEventsConfig = serde_json::from_str(r#"{ "endpoint": "tcp://10.0.0.7:40123" }"#)?;
+    /// let kv_events_by_rank = [(1, endpoints.clone())].into();
+    /// let config = WorkerConfig { data_parallel_size: 2, kv_events_by_rank, ..WorkerConfig::at("http://10.0.0.7:8000") };
+    /// assert_eq!(config.kv_events_of(1)?, Some(endpoints));
+    /// assert_eq!(config.kv_events_of(0)?, None);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`KvEventsConfig::of_rank`].
+    pub fn kv_events_of(&self, rank: u32) -> Result<Option<KvEventsConfig>, WorkerConfigError> {
+        match self.kv_events_by_rank.get(&rank) {
+            Some(of_rank) => Ok(Some(of_rank.clone())),
+            None => self.kv_events.as_ref().map(|events| events.of_rank(rank)).transpose(),
+        }
+    }
+
+    /// Whether the events of any rank are read.
+    #[must_use]
+    pub fn has_kv_events(&self) -> bool {
+        self.kv_events.is_some() || !self.kv_events_by_rank.is_empty()
     }
 
     /// Checks all rules.
@@ -369,6 +407,9 @@ impl WorkerConfig {
             if let Some(load) = &self.load {
                 load.socket_of_rank(rank)?;
             }
+        }
+        for events in self.kv_events_by_rank.values() {
+            events.of_rank(0)?;
         }
         match self.kv_transfer_preferred_weight {
             Some(weight) if !weight.is_finite() => Err(WorkerConfigError::Weight(weight)),
@@ -409,6 +450,29 @@ mod tests {
             let error = publishing(endpoint, ranks).expect_err("must be refused").to_string();
             assert!(error.contains(endpoint) && error.contains("tcp://HOST:PORT"), "{error}");
         }
+    }
+
+    #[test]
+    fn endpoints_of_a_rank_replace_consecutive_ports() {
+        let events = |endpoint: &str| KvEventsConfig {
+            endpoint: endpoint.to_owned(),
+            replay_endpoint: None,
+            topic: String::new(),
+        };
+        let config = WorkerConfig {
+            data_parallel_start_rank: 2,
+            data_parallel_size: 2,
+            kv_events: Some(events("tcp://h:5557")),
+            kv_events_by_rank: [(3, events("tcp://other:40000"))].into(),
+            ..WorkerConfig::at("x")
+        };
+        assert_eq!(config.validate(), Ok(()));
+        assert_eq!(config.kv_events_of(2), Ok(Some(events("tcp://h:5559"))));
+        assert_eq!(config.kv_events_of(3), Ok(Some(events("tcp://other:40000"))));
+        let text = serde_json::to_string(&config).expect("JSON");
+        assert_eq!(serde_json::from_str::<WorkerConfig>(&text).expect("read back"), config);
+        let invalid = WorkerConfig { kv_events_by_rank: [(9, events("tcp://h:0"))].into(), ..WorkerConfig::at("x") };
+        assert!(invalid.validate().expect_err("port 0").to_string().contains("tcp://h:0"));
     }
 
     #[test]

@@ -404,7 +404,7 @@ pub(super) async fn warn_of_unread(current: Current) {
         for model in app.models.all() {
             let events = model.router.config().events.mode;
             let workers = model.router.workers();
-            let endpoints = workers.iter().filter(|entry| events.reads_events() && entry.config.kv_events.is_none());
+            let endpoints = workers.iter().filter(|entry| events.reads_events() && !entry.config.has_kv_events());
             let is_predicted = events == EventMode::Auto;
             let named =
                 |entry: &WorkerEntry| (model.settings.name.clone(), entry.config.endpoint.clone(), is_predicted);

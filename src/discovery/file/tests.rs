@@ -50,6 +50,18 @@ fn both_formats_have_equal_content() {
 }
 
 #[test]
+fn event_endpoints_of_single_ranks_are_read_in_both_formats() {
+    let toml = "[[workers]]\nurl = \"http://e\"\nkv_events_by_rank = { \"3\" = { endpoint = \"tcp://*:40123\" } }\n";
+    let json =
+        r#"{ "workers": [{ "url": "http://e", "kv_events_by_rank": { "3": { "endpoint": "tcp://*:40123" } } }] }"#;
+    for workers in [FileFormat::Toml.parse(toml.as_bytes()), FileFormat::Json.parse(json.as_bytes())] {
+        let config = workers.expect("valid").remove(0).config;
+        assert_eq!(config.kv_events_of(3).expect("valid").map(|of| of.endpoint).as_deref(), Some("tcp://e:40123"));
+    }
+    assert!(refused(FileFormat::Toml, &toml.replace("\"3\"", "x")).starts_with("line 3: "));
+}
+
+#[test]
 fn mistakes_are_named_with_their_line() {
     let toml = |text| refused(FileFormat::Toml, text);
     let role = toml("[[workers]]\nurl = \"http://e\"\nrole = \"prefil\"\n");

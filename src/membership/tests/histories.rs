@@ -197,7 +197,7 @@ impl Both {
             assert_eq!(**endpoint, *worker.config.endpoint);
             let restricted = worker.cordoned || worker.drain.is_some();
             assert_eq!(done.restricted.contains(place), restricted, "{rank}");
-            assert_eq!(done.readers.contains(&place.0), worker.config.kv_events.is_some(), "{rank}");
+            assert_eq!(done.readers.contains(&place.0), worker.config.has_kv_events(), "{rank}");
         }
         assert!(done.restricted.len() <= done.running.len() && done.readers.len() <= done.running.len());
         assert_eq!(done.cold, model.cold);
