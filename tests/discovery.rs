@@ -437,10 +437,12 @@ mod found {
         assert_eq!(config_of(&router, &vllm), Some(expected));
         let kv_events =
             KvEventsConfig { endpoint: "tcp://127.0.0.1:5557".to_owned(), replay_endpoint: None, topic: String::new() };
+        let unreported = [("load".to_owned(), "/metrics: response status is 404, must be 200".to_owned())].into();
         let expected = WorkerConfig {
             total_kv_blocks: Some(100),
             block_size: Some(BLOCK_SIZE),
             kv_events: Some(kv_events),
+            unreported,
             ..WorkerConfig::at(&sglang)
         };
         assert_eq!(config_of(&router, &sglang), Some(expected));

@@ -1,26 +1,35 @@
 //! Probes of engines for their configuration.
 //!
-//! Keeps the last response of each engine. An engine without a valid response keeps its last configuration. An engine
-//! that serves another model or pool is excluded. Time, bytes and concurrent probes are bounded.
+//! Requests the pages of all engines concurrently and keeps their last facts. No page is required, and none delays
+//! another. An engine without any usable page keeps its last configuration. An engine that serves another model or pool
+//! is excluded. Time, bytes and concurrent probes are bounded.
 
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{Instant, timeout_at};
 
 use super::publisher::{Listener, listener_at};
 use crate::actors::io::http::{EngineClient, EngineGet, EngineHttpError, PlainEngineClient};
 use crate::config::RouterConfig;
-use crate::discovery::{Described, Engine, EngineError, Expected, FirstRankEvents, HttpUrl, NamedWorker, ProbeError};
-use crate::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
+use crate::discovery::{
+    Described, Engine, EngineError, EngineFacts, EnginePage, Expected, FirstRankEvents, HttpUrl, NamedWorker,
+    PageAnswer,
+};
+use crate::protocol::{WorkerConfig, WorkerId};
 
-/// Maximum number of concurrent probes; times [`Described::BYTES_MAX`] it bounds the memory of their responses.
+/// Maximum number of engines that are probed concurrently. Times the pages and [`EngineFacts::BYTES_MAX`] it bounds the
+/// memory of their responses.
 const PROBES_MAX: usize = 16;
+
+/// Timeout of a request whose answer may arrive in a later round. vLLM in development mode collects its environment for
+/// the first `/server_info`, which takes many seconds.
+const LATE_MAX: Duration = Duration::from_secs(30);
 
 /// Statuses of an engine that does not implement the requested path.
 const UNKNOWN: &[u16] = &[404, 405, 501];
@@ -39,7 +48,7 @@ pub struct ProbeOptions {
     pub expected: Expected,
     /// Time between two rounds of probes. Default 5 seconds.
     pub interval: Duration,
-    /// Timeout of one request; an engine receives up to four. Default 2 seconds.
+    /// Time for which a round waits for a page of an engine. A later answer counts in a later round. Default 2 seconds.
     pub timeout: Duration,
     /// Whether the default port of vLLM's KV event publisher is tried, for engines with an address of their own. Default:
     /// whether the router reads KV events.
@@ -70,20 +79,102 @@ impl ProbeOptions {
     }
 }
 
-/// Probes engines and keeps their last responses.
+/// Probes engines and keeps their last facts.
+///
+/// Each page of an engine is requested by a task of its own. A round waits for its new requests for the timeout. A
+/// request that takes longer goes on, and its answer counts in a later round: an engine that computes a page for many
+/// seconds would begin anew at each attempt.
 #[derive(Debug)]
 pub(super) struct Prober {
     pub(super) options: ProbeOptions,
-    /// By id, if the source has one, and endpoint: a new worker at an old address has no facts yet.
-    last: BTreeMap<(Option<WorkerId>, String), Described>,
+    engines: BTreeMap<EngineKey, ProbedEngine>,
+    requests: JoinSet<(EngineKey, Request, Response)>,
+}
+
+/// Id, if the source has one, and endpoint: a new worker at an old address has no facts yet.
+type EngineKey = (Option<WorkerId>, String);
+
+/// Request to an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Request {
+    Page(EnginePage),
+    /// Handshake at the default port of vLLM's publisher.
+    Publisher,
+}
+
+#[derive(Debug)]
+enum Response {
+    Page(PageAnswer),
+    Publisher(Listener),
+}
+
+/// State of one engine.
+#[derive(Debug, Default)]
+struct ProbedEngine {
+    facts: EngineFacts,
+    /// Configuration at the last round with a usable page.
+    last: Option<Described>,
+    /// Whether a publisher is at the default port of vLLM's publisher.
+    publishes: bool,
+    /// Requests without an answer, and their starts.
+    running: BTreeMap<Request, (Instant, AbortHandle)>,
+    /// Pages without a usable answer, with the reasons.
+    failures: BTreeMap<EnginePage, String>,
+}
+
+impl Drop for ProbedEngine {
+    fn drop(&mut self) {
+        self.running.values().for_each(|(_, request)| request.abort());
+    }
+}
+
+impl ProbedEngine {
+    fn record(&mut self, url: &HttpUrl, request: Request, response: Response) {
+        match (request, response) {
+            (Request::Page(page), Response::Page(answer)) => {
+                match self.facts.record(url, page, answer) {
+                    Ok(()) => self.failures.remove(&page),
+                    Err(reason) => self.failures.insert(page, reason),
+                };
+            }
+            (_, Response::Publisher(Listener::Publisher)) => self.publishes = true,
+            (_, Response::Publisher(Listener::Other)) => self.publishes = false,
+            (_, Response::Publisher(Listener::Unknown)) | (Request::Publisher, Response::Page(_)) => {}
+        }
+        self.running.remove(&request);
+    }
+
+    /// The present configuration, or the last one if no page is usable now, and an error.
+    fn describe(&mut self, url: &HttpUrl) -> (Option<Described>, Option<String>) {
+        let error = match self.facts.describe(url) {
+            Ok(described) => {
+                self.last = Some(described);
+                self.failure()
+            }
+            Err(_) if self.failures.len() == EnginePage::ALL.len() => self.failure(),
+            Err(error) => Some(error.to_string()),
+        };
+        (self.last.clone(), error)
+    }
+
+    /// Failures of an engine without any answer, each reason once, or of pages whose facts may be out of date.
+    fn failure(&self) -> Option<String> {
+        let reasons: BTreeSet<String> = if self.failures.len() == EnginePage::ALL.len() {
+            self.failures.values().cloned().collect()
+        } else {
+            let stale = self.failures.iter().filter(|(page, _)| self.facts.is_known(**page));
+            stale.map(|(page, reason)| format!("{}: {reason}", page.paths()[0])).collect()
+        };
+        (!reasons.is_empty()).then(|| reasons.into_iter().collect::<Vec<_>>().join("; "))
+    }
 }
 
 impl Prober {
     pub(super) fn new(options: ProbeOptions) -> Self {
-        Self { options, last: BTreeMap::new() }
+        Self { options, engines: BTreeMap::new(), requests: JoinSet::new() }
     }
 
-    /// Completes the workers by their responses, and returns the errors of the others, in the given order. Workers
+    /// Completes the workers by their facts, and returns the errors of the others, in the given order. Workers
     /// without `probe` stay unchanged. Cancel-safe.
     pub(super) async fn ask(
         &mut self,
@@ -98,148 +189,168 @@ impl Prober {
         workers: &[NamedWorker],
         events: &BTreeMap<WorkerId, FirstRankEvents>,
     ) -> (Vec<(Option<WorkerId>, WorkerConfig)>, Vec<EngineError>) {
-        let mut answers = self.answers(workers, events).await;
-        let (mut complete, mut errors) = (Vec::with_capacity(workers.len()), Vec::new());
-        let mut last = BTreeMap::new();
-        for (position, NamedWorker { id, config: given, probe }) in workers.iter().enumerate() {
-            let url = &given.endpoint;
-            let key = (*id, url.clone());
-            let events = id.and_then(|id| events.get(&id));
-            let mut add_error = |reason: String| errors.push(EngineError { url: url.clone(), reason });
-            let described = match answers.remove(&position) {
-                None if !*probe => {
-                    complete.push((*id, given.clone()));
-                    continue;
-                }
-                None => {
-                    add_error("the probe task failed".to_owned());
-                    self.last.get(&key).cloned()
-                }
-                Some(Ok((described, listener))) => {
-                    let last = self.last.get(&key).and_then(|last| last.kv_events.clone());
-                    Some(with_events(described, listener, events, last))
-                }
-                Some(Err(reason)) => {
-                    add_error(reason);
-                    self.last.get(&key).cloned()
-                }
-            };
-            // Checked at every round, because the sources of the pool may have changed the given configuration.
-            let Some((described, at)) = described.zip(HttpUrl::parse(url).ok()) else { continue };
-            let given = match events {
-                Some(FirstRankEvents::Given(events)) => events
-                    .from_rank(described.data_parallel_start_rank)
-                    .map(|events| WorkerConfig { kv_events: Some(events), ..given.clone() }),
-                Some(FirstRankEvents::IfPublished(_)) | None => Ok(given.clone()),
-            };
-            let config = given.map_err(ProbeError::from);
-            match config.and_then(|given| described.clone().complete(&given, &at, &self.options.expected)) {
-                Ok(config) => complete.push((*id, config)),
-                Err(error) => add_error(error.to_string()),
-            }
-            last.insert(key, described);
+        let probed: BTreeMap<EngineKey, &NamedWorker> =
+            workers.iter().filter(|worker| worker.probe).map(|worker| (key_of(worker), worker)).collect();
+        self.engines.retain(|key, _| probed.contains_key(key));
+        let probed: Vec<(EngineKey, &NamedWorker)> = probed.into_iter().collect();
+        for part in probed.chunks(PROBES_MAX) {
+            self.round(part, events).await;
         }
-        self.last = last;
+        let (mut complete, mut errors) = (Vec::with_capacity(workers.len()), Vec::new());
+        for worker in workers {
+            let NamedWorker { id, config: given, probe } = worker;
+            if !*probe {
+                complete.push((*id, given.clone()));
+                continue;
+            }
+            let (config, error) = self.complete(worker, id.and_then(|id| events.get(&id)));
+            complete.extend(config.map(|config| (*id, config)));
+            errors.extend(error.map(|reason| EngineError { url: given.endpoint.clone(), reason }));
+        }
         (complete, errors)
     }
 
-    /// Response of each probed worker, by position.
-    async fn answers(
-        &self,
-        workers: &[NamedWorker],
-        events: &BTreeMap<WorkerId, FirstRankEvents>,
-    ) -> BTreeMap<usize, Result<Answer, String>> {
-        let mut answers = BTreeMap::new();
-        let mut probes = JoinSet::new();
-        for (position, worker) in workers.iter().enumerate().filter(|(_, worker)| worker.probe) {
-            if probes.len() >= PROBES_MAX {
-                answers.extend(probes.join_next().await.and_then(Result::ok));
-            }
-            let engine = ProbedEngine {
-                client: Arc::clone(&self.options.client),
-                url: worker.config.endpoint.clone(),
-                api_key_file: worker.config.api_key_file.clone(),
-                timeout: self.options.timeout,
-            };
-            let publisher = match worker.id.and_then(|id| events.get(&id)) {
-                Some(FirstRankEvents::IfPublished(events)) if self.options.finds_publishers => {
-                    Some(events.endpoint.clone())
+    /// Requests the pages of some engines, and waits for the answers until the timeout.
+    async fn round(&mut self, workers: &[(EngineKey, &NamedWorker)], events: &BTreeMap<WorkerId, FirstRankEvents>) {
+        let now = Instant::now();
+        let mut awaited = BTreeSet::new();
+        for (key, worker) in workers {
+            let events = worker.id.and_then(|id| events.get(&id));
+            self.start(key, worker, events, now);
+            let running = self.engines.get(key).map(|engine| &engine.running);
+            // Requests of earlier rounds have had their time; those of a cancelled round have not.
+            let fresh = running.into_iter().flatten().filter(|(_, (started, _))| now - *started < self.options.timeout);
+            awaited.extend(fresh.map(|(request, _)| (key.clone(), *request)));
+        }
+        let deadline = now + self.options.timeout;
+        while !awaited.is_empty() {
+            match timeout_at(deadline, self.requests.join_next()).await {
+                Ok(Some(Ok((key, request, response)))) => {
+                    self.record(&key, request, response);
+                    awaited.remove(&(key, request));
                 }
-                Some(FirstRankEvents::IfPublished(_) | FirstRankEvents::Given(_)) | None => None,
-            };
-            probes.spawn(async move { (position, engine.answer(publisher).await) });
-        }
-        while let Some(answer) = probes.join_next().await {
-            answers.extend(answer.ok());
-        }
-        answers
-    }
-}
-
-/// Response of an engine, and what listens at the default port of vLLM's publisher, if that was checked.
-type Answer = (Described, Option<Listener>);
-
-/// One probed engine and the client for it.
-struct ProbedEngine {
-    client: Arc<dyn EngineClient>,
-    url: String,
-    api_key_file: Option<PathBuf>,
-    timeout: Duration,
-}
-
-impl ProbedEngine {
-    async fn answer(self, publisher: Option<String>) -> Result<Answer, String> {
-        let described = self.describe().await?;
-        let publisher = publisher.filter(|_| described.engine == Engine::Vllm && described.kv_events.is_none());
-        let listener = match publisher {
-            Some(endpoint) => Some(listener_at(&endpoint, self.timeout).await),
-            None => None,
-        };
-        Ok((described, listener))
-    }
-
-    /// SGLang implements `/server_info` under an older or a newer name; vLLM does not, or responds with another format.
-    async fn describe(&self) -> Result<Described, String> {
-        let url = HttpUrl::parse(&self.url).map_err(|error| error.to_string())?;
-        let ask = async |path: &str| {
-            let request = EngineGet {
-                url: url.below(path).to_string(),
-                api_key_file: self.api_key_file.clone(),
-                timeout: self.timeout,
-                bytes_max: Described::BYTES_MAX,
-            };
-            self.client.get(request).await.map_err(|error| (format!("{path}: {error}"), error))
-        };
-        for path in ["/server_info", "/get_server_info"] {
-            match ask(path).await {
-                Ok(answer) => match Described::of_sglang(&url, &answer) {
-                    Ok(Some(described)) => return Ok(described),
-                    Ok(None) => break,
-                    Err(error) => return Err(error.to_string()),
-                },
-                Err((_, EngineHttpError::Status(status))) if UNKNOWN.contains(&status) => {}
-                Err((reason, _)) => return Err(reason),
+                Ok(Some(Err(_))) => {} // aborted
+                Ok(None) | Err(_) => break,
             }
         }
-        let models = ask("/v1/models").await.map_err(|(reason, _)| reason)?;
-        let metrics = ask("/metrics").await.map_err(|(reason, _)| reason)?;
-        Described::of_vllm(&url, &models, &metrics).map_err(|error| error.to_string())
+        while let Some(finished) = self.requests.try_join_next() {
+            if let Ok((key, request, response)) = finished {
+                awaited.remove(&(key.clone(), request));
+                self.record(&key, request, response);
+            }
+        }
+        let late = format!("no response within {} ms", self.options.timeout.as_millis());
+        for (key, request) in awaited {
+            let (Some(engine), Ok(url), Request::Page(page)) =
+                (self.engines.get_mut(&key), HttpUrl::parse(&key.1), request)
+            else {
+                continue;
+            };
+            if let Err(reason) = engine.facts.record(&url, page, PageAnswer::Failed(late.clone())) {
+                engine.failures.insert(page, reason);
+            }
+        }
+    }
+
+    fn record(&mut self, key: &EngineKey, request: Request, response: Response) {
+        if let (Some(engine), Ok(url)) = (self.engines.get_mut(key), HttpUrl::parse(&key.1)) {
+            engine.record(&url, request, response);
+        }
+    }
+
+    /// Starts the requests to one engine that are not running yet.
+    fn start(&mut self, key: &EngineKey, worker: &NamedWorker, events: Option<&FirstRankEvents>, now: Instant) {
+        let Ok(url) = HttpUrl::parse(&worker.config.endpoint) else { return };
+        let engine = self.engines.entry(key.clone()).or_default();
+        engine.running.retain(|_, (_, request)| !request.is_finished());
+        for page in EnginePage::ALL {
+            let request = Request::Page(page);
+            if engine.running.contains_key(&request) {
+                continue;
+            }
+            let (key, client) = (key.clone(), Arc::clone(&self.options.client));
+            let requests = page.paths().iter().map(|path| EngineGet {
+                url: url.below(path).to_string(),
+                api_key_file: worker.config.api_key_file.clone(),
+                timeout: self.options.timeout.max(LATE_MAX),
+                bytes_max: EngineFacts::BYTES_MAX,
+            });
+            let requests: Vec<EngineGet> = requests.collect();
+            let task = async move { (key, request, Response::Page(answer(&*client, requests).await)) };
+            engine.running.insert(request, (now, self.requests.spawn(task)));
+        }
+        let reports_events = [EnginePage::EventSources, EnginePage::ServerInfo].map(|page| engine.facts.is_known(page));
+        let publisher = match events {
+            Some(FirstRankEvents::IfPublished(events))
+                if self.options.finds_publishers && reports_events == [false, false] =>
+            {
+                Some(&events.endpoint)
+            }
+            Some(FirstRankEvents::IfPublished(_) | FirstRankEvents::Given(_)) | None => None,
+        };
+        if let Some(endpoint) = publisher.filter(|_| !engine.running.contains_key(&Request::Publisher)) {
+            let (key, endpoint, timeout) = (key.clone(), endpoint.clone(), self.options.timeout);
+            let task =
+                async move { (key, Request::Publisher, Response::Publisher(listener_at(&endpoint, timeout).await)) };
+            engine.running.insert(Request::Publisher, (now, self.requests.spawn(task)));
+        }
+    }
+
+    /// The worker's configuration, unless its engine is unknown or of another pool, and an error.
+    fn complete(
+        &mut self,
+        worker: &NamedWorker,
+        events: Option<&FirstRankEvents>,
+    ) -> (Option<WorkerConfig>, Option<String>) {
+        let url = match HttpUrl::parse(&worker.config.endpoint) {
+            Ok(url) => url,
+            Err(error) => return (None, Some(error.to_string())),
+        };
+        let Some(engine) = self.engines.get_mut(&key_of(worker)) else { return (None, None) };
+        let (described, error) = engine.describe(&url);
+        let Some(mut described) = described else { return (None, error) };
+        let first = described.data_parallel_start_rank;
+        let mut given = worker.config.clone();
+        match events {
+            Some(FirstRankEvents::Given(events)) => match events.from_rank(first) {
+                Ok(events) => given.kv_events = Some(events),
+                Err(error) => return (None, Some(error.to_string())),
+            },
+            Some(FirstRankEvents::IfPublished(events)) => {
+                let is_used = engine.publishes && described.engine == Engine::Vllm;
+                if is_used && self.options.finds_publishers && engine.facts.may_publish_unreported() {
+                    described.kv_events = events.from_rank(first).ok();
+                }
+            }
+            None => {}
+        }
+        // Checked at every round, because the sources of the pool may have changed the given configuration.
+        match described.complete(&given, &url, &self.options.expected) {
+            Ok(config) => (Some(config), error),
+            Err(error) => (None, Some(error.to_string())),
+        }
     }
 }
 
-/// The response with the endpoints of a publisher that was found. Without a result, `last` stays.
-fn with_events(
-    described: Described,
-    listener: Option<Listener>,
-    events: Option<&FirstRankEvents>,
-    last: Option<KvEventsConfig>,
-) -> Described {
-    let kv_events = match (listener, events) {
-        (Some(Listener::Publisher), Some(FirstRankEvents::IfPublished(events))) => {
-            events.from_rank(described.data_parallel_start_rank).ok()
+fn key_of(worker: &NamedWorker) -> EngineKey {
+    (worker.id, worker.config.endpoint.clone())
+}
+
+/// The answer to the first of these requests whose page exists.
+async fn answer(client: &dyn EngineClient, requests: Vec<EngineGet>) -> PageAnswer {
+    let mut answer = PageAnswer::Missing(String::new());
+    for request in requests {
+        answer = match client.get(request).await {
+            Ok(body) => PageAnswer::Body(body),
+            Err(error @ EngineHttpError::Status(status)) if UNKNOWN.contains(&status) => {
+                PageAnswer::Missing(error.to_string())
+            }
+            Err(error @ EngineHttpError::Unauthorized { .. }) => PageAnswer::Denied(error.to_string()),
+            Err(error) => PageAnswer::Failed(error.to_string()),
+        };
+        if !matches!(answer, PageAnswer::Missing(_)) {
+            break;
         }
-        (Some(Listener::Unknown), _) => last,
-        _ => described.kv_events.clone(),
-    };
-    Described { kv_events, ..described }
+    }
+    answer
 }

@@ -76,7 +76,7 @@ async fn ready_while_a_rank_can_serve_and_no_shutdown_began() {
     let engine = MockEngine::start(MockConfig::default()).await.expect("the engine starts");
     let router = gateway.router("m").expect("model exists").clone();
     router.upsert_worker(WorkerId(1), WorkerConfig::at(engine.url())).await.expect("worker registered");
-    let ready = r#"{"ready":true,"reasons":[],"warnings":["model \"m\": 1 of 1 workers have no KV event endpoint: their caches are not known"]}"#;
+    let ready = r#"{"ready":true,"reasons":[],"warnings":["model \"m\": no worker reports a block size: 64 is assumed; router.block_size sets another","model \"m\": 1 of 1 ranks have no KV event endpoint: their caches are not known"]}"#;
     let ready = (200, ready.to_owned());
     assert_eq!(get(address, "/ready").await, ready);
     assert_eq!(get(address, "/ready?model=m").await, ready);

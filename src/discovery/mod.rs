@@ -32,6 +32,6 @@ pub use kubernetes::{
 #[cfg(feature = "discovery")]
 pub use named::{FirstRankEvents, NamedWorker};
 #[cfg(feature = "discovery")]
-pub use probe::{Described, Engine, Expected, ProbeError};
+pub use probe::{Described, Engine, EngineFacts, EnginePage, Expected, PageAnswer, ProbeError};
 pub use union::{Conflict, DesiredSets};
 pub use url::{HttpUrl, HttpUrlError, engine_key, without_password};

@@ -1,12 +1,14 @@
-//! The default port of vLLM's KV event publisher.
+//! The default port of vLLM's KV event publisher, and slow pages.
 
 use std::sync::Arc;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
 use super::*;
+use crate::protocol::KvEventsConfig;
 use crate::zmtp::subscriber_hello;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -98,6 +100,7 @@ async fn a_publisher_at_the_default_port_is_used_while_it_is_there() {
     assert_eq!(complete[0].1.kv_events, Some(base.clone()), "a timeout keeps the last result");
     mode.store(CLOSES, Ordering::Relaxed);
     prober.options.timeout = PATIENCE;
+    let _ = prober.ask_with(&workers, &default).await; // the earlier connection may still be open
     assert_eq!(found(prober.ask_with(&workers, &default).await), None, "no greeting any more");
 
     let given = BTreeMap::from([(id, FirstRankEvents::Given(endpoints(port)))]);
@@ -105,4 +108,89 @@ async fn a_publisher_at_the_default_port_is_used_while_it_is_there() {
     mode.store(PUBLISHES, Ordering::Relaxed);
     prober.options.finds_publishers = false;
     assert_eq!(found(prober.ask_with(&workers, &default).await), None, "the router reads no events");
+}
+
+/// A vLLM engine whose pages are released one by one.
+#[derive(Debug, Default)]
+struct SlowEngine {
+    /// Requested paths, in order.
+    requested: Mutex<Vec<String>>,
+    /// Paths that respond only after a release.
+    slow: &'static [&'static str],
+    released: tokio::sync::Notify,
+}
+
+impl SlowEngine {
+    fn times(&self, path: &str) -> usize {
+        self.requested.lock().expect("no panic").iter().filter(|requested| *requested == path).count()
+    }
+}
+
+impl EngineClient for SlowEngine {
+    fn get(&self, request: EngineGet) -> crate::actors::io::http::EngineResponse<'_> {
+        let path = request.url.trim_start_matches("http://e:80").to_owned();
+        self.requested.lock().expect("no panic").push(path.clone());
+        Box::pin(async move {
+            if self.slow.contains(&path.as_str()) {
+                self.released.notified().await;
+            }
+            match path.as_str() {
+                "/v1/models" => Ok(b"{\"data\":[{\"id\":\"mock\"}]}".to_vec()),
+                "/metrics" => Ok(b"vllm:cache_config_info{block_size=\"64\",num_gpu_blocks=\"100\"} 1.0\n".to_vec()),
+                "/server_info" => Ok(b"{\"page_size\":64,\"dp_size\":2,\"served_model_name\":\"mock\"}".to_vec()),
+                _ => Err(EngineHttpError::Status(404)),
+            }
+        })
+    }
+}
+
+fn prober_of(engine: &Arc<SlowEngine>) -> (Prober, [NamedWorker; 1]) {
+    let options =
+        ProbeOptions { client: Arc::<SlowEngine>::clone(engine), ..ProbeOptions::of(&RouterConfig::default()) };
+    let worker = NamedWorker::at("http://e", &WorkerConfig::at("")).map(NamedWorker::probed).expect("an address");
+    (Prober::new(options.model("mock")), [worker])
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_page_delays_no_other_and_its_late_answer_counts() {
+    let engine = Arc::new(SlowEngine { slow: &["/server_info"], ..SlowEngine::default() });
+    let (mut prober, workers) = prober_of(&engine);
+    for _ in 0..3 {
+        let (complete, errors) = prober.ask(&workers).await;
+        assert_eq!((complete.len(), errors), (1, vec![]), "the other pages suffice");
+        assert_eq!((complete[0].1.total_kv_blocks, complete[0].1.data_parallel_size), (Some(100), 1));
+    }
+    assert_eq!((engine.times("/metrics"), engine.times("/server_info")), (3, 1), "the slow request goes on");
+    engine.released.notify_one();
+    let (complete, _) = prober.ask(&workers).await;
+    let late = if complete[0].1.data_parallel_size == 2 { complete } else { prober.ask(&workers).await.0 };
+    assert_eq!(late[0].1.data_parallel_size, 2, "its late answer");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_engine_without_any_answer_is_an_error_and_keeps_its_facts() {
+    let engine = Arc::new(SlowEngine::default());
+    let (mut prober, workers) = prober_of(&engine);
+    let (complete, _) = prober.ask(&workers).await;
+    let silent =
+        SlowEngine { slow: &["/v1/models", "/metrics", "/server_info", "/kv_event_sources"], ..SlowEngine::default() };
+    prober.options.client = Arc::new(silent);
+    let (kept, errors) = prober.ask(&workers).await;
+    assert_eq!(kept, complete);
+    assert_eq!(errors.iter().map(|error| error.reason.as_str()).collect::<Vec<_>>(), ["no response within 2000 ms"]);
+    let (mut fresh, _) = prober_of(&engine);
+    fresh.options.client = Arc::clone(&prober.options.client);
+    let (none, errors) = fresh.ask(&workers).await;
+    assert_eq!((none.len(), errors.len()), (0, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_requests_of_a_cancelled_round_go_on() {
+    let engine = Arc::new(SlowEngine { slow: &["/v1/models"], ..SlowEngine::default() });
+    let (mut prober, workers) = prober_of(&engine);
+    let cut = Duration::from_millis(10);
+    assert!(tokio::time::timeout(cut, prober.ask(&workers)).await.is_err(), "waits for the model list");
+    engine.released.notify_one();
+    let (complete, errors) = prober.ask(&workers).await;
+    assert_eq!((complete.len(), errors, engine.times("/v1/models")), (1, vec![], 1));
 }

@@ -3,13 +3,18 @@
 //! Parses the responses and completes the worker's configuration. Explicitly configured values take precedence, except
 //! for the number of ranks, which the engine determines. The actors send the probes.
 
+mod event_sources;
+mod facts;
+mod metrics;
+mod models;
 mod page;
 mod sglang;
 #[cfg(test)]
 mod tests;
-mod vllm;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+
+pub use facts::{EngineFacts, EnginePage, PageAnswer};
 
 use super::HttpUrl;
 use super::hosts::reach;
@@ -19,10 +24,12 @@ use crate::protocol::{KvEventsConfig, LoadSource, WorkerConfig, WorkerConfigErro
 /// Type of the responding engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Engine {
-    /// Detected by `/v1/models` and `/metrics`.
+    /// Detected by `/metrics` or `/kv_event_sources`.
     Vllm,
     /// Detected by `/server_info`.
     Sglang,
+    /// Any other engine with an OpenAI-compatible API.
+    Other,
 }
 
 /// Configuration reported by an engine.
@@ -30,8 +37,8 @@ pub enum Engine {
 pub struct Described {
     /// Type of the engine.
     pub engine: Engine,
-    /// Names of the served model.
-    pub models: BTreeSet<String>,
+    /// Names of the served model; `None` if no page has them.
+    pub models: Option<BTreeSet<String>>,
     /// Loaded LoRA adapters.
     pub lora_adapters: BTreeSet<String>,
     /// Tokens per cache block, if reported and relevant.
@@ -46,14 +53,20 @@ pub struct Described {
     pub max_num_batched_tokens: Option<u32>,
     /// Longest sequence of the model in tokens.
     pub max_model_len: Option<u32>,
-    /// KV event endpoints.
+    /// KV event endpoints on consecutive ports.
     pub kv_events: Option<KvEventsConfig>,
+    /// KV event endpoints by rank, empty without publishers; `None` if the engine does not report them by rank.
+    pub kv_events_by_rank: Option<BTreeMap<u32, KvEventsConfig>>,
     /// Source of load reports.
     pub load: Option<LoadSource>,
     /// Port of the bootstrap server, of an engine for prefills.
     pub transfer_port: Option<u16>,
     /// Role in disaggregated serving, if the engine has only one.
     pub role: Option<WorkerRole>,
+    /// Whether the list of models may still arrive.
+    pub model_is_pending: bool,
+    /// Facts that no page reports, with the reasons.
+    pub unreported: BTreeMap<String, String>,
 }
 
 /// Requirements of a pool.
@@ -71,14 +84,12 @@ pub struct Expected {
 /// Reason for rejecting an engine's responses.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ProbeError {
-    /// An invalid response.
-    #[error("the answer of {path} is broken: {reason}")]
-    Broken {
-        /// The path of the request.
-        path: &'static str,
-        /// The defect.
-        reason: String,
-    },
+    /// No page with known content.
+    #[error("{0}")]
+    NoPage(String),
+    /// The page with the model's name has not responded.
+    #[error("its model is not known yet: {0}")]
+    ModelPending(String),
     /// A different model.
     #[error("it serves {served:?}, must serve {expected:?}")]
     Model {
@@ -104,35 +115,6 @@ pub enum ProbeError {
 }
 
 impl Described {
-    /// Maximum response size in bytes.
-    pub const BYTES_MAX: usize = 4 << 20;
-
-    /// Parses SGLang's response to `/server_info` (formerly `/get_server_info`). `None` if another engine responded.
-    ///
-    /// # Errors
-    /// An invalid response of SGLang.
-    pub fn of_sglang(url: &HttpUrl, server_info: &[u8]) -> Result<Option<Self>, ProbeError> {
-        sglang::describe(url, server_info)
-    }
-
-    /// Parses vLLM's responses to `/v1/models` and `/metrics`.
-    ///
-    /// ```
-    /// use pointsman::discovery::{Described, HttpUrl};
-    ///
-    /// let models = br#"{ "data": [{ "id": "llama" }] }"#;
-    /// let metrics = br#"vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0"#;
-    /// let described = Described::of_vllm(&HttpUrl::parse("http://e:8000")?, models, metrics)?;
-    /// assert_eq!((described.block_size, described.cache_tokens), (Some(16), Some(16_000)));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// # Errors
-    /// Invalid responses.
-    pub fn of_vllm(url: &HttpUrl, models: &[u8], metrics: &[u8]) -> Result<Self, ProbeError> {
-        vllm::describe(url, models, metrics)
-    }
-
     /// The configuration of the worker at `url`: the `given` values, completed by the reported ones.
     ///
     /// # Errors
@@ -143,9 +125,7 @@ impl Described {
         url: &HttpUrl,
         expected: &Expected,
     ) -> Result<WorkerConfig, ProbeError> {
-        if let Some(model) = expected.model.as_ref().filter(|model| !self.models.contains(*model)) {
-            return Err(ProbeError::Model { served: self.models, expected: model.clone() });
-        }
+        self.check_model(expected)?;
         let block_size = given.block_size.or(self.block_size).filter(|_| expected.block_size_must_match);
         match (block_size, expected.block_size) {
             (Some(engine), Some(pool)) if engine != pool => return Err(ProbeError::BlockSize { engine, pool }),
@@ -154,6 +134,11 @@ impl Described {
         // The size of a pool that configures none and whose other engines report one is not known here.
         let unit = expected.block_size.or(block_size).unwrap_or(RouterConfig::BLOCK_SIZE_ASSUMED);
         let blocks = self.cache_tokens.map(|tokens| tokens / u64::from(unit.max(1))).filter(|blocks| *blocks > 0);
+        let (kv_events, kv_events_by_rank) = match (given.has_kv_events(), self.kv_events_by_rank) {
+            (true, _) => (given.kv_events.clone(), given.kv_events_by_rank.clone()),
+            (false, Some(by_rank)) => (None, by_rank),
+            (false, None) => (self.kv_events, BTreeMap::new()),
+        };
         let mut config = WorkerConfig {
             data_parallel_start_rank: self.data_parallel_start_rank,
             data_parallel_size: self.data_parallel_size,
@@ -161,7 +146,8 @@ impl Described {
             block_size,
             max_num_batched_tokens: given.max_num_batched_tokens.or(self.max_num_batched_tokens),
             max_model_len: given.max_model_len.or(self.max_model_len),
-            kv_events: given.kv_events.clone().or(self.kv_events),
+            kv_events,
+            kv_events_by_rank,
             load: given.load.clone().or(self.load),
             transfer_port: given.transfer_port.or(self.transfer_port),
             role: given.role.or(self.role),
@@ -170,8 +156,29 @@ impl Described {
         if config.lora_adapters.is_empty() {
             config.lora_adapters = self.lora_adapters;
         }
+        config.unreported = self.unreported;
+        config.unreported.retain(|fact, _| match fact.as_str() {
+            "model" => expected.model.is_some(),
+            "block size" => config.block_size.is_none(),
+            "KV cache size" => config.total_kv_blocks.is_none(),
+            "load" => config.load.is_none(),
+            _ => true,
+        });
         reach(&mut config, url);
         config.validate()?;
         Ok(config)
+    }
+
+    /// The served model must be the expected one. An engine without a page that has the name cannot be checked.
+    fn check_model(&self, expected: &Expected) -> Result<(), ProbeError> {
+        let Some(model) = &expected.model else { return Ok(()) };
+        match &self.models {
+            Some(served) if served.contains(model) => Ok(()),
+            Some(served) => Err(ProbeError::Model { served: served.clone(), expected: model.clone() }),
+            None if self.model_is_pending => {
+                Err(ProbeError::ModelPending(self.unreported.get("model").cloned().unwrap_or_default()))
+            }
+            None => Ok(()),
+        }
     }
 }

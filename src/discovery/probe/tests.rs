@@ -39,12 +39,30 @@ fn expected() -> Expected {
     Expected { model: Some("qwen".to_owned()), block_size: Some(16), block_size_must_match: true }
 }
 
+/// Facts of an engine with these pages and no others.
+fn pages(pages: &[(EnginePage, &str)]) -> EngineFacts {
+    let mut facts = EngineFacts::default();
+    for page in EnginePage::ALL {
+        let body = pages.iter().find(|(given, _)| *given == page).map(|(_, body)| body.as_bytes().to_vec());
+        let _ = facts.record(&url(), page, body.map_or_else(missing, PageAnswer::Body));
+    }
+    facts
+}
+
+fn missing() -> PageAnswer {
+    PageAnswer::Missing("response status is 404, must be 200".to_owned())
+}
+
+fn failed(reason: &str) -> PageAnswer {
+    PageAnswer::Failed(reason.to_owned())
+}
+
 fn vllm(models: &str, metrics: &str) -> Result<Described, ProbeError> {
-    Described::of_vllm(&url(), models.as_bytes(), metrics.as_bytes())
+    pages(&[(EnginePage::Models, models), (EnginePage::Metrics, metrics)]).describe(&url())
 }
 
 fn sglang(server_info: &str) -> Described {
-    Described::of_sglang(&url(), server_info.as_bytes()).expect("valid response").expect("an SGLang response")
+    pages(&[(EnginePage::ServerInfo, server_info)]).describe(&url()).expect("a usable page")
 }
 
 fn complete(described: Described, expected: &Expected) -> Result<WorkerConfig, ProbeError> {
@@ -176,38 +194,199 @@ fn engines_of_other_pools_are_rejected_with_a_reason() {
 }
 
 #[test]
-fn responses_of_other_servers_are_distinguished() {
-    let of_sglang = |answer: &str| Described::of_sglang(&url(), answer.as_bytes());
-    assert_eq!(of_sglang(r#"{ "vllm_config": "..." }"#), Ok(None));
-    for answer in ["", "[]", "<html>", r#"{ "kv_events": 7 }"#, r#"{ "kv_events": { "endpoint_host": "*" } }"#] {
-        assert!(matches!(of_sglang(answer), Err(ProbeError::Broken { .. })), "{answer}");
+fn pages_of_other_servers_are_told_apart() {
+    for info in [
+        r#"{ "vllm_config": "..." }"#,
+        "",
+        "[]",
+        "<html>",
+        r#"{ "kv_events": 7 }"#,
+        r#"{ "kv_events": { "endpoint_host": "*" } }"#,
+    ] {
+        let facts =
+            pages(&[(EnginePage::ServerInfo, info), (EnginePage::Models, MODELS), (EnginePage::Metrics, METRICS)]);
+        let described = facts.describe(&url()).expect("two usable pages");
+        assert_eq!((described.engine, described.block_size), (Engine::Vllm, Some(16)), "{info}");
     }
     for host in ["", "a b", "a/b", "[x]", "me@a"] {
-        let answer = SERVER_INFO.replace("\"*\"", &format!("{host:?}"));
-        assert!(matches!(of_sglang(&answer), Err(ProbeError::Broken { .. })), "{host}");
+        let info = SERVER_INFO.replace("\"*\"", &format!("{host:?}"));
+        let error = pages(&[(EnginePage::ServerInfo, &info)]).describe(&url()).expect_err("no usable page");
+        assert!(error.to_string().contains("endpoint_host"), "{error}");
     }
     let null = r#"{ "kv_events": { "publisher": "null", "endpoint_host": "*", "endpoint_port_base": 1 } }"#;
     assert_eq!(sglang(null).kv_events, None);
-    for (models, metrics) in [("{}", METRICS), (MODELS, "up 1\n")] {
-        assert!(matches!(vllm(models, metrics), Err(ProbeError::Broken { .. })), "not vLLM's");
-    }
+    let website = EnginePage::ALL.map(|page| (page, "<html>"));
+    let error = pages(&website).describe(&url()).expect_err("no engine").to_string();
+    assert!(
+        error.contains("/v1/models, /server_info, /kv_event_sources: unknown content: ")
+            && error.contains("it is no metrics page"),
+        "{error}"
+    );
     let many: String = (0..100_000).map(|rank| format!("vllm:x{{engine=\"{rank}\"}} 1\n")).collect();
     let described = vllm(MODELS, &many).expect("ranks in a row");
     assert!(matches!(complete(described, &expected()), Err(ProbeError::Config(_))), "but too many");
 }
 
+#[test]
+fn no_page_is_required() {
+    let facts = |pages_of: &[(EnginePage, &str)]| {
+        complete(pages(pages_of).describe(&url()).expect("a usable page"), &expected()).expect("a worker of the pool")
+    };
+    let names = |config: &WorkerConfig| config.unreported.keys().cloned().collect::<Vec<_>>();
+    let models_only = facts(&[(EnginePage::Models, MODELS)]);
+    assert_eq!(names(&models_only), ["KV cache size", "block size", "load"]);
+    assert_eq!(models_only.unreported["load"], "/metrics: response status is 404, must be 200");
+    assert_eq!((models_only.data_parallel_size, models_only.max_model_len), (1, Some(32_768)));
+    let llama_cpp = "# TYPE llamacpp:requests_processing gauge\nllamacpp:requests_processing 0\n";
+    let other = facts(&[(EnginePage::Models, MODELS), (EnginePage::Metrics, llama_cpp)]);
+    assert_eq!((names(&other).len(), other.load), (3, None), "its metrics have other names");
+    let metrics_only = facts(&[(EnginePage::Metrics, METRICS)]);
+    assert_eq!((names(&metrics_only), metrics_only.total_kv_blocks), (vec![], Some(4000)), "labels have the model");
+    let info_only = facts(&[(EnginePage::ServerInfo, SERVER_INFO)]);
+    assert_eq!(names(&info_only), Vec::<String>::new());
+    let unnamed = METRICS.replace("model_name", "name");
+    assert_eq!(names(&facts(&[(EnginePage::Metrics, &unnamed)])), ["model"], "it cannot be checked");
+    let given = WorkerConfig { total_kv_blocks: Some(7), ..WorkerConfig::at("http://10.0.0.7:8000") };
+    let described = pages(&[(EnginePage::Models, MODELS)]).describe(&url()).expect("a usable page");
+    let config = described.complete(&given, &url(), &expected()).expect("a worker of the pool");
+    assert_eq!(names(&config), ["block size", "load"], "the size of the cache is given");
+    let none = pages(&[]).describe(&url()).expect_err("no page").to_string();
+    assert_eq!(none, "/v1/models, /server_info, /metrics, /kv_event_sources: response status is 404, must be 200");
+}
+
+#[test]
+fn an_engine_joins_once_its_model_is_known_or_cannot_be_checked() {
+    let unnamed = METRICS.replace("model_name", "name");
+    let of = |models: PageAnswer, metrics: &str| {
+        let mut facts = pages(&[(EnginePage::Metrics, metrics)]);
+        let _ = facts.record(&url(), EnginePage::Models, models);
+        facts.describe(&url()).and_then(|described| complete(described, &expected())).map_err(|error| error.to_string())
+    };
+    assert!(of(missing(), &unnamed).is_ok());
+    assert!(of(failed("slow"), METRICS).is_ok());
+    assert_eq!(of(failed("slow"), &unnamed), Err("its model is not known yet: /v1/models: slow".to_owned()));
+    let denied = || PageAnswer::Denied("response status is 401: set api_key_file".to_owned());
+    assert_eq!(of(denied(), METRICS), Err("/v1/models: response status is 401: set api_key_file".to_owned()));
+    assert!(
+        of(PageAnswer::Body(br#"{ "data": [] }"#.to_vec()), METRICS).is_err_and(|error| error.contains("it serves {}"))
+    );
+    let other = METRICS.replace("qwen", "llama");
+    assert!(of(failed("slow"), &other).is_err_and(|error| error.contains("must serve \"qwen\"")));
+    let any_model = Expected { model: None, ..expected() };
+    let described = pages(&[(EnginePage::Metrics, &unnamed)]).describe(&url()).expect("a usable page");
+    assert_eq!(complete(described, &any_model).expect("a worker").unreported.len(), 0);
+}
+
+#[test]
+fn failed_pages_keep_their_facts_and_missing_ones_do_not() {
+    let mut facts = pages(&[(EnginePage::Models, MODELS), (EnginePage::Metrics, METRICS)]);
+    let before = facts.describe(&url()).expect("two pages");
+    let record = |facts: &mut EngineFacts, answer| facts.record(&url(), EnginePage::Metrics, answer);
+    assert_eq!(record(&mut facts, failed("slow")), Err("slow".to_owned()));
+    assert!(
+        record(&mut facts, PageAnswer::Body(b"<html>".to_vec())).is_err_and(|error| error.contains("no metrics page"))
+    );
+    assert_eq!(facts.describe(&url()), Ok(before));
+    assert_eq!(record(&mut facts, missing()), Ok(()));
+    assert_eq!(facts.describe(&url()).expect("one page").block_size, None);
+    assert_eq!(record(&mut facts, failed("slow")), Err("slow".to_owned()), "it may have the page again");
+}
+
+/// Response of vLLM 0.32 with two ranks on ports that the system has assigned.
+const SOURCES: &str = r#"{
+    "2": { "enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:24140",
+           "replay_endpoint": "tcp://0.0.0.0:24190", "buffer_steps": 10000, "hwm": 100000, "topic": "kv-events" },
+    "3": { "enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://192.0.2.1:40007",
+           "replay_endpoint": null, "buffer_steps": 10000, "topic": "" }
+}"#;
+
+#[test]
+fn vllm_reports_event_endpoints_by_global_rank() {
+    let metrics = METRICS.replace("engine=\"0\"", "engine=\"2\"").replace("engine=\"1\"", "engine=\"3\"");
+    let described = |sources: &str| {
+        let facts = pages(&[
+            (EnginePage::Models, MODELS),
+            (EnginePage::Metrics, &metrics),
+            (EnginePage::EventSources, sources),
+        ]);
+        (facts.may_publish_unreported(), facts.describe(&url()).expect("usable pages"))
+    };
+    let (unreported, described_by_rank) = described(SOURCES);
+    let config = complete(described_by_rank.clone(), &expected()).expect("a worker of the pool");
+    assert!(!unreported);
+    assert_eq!((config.data_parallel_start_rank, config.data_parallel_size), (2, 2));
+    let events = |rank| config.kv_events_of(rank).expect("valid").map(|of| (of.endpoint, of.replay_endpoint, of.topic));
+    let (live, replay) = ("tcp://10.0.0.7:24140".to_owned(), "tcp://10.0.0.7:24190".to_owned());
+    assert_eq!(events(2), Some((live, Some(replay), "kv-events".to_owned())), "wildcards are the worker's host");
+    assert_eq!(events(3), Some(("tcp://192.0.2.1:40007".to_owned(), None, String::new())));
+    let only_rank_2 = SOURCES.replace("\"3\"", "\"9\"");
+    let left = complete(described(&only_rank_2).1, &expected()).expect("a worker of the pool");
+    assert_eq!((left.data_parallel_size, left.kv_events_of(3)), (2, Ok(None)), "the rank stays, without events");
+    let (unreported, none) = described("{}");
+    assert!(!unreported && !complete(none, &expected()).expect("a worker").has_kv_events(), "it does not publish");
+    assert!(described("[]").0 && described("<html>").0, "another version may publish at the default port");
+
+    let kv_events =
+        Some(KvEventsConfig { endpoint: "tcp://*:1".to_owned(), replay_endpoint: None, topic: String::new() });
+    let given = WorkerConfig { kv_events, ..WorkerConfig::at("http://10.0.0.7:8000") };
+    let config = described_by_rank.complete(&given, &url(), &expected()).expect("a worker of the pool");
+    assert_eq!(config.kv_events_of(2).expect("valid").map(|of| of.endpoint), Some("tcp://10.0.0.7:3".to_owned()));
+    assert_eq!(config.kv_events_by_rank, BTreeMap::new(), "configured endpoints have precedence");
+}
+
+#[test]
+fn publishers_without_a_tcp_port_are_left_out() {
+    let of = |endpoint: &str| {
+        let sources = format!(r#"{{ "0": {{ "publisher": "zmq", "endpoint": {endpoint:?} }} }}"#);
+        pages(&[(EnginePage::EventSources, &sources)]).describe(&url()).expect("a usable page").kv_events_by_rank
+    };
+    for endpoint in [
+        "ipc:///tmp/x",
+        "inproc://x",
+        "tcp://*",
+        "tcp://*:0",
+        "tcp://*:x",
+        "tcp://:1",
+        "tcp://a b:1",
+        "tcp://h:1/x",
+        "",
+    ] {
+        assert_eq!(of(endpoint), Some(BTreeMap::new()), "{endpoint}");
+    }
+    for endpoint in ["tcp://*:1", "tcp://[::]:1", "tcp://[fd00::1]:1", "tcp://h:1"] {
+        assert_eq!(of(endpoint).map(|ranks| ranks.len()), Some(1), "{endpoint}");
+    }
+    let ranks = r#"{ "0": { "endpoint": "tcp://*:1" }, "1": { "endpoint": "tcp://*:9", "publisher": "null" } }"#;
+    let described = pages(&[(EnginePage::EventSources, ranks)]).describe(&url()).expect("a usable page");
+    assert_eq!(
+        (described.data_parallel_size, described.engine),
+        (1, Engine::Vllm),
+        "without metrics its ranks are those"
+    );
+}
+
 proptest! {
     #[test]
-    fn arbitrary_responses_never_panic(cut in 0..SERVER_INFO.len(), at in 0..METRICS.len(), with in any::<u8>()) {
-        let mut info = SERVER_INFO.as_bytes().to_vec();
-        info[cut] = with;
-        let said = Described::of_sglang(&url(), &info);
-        if let Ok(Some(described)) = said {
-            let _ = complete(described, &expected());
+    fn arbitrary_responses_never_panic(
+        cut in 0..SERVER_INFO.len(), at in 0..METRICS.len(), of in 0..SOURCES.len(), with in any::<u8>()
+    ) {
+        let changed = |body: &str, at: usize| {
+            let mut body = body.as_bytes().to_vec();
+            body[at] = with;
+            PageAnswer::Body(body)
+        };
+        let answers = [
+            (EnginePage::ServerInfo, changed(SERVER_INFO, cut)),
+            (EnginePage::Metrics, changed(METRICS, at)),
+            (EnginePage::EventSources, changed(SOURCES, of)),
+            (EnginePage::Models, PageAnswer::Body(MODELS.as_bytes().to_vec())),
+            (EnginePage::Metrics, PageAnswer::Body(METRICS.as_bytes()[..at].to_vec())),
+            (EnginePage::EventSources, PageAnswer::Body(SOURCES.as_bytes()[..of].to_vec())),
+        ];
+        let mut facts = EngineFacts::default();
+        for (page, answer) in answers {
+            let _ = facts.record(&url(), page, answer);
+            let _ = facts.describe(&url()).and_then(|described| complete(described, &expected()));
         }
-        let mut metrics = METRICS.as_bytes().to_vec();
-        metrics[at] = with;
-        let _ = Described::of_vllm(&url(), MODELS.as_bytes(), &metrics);
-        let _ = Described::of_vllm(&url(), MODELS.as_bytes(), &METRICS.as_bytes()[..at]);
     }
 }

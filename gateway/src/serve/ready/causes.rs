@@ -10,7 +10,7 @@ use std::time::Duration;
 use pointsman::config::EventMode;
 use pointsman::error::RouteError;
 use pointsman::health::HealthState;
-use pointsman::protocol::{BlockSizeOrigin, WorkerRank};
+use pointsman::protocol::{BlockSizeOrigin, WorkerId, WorkerRank};
 use pointsman::schedule::Rejection;
 use pointsman::{DiscoveryStatus, KvSourceStatus, Router, WorkerEntry};
 use tokio::time::timeout;
@@ -78,6 +78,7 @@ pub(super) fn warnings(model: &Model) -> Vec<String> {
     }
     warnings.extend(of_sources(model.router.kv_sources()));
     warnings.extend(model.tokens.warnings());
+    warnings.extend(of_unreported(&model.router.workers()));
     warnings.truncate(CAUSES_MAX);
     warnings
 }
@@ -109,11 +110,32 @@ fn discovery_problems(sources: &[DiscoveryStatus], with_errors: bool) -> BTreeSe
     errors.map(without_addresses).chain(refused).collect()
 }
 
-/// Workers without readable KV events.
+/// Ranks without readable KV events.
 fn of_unread(workers: &[WorkerEntry]) -> Option<String> {
-    let unread = workers.iter().filter(|worker| worker.config.kv_events.is_none()).count();
+    let all: Vec<_> =
+        workers.iter().flat_map(|entry| entry.config.ranks(entry.worker).map(move |rank| (entry, rank))).collect();
+    let is_read =
+        |entry: &WorkerEntry, rank: WorkerRank| entry.config.kv_events_of(rank.rank).is_ok_and(|of| of.is_some());
+    let unread = all.iter().filter(|(entry, rank)| !is_read(entry, *rank)).count();
     (unread > 0)
-        .then(|| format!("{unread} of {} workers have no KV event endpoint: their caches are not known", workers.len()))
+        .then(|| format!("{unread} of {} ranks have no KV event endpoint: their caches are not known", all.len()))
+}
+
+/// Facts that engines do not report, by reason.
+fn of_unreported(workers: &[WorkerEntry]) -> Vec<String> {
+    let mut reasons = BTreeMap::<String, (BTreeSet<&str>, BTreeSet<WorkerId>)>::new();
+    for entry in workers {
+        for (fact, reason) in &entry.config.unreported {
+            let (facts, without) = reasons.entry(without_addresses(reason)).or_default();
+            facts.insert(fact);
+            without.insert(entry.worker);
+        }
+    }
+    let shown = |(reason, (facts, without)): (String, (BTreeSet<&str>, BTreeSet<WorkerId>))| {
+        let facts = facts.into_iter().collect::<Vec<_>>().join(", ");
+        format!("{} of {} workers do not report {facts}: {reason}", without.len(), workers.len())
+    };
+    reasons.into_iter().map(shown).collect()
 }
 
 /// Ranks with unusable KV events, by cause.
@@ -147,7 +169,7 @@ fn without_addresses(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use pointsman::ingest::StreamState;
-    use pointsman::protocol::{WorkerConfig, WorkerId};
+    use pointsman::protocol::WorkerConfig;
 
     use super::*;
 
@@ -177,6 +199,20 @@ mod tests {
     }
 
     #[test]
+    fn facts_that_engines_do_not_report_are_counted() {
+        let worker = |n, unreported: &[&str]| {
+            let reason = |fact: &&str| ((*fact).to_owned(), "/metrics: response status is 404, must be 200".to_owned());
+            let unreported = unreported.iter().map(reason).collect();
+            let config = WorkerConfig { unreported, ..WorkerConfig::at("http://e") };
+            WorkerEntry { worker: WorkerId(n), config, ranks: Vec::new(), draining: false, cordoned: false }
+        };
+        assert_eq!(
+            of_unreported(&[worker(1, &["load"]), worker(2, &[]), worker(3, &["load", "KV cache size"])]),
+            ["2 of 3 workers do not report KV cache size, load: /metrics: response status is 404, must be 200"]
+        );
+    }
+
+    #[test]
     fn workers_without_usable_events_are_counted() {
         let worker = |n| WorkerEntry {
             worker: WorkerId(n),
@@ -186,7 +222,7 @@ mod tests {
             cordoned: false,
         };
         let text = of_unread(&[worker(1), worker(2)]).expect("workers without events");
-        assert!(text.starts_with("2 of 2 workers have no KV event endpoint"), "{text}");
+        assert!(text.starts_with("2 of 2 ranks have no KV event endpoint"), "{text}");
         assert_eq!(of_unread(&[]), None);
         let source = |n, reason: Option<&str>| KvSourceStatus {
             rank: WorkerRank::new(WorkerId(n), 0),
