@@ -4,6 +4,8 @@
 //! [`crate::engine::EngineConfig`] has the rules of the engine model.
 
 use std::net::{IpAddr, Ipv4Addr};
+use std::str::FromStr;
+use std::time::Duration;
 
 use crate::engine::EngineConfig;
 use clap::{Args, ValueEnum as _};
@@ -40,10 +42,12 @@ pub struct MockConfig {
     /// HTTP port. 0 selects a free port, and free ports for events and replay unless they are given.
     #[arg(long, value_name = "PORT")]
     pub port: u16,
-    /// Event port of rank 0; rank r uses the r-th port after it. Default: the HTTP port + 1000.
+    /// Event port of rank 0; rank r uses the r-th port after it. 0 lets the system assign a port to each rank, at each
+    /// restart anew. Default: the HTTP port + 1000.
     #[arg(long, value_name = "PORT")]
     pub event_port: Option<u16>,
-    /// Replay port of rank 0; rank r uses the r-th port after it. Default: the event port + 100.
+    /// Replay port of rank 0; rank r uses the r-th port after it. 0: as for events. Default: the event port + 100, or 0
+    /// with event port 0.
     #[arg(long, value_name = "PORT")]
     pub replay_port: Option<u16>,
     /// Name of the model.
@@ -65,6 +69,12 @@ pub struct MockConfig {
     /// Returns 404 for /server_info, like vLLM.
     #[arg(long)]
     pub no_server_info: bool,
+    /// Returns 404 for this path, such as /metrics. Repeatable.
+    #[arg(long = "no-page", value_name = "PATH")]
+    pub no_pages: Vec<String>,
+    /// Delays the responses of this path, in real time, such as /server_info=13600. Repeatable.
+    #[arg(long = "slow-page", value_name = "PATH=MS")]
+    pub slow_pages: Vec<SlowPage>,
     /// Tokens per block.
     #[arg(long, value_name = "TOKENS", default_value_t = 64)]
     pub block_size: u32,
@@ -138,6 +148,8 @@ impl Default for MockConfig {
             dialect: Dialect::VllmMap,
             binary_hashes: false,
             no_server_info: false,
+            no_pages: Vec::new(),
+            slow_pages: Vec::new(),
             block_size: 64,
             kv_blocks: 7168,
             host_kv_blocks: 0,
@@ -157,6 +169,25 @@ impl Default for MockConfig {
             transfer_us_per_token: 2.6,
             faults: Faults::default(),
         }
+    }
+}
+
+/// A path whose responses are delayed: `PATH=MS`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SlowPage {
+    /// The path.
+    pub path: String,
+    /// The delay.
+    pub delay: Duration,
+}
+
+impl FromStr for SlowPage {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (path, ms) = text.split_once('=').ok_or("must be PATH=MS")?;
+        let ms = ms.parse().map_err(|error| format!("the delay is {ms:?}: {error}"))?;
+        Ok(Self { path: path.to_owned(), delay: Duration::from_millis(ms) })
     }
 }
 

@@ -29,6 +29,12 @@ use crate::kv_events::{Encoder, EventFormat};
 const LISTEN_TRIES_MAX: u32 = 200;
 const LISTEN_TRY: Duration = Duration::from_millis(10);
 
+/// Uses of an address, with the flag that selects it.
+const FOR_HTTP: &str = "for HTTP (--port)";
+const FOR_EVENTS: &str = "for KV events (--event-port, by default the HTTP port + 1000)";
+const FOR_REPLAYS: &str = "for replays (--replay-port, by default the event port + 100)";
+const FOR_BOOTSTRAP: &str = "for the bootstrap server (--bootstrap-port)";
+
 /// Default port of the bootstrap server.
 pub(crate) const BOOTSTRAP_PORT: u16 = 8998;
 
@@ -39,10 +45,12 @@ pub enum MockError {
     #[error("{0}")]
     Config(String),
     /// Listening on an address failed.
-    #[error("cannot listen on {address}: {reason}")]
+    #[error("cannot listen on {address} {purpose}: {reason}")]
     Listen {
         /// The address.
         address: SocketAddr,
+        /// Use of the address, and the flag that selects it.
+        purpose: &'static str,
         /// Reason from the operating system.
         reason: String,
     },
@@ -229,6 +237,8 @@ pub(crate) struct Engine {
 /// All ranks between two starts.
 struct Incarnation {
     format: EventFormat,
+    /// Event and replay port of each rank.
+    ports: Vec<(u16, u16)>,
     ranks: Arc<[Arc<RankDriver>]>,
     tasks: Mutex<Vec<Task>>,
 }
@@ -243,7 +253,7 @@ impl Engine {
     async fn start(mut config: MockConfig) -> Result<Self, MockError> {
         config.validate().map_err(MockError::Config)?;
         let count = config.data_parallel_size;
-        let http = listen_all(config.host, (config.port != 0).then_some(config.port), 1)?;
+        let http = listen_all(config.host, (config.port != 0).then_some(config.port), 1, FOR_HTTP)?;
         let chosen = config.port == 0;
         config.port = port_of(&http)?;
         let offset = |base: u16, offset: u16| {
@@ -254,19 +264,21 @@ impl Engine {
             None if !chosen => Some(offset(config.port, 1_000)?),
             given => given,
         };
-        let events = listen_all(config.host, event_port, count)?;
+        let events = listen_all(config.host, event_port, count, FOR_EVENTS)?;
         let replay_port = match config.replay_port {
+            None if event_port == Some(0) => event_port,
             None if !chosen => Some(offset(port_of(&events)?, 100)?),
             given => given,
         };
-        let replays = listen_all(config.host, replay_port, count)?;
-        config.event_port = Some(port_of(&events)?);
-        config.replay_port = Some(port_of(&replays)?);
+        let replays = listen_all(config.host, replay_port, count, FOR_REPLAYS)?;
+        // Assigned ports are others after a restart.
+        config.event_port = event_port.filter(|port| *port == 0).or(Some(port_of(&events)?));
+        config.replay_port = replay_port.filter(|port| *port == 0).or(Some(port_of(&replays)?));
 
         let mut bootstrap = None;
         if config.has_bootstrap_server() {
             let port = config.bootstrap_port.or((!chosen).then_some(BOOTSTRAP_PORT)).filter(|port| *port != 0);
-            let listeners = listen_all(config.host, port, 1)?;
+            let listeners = listen_all(config.host, port, 1, FOR_BOOTSTRAP)?;
             config.bootstrap_port = Some(port_of(&listeners)?);
             bootstrap = listeners.into_iter().next();
         }
@@ -309,18 +321,23 @@ impl Engine {
             board.restart();
         }
         let count = self.config.data_parallel_size;
-        let events = self.listen_again(self.config.event_port, count).await?;
-        let replays = self.listen_again(self.config.replay_port, count).await?;
+        let events = self.listen_again(self.config.event_port, count, FOR_EVENTS).await?;
+        let replays = self.listen_again(self.config.replay_port, count, FOR_REPLAYS).await?;
         let sockets = events.into_iter().zip(replays);
         let after = Incarnation::start(&self.config, format, &self.faults, &self.lora_ids, sockets).await?;
         *self.incarnation.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(after);
         Ok(())
     }
 
-    async fn listen_again(&self, first: Option<u16>, count: u16) -> Result<Vec<TcpListener>, MockError> {
+    async fn listen_again(
+        &self,
+        first: Option<u16>,
+        count: u16,
+        purpose: &'static str,
+    ) -> Result<Vec<TcpListener>, MockError> {
         let mut tries = 1;
         loop {
-            match listen_all(self.config.host, first, count) {
+            match listen_all(self.config.host, first, count, purpose) {
                 Err(_) if tries < LISTEN_TRIES_MAX => tries += 1,
                 answer => return answer,
             }
@@ -350,11 +367,11 @@ impl Engine {
     }
 
     pub(crate) fn event_port(&self, rank: u16) -> u16 {
-        self.config.event_port.unwrap_or_default() + rank
+        self.incarnation().ports[usize::from(rank)].0
     }
 
     pub(crate) fn replay_port(&self, rank: u16) -> u16 {
-        self.config.replay_port.unwrap_or_default() + rank
+        self.incarnation().ports[usize::from(rank)].1
     }
 
     fn rank(&self, rank: u16) -> Arc<RankDriver> {
@@ -376,13 +393,14 @@ impl Incarnation {
     ) -> Result<Self, MockError> {
         let serve = |error: zeromq::ZmqError| MockError::Serve(error.to_string());
         let pace = Pace { time_scale: config.time_scale };
-        let (mut ranks, mut tasks) = (Vec::new(), Vec::new());
+        let (mut ranks, mut tasks, mut ports) = (Vec::new(), Vec::new(), Vec::new());
         for (number, (events, replays)) in (0..config.data_parallel_size).zip(listeners) {
             let encoder =
                 Encoder { format, block_size: config.block_size, rank: number.into(), lora_ids: Arc::clone(lora_ids) };
             let model = crate::engine::Rank::new(config.engine(number, format.dialect))
                 .map_err(|error| MockError::Config(error.to_string()))?;
             let rank = Arc::new(RankDriver::new(model, encoder, config.replay_messages_max, Arc::clone(faults)));
+            ports.push((port_of(std::slice::from_ref(&events))?, port_of(std::slice::from_ref(&replays))?));
             let events = EventSocket::open(events).await.map_err(serve)?;
             let replays = ReplaySocket::open(replays, format.dialect.replays_with_topic()).await.map_err(serve)?;
             let driven = Arc::clone(&rank);
@@ -391,7 +409,7 @@ impl Incarnation {
             tasks.push(Task::spawn(|stop| replays.serve(replayed, faults, stop)));
             ranks.push(rank);
         }
-        Ok(Self { format, ranks: ranks.into(), tasks: Mutex::new(tasks) })
+        Ok(Self { format, ports, ranks: ranks.into(), tasks: Mutex::new(tasks) })
     }
 
     /// Stops all ranks and returns when their ports are free. Idempotent.
@@ -413,8 +431,13 @@ impl Task {
     }
 }
 
-fn listen_all(host: IpAddr, first: Option<u16>, count: u16) -> Result<Vec<TcpListener>, MockError> {
-    listen(host, first, count).map_err(|(address, reason)| MockError::Listen { address, reason })
+fn listen_all(
+    host: IpAddr,
+    first: Option<u16>,
+    count: u16,
+    purpose: &'static str,
+) -> Result<Vec<TcpListener>, MockError> {
+    listen(host, first, count).map_err(|(address, reason)| MockError::Listen { address, purpose, reason })
 }
 
 fn port_of(listeners: &[TcpListener]) -> Result<u16, MockError> {

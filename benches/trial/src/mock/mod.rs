@@ -18,7 +18,7 @@ mod tokenizer;
 
 pub use crate::engine::{Block, EngineHash, Tier};
 pub use crate::kv_events::{Dialect, EventFormat};
-pub use config::MockConfig;
+pub use config::{MockConfig, SlowPage};
 pub use engine::{MockEngine, MockError};
 pub use faults::{Fault, FaultBoard, Faults, Scope};
 pub use handover::{EngineRole, HandoverCounters, HandoverProtocol, LoadFailure};

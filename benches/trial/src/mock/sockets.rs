@@ -145,12 +145,18 @@ async fn close(mut socket: impl Socket) {
     });
 }
 
-/// Binds `count` consecutive ports from `first` on, or any free range without `first`.
+/// Binds `count` consecutive ports from `first` on, ports that the system assigns if it is 0, or any free range without
+/// `first`.
 ///
 /// # Errors
 /// The address that is taken, with the system's reason.
 pub(crate) fn listen(host: IpAddr, first: Option<u16>, count: u16) -> Result<Vec<TcpListener>, (SocketAddr, String)> {
     static CHOSEN: AtomicU32 = AtomicU32::new(0);
+    if first == Some(0) {
+        let address = SocketAddr::new(host, 0);
+        let bind = |_| TcpListener::bind(address).map_err(|error| (address, error.to_string()));
+        return (0..count).map(bind).collect();
+    }
     if let Some(first) = first {
         return listen_on(host, first, count);
     }

@@ -4,6 +4,7 @@
 //! real engines, so that a probe can read them. [`super::completions`] handles completions.
 
 use std::fmt::Write;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use axum::Json;
@@ -18,7 +19,7 @@ use serde_json::{Value, json};
 use super::Shared;
 use super::answer;
 use super::request::{PromptInput, TokenizeRequest, parsed};
-use crate::kv_events::EventFormat;
+use crate::kv_events::{Dialect, EventFormat};
 use crate::mock::engine::{BOOTSTRAP_PORT, Engine, MockError};
 use crate::mock::faults::Faults;
 use crate::mock::handover::HandoverProtocol;
@@ -116,6 +117,33 @@ pub(super) async fn server_info(State(engine): Shared) -> Response {
         info["disaggregation_bootstrap_port"] = config.bootstrap_port.unwrap_or(BOOTSTRAP_PORT).into();
     }
     Json(info).into_response()
+}
+
+/// `GET /kv_event_sources`: event endpoints by rank, as vLLM reports them from 0.31 on.
+pub(super) async fn kv_event_sources(State(engine): Shared) -> Response {
+    if engine.format().dialect != Dialect::VllmMap {
+        return answer::error(StatusCode::NOT_FOUND, "/kv_event_sources does not exist in this dialect");
+    }
+    let config = &engine.config;
+    // vLLM reports the configured wildcard, and its own address with ports that the system has assigned.
+    let endpoint = |configured: Option<u16>, port: u16| match configured {
+        Some(0) => format!("tcp://{}", SocketAddr::new(config.host, port)),
+        Some(_) | None => format!("tcp://*:{port}"),
+    };
+    let source = |rank: u16| {
+        let source = json!({
+            "enable_kv_cache_events": true,
+            "publisher": "zmq",
+            "endpoint": endpoint(config.event_port, engine.event_port(rank)),
+            "replay_endpoint": endpoint(config.replay_port, engine.replay_port(rank)),
+            "buffer_steps": config.replay_messages_max,
+            "hwm": 100_000,
+            "max_queue_size": 100_000,
+            "topic": TOPIC,
+        });
+        (rank.to_string(), source)
+    };
+    Json(Value::Object((0..config.data_parallel_size).map(source).collect())).into_response()
 }
 
 /// `POST /reset_prefix_cache`: succeeds if every rank's cache was cleared.

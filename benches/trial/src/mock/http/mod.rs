@@ -144,6 +144,7 @@ pub(crate) fn routes(engine: Arc<Engine>) -> Router {
         .route("/server_info", get(info::server_info))
         .route("/get_server_info", get(info::server_info))
         .route("/metrics", get(info::metrics))
+        .route("/kv_event_sources", get(info::kv_event_sources))
         .route("/reset_prefix_cache", post(info::reset_prefix_cache))
         .route("/faults", get(info::faults).post(info::set_faults))
         .fallback(unknown)
@@ -172,10 +173,16 @@ async fn wrong_method(method: Method, request: Request) -> Response {
     answer::error(StatusCode::METHOD_NOT_ALLOWED, &format!("{} does not support {method}", request.uri().path()))
 }
 
-/// Applies the current faults to a request.
+/// Applies disabled and slow pages, and the current faults, to a request.
 async fn suffer(State(engine): Shared, connection: Extension<Connection>, request: Request, next: Next) -> Response {
     let set = engine.faults.get();
     let path = request.uri().path();
+    if engine.config.no_pages.iter().any(|page| page == path) {
+        return answer::error(StatusCode::NOT_FOUND, &format!("{path} is disabled"));
+    }
+    if let Some(page) = engine.config.slow_pages.iter().find(|page| page.path == path) {
+        sleep(page.delay).await;
+    }
     let is_spared = matches!(path, "/faults" | "/handover")
         || match set.scope {
             Scope::All => false,
