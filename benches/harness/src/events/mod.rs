@@ -16,6 +16,7 @@ use pointsman_trial::workload::Prompt;
 use pointsman_trial::workload::trace::TraceError;
 use serde::{Deserialize, Serialize};
 
+use crate::progress::Progress;
 use crate::source;
 
 mod recording;
@@ -127,7 +128,9 @@ impl Events {
         let requests = prompts.len();
         let recording = recording::record(self, &prompts)?;
         drop(prompts);
-        let runs = (0..self.repeat).map(|_| stages::run(self, &recording)).collect::<Result<Vec<_>, _>>()?;
+        let progress = Progress::new(self.repeat as usize, "runs");
+        let counted = |_| stages::run(self, &recording).inspect(|_| progress.add(1));
+        let runs = (0..self.repeat).map(counted).collect::<Result<Vec<_>, _>>()?;
         Ok(EventsReport::new(self, requests, &recording, &runs))
     }
 
