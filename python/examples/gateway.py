@@ -1,6 +1,6 @@
 """A gateway for chat completions: places each request with the router, and streams the engine's response through.
 
-usage: gateway.py BLOCK_SIZE PORT ENGINE_URL [ENGINE_URL ...]
+usage: gateway.py PORT ENGINE_URL [ENGINE_URL ...]
 
 The engines are probed for their configuration and KV events. vLLM does not report its event endpoints: a file for
 ``discovery.WatchedFile`` names them. Needs the package ``aiohttp``. Prompts are tokenized by the engine at ``/tokenize``; a
@@ -62,8 +62,8 @@ def application(router: Router, tokenizer_url: str) -> web.Application:
     return app
 
 
-def main(block_size, port, *urls):
-    fleet = Router(block_size=int(block_size), min_initial_workers=len(urls), discovery=[discovery.ProbedUrls(urls)])
+def main(port, *urls):
+    fleet = Router(min_initial_workers=len(urls), discovery=[discovery.ProbedUrls(urls)])
     try:
         web.run_app(application(fleet, urls[0]), host="127.0.0.1", port=int(port))
     except errors.PointsmanError as error:
@@ -71,7 +71,7 @@ def main(block_size, port, *urls):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 4:
+    if len(sys.argv) < 3:
         print(next(line for line in __doc__.splitlines() if line.startswith("usage: ")), file=sys.stderr)
         sys.exit(2)
     main(*sys.argv[1:])

@@ -42,7 +42,7 @@ class Router:
     the name or the settings of a policy, or a callable ``choose(request, candidates)``. ``workers`` is a list of endpoints or
     workers, or a dictionary of them by id. Use the router in ``async with``::
 
-        async with Router(block_size=16, workers=["http://10.0.0.1:8000"]) as router:
+        async with Router(workers=["http://10.0.0.1:8000"]) as router:
             async with await router.route(tokens) as placement:
                 ...  # send the request to placement.endpoint
 
@@ -202,7 +202,7 @@ class Router:
 
     def follow(self, placement: Placement, content_type: str) -> AnswerFollower:
         """A reader that reports the progress of a response to its placement. Pass it each chunk of the body."""
-        return AnswerFollower(placement, content_type, self._running.block_size)
+        return AnswerFollower(placement, content_type, self.block_size)
 
     def free(self, request_id: str) -> None:
         """Ends the booking of a request, also from another task."""
@@ -237,6 +237,11 @@ class Router:
     def eligible_ranks(self) -> int:
         """Number of ranks that can serve now; 0 means not ready."""
         return self._running.eligible_ranks()
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block: the setting, or without it the size that the engines report."""
+        return self._running.block_size
 
     @property
     def _running(self) -> _native.NativeRouter:

@@ -206,6 +206,8 @@ class SocketLoad(TypedDict):
 class WorkerFields(TypedDict, total=False):
     """Fields of a worker without its endpoint."""
 
+    #: File with the key for requests to the engine, probes included.
+    api_key_file: str | None
     data_parallel_start_rank: int
     data_parallel_size: int
     max_num_batched_tokens: int | None

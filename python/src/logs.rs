@@ -119,7 +119,8 @@ struct Bridge;
 impl Subscriber for Bridge {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         let accepted = &LEVELS[..LEVEL.load(Ordering::Relaxed).min(LEVELS.len())];
-        metadata.is_event()
+        // Events, and hints that ask for events.
+        !metadata.is_span()
             && metadata.target().starts_with("pointsman")
             && accepted.iter().any(|(level, _)| level == metadata.level())
     }

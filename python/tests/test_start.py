@@ -1,6 +1,7 @@
 """Starts that fail, health before the start, and log events."""
 
 import asyncio
+import json
 import logging
 import re
 import socket
@@ -97,6 +98,19 @@ def test_log_events_are_records_of_logging(run, caplog):
     run(scenario())
 
 
+def test_sampled_decisions_are_records_of_logging(run, caplog):
+    caplog.set_level(logging.INFO, "pointsman")
+
+    async def scenario():
+        async with Router(block_size=16, workers=["http://a"], decision_trace=1.0) as router:
+            (await router.route(range(100))).free()
+            await until(lambda: any("decision sampled" in record.getMessage() for record in caplog.records))
+            sampled = next(record for record in caplog.records if "decision sampled" in record.getMessage())
+            assert json.loads(sampled.fields["record"])["prompt_tokens"] == 100
+
+    run(scenario())
+
+
 def test_the_level_of_the_logger_applies_from_the_next_start(run, caplog):
     async def joined(level):
         caplog.set_level(level, "pointsman")
@@ -157,5 +171,17 @@ def test_workers_are_urls_in_a_list_or_by_id(run):
             Router(discovery=["http://a"])
         with pytest.raises(errors.StartError, match="10.0.0.1:8000"):
             await Router(discovery=[discovery.ProbedUrls("10.0.0.1:8000")]).start()
+
+    run(scenario())
+
+
+def test_a_setting_that_no_engine_has_is_named_with_both_numbers(run):
+    async def scenario():
+        with engines(1, "--block-size", "32") as urls:
+            router = Router(block_size=16, min_initial_workers=1, discovery=[discovery.ProbedUrls(urls)])
+            with pytest.raises(errors.StartTimeout, match="32.*16.*block_size"):
+                await router.start(timeout=1)
+            async with Router(min_initial_workers=1, discovery=[discovery.ProbedUrls(urls)]) as router:
+                assert router.block_size == 32
 
     run(scenario())
