@@ -86,6 +86,7 @@ async fn a_demo_that_stays_has_a_live_page_and_load() {
         }
     };
     tokio::select! {
+        biased;
         () = demo.keep_busy() => unreachable!("it has no end"),
         shown = timeout(PATIENCE, frames) => shown.expect("a busy frame"),
     }

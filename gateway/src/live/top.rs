@@ -195,6 +195,7 @@ impl Frame {
         loop {
             // A read that is cancelled keeps what it has received.
             tokio::select! {
+                biased;
                 snapshot = stream.next() => (self.head, self.rest) = options.frame(&snapshot?)?,
                 Some(key) = keys.recv() => match key {
                     Key::Quit => return Ok(()),
