@@ -42,9 +42,9 @@ async fn the_first_worker_determines_the_size() {
     assert_eq!(size(&router), (16, BlockSizeOrigin::Reported));
     let other = router.upsert_worker(WorkerId(2), sized(2, 1)).await.expect_err("another size");
     assert!(matches!(other, MembershipError::Config { error: WorkerConfigError::BlockSize { worker: 1, .. }, .. }));
-    // Blocks of 16 tokens count: 40 tokens occupy three.
+    // 40 tokens have two complete blocks of 16; they would have none of 64.
     let held = route(&router, "a", &tokens(1, 10)).await;
-    assert_eq!(loads(&router).await, [(1, 3, 40)]);
+    assert_eq!(loads(&router).await, [(1, 2, 40)]);
     drop(held);
     assert_eq!((router.health().restarts, router.health().state), (0, Ok(())));
 }
