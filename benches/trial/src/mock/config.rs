@@ -66,6 +66,10 @@ pub struct MockConfig {
     /// Writes block hashes as 32 bytes, as vLLM can; not with the SGLang dialects.
     #[arg(long)]
     pub binary_hashes: bool,
+    /// API key that requests must carry as Authorization: Bearer. As in the engines, the vLLM dialects require it below
+    /// /v1, and the SGLang dialects everywhere except below /health and /metrics.
+    #[arg(long, value_name = "KEY")]
+    pub api_key: Option<String>,
     /// Returns 404 for /server_info, like vLLM.
     #[arg(long)]
     pub no_server_info: bool,
@@ -147,6 +151,7 @@ impl Default for MockConfig {
             data_parallel_size: 1,
             dialect: Dialect::VllmMap,
             binary_hashes: false,
+            api_key: None,
             no_server_info: false,
             no_pages: Vec::new(),
             slow_pages: Vec::new(),

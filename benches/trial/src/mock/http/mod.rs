@@ -18,7 +18,8 @@ use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, Request, State};
-use axum::http::{Method, StatusCode};
+use axum::http::header::AUTHORIZATION;
+use axum::http::{HeaderValue, Method, StatusCode};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -149,6 +150,7 @@ pub(crate) fn routes(engine: Arc<Engine>) -> Router {
         .route("/faults", get(info::faults).post(info::set_faults))
         .fallback(unknown)
         .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn_with_state(Arc::clone(&engine), authorize))
         .layer(from_fn_with_state(Arc::clone(&engine), suffer))
         .layer(DefaultBodyLimit::max(engine.config.body_bytes_max))
         .with_state(engine)
@@ -171,6 +173,23 @@ async fn unknown(request: Request) -> Response {
 
 async fn wrong_method(method: Method, request: Request) -> Response {
     answer::error(StatusCode::METHOD_NOT_ALLOWED, &format!("{} does not support {method}", request.uri().path()))
+}
+
+/// Rejects requests without the API key, if the engine has one.
+async fn authorize(State(engine): Shared, request: Request, next: Next) -> Response {
+    let Some(key) = &engine.config.api_key else { return next.run(request).await };
+    let path = request.uri().path();
+    let is_guarded = if engine.config.dialect.is_sglang() {
+        // The last two are paths of the mock engine only.
+        !["/health", "/metrics", "/faults", "/handover"].iter().any(|free| path.starts_with(free))
+    } else {
+        path.starts_with("/v1")
+    };
+    let shown = request.headers().get(AUTHORIZATION).map(HeaderValue::as_bytes);
+    if is_guarded && shown.and_then(|shown| shown.strip_prefix(b"Bearer ")) != Some(key.as_bytes()) {
+        return answer::error(StatusCode::UNAUTHORIZED, "Unauthorized");
+    }
+    next.run(request).await
 }
 
 /// Applies disabled and slow pages, and the current faults, to a request.
