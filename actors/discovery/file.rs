@@ -93,7 +93,8 @@ impl WatchedFile {
         match read(&self.path).await {
             Ok(content) if self.content.as_ref() == Some(&content) => {}
             Ok(content) => match self.format.parse(&content) {
-                Ok(workers) => {
+                Ok(mut workers) => {
+                    locate_key_files(&mut workers, &self.path);
                     (self.content, self.workers, self.broken) = (Some(content), Some(workers), None);
                     self.set = None;
                 }
@@ -153,6 +154,14 @@ impl DiscoverySource for WatchedFile {
 fn format_of(path: &Path) -> Result<FileFormat, DiscoveryError> {
     let format = FileFormat::of_name(&path.to_string_lossy());
     format.map_err(|error| DiscoveryError::File { path: path.display().to_string(), error })
+}
+
+/// Makes the paths of key files relative to the directory of the worker file.
+fn locate_key_files(workers: &mut [NamedWorker], path: &Path) {
+    let Some(directory) = path.parent() else { return };
+    for file in workers.iter_mut().filter_map(|worker| worker.config.api_key_file.as_mut()) {
+        *file = directory.join(&*file);
+    }
 }
 
 /// Reads a regular file up to the length limit.

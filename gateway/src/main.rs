@@ -106,6 +106,18 @@ struct SettingsArgs {
     /// Address of an engine of that model, which is probed for its configuration. Repeatable.
     #[arg(long, value_name = "URL", requires = "model", value_parser = worker_url)]
     worker: Vec<String>,
+    /// File with the API key of the engines, for every request to them (gateway.worker_api_key_file).
+    #[arg(long, value_name = "FILE")]
+    worker_api_key_file: Option<String>,
+    /// PEM file with the CA bundle for engines at https:// addresses (gateway.worker_ca_file).
+    #[arg(long, value_name = "FILE")]
+    worker_ca_file: Option<String>,
+    /// PEM file of the certificate for engines that require one (gateway.worker_certificate_file).
+    #[arg(long, value_name = "FILE")]
+    worker_certificate_file: Option<String>,
+    /// PEM file of its private key (gateway.worker_key_file).
+    #[arg(long, value_name = "FILE")]
+    worker_key_file: Option<String>,
     /// The tokenizer.json of that model (tokens.tokenizer_file). Without it the engines tokenize, if they can.
     #[arg(long, value_name = "FILE", requires = "model")]
     tokenizer: Option<String>,
@@ -226,6 +238,10 @@ impl SettingsArgs {
             ("--chat-template", "tokens.chat_template_file", self.chat_template.clone()),
             ("--admin-listen", "admin.listen", address(&self.admin_listen)),
             ("--admin-token-file", "admin.token_file", self.admin_token_file.clone()),
+            ("--worker-api-key-file", "gateway.worker_api_key_file", self.worker_api_key_file.clone()),
+            ("--worker-ca-file", "gateway.worker_ca_file", self.worker_ca_file.clone()),
+            ("--worker-certificate-file", "gateway.worker_certificate_file", self.worker_certificate_file.clone()),
+            ("--worker-key-file", "gateway.worker_key_file", self.worker_key_file.clone()),
             ("--log-level", "gateway.log_level", self.log_level.clone()),
             ("--log-format", "gateway.log_format", self.log_format.clone()),
             ("--otlp-endpoint", "gateway.otlp_endpoint", self.otlp_endpoint.clone()),

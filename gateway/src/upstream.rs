@@ -1,10 +1,11 @@
 //! HTTP client for workers.
 //!
 //! Pools connections by address, plain or TLS. Errors state how far a request came, and dropping a body early closes
-//! its connection. Callers retry and report outcomes.
+//! its connection. Callers retry and report outcomes. [`WorkerAccess`] adds the API keys of one model.
 
+use std::collections::BTreeMap;
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 use std::{fmt, io};
@@ -12,24 +13,29 @@ use std::{fmt, io};
 use axum::body::Bytes;
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::Incoming;
-use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue};
-use hyper::{Request, Response, StatusCode, Uri};
-use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
+use hyper::{Request, Response, StatusCode};
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::client::legacy::{self, Client};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use pointsman::health::Outcome;
-use rustls::pki_types::CertificateDer;
-use rustls::pki_types::pem::PemObject as _;
-use rustls::{ClientConfig, RootCertStore};
+use rustls::ClientConfig;
 use tokio::net::TcpStream;
-use tokio::time::timeout;
 use tower::ServiceExt as _;
 use tower::util::MapResponse;
 
 use self::ended::{Observed, Signaling};
+use self::keys::WorkerKeys;
+use crate::settings::{Secret, SecretError};
 
+mod access;
 mod ended;
+mod keys;
+mod tls;
+
+pub use access::WorkerAccess;
+pub(crate) use tls::WorkerTlsFiles;
+pub use tls::{WorkerTlsError, worker_tls};
 
 /// Maximum idle connections per worker.
 const IDLE_PER_WORKER_MAX: usize = 512;
@@ -62,19 +68,24 @@ pub enum UpstreamError {
     /// Invalid address.
     #[error("{0:?} is not an address")]
     Address(String),
+    /// Unusable API key of the worker. No request was sent.
+    #[error(transparent)]
+    Key(SecretError),
 }
 
 /// Reason of a connection failure.
 #[derive(Debug)]
 pub struct ConnectError {
     causes: String,
+    cause: String,
     is_unreachable: bool,
 }
 
 impl ConnectError {
     fn of(error: &(dyn Error + 'static)) -> Self {
-        let (mut next, mut is_unreachable) = (Some(error), false);
+        let (mut next, mut last, mut is_unreachable) = (Some(error), error, false);
         while let Some(cause) = next {
+            last = cause;
             is_unreachable |= cause.downcast_ref::<io::Error>().is_some_and(|cause| {
                 matches!(
                     cause.kind(),
@@ -86,7 +97,13 @@ impl ConnectError {
             });
             next = cause.source();
         }
-        Self { causes: causes(error), is_unreachable }
+        Self { causes: causes(error), cause: last.to_string(), is_unreachable }
+    }
+
+    /// The innermost error.
+    #[must_use]
+    pub fn cause(&self) -> &str {
+        &self.cause
     }
 
     /// Whether the host or port is unreachable, so that no engine has seen the attempt.
@@ -117,65 +134,26 @@ impl UpstreamError {
             Self::Timeout(_) => Outcome::Timeout,
             Self::Broken(_) | Self::TooLong(_) => Outcome::Reset,
             Self::Status(_) => Outcome::ServerError,
+            Self::Key(_) => Outcome::Misconfigured,
         }
     }
 }
 
-/// Error while loading the worker CA bundle.
-#[derive(Debug, thiserror::Error)]
-pub enum WorkerTlsError {
-    /// Invalid CA bundle.
-    #[error("worker_ca_file {}: {reason}", path.display())]
-    Authorities {
-        /// Path of the file.
-        path: PathBuf,
-        /// Reason.
-        reason: String,
-    },
+/// Client for workers. Clones are cheap and share their connections and keys.
+#[derive(Clone)]
+pub struct Upstream(Arc<Shared>);
+
+struct Shared {
+    connector: RwLock<Connector>,
+    keys: Arc<WorkerKeys>,
 }
 
-/// TLS configuration that trusts the CA bundle in a PEM file, or the system bundle.
-///
-/// # Errors
-/// A file that cannot be read or has no certificate. A system without a bundle is no error; then no certificate is
-/// trusted.
-pub fn worker_tls(authorities: Option<&Path>) -> Result<ClientConfig, WorkerTlsError> {
-    let builder = || {
-        ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .expect("ring supports TLS 1.2 and 1.3")
-    };
-    let with_roots = match authorities {
-        Some(path) => builder().with_root_certificates(roots_of(path)?),
-        None => builder().with_native_roots().unwrap_or_else(|error| {
-            tracing::warn!("no worker certificate will be trusted: {error}");
-            builder().with_root_certificates(RootCertStore::empty())
-        }),
-    };
-    Ok(with_roots.with_no_client_auth())
-}
-
-fn roots_of(path: &Path) -> Result<RootCertStore, WorkerTlsError> {
-    let wrong = |reason: String| WorkerTlsError::Authorities { path: path.to_owned(), reason };
-    let certificates = CertificateDer::pem_file_iter(path).map_err(|error| wrong(error.to_string()))?;
-    let mut roots = RootCertStore::empty();
-    for certificate in certificates {
-        let certificate = certificate.map_err(|error| wrong(error.to_string()))?;
-        roots.add(certificate).map_err(|error| wrong(error.to_string()))?;
-    }
-    if roots.is_empty() { Err(wrong("the file has no certificate".to_owned())) } else { Ok(roots) }
-}
-
-/// Client for workers. Clones are cheap and share their connections.
-#[derive(Clone, Debug)]
-pub struct Upstream(Arc<RwLock<Connector>>);
-
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 struct Connector {
     client: HttpsClient,
     connect_timeout: Duration,
-    /// `Authorization` for queries of the gateway itself. Marked sensitive, so that it is never printed.
-    key: Option<HeaderValue>,
+    /// `gateway.worker_api_key_file`.
+    key_file: Option<PathBuf>,
 }
 
 type HttpsClient = Client<SignalingConnector, Full<Bytes>>;
@@ -183,38 +161,40 @@ type SignalingConnector = MapResponse<HttpsConnector<HttpConnector>, fn(Stream) 
 type Stream = MaybeHttpsStream<TokioIo<TcpStream>>;
 
 impl Upstream {
-    /// A client without connections. `tls` defines the trusted certificates.
+    /// A client without connections and keys. `tls` defines the trusted certificates.
     #[must_use]
     pub fn new(tls: ClientConfig, connect_timeout: Duration) -> Self {
-        Self(Arc::new(RwLock::new(Connector { client: client(tls, connect_timeout), connect_timeout, key: None })))
+        let connector = Connector { client: client(tls, connect_timeout), connect_timeout, key_file: None };
+        Self(Arc::new(Shared { connector: RwLock::new(connector), keys: Arc::default() }))
     }
 
-    /// The same with `Authorization` for queries of the gateway itself.
-    #[must_use]
-    pub fn with_key(self, key: Option<HeaderValue>) -> Self {
-        self.set(|connector| connector.key = key.map(sensitive));
-        self
+    /// Replaces `gateway.worker_api_key_file` and the known keys by those of the settings, for all clones.
+    pub(crate) fn set_keys(&self, key_file: Option<PathBuf>, keys: &BTreeMap<PathBuf, Secret>) {
+        self.0.keys.set(keys);
+        self.set(|connector| connector.key_file = key_file);
     }
 
-    /// Replaces `Authorization` for all clones and, if `tls` is given, uses it for new connections. Requests in flight
-    /// keep their connections.
-    pub fn change(&self, tls: Option<ClientConfig>, connect_timeout: Duration, key: Option<HeaderValue>) {
-        let client = tls.map(|tls| client(tls, connect_timeout));
-        self.set(|connector| {
-            connector.key = key.map(sensitive);
-            if let Some(client) = client {
-                (connector.client, connector.connect_timeout) = (client, connect_timeout);
-            }
-        });
+    /// Uses `tls` for new connections of all clones. Requests in flight keep their connections.
+    pub(crate) fn set_tls(&self, tls: ClientConfig, connect_timeout: Duration) {
+        let client = client(tls, connect_timeout);
+        self.set(|connector| (connector.client, connector.connect_timeout) = (client, connect_timeout));
     }
 
     fn set(&self, change: impl FnOnce(&mut Connector)) {
         // Each part is consistent after every statement.
-        change(&mut self.0.write().unwrap_or_else(PoisonError::into_inner));
+        change(&mut self.0.connector.write().unwrap_or_else(PoisonError::into_inner));
     }
 
     fn connector(&self) -> Connector {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.connector.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn keys(&self) -> &Arc<WorkerKeys> {
+        &self.0.keys
+    }
+
+    fn key_file(&self) -> Option<PathBuf> {
+        self.0.connector.read().unwrap_or_else(PoisonError::into_inner).key_file.clone()
     }
 
     /// Sends a request and returns the response head. Cancel-safe: dropping the future closes the connection.
@@ -233,39 +213,26 @@ impl Upstream {
         }
     }
 
-    /// Sends a JSON query of the gateway itself and returns the response body of at most `bytes_max`.
-    ///
-    /// # Errors
-    /// See [`UpstreamError`]; includes any status except 200.
-    pub async fn query(
-        &self,
-        url: &str,
-        body: Bytes,
-        within: Duration,
-        bytes_max: usize,
-    ) -> Result<Bytes, UpstreamError> {
-        let address = || UpstreamError::Address(url.to_owned());
-        let uri: Uri = url.parse().map_err(|_| address())?;
-        let mut request = Request::post(uri).header(CONTENT_TYPE, "application/json");
-        if let Some(key) = &self.connector().key {
-            request = request.header(AUTHORIZATION, key);
+    /// Sends a request and returns the body of a response with status 200, of at most `bytes_max`.
+    async fn receive(&self, request: Request<Full<Bytes>>, bytes_max: usize) -> Result<Bytes, UpstreamError> {
+        let answer = self.send(request).await?;
+        if answer.status() != StatusCode::OK {
+            return Err(UpstreamError::Status(answer.status()));
         }
-        let request = request.body(Full::new(body)).map_err(|_| address())?;
-        let answered = async {
-            let answer = self.send(request).await?;
-            if answer.status() != StatusCode::OK {
-                return Err(UpstreamError::Status(answer.status()));
+        let body = Limited::new(answer.into_body(), bytes_max).collect().await;
+        body.map(http_body_util::Collected::to_bytes).map_err(|error| {
+            if error.is::<http_body_util::LengthLimitError>() {
+                UpstreamError::TooLong(bytes_max)
+            } else {
+                UpstreamError::Broken(error.to_string())
             }
-            let body = Limited::new(answer.into_body(), bytes_max).collect().await;
-            body.map(http_body_util::Collected::to_bytes).map_err(|error| {
-                if error.is::<http_body_util::LengthLimitError>() {
-                    UpstreamError::TooLong(bytes_max)
-                } else {
-                    UpstreamError::Broken(error.to_string())
-                }
-            })
-        };
-        timeout(within, answered).await.unwrap_or(Err(UpstreamError::Timeout(within)))
+        })
+    }
+}
+
+impl fmt::Debug for Upstream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Upstream").finish_non_exhaustive()
     }
 }
 
@@ -306,11 +273,6 @@ fn client(tls: ClientConfig, connect_timeout: Duration) -> HttpsClient {
         .pool_idle_timeout(IDLE_KEPT)
         .pool_max_idle_per_host(IDLE_PER_WORKER_MAX)
         .build(connector.wrap_connector(http).map_response(Signaling::new as fn(Stream) -> Signaling<Stream>))
-}
-
-fn sensitive(mut key: HeaderValue) -> HeaderValue {
-    key.set_sensitive(true);
-    key
 }
 
 /// An error with its causes in one line; the client's own message only names the failed step.

@@ -43,4 +43,5 @@ mod targets;
 mod tokens;
 mod traces;
 mod warm_start;
+mod worker_keys;
 mod worker_tls;

@@ -68,7 +68,7 @@ async fn tokens_of(chat: &Value) -> PromptTokens<'static> {
         .expect("ring supports TLS 1.2 and 1.3")
         .with_root_certificates(RootCertStore::empty())
         .with_no_client_auth();
-    let upstream = Upstream::new(tls, PATIENCE);
+    let upstream = Upstream::new(tls, PATIENCE).into();
     let tokens = Tokens::start(&tokens_settings(true), "mock", upstream, Arc::new(|_, _| None)).await;
     let messages = Bytes::from(chat["messages"].to_string());
     let prompt = ClientPrompt::Chat(Box::new(ChatParts { messages, ..ChatParts::default() }));

@@ -17,7 +17,7 @@ use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, Prometheu
 use pointsman_gateway::openai::{ChatParts, ClientPrompt};
 use pointsman_gateway::prompt::{AnyWorker, TokenSource, Tokens};
 use pointsman_gateway::settings::{TokenSourceChoice, TokensSettings};
-use pointsman_gateway::upstream::Upstream;
+use pointsman_gateway::upstream::{Upstream, WorkerAccess};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use rustls::RootCertStore;
 use serde_json::Value;
@@ -30,13 +30,13 @@ fn data(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens").join(name)
 }
 
-fn upstream() -> Upstream {
+fn upstream() -> WorkerAccess {
     let tls = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
         .with_safe_default_protocol_versions()
         .expect("ring supports TLS 1.2 and 1.3")
         .with_root_certificates(RootCertStore::empty())
         .with_no_client_auth();
-    Upstream::new(tls, Duration::from_secs(10))
+    Upstream::new(tls, Duration::from_secs(10)).into()
 }
 
 fn settings(source: TokenSourceChoice) -> TokensSettings {

@@ -19,7 +19,7 @@ use super::engine_breaker::{Breaker, WorkerBreakers};
 use super::pool::Pool;
 use super::reason::NoTokens;
 use crate::openai::ChatParts;
-use crate::upstream::{Upstream, UpstreamError};
+use crate::upstream::{UpstreamError, WorkerAccess};
 
 /// Response bytes per query byte: a token number, and its text if an engine includes it.
 const RESPONSE_BYTES_PER_BYTE: usize = 32;
@@ -61,7 +61,7 @@ struct TokenizeResponse {
 
 /// Sends one query to one worker.
 pub(super) struct Client {
-    upstream: Upstream,
+    workers: WorkerAccess,
     /// Model name at the workers. Adapters share the tokens of their base model.
     model: Arc<str>,
     within: Duration,
@@ -98,8 +98,8 @@ impl TokenizeError {
 
 impl Client {
     /// `pool` encodes large queries and decodes large responses.
-    pub(super) fn new(upstream: Upstream, model: &str, within: Duration, pool: Arc<Pool>) -> Self {
-        Self { upstream, model: Arc::from(model), within, pool }
+    pub(super) fn new(workers: WorkerAccess, model: &str, within: Duration, pool: Arc<Pool>) -> Self {
+        Self { workers, model: Arc::from(model), within, pool }
     }
 
     pub(super) async fn query(&self, endpoint: &str, input: TokenizeInput<'_>) -> Result<Vec<u32>, TokenizeError> {
@@ -109,8 +109,7 @@ impl Client {
     /// Sends a query encoded by [`body`](Self::body).
     async fn send(&self, endpoint: &str, body: Bytes) -> Result<Vec<u32>, TokenizeError> {
         let bytes_max = RESPONSE_BYTES_MIN + body.len() * RESPONSE_BYTES_PER_BYTE;
-        let url = format!("{}/tokenize", endpoint.trim_end_matches('/'));
-        let response = self.upstream.query(&url, body, self.within, bytes_max).await?;
+        let response = self.workers.query((endpoint, "/tokenize"), body, self.within, bytes_max).await?;
         let bytes = response.len();
         let read = move || Ok(serde_json::from_slice(&response).ok().map(|TokenizeResponse { tokens }| tokens));
         self.run_work(bytes, read).await.map_err(TokenizeError::Local)?.ok_or(TokenizeError::Unreadable)

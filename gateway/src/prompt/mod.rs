@@ -35,7 +35,7 @@ use tokio::time::Instant;
 
 use crate::openai::{ChatParts, ClientPrompt, MediaName};
 use crate::settings::{TokenSourceChoice, TokensSettings};
-use crate::upstream::Upstream;
+use crate::upstream::WorkerAccess;
 use engine::{Client, Engine, TokenizeInput};
 use files::Stamp;
 use local::Local;
@@ -202,7 +202,7 @@ impl Tokens {
     pub async fn start(
         settings: &TokensSettings,
         upstream_name: &str,
-        upstream: Upstream,
+        workers: WorkerAccess,
         any_worker: AnyWorker,
     ) -> Result<Self, TokensError> {
         let meters = Arc::new(TokenMeters::new(upstream_name));
@@ -212,14 +212,14 @@ impl Tokens {
         let source = match (settings.source, &settings.tokenizer_file) {
             (TokenSourceChoice::None, _) => Source::None,
             (TokenSourceChoice::Engine, _) | (TokenSourceChoice::Auto, None) => Source::Engine {
-                engine: Box::new(Engine::new(Client::new(upstream, upstream_name, within, pool()?), any_worker)),
+                engine: Box::new(Engine::new(Client::new(workers, upstream_name, within, pool()?), any_worker)),
                 is_tried: settings.source == TokenSourceChoice::Auto,
             },
             (TokenSourceChoice::Local, None) => return Err(TokensError::NoTokenizer),
             (TokenSourceChoice::Local | TokenSourceChoice::Auto, Some(file)) => {
                 let local = Arc::new(load(file, settings, upstream_name, &meters).await?);
                 let (pool, results) = (pool()?, Arc::new(Results::default()));
-                let client = || Client::new(upstream.clone(), upstream_name, within, Arc::clone(&pool));
+                let client = || Client::new(workers.clone(), upstream_name, within, Arc::clone(&pool));
                 let falls_back = settings.parity_check && settings.source == TokenSourceChoice::Auto;
                 let fallback = falls_back.then(|| Box::new(Engine::new(client(), Arc::clone(&any_worker))));
                 if settings.parity_check {

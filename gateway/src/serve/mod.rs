@@ -46,15 +46,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use axum::http::HeaderValue;
 use pointsman::{ReplicaBus, Router};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
 use self::metrics::Meters;
 use crate::replicas::{Replicas, ReplicasError};
-use crate::settings::{GatewaySettings, Secret, SecretError, Secrets, Settings};
-use crate::upstream::{Upstream, WorkerTlsError, worker_tls};
+use crate::settings::{GatewaySettings, SecretError, Secrets, Settings};
+use crate::upstream::{Upstream, WorkerTlsError, WorkerTlsFiles, worker_tls};
 use body_budget::BodyBudget;
 use current::Current;
 use decision_files::DecisionFiles;
@@ -64,7 +63,7 @@ use listener::{LINGER, Listener, ListenerOptions, Overflow, PassedSockets, Reser
 use log_throttle::LogThrottle;
 use models::Models;
 use ready::Readiness;
-use reload::{Reloader, WorkerTrust};
+use reload::Reloader;
 use retry_budget::RetryBudget;
 use telemetry::Metrics;
 
@@ -92,7 +91,7 @@ pub enum GatewayError {
     /// Secret file.
     #[error(transparent)]
     Secret(#[from] SecretError),
-    /// Worker CA bundle.
+    /// TLS of requests to workers.
     #[error(transparent)]
     WorkerTls(#[from] WorkerTlsError),
     /// Certificate chain or key for clients.
@@ -124,8 +123,6 @@ pub(crate) struct App {
     pub(crate) readiness: Arc<Readiness>,
     pub(crate) metrics: Option<Metrics>,
     pub(crate) tenants: Arc<Tenants>,
-    /// `Authorization` for workers, replacing the client's.
-    pub(crate) worker_key: Option<HeaderValue>,
     /// Operator token; `None` without `[admin]`.
     pub(crate) admin_token: Option<Arc<admin::Token>>,
     /// Token of the served index, beside the operator token.
@@ -159,7 +156,6 @@ impl App {
         let now = Instant::now();
         Self {
             tenants: Arc::new(Tenants::new(&settings.tenants, &files.secrets)),
-            worker_key: files.secrets.worker_api_key.as_ref().and_then(Secret::bearer),
             admin_token: files.admin_token.clone(),
             index_token: files.index_token.clone(),
             read_token: files.read_token.clone(),
@@ -242,10 +238,10 @@ impl Gateway {
         let files = Files::read(&settings, &limits).await?;
         let reserved = ReservedSockets::of(&settings, &mut sockets)?;
         limits.log();
-        let trust = WorkerTrust::read(&settings);
-        let tls = worker_tls(settings.gateway.worker_ca_file.as_deref())?;
-        let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms))
-            .with_key(files.secrets.worker_api_key.as_ref().and_then(Secret::bearer));
+        let tls_files = WorkerTlsFiles::read(&settings.gateway);
+        let tls = worker_tls(&settings.gateway)?;
+        let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms));
+        upstream.set_keys(settings.gateway.worker_api_key_file.clone(), &files.secrets.worker_keys);
         // The bus of the routers of all models.
         let replicas = match &settings.replicas {
             Some(replicas) => {
@@ -280,7 +276,7 @@ impl Gateway {
         let client_options = files.listener.clone();
         let for_clients = ListenerOptions { overflow: Some(overflow), ..files.listener.clone() };
         let clients = Listener::start(socket, for_clients, routes::clients(current.clone())).map_err(failed)?;
-        let reloader = Arc::new(Reloader::new(current.clone(), load, limits, clients.control(), trust));
+        let reloader = Arc::new(Reloader::new(current.clone(), load, limits, clients.control(), tls_files));
         let admin = match admin_socket {
             Some(socket) => {
                 let connections_max = ADMIN_CONNECTIONS_MAX;

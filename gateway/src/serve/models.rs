@@ -25,7 +25,7 @@ use super::warm::{self, WarmStart};
 use super::workers::WorkerTable;
 use crate::prompt::{AnyWorker, Tokens, TokensError};
 use crate::settings::{ModelRole, ModelSettings, role_of};
-use crate::upstream::Upstream;
+use crate::upstream::{Upstream, WorkerAccess};
 
 /// Time limit of bookings at shutdown: those of cut-off requests end immediately.
 pub(super) const SHUTDOWN_WAIT: Duration = Duration::from_secs(1);
@@ -75,6 +75,8 @@ pub enum ModelError {
 pub(crate) struct Model {
     pub(crate) settings: ModelSettings,
     pub(crate) router: Router,
+    /// Client for its workers, with their keys.
+    pub(crate) access: WorkerAccess,
     /// Worker sources.
     sources: Arc<ModelSources>,
     pub(crate) tokens: Arc<Tokens>,
@@ -170,7 +172,7 @@ impl Models {
             let role = role_of(new, settings);
             let known = self.all.iter().find(|model| model.settings.name == new.name && model.role == role.0);
             let model = match known {
-                Some(model) => model.with(new, upstream).await,
+                Some(model) => model.with(new).await,
                 // Started without waiting for workers, because other models are being served.
                 None => {
                     let bus = self.bus.as_ref();
@@ -303,7 +305,9 @@ impl Model {
         let settings = &ModelSettings { upstream_name: Some(upstream_name.to_owned()), ..settings.clone() };
         let mut router = RouterConfig { min_initial_workers, ..settings.router_in(role) };
         router.index.bytes_max.get_or_insert(index_bytes_max);
-        let builder = sources.follow(Router::builder(router), &definitions, &probe_options(settings));
+        let access = WorkerAccess::new(upstream.clone(), settings.worker_api_key_file.clone());
+        let builder = Router::builder(router).engine_client(Arc::new(access.clone()));
+        let builder = sources.follow(builder, &definitions, &probe_options(settings, &access));
         let mut builder = builder.map_err(|error| ModelError::Workers { model: model(), error })?;
         if let Some(snapshot) = warm::read_file(settings, snapshots).await {
             builder = builder.snapshot(snapshot);
@@ -312,12 +316,14 @@ impl Model {
             builder = builder.replicas(Arc::clone(bus));
         }
         let router = builder.start().await.map_err(|error| ModelError::Router { model: model(), error })?;
-        let tokens = tokens_of(settings, &router, upstream).await?;
+        access.follow(router.watch_workers());
+        let tokens = tokens_of(settings, &router, &access).await?;
         let meters = Arc::new(ModelMeters::of(&settings.name));
         let workers = WorkerTable::new(&settings.name, router.clone());
         Ok(Self {
             settings: settings.clone(),
             router,
+            access,
             sources,
             tokens: Arc::new(tokens),
             meters,
@@ -330,12 +336,12 @@ impl Model {
     }
 
     /// The same model with other names and workers. Changed files of its tokenizer are read again.
-    async fn with(&self, settings: &ModelSettings, upstream: &Upstream) -> Result<Self, ModelError> {
+    async fn with(&self, settings: &ModelSettings) -> Result<Self, ModelError> {
         definitions_of(settings)?;
         // The name at the workers does not change while the router runs.
         let settings = ModelSettings { upstream_name: self.settings.upstream_name.clone(), ..settings.clone() };
         let tokens = match self.tokens.is_outdated(&settings.tokens) {
-            true => Arc::new(tokens_of(&settings, &self.router, upstream).await?),
+            true => Arc::new(tokens_of(&settings, &self.router, &self.access).await?),
             false => Arc::clone(&self.tokens),
         };
         Ok(Self { settings, tokens, prefill: None, ..self.clone() })
@@ -343,8 +349,9 @@ impl Model {
 
     /// Applies the workers of the settings to the router. Existing ones stay unchanged.
     pub(crate) fn follow_settings(&self) {
+        self.access.set_key_file(self.settings.worker_api_key_file.clone());
         let changed = definitions_of(&self.settings).and_then(|definitions| {
-            let changed = self.sources.change(&self.router, &definitions, &probe_options(&self.settings));
+            let changed = self.sources.change(&self.router, &definitions, &probe_options(&self.settings, &self.access));
             changed.map_err(|error| ModelError::Workers { model: self.settings.name.clone(), error })
         });
         if let Err(error) = changed {
@@ -354,7 +361,7 @@ impl Model {
 }
 
 /// The token source of a model, with the workers of its router in rotation.
-async fn tokens_of(settings: &ModelSettings, router: &Router, upstream: &Upstream) -> Result<Tokens, ModelError> {
+async fn tokens_of(settings: &ModelSettings, router: &Router, access: &WorkerAccess) -> Result<Tokens, ModelError> {
     let (workers, next_index) = (router.clone(), AtomicUsize::new(0));
     let any_worker: AnyWorker = Arc::new(move |but, is_available| {
         let ejected = workers.out_of_service();
@@ -364,7 +371,7 @@ async fn tokens_of(settings: &ModelSettings, router: &Router, upstream: &Upstrea
             in_service(worker) && is_available(worker.config.endpoint.as_str())
         })
     });
-    let tokens = Tokens::start(&settings.tokens, settings.upstream_name(), upstream.clone(), any_worker).await;
+    let tokens = Tokens::start(&settings.tokens, settings.upstream_name(), access.clone(), any_worker).await;
     tokens.map_err(|error| ModelError::Tokens { model: settings.name.clone(), error })
 }
 

@@ -17,8 +17,8 @@ use super::listener::ListenerControl;
 use super::models::{Model, Models};
 use super::retry_budget::RetryBudget;
 use super::{App, Files, GatewayError, ProcessLimits};
-use crate::settings::{Secret, SettingErrors, Settings};
-use crate::upstream::worker_tls;
+use crate::settings::{SettingErrors, Settings};
+use crate::upstream::{WorkerTlsFiles, worker_tls};
 
 /// Polling interval for requests that still use a removed model.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
@@ -80,20 +80,9 @@ pub(crate) struct Reloader {
     limits: ProcessLimits,
     clients: ListenerControl,
     /// Files of the last load, for comparison. Locked during a reload.
-    files: tokio::sync::Mutex<WorkerTrust>,
+    files: tokio::sync::Mutex<WorkerTlsFiles>,
     status: Mutex<ReloadStatus>,
     meters: ReloadMeters,
-}
-
-/// Trusted CA bundle for workers, for comparison.
-#[derive(PartialEq, Eq)]
-pub(crate) struct WorkerTrust(Option<Vec<u8>>);
-
-impl WorkerTrust {
-    /// Blocks on disk reads. An unreadable file is reported when TLS is configured from it.
-    pub(crate) fn read(settings: &Settings) -> Self {
-        Self(settings.gateway.worker_ca_file.as_ref().and_then(|file| std::fs::read(file).ok()))
-    }
 }
 
 struct ReloadMeters {
@@ -110,7 +99,7 @@ impl Reloader {
         load: Option<LoadSettings>,
         limits: ProcessLimits,
         clients: ListenerControl,
-        trust: WorkerTrust,
+        tls_files: WorkerTlsFiles,
     ) -> Self {
         let reloads = |result| metrics::counter!("pointsman_gateway_config_reloads_total", "result" => result);
         let meters = ReloadMeters {
@@ -121,7 +110,7 @@ impl Reloader {
             restart_needed: metrics::gauge!("pointsman_gateway_config_restart_needed"),
         };
         let status = ReloadStatus { applied_at: unix_time(), is_current: true, ..ReloadStatus::default() };
-        let (files, status) = (tokio::sync::Mutex::new(trust), Mutex::new(status));
+        let (files, status) = (tokio::sync::Mutex::new(tls_files), Mutex::new(status));
         let reloader = Self { current, load, limits, clients, files, status, meters };
         reloader.show(&reloader.status());
         reloader
@@ -139,9 +128,9 @@ impl Reloader {
     }
 
     async fn run(&self) -> Result<ReloadStatus, ReloadError> {
-        let mut trust = self.files.lock().await;
-        let result = match self.prepare(&trust).await {
-            Ok(next) => Ok(self.apply(next, &mut trust).await),
+        let mut tls_files = self.files.lock().await;
+        let result = match self.prepare(&tls_files).await {
+            Ok(next) => Ok(self.apply(next, &mut tls_files).await),
             Err(error) => Err(error),
         };
         let mut status = self.status();
@@ -175,7 +164,7 @@ impl Reloader {
     }
 
     /// All fallible steps. Does not change running state.
-    async fn prepare(&self, trust: &WorkerTrust) -> Result<Next, ReloadError> {
+    async fn prepare(&self, known: &WorkerTlsFiles) -> Result<Next, ReloadError> {
         let app = self.current.get();
         if app.readiness.is_draining() {
             return Err(ReloadError::Draining);
@@ -183,9 +172,9 @@ impl Reloader {
         let load = self.load.clone().ok_or(ReloadError::Fixed)?;
         let loaded = tokio::task::spawn_blocking(move || {
             let loaded = load().map_err(ReloadError::Settings)?;
-            Ok((WorkerTrust::read(&loaded), loaded))
+            Ok((WorkerTlsFiles::read(&loaded.gateway), loaded))
         });
-        let (new_trust, loaded) = loaded.await.unwrap_or(Err(ReloadError::Lost))?;
+        let (tls_files, loaded) = loaded.await.unwrap_or(Err(ReloadError::Lost))?;
         let (mut settings, mut restart_needed) = loaded.reloaded_over(&app.settings);
         if settings.gateway.body_bytes_max > self.limits.body_budget_bytes {
             // The budget of the start could not hold a single body of that size.
@@ -194,32 +183,30 @@ impl Reloader {
         }
         settings.validate().map_err(ReloadError::Unfit)?;
         let files = Files::read(&settings, &self.limits).await?;
-        let gateway = (&settings.gateway, &app.settings.gateway);
-        let is_trust_new = new_trust != *trust
-            || gateway.0.worker_ca_file != gateway.1.worker_ca_file
-            || gateway.0.connect_timeout_ms != gateway.1.connect_timeout_ms;
-        let worker_tls = is_trust_new.then(|| worker_tls(settings.gateway.worker_ca_file.as_deref())).transpose();
+        let timeouts = (settings.gateway.connect_timeout_ms, app.settings.gateway.connect_timeout_ms);
+        let is_new = tls_files != *known || timeouts.0 != timeouts.1;
+        let worker_tls = is_new.then(|| worker_tls(&settings.gateway)).transpose();
         let worker_tls = worker_tls.map_err(GatewayError::from)?;
         // Last, because models started here must be stopped after any failure.
         let snapshots = settings.gateway.snapshot_path.as_deref();
         let models = app.models.reloaded(&settings.models, &app.upstream, snapshots).await;
         let models = models.map_err(GatewayError::from)?;
-        Ok(Next { app, settings, restart_needed, files, worker_tls, trust: new_trust, models })
+        Ok(Next { app, settings, restart_needed, files, worker_tls, tls_files, models })
     }
 
     /// Replaces the running state. Returns the settings that need a restart.
-    async fn apply(&self, next: Next, trust: &mut WorkerTrust) -> Vec<String> {
-        let Next { app, settings, restart_needed, files, worker_tls, trust: new_trust, models } = next;
+    async fn apply(&self, next: Next, known: &mut WorkerTlsFiles) -> Vec<String> {
+        let Next { app, settings, restart_needed, files, worker_tls, tls_files, models } = next;
         settings.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
-        *trust = new_trust;
-        let key = files.secrets.worker_api_key.as_ref().and_then(Secret::bearer);
-        let connect_timeout = Duration::from_millis(settings.gateway.connect_timeout_ms);
-        app.upstream.change(worker_tls, connect_timeout, key.clone());
+        *known = tls_files;
+        if let Some(tls) = worker_tls {
+            app.upstream.set_tls(tls, Duration::from_millis(settings.gateway.connect_timeout_ms));
+        }
+        app.upstream.set_keys(settings.gateway.worker_api_key_file.clone(), &files.secrets.worker_keys);
         self.clients.set(files.listener);
         let is_share_new = settings.gateway.retry_share_max.to_bits() != app.settings.gateway.retry_share_max.to_bits();
         let mut new = App {
             tenants: Arc::new(app.tenants.reloaded(&settings.tenants, &files.secrets)),
-            worker_key: key,
             admin_token: files.admin_token,
             index_token: files.index_token,
             read_token: files.read_token,
@@ -249,7 +236,7 @@ struct Next {
     files: Files,
     /// Set if the worker client must be rebuilt.
     worker_tls: Option<rustls::ClientConfig>,
-    trust: WorkerTrust,
+    tls_files: WorkerTlsFiles,
     models: Models,
 }
 

@@ -5,7 +5,7 @@
 //! reconciles.
 
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pointsman::discovery::{DiscoveryError, NamedWorker, worker_map};
 use pointsman::error::{Down, StartError};
@@ -16,6 +16,7 @@ use tokio::sync::watch;
 #[cfg(feature = "kubernetes")]
 use super::pods::PodSource;
 use crate::settings::{KubernetesSettings, ModelSettings};
+use crate::upstream::WorkerAccess;
 
 /// Source definitions of a model; `None` for unused kinds.
 #[derive(Clone, Debug, PartialEq)]
@@ -169,8 +170,9 @@ fn set_list(list: &mut StaticList, workers: WorkerMap) -> Result<(), DiscoveryEr
 }
 
 /// Probe options for engines of a model.
-pub(crate) fn probe_options(settings: &ModelSettings) -> ProbeOptions {
-    ProbeOptions::of(&settings.router).model(settings.upstream_name())
+pub(crate) fn probe_options(settings: &ModelSettings, access: &WorkerAccess) -> ProbeOptions {
+    let options = ProbeOptions::of(&settings.router).model(settings.upstream_name());
+    ProbeOptions { client: Arc::new(access.clone()), ..options }
 }
 
 enum AnySwitched {

@@ -372,6 +372,7 @@ impl Loading {
                 workers_file,
                 worker_urls,
                 worker_names,
+                worker_api_key_file,
                 messages,
             } = fields;
             let router = model.router_config(&sections.router, &name);
@@ -386,6 +387,7 @@ impl Loading {
                 workers_file,
                 worker_urls,
                 worker_names,
+                worker_api_key_file,
                 kubernetes: model.kubernetes.as_ref().map(Section::parsed),
                 disaggregation: model.disaggregation.as_ref().map(Section::parsed),
                 tokens,

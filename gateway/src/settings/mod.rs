@@ -66,7 +66,12 @@ pub struct GatewaySettings {
     pub tls_key_file: Option<PathBuf>,
     /// PEM file with the CA bundle for worker certificates. Default: the system bundle.
     pub worker_ca_file: Option<PathBuf>,
-    /// File with the API key of the workers (`Authorization: Bearer`). Client keys are then not forwarded.
+    /// PEM file of the certificate chain for workers that require a certificate.
+    pub worker_certificate_file: Option<PathBuf>,
+    /// PEM file of its private key.
+    pub worker_key_file: Option<PathBuf>,
+    /// File with the API key of the workers, for every request to them (`Authorization: Bearer`). Client keys are then
+    /// not forwarded. A model and a worker may have their own.
     pub worker_api_key_file: Option<PathBuf>,
     /// File with the secret for tenant salts, at least 16 bytes. Required with tenants.
     pub salt_secret_file: Option<PathBuf>,
@@ -153,6 +158,8 @@ impl Default for GatewaySettings {
             tls_certificate_file: None,
             tls_key_file: None,
             worker_ca_file: None,
+            worker_certificate_file: None,
+            worker_key_file: None,
             worker_api_key_file: None,
             salt_secret_file: None,
             metrics_public: true,
@@ -304,8 +311,10 @@ pub struct ModelSettings {
     pub workers_file: Option<PathBuf>,
     /// Addresses of probed workers.
     pub worker_urls: Vec<String>,
-    /// DNS names as `HOST:PORT`; each address is a probed worker.
+    /// DNS names as `HOST:PORT` or `https://HOST:PORT`; each address is a probed worker.
     pub worker_names: Vec<String>,
+    /// File with the API key of the workers of this model. Default: `gateway.worker_api_key_file`.
+    pub worker_api_key_file: Option<PathBuf>,
     /// `[models.kubernetes]`: pods as workers.
     pub kubernetes: Option<KubernetesSettings>,
     /// `[models.disaggregation]`: a prefill pool beside the workers, which decode.
@@ -340,6 +349,7 @@ impl ModelSettings {
             workers_file: None,
             worker_urls: Vec::new(),
             worker_names: Vec::new(),
+            worker_api_key_file: None,
             kubernetes: None,
             disaggregation: None,
             tokens: TokensSettings::default(),

@@ -26,6 +26,7 @@ pub(super) struct ModelFields {
     pub(super) workers_file: Option<PathBuf>,
     pub(super) worker_urls: Vec<String>,
     pub(super) worker_names: Vec<String>,
+    pub(super) worker_api_key_file: Option<PathBuf>,
     pub(super) messages: MessagesMode,
 }
 
@@ -69,6 +70,7 @@ impl ModelSections {
                 value => problems.push(not_a(&section.path, &value, "a table")),
             }
         }
+        locate_key_files(&mut table, directory);
         self.own.read(table, directory, problems);
     }
 
@@ -88,6 +90,16 @@ impl ModelSections {
             (Some(origin), _) | (None, Some(origin)) => origin.clone(),
             (None, None) if name == "pool" => Origin::ModelName,
             (None, None) => Origin::Default,
+        }
+    }
+}
+
+/// Makes the paths of the workers' key files relative to the directory of the file, like all others.
+fn locate_key_files(model: &mut Table, directory: &Path) {
+    let workers = model.get_mut("workers").and_then(Value::as_array_mut).into_iter().flatten();
+    for file in workers.filter_map(|worker| worker.get_mut("api_key_file")) {
+        if let Value::String(path) = file {
+            *path = directory.join(&*path).to_string_lossy().into_owned();
         }
     }
 }

@@ -16,6 +16,8 @@ pub(super) const RELOADED: &[&str] = &[
     "tls_certificate_file",
     "tls_key_file",
     "worker_ca_file",
+    "worker_certificate_file",
+    "worker_key_file",
     "worker_api_key_file",
     "salt_secret_file",
     "metrics_public",

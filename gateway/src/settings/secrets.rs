@@ -57,6 +57,19 @@ impl Secret {
         hmac::verify(&key, &self.0, tag.as_ref()).is_ok()
     }
 
+    /// The API key of workers in a file.
+    ///
+    /// # Errors
+    /// A file that cannot be read, is no regular file, or violates the rule of keys.
+    pub(crate) fn worker_key(setting: &str, file: &Path) -> Result<Self, SecretError> {
+        let secret_file = SecretFile { setting: setting.to_owned(), file: file.to_owned() };
+        // A read of a pipe could block a request.
+        if std::fs::metadata(file).is_ok_and(|metadata| !metadata.is_file()) {
+            return Err(secret_file.refused("be a regular file"));
+        }
+        secret_file.secret(ContentRule::Printable)
+    }
+
     /// `Authorization: Bearer` header, marked sensitive; `None` if the content is invalid in a header.
     #[must_use]
     pub fn bearer(&self) -> Option<HeaderValue> {
@@ -112,8 +125,8 @@ pub enum SecretError {
 /// All secrets of the settings.
 #[derive(Clone, Debug, Default)]
 pub struct Secrets {
-    /// API key of the workers: printable ASCII.
-    pub worker_api_key: Option<Secret>,
+    /// API keys of workers by file, of the gateway, of models and of workers in the settings: printable ASCII.
+    pub worker_keys: BTreeMap<PathBuf, Secret>,
     /// Secret of tenant salts: at least [`SECRET_BYTES_MIN`] arbitrary bytes.
     pub salt_secret: Option<Secret>,
     /// Operator token: printable ASCII, at least [`SECRET_BYTES_MIN`] bytes.
@@ -152,8 +165,10 @@ impl Secrets {
             secret_file.secret(rule).map_err(|error| problems.push(error)).ok()
         };
         let gateway = &settings.gateway;
-        let worker_api_key =
-            one("gateway.worker_api_key_file", gateway.worker_api_key_file.as_ref(), ContentRule::Printable);
+        let worker_keys = settings.worker_key_files().into_iter().filter_map(|(setting, file)| {
+            Some((file.to_owned(), one(&setting, Some(&file.to_owned()), ContentRule::Printable)?))
+        });
+        let worker_keys = worker_keys.collect();
         let salt_secret = one("gateway.salt_secret_file", gateway.salt_secret_file.as_ref(), ContentRule::Long);
         let token_file = settings.admin.as_ref().map(|admin| &admin.token_file);
         let admin_token = one("admin.token_file", token_file, ContentRule::LongPrintable);
@@ -172,7 +187,7 @@ impl Secrets {
         });
         let tenant_keys = tenant_keys.collect();
         let secrets =
-            Self { worker_api_key, salt_secret, admin_token, replicas_key, index_token, read_token, tenant_keys };
+            Self { worker_keys, salt_secret, admin_token, replicas_key, index_token, read_token, tenant_keys };
         (secrets, problems)
     }
 }
@@ -295,7 +310,7 @@ mod tests {
             tenant("b", written("b", b"cccccccccccccccc")),
         ];
         let secrets = Secrets::read(&settings).expect("all files are valid");
-        assert_eq!(secrets.worker_api_key, Some(Secret::new("k")));
+        assert_eq!(secrets.worker_keys.values().collect::<Vec<_>>(), [&Secret::new("k")]);
         assert_eq!(secrets.salt_secret, Some(Secret::new(b"\0\xff34567890123456\n")), "only one line end is removed");
         assert_eq!(secrets.admin_token, Some(Secret::new("0123456789abcdef")));
         assert_eq!(secrets.tenant_keys.iter().map(Vec::len).collect::<Vec<_>>(), [3, 1]);
@@ -307,7 +322,7 @@ mod tests {
     #[test]
     fn without_file_settings_nothing_is_read() {
         let secrets = Secrets::read(&Settings::default()).expect("no files are configured");
-        assert!(secrets.worker_api_key.is_none() && secrets.salt_secret.is_none() && secrets.admin_token.is_none());
+        assert!(secrets.worker_keys.is_empty() && secrets.salt_secret.is_none() && secrets.admin_token.is_none());
         assert!(secrets.tenant_keys.is_empty());
     }
 

@@ -120,6 +120,8 @@ impl Settings {
         let pairs = [
             ("tls_certificate_file", &gateway.tls_certificate_file, "tls_key_file", &gateway.tls_key_file),
             ("tls_key_file", &gateway.tls_key_file, "tls_certificate_file", &gateway.tls_certificate_file),
+            ("worker_certificate_file", &gateway.worker_certificate_file, "worker_key_file", &gateway.worker_key_file),
+            ("worker_key_file", &gateway.worker_key_file, "worker_certificate_file", &gateway.worker_certificate_file),
         ];
         for (setting, file, other, other_file) in pairs {
             if let Some(file) = file {
@@ -308,6 +310,21 @@ impl Settings {
         warnings
     }
 
+    /// Files with API keys of workers, with their settings.
+    #[must_use]
+    pub fn worker_key_files(&self) -> Vec<(String, &Path)> {
+        let of_gateway = ("gateway.worker_api_key_file".to_owned(), self.gateway.worker_api_key_file.as_deref());
+        let of_models = self.models.iter().enumerate().flat_map(|(n, model)| {
+            let own = (format!("models[{n}].worker_api_key_file"), model.worker_api_key_file.as_deref());
+            let workers = model.workers.iter().enumerate().map(move |(m, worker)| {
+                (format!("models[{n}].workers[{m}].api_key_file"), worker.config.api_key_file.as_deref())
+            });
+            std::iter::once(own).chain(workers)
+        });
+        let files = std::iter::once(of_gateway).chain(of_models);
+        files.filter_map(|(setting, file)| Some((setting, file?))).collect()
+    }
+
     /// Files that must exist at startup, with their settings; excludes secrets.
     #[must_use]
     pub fn files(&self) -> Vec<(String, &Path)> {
@@ -316,6 +333,8 @@ impl Settings {
             ("gateway.tls_certificate_file".to_owned(), &gateway.tls_certificate_file),
             ("gateway.tls_key_file".to_owned(), &gateway.tls_key_file),
             ("gateway.worker_ca_file".to_owned(), &gateway.worker_ca_file),
+            ("gateway.worker_certificate_file".to_owned(), &gateway.worker_certificate_file),
+            ("gateway.worker_key_file".to_owned(), &gateway.worker_key_file),
         ];
         if let Some(picker) = &self.picker {
             files.push(("picker.tls_certificate_file".to_owned(), &picker.tls_certificate_file));

@@ -4,7 +4,9 @@
 //! [`holdings`] asserts that the router's index matches the engines' caches. All other assertions are in the tests.
 
 pub(crate) mod admin;
+pub(crate) mod authority;
 pub(crate) mod fleet;
+pub(crate) mod front;
 pub(crate) mod holdings;
 pub(crate) mod http;
 pub(crate) mod picker;

@@ -70,6 +70,13 @@ impl Process {
         message(&mut self.log, text, &mut Vec::new()).await
     }
 
+    /// All lines from the start to the first later one that contains this text.
+    pub(crate) async fn until_line(mut self, text: &str) -> Vec<String> {
+        let mut lines = std::mem::take(&mut self.startup);
+        message(&mut self.log, text, &mut lines).await;
+        lines
+    }
+
     pub(crate) async fn exit(mut self) -> ExitStatus {
         timeout(PATIENCE, self.child.wait()).await.expect("end before the timeout").expect("exit status")
     }

@@ -2,6 +2,7 @@
 
 use pointsman_gateway::handover::Protocol;
 use pointsman_gateway::settings::{DisaggregationSettings, Settings};
+use pointsman_trial::mock::{EngineRole, MockConfig};
 use serde_json::json;
 
 use super::pools::{BLOCK_SIZE, Pools, Size, body, completion, scripted};
@@ -30,6 +31,26 @@ async fn clients_cannot_request_the_prefill_model() {
     let answer = post(&pools.gateway, "/v1/completions", &request).await;
     assert_eq!((answer.status, answer.header("x-pointsman-prefill")), (200, Some("remote")), "{}", answer.text());
     pools.at_rest().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_leg_has_the_key_of_its_pool() {
+    let keys = ["key-of-decode-0123", "key-of-prefill-012"]; // in the order of the models
+    for protocol in [Protocol::VllmNixl, Protocol::VllmMooncake, Protocol::Sglang] {
+        let configure = |config: &mut MockConfig| {
+            let key = keys[usize::from(config.role == EngineRole::Prefill)];
+            config.api_key = Some(key.to_owned());
+        };
+        let change = |settings: &mut Settings| {
+            for (model, key) in settings.models.iter_mut().zip(keys) {
+                model.worker_api_key_file = Some(admin::file(key.as_bytes()));
+            }
+        };
+        let pools = Pools::start_with(protocol, PAIR, configure, change).await;
+        let answer = pools.complete(&prompt(5, 4), 2, true).await;
+        assert_eq!((answer.status, answer.header("x-pointsman-prefill")), (200, Some("remote")), "{}", answer.text());
+        pools.at_rest().await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

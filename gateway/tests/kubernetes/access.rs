@@ -2,94 +2,29 @@
 
 use std::path::PathBuf;
 use std::process::Stdio;
-use std::sync::Arc;
 
-use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
-use rustls::crypto::ring::default_provider;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
-use rustls::server::WebPkiClientVerifier;
-use rustls::{RootCertStore, ServerConfig};
 use serde_json::json;
 use tokio::process::Command;
-use tokio_rustls::TlsAcceptor;
+
+use crate::common::authority::Authority;
 
 use super::api_server::ApiServer;
 use super::cluster::{Directory, NAMESPACE, TestPod, WatchingGateway, engines, settings};
 
 const TOKEN: &str = "token-of-the-service-account";
 
-/// An authority, and certificates of it for the API server and for a client.
-struct Authority {
-    certificate: CertificateDer<'static>,
-    server: (CertificateDer<'static>, KeyPair),
-    client: (CertificateDer<'static>, KeyPair),
+/// The file with the certificate of an authority.
+fn write(authority: &Authority, directory: &Directory) -> PathBuf {
+    directory.write("ca.crt", authority.pem())
 }
 
-impl Authority {
-    fn new() -> Self {
-        let key = || KeyPair::generate().expect("a key");
-        let mut params = CertificateParams::new(Vec::new()).expect("no names");
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let (own, authority_key) = (params.clone(), key());
-        let certificate = own.self_signed(&authority_key).expect("a certificate").der().clone();
-        let issuer = Issuer::new(params, authority_key);
-        let signed = |name: &str, usage| {
-            let key = key();
-            let mut params = CertificateParams::new(vec![name.to_owned()]).expect("a name");
-            params.extended_key_usages = vec![usage];
-            (params.signed_by(&key, &issuer).expect("a certificate").der().clone(), key)
-        };
-        let server = signed("127.0.0.1", ExtendedKeyUsagePurpose::ServerAuth);
-        let client = signed("gateway", ExtendedKeyUsagePurpose::ClientAuth);
-        Self { certificate, server, client }
-    }
-
-    /// TLS of the API server, which requires a certificate of the client if `is_mutual`.
-    fn acceptor(&self, is_mutual: bool) -> TlsAcceptor {
-        let provider = Arc::new(default_provider());
-        let builder = ServerConfig::builder_with_provider(Arc::clone(&provider));
-        let builder = builder.with_safe_default_protocol_versions().expect("versions of the provider");
-        let builder = if is_mutual {
-            let mut roots = RootCertStore::empty();
-            roots.add(self.certificate.clone()).expect("an authority");
-            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
-            builder.with_client_cert_verifier(verifier.expect("an authority"))
-        } else {
-            builder.with_no_client_auth()
-        };
-        let (certificate, key) = &self.server;
-        let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der()));
-        let config = builder.with_single_cert(vec![certificate.clone()], key).expect("certificate and key match");
-        TlsAcceptor::from(Arc::new(config))
-    }
-
-    fn write(&self, directory: &Directory) -> PathBuf {
-        directory.write("ca.crt", pem("CERTIFICATE", &self.certificate))
-    }
-
-    /// User of a kubeconfig with the client certificate.
-    fn user(&self, directory: &Directory) -> serde_json::Value {
-        let (certificate, key) = &self.client;
-        json!({
-            "client-certificate": directory.write("client.crt", pem("CERTIFICATE", certificate)),
-            "client-key": directory.write("client.key", pem("PRIVATE KEY", &key.serialize_der())),
-        })
-    }
-}
-
-/// Textual encoding of RFC 7468.
-fn pem(label: &str, bytes: &[u8]) -> String {
-    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = String::new();
-    for part in bytes.chunks(3) {
-        let bits = part.iter().enumerate().fold(0_u32, |bits, (n, byte)| bits | u32::from(*byte) << (16 - 8 * n));
-        for n in 0..4_usize {
-            let digit = DIGITS[(bits >> (18 - 6 * n)) as usize & 63];
-            text.push(if n <= part.len() { digit.into() } else { '=' });
-        }
-    }
-    let lines: Vec<&str> = (0..text.len()).step_by(64).map(|at| &text[at..text.len().min(at + 64)]).collect();
-    format!("-----BEGIN {label}-----\n{}\n-----END {label}-----\n", lines.join("\n"))
+/// User of a kubeconfig with the client certificate.
+fn certificate_of(authority: &Authority, directory: &Directory) -> serde_json::Value {
+    let [certificate, key] = authority.client_pem();
+    json!({
+        "client-certificate": directory.write("client.crt", certificate),
+        "client-key": directory.write("client.key", key),
+    })
 }
 
 /// The settings of a model `m` with the pods of `app=engine`, and further lines.
@@ -100,11 +35,11 @@ fn model(port: u16, lines: &str) -> String {
 /// A gateway with this user and authority in its kubeconfig.
 async fn gateway(server: &ApiServer, authority: &Authority, user: User<'_>, port: u16) -> WatchingGateway {
     let directory = Directory::new();
-    let ca = authority.write(&directory);
+    let ca = write(authority, &directory);
     let user = match user {
         User::Anonymous => json!({}),
         User::Token(token) => json!({ "token": token }),
-        User::Certificate(of) => of.user(&directory),
+        User::Certificate(of) => certificate_of(of, &directory),
     };
     directory.kubeconfig(&server.url(), &[("certificate-authority", &ca)], &user);
     WatchingGateway::start(directory, &model(port, "kubeconfig_file = \"kubeconfig\"")).await
@@ -198,7 +133,7 @@ async fn a_pod_uses_its_service_account() {
     let (account, directory) = (Directory::new(), Directory::new());
     account.write("token", TOKEN);
     account.write("namespace", NAMESPACE);
-    authority.write(&account);
+    write(&authority, &account);
     let mut command = Command::new("unshare");
     command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("HOME", directory.path());
     command.env("KUBERNETES_SERVICE_HOST", "127.0.0.1");

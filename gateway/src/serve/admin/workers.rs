@@ -24,6 +24,7 @@ use super::views::Facts;
 use super::{Admin, error};
 use crate::openai::{ApiError, ErrorType};
 use crate::serve::models::Model;
+use crate::settings::Settings;
 
 /// Maximum drain time.
 const DRAIN_MS_MAX: u64 = 24 * 60 * 60 * 1000;
@@ -113,6 +114,7 @@ async fn set(
         let _turn = admin.changes.lock().await;
         let known = find(&router, id);
         let config = reachable(config(known.as_ref())?)?;
+        check_key_file(&config, known.as_ref(), &admin.app().settings)?;
         let detail = format!("{} rank(s) at {}", config.data_parallel_size, config.endpoint);
         if let Some(other) = same_engine(&router, id, &config) {
             return Err(is_worker(&other));
@@ -275,6 +277,16 @@ fn reachable(config: WorkerConfig) -> Result<WorkerConfig, ApiError> {
     Ok(config)
 }
 
+/// An operator may not have the content of an arbitrary file sent to a worker.
+fn check_key_file(config: &WorkerConfig, known: Option<&WorkerEntry>, settings: &Settings) -> Result<(), ApiError> {
+    let Some(file) = &config.api_key_file else { return Ok(()) };
+    let is_known = known.is_some_and(|known| known.config.api_key_file.as_ref() == Some(file));
+    if is_known || settings.worker_key_files().iter().any(|(_, named)| named == file) {
+        return Ok(());
+    }
+    Err(broken(format!("api_key_file is {}, must be a key file that the settings name", file.display())))
+}
+
 /// A valid request that violates a rule.
 fn broken(message: String) -> ApiError {
     error(StatusCode::UNPROCESSABLE_ENTITY, ErrorType::InvalidRequest, "rule_broken", message)
@@ -332,6 +344,31 @@ mod tests {
         let reached = reachable(taken).expect("an address");
         assert_eq!(reached.endpoint, "https://e:8000/engine");
         assert_eq!(reached.load, Some(LoadSource::Socket("tcp://e:5600".to_owned())));
+    }
+
+    #[test]
+    fn key_files_are_those_of_the_settings_or_of_the_worker() {
+        let mut settings = Settings::default();
+        settings.gateway.worker_api_key_file = Some("/etc/key".into());
+        let with = |file: &str| WorkerConfig { api_key_file: Some(file.into()), ..WorkerConfig::at("http://e") };
+        let own = with("/own");
+        let known = WorkerEntry {
+            worker: WorkerId(1),
+            config: own.clone(),
+            ranks: Vec::new(),
+            draining: false,
+            cordoned: false,
+        };
+        for (config, known, is_accepted) in [
+            (WorkerConfig::at("http://e"), None, true),
+            (with("/etc/key"), None, true),
+            (with("/etc/shadow"), None, false),
+            (own.clone(), None, false),
+            (own, Some(&known), true),
+            (with("/etc/shadow"), Some(&known), false),
+        ] {
+            assert_eq!(check_key_file(&config, known, &settings).is_ok(), is_accepted, "{config:?}");
+        }
     }
 
     #[test]

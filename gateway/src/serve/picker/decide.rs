@@ -47,6 +47,8 @@ pub(super) struct Picked {
     pub(super) endpoints: Vec<String>,
     pub(super) request_id: String,
     pub(super) has_body: bool,
+    /// `Authorization` for the first endpoint, replacing the client's.
+    pub(super) authorization: Option<HeaderValue>,
     /// Headers of the response with the limits of the tenant.
     pub(super) limits: Vec<(HeaderName, HeaderValue)>,
     body: Bytes,
@@ -88,7 +90,7 @@ pub(super) async fn decide(app: Arc<App>, arrival: Arrival) -> Result<Box<Picked
         account.trace.begin(tracing, endpoint.path(), account.started());
     }
     match decide_by_prompt(&app, &mut account, endpoint, arrival, &request_id).await {
-        Ok((placement, prefill, endpoints, mut prepared)) => {
+        Ok((placement, prefill, Destination { endpoints, authorization }, mut prepared)) => {
             if let Some((prefill, pool)) = prefill.as_ref().zip(prepared.model.prefill.as_ref()) {
                 account.prefill_sent(&pool.model.meters, prefill);
             }
@@ -99,6 +101,7 @@ pub(super) async fn decide(app: Arc<App>, arrival: Arrival) -> Result<Box<Picked
             let routed = Some(RoutedRequest { endpoint, prepared, account, sent, is_reported: false });
             Ok(Box::new(Picked {
                 endpoints,
+                authorization,
                 request_id,
                 has_body: true,
                 limits,
@@ -126,7 +129,7 @@ async fn decide_by_prompt(
     endpoint: Endpoint,
     arrival: Arrival,
     request_id: &str,
-) -> Result<(Placement, Option<Box<Placement>>, Vec<String>, Prepared), ApiError> {
+) -> Result<(Placement, Option<Box<Placement>>, Destination, Prepared), ApiError> {
     let Arrival { headers, body, subset, rules, .. } = arrival;
     let limits = limits(app, &headers);
     let Admitted { tenant, quota } = match admit(app, Some(endpoint), &headers) {
@@ -160,8 +163,8 @@ async fn decide_by_prompt(
         None => None,
     };
     account.waited_since(routed);
-    let endpoints = endpoints(&prepared.model.router, &placement, request, rules).await;
-    Ok((placement, prefill, endpoints, prepared))
+    let destination = destination(&prepared.model, &placement, request, rules).await?;
+    Ok((placement, prefill, destination, prepared))
 }
 
 /// Books the prefill of a request on another rank, if the conditions for it hold. A sidecar of the decode worker sends
@@ -213,9 +216,20 @@ async fn decide_by_load(
     let allowed = allowed_workers(&model.router, subset.as_deref(), &headers, rules)?;
     request.options.constraints.allowed_workers = allowed;
     let placement = place(app, model, request.clone()).await?;
-    let endpoints = endpoints(&model.router, &placement, request, rules).await;
+    let Destination { endpoints, authorization } = destination(model, &placement, request, rules).await?;
     let limits = quota.as_ref().map(QuotaLease::headers).unwrap_or_default();
-    Ok(Picked { endpoints, request_id, has_body, limits, body, placement, prefill: None, routed: None, _quota: quota })
+    Ok(Picked {
+        endpoints,
+        authorization,
+        request_id,
+        has_body,
+        limits,
+        body,
+        placement,
+        prefill: None,
+        routed: None,
+        _quota: quota,
+    })
 }
 
 async fn place(app: &App, model: &Model, request: RouteRequest<'_>) -> Result<Placement, ApiError> {
@@ -224,24 +238,46 @@ async fn place(app: &App, model: &Model, request: RouteRequest<'_>) -> Result<Pl
     routed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| placement_error(&model.router, error))
 }
 
+/// Endpoints of a request for the proxy, and the key for the first.
+struct Destination {
+    endpoints: Vec<String>,
+    authorization: Option<HeaderValue>,
+}
+
+async fn destination(
+    model: &Model,
+    placement: &Placement,
+    request: RouteRequest<'_>,
+    rules: PickRules,
+) -> Result<Destination, ApiError> {
+    let authorization = model.access.authorization(placement.rank().worker).map_err(|error| {
+        tracing::debug!(worker = placement.endpoint(), %error, "no API key for the worker");
+        ApiError::unavailable(StatusCode::BAD_GATEWAY, "worker_failed", "the API key of the worker cannot be read")
+    })?;
+    let endpoints = endpoints(model, placement, request, rules, authorization.as_ref()).await;
+    Ok(Destination { endpoints, authorization })
+}
+
 /// The endpoint of the placement, then that of the next best worker. A worker with several ranks at one endpoint has no
-/// substitute, because the rank is in a header that stays the same.
+/// substitute, because the rank is in a header that stays the same, and a worker with another key is none.
 async fn endpoints(
-    router: &Router,
+    model: &Model,
     placement: &Placement,
     mut request: RouteRequest<'_>,
     rules: PickRules,
+    authorization: Option<&HeaderValue>,
 ) -> Vec<String> {
     let mut endpoints = vec![address(placement.endpoint())];
-    let workers = router.workers();
+    let workers = model.router.workers();
     if !rules.has_fallback || placement.rank_at_worker().is_some() || workers.len() < 2 {
         return endpoints;
     }
     request.options.constraints.excluded_ranks.insert(placement.rank());
     request.options.do_not_queue = true;
-    let Ok(decision) = router.find_best_match(request).await else { return endpoints };
+    let Ok(decision) = model.router.find_best_match(request).await else { return endpoints };
     let worker = decision.rank().worker;
-    let next = workers.iter().find(|entry| entry.worker == worker && entry.ranks.len() == 1);
+    let has_key = model.access.authorization(worker).is_ok_and(|key| key.as_ref() == authorization);
+    let next = workers.iter().find(|entry| entry.worker == worker && entry.ranks.len() == 1 && has_key);
     endpoints.extend(next.map(|entry| address(&entry.config.endpoint)));
     endpoints
 }

@@ -228,7 +228,7 @@ impl Session {
         if picked.has_body {
             headers.set(CONTENT_LENGTH.as_str(), body_len.to_string());
         }
-        match &self.app.worker_key {
+        match &picked.authorization {
             Some(key) => headers.set(AUTHORIZATION.as_str(), Bytes::copy_from_slice(key.as_bytes())),
             // The key of a tenant is meant for the picker.
             None if !self.app.tenants.is_empty() => headers.remove_headers.push(AUTHORIZATION.as_str().to_owned()),

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
-use axum::http::{HeaderMap, Request, Response, Uri};
+use axum::http::{HeaderMap, HeaderValue, Request, Response, Uri};
 use axum::response::IntoResponse as _;
 use http_body_util::Full;
 use pointsman::answer::AnswerKind;
@@ -254,7 +254,7 @@ impl AttemptLoop<'_> {
         sent: &mut WorkerRequest,
         outgoing: Outgoing<'_>,
     ) -> Result<Checked, Failure> {
-        let mut request = self.request_to(placement, outgoing).map_err(Failure::NoResponse)?;
+        let mut request = self.request_to(self.model, placement, outgoing).map_err(Failure::NoResponse)?;
         account.sent(placement);
         account.trace.inject(request.headers_mut());
         let (upstream, kinds) = (self.app.upstream.clone(), (self.endpoint, self.kind));
@@ -279,9 +279,10 @@ impl AttemptLoop<'_> {
         takes
     }
 
-    /// The request for the rank of a placement.
+    /// The request for the rank of a placement in the pool of `model`.
     pub(super) fn request_to(
         &self,
+        model: &Model,
         placement: &Placement,
         outgoing: Outgoing<'_>,
     ) -> Result<Request<Full<Bytes>>, UpstreamError> {
@@ -293,25 +294,25 @@ impl AttemptLoop<'_> {
         let mut request = Request::new(Full::new(outgoing.body));
         *request.method_mut() = axum::http::Method::POST;
         *request.uri_mut() = url;
-        let own =
-            ToWorker { request_id: outgoing.request_id, data_parallel_rank: rank, authorization: self.authorization() };
+        let key = model.access.authorization(placement.rank().worker)?;
+        let authorization = self.authorization(key.as_ref());
+        let own = ToWorker { request_id: outgoing.request_id, data_parallel_rank: rank, authorization };
         *request.headers_mut() = to_worker(self.headers, own);
         Ok(request)
     }
 
     /// Abort of the leg of a placement by these ids.
-    pub(super) fn abort_of(&self, placement: &Placement, ids: Vec<String>) -> EngineAbort {
-        if ids.is_empty() {
-            return EngineAbort::default();
-        }
-        let own =
-            ToWorker { request_id: self.request_id, data_parallel_rank: None, authorization: self.authorization() };
+    pub(super) fn abort_of(&self, model: &Model, placement: &Placement, ids: Vec<String>) -> EngineAbort {
+        let key = model.access.authorization(placement.rank().worker);
+        let (false, Ok(key)) = (ids.is_empty(), key) else { return EngineAbort::default() };
+        let authorization = self.authorization(key.as_ref());
+        let own = ToWorker { request_id: self.request_id, data_parallel_rank: None, authorization };
         EngineAbort::new(&self.app.upstream, placement.endpoint(), &to_worker(self.headers, own), ids)
     }
 
     /// The client's key is forwarded only without tenants, when it can only be meant for the worker.
-    fn authorization(&self) -> Authorization<'_> {
-        match &self.app.worker_key {
+    fn authorization<'a>(&self, key: Option<&'a HeaderValue>) -> Authorization<'a> {
+        match key {
             Some(key) => Authorization::Key(key),
             None if self.app.tenants.is_empty() => Authorization::Pass,
             None => Authorization::Drop,

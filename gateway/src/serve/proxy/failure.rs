@@ -43,6 +43,7 @@ impl Failure {
             Self::NoResponse(UpstreamError::Broken(_) | UpstreamError::TooLong(_) | UpstreamError::Status(_)) => {
                 RetryReason::Broken
             }
+            Self::NoResponse(UpstreamError::Key(_)) => RetryReason::Misconfigured,
             Self::Invalid(_) => RetryReason::InvalidAnswer,
             Self::Status { status, .. } if is_refusal(*status) => RetryReason::Busy,
             Self::Status { status, .. } if is_misconfiguration(*status) => RetryReason::Misconfigured,

@@ -246,7 +246,7 @@ impl<'a> Split<'a> {
             };
             let id = request_id.as_deref().unwrap_or(attempts.request_id);
             let (body, within) = (bodies.prefill(&transfer), attempts.response_time_max());
-            let to_prefill = attempts.request_to(&prefill, Outgoing::new(body, id).to(pool.protocol()));
+            let to_prefill = attempts.request_to(&pool.model, &prefill, Outgoing::new(body, id).to(pool.protocol()));
             let to_prefill = match to_prefill {
                 Ok(mut request) => {
                     account.trace.inject(request.headers_mut());
@@ -269,7 +269,7 @@ impl<'a> Split<'a> {
                 within,
                 values: leg_values,
                 wants_logprobs: bodies.wants_prompt_logprobs(),
-                abort: attempts.abort_of(&prefill, bodies.abort_ids(&transfer)),
+                abort: attempts.abort_of(&pool.model, &prefill, bodies.abort_ids(&transfer)),
                 request_id: attempts.request_id.to_owned(),
             };
             let leg = leg.run(prefill, prefill_sent);
@@ -408,7 +408,7 @@ impl<'a> Split<'a> {
     ) -> Result<Started, SplitError> {
         let Legs { bodies, transfer, request_id, values, next_turn } = legs;
         let outgoing = Outgoing::new(bodies.decode(transfer, None), request_id).to(self.pool.protocol());
-        let request = attempts.request_to(decode, outgoing);
+        let request = attempts.request_to(attempts.model, decode, outgoing);
         let mut request = request.map_err(|error| SplitError::Decode(Failure::NoResponse(error)))?;
         account.sent(decode);
         account.trace.inject(request.headers_mut());
@@ -421,7 +421,7 @@ impl<'a> Split<'a> {
         let mut both = BothLegs {
             prefill: Some(Leg::start(leg)),
             decode: Some(Leg::start(async move { exchange(upstream, request, kinds, within, on_head).await })),
-            decode_abort: attempts.abort_of(decode, bodies.abort_ids(transfer)),
+            decode_abort: attempts.abort_of(attempts.model, decode, bodies.abort_ids(transfer)),
             lingers: (self.pool.protocol() == Protocol::Sglang).then_some(attempts.kind),
         };
         let (checked, is_prefill_over) = loop {
