@@ -228,7 +228,6 @@ class WorkerFields(TypedDict, total=False):
     kv_events_by_rank: Mapping[int, KvEvents]
     load: MetricsLoad | SocketLoad | None
     health_path: str
-    api_key_file: str | None
     unreported: Mapping[str, str]
     drain: bool
 
