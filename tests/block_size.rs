@@ -42,7 +42,7 @@ async fn the_first_worker_determines_the_size() {
     assert_eq!(size(&router), (16, BlockSizeOrigin::Reported));
     let other = router.upsert_worker(WorkerId(2), sized(2, 1)).await.expect_err("another size");
     assert!(matches!(other, MembershipError::Config { error: WorkerConfigError::BlockSize { worker: 1, .. }, .. }));
-    // 40 tokens have two complete blocks of 16; they would have none of 64.
+    // 40 tokens have two whole blocks of 16.
     let held = route(&router, "a", &tokens(1, 10)).await;
     assert_eq!(loads(&router).await, [(1, 2, 40)]);
     drop(held);

@@ -106,7 +106,9 @@ async fn an_engine_with_another_size_is_rejected_with_the_reason() {
     until("one is rejected", || router.discovery().iter().any(|source| !source.refused.is_empty())).await;
     assert_eq!(router.workers().len(), 1);
     let (size, rejected) = (router.block_size(), 48 - router.block_size());
-    let reason = format!("its block size is {rejected}, must be {size}, as earlier workers of the pool report");
+    let reason = format!(
+        "worker rejected: a worker: its block size is {rejected}, must be {size}, as earlier workers of the pool report"
+    );
     let ready = get(&gateway, "/ready").await;
     assert!(ready.text().contains(&reason) && ready.text().contains("router.block_size"), "{}", ready.text());
     assert_eq!(completion(&gateway, &[1, 2, 3]).await["object"], "text_completion");

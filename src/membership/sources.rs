@@ -86,11 +86,16 @@ impl<R> Membership<R> {
         self.read_block_sizes(&changed);
         let mut refused = Refused::new();
         for (worker, source, config) in changed {
+            let endpoint = config.endpoint.clone();
             if let Err(error) = self.upsert(worker, config, Some(source)) {
                 if matches!(error, MembershipError::Config { error: WorkerConfigError::BlockSize { .. }, .. }) {
                     self.depart_if_registered(worker, source); // its engine now has another size
                 }
-                refused.entry(source).or_default().insert(worker, error.to_string());
+                let reason = match error {
+                    MembershipError::Config { error, .. } => error.to_string(),
+                    error => error.to_string(),
+                };
+                refused.entry(source).or_default().insert(worker, format!("{endpoint}: {reason}"));
             }
         }
         self.set_refused(refused);

@@ -18,7 +18,7 @@ pub struct DiscoveryStatus {
     pub failing_since: Option<Timestamp>,
     /// Whether the source has closed.
     pub closed: bool,
-    /// Named workers that break a rule, with the reason.
+    /// Named workers that break a rule, with the endpoint and the reason.
     pub refused: BTreeMap<WorkerId, String>,
     /// Workers that the source no longer names and whose last bookings have not ended. A worker that is neither here nor
     /// registered is never chosen again.

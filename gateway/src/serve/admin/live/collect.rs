@@ -228,16 +228,10 @@ fn other_problems(facts: &Facts) -> impl Iterator<Item = &str> {
 fn discovery_problems(router: &Router, workers: &[WorkerEntry], ranks: &[RankProblem<'_>]) -> Vec<DiscoveryProblem> {
     let mut problems = Vec::new();
     for source in router.discovery() {
-        let refused = source.refused.iter().map(|(id, why)| {
-            let worker = workers.iter().find(|entry| entry.worker == *id);
-            (
-                worker.map_or_else(|| id.to_string(), |entry| worker_name(&entry.config.endpoint).to_owned()),
-                why.as_str(),
-            )
-        });
-        let errors = source.last_error.iter().flat_map(|error| error.split("; ")).filter_map(of_engine);
-        let errors = errors.map(|(url, cause)| (worker_name(url).to_owned(), cause));
-        for (engine, cause) in errors.chain(refused) {
+        let refused = source.refused.values().map(String::as_str);
+        let errors = source.last_error.iter().flat_map(|error| error.split("; "));
+        let errors = errors.chain(refused).filter_map(of_engine);
+        for (engine, cause) in errors.map(|(url, cause)| (worker_name(url).to_owned(), cause)) {
             if ranks.iter().all(|rank| rank.engine != engine) {
                 let has_joined = workers.iter().any(|entry| worker_name(&entry.config.endpoint) == engine);
                 problems.push(DiscoveryProblem { engine, has_joined, cause: cause.to_owned() });
