@@ -291,7 +291,8 @@ fn unknown_names_are_rejected_with_a_suggestion() {
     let env = [("POINTSMAN_ROUTER_BLOK_SIZE", "1"), ("POINTSMAN_ROUTER_", ""), ("POINTSMAN_ADMIN_TOKEN", "hush")];
     let flags = [("gateway.lisen", "x"), ("models.name", "x"), ("listen", "x")];
     let variable = "is not a known variable, must end in the name of a setting in upper case";
-    let setting = "must be one of gateway, admin, picker, replicas or router, such as gateway.listen";
+    let setting =
+        "must be a setting of gateway, admin, picker, replicas, router, tokens or model, such as gateway.listen";
     assert_eq!(
         refused(sources(&text, &env, &flags)),
         [
@@ -311,7 +312,7 @@ fn unknown_names_are_rejected_with_a_suggestion() {
                 "gateway.lisen is not a known setting, {setting}, perhaps gateway.listen (flag: --set gateway.lisen)"
             ),
             format!("models.name is not a known setting, {setting} (flag: --set models.name)"),
-            format!("listen is not a known setting, {setting} (flag: --set listen)"),
+            format!("listen is not a known setting, {setting}, perhaps gateway.listen (flag: --set listen)"),
         ]
     );
     assert_eq!(problems("router = 3", &[]), ["router is 3, must be a table (file)"]);
@@ -327,7 +328,8 @@ fn type_errors_name_value_rule_and_origin() {
     assert_eq!(
         problems(text, &env),
         [
-            "gateway.listen is \"here\", must be an IP address with a port, such as 127.0.0.1:8080 or [::]:8080 (file)",
+            "gateway.listen is \"here\", must be an IP address with a port, such as 127.0.0.1:8080 or 0.0.0.0:8080, or a port of \
+             127.0.0.1 (file)",
             "gateway.tls_key_file is \"\", must be the path of a file (file)",
             "router.block_size is \"x\", must be an integer from 0 to 4294967295 (file)",
             "router.is_eagle is 1, must be true or false (file)",
