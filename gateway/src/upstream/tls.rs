@@ -17,7 +17,7 @@ pub struct WorkerTlsError {
     /// Name of the setting.
     pub setting: &'static str,
     /// Defect of the file.
-    pub error: TlsError,
+    pub error: Box<TlsError>,
 }
 
 /// TLS configuration that trusts `worker_ca_file`, or the system bundle, and presents `worker_certificate_file` to
@@ -57,7 +57,7 @@ pub fn worker_tls(settings: &GatewaySettings) -> Result<ClientConfig, WorkerTlsE
 }
 
 fn of(setting: &'static str) -> impl Fn(TlsError) -> WorkerTlsError {
-    move |error| WorkerTlsError { setting, error }
+    move |error| WorkerTlsError { setting, error: Box::new(error) }
 }
 
 fn roots_of(file: &Path) -> Result<RootCertStore, TlsError> {
