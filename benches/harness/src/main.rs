@@ -130,3 +130,19 @@ fn held(hold: &Hold) -> Result<(), Box<dyn Error>> {
 fn measure(events: &Events) -> Result<(), Box<dyn Error>> {
     Ok(events.run()?.write(stdout(), events.json)?)
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::{ArgAction, CommandFactory};
+
+    use super::*;
+
+    #[test]
+    fn json_is_a_switch_of_every_subcommand_with_figures() {
+        for command in Arguments::command().get_subcommands().filter(|command| command.get_name() != "report") {
+            let json = command.get_arguments().find(|argument| argument.get_id() == "json");
+            let json = json.unwrap_or_else(|| panic!("{} lacks --json", command.get_name()));
+            assert!(matches!(json.get_action(), ArgAction::SetTrue), "{}", command.get_name());
+        }
+    }
+}

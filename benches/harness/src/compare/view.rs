@@ -24,11 +24,12 @@ impl<'a> View<'a> {
         Self { subject: &other.name, reference: &first.name, ratios: other.ratios.clone() }
     }
 
-    /// A sentence with the deciding figures and all that differ by more than 2 %.
+    /// A sentence with the deciding figures and all that differ clearly and by more than 2 %.
     pub(crate) fn headline(&self) -> String {
         let mut shown = Vec::new();
         for (figure, ratio) in Figure::ALL.into_iter().filter_map(|figure| Some((figure, self.ratios.get(&figure)?))) {
-            if Figure::DECIDING.contains(&figure) || (ratio.ratio - 1.0).abs() > TIE {
+            let differs = (ratio.ratio - 1.0).abs() > TIE && !is_unclear(ratio);
+            if Figure::DECIDING.contains(&figure) || differs {
                 let reference = if shown.is_empty() { self.reference } else { "" };
                 shown.push(difference(figure, ratio, reference));
             }
@@ -52,12 +53,18 @@ impl<'a> View<'a> {
     }
 }
 
+/// Whether the interval contains 1.
+fn is_unclear(of: &Ratio) -> bool {
+    of.interval.is_some_and(|(low, high)| low < 1.0 && high > 1.0)
+}
+
 fn is_product(name: &str) -> bool {
     name.split('+').next() == Some("latency") || name.contains("://")
 }
 
 /// A figure's difference in words, such as `TTFT mean 1.60 times shorter than kv`; the reference may be empty.
-fn difference(figure: Figure, Ratio { ratio, interval, .. }: &Ratio, reference: &str) -> String {
+fn difference(figure: Figure, of: &Ratio, reference: &str) -> String {
+    let ratio = &of.ratio;
     let (less, more) = if figure.is_time() { ("shorter", "longer") } else { ("lower", "higher") };
     let (factor, word) = if *ratio < 1.0 { (1.0 / ratio, less) } else { (*ratio, more) };
     let to =
@@ -65,8 +72,7 @@ fn difference(figure: Figure, Ratio { ratio, interval, .. }: &Ratio, reference: 
     if factor < 1.005 {
         return format!("{} equal{}", figure.title(), to("to"));
     }
-    let is_unclear = interval.is_some_and(|(low, high)| low < 1.0 && high > 1.0);
-    let doubt = if is_unclear { " (the interval contains 1)" } else { "" };
+    let doubt = if is_unclear(of) { " (the interval contains 1)" } else { "" };
     format!("{} {factor:.2} times {word}{}{doubt}", figure.title(), to("than"))
 }
 
