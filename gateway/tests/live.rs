@@ -180,7 +180,7 @@ async fn decisions_and_rates_are_in_the_next_snapshot() {
     let refused = viewer.until(|snapshot| !snapshot.models[0].decisions.is_empty()).await;
     let model = &refused.models[0];
     assert_eq!((model.decisions[0].chosen.as_ref(), model.decisions[0].number), (None, 1));
-    assert!(model.decisions[0].rejection.is_some(), "{model:?}");
+    assert!(model.decisions[0].rejection.is_some() && model.decisions[0].no_tokens.is_some(), "{model:?}");
     assert_eq!((model.rates.error_share, model.rates.ttft_seconds), (Some(1.0), None));
 
     let engine = MockEngine::start(MockConfig { time_scale: 50.0, block_size: 4, ..MockConfig::default() });
