@@ -38,7 +38,7 @@ const FOREIGN_FLAGS: [(&str, &str); 6] = [
     ("--bind", "--listen"),
     ("--block-size", "--set router.block_size=16"),
     ("--kv-block-size", "--set router.block_size=16"),
-    ("--api-key", "--set gateway.worker_api_key_file=FILE"),
+    ("--api-key", "--worker-api-key-file FILE"),
 ];
 
 /// Routes each LLM request to the engine rank with the lowest expected cost.
