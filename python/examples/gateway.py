@@ -2,8 +2,8 @@
 
 usage: gateway.py PORT ENGINE_URL [ENGINE_URL ...]
 
-The engines are probed for their configuration and KV events. vLLM does not report its event endpoints: a file for
-``discovery.WatchedFile`` names them. Needs the package ``aiohttp``. Prompts are tokenized by the engine at ``/tokenize``; a
+The engines are probed for their configuration and KV events. vLLM before 0.31 does not report its event endpoints: a file
+for ``discovery.WatchedFile`` names them. Needs the package ``aiohttp``. Prompts are tokenized by the engine at ``/tokenize``; a
 gateway with a local tokenizer saves this request.
 """
 

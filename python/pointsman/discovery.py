@@ -24,8 +24,8 @@ class WatchedFile:
 
 @dataclass(frozen=True)
 class ProbedUrls:
-    """Engines at known addresses, probed every 5 seconds for their configuration. vLLM does not report its event endpoints:
-    a :class:`WatchedFile` names them."""
+    """Engines at known addresses, probed every 5 seconds for their configuration. vLLM before 0.31 does not report its event
+    endpoints: a :class:`WatchedFile` names them."""
 
     urls: Sequence[str]
     model: str | None = None

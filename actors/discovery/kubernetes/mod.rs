@@ -109,8 +109,8 @@ impl KubernetesPods {
     }
 
     /// Sets the KV event ports of rank 0, for pods without annotations: of the publisher, and of the replay socket if
-    /// there is one. By default the probe of the engine determines them. vLLM does not report them; its default port is
-    /// used if a publisher is there.
+    /// there is one. By default the probe of the engine determines them. vLLM before 0.31 does not report them; its
+    /// default port is used if a publisher is there.
     #[must_use]
     pub fn kv_event_ports(mut self, events: u16, replay: Option<u16>) -> Self {
         (self.kv_events_port, self.kv_replay_port) = (Some(events), replay);

@@ -3,7 +3,7 @@ gateway.
 
 usage: check.py DIRECTORY REQUESTS SEED. Exits with 1 after a wrong prediction, and lists the differences.
 
-vLLM does not report its event endpoints over HTTP, so a file of workers has them. Requests are sequential; each follows after
+vLLM before 0.31 does not report its event endpoints over HTTP, so a file of workers has them. Requests are sequential; each follows after
 the index has all blocks of the last one.
 """
 
