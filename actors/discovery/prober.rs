@@ -116,7 +116,8 @@ struct ProbedEngine {
     last: Option<Described>,
     /// Whether a publisher is at the default port of vLLM's publisher.
     publishes: bool,
-    /// Requests without an answer, and their starts.
+    /// Requests and their starts. Those with an answer stay until the next round: a late answer can be read after the
+    /// next request for the same page has started, and that one must not be forgotten.
     running: BTreeMap<Request, (Instant, AbortHandle)>,
     /// Pages without a usable answer, with the reasons.
     failures: BTreeMap<EnginePage, String>,
@@ -141,7 +142,6 @@ impl ProbedEngine {
             (_, Response::Publisher(Listener::Other)) => self.publishes = false,
             (_, Response::Publisher(Listener::Unknown)) | (Request::Publisher, Response::Page(_)) => {}
         }
-        self.running.remove(&request);
     }
 
     /// The present configuration, or the last one if no page is usable now, and an error.
