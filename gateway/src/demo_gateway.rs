@@ -48,7 +48,7 @@ impl TokenFile {
 
 impl Drop for TokenFile {
     fn drop(&mut self) {
-        // Somebody may have removed it.
+        // A missing file is no error.
         let _ = std::fs::remove_file(&self.path);
     }
 }

@@ -12,7 +12,7 @@ const UNUSABLE: u8 = 2;
 /// Early end of a command.
 #[derive(Debug)]
 pub(crate) enum Stop {
-    /// Nobody reads the output.
+    /// The output is closed.
     Unread,
     /// Problems, one per line.
     Problem(String),

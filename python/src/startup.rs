@@ -11,7 +11,7 @@ use crate::errors::Failure;
 /// Interval at which registered workers are counted.
 const POLL_EVERY: Duration = Duration::from_millis(10);
 
-/// What a start waits for.
+/// Condition of a complete start.
 #[derive(Clone)]
 pub(crate) struct Expected {
     /// `min_initial_workers`.

@@ -64,7 +64,7 @@ impl DesiredSets {
         self.resolved().1
     }
 
-    /// The union, and what it ignores. Draining workers may share an engine: a replaced pod ends while its successor
+    /// The union, and the ignored workers. Draining workers may share an engine: a replaced pod ends while its successor
     /// starts at the same address.
     fn resolved(&self) -> (BTreeMap<WorkerId, (usize, &WorkerConfig)>, BTreeSet<Conflict>) {
         let (mut union, mut conflicts) = (BTreeMap::<WorkerId, (usize, &WorkerConfig)>::new(), BTreeSet::new());

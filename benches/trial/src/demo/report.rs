@@ -1,7 +1,7 @@
 //! Report of the demo: the table, the text around it, and the JSON.
 //!
-//! The text contains no control characters. The table begins with what a client notices, and ends with the distribution
-//! of the load.
+//! The text contains no control characters. The table begins with the latencies of clients, and ends with the
+//! distribution of the load.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -164,7 +164,7 @@ engines respond immediately under any policy. Ratios grow with prompt length, sh
 /// Row of the table: label, value and unit.
 type Row = (&'static str, fn(&Figures) -> f64, Unit);
 
-/// First what a client notices.
+/// Latencies of clients first.
 const ROWS: &[Row] = &[
     ("time to first token, mean", |run| run.first_token.mean_ms, Unit::Milliseconds),
     ("                     p50", |run| run.first_token.p50_ms, Unit::Milliseconds),
