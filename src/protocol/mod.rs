@@ -1,6 +1,6 @@
 //! Shared vocabulary: ids, hashes, storage tiers, KV events, workers.
 //!
-//! Plain values, without behaviour beyond parsing and arithmetic that cannot fail. `ARCHITECTURE.md` defines the terms,
+//! Plain values, without behaviour beyond parsing and arithmetic that cannot fail. `docs/glossary.md` defines the terms,
 //! which are the same in code, logs, metrics and errors.
 
 mod block_size;
