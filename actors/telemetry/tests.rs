@@ -12,15 +12,15 @@ use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 const PAGE: &str = "docs/metrics.md";
 
 fn row(instrument: &Instrument) -> String {
-    let Instrument { name, kind, unit, labels, help } = instrument;
+    let Instrument { name, kind, labels, help, .. } = instrument;
     let kind = match kind {
         InstrumentKind::Counter => "counter",
         InstrumentKind::Gauge => "gauge",
         InstrumentKind::Histogram => "histogram",
     };
-    let unit = unit.as_ref().map_or("–", metrics::Unit::as_str);
-    let labels: Vec<String> = ["pool"].iter().chain(*labels).map(|label| format!("`{label}`")).collect();
-    format!("| `{name}` | {kind} | {unit} | {} | {help} |", labels.join(", "))
+    let labels: Vec<String> = labels.iter().map(|label| format!("`{label}`")).collect();
+    let labels = if labels.is_empty() { "–".to_owned() } else { labels.join(", ") };
+    format!("| `{name}` | {kind} | {labels} | {help} |")
 }
 
 #[test]

@@ -9,7 +9,7 @@ fn row(metric: &Metric) -> String {
     let labels: Vec<String> = metric.labels.iter().map(|label| format!("`{label}`")).collect();
     let labels = if labels.is_empty() { "–".to_owned() } else { labels.join(", ") };
     let Metric { name, help, .. } = metric;
-    format!("| `{name}` | {} | {} | {labels} | {help} |", metric.kind.name(), metric.unit())
+    format!("| `{name}` | {} | {labels} | {help} |", metric.kind.name())
 }
 
 #[test]
