@@ -30,7 +30,8 @@ struct Subject {
     place: PlaceValue,
     /// Prefix of the field names in errors.
     prefix: &'static str,
-    has_variables: bool,
+    /// Whether it is a section, whose fields all have defaults, or an element of a list.
+    is_section: bool,
 }
 
 fn subjects() -> Vec<Subject> {
@@ -66,7 +67,7 @@ fn subjects() -> Vec<Subject> {
                     config
                 }),
                 prefix: "",
-                has_variables: true,
+                is_section: true,
             }
         },
     ));
@@ -80,7 +81,7 @@ fn subjects() -> Vec<Subject> {
             json!({ "queue": { "classes": elements } })
         }),
         prefix: "queue.classes[1].",
-        has_variables: false,
+        is_section: false,
     });
     subjects.push(Subject {
         heading: "## Buckets of uncached tokens",
@@ -91,7 +92,7 @@ fn subjects() -> Vec<Subject> {
             json!({ "queue": { "uncached_buckets": elements } })
         }),
         prefix: "queue.uncached_buckets[1].",
-        has_variables: false,
+        is_section: false,
     });
     subjects
 }
@@ -104,7 +105,7 @@ fn section(heading: &'static str, path: &str, section: &impl serde::Serialize) -
         fields: fields.map(|(name, value)| (format!("{path}{name}"), value)).collect(),
         place: Box::new(placed),
         prefix: "",
-        has_variables: true,
+        is_section: true,
     }
 }
 
@@ -174,7 +175,6 @@ struct Row {
     kind: String,
     default: String,
     rules: BTreeSet<&'static str>,
-    variable: Option<String>,
 }
 
 impl Row {
@@ -188,19 +188,15 @@ impl Row {
             Value::Null => "none".to_owned(),
             given => format!("`{given}`"),
         };
-        let variable = subject.has_variables.then(|| match kind.as_str() {
-            "list" => "file only".to_owned(),
-            _ => format!("`POINTSMAN_ROUTER_{}`", name.replace('.', "_").to_ascii_uppercase()),
-        });
         let rules = rules_of(&format!("{}{name}", subject.prefix), &variants, place);
-        Self { name: format!("`{name}`"), kind: format!("{kind}{optional}"), default, rules, variable }
+        Self { name: format!("`{name}`"), kind: format!("{kind}{optional}"), default, rules }
     }
 
     /// Whether the row matches. It may state additional rules, as long as the code has them.
     fn agrees(&self, row: &[String], sources: &str) -> bool {
-        let [name, kind, default, rule, meaning, rest @ ..] = row else { return false };
+        let [name, kind, default, rule, meaning] = row else { return false };
         let stated: BTreeSet<&str> = rule.split("; ").filter(|rule| *rule != NO_RULE).collect();
-        (name, kind, default, rest) == (&self.name, &self.kind, &self.default, self.variable.as_slice())
+        (name, kind, default) == (&self.name, &self.kind, &self.default)
             && self.rules.is_subset(&stated)
             && stated.iter().all(|rule| sources.contains(&format!("\"{rule}\"")))
             && !meaning.is_empty()
@@ -209,9 +205,8 @@ impl Row {
     fn line(&self, meaning: &str) -> String {
         let rules: Vec<&str> = self.rules.iter().copied().collect();
         let rules = if rules.is_empty() { NO_RULE.to_owned() } else { rules.join("; ") };
-        let Self { name, kind, default, variable, .. } = self;
-        let variable = variable.as_ref().map_or(String::new(), |variable| format!(" {variable} |"));
-        format!("| {name} | {kind} | {default} | {rules} | {meaning} |{variable}")
+        let Self { name, kind, default, .. } = self;
+        format!("| {name} | {kind} | {default} | {rules} | {meaning} |")
     }
 }
 
@@ -282,8 +277,8 @@ fn merge(base: &mut Value, over: &Value) {
 
 /// Whether deserialization fails without the field.
 fn is_required(subject: &Subject, name: &str) -> bool {
-    if subject.has_variables {
-        return false; // sections have a default for every field
+    if subject.is_section {
+        return false;
     }
     let some_other = subject.fields.iter().find(|(other, _)| other != name).expect("more than one field");
     let mut config = (subject.place)(&some_other.0, &some_other.1);
