@@ -37,10 +37,9 @@ impl Recorded {
             };
             let labels: Vec<_> = key.labels().map(|label| format!("{}={:?}", label.key(), label.value())).collect();
             let names = key.labels().map(|label| label.key()).filter(|name| *name != "pool");
-            let names: Vec<_> = names.map(|name| format!("`{name}`")).collect();
-            let names = if names.is_empty() { "–".to_owned() } else { names.join(", ") };
-            let row = [kind, &names, &help.expect("described at the start")].map(str::to_owned);
-            assert_eq!(documented.get(key.name()), Some(&row), "{}", key.name());
+            let names: String = names.map(|name| format!(", `{name}`")).collect();
+            let entry = format!("({kind}{names}): {}", help.expect("described at the start"));
+            assert_eq!(documented.get(key.name()), Some(&entry), "{}", key.name());
             let unit = unit.map_or("count", |unit| unit.as_str());
             let named = ["seconds", "bytes"].into_iter().find(|unit| key.name().contains(&format!("_{unit}")));
             assert_eq!(unit, named.unwrap_or("count"), "{}", key.name());
@@ -79,20 +78,13 @@ impl Recorded {
 }
 
 /// Type, labels other than `pool`, and meaning by name.
-fn documented() -> BTreeMap<String, [String; 3]> {
+fn documented() -> BTreeMap<String, String> {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/metrics.md");
     let page = std::fs::read_to_string(page).expect("page exists");
-    let rows = page.lines().filter_map(|line| line.strip_prefix("| `pointsman_")?.strip_suffix(" |"));
-    let rows = rows.map(|row| row.split(" | ").map(str::to_owned).collect::<Vec<_>>());
-    rows.filter_map(|cells| {
-        let [name, cells @ ..] = &cells[..] else { return None };
-        // The gateway's tests check these rows.
-        if name.starts_with("gateway_") {
-            return None;
-        }
-        Some((format!("pointsman_{}", name.trim_end_matches('`')), cells.to_vec().try_into().ok()?))
-    })
-    .collect()
+    let entries = page.lines().filter_map(|line| line.strip_prefix("- `")?.split_once("` "));
+    let entries = entries.map(|(name, entry)| (name.to_owned(), entry.to_owned()));
+    // The gateway's tests check its own entries.
+    entries.filter(|(name, _)| name.starts_with("pointsman_") && !name.starts_with("pointsman_gateway_")).collect()
 }
 
 /// Runs a scenario in paused time on this thread with a separate recorder.

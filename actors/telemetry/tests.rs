@@ -18,26 +18,25 @@ fn row(instrument: &Instrument) -> String {
         InstrumentKind::Gauge => "gauge",
         InstrumentKind::Histogram => "histogram",
     };
-    let labels: Vec<String> = labels.iter().map(|label| format!("`{label}`")).collect();
-    let labels = if labels.is_empty() { "–".to_owned() } else { labels.join(", ") };
-    format!("| `{name}` | {kind} | {labels} | {help} |")
+    let labels: String = labels.iter().map(|label| format!(", `{label}`")).collect();
+    format!("- `{name}` ({kind}{labels}): {help}")
 }
 
 #[test]
 fn the_page_lists_exactly_all_metrics() {
     let page = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE)).expect("readable page");
     // The gateway's own tests compare its rows with its code.
-    let is_ours = |line: &&str| line.starts_with("| `pointsman_") && !line.starts_with("| `pointsman_gateway_");
+    let is_ours = |line: &&str| line.starts_with("- `pointsman_") && !line.starts_with("- `pointsman_gateway_");
     let listed: Vec<&str> = page.lines().filter(is_ours).collect();
     let expected: Vec<String> = INSTRUMENTS.iter().map(row).collect();
     assert!(listed == expected, "{PAGE} must list\n{}\n", expected.join("\n"));
     for result in BookingResult::ALL {
-        let lists = |line: &&str| line.starts_with(&format!("| `{}` |", result.outcome()));
+        let lists = |line: &&str| line.starts_with(&format!("- `{}`: ", result.outcome()));
         let reasons = page.lines().find(lists).expect("a row for each outcome");
         assert!(reasons.contains(&format!("`{}`", result.reason())), "{PAGE} does not explain {result:?}");
     }
     for finding in Finding::ALL {
-        let row = format!("| `{}` |", finding.name());
+        let row = format!("- `{}`: ", finding.name());
         assert_eq!(
             page.lines().filter(|line| line.starts_with(&row)).count(),
             1,

@@ -73,10 +73,11 @@ pub(crate) fn metrics_in(expr: &str) -> Vec<String> {
     words.filter(|word| !PROMQL.contains(word)).map(str::to_owned).collect()
 }
 
-/// Metrics in the tables of the documentation.
+/// Metrics in the tables and lists of the documentation.
 pub(crate) fn documented() -> BTreeSet<String> {
     let pages = ["docs/metrics.md", "docs/operations.md"].map(read).join("\n");
-    let names = pages.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+    let rows = pages.lines().filter_map(|line| line.strip_prefix("| `").or_else(|| line.strip_prefix("- `")));
+    let names = rows.filter_map(|row| row.split('`').next());
     names.flat_map(|name| ["", "_bucket", "_sum", "_count"].map(|suffix| format!("{name}{suffix}"))).collect()
 }
 
@@ -101,7 +102,7 @@ fn every_metric_of_an_alert_is_documented() {
         assert!(!metrics.is_empty(), "no metric in {expr}");
         for metric in metrics {
             let is_known = known.contains(&metric) || PROMETHEUS_OWN.contains(&metric.as_str());
-            assert!(is_known, "{metric} is in no table of docs/metrics.md or docs/operations.md: {expr}");
+            assert!(is_known, "{metric} is neither in docs/metrics.md nor in docs/operations.md: {expr}");
         }
     }
 }

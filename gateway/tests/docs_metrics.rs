@@ -6,10 +6,9 @@ use std::path::Path;
 use pointsman_gateway::serve::metrics::{ALL, Metric};
 
 fn row(metric: &Metric) -> String {
-    let labels: Vec<String> = metric.labels.iter().map(|label| format!("`{label}`")).collect();
-    let labels = if labels.is_empty() { "–".to_owned() } else { labels.join(", ") };
+    let labels: String = metric.labels.iter().map(|label| format!(", `{label}`")).collect();
     let Metric { name, help, .. } = metric;
-    format!("| `{name}` | {} | {labels} | {help} |", metric.kind.name())
+    format!("- `{name}` ({}{labels}): {help}", metric.kind.name())
 }
 
 #[test]
@@ -17,7 +16,7 @@ fn metrics_and_documented_rows_match() {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
     let read = |page| std::fs::read_to_string(docs.join(page)).expect("documentation page exists");
     let pages = ["metrics.md", "replicas.md"].map(read).join("\n");
-    let rows = pages.lines().filter(|line| line.starts_with("| `pointsman_gateway_"));
+    let rows = pages.lines().filter(|line| line.starts_with("- `pointsman_gateway_"));
     let documented: BTreeSet<String> = rows.map(str::to_owned).collect();
     let known: BTreeSet<String> = ALL.iter().map(row).collect();
     let (missing, unknown): (Vec<_>, Vec<_>) =

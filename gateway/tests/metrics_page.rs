@@ -20,10 +20,13 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// Metrics with a row in one of the documentation tables.
+/// Metrics in the tables and lists of the documentation.
 fn documented() -> BTreeSet<String> {
     let read = |page: &str| fs::read_to_string(root().join(page)).expect("documentation page exists");
-    let named = |line: &str| Some(line.strip_prefix("| `")?.split_once('`')?.0.to_owned());
+    let named = |line: &str| {
+        let row = line.strip_prefix("| `").or_else(|| line.strip_prefix("- `"))?;
+        Some(row.split_once('`')?.0.to_owned())
+    };
     let pages: Vec<String> = PAGES.iter().map(|page| read(page)).collect();
     let names = pages.iter().flat_map(|page| page.lines().filter_map(named));
     names.filter(|name| name.starts_with("pointsman_") || name.starts_with("process_")).collect()
