@@ -57,12 +57,9 @@ fn documented_labels() -> BTreeMap<String, BTreeSet<String>> {
     let pages = ["docs/metrics.md", "docs/operations.md", "docs/replicas.md"].map(read).join("\n");
     let named = |text: &str| text.split('`').skip(1).step_by(2).map(str::to_owned).collect::<BTreeSet<_>>();
     let row = |line: &str| {
-        if let Some(row) = line.strip_prefix("| `") {
-            return Some((row.split('`').next()?.to_owned(), named(line.split('|').nth(3)?)));
-        }
         let (name, entry) = line.strip_prefix("- `")?.split_once("` (")?;
         let mut labels = named(entry.split_once("): ")?.0);
-        if !name.starts_with("pointsman_gateway_") {
+        if name.starts_with("pointsman_") && !name.starts_with("pointsman_gateway_") {
             labels.insert("pool".to_owned());
         }
         Some((name.to_owned(), labels))

@@ -15,13 +15,12 @@ fn the_page_lists_exactly_these_metrics() {
             Kind::Counter => "counter",
             Kind::Gauge => "gauge",
         };
-        let labels: Vec<String> = labels.iter().map(|label| format!("`{label}`")).collect();
-        let labels = if labels.is_empty() { "–".to_owned() } else { labels.join(", ") };
-        format!("| `{name}` | {kind} | {labels} | {help} |")
+        let labels: String = labels.iter().map(|label| format!(", `{label}`")).collect();
+        format!("- `{name}` ({kind}{labels}): {help}")
     });
-    let process = process::METRICS.iter().map(|(name, kind, help)| format!("| `{name}` | {kind} | – | {help} |"));
+    let process = process::METRICS.iter().map(|(name, kind, help)| format!("- `{name}` ({kind}): {help}"));
     let expected: Vec<String> = own.chain(process).collect();
-    let is_row = |line: &&str| line.starts_with("| `pointsman_") || line.starts_with("| `process_");
+    let is_row = |line: &&str| line.starts_with("- `pointsman_") || line.starts_with("- `process_");
     let listed: Vec<&str> = page.lines().filter(is_row).collect();
     assert!(listed == expected, "{PAGE} must list\n{}\n", expected.join("\n"));
 }
