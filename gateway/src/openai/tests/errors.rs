@@ -177,15 +177,18 @@ async fn error_responses_have_openai_format() {
     }
 }
 
-/// Rows of the error table: `code` to status and type.
+/// Codes of the error table, with status and type.
 fn rows() -> BTreeMap<String, (String, String)> {
     let table = PAGE.split("## Errors").nth(1).expect("the page has an errors section");
     let rows = table.lines().filter(|line| line.starts_with("| ") && line.contains("_error`"));
-    rows.map(|row| {
-        let cells: Vec<_> = row.trim_matches('|').split('|').map(|cell| cell.trim().trim_matches('`')).collect();
-        (cells[1].to_owned(), (cells[0].to_owned(), cells[2].to_owned()))
-    })
-    .collect()
+    let mut documented = BTreeMap::new();
+    for row in rows {
+        let cells: Vec<_> = row.trim_matches('|').split('|').map(str::trim).collect();
+        for code in cells[1].split('`').skip(1).step_by(2) {
+            documented.insert(code.to_owned(), (cells[0].to_owned(), cells[2].trim_matches('`').to_owned()));
+        }
+    }
+    documented
 }
 
 #[test]
