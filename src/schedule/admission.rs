@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::eligible::EligibilityInputs;
 use super::pending::longest_blocks;
-use super::scratch::Scratch;
+use super::search::scratch::Scratch;
 use super::{Effect, LoadView, PendingRequest, Purpose, Rejection, Request, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::policy::Policy;

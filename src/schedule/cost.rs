@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use super::pending::Case;
 use super::pool::PoolSums;
 use super::rank::{Measured, Projected, Rank};
-use super::scratch::Scratch;
+use super::search::scratch::Scratch;
 use super::{LoadView, PendingRequest, Schedule};
 use crate::config::PoolRole;
 use crate::load::EngineSpeed;

@@ -8,7 +8,7 @@ use super::eligible::Eligibility;
 use super::outcome::{Outcome, OutcomeRecorder};
 use super::pending::Case;
 use super::rank::{Projected, ProjectedPrompt, Rank};
-use super::scratch::Scratch;
+use super::search::scratch::Scratch;
 use super::{Effect, LoadView, PendingRequest, PotentialLoad, Purpose, Rejection, Schedule, Target};
 use crate::config::SessionAffinity;
 use crate::load::PrefillLoadHint;

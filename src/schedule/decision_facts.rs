@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use super::decide::overlap_on;
 use super::eligible::Eligibility;
+use super::latency::prediction::duration;
 use super::pending::Case;
-use super::prediction::duration;
 use super::rank::Rank;
 use super::{Decision, LatencyPrediction, LoadView, Schedule, Target};
 use crate::load::{PrefillFacts, PrefillLoadHint, work_tokens};

@@ -5,7 +5,7 @@
 use super::cost::Cost;
 use super::explanation::{ExplainedRank, Explanation};
 use super::pending::Case;
-use super::scratch::Scratch;
+use super::search::scratch::Scratch;
 use super::{LoadView, Schedule};
 use crate::policy::{Bounds, CostFacts};
 use crate::protocol::WorkerRank;

@@ -13,9 +13,6 @@
 
 mod admission;
 mod appraisal;
-mod choose;
-mod columns;
-mod contenders;
 mod cost;
 mod decide;
 mod decision;
@@ -24,33 +21,30 @@ mod eligible;
 mod explain;
 mod explanation;
 mod extensions;
+mod latency;
 mod line;
 mod load_view;
 mod options;
 mod outcome;
 mod pending;
 mod pool;
-mod prediction;
 mod projected;
 mod rank;
 mod rank_status;
 mod ranks;
-mod recent;
 mod recorded;
 mod recording;
 mod replay;
 mod replay_loads;
-mod scratch;
+mod search;
 mod shadow;
 mod tape;
 mod taped;
 mod targets;
 #[cfg(test)]
 mod tests;
-mod ties;
 mod turn;
 mod types;
-mod typical;
 mod view;
 
 use std::collections::{BTreeSet, VecDeque};
@@ -60,9 +54,9 @@ pub use appraisal::{AppraisedRank, ShadowReport};
 pub use decision::Decision;
 pub use explanation::{ExplainedRank, Explanation};
 pub use extensions::Extensions;
+pub use latency::prediction::{LatencyPrediction, MissedTarget, TargetsMissed};
 pub use load_view::{LiveLoads, LoadView, RankCells};
 pub use options::{ResolvedOptions, ResolvedTargets};
-pub use prediction::{LatencyPrediction, MissedTarget, TargetsMissed};
 pub use replay::{RecordedChoice, Replay, ReplayError, ReplayMode, ReplaySettings, ReplayedDecision};
 pub use tape::{Tape, TapedEntries};
 pub use taped::TapedLoads;
@@ -79,13 +73,13 @@ use crate::queue::Queue;
 use crate::session::Sessions;
 
 use eligible::Rules;
+use latency::typical::Typical;
 use line::Line;
 use pending::PendingRequest;
 use pool::Arrivals;
 use ranks::Ranks;
-use scratch::Scratch;
+use search::scratch::Scratch;
 use turn::Turn;
-use typical::Typical;
 
 /// The state machine. See the module documentation.
 #[derive(Debug)]

@@ -10,8 +10,8 @@ use smallvec::SmallVec;
 
 pub(super) use keyframe::{put_load, put_speed, read_load, read_speed};
 
+use super::latency::recent::RecentWork;
 pub(super) use super::projected::{Projected, ProjectedPrompt};
-use super::recent::RecentWork;
 use super::view::{Added, View, Wait};
 use super::{Admission, BookNumber, LoadView};
 use crate::load::{

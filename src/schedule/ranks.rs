@@ -10,7 +10,7 @@ use std::time::Duration;
 
 pub(super) use keyframe::SLOTS_MAX;
 
-use super::columns::RankColumns;
+use super::latency::columns::RankColumns;
 use super::pool::PoolSums;
 use super::rank::{Answer, News, ProjectedPrompt, Rank};
 use super::rank_status::RankStatus;

@@ -16,7 +16,7 @@ use super::pending::{PendingRequest, longest_blocks};
 use super::rank::{Rank, read_load};
 use super::recorded::{BLOCKS_MAX, RecordedRequest};
 use super::replay_loads::ReplayLoads;
-use super::scratch::Scratch;
+use super::search::scratch::Scratch;
 use super::tape::{Last, entry};
 use super::types::{LoadAnswer, Purpose};
 use super::{Extensions, Schedule};
@@ -226,7 +226,7 @@ impl Replay {
         schedule.now = Timestamp(from.number()?);
         self.last = Last { now: schedule.now.0, number: 0 };
         schedule.turns = from.count()?;
-        schedule.typical = super::typical::Typical::read(from)?;
+        schedule.typical = super::latency::typical::Typical::read(from)?;
         schedule.arrival_rate = super::pool::Arrivals::read(from)?;
         schedule.ranks.read(from)?;
         let arrivals = PlacementRate { placements_per_second: from.f64()?, work_per_second: from.f64()? };

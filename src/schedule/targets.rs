@@ -7,10 +7,10 @@
 use std::time::Duration;
 
 use super::eligible::Eligibility;
+use super::latency::prediction::{LatencyPrediction, MissedTarget, TargetsMissed, duration};
 use super::pending::Case;
-use super::prediction::{LatencyPrediction, MissedTarget, TargetsMissed, duration};
 use super::rank::Rank;
-use super::scratch::Scratch;
+use super::search::scratch::Scratch;
 use super::{LoadView, PendingRequest, ResolvedTargets, Schedule};
 use crate::config::PoolRole;
 use crate::load::PredictionBias;

@@ -9,7 +9,7 @@ use super::{About, Ahead, Answer, Front, Measured, Rank};
 use crate::load::{BoardLoad, BoardVersion, EngineSpeed, PeerLoad, PublishedSpeed, RankLoad};
 use crate::protocol::{Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use crate::record::bytes::{Reader, put_duration, put_f64, put_number, put_optional, put_text, put_words};
-use crate::schedule::recent::RecentWork;
+use crate::schedule::latency::recent::RecentWork;
 use crate::schedule::view::{Added, View, Wait};
 use crate::select::RankTraits;
 

@@ -5,25 +5,25 @@
 
 use std::time::Duration;
 
-use super::LoadView;
-use super::rank::{About, Rank, put_speed, read_speed};
 use crate::load::{EngineSpeed, PublishedSpeed};
 use crate::protocol::Timestamp;
 use crate::record::bytes::{Reader, put_f64, put_number, put_optional};
+use crate::schedule::LoadView;
+use crate::schedule::rank::{About, Rank, put_speed, read_speed};
 
 /// Running means cover about 64 placements each.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Typical {
+pub(in crate::schedule) struct Typical {
     /// Typical speed of a rank: per parameter the median over ranks with fresh values, else with any.
-    pub(super) speed: EngineSpeed,
+    pub(in crate::schedule) speed: EngineSpeed,
     /// Time of its computation.
     speed_at: Option<Timestamp>,
     /// Output tokens of a request.
-    pub(super) output_tokens: f64,
+    pub(in crate::schedule) output_tokens: f64,
     /// Mean duration of the queued prefills of a rank, in seconds, at the last update of speeds.
-    pub(super) wait_seconds: f64,
+    pub(in crate::schedule) wait_seconds: f64,
     /// Mean duration of a step as a multiple of an empty one, at the last update of speeds.
-    pub(super) step_ratio: f64,
+    pub(in crate::schedule) step_ratio: f64,
     /// Share of cached prompt tokens.
     cached_share: f64,
 }
@@ -42,7 +42,7 @@ const REUSE_MAX: f64 = 0.8;
 
 impl Typical {
     /// Initial values: only the block size is known.
-    pub(super) fn new(speed: EngineSpeed) -> Self {
+    pub(in crate::schedule) fn new(speed: EngineSpeed) -> Self {
         Self {
             speed,
             speed_at: None,
@@ -53,14 +53,14 @@ impl Typical {
         }
     }
 
-    pub(super) fn put(&self, to: &mut Vec<u8>) {
+    pub(in crate::schedule) fn put(&self, to: &mut Vec<u8>) {
         put_speed(to, &self.speed);
         put_optional(to, self.speed_at, |to, at| put_number(to, at.0));
         let numbers = [self.output_tokens, self.wait_seconds, self.step_ratio, self.cached_share];
         numbers.into_iter().for_each(|number| put_f64(to, number));
     }
 
-    pub(super) fn read(from: &mut Reader<'_>) -> Option<Self> {
+    pub(in crate::schedule) fn read(from: &mut Reader<'_>) -> Option<Self> {
         Some(Self {
             speed: read_speed(from)?,
             speed_at: from.optional(Reader::number)?.map(Timestamp),
@@ -72,7 +72,7 @@ impl Typical {
     }
 
     /// Adds a placement; an empty prompt does not affect the cached share.
-    pub(super) fn placed(&mut self, prompt_tokens: u32, cached_tokens: u32, output_tokens: Option<f64>) {
+    pub(in crate::schedule) fn placed(&mut self, prompt_tokens: u32, cached_tokens: u32, output_tokens: Option<f64>) {
         let toward = |mean: &mut f64, value: f64| *mean += SHARE * (value - *mean);
         if prompt_tokens > 0 {
             toward(&mut self.cached_share, f64::from(cached_tokens.min(prompt_tokens)) / f64::from(prompt_tokens));
@@ -83,7 +83,7 @@ impl Typical {
     }
 
     /// Updates the median speed and the ranks' aged speeds, at most once per [`SPEED_EVERY`]. Returns the new median.
-    pub(super) fn update_speeds<'a, V: LoadView>(
+    pub(in crate::schedule) fn update_speeds<'a, V: LoadView>(
         &mut self,
         ranks: impl Iterator<Item = &'a mut Rank>,
         loads: &V,
@@ -112,7 +112,7 @@ impl Typical {
     }
 
     /// Share of evicted blocks that will be requested again, estimated by the cached share of prompts.
-    pub(super) fn reuse(&self) -> f64 {
+    pub(in crate::schedule) fn reuse(&self) -> f64 {
         self.cached_share.min(REUSE_MAX)
     }
 }
@@ -121,7 +121,7 @@ impl About {
     /// The `published` speed, aged if necessary, with `typical` for its unknown parts, and with [`significant`]
     /// differences of the prefill rate only.
     #[inline]
-    pub(super) fn speed(&self, published: PublishedSpeed, typical: EngineSpeed) -> EngineSpeed {
+    pub(in crate::schedule) fn speed(&self, published: PublishedSpeed, typical: EngineSpeed) -> EngineSpeed {
         let own = match &self.aged_speed {
             Some((of, aged)) if *of == published => *aged,
             Some(_) | None => published.or(typical),

@@ -53,6 +53,6 @@ impl fmt::Display for TargetsMissed {
 
 /// A prediction as a duration, of at most 584 years.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the cast saturates")]
-pub(super) fn duration(seconds: f64) -> Duration {
+pub(in crate::schedule) fn duration(seconds: f64) -> Duration {
     Duration::from_nanos((seconds * 1e9) as u64)
 }

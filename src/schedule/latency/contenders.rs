@@ -7,11 +7,11 @@
 use smallvec::SmallVec;
 
 use super::columns::SHARED_BLOCKS_ASSUMED;
-use super::decide::Choice;
-use super::pending::Case;
-use super::scratch::{Contender, Contenders, Scratch};
-use super::{LoadView, Schedule};
 use crate::policy::{GroupCost, LatencyCost, RankGroup, WorkGroup, lesser};
+use crate::schedule::decide::Choice;
+use crate::schedule::pending::Case;
+use crate::schedule::search::scratch::{Contender, Contenders, Scratch};
+use crate::schedule::{LoadView, Schedule};
 use crate::select::{Draw, RankOverlap, TierOverlap};
 
 /// A rank is a contender if its cost may be below this multiple of the lowest known cost. Costs are estimates, and
@@ -27,7 +27,7 @@ const IDLE_TIES_MAX: usize = 4;
 
 impl<T> Schedule<T> {
     /// Lists the contenders whose exact load could lower the best cost significantly.
-    pub(super) fn list_contenders<V: LoadView>(&self, case: Case<'_, T, V>, scratch: &mut Scratch) {
+    pub(in crate::schedule) fn list_contenders<V: LoadView>(&self, case: Case<'_, T, V>, scratch: &mut Scratch) {
         self.rules.evaluate(&self.ranks, case.pending.eligibility_inputs(), &mut scratch.eligibility);
         self.find_contenders(case, scratch);
         let Scratch { contenders, listed, .. } = scratch;
@@ -38,7 +38,7 @@ impl<T> Schedule<T> {
     }
 
     /// The contender of the lowest cost, or a tie with it. Requires the request's eligibility in `scratch`.
-    pub(super) fn choose_contender<V: LoadView>(
+    pub(in crate::schedule) fn choose_contender<V: LoadView>(
         &self,
         case: Case<'_, T, V>,
         settle: bool,

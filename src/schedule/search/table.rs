@@ -1,14 +1,14 @@
 //! Runs policies that compare no costs, and custom scorers, on the eligible ranks.
 
-use super::decide::Choice;
-use super::pending::Case;
-use super::rank::{Projected, Rank};
 use super::scratch::Scratch;
-use super::{LoadView, PendingRequest, Rejection, Schedule};
 use crate::policy::{
     Candidate, PolicyError, RankScorer, RankTable, RequestFacts, checked_choice, checked_cost, two_random,
 };
 use crate::protocol::WorkerRank;
+use crate::schedule::decide::Choice;
+use crate::schedule::pending::Case;
+use crate::schedule::rank::{Projected, Rank};
+use crate::schedule::{LoadView, PendingRequest, Rejection, Schedule};
 
 /// The eligible ranks of one decision.
 ///
@@ -97,19 +97,23 @@ impl<T, V: LoadView, const ALL: bool> RankTable for EligibleRanks<'_, T, V, ALL>
 }
 
 impl<T> Schedule<T> {
-    pub(super) fn request_facts<'a>(&self, pending: &'a PendingRequest<T>) -> RequestFacts<'a> {
+    pub(in crate::schedule) fn request_facts<'a>(&self, pending: &'a PendingRequest<T>) -> RequestFacts<'a> {
         self.rules.request_facts(&pending.eligibility_inputs())
     }
 
     /// Positions of two random eligible ranks. Expects the request's eligibility in `scratch`.
-    pub(super) fn two_random_positions(&self, pending: &PendingRequest<T>, scratch: &Scratch) -> [Option<usize>; 2] {
+    pub(in crate::schedule) fn two_random_positions(
+        &self,
+        pending: &PendingRequest<T>,
+        scratch: &Scratch,
+    ) -> [Option<usize>; 2] {
         let ranks = self.ranks.as_slice();
         let eligible = scratch.eligibility.open().map(|position| (position, ranks[position].rank));
         two_random(&self.request_facts(pending), eligible)
     }
 
     /// Chooses by a custom policy or a built-in one that compares no costs.
-    pub(super) fn choose_by_policy<V: LoadView>(
+    pub(in crate::schedule) fn choose_by_policy<V: LoadView>(
         &self,
         case: Case<'_, T, V>,
         settle: bool,
@@ -162,7 +166,7 @@ impl<T> Schedule<T> {
     ///
     /// # Errors
     /// A scorer panicked or returned an unusable cost.
-    pub(super) fn added_cost<V: LoadView>(
+    pub(in crate::schedule) fn added_cost<V: LoadView>(
         &self,
         case: Case<'_, T, V>,
         position: usize,

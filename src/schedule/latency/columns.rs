@@ -6,20 +6,20 @@
 
 use std::time::Duration;
 
-use super::rank::{Measured, Rank};
 use super::recent::RecentWork;
 use crate::load::{PromptFingerprint, PromptSketch};
 use crate::policy::RankGroup;
 use crate::protocol::Timestamp;
+use crate::schedule::rank::{Measured, Rank};
 
 const BITS: usize = u64::BITS as usize;
 
 /// Blocks that every rank is assumed to share with a prompt. The rows of a few blocks would exclude few ranks.
-pub(super) const SHARED_BLOCKS_ASSUMED: u32 = 3;
+pub(in crate::schedule) const SHARED_BLOCKS_ASSUMED: u32 = 3;
 
 /// See the module documentation.
 #[derive(Debug, Default)]
-pub(super) struct RankColumns {
+pub(in crate::schedule) struct RankColumns {
     /// Time to which the ends of waits refer.
     epoch: Timestamp,
     groups: Vec<RankGroup>,
@@ -39,7 +39,7 @@ pub(super) struct RankColumns {
 
 impl RankColumns {
     /// The columns of these ranks, with the waits at `now`.
-    pub(super) fn rebuild(&mut self, ranks: &[Rank], now: Timestamp) {
+    pub(in crate::schedule) fn rebuild(&mut self, ranks: &[Rank], now: Timestamp) {
         self.epoch = now;
         self.row_words = ranks.len().div_ceil(BITS);
         self.groups.clear();
@@ -60,7 +60,7 @@ impl RankColumns {
 
     /// Copies a rank.
     #[expect(clippy::cast_possible_truncation, reason = "the margin of the bounds covers the rounding")]
-    pub(super) fn set(&mut self, position: usize, rank: &Rank, now: Timestamp) {
+    pub(in crate::schedule) fn set(&mut self, position: usize, rank: &Rank, now: Timestamp) {
         let (Measured { speed, is_full }, wait) = (rank.measured(), rank.wait(now));
         let (group, lane) = (&mut self.groups[position / RankGroup::RANKS], position % RankGroup::RANKS);
         let requests = f64::from(rank.requests());
@@ -98,33 +98,33 @@ impl RankColumns {
     }
 
     /// Time of the last rebuild.
-    pub(super) fn epoch(&self) -> Timestamp {
+    pub(in crate::schedule) fn epoch(&self) -> Timestamp {
         self.epoch
     }
 
-    pub(super) fn groups(&self) -> &[RankGroup] {
+    pub(in crate::schedule) fn groups(&self) -> &[RankGroup] {
         &self.groups
     }
 
     /// Recent work of the rank at `position`.
-    pub(super) fn recent_work(&self, position: usize) -> RecentWork {
+    pub(in crate::schedule) fn recent_work(&self, position: usize) -> RecentWork {
         self.recent_work[position]
     }
 
     /// Seconds of `now` after the epoch.
-    pub(super) fn seconds(&self, now: Timestamp) -> f64 {
+    pub(in crate::schedule) fn seconds(&self, now: Timestamp) -> f64 {
         seconds(now.since(self.epoch))
     }
 
     /// Least time that a request with `blocks` blocks adds to a step, on any rank.
-    pub(super) fn least_own_step_seconds(&self, blocks: f64) -> f64 {
+    pub(in crate::schedule) fn least_own_step_seconds(&self, blocks: f64) -> f64 {
         let (request_seconds, block_seconds) = self.least_step;
         if request_seconds.is_finite() { request_seconds + block_seconds * blocks } else { 0.0 }
     }
 
     /// Calls `visit` with each rank that may share more than `assumed_blocks` blocks, and the upper bound of the shared
     /// blocks.
-    pub(super) fn visit_sharers(
+    pub(in crate::schedule) fn visit_sharers(
         &self,
         fingerprint: &PromptFingerprint,
         assumed_blocks: u32,

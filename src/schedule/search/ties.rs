@@ -1,19 +1,19 @@
 //! Which of the ranks is chosen whose costs are as good as equal.
 //!
 //! Owns what ties, and the draw. Leaves to `decide` which ranks come into question: those whose exact cost is at most
-//! [`Settings::tie_factor`](super::Settings) times the least.
+//! [`Settings::tie_factor`](crate::schedule::Settings) times the least.
 
 use smallvec::SmallVec;
 
-use super::rank::ProjectedPrompt;
-use super::{PendingRequest, Schedule};
+use crate::schedule::rank::ProjectedPrompt;
+use crate::schedule::{PendingRequest, Schedule};
 use crate::select::{Draw, TierOverlap};
 
 impl<T> Schedule<T> {
     /// One of the ranks whose costs tie. The cheapest is chosen, and costs that are equal are a tie for every policy.
     /// Under `latency` costs are estimates: if the cheapest rank is idle, other idle ranks with no fewer cached tokens tie
     /// with it, so that neither load nor a hit is traded, and the one with the least recent work is chosen.
-    pub(super) fn one_of_ties(
+    pub(in crate::schedule) fn one_of_ties(
         &self,
         candidate: ProjectedPrompt<'_>,
         pending: &PendingRequest<T>,
@@ -47,7 +47,7 @@ impl<T> Schedule<T> {
 
     /// Cached tokens that a tie must have, too: a hit of less than half of the prompt is probably a system prompt, which
     /// other ranks will also need. Ignoring it costs at most the difference between ties.
-    pub(super) fn own_hit(&self, pending: &PendingRequest<T>, cached_tokens: u32) -> u32 {
+    pub(in crate::schedule) fn own_hit(&self, pending: &PendingRequest<T>, cached_tokens: u32) -> u32 {
         if cached_tokens < pending.request.prompt_tokens / 2 { 0 } else { cached_tokens }
     }
 }

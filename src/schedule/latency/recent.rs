@@ -15,7 +15,7 @@ const WORK_MIN: Duration = Duration::from_millis(1);
 ///
 /// Stored as the logarithm of the sum at time 0, which has the order of the sums at any time: reading it needs no clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct RecentWork(f64);
+pub(in crate::schedule) struct RecentWork(f64);
 
 impl Default for RecentWork {
     /// No work.
@@ -26,7 +26,7 @@ impl Default for RecentWork {
 
 impl RecentWork {
     /// Adds a prefill.
-    pub(super) fn add(&mut self, prefill: Duration, now: Timestamp) {
+    pub(in crate::schedule) fn add(&mut self, prefill: Duration, now: Timestamp) {
         let elapsed = Duration::from_nanos(now.0).as_secs_f64() / DECAY.as_secs_f64();
         let added = prefill.max(WORK_MIN).as_secs_f64().ln() + elapsed;
         let (more, less) = (self.0.max(added), self.0.min(added));
@@ -34,17 +34,17 @@ impl RecentWork {
     }
 
     /// The stored number.
-    pub(super) fn to_f64(self) -> f64 {
+    pub(in crate::schedule) fn to_f64(self) -> f64 {
         self.0
     }
 
     /// The inverse of [`to_f64`](Self::to_f64).
-    pub(super) fn from_f64(number: f64) -> Self {
+    pub(in crate::schedule) fn from_f64(number: f64) -> Self {
         Self(number)
     }
 
     /// Order by recent work.
-    pub(super) fn order(self, other: Self) -> Ordering {
+    pub(in crate::schedule) fn order(self, other: Self) -> Ordering {
         self.0.total_cmp(&other.0)
     }
 }

@@ -1,0 +1,5 @@
+//! Searches for a rank.
+
+pub(super) mod scratch;
+pub(super) mod table;
+pub(super) mod ties;
