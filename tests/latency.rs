@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use pointsman::config::RouterConfig;
 use pointsman::load::{EngineSpeed, work_tokens};
-use pointsman::policy::{LatencyTerms, Policy};
+use pointsman::policy::Policy;
 use pointsman::protocol::WorkerId;
+use pointsman::schedule::LatencyTerms;
 use pointsman::schedule::{ExplainedRank, Explanation};
 use pointsman::select::Constraints;
 use pointsman::test_support::rank;

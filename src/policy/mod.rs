@@ -1,7 +1,7 @@
 //! Routing policies, one module each with its settings, and the interfaces for custom policies of embedders.
 //!
-//! A module holds the settings of its policy, the knowledge that it needs, its choice or its cost with bounds and terms,
-//! and its tests. The list of policies is `policies!` in this file; [`Policy`] and [`PolicyConfig`] follow from it. A
+//! A module holds the settings of its policy, the knowledge that it needs, and its choice or its cost with bounds and
+//! terms. The cost of `latency` is in `schedule`. The list of policies is `policies!` in this file; [`Policy`] and [`PolicyConfig`] follow from it. A
 //! policy that compares no costs also implements [`RankPolicy`], the interface of custom ones. `schedule` supplies facts
 //! and applies eligibility.
 
@@ -11,7 +11,6 @@ mod config;
 mod custom;
 mod kv;
 mod latency;
-mod latency_groups;
 mod least_loaded;
 mod needs;
 mod power_of_two;
@@ -28,8 +27,7 @@ pub use cache_aware::CacheAware;
 pub use custom::{Candidate, PolicyError, RankFilter, RankFilters, RankPolicy, RankScorer, RankTable, RequestFacts};
 pub(crate) use custom::{checked_choice, checked_cost};
 pub use kv::{CostFacts, CostTerms, KvConfig, KvCost};
-pub use latency::{LatencyConfig, LatencyCost, LatencyFacts, LatencyTerms, PoolLoad, WorkPrices};
-pub(crate) use latency_groups::{GroupCost, Lanes, RankGroup, WorkGroup, lesser};
+pub use latency::LatencyConfig;
 pub use least_loaded::LeastLoaded;
 pub use needs::{Bounds, Needs};
 pub use power_of_two::PowerOfTwo;
@@ -40,7 +38,7 @@ pub use round_robin::RoundRobin;
 policies! {
     /// Lowest [`KvCost`]: remaining prefill plus held blocks, minus cached blocks.
     Kv(KvConfig) = "kv",
-    /// Lowest [`LatencyCost`]: service time plus delay of others, in seconds.
+    /// Lowest service time plus delay of others, in seconds.
     #[default]
     Latency(LatencyConfig) = "latency",
     /// Longest match if it is worth following and load is even, else the fewest requests: the two tiers of SGLang's

@@ -7,6 +7,7 @@ use std::cmp::Reverse;
 
 use smallvec::SmallVec;
 
+use super::latency::formula::{LatencyCost, LatencyFacts, PoolLoad, WorkPrices};
 use super::pending::Case;
 use super::pool::PoolSums;
 use super::rank::{Measured, Projected, Rank};
@@ -14,7 +15,7 @@ use super::search::scratch::Scratch;
 use super::{LoadView, PendingRequest, Schedule};
 use crate::config::PoolRole;
 use crate::load::EngineSpeed;
-use crate::policy::{Bounds, Candidate, CostFacts, KvCost, LatencyCost, LatencyFacts, Policy, PoolLoad, WorkPrices};
+use crate::policy::{Bounds, Candidate, CostFacts, KvCost, Policy};
 use crate::select::{RankOverlap, TierOverlap};
 
 /// Cost of a policy with the parameters of one request. Policies without costs report that of `kv`.

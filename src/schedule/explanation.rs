@@ -3,7 +3,8 @@
 use serde::Serialize;
 
 use super::LatencyPrediction;
-use crate::policy::{Candidate, CostTerms, LatencyTerms, Policy};
+use super::latency::formula::LatencyTerms;
+use crate::policy::{Candidate, CostTerms, Policy};
 use crate::protocol::WorkerRank;
 use crate::select::Filter;
 

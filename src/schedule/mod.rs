@@ -54,6 +54,7 @@ pub use appraisal::{AppraisedRank, ShadowReport};
 pub use decision::Decision;
 pub use explanation::{ExplainedRank, Explanation};
 pub use extensions::Extensions;
+pub use latency::formula::LatencyTerms;
 pub use latency::prediction::{LatencyPrediction, MissedTarget, TargetsMissed};
 pub use load_view::{LiveLoads, LoadView, RankCells};
 pub use options::{ResolvedOptions, ResolvedTargets};

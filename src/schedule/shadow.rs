@@ -7,10 +7,11 @@ use std::mem::swap;
 use super::appraisal::{AppraisedRank, ShadowReport};
 use super::decide::{Choice, overlap_on};
 use super::eligible::Rules;
+use super::latency::formula::LatencyCost;
 use super::pending::Case;
 use super::{Extensions, LoadView, PendingRequest, Schedule, Settings, Shadow, Target};
 use crate::config::RouterConfig;
-use crate::policy::{LatencyCost, Policy};
+use crate::policy::Policy;
 use crate::select::Draw;
 
 /// Separate from the seed of picks, so that sampling is independent of ties.

@@ -7,6 +7,7 @@
 use std::time::Duration;
 
 use super::eligible::Eligibility;
+use super::latency::formula::{LatencyCost, LatencyFacts};
 use super::latency::prediction::{LatencyPrediction, MissedTarget, TargetsMissed, duration};
 use super::pending::Case;
 use super::rank::Rank;
@@ -14,7 +15,6 @@ use super::search::scratch::Scratch;
 use super::{LoadView, PendingRequest, ResolvedTargets, Schedule};
 use crate::config::PoolRole;
 use crate::load::PredictionBias;
-use crate::policy::{LatencyCost, LatencyFacts};
 use crate::protocol::Timestamp;
 use crate::select::Filter;
 

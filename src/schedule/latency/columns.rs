@@ -6,9 +6,9 @@
 
 use std::time::Duration;
 
+use super::lanes::RankGroup;
 use super::recent::RecentWork;
 use crate::load::{PromptFingerprint, PromptSketch};
-use crate::policy::RankGroup;
 use crate::protocol::Timestamp;
 use crate::schedule::rank::{Measured, Rank};
 

@@ -7,7 +7,8 @@
 use smallvec::SmallVec;
 
 use super::columns::SHARED_BLOCKS_ASSUMED;
-use crate::policy::{GroupCost, LatencyCost, RankGroup, WorkGroup, lesser};
+use super::formula::{LatencyCost, Real};
+use super::lanes::{GroupCost, RankGroup, WorkGroup};
 use crate::schedule::decide::Choice;
 use crate::schedule::pending::Case;
 use crate::schedule::search::scratch::{Contender, Contenders, Scratch};
@@ -143,8 +144,8 @@ impl<T> Schedule<T> {
             }
             let (group, lane) = (&mut work[position / RankGroup::RANKS], position % RankGroup::RANKS);
             let (copied, rest) = last.1;
-            group.copied[lane] = lesser(group.copied[lane], copied);
-            group.rest[lane] = lesser(group.rest[lane], rest);
+            group.copied[lane] = group.copied[lane].lesser(copied);
+            group.rest[lane] = group.rest[lane].lesser(rest);
         };
         if credits {
             let weights = self.settings.cost.tier_weights;

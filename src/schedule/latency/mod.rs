@@ -2,6 +2,8 @@
 
 pub(super) mod columns;
 pub(super) mod contenders;
+pub(super) mod formula;
+pub(super) mod lanes;
 pub(super) mod prediction;
 pub(super) mod recent;
 pub(super) mod typical;

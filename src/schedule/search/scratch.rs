@@ -2,9 +2,11 @@
 
 use smallvec::SmallVec;
 
-use crate::policy::{Bounds, Lanes, LatencyCost, LatencyFacts, WorkGroup};
+use crate::policy::Bounds;
 use crate::protocol::Slot;
 use crate::schedule::eligible::Eligibility;
+use crate::schedule::latency::formula::{LatencyCost, LatencyFacts};
+use crate::schedule::latency::lanes::{Lanes, WorkGroup};
 use crate::select::TierOverlap;
 
 /// Buffers reused between decisions.

@@ -5,8 +5,7 @@
 //! computes several ranks at once. The wait for KV blocks is left out, the slowest parts of speeds are replaced by the
 //! fastest of the pool, and a margin covers the rounding.
 
-use super::LatencyCost;
-use super::latency::TTFT_WEIGHT;
+use super::formula::{Coefficients, Delays, LatencyCost};
 
 /// One value per rank of a group.
 pub(crate) type Lanes = [f32; RankGroup::RANKS];
@@ -55,31 +54,23 @@ pub(crate) struct WorkGroup {
     pub(crate) rest: Lanes,
 }
 
-/// Coefficients of the bounds for one request.
+/// The formula for the bounds of one request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupCost {
+    coefficients: Coefficients<f32>,
     now: f32,
-    later: f32,
-    queue_max: f32,
-    step: f32,
-    slowdown: f32,
-    displace: f32,
-    mean_price: f32,
+    own_step_seconds: f32,
     copies: bool,
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "the margin of the bounds covers the rounding")]
 impl GroupCost {
-    /// Coefficients of a cost `now_seconds` after the epoch, where the request adds at least `own_step_seconds` to a step.
+    /// The bounds of a cost `now_seconds` after the epoch, where the request adds at least `own_step_seconds` to a step.
     pub(crate) fn new(cost: &LatencyCost, now_seconds: f64, own_step_seconds: f64) -> Self {
         Self {
+            coefficients: cost.coefficients(),
             now: now_seconds as f32,
-            later: cost.prices.later as f32,
-            queue_max: cost.prices.queue_seconds_max as f32,
-            step: (TTFT_WEIGHT + cost.prices.decode * cost.output_tokens) as f32,
-            slowdown: (cost.prices.decode * cost.output_tokens * own_step_seconds) as f32,
-            displace: (cost.prices.mean * cost.reuse) as f32,
-            mean_price: cost.prices.mean as f32,
+            own_step_seconds: own_step_seconds as f32,
             copies: cost.common_tokens > 0,
         }
     }
@@ -93,36 +84,24 @@ impl GroupCost {
 
     #[inline]
     fn bounds_with<const COPIES: bool>(&self, loads: &RankGroup, work: &WorkGroup) -> (Lanes, f32) {
-        const TTFT: f32 = TTFT_WEIGHT as f32;
-        let mut bounds = [0.0; RankGroup::RANKS];
-        #[expect(clippy::needless_range_loop, reason = "seven arrays of one length, which the compiler vectorizes")]
-        for lane in 0..RankGroup::RANKS {
-            let wait = greater(loads.idle_at[lane] - self.now, 0.0);
-            let rest = work.rest[lane] * loads.token_seconds[lane];
-            let copied = work.copied[lane] * loads.token_seconds[lane];
-            let price = TTFT + loads.requests[lane];
-            let displace = self.displace * loads.full[lane];
-            let queue = |work: f32| self.later * work * lesser(wait + work / 2.0, self.queue_max);
-            bounds[lane] = MARGIN
-                * (TTFT * wait
-                    + self.step * loads.step_seconds[lane]
-                    + self.slowdown * (1.0 + loads.requests[lane])
-                    + rest * (price + displace)
-                    + queue(rest));
-            if COPIES {
-                // The price of the copied part after the credit for the copy, which is at most the mean price.
-                let more = (price - self.mean_price) * copied + queue(rest + copied) - queue(rest);
-                bounds[lane] += MARGIN * (greater(more, copied) + displace * copied);
-            }
-        }
+        let bound = |lane: usize| {
+            let token_seconds = loads.token_seconds[lane];
+            let delays = Delays {
+                wait_seconds: greater(loads.idle_at[lane] - self.now, 0.0),
+                kv_wait_seconds: -0.0, // adds nothing, which the compiler knows
+                copied_seconds: work.copied[lane] * token_seconds,
+                rest_seconds: work.rest[lane] * token_seconds,
+                step_seconds: loads.step_seconds[lane],
+                own_step_seconds: self.own_step_seconds,
+                requests: loads.requests[lane],
+                full: loads.full[lane],
+            };
+            MARGIN * self.coefficients.terms::<COPIES>(&delays).total()
+        };
+        let bounds: Lanes = std::array::from_fn(bound);
         let least = bounds.iter().fold(f32::INFINITY, |least, bound| if *bound < least { *bound } else { least });
         (bounds, least)
     }
-}
-
-/// The lesser of two numbers, neither NaN: one instruction.
-pub(crate) fn lesser(a: f32, b: f32) -> f32 {
-    if a < b { a } else { b }
 }
 
 /// The greater of two numbers, neither NaN: one instruction.
@@ -136,7 +115,7 @@ mod tests {
 
     use super::*;
     use crate::load::EngineSpeed;
-    use crate::policy::{LatencyFacts, PoolLoad, WorkPrices};
+    use crate::schedule::latency::formula::{LatencyFacts, PoolLoad, WorkPrices};
 
     proptest! {
         /// The bound of a rank is below its cost, and close to it if the rank has enough blocks.
