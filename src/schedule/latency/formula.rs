@@ -42,7 +42,7 @@
 //!   few requests would stay on warm ranks beside an idle one. The caller waits for it in any case, so its time counts at
 //!   least once, and a cost always decreases with the cached part.
 //!
-//! The weight 3, the limit 2 and the reuse are measured; docs/policies.md has the figures and the forms that were dropped.
+//! The weight 3, the limit 2 and the reuse are measured; `docs/decisions` has the forms that were dropped.
 
 use std::ops::{Add, Mul, Sub};
 
@@ -63,7 +63,7 @@ const DECODE_UTILIZATION_MAX: f64 = 0.8;
 /// Upper limit of the utilization in the cost of later arrivals, which is infinite at 1.
 const UTILIZATION_MAX: f64 = 0.9;
 
-/// Multiple of the pool's mean wait behind which no requests arrive. Measured: docs/policies.md has other values.
+/// Multiple of the pool's mean wait behind which no requests arrive. Measured: `docs/decisions` has other values.
 const QUEUE_FACTOR: f64 = 2.0;
 
 /// Share of the cache that requests fill before others wait for blocks.
