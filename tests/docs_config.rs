@@ -155,7 +155,7 @@ fn differences(subject: &Subject, page: &str, sources: &str) -> Vec<String> {
         let row = rows.iter().find(|row| unquoted(&row[0]) == *name);
         let expected = Row::expected(subject, name, default);
         if !row.is_some_and(|row| expected.agrees(row, sources)) {
-            let meaning = row.and_then(|row| row.get(4)).map_or("(what it means)", String::as_str);
+            let meaning = row.and_then(|row| row.get(3)).map_or("(what it means)", String::as_str);
             let now = row.map_or("absent".to_owned(), |row| row.join(" | "));
             let heading = subject.heading;
             wrong.push(format!("under {heading:?}, `{name}` is\n  {now}\nmust be\n{}", expected.line(meaning)));
@@ -194,24 +194,24 @@ impl Row {
 
     /// Whether the row matches. It may state additional rules, as long as the code has them.
     fn agrees(&self, row: &[String], sources: &str) -> bool {
-        let [name, kind, default, rule, meaning] = row else { return false };
-        let stated: BTreeSet<&str> = rule.split("; ").filter(|rule| *rule != NO_RULE).collect();
-        (name, kind, default) == (&self.name, &self.kind, &self.default)
+        let [name, kind, default, meaning] = row else { return false };
+        let mut parts = kind.split("; ");
+        let kind = parts.next().unwrap_or_default();
+        let stated: BTreeSet<&str> = parts.collect();
+        *name == self.name
+            && kind == self.kind
+            && *default == self.default
             && self.rules.is_subset(&stated)
             && stated.iter().all(|rule| sources.contains(&format!("\"{rule}\"")))
             && !meaning.is_empty()
     }
 
     fn line(&self, meaning: &str) -> String {
-        let rules: Vec<&str> = self.rules.iter().copied().collect();
-        let rules = if rules.is_empty() { NO_RULE.to_owned() } else { rules.join("; ") };
-        let Self { name, kind, default, .. } = self;
-        format!("| {name} | {kind} | {default} | {rules} | {meaning} |")
+        let Self { name, kind, default, rules } = self;
+        let kind: Vec<&str> = [kind.as_str()].into_iter().chain(rules.iter().copied()).collect();
+        format!("| {name} | {} | {default} | {meaning} |", kind.join("; "))
     }
 }
-
-/// Cell of a setting without a rule besides its type.
-const NO_RULE: &str = "–";
 
 /// The field's type in the notation of the page, and its variants if it accepts only some words.
 fn kind_of(with_question_mark: &Value) -> (String, Vec<String>) {
