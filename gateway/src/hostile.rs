@@ -4,12 +4,12 @@ use axum::body::Bytes;
 use pointsman::test_support::hostile::HostileTarget;
 use serde::de::IgnoredAny;
 
-use crate::anthropic::{Purpose, chat_body};
-use crate::openai::{Edits, Endpoint, RequestBody};
-use crate::prompt::hostile::chat_templates;
-use crate::serve::hostile::picker_messages;
+use crate::formats::anthropic::{Purpose, chat_body};
+use crate::formats::openai::{Edits, Endpoint, RequestBody};
+use crate::picker::hostile::picker_messages;
 use crate::settings::{ConfigFile, Sources};
-use crate::{prompt, serve};
+use crate::tokens::hostile::chat_templates;
+use crate::{picker, tokens};
 
 /// The first byte selects the endpoint, the rest is the body.
 ///
@@ -96,8 +96,8 @@ fn checks_hold_for_mutated_inputs() {
     let targets = [
         HostileTarget { name: "http_bodies", check: http_bodies, seeds: body_seeds },
         HostileTarget { name: "settings", check: settings, seeds: setting_seeds },
-        HostileTarget { name: "chat_templates", check: chat_templates, seeds: prompt::hostile::seeds },
-        HostileTarget { name: "picker_messages", check: picker_messages, seeds: serve::hostile::seeds },
+        HostileTarget { name: "chat_templates", check: chat_templates, seeds: tokens::hostile::seeds },
+        HostileTarget { name: "picker_messages", check: picker_messages, seeds: picker::hostile::seeds },
     ];
     targets.iter().for_each(|target| target.run(1, count));
 }

@@ -1,19 +1,28 @@
 //! Library of the `pointsman` command.
-//!
-//! [`serve`] is the gateway, [`settings`] its configuration, and [`anthropic`], [`handover`], [`migration`], [`openai`], [`prompt`], [`quota`],
-//! [`replicas`] and [`upstream`] are its parts. The command line is in `main`.
 
-pub mod anthropic;
-pub mod handover;
+pub mod formats;
+
+pub mod settings;
+
+pub mod observe;
+
+pub mod net;
+
+pub mod admission;
+
+pub mod tokens;
+
+pub mod replicas;
+
+pub mod pools;
+
+pub mod proxy;
+
+pub mod picker;
+
+pub mod admin;
+
+pub mod app;
+
 #[cfg(test)]
 mod hostile;
-pub mod live;
-pub mod migration;
-pub mod openai;
-pub mod prompt;
-pub mod quota;
-pub mod replay;
-pub mod replicas;
-pub mod serve;
-pub mod settings;
-pub mod upstream;

@@ -1,10 +1,9 @@
 //! The `pointsman` command: command line, configuration file and environment.
 //!
-//! Exits with 0 on success and with 2 for invalid input; [`serve::run`] has further exit codes. The library implements
+//! Exits with 0 on success and with 2 for invalid input; [`app::run`] has further exit codes. The library implements
 //! the commands.
 
-mod demo_gateway;
-mod output;
+mod command;
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -17,16 +16,18 @@ use clap::builder::PossibleValuesParser;
 use clap::error::{ContextKind, ContextValue};
 use clap::{Args, Parser, Subcommand};
 use pointsman::policy::Policy;
-use pointsman_gateway::live::keys;
-use pointsman_gateway::live::top::{self, TopError, TopOptions};
-use pointsman_gateway::replay::{ReplayArgs, replay_decisions};
-use pointsman_gateway::serve::{self, ProcessLimits};
+use pointsman_gateway::app;
+use pointsman_gateway::app::replay::{ReplayArgs, replay_decisions};
+use pointsman_gateway::app::top;
+use pointsman_gateway::app::top::keys;
+use pointsman_gateway::app::top::{TopError, TopOptions};
+use pointsman_gateway::net::limits::ProcessLimits;
 use pointsman_gateway::settings::{ConfigFile, Flag, LoadError, LoadErrors, Loaded, LogFormat, Secrets, Sources};
 use pointsman_trial::demo::{Demo, DemoConfig, Progress};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 
-use demo_gateway::OneModel;
-use output::{Stop, ended, print, print_error};
+use command::demo::OneModel;
+use command::output::{Stop, ended, print, print_error};
 
 /// A `serve` command that works, for the error without arguments.
 const EXAMPLE: &str = "pointsman serve --model Qwen/Qwen3-8B --worker http://127.0.0.1:8000";
@@ -278,11 +279,11 @@ fn main() -> ExitCode {
     match arguments().command {
         Command::Version => ended(print(format_args!("pointsman {}\n", env!("CARGO_PKG_VERSION")))),
         Command::Serve(args) => match args.load() {
-            Ok(loaded) => serve::run(
+            Ok(loaded) => app::run(
                 loaded.settings,
                 Arc::new(move || args.load().map(|loaded| loaded.settings).map_err(|refused| refused.problems)),
             ),
-            Err(Refused { log_format, problems }) => serve::refuse(log_format, &problems),
+            Err(Refused { log_format, problems }) => app::refuse(log_format, &problems),
         },
         Command::CheckConfig(args) => {
             let loaded = args.load().map_err(|refused| refused.problems);

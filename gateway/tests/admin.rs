@@ -8,7 +8,7 @@ use pointsman::protocol::{
     EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
 };
 use pointsman::{Prompt, RouteRequest};
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};
 

@@ -6,7 +6,7 @@ use pointsman::discovery::NamedWorker;
 use pointsman::ingest::StreamState;
 use pointsman::protocol::{BlockSizeOrigin, KvEventsConfig, WorkerConfig};
 use pointsman::{Prompt, RouteRequest, Router};
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings};
 use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
 use serde_json::{Value as Json, json};

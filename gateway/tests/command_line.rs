@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{AdminSettings, GatewaySettings, ModelSettings, Settings};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use tokio::time::timeout;

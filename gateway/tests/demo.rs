@@ -1,6 +1,7 @@
 //! The demo on a small scale: full speed, few clients, no assertions on times.
 
-use pointsman_gateway::live::top::{self, TopOptions};
+use pointsman_gateway::app::top;
+use pointsman_gateway::app::top::TopOptions;
 use pointsman_trial::demo::{Demo, DemoConfig, Progress, Report};
 use tokio::time::timeout;
 

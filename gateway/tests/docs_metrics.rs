@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use pointsman_gateway::serve::metrics::{ALL, Metric};
+use pointsman_gateway::observe::requests::{ALL, Metric};
 
 fn row(metric: &Metric) -> String {
     let labels: String = metric.labels.iter().map(|label| format!(", `{label}`")).collect();

@@ -7,7 +7,7 @@ use pointsman::protocol::{
     EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
 };
 use pointsman::snapshot::{Snapshot, SnapshotLayout};
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};
 

@@ -1,7 +1,7 @@
 //! Lengths at the gateway: prompts above the model's context length, and output limits.
 
 use pointsman::policy::Policy;
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use serde_json::json;
 use tokio::net::TcpStream;
 

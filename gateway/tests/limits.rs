@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{Settings, TenantSettings};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};

@@ -2,7 +2,7 @@
 //! process.
 
 mod common;
-#[path = "../src/demo_gateway.rs"]
+#[path = "../src/command/demo.rs"]
 mod demo_gateway;
 
 mod admin;

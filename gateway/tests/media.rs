@@ -10,11 +10,11 @@ use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank,
 };
 use pointsman::{Prompt, RequestOptions, RouteRequest};
-use pointsman_gateway::openai::{ChatParts, ClientPrompt};
-use pointsman_gateway::prompt::{PromptTokens, Tokens};
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
+use pointsman_gateway::formats::openai::{ChatParts, ClientPrompt};
+use pointsman_gateway::net::upstream::Upstream;
 use pointsman_gateway::settings::{Settings, TokenSourceChoice, TokensSettings};
-use pointsman_gateway::upstream::Upstream;
+use pointsman_gateway::tokens::{PromptTokens, Tokens};
 use rustls::RootCertStore;
 use serde_json::{Value, json};
 

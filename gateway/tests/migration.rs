@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::GatewaySettings;
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};

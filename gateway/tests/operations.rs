@@ -7,7 +7,8 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
-use pointsman_gateway::serve::{Drained, Ended, Gateway, Signal, run_until};
+use pointsman_gateway::app::{Ended, Gateway, Signal, run_until};
+use pointsman_gateway::net::listener::Drained;
 use pointsman_gateway::settings::{GatewaySettings, ModelSettings, Settings};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

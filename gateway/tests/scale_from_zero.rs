@@ -51,7 +51,7 @@ async fn by_default_requests_without_workers_are_rejected_at_once() {
 }
 
 /// Waits until the metric has this value.
-async fn held(gateway: &pointsman_gateway::serve::Gateway, requests: u32) {
+async fn held(gateway: &pointsman_gateway::app::Gateway, requests: u32) {
     let line = format!("pointsman_gateway_held_requests{{model=\"held\"}} {requests}");
     let wait = async {
         while !get(gateway, "/metrics").await.text().lines().any(|known| known == line) {

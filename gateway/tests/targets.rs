@@ -2,7 +2,7 @@
 
 use pointsman::config::OnTargetMiss;
 use pointsman::policy::Policy;
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use serde_json::json;
 
 use crate::common::proxy::{Answer, FINE, Scripted, answer, at_rest, gateway, get, request, settings, worker};

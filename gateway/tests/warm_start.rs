@@ -16,7 +16,7 @@ use pointsman::{
     BusFuture, FetchError, MemoryFaults, MemoryNetwork, ReplicaBus, ReplicaMember, ReplicaMessage, Router,
     SnapshotSource,
 };
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::Value;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use pointsman::config::EngineLoadConfig;
 use pointsman::protocol::WorkerConfig;
-use pointsman_gateway::serve::{Gateway, LoadSettings};
+use pointsman_gateway::app::{Gateway, LoadSettings};
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice};
 use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
 use serde_json::json;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use pointsman_gateway::serve::{Gateway, LoadSettings};
+use pointsman_gateway::app::{Gateway, LoadSettings};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
 use tokio::time::{sleep, timeout};

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use pointsman_gateway::prompt::{NoTokensError, PromptTokenizer};
+use pointsman_gateway::tokens::{NoTokensError, PromptTokenizer};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 

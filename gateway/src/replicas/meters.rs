@@ -6,8 +6,8 @@ use std::time::Duration;
 use metrics::{Counter, Gauge};
 use tokio::time::Instant;
 
-use crate::serve::log_throttle::LogThrottle;
-use crate::serve::metrics::Metric;
+use crate::observe::requests::Metric;
+use crate::observe::throttle::LogThrottle;
 
 pub(crate) const PEERS: Metric = Metric::gauge(
     "pointsman_gateway_replica_peers",

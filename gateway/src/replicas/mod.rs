@@ -18,9 +18,9 @@ use ring::digest;
 use ring::rand::{SecureRandom as _, SystemRandom};
 use tokio::net::TcpListener;
 
-use crate::serve::ListenError;
-use crate::serve::TlsError;
-use crate::serve::listener::{PassedSockets, Reserved};
+use crate::net::listener::ListenError;
+use crate::net::listener::{PassedSockets, Reserved};
+use crate::net::tls::TlsError;
 use crate::settings::{ReplicasSettings, Secret};
 use direct::{DirectBus, DirectOptions, Peers};
 pub(crate) use nats::is_server_url;

@@ -7,8 +7,8 @@ use rustls::crypto::ring;
 use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
-use crate::serve::TlsError;
-use crate::serve::tls::{certificates, private_key};
+use crate::net::tls::TlsError;
+use crate::net::tls::{certificates, private_key};
 
 /// TLS configurations of both sides of a connection.
 #[derive(Clone)]

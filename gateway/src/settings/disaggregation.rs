@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::validate::Rules;
 use super::{ModelSettings, Settings};
-use crate::handover::Protocol;
+use crate::formats::handover::Protocol;
 
 /// `[models.disaggregation]`: the workers of this model decode, those of another model compute its prompts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -24,7 +24,7 @@ use pointsman::RouterConfig;
 use pointsman::discovery::NamedWorker;
 use serde::{Deserialize, Serialize};
 
-use crate::quota::QuotaLimits;
+use crate::admission::quota::QuotaLimits;
 
 pub use disaggregation::DisaggregationSettings;
 pub(crate) use disaggregation::{ModelRole, role_of};

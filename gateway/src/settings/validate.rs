@@ -12,7 +12,8 @@ use axum::http::uri::Authority;
 use pointsman::DnsNames;
 use pointsman::discovery::{FileFormat, HttpUrl, engine_key};
 
-use crate::serve::telemetry::{AccessLog, parse_level};
+use crate::observe::access::AccessLog;
+use crate::observe::log::parse_level;
 
 use super::kubernetes::is_object_name;
 use super::{MessagesMode, ModelSettings, ReplicasSettings, Settings, TokenSourceChoice};

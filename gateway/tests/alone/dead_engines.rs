@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pointsman::{Fault, RouterConfig};
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;

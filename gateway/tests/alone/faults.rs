@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use pointsman::health::Outcome;
 use pointsman::{Prompt, RouteRequest, Router};
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{Settings, TokenSourceChoice};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use pointsman::{Router, RouterConfig};
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{AdminSettings, GatewaySettings, ModelSettings, Settings};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

@@ -11,7 +11,7 @@ use std::time::Duration;
 use pointsman::RouterConfig;
 use pointsman::discovery::NamedWorker;
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice, TokensSettings};
 use serde_json::Value as Json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

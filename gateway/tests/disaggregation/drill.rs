@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use pointsman_gateway::handover::Protocol;
+use pointsman_gateway::formats::handover::Protocol;
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};

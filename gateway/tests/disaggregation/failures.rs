@@ -1,6 +1,6 @@
 //! Failures of prefill and decode ranks: other ranks, then the decode rank alone.
 
-use pointsman_gateway::handover::Protocol;
+use pointsman_gateway::formats::handover::Protocol;
 use pointsman_trial::mock::{Faults, Scope};
 
 use super::pools::{Pools, Size, alone, completion};

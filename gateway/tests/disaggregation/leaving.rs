@@ -1,6 +1,6 @@
 //! Clients that leave in each phase: both legs end, and nothing stays booked or held.
 
-use pointsman_gateway::handover::Protocol;
+use pointsman_gateway::formats::handover::Protocol;
 use pointsman_trial::mock::MockConfig;
 
 use super::pools::{Pools, Size, body};

@@ -34,7 +34,7 @@
 //! | a worker of both pools never transfers to itself | `a_worker_of_both_pools_never_transfers_to_itself` |
 //! | picker: `x-prefiller-host-port` | `picker::picks::a_prefill_worker_is_named_for_the_sidecar_until_the_response_starts` |
 
-use pointsman_gateway::handover::Protocol;
+use pointsman_gateway::formats::handover::Protocol;
 
 use pointsman::{Prompt, RouteRequest};
 use pools::{BLOCK_SIZE, Pools, Size, alone, completion};

@@ -1,6 +1,6 @@
 //! Which requests have two legs, and what operators and clients see of them.
 
-use pointsman_gateway::handover::Protocol;
+use pointsman_gateway::formats::handover::Protocol;
 use pointsman_gateway::settings::{DisaggregationSettings, Settings};
 use pointsman_trial::mock::{EngineRole, MockConfig};
 use serde_json::json;

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use pointsman::RouterConfig;
 use pointsman::config::HealthConfig;
-use pointsman_gateway::handover::Protocol;
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
+use pointsman_gateway::formats::handover::Protocol;
 use pointsman_gateway::settings::{DisaggregationSettings, ModelSettings};
 use pointsman_trial::mock::{EngineRole, MockConfig, MockEngine};
 use serde_json::{Value as Json, json};

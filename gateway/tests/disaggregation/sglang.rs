@@ -1,8 +1,8 @@
 //! Legs of SGLang that end early, and probabilities of the prompt's tokens.
 
 use pointsman::{Prompt, RouteRequest};
-use pointsman_gateway::handover::Protocol;
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
+use pointsman_gateway::formats::handover::Protocol;
 use pointsman_gateway::settings::DisaggregationSettings;
 use serde_json::{Value as Json, json};
 use tokio::time::{Duration, sleep, timeout};

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use pointsman::discovery::NamedWorker;
 use pointsman::{Prompt, RouteRequest};
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ConfigFile, LoadErrors, Loaded, Sources};
 
 use super::conformance::{members_until, within};

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use tokio::task::JoinHandle as Task;
 
 use crate::common::proxy::{self, Answer, FINE_JSON, gateway, request};

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use pointsman_gateway::serve::{Drained, Gateway};
+use pointsman_gateway::app::Gateway;
+use pointsman_gateway::net::listener::Drained;
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 

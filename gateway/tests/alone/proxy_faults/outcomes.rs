@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use pointsman::health::Outcome;
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use tokio::net::TcpSocket;
 
 use crate::alone;

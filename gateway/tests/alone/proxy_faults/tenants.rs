@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use pointsman::config::SessionAffinity;
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{Settings, TenantSettings};
 
 use crate::alone;

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use pointsman::discovery::NamedWorker;
 use pointsman::{Prompt, RouteRequest, Router};
-use pointsman_gateway::serve::Gateway;
+use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{PickerSettings, Settings};
 use tokio::time::{Duration, sleep, timeout};
 

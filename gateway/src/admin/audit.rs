@@ -1,0 +1,64 @@
+//! Audit log of administrative changes.
+//!
+//! Lines are at info under the target `pointsman_gateway::audit`. Every started change has one line, including changes
+//! that failed or lost their caller. Lines contain no secrets.
+
+use std::net::SocketAddr;
+
+use axum::http::StatusCode;
+use pointsman::protocol::WorkerId;
+
+use super::error;
+use super::extract::ClientAddress;
+use crate::formats::openai::{ApiError, ErrorType};
+use crate::pools::models::Model;
+
+/// A change of a model's workers.
+#[derive(Clone)]
+pub(super) struct Change {
+    what: &'static str,
+    model: String,
+    worker: WorkerId,
+    peer: Option<SocketAddr>,
+}
+
+/// Result of a change, and its audit detail.
+pub(super) struct Done<T> {
+    pub(super) answer: T,
+    pub(super) detail: String,
+}
+
+impl Change {
+    pub(super) fn new(what: &'static str, model: &Model, worker: WorkerId, ClientAddress(peer): ClientAddress) -> Self {
+        Self { what, model: model.settings.name.clone(), worker, peer }
+    }
+
+    /// Runs the change to completion, even after the caller has gone, and then writes its line.
+    pub(super) async fn carry_out<T: Send + 'static>(
+        self,
+        work: impl Future<Output = Result<Done<T>, ApiError>> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let task = tokio::spawn(async move {
+            match work.await {
+                Ok(Done { answer, detail }) => {
+                    self.write("done", &detail);
+                    Ok(answer)
+                }
+                Err(error) => {
+                    self.write("failed", &error.message);
+                    Err(error)
+                }
+            }
+        });
+        let broken =
+            |_| error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", "the change was interrupted");
+        task.await.map_err(broken)?
+    }
+
+    /// Writes a line. Texts are logged as values, so that the log format escapes them.
+    pub(super) fn write(&self, outcome: &str, detail: &str) {
+        let Self { what, model, worker, peer } = self;
+        let (model, peer) = (model.as_str(), peer.map(tracing::field::display));
+        tracing::info!(target: "pointsman_gateway::audit", what, model, worker_id = %worker, peer, outcome, detail, "workers changed by hand");
+    }
+}

@@ -1,0 +1,238 @@
+//! Operator authentication by token.
+//!
+//! Comparison time does not depend on the content of a wrong token of equal length, the token never appears in logs,
+//! errors or `Debug`, and failed attempts cannot flood the log.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use axum::extract::ConnectInfo;
+use axum::http::header::{AUTHORIZATION, WWW_AUTHENTICATE};
+use axum::http::{Extensions, HeaderMap, HeaderValue, StatusCode};
+use axum::response::{IntoResponse as _, Response};
+use metrics::Counter;
+use ring::hmac;
+use tokio::io::AsyncReadExt as _;
+use tokio::time::Instant;
+
+use super::error;
+use crate::formats::openai::ErrorType;
+use crate::observe::throttle::LogThrottle;
+
+/// Log interval of denied requests.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Error while loading the token; administration is then disabled.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenError {
+    /// Unreadable file.
+    #[error("token_file {path:?} cannot be read: {error}")]
+    Unreadable {
+        /// Path of the file.
+        path: PathBuf,
+        /// System error.
+        error: std::io::Error,
+    },
+    /// Invalid length: guessable, or not a token.
+    #[error("token_file {path:?} holds {bytes} bytes, must hold {min} to {max}", min = Token::BYTES_MIN, max = Token::BYTES_MAX)]
+    Length {
+        /// Path of the file.
+        path: PathBuf,
+        /// Bytes read; only the beginning of a longer file.
+        bytes: usize,
+    },
+    /// World-writable file.
+    #[cfg(unix)]
+    #[error("token_file {path:?} has mode {mode:03o}, must not be writable by others")]
+    Writable {
+        /// Path of the file.
+        path: PathBuf,
+        /// File mode.
+        mode: u32,
+    },
+    /// Characters that are invalid in a header.
+    #[error("token_file {path:?} holds a blank or a byte that is not ASCII, must be one line of visible characters")]
+    Characters {
+        /// Path of the file.
+        path: PathBuf,
+    },
+}
+
+/// Verifier of the token.
+pub(crate) struct Token {
+    key: hmac::Key,
+    tag: hmac::Tag,
+}
+
+impl Token {
+    /// Minimum length.
+    const BYTES_MIN: usize = 16;
+
+    /// Maximum length.
+    const BYTES_MAX: usize = 1024;
+
+    /// Reads the token from one line; the line end is ignored.
+    pub(crate) async fn read(path: &Path) -> Result<Self, TokenError> {
+        let unreadable = |error| TokenError::Unreadable { path: path.to_owned(), error };
+        let file = tokio::fs::File::open(path).await.map_err(unreadable)?;
+        #[cfg(unix)]
+        check_mode(path, &file.metadata().await.map_err(unreadable)?)?;
+        let mut read = Vec::new();
+        file.take(Self::BYTES_MAX as u64 + 3).read_to_end(&mut read).await.map_err(unreadable)?;
+        let token = read.strip_suffix(b"\n").unwrap_or(&read);
+        Self::new(token.strip_suffix(b"\r").unwrap_or(token), path)
+    }
+
+    fn new(token: &[u8], path: &Path) -> Result<Self, TokenError> {
+        let path = || path.to_owned();
+        if !(Self::BYTES_MIN..=Self::BYTES_MAX).contains(&token.len()) {
+            return Err(TokenError::Length { path: path(), bytes: token.len() });
+        }
+        if !token.iter().all(u8::is_ascii_graphic) {
+            return Err(TokenError::Characters { path: path() });
+        }
+        // Keyed with the token itself, so that the compared value cannot be computed without it.
+        let key = hmac::Key::new(hmac::HMAC_SHA256, token);
+        Ok(Self { tag: hmac::sign(&key, token), key })
+    }
+
+    /// Whether the headers contain `Authorization: Bearer TOKEN` exactly once.
+    pub(super) fn is_shown_in(&self, headers: &HeaderMap) -> bool {
+        bearer(headers).is_some_and(|shown| hmac::verify(&self.key, shown, self.tag.as_ref()).is_ok())
+    }
+}
+
+/// Write access to the file controls the token, so it must be exclusive; read access should be.
+#[cfg(unix)]
+fn check_mode(path: &Path, file: &std::fs::Metadata) -> Result<(), TokenError> {
+    use std::os::unix::fs::PermissionsExt as _;
+    let mode = file.permissions().mode() & 0o777;
+    if mode & 0o002 != 0 {
+        return Err(TokenError::Writable { path: path.to_owned(), mode });
+    }
+    if mode & 0o004 != 0 {
+        let mode = format!("{mode:03o}");
+        tracing::warn!(?path, mode, "every user of this machine can read the admin token_file");
+    }
+    Ok(())
+}
+
+/// The bearer token. Two headers are ambiguous and give none.
+fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    let mut values = headers.get_all(AUTHORIZATION).iter();
+    let value = values.next().filter(|_| values.next().is_none())?.as_bytes();
+    let (scheme, token) = value.split_at_checked(b"Bearer ".len())?;
+    scheme.eq_ignore_ascii_case(b"Bearer ").then_some(token.trim_ascii())
+}
+
+/// Client address, if the listener provides it.
+pub(super) fn client_address(extensions: &Extensions) -> Option<SocketAddr> {
+    extensions.get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(peer)| *peer)
+}
+
+/// Response without a valid token; it does not reveal the reason.
+pub(super) fn denied() -> Response {
+    let message = "this listener requires its token: Authorization: Bearer TOKEN";
+    let denied = error(StatusCode::UNAUTHORIZED, ErrorType::Authentication, "invalid_token", message);
+    let mut answer = denied.into_response();
+    answer.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer realm=\"pointsman admin\""));
+    answer
+}
+
+/// Counter of denied requests.
+pub(super) struct Denials {
+    counter: Counter,
+    throttle: LogThrottle,
+}
+
+impl Denials {
+    pub(super) fn new() -> Self {
+        Self {
+            counter: metrics::counter!("pointsman_gateway_admin_denied_total"),
+            throttle: LogThrottle::new(LOG_INTERVAL),
+        }
+    }
+
+    pub(super) fn count(&self, peer: Option<SocketAddr>) {
+        self.counter.increment(1);
+        if let Some(denied) = self.next(Instant::now()) {
+            let peer = peer.map(tracing::field::display);
+            tracing::warn!(peer, denied, "admin requests without a valid token rejected");
+        }
+    }
+
+    /// Counts a denial; returns the number to log when the interval is over.
+    fn next(&self, now: Instant) -> Option<u64> {
+        self.throttle.next_line(now).map(|suppressed| suppressed + 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TOKEN: &str = "0123456789abcdef";
+
+    fn token(text: &[u8]) -> Result<Token, TokenError> {
+        Token::new(text, Path::new("token"))
+    }
+
+    #[test]
+    fn only_the_exact_token_is_accepted() {
+        let token = token(TOKEN.as_bytes()).expect("a token");
+        let opens = |values: &[&str]| {
+            let mut headers = HeaderMap::new();
+            for value in values {
+                headers.append(AUTHORIZATION, HeaderValue::from_str(value).expect("a value"));
+            }
+            token.is_shown_in(&headers)
+        };
+        let right = &format!("Bearer {TOKEN}");
+        assert!(opens(&[right]));
+        assert!(
+            opens(&[&format!("bearer  {TOKEN} ")]),
+            "the case of the scheme and blanks around the token are ignored"
+        );
+        for wrong in [
+            &[] as &[&str],
+            &[""],
+            &["Bearer"],
+            &["Bearer "],
+            &[TOKEN],
+            &[&format!("Basic {TOKEN}")],
+            &[&format!("Bearer{TOKEN}")],
+            &[&format!("Bearer {TOKEN}0")],
+            &[&format!("Bearer {}", &TOKEN[1..])],
+            &["Bearer 0123456789ABCDEF"],
+            &[right, right],
+            &[right, "Bearer 0"],
+        ] {
+            assert!(!opens(wrong), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn short_tokens_are_rejected() {
+        for (text, rule) in [
+            (&b"short"[..], "holds 5 bytes, must hold 16 to 1024"),
+            (&[b'x'; 1025], "holds 1025 bytes"),
+            (b"0123456789 abcdef", "visible"),
+            (b"0123456789\nabcdef", "visible"),
+            (b"0123456789\xffabcdef", "visible"),
+        ] {
+            let error = token(text).err().expect("rejected").to_string();
+            assert!(error.contains(rule) && error.contains("token_file \"token\""), "{error}");
+            assert!(!error.contains("0123"), "{error}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn denials_are_logged_at_a_limited_rate() {
+        let denials = Denials::new();
+        let start = Instant::now();
+        assert_eq!(denials.next(start), Some(1), "the first is logged immediately");
+        assert_eq!([denials.next(start), denials.next(start + LOG_INTERVAL / 2)], [None, None]);
+        assert_eq!(denials.next(start + LOG_INTERVAL), Some(3));
+    }
+}

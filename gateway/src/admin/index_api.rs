@@ -1,0 +1,250 @@
+//! Served index: overlaps, projected loads and dumps for other routers.
+//!
+//! Read-only. Needs the token of the index or of operators. Queries book nothing and prompts are dropped after the
+//! response. The number of queries at a time is limited, so that another router cannot exhaust this one.
+//! `docs/index-api.md` documents all paths with examples.
+
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Query, State};
+use axum::http::header::{CONTENT_TYPE, HeaderName};
+use axum::http::{HeaderValue, StatusCode};
+use axum::response::{IntoResponse as _, Response};
+use pointsman::hashing::{BASE_SEED, HashScheme, HashedPrompt};
+use pointsman::protocol::{BlockHash, WorkerRank};
+use pointsman::{Prompt, RequestOptions, RouteRequest};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::sync::SemaphorePermit;
+
+use super::extract::{Body, Id, model_named};
+use super::queries::{route_error, to_json};
+use super::views::{self, worker_ids_as_text};
+use super::{Admin, dump, error};
+use crate::formats::openai::{ApiError, ClientPrompt, ErrorType};
+use crate::pools::models::Model;
+
+/// Maximum number of concurrent queries.
+pub(super) const INDEX_QUERIES_MAX: usize = 64;
+
+/// Header with the number of ranks in a snapshot.
+const RANKS: HeaderName = HeaderName::from_static("x-snapshot-ranks");
+
+/// A prompt of a model, in one of three forms.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct IndexQuery {
+    model: String,
+    #[serde(default)]
+    tokens: Option<Vec<u32>>,
+    #[serde(default)]
+    prompt: Option<String>,
+    #[serde(default)]
+    block_hashes: Option<Arc<[BlockHash]>>,
+    /// Length of the prompt in tokens, beside hashes or for loads.
+    #[serde(default)]
+    prompt_tokens: Option<usize>,
+    #[serde(default)]
+    lora_name: Option<Arc<str>>,
+    #[serde(default)]
+    cache_salt: Option<Arc<str>>,
+}
+
+/// A prompt whose tokens or hashes are known.
+struct ResolvedPrompt {
+    prompt: Prompt<'static>,
+    tokens_source: &'static str,
+    /// Complete blocks without a hash. They match nothing, and the router does not count them as load.
+    unhashed_blocks: u64,
+}
+
+fn invalid(message: &str) -> ApiError {
+    ApiError::invalid("invalid_prompt", None, message)
+}
+
+impl IndexQuery {
+    /// `None` without a prompt.
+    async fn resolve(&mut self, model: &Model) -> Result<Option<ResolvedPrompt>, ApiError> {
+        let has_names = self.lora_name.is_some() || self.cache_salt.is_some();
+        let length = self.prompt_tokens;
+        let client_prompt = match (self.tokens.take(), self.prompt.take(), self.block_hashes.take()) {
+            (None, None, None) if length.is_none() => return Ok(None),
+            (None, None, hashes) if !has_names => return hashed(model, hashes.unwrap_or_default(), length).map(Some),
+            (None, None, _) => {
+                return Err(invalid("lora_name and cache_salt require tokens or prompt: hashes include them"));
+            }
+            (Some(tokens), None, None) => ClientPrompt::Tokens(tokens),
+            (None, Some(text), None) => ClientPrompt::Text(text),
+            (Some(_), Some(_), _) | (Some(_), _, Some(_)) | (_, Some(_), Some(_)) => {
+                return Err(invalid("the body must have one of tokens, prompt and block_hashes"));
+            }
+        };
+        if length.is_some() {
+            return Err(invalid("prompt_tokens must be absent with tokens or prompt"));
+        }
+        let tokens = model.tokens.of(&client_prompt, self.cache_salt.as_deref()).await;
+        let prompt = Prompt::OwnedTokens(tokens.ids.as_ref().into());
+        Ok(Some(ResolvedPrompt { prompt, tokens_source: tokens.source.name(), unhashed_blocks: 0 }))
+    }
+
+    fn request(self, prompt: Prompt<'static>) -> RouteRequest<'static> {
+        let options =
+            RequestOptions { lora_name: self.lora_name, cache_salt: self.cache_salt, ..RequestOptions::default() };
+        RouteRequest { options, ..RouteRequest::query(prompt) }
+    }
+}
+
+/// A prompt by hashes; without a length, of the tokens that the hashes cover.
+fn hashed(model: &Model, hashes: Arc<[BlockHash]>, length: Option<usize>) -> Result<ResolvedPrompt, ApiError> {
+    let block_size = NonZeroU32::new(model.router.block_size()).unwrap_or(NonZeroU32::MIN);
+    let scheme = HashScheme { is_eagle: model.router.config().is_eagle, ..HashScheme::new(block_size) };
+    let length = length.unwrap_or_else(|| scheme.prompt_tokens_min(hashes.len()));
+    let unhashed_blocks = scheme.block_count(length).saturating_sub(hashes.len()) as u64;
+    let prompt = HashedPrompt::from_hashes(hashes, None, length, &scheme);
+    let prompt = prompt.map_err(|refused| invalid(&refused.to_string()))?;
+    Ok(ResolvedPrompt { prompt: Prompt::Hashed(prompt), tokens_source: "none", unhashed_blocks })
+}
+
+pub(super) async fn overlaps(
+    State(admin): State<Arc<Admin>>,
+    Body(mut query): Body<IndexQuery>,
+) -> Result<Json<Value>, ApiError> {
+    let _permit = permit(&admin)?;
+    let model = model_named(&query.model, &admin)?;
+    let resolved = query.resolve(&model).await?;
+    let resolved = resolved.ok_or_else(|| invalid("the body must have one of tokens, prompt and block_hashes"))?;
+    let tokens = resolved.prompt.prompt_tokens();
+    let scores = model.router.overlap_scores(query.request(resolved.prompt), false).await.map_err(route_error)?;
+    let mut ranks = to_json(&scores.ranks)?;
+    worker_ids_as_text(&mut ranks);
+    Ok(answer(&model, tokens, resolved.tokens_source, ranks))
+}
+
+pub(super) async fn loads(
+    State(admin): State<Arc<Admin>>,
+    Body(mut query): Body<IndexQuery>,
+) -> Result<Json<Value>, ApiError> {
+    let _permit = permit(&admin)?;
+    let model = model_named(&query.model, &admin)?;
+    let none = ResolvedPrompt { prompt: Prompt::Tokens(&[]), tokens_source: "none", unhashed_blocks: 0 };
+    let resolved = query.resolve(&model).await?.unwrap_or(none);
+    let tokens = resolved.prompt.prompt_tokens();
+    let loads = model.router.potential_loads(query.request(resolved.prompt)).await.map_err(route_error)?;
+    let rows = loads.iter().map(|load| {
+        json!({
+            "rank": views::rank_of(load.rank),
+            "potential_prefill_tokens": load.potential_prefill_tokens,
+            "potential_decode_blocks": load.potential_decode_blocks + resolved.unhashed_blocks,
+            "active_requests": load.active_requests,
+        })
+    });
+    Ok(answer(&model, tokens, resolved.tokens_source, rows.collect()))
+}
+
+fn answer(model: &Model, tokens: usize, tokens_source: &str, ranks: Value) -> Json<Value> {
+    let config = model.router.config();
+    Json(json!({
+        "model": model.settings.name,
+        "pool": config.pool,
+        "block_size": model.router.block_size(),
+        "hash": { "scheme": "xxh3-64", "seed": BASE_SEED, "is_eagle": config.is_eagle },
+        "tokens": tokens,
+        "tokens_source": tokens_source,
+        "ranks": ranks,
+    }))
+}
+
+fn permit(admin: &Admin) -> Result<SemaphorePermit<'_>, ApiError> {
+    admin.index_queries.try_acquire().map_err(|_| {
+        let message = format!("the limit of {INDEX_QUERIES_MAX} concurrent index queries is reached");
+        let refused = error(StatusCode::TOO_MANY_REQUESTS, ErrorType::RateLimit, "index_queries_in_progress", message);
+        ApiError { retry_after_s: Some(1), ..refused }
+    })
+}
+
+/// Query of a dump.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct DumpQuery {
+    model: String,
+    /// `WORKER/RANK`; every rank if absent.
+    #[serde(default)]
+    rank: Option<String>,
+    #[serde(default)]
+    format: DumpFormat,
+}
+
+#[derive(Clone, Copy, Default, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum DumpFormat {
+    /// Bytes of a snapshot, with the positions of the event streams.
+    #[default]
+    Snapshot,
+    /// One JSON event per line.
+    Events,
+}
+
+/// Parses `WORKER/RANK`, each in one spelling.
+fn rank_of(text: &str) -> Option<WorkerRank> {
+    let (worker, rank) = text.split_once('/')?;
+    let Id(worker) = Id::parse(worker)?;
+    let Id(number) = Id::parse(rank)?;
+    Some(WorkerRank::new(worker, u32::try_from(number.0).ok()?))
+}
+
+pub(super) async fn dump_contents(
+    State(admin): State<Arc<Admin>>,
+    query: Result<Query<DumpQuery>, QueryRejection>,
+) -> Result<Response, ApiError> {
+    let invalid = |message: &str| ApiError::invalid("invalid_query", None, message);
+    let Ok(Query(query)) = query else {
+        return Err(invalid("the query must have model, and may have rank and format (snapshot or events)"));
+    };
+    let model = model_named(&query.model, &admin)?;
+    let malformed = || invalid("rank must be WORKER/RANK, two numbers in decimal digits without leading zeros");
+    let rank = query.rank.as_deref().map(|text| rank_of(text).ok_or_else(malformed)).transpose()?;
+    let workers = model.router.workers();
+    if rank.is_some_and(|rank| !workers.iter().any(|worker| worker.ranks.contains(&rank))) {
+        return Err(error(StatusCode::NOT_FOUND, ErrorType::NotFound, "rank_not_found", "unknown rank"));
+    }
+    let permit = dump::permit(&admin)?;
+    match query.format {
+        DumpFormat::Events => dump::events(&model, rank, permit).await,
+        DumpFormat::Snapshot => {
+            let snapshot = match rank {
+                Some(rank) => model.router.snapshot_of_rank(rank).await,
+                None => model.router.snapshot().await,
+            };
+            let snapshot = snapshot.map_err(|down| route_error(down.into()))?;
+            let (ranks, blocks) = (snapshot.ranks.len(), snapshot.block_count());
+            let encoded = tokio::task::spawn_blocking(move || snapshot.encode()).await;
+            let lost = |panic: tokio::task::JoinError| {
+                error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", panic.to_string())
+            };
+            let mut response = dump::Frames::new(encoded.map_err(lost)?, permit).into_response();
+            let headers = response.headers_mut();
+            headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
+            headers.insert(RANKS, HeaderValue::from(ranks));
+            headers.insert(dump::BLOCKS, HeaderValue::from(blocks));
+            Ok(response)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pointsman::protocol::WorkerId;
+
+    use super::*;
+
+    #[test]
+    fn ranks_have_one_spelling() {
+        assert_eq!(rank_of("7/1"), Some(WorkerRank::new(WorkerId(7), 1)));
+        for text in ["", "7", "7/", "/1", "7/01", "07/1", "7/4294967296", "7/1/1", "a/b"] {
+            assert_eq!(rank_of(text), None, "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Administration listener: workers, drains, loads, explanations, settings, and the served index.
+//!
+//! Every request except for the files of the live page needs the token ([`auth`]), and an unambiguous path. The index
+//! has a token of its own as well, and a read-only token gives access to `GET`, which has no side effects. Changes run
+//! one at a time and to completion, each with an audit line. [`listener`](crate::net::listener) accepts connections; the
+//! router performs changes. `docs/admin.md` documents all paths with examples.
+
+mod audit;
+mod auth;
+mod decisions;
+mod dump;
+mod extract;
+mod index_api;
+mod live;
+mod queries;
+mod reloads;
+mod reports;
+mod views;
+mod workers;
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::http::header::CACHE_CONTROL;
+use axum::http::{HeaderValue, StatusCode, Uri};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::{get, post, put};
+use tokio::sync::{Mutex, Semaphore};
+
+use crate::app::App;
+use crate::app::current::Current;
+use crate::app::reload::Reloader;
+use crate::app::routes::refused_head;
+use crate::formats::openai::{ApiError, ErrorType};
+use crate::pools::readiness;
+pub(crate) use auth::Token;
+pub use auth::TokenError;
+use auth::{Denials, client_address};
+
+/// Maximum body length.
+const BODY_BYTES_MAX: usize = 8 << 20;
+
+/// Beginning of the paths of the served index.
+const INDEX_PATHS: &str = "/v1/index/";
+
+/// The only path with a query.
+const DUMP_PATH: &str = "/v1/index/dump";
+
+/// Maximum path length.
+const PATH_BYTES_MAX: usize = 2048;
+
+/// Maximum concurrent dumps, because each is held in memory while it is sent.
+const DUMPS_MAX: usize = 2;
+
+/// State of operator requests.
+struct Admin {
+    current: Current,
+    reloader: Arc<Reloader>,
+    denials: Denials,
+    /// Locked during changes of workers, so that a patch cannot restore a removed worker.
+    changes: Mutex<()>,
+    dumps: Arc<Semaphore>,
+    index_queries: Semaphore,
+    live: live::Live,
+}
+
+impl Admin {
+    /// The current serving state.
+    fn app(&self) -> Arc<App> {
+        self.current.get()
+    }
+}
+
+/// Routes of the administration listener. Paths shared with the clients' listener also need the token here.
+pub(crate) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
+    let common = readiness::routes().route("/metrics", get(readiness::metrics)).with_state(current.clone());
+    let (changes, dumps) = (Mutex::new(()), Arc::new(Semaphore::new(DUMPS_MAX)));
+    let index_queries = Semaphore::new(index_api::INDEX_QUERIES_MAX);
+    let live = live::Live::new(current.clone());
+    let admin = Arc::new(Admin { current, reloader, denials: Denials::new(), changes, dumps, index_queries, live });
+    let files = live::paths().fold(Router::new(), |routes, path| routes.route(path, get(live::file)));
+    Router::new()
+        .route("/admin/config", get(reports::settings))
+        .route("/admin/reload", get(reloads::status).post(reloads::reload))
+        .route("/admin/decisions", get(decisions::last))
+        .route("/admin/decisions/{id}", get(decisions::of_request))
+        .route("/admin/live", get(live::stream))
+        .route("/admin/models", get(reports::models))
+        .route("/admin/models/{model}/config", get(reports::config))
+        .route("/admin/models/{model}/dump", get(dump::dump))
+        .route("/admin/models/{model}/explain", post(queries::explain))
+        .route("/admin/models/{model}/health", get(reports::health))
+        .route("/admin/models/{model}/loads", get(reports::loads))
+        .route("/admin/models/{model}/overlap", post(queries::overlap))
+        .route("/admin/models/{model}/workers", get(workers::list).post(workers::add))
+        .route("/admin/models/{model}/workers/{id}", put(workers::put).patch(workers::patch).delete(workers::remove))
+        .route("/admin/models/{model}/workers/{id}/drain", post(workers::drain))
+        .route("/admin/models/{model}/workers/{id}/undrain", post(workers::undrain))
+        .route("/admin/models/{model}/workers/{id}/cordon", post(workers::cordon))
+        .route("/admin/models/{model}/workers/{id}/uncordon", post(workers::uncordon))
+        .route(DUMP_PATH, get(index_api::dump_contents))
+        .route("/v1/index/loads", post(index_api::loads))
+        .route("/v1/index/overlaps", post(index_api::overlaps))
+        .with_state(Arc::clone(&admin))
+        .merge(common)
+        .merge(files)
+        .fallback(async || no_route())
+        .method_not_allowed_fallback(async || wrong_method())
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .layer(from_fn_with_state(admin, guard))
+}
+
+/// Rejects requests without the token and with ambiguous paths.
+async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) -> Response {
+    let access = access(&admin.app(), &request);
+    let mut answer = if !live::is_file(&request) && access == Access::Denied {
+        admin.denials.count(client_address(request.extensions()));
+        auth::denied()
+    } else if access == Access::ReadOnly && !request.method().is_safe() {
+        read_only().into_response()
+    } else if let Some(error) = refused_head(&request).or_else(|| refused_address(request.uri())) {
+        error.into_response()
+    } else {
+        next.run(request).await
+    };
+    answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    answer
+}
+
+/// Permission of a request by its token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Access {
+    /// The token of operators, or that of the index for the index.
+    Full,
+    /// The token for `GET` requests.
+    ReadOnly,
+    /// No valid token.
+    Denied,
+}
+
+fn access(app: &App, request: &Request) -> Access {
+    let is_index = request.uri().path().starts_with(INDEX_PATHS);
+    let is_shown = |token: Option<&Arc<Token>>| token.is_some_and(|token| token.is_shown_in(request.headers()));
+    if is_shown(app.admin_token.as_ref()) || is_shown(app.index_token.as_ref().filter(|_| is_index)) {
+        Access::Full
+    } else if is_shown(app.read_token.as_ref()) {
+        Access::ReadOnly
+    } else {
+        Access::Denied
+    }
+}
+
+/// Reason to reject a path before its lookup.
+fn refused_address(uri: &Uri) -> Option<ApiError> {
+    if uri.scheme().is_some() || uri.authority().is_some() || uri.path().len() > PATH_BYTES_MAX {
+        return Some(no_route());
+    }
+    let is_without = uri.path().starts_with("/admin") || uri.path().starts_with(INDEX_PATHS) && uri.path() != DUMP_PATH;
+    let has_query = uri.query().is_some() && is_without;
+    has_query.then(|| ApiError::invalid("unknown_query", None, "this path does not accept a query"))
+}
+
+/// An error in the client format.
+fn error(status: StatusCode, kind: ErrorType, code: &'static str, message: impl Into<String>) -> ApiError {
+    ApiError { status, kind, ..ApiError::invalid(code, None, message) }
+}
+
+fn read_only() -> ApiError {
+    let message = "this token permits GET only";
+    error(StatusCode::FORBIDDEN, ErrorType::Authentication, "read_only_token", message)
+}
+
+fn no_route() -> ApiError {
+    error(StatusCode::NOT_FOUND, ErrorType::NotFound, "not_found", "this path does not exist")
+}
+
+fn wrong_method() -> ApiError {
+    let (status, kind) = (StatusCode::METHOD_NOT_ALLOWED, ErrorType::InvalidRequest);
+    error(status, kind, "method_not_allowed", "this path does not support this method")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ambiguous_paths_are_rejected() {
+        let refused = |uri: &str| refused_address(&uri.parse().expect("a URI")).map(|error| error.code);
+        for (uri, expected) in [
+            ("/admin/models", None),
+            ("/ready?model=m", None),
+            ("/admin/models?token=x", Some("unknown_query")),
+            ("/admin?", Some("unknown_query")),
+            ("/v1/index/overlaps?model=m", Some("unknown_query")),
+            ("/v1/index/dump?model=m", None),
+            ("http://gateway/admin/models", Some("not_found")),
+            ("gateway:8081", Some("not_found")),
+            (&format!("/admin/models/{}", "x".repeat(PATH_BYTES_MAX)), Some("not_found")),
+        ] {
+            assert_eq!(refused(uri), expected, "{uri}");
+        }
+    }
+}

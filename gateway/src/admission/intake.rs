@@ -1,0 +1,311 @@
+//! Reading of request bodies.
+//!
+//! Enforces limits of length and idle time, and drains unusable bodies. Allocates at most 256 KiB for bytes that have
+//! not arrived; all of it counts in the memory budget. A body in one frame is not copied, others once. Memory of large
+//! bodies returns to the system when they are dropped.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use http_body::Body as _;
+use http_body_util::BodyExt as _;
+use memmap2::MmapMut;
+use tokio::time::{Instant, timeout, timeout_at};
+
+use crate::admission::body_budget::{BodyBudget, Exhausted, Reservation};
+use crate::formats::openai::ApiError;
+
+/// Total time limit of a body, in multiples of the idle timeout.
+const FRAME_TIMEOUTS_MAX: u32 = 10;
+
+/// Time limit for draining an unusable body.
+const DISCARD_TIME_MAX: Duration = Duration::from_secs(2);
+
+/// Maximum length of a body on the heap.
+const HEAP_BYTES_MAX: usize = 256 << 10;
+
+/// Limits of a body.
+#[derive(Clone, Copy)]
+pub(crate) struct Limits {
+    /// Maximum length.
+    pub(crate) bytes_max: u64,
+    /// Idle timeout.
+    pub(crate) frame_timeout: Duration,
+    /// Whether the client waits for `100 Continue`.
+    pub(crate) expects_continue: bool,
+}
+
+/// Reads the whole body within its limits. The bytes stay reserved in `budget` until the last clone of the body is
+/// dropped.
+///
+/// # Errors
+/// 413, 408, 503 for an exhausted budget, or 400 if the client breaks off.
+pub(crate) async fn receive(mut body: Body, limits: Limits, budget: &Arc<BodyBudget>) -> Result<Bytes, ApiError> {
+    let Limits { bytes_max, frame_timeout, .. } = limits;
+    // Announced length; unknown for chunked bodies.
+    let announced = body.size_hint();
+    if announced.lower() > bytes_max {
+        discard(body, limits).await;
+        return Err(ApiError::too_large(bytes_max));
+    }
+    let mut buffer = Buffer::new(budget, announced.exact().unwrap_or(bytes_max).min(bytes_max));
+    let end = Instant::now() + frame_timeout.saturating_mul(FRAME_TIMEOUTS_MAX);
+    let rest_limits = Limits { expects_continue: false, ..limits };
+    loop {
+        let frame = timeout_at(end.min(Instant::now() + frame_timeout), body.frame());
+        let frame = tokio::select! {
+            biased;
+            () = buffer.rejected() => {
+                drop(buffer);
+                discard(body, rest_limits).await;
+                return Err(ApiError::body_budget_exhausted());
+            }
+            frame = frame => frame.map_err(|_| ApiError::body_timeout())?,
+        };
+        let Some(frame) = frame else { break };
+        let Ok(data) = frame.map_err(|_| ApiError::body_broken())?.into_data() else { continue };
+        if (buffer.len() + data.len()) as u64 > bytes_max {
+            drop((buffer, data));
+            discard(body, rest_limits).await;
+            return Err(ApiError::too_large(bytes_max));
+        }
+        if buffer.push(data).await.is_err() {
+            drop(buffer);
+            discard(body, rest_limits).await;
+            return Err(ApiError::body_budget_exhausted());
+        }
+    }
+    buffer.finish().map_err(|Exhausted| ApiError::body_budget_exhausted())
+}
+
+/// A body that the gateway has written itself, within the budget.
+pub(crate) async fn reserved(body: Vec<u8>, budget: &Arc<BodyBudget>) -> Result<Bytes, ApiError> {
+    let mut reservation = budget.begin();
+    let reserving = async {
+        reservation.grow_to(body.len() as u64).await?;
+        reservation.complete(body.len() as u64)
+    };
+    reserving.await.map_err(|Exhausted| ApiError::body_budget_exhausted())?;
+    Ok(Bytes::from_owner(ReservedBody { body: Store::Heap(body), _reservation: reservation }))
+}
+
+/// The received part of a body with its reservation.
+struct Buffer<'a> {
+    budget: &'a Arc<BodyBudget>,
+    /// Absent before the first bytes.
+    reservation: Option<Reservation>,
+    store: Store,
+    /// Announced length, or the maximum.
+    len_max: usize,
+}
+
+/// Storage of a body.
+enum Store {
+    /// A single frame, uncopied.
+    Frame(Bytes),
+    /// On the heap, with full capacity.
+    Heap(Vec<u8>),
+    /// In a mapping with full capacity, and the number of received bytes. The system provides memory as bytes are
+    /// written and gets it back at the drop; the allocator would keep it.
+    Mapped(MmapMut, usize),
+}
+
+impl<'a> Buffer<'a> {
+    fn new(budget: &'a Arc<BodyBudget>, len_max: u64) -> Self {
+        let len_max = usize::try_from(len_max).unwrap_or(usize::MAX);
+        Self { budget, reservation: None, store: Store::Frame(Bytes::new()), len_max }
+    }
+
+    fn len(&self) -> usize {
+        match &self.store {
+            Store::Frame(frame) => frame.len(),
+            Store::Heap(bytes) => bytes.len(),
+            Store::Mapped(_, len) => *len,
+        }
+    }
+
+    /// Resolves when the body is rejected in favor of others.
+    async fn rejected(&self) {
+        match &self.reservation {
+            Some(reservation) => {
+                let Exhausted = reservation.rejected().await;
+            }
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Appends a frame; after an error the buffer is unusable.
+    async fn push(&mut self, data: Bytes) -> Result<(), Exhausted> {
+        if data.is_empty() {
+            return Ok(());
+        }
+        let len = self.len() + data.len();
+        let reservation = self.reservation.get_or_insert_with(|| self.budget.begin());
+        match &mut self.store {
+            Store::Frame(frame) if frame.is_empty() => {
+                reservation.grow_to(len as u64).await?;
+                self.store = Store::Frame(data);
+            }
+            Store::Frame(frame) => {
+                let mut store = if self.len_max <= HEAP_BYTES_MAX {
+                    reservation.grow_to(self.len_max.max(len) as u64).await?;
+                    Store::Heap(Vec::with_capacity(self.len_max.max(len)))
+                } else {
+                    reservation.grow_to(len as u64).await?;
+                    Store::Mapped(MmapMut::map_anon(self.len_max.max(len)).map_err(|_| Exhausted)?, 0)
+                };
+                store.extend(frame);
+                store.extend(&data);
+                self.store = store;
+            }
+            Store::Heap(_) => self.store.extend(&data),
+            Store::Mapped(..) => {
+                reservation.grow_to(len as u64).await?;
+                self.store.extend(&data);
+            }
+        }
+        Ok(())
+    }
+
+    /// The body, which releases its bytes when dropped.
+    fn finish(self) -> Result<Bytes, Exhausted> {
+        let len = self.len();
+        let Some(mut reservation) = self.reservation else { return Ok(Bytes::new()) };
+        reservation.complete(len as u64)?;
+        Ok(Bytes::from_owner(ReservedBody { body: self.store, _reservation: reservation }))
+    }
+}
+
+impl Store {
+    /// Appends bytes within the capacity. Not for single-frame storage.
+    fn extend(&mut self, data: &[u8]) {
+        match self {
+            Self::Frame(_) => {}
+            Self::Heap(bytes) => bytes.extend_from_slice(data),
+            Self::Mapped(map, len) => {
+                map[*len..*len + data.len()].copy_from_slice(data);
+                *len += data.len();
+            }
+        }
+    }
+}
+
+/// A body with its reservation.
+struct ReservedBody {
+    body: Store,
+    _reservation: Reservation,
+}
+
+impl AsRef<[u8]> for ReservedBody {
+    fn as_ref(&self) -> &[u8] {
+        match &self.body {
+            Store::Frame(frame) => frame,
+            Store::Heap(bytes) => bytes,
+            Store::Mapped(map, len) => &map[..*len],
+        }
+    }
+}
+
+/// Drains the body for a limited time, up to twice the maximum length. Clients that send everything before they read
+/// would otherwise see a connection reset instead of the rejection.
+pub(crate) async fn discard(mut body: Body, Limits { bytes_max, expects_continue, .. }: Limits) {
+    if expects_continue {
+        return;
+    }
+    let rest = async {
+        let mut left = bytes_max.saturating_mul(2);
+        while let Some(Ok(frame)) = body.frame().await {
+            left = left.saturating_sub(frame.data_ref().map_or(0, |data| data.len() as u64));
+            if left == 0 {
+                return;
+            }
+        }
+    };
+    // After the time limit the response is sent regardless.
+    let _ = timeout(DISCARD_TIME_MAX, rest).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::StatusCode;
+    use pieces::chunks;
+
+    use super::*;
+
+    /// Bodies in several frames.
+    mod pieces {
+        use std::collections::VecDeque;
+        use std::convert::Infallible;
+        use std::pin::Pin;
+        use std::task::{Context, Poll};
+
+        use axum::body::{Body, Bytes};
+        use http_body::Frame;
+
+        struct Chunks(VecDeque<&'static str>);
+
+        impl http_body::Body for Chunks {
+            type Data = Bytes;
+            type Error = Infallible;
+
+            fn poll_frame(
+                mut self: Pin<&mut Self>,
+                _: &mut Context<'_>,
+            ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+                if self.0.front() == Some(&"silence") {
+                    return Poll::Pending;
+                }
+                let chunk = self.0.pop_front();
+                Poll::Ready(chunk.map(|chunk| Ok(Frame::data(Bytes::from_static(chunk.as_bytes())))))
+            }
+        }
+
+        pub(crate) fn chunks(chunks: &[&'static str]) -> Body {
+            Body::new(Chunks(chunks.iter().copied().collect()))
+        }
+    }
+
+    async fn taken(body: Body) -> Result<String, StatusCode> {
+        let budget = BodyBudget::new(100);
+        let limits = Limits { bytes_max: 10, frame_timeout: Duration::from_secs(3), expects_continue: false };
+        let taken = receive(body, limits, &budget).await;
+        taken.map(|bytes| String::from_utf8(bytes.to_vec()).expect("text")).map_err(|error| error.status)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn pieces_become_one_body_within_the_limits() {
+        assert_eq!(taken(Body::empty()).await, Ok(String::new()));
+        assert_eq!(taken(Body::from("0123456789")).await, Ok("0123456789".to_owned()));
+        assert_eq!(taken(Body::from("0123456789a")).await, Err(StatusCode::PAYLOAD_TOO_LARGE));
+        assert_eq!(taken(chunks(&["0123", "", "45", "6789"])).await, Ok("0123456789".to_owned()));
+        assert_eq!(taken(chunks(&["0123", "45", "6789", "a", "silence"])).await, Err(StatusCode::PAYLOAD_TOO_LARGE));
+        assert_eq!(taken(chunks(&["0123", "silence"])).await, Err(StatusCode::REQUEST_TIMEOUT));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn bodies_of_the_gateway_count_against_the_budget() {
+        let budget = BodyBudget::new(15);
+        let first = reserved(vec![b' '; 10], &budget).await.expect("within the budget");
+        let rejected = reserved(vec![b' '; 10], &budget).await.expect_err("budget exhausted");
+        assert_eq!(rejected.code, "body_budget_exhausted");
+        drop(first);
+        assert_eq!(reserved(vec![b' '; 15], &budget).await.expect("within the budget").len(), 15);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_body_is_reserved_until_its_last_clone_is_dropped() {
+        let budget = BodyBudget::new(15);
+        let limits = Limits { bytes_max: 10, frame_timeout: Duration::from_secs(3), expects_continue: false };
+        let first = receive(chunks(&["0123", "45", "6789"]), limits, &budget).await.expect("within the budget");
+        let second = receive(Body::from("01234"), limits, &budget).await.expect("within the budget");
+        let refused = receive(chunks(&["0"]), limits, &budget).await.expect_err("budget exhausted");
+        assert_eq!((refused.status, refused.retry_after_s), (StatusCode::SERVICE_UNAVAILABLE, Some(1)));
+        let clone = first.clone();
+        drop(first);
+        assert!(receive(chunks(&["0"]), limits, &budget).await.is_err(), "a clone is left");
+        drop(clone);
+        assert_eq!(receive(Body::from("0123456789"), limits, &budget).await.expect("within the budget").len(), 10);
+        drop(second);
+    }
+}

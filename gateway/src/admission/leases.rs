@@ -1,0 +1,294 @@
+//! Limits and usage of tenants: clock, metrics and response headers.
+//!
+//! The state of a tenant survives reloads. A [`QuotaLease`] counts a request in flight and settles its tokens when it
+//! is dropped, however the request ends. [`quota`](crate::admission::quota) decides.
+
+use std::fmt::Write as _;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use axum::http::{HeaderName, HeaderValue};
+use metrics::Counter;
+use pointsman::protocol::Timestamp;
+use tokio::time::Instant;
+
+use crate::admission::quota::{Allowance, Charge, Exceeded, KeyId, Limit, Limiter, QuotaLimits};
+use crate::formats::openai::ApiError;
+use crate::observe::requests::Metric;
+use crate::proxy::account::Account;
+
+pub(crate) const TENANT_REQUESTS: Metric = Metric::counter(
+    "pointsman_gateway_tenant_requests_total",
+    &["tenant"],
+    "Requests of a tenant that no limit rejected, counted at their end.",
+);
+pub(crate) const TENANT_TOKENS: Metric = Metric::counter(
+    "pointsman_gateway_tenant_tokens_total",
+    &["tenant", "kind"],
+    "Tokens of a tenant: `prompt`, `cached` ones among them, and `completion`.",
+);
+pub(crate) const TENANT_REFUSALS: Metric = Metric::counter(
+    "pointsman_gateway_tenant_refusals_total",
+    &["tenant", "limit"],
+    "Requests rejected because of a limit of the tenant or of its key.",
+);
+
+/// Maximum tenants with a label of their own, in the order of the configuration.
+const LABELS_MAX: usize = 1_000;
+
+/// Label of further tenants. Tenants of this name share it.
+const OTHER: &str = "other";
+
+/// Bytes of a prompt per token, to estimate its length if its tokens are unknown.
+const BYTES_PER_TOKEN: u64 = 4;
+
+/// Tokens of a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct TokenUse {
+    /// Prompt tokens; `None` if unknown.
+    pub(crate) prompt: Option<u64>,
+    /// Cached tokens of the prompt.
+    pub(crate) cached: u64,
+    /// Tokens of the response.
+    pub(crate) completion: u64,
+}
+
+/// Limits of one tenant, with their state and metrics.
+pub(crate) struct TenantQuota {
+    started: Instant,
+    limiter: Mutex<Limiter>,
+    requests: Counter,
+    /// Prompt, cached and completion tokens.
+    tokens: [Counter; 3],
+    refusals: [Counter; Limit::ALL.len()],
+}
+
+impl TenantQuota {
+    /// State without use. `n` is the position of the tenant in the configuration.
+    pub(crate) fn new(n: usize, tenant: &str, limits: QuotaLimits, key_limits: QuotaLimits) -> Self {
+        let label = || if n < LABELS_MAX { tenant.to_owned() } else { OTHER.to_owned() };
+        let tokens = |kind: &'static str| metrics::counter!(TENANT_TOKENS.name, "tenant" => label(), "kind" => kind);
+        let refusals =
+            |limit: Limit| metrics::counter!(TENANT_REFUSALS.name, "tenant" => label(), "limit" => limit.name());
+        Self {
+            started: Instant::now(),
+            limiter: Mutex::new(Limiter::new(limits, key_limits, Timestamp::default())),
+            requests: metrics::counter!(TENANT_REQUESTS.name, "tenant" => label()),
+            tokens: ["prompt", "cached", "completion"].map(tokens),
+            refusals: Limit::ALL.map(refusals),
+        }
+    }
+
+    /// Replaces the limits; the use of the present windows stays.
+    pub(crate) fn set(&self, limits: QuotaLimits, key_limits: QuotaLimits) {
+        let now = self.now();
+        self.limiter().set(limits, key_limits, now);
+    }
+
+    fn now(&self) -> Timestamp {
+        Timestamp::default() + self.started.elapsed()
+    }
+
+    fn limiter(&self) -> MutexGuard<'_, Limiter> {
+        self.limiter.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Admits a request with this key.
+    ///
+    /// # Errors
+    /// 429 above a limit.
+    pub(crate) fn admit(self: &Arc<Self>, key: KeyId) -> Result<QuotaLease, ApiError> {
+        let admitted = self.limiter().admit(key, self.now());
+        match admitted {
+            Ok(charge) => {
+                let (quota, charge) = (Arc::clone(self), Some(charge));
+                Ok(QuotaLease { quota, key, charge, estimate: None, is_refused: false })
+            }
+            Err(exceeded) => Err(self.refused(key, exceeded)),
+        }
+    }
+
+    fn refused(&self, key: KeyId, exceeded: Exceeded) -> ApiError {
+        let Exceeded { limit, max, retry_after } = exceeded;
+        self.refusals[limit as usize].increment(1);
+        ApiError { headers: self.headers(key), ..ApiError::limit_exceeded(limit, max, retry_after) }
+    }
+
+    /// OpenAI's headers for the limits with the fewest units left.
+    fn headers(&self, key: KeyId) -> Vec<(HeaderName, HeaderValue)> {
+        let now = self.now();
+        let remaining = self.limiter().remaining(key, now);
+        let requests = remaining.requests.map(|allowance| allowance_headers(REQUEST_HEADERS, allowance));
+        let tokens = remaining.tokens.map(|allowance| allowance_headers(TOKEN_HEADERS, allowance));
+        requests.into_iter().chain(tokens).flatten().collect()
+    }
+}
+
+/// An admitted request of a tenant.
+pub(crate) struct QuotaLease {
+    quota: Arc<TenantQuota>,
+    key: KeyId,
+    /// Present until the end.
+    charge: Option<Charge>,
+    /// Prompt tokens charged at admission; absent for requests without work for an engine.
+    estimate: Option<u64>,
+    is_refused: bool,
+}
+
+impl QuotaLease {
+    /// Charges the prompt, whose length is estimated from its bytes if `tokens` is absent.
+    ///
+    /// # Errors
+    /// 429 above a limit. The request then counts as none.
+    pub(crate) fn charge(
+        &mut self,
+        tokens: Option<u32>,
+        body_bytes: usize,
+        tokens_max: Option<u32>,
+    ) -> Result<(), ApiError> {
+        let estimate = || (body_bytes as u64).div_ceil(BYTES_PER_TOKEN).min(tokens_max.map_or(u64::MAX, u64::from));
+        let tokens = tokens.map_or_else(estimate, u64::from);
+        let Some(charge) = &mut self.charge else { return Ok(()) };
+        let charged = self.quota.limiter().charge(charge, tokens, self.quota.now());
+        match charged {
+            Ok(()) => self.estimate = Some(tokens),
+            Err(exceeded) => {
+                self.is_refused = true;
+                return Err(self.quota.refused(self.key, exceeded));
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the request with the tokens that it used; `None` if no engine worked for it.
+    pub(crate) fn settle(&mut self, used: Option<TokenUse>) {
+        let Some(charge) = self.charge.take() else { return };
+        let now = self.quota.now();
+        if self.is_refused {
+            return self.quota.limiter().cancel(charge, now);
+        }
+        self.quota.requests.increment(1);
+        let used = used.zip(self.estimate).map(|(used, estimate)| (used, used.prompt.unwrap_or(estimate)));
+        let Some((TokenUse { cached, completion, .. }, prompt)) = used else {
+            return self.quota.limiter().end(charge, 0, now);
+        };
+        for (counter, tokens) in self.quota.tokens.iter().zip([prompt, cached, completion]) {
+            counter.increment(tokens);
+        }
+        self.quota.limiter().end(charge, prompt.saturating_add(completion), now);
+    }
+
+    /// Headers for the response.
+    pub(crate) fn headers(&self) -> Vec<(HeaderName, HeaderValue)> {
+        self.quota.headers(self.key)
+    }
+}
+
+impl Drop for QuotaLease {
+    fn drop(&mut self) {
+        self.settle(None);
+    }
+}
+
+impl Account {
+    /// Charges the prompt to the limits of the tenant.
+    ///
+    /// # Errors
+    /// 429 above a limit.
+    pub(crate) fn charge_prompt(&mut self, body_bytes: usize, tokens_max: Option<u32>) -> Result<(), ApiError> {
+        let tokens = self.access.prompt_tokens;
+        self.quota.as_mut().map_or(Ok(()), |quota| quota.charge(tokens, body_bytes, tokens_max))
+    }
+
+    /// Headers with the limits of the tenant.
+    pub(crate) fn quota_headers(&self) -> Vec<(HeaderName, HeaderValue)> {
+        self.quota.as_ref().map(QuotaLease::headers).unwrap_or_default()
+    }
+}
+
+/// Limit, remaining units and time until the limit is unused.
+const REQUEST_HEADERS: [&str; 3] =
+    ["x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"];
+const TOKEN_HEADERS: [&str; 3] =
+    ["x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"];
+
+fn allowance_headers(names: [&'static str; 3], allowance: Allowance) -> Vec<(HeaderName, HeaderValue)> {
+    let Allowance { limit, remaining, reset } = allowance;
+    let values = [limit.to_string(), remaining.to_string(), duration_text(reset)];
+    let names = names.into_iter().map(HeaderName::from_static);
+    names.zip(values).filter_map(|(name, value)| Some((name, HeaderValue::try_from(value).ok()?))).collect()
+}
+
+/// A duration as in OpenAI's headers: `20ms`, `1.5s`, `6m0s`, `23h59m8s`. Rounded up to milliseconds.
+fn duration_text(duration: Duration) -> String {
+    let ms = duration.as_nanos().div_ceil(1_000_000);
+    if ms < 1_000 {
+        return format!("{ms}ms");
+    }
+    let (minutes, ms) = (ms / 60_000, ms % 60_000);
+    let (hours, minutes) = (minutes / 60, minutes % 60);
+    let mut text = String::new();
+    let written = match (hours, minutes) {
+        (0, 0) => Ok(()),
+        (0, minutes) => write!(text, "{minutes}m"),
+        (hours, minutes) => write!(text, "{hours}h{minutes}m"),
+    };
+    debug_assert!(written.is_ok(), "strings accept all text");
+    let fraction = format!("{:03}", ms % 1_000);
+    let fraction = fraction.trim_end_matches('0');
+    let point = if fraction.is_empty() { "" } else { "." };
+    format!("{text}{}{point}{fraction}s", ms / 1_000)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_have_the_format_of_openai() {
+        for (ms, expected) in [
+            (0, "0ms"),
+            (20, "20ms"),
+            (1_000, "1s"),
+            (1_500, "1.5s"),
+            (59_951, "59.951s"),
+            (360_000, "6m0s"),
+            (86_348_010, "23h59m8.01s"),
+        ] {
+            assert_eq!(duration_text(Duration::from_millis(ms)), expected);
+        }
+        assert_eq!(duration_text(Duration::from_nanos(1)), "1ms", "never less than the time");
+    }
+
+    fn quota(limits: QuotaLimits) -> Arc<TenantQuota> {
+        Arc::new(TenantQuota::new(0, "acme", limits, QuotaLimits::default()))
+    }
+
+    fn shown(headers: &[(HeaderName, HeaderValue)], name: &str) -> String {
+        let value = headers.iter().find(|(known, _)| known == name).expect("a header");
+        value.1.to_str().expect("text").to_owned()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lease_settles_its_tokens_at_its_end() {
+        let limits =
+            QuotaLimits { requests_per_minute: Some(2), tokens_per_minute: Some(1_000), ..QuotaLimits::default() };
+        let quota = quota(limits);
+        let remaining = |lease: &QuotaLease| shown(&lease.headers(), TOKEN_HEADERS[1]);
+        let mut lease = quota.admit([1; 32]).expect("unused");
+        lease.charge(None, 1_201, None).expect("301 tokens");
+        assert_eq!((remaining(&lease), shown(&lease.headers(), TOKEN_HEADERS[2])), ("699".into(), "18.06s".into()));
+        lease.settle(Some(TokenUse { prompt: Some(250), cached: 200, completion: 150 }));
+        assert_eq!(remaining(&lease), "600");
+        let mut long = quota.admit([1; 32]).expect("one request is left");
+        let error = long.charge(Some(700), 0, None).expect_err("600 tokens are left");
+        assert_eq!((error.status.as_u16(), error.code, error.retry_after_s), (429, "rate_limit_exceeded", Some(6)));
+        assert_eq!(shown(&error.headers, REQUEST_HEADERS[0]), "2");
+        drop(long);
+        let last = quota.admit([1; 32]).expect("a rejected request counts as none");
+        drop(last);
+        let error = quota.admit([1; 32]).err().expect("two requests are used");
+        assert_eq!((error.code, error.retry_after_s), ("rate_limit_exceeded", Some(30)));
+        assert_eq!(remaining(&lease), "600", "requests without work cost no tokens");
+    }
+}

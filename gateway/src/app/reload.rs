@@ -1,0 +1,284 @@
+//! Reload of the settings of a running gateway.
+//!
+//! Invalid settings or files change nothing. A request keeps the settings of its start. Settings that need a restart
+//! keep their running values and are reported. Reloads run one at a time. [`settings`] compares,
+//! [`ModelSources`](crate::pools::sources::ModelSources) updates workers, and the caller provides the loader.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use metrics::{Counter, Gauge};
+use serde::Serialize;
+use tokio::time::{Instant, sleep};
+
+use super::current::Current;
+use super::{App, Files, GatewayError};
+use crate::admission::retry_budget::RetryBudget;
+use crate::net::limits::ProcessLimits;
+use crate::net::listener::ListenerControl;
+use crate::net::upstream::{WorkerTlsFiles, worker_tls};
+use crate::pools::models::{Model, Models};
+use crate::settings::{SettingErrors, Settings};
+
+/// Polling interval for requests that still use a removed model.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Loads the settings again: the current file with the variables and flags of the start.
+pub type LoadSettings = Arc<dyn Fn() -> Result<Settings, String> + Send + Sync>;
+
+/// Reason for a rejected reload. The previous settings stay in force.
+#[derive(Debug, thiserror::Error)]
+pub enum ReloadError {
+    /// No loader.
+    #[error("the embedding process provided the settings and must change them itself")]
+    Fixed,
+    /// The gateway is draining.
+    #[error("the gateway is draining")]
+    Draining,
+    /// Unreadable settings or a broken rule.
+    #[error("{0}")]
+    Settings(String),
+    /// Settings that conflict with those that need a restart.
+    #[error("with the running values of settings that need a restart: {0}")]
+    Unfit(SettingErrors),
+    /// An unusable referenced file, or a model that cannot start.
+    #[error(transparent)]
+    Gateway(#[from] GatewayError),
+    /// The reload was aborted.
+    #[error("the reload was interrupted")]
+    Lost,
+}
+
+/// Status of the running settings.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct ReloadStatus {
+    /// Time of the last application, at startup or by a reload, in seconds since 1970.
+    pub applied_at: u64,
+    /// The last reload; `None` before the first.
+    pub last: Option<LastReload>,
+    /// Settings that keep their previous value until a restart.
+    pub restart_needed: Vec<String>,
+    /// Whether all running settings equal the last loaded ones.
+    pub is_current: bool,
+}
+
+/// A completed reload.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LastReload {
+    /// Completion time, in seconds since 1970.
+    pub at: u64,
+    /// Whether it was applied; otherwise it was rejected as a whole.
+    pub applied: bool,
+    /// Reason for the rejection.
+    pub error: Option<String>,
+}
+
+/// Performs reloads and keeps their status.
+pub(crate) struct Reloader {
+    current: Current,
+    load: Option<LoadSettings>,
+    limits: ProcessLimits,
+    clients: ListenerControl,
+    /// Files of the last load, for comparison. Locked during a reload.
+    files: tokio::sync::Mutex<WorkerTlsFiles>,
+    status: Mutex<ReloadStatus>,
+    meters: ReloadMeters,
+}
+
+struct ReloadMeters {
+    applied: Counter,
+    rejected: Counter,
+    is_successful: Gauge,
+    applied_at: Gauge,
+    restart_needed: Gauge,
+}
+
+impl Reloader {
+    pub(crate) fn new(
+        current: Current,
+        load: Option<LoadSettings>,
+        limits: ProcessLimits,
+        clients: ListenerControl,
+        tls_files: WorkerTlsFiles,
+    ) -> Self {
+        let reloads = |result| metrics::counter!("pointsman_gateway_config_reloads_total", "result" => result);
+        let meters = ReloadMeters {
+            applied: reloads("applied"),
+            rejected: reloads("rejected"),
+            is_successful: metrics::gauge!("pointsman_gateway_config_last_reload_successful"),
+            applied_at: metrics::gauge!("pointsman_gateway_config_applied_timestamp_seconds"),
+            restart_needed: metrics::gauge!("pointsman_gateway_config_restart_needed"),
+        };
+        let status = ReloadStatus { applied_at: unix_time(), is_current: true, ..ReloadStatus::default() };
+        let (files, status) = (tokio::sync::Mutex::new(tls_files), Mutex::new(status));
+        let reloader = Self { current, load, limits, clients, files, status, meters };
+        reloader.show(&reloader.status());
+        reloader
+    }
+
+    pub(crate) fn status(&self) -> ReloadStatus {
+        // The status is replaced as a whole.
+        self.status.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Loads and applies the settings. Runs to completion, even if the caller drops the future.
+    pub(crate) async fn reload(self: &Arc<Self>) -> Result<ReloadStatus, ReloadError> {
+        let this = Arc::clone(self);
+        tokio::spawn(async move { this.run().await }).await.unwrap_or(Err(ReloadError::Lost))
+    }
+
+    async fn run(&self) -> Result<ReloadStatus, ReloadError> {
+        let mut tls_files = self.files.lock().await;
+        let result = match self.prepare(&tls_files).await {
+            Ok(next) => Ok(self.apply(next, &mut tls_files).await),
+            Err(error) => Err(error),
+        };
+        let mut status = self.status();
+        let error = result.as_ref().err().map(|error| in_one_line(&error.to_string()));
+        status.last = Some(LastReload { at: unix_time(), applied: error.is_none(), error: error.clone() });
+        match &result {
+            Ok(restart_needed) => {
+                (status.applied_at, status.restart_needed) = (unix_time(), restart_needed.clone());
+                self.meters.applied.increment(1);
+                for setting in restart_needed {
+                    tracing::warn!(setting, "setting changed; the change needs a restart");
+                }
+                tracing::info!(restart_needed = restart_needed.len(), "configuration reloaded");
+            }
+            Err(_) => {
+                self.meters.rejected.increment(1);
+                tracing::error!(error, "configuration reload rejected; the previous configuration stays in force");
+            }
+        }
+        status.is_current = result.is_ok() && status.restart_needed.is_empty();
+        self.show(&status);
+        *self.status.lock().unwrap_or_else(PoisonError::into_inner) = status.clone();
+        result.map(|_| status)
+    }
+
+    fn show(&self, status: &ReloadStatus) {
+        let is_successful = status.last.as_ref().is_none_or(|last| last.applied);
+        self.meters.is_successful.set(if is_successful { 1.0 } else { 0.0 });
+        self.meters.applied_at.set(as_float(status.applied_at));
+        self.meters.restart_needed.set(as_float(status.restart_needed.len() as u64));
+    }
+
+    /// All fallible steps. Does not change running state.
+    async fn prepare(&self, known: &WorkerTlsFiles) -> Result<Next, ReloadError> {
+        let app = self.current.get();
+        if app.readiness.is_draining() {
+            return Err(ReloadError::Draining);
+        }
+        let load = self.load.clone().ok_or(ReloadError::Fixed)?;
+        let loaded = tokio::task::spawn_blocking(move || {
+            let loaded = load().map_err(ReloadError::Settings)?;
+            Ok((WorkerTlsFiles::read(&loaded.gateway), loaded))
+        });
+        let (tls_files, loaded) = loaded.await.unwrap_or(Err(ReloadError::Lost))?;
+        let (mut settings, mut restart_needed) = loaded.reloaded_over(&app.settings);
+        if settings.gateway.body_bytes_max > self.limits.body_budget_bytes {
+            // The budget of the start could not hold a single body of that size.
+            restart_needed.push("gateway.body_bytes_max".to_owned());
+            settings.gateway.body_bytes_max = app.settings.gateway.body_bytes_max;
+        }
+        settings.validate().map_err(ReloadError::Unfit)?;
+        let files = Files::read(&settings, &self.limits).await?;
+        let timeouts = (settings.gateway.connect_timeout_ms, app.settings.gateway.connect_timeout_ms);
+        let is_new = tls_files != *known || timeouts.0 != timeouts.1;
+        let worker_tls = is_new.then(|| worker_tls(&settings.gateway)).transpose();
+        let worker_tls = worker_tls.map_err(GatewayError::from)?;
+        // Last, because models started here must be stopped after any failure.
+        let snapshots = settings.gateway.snapshot_path.as_deref();
+        let models = app.models.reloaded(&settings.models, &app.upstream, snapshots).await;
+        let models = models.map_err(GatewayError::from)?;
+        Ok(Next { app, settings, restart_needed, files, worker_tls, tls_files, models })
+    }
+
+    /// Replaces the running state. Returns the settings that need a restart.
+    async fn apply(&self, next: Next, known: &mut WorkerTlsFiles) -> Vec<String> {
+        let Next { app, settings, restart_needed, files, worker_tls, tls_files, models } = next;
+        settings.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
+        *known = tls_files;
+        if let Some(tls) = worker_tls {
+            app.upstream.set_tls(tls, Duration::from_millis(settings.gateway.connect_timeout_ms));
+        }
+        app.upstream.set_keys(settings.gateway.worker_api_key_file.clone(), &files.secrets.worker_keys);
+        self.clients.set(files.listener);
+        let is_share_new = settings.gateway.retry_share_max.to_bits() != app.settings.gateway.retry_share_max.to_bits();
+        let mut new = App {
+            tenants: Arc::new(app.tenants.reloaded(&settings.tenants, &files.secrets)),
+            admin_token: files.admin_token,
+            index_token: files.index_token,
+            read_token: files.read_token,
+            models: Arc::new(models),
+            ..App::clone(&app)
+        };
+        if is_share_new {
+            new.retry_budget = Arc::new(RetryBudget::new(settings.gateway.retry_share_max, Instant::now()));
+        }
+        new.settings = Arc::new(settings);
+        let models = Arc::clone(&new.models);
+        self.current.replace(new);
+        for model in models.all() {
+            model.follow_settings();
+        }
+        end_removed(app, &models);
+        restart_needed
+    }
+}
+
+/// State prepared by a reload.
+struct Next {
+    /// The state to replace.
+    app: Arc<App>,
+    settings: Settings,
+    restart_needed: Vec<String>,
+    files: Files,
+    /// Set if the worker client must be rebuilt.
+    worker_tls: Option<rustls::ClientConfig>,
+    tls_files: WorkerTlsFiles,
+    models: Models,
+}
+
+/// Stops the routers of removed models once the requests of the old state have ended, or after `drain_timeout_ms`.
+fn end_removed(old: Arc<App>, models: &Models) {
+    let is_removed = |model: &&Arc<Model>| !models.all().iter().any(|kept| kept.settings.name == model.settings.name);
+    let removed: Vec<_> = old.models.all().iter().filter(is_removed).map(|model| model.router.clone()).collect();
+    if removed.is_empty() {
+        return;
+    }
+    let wait_max = Duration::from_millis(old.settings.gateway.drain_timeout_ms);
+    // Every request holds the state until the end of its response.
+    let old = Arc::downgrade(&old);
+    tokio::spawn(async move {
+        let begun = Instant::now();
+        while old.strong_count() > 0 && begun.elapsed() < wait_max {
+            sleep(CHECK_INTERVAL).await;
+        }
+        for router in removed {
+            router.shutdown(crate::pools::models::SHUTDOWN_WAIT).await;
+        }
+    });
+}
+
+#[expect(clippy::disallowed_methods, reason = "the date is only reported to operators")]
+fn unix_time() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+#[expect(clippy::cast_precision_loss, reason = "gauges are floats; dates are exact")]
+fn as_float(n: u64) -> f64 {
+    n as f64
+}
+
+/// Joins a list of problems into one log line.
+fn in_one_line(problems: &str) -> String {
+    problems.trim_end().split('\n').collect::<Vec<_>>().join("; ")
+}
+
+impl fmt::Debug for Reloader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reloader").field("status", &self.status()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,135 @@
+//! Routes of the clients' listener, and layers for all listeners.
+//!
+//! Assigns request ids and adds them to every response. Unknown paths, unsupported methods and panics produce errors in
+//! OpenAI's format. Handlers live in their own modules.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::http::header::{HOST, TRANSFER_ENCODING};
+use axum::http::{HeaderName, HeaderValue, Method, Version};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::{get, post};
+use http_body_util::BodyExt as _;
+use tokio::time::{Instant, timeout};
+use tower_http::catch_panic::CatchPanicLayer;
+
+use super::App;
+use super::current::Current;
+use crate::formats::openai::{ApiError, Endpoint, request_id};
+use crate::observe::access::{AccessRecord, ErrorCode};
+use crate::observe::trace::RequestTrace;
+use crate::pools::readiness;
+use crate::proxy;
+use crate::proxy::catalog;
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// The same in Anthropic's API.
+const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
+
+/// Paths without an access log line, because monitoring polls them every few seconds.
+const PROBES: [&str; 4] = ["/live", "/health", "/ready", "/metrics"];
+
+/// Maximum path length in an access log line.
+const PATH_CHARS_MAX: usize = 128;
+
+pub(super) fn clients(current: Current) -> Router {
+    let ask = |endpoint: Endpoint| {
+        post(move |state, request| proxy::answer(endpoint, state, request))
+            .fallback(|| async { ApiError::method_not_allowed("POST") })
+    };
+    let mut routes = Router::new();
+    for endpoint in Endpoint::ALL {
+        routes = routes.route(endpoint.path(), ask(endpoint));
+    }
+    routes
+        .route("/v1/models", get(catalog::list))
+        .route("/v1/models/{*id}", get(catalog::one))
+        .route("/metrics", get(readiness::public_metrics))
+        .merge(readiness::routes())
+        .with_state(current.clone())
+        .fallback(|| async { ApiError::not_found() })
+        .method_not_allowed_fallback(|| async { ApiError::method_not_allowed("GET, HEAD") })
+        .layer(CatchPanicLayer::custom(panicked))
+        .layer(from_fn_with_state(current, named))
+}
+
+/// Routes for connections above `connections_max`: probes only.
+pub(super) fn overflow(current: Current) -> Router {
+    let probes = Router::new().route("/metrics", get(readiness::public_metrics)).merge(readiness::routes());
+    probes.with_state(current).fallback(too_many_connections)
+}
+
+/// Time limit for reading the body of a rejected request.
+const REFUSED_BODY_TIME_MAX: Duration = Duration::from_millis(500);
+
+async fn too_many_connections(request: Request) -> ApiError {
+    // Otherwise a client that is still sending would see a connection reset instead of the response.
+    let mut body = request.into_body();
+    let rest = async { while let Some(Ok(_)) = body.frame().await {} };
+    let _ = timeout(REFUSED_BODY_TIME_MAX, rest).await;
+    ApiError::too_many_connections()
+}
+
+/// Assigns an id to requests without a valid one; the response carries it.
+async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+    let id = request_id(request.headers()).map_or_else(|| app.ids.public(), str::to_owned);
+    let id = HeaderValue::try_from(id).expect("request ids are valid header values");
+    request.headers_mut().insert(REQUEST_ID, id.clone());
+    let is_anthropic = Endpoint::of_path(request.uri().path()).is_some_and(Endpoint::is_anthropic);
+    let refused = refused_head(&request);
+    let is_unrouted = refused.is_some() || !is_routed(&request);
+    let unrouted = is_unrouted.then(|| (path_of(&request), Instant::now()));
+    let trace_id = unrouted.as_ref().and_then(|_| RequestTrace::of(request.headers()).trace_id());
+    let mut answer = match refused {
+        Some(error) => error.into_response(),
+        None => next.run(request).await,
+    };
+    if is_anthropic && !answer.status().is_success() {
+        answer = proxy::converted_error(answer, id.to_str().unwrap_or_default()).await;
+    }
+    if let Some((path, started)) = unrouted.filter(|(path, _)| !PROBES.contains(&path.as_str())) {
+        let request_id = id.to_str().unwrap_or_default().to_owned();
+        let error = answer.extensions().get().map(|ErrorCode(code)| *code);
+        let record = AccessRecord::unrouted(request_id, path, error);
+        let status = answer.status().as_u16();
+        record.write("other", ("", trace_id.as_deref()), status, record.outcome_of(status), started.elapsed());
+    }
+    if is_anthropic {
+        answer.headers_mut().insert(ANTHROPIC_REQUEST_ID, id.clone());
+    }
+    answer.headers_mut().insert(REQUEST_ID, id);
+    answer
+}
+
+/// Reason to reject a head that proxies may interpret differently: RFC 9112, sections 3.2 and 6.1.
+pub(crate) fn refused_head(request: &Request) -> Option<ApiError> {
+    let hosts = request.headers().get_all(HOST).iter().count();
+    // HTTP/2 has the authority in the URI.
+    if hosts > 1 || hosts == 0 && request.version() == Version::HTTP_11 {
+        return Some(ApiError::host_invalid());
+    }
+    let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
+    let is_known = codings.next().is_none_or(|coding| coding.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked"));
+    (!is_known || codings.next().is_some()).then(ApiError::transfer_encoding_unsupported)
+}
+
+/// Whether the request goes to an endpoint that writes its own access log line.
+fn is_routed(request: &Request) -> bool {
+    request.method() == Method::POST && Endpoint::of_path(request.uri().path()).is_some()
+}
+
+/// Truncated path without the query, because clients put keys there.
+fn path_of(request: &Request) -> String {
+    request.uri().path().chars().take(PATH_CHARS_MAX).collect()
+}
+
+/// The panic hook has logged the panic; its message is internal.
+fn panicked(_: Box<dyn Any + Send>) -> Response {
+    ApiError::internal().into_response()
+}

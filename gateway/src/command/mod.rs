@@ -1,0 +1,4 @@
+//! Parts of the command line.
+
+pub(crate) mod demo;
+pub(crate) mod output;

@@ -1,0 +1,363 @@
+//! Byte-exact bodies of both legs, by protocol.
+
+use super::{Protocol, Transfer, decode, parse, prefill, text, transfer};
+use crate::formats::handover::NotSplit;
+use crate::formats::openai::Endpoint;
+
+const NIXL_PREFILL: &str = r#""kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#;
+const NIXL_ANSWER: &str = r#"{"id":"a","choices":[{"finish_reason":"length"}],"kv_transfer_params": { "do_remote_prefill" : true,"do_remote_decode":false,"remote_block_ids":[[1,2],[3]],"remote_num_tokens":1e5,"remote_blocks_expiry_time":1.50,"new":{"a":[null,"\u00e9\n"]},"transfer_mode":"pull" } ,"usage":null}"#;
+const NIXL_PARAMETERS: &str = r#"{ "do_remote_prefill" : true,"do_remote_decode":false,"remote_block_ids":[[1,2],[3]],"remote_num_tokens":1e5,"remote_blocks_expiry_time":1.50,"new":{"a":[null,"\u00e9\n"]},"transfer_mode":"pull" }"#;
+
+/// vLLM NIXL, prefill leg.
+#[test]
+fn nixl_prefill_legs_have_one_token_and_are_not_streamed() {
+    let cases = [
+        (
+            Endpoint::Chat,
+            r#"{"model":"m", "messages":[ ],"stream":true,"stream_options":{"include_usage":true},"max_tokens":90,"min_tokens":5,"n":1,"x":1e5}"#,
+            format!(r#"{{"model":"m", "messages":[ ],"stream":false,"max_tokens":1,"n":1,"x":1e5,{NIXL_PREFILL}}}"#),
+        ),
+        (
+            Endpoint::Chat,
+            r#"{"messages":[],"max_completion_tokens":7,"n":1.0}"#,
+            format!(r#"{{"messages":[],"max_completion_tokens":1,"n":1,{NIXL_PREFILL}}}"#),
+        ),
+        (
+            Endpoint::Chat,
+            r#"{"messages":[]}"#,
+            format!(r#"{{"messages":[],"max_completion_tokens":1,{NIXL_PREFILL}}}"#),
+        ),
+        // Both spellings: the engine rejects this body, as it rejects the client's.
+        (
+            Endpoint::Chat,
+            r#"{"messages":[],"max_tokens":8,"max_completion_tokens":7}"#,
+            format!(r#"{{"messages":[],"max_tokens":1,"max_completion_tokens":1,{NIXL_PREFILL}}}"#),
+        ),
+        // Null is absent: it must not become the second spelling.
+        (
+            Endpoint::Chat,
+            r#"{"messages":[],"max_tokens":8,"max_completion_tokens":null}"#,
+            format!(r#"{{"messages":[],"max_tokens":1,"max_completion_tokens":null,{NIXL_PREFILL}}}"#),
+        ),
+        (
+            Endpoint::Chat,
+            r#"{"messages":[],"max_tokens":null}"#,
+            format!(r#"{{"messages":[],"max_tokens":1,{NIXL_PREFILL}}}"#),
+        ),
+        (
+            Endpoint::Completions,
+            r#"{"stream_options":null,"prompt":"a\u00e9","min_tokens":2}"#,
+            format!(r#"{{"prompt":"a\u00e9","max_tokens":1,{NIXL_PREFILL}}}"#),
+        ),
+        // Completions ignore the spelling of chats.
+        (
+            Endpoint::Completions,
+            r#"{"prompt":[1,2],"max_completion_tokens":9}"#,
+            format!(r#"{{"prompt":[1,2],"max_completion_tokens":9,"max_tokens":1,{NIXL_PREFILL}}}"#),
+        ),
+        (
+            Endpoint::Responses,
+            r#"{"input":"x","stream":true,"max_output_tokens":50,"store":true}"#,
+            format!(r#"{{"input":"x","stream":false,"max_output_tokens":1,"store":true,{NIXL_PREFILL}}}"#),
+        ),
+        (Endpoint::Responses, r#"{"input":"x"}"#, format!(r#"{{"input":"x","max_output_tokens":1,{NIXL_PREFILL}}}"#)),
+    ];
+    for (endpoint, body, expected) in cases {
+        assert_eq!(prefill(endpoint, Protocol::VllmNixl, body), expected, "{body}");
+    }
+}
+
+/// vLLM NIXL, decode leg.
+#[test]
+fn nixl_decode_legs_copy_the_parameters_of_the_prefill_response() {
+    for (endpoint, body) in [
+        (Endpoint::Chat, r#"{"messages":[],"stream":true,"stream_options":{"include_usage":true},"max_tokens":90"#),
+        (Endpoint::Completions, r#"{"prompt":"x","max_tokens":90,"min_tokens":3"#),
+        (Endpoint::Responses, r#"{"input":"x","max_output_tokens":90"#),
+    ] {
+        let sent = decode(endpoint, Protocol::VllmNixl, &format!("{body}}}"), Some(NIXL_ANSWER));
+        assert_eq!(sent, format!(r#"{body},"kv_transfer_params":{NIXL_PARAMETERS}}}"#));
+    }
+}
+
+#[test]
+fn parameters_of_the_client_are_replaced_in_place() {
+    let body = r#"{"kv_transfer_params":{"remote_host":"h"},"prompt":"x","max_tokens":9}"#;
+    let sent = prefill(Endpoint::Completions, Protocol::VllmNixl, body);
+    assert_eq!(sent, format!(r#"{{{NIXL_PREFILL},"prompt":"x","max_tokens":1}}"#));
+    let sent = decode(Endpoint::Completions, Protocol::VllmNixl, body, Some(NIXL_ANSWER));
+    assert_eq!(sent, format!(r#"{{"kv_transfer_params":{NIXL_PARAMETERS},"prompt":"x","max_tokens":9}}"#));
+    // An escaped name is the same field.
+    let body = r#"{"kv_transfer_param\u0073":{},"max\u005ftokens":5,"prompt":"x"}"#;
+    let sent = prefill(Endpoint::Completions, Protocol::VllmNixl, body);
+    assert_eq!(sent.matches("kv_transfer_param").count(), 1);
+    assert!(sent.contains(r#""max\u005ftokens":1,"#), "{sent}");
+}
+
+/// The prompt is shorter than a block, or the prefill was aborted and its blocks are freed.
+#[test]
+fn nixl_decode_legs_without_parameters_are_the_client_body() {
+    let body = "{ \"prompt\" : \"x\" ,\n\"max_tokens\":9}\n";
+    for answer in [
+        None,
+        Some(r#"{"choices":[{"finish_reason":"length"}]}"#),
+        Some(r#"{"choices":[{"finish_reason":"length"}],"kv_transfer_params":null}"#),
+        Some(r#"{"choices":[{"finish_reason":"abort"}],"kv_transfer_params":{"remote_port":1}}"#),
+        Some(r#"{"choices":[{"finish_reason":"error"}],"kv_transfer_params":{"remote_port":1}}"#),
+        Some(r#"{"object":"response","status":"failed","kv_transfer_params":{"remote_port":1}}"#),
+        Some(r#"{"status":"incomplete","incomplete_details":{"reason":"content_filter"},"kv_transfer_params":{}}"#),
+    ] {
+        assert_eq!(decode(Endpoint::Completions, Protocol::VllmNixl, body, answer), body, "{answer:?}");
+    }
+    for answer in [
+        r#"{"choices":[{"finish_reason":"stop"}],"kv_transfer_params":{"remote_port":1}}"#,
+        r#"{"choices":[{"finish_reason":"tool_calls"}],"kv_transfer_params":{"remote_port":1}}"#,
+        r#"{"choices":[{"finish_reason":null}],"kv_transfer_params":{"remote_port":1}}"#,
+        r#"{"status":"completed","kv_transfer_params":{"remote_port":1}}"#,
+        r#"{"status":"incomplete","incomplete_details":{"reason":"max_output_tokens"},"kv_transfer_params":{"remote_port":1}}"#,
+    ] {
+        let sent = decode(Endpoint::Completions, Protocol::VllmNixl, r#"{"prompt":"x"}"#, Some(answer));
+        assert_eq!(sent, r#"{"prompt":"x","kv_transfer_params":{"remote_port":1}}"#, "{answer}");
+    }
+}
+
+/// vLLM Mooncake.
+#[test]
+fn mooncake_legs_use_the_same_transfer_id() {
+    for (endpoint, body, one_token) in [
+        (
+            Endpoint::Chat,
+            r#"{"messages":[],"stream":true,"max_tokens":9"#,
+            r#"{"messages":[],"stream":false,"max_tokens":1"#,
+        ),
+        (Endpoint::Completions, r#"{"prompt":"x","min_tokens":1"#, r#"{"prompt":"x","max_tokens":1"#),
+    ] {
+        let client = format!("{body}}}");
+        assert_eq!(
+            prefill(endpoint, Protocol::VllmMooncake, &client),
+            format!(
+                r#"{one_token},"kv_transfer_params":{{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"xfer-5f0c"}}}}"#
+            )
+        );
+        assert_eq!(
+            decode(endpoint, Protocol::VllmMooncake, &client, None),
+            format!(
+                r#"{body},"kv_transfer_params":{{"do_remote_prefill":true,"do_remote_decode":false,"transfer_id":"xfer-5f0c","remote_bootstrap_addr":"http://10.0.0.1:8998","remote_engine_id":"engine-3"}}}}"#
+            )
+        );
+    }
+}
+
+/// vLLM P2P NCCL: the request id names both addresses.
+#[test]
+fn p2p_legs_have_no_parameters() {
+    let chat = r#"{"messages":[],"stream":true,"stream_options":{}}"#;
+    let sent = prefill(Endpoint::Chat, Protocol::VllmP2pNccl, chat);
+    assert_eq!(sent, r#"{"messages":[],"stream":false,"max_completion_tokens":1}"#);
+    assert_eq!(decode(Endpoint::Chat, Protocol::VllmP2pNccl, chat, None), chat);
+    let completion = r#"{"prompt":"x","max_tokens":9, "n":1}"#;
+    let sent = prefill(Endpoint::Completions, Protocol::VllmP2pNccl, completion);
+    assert_eq!(sent, r#"{"prompt":"x","max_tokens":1, "n":1}"#);
+    assert_eq!(decode(Endpoint::Completions, Protocol::VllmP2pNccl, completion, Some(NIXL_ANSWER)), completion);
+}
+
+/// SGLang.
+#[test]
+fn sglang_legs_have_the_same_room() {
+    for (endpoint, body) in [
+        (Endpoint::Chat, r#"{"messages":[],"stream":true,"stream_options":{"include_usage":true},"max_tokens":9"#),
+        (Endpoint::Completions, r#"{"prompt":[1,2,3],"min_tokens":3"#),
+    ] {
+        let client = format!("{body}}}");
+        let expected = format!(
+            r#"{body},"bootstrap_host":"10.0.0.1","bootstrap_port":8998,"bootstrap_room":77,"rid":"xfer-5f0c"}}"#
+        );
+        assert_eq!(prefill(endpoint, Protocol::Sglang, &client), expected);
+        assert_eq!(decode(endpoint, Protocol::Sglang, &client, None), expected);
+    }
+}
+
+#[test]
+fn sglang_legs_name_their_ranks() {
+    let legs = parse(Endpoint::Chat, Protocol::Sglang, r#"{"messages":[]}"#).unwrap();
+    let leg = Transfer { prefill_rank: Some(3), decode_rank: Some(5), bootstrap_port: None, ..transfer() };
+    let shared =
+        r#"{"messages":[],"bootstrap_host":"10.0.0.1","bootstrap_port":null,"bootstrap_room":77,"rid":"xfer-5f0c""#;
+    assert_eq!(text(&legs.prefill(&leg)), format!(r#"{shared},"routed_dp_rank":3}}"#));
+    let expected = format!(r#"{shared},"routed_dp_rank":5,"disagg_prefill_dp_rank":3}}"#);
+    assert_eq!(text(&legs.decode(&leg, None)), expected);
+}
+
+#[test]
+fn sglang_fields_of_the_client_are_replaced_in_place() {
+    let body = r#"{"bootstrap_room":5,"routed_dp_rank":1,"bootstrap_host":"h","disagg_prefill_dp_rank":0,"bootstrap_port":1,"rid":null,"messages":[]}"#;
+    let legs = parse(Endpoint::Chat, Protocol::Sglang, body).unwrap();
+    let leg = Transfer { prefill_rank: Some(3), decode_rank: Some(5), ..transfer() };
+    let expected = r#"{"bootstrap_room":77,"routed_dp_rank":5,"bootstrap_host":"10.0.0.1","disagg_prefill_dp_rank":3,"bootstrap_port":8998,"rid":"xfer-5f0c","messages":[]}"#;
+    assert_eq!(text(&legs.decode(&leg, None)), expected);
+    let expected = r#"{"bootstrap_room":77,"routed_dp_rank":3,"bootstrap_host":"10.0.0.1","disagg_prefill_dp_rank":null,"bootstrap_port":8998,"rid":"xfer-5f0c","messages":[]}"#;
+    assert_eq!(text(&legs.prefill(&leg)), expected);
+}
+
+#[test]
+fn sglang_batches_have_one_room_for_each_prompt_on_the_same_rank() {
+    let leg = Transfer { room: 13, prefill_dp_size: 4, ..transfer() };
+    for (prompt, expected) in [
+        (
+            r#"["a", "b","c"]"#,
+            r#""bootstrap_host":["10.0.0.1","10.0.0.1","10.0.0.1"],"bootstrap_port":[8998,8998,8998],"bootstrap_room":[13,17,21]"#,
+        ),
+        (
+            "[ [1,2] ,[3]]",
+            r#""bootstrap_host":["10.0.0.1","10.0.0.1"],"bootstrap_port":[8998,8998],"bootstrap_room":[13,17]"#,
+        ),
+        (r#"["a"]"#, r#""bootstrap_host":["10.0.0.1"],"bootstrap_port":[8998],"bootstrap_room":[13]"#),
+    ] {
+        let legs = parse(Endpoint::Completions, Protocol::Sglang, &format!(r#"{{"prompt":{prompt}}}"#)).unwrap();
+        let expected = format!(r#"{{"prompt":{prompt},{expected},"rid":"xfer-5f0c"}}"#);
+        assert_eq!(text(&legs.prefill(&leg)), expected);
+        assert_eq!(text(&legs.decode(&leg, None)), expected);
+    }
+}
+
+#[test]
+fn sglang_legs_are_aborted_by_ids_that_the_gateway_has_chosen() {
+    let ids = |endpoint, protocol, body| parse(endpoint, protocol, body).unwrap().abort_ids(&transfer());
+    let of_batch = r#"{"prompt":["a","b"]}"#;
+    assert_eq!(ids(Endpoint::Chat, Protocol::Sglang, r#"{"messages":[]}"#), ["xfer-5f0c"]);
+    let expected = ["xfer-5f0c", "xfer-5f0c_0", "xfer-5f0c_1"];
+    assert_eq!(ids(Endpoint::Completions, Protocol::Sglang, of_batch), expected);
+    // SGLang aborts all requests whose id begins with the given one.
+    let of_client = r#"{"messages":[],"rid":"x"}"#;
+    assert!(ids(Endpoint::Chat, Protocol::Sglang, of_client).is_empty());
+    let sent = prefill(Endpoint::Chat, Protocol::Sglang, of_client);
+    assert!(sent.starts_with(r#"{"messages":[],"rid":"x","#) && sent.matches("rid").count() == 1, "{sent}");
+    for protocol in Protocol::ALL.into_iter().filter(|protocol| *protocol != Protocol::Sglang) {
+        assert!(ids(Endpoint::Chat, protocol, r#"{"messages":[]}"#).is_empty(), "{protocol}");
+    }
+}
+
+#[test]
+fn only_echoes_with_probabilities_need_those_of_the_prompt() {
+    for (body, expected) in [
+        (r#"{"prompt":"x","echo":true,"logprobs":1}"#, true),
+        (r#"{"prompt":"x","echo":true,"logprobs":0}"#, true),
+        (r#"{"prompt":"x","echo":true}"#, false),
+        (r#"{"prompt":"x","echo":true,"logprobs":null}"#, false),
+        (r#"{"prompt":"x","echo":false,"logprobs":1}"#, false),
+        (r#"{"prompt":"x","logprobs":1}"#, false),
+    ] {
+        let legs = parse(Endpoint::Completions, Protocol::Sglang, body).unwrap();
+        assert_eq!(legs.wants_prompt_logprobs(), expected, "{body}");
+    }
+}
+
+const CONTEXT_ANSWER: &str = r#"{"choices":[{"index":0,"finish_reason":"not_finished","disaggregated_params":{ "first_gen_tokens":[7], "request_type" : "context_only" ,"ctx_request_id":18446744073709551615,"encoded_opaque_state":"a\/b==","new":1e5}}],"prompt_token_ids": [1, 2,3]}"#;
+const GENERATION_PARAMETERS: &str = r#"{ "first_gen_tokens":[7], "request_type" : "generation_only" ,"ctx_request_id":18446744073709551615,"encoded_opaque_state":"a\/b==","new":1e5}"#;
+
+/// TensorRT-LLM.
+#[test]
+fn tensorrt_legs_replace_prompt_and_parameters() {
+    let chat = r#"{"messages":[],"max_tokens":9,"stream":true,"stream_options":{"include_usage":true}}"#;
+    assert_eq!(
+        prefill(Endpoint::Chat, Protocol::TensorrtLlm, chat),
+        r#"{"messages":[],"max_tokens":9,"stream":false,"disaggregated_params":{"request_type":"context_only"}}"#
+    );
+    assert_eq!(
+        decode(Endpoint::Chat, Protocol::TensorrtLlm, chat, Some(CONTEXT_ANSWER)),
+        format!(
+            r#"{{"messages":[],"max_tokens":9,"stream":true,"stream_options":{{"include_usage":true}},"prompt_token_ids":[1, 2,3],"disaggregated_params":{GENERATION_PARAMETERS}}}"#
+        )
+    );
+    let completion = r#"{"prompt":"abc","disaggregated_params":{"ctx_request_id":4},"max_tokens":9}"#;
+    assert_eq!(
+        prefill(Endpoint::Completions, Protocol::TensorrtLlm, completion),
+        r#"{"prompt":"abc","disaggregated_params":{"request_type":"context_only"},"max_tokens":9}"#
+    );
+    assert_eq!(
+        decode(Endpoint::Completions, Protocol::TensorrtLlm, completion, Some(CONTEXT_ANSWER)),
+        format!(r#"{{"prompt":[1, 2,3],"disaggregated_params":{GENERATION_PARAMETERS},"max_tokens":9}}"#)
+    );
+    // Without parameters, a client's parameters must not select a state.
+    assert_eq!(
+        decode(Endpoint::Completions, Protocol::TensorrtLlm, completion, None),
+        r#"{"prompt":"abc","disaggregated_params":null,"max_tokens":9}"#
+    );
+    assert_eq!(decode(Endpoint::Chat, Protocol::TensorrtLlm, chat, None), chat);
+}
+
+#[test]
+fn tensorrt_parameters_without_a_request_type_receive_one() {
+    let answer = r#"{"choices":[{"disaggregated_params":{"a":1 }}]}"#;
+    let sent = decode(Endpoint::Completions, Protocol::TensorrtLlm, r#"{"prompt":"x"}"#, Some(answer));
+    assert_eq!(sent, r#"{"prompt":"x","disaggregated_params":{"a":1,"request_type":"generation_only" }}"#);
+}
+
+#[test]
+fn identifiers_are_escaped() {
+    let legs = parse(Endpoint::Chat, Protocol::VllmMooncake, r#"{"messages":[]}"#).unwrap();
+    let leg = Transfer { transfer_id: "a\"\n".to_owned(), ..transfer() };
+    assert!(text(&legs.prefill(&leg)).contains(r#""transfer_id":"a\"\n""#));
+}
+
+#[test]
+fn requests_that_need_one_rank_are_not_split() {
+    let (chat, completions, responses) = (Endpoint::Chat, Endpoint::Completions, Endpoint::Responses);
+    let several_choices = [
+        (chat, r#"{"messages":[],"n":2}"#),
+        (chat, r#"{"messages":[],"n":0}"#),
+        (completions, r#"{"prompt":"x","best_of":3,"n":1}"#),
+    ];
+    let cases = [
+        (completions, r#"{"prompt":["x"],"n":2}"#, NotSplit::Choices),
+        (completions, r#"{"prompt":"x","prompt_logprobs":0}"#, NotSplit::PromptLogprobs),
+        (completions, r#"{"prompt":"x","use_beam_search":true}"#, NotSplit::BeamSearch),
+        (completions, r#"{"prompt":"x","prompt_embeds":"AA"}"#, NotSplit::PromptEmbeds),
+        (completions, r#"{"prompt":"x","min_tokens":1,"min_tokens":2}"#, NotSplit::Repeated("min_tokens")),
+        (Endpoint::Embeddings, r#"{"input":"x"}"#, NotSplit::Endpoint),
+    ];
+    for protocol in Protocol::ALL {
+        for (endpoint, body, reason) in cases {
+            assert_eq!(parse(endpoint, protocol, body).err(), Some(reason), "{protocol} {body}");
+        }
+        for (endpoint, body) in [
+            (chat, r#"{"messages":[],"n":null,"logprobs":true,"top_logprobs":3}"#),
+            (completions, r#"{"prompt":"x","best_of":1,"n":1,"echo":false,"prompt_logprobs":null}"#),
+            (completions, r#"{"prompt":["x"]}"#),
+        ] {
+            assert!(parse(endpoint, protocol, body).is_ok(), "{protocol} {body}");
+        }
+        let is_sglang = protocol == Protocol::Sglang;
+        for (endpoint, body) in several_choices {
+            let expected = (!is_sglang).then_some(NotSplit::Choices);
+            assert_eq!(parse(endpoint, protocol, body).err(), expected, "{protocol} {body}");
+        }
+        for body in [r#"{"prompt":["x","y"]}"#, r#"{"prompt":[[1],[2]]}"#] {
+            let expected = (!is_sglang).then_some(NotSplit::Batch);
+            assert_eq!(parse(completions, protocol, body).err(), expected, "{protocol} {body}");
+        }
+        let expected = (!is_sglang).then_some(NotSplit::Echo);
+        assert_eq!(parse(completions, protocol, r#"{"prompt":"x","echo":true}"#).err(), expected, "{protocol}");
+        let long = format!(r#"{{"prompt":[{}"x"]}}"#, r#""x","#.repeat(4096));
+        assert_eq!(parse(completions, protocol, &long).err(), Some(NotSplit::Batch), "{protocol}");
+        let expected = (protocol != Protocol::VllmNixl).then_some(NotSplit::Endpoint);
+        assert_eq!(parse(responses, protocol, r#"{"input":"x"}"#).err(), expected, "{protocol}");
+    }
+    let stored = r#"{"input":"x","previous_response_id":"r"}"#;
+    assert_eq!(parse(responses, Protocol::VllmNixl, stored).err(), Some(NotSplit::Stored));
+    let background = r#"{"input":"x","background":true}"#;
+    assert_eq!(parse(responses, Protocol::VllmNixl, background).err(), Some(NotSplit::Background));
+}
+
+#[test]
+fn the_prefill_leg_of_a_next_turn_reads_the_blocks_of_the_decode_rank() {
+    let legs = parse(Endpoint::Chat, Protocol::VllmNixl, r#"{"messages":[],"max_tokens":9}"#).unwrap();
+    let previous = r#"{"do_remote_prefill": true,"do_remote_decode": false,"remote_block_ids":[[4,5]],"remote_engine_id":"d-1","remote_port":5700,"x":1e2}"#;
+    let leg = Transfer { previous_turn: Some(previous.into()), ..transfer() };
+    let expected = r#"{"messages":[],"max_tokens":1,"kv_transfer_params":{"do_remote_prefill": false,"do_remote_decode": true,"remote_block_ids":[[4,5]],"remote_engine_id":"d-1","remote_port":5700,"x":1e2}}"#;
+    assert_eq!(text(&legs.prefill(&leg)), expected);
+    for invalid in ["[]", "", "7"] {
+        let leg = Transfer { previous_turn: Some(invalid.into()), ..transfer() };
+        assert_eq!(legs.prefill(&leg), legs.prefill(&transfer()), "{invalid:?}");
+    }
+}

@@ -1,0 +1,212 @@
+//! Cached tokens in responses that pass in frames.
+
+use axum::body::Bytes;
+use proptest::prelude::*;
+use serde_json::Value;
+
+use super::text;
+use crate::formats::handover::CachedTokensRewriter;
+
+/// Passes `input` through the rewriter in frames that end at `splits`.
+fn pass(mut rewriter: CachedTokensRewriter, input: &[u8], splits: &[usize], tokens: Option<u32>) -> Vec<u8> {
+    let mut ends: Vec<usize> = splits.iter().map(|split| split % (input.len() + 1)).chain([input.len()]).collect();
+    ends.sort_unstable();
+    let (mut output, mut at) = (Vec::new(), 0);
+    for end in ends {
+        output.extend_from_slice(&rewriter.push(Bytes::copy_from_slice(&input[at..end]), tokens));
+        at = end;
+    }
+    output.extend_from_slice(&rewriter.finish(tokens));
+    output
+}
+
+fn events(input: &str) -> String {
+    text(&pass(CachedTokensRewriter::new(true), input.as_bytes(), &[], Some(8)))
+}
+
+fn json(input: &str) -> String {
+    text(&pass(CachedTokensRewriter::new(false), input.as_bytes(), &[], Some(8)))
+}
+
+#[test]
+fn cached_tokens_are_replaced_or_added() {
+    let cases = [
+        (
+            r#"{"usage":{"prompt_tokens":9}}"#,
+            r#"{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}}"#,
+        ),
+        (
+            r#"{"usage" : { "prompt_tokens_details" : null , "prompt_tokens":9}, "x":1e5 }"#,
+            r#"{"usage" : { "prompt_tokens_details" : {"cached_tokens":8} , "prompt_tokens":9}, "x":1e5 }"#,
+        ),
+        (
+            r#"{"usage":{"prompt_tokens_details":{"audio_tokens":0}}}"#,
+            r#"{"usage":{"prompt_tokens_details":{"audio_tokens":0,"cached_tokens":8}}}"#,
+        ),
+        (
+            r#"{"usage":{"prompt_tokens_details":{"cached_tokens": 0 ,"audio_tokens":0}},"b":2}"#,
+            r#"{"usage":{"prompt_tokens_details":{"cached_tokens": 8 ,"audio_tokens":0}},"b":2}"#,
+        ),
+        (
+            r#"{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":null}}}"#,
+            r#"{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":8}}}"#,
+        ),
+        (
+            r#"{"usage":{"input_tokens":9}}"#,
+            r#"{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":8}}}"#,
+        ),
+        (
+            r#"{"type":"response.completed","response":{"usage":{"input_tokens":9,"input_tokens_details":{}},"id":"r"}}"#,
+            r#"{"type":"response.completed","response":{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":8}},"id":"r"}}"#,
+        ),
+    ];
+    for (input, expected) in cases {
+        assert_eq!(json(input), expected);
+        for (start, end) in [("data: ", "\n\n"), ("data:", "\r\n\r\n"), ("event: e\nid: 1\ndata: ", "")] {
+            assert_eq!(events(&format!("{start}{input}{end}")), format!("{start}{expected}{end}"));
+        }
+    }
+}
+
+#[test]
+fn other_content_remains() {
+    for input in [
+        r#"{"choices":[{"delta":{"content":"\"usage\":{\"prompt_tokens\":9}"}}]}"#,
+        r#"{"choices":[{"usage":{"prompt_tokens":9}}]}"#,
+        r#"{"delta":{"usage":{"prompt_tokens":9}},"usage":null}"#,
+        r#"{"usage":{"prompt_tokens_details":7}}"#,
+        r#"{"usage":{"prompt_tokens":1},"usage":{"prompt_tokens":2}}"#,
+        r#"{"response":{"output":[{"usage":{}}]}}"#,
+        r#"{"response":"x","x":{"usage":{}}}"#,
+        r#"{"usage":{"prompt_tokens":9}"#,
+        r#"["usage",{"usage":{}}]"#,
+        "",
+    ] {
+        assert_eq!(json(input), input);
+        assert_eq!(events(&format!("data: {input}\n\n")), format!("data: {input}\n\n"));
+    }
+    let comment = ": {\"usage\":{}}\nevent: {\"usage\":{}}\n\n";
+    assert_eq!(events(comment), comment);
+    assert_eq!(events("data: [DONE]\n\n"), "data: [DONE]\n\n");
+}
+
+#[test]
+fn unknown_cached_tokens_change_nothing() {
+    let input = "data: {\"usage\":{\"prompt_tokens\":9}}\n\n";
+    for is_events in [false, true] {
+        let passed = pass(CachedTokensRewriter::new(is_events), input.as_bytes(), &[5, 11], None);
+        assert_eq!(text(&passed), input);
+    }
+}
+
+#[test]
+fn frames_without_usage_share_their_memory() {
+    let frame = Bytes::from_static(b"data: {\"choices\":[],\"usage\":null}\n\n");
+    let mut rewriter = CachedTokensRewriter::new(true);
+    assert_eq!(rewriter.push(frame.clone(), Some(8)).as_ptr(), frame.as_ptr());
+}
+
+#[test]
+fn long_lines_and_bodies_pass_unchanged() {
+    let usage = "data: {\"usage\":{\"prompt_tokens\":9}}\n";
+    let long = usage.replace('9', "9999");
+    let changed = events(usage);
+    let input = format!("{usage}{long}{usage}");
+    for splits in [&[][..], &[3], &[40], &[40, 50, 60, 70, 80], &[79, 80, 81]] {
+        let rewriter = CachedTokensRewriter::with_bytes_max(true, usage.len());
+        let passed = pass(rewriter, input.as_bytes(), splits, Some(8));
+        assert_eq!(text(&passed), format!("{changed}{long}{changed}"), "{splits:?}");
+    }
+    let body = usage.strip_prefix("data: ").unwrap();
+    let rewriter = CachedTokensRewriter::with_bytes_max(false, body.len() - 1);
+    assert_eq!(text(&pass(rewriter, body.as_bytes(), &[7], Some(8))), body);
+    let rewriter = CachedTokensRewriter::with_bytes_max(false, body.len());
+    assert_ne!(text(&pass(rewriter, body.as_bytes(), &[7], Some(8))), body);
+}
+
+/// Lines of a stream, with and without usage, valid and not.
+fn line() -> impl Strategy<Value = String> {
+    let data = prop_oneof![
+        Just(r#"{"choices":[{"delta":{"content":"é\"usage\": {"}}],"usage":null}"#.to_owned()),
+        Just(r#"{"usage":{"prompt_tokens":9}}"#.to_owned()),
+        Just(r#"{"usage":{"prompt_tokens_details":{"cached_tokens":0}},"x":"ü"}"#.to_owned()),
+        Just(r#"{"response":{"usage":{"input_tokens":1}}}"#.to_owned()),
+        Just(r#"{"usage":{"#.to_owned()),
+        Just("[DONE]".to_owned()),
+        ".{0,12}",
+    ];
+    (prop_oneof![Just("data: "), Just("data:"), Just("event: "), Just("")], data, prop_oneof![Just("\n"), Just("\r\n")])
+        .prop_map(|(start, data, end)| format!("{start}{data}{end}"))
+}
+
+proptest! {
+    #[test]
+    fn splits_do_not_change_the_output(
+        lines in proptest::collection::vec(line(), 0..8),
+        cut in 0_usize..4,
+        splits in proptest::collection::vec(0_usize..1000, 0..12),
+        is_events: bool,
+        bytes_max in prop_oneof![Just(1 << 20), 0_usize..90],
+        tokens in proptest::option::of(0_u32..99),
+    ) {
+        let input = lines.concat();
+        let input = &input.as_bytes()[..input.len().saturating_sub(cut)];
+        let rewriter = || CachedTokensRewriter::with_bytes_max(is_events, bytes_max);
+        let whole = pass(rewriter(), input, &[], tokens);
+        prop_assert_eq!(&pass(rewriter(), input, &splits, tokens), &whole);
+        let has_usage = lines.iter().any(|line| line.contains("\"usage\":{"));
+        if tokens.is_none() || !has_usage {
+            prop_assert_eq!(whole, input);
+        }
+    }
+
+    #[test]
+    fn arbitrary_bytes_pass(
+        input in proptest::collection::vec(any::<u8>(), 0..200),
+        splits in proptest::collection::vec(0_usize..200, 0..5),
+        is_events: bool,
+    ) {
+        prop_assert_eq!(pass(CachedTokensRewriter::new(is_events), &input, &splits, Some(8)), input);
+    }
+
+    /// Only the cached tokens change.
+    #[test]
+    fn rewritten_json_differs_in_cached_tokens_only(prompt_tokens: u32, has_details: bool, content in ".{0,20}") {
+        let mut body = serde_json::json!({ "content": content, "usage": { "prompt_tokens": prompt_tokens } });
+        if has_details {
+            body["usage"]["prompt_tokens_details"] = serde_json::json!({ "cached_tokens": 0, "audio_tokens": 1 });
+        }
+        let changed: Value = serde_json::from_str(&json(&body.to_string())).unwrap();
+        body["usage"]["prompt_tokens_details"]["cached_tokens"] = 8.into();
+        prop_assert_eq!(changed, body);
+    }
+}
+
+#[test]
+fn parameters_for_the_next_turn_are_taken_out_of_the_last_event() {
+    let last = "data: {\"choices\":[],\"kv_transfer_params\": {\"remote_port\":1},\"usage\":{\"prompt_tokens\":9}}\n\n";
+    let first = "data: {\"choices\":[{\"text\":\"kv_transfer_params\"}],\"kv_transfer_params\":null}\n\n";
+    for (cached, usage) in [
+        (None, r#"{"prompt_tokens":9}"#),
+        (Some(4), r#"{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":4}}"#),
+    ] {
+        let expected = format!("{first}data: {{\"choices\":[],\"kv_transfer_params\": null,\"usage\":{usage}}}\n\n");
+        let whole = format!("{first}{last}");
+        for at in 0..whole.len() {
+            let mut rewriter = CachedTokensRewriter::new(true).taking_parameters();
+            let (before, after) =
+                (Bytes::copy_from_slice(&whole.as_bytes()[..at]), Bytes::copy_from_slice(&whole.as_bytes()[at..]));
+            let parts = [rewriter.push(before, cached), rewriter.push(after, cached), rewriter.finish(cached)];
+            assert_eq!(text(&parts.concat()), expected, "split at {at}");
+            assert_eq!(rewriter.take_parameters().as_deref(), Some(&br#"{"remote_port":1}"#[..]));
+            assert_eq!(rewriter.take_parameters(), None);
+        }
+        let mut passing = CachedTokensRewriter::new(true);
+        assert!(text(&passing.push(last.into(), None)) == last && passing.take_parameters().is_none());
+    }
+    let mut rewriter = CachedTokensRewriter::new(false).taking_parameters();
+    let mut body = rewriter.push(r#"{"choices":[],"kv_transfer_params":{"a":1}}"#.into(), None).to_vec();
+    body.extend(rewriter.finish(None));
+    assert_eq!(text(&body), r#"{"choices":[],"kv_transfer_params":null}"#);
+    assert_eq!(rewriter.take_parameters().as_deref(), Some(&br#"{"a":1}"#[..]));
+}

@@ -1,0 +1,450 @@
+//! Joins the event streams of several attempts into one.
+//!
+//! Events pass whole: an incomplete event is withheld until its end, so that a failure never leaves a part of it at the
+//! client. Events of the first attempt pass unchanged and uncopied, except for token ids that the client did not request.
+//! Memory is bounded by the longest resumable output and one event.
+
+use axum::body::Bytes;
+
+use super::chunk::{Choice, Chunk, Edits, Usage};
+use super::request::ResumableRequest;
+use crate::formats::handover::object::ObjectText;
+
+/// Maximum size of a withheld event. A longer one passes in parts and ends the resumability.
+const EVENT_BYTES_MAX: usize = 4 << 20;
+
+/// Maximum size of the output so far, per token of its maximum.
+const TOKEN_BYTES_MAX: usize = 64;
+
+/// Data of the last event.
+const DONE: &str = "[DONE]";
+
+/// Whether a stream can be resumed now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamState {
+    /// All output so far is text.
+    Resumable,
+    /// The output is longer than the maximum.
+    TooLong,
+    /// The stream has output other than text, several choices, or an unknown format.
+    Unsound,
+    /// The stream has its finish reason, an error or its end mark.
+    Finished,
+}
+
+/// Output that the client has received.
+#[derive(Clone, Debug, Default)]
+pub struct SentOutput {
+    text: String,
+    /// Ids of the tokens of the text, then of tokens without text yet.
+    ids: Vec<u32>,
+    /// Length of the first part of the ids.
+    ids_sent: usize,
+    /// Whether an event with text had no ids.
+    lacks_ids: bool,
+    tokens: u32,
+}
+
+/// Values of the first attempt that all chunks have, as JSON.
+#[derive(Clone, Debug, Default)]
+struct Identity {
+    id: Option<String>,
+    created: Option<String>,
+    model: Option<String>,
+    object: Option<String>,
+    prompt_tokens: Option<u32>,
+}
+
+/// Joins the streams of the attempts of one request.
+///
+/// ```
+/// use pointsman_gateway::migration::{ResumableRequest, StreamJoiner, StreamState};
+/// use pointsman_gateway::openai::Endpoint;
+///
+/// let body = r#"{"prompt": "a", "stream": true}"#;
+/// let request = ResumableRequest::parse(Endpoint::Completions, &body.into()).ok_or("not resumable")?;
+/// let mut joiner = StreamJoiner::new(&request, 100);
+/// let first = "data: {\"id\":\"x\",\"choices\":[{\"text\":\" b\"}]}\n\n";
+/// assert_eq!(joiner.push(format!("{first}data: {{").into()), first);
+/// assert_eq!((joiner.output().text(), joiner.state()), (" b", StreamState::Resumable));
+/// joiner.resume();
+/// let second = joiner.push("data: {\"id\":\"y\",\"choices\":[{\"text\":\" c\"}]}\n\n".into());
+/// assert_eq!(second, "data: {\"id\":\"x\",\"choices\":[{\"text\":\" c\"}]}\n\n");
+/// # Ok::<(), &str>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct StreamJoiner {
+    is_chat: bool,
+    needs_token_ids: bool,
+    hides_token_ids: bool,
+    includes_usage: bool,
+    tokens_max: u32,
+    state: StreamState,
+    output: SentOutput,
+    /// Absent before the first chunk.
+    first: Option<Identity>,
+    /// Start of an incomplete event.
+    held: Vec<u8>,
+    /// Tokens of earlier attempts; `None` in the first one.
+    resumed_after: Option<u32>,
+    /// Whether the stream passes unchanged from here on.
+    passes: bool,
+    is_done: bool,
+    /// Error event of the engine and the events after it, while the stream can be resumed.
+    error: Vec<u8>,
+}
+
+/// Effect on one event.
+enum Step {
+    Keep,
+    Replace(Vec<u8>),
+    Drop,
+}
+
+impl SentOutput {
+    /// The text.
+    #[must_use]
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Token ids of the text; `None` if not all are known.
+    #[must_use]
+    pub fn token_ids(&self) -> Option<&[u32]> {
+        (!self.lacks_ids).then(|| &self.ids[..self.ids_sent])
+    }
+
+    /// Number of tokens: by token ids or by the engine's usage if the stream has them, otherwise the number of events.
+    #[must_use]
+    pub fn tokens(&self) -> u32 {
+        self.tokens
+    }
+
+    fn clear(&mut self) {
+        *self = Self { tokens: self.tokens, lacks_ids: true, ..Self::default() };
+    }
+}
+
+impl StreamJoiner {
+    /// A joiner for the first attempt. Output of more than `tokens_max` tokens is not resumable.
+    #[must_use]
+    pub fn new(request: &ResumableRequest, tokens_max: u32) -> Self {
+        Self {
+            is_chat: request.is_chat(),
+            needs_token_ids: request.needs_token_ids(),
+            hides_token_ids: request.hides_token_ids(),
+            includes_usage: request.includes_usage(),
+            tokens_max,
+            state: StreamState::Resumable,
+            output: SentOutput::default(),
+            first: None,
+            held: Vec::new(),
+            resumed_after: None,
+            passes: false,
+            is_done: false,
+            error: Vec::new(),
+        }
+    }
+
+    /// Whether the stream can be resumed now.
+    #[must_use]
+    pub fn state(&self) -> StreamState {
+        let has_other_ids = !self.hides_token_ids && self.output.ids.len() > self.output.ids_sent;
+        let is_unknown = self.needs_token_ids && (self.output.lacks_ids || has_other_ids);
+        match self.state {
+            // The client has ids of tokens whose text would be generated again.
+            StreamState::Resumable if is_unknown => StreamState::Unsound,
+            state => state,
+        }
+    }
+
+    /// The output so far.
+    #[must_use]
+    pub fn output(&self) -> &SentOutput {
+        &self.output
+    }
+
+    /// Accepts a frame and returns the bytes for the client, which may be empty.
+    pub fn push(&mut self, frame: Bytes) -> Bytes {
+        if self.passes {
+            return frame;
+        }
+        if self.held.is_empty() {
+            let end = events_end(&frame, 0);
+            self.hold(&frame[end..]);
+            let events = self.process(frame.slice(..end));
+            return self.joined(events);
+        }
+        let scanned = self.held.len().saturating_sub(3);
+        self.held.extend_from_slice(&frame);
+        let end = events_end(&self.held, scanned);
+        let mut events = std::mem::take(&mut self.held);
+        let rest = events.split_off(end);
+        self.hold(&rest);
+        let events = self.process(events.into());
+        self.joined(events)
+    }
+
+    /// Whether the engine ended the attempt with a server error after which the stream can be resumed. The error is
+    /// withheld.
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        !self.error.is_empty()
+    }
+
+    /// The withheld error, for a stream that is not resumed.
+    pub fn error(&mut self) -> Bytes {
+        self.end_resumability(StreamState::Finished);
+        std::mem::take(&mut self.error).into()
+    }
+
+    /// Accepts the regular end of an attempt and returns the last bytes for the client.
+    pub fn finish(&mut self) -> Bytes {
+        let rest = std::mem::take(&mut self.held);
+        self.process(rest.into())
+    }
+
+    /// Starts the stream of the next attempt. The incomplete event of the previous one is dropped.
+    pub fn resume(&mut self) {
+        self.held.clear();
+        self.error.clear();
+        self.output.ids.truncate(self.output.ids_sent);
+        // Without a chunk, the next attempt is the first one for the client.
+        self.resumed_after = self.first.is_some().then_some(self.output.tokens);
+    }
+
+    /// The end of a stream whose output has its maximum length, by the gateway. `prompt_tokens` is the length of the
+    /// prompt; without it the usage is omitted.
+    pub fn complete(&mut self, prompt_tokens: Option<u32>) -> Bytes {
+        self.held.clear();
+        self.error.clear();
+        (self.state, self.is_done) = (StreamState::Finished, true);
+        let default_object = if self.is_chat { "\"chat.completion.chunk\"" } else { "\"text_completion\"" };
+        let Identity { id, created, model, object, prompt_tokens: engine_tokens } =
+            self.first.take().unwrap_or_default();
+        let or_null = |json: &Option<String>| json.clone().unwrap_or_else(|| "null".to_owned());
+        let head = format!(
+            "\"id\":{},\"object\":{},\"created\":{},\"model\":{}",
+            or_null(&id),
+            object.as_deref().unwrap_or(default_object),
+            or_null(&created),
+            or_null(&model)
+        );
+        let content = if self.is_chat { "\"delta\":{}" } else { "\"text\":\"\"" };
+        let mut end = format!(
+            "data: {{{head},\"choices\":[{{\"index\":0,{content},\"logprobs\":null,\"finish_reason\":\"length\"}}]}}\n\n"
+        );
+        let output = self.output.tokens;
+        if let Some(prompt) = engine_tokens.or(prompt_tokens).filter(|_| self.includes_usage) {
+            let total = prompt.saturating_add(output);
+            end += &format!(
+                "data: {{{head},\"choices\":[],\"usage\":{{\"prompt_tokens\":{prompt},\"total_tokens\":{total},\
+                 \"completion_tokens\":{output}}}}}\n\n"
+            );
+        }
+        end += "data: [DONE]\n\n";
+        end.into()
+    }
+
+    /// Withholds the start of an event.
+    fn hold(&mut self, rest: &[u8]) {
+        let is_unknown = rest.windows(2).any(|pair| pair[0] == b'\r' && pair[1] != b'\n');
+        if rest.len() > EVENT_BYTES_MAX || is_unknown {
+            self.end_resumability(StreamState::Unsound);
+            self.passes = true;
+        }
+        self.held.extend_from_slice(rest);
+    }
+
+    /// The events, and the withheld bytes once the stream passes unchanged.
+    fn joined(&mut self, events: Bytes) -> Bytes {
+        let is_read = self.state == StreamState::Resumable || self.hides_token_ids || self.resumed_after.is_some();
+        self.passes |= !is_read;
+        if !self.passes || self.held.is_empty() {
+            return events;
+        }
+        [&events[..], &std::mem::take(&mut self.held)].concat().into()
+    }
+
+    fn end_resumability(&mut self, state: StreamState) {
+        if self.state == StreamState::Resumable {
+            self.state = state;
+            self.output.clear();
+        }
+    }
+
+    /// Reads whole events. Without changes, the result is the input.
+    fn process(&mut self, events: Bytes) -> Bytes {
+        let (mut edited, mut at): (Option<Vec<u8>>, usize) = (None, 0);
+        while at < events.len() {
+            let end = at + first_event_end(&events[at..]);
+            let event = &events[at..end];
+            match (self.step(event), &mut edited) {
+                (Step::Keep, None) => {}
+                (Step::Keep, Some(edited)) => edited.extend_from_slice(event),
+                (Step::Replace(new), Some(edited)) => edited.extend_from_slice(&new),
+                (Step::Replace(new), edited @ None) => *edited = Some([&events[..at], &new].concat()),
+                (Step::Drop, Some(_)) => {}
+                (Step::Drop, edited @ None) => *edited = Some(events[..at].to_vec()),
+            }
+            at = end;
+        }
+        edited.map_or(events, Bytes::from)
+    }
+
+    fn step(&mut self, event: &[u8]) -> Step {
+        if self.has_failed() {
+            self.error.extend_from_slice(event);
+            return Step::Drop;
+        }
+        let Ok(text) = str::from_utf8(event) else {
+            self.end_resumability(StreamState::Unsound);
+            return Step::Keep;
+        };
+        let mut lines = text.lines().filter_map(|line| line.strip_prefix("data:"));
+        let (Some(data), None) = (lines.next().map(str::trim), lines.next()) else {
+            if text.lines().any(|line| line.starts_with("data:")) {
+                self.end_resumability(StreamState::Unsound);
+            }
+            return Step::Keep;
+        };
+        if data.is_empty() {
+            return Step::Keep;
+        }
+        if data == DONE {
+            self.end_resumability(StreamState::Finished);
+            return if std::mem::replace(&mut self.is_done, true) { Step::Drop } else { Step::Keep };
+        }
+        let Ok(chunk) = serde_json::from_str::<Chunk<'_>>(data) else {
+            self.end_resumability(StreamState::Unsound);
+            return Step::Keep;
+        };
+        if self.state() == StreamState::Resumable && chunk.is_server_error() {
+            self.error = event.to_vec();
+            return Step::Drop;
+        }
+        self.read(&chunk);
+        let choices = chunk.choices.as_deref().unwrap_or_default();
+        if self.resumed_after.is_some() && matches!(choices, [choice] if choice.is_opening()) {
+            return Step::Drop;
+        }
+        match self.rewritten(data, &chunk) {
+            Some(json) => {
+                let start = data.as_ptr() as usize - text.as_ptr() as usize;
+                let end = start + data.len();
+                Step::Replace([&event[..start], json.as_bytes(), &event[end..]].concat())
+            }
+            None => Step::Keep,
+        }
+    }
+
+    /// Records the output of a chunk.
+    fn read(&mut self, chunk: &Chunk<'_>) {
+        let usage = chunk.usage.and_then(|usage| serde_json::from_str::<Usage>(usage.get()).ok());
+        if self.first.is_none() {
+            let json = |value: Option<&serde_json::value::RawValue>| value.map(|value| value.get().to_owned());
+            self.first = Some(Identity {
+                id: json(chunk.id),
+                created: json(chunk.created),
+                model: json(chunk.model),
+                object: json(chunk.object),
+                prompt_tokens: None,
+            });
+        }
+        if let Some(first) = self.first.as_mut().filter(|_| self.resumed_after.is_none()) {
+            first.prompt_tokens = usage.and_then(|usage| usage.prompt_tokens).or(first.prompt_tokens);
+        }
+        if chunk.is_error() {
+            return self.end_resumability(StreamState::Finished);
+        }
+        match chunk.choices.as_deref().unwrap_or_default() {
+            [] => {}
+            [choice] if choice.index == 0 && !choice.has_other_output() => self.read_choice(choice, usage),
+            _ => self.end_resumability(StreamState::Unsound),
+        }
+    }
+
+    fn read_choice(&mut self, choice: &Choice<'_>, usage: Option<Usage>) {
+        if choice.finish_reason.is_some() {
+            return self.end_resumability(StreamState::Finished);
+        }
+        if self.state != StreamState::Resumable {
+            return;
+        }
+        let ids: Option<Vec<u32>> = choice.token_ids.and_then(|ids| serde_json::from_str(ids.get()).ok());
+        let (text, output) = (choice.text(), &mut self.output);
+        let has_ids = ids.as_ref().is_some_and(|ids| !ids.is_empty());
+        output.ids.extend(ids.unwrap_or_default());
+        if text.is_empty() {
+            return;
+        }
+        output.text.push_str(text);
+        let new_ids = u32::try_from(output.ids.len() - output.ids_sent).unwrap_or(u32::MAX);
+        output.lacks_ids |= !has_ids;
+        output.ids_sent = output.ids.len();
+        output.tokens = output.tokens.saturating_add(if has_ids { new_ids } else { 1 });
+        if let Some(tokens) = usage.and_then(|usage| usage.completion_tokens) {
+            output.tokens = self.resumed_after.unwrap_or(0).saturating_add(tokens);
+        }
+        let bytes_max = TOKEN_BYTES_MAX.saturating_mul(self.tokens_max as usize);
+        if output.tokens > self.tokens_max || output.text.len() > bytes_max {
+            self.end_resumability(StreamState::TooLong);
+        }
+    }
+
+    /// The chunk for the client; `None` if it does not change.
+    fn rewritten(&self, data: &str, chunk: &Chunk<'_>) -> Option<String> {
+        if self.resumed_after.is_none() && !self.hides_token_ids {
+            return None;
+        }
+        let usage = self.resumed_after.and_then(|tokens| self.whole_usage(chunk.usage?.get(), tokens));
+        let mut edits = Edits::of(data);
+        let choices = chunk.choices.as_deref().unwrap_or_default();
+        for choice in choices {
+            edits.set(choice.prompt_token_ids, "null");
+            edits.set(choice.token_ids.filter(|_| self.hides_token_ids), "null");
+        }
+        edits.set(chunk.prompt_token_ids, "null");
+        if let Some(Identity { id, created, model, .. }) = self.first.as_ref().filter(|_| self.resumed_after.is_some())
+        {
+            for (value, first) in [(chunk.id, id), (chunk.created, created), (chunk.model, model)] {
+                edits.set(value.filter(|_| first.is_some()), first.as_deref().unwrap_or_default());
+            }
+            edits.set(chunk.usage.filter(|_| usage.is_some()), usage.unwrap_or_default());
+        }
+        edits.finish()
+    }
+
+    /// Usage of the request in place of that of the attempt.
+    fn whole_usage(&self, usage: &str, tokens_before: u32) -> Option<String> {
+        let Usage { prompt_tokens, completion_tokens } = serde_json::from_str(usage).ok()?;
+        let first = self.first.as_ref().and_then(|first| first.prompt_tokens);
+        let prompt = first.or(prompt_tokens.map(|tokens| tokens.saturating_sub(tokens_before)))?;
+        let completion = completion_tokens?.saturating_add(tokens_before);
+        let object = ObjectText::parse(usage, &["prompt_tokens", "completion_tokens", "total_tokens"]).ok()?;
+        let edit = object.edit().set_present("prompt_tokens", prompt.to_string());
+        let edit = edit.set_present("completion_tokens", completion.to_string());
+        Some(edit.set_present("total_tokens", prompt.saturating_add(completion).to_string()).finish())
+    }
+}
+
+/// End of the last whole event; 0 without one. The events before `from` are known to be incomplete.
+fn events_end(bytes: &[u8], from: usize) -> usize {
+    let is_end = |at: &usize| {
+        let before = bytes[..*at].strip_suffix(b"\n").map(|line| line.strip_suffix(b"\r").unwrap_or(line));
+        before.is_some_and(|before| before.ends_with(b"\n"))
+    };
+    (from + 1..=bytes.len()).rev().find(is_end).unwrap_or(0)
+}
+
+/// End of the first event, or of the bytes.
+fn first_event_end(bytes: &[u8]) -> usize {
+    let mut at = 0;
+    for line in bytes.split_inclusive(|byte| *byte == b'\n') {
+        at += line.len();
+        if matches!(line, b"\n" | b"\r\n") {
+            break;
+        }
+    }
+    at
+}

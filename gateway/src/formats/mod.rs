@@ -1,0 +1,10 @@
+//! Formats: bytes to types and back.
+//!
+//! OpenAI's and Anthropic's requests, responses and errors, the bodies of the legs of prefill and decode pools, resumed
+//! streams, and the state of the live page. Pure: no I/O, no clock, and no knowledge of what a request is routed by.
+
+pub mod anthropic;
+pub mod handover;
+pub mod live;
+pub mod migration;
+pub mod openai;

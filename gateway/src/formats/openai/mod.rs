@@ -1,0 +1,22 @@
+//! OpenAI-compatible requests, headers and errors.
+//!
+//! [`RequestBody`] parses the body fields used for routing and rewrites the body, [`request_options`] parses request
+//! options from headers, and [`ApiError`] formats errors. All other parts of a body are forwarded unchanged; invalid
+//! bodies are rejected with a reason. [`prompt`](crate::tokens) computes tokens and [`serve`](crate::app) sends
+//! requests.
+
+mod body;
+mod error;
+mod fields;
+mod headers;
+mod prompt;
+mod responses;
+
+pub use body::{ChatParts, ClientPrompt, Edits, Endpoint, MediaName, RequestBody};
+pub use error::{ApiError, ErrorType};
+pub(crate) use fields::checked_text;
+pub(crate) use headers::{API_KEY, stripped_headers};
+pub use headers::{Authorization, ToWorker, request_id, request_options, to_client, to_worker};
+
+#[cfg(test)]
+mod tests;

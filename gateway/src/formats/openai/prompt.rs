@@ -1,0 +1,150 @@
+//! Prompt extraction by endpoint.
+//!
+//! Selects the prompt fields, and detects fields that make the engine's tokens differ from the prompt's. Shapes that no
+//! engine accepts are rejected; unknown shapes only lose the overlap. [`prompt`](crate::tokens) renders templates and
+//! tokenizes.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use axum::body::Bytes;
+use serde::Deserialize;
+use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
+
+use super::body::{ChatParts, ClientPrompt, Endpoint};
+use super::error::ApiError;
+use super::fields::{Fields, Given, unquoted};
+use super::responses;
+
+/// Extracts the prompt.
+pub(super) fn read(endpoint: Endpoint, fields: &Fields<'_>, body: &Bytes) -> Result<ClientPrompt, ApiError> {
+    let prompt = match endpoint {
+        Endpoint::Chat => chat(fields, body, true)?,
+        Endpoint::Completions => match (fields.prompt.json(), fields.prompt_embeds.json()) {
+            (None, Some(_)) => ClientPrompt::Opaque("embeddings"),
+            _ => text_or_tokens(fields.prompt, "prompt")?,
+        },
+        // Embedding models may have chat templates; engines then accept messages in place of input.
+        Endpoint::Embeddings if fields.input.json().is_none() && fields.messages.json().is_some() => {
+            chat(fields, body, false)?
+        }
+        Endpoint::Embeddings => text_or_tokens(fields.input, "input")?,
+        Endpoint::Responses => responses::read(fields, body)?,
+        // The prompt is in the converted chat.
+        Endpoint::Messages | Endpoint::CountTokens => return Ok(ClientPrompt::Opaque("messages")),
+        // Many short prompts, none of which decides the placement.
+        Endpoint::Rerank => return Ok(ClientPrompt::Opaque("rerank")),
+        Endpoint::Score => return Ok(ClientPrompt::Opaque("score")),
+        Endpoint::Tokenize | Endpoint::Detokenize => return Ok(ClientPrompt::Opaque("tokenize")),
+    };
+    Ok(match opaque(endpoint, fields, &prompt) {
+        Some(reason) => ClientPrompt::Opaque(reason),
+        None => prompt,
+    })
+}
+
+/// Reason why the worker's tokens or block hashes differ from those of the prompt alone.
+fn opaque(endpoint: Endpoint, fields: &Fields<'_>, prompt: &ClientPrompt) -> Option<&'static str> {
+    let has = |given: &[Given<'_>]| given.iter().any(|given| given.json().is_some());
+    if has(&[fields.prompt_embeds, fields.input_embeds]) {
+        return Some("embeddings");
+    }
+    let media = [fields.multi_modal_data, fields.multimodal_data, fields.image_data, fields.video_data];
+    if has(&media) || has(&[fields.audio_data]) {
+        return Some("multimodal");
+    }
+    if has(&[fields.lora_path]) {
+        return Some("adapter");
+    }
+    if has(&[fields.extra_key]) {
+        return Some("extra_key");
+    }
+    if has(&[fields.session_params]) {
+        return Some("session");
+    }
+    if has(&[fields.suffix]) && endpoint == Endpoint::Completions {
+        return Some("suffix");
+    }
+    if has(&[fields.truncate_prompt_tokens]) {
+        return Some("truncated");
+    }
+    // Special tokens are added to plain text, and by the template for chats; a request may reverse this.
+    let usual = match prompt {
+        ClientPrompt::Text(_) => "true",
+        ClientPrompt::Chat(_) => "false",
+        ClientPrompt::Tokens(_) | ClientPrompt::Opaque(_) => return None,
+    };
+    fields.add_special_tokens.json().is_some_and(|given| given != usual).then_some("special_tokens")
+}
+
+fn chat(fields: &Fields<'_>, body: &Bytes, generates: bool) -> Result<ClientPrompt, ApiError> {
+    let messages = fields.messages.list(body)?.ok_or_else(|| missing("messages"))?;
+    let add_generation_prompt = fields.add_generation_prompt.flag()?;
+    Ok(ClientPrompt::Chat(Box::new(ChatParts {
+        messages,
+        tools: fields.tools.list(body)?,
+        documents: fields.documents.list(body)?,
+        template_kwargs: fields.chat_template_kwargs.object(body)?,
+        reasoning_effort: fields.reasoning_effort.part(body),
+        add_generation_prompt: if generates { add_generation_prompt } else { add_generation_prompt.or(Some(false)) },
+        continue_final_message: fields.continue_final_message.flag()?,
+        has_own_template: fields.chat_template.json().is_some(),
+        has_media_options: [fields.mm_processor_kwargs, fields.media_io_kwargs]
+            .iter()
+            .any(|given| given.json().is_some_and(|json| json != "{}")),
+    })))
+}
+
+/// Text, ids, or a list of either. The first list element decides the placement.
+fn text_or_tokens(given: Given<'_>, field: &'static str) -> Result<ClientPrompt, ApiError> {
+    let raw = given.json().ok_or_else(|| missing(field))?;
+    let shape = || given.wrong("a string, a list of strings, a list of token ids or a list of such lists");
+    let ids = |_| {
+        let message = format!("{field} must have token ids from 0 to {}", u32::MAX);
+        ApiError::invalid("invalid_token_id", Some(field), message)
+    };
+    let Some(list) = raw.strip_prefix('[') else {
+        return if raw.starts_with('"') { unquoted(raw, field).map(ClientPrompt::Text) } else { Err(shape()) };
+    };
+    match list.trim_ascii_start().as_bytes().first() {
+        Some(b'"') => {
+            let first: Result<First<String>, _> = serde_json::from_str(raw);
+            first.map(|First(text)| ClientPrompt::Text(text)).map_err(|_| shape())
+        }
+        Some(b'0'..=b'9' | b'-') => serde_json::from_str(raw).map(ClientPrompt::Tokens).map_err(ids),
+        Some(b'[') => serde_json::from_str(raw).map(|First(of)| ClientPrompt::Tokens(of)).map_err(ids),
+        // Engines accept images beside text in this form.
+        Some(b'{') if field == "input" => Ok(ClientPrompt::Opaque("multimodal")),
+        Some(b']') => Err(ApiError::invalid("invalid_value", Some(field), format!("{field} must not be empty"))),
+        _ => Err(shape()),
+    }
+}
+
+pub(super) fn missing(field: &'static str) -> ApiError {
+    ApiError::invalid("missing_field", Some(field), format!("the body has no {field}"))
+}
+
+/// First element of a list; the others are skipped.
+struct First<T>(T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for First<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(FirstVisitor(PhantomData))
+    }
+}
+
+struct FirstVisitor<T>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>> Visitor<'de> for FirstVisitor<T> {
+    type Value = First<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list that is not empty")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<First<T>, A::Error> {
+        let first = list.next_element()?.ok_or_else(|| serde::de::Error::invalid_length(0, &self))?;
+        while list.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(First(first))
+    }
+}

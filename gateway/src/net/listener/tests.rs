@@ -1,0 +1,389 @@
+use std::path::Path;
+
+use axum::body::Body;
+use axum::routing::get;
+use http_body_util::BodyExt as _;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::{ClientConfig, RootCertStore};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::sync::Notify;
+use tokio_rustls::TlsConnector;
+
+use super::super::tls;
+use super::*;
+use crate::observe::page::Metrics;
+
+/// Upper limit of every wait.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn options(name: &'static str) -> ListenerOptions {
+    ListenerOptions {
+        name,
+        connections_max: 100,
+        overflow: None,
+        head_timeout: PATIENCE,
+        stall_max: PATIENCE,
+        tls: None,
+    }
+}
+
+/// `/` returns the client address; `/hang` responds after a notification of `go`.
+async fn start(options: ListenerOptions, go: &Arc<Notify>) -> Listener {
+    let go = Arc::clone(go);
+    let hang = async move || {
+        go.notified().await;
+        "done"
+    };
+    let peer = async |ConnectInfo(peer): ConnectInfo<SocketAddr>| peer.to_string();
+    let routes = Router::new().route("/", get(peer)).route("/hang", get(hang));
+    let socket = free_socket();
+    Listener::start(socket, options, routes).expect("it has an address")
+}
+
+fn free_socket() -> TcpListener {
+    let address = SocketAddr::from(([127, 0, 0, 1], 0));
+    let reserved = Reserved::of(address, "test", false, &mut PassedSockets::default()).expect("a free port");
+    reserved.listen().expect("nobody else has this port")
+}
+
+async fn connect(listener: &Listener) -> TcpStream {
+    TcpStream::connect(listener.address()).await.expect("the listener listens")
+}
+
+fn get_of(path: &str) -> String {
+    format!("GET {path} HTTP/1.1\r\nhost: test\r\n\r\n")
+}
+
+async fn send(stream: &mut (impl AsyncWrite + Unpin), path: &str) {
+    stream.write_all(get_of(path).as_bytes()).await.expect("connection is open");
+}
+
+/// One response that ends in `end`.
+async fn answer(stream: &mut (impl AsyncRead + Unpin), end: &str) -> String {
+    let mut received = Vec::new();
+    while !received.ends_with(end.as_bytes()) {
+        let read = timeout(PATIENCE, stream.read_buf(&mut received)).await;
+        let read = read.unwrap_or_else(|_| panic!("an answer in time after {:?}", String::from_utf8_lossy(&received)));
+        assert!(read.expect("connection is open") > 0, "ended after {:?}", String::from_utf8_lossy(&received));
+    }
+    String::from_utf8(received).expect("text")
+}
+
+/// Reads until the other side closes or resets.
+async fn rest(stream: &mut (impl AsyncRead + Unpin)) -> String {
+    let mut received = Vec::new();
+    let _ = timeout(PATIENCE, stream.read_to_end(&mut received)).await.expect("end before the timeout");
+    String::from_utf8(received).expect("text")
+}
+
+#[tokio::test]
+async fn slow_request_heads_time_out() {
+    let slow = ListenerOptions { head_timeout: Duration::from_secs(2), ..options("slow") };
+    let listener = start(slow, &Arc::default()).await;
+    let stream = connect(&listener).await;
+    let (mut read, mut write) = stream.into_split();
+    let trickle = tokio::spawn(async move {
+        let head = get_of(&format!("/{}", "a".repeat(60_000)));
+        for byte in head.as_bytes().chunks(1) {
+            if write.write_all(byte).await.is_err() {
+                break;
+            }
+            sleep(Duration::from_millis(5)).await; // about 5 minutes in total
+        }
+    });
+    let others = tokio::spawn(async move {
+        for _ in 0..50 {
+            let mut stream = connect(&listener).await;
+            send(&mut stream, "/").await;
+            let address = stream.local_addr().expect("local address").to_string();
+            assert!(answer(&mut stream, &address).await.starts_with("HTTP/1.1 200"));
+        }
+        listener
+    });
+    assert_eq!(rest(&mut read).await, "");
+    let listener = others.await.expect("other clients are served");
+    trickle.abort();
+    assert_eq!(listener.drain(PATIENCE, LINGER, || {}).await, Drained { broken: 0 });
+}
+
+#[tokio::test]
+async fn connections_above_the_limit_wait() {
+    let go = Arc::default();
+    let listener = start(ListenerOptions { connections_max: 2, ..options("full") }, &go).await;
+    let mut held = [connect(&listener).await, connect(&listener).await];
+    for stream in &mut held {
+        send(stream, "/hang").await;
+    }
+    let mut third = connect(&listener).await;
+    send(&mut third, "/").await;
+    // It is polled first and completes after a later one has ended.
+    let mut peeked = [0];
+    assert!(timeout(Duration::from_millis(50), third.peek(&mut peeked)).await.is_err());
+    for stream in &mut held {
+        go.notify_one();
+        answer(stream, "done").await;
+    }
+    drop(held);
+    let own = third.local_addr().expect("local address").to_string();
+    assert!(answer(&mut third, &own).await.contains("200 OK"));
+}
+
+#[tokio::test]
+async fn overflow_routes_serve_connections_above_the_limit() {
+    let go = Arc::default();
+    let routes = Router::new().route("/live", get(async || "live")).fallback(async || "too many");
+    let overflow = Some(Overflow { connections_max: 1, routes });
+    let listener = start(ListenerOptions { connections_max: 1, overflow, ..options("overflow") }, &go).await;
+    let mut held = connect(&listener).await;
+    send(&mut held, "/hang").await;
+    for (path, expected) in [("/live", "live"), ("/", "too many"), ("/hang", "too many")] {
+        let mut beyond = connect(&listener).await;
+        send(&mut beyond, path).await;
+        let answer = rest(&mut beyond).await;
+        assert!(answer.contains("connection: close\r\n") && answer.ends_with(expected), "{path}: {answer}");
+    }
+    // An idle connection is closed, and the next one is accepted.
+    let (mut mute, mut next) = (connect(&listener).await, connect(&listener).await);
+    send(&mut next, "/live").await;
+    assert_eq!(rest(&mut mute).await, "");
+    assert!(rest(&mut next).await.ends_with("live"));
+    go.notify_one();
+    answer(&mut held, "done").await;
+    drop(held);
+    // The next connection, or one soon after, takes the free place.
+    let served = async {
+        loop {
+            let mut stream = connect(&listener).await;
+            send(&mut stream, "/").await;
+            let own = stream.local_addr().expect("local address").to_string();
+            if read_some(&mut stream).await.ends_with(&own) {
+                return;
+            }
+        }
+    };
+    timeout(PATIENCE, served).await.expect("completed before the timeout");
+}
+
+/// Available bytes.
+async fn read_some(stream: &mut TcpStream) -> String {
+    let mut received = Vec::with_capacity(1024);
+    timeout(PATIENCE, stream.read_buf(&mut received))
+        .await
+        .expect("response before the timeout")
+        .expect("connection is open");
+    String::from_utf8(received).expect("text")
+}
+
+#[tokio::test]
+async fn a_drain_closes_idle_connections_and_finishes_others() {
+    let go = Arc::default();
+    let listener = start(options("drained"), &go).await;
+    let address = listener.address();
+    let (mut fresh, mut used, mut busy) =
+        (connect(&listener).await, connect(&listener).await, connect(&listener).await);
+    send(&mut used, "/").await;
+    let own = used.local_addr().expect("local address").to_string();
+    answer(&mut used, &own).await;
+    send(&mut busy, "/hang").await;
+    send(&mut used, "/").await; // ensures that `busy` is accepted: connections are accepted in order
+    answer(&mut used, &own).await;
+
+    let draining = tokio::spawn(listener.drain(PATIENCE, LINGER, || {}));
+    assert_eq!(rest(&mut used).await, "");
+    assert_eq!(rest(&mut fresh).await, "");
+    assert!(TcpStream::connect(address).await.is_err(), "the listener is closed");
+    assert!(!draining.is_finished());
+    go.notify_one();
+    let last = rest(&mut busy).await;
+    assert!(last.contains("connection: close\r\n") && last.ends_with("done"), "{last}");
+    assert_eq!(draining.await.expect("task ends without panic"), Drained { broken: 0 });
+}
+
+#[tokio::test]
+async fn connections_busy_at_the_deadline_are_closed_and_counted() {
+    let listener = start(options("broken"), &Arc::default()).await;
+    let mut busy = [connect(&listener).await, connect(&listener).await, connect(&listener).await];
+    for stream in &mut busy {
+        send(stream, "/hang").await;
+    }
+    let mut probe = connect(&listener).await;
+    send(&mut probe, "/").await;
+    let own = probe.local_addr().expect("local address").to_string();
+    answer(&mut probe, &own).await; // earlier connections have been accepted
+    assert_eq!(listener.drain(Duration::from_millis(50), Duration::ZERO, || {}).await, Drained { broken: 3 });
+    for stream in &mut busy {
+        assert_eq!(rest(stream).await, "");
+    }
+}
+
+#[tokio::test]
+async fn long_heads_are_rejected() {
+    let listener = start(options("heads"), &Arc::default()).await;
+    let long = format!("GET / HTTP/1.1\r\nhost: test\r\nlong: {}\r\n\r\n", "a".repeat(HEAD_BYTES_MAX));
+    let many = format!("GET / HTTP/1.1\r\nhost: test\r\n{}\r\n", "a: b\r\n".repeat(101));
+    for head in [long, many] {
+        let mut stream = connect(&listener).await;
+        let (mut read, mut write) = stream.split();
+        // The listener may have responded and closed before the whole request is sent.
+        let _ = write.write_all(head.as_bytes()).await;
+        assert!(answer(&mut read, "\r\n\r\n").await.starts_with("HTTP/1.1 431 "));
+    }
+}
+
+fn tls_data(file: &str) -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls").join(file)
+}
+
+#[tokio::test]
+async fn a_tls_listener_rejects_plain_http() {
+    let tls = tls::server(&tls_data("test-only.crt"), &tls_data("test-only.key")).expect("valid certificate and key");
+    let metrics = Metrics::install().expect("no other recorder is installed");
+    let listener = start(ListenerOptions { tls: Some(tls), ..options("tls-test") }, &Arc::default()).await;
+
+    let mut roots = RootCertStore::empty();
+    let own = CertificateDer::from_pem_file(tls_data("test-only.crt")).expect("valid PEM");
+    roots.add(own).expect("valid certificate");
+    let mut config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .expect("ring supports TLS 1.2 and 1.3")
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    let name = ServerName::try_from("localhost").expect("valid server name");
+    let stream = connect(&listener).await;
+    let address = stream.local_addr().expect("local address").to_string();
+    let connector = TlsConnector::from(Arc::new(config));
+    let stream = timeout(PATIENCE, connector.connect(name, stream))
+        .await
+        .expect("completed before the timeout")
+        .expect("TLS handshake succeeds");
+    assert_eq!(stream.get_ref().1.alpn_protocol(), Some(b"h2".as_slice()));
+    let (mut client, _) = http2(stream).await;
+    assert_eq!(get_text(&mut client, "/").await, address);
+
+    let mut plain = connect(&listener).await;
+    send(&mut plain, "/").await;
+    let mut received = Vec::new();
+    let _ = timeout(PATIENCE, plain.read_to_end(&mut received)).await.expect("closed before the timeout");
+    assert!(!received.starts_with(b"HTTP"), "{received:?}");
+    let page = http_body_util::BodyExt::collect(metrics.page().await.into_body()).await.expect("a page");
+    let page = String::from_utf8(page.to_bytes().to_vec()).expect("text");
+    assert!(page.contains("pointsman_gateway_handshakes_refused_total{listener=\"tls-test\"} 1"), "{page}");
+}
+
+#[tokio::test]
+async fn missing_handshakes_time_out() {
+    let tls = tls::server(&tls_data("test-only.crt"), &tls_data("test-only.key")).expect("valid certificate and key");
+    let quick = ListenerOptions { head_timeout: Duration::from_millis(20), tls: Some(tls), ..options("quick-tls") };
+    let listener = start(quick, &Arc::default()).await;
+    assert_eq!(rest(&mut connect(&listener).await).await, "");
+}
+
+type Http2 = hyper::client::conn::http2::SendRequest<Body>;
+
+/// A client of HTTP/2, and the end of its connection.
+async fn http2(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> (Http2, JoinHandle<bool>) {
+    let client = hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await;
+    let (client, connection) = client.expect("a handshake");
+    (client, tokio::spawn(async move { connection.await.is_ok() }))
+}
+
+async fn get_text(client: &mut Http2, path: &str) -> String {
+    let request = Request::get(format!("http://test{path}")).body(Body::empty()).expect("a valid request");
+    let response = timeout(PATIENCE, client.send_request(request)).await.expect("in time").expect("a response");
+    assert_eq!((response.status().as_u16(), response.headers().get(CONNECTION)), (200, None));
+    let body = response.into_body().collect().await.expect("a complete body");
+    String::from_utf8(body.to_bytes().to_vec()).expect("text")
+}
+
+#[tokio::test]
+async fn http2_requests_share_a_connection_and_end_before_a_drain() {
+    let go: Arc<Notify> = Arc::default();
+    let listener = start(options("http2"), &go).await;
+    let stream = connect(&listener).await;
+    let address = stream.local_addr().expect("local address").to_string();
+    let (mut client, connection) = http2(stream).await;
+    let mut other = client.clone();
+    let hanging = tokio::spawn(async move { get_text(&mut other, "/hang").await });
+    for _ in 0..10 {
+        assert_eq!(get_text(&mut client, "/").await, address, "beside the other request");
+    }
+    listener.begin_drain();
+    // The client must open another connection, where it is still served.
+    let refused = async {
+        let request = || Request::get("http://test/").body(Body::empty()).expect("a valid request");
+        while client.send_request(request()).await.is_ok() {}
+    };
+    timeout(PATIENCE, refused).await.expect("told to go away");
+    let (mut next, _) = http2(connect(&listener).await).await;
+    assert!(get_text(&mut next, "/").await.starts_with("127.0.0.1:"));
+    go.notify_one();
+    assert_eq!(hanging.await.expect("no panic"), "done");
+    assert!(connection.await.expect("no panic"), "closed in order");
+    assert_eq!(listener.drain(PATIENCE, LINGER, || {}).await, Drained { broken: 0 });
+}
+
+#[tokio::test]
+async fn idle_connections_close_whatever_they_have_sent() {
+    let brief = ListenerOptions { head_timeout: Duration::from_millis(100), ..options("idle") };
+    let listener = start(brief, &Arc::default()).await;
+    let (mut client, connection) = http2(connect(&listener).await).await;
+    get_text(&mut client, "/").await;
+    assert!(timeout(PATIENCE, connection).await.expect("closed").expect("no panic"));
+    for sent in ["", "PRI * HT", "GET / HT"] {
+        let mut stream = connect(&listener).await;
+        stream.write_all(sent.as_bytes()).await.expect("connected");
+        assert_eq!(rest(&mut stream).await, "", "after {sent:?}");
+    }
+}
+
+/// A body that sends `begun` and ends after a notification of `go`.
+struct Open {
+    has_begun: bool,
+    end: std::pin::Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+impl http_body::Body for Open {
+    type Data = axum::body::Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Result<http_body::Frame<Self::Data>, Infallible>>> {
+        if !std::mem::replace(&mut self.has_begun, true) {
+            return std::task::Poll::Ready(Some(Ok(http_body::Frame::data("begun".into()))));
+        }
+        self.end.as_mut().poll(cx).map(|()| None)
+    }
+}
+
+#[tokio::test]
+async fn a_drain_finishes_five_hundred_open_streams() {
+    let (go, gone) = watch::channel(false);
+    let stream = async move || {
+        let mut gone = gone.clone();
+        let end = Box::pin(async move { drop(gone.wait_for(|gone| *gone).await) });
+        axum::response::Response::new(axum::body::Body::new(Open { has_begun: false, end }))
+    };
+    let routes = Router::new().route("/", get(stream));
+    let options = ListenerOptions { connections_max: 500, ..options("streams") };
+    let socket = free_socket();
+    let listener = Listener::start(socket, options, routes).expect("it has an address");
+    let mut streams = Vec::new();
+    for _ in 0..500 {
+        let mut stream = connect(&listener).await;
+        send(&mut stream, "/").await;
+        answer(&mut stream, "5\r\nbegun\r\n").await;
+        streams.push(stream);
+    }
+    let mut draining = tokio::spawn(listener.drain(PATIENCE, LINGER, || {}));
+    // A drain ends no request.
+    assert!(timeout(Duration::from_millis(50), &mut draining).await.is_err());
+    go.send_replace(true);
+    for stream in &mut streams {
+        assert_eq!(rest(stream).await, "0\r\n\r\n", "the stream ends as it should");
+    }
+    assert_eq!(draining.await.expect("task ends without panic"), Drained { broken: 0 });
+}

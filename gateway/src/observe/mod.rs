@@ -1,0 +1,15 @@
+//! What the gateway reports of itself: metrics, logs, access lines and traces.
+//!
+//! Types and recorders only. The owner of a fact counts it.
+
+pub mod access;
+pub(crate) mod activity;
+pub mod log;
+pub(crate) mod otlp;
+pub(crate) mod page;
+mod process;
+pub mod requests;
+mod series;
+pub(crate) mod throttle;
+pub(crate) mod trace;
+mod trace_context;

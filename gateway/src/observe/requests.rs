@@ -1,0 +1,427 @@
+//! Request metrics of the gateway.
+//!
+//! Defines names, labels and descriptions ([`ALL`]), the handles, and the `Account` of one request. Each request to an
+//! endpoint is counted exactly once; handles are looked up once, not per request; labels contain configured names only,
+//! never client input. The recorder defines buckets and renders the page.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use metrics::{Counter, Gauge, Histogram, Unit};
+
+use crate::observe::activity::Activity;
+
+use crate::admission::leases::{TENANT_REFUSALS, TENANT_REQUESTS, TENANT_TOKENS};
+use crate::formats::openai::Endpoint;
+use crate::pools::decision_files;
+use crate::pools::disaggregation::PREFILLS;
+use crate::pools::warm;
+use crate::replicas::meters as replicas;
+
+/// Metric type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MetricKind {
+    /// Monotonic.
+    Counter,
+    /// Arbitrary value.
+    Gauge,
+    /// A distribution.
+    Histogram,
+}
+
+impl MetricKind {
+    /// Prometheus' name of the type.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Counter => "counter",
+            Self::Gauge => "gauge",
+            Self::Histogram => "histogram",
+        }
+    }
+}
+
+/// One metric of the gateway.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Metric {
+    /// Name.
+    pub name: &'static str,
+    /// Type.
+    pub kind: MetricKind,
+    /// Labels.
+    pub labels: &'static [&'static str],
+    /// Description.
+    pub help: &'static str,
+}
+
+impl Metric {
+    pub(crate) const fn counter(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
+        Self { name, kind: MetricKind::Counter, labels, help }
+    }
+
+    pub(crate) const fn gauge(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
+        Self { name, kind: MetricKind::Gauge, labels, help }
+    }
+
+    const fn histogram(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
+        Self { name, kind: MetricKind::Histogram, labels, help }
+    }
+
+    /// Unit.
+    #[must_use]
+    pub fn unit(&self) -> &'static str {
+        if self.name.contains("_seconds") {
+            "seconds"
+        } else if self.name.contains("_bytes") {
+            "bytes"
+        } else {
+            "count"
+        }
+    }
+}
+
+const REQUESTS: Metric = Metric::counter(
+    "pointsman_gateway_requests_total",
+    &["model", "endpoint", "status"],
+    "Requests by response status; 499 if the client disconnected first, 503 if the shutdown of the gateway cut \
+     the request off.",
+);
+pub(crate) const PICKS: Metric = Metric::counter(
+    "pointsman_gateway_picks_total",
+    &["result"],
+    "Requests of proxies to the endpoint picker: `picked`, `refused` with an error, or later `moved` to another \
+     endpoint.",
+);
+const IN_FLIGHT: Metric = Metric::gauge("pointsman_gateway_requests_in_flight", &[], "Requests in flight.");
+const HELD: Metric =
+    Metric::gauge("pointsman_gateway_held_requests", &["model"], "Requests that wait for a first worker of the model.");
+const FIRST_BYTE: Metric = Metric::histogram(
+    "pointsman_gateway_time_to_first_byte_seconds",
+    &["model"],
+    "Time from the request head to the first token of a streamed response, or to the first byte of other \
+     responses, including queue and retries.",
+);
+const WHOLE: Metric = Metric::histogram(
+    "pointsman_gateway_request_seconds",
+    &["model"],
+    "Time from the request head to the end of a complete response.",
+);
+const OVERHEAD: Metric = Metric::histogram(
+    "pointsman_gateway_overhead_seconds",
+    &[],
+    "Gateway time from the request head to the first attempt, excluding the wait for the body and the router.",
+);
+const RETRIES: Metric = Metric::counter(
+    "pointsman_gateway_retries_total",
+    &["model", "reason"],
+    "Retries on another rank, by failure of the previous attempt.",
+);
+const DENIED: Metric =
+    Metric::counter("pointsman_gateway_retries_denied_total", &[], "Retries denied by the retry budget.");
+const MIGRATIONS: Metric = Metric::counter(
+    "pointsman_gateway_stream_migrations_total",
+    &["model", "result"],
+    "Streamed responses that broke off while `stream_migrations_max` is above 0: `resumed` on another rank, `failed` \
+     to resume, `unsound` to resume, or `too_long`.",
+);
+const CLIENT_GONE: Metric = Metric::counter(
+    "pointsman_gateway_client_gone_total",
+    &[],
+    "Requests whose client disconnected before the end of the response.",
+);
+const BROKEN: Metric = Metric::counter(
+    "pointsman_gateway_streams_broken_total",
+    &["reason"],
+    "Responses cut off after their start: the worker broke off, timed out or omitted the end mark, or the \
+     gateway ended.",
+);
+/// Rendered by [`workers`](crate::pools::workers) directly, like the next three.
+pub(crate) const WORKER_REQUESTS: Metric = Metric::counter(
+    "pointsman_gateway_worker_requests_total",
+    &["model", "worker", "worker_endpoint", "status", "outcome"],
+    "Attempts at a worker by status (`none` without one) and outcome.",
+);
+pub(crate) const WORKER_RETRIES: Metric = Metric::counter(
+    "pointsman_gateway_worker_retries_total",
+    &["model", "worker", "worker_endpoint", "reason"],
+    "Retries on another rank after a failed attempt at this worker, by reason.",
+);
+pub(crate) const WORKER_FIRST_TOKEN: Metric = Metric::histogram(
+    "pointsman_gateway_worker_time_to_first_token_seconds",
+    &["model", "worker", "worker_endpoint"],
+    "Time from sending an attempt to the first token of its streamed response.",
+);
+pub(crate) const WORKER_SECONDS: Metric = Metric::histogram(
+    "pointsman_gateway_worker_request_seconds",
+    &["model", "worker", "worker_endpoint"],
+    "Time from sending an attempt to the end of its complete response.",
+);
+pub(crate) const BODY_BYTES: Metric =
+    Metric::gauge("pointsman_gateway_body_bytes", &[], "Bytes of request bodies in memory.");
+pub(crate) const BODY_BYTES_MAX: Metric = Metric::gauge(
+    "pointsman_gateway_body_bytes_max",
+    &[],
+    "Memory budget of all request bodies (`body_budget_bytes`).",
+);
+pub(crate) const BODIES_REJECTED: Metric = Metric::counter(
+    "pointsman_gateway_bodies_rejected_total",
+    &[],
+    "Request bodies rejected with 503 because of an exhausted memory budget.",
+);
+
+/// All metrics of the gateway, for descriptions and documentation.
+pub const ALL: &[Metric] = &[
+    REQUESTS,
+    PICKS,
+    IN_FLIGHT,
+    HELD,
+    FIRST_BYTE,
+    WHOLE,
+    OVERHEAD,
+    RETRIES,
+    DENIED,
+    PREFILLS,
+    MIGRATIONS,
+    CLIENT_GONE,
+    BROKEN,
+    WORKER_REQUESTS,
+    WORKER_RETRIES,
+    WORKER_FIRST_TOKEN,
+    WORKER_SECONDS,
+    BODY_BYTES,
+    BODY_BYTES_MAX,
+    BODIES_REJECTED,
+    TENANT_REQUESTS,
+    TENANT_TOKENS,
+    TENANT_REFUSALS,
+    replicas::PEERS,
+    replicas::REFUSED,
+    replicas::SENT,
+    replicas::RECEIVED,
+    replicas::DROPPED,
+    warm::RESTORES,
+    warm::WRITES,
+    warm::STORES,
+    decision_files::LOST,
+    decision_files::BYTES,
+    warm::WRITTEN,
+    warm::BYTES,
+];
+
+/// Registers the descriptions with the recorder.
+pub(crate) fn describe() {
+    for metric in ALL {
+        let unit = match metric.unit() {
+            "seconds" => Unit::Seconds,
+            "bytes" => Unit::Bytes,
+            _ => Unit::Count,
+        };
+        match metric.kind {
+            MetricKind::Counter => metrics::describe_counter!(metric.name, unit, metric.help),
+            MetricKind::Gauge => metrics::describe_gauge!(metric.name, unit, metric.help),
+            MetricKind::Histogram => metrics::describe_histogram!(metric.name, unit, metric.help),
+        }
+    }
+}
+
+/// Reason of a retry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RetryReason {
+    /// No connection.
+    Connect,
+    /// First byte timeout.
+    Timeout,
+    /// Connection broken, or invalid HTTP.
+    Broken,
+    /// Status 429 or 503.
+    Busy,
+    /// Another status of 500 or above.
+    ServerError,
+    /// Status 401, 403 or 404.
+    Misconfigured,
+    /// Success status without a valid response.
+    InvalidAnswer,
+}
+
+impl RetryReason {
+    pub(crate) const ALL: [Self; 7] = [
+        Self::Connect,
+        Self::Timeout,
+        Self::Broken,
+        Self::Busy,
+        Self::ServerError,
+        Self::Misconfigured,
+        Self::InvalidAnswer,
+    ];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Connect => "connect",
+            Self::Timeout => "timeout",
+            Self::Broken => "broken",
+            Self::Busy => "busy",
+            Self::ServerError => "server_error",
+            Self::Misconfigured => "misconfigured",
+            Self::InvalidAnswer => "invalid_answer",
+        }
+    }
+}
+
+/// Reason of a cut-off response.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StreamBreak {
+    /// The worker broke off.
+    Broken,
+    /// Idle timeout.
+    Idle,
+    /// Shutdown of the gateway.
+    Drain,
+    /// Regular end without an end mark.
+    Incomplete,
+}
+
+impl StreamBreak {
+    pub(crate) const ALL: [Self; 4] = [Self::Broken, Self::Idle, Self::Drain, Self::Incomplete];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Broken => "broken",
+            Self::Idle => "idle",
+            Self::Drain => "drain",
+            Self::Incomplete => "incomplete",
+        }
+    }
+}
+
+/// Result of a streamed response that broke off while migrations are enabled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MigrationResult {
+    /// Another rank continues the response.
+    Resumed,
+    /// No rank could continue it within the limits.
+    Failed,
+    /// The request or the output has no sound resumption.
+    Unsound,
+    /// The output is longer than the maximum.
+    TooLong,
+}
+
+impl MigrationResult {
+    pub(crate) const ALL: [Self; 4] = [Self::Resumed, Self::Failed, Self::Unsound, Self::TooLong];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Resumed => "resumed",
+            Self::Failed => "failed",
+            Self::Unsound => "unsound",
+            Self::TooLong => "too_long",
+        }
+    }
+}
+
+/// Statuses with cached counters; others are looked up.
+const COMMON: [u16; 10] = [200, 400, 401, 404, 429, CLIENT_LEFT, 500, 502, 503, 504];
+
+/// Status of a request whose client disconnected before a response; never sent.
+pub(crate) const CLIENT_LEFT: u16 = 499;
+
+/// Handles of one model, or of requests without a model (empty name).
+pub(crate) struct ModelMeters {
+    pub(crate) model: String,
+    /// Its last decisions and requests.
+    pub(crate) activity: Activity,
+    /// By endpoint, then by status; a series exists from its first request on.
+    pub(crate) requests: [[OnceLock<Counter>; COMMON.len()]; Endpoint::ALL.len()],
+    pub(crate) held: Gauge,
+    pub(crate) first_byte: Histogram,
+    pub(crate) whole: Histogram,
+    pub(crate) retries: [Counter; RetryReason::ALL.len()],
+    pub(crate) migrations: [Counter; MigrationResult::ALL.len()],
+}
+
+/// A request that waits for a worker.
+pub(crate) struct Held<'a>(&'a Gauge);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.decrement(1.0);
+    }
+}
+
+impl ModelMeters {
+    pub(crate) fn of(model: &str) -> Self {
+        let name = || model.to_owned();
+        let retries =
+            |reason: RetryReason| metrics::counter!(RETRIES.name, "model" => name(), "reason" => reason.name());
+        let migrations =
+            |result: MigrationResult| metrics::counter!(MIGRATIONS.name, "model" => name(), "result" => result.name());
+        Self {
+            model: name(),
+            activity: Activity::new(),
+            requests: Default::default(),
+            held: metrics::gauge!(HELD.name, "model" => name()),
+            first_byte: metrics::histogram!(FIRST_BYTE.name, "model" => name()),
+            whole: metrics::histogram!(WHOLE.name, "model" => name()),
+            retries: RetryReason::ALL.map(retries),
+            migrations: MigrationResult::ALL.map(migrations),
+        }
+    }
+
+    /// Counts a request that waits for a worker, until the returned value is dropped.
+    pub(crate) fn hold(&self) -> Held<'_> {
+        self.held.increment(1.0);
+        Held(&self.held)
+    }
+
+    pub(crate) fn retried(&self, reason: RetryReason) {
+        self.retries[reason as usize].increment(1);
+    }
+
+    pub(crate) fn answered(&self, endpoint: Endpoint, status: u16) {
+        let counter = || {
+            let (model, status) = (self.model.clone(), status.to_string());
+            metrics::counter!(REQUESTS.name, "model" => model, "endpoint" => endpoint.name(), "status" => status)
+        };
+        match COMMON.iter().position(|common| *common == status) {
+            Some(n) => self.requests[endpoint as usize][n].get_or_init(counter).increment(1),
+            None => counter().increment(1),
+        }
+    }
+}
+
+/// Handles of all requests.
+pub(crate) struct Meters {
+    pub(crate) in_flight: Gauge,
+    pub(crate) overhead: Histogram,
+    pub(crate) denied: Counter,
+    pub(crate) client_gone: Counter,
+    pub(crate) broken: [Counter; StreamBreak::ALL.len()],
+    /// Whether requests in flight are being cut off.
+    pub(crate) is_deadline_passed: AtomicBool,
+    /// Of requests without a model.
+    pub(crate) nameless: Arc<ModelMeters>,
+}
+
+impl Meters {
+    pub(crate) fn new() -> Self {
+        let broken = |reason: StreamBreak| metrics::counter!(BROKEN.name, "reason" => reason.name());
+        Self {
+            in_flight: metrics::gauge!(IN_FLIGHT.name),
+            overhead: metrics::histogram!(OVERHEAD.name),
+            denied: metrics::counter!(DENIED.name),
+            client_gone: metrics::counter!(CLIENT_GONE.name),
+            broken: StreamBreak::ALL.map(broken),
+            is_deadline_passed: AtomicBool::new(false),
+            nameless: Arc::new(ModelMeters::of("")),
+        }
+    }
+
+    /// From now on ended requests count as cut off by the gateway instead of client disconnects.
+    pub(crate) fn deadline_passed(&self) {
+        self.is_deadline_passed.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn retry_denied(&self) {
+        self.denied.increment(1);
+    }
+}

@@ -1,0 +1,300 @@
+//! Prefill pool of a model: both routers, and the identifiers of transfers between their workers.
+//!
+//! A model with `[models.disaggregation]` decodes, and the workers of another model compute its prompts. The library
+//! selects both ranks, [`handover`](crate::formats::handover) has the bodies, and [`proxy`](crate::proxy) sends the legs.
+
+mod engine_ids;
+mod prefill_results;
+mod sessions;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Bytes;
+use metrics::Counter;
+use pointsman::config::ConfigErrors;
+use pointsman::protocol::WorkerRank;
+use pointsman::{Disaggregated, Placement, Router};
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout};
+
+use self::engine_ids::EngineIds;
+use self::prefill_results::LegCounts;
+pub(crate) use self::prefill_results::RankPair;
+use self::sessions::LastTurns;
+use super::models::Model;
+use crate::formats::handover::{PromptLogprobs, Protocol, Transfer, bootstrap_room, p2p_request_id};
+use crate::net::upstream::{Upstream, UpstreamError};
+use crate::observe::requests::Metric;
+use crate::settings::DisaggregationSettings;
+
+pub(crate) const PREFILLS: Metric = Metric::counter(
+    "pointsman_gateway_prefills_total",
+    &["model", "result"],
+    "Requests to models with a prefill pool: `remote` with the prefill on another rank, `skipped` because little is left \
+     to compute or the prefill rank is busy, `unsplit` because of a field that does not allow it, `fallback` after the \
+     failure of the prefill pool, `complete` if the prefill leg was the whole response.",
+);
+
+/// Prefill pool of a model.
+pub(crate) struct PrefillPool {
+    pub(crate) pools: Disaggregated,
+    /// Model of the prefill workers.
+    pub(crate) model: Arc<Model>,
+    pub(crate) settings: DisaggregationSettings,
+    engine_ids: EngineIds,
+    turns: LastTurns,
+    results: [Counter; PrefillResult::ALL.len()],
+    legs: LegCounts,
+}
+
+/// Place of the prefill of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PrefillResult {
+    /// On a prefill rank.
+    Remote,
+    /// On the decode rank, because it is faster there.
+    Skipped,
+    /// On the decode rank, because the request cannot have two legs.
+    Unsplit,
+    /// On the decode rank, because no prefill rank computed it.
+    Fallback,
+    /// On a prefill rank, which has also generated the whole response.
+    Complete,
+}
+
+impl PrefillResult {
+    const ALL: [Self; 5] = [Self::Remote, Self::Skipped, Self::Unsplit, Self::Fallback, Self::Complete];
+
+    /// Value of the label and of the response header.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Remote => "remote",
+            Self::Skipped => "skipped",
+            Self::Unsplit => "unsplit",
+            Self::Fallback => "fallback",
+            Self::Complete => "complete",
+        }
+    }
+}
+
+/// Longest wait for the end of a prefill leg after its decode leg has usage to report.
+const LEG_WAIT: Duration = Duration::from_secs(1);
+
+/// Values of a prefill leg for the response of the decode leg.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LegValues {
+    /// Cached prompt tokens, if the engine reports them.
+    pub(crate) cached_tokens: Option<u32>,
+    /// Probabilities of the prompt's tokens, if the request wants them.
+    pub(crate) logprobs: Option<Arc<PromptLogprobs>>,
+}
+
+/// Values of a prefill leg, once it has ended.
+#[derive(Clone, Debug)]
+pub(crate) struct PrefillValues(watch::Receiver<Option<LegValues>>);
+
+impl PrefillValues {
+    /// The values, and their sender for the leg.
+    pub(crate) fn of_leg() -> (watch::Sender<Option<LegValues>>, Self) {
+        let (sender, receiver) = watch::channel(None);
+        (sender, Self(receiver))
+    }
+
+    /// Of a request without a prefill leg.
+    pub(crate) fn none() -> Self {
+        Self::of_leg().1
+    }
+
+    pub(crate) fn cached_tokens(&self) -> Option<u32> {
+        self.0.borrow().as_ref().and_then(|values| values.cached_tokens)
+    }
+
+    pub(crate) fn logprobs(&self) -> Option<Arc<PromptLogprobs>> {
+        self.0.borrow().as_ref().and_then(|values| values.logprobs.clone())
+    }
+
+    /// Whether the leg has ended with a response.
+    pub(crate) fn are_known(&self) -> bool {
+        self.0.borrow().is_some()
+    }
+
+    /// Returns when the leg has ended, or after a second.
+    pub(crate) async fn settled(mut self) {
+        let _ = timeout(LEG_WAIT, self.0.wait_for(Option::is_some)).await;
+    }
+}
+
+impl PrefillPool {
+    /// `decode` is the router of the model itself.
+    ///
+    /// # Errors
+    /// Settings of the pools that do not fit together.
+    pub(crate) fn new(
+        model: Arc<Model>,
+        decode: Router,
+        settings: DisaggregationSettings,
+    ) -> Result<Self, ConfigErrors> {
+        let name = decode.config().pool.clone();
+        let pools = Disaggregated::new(model.router.clone(), decode, settings.conditions())?;
+        let counter = |result: PrefillResult| metrics::counter!(PREFILLS.name, "model" => name.clone(), "result" => result.name());
+        let results = PrefillResult::ALL.map(counter);
+        Ok(Self {
+            pools,
+            model,
+            settings,
+            engine_ids: EngineIds::default(),
+            turns: LastTurns::default(),
+            results,
+            legs: LegCounts::default(),
+        })
+    }
+
+    pub(crate) fn protocol(&self) -> Protocol {
+        self.settings.protocol
+    }
+
+    /// Parameters of the previous turn of a session, once.
+    pub(crate) fn previous_turn(&self, session: Option<&Arc<str>>) -> Option<Bytes> {
+        self.turns.take(session.filter(|_| self.settings.bidirectional)?, Instant::now())
+    }
+
+    /// Keeps the parameters for the next turn of a session.
+    pub(crate) fn turn_ended(&self, session: &Arc<str>, parameters: Bytes) {
+        self.turns.keep(Arc::clone(session), parameters, Instant::now());
+    }
+
+    /// Prefill ranks of the worker at this address. A worker of both pools transfers nothing to itself.
+    pub(crate) fn ranks_at(&self, endpoint: &str) -> impl Iterator<Item = WorkerRank> + use<> {
+        let workers = self.pools.prefill().workers();
+        let same = workers.iter().find(|known| known.config.endpoint == endpoint).map(|known| known.ranks.clone());
+        same.into_iter().flatten()
+    }
+
+    /// Counts a served request.
+    pub(crate) fn served(&self, result: PrefillResult) {
+        self.results[result as usize].increment(1);
+        self.legs.served(result);
+    }
+
+    /// Counts a prefill leg between the ranks of two placements.
+    pub(crate) fn leg_sent(&self, prefill: &Placement, decode: &Placement) {
+        self.legs.sent((prefill.rank(), decode.rank()));
+    }
+
+    /// Served requests by place of their prefill, since the start.
+    pub(crate) fn results(&self) -> Vec<(PrefillResult, u64)> {
+        self.legs.results()
+    }
+
+    /// Prefill legs by pair of ranks, since the start.
+    pub(crate) fn pairs(&self) -> Vec<(RankPair, u64)> {
+        self.legs.pairs()
+    }
+
+    /// Identifiers of a transfer between two placements, and the request id of both legs if the protocol has one of its
+    /// own. `number` is unique. Queries the prefill engine if its protocol
+    /// has engine ids, and they are not known yet.
+    ///
+    /// # Errors
+    /// A failed query.
+    pub(crate) async fn transfer(
+        &self,
+        upstream: &Upstream,
+        (prefill, decode): (&Placement, &Placement),
+        number: u64,
+    ) -> Result<(Transfer, Option<String>), UpstreamError> {
+        let (at, to) = (self.end_of(self.pools.prefill(), prefill), self.end_of(self.pools.decode(), decode));
+        let prefill_rank = prefill.rank_at_worker();
+        let bootstrap_address = format!("http://{}:{}", at.host, at.port);
+        let engine_id = match self.protocol() {
+            Protocol::VllmMooncake => {
+                self.engine_ids.of(upstream, &bootstrap_address, prefill_rank.unwrap_or_default()).await?
+            }
+            _ => String::new(),
+        };
+        let address = |end: &TransferEnd, rank: Option<u32>| {
+            let port = u32::from(end.port).saturating_add(rank.unwrap_or_default());
+            format!("{}:{port}", end.host)
+        };
+        let request_id = (self.protocol() == Protocol::VllmP2pNccl).then(|| {
+            let decode = address(&to, decode.rank_at_worker());
+            p2p_request_id(&address(&at, prefill_rank), &decode, &format!("{number:016x}"))
+        });
+        let transfer = Transfer {
+            prefill_host: at.host,
+            prefill_rank,
+            prefill_dp_size: at.dp_size,
+            decode_rank: decode.rank_at_worker(),
+            bootstrap_port: Some(at.port),
+            room: bootstrap_room(number, at.dp_size, prefill_rank.unwrap_or_default()),
+            transfer_id: format!("xfer-{number:016x}"),
+            bootstrap_address,
+            engine_id,
+            previous_turn: None,
+        };
+        Ok((transfer, request_id))
+    }
+
+    /// Drops the engine ids of a worker whose leg failed. Its next incarnation has others.
+    pub(crate) fn forget(&self, transfer: &Transfer) {
+        self.engine_ids.forget(&transfer.bootstrap_address);
+    }
+
+    /// Whether the prefill engine has restarted since these identifiers were chosen, so that the decode rank cannot find
+    /// the transfer. Only protocols with engine ids need to know.
+    pub(crate) async fn is_stale(&self, upstream: &Upstream, transfer: &Transfer) -> bool {
+        if self.protocol() != Protocol::VllmMooncake {
+            return false;
+        }
+        self.forget(transfer);
+        let rank = transfer.prefill_rank.unwrap_or_default();
+        let now = self.engine_ids.of(upstream, &transfer.bootstrap_address, rank).await;
+        now.is_ok_and(|now| now != transfer.engine_id)
+    }
+
+    fn end_of(&self, router: &Router, placement: &Placement) -> TransferEnd {
+        let workers = router.workers();
+        let config = workers.iter().find(|known| known.worker == placement.rank().worker).map(|known| &known.config);
+        TransferEnd {
+            host: host(placement.endpoint()).to_owned(),
+            port: config.and_then(|config| config.transfer_port).unwrap_or(self.settings.default_port()),
+            dp_size: config.map_or(1, |config| config.data_parallel_size),
+        }
+    }
+}
+
+/// A worker as one end of transfers.
+struct TransferEnd {
+    host: String,
+    port: u16,
+    dp_size: u32,
+}
+
+/// Host of an endpoint such as `http://HOST:PORT`; IPv6 addresses stay in brackets.
+fn host(endpoint: &str) -> &str {
+    let rest = endpoint.split_once("://").map_or(endpoint, |(_, rest)| rest);
+    let authority = rest.split(['/', '?']).next().unwrap_or_default();
+    match authority.rsplit_once(':') {
+        Some((host, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => host,
+        _ => authority,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::host;
+
+    #[test]
+    fn hosts_have_no_port_and_keep_brackets() {
+        for (endpoint, expected) in [
+            ("http://10.0.0.1:8000", "10.0.0.1"),
+            ("https://engine.example/v1", "engine.example"),
+            ("http://[fd00::1]:8000", "[fd00::1]"),
+            ("http://[fd00::1]", "[fd00::1]"),
+            ("engine:80", "engine"),
+        ] {
+            assert_eq!(host(endpoint), expected);
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! Index contents of a model: when they are worth a snapshot, and their restoration from an encoded one.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use bytes::Bytes;
+use pointsman::snapshot::Snapshot;
+
+use super::SnapshotOrigin;
+use crate::app::App;
+use crate::pools::models::Model;
+
+/// Longest time of one fetch.
+pub(super) const FETCH_MAX: Duration = Duration::from_secs(10);
+
+/// Restores the contents of an encoded snapshot. Returns whether it was usable.
+pub(super) async fn apply(model: &Model, bytes: Bytes, origin: SnapshotOrigin, from: &str) -> bool {
+    let name = model.settings.name.as_str();
+    let decoded = tokio::task::spawn_blocking(move || Snapshot::decode(&bytes)).await;
+    let Ok(decoded) = decoded else { return false };
+    let restored = decoded.and_then(|snapshot| {
+        let (ranks, blocks) = (snapshot.ranks.len(), snapshot.block_count());
+        model.router.restore(snapshot).map(|()| (ranks, blocks))
+    });
+    match restored {
+        Ok((ranks, blocks)) => {
+            tracing::info!(model = name, from, ranks, blocks, "index snapshot restored");
+            origin.count(name, "restored");
+            true
+        }
+        Err(error) => {
+            tracing::warn!(model = name, from, %error, "index snapshot ignored");
+            origin.count(name, error.name());
+            false
+        }
+    }
+}
+
+/// Whether the index of a model follows KV events, and so can continue from a snapshot.
+pub(super) fn has_snapshots(model: &Model) -> bool {
+    let config = model.router.config();
+    config.events.mode.reads_events() && config.has_index()
+}
+
+/// Whether the index of a model is as complete as it can be: after the warm-up time, ranks with losses are marked as cold.
+pub(super) fn is_warm(app: &App, model: &Model) -> bool {
+    model.was_warm.load(Ordering::Relaxed) || app.readiness.is_warm_up_over()
+}

@@ -1,0 +1,169 @@
+//! Warm start: index snapshots in files, from other replicas, and in the store of a bus.
+//!
+//! A model starts with the snapshot in its file, if any. In a group of replicas it then fetches the snapshot of a
+//! serving one, or else the stored one; per rank the newer contents are kept. The readers of KV events apply the messages since then, and
+//! `/ready` waits for them up to `warm_up_ms`. Snapshots are written periodically and at shutdown. No failure here ends
+//! or delays requests: it is logged and counted, and the model starts with less.
+
+mod contents;
+mod file;
+mod siblings;
+mod store;
+mod writer;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use metrics::counter;
+use pointsman::KvSourceStatus;
+use pointsman::ingest::RestoreState;
+use pointsman::snapshot::Snapshot;
+
+use crate::observe::requests::Metric;
+use crate::settings::ModelSettings;
+pub(crate) use siblings::join;
+pub(crate) use store::{store_last, store_periodically};
+pub(crate) use writer::{write_last, write_periodically};
+
+pub(crate) const RESTORES: Metric = Metric::counter(
+    "pointsman_gateway_snapshot_restores_total",
+    &["model", "source", "result"],
+    "Index snapshots by source (`file`, `replica`, `store`) and result: `restored`, `absent`, `failed` (not readable), \
+     or the reason of the refusal: `magic`, `version`, `checksum`, `layout`, `malformed`.",
+);
+pub(crate) const WRITES: Metric = Metric::counter(
+    "pointsman_gateway_snapshot_writes_total",
+    &["model", "result"],
+    "Writes of the index snapshot file by result: `written`, `empty` (no contents; the file is kept), `failed`.",
+);
+pub(crate) const STORES: Metric = Metric::counter(
+    "pointsman_gateway_snapshot_stores_total",
+    &["model", "result"],
+    "Writes of the index snapshot to the object store of NATS by result: `stored`, `failed`.",
+);
+pub(crate) const WRITTEN: Metric = Metric::gauge(
+    "pointsman_gateway_snapshot_written_timestamp_seconds",
+    &["model"],
+    "Time of the last write of the index snapshot file, in Unix time.",
+);
+pub(crate) const BYTES: Metric =
+    Metric::gauge("pointsman_gateway_snapshot_bytes", &["model"], "Length of the last written index snapshot file.");
+
+/// Source of a snapshot.
+#[derive(Clone, Copy)]
+enum SnapshotOrigin {
+    File,
+    Replica,
+    Store,
+}
+
+impl SnapshotOrigin {
+    fn name(self) -> &'static str {
+        match self {
+            Self::File => "file",
+            Self::Replica => "replica",
+            Self::Store => "store",
+        }
+    }
+
+    fn count(self, model: &str, result: &'static str) {
+        counter!(RESTORES.name, "model" => model.to_owned(), "source" => self.name(), "result" => result).increment(1);
+    }
+}
+
+/// Progress of the warm start of one model.
+#[derive(Default)]
+pub(crate) struct WarmStart {
+    /// The replica that a snapshot is being fetched from, or the wait for one.
+    fetching: Mutex<Option<String>>,
+}
+
+impl WarmStart {
+    fn set_fetching(&self, what: Option<String>) {
+        *self.fetching.lock().unwrap_or_else(PoisonError::into_inner) = what;
+    }
+
+    /// The pending part, for `/ready`; `None` if nothing is pending.
+    pub(crate) fn pending(&self, sources: &[KvSourceStatus]) -> Option<String> {
+        let fetching = self.fetching.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut by_state: BTreeMap<&str, usize> = BTreeMap::new();
+        for state in sources.iter().filter_map(|source| source.restore) {
+            let state = match state {
+                RestoreState::Unverified => "wait for the events since their snapshot",
+                RestoreState::Dropped => "could not continue from their snapshot",
+                RestoreState::Resumed => continue,
+            };
+            *by_state.entry(state).or_default() += 1;
+        }
+        let restores = by_state.into_iter().map(|(state, ranks)| format!("{ranks} {state}"));
+        let pending: Vec<String> = fetching.into_iter().chain(restores).collect();
+        (!pending.is_empty()).then(|| pending.join("; "))
+    }
+}
+
+/// The snapshot in the file of a model, if it is usable. A refused file is logged, counted, and left in place until the
+/// next write.
+pub(crate) async fn read_file(settings: &ModelSettings, directory: Option<&Path>) -> Option<Snapshot> {
+    let router = &settings.router;
+    let path = file::path_of(directory?, &router.pool);
+    if !(router.events.mode.reads_events() && router.has_index()) {
+        return None;
+    }
+    let (model, pool) = (settings.name.as_str(), router.clone());
+    let (shown, origin) = (path.display().to_string(), SnapshotOrigin::File);
+    let read = tokio::task::spawn_blocking(move || file::read(&path, &pool)).await;
+    match read.unwrap_or_else(|panic| Err(file::ReadError::Lost(panic.to_string()))) {
+        Ok(Some(snapshot)) => {
+            let (ranks, blocks, created_ms) = (snapshot.ranks.len(), snapshot.block_count(), snapshot.created_ms);
+            tracing::info!(model, path = shown, ranks, blocks, created_ms, "index snapshot loaded");
+            origin.count(model, "restored");
+            Some(snapshot)
+        }
+        Ok(None) => {
+            tracing::info!(model, path = shown, "no index snapshot: the index starts empty");
+            origin.count(model, "absent");
+            None
+        }
+        Err(error) => {
+            tracing::warn!(model, path = shown, %error, "index snapshot ignored");
+            origin.count(model, error.name());
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pending_parts_are_named() {
+        let warm_start = WarmStart::default();
+        assert_eq!(warm_start.pending(&[]), None);
+        warm_start.set_fetching(Some("a snapshot is being fetched from replica 00000000000000ff".to_owned()));
+        let source = |restore| KvSourceStatus {
+            rank: pointsman::protocol::WorkerRank::new(pointsman::protocol::WorkerId(1), 0),
+            endpoint: String::new(),
+            connected: true,
+            caught_up: false,
+            state: pointsman::ingest::StreamState::Recovering,
+            reason: None,
+            last_error: None,
+            applied: None,
+            messages: 0,
+            message_age: None,
+            restore,
+            audit: None,
+        };
+        let unverified = Some(RestoreState::Unverified);
+        let sources = [unverified, None, Some(RestoreState::Dropped), Some(RestoreState::Resumed), unverified];
+        assert_eq!(
+            warm_start.pending(&sources.map(source)).as_deref(),
+            Some(
+                "a snapshot is being fetched from replica 00000000000000ff; 1 could not continue from their snapshot; \
+                 2 wait for the events since their snapshot"
+            )
+        );
+    }
+}

@@ -1,0 +1,95 @@
+//! Snapshots in the store of a bus, for replicas that start while no other one serves.
+//!
+//! The serving replica with the longest life stores the snapshot of each model every `snapshot_interval_ms`, and the last
+//! one of all at its shutdown.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use metrics::counter;
+use pointsman::{ReplicaBus, SnapshotStore};
+use tokio::time::{sleep, timeout};
+
+use super::contents::{FETCH_MAX, apply, has_snapshots, is_warm};
+use super::writer::LAST_WRITE_MAX;
+use super::{STORES, SnapshotOrigin};
+use crate::app::App;
+use crate::app::current::Current;
+use crate::pools::models::Model;
+use crate::pools::readiness;
+
+/// Stores the snapshots while this replica is the first of those that serve. Ends at once without a store.
+pub(crate) async fn store_periodically(current: Current, bus: Arc<dyn ReplicaBus>) {
+    let Some(store) = bus.store() else { return };
+    loop {
+        let interval = Duration::from_millis(current.get().settings.gateway.snapshot_interval_ms);
+        sleep(interval).await;
+        let app = current.get();
+        if is_first(&*bus) && readiness::is_ready(&app).await {
+            store_all(&app, store).await;
+        }
+    }
+}
+
+/// Stores the snapshots of a gateway that has served its last request, if no other replica serves.
+pub(crate) async fn store_last(app: &App, bus: &dyn ReplicaBus) {
+    let Some(store) = bus.store() else { return };
+    if bus.members().borrow().iter().any(|member| member.is_serving) {
+        return;
+    }
+    if timeout(LAST_WRITE_MAX, store_all(app, store)).await.is_err() {
+        tracing::warn!(after = ?LAST_WRITE_MAX, "index snapshots not stored at shutdown: timeout");
+    }
+}
+
+/// Whether all other serving replicas have started later.
+fn is_first(bus: &dyn ReplicaBus) -> bool {
+    let own = bus.life();
+    let own = (own.incarnation, own.replica);
+    let members = bus.members();
+    let members = members.borrow();
+    members.iter().filter(|member| member.is_serving).all(|member| own < (member.life.incarnation, member.life.replica))
+}
+
+async fn store_all(app: &App, store: &dyn SnapshotStore) {
+    for model in app.models.all().iter().filter(|model| has_snapshots(model) && is_warm(app, model)) {
+        let Ok(snapshot) = model.router.snapshot().await else { continue }; // the router is down
+        if snapshot.ranks.is_empty() {
+            continue; // engines that are down for a while may return
+        }
+        let name = model.settings.name.as_str();
+        let Ok(bytes) = tokio::task::spawn_blocking(move || snapshot.encode()).await else { continue };
+        let length = bytes.len();
+        let result = match store.put(Arc::from(&*model.router.config().pool), bytes.into()).await {
+            Ok(()) => {
+                tracing::debug!(model = name, bytes = length, "index snapshot stored");
+                "stored"
+            }
+            Err(error) => {
+                tracing::warn!(model = name, %error, "index snapshot could not be stored");
+                "failed"
+            }
+        };
+        counter!(STORES.name, "model" => name.to_owned(), "result" => result).increment(1);
+    }
+}
+
+/// Restores the stored snapshot of a model, if there is a usable one.
+pub(super) async fn restore_stored(model: &Model, store: &dyn SnapshotStore) {
+    let (name, origin) = (model.settings.name.as_str(), SnapshotOrigin::Store);
+    match timeout(FETCH_MAX, store.get(Arc::from(&*model.router.config().pool))).await {
+        Ok(Ok(Some(bytes))) => drop(apply(model, bytes, origin, "store").await),
+        Ok(Ok(None)) => {
+            tracing::info!(model = name, "no index snapshot is stored");
+            origin.count(name, "absent");
+        }
+        Ok(Err(error)) => {
+            tracing::warn!(model = name, %error, "stored index snapshot could not be read");
+            origin.count(name, "failed");
+        }
+        Err(_) => {
+            tracing::warn!(model = name, after = ?FETCH_MAX, "stored index snapshot could not be read: timeout");
+            origin.count(name, "failed");
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! Periodic writes of the snapshot files.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use metrics::{counter, gauge};
+use tokio::time::{sleep, timeout};
+
+use super::contents::has_snapshots;
+use super::{BYTES, WRITES, WRITTEN, file};
+use crate::app::App;
+use crate::app::current::Current;
+use crate::pools::models::Model;
+
+/// Longest time of the writes at shutdown.
+pub(super) const LAST_WRITE_MAX: Duration = Duration::from_secs(10);
+
+/// Writes the snapshot of every model each `snapshot_interval_ms`.
+pub(crate) async fn write_periodically(current: Current) {
+    loop {
+        let interval = Duration::from_millis(current.get().settings.gateway.snapshot_interval_ms);
+        sleep(interval).await;
+        write_all(&current.get()).await;
+    }
+}
+
+/// Writes the snapshots of a gateway that has served its last request.
+pub(crate) async fn write_last(app: &App) {
+    if timeout(LAST_WRITE_MAX, write_all(app)).await.is_err() {
+        tracing::warn!(after = ?LAST_WRITE_MAX, "index snapshots not written at shutdown: timeout");
+    }
+}
+
+async fn write_all(app: &App) {
+    let Some(directory) = &app.settings.gateway.snapshot_path else { return };
+    for model in app.models.all() {
+        write(model, directory).await;
+    }
+}
+
+async fn write(model: &Arc<Model>, directory: &Path) {
+    if !has_snapshots(model) {
+        return;
+    }
+    let (path, name) = (file::path_of(directory, &model.router.config().pool), model.settings.name.as_str());
+    let count = |result| counter!(WRITES.name, "model" => name.to_owned(), "result" => result).increment(1);
+    let Ok(snapshot) = model.router.snapshot().await else { return }; // the router is down
+    if snapshot.ranks.is_empty() {
+        return count("empty"); // engines that are down for a while may return
+    }
+    let (ranks, blocks, created_ms) = (snapshot.ranks.len(), snapshot.block_count(), snapshot.created_ms);
+    let shown = path.display().to_string();
+    let write = move || {
+        let bytes = snapshot.encode();
+        file::write(&path, &bytes).map(|()| bytes.len())
+    };
+    match tokio::task::spawn_blocking(write).await.unwrap_or_else(|panic| Err(std::io::Error::other(panic))) {
+        Ok(bytes) => {
+            count("written");
+            gauge!(BYTES.name, "model" => name.to_owned()).set(bytes as f64);
+            gauge!(WRITTEN.name, "model" => name.to_owned()).set(unix_seconds());
+            tracing::debug!(model = name, path = shown, ranks, blocks, bytes, created_ms, "index snapshot written");
+        }
+        Err(error) => {
+            count("failed");
+            tracing::warn!(model = name, path = shown, %error, "index snapshot could not be written");
+        }
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "the date is only reported to operators")]
+fn unix_seconds() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}

@@ -1,0 +1,124 @@
+//! Worker section of the metrics page in Prometheus' text format.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::{Durations, TABLES, WorkerMeters, WorkerTable, lock};
+use crate::observe::page::SECONDS;
+use crate::observe::requests::{
+    Metric, RetryReason, WORKER_FIRST_TOKEN, WORKER_REQUESTS, WORKER_RETRIES, WORKER_SECONDS,
+};
+
+/// Renders the metrics of the workers of all models in this process. Two gateways in one process with the same model
+/// share its series, as in the recorder.
+pub(crate) fn page() -> String {
+    let tables: Vec<Arc<WorkerTable>> = lock(&TABLES).iter().filter_map(std::sync::Weak::upgrade).collect();
+    let mut workers = BTreeMap::<String, Vec<Arc<WorkerMeters>>>::new();
+    for table in tables {
+        for (id, meters) in table.current() {
+            let (model, endpoint) = (escaped(&table.model), escaped(&without_credentials(&meters.endpoint)));
+            let labels = format!("model=\"{model}\",worker=\"{id}\",worker_endpoint=\"{endpoint}\"");
+            workers.entry(labels).or_default().push(meters);
+        }
+    }
+    let mut page = String::new();
+    if !workers.is_empty() {
+        requests(&mut page, &workers);
+        retries(&mut page, &workers);
+        durations(&mut page, &WORKER_FIRST_TOKEN, &workers, |meters| &meters.first_token);
+        durations(&mut page, &WORKER_SECONDS, &workers, |meters| &meters.request);
+    }
+    page
+}
+
+type Workers = BTreeMap<String, Vec<Arc<WorkerMeters>>>;
+
+fn head(page: &mut String, metric: &Metric) {
+    let Metric { name, help, .. } = metric;
+    let kind = metric.kind.name();
+    writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}").expect("writing to a string cannot fail");
+}
+
+fn requests(page: &mut String, workers: &Workers) {
+    head(page, &WORKER_REQUESTS);
+    for (labels, meters) in workers {
+        let mut counts = BTreeMap::<(Option<u16>, &str), u64>::new();
+        for meters in meters {
+            for (key, count) in &*lock(&meters.requests) {
+                *counts.entry(*key).or_default() += count;
+            }
+        }
+        for ((status, outcome), count) in counts {
+            let (name, status) = (WORKER_REQUESTS.name, status.map_or("none".to_owned(), |status| status.to_string()));
+            writeln!(page, "{name}{{{labels},status=\"{status}\",outcome=\"{outcome}\"}} {count}")
+                .expect("writing to a string cannot fail");
+        }
+    }
+    page.push('\n');
+}
+
+fn retries(page: &mut String, workers: &Workers) {
+    head(page, &WORKER_RETRIES);
+    for (labels, meters) in workers {
+        for reason in RetryReason::ALL {
+            let retries = meters.iter().map(|meters| meters.retries[reason as usize].load(Ordering::Relaxed));
+            let (name, retries, reason) = (WORKER_RETRIES.name, retries.sum::<u64>(), reason.name());
+            if retries > 0 {
+                writeln!(page, "{name}{{{labels},reason=\"{reason}\"}} {retries}")
+                    .expect("writing to a string cannot fail");
+            }
+        }
+    }
+    page.push('\n');
+}
+
+#[expect(clippy::cast_precision_loss, reason = "microseconds fit f64 exactly for centuries")]
+fn durations(page: &mut String, metric: &Metric, workers: &Workers, of: impl Fn(&WorkerMeters) -> &Durations) {
+    head(page, metric);
+    for (labels, meters) in workers {
+        let sum = |read: &dyn Fn(&Durations) -> u64| meters.iter().map(|meters| read(of(meters))).sum::<u64>();
+        let (name, mut so_far) = (metric.name, 0);
+        for n in 0..=SECONDS.len() {
+            so_far += sum(&|durations| durations.buckets[n].load(Ordering::Relaxed));
+            let bound = SECONDS.get(n).map_or("+Inf".to_owned(), ToString::to_string);
+            writeln!(page, "{name}_bucket{{{labels},le=\"{bound}\"}} {so_far}")
+                .expect("writing to a string cannot fail");
+        }
+        let seconds = sum(&|durations| durations.micros.load(Ordering::Relaxed)) as f64 / 1e6;
+        writeln!(page, "{name}_sum{{{labels}}} {seconds}\n{name}_count{{{labels}}} {so_far}")
+            .expect("writing to a string cannot fail");
+    }
+    page.push('\n');
+}
+
+/// An endpoint without user and password.
+fn without_credentials(endpoint: &str) -> String {
+    match endpoint.split_once("://") {
+        Some((scheme, rest)) => {
+            let authority = rest.find('/').unwrap_or(rest.len());
+            let host = rest[..authority].rfind('@').map_or(0, |at| at + 1);
+            format!("{scheme}://{}", &rest[host..])
+        }
+        None => endpoint.to_owned(),
+    }
+}
+
+/// A label value escaped for the text format.
+fn escaped(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_hold_no_credentials_and_are_escaped() {
+        assert_eq!(without_credentials("http://user:p@ss@host:80/a@b"), "http://host:80/a@b");
+        assert_eq!(without_credentials("http://host:80"), "http://host:80");
+        assert_eq!(without_credentials("odd"), "odd");
+        assert_eq!(escaped("a\"\\\n"), "a\\\"\\\\\\n");
+    }
+}

@@ -1,0 +1,229 @@
+//! Account of one request: its counts, its access log record and its trace, completed at every end of the request.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use pointsman::Placement;
+use tokio::time::Instant;
+
+use crate::admission::leases::QuotaLease;
+use crate::formats::openai::Endpoint;
+use crate::observe::access::AccessRecord;
+use crate::observe::activity::{Arrived, Ended};
+use crate::observe::requests::{CLIENT_LEFT, Meters, MigrationResult, ModelMeters, RetryReason, StreamBreak};
+use crate::observe::trace::RequestTrace;
+
+/// One request, from its head to the end of its response. An earlier drop means a client disconnect or the end of the
+/// gateway.
+pub(crate) struct Account {
+    meters: Arc<Meters>,
+    model: Arc<ModelMeters>,
+    endpoint: Endpoint,
+    started: Instant,
+    /// Accumulated waiting time outside the gateway.
+    excluded: Duration,
+    is_sent: bool,
+    has_first_token: bool,
+    is_answered: bool,
+    is_over: bool,
+    /// Result of a break-off of the response; absent while migrations are disabled.
+    on_break: Option<MigrationResult>,
+    /// Access log record.
+    pub(crate) access: AccessRecord,
+    /// Share of the limits of its tenant.
+    pub(crate) quota: Option<QuotaLease>,
+    /// Trace of the request.
+    pub(crate) trace: RequestTrace,
+    status: u16,
+    outcome: &'static str,
+}
+
+impl Account {
+    pub(crate) fn begin(meters: &Arc<Meters>, endpoint: Endpoint) -> Self {
+        meters.in_flight.increment(1.0);
+        Self {
+            meters: Arc::clone(meters),
+            model: Arc::clone(&meters.nameless),
+            endpoint,
+            started: Instant::now(),
+            excluded: Duration::ZERO,
+            is_sent: false,
+            has_first_token: false,
+            is_answered: false,
+            is_over: false,
+            on_break: None,
+            access: AccessRecord::default(),
+            quota: None,
+            trace: RequestTrace::default(),
+            status: CLIENT_LEFT,
+            outcome: "client_gone",
+        }
+    }
+
+    pub(crate) fn started(&self) -> Instant {
+        self.started
+    }
+
+    /// Sets the model of the request.
+    pub(crate) fn is_for(&mut self, model: &Arc<ModelMeters>) {
+        self.model = Arc::clone(model);
+    }
+
+    /// Adds the time since `then` as waiting time.
+    pub(crate) fn waited_since(&mut self, then: Instant) {
+        self.excluded += then.elapsed();
+    }
+
+    /// Records a placement for which the router took the time since `then`.
+    pub(crate) fn placed_since(&mut self, then: Instant, placement: &Placement) {
+        self.waited_since(then);
+        self.access.routed(then.elapsed());
+        self.trace.placed(placement);
+        self.model.activity.placed(self.arrived(), placement);
+    }
+
+    fn arrived(&self) -> Arrived<'_> {
+        let AccessRecord { request_id, prompt_tokens, no_tokens, .. } = &self.access;
+        Arrived { request_id, prompt_tokens: *prompt_tokens, no_tokens: *no_tokens }
+    }
+
+    /// Records a failed attempt.
+    pub(crate) fn attempt_failed(&mut self, reason: RetryReason) {
+        self.trace.attempt_failed(reason.name());
+    }
+
+    /// Records the first attempt, sent to the worker of the placement.
+    pub(crate) fn sent(&mut self, placement: &Placement) {
+        self.access.attempted(placement);
+        self.trace.attempted(placement, false);
+        self.record_overhead();
+    }
+
+    /// Records a prefill leg, sent to the worker of the placement in the pool with these meters.
+    pub(crate) fn prefill_sent(&mut self, pool: &ModelMeters, placement: &Placement) {
+        pool.activity.placed(self.arrived(), placement);
+        self.access.prefilled(placement);
+        self.trace.attempted(placement, true);
+        self.record_overhead();
+    }
+
+    fn record_overhead(&mut self) {
+        if !std::mem::replace(&mut self.is_sent, true) {
+            self.meters.overhead.record(self.started.elapsed().saturating_sub(self.excluded));
+        }
+    }
+
+    /// Records the first token of a streamed response, or the first byte of another; only the first call counts.
+    pub(crate) fn first_token(&mut self, is_streamed: bool) {
+        if !std::mem::replace(&mut self.has_first_token, true) {
+            let elapsed = self.started.elapsed();
+            self.model.first_byte.record(elapsed);
+            self.trace.first_token();
+            if is_streamed {
+                self.access.first_token = Some(elapsed);
+                self.model.activity.first_token(elapsed);
+            }
+        }
+    }
+
+    /// Records the status sent to the client.
+    pub(crate) fn answered(&mut self, status: StatusCode) {
+        if !std::mem::replace(&mut self.is_answered, true) {
+            self.status = status.as_u16();
+            self.model.answered(self.endpoint, self.status);
+        }
+    }
+
+    /// Sets the migration result that a break-off of the response counts.
+    pub(crate) fn breaks_as(&mut self, result: MigrationResult) {
+        self.on_break = Some(result);
+    }
+
+    /// Records a response that another rank continues.
+    pub(crate) fn resumed(&mut self) {
+        self.access.resumed();
+        self.model.migrations[MigrationResult::Resumed as usize].increment(1);
+    }
+
+    /// Counts a failure of the worker that the client receives as an error event.
+    pub(crate) fn not_resumed(&mut self) {
+        if let Some(result) = self.on_break {
+            self.model.migrations[result as usize].increment(1);
+        }
+    }
+
+    /// Records the complete end of the response.
+    pub(crate) fn complete(&mut self) {
+        if !std::mem::replace(&mut self.is_over, true) {
+            self.outcome = self.access.outcome_of(self.status);
+            self.model.whole.record(self.started.elapsed());
+        }
+    }
+
+    /// Records a cut-off response.
+    pub(crate) fn broke(&mut self, reason: StreamBreak) {
+        if !std::mem::replace(&mut self.is_over, true) {
+            self.outcome = reason.name();
+            self.meters.broken[reason as usize].increment(1);
+            if let Some(result) = self.on_break.filter(|_| reason != StreamBreak::Drain) {
+                self.model.migrations[result as usize].increment(1);
+            }
+        }
+    }
+
+    /// Adds the request to the recent ones of its model. An error is a response that a correct request within the limits
+    /// of its tenant should not have.
+    fn record_activity(&self) {
+        let activity = &self.model.activity;
+        let is_cut = StreamBreak::ALL.iter().any(|reason| reason.name() == self.outcome);
+        let is_limit = self.access.error.is_some_and(|code| code.ends_with("_exceeded"));
+        let is_error = is_cut || self.status >= 500 || self.status == 429 && !is_limit;
+        if let Some(code) = self.access.error.filter(|_| is_error && !self.access.was_placed()) {
+            activity.rejected(self.arrived(), code);
+        }
+        activity.ended(&Ended { is_error, itl: self.access.mean_itl(self.started.elapsed()).filter(|_| !is_error) });
+    }
+
+    /// Closes the account.
+    fn end(&mut self) {
+        if self.is_over {
+            return;
+        }
+        if std::thread::panicking() {
+            self.answered(StatusCode::INTERNAL_SERVER_ERROR);
+            self.outcome = "failed";
+            return;
+        }
+        if self.meters.is_deadline_passed.load(Ordering::Relaxed) {
+            match self.is_answered {
+                true => self.broke(StreamBreak::Drain),
+                false => self.answered(StatusCode::SERVICE_UNAVAILABLE),
+            }
+            self.outcome = StreamBreak::Drain.name();
+            return;
+        }
+        self.meters.client_gone.increment(1);
+        if !self.is_answered {
+            self.model.answered(self.endpoint, CLIENT_LEFT);
+        }
+    }
+}
+
+impl Drop for Account {
+    fn drop(&mut self) {
+        self.meters.in_flight.decrement(1.0);
+        self.end();
+        if let Some(quota) = &mut self.quota {
+            // A client that disconnects has caused the work of the attempt so far.
+            let is_served = self.status < 400 || self.status == CLIENT_LEFT;
+            quota.settle(self.access.token_use().filter(|_| is_served));
+        }
+        self.record_activity();
+        let (endpoint, model) = (self.endpoint.name(), &self.model.model);
+        let trace_id = self.trace.trace_id();
+        self.access.write(endpoint, (model, trace_id.as_deref()), self.status, self.outcome, self.started.elapsed());
+        self.trace.end(&self.access.summary(model, self.status, self.outcome));
+    }
+}

@@ -1,0 +1,284 @@
+//! Response stream from a worker to the client.
+//!
+//! Forwards each frame without buffering. The booking ends with the response, however it ends. A broken response never
+//! looks complete: the error makes the server cut the client's connection. The attempts handle everything before the
+//! first byte.
+
+use std::fmt::Display;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use axum::body::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use pointsman::PlacedBody;
+use pointsman::answer::AnswerKind;
+use pointsman::health::Outcome;
+use tokio::time::{Instant, Sleep, sleep_until};
+
+use super::attempts::WorkerResponse;
+use super::split::PrefillReport;
+use crate::app::App;
+use crate::observe::requests::StreamBreak;
+use crate::pools::disaggregation::PrefillResult;
+use crate::pools::workers::WorkerRequest;
+use crate::proxy::account::Account;
+
+/// Reason of a cut-off response, seen only by the HTTP server.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Cut {
+    /// The worker broke off.
+    #[error("the worker closed the connection early: {0}")]
+    Broken(String),
+    /// The worker was silent.
+    #[error("the worker sent nothing for {} ms", .0.as_millis())]
+    Idle(Duration),
+    /// The worker ended the stream with a server error.
+    #[error("the worker ended the stream with an error")]
+    Failed,
+    /// The body ended without its end mark.
+    #[error("the response ended without its end mark")]
+    Incomplete,
+}
+
+impl Cut {
+    fn reason(&self) -> StreamBreak {
+        match self {
+            Self::Broken(_) | Self::Failed => StreamBreak::Broken,
+            Self::Idle(_) => StreamBreak::Idle,
+            Self::Incomplete => StreamBreak::Incomplete,
+        }
+    }
+
+    fn outcome(&self) -> Outcome {
+        match self {
+            Self::Broken(_) => Outcome::Reset,
+            Self::Idle(_) => Outcome::Timeout,
+            Self::Failed => Outcome::ServerError,
+            Self::Incomplete => Outcome::InvalidAnswer,
+        }
+    }
+}
+
+/// Body polled by the client's connection, with the worker's body inside.
+pub(crate) struct Answer<B> {
+    app: Arc<App>,
+    /// Absent after a move to the resumption of the response.
+    account: Option<Account>,
+    /// Whether the caller decides about the end of a failed response.
+    defers_cut: bool,
+    /// Absent after a cut: the booking and the worker's connection have ended.
+    body: Option<PlacedBody<B>>,
+    /// The attempt at the worker.
+    sent: WorkerRequest,
+    /// Kind of validation, if any.
+    checked: Option<AnswerKind>,
+    idle_max: Duration,
+    /// Start of the worker's silence; absent while it sends or while the client does not read.
+    silent_since: Option<Instant>,
+    alarm: Option<Pin<Box<Sleep>>>,
+    /// Reason of a cut until the server has received it.
+    pending_cut: Option<Cut>,
+    /// Prefill of the request, for a model with a prefill pool.
+    prefill: Option<PrefillReport>,
+}
+
+impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
+    pub(crate) fn new(app: &Arc<App>, account: Account, begin: WorkerResponse<B>, kind: AnswerKind) -> Self {
+        let WorkerResponse { placement, sent, head: _, body, checked, output_tokens, is_reported, prefill } = begin;
+        let app = Arc::clone(app);
+        let idle_max = Duration::from_millis(app.settings.gateway.idle_timeout_ms);
+        let mut body = placement.wrap_body(body, kind);
+        if let Some(tokens) = output_tokens {
+            body = body.expecting(tokens);
+        }
+        if checked.is_some() {
+            body = body.requiring_end_mark();
+        }
+        if is_reported {
+            body = body.without_blame();
+        }
+        if prefill.as_ref().is_some_and(|prefill| prefill.result == PrefillResult::Remote) {
+            body = body.without_cached_tokens();
+        }
+        let mut answer = Self {
+            app,
+            account: Some(account),
+            defers_cut: false,
+            body: Some(body),
+            sent,
+            checked,
+            idle_max,
+            silent_since: None,
+            alarm: None,
+            pending_cut: None,
+            prefill,
+        };
+        if answer.is_end_stream() {
+            answer.complete();
+        }
+        answer
+    }
+
+    /// The same, but a failure is returned at once and only ends the attempt. The caller then takes the account, or ends
+    /// the response with [`Self::give_up`].
+    pub(super) fn deferring_cuts(mut self) -> Self {
+        self.defers_cut = true;
+        self
+    }
+
+    pub(super) fn account(&mut self) -> &mut Option<Account> {
+        &mut self.account
+    }
+
+    /// Ends the attempt after an error event of the worker.
+    pub(super) fn fail(&mut self) -> Cut {
+        if let Some(body) = &self.body {
+            body.report(Outcome::ServerError);
+        }
+        self.end_attempt(&Cut::Failed);
+        Cut::Failed
+    }
+
+    fn end_attempt(&mut self, cut: &Cut) {
+        self.record_usage();
+        self.body = None;
+        self.sent.ended(cut.outcome().label());
+    }
+
+    fn complete(&mut self) {
+        if let Some(account) = &mut self.account {
+            account.complete();
+        }
+        if let Some(prefill) = &mut self.prefill {
+            prefill.decode_ended();
+        }
+        self.sent.completed();
+    }
+
+    /// Whether a required end mark is missing.
+    fn is_incomplete(&self) -> bool {
+        self.checked.is_some() && self.body.as_ref().is_some_and(|body| !body.is_complete())
+    }
+
+    /// Records a forwarded frame.
+    fn received(&mut self) {
+        self.silent_since = None;
+        self.sent.received();
+        let is_stream = self.checked == Some(AnswerKind::Events);
+        if is_stream && self.body.as_ref().is_some_and(PlacedBody::is_generating) {
+            self.sent.first_token();
+            let Some(account) = &mut self.account else { return };
+            account.first_token(true);
+        }
+    }
+
+    /// Ends the booking now, and the response unless the caller decides about it.
+    fn cut(&mut self, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        self.end_attempt(&cut);
+        if self.defers_cut {
+            return Poll::Ready(Some(Err(cut)));
+        }
+        self.give_up(cut, context)
+    }
+
+    /// Reports the error to the server at its next poll. A server that receives an error drops unwritten data, including
+    /// the head, and it flushes whenever a body is pending.
+    pub(super) fn give_up(&mut self, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        let reason = cut.reason();
+        if let Some(account) = &mut self.account {
+            account.broke(reason);
+            if let Some(suppressed) = self.app.broken_streams.next_line(Instant::now()) {
+                let request_id = account.access.request_id.as_str();
+                let (worker, rank) = account.access.worker();
+                tracing::warn!(request_id, worker, rank, reason = reason.name(), suppressed, "response cut off: {cut}");
+            }
+        }
+        self.pending_cut = Some(cut);
+        context.waker().wake_by_ref();
+        Poll::Pending
+    }
+
+    /// Resolves after the idle timeout of the worker.
+    fn poll_silence(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        let since = *self.silent_since.get_or_insert_with(Instant::now);
+        let due = since + self.idle_max;
+        // One timer for the whole response: frames do not reset it; it re-checks when it fires.
+        let alarm = self.alarm.get_or_insert_with(|| Box::pin(sleep_until(due)));
+        loop {
+            ready!(alarm.as_mut().poll(context));
+            if Instant::now() >= due {
+                return Poll::Ready(());
+            }
+            alarm.as_mut().reset(due);
+        }
+    }
+}
+
+impl<B> Answer<B> {
+    /// Records the usage in the access log. Cached tokens are those of the prefill leg, if there is one.
+    fn record_usage(&mut self) {
+        let Some(body) = &self.body else { return };
+        let mut usage = body.usage();
+        if let (Some(prefill), Some(usage)) = (&self.prefill, &mut usage)
+            && prefill.result == PrefillResult::Remote
+        {
+            usage.cached_tokens = prefill.values.cached_tokens();
+        }
+        if let Some(account) = &mut self.account {
+            account.access.used(usage, body.output_tokens());
+        }
+    }
+}
+
+impl<B> Drop for Answer<B> {
+    fn drop(&mut self) {
+        self.record_usage();
+    }
+}
+
+impl<B: Body<Data = Bytes, Error: Display> + Unpin> Body for Answer<B> {
+    type Data = Bytes;
+    type Error = Cut;
+
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        let Some(body) = &mut self.body else { return Poll::Ready(self.pending_cut.take().map(Err)) };
+        match Pin::new(body).poll_frame(context) {
+            Poll::Ready(Some(Ok(frame))) => {
+                self.received();
+                // Bodies of known length are not polled after their last byte.
+                if self.is_end_stream() {
+                    if self.is_incomplete() {
+                        return self.cut(Cut::Incomplete, context);
+                    }
+                    self.complete();
+                }
+                Poll::Ready(Some(Ok(frame)))
+            }
+            Poll::Ready(Some(Err(error))) => self.cut(Cut::Broken(error.to_string()), context),
+            Poll::Ready(None) if self.is_incomplete() => self.cut(Cut::Incomplete, context),
+            Poll::Ready(None) => {
+                self.complete();
+                Poll::Ready(None)
+            }
+            Poll::Pending => {
+                ready!(self.poll_silence(context));
+                // The body itself would report a broken connection.
+                if let Some(body) = &self.body {
+                    body.report(Outcome::Timeout);
+                }
+                let cut = Cut::Idle(self.idle_max);
+                self.cut(cut, context)
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.as_ref().is_some_and(Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.as_ref().map_or_else(SizeHint::new, Body::size_hint)
+    }
+}

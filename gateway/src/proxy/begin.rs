@@ -1,0 +1,136 @@
+//! Start of a worker's response, read until it is known to be valid.
+//!
+//! Holds back at most [`BEGIN_BYTES_MAX`] and one frame, without a copy, and forwards the frames unchanged. A stream is
+//! held until its first event with output, so that a worker that fails after the role chunk can still be replaced. A
+//! JSON response is held until its end or the limit, because a part of it is useless to clients.
+//! [`Answer`](super::answer::Answer) streams the rest.
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use axum::body::Bytes;
+use axum::http::{HeaderMap, StatusCode};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::BodyExt as _;
+use hyper::body::Incoming;
+use pointsman::answer::{AnswerKind, AnswerReader, AnswerStage};
+
+use super::failure::Failure;
+use crate::net::upstream::UpstreamError;
+
+/// Maximum held bytes, except for the frame that exceeds them.
+const BEGIN_BYTES_MAX: usize = 64 << 10;
+
+/// A worker's body with the held frames in front.
+#[derive(Debug)]
+pub(crate) struct ResponseStart {
+    held: VecDeque<Frame<Bytes>>,
+    /// Absent for a response that is complete already.
+    rest: Option<Incoming>,
+}
+
+impl ResponseStart {
+    /// A complete response.
+    pub(super) fn of(body: Bytes) -> Self {
+        Self { held: VecDeque::from([Frame::data(body)]), rest: None }
+    }
+
+    /// Waits for the first frame with content of any kind.
+    pub(super) async fn any(mut rest: Incoming) -> Result<Self, Failure> {
+        let mut held = VecDeque::new();
+        while let Some(frame) = rest.frame().await {
+            let frame = frame.map_err(broken)?;
+            if !frame.data_ref().is_some_and(Bytes::is_empty) {
+                held.push_back(frame);
+                break;
+            }
+        }
+        Ok(Self { held, rest: Some(rest) })
+    }
+
+    /// Waits until the response is known to be valid.
+    pub(super) async fn valid(mut rest: Incoming, kind: AnswerKind) -> Result<Self, Failure> {
+        let (mut held, mut reader, mut bytes_held) = (VecDeque::new(), AnswerReader::new(kind), 0);
+        let mut has_ended = false;
+        while !has_ended && reader.stage() < AnswerStage::Begun && bytes_held < BEGIN_BYTES_MAX {
+            match rest.frame().await {
+                Some(frame) => {
+                    let frame = frame.map_err(broken)?;
+                    if let Some(data) = frame.data_ref() {
+                        bytes_held += data.len();
+                        reader.read(data);
+                    }
+                    held.push_back(frame);
+                    has_ended = rest.is_end_stream();
+                }
+                None => has_ended = true,
+            }
+        }
+        if has_ended {
+            reader.end();
+        }
+        if let Some(status @ (429 | 500..)) = reader.error_status() {
+            let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+            return Err(Failure::Status { status, headers: HeaderMap::new(), body: None });
+        }
+        let is_valid = match reader.stage() {
+            AnswerStage::Begun => !has_ended || reader.is_complete(),
+            AnswerStage::Opened => !has_ended,
+            AnswerStage::Empty | AnswerStage::Invalid => false,
+        };
+        if is_valid {
+            Ok(Self { held, rest: Some(rest) })
+        } else {
+            Err(Failure::Invalid(defect(&reader, kind, has_ended)))
+        }
+    }
+}
+
+fn broken(error: hyper::Error) -> Failure {
+    Failure::NoResponse(UpstreamError::Broken(error.to_string()))
+}
+
+fn defect(reader: &AnswerReader, kind: AnswerKind, has_ended: bool) -> String {
+    let shape = match kind {
+        AnswerKind::Events => "stream of events with JSON objects",
+        AnswerKind::Json => "JSON object",
+    };
+    if has_ended && reader.stage() != AnswerStage::Invalid {
+        format!("the body is no complete {shape}")
+    } else {
+        format!("the body is no {shape}")
+    }
+}
+
+impl Body for ResponseStart {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let this = &mut *self;
+        match (this.held.pop_front(), &mut this.rest) {
+            (Some(frame), _) => Poll::Ready(Some(Ok(frame))),
+            (None, Some(rest)) => Pin::new(rest).poll_frame(context),
+            (None, None) => Poll::Ready(None),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.held.is_empty() && self.rest.as_ref().is_none_or(Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let held = self.held.iter().filter_map(Frame::data_ref).map(|data| data.len() as u64).sum::<u64>();
+        let rest = self.rest.as_ref().map_or_else(|| SizeHint::with_exact(0), Body::size_hint);
+        let mut hint = SizeHint::new();
+        hint.set_lower(rest.lower() + held);
+        if let Some(upper) = rest.upper() {
+            hint.set_upper(upper + held);
+        }
+        hint
+    }
+}

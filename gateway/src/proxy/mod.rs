@@ -1,0 +1,221 @@
+//! Path of one request to a worker and back.
+//!
+//! Order of steps: authentication, parsing, model lookup, tokenization, placement, attempt. Rejections happen before
+//! any booking if possible, the body changes only where routing requires it, and every end of a request ends its
+//! booking. [`attempts`] retries, and [`answer`] streams the response.
+
+pub(crate) mod account;
+mod answer;
+mod attempts;
+mod begin;
+mod cached_tokens;
+pub(crate) mod catalog;
+mod engine_abort;
+mod exchange;
+mod failure;
+pub(crate) mod ids;
+mod leg;
+mod messages;
+mod migration;
+pub(crate) mod prepare;
+mod split;
+
+use std::collections::BTreeSet;
+use std::fmt::Display;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::body::{Body, Bytes};
+use axum::extract::State;
+use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE, EXPECT};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
+use axum::response::IntoResponse as _;
+use pointsman::answer::AnswerKind;
+use serde_json::json;
+use tokio::time::Instant;
+
+use crate::admission::intake;
+pub(crate) use crate::admission::intake::{Limits, discard, receive, reserved};
+use crate::app::App;
+use crate::formats::openai::{ApiError, Endpoint, request_id, to_client};
+use crate::observe::access::ErrorCode;
+use crate::observe::trace::RequestTrace;
+use crate::pools::disaggregation::PrefillResult;
+use crate::proxy::account::Account;
+use crate::proxy::prepare::{Admitted, Prepared, admit};
+use crate::settings::MessagesMode;
+pub(crate) use answer::Answer;
+use attempts::AttemptLoop;
+pub(crate) use attempts::WorkerResponse;
+use cached_tokens::Corrected;
+pub(crate) use exchange::checked_kind;
+pub(crate) use failure::failure_outcome;
+use messages::Translation;
+pub(crate) use messages::converted_error;
+use migration::{Migrating, Migration};
+use split::Split;
+
+/// Place of the prefill, in responses of models with a prefill pool.
+const PREFILL: HeaderName = HeaderName::from_static("x-pointsman-prefill");
+
+/// Serves a request to one of the endpoints.
+pub(crate) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, request: Request<Body>) -> Response<Body> {
+    let (head, body) = request.into_parts();
+    let mut account = Account::begin(&app.meters, endpoint);
+    // The routing layer has set the id and adds it to every response.
+    let request_id = request_id(&head.headers).unwrap_or_default();
+    account.access.request_id = request_id.to_owned();
+    account.trace = RequestTrace::of(&head.headers);
+    if let Some(tracing) = &app.tracing {
+        account.trace.begin(tracing, endpoint.path(), account.started());
+    }
+    let forwarded = forward(&app, &mut account, endpoint, &head.headers, request_id, body).await;
+    let response = match forwarded {
+        Ok(Forwarded { begin, translation: None, migration }) => {
+            return start_response(&app, account, begin, request_id, migration);
+        }
+        Ok(Forwarded { begin, translation: Some(translation), migration }) => {
+            return translation.of(start_response(&app, account, begin, request_id, migration)).await;
+        }
+        Err(mut response) => {
+            response.headers_mut().extend(account.quota_headers());
+            response
+        }
+    };
+    account.access.error = response.extensions().get().map(|ErrorCode(code)| *code);
+    account.access.is_answered_by_worker = account.access.error.is_none();
+    account.answered(response.status());
+    account.complete();
+    response
+}
+
+/// A started response and its treatment on the way to the client.
+struct Forwarded {
+    begin: WorkerResponse,
+    translation: Option<Translation>,
+    /// Present if the stream can be resumed after a failure.
+    migration: Option<Box<Migration>>,
+}
+
+/// All steps before the first byte of the response. Errors and token counts are responses, too.
+async fn forward(
+    app: &Arc<App>,
+    account: &mut Account,
+    endpoint: Endpoint,
+    headers: &HeaderMap,
+    request_id: &str,
+    body: Body,
+) -> Result<Forwarded, Response<Body>> {
+    let refused = |error: ApiError| error.into_response();
+    let limits = body_limits(app, headers);
+    let Admitted { tenant, quota } = match admit(app, Some(endpoint), headers) {
+        Ok(admitted) => admitted,
+        Err(error) => {
+            intake::discard(body, limits).await;
+            return Err(refused(error));
+        }
+    };
+    account.quota = quota;
+    account.access.tenant = tenant.map(|tenant| tenant.name.clone());
+    app.retry_budget.requested(account.started());
+    let body = receive_body(app, account, limits, body).await?;
+    // A count is computed here if possible. Otherwise an engine with this endpoint computes it.
+    let messages = Some(MessagesMode::Pass).filter(|_| endpoint == Endpoint::CountTokens);
+    let prepared = Prepared::new(app, account, endpoint, (headers, body), tenant, messages).await;
+    let mut prepared = prepared.map_err(refused)?;
+    if endpoint == Endpoint::CountTokens {
+        if let Some(input_tokens) = prepared.prompt_tokens() {
+            return Err(Json(json!({ "input_tokens": input_tokens })).into_response());
+        }
+        if prepared.model.settings.messages != MessagesMode::Pass {
+            return Err(refused(ApiError::token_count_unavailable()));
+        }
+    }
+    let is_translated = prepared.worker_endpoint != endpoint;
+    let translation = is_translated.then(|| Translation {
+        model: prepared.requested_model.clone(),
+        prompt_tokens: prepared.prompt_tokens().unwrap_or(0),
+    });
+    let resumable = migration::resumable(app, account, &mut prepared);
+    let (model, body, kind, endpoint) =
+        (&prepared.model, prepared.body.clone(), prepared.kind, prepared.worker_endpoint);
+    let split = model.prefill.as_ref().map(|pool| Split::new(pool, endpoint, body.clone(), prepared.include_usage));
+    let failed = &BTreeSet::new();
+    let attempts = AttemptLoop { app, model, endpoint, headers, request_id, body, kind, split, failed };
+    let begin = attempts.run(account, prepared.request()).await?;
+    let migration = resumable
+        .filter(|_| begin.checked == Some(AnswerKind::Events))
+        .map(|request| Box::new(Migration::new(prepared, request, headers, request_id)));
+    Ok(Forwarded { begin, translation, migration })
+}
+
+/// Response of a worker that has started one.
+fn start_response(
+    app: &Arc<App>,
+    account: Account,
+    begin: WorkerResponse,
+    request_id: &str,
+    migration: Option<Box<Migration>>,
+) -> Response<Body> {
+    let (status, mut headers) = (begin.head.status, to_client(&begin.head.headers, request_id));
+    let prefill = begin.prefill.as_ref().map(|prefill| (prefill.result, prefill.corrections()));
+    let is_events = begin.checked == Some(AnswerKind::Events);
+    let rank = begin.placement.rank();
+    let limits = account.quota_headers();
+    let answer = follow(app, account, begin, request_id);
+    let corrections =
+        prefill.as_ref().filter(|(result, _)| *result == PrefillResult::Remote).map(|(_, corrections)| corrections);
+    let body = match (migration, corrections) {
+        (None, None) => Body::new(answer),
+        (None, Some(corrections)) => Body::new(Corrected::new(answer, is_events, corrections.clone())),
+        (Some(migration), corrections) => {
+            // The length changes with the events of other attempts.
+            headers.remove(CONTENT_LENGTH);
+            let answer = Migrating::new(app, answer, migration, rank);
+            match corrections {
+                None => Body::new(answer),
+                Some(corrections) => Body::new(Corrected::new(answer, is_events, corrections.clone())),
+            }
+        }
+    };
+    headers.extend(limits);
+    if let Some((result, _)) = prefill {
+        headers.insert(PREFILL, HeaderValue::from_static(result.name()));
+    }
+    let mut response = Response::new(body);
+    (*response.status_mut(), *response.headers_mut()) = (status, headers);
+    response
+}
+
+/// Follows a started response to its end.
+pub(crate) fn follow<B>(app: &Arc<App>, mut account: Account, begin: WorkerResponse<B>, request_id: &str) -> Answer<B>
+where
+    B: http_body::Body<Data = Bytes, Error: Display> + Unpin,
+{
+    let status = begin.head.status;
+    // The first token of a stream is recorded as it passes.
+    if begin.checked != Some(AnswerKind::Events) {
+        account.first_token(false);
+    }
+    account.answered(status);
+    account.access.is_answered_by_worker = true;
+    let (worker, rank) = (begin.placement.endpoint(), begin.placement.rank().rank);
+    tracing::debug!(request_id, worker, rank, status = status.as_u16(), "answered");
+    let content_type = begin.head.headers.get(CONTENT_TYPE);
+    let kind = content_type.map_or(AnswerKind::Json, |value| AnswerKind::of_content_type(value.as_bytes()));
+    Answer::new(app, account, begin, kind)
+}
+
+async fn receive_body(app: &App, account: &mut Account, limits: Limits, body: Body) -> Result<Bytes, Response<Body>> {
+    let waits = Instant::now();
+    let taken = intake::receive(body, limits, &app.bodies).await;
+    account.waited_since(waits);
+    taken.map_err(ApiError::into_response)
+}
+
+fn body_limits(app: &App, headers: &HeaderMap) -> Limits {
+    let settings = &app.settings.gateway;
+    let (bytes_max, frame_timeout) = (settings.body_bytes_max, Duration::from_millis(settings.body_timeout_ms));
+    Limits { bytes_max, frame_timeout, expects_continue: headers.contains_key(EXPECT) }
+}

@@ -1,0 +1,240 @@
+//! Preparation of a request for routing, common to the proxy and the endpoint picker: model, options, tokens and the
+//! body for the worker.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Bytes;
+use axum::http::HeaderMap;
+use axum::http::header::AUTHORIZATION;
+use pointsman::answer::AnswerKind;
+
+use pointsman::schedule::Rejection;
+use pointsman::{Prompt, RequestOptions, RouteRequest};
+use tokio::time::Instant;
+
+use super::account::Account;
+use super::reserved;
+use crate::admission::leases::QuotaLease;
+use crate::admission::tenants::Tenant;
+use crate::app::App;
+use crate::formats::anthropic::{Purpose, chat_body};
+use crate::formats::openai::{API_KEY, ApiError, ClientPrompt, Edits, Endpoint, RequestBody, request_options};
+use crate::pools::models::Model;
+use crate::pools::readiness::causes::placement_error;
+use crate::settings::MessagesMode;
+use crate::tokens::PromptMedia;
+
+/// A request that can be routed.
+pub(crate) struct Prepared {
+    pub(crate) model: Arc<Model>,
+    /// Endpoint at the worker.
+    pub(crate) worker_endpoint: Endpoint,
+    /// Model name from the client, else that at the workers.
+    pub(crate) requested_model: String,
+    /// Kind of a valid response: events for a streamed request.
+    pub(crate) kind: AnswerKind,
+    /// The body for the worker.
+    pub(crate) body: Bytes,
+    /// Whether a stream ends with a usage record.
+    pub(crate) include_usage: bool,
+    options: RequestOptions,
+    prompt: ClientPrompt,
+    /// Tokens of the prompt, unless the client sent them.
+    tokens: Option<Vec<u32>>,
+    /// Prompt length, if its tokens are known.
+    prompt_tokens: Option<u32>,
+}
+
+impl Prepared {
+    /// Parses the body and computes the tokens of its prompt. `tenant` is the authenticated client. `messages` overrides
+    /// the setting of the model.
+    ///
+    /// # Errors
+    /// 400 for an invalid header or body, 404 for an unknown model.
+    pub(crate) async fn new(
+        app: &App,
+        account: &mut Account,
+        endpoint: Endpoint,
+        (headers, body): (&HeaderMap, Bytes),
+        tenant: Option<&Tenant>,
+        messages: Option<MessagesMode>,
+    ) -> Result<Self, ApiError> {
+        let (parsed, original) = parse(app, endpoint, body).await?;
+        let (model, adapter) = match parsed.model.as_deref() {
+            Some(name) => app.models.find(name).ok_or_else(|| ApiError::model_not_found(name))?,
+            None => (app.models.only().ok_or_else(model_missing)?, None),
+        };
+        account.is_for(&model.meters);
+        let mut options = options_of(headers, tenant)?;
+        options.session_id = options.session_id.or_else(|| parsed.session_id.as_deref().map(Arc::from));
+        if let (Some(tenant), Some(session_id)) = (tenant, &mut options.session_id) {
+            *session_id = tenant.session(session_id).into();
+        }
+        if endpoint != Endpoint::CountTokens {
+            hold(app, account, model, &mut options).await?;
+        }
+        let tenant_salt = tenant.map(|tenant| tenant.salt(parsed.cache_salt.as_deref()));
+
+        let upstream_name = adapter.unwrap_or_else(|| model.settings.upstream_name());
+        let cache_salt = tenant_salt.as_deref().or(parsed.cache_salt.as_deref());
+        let tokens =
+            model.tokens.of(&parsed.prompt, cache_salt).await.with_estimate_up_to(model.router.max_model_len());
+        (account.access.token_source, account.access.no_tokens) = (Some(tokens.source.name()), tokens.missing);
+        account.access.prompt_tokens = u32::try_from(tokens.ids.len()).ok().filter(|tokens| *tokens > 0);
+        if endpoint.has_engine_work() {
+            account.charge_prompt(parsed.body_bytes(), model.router.max_model_len())?;
+        }
+        let PromptMedia { spans: mm_spans, names: media_names, report, .. } = tokens.media;
+        account.access.media_report = report;
+        let edits = Edits {
+            model: Some(upstream_name)
+                .filter(|name| parsed.model.as_deref().is_some_and(|requested| requested != *name)),
+            // Tokenization uses no cache.
+            cache_salt: tenant_salt.as_deref().filter(|_| endpoint.has_engine_work()),
+            media_names: &media_names,
+        };
+        let options = RequestOptions {
+            lora_name: adapter.map(Arc::from),
+            cache_salt: cache_salt.map(Arc::from),
+            mm_spans,
+            tenant: tenant.map(|tenant| Arc::from(tenant.name.as_str())),
+            output_tokens_max: parsed.output_tokens_max,
+            not_streamed: !parsed.stream,
+            ..options
+        };
+        let tokens = match tokens.ids {
+            std::borrow::Cow::Owned(ids) => Some(ids),
+            std::borrow::Cow::Borrowed(_) => None,
+        };
+        // Other responses are never streamed, regardless of the request.
+        let kind = if parsed.stream && endpoint.generates() { AnswerKind::Events } else { AnswerKind::Json };
+        let include_usage = parsed.include_usage;
+        let mode = messages.unwrap_or(model.settings.messages);
+        let (body, worker_endpoint) = match original {
+            None => (parsed.body(edits), endpoint),
+            Some(_) if mode == MessagesMode::Translate => (parsed.body(edits), Endpoint::Chat),
+            Some(original) => {
+                // Names of media are those of the chat, and engines choose their own here.
+                let edits = Edits { media_names: &[], ..edits };
+                (RequestBody::parse(endpoint, original)?.body(edits), endpoint)
+            }
+        };
+        let requested_model = parsed.model.as_deref().unwrap_or(upstream_name).to_owned();
+        let (model, prompt) = (Arc::clone(model), parsed.prompt);
+        let prompt_tokens = account.access.prompt_tokens;
+        Ok(Self {
+            model,
+            worker_endpoint,
+            requested_model,
+            kind,
+            body,
+            include_usage,
+            options,
+            prompt,
+            tokens,
+            prompt_tokens,
+        })
+    }
+
+    /// Prompt length, if its tokens are known.
+    pub(crate) fn prompt_tokens(&self) -> Option<u32> {
+        self.prompt_tokens
+    }
+
+    /// The request for the router, without an id.
+    pub(crate) fn request(&self) -> RouteRequest<'_> {
+        let tokens = match (&self.tokens, &self.prompt) {
+            (Some(tokens), _) | (None, ClientPrompt::Tokens(tokens)) => tokens.as_slice(),
+            (None, _) => &[],
+        };
+        RouteRequest { options: self.options.clone(), ..RouteRequest::query(Prompt::Tokens(tokens)) }
+    }
+}
+
+/// Parses a body. For a request in Anthropic's format, the result is that of the converted chat, with the original body.
+///
+/// # Errors
+/// 400 for an invalid body, 503 without memory for a second one.
+async fn parse(app: &App, endpoint: Endpoint, body: Bytes) -> Result<(RequestBody, Option<Bytes>), ApiError> {
+    let purpose = match endpoint {
+        Endpoint::Messages => Purpose::Generate,
+        Endpoint::CountTokens => Purpose::Count,
+        Endpoint::Chat
+        | Endpoint::Completions
+        | Endpoint::Embeddings
+        | Endpoint::Responses
+        | Endpoint::Rerank
+        | Endpoint::Score
+        | Endpoint::Tokenize
+        | Endpoint::Detokenize => {
+            return Ok((RequestBody::parse(endpoint, body)?, None));
+        }
+    };
+    let chat = reserved(chat_body(&body, purpose)?, &app.bodies).await?;
+    Ok((RequestBody::parse(Endpoint::Chat, chat)?, Some(body)))
+}
+
+/// Waits for a first worker, if the settings allow it, at most until the deadline of the request.
+///
+/// # Errors
+/// 503 without a worker after that time. Without the setting, placement reports it.
+async fn hold(app: &App, account: &mut Account, model: &Model, options: &mut RequestOptions) -> Result<(), ApiError> {
+    let within = Duration::from_millis(app.settings.gateway.hold_without_endpoints_ms);
+    if within.is_zero() {
+        return Ok(());
+    }
+    let since = Instant::now();
+    let within = options.deadline.map_or(within, |deadline| within.min(deadline));
+    if !model.has_worker(within).await {
+        return Err(placement_error(&model.router, Rejection::NoRanks.into()));
+    }
+    account.waited_since(since);
+    options.deadline = options.deadline.map(|deadline| deadline.saturating_sub(since.elapsed()));
+    Ok(())
+}
+
+/// A request that may enter.
+pub(crate) struct Admitted<'a> {
+    /// Tenant of the client; `None` without tenants.
+    pub(crate) tenant: Option<&'a Tenant>,
+    /// Its share of the limits.
+    pub(crate) quota: Option<QuotaLease>,
+}
+
+/// Authenticates the client and counts the request, if requests are accepted now. `endpoint` is absent for paths that
+/// are not routed by prompt.
+///
+/// # Errors
+/// 503 during a drain, 401 for an unknown client, 429 above a limit of the client.
+pub(crate) fn admit<'a>(
+    app: &'a App,
+    endpoint: Option<Endpoint>,
+    headers: &HeaderMap,
+) -> Result<Admitted<'a>, ApiError> {
+    if app.is_closing() {
+        return Err(ApiError::draining());
+    }
+    let api_key = endpoint.filter(|endpoint| endpoint.is_anthropic()).and_then(|_| headers.get(API_KEY));
+    match app.tenants.identify_any(headers.get(AUTHORIZATION), api_key)? {
+        Some(client) => Ok(Admitted { tenant: Some(client.tenant), quota: Some(client.admit()?) }),
+        None => Ok(Admitted { tenant: None, quota: None }),
+    }
+}
+
+fn model_missing() -> ApiError {
+    ApiError::invalid("missing_field", Some("model"), "the body has no model, and several models are configured")
+}
+
+/// Request options from the headers, limited to the permissions of the tenant.
+fn options_of(headers: &HeaderMap, tenant: Option<&Tenant>) -> Result<RequestOptions, ApiError> {
+    let mut options = request_options(headers)?;
+    if let Some(tenant) = tenant {
+        options.strict_priority = options.strict_priority.min(tenant.strict_priority_max);
+        if tenant.strict_priority_max == 0 {
+            options.priority_jump = 0.0; // a jump is also a priority
+        }
+        options.policy_class = tenant.policy_class.as_deref().map(Arc::from).or(options.policy_class);
+    }
+    Ok(options)
+}

@@ -1,0 +1,275 @@
+//! Template input of a chat request.
+//!
+//! Reads messages and tools with limits, converts them to vLLM's shape, and detects content other than text.
+//! [`media`](super::media) removes the data of media parts before. [`template`](super::template) renders.
+//!
+//! vLLM's shape: only known message fields, contents in the template's format (see [`ContentFormat`]), arguments of
+//! earlier tool calls as values instead of JSON text, tools with `description` and `parameters` even if absent. SGLang
+//! differs (it joins several texts by spaces), but most requests render to equal texts.
+
+use minijinja::Value;
+use minijinja::value::ValueKind;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+use super::format::ContentFormat;
+use super::media::MediaKind;
+use super::reason::NoTokens;
+use crate::formats::openai::ChatParts;
+
+/// Maximum bytes of JSON read, and of text tokenized, per prompt: about a million tokens.
+pub(super) const PROMPT_BYTES_MAX: usize = 4 << 20;
+
+/// Variables for rendering a template.
+pub(super) struct Chat {
+    pub(super) messages: Vec<Value>,
+    pub(super) tools: Value,
+    pub(super) documents: Value,
+    pub(super) variables: Vec<(Value, Value)>,
+    pub(super) add_generation_prompt: bool,
+    pub(super) continue_final_message: bool,
+}
+
+#[derive(Deserialize)]
+struct Message {
+    role: String,
+    content: Option<Content>,
+    tool_calls: Option<Vec<Value>>,
+    reasoning: Option<Value>,
+    reasoning_content: Option<Value>,
+    tool_call_id: Option<Value>,
+    name: Option<Value>,
+    tools: Option<Value>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Content {
+    Text(String),
+    Parts(Vec<ContentPart>),
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum ContentPart {
+    Text(String),
+    Typed {
+        #[serde(rename = "type")]
+        kind: Option<String>,
+        text: Option<String>,
+        refusal: Option<String>,
+        thinking: Option<String>,
+    },
+}
+
+/// Whether the request has tools, even as an empty list.
+pub(super) fn has_tools(parts: &ChatParts) -> bool {
+    parts.tools.as_deref().is_some_and(|tools| tools.trim_ascii() != b"null")
+}
+
+/// JSON bytes of a conversation.
+pub(super) fn bytes(parts: &ChatParts) -> usize {
+    let optional = [&parts.tools, &parts.documents, &parts.template_kwargs];
+    let bytes: usize = optional.iter().filter_map(|part| part.as_ref().map(|bytes| bytes.len())).sum();
+    parts.messages.len() + bytes
+}
+
+/// Reason why a local template would render a different text, as far as known without parsing.
+pub(super) fn refused(parts: &ChatParts) -> Result<(), NoTokens> {
+    if parts.has_own_template {
+        return Err(NoTokens::OwnTemplate);
+    }
+    if bytes(parts) <= PROMPT_BYTES_MAX { Ok(()) } else { Err(NoTokens::TooLong) }
+}
+
+/// Form of media parts in the messages for a template.
+#[derive(Clone, Copy)]
+pub(super) enum MediaForm<'a> {
+    /// None are accepted: a conversation without media.
+    Rejected,
+    /// Parts such as `{"type": "image"}`, and this text before the texts of a message for templates without parts.
+    Accepted(Option<&'a str>),
+}
+
+/// Parses a conversation for a template with content format `format`.
+pub(super) fn read(parts: &ChatParts, format: ContentFormat, media: MediaForm<'_>) -> Result<Chat, NoTokens> {
+    let messages: Vec<Message> = json(&parts.messages)?;
+    let messages = messages.into_iter().map(|message| message.shaped(format, media)).collect::<Result<_, _>>()?;
+    let tools = match &parts.tools {
+        Some(tools) if has_tools(parts) => {
+            let tools: Vec<Value> = json(tools)?;
+            Value::from(tools.iter().map(tool).collect::<Result<Vec<_>, _>>()?)
+        }
+        Some(_) | None => Value::from(()),
+    };
+    let optional = |part: &Option<axum::body::Bytes>| part.as_ref().map_or(Ok(Value::from(())), |bytes| json(bytes));
+    let variables: Value = optional(&parts.template_kwargs)?;
+    let variables = if variables.is_none() { Vec::new() } else { pairs(&variables)? };
+    Ok(Chat {
+        messages,
+        tools,
+        documents: optional(&parts.documents)?,
+        variables,
+        add_generation_prompt: parts.add_generation_prompt.unwrap_or(true),
+        continue_final_message: parts.continue_final_message.unwrap_or(false),
+    })
+}
+
+/// Checks that all contents are text, without a template.
+pub(super) fn text_only(parts: &ChatParts) -> Result<(), NoTokens> {
+    #[derive(Deserialize)]
+    struct Outline {
+        content: Option<Content>,
+    }
+    let messages: Vec<Outline> = json(&parts.messages)?;
+    messages
+        .into_iter()
+        .try_for_each(|message| message.content.map_or(Ok(()), |content| content.pieces(MediaForm::Rejected).map(drop)))
+}
+
+fn json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, NoTokens> {
+    serde_json::from_slice(bytes).map_err(|_| NoTokens::Malformed)
+}
+
+impl Message {
+    fn shaped(self, format: ContentFormat, media: MediaForm<'_>) -> Result<Value, NoTokens> {
+        let pieces = self.content.map_or(Ok(Vec::new()), |content| content.pieces(media))?;
+        let content = match format {
+            ContentFormat::Text => Value::from(joined(pieces, media)?),
+            ContentFormat::Parts => Value::from(pieces.into_iter().map(Piece::part).collect::<Vec<Value>>()),
+        };
+        let mut fields = vec![("role", Value::from(self.role.as_str())), ("content", content)];
+        match self.role.as_str() {
+            "assistant" => {
+                let calls = self.tool_calls.filter(|calls| !calls.is_empty());
+                if let Some(calls) = calls {
+                    let calls = calls.iter().map(tool_call).collect::<Result<Vec<_>, _>>()?;
+                    fields.push(("tool_calls", Value::from(calls)));
+                }
+                if let Some(reasoning) = self.reasoning.or(self.reasoning_content) {
+                    fields.push(("reasoning", reasoning.clone()));
+                    fields.push(("reasoning_content", reasoning));
+                }
+            }
+            "tool" => fields.extend(self.tool_call_id.map(|id| ("tool_call_id", id))),
+            "developer" => fields.push(("tools", self.tools.unwrap_or(Value::from(())))),
+            // Clients may use any role.
+            _ => {}
+        }
+        fields.extend(self.name.filter(|name| name.as_str().is_some()).map(|name| ("name", name)));
+        Ok(Value::from_pairs(fields))
+    }
+}
+
+/// One part of a message's content.
+enum Piece {
+    Text(String),
+    Media(MediaKind),
+}
+
+impl Piece {
+    fn part(self) -> Value {
+        match self {
+            Self::Text(text) => Value::from_pairs([("type", Value::from("text")), ("text", Value::from(text))]),
+            Self::Media(kind) => Value::from_pairs([("type", Value::from(kind.part_type()))]),
+        }
+    }
+}
+
+/// The content as one text: placeholders of media first, as in vLLM.
+fn joined(pieces: Vec<Piece>, media: MediaForm<'_>) -> Result<String, NoTokens> {
+    let (mut lines, mut texts) = (Vec::new(), Vec::new());
+    for piece in pieces {
+        match (piece, media) {
+            (Piece::Text(text), _) => texts.push(text),
+            (Piece::Media(_), MediaForm::Accepted(Some(placeholder))) => lines.push(placeholder.to_owned()),
+            (Piece::Media(_), MediaForm::Accepted(None) | MediaForm::Rejected) => return Err(NoTokens::Multimodal),
+        }
+    }
+    lines.extend(texts);
+    Ok(lines.join("\n"))
+}
+
+impl Content {
+    fn pieces(self, media: MediaForm<'_>) -> Result<Vec<Piece>, NoTokens> {
+        match self {
+            Self::Text(text) => Ok(vec![Piece::Text(text)]),
+            Self::Parts(parts) => parts.into_iter().filter_map(|part| part.piece(media).transpose()).collect(),
+        }
+    }
+}
+
+impl ContentPart {
+    /// `None` for a part that engines omit.
+    fn piece(self, media: MediaForm<'_>) -> Result<Option<Piece>, NoTokens> {
+        match self {
+            Self::Text(text) => Ok(Some(Piece::Text(text))),
+            Self::Typed { kind: Some(kind), text, refusal, thinking } => match kind.as_str() {
+                "text" | "input_text" | "output_text" => Ok(text.map(Piece::Text)),
+                "refusal" => Ok(refusal.map(Piece::Text)),
+                "thinking" => Ok(thinking.map(Piece::Text)),
+                kind => match (MediaKind::of_part(kind), media) {
+                    (Some(kind), MediaForm::Accepted(_)) => Ok(Some(Piece::Media(kind))),
+                    (Some(_) | None, _) => Err(NoTokens::Multimodal),
+                },
+            },
+            Self::Typed { kind: None, .. } => Err(NoTokens::Multimodal),
+        }
+    }
+}
+
+/// A call in an earlier response, with arguments as JSON text.
+fn tool_call(call: &Value) -> Result<Value, NoTokens> {
+    let function = call.get_attr("function").map_err(|_| NoTokens::Malformed)?;
+    let arguments = function.get_attr("arguments").map_err(|_| NoTokens::Malformed)?;
+    let arguments = match arguments.as_str() {
+        Some(text) if !text.is_empty() => json(text.as_bytes())?,
+        Some(_) | None if !arguments.is_true() => Value::from_pairs(Vec::<(Value, Value)>::new()),
+        Some(_) | None => arguments,
+    };
+    with(call, "function", with(&function, "arguments", arguments)?)
+}
+
+/// A tool with the field order and null fields of the engine's own types.
+fn tool(tool: &Value) -> Result<Value, NoTokens> {
+    let function = tool.get_attr("function").map_err(|_| NoTokens::Malformed)?;
+    if tool.kind() != ValueKind::Map {
+        return Err(NoTokens::Malformed);
+    }
+    if function.kind() != ValueKind::Map {
+        // Not a function, or the flat form of another API: unchanged.
+        return Ok(tool.clone());
+    }
+    let function = ordered(&function, &["name", "description", "parameters"])?;
+    let tool = with(tool, "function", function)?;
+    let kind = tool.get_attr("type").unwrap_or_default();
+    let tool = if kind.is_undefined() { with(&tool, "type", Value::from("function"))? } else { tool };
+    ordered(&tool, &["type", "function"])
+}
+
+/// The map with the fields `first` at its beginning, null if missing.
+fn ordered(map: &Value, first: &[&str]) -> Result<Value, NoTokens> {
+    let given = pairs(map)?;
+    let found = |name: &str| given.iter().find(|(key, _)| key.as_str() == Some(name)).map(|(_, value)| value.clone());
+    let head = first.iter().map(|name| (Value::from(*name), found(name).unwrap_or(Value::from(()))));
+    let rest = given.iter().filter(|(key, _)| key.as_str().is_none_or(|key| !first.contains(&key))).cloned();
+    Ok(Value::from_pairs(head.chain(rest)))
+}
+
+/// The map with one value changed or added.
+fn with(map: &Value, name: &str, value: Value) -> Result<Value, NoTokens> {
+    let mut fields = pairs(map)?;
+    match fields.iter_mut().find(|(key, _)| key.as_str() == Some(name)) {
+        Some(field) => field.1 = value,
+        None => fields.push((Value::from(name), value)),
+    }
+    Ok(Value::from_pairs(fields))
+}
+
+fn pairs(map: &Value) -> Result<Vec<(Value, Value)>, NoTokens> {
+    if map.kind() != ValueKind::Map {
+        return Err(NoTokens::Malformed);
+    }
+    let keys = map.try_iter().map_err(|_| NoTokens::Malformed)?;
+    keys.map(|key| map.get_item(&key).map(|value| (key, value)).map_err(|_| NoTokens::Malformed)).collect()
+}

@@ -1,0 +1,459 @@
+//! Tokens of prompts for routing.
+//!
+//! For one model, selects the source of tokens: the request, the local tokenizer, the engine, or none. Missing tokens
+//! never fail a request; it is routed by load alone. No tokenization runs on serving threads. The router hashes the
+//! ids, which are dropped with the request except for those in `cache`.
+
+mod cache;
+mod chat;
+mod chunks;
+mod engine;
+mod engine_breaker;
+mod files;
+mod format;
+#[cfg(test)]
+pub(crate) mod hostile;
+mod local;
+mod media;
+mod meters;
+mod parity;
+mod python;
+mod reason;
+mod recent;
+mod standalone;
+mod template;
+mod threads;
+
+use std::borrow::Cow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use pointsman::hashing::MmSpan;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use crate::formats::openai::{ChatParts, ClientPrompt, MediaName};
+use crate::net::upstream::WorkerAccess;
+use crate::settings::{TokenSourceChoice, TokensSettings};
+use engine::{Client, Engine, TokenizeInput};
+use files::Stamp;
+use local::Local;
+use media::Naming;
+pub use media::lengths::LengthReport;
+use meters::TokenMeters;
+use parity::{Parity, Results};
+use reason::NoTokens;
+use recent::RecentCounts;
+pub use recent::RecentPrompts;
+pub use standalone::{NoTokensError, PromptTokenizer};
+use threads::Pool;
+
+/// Source of the tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenSource {
+    /// The request itself.
+    Request,
+    /// The gateway's tokenizer.
+    Local,
+    /// A worker's `/tokenize`.
+    Engine,
+    /// No tokens.
+    None,
+}
+
+impl TokenSource {
+    /// Label value in metrics.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Request => "request",
+            Self::Local => "local",
+            Self::Engine => "engine",
+            Self::None => "none",
+        }
+    }
+}
+
+/// Tokens of a prompt; empty without tokens.
+#[derive(Clone, Debug)]
+pub struct PromptTokens<'a> {
+    /// Token ids.
+    pub ids: Cow<'a, [u32]>,
+    /// Their source.
+    pub source: TokenSource,
+    /// Reason for missing tokens: a label of `pointsman_gateway_tokens_total`.
+    pub missing: Option<&'static str>,
+    /// Images and other media of the prompt.
+    pub media: PromptMedia,
+}
+
+/// Media of a prompt.
+#[derive(Clone, Debug, Default)]
+pub struct PromptMedia {
+    /// Positions of the items in the tokens.
+    pub spans: Vec<MmSpan>,
+    /// First token that matches no cache, because an item is not known exactly. The tokens from here on are an estimate.
+    pub unknown_from: Option<usize>,
+    /// Receives the prompt length reported by the engine.
+    pub report: Option<LengthReport>,
+    /// Names to be inserted into the messages.
+    pub names: Vec<MediaName>,
+}
+
+impl PromptTokens<'_> {
+    /// Limits an estimated length: an estimate is no reason for a rejection.
+    #[must_use]
+    pub fn with_estimate_up_to(mut self, tokens_max: Option<u32>) -> Self {
+        let PromptMedia { spans, unknown_from, .. } = &mut self.media;
+        if let (Some(start), Some(tokens_max)) = (*unknown_from, tokens_max) {
+            let length = start.max(tokens_max as usize);
+            if self.ids.len() > length {
+                self.ids.to_mut().truncate(length);
+                spans.retain_mut(|span| {
+                    span.end = span.end.min(length);
+                    span.start < span.end
+                });
+            }
+        }
+        self
+    }
+}
+
+/// Returns the endpoint of an eligible worker that satisfies the predicate, in rotation; `None` without one. A given
+/// endpoint is excluded.
+pub type AnyWorker = Arc<dyn Fn(Option<&str>, &dyn Fn(&str) -> bool) -> Option<String> + Send + Sync>;
+
+/// Error while loading the tokenizer of a model.
+#[derive(Debug, thiserror::Error)]
+pub enum TokensError {
+    /// The source is `local` without a file.
+    #[error("tokens.source is local, must come with tokens.tokenizer_file")]
+    NoTokenizer,
+    /// Unreadable file.
+    #[error("{} cannot be read: {error}", path.display())]
+    Read {
+        /// Path of the file.
+        path: PathBuf,
+        /// System error.
+        error: std::io::Error,
+    },
+    /// Invalid `tokenizer.json`.
+    #[error("{} is no tokenizer: {error}", path.display())]
+    Tokenizer {
+        /// Path of the file.
+        path: PathBuf,
+        /// Parser error.
+        error: String,
+    },
+    /// Invalid chat template.
+    #[error("{} cannot be used: {error}", path.display())]
+    Template {
+        /// Path of the file.
+        path: PathBuf,
+        /// Parser error.
+        error: String,
+    },
+    /// Unknown placeholder.
+    #[error("tokens.media_placeholder is {0}, must be an added token of the tokenizer")]
+    Placeholder(String),
+    /// Failure to start tokenizer threads.
+    #[error("no thread can be started: {0}")]
+    Threads(std::io::Error),
+}
+
+/// Tokenization for one model.
+pub struct Tokens {
+    source: Source,
+    meters: Arc<TokenMeters>,
+    recent: RecentCounts,
+    parity: Option<JoinHandle<()>>,
+    /// Files of the local tokenizer, as they were read.
+    stamps: Vec<Stamp>,
+    /// Whether images in data URLs receive names.
+    names_media: bool,
+}
+
+enum Source {
+    Local {
+        local: Arc<Local>,
+        pool: Arc<Pool>,
+        /// Comparisons with the engines.
+        results: Arc<Results>,
+        /// The engines, for `auto`: used while the local tokenizer differs from all of them.
+        fallback: Option<Box<Engine>>,
+    },
+    Engine {
+        engine: Box<Engine>,
+        /// Whether the engine is used only after a successful response.
+        is_tried: bool,
+    },
+    None,
+}
+
+impl Tokens {
+    /// Loads the tokenizer of the model if configured. `upstream_name` is the model name at the workers, also used in
+    /// metrics and logs here. The first query to a worker happens with the first prompt or comparison.
+    ///
+    /// Metrics use the recorder that is installed now.
+    ///
+    /// # Errors
+    /// An unusable file.
+    pub async fn start(
+        settings: &TokensSettings,
+        upstream_name: &str,
+        workers: WorkerAccess,
+        any_worker: AnyWorker,
+    ) -> Result<Self, TokensError> {
+        let meters = Arc::new(TokenMeters::new(upstream_name));
+        let within = Duration::from_millis(settings.engine_timeout_ms);
+        let pool = || Pool::start(settings.threads).map(Arc::new).map_err(TokensError::Threads);
+        let (mut parity, stamps) = (None, stamps_of(settings));
+        let source = match (settings.source, &settings.tokenizer_file) {
+            (TokenSourceChoice::None, _) => Source::None,
+            (TokenSourceChoice::Engine, _) | (TokenSourceChoice::Auto, None) => Source::Engine {
+                engine: Box::new(Engine::new(Client::new(workers, upstream_name, within, pool()?), any_worker)),
+                is_tried: settings.source == TokenSourceChoice::Auto,
+            },
+            (TokenSourceChoice::Local, None) => return Err(TokensError::NoTokenizer),
+            (TokenSourceChoice::Local | TokenSourceChoice::Auto, Some(file)) => {
+                let local = Arc::new(load(file, settings, upstream_name, &meters).await?);
+                let (pool, results) = (pool()?, Arc::new(Results::default()));
+                let client = || Client::new(workers.clone(), upstream_name, within, Arc::clone(&pool));
+                let falls_back = settings.parity_check && settings.source == TokenSourceChoice::Auto;
+                let fallback = falls_back.then(|| Box::new(Engine::new(client(), Arc::clone(&any_worker))));
+                if settings.parity_check {
+                    let compared = Parity {
+                        local: Arc::clone(&local),
+                        pool: Arc::clone(&pool),
+                        client: client(),
+                        any_worker,
+                        meters: Arc::clone(&meters),
+                        model: upstream_name.to_owned(),
+                        results: Arc::clone(&results),
+                        falls_back,
+                    };
+                    parity = Some(tokio::spawn(compared.watch()));
+                }
+                Source::Local { local, pool, results, fallback }
+            }
+        };
+        let recent = RecentCounts::new(upstream_name);
+        let tokens = Self { source, meters, recent, parity, stamps, names_media: settings.media_uuids };
+        tokens.meters.source(tokens.source());
+        match &tokens.source {
+            Source::None => {
+                tracing::warn!(model = upstream_name, "prompts without token ids are routed by load only");
+            }
+            Source::Engine { .. } => {
+                tracing::info!(model = upstream_name, "workers tokenize prompts if they support it");
+            }
+            Source::Local { .. } => {}
+        }
+        Ok(tokens)
+    }
+
+    /// Whether a file of the local tokenizer has changed since it was read.
+    #[must_use]
+    pub fn is_outdated(&self, settings: &TokensSettings) -> bool {
+        matches!(self.source, Source::Local { .. }) && stamps_of(settings) != self.stamps
+    }
+
+    /// Token source of prompts without token ids. With source `auto` and no tokenizer it is `None` until a worker has
+    /// responded.
+    #[must_use]
+    pub fn source(&self) -> TokenSource {
+        match &self.source {
+            Source::Local { .. } if self.fallback().is_some() => TokenSource::Engine,
+            Source::Local { .. } => TokenSource::Local,
+            Source::Engine { engine, is_tried } if !is_tried || engine.is_proven() => TokenSource::Engine,
+            Source::Engine { .. } | Source::None => TokenSource::None,
+        }
+    }
+
+    /// Problems that cost cache hits, as sentences.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        if let Source::Local { results, fallback, .. } = &self.source
+            && let Some((different, compared)) = results.different()
+        {
+            let effect = match fallback {
+                Some(_) if results.all_differ() => "workers tokenize the prompts until it is equal",
+                Some(_) | None => "their cached prefixes are missed",
+            };
+            warnings.push(format!(
+                "the tokenizer differs from that of {different} of {compared} workers: {effect}; update \
+                 tokens.tokenizer_file"
+            ));
+        }
+        warnings.extend(Some(self.recent()).filter(RecentPrompts::is_problem).map(|recent| recent.to_string()));
+        warnings
+    }
+
+    /// Prompts of the last minute.
+    #[must_use]
+    pub fn recent(&self) -> RecentPrompts {
+        self.recent.recent(Instant::now())
+    }
+
+    /// The engines, while they replace the local tokenizer.
+    fn fallback(&self) -> Option<&Engine> {
+        match &self.source {
+            Source::Local { results, fallback, .. } => fallback.as_deref().filter(|_| results.all_differ()),
+            Source::Engine { .. } | Source::None => None,
+        }
+    }
+
+    /// Tokens of the prompt. `cache_salt` is the salt of the request, included in the names of its images. An adapter has
+    /// the tokens of its base model.
+    ///
+    /// Cancel-safe: dropping the future removes the prompt from the queue.
+    pub async fn of<'a>(&self, prompt: &'a ClientPrompt, cache_salt: Option<&str>) -> PromptTokens<'a> {
+        if let ClientPrompt::Tokens(ids) = prompt {
+            self.meters.with_tokens(TokenSource::Request);
+            self.recent.with_tokens();
+            return PromptTokens {
+                ids: Cow::Borrowed(ids),
+                source: TokenSource::Request,
+                missing: None,
+                media: PromptMedia::default(),
+            };
+        }
+        let begun = Instant::now();
+        match self.compute(prompt, cache_salt).await {
+            Ok((ids, media, source)) => {
+                self.recent.with_tokens();
+                self.meters.record_time(source, begun.elapsed());
+                if media.unknown_from.is_some() {
+                    self.meters.media_prefix(source);
+                } else {
+                    self.meters.with_tokens(source);
+                }
+                PromptTokens { ids: Cow::Owned(ids), source, missing: None, media }
+            }
+            Err(reason) => {
+                self.meters.without_tokens(reason.name());
+                // The choice of the operator is no problem.
+                if reason != NoTokens::Off {
+                    self.recent.without_tokens(reason);
+                }
+                let (ids, media) = (Cow::Borrowed(&[][..]), PromptMedia::default());
+                PromptTokens { ids, source: TokenSource::None, missing: Some(reason.name()), media }
+            }
+        }
+    }
+
+    async fn compute(
+        &self,
+        prompt: &ClientPrompt,
+        cache_salt: Option<&str>,
+    ) -> Result<(Vec<u32>, PromptMedia, TokenSource), NoTokens> {
+        let text_only = |source| move |ids| (ids, PromptMedia::default(), source);
+        let input = match prompt {
+            ClientPrompt::Tokens(ids) => return Ok(text_only(TokenSource::Request)(ids.clone())),
+            ClientPrompt::Opaque(reason) => return Err(NoTokens::Opaque(reason)),
+            ClientPrompt::Text(text) => TokenizeInput::Text(text),
+            ClientPrompt::Chat(parts) => TokenizeInput::Chat(parts),
+        };
+        match &self.source {
+            Source::None => Err(NoTokens::Off),
+            Source::Local { local, pool, .. } => {
+                // Other tokens still serve for the length of the prompt, and as names of blocks placed by this gateway.
+                if let Some(engine) = self.fallback()
+                    && let Ok(ids) = engine.tokens(input).await
+                {
+                    return Ok(text_only(TokenSource::Engine)(ids));
+                }
+                match input {
+                    TokenizeInput::Text(text) => tokenise(local, pool, text).await.map(text_only(TokenSource::Local)),
+                    TokenizeInput::Chat(parts) => self.conversation(local, pool, parts, cache_salt).await,
+                }
+            }
+            Source::Engine { engine, .. } => {
+                let before = self.source();
+                let answer = engine.tokens(input).await;
+                if before != self.source() {
+                    self.meters.source(self.source());
+                }
+                answer.map(text_only(TokenSource::Engine))
+            }
+        }
+    }
+
+    async fn conversation(
+        &self,
+        local: &Arc<Local>,
+        pool: &Pool,
+        parts: &ChatParts,
+        cache_salt: Option<&str>,
+    ) -> Result<(Vec<u32>, PromptMedia, TokenSource), NoTokens> {
+        match chat::refused(parts) {
+            // The data of media is removed before the length is checked again.
+            Err(NoTokens::TooLong) if media::may_occur(parts) => {}
+            checked => checked?,
+        }
+        let (local, parts) = (Arc::clone(local), parts.clone());
+        let (is_on, salt) = (self.names_media, cache_salt.filter(|salt| !salt.is_empty()).map(str::to_owned));
+        let conversation = pool.run(move || local.conversation(&parts, Naming { is_on, salt: salt.as_deref() }));
+        conversation.await.map(|(ids, media)| (ids, media.unwrap_or_default(), TokenSource::Local))
+    }
+}
+
+impl Drop for Tokens {
+    fn drop(&mut self) {
+        if let Some(parity) = &self.parity {
+            parity.abort();
+        }
+    }
+}
+
+fn stamps_of(settings: &TokensSettings) -> Vec<Stamp> {
+    let stamps = |file: &PathBuf| files::stamps(file, settings.chat_template_file.as_deref());
+    settings.tokenizer_file.as_ref().map(stamps).unwrap_or_default()
+}
+
+async fn tokenise(local: &Arc<Local>, pool: &Pool, text: &str) -> Result<Vec<u32>, NoTokens> {
+    // Checked before the copy.
+    if text.len() > chat::PROMPT_BYTES_MAX {
+        return Err(NoTokens::TooLong);
+    }
+    let (local, text) = (Arc::clone(local), text.to_owned());
+    pool.run(move || local.text(&text)).await
+}
+
+async fn load(
+    tokenizer_file: &Path,
+    settings: &TokensSettings,
+    model: &str,
+    meters: &Arc<TokenMeters>,
+) -> Result<Local, TokensError> {
+    let (file, template) = (tokenizer_file.to_owned(), settings.chat_template_file.clone());
+    let (bytes_max, meters) = (settings.cache_bytes_max, Arc::clone(meters));
+    let reading =
+        tokio::task::spawn_blocking(move || Local::load(&file, template.as_deref(), bytes_max, wall_clock_s, meters));
+    let failed = |error: tokio::task::JoinError| {
+        let path = tokenizer_file.to_owned();
+        TokensError::Tokenizer { path, error: error.to_string() }
+    };
+    let mut local = reading.await.map_err(failed)??;
+    if let Some(placeholder) = &settings.media_placeholder
+        && !local.set_placeholder(placeholder)
+    {
+        return Err(TokensError::Placeholder(placeholder.clone()));
+    }
+    if !local.has_template() {
+        tracing::warn!(model, "chats are routed by load only: the model has no chat template");
+    }
+    if !local.is_cached() && bytes_max > 0 {
+        tracing::warn!(model, "every conversation is tokenized from its beginning: this tokenizer has no cut points");
+    }
+    Ok(local)
+}
+
+/// Seconds since 1970, for templates with the current date.
+#[expect(clippy::disallowed_methods, reason = "chat templates render the date, which needs the wall clock")]
+fn wall_clock_s() -> u64 {
+    let now = std::time::SystemTime::now();
+    now.duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
