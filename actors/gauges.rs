@@ -14,7 +14,7 @@ use crate::actors::delivery::gate::Gate;
 use crate::actors::delivery::strand::Strand;
 use crate::actors::io::clock::Clock;
 use crate::actors::radix::shards::Shards;
-use crate::actors::scheduler::{Scheduler, SchedulerMsg};
+use crate::actors::scheduler::Scheduler;
 use crate::actors::telemetry::{Pool, RankCounters, as_f64};
 use crate::actors::views::Views;
 use crate::actors::views::rank::RankEntry;
@@ -165,7 +165,12 @@ impl Gauges {
         self.events_gate.0.set(as_f64(shards.queued_blocks()));
         // One query at a time, so that queries to a hung scheduler do not accumulate.
         if config.queue.is_enabled() && Arc::strong_count(&self.queue_asked) == 1 {
-            scheduler.tell(SchedulerMsg::ShowQueue(Arc::clone(&self.queue_asked)));
+            let asked = Arc::clone(&self.queue_asked);
+            scheduler.query("ShowQueue", move |scheduler| {
+                scheduler.show_queue();
+                drop(asked);
+                || {}
+            });
         }
     }
 

@@ -14,8 +14,6 @@ use std::time::Duration;
 
 pub(crate) use context::RequestContext;
 pub use messages::PendingClass;
-#[cfg(feature = "replicas")]
-pub(crate) use messages::SessionsQuery;
 pub(crate) use messages::{SchedulerMsg, SequenceHandle};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -30,11 +28,10 @@ use crate::actors::radix::claim::SpeculationSender;
 use crate::actors::radix::shards::Shards;
 use crate::actors::radix::{OverlapQuery, RadixMsg, RadixReply, overlap_token};
 use crate::actors::sequence::{
-    Book, LoadFallListener, LoadQueryContinuation, Sequence, SequenceMsg, SequenceReply, load_token,
+    BookCaller, LoadFallListener, LoadQueryContinuation, Sequence, SequenceMsg, SequenceReply, load_token,
 };
 use crate::actors::telemetry::{Pool, QueueMeters, ShadowMeters, trace_decision};
 use crate::actors::views::decisions::{DecisionRecords, DecisionTape};
-use crate::actors::views::incarnation::CurrentIncarnation;
 use crate::actors::views::published::Published;
 use crate::actors::views::shadows::ShadowTotals;
 use crate::actors::views::wake_flag::WakeFlag;
@@ -44,10 +41,14 @@ use crate::health::Exclusions;
 use crate::load::{ArrivalsCell, BoardChanges, PromptBlocks};
 use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp};
 use crate::queue::QueueHeads;
+#[cfg(feature = "replicas")]
+use crate::replica::ReplicaLife;
 use crate::schedule::{Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Request, Schedule};
 use crate::select::{RankConditions, RankOverlap};
 #[cfg(feature = "replicas")]
 use crate::session::SessionBinding;
+use crate::shell::CurrentIncarnation;
+use crate::shell::sequence::Book;
 
 /// Dependencies of the scheduler.
 pub(crate) struct SchedulerDependencies {
@@ -159,10 +160,7 @@ pub(crate) struct SchedulerReplies {
     tokens: Vec<ReplyToken<RankOverlap, RefreshContinuation>>,
     answers: Vec<(RequestContext, Reply)>,
     cancelled: Vec<RequestContext>,
-    pending: Vec<(oneshot::Sender<Vec<PendingClass>>, Vec<PendingClass>)>,
     conditions: Vec<oneshot::Sender<()>>,
-    #[cfg(feature = "replicas")]
-    sessions: Vec<(oneshot::Sender<Vec<SessionBinding>>, Vec<SessionBinding>)>,
 }
 
 impl Scheduler {
@@ -290,35 +288,43 @@ impl Scheduler {
         self.step_schedule(Input::Wake);
     }
 
-    fn on_pending(&mut self, answer: oneshot::Sender<Vec<PendingClass>>) {
+    /// The waiting requests of each class.
+    pub(crate) fn pending(&self) -> Vec<PendingClass> {
         let now = self.dependencies.clock.now();
         let pending = self.schedule.depths().map(|(class, depth)| PendingClass {
             class: class.to_owned(),
             depth,
             oldest_age: depth.oldest.map(|oldest| now.since(oldest)),
         });
-        self.replies.pending.push((answer, pending.collect()));
+        pending.collect()
     }
 
+    /// Applies bindings of sessions from another replica.
     #[cfg(feature = "replicas")]
-    fn on_receive_sessions(&mut self, bindings: &[SessionBinding]) {
+    pub(crate) fn receive_sessions(&mut self, bindings: &[SessionBinding]) {
         let now = self.dependencies.clock.now();
         bindings.iter().for_each(|binding| self.schedule.sessions_mut().receive(binding, now));
     }
 
+    /// Bindings of sessions to send, as replica `life`. See [`crate::session::Sessions::outbound`].
+    ///
     /// Numbers of bindings begin at the start time of the process, in units below a nanosecond: no replica binds as many
     /// sessions.
     #[cfg(feature = "replicas")]
-    fn on_share_sessions(&mut self, query: SessionsQuery) {
-        let SessionsQuery { life, period, bytes_max, answer } = query;
+    pub(crate) fn share_sessions(
+        &mut self,
+        life: ReplicaLife,
+        period: Duration,
+        bytes_max: usize,
+    ) -> Vec<SessionBinding> {
         let now = self.dependencies.clock.now();
         let sessions = self.schedule.sessions_mut();
         sessions.share_as(life.replica.0, life.incarnation.min(u64::MAX >> 22) << 20);
-        let bindings = sessions.outbound(period, bytes_max, now);
-        self.replies.sessions.push((answer, bindings));
+        sessions.outbound(period, bytes_max, now)
     }
 
-    fn on_show_queue(&self) {
+    /// Publishes the waiting requests as metrics.
+    pub(crate) fn show_queue(&self) {
         if let Some(meters) = &self.queue_meters {
             meters.show(self.schedule.depths(), self.dependencies.clock.now());
         }
@@ -374,8 +380,8 @@ impl Scheduler {
                         let speculation = &self.dependencies.speculation;
                         speculation.routed(&decision, lease.booking(), *speculative_prompt, &mut self.replies.shards)
                     });
-                    let scheduler = self.incarnation;
-                    let book = Book { lease, decision, number, scheduler, answer, permit, claim, now };
+                    let (scheduler, caller) = (self.incarnation, BookCaller { permit, answer, claim });
+                    let book = Book { lease, decision, number, scheduler, caller, now };
                     strand.send(SequenceMsg::Book(book)).keep_in(&mut self.replies.sequences);
                 }
                 Effect::Report { context, decision } => self.replies.answers.push((context, Reply::Placed(decision))),
@@ -423,7 +429,7 @@ impl Scheduler {
         let first = ReplyToken::open(query.slots.len(), next);
         for slot in query.slots {
             if let Some(Some((_, strand))) = self.sequences.get(slot.index()) {
-                strand.send(SequenceMsg::Load { token: load_token(&first), now }).keep_in(&mut self.replies.sequences);
+                strand.send(SequenceMsg::Load { query: load_token(&first), now }).keep_in(&mut self.replies.sequences);
             }
         }
         let answers = first.observe();
@@ -488,11 +494,6 @@ impl ActorState for Scheduler {
             SchedulerMsg::Cancel(booking) => self.step_schedule(Input::Cancel(booking)),
             SchedulerMsg::Refreshed { booking, overlaps } => self.step_schedule(Input::Overlaps { booking, overlaps }),
             SchedulerMsg::Wake { at } => self.on_wake(at),
-            SchedulerMsg::Pending(answer) => self.on_pending(answer),
-            SchedulerMsg::ShowQueue(asked) => {
-                self.on_show_queue();
-                drop(asked);
-            }
             SchedulerMsg::Admit(sequence_handle) => self.admit(sequence_handle),
             SchedulerMsg::Describe { slot, generation, traits } => {
                 self.step_schedule(Input::Describe { slot, generation, traits });
@@ -505,15 +506,6 @@ impl ActorState for Scheduler {
                 self.replies.conditions.extend(done);
             }
             SchedulerMsg::Exclusions => self.load_exclusions(),
-            #[cfg(feature = "replicas")]
-            SchedulerMsg::ReceiveSessions { bindings, applied } => {
-                self.on_receive_sessions(&bindings);
-                drop(applied);
-            }
-            #[cfg(feature = "replicas")]
-            SchedulerMsg::ShareSessions(query) => self.on_share_sessions(query),
-            #[cfg(feature = "faults")]
-            SchedulerMsg::Fault(injected) => injected.apply(),
         }
         // A replaced scheduler leaves effects and views to its successor.
         Some(if self.is_replaced() { std::mem::take(&mut self.replies) } else { self.perform() })
@@ -539,15 +531,8 @@ impl DeferredReply for SchedulerReplies {
             drop(caller.send(answer)); // the caller may have cancelled
         }
         drop(self.cancelled); // callers that cancelled await no reply
-        for (answer, pending) in self.pending {
-            drop(answer.send(pending));
-        }
         for done in self.conditions {
             let _ = done.send(()); // the receiver may be dropped
-        }
-        #[cfg(feature = "replicas")]
-        for (answer, bindings) in self.sessions {
-            let _ = answer.send(bindings); // the receiver may be dropped
         }
     }
 

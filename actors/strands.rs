@@ -8,8 +8,8 @@ use crate::actors::health::HealthActor;
 use crate::actors::radix::shards::Shards;
 use crate::actors::scheduler::Scheduler;
 use crate::actors::sequence::table::SequenceTable;
-use crate::actors::views::incarnation::CurrentIncarnation;
 use crate::config::RouterConfig;
+use crate::shell::CurrentIncarnation;
 
 /// The strands of one router.
 #[derive(Clone)]

@@ -99,6 +99,7 @@ mod request;
 pub mod schedule;
 pub mod select;
 pub mod session;
+pub mod shell;
 pub mod snapshot;
 #[cfg(any(test, feature = "test-support"))]
 pub mod test_support;

@@ -26,6 +26,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError, TryLockError};
 
 use smallvec::SmallVec;
+use tokio::sync::oneshot;
 
 use super::sync::{
     AtomicBool, AtomicU64, AtomicUsize, INLINE_DRAIN_MAX, Mutex, MutexGuard, Ordering, StateGuard, StateMutex, fence,
@@ -35,7 +36,7 @@ use crate::membership::ActorSample;
 /// State cells of a replaceable strand: at most one fewer of its threads hang at a time.
 pub(crate) const CELLS_MAX: usize = 4;
 
-/// The state of an actor: one message at a time.
+/// The state of an actor: one message or query at a time.
 pub(crate) trait ActorState: Send + Sized + 'static {
     /// Its messages.
     type Msg: Send + 'static;
@@ -59,9 +60,25 @@ pub(crate) trait DeferredReply: Send + Sized {
     fn deliver_late(self) {}
 }
 
+/// Item of an inbox.
+pub(crate) enum Envelope<S: ActorState> {
+    Msg(S::Msg),
+    /// A named query of the state.
+    Query(&'static str, Box<dyn FnOnce(&mut S) -> Answer + Send>),
+}
+
+/// Delivers the result of a query.
+pub(crate) type Answer = Box<dyn FnOnce() + Send>;
+
+/// Reply of one step.
+enum Deferred<A> {
+    Reply(A),
+    Answer(Answer),
+}
+
 /// Deferred replies of the sent message and of drained messages. The sender delivers them once it holds no strand.
 #[must_use = "the replies in it are undelivered"]
-pub(crate) struct DeferredReplies<A>(SmallVec<[A; 1]>);
+pub(crate) struct DeferredReplies<A>(SmallVec<[Deferred<A>; 1]>);
 
 impl<A: DeferredReply> DeferredReplies<A> {
     /// Moves the replies to `later`, if there are any.
@@ -72,7 +89,12 @@ impl<A: DeferredReply> DeferredReplies<A> {
     }
 
     pub(crate) fn deliver(self) {
-        self.0.into_iter().for_each(DeferredReply::deliver);
+        for deferred in self.0 {
+            match deferred {
+                Deferred::Reply(reply) => reply.deliver(),
+                Deferred::Answer(answer) => answer(),
+            }
+        }
     }
 }
 
@@ -92,7 +114,7 @@ pub(crate) struct Strand<S: ActorState> {
     spares: Box<[Cell<S>]>,
     /// Number of the cell in use. Changed under the lock of the new cell.
     current: AtomicUsize,
-    inbox: Mutex<VecDeque<S::Msg>>,
+    inbox: Mutex<VecDeque<Envelope<S>>>,
     /// Length of the inbox, readable without its lock.
     waiting: AtomicUsize,
     /// The only long-lived reference to the actor.
@@ -100,7 +122,7 @@ pub(crate) struct Strand<S: ActorState> {
     /// Permanent: the holder of the lock drops the state on release.
     closed: AtomicBool,
     #[cfg(feature = "faults")]
-    armed: super::fault::ArmedFault<S::Msg>,
+    armed: super::fault::ArmedFault<Envelope<S>>,
 }
 
 /// Place of one state.
@@ -162,7 +184,7 @@ impl<S: ActorState> Strand<S> {
     /// Handles `msg` on this thread if the strand is free, else queues it for the holder. Never blocks.
     pub(crate) fn send(&self, msg: S::Msg) -> DeferredReplies<S::Deferred> {
         let mut deferred = DeferredReplies(SmallVec::new());
-        let held = self.handle_or_queue(msg, &mut deferred);
+        let held = self.handle_or_queue(Envelope::Msg(msg), &mut deferred);
         self.handle_waiting(held, &mut deferred);
         deferred
     }
@@ -170,6 +192,34 @@ impl<S: ActorState> Strand<S> {
     /// Sends, and delivers the deferred replies: that of `msg` before those of the inbox, because its caller is waiting on
     /// this thread. Must not be called from a step of another strand.
     pub(crate) fn tell(&self, msg: S::Msg) {
+        self.tell_envelope(Envelope::Msg(msg));
+    }
+
+    /// Runs `read` as one step of the actor, in the order of messages, and its result after the step. If the query is
+    /// lost, both are dropped. Needs neither a message of its own nor a reply, and allocates.
+    pub(crate) fn query<F: FnOnce() + Send + 'static>(
+        &self,
+        name: &'static str,
+        read: impl FnOnce(&mut S) -> F + Send + 'static,
+    ) {
+        self.tell_envelope(Envelope::Query(name, Box::new(|state| Box::new(read(state)))));
+    }
+
+    /// As [`Strand::query`], with the result sent to the receiver.
+    pub(crate) fn ask<T: Send + 'static>(
+        &self,
+        name: &'static str,
+        read: impl FnOnce(&mut S) -> T + Send + 'static,
+    ) -> oneshot::Receiver<T> {
+        let (reply, receiver) = oneshot::channel();
+        self.query(name, |state| {
+            let result = read(state);
+            || drop(reply.send(result)) // the receiver may be dropped
+        });
+        receiver
+    }
+
+    fn tell_envelope(&self, msg: Envelope<S>) {
         let mut deferred = DeferredReplies(SmallVec::new());
         let held = self.handle_or_queue(msg, &mut deferred);
         deferred.deliver();
@@ -188,7 +238,7 @@ impl<S: ActorState> Strand<S> {
     }
 
     /// Returns the number of the cell that this thread has held.
-    fn handle_or_queue(&self, msg: S::Msg, deferred: &mut DeferredReplies<S::Deferred>) -> usize {
+    fn handle_or_queue(&self, msg: Envelope<S>, deferred: &mut DeferredReplies<S::Deferred>) -> usize {
         if self.waiting.load(Ordering::Relaxed) == 0
             && let Some(held) = self.try_lock()
         {
@@ -279,7 +329,7 @@ impl<S: ActorState> Strand<S> {
     }
 
     /// One step. A panic ends the actor, not the sender.
-    fn handle_one(&self, mut held: Held<'_, S>, msg: S::Msg, deferred: &mut DeferredReplies<S::Deferred>) {
+    fn handle_one(&self, mut held: Held<'_, S>, msg: Envelope<S>, deferred: &mut DeferredReplies<S::Deferred>) {
         let begun = held.cell.steps.load(Ordering::Relaxed);
         held.cell.steps.store(begun + 1, Ordering::Relaxed);
         let outcome = catch_unwind(AssertUnwindSafe(|| held.state.as_mut().and_then(|state| self.step(state, msg))));
@@ -296,32 +346,31 @@ impl<S: ActorState> Strand<S> {
         }
     }
 
-    #[cfg(not(feature = "faults"))]
-    fn step(&self, state: &mut S, msg: S::Msg) -> Option<S::Deferred> {
-        state.step(msg)
-    }
-
-    #[cfg(feature = "faults")]
-    fn step(&self, state: &mut S, msg: S::Msg) -> Option<S::Deferred> {
+    fn step(&self, state: &mut S, msg: Envelope<S>) -> Option<Deferred<S::Deferred>> {
+        #[cfg(feature = "faults")]
         let after = self.armed.before(&msg);
-        let reply = state.step(msg);
+        let reply = match msg {
+            Envelope::Msg(msg) => state.step(msg).map(Deferred::Reply),
+            Envelope::Query(_, read) => Some(Deferred::Answer(read(state))),
+        };
+        #[cfg(feature = "faults")]
         after.apply();
         reply
     }
 
     /// Makes the actor panic at a later message.
     #[cfg(feature = "faults")]
-    pub(crate) fn arm(&self, fault: super::fault::MessageFault<S::Msg>) {
+    pub(crate) fn arm(&self, fault: super::fault::MessageFault<Envelope<S>>) {
         self.armed.arm(fault);
     }
 
-    fn push(&self, msg: S::Msg) {
+    fn push(&self, msg: Envelope<S>) {
         let mut inbox = self.inbox();
         inbox.push_back(msg);
         self.waiting.store(inbox.len(), Ordering::Relaxed);
     }
 
-    fn pop(&self) -> Option<S::Msg> {
+    fn pop(&self) -> Option<Envelope<S>> {
         let mut inbox = self.inbox();
         let msg = inbox.pop_front();
         self.waiting.store(inbox.len(), Ordering::Relaxed);
@@ -348,7 +397,7 @@ impl<S: ActorState> Strand<S> {
         drop(dropped);
     }
 
-    fn inbox(&self) -> MutexGuard<'_, VecDeque<S::Msg>> {
+    fn inbox(&self) -> MutexGuard<'_, VecDeque<Envelope<S>>> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner) // no step runs under it
     }
 
@@ -443,9 +492,9 @@ impl<S: ActorState> Strand<S> {
 
 /// Ends a step that returned after its cell was abandoned, with or without a reply.
 #[cold]
-fn end_late<S: ActorState>(held: Held<'_, S>, reply: Option<S::Deferred>) {
+fn end_late<S: ActorState>(held: Held<'_, S>, reply: Option<Deferred<S::Deferred>>) {
     take(held.state);
-    if let Some(reply) = reply {
+    if let Some(Deferred::Reply(reply)) = reply {
         reply.deliver_late();
     }
 }

@@ -30,9 +30,6 @@ use crate::protocol::{Timestamp, WorkerId, WorkerRank};
 pub(crate) enum EngineLoadMsg {
     /// Load report of an engine for its ranks, requested or received at `polled_at`.
     Reported { worker: WorkerId, readings: Vec<(u32, EngineReading)>, polled_at: Timestamp },
-    /// Injected fault: panic, or hold the strand until released.
-    #[cfg(feature = "faults")]
-    Fault(crate::actors::delivery::fault::InjectedFault),
 }
 
 /// State of the actor: only the dependencies to reach the cells.
@@ -68,8 +65,6 @@ impl ActorState for EngineLoads {
                     }
                 }
             }
-            #[cfg(feature = "faults")]
-            EngineLoadMsg::Fault(injected) => injected.apply(),
         }
         None
     }

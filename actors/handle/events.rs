@@ -5,14 +5,14 @@ use std::collections::BTreeSet;
 use tokio::sync::{oneshot, watch};
 
 use super::router::Router;
-use crate::actors::delivery::strand::Strand;
-use crate::actors::radix::{Radix, RadixMsg, shard_of};
+use crate::actors::radix::RadixMsg;
 use crate::actors::views::kv_source::KvSourceStatus;
 use crate::actors::views::status::RouterState;
 use crate::error::{Down, FlushError, RouteError};
 use crate::protocol::{RouterEvent, WorkerRank};
 use crate::request::RouteRequest;
 use crate::schedule::Rejection;
+use crate::shell::shard::shard_of;
 
 impl Router {
     /// Applies KV events. The order per rank is kept, also across calls that are awaited one after the other.
@@ -103,7 +103,7 @@ impl Router {
     pub async fn flush(&self) -> Result<(), FlushError> {
         self.views().status.up()?;
         let since = self.views().status.state();
-        let replies: Vec<_> = self.strands().shards.iter().map(|shard| query(shard, RadixMsg::Flush)).collect();
+        let replies: Vec<_> = self.strands().shards.iter().map(|shard| shard.ask("Flush", |_| ())).collect();
         for reply in replies {
             self.reply_of_shard(reply, since).await?;
         }
@@ -126,7 +126,7 @@ impl Router {
         let mut events = Vec::new();
         for rank in ranks {
             let Some(shard) = shards.of(rank) else { continue };
-            let reply = query(shard, |reply| RadixMsg::Dump { rank, reply });
+            let reply = shard.ask("Dump", move |shard| shard.shell.dump(rank));
             events.extend(self.reply_of_shard(reply, since).await?);
         }
         // The remaining ranks of a shard that was lost between two ranks were dumped without their contents.
@@ -139,10 +139,4 @@ impl Router {
         let reply = status.reply_of(reply, since).await;
         reply.ok_or_else(|| status.up().err().map_or(FlushError::Lost, FlushError::Down))
     }
-}
-
-fn query<T>(shard: &Strand<Radix>, query: impl FnOnce(oneshot::Sender<T>) -> RadixMsg) -> oneshot::Receiver<T> {
-    let (sender, reply) = oneshot::channel();
-    shard.tell(query(sender));
-    reply
 }

@@ -7,14 +7,10 @@ use std::thread::{self, JoinHandle};
 
 use super::router::Router;
 use crate::actors::delivery::fault::{InjectedFault, InjectedHang};
+use crate::actors::delivery::strand::{ActorState, Strand};
 use crate::actors::discovery::FollowerMsg;
-use crate::actors::engine_load::EngineLoadMsg;
-use crate::actors::health::HealthMsg;
 #[cfg(feature = "zmq")]
 use crate::actors::ingest::IngestMsg;
-use crate::actors::radix::RadixMsg;
-use crate::actors::scheduler::SchedulerMsg;
-use crate::actors::sequence::SequenceMsg;
 use crate::actors::sequence::table::SequenceAddress;
 use crate::actors::supervisor::SupervisorMsg;
 use crate::protocol::WorkerRank;
@@ -119,15 +115,15 @@ impl Router {
                 let fault = SupervisorMsg::FaultOf(source, FollowerMsg::Fault(injected));
                 return is_followed && self.supervisor().send_message(fault).is_ok();
             }
-            Fault::Scheduler => strands.scheduler.tell(SchedulerMsg::Fault(injected)),
-            Fault::Health => strands.health.tell(HealthMsg::Fault(injected)),
-            Fault::EngineLoads => strands.engine_loads.tell(EngineLoadMsg::Fault(injected)),
+            Fault::Scheduler => inject(&strands.scheduler, injected),
+            Fault::Health => inject(&strands.health, injected),
+            Fault::EngineLoads => inject(&strands.engine_loads, injected),
             Fault::Radix(rank) => match strands.shards.of(rank) {
-                Some(shard) => shard.tell(RadixMsg::Fault(injected)),
+                Some(shard) => inject(shard, injected),
                 None => return false,
             },
             Fault::Sequence(rank) => match self.newest_sequence(rank) {
-                Some(address) => address.strand.tell(SequenceMsg::Fault(injected)),
+                Some(address) => inject(&address.strand, injected),
                 None => return false,
             },
             #[cfg(feature = "zmq")]
@@ -139,4 +135,12 @@ impl Router {
         }
         true
     }
+}
+
+/// The fault happens in a step of the actor.
+fn inject<S: ActorState>(strand: &Strand<S>, injected: InjectedFault) {
+    strand.query("Fault", |_| {
+        injected.apply();
+        || {}
+    });
 }

@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 use super::overlap::{FoundOverlaps, OverlapReceiver};
 use super::router::Router;
 use crate::actors::delivery::reply::Reply;
-use crate::actors::scheduler::{PendingClass, SchedulerMsg};
+use crate::actors::scheduler::PendingClass;
 use crate::error::RouteError;
 use crate::protocol::WorkerRank;
 use crate::request::RouteRequest;
@@ -159,8 +159,7 @@ impl Router {
     pub async fn pending(&self) -> Result<Vec<PendingClass>, RouteError> {
         self.views().status.up()?;
         let before = self.views().status.state();
-        let (sender, answer) = oneshot::channel();
-        self.strands().scheduler.tell(SchedulerMsg::Pending(sender));
+        let answer = self.strands().scheduler.ask("Pending", |scheduler| scheduler.pending());
         match self.views().status.reply_of(answer, before).await {
             Some(pending) => Ok(pending),
             None => Err(self.views().status.up().err().map_or(RouteError::Lost { attempts: 1 }, RouteError::from)),

@@ -6,14 +6,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::faults::Fault;
 use super::router::Router;
 use crate::actors::delivery::fault::{FaultMoment, MessageFault};
+use crate::actors::delivery::strand::Envelope;
 use crate::actors::discovery::FollowerMsg;
-use crate::actors::engine_load::EngineLoadMsg;
-use crate::actors::health::HealthMsg;
+use crate::actors::engine_load::{EngineLoadMsg, EngineLoads};
+use crate::actors::health::{HealthActor, HealthMsg};
 #[cfg(feature = "zmq")]
 use crate::actors::ingest::IngestMsg;
-use crate::actors::radix::RadixMsg;
-use crate::actors::scheduler::SchedulerMsg;
-use crate::actors::sequence::SequenceMsg;
+use crate::actors::radix::{Radix, RadixMsg};
+use crate::actors::scheduler::{Scheduler, SchedulerMsg};
+use crate::actors::sequence::{Sequence, SequenceMsg};
 use crate::actors::supervisor::SupervisorMsg;
 
 /// Kinds of messages: name, and whether a message is of the kind.
@@ -30,29 +31,36 @@ macro_rules! kinds {
             &[$($(#[$cfg])* (stringify!($kind), |msg| matches!(msg, $msg::$kind { .. }))),*]
         }
     };
+    ($name:ident, $state:ident, $msg:ident: $($(#[$cfg:meta])* $kind:ident),*; queries: $($(#[$of:meta])* $query:ident),*) => {
+        fn $name() -> Kinds<Envelope<$state>> {
+            let _: fn(&$msg) = |msg| match msg {
+                $($(#[$cfg])* $msg::$kind { .. } => {})*
+            };
+            &[
+                $($(#[$cfg])* (stringify!($kind), |msg| matches!(msg, Envelope::Msg($msg::$kind { .. }))),)*
+                $($(#[$of])* (stringify!($query), |msg| matches!(msg, Envelope::Query(stringify!($query), _))),)*
+            ]
+        }
+    };
 }
 
-kinds! { scheduler, SchedulerMsg:
-    Decide, Loads, Timeout, Cancel, Refreshed, Wake, Pending, ShowQueue, Admit, Describe, Drain, Cordon, Retire,
-    Conditions, Exclusions,
-    #[cfg(feature = "replicas")] ReceiveSessions,
-    #[cfg(feature = "replicas")] ShareSessions;
-    faults: Fault
+kinds! { scheduler, Scheduler, SchedulerMsg:
+    Decide, Loads, Timeout, Cancel, Refreshed, Wake, Admit, Describe, Drain, Cordon, Retire, Conditions, Exclusions;
+    queries: Pending, ShowQueue, #[cfg(feature = "replicas")] ReceiveSessions, #[cfg(feature = "replicas")] ShareSessions
 }
-kinds! { radix, RadixMsg:
-    Overlap, Apply, Register, Remove, Routed, Recorded,
-    #[cfg(feature = "replicas")] TakeRouted,
-    Released, Flush, Dump,
-    #[cfg(feature = "zmq")] DumpRank,
-    #[cfg(feature = "zmq")] Digest,
-    #[cfg(feature = "zmq")] Names,
+kinds! { radix, Radix, RadixMsg:
+    Overlap, Apply, Register, Remove, Routed, Recorded, Released,
     #[cfg(feature = "zmq")] Forget,
     #[cfg(feature = "zmq")] RestoreEvicted;
-    faults: Fault
+    queries: Flush, Dump,
+    #[cfg(feature = "replicas")] TakeRouted,
+    #[cfg(feature = "zmq")] DumpRank,
+    #[cfg(feature = "zmq")] Digest,
+    #[cfg(feature = "zmq")] Names
 }
-kinds! { sequence, SequenceMsg: Load, Book, Reconcile, Drain, Undrain, Retire; faults: Fault }
-kinds! { health, HealthMsg: MembersChanged, Probed, Outcome, Wake, Report; faults: Fault }
-kinds! { engine_loads, EngineLoadMsg: Reported; faults: Fault }
+kinds! { sequence, Sequence, SequenceMsg: Load, Book, Reconcile, Drain, Undrain, Retire; queries: }
+kinds! { health, HealthActor, HealthMsg: MembersChanged, Probed, Outcome, Wake, Report; queries: }
+kinds! { engine_loads, EngineLoads, EngineLoadMsg: Reported; queries: }
 kinds! { supervisor, SupervisorMsg:
     Membership, Follow, Reconcile, Drained, DrainTimedOut, Warmed, Ping, Hung,
     #[cfg(feature = "zmq")] Snapshot,

@@ -42,9 +42,6 @@ pub(crate) enum HealthMsg {
     Wake { at: Timestamp },
     /// Query for the health of all ranks.
     Report(oneshot::Sender<Vec<RankHealth>>),
-    /// Injected fault: panic, or hold the strand until released.
-    #[cfg(feature = "faults")]
-    Fault(crate::actors::delivery::fault::InjectedFault),
 }
 
 /// State of the health actor.
@@ -227,8 +224,6 @@ impl ActorState for HealthActor {
             }
             HealthMsg::Wake { at } => self.on_wake(at, &mut replies),
             HealthMsg::Report(answer) => self.on_report(answer, &mut replies),
-            #[cfg(feature = "faults")]
-            HealthMsg::Fault(injected) => injected.apply(),
         }
         Some(replies)
     }

@@ -5,7 +5,6 @@
 use std::collections::BTreeSet;
 
 use bytes::Bytes;
-use tokio::sync::oneshot;
 
 use super::reader::Reader;
 use crate::actors::radix::RadixMsg;
@@ -127,16 +126,16 @@ impl Reader {
     async fn index_digest(&self) -> Option<BlockDigest> {
         let (rank, generation) = (self.entry.rank, self.entry.generation);
         let before = self.dependencies.status.state();
-        let (reply, digest) = oneshot::channel();
-        self.dependencies.shards.of(rank)?.tell(RadixMsg::Digest { rank, generation, reply });
+        let shard = self.dependencies.shards.of(rank)?;
+        let digest = shard.ask("Digest", move |shard| shard.shell.digest(rank, generation));
         self.dependencies.status.reply_of(digest, before).await.flatten()
     }
 
     async fn index_names(&self) -> Option<BTreeSet<BlockName>> {
         let (rank, generation) = (self.entry.rank, self.entry.generation);
         let before = self.dependencies.status.state();
-        let (reply, names) = oneshot::channel();
-        self.dependencies.shards.of(rank)?.tell(RadixMsg::Names { rank, generation, reply });
+        let shard = self.dependencies.shards.of(rank)?;
+        let names = shard.ask("Names", move |shard| shard.shell.names(rank, generation));
         let names = self.dependencies.status.reply_of(names, before).await.flatten()?;
         Some(names.into_iter().collect())
     }

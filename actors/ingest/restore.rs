@@ -1,7 +1,5 @@
 //! Snapshots of a reader's rank, and the restore of one.
 
-use tokio::sync::oneshot;
-
 use super::reader::Reader;
 use super::snapshot_reply::SnapshotReply;
 use crate::actors::radix::RadixMsg;
@@ -22,8 +20,7 @@ impl Reader {
             return; // dropping the reply leaves out the rank
         };
         let (rank, generation) = (self.entry.rank, self.entry.generation);
-        let (events, dumped) = oneshot::channel();
-        shard.tell(RadixMsg::DumpRank { rank, generation, reply: events });
+        let dumped = shard.ask("DumpRank", move |shard| shard.shell.dump_rank(rank, generation));
         let endpoint = self.endpoint.clone();
         let recorded = RankSnapshot {
             rank,

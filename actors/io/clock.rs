@@ -2,7 +2,7 @@
 
 use tokio::time::Instant;
 
-use crate::protocol::Timestamp;
+use crate::protocol::{TimeSource, Timestamp};
 
 /// Converts the monotonic time of the runtime to [`Timestamp`]s since the start of the router.
 #[derive(Clone, Copy, Debug)]
@@ -17,5 +17,11 @@ impl Clock {
 
     pub(crate) fn now(&self) -> Timestamp {
         Timestamp::default() + self.epoch.elapsed()
+    }
+}
+
+impl TimeSource for Clock {
+    fn now(&self) -> Timestamp {
+        Self::now(self)
     }
 }

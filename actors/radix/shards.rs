@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::{Radix, shard_of};
+use super::Radix;
 use crate::actors::delivery::gate::Gate;
 use crate::actors::delivery::strand::Strand;
-use crate::actors::views::incarnation::CurrentIncarnation;
 use crate::actors::views::status::RouterStatus;
 use crate::error::Down;
 use crate::protocol::WorkerRank;
+use crate::shell::CurrentIncarnation;
+use crate::shell::shard::shard_of;
 
 /// All shards of one router; empty if the index is off.
 pub(crate) struct Shards {

@@ -8,7 +8,7 @@ use tokio::sync::oneshot::error::TryRecvError;
 
 use super::bus::ReplicaBus;
 use crate::actors::delivery::strand::Strand;
-use crate::actors::scheduler::{Scheduler, SchedulerMsg, SessionsQuery};
+use crate::actors::scheduler::Scheduler;
 use crate::replica::{MessageError, ReplicaTopic, decode_sessions, encode_sessions};
 use crate::session::SessionBinding;
 
@@ -41,15 +41,9 @@ impl SessionSharing {
     /// Publishes new bindings, and repetitions at a rate for `replicas` replicas in total.
     pub(super) fn on_tick(&mut self, replicas: u32) {
         if self.answer.is_none() {
-            let (answer, receiver) = oneshot::channel();
             let (life, period) = (self.bus.life(), REPEAT_INTERVAL * replicas);
-            self.scheduler.tell(SchedulerMsg::ShareSessions(SessionsQuery {
-                life,
-                period,
-                bytes_max: BYTES_MAX,
-                answer,
-            }));
-            self.answer = Some(receiver);
+            let share = move |scheduler: &mut Scheduler| scheduler.share_sessions(life, period, BYTES_MAX);
+            self.answer = Some(self.scheduler.ask("ShareSessions", share));
         }
         // An idle scheduler has replied already. The reply of a busy one is published after the next interval.
         match self.answer.as_mut().map(oneshot::Receiver::try_recv) {
@@ -72,7 +66,12 @@ impl SessionSharing {
         if Arc::strong_count(&self.applied) > RECEIVED_MAX {
             return Ok(1);
         }
-        self.scheduler.tell(SchedulerMsg::ReceiveSessions { bindings, applied: Arc::clone(&self.applied) });
+        let applied = Arc::clone(&self.applied);
+        self.scheduler.query("ReceiveSessions", move |scheduler| {
+            scheduler.receive_sessions(&bindings);
+            drop(applied);
+            || {}
+        });
         Ok(0)
     }
 }

@@ -11,12 +11,8 @@ use crate::actors::delivery::strand::Strand;
 use crate::actors::sequence::Sequence;
 use crate::protocol::{BookingId, Generation, Slot, Timestamp};
 use crate::queue::Depth;
-#[cfg(feature = "replicas")]
-use crate::replica::ReplicaLife;
 use crate::schedule::{Admission, LoadAnswer, RankCells, Request};
 use crate::select::{RankOverlap, RankTraits};
-#[cfg(feature = "replicas")]
-use crate::session::SessionBinding;
 
 /// Messages to the scheduler.
 pub(crate) enum SchedulerMsg {
@@ -32,10 +28,6 @@ pub(crate) enum SchedulerMsg {
     Refreshed { booking: BookingId, overlaps: Vec<RankOverlap> },
     /// The load of a rank has fallen, or the timer for `at` has fired: re-evaluate waiting requests.
     Wake { at: Option<Timestamp> },
-    /// Query for the waiting requests of each class.
-    Pending(oneshot::Sender<Vec<PendingClass>>),
-    /// Publish the waiting requests as metrics. The value is dropped when that is done or lost.
-    ShowQueue(Arc<()>),
     /// Add a rank.
     Admit(SequenceHandle),
     /// Update the traits of a rank from its worker's configuration.
@@ -50,24 +42,6 @@ pub(crate) enum SchedulerMsg {
     Conditions { done: Option<oneshot::Sender<()>> },
     /// The ranks excluded for their health have changed.
     Exclusions,
-    /// Bindings of sessions from another replica. The value is dropped when they are applied or lost.
-    #[cfg(feature = "replicas")]
-    ReceiveSessions { bindings: Vec<SessionBinding>, applied: Arc<()> },
-    /// Query for the bindings of sessions to send to other replicas.
-    #[cfg(feature = "replicas")]
-    ShareSessions(SessionsQuery),
-    /// Injected fault: panic, or hold the strand until released.
-    #[cfg(feature = "faults")]
-    Fault(crate::actors::delivery::fault::InjectedFault),
-}
-
-/// Query for the bindings of sessions to send, as replica `life`. See [`crate::session::Sessions::outbound`].
-#[cfg(feature = "replicas")]
-pub(crate) struct SessionsQuery {
-    pub(crate) life: ReplicaLife,
-    pub(crate) period: Duration,
-    pub(crate) bytes_max: usize,
-    pub(crate) answer: oneshot::Sender<Vec<SessionBinding>>,
 }
 
 /// Waiting requests of one class.

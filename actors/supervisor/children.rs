@@ -15,9 +15,9 @@ use crate::actors::delivery::strand_actor::{StrandActor, Wake};
 use crate::actors::engine_load::EngineLoads;
 use crate::actors::health::{HealthActor, HealthDependencies, HealthMsg};
 use crate::actors::radix::claim::SpeculationSender;
-use crate::actors::radix::{Radix, RadixDependencies, RegisteredRank};
+use crate::actors::radix::{Radix, ShardMeters, registered};
 use crate::actors::scheduler::{Scheduler, SchedulerDependencies, SchedulerMsg, SequenceHandle};
-use crate::actors::sequence::{Sequence, SequenceDependencies, Wakes};
+use crate::actors::sequence::{Sequence, Wakes};
 use crate::actors::telemetry::Restarts;
 use crate::actors::views::rank::RankEntry;
 use crate::load::SpeedCell;
@@ -25,6 +25,8 @@ use crate::membership::{Child, MembershipInput};
 use crate::protocol::WorkerRank;
 use crate::schedule::{Admission, RankCells};
 use crate::select::RankTraits;
+use crate::shell::sequence::{SequenceCells, SequenceShell};
+use crate::shell::shard::{ShardCells, ShardShell};
 
 impl SupervisorState {
     pub(super) async fn start_sequence(
@@ -37,18 +39,20 @@ impl SupervisorState {
         let (id, place) = (actor.get_id(), (entry.slot, entry.generation));
         let SupervisorDependencies { config, clock, directory, views, strands, .. } = &self.dependencies;
         let wakes = || Wakes { flag: Arc::clone(&views.wake), scheduler: strands.scheduler.clone() };
-        let dependencies = SequenceDependencies {
+        let cells = SequenceCells {
             board: Arc::clone(&entry.board),
             learns: config.learns_speed().then(|| Arc::clone(&entry.speed)),
             peers: Arc::clone(&entry.peers),
             scheduler: Arc::clone(&strands.scheduler_incarnation),
-            block_size: config.block_size_or_assumed(),
-            booked: Arc::clone(&views.ranks.booked),
-            wakes: config.queue.is_enabled().then(wakes),
             directory: Arc::clone(directory),
-            clock: *clock,
         };
-        strand.open(actor, || Sequence::restore(place, self.membership.incarnation(child), dependencies));
+        strand.open(actor, || {
+            let (incarnation, is_queueing) = (self.membership.incarnation(child), config.queue.is_enabled());
+            let settings = (config.block_size_or_assumed(), is_queueing);
+            let shell = SequenceShell::restore(place, incarnation, cells, settings, clock.now());
+            let (booked, wakes) = (Arc::clone(&views.ranks.booked), is_queueing.then(wakes));
+            Sequence { shell, clock: *clock, booked, wakes }
+        });
         Ok(id)
     }
 
@@ -56,20 +60,21 @@ impl SupervisorState {
     pub(super) async fn start_radix(&mut self, shard: usize, cold: &[WorkerRank]) -> Result<(), ActorProcessingErr> {
         let strand = Arc::clone(self.dependencies.strands.shards.strand(shard));
         let actor = self.spawn(&strand, Child::IndexShard(shard)).await?;
-        let ranks = self.ranks_of_shard(shard).map(|(entry, worker)| RegisteredRank::of(entry, &worker.traits));
+        let ranks = self.ranks_of_shard(shard).map(|(entry, worker)| registered(entry, &worker.traits));
         let (myself, incarnation) = (self.myself.clone(), self.membership.incarnation(Child::IndexShard(shard)));
         let current = self.dependencies.strands.shards.incarnation(shard);
         current.set(incarnation);
-        let dependencies = RadixDependencies {
-            config: &self.dependencies.config,
-            clock: self.dependencies.clock,
-            pool: &self.dependencies.meters.pool,
-            degraded: Arc::clone(&self.dependencies.views.ranks.degraded),
-            incarnation: (Arc::clone(current), incarnation),
-            on_resync: Box::new(move |rank| drop(myself.send_message(SupervisorMsg::Warmed { rank, incarnation }))),
-        };
+        let SupervisorDependencies { config, clock, views, meters, .. } = &self.dependencies;
+        let degraded = Arc::clone(&views.ranks.degraded);
+        let cells = ShardCells { degraded, incarnation: (Arc::clone(current), incarnation) };
         let cold = cold.iter().copied().collect();
-        strand.open(actor, || Radix::new(dependencies, shard, ranks, cold));
+        strand.open(actor, || {
+            let shell = ShardShell::new(config, cells, ranks, cold, clock);
+            let meters = ShardMeters::new(&meters.pool, config, &shell, shard);
+            let on_resync =
+                Box::new(move |rank| drop(myself.send_message(SupervisorMsg::Warmed { rank, incarnation })));
+            Radix { shell, clock: *clock, on_resync, meters, effects: Vec::new() }
+        });
         Ok(())
     }
 

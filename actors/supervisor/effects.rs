@@ -12,7 +12,7 @@ use super::state::{RankActor, SupervisorState};
 use crate::actors::delivery::ack::Acknowledgement;
 use crate::actors::delivery::strand::Strand;
 use crate::actors::health::HealthMsg;
-use crate::actors::radix::{RadixMsg, RegisteredRank};
+use crate::actors::radix::{RadixMsg, registered};
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::sequence::table::SequenceAddress;
 use crate::actors::views::kv_source::SourceCell;
@@ -155,7 +155,7 @@ impl SupervisorState {
     /// Registers a rank, or its changed capacity, with its index shard.
     fn register(&self, entry: &RankEntry, traits: &RankTraits) {
         if let Some(shard) = self.dependencies.strands.shards.of(entry.rank) {
-            shard.tell(RadixMsg::Register(RegisteredRank::of(entry, traits)));
+            shard.tell(RadixMsg::Register(registered(entry, traits)));
         }
     }
 

@@ -3,7 +3,6 @@
 pub(crate) mod block_size;
 pub(crate) mod decisions;
 pub(crate) mod fleet;
-pub(crate) mod incarnation;
 pub(crate) mod kv_source;
 pub(crate) mod published;
 pub(crate) mod rank;

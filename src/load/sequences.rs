@@ -327,6 +327,12 @@ impl ActiveSequences {
         self.sketch.sketch()
     }
 
+    /// The bookings, in any order.
+    #[cfg(any(test, feature = "test-support"))]
+    pub fn bookings(&self) -> impl Iterator<Item = BookingId> {
+        self.bookings.keys().copied()
+    }
+
     /// Whether there is no booking. All loads are then exactly zero.
     #[must_use]
     pub fn is_empty(&self) -> bool {

@@ -12,7 +12,7 @@ mod worker;
 pub use block_size::{BlockSizeOrigin, PoolBlockSize};
 pub use event::{KvEvent, RouterEvent, StorageTier, StoredBlock};
 pub use ids::{BlockHash, BookingId, EngineHash, Generation, SequenceHash, Slot, WorkerId, WorkerRank};
-pub use time::Timestamp;
+pub use time::{TimeSource, Timestamp};
 pub(crate) use time::{option_seconds, option_timestamp_seconds, seconds, timestamp_seconds};
 pub use worker::{
     KvEventsConfig, KvTransferEnforcement, LoadSource, WorkerConfig, WorkerConfigError, WorkerMap, WorkerRole,

@@ -1,4 +1,4 @@
-//! Monotonic time as a plain number, so that code in `src/` reads no clock.
+//! Monotonic time as a plain number, so that code in `src/` reads no clock of its own.
 
 use std::time::Duration;
 
@@ -24,6 +24,18 @@ impl Timestamp {
     #[must_use]
     pub fn since(self, earlier: Self) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
+    }
+}
+
+/// Source of the present time: a clock, or the instant of a whole step.
+pub trait TimeSource {
+    /// The present time.
+    fn now(&self) -> Timestamp;
+}
+
+impl TimeSource for Timestamp {
+    fn now(&self) -> Timestamp {
+        *self
     }
 }
 

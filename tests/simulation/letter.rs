@@ -9,13 +9,15 @@ use pointsman::directory::Lease;
 use pointsman::health::Outcome;
 use pointsman::load::PromptBlocks;
 use pointsman::membership::{Child, MembershipInput};
-use pointsman::protocol::{BlockHash, BookingId, Generation, RouterEvent, Slot, Timestamp, WorkerId, WorkerRank};
+use pointsman::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::replica::{LoadSummary, ReplicaLife};
-use pointsman::schedule::{Admission, BookNumber, Decision, LoadAnswer, RankCells, Request};
+use pointsman::schedule::{Admission, Decision, LoadAnswer, RankCells, Request};
 use pointsman::select::{RankOverlap, RankTraits};
+use pointsman::shell::sequence::SequenceMsg;
+use pointsman::shell::shard::ShardMsg;
 use pointsman::snapshot::RankSnapshot;
 
-use crate::gateway::Entry;
+use crate::gateway::{Entry, EntrySource, LoadQuery, OverlapQuery};
 use crate::prompt::Prompt;
 
 /// Names of blocks.
@@ -162,10 +164,10 @@ impl Drop for LoadJoin {
     }
 }
 
-pub(crate) struct Book {
-    pub(crate) context: Context,
-    pub(crate) decision: Decision,
-    pub(crate) number: BookNumber,
+/// A message to a shard, with the contents of the engine's cache after its events.
+pub(crate) enum ToShard {
+    Step(ShardMsg<OverlapQuery, (), EntrySource>, Option<Tag>),
+    Dump(Box<RankSnapshot>, Generation, Tag),
 }
 
 /// Report of an engine on a request.
@@ -239,23 +241,8 @@ pub(crate) enum Letter {
     Retire(Slot, Generation, Ack),
     Conditions,
     Exclusions,
-    // To a sequence actor.
-    Load(Rc<LoadJoin>),
-    Book(Box<Book>),
-    Reconcile(Arc<Lease>),
-    DrainSequence(Ack),
-    UndrainSequence,
-    RetireSequence(Ack),
-    // To a shard.
-    Overlap(Rc<OverlapJoin>),
-    Apply {
-        events: Vec<RouterEvent>,
-        only: (Slot, Generation),
-        tag: Option<Tag>,
-    },
-    Register(Rc<Entry>),
-    Unregister(WorkerRank),
-    Dump(Box<RankSnapshot>, Generation, Tag),
+    Sequence(Box<SequenceMsg<Context, Ack, LoadQuery>>),
+    Shard(Box<ToShard>),
     // To the supervisor.
     Member(MembershipInput<u64>),
     Acked(Slot, Generation, Acknowledged),
@@ -302,6 +289,14 @@ pub(crate) enum Letter {
 }
 
 impl Letter {
+    pub(crate) fn sequence(msg: SequenceMsg<Context, Ack, LoadQuery>) -> Self {
+        Self::Sequence(Box::new(msg))
+    }
+
+    pub(crate) fn shard(msg: ShardMsg<OverlapQuery, (), EntrySource>) -> Self {
+        Self::Shard(Box::new(ToShard::Step(msg, None)))
+    }
+
     /// Number of the kind, for the digest.
     pub(crate) fn name(&self) -> std::mem::Discriminant<Self> {
         std::mem::discriminant(self)

@@ -9,8 +9,9 @@ use pointsman::load::PromptBlocks;
 use pointsman::protocol::Timestamp;
 use pointsman::schedule::{Decision, Request, ResolvedOptions, Waits};
 use pointsman::session::SessionId;
+use pointsman::shell::shard::ShardMsg;
 
-use super::{Entry, Gateway, Surroundings};
+use super::{Entry, Gateway, OverlapQuery, Surroundings};
 use crate::ledger::End;
 use crate::letter::{Answer, Context, Job, Letter, OverlapGoal, OverlapJoin, Permit, Progress, ReplyTo};
 use crate::net::{Actor, Place};
@@ -102,7 +103,12 @@ impl Gateway {
         });
         if !hashes.is_empty() {
             for shard in 0..self.shards.len() {
-                self.send(Actor::Caller(call), Actor::Shard(shard), Letter::Overlap(Rc::clone(&join)), around);
+                self.send(
+                    Actor::Caller(call),
+                    Actor::Shard(shard),
+                    Letter::shard(ShardMsg::Overlap(OverlapQuery::new(&join))),
+                    around,
+                );
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Invariants of a gateway, checked after every step.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use pointsman::directory::LeaseState;
 use pointsman::protocol::{BookingId, Generation, Slot, Timestamp, WorkerRank};
@@ -44,18 +44,19 @@ impl Gateway {
         for (slot, (generation, sequence)) in &self.sequences {
             let here = booked.remove(&(*slot, *generation)).unwrap_or_default();
             let Some(sequence) = sequence else { continue };
-            assert_eq!(sequence.active.load(now).requests as usize, sequence.known.len(), "requests on slot {slot}");
-            let lost = here.iter().find(|booking| !sequence.known.contains(booking));
+            let held: BTreeSet<BookingId> = sequence.shell.active().bookings().collect();
+            assert_eq!(sequence.shell.active().load(now).requests as usize, held.len(), "requests on slot {slot}");
+            let lost = here.iter().find(|booking| !held.contains(booking));
             assert!(lost.is_none(), "booking {lost:?} on slot {slot} is lost");
             let is_explained = |booking: &&BookingId| here.contains(booking) || self.reconciling.contains_key(booking);
-            let kept = sequence.known.iter().find(|booking| !is_explained(booking));
+            let kept = held.iter().find(|booking| !is_explained(booking));
             assert!(kept.is_none(), "booking {kept:?} on slot {slot} outlives its lease");
         }
         assert!(booked.is_empty() || self.is_failed, "bookings on released slots: {booked:?}");
         if let Actor::Sequence(slot, _) = actor
             && let Some((_, Some(sequence))) = self.sequences.get(&Slot(slot))
         {
-            sequence.active.check_invariants();
+            sequence.shell.active().check_invariants();
         }
     }
 
@@ -87,7 +88,7 @@ impl Gateway {
         assert_eq!(scheduler.schedule.pending(), 0, "requests wait at rest");
         for (slot, (_, sequence)) in &self.sequences {
             let sequence = sequence.as_ref().expect("every dead actor is restarted");
-            assert!(sequence.active.is_empty(), "bookings on slot {slot} at rest");
+            assert!(sequence.shell.active().is_empty(), "bookings on slot {slot} at rest");
             assert_eq!(self.table[slot].cells.board.read().map(|board| board.requests), Some(0), "board at rest");
         }
         for rank in self.ranks() {
@@ -108,11 +109,11 @@ impl Gateway {
         let is_unheard = !self.settings.has_replay && source.position().is_none();
         let is_known = source.is_caught_up() || source.is_cold() || is_unheard;
         assert!(is_known, "source of {rank} at rest: {:?}, {:?}", source.state(), source.degradation());
-        assert!(!shard.cold.contains(&rank), "{rank} is cold at rest");
+        assert!(!shard.shell.is_cold(rank), "{rank} is cold at rest");
         if !self.settings.has_replay {
             return; // the last messages may be lost
         }
-        let names = shard.index.names_of(rank);
+        let names = shard.shell.index().names_of(rank);
         let truth = engines[engine].present(at_engine);
         let is_held = names.iter().all(|(_, name)| truth.contains(&name.0));
         assert!(is_held, "index of {rank} at rest: {names:?}, engine {truth:?}, {source:?}");

@@ -18,6 +18,7 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 
 use pointsman::directory::{Directory, Lease};
 use pointsman::health::{Exclusions, Monitor};
@@ -27,6 +28,8 @@ use pointsman::protocol::{BookingId, Generation, Slot, Timestamp, WorkerId, Work
 use pointsman::queue::QueueHeads;
 use pointsman::schedule::RankCells;
 use pointsman::select::RankConditions;
+use pointsman::shell::CurrentIncarnation;
+use pointsman::shell::sequence::SequenceMsg;
 
 use crate::discovery::Discovery;
 use crate::engine::Engine;
@@ -38,6 +41,8 @@ use crate::script::Settings;
 pub(crate) use caller::Call;
 pub(crate) use reader::Recorded;
 pub(crate) use restarts::Victim;
+pub(crate) use sequence::LoadQuery;
+pub(crate) use shard::{EntrySource, OverlapQuery};
 
 /// Record of a registered rank.
 pub(crate) struct Entry {
@@ -55,6 +60,11 @@ impl Entry {
     /// Number of the engine, and of the rank there.
     pub(crate) fn engine(&self) -> (usize, usize) {
         (self.rank.worker.0 as usize, self.rank.rank as usize)
+    }
+
+    /// The part of an overlap that counts.
+    pub(crate) fn credited(&self, blocks: u32) -> u32 {
+        (f64::from(blocks) * self.credit.get()) as u32
     }
 
     pub(crate) fn incarnation(&self) -> u64 {
@@ -78,7 +88,11 @@ pub(crate) struct Gateway {
     pub(crate) settings: Rc<Settings>,
     outbox: Outbox,
     permits: Rc<Cell<u32>>,
-    directory: Directory,
+    directory: Arc<Directory>,
+    scheduler_incarnation: Arc<CurrentIncarnation>,
+    shard_incarnations: Vec<Arc<CurrentIncarnation>>,
+    /// Number of ranks with a degraded event stream.
+    degraded: Arc<AtomicUsize>,
     /// Leases that have not ended, or whose end a sequence actor does not know yet.
     leases: BTreeMap<BookingId, (u64, Arc<Lease>)>,
     /// Reconciliations under way.
@@ -133,7 +147,10 @@ impl Gateway {
             settings: Rc::clone(settings),
             outbox: Outbox::default(),
             permits: Rc::default(),
-            directory: Directory::default(),
+            directory: Arc::default(),
+            scheduler_incarnation: Arc::default(),
+            shard_incarnations: (0..shards).map(|_| Arc::default()).collect(),
+            degraded: Arc::default(),
             leases: BTreeMap::new(),
             reconciling: BTreeMap::new(),
             calls: BTreeMap::new(),
@@ -175,36 +192,39 @@ impl Gateway {
         around.net.send(self.place(from), self.place(to), letter);
     }
 
-    /// Number of the shard of a rank.
-    fn shard_of(&self, rank: WorkerRank) -> usize {
-        (rank.worker.0 as usize + rank.rank as usize) % self.shards.len()
-    }
-
     fn is_queueing(&self) -> bool {
         self.settings.config.queue.is_enabled()
     }
 
     /// Handles one message, and sends the notices of dropped values.
     pub(crate) fn handle(&mut self, actor: Actor, letter: Letter, around: &mut Surroundings<'_>) {
-        if let Letter::Reconcile(lease) = &letter
+        if let Letter::Sequence(msg) = &letter
+            && let SequenceMsg::Reconcile(lease) = &**msg
             && let Some(count) = self.reconciling.get_mut(&lease.booking())
         {
             *count -= 1;
         }
+        match (actor, letter) {
+            (Actor::Sequence(slot, generation), Letter::Sequence(msg)) => {
+                self.on_sequence((Slot(slot), Generation(generation)), *msg, around);
+            }
+            (Actor::Shard(shard), Letter::Shard(letter)) => self.on_shard(shard, *letter, around),
+            (actor, letter) => self.handle_other(actor, letter, around),
+        }
+        self.send_notices(actor, around);
+        self.check(actor, around.net.now);
+    }
+
+    fn handle_other(&mut self, actor: Actor, letter: Letter, around: &mut Surroundings<'_>) {
         match actor {
             Actor::Caller(call) => self.on_caller(call, letter, around),
             Actor::Scheduler => self.on_scheduler(letter, around),
-            Actor::Shard(shard) => self.on_shard(shard, letter, around),
-            Actor::Sequence(slot, generation) => {
-                self.on_sequence(Slot(slot), Generation(generation), letter, around);
-            }
+            Actor::Shard(_) | Actor::Sequence(..) => unreachable!("no message of a shard or a sequence actor"),
             Actor::Supervisor => self.on_supervisor(letter, around),
             Actor::Reader(slot, number) => self.on_reader(Slot(slot), number, letter, around),
             Actor::Health => self.on_health(letter, around),
             Actor::Sharing => self.on_sharing(letter, around),
         }
-        self.send_notices(actor, around);
-        self.check(actor, around.net.now);
     }
 
     pub(crate) fn send_notices(&mut self, from: Actor, around: &mut Surroundings<'_>) {
@@ -234,7 +254,7 @@ impl Gateway {
         if is_there && lease.mark_dirty() {
             *self.reconciling.entry(lease.booking()).or_default() += 1;
             let to = Actor::Sequence(place.0.0, place.1.0);
-            self.send(from, to, Letter::Reconcile(Arc::clone(lease)), around);
+            self.send(from, to, Letter::sequence(SequenceMsg::Reconcile(Arc::clone(lease))), around);
         }
     }
 

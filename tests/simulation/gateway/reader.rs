@@ -7,11 +7,12 @@ use std::time::Duration;
 use pointsman::RouterConfig;
 use pointsman::ingest::{AppliedBatch, Backoff, IngestEffect, IngestInput, Source, SourceConfig, StreamState};
 use pointsman::protocol::{KvEvent, RouterEvent, Slot, StorageTier, WorkerRank};
+use pointsman::shell::shard::ShardMsg;
 use pointsman::snapshot::{RankSnapshot, Snapshot, SnapshotLayout};
 use pointsman::wire::{Decoder, DecoderLimits, Report, WireConfig};
 
 use super::{Entry, Gateway, Surroundings};
-use crate::letter::{Letter, Payload, Tag};
+use crate::letter::{Letter, Payload, Tag, ToShard};
 use crate::net::{Actor, Place};
 
 /// Contents of one rank in a snapshot, with the state of the cache that they equal.
@@ -134,7 +135,8 @@ impl Gateway {
     fn apply(&self, reader: &Reader, events: Vec<RouterEvent>, around: &mut Surroundings<'_>) {
         let Entry { rank, slot, generation, .. } = *reader.entry;
         let tag = reader.tag.filter(|_| !reader.is_mixed);
-        let letter = Letter::Apply { events, only: (slot, generation), tag };
+        let msg = ShardMsg::Apply { events, only: Some((slot, generation)), permit: () };
+        let letter = Letter::Shard(Box::new(ToShard::Step(msg, tag)));
         self.send(Actor::Supervisor, Actor::Shard(self.shard_of(rank)), letter, around);
     }
 
@@ -150,8 +152,9 @@ impl Gateway {
     /// Removes the blocks of a rank that is no longer read.
     pub(super) fn clear_unread(&self, slot: Slot, around: &mut Surroundings<'_>) {
         let Some(entry) = self.table.get(&slot) else { return };
-        let letter = Letter::Apply { events: vec![cleared(entry.rank)], only: (slot, entry.generation), tag: None };
-        self.send(Actor::Supervisor, Actor::Shard(self.shard_of(entry.rank)), letter, around);
+        let only = Some((slot, entry.generation));
+        let msg = ShardMsg::Apply { events: vec![cleared(entry.rank)], only, permit: () };
+        self.send(Actor::Supervisor, Actor::Shard(self.shard_of(entry.rank)), Letter::shard(msg), around);
     }
 
     /// The engine of a rank has computed a prompt.
@@ -320,7 +323,7 @@ impl Gateway {
             events: Vec::new(),
             evicted_blocks: 0,
         };
-        let letter = Letter::Dump(Box::new(recorded), generation, tag);
+        let letter = Letter::Shard(Box::new(ToShard::Dump(Box::new(recorded), generation, tag)));
         self.send(Actor::Supervisor, Actor::Shard(self.shard_of(rank)), letter, around);
     }
 }

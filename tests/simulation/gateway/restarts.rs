@@ -63,7 +63,7 @@ impl Gateway {
         match child {
             Child::Scheduler => self.start_scheduler(incarnation, around),
             Child::IndexShard(shard) => {
-                self.start_shard(shard, incarnation, lost);
+                self.start_shard(shard, incarnation, lost, now);
                 self.resync(shard, around);
             }
             Child::Sequence(slot) => self.restart_sequence(slot, incarnation, around),

@@ -10,9 +10,11 @@ use pointsman::health::Exclusions;
 use pointsman::protocol::{Generation, Slot, Timestamp, WorkerRank};
 use pointsman::schedule::{Admission, Decision, Effect, Extensions, Input, LiveLoads, RankCells, Schedule};
 use pointsman::select::RankConditions;
+use pointsman::shell::sequence::{Book, SequenceMsg};
+use pointsman::shell::shard::ShardMsg;
 
-use super::{Gateway, Surroundings};
-use crate::letter::{Answer, Book, Context, Letter, LoadJoin, OverlapGoal, OverlapJoin};
+use super::{Gateway, LoadQuery, OverlapQuery, Surroundings};
+use crate::letter::{Answer, Context, Letter, LoadJoin, OverlapGoal, OverlapJoin};
 use crate::net::Actor;
 
 pub(super) struct Scheduler {
@@ -58,6 +60,7 @@ impl Known {
 impl Gateway {
     /// Starts the scheduler with the registered ranks.
     pub(super) fn start_scheduler(&mut self, incarnation: u32, around: &mut Surroundings<'_>) {
+        self.scheduler_incarnation.set(incarnation);
         let loads =
             LiveLoads::new(Arc::clone(&self.board_changes), Arc::clone(&self.arrivals), Arc::clone(&self.queue_heads));
         let schedule = Schedule::new(self.settings.config.clone(), incarnation, Extensions::default());
@@ -115,13 +118,13 @@ impl Gateway {
             Letter::Drain(slot, generation, ack) => {
                 scheduler.set_draining(slot, generation, true, now);
                 let to = Actor::Sequence(slot.0, generation.0);
-                self.send(Actor::Scheduler, to, Letter::DrainSequence(ack), around);
+                self.send(Actor::Scheduler, to, Letter::sequence(SequenceMsg::Drain(ack)), around);
             }
             Letter::Cordon(slot, generation, is_cordoned) => {
                 scheduler.set_draining(slot, generation, is_cordoned, now);
                 if !is_cordoned {
                     let to = Actor::Sequence(slot.0, generation.0);
-                    self.send(Actor::Scheduler, to, Letter::UndrainSequence, around);
+                    self.send(Actor::Scheduler, to, Letter::sequence(SequenceMsg::Undrain), around);
                 }
             }
             Letter::Retire(slot, generation, ack) => {
@@ -131,7 +134,7 @@ impl Gateway {
                     scheduler.known.ranks.remove(&slot);
                     scheduler.loads.remove(slot);
                     let to = Actor::Sequence(slot.0, generation.0);
-                    self.send(Actor::Scheduler, to, Letter::RetireSequence(ack), around);
+                    self.send(Actor::Scheduler, to, Letter::sequence(SequenceMsg::Retire(ack)), around);
                 }
             }
             Letter::Conditions => scheduler.set_conditions(&self.conditions, now),
@@ -177,7 +180,12 @@ impl Gateway {
                     for slot in query.slots {
                         if let Some((_, generation, _)) = scheduler.known.ranks.get(&slot) {
                             let to = Actor::Sequence(slot.0, generation.0);
-                            self.send(Actor::Scheduler, to, Letter::Load(Rc::clone(&join)), around);
+                            self.send(
+                                Actor::Scheduler,
+                                to,
+                                Letter::sequence(SequenceMsg::Load { query: LoadQuery(Rc::clone(&join)), now }),
+                                around,
+                            );
                         }
                     }
                     if !std::mem::replace(&mut scheduler.timer_armed, true) {
@@ -194,7 +202,7 @@ impl Gateway {
                         outbox: self.outbox.clone(),
                     });
                     for shard in 0..self.shards.len() {
-                        let letter = Letter::Overlap(Rc::clone(&join));
+                        let letter = Letter::shard(ShardMsg::Overlap(OverlapQuery::new(&join)));
                         self.send(Actor::Scheduler, Actor::Shard(shard), letter, around);
                     }
                 }
@@ -203,8 +211,9 @@ impl Gateway {
                     scheduler.known.check(&decision);
                     around.net.record((context.reply.call, decision.slot().0, decision.generation().0));
                     let to = Actor::Sequence(decision.slot().0, decision.generation().0);
-                    let book = Book { context, decision, number };
-                    self.send(Actor::Scheduler, to, Letter::Book(Box::new(book)), around);
+                    let (lease, scheduler) = (Arc::clone(&context.lease), self.scheduler_incarnation.get());
+                    let book = Book { lease, decision, number, scheduler, caller: context, now };
+                    self.send(Actor::Scheduler, to, Letter::sequence(SequenceMsg::Book(book)), around);
                 }
                 Effect::Reject { mut context, .. } => {
                     context.reply.is_used = true;

@@ -1,139 +1,184 @@
-//! Shell of an index shard, with the contents of the engines' caches that it must equal.
+//! Index shards: start of the shipped shell, its effects, and the contents of the engines' caches that it must equal.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::rc::Rc;
+use std::sync::Arc;
 
-use pointsman::index::{Index, Overlaps};
-use pointsman::protocol::{EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, WorkerRank};
-use pointsman::select::{RankOverlap, TierOverlap};
+use pointsman::protocol::{
+    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, Timestamp, WorkerRank,
+};
+use pointsman::select::RankOverlap;
+use pointsman::shell::shard::{
+    OverlapQueryToken, RegisteredRank, ShardCells, ShardEffect, ShardMsg, ShardShell, SourceState, shard_of,
+};
 
-use super::{Gateway, Surroundings};
-use crate::letter::{Letter, OverlapJoin, Tag};
+use super::{Entry, Gateway, Surroundings};
+use crate::letter::{Letter, OverlapJoin, Tag, ToShard};
 use crate::net::Actor;
 
 pub(super) struct Shard {
-    pub(super) index: Index,
-    found: Overlaps,
-    /// Ranks whose contents were lost and must be sent again.
-    pub(super) cold: BTreeSet<WorkerRank>,
+    pub(super) shell: ShardShell<EntrySource>,
     incarnation: u32,
     /// Contents that the index must have, by rank. Unknown ones are absent.
     pub(super) tags: BTreeMap<WorkerRank, Tag>,
 }
 
-impl Gateway {
-    pub(super) fn start_shard(&mut self, shard: usize, incarnation: u32, cold: &[WorkerRank]) {
-        let mut index = Index::new();
-        for entry in self.table.values() {
-            if self.shard_of(entry.rank) == shard && self.membership.worker_at(entry.slot).is_some() {
-                index.register(entry.rank, entry.slot, entry.generation);
-            }
-        }
-        let cold = cold.iter().copied().collect();
-        let (found, tags) = (Overlaps::default(), BTreeMap::new());
-        self.shards[shard] = Some(Shard { index, found, cold, incarnation, tags });
+/// Event source of a rank.
+pub(crate) struct EntrySource(Rc<Entry>);
+
+impl SourceState for EntrySource {
+    fn credited(&self, blocks: u32) -> u32 {
+        self.0.credited(blocks)
     }
 
-    pub(super) fn on_shard(&mut self, shard: usize, letter: Letter, around: &mut Surroundings<'_>) {
+    fn is_read(&self) -> bool {
+        true
+    }
+}
+
+/// Overlap query with the overlaps of one shard.
+pub(crate) struct OverlapQuery(Rc<OverlapJoin>, RefCell<Vec<RankOverlap>>);
+
+impl OverlapQuery {
+    pub(crate) fn new(join: &Rc<OverlapJoin>) -> Self {
+        Self(Rc::clone(join), RefCell::default())
+    }
+}
+
+impl OverlapQueryToken for OverlapQuery {
+    fn hashes(&self) -> &[BlockHash] {
+        &self.0.hashes
+    }
+
+    fn extend(&self, overlaps: impl Iterator<Item = RankOverlap>) {
+        self.1.borrow_mut().extend(overlaps);
+    }
+}
+
+impl Gateway {
+    pub(super) fn start_shard(&mut self, shard: usize, incarnation: u32, cold: &[WorkerRank], now: Timestamp) {
+        let is_here =
+            |entry: &&Rc<Entry>| self.shard_of(entry.rank) == shard && self.membership.worker_at(entry.slot).is_some();
+        let ranks = self.table.values().filter(is_here).map(registered);
+        let current = Arc::clone(&self.shard_incarnations[shard]);
+        current.set(incarnation);
+        let cells = ShardCells { degraded: Arc::clone(&self.degraded), incarnation: (current, incarnation) };
+        let shell = ShardShell::new(&self.settings.config, cells, ranks, cold.iter().copied().collect(), &now);
+        self.shards[shard] = Some(Shard { shell, incarnation, tags: BTreeMap::new() });
+    }
+
+    pub(super) fn on_shard(&mut self, shard: usize, letter: ToShard, around: &mut Surroundings<'_>) {
         let Some(mut state) = self.shards[shard].take() else { return }; // the message is lost
-        match letter {
-            Letter::Overlap(join) => self.on_overlap(&mut state, &join, around),
-            Letter::Apply { events, only, tag } => {
-                for rank in state.apply(&events, only, tag) {
-                    let letter = Letter::Warmed(rank, state.incarnation);
-                    self.send(Actor::Shard(shard), Actor::Supervisor, letter, around);
-                }
-                if let Some(event) = events.first() {
-                    state.check(event.rank, around);
-                    if let Some(entry) = self.table.get(&only.0).filter(|entry| entry.generation == only.1)
-                        && let Some(slot) = state.index.slot_of(event.rank)
-                    {
-                        entry.cells.holdings.publish(state.index.held_blocks_of(slot), around.net.now);
-                    }
-                }
-            }
-            Letter::Register(entry) => {
-                let place = (Some(entry.slot), entry.generation);
-                let known = (state.index.slot_of(entry.rank), state.index.generation(entry.slot));
-                if state.index.register(entry.rank, entry.slot, entry.generation) && known != place {
-                    state.tags.remove(&entry.rank);
-                }
-            }
-            Letter::Unregister(rank) => {
-                state.index.remove_rank(rank);
-                state.tags.remove(&rank);
-            }
-            Letter::Dump(mut recorded, generation, tag) => {
-                let slot = state.index.slot_of(recorded.rank);
-                let is_known = slot.is_some_and(|slot| state.index.generation(slot) == generation)
-                    && !state.cold.contains(&recorded.rank);
-                if let Some(dump) = state.index.dump_rank(recorded.rank).filter(|_| is_known) {
+        let (msg, tag) = match letter {
+            ToShard::Step(msg, tag) => (msg, tag),
+            ToShard::Dump(mut recorded, generation, tag) => {
+                if let Some(dump) = state.shell.dump_rank(recorded.rank, generation) {
                     (recorded.events, recorded.evicted_blocks) = (dump.events, dump.evicted_blocks);
                     self.disk.insert(recorded.rank, super::Recorded { snapshot: *recorded, tag });
                 }
+                self.shards[shard] = Some(state);
+                return;
             }
-            _ => unreachable!("no message of a shard"),
+        };
+        let is_degraded = |entry: &&Rc<Entry>| entry.credit.get() < 1.0;
+        self.degraded.store(self.table.values().filter(is_degraded).count(), std::sync::atomic::Ordering::Relaxed);
+        let applied = state.before(&msg, tag);
+        let mut effects = Vec::new();
+        state.shell.step(msg, &around.net.now, &mut effects);
+        for effect in effects {
+            match effect {
+                ShardEffect::Replied(query) => self.check_overlaps(&state, query, around),
+                ShardEffect::Resynced(rank) => {
+                    let letter = Letter::Warmed(rank, state.incarnation);
+                    self.send(Actor::Shard(shard), Actor::Supervisor, letter, around);
+                }
+                ShardEffect::Applied(_) | ShardEffect::UnknownRank(_) => {}
+            }
+        }
+        if let Some((rank, tag)) = applied {
+            state.after(rank, tag, around);
         }
         self.shards[shard] = Some(state);
     }
 
-    /// Replies to an overlap query, and compares the reply with the contents of the caches.
-    fn on_overlap(&self, state: &mut Shard, join: &Rc<OverlapJoin>, around: &Surroundings<'_>) {
-        state.index.overlaps(&join.hashes, &mut state.found);
-        for hit in state.found.hits() {
-            let entry = self.table.get(&hit.slot).filter(|entry| entry.generation == state.index.generation(hit.slot));
+    /// Compares the overlaps of a query with the contents of the caches.
+    fn check_overlaps(&self, state: &Shard, query: OverlapQuery, around: &Surroundings<'_>) {
+        let OverlapQuery(join, found) = query;
+        for found in found.into_inner() {
+            let entry = self.table.get(&found.slot).filter(|entry| entry.generation == found.generation);
             if let (Some(entry), Some(prompt)) = (entry, &join.prompt)
                 && let Some(tag) = state.tags.get(&entry.rank)
             {
                 let held = around.engines[tag.engine].contents(tag);
-                let truth = prompt.names().take_while(|name| held.contains(name)).count();
-                let is_true = if tag.is_exact {
-                    hit.device_blocks as usize == truth
-                } else {
-                    hit.device_blocks as usize <= truth
-                };
-                assert!(is_true, "overlap of {} is {} blocks, the engine holds {truth}", entry.rank, hit.device_blocks);
+                let truth = entry.credited(prompt.names().take_while(|name| held.contains(name)).count() as u32);
+                let blocks = found.overlap.device_blocks;
+                let is_true = if tag.is_exact { blocks == truth } else { blocks <= truth };
+                assert!(is_true, "overlap of {} is {blocks} blocks, the engine holds {truth}", entry.rank);
             }
-            let credit = entry.map_or(1.0, |entry| entry.credit.get());
-            let device_blocks = (f64::from(hit.device_blocks) * credit) as u32;
-            let overlap = TierOverlap { device_blocks, ..TierOverlap::default() };
-            let generation = state.index.generation(hit.slot);
-            join.found.borrow_mut().push(RankOverlap { slot: hit.slot, generation, overlap });
+            join.found.borrow_mut().push(found);
         }
+    }
+
+    /// Number of the shard of a rank.
+    pub(super) fn shard_of(&self, rank: WorkerRank) -> usize {
+        shard_of(rank, self.shards.len())
     }
 }
 
+/// Registration of a rank at its shard.
+pub(super) fn registered(entry: &Rc<Entry>) -> RegisteredRank<EntrySource> {
+    let Entry { rank, slot, generation, .. } = **entry;
+    let (holdings, source) = (Arc::clone(&entry.cells.holdings), EntrySource(Rc::clone(entry)));
+    RegisteredRank { rank, slot, generation, holdings, source, capacity_blocks: None }
+}
+
 impl Shard {
-    /// Applies the events of one rank. Returns ranks whose contents begin to arrive again.
-    fn apply(&mut self, events: &[RouterEvent], only: (Slot, Generation), tag: Option<Tag>) -> Vec<WorkerRank> {
-        let Some(rank) = events.first().map(|event| event.rank) else { return Vec::new() };
-        if self.index.slot_of(rank) != Some(only.0) || self.index.generation(only.0) != only.1 {
-            return Vec::new();
-        }
-        let mut warmed = Vec::new();
-        for event in events {
-            self.index.apply(event);
-            if matches!(event.data, KvEvent::Cleared) && self.cold.remove(&rank) {
-                warmed.push(rank);
+    fn is_there(&self, rank: WorkerRank, (slot, generation): (Slot, Generation)) -> bool {
+        let index = self.shell.index();
+        index.slot_of(rank) == Some(slot) && index.generation(slot) == generation
+    }
+
+    /// Forgets the expected contents of other and removed ranks. Returns the rank of events to apply, with the expected
+    /// contents.
+    fn before(
+        &mut self,
+        msg: &ShardMsg<OverlapQuery, (), EntrySource>,
+        tag: Option<Tag>,
+    ) -> Option<(WorkerRank, Option<Tag>)> {
+        match msg {
+            ShardMsg::Apply { events, only, .. } => {
+                let rank = events.first()?.rank;
+                let is_clear = matches!(events[..], [RouterEvent { data: KvEvent::Cleared, .. }]);
+                // Contents that began before the start of this shard are unknown.
+                let is_known = is_clear || !self.shell.is_cold(rank) && self.tags.contains_key(&rank);
+                only.filter(|place| self.is_there(rank, *place)).map(|_| (rank, tag.filter(|_| is_known)))
             }
+            ShardMsg::Register(RegisteredRank { rank, slot, generation, .. }) => {
+                let place = (*slot, *generation);
+                // A rank of an earlier generation is not registered.
+                if !self.is_there(*rank, place) && self.shell.index().generation(*slot) <= *generation {
+                    self.tags.remove(rank);
+                }
+                None
+            }
+            ShardMsg::Remove { rank } => {
+                self.tags.remove(rank);
+                None
+            }
+            _ => None,
         }
-        let is_clear = matches!(events, [RouterEvent { data: KvEvent::Cleared, .. }]);
-        // Contents that began before the start of this shard are unknown.
-        if self.cold.contains(&rank) || !is_clear && !self.tags.contains_key(&rank) {
-            self.tags.remove(&rank);
-        } else if let Some(tag) = tag {
-            self.tags.insert(rank, tag);
-        } else {
-            self.tags.remove(&rank);
-        }
-        warmed
     }
 
     /// Compares the names of a rank with the contents of its engine's cache.
-    fn check(&self, rank: WorkerRank, around: &Surroundings<'_>) {
-        let Some(tag) = self.tags.get(&rank) else { return };
-        let truth = around.engines[tag.engine].contents(tag);
-        let names = self.index.names_of(rank);
+    fn after(&mut self, rank: WorkerRank, tag: Option<Tag>, around: &Surroundings<'_>) {
+        let Some(tag) = tag.filter(|_| !self.shell.is_cold(rank)) else {
+            self.tags.remove(&rank);
+            return;
+        };
+        self.tags.insert(rank, tag);
+        let truth = around.engines[tag.engine].contents(&tag);
+        let names = self.shell.index().names_of(rank);
         if tag.is_exact {
             assert_eq!(names.len(), truth.len(), "blocks of {rank} at {tag:?}: index {names:?}, engine {truth:?}");
         }

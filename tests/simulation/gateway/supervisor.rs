@@ -9,7 +9,9 @@ use pointsman::discovery::DiscoveryError;
 use pointsman::membership::{Child, MembershipEffect, MembershipInput, SourceUpdate};
 use pointsman::protocol::{Generation, Slot, WorkerId};
 use pointsman::schedule::{Admission, RankCells};
+use pointsman::shell::shard::ShardMsg;
 
+use super::shard::registered;
 use super::{Entry, Gateway, Surroundings};
 use crate::letter::{Acknowledged, Letter};
 use crate::net::Actor;
@@ -20,7 +22,7 @@ impl Gateway {
     pub(super) fn start(&mut self, around: &mut Surroundings<'_>) {
         self.start_scheduler(0, around);
         for shard in 0..self.shards.len() {
-            self.start_shard(shard, 0, &[]);
+            self.start_shard(shard, 0, &[], around.net.now);
         }
         self.start_health(around);
         self.step_membership(MembershipInput::SourceAdded { name: "list".to_owned() }, around);
@@ -134,7 +136,7 @@ impl Gateway {
                 assert!(self.table.insert(slot, Rc::clone(&entry)).is_none(), "slot {slot} has two ranks");
                 self.start_sequence(&entry, 0, around.net.now);
                 let shard = Actor::Shard(self.shard_of(rank));
-                self.send(Actor::Supervisor, shard, Letter::Register(Rc::clone(&entry)), around);
+                self.send(Actor::Supervisor, shard, Letter::shard(ShardMsg::Register(registered(&entry))), around);
                 let traits = Arc::clone(&description.traits);
                 let plain = Admission::new(rank, slot, generation);
                 let admission = Admission { traits, since: entry.since, draining: restricted, ..plain };
@@ -145,7 +147,7 @@ impl Gateway {
             MembershipEffect::DescribeRank { slot, generation, description } => {
                 if let Some(entry) = self.table.get(&slot).cloned() {
                     let shard = Actor::Shard(self.shard_of(entry.rank));
-                    self.send(Actor::Supervisor, shard, Letter::Register(entry), around);
+                    self.send(Actor::Supervisor, shard, Letter::shard(ShardMsg::Register(registered(&entry))), around);
                     let letter = Letter::Describe(slot, generation, description.traits);
                     self.send(Actor::Supervisor, Actor::Scheduler, letter, around);
                 }
@@ -161,7 +163,7 @@ impl Gateway {
             MembershipEffect::RetireRank { slot, generation } => {
                 if let Some(entry) = self.table.get(&slot) {
                     let shard = Actor::Shard(self.shard_of(entry.rank));
-                    self.send(Actor::Supervisor, shard, Letter::Unregister(entry.rank), around);
+                    self.send(Actor::Supervisor, shard, Letter::shard(ShardMsg::Remove { rank: entry.rank }), around);
                 }
                 let letter = Letter::Retire(slot, generation, self.ack(slot, generation, Acknowledged::Retire));
                 self.send(Actor::Supervisor, Actor::Scheduler, letter, around);

@@ -5,19 +5,21 @@ use std::sync::atomic::{AtomicU32, Ordering};
 /// Incarnation of the present actor in a role. Late effects of an earlier one are dropped. Written by the supervisor
 /// before it opens the strand of a successor.
 #[derive(Debug, Default)]
-pub(crate) struct CurrentIncarnation(AtomicU32);
+pub struct CurrentIncarnation(AtomicU32);
 
 impl CurrentIncarnation {
-    pub(crate) fn set(&self, incarnation: u32) {
+    /// Sets the present incarnation.
+    pub fn set(&self, incarnation: u32) {
         self.0.store(incarnation, Ordering::Release);
     }
 
-    pub(crate) fn get(&self) -> u32 {
+    /// The present incarnation.
+    pub fn get(&self) -> u32 {
         self.0.load(Ordering::Acquire)
     }
 
     /// Whether `incarnation` is the present one.
-    pub(crate) fn is(&self, incarnation: u32) -> bool {
+    pub fn is(&self, incarnation: u32) -> bool {
         self.get() == incarnation
     }
 }
