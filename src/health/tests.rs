@@ -365,19 +365,6 @@ fn an_accepted_request_ends_a_back_off() {
 }
 
 #[test]
-fn entirely_refusing_fleet_is_not_ejected() {
-    let mut pool = Pool::new(RULES, 4);
-    let mut now = 1;
-    for _ in 0..40 {
-        (0..4).for_each(|worker| pool.outcome(worker, refused(None), at(now)));
-        assert_eq!(pool.refusing(), [0, 1, 2, 3]);
-        now = pool.monitor.next_wake().expect("back-offs end").0 / 1_000_000_000;
-        pool.step(HealthInput::Wake, at(now));
-        assert_eq!(pool.ejected(), NOBODY);
-    }
-}
-
-#[test]
 fn suspected_rank_backs_off() {
     let mut pool = Pool::new(HealthRules { ejected_share_max: 0.0, ..RULES }, 4);
     (0..5).for_each(|_| pool.outcome(0, Outcome::ServerError, at(1)));

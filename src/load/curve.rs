@@ -275,23 +275,6 @@ mod tests {
         PrefillCurve::new(Timestamp(100), Duration::ZERO, tokens, &prefills)
     }
 
-    #[test]
-    fn single_rate_is_exact() {
-        let curve = curve(7, &[(1000, 3000), (1, 3), (500, 1500)]);
-        for (now, left) in [(0, 1508), (100, 1508), (101, 1508), (103, 1507), (4602, 8), (4603, 7), (9999, 7)] {
-            assert_eq!(curve.bounds(Timestamp(now)), (left, left), "at {now}");
-        }
-    }
-
-    #[test]
-    fn bounds_are_equal_at_both_ends() {
-        let curve = curve(0, &[(1000, 1000), (10, 1000)]);
-        assert_eq!(curve.bounds(Timestamp(100)), (1010, 1010));
-        assert_eq!(curve.bounds(Timestamp(2100)), (0, 0));
-        // The order of rates is unknown, and rates are rounded outward, which costs a token.
-        assert_eq!(curve.bounds(Timestamp(1100)), (10, 1001));
-    }
-
     /// These rates are no binary fractions; rounding by one billionth in the wrong direction violates a bound.
     #[test]
     fn rates_are_rounded_outward() {
@@ -302,15 +285,6 @@ mod tests {
                 assert!((low..=high).contains(&u64::from(then.0)), "{} is not within {low} and {high}", then.0);
             }
         }
-    }
-
-    #[test]
-    fn zero_duration_is_infinitely_fast() {
-        let curve = curve(0, &[(10, 1000), (500, 0)]);
-        assert_eq!(curve.bounds(Timestamp(100)).1, 510);
-        let (low, high) = curve.bounds(Timestamp(1099));
-        assert!(low <= 501 && 501 <= high, "{low} {high}");
-        assert_eq!(curve.bounds(Timestamp(1100)), (0, 0));
     }
 
     #[test]

@@ -252,12 +252,6 @@ impl PrefillQueue {
         }
     }
 
-    /// Number of queued prefills.
-    #[cfg(test)]
-    pub(super) fn len(&self) -> usize {
-        self.line.len()
-    }
-
     /// Number of prefills that are not known to be complete.
     pub(super) fn unfinished(&self) -> usize {
         self.line.len() + self.awaited.len()
@@ -292,64 +286,6 @@ mod tests {
             let (low, high) = queue.curve().bounds(at(seconds));
             assert!((low..=high).contains(&left), "{left} at {seconds} s is not within {low} and {high}");
         }
-    }
-
-    #[test]
-    fn prefills_progress_at_their_own_rates() {
-        let (mut queue, ids) = queue(&[(1000, Some(10.0)), (500, Some(1.0))]);
-        assert_left(&queue, &[(0.0, 1500), (1.0, 1400), (10.0, 500), (10.5, 250), (11.0, 0), (99.0, 0)]);
-        queue.complete(ids[1], at(5.0));
-        assert_left(&queue, &[(5.0, 500), (7.5, 250), (10.0, 0)]);
-    }
-
-    #[test]
-    fn equal_rates_give_one_linear_decrease() {
-        let (mut queue, ids) = queue(&[(1000, Some(10.0)), (500, Some(5.0))]);
-        assert_left(&queue, &[(1.0, 1400), (5.0, 1000), (9.0, 600), (10.0, 500), (12.0, 300), (15.0, 0), (20.0, 0)]);
-        assert_eq!(queue.curve().bounds(at(12.0)), (300, 300));
-        queue.complete(ids[1], at(5.0));
-        assert_left(&queue, &[(5.0, 500), (10.0, 0)]);
-    }
-
-    #[test]
-    fn early_completion_starts_the_next_prefill() {
-        let (mut queue, ids) = queue(&[(1000, Some(10.0)), (500, Some(1.0))]);
-        queue.complete(ids[0], at(8.0));
-        assert_left(&queue, &[(8.0, 500), (8.25, 375), (8.5, 250), (9.0, 0)]);
-        queue.complete(ids[0], at(8.5));
-        assert_left(&queue, &[(8.5, 250), (9.0, 0)]);
-    }
-
-    #[test]
-    fn unmodelled_prefill_blocks_the_following_ones() {
-        let (two, _) = queue(&[(1000, Some(10.0)), (500, None)]);
-        assert_left(&two, &[(0.0, 1500), (5.0, 1000), (10.0, 500), (20.0, 500)]);
-        let (mut three, ids) = queue(&[(1000, Some(10.0)), (500, None), (200, Some(2.0))]);
-        assert_left(&three, &[(0.0, 1700), (5.0, 1200), (10.0, 700), (20.0, 700)]);
-        three.complete(ids[1], at(20.0));
-        assert_left(&three, &[(20.0, 200), (21.0, 100), (22.0, 0)]);
-    }
-
-    #[test]
-    fn prefill_of_zero_duration_completes_immediately() {
-        let (first, _) = queue(&[(300, Some(0.0)), (100, Some(1.0))]);
-        assert_left(&first, &[(0.0, 100), (0.5, 50)]);
-        let (mut second, ids) = queue(&[(100, Some(1.0)), (300, Some(0.0)), (50, None)]);
-        assert_left(&second, &[(0.0, 450), (0.5, 400), (1.0, 50)]);
-        second.complete(ids[0], at(0.5));
-        assert_left(&second, &[(0.5, 50), (9.0, 50)]);
-        assert_eq!(second.len(), 1);
-    }
-
-    #[test]
-    fn idle_time_is_not_credited_and_time_does_not_decrease() {
-        let (mut queue, _) = queue(&[(100, Some(1.0))]);
-        let hint = PrefillLoadHint::new(100, 0, true, Some(Duration::from_secs(1))).expect("tokens");
-        queue.push(hint, at(50.0));
-        assert_left(&queue, &[(0.0, 100), (49.0, 100), (50.0, 100), (50.5, 50)]);
-        queue.push(hint, at(50.5));
-        queue.push(hint, at(20.0));
-        assert_left(&queue, &[(20.0, 250), (50.5, 250), (51.0, 200), (53.0, 0)]);
     }
 
     #[test]

@@ -359,30 +359,6 @@ mod tests {
     }
 
     #[test]
-    fn prompts_share_common_prefixes() {
-        let mut tree = PromptTree::new();
-        let mut ends = Vec::new();
-        for (prompt, shared, rounded) in [
-            (&[1, 2, 3, 4][..], 0, 4),
-            (&[1, 2, 30], 2, 5),
-            (&[1, 2, 3, 4, 5], 4, 6),
-            (&[1, 2], 2, 6),
-            (&[1, 2, 3, 4], 4, 6),
-            (&[9], 0, 7),
-            (&[], 0, 7),
-        ] {
-            assert_eq!(tree.shared_blocks(&hashes(prompt)), shared, "{prompt:?}");
-            let (end, found) = insert(&mut tree, prompt);
-            assert_eq!((found, tree.weighted().rounded()), (shared, rounded), "{prompt:?}");
-            ends.push(end);
-        }
-        for (gone, rounded) in [(5, 6), (0, 6), (4, 6), (2, 3), (3, 3), (6, 3), (1, 0)] {
-            remove(&mut tree, ends[gone]);
-            assert_eq!(tree.weighted().rounded(), rounded, "without prompt {gone}");
-        }
-    }
-
-    #[test]
     fn edges_are_joined_after_branches_are_removed() {
         let mut tree = PromptTree::new();
         let long: Vec<u64> = (0..200).collect();
@@ -412,40 +388,6 @@ mod tests {
         assert_eq!((Arc::strong_count(&first), Arc::strong_count(&second)), (1, 2), "the longer array represents both");
         tree.remove(b);
         assert_eq!(Arc::strong_count(&second), 1);
-    }
-
-    #[test]
-    fn new_weight_applies_up_to_the_first_branch_or_end() {
-        let mut tree = PromptTree::new();
-        let half = Weight::new(0.5).expect("in range");
-        let (long, _) = insert(&mut tree, &[1, 2, 3, 4]);
-        let (branch, _) = insert(&mut tree, &[1, 2, 30, 40]);
-        let check = |tree: &PromptTree, halves: u32| {
-            tree.check_invariants();
-            let mut sum = BlockSum::default();
-            sum.add(Weight::ONE.times(6) - half.times(halves));
-            assert_eq!(tree.weighted(), sum);
-        };
-        tree.reweigh(long, half);
-        check(&tree, 2);
-        let (inner, _) = insert(&mut tree, &[1, 2]);
-        tree.reweigh(inner, half);
-        check(&tree, 2);
-        let (twin, shared) = insert(&mut tree, &[1, 2, 30, 40]);
-        assert_eq!(shared, 4);
-        tree.reweigh(branch, half);
-        check(&tree, 2);
-        remove(&mut tree, twin);
-        tree.reweigh(branch, half);
-        check(&tree, 4);
-        remove(&mut tree, branch);
-        tree.reweigh(long, half);
-        tree.check_invariants();
-        assert_eq!(tree.weighted().rounded(), 3, "two in full, two half");
-        remove(&mut tree, inner);
-        tree.reweigh(long, half);
-        assert_eq!((tree.weighted().rounded(), tree.edge_count()), (2, 1));
-        remove(&mut tree, long);
     }
 
     /// Invalid arrays must be harmless.

@@ -455,21 +455,6 @@ mod tests {
     }
 
     #[test]
-    fn published_speed_is_read() {
-        let cell = SpeedCell::default();
-        let speed = EngineSpeed {
-            work_tokens_per_second: 25e3,
-            step_seconds: 0.5,
-            request_seconds: 0.25,
-            block_seconds: 0.125,
-        };
-        cell.publish(&speed, Timestamp(0));
-        assert_eq!(cell.speed_or(EngineSpeed::prior(64)), speed);
-        cell.publish_typical(&speed);
-        assert_eq!(cell.typical(), Some(speed));
-    }
-
-    #[test]
     fn outdated_speed_approaches_the_typical_one() {
         let (cell, typical) = (SpeedCell::default(), EngineSpeed::prior(64));
         let slow = EngineSpeed {

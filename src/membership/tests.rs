@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use super::*;
 use crate::config::{EventMode, PoolRole};
-use crate::discovery::DiscoveryError;
 use crate::protocol::{BlockSizeOrigin, KvEventsConfig, PoolBlockSize, WorkerMap, WorkerRole};
 
 const RULES: MembershipRules = MembershipRules {
@@ -159,12 +158,6 @@ impl Pool {
         self.request(|reply| MembershipInput::Upsert { worker, config, reply })
     }
 
-    fn source(&mut self, source: usize, workers: &[(u64, &str)]) {
-        let set = workers.iter().map(|(id, endpoint)| (WorkerId(*id), WorkerConfig::at(*endpoint))).collect();
-        self.step(MembershipInput::SourceUpdated { source, update: SourceUpdate::Workers(set) });
-        self.step(MembershipInput::Reconcile);
-    }
-
     fn reply(&self, to: u32) -> Option<Result<usize, MembershipError>> {
         self.done.replies.iter().find(|(reply, _)| *reply == to).map(|(_, result)| result.clone())
     }
@@ -203,35 +196,6 @@ fn publishing(endpoint: &str) -> WorkerConfig {
 }
 
 #[test]
-fn another_endpoint_replaces_the_ranks_and_keeps_the_cordon() {
-    let mut pool = Pool::new(RULES, 0);
-    pool.upsert(1, WorkerConfig::at("a"));
-    let old = pool.done.running[&WorkerRank::new(WorkerId(1), 0)].0;
-    pool.request(|reply| MembershipInput::Cordon { worker: WorkerId(1), cordoned: true, reply });
-    pool.upsert(1, WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at("b") });
-    assert_eq!(pool.done.retiring, [old]);
-    assert_eq!(pool.done.running.len(), 2);
-    assert!(pool.done.running.values().all(|(place, _)| pool.done.restricted.contains(place)), "still cordoned");
-    pool.retire_all();
-    pool.upsert(2, WorkerConfig::at("c"));
-    assert_eq!(pool.done.running[&WorkerRank::new(WorkerId(2), 0)].0, (old.0, Generation(2)), "the slot is reused");
-}
-
-#[test]
-fn a_removal_is_acknowledged_after_the_last_rank_of_any_configuration() {
-    let mut pool = Pool::new(RULES, 0);
-    pool.upsert(1, WorkerConfig::at("a"));
-    pool.upsert(1, WorkerConfig::at("b"));
-    let removed = pool.request(|reply| MembershipInput::Remove { worker: WorkerId(1), reply });
-    let [first, second] = pool.done.retiring[..] else { panic!("two ranks retire") };
-    pool.step(MembershipInput::RankRetired { slot: second.0, generation: second.1 });
-    assert_eq!(pool.reply(removed), None);
-    pool.step(MembershipInput::RankRetired { slot: first.0, generation: first.1 });
-    pool.step(MembershipInput::RankRetired { slot: first.0, generation: first.1 });
-    assert_eq!(pool.reply(removed), Some(Ok(0)));
-}
-
-#[test]
 fn a_lost_drain_acknowledgement_is_requested_again() {
     let mut pool = Pool::new(RULES, 0);
     pool.upsert(1, WorkerConfig::at("a"));
@@ -252,60 +216,6 @@ fn a_lost_drain_acknowledgement_is_requested_again() {
     pool.step(MembershipInput::DrainTimedOut { worker, drain, worker_bookings: 0 });
     let rejected = pool.request(|reply| MembershipInput::Drain { worker: WorkerId(1), deadline, reply });
     assert_eq!(pool.reply(rejected), Some(Err(MembershipError::UnknownWorker(WorkerId(1)))));
-}
-
-#[test]
-fn a_drained_worker_stays_away_until_its_source_drops_it_or_the_drain_is_undone() {
-    for undone in [false, true] {
-        let mut pool = Pool::new(RULES, 1);
-        pool.source(0, &[(1, "a")]);
-        let deadline = Duration::from_secs(1);
-        let drained = pool.request(|reply| MembershipInput::Drain { worker: WorkerId(1), deadline, reply });
-        let (worker, drain) = pool.done.timers[0];
-        pool.step(MembershipInput::DrainTimedOut { worker, drain, worker_bookings: 3 });
-        pool.retire_all();
-        assert_eq!(pool.reply(drained), Some(Ok(3)));
-        pool.source(0, &[(1, "a")]);
-        assert_eq!(pool.endpoints(), []);
-        assert_eq!(pool.done.sources[0].removed, BTreeMap::from([(WorkerId(1), "a".to_owned())]));
-        if undone {
-            pool.request(|reply| MembershipInput::Undrain { worker, reply });
-        } else {
-            pool.source(0, &[]);
-            pool.source(0, &[(1, "a")]);
-        }
-        assert_eq!(pool.endpoints(), [(1, "a".to_owned())]);
-    }
-}
-
-#[test]
-fn the_first_source_and_the_embedder_have_precedence() {
-    let mut pool = Pool::new(RULES, 2);
-    pool.upsert(1, WorkerConfig::at("embedder"));
-    pool.source(1, &[(1, "second"), (2, "second")]);
-    pool.source(0, &[(2, "first")]);
-    let both = [(1, "embedder".to_owned()), (2, "first".to_owned())];
-    assert_eq!(pool.endpoints(), both);
-    assert!(pool.done.reports.contains(&MembershipReport::Conflict {
-        worker: WorkerId(2),
-        endpoint: Some("first".to_owned()),
-        used: "source-0".to_owned(),
-        ignored: "source-1".to_owned(),
-    }));
-    pool.step(MembershipInput::SourceUpdated { source: 0, update: SourceUpdate::Closed });
-    let failed = || SourceUpdate::Failed(DiscoveryError::Other("gone".to_owned()));
-    pool.step(MembershipInput::SourceUpdated { source: 1, update: failed() });
-    pool.step(MembershipInput::SourceUpdated { source: 1, update: failed() });
-    pool.step(MembershipInput::Reconcile);
-    assert_eq!(pool.endpoints(), both, "the last valid sets stay in force");
-    let is_failure = |report: &&MembershipReport| matches!(report, MembershipReport::SourceFailed { .. });
-    assert_eq!(pool.done.reports.iter().filter(is_failure).count(), 1);
-    pool.source(0, &[]);
-    pool.source(1, &[]);
-    assert_eq!(pool.endpoints(), both[..1]);
-    assert_eq!(pool.done.sources[1].leaving, BTreeSet::from([WorkerId(2)]));
-    pool.retire_all();
-    assert_eq!(pool.done.sources[1].leaving, BTreeSet::new());
 }
 
 #[test]
@@ -333,22 +243,6 @@ fn workers_of_another_role_are_ignored_until_their_role_changes() {
         pool.retire_all();
         assert_eq!(registered(&pool), [0, 1], "{role:?}");
     }
-}
-
-#[test]
-fn invalid_workers_are_reported_once_and_change_nothing() {
-    let mut pool = Pool::new(RULES, 1);
-    pool.source(0, &[(1, "a")]);
-    let broken = WorkerConfig { is_eagle: Some(true), ..WorkerConfig::at("a") };
-    let set = WorkerMap::from([(WorkerId(1), broken)]);
-    pool.step(MembershipInput::SourceUpdated { source: 0, update: SourceUpdate::Workers(set) });
-    pool.step(MembershipInput::Reconcile);
-    pool.step(MembershipInput::Reconcile);
-    assert_eq!(pool.endpoints(), [(1, "a".to_owned())]);
-    let refused = &pool.done.sources[0].refused[&WorkerId(1)];
-    assert!(refused.contains("is_eagle"), "{refused}");
-    let is_refusal = |report: &&MembershipReport| matches!(report, MembershipReport::WorkerRefused { .. });
-    assert_eq!(pool.done.reports.iter().filter(is_refusal).count(), 1);
 }
 
 #[test]

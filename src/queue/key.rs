@@ -162,23 +162,6 @@ mod tests {
     }
 
     #[test]
-    fn order_is_priority_then_deadline_then_score() {
-        for order in [QueueOrder::Fcfs, QueueOrder::Lcfs, QueueOrder::Wspt] {
-            let (late, early) = (Some(Timestamp(20)), Some(Timestamp(10)));
-            let best = QueueEntry { priority_jump: 1e9, ..QueueEntry::default() };
-            let strict = QueueEntry { strict_priority: 1, ..QueueEntry::default() };
-            assert!(precedes(order, strict, QueueEntry { due: early, ..best }));
-            let due = |due| QueueEntry { due, ..QueueEntry::default() };
-            assert!(precedes(order, due(early), QueueEntry { due: late, ..best }));
-            assert!(precedes(order, due(late), best));
-            assert!(
-                OrderKey::new(order, &best, 3, 9) < OrderKey::new(order, &best, 4, 8),
-                "ties are broken by insertion order"
-            );
-        }
-    }
-
-    #[test]
     fn scores_are_comparable_for_every_jump() {
         let orders = [QueueOrder::Fcfs, QueueOrder::Lcfs, QueueOrder::Wspt];
         for jump in [f64::NAN, -f64::NAN, -1.0, -0.0, f64::NEG_INFINITY] {

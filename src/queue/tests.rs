@@ -1,18 +1,14 @@
-//! Examples, including the worked examples of the documentation. `tests/queue_*.rs` contain the property tests.
+//! Examples of the limits. `tests/queue_*.rs` have the property tests of the order.
 
 use std::time::Duration;
 
 use super::*;
-use crate::config::{QueueConfig, QueueOrder};
+use crate::config::QueueConfig;
 
 const ANY: LaneKey = LaneKey(0);
 
 fn secs(secs: u64) -> Timestamp {
     Timestamp::default() + Duration::from_secs(secs)
-}
-
-fn class(n: usize, order: QueueOrder, quantum_tokens: u32) -> QueueClass {
-    QueueClass { order, quantum_tokens, ..QueueClass::named(format!("class-{n}")) }
 }
 
 fn config_of(queue_classes: Vec<QueueClass>) -> RouterConfig {
@@ -26,76 +22,6 @@ fn config_of(queue_classes: Vec<QueueClass>) -> RouterConfig {
 
 fn prompt(prompt_tokens: u32) -> QueueEntry {
     QueueEntry { prompt_tokens, ..QueueEntry::default() }
-}
-
-#[test]
-fn worked_examples_leave_in_order() {
-    let order = |queue_policy, requests: [QueueEntry; 2]| {
-        let mut queue = Queue::new(&RouterConfig {
-            queue: QueueConfig { order: queue_policy, ..QueueConfig::default() },
-            ..RouterConfig::default()
-        });
-        for (id, entry) in requests.into_iter().enumerate() {
-            queue.push(id as u64, ClassId(0), ANY, entry, ());
-        }
-        [0; 2].map(|_| queue.pop(secs(20), |_, _, ()| true).unwrap().0)
-    };
-    let arrived = |arrival, priority_jump| QueueEntry { arrival, priority_jump, ..prompt(100) };
-    assert_eq!(order(QueueOrder::Fcfs, [arrived(secs(10), 0.0), arrived(secs(12), 5.0)]), [1, 0]);
-    assert_eq!(order(QueueOrder::Fcfs, [arrived(secs(10), 0.0), arrived(secs(12), 1.0)]), [0, 1]);
-    let cached = |prompt_tokens, cached_tokens| QueueEntry { cached_tokens, ..prompt(prompt_tokens) };
-    assert_eq!(order(QueueOrder::Wspt, [cached(1024, 0), cached(4096, 3584)]), [1, 0]);
-}
-
-#[test]
-fn removals_keep_order_and_depth() {
-    let mut queue = Queue::new(&RouterConfig::default());
-    let class = queue.class_of(None, 0).unwrap();
-    let of =
-        |id: u64| QueueEntry { arrival: Timestamp(id * 1_000_000), cached_tokens: 16, ..prompt(32 + id as u32 % 7) };
-    // Inserted in a permuted order: 7,919 and 10,000 are coprime.
-    for id in (0..10_000u64).map(|n| n * 7_919 % 10_000) {
-        queue.push(id, class, LaneKey(id % 3), of(id), id);
-    }
-    let mut depth = queue.depth(class);
-    assert_eq!((depth.requests, depth.cached_tokens, depth.oldest), (10_000, 160_000, Some(Timestamp(0))));
-    for id in (0..10_000u64).rev().filter(|id| id % 2 == 0) {
-        assert_eq!(queue.remove(id), Some(id));
-        assert_eq!(queue.remove(id), None);
-        depth.requests -= 1;
-        depth.raw_tokens -= u64::from(of(id).prompt_tokens);
-        depth.cached_tokens -= 16;
-        depth.oldest = Some(of(u64::from(id == 0)).arrival);
-        assert_eq!(queue.depth(class), depth);
-    }
-    queue.check_invariants();
-    for id in (1..10_000).step_by(2) {
-        assert_eq!(queue.pop(secs(10), |_, _, _| true), Some((id, id)));
-    }
-    assert_eq!(queue.depth(class), Depth::default());
-}
-
-#[test]
-fn lanes_do_not_block_each_other() {
-    let mut queue = Queue::new(&RouterConfig::default());
-    let class = ClassId(0);
-    let urgent = QueueEntry { strict_priority: 9, ..prompt(10) };
-    queue.push(1, class, LaneKey(5), urgent, "pinned");
-    queue.push(2, class, LaneKey(5), urgent, "behind it");
-    queue.push(3, class, ANY, prompt(10), "anywhere");
-    let lanes: Vec<_> = queue.lanes().map(|(_, lane, head)| (lane, *head)).collect();
-    assert_eq!(lanes, [(LaneKey(5), "pinned"), (ANY, "anywhere")]);
-    let mut checked = Vec::new();
-    let popped = queue.pop(secs(0), |_, lane, head| {
-        checked.push(*head);
-        lane == ANY
-    });
-    assert_eq!(popped, Some((3, "anywhere")));
-    assert_eq!(checked, ["pinned", "anywhere"], "each lane is checked once");
-    assert_eq!(queue.pop(secs(0), |_, lane, _| lane == ANY), None);
-    assert!(queue.is_lane_empty(class, ANY) && !queue.is_lane_empty(class, LaneKey(5)));
-    assert_eq!(queue.take_lane(class, LaneKey(5)), [(1, "pinned"), (2, "behind it")]);
-    assert!(queue.is_empty());
 }
 
 #[test]
@@ -165,40 +91,6 @@ fn retry_delay_excludes_time_without_waiting_requests() {
     queue.push(2, ClassId(0), ANY, arrived(secs(3_000)), ());
     let refused = queue.check_limits(ClassId(0), 1, secs(3_000)).unwrap_err();
     assert_eq!(refused.retry_after.as_millis(), 1_000, "one leaves each second");
-}
-
-#[test]
-fn requests_expire_in_order_of_deadline() {
-    let mut queue = Queue::new(&RouterConfig::default());
-    let due = |due| QueueEntry { due, ..prompt(10) };
-    queue.push(1, ClassId(0), ANY, due(None), ());
-    queue.push(2, ClassId(0), ANY, due(Some(secs(7))), ());
-    queue.push(3, ClassId(0), ANY, due(Some(secs(5))), ());
-    assert_eq!(queue.next_due(), Some(secs(5)));
-    assert_eq!(queue.pop_expired(Timestamp(secs(5).0 - 1)), None);
-    assert_eq!(queue.pop_expired(secs(5)), Some((3, ())), "a deadline of now is expired");
-    assert_eq!(queue.pop_expired(secs(5)), None);
-    assert_eq!(queue.remove(2), Some(()));
-    assert_eq!((queue.next_due(), queue.len()), (None, 1));
-}
-
-#[test]
-fn updated_request_moves_and_empty_class_loses_its_deficit() {
-    let mut queue = Queue::new(&config_of(vec![class(0, QueueOrder::Wspt, 1000), class(1, QueueOrder::Wspt, 1)]));
-    queue.push(1, ClassId(0), ANY, prompt(300), ());
-    queue.push(2, ClassId(0), ANY, prompt(200), ());
-    queue.set_cached_tokens(1, 250);
-    queue.set_cached_tokens(77, 250);
-    assert_eq!(queue.pop(secs(0), |_, _, ()| true), Some((1, ())));
-    // The class keeps a deficit of 950 tokens while it is not empty.
-    queue.push(3, ClassId(1), ANY, prompt(1), ());
-    queue.push(4, ClassId(0), ANY, prompt(200), ());
-    assert_eq!(queue.pop(secs(0), |_, _, ()| true), Some((2, ())), "continues with its deficit");
-    assert_eq!(queue.remove(4), Some(()));
-    queue.push(5, ClassId(0), ANY, prompt(200), ());
-    assert_eq!(queue.pop(secs(0), |_, _, ()| true), Some((3, ())), "an empty class loses its deficit");
-    *queue.get_mut(5).unwrap() = ();
-    queue.check_invariants();
 }
 
 #[test]

@@ -27,36 +27,6 @@ fn ids_have_1_to_256_bytes() {
 }
 
 #[test]
-fn longest_idle_session_is_evicted_first() {
-    let mut sessions = sessions(2);
-    sessions.bind(&id(1), rank(1), Timestamp(0));
-    sessions.bind(&id(2), rank(2), Timestamp(1));
-    assert_eq!(sessions.rank_of(&id(1), Timestamp(2)), Some(rank(1)));
-    assert_eq!(sessions.peek(&id(2), Timestamp(2)), Some(rank(2)), "a peek does not count as a use");
-    sessions.bind(&id(3), rank(3), Timestamp(3));
-    assert_eq!(sessions.peek(&id(2), Timestamp(3)), None);
-    sessions.bind(&id(1), rank(9), Timestamp(4));
-    assert_eq!(
-        (sessions.len(), sessions.peek(&id(3), Timestamp(4))),
-        (2, Some(rank(3))),
-        "a repeated binding adds no session"
-    );
-}
-
-#[test]
-fn sessions_end_with_their_rank() {
-    let mut sessions = sessions(8);
-    for n in 0..6 {
-        sessions.bind(&id(n), rank(n % 2), Timestamp(n));
-    }
-    assert_eq!(sessions.forget_rank(rank(1)), 3);
-    assert_eq!(sessions.forget_rank(rank(1)), 0);
-    assert_eq!(sessions.forget(&id(0)), Some(rank(0)));
-    assert_eq!((sessions.len(), sessions.rank_of(&id(1), Timestamp(9))), (2, None));
-    sessions.check_invariants();
-}
-
-#[test]
 fn full_table_stays_below_512_bytes_per_session() {
     for max in [1_000, 4_096, 7_169] {
         let mut sessions = sessions(max);
@@ -175,21 +145,6 @@ fn exchange(from: &mut Sessions, to: &mut Sessions, now: Timestamp) {
 }
 
 #[test]
-fn a_session_follows_the_latest_binding_of_any_replica() {
-    let (mut one, mut two) = (shared(1, 0, 8), shared(2, 0, 8));
-    for (seconds, worker) in [(1, 5), (2, 6), (3, 7)] {
-        one.bind(&id(1), rank(worker), at(seconds));
-    }
-    exchange(&mut one, &mut two, at(3));
-    two.bind(&id(1), rank(9), at(4));
-    exchange(&mut two, &mut one, at(4));
-    assert_eq!(one.rank_of(&id(1), at(4)), Some(rank(9)));
-    one.bind(&id(1), rank(3), at(5));
-    exchange(&mut one, &mut two, at(5));
-    assert_eq!(two.rank_of(&id(1), at(5)), Some(rank(3)));
-}
-
-#[test]
 fn new_bindings_are_sent_once_and_all_are_repeated_within_the_period() {
     let mut one = shared(1, 0, 100);
     let period = Duration::from_secs(10);
@@ -245,24 +200,6 @@ fn a_full_table_keeps_the_latest_uses_of_all_replicas() {
             [0, 10, 1, 11, 2, 12, 3, 13].into_iter().filter(|n| known.peek(&id(*n), at(10)).is_some()).collect();
         assert_eq!(kept, [2, 12, 3, 13]);
     }
-}
-
-/// The numbers of the earlier process were higher, because the clock of another replica was ahead.
-#[test]
-fn a_restarted_replica_writes_above_its_earlier_bindings() {
-    let (mut before, mut two) = (shared(1, 1_000, 8), shared(2, 0, 8));
-    before.bind(&id(1), rank(1), at(1));
-    before.bind(&id(2), rank(2), at(1));
-    exchange(&mut before, &mut two, at(1));
-    let mut after = shared(1, 10, 8);
-    after.bind(&id(1), rank(5), at(2));
-    exchange(&mut after, &mut two, at(2));
-    assert_eq!(two.peek(&id(1), at(2)), Some(rank(1)), "nothing was received yet");
-    exchange(&mut two, &mut after, at(3));
-    assert_eq!(after.peek(&id(1), at(3)), Some(rank(5)));
-    assert_eq!(after.peek(&id(2), at(3)), Some(rank(2)), "unchanged bindings return");
-    exchange(&mut after, &mut two, at(4));
-    assert_eq!(two.peek(&id(1), at(4)), Some(rank(5)));
 }
 
 #[test]

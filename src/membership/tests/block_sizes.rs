@@ -37,21 +37,6 @@ impl Pool {
 }
 
 #[test]
-fn the_first_report_determines_the_size_and_another_one_is_rejected() {
-    let mut pool = Pool::new(RULES, 1);
-    pool.source_of(&[(1, sized("a", 16))]);
-    assert_eq!(pool.size(), reported(16));
-    pool.source_of(&[(1, sized("a", 16)), (2, sized("b", 32)), (3, sized("c", 16))]);
-    assert_eq!((pool.size(), pool.endpoints().len()), (reported(16), 2));
-    let reason =
-        "its block size is 32, must be 16, as earlier workers of the pool report; router.block_size sets another";
-    assert!(matches!(pool.refused()[..], [(2, text)] if text.ends_with(reason)), "{:?}", pool.refused());
-    let reply = pool.upsert(4, sized("d", 64));
-    assert!(matches!(pool.reply(reply), Some(Err(MembershipError::Config { .. }))));
-    assert_eq!((pool.size(), pool.done.restarted.len()), (reported(16), 0));
-}
-
-#[test]
 fn a_size_before_the_first_rank_costs_no_rank() {
     let mut pool = Pool::new(RULES, 1);
     pool.source_of(&[(1, WorkerConfig::at("a")), (2, sized("b", 16))]);
@@ -60,18 +45,6 @@ fn a_size_before_the_first_rank_costs_no_rank() {
     let mut equal = Pool::new(RULES, 1);
     equal.source_of(&[(1, sized("a", 64))]);
     assert_eq!((equal.size(), equal.done.replaced.len()), (reported(64), 0));
-}
-
-#[test]
-fn a_configured_size_is_only_compared() {
-    let configured = PoolBlockSize { tokens: 64, origin: BlockSizeOrigin::Configured };
-    let mut pool = Pool::new(MembershipRules { block_size: configured, ..RULES }, 1);
-    pool.done.block_size = Some(configured);
-    pool.source_of(&[(1, sized("a", 16)), (2, WorkerConfig::at("b"))]);
-    assert_eq!((pool.size(), pool.endpoints().len()), (configured, 1));
-    assert!(pool.refused()[0].1.ends_with("its block size is 16, must be 64, as router.block_size sets"));
-    pool.events_sized(2, 16);
-    assert_eq!((pool.size(), pool.done.replaced.len()), (configured, 0));
 }
 
 #[test]
@@ -105,37 +78,6 @@ fn events_confirm_an_assumed_size_without_any_replacement() {
     assert_eq!((pool.size(), pool.done.replaced.len()), (reported(64), 0));
     pool.source_of(&[(1, publishing("a")), (2, sized("b", 16))]);
     assert_eq!((pool.size(), pool.refused().len()), (reported(64), 1));
-}
-
-#[test]
-fn a_fleet_that_is_restarted_with_another_size_takes_the_pool_with_it() {
-    let mut pool = Pool::new(RULES, 1);
-    pool.source_of(&[(1, sized("a", 16)), (2, sized("b", 16))]);
-    // One by one: the first one leaves the pool until no engine has the old size.
-    pool.source_of(&[(1, sized("a", 32)), (2, sized("b", 16))]);
-    assert_eq!((pool.size(), pool.endpoints()), (reported(16), vec![(2, "b".to_owned())]));
-    pool.retire_all();
-    pool.source_of(&[(1, sized("a", 32)), (2, sized("b", 32))]);
-    assert_eq!((pool.size(), pool.endpoints().len(), pool.refused().len()), (reported(32), 2, 0));
-    // All at once.
-    pool.source_of(&[(1, sized("a", 8)), (2, sized("b", 8))]);
-    assert_eq!((pool.size(), pool.endpoints().len(), pool.refused().len()), (reported(8), 2, 0));
-    // A size outlives its workers until another one is reported.
-    pool.source_of(&[]);
-    pool.retire_all();
-    assert_eq!(pool.size(), reported(8));
-    pool.source_of(&[(3, WorkerConfig::at("c"))]);
-    assert_eq!(pool.size(), reported(8));
-    pool.source_of(&[(3, WorkerConfig::at("c")), (4, sized("d", 16))]);
-    assert_eq!(pool.size(), reported(16));
-}
-
-#[test]
-fn draining_workers_do_not_hold_the_size() {
-    let mut pool = Pool::new(RULES, 1);
-    pool.source_of(&[(1, sized("a", 16))]);
-    pool.source_of(&[(1, WorkerConfig { drain: true, ..sized("a", 16) }), (2, sized("b", 32))]);
-    assert_eq!((pool.size(), pool.endpoints().len()), (reported(32), 2));
 }
 
 #[test]
