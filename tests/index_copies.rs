@@ -60,66 +60,6 @@ fn held(index: &Index, prompt: &[u64]) -> usize {
 }
 
 #[test]
-fn a_block_is_held_until_its_last_copy_is_removed() {
-    let mut index = registered();
-    apply(&mut index, stored(&[1, 2, 3], 0));
-    // The same prompt twice more: its last block is computed again.
-    assert_eq!(apply(&mut index, stored(&[1, 2, 3], 2)), Applied { copies: 1, ..Applied::default() });
-    assert_eq!(apply(&mut index, stored(&[1, 2, 3], 2)).copies, 1);
-    assert_eq!(index.held_blocks(), 3, "copies are not blocks of their own");
-    apply(&mut index, stored(&[1, 2, 3, 4, 5], 3));
-    for _ in 0..2 {
-        assert_eq!(apply(&mut index, removed(&[1, 2, 3])).removed, 1);
-        assert_eq!(held(&index, &[1, 2, 3, 4, 5]), 5);
-        assert_eq!(apply(&mut index, stored(&[1, 2, 3, 9], 3)).unknown_parents, 0);
-    }
-    assert_eq!(apply(&mut index, removed(&[1, 2, 3])).removed, 1);
-    assert_eq!(held(&index, &[1, 2, 3, 4, 5]), 2);
-    let beyond = apply(&mut index, removed(&[1, 2, 3]));
-    assert_eq!((beyond.removed, beyond.unknown_removals), (0, 1), "an excess removal changes nothing");
-    apply(&mut index, stored(&[1, 2, 3], 2));
-    assert_eq!(held(&index, &[1, 2, 3, 4, 5]), 5);
-}
-
-/// vLLM's `kv_cache_report_mode: full`: reused blocks are announced again, from the prompt's start.
-#[test]
-fn a_prefix_reported_again_is_not_a_copy() {
-    let mut index = registered();
-    apply(&mut index, stored(&[1, 2, 3], 0));
-    for _ in 0..3 {
-        assert_eq!(apply(&mut index, stored(&[1, 2, 3], 0)), Applied { duplicates: 3, ..Applied::default() });
-    }
-    for left in (0..3).rev() {
-        apply(&mut index, removed(&[1, 2, 3][..=left]));
-        assert_eq!(held(&index, &[1, 2, 3]), left);
-    }
-}
-
-#[test]
-fn clears_and_rank_removals_end_copies_and_lower_tiers_have_none() {
-    let mut index = registered();
-    let with_copies = |index: &mut Index| {
-        apply(index, stored(&[1, 2], 0));
-        (0..5).for_each(|_| assert_eq!(apply(index, stored(&[1, 2], 1)).copies, 1));
-    };
-    with_copies(&mut index);
-    assert_eq!(apply(&mut index, KvEvent::Cleared).removed, 7);
-    apply(&mut index, stored(&[1, 2], 0));
-    apply(&mut index, removed(&[1, 2]));
-    assert_eq!(held(&index, &[1, 2]), 1, "no copy outlives a clear");
-    with_copies(&mut index);
-    assert!(index.remove_rank(RANK) && index.register(RANK, Slot(0), Generation(2)));
-    apply(&mut index, stored(&[1, 2], 0));
-    apply(&mut index, removed(&[1, 2]));
-    assert_eq!(held(&index, &[1, 2]), 1, "no copy outlives a registration");
-    for _ in 0..2 {
-        index.apply(&RouterEvent { tier: StorageTier::HostPinned, ..event(stored(&[1, 2], 1)) });
-    }
-    let removal = RouterEvent { tier: StorageTier::HostPinned, ..event(removed(&[1, 2])) };
-    assert_eq!((index.apply(&removal).removed, index.apply(&removal).unknown_removals), (1, 1));
-}
-
-#[test]
 fn evictions_remove_all_copies_of_a_block() {
     let mut index = registered();
     apply(&mut index, stored(&[1, 2, 3], 0));
@@ -128,24 +68,6 @@ fn evictions_remove_all_copies_of_a_block() {
     index.check_invariants();
     assert_eq!((index.held_blocks(), index.evicted_blocks_of(Slot(0))), (0, 3));
     assert_eq!(apply(&mut index, removed(&[1, 2, 3])).evicted_removals, 1);
-}
-
-#[test]
-fn a_dump_has_every_copy() {
-    let mut index = registered();
-    apply(&mut index, stored(&[1, 2, 3], 0));
-    apply(&mut index, stored(&[1, 2, 3], 2));
-    apply(&mut index, stored(&[1, 2, 3], 1));
-    apply(&mut index, removed(&[1]));
-    let mut rebuilt = registered();
-    index.dump().iter().for_each(|event| _ = rebuilt.apply(event));
-    apply(&mut rebuilt, stored(&[1], 0));
-    for left in [3, 3, 2] {
-        apply(&mut rebuilt, removed(&[1, 2, 3]));
-        assert_eq!(held(&rebuilt, &[1, 2, 3]), left);
-    }
-    apply(&mut rebuilt, removed(&[1, 2]));
-    assert_eq!(held(&rebuilt, &[1, 2]), 2, "one of two copies");
 }
 
 /// Repeated stores of one block use no additional memory, and surplus removals have no effect.

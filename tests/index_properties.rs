@@ -432,24 +432,6 @@ mod examples {
         hashes.iter().map(|hash| (hash + 10, *hash)).collect()
     }
 
-    #[test]
-    fn unknown_parent_on_the_device_stores_nothing_and_is_reported() {
-        let mut fleet = Fleet::of(1);
-        let applied = fleet.store(0, Some(99), &named(&[1, 2]));
-        assert_eq!((applied.stored, applied.unknown_parents), (0, 1));
-        assert_eq!(fleet.ask(&[1, 2]), []);
-    }
-
-    #[test]
-    fn repeated_stores_change_nothing_and_empty_lists_are_valid() {
-        let mut fleet = Fleet::of(1);
-        fleet.store(0, None, &named(&[1, 2, 3]));
-        let applied = fleet.store(0, None, &named(&[1, 2, 3]));
-        assert_eq!((applied.stored, applied.duplicates), (0, 3));
-        assert_eq!(fleet.store(0, Some(13), &[]), pointsman::index::Applied::default());
-        assert_eq!(fleet.ask(&[1, 2, 3, 4]), [(0, 3, 0)]);
-    }
-
     /// Found by the property: blocks 0 and 1 wait for a block named 10, and the first of them has that name too.
     #[test]
     fn a_pending_block_with_the_name_of_its_parent_becomes_the_parent() {
@@ -458,60 +440,6 @@ mod examples {
         let applied = fleet.store(0, None, &[(10, 0)]);
         assert_eq!((applied.stored, applied.adopted), (1, 2));
         assert_eq!(fleet.ask(&[0, 0, 0]), [(0, 1, 2)]);
-    }
-
-    #[test]
-    fn a_name_repeated_in_one_list_moves_and_leaves_a_hole() {
-        let mut fleet = Fleet::of(1);
-        fleet.store(0, None, &[(11, 1), (12, 2), (11, 3), (14, 4)]);
-        assert_eq!(fleet.ask(&[1, 2, 3, 4]), []);
-        fleet.store(0, None, &[(15, 1)]);
-        assert_eq!(fleet.ask(&[1, 2, 3, 4]), [(0, 4, 0)]);
-    }
-
-    #[test]
-    fn a_list_may_contain_its_own_parent() {
-        let mut fleet = Fleet::of(1);
-        fleet.store(0, None, &named(&[1, 2]));
-        fleet.store(0, Some(12), &[(13, 3), (12, 4)]);
-        assert_eq!(fleet.ask(&[1, 2, 3, 4]), [(0, 1, 0)], "the parent moved to the end");
-        fleet.store(0, Some(11), &[(22, 2)]);
-        assert_eq!(fleet.ask(&[1, 2, 3, 4]), [(0, 4, 0)]);
-    }
-
-    #[test]
-    fn equal_blocks_in_one_prompt_are_different_prefixes() {
-        let mut fleet = Fleet::of(1);
-        fleet.store(0, None, &[(11, 5), (12, 5)]);
-        assert_eq!(fleet.ask(&[5, 5, 5]), [(0, 2, 0)]);
-    }
-
-    #[test]
-    fn unknown_removals_are_reported_and_the_rest_of_the_list_is_removed() {
-        let mut fleet = Fleet::of(2);
-        fleet.store(0, None, &named(&[1, 2, 3]));
-        let applied = fleet.remove(0, &[99, 13, 98, 12]);
-        assert_eq!((applied.removed, applied.unknown_removals), (2, 2));
-        assert_eq!(fleet.ask(&[1, 2, 3]), [(0, 1, 0)]);
-        assert_eq!(fleet.remove(1, &[11]).unknown_removals, 1, "names are separate per rank");
-        assert_eq!(fleet.remove(7, &[11]).unknown_ranks, 1);
-    }
-
-    #[test]
-    fn a_hole_hides_later_blocks_until_it_is_filled() {
-        for branch_elsewhere in [false, true] {
-            let mut fleet = Fleet::of(2);
-            fleet.store(0, None, &named(&[1, 2]));
-            if branch_elsewhere {
-                fleet.store(1, None, &named(&[1, 2, 7]));
-            }
-            fleet.store(0, Some(12), &named(&[3]));
-            fleet.remove(0, &[12]);
-            assert_eq!(fleet.ask(&[1, 2, 3])[0], (0, 1, 0));
-            fleet.store(0, Some(11), &named(&[2]));
-            assert_eq!(fleet.ask(&[1, 2, 3])[0], (0, 3, 0));
-            assert_eq!(fleet.remove(0, &[13]).removed, 1, "hidden blocks can be removed");
-        }
     }
 
     #[test]
@@ -538,55 +466,6 @@ mod examples {
             assert_eq!(fleet.remove(0, &[names[1], names[0]]).removed, 2);
             assert_eq!(fleet.ask(&[1]), []);
         }
-    }
-
-    #[test]
-    fn a_clear_removes_all_tiers_of_one_rank() {
-        let mut fleet = Fleet::of(2);
-        fleet.store(0, None, &named(&[1]));
-        fleet.store_in(StorageTier::Disk, 0, Some(11), &named(&[2]));
-        fleet.store(1, None, &named(&[1]));
-        assert_eq!(fleet.ask(&[1, 2]), [(0, 1, 1), (1, 1, 0)]);
-        assert_eq!(fleet.apply(0, StorageTier::Device, KvEvent::Cleared).removed, 2);
-        assert_eq!(fleet.ask(&[1, 2]), [(1, 1, 0)]);
-        assert_eq!(fleet.store(0, None, &named(&[1])).stored, 1, "the rank is still registered");
-    }
-
-    #[test]
-    fn lower_tiers_extend_and_start_hits() {
-        let mut fleet = Fleet::of(2);
-        fleet.store(0, None, &named(&[1, 2]));
-        fleet.store_in(StorageTier::HostPinned, 0, Some(12), &named(&[3]));
-        fleet.store_in(StorageTier::External, 0, Some(13), &named(&[4]));
-        fleet.store_in(StorageTier::HostPinned, 1, None, &named(&[1]));
-        assert_eq!(fleet.ask(&[1, 2, 3, 4, 5]), [(0, 2, 2), (1, 0, 1)]);
-        // Tiers are searched once, from the nearest to the farthest: a host block behind an external one is not found.
-        fleet.store_in(StorageTier::HostPinned, 0, Some(14), &named(&[5]));
-        assert_eq!(fleet.ask(&[1, 2, 3, 4, 5]), [(0, 2, 2), (1, 0, 1)]);
-    }
-
-    #[test]
-    fn lower_tier_blocks_wait_for_their_parent_in_any_tier() {
-        let mut fleet = Fleet::of(1);
-        let applied = fleet.store_in(StorageTier::HostPinned, 0, Some(12), &named(&[3, 4]));
-        assert_eq!((applied.stored, applied.waiting), (0, 2));
-        assert_eq!(fleet.0.held_blocks(), 0);
-        assert_eq!(fleet.store(0, None, &named(&[1, 2])).adopted, 2);
-        assert_eq!(fleet.ask(&[1, 2, 3, 4]), [(0, 2, 2)]);
-    }
-
-    #[test]
-    fn a_new_generation_starts_empty_and_old_ones_are_rejected() {
-        let mut fleet = Fleet::of(2);
-        let rank = WorkerRank::new(WorkerId(0), 0);
-        fleet.store(0, None, &named(&[1]));
-        assert!(fleet.0.register(rank, Slot(0), Generation(1)), "a repeated store");
-        assert_eq!(fleet.ask(&[1]).len(), 1);
-        assert!(!fleet.0.register(rank, Slot(0), Generation(0)));
-        assert_eq!(fleet.ask(&[1]).len(), 1);
-        assert!(fleet.0.register(rank, Slot(0), Generation(2)));
-        assert_eq!(fleet.ask(&[1]).len(), 0);
-        assert_eq!(fleet.0.generation(Slot(0)), Generation(2));
     }
 
     #[test]

@@ -171,15 +171,6 @@ fn a_replay_that_begins_late_makes_the_rank_cold() {
 }
 
 #[test]
-fn duplicate_messages_are_dropped() {
-    let mut bench = Bench::live(SourceConfig::default(), 5);
-    for sequence in 0..5 {
-        let effects = bench.live_from(1, sequence);
-        assert_eq!((short(&effects).len(), notes(&effects)), (0, vec![("duplicate", 1)]), "message {sequence}");
-    }
-}
-
-#[test]
 fn different_bytes_for_a_known_number_mean_a_new_publisher() {
     let mut bench = Bench::live(SourceConfig::default(), 5);
     let effects = bench.live_from(2, 1);
@@ -188,15 +179,6 @@ fn different_bytes_for_a_known_number_mean_a_new_publisher() {
     assert_eq!(bench.source.held_messages(), 1);
     assert_eq!(short(&bench.replayed(2, 0)), ["a0", "a1"]);
     assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
-}
-
-#[test]
-fn without_replay_a_new_publisher_starts_at_its_first_message() {
-    let mut bench = Bench::live(no_replay(), 5);
-    assert_eq!(short(&bench.live_from(2, 0)), ["clear", "a0"]);
-    assert_eq!(bench.source.state(), StreamState::Live);
-    bench.live_from(2, 1);
-    assert_eq!(short(&bench.live_from(3, 1)), ["clear", "a1", "cold"]);
 }
 
 #[test]
@@ -231,40 +213,6 @@ fn a_gap_is_requested_with_one_overlapping_message() {
 }
 
 #[test]
-fn live_messages_that_fill_a_gap_end_it() {
-    let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.live_from(1, 7);
-    assert_eq!(short(&bench.live_from(1, 5)), ["a5"]);
-    assert_eq!(short(&bench.live_from(1, 6)), ["a6", "a7", "live"]);
-    assert_eq!(notes(&bench.replayed(1, 4)), [("late", 1)]);
-    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), [""; 0]);
-}
-
-#[test]
-fn live_messages_may_overtake_the_beginning_of_a_replay() {
-    let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.live_from(1, 9);
-    bench.live_from(1, 5);
-    bench.live_from(1, 6);
-    assert_eq!(short(&bench.replayed(1, 6)), [""; 0]);
-    assert_eq!(short(&bench.replayed(1, 7)), ["a7"]);
-    assert_eq!(short(&bench.replayed(1, 8)), ["a8", "a9", "live"]);
-}
-
-#[test]
-fn a_different_overlapping_message_means_a_new_publisher() {
-    let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.live_from(2, 7);
-    let effects = bench.replayed(2, 4);
-    assert_eq!(short(&effects), ["clear", "replay 0"]);
-    assert_eq!(notes(&effects), [("dropped", 1), ("incarnation", 1), ("dropped", 1)]);
-    for sequence in 0..8 {
-        assert_eq!(short(&bench.replayed(2, sequence)), [format!("a{sequence}")]);
-    }
-    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
-}
-
-#[test]
 fn without_replay_a_gap_is_a_loss() {
     let mut bench = Bench::live(no_replay(), 5);
     let effects = bench.live_from(1, 8);
@@ -285,26 +233,6 @@ fn messages_missing_from_the_replay_are_lost() {
     }
     assert_eq!((bench.source.state(), bench.source.held_messages()), (StreamState::Cold, 0));
     assert_eq!(bench.source.degradation(), Some(DegradationReason::ReplayGap { from: 4, first: 20 }));
-}
-
-#[test]
-fn a_reconnection_verifies_the_publisher() {
-    let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.step(IngestInput::Disconnected);
-    assert_eq!(short(&bench.step(IngestInput::Connected)), ["replay 4", "recovering"]);
-    assert_eq!(short(&bench.live_from(1, 5)), [""; 0], "held until its publisher is known");
-    assert_eq!(short(&bench.replayed(1, 4)), ["a5"]);
-    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
-}
-
-#[test]
-fn a_publisher_without_the_last_message_is_new() {
-    let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.step(IngestInput::Disconnected);
-    bench.step(IngestInput::Connected);
-    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["clear", "replay 0"]);
-    assert_eq!(short(&bench.replayed(2, 0)), ["a0"]);
-    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
 }
 
 #[test]
@@ -341,16 +269,6 @@ fn a_replay_without_progress_times_out_twice() {
     assert_eq!(short(&bench.pass(secs(4))), [""; 0]);
     assert_eq!(short(&bench.pass(secs(2))), ["replay 4"]);
     assert_eq!(short(&bench.pass(secs(5))), ["clear", "a7", "cold"]);
-}
-
-#[test]
-fn late_ticks_lose_nothing() {
-    let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.live_from(1, 7);
-    bench.now = bench.now + secs(3600);
-    assert_eq!(short(&bench.replayed(1, 4)), [""; 0]);
-    bench.replayed(1, 5);
-    assert_eq!(short(&bench.replayed(1, 6)), ["a6", "a7", "live"]);
 }
 
 #[test]
@@ -416,18 +334,6 @@ fn a_clear_from_before_the_loss_does_not_heal() {
     let cleared = AppliedBatch { events: 1, usable: 1, cleared: true, ..AppliedBatch::default() };
     assert_eq!(short(&bench.applied(cleared)), [""; 0], "the replay starts at message 0");
     assert_eq!(short(&bench.applied(cleared)), ["live"]);
-}
-
-#[test]
-fn a_replay_from_the_start_heals() {
-    let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.live_from(1, 30);
-    bench.replayed(1, 20);
-    assert_eq!(short(&bench.step(IngestInput::Resync)), ["replay 0"]);
-    for sequence in 0..31 {
-        bench.replayed(1, sequence);
-    }
-    assert_eq!(short(&bench.step(IngestInput::ReplayEnded)), ["live"]);
 }
 
 #[test]

@@ -205,19 +205,6 @@ fn requests(peers: &PeerTable, rank: u32, millis: u64) -> u32 {
 }
 
 #[test]
-fn late_and_repeated_summaries_have_no_effect() {
-    let mut peers = PeerTable::new(LAYOUT);
-    let mut receive =
-        |number, kind, ranks: &[_], millis| peers.receive(LIFE, &summary(number, kind, ranks), at(millis));
-    receive(2, SummaryKind::Changes, &[(0, 5)], 0).expect("applied");
-    receive(1, SummaryKind::Full, &[(0, 1), (1, 1)], 1).expect("applied");
-    receive(4, SummaryKind::Full, &[(1, 3)], 2).expect("applied");
-    let late = receive(3, SummaryKind::Changes, &[(0, 9), (1, 9)], 3).expect("applied");
-    assert_eq!(late.changed, []);
-    assert_eq!((requests(&peers, 0, 3), requests(&peers, 1, 3)), (0, 3));
-}
-
-#[test]
 fn the_share_of_a_silent_replica_fades() {
     let mut peers = PeerTable::new(LAYOUT);
     peers.receive(LIFE, &summary(1, SummaryKind::Full, &[(0, 10)]), at(0)).expect("applied");
@@ -233,32 +220,6 @@ fn the_share_of_a_silent_replica_fades() {
     let rank = WorkerRank::new(WorkerId(1), 0);
     assert_eq!(peers.tick(at(6_260)), [rank]);
     assert_eq!((peers.tick(at(12_000)), peers.tick(at(12_020))), (vec![rank], vec![]));
-}
-
-#[test]
-fn a_last_summary_and_a_new_life_end_the_share_at_once() {
-    let mut peers = PeerTable::new(LAYOUT);
-    peers.receive(LIFE, &summary(1, SummaryKind::Full, &[(0, 10)]), at(0)).expect("applied");
-    let next_life = ReplicaLife { incarnation: 6, ..LIFE };
-    peers.receive(next_life, &summary(1, SummaryKind::Full, &[(0, 2)]), at(1)).expect("applied");
-    assert_eq!(requests(&peers, 0, 1), 2);
-    let error = peers.receive(LIFE, &summary(9, SummaryKind::Full, &[(0, 10)]), at(2)).expect_err("an earlier life");
-    assert_eq!(error.to_string(), "summary is from incarnation 5 of a replica that has incarnation 6");
-    peers.receive(next_life, &summary(2, SummaryKind::Last, &[]), at(3)).expect("applied");
-    assert_eq!(
-        (requests(&peers, 0, 3), peers.statuses(at(3)).next().map(|status| status.state)),
-        (0, Some(PeerState::Left))
-    );
-}
-
-#[test]
-fn summaries_of_another_layout_change_nothing() {
-    let mut peers = PeerTable::new(LAYOUT);
-    let mut other = summary(1, SummaryKind::Full, &[(0, 10)]);
-    other.layout.block_size = 16;
-    let error = peers.receive(LIFE, &other, at(0)).expect_err("other blocks");
-    assert_eq!(error.to_string(), "replica has blocks of 16 tokens with hash seed 1, must be 64 and 1");
-    assert_eq!((error.name(), requests(&peers, 0, 0), peers.ranks()), ("layout", 0, vec![]));
 }
 
 /// Prefills of several replicas on one rank progress together, at one second per second.

@@ -253,28 +253,6 @@ async fn a_changed_rank_count_touches_only_the_ranks_that_differ() {
 }
 
 #[tokio::test]
-async fn discovery_is_followed_and_manual_workers_stay() {
-    let (source, seen) = watch::channel(WorkerMap::from([(WorkerId(1), WorkerConfig::at("http://1"))]));
-    let config = RouterConfig { min_initial_workers: 2, ..config() };
-    let starting = Router::builder(config).worker(WorkerId(9), WorkerConfig::at("http://9")).discovery(seen).start();
-    let router = starting.await.expect("two workers registered");
-    let ids = |router: &Router| router.workers().iter().map(|w| w.worker.0).collect::<Vec<_>>();
-    assert_eq!(ids(&router), [1, 9]);
-    source.send_replace(WorkerMap::from([
-        (WorkerId(2), WorkerConfig::at("http://2")),
-        (WorkerId(3), WorkerConfig { data_parallel_size: 0, ..WorkerConfig::at("http://3") }),
-        (WorkerId(9), WorkerConfig::at("http://elsewhere")),
-    ]));
-    until("update of the workers", async || ids(&router) == [2, 9]).await;
-    assert_eq!(router.workers()[1].config.endpoint, "http://9", "the manual configuration stays in force");
-    source.send_replace(WorkerMap::new());
-    until("removal of the workers", async || ids(&router) == [9]).await;
-    drop(source);
-    tokio::task::yield_now().await;
-    assert_eq!(ids(&router), [9], "a closed source changes nothing");
-}
-
-#[tokio::test]
 async fn start_fails_if_too_few_workers_are_possible() {
     let wanted = |n| RouterConfig { min_initial_workers: n, ..config() };
     let one = WorkerMap::from([(WorkerId(1), WorkerConfig::at("http://1"))]);
@@ -307,26 +285,6 @@ async fn shutdown_waits_for_bookings_up_to_its_deadline() {
     tokio::time::advance(Duration::from_secs(1)).await;
     drop(placement);
     assert_eq!(stopping.await.expect("no panic"), 0);
-}
-
-#[tokio::test]
-async fn every_policy_places_requests_and_ends_with_zero_load() {
-    for policy in Policy::ALL {
-        for queries_every_rank in [false, true] {
-            let config = RouterConfig { policy: policy.into(), ..config() };
-            let router = started(Router::builder(config).queries_every_rank(queries_every_rank), 5).await;
-            let mut held = Vec::new();
-            for n in 0..50u32 {
-                let (id, prompt) = (n.to_string(), tokens(n % 7, 10 + n % 5));
-                held.push(router.route(RouteRequest::new(&id, Prompt::Tokens(&prompt))).await.expect("placed"));
-                if n % 3 == 0 {
-                    drop(held.swap_remove(0));
-                }
-            }
-            drop(held);
-            assert_at_rest(&router).await;
-        }
-    }
 }
 
 /// Places 1,000 requests of a few families with shared prefixes, with events and frees in between.

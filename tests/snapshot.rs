@@ -380,15 +380,6 @@ fn replayed(life: u8, sequence: u8) -> IngestInput<Payload> {
 }
 
 #[test]
-fn a_resumed_source_verifies_the_publisher_and_applies_the_missing_messages() {
-    let inputs = vec![IngestInput::Connected, replayed(1, 4), replayed(1, 5), IngestInput::ReplayEnded];
-    let (source, effects) = resumed(inputs);
-    let apply = IngestEffect::Apply { sequence: 5, payload: vec![1, 5] };
-    assert_eq!(effects, [IngestEffect::Replay { from: 4 }, apply]);
-    assert_eq!((source.state(), source.restore()), (StreamState::Live, Some(RestoreState::Resumed)));
-}
-
-#[test]
 fn a_resumed_source_drops_the_contents_of_another_publisher() {
     for inputs in [
         vec![IngestInput::Connected, replayed(2, 4)],
@@ -401,14 +392,6 @@ fn a_resumed_source_drops_the_contents_of_another_publisher() {
         assert_eq!(source.restore(), Some(RestoreState::Dropped));
         assert_eq!(source.position(), None, "without contents");
     }
-}
-
-#[test]
-fn a_resumed_source_is_cold_if_the_replay_is_too_short() {
-    let (source, effects) = resumed(vec![IngestInput::Connected, replayed(1, 6), IngestInput::ReplayEnded]);
-    let apply = IngestEffect::Apply { sequence: 6, payload: vec![1, 6] };
-    assert_eq!(effects, [IngestEffect::Replay { from: 4 }, IngestEffect::Clear, apply]);
-    assert_eq!((source.state(), source.restore()), (StreamState::Cold, Some(RestoreState::Dropped)));
 }
 
 #[test]

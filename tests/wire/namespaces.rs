@@ -7,23 +7,6 @@ fn keys(entries: Vec<Msg>) -> [(&'static str, Msg); 1] {
 }
 
 #[test]
-fn a_salt_of_the_first_block_applies_to_later_blocks() {
-    for salt in ["tenantB", "dynamo-cache-salt:tenantB"] {
-        let mut decoder = decoder();
-        let expected = requested(&TOKENS, None, Some("tenantB"));
-        let root = store([11, 12], None, &TOKENS, keys(vec![[salt].into(), Msg::Nil]));
-        assert_eq!(hashes(&next(&mut decoder, [root]).0), expected);
-        let (events, report) = next(&mut decoder, [store([13], Some(12), &TOKENS[..4], keys(vec![Msg::Nil]))]);
-        assert_eq!(hashes(&events), expected[..1]);
-        assert!(report.findings.is_empty());
-        assert_eq!(decoder.namespaces(), 3);
-        // Stored again without a salt: the default namespace.
-        next(&mut decoder, [store([12], None, &TOKENS[..4], [])]);
-        assert_eq!(hashes(&next(&mut decoder, [store([14], Some(12), &TOKENS[..4], [])]).0), PLAIN[..1]);
-    }
-}
-
-#[test]
 fn namespaces_last_until_the_last_copy_of_their_block() {
     let child = || store([12], Some(11), &TOKENS[..4], []);
     let root = |medium: &str| store([11], None, &TOKENS[..4], [("cache_salt", "s".into()), ("medium", medium.into())]);
@@ -42,22 +25,6 @@ fn namespaces_last_until_the_last_copy_of_their_block() {
 }
 
 #[test]
-fn adapters_are_distinguished_from_salts() {
-    let lora = ("lora_name", Msg::from("a"));
-    let adapted = |keys| store([11], None, &TOKENS[..4], [lora.clone(), ("extra_keys", keys)]);
-    let under = |salt| (requested(&TOKENS[..4], Some("a"), salt), vec![]);
-    assert_eq!(hashes_of(adapted([["a"]].into())), under(None));
-    assert_eq!(hashes_of(adapted([["a", "tenant"]].into())), under(Some("tenant")));
-    // A tenant whose salt equals the adapter's name does not leave its namespace.
-    assert_eq!(hashes_of(adapted([["a", "a"]].into())), under(Some("a")));
-    // A child without an adapter inherits its parent's namespace.
-    let mut decoder = decoder();
-    next(&mut decoder, [adapted([["a", "tenant"]].into())]);
-    let (events, _) = next(&mut decoder, [store([12], Some(11), &TOKENS[..4], [])]);
-    assert_eq!(hashes(&events), requested(&TOKENS[..4], Some("a"), Some("tenant")));
-}
-
-#[test]
 fn an_adapter_without_a_name_has_its_own_blocks() {
     let numbered = |id: u64| hashes_of(store([11], None, &TOKENS[..4], [("lora_id", id.into())]));
     assert_eq!(numbered(0), (PLAIN[..1].to_vec(), vec![]), "no adapter has the number 0");
@@ -65,22 +32,6 @@ fn an_adapter_without_a_name_has_its_own_blocks() {
     assert_eq!(findings, [(Finding::UnnamedLora, 1)]);
     let (second, _) = numbered(2);
     assert!(first != second && first != PLAIN[..1] && first != requested(&TOKENS[..4], Some("1"), None));
-}
-
-#[test]
-fn sglang_sends_its_salt_with_each_store() {
-    let salt = || [("cache_salt", Msg::from("s"))];
-    let mut decoder = decoder();
-    let (events, report) =
-        next(&mut decoder, [store([11], None, &TOKENS[..4], salt()), store([12], Some(11), &TOKENS[4..], salt())]);
-    assert_eq!(hashes(&events), requested(&TOKENS, None, Some("s"))[1..]);
-    assert!(report.findings.is_empty());
-    // SGLang's array form has the salt in the position of vLLM's adapter.
-    let names: Msg = [11_u64].into();
-    let tokens: Msg = [1_u64, 2, 3, 4].into();
-    let salt = Msg::named([("cache_salt", "s".into())]);
-    let event = Msg::Array(vec!["BlockStored".into(), names, Msg::Nil, tokens, 4.into(), Msg::Nil, "GPU".into(), salt]);
-    assert_eq!(hashes_of(event), (requested(&TOKENS[..4], None, Some("s")), vec![]));
 }
 
 #[test]
