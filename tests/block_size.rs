@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use pointsman::config::SupervisionConfig;
-use pointsman::error::MembershipError;
-use pointsman::protocol::{BlockSizeOrigin, WorkerConfig, WorkerConfigError, WorkerId};
+use pointsman::protocol::{BlockSizeOrigin, WorkerConfig, WorkerId};
 use pointsman::replica::{ReplicaId, ReplicaLife};
 use pointsman::snapshot::{Snapshot, SnapshotLayout};
 use pointsman::test_support::rank;
@@ -32,21 +31,6 @@ fn size(router: &Router) -> (u32, BlockSizeOrigin) {
 
 async fn route(router: &Router, id: &str, prompt: &[u32]) -> Placement {
     router.route(RouteRequest::new(id, Prompt::Tokens(prompt))).await.expect("placed")
-}
-
-#[tokio::test]
-async fn the_first_worker_determines_the_size() {
-    let router = Router::builder(unsized_config()).start().await.expect("valid");
-    assert_eq!(size(&router), (RouterConfig::BLOCK_SIZE_ASSUMED, BlockSizeOrigin::Awaited));
-    router.upsert_worker(WorkerId(1), sized(1, 16)).await.expect("valid");
-    assert_eq!(size(&router), (16, BlockSizeOrigin::Reported));
-    let other = router.upsert_worker(WorkerId(2), sized(2, 1)).await.expect_err("another size");
-    assert!(matches!(other, MembershipError::Config { error: WorkerConfigError::BlockSize { worker: 1, .. }, .. }));
-    // 40 tokens have two whole blocks of 16.
-    let held = route(&router, "a", &tokens(1, 10)).await;
-    assert_eq!(loads(&router).await, [(1, 2, 40)]);
-    drop(held);
-    assert_eq!((router.health().restarts, router.health().state), (0, Ok(())));
 }
 
 /// Routes prompts of a few families until the flag is set; returns the number of placements.

@@ -7,12 +7,12 @@ use std::collections::BTreeMap;
 use std::future::pending;
 use std::time::Duration;
 
-use metrics_util::debugging::DebuggingRecorder;
 use pointsman::discovery::{DiscoveryError, derived_id};
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap};
 use pointsman::{DiscoverySource, DiscoveryStatus, Fault, Prompt, RouteRequest, Router, RouterConfig, StaticList};
 use tokio::sync::{mpsc, watch};
 
+use crate::common::counters::Counters;
 use crate::common::{assert_at_rest, config, suppress_fault_reports, tokens};
 
 fn set(workers: &[(u64, &str)]) -> WorkerMap {
@@ -224,31 +224,22 @@ async fn worker_lists_close_after_they_are_applied() {
     until(&router, |statuses| statuses[0].closed).await;
 }
 
-#[test]
-fn errors_and_conflicts_are_counted() {
-    let recorder = DebuggingRecorder::new();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
-    metrics::with_local_recorder(&recorder, || {
-        runtime.block_on(async {
-            let ((say, first), (say_too, second)) = (told(), told());
-            let builder = Router::builder(config()).discovery(first).discovery(second);
-            let router = builder.start().await.expect("start succeeds");
-            say.send(Say::Set(set(&[(1, "a"), (2, "a")]))).expect("followed");
-            runs(&router, &[(1, "a"), (2, "a")]).await;
-            for _ in 0..2 {
-                say_too.send(Say::Trouble("again")).expect("followed");
-            }
-            say_too.send(Say::Set(set(&[(2, "b"), (3, "b")]))).expect("followed");
-            runs(&router, &[(1, "a"), (2, "a"), (3, "b")]).await;
-        });
-    });
-    let recorded = recorder.snapshotter().snapshot().into_vec();
-    let count = |name: &str| {
-        let counts = recorded.iter().filter(|(key, ..)| key.key().name() == name);
-        counts.map(|(_, _, _, value)| format!("{value:?}")).collect::<Vec<_>>()
-    };
-    assert_eq!(count("pointsman_discovery_conflicts_total"), ["Counter(1)"]);
-    assert_eq!(count("pointsman_discovery_errors_total"), ["Counter(2)"], "both sources have the same name");
+#[tokio::test]
+async fn errors_and_conflicts_are_counted() {
+    let counters = Counters::default();
+    let _guard = counters.record();
+    let ((say, first), (say_too, second)) = (told(), told());
+    let builder = Router::builder(config()).discovery(first).discovery(second);
+    let router = builder.start().await.expect("start succeeds");
+    say.send(Say::Set(set(&[(1, "a"), (2, "a")]))).expect("followed");
+    runs(&router, &[(1, "a"), (2, "a")]).await;
+    for _ in 0..2 {
+        say_too.send(Say::Trouble("again")).expect("followed");
+    }
+    say_too.send(Say::Set(set(&[(2, "b"), (3, "b")]))).expect("followed");
+    runs(&router, &[(1, "a"), (2, "a"), (3, "b")]).await;
+    let counts = ["conflicts", "errors"].map(|of| counters.get(&format!("pointsman_discovery_{of}_total"), &[]));
+    assert_eq!(counts, [1, 2]);
 }
 
 /// A pending source does not keep a dropped router alive.
@@ -312,13 +303,13 @@ async fn repeated_discovery_deaths_fail_the_router() {
 #[cfg(feature = "discovery")]
 mod found {
     use std::path::{Path, PathBuf};
-    use std::sync::{Arc, Mutex};
+
+    use pointsman::protocol::LoadSource;
+    use pointsman::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
+    use tokio::net::TcpListener;
 
     use crate::common::BLOCK_SIZE;
-    use pointsman::protocol::{KvEventsConfig, LoadSource};
-    use pointsman::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    use tokio::net::TcpListener;
+    use crate::common::pages::Pages;
 
     use super::*;
 
@@ -350,57 +341,23 @@ mod found {
         }
     }
 
-    /// A mock engine: responses by path; all other paths return 404.
-    #[derive(Clone, Default)]
-    struct Engine(Arc<Mutex<BTreeMap<&'static str, String>>>);
+    /// A mock engine.
+    struct Engine(Pages);
 
     impl Engine {
-        async fn serve(&self) -> String {
-            let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-            let url = format!("http://{}", listener.local_addr().expect("bound"));
-            let engine = self.clone();
-            tokio::spawn(async move {
-                loop {
-                    let (mut stream, _) = listener.accept().await.expect("a connection");
-                    let mut asked = Vec::new();
-                    while !asked.ends_with(b"\r\n\r\n") {
-                        match stream.read_u8().await {
-                            Ok(byte) => asked.push(byte),
-                            Err(_) => break,
-                        }
-                    }
-                    let answer = engine.answer(&String::from_utf8_lossy(&asked));
-                    let _ = stream.write_all(answer.as_bytes()).await;
-                }
-            });
-            url
-        }
-
-        fn answer(&self, request: &str) -> String {
-            let path = request.split(' ').nth(1).unwrap_or_default();
-            match self.0.lock().expect("no panic").get(path) {
-                Some(body) => format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{body}", body.len()),
-                None => "HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n".to_owned(),
-            }
-        }
-
-        fn says(&self, path: &'static str, body: impl Into<String>) {
-            self.0.lock().expect("no panic").insert(path, body.into());
-        }
-
         fn vllm(blocks: u32, block_size: u32) -> Self {
-            let engine = Self::default();
-            engine.says("/v1/models", r#"{ "object": "list", "data": [{ "id": "mock", "parent": null }] }"#);
+            let engine = Self(Pages::default());
+            engine.0.set("/v1/models", r#"{ "object": "list", "data": [{ "id": "mock", "parent": null }] }"#);
             let of_rank = |rank| {
                 let labels = format!("block_size=\"{block_size}\",engine=\"{rank}\",num_gpu_blocks=\"{blocks}\"");
                 format!("vllm:cache_config_info{{{labels}}} 1.0\n")
             };
-            engine.says("/metrics", [of_rank(0), of_rank(1)].concat());
+            engine.0.set("/metrics", [of_rank(0), of_rank(1)].concat());
             engine
         }
 
         fn sglang(block_size: u32) -> Self {
-            let engine = Self::default();
+            let engine = Self(Pages::default());
             let kv_events = format!(
                 r#"{{ "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "",
                     "block_size": {block_size}, "dp_size": 1 }}"#
@@ -408,7 +365,7 @@ mod found {
             let info = format!(
                 r#"{{ "served_model_name": "mock", "dp_size": 1, "max_total_num_tokens": 400, "kv_events": {kv_events} }}"#
             );
-            engine.says("/get_server_info", info);
+            engine.0.set("/get_server_info", info);
             engine
         }
     }
@@ -423,36 +380,10 @@ mod found {
     }
 
     #[tokio::test]
-    async fn engines_are_probed_for_their_configuration() {
-        let (vllm, sglang) = (Engine::vllm(100, BLOCK_SIZE).serve().await, Engine::sglang(BLOCK_SIZE).serve().await);
-        let source = ProbedUrls::new([vllm.clone(), sglang.clone()], options()).expect("addresses");
-        let router = start(RouterConfig { min_initial_workers: 2, ..config() }, source).await;
-        let expected = WorkerConfig {
-            data_parallel_size: 2,
-            total_kv_blocks: Some(100),
-            block_size: Some(BLOCK_SIZE),
-            load: Some(LoadSource::Metrics(format!("{vllm}/metrics"))),
-            ..WorkerConfig::at(&vllm)
-        };
-        assert_eq!(config_of(&router, &vllm), Some(expected));
-        let kv_events =
-            KvEventsConfig { endpoint: "tcp://127.0.0.1:5557".to_owned(), replay_endpoint: None, topic: String::new() };
-        let unreported = [("load".to_owned(), "/metrics: response status is 404, must be 200".to_owned())].into();
-        let expected = WorkerConfig {
-            total_kv_blocks: Some(100),
-            block_size: Some(BLOCK_SIZE),
-            kv_events: Some(kv_events),
-            unreported,
-            ..WorkerConfig::at(&sglang)
-        };
-        assert_eq!(config_of(&router, &sglang), Some(expected));
-    }
-
-    #[tokio::test]
     async fn a_failing_engine_does_not_affect_others() {
         let (good, other) = (Engine::vllm(100, BLOCK_SIZE), Engine::vllm(100, BLOCK_SIZE));
-        let (good_url, other_url) = (good.serve().await, other.serve().await);
-        let misfit = Engine::sglang(BLOCK_SIZE * 2).serve().await;
+        let (good_url, other_url) = (good.0.serve().await, other.0.serve().await);
+        let misfit = Engine::sglang(BLOCK_SIZE * 2).0.serve().await;
         let nobody = TcpListener::bind("127.0.0.1:0").await.expect("a port").local_addr().expect("bound");
         let urls = [good_url.clone(), other_url.clone(), misfit.clone(), format!("http://{nobody}")];
         let router = start(config(), ProbedUrls::new(urls, options()).expect("addresses")).await;
@@ -462,15 +393,15 @@ mod found {
         assert!(error.contains(&mismatch) && error.contains("cannot connect"), "{error}");
 
         // After an invalid response the last valid one stays in force, and the other engine is still polled.
-        good.says("/metrics", "<html>");
+        good.0.set("/metrics", "<html>");
         until(&router, |statuses| statuses[0].last_error.as_ref().is_some_and(|e| e.contains("/metrics"))).await;
-        let grown = Engine::vllm(200, BLOCK_SIZE).0.lock().expect("no panic")["/metrics"].clone();
-        other.says("/metrics", grown);
+        let grown = Engine::vllm(200, BLOCK_SIZE).0.get("/metrics").expect("a page");
+        other.0.set("/metrics", grown);
         until(&router, |_| config_of(&router, &other_url).is_some_and(|c| c.total_kv_blocks == Some(200))).await;
         assert_eq!(config_of(&router, &good_url).and_then(|config| config.total_kv_blocks), Some(100));
 
         // The engine now reports an incompatible configuration.
-        good.says("/metrics", Engine::vllm(1, BLOCK_SIZE * 4).0.lock().expect("no panic")["/metrics"].clone());
+        good.0.set("/metrics", Engine::vllm(1, BLOCK_SIZE * 4).0.get("/metrics").expect("a page"));
         until(&router, |_| config_of(&router, &good_url).is_none()).await;
         assert!(config_of(&router, &other_url).is_some());
     }
@@ -509,7 +440,7 @@ mod found {
     #[tokio::test]
     async fn workers_of_a_file_may_be_probed() {
         let (directory, engine) = (Directory::new("probe"), Engine::vllm(100, BLOCK_SIZE));
-        let url = engine.serve().await;
+        let url = engine.0.serve().await;
         let entry =
             format!(r#"{{ "id": 5, "url": "{url}", "probe": true, "kv_events": {{ "endpoint": "tcp://*:9" }} }}"#);
         let path = directory
@@ -543,17 +474,5 @@ mod found {
         let error = router.discovery()[0].last_error.clone().expect("just seen");
         assert!(error.starts_with(&format!("{too_long} cannot be resolved: ")), "{error}");
         runs(&router, &[(derived_id("http://127.0.0.1:8000").0, "http://127.0.0.1:8000")]).await;
-    }
-
-    #[test]
-    fn invalid_engine_names_are_rejected() {
-        let urls = |urls: [&str; 2]| ProbedUrls::new(urls, options()).expect_err("refused").to_string();
-        assert!(urls(["http://a", "ftp://b"]).contains("its scheme is \"ftp\", must be http or https"));
-        assert!(urls(["http://a", "http://a"]).contains("must be named once"));
-        for name in ["engines", "engines:8000/", "engines:x", "http://engines:8000", "me@engines:8000"] {
-            assert!(DnsNames::new([name]).is_err(), "{name}");
-        }
-        let file = WatchedFile::new("workers.yaml", options()).expect_err("refused").to_string();
-        assert_eq!(file, "workers.yaml: its name must end in .toml or .json");
     }
 }

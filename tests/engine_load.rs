@@ -146,28 +146,16 @@ mod pages {
     //! Metrics pages read over loopback.
 
     use pointsman::protocol::LoadSource;
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    use tokio::net::TcpListener;
 
     use super::*;
+    use crate::common::pages::Pages;
 
-    /// The URL of a server that returns the current content of `page`.
-    async fn serving(page: Arc<Mutex<String>>) -> String {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let url = format!("http://{}/metrics", listener.local_addr().expect("bound"));
-        tokio::spawn(async move {
-            while let Ok((mut stream, _)) = listener.accept().await {
-                let mut asked = Vec::new();
-                while !asked.ends_with(b"\r\n\r\n") {
-                    let Ok(byte) = stream.read_u8().await else { break };
-                    asked.push(byte);
-                }
-                let body = page.lock().expect("no panic").clone();
-                let answer = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{body}", body.len());
-                drop(stream.write_all(answer.as_bytes()).await);
-            }
-        });
-        url
+    /// A server of this metrics page, and its URL.
+    async fn serving(page: &str) -> (Pages, Option<LoadSource>) {
+        let pages = Pages::default();
+        pages.set("/metrics", page);
+        let url = format!("{}/metrics", pages.serve().await);
+        (pages, Some(LoadSource::Metrics(url)))
     }
 
     async fn until(router: &Router, holds: impl Fn(&[Option<EngineLoadFact>]) -> bool) {
@@ -176,24 +164,25 @@ mod pages {
 
     #[tokio::test]
     async fn pages_are_polled_and_foreign_pages_ignored() {
-        let [page, others] = [
+        let pages = [
             "vllm:num_requests_waiting{engine=\"0\"} 1\nvllm:num_requests_waiting{engine=\"1\"} 2\n",
             "vllm:num_requests_waiting{engine=\"7\"} 1\nvllm:num_requests_waiting{engine=\"8\"} NaN\n",
-        ]
-        .map(|page| Arc::new(Mutex::new(page.to_owned())));
+        ];
+        let mut servers = Vec::new();
         let mut builder = Router::builder(RouterConfig {
             engine_load: EngineLoadConfig { interval_ms: 1, ..config().engine_load },
             ..config()
         });
-        for (worker, page) in [(0, &page), (1, &others)] {
-            let load = Some(LoadSource::Metrics(serving(Arc::clone(page)).await));
+        for (worker, page) in (0..).zip(pages) {
+            let (server, load) = serving(page).await;
+            servers.push(server);
             let config = WorkerConfig { data_parallel_size: 2, load, ..WorkerConfig::at("") };
             builder = builder.worker(WorkerId(worker), config);
         }
         let router = builder.start().await.expect("starts");
         let waiting = |fact: &Option<EngineLoadFact>| fact.and_then(|fact| fact.waiting);
         until(&router, |facts| facts.iter().map(waiting).eq([Some(1), Some(2), None, None])).await;
-        *page.lock().expect("no panic") = "sglang:num_queue_reqs{dp_rank=\"1\"} 5\n".to_owned();
+        servers[0].set("/metrics", "sglang:num_queue_reqs{dp_rank=\"1\"} 5\n");
         until(&router, |facts| facts.iter().map(waiting).eq([Some(1), Some(5), None, None])).await;
         router.upsert_worker(WorkerId(0), WorkerConfig::at("")).await.expect("changed");
         assert_eq!(router.engine_loads().len(), 3, "one rank fewer");
@@ -201,13 +190,12 @@ mod pages {
 
     #[tokio::test]
     async fn loads_of_unresponsive_engines_become_stale() {
-        let page = Arc::new(Mutex::new("vllm:num_requests_waiting 1\n".to_owned()));
-        let load = Some(LoadSource::Metrics(serving(Arc::clone(&page)).await));
+        let (server, load) = serving("vllm:num_requests_waiting 1\n").await;
         let config = RouterConfig { engine_load: EngineLoadConfig { interval_ms: 1, stale_ms: 50 }, ..config() };
         let worker = WorkerConfig { load, ..WorkerConfig::at("") };
         let router = Router::builder(config).worker(WorkerId(0), worker).start().await.expect("starts");
         until(&router, |facts| facts[0].is_some()).await;
-        *page.lock().expect("no panic") = String::new();
+        server.set("/metrics", "");
         until(&router, |facts| facts[0].is_some_and(|fact| fact.is_stale)).await;
     }
 }

@@ -278,35 +278,10 @@ async fn a_hanging_health_actor_does_not_affect_requests() {
 
 #[cfg(feature = "discovery")]
 mod probes {
-    //! Engines on loopback that respond, fail or hang.
-
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicBool, Ordering};
-
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    use tokio::net::TcpListener;
+    //! Engines on loopback that respond or fail.
 
     use super::*;
-
-    /// An engine's endpoint, healthy while the flag is set.
-    async fn engine(is_well: Arc<AtomicBool>) -> String {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let endpoint = format!("http://{}", listener.local_addr().expect("bound"));
-        tokio::spawn(async move {
-            while let Ok((mut stream, _)) = listener.accept().await {
-                let mut asked = Vec::new();
-                while !asked.ends_with(b"\r\n\r\n") {
-                    let Ok(byte) = stream.read_u8().await else { break };
-                    asked.push(byte);
-                }
-                let is_health = asked.starts_with(b"GET /healthz HTTP/1.1\r\n");
-                let status = if is_health && is_well.load(Ordering::Relaxed) { "200 OK" } else { "503 No" };
-                let answer = format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n");
-                drop(stream.write_all(answer.as_bytes()).await);
-            }
-        });
-        endpoint
-    }
+    use crate::common::pages::Pages;
 
     fn probing() -> RouterConfig {
         // The timeout is far above loopback latency, so no result depends on timing.
@@ -322,36 +297,25 @@ mod probes {
 
     #[tokio::test]
     async fn unhealthy_engines_are_skipped_until_they_recover() {
-        let wells = [true, true, true].map(|is_well| Arc::new(AtomicBool::new(is_well)));
+        let engines = [Pages::default(), Pages::default(), Pages::default()];
+        engines.iter().for_each(|engine| engine.set("/healthz", ""));
         let mut builder = Router::builder(RouterConfig {
             slow_start: SlowStartConfig { return_ms: 0, ..probing().slow_start },
             ..probing()
         });
-        for (worker, is_well) in (0..).zip(&wells) {
-            let at = WorkerConfig::at(engine(Arc::clone(is_well)).await);
+        for (worker, engine) in (0..).zip(&engines) {
+            let at = WorkerConfig::at(engine.serve().await);
             builder = builder.worker(WorkerId(worker), WorkerConfig { health_path: "/healthz".to_owned(), ..at });
         }
         // A worker without a valid address is never probed.
         let router = builder.worker(WorkerId(3), WorkerConfig::at("engine-3")).start().await.expect("starts");
-        wells[1].store(false, Ordering::Relaxed);
+        engines[1].remove("/healthz");
         until(&router, |states| matches!(states[1], HealthState::Ejected { until: None })).await;
         let health = router.rank_health().await.expect("serving");
-        assert!(health[1].reason.contains("probes in a row failed, the last: response status is 503"), "{}", health[1]);
+        assert!(health[1].reason.contains("probes in a row failed, the last: response status is 404"), "{}", health[1]);
         assert_eq!(open(&router).await, [0, 2, 3]);
-        wells[1].store(true, Ordering::Relaxed);
+        engines[1].set("/healthz", "");
         until(&router, |states| states[1] == HealthState::Healthy).await;
         assert_eq!(open(&router).await, [0, 1, 2, 3]);
-    }
-
-    #[tokio::test]
-    async fn unreachable_engines_are_unhealthy() {
-        let gone = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let endpoint = format!("http://{}", gone.local_addr().expect("bound"));
-        drop(gone);
-        let builder = Router::builder(probing()).worker(WorkerId(0), WorkerConfig::at(endpoint));
-        let router = builder.worker(WorkerId(1), WorkerConfig::at("engine-1")).start().await.expect("starts");
-        until(&router, |states| matches!(states[0], HealthState::Ejected { until: None })).await;
-        router.remove_worker(WorkerId(1)).await.expect("removed");
-        assert_eq!(open(&router).await, [0], "the last rank serves even if unhealthy");
     }
 }

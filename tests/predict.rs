@@ -1,11 +1,7 @@
 //! Routers with speculative entries from their own decisions: without events, and before events arrive.
 
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use metrics::{Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 use pointsman::config::{EventMode, EventsConfig, IndexConfig, SpeculativeConfig, SpeculativeModel};
 use pointsman::error::RouteError;
 use pointsman::protocol::{RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
@@ -13,6 +9,7 @@ use pointsman::schedule::Rejection;
 use pointsman::test_support::rank;
 use pointsman::{AddRequest, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
 
+use crate::common::counters::Counters;
 use crate::common::{BLOCK_SIZE, assert_at_rest, cleared, config, router, stored, tokens};
 
 fn without_events() -> RouterConfig {
@@ -49,52 +46,9 @@ async fn best(router: &Router, prompt: &[u32]) -> (WorkerRank, u32) {
     (best.rank(), best.overlap_blocks())
 }
 
-/// Counters by name and labels.
-#[derive(Clone, Default)]
-struct Counters(Arc<Mutex<BTreeMap<String, Arc<Total>>>>);
-
-#[derive(Default)]
-struct Total(AtomicU64);
-
-impl CounterFn for Total {
-    fn increment(&self, value: u64) {
-        self.0.fetch_add(value, Ordering::Relaxed);
-    }
-
-    fn absolute(&self, value: u64) {
-        self.0.store(value, Ordering::Relaxed);
-    }
-}
-
-impl Recorder for Counters {
-    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
-    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
-    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
-
-    fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
-        let labels = key.labels().filter(|label| label.key() != "pool");
-        let labels = labels.map(|label| label.value()).collect::<Vec<_>>().join(",");
-        let name = format!("{} {labels}", key.name());
-        Counter::from_arc(Arc::clone(self.0.lock().expect("no panic").entry(name).or_default()))
-    }
-
-    fn register_gauge(&self, _: &Key, _: &Metadata<'_>) -> Gauge {
-        Gauge::noop()
-    }
-
-    fn register_histogram(&self, _: &Key, _: &Metadata<'_>) -> Histogram {
-        Histogram::noop()
-    }
-}
-
-impl Counters {
-    fn get(&self, name: &str) -> u64 {
-        self.0.lock().expect("no panic").get(name).map_or(0, |total| total.0.load(Ordering::Relaxed))
-    }
-
-    fn predicted(&self, result: &str) -> u64 {
-        self.get(&format!("pointsman_speculative_blocks_total {result}"))
-    }
+/// Speculative blocks with this result.
+fn predicted(counters: &Counters, result: &str) -> u64 {
+    counters.get("pointsman_speculative_blocks_total", &[result])
 }
 
 #[tokio::test]
@@ -121,18 +75,18 @@ async fn without_events_repeated_prompts_return_to_their_rank() {
 #[tokio::test]
 async fn without_event_mode_received_events_are_only_counted() {
     let counters = Counters::default();
-    let _guard = metrics::set_default_local_recorder(&counters);
+    let _guard = counters.record();
     let router = router(without_events(), 4).await;
     let prompt = tokens(1, 20);
     router.apply_events(vec![stored(rank(3), &prompt), cleared(rank(3))]).await.expect("up");
     assert_eq!(best(&router, &prompt).await.1, 0);
-    assert_eq!(counters.get("pointsman_kv_events_refused_total not_used"), 2);
+    assert_eq!(counters.get("pointsman_kv_events_refused_total", &["not_used"]), 2);
 }
 
 #[tokio::test(start_paused = true)]
 async fn speculative_entries_expire_and_prefixes_refresh_them() {
     let counters = Counters::default();
-    let _guard = metrics::set_default_local_recorder(&counters);
+    let _guard = counters.record();
     let router = router(
         RouterConfig {
             index: IndexConfig {
@@ -151,10 +105,10 @@ async fn speculative_entries_expire_and_prefixes_refresh_them() {
     assert_eq!(route(&router, "b", &prompt[..40]).await.rank(), chosen);
     tokio::time::advance(Duration::from_millis(200)).await;
     assert_eq!(best(&router, &prompt).await, (chosen, 10), "other entries have expired");
-    assert_eq!(counters.predicted("expired"), 10);
+    assert_eq!(predicted(&counters, "expired"), 10);
     tokio::time::advance(Duration::from_millis(900)).await;
     assert_eq!(best(&router, &prompt).await.1, 0);
-    assert_eq!((counters.predicted("expired"), counters.predicted("wrong")), (20, 0));
+    assert_eq!((predicted(&counters, "expired"), predicted(&counters, "wrong")), (20, 0));
 }
 
 async fn one_worker(config: RouterConfig, total_kv_blocks: u32) -> Router {
@@ -226,7 +180,7 @@ async fn external_decisions_can_be_recorded() {
 #[tokio::test]
 async fn auto_mode_speculates_for_workers_without_events() {
     let counters = Counters::default();
-    let _guard = metrics::set_default_local_recorder(&counters);
+    let _guard = counters.record();
     let router =
         router(RouterConfig { events: EventsConfig { mode: EventMode::Auto, ..config().events }, ..config() }, 4).await;
     let (published, routed) = (tokens(1, 20), tokens(2, 10));
@@ -241,7 +195,7 @@ async fn auto_mode_speculates_for_workers_without_events() {
     // Once a rank publishes, only its events count.
     router.apply_events(vec![stored(rank(2), &tokens(3, 5))]).await.expect("up");
     assert_eq!(best(&router, &routed).await.1, 0);
-    assert_eq!((best(&router, &tokens(3, 5)).await, counters.predicted("retracted")), ((rank(2), 5), 10));
+    assert_eq!((best(&router, &tokens(3, 5)).await, predicted(&counters, "retracted")), ((rank(2), 5), 10));
     // After a final clear, because its source has ended, speculative entries resume.
     router.apply_events(vec![cleared(rank(2))]).await.expect("up");
     router.record_routing_decision(query, rank(2)).await.expect("known");
@@ -309,13 +263,13 @@ async fn siblings_follow_their_leader_before_any_event() {
 #[tokio::test(start_paused = true)]
 async fn events_confirm_speculative_entries_and_expiry_counts_wrong_ones() {
     let counters = Counters::default();
-    let _guard = metrics::set_default_local_recorder(&counters);
+    let _guard = counters.record();
     let router = router(beside_events(), 4).await;
     let (right, wrong, partly) = (tokens(1, 20), tokens(2, 8), tokens(3, 10));
     let placed = route(&router, "right", &right).await.rank();
     assert_eq!(best(&router, &right).await, (placed, 20), "guessed");
     router.apply_events(vec![stored(placed, &right)]).await.expect("up");
-    assert_eq!(counters.predicted("confirmed"), 20);
+    assert_eq!(predicted(&counters, "confirmed"), 20);
     drop(route(&router, "wrong", &wrong).await);
     let there = route(&router, "partly", &partly).await.rank();
     router.apply_events(vec![stored(there, &partly[..16])]).await.expect("up");
@@ -323,10 +277,10 @@ async fn events_confirm_speculative_entries_and_expiry_counts_wrong_ones() {
     tokio::time::advance(Duration::from_millis(1_000)).await;
     assert_eq!(best(&router, &wrong).await.1, 0);
     assert_eq!(best(&router, &partly).await, (there, 4), "blocks from events stay");
-    assert_eq!((counters.predicted("confirmed"), counters.predicted("wrong")), (24, 8 + 6));
+    assert_eq!((predicted(&counters, "confirmed"), predicted(&counters, "wrong")), (24, 8 + 6));
     let again = route(&router, "again", &wrong).await.rank();
     router.apply_events(vec![cleared(again)]).await.expect("up");
-    assert_eq!((best(&router, &wrong).await.1, counters.predicted("retracted")), (0, 8));
+    assert_eq!((best(&router, &wrong).await.1, predicted(&counters, "retracted")), (0, 8));
     assert_at_rest(&router).await;
 }
 

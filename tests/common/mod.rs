@@ -1,5 +1,9 @@
 //! Helpers of the tests of a whole router.
 
+pub(crate) mod counters;
+#[cfg(feature = "discovery")]
+pub(crate) mod pages;
+
 use std::time::Duration;
 
 use pointsman::config::{HealthConfig, SupervisionConfig};
