@@ -10,9 +10,6 @@ use pointsman_gateway::settings::{ConfigFile, LoadError, LoadErrors, Loaded, Sou
 
 const PAGE: &str = "docs/gateway.md";
 
-/// Cell of a setting without a rule besides its type.
-const NO_RULE: &str = "–";
-
 /// Tables of the page: heading, section header in the printed settings, and path prefix in errors.
 const TABLES: [(&str, &str, &str); 9] = [
     ("## Gateway settings", "[gateway]", "gateway"),
@@ -133,16 +130,17 @@ fn every_table_lists_its_settings() {
             let kind = kind_of(header, path, name);
             let range = range_of(header, path, name, &kind);
             let optional = if default == "none" { ", optional" } else { "" };
-            let expected = [format!("`{name}`"), format!("{kind}{optional}"), default.clone()];
-            let row = rows.iter().find(|row| row[0] == expected[0]);
+            let kind = format!("{kind}{optional}");
+            let row = rows.iter().find(|row| row[0].trim_matches('`') == name);
             let agrees = row.is_some_and(|row| {
-                let rule = row.get(3).map_or("", String::as_str);
+                let (stated, rule) = row[1].split_once("; ").unwrap_or((row[1].as_str(), ""));
                 let is_ranged = range.as_ref().is_none_or(|range| rule == range);
-                row[..3] == expected && is_ranged && !rule.is_empty() && row.get(4).is_some_and(|cell| !cell.is_empty())
+                stated == kind && is_ranged && row[2] == *default && row.get(3).is_some_and(|cell| !cell.is_empty())
             });
             if !agrees {
-                let (rule, now) = (range.as_deref().unwrap_or(NO_RULE), row.map(|row| row.join(" | ")));
-                wrong.push(format!("under {heading:?} {now:?} must be\n| {} | {rule} | ... |", expected.join(" | ")));
+                let rule = range.map_or(String::new(), |range| format!("; {range}"));
+                let now = row.map(|row| row.join(" | "));
+                wrong.push(format!("under {heading:?} {now:?} must be\n| `{name}` | {kind}{rule} | {default} | ... |"));
             }
         }
         let listed: Vec<&str> = rows.iter().map(|row| row[0].trim_matches('`')).collect();
