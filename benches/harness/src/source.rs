@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use pointsman_trial::workload::generate::{Conversations, Generator};
-use pointsman_trial::workload::trace::{Format, ReadOptions, TraceError, read};
-use pointsman_trial::workload::{Prompt, Workload};
+use pointsman_trial::workload::trace::{Format, ReadOptions, read};
+use pointsman_trial::workload::{Prompt, Workload, WorkloadError};
 
 /// Number of requests without a trace and a limit.
 const GENERATED: u32 = 4_000;
@@ -47,7 +47,7 @@ impl Source {
     ///
     /// # Errors
     /// The trace cannot be read.
-    pub fn load(&self, seed: u64) -> Result<Workload, TraceError> {
+    pub fn load(&self, seed: u64) -> Result<Workload, WorkloadError> {
         let limit = self.limit.map(|limit| limit as usize);
         let mut workload = match (&self.trace, &self.workload) {
             (Some(path), _) => read(path, &ReadOptions { format: self.trace_format, limit, seed })?,
@@ -68,7 +68,7 @@ impl Source {
 ///
 /// # Errors
 /// The trace cannot be read.
-pub(crate) fn prompts(trace: Option<&Path>, limit: Option<u32>, seed: u64) -> Result<Vec<Prompt>, TraceError> {
+pub(crate) fn prompts(trace: Option<&Path>, limit: Option<u32>, seed: u64) -> Result<Vec<Prompt>, WorkloadError> {
     let workload = match trace {
         Some(path) => read(path, &ReadOptions { format: None, limit: limit.map(|limit| limit as usize), seed })?,
         None => Conversations { requests: limit.unwrap_or(GENERATED), ..Conversations::default() }.generate(seed),

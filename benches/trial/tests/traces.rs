@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use pointsman_trial::workload::trace::{Format, ReadOptions, TraceError, read};
-use pointsman_trial::workload::{Arrivals, Workload};
+use pointsman_trial::workload::trace::{Format, ReadOptions, read};
+use pointsman_trial::workload::{Arrivals, Workload, WorkloadError};
 use proptest::prelude::*;
 
 const MOONCAKE: &str = r#"{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [4, 9]}
@@ -34,7 +34,7 @@ impl Trace {
         Self(path)
     }
 
-    fn read(&self, options: ReadOptions) -> Result<Workload, TraceError> {
+    fn read(&self, options: ReadOptions) -> Result<Workload, WorkloadError> {
         read(&self.0, &options)
     }
 }

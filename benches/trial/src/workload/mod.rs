@@ -34,6 +34,11 @@ pub const LENGTH_MAX: u32 = 1 << 24;
 /// Maximum number of requests in a workload: a bound on memory, some gigabytes.
 pub const REQUESTS_MAX: usize = 20_000_000;
 
+/// An invalid trace or generator, as a message with its place and the violated rule.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct WorkloadError(String);
+
 /// Token ids of one prompt.
 pub type Prompt = Box<[u32]>;
 
@@ -92,7 +97,7 @@ impl Workload {
     /// let workload = "shared-prefix:requests=10".parse::<Generator>()?.generate(1);
     /// let last_us = workload.requests[9].arrival_us;
     /// assert_eq!(workload.sped_up(2.0).requests[9].arrival_us, (last_us + 1) / 2);
-    /// # Ok::<(), pointsman_trial::workload::generate::SettingsError>(())
+    /// # Ok::<(), pointsman_trial::workload::WorkloadError>(())
     /// ```
     ///
     /// # Panics

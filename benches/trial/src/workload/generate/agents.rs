@@ -3,58 +3,38 @@
 //! All agents of a kind share instructions and tool descriptions. Agents start independently of each other. A step
 //! follows its predecessor after an estimated answer time and the tool's duration, both fixed in advance.
 
-use serde::{Deserialize, Serialize};
-
-use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests};
+use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests, settings};
 use super::sources::{Arrival, Texts};
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
 
-/// Settings of the agents workload.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Agents {
-    /// Mean requests per second while agents start. Agents start at this rate divided by the mean of `turns`. 8.
-    pub rate: f64,
-    /// Number of agents. 150.
-    pub agents: u32,
-    /// Maximum number of steps per agent. 8-32.
-    pub turns: Span,
-    /// Number of agent kinds, drawn uniformly. 6.
-    pub prefixes: u32,
-    /// Length of a kind's instructions. 3000-8000.
-    pub prefix_tokens: Span,
-    /// Length of an agent's task. 100-2000.
-    pub own_tokens: Span,
-    /// Length of an answer, usually a tool call. 30-250.
-    pub reply_tokens: Span,
-    /// Length of a tool's result. 50-2500.
-    pub tool_tokens: Span,
-    /// Duration of a tool call in ms. 200-8000.
-    pub tool_ms: Span,
-    /// Maximum context length in tokens, at which an agent stops. 100000.
-    pub context_tokens_max: u32,
-    /// Estimated time to an answer's first token in ms. 300.
-    pub first_token_ms: u32,
-    /// Estimated time per answer token in ms. 10.
-    pub token_ms: u32,
-}
-
-impl Default for Agents {
-    fn default() -> Self {
-        Self {
-            rate: 8.0,
-            agents: 150,
-            turns: (8..=32).into(),
-            prefixes: 6,
-            prefix_tokens: (3_000..=8_000).into(),
-            own_tokens: (100..=2_000).into(),
-            reply_tokens: (30..=250).into(),
-            tool_tokens: (50..=2_500).into(),
-            tool_ms: (200..=8_000).into(),
-            context_tokens_max: 100_000,
-            first_token_ms: 300,
-            token_ms: 10,
-        }
+settings! {
+    /// Settings of the agents workload.
+    pub struct Agents {
+        /// Mean requests per second while agents start. Agents start at this rate divided by the mean of `turns`. 8.
+        pub rate: f64 = 8.0,
+        /// Number of agents. 150.
+        pub agents: u32 = 150,
+        /// Maximum number of steps per agent. 8-32.
+        pub turns: Span = (8..=32).into(),
+        /// Number of agent kinds, drawn uniformly. 6.
+        pub prefixes: u32 = 6,
+        /// Length of a kind's instructions. 3000-8000.
+        pub prefix_tokens: Span = (3_000..=8_000).into(),
+        /// Length of an agent's task. 100-2000.
+        pub own_tokens: Span = (100..=2_000).into(),
+        /// Length of an answer, usually a tool call. 30-250.
+        pub reply_tokens: Span = (30..=250).into(),
+        /// Length of a tool's result. 50-2500.
+        pub tool_tokens: Span = (50..=2_500).into(),
+        /// Duration of a tool call in ms. 200-8000.
+        pub tool_ms: Span = (200..=8_000).into(),
+        /// Maximum context length in tokens, at which an agent stops. 100000.
+        pub context_tokens_max: u32 = 100_000,
+        /// Estimated time to an answer's first token in ms. 300.
+        pub first_token_ms: u32 = 300,
+        /// Estimated time per answer token in ms. 10.
+        pub token_ms: u32 = 10,
     }
 }
 

@@ -1,36 +1,23 @@
 //! Burst: simultaneous requests, as after the start of a fleet or a reconnect of all clients.
 
-use serde::{Deserialize, Serialize};
-
-use super::settings::{Checked, assert_checked, check_count, check_lengths, check_requests};
+use super::settings::{Checked, assert_checked, check_count, check_lengths, check_requests, settings};
 use super::sources::Texts;
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
 
-/// Settings of the burst workload: all requests arrive at time 0.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Burst {
-    /// Number of requests. 1000.
-    pub requests: u32,
-    /// Number of shared prefixes, drawn uniformly. 50.
-    pub prefixes: u32,
-    /// Length of a shared prefix. 4096.
-    pub prefix_tokens: Span,
-    /// Length of each request's unique suffix. 512.
-    pub own_tokens: Span,
-    /// Length of an answer. 100.
-    pub output_tokens: Span,
-}
-
-impl Default for Burst {
-    fn default() -> Self {
-        Self {
-            requests: 1_000,
-            prefixes: 50,
-            prefix_tokens: 4_096.into(),
-            own_tokens: 512.into(),
-            output_tokens: 100.into(),
-        }
+settings! {
+    /// Settings of the burst workload: all requests arrive at time 0.
+    pub struct Burst {
+        /// Number of requests. 1000.
+        pub requests: u32 = 1_000,
+        /// Number of shared prefixes, drawn uniformly. 50.
+        pub prefixes: u32 = 50,
+        /// Length of a shared prefix. 4096.
+        pub prefix_tokens: Span = 4_096.into(),
+        /// Length of each request's unique suffix. 512.
+        pub own_tokens: Span = 512.into(),
+        /// Length of an answer. 100.
+        pub output_tokens: Span = 100.into(),
     }
 }
 

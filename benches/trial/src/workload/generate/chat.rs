@@ -4,56 +4,39 @@
 //! independently of each other. A turn follows its predecessor after an estimated answer time and a think time. Both
 //! are fixed in advance, so a slow fleet receives requests at the same rate.
 
-use serde::{Deserialize, Serialize};
-
-use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests, check_skew};
+use super::settings::{
+    Checked, assert_checked, check_count, check_lengths, check_rate, check_requests, check_skew, settings,
+};
 use super::sources::{Arrival, Popularity, Texts};
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
 
-/// Settings of the chat workload.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Chat {
-    /// Mean requests per second while conversations start. Conversations start at this rate divided by the mean of
-    /// `turns`. 4.
-    pub rate: f64,
-    /// Number of conversations. 400.
-    pub sessions: u32,
-    /// Turns per conversation. 1-9.
-    pub turns: Span,
-    /// Number of system prompts. 16.
-    pub prefixes: u32,
-    /// Popularity skew of the system prompts: 0 uniform, 1 Zipf's law, 2 steeper. 1.
-    pub skew: u32,
-    /// Length of a system prompt. 512-4096.
-    pub prefix_tokens: Span,
-    /// Length of a question. 32-1536.
-    pub own_tokens: Span,
-    /// Length of a reply. 32-768.
-    pub reply_tokens: Span,
-    /// Think time in ms from the estimated end of a reply to the next question. 2000-30000.
-    pub think_ms: Span,
-    /// Estimated time to a reply's first token in ms. 500.
-    pub first_token_ms: u32,
-    /// Estimated time per reply token in ms. 10.
-    pub token_ms: u32,
-}
-
-impl Default for Chat {
-    fn default() -> Self {
-        Self {
-            rate: 4.0,
-            sessions: 400,
-            turns: (1..=9).into(),
-            prefixes: 16,
-            skew: 1,
-            prefix_tokens: (512..=4_096).into(),
-            own_tokens: (32..=1_536).into(),
-            reply_tokens: (32..=768).into(),
-            think_ms: (2_000..=30_000).into(),
-            first_token_ms: 500,
-            token_ms: 10,
-        }
+settings! {
+    /// Settings of the chat workload.
+    pub struct Chat {
+        /// Mean requests per second while conversations start. Conversations start at this rate divided by the mean of
+        /// `turns`. 4.
+        pub rate: f64 = 4.0,
+        /// Number of conversations. 400.
+        pub sessions: u32 = 400,
+        /// Turns per conversation. 1-9.
+        pub turns: Span = (1..=9).into(),
+        /// Number of system prompts. 16.
+        pub prefixes: u32 = 16,
+        /// Popularity skew of the system prompts: 0 uniform, 1 Zipf's law, 2 steeper. 1.
+        pub skew: u32 = 1,
+        /// Length of a system prompt. 512-4096.
+        pub prefix_tokens: Span = (512..=4_096).into(),
+        /// Length of a question. 32-1536.
+        pub own_tokens: Span = (32..=1_536).into(),
+        /// Length of a reply. 32-768.
+        pub reply_tokens: Span = (32..=768).into(),
+        /// Think time in ms from the estimated end of a reply to the next question. 2000-30000.
+        pub think_ms: Span = (2_000..=30_000).into(),
+        /// Estimated time to a reply's first token in ms. 500.
+        pub first_token_ms: u32 = 500,
+        /// Estimated time per reply token in ms. 10.
+        pub token_ms: u32 = 10,
     }
 }
 

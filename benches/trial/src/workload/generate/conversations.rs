@@ -11,9 +11,7 @@
 
 use std::ops::RangeInclusive;
 
-use serde::{Deserialize, Serialize};
-
-use super::settings::{Checked, assert_checked, check_rate, check_requests};
+use super::settings::{Checked, assert_checked, check_rate, check_requests, settings};
 use super::sources::Arrival;
 use super::workload;
 use crate::workload::{Arrivals, Request, Rng, Segment, Workload, mix};
@@ -27,18 +25,13 @@ const TURNS: RangeInclusive<u32> = 1..=12;
 const USER_TOKENS: RangeInclusive<u32> = 32..=1_536;
 const REPLY_TOKENS: RangeInclusive<u32> = 32..=768;
 
-/// Settings of the conversations workload.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Conversations {
-    /// Requests per second. 4.
-    pub rate: f64,
-    /// Number of requests. 4000.
-    pub requests: u32,
-}
-
-impl Default for Conversations {
-    fn default() -> Self {
-        Self { rate: 4.0, requests: 4_000 }
+settings! {
+    /// Settings of the conversations workload.
+    pub struct Conversations {
+        /// Requests per second. 4.
+        pub rate: f64 = 4.0,
+        /// Number of requests. 4000.
+        pub requests: u32 = 4_000,
     }
 }
 

@@ -3,51 +3,36 @@
 //! A prompt is a document and a question; earlier questions and answers are not part of it. Readings start
 //! independently of each other. The questions of a reading follow each other after a gap that is fixed in advance.
 
-use serde::{Deserialize, Serialize};
-
-use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests, check_skew};
+use super::settings::{
+    Checked, assert_checked, check_count, check_lengths, check_rate, check_requests, check_skew, settings,
+};
 use super::sources::{Arrival, Popularity, Texts};
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
 
-/// Settings of the documents workload.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Documents {
-    /// Mean requests per second while readings start. Readings start at this rate divided by the mean of `questions`.
-    /// 4.
-    pub rate: f64,
-    /// Number of readings. 400.
-    pub readings: u32,
-    /// Questions per reading. 2-10.
-    pub questions: Span,
-    /// Number of documents. 200.
-    pub documents: u32,
-    /// Popularity skew of the documents: 0 uniform, 1 Zipf's law, 2 steeper, with 61 % of the readings for one document.
-    /// 1.
-    pub skew: u32,
-    /// Length of a document. 5000-40000.
-    pub document_tokens: Span,
-    /// Length of a question. 20-200.
-    pub own_tokens: Span,
-    /// Length of an answer. 50-300.
-    pub output_tokens: Span,
-    /// Gap between two questions of a reading in ms. 5000-60000.
-    pub gap_ms: Span,
-}
-
-impl Default for Documents {
-    fn default() -> Self {
-        Self {
-            rate: 4.0,
-            readings: 400,
-            questions: (2..=10).into(),
-            documents: 200,
-            skew: 1,
-            document_tokens: (5_000..=40_000).into(),
-            own_tokens: (20..=200).into(),
-            output_tokens: (50..=300).into(),
-            gap_ms: (5_000..=60_000).into(),
-        }
+settings! {
+    /// Settings of the documents workload.
+    pub struct Documents {
+        /// Mean requests per second while readings start. Readings start at this rate divided by the mean of `questions`.
+        /// 4.
+        pub rate: f64 = 4.0,
+        /// Number of readings. 400.
+        pub readings: u32 = 400,
+        /// Questions per reading. 2-10.
+        pub questions: Span = (2..=10).into(),
+        /// Number of documents. 200.
+        pub documents: u32 = 200,
+        /// Popularity skew of the documents: 0 uniform, 1 Zipf's law, 2 steeper, with 61 % of the readings for one document.
+        /// 1.
+        pub skew: u32 = 1,
+        /// Length of a document. 5000-40000.
+        pub document_tokens: Span = (5_000..=40_000).into(),
+        /// Length of a question. 20-200.
+        pub own_tokens: Span = (20..=200).into(),
+        /// Length of an answer. 50-300.
+        pub output_tokens: Span = (50..=300).into(),
+        /// Gap between two questions of a reading in ms. 5000-60000.
+        pub gap_ms: Span = (5_000..=60_000).into(),
     }
 }
 

@@ -4,27 +4,20 @@
 //! The applications have their own default settings, except rate and size. They start together and end at different
 //! times, so a run has a tail with fewer of them.
 
-use serde::{Deserialize, Serialize};
-
-use super::settings::{Checked, assert_checked, check_rate};
+use super::settings::{Checked, assert_checked, check_rate, settings};
 use super::{Agents, Chat, Documents, SharedPrefix, Unique, workload};
 use crate::workload::{Arrivals, REQUESTS_MAX, Workload};
 
 /// Number of applications.
 const PARTS: u32 = 5;
 
-/// Settings of the mix workload.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Mix {
-    /// Mean requests per second. 8.
-    pub rate: f64,
-    /// Expected number of requests; conversations have random lengths. 4000.
-    pub requests: u32,
-}
-
-impl Default for Mix {
-    fn default() -> Self {
-        Self { rate: 8.0, requests: 4_000 }
+settings! {
+    /// Settings of the mix workload.
+    pub struct Mix {
+        /// Mean requests per second. 8.
+        pub rate: f64 = 8.0,
+        /// Expected number of requests; conversations have random lengths. 4000.
+        pub requests: u32 = 4_000,
     }
 }
 

@@ -35,14 +35,33 @@ pub use documents::Documents;
 pub use mix::Mix;
 pub use peer_first::PeerFirst;
 pub use profile::{Profile, Varied};
-pub use settings::{SettingsError, Span};
+pub use settings::Span;
 pub use shared_prefix::SharedPrefix;
 pub use siblings::Siblings;
 pub(crate) use sources::Texts;
 pub use unique::Unique;
 
-use crate::workload::{Arrivals, Request, Workload};
+use crate::workload::{Arrivals, Request, Workload, WorkloadError};
 use settings::assert_checked;
+
+/// Evaluates an expression with the settings of a generator, and another one with those of a varying rate.
+macro_rules! each {
+    ($generator:expr, $settings:ident => $result:expr, $varied:ident => $of_varied:expr) => {
+        match $generator {
+            Generator::Chat($settings) | Generator::Low($settings) => $result,
+            Generator::SharedPrefix($settings) => $result,
+            Generator::Agents($settings) => $result,
+            Generator::Siblings($settings) => $result,
+            Generator::Burst($settings) => $result,
+            Generator::PeerFirst($settings) => $result,
+            Generator::Conversations($settings) => $result,
+            Generator::Documents($settings) => $result,
+            Generator::Unique($settings) => $result,
+            Generator::Mix($settings) => $result,
+            Generator::Varied($varied) => $of_varied,
+        }
+    };
+}
 
 /// A generator with its settings.
 ///
@@ -57,7 +76,7 @@ use settings::assert_checked;
 ///
 /// let error = "chat:speed=2".parse::<Generator>().unwrap_err().to_string();
 /// assert!(error.starts_with("chat has no setting \"speed\""), "{error}");
-/// # Ok::<(), pointsman_trial::workload::generate::SettingsError>(())
+/// # Ok::<(), pointsman_trial::workload::WorkloadError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub enum Generator {
@@ -131,24 +150,12 @@ impl Generator {
     /// A setting is out of its bounds. Settings parsed from text are always within them.
     #[must_use]
     pub fn generate(&self, seed: u64) -> Workload {
-        let mut workload = match self {
-            Self::Chat(chat) | Self::Low(chat) => chat.generate(seed),
-            Self::SharedPrefix(shared) => shared.generate(seed),
-            Self::Agents(agents) => agents.generate(seed),
-            Self::Siblings(siblings) => siblings.generate(seed),
-            Self::Burst(burst) => burst.generate(seed),
-            Self::PeerFirst(first) => first.generate(seed),
-            Self::Conversations(conversations) => conversations.generate(seed),
-            Self::Documents(documents) => documents.generate(seed),
-            Self::Unique(unique) => unique.generate(seed),
-            Self::Mix(mix) => mix.generate(seed),
-            Self::Varied(Varied { generator, profile }) => {
-                assert_checked(profile.check());
-                let mut workload = generator.generate(seed);
-                profile.apply(&mut workload);
-                workload
-            }
-        };
+        let mut workload = each!(self, settings => settings.generate(seed), varied => {
+            assert_checked(varied.profile.check());
+            let mut workload = varied.generator.generate(seed);
+            varied.profile.apply(&mut workload);
+            workload
+        });
         workload.name = self.to_string();
         workload
     }
@@ -167,21 +174,9 @@ impl Generator {
     }
 
     fn settings(&self) -> Map<String, Value> {
-        match self {
-            Self::Chat(chat) | Self::Low(chat) => settings::fields(chat),
-            Self::SharedPrefix(shared) => settings::fields(shared),
-            Self::Agents(agents) => settings::fields(agents),
-            Self::Siblings(siblings) => settings::fields(siblings),
-            Self::Burst(burst) => settings::fields(burst),
-            Self::PeerFirst(first) => settings::fields(first),
-            Self::Conversations(conversations) => settings::fields(conversations),
-            Self::Documents(documents) => settings::fields(documents),
-            Self::Unique(unique) => settings::fields(unique),
-            Self::Mix(mix) => settings::fields(mix),
-            Self::Varied(Varied { generator, profile }) => {
-                generator.settings().into_iter().chain(settings::fields(profile)).collect()
-            }
-        }
+        each!(self, settings => settings::fields(settings), varied => {
+            varied.generator.settings().into_iter().chain(settings::fields(&varied.profile)).collect()
+        })
     }
 
     /// Returns whether requests arrive at a rate, so that a [`Profile`] can vary it.
@@ -190,39 +185,26 @@ impl Generator {
     }
 
     /// Parses the settings of this generator except those of a profile.
-    fn with_settings(&self, given: &str) -> Result<Self, SettingsError> {
+    fn with_settings(mut self, given: &str) -> Result<Self, WorkloadError> {
         let name = self.name();
-        Ok(match self {
-            Self::Chat(chat) => Self::Chat(settings::read(chat, name, given, Chat::check)?),
-            Self::Low(chat) => Self::Low(settings::read(chat, name, given, Chat::check)?),
-            Self::SharedPrefix(shared) => Self::SharedPrefix(settings::read(shared, name, given, SharedPrefix::check)?),
-            Self::Agents(agents) => Self::Agents(settings::read(agents, name, given, Agents::check)?),
-            Self::Siblings(siblings) => Self::Siblings(settings::read(siblings, name, given, Siblings::check)?),
-            Self::Burst(burst) => Self::Burst(settings::read(burst, name, given, Burst::check)?),
-            Self::PeerFirst(first) => Self::PeerFirst(settings::read(first, name, given, PeerFirst::check)?),
-            Self::Conversations(conversations) => {
-                Self::Conversations(settings::read(conversations, name, given, Conversations::check)?)
-            }
-            Self::Documents(documents) => Self::Documents(settings::read(documents, name, given, Documents::check)?),
-            Self::Unique(unique) => Self::Unique(settings::read(unique, name, given, Unique::check)?),
-            Self::Mix(mix) => Self::Mix(settings::read(mix, name, given, Mix::check)?),
-            Self::Varied(Varied { generator, profile }) => {
-                let generator = Box::new(generator.with_settings(given)?);
-                Self::Varied(Varied { generator, profile: profile.clone() })
-            }
-        })
+        each!(
+            &mut self,
+            settings => *settings = settings::read(settings, name, given, |read| read.check())?,
+            varied => *varied.generator = varied.generator.clone().with_settings(given)?
+        );
+        Ok(self)
     }
 }
 
 impl FromStr for Generator {
-    type Err = SettingsError;
+    type Err = WorkloadError;
 
     /// Parses `name` or `name:setting=value,setting=value`. Omitted settings have their defaults.
-    fn from_str(text: &str) -> Result<Self, SettingsError> {
+    fn from_str(text: &str) -> Result<Self, WorkloadError> {
         let (name, given) = text.split_once(':').unwrap_or((text, ""));
         let Some(default) = Self::default_of(name) else {
-            let known = Self::all().iter().map(Self::name).collect();
-            return Err(SettingsError::Name { name: name.to_owned(), known });
+            let known = Self::all().iter().map(Self::name).collect::<Vec<_>>().join(", ");
+            return Err(WorkloadError(format!("unknown workload {name:?}; known are {known}")));
         };
         if !default.has_rate() {
             return default.with_settings(given);

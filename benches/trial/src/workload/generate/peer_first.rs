@@ -7,44 +7,29 @@
 
 use std::num::NonZeroU32;
 
-use serde::{Deserialize, Serialize};
-
-use super::settings::{Checked, assert_checked, check_count, check_lengths, check_requests};
+use super::settings::{Checked, assert_checked, check_count, check_lengths, check_requests, settings};
 use super::sources::Texts;
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
 
-/// Settings of the peer-first workload.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct PeerFirst {
-    /// Number of requests in flight. 20.
-    pub concurrency: NonZeroU32,
-    /// Number of requests. 1000.
-    pub requests: u32,
-    /// Number of shared prefixes, drawn uniformly. 10.
-    pub prefixes: u32,
-    /// Length of a prompt. 7000.
-    pub input_tokens: u32,
-    /// Length of an answer. 100.
-    pub output_tokens: u32,
-    /// Share of the prefix in the mean length of a prompt. 0.5.
-    pub prefix_share: f64,
-    /// Maximum deviation of a length from its mean, as a share of the mean. Applies to the unique suffix of a prompt
-    /// and to answers. 0: fixed lengths.
-    pub vary: f64,
-}
-
-impl Default for PeerFirst {
-    fn default() -> Self {
-        Self {
-            concurrency: NonZeroU32::new(20).expect("not 0"),
-            requests: 1_000,
-            prefixes: 10,
-            input_tokens: 7_000,
-            output_tokens: 100,
-            prefix_share: 0.5,
-            vary: 0.0,
-        }
+settings! {
+    /// Settings of the peer-first workload.
+    pub struct PeerFirst {
+        /// Number of requests in flight. 20.
+        pub concurrency: NonZeroU32 = NonZeroU32::new(20).expect("not 0"),
+        /// Number of requests. 1000.
+        pub requests: u32 = 1_000,
+        /// Number of shared prefixes, drawn uniformly. 10.
+        pub prefixes: u32 = 10,
+        /// Length of a prompt. 7000.
+        pub input_tokens: u32 = 7_000,
+        /// Length of an answer. 100.
+        pub output_tokens: u32 = 100,
+        /// Share of the prefix in the mean length of a prompt. 0.5.
+        pub prefix_share: f64 = 0.5,
+        /// Maximum deviation of a length from its mean, as a share of the mean. Applies to the unique suffix of a prompt
+        /// and to answers. 0: fixed lengths.
+        pub vary: f64 = 0.0,
     }
 }
 

@@ -3,39 +3,32 @@
 //! Arrival times of the finished workload are mapped to new times, so that prompts and their order stay the same. Gaps
 //! within a conversation change by the same factor as the rate at that time.
 
-use serde::{Deserialize, Serialize};
-
 use super::Generator;
-use super::settings::Checked;
+use super::settings::{Checked, settings};
 use crate::workload::Workload;
 
-/// A rate that alternates between two values; the mean rate is unchanged.
-///
-/// Long periods with a moderate peak give a rate that swings; short peaks give bursts.
-///
-/// ```
-/// use pointsman_trial::workload::generate::Generator;
-///
-/// let text = "unique:requests=1000,peak=4.0,peak_share=0.2,period_s=10";
-/// let bursts: Generator = text.parse()?;
-/// let requests = bursts.generate(1).requests;
-/// let in_peak = requests.iter().filter(|request| request.arrival_us % 10_000_000 < 2_000_000).count();
-/// assert!((700..900).contains(&in_peak), "{in_peak}");
-/// # Ok::<(), pointsman_trial::workload::generate::SettingsError>(())
-/// ```
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Profile {
-    /// Rate during the peak, as a multiple of the mean rate. 1, a constant rate.
-    pub peak: f64,
-    /// Share of each period with the peak rate, at the period's start. 0.5.
-    pub peak_share: f64,
-    /// Length of a period in seconds. 60.
-    pub period_s: u32,
-}
-
-impl Default for Profile {
-    fn default() -> Self {
-        Self { peak: 1.0, peak_share: 0.5, period_s: 60 }
+settings! {
+    /// A rate that alternates between two values; the mean rate is unchanged.
+    ///
+    /// Long periods with a moderate peak give a rate that swings; short peaks give bursts.
+    ///
+    /// ```
+    /// use pointsman_trial::workload::generate::Generator;
+    ///
+    /// let text = "unique:requests=1000,peak=4.0,peak_share=0.2,period_s=10";
+    /// let bursts: Generator = text.parse()?;
+    /// let requests = bursts.generate(1).requests;
+    /// let in_peak = requests.iter().filter(|request| request.arrival_us % 10_000_000 < 2_000_000).count();
+    /// assert!((700..900).contains(&in_peak), "{in_peak}");
+    /// # Ok::<(), pointsman_trial::workload::WorkloadError>(())
+    /// ```
+    pub struct Profile {
+        /// Rate during the peak, as a multiple of the mean rate. 1, a constant rate.
+        pub peak: f64 = 1.0,
+        /// Share of each period with the peak rate, at the period's start. 0.5.
+        pub peak_share: f64 = 0.5,
+        /// Length of a period in seconds. 60.
+        pub period_s: u32 = 60,
     }
 }
 

@@ -8,58 +8,27 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Number, Value};
 
-use crate::workload::{LENGTH_MAX, REQUESTS_MAX, Rng};
+use crate::workload::{LENGTH_MAX, REQUESTS_MAX, Rng, WorkloadError};
 
-/// Errors of parsing a generator.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SettingsError {
-    /// Unknown generator.
-    #[error("unknown workload {name:?}; known are {}", known.join(", "))]
-    Name {
-        /// The unknown name.
-        name: String,
-        /// Known names.
-        known: Vec<&'static str>,
-    },
-    /// A setting without a value.
-    #[error("{workload}: {setting:?} is not of the form setting=value")]
-    Form {
-        /// Name of the generator.
-        workload: String,
-        /// The invalid text.
-        setting: String,
-    },
-    /// Unknown setting.
-    #[error("{workload} has no setting {setting:?}; known are {}", known.join(", "))]
-    Setting {
-        /// Name of the generator.
-        workload: String,
-        /// Name of the setting.
-        setting: String,
-        /// Known settings of the generator.
-        known: Vec<String>,
-    },
-    /// Invalid value of a setting.
-    #[error("{workload}: {setting} is {value:?}: {reason}")]
-    Value {
-        /// Name of the generator.
-        workload: String,
-        /// Name of the setting.
-        setting: String,
-        /// The invalid value.
-        value: String,
-        /// Reason for the rejection.
-        reason: String,
-    },
-    /// A value out of its bounds, or an invalid combination of values.
-    #[error("{workload}: {rule}")]
-    Bounds {
-        /// Name of the generator.
-        workload: String,
-        /// The violated rule.
-        rule: String,
-    },
+/// Defines the settings of a generator with their defaults.
+macro_rules! settings {
+    ($(#[$meta:meta])* pub struct $name:ident {
+        $($(#[$field_meta:meta])* pub $field:ident: $type:ty = $default:expr,)*
+    }) => {
+        $(#[$meta])*
+        #[derive(Clone, Debug, PartialEq, ::serde::Serialize, ::serde::Deserialize)]
+        pub struct $name {
+            $($(#[$field_meta])* pub $field: $type,)*
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $($field: $default,)* }
+            }
+        }
+    };
 }
+pub(super) use settings;
 
 /// Inclusive range of a uniform distribution. The text form is `32-768`, or `32` for a single number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -137,27 +106,24 @@ pub(super) fn read<T: Serialize + DeserializeOwned>(
     workload: &str,
     given: &str,
     check: impl Fn(&T) -> Checked,
-) -> Result<T, SettingsError> {
-    let workload = workload.to_owned();
+) -> Result<T, WorkloadError> {
     let mut known = fields(default);
     for setting in given.split(',').map(str::trim).filter(|setting| !setting.is_empty()) {
         let Some((name, value)) = setting.split_once('=') else {
-            return Err(SettingsError::Form { workload, setting: setting.to_owned() });
+            return Err(WorkloadError(format!("{workload}: {setting:?} is not of the form setting=value")));
         };
         let (name, value) = (name.trim(), value.trim());
         let Some(field) = known.get_mut(name) else {
-            let known = known.into_iter().map(|(name, _)| name).collect();
-            return Err(SettingsError::Setting { workload, setting: name.to_owned(), known });
+            let known = known.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            return Err(WorkloadError(format!("{workload} has no setting {name:?}; known are {known}")));
         };
         *field = number(value).unwrap_or_else(|| Value::String(value.to_owned()));
         // Parsed one by one, so that an error names its setting.
-        if let Err(reason) = serde_json::from_value::<T>(Value::Object(known.clone())) {
-            let (setting, value, reason) = (name.to_owned(), value.to_owned(), reason.to_string());
-            return Err(SettingsError::Value { workload, setting, value, reason });
-        }
+        serde_json::from_value::<T>(Value::Object(known.clone()))
+            .map_err(|reason| WorkloadError(format!("{workload}: {name} is {value:?}: {reason}")))?;
     }
     let read: T = serde_json::from_value(Value::Object(known)).expect("every setting was read alone");
-    check(&read).map_err(|rule| SettingsError::Bounds { workload, rule })?;
+    check(&read).map_err(|rule| WorkloadError(format!("{workload}: {rule}")))?;
     Ok(read)
 }
 

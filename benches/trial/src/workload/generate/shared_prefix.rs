@@ -1,43 +1,30 @@
 //! Single questions over a few long shared prompts: applications with one system prompt each, or documents that many
 //! users query.
 
-use serde::{Deserialize, Serialize};
-
-use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests, check_skew};
+use super::settings::{
+    Checked, assert_checked, check_count, check_lengths, check_rate, check_requests, check_skew, settings,
+};
 use super::sources::{Arrival, Popularity, Texts};
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
 
-/// Settings of the shared-prefix workload.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct SharedPrefix {
-    /// Requests per second. 10.
-    pub rate: f64,
-    /// Number of requests. 4000.
-    pub requests: u32,
-    /// Number of shared prompts. 40.
-    pub prefixes: u32,
-    /// Popularity skew of the shared prompts: 0 uniform, 1 Zipf's law, 2 steeper. 1.
-    pub skew: u32,
-    /// Length of a shared prompt. 2000-8000.
-    pub prefix_tokens: Span,
-    /// Length of a question. 50-800.
-    pub own_tokens: Span,
-    /// Length of an answer. 50-400.
-    pub output_tokens: Span,
-}
-
-impl Default for SharedPrefix {
-    fn default() -> Self {
-        Self {
-            rate: 10.0,
-            requests: 4_000,
-            prefixes: 40,
-            skew: 1,
-            prefix_tokens: (2_000..=8_000).into(),
-            own_tokens: (50..=800).into(),
-            output_tokens: (50..=400).into(),
-        }
+settings! {
+    /// Settings of the shared-prefix workload.
+    pub struct SharedPrefix {
+        /// Requests per second. 10.
+        pub rate: f64 = 10.0,
+        /// Number of requests. 4000.
+        pub requests: u32 = 4_000,
+        /// Number of shared prompts. 40.
+        pub prefixes: u32 = 40,
+        /// Popularity skew of the shared prompts: 0 uniform, 1 Zipf's law, 2 steeper. 1.
+        pub skew: u32 = 1,
+        /// Length of a shared prompt. 2000-8000.
+        pub prefix_tokens: Span = (2_000..=8_000).into(),
+        /// Length of a question. 50-800.
+        pub own_tokens: Span = (50..=800).into(),
+        /// Length of an answer. 50-400.
+        pub output_tokens: Span = (50..=400).into(),
     }
 }
 

@@ -1,40 +1,26 @@
 //! Siblings: simultaneous requests with one long common prefix, as from samplers, graders and map-reduce programs. A
 //! router that tracks caches by events alone misses this reuse, because the events are too late.
 
-use serde::{Deserialize, Serialize};
-
-use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests};
+use super::settings::{Checked, assert_checked, check_count, check_lengths, check_rate, check_requests, settings};
 use super::sources::{Arrival, Texts};
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
 
-/// Settings of the siblings workload.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Siblings {
-    /// Mean requests per second. Groups arrive at this rate divided by `siblings`. 10.
-    pub rate: f64,
-    /// Number of groups. 400.
-    pub groups: u32,
-    /// Requests per group. 8.
-    pub siblings: u32,
-    /// Length of a group's unique prefix. 4000-12000.
-    pub prefix_tokens: Span,
-    /// Length of each request's unique suffix. 20-400.
-    pub own_tokens: Span,
-    /// Length of an answer. 50-400.
-    pub output_tokens: Span,
-}
-
-impl Default for Siblings {
-    fn default() -> Self {
-        Self {
-            rate: 10.0,
-            groups: 400,
-            siblings: 8,
-            prefix_tokens: (4_000..=12_000).into(),
-            own_tokens: (20..=400).into(),
-            output_tokens: (50..=400).into(),
-        }
+settings! {
+    /// Settings of the siblings workload.
+    pub struct Siblings {
+        /// Mean requests per second. Groups arrive at this rate divided by `siblings`. 10.
+        pub rate: f64 = 10.0,
+        /// Number of groups. 400.
+        pub groups: u32 = 400,
+        /// Requests per group. 8.
+        pub siblings: u32 = 8,
+        /// Length of a group's unique prefix. 4000-12000.
+        pub prefix_tokens: Span = (4_000..=12_000).into(),
+        /// Length of each request's unique suffix. 20-400.
+        pub own_tokens: Span = (20..=400).into(),
+        /// Length of an answer. 50-400.
+        pub output_tokens: Span = (50..=400).into(),
     }
 }
 

@@ -1,28 +1,21 @@
 //! Unique prompts without a common prefix: classification, translation, or summaries of new texts. Caches do not help.
 
-use serde::{Deserialize, Serialize};
-
-use super::settings::{Checked, assert_checked, check_lengths, check_rate, check_requests};
+use super::settings::{Checked, assert_checked, check_lengths, check_rate, check_requests, settings};
 use super::sources::{Arrival, Texts};
 use super::{Span, workload};
 use crate::workload::{Arrivals, Request, Rng, Workload};
 
-/// Settings of the unique workload.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Unique {
-    /// Requests per second. 10.
-    pub rate: f64,
-    /// Number of requests. 4000.
-    pub requests: u32,
-    /// Length of a prompt. 200-8000.
-    pub own_tokens: Span,
-    /// Length of an answer. 50-400.
-    pub output_tokens: Span,
-}
-
-impl Default for Unique {
-    fn default() -> Self {
-        Self { rate: 10.0, requests: 4_000, own_tokens: (200..=8_000).into(), output_tokens: (50..=400).into() }
+settings! {
+    /// Settings of the unique workload.
+    pub struct Unique {
+        /// Requests per second. 10.
+        pub rate: f64 = 10.0,
+        /// Number of requests. 4000.
+        pub requests: u32 = 4_000,
+        /// Length of a prompt. 200-8000.
+        pub own_tokens: Span = (200..=8_000).into(),
+        /// Length of an answer. 50-400.
+        pub output_tokens: Span = (50..=400).into(),
     }
 }
 

@@ -14,9 +14,9 @@
 use std::collections::VecDeque;
 
 use super::lines::Lines;
-use super::{Rule, TraceError, collect, input_length, output_length};
+use super::{Rule, collect, input_length, output_length};
 use crate::workload::generate::Texts;
-use crate::workload::{Request, Rng, Segment};
+use crate::workload::{Request, Rng, Segment, WorkloadError};
 
 const HEADER: &str = "TIMESTAMP,ContextTokens,GeneratedTokens";
 
@@ -30,9 +30,9 @@ pub(super) fn is_header(line: &str) -> bool {
 }
 
 /// The first `limit` requests.
-pub(super) fn requests(lines: &mut Lines, limit: usize, seed: u64) -> Result<Vec<Request>, TraceError> {
+pub(super) fn requests(lines: &mut Lines, limit: usize, seed: u64) -> Result<Vec<Request>, WorkloadError> {
     if !lines.current().is_some_and(is_header) {
-        return Err(lines.broken(Rule::Header));
+        return Err(lines.broken(&format!("the header is not {HEADER}")));
     }
     lines.next()?;
     let mut prefixes = Prefixes::new(seed);
@@ -41,9 +41,13 @@ pub(super) fn requests(lines: &mut Lines, limit: usize, seed: u64) -> Result<Vec
 
 fn parse(line: &str, prefixes: &mut Prefixes) -> Result<Request, Rule> {
     let columns: Vec<&str> = line.split(',').map(str::trim).collect();
-    let [time, input, output] = columns[..] else { return Err(Rule::Columns(columns.len())) };
-    let number = |field, value: &str| value.parse().map_err(|_| Rule::Number { field, value: value.to_owned() });
-    let arrival_us = date_us(time).ok_or_else(|| Rule::Date(time.to_owned()))?;
+    let [time, input, output] = columns[..] else {
+        return Err(format!("{} columns, must be 3: {HEADER}", columns.len()));
+    };
+    let number =
+        |field, value: &str| value.parse().map_err(|_| format!("{field} is {value:?}, must be a whole number"));
+    let arrival_us = date_us(time)
+        .ok_or_else(|| format!("TIMESTAMP is {time:?}, must be a date and time such as 2023-11-16 18:17:03.9799600"))?;
     let input_tokens = input_length("ContextTokens", number("ContextTokens", input)?)?;
     let output_tokens = output_length("GeneratedTokens", number("GeneratedTokens", output)?)?;
     let (session, prompt) = prefixes.prompt(input_tokens, output_tokens);

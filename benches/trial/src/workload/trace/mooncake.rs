@@ -13,8 +13,8 @@
 use serde::Deserialize;
 
 use super::lines::Lines;
-use super::{Rule, TraceError, collect, input_length, output_length, time_us};
-use crate::workload::{Request, Segment};
+use super::{Rule, collect, input_length, output_length, time_us, wrong_hash_ids};
+use crate::workload::{Request, Segment, WorkloadError};
 
 /// Number of tokens per hash id.
 pub const TOKENS_PER_ID: u32 = 512;
@@ -29,7 +29,7 @@ struct MooncakeLine {
 
 /// At least the first `limit` requests. All requests of the last tick are read, because their count determines the
 /// spread.
-pub(super) fn requests(lines: &mut Lines, limit: usize) -> Result<Vec<Request>, TraceError> {
+pub(super) fn requests(lines: &mut Lines, limit: usize) -> Result<Vec<Request>, WorkloadError> {
     // One request after the tick is needed to determine the length of the tick.
     let enough = |read: &[Request]| {
         let last = limit.checked_sub(1).and_then(|last| read.get(last));
@@ -43,7 +43,7 @@ pub(super) fn requests(lines: &mut Lines, limit: usize) -> Result<Vec<Request>, 
 
 /// Parses a line as a request at its timestamp.
 fn parse(line: &str) -> Result<Request, Rule> {
-    let line: MooncakeLine = serde_json::from_str(line)?;
+    let line: MooncakeLine = serde_json::from_str(line).map_err(|error| error.to_string())?;
     let tokens = input_length("input_length", line.input_length)?;
     Ok(Request {
         arrival_us: time_us(line.timestamp, 1e3)?,
@@ -56,7 +56,7 @@ fn parse(line: &str) -> Result<Request, Rule> {
 fn segments(input_length: u32, hash_ids: &[u64]) -> Result<Vec<Segment>, Rule> {
     let needed = input_length.div_ceil(TOKENS_PER_ID) as usize;
     if hash_ids.len() != needed {
-        return Err(Rule::HashIds { input_length, needed, found: hash_ids.len() });
+        return Err(wrong_hash_ids(input_length, needed, hash_ids.len()));
     }
     let starts = (0..input_length).step_by(TOKENS_PER_ID as usize);
     let segment = |(&id, start)| Segment { id, tokens: TOKENS_PER_ID.min(input_length - start) };

@@ -14,8 +14,8 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 
 use super::lines::Lines;
-use super::{Rule, TraceError, collect, input_length, output_length, time_us};
-use crate::workload::{Request, Segment, mix};
+use super::{Rule, collect, input_length, output_length, time_us, wrong_hash_ids};
+use crate::workload::{Request, Segment, WorkloadError, mix};
 
 /// Number of tokens per hash id.
 pub const TOKENS_PER_ID: u32 = 16;
@@ -31,7 +31,7 @@ struct QwenLine {
 }
 
 /// The first `limit` requests.
-pub(super) fn requests(lines: &mut Lines, limit: usize) -> Result<Vec<Request>, TraceError> {
+pub(super) fn requests(lines: &mut Lines, limit: usize) -> Result<Vec<Request>, WorkloadError> {
     let mut chats = Chats::default();
     collect(lines, |line| parse(line, &mut chats), |read| read.len() >= limit)
 }
@@ -52,7 +52,7 @@ impl Chats {
 }
 
 fn parse(line: &str, chats: &mut Chats) -> Result<Request, Rule> {
-    let line: QwenLine = serde_json::from_str(line)?;
+    let line: QwenLine = serde_json::from_str(line).map_err(|error| error.to_string())?;
     let tokens = input_length("input_length", line.input_length)?;
     Ok(Request {
         arrival_us: time_us(line.timestamp, 1e6)?,
@@ -66,7 +66,7 @@ fn segments(input_length: u32, hash_ids: &[u64], chat: i64) -> Result<Vec<Segmen
     let (whole, rest) = ((input_length / TOKENS_PER_ID) as usize, input_length % TOKENS_PER_ID);
     let needed = input_length.div_ceil(TOKENS_PER_ID) as usize;
     if hash_ids.len() != needed && hash_ids.len() != whole {
-        return Err(Rule::HashIds { input_length, needed, found: hash_ids.len() });
+        return Err(wrong_hash_ids(input_length, needed, hash_ids.len()));
     }
     let named = hash_ids.iter().take(whole).map(|&id| Segment { id, tokens: TOKENS_PER_ID });
     // Ids of the trace count from 0; ids of unique text are spread over 64 bits.
