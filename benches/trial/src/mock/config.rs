@@ -3,12 +3,12 @@
 //! Defines defaults and validation rules. A valid configuration can always be started, unless a port is taken.
 //! [`crate::engine::EngineConfig`] has the rules of the engine model.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
 use crate::engine::EngineConfig;
-use clap::{Args, ValueEnum as _};
+use clap::{Args, Command, ValueEnum as _};
 
 use super::faults::{Faults, splitmix};
 use super::handover::{EngineRole, HandoverProtocol, LoadFailure};
@@ -141,40 +141,15 @@ pub struct MockConfig {
 
 impl Default for MockConfig {
     fn default() -> Self {
-        Self {
-            host: IpAddr::V4(Ipv4Addr::LOCALHOST),
-            port: 0,
-            event_port: None,
-            replay_port: None,
-            model: "mock".to_owned(),
-            loras: Vec::new(),
-            data_parallel_size: 1,
-            dialect: Dialect::VllmMap,
-            binary_hashes: false,
-            api_key: None,
-            no_server_info: false,
-            no_pages: Vec::new(),
-            slow_pages: Vec::new(),
-            block_size: 64,
-            kv_blocks: 7168,
-            host_kv_blocks: 0,
-            step_tokens_max: 8192,
-            sequences_max: 256,
-            max_model_len: None,
-            time_scale: 1.0,
-            seed: 0,
-            output_from_context: false,
-            replay_messages_max: 10_000,
-            body_bytes_max: 16 << 20,
-            handover: None,
-            role: EngineRole::Both,
-            block_lease_ms: 30_000,
-            bootstrap_port: None,
-            handover_failure: LoadFailure::Recompute,
-            transfer_us_per_token: 2.6,
-            faults: Faults::default(),
-        }
+        of_flags(&["--port", "0"])
     }
+}
+
+/// Arguments of a command line without other flags, so that code and command line have the same defaults.
+pub(crate) fn of_flags<T: Args>(flags: &[&str]) -> T {
+    let command = T::augment_args(Command::new("defaults").no_binary_name(true));
+    let matches = command.try_get_matches_from(flags).expect("the flags are complete");
+    T::from_arg_matches(&matches).expect("defaults are valid")
 }
 
 /// A path whose responses are delayed: `PATH=MS`.

@@ -1,17 +1,14 @@
-//! Lifecycle of a mock engine: start, inspection, restart, shutdown.
+//! State of a mock engine: addresses, faults, and the current incarnation of all ranks.
 //!
-//! Holds the addresses and the current incarnation of all ranks. A restart discards the state that a restarted process
-//! loses (cache, sequence numbers, ring, running requests) and keeps addresses and faults. Shutdown and drop end all
-//! tasks. [`super::http`] serves the requests.
+//! A restart discards the state that a restarted process loses (cache, sequence numbers, ring, running requests) and keeps
+//! addresses and faults. [`super::http`] serves the requests, [`super::process`] is the running whole.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr, TcpListener};
-use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use crate::engine::{Block, Tier};
 use thiserror::Error;
 use tokio::sync::{Mutex, oneshot};
 use tokio::task::JoinHandle;
@@ -19,8 +16,7 @@ use tokio::time::sleep;
 
 use super::config::MockConfig;
 use super::faults::{FaultBoard, Faults};
-use super::handover::{EngineFacts, HandoverBoard, HandoverCounters};
-use super::http::{self, Server};
+use super::handover::{EngineFacts, HandoverBoard};
 use super::rank::{Pace, RankDriver};
 use super::sockets::{EventSocket, ReplaySocket, listen};
 use crate::kv_events::{Encoder, EventFormat};
@@ -59,166 +55,6 @@ pub enum MockError {
     Serve(String),
 }
 
-/// A running engine. Dropping it ends it too, slightly later than [`MockEngine::shutdown`].
-///
-/// ```
-/// use pointsman_trial::mock::{MockConfig, MockEngine, Tier};
-///
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let engine = MockEngine::start(MockConfig { data_parallel_size: 2, ..MockConfig::default() }).await?;
-/// engine.quiet().await;
-/// assert!(engine.held(1, Tier::Device).is_empty());
-/// assert!(engine.event_endpoint(1).starts_with("tcp://127.0.0.1:"));
-/// engine.shutdown().await;
-/// # Ok(())
-/// # }
-/// ```
-pub struct MockEngine {
-    engine: Arc<Engine>,
-    server: Server,
-    bootstrap_server: Option<Server>,
-}
-
-impl MockEngine {
-    /// Starts an engine. It accepts requests and publishes events when this function returns.
-    ///
-    /// # Errors
-    /// The configuration is invalid, or a port is taken.
-    pub async fn start(config: MockConfig) -> Result<Self, MockError> {
-        Self::start_boxed(config).await
-    }
-
-    /// Boxed, so that the future is compiled once in this crate and not again in every crate that polls `start`.
-    fn start_boxed(config: MockConfig) -> Pin<Box<dyn Future<Output = Result<Self, MockError>> + Send>> {
-        Box::pin(Self::start_parts(config))
-    }
-
-    async fn start_parts(config: MockConfig) -> Result<Self, MockError> {
-        let engine = Arc::new(Engine::start(config).await?);
-        let listener = {
-            let mut listener = engine.http_listener.lock().await;
-            listener.take().expect("only a start takes it")
-        };
-        let serve = |error: std::io::Error| MockError::Serve(error.to_string());
-        let server = Server::start(http::routes(Arc::clone(&engine)), listener).map_err(serve)?;
-        let bootstrap_listener = engine.bootstrap_listener.lock().await.take();
-        let bootstrap_server = match bootstrap_listener {
-            Some(listener) => {
-                Some(Server::start(http::bootstrap_routes(Arc::clone(&engine)), listener).map_err(serve)?)
-            }
-            None => None,
-        };
-        Ok(Self { engine, server, bootstrap_server })
-    }
-
-    /// The configuration with the actual port numbers. An engine started again with it has the same addresses.
-    #[must_use]
-    pub fn config(&self) -> &MockConfig {
-        &self.engine.config
-    }
-
-    /// Address of the HTTP server.
-    #[must_use]
-    pub fn address(&self) -> SocketAddr {
-        SocketAddr::new(self.engine.config.host, self.engine.config.port)
-    }
-
-    /// URL of the HTTP server, without a path.
-    #[must_use]
-    pub fn url(&self) -> String {
-        format!("http://{}", self.address())
-    }
-
-    /// ZMQ endpoint of a rank's events.
-    #[must_use]
-    pub fn event_endpoint(&self, rank: u16) -> String {
-        endpoint(self.engine.config.host, self.engine.event_port(rank))
-    }
-
-    /// ZMQ endpoint of a rank's replay requests.
-    #[must_use]
-    pub fn replay_endpoint(&self, rank: u16) -> String {
-        endpoint(self.engine.config.host, self.engine.replay_port(rank))
-    }
-
-    /// Blocks that a rank holds in a tier now, parents before children. The published events may lag by the current
-    /// step, unless the engine is quiet.
-    ///
-    /// # Panics
-    /// The rank does not exist; also for the methods below.
-    #[must_use]
-    pub fn held(&self, rank: u16, tier: Tier) -> Vec<Arc<Block>> {
-        self.engine.rank(rank).held(tier)
-    }
-
-    /// Sequence number of a rank's next event message: the number of messages of this incarnation, including those
-    /// dropped by a fault.
-    #[must_use]
-    pub fn sequence_next(&self, rank: u16) -> u64 {
-        self.engine.rank(rank).sequence_next()
-    }
-
-    /// Returns whether no request is running and every event is published, including events held back by faults.
-    #[must_use]
-    pub fn is_quiet(&self) -> bool {
-        self.engine.ranks().iter().all(|rank| rank.is_quiet())
-    }
-
-    /// Waits until [`MockEngine::is_quiet`]. Never returns while a paused publisher holds events back.
-    pub async fn quiet(&self) {
-        while !self.is_quiet() {
-            for rank in self.engine.ranks().iter() {
-                rank.quiet().await;
-            }
-        }
-    }
-
-    /// Restarts all ranks, like a process that crashes and restarts: requests lose their connections, caches and rings
-    /// are empty, and sequence numbers start at 0. Returns when the new incarnation publishes.
-    ///
-    /// # Errors
-    /// An invalid format, in which case nothing restarts, or a port that another process took, in which case the engine
-    /// stays stopped.
-    pub async fn restart(&self, format: impl Into<EventFormat>) -> Result<(), MockError> {
-        self.engine.restart(format.into()).await
-    }
-
-    /// Current faults and their counters.
-    #[must_use]
-    pub fn faults(&self) -> &FaultBoard {
-        &self.engine.faults
-    }
-
-    /// Counters of disaggregated serving, all zero without [`MockConfig::handover`].
-    #[must_use]
-    pub fn handover(&self) -> HandoverCounters {
-        self.engine.handover.as_ref().map(|board| board.counters()).unwrap_or_default()
-    }
-
-    /// Replaces the current faults. The end of a pause sends the messages that were held back.
-    ///
-    /// # Errors
-    /// An invalid value; the faults stay unchanged.
-    pub fn set_faults(&self, faults: Faults) -> Result<(), MockError> {
-        self.engine.set_faults(faults)
-    }
-
-    /// Stops all tasks and returns when all ports are free.
-    pub async fn shutdown(self) {
-        self.server.shutdown().await;
-        if let Some(server) = self.bootstrap_server {
-            server.shutdown().await;
-        }
-        let _exclusive = self.engine.restarting.lock().await;
-        let incarnation = self.engine.incarnation();
-        incarnation.stop().await;
-        if let Some(board) = &self.engine.handover {
-            board.restart();
-        }
-    }
-}
-
 /// Engine state shared by all requests.
 pub(crate) struct Engine {
     pub(crate) config: MockConfig,
@@ -228,8 +64,6 @@ pub(crate) struct Engine {
     /// Held while an incarnation is being stopped.
     restarting: Mutex<()>,
     request_next: AtomicU64,
-    http_listener: Mutex<Option<TcpListener>>,
-    bootstrap_listener: Mutex<Option<TcpListener>>,
     /// Disaggregated serving, if configured.
     pub(crate) handover: Option<Arc<HandoverBoard>>,
 }
@@ -250,12 +84,13 @@ struct Task {
 }
 
 impl Engine {
-    async fn start(mut config: MockConfig) -> Result<Self, MockError> {
+    /// Starts the ranks. Returns the listeners for HTTP and of the bootstrap server, if the engine has one.
+    pub(super) async fn start(mut config: MockConfig) -> Result<(Self, Vec<TcpListener>), MockError> {
         config.validate().map_err(MockError::Config)?;
         let count = config.data_parallel_size;
-        let http = listen_all(config.host, (config.port != 0).then_some(config.port), 1, FOR_HTTP)?;
+        let mut listeners = listen_all(config.host, (config.port != 0).then_some(config.port), 1, FOR_HTTP)?;
         let chosen = config.port == 0;
-        config.port = port_of(&http)?;
+        config.port = port_of(&listeners)?;
         let offset = |base: u16, offset: u16| {
             let too_high = || MockError::Config(format!("port {base} leaves no room for a port {offset} above it"));
             base.checked_add(offset).ok_or_else(too_high)
@@ -275,12 +110,11 @@ impl Engine {
         config.event_port = event_port.filter(|port| *port == 0).or(Some(port_of(&events)?));
         config.replay_port = replay_port.filter(|port| *port == 0).or(Some(port_of(&replays)?));
 
-        let mut bootstrap = None;
         if config.has_bootstrap_server() {
             let port = config.bootstrap_port.or((!chosen).then_some(BOOTSTRAP_PORT)).filter(|port| *port != 0);
-            let listeners = listen_all(config.host, port, 1, FOR_BOOTSTRAP)?;
-            config.bootstrap_port = Some(port_of(&listeners)?);
-            bootstrap = listeners.into_iter().next();
+            let bootstrap = listen_all(config.host, port, 1, FOR_BOOTSTRAP)?;
+            config.bootstrap_port = Some(port_of(&bootstrap)?);
+            listeners.extend(bootstrap);
         }
         let handover = config.handover.map(|protocol| {
             let address = SocketAddr::new(config.host, config.port);
@@ -292,17 +126,31 @@ impl Engine {
         let lora_ids: Arc<BTreeMap<_, _>> = Arc::new(config.loras.iter().cloned().zip(1..).collect());
         let incarnation =
             Incarnation::start(&config, config.events(), &faults, &lora_ids, events.into_iter().zip(replays)).await?;
-        Ok(Self {
+        let engine = Self {
             incarnation: RwLock::new(Arc::new(incarnation)),
             restarting: Mutex::new(()),
             request_next: AtomicU64::new(0),
-            http_listener: Mutex::new(http.into_iter().next()),
-            bootstrap_listener: Mutex::new(bootstrap),
             handover,
             config,
             faults,
             lora_ids,
-        })
+        };
+        Ok((engine, listeners))
+    }
+
+    /// Stops the ranks for good.
+    pub(super) async fn shutdown(&self) {
+        let _exclusive = self.restarting.lock().await;
+        self.stop().await;
+    }
+
+    /// Stops the ranks and returns when their ports are free.
+    async fn stop(&self) {
+        let incarnation = self.incarnation();
+        incarnation.stop().await;
+        if let Some(board) = &self.handover {
+            board.restart();
+        }
     }
 
     /// Runs on its own task: a cancelled caller must not leave the engine stopped.
@@ -315,11 +163,7 @@ impl Engine {
 
     async fn restart_in(&self, format: EventFormat) -> Result<(), MockError> {
         let _exclusive = self.restarting.lock().await;
-        let before = self.incarnation();
-        before.stop().await;
-        if let Some(board) = &self.handover {
-            board.restart();
-        }
+        self.stop().await;
         let count = self.config.data_parallel_size;
         let events = self.listen_again(self.config.event_port, count, FOR_EVENTS).await?;
         let replays = self.listen_again(self.config.replay_port, count, FOR_REPLAYS).await?;
@@ -374,7 +218,7 @@ impl Engine {
         self.incarnation().ports[usize::from(rank)].1
     }
 
-    fn rank(&self, rank: u16) -> Arc<RankDriver> {
+    pub(super) fn rank(&self, rank: u16) -> Arc<RankDriver> {
         Arc::clone(&self.ranks()[usize::from(rank)])
     }
 
@@ -445,6 +289,6 @@ fn port_of(listeners: &[TcpListener]) -> Result<u16, MockError> {
     first.local_addr().map(|address| address.port()).map_err(|error| MockError::Serve(error.to_string()))
 }
 
-fn endpoint(host: IpAddr, port: u16) -> String {
+pub(super) fn endpoint(host: IpAddr, port: u16) -> String {
     format!("tcp://{}", SocketAddr::new(host, port))
 }

@@ -86,24 +86,7 @@ pub struct Faults {
 
 impl Default for Faults {
     fn default() -> Self {
-        Self {
-            delay_ms: 0,
-            hang_share: 0.0,
-            reset_share: 0.0,
-            status_share: 0.0,
-            status: 500,
-            garbage_share: 0.0,
-            cut_share: 0.0,
-            stall_share: 0.0,
-            scope: Scope::All,
-            drop_share: 0.0,
-            duplicate_share: 0.0,
-            reorder_share: 0.0,
-            mangle_share: 0.0,
-            omit_removal_share: 0.0,
-            pause_publisher: false,
-            mute_replay: false,
-        }
+        super::config::of_flags(&[])
     }
 }
 

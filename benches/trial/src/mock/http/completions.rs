@@ -13,7 +13,6 @@ use std::task::{Context, Poll, ready};
 use crate::engine::{Output, RequestSpec, Stage};
 use axum::body::{Body, Bytes};
 use axum::extract::State;
-use axum::extract::rejection::BytesRejection;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
@@ -22,7 +21,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::answer::{self, ABORT, Api, DONE, Head, Usage};
 use super::legs::{self, Incoming};
-use super::request::{ChatRequest, Common, CompletionRequest, PromptInput, parsed};
+use super::request::{ChatRequest, Common, CompletionRequest, Parsed, PromptInput};
 use super::{Connection, Shared};
 use crate::mock::engine::Engine;
 use crate::mock::handover::RunningLeg;
@@ -40,12 +39,8 @@ pub(super) async fn complete(
     State(engine): Shared,
     Extension(connection): Extension<Connection>,
     headers: HeaderMap,
-    body: Result<Bytes, BytesRejection>,
+    Parsed(request): Parsed<CompletionRequest>,
 ) -> Response {
-    let request = match parsed::<CompletionRequest>(body) {
-        Ok(request) => request,
-        Err(refusal) => return *refusal,
-    };
     let (tokens, has_token_prompt) = match request.prompt {
         PromptInput::Text(text) => (tokenize(&text), false),
         PromptInput::Tokens(tokens) => (tokens, true),
@@ -59,12 +54,8 @@ pub(super) async fn chat(
     State(engine): Shared,
     Extension(connection): Extension<Connection>,
     headers: HeaderMap,
-    body: Result<Bytes, BytesRejection>,
+    Parsed(request): Parsed<ChatRequest>,
 ) -> Response {
-    let request = match parsed::<ChatRequest>(body) {
-        Ok(request) => request,
-        Err(refusal) => return *refusal,
-    };
     let texts: Vec<String> = request.messages.iter().map(super::request::Message::text).collect();
     let messages = request.messages.iter().zip(&texts).map(|(message, text)| (message.role.as_str(), text.as_str()));
     let mut text = chat_text(messages);

@@ -5,9 +5,7 @@
 
 use std::sync::Arc;
 
-use axum::body::Bytes;
 use axum::extract::State;
-use axum::extract::rejection::BytesRejection;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -15,7 +13,7 @@ use axum::{Json, Router};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::request::parsed;
+use super::request::Parsed;
 use super::{Shared, answer};
 use crate::mock::engine::Engine;
 use crate::mock::handover::{Claim, HandoverProtocol, Push, Refusal};
@@ -38,11 +36,7 @@ async fn counters(State(engine): Shared) -> Response {
 }
 
 /// `POST /handover/claim`: a decode engine claims the blocks of a prefill.
-pub(super) async fn claim(State(engine): Shared, body: Result<Bytes, BytesRejection>) -> Response {
-    let claim = match parsed::<Claim>(body) {
-        Ok(claim) => claim,
-        Err(refusal) => return *refusal,
-    };
+pub(super) async fn claim(State(engine): Shared, Parsed(claim): Parsed<Claim>) -> Response {
     let Some(board) = engine.handover.as_ref().filter(|board| board.facts.role.has_prefill()) else {
         return disabled();
     };
@@ -56,11 +50,7 @@ pub(super) async fn claim(State(engine): Shared, body: Result<Bytes, BytesReject
 }
 
 /// `POST /handover/push`: a prefill engine delivers the blocks of a prefill.
-async fn push(State(engine): Shared, body: Result<Bytes, BytesRejection>) -> Response {
-    let push = match parsed::<Push>(body) {
-        Ok(push) => push,
-        Err(refusal) => return *refusal,
-    };
+async fn push(State(engine): Shared, Parsed(push): Parsed<Push>) -> Response {
     let is_receiver = |protocol| protocol == HandoverProtocol::VllmP2pNccl;
     match engine.handover.as_ref().filter(|board| is_receiver(board.facts.protocol) && board.facts.role.has_decode()) {
         Some(board) => {
@@ -89,11 +79,7 @@ struct AbortRequest {
 }
 
 /// `POST /abort_request` of SGLang: succeeds also for an unknown request.
-async fn abort_request(State(engine): Shared, body: Result<Bytes, BytesRejection>) -> Response {
-    let request = match parsed::<AbortRequest>(body) {
-        Ok(request) => request,
-        Err(refusal) => return *refusal,
-    };
+async fn abort_request(State(engine): Shared, Parsed(request): Parsed<AbortRequest>) -> Response {
     match engine.handover.as_ref().filter(|board| board.facts.protocol == HandoverProtocol::Sglang) {
         Some(board) => {
             board.abort(&request.rid);

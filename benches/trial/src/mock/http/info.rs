@@ -8,9 +8,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use axum::Json;
-use axum::body::Bytes;
 use axum::extract::State;
-use axum::extract::rejection::BytesRejection;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
@@ -18,7 +16,7 @@ use serde_json::{Value, json};
 
 use super::Shared;
 use super::answer;
-use super::request::{PromptInput, TokenizeRequest, parsed};
+use super::request::{Parsed, PromptInput, TokenizeRequest};
 use crate::kv_events::{Dialect, EventFormat};
 use crate::mock::engine::{BOOTSTRAP_PORT, Engine, MockError};
 use crate::mock::faults::Faults;
@@ -50,11 +48,7 @@ pub(super) async fn models(State(engine): Shared) -> Json<Value> {
 }
 
 /// `POST /tokenize`.
-pub(super) async fn tokenize(State(engine): Shared, body: Result<Bytes, BytesRejection>) -> Response {
-    let request = match parsed::<TokenizeRequest>(body) {
-        Ok(request) => request,
-        Err(refusal) => return *refusal,
-    };
+pub(super) async fn tokenize(State(engine): Shared, Parsed(request): Parsed<TokenizeRequest>) -> Response {
     let tokens = match (request.prompt, request.messages) {
         (Some(PromptInput::Text(text)), None) => tokenizer::tokenize(&text),
         (Some(PromptInput::Tokens(tokens)), None) => tokens,
@@ -78,11 +72,8 @@ pub(super) struct DetokenizeRequest {
 }
 
 /// `POST /detokenize`.
-pub(super) async fn detokenize(body: Result<Bytes, BytesRejection>) -> Response {
-    match parsed::<DetokenizeRequest>(body) {
-        Ok(request) => Json(json!({ "prompt": tokenizer::detokenize(&request.tokens) })).into_response(),
-        Err(refusal) => *refusal,
-    }
+pub(super) async fn detokenize(Parsed(request): Parsed<DetokenizeRequest>) -> Response {
+    Json(json!({ "prompt": tokenizer::detokenize(&request.tokens) })).into_response()
 }
 
 /// `GET /server_info`, in SGLang's format.
@@ -165,7 +156,7 @@ pub(super) async fn faults(State(engine): Shared) -> Json<Value> {
 /// Body of `POST /faults`: all faults (omitted ones are off) and an optional restart.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct Change {
+pub(super) struct Change {
     /// Restarts the ranks, in this format or the current one.
     restart: Option<Restart>,
     #[serde(flatten)]
@@ -180,11 +171,7 @@ struct Restart {
 }
 
 /// `POST /faults`.
-pub(super) async fn set_faults(State(engine): Shared, body: Result<Bytes, BytesRejection>) -> Response {
-    let change = match parsed::<Change>(body) {
-        Ok(change) => change,
-        Err(refusal) => return *refusal,
-    };
+pub(super) async fn set_faults(State(engine): Shared, Parsed(change): Parsed<Change>) -> Response {
     match apply(&engine, change).await {
         Ok(()) => Json(faults_json(&engine)).into_response(),
         Err(MockError::Config(message)) => answer::error(StatusCode::BAD_REQUEST, &message),

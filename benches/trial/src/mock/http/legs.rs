@@ -108,8 +108,7 @@ impl Server<'_> {
     async fn prefill(&self, request: Incoming, leg: PrefillLeg) -> Result<Response, Refusal> {
         let protocol = self.board.facts.protocol;
         let mut running = self.run(&request);
-        let rank = self.rank(&request, leg.rank)?;
-        let mut prepared = Prepared::new(self.engine, &request, rank)?;
+        let mut prepared = Prepared::new(self.engine, &request, self.rank(&request, leg.rank)?)?;
         let is_complete = match protocol {
             HandoverProtocol::VllmNixl => blocks(self.engine, &prepared.spec) == 0,
             HandoverProtocol::TensorrtLlm => prepared.spec.output_tokens_max == 1,
@@ -133,41 +132,49 @@ impl Server<'_> {
             };
             self.connected(connected, &key).await?;
         }
-        let (prompt, rank_idx) = (fingerprint(&prepared.spec), prepared.rank_idx);
+        let (prompt, rank) = (fingerprint(&prepared.spec), prepared.rank_idx);
         let (tokens, blocks) = (prepared.spec.tokens.len() as u64, blocks(self.engine, &prepared.spec));
         let (head, run) = prepared.submit(if is_complete { Stage::Whole } else { Stage::Prefill }, None)?;
         let ended = tokio::select! {
             biased;
-            () = running.aborted() => None,
-            ended = run.all() => match ended {
-                Some(ended) => Some(ended),
-                None => self.connection.reset().await,
-            },
+            () = running.aborted() => return Ok(aborted_as(&request, &head, Usage::default())),
+            ended = run.all() => ended,
         };
-        let Some(Ended { tokens: output, reason, usage, guard, .. }) = ended else {
-            return Ok(aborted_as(&request, &head, Usage::default()));
-        };
-        let text = crate::mock::tokenizer::detokenize(&output);
+        let Some(ended) = ended else { self.connection.reset().await };
         if is_complete {
-            let mut answer = head.whole(&text, reason, usage);
+            let mut answer = head.whole(&ended.text(), ended.reason, ended.usage);
             if protocol == HandoverProtocol::TensorrtLlm {
                 answer["choices"][0]["finish_reason"] = "stop".into();
                 answer["prompt_token_ids"] = request.tokens.into();
             }
             return Ok(Json(answer).into_response());
         }
-        let grant = Grant { rank: rank_idx, tokens, blocks, first_token: output.first().copied().unwrap_or_default() };
+        let grant = Grant { rank, tokens, blocks, first_token: ended.tokens.first().copied().unwrap_or_default() };
+        let prefilled = Prefilled { head, ended, grant, prompt, numeric_key, push_to: leg.push_to };
+        self.hand_over(request, &mut running, transfer, prefilled).await
+    }
+
+    /// Holds the blocks of a finished prefill for its decode engine, and responds in the protocol.
+    async fn hand_over(
+        &self,
+        request: Incoming,
+        running: &mut RunningLeg,
+        transfer: OpenTransfer,
+        Prefilled { head, ended, grant, prompt, numeric_key, push_to }: Prefilled,
+    ) -> Result<Response, Refusal> {
+        let (text, key) = (ended.text(), transfer.key.clone());
+        let Ended { reason, usage, guard, .. } = ended;
         let Some(held) = transfer.hold(grant, prompt, guard) else { self.connection.reset().await };
         let mut answer = head.whole(&text, reason, usage);
-        match protocol {
+        match self.board.facts.protocol {
             HandoverProtocol::VllmNixl => {
-                let engine_id = self.board.engine_id(rank_idx);
+                let engine_id = self.board.engine_id(grant.rank);
                 answer["kv_transfer_params"] =
                     nixl_params(&key, &engine_id, self.board.reachable(), &grant, held.expiry_ms);
                 transfer.leave();
             }
             HandoverProtocol::VllmMooncake => transfer.leave(),
-            HandoverProtocol::VllmP2pNccl => self.push(transfer, leg.push_to, prompt, grant).await,
+            HandoverProtocol::VllmP2pNccl => self.push(transfer, push_to, prompt, grant).await,
             HandoverProtocol::Sglang => {
                 let claimed = tokio::select! {
                     biased;
@@ -304,6 +311,17 @@ impl Server<'_> {
             },
         }
     }
+}
+
+/// A finished prefill.
+struct Prefilled {
+    head: answer::Head,
+    ended: Ended,
+    grant: Grant,
+    /// Fingerprint of the prompt.
+    prompt: u64,
+    numeric_key: u64,
+    push_to: Option<String>,
 }
 
 /// Errors of fetching a transfer.

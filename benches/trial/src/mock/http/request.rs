@@ -6,7 +6,7 @@
 use std::fmt;
 
 use axum::body::Bytes;
-use axum::extract::rejection::BytesRejection;
+use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
 use axum::response::Response;
 use serde::de::{DeserializeOwned, Error, SeqAccess, Visitor};
@@ -164,13 +164,19 @@ impl Message {
     }
 }
 
-/// Parses a body as JSON of the expected type.
-pub(super) fn parsed<T: DeserializeOwned>(body: Result<Bytes, BytesRejection>) -> Result<T, Box<Response>> {
-    let body = body.map_err(|error| Box::new(answer::error(error.status(), &error.body_text())))?;
-    serde_json::from_slice(&body).map_err(|error| {
-        let message = format!("the body is not the expected JSON: {error}");
-        Box::new(answer::error(StatusCode::BAD_REQUEST, &message))
-    })
+/// A body as JSON of the expected type.
+pub(super) struct Parsed<T>(pub(super) T);
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Parsed<T> {
+    type Rejection = Response;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Response> {
+        let body = Bytes::from_request(request, state).await;
+        let body = body.map_err(|error| answer::error(error.status(), &error.body_text()))?;
+        serde_json::from_slice(&body).map(Self).map_err(|error| {
+            answer::error(StatusCode::BAD_REQUEST, &format!("the body is not the expected JSON: {error}"))
+        })
+    }
 }
 
 impl<'de> Deserialize<'de> for PromptInput {

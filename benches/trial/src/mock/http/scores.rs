@@ -6,15 +6,13 @@
 use std::collections::BTreeSet;
 
 use axum::Json;
-use axum::body::Bytes;
 use axum::extract::State;
-use axum::extract::rejection::BytesRejection;
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::Shared;
-use super::request::parsed;
+use super::request::Parsed;
 use crate::mock::tokenizer::tokenize;
 
 /// Body of `/v1/rerank`.
@@ -40,11 +38,8 @@ enum Texts {
 }
 
 /// `POST /v1/rerank`.
-pub(super) async fn rerank(State(engine): Shared, body: Result<Bytes, BytesRejection>) -> Response {
-    let RerankRequest { query, documents } = match parsed(body) {
-        Ok(request) => request,
-        Err(refusal) => return *refusal,
-    };
+pub(super) async fn rerank(State(engine): Shared, Parsed(request): Parsed<RerankRequest>) -> Response {
+    let RerankRequest { query, documents } = request;
     let mut results: Vec<(usize, f64)> = scores(&query, &documents).into_iter().enumerate().collect();
     results.sort_by(|one, other| other.1.total_cmp(&one.1));
     let results = results.into_iter().map(
@@ -57,11 +52,10 @@ pub(super) async fn rerank(State(engine): Shared, body: Result<Bytes, BytesRejec
 }
 
 /// `POST /v1/score`.
-pub(super) async fn score(State(engine): Shared, body: Result<Bytes, BytesRejection>) -> Response {
-    let ScoreRequest { text_1, text_2 } = match parsed(body) {
-        Ok(request) => request,
-        Err(refusal) => return *refusal,
-    };
+pub(super) async fn score(
+    State(engine): Shared,
+    Parsed(ScoreRequest { text_1, text_2 }): Parsed<ScoreRequest>,
+) -> Response {
     let texts = match text_2 {
         Texts::One(text) => vec![text],
         Texts::Several(texts) => texts,
