@@ -1,42 +1,35 @@
-//! Load and replay harness of Pointsman. Measures the cost of a router in a closed and in an open loop.
+//! Load and replay harness of Pointsman.
 //!
-//! A [`workload`] provides prompts, simulated [`engine`]s replace the fleet, and the [`closed_loop`] or
-//! the [`open_loop`] drives a [`target::Target`]: route, let the engine serve, deliver its events, complete the prefill,
-//! free. [`measure`] has the clocks and [`report`] the results. There are two targets: Pointsman, and in `benches/versus` Dynamo's router, so
-//! that both run exactly the same loops.
+//! A [`workload`] provides requests, a [`target::Target`] is the router under test: Pointsman, or in `benches/versus`
+//! Dynamo's router, so that both run exactly the same loops. The loops:
 //!
-//! In addition, [`events`] measures the processing of KV events alone: the number of blocks per second on one core.
+//! - [`replay`]: a closed or an open loop in real time over engines that respond immediately. Measures the cost of routing
+//!   and the cache hits.
+//! - [`simulate`]: engines with modelled durations, in virtual time. Measures the latency that users of a fleet would see.
+//! - [`load`]: real endpoints over HTTP, by the clients of [`pointsman_trial::driver`], as in [`drill`] and in the demo.
+//! - [`hold`]: a constant load on an embedded router for minutes, and its residue.
 //!
-//! The loops do not simulate time: their engines respond immediately, and the load consists of the `--inflight`
-//! requests. They measure the cost of routing and the cache hits. [`simulate`] measures the latency that users of a
-//! fleet would see: the same targets over engines with modelled durations, in virtual time. [`load`] sends requests to
-//! real endpoints over HTTP.
-//!
-//! Every run over time, simulated or real, gives a [`record::Run`], from which [`results`] computes figures and
-//! warnings. [`compare`] and [`suite`] compare policies, [`page`] draws their results, [`drift`] tests them for
-//! regressions.
+//! Runs over time give a [`results::Run`], from which [`results`] computes the figures and warnings of one report.
+//! [`compare`] and [`suite`] compare policies and endpoints by it, [`page`] draws it. [`events`] measures the processing of
+//! KV events alone.
 //!
 //! The harness uses the router through its public API only.
 
-pub mod cli;
-pub mod closed_loop;
+use std::error::Error;
+use std::io;
+use std::path::Path;
+
 pub mod compare;
-pub mod decisions;
-pub mod drift;
 pub mod drill;
-pub mod embedded;
 pub mod engine;
 pub mod events;
 pub mod fleet;
 pub mod hold;
 pub mod load;
-pub mod loop_state;
 pub mod measure;
-pub mod open_loop;
 pub mod page;
 mod progress;
-pub mod record;
-pub mod report;
+pub mod replay;
 pub mod results;
 pub mod simulate;
 pub mod source;
@@ -44,3 +37,18 @@ pub mod suite;
 pub mod target;
 
 pub use pointsman_trial::workload;
+
+/// Reason for the end of a run, for display only.
+pub type Failed = Box<dyn Error + Send + Sync>;
+
+/// Description of a failed operation on a file.
+pub(crate) fn unusable<E: std::fmt::Display>(operation: &str, path: &Path) -> impl FnOnce(E) -> Failed {
+    let subject = format!("cannot {operation} {}", path.display());
+    move |error| format!("{subject}: {error}").into()
+}
+
+/// Runtime with this number of threads.
+pub(crate) fn runtime(threads: usize) -> Result<tokio::runtime::Runtime, Failed> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
+    runtime.map_err(|error: io::Error| format!("cannot start a runtime of {threads} threads: {error}").into())
+}

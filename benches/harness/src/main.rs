@@ -1,24 +1,22 @@
 //! Command line of the harness.
 
-use std::error::Error;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::{Parser, Subcommand};
 use metrics_exporter_prometheus::PrometheusBuilder;
-use pointsman_bench::cli::Replay;
+use pointsman_bench::Failed;
 use pointsman_bench::compare::{Compare, CompareEndpoints};
-use pointsman_bench::decisions::Decisions;
-use pointsman_bench::drift::Drift;
 use pointsman_bench::drill::Drill;
-use pointsman_bench::embedded::Embedded;
 use pointsman_bench::events::Events;
 use pointsman_bench::hold::Hold;
 use pointsman_bench::load::Load;
 use pointsman_bench::page::Page;
+use pointsman_bench::replay::Replay;
 use pointsman_bench::simulate::Simulate;
 use pointsman_bench::suite::RunSuite;
+use pointsman_bench::target::Embedded;
 
 /// Benchmarks for Pointsman
 #[derive(Parser)]
@@ -40,10 +38,6 @@ enum Command {
     Compare(Box<Compare>),
     /// Simulate several policies on a list of workloads and report the wins and losses of each
     Suite(RunSuite),
-    /// Fail if policies drift from their recorded figures in a small simulation
-    Drift(Drift),
-    /// Simulate every policy and replay its recorded decisions, which must be equal bit for bit
-    Decisions(Decisions),
     /// Kill, restart and separate gateways under load, on loopback
     Drill(Drill),
     /// Hold a constant load on an embedded router and report route times, memory and residue
@@ -85,17 +79,15 @@ fn stdout() -> Output {
 fn main() -> ExitCode {
     let done = match Arguments::parse().command {
         Command::Replay(replay) => run(&replay),
-        Command::Events(events) => measure(&events),
-        Command::Simulate(simulate) => simulate.run(stdout(), io::stderr()).map_err(Into::into),
-        Command::Compare(compare) => compare.run(stdout(), io::stderr()).map_err(Into::into),
-        Command::Suite(suite) => suite.run(stdout(), io::stderr()).map_err(Into::into),
-        Command::Drift(drift) => drift.run(stdout()).map_err(Into::into),
-        Command::Decisions(decisions) => decisions.run(stdout()),
-        Command::Drill(drill) => drill.run(stdout()).map_err(Into::into),
+        Command::Events(events) => events.run().and_then(|report| Ok(report.write(stdout(), events.json)?)),
+        Command::Simulate(simulate) => simulate.run(stdout(), io::stderr()),
+        Command::Compare(compare) => compare.run(stdout(), io::stderr()),
+        Command::Suite(suite) => suite.run(stdout(), io::stderr()),
+        Command::Drill(drill) => drill.run(stdout()),
         Command::Hold(hold) => held(&hold),
-        Command::Load(load) => load.run(stdout(), io::stderr()).map_err(Into::into),
-        Command::CompareEndpoints(compare) => compare.run(stdout(), io::stderr()).map_err(Into::into),
-        Command::Report(page) => page.write().map_err(Into::into),
+        Command::Load(load) => load.run(stdout(), io::stderr()),
+        Command::CompareEndpoints(compare) => compare.run(stdout(), io::stderr()),
+        Command::Report(page) => page.write(),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -108,7 +100,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(replay: &Replay) -> Result<(), Box<dyn Error>> {
+fn run(replay: &Replay) -> Result<(), Failed> {
     // Installed before the router starts, because its actors obtain their metric handles at start.
     let metrics = replay.metrics.then(|| PrometheusBuilder::new().install_recorder()).transpose()?;
     let report = replay.run(Embedded::start)?;
@@ -118,17 +110,13 @@ fn run(replay: &Replay) -> Result<(), Box<dyn Error>> {
     Ok(report.write(stdout(), replay.json)?)
 }
 
-fn held(hold: &Hold) -> Result<(), Box<dyn Error>> {
+fn held(hold: &Hold) -> Result<(), Failed> {
     let metrics = PrometheusBuilder::new().install_recorder()?;
     let render = move || {
         metrics.run_upkeep();
         metrics.render()
     };
-    Ok(hold.run(render, stdout())?)
-}
-
-fn measure(events: &Events) -> Result<(), Box<dyn Error>> {
-    Ok(events.run()?.write(stdout(), events.json)?)
+    hold.run(render, stdout())
 }
 
 #[cfg(test)]

@@ -20,8 +20,7 @@ use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use pointsman_bench::compare::{CompareEndpoints, Comparison, Figure};
 use pointsman_bench::load::Load;
-use pointsman_bench::record::{RequestRecord, Run};
-use pointsman_bench::results::ClientHealth;
+use pointsman_bench::results::{ClientHealth, RequestRecord, Run};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 

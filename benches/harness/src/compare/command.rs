@@ -5,15 +5,14 @@ use std::num::NonZeroUsize;
 use std::thread::available_parallelism;
 
 use clap::Args;
-use pointsman_trial::workload::trace::TraceError;
 
 use super::jobs::in_parallel;
 use super::{Comparison, Policied};
-use crate::embedded::Embedded;
-use crate::load::LoadError;
+use crate::Failed;
 use crate::progress::Progress;
-use crate::results::{ReportingError, Summary};
-use crate::simulate::{self, Simulate, SimulateError};
+use crate::results::{Summary, unwritten};
+use crate::simulate::{self, Simulate};
+use crate::target::Embedded;
 
 /// Simulates several policies on one workload.
 #[derive(Args, Clone, Debug)]
@@ -32,49 +31,16 @@ pub struct Compare {
     pub simulate: Simulate,
 }
 
-/// Errors of a comparison.
-#[derive(Debug, thiserror::Error)]
-pub enum CompareError {
-    /// The trace is invalid.
-    #[error(transparent)]
-    Trace(#[from] TraceError),
-    /// A simulation failed.
-    #[error("{policy}, seed {seed}: {source}")]
-    Simulate {
-        /// Policy of the simulation.
-        policy: String,
-        /// Seed of the simulation.
-        seed: u64,
-        /// Error of the simulation.
-        source: SimulateError,
-    },
-    /// The load could not be sent to an endpoint.
-    #[error("{url}, seed {seed}: {source}")]
-    Load {
-        /// URL of the endpoint.
-        url: String,
-        /// Seed of the load.
-        seed: u64,
-        /// Error of the load generator.
-        source: Box<LoadError>,
-    },
-    /// Warnings under `--strict`, or a write error.
-    #[error(transparent)]
-    Reporting(#[from] ReportingError),
-}
-
 impl Compare {
     /// Runs the comparison; writes figures to `out` and warnings to `warnings_out`, progress to standard error.
     ///
     /// # Errors
     /// The workload cannot be read, a simulation fails, or the figures cannot be written.
-    pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), CompareError> {
+    pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), Failed> {
         let seeds = seeds(self.simulate.router.seed, self.seeds);
-        let progress = Progress::new(self.policies.len() * seeds.len(), "simulations");
-        let comparison = simulated(&self.simulate, &self.policies, &seeds, jobs(self.jobs), &progress)?;
-        drop(progress);
+        let comparison = simulated(&self.simulate, &self.policies, &seeds, self.jobs)?;
         self.simulate.reporting.admit(&comparison.warnings(), warnings_out)?;
-        Ok(comparison.write(out, self.simulate.reporting.json).map_err(ReportingError::Io)?)
+        comparison.write(out, self.simulate.reporting.json).map_err(unwritten)
     }
 }
 
@@ -83,32 +49,29 @@ pub(crate) fn seeds(first: u64, count: u32) -> Vec<u64> {
     (0..u64::from(count)).map(|turn| first.wrapping_add(turn)).collect()
 }
 
-/// The given number of jobs, or one job per core.
-pub(crate) fn jobs(given: Option<NonZeroUsize>) -> NonZeroUsize {
-    given.or_else(|| available_parallelism().ok()).unwrap_or(NonZeroUsize::MIN)
-}
-
-/// Compares `policies` in simulations like `simulate`, with at most `jobs` in parallel. Each one counts in `progress`.
+/// Compares `policies` in simulations like `simulate`, with at most `jobs` in parallel, or one per core.
 ///
 /// Simulations run in virtual time, so neither their order nor parallel jobs change the figures.
 ///
 /// # Errors
 /// The trace cannot be read, or a simulation fails.
-pub(crate) fn simulated(
+pub fn simulated(
     simulate: &Simulate,
     policies: &[Policied],
     seeds: &[u64],
-    jobs: NonZeroUsize,
-    progress: &Progress,
-) -> Result<Comparison, CompareError> {
+    jobs: Option<NonZeroUsize>,
+) -> Result<Comparison, Failed> {
     let pairs: Vec<(&Policied, u64)> =
         seeds.iter().flat_map(|seed| policies.iter().map(move |policy| (policy, *seed))).collect();
+    let progress = Progress::new(pairs.len(), "simulations");
     let counted = |(policy, seed): &(&Policied, u64)| {
         let run = one(simulate, policy, *seed);
         progress.add(1);
         run
     };
+    let jobs = jobs.or_else(|| available_parallelism().ok()).unwrap_or(NonZeroUsize::MIN);
     let mut runs = in_parallel(&pairs, jobs, counted)?.into_iter();
+    drop(progress);
     let mut contenders: Vec<(String, Vec<Summary>)> =
         policies.iter().map(|policy| (policy.to_string(), Vec::new())).collect();
     for _ in seeds {
@@ -119,14 +82,14 @@ pub(crate) fn simulated(
     Ok(Comparison::of_runs(contenders))
 }
 
-fn one(simulate: &Simulate, policy: &Policied, seed: u64) -> Result<Summary, CompareError> {
+fn one(simulate: &Simulate, policy: &Policied, seed: u64) -> Result<Summary, Failed> {
     let workload = simulate.source.load(seed)?;
-    let failed = |source| CompareError::Simulate { policy: policy.to_string(), seed, source };
+    let failed = |source: Failed| -> Failed { format!("{policy}, seed {seed}: {source}").into() };
     let mut setup = simulate.setup(workload.requests.len()).map_err(failed)?;
     setup.router.policy = policy.policy;
     setup.router.seed = seed;
     setup.router.settings.extend(policy.settings.clone());
-    let run = simulate::run(&setup, &workload, Embedded::start_simulated).map_err(failed)?;
+    let run = simulate::run(&setup, &workload, Embedded::start).map_err(failed)?;
     let facts = setup.facts(&workload, &simulate.reporting);
     Ok(Summary { policy: policy.to_string(), ..Summary::new(&run, &facts) })
 }

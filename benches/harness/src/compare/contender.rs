@@ -6,7 +6,7 @@ use std::str::FromStr;
 use pointsman::policy::Policy;
 use serde_json::{Map, Value};
 
-use crate::cli::{policy_name, policy_named};
+use crate::fleet::{policy_name, policy_named};
 
 /// A policy with optional settings, so that variants of one policy can be compared: `kv`, or
 /// `kv+seed=7+policy.overlap_score_credit=0.5`.

@@ -4,10 +4,11 @@ use std::io::Write;
 
 use clap::Args;
 
+use super::Comparison;
 use super::command::seeds;
-use super::{CompareError, Comparison};
+use crate::Failed;
 use crate::load::Load;
-use crate::results::{ReportingError, Summary};
+use crate::results::{Summary, unwritten};
 
 /// Several endpoints under the same load, one after the other.
 ///
@@ -32,18 +33,17 @@ impl CompareEndpoints {
     ///
     /// # Errors
     /// The workload cannot be read or sent, or the figures cannot be written.
-    pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), CompareError> {
+    pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), Failed> {
         let urls: Vec<String> = std::iter::once(&self.load.url).chain(&self.against).cloned().collect();
         let comparison = Comparison::run(&urls, &seeds(self.load.seed, self.seeds), |url, seed| self.one(url, seed))?;
         let reporting = &self.load.reporting;
         reporting.admit(&comparison.warnings(), warnings_out)?;
-        Ok(comparison.write(out, reporting.json).map_err(ReportingError::Io)?)
+        comparison.write(out, reporting.json).map_err(unwritten)
     }
 
-    fn one(&self, url: &str, seed: u64) -> Result<Summary, CompareError> {
+    fn one(&self, url: &str, seed: u64) -> Result<Summary, Failed> {
         let load = Load { url: url.to_owned(), seed, ..self.load.clone() };
-        let failed = |source| CompareError::Load { url: url.to_owned(), seed, source: Box::new(source) };
-        let (run, facts) = load.measure().map_err(failed)?;
+        let (run, facts) = load.measure().map_err(|source| format!("{url}, seed {seed}: {source}"))?;
         Ok(Summary::new(&run, &facts))
     }
 }

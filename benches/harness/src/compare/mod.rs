@@ -17,14 +17,13 @@ use std::io::{self, Write};
 
 use serde::{Deserialize, Serialize};
 
-pub(crate) use command::simulated;
-pub use command::{Compare, CompareError};
+pub use command::{Compare, simulated};
 pub use contender::Policied;
 pub use endpoints::CompareEndpoints;
 pub use figure::{Figure, TIE, Verdict, worse};
 pub use ratio::Ratio;
 
-use crate::results::{Gate, SCHEMA_VERSION, Summary};
+use crate::results::{Gate, SCHEMA_VERSION, Summary, write_json};
 
 /// Comparison of several policies or endpoints on one workload, each relative to the first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -101,16 +100,7 @@ impl Comparison {
     /// # Errors
     /// `out` fails.
     pub fn write(&self, out: impl Write, json: bool) -> io::Result<()> {
-        if json { self.write_json(out) } else { self.write_text(out) }
-    }
-
-    /// Writes the comparison as one line of JSON.
-    ///
-    /// # Errors
-    /// `out` fails.
-    pub fn write_json(&self, mut out: impl Write) -> io::Result<()> {
-        serde_json::to_writer(&mut out, self)?;
-        writeln!(out)
+        if json { write_json(out, self) } else { self.write_text(out) }
     }
 }
 
@@ -232,7 +222,7 @@ pub(crate) mod tests {
     fn json_round_trips() {
         let of = comparison(&[("kv", 1.0), ("latency", 0.7)]);
         let mut line = Vec::new();
-        of.write_json(&mut line).expect("written");
+        of.write(&mut line, true).expect("written");
         assert_eq!(serde_json::from_slice::<Comparison>(&line).expect("reads back"), of);
     }
 }

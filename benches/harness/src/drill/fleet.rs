@@ -8,10 +8,11 @@ use std::time::Duration;
 use pointsman_trial::mock::{Faults, MockConfig, MockEngine};
 use tokio::time::{Instant, sleep};
 
+use super::Drill;
 use super::gateway::Gateway;
 use super::relay::Relay;
 use super::traffic::{BLOCK_SIZE, Traffic};
-use super::{Drill, DrillError};
+use crate::Failed;
 
 /// Limit of every wait. No result depends on it.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -25,7 +26,7 @@ impl Scratch {
         &self.0
     }
 
-    pub(super) fn create() -> Result<Self, DrillError> {
+    pub(super) fn create() -> Result<Self, Failed> {
         static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
         let n = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let path = std::env::temp_dir().join(format!("pointsman-drill-{}-{n}", std::process::id()));
@@ -73,12 +74,12 @@ pub(super) struct Fleet {
 /// Waits until `holds` returns true.
 pub(super) async fn until(
     what: &str,
-    mut holds: impl AsyncFnMut() -> Result<bool, DrillError>,
-) -> Result<Duration, DrillError> {
+    mut holds: impl AsyncFnMut() -> Result<bool, Failed>,
+) -> Result<Duration, Failed> {
     let begun = Instant::now();
     while !holds().await? {
         if begun.elapsed() > PATIENCE {
-            return Err(DrillError::Timeout { what: what.to_owned() });
+            return Err(format!("timed out: {what}").into());
         }
         sleep(Duration::from_millis(10)).await;
     }
@@ -87,15 +88,16 @@ pub(super) async fn until(
 
 impl Fleet {
     /// Starts everything and sends each prompt once.
-    pub(super) async fn start(drill: &Drill, program: &Path, network: Network) -> Result<Self, DrillError> {
+    pub(super) async fn start(drill: &Drill, program: &Path, network: Network) -> Result<Self, Failed> {
         let scratch = Scratch::create()?;
         let mut engines = Vec::new();
         for seed in 0..u64::from(drill.engines) {
             let config = MockConfig { block_size: BLOCK_SIZE, kv_blocks: 32_768, seed, ..MockConfig::default() };
-            engines.push(MockEngine::start(config).await?);
+            let engine = MockEngine::start(config).await;
+            engines.push(engine.map_err(|error| format!("cannot start a mock engine: {error}"))?);
         }
         let count = drill.gateways as usize;
-        let traffic = Traffic::start(count, drill.prompts, drill.rate.get());
+        let traffic = Traffic::start(count, drill.prompts, drill.rate.get())?;
         let (mut gateways, mut links) = (Vec::new(), Vec::new());
         for from in 0..count {
             let mut replicas = format!("[replicas]\nid = \"gateway-{from}\"\n");
@@ -117,7 +119,7 @@ impl Fleet {
                 Network::Nats(server) => replicas += &format!("nats = \"nats://{server}\"\n"),
             }
             let urls = engines.iter().map(MockEngine::url).collect();
-            gateways.push(Gateway::new(from, program, &scratch.0, urls, &replicas, traffic.http())?);
+            gateways.push(Gateway::new(from, program, &scratch.0, urls, &replicas)?);
         }
         let mut fleet = Self { traffic, gateways, links, engines, _scratch: scratch };
         for n in 0..count {
@@ -135,7 +137,7 @@ impl Fleet {
     }
 
     /// Starts a gateway and waits until it listens.
-    pub(super) async fn start_gateway(&mut self, n: usize) -> Result<(), DrillError> {
+    pub(super) async fn start_gateway(&mut self, n: usize) -> Result<(), Failed> {
         let gateway = &mut self.gateways[n];
         gateway.start()?;
         if self.links.iter().any(|link| link.to == Some(n)) {
@@ -154,7 +156,7 @@ impl Fleet {
     }
 
     /// Waits until a gateway is ready and includes it in the traffic.
-    pub(super) async fn include(&mut self, n: usize) -> Result<(), DrillError> {
+    pub(super) async fn include(&mut self, n: usize) -> Result<(), Failed> {
         let gateway = &self.gateways[n];
         until("a ready gateway", async || Ok(gateway.is_ready().await)).await?;
         self.traffic.set_gateway(n, gateway.address);
@@ -171,7 +173,7 @@ impl Fleet {
     }
 
     /// Sends requests until `count` have ended.
-    pub(super) async fn serve(&self, count: u64) -> Result<(), DrillError> {
+    pub(super) async fn serve(&self, count: u64) -> Result<(), Failed> {
         self.traffic.set_paused(false);
         let end = self.traffic.ended() + count;
         until("responses", async || Ok(self.traffic.ended() >= end)).await?;
@@ -179,7 +181,7 @@ impl Fleet {
     }
 
     /// Sends no further request and waits for those in flight.
-    pub(super) async fn pause(&self) -> Result<(), DrillError> {
+    pub(super) async fn pause(&self) -> Result<(), Failed> {
         self.traffic.set_paused(true);
         until("the end of all requests", async || Ok(self.traffic.is_quiet())).await?;
         Ok(())
@@ -190,17 +192,12 @@ impl Fleet {
     }
 
     /// Other replicas in a state, summed over the running gateways.
-    pub(super) async fn peers(&self, state: &str) -> Result<f64, DrillError> {
-        let name = format!("pointsman_replica_peers{{pool=\"mock\",state=\"{state}\"}}");
-        let mut sum = 0.0;
-        for gateway in self.running() {
-            sum += gateway.metrics(&name).await?.iter().map(|(_, value)| value).sum::<f64>();
-        }
-        Ok(sum)
+    pub(super) async fn peers(&self, state: &str) -> Result<f64, Failed> {
+        self.sum(&format!("pointsman_replica_peers{{pool=\"mock\",state=\"{state}\"}}"), "").await
     }
 
     /// Waits until each running gateway receives the summaries of all others.
-    pub(super) async fn until_connected(&self) -> Result<(), DrillError> {
+    pub(super) async fn until_connected(&self) -> Result<(), Failed> {
         let count = self.running().count();
         let all = (count * (count - 1)) as f64;
         until("summaries of all replicas", async || Ok(self.peers("live").await? >= all)).await?;
@@ -208,7 +205,7 @@ impl Fleet {
     }
 
     /// Sum of the samples whose names begin with `name` and whose labels contain `label`, over the running gateways.
-    pub(super) async fn sum(&self, name: &str, label: &str) -> Result<f64, DrillError> {
+    pub(super) async fn sum(&self, name: &str, label: &str) -> Result<f64, Failed> {
         let mut sum = 0.0;
         for gateway in self.running() {
             let samples = gateway.metrics(name).await?;
@@ -218,8 +215,8 @@ impl Fleet {
     }
 
     /// Sets the faults of all engines.
-    pub(super) fn set_faults(&self, faults: &Faults) -> Result<(), DrillError> {
-        self.engines.iter().try_for_each(|engine| engine.set_faults(faults.clone())).map_err(Into::into)
+    pub(super) fn set_faults(&self, faults: &Faults) -> Result<(), Failed> {
+        Ok(self.engines.iter().try_for_each(|engine| engine.set_faults(faults.clone()))?)
     }
 
     /// Injected faults of all engines.
@@ -228,7 +225,7 @@ impl Fleet {
     }
 
     /// Active blocks that the running gateways count.
-    pub(super) async fn active_blocks(&self) -> Result<u64, DrillError> {
+    pub(super) async fn active_blocks(&self) -> Result<u64, Failed> {
         let mut blocks = 0;
         for gateway in self.running() {
             blocks += gateway.active_blocks().await?;
@@ -237,17 +234,14 @@ impl Fleet {
     }
 
     /// Waits until no running gateway counts load. The traffic must be paused.
-    pub(super) async fn until_unloaded(&self) -> Result<(), DrillError> {
+    pub(super) async fn until_unloaded(&self) -> Result<(), Failed> {
         until("no counted load without requests", async || Ok(self.active_blocks().await? == 0)).await?;
         Ok(())
     }
 
-    /// Failures since the last call, except those of gateway `except`.
-    pub(super) fn take_failures(&self, except: Option<usize>) -> Vec<String> {
+    /// Failures since the last call.
+    pub(super) fn take_failures(&self) -> Vec<String> {
         let failures = (0..self.gateways.len()).map(|n| (n, self.traffic.take_failures(n)));
-        let counted = failures.filter(|(n, _)| Some(*n) != except);
-        counted
-            .flat_map(|(n, failures)| failures.into_iter().map(move |failure| format!("gateway {n}: {failure}")))
-            .collect()
+        failures.flat_map(|(n, all)| all.into_iter().map(move |failure| format!("gateway {n}: {failure}"))).collect()
     }
 }

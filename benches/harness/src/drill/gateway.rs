@@ -6,10 +6,11 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
+use pointsman_trial::driver::HttpClient;
 use serde_json::Value;
 
-use super::DrillError;
-use super::traffic::{CACHEABLE_TOKENS, Http};
+use super::traffic::{self, CACHEABLE_TOKENS};
+use crate::{Failed, unusable};
 
 /// Token of the administration listeners.
 const TOKEN: &str = "drill-0123456789";
@@ -26,21 +27,23 @@ pub(super) struct Process {
 }
 
 impl Process {
-    pub(super) fn start(mut command: Command, log: PathBuf) -> Result<Self, DrillError> {
+    pub(super) fn start(mut command: Command, log: PathBuf) -> Result<Self, Failed> {
         let output = File::create(&log)?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(output);
         let program = PathBuf::from(command.get_program());
-        let child = command.spawn().map_err(|source| DrillError::Program { program, source })?;
+        let child = command.spawn().map_err(unusable("start", &program))?;
         Ok(Self { child, log })
     }
 
     /// First complete line of the log that contains `text`.
-    pub(super) fn logged(&mut self, text: &str) -> Result<Option<String>, DrillError> {
+    pub(super) fn logged(&mut self, text: &str) -> Result<Option<String>, Failed> {
         let log = fs::read_to_string(&self.log)?;
         let found = log.split_inclusive('\n').find(|line| line.ends_with('\n') && line.contains(text));
         match found {
             Some(line) => Ok(Some(line.to_owned())),
-            None if self.child.try_wait()?.is_some() => Err(DrillError::Ended { log }),
+            None if self.child.try_wait()?.is_some() => {
+                Err(format!("a process ended early, with this log:\n{log}").into())
+            }
             None => Ok(None),
         }
     }
@@ -65,7 +68,7 @@ pub(super) struct Gateway {
     directory: PathBuf,
     lives: u32,
     process: Option<Process>,
-    http: Http,
+    http: HttpClient,
     /// Listeners for clients, operators and replicas.
     pub(super) address: Option<SocketAddr>,
     admin: Option<SocketAddr>,
@@ -78,8 +81,7 @@ impl Gateway {
         directory: &Path,
         engines: Vec<String>,
         config: &str,
-        http: &Http,
-    ) -> Result<Self, DrillError> {
+    ) -> Result<Self, Failed> {
         let name = format!("gateway-{n}");
         let directory = directory.join(&name);
         fs::create_dir_all(&directory)?;
@@ -103,14 +105,14 @@ impl Gateway {
             directory,
             lives: 0,
             process: None,
-            http: http.clone(),
+            http: traffic::http(Some(TOKEN))?,
             address: None,
             admin: None,
         })
     }
 
     /// Starts the next life. It is not listening yet.
-    pub(super) fn start(&mut self) -> Result<(), DrillError> {
+    pub(super) fn start(&mut self) -> Result<(), Failed> {
         self.lives += 1;
         let mut command = Command::new(&self.program);
         command.env_clear().args(["serve", "--log-format", "json", "--listen", "127.0.0.1:0", "--model", "mock"]);
@@ -127,7 +129,7 @@ impl Gateway {
     }
 
     /// Whether it listens to clients.
-    pub(super) fn listens(&mut self) -> Result<bool, DrillError> {
+    pub(super) fn listens(&mut self) -> Result<bool, Failed> {
         let line = self.logged("\"message\":\"listening\"")?;
         let address = |field: &str| line.as_ref().and_then(|line| address_in(line, field));
         (self.address, self.admin) = (address("address"), address("admin_address"));
@@ -135,11 +137,11 @@ impl Gateway {
     }
 
     /// Its listener for other replicas, once it has started.
-    pub(super) fn replicas_address(&mut self) -> Result<Option<SocketAddr>, DrillError> {
+    pub(super) fn replicas_address(&mut self) -> Result<Option<SocketAddr>, Failed> {
         Ok(self.logged("\"message\":\"replicas started\"")?.and_then(|line| address_in(&line, "address")))
     }
 
-    fn logged(&mut self, text: &str) -> Result<Option<String>, DrillError> {
+    fn logged(&mut self, text: &str) -> Result<Option<String>, Failed> {
         self.process.as_mut().map_or(Ok(None), |process| process.logged(text))
     }
 
@@ -157,28 +159,28 @@ impl Gateway {
     }
 
     /// Sums of the samples of metrics that contain `name`, by their names and labels.
-    pub(super) async fn metrics(&self, name: &str) -> Result<Vec<(String, f64)>, DrillError> {
+    pub(super) async fn metrics(&self, name: &str) -> Result<Vec<(String, f64)>, Failed> {
         Ok(samples(&self.get(self.admin, "/metrics").await?, name))
     }
 
     /// Active blocks over all ranks, of all replicas as it counts them.
-    pub(super) async fn active_blocks(&self) -> Result<u64, DrillError> {
+    pub(super) async fn active_blocks(&self) -> Result<u64, Failed> {
         let text = self.get(self.admin, "/admin/models/mock/loads").await?;
         let loads: Value = serde_json::from_str(&text).map_err(|error| self.error(&error.to_string()))?;
         let ranks = loads["ranks"].as_array().ok_or_else(|| self.error(&text))?;
         ranks.iter().map(|rank| rank["active_blocks"].as_u64().ok_or_else(|| self.error(&text))).sum()
     }
 
-    async fn get(&self, address: Option<SocketAddr>, path: &str) -> Result<String, DrillError> {
+    async fn get(&self, address: Option<SocketAddr>, path: &str) -> Result<String, Failed> {
         let address = address.ok_or_else(|| self.error("it does not listen"))?;
-        let response = self.http.send(&format!("http://{address}{path}"), Some(TOKEN), None).await;
-        let (status, body) = response.map_err(|error| self.error(&error))?;
+        let response = self.http.fetch(&format!("http://{address}{path}").parse()?, None).await;
+        let (status, body) = response.map_err(|error| self.error(&error.to_string()))?;
         let body = String::from_utf8_lossy(&body).into_owned();
         if status == 200 { Ok(body) } else { Err(self.error(&format!("{path}: status {status}: {body}"))) }
     }
 
-    fn error(&self, reason: &str) -> DrillError {
-        DrillError::Response { gateway: self.name.clone(), reason: reason.to_owned() }
+    fn error(&self, reason: &str) -> Failed {
+        format!("no report of {}: {reason}", self.name).into()
     }
 
     fn access_log(&self) -> PathBuf {
@@ -186,7 +188,7 @@ impl Gateway {
     }
 
     /// Blind decisions and all decisions of this life from `from` on; none until all are logged.
-    pub(super) fn blind(&self, from: u64, to: u64) -> Result<Option<Blind>, DrillError> {
+    pub(super) fn blind(&self, from: u64, to: u64) -> Result<Option<Blind>, Failed> {
         let log = fs::read_to_string(self.access_log()).or_else(|error| match error.kind() {
             io::ErrorKind::NotFound => Ok(String::new()),
             _ => Err(error),

@@ -3,8 +3,6 @@
 //! A scenario passes by facts: no failed request except at a killed gateway, readiness reached, the load of a lost
 //! replica no longer counted. Times are reported and never decide. Mock engines run in this process.
 
-mod broken;
-mod faults;
 mod fleet;
 mod gateway;
 mod nats;
@@ -14,14 +12,15 @@ mod traffic;
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
-use std::num::NonZeroU32;
+use std::num::{NonZero, NonZeroU32};
 use std::path::PathBuf;
+use std::thread::available_parallelism;
 
 use clap::{Args, ValueEnum};
-use pointsman_trial::mock::MockError;
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use crate::Failed;
 use fleet::{Fleet, Network};
 use nats::NatsServer;
 
@@ -95,48 +94,6 @@ pub struct Drill {
     pub json: bool,
 }
 
-/// Errors of a drill.
-#[derive(Debug, thiserror::Error)]
-pub enum DrillError {
-    /// A program cannot be started.
-    #[error("cannot start {}: {source}", program.display())]
-    Program {
-        /// Path of the program.
-        program: PathBuf,
-        /// Error from the operating system.
-        source: io::Error,
-    },
-    /// A process ended by itself.
-    #[error("a process ended early, with this log:\n{log}")]
-    Ended {
-        /// Its complete log.
-        log: String,
-    },
-    /// An engine cannot be started.
-    #[error("cannot start a mock engine: {0}")]
-    Engine(#[from] MockError),
-    /// A file or socket cannot be used.
-    #[error("cannot use a temporary file or a socket: {0}")]
-    Io(#[from] io::Error),
-    /// A gateway gave no valid report.
-    #[error("no report of {gateway}: {reason}")]
-    Response {
-        /// Name of the gateway.
-        gateway: String,
-        /// Reason for the rejection.
-        reason: String,
-    },
-    /// An expected condition did not occur.
-    #[error("timed out: {what}")]
-    Timeout {
-        /// The condition.
-        what: String,
-    },
-    /// Scenarios failed.
-    #[error("failed: {}", .0.join(", "))]
-    Failed(Vec<String>),
-}
-
 /// Outcome of a scenario.
 #[derive(Clone, Debug, Serialize)]
 pub struct Outcome {
@@ -154,23 +111,6 @@ pub struct Outcome {
 impl Outcome {
     fn new(scenario: Scenario) -> Self {
         Self { scenario, skipped: None, figures: BTreeMap::new(), violations: Vec::new() }
-    }
-
-    fn figure(&mut self, name: &'static str, value: impl Into<Value>) {
-        self.figures.insert(name, value.into());
-    }
-
-    fn fact(&mut self, holds: bool, violation: &str) {
-        if !holds {
-            self.violations.push(violation.to_owned());
-        }
-    }
-
-    fn no_failures(&mut self, failures: Vec<String>) {
-        self.figure("requests_failed", failures.len());
-        if let Some(first) = failures.first() {
-            self.violations.push(format!("{} requests failed, the first at {first}", failures.len()));
-        }
     }
 }
 
@@ -192,8 +132,8 @@ impl Drill {
     ///
     /// # Errors
     /// A scenario failed or could not be run.
-    pub fn run(&self, mut out: impl Write) -> Result<(), DrillError> {
-        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    pub fn run(&self, mut out: impl Write) -> Result<(), Failed> {
+        let runtime = crate::runtime(available_parallelism().map_or(1, NonZero::get))?;
         let mut outcomes = Vec::new();
         let ended = runtime.block_on(self.each_outcome(|outcome| {
             if !self.json {
@@ -208,11 +148,11 @@ impl Drill {
         ended?;
         let failed = outcomes.iter().filter(|outcome| !outcome.violations.is_empty());
         let failed: Vec<String> = failed.map(|outcome| format!("{:?}", outcome.scenario)).collect();
-        if failed.is_empty() { Ok(()) } else { Err(DrillError::Failed(failed)) }
+        if failed.is_empty() { Ok(()) } else { Err(format!("failed: {}", failed.join(", ")).into()) }
     }
 
     /// Runs the scenarios in their order.
-    async fn each_outcome(&self, mut report: impl FnMut(Outcome) -> io::Result<()>) -> Result<(), DrillError> {
+    async fn each_outcome(&self, mut report: impl FnMut(Outcome) -> io::Result<()>) -> Result<(), Failed> {
         let program = match &self.gateway {
             Some(program) => program.clone(),
             None => std::env::current_exe()?.with_file_name(format!("pointsman{}", std::env::consts::EXE_SUFFIX)),
@@ -231,19 +171,7 @@ impl Drill {
             };
             let mut fleet = Fleet::start(self, &program, network).await?;
             for scenario in of_gateways {
-                report(match scenario {
-                    Scenario::Restart => scenarios::restart(self, &mut fleet).await?,
-                    Scenario::Partition => scenarios::partition(self, &mut fleet).await?,
-                    Scenario::KillInLoad => faults::kill_in_load(self, &mut fleet).await?,
-                    Scenario::EngineCrash => faults::engine_crash(self, &mut fleet).await?,
-                    Scenario::EngineErrors => faults::engine_errors(self, &mut fleet).await?,
-                    Scenario::EngineHangs => broken::engine_hangs(self, &mut fleet).await?,
-                    Scenario::EngineGarbage => broken::engine_garbage(self, &mut fleet).await?,
-                    Scenario::HalfStreams => broken::half_streams(self, &mut fleet).await?,
-                    Scenario::EventFaults => faults::event_faults(self, &mut fleet).await?,
-                    Scenario::SlowClients => faults::slow_clients(self, &mut fleet).await?,
-                    _ => scenarios::kill(self, &mut fleet).await?,
-                })?;
+                report(scenarios::run(self, &mut fleet, scenario).await?)?;
             }
         }
         for scenario in of_server {
@@ -252,10 +180,7 @@ impl Drill {
                 continue;
             };
             let mut server = NatsServer::new(server)?;
-            report(match scenario {
-                Scenario::NatsLate => scenarios::nats_late(self, &program, &mut server).await?,
-                _ => scenarios::nats_outage(self, &program, &mut server).await?,
-            })?;
+            report(scenarios::run_with_server(self, &program, &mut server, scenario).await?)?;
         }
         Ok(())
     }

@@ -6,8 +6,8 @@ use std::process::{Child, Command, Stdio};
 
 use tokio::net::TcpStream;
 
-use super::DrillError;
 use super::fleet::{Scratch, until};
+use crate::{Failed, unusable};
 
 /// A server that may be stopped and started again on its port.
 pub(super) struct NatsServer {
@@ -19,7 +19,7 @@ pub(super) struct NatsServer {
 
 impl NatsServer {
     /// A server on a free port, not started.
-    pub(super) fn new(program: &Path) -> Result<Self, DrillError> {
+    pub(super) fn new(program: &Path) -> Result<Self, Failed> {
         let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
         Ok(Self { program: program.to_owned(), port, running: None, scratch: Scratch::create()? })
     }
@@ -29,12 +29,12 @@ impl NatsServer {
     }
 
     /// Starts the server and waits until it listens.
-    pub(super) async fn start(&mut self) -> Result<(), DrillError> {
+    pub(super) async fn start(&mut self) -> Result<(), Failed> {
         let mut command = Command::new(&self.program);
         command.args(["-js", "-a", "127.0.0.1", "-p", &self.port.to_string(), "-sd"]).arg(self.scratch.path());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let started = command.spawn();
-        self.running = Some(started.map_err(|source| DrillError::Program { program: self.program.clone(), source })?);
+        self.running = Some(started.map_err(unusable("start", &self.program))?);
         let address = self.address();
         until("the NATS server", async || Ok(TcpStream::connect(address).await.is_ok())).await?;
         Ok(())

@@ -1,19 +1,19 @@
 //! Open loop of requests to several gateways in turn.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use http_body_util::{BodyExt as _, Full};
-use hyper::body::Bytes;
-use hyper::header::{AUTHORIZATION, CONTENT_TYPE};
-use hyper::{Method, Request};
-use hyper_util::client::legacy::{Client, connect::HttpConnector};
-use hyper_util::rt::TokioExecutor;
+use hyper::StatusCode;
+use pointsman_trial::driver::{Client, ClientError, ClientOptions, HttpClient, drive};
 use serde_json::{Value, json};
 use tokio::task::AbortHandle;
-use tokio::time::{interval, timeout};
+use tokio::time::{Interval, interval};
+
+/// Maximum number of requests in flight, far above those of a healthy fleet.
+const REQUESTS_MAX: u32 = 8_192;
 
 /// Tokens per block.
 pub(super) const BLOCK_SIZE: u32 = 16;
@@ -51,38 +51,11 @@ fn is_whole(body: &[u8], is_stream: bool) -> bool {
     serde_json::from_slice::<Value>(body).is_ok_and(|body| body["choices"].is_array())
 }
 
-/// HTTP client of the drill.
-#[derive(Clone, Debug)]
-pub(super) struct Http(Client<HttpConnector, Full<Bytes>>);
-
-impl Http {
-    fn new() -> Self {
-        let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
-        Self(Client::builder(TokioExecutor::new()).build(connector))
-    }
-
-    /// Status and body of a response.
-    pub(super) async fn send(
-        &self,
-        url: &str,
-        token: Option<&str>,
-        body: Option<Bytes>,
-    ) -> Result<(u16, Bytes), String> {
-        let method = if body.is_some() { Method::POST } else { Method::GET };
-        let mut request = Request::builder().method(method).uri(url).header(CONTENT_TYPE, "application/json");
-        if let Some(token) = token {
-            request = request.header(AUTHORIZATION, format!("Bearer {token}"));
-        }
-        let request = request.body(Full::new(body.unwrap_or_default())).map_err(|error| error.to_string())?;
-        let exchange = async {
-            let response = self.0.request(request).await.map_err(|error| format!("{error:?}"))?;
-            let status = response.status().as_u16();
-            let body = response.into_body().collect().await.map_err(|error| error.to_string())?;
-            Ok((status, body.to_bytes()))
-        };
-        timeout(TIMEOUT, exchange).await.unwrap_or_else(|_| Err(format!("no response within {} s", TIMEOUT.as_secs())))
-    }
+/// HTTP client with the bearer token of operators, or without.
+pub(super) fn http(api_key: Option<&str>) -> Result<HttpClient, ClientError> {
+    let options =
+        ClientOptions { has_tls: false, api_key, rank_header: None, timeout: TIMEOUT, connections_max: REQUESTS_MAX };
+    HttpClient::new(&options)
 }
 
 /// One gateway of the traffic.
@@ -96,7 +69,9 @@ struct Slot {
 
 #[derive(Debug)]
 struct Shared {
-    http: Http,
+    http: HttpClient,
+    /// Times of the requests, and the turn of the gateways.
+    ticks: tokio::sync::Mutex<(Interval, usize)>,
     prompts: u32,
     slots: Vec<Slot>,
     is_paused: AtomicBool,
@@ -118,9 +93,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Traffic {
     /// Starts a paused loop without gateways.
-    pub(super) fn start(slots: usize, prompts: u32, rate: u32) -> Self {
+    pub(super) fn start(slots: usize, prompts: u32, rate: u32) -> Result<Self, ClientError> {
         let shared = Arc::new(Shared {
-            http: Http::new(),
+            http: http(None)?,
+            ticks: tokio::sync::Mutex::new((interval(Duration::from_secs(1) / rate), 0)),
             prompts,
             slots: (0..slots).map(|_| Slot::default()).collect(),
             is_paused: AtomicBool::new(true),
@@ -128,12 +104,9 @@ impl Traffic {
             sent: AtomicU64::new(0),
             ended: AtomicU64::new(0),
         });
-        let task = tokio::spawn(Arc::clone(&shared).send_all(rate)).abort_handle();
-        Self { shared, task }
-    }
-
-    pub(super) fn http(&self) -> &Http {
-        &self.shared.http
+        let clients: Vec<_> = (0..REQUESTS_MAX).map(|_| TrafficClient(Arc::clone(&shared))).collect();
+        let task = tokio::spawn(async { drop(drive(clients).await) }).abort_handle();
+        Ok(Self { shared, task })
     }
 
     /// Includes a gateway, or leaves it out.
@@ -179,34 +152,50 @@ impl Drop for Traffic {
     }
 }
 
+/// A client that sends the next request of the loop.
+struct TrafficClient(Arc<Shared>);
+
+impl Client for TrafficClient {
+    type Error = Infallible;
+
+    async fn send_next(&mut self) -> Result<bool, Infallible> {
+        let (slot, address, n) = self.0.next().await;
+        self.0.send(slot, address, n).await;
+        Ok(true)
+    }
+}
+
 impl Shared {
-    async fn send_all(self: Arc<Self>, rate: u32) {
-        let mut ticks = interval(Duration::from_secs(1) / rate);
-        let mut turn = 0;
+    /// Waits for the time of the next request. Returns its gateway and its number.
+    async fn next(&self) -> (usize, SocketAddr, u64) {
+        let mut ticks = self.ticks.lock().await;
+        let (interval, turn) = &mut *ticks;
         loop {
-            ticks.tick().await;
+            interval.tick().await;
             if self.is_paused.load(SeqCst) {
                 continue;
             }
-            let slots = (turn..).take(self.slots.len()).map(|slot| slot % self.slots.len());
+            let slots = (*turn..).take(self.slots.len()).map(|slot| slot % self.slots.len());
             let address = |slot: usize| Some((slot, (*lock(&self.slots[slot].address))?));
-            let Some((slot, address)) = slots.filter_map(address).next() else { continue };
-            turn = slot + 1;
-            let n = self.sent.fetch_add(1, SeqCst);
-            tokio::spawn(Arc::clone(&self).send(slot, address, n));
+            if let Some((slot, address)) = slots.filter_map(address).next() {
+                *turn = slot + 1;
+                return (slot, address, self.sent.fetch_add(1, SeqCst));
+            }
         }
     }
 
-    async fn send(self: Arc<Self>, slot: usize, address: SocketAddr, n: u64) {
+    async fn send(&self, slot: usize, address: SocketAddr, n: u64) {
         let index = u32::try_from(prompt_index(n, self.prompts.into())).expect("an index");
         let is_stream = self.is_streaming.load(SeqCst) && n.is_multiple_of(2);
         let body = json!({ "model": "mock", "max_tokens": 8, "prompt": prompt(index), "stream": is_stream });
-        let url = format!("http://{address}/v1/completions");
-        let failure = match self.http.send(&url, None, Some(body.to_string().into())).await {
-            Ok((200, body)) if is_whole(&body, is_stream) => None,
-            Ok((200, body)) => Some(format!("incomplete response: {}", String::from_utf8_lossy(&body))),
-            Ok((status, body)) => Some(format!("status {status}: {}", String::from_utf8_lossy(&body))),
-            Err(error) => Some(error),
+        let uri = format!("http://{address}/v1/completions").parse().expect("addresses are ASCII");
+        let failure = match self.http.fetch(&uri, Some(body.to_string().into())).await {
+            Ok((StatusCode::OK, body)) if is_whole(&body, is_stream) => None,
+            Ok((status, body)) => {
+                let problem = if status == StatusCode::OK { "incomplete response" } else { status.as_str() };
+                Some(format!("{problem}: {}", String::from_utf8_lossy(&body)))
+            }
+            Err(error) => Some(error.to_string()),
         };
         let slot = &self.slots[slot];
         lock(&slot.failures).extend(failure);

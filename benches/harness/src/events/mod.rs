@@ -9,13 +9,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
-use pointsman::wire::Findings;
-use pointsman_trial::engine::{ConfigError, Refused};
 use pointsman_trial::kv_events::{self, Encoder};
 use pointsman_trial::workload::Prompt;
-use pointsman_trial::workload::trace::TraceError;
 use serde::{Deserialize, Serialize};
 
+use crate::Failed;
 use crate::progress::Progress;
 use crate::source;
 
@@ -50,7 +48,7 @@ impl Dialect {
 }
 
 /// Arguments of one measurement.
-#[derive(Args, Clone, Debug, PartialEq, Eq)]
+#[derive(Args, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Events {
     /// Trace with the prompts (Mooncake's or Alibaba's JSON lines, Azure's table); without it conversations are
     /// generated
@@ -73,6 +71,7 @@ pub struct Events {
     pub dialect: Dialect,
     /// Number of requests from the workload [default: the whole trace, or 4000 generated]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    #[serde(skip)]
     pub limit: Option<u32>,
     /// Number of runs of each stage
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
@@ -82,39 +81,8 @@ pub struct Events {
     pub seed: u64,
     /// Print the report as one JSON object
     #[arg(long)]
+    #[serde(skip)]
     pub json: bool,
-}
-
-/// Errors of a measurement.
-#[derive(Debug, thiserror::Error)]
-pub enum EventsError {
-    /// The trace is invalid.
-    #[error(transparent)]
-    Trace(#[from] TraceError),
-    /// The engine configuration is invalid.
-    #[error("no engine can serve the workload: {0}")]
-    Config(#[from] ConfigError),
-    /// An engine rejected a request.
-    #[error("an engine rejected a request: {0}")]
-    Refused(#[from] Refused),
-    /// The decoder skipped part of the events, so its figures would not be comparable.
-    #[error("the decoder used {used} of {sent} stored blocks, findings {findings:?}")]
-    Unread {
-        /// Number of decoded stored blocks.
-        used: u64,
-        /// Number of stored blocks in all batches.
-        sent: u64,
-        /// Findings of the decoder.
-        findings: Box<Findings>,
-    },
-    /// The index and the engines hold different numbers of blocks, so the figures would not be comparable.
-    #[error("the index holds {index} blocks at the end, but the engines hold {engines}")]
-    Differs {
-        /// Number of blocks in the index.
-        index: usize,
-        /// Number of blocks in the engines.
-        engines: usize,
-    },
 }
 
 impl Events {
@@ -123,7 +91,7 @@ impl Events {
     ///
     /// # Errors
     /// The workload cannot be read, an engine rejects it, or decoder or index disagree with the engines.
-    pub fn run(&self) -> Result<EventsReport, EventsError> {
+    pub fn run(&self) -> Result<EventsReport, Failed> {
         let prompts = self.prompts()?;
         let requests = prompts.len();
         let recording = recording::record(self, &prompts)?;
@@ -134,7 +102,7 @@ impl Events {
         Ok(EventsReport::new(self, requests, &recording, &runs))
     }
 
-    fn prompts(&self) -> Result<Vec<Prompt>, TraceError> {
-        source::prompts(self.trace.as_deref(), self.limit, self.seed)
+    fn prompts(&self) -> Result<Vec<Prompt>, Failed> {
+        Ok(source::prompts(self.trace.as_deref(), self.limit, self.seed)?)
     }
 }

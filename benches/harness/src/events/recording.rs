@@ -7,7 +7,8 @@
 use pointsman_trial::engine::{CacheEvent, EngineConfig, Rank, RequestSpec, Tier};
 use pointsman_trial::workload::Prompt;
 
-use super::{Events, EventsError};
+use super::Events;
+use crate::Failed;
 
 /// Minimum number of waiting requests per engine while requests remain.
 const WAITING: u32 = 8;
@@ -60,7 +61,7 @@ impl Recording {
 }
 
 /// Distributes `prompts` over the engines in rotation and records the batches.
-pub(super) fn record(options: &Events, prompts: &[Prompt]) -> Result<Recording, EventsError> {
+pub(super) fn record(options: &Events, prompts: &[Prompt]) -> Result<Recording, Failed> {
     let tokens_max = prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
     let mut recording = Recording::default();
     let encoder = options.dialect.encoder(options.block_size.get());
@@ -72,14 +73,16 @@ pub(super) fn record(options: &Events, prompts: &[Prompt]) -> Result<Recording, 
             hash_seed: engine.into(),
             output_seed: options.seed,
             ..EngineConfig::default()
-        })?;
+        })
+        .map_err(|error| format!("no engine can serve the workload: {error}"))?;
         let mut requests = (0..).zip(prompts).skip(engine as usize).step_by(options.ranks as usize).fuse();
         let mut now_us = 0;
         loop {
             while rank.load().waiting < WAITING
                 && let Some((id, prompt)) = requests.next()
             {
-                rank.submit(RequestSpec::new(id, &prompt[..], options.output_tokens))?;
+                let taken = rank.submit(RequestSpec::new(id, &prompt[..], options.output_tokens));
+                taken.map_err(|error| format!("an engine rejected a request: {error}"))?;
             }
             let Some(step) = rank.step() else { break };
             now_us += step.duration_us;

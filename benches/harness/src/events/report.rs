@@ -1,7 +1,6 @@
 //! Report of an event measurement.
 
 use std::io::{self, Write};
-use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -9,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::recording::Recording;
 use super::stages::{StageTimes, Took};
 use super::{Dialect, Events};
+use crate::results::write_json;
 
 /// Figures of all stages, with the arguments of the run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -29,22 +29,9 @@ pub struct EventsReport {
     pub messages: usize,
     /// Number of requests that the engines served.
     pub requests: usize,
-    /// Path of the trace, if any.
-    pub trace: Option<PathBuf>,
-    /// Number of single-rank engines.
-    pub ranks: u32,
-    /// Tokens per block.
-    pub block_size: u32,
-    /// Blocks per engine.
-    pub kv_blocks: u32,
-    /// Tokens generated per request.
-    pub output_tokens: u32,
-    /// Layout of the events.
-    pub dialect: Dialect,
-    /// Number of runs of each stage.
-    pub repeat: u32,
-    /// Seed of a generated workload and of the generated tokens.
-    pub seed: u64,
+    /// Arguments of the run.
+    #[serde(flatten)]
+    pub options: Events,
 }
 
 /// Figures of one stage. Each run covers all batches.
@@ -125,14 +112,7 @@ impl EventsReport {
             bytes: recording.bytes(),
             messages: recording.messages.len(),
             requests,
-            trace: options.trace.clone(),
-            ranks: options.ranks,
-            block_size: options.block_size.get(),
-            kv_blocks: options.kv_blocks,
-            output_tokens: options.output_tokens,
-            dialect: options.dialect,
-            repeat: options.repeat,
-            seed: options.seed,
+            options: options.clone(),
         }
     }
 
@@ -142,21 +122,21 @@ impl EventsReport {
     /// `out` fails.
     pub fn write(&self, mut out: impl Write, json: bool) -> io::Result<()> {
         if json {
-            serde_json::to_writer(&mut out, self)?;
-            return writeln!(out);
+            return write_json(out, self);
         }
+        let options = &self.options;
         writeln!(
             out,
             "{} requests on {} ranks of {} blocks of {} tokens, events as {}, {} runs, one thread",
             self.requests,
-            self.ranks,
-            self.kv_blocks,
-            self.block_size,
-            match self.dialect {
+            options.ranks,
+            options.kv_blocks,
+            options.block_size,
+            match options.dialect {
                 Dialect::Map => "maps",
                 Dialect::Array => "arrays",
             },
-            self.repeat
+            options.repeat
         )?;
         writeln!(
             out,

@@ -12,8 +12,9 @@ use pointsman::index::Index;
 use pointsman::protocol::{Generation, RouterEvent, Slot, WorkerId, WorkerRank};
 use pointsman::wire::{Decoder, DecoderLimits, Findings, WireConfig};
 
+use super::Events;
 use super::recording::Recording;
-use super::{Events, EventsError};
+use crate::Failed;
 use crate::measure::{Stopwatch, thread_cpu};
 
 /// Duration of one run of one stage.
@@ -36,7 +37,7 @@ pub(super) struct StageTimes {
 }
 
 /// Runs each stage once, with new decoders and an empty index.
-pub(super) fn run(options: &Events, recording: &Recording) -> Result<StageTimes, EventsError> {
+pub(super) fn run(options: &Events, recording: &Recording) -> Result<StageTimes, Failed> {
     let scheme = HashScheme::new(options.block_size);
     let (hash, ()) = timed(|| {
         let hasher = BlockHasher::new(scheme);
@@ -60,7 +61,8 @@ pub(super) fn run(options: &Events, recording: &Recording) -> Result<StageTimes,
     let (decode_hash_apply, read) = timed(|| decode(&mut decoders, recording, |event| _ = index.apply(event)));
     read.check(recording)?;
     if index.held_blocks() != recording.held_blocks {
-        return Err(EventsError::Differs { index: index.held_blocks(), engines: recording.held_blocks });
+        let (index, engines) = (index.held_blocks(), recording.held_blocks);
+        return Err(format!("the index holds {index} blocks at the end, but the engines hold {engines}").into());
     }
     Ok(StageTimes { hash, decode_hash, decode_hash_apply })
 }
@@ -73,15 +75,12 @@ struct Read {
 }
 
 impl Read {
-    fn check(&self, recording: &Recording) -> Result<(), EventsError> {
+    fn check(&self, recording: &Recording) -> Result<(), Failed> {
         if self.stored_blocks == recording.stored_blocks && self.findings.is_empty() {
             return Ok(());
         }
-        Err(EventsError::Unread {
-            used: self.stored_blocks,
-            sent: recording.stored_blocks,
-            findings: Box::new(self.findings),
-        })
+        let (used, sent, findings) = (self.stored_blocks, recording.stored_blocks, self.findings);
+        Err(format!("the decoder used {used} of {sent} stored blocks, findings {findings:?}").into())
     }
 }
 

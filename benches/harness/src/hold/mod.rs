@@ -10,7 +10,7 @@ mod rank;
 mod report;
 
 use std::collections::VecDeque;
-use std::io::{self, Write};
+use std::io::Write;
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,15 +20,18 @@ use clap::Args;
 use hdrhistogram::Histogram;
 use pointsman::error::Down;
 use pointsman::protocol::{KvEvent, RouterEvent, StorageTier};
-use pointsman::{Placement, Prompt, RankReport, RouteRequest, Router, RouterConfig};
+use pointsman::{Placement, Prompt, RankReport, RouteRequest, Router};
+use pointsman_trial::engine::EngineConfig;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
-use crate::cli::Knowledge;
-use crate::embedded::{knowing_by, worker_config};
-use crate::fleet::Fleet;
+use crate::Failed;
+use crate::fleet::{Fleet, Setup};
 use crate::measure::{Stopwatch, process_cpu, rss_bytes};
 use crate::progress::Progress;
+use crate::replay::{Gaps, pace};
+use crate::results::write_json;
+use crate::target::{Embedded, Target as _, not_started};
 use rank::{HeldRank, prompt};
 use report::HoldReport;
 
@@ -79,59 +82,36 @@ pub struct Hold {
     pub json: bool,
 }
 
-/// Errors of a held load.
-#[derive(Debug, thiserror::Error)]
-pub enum HoldError {
-    /// The runtime or the output failed.
-    #[error("cannot run: {0}")]
-    Io(#[from] io::Error),
-    /// The router could not be started or is down.
-    #[error("the router failed: {0}")]
-    Router(String),
-    /// A request failed, or something was left at the end.
-    #[error("failed: {0}")]
-    Failed(String),
-}
-
 impl Hold {
     /// Runs the load and writes the report. `metrics` renders the metrics of this process.
     ///
     /// # Errors
     /// A request failed, or bookings, load, waiting requests or index blocks were left.
-    pub fn run(
-        &self,
-        metrics: impl Fn() -> String + Send + Sync + 'static,
-        mut out: impl Write,
-    ) -> Result<(), HoldError> {
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(self.threads.into()).enable_all().build()?;
-        let report = runtime.block_on(self.hold(Arc::new(metrics)))?;
+    pub fn run(&self, metrics: impl Fn() -> String + Send + Sync + 'static, mut out: impl Write) -> Result<(), Failed> {
+        let report = crate::runtime(self.threads.into())?.block_on(self.hold(Arc::new(metrics)))?;
         if self.json {
-            writeln!(out, "{}", serde_json::to_string(&report).map_err(io::Error::other)?)?;
+            write_json(&mut out, &report)?;
         } else {
             writeln!(out, "{report}")?;
         }
-        report.violation().map_or(Ok(()), |violation| Err(HoldError::Failed(violation)))
+        report.violation().map_or(Ok(()), |violation| Err(format!("failed: {violation}").into()))
     }
 
-    async fn hold(&self, metrics: Metrics) -> Result<HoldReport, HoldError> {
-        let fleet = Fleet { workers: self.workers, dp_size: self.dp_size };
-        let mut config = knowing_by(Knowledge::Events, RouterConfig::default());
-        config.block_size = Some(BLOCK_SIZE);
-        let mut builder = Router::builder(config);
-        for worker in fleet.worker_ids() {
-            builder = builder.worker(worker, worker_config(worker, self.dp_size, 8_192, Some(65_536)));
-        }
-        let router = builder.start().await.map_err(|error| HoldError::Router(error.to_string()))?;
-        let shared = Arc::new(Shared::new(self.clone(), router, fleet, metrics));
-        shared.fill().await.map_err(|error| HoldError::Router(error.to_string()))?;
+    async fn hold(&self, metrics: Metrics) -> Result<HoldReport, Failed> {
+        let engine = EngineConfig { block_size: BLOCK_SIZE, kv_blocks: 65_537, ..EngineConfig::default() };
+        let engines = vec![engine; self.workers as usize];
+        let setup = Setup { engines, ..Setup::new(self.workers, self.dp_size) };
+        let target = Embedded::start(&setup).await.map_err(not_started::<Embedded>)?;
+        let shared = Arc::new(Shared::new(self.clone(), target.router().clone(), setup.fleet, metrics));
+        shared.fill().await?;
         let (sender, runtime) = (Arc::clone(&shared), Handle::current());
         let pacer = tokio::task::spawn_blocking(move || sender.send_all(&runtime));
-        let (mut tasks, mut report) = pacer.await.map_err(io::Error::other)?;
+        let (mut tasks, mut report) = pacer.await?;
         while let Some(ended) = tasks.join_next().await {
-            ended.map_err(io::Error::other)?;
+            ended?;
         }
         shared.finish(&mut report).await?;
+        target.shutdown().await;
         Ok(report)
     }
 }
@@ -198,13 +178,12 @@ impl Shared {
     fn send_all(self: Arc<Self>, runtime: &Handle) -> (JoinSet<()>, HoldReport) {
         let rate = u64::from(self.hold.rate.get());
         let (warm_up, measured) = (u64::from(self.hold.warm_up_s) * rate, u64::from(self.hold.seconds) * rate);
-        let gap = Duration::from_secs(1) / self.hold.rate.get();
-        let mut tasks = JoinSet::new();
-        let mut arrival = Stopwatch::start();
-        let mut report = HoldReport::default();
+        let (mut tasks, mut report) = (JoinSet::new(), HoldReport::default());
         let (mut started, mut cpu) = (Stopwatch::start(), process_cpu());
         let progress = Progress::new((self.hold.warm_up_s + self.hold.seconds) as usize, "seconds");
-        for n in 0..warm_up + measured {
+        let mut numbers = 0..warm_up + measured;
+        let next = || {
+            let n = numbers.next()?;
             if n == warm_up {
                 *lock(&self.route_ns) = histogram();
                 (started, cpu) = (Stopwatch::start(), process_cpu());
@@ -214,18 +193,17 @@ impl Shared {
             if n >= warm_up && (n - warm_up).is_multiple_of(rate) {
                 report.rss_bytes.extend(rss_bytes());
             }
-            if (n + 1).is_multiple_of(rate) {
-                progress.add(1);
-            }
+            progress.add(usize::from((n + 1).is_multiple_of(rate)));
             if n.is_multiple_of(SCRAPE_S * rate) {
                 let metrics = Arc::clone(&self.metrics);
                 drop(runtime.spawn_blocking(move || drop(metrics())));
             }
-            arrival = arrival.later(gap);
-            arrival.wait();
+            Some(n)
+        };
+        pace(&Gaps::even(self.hold.rate), 0, next, |n, arrival| {
             tasks.spawn_on(Arc::clone(&self).request(n, arrival), runtime);
             while tasks.try_join_next().is_some() {}
-        }
+        });
         report.wall_s = started.elapsed().as_secs_f64();
         report.cpu_s = (process_cpu() - cpu).as_secs_f64();
         report.rss_bytes.extend(rss_bytes());
@@ -273,20 +251,19 @@ impl Shared {
     }
 
     /// Ends all requests, clears the ranks and counts the residue.
-    async fn finish(&self, report: &mut HoldReport) -> Result<(), HoldError> {
-        let failed = |error: &dyn std::fmt::Display| HoldError::Router(error.to_string());
+    async fn finish(&self, report: &mut HoldReport) -> Result<(), Failed> {
         lock(&self.held).clear();
         let cleared = self.router.rank_reports().into_iter().map(|RankReport { rank, .. }| RouterEvent {
             rank,
             tier: StorageTier::Device,
             data: KvEvent::Cleared,
         });
-        self.router.apply_events(cleared.collect()).await.map_err(|error| failed(&error))?;
-        self.router.flush().await.map_err(|error| failed(&error))?;
+        self.router.apply_events(cleared.collect()).await?;
+        self.router.flush().await?;
         let waited = Stopwatch::start();
         loop {
             report.left_waiting = 0;
-            for class in self.router.pending().await.map_err(|error| failed(&error))? {
+            for class in self.router.pending().await? {
                 report.left_waiting += class.depth.requests;
             }
             report.left_bookings = self.router.health().leases;
@@ -300,7 +277,6 @@ impl Shared {
         report.restarts = self.router.health().restarts;
         report.hangs = samples(&(self.metrics)(), "pointsman_hangs_total{");
         report.failures = std::mem::take(&mut *lock(&self.failures));
-        self.router.clone().shutdown(Duration::from_secs(5)).await;
         Ok(())
     }
 }

@@ -54,24 +54,14 @@ impl Api {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Extra(Map<String, Value>);
 
-/// Errors of parsing an [`Extra`].
-#[derive(Debug, thiserror::Error)]
-pub enum ExtraError {
-    /// The text is no JSON object.
-    #[error("must be a JSON object: {0}")]
-    Json(#[from] serde_json::Error),
-    /// A field is reserved.
-    #[error("{0} is set by another flag")]
-    Field(&'static str),
-}
-
 impl FromStr for Extra {
-    type Err = ExtraError;
+    type Err = String;
 
-    fn from_str(text: &str) -> Result<Self, ExtraError> {
-        let fields: Map<String, Value> = serde_json::from_str(text)?;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let fields = serde_json::from_str(text);
+        let fields: Map<String, Value> = fields.map_err(|error| format!("must be a JSON object: {error}"))?;
         match OWN_FIELDS.into_iter().find(|field| fields.contains_key(*field)) {
-            Some(field) => Err(ExtraError::Field(field)),
+            Some(field) => Err(format!("{field} is set by another flag")),
             None => Ok(Self(fields)),
         }
     }
@@ -89,11 +79,6 @@ pub struct Form {
     /// Additional fields.
     pub extra: Extra,
 }
-
-/// A request body could not be serialized.
-#[derive(Debug, thiserror::Error)]
-#[error("cannot serialize a request: {0}")]
-pub struct BodyError(#[from] serde_json::Error);
 
 #[derive(Serialize)]
 struct Body<'a> {
@@ -133,7 +118,7 @@ impl Form {
     ///
     /// # Errors
     /// JSON serialization failed, which is not expected.
-    pub fn write(&self, request: &Request) -> Result<Vec<u8>, BodyError> {
+    pub fn write(&self, request: &Request) -> serde_json::Result<Vec<u8>> {
         let mut tokens = request.tokens();
         tokens.iter_mut().for_each(|token| *token %= self.vocabulary);
         let text = match self.api {
@@ -151,7 +136,7 @@ impl Form {
             stream_options: StreamOptions { include_usage: true },
             extra: &self.extra.0,
         };
-        Ok(serde_json::to_vec(&body)?)
+        serde_json::to_vec(&body)
     }
 }
 

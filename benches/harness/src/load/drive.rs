@@ -1,25 +1,25 @@
-//! Sender of a workload: every request at its arrival time, or at the end of an earlier request.
+//! Clients of a workload for an endpoint: each request at its arrival time, or at the end of an earlier request.
 //!
-//! An open loop only waits for the clock while a connection is available. If none is available, or a body is not ready
-//! in time, the request is sent late and keeps its arrival time. Bodies prepared in advance and bodies in flight are
-//! limited to [`BODIES_BYTES_MAX`] together, unless a single body is larger. The clock starts when the maximum number
-//! of bodies is prepared, so that a burst is sent without delays.
+//! All clients take requests from one queue, in order. In an open loop a client waits for the arrival time of its request.
+//! If all clients are busy, or a body is not ready in time, the request is sent late and keeps its arrival time. Bodies
+//! prepared in advance and bodies in flight are limited to [`BODIES_BYTES_MAX`] together, unless a single body is larger.
+//! The clock starts when the maximum number of bodies is prepared, so that a burst is sent without delays.
 
+use std::convert::Infallible;
 use std::future::Future;
 use std::num::NonZeroU32;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use hdrhistogram::Histogram;
+use pointsman_trial::driver::{self, Client, Clock, Exchange};
 use pointsman_trial::workload::{Arrivals, Request, Workload};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
-use tokio::task::{JoinSet, spawn_blocking};
-use tokio::time::{Instant, sleep_until};
+use tokio::task::spawn_blocking;
 
-use super::body::{BodyError, Form};
-use super::client::Exchange;
+use super::body::Form;
+use crate::Failed;
 use crate::progress::Progress;
-use crate::record::RequestRecord;
+use crate::results::RequestRecord;
 
 /// Maximum memory for bodies in bytes: some thousands of prompts of average length.
 pub const BODIES_BYTES_MAX: u64 = 1 << 29;
@@ -32,28 +32,6 @@ const PAGE_BYTES: u64 = 1_024;
 
 /// Maximum gap between tokens in the histogram, in µs: an hour.
 const GAP_US_MAX: u64 = 3_600_000_000;
-
-/// Time of a run, in µs since its start.
-#[derive(Clone, Copy, Debug)]
-pub struct Clock(Instant);
-
-impl Clock {
-    /// Starts a clock.
-    #[must_use]
-    pub fn start() -> Self {
-        Self(Instant::now())
-    }
-
-    /// Current time.
-    #[must_use]
-    pub fn now_us(self) -> u64 {
-        u64::try_from(self.0.elapsed().as_micros()).expect("run durations fit 64 bits")
-    }
-
-    fn at(self, us: u64) -> Instant {
-        self.0 + Duration::from_micros(us)
-    }
-}
 
 /// A prepared body with its share of the memory.
 struct Ready {
@@ -81,66 +59,68 @@ pub struct Driven {
 ///
 /// # Errors
 /// A body cannot be serialized.
-pub async fn drive<F>(
+pub async fn drive<E, F>(
     workload: Workload,
     form: Form,
     connections: NonZeroU32,
     warmup: usize,
-    exchange: impl Fn(Vec<u8>, Clock) -> F,
-) -> Result<Driven, BodyError>
+    exchange: E,
+) -> Result<Driven, Failed>
 where
+    E: Fn(Vec<u8>, Clock) -> F + Send + Sync + 'static,
     F: Future<Output = Exchange> + Send + 'static,
 {
-    let concurrency = match workload.arrivals {
-        Arrivals::OpenLoop => None,
-        Arrivals::Concurrency(concurrency) => Some(concurrency),
+    let (clients, is_open_loop) = match workload.arrivals {
+        Arrivals::OpenLoop => (connections, true),
+        Arrivals::Concurrency(concurrency) => (concurrency.min(connections), false),
     };
-    let places = concurrency.map_or(connections, |concurrency| concurrency.min(connections));
-    let places = Arc::new(Semaphore::new(places.get() as usize));
-    let mut records = Records::new(workload.requests.len(), warmup);
-    let (ahead, mut bodies) = mpsc::channel(BODIES_AHEAD);
+    let records = Mutex::new(Records::new(workload.requests.len(), warmup));
+    let (ahead, bodies) = mpsc::channel(BODIES_AHEAD);
     let (begin, begun) = oneshot::channel();
     let writer = tokio::spawn(write(workload.requests, form, ahead, begin));
     // The writer signals by dropping its sender.
     let _ = begun.await;
-    let clock = Clock::start();
-    let mut in_flight = JoinSet::new();
-    loop {
-        // A request of a closed loop is due when a slot is free, one of an open loop at its arrival time.
-        let freed = match concurrency {
-            None => None,
-            Some(_) => Some((place(&places).await, clock.now_us())),
-        };
-        let Some(ready) = bodies.recv().await else { break };
-        let Ready { index, due_us, prompt_tokens, body, memory } = ready;
-        let (place, due_us) = match freed {
-            Some(freed) => freed,
-            None => {
-                sleep_until(clock.at(due_us)).await;
-                (place(&places).await, due_us)
-            }
-        };
-        let exchanged = exchange(body, clock);
-        in_flight.spawn(async move {
-            let exchanged = exchanged.await;
-            drop((place, memory));
-            (index, due_us, prompt_tokens, exchanged)
-        });
-        while let Some(ended) = in_flight.try_join_next() {
-            let (index, due_us, prompt_tokens, exchanged) = ended.expect("client tasks do not panic");
-            records.add(index, due_us, prompt_tokens, &exchanged);
-        }
-    }
+    let (bodies, clock) = (tokio::sync::Mutex::new(bodies), Clock::start());
+    let queue = Arc::new(BodyQueue { bodies, is_open_loop, clock, exchange, records });
+    let clients = (0..clients.get()).map(|_| QueueClient(Arc::clone(&queue)));
+    drop(driver::drive(clients).await);
     writer.await.expect("writing does not panic")?;
-    while let Some(ended) = in_flight.join_next().await {
-        let (index, due_us, prompt_tokens, exchanged) = ended.expect("client tasks do not panic");
-        records.add(index, due_us, prompt_tokens, &exchanged);
-    }
-    Ok(Driven { requests: records.requests, itl_us: records.itl_us, ended_us: clock.now_us() })
+    let queue = Arc::into_inner(queue).expect("all clients have ended");
+    let Records { requests, itl_us, .. } = queue.records.into_inner().unwrap_or_else(PoisonError::into_inner);
+    Ok(Driven { requests, itl_us, ended_us: clock.now_us() })
 }
 
-async fn place(places: &Arc<Semaphore>) -> OwnedSemaphorePermit {
-    Arc::clone(places).acquire_owned().await.expect("the semaphore is never closed")
+/// Prepared bodies in order, and the records of those sent.
+struct BodyQueue<E> {
+    bodies: tokio::sync::Mutex<mpsc::Receiver<Ready>>,
+    is_open_loop: bool,
+    clock: Clock,
+    exchange: E,
+    records: Mutex<Records>,
+}
+
+struct QueueClient<E>(Arc<BodyQueue<E>>);
+
+impl<E, F> Client for QueueClient<E>
+where
+    E: Fn(Vec<u8>, Clock) -> F + Send + Sync + 'static,
+    F: Future<Output = Exchange> + Send + 'static,
+{
+    type Error = Infallible;
+
+    async fn send_next(&mut self) -> Result<bool, Infallible> {
+        let BodyQueue { bodies, is_open_loop, clock, exchange, records } = &*self.0;
+        // A request of a closed loop is due when a client is free, one of an open loop at its arrival time.
+        let freed_us = clock.now_us();
+        let Some(ready) = bodies.lock().await.recv().await else { return Ok(false) };
+        let Ready { index, due_us, prompt_tokens, body, memory } = ready;
+        let due_us = if *is_open_loop { due_us } else { freed_us };
+        clock.reach(due_us).await;
+        let exchanged = exchange(body, *clock).await;
+        drop(memory);
+        records.lock().unwrap_or_else(PoisonError::into_inner).add(index, due_us, prompt_tokens, &exchanged);
+        Ok(true)
+    }
 }
 
 /// Prepares bodies in order on threads that may block. Drops `begin` when the limit of prepared bodies is reached.
@@ -149,7 +129,7 @@ async fn write(
     form: Form,
     ahead: mpsc::Sender<Ready>,
     begin: oneshot::Sender<()>,
-) -> Result<(), BodyError> {
+) -> Result<(), Failed> {
     let mut begin = Some(begin);
     let pages_max = u32::try_from(BODIES_BYTES_MAX / PAGE_BYTES).expect("a million pages");
     let memory = Arc::new(Semaphore::new(pages_max as usize));
@@ -207,10 +187,12 @@ impl Records {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use pointsman_trial::driver::Answer;
     use pointsman_trial::workload::generate::SharedPrefix;
 
     use super::super::body::{Api, Extra};
-    use super::super::stream::Answer;
     use super::*;
 
     /// Requests with arrival times 0, 100 ms, 200 ms and so on.
@@ -228,7 +210,7 @@ mod tests {
 
     /// Sends to an endpoint that responds after `answer_ms`. Returns due and send times in ms.
     async fn sent_ms(workload: Workload, connections: u32, answer_ms: u64) -> Vec<(u64, u64)> {
-        let exchange = |_, clock: Clock| async move {
+        let exchange = move |_, clock: Clock| async move {
             let sent_us = clock.now_us();
             tokio::time::sleep(Duration::from_millis(answer_ms)).await;
             Exchange { sent_us, ended_us: clock.now_us(), answer: Answer::default(), rank: None, failure: None }

@@ -1,8 +1,8 @@
 //! Load generator over HTTP: sends a workload to any endpoint with OpenAI's API and records the responses with their
 //! times.
 //!
-//! Defines the arguments and the execution. [`pace`] determines arrival times, [`body`] serializes requests, [`client`]
-//! sends one and reads the response, [`drive`] sends all, [`health`] monitors this process.
+//! Defines the arguments and the execution. [`pace`] determines arrival times, [`body`] serializes requests, and [`drive`]
+//! has the clients, which send them by [`pointsman_trial::driver`].
 //!
 //! In an open loop a request is sent at its arrival time, independently of other requests. A request that cannot be
 //! sent in time is recorded as late, with its times relative to the arrival time. The numbers of sockets and the memory
@@ -13,31 +13,29 @@
 //! without a response header for it, the serving rank.
 
 pub mod body;
-pub mod client;
 pub mod drive;
-pub mod health;
 pub mod pace;
-pub mod stream;
 
 use std::fs;
-use std::io::{self, Write};
-use std::num::NonZeroU32;
+use std::io::Write;
+use std::num::{NonZero, NonZeroU32};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread::available_parallelism;
 use std::time::Duration;
 
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
-use pointsman_trial::workload::trace::TraceError;
+use hyper::Uri;
+use pointsman_trial::driver::{Answer, ClientOptions, HttpClient, TimerLag};
 use pointsman_trial::workload::{VOCABULARY, Workload};
 
-use crate::record::Run;
-use crate::results::{ClientHealth, Facts, Machine, Reporting, ReportingError, facts};
-use crate::simulate::{Warmup, write_records};
+use crate::measure::{Stopwatch, process_cpu};
+use crate::results::distribution::nearest_rank;
+use crate::results::{ClientHealth, Facts, Machine, Reporting, Run, Warmup, facts};
 use crate::source::Source;
-use body::{Api, BodyError, Extra, Form};
-use client::{Client, ClientError, ClientOptions};
-use health::Watch;
+use crate::{Failed, unusable};
+use body::{Api, Extra, Form};
 use pace::Pace;
 
 /// Default maximum number of connections and therefore of requests in flight; within the usual limit of file
@@ -109,81 +107,28 @@ pub struct Load {
     pub reporting: Reporting,
 }
 
-/// Errors of a load run.
-#[derive(Debug, thiserror::Error)]
-pub enum LoadError {
-    /// The trace is invalid.
-    #[error(transparent)]
-    Trace(#[from] TraceError),
-    /// No request is due before the end of the steps.
-    #[error("the steps end before the first request is due")]
-    NothingDue,
-    /// All requests would belong to the warm-up.
-    #[error("warmup covers all {requests} requests")]
-    OnlyWarmup {
-        /// Number of requests.
-        requests: usize,
-    },
-    /// The key file cannot be read.
-    #[error("cannot read the key in {path}: {source}")]
-    ApiKey {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error from the operating system.
-        source: io::Error,
-    },
-    /// The client cannot be created.
-    #[error(transparent)]
-    Client(#[from] ClientError),
-    /// A request body cannot be serialized.
-    #[error(transparent)]
-    Body(#[from] BodyError),
-    /// The runtime could not be started.
-    #[error("cannot start a runtime of {threads} threads: {source}")]
-    Runtime {
-        /// Requested number of threads.
-        threads: usize,
-        /// Error from the operating system.
-        source: io::Error,
-    },
-    /// The records cannot be written.
-    #[error("cannot write the records to {path}: {source}")]
-    Records {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error from the operating system.
-        source: io::Error,
-    },
-    /// The figures could not be written or were rejected by `--strict`.
-    #[error(transparent)]
-    Reporting(#[from] ReportingError),
-}
-
 impl Load {
     /// Sends the workload on its own runtime and writes figures to `out` and warnings to `warnings_out`.
     ///
     /// # Errors
     /// The workload cannot be read or sent, or the figures are rejected or cannot be written. Failed requests are part
     /// of the figures and no errors.
-    pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), LoadError> {
+    pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), Failed> {
         let (run, facts) = self.measure()?;
-        Ok(self.reporting.finish(&run, &facts, out, warnings_out)?)
+        self.reporting.finish(&run, &facts, out, warnings_out)
     }
 
     /// Sends the workload on its own runtime and returns the run.
     ///
     /// # Errors
     /// The workload cannot be read or sent.
-    pub fn measure(&self) -> Result<(Run, Facts), LoadError> {
+    pub fn measure(&self) -> Result<(Run, Facts), Failed> {
         let workload = self.workload()?;
         let (name, checksum) = (workload.name.clone(), workload.trace_checksum.clone());
-        let threads = self.threads.unwrap_or_else(|| health::cores().min(4));
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
-        let runtime = runtime.map_err(|source| LoadError::Runtime { threads, source })?;
+        let runtime = crate::runtime(self.threads.unwrap_or_else(|| cores().min(4)))?;
         let (run, client) = runtime.block_on(self.send(workload))?;
         if let Some(path) = &self.records {
-            let failed = |source| LoadError::Records { path: path.clone(), source };
-            write_records(&run.requests, path).map_err(failed)?;
+            run.write_records(path)?;
         }
         let facts = Facts {
             policy: self.label.as_ref().unwrap_or(&self.url).clone(),
@@ -208,14 +153,16 @@ impl Load {
     ///
     /// # Errors
     /// The trace cannot be read, or no request remains for the measurement.
-    pub fn workload(&self) -> Result<Workload, LoadError> {
+    pub fn workload(&self) -> Result<Workload, Failed> {
         let mut workload = self.pace.apply(self.source.load(self.seed)?, self.seed);
         if let Some(output_tokens) = self.output_tokens {
             workload.requests.iter_mut().for_each(|request| request.output_tokens = output_tokens);
         }
         match workload.requests.len() {
-            0 => Err(LoadError::NothingDue),
-            requests if self.warmup.of(requests) >= requests => Err(LoadError::OnlyWarmup { requests }),
+            0 => Err("the steps end before the first request is due".into()),
+            requests if self.warmup.of(requests) >= requests => {
+                Err(format!("warmup covers all {requests} requests").into())
+            }
             _ => Ok(workload),
         }
     }
@@ -225,14 +172,14 @@ impl Load {
     ///
     /// # Errors
     /// The arguments of the client are invalid.
-    pub async fn send(&self, workload: Workload) -> Result<(Run, ClientHealth), LoadError> {
-        let key = self.api_key_file.as_ref().map(|path| {
-            let read = fs::read_to_string(path);
-            read.map_err(|source| LoadError::ApiKey { path: path.clone(), source })
-        });
-        let client = Client::new(&ClientOptions {
-            url: &self.url,
-            api: self.api,
+    pub async fn send(&self, workload: Workload) -> Result<(Run, ClientHealth), Failed> {
+        let uri = self.uri()?;
+        let key = self
+            .api_key_file
+            .as_deref()
+            .map(|path| fs::read_to_string(path).map_err(unusable("read the key in", path)));
+        let client = HttpClient::new(&ClientOptions {
+            has_tls: uri.scheme_str() == Some("https"),
             api_key: key.transpose()?.as_deref().map(str::trim),
             rank_header: self.rank_header.as_deref(),
             timeout: Duration::from_secs(self.timeout.into()),
@@ -244,17 +191,24 @@ impl Load {
             vocabulary: self.vocabulary,
             extra: self.extra_body.clone(),
         };
-        let watch = Watch::start();
+        let (lag, wall, cpu) = (TimerLag::start(), Stopwatch::start(), process_cpu());
         let connections = NonZeroU32::new(self.connections_max).expect("the parser refuses 0");
         let client = Arc::new(client);
-        let exchange = |body, clock| {
-            let client = Arc::clone(&client);
-            async move { client.exchange(body, clock).await }
+        let sender = Arc::clone(&client);
+        let exchange = move |body: Vec<u8>, clock| {
+            let (client, uri) = (Arc::clone(&sender), uri.clone());
+            async move { client.exchange(&uri, body.into(), clock, Answer::default()).await }
         };
         let warmup = self.warmup.of(workload.requests.len());
         let drive::Driven { requests, itl_us, ended_us } =
             drive::drive(workload, form, connections, warmup, exchange).await?;
-        let health = watch.end();
+        let mut lags_us: Vec<u64> = lag.end().iter().map(|lag| lag.as_micros() as u64).collect();
+        lags_us.sort_unstable();
+        let cpu = (process_cpu() - cpu).as_secs_f64();
+        let health = ClientHealth {
+            cpu_share: cpu / wall.elapsed().as_secs_f64().max(1e-9) / cores() as f64,
+            lag_p99_us: nearest_rank(&lags_us, 99).unwrap_or_default(),
+        };
         let run = Run {
             requests,
             itl_us,
@@ -266,4 +220,16 @@ impl Load {
         };
         Ok((run, health))
     }
+
+    fn uri(&self) -> Result<Uri, Failed> {
+        let uri = format!("{}{}", self.url.trim_end_matches('/'), self.api.path()).parse::<Uri>().ok();
+        let is_http = |uri: &Uri| matches!(uri.scheme_str(), Some("http" | "https")) && uri.host().is_some();
+        let invalid = || format!("{:?} is not a URL such as http://127.0.0.1:8000", self.url);
+        Ok(uri.filter(is_http).ok_or_else(invalid)?)
+    }
+}
+
+/// Number of cores available to this process; 1 if unknown.
+fn cores() -> usize {
+    available_parallelism().map_or(1, NonZero::get)
 }

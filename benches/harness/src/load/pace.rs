@@ -40,27 +40,14 @@ pub struct Step {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Steps(Vec<Step>);
 
-/// Errors of parsing steps.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum StepsError {
-    /// A step has no valid form.
-    #[error("{0:?} is not a rate and time such as 10:30s")]
-    Form(String),
-    /// The rate is invalid.
-    #[error("{0}")]
-    Rate(String),
-    /// The duration is invalid.
-    #[error("{0:?} is not a time such as 500ms, 30s or 2m")]
-    Time(String),
-}
-
 impl FromStr for Steps {
-    type Err = StepsError;
+    type Err = String;
 
-    fn from_str(text: &str) -> Result<Self, StepsError> {
+    fn from_str(text: &str) -> Result<Self, String> {
         let step = |text: &str| {
-            let (rate_text, time) = text.split_once(':').ok_or_else(|| StepsError::Form(text.to_owned()))?;
-            Ok(Step { rate: rate(rate_text).map_err(StepsError::Rate)?, lasts_us: time_us(time)? })
+            let form = || format!("{text:?} is not a rate and time such as 10:30s");
+            let (rate_text, time) = text.split_once(':').ok_or_else(form)?;
+            Ok::<_, String>(Step { rate: rate(rate_text)?, lasts_us: time_us(time)? })
         };
         text.split(',').map(|text| step(text.trim())).collect::<Result<_, _>>().map(Self)
     }
@@ -71,12 +58,12 @@ fn rate(text: &str) -> Result<f64, String> {
     rate.ok_or_else(|| format!("{text:?} is not a rate from 0.000001 to 1000000 requests per second"))
 }
 
-fn time_us(text: &str) -> Result<f64, StepsError> {
+fn time_us(text: &str) -> Result<f64, String> {
     let text = text.trim();
     let units = [("ms", 1e3), ("s", 1e6), ("m", 60e6)];
     let unit = units.into_iter().find_map(|(unit, us)| Some((text.strip_suffix(unit)?, us)));
     let time = unit.and_then(|(number, us)| Some(number.parse::<f64>().ok()? * us));
-    time.filter(|us| (1.0..1e15).contains(us)).ok_or_else(|| StepsError::Time(text.to_owned()))
+    time.filter(|us| (1.0..1e15).contains(us)).ok_or_else(|| format!("{text:?} is not a time such as 500ms, 30s or 2m"))
 }
 
 impl Pace {

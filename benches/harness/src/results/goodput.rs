@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::record::RequestRecord;
+use crate::results::RequestRecord;
 
 /// Latency limits of a good answer.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]

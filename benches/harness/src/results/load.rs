@@ -2,7 +2,7 @@
 //!
 //! The load of a rank is a step function: the value of its last sample, and empty before the first one.
 
-use crate::record::RankSample;
+use crate::results::RankSample;
 
 /// State of all ranks at one time, from their latest samples.
 pub(crate) struct FleetSnapshot {

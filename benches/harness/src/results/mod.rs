@@ -1,4 +1,4 @@
-//! Computation of comparable figures and validity warnings from a [`Run`].
+//! The report of runs over time: records, comparable figures and validity warnings.
 //!
 //! Contains the [`Summary`] of a run, its JSON and its text. Equal runs and equal [`Facts`] give equal bytes. A figure
 //! without measurements is absent instead of zero. Warnings are part of the summary. Other modules execute runs and
@@ -12,6 +12,7 @@ pub mod facts;
 pub mod goodput;
 pub mod load;
 pub mod prediction;
+mod record;
 pub mod reporting;
 pub mod series;
 pub mod summary;
@@ -21,12 +22,13 @@ pub mod validity;
 
 pub use distribution::Distribution;
 pub use facts::{Facts, Machine};
-pub use reporting::{Reporting, ReportingError};
+pub(crate) use record::write_json;
+pub use record::{RankSample, RequestRecord, Run, Warmup};
+pub use reporting::Reporting;
+pub(crate) use reporting::unwritten;
 pub use series::Series;
 pub use summary::{SCHEMA_VERSION, Summary};
 pub use validity::{ClientHealth, Gate, Warning};
-
-use crate::record::{RequestRecord, Run};
 
 impl Run {
     /// The measured requests, without the warm-up.

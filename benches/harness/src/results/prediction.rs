@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::record::RequestRecord;
+use crate::results::RequestRecord;
 
 /// Predicted versus measured times to the first token.
 ///

@@ -8,8 +8,8 @@ use std::io::{self, Write};
 use clap::Args;
 
 use super::goodput::Limits;
-use super::{Facts, Summary};
-use crate::record::Run;
+use super::{Facts, Run, Summary};
+use crate::Failed;
 
 /// Output options of a run.
 #[derive(Args, Clone, Debug, PartialEq)]
@@ -39,17 +39,6 @@ impl Default for Reporting {
     }
 }
 
-/// Errors of the output.
-#[derive(Debug, thiserror::Error)]
-pub enum ReportingError {
-    /// There are warnings under `--strict`.
-    #[error("--strict rejects figures with warnings: {}", .0.join("; "))]
-    Doubtful(Vec<String>),
-    /// Writing failed.
-    #[error("cannot write the figures: {0}")]
-    Io(#[from] io::Error),
-}
-
 fn positive_ms(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(ms) if ms.is_finite() && ms > 0.0 => Ok(ms),
@@ -68,29 +57,28 @@ impl Reporting {
     ///
     /// # Errors
     /// There are warnings under `--strict`, or a writer fails.
-    pub fn finish(
-        &self,
-        run: &Run,
-        facts: &Facts,
-        out: impl Write,
-        warnings_out: impl Write,
-    ) -> Result<(), ReportingError> {
+    pub fn finish(&self, run: &Run, facts: &Facts, out: impl Write, warnings_out: impl Write) -> Result<(), Failed> {
         let summary = Summary::new(run, facts);
         let warnings: Vec<String> = summary.warnings.iter().map(|warning| warning.message.clone()).collect();
         self.admit(&warnings, warnings_out)?;
-        Ok(summary.write(out, self.json)?)
+        summary.write(out, self.json).map_err(unwritten)
     }
 
     /// Writes `warnings` to `out`, one per line.
     ///
     /// # Errors
     /// There are warnings under `--strict`, which are then returned instead of written, or the writer fails.
-    pub fn admit(&self, warnings: &[String], mut out: impl Write) -> Result<(), ReportingError> {
+    pub fn admit(&self, warnings: &[String], mut out: impl Write) -> Result<(), Failed> {
         if self.strict && !warnings.is_empty() {
-            return Err(ReportingError::Doubtful(warnings.to_vec()));
+            return Err(format!("--strict rejects figures with warnings: {}", warnings.join("; ")).into());
         }
-        Ok(warnings.iter().try_for_each(|warning| writeln!(out, "warning: {warning}"))?)
+        warnings.iter().try_for_each(|warning| writeln!(out, "warning: {warning}")).map_err(unwritten)
     }
+}
+
+/// Error for figures that cannot be written.
+pub(crate) fn unwritten(error: io::Error) -> Failed {
+    format!("cannot write the figures: {error}").into()
 }
 
 #[cfg(test)]
@@ -107,7 +95,7 @@ mod tests {
         reporting: Reporting,
     }
 
-    fn finish(arguments: &[&str], requests: u64) -> (Result<(), ReportingError>, String, String) {
+    fn finish(arguments: &[&str], requests: u64) -> (Result<(), Failed>, String, String) {
         let arguments = Arguments::parse_from(std::iter::once(&"test").chain(arguments));
         let (mut out, mut warnings) = (Vec::new(), Vec::new());
         let run = run((0..requests).map(request).collect());

@@ -7,7 +7,7 @@ use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 
 use super::load::ranks_of;
-use crate::record::{RankSample, RequestRecord, Run};
+use crate::results::{RankSample, RequestRecord, Run};
 
 /// Maximum number of points of a curve.
 pub const CURVE_POINTS: usize = 200;

@@ -100,7 +100,7 @@ mod tests {
     use super::super::summary::tests::facts;
     use super::super::tests::{request, run};
     use super::*;
-    use crate::record::RequestRecord;
+    use crate::results::RequestRecord;
 
     fn text(requests: Vec<RequestRecord>) -> String {
         let mut text = Vec::new();

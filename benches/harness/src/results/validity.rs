@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::distribution::nearest_rank;
 use super::text::{percent, time};
 use super::{Facts, share};
-use crate::record::{RequestRecord, Run};
+use crate::results::{RequestRecord, Run};
 
 /// Maximum lateness of a client in µs. Beyond it the client affects its own measurements: a step of an engine takes
 /// several ms, so 10 ms are visible in a time to the first token. Timers of a healthy client are late by less than 2

@@ -1,28 +1,23 @@
 //! Arguments of a simulation and its execution.
 
-use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io::Write;
 use std::ops::RangeInclusive;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
 use pointsman::policy::Policy;
 use pointsman_trial::engine::{BlockShortage, EngineConfig};
 use pointsman_trial::workload::Workload;
-use pointsman_trial::workload::trace::TraceError;
 use serde_json::Value;
 
-use super::{
-    DisaggregatedPools, DisaggregationSetup, ReplicaSetup, ReplicaSharing, Replicated, RouterSetup, Setup,
-    SimulateError, Warmup,
+use crate::Failed;
+use crate::fleet::{
+    DisaggregationSetup, Fleet, Knowledge, ReplicaSetup, ReplicaSharing, RouterSetup, Setup, policy_named,
 };
-use crate::cli::{Knowledge, policy_named};
-use crate::embedded::Embedded;
-use crate::fleet::Fleet;
-use crate::record::RequestRecord;
-use crate::results::{Reporting, ReportingError};
+use crate::results::{Reporting, Warmup};
 use crate::source::Source;
+use crate::target::{DisaggregatedPools, Embedded};
 
 /// Arguments of one simulation.
 #[derive(Args, Clone, Debug)]
@@ -165,101 +160,64 @@ impl From<ShortageRules> for BlockShortage {
     }
 }
 
-/// Optional figures of engines.
-#[derive(Args, Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct EngineFigures {
-    /// Tokens per KV block [8b-h100: 64]
-    #[arg(long, value_name = "TOKENS")]
-    pub block_size: Option<u32>,
-    /// KV blocks in the device memory of a rank [8b-h100: 7168]
-    #[arg(long, value_name = "BLOCKS")]
-    pub kv_blocks: Option<u32>,
-    /// KV blocks in the host memory of a rank [8b-h100: 0]
-    #[arg(long, value_name = "BLOCKS")]
-    pub host_kv_blocks: Option<u32>,
-    /// Maximum number of tokens per step [8b-h100: 8192]
-    #[arg(long, value_name = "TOKENS")]
-    pub step_tokens_max: Option<u32>,
-    /// Maximum number of running sequences [8b-h100: 256]
-    #[arg(long, value_name = "SEQUENCES")]
-    pub sequences_max: Option<u32>,
-    /// Maximum number of tokens of one sequence per step; 0: no limit [8b-h100: 0]
-    #[arg(long, value_name = "TOKENS")]
-    pub prefill_chunk_max: Option<u32>,
-    /// Draft tokens per decoding sequence and step; 0: no speculative decoding [8b-h100: 0]
-    #[arg(long, value_name = "TOKENS")]
-    pub draft_tokens: Option<u32>,
-    /// Probability that a draft token is accepted, in percent [8b-h100: 0]
-    #[arg(long, value_name = "PERCENT")]
-    pub draft_acceptance_percent: Option<u32>,
-    /// Maximum length of prompt and output together [8b-h100: 131072, or the capacity of the device memory if less]
-    #[arg(long, value_name = "TOKENS")]
-    pub max_model_len: Option<u32>,
-    /// Fixed time per step in µs [8b-h100: 4000]
-    #[arg(long, value_name = "US")]
-    pub step_us: Option<u32>,
-    /// Prompt tokens computed per second, without attention [8b-h100: 25000]
-    #[arg(long, value_name = "TOKENS")]
-    pub prefill_tokens_per_second: Option<u32>,
-    /// Attention of one prompt token to one earlier token, in ps [8b-h100: 1200]
-    #[arg(long, value_name = "PS")]
-    pub attention_ps: Option<u32>,
-    /// Time per decoding sequence of a step in µs [8b-h100: 20]
-    #[arg(long, value_name = "US")]
-    pub decode_sequence_us: Option<u32>,
-    /// Time per context token that a decoding sequence reads, in ns [8b-h100: 65]
-    #[arg(long, value_name = "NS")]
-    pub kv_token_ns: Option<u32>,
-    /// Time per token loaded from host memory, in ns [8b-h100: 2600]
-    #[arg(long, value_name = "NS")]
-    pub host_token_ns: Option<u32>,
-    /// Time of the drafter per draft token in µs [8b-h100: 125]
-    #[arg(long, value_name = "US")]
-    pub draft_us: Option<u32>,
+/// Defines the optional figures of engines: a flag for each, and its place in the configuration.
+macro_rules! engine_figures {
+    ($($(#[$doc:meta])* $unit:literal $figure:ident => $($place:ident).+;)*) => {
+        /// Optional figures of engines.
+        #[derive(Args, Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct EngineFigures {
+            $($(#[$doc])* #[arg(long, value_name = $unit)] pub $figure: Option<u32>,)*
+        }
+
+        impl EngineFigures {
+            /// Figure with the name of its flag.
+            fn named(&mut self, name: &str) -> Option<&mut Option<u32>> {
+                match name {
+                    $(stringify!($figure) => Some(&mut self.$figure),)*
+                    _ => None,
+                }
+            }
+
+            fn apply(&self, config: &mut EngineConfig) {
+                $(config.$($place).+ = self.$figure.unwrap_or(config.$($place).+);)*
+            }
+        }
+    };
 }
 
-impl EngineFigures {
-    /// Figure with this name. The block size is excluded, because it must be equal for all workers.
-    fn named(&mut self, name: &str) -> Option<&mut Option<u32>> {
-        Some(match name {
-            "kv-blocks" => &mut self.kv_blocks,
-            "host-kv-blocks" => &mut self.host_kv_blocks,
-            "step-tokens-max" => &mut self.step_tokens_max,
-            "sequences-max" => &mut self.sequences_max,
-            "prefill-chunk-max" => &mut self.prefill_chunk_max,
-            "draft-tokens" => &mut self.draft_tokens,
-            "draft-acceptance-percent" => &mut self.draft_acceptance_percent,
-            "max-model-len" => &mut self.max_model_len,
-            "step-us" => &mut self.step_us,
-            "prefill-tokens-per-second" => &mut self.prefill_tokens_per_second,
-            "attention-ps" => &mut self.attention_ps,
-            "decode-sequence-us" => &mut self.decode_sequence_us,
-            "kv-token-ns" => &mut self.kv_token_ns,
-            "host-token-ns" => &mut self.host_token_ns,
-            "draft-us" => &mut self.draft_us,
-            _ => return None,
-        })
-    }
-
-    fn apply(&self, config: &mut EngineConfig) {
-        let set = |figure: &mut u32, given: Option<u32>| *figure = given.unwrap_or(*figure);
-        set(&mut config.block_size, self.block_size);
-        set(&mut config.kv_blocks, self.kv_blocks);
-        set(&mut config.host_kv_blocks, self.host_kv_blocks);
-        set(&mut config.step_tokens_max, self.step_tokens_max);
-        set(&mut config.sequences_max, self.sequences_max);
-        set(&mut config.prefill_chunk_max, self.prefill_chunk_max);
-        set(&mut config.speculation.draft_tokens, self.draft_tokens);
-        set(&mut config.speculation.acceptance_percent, self.draft_acceptance_percent);
-        set(&mut config.max_model_len, self.max_model_len);
-        set(&mut config.cost.step_us, self.step_us);
-        set(&mut config.cost.prefill_tokens_per_second, self.prefill_tokens_per_second);
-        set(&mut config.cost.attention_ps, self.attention_ps);
-        set(&mut config.cost.decode_sequence_us, self.decode_sequence_us);
-        set(&mut config.cost.kv_token_ns, self.kv_token_ns);
-        set(&mut config.cost.host_token_ns, self.host_token_ns);
-        set(&mut config.cost.draft_us, self.draft_us);
-    }
+engine_figures! {
+    /// Tokens per KV block [8b-h100: 64]
+    "TOKENS" block_size => block_size;
+    /// KV blocks in the device memory of a rank [8b-h100: 7168]
+    "BLOCKS" kv_blocks => kv_blocks;
+    /// KV blocks in the host memory of a rank [8b-h100: 0]
+    "BLOCKS" host_kv_blocks => host_kv_blocks;
+    /// Maximum number of tokens per step [8b-h100: 8192]
+    "TOKENS" step_tokens_max => step_tokens_max;
+    /// Maximum number of running sequences [8b-h100: 256]
+    "SEQUENCES" sequences_max => sequences_max;
+    /// Maximum number of tokens of one sequence per step; 0: no limit [8b-h100: 0]
+    "TOKENS" prefill_chunk_max => prefill_chunk_max;
+    /// Draft tokens per decoding sequence and step; 0: no speculative decoding [8b-h100: 0]
+    "TOKENS" draft_tokens => speculation.draft_tokens;
+    /// Probability that a draft token is accepted, in percent [8b-h100: 0]
+    "PERCENT" draft_acceptance_percent => speculation.acceptance_percent;
+    /// Maximum length of prompt and output together [8b-h100: 131072, or the capacity of the device memory if less]
+    "TOKENS" max_model_len => max_model_len;
+    /// Fixed time per step in µs [8b-h100: 4000]
+    "US" step_us => cost.step_us;
+    /// Prompt tokens computed per second, without attention [8b-h100: 25000]
+    "TOKENS" prefill_tokens_per_second => cost.prefill_tokens_per_second;
+    /// Attention of one prompt token to one earlier token, in ps [8b-h100: 1200]
+    "PS" attention_ps => cost.attention_ps;
+    /// Time per decoding sequence of a step in µs [8b-h100: 20]
+    "US" decode_sequence_us => cost.decode_sequence_us;
+    /// Time per context token that a decoding sequence reads, in ns [8b-h100: 65]
+    "NS" kv_token_ns => cost.kv_token_ns;
+    /// Time per token loaded from host memory, in ns [8b-h100: 2600]
+    "NS" host_token_ns => cost.host_token_ns;
+    /// Time of the drafter per draft token in µs [8b-h100: 125]
+    "US" draft_us => cost.draft_us;
 }
 
 /// A range of workers with their different figures.
@@ -287,7 +245,9 @@ impl FromStr for EngineSpec {
         let mut figures = EngineFigures::default();
         for pair in given.split(',') {
             let (name, value) = pair.split_once('=').ok_or_else(|| format!("no '=' in {pair:?}"))?;
-            let figure = figures.named(name).ok_or_else(|| format!("unknown figure {name:?} of a worker"))?;
+            // The block size must be equal for all workers.
+            let figure = figures.named(&name.replace('-', "_")).filter(|_| name != "block-size" && !name.contains('_'));
+            let figure = figure.ok_or_else(|| format!("unknown figure {name:?} of a worker"))?;
             *figure = Some(value.parse().map_err(|error| format!("{name} {value:?}: {error}"))?);
         }
         Ok(Self { workers, figures })
@@ -305,10 +265,10 @@ impl FleetArguments {
     ///
     /// # Errors
     /// A spec names workers that the fleet does not have.
-    pub fn engines(&self) -> Result<Vec<EngineConfig>, SimulateError> {
+    pub fn engines(&self) -> Result<Vec<EngineConfig>, Failed> {
         if let Some(spec) = self.engines.iter().find(|spec| *spec.workers.end() > self.workers) {
             let (last, workers) = (spec.workers.end(), self.workers);
-            return Err(SimulateError::Setup(format!("no worker {last} among {workers}")));
+            return Err(format!("no worker {last} among {workers}").into());
         }
         Ok((1..=self.workers).map(|worker| self.engine(worker)).collect())
     }
@@ -317,13 +277,10 @@ impl FleetArguments {
     ///
     /// # Errors
     /// A spec names unknown workers, or the event delay is invalid.
-    pub fn setup(&self, router: RouterSetup, warmup_requests: usize) -> Result<Setup, SimulateError> {
+    pub fn setup(&self, router: RouterSetup, warmup_requests: usize) -> Result<Setup, Failed> {
         let event_delay_us = self.event_delay_ms * 1e3;
         if !(0.0..=1e12).contains(&event_delay_us) {
-            return Err(SimulateError::Setup(format!(
-                "event_delay_ms is {}, must be 0 to 1000000000",
-                self.event_delay_ms
-            )));
+            return Err(format!("event_delay_ms is {}, must be 0 to 1000000000", self.event_delay_ms).into());
         }
         Ok(Setup {
             fleet: self.fleet(),
@@ -410,42 +367,20 @@ impl RouterArguments {
     }
 }
 
-/// Errors of the simulate subcommand.
-#[derive(Debug, thiserror::Error)]
-pub enum SimulateCommandError {
-    /// The trace is invalid.
-    #[error(transparent)]
-    Trace(#[from] TraceError),
-    /// The simulation failed.
-    #[error(transparent)]
-    Simulate(#[from] SimulateError),
-    /// The figures have warnings under `--strict` or could not be written.
-    #[error(transparent)]
-    Reporting(#[from] ReportingError),
-    /// The records cannot be written.
-    #[error("cannot write {path}: {source}")]
-    Records {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error from the operating system.
-        source: io::Error,
-    },
-}
-
 impl Simulate {
     /// Loads the workload.
     ///
     /// # Errors
     /// The trace cannot be read.
-    pub fn workload(&self) -> Result<Workload, TraceError> {
-        self.source.load(self.router.seed)
+    pub fn workload(&self) -> Result<Workload, Failed> {
+        Ok(self.source.load(self.router.seed)?)
     }
 
     /// Setup of the simulation for a workload of this many requests.
     ///
     /// # Errors
     /// A spec names unknown workers.
-    pub fn setup(&self, requests: usize) -> Result<Setup, SimulateError> {
+    pub fn setup(&self, requests: usize) -> Result<Setup, Failed> {
         let setup = self.fleet.setup(self.router.setup(), self.warmup.of(requests))?;
         Ok(Setup { replicas: self.replicas.into(), disaggregation: self.disaggregation.setup(), ..setup })
     }
@@ -454,31 +389,17 @@ impl Simulate {
     ///
     /// # Errors
     /// The trace cannot be read, the simulation fails, or the figures are rejected or cannot be written.
-    pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), SimulateCommandError> {
+    pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), Failed> {
         let workload = self.workload()?;
         let setup = self.setup(workload.requests.len())?;
-        let run = if setup.disaggregation.is_some() {
-            super::run(&setup, &workload, DisaggregatedPools::start_simulated)?
-        } else if setup.replicas.count > 1 {
-            super::run(&setup, &workload, Replicated::start_simulated)?
-        } else {
-            super::run(&setup, &workload, Embedded::start_simulated)?
+        let run = match setup.disaggregation {
+            Some(_) => super::run(&setup, &workload, DisaggregatedPools::start)?,
+            None => super::run(&setup, &workload, Embedded::start)?,
         };
         if let Some(path) = &self.records {
-            let failed = |source| SimulateCommandError::Records { path: path.clone(), source };
-            write_records(&run.requests, path).map_err(failed)?;
+            run.write_records(path)?;
         }
         let facts = setup.facts(&workload, &self.reporting);
-        Ok(self.reporting.finish(&run, &facts, out, warnings_out)?)
+        self.reporting.finish(&run, &facts, out, warnings_out)
     }
-}
-
-/// Writes one JSON object per line.
-pub(crate) fn write_records(records: &[RequestRecord], path: &Path) -> io::Result<()> {
-    let mut out = BufWriter::new(File::create(path)?);
-    for record in records {
-        serde_json::to_writer(&mut out, record)?;
-        writeln!(out)?;
-    }
-    out.flush()
 }

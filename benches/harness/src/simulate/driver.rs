@@ -21,9 +21,10 @@ use pointsman_trial::workload::{Arrivals, Request, Workload};
 use super::heap::{Event, Heap};
 use super::rank::{FleetRank, announcements};
 use super::time::VirtualTime;
-use super::{Setup, SimulateError};
-use crate::record::{RankSample, RequestRecord, Run};
-use crate::target::{Call, Refusal, Routed, Target};
+use crate::Failed;
+use crate::fleet::Setup;
+use crate::results::{RankSample, RequestRecord, Run};
+use crate::target::{Call, Routed, Target, misplaced, refused};
 
 /// Interval of rank samples.
 const SAMPLE_US: u64 = 1_000_000;
@@ -35,7 +36,7 @@ const IDLE_SAMPLES_MAX: u32 = 3_600;
 const ITL_MAX_US: u64 = 3_600_000_000;
 
 /// Results of `route`, in order of completion.
-type Answers<H> = Arc<Mutex<Vec<(usize, Result<Routed<H>, Refusal>)>>>;
+type Answers<H> = Arc<Mutex<Vec<(usize, Result<Routed<H>, Failed>)>>>;
 
 /// State of a running simulation.
 pub(super) struct Driver<'a, T: Target> {
@@ -83,12 +84,7 @@ struct DecodeLeg {
 }
 
 impl<'a, T: Target> Driver<'a, T> {
-    pub(super) fn new(
-        target: T,
-        time: VirtualTime,
-        setup: &'a Setup,
-        workload: &'a Workload,
-    ) -> Result<Self, SimulateError> {
+    pub(super) fn new(target: T, time: VirtualTime, setup: &'a Setup, workload: &'a Workload) -> Result<Self, Failed> {
         let requests = &workload.requests;
         let mut heap = Heap::default();
         let waiting = match workload.arrivals {
@@ -102,7 +98,7 @@ impl<'a, T: Target> Driver<'a, T> {
         heap.push(0, Event::Sample);
         let record =
             |request: &Request| RequestRecord { prompt_tokens: request.prompt_tokens(), ..RequestRecord::default() };
-        let ranks: Vec<FleetRank> = setup.ranks()?;
+        let ranks = fleet_ranks(setup)?;
         Ok(Self {
             setup,
             workload,
@@ -129,7 +125,7 @@ impl<'a, T: Target> Driver<'a, T> {
     }
 
     /// Runs until every request has ended, then shuts the target down.
-    pub(super) async fn run(mut self) -> Result<Run, SimulateError> {
+    pub(super) async fn run(mut self) -> Result<Run, Failed> {
         while self.unfinished > 0 {
             match self.heap.next_us() {
                 Some(at_us) if at_us <= self.now_us => self.happen().await?,
@@ -141,7 +137,7 @@ impl<'a, T: Target> Driver<'a, T> {
         debug_assert!(self.ranks.iter().all(FleetRank::owes_nothing), "all requests have ended");
         self.deliver_the_rest().await?;
         if let Some(bookings @ 1..) = self.target.bookings() {
-            return Err(SimulateError::NotAtRest { target: T::NAME, bookings });
+            return Err(format!("{} holds {bookings} bookings after the last request has ended", T::NAME).into());
         }
         drop(self.time); // its timers may now pass without delay
         if let Some(target) = Arc::into_inner(self.target) {
@@ -158,7 +154,7 @@ impl<'a, T: Target> Driver<'a, T> {
         })
     }
 
-    async fn happen(&mut self) -> Result<(), SimulateError> {
+    async fn happen(&mut self) -> Result<(), Failed> {
         match self.heap.pop() {
             Some(Event::Arrival(number)) => self.on_arrival(number).await,
             Some(Event::StepEnd(rank)) => self.on_step_end(rank).await,
@@ -178,7 +174,7 @@ impl<'a, T: Target> Driver<'a, T> {
         }
     }
 
-    async fn on_arrival(&mut self, number: usize) -> Result<(), SimulateError> {
+    async fn on_arrival(&mut self, number: usize) -> Result<(), Failed> {
         self.meet_target().await?;
         self.unsent -= 1;
         let record = &mut self.records[number];
@@ -195,7 +191,7 @@ impl<'a, T: Target> Driver<'a, T> {
         self.settle().await
     }
 
-    async fn on_step_end(&mut self, rank: usize) -> Result<(), SimulateError> {
+    async fn on_step_end(&mut self, rank: usize) -> Result<(), Failed> {
         let Some(Step { outputs, events, preempted, .. }) = self.ranks[rank].end() else { return Ok(()) };
         self.preemptions += u64::from(preempted);
         let block_size = u64::from(self.setup.block_size().get());
@@ -217,7 +213,7 @@ impl<'a, T: Target> Driver<'a, T> {
         Ok(())
     }
 
-    async fn on_output(&mut self, rank: usize, output: &Output, block_size: u64) -> Result<(), SimulateError> {
+    async fn on_output(&mut self, rank: usize, output: &Output, block_size: u64) -> Result<(), Failed> {
         let number = output.id as usize;
         let Some(running) = &mut self.running[number] else { return Ok(()) };
         if running.decode.is_some() {
@@ -259,7 +255,7 @@ impl<'a, T: Target> Driver<'a, T> {
     }
 
     /// The prefill booking ends with the leg, and the transfer starts.
-    async fn on_prefilled(&mut self, rank: usize, output: &Output) -> Result<(), SimulateError> {
+    async fn on_prefilled(&mut self, rank: usize, output: &Output) -> Result<(), Failed> {
         let number = output.id as usize;
         let Some(running) = &mut self.running[number] else { return Ok(()) };
         let record = &mut self.records[number];
@@ -274,7 +270,7 @@ impl<'a, T: Target> Driver<'a, T> {
     }
 
     /// Releases the blocks on the prefill rank and submits the decode leg.
-    async fn on_transfer(&mut self, number: usize) -> Result<(), SimulateError> {
+    async fn on_transfer(&mut self, number: usize) -> Result<(), Failed> {
         let Some(leg) = self.running[number].as_mut().and_then(|running| running.decode.take()) else { return Ok(()) };
         self.ranks[leg.prefill_rank].release(number as u64);
         self.ready.extend([leg.prefill_rank, leg.rank]);
@@ -301,14 +297,14 @@ impl<'a, T: Target> Driver<'a, T> {
         self.heap.push(self.now_us + self.setup.event_delay_us, Event::Announcement(rank));
     }
 
-    async fn on_announcement(&mut self, rank: usize) -> Result<(), SimulateError> {
+    async fn on_announcement(&mut self, rank: usize) -> Result<(), Failed> {
         let Some(events) = self.announced[rank].pop_front() else { return Ok(()) };
         self.meet_target().await?;
-        self.target.apply_events(events).await.map_err(|reason| SimulateError::Events { target: T::NAME, reason })?;
+        self.target.apply_events(events).await.map_err(not_applied::<T>)?;
         self.settle().await
     }
 
-    async fn on_sample(&mut self) -> Result<(), SimulateError> {
+    async fn on_sample(&mut self) -> Result<(), Failed> {
         self.meet_target().await?; // a queued request may only wait for time to pass
         for (number, rank) in (0..).zip(&self.ranks) {
             self.samples.push(rank.sample(self.now_us, number));
@@ -320,7 +316,7 @@ impl<'a, T: Target> Driver<'a, T> {
     }
 
     /// Delivers the last published events, so that the router has all events before the check for remaining bookings.
-    async fn deliver_the_rest(&mut self) -> Result<(), SimulateError> {
+    async fn deliver_the_rest(&mut self) -> Result<(), Failed> {
         while let Some(at_us) = self.heap.next_us() {
             match self.heap.pop() {
                 Some(Event::Announcement(rank)) => {
@@ -334,19 +330,19 @@ impl<'a, T: Target> Driver<'a, T> {
     }
 
     /// Advances the target to the current time and processes the effects of its timers.
-    async fn meet_target(&mut self) -> Result<(), SimulateError> {
+    async fn meet_target(&mut self) -> Result<(), Failed> {
         self.time.reach(self.now_us).await;
         self.place().await
     }
 
     /// Lets the target finish all possible work, and submits the requests that it has placed.
-    async fn settle(&mut self) -> Result<(), SimulateError> {
-        self.target.settle().await.map_err(|reason| SimulateError::Events { target: T::NAME, reason })?;
+    async fn settle(&mut self) -> Result<(), Failed> {
+        self.target.settle().await.map_err(not_applied::<T>)?;
         self.time.settle().await;
         self.place().await
     }
 
-    async fn place(&mut self) -> Result<(), SimulateError> {
+    async fn place(&mut self) -> Result<(), Failed> {
         let answers = mem::take(&mut *self.answers.lock().unwrap_or_else(PoisonError::into_inner));
         for (number, routed) in answers {
             let Some(tokens) = self.unplaced.remove(&number) else { continue };
@@ -358,17 +354,9 @@ impl<'a, T: Target> Driver<'a, T> {
         Ok(())
     }
 
-    async fn on_placed(
-        &mut self,
-        number: usize,
-        routed: Routed<T::Handle>,
-        tokens: Arc<[u32]>,
-    ) -> Result<(), SimulateError> {
+    async fn on_placed(&mut self, number: usize, routed: Routed<T::Handle>, tokens: Arc<[u32]>) -> Result<(), Failed> {
         let Routed { rank: name, handle, cached_tokens, ttft_us } = routed;
-        let index = |name: WorkerRank| {
-            let unknown = || SimulateError::UnknownRank { target: T::NAME, request: number, rank: name };
-            self.setup.fleet.index(name).ok_or_else(unknown)
-        };
+        let index = |name: WorkerRank| self.setup.fleet.index(name).ok_or_else(|| misplaced::<T>(number, name));
         let rank = index(name)?;
         let decode_rank = self.target.decode_rank(&handle).map(index).transpose()?;
         let candidates = self.setup.disaggregation.map_or(self.ranks.len(), |setup| setup.prefill_ranks as usize);
@@ -412,11 +400,24 @@ impl<'a, T: Target> Driver<'a, T> {
         self.ended_us = self.now_us;
     }
 
-    fn stuck(&self) -> SimulateError {
-        SimulateError::Stuck { target: T::NAME, requests: self.unfinished, at_us: self.now_us }
+    fn stuck(&self) -> Failed {
+        let (target, requests, at_us) = (T::NAME, self.unfinished, self.now_us);
+        format!("{target} leaves {requests} requests unplaced over idle engines, {at_us} µs after the start").into()
     }
 }
 
-fn refused<T: Target>(step: &'static str, request: usize) -> impl FnOnce(Refusal) -> SimulateError {
-    move |reason| SimulateError::Refused { target: T::NAME, step, request, reason }
+fn not_applied<T: Target>(reason: Failed) -> Failed {
+    format!("{} could not apply events: {reason}", T::NAME).into()
+}
+
+/// Idle ranks with empty caches, in order of their dense numbers.
+fn fleet_ranks(setup: &Setup) -> Result<Vec<FleetRank>, Failed> {
+    let mut ranks = Vec::with_capacity(setup.fleet.ranks());
+    for (worker, engine) in setup.fleet.worker_ids().zip(&setup.engines) {
+        for rank in 0..setup.fleet.dp_size {
+            let rank = FleetRank::new(WorkerRank::new(worker, rank), *engine);
+            ranks.push(rank.map_err(|reason| format!("worker {worker}: {reason}"))?);
+        }
+    }
+    Ok(ranks)
 }

@@ -34,113 +34,48 @@
 //! loading from host memory.
 
 mod cli;
-mod disaggregated;
 mod driver;
 mod heap;
 mod rank;
-mod replicated;
-mod setup;
 mod time;
 
-use std::io;
-
-use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman_trial::engine::ConfigError;
 use pointsman_trial::workload::Workload;
 
-pub(crate) use cli::write_records;
 pub use cli::{
     DisaggregationArguments, EngineFigures, EngineSpec, FleetArguments, Preset, ReplicaArguments, RouterArguments,
-    ShortageRules, Simulate, SimulateCommandError,
+    ShortageRules, Simulate,
 };
-pub use disaggregated::DisaggregatedPools;
-pub use replicated::Replicated;
-pub use setup::{DisaggregationSetup, ReplicaSetup, ReplicaSharing, RouterSetup, Setup, Warmup};
 
-use crate::record::Run;
-use crate::target::{Refusal, Target};
+use crate::Failed;
+use crate::fleet::{Setup, policy_name};
+use crate::results::{Facts, Machine, Reporting, Run, facts};
+use crate::target::{Target, not_started};
 use driver::Driver;
 use time::VirtualTime;
 
 /// Largest jump of the clock with several replicas, whose timers have a resolution of milliseconds.
 const REPLICA_SLICE_US: u64 = 1_000;
 
-/// Errors of a simulation.
-#[derive(Debug, thiserror::Error)]
-pub enum SimulateError {
-    /// The runtime could not be started.
-    #[error("cannot start a runtime: {0}")]
-    Runtime(#[source] io::Error),
-    /// An engine configuration is invalid.
-    #[error("worker {worker}: {reason}")]
-    Engine {
-        /// Worker with that engine.
-        worker: WorkerId,
-        /// Reason for the rejection.
-        reason: ConfigError,
-    },
-    /// Engines and fleet are inconsistent.
-    #[error("{0}")]
-    Setup(String),
-    /// The workload has no requests.
-    #[error("the workload has no requests")]
-    Empty,
-    /// The router could not be started.
-    #[error("cannot start {target}: {reason}")]
-    Start {
-        /// Name of the router.
-        target: &'static str,
-        /// Reason from the router.
-        reason: Refusal,
-    },
-    /// The router rejected a required operation.
-    #[error("{target} could not {step} request {request}: {reason}")]
-    Refused {
-        /// Name of the router.
-        target: &'static str,
-        /// The rejected operation.
-        step: &'static str,
-        /// Position in the workload.
-        request: usize,
-        /// Reason from the router.
-        reason: Refusal,
-    },
-    /// The router rejected events.
-    #[error("{target} could not apply events: {reason}")]
-    Events {
-        /// Name of the router.
-        target: &'static str,
-        /// Reason from the router.
-        reason: Refusal,
-    },
-    /// The router chose a rank that does not exist.
-    #[error("{target} placed request {request} on {rank}, which is not in the fleet")]
-    UnknownRank {
-        /// Name of the router.
-        target: &'static str,
-        /// Position in the workload.
-        request: usize,
-        /// The chosen rank.
-        rank: WorkerRank,
-    },
-    /// Requests remain unplaced over idle engines.
-    #[error("{target} leaves {requests} requests unplaced over idle engines, {at_us} µs after the start")]
-    Stuck {
-        /// Name of the router.
-        target: &'static str,
-        /// Number of these requests.
-        requests: usize,
-        /// Time of the abort.
-        at_us: u64,
-    },
-    /// Bookings remain after the end of every request.
-    #[error("{target} holds {bookings} bookings after the last request has ended")]
-    NotAtRest {
-        /// Name of the router.
-        target: &'static str,
-        /// Number of these bookings.
-        bookings: usize,
-    },
+impl Setup {
+    /// Facts for a report on serving `workload`.
+    #[must_use]
+    pub fn facts(&self, workload: &Workload, reporting: &Reporting) -> Facts {
+        Facts {
+            policy: policy_name(self.router.policy),
+            consults_index: self.router_config().is_ok_and(|config| config.has_index()),
+            workers: self.fleet.workers,
+            dp_size: self.fleet.dp_size,
+            seed: self.router.seed,
+            workload: workload.name.clone(),
+            trace_checksum: workload.trace_checksum.clone(),
+            command: facts::command_line(),
+            machine: Machine::read(),
+            commit: facts::commit(),
+            limits: reporting.limits(),
+            client: None,
+            series: reporting.series,
+        }
+    }
 }
 
 /// Serves `workload` on the fleet of `setup`, through the router that `start` creates. Blocks until every request has
@@ -149,12 +84,13 @@ pub enum SimulateError {
 /// `start` runs on the simulation's runtime, whose paused clock only jumps to the next timer.
 ///
 /// ```
-/// use pointsman_bench::embedded::Embedded;
-/// use pointsman_bench::simulate::{self, Setup};
+/// use pointsman_bench::fleet::Setup;
+/// use pointsman_bench::simulate;
+/// use pointsman_bench::target::Embedded;
 /// use pointsman_bench::workload::generate::Generator;
 ///
 /// let workload = "siblings:groups=2".parse::<Generator>()?.generate(1);
-/// let run = simulate::run(&Setup::new(2, 1), &workload, Embedded::start_simulated)?;
+/// let run = simulate::run(&Setup::new(2, 1), &workload, Embedded::start)?;
 /// assert!(run.requests.iter().all(|request| request.ended_us.is_some()));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -164,15 +100,15 @@ pub enum SimulateError {
 pub fn run<T: Target>(
     setup: &Setup,
     workload: &Workload,
-    start: impl AsyncFnOnce(&Setup) -> Result<T, Refusal>,
-) -> Result<Run, SimulateError> {
+    start: impl AsyncFnOnce(&Setup) -> Result<T, Failed>,
+) -> Result<Run, Failed> {
     setup.validate()?;
     if workload.requests.is_empty() {
-        return Err(SimulateError::Empty);
+        return Err("the workload has no requests".into());
     }
-    let (runtime, rest) = time::runtime().map_err(SimulateError::Runtime)?;
+    let (runtime, rest) = time::runtime().map_err(|error| format!("cannot start a runtime: {error}"))?;
     runtime.block_on(async {
-        let target = start(setup).await.map_err(|reason| SimulateError::Start { target: T::NAME, reason })?;
+        let target = start(setup).await.map_err(not_started::<T>)?;
         let slice_us = if setup.replicas.count > 1 { REPLICA_SLICE_US } else { u64::MAX };
         let time = VirtualTime::start(rest, slice_us);
         time.settle().await;

@@ -15,7 +15,7 @@ use pointsman_trial::engine::{
     CacheEvent, ConfigError, EngineConfig, EngineHash, Rank, Refused, RequestSpec, Stage, Step, Tier, Work,
 };
 
-use crate::record::RankSample;
+use crate::results::RankSample;
 
 /// One rank.
 pub(super) struct FleetRank {

@@ -2,17 +2,15 @@ use std::num::NonZeroU32;
 
 use clap::Parser;
 use pointsman::policy::Policy;
-use pointsman::protocol::{BlockHash, KvEvent, StorageTier};
+use pointsman::protocol::{BlockHash, KvEvent, StorageTier, WorkerId, WorkerRank};
 use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec, StepCost};
 use pointsman_trial::workload::{Arrivals, Request, Rng, Segment, Workload};
 use serde_json::json;
 
 use super::*;
-use crate::embedded::Embedded;
-use crate::fleet::Fleet;
-use crate::record::RequestRecord;
-use crate::results::Summary;
-use crate::target::{Call, Routed};
+use crate::fleet::{DisaggregationSetup, Fleet};
+use crate::results::{RequestRecord, Summary, Warmup};
+use crate::target::{Call, DisaggregatedPools, Embedded, Routed};
 
 #[derive(Parser)]
 struct Arguments {
@@ -55,7 +53,7 @@ fn setup(policy: Policy) -> Setup {
 }
 
 fn serve(setup: &Setup, workload: &Workload) -> Run {
-    run(setup, workload, Embedded::start_simulated).expect("runs")
+    run(setup, workload, Embedded::start).expect("runs")
 }
 
 fn summary(setup: &Setup, run: &Run) -> Summary {
@@ -182,7 +180,7 @@ fn a_single_request_takes_the_duration_of_its_engine_steps() {
 }
 
 fn serve_disaggregated(setup: &Setup, workload: &Workload) -> Run {
-    run(setup, workload, DisaggregatedPools::start_simulated).expect("runs")
+    run(setup, workload, DisaggregatedPools::start).expect("runs")
 }
 
 #[test]
@@ -219,7 +217,7 @@ fn disaggregated_setups_need_ranks_in_both_roles() {
     let refused = |prefill_ranks, transfer_us_per_token| {
         let disaggregation = Some(DisaggregationSetup { prefill_ranks, transfer_us_per_token });
         let setup = Setup { disaggregation, ..setup(Policy::Kv) };
-        run(&setup, &chat(2, 1_000), DisaggregatedPools::start_simulated).expect_err("rejected").to_string()
+        run(&setup, &chat(2, 1_000), DisaggregatedPools::start).expect_err("rejected").to_string()
     };
     assert_eq!(refused(6, 2.6), "6 prefill ranks of 6 ranks leave a role without ranks");
     assert_eq!(refused(3, 2.6), "3 prefill ranks are not whole workers of 2 ranks");
@@ -347,7 +345,7 @@ impl Target for Broken {
 
     fn event(&self, _: WorkerRank, _: StorageTier, _: KvEvent) {}
 
-    async fn route(&self, _: Call) -> Result<Routed<()>, Refusal> {
+    async fn route(&self, _: Call) -> Result<Routed<()>, Failed> {
         match self {
             Self::Silent => std::future::pending().await,
             Self::Lost => Ok(Routed::new(WorkerRank::new(WorkerId(9), 0), ())),
@@ -355,11 +353,11 @@ impl Target for Broken {
         }
     }
 
-    async fn apply_events(&self, _: Vec<()>) -> Result<(), Refusal> {
+    async fn apply_events(&self, _: Vec<()>) -> Result<(), Failed> {
         Ok(())
     }
 
-    async fn prefill_completed(&self, (): &mut ()) -> Result<(), Refusal> {
+    async fn prefill_completed(&self, (): &mut ()) -> Result<(), Failed> {
         Ok(())
     }
 
@@ -367,7 +365,7 @@ impl Target for Broken {
         Some(1)
     }
 
-    async fn free(&self, (): ()) -> Result<(), Refusal> {
+    async fn free(&self, (): ()) -> Result<(), Failed> {
         Ok(())
     }
 
@@ -402,7 +400,7 @@ fn invalid_setups_are_rejected_by_name() {
     let refused = |change: fn(&mut Setup)| {
         let mut setup = setup(Policy::Kv);
         change(&mut setup);
-        run(&setup, &chat(2, 1_000), Embedded::start_simulated).expect_err("refused").to_string()
+        run(&setup, &chat(2, 1_000), Embedded::start).expect_err("refused").to_string()
     };
     assert_eq!(refused(|setup| setup.engines[1].block_size = 64), "block sizes 16 and 64 in one fleet");
     assert_eq!(refused(|setup| setup.engines.truncate(2)), "2 engines for 3 workers");
@@ -410,7 +408,7 @@ fn invalid_setups_are_rejected_by_name() {
     let refused_engine = run(
         &Setup { engines: vec![EngineConfig { cost: slow, ..EngineConfig::default() }; 3], ..setup(Policy::Kv) },
         &chat(2, 1_000),
-        Embedded::start_simulated,
+        Embedded::start,
     );
     let error = refused_engine.expect_err("refused").to_string();
     assert!(error.starts_with("worker 1: cost.prefill_tokens_per_second is 0"), "{error}");

@@ -4,16 +4,16 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Entry, Selection, SuiteError, matrix};
+use super::{Entry, Selection, matrix};
 use crate::compare::jobs::in_parallel;
 use crate::results::{SCHEMA_VERSION, Summary};
 use crate::simulate::Simulate;
+use crate::{Failed, unusable};
 
 /// Runs of one router by case.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -31,27 +31,26 @@ impl Baseline {
     ///
     /// # Errors
     /// The file cannot be read, or another version of this program wrote it.
-    pub fn read(path: &Path) -> Result<Self, SuiteError> {
-        let failed = |source| SuiteError::Read { path: path.to_owned(), source };
-        let baseline: Self = serde_json::from_slice(&fs::read(path).map_err(failed)?)
-            .map_err(|error| failed(io::Error::new(io::ErrorKind::InvalidData, error)))?;
+    pub fn read(path: &Path) -> Result<Self, Failed> {
+        let bytes = fs::read(path).map_err(unusable("read", path))?;
+        let baseline: Self = serde_json::from_slice(&bytes).map_err(unusable("read", path))?;
         if baseline.schema_version == SCHEMA_VERSION {
-            Ok(baseline)
-        } else {
-            let found = format!("schema_version is {}, this program reads {SCHEMA_VERSION}", baseline.schema_version);
-            Err(failed(io::Error::new(io::ErrorKind::InvalidData, found)))
+            return Ok(baseline);
         }
+        let found = baseline.schema_version;
+        Err(unusable("read", path)(format!("schema_version is {found}, this program reads {SCHEMA_VERSION}")))
     }
 
     /// Runs of `case` with `seeds` of the same `workload`.
     ///
     /// # Errors
     /// A run is missing, or it was computed for a different workload.
-    pub fn runs(&self, case: &str, seeds: &[u64], workload: &str) -> Result<Vec<Summary>, SuiteError> {
+    pub fn runs(&self, case: &str, seeds: &[u64], workload: &str) -> Result<Vec<Summary>, Failed> {
         let runs = self.cases.get(case).map_or(&[][..], Vec::as_slice);
         let find = |seed: &u64| {
             let run = runs.iter().find(|run| run.seed == *seed && run.workload == workload);
-            run.cloned().ok_or_else(|| SuiteError::NoBaseline { case: case.to_owned(), seed: *seed })
+            let missing = || format!("the baseline has no run of case {case} with seed {seed} and the same workload");
+            Ok(run.cloned().ok_or_else(missing)?)
         };
         seeds.iter().map(find).collect()
     }
@@ -60,13 +59,13 @@ impl Baseline {
     ///
     /// # Errors
     /// The selection is invalid, `run` fails, or the file cannot be read or written.
-    pub fn extend<E: Send + Into<Box<dyn std::error::Error + Send + Sync>>>(
+    pub fn extend(
         path: &Path,
         router: &str,
         selection: &Selection,
         jobs: NonZeroUsize,
-        run: impl Fn(&Simulate, u64) -> Result<Summary, E> + Sync,
-    ) -> Result<(), SuiteError> {
+        run: impl Fn(&Simulate, u64) -> Result<Summary, Failed> + Sync,
+    ) -> Result<(), Failed> {
         let matrix = matrix()?;
         let (cases, seeds) = (matrix.cases(selection)?, matrix.seeds(selection)?);
         let mut baseline = if path.exists() {
@@ -79,12 +78,11 @@ impl Baseline {
             let workload = simulate.source.workload_name();
             let is_missing = |seed: &u64| baseline.runs(&case.name, &[*seed], &workload).is_err();
             let missing: Vec<u64> = seeds.iter().copied().filter(is_missing).collect();
-            let failed = |source: E| SuiteError::Baseline { case: case.name.clone(), source: source.into() };
+            let failed = |source| format!("case {}: {source}", case.name);
             let added = in_parallel(&missing, jobs, |seed| run(&simulate, *seed)).map_err(failed)?;
             baseline.add(&case, &workload, added);
-            let write = |source| SuiteError::Write { path: path.to_owned(), source };
-            let text = serde_json::to_vec(&baseline).map_err(|error| write(error.into()))?;
-            fs::write(path, text).map_err(write)?;
+            let text = serde_json::to_vec(&baseline).map_err(unusable("write", path))?;
+            fs::write(path, text).map_err(unusable("write", path))?;
         }
         Ok(())
     }

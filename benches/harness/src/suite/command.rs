@@ -3,17 +3,18 @@
 //! Selects the workloads and their number of requests. A suite takes minutes, so progress is shown.
 
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io::{BufWriter, Write};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{Baseline, Entry, ListError, Row, Seeds, Selection, Suite, entries, matrix};
-use crate::compare::command::{jobs, seeds};
-use crate::compare::{CompareError, Comparison, Policied, simulated};
+use super::{Baseline, Entry, Row, Seeds, Selection, Suite, entries, matrix};
+use crate::compare::command::seeds;
+use crate::compare::{Comparison, Policied, simulated};
 use crate::progress::Progress;
-use crate::results::{Reporting, ReportingError, SCHEMA_VERSION};
+use crate::results::{Reporting, SCHEMA_VERSION, unwritten, write_json};
+use crate::{Failed, unusable};
 
 /// Number of requests per workload under `--quick`.
 const QUICK_REQUESTS: u32 = 600;
@@ -60,86 +61,33 @@ pub struct RunSuite {
     pub strict: bool,
 }
 
-/// Errors of a suite.
-#[derive(Debug, thiserror::Error)]
-pub enum SuiteError {
-    /// The list is invalid, or a workload is unknown.
-    #[error(transparent)]
-    List(#[from] ListError),
-    /// A workload failed.
-    #[error("workload {name}: {source}")]
-    Compare {
-        /// Name of the workload.
-        name: String,
-        /// Error of the comparison.
-        source: CompareError,
-    },
-    /// A file cannot be read.
-    #[error("cannot read {path}: {source}")]
-    Read {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error from the operating system or the parser.
-        source: io::Error,
-    },
-    /// The baseline has no run of a case.
-    #[error("the baseline has no run of case {case} with seed {seed} and the same workload")]
-    NoBaseline {
-        /// Name of the case.
-        case: String,
-        /// Seed of the run.
-        seed: u64,
-    },
-    /// The router of a baseline failed.
-    #[error("case {case}: {source}")]
-    Baseline {
-        /// Name of the case.
-        case: String,
-        /// Error of the run.
-        source: Box<dyn std::error::Error + Send + Sync>,
-    },
-    /// Warnings under `--strict`, or a write error.
-    #[error(transparent)]
-    Reporting(#[from] ReportingError),
-    /// The file for the figures cannot be written.
-    #[error("cannot write {path}: {source}")]
-    Write {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error from the operating system.
-        source: io::Error,
-    },
-}
-
 impl RunSuite {
     /// Runs the suite; writes the table to `out`, and warnings to `warnings_out`, progress to standard error.
     ///
     /// # Errors
     /// A workload is unknown or fails, or figures cannot be written.
-    pub fn run(&self, out: impl Write, mut warnings_out: impl Write) -> Result<(), SuiteError> {
+    pub fn run(&self, out: impl Write, mut warnings_out: impl Write) -> Result<(), Failed> {
         let suite = self.suite(&mut warnings_out)?;
         let warnings: Vec<String> = suite.rows.iter().flat_map(|row| row.comparison.warnings()).collect();
         let reporting = Reporting { strict: self.strict, ..Reporting::default() };
         reporting.admit(&warnings, &mut warnings_out)?;
         if let Some(path) = &self.json_file {
-            let written = File::create(path).map(BufWriter::new).and_then(|file| suite.write_json(file));
-            written.map_err(|source| SuiteError::Write { path: path.clone(), source })?;
+            let written = File::create(path).map(BufWriter::new).and_then(|file| write_json(file, &suite));
+            written.map_err(unusable("write", path))?;
         }
-        let written = if self.json { suite.write_json(out) } else { suite.write_text(out) };
-        Ok(written.map_err(ReportingError::Io)?)
+        let written = if self.json { write_json(out, &suite) } else { suite.write_text(out) };
+        written.map_err(unwritten)
     }
 
-    fn suite(&self, mut warnings_out: impl Write) -> Result<Suite, SuiteError> {
+    fn suite(&self, mut warnings_out: impl Write) -> Result<Suite, Failed> {
         let (entries, seeds) = self.entries()?;
         let baseline = self.baseline.as_deref().map(Baseline::read).transpose()?;
-        let jobs = jobs(self.jobs);
-        let progress = Progress::new(entries.len() * self.policies.len() * seeds.len(), "simulations");
+        let progress = Progress::new(entries.len(), "workloads");
         let mut rows = Vec::new();
         for entry in entries {
             let Some(mut simulate) = entry.simulate(self.trace.as_deref())? else {
-                writeln!(warnings_out, "{}: skipped, because it requires --trace", entry.name)
-                    .map_err(ReportingError::Io)?;
-                progress.add(self.policies.len() * seeds.len());
+                writeln!(warnings_out, "{}: skipped, because it requires --trace", entry.name).map_err(unwritten)?;
+                progress.add(1);
                 continue;
             };
             progress.name(&format!("now {}", entry.name));
@@ -147,8 +95,9 @@ impl RunSuite {
             if self.quick {
                 simulate.source.limit = Some(QUICK_REQUESTS);
             }
-            let failed = |source| SuiteError::Compare { name: entry.name.clone(), source };
-            let mut comparison = simulated(&simulate, &self.policies, &seeds, jobs, &progress).map_err(failed)?;
+            let failed = |source| format!("workload {}: {source}", entry.name);
+            let mut comparison = simulated(&simulate, &self.policies, &seeds, self.jobs).map_err(failed)?;
+            progress.add(1);
             if let Some(baseline) = &baseline {
                 let runs = baseline.runs(&entry.name, &seeds, &simulate.source.workload_name())?;
                 let policies = comparison.contenders.into_iter().map(|contender| (contender.name, contender.runs));
@@ -161,7 +110,7 @@ impl RunSuite {
     }
 
     /// Workloads of the list, or cases of the matrix, with their seeds.
-    fn entries(&self) -> Result<(Vec<Entry>, Vec<u64>), ListError> {
+    fn entries(&self) -> Result<(Vec<Entry>, Vec<u64>), Failed> {
         if !self.selection.families.is_empty() {
             let matrix = matrix()?;
             return Ok((matrix.cases(&self.selection)?, matrix.seeds(&self.selection)?));
@@ -169,7 +118,7 @@ impl RunSuite {
         let entries = entries()?;
         if let Some(name) = self.only.iter().find(|name| entries.iter().all(|entry| entry.name != **name)) {
             let known = entries.iter().map(|entry| entry.name.as_str()).collect::<Vec<_>>().join(", ");
-            return Err(ListError::Unknown { name: name.clone(), known });
+            return Err(format!("unknown workload {name:?}; known are {known}").into());
         }
         let is_chosen = |entry: &Entry| self.only.is_empty() || self.only.contains(&entry.name);
         let seeds = match self.selection.seeds {

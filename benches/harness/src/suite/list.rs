@@ -6,6 +6,7 @@ use clap::Parser;
 use serde::Deserialize;
 
 use super::Matrix;
+use crate::Failed;
 use crate::simulate::Simulate;
 
 /// Content of the list file.
@@ -26,44 +27,6 @@ pub struct Entry {
     pub trace: bool,
 }
 
-/// Errors of the list.
-#[derive(Debug, thiserror::Error)]
-pub enum ListError {
-    /// The list is invalid.
-    #[error("invalid list of workloads: {0}")]
-    Form(#[from] toml::de::Error),
-    /// The arguments of an entry are invalid.
-    #[error("workload {name}: {source}")]
-    Arguments {
-        /// Name of the entry.
-        name: String,
-        /// Reason for the rejection.
-        source: clap::Error,
-    },
-    /// No workload has this name.
-    #[error("unknown workload {name:?}; known are {known}")]
-    Unknown {
-        /// The unknown name.
-        name: String,
-        /// Known names.
-        known: String,
-    },
-    /// A held-back family was selected for tuning.
-    #[error("family {name} is held back for the final check and requires --seeds held-back")]
-    HeldBack {
-        /// Name of the family.
-        name: String,
-    },
-    /// The matrix has fewer seeds for tuning.
-    #[error("--seeds is {count}, the matrix has {known} seeds for tuning")]
-    Seeds {
-        /// The requested number.
-        count: u32,
-        /// The known number.
-        known: usize,
-    },
-}
-
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct List {
@@ -78,30 +41,33 @@ struct Line {
     simulate: Simulate,
 }
 
+fn list() -> Result<List, Failed> {
+    toml::from_str(LIST).map_err(|error| format!("invalid list of workloads: {error}").into())
+}
+
 /// Workloads of the suite, in order.
 ///
 /// # Errors
 /// The list is invalid; a test checks it.
-pub fn entries() -> Result<Vec<Entry>, ListError> {
-    Ok(toml::from_str::<List>(LIST)?.workload)
+pub fn entries() -> Result<Vec<Entry>, Failed> {
+    Ok(list()?.workload)
 }
 
 /// Matrix of the suite.
 ///
 /// # Errors
 /// The list is invalid; a test checks it.
-pub fn matrix() -> Result<Matrix, ListError> {
-    Ok(toml::from_str::<List>(LIST)?.matrix)
+pub fn matrix() -> Result<Matrix, Failed> {
+    Ok(list()?.matrix)
 }
 
 /// Parses `arguments` of the workload `name` as arguments of `simulate`.
 ///
 /// # Errors
 /// `simulate` rejects them.
-pub(crate) fn parsed(name: &str, arguments: &str, more: &[&str]) -> Result<Simulate, ListError> {
-    let words = arguments.split_whitespace().chain(more.iter().copied());
-    let line = Line::try_parse_from(words);
-    line.map(|line| line.simulate).map_err(|source| ListError::Arguments { name: name.to_owned(), source })
+pub fn parsed(name: &str, arguments: &str) -> Result<Simulate, Failed> {
+    let line = Line::try_parse_from(arguments.split_whitespace());
+    line.map(|line| line.simulate).map_err(|source| format!("workload {name}: {source}").into())
 }
 
 impl Entry {
@@ -109,8 +75,8 @@ impl Entry {
     ///
     /// # Errors
     /// `simulate` rejects the arguments.
-    pub fn simulate(&self, trace: Option<&Path>) -> Result<Option<Simulate>, ListError> {
-        let simulate = parsed(&self.name, &self.arguments, &[])?;
+    pub fn simulate(&self, trace: Option<&Path>) -> Result<Option<Simulate>, Failed> {
+        let simulate = parsed(&self.name, &self.arguments)?;
         Ok(match (self.trace, trace) {
             (false, _) => Some(simulate),
             (true, Some(trace)) => {
@@ -164,7 +130,7 @@ mod tests {
 
     #[test]
     fn invalid_arguments_are_rejected_with_the_entry_name() {
-        let error = parsed("odd", "--workload chat --wheels 4", &[]).expect_err("refused").to_string();
+        let error = parsed("odd", "--workload chat --wheels 4").expect_err("refused").to_string();
         assert!(error.contains("odd") && error.contains("--wheels"), "{error}");
     }
 }

@@ -12,7 +12,8 @@ use std::str::FromStr;
 use clap::Args;
 use serde::Deserialize;
 
-use super::{Entry, ListError};
+use super::Entry;
+use crate::Failed;
 
 /// Families, loads, conditions and seeds of the suite.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -136,12 +137,14 @@ impl Matrix {
     ///
     /// # Errors
     /// A family or a condition is unknown, or a held-back family is selected without held-back seeds.
-    pub fn cases(&self, selection: &Selection) -> Result<Vec<Entry>, ListError> {
+    pub fn cases(&self, selection: &Selection) -> Result<Vec<Entry>, Failed> {
         let families = chosen(&self.family, &selection.families, |family| &family.name)?;
         let is_named = |family: &Family| selection.families.contains(&family.name);
         let is_final = selection.seeds == Seeds::HeldBack;
         if let Some(family) = families.iter().find(|family| family.held_back && !is_final && is_named(family)) {
-            return Err(ListError::HeldBack { name: family.name.clone() });
+            let name = &family.name;
+            let rule = format!("family {name} is held back for the final check and requires --seeds held-back");
+            return Err(rule.into());
         }
         let conditions = chosen(&self.condition, &selection.conditions, |condition| &condition.name)?;
         let loads = if selection.loads.is_empty() { &self.loads } else { &selection.loads };
@@ -161,14 +164,15 @@ impl Matrix {
     ///
     /// # Errors
     /// More seeds are requested than the matrix has for tuning.
-    pub fn seeds(&self, selection: &Selection) -> Result<Vec<u64>, ListError> {
+    pub fn seeds(&self, selection: &Selection) -> Result<Vec<u64>, Failed> {
         match selection.seeds {
             Seeds::Tuning => Ok(self.tuning_seeds.clone()),
             Seeds::HeldBack => Ok(self.held_back_seeds.clone()),
             Seeds::Count(count) => {
                 let known = self.tuning_seeds.len();
                 let seeds = self.tuning_seeds.get(..count as usize);
-                seeds.map(<[u64]>::to_vec).ok_or(ListError::Seeds { count, known })
+                let rule = || format!("--seeds is {count}, the matrix has {known} seeds for tuning");
+                Ok(seeds.map(<[u64]>::to_vec).ok_or_else(rule)?)
             }
         }
     }
@@ -194,13 +198,13 @@ impl Matrix {
 }
 
 /// Items with one of `names`, in order of `items`; all for no names or `all`.
-fn chosen<'a, T>(items: &'a [T], names: &[String], name: impl Fn(&T) -> &String) -> Result<Vec<&'a T>, ListError> {
+fn chosen<'a, T>(items: &'a [T], names: &[String], name: impl Fn(&T) -> &String) -> Result<Vec<&'a T>, Failed> {
     if names.is_empty() || names.iter().any(|name| name == "all") {
         return Ok(items.iter().collect());
     }
     if let Some(unknown) = names.iter().find(|wanted| items.iter().all(|item| name(item) != *wanted)) {
         let known = items.iter().map(|item| name(item).as_str()).collect::<Vec<_>>().join(", ");
-        return Err(ListError::Unknown { name: unknown.clone(), known });
+        return Err(format!("unknown workload {unknown:?}; known are {known}").into());
     }
     Ok(items.iter().filter(|item| names.contains(name(item))).collect())
 }

@@ -25,9 +25,8 @@ use std::io::{self, Write};
 use serde::{Deserialize, Serialize};
 
 pub use baseline::Baseline;
-pub use command::{RunSuite, SuiteError};
-pub(crate) use list::parsed;
-pub use list::{Entry, ListError, entries, matrix};
+pub use command::RunSuite;
+pub use list::{Entry, entries, matrix, parsed};
 pub use matrix::{Matrix, Seeds, Selection};
 
 use crate::compare::view::View;
@@ -119,15 +118,6 @@ impl Suite {
             }
         }
         lines
-    }
-
-    /// Writes the suite as one line of JSON.
-    ///
-    /// # Errors
-    /// `out` fails.
-    pub fn write_json(&self, mut out: impl Write) -> io::Result<()> {
-        serde_json::to_writer(&mut out, self)?;
-        writeln!(out)
     }
 }
 

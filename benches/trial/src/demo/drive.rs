@@ -1,21 +1,23 @@
-//! Driver of a workload.
+//! Clients of the demo.
 //!
-//! Runs one task per client. A client sends a request, waits for the whole answer, pauses for the think time, and
-//! continues. Every planned request either succeeds or counts as an error, independently of other clients.
-//! [`super::figures`] evaluates the samples.
+//! A client sends a request, waits for the whole answer, pauses for the think time, and continues. Every planned request
+//! either succeeds or counts as an error, independently of other clients. [`super::figures`] evaluates the exchanges.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use tokio::task::JoinSet;
+use hyper::Uri;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
 
-use super::client::{Answer, Client};
-use super::lag::LagWatch;
 use super::progress::Progress;
-use super::workload::{ClientScripts, ConversationScript, Session};
+use super::workload::ClientScripts;
+use crate::driver::{Answer, Client, ClientOptions, Clock, Exchange, HttpClient, TimerLag, drive};
+
+/// Timeout of a whole request.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Maximum number of distinct error reasons that are kept.
 const REASONS_MAX: usize = 5;
@@ -24,9 +26,10 @@ const REASONS_MAX: usize = 5;
 const PROGRESS_EVERY: Duration = Duration::from_millis(250);
 
 /// Result of a workload run.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub(super) struct Driven {
-    pub(super) answers: Vec<Answer>,
+    /// Complete answers.
+    pub(super) exchanges: Vec<Exchange>,
     /// The first distinct error messages.
     pub(super) reasons: Vec<String>,
     /// Wrapping sum of the hashes of all request bodies.
@@ -44,78 +47,131 @@ pub(super) struct Target {
     pub(super) time_scale: f64,
 }
 
+/// A client of one run, or of pages.
+pub(super) fn http(connections_max: usize) -> HttpClient {
+    let connections_max = u32::try_from(connections_max).unwrap_or(u32::MAX);
+    let options =
+        ClientOptions { has_tls: false, api_key: None, rank_header: None, timeout: PATIENCE, connections_max };
+    HttpClient::new(&options).expect("no option can be invalid")
+}
+
+/// URL of a page.
+pub(super) fn uri(address: SocketAddr, path: &str) -> Uri {
+    format!("http://{address}{path}").parse().expect("paths are written here, and addresses are ASCII")
+}
+
 /// Sends the whole workload and returns after the last answer.
-pub(super) async fn drive(workload: &Arc<ClientScripts>, target: &Target, progress: &Progress, label: &str) -> Driven {
-    let (planned, begun, lag) = (workload.requests(), Instant::now(), LagWatch::start());
-    let done = Arc::new(AtomicUsize::new(0));
-    let mut clients = JoinSet::new();
-    for n in 0..workload.sessions.len() {
-        let (workload, target, done) = (Arc::clone(workload), target.clone(), Arc::clone(&done));
-        clients.spawn(async move { run_session(&workload.sessions[n], &target, &done).await });
-    }
-    let (mut all, mut ticks) = (Driven::default(), interval(PROGRESS_EVERY));
+pub(super) async fn run(workload: &Arc<ClientScripts>, target: &Target, progress: &Progress, label: &str) -> Driven {
+    let (planned, begun, lag) = (workload.requests(), Instant::now(), TimerLag::start());
+    let shared = Arc::new(Shared {
+        workload: Arc::clone(workload),
+        http: http(workload.sessions.len()),
+        uri: uri(target.address, "/v1/chat/completions"),
+        target: target.clone(),
+        clock: Clock::start(),
+        done: AtomicUsize::new(0),
+    });
+    let clients = (0..workload.sessions.len()).map(|session| DemoClient::new(&shared, session));
+    let (mut running, mut ticks) = (std::pin::pin!(drive(clients)), interval(PROGRESS_EVERY));
     ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
-    loop {
+    let show = || progress.show(label, shared.done.load(Ordering::Relaxed), planned);
+    let clients = loop {
         tokio::select! {
             biased;
-            ended = clients.join_next() => match ended {
-                Some(Ok(driven)) => all.add(driven),
-                Some(Err(error)) => all.complain(format!("a client task failed: {error}")),
-                None => break,
+            ended = &mut running => match ended {
+                Ok(clients) => break clients,
+                Err(never) => match never {},
             },
-            _ = ticks.tick() => progress.show(label, done.load(Ordering::Relaxed), planned),
+            _ = ticks.tick() => show(),
         }
-    }
-    progress.show(label, done.load(Ordering::Relaxed), planned);
-    all.took = begun.elapsed();
-    all.lags = lag.end();
+    };
+    show();
+    let mut all = Driven { took: begun.elapsed(), lags: lag.end(), ..Driven::default() };
+    clients.into_iter().for_each(|client| all.add(client.driven));
     all
 }
 
-async fn run_session(session: &Session, target: &Target, done: &AtomicUsize) -> Driven {
-    let (mut client, mut driven) = (Client::new(target.address), Driven::default());
-    rest(session.start_ms, target.time_scale).await;
-    for conversation in &session.conversations {
-        driven.send(conversation, &mut client, target, done).await;
-    }
-    driven
+/// State of all clients.
+struct Shared {
+    workload: Arc<ClientScripts>,
+    http: HttpClient,
+    uri: Uri,
+    target: Target,
+    clock: Clock,
+    /// Number of ended requests.
+    done: AtomicUsize,
 }
 
-async fn rest(ms: u32, time_scale: f64) {
-    if time_scale > 0.0 {
-        sleep(Duration::from_secs_f64(f64::from(ms) / 1e3 / time_scale)).await;
+impl Shared {
+    async fn rest(&self, ms: u32) {
+        if self.target.time_scale > 0.0 {
+            sleep(Duration::from_secs_f64(f64::from(ms) / 1e3 / self.target.time_scale)).await;
+        }
+    }
+}
+
+/// One client with its session.
+struct DemoClient {
+    shared: Arc<Shared>,
+    session: usize,
+    start_ms: Option<u32>,
+    /// Index of the present conversation, and its answers so far.
+    conversation: usize,
+    answers: Vec<String>,
+    driven: Driven,
+}
+
+impl DemoClient {
+    fn new(shared: &Arc<Shared>, session: usize) -> Self {
+        let start_ms = Some(shared.workload.sessions[session].start_ms);
+        let (shared, answers, driven) = (Arc::clone(shared), Vec::new(), Driven::default());
+        Self { shared, session, start_ms, conversation: 0, answers, driven }
+    }
+
+    fn next_conversation(&mut self) {
+        self.conversation += 1;
+        self.answers.clear();
+    }
+}
+
+impl Client for DemoClient {
+    type Error = Infallible;
+
+    async fn send_next(&mut self) -> Result<bool, Infallible> {
+        let shared = Arc::clone(&self.shared);
+        let Some(conversation) = shared.workload.sessions[self.session].conversations.get(self.conversation) else {
+            return Ok(false);
+        };
+        if let Some(start_ms) = self.start_ms.take() {
+            shared.rest(start_ms).await;
+        }
+        let turn = &conversation.turns[self.answers.len()];
+        let body = conversation.body(&shared.target.model, &self.answers);
+        self.driven.digest = self.driven.digest.wrapping_add(fnv1a(&body));
+        let answer = Answer::with_content();
+        let mut exchange = shared.http.exchange(&shared.uri, body, shared.clock, answer).await;
+        shared.done.fetch_add(1, Ordering::Relaxed);
+        let failure = exchange.failure.as_ref().map(ToString::to_string);
+        let failure = failure.or_else(|| exchange.answer.prompt_tokens().is_none().then(|| "no usage".to_owned()));
+        if let Some(reason) = failure {
+            // The next request of the conversation would have to quote the missing answer.
+            self.driven.complain(reason);
+            self.next_conversation();
+            return Ok(true);
+        }
+        self.answers.extend(exchange.answer.content.take());
+        self.driven.exchanges.push(exchange);
+        shared.rest(turn.think_ms).await;
+        if self.answers.len() == conversation.turns.len() {
+            self.next_conversation();
+        }
+        Ok(true)
     }
 }
 
 impl Driven {
-    /// Sends all requests of a conversation. An error ends the conversation, because the next request must quote the
-    /// missing answer.
-    async fn send(
-        &mut self,
-        conversation: &ConversationScript,
-        client: &mut Client,
-        target: &Target,
-        done: &AtomicUsize,
-    ) {
-        let mut answers = Vec::new();
-        for turn in &conversation.turns {
-            let body = conversation.body(&target.model, &answers);
-            self.digest = self.digest.wrapping_add(fnv1a(&body));
-            let answered = client.chat(body).await;
-            done.fetch_add(1, Ordering::Relaxed);
-            match answered {
-                Ok(mut answer) => {
-                    answers.push(std::mem::take(&mut answer.content));
-                    self.answers.push(answer);
-                }
-                Err(error) => return self.complain(error.to_string()),
-            }
-            rest(turn.think_ms, target.time_scale).await;
-        }
-    }
-
     fn add(&mut self, other: Self) {
-        self.answers.extend(other.answers);
+        self.exchanges.extend(other.exchanges);
         self.digest = self.digest.wrapping_add(other.digest);
         other.reasons.into_iter().for_each(|reason| self.complain(reason));
     }
@@ -141,7 +197,7 @@ mod tests {
             MockConfig { data_parallel_size: 2, kv_blocks: 1024, time_scale: 0.0, faults, ..Default::default() };
         let engine = MockEngine::start(config).await.expect("the engine starts");
         let target = Target { address: engine.address(), model: "mock".to_owned(), time_scale: 0.0 };
-        let driven = drive(&Arc::new(ClientScripts::new(3, 2, 7)), &target, &Progress::silent(), "test").await;
+        let driven = run(&Arc::new(ClientScripts::new(3, 2, 7)), &target, &Progress::silent(), "test").await;
         engine.shutdown().await;
         driven
     }
@@ -149,17 +205,17 @@ mod tests {
     #[tokio::test]
     async fn repeated_runs_succeed_with_equal_requests() {
         let (first, second) = (driven(Faults::default()).await, driven(Faults::default()).await);
-        assert_eq!((first.answers.len(), first.reasons.as_slice()), (7, [].as_slice()));
+        assert_eq!((first.exchanges.len(), first.reasons.as_slice()), (7, [].as_slice()));
         assert_eq!(first.digest, second.digest, "quoted responses are equal, so requests are equal");
-        assert!(first.answers.iter().all(|answer| answer.prompt_tokens > 2_000 && answer.gaps.len() >= 31));
-        assert!(first.answers.iter().any(|answer| answer.cached_tokens > 2_000), "later turns find the earlier ones");
+        let answers = || first.exchanges.iter().map(|exchange| &exchange.answer);
+        assert!(answers().all(|answer| answer.prompt_tokens() > Some(2_000) && answer.gaps_us.len() >= 31));
+        assert!(answers().any(|answer| answer.cached_tokens() > Some(2_000)), "later turns find the earlier ones");
     }
 
     #[tokio::test]
     async fn equal_errors_are_reported_once() {
         let driven = driven(Faults { status_share: 1.0, status: 503, ..Faults::default() }).await;
-        assert!(driven.answers.is_empty());
-        assert_eq!(driven.reasons.len(), 1, "{:?}", driven.reasons);
-        assert!(driven.reasons[0].contains("503") && driven.reasons[0].contains("injected fault"));
+        assert!(driven.exchanges.is_empty());
+        assert_eq!(driven.reasons, ["status 503 (503)"]);
     }
 }

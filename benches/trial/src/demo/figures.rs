@@ -2,12 +2,11 @@
 //!
 //! Percentiles are exact, because all samples are kept. [`super::report`] formats the figures.
 
-use std::time::Duration;
-
 use serde::Serialize;
 
 use super::drive::Driven;
 use super::fleet::RankWork;
+use crate::driver::{Answer, Exchange};
 
 /// Mean and percentiles of a set of times in milliseconds; all 0 if the set is empty.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -61,24 +60,26 @@ impl Figures {
     pub(super) fn of(policy: &str, driven: &Driven, ranks: &[RankWork], planned: usize, time_scale: f64) -> Self {
         // At full speed there is no virtual pace to convert to.
         let pace = if time_scale > 0.0 { time_scale } else { 1.0 };
-        let answers = &driven.answers;
-        let prompt_tokens: u64 = answers.iter().map(|answer| answer.prompt_tokens).sum();
-        let cached_tokens: u64 = answers.iter().map(|answer| answer.cached_tokens).sum();
+        let exchanges = &driven.exchanges;
+        let tokens = |of: fn(&Answer) -> Option<u64>| exchanges.iter().filter_map(|sent| of(&sent.answer)).sum::<u64>();
+        let (prompt_tokens, cached_tokens) = (tokens(Answer::prompt_tokens), tokens(Answer::cached_tokens));
+        let first_token_us = |sent: &Exchange| sent.answer.first_token_us.unwrap_or(sent.ended_us) - sent.sent_us;
+        let gaps_us = exchanges.iter().flat_map(|sent| sent.answer.gaps_us.iter().copied().map(u64::from));
         Self {
             policy: policy.to_owned(),
-            requests: answers.len() as u64,
-            errors: planned.saturating_sub(answers.len()) as u64,
+            requests: exchanges.len() as u64,
+            errors: planned.saturating_sub(exchanges.len()) as u64,
             error_reasons: driven.reasons.clone(),
-            first_token: Times::of(answers.iter().map(|answer| answer.first_token), pace),
-            between_tokens: Times::of(answers.iter().flat_map(|answer| answer.gaps.iter().copied()), pace),
-            whole_answer: Times::of(answers.iter().map(|answer| answer.whole), pace),
+            first_token: Times::of(exchanges.iter().map(first_token_us), pace),
+            between_tokens: Times::of(gaps_us, pace),
+            whole_answer: Times::of(exchanges.iter().map(|sent| sent.ended_us - sent.sent_us), pace),
             prompt_tokens,
             cached_tokens,
             hit_rate: ratio(cached_tokens, prompt_tokens),
             spread_requests: spread(ranks.iter().map(|rank| rank.requests)),
             spread_computed: spread(ranks.iter().map(|rank| rank.prompt_tokens.saturating_sub(rank.cached_tokens))),
             run_seconds: driven.took.as_secs_f64(),
-            timer_lag: Times::of(driven.lags.iter().copied(), 1.0),
+            timer_lag: Times::of(driven.lags.iter().map(|lag| lag.as_micros() as u64), 1.0),
             requests_digest: format!("{:016x}", driven.digest),
         }
     }
@@ -91,13 +92,13 @@ impl Figures {
 }
 
 impl Times {
-    fn of(times: impl Iterator<Item = Duration>, pace: f64) -> Self {
-        let mut all: Vec<f64> = times.map(|time| time.as_secs_f64() * 1e3 * pace).collect();
+    #[expect(clippy::cast_precision_loss, reason = "a run has far fewer than 2^53 samples and microseconds")]
+    fn of(times_us: impl Iterator<Item = u64>, pace: f64) -> Self {
+        let mut all: Vec<f64> = times_us.map(|us| us as f64 / 1e3 * pace).collect();
         if all.is_empty() {
             return Self::default();
         }
         all.sort_unstable_by(f64::total_cmp);
-        #[expect(clippy::cast_precision_loss, reason = "a run has far fewer than 2^53 samples")]
         let mean_ms = all.iter().sum::<f64>() / all.len() as f64;
         Self { mean_ms, p50_ms: percentile(&all, 50), p99_ms: percentile(&all, 99) }
     }
@@ -126,7 +127,7 @@ mod tests {
 
     #[test]
     fn percentiles_are_samples() {
-        let times = |all: &[u64], pace| Times::of(all.iter().map(|ms| Duration::from_millis(*ms)), pace);
+        let times = |all: &[u64], pace| Times::of(all.iter().map(|ms| ms * 1_000), pace);
         let hundred: Vec<u64> = (1..=100).rev().collect();
         assert_eq!(times(&hundred, 1.0), Times { mean_ms: 50.5, p50_ms: 50.0, p99_ms: 99.0 });
         assert_eq!(times(&[4, 2, 9], 2.0), Times { mean_ms: 10.0, p50_ms: 8.0, p99_ms: 18.0 });

@@ -13,7 +13,7 @@ use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
 use pointsman::{Router, RouterConfig};
 use tokio::time::{Instant, sleep};
 
-use super::client::{Client, ClientError};
+use super::drive::{http, uri};
 use super::{DemoConfig, DemoError, DemoGateway, GatewaySetup, LivePage, Run};
 use crate::mock::{EngineRole, HandoverProtocol, MockConfig, MockEngine};
 
@@ -108,10 +108,12 @@ impl<G: DemoGateway> Fleet<G> {
     }
 
     /// Work of each rank, from the engines' metrics pages.
-    pub(super) async fn work(&self) -> Result<Vec<RankWork>, ClientError> {
-        let mut all = Vec::new();
+    pub(super) async fn work(&self) -> Result<Vec<RankWork>, DemoError> {
+        let (http, mut all) = (http(1), Vec::new());
         for engine in &self.engines {
-            let page = Client::new(engine.address()).get("/metrics").await?;
+            let page = http.fetch(&uri(engine.address(), "/metrics"), None).await;
+            let (_, page) = page.map_err(|error| DemoError::Metrics(error.to_string()))?;
+            let page = String::from_utf8_lossy(&page);
             all.extend((0..RANKS).map(|rank| RankWork::read(&page, rank)));
         }
         Ok(all)

@@ -4,14 +4,12 @@
 //! the same engine models and the same gateway, so that only the policy differs. A short trial load before them measures
 //! the machine, and the demo lowers its pace on a busy one. The binary parses the command line.
 //!
-//! `fleet` starts engines and gateway, `workload` generates the requests, `drive` and `client` send them, `figures`
+//! `fleet` starts engines and gateway, `workload` generates the requests, `drive` has the clients that send them, `figures`
 //! computes the results, and `report` formats them.
 
-mod client;
 mod drive;
 mod figures;
 mod fleet;
-mod lag;
 mod progress;
 mod report;
 mod workload;
@@ -32,8 +30,7 @@ pub use progress::Progress;
 pub use report::Report;
 
 use crate::mock::MockError;
-use client::ClientError;
-use drive::{Target, drive};
+use drive::Target;
 use fleet::Fleet;
 use workload::{ClientScripts, TURNS};
 
@@ -98,16 +95,7 @@ pub struct DemoConfig {
 
 impl Default for DemoConfig {
     fn default() -> Self {
-        Self {
-            seed: 1,
-            requests: 640,
-            clients: 64,
-            time_scale: None,
-            disaggregated: false,
-            prefill_engines: 2,
-            stay: false,
-            json: false,
-        }
+        crate::mock::of_flags(&[])
     }
 }
 
@@ -278,7 +266,7 @@ impl<G: DemoGateway> Demo<G> {
         for round in 1.. {
             let seed = self.config.seed.wrapping_add(round);
             let workload = Arc::new(ClientScripts::new(seed, self.config.clients, self.config.requests));
-            drive(&workload, &target, &Progress::silent(), "").await;
+            drive::run(&workload, &target, &Progress::silent(), "").await;
         }
     }
 
@@ -321,7 +309,7 @@ async fn run_one<G: DemoGateway>(
     progress.print(&format!("{name}: starting {} engines and the gateway", fleet::ENGINES));
     let fleet = Fleet::start(config, run).await?;
     let target = Target { address: fleet.address(), model: fleet::MODEL.to_owned(), time_scale: config.pace() };
-    let driven = drive(workload, &target, progress, name).await;
-    let ranks = fleet.work().await.map_err(|error: ClientError| DemoError::Metrics(error.to_string()))?;
+    let driven = drive::run(workload, &target, progress, name).await;
+    let ranks = fleet.work().await?;
     Ok((Figures::of(name, &driven, &ranks, workload.requests(), config.pace()), fleet))
 }

@@ -1,23 +1,59 @@
-//! Setup of a simulation: engines, event delay, and router settings.
+//! Setup of a fleet and its router: engines, event delay, roles, and router settings.
 
 use std::num::NonZeroU32;
-use std::str::FromStr;
 
 use clap::ValueEnum;
 use pointsman::RouterConfig;
+use pointsman::config::{EventMode, SpeculativeModel};
 use pointsman::policy::Policy;
-use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman_trial::engine::EngineConfig;
-use pointsman_trial::workload::Workload;
+use serde::de::IntoDeserializer;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::SimulateError;
-use super::rank::FleetRank;
-use crate::cli::{Knowledge, policy_name};
-use crate::embedded::knowing_by;
-use crate::fleet::Fleet;
-use crate::results::{Facts, Machine, Reporting, facts};
-use crate::target::Refusal;
+use super::Fleet;
+use crate::Failed;
+
+/// Lifetime of a speculative entry that bridges the delay of events.
+const PREDICTED_TTL_MS: u64 = 5_000;
+
+pub(crate) fn policy_named(name: &str) -> Result<Policy, serde::de::value::Error> {
+    Policy::deserialize(name.into_deserializer())
+}
+
+/// Name of a policy in the router's configuration.
+pub(crate) fn policy_name(policy: Policy) -> String {
+    serde_json::to_value(policy).ok().and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default()
+}
+
+/// Source of the router's knowledge of the ranks' caches.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Knowledge {
+    /// KV events of the engines
+    #[default]
+    Events,
+    /// KV events, and speculative entries from the router's decisions until the events arrive
+    Predicted,
+    /// Decisions only; each entry expires after a time to live
+    Ttl,
+    /// Decisions only, on modelled LRU caches of the engines' size
+    Lru,
+}
+
+impl Knowledge {
+    /// Adapts `config` to a simulated fleet with this source of cache knowledge.
+    pub(crate) fn apply(self, config: &mut RouterConfig) {
+        let has_events = !matches!(self, Self::Ttl | Self::Lru);
+        config.events.mode = if has_events { EventMode::On } else { EventMode::Off };
+        config.index.speculative.model = match self {
+            Self::Lru => SpeculativeModel::Lru,
+            Self::Events | Self::Predicted | Self::Ttl => SpeculativeModel::Ttl,
+        };
+        config.index.speculative.with_events_ttl_ms = (self == Self::Predicted).then_some(PREDICTED_TTL_MS);
+        config.health.probe_interval_ms = 0; // simulated workers have no endpoint to probe
+    }
+}
 
 /// A simulated fleet with its router.
 #[derive(Clone, Debug, PartialEq)]
@@ -51,7 +87,7 @@ pub struct DisaggregationSetup {
 
 impl DisaggregationSetup {
     /// Duration of the transfer of a prompt in µs.
-    pub(super) fn transfer_us(&self, prompt_tokens: u64) -> u64 {
+    pub(crate) fn transfer_us(&self, prompt_tokens: u64) -> u64 {
         (prompt_tokens as f64 * self.transfer_us_per_token).round() as u64
     }
 }
@@ -126,9 +162,10 @@ impl Setup {
     ///
     /// # Errors
     /// A setting is unknown or has the wrong type.
-    pub fn router_config(&self) -> Result<RouterConfig, Refusal> {
+    pub fn router_config(&self) -> Result<RouterConfig, Failed> {
         let RouterSetup { policy, knowledge, shards, queries_every_rank: _, seed, settings } = &self.router;
-        let mut config = knowing_by(*knowledge, RouterConfig::default());
+        let mut config = RouterConfig::default();
+        knowledge.apply(&mut config);
         config.block_size = Some(self.block_size().get());
         config.policy = (*policy).into();
         config.seed = *seed;
@@ -142,40 +179,21 @@ impl Setup {
         Ok(serde_json::from_value(value)?)
     }
 
-    /// Facts for a report on serving `workload`.
-    #[must_use]
-    pub fn facts(&self, workload: &Workload, reporting: &Reporting) -> Facts {
-        Facts {
-            policy: policy_name(self.router.policy),
-            consults_index: self.router_config().is_ok_and(|config| config.has_index()),
-            workers: self.fleet.workers,
-            dp_size: self.fleet.dp_size,
-            seed: self.router.seed,
-            workload: workload.name.clone(),
-            trace_checksum: workload.trace_checksum.clone(),
-            command: facts::command_line(),
-            machine: Machine::read(),
-            commit: facts::commit(),
-            limits: reporting.limits(),
-            client: None,
-            series: reporting.series,
-        }
-    }
-
-    pub(super) fn validate(&self) -> Result<(), SimulateError> {
+    /// Checks that engines, roles and fleet agree.
+    pub(crate) fn validate(&self) -> Result<(), Failed> {
         let (workers, engines) = (self.fleet.workers, self.engines.len());
         if engines != workers as usize || self.fleet.ranks() == 0 {
-            return Err(SimulateError::Setup(format!("{engines} engines for {workers} workers")));
+            return Err(format!("{engines} engines for {workers} workers").into());
         }
         let block_size = self.block_size().get();
         if let Some(other) = self.engines.iter().find(|engine| engine.block_size != block_size) {
             let other = other.block_size;
-            return Err(SimulateError::Setup(format!("block sizes {block_size} and {other} in one fleet")));
+            return Err(format!("block sizes {block_size} and {other} in one fleet").into());
         }
         self.disaggregation.map_or(Ok(()), |disaggregation| self.validate_roles(disaggregation))
     }
 
-    fn validate_roles(&self, disaggregation: DisaggregationSetup) -> Result<(), SimulateError> {
+    fn validate_roles(&self, disaggregation: DisaggregationSetup) -> Result<(), Failed> {
         let DisaggregationSetup { prefill_ranks, transfer_us_per_token } = disaggregation;
         let (ranks, dp_size) = (self.fleet.ranks(), self.fleet.dp_size);
         let wrong = if prefill_ranks == 0 || prefill_ranks as usize >= ranks {
@@ -189,24 +207,12 @@ impl Setup {
         } else {
             return Ok(());
         };
-        Err(SimulateError::Setup(wrong))
-    }
-
-    /// Idle ranks with empty caches, in order of their dense numbers.
-    pub(super) fn ranks(&self) -> Result<Vec<FleetRank>, SimulateError> {
-        let by_worker = self.fleet.worker_ids().zip(&self.engines);
-        let names = by_worker.flat_map(|(worker, engine)| {
-            (0..self.fleet.dp_size).map(move |rank| (worker, WorkerRank::new(worker, rank), *engine))
-        });
-        let rank = |(worker, name, engine): (WorkerId, WorkerRank, EngineConfig)| {
-            FleetRank::new(name, engine).map_err(|reason| SimulateError::Engine { worker, reason })
-        };
-        names.map(rank).collect()
+        Err(wrong.into())
     }
 }
 
 /// Sets the field at a path such as `queue.threshold`.
-fn set(config: &mut Value, path: &str, setting: &Value) -> Result<(), Refusal> {
+fn set(config: &mut Value, path: &str, setting: &Value) -> Result<(), Failed> {
     let (sections, name) = path.rsplit_once('.').map_or((None, path), |(sections, name)| (Some(sections), name));
     let mut at = config;
     for section in sections.into_iter().flat_map(|sections| sections.split('.')) {
@@ -215,40 +221,4 @@ fn set(config: &mut Value, path: &str, setting: &Value) -> Result<(), Refusal> {
     let fields = at.as_object_mut().ok_or_else(|| format!("{path} is no setting of the router"))?;
     fields.insert(name.to_owned(), setting.clone());
     Ok(())
-}
-
-/// Extent of the warm-up.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Warmup {
-    /// Share of the requests, from 0 to 1.
-    Share(f64),
-    /// Number of requests.
-    Requests(usize),
-}
-
-impl Warmup {
-    /// Number of warm-up requests out of `requests`.
-    #[must_use]
-    pub fn of(self, requests: usize) -> usize {
-        match self {
-            Self::Share(share) => (requests as f64 * share) as usize,
-            Self::Requests(count) => count.min(requests),
-        }
-    }
-}
-
-impl FromStr for Warmup {
-    type Err = String;
-
-    /// Parses `10%` or a count.
-    fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("{text:?} is neither a count of requests nor a share such as 10%");
-        match text.strip_suffix('%') {
-            Some(percent) => {
-                let percent: f64 = percent.parse().map_err(|_| wrong())?;
-                (0.0..=100.0).contains(&percent).then_some(Self::Share(percent / 100.0)).ok_or_else(wrong)
-            }
-            None => text.parse().map(Self::Requests).map_err(|_| wrong()),
-        }
-    }
 }

@@ -1,58 +1,40 @@
-//! Arguments of a replay and its execution.
+//! Replay of a workload through a router in real time, over engines that respond immediately: arguments and execution.
+//!
+//! [`state`] has the steps of a request and the counts, [`closed`] and [`open`] are the two sources of requests.
+
+mod closed;
+mod open;
+mod report;
+mod state;
 
 use std::ffi::OsString;
-use std::io;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 
 use clap::builder::RangedU64ValueParser;
-use clap::{Args, ValueEnum};
+use clap::{Args, ValueEnum as _};
 use pointsman::policy::Policy;
+use pointsman_trial::engine::EngineConfig;
 use pointsman_trial::workload::Prompt;
-use pointsman_trial::workload::trace::TraceError;
-use serde::de::IntoDeserializer;
 use serde::{Deserialize, Serialize};
 
-use crate::closed_loop::{self, Clients};
-use crate::fleet::Fleet;
-use crate::loop_state::{LoopError, Shape, Workload};
+pub(crate) use open::{Gaps, pace};
+pub use report::{Figures, Percentiles, Report};
+
+use crate::Failed;
+use crate::fleet::{Fleet, Knowledge, RouterSetup, Setup, policy_name, policy_named};
 use crate::measure::rss_bytes;
-use crate::open_loop::{self, Arrivals};
 use crate::progress::Progress;
-use crate::report::Report;
 use crate::source;
-use crate::target::{Refusal, Target};
+use crate::target::{Target, not_started};
+use state::{LoopState, Workload};
 
 fn positive() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=u64::from(u32::MAX))
 }
 
-pub(crate) fn policy_named(name: &str) -> Result<Policy, serde::de::value::Error> {
-    Policy::deserialize(name.into_deserializer())
-}
-
-/// Name of a policy in the router's configuration.
-pub(crate) fn policy_name(policy: Policy) -> String {
-    serde_json::to_value(policy).ok().and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default()
-}
-
-/// Source of the router's knowledge of the ranks' caches.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Knowledge {
-    /// KV events of the engines
-    #[default]
-    Events,
-    /// KV events, and speculative entries from the router's decisions until the events arrive
-    Predicted,
-    /// Decisions only; each entry expires after a time to live
-    Ttl,
-    /// Decisions only, on modelled LRU caches of the engines' size
-    Lru,
-}
-
 /// Arguments common to all runs over one workload and one kind of fleet.
-#[derive(Args, Clone, Debug, PartialEq, Eq)]
+#[derive(Args, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Common {
     /// Trace to replay (Mooncake's or Alibaba's JSON lines, Azure's table); without it conversations are generated
     #[arg(long)]
@@ -80,6 +62,7 @@ pub struct Common {
     pub policy: Policy,
     /// Source of the router's knowledge of caches
     #[arg(long, value_enum, default_value_t)]
+    #[serde(default)]
     pub knowledge: Knowledge,
     /// Yield to other clients after each request, as callers that wait for an engine would
     ///
@@ -95,10 +78,11 @@ pub struct Common {
 }
 
 /// Arguments of one replay.
-#[derive(Args, Clone, Debug)]
+#[derive(Args, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Replay {
     /// Arguments shared with other runs.
     #[command(flatten)]
+    #[serde(flatten)]
     pub common: Common,
     /// Number of simulated workers
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=65_536))]
@@ -114,86 +98,52 @@ pub struct Replay {
     /// Threads of the runtime shared by clients and router
     #[arg(long, default_value_t = 2, value_parser = positive())]
     pub threads: usize,
-    /// Crash an actor every REQUESTS requests, each kind in turn [default: none]
-    ///
-    /// The kinds are the scheduler, the index shard of the latest chosen rank, and the sequence actor of that rank. The
-    /// number of restarts is printed on standard error at the end. Events that a crashed shard has lost are not sent
-    /// again, and the CPU time of crashes counts as the router's. Therefore the figures are not comparable with those
-    /// of other runs.
-    #[arg(long, value_name = "REQUESTS")]
-    pub kill_every: Option<NonZeroU32>,
     /// Print the report as one JSON object
     #[arg(long)]
+    #[serde(skip)]
     pub json: bool,
     /// Print the router's metrics on standard error at the end, in Prometheus format
     #[arg(long)]
+    #[serde(skip)]
     pub metrics: bool,
 }
 
-/// Errors of a replay.
-#[derive(Debug, thiserror::Error)]
-pub enum ReplayError {
-    /// The trace is invalid.
-    #[error(transparent)]
-    Trace(#[from] TraceError),
-    /// The runtime could not be started.
-    #[error("cannot start a runtime of {threads} threads: {source}")]
-    Runtime {
-        /// Requested number of threads.
-        threads: usize,
-        /// Error from the operating system.
-        source: io::Error,
-    },
-    /// The router could not be started.
-    #[error("cannot start {target}: {reason}")]
-    Start {
-        /// Name of the router.
-        target: &'static str,
-        /// Reason from the router.
-        reason: Refusal,
-    },
-    /// The router failed during the run.
-    #[error(transparent)]
-    Loop(#[from] LoopError),
-}
-
 impl Replay {
-    /// Shape of the simulated fleet.
+    /// The fleet with its router. Each engine has a block more than its cache, because it never allocates one.
     #[must_use]
-    pub fn fleet(&self) -> Fleet {
-        Fleet { workers: self.workers, dp_size: self.common.dp_size }
+    pub fn setup(&self) -> Setup {
+        let Common { dp_size, block_size, kv_blocks, shards, policy, knowledge, seed, .. } = self.common;
+        let kv_blocks = u32::try_from(kv_blocks).unwrap_or(u32::MAX).saturating_add(1);
+        let engine = EngineConfig { block_size: block_size.get(), kv_blocks, ..EngineConfig::default() };
+        Setup {
+            fleet: Fleet { workers: self.workers, dp_size },
+            engines: vec![engine; self.workers as usize],
+            router: RouterSetup { policy, knowledge, shards, seed, ..RouterSetup::default() },
+            ..Setup::new(self.workers, dp_size)
+        }
     }
 
     /// Runs the closed or the open loop on its own runtime, over the target that `start` creates.
     ///
     /// # Errors
     /// The workload cannot be read, or the target fails.
-    pub fn run<T: Target>(&self, start: impl AsyncFnOnce(&Self) -> Result<T, Refusal>) -> Result<Report, ReplayError> {
-        let threads = self.threads;
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(threads)
-            .enable_all()
-            .build()
-            .map_err(|source| ReplayError::Runtime { threads, source })?;
+    pub fn run<T: Target>(&self, start: impl AsyncFnOnce(&Setup) -> Result<T, Failed>) -> Result<Report, Failed> {
+        let runtime = crate::runtime(self.threads)?;
         let workload = Workload::prepare::<T>(self.common.prompts()?, self.common.block_size);
-        let shape = Shape { fleet: self.fleet(), kv_blocks: self.common.kv_blocks, inflight: self.common.inflight };
+        let setup = self.setup();
         let progress = Progress::new(workload.len(), "requests");
         let rss_before_bytes = rss_bytes();
-        let outcome = runtime.block_on(async {
-            let target = start(self).await.map_err(|reason| ReplayError::Start { target: T::NAME, reason })?;
-            let outcome = match self.rate {
-                Some(per_second) => {
-                    let arrivals = Arrivals { per_second, seed: self.common.seed };
-                    open_loop::run(target, workload, shape, arrivals, rss_before_bytes, progress).await
-                }
-                None => {
-                    let clients = Clients { count: self.clients, take_turns: self.common.take_turns };
-                    closed_loop::run(target, workload, shape, clients, rss_before_bytes, progress).await
-                }
-            };
-            Ok::<_, ReplayError>(outcome?)
+        let figures = runtime.block_on(async {
+            let target = start(&setup).await.map_err(not_started::<T>)?;
+            let state = LoopState::new(target, workload, setup.fleet, self.common.kv_blocks, progress);
+            match self.rate {
+                Some(rate) => open::run(state, self.common.inflight, open::Gaps::poisson(rate, self.common.seed)).await,
+                None => closed::run(state, self.common.inflight, self.clients, self.common.take_turns).await,
+            }
         })?;
-        Ok(Report::new(T::NAME, self, &outcome))
+        let clients = if self.rate.is_some() { 0 } else { self.clients };
+        let options = Self { clients, ..self.clone() };
+        Ok(Report { target: T::NAME.to_owned(), figures: Figures { rss_before_bytes, ..figures }, options })
     }
 }
 
@@ -223,8 +173,8 @@ impl Common {
     ///
     /// # Errors
     /// The trace cannot be read.
-    pub fn prompts(&self) -> Result<Vec<Prompt>, TraceError> {
-        source::prompts(self.trace.as_deref(), self.limit, self.seed)
+    pub fn prompts(&self) -> Result<Vec<Prompt>, Failed> {
+        Ok(source::prompts(self.trace.as_deref(), self.limit, self.seed)?)
     }
 }
 
@@ -233,6 +183,7 @@ mod tests {
     use clap::Parser;
 
     use super::*;
+    use crate::target::Embedded;
 
     #[derive(Parser)]
     struct Arguments {
@@ -259,12 +210,31 @@ mod tests {
             ("--limit", "1"),
             ("--block-size", "0"),
             ("--dp-size", "4097"),
-            ("--kill-every", "0"),
             ("--rate", "0"),
             ("--policy", "best"),
         ] {
             let error = Arguments::try_parse_from(["test", flag, value]).err().expect("refused").to_string();
             assert!(error.contains(flag) && error.contains(value), "{error}");
         }
+    }
+
+    fn replay(arguments: &str) -> Result<Report, Failed> {
+        let arguments = Arguments::parse_from(["test"].into_iter().chain(arguments.split_whitespace()));
+        arguments.replay.run(Embedded::start)
+    }
+
+    #[test]
+    fn kv_has_a_higher_hit_rate_than_random() {
+        let fleet = "--limit 600 --inflight 32 --workers 4 --dp-size 2";
+        let kv = replay(&format!("{fleet} --policy kv --clients 3 --shards 2")).expect("runs");
+        let random = replay(&format!("{fleet} --policy random")).expect("runs");
+        assert_eq!((kv.requests, kv.options.common.policy), (300, Policy::Kv));
+        assert!(kv.hit_rate > random.hit_rate + 0.05, "{} against {}", kv.hit_rate, random.hit_rate);
+    }
+
+    #[test]
+    fn a_rejected_configuration_names_the_field() {
+        let error = replay("--shards 65").expect_err("refused").to_string();
+        assert_eq!(error, "cannot start pointsman: index.shards is 65, must be 1 to 64");
     }
 }

@@ -1,4 +1,4 @@
-//! HTTP client for one request with a streamed response.
+//! HTTP client for requests with a streamed response, and for pages.
 //!
 //! Uses HTTP/1.1, with TLS for https URLs (the system's roots). A request without an idle connection opens a new one;
 //! that time is part of the request, as for any client. Every request ends with a response or a failure within the
@@ -17,16 +17,16 @@ use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder}
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::client::legacy::{self, Error as SendError};
 use hyper_util::rt::{TokioExecutor, TokioTimer};
-use pointsman_trial::sse::EventTooLong;
 use rustls::{ClientConfig, RootCertStore};
 use tokio::time::timeout;
 
-use super::body::Api;
-use super::drive::Clock;
+use super::Clock;
 use super::stream::{Answer, error_code};
+use crate::sse::EventTooLong;
 
-/// Maximum number of bytes read from an error response.
+/// Maximum number of bytes read from an error response, and from a page.
 const REFUSAL_BYTES_MAX: usize = 64 << 10;
+const PAGE_BYTES_MAX: usize = 4 << 20;
 
 /// Maximum number of distinct ranks.
 const RANKS_MAX: usize = 1 << 16;
@@ -34,13 +34,11 @@ const RANKS_MAX: usize = 1 << 16;
 /// Idle timeout of a connection.
 const IDLE: Duration = Duration::from_secs(60);
 
-/// Endpoint of a client, and options of its requests.
+/// Options of a client.
 #[derive(Clone, Copy, Debug)]
 pub struct ClientOptions<'a> {
-    /// Scheme, host and port.
-    pub url: &'a str,
-    /// API of the requests.
-    pub api: Api,
+    /// Whether https URLs are sent to, which needs the system's root certificates.
+    pub has_tls: bool,
     /// Bearer token.
     pub api_key: Option<&'a str>,
     /// Response header that identifies the rank.
@@ -55,9 +53,6 @@ pub struct ClientOptions<'a> {
 /// Errors of creating a client.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// The URL is invalid.
-    #[error("{0:?} is not a URL such as http://127.0.0.1:8000")]
-    Url(String),
     /// The key has invalid characters.
     #[error("the key must consist of visible ASCII characters")]
     ApiKey,
@@ -137,11 +132,10 @@ pub struct Exchange {
     pub failure: Option<Failure>,
 }
 
-/// Client of one endpoint.
+/// A client with a pool of connections.
 #[derive(Debug)]
-pub struct Client {
+pub struct HttpClient {
     http: legacy::Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
-    uri: Uri,
     headers: HeaderMap,
     timeout: Duration,
     rank_header: Option<HeaderName>,
@@ -149,18 +143,12 @@ pub struct Client {
     ranks: Mutex<BTreeMap<Vec<u8>, u32>>,
 }
 
-impl Client {
-    /// Creates a client of the endpoint in `options`. Does not connect yet.
+impl HttpClient {
+    /// Creates a client. Does not connect yet.
     ///
     /// # Errors
     /// An option is invalid.
     pub fn new(options: &ClientOptions<'_>) -> Result<Self, ClientError> {
-        let no_url = || ClientError::Url(options.url.to_owned());
-        let path = options.api.path();
-        let uri: Uri = format!("{}{path}", options.url.trim_end_matches('/')).parse().map_err(|_| no_url())?;
-        if !matches!(uri.scheme_str(), Some("http" | "https")) || uri.host().is_none() {
-            return Err(no_url());
-        }
         let mut headers = HeaderMap::new();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         if let Some(key) = options.api_key {
@@ -174,20 +162,33 @@ impl Client {
         let mut sockets = HttpConnector::new();
         sockets.enforce_http(false);
         sockets.set_nodelay(true);
-        let tls = tls(uri.scheme_str() == Some("https"))?;
-        let connector = HttpsConnectorBuilder::new().with_tls_config(tls).https_or_http().enable_http1();
-        let connector = connector.wrap_connector(sockets);
+        let connector = HttpsConnectorBuilder::new().with_tls_config(tls(options.has_tls)?).https_or_http();
+        let connector = connector.enable_http1().wrap_connector(sockets);
         let mut http = legacy::Client::builder(TokioExecutor::new());
         http.pool_idle_timeout(IDLE).pool_timer(TokioTimer::new());
         http.pool_max_idle_per_host(options.connections_max as usize);
         Ok(Self {
             http: http.build(connector),
-            uri,
             headers,
             timeout: options.timeout,
             rank_header: rank_header.transpose()?,
             ranks: Mutex::default(),
         })
+    }
+
+    /// Status and body of a response: to a POST if there is a body, else to a GET.
+    ///
+    /// # Errors
+    /// No complete response arrives in time.
+    pub async fn fetch(&self, uri: &Uri, body: Option<Bytes>) -> Result<(StatusCode, Bytes), Failure> {
+        let exchange = async {
+            let method = if body.is_some() { Method::POST } else { Method::GET };
+            let response = self.send(method, uri, body.unwrap_or_default()).await?;
+            let status = response.status();
+            let body = Limited::new(response.into_body(), PAGE_BYTES_MAX).collect().await;
+            Ok((status, body.map_err(|error| Failure::Broken(root_cause(&*error)))?.to_bytes()))
+        };
+        timeout(self.timeout, exchange).await.unwrap_or(Err(Failure::Timeout(self.timeout)))
     }
 
     /// Number of ranks that have responded.
@@ -197,28 +198,33 @@ impl Client {
         u32::try_from(ranks.len()).expect("the number of ranks is limited")
     }
 
-    /// Sends `body` and reads the response to its end, with times from `clock`.
-    pub async fn exchange(&self, body: Vec<u8>, clock: Clock) -> Exchange {
-        let (mut answer, mut rank) = (Answer::default(), None);
+    /// Sends `body` and reads the streamed response to its end into `answer`, with times from `clock`.
+    pub async fn exchange(&self, uri: &Uri, body: Bytes, clock: Clock, mut answer: Answer) -> Exchange {
+        let mut rank = None;
         let sent_us = clock.now_us();
-        let exchanged = timeout(self.timeout, self.stream(body.into(), clock, &mut answer, &mut rank)).await;
+        let exchanged = timeout(self.timeout, self.stream(uri, body, clock, &mut answer, &mut rank)).await;
         let failure = exchanged.unwrap_or(Err(Failure::Timeout(self.timeout))).err();
         let ended_us = answer.last_token_us.filter(|_| failure.is_none()).unwrap_or_else(|| clock.now_us());
         Exchange { sent_us, ended_us, answer, rank, failure }
     }
 
+    async fn send(&self, method: Method, uri: &Uri, body: Bytes) -> Result<Response<Incoming>, Failure> {
+        let mut request = Request::new(Full::new(body));
+        *request.method_mut() = method;
+        *request.uri_mut() = uri.clone();
+        *request.headers_mut() = self.headers.clone();
+        self.http.request(request).await.map_err(|error| not_sent(&error))
+    }
+
     async fn stream(
         &self,
+        uri: &Uri,
         body: Bytes,
         clock: Clock,
         answer: &mut Answer,
         rank: &mut Option<u32>,
     ) -> Result<(), Failure> {
-        let mut request = Request::new(Full::new(body));
-        *request.method_mut() = Method::POST;
-        *request.uri_mut() = self.uri.clone();
-        *request.headers_mut() = self.headers.clone();
-        let response = self.http.request(request).await.map_err(|error| not_sent(&error))?;
+        let response = self.send(Method::POST, uri, body).await?;
         *rank = self.rank(response.headers());
         let mut body = accepted(response).await?;
         while let Some(frame) = body.frame().await {
@@ -274,6 +280,6 @@ fn not_sent(error: &SendError) -> Failure {
 }
 
 /// Innermost cause of an error, which is the informative one; the outer errors name steps of the client.
-fn root_cause(error: &dyn std::error::Error) -> String {
+fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
     std::iter::successors(Some(error), |error| error.source()).last().unwrap_or(error).to_string()
 }

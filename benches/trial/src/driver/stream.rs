@@ -9,11 +9,11 @@
 
 use std::borrow::Cow;
 
-use pointsman_trial::sse::SseReader;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
 use super::client::Failure;
+use crate::sse::SseReader;
 
 /// Maximum number of gaps per answer, more than any model generates.
 const GAPS_MAX: usize = 1 << 20;
@@ -31,6 +31,8 @@ pub struct Answer {
     pub last_token_us: Option<u64>,
     /// Gaps between consecutive tokens in µs.
     pub gaps_us: Vec<u32>,
+    /// Text of a chat so far, if it is collected.
+    pub content: Option<String>,
     chunks: u64,
     usage: Option<Usage>,
     done: bool,
@@ -120,6 +122,11 @@ impl Choice<'_> {
 }
 
 impl Answer {
+    /// An answer whose text is collected.
+    pub fn with_content() -> Self {
+        Self { content: Some(String::new()), ..Self::default() }
+    }
+
     /// Parses bytes received at `now_us`.
     ///
     /// # Errors
@@ -141,6 +148,10 @@ impl Answer {
             return Err(Failure::InStream(code_of(error.get())));
         }
         self.usage = chunk.usage.or(self.usage);
+        if let Some(content) = &mut self.content {
+            let texts = chunk.choices.iter().filter_map(|choice| choice.delta.as_ref()?.content.as_deref());
+            content.extend(texts);
+        }
         if chunk.choices.iter().any(Choice::has_token) {
             self.chunks += 1;
             self.first_token_us.get_or_insert(now_us);
@@ -187,7 +198,7 @@ impl Answer {
 
 #[cfg(test)]
 mod tests {
-    use pointsman_trial::sse::EVENT_BYTES_MAX;
+    use crate::sse::EVENT_BYTES_MAX;
 
     use super::*;
 

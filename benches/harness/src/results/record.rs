@@ -3,8 +3,15 @@
 //! Contains the unaggregated facts of each request and each rank. All times are in µs since the start of the run, by
 //! one clock. The readers compute percentiles, ratios and warnings.
 
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+use std::str::FromStr;
+
 use hdrhistogram::Histogram;
 use serde::Serialize;
+
+use crate::{Failed, unusable};
 
 /// A whole run.
 #[derive(Clone, Debug)]
@@ -75,4 +82,61 @@ pub struct RankSample {
     pub prompt_tokens_total: u64,
     /// Number of those tokens that were cached.
     pub cached_tokens_total: u64,
+}
+
+impl Run {
+    /// Writes the records of all requests to a file, one JSON object per line.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn write_records(&self, path: &Path) -> Result<(), Failed> {
+        let write = || {
+            let mut out = BufWriter::new(File::create(path)?);
+            self.requests.iter().try_for_each(|record| write_json(&mut out, record))?;
+            out.flush()
+        };
+        write().map_err(unusable("write", path))
+    }
+}
+
+/// Writes one line of JSON.
+pub(crate) fn write_json(mut out: impl Write, value: &impl Serialize) -> io::Result<()> {
+    serde_json::to_writer(&mut out, value)?;
+    writeln!(out)
+}
+
+/// Extent of the warm-up.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Warmup {
+    /// Share of the requests, from 0 to 1.
+    Share(f64),
+    /// Number of requests.
+    Requests(usize),
+}
+
+impl Warmup {
+    /// Number of warm-up requests out of `requests`.
+    #[must_use]
+    pub fn of(self, requests: usize) -> usize {
+        match self {
+            Self::Share(share) => (requests as f64 * share) as usize,
+            Self::Requests(count) => count.min(requests),
+        }
+    }
+}
+
+impl FromStr for Warmup {
+    type Err = String;
+
+    /// Parses `10%` or a count.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("{text:?} is neither a count of requests nor a share such as 10%");
+        match text.strip_suffix('%') {
+            Some(percent) => {
+                let percent: f64 = percent.parse().map_err(|_| wrong())?;
+                (0.0..=100.0).contains(&percent).then_some(Self::Share(percent / 100.0)).ok_or_else(wrong)
+            }
+            None => text.parse().map(Self::Requests).map_err(|_| wrong()),
+        }
+    }
 }

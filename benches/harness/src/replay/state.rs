@@ -8,90 +8,23 @@
 use std::num::NonZeroU32;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
 use pointsman::protocol::{StoredBlock, WorkerRank};
 use pointsman_trial::workload::Prompt;
 
+use super::{Figures, Percentiles};
+use crate::Failed;
 use crate::engine::{self, Change, Engine};
 use crate::fleet::Fleet;
 use crate::measure::{Stopwatch, process_cpu, rss_bytes, thread_cpu};
 use crate::progress::Progress;
-use crate::target::{Call, Refusal, Target};
+use crate::target::{Call, Target, misplaced, refused};
 
 /// Number of requests between load samples and updates of the progress bar.
 const SAMPLE_STRIDE: usize = 64;
-
-/// Fleet of a run, and the requests in flight on it.
-#[derive(Clone, Copy, Debug)]
-pub struct Shape {
-    /// Shape of the simulated fleet.
-    pub fleet: Fleet,
-    /// Number of blocks in the cache of one rank.
-    pub kv_blocks: usize,
-    /// Maximum number of requests in flight.
-    pub inflight: usize,
-}
-
-/// Results of the measured half.
-#[derive(Debug)]
-pub struct Outcome {
-    /// Number of measured requests.
-    pub requests: usize,
-    /// Wall time.
-    pub wall: Duration,
-    /// CPU time of the process minus that of the simulated side.
-    pub router_cpu: Duration,
-    /// CPU time of the simulated side.
-    pub engine_cpu: Duration,
-    /// Route times in nanoseconds. In the closed loop from the call of `route`, in the open loop from the scheduled
-    /// arrival.
-    pub route_ns: Histogram<u64>,
-    /// Number of complete blocks in all prompts.
-    pub prompt_blocks: u64,
-    /// Number of those blocks in the cache of the chosen rank.
-    pub cached_blocks: u64,
-    /// Number of blocks in events.
-    pub event_blocks: u64,
-    /// In-flight requests of the most loaded rank divided by the mean of all ranks, averaged over samples. 1 is even.
-    pub load_max_over_mean: f64,
-    /// Resident memory at the end, including the workload and the engines.
-    pub rss_bytes: Option<u64>,
-    /// Resident memory before the router started: mostly the workload.
-    pub rss_before_bytes: Option<u64>,
-}
-
-/// Errors of a run.
-#[derive(Debug, thiserror::Error)]
-pub enum LoopError {
-    /// The target rejected a required operation.
-    #[error("{target} could not {step} request {request}: {reason}")]
-    Refused {
-        /// Name of the target.
-        target: &'static str,
-        /// The rejected operation.
-        step: &'static str,
-        /// Position in the workload.
-        request: usize,
-        /// Reason from the target.
-        reason: Refusal,
-    },
-    /// The target chose a rank that does not exist.
-    #[error("{target} placed request {request} on {rank}, which is not in the fleet")]
-    UnknownRank {
-        /// Name of the target.
-        target: &'static str,
-        /// Position in the workload.
-        request: usize,
-        /// The chosen rank.
-        rank: WorkerRank,
-    },
-    /// There are too few requests to measure.
-    #[error("{0} requests are too few: one half is the warm-up, the other is measured")]
-    TooFew(usize),
-}
 
 /// One prompt with the blocks of the engines' events.
 #[derive(Debug)]
@@ -102,46 +35,35 @@ struct Request {
 
 /// Prompts prepared for a target: hashed, and named with engine hashes. Preparation is not measured.
 #[derive(Debug)]
-pub struct Workload(Vec<Request>);
+pub(super) struct Workload(Vec<Request>);
 
 impl Workload {
     /// Prepares `prompts` for `T`.
-    #[must_use]
-    pub fn prepare<T: Target>(prompts: Vec<Prompt>, block_size: NonZeroU32) -> Self {
+    pub(super) fn prepare<T: Target>(prompts: Vec<Prompt>, block_size: NonZeroU32) -> Self {
         let ready = |tokens: Prompt| Request { blocks: engine::name_blocks(&T::hash(&tokens, block_size)), tokens };
         Self(prompts.into_iter().map(ready).collect())
     }
 
     /// Number of requests.
-    #[must_use]
-    pub fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Returns whether there are no requests.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
     /// The two halves: the warm-up and the measured one.
-    pub(crate) fn halves(&self) -> Result<[Range<usize>; 2], LoopError> {
+    fn halves(&self) -> Result<[Range<usize>; 2], Failed> {
         match (self.len(), self.len() / 2) {
-            (all, 0) => Err(LoopError::TooFew(all)),
+            (all, 0) => {
+                Err(format!("{all} requests are too few: one half is the warm-up, the other is measured").into())
+            }
             (all, half) => Ok([0..half, half..all]),
         }
     }
 }
 
-/// Conversion of a target's rejection of `step`.
-pub(crate) fn refused<T: Target>(step: &'static str, request: usize) -> impl FnOnce(Refusal) -> LoopError {
-    move |reason| LoopError::Refused { target: T::NAME, step, request, reason }
-}
-
 /// The target, its workload and its simulated fleet.
 pub(crate) struct LoopState<T: Target> {
     pub(crate) target: T,
-    requests: Vec<Request>,
+    workload: Workload,
     fleet: Fleet,
     ranks: Vec<Rank<T>>,
     /// Position of the next request.
@@ -189,10 +111,27 @@ pub(crate) struct InFlight<T: Target> {
 }
 
 impl<T: Target> LoopState<T> {
-    pub(crate) fn new(target: T, workload: Workload, shape: &Shape, progress: Progress) -> Self {
-        let rank = |_| Rank { engine: Mutex::new(RankState::new(shape.kv_blocks)), inflight: AtomicU32::new(0) };
-        let ranks = (0..shape.fleet.ranks()).map(rank).collect();
-        Self { target, requests: workload.0, fleet: shape.fleet, ranks, cursor: AtomicUsize::new(0), progress }
+    pub(crate) fn new(target: T, workload: Workload, fleet: Fleet, kv_blocks: usize, progress: Progress) -> Self {
+        let rank = |_| Rank { engine: Mutex::new(RankState::new(kv_blocks)), inflight: AtomicU32::new(0) };
+        let ranks = (0..fleet.ranks()).map(rank).collect();
+        Self { target, workload, fleet, ranks, cursor: AtomicUsize::new(0), progress }
+    }
+
+    /// The two halves of the workload: the warm-up and the measured one.
+    pub(crate) fn halves(&self) -> Result<[Range<usize>; 2], Failed> {
+        self.workload.halves()
+    }
+
+    /// Frees the requests in flight and shuts the target down.
+    pub(crate) async fn end(self: Arc<Self>, held: impl IntoIterator<Item = InFlight<T>>) -> Result<(), Failed> {
+        self.progress.end();
+        for request in held {
+            self.free(request).await?;
+        }
+        if let Some(state) = Arc::into_inner(self) {
+            state.target.shutdown().await;
+        }
+        Ok(())
     }
 
     /// Sets the position of the next request.
@@ -203,7 +142,7 @@ impl<T: Target> LoopState<T> {
     /// Takes the next request before `end` and creates a call for it.
     pub(crate) fn take(&self, end: usize) -> Option<(usize, Call)> {
         let number = self.cursor.fetch_add(1, Relaxed);
-        let request = (number < end).then(|| &self.requests[number])?;
+        let request = (number < end).then(|| &self.workload.0[number])?;
         Some((number, Call { id: format!("request-{number}"), tokens: request.tokens.to_vec() }))
     }
 
@@ -216,14 +155,10 @@ impl<T: Target> LoopState<T> {
         counts: &mut Counts,
         change: &mut Change,
         then: impl FnOnce() -> R,
-    ) -> Result<(InFlight<T>, Duration, R), LoopError> {
+    ) -> Result<(InFlight<T>, Duration, R), Failed> {
         let routed = self.target.route(call).await.map_err(refused::<T>("route", number))?;
         let route_time = clock.elapsed();
-        let rank_idx = self.fleet.index(routed.rank).ok_or(LoopError::UnknownRank {
-            target: T::NAME,
-            request: number,
-            rank: routed.rank,
-        })?;
+        let rank_idx = self.fleet.index(routed.rank).ok_or_else(|| misplaced::<T>(number, routed.rank))?;
         let (mut events, next) =
             counts.simulated(|counts| (self.serve(number, routed.rank, rank_idx, counts, change), then()));
         while let Some(batch) = events {
@@ -245,7 +180,7 @@ impl<T: Target> LoopState<T> {
         counts: &mut Counts,
         change: &mut Change,
     ) -> Option<Vec<T::Event>> {
-        let (rank, blocks) = (&self.ranks[rank_idx], &self.requests[number].blocks);
+        let (rank, blocks) = (&self.ranks[rank_idx], &self.workload.0[number].blocks);
         rank.inflight.fetch_add(1, Relaxed);
         if number.is_multiple_of(SAMPLE_STRIDE) {
             counts.load(self.load_max_over_mean());
@@ -259,7 +194,7 @@ impl<T: Target> LoopState<T> {
     }
 
     /// Frees the booking of a request.
-    pub(crate) async fn free(&self, request: InFlight<T>) -> Result<(), LoopError> {
+    pub(crate) async fn free(&self, request: InFlight<T>) -> Result<(), Failed> {
         self.target.free(request.handle).await.map_err(refused::<T>("free", request.number))?;
         self.ranks[request.rank_idx].inflight.fetch_sub(1, Relaxed);
         Ok(())
@@ -274,11 +209,6 @@ impl<T: Target> LoopState<T> {
             sum += inflight;
         }
         f64::from(max) * self.ranks.len() as f64 / f64::from(sum.max(1))
-    }
-
-    /// Ends the display of progress.
-    pub(crate) fn finish_progress(&self) {
-        self.progress.end();
     }
 }
 
@@ -363,22 +293,23 @@ impl HalfClocks {
     }
 
     /// Reads the clocks at the end of the half. `tally` yields its counts afterwards.
-    pub(crate) fn stop(self, requests: usize, rss_before_bytes: Option<u64>, tally: impl FnOnce() -> Tally) -> Outcome {
+    pub(crate) fn stop(self, requests: usize, tally: impl FnOnce() -> Tally) -> Figures {
         let (wall, cpu) = (self.wall.elapsed(), process_cpu() - self.cpu);
         let rss_bytes = rss_bytes();
         let Tally { route_ns, counts } = tally();
-        Outcome {
-            requests,
-            wall,
-            router_cpu: cpu.saturating_sub(counts.engine_cpu),
-            engine_cpu: counts.engine_cpu,
-            route_ns,
-            prompt_blocks: counts.prompt_blocks,
-            cached_blocks: counts.cached_blocks,
-            event_blocks: counts.event_blocks,
+        let (each, count) = (1e6 / requests as f64, requests as f64);
+        let percentile = |quantile| route_ns.value_at_quantile(quantile) as f64 / 1e3;
+        Figures {
+            requests_per_second: count / wall.as_secs_f64(),
+            router_cpu_us_per_request: cpu.saturating_sub(counts.engine_cpu).as_secs_f64() * each,
+            engine_cpu_us_per_request: counts.engine_cpu.as_secs_f64() * each,
+            route_us: Percentiles { p50: percentile(0.5), p99: percentile(0.99), p999: percentile(0.999) },
+            event_blocks_per_request: counts.event_blocks as f64 / count,
+            hit_rate: counts.cached_blocks as f64 / counts.prompt_blocks.max(1) as f64,
             load_max_over_mean: counts.load_ratio_sum / f64::from(counts.load_samples.max(1)),
             rss_bytes,
-            rss_before_bytes,
+            rss_before_bytes: None,
+            requests,
         }
     }
 }

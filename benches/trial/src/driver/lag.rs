@@ -1,7 +1,7 @@
 //! Timer lag, as a measure of whether the machine keeps up.
 //!
-//! A timer fires every few milliseconds and its delay is recorded. The mock engines are driven by timers too. If timers
-//! are late, the measured times describe the machine and not the routing.
+//! A timer fires every few milliseconds and its delay is recorded. A client with late timers also observes responses late,
+//! and mock engines are driven by timers too: the measured times then describe the machine and not the routing.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -13,13 +13,16 @@ use tokio::time::{Instant, sleep_until};
 const EVERY: Duration = Duration::from_millis(5);
 
 /// Timer task that records its delays until it is dropped.
-pub(super) struct LagWatch {
+#[derive(Debug)]
+pub struct TimerLag {
     lags: Arc<Mutex<Vec<Duration>>>,
     task: JoinHandle<()>,
 }
 
-impl LagWatch {
-    pub(super) fn start() -> Self {
+impl TimerLag {
+    /// Starts the timer on the current runtime.
+    #[must_use]
+    pub fn start() -> Self {
         let lags = Arc::<Mutex<Vec<Duration>>>::default();
         let out = Arc::clone(&lags);
         let task = tokio::spawn(async move {
@@ -33,12 +36,13 @@ impl LagWatch {
     }
 
     /// Recorded delays, one per tick.
-    pub(super) fn end(self) -> Vec<Duration> {
+    #[must_use]
+    pub fn end(self) -> Vec<Duration> {
         std::mem::take(&mut *self.lags.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-impl Drop for LagWatch {
+impl Drop for TimerLag {
     fn drop(&mut self) {
         self.task.abort();
     }

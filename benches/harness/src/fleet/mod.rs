@@ -1,6 +1,11 @@
-//! Shape of the simulated fleet: equal workers with equal numbers of ranks, and a dense number for each rank.
+//! The simulated fleet with its router: shape and dense numbers of ranks, engines, and router settings.
+
+mod setup;
 
 use pointsman::protocol::{WorkerId, WorkerRank};
+
+pub use setup::{DisaggregationSetup, Knowledge, ReplicaSetup, ReplicaSharing, RouterSetup, Setup};
+pub(crate) use setup::{policy_name, policy_named};
 
 /// `workers` workers, numbered from 1, with `dp_size` ranks each, numbered from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,0 +1,103 @@
+//! Recorded decisions of simulations are repeated bit for bit: every policy on several workloads.
+//!
+//! Each simulation records all its decisions. A replay makes each of them again and compares it, and a second one decides it
+//! under a changed weight. `POINTSMAN_DECISIONS` sets the decisions of each workload and policy, 4,762 for 100,000 in all.
+
+use std::cell::RefCell;
+
+use pointsman::policy::Policy;
+use pointsman::record::RecordCursor;
+use pointsman::schedule::{Replay, ReplayMode, ReplaySettings, ReplayedDecision};
+use pointsman::{Router, RouterConfig};
+use pointsman_bench::fleet::Setup;
+use pointsman_bench::simulate;
+use pointsman_bench::target::Embedded;
+use pointsman_bench::workload::generate::Generator;
+use serde_json::{Value, json};
+
+/// Memory of the record of one simulation, larger than any record.
+const BYTES_MAX: u64 = 8 << 30;
+
+/// Counts of one simulation.
+#[derive(Debug, Default)]
+struct Replayed {
+    decisions: usize,
+    different: usize,
+    /// Choices that a changed weight changes.
+    changed: usize,
+}
+
+/// Simulates the first requests of a workload and replays their decisions.
+fn simulated(workload: &str, policy: Policy, seed: u64, decisions_max: usize) -> Replayed {
+    let mut workload = workload.parse::<Generator>().expect("a workload").generate(seed);
+    workload.requests.truncate(decisions_max);
+    let mut setup = Setup::new(8, 1);
+    (setup.router.policy, setup.router.seed) = (policy, seed);
+    setup.router.settings.insert("recorder.bytes_max".to_owned(), json!(BYTES_MAX));
+    let router = RefCell::new(None);
+    let start = async |setup: &Setup| {
+        let embedded = Embedded::start(setup).await?;
+        *router.borrow_mut() = Some(embedded.router().clone());
+        Ok(embedded)
+    };
+    simulate::run(&setup, &workload, start).expect("a simulation");
+    replayed(&router.into_inner().expect("a router"))
+}
+
+fn replayed(router: &Router) -> Replayed {
+    let (parts, lost) = router.records_after(&mut RecordCursor::default());
+    assert_eq!(lost, 0, "segments have left the memory");
+    let mut sums = Replayed::default();
+    for part in &parts {
+        let visit = &mut |decision: ReplayedDecision| {
+            sums.decisions += 1;
+            sums.different += usize::from(!decision.is_equal);
+        };
+        let verified = Replay::new(ReplayMode::Verify, |bytes| settings(bytes, false)).feed(&part.bytes, visit);
+        verified.expect("a valid record");
+        let visit = &mut |decision: ReplayedDecision| {
+            let Some(report) = decision.report else { return };
+            sums.changed += usize::from(report.shadows.iter().any(|(_, other)| other.rank != report.chosen.rank));
+        };
+        let followed = Replay::new(ReplayMode::Follow, |bytes| settings(bytes, true)).feed(&part.bytes, visit);
+        followed.expect("a valid record");
+    }
+    sums
+}
+
+/// Recorded settings, and with `changes` the same with another weight, or with another seed.
+fn settings(bytes: &[u8], changes: bool) -> Result<ReplaySettings, String> {
+    let read = |value: Value| serde_json::from_value::<RouterConfig>(value).map_err(|error| error.to_string());
+    let value: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let mut changed = value.clone();
+    match value["policy"]["name"].as_str() {
+        Some("kv") => changed["policy"]["prefill_load_scale"] = json!(2.0),
+        Some("latency") => changed["policy"]["temperature"] = json!(0.05),
+        _ => changed["seed"] = json!(12_345),
+    }
+    let alternatives = if changes { vec![read(changed)?] } else { Vec::new() };
+    Ok(ReplaySettings { config: read(value)?, alternatives })
+}
+
+#[test]
+fn every_policy_repeats_its_recorded_decisions() {
+    #[expect(clippy::disallowed_methods, reason = "the length of the test is a choice of its caller")]
+    let decisions = std::env::var("POINTSMAN_DECISIONS").map_or(200, |count| count.parse().expect("a count"));
+    for workload in ["chat", "agents", "documents"] {
+        for policy in Policy::ALL {
+            let mut total = Replayed::default();
+            for seed in 1.. {
+                let of_seed = simulated(workload, policy, seed, decisions - total.decisions);
+                total.decisions += of_seed.decisions;
+                total.different += of_seed.different;
+                total.changed += of_seed.changed;
+                if total.decisions >= decisions {
+                    break;
+                }
+            }
+            assert_eq!(total.different, 0, "{workload}, {policy:?}: {total:?}");
+            let is_random = matches!(policy, Policy::Kv | Policy::Random | Policy::PowerOfTwo);
+            assert!(!is_random || total.changed > 0, "{workload}, {policy:?}: {total:?}");
+        }
+    }
+}
