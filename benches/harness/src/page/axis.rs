@@ -4,8 +4,6 @@
 
 use std::ops::Range;
 
-use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
-
 /// Target number of ticks.
 const TICKS: f64 = 5.0;
 
@@ -113,56 +111,26 @@ impl Axis {
         &self.title
     }
 
+    /// Lower end of the axis.
+    pub(super) fn start(&self) -> f64 {
+        self.range.start
+    }
+
     /// Upper end of the axis.
     pub(super) fn end(&self) -> f64 {
         self.range.end
     }
 
-    /// Number of ticks.
-    pub(super) fn tick_count(&self) -> usize {
-        self.ticks.len()
+    /// Labelled values with their labels.
+    pub(super) fn ticks(&self) -> &[(f64, String)] {
+        &self.ticks
     }
 
     /// Relative position of a value on the axis, from 0 to 1.
-    fn place(&self, value: f64) -> f64 {
+    pub(super) fn place(&self, value: f64) -> f64 {
         let place = |value| self.scale.place(value);
         let (first, last) = (place(self.range.start), place(self.range.end));
         (place(value.clamp(self.range.start, self.range.end)) - first) / (last - first)
-    }
-
-    fn name(&self, value: f64) -> String {
-        self.ticks.iter().find(|(tick, _)| *tick == value).map(|(_, name)| name.clone()).unwrap_or_default()
-    }
-}
-
-impl Ranged for Axis {
-    type FormatOption = NoDefaultFormatting;
-    type ValueType = f64;
-
-    fn map(&self, value: &f64, (first, last): (i32, i32)) -> i32 {
-        first + (self.place(*value) * f64::from(last - first)).round() as i32
-    }
-
-    fn key_points<Hint: KeyPointHint>(&self, hint: Hint) -> Vec<f64> {
-        if hint.weight().allow_light_points() {
-            Vec::new()
-        } else {
-            self.ticks.iter().map(|(value, _)| *value).collect()
-        }
-    }
-
-    fn range(&self) -> Range<f64> {
-        self.range.clone()
-    }
-}
-
-impl ValueFormatter<f64> for Axis {
-    fn format(value: &f64) -> String {
-        value.to_string()
-    }
-
-    fn format_ext(&self, value: &f64) -> String {
-        self.name(*value)
     }
 }
 
@@ -193,7 +161,7 @@ mod tests {
     use super::*;
 
     fn names(axis: &Axis) -> Vec<String> {
-        axis.ticks.iter().map(|(value, _)| axis.name(*value)).collect()
+        axis.ticks.iter().map(|(_, name)| name.clone()).collect()
     }
 
     #[test]
@@ -222,10 +190,10 @@ mod tests {
         #[test]
         fn ticks_are_few_and_on_the_axis(max in 1e-4_f64..1e6, least in 1e-5_f64..1.0, times in 1.0_f64..1e4) {
             for axis in [Axis::from_zero("", max), Axis::clock(max), Axis::times("", least, least * times)] {
-                prop_assert!((1..=9).contains(&axis.tick_count()), "{:?}", axis);
-                for (value, _) in &axis.ticks {
+                prop_assert!((1..=9).contains(&axis.ticks.len()), "{:?}", axis);
+                for (value, name) in &axis.ticks {
                     prop_assert!((axis.range.start..=axis.range.end).contains(value), "{:?}", axis);
-                    prop_assert!(!axis.name(*value).is_empty());
+                    prop_assert!(!name.is_empty());
                 }
             }
         }

@@ -5,7 +5,7 @@
 use std::fmt::{self, Display, Write};
 
 use super::inputs::Section;
-use super::plot::{self, PlotError};
+use super::plot;
 use super::sections;
 use crate::compare::text::{ratio, shown};
 use crate::compare::view::View;
@@ -53,19 +53,8 @@ impl Display for Escaped<'_> {
     }
 }
 
-/// Errors of creating a page.
-#[derive(Debug, thiserror::Error)]
-pub enum HtmlError {
-    /// A plot could not be drawn.
-    #[error(transparent)]
-    Plot(#[from] PlotError),
-    /// Text could not be formatted.
-    #[error("cannot write the page: {0}")]
-    Format(#[from] fmt::Error),
-}
-
 /// Creates the whole page.
-pub(super) fn page(sections: &[Section]) -> Result<String, HtmlError> {
+pub(super) fn page(sections: &[Section]) -> Result<String, fmt::Error> {
     let mut html = String::new();
     write!(
         html,

@@ -4,7 +4,7 @@
 //! comparisons are unchanged.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -13,47 +13,10 @@ use serde_json::Value;
 use crate::compare::Comparison;
 use crate::results::{SCHEMA_VERSION, Summary};
 use crate::suite::Suite;
+use crate::{Failed, unusable};
 
 /// Maximum size of a file in bytes, far above any suite and far below the memory of a machine.
 const FILE_BYTES_MAX: u64 = 256 << 20;
-
-/// Errors of reading results.
-#[derive(Debug, thiserror::Error)]
-pub enum InputError {
-    /// A file cannot be read.
-    #[error("cannot read {path}: {source}")]
-    Read {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error from the operating system.
-        source: io::Error,
-    },
-    /// A file is too large.
-    #[error("{path} is larger than {FILE_BYTES_MAX} bytes")]
-    TooLarge {
-        /// Path of the file.
-        path: PathBuf,
-    },
-    /// A file contains no results.
-    #[error("{path} contains no results: {source}")]
-    Json {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error from the JSON parser.
-        source: serde_json::Error,
-    },
-    /// A file was written by another version of this program.
-    #[error("{path}: schema_version is {found}, this program reads {SCHEMA_VERSION}")]
-    Schema {
-        /// Path of the file.
-        path: PathBuf,
-        /// Version in the file; 0 if it has none.
-        found: u64,
-    },
-    /// The files contain no results.
-    #[error("no results in the files given")]
-    Empty,
-}
 
 /// One workload of a page.
 #[derive(Clone, Debug, PartialEq)]
@@ -67,11 +30,11 @@ pub(super) struct Section {
 }
 
 /// Sections of all files, in the given order. A file contains any number of JSON objects.
-pub(super) fn read(paths: &[PathBuf]) -> Result<Vec<Section>, InputError> {
+pub(super) fn read(paths: &[PathBuf]) -> Result<Vec<Section>, Failed> {
     let mut sections = Vec::new();
     let mut single = Vec::new();
     for path in paths {
-        let json = |source| InputError::Json { path: path.clone(), source };
+        let json = |source| no_results(path, &source);
         for value in serde_json::Deserializer::from_str(&text(path)?).into_iter::<Value>() {
             match kind(path, value.map_err(json)?)? {
                 Kind::Summary(run) => single.push(*run),
@@ -85,7 +48,7 @@ pub(super) fn read(paths: &[PathBuf]) -> Result<Vec<Section>, InputError> {
         }
     }
     sections.extend(together(single).into_iter().map(section));
-    if sections.is_empty() { Err(InputError::Empty) } else { Ok(sections) }
+    if sections.is_empty() { Err("no results in the files given".into()) } else { Ok(sections) }
 }
 
 fn section(comparison: Comparison) -> Section {
@@ -97,11 +60,13 @@ fn section(comparison: Comparison) -> Section {
     Section { title, note: String::new(), comparison }
 }
 
-fn text(path: &Path) -> Result<String, InputError> {
-    let failed = |source| InputError::Read { path: path.to_owned(), source };
+fn text(path: &Path) -> Result<String, Failed> {
     let mut text = String::new();
-    let read = File::open(path).map_err(failed)?.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(failed)?;
-    if read as u64 > FILE_BYTES_MAX { Err(InputError::TooLarge { path: path.to_owned() }) } else { Ok(text) }
+    let read = File::open(path).and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text));
+    if read.map_err(unusable("read", path))? as u64 > FILE_BYTES_MAX {
+        return Err(format!("{} is larger than {FILE_BYTES_MAX} bytes", path.display()).into());
+    }
+    Ok(text)
 }
 
 enum Kind {
@@ -110,10 +75,11 @@ enum Kind {
     Suite(Suite),
 }
 
-fn kind(path: &Path, value: Value) -> Result<Kind, InputError> {
+fn kind(path: &Path, value: Value) -> Result<Kind, Failed> {
     let found = value["schema_version"].as_u64().unwrap_or_default();
     if found != u64::from(SCHEMA_VERSION) {
-        return Err(InputError::Schema { path: path.to_owned(), found });
+        let path = path.display();
+        return Err(format!("{path}: schema_version is {found}, this program reads {SCHEMA_VERSION}").into());
     }
     let kind = if value.get("rows").is_some() {
         Suite::deserialize(value).map(Kind::Suite)
@@ -122,7 +88,11 @@ fn kind(path: &Path, value: Value) -> Result<Kind, InputError> {
     } else {
         Summary::deserialize(value).map(|run| Kind::Summary(Box::new(run)))
     };
-    kind.map_err(|source| InputError::Json { path: path.to_owned(), source })
+    kind.map_err(|source| no_results(path, &source))
+}
+
+fn no_results(path: &Path, source: &serde_json::Error) -> Failed {
+    format!("{} contains no results: {source}", path.display()).into()
 }
 
 /// Groups runs of the same workload and fleet into comparisons; the first policy of a group is the reference. The name

@@ -9,14 +9,11 @@ mod plot;
 mod sections;
 
 use std::fs;
-use std::io;
 use std::path::PathBuf;
 
 use clap::Args;
 
-pub use html::HtmlError;
-pub use inputs::InputError;
-pub use plot::PlotError;
+use crate::{Failed, unusable};
 
 /// Creates one page from results.
 #[derive(Args, Clone, Debug)]
@@ -29,33 +26,14 @@ pub struct Page {
     pub output: PathBuf,
 }
 
-/// Errors of creating a page.
-#[derive(Debug, thiserror::Error)]
-pub enum PageError {
-    /// The results cannot be read.
-    #[error(transparent)]
-    Input(#[from] InputError),
-    /// The page cannot be created.
-    #[error(transparent)]
-    Html(#[from] HtmlError),
-    /// The page cannot be written.
-    #[error("cannot write {path}: {source}")]
-    Write {
-        /// Path of the page.
-        path: PathBuf,
-        /// Error from the operating system.
-        source: io::Error,
-    },
-}
-
 impl Page {
     /// Writes the page.
     ///
     /// # Errors
     /// A file cannot be read or contains no results, or the page cannot be written.
-    pub fn write(&self) -> Result<(), PageError> {
+    pub fn write(&self) -> Result<(), Failed> {
         let page = html::page(&inputs::read(&self.input)?)?;
-        fs::write(&self.output, page).map_err(|source| PageError::Write { path: self.output.clone(), source })
+        fs::write(&self.output, page).map_err(unusable("write", &self.output))
     }
 }
 

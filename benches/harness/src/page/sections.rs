@@ -2,10 +2,10 @@
 //!
 //! Plots of several policies share their axes, so that they are visually comparable.
 
-use std::fmt::Write;
+use std::fmt::{self, Write};
 
 use super::axis::Axis;
-use super::html::{Escaped, HtmlError};
+use super::html::Escaped;
 use super::plot::{self, Band, Polyline};
 use crate::compare::Comparison;
 use crate::results::Series;
@@ -18,7 +18,7 @@ struct Plotted<'a> {
 }
 
 /// All plots of `comparison`. Each contender is represented by its first run with series.
-pub(super) fn plots(html: &mut String, comparison: &Comparison) -> Result<(), HtmlError> {
+pub(super) fn plots(html: &mut String, comparison: &Comparison) -> fmt::Result {
     let plotted: Vec<Plotted<'_>> = (comparison.contenders.iter().enumerate())
         .filter_map(|(which, contender)| {
             let series = contender.runs.iter().find_map(|run| run.series.as_ref())?;
@@ -37,7 +37,7 @@ pub(super) fn plots(html: &mut String, comparison: &Comparison) -> Result<(), Ht
     by_rank(html, &plotted)
 }
 
-fn legend(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError> {
+fn legend(html: &mut String, plotted: &[Plotted<'_>]) -> fmt::Result {
     html.push_str("<p class=\"legend\">");
     for Plotted { which, name, .. } in plotted {
         write!(html, "<span>{}{}</span>", plot::key(*which), Escaped(name))?;
@@ -46,13 +46,13 @@ fn legend(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError> {
     Ok(())
 }
 
-fn figure(html: &mut String, title: &str, svg: &str, caption: &str) -> Result<(), HtmlError> {
+fn figure(html: &mut String, title: &str, svg: &str, caption: &str) -> fmt::Result {
     let title = Escaped(title);
     let svg = svg.replacen("<svg ", &format!("<svg role=\"img\" aria-label=\"{title}\" "), 1);
-    Ok(writeln!(html, "<figure><h3>{title}</h3>{svg}<figcaption>{caption}</figcaption></figure>")?)
+    writeln!(html, "<figure><h3>{title}</h3>{svg}<figcaption>{caption}</figcaption></figure>")
 }
 
-fn latencies(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError> {
+fn latencies(html: &mut String, plotted: &[Plotted<'_>]) -> fmt::Result {
     type Curve = fn(&Series) -> &Vec<(f64, f64)>;
     for (title, axis_title, curve) in [
         ("Time to first token", "TTFT", (|series| &series.ttft) as Curve),
@@ -67,7 +67,7 @@ fn latencies(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError
         }
         let line = |of: &Plotted<'_>| Polyline { which: of.which, pieces: vec![curve(of.series).clone()] };
         let lines: Vec<_> = plotted.iter().map(line).collect();
-        let svg = plot::lines(&Axis::shares(), &Axis::times(axis_title, least, most), None, &lines)?;
+        let svg = plot::lines(&Axis::shares(), &Axis::times(axis_title, least, most), None, &lines);
         figure(html, title, &svg, "So many per cent are no slower. Each nine takes as much room.")?;
     }
     Ok(())
@@ -83,7 +83,7 @@ fn clock(plotted: &[Plotted<'_>]) -> Axis {
     Axis::clock(plotted.iter().map(end).fold(0.0, f64::max))
 }
 
-fn over_time(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError> {
+fn over_time(html: &mut String, plotted: &[Plotted<'_>]) -> fmt::Result {
     let shaded = plotted.first().map(|first| first.series.measured_from_seconds);
     let clock = clock(plotted);
     let most = plotted.iter().flat_map(|of| &of.series.in_flight).copied().fold(0.0, f64::max);
@@ -93,12 +93,12 @@ fn over_time(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError
         Polyline { which: of.which, pieces: vec![points.collect()] }
     };
     let lines: Vec<_> = plotted.iter().map(line).collect();
-    let svg = plot::lines(&clock, &Axis::from_zero("requests", most), shaded, &lines)?;
+    let svg = plot::lines(&clock, &Axis::from_zero("requests", most), shaded, &lines);
     figure(html, "Requests in flight", &svg, "Sent and not ended. The shaded part only warms caches.")?;
 
     let lines: Vec<_> = plotted.iter().map(|of| Polyline { which: of.which, pieces: pieces(of.series) }).collect();
     if lines.iter().any(|line| !line.pieces.is_empty()) {
-        let svg = plot::lines(&clock, &Axis::percent("hit rate, %"), shaded, &lines)?;
+        let svg = plot::lines(&clock, &Axis::percent("hit rate, %"), shaded, &lines);
         figure(html, "Hit rate", &svg, "Prompt tokens found cached, of those admitted at the time.")?;
     }
     Ok(())
@@ -117,7 +117,7 @@ fn pieces(series: &Series) -> Vec<Vec<(f64, f64)>> {
 }
 
 /// Load and hit rate of the ranks, for each policy.
-fn by_rank(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError> {
+fn by_rank(html: &mut String, plotted: &[Plotted<'_>]) -> fmt::Result {
     let most = plotted.iter().flat_map(|of| &of.series.rank_requests_max).copied().fold(0.0, f64::max);
     let clock = clock(plotted);
     for Plotted { which, name, series } in plotted.iter().filter(|of| !of.series.rank_requests_max.is_empty()) {
@@ -131,18 +131,18 @@ fn by_rank(html: &mut String, plotted: &[Plotted<'_>]) -> Result<(), HtmlError> 
             most: &series.rank_requests_max,
         };
         let requests = Axis::from_zero("requests a rank", most);
-        let svg = plot::band(&clock, &requests, Some(series.measured_from_seconds), &band)?;
+        let svg = plot::band(&clock, &requests, Some(series.measured_from_seconds), &band);
         let caption = "The line is the mean over ranks, the band reaches from the emptiest rank to the fullest.";
         figure(html, &format!("{name}: load"), &svg, caption)?;
         if !series.ranks.is_empty() {
             let full = most.max(f64::MIN_POSITIVE);
             let load = |requests: &Vec<f64>| requests.iter().map(|requests| Some(requests / full)).collect();
             let rows: Vec<_> = series.ranks.iter().map(|rank| load(&rank.requests)).collect();
-            let svg = plot::cells(*which, &clock, series.bin_seconds, &rows)?;
+            let svg = plot::cells(*which, &clock, series.bin_seconds, &rows);
             let caption = format!("Full colour: {most:.0} requests, the most under any policy. Grey: none.");
             figure(html, &format!("{name}: load by rank"), &svg, &caption)?;
             let rows: Vec<_> = series.ranks.iter().map(|rank| rank.hit_rate.clone()).collect();
-            let svg = plot::cells(*which, &clock, series.bin_seconds, &rows)?;
+            let svg = plot::cells(*which, &clock, series.bin_seconds, &rows);
             let caption = "Full colour: all prompt tokens cached. Grey: none of them. Blank: no prompt admitted.";
             figure(html, &format!("{name}: hit rate by rank"), &svg, caption)?;
         }

@@ -2,7 +2,7 @@ use super::html::page;
 use super::inputs::Section;
 use crate::compare::Comparison;
 use crate::compare::tests::summary;
-use crate::record::RankSample;
+use crate::results::RankSample;
 use crate::results::tests::{request, run};
 use crate::results::{Series, Summary};
 
