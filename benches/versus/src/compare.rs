@@ -1,15 +1,15 @@
 //! Runs both routers alternately, each run in its own process, so that the routers do not affect each other's memory,
 //! threads or clocks.
 
-use std::error::Error;
 use std::io::{self, Write};
 use std::num::NonZeroU32;
 use std::process::{Command, Stdio};
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
-use pointsman_bench::cli::Common;
-use pointsman_bench::report::Report;
+use pointsman_bench::Failed;
+use pointsman_bench::replay::{Common, Report};
+use pointsman_versus::columns::print;
 
 use crate::table::{Cell, Source, Table};
 use crate::{DynamoOptions, RouterChoice};
@@ -46,7 +46,7 @@ pub(crate) struct Compare {
 
 impl Compare {
     /// Executes all runs and prints the table.
-    pub(crate) fn run(&self) -> Result<(), Box<dyn Error>> {
+    pub(crate) fn run(&self) -> Result<(), Failed> {
         let mut cells = Vec::new();
         for &threads in &self.threads {
             for &workers in &self.workers {
@@ -56,15 +56,7 @@ impl Compare {
             }
         }
         let table = Table { cells };
-        if self.json {
-            write!(io::stderr(), "{}", table.markdown())?;
-            let mut out = io::stdout().lock();
-            serde_json::to_writer(&mut out, &table.json())?;
-            writeln!(out)?;
-        } else {
-            write!(io::stdout(), "{}", table.markdown())?;
-        }
-        Ok(())
+        Ok(print(&table.markdown(), self.json.then(|| table.json()))?)
     }
 
     /// Closed loops of all numbers of clients, then open loops of all rates.
@@ -77,7 +69,7 @@ impl Compare {
 
     /// All runs of one combination. The order of the routers alternates between pairs, so that a temporary slowdown of
     /// the machine affects both.
-    fn cell(&self, threads: usize, workers: u32, source: Source) -> Result<Cell, Box<dyn Error>> {
+    fn cell(&self, threads: usize, workers: u32, source: Source) -> Result<Cell, Failed> {
         let instructions = if self.only.is_none() { self.instructions(threads, workers, source)? } else { None };
         let mut cell = Cell { threads, workers, source, instructions, ours: Vec::new(), theirs: Vec::new() };
         for pair in 0..self.pairs {
@@ -111,8 +103,8 @@ impl Compare {
 
     /// Thousands of instructions per request, ours and theirs, each without the loop's own. None if instructions cannot
     /// be counted.
-    fn instructions(&self, threads: usize, workers: u32, source: Source) -> Result<Option<[f64; 2]>, Box<dyn Error>> {
-        let count = |subject| -> Result<Option<f64>, Box<dyn Error>> {
+    fn instructions(&self, threads: usize, workers: u32, source: Source) -> Result<Option<[f64; 2]>, Failed> {
+        let count = |subject| -> Result<Option<f64>, Failed> {
             let output = self.command(subject, threads, workers, source)?.arg("--count-instructions").output()?;
             Ok(String::from_utf8(output.stdout)?.trim().parse().ok())
         };
@@ -124,13 +116,7 @@ impl Compare {
         Ok(Some([ours, theirs].map(|counted| (counted - loop_alone) / 1e3)))
     }
 
-    fn child(
-        &self,
-        subject: RouterChoice,
-        threads: usize,
-        workers: u32,
-        source: Source,
-    ) -> Result<Report, Box<dyn Error>> {
+    fn child(&self, subject: RouterChoice, threads: usize, workers: u32, source: Source) -> Result<Report, Failed> {
         let mut command = self.command(subject, threads, workers, source)?;
         let output = command.arg("--json").stderr(Stdio::inherit()).output()?;
         if !output.status.success() {

@@ -26,10 +26,10 @@ use dynamo_kv_router::services::selection::{
 };
 use dynamo_kv_router::{DEFAULT_ROUTING_GROUP, KvRouterConfig, WorkerSelectionPolicy, WorkerType};
 use pointsman::protocol::{BlockHash, KvEvent, StoredBlock, WorkerId, WorkerRank};
-use pointsman_bench::cli::Replay;
-use pointsman_bench::fleet::Fleet;
-use pointsman_bench::simulate::Setup;
-use pointsman_bench::target::{Call, Refusal, Routed, Target};
+use pointsman_bench::Failed;
+use pointsman_bench::fleet::Setup;
+use pointsman_bench::target::{Call, Routed, Target};
+use pointsman_trial::engine::EngineConfig;
 
 use crate::parity::{Facts, View};
 
@@ -48,47 +48,13 @@ pub struct DynamoRouter {
     with_output: bool,
 }
 
-/// Configuration of the workers.
-#[derive(Clone, Copy, Debug)]
-struct Workers<'a> {
-    fleet: Fleet,
-    block_size: NonZeroU32,
-    /// Tokens per step by worker; the last value applies to all further workers.
-    step_tokens_max: &'a [u64],
-}
-
 impl DynamoRouter {
-    /// Starts dynamo-kv-router with its own policy over the fleet of `options`, with `event_threads` event threads or its own default.
+    /// Starts dynamo-kv-router with its own policy over the fleet of `setup`, with `event_threads` event threads or its
+    /// own default. It is told of output blocks if `with_output`.
     ///
     /// # Errors
     /// It rejects its configuration or a worker, or is not ready in time.
-    pub async fn start(options: &Replay, event_threads: Option<usize>) -> Result<Self, Refusal> {
-        if options.kill_every.is_some() {
-            return Err("--kill-every: dynamo-kv-router has no actors".into());
-        }
-        let block_size = options.common.block_size;
-        let workers = Workers { fleet: options.fleet(), block_size, step_tokens_max: &[8_192] };
-        Self::over(workers, event_threads, true).await
-    }
-
-    /// Starts dynamo-kv-router over the simulated fleet of `setup`. Ties depend on the seed of `setup`:
-    /// dynamo-kv-router uses the random numbers of the thread, and a simulation has one thread.
-    ///
-    /// # Errors
-    /// See [`DynamoRouter::start`].
-    pub async fn start_simulated(
-        setup: &Setup,
-        event_threads: Option<usize>,
-        with_output: bool,
-    ) -> Result<Self, Refusal> {
-        fastrand::seed(setup.router.seed);
-        let step_tokens_max: Vec<u64> = setup.engines.iter().map(|engine| engine.step_tokens_max.into()).collect();
-        let (fleet, block_size) = (setup.fleet, setup.block_size());
-        let workers = Workers { fleet, block_size, step_tokens_max: &step_tokens_max };
-        Self::over(workers, event_threads, with_output).await
-    }
-
-    async fn over(workers: Workers<'_>, event_threads: Option<usize>, with_output: bool) -> Result<Self, Refusal> {
+    pub async fn start(setup: &Setup, event_threads: Option<usize>, with_output: bool) -> Result<Self, Failed> {
         let config = KvRouterConfig::default();
         let event_threads = event_threads.unwrap_or(config.router_event_threads as usize);
         let service = SelectionServiceBuilder::new(config, WorkerType::Aggregated, RouterPluginRegistry::default())
@@ -101,10 +67,15 @@ impl DynamoRouter {
             .await?;
 
         let core = service.core();
-        let step_tokens_max = |at: usize| workers.step_tokens_max.get(at).or(workers.step_tokens_max.last()).copied();
-        let requests = (workers.fleet.worker_ids().enumerate())
-            .map(|(at, worker)| worker_request(worker, &workers, step_tokens_max(at)))
-            .collect();
+        let request = |(worker, engine): (WorkerId, &EngineConfig)| WorkerRequest {
+            worker_id: worker.0,
+            endpoint: Some(format!("http://worker-{worker}:8000")),
+            block_size: Some(engine.block_size),
+            data_parallel_size: Some(setup.fleet.dp_size),
+            max_num_batched_tokens: Some(engine.step_tokens_max.into()),
+            ..WorkerRequest::default()
+        };
+        let requests = setup.fleet.worker_ids().zip(&setup.engines).map(request).collect();
         for upserted in core.upsert_workers(requests).await {
             upserted?;
         }
@@ -112,12 +83,12 @@ impl DynamoRouter {
         let indexer = core.partition(&key).ok_or("no partition for the workers")?.indexer().clone();
         let (next_event, is_unsettled) = (AtomicU64::new(1), AtomicBool::new(false));
         let dynamo = Self { service, indexer, next_event, is_unsettled, with_output };
-        dynamo.wait_until_schedulable(workers.fleet.workers as usize).await?;
+        dynamo.wait_until_schedulable(setup.fleet.workers as usize).await?;
         Ok(dynamo)
     }
 
     /// Waits for all workers. They reach the scheduler on a separate task; until then it rejects requests.
-    async fn wait_until_schedulable(&self, workers: usize) -> Result<(), Refusal> {
+    async fn wait_until_schedulable(&self, workers: usize) -> Result<(), Failed> {
         let routable = async {
             let mut attempt = 0;
             loop {
@@ -141,7 +112,7 @@ impl DynamoRouter {
 /// Selection and booking.
 impl DynamoRouter {
     /// Books on `pinned`, or on the best rank.
-    async fn reserve(&self, call: Call, pinned: Option<WorkerRank>) -> Result<Routed<String>, Refusal> {
+    async fn reserve(&self, call: Call, pinned: Option<WorkerRank>) -> Result<Routed<String>, Failed> {
         let prompt_tokens = call.tokens.len();
         let request = SelectAndReserveRequest {
             model_name: DEFAULT_MODEL_NAME.to_owned(),
@@ -170,7 +141,7 @@ impl DynamoRouter {
     ///
     /// # Errors
     /// The request is rejected or booked on another rank.
-    pub async fn reserve_on(&self, call: Call, rank: WorkerRank) -> Result<String, Refusal> {
+    pub async fn reserve_on(&self, call: Call, rank: WorkerRank) -> Result<String, Failed> {
         let routed = self.reserve(call, Some(rank)).await?;
         if routed.rank == rank {
             Ok(routed.handle)
@@ -183,7 +154,7 @@ impl DynamoRouter {
     ///
     /// # Errors
     /// The index has stopped.
-    pub async fn flush(&self) -> Result<(), Refusal> {
+    pub async fn flush(&self) -> Result<(), Failed> {
         match &self.indexer {
             Indexer::Single { primary, .. } => drop(primary.flush_and_wait().await?),
             Indexer::Concurrent { primary, .. } => primary.flush_and_wait().await?,
@@ -199,7 +170,7 @@ impl DynamoRouter {
     ///
     /// # Errors
     /// The request is rejected.
-    pub async fn view(&self, tokens: &[u32]) -> Result<View, Refusal> {
+    pub async fn view(&self, tokens: &[u32]) -> Result<View, Failed> {
         let core = self.service.core();
         let (model_name, routing_group) = (DEFAULT_MODEL_NAME.to_owned(), DEFAULT_ROUTING_GROUP.to_owned());
         let advice = core.select(advisory(tokens)).await?;
@@ -247,7 +218,7 @@ impl DynamoRouter {
         });
         Ok(View {
             chosen: WorkerRank::new(WorkerId(advice.worker_id), advice.dp_rank),
-            ranks: ranks.collect::<Result<_, Refusal>>()?,
+            ranks: ranks.collect::<Result<_, Failed>>()?,
         })
     }
 }
@@ -273,17 +244,6 @@ fn advisory(tokens: &[u32]) -> SelectRequest {
         allowed_worker_ids: None,
         routing_constraints: RoutingConstraints::default(),
         advisory: true,
-    }
-}
-
-fn worker_request(worker: WorkerId, workers: &Workers<'_>, step_tokens_max: Option<u64>) -> WorkerRequest {
-    WorkerRequest {
-        worker_id: worker.0,
-        endpoint: Some(format!("http://worker-{worker}:8000")),
-        block_size: Some(workers.block_size.get()),
-        data_parallel_size: Some(workers.fleet.dp_size),
-        max_num_batched_tokens: step_tokens_max,
-        ..WorkerRequest::default()
     }
 }
 
@@ -338,11 +298,11 @@ impl Target for DynamoRouter {
         RouterEvent::with_storage_tier(rank.worker.0, event, tier)
     }
 
-    async fn route(&self, call: Call) -> Result<Routed<String>, Refusal> {
+    async fn route(&self, call: Call) -> Result<Routed<String>, Failed> {
         self.reserve(call, None).await
     }
 
-    async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Refusal> {
+    async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Failed> {
         self.is_unsettled.store(true, Relaxed);
         for event in events {
             self.indexer.apply_event_routed(event).await?;
@@ -350,7 +310,7 @@ impl Target for DynamoRouter {
         Ok(())
     }
 
-    async fn output_block(&self, handle: &mut String) -> Result<(), Refusal> {
+    async fn output_block(&self, handle: &mut String) -> Result<(), Failed> {
         if self.with_output {
             self.service.core().add_output_block(handle, None)?;
         }
@@ -358,15 +318,15 @@ impl Target for DynamoRouter {
     }
 
     /// The event threads are outside virtual time, so they must finish before time advances.
-    async fn settle(&self) -> Result<(), Refusal> {
+    async fn settle(&self) -> Result<(), Failed> {
         if self.is_unsettled.swap(false, Relaxed) { self.flush().await } else { Ok(()) }
     }
 
-    async fn prefill_completed(&self, handle: &mut String) -> Result<(), Refusal> {
+    async fn prefill_completed(&self, handle: &mut String) -> Result<(), Failed> {
         Ok(self.service.core().prefill_complete(handle).await?)
     }
 
-    async fn free(&self, handle: String) -> Result<(), Refusal> {
+    async fn free(&self, handle: String) -> Result<(), Failed> {
         Ok(self.service.core().free_reservation(&handle).await?)
     }
 

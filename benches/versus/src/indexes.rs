@@ -1,15 +1,14 @@
 //! `versus index`: the replay of all indexes, in rounds of separate processes, and its table.
 
-use std::error::Error;
-use std::fmt::Write as _;
 use std::io::{self, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use clap::{Args, ValueEnum};
-use pointsman_bench::cli::Common;
+use pointsman_bench::Failed;
+use pointsman_bench::replay::Common;
+use pointsman_versus::columns::{Column, by_key, head, print, row, shown};
 use pointsman_versus::index::replay::{Heap, Timed, Which};
-use pointsman_versus::medians::median;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -40,54 +39,21 @@ struct IndexRow {
     heap: Heap,
 }
 
-/// A figure of one run.
-struct IndexColumn {
-    title: &'static str,
-    key: &'static str,
-    figure: fn(&Timed) -> Option<f64>,
-    decimals: usize,
-}
-
-const COLUMNS: [IndexColumn; 9] = [
-    IndexColumn { title: "store ns", key: "store_ns", figure: |run| Some(run.time_ns.store), decimals: 1 },
-    IndexColumn { title: "remove ns", key: "remove_ns", figure: |run| Some(run.time_ns.remove), decimals: 1 },
-    IndexColumn {
-        title: "store, median event",
-        key: "store_median_event_ns",
-        figure: |run| Some(run.event_median_ns.store),
-        decimals: 1,
-    },
-    IndexColumn {
-        title: "remove, median event",
-        key: "remove_median_event_ns",
-        figure: |run| Some(run.event_median_ns.remove),
-        decimals: 1,
-    },
-    IndexColumn { title: "query p50 ns", key: "query_p50_ns", figure: |run| Some(run.time_ns.query), decimals: 0 },
-    IndexColumn { title: "p99 ns", key: "query_p99_ns", figure: |run| Some(run.query_p99_ns), decimals: 0 },
-    IndexColumn {
-        title: "store instr.",
-        key: "store_instructions",
-        figure: |run| run.instructions.map(|costs| costs.store),
-        decimals: 1,
-    },
-    IndexColumn {
-        title: "remove instr.",
-        key: "remove_instructions",
-        figure: |run| run.instructions.map(|costs| costs.remove),
-        decimals: 1,
-    },
-    IndexColumn {
-        title: "query instr.",
-        key: "question_instructions",
-        figure: |run| run.instructions.map(|costs| costs.query),
-        decimals: 0,
-    },
+const COLUMNS: [Column<Timed>; 9] = [
+    Column::new("store ns", "store_ns", 1, |run| Some(run.time_ns.store)),
+    Column::new("remove ns", "remove_ns", 1, |run| Some(run.time_ns.remove)),
+    Column::new("store, median event", "store_median_event_ns", 1, |run| Some(run.event_median_ns.store)),
+    Column::new("remove, median event", "remove_median_event_ns", 1, |run| Some(run.event_median_ns.remove)),
+    Column::new("query p50 ns", "query_p50_ns", 0, |run| Some(run.time_ns.query)),
+    Column::new("p99 ns", "query_p99_ns", 0, |run| Some(run.query_p99_ns)),
+    Column::new("store instr.", "store_instructions", 1, |run| Some(run.instructions?.store)),
+    Column::new("remove instr.", "remove_instructions", 1, |run| Some(run.instructions?.remove)),
+    Column::new("query instr.", "question_instructions", 0, |run| Some(run.instructions?.query)),
 ];
 
 impl Indexes {
     /// Executes all runs, checks that the query results agree, and prints the table.
-    pub(crate) fn run(&self) -> Result<(), Box<dyn Error>> {
+    pub(crate) fn run(&self) -> Result<(), Failed> {
         let mut rows = Vec::new();
         for &index in &self.indexes {
             rows.push(IndexRow { index, timed: Vec::new(), heap: self.child("versus-heap", &[], index)? });
@@ -111,19 +77,15 @@ impl Indexes {
             }
         }
         let queries = agree(&rows)?;
-        let table = markdown(&rows, queries)?;
-        if self.json {
-            write!(io::stderr(), "{table}")?;
+        let json = || {
             let rows: Vec<Value> = rows.iter().map(IndexRow::json).collect();
-            writeln!(io::stdout(), "{}", json!({ "ranks": self.ranks, "queries": queries, "indexes": rows }))?;
-        } else {
-            write!(io::stdout(), "{table}")?;
-        }
-        Ok(())
+            json!({ "ranks": self.ranks, "queries": queries, "indexes": rows })
+        };
+        Ok(print(&markdown(&rows, queries), self.json.then(json))?)
     }
 
     /// Executes one run in its own process: `program` in the directory of this binary.
-    fn child<T: DeserializeOwned>(&self, program: &str, command: &[&str], index: Which) -> Result<T, Box<dyn Error>> {
+    fn child<T: DeserializeOwned>(&self, program: &str, command: &[&str], index: Which) -> Result<T, Failed> {
         let beside = std::env::current_exe()?.parent().unwrap_or(Path::new("")).join(program);
         let name = index.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
         let mut child = Command::new(beside);
@@ -141,7 +103,7 @@ impl Indexes {
 ///
 /// # Errors
 /// Results differ; the error names the first difference.
-fn agree(rows: &[IndexRow]) -> Result<usize, Box<dyn Error>> {
+fn agree(rows: &[IndexRow]) -> Result<usize, Failed> {
     let runs = || rows.iter().flat_map(|row| row.timed.iter().map(|run| (row.index.name(), &run.answers)));
     let Some((first, expected)) = runs().next() else { return Err("no runs".into()) };
     for (name, answers) in runs() {
@@ -157,66 +119,43 @@ fn agree(rows: &[IndexRow]) -> Result<usize, Box<dyn Error>> {
 }
 
 impl IndexRow {
-    fn median(&self, column: &IndexColumn) -> Option<f64> {
-        median(self.timed.iter().map(column.figure).collect::<Option<Vec<f64>>>()?)
-    }
-
-    /// Ratios of `ours` to this index, pair by pair.
-    fn ratios(&self, ours: &Self, column: &IndexColumn) -> Option<Vec<f64>> {
-        let pairs = ours.timed.iter().zip(&self.timed);
-        pairs.map(|(ours, theirs)| Some((column.figure)(ours)? / (column.figure)(theirs)?)).collect()
-    }
-
     fn json(&self) -> Value {
-        let medians: Value = COLUMNS.iter().map(|column| (column.key.to_owned(), json!(self.median(column)))).collect();
-        let runs = self.timed.iter().map(|run| {
-            COLUMNS.iter().map(|column| (column.key.to_owned(), json!((column.figure)(run)))).collect::<Value>()
-        });
+        let runs = self.timed.iter().map(|run| by_key(&COLUMNS, |column| (column.figure)(run)));
         json!({
             "index": self.index.name(),
             "bytes_a_held_block": self.heap.bytes_a_block(),
             "heap": self.heap,
-            "median": medians,
+            "median": by_key(&COLUMNS, |column| column.median(&self.timed)),
             "runs": runs.collect::<Vec<_>>(),
         })
     }
 }
 
 /// Table of the medians, and of the medians of the pairs' ratios, ours over theirs.
-fn markdown(rows: &[IndexRow], queries: usize) -> Result<String, std::fmt::Error> {
-    let mut out = String::from("| index ");
-    for IndexColumn { title, .. } in &COLUMNS {
-        write!(out, "| {title} ")?;
-    }
-    writeln!(out, "| bytes a held block |")?;
-    writeln!(out, "{}|", "|---".repeat(COLUMNS.len() + 2))?;
+fn markdown(rows: &[IndexRow], queries: usize) -> String {
+    let mut out = head(&["index"], &COLUMNS, &["bytes a held block"]);
+    let mut push = |name: String, figures: &dyn Fn(&Column<Timed>) -> String, bytes: String| {
+        let cells: Vec<String> = [name].into_iter().chain(COLUMNS.iter().map(figures)).chain([bytes]).collect();
+        out += &row(&cells);
+    };
     for row in rows {
-        write!(out, "| {} ", row.index.name())?;
-        for column in &COLUMNS {
-            let figure = row.median(column).map_or("-".to_owned(), |median| format!("{median:.0$}", column.decimals));
-            write!(out, "| {figure} ")?;
-        }
-        writeln!(out, "| {:.1} |", row.heap.bytes_a_block())?;
+        let bytes = format!("{:.1}", row.heap.bytes_a_block());
+        push(row.index.name().to_owned(), &|column| column.shown(&row.timed), bytes);
     }
     if let Some((ours, others)) = rows.split_first() {
         for theirs in others {
-            write!(out, "| {} / {} ", ours.index.name(), theirs.index.name())?;
-            for column in &COLUMNS {
-                let ratio = theirs.ratios(ours, column).and_then(median);
-                write!(out, "| {} ", ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.2}")))?;
-            }
-            writeln!(out, "| {:.2} |", ours.heap.bytes_a_block() / theirs.heap.bytes_a_block())?;
+            let name = format!("{} / {}", ours.index.name(), theirs.index.name());
+            let bytes = format!("{:.2}", ours.heap.bytes_a_block() / theirs.heap.bytes_a_block());
+            push(name, &|column| shown(column.ratio(&ours.timed, &theirs.timed), 2), bytes);
         }
-        let run = ours.timed.first();
-        let (stored, removed) = run.map_or((0, 0), |run| (run.stored_blocks, run.removed_blocks));
-        writeln!(
-            out,
+        let (stored, removed) = ours.timed.first().map_or((0, 0), |run| (run.stored_blocks, run.removed_blocks));
+        out += &format!(
             "\n{} held blocks, {stored} stored and {removed} removed in the measured half; {queries} queries \
-             answered alike by all.",
+             answered alike by all.\n",
             ours.heap.held_blocks
-        )?;
+        );
     }
-    Ok(out)
+    out
 }
 
 #[cfg(test)]
@@ -242,8 +181,8 @@ mod tests {
     #[test]
     fn ratios_are_computed_pair_by_pair() {
         let rows = [row(Which::Pointsman, &[10.0, 10.0, 30.0], &[1]), row(Which::Radix, &[20.0, 40.0, 30.0], &[1])];
-        assert_eq!(rows[1].ratios(&rows[0], &COLUMNS[0]), Some(vec![0.5, 0.25, 1.0]));
-        let table = markdown(&rows, 1).expect("written");
+        assert_eq!(COLUMNS[0].ratios(&rows[0].timed, &rows[1].timed), Some(vec![0.5, 0.25, 1.0]));
+        let table = markdown(&rows, 1);
         let lines: Vec<&str> = table.lines().collect();
         assert!(lines[..5].iter().all(|line| line.matches('|').count() == COLUMNS.len() + 3), "{table}");
         assert!(

@@ -1,4 +1,4 @@
-//! Parts shared by the processes of a comparison: the index replay, and medians.
+//! Parts shared by the processes of a comparison: the index replay, and columns of tables.
 
+pub mod columns;
 pub mod index;
-pub mod medians;

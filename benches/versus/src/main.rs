@@ -11,14 +11,17 @@ mod simulate;
 mod suite;
 mod table;
 
-use std::error::Error;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use pointsman_bench::cli::Replay;
-use pointsman_bench::embedded::Embedded;
+use pointsman_bench::Failed;
+use pointsman_bench::fleet::Setup;
+use pointsman_bench::replay::{Replay, Report};
+use pointsman_bench::target::{Embedded, Target};
+use pointsman_versus::index;
 
+use dynamo::DynamoRouter;
 use metered::{Instructions, Metered, RoundRobin};
 
 /// Compare Pointsman with dynamo-kv-router under the same load
@@ -42,7 +45,7 @@ enum Command {
     /// Replay events and queries on the indexes alone
     Index(indexes::Indexes),
     /// Replay one index in this process and print its figures as JSON
-    IndexRun(Replayed),
+    IndexRun(index::Replay),
     /// Drive both routers side by side and count different decisions
     Parity(parity::Parity),
 }
@@ -59,12 +62,6 @@ struct Run {
     count_instructions: bool,
     #[command(flatten)]
     replay: Replay,
-}
-
-#[derive(Args)]
-struct Replayed {
-    #[command(flatten)]
-    replay: pointsman_versus::index::Replay,
 }
 
 /// Options of dynamo-kv-router only.
@@ -87,47 +84,26 @@ enum RouterChoice {
 }
 
 impl Run {
-    fn run(&self) -> Result<(), Box<dyn Error>> {
-        if self.count_instructions {
-            return self.count();
-        }
-        let report = match self.target {
-            RouterChoice::Pointsman => self.replay.run(Embedded::start)?,
+    fn run(&self) -> Result<(), Failed> {
+        match self.target {
+            RouterChoice::Pointsman => self.drive(Embedded::start),
             RouterChoice::Dynamo => self
-                .replay
-                .run(async |options| dynamo::DynamoRouter::start(options, self.dynamo.dynamo_event_threads).await)?,
-            RouterChoice::RoundRobin => self.replay.run(async |options| Ok(RoundRobin::new(options.fleet())))?,
-        };
-        Ok(report.write(io::stdout().lock(), self.replay.json)?)
+                .drive(async |setup: &Setup| DynamoRouter::start(setup, self.dynamo.dynamo_event_threads, true).await),
+            RouterChoice::RoundRobin => self.drive(async |setup: &Setup| Ok(RoundRobin::new(setup.fleet))),
+        }
     }
 
-    fn count(&self) -> Result<(), Box<dyn Error>> {
+    fn drive<T: Target>(&self, start: impl AsyncFnOnce(&Setup) -> Result<T, Failed>) -> Result<(), Failed> {
+        if !self.count_instructions {
+            return Ok(self.replay.run(start)?.write(io::stdout().lock(), self.replay.json)?);
+        }
         let instructions = Instructions::open();
-        let report = match self.target {
-            RouterChoice::Pointsman => {
-                self.replay.run(async |options| Ok(Metered::new(Embedded::start(options).await?, &instructions)))?
-            }
-            RouterChoice::Dynamo => self.replay.run(async |options| {
-                let dynamo = dynamo::DynamoRouter::start(options, self.dynamo.dynamo_event_threads).await?;
-                Ok(Metered::new(dynamo, &instructions))
-            })?,
-            RouterChoice::RoundRobin => {
-                self.replay.run(async |options| Ok(Metered::new(RoundRobin::new(options.fleet()), &instructions)))?
-            }
-        };
+        let report: Report =
+            self.replay.run(async |setup: &Setup| Ok(Metered::new(start(setup).await?, &instructions)))?;
         // The number of warm-up requests equals that of measured requests, or is one less.
         let requests = 2 * report.requests;
         let counted = instructions.read().ok_or("the system counts no instructions for this process")?;
         Ok(writeln!(io::stdout(), "{:.1}", counted as f64 / requests as f64)?)
-    }
-}
-
-impl Replayed {
-    fn run(&self) -> Result<(), Box<dyn Error>> {
-        let timed = self.replay.time().map_err(|error| error.to_string())?;
-        let mut out = io::stdout().lock();
-        serde_json::to_writer(&mut out, &timed)?;
-        Ok(writeln!(out)?)
     }
 }
 
@@ -136,9 +112,11 @@ fn main() -> ExitCode {
     let result = match &arguments.command {
         Some(Command::Run(run)) => run.run(),
         Some(Command::Simulate(simulated)) => simulated.run(),
-        Some(Command::Suite(suite)) => suite.run().map_err(Into::into),
+        Some(Command::Suite(suite)) => suite.run(),
         Some(Command::Index(indexes)) => indexes.run(),
-        Some(Command::IndexRun(replayed)) => replayed.run(),
+        Some(Command::IndexRun(replayed)) => {
+            replayed.time().and_then(|timed| Ok(writeln!(io::stdout(), "{}", serde_json::to_string(&timed)?)?))
+        }
         Some(Command::Parity(parity)) => parity.run(),
         None => arguments.compare.run(),
     };

@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use perf_event::Counter;
 use perf_event::events::Hardware;
 use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, StorageTier, WorkerRank};
-use pointsman_bench::embedded::Embedded;
+use pointsman_bench::Failed;
 use pointsman_bench::fleet::Fleet;
-use pointsman_bench::target::{Call, Refusal, Routed, Target};
+use pointsman_bench::target::{Call, Embedded, Routed, Target};
 
 /// A counter of this process' instructions, shared by the code that opens, starts and reads it.
 #[derive(Clone, Default)]
@@ -66,19 +66,19 @@ impl<T: Target> Target for Metered<T> {
         self.router.event(rank, tier, data)
     }
 
-    async fn route(&self, call: Call) -> Result<Routed<T::Handle>, Refusal> {
+    async fn route(&self, call: Call) -> Result<Routed<T::Handle>, Failed> {
         self.router.route(call).await
     }
 
-    async fn apply_events(&self, events: Vec<T::Event>) -> Result<(), Refusal> {
+    async fn apply_events(&self, events: Vec<T::Event>) -> Result<(), Failed> {
         self.router.apply_events(events).await
     }
 
-    async fn prefill_completed(&self, handle: &mut T::Handle) -> Result<(), Refusal> {
+    async fn prefill_completed(&self, handle: &mut T::Handle) -> Result<(), Failed> {
         self.router.prefill_completed(handle).await
     }
 
-    async fn free(&self, handle: T::Handle) -> Result<(), Refusal> {
+    async fn free(&self, handle: T::Handle) -> Result<(), Failed> {
         self.router.free(handle).await
     }
 
@@ -114,22 +114,22 @@ impl Target for RoundRobin {
         RouterEvent { rank, tier, data }
     }
 
-    async fn route(&self, _call: Call) -> Result<Routed<()>, Refusal> {
+    async fn route(&self, _call: Call) -> Result<Routed<()>, Failed> {
         let turn = self.requests.fetch_add(1, Relaxed) % self.fleet.ranks() as u64;
         let dp_size = u64::from(self.fleet.dp_size);
         let worker = self.fleet.worker_ids().nth((turn / dp_size) as usize).ok_or("a fleet without workers")?;
         Ok(Routed::new(WorkerRank::new(worker, (turn % dp_size) as u32), ()))
     }
 
-    async fn apply_events(&self, _events: Vec<RouterEvent>) -> Result<(), Refusal> {
+    async fn apply_events(&self, _events: Vec<RouterEvent>) -> Result<(), Failed> {
         Ok(())
     }
 
-    async fn prefill_completed(&self, (): &mut ()) -> Result<(), Refusal> {
+    async fn prefill_completed(&self, (): &mut ()) -> Result<(), Failed> {
         Ok(())
     }
 
-    async fn free(&self, (): ()) -> Result<(), Refusal> {
+    async fn free(&self, (): ()) -> Result<(), Failed> {
         Ok(())
     }
 

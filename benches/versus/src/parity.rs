@@ -11,7 +11,6 @@
 
 mod tally;
 
-use std::error::Error;
 use std::io::{self, Write};
 use std::num::NonZeroU32;
 
@@ -19,11 +18,12 @@ use clap::Args;
 use pointsman::protocol::{BlockHash, StoredBlock, WorkerRank};
 use pointsman::select::Draw;
 use pointsman::{AddRequest, Prompt, RouteRequest};
-use pointsman_bench::cli::{Common, Replay};
-use pointsman_bench::embedded::Embedded;
+use pointsman_bench::Failed;
 use pointsman_bench::engine::{Change, Engine, name_blocks};
 use pointsman_bench::fleet::Fleet;
-use pointsman_bench::target::{Call, Refusal, Target};
+use pointsman_bench::replay::{Common, Replay};
+use pointsman_bench::target::{Call, Embedded, Target};
+use pointsman_versus::columns::print;
 use serde_json::json;
 
 use self::tally::{Decision, Tally, Verdict};
@@ -65,7 +65,7 @@ pub(crate) struct Parity {
 
 impl Parity {
     /// Runs every fleet and prints the table.
-    pub(crate) fn run(&self) -> Result<(), Box<dyn Error>> {
+    pub(crate) fn run(&self) -> Result<(), Failed> {
         if self.common.take_turns {
             return Err("--take-turns: a parity run has a single client".into());
         }
@@ -74,17 +74,14 @@ impl Parity {
             tokio::runtime::Builder::new_multi_thread().worker_threads(self.threads as usize).enable_all().build()?;
         let mut fleets = Vec::new();
         for &workers in &self.workers {
-            let tally = runtime.block_on(self.replay(workers, &prompts)).map_err(|error| error.to_string())?;
+            let tally = runtime.block_on(self.replay(workers, &prompts))?;
             fleets.push((workers * self.common.dp_size, tally));
         }
-        let table = tally::markdown(&fleets);
-        if self.json {
-            write!(io::stderr(), "{table}")?;
+        let json = || {
             let rows = fleets.iter().map(|(ranks, tally)| json!({ "ranks": ranks, "tally": tally }));
-            writeln!(io::stdout(), "{}", json!({ "fleets": rows.collect::<Vec<_>>() }))?;
-        } else {
-            write!(io::stdout(), "{table}")?;
-        }
+            json!({ "fleets": rows.collect::<Vec<_>>() })
+        };
+        print(&tally::markdown(&fleets), self.json.then(json))?;
         for (ranks, tally) in &fleets {
             let agreement =
                 tally.agreement_percent().ok_or_else(|| format!("{ranks} ranks: every decision is tied"))?;
@@ -96,20 +93,20 @@ impl Parity {
     }
 
     /// Replays `prompts` on both routers with a new fleet.
-    async fn replay(&self, workers: u32, prompts: &[pointsman_trial::workload::Prompt]) -> Result<Tally, Refusal> {
-        let options = Replay {
+    async fn replay(&self, workers: u32, prompts: &[pointsman_trial::workload::Prompt]) -> Result<Tally, Failed> {
+        let setup = Replay {
             common: self.common.clone(),
             workers,
             clients: 1,
             threads: self.threads as usize,
-            kill_every: None,
             rate: None,
             json: false,
             metrics: false,
-        };
-        let ours = Embedded::start(&options).await?;
-        let theirs = DynamoRouter::start(&options, self.dynamo.dynamo_event_threads).await?;
-        let mut pair = RouterPair::new(ours, theirs, options.fleet(), self.common.kv_blocks);
+        }
+        .setup();
+        let ours = Embedded::start(&setup).await?;
+        let theirs = DynamoRouter::start(&setup, self.dynamo.dynamo_event_threads, true).await?;
+        let mut pair = RouterPair::new(ours, theirs, setup.fleet, self.common.kv_blocks);
         let mut draws = Draws { seed: self.common.seed, drawn: 0 };
         let (mut tally, mut prefilling, mut decoding) = (Tally::default(), Vec::new(), Vec::new());
 
@@ -142,7 +139,7 @@ impl Parity {
 }
 
 /// Block hashes of `tokens`. Both routers must agree on them, because the same engine events are sent to both.
-fn hashed(tokens: &[u32], block_size: NonZeroU32) -> Result<Vec<BlockHash>, Refusal> {
+fn hashed(tokens: &[u32], block_size: NonZeroU32) -> Result<Vec<BlockHash>, Failed> {
     let hashes = Embedded::hash(tokens, block_size);
     if hashes == DynamoRouter::hash(tokens, block_size) {
         Ok(hashes)
@@ -188,7 +185,7 @@ impl RouterPair {
     }
 
     /// Decisions of both routers for `tokens`, after all pending input has been applied.
-    async fn decide(&self, tokens: &[u32]) -> Result<Decision, Refusal> {
+    async fn decide(&self, tokens: &[u32]) -> Result<Decision, Failed> {
         let router = self.ours.router();
         router.flush().await?;
         self.theirs.flush().await?;
@@ -210,7 +207,7 @@ impl RouterPair {
                 cost: row.cost_max,
             })
         });
-        let ours = View { chosen, ranks: ranks.collect::<Result<_, Refusal>>()? };
+        let ours = View { chosen, ranks: ranks.collect::<Result<_, Failed>>()? };
         let theirs = self.theirs.view(tokens).await?;
         if ours.ranks.iter().map(|row| row.rank).ne(theirs.ranks.iter().map(|row| row.rank)) {
             return Err("the routers have different ranks".into());
@@ -225,14 +222,14 @@ impl RouterPair {
         tokens: &[u32],
         rank: WorkerRank,
         blocks: Box<[StoredBlock]>,
-    ) -> Result<Booked, Refusal> {
+    ) -> Result<Booked, Failed> {
         self.ours.router().add_request(AddRequest::new(&id, rank, Prompt::Tokens(tokens))).await?;
         let id = self.theirs.reserve_on(Call { id, tokens: tokens.to_vec() }, rank).await?;
         Ok(Booked { id, rank, blocks })
     }
 
     /// Lets the engine serve the request, then reports its blocks and its first token to both routers.
-    async fn complete_prefill(&mut self, mut booked: Booked) -> Result<Booked, Refusal> {
+    async fn complete_prefill(&mut self, mut booked: Booked) -> Result<Booked, Failed> {
         let Booked { id, rank, blocks } = &mut booked;
         let index = self.fleet.index(*rank).ok_or("the rank is not in the fleet")?;
         self.engines[index].serve(blocks, &mut self.change);
@@ -246,7 +243,7 @@ impl RouterPair {
         Ok(booked)
     }
 
-    async fn free(&self, booked: Booked) -> Result<(), Refusal> {
+    async fn free(&self, booked: Booked) -> Result<(), Failed> {
         self.ours.router().free(&booked.id)?;
         self.theirs.free(booked.id).await
     }

@@ -3,18 +3,17 @@
 //! Both routers run in one process, one after the other, because no real clock is read. The result of a run depends on
 //! its seed alone, which breaks ties between ranks. Several seeds show the size of that effect.
 
-use std::error::Error;
-use std::fmt::Write as _;
 use std::io::{self, Write};
 use std::str::FromStr;
 
 use clap::Args;
-use pointsman_bench::embedded::Embedded;
-use pointsman_bench::record::Run;
-use pointsman_bench::results::{Facts, Summary};
-use pointsman_bench::simulate::{self, Setup, Simulate};
-use pointsman_bench::target::Target;
-use pointsman_versus::medians::median;
+use pointsman_bench::Failed;
+use pointsman_bench::fleet::Setup;
+use pointsman_bench::results::{Facts, Reporting, Run, Summary};
+use pointsman_bench::simulate::{self, Simulate};
+use pointsman_bench::target::{Embedded, Target};
+use pointsman_trial::workload::Workload;
+use pointsman_versus::columns::{Column, by_key, head, median, print, row, shown};
 use serde_json::{Value, json};
 
 use crate::DynamoOptions;
@@ -59,116 +58,93 @@ impl FromStr for Pace {
     }
 }
 
-/// Results of one seed on one fleet.
-#[derive(Debug)]
-struct Pair {
-    ours: Summary,
-    theirs: Summary,
-    /// Share of the measured requests that both routers placed on the same rank.
-    same_rank: f64,
-}
-
-/// A figure of one run; none without measurements.
-struct SimulationColumn {
-    title: &'static str,
-    key: &'static str,
-    figure: fn(&Summary) -> Option<f64>,
-    decimals: usize,
-}
-
-const COLUMNS: [SimulationColumn; 6] = [
-    SimulationColumn {
-        title: "TTFT mean s",
-        key: "ttft_mean",
-        figure: |run| Some(run.ttft_seconds?.mean),
-        decimals: 4,
-    },
-    SimulationColumn { title: "TTFT p99 s", key: "ttft_p99", figure: |run| Some(run.ttft_seconds?.p99), decimals: 3 },
-    SimulationColumn {
-        title: "end to end mean s",
-        key: "e2e_mean",
-        figure: |run| Some(run.e2e_seconds?.mean),
-        decimals: 3,
-    },
-    SimulationColumn {
-        title: "ITL p99 ms",
-        key: "itl_p99_ms",
-        figure: |run| Some(run.itl_seconds?.p99 * 1e3),
-        decimals: 1,
-    },
-    SimulationColumn { title: "hit rate", key: "hit_rate", figure: |run| run.hit_rate, decimals: 4 },
-    SimulationColumn { title: "load", key: "load_max_over_mean", figure: |run| run.load_max_over_mean, decimals: 3 },
+const COLUMNS: [Column<Summary>; 6] = [
+    Column::new("TTFT mean s", "ttft_mean", 4, |run| Some(run.ttft_seconds?.mean)),
+    Column::new("TTFT p99 s", "ttft_p99", 3, |run| Some(run.ttft_seconds?.p99)),
+    Column::new("end to end mean s", "e2e_mean", 3, |run| Some(run.e2e_seconds?.mean)),
+    Column::new("ITL p99 ms", "itl_p99_ms", 1, |run| Some(run.itl_seconds?.p99 * 1e3)),
+    Column::new("hit rate", "hit_rate", 4, |run| run.hit_rate),
+    Column::new("load", "load_max_over_mean", 3, |run| run.load_max_over_mean),
 ];
 
 /// All seeds of one fleet.
 #[derive(Debug)]
 struct FleetRow {
     pace: Pace,
-    pairs: Vec<Pair>,
+    ours: Vec<Summary>,
+    theirs: Vec<Summary>,
+    /// Shares of the measured requests that both routers placed on the same rank.
+    same_rank: Vec<f64>,
+}
+
+/// Runs `workload` over Dynamo's router, which is told of output blocks if `with_output`.
+pub(crate) fn run_dynamo(
+    setup: &Setup,
+    workload: &Workload,
+    reporting: &Reporting,
+    options: DynamoOptions,
+    with_output: bool,
+) -> Result<(Run, Summary), Failed> {
+    let run = simulate::run(setup, workload, async |setup: &Setup| {
+        fastrand::seed(setup.router.seed); // A simulation has one thread, whose random numbers break ties.
+        DynamoRouter::start(setup, options.dynamo_event_threads, with_output).await
+    })?;
+    let facts = setup.facts(workload, reporting);
+    let summary = Summary::new(&run, &Facts { policy: DynamoRouter::NAME.to_owned(), consults_index: true, ..facts });
+    Ok((run, summary))
 }
 
 impl Simulated {
     /// Runs every fleet and prints the table.
-    pub(crate) fn run(&self) -> Result<(), Box<dyn Error>> {
+    pub(crate) fn run(&self) -> Result<(), Failed> {
         let given = [Pace { workers: self.simulate.fleet.workers, speedup: self.simulate.source.speedup }];
         let paces = if self.at.is_empty() { &given[..] } else { &self.at };
         let mut rows = Vec::new();
         for &pace in paces {
-            let pairs = (0..self.pairs).map(|pair| self.pair(pace, pair));
-            rows.push(FleetRow { pace, pairs: pairs.collect::<Result<_, _>>()? });
+            let mut row = FleetRow { pace, ours: Vec::new(), theirs: Vec::new(), same_rank: Vec::new() };
+            for pair in 0..self.pairs {
+                self.run_pair(pair, &mut row)?;
+            }
+            rows.push(row);
         }
-        let table = markdown(&rows)?;
-        if self.simulate.reporting.json {
-            write!(io::stderr(), "{table}")?;
-            let rows: Vec<Value> = rows.iter().map(FleetRow::json).collect();
-            writeln!(io::stdout(), "{}", json!({ "fleets": rows }))?;
-        } else {
-            write!(io::stdout(), "{table}")?;
-        }
+        let json = || json!({ "fleets": rows.iter().map(FleetRow::json).collect::<Vec<_>>() });
+        print(&markdown(&rows), self.simulate.reporting.json.then(json))?;
         self.check(&rows)
     }
 
-    fn pair(&self, pace: Pace, pair: u32) -> Result<Pair, Box<dyn Error>> {
+    fn run_pair(&self, pair: u32, row: &mut FleetRow) -> Result<(), Failed> {
+        let Pace { workers, speedup } = row.pace;
         let mut arguments = self.simulate.clone();
-        arguments.source.speedup = pace.speedup;
-        arguments.fleet.workers = pace.workers;
+        arguments.source.speedup = speedup;
+        arguments.fleet.workers = workers;
         arguments.router.seed += u64::from(pair);
-        let seed = arguments.router.seed;
-        let workload = arguments.source.load(seed)?;
+        let (workload, reporting) = (arguments.workload()?, &arguments.reporting);
         let setup = arguments.setup(workload.requests.len())?;
         let with_output = !self.without_output_blocks;
         let mut of_ours = setup.clone();
         if !with_output {
             of_ours.router.settings.insert("load.track_output_blocks".to_owned(), Value::Bool(false));
         }
-        let ours = simulate::run(&of_ours, &workload, Embedded::start_simulated)?;
-        let event_threads = self.dynamo.dynamo_event_threads;
-        let theirs = simulate::run(&setup, &workload, async |setup: &Setup| {
-            DynamoRouter::start_simulated(setup, event_threads, with_output).await
-        })?;
-        let facts = setup.facts(&workload, &arguments.reporting);
-        let summary_of_ours = Summary::new(&ours, &facts);
-        let summary_of_theirs =
-            Summary::new(&theirs, &Facts { policy: DynamoRouter::NAME.to_owned(), consults_index: true, ..facts });
+        let ours = simulate::run(&of_ours, &workload, Embedded::start)?;
+        let (theirs, summary_of_theirs) = run_dynamo(&setup, &workload, reporting, self.dynamo, with_output)?;
+        let summary_of_ours = Summary::new(&ours, &setup.facts(&workload, reporting));
         for summary in [&summary_of_ours, &summary_of_theirs] {
-            let (workers, policy, ttft) = (pace.workers, &summary.policy, (COLUMNS[0].figure)(summary));
-            let ttft = ttft.unwrap_or(f64::NAN);
-            writeln!(
-                io::stderr(),
-                "{workers} workers, x{}, seed {seed}: {policy}, mean TTFT {ttft:.4} s",
-                pace.speedup
-            )?;
+            let (seed, policy) = (setup.router.seed, &summary.policy);
+            let ttft = COLUMNS[0].shown(std::slice::from_ref(summary));
+            writeln!(io::stderr(), "{workers} workers, x{speedup}, seed {seed}: {policy}, mean TTFT {ttft} s")?;
             let warnings: Vec<String> = summary.warnings.iter().map(|warning| warning.message.clone()).collect();
-            arguments.reporting.admit(&warnings, io::stderr())?;
+            reporting.admit(&warnings, io::stderr())?;
         }
-        let same_rank = same_rank(&ranks(&ours), &ranks(&theirs), ours.warmup_requests);
-        Ok(Pair { ours: summary_of_ours, theirs: summary_of_theirs, same_rank })
+        row.same_rank.push(same_rank(&ranks(&ours), &ranks(&theirs), ours.warmup_requests));
+        row.ours.push(summary_of_ours);
+        row.theirs.push(summary_of_theirs);
+        Ok(())
     }
 
-    fn check(&self, rows: &[FleetRow]) -> Result<(), Box<dyn Error>> {
+    fn check(&self, rows: &[FleetRow]) -> Result<(), Failed> {
         let Some(percent_max) = self.ttft_difference_max else { return Ok(()) };
         for row in rows {
-            let ratio = row.ratio(&COLUMNS[0]).ok_or("no pairs")?;
+            let ratio = COLUMNS[0].ratio(&row.ours, &row.theirs).ok_or("no pairs")?;
             let percent = (ratio - 1.0) * 100.0;
             if percent.is_nan() || percent.abs() > percent_max {
                 let workers = row.pace.workers;
@@ -209,48 +185,33 @@ fn by_first_use(ranks: &[Option<u32>]) -> Vec<Option<usize>> {
 }
 
 impl FleetRow {
-    /// Median of the pairs' ratios, ours over theirs.
-    fn ratio(&self, column: &SimulationColumn) -> Option<f64> {
-        let ratio = |pair: &Pair| Some((column.figure)(&pair.ours)? / (column.figure)(&pair.theirs)?);
-        median(self.pairs.iter().map(ratio).collect::<Option<Vec<f64>>>()?)
-    }
-
     fn json(&self) -> Value {
-        let ratios: Value = COLUMNS.iter().map(|column| (column.key.to_owned(), json!(self.ratio(column)))).collect();
-        let pairs = self.pairs.iter().map(
-            |pair| json!({ "pointsman": pair.ours, "dynamo-kv-router": pair.theirs, "same_rank": pair.same_rank }),
-        );
+        let pairs = self.ours.iter().zip(&self.theirs).zip(&self.same_rank).map(|((ours, theirs), same_rank)| {
+            json!({ "pointsman": ours, "dynamo-kv-router": theirs, "same_rank": same_rank })
+        });
         json!({
             "workers": self.pace.workers,
             "speedup": self.pace.speedup,
-            "median_ratios": ratios,
+            "median_ratios": by_key(&COLUMNS, |column| column.ratio(&self.ours, &self.theirs)),
             "pairs": pairs.collect::<Vec<_>>(),
         })
     }
 }
 
 /// Table of the medians as ours / theirs, with the median of the pairs' ratios in brackets.
-fn markdown(rows: &[FleetRow]) -> Result<String, std::fmt::Error> {
-    let mut out = String::from("| workers | speed-up | requests ");
-    for SimulationColumn { title, .. } in &COLUMNS {
-        write!(out, "| {title} ")?;
+fn markdown(rows: &[FleetRow]) -> String {
+    let mut out = head(&["workers", "speed-up", "requests"], &COLUMNS, &["same rank"]);
+    for FleetRow { pace, ours, theirs, same_rank } in rows {
+        let requests = ours.first().map_or(0, |run| run.requests);
+        let mut cells = vec![pace.workers.to_string(), pace.speedup.to_string(), requests.to_string()];
+        cells.extend(COLUMNS.iter().map(|column| {
+            let ratio = shown(column.ratio(ours, theirs), 3);
+            format!("{} / {} ({ratio})", column.shown(ours), column.shown(theirs))
+        }));
+        cells.push(format!("{} %", shown(median(same_rank.iter().map(|share| share * 100.0)), 1)));
+        out += &row(&cells);
     }
-    writeln!(out, "| same rank |\n{}|", "|---".repeat(COLUMNS.len() + 4))?;
-    for row in rows {
-        let requests = row.pairs.first().map_or(0, |pair| pair.ours.requests);
-        write!(out, "| {} | {} | {requests} ", row.pace.workers, row.pace.speedup)?;
-        for column in &COLUMNS {
-            let of = |side: fn(&Pair) -> &Summary| {
-                median(row.pairs.iter().filter_map(|pair| (column.figure)(side(pair)))).unwrap_or(f64::NAN)
-            };
-            let (ours, theirs, decimals) = (of(|pair| &pair.ours), of(|pair| &pair.theirs), column.decimals);
-            let ratio = row.ratio(column).unwrap_or(f64::NAN);
-            write!(out, "| {ours:.decimals$} / {theirs:.decimals$} ({ratio:.3}) ")?;
-        }
-        let same = median(row.pairs.iter().map(|pair| pair.same_rank)).unwrap_or(f64::NAN);
-        writeln!(out, "| {:.1} % |", same * 100.0)?;
-    }
-    Ok(out)
+    out
 }
 
 #[cfg(test)]

@@ -4,13 +4,15 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::Args;
-use pointsman_bench::results::{Facts, Summary};
-use pointsman_bench::simulate::{self, Setup, Simulate};
-use pointsman_bench::suite::{Baseline, Selection, SuiteError};
-use pointsman_bench::target::{Refusal, Target};
+use pointsman_bench::Failed;
+use pointsman_bench::results::Summary;
+use pointsman_bench::simulate::Simulate;
+use pointsman_bench::suite::{Baseline, Selection};
+use pointsman_bench::target::Target;
 
 use crate::DynamoOptions;
 use crate::dynamo::DynamoRouter;
+use crate::simulate::run_dynamo;
 
 /// Cases to compute.
 #[derive(Args, Debug)]
@@ -29,20 +31,15 @@ pub(crate) struct SuiteOfDynamo {
 
 impl SuiteOfDynamo {
     /// Adds the missing cases to the file.
-    pub(crate) fn run(&self) -> Result<(), SuiteError> {
+    pub(crate) fn run(&self) -> Result<(), Failed> {
         let run = |simulate: &Simulate, seed| self.simulated(simulate, seed);
         Baseline::extend(&self.baseline, DynamoRouter::NAME, &self.selection, self.jobs, run)
     }
 
-    fn simulated(&self, simulate: &Simulate, seed: u64) -> Result<Summary, Refusal> {
+    fn simulated(&self, simulate: &Simulate, seed: u64) -> Result<Summary, Failed> {
         let workload = simulate.source.load(seed)?;
         let mut setup = simulate.setup(workload.requests.len())?;
         setup.router.seed = seed;
-        let event_threads = self.dynamo.dynamo_event_threads;
-        let run = simulate::run(&setup, &workload, async |setup: &Setup| {
-            DynamoRouter::start_simulated(setup, event_threads, true).await
-        })?;
-        let facts = setup.facts(&workload, &simulate.reporting);
-        Ok(Summary::new(&run, &Facts { policy: DynamoRouter::NAME.to_owned(), consults_index: true, ..facts }))
+        Ok(run_dynamo(&setup, &workload, &simulate.reporting, self.dynamo, true)?.1)
     }
 }

@@ -1,10 +1,10 @@
 //! Table of the medians of all runs.
 
-use std::fmt::{self, Display, Write};
+use std::fmt::{self, Display};
 use std::num::NonZeroU32;
 
-use pointsman_bench::report::Report;
-use pointsman_versus::medians;
+use pointsman_bench::replay::Report;
+use pointsman_versus::columns::{Column, by_key, head, row, shown};
 use serde_json::{Value, json};
 
 /// Source of the requests of a run.
@@ -45,64 +45,47 @@ pub(crate) struct Table {
     pub(crate) cells: Vec<Cell>,
 }
 
-type Figure = fn(&Report) -> f64;
+const CPU: Column<Report> =
+    Column::new("CPU µs", "router_cpu_us_per_request", 1, |run| Some(run.router_cpu_us_per_request));
+const P50: Column<Report> = Column::new("p50 µs", "route_us_p50", 1, |run| Some(run.route_us.p50));
+const P99: Column<Report> = Column::new("p99 µs", "route_us_p99", 0, |run| Some(run.route_us.p99));
 
-/// One figure of a report, shown as ours / theirs.
-struct Column {
-    title: &'static str,
-    key: &'static str,
-    figure: Figure,
-    decimals: usize,
-}
-
-const CPU: Figure = |report| report.router_cpu_us_per_request;
-const P50: Figure = |report| report.route_us.p50;
-const P99: Figure = |report| report.route_us.p99;
+const COLUMNS: [Column<Report>; 7] = [
+    CPU,
+    P50,
+    P99,
+    Column::new("hit rate", "hit_rate", 4, |run| Some(run.hit_rate)),
+    Column::new("load", "load_max_over_mean", 2, |run| Some(run.load_max_over_mean)),
+    Column::new("requests/s", "requests_per_second", 0, |run| Some(run.requests_per_second)),
+    Column::new("RSS MiB", "rss_grown_mib", 0, rss_grown_mib),
+];
 
 /// Growth of memory during the run: the router, and the simulated caches, which are equal on both sides.
-const RSS_GROWN_MIB: Figure = |report| {
-    let grown = report.rss_bytes.unwrap_or(0).saturating_sub(report.rss_before_bytes.unwrap_or(0));
-    grown as f64 / f64::from(1 << 20)
-};
-
-const COLUMNS: [Column; 7] = [
-    Column { title: "CPU µs", key: "router_cpu_us_per_request", figure: CPU, decimals: 1 },
-    Column { title: "p50 µs", key: "route_us_p50", figure: P50, decimals: 1 },
-    Column { title: "p99 µs", key: "route_us_p99", figure: P99, decimals: 0 },
-    Column { title: "hit rate", key: "hit_rate", figure: |report| report.hit_rate, decimals: 4 },
-    Column { title: "load", key: "load_max_over_mean", figure: |report| report.load_max_over_mean, decimals: 2 },
-    Column {
-        title: "requests/s",
-        key: "requests_per_second",
-        figure: |report| report.requests_per_second,
-        decimals: 0,
-    },
-    Column { title: "RSS MiB", key: "rss_grown_mib", figure: RSS_GROWN_MIB, decimals: 0 },
-];
+fn rss_grown_mib(run: &Report) -> Option<f64> {
+    let grown = run.rss_bytes.unwrap_or(0).saturating_sub(run.rss_before_bytes.unwrap_or(0));
+    Some(grown as f64 / f64::from(1 << 20))
+}
 
 impl Cell {
     /// Ratio of the medians of a figure, ours over theirs.
-    fn ratio(&self, figure: Figure) -> Option<f64> {
-        Some(median(&self.ours, figure)? / median(&self.theirs, figure)?)
+    fn ratio(&self, column: &Column<Report>) -> Option<f64> {
+        Some(column.median(&self.ours)? / column.median(&self.theirs)?)
     }
 
     /// Ratios of CPU times, pair by pair.
     fn cpu_ratios(&self) -> Vec<f64> {
-        self.ours.iter().zip(&self.theirs).map(|(ours, theirs)| CPU(ours) / CPU(theirs)).collect()
+        CPU.ratios(&self.ours, &self.theirs).unwrap_or_default()
     }
 
     fn json(&self) -> Value {
-        let medians = |runs: &[Report]| {
-            let medians = COLUMNS.iter().map(|column| (column.key.to_owned(), json!(median(runs, column.figure))));
-            medians.collect::<Value>()
-        };
+        let medians = |runs: &[Report]| by_key(&COLUMNS, |column| column.median(runs));
         json!({
             "threads": self.threads,
             "workers": self.workers,
             "source": self.source.to_string(),
-            "cpu_ratio": self.ratio(CPU),
-            "p50_ratio": self.ratio(P50),
-            "p99_ratio": self.ratio(P99),
+            "cpu_ratio": self.ratio(&CPU),
+            "p50_ratio": self.ratio(&P50),
+            "p99_ratio": self.ratio(&P99),
             "cpu_ratios": self.cpu_ratios(),
             "thousand_instructions": self.instructions,
             "ours_median": medians(&self.ours),
@@ -112,48 +95,32 @@ impl Cell {
         })
     }
 
-    fn write_row(&self, out: &mut String) -> std::fmt::Result {
-        write!(out, "| {} | {} | {} ", self.threads, self.workers, self.source)?;
-        for Column { figure, decimals, .. } in COLUMNS {
-            let show = |runs| median(runs, figure).map_or("-".to_owned(), |median| format!("{median:.decimals$}"));
-            write!(out, "| {} / {} ", show(&self.ours), show(&self.theirs))?;
-        }
-        let instructions = self
-            .instructions
-            .map_or("-".to_owned(), |[ours, theirs]| format!("{ours:.1} / {theirs:.1} ({:.2})", ours / theirs));
-        write!(out, "| {instructions} ")?;
-        let ratios =
-            [CPU, P50, P99].map(|figure| self.ratio(figure).map_or("-".to_owned(), |ratio| format!("{ratio:.2}")));
+    fn row(&self) -> String {
+        let mut cells = vec![self.threads.to_string(), self.workers.to_string(), self.source.to_string()];
+        cells.extend(
+            COLUMNS.iter().map(|column| format!("{} / {}", column.shown(&self.ours), column.shown(&self.theirs))),
+        );
+        let instructions = |[ours, theirs]: [f64; 2]| format!("{ours:.1} / {theirs:.1} ({:.2})", ours / theirs);
+        cells.push(self.instructions.map_or("-".to_owned(), instructions));
+        cells.extend([CPU, P50, P99].map(|column| shown(self.ratio(&column), 2)));
         let pairs: Vec<String> = self.cpu_ratios().iter().map(|ratio| format!("{ratio:.2}")).collect();
-        writeln!(out, "| {} | {} |", ratios.join(" | "), pairs.join(" "))
+        cells.push(pairs.join(" "));
+        row(&cells)
     }
 }
 
 impl Table {
     /// Markdown table of the medians; each figure is ours / theirs.
     pub(crate) fn markdown(&self) -> String {
-        let mut out = String::from("| threads | workers | requests from ");
-        for Column { title, .. } in COLUMNS {
-            out += &format!("| {title} ");
-        }
-        out += "| thousand instr. | CPU ratio | p50 ratio | p99 ratio | CPU by pair |\n";
-        out += &"|---".repeat(COLUMNS.len() + 8);
-        out += "|\n";
-        for cell in &self.cells {
-            cell.write_row(&mut out).expect("writing to a string cannot fail");
-        }
-        out
+        let last = ["thousand instr.", "CPU ratio", "p50 ratio", "p99 ratio", "CPU by pair"];
+        let rows: String = self.cells.iter().map(Cell::row).collect();
+        head(&["threads", "workers", "requests from"], &COLUMNS, &last) + &rows
     }
 
     /// All runs with their medians.
     pub(crate) fn json(&self) -> Value {
         json!({ "cells": self.cells.iter().map(Cell::json).collect::<Vec<_>>() })
     }
-}
-
-/// Median of `figure` over `runs`.
-fn median(runs: &[Report], figure: Figure) -> Option<f64> {
-    medians::median(runs.iter().map(figure))
 }
 
 #[cfg(test)]
@@ -167,7 +134,7 @@ mod tests {
             "event_blocks_per_request": 1.0, "hit_rate": 0.25, "load_max_over_mean": 1.5,
             "rss_bytes": 5 << 20, "rss_before_bytes": 2 << 20, "requests": 1, "policy": "kv", "workers": 8,
             "dp_size": 1, "clients": 1, "threads": 2, "inflight": 1, "block_size": 64, "kv_blocks": 1,
-            "shards": null, "seed": 1, "take_turns": false, "kill_every": null,
+            "shards": null, "seed": 1, "take_turns": false,
         }))
         .expect("a report")
     }
@@ -187,10 +154,9 @@ mod tests {
     #[test]
     fn medians_and_ratios_are_computed_over_the_runs() {
         let cell = cell(&[30.0, 50.0, 40.0], &[100.0, 80.0, 120.0]);
-        assert_eq!((cell.ratio(CPU), cell.ratio(P99)), (Some(0.4), Some(1.0)));
+        assert_eq!((cell.ratio(&CPU), cell.ratio(&P99)), (Some(0.4), Some(1.0)));
         assert_eq!(cell.cpu_ratios(), [0.3, 0.625, 1.0 / 3.0]);
-        assert_eq!(median(&[report(1.0), report(4.0)], CPU), Some(2.5));
-        assert_eq!(median(&[], CPU), None);
+        assert_eq!((CPU.median(&[report(1.0), report(4.0)]), CPU.median(&[])), (Some(2.5), None));
     }
 
     #[test]

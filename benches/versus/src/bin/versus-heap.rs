@@ -3,11 +3,11 @@
 //! It is separate from `versus`, because counting slows down allocations.
 
 use std::alloc::System;
-use std::error::Error;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
+use pointsman_bench::Failed;
 use pointsman_versus::index::Replay;
 use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
 
@@ -27,11 +27,9 @@ fn live_bytes() -> usize {
     stats.bytes_allocated - stats.bytes_deallocated
 }
 
-fn run() -> Result<(), Box<dyn Error>> {
-    let heap = HeapArguments::parse().replay.weigh(live_bytes).map_err(|error| error.to_string())?;
-    let mut out = io::stdout().lock();
-    serde_json::to_writer(&mut out, &heap)?;
-    Ok(writeln!(out)?)
+fn run() -> Result<(), Failed> {
+    let heap = HeapArguments::parse().replay.weigh(live_bytes)?;
+    Ok(writeln!(io::stdout(), "{}", serde_json::to_string(&heap)?)?)
 }
 
 fn main() -> ExitCode {

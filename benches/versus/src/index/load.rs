@@ -7,9 +7,8 @@
 use std::num::NonZeroU32;
 
 use pointsman::protocol::{BlockHash, EngineHash, StoredBlock};
-use pointsman_bench::embedded::Embedded;
 use pointsman_bench::engine::{Change, Engine, name_blocks};
-use pointsman_bench::target::Target;
+use pointsman_bench::target::{Embedded, Target};
 use pointsman_bench::workload::Prompt;
 use pointsman_trial::workload::mix;
 

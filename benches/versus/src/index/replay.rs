@@ -6,13 +6,13 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use perf_event::Counter;
 use perf_event::events::Hardware;
-use pointsman_bench::cli::Common;
+use pointsman_bench::Failed;
 use pointsman_bench::measure::Stopwatch;
-use pointsman_bench::target::Refusal;
+use pointsman_bench::replay::Common;
 use pointsman_trial::workload::mix;
 use serde::{Deserialize, Serialize};
 
-use crate::medians::median;
+use crate::columns::median;
 
 use super::load::{Load, Step};
 use super::subject::{KvIndex, Pointsman, Radix, Subject};
@@ -116,7 +116,7 @@ impl Heap {
 }
 
 impl Replay {
-    fn load(&self) -> Result<Load, Refusal> {
+    fn load(&self) -> Result<Load, Failed> {
         let Common { block_size, kv_blocks, seed, .. } = self.common;
         Ok(Load::new(self.common.prompts()?, block_size, self.ranks, kv_blocks, seed))
     }
@@ -125,7 +125,7 @@ impl Replay {
     ///
     /// # Errors
     /// The workload cannot be read.
-    pub fn time(&self) -> Result<Timed, Refusal> {
+    pub fn time(&self) -> Result<Timed, Failed> {
         let load = self.load()?;
         Ok(match self.index {
             Which::Pointsman => time::<Pointsman>(&load),
@@ -138,7 +138,7 @@ impl Replay {
     ///
     /// # Errors
     /// The workload cannot be read.
-    pub fn weigh(&self, live_bytes: impl Fn() -> usize) -> Result<Heap, Refusal> {
+    pub fn weigh(&self, live_bytes: impl Fn() -> usize) -> Result<Heap, Failed> {
         let load = self.load()?;
         Ok(match self.index {
             Which::Pointsman => weigh::<Pointsman>(&load, live_bytes),
@@ -151,14 +151,7 @@ impl Replay {
 /// Creates an index and applies the first half. Each event is created, applied and dropped before the next one.
 fn warmed<S: Subject>(load: &Load) -> S {
     let mut subject = S::new(load.ranks);
-    for step in &load.warm {
-        if !step.removed.is_empty() {
-            subject.apply(S::removal(step));
-        }
-        if !step.stored.is_empty() {
-            subject.apply(S::store(step));
-        }
-    }
+    churn(&mut subject, &load.warm, &mut Meters { store: Unmeasured, remove: Unmeasured });
     subject
 }
 
@@ -172,33 +165,34 @@ fn weigh<S: Subject>(load: &Load, live_bytes: impl Fn() -> usize) -> Heap {
 fn time<S: Subject>(load: &Load) -> Timed {
     let mut subject = warmed::<S>(load);
     let mut answers = digests(&mut subject, load);
-    let mut query_times_ns = Vec::with_capacity(load.prompts.len());
-    let mut clock = Clock::default();
+    let mut query_times_ns: Vec<f64> = Vec::with_capacity(load.prompts.len());
     for prompt in &load.prompts {
-        let time = clock.query(&mut subject, prompt);
+        let mut query = S::query(prompt);
+        let watch = Stopwatch::start();
+        let answer = subject.run(black_box(&mut query));
+        let time = watch.elapsed();
+        drop(black_box(answer));
         query_times_ns.push(time.as_nanos() as f64);
     }
-    churn(&mut subject, &load.timed, &mut clock);
+    let mut clocks = Meters::<Clock>::default();
+    churn(&mut subject, &load.timed, &mut clocks);
     answers.extend(digests(&mut subject, load));
     drop(subject);
 
     query_times_ns.sort_by(f64::total_cmp);
     let percentile_ns = |percent: usize| query_times_ns[(query_times_ns.len() - 1) * percent / 100];
-    let per = |spent: Duration, blocks: u64| spent.as_nanos() as f64 / blocks as f64;
+    let Meters { store, remove } = clocks;
+    let per_block = |clock: &Clock| clock.spent.as_nanos() as f64 / clock.blocks as f64;
     Timed {
-        time_ns: Costs {
-            store: per(clock.storing, clock.stored),
-            remove: per(clock.removing, clock.removed),
-            query: percentile_ns(50),
-        },
-        event_median_ns: Events {
-            store: median(clock.store_events.iter().copied()).unwrap_or_default(),
-            remove: median(clock.remove_events.iter().copied()).unwrap_or_default(),
-        },
+        time_ns: Costs { store: per_block(&store), remove: per_block(&remove), query: percentile_ns(50) },
         query_p99_ns: percentile_ns(99),
         instructions: instructions::<S>(load),
-        stored_blocks: clock.stored,
-        removed_blocks: clock.removed,
+        stored_blocks: store.blocks,
+        removed_blocks: remove.blocks,
+        event_median_ns: Events {
+            store: median(store.events_ns).unwrap_or_default(),
+            remove: median(remove.events_ns).unwrap_or_default(),
+        },
         answers,
     }
 }
@@ -214,20 +208,36 @@ fn digests<S: Subject>(subject: &mut S, load: &Load) -> Vec<u64> {
     load.prompts.iter().map(&mut digest).collect()
 }
 
-/// Measures operations on an index.
+/// Measures the application of events.
 trait Meter {
-    fn remove<S: Subject>(&mut self, subject: &mut S, step: &Step);
-    fn store<S: Subject>(&mut self, subject: &mut S, step: &Step);
+    fn measure(&mut self, blocks: usize, work: impl FnOnce());
 }
 
-fn churn<S: Subject>(subject: &mut S, steps: &[Step], meter: &mut impl Meter) {
+/// One meter for each kind of event.
+#[derive(Default)]
+struct Meters<M> {
+    store: M,
+    remove: M,
+}
+
+fn churn<S: Subject, M: Meter>(subject: &mut S, steps: &[Step], meters: &mut Meters<M>) {
     for step in steps {
         if !step.removed.is_empty() {
-            meter.remove(subject, step);
+            let event = S::removal(step);
+            meters.remove.measure(step.removed.len(), || subject.apply(event));
         }
         if !step.stored.is_empty() {
-            meter.store(subject, step);
+            let event = S::store(step);
+            meters.store.measure(step.stored.len(), || subject.apply(event));
         }
+    }
+}
+
+struct Unmeasured;
+
+impl Meter for Unmeasured {
+    fn measure(&mut self, _blocks: usize, work: impl FnOnce()) {
+        work();
     }
 }
 
@@ -235,99 +245,61 @@ fn churn<S: Subject>(subject: &mut S, steps: &[Step], meter: &mut impl Meter) {
 /// query includes it, about 40 ns.
 #[derive(Default)]
 struct Clock {
-    removing: Duration,
-    storing: Duration,
-    removed: u64,
-    stored: u64,
-    /// Times per block by event, in ns.
-    remove_events: Vec<f64>,
-    store_events: Vec<f64>,
-}
-
-impl Clock {
-    fn query<S: Subject>(&mut self, subject: &mut S, prompt: &[pointsman::protocol::BlockHash]) -> Duration {
-        let mut query = S::query(prompt);
-        let watch = Stopwatch::start();
-        let answer = subject.run(black_box(&mut query));
-        let time = watch.elapsed();
-        drop(black_box(answer));
-        time
-    }
+    spent: Duration,
+    blocks: u64,
+    /// Times per block by event.
+    events_ns: Vec<f64>,
 }
 
 impl Meter for Clock {
-    fn remove<S: Subject>(&mut self, subject: &mut S, step: &Step) {
-        let event = S::removal(step);
+    fn measure(&mut self, blocks: usize, work: impl FnOnce()) {
         let watch = Stopwatch::start();
-        subject.apply(event);
+        work();
         let time = watch.elapsed();
-        self.removing += time;
-        self.removed += step.removed.len() as u64;
-        self.remove_events.push(time.as_nanos() as f64 / step.removed.len() as f64);
-    }
-
-    fn store<S: Subject>(&mut self, subject: &mut S, step: &Step) {
-        let event = S::store(step);
-        let watch = Stopwatch::start();
-        subject.apply(event);
-        let time = watch.elapsed();
-        self.storing += time;
-        self.stored += step.stored.len() as u64;
-        self.store_events.push(time.as_nanos() as f64 / step.stored.len() as f64);
+        self.spent += time;
+        self.blocks += blocks as u64;
+        self.events_ns.push(time.as_nanos() as f64 / blocks as f64);
     }
 }
 
 /// Counts the instructions of this thread. Starting and stopping a counter is work of the kernel, which is not counted.
 struct InstructionMeter {
-    removing: Counter,
-    storing: Counter,
-    removed: u64,
-    stored: u64,
+    counter: Counter,
+    units: u64,
 }
 
-/// Creates a stopped counter; none without support or permission of the system.
-fn counter() -> Option<Counter> {
-    perf_event::Builder::new().kind(Hardware::INSTRUCTIONS).build().ok()
-}
+impl InstructionMeter {
+    /// A stopped counter; none without support or permission of the system.
+    fn new() -> Option<Self> {
+        let counter = perf_event::Builder::new().kind(Hardware::INSTRUCTIONS).build().ok()?;
+        Some(Self { counter, units: 0 })
+    }
 
-fn counted<T>(counter: &mut Counter, work: impl FnOnce() -> T) -> T {
-    counter.enable().expect("a counter of our own can be started");
-    let done = work();
-    counter.disable().expect("a counter of our own can be stopped");
-    done
-}
-
-fn read(counter: &mut Counter) -> f64 {
-    counter.read().expect("a counter of our own can be read") as f64
+    fn mean(mut self) -> f64 {
+        self.counter.read().expect("a counter of our own can be read") as f64 / self.units as f64
+    }
 }
 
 impl Meter for InstructionMeter {
-    fn remove<S: Subject>(&mut self, subject: &mut S, step: &Step) {
-        let event = S::removal(step);
-        counted(&mut self.removing, || subject.apply(event));
-        self.removed += step.removed.len() as u64;
-    }
-
-    fn store<S: Subject>(&mut self, subject: &mut S, step: &Step) {
-        let event = S::store(step);
-        counted(&mut self.storing, || subject.apply(event));
-        self.stored += step.stored.len() as u64;
+    fn measure(&mut self, units: usize, work: impl FnOnce()) {
+        self.counter.enable().expect("a counter of our own can be started");
+        work();
+        self.counter.disable().expect("a counter of our own can be stopped");
+        self.units += units as u64;
     }
 }
 
 /// Repeats the replay with a count of instructions.
 fn instructions<S: Subject>(load: &Load) -> Option<Costs> {
-    let mut meter = InstructionMeter { removing: counter()?, storing: counter()?, removed: 0, stored: 0 };
-    let mut queries = counter()?;
+    let mut meters = Meters { store: InstructionMeter::new()?, remove: InstructionMeter::new()? };
+    let mut queries = InstructionMeter::new()?;
     let mut subject = warmed::<S>(load);
     for prompt in &load.prompts {
         let mut query = S::query(prompt);
-        drop(counted(&mut queries, || subject.run(black_box(&mut query))));
+        let mut answer = None;
+        queries.measure(1, || answer = Some(subject.run(black_box(&mut query))));
+        drop(black_box(answer));
     }
-    churn(&mut subject, &load.timed, &mut meter);
-    Some(Costs {
-        store: read(&mut meter.storing) / meter.stored as f64,
-        remove: read(&mut meter.removing) / meter.removed as f64,
-        query: read(&mut queries) / load.prompts.len() as f64,
-    })
+    churn(&mut subject, &load.timed, &mut meters);
+    Some(Costs { store: meters.store.mean(), remove: meters.remove.mean(), query: queries.mean() })
 }

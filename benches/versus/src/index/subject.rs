@@ -266,8 +266,7 @@ impl Subject for Radix {
 mod tests {
     use std::num::NonZeroU32;
 
-    use pointsman_bench::embedded::Embedded;
-    use pointsman_bench::target::Target;
+    use pointsman_bench::target::{Embedded, Target};
 
     use super::*;
 
