@@ -153,51 +153,56 @@ fn warmed(load: &Load) -> Index {
     index
 }
 
-/// Time of removals and stores, and numbers of blocks.
+/// Time and number of blocks of one kind of event.
 #[derive(Default)]
 struct Spent {
-    removing: Duration,
-    storing: Duration,
-    removed: u64,
-    stored: u64,
+    time: Duration,
+    blocks: u64,
     /// Nanoseconds per block of each step. Their median is insensitive to other load on the machine.
-    remove_steps: Vec<f64>,
-    store_steps: Vec<f64>,
+    steps: Vec<f64>,
 }
 
-/// Applies all timed steps. A step has about a hundred blocks, so the cost of reading the clock is negligible.
-fn churn(index: &mut Index, load: &Load) -> Spent {
-    let mut spent = Spent::default();
+impl Spent {
+    fn add(&mut self, apply: impl FnOnce() -> u64) {
+        let start = Instant::now();
+        let blocks = apply();
+        let time = start.elapsed();
+        self.steps.push(time.as_nanos() as f64 / blocks as f64);
+        self.time += time;
+        self.blocks += blocks;
+    }
+
+    /// Mean and median in nanoseconds per block, and the number of blocks.
+    fn report(mut self) -> String {
+        self.steps.sort_unstable_by(f64::total_cmp);
+        let mean = self.time.as_nanos() as f64 / self.blocks as f64;
+        format!("{mean:.1}, median event {:.1} ({} blocks)", self.steps[self.steps.len() / 2], self.blocks)
+    }
+}
+
+/// Applies all timed steps and returns the cost of stores and of removals. A step has about a hundred blocks, so the cost
+/// of reading the clock is negligible.
+fn churn(index: &mut Index, load: &Load) -> [Spent; 2] {
+    let [mut stores, mut removals] = [Spent::default(), Spent::default()];
     for step in &load.timed {
         if let Some(event) = &step.removed {
-            let start = Instant::now();
-            let blocks = index.apply(event).removed;
-            let time = start.elapsed();
-            spent.remove_steps.push(time.as_nanos() as f64 / blocks as f64);
-            spent.removing += time;
-            spent.removed += blocks;
+            removals.add(|| index.apply(event).removed);
         }
         if let Some(event) = &step.stored {
-            let start = Instant::now();
-            let blocks = index.apply(event).stored;
-            let time = start.elapsed();
-            spent.store_steps.push(time.as_nanos() as f64 / blocks as f64);
-            spent.storing += time;
-            spent.stored += blocks;
+            stores.add(|| index.apply(event).stored);
         }
     }
-    spent
+    [stores, removals]
 }
 
-/// Repeats all timed steps until at least `blocks` blocks are processed, and scales the time from `of` to exactly
+/// Repeats all timed steps until at least `blocks` blocks of a kind are processed, and scales the time to exactly
 /// `blocks`.
-fn repeat(load: &Load, blocks: u64, of: impl Fn(&Spent) -> (Duration, u64)) -> Duration {
+fn repeat(load: &Load, blocks: u64, kind: usize) -> Duration {
     let (mut time, mut done) = (Duration::ZERO, 0);
     while done < blocks {
-        let spent = churn(&mut warmed(load), load);
-        let (more_time, more_done) = of(&spent);
-        time += more_time;
-        done += more_done;
+        let spent = &churn(&mut warmed(load), load)[kind];
+        time += spent.time;
+        done += spent.blocks;
     }
     Duration::from_secs_f64(time.as_secs_f64() * blocks as f64 / done as f64)
 }
@@ -216,20 +221,13 @@ fn report(load: &Load) {
         .collect();
     times.sort_unstable();
     let at = |percent: usize| times[(times.len() - 1) * percent / 100];
-    let mut spent = churn(&mut index, load);
+    let [stores, removals] = churn(&mut index, load);
     eprintln!("device tier: {:?}", index.shape(StorageTier::Device));
     eprintln!("{held} held blocks, {:.1} bytes each", bytes as f64 / held as f64);
     eprintln!("after churn {:.1} bytes each", index.bytes() as f64 / index.held_blocks() as f64);
     eprintln!("query ns: p10 {} p50 {} p90 {} p99 {}", at(10), at(50), at(90), at(99));
-    let per = |time: Duration, blocks| time.as_nanos() as f64 / blocks as f64;
-    let (stored, removed) = (per(spent.storing, spent.stored), per(spent.removing, spent.removed));
-    let median = |steps: &mut Vec<f64>| {
-        steps.sort_unstable_by(f64::total_cmp);
-        steps[steps.len() / 2]
-    };
-    let (store, remove) = (median(&mut spent.store_steps), median(&mut spent.remove_steps));
-    eprintln!("one pass, ns a block: store {stored:.1}, median event {store:.1} ({} blocks)", spent.stored);
-    eprintln!("one pass, ns a block: remove {removed:.1}, median event {remove:.1} ({} blocks)", spent.removed);
+    eprintln!("one pass, ns a block: store {}", stores.report());
+    eprintln!("one pass, ns a block: remove {}", removals.report());
 }
 
 fn bench(criterion: &mut Criterion) {
@@ -238,10 +236,10 @@ fn bench(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("index");
     group.sample_size(10).throughput(Throughput::Elements(1));
     group.bench_function("store, per block", |bencher| {
-        bencher.iter_custom(|blocks| repeat(&load, blocks, |spent| (spent.storing, spent.stored)));
+        bencher.iter_custom(|blocks| repeat(&load, blocks, 0));
     });
     group.bench_function("remove, per block", |bencher| {
-        bencher.iter_custom(|blocks| repeat(&load, blocks, |spent| (spent.removing, spent.removed)));
+        bencher.iter_custom(|blocks| repeat(&load, blocks, 1));
     });
     // Cost of the digest in a store and in a removal.
     let names: Vec<_> = (0..1 << 14).map(|n| (StorageTier::Device, EngineHash(mix(n)))).collect();

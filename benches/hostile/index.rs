@@ -6,60 +6,30 @@ use pointsman::index::{Index, Overlaps};
 use pointsman::protocol::{BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
 use pointsman::test_support::{mix, rank};
 
-use crate::{Attack, measured};
+use crate::{attacks, measured};
 
-pub(crate) const ATTACKS: &[Attack] = &[
-    Attack::new(
-        "chain_of_forks",
-        "store at the end of a chain of forks, budget half used",
-        "block",
-        1_024,
-        chain_of_forks,
-    ),
-    Attack::new("forks_of_one_run", "remove a run below its forks, then the forks", "block", 1_024, forks_of_one_run),
-    Attack::new("one_block_many_names", "remove the names of one block", "name", 1_024, one_block_many_names),
-    Attack::new("repeated_name", "one list with one name", "block", 1_024, repeated_name),
-    Attack::new("moved_names", "store the names of a prompt at other positions", "block", 1_024, moved_names),
-    Attack::new("one_hole", "remove and store the middle block of a prompt", "event", 4_096, one_hole),
-    Attack::new(
-        "removals_from_the_front",
-        "remove a prompt, first block first",
-        "block",
-        4_096,
-        removals_from_the_front,
-    ),
-    Attack::new(
-        "removals_in_random_order",
-        "remove a prompt in random order",
-        "block",
-        4_096,
-        removals_in_random_order,
-    ),
-    Attack::new("repeated_stores", "store the blocks of a prompt again and again", "block", 4_096, repeated_stores),
-    Attack::new(
-        "unknown_parents",
-        "store behind unknown parents, remove unknown names",
-        "event",
-        4_096,
-        unknown_parents,
-    ),
-    Attack::new("host_behind_device", "store host blocks behind device blocks", "block", 1_024, host_behind_device),
-    Attack::new("pending_host_blocks", "store the parent of pending host blocks", "block", 1_024, pending_host_blocks),
-    Attack::new("vacant_spans", "store and remove prompts after a larger number of them", "block", 4_096, vacant_spans),
-    Attack::new("alternating_spans", "remove the blocks of two prompts alternately", "block", 4_096, alternating_spans),
-    Attack::new("shared_tails", "remove the tail of a prompt, on n ranks", "block", 16, shared_tails),
-    Attack::new(
-        "interleaved_ranks",
-        "query a prompt whose blocks are n runs of 64 ranks",
-        "block",
-        64,
-        interleaved_ranks,
-    ),
-    Attack::new("evictions", "store prompts of one block in a full index", "block", 4_096, evictions),
-    Attack::new("evictions_of_many_ranks", "the same on n ranks", "block", 64, evictions_of_many_ranks),
-    Attack::new("dump_of_holes", "dump a prompt without every second block", "block", 1_024, dump_of_holes),
-    Attack::new("clear_of_forks", "clear a chain of forks", "block", 1_024, clear_of_forks),
-];
+attacks! {
+    chain_of_forks: "store at the end of a chain of forks, budget half used", "block", 1_024;
+    forks_of_one_run: "remove a run below its forks, then the forks", "block", 1_024;
+    one_block_many_names: "remove the names of one block", "name", 1_024;
+    repeated_name: "one list with one name", "block", 1_024;
+    moved_names: "store the names of a prompt at other positions", "block", 1_024;
+    one_hole: "remove and store the middle block of a prompt", "event", 4_096;
+    removals_from_the_front: "remove a prompt, first block first", "block", 4_096;
+    removals_in_random_order: "remove a prompt in random order", "block", 4_096;
+    repeated_stores: "store the blocks of a prompt again and again", "block", 4_096;
+    unknown_parents: "store behind unknown parents, remove unknown names", "event", 4_096;
+    host_behind_device: "store host blocks behind device blocks", "block", 1_024;
+    pending_host_blocks: "store the parent of pending host blocks", "block", 1_024;
+    vacant_spans: "store and remove prompts after a larger number of them", "block", 4_096;
+    alternating_spans: "remove the blocks of two prompts alternately", "block", 4_096;
+    shared_tails: "remove the tail of a prompt, on n ranks", "block", 16;
+    interleaved_ranks: "query a prompt whose blocks are n runs of 64 ranks", "block", 64;
+    evictions: "store prompts of one block in a full index", "block", 4_096;
+    evictions_of_many_ranks: "the same on n ranks", "block", 64;
+    dump_of_holes: "dump a prompt without every second block", "block", 1_024;
+    clear_of_forks: "clear a chain of forks", "block", 1_024;
+}
 
 /// An index with ranks 0 to `ranks` − 1.
 fn index_of(ranks: u32) -> Index {

@@ -31,17 +31,20 @@ struct Attack {
     run: fn(u32) -> u64,
 }
 
-impl Attack {
-    const fn new(
-        name: &'static str,
-        operation: &'static str,
-        unit: &'static str,
-        size: u32,
-        run: fn(u32) -> u64,
-    ) -> Self {
-        Self { name, operation, unit, size, run }
-    }
+/// The attacks of a module, each named after its function.
+macro_rules! attacks {
+    ($($run:ident: $operation:literal, $unit:literal, $size:literal;)*) => {
+        pub(crate) const ATTACKS: &[$crate::Attack] = &[$($crate::Attack {
+            name: stringify!($run),
+            operation: $operation,
+            unit: $unit,
+            size: $size,
+            run: $run,
+        }),*];
+    };
 }
+
+use attacks;
 
 /// Multiples of the smallest size.
 const SIZES: [u32; 3] = [1, 4, 16];

@@ -17,65 +17,23 @@ use pointsman::queue::{ClassId, LaneKey, Queue, QueueEntry, TenantKey};
 use pointsman::schedule::ResolvedOptions;
 use pointsman::test_support::{SampleRequest, SimulatedFleet, mix, rank};
 
-use crate::{Attack, measured};
+use crate::{attacks, measured};
 
-pub(crate) const ATTACKS: &[Attack] = &[
-    Attack::new(
-        "distinct_prompts",
-        "book and end prompts without a common block on one rank",
-        "request",
-        256,
-        distinct_prompts,
-    ),
-    Attack::new(
-        "nested_prompts",
-        "book and end prompts of which each extends the previous one",
-        "block",
-        64,
-        nested_prompts,
-    ),
-    Attack::new(
-        "unfinished_prefills",
-        "book prefills, publish the load, end the middle one first",
-        "request",
-        256,
-        unfinished_prefills,
-    ),
-    Attack::new("decayed_outputs", "report decaying output of nested prompts", "request", 64, decayed_outputs),
-    Attack::new(
-        "modelled_evictions",
-        "route prompts of one block past a long one, modelled LRU",
-        "request",
-        1_024,
-        modelled_evictions,
-    ),
-    Attack::new("unconfirmed_prompts", "apply events beside n speculative prompts", "event", 256, unconfirmed_prompts),
-    Attack::new(
-        "speculative_prefixes",
-        "route prompts of which each extends the previous one",
-        "block",
-        64,
-        speculative_prefixes,
-    ),
-    Attack::new("blocked_lanes", "dispatch behind n blocked lanes of one tenant", "request", 256, blocked_lanes),
-    Attack::new("blocked_tenants", "dispatch behind n tenants in one blocked lane", "request", 256, blocked_tenants),
-    Attack::new(
-        "classes_and_priorities",
-        "queue, reorder, remove from the middle",
-        "request",
-        1_024,
-        classes_and_priorities,
-    ),
-    Attack::new("unservable_lanes", "reject n lanes of n tenants, without a rank", "request", 256, unservable_lanes),
-    Attack::new(
-        "cancelled_arrivals",
-        "cancel requests behind a load query, last first",
-        "request",
-        256,
-        cancelled_arrivals,
-    ),
-    Attack::new("wakes", "free a rank that n waiting requests may not use", "wake", 256, wakes),
-];
+attacks! {
+    distinct_prompts: "book and end prompts without a common block on one rank", "request", 256;
+    nested_prompts: "book and end prompts of which each extends the previous one", "block", 64;
+    unfinished_prefills: "book prefills, publish the load, end the middle one first", "request", 256;
+    decayed_outputs: "report decaying output of nested prompts", "request", 64;
+    modelled_evictions: "route prompts of one block past a long one, modelled LRU", "request", 1_024;
+    unconfirmed_prompts: "apply events beside n speculative prompts", "event", 256;
+    speculative_prefixes: "route prompts of which each extends the previous one", "block", 64;
+    blocked_lanes: "dispatch behind n blocked lanes of one tenant", "request", 256;
+    blocked_tenants: "dispatch behind n tenants in one blocked lane", "request", 256;
+    classes_and_priorities: "queue, reorder, remove from the middle", "request", 1_024;
+    unservable_lanes: "reject n lanes of n tenants, without a rank", "request", 256;
+    cancelled_arrivals: "cancel requests behind a load query, last first", "request", 256;
+    wakes: "free a rank that n waiting requests may not use", "wake", 256;
+}
 
 const NOW: Timestamp = Timestamp(1_000_000_000);
 

@@ -17,8 +17,8 @@
 //!   blocks that are still cached.
 //!
 //! Transport, sequence numbers, gaps and stream states belong to the reader of the stream; [`crate::index`] applies the
-//! events. Costs are measured in `benches/wire.rs`: in a store of 64-token blocks, tokens dominate, with more time for
-//! decoding than for hashing.
+//! events. Costs are measured by `pointsman-bench events`: in a store of 64-token blocks, tokens dominate, with more time
+//! for decoding than for hashing.
 //!
 //! Limits: stores without tokens, which offloading connectors may publish, are rejected. A store behind a salted block
 //! that this decoder has not decoded is treated as unsalted and matches nothing.
