@@ -17,7 +17,6 @@ __all__ = [
     "__version__",
     "block_hashes",
     "metrics",
-    "route_times",
     "shut_down",
     "start",
 ]
@@ -157,7 +156,6 @@ def start(
     filters: Sequence[Callable[..., Any]],
 ) -> NativeRouter | Pending[NativeRouter]: ...
 def shut_down() -> None: ...
-def route_times(router: NativeRouter, tokens: Any, requests: int, tasks: int) -> list[int]: ...
 def metrics() -> str:
     """Metrics of all routers of this process in Prometheus' text format. Empty before the first router starts."""
 

@@ -1,26 +1,18 @@
 //! Bridge from futures of the router to Python event loops.
 //!
 //! A future is polled once on the calling thread. An idle router decides there, so most requests never change threads. A
-//! future that waits moves to the runtime. Its result returns to the event loop through `call_soon_threadsafe`, which a
-//! separate thread calls, so that threads of the runtime never wait for the interpreter lock. A result without a waiting
-//! caller is dropped there: for a placement this frees the booking.
+//! future that waits moves to the runtime. Its result returns through [`crate::deliveries`].
 
-use std::io;
-use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
-use std::thread::{Builder, JoinHandle};
 
-use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::PyTuple;
 use tokio::task::AbortHandle;
 
+use crate::deliveries::{Delivery, Finish};
+use crate::placement::Placement;
 use crate::process::Process;
-
-/// Conversion of a result into its Python value, on the thread of the event loop.
-type Finish = Box<dyn FnOnce(Python<'_>) -> PyResult<Py<PyAny>> + Send>;
 
 /// A call that waits: its `asyncio.Future`, and the task that computes the result.
 #[pyclass(frozen, module = "pointsman._native")]
@@ -46,7 +38,7 @@ impl Pending {
         if is_done
             && !is_cancelled
             && future.call_method0("exception")?.is_none()
-            && let Ok(placement) = future.call_method0("result")?.cast::<crate::placement::Placement>()
+            && let Ok(placement) = future.call_method0("result")?.cast::<Placement>()
         {
             placement.get().free(py)?;
         }
@@ -75,7 +67,7 @@ pub(crate) fn run<T: Send + 'static>(
         Poll::Pending => {
             let (event_loop, future_of_loop) = new_future(py)?;
             let delivery = Delivery { event_loop, future: future_of_loop.clone_ref(py), finish: None };
-            let deliveries = process.deliveries.sender.clone();
+            let deliveries = process.deliveries.sender();
             let task = process.handle().spawn(async move {
                 let value = future.await;
                 let finish: Finish = Box::new(move |py| finish(py, value));
@@ -95,89 +87,4 @@ fn new_future(py: Python<'_>) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
     let event_loop = running_loop.call0()?;
     let future = event_loop.call_method0("create_future")?;
     Ok((event_loop.unbind(), future.unbind()))
-}
-
-/// The result of a call on its way to an event loop.
-struct Delivery {
-    event_loop: Py<PyAny>,
-    future: Py<PyAny>,
-    finish: Option<Finish>,
-}
-
-/// Sets the result of a future; called by its event loop.
-#[pyclass(frozen)]
-struct Completion {
-    future: Py<PyAny>,
-    finish: Mutex<Option<Finish>>,
-}
-
-#[pymethods]
-impl Completion {
-    fn __call__(&self, py: Python<'_>) -> PyResult<()> {
-        let future = self.future.bind(py);
-        let finish = self.finish.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(finish) = finish.filter(|_| !is_done(future)) else { return Ok(()) };
-        match finish(py) {
-            Ok(value) => future.call_method1("set_result", (value,))?,
-            Err(error) => future.call_method1("set_exception", (error.into_value(py),))?,
-        };
-        Ok(())
-    }
-}
-
-fn is_done(future: &Bound<'_, PyAny>) -> bool {
-    future.call_method0("done").and_then(|is_done| is_done.extract()).unwrap_or(true)
-}
-
-/// The thread that passes results to event loops. `None` ends it.
-pub(crate) struct Deliveries {
-    sender: Sender<Option<Delivery>>,
-    thread: Mutex<Option<JoinHandle<()>>>,
-}
-
-impl Deliveries {
-    pub(crate) fn start() -> io::Result<Self> {
-        let (sender, receiver) = channel::<Option<Delivery>>();
-        let thread = Builder::new().name("pointsman-deliver".to_owned()).spawn(move || {
-            while let Ok(Some(first)) = receiver.recv() {
-                // Results that arrived meanwhile share the interpreter lock.
-                let attached = Python::try_attach(|py| {
-                    deliver(py, first);
-                    loop {
-                        match receiver.try_recv() {
-                            Ok(Some(next)) => deliver(py, next),
-                            Ok(None) => break false,
-                            Err(_) => break true,
-                        }
-                    }
-                });
-                if attached != Some(true) {
-                    break;
-                }
-            }
-        })?;
-        Ok(Self { sender, thread: Mutex::new(Some(thread)) })
-    }
-
-    /// Ends the thread after its present deliveries. Must be called without the interpreter lock, which it may need.
-    pub(crate) fn close(&self) {
-        let _ = self.sender.send(None); // it has ended already
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        drop(thread.map(JoinHandle::join));
-    }
-}
-
-/// A closed event loop drops the result.
-fn deliver(py: Python<'_>, delivery: Delivery) {
-    let Delivery { event_loop, future, finish } = delivery;
-    let completion = Completion { future, finish: Mutex::new(finish) };
-    let scheduled = Py::new(py, completion).and_then(|completion| {
-        let arguments = PyTuple::new(py, [completion])?;
-        event_loop.bind(py).call_method1("call_soon_threadsafe", arguments)
-    });
-    if let Err(error) = scheduled
-        && !error.is_instance_of::<PyRuntimeError>(py)
-    {
-        error.write_unraisable(py, Some(event_loop.bind(py)));
-    }
 }

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use pointsman::discovery::{DiscoveryError, without_password};
 use pointsman::protocol::WorkerConfig;
-use pointsman::{DnsNames, ProbeOptions, ProbedUrls, RouterBuilder, RouterConfig, WatchedFile};
+use pointsman::{
+    DiscoveryStatus, DnsNames, ProbeOptions, ProbedUrls, Router, RouterBuilder, RouterConfig, WatchedFile,
+};
 use serde::Deserialize;
 
 /// A source of workers. `pointsman.discovery` has a class for each.
@@ -58,4 +60,13 @@ impl Source {
             }
         })
     }
+}
+
+/// Errors of discovery: engines that do not respond or do not fit.
+pub(crate) fn problems(router: &Router) -> Vec<String> {
+    let of_source = |source: DiscoveryStatus| {
+        let failed = source.last_error.map(|error| format!("discovery source {}: {error}", source.source));
+        failed.into_iter().chain(source.refused.into_values())
+    };
+    router.discovery().into_iter().flat_map(of_source).collect()
 }

@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 
-use crate::startup;
+use crate::discovery;
 
 /// A field of an error.
 enum Field {
@@ -66,7 +66,7 @@ impl Failure {
     pub(crate) fn of_request(error: RouteError, router: &Router) -> Self {
         let is_empty = matches!(error, RouteError::Rejected(Rejection::NoRanks));
         let failure = Self::from(error);
-        if is_empty { failure.explained_by(startup::problems(router)) } else { failure }
+        if is_empty { failure.explained_by(discovery::problems(router)) } else { failure }
     }
 
     /// The exception.

@@ -6,12 +6,12 @@
 mod answer;
 mod bridge;
 mod buffer;
+mod deliveries;
 mod discovery;
 mod errors;
 mod extensions;
 mod inputs;
 mod logs;
-mod measure;
 mod metrics;
 mod placement;
 mod process;
@@ -29,8 +29,6 @@ mod _native {
     use super::bridge::Pending;
     #[pymodule_export]
     use super::inputs::block_hashes;
-    #[pymodule_export]
-    use super::measure::route_times;
     #[pymodule_export]
     use super::metrics::metrics;
     #[pymodule_export]

@@ -11,7 +11,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use tokio::runtime::{Builder, EnterGuard, Handle, Runtime};
 
-use crate::bridge::Deliveries;
+use crate::deliveries::Deliveries;
 use crate::errors::Failure;
 use crate::logs;
 use crate::metrics;

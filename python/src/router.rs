@@ -14,14 +14,14 @@ use pythonize::pythonize;
 use serde::Serialize;
 
 use crate::bridge;
-use crate::discovery::Source;
+use crate::discovery::{self, Source};
 use crate::errors::Failure;
 use crate::extensions::{Callable, PythonFilter, PythonPolicy, PythonScorer};
 use crate::inputs::{booking_id, from_dict, rank, request, worker_config, workers};
 use crate::logs;
 use crate::placement::Placement;
 use crate::process::{Owned, Process};
-use crate::startup::{self, Expected};
+use crate::startup::Expected;
 
 /// Workers of the embedder, with their ids if given.
 type GivenWorkers<'py> = Vec<(Option<Bound<'py, PyAny>>, Bound<'py, PyAny>)>;
@@ -93,16 +93,6 @@ pub(crate) struct NativeRouter {
 }
 
 impl NativeRouter {
-    pub(crate) fn library(&self) -> &Router {
-        &self.router
-    }
-
-    /// The process; an error in a forked child.
-    pub(crate) fn process(&self, py: Python<'_>) -> PyResult<&Process> {
-        self.process.check(py)?;
-        Ok(&self.process)
-    }
-
     fn run<T: Send + 'static>(
         &self,
         py: Python<'_>,
@@ -293,7 +283,7 @@ impl NativeRouter {
     }
 
     fn health(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
-        let read = |router: &Router| (router.health(), startup::problems(router));
+        let read = |router: &Router| (router.health(), discovery::problems(router));
         let (Health { state, ranks, cold, problems, hung, restarts, leases }, missing) = self.read(py, read)?;
         let health = PyDict::new(py);
         health.set_item(

@@ -6,6 +6,7 @@ use pointsman::Router;
 use pointsman::error::StartError;
 use pointsman::membership::initial_workers;
 
+use crate::discovery::problems;
 use crate::errors::Failure;
 
 /// Interval at which registered workers are counted.
@@ -53,13 +54,4 @@ impl Expected {
             .with_number("wanted", wanted.into())
             .with_problems(problems)
     }
-}
-
-/// Errors of discovery: engines that do not respond or do not fit.
-pub(crate) fn problems(router: &Router) -> Vec<String> {
-    let of_source = |source: pointsman::DiscoveryStatus| {
-        let failed = source.last_error.map(|error| format!("discovery source {}: {error}", source.source));
-        failed.into_iter().chain(source.refused.into_values())
-    };
-    router.discovery().into_iter().flat_map(of_source).collect()
 }

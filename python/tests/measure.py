@@ -1,22 +1,25 @@
 """Measurements of the module, for wheels of the profile ``dist``.
 
 usage: measure.py latency [REQUESTS]   time and CPU of ``await router.route`` with 4,096 tokens, by type of tokens and tasks,
-                                       beside the same calls in Rust, alternately in the same process
+                                       alternately with ``pointsman-bench replay`` (POINTSMAN_BENCH or the PATH) on them
        measure.py copy [TOKENS]        time and memory of the conversion of tokens, by their type
        measure.py cancel [REQUESTS]    bookings and memory after requests of which 5 % are cancelled
 """
 
 import array
 import asyncio
-import itertools
+import json
+import os
 import random
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 import numpy
 
-from pointsman import Router, _native, block_hashes
+from pointsman import Router, block_hashes
 
 WORKERS = {number: f"http://{number}" for number in range(8)}
 PROMPT = [random.Random(1).randrange(100_000) for _ in range(4096)]
@@ -51,27 +54,45 @@ async def python_times(router, tokens, requests, tasks):
     return times_ns
 
 
-async def rust_times(router, tokens, requests, tasks):
-    return _native.route_times(router._native, tokens, requests, tasks)
+def rust_figures(trace, requests, tasks):
+    """Median, p99 and CPU time of a closed loop over one prompt of this length, without Python, in microseconds."""
+    fleet = ["--workers", str(len(WORKERS)), "--block-size", "16", "--inflight", str(tasks), "--clients", str(tasks), "--take-turns"]
+    bench = os.environ.get("POINTSMAN_BENCH", "pointsman-bench")
+    # Half of the requests are for warm-up.
+    run = [bench, "replay", "--json", "--trace", trace, "--limit", str(2 * requests), *fleet]
+    report = json.loads(subprocess.run(run, check=True, stdout=subprocess.PIPE).stdout)
+    return report["route_us"]["p50"], report["route_us"]["p99"], report["router_cpu_us_per_request"]
+
+
+def write_trace(path, requests):
+    """Writes a trace in Mooncake's format with requests of one prompt."""
+    line = json.dumps({"timestamp": 0, "input_length": len(PROMPT), "output_length": 1, "hash_ids": list(range(len(PROMPT) // 512))})
+    with open(path, "w") as trace:
+        trace.writelines(line + "\n" for _ in range(requests))
 
 
 async def latency(requests):
-    async with Router(block_size=16, workers=WORKERS) as router:
-        await python_times(router, PROMPT, 2000, 1)
-        for tasks in (1, 16):
-            callers = {"Rust": (rust_times, KINDS["numpy uint32"](PROMPT))}
-            callers |= {kind: (python_times, convert(PROMPT)) for kind, convert in KINDS.items()}
-            times, cpu_us = {name: [] for name in callers}, {}
-            for _, (name, (measure, tokens)) in itertools.product(range(ROUNDS), callers.items()):
-                cpu = time.process_time_ns()
-                times[name] += await measure(router, tokens, requests // ROUNDS, tasks)
-                cpu_us[name] = cpu_us.get(name, 0) + (time.process_time_ns() - cpu) / 1e3
-            native = quantiles_us(times["Rust"])
-            for name, times_ns in times.items():
-                median, p99 = quantiles_us(times_ns)
-                cpu = cpu_us[name] / len(times_ns)
-                over = f"{median - native[0]:+6.1f} / {p99 - native[1]:+6.1f} us over Rust" if name != "Rust" else ""
-                print(f"{tasks:2} tasks, {name:12}: {median:6.1f} us median, {p99:6.1f} us p99, {cpu:6.1f} us CPU {over}")
+    part = requests // ROUNDS
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as trace:
+        write_trace(trace.name, 2 * part)
+        async with Router(block_size=16, workers=WORKERS) as router:
+            await python_times(router, PROMPT, 2000, 1)
+            for tasks in (1, 16):
+                callers = {kind: convert(PROMPT) for kind, convert in KINDS.items()}
+                rust, times, cpu_us = [], {name: [] for name in callers}, dict.fromkeys(callers, 0)
+                for _ in range(ROUNDS):
+                    rust.append(rust_figures(trace.name, part, tasks))
+                    for name, tokens in callers.items():
+                        cpu = time.process_time_ns()
+                        times[name] += await python_times(router, tokens, part, tasks)
+                        cpu_us[name] += (time.process_time_ns() - cpu) / 1e3
+                native = [statistics.median(figures) for figures in zip(*rust)]
+                print(f"{tasks:2} tasks, Rust        : {native[0]:6.1f} us median, {native[1]:6.1f} us p99, {native[2]:6.1f} us CPU")
+                for name, times_ns in times.items():
+                    median, p99 = quantiles_us(times_ns)
+                    cpu = cpu_us[name] / len(times_ns)
+                    over = f"{median - native[0]:+6.1f} / {p99 - native[1]:+6.1f} us over Rust"
+                    print(f"{tasks:2} tasks, {name:12}: {median:6.1f} us median, {p99:6.1f} us p99, {cpu:6.1f} us CPU {over}")
 
 
 def copy(count):
