@@ -14,20 +14,23 @@ use tokio::time::Instant;
 
 use crate::admission::quota::{Allowance, Charge, Exceeded, KeyId, Limit, Limiter, QuotaLimits};
 use crate::formats::openai::ApiError;
-use crate::observe::requests::Metric;
-use crate::proxy::account::Account;
+use crate::observe::access::TokenUse;
+use crate::observe::metric::Metric;
 
-pub(crate) const TENANT_REQUESTS: Metric = Metric::counter(
+/// The metrics of this module.
+pub(crate) const METRICS: &[Metric] = &[TENANT_REQUESTS, TENANT_TOKENS, TENANT_REFUSALS];
+
+const TENANT_REQUESTS: Metric = Metric::counter(
     "pointsman_gateway_tenant_requests_total",
     &["tenant"],
     "Requests of a tenant that no limit rejected, counted at their end.",
 );
-pub(crate) const TENANT_TOKENS: Metric = Metric::counter(
+const TENANT_TOKENS: Metric = Metric::counter(
     "pointsman_gateway_tenant_tokens_total",
     &["tenant", "kind"],
     "Tokens of a tenant: `prompt`, `cached` ones among them, and `completion`.",
 );
-pub(crate) const TENANT_REFUSALS: Metric = Metric::counter(
+const TENANT_REFUSALS: Metric = Metric::counter(
     "pointsman_gateway_tenant_refusals_total",
     &["tenant", "limit"],
     "Requests rejected because of a limit of the tenant or of its key.",
@@ -41,17 +44,6 @@ const OTHER: &str = "other";
 
 /// Bytes of a prompt per token, to estimate its length if its tokens are unknown.
 const BYTES_PER_TOKEN: u64 = 4;
-
-/// Tokens of a request.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct TokenUse {
-    /// Prompt tokens; `None` if unknown.
-    pub(crate) prompt: Option<u64>,
-    /// Cached tokens of the prompt.
-    pub(crate) cached: u64,
-    /// Tokens of the response.
-    pub(crate) completion: u64,
-}
 
 /// Limits of one tenant, with their state and metrics.
 pub(crate) struct TenantQuota {
@@ -187,22 +179,6 @@ impl QuotaLease {
 impl Drop for QuotaLease {
     fn drop(&mut self) {
         self.settle(None);
-    }
-}
-
-impl Account {
-    /// Charges the prompt to the limits of the tenant.
-    ///
-    /// # Errors
-    /// 429 above a limit.
-    pub(crate) fn charge_prompt(&mut self, body_bytes: usize, tokens_max: Option<u32>) -> Result<(), ApiError> {
-        let tokens = self.access.prompt_tokens;
-        self.quota.as_mut().map_or(Ok(()), |quota| quota.charge(tokens, body_bytes, tokens_max))
-    }
-
-    /// Headers with the limits of the tenant.
-    pub(crate) fn quota_headers(&self) -> Vec<(HeaderName, HeaderValue)> {
-        self.quota.as_ref().map(QuotaLease::headers).unwrap_or_default()
     }
 }
 

@@ -179,8 +179,8 @@ mod tests {
     use axum::http::{StatusCode, header};
     use axum::response::IntoResponse as _;
 
-    use super::super::leases::TokenUse;
     use super::*;
+    use crate::observe::access::TokenUse;
     use crate::settings::Secret;
 
     fn settings(name: &str) -> TenantSettings {

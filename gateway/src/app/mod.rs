@@ -5,6 +5,7 @@
 //! `admin` operators.
 
 pub(crate) mod current;
+pub mod metrics;
 pub(crate) mod reload;
 pub mod replay;
 pub(crate) mod routes;
@@ -28,6 +29,7 @@ use crate::net::limits::{ADMIN_CONNECTIONS_MAX, OVERFLOW_CONNECTIONS_MAX};
 use crate::net::listener::{LINGER, Listener, ListenerOptions, Overflow, PassedSockets, ReservedSockets};
 use crate::net::tls;
 use crate::net::upstream::{Upstream, WorkerTlsError, WorkerTlsFiles, worker_tls};
+use crate::observe::metric::Metric;
 use crate::observe::otlp::Tracing;
 use crate::observe::page::Metrics;
 use crate::observe::requests::Meters;
@@ -35,7 +37,7 @@ use crate::observe::throttle::LogThrottle;
 use crate::pools::decision_files::DecisionFiles;
 use crate::pools::models::Models;
 use crate::pools::readiness::Readiness;
-use crate::pools::{models, warm};
+use crate::pools::{models, warm, workers};
 use crate::proxy::ids::Ids;
 use crate::replicas::{Replicas, ReplicasError};
 use crate::settings::{GatewaySettings, SecretError, Secrets, Settings};
@@ -207,8 +209,8 @@ impl Gateway {
         mut sockets: PassedSockets,
     ) -> Result<Self, GatewayError> {
         // Metric handles belong to the recorder that is installed at their creation.
-        let metrics = Metrics::install();
-        crate::observe::requests::describe();
+        let metrics = Metrics::install(workers::page);
+        metrics::all().for_each(Metric::describe);
         let limits = ProcessLimits::of(&settings);
         // Unreadable files are detected before anything runs.
         let files = Files::read(&settings, &limits).await?;

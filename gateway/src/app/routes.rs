@@ -9,8 +9,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Request, State};
-use axum::http::header::{HOST, TRANSFER_ENCODING};
-use axum::http::{HeaderName, HeaderValue, Method, Version};
+use axum::http::{HeaderName, HeaderValue, Method};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
@@ -20,8 +19,10 @@ use tower_http::catch_panic::CatchPanicLayer;
 
 use super::App;
 use super::current::Current;
+use crate::formats::openai::ErrorCode;
 use crate::formats::openai::{ApiError, Endpoint, request_id};
-use crate::observe::access::{AccessRecord, ErrorCode};
+use crate::net::head::refused_head;
+use crate::observe::access::AccessRecord;
 use crate::observe::trace::RequestTrace;
 use crate::pools::readiness;
 use crate::proxy;
@@ -105,18 +106,6 @@ async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) ->
     }
     answer.headers_mut().insert(REQUEST_ID, id);
     answer
-}
-
-/// Reason to reject a head that proxies may interpret differently: RFC 9112, sections 3.2 and 6.1.
-pub(crate) fn refused_head(request: &Request) -> Option<ApiError> {
-    let hosts = request.headers().get_all(HOST).iter().count();
-    // HTTP/2 has the authority in the URI.
-    if hosts > 1 || hosts == 0 && request.version() == Version::HTTP_11 {
-        return Some(ApiError::host_invalid());
-    }
-    let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
-    let is_known = codings.next().is_none_or(|coding| coding.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked"));
-    (!is_known || codings.next().is_some()).then(ApiError::transfer_encoding_unsupported)
 }
 
 /// Whether the request goes to an endpoint that writes its own access log line.

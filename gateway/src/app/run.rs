@@ -17,11 +17,10 @@ use super::reload::Reloader;
 use super::{Gateway, LoadSettings};
 use crate::net::listener::Drained;
 use crate::net::listener::PassedSockets;
-use crate::observe::access::AccessLog;
-use crate::observe::log::{parse_level, start_log, write_problems};
+use crate::observe::log::{start_log, write_problems};
 use crate::observe::page::Metrics;
-use crate::pools::readiness;
-use crate::settings::{LogFormat, Settings};
+use crate::pools::{readiness, workers};
+use crate::settings::{AccessLog, LogFormat, Settings, parse_level};
 
 /// Polling interval of the readiness for the service manager.
 const READY_INTERVAL: Duration = Duration::from_millis(100);
@@ -78,7 +77,7 @@ pub fn run(settings: Settings, load: LoadSettings) -> ExitCode {
         Err(error) => return unusable(format, &format!("no runtime: {error}")),
     };
     // The log counts dropped lines, so the recorder is installed first.
-    drop(Metrics::install());
+    drop(Metrics::install(workers::page));
     let access_log = &settings.gateway.access_log;
     let Some(access) = AccessLog::parse(access_log) else {
         return unusable(format, &format!("gateway.access_log: {access_log:?} names no log"));

@@ -2,13 +2,14 @@
 //!
 //! Types and recorders only. The owner of a fact counts it.
 
-pub mod access;
+pub(crate) mod access;
 pub(crate) mod activity;
-pub mod log;
+pub(crate) mod log;
+pub mod metric;
 pub(crate) mod otlp;
 pub(crate) mod page;
 mod process;
-pub mod requests;
+pub(crate) mod requests;
 mod series;
 pub(crate) mod throttle;
 pub(crate) mod trace;

@@ -16,11 +16,23 @@ use opentelemetry_sdk::trace::{Sampler, SdkTracer, SdkTracerProvider};
 use pointsman::Placement;
 use tokio::time::Instant;
 
-use super::trace::RequestEnd;
 use super::trace_context::TraceContext;
 
 /// Time limit of the last export at the end of the process.
 const SHUTDOWN_WAIT: Duration = Duration::from_secs(2);
+
+/// Summary of a request at its end.
+pub(crate) struct RequestEnd<'a> {
+    pub(crate) request_id: &'a str,
+    pub(crate) tenant: Option<&'a str>,
+    pub(crate) model: &'a str,
+    pub(crate) status: u16,
+    pub(crate) outcome: &'static str,
+    pub(crate) error: Option<&'static str>,
+    pub(crate) prompt_tokens: Option<u32>,
+    pub(crate) cached_tokens: Option<u32>,
+    pub(crate) output_tokens: Option<u64>,
+}
 
 /// Exporter of the process.
 #[derive(Debug)]

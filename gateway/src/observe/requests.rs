@@ -7,78 +7,12 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use metrics::{Counter, Gauge, Histogram, Unit};
+use metrics::{Counter, Gauge, Histogram};
 
 use crate::observe::activity::Activity;
+use crate::observe::metric::Metric;
 
-use crate::admission::leases::{TENANT_REFUSALS, TENANT_REQUESTS, TENANT_TOKENS};
 use crate::formats::openai::Endpoint;
-use crate::pools::decision_files;
-use crate::pools::disaggregation::PREFILLS;
-use crate::pools::warm;
-use crate::replicas::meters as replicas;
-
-/// Metric type.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MetricKind {
-    /// Monotonic.
-    Counter,
-    /// Arbitrary value.
-    Gauge,
-    /// A distribution.
-    Histogram,
-}
-
-impl MetricKind {
-    /// Prometheus' name of the type.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Counter => "counter",
-            Self::Gauge => "gauge",
-            Self::Histogram => "histogram",
-        }
-    }
-}
-
-/// One metric of the gateway.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Metric {
-    /// Name.
-    pub name: &'static str,
-    /// Type.
-    pub kind: MetricKind,
-    /// Labels.
-    pub labels: &'static [&'static str],
-    /// Description.
-    pub help: &'static str,
-}
-
-impl Metric {
-    pub(crate) const fn counter(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
-        Self { name, kind: MetricKind::Counter, labels, help }
-    }
-
-    pub(crate) const fn gauge(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
-        Self { name, kind: MetricKind::Gauge, labels, help }
-    }
-
-    const fn histogram(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
-        Self { name, kind: MetricKind::Histogram, labels, help }
-    }
-
-    /// Unit.
-    #[must_use]
-    pub fn unit(&self) -> &'static str {
-        if self.name.contains("_seconds") {
-            "seconds"
-        } else if self.name.contains("_bytes") {
-            "bytes"
-        } else {
-            "count"
-        }
-    }
-}
 
 const REQUESTS: Metric = Metric::counter(
     "pointsman_gateway_requests_total",
@@ -169,8 +103,8 @@ pub(crate) const BODIES_REJECTED: Metric = Metric::counter(
     "Request bodies rejected with 503 because of an exhausted memory budget.",
 );
 
-/// All metrics of the gateway, for descriptions and documentation.
-pub const ALL: &[Metric] = &[
+/// The metrics of this module.
+pub(crate) const METRICS: &[Metric] = &[
     REQUESTS,
     PICKS,
     IN_FLIGHT,
@@ -180,7 +114,6 @@ pub const ALL: &[Metric] = &[
     OVERHEAD,
     RETRIES,
     DENIED,
-    PREFILLS,
     MIGRATIONS,
     CLIENT_GONE,
     BROKEN,
@@ -191,38 +124,7 @@ pub const ALL: &[Metric] = &[
     BODY_BYTES,
     BODY_BYTES_MAX,
     BODIES_REJECTED,
-    TENANT_REQUESTS,
-    TENANT_TOKENS,
-    TENANT_REFUSALS,
-    replicas::PEERS,
-    replicas::REFUSED,
-    replicas::SENT,
-    replicas::RECEIVED,
-    replicas::DROPPED,
-    warm::RESTORES,
-    warm::WRITES,
-    warm::STORES,
-    decision_files::LOST,
-    decision_files::BYTES,
-    warm::WRITTEN,
-    warm::BYTES,
 ];
-
-/// Registers the descriptions with the recorder.
-pub(crate) fn describe() {
-    for metric in ALL {
-        let unit = match metric.unit() {
-            "seconds" => Unit::Seconds,
-            "bytes" => Unit::Bytes,
-            _ => Unit::Count,
-        };
-        match metric.kind {
-            MetricKind::Counter => metrics::describe_counter!(metric.name, unit, metric.help),
-            MetricKind::Gauge => metrics::describe_gauge!(metric.name, unit, metric.help),
-            MetricKind::Histogram => metrics::describe_histogram!(metric.name, unit, metric.help),
-        }
-    }
-}
 
 /// Reason of a retry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

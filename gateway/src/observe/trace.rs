@@ -8,7 +8,7 @@ use axum::http::{HeaderMap, HeaderValue};
 use pointsman::Placement;
 use tokio::time::Instant;
 
-use super::otlp::{RequestSpans, Tracing};
+use super::otlp::{RequestEnd, RequestSpans, Tracing};
 use super::trace_context::{TRACEPARENT, TraceContext};
 
 /// Trace of one request.
@@ -16,19 +16,6 @@ use super::trace_context::{TRACEPARENT, TraceContext};
 pub(crate) struct RequestTrace {
     client: Option<TraceContext>,
     spans: Option<Box<RequestSpans>>,
-}
-
-/// Summary of a request at its end.
-pub(crate) struct RequestEnd<'a> {
-    pub(crate) request_id: &'a str,
-    pub(crate) tenant: Option<&'a str>,
-    pub(crate) model: &'a str,
-    pub(crate) status: u16,
-    pub(crate) outcome: &'static str,
-    pub(crate) error: Option<&'static str>,
-    pub(crate) prompt_tokens: Option<u32>,
-    pub(crate) cached_tokens: Option<u32>,
-    pub(crate) output_tokens: Option<u64>,
 }
 
 impl RequestTrace {

@@ -21,16 +21,19 @@ use tokio::time::sleep;
 use crate::app::App;
 use crate::app::current::Current;
 use crate::formats::live::names::worker_name;
-use crate::observe::requests::Metric;
+use crate::observe::metric::Metric;
 use crate::settings::GatewaySettings;
 
-pub(crate) const LOST: Metric = Metric::counter(
+/// The metrics of this module.
+pub(crate) const METRICS: &[Metric] = &[LOST, BYTES];
+
+const LOST: Metric = Metric::counter(
     "pointsman_gateway_decision_segments_lost_total",
     &["model"],
     "Segments of recorded decisions that were not written to files, or not completely: they left the memory first, or a \
      write failed.",
 );
-pub(crate) const BYTES: Metric = Metric::counter(
+const BYTES: Metric = Metric::counter(
     "pointsman_gateway_decision_bytes_total",
     &["model"],
     "Bytes written to files of recorded decisions.",

@@ -4,16 +4,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use axum::http::StatusCode;
+use axum::http::{HeaderName, HeaderValue, StatusCode};
 use pointsman::Placement;
+use pointsman::answer::Usage;
 use tokio::time::Instant;
 
 use crate::admission::leases::QuotaLease;
-use crate::formats::openai::Endpoint;
+use crate::formats::openai::{ApiError, Endpoint};
 use crate::observe::access::AccessRecord;
 use crate::observe::activity::{Arrived, Ended};
 use crate::observe::requests::{CLIENT_LEFT, Meters, MigrationResult, ModelMeters, RetryReason, StreamBreak};
 use crate::observe::trace::RequestTrace;
+use crate::tokens::LengthReport;
 
 /// One request, from its head to the end of its response. An earlier drop means a client disconnect or the end of the
 /// gateway.
@@ -34,6 +36,8 @@ pub(crate) struct Account {
     pub(crate) access: AccessRecord,
     /// Share of the limits of its tenant.
     pub(crate) quota: Option<QuotaLease>,
+    /// Receives the length of a prompt with media.
+    pub(crate) media_report: Option<LengthReport>,
     /// Trace of the request.
     pub(crate) trace: RequestTrace,
     status: u16,
@@ -56,6 +60,7 @@ impl Account {
             on_break: None,
             access: AccessRecord::default(),
             quota: None,
+            media_report: None,
             trace: RequestTrace::default(),
             status: CLIENT_LEFT,
             outcome: "client_gone",
@@ -126,6 +131,27 @@ impl Account {
                 self.model.activity.first_token(elapsed);
             }
         }
+    }
+
+    /// Records usage and output of the worker.
+    pub(crate) fn used(&mut self, usage: Option<Usage>, output_tokens: u64) {
+        if let (Some(tokens), Some(report)) = (self.access.used(usage, output_tokens), self.media_report.take()) {
+            report.record(tokens);
+        }
+    }
+
+    /// Charges the prompt to the limits of the tenant.
+    ///
+    /// # Errors
+    /// 429 above a limit.
+    pub(crate) fn charge_prompt(&mut self, body_bytes: usize, tokens_max: Option<u32>) -> Result<(), ApiError> {
+        let tokens = self.access.prompt_tokens;
+        self.quota.as_mut().map_or(Ok(()), |quota| quota.charge(tokens, body_bytes, tokens_max))
+    }
+
+    /// Headers with the limits of the tenant.
+    pub(crate) fn quota_headers(&self) -> Vec<(HeaderName, HeaderValue)> {
+        self.quota.as_ref().map(QuotaLease::headers).unwrap_or_default()
     }
 
     /// Records the status sent to the client.

@@ -227,7 +227,7 @@ impl<B> Answer<B> {
             usage.cached_tokens = prefill.values.cached_tokens();
         }
         if let Some(account) = &mut self.account {
-            account.access.used(usage, body.output_tokens());
+            account.used(usage, body.output_tokens());
         }
     }
 }

@@ -86,7 +86,7 @@ impl Prepared {
             account.charge_prompt(parsed.body_bytes(), model.router.max_model_len())?;
         }
         let PromptMedia { spans: mm_spans, names: media_names, report, .. } = tokens.media;
-        account.access.media_report = report;
+        account.media_report = report;
         let edits = Edits {
             model: Some(upstream_name)
                 .filter(|name| parsed.model.as_deref().is_some_and(|requested| requested != *name)),

@@ -6,24 +6,27 @@ use std::time::Duration;
 use metrics::{Counter, Gauge};
 use tokio::time::Instant;
 
-use crate::observe::requests::Metric;
+use crate::observe::metric::Metric;
 use crate::observe::throttle::LogThrottle;
 
-pub(crate) const PEERS: Metric = Metric::gauge(
+/// The metrics of this module.
+pub(crate) const METRICS: &[Metric] = &[PEERS, REFUSED, SENT, RECEIVED, DROPPED];
+
+const PEERS: Metric = Metric::gauge(
     "pointsman_gateway_replica_peers",
     &["state"],
     "Other replicas by state: `connecting`, `connected` without a warm index, or `serving`.",
 );
-pub(crate) const REFUSED: Metric = Metric::counter(
+const REFUSED: Metric = Metric::counter(
     "pointsman_gateway_replica_refused_total",
     &["reason"],
     "Refused connections and messages of replicas, by reason.",
 );
-pub(crate) const SENT: Metric =
+const SENT: Metric =
     Metric::counter("pointsman_gateway_replica_sent_bytes_total", &[], "Bytes sent to other replicas.");
-pub(crate) const RECEIVED: Metric =
+const RECEIVED: Metric =
     Metric::counter("pointsman_gateway_replica_received_bytes_total", &[], "Bytes received from other replicas.");
-pub(crate) const DROPPED: Metric = Metric::counter(
+const DROPPED: Metric = Metric::counter(
     "pointsman_gateway_replica_dropped_total",
     &[],
     "Messages to other replicas dropped because of a full queue or their length.",

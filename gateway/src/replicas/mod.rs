@@ -8,7 +8,7 @@ pub(crate) mod meters;
 mod nats;
 mod tls;
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -23,7 +23,6 @@ use crate::net::listener::{PassedSockets, Reserved};
 use crate::net::tls::TlsError;
 use crate::settings::{ReplicasSettings, Secret};
 use direct::{DirectBus, DirectOptions, Peers};
-pub(crate) use nats::is_server_url;
 use nats::{NatsBus, NatsOptions};
 use tls::MutualTls;
 
@@ -180,31 +179,9 @@ fn incarnation() -> u64 {
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Whether the host of `HOST:PORT` is this machine.
-pub(crate) fn is_loopback(address: &str) -> bool {
-    let host = host_of(address);
-    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
-}
-
-/// The host in `HOST:PORT`, without the brackets of an IPv6 address.
-fn host_of(address: &str) -> &str {
-    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
-    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn hosts_are_without_port_and_brackets() {
-        for (address, host) in [("a.b:1", "a.b"), ("[::1]:2", "::1"), ("10.0.0.1:3", "10.0.0.1")] {
-            assert_eq!(host_of(address), host);
-        }
-        for (address, expected) in [("localhost:1", true), ("[::1]:2", true), ("127.9.9.9:3", true), ("a:4", false)] {
-            assert_eq!(is_loopback(address), expected, "{address}");
-        }
-    }
 
     #[test]
     fn ids_are_stable_by_name_and_random_without() {

@@ -3,11 +3,13 @@
 //! Plain data with defaults and rules; validated settings can be served. The loader merges file, environment and flags.
 //! [`RouterConfig`] has the fields of the router.
 
+mod address;
 mod disaggregation;
 mod error;
 mod fields;
 mod kubernetes;
 mod load;
+mod log;
 mod model_section;
 mod moved;
 mod reload;
@@ -24,13 +26,13 @@ use pointsman::RouterConfig;
 use pointsman::discovery::NamedWorker;
 use serde::{Deserialize, Serialize};
 
-use crate::admission::quota::QuotaLimits;
-
+pub(crate) use address::host_of;
 pub use disaggregation::DisaggregationSettings;
 pub(crate) use disaggregation::{ModelRole, role_of};
 pub use error::{LoadError, LoadErrors};
 pub use kubernetes::{KubernetesSettings, PodRoleChoice};
 pub use load::{ConfigFile, Flag, Loaded, Sources};
+pub use log::{AccessLog, LevelError, parse_level};
 pub use secrets::{SECRET_BYTES_MIN, Secret, SecretError, Secrets};
 pub use section::Origin;
 pub use validate::{SettingError, SettingErrors};
@@ -448,6 +450,19 @@ pub struct TenantSettings {
     pub key_tokens_per_day: Option<u64>,
     /// As `requests_in_flight_max`, for each key.
     pub key_requests_in_flight_max: Option<u32>,
+}
+
+/// Limits of a tenant, or of each of its keys. An absent limit does not apply.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct QuotaLimits {
+    /// Requests per minute.
+    pub requests_per_minute: Option<u64>,
+    /// Prompt and completion tokens per minute.
+    pub tokens_per_minute: Option<u64>,
+    /// Prompt and completion tokens per day.
+    pub tokens_per_day: Option<u64>,
+    /// Requests in flight.
+    pub requests_in_flight_max: Option<u32>,
 }
 
 impl TenantSettings {

@@ -12,12 +12,10 @@ use axum::http::uri::Authority;
 use pointsman::DnsNames;
 use pointsman::discovery::{FileFormat, HttpUrl, engine_key};
 
-use crate::observe::access::AccessLog;
-use crate::observe::log::parse_level;
-
+use super::address::{is_loopback, is_server_url};
 use super::kubernetes::is_object_name;
+use super::log::{AccessLog, parse_level};
 use super::{MessagesMode, ModelSettings, ReplicasSettings, Settings, TokenSourceChoice};
-use crate::replicas::{is_loopback, is_server_url};
 
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 

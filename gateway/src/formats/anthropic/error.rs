@@ -6,7 +6,7 @@ use serde_json::json;
 /// Error type of a status (`error.type`).
 ///
 /// ```
-/// use pointsman_gateway::anthropic::error_type;
+/// use pointsman_gateway::formats::anthropic::error_type;
 ///
 /// assert_eq!(error_type(429), "rate_limit_error");
 /// assert_eq!(error_type(418), "invalid_request_error");
@@ -31,7 +31,7 @@ pub fn error_type(status: u16) -> &'static str {
 /// Body of an error response. `request_id` is absent in event streams.
 ///
 /// ```
-/// use pointsman_gateway::anthropic::error_body;
+/// use pointsman_gateway::formats::anthropic::error_body;
 ///
 /// let body = error_body(503, "the model has no workers now", None);
 /// assert_eq!(

@@ -86,7 +86,7 @@ struct Tool<'a> {
 /// Converts the body of a Messages request to the body of a chat request.
 ///
 /// ```
-/// use pointsman_gateway::anthropic::{Purpose, chat_body};
+/// use pointsman_gateway::formats::anthropic::{Purpose, chat_body};
 ///
 /// let body = br#"{"model":"m","max_tokens":5,"system":"Be brief.","messages":[{"role":"user","content":"Hi"}]}"#;
 /// let chat = chat_body(body, Purpose::Generate)?;
@@ -94,7 +94,7 @@ struct Tool<'a> {
 ///     String::from_utf8_lossy(&chat),
 ///     r#"{"model":"m","messages":[{"role":"system","content":"Be brief."},{"role":"user","content":"Hi"}],"max_tokens":5}"#
 /// );
-/// # Ok::<(), pointsman_gateway::openai::ApiError>(())
+/// # Ok::<(), pointsman_gateway::formats::openai::ApiError>(())
 /// ```
 ///
 /// # Errors

@@ -129,7 +129,7 @@ enum ContentBlock<'a> {
 /// Converts a complete chat response; `None` if it is none. `model` is the name that the client requested.
 ///
 /// ```
-/// use pointsman_gateway::anthropic::message;
+/// use pointsman_gateway::formats::anthropic::message;
 ///
 /// let chat = br#"{"id":"chatcmpl-1","choices":[{"message":{"content":"Hi"},"finish_reason":"stop"}]}"#;
 /// let message = String::from_utf8(message(chat, "m").expect("a chat response")).expect("text");

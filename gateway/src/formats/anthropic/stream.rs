@@ -20,7 +20,7 @@ const LINE_BYTES_MAX: usize = 4 << 20;
 /// Converts one streamed response.
 ///
 /// ```
-/// use pointsman_gateway::anthropic::StreamTranslator;
+/// use pointsman_gateway::formats::anthropic::StreamTranslator;
 ///
 /// let mut translator = StreamTranslator::new("m", 9);
 /// let chunk = br#"data: {"id":"1","choices":[{"delta":{"content":"Hi"},"finish_reason":"stop"}]}"#;

@@ -9,7 +9,7 @@ const ROOMS: u64 = 1 << 63;
 /// around, and a `dp_size` of 0 counts as 1.
 ///
 /// ```
-/// use pointsman_gateway::handover::bootstrap_room;
+/// use pointsman_gateway::formats::handover::bootstrap_room;
 ///
 /// let room = bootstrap_room(u64::MAX, 4, 3);
 /// assert_eq!(room % 4, 3);
@@ -39,7 +39,7 @@ fn rooms_of_all_ranks(dp_size: u64) -> u64 {
 /// Request id of both legs for vLLM's P2P NCCL connector, which reads the addresses from it.
 ///
 /// ```
-/// use pointsman_gateway::handover::p2p_request_id;
+/// use pointsman_gateway::formats::handover::p2p_request_id;
 ///
 /// let id = p2p_request_id("10.0.0.1:21001", "10.0.0.2:22001", "5f0c");
 /// assert_eq!(id, "___prefill_addr_10.0.0.1:21001___decode_addr_10.0.0.2:22001_5f0c");

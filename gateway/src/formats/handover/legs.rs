@@ -88,8 +88,8 @@ pub struct Transfer {
 /// same name. Memory: the shared body and a few positions.
 ///
 /// ```
-/// use pointsman_gateway::handover::{LegBodies, PrefillResponse, Protocol, Transfer};
-/// use pointsman_gateway::openai::Endpoint;
+/// use pointsman_gateway::formats::handover::{LegBodies, PrefillResponse, Protocol, Transfer};
+/// use pointsman_gateway::formats::openai::Endpoint;
 ///
 /// let protocol = Protocol::VllmNixl;
 /// let body = r#"{"prompt":"x","max_tokens":9}"#;

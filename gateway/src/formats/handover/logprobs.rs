@@ -28,7 +28,7 @@ impl PromptLogprobs {
     /// Reads a prefill response, which is a JSON body or an event stream. Without probabilities the result is empty.
     ///
     /// ```
-    /// use pointsman_gateway::handover::PromptLogprobs;
+    /// use pointsman_gateway::formats::handover::PromptLogprobs;
     ///
     /// let body = r#"{"choices":[{"index":0,"logprobs":{"tokens":["a","b","c"],"token_logprobs":[null,-1,-2]}}]}"#;
     /// let prompt = PromptLogprobs::read(body);

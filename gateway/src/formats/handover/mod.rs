@@ -31,7 +31,7 @@ pub use usage::CachedTokensRewriter;
 /// Transfer protocol between the engines of the prefill pool and of the decode pool.
 ///
 /// ```
-/// use pointsman_gateway::handover::Protocol;
+/// use pointsman_gateway::formats::handover::Protocol;
 ///
 /// assert_eq!(Protocol::VllmNixl.to_string(), "vllm_nixl");
 /// assert!(Protocol::Sglang.is_concurrent());

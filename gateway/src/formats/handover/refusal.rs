@@ -10,8 +10,8 @@ pub(super) const BATCH_MAX: usize = 4096;
 /// Reason why a request cannot be handed over. One decode rank serves such a request.
 ///
 /// ```
-/// use pointsman_gateway::handover::{LegBodies, NotSplit, Protocol};
-/// use pointsman_gateway::openai::Endpoint;
+/// use pointsman_gateway::formats::handover::{LegBodies, NotSplit, Protocol};
+/// use pointsman_gateway::formats::openai::Endpoint;
 ///
 /// let body = r#"{"prompt":"x","n":2}"#;
 /// let reason = LegBodies::parse(Endpoint::Completions, Protocol::VllmNixl, body.into()).unwrap_err();

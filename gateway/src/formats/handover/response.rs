@@ -53,14 +53,14 @@ fn ended(status: Option<u16>) -> String {
 /// Response of the prefill leg.
 ///
 /// ```
-/// use pointsman_gateway::handover::{PrefillResponse, Protocol};
+/// use pointsman_gateway::formats::handover::{PrefillResponse, Protocol};
 ///
 /// let body = r#"{"choices":[{"finish_reason":"length"}],"kv_transfer_params":{"remote_port": 5600},
 ///     "usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}}"#;
 /// let response = PrefillResponse::parse(Protocol::VllmNixl, body.into())?;
 /// assert_eq!(response.parameters.as_deref(), Some(&br#"{"remote_port": 5600}"#[..]));
 /// assert_eq!(response.cached_tokens, Some(8));
-/// # Ok::<(), pointsman_gateway::handover::PrefillResponseError>(())
+/// # Ok::<(), pointsman_gateway::formats::handover::PrefillResponseError>(())
 /// ```
 #[derive(Clone)]
 pub struct PrefillResponse {

@@ -24,7 +24,7 @@ const BUFFERED_BYTES_MAX: usize = 16 << 20;
 /// frames without usage are not copied.
 ///
 /// ```
-/// use pointsman_gateway::handover::CachedTokensRewriter;
+/// use pointsman_gateway::formats::handover::CachedTokensRewriter;
 ///
 /// let mut rewriter = CachedTokensRewriter::new(true);
 /// let chunk = "data: {\"choices\":[]}\n\n";

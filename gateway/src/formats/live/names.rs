@@ -6,7 +6,7 @@
 /// Name of a worker with this endpoint.
 ///
 /// ```
-/// use pointsman_gateway::live::names::worker_name;
+/// use pointsman_gateway::formats::live::names::worker_name;
 ///
 /// assert_eq!(worker_name("http://user:secret@10.0.0.7:8000/"), "10.0.0.7:8000");
 /// assert_eq!(worker_name("https://engines.local/a"), "engines.local/a");
@@ -22,7 +22,7 @@ pub fn worker_name(endpoint: &str) -> &str {
 /// Name of a rank of that worker.
 ///
 /// ```
-/// use pointsman_gateway::live::names::rank_name;
+/// use pointsman_gateway::formats::live::names::rank_name;
 ///
 /// assert_eq!(rank_name("http://10.0.0.7:8000", 1), "10.0.0.7:8000/1");
 /// ```

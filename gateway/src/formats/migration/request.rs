@@ -74,8 +74,8 @@ enum PromptForm {
 /// A streamed request with a sound resumption, and the body for its first attempt.
 ///
 /// ```
-/// use pointsman_gateway::migration::{ResumableRequest, Resume, StreamJoiner};
-/// use pointsman_gateway::openai::Endpoint;
+/// use pointsman_gateway::formats::migration::{ResumableRequest, Resume, StreamJoiner};
+/// use pointsman_gateway::formats::openai::Endpoint;
 ///
 /// let body = r#"{"prompt": "a b", "stream": true, "max_tokens": 9}"#;
 /// let request = ResumableRequest::parse(Endpoint::Completions, &body.into()).ok_or("not resumable")?;

@@ -58,8 +58,8 @@ struct Identity {
 /// Joins the streams of the attempts of one request.
 ///
 /// ```
-/// use pointsman_gateway::migration::{ResumableRequest, StreamJoiner, StreamState};
-/// use pointsman_gateway::openai::Endpoint;
+/// use pointsman_gateway::formats::migration::{ResumableRequest, StreamJoiner, StreamState};
+/// use pointsman_gateway::formats::openai::Endpoint;
 ///
 /// let body = r#"{"prompt": "a", "stream": true}"#;
 /// let request = ResumableRequest::parse(Endpoint::Completions, &body.into()).ok_or("not resumable")?;

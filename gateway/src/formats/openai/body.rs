@@ -168,7 +168,7 @@ pub struct MediaName {
 /// A request body and its parsed routing fields.
 ///
 /// ```
-/// use pointsman_gateway::openai::{ClientPrompt, Edits, Endpoint, RequestBody};
+/// use pointsman_gateway::formats::openai::{ClientPrompt, Edits, Endpoint, RequestBody};
 ///
 /// let body = r#"{"model": "chat", "prompt": [1, 2, 3], "max_tokens": 5}"#;
 /// let parsed = RequestBody::parse(Endpoint::Completions, body.into())?;
@@ -177,7 +177,7 @@ pub struct MediaName {
 /// assert_eq!(parsed.body(Edits::default()), body);
 /// let sent = parsed.body(Edits { model: Some("base"), ..Edits::default() });
 /// assert_eq!(sent, r#"{"model": "base", "prompt": [1, 2, 3], "max_tokens": 5}"#);
-/// # Ok::<(), pointsman_gateway::openai::ApiError>(())
+/// # Ok::<(), pointsman_gateway::formats::openai::ApiError>(())
 /// ```
 #[derive(Clone)]
 pub struct RequestBody {

@@ -13,7 +13,8 @@ mod prompt;
 mod responses;
 
 pub use body::{ChatParts, ClientPrompt, Edits, Endpoint, MediaName, RequestBody};
-pub use error::{ApiError, ErrorType};
+pub(crate) use error::ErrorCode;
+pub use error::{ApiError, ErrorType, Limit};
 pub(crate) use fields::checked_text;
 pub(crate) use headers::{API_KEY, stripped_headers};
 pub use headers::{Authorization, ToWorker, request_id, request_options, to_client, to_worker};

@@ -8,11 +8,12 @@ use std::time::Duration;
 
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
-use metrics::Unit;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use metrics_util::MetricKindMask;
 use tokio::sync::Mutex;
 
+use crate::observe::metric::Metric;
+use crate::observe::process;
 use crate::observe::series::{Expiring, IDLE_MAX, LastingSeries};
 
 /// Duration buckets in seconds, from gateway overhead to long responses.
@@ -51,90 +52,78 @@ pub(crate) fn expiring() -> MetricKindMask {
 /// Content type of the page.
 const PAGE_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Metrics of the process and its listeners: name, kind, labels, description. `docs/operations.md` has the same table.
-pub(crate) const METRICS: &[(&str, Kind, &[&str], &str)] = &[
-    ("pointsman_build_info", Kind::Gauge, &["version"], "Always 1; the label is the running version."),
-    ("pointsman_gateway_connections", Kind::Gauge, &["listener"], "Open connections."),
-    (
+/// Metrics of the process and its listeners. `docs/operations.md` has the same table.
+pub(crate) const METRICS: &[Metric] = &[
+    Metric::gauge("pointsman_build_info", &["version"], "Always 1; the label is the running version."),
+    Metric::gauge("pointsman_gateway_connections", &["listener"], "Open connections."),
+    Metric::counter(
         "pointsman_gateway_handshakes_refused_total",
-        Kind::Counter,
         &["listener"],
         "TLS handshakes that failed or timed out.",
     ),
-    (
+    Metric::counter(
         "pointsman_gateway_accept_errors_total",
-        Kind::Counter,
         &["listener"],
         "Failed accepts, mostly for lack of descriptors.",
     ),
-    (
+    Metric::counter(
         "pointsman_gateway_connections_refused_total",
-        Kind::Counter,
         &["listener"],
         "Connections above the limit of the listener or of descriptors: rejected with 503 except probes.",
     ),
-    (
+    Metric::counter(
         "pointsman_gateway_admin_denied_total",
-        Kind::Counter,
         &[],
         "Requests to the administration listener without a valid token.",
     ),
-    (
+    Metric::counter(
         "pointsman_gateway_config_reloads_total",
-        Kind::Counter,
         &["result"],
         "Configuration reloads: `applied`, or `rejected` as a whole.",
     ),
-    (
+    Metric::gauge(
         "pointsman_gateway_config_last_reload_successful",
-        Kind::Gauge,
         &[],
         "1 if the last reload was applied or none has happened; 0 if it was rejected.",
     ),
-    (
+    Metric::gauge(
         "pointsman_gateway_config_applied_timestamp_seconds",
-        Kind::Gauge,
         &[],
         "Time at which the running configuration was applied, at startup or by a reload, in seconds since 1970.",
     ),
-    ("pointsman_gateway_config_restart_needed", Kind::Gauge, &[], "Number of changed settings that need a restart."),
-    (
+    Metric::gauge("pointsman_gateway_config_restart_needed", &[], "Number of changed settings that need a restart."),
+    Metric::counter(
         "pointsman_gateway_log_lines_dropped_total",
-        Kind::Counter,
         &[],
         "Log lines dropped because of a full buffer or a failed write.",
     ),
 ];
-
-/// Metric kind.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
-    Counter,
-    Gauge,
-}
 
 /// The metrics page.
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
     recorder: PrometheusHandle,
     lasting: LastingSeries,
+    /// Part of the page that another module renders.
+    further: fn() -> String,
     /// Locked while a page is rendered, to limit concurrency to one.
     render_lock: Arc<Mutex<()>>,
 }
 
 impl Metrics {
     /// Installs the recorder of the process on the first call; `None` if the embedding process has its own recorder.
-    /// Call before starting routers, because metric handles belong to the recorder at their creation.
-    pub(crate) fn install() -> Option<Self> {
+    /// Call before starting routers, because metric handles belong to the recorder at their creation. `further` renders
+    /// series that the recorder does not hold.
+    pub(crate) fn install(further: fn() -> String) -> Option<Self> {
         static INSTALLED: OnceLock<Option<Metrics>> = OnceLock::new();
         let install = || {
             let recorder = builder().build_recorder();
             let handle = recorder.handle();
             let (recorder, lasting) = Expiring::new(recorder);
             metrics::set_global_recorder(recorder).ok()?;
-            describe();
+            METRICS.iter().for_each(Metric::describe);
             metrics::gauge!("pointsman_build_info", "version" => env!("CARGO_PKG_VERSION")).set(1.0);
-            Some(Self { recorder: handle, lasting, render_lock: Arc::default() })
+            Some(Self { recorder: handle, lasting, further, render_lock: Arc::default() })
         };
         INSTALLED.get_or_init(install).clone()
     }
@@ -145,10 +134,8 @@ impl Metrics {
         let recorder = self.recorder.clone();
         self.lasting.touch();
         // Rendering thousands of series takes milliseconds, and /proc reads block.
-        let page = tokio::task::spawn_blocking(move || {
-            recorder.render() + &crate::pools::workers::page() + &crate::observe::process::page()
-        })
-        .await;
+        let further = self.further;
+        let page = tokio::task::spawn_blocking(move || recorder.render() + &further() + &process::page()).await;
         match page {
             Ok(page) => ([(header::CONTENT_TYPE, PAGE_TYPE)], page).into_response(),
             Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
@@ -192,15 +179,6 @@ fn builder() -> PrometheusBuilder {
     .and_then(|builder| builder.set_buckets(SECONDS))
     .map(|builder| builder.idle_timeout(expiring(), Some(IDLE_MAX)))
     .expect("bucket bounds are not empty")
-}
-
-fn describe() {
-    for &(name, kind, _, help) in METRICS {
-        match kind {
-            Kind::Counter => metrics::describe_counter!(name, Unit::Count, help),
-            Kind::Gauge => metrics::describe_gauge!(name, Unit::Count, help),
-        }
-    }
 }
 
 #[cfg(test)]

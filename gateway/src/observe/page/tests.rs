@@ -1,7 +1,8 @@
 use std::path::Path;
 
-use super::super::process;
-use super::{Kind, METRICS};
+use super::METRICS;
+use crate::observe::metric::Metric;
+use crate::observe::process;
 
 /// Page that lists the metrics of this module.
 const PAGE: &str = "../docs/operations.md";
@@ -10,11 +11,8 @@ const PAGE: &str = "../docs/operations.md";
 fn the_page_lists_exactly_these_metrics() {
     let page =
         std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE)).expect("documentation page exists");
-    let own = METRICS.iter().map(|(name, kind, labels, help)| {
-        let kind = match kind {
-            Kind::Counter => "counter",
-            Kind::Gauge => "gauge",
-        };
+    let own = METRICS.iter().map(|Metric { name, kind, labels, help }| {
+        let kind = kind.name();
         let labels: String = labels.iter().map(|label| format!(", `{label}`")).collect();
         format!("- `{name}` ({kind}{labels}): {help}")
     });

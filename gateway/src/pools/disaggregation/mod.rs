@@ -25,10 +25,13 @@ use self::sessions::LastTurns;
 use super::models::Model;
 use crate::formats::handover::{PromptLogprobs, Protocol, Transfer, bootstrap_room, p2p_request_id};
 use crate::net::upstream::{Upstream, UpstreamError};
-use crate::observe::requests::Metric;
+use crate::observe::metric::Metric;
 use crate::settings::DisaggregationSettings;
 
-pub(crate) const PREFILLS: Metric = Metric::counter(
+/// The metrics of this module.
+pub(crate) const METRICS: &[Metric] = &[PREFILLS];
+
+const PREFILLS: Metric = Metric::counter(
     "pointsman_gateway_prefills_total",
     &["model", "result"],
     "Requests to models with a prefill pool: `remote` with the prefill on another rank, `skipped` because little is left \

@@ -20,34 +20,37 @@ use pointsman::KvSourceStatus;
 use pointsman::ingest::RestoreState;
 use pointsman::snapshot::Snapshot;
 
-use crate::observe::requests::Metric;
+use crate::observe::metric::Metric;
 use crate::settings::ModelSettings;
 pub(crate) use siblings::join;
 pub(crate) use store::{store_last, store_periodically};
 pub(crate) use writer::{write_last, write_periodically};
 
-pub(crate) const RESTORES: Metric = Metric::counter(
+/// The metrics of this module.
+pub(crate) const METRICS: &[Metric] = &[RESTORES, WRITES, STORES, WRITTEN, BYTES];
+
+const RESTORES: Metric = Metric::counter(
     "pointsman_gateway_snapshot_restores_total",
     &["model", "source", "result"],
     "Index snapshots by source (`file`, `replica`, `store`) and result: `restored`, `absent`, `failed` (not readable), \
      or the reason of the refusal: `magic`, `version`, `checksum`, `layout`, `malformed`.",
 );
-pub(crate) const WRITES: Metric = Metric::counter(
+const WRITES: Metric = Metric::counter(
     "pointsman_gateway_snapshot_writes_total",
     &["model", "result"],
     "Writes of the index snapshot file by result: `written`, `empty` (no contents; the file is kept), `failed`.",
 );
-pub(crate) const STORES: Metric = Metric::counter(
+const STORES: Metric = Metric::counter(
     "pointsman_gateway_snapshot_stores_total",
     &["model", "result"],
     "Writes of the index snapshot to the object store of NATS by result: `stored`, `failed`.",
 );
-pub(crate) const WRITTEN: Metric = Metric::gauge(
+const WRITTEN: Metric = Metric::gauge(
     "pointsman_gateway_snapshot_written_timestamp_seconds",
     &["model"],
     "Time of the last write of the index snapshot file, in Unix time.",
 );
-pub(crate) const BYTES: Metric =
+const BYTES: Metric =
     Metric::gauge("pointsman_gateway_snapshot_bytes", &["model"], "Length of the last written index snapshot file.");
 
 /// Source of a snapshot.

@@ -6,10 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::{Durations, TABLES, WorkerMeters, WorkerTable, lock};
+use crate::observe::metric::Metric;
 use crate::observe::page::SECONDS;
-use crate::observe::requests::{
-    Metric, RetryReason, WORKER_FIRST_TOKEN, WORKER_REQUESTS, WORKER_RETRIES, WORKER_SECONDS,
-};
+use crate::observe::requests::{RetryReason, WORKER_FIRST_TOKEN, WORKER_REQUESTS, WORKER_RETRIES, WORKER_SECONDS};
 
 /// Renders the metrics of the workers of all models in this process. Two gateways in one process with the same model
 /// share its series, as in the recorder.

@@ -23,8 +23,8 @@ use super::link::{
 use super::outbox::Outbox;
 use super::seal::Side;
 use super::{Fetching, Joined, Peer, Shared, left, lock};
-use crate::replicas::host_of;
 use crate::replicas::meters::{PeerState, RefusalReason};
+use crate::settings::host_of;
 
 /// Interval of DNS resolution.
 const RESOLVE_INTERVAL: Duration = Duration::from_secs(5);

@@ -12,12 +12,11 @@ mod subject;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
-use std::str::FromStr as _;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_nats::connection::State;
-use async_nats::{Client, ConnectOptions, ServerAddr, Subscriber};
+use async_nats::{Client, ConnectOptions, Subscriber};
 use bytes::{BufMut as _, Bytes, BytesMut};
 use futures_util::StreamExt as _;
 use pointsman::ingest::Backoff;
@@ -111,16 +110,6 @@ impl NatsBus {
         }
         self.shared.members.send_replace(Arc::from([]));
     }
-}
-
-/// Whether the text is `nats://HOST:PORT` or `tls://HOST:PORT`, without a password.
-pub(crate) fn is_server_url(url: &str) -> bool {
-    let address = url.strip_prefix("nats://").or_else(|| url.strip_prefix("tls://"));
-    let parts = address.and_then(|address| address.rsplit_once(':'));
-    let is_complete = parts.is_some_and(|(host, port)| {
-        !host.is_empty() && !host.contains(['@', '/', '?']) && port.parse::<u16>().is_ok_and(|port| port > 0)
-    });
-    is_complete && ServerAddr::from_str(url).is_ok()
 }
 
 /// Connects, and serves until this replica leaves.
@@ -348,13 +337,5 @@ mod tests {
     fn queued_messages_have_their_subject() {
         assert_eq!(parts(&entry("a.b", b"payload")), Some(("a.b".to_owned(), Bytes::from_static(b"payload"))));
         assert_eq!(parts(&entry("a", b"")), Some(("a".to_owned(), Bytes::new())));
-    }
-
-    #[test]
-    fn servers_have_a_scheme_and_no_password() {
-        assert!(is_server_url("nats://127.0.0.1:4222") && is_server_url("tls://nats.llm:4222"));
-        for url in ["127.0.0.1:4222", "http://a:1", "nats://", "nats://user:secret@a:4222"] {
-            assert!(!is_server_url(url), "{url}");
-        }
     }
 }

@@ -119,7 +119,7 @@ const STRIPPED: [&str; 12] = [
 ///
 /// ```
 /// use axum::http::HeaderMap;
-/// use pointsman_gateway::openai::request_options;
+/// use pointsman_gateway::formats::openai::request_options;
 ///
 /// let mut headers = HeaderMap::new();
 /// headers.insert("x-pointsman-priority", "5".parse()?);

@@ -1,0 +1,102 @@
+//! Destinations and levels of the logs.
+
+use std::path::PathBuf;
+
+use tracing_subscriber::filter::{LevelFilter, Targets};
+
+/// Destination of the access log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AccessLog {
+    /// Disabled.
+    Off,
+    /// The standard output of the process.
+    Stdout,
+    /// The standard error of the process, beside the log.
+    Stderr,
+    /// Appended to this file.
+    File(PathBuf),
+}
+
+impl AccessLog {
+    /// Parses `gateway.access_log`; `None` if the value breaks the rule.
+    ///
+    /// ```
+    /// use pointsman_gateway::settings::AccessLog;
+    ///
+    /// assert_eq!(AccessLog::parse("stdout"), Some(AccessLog::Stdout));
+    /// assert_eq!(AccessLog::parse("/var/log/a.jsonl"), Some(AccessLog::File("/var/log/a.jsonl".into())));
+    /// assert_eq!(AccessLog::parse("access.jsonl"), None);
+    /// ```
+    #[must_use]
+    pub fn parse(value: &str) -> Option<Self> {
+        match value {
+            "off" => Some(Self::Off),
+            "stdout" => Some(Self::Stdout),
+            "stderr" => Some(Self::Stderr),
+            path => Some(PathBuf::from(path)).filter(|path| path.is_absolute()).map(Self::File),
+        }
+    }
+}
+
+/// Invalid `log_level`.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{level:?} is no log level, must be error, warn, info, debug, trace or off, or TARGET= and one of them")]
+pub struct LevelError {
+    /// The invalid part.
+    pub level: String,
+}
+
+/// Filter of a `log_level`: a level, targets with levels, or both, separated by commas. Targets that no part covers are
+/// disabled.
+///
+/// ```
+/// use pointsman_gateway::settings::parse_level;
+///
+/// let level = parse_level("info,pointsman::route=debug").unwrap();
+/// assert!(level.would_enable("pointsman::route", &tracing::Level::DEBUG));
+/// assert!(!level.would_enable("pointsman::queue", &tracing::Level::DEBUG));
+/// let error = parse_level("info,verbose").unwrap_err();
+/// assert!(error.to_string().starts_with("\"verbose\" is no log level"));
+/// ```
+///
+/// # Errors
+/// A part that is not a level.
+pub fn parse_level(level: &str) -> Result<Targets, LevelError> {
+    level.split(',').map(str::trim).try_fold(Targets::new(), |targets, part| {
+        let wrong = || LevelError { level: part.to_owned() };
+        let (target, level) = part.split_once('=').map_or((None, part), |(target, level)| (Some(target), level));
+        let level = named_level(level).ok_or_else(wrong)?;
+        match target {
+            None => Ok(targets.with_default(level)),
+            Some("") => Err(wrong()),
+            Some(target) => Ok(targets.with_target(target, level)),
+        }
+    })
+}
+
+fn named_level(name: &str) -> Option<LevelFilter> {
+    let levels = [
+        ("off", LevelFilter::OFF),
+        ("error", LevelFilter::ERROR),
+        ("warn", LevelFilter::WARN),
+        ("info", LevelFilter::INFO),
+        ("debug", LevelFilter::DEBUG),
+        ("trace", LevelFilter::TRACE),
+    ];
+    levels.into_iter().find(|(known, _)| name.eq_ignore_ascii_case(known)).map(|(_, level)| level)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn invalid_levels_are_rejected() {
+        for good in ["info", "WARN", "off", "info,pointsman=debug", "a::b=trace, warn"] {
+            assert!(parse_level(good).is_ok(), "{good}");
+        }
+        for (bad, part) in [("", ""), ("loud", "loud"), ("info,", ""), ("a=b", "a=b"), ("=info", "=info"), ("3", "3")] {
+            assert_eq!(parse_level(bad), Err(LevelError { level: part.to_owned() }), "{bad}");
+        }
+    }
+}
