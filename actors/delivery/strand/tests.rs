@@ -63,7 +63,7 @@ impl Race {
         let close = |_: &usize| {
             let strand = Strand::closed();
             *strand.first.state.lock().expect("no panic") = Some(Idle);
-            (0..self.queued).for_each(|n| strand.push(Arc::new(n)));
+            (0..self.queued).for_each(|n| strand.push(Envelope::Msg(Arc::new(n))));
             *current.lock().expect("no panic") = Arc::clone(&strand);
             start.wait();
             strand.close();
