@@ -12,7 +12,8 @@ use pointsman_gateway::app::Gateway;
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};
 
-use crate::common::admin::{ALIAS, AdminClient, MODEL, TOKEN, file, read, settings, until};
+use crate::common::admin::{ALIAS, AdminClient, MODEL, TOKEN, file, settings};
+use crate::common::proxy::{receive, until};
 
 /// Every route with a valid body. Routes that stop workers come last.
 const ROUTES: &[(&str, &str, &str)] = &[
@@ -58,7 +59,7 @@ async fn admin_routes_require_the_token() {
         ] {
             let answer = client.send_with_headers(method, path, body, headers).await;
             assert_eq!((answer.status, answer.code().as_str()), (401, "invalid_token"), "{method} {path} {headers:?}");
-            assert!(answer.head.contains("www-authenticate: bearer"), "{}", answer.head);
+            assert!(answer.head.contains("www-authenticate: Bearer"), "{}", answer.head);
             assert!(!String::from_utf8_lossy(&answer.body).contains(TOKEN));
         }
     }
@@ -142,7 +143,7 @@ async fn a_worker_is_added_drained_and_removed() {
         assert_eq!((answer.status, answer.code().as_str()), (409, "worker_draining"), "{method} {path}");
     }
     drop(placed);
-    let drained = read(drain).await;
+    let drained = receive(drain).await.expect("a response");
     assert_eq!((drained.status, &drained.json()["cut_off"]), (200, &json!(0)));
     assert_eq!(
         client.send("GET", "/admin/models/mock/workers", "").await.json(),
@@ -551,6 +552,6 @@ async fn shutdown_ends_waiting_admin_requests() {
     let drain = client.begin("POST", "/admin/models/mock/workers/1/drain", r#"{"timeout_ms":600000}"#).await;
     until("drain started", || router.workers().iter().all(|entry| entry.draining)).await;
     client.gateway.shutdown(Duration::ZERO).await;
-    assert_eq!(read(drain).await.status, 503);
+    assert_eq!(receive(drain).await.expect("a response").status, 503);
     drop(held);
 }

@@ -5,9 +5,9 @@ use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{Prompt, RouteRequest};
 use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
 use serde_json::{Value, json};
-use tokio::time::timeout;
 
-use crate::common::admin::{AdminClient, PATIENCE, read, settings, until};
+use crate::common::admin::{AdminClient, settings};
+use crate::common::proxy::{receive, until};
 
 const WORKERS: &str = "/admin/models/mock/workers";
 
@@ -65,7 +65,7 @@ async fn a_drain_in_progress_can_be_undone() {
     assert!(router.route(RouteRequest::new("refused", Prompt::Tokens(&[1]))).await.is_err());
     let undone = client.send("POST", &format!("{worker}/undrain"), "").await;
     assert_eq!((undone.status, &undone.json()["draining"]), (200, &json!(false)));
-    let drained = timeout(PATIENCE, read(drain)).await.expect("response before the timeout");
+    let drained = receive(drain).await.expect("a response");
     assert_eq!((drained.status, drained.code().as_str()), (409, "drain_undone"));
     drop(router.route(RouteRequest::new("next", Prompt::Tokens(&[1]))).await.expect("the worker accepts requests"));
     drop(held);

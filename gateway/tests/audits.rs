@@ -6,10 +6,9 @@ use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
 use pointsman::{KvAuditStatus, Router, RouterConfig};
 use pointsman_trial::mock::{Dialect, Fault, Faults, MockConfig, MockEngine};
 use serde_json::json;
-use tokio::time::{Duration, Instant, sleep, timeout};
+use tokio::time::{Duration, Instant, sleep};
 
-use crate::common::http::PATIENCE;
-use crate::common::proxy::request;
+use crate::common::proxy::{request, until};
 
 const BLOCK_SIZE: u32 = 4;
 
@@ -53,15 +52,6 @@ async fn serve(engine: &MockEngine, prompts: std::ops::Range<u32>) {
 
 fn audit(router: &Router) -> Option<KvAuditStatus> {
     router.kv_sources().into_iter().next().and_then(|source| source.audit)
-}
-
-async fn until(what: &str, mut is_true: impl FnMut() -> bool) {
-    let wait = async {
-        while !is_true() {
-            sleep(Duration::from_millis(5)).await;
-        }
-    };
-    assert!(timeout(PATIENCE, wait).await.is_ok(), "{what} before the timeout");
 }
 
 /// Waits for an audit that ends after this call with the result.

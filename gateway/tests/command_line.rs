@@ -13,8 +13,8 @@ use pointsman_trial::mock::{MockConfig, MockEngine};
 use tokio::time::timeout;
 
 use crate::common::admin::TOKEN;
-use crate::common::process::{PATIENCE, Process, serve};
-use crate::common::proxy::request;
+use crate::common::process::{Process, serve};
+use crate::common::proxy::{PATIENCE, request};
 
 fn pointsman(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));

@@ -5,7 +5,7 @@ use pointsman_gateway::app::top::TopOptions;
 use pointsman_trial::demo::{Demo, DemoConfig, Progress, Report};
 use tokio::time::timeout;
 
-use crate::common::http::PATIENCE;
+use crate::common::proxy::PATIENCE;
 use crate::demo_gateway::OneModel;
 
 fn config() -> DemoConfig {

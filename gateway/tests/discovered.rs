@@ -9,12 +9,10 @@ use pointsman::protocol::{LoadSource, WorkerConfig, WorkerRank};
 use pointsman::{KvSourceStatus, ProbeOptions, ProbedUrls, Prompt, RouteRequest, Router, RouterConfig};
 use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
 use serde_json::json;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
-use tokio::time::{sleep, timeout};
+
+use crate::common::proxy::{request, until};
 
 const BLOCK_SIZE: u32 = 16;
-const PATIENCE: Duration = Duration::from_secs(60);
 
 async fn engine(block_size: u32) -> MockEngine {
     let config = MockConfig {
@@ -26,31 +24,6 @@ async fn engine(block_size: u32) -> MockEngine {
         ..MockConfig::default()
     };
     MockEngine::start(config).await.expect("start succeeds")
-}
-
-/// Polls a published state, with a limit.
-async fn until(what: &str, router: &Router, mut holds: impl FnMut() -> bool) {
-    let wait = async {
-        while !holds() {
-            sleep(Duration::from_millis(2)).await;
-        }
-    };
-    let late = timeout(PATIENCE, wait).await.is_err();
-    assert!(!late, "{what}: {:?} {:?} {:?}", router.discovery(), router.kv_sources(), router.health());
-}
-
-async fn complete(engine: &MockEngine, rank: u32, tokens: &[u32]) {
-    let body = json!({ "prompt": tokens, "max_tokens": 1 }).to_string();
-    let head = format!(
-        "POST /v1/completions HTTP/1.1\r\nhost: engine\r\nconnection: close\r\nx-data-parallel-rank: {rank}\r\n\
-         content-length: {}\r\n\r\n",
-        body.len()
-    );
-    let mut stream = TcpStream::connect(engine.address()).await.expect("connection accepted");
-    stream.write_all(format!("{head}{body}").as_bytes()).await.expect("request written");
-    let mut answer = String::new();
-    timeout(PATIENCE, stream.read_to_string(&mut answer)).await.expect("response before the timeout").expect("whole");
-    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -70,7 +43,7 @@ async fn probed_engines_report_configuration_events_and_load() {
 
     let worker = derived_id(&good.url());
     let live = || router.kv_sources().iter().filter(|source| source.state == StreamState::Live).count();
-    until("both ranks are connected", &router, || live() == 2).await;
+    until("both ranks are connected", || live() == 2).await;
     let workers = router.workers();
     assert_eq!(workers.len(), 1, "the engine with another block size is rejected");
     assert_eq!((workers[0].worker, workers[0].config.data_parallel_size), (worker, 2));
@@ -80,10 +53,12 @@ async fn probed_engines_report_configuration_events_and_load() {
     let tokens: Vec<u32> = (0..100).collect();
     let placement = router.route(RouteRequest::new("first", Prompt::Tokens(&tokens))).await.expect("placed");
     let rank = placement.rank();
-    complete(&good, rank.rank, &tokens).await;
+    let body = json!({ "prompt": tokens, "max_tokens": 1 }).to_string();
+    let header = format!("x-data-parallel-rank: {}\r\n", rank.rank);
+    assert_eq!(request(good.address(), "POST", "/v1/completions", &header, body.as_bytes()).await.status, 200);
     drop(placement);
     good.quiet().await;
-    until("events are applied", &router, || {
+    until("events are applied", || {
         let next = good.sequence_next(u16::try_from(rank.rank).expect("two ranks"));
         let applied = |source: &KvSourceStatus| source.applied.map_or(0, |sequence| sequence + 1);
         router.kv_sources().iter().any(|source| source.rank == rank && applied(source) == next)
@@ -93,7 +68,7 @@ async fn probed_engines_report_configuration_events_and_load() {
     let again = router.route(RouteRequest::new("again", Prompt::Tokens(&tokens))).await.expect("placed");
     assert_eq!((again.rank(), again.cached_tokens()), (rank, 96));
 
-    until("engine load is reported", &router, || {
+    until("engine load is reported", || {
         let loads = router.engine_loads();
         let ranks: Vec<WorkerRank> = loads.iter().filter_map(|(rank, fact)| fact.map(|_| *rank)).collect();
         ranks == [WorkerRank::new(worker, 0), WorkerRank::new(worker, 1)]
@@ -103,7 +78,7 @@ async fn probed_engines_report_configuration_events_and_load() {
     // When an engine stops, the loss of its events is reported. The worker stays registered because its address is
     // still configured.
     good.shutdown().await;
-    until("event streams are closed", &router, || router.kv_sources().iter().all(|source| !source.connected)).await;
+    until("event streams are closed", || router.kv_sources().iter().all(|source| !source.connected)).await;
     assert_eq!(router.workers().len(), 1);
     other.shutdown().await;
 }
@@ -128,13 +103,13 @@ async fn event_ports_that_the_system_assigns_are_followed() {
         live.map(|source| source.endpoint).collect::<Vec<_>>()
     };
     let reported = || vec![engine.event_endpoint(0), engine.event_endpoint(1)];
-    until("both ranks are live", &router, || endpoints() == reported()).await;
+    until("both ranks are live", || endpoints() == reported()).await;
     let before = reported();
     engine.restart(Dialect::VllmMap).await.expect("restarted");
     assert_ne!(reported(), before, "other ports");
-    until("the new ports are followed", &router, || endpoints() == reported()).await;
+    until("the new ports are followed", || endpoints() == reported()).await;
     engine.restart(Dialect::VllmArray).await.expect("restarted");
-    until("this version does not report them", &router, || router.kv_sources().is_empty()).await;
+    until("this version does not report them", || router.kv_sources().is_empty()).await;
     assert_eq!(router.workers()[0].ranks.len(), 2, "the ranks stay");
     engine.shutdown().await;
 }
@@ -152,7 +127,7 @@ async fn an_openai_server_without_other_pages_joins() {
     let config = RouterConfig::default();
     let source = ProbedUrls::new([engine.url()], ProbeOptions::of(&config).model("mock")).expect("an address");
     let router = Router::builder(config).discovery(source).start().await.expect("start succeeds");
-    until("the worker joins", &router, || !router.workers().is_empty()).await;
+    until("the worker joins", || !router.workers().is_empty()).await;
     let unreported = router.workers()[0].config.unreported.keys().cloned().collect::<Vec<_>>();
     assert_eq!(unreported, ["KV cache size", "block size", "load"]);
     let placement = router.route(RouteRequest::new("first", Prompt::Tokens(&[1; 100]))).await.expect("placed");

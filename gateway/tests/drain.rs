@@ -11,16 +11,17 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
 
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::process::Command;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 
-use crate::common::process::{PATIENCE, Process, serve};
+use crate::common::directory::Directory;
+use crate::common::process::{Process, serve};
+use crate::common::proxy::{self, PATIENCE, eventually, kept, ready};
 
 /// Clients in the middle of a response.
 const STREAMS: usize = 500;
@@ -34,27 +35,12 @@ async fn start_with(engine: &MockEngine, flags: &[&str]) -> Process {
     let mut command = serve();
     command.args(flags).args(["--model", "mock", "--worker", &engine.url()]);
     let process = Process::start(command).await;
-    let ready = async {
-        while !exchange(process.address, "GET /ready", "").await.starts_with("HTTP/1.1 200") {
-            sleep(Duration::from_millis(20)).await;
-        }
-    };
-    timeout(PATIENCE, ready).await.expect("ready before the timeout");
+    ready(process.address).await;
     process
 }
 
-/// A complete response on a new connection.
-async fn exchange(address: SocketAddr, what: &str, body: &str) -> String {
-    let mut stream = TcpStream::connect(address).await.expect("connection accepted");
-    let length = body.len();
-    let head = format!("{what} HTTP/1.1\r\nhost: test\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n");
-    stream.write_all((head + body).as_bytes()).await.expect("connection is open");
-    let mut answer = String::new();
-    timeout(PATIENCE, stream.read_to_string(&mut answer))
-        .await
-        .expect("response before the timeout")
-        .expect("response received");
-    answer
+async fn get(address: SocketAddr, path: &str) -> u16 {
+    proxy::request(address, "GET", path, "", b"").await.status
 }
 
 /// A streamed response whose head and first bytes have arrived.
@@ -91,12 +77,7 @@ async fn a_drain_with_500_open_streams_breaks_none() {
     assert_eq!(ended, 0, "all streams are open");
 
     process.signal("TERM");
-    let closed = async {
-        while TcpStream::connect(process.address).await.is_ok() {
-            sleep(Duration::from_millis(20)).await;
-        }
-    };
-    timeout(PATIENCE, closed).await.expect("the listener closes before the timeout");
+    eventually("the listener closes", async || TcpStream::connect(process.address).await.is_err()).await;
     let mut ending = JoinSet::new();
     for (mut stream, mut received) in streams {
         ending.spawn(async move {
@@ -126,28 +107,6 @@ fn request(n: usize, max_tokens: u32) -> String {
     )
 }
 
-/// One complete response on a kept connection. `Err`: the bytes before the connection ended.
-async fn whole_answer(stream: &mut TcpStream) -> Result<String, String> {
-    let mut received = Vec::new();
-    loop {
-        let text = String::from_utf8_lossy(&received).into_owned();
-        let head_end = text.find("\r\n\r\n").map(|end| end + 4);
-        let length = text.to_lowercase().split_once("content-length: ").map(|(_, rest)| {
-            let digits: String = rest.chars().take_while(char::is_ascii_digit).collect();
-            digits.parse::<usize>().expect("a length")
-        });
-        match (head_end, length) {
-            (Some(end), Some(length)) if text.len() >= end + length => return Ok(text),
-            (Some(_), None) if text.ends_with("\r\n0\r\n\r\n") => return Ok(text),
-            _ => {}
-        }
-        match timeout(PATIENCE, stream.read_buf(&mut received)).await.expect("response before the timeout") {
-            Ok(1..) => {}
-            Ok(0) | Err(_) => return Err(text),
-        }
-    }
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_drain_answers_every_request_on_kept_connections() {
     const CLIENTS: usize = 200;
@@ -161,15 +120,12 @@ async fn a_drain_answers_every_request_on_kept_connections() {
             let mut stream = TcpStream::connect(address).await.expect("connection accepted");
             // Sends consecutive requests without a pause until a response ends the connection.
             for count in 1.. {
-                stream
-                    .write_all(request(n, 20).as_bytes())
-                    .await
-                    .map_err(|error| format!("request {count}: {error}"))?;
-                let answer = whole_answer(&mut stream).await.map_err(|got| format!("request {count}: {got:?}"))?;
+                let answer =
+                    kept(&mut stream, &request(n, 20)).await.map_err(|got| format!("request {count}: {got}"))?;
                 if count == 1 {
                     first.send(()).await.expect("the receiver is open");
                 }
-                if answer.contains("connection: close\r\n") {
+                if answer.header("connection") == Some("close") {
                     let end = timeout(PATIENCE, stream.read(&mut [0])).await.expect("end before the timeout");
                     return if matches!(end, Ok(0)) { Ok(answer) } else { Err(format!("no end: {end:?}")) };
                 }
@@ -178,17 +134,16 @@ async fn a_drain_answers_every_request_on_kept_connections() {
         });
     }
     let mut idle = TcpStream::connect(address).await.expect("connection accepted");
-    idle.write_all(request(CLIENTS, 1).as_bytes()).await.expect("connection is open");
-    whole_answer(&mut idle).await.expect("response received");
+    kept(&mut idle, &request(CLIENTS, 1)).await.expect("response received");
     for _ in 0..CLIENTS {
         timeout(PATIENCE, firsts.recv()).await.expect("completed before the timeout").expect("a client responds");
     }
     process.signal("TERM");
     let ended = timeout(PATIENCE, clients.join_all()).await.expect("all clients end before the timeout");
-    let lost: Vec<&String> = ended.iter().filter_map(|ended| ended.as_ref().err()).collect();
+    let lost: Vec<_> = ended.iter().filter_map(|ended| ended.as_ref().err()).collect();
     assert_eq!(lost.len(), 0, "{lost:?}");
-    let served = ended.iter().flatten().filter(|answer| answer.starts_with("HTTP/1.1 200 ")).count();
-    let refused = ended.iter().flatten().filter(|answer| answer.contains("\"draining\"")).count();
+    let served = ended.iter().flatten().filter(|answer| answer.status == 200).count();
+    let refused = ended.iter().flatten().filter(|answer| answer.text().contains("\"draining\"")).count();
     assert_eq!(served + refused, CLIENTS);
     let end = timeout(PATIENCE, idle.read(&mut [0])).await.expect("end before the timeout");
     assert_eq!(end.expect("a clean end"), 0, "an idle connection is closed");
@@ -201,30 +156,16 @@ async fn kept_connections_are_served_during_the_drain_delay() {
     let engine = engine(1.0).await;
     let flags = ["--listen", "127.0.0.1:0", "--set", "gateway.drain_delay_ms=600000"];
     let process = start_with(&engine, &flags).await;
-    let mut kept = TcpStream::connect(process.address).await.expect("connection accepted");
-    kept.write_all(request(0, 1).as_bytes()).await.expect("connection is open");
-    let before = whole_answer(&mut kept).await.expect("response received");
-    assert!(before.starts_with("HTTP/1.1 200 ") && !before.contains("connection: close"), "{before}");
+    let mut stream = TcpStream::connect(process.address).await.expect("connection accepted");
+    let before = kept(&mut stream, &request(0, 1)).await.expect("response received");
+    assert_eq!((before.status, before.header("connection")), (200, None), "{before:?}");
     process.signal("TERM");
-    let becomes_unready = async {
-        while !exchange(process.address, "GET /ready", "").await.starts_with("HTTP/1.1 503") {
-            sleep(Duration::from_millis(10)).await;
-        }
-    };
-    timeout(PATIENCE, becomes_unready).await.expect("completed before the timeout");
-    kept.write_all(request(0, 1).as_bytes()).await.expect("connection is open");
-    let during = whole_answer(&mut kept).await.expect("response received");
-    assert!(during.starts_with("HTTP/1.1 200 ") && during.contains("connection: close\r\n"), "{during}");
-    let end = timeout(PATIENCE, kept.read(&mut [0])).await.expect("end before the timeout");
+    eventually("it is not ready", async || get(process.address, "/ready").await == 503).await;
+    let during = kept(&mut stream, &request(0, 1)).await.expect("response received");
+    assert_eq!((during.status, during.header("connection")), (200, Some("close")), "{during:?}");
+    let end = timeout(PATIENCE, stream.read(&mut [0])).await.expect("end before the timeout");
     assert_eq!(end.expect("a clean end"), 0);
     engine.shutdown().await;
-}
-
-/// A directory for files of this test.
-fn directory(name: &str) -> std::path::PathBuf {
-    let directory = std::env::temp_dir().join(format!("pointsman-{name}-{}", std::process::id()));
-    std::fs::create_dir_all(&directory).expect("test directory created");
-    directory
 }
 
 /// A port without a listener.
@@ -236,8 +177,8 @@ fn free_address() -> String {
 #[tokio::test]
 async fn a_successor_starts_at_the_same_addresses_while_its_predecessor_drains() {
     let engine = engine(0.01).await;
-    let token = directory("successor").join("token");
-    std::fs::write(&token, "0123456789abcdef").expect("a file");
+    let directory = Directory::new();
+    let token = directory.write("token", "0123456789abcdef");
     let (listen, admin) = (free_address(), free_address());
     let token = token.to_str().expect("text");
     // The administration listener stays open until the exit.
@@ -246,20 +187,15 @@ async fn a_successor_starts_at_the_same_addresses_while_its_predecessor_drains()
     let (stream, _) = begun(first.address, 0, 1000).await;
     first.signal("TERM");
     first.logged("listener closed").await;
-    let closed = async {
-        while TcpStream::connect(first.address).await.is_ok() {
-            sleep(Duration::from_millis(20)).await;
-        }
-    };
-    timeout(PATIENCE, closed).await.expect("the listener closes before the timeout");
+    eventually("the listener closes", async || TcpStream::connect(first.address).await.is_err()).await;
 
     let second = start_with(&engine, &flags).await;
-    assert!(exchange(second.address, "GET /v1/models", "").await.starts_with("HTTP/1.1 200 "));
+    assert_eq!(get(second.address, "/v1/models").await, 200);
     assert!(first.child.try_wait().expect("process state").is_none(), "the first process still drains");
     drop(stream);
     assert_eq!(first.exit().await.code(), Some(0));
     // Only one process listens on the admin address.
-    assert!(exchange(admin.parse().expect("an address"), "GET /live", "").await.starts_with("HTTP/1.1 401 "));
+    assert_eq!(get(admin.parse().expect("an address"), "/live").await, 401);
     drop(second);
     engine.shutdown().await;
 }
@@ -272,7 +208,7 @@ async fn unused_signals_are_ignored_and_logged() {
         process.signal(signal);
         process.logged(&format!("SIG{signal}")).await;
     }
-    assert!(exchange(process.address, "GET /live", "").await.starts_with("HTTP/1.1 200 "));
+    assert_eq!(get(process.address, "/live").await, 200);
     process.signal("TERM");
     assert_eq!(process.exit().await.code(), Some(0));
     engine.shutdown().await;
@@ -282,18 +218,23 @@ async fn unused_signals_are_ignored_and_logged() {
 async fn startup_errors_use_the_log_format() {
     let taken = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("free port on loopback");
     let listen = taken.local_addr().expect("local address").to_string();
-    let model = ["--model", "m", "--worker", "http://127.0.0.1:9", "--log-format", "json"];
-    for (flags, expected) in [
-        (vec!["--listen", &listen], "cannot listen at"),
-        (vec!["--set", "gateway.attempts_max=0"], "gateway.attempts_max is 0"),
-        (vec!["--config", "/nowhere/pointsman.toml"], "/nowhere/pointsman.toml cannot be read"),
-        (vec!["--log-level", "off", "--listen", &listen], "cannot listen at"),
-    ] {
+    let run = async |flags: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
-        command.arg("serve").args(&flags).args(model).env_clear().kill_on_drop(true);
-        let output = timeout(PATIENCE, command.output()).await.expect("end before the timeout").expect("it ran");
+        command.args(["serve", "--model", "m", "--worker", "http://127.0.0.1:9"]).args(flags);
+        let output = timeout(PATIENCE, command.env_clear().kill_on_drop(true).output());
+        let output = output.await.expect("end before the timeout").expect("it ran");
         assert_eq!(output.status.code(), Some(2), "{flags:?}");
-        let said = String::from_utf8(output.stderr).expect("text");
+        String::from_utf8(output.stderr).expect("text")
+    };
+    let said = run(&["--listen", &listen]).await;
+    assert!(said.lines().any(|line| line.starts_with(&format!("error: cannot listen at {listen}: "))), "{said}");
+    for (flags, expected) in [
+        (["--listen", &listen, "--log-level", "info"], "cannot listen at"),
+        (["--listen", &listen, "--set", "gateway.attempts_max=0"], "gateway.attempts_max is 0"),
+        (["--listen", &listen, "--config", "/nowhere/pointsman.toml"], "/nowhere/pointsman.toml cannot be read"),
+        (["--listen", &listen, "--log-level", "off"], "cannot listen at"),
+    ] {
+        let said = run(&[&flags[..], &["--log-format", "json"]].concat()).await;
         let lines: Vec<serde_json::Value> =
             said.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("no JSON: {line}"))).collect();
         let last = lines.last().expect("a line");
@@ -305,29 +246,18 @@ async fn startup_errors_use_the_log_format() {
 #[tokio::test]
 async fn a_second_signal_ends_the_process() {
     let engine = engine(0.01).await;
-    let mut process = start(&engine).await;
-    let (mut stream, mut received) = begun(process.address, 0, 1000).await;
-    process.signal("TERM");
-    process.logged("listener closed").await;
-    process.signal("INT");
-    assert_eq!(process.exit().await.code(), Some(130));
-    let _ =
-        timeout(PATIENCE, stream.read_to_string(&mut received)).await.expect("connection closed before the timeout");
-    assert!(!received.contains("[DONE]"), "{received}");
+    for (signal, code) in [("INT", 130), ("TERM", 143)] {
+        let mut process = start(&engine).await;
+        let (mut stream, mut received) = begun(process.address, 0, 1000).await;
+        process.signal("TERM");
+        process.logged("listener closed").await;
+        process.signal(signal);
+        assert_eq!(process.exit().await.code(), Some(code));
+        let rest = timeout(PATIENCE, stream.read_to_string(&mut received)).await;
+        let _ = rest.expect("connection closed before the timeout");
+        assert!(!received.contains("[DONE]"), "{received}");
+    }
     engine.shutdown().await;
-}
-
-#[tokio::test]
-async fn startup_errors_are_one_line_with_exit_code_2() {
-    let taken = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("free port on loopback");
-    let listen = taken.local_addr().expect("local address").to_string();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
-    command.args(["serve", "--listen", &listen, "--model", "m", "--worker", "http://127.0.0.1:9"]).env_clear();
-    let output =
-        timeout(PATIENCE, command.kill_on_drop(true).output()).await.expect("end before the timeout").expect("it ran");
-    let said = String::from_utf8(output.stderr).expect("text");
-    assert_eq!(output.status.code(), Some(2), "{said}");
-    assert!(said.lines().any(|line| line.starts_with(&format!("error: cannot listen at {listen}: "))), "{said}");
 }
 
 /// Passes the standard input as the listening socket, as a service manager does.

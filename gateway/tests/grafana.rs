@@ -147,7 +147,7 @@ async fn a_metrics_page_has_every_metric_of_the_dashboard() {
         if missing.is_empty() {
             break;
         }
-        assert!(started.elapsed() < crate::common::admin::PATIENCE, "missing on the page: {missing:#?}");
+        assert!(started.elapsed() < crate::common::proxy::PATIENCE, "missing on the page: {missing:#?}");
         tokio::time::sleep(std::time::Duration::from_millis(100)).await;
     }
 }

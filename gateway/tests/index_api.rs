@@ -11,7 +11,8 @@ use pointsman_gateway::app::Gateway;
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};
 
-use crate::common::admin::{ALIAS, AdminClient, MODEL, TOKEN, file, settings, until};
+use crate::common::admin::{ALIAS, AdminClient, MODEL, TOKEN, file, settings};
+use crate::common::proxy::until;
 
 const INDEX_TOKEN: &str = "index-0123456789ab";
 

@@ -7,10 +7,10 @@ use pointsman_gateway::settings::{Settings, TenantSettings};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};
 use tokio::io::AsyncReadExt as _;
-use tokio::time::{Duration, sleep, timeout};
+use tokio::time::timeout;
 
 use crate::common::admin::file;
-use crate::common::proxy::{Answer, PATIENCE, gateway, get, request, send, settings, worker};
+use crate::common::proxy::{Answer, PATIENCE, eventually, gateway, get, request, send, settings, worker};
 
 const COMPLETIONS: &str = "/v1/completions";
 
@@ -39,15 +39,7 @@ async fn complete(gateway: &Gateway, tenant: &str, prompt_tokens: u32, max_token
 
 async fn until_series(gateway: &Gateway, series: &str, expected: u64) {
     let line = format!("{series} {expected}");
-    let shown = async || get(gateway, "/metrics").await.text().to_owned();
-    let wait = async {
-        while !shown().await.lines().any(|shown| shown == line) {
-            sleep(Duration::from_millis(5)).await;
-        }
-    };
-    if timeout(PATIENCE, wait).await.is_err() {
-        panic!("no {line} in {}", shown().await);
-    }
+    eventually(&line, async || get(gateway, "/metrics").await.text().lines().any(|shown| shown == line)).await;
 }
 
 fn retry_after(answer: &Answer) -> u64 {
@@ -119,12 +111,7 @@ async fn requests_in_flight_are_limited_until_their_response_or_their_client_has
     assert_eq!((second.status, second.code().as_str()), (429, "concurrency_limit_exceeded"), "{second:?}");
     assert_eq!(retry_after(&second), 1);
     drop(stream);
-    let freed = async {
-        while complete(&gateway, "narrow", 1, 1).await.status != 200 {
-            sleep(Duration::from_millis(5)).await;
-        }
-    };
-    timeout(PATIENCE, freed).await.expect("the client has gone");
+    eventually("the client has gone", async || complete(&gateway, "narrow", 1, 1).await.status == 200).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

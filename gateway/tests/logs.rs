@@ -4,21 +4,20 @@
 #![cfg(unix)]
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use pointsman::policy::Policy;
 use pointsman::protocol::KvEventsConfig;
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncRead, BufReader};
 use tokio::process::{Child, Command};
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 
+use crate::common::directory::Directory;
 use crate::common::proxy::{
-    Act, Answer, PATIENCE, Scripted, answer, at_rest, gateway, post, request, send, settings, stream, stream_end,
-    until, worker,
+    Act, Answer, PATIENCE, Scripted, answer, at_rest, gateway, post, ready, request, send, settings, stream,
+    stream_end, until, worker,
 };
 
 const KEY: &str = "acme-key-0123456789";
@@ -29,7 +28,7 @@ struct Process {
     address: SocketAddr,
     log: Lines,
     access: Lines,
-    directory: PathBuf,
+    directory: Directory,
 }
 
 /// The lines of one output so far.
@@ -65,16 +64,15 @@ impl Lines {
 }
 
 impl Process {
-    /// Starts `serve` with these settings. `NAME` in them stands for the directory of `files`.
-    async fn start(name: &str, settings: &str, files: &[(&str, &str)]) -> Self {
-        let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).expect("a directory");
+    /// Starts `serve` with these settings in the directory of `files`.
+    async fn start(settings: &str, files: &[(&str, &str)]) -> Self {
+        let directory = Directory::new();
         for (file, content) in files.iter().chain(&[("gateway.toml", settings)]) {
-            std::fs::write(directory.join(file), content).expect("file written");
+            directory.write(file, content);
         }
         let mut command = Command::new(env!("CARGO_BIN_EXE_pointsman"));
         command.args(["serve", "--listen", "127.0.0.1:0", "--log-format", "json", "--config", "gateway.toml"]);
-        command.current_dir(&directory).env_clear().kill_on_drop(true);
+        command.current_dir(directory.path()).env_clear().kill_on_drop(true);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("the binary is there");
         let log = Lines::of(child.stderr.take().expect("stream is piped"));
@@ -82,16 +80,6 @@ impl Process {
         let listening = log.wait_for("listening", |line| line["message"] == "listening").await;
         let address = listening["address"].as_str().expect("an address").parse().expect("an address");
         Self { child, address, log, access, directory }
-    }
-
-    /// Waits until a worker is ready. Probes write no access line.
-    async fn ready(&self) {
-        let wait = async {
-            while request(self.address, "GET", "/ready", "", b"").await.status != 200 {
-                sleep(Duration::from_millis(10)).await;
-            }
-        };
-        timeout(PATIENCE, wait).await.expect("the gateway becomes ready");
     }
 
     async fn post(&self, id: &str, key: &str, body: &Value) -> Answer {
@@ -103,12 +91,6 @@ impl Process {
     /// The access line of this request.
     async fn line(&self, id: &str) -> Value {
         self.access.wait_for(&format!("an access line of {id}"), |line| line["request_id"] == id).await
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.directory);
     }
 }
 
@@ -126,12 +108,6 @@ const USAGE: &str = r#"{"prompt_tokens":40,"completion_tokens":2,"prompt_tokens_
 
 const CHUNK: &str = "data: {\"choices\":[{\"delta\":{\"content\":\"a\"}}]}\n\n";
 
-fn json_answer(status: &str, body: &str) -> Vec<Act> {
-    let length = body.len();
-    let head = format!("HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n");
-    vec![Act::Send((head + body).into_bytes())]
-}
-
 fn script(n: usize) -> Vec<Act> {
     let whole = format!(
         r#"{{"choices":[{{"message":{{"role":"assistant","content":"hi"}},"finish_reason":"stop"}}],"usage":{USAGE}}}"#
@@ -143,11 +119,11 @@ fn script(n: usize) -> Vec<Act> {
             );
             stream(&[CHUNK, &end]).into_iter().chain([stream_end()]).collect()
         }
-        1 => json_answer("200 OK", &whole),
+        1 => answer("200 OK", &whole),
         2 => stream(&[CHUNK]).into_iter().chain([Act::Close]).collect(),
-        3 => json_answer("400 Bad Request", r#"{"error":{"message":"no"}}"#),
+        3 => answer("400 Bad Request", r#"{"error":{"message":"no"}}"#),
         4 => answer("500 Internal Server Error", ""),
-        5 => json_answer("200 OK", &whole),
+        5 => answer("200 OK", &whole),
         _ => vec![Act::Hang],
     }
 }
@@ -175,8 +151,8 @@ async fn each_request_writes_one_access_line() {
         worker.url()
     );
     let files = [("salt", "0123456789abcdef0123456789abcdef"), ("keys", KEY)];
-    let process = Process::start("access", &settings, &files).await;
-    process.ready().await;
+    let process = Process::start(&settings, &files).await;
+    ready(process.address).await;
     process.log.message("worker joined").await;
     let chat = |stream: bool| json!({ "model": "mock", "stream": stream, "messages": [{ "role": "user", "content": "the secret prompt" }] });
 
@@ -268,19 +244,19 @@ async fn the_access_log_supports_files_and_off() {
         )
     };
     let chat = json!({ "messages": [{ "role": "user", "content": "hi" }] });
-    let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("access-{}.jsonl", std::process::id()));
-    let mut process = Process::start("access-file", &settings(file.to_str().expect("text")), &[]).await;
-    process.ready().await;
+    let directory = Directory::new();
+    let file = directory.path().join("access.jsonl");
+    let mut process = Process::start(&settings(file.to_str().expect("text")), &[]).await;
+    ready(process.address).await;
     assert_eq!(process.post("one", KEY, &chat).await.status, 200);
     end(&mut process.child).await;
     let written = std::fs::read_to_string(&file).expect("file is readable");
-    let _ = std::fs::remove_file(&file);
     let line: Value = serde_json::from_str(&written).expect("one JSON line");
     assert_eq!((&line["request_id"], &line["status"]), (&json!("one"), &json!(200)));
     assert_eq!(process.access.all(), Vec::<Value>::new());
 
-    let mut process = Process::start("access-off", &settings("off"), &[]).await;
-    process.ready().await;
+    let mut process = Process::start(&settings("off"), &[]).await;
+    ready(process.address).await;
     assert_eq!(process.post("one", KEY, &chat).await.status, 200);
     end(&mut process.child).await;
     assert_eq!(process.access.all(), Vec::<Value>::new());
@@ -296,7 +272,7 @@ async fn end(child: &mut Child) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_log_follows_workers_by_their_endpoints() {
-    let worker = Scripted::start(|_| json_answer("200 OK", "{}")).await;
+    let worker = Scripted::start(|_| answer("200 OK", "{}")).await;
     // The port of a stopped listener refuses connections.
     let gone = Scripted::start(|_| Vec::new()).await.url();
     let settings = r#"
@@ -311,8 +287,7 @@ async fn the_log_follows_workers_by_their_endpoints() {
         [models.tokens]
         source = "none"
     "#;
-    let process =
-        Process::start("workers", settings, &[("workers.json", "garbage"), ("token", "0123456789abcdef")]).await;
+    let process = Process::start(settings, &[("workers.json", "garbage"), ("token", "0123456789abcdef")]).await;
     let listening = process.log.message("listening").await;
     assert!(listening["admin_address"].as_str().is_some_and(|it| it.parse::<SocketAddr>().is_ok()), "{listening}");
     let failed = process.log.message("discovery source failed").await;
@@ -324,9 +299,8 @@ async fn the_log_follows_workers_by_their_endpoints() {
 
     let write = |workers: &[&str]| {
         let workers: Vec<Value> = workers.iter().map(|url| json!({ "url": url })).collect();
-        let (file, next) = (process.directory.join("workers.json"), process.directory.join("next.json"));
-        std::fs::write(&next, json!({ "workers": workers }).to_string()).expect("file written");
-        std::fs::rename(next, file).expect("file renamed");
+        let next = process.directory.write("next.json", json!({ "workers": workers }).to_string());
+        std::fs::rename(&next, next.with_file_name("workers.json")).expect("file renamed");
     };
     let url = worker.url();
     let of =
@@ -340,7 +314,7 @@ async fn the_log_follows_workers_by_their_endpoints() {
     assert_eq!((&ejected["rank"], &ejected["level"]), (&json!(0), &json!("WARN")));
     write(&[]);
     process.log.wait_for("worker left", of("worker left", url)).await;
-    std::fs::write(process.directory.join("workers.json"), "garbage").expect("file written");
+    process.directory.write("workers.json", "garbage");
     let in_force = "its last valid set of workers stays in force";
     process
         .log

@@ -8,12 +8,13 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use pointsman_trial::mock::{MockConfig, MockEngine};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use crate::common::process::{PATIENCE, Process, serve};
+use crate::common::process::{Process, serve};
+use crate::common::proxy::{PATIENCE, eventually, ready, request};
 
 const MIB: u64 = 1 << 20;
 
@@ -48,28 +49,14 @@ impl Measured {
     }
 
     /// The status of the response to a small request.
-    async fn small(&self) -> String {
-        let body = r#"{"model":"mock","max_tokens":1,"messages":[{"role":"user","content":"hello"}]}"#;
-        let mut stream = TcpStream::connect(self.0.address).await.expect("connection accepted");
-        stream.write_all((head(body.len() as u64) + body).as_bytes()).await.expect("connection is open");
-        let mut status = [0; 12];
-        timeout(PATIENCE, stream.read_exact(&mut status))
-            .await
-            .expect("completed before the timeout")
-            .expect("response received");
-        String::from_utf8_lossy(&status[9..]).into_owned()
+    async fn small(&self) -> u16 {
+        let body = br#"{"model":"mock","max_tokens":1,"messages":[{"role":"user","content":"hello"}]}"#;
+        request(self.0.address, "POST", "/v1/chat/completions", "", body).await.status
     }
 
     async fn metric(&self, name: &str) -> f64 {
-        let mut stream = TcpStream::connect(self.0.address).await.expect("connection accepted");
-        let request = "GET /metrics HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n";
-        stream.write_all(request.as_bytes()).await.expect("connection is open");
-        let mut page = String::new();
-        timeout(PATIENCE, stream.read_to_string(&mut page))
-            .await
-            .expect("completed before the timeout")
-            .expect("response received");
-        let value = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        let page = request(self.0.address, "GET", "/metrics", "", b"").await;
+        let value = page.text().lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
         value.unwrap_or_else(|| panic!("no {name} on the page")).parse().expect("a number")
     }
 }
@@ -103,12 +90,7 @@ async fn unfinished_bodies_stay_within_the_budget_and_are_freed() {
     let engine =
         MockEngine::start(MockConfig { time_scale: 100.0, ..MockConfig::default() }).await.expect("start succeeds");
     let process = Measured::start(&engine).await;
-    let served = async {
-        while process.small().await != "200" {
-            sleep(Duration::from_millis(20)).await;
-        }
-    };
-    timeout(PATIENCE, served).await.expect("serving before the timeout");
+    ready(process.0.address).await;
     let idle = process.resident_bytes();
     let mut peak = 0;
     for _ in 0..6 {
@@ -149,15 +131,11 @@ async fn slow_bodies_do_not_block_other_requests() {
         slow.spawn(unfinished(process.0.address));
     }
     let slow = timeout(PATIENCE, slow.join_all()).await.expect("sent before the timeout");
-    let exhausted = async {
-        while process.metric("pointsman_gateway_bodies_rejected_total").await == 0.0 {
-            sleep(Duration::from_millis(20)).await;
-        }
-    };
-    timeout(PATIENCE, exhausted).await.expect("budget exhausted before the timeout");
+    let rejected = async || process.metric("pointsman_gateway_bodies_rejected_total").await;
+    eventually("the budget is exhausted", async || rejected().await > 0.0).await;
     let held = process.metric("pointsman_gateway_body_bytes").await;
     let served = async {
-        while process.small().await != "200" {
+        while process.small().await != 200 {
             sleep(Duration::from_millis(50)).await;
         }
     };

@@ -1,11 +1,10 @@
 //! Anthropic Messages through the gateway: translated, passed, counted, rejected and aborted.
 
-use std::path::PathBuf;
-
 use pointsman_gateway::settings::{ConfigFile, MessagesMode, Settings, Sources, TenantSettings, TokenSourceChoice};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value as Json, json};
 
+use crate::common::directory::Directory;
 use crate::common::proxy::{
     Act, Answer, Scripted, answer, at_rest, gateway, get, post, receive, request, send, settings, stream, stream_end,
     until, worker,
@@ -279,23 +278,6 @@ async fn failed_workers_are_replaced() {
     assert_eq!(fine.requests().len(), 2);
 }
 
-/// A file of this process, removed at the end of the test.
-struct SecretFile(PathBuf);
-
-impl SecretFile {
-    fn new(name: &str, content: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("pointsman-messages-{}-{name}", std::process::id()));
-        std::fs::write(&path, content).expect("file written");
-        Self(path)
-    }
-}
-
-impl Drop for SecretFile {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tenants_send_their_key_in_either_header() {
     for mode in [MessagesMode::Translate, MessagesMode::Pass] {
@@ -306,11 +288,10 @@ async fn tenants_send_their_key_in_either_header() {
 async fn send_keys_of_tenants(mode: MessagesMode) {
     const FINE: &str = "{\"choices\":[{\"message\":{\"content\":\"fine\"},\"finish_reason\":\"stop\"}]}";
     let scripted = Scripted::start(|_| answer("200 OK", FINE)).await;
-    let (salt, keys) =
-        (SecretFile::new("salt", "0123456789abcdef"), SecretFile::new("keys", "tenant-key-0123456789\n"));
+    let directory = Directory::new();
     let mut settings = messages_mode(settings(vec![worker(1, &scripted.url(), 1)]), mode);
-    settings.gateway.salt_secret_file = Some(salt.0.clone());
-    let keys_file = keys.0.clone();
+    settings.gateway.salt_secret_file = Some(directory.write("salt", "0123456789abcdef"));
+    let keys_file = directory.write("keys", "tenant-key-0123456789\n");
     settings.tenants = vec![TenantSettings { name: "acme".to_owned(), keys_file, ..TenantSettings::default() }];
     let gateway = gateway(settings).await;
     let body = body(false).to_string();

@@ -8,21 +8,21 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
 
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
 use serde_json::Value;
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
-use crate::common::process::{PATIENCE, Process, serve};
+use crate::common::directory::Directory;
+use crate::common::process::{Process, serve};
+use crate::common::proxy::{PATIENCE, eventually, kept, request};
 
 const TOKEN: &str = "admin-token-0123456789";
 const OTHER_TOKEN: &str = "other-token-0123456789";
@@ -32,28 +32,27 @@ const OTHER_KEY: &str = "other-client-key-0123456789";
 /// A gateway process with a directory of files.
 struct Reloaded {
     process: Process,
-    directory: PathBuf,
+    directory: Directory,
     clients: SocketAddr,
     admin: SocketAddr,
 }
 
 impl Reloaded {
     /// Starts with these settings. `files` are written beside them.
-    async fn start(name: &str, config: &str, files: &[(&str, &str)]) -> Self {
-        let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).expect("test directory created");
+    async fn start(config: &str, files: &[(&str, &str)]) -> Self {
+        let directory = Directory::new();
         for (file, content) in [("token", TOKEN), ("pointsman.toml", config)].iter().chain(files) {
-            std::fs::write(directory.join(file), content).expect("file written");
+            directory.write(file, content);
         }
         let mut command = serve();
-        command.arg("--config").arg(directory.join("pointsman.toml"));
+        command.arg("--config").arg(directory.path().join("pointsman.toml"));
         let process = Process::start(command).await;
         let (clients, admin) = (process.address, process.admin.expect("an address for operators"));
         Self { process, directory, clients, admin }
     }
 
     fn write(&self, file: &str, content: impl AsRef<[u8]>) {
-        std::fs::write(self.directory.join(file), content).expect("the file is written");
+        self.directory.write(file, content);
     }
 
     /// Reloads by SIGHUP and waits until the reload is applied.
@@ -64,16 +63,16 @@ impl Reloaded {
 
     /// Status and response of the admin API.
     async fn admin(&self, what: &str, token: &str) -> (u16, Value) {
-        let stream = TcpStream::connect(self.admin).await.expect("connection accepted");
-        let head = format!("{what} HTTP/1.1\r\nhost: test\r\nauthorization: Bearer {token}\r\nconnection: close\r\n");
-        let (status, body) = exchange(stream, &(head + "content-length: 0\r\n\r\n")).await;
-        (status, serde_json::from_str(&body).unwrap_or(Value::String(body)))
+        let (method, path) = what.split_once(' ').expect("a method");
+        let answer = request(self.admin, method, path, &format!("authorization: Bearer {token}\r\n"), b"").await;
+        let body = answer.text().to_owned();
+        (answer.status, serde_json::from_str(&body).unwrap_or(Value::String(body)))
     }
 
     /// The status of a request for one token of this model on a new connection.
     async fn complete(&self, model: &str, key: &str) -> u16 {
-        let stream = TcpStream::connect(self.clients).await.expect("connection accepted");
-        exchange(stream, &completion(model, key, "connection: close\r\n")).await.0
+        let mut stream = TcpStream::connect(self.clients).await.expect("connection accepted");
+        kept(&mut stream, &completion(3, model, key)).await.expect("a response").status
     }
 
     async fn metric(&self, line: &str) -> Option<f64> {
@@ -84,59 +83,14 @@ impl Reloaded {
     }
 }
 
-impl Drop for Reloaded {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.directory);
-    }
-}
-
-fn completion(model: &str, key: &str, header: &str) -> String {
-    completion_of(3, model, key, header)
-}
-
-fn completion_of(tokens: usize, model: &str, key: &str, header: &str) -> String {
+fn completion(tokens: usize, model: &str, key: &str) -> String {
     let prompt: Vec<usize> = (1..=tokens).collect();
     let body = format!(r#"{{"model":"{model}","prompt":{prompt:?},"max_tokens":1}}"#);
     let length = body.len();
     format!(
         "POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n\
-         authorization: Bearer {key}\r\n{header}content-length: {length}\r\n\r\n{body}"
+         authorization: Bearer {key}\r\ncontent-length: {length}\r\n\r\n{body}"
     )
-}
-
-/// Sends a request and reads everything until the end of the connection.
-async fn exchange(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: &str) -> (u16, String) {
-    stream.write_all(request.as_bytes()).await.expect("connection is open");
-    let mut answer = String::new();
-    timeout(PATIENCE, stream.read_to_string(&mut answer))
-        .await
-        .expect("response before the timeout")
-        .expect("response received");
-    let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
-    (head[9..12].parse().expect("a status"), body.to_owned())
-}
-
-/// The status of one response with a content length on a kept connection.
-async fn kept(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), request: &str) -> Result<u16, String> {
-    stream.write_all(request.as_bytes()).await.map_err(|error| error.to_string())?;
-    let mut received = Vec::new();
-    loop {
-        let text = String::from_utf8_lossy(&received).to_lowercase();
-        if let Some((head, body)) = text.split_once("\r\n\r\n") {
-            let length = head.split("content-length: ").nth(1).and_then(|rest| rest.split("\r\n").next());
-            let is_whole = match length {
-                Some(length) => body.len() >= length.parse().expect("a length"),
-                None => body.ends_with("0\r\n\r\n"),
-            };
-            if is_whole {
-                return Ok(head[9..12].parse().expect("a status"));
-            }
-        }
-        match timeout(PATIENCE, stream.read_buf(&mut received)).await.expect("response before the timeout") {
-            Ok(1..) => {}
-            ended => return Err(format!("{ended:?} after {text:?}")),
-        }
-    }
 }
 
 async fn engine() -> MockEngine {
@@ -159,15 +113,6 @@ fn model(name: &str, engines: &[&MockEngine]) -> String {
 const TENANT: &str = "[[tenants]]\nname = \"acme\"\nkeys_file = \"keys\"\n";
 const SALT: (&str, &str) = ("salt", "0123456789abcdef");
 
-async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
-    let wait = async {
-        while !holds().await {
-            sleep(Duration::from_millis(10)).await;
-        }
-    };
-    assert!(timeout(PATIENCE, wait).await.is_ok(), "timed out: {what}");
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn reloads_under_load_lose_no_request() {
     const CLIENTS: usize = 8;
@@ -176,7 +121,7 @@ async fn reloads_under_load_lose_no_request() {
         let gateway = format!("salt_secret_file = \"salt\"\nbody_bytes_max = {body_bytes_max}");
         config(&gateway, &(model("mock", engines) + TENANT))
     };
-    let mut process = Reloaded::start("reload-load", &settings(&[&one], 1_000_000), &[SALT, ("keys", KEY)]).await;
+    let mut process = Reloaded::start(&settings(&[&one], 1_000_000), &[SALT, ("keys", KEY)]).await;
     eventually("it serves", async || process.complete("mock", KEY).await == 200).await;
 
     let (stop, served) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
@@ -187,8 +132,8 @@ async fn reloads_under_load_lose_no_request() {
             let mut stream = TcpStream::connect(address).await.expect("connection accepted");
             // All requests use one connection: no reload closes it.
             while !stop.load(Ordering::Relaxed) {
-                match kept(&mut stream, &completion("mock", KEY, "")).await {
-                    Ok(200) => drop(served.fetch_add(1, Ordering::Relaxed)),
+                match kept(&mut stream, &completion(3, "mock", KEY)).await {
+                    Ok(answer) if answer.status == 200 => drop(served.fetch_add(1, Ordering::Relaxed)),
                     other => return Err(format!("{other:?}")),
                 }
             }
@@ -235,9 +180,9 @@ async fn reloads_under_load_lose_no_request() {
     process.write("pointsman.toml", settings(&[&one], 1024));
     process.reload().await;
     assert_eq!([process.complete("mock", KEY).await, process.complete("mock", OTHER_KEY).await], [401, 200]);
-    let stream = TcpStream::connect(process.clients).await.expect("connection accepted");
-    let long = completion_of(1000, "mock", OTHER_KEY, "connection: close\r\n");
-    assert_eq!(exchange(stream, &long).await.0, 413, "the body limit equals that of the file");
+    let mut stream = TcpStream::connect(process.clients).await.expect("connection accepted");
+    let long = kept(&mut stream, &completion(1000, "mock", OTHER_KEY)).await.expect("a response");
+    assert_eq!(long.status, 413, "the body limit equals that of the file");
     assert_eq!(process.metric("pointsman_gateway_config_reloads_total{result=\"applied\"}").await, Some(6.0));
     one.shutdown().await;
     other.shutdown().await;
@@ -247,7 +192,7 @@ async fn reloads_under_load_lose_no_request() {
 async fn invalid_reloads_are_reported_and_change_nothing() {
     let engine = engine().await;
     let good = config("salt_secret_file = \"salt\"", &(model("mock", &[&engine]) + TENANT));
-    let mut process = Reloaded::start("reload-bad", &good, &[SALT, ("keys", KEY)]).await;
+    let mut process = Reloaded::start(&good, &[SALT, ("keys", KEY)]).await;
     eventually("it serves", async || process.complete("mock", KEY).await == 200).await;
     let (_, status) = process.admin("GET /admin/reload", TOKEN).await;
     assert_eq!((&status["last"], &status["is_current"]), (&Value::Null, &Value::Bool(true)));
@@ -306,7 +251,7 @@ async fn invalid_reloads_are_reported_and_change_nothing() {
 async fn reloads_add_and_remove_models_and_list_restart_settings() {
     let engine = engine().await;
     let (mock, second) = (model("mock", &[&engine]), model("second", &[&engine]));
-    let mut process = Reloaded::start("reload-models", &config("", &mock), &[]).await;
+    let mut process = Reloaded::start(&config("", &mock), &[]).await;
     eventually("it serves", async || process.complete("mock", KEY).await == 200).await;
     assert_eq!(process.complete("second", KEY).await, 404);
 
@@ -365,11 +310,13 @@ async fn new_connections_use_a_renewed_certificate() {
     let (chain, key) = (read("test-only.crt"), read("test-only.key"));
     let gateway = "tls_certificate_file = \"tls.crt\"\ntls_key_file = \"tls.key\"";
     let settings = config(gateway, "[[models]]\nname = \"mock\"\n");
-    let mut process = Reloaded::start("reload-tls", &settings, &[("tls.crt", &chain), ("tls.key", &key)]).await;
-    let live = "GET /live HTTP/1.1\r\nhost: test\r\n\r\n";
+    let mut process = Reloaded::start(&settings, &[("tls.crt", &chain), ("tls.key", &key)]).await;
+    let status = async |stream: &mut TlsStream<TcpStream>| {
+        kept(stream, "GET /live HTTP/1.1\r\nhost: test\r\n\r\n").await.expect("a response").status
+    };
     let (mut before, shown) = shake_hands(process.clients).await;
     assert_eq!(shown, certificate("test-only.crt"));
-    assert_eq!(kept(&mut before, live).await, Ok(200));
+    assert_eq!(status(&mut before).await, 200);
 
     // A certificate without its key is rejected.
     process.write("tls.crt", read("other-test-only.crt"));
@@ -382,8 +329,8 @@ async fn new_connections_use_a_renewed_certificate() {
     process.reload().await;
     let (mut after, shown) = shake_hands(process.clients).await;
     assert_eq!(shown, certificate("other-test-only.crt"));
-    assert_eq!(kept(&mut after, live).await, Ok(200));
-    assert_eq!(kept(&mut before, live).await, Ok(200));
+    assert_eq!(status(&mut after).await, 200);
+    assert_eq!(status(&mut before).await, 200);
 }
 
 #[tokio::test]
@@ -401,7 +348,7 @@ async fn changed_files_of_a_tokenizer_are_read_again() {
     "#;
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/tokenizer.json");
     let tokenizer = std::fs::read_to_string(data).expect("a tokenizer");
-    let reloaded = Reloaded::start("reload-tokenizer", config, &[("tokenizer.json", &tokenizer)]).await;
+    let reloaded = Reloaded::start(config, &[("tokenizer.json", &tokenizer)]).await;
     assert_eq!(reloaded.admin("POST /admin/reload", TOKEN).await.0, 200);
     reloaded.write("tokenizer.json", "{}");
     let (status, refused) = reloaded.admin("POST /admin/reload", TOKEN).await;

@@ -12,8 +12,8 @@ use serde_json::json;
 use tokio::process::Command;
 use tokio::time::{sleep, timeout};
 
-use crate::common::process::{PATIENCE, Process, serve};
-use crate::common::proxy::request;
+use crate::common::process::{Process, serve};
+use crate::common::proxy::{PATIENCE, ready, request};
 
 const REQUESTS: usize = 40;
 /// Requests directly before the end of the process.
@@ -72,12 +72,7 @@ async fn decisions_of_a_process_are_replayed_from_its_files() {
     }
     command.args(["--set", &format!("gateway.decision_path={}", directory.display())]);
     let process = Process::start(command).await;
-    let ready = async {
-        while request(process.address, "GET", "/ready", "", b"").await.status != 200 {
-            sleep(Duration::from_millis(20)).await;
-        }
-    };
-    timeout(PATIENCE, ready).await.expect("ready before the timeout");
+    ready(process.address).await;
     for n in 0..REQUESTS {
         chat(process.address, n).await;
     }

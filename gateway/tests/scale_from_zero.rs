@@ -3,9 +3,8 @@
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
-use tokio::time::{sleep, timeout};
 
-use crate::common::proxy::{PATIENCE, gateway, get, post, request, settings};
+use crate::common::proxy::{eventually, gateway, get, post, request, settings};
 
 const COMPLETIONS: &str = "/v1/completions";
 
@@ -40,23 +39,8 @@ async fn requests_wait_for_the_first_worker() {
     engine.shutdown().await;
 }
 
-#[tokio::test]
-async fn by_default_requests_without_workers_are_rejected_at_once() {
-    let mut settings = settings(Vec::new());
-    settings.models[0].name = "unheld".to_owned();
-    let gateway = gateway(settings).await;
-    assert_eq!(get(&gateway, "/ready").await.status, 503);
-    let answer = post(&gateway, COMPLETIONS, &json!({ "model": "unheld", "prompt": [1], "max_tokens": 1 })).await;
-    assert_eq!((answer.status, answer.code().as_str()), (503, "no_workers"));
-}
-
 /// Waits until the metric has this value.
 async fn held(gateway: &pointsman_gateway::app::Gateway, requests: u32) {
     let line = format!("pointsman_gateway_held_requests{{model=\"held\"}} {requests}");
-    let wait = async {
-        while !get(gateway, "/metrics").await.text().lines().any(|known| known == line) {
-            sleep(std::time::Duration::from_millis(2)).await;
-        }
-    };
-    assert!(timeout(PATIENCE, wait).await.is_ok(), "timed out: {line}");
+    eventually(&line, async || get(gateway, "/metrics").await.text().lines().any(|known| known == line)).await;
 }

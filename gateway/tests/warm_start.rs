@@ -20,12 +20,12 @@ use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::Value;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpStream;
 use tokio::sync::{broadcast, watch};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, timeout};
 
-use crate::common::process::{PATIENCE, Process, serve};
+use crate::common::directory::Directory;
+use crate::common::process::{Process, serve};
+use crate::common::proxy::{PATIENCE, eventually, ready, request, until};
 
 const BLOCK_SIZE: u32 = 16;
 
@@ -46,50 +46,17 @@ async fn engines() -> Vec<MockEngine> {
     engines
 }
 
-/// Status and body of a response on a new connection.
-async fn exchange(address: SocketAddr, what: &str, body: &str) -> (u16, String) {
-    let mut stream = TcpStream::connect(address).await.expect("connection accepted");
-    let length = body.len();
-    let head = format!(
-        "{what} HTTP/1.1\r\nhost: test\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: \
-         {length}\r\n\r\n"
-    );
-    stream.write_all((head + body).as_bytes()).await.expect("connection is open");
-    let mut answer = String::new();
-    let read = timeout(PATIENCE, stream.read_to_string(&mut answer)).await.expect("response before the timeout");
-    read.expect("response received");
-    let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
-    (head[9..12].parse().expect("a status"), body.to_owned())
-}
-
 /// Sends a prompt of tokens, to a gateway or to an engine.
 async fn send(address: SocketAddr, prompt: u32) {
     let tokens: Vec<u32> = (0..4 * BLOCK_SIZE + 3).map(|n| 1_000 * (prompt + 1) + n).collect();
     let body = serde_json::json!({ "model": "mock", "max_tokens": 1, "prompt": tokens }).to_string();
-    let (status, body) = exchange(address, "POST /v1/completions", &body).await;
-    assert_eq!(status, 200, "{body}");
-}
-
-/// Waits until the gateway is ready.
-async fn ready(address: SocketAddr) {
-    let wait = async {
-        while exchange(address, "GET /ready", "").await.0 != 200 {
-            sleep(Duration::from_millis(5)).await;
-        }
-    };
-    timeout(PATIENCE, wait).await.expect("ready before the timeout");
-}
-
-fn directory(name: &str) -> PathBuf {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("warm-{name}-{}", std::process::id()));
-    let _ = std::fs::remove_dir_all(&path);
-    std::fs::create_dir_all(&path).expect("created");
-    path
+    let answer = request(address, "POST", "/v1/completions", "", body.as_bytes()).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
 }
 
 /// A process of the gateway and its files.
 struct Deployment {
-    directory: PathBuf,
+    directory: Directory,
     engines: Vec<MockEngine>,
 }
 
@@ -101,7 +68,7 @@ impl Deployment {
             command.args(["--worker", &engine.url()]);
         }
         let access_log = format!("gateway.access_log={}", self.access_log().display());
-        let path = format!("gateway.snapshot_path={}", self.directory.display());
+        let path = format!("gateway.snapshot_path={}", self.directory.path().display());
         let block_size = format!("router.block_size={BLOCK_SIZE}");
         for setting in [&access_log, &path, &block_size].map(String::as_str).iter().chain(settings) {
             command.args(["--set", setting]);
@@ -110,11 +77,11 @@ impl Deployment {
     }
 
     fn access_log(&self) -> PathBuf {
-        self.directory.join("access.log")
+        self.directory.path().join("access.log")
     }
 
     fn snapshot(&self) -> PathBuf {
-        self.directory.join("mock.snapshot")
+        self.directory.path().join("mock.snapshot")
     }
 
     /// Whether the snapshot has every message that the engines have published.
@@ -146,23 +113,14 @@ impl Deployment {
     }
 }
 
-async fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let wait = async {
-        while !holds() {
-            sleep(Duration::from_millis(5)).await;
-        }
-    };
-    assert!(timeout(PATIENCE, wait).await.is_ok(), "timed out: {what}");
-}
-
 /// Requests whose cached prefix was on some rank and was not predicted.
 fn blind(predictions: &[(u64, u64)]) -> usize {
     predictions.iter().filter(|(predicted, _)| *predicted < u64::from(4 * BLOCK_SIZE)).count()
 }
 
 /// Ends the first process by `signal`, publishes further messages meanwhile, and restarts.
-async fn restarted(name: &str, signal: &str, interval_ms: u64) {
-    let deployment = Deployment { directory: directory(name), engines: engines().await };
+async fn restarted(signal: &str, interval_ms: u64) {
+    let deployment = Deployment { directory: Directory::new(), engines: engines().await };
     let interval = format!("gateway.snapshot_interval_ms={interval_ms}");
     let process = deployment.start(&[&interval]).await;
     ready(process.address).await;
@@ -220,44 +178,44 @@ async fn restarted(name: &str, signal: &str, interval_ms: u64) {
 #[cfg(unix)]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_killed_gateway_restarts_with_its_periodic_snapshot() {
-    restarted("kill", "KILL", 1_000).await;
+    restarted("KILL", 1_000).await;
 }
 
 #[cfg(unix)]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_terminated_gateway_restarts_with_its_last_snapshot() {
-    restarted("term", "TERM", 86_400_000).await;
+    restarted("TERM", 86_400_000).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unusable_files_are_ignored_by_name() {
-    let deployment = Deployment { directory: directory("refused"), engines: engines().await };
+    let deployment = Deployment { directory: Directory::new(), engines: engines().await };
     std::fs::write(deployment.snapshot(), b"not a snapshot").expect("written");
     let process = deployment.start(&[]).await;
     let startup = process.startup.join("\n");
     assert!(startup.contains("index snapshot ignored") && startup.contains("this is not a snapshot"), "{startup}");
     ready(process.address).await;
     assert!(deployment.snapshot().exists(), "a refused file is not deleted");
-    let (_, page) = exchange(process.address, "GET /metrics", "").await;
+    let page = request(process.address, "GET", "/metrics", "", b"").await;
     let counted = r#"pointsman_gateway_snapshot_restores_total{model="mock",source="file",result="magic"} 1"#;
-    assert!(page.contains(counted), "{page}");
+    assert!(page.text().contains(counted), "{page:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn failed_writes_are_counted_and_end_nothing() {
-    let mut deployment = Deployment { directory: directory("full"), engines: engines().await };
-    let access = deployment.directory.clone();
-    let file = access.join("file");
-    std::fs::write(&file, b"").expect("written");
-    deployment.directory = access;
+    let deployment = Deployment { directory: Directory::new(), engines: engines().await };
+    let file = deployment.directory.write("file", "");
     let path = format!("gateway.snapshot_path={}", file.join("below").display());
     let mut process = deployment.start(&[&path, "gateway.snapshot_interval_ms=1000"]).await;
     ready(process.address).await;
     send(process.address, 0).await;
     process.logged("index snapshot could not be written").await;
     send(process.address, 1).await;
-    let (_, page) = exchange(process.address, "GET /metrics", "").await;
-    assert!(page.contains(r#"pointsman_gateway_snapshot_writes_total{model="mock",result="failed"}"#), "{page}");
+    let page = request(process.address, "GET", "/metrics", "", b"").await;
+    assert!(
+        page.text().contains(r#"pointsman_gateway_snapshot_writes_total{model="mock",result="failed"}"#),
+        "{page:?}"
+    );
 }
 
 // ---- replicas ----
@@ -453,12 +411,7 @@ async fn without_a_serving_replica_the_stored_snapshot_is_restored() {
         let stored = store.get(Arc::clone(&pool)).await.expect("readable");
         stored.is_some_and(|bytes| Snapshot::decode(&bytes).expect("a snapshot").block_count() == blocks)
     };
-    let all_stored = async {
-        while !is_stored().await {
-            sleep(Duration::from_millis(10)).await;
-        }
-    };
-    timeout(PATIENCE, all_stored).await.expect("stored before the timeout");
+    eventually("all blocks are stored", is_stored).await;
     first.shutdown(Duration::ZERO).await;
     drop(bus);
 

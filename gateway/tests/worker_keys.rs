@@ -1,7 +1,6 @@
 //! API keys of engines: on every request of the gateway, from every source of workers, and nowhere else.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use pointsman::config::EngineLoadConfig;
@@ -11,37 +10,13 @@ use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice};
 use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
 use serde_json::json;
 
+use crate::common::directory::Directory;
 use crate::common::front::Front;
 use crate::common::proxy::{self, Answer, at_rest, get, request, until, worker};
 
 const KEY: &str = "engine-key-0123456789";
 const OTHER_KEY: &str = "other-engine-key-0123456789";
 const CHAT: &str = "/v1/chat/completions";
-
-/// A directory of one test.
-struct Directory(PathBuf);
-
-impl Directory {
-    fn new() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let name = format!("worker-keys-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
-        std::fs::create_dir_all(&path).expect("test directory created");
-        Self(path)
-    }
-
-    fn write(&self, file: &str, content: &str) -> PathBuf {
-        let path = self.0.join(file);
-        std::fs::write(&path, content).expect("file written");
-        path
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 async fn engine(dialect: Dialect, key: &str) -> MockEngine {
     let config = MockConfig {
@@ -192,7 +167,7 @@ async fn a_reload_applies_the_keys_of_gateway_and_model() {
     let of_model = directory.write("first", OTHER_KEY);
     reload(&|settings| settings.models[0].worker_api_key_file = Some(of_model.clone())).await.expect("reloaded");
     assert_eq!(chat(&gateway).await.status, 401);
-    let gone = directory.0.join("gone");
+    let gone = directory.path().join("gone");
     let error =
         reload(&|settings| settings.models[0].worker_api_key_file = Some(gone.clone())).await.expect_err("unread");
     assert!(error.starts_with("models[0].worker_api_key_file is /") && error.contains("gone"), "{error}");

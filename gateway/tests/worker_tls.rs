@@ -2,19 +2,18 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use pointsman_gateway::app::{Gateway, LoadSettings};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
-use tokio::time::{sleep, timeout};
 
 use crate::common::authority::Authority;
+use crate::common::directory::Directory;
 use crate::common::front::Front;
 #[cfg(unix)]
 use crate::common::process::{Process, serve};
 use crate::common::proxy::{
-    FINE, PATIENCE, Scripted, answer, at_rest, gateway, get, post, request, settings, until, worker,
+    FINE, Scripted, answer, at_rest, eventually, gateway, get, post, request, settings, until, worker,
 };
 
 const CHAT: &str = "/v1/chat/completions";
@@ -57,12 +56,12 @@ async fn worker_certificates_require_the_configured_authority() {
 struct TlsEngine {
     authority: Authority,
     front: Front,
-    directory: PathBuf,
+    directory: Directory,
     _engine: MockEngine,
 }
 
 impl TlsEngine {
-    async fn start(name: &str) -> Self {
+    async fn start() -> Self {
         let config = MockConfig {
             no_server_info: true,
             api_key: Some(ENGINE_KEY.to_owned()),
@@ -71,9 +70,7 @@ impl TlsEngine {
         };
         let (engine, authority) = (MockEngine::start(config).await.expect("the engine starts"), Authority::new());
         let front = Front::start(engine.address(), Some(authority.acceptor(true))).await;
-        let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).expect("test directory created");
-        let own = Self { authority, front, directory, _engine: engine };
+        let own = Self { authority, front, directory: Directory::new(), _engine: engine };
         own.write("ca.crt", &own.authority.pem());
         let [certificate, key] = own.authority.client_pem();
         own.write("client.crt", &certificate);
@@ -83,17 +80,17 @@ impl TlsEngine {
     }
 
     fn write(&self, file: &str, content: &str) {
-        std::fs::write(self.file(file), content).expect("file written");
+        self.directory.write(file, content);
     }
 
     fn file(&self, name: &str) -> PathBuf {
-        self.directory.join(name)
+        self.directory.path().join(name)
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reload_repairs_authority_and_certificate_of_probed_workers() {
-    let engine = TlsEngine::start("worker-tls").await;
+    let engine = TlsEngine::start().await;
     let mut settings = settings(Vec::new());
     settings.models[0].worker_urls = vec![engine.front.url()];
     settings.gateway.worker_api_key_file = Some(engine.file("api.key"));
@@ -131,14 +128,13 @@ async fn a_reload_repairs_authority_and_certificate_of_probed_workers() {
     let error = gateway.reload().await.expect_err("rejected").to_string();
     assert!(error.starts_with("gateway.worker_key_file is unusable: /") && error.contains("client.key"), "{error}");
     at_rest(&gateway).await;
-    std::fs::remove_dir_all(&engine.directory).expect("test directory removed");
 }
 
 /// Starts `serve` with the flags for keys and TLS, writes its output to files, and reads them back.
 #[cfg(unix)]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_command_line_has_flags_and_no_output_contains_the_key() {
-    let engine = TlsEngine::start("worker-tls-flags").await;
+    let engine = TlsEngine::start().await;
     engine.write("wrong.key", WRONG_KEY);
     engine.write("token", TOKEN);
     for (key_file, status) in [("api.key", 200), ("wrong.key", 503)] {
@@ -153,7 +149,7 @@ async fn the_command_line_has_flags_and_no_output_contains_the_key() {
             ("--set", "gateway.warm_up_ms=0"),
             ("--log-level", "trace"),
         ];
-        command.current_dir(&engine.directory).args(["--model", "mock", "--worker", &engine.front.url()]);
+        command.current_dir(engine.directory.path()).args(["--model", "mock", "--worker", &engine.front.url()]);
         command.args(["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]);
         command.args(flags.iter().flat_map(|(flag, value)| [flag, value]));
         let process = Process::start(command).await;
@@ -170,12 +166,7 @@ async fn the_command_line_has_flags_and_no_output_contains_the_key() {
             200 => asked().await == 200,
             _ => ask(process.address, "GET", "/ready", "").await.text().contains("rejects the API key"),
         };
-        let wait = async {
-            while !is_expected().await {
-                sleep(Duration::from_millis(5)).await;
-            }
-        };
-        assert!(timeout(PATIENCE, wait).await.is_ok(), "no status {status}");
+        eventually(&format!("status {status}"), is_expected).await;
         let mut shown = String::new();
         for path in [
             "/admin/models",
@@ -205,5 +196,4 @@ async fn the_command_line_has_flags_and_no_output_contains_the_key() {
     }
     let requests = engine.front.requests();
     assert!(!requests.contains(TOKEN), "the key of the client is not forwarded");
-    std::fs::remove_dir_all(&engine.directory).expect("test directory removed");
 }

@@ -13,8 +13,10 @@ use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
 
 use crate::alone;
-use crate::common::proxy::{Answer, EVENT, gateway, request, worker};
-use crate::faults::{DONE, FaultyWorker, Step, chunk, chunked_head, chunks_end, full_response, metric, router, write};
+use crate::common::proxy::{
+    Act, Answer, EVENT, Scripted, chunk, chunked_head, full_response, gateway, request, stream_end, worker, write,
+};
+use crate::faults::{DONE, metric, router};
 
 const REQUESTS: u32 = 150;
 /// Time between the starts of two requests.
@@ -38,18 +40,18 @@ fn default_settings(urls: &[String]) -> Settings {
 /// Three healthy engines and one worker with this response to generation requests. Its health endpoint is healthy.
 struct Fleet {
     engines: Vec<MockEngine>,
-    bad: FaultyWorker,
+    bad: Scripted,
     gateway: Gateway,
 }
 
 impl Fleet {
-    async fn start(bad: Vec<Step>) -> Self {
+    async fn start(bad: Vec<Act>) -> Self {
         let mut engines = Vec::new();
         for seed in 0..GOOD {
             let config = MockConfig { seed, time_scale: 0.2, ..MockConfig::default() };
             engines.push(MockEngine::start(config).await.expect("start succeeds"));
         }
-        let bad = FaultyWorker::start(Vec::new(), move |_, got| {
+        let bad = Scripted::with(Vec::new(), move |_, got| {
             if got.head.starts_with("POST /v1/") { bad.clone() } else { vec![full_response("200 OK", "{}")] }
         });
         let bad = bad.await;
@@ -60,7 +62,7 @@ impl Fleet {
 
     /// Number of requests that the bad worker received.
     fn drawn(&self) -> usize {
-        self.bad.with_seen(|seen| seen.requests.iter().filter(|got| got.head.starts_with("POST /v1/")).count())
+        self.bad.seen(|seen| seen.requests.iter().filter(|got| got.head.starts_with("POST /v1/")).count())
     }
 
     async fn end(self) {
@@ -105,7 +107,7 @@ async fn is_ejected(fleet: &Fleet) -> bool {
 }
 
 /// `cut_max`: limit of visibly truncated responses.
-async fn case(name: &str, streamed: bool, bad: Vec<Step>, outcome: &str, cut_max: usize) {
+async fn case(name: &str, streamed: bool, bad: Vec<Act>, outcome: &str, cut_max: usize) {
     let fleet = Fleet::start(bad).await;
     let endpoint = format!("worker_endpoint=\"{}\"", fleet.bad.url());
     let (failed, cut) = send_all(&fleet, streamed).await;
@@ -129,7 +131,7 @@ fn head() {
     println!("| one worker of four answers | requests | sent | failed | cut off | drawn by it | until ejection |");
 }
 
-async fn both(name: &str, bad: Vec<Step>, outcome: &str) {
+async fn both(name: &str, bad: Vec<Act>, outcome: &str) {
     case(name, true, bad.clone(), outcome, 0).await;
     case(name, false, bad, outcome, 0).await;
 }
@@ -152,11 +154,11 @@ async fn a_worker_with_invalid_responses_receives_at_most_its_share() {
     head();
     let html = "HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 13\r\n\r\n<html></html>";
     both("200, HTML", vec![write(html)], "invalid_answer").await;
-    let garbage = vec![chunked_head(), chunk("data: garbage\n\n"), chunk(DONE), chunks_end()];
+    let garbage = vec![chunked_head(), chunk("data: garbage\n\n"), chunk(DONE), stream_end()];
     case("200, garbage", true, garbage, "invalid_answer", 0).await;
     case("200, garbage", false, vec![full_response("200 OK", "{garbage")], "invalid_answer", 0).await;
     case("200, truncated JSON", false, vec![full_response("200 OK", "{\"choices\":[")], "invalid_answer", 0).await;
-    let unfinished = vec![chunked_head(), chunk(EVENT), chunks_end()];
+    let unfinished = vec![chunked_head(), chunk(EVENT), stream_end()];
     // A started stream cannot be retried, so responses are truncated until the rank is ejected.
     case("200, no end mark", true, unfinished, "invalid_answer", 2 * FAILURES).await;
 }

@@ -20,7 +20,8 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, timeout};
 
 use super::holdings::Holdings;
-use super::http::{Client, PATIENCE};
+use super::http::Client;
+use super::proxy::PATIENCE;
 use super::workload::{BLOCK_SIZE, LORAS, NAMES, WorkloadRequest};
 
 const SEED: u64 = 20_261_121;

@@ -5,6 +5,7 @@
 
 pub(crate) mod admin;
 pub(crate) mod authority;
+pub(crate) mod directory;
 pub(crate) mod fleet;
 pub(crate) mod front;
 pub(crate) mod holdings;

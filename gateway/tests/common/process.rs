@@ -2,7 +2,6 @@
 
 use std::net::SocketAddr;
 use std::process::{ExitStatus, Stdio};
-use std::time::Duration;
 
 use serde_json::Value;
 use tokio::io::{AsyncBufReadExt as _, BufReader};
@@ -10,8 +9,7 @@ use tokio::process::{Child, Command};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::time::timeout;
 
-/// Limit of every wait for a process.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+use super::proxy::PATIENCE;
 
 /// `pointsman serve` without environment variables, with a log of JSON lines.
 pub(crate) fn serve() -> Command {

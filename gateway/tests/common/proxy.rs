@@ -1,7 +1,8 @@
-//! Helpers of the proxy tests: a gateway with given workers, a client that exposes raw responses, and workers that
+//! Helpers of all gateway tests: a gateway with given workers, a client that exposes raw responses, and workers that
 //! follow a script byte by byte.
 //!
-//! Every wait has a generous limit. Scenarios and assertions about the proxy are in the tests.
+//! Every wait has a generous limit. A worker passes a [`Act::Wait`] only after the test releases it. Scenarios and
+//! assertions about the proxy are in the tests.
 
 use pointsman::config::HealthConfig;
 use std::net::SocketAddr;
@@ -14,22 +15,33 @@ use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice, TokensSettings};
 use serde_json::Value as Json;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::task::JoinHandle;
+use tokio::sync::Semaphore;
+use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
 /// Limit of every wait.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Polls a condition, with a limit.
 pub(crate) async fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    eventually(what, async || holds()).await;
+}
+
+/// Polls an asynchronous condition, with a limit.
+pub(crate) async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     let wait = async {
-        while !holds() {
+        while !holds().await {
             sleep(Duration::from_millis(2)).await;
         }
     };
     assert!(timeout(PATIENCE, wait).await.is_ok(), "timed out: {what}");
+}
+
+/// Waits until the gateway at this address is ready.
+pub(crate) async fn ready(address: SocketAddr) {
+    eventually("the gateway is ready", async || request(address, "GET", "/ready", "", b"").await.status == 200).await;
 }
 
 /// A worker with this many ranks.
@@ -93,8 +105,11 @@ impl Answer {
         header(&self.head, name)
     }
 
+    /// The error code in the OpenAI error format.
     pub(crate) fn code(&self) -> String {
-        self.json()["error"]["code"].as_str().unwrap_or_default().to_owned()
+        let json = self.json();
+        assert!(json["error"]["message"].is_string() && json["error"]["type"].is_string(), "{json}");
+        json["error"]["code"].as_str().expect("a code").to_owned()
     }
 
     pub(crate) fn parse(bytes: &[u8]) -> Option<Self> {
@@ -138,8 +153,25 @@ pub(crate) async fn send(address: SocketAddr, method: &str, path: &str, headers:
     let head = format!(
         "{method} {path} HTTP/1.1\r\nhost: gateway\r\nconnection: close\r\ncontent-length: {length}\r\n{headers}\r\n"
     );
-    stream.write_all(&[head.as_bytes(), body].concat()).await.expect("request written");
+    stream.write_all(head.as_bytes()).await.expect("head written");
+    // A rejected body may not be read completely.
+    let _ = stream.write_all(body).await;
     stream
+}
+
+/// Sends a request on a kept connection and reads its response. `Err`: what was received before the end.
+pub(crate) async fn kept(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), request: &str) -> Result<Answer, String> {
+    stream.write_all(request.as_bytes()).await.map_err(|error| error.to_string())?;
+    let mut bytes = Vec::new();
+    loop {
+        if let Some(answer) = Answer::parse(&bytes).filter(|answer| answer.is_whole) {
+            return Ok(answer);
+        }
+        match timeout(PATIENCE, stream.read_buf(&mut bytes)).await.expect("response before the timeout") {
+            Ok(1..) => {}
+            ended => return Err(format!("{ended:?} after {:?}", String::from_utf8_lossy(&bytes))),
+        }
+    }
 }
 
 /// Reads a response until the connection ends. `None` if it ended without a response.
@@ -163,11 +195,16 @@ pub(crate) async fn get(gateway: &Gateway, path: &str) -> Answer {
     request(gateway.address(), "GET", path, "", b"").await
 }
 
-/// One step of a scripted worker's response.
+/// One step of a worker's script.
+#[allow(dead_code, reason = "some steps are used by one binary only")]
 #[derive(Clone, Debug)]
 pub(crate) enum Act {
     /// Writes these bytes.
     Send(Vec<u8>),
+    /// Writes these bytes repeatedly until a write fails.
+    Flood(Vec<u8>),
+    /// Waits for the test's release. Ends the connection if the other side closes or sends.
+    Wait,
     /// Closes the connection in order.
     Close,
     /// Resets the connection.
@@ -185,27 +222,38 @@ pub(crate) const FINE: &str = "data: {\"choices\":[{\"text\":\"fine\"}]}\n\ndata
 /// A complete response without streaming.
 pub(crate) const FINE_JSON: &str = "{\"choices\":[{\"text\":\"fine\"}]}";
 
-/// The content type of a body: an event stream if it starts like one.
-pub(crate) fn content_type(body: &str) -> &'static str {
-    if body.starts_with("data:") { "text/event-stream" } else { "application/json" }
+pub(crate) fn write(text: impl AsRef<[u8]>) -> Act {
+    Act::Send(text.as_ref().to_vec())
 }
 
 /// A response with a content length, as engines send it.
+pub(crate) fn full_response(status: &str, body: &str) -> Act {
+    let content_type = if body.starts_with("data:") { "text/event-stream" } else { "application/json" };
+    let length = body.len();
+    write(format!("HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n\r\n{body}"))
+}
+
 pub(crate) fn answer(status: &str, body: &str) -> Vec<Act> {
-    let (length, content_type) = (body.len(), content_type(body));
-    let head = format!("HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n\r\n");
-    vec![Act::Send((head + body).into_bytes())]
+    vec![full_response(status, body)]
+}
+
+/// The head of a chunked stream.
+pub(crate) fn chunked_head() -> Act {
+    write("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+}
+
+pub(crate) fn chunk(data: impl AsRef<[u8]>) -> Act {
+    let data = data.as_ref();
+    write([format!("{:x}\r\n", data.len()).as_bytes(), data, b"\r\n"].concat())
 }
 
 /// The head of a stream and these chunks. [`stream_end`] is its end.
 pub(crate) fn stream(chunks: &[&str]) -> Vec<Act> {
-    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
-    let chunk = |chunk: &&str| Act::Send(format!("{:x}\r\n{chunk}\r\n", chunk.len()).into_bytes());
-    std::iter::once(Act::Send(head.into())).chain(chunks.iter().map(chunk)).collect()
+    std::iter::once(chunked_head()).chain(chunks.iter().map(chunk)).collect()
 }
 
 pub(crate) fn stream_end() -> Act {
-    Act::Send(b"0\r\n\r\n".to_vec())
+    write("0\r\n\r\n")
 }
 
 /// A request as a scripted worker received it.
@@ -227,94 +275,98 @@ impl Got {
 
 /// Observations of a scripted worker.
 #[derive(Default)]
+#[allow(dead_code, reason = "some observations are read by one binary only")]
 pub(crate) struct Seen {
+    /// Connections accepted so far.
+    pub(crate) accepted: usize,
+    /// Open connections.
+    pub(crate) open: usize,
+    /// Bytes written by floods.
+    pub(crate) flooded: usize,
     pub(crate) requests: Vec<Got>,
     /// Connections that the other side closed while it waited for a response.
     pub(crate) hung_up: usize,
 }
 
-/// A worker that responds according to a script.
-pub(crate) struct Scripted {
-    pub(crate) address: SocketAddr,
-    seen: Arc<Mutex<Seen>>,
-    task: JoinHandle<()>,
+type Answers = dyn Fn(usize, &Got) -> Vec<Act> + Send + Sync;
+
+/// Script of a worker: the steps after accepting a connection, and the steps for each request by its number from 0.
+struct Script {
+    greets: Vec<Act>,
+    answers: Box<Answers>,
+    seen: Mutex<Seen>,
+    gate: Semaphore,
 }
 
-impl Scripted {
-    /// Responds to each request with the result of `script` for its number, counted from 0.
-    pub(crate) async fn start(script: impl Fn(usize) -> Vec<Act> + Send + Sync + 'static) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let address = listener.local_addr().expect("local address");
-        let (seen, script) = (Arc::new(Mutex::new(Seen::default())), Arc::new(script));
-        let all_seen = Arc::clone(&seen);
-        let task = tokio::spawn(async move {
-            while let Ok((stream, _)) = listener.accept().await {
-                let (script, seen) = (Arc::clone(&script), Arc::clone(&all_seen));
-                tokio::spawn(async move { serve(stream, &*script, &seen).await });
+impl Script {
+    fn seen<T>(&self, look: impl FnOnce(&mut Seen) -> T) -> T {
+        look(&mut self.seen.lock().expect("lock not poisoned"))
+    }
+
+    async fn serve(&self, mut stream: TcpStream) {
+        let _ = stream.set_nodelay(true);
+        let mut bytes = Vec::new();
+        if !self.run(&mut stream, &self.greets).await {
+            return;
+        }
+        while let Some(got) = next_request(&mut stream, &mut bytes).await {
+            let number = self.seen(|seen| {
+                seen.requests.push(got.clone());
+                seen.requests.len() - 1
+            });
+            if !self.run(&mut stream, &(self.answers)(number, &got)).await {
+                return;
             }
-        });
-        Self { address, seen, task }
+        }
     }
 
-    pub(crate) fn url(&self) -> String {
-        format!("http://{}", self.address)
-    }
-
-    pub(crate) fn seen<T>(&self, look: impl FnOnce(&Seen) -> T) -> T {
-        look(&self.seen.lock().expect("lock not poisoned"))
-    }
-
-    pub(crate) fn requests(&self) -> Vec<Got> {
-        self.seen(|seen| seen.requests.clone())
-    }
-}
-
-impl Drop for Scripted {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
-}
-
-async fn serve(mut stream: TcpStream, script: &(impl Fn(usize) -> Vec<Act> + Sync), seen: &Mutex<Seen>) {
-    let _ = stream.set_nodelay(true);
-    let mut bytes = Vec::new();
-    loop {
-        let Some(got) = next_request(&mut stream, &mut bytes).await else { return };
-        let number = {
-            let mut seen = seen.lock().expect("lock not poisoned");
-            seen.requests.push(got);
-            seen.requests.len() - 1
-        };
-        for act in script(number) {
+    /// Returns whether the connection stays open.
+    async fn run(&self, stream: &mut TcpStream, acts: &[Act]) -> bool {
+        for act in acts {
             match act {
                 Act::Send(bytes) => {
-                    if stream.write_all(&bytes).await.is_err() {
-                        return;
+                    if stream.write_all(bytes).await.is_err() {
+                        return false;
                     }
                 }
-                Act::Close => return,
+                Act::Flood(bytes) => {
+                    while stream.write_all(bytes).await.is_ok() {
+                        self.seen(|seen| seen.flooded += bytes.len());
+                    }
+                    return false;
+                }
+                Act::Wait => {
+                    let mut byte = [0];
+                    tokio::select! {
+                        biased;
+                        _ = stream.read(&mut byte) => return false,
+                        permit = self.gate.acquire() => permit.expect("the gate stays open").forget(),
+                    }
+                }
+                Act::Close => return false,
                 Act::Reset => {
                     let _ = stream.set_zero_linger();
-                    return;
+                    return false;
                 }
                 Act::Hang => {
-                    let mut rest = [0; 64];
+                    let mut rest = [0; 1024];
                     while matches!(stream.read(&mut rest).await, Ok(1..)) {}
-                    seen.lock().expect("lock not poisoned").hung_up += 1;
-                    return;
+                    self.seen(|seen| seen.hung_up += 1);
+                    return false;
                 }
             }
         }
+        true
     }
 }
 
 async fn next_request(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> Option<Got> {
     loop {
         if let Some(end) = bytes.windows(4).position(|end| end == b"\r\n\r\n") {
-            let head = String::from_utf8(bytes[..end].to_vec()).expect("a head is text");
-            let length = header(&head, "content-length").map_or(0, |length| length.parse().expect("a length"));
+            let mut got = Got { head: String::from_utf8_lossy(&bytes[..end]).into_owned(), body: Vec::new() };
+            let length = got.header("content-length").map_or(0, |length| length.parse().expect("a length"));
             if let Some(body) = bytes.get(end + 4..end + 4 + length) {
-                let got = Got { head, body: body.to_vec() };
+                got.body = body.to_vec();
                 bytes.drain(..end + 4 + length);
                 return Some(got);
             }
@@ -322,5 +374,86 @@ async fn next_request(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> Option<Got
         if stream.read_buf(bytes).await.ok()? == 0 {
             return None;
         }
+    }
+}
+
+/// A worker that responds according to a script.
+pub(crate) struct Scripted {
+    address: SocketAddr,
+    script: Arc<Script>,
+    task: JoinHandle<()>,
+}
+
+#[allow(dead_code, reason = "some functions are used by one binary only")]
+impl Scripted {
+    /// Responds to each request with the result of `script` for its number, counted from 0.
+    pub(crate) async fn start(script: impl Fn(usize) -> Vec<Act> + Send + Sync + 'static) -> Self {
+        Self::with(Vec::new(), move |number, _| script(number)).await
+    }
+
+    /// Responds to each request with these steps.
+    pub(crate) async fn responding_with(acts: Vec<Act>) -> Self {
+        Self::start(move |_| acts.clone()).await
+    }
+
+    pub(crate) async fn with(
+        greets: Vec<Act>,
+        answers: impl Fn(usize, &Got) -> Vec<Act> + Send + Sync + 'static,
+    ) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("local address");
+        let (seen, gate) = (Mutex::default(), Semaphore::new(0));
+        let script = Arc::new(Script { greets, answers: Box::new(answers), seen, gate });
+        let shared = Arc::clone(&script);
+        let task = tokio::spawn(async move {
+            // Dropping the set aborts the connections.
+            let mut connections = JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                let script = Arc::clone(&shared);
+                script.seen(|seen| (seen.accepted, seen.open) = (seen.accepted + 1, seen.open + 1));
+                connections.spawn(async move {
+                    script.serve(stream).await;
+                    script.seen(|seen| seen.open -= 1);
+                });
+            }
+        });
+        Self { address, script, task }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    pub(crate) fn seen<T>(&self, look: impl FnOnce(&mut Seen) -> T) -> T {
+        self.script.seen(look)
+    }
+
+    pub(crate) fn requests(&self) -> Vec<Got> {
+        self.seen(|seen| seen.requests.clone())
+    }
+
+    pub(crate) fn request_count(&self) -> usize {
+        self.seen(|seen| seen.requests.len())
+    }
+
+    /// Releases this many waits.
+    pub(crate) fn release(&self, waits: usize) {
+        self.script.gate.add_permits(waits);
+    }
+
+    /// Waits until all released waits have continued.
+    pub(crate) async fn wait_until_resumed(&self) {
+        until("the worker continues", || self.script.gate.available_permits() == 0).await;
+    }
+
+    /// Waits until the gateway has closed all connections to the worker.
+    pub(crate) async fn wait_until_closed(&self) {
+        until("all connections to the worker are closed", || self.seen(|seen| seen.open) == 0).await;
+    }
+}
+
+impl Drop for Scripted {
+    fn drop(&mut self) {
+        self.task.abort();
     }
 }

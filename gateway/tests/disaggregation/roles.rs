@@ -12,22 +12,17 @@ use serde_json::{Value as Json, json};
 
 use super::pools::{BLOCK_SIZE, body, of_engine, worker};
 use super::prompt;
+use crate::common::directory::Directory;
 use crate::common::proxy::{self, post, until};
 
-/// Engines of these roles, and their file.
+/// Engines of these roles, and the directory of their file.
 struct Fleet {
     engines: Vec<MockEngine>,
-    file: PathBuf,
-}
-
-impl Drop for Fleet {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.file);
-    }
+    directory: Directory,
 }
 
 impl Fleet {
-    async fn start(name: &str, roles: &[EngineRole]) -> Self {
+    async fn start(roles: &[EngineRole]) -> Self {
         let mut engines = Vec::new();
         for role in roles {
             let config = MockConfig {
@@ -39,8 +34,11 @@ impl Fleet {
             };
             engines.push(MockEngine::start(config).await.expect("the engine starts"));
         }
-        let file = format!("workers-{name}-{}.json", std::process::id());
-        Self { engines, file: PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(file) }
+        Self { engines, directory: Directory::new() }
+    }
+
+    fn file(&self) -> PathBuf {
+        self.directory.path().join("workers.json")
     }
 
     /// Writes the file with these roles of the engines.
@@ -55,9 +53,8 @@ impl Fleet {
             worker
         };
         let workers: Vec<Json> = self.engines.iter().zip(roles).map(worker).collect();
-        let new = self.file.with_extension("new");
-        std::fs::write(&new, json!({ "workers": workers }).to_string()).expect("written");
-        std::fs::rename(new, &self.file).expect("renamed");
+        let new = self.directory.write("new.json", json!({ "workers": workers }).to_string());
+        std::fs::rename(new, self.file()).expect("renamed");
     }
 
     /// A gateway whose pools read the file, and the numbers of their workers.
@@ -71,7 +68,7 @@ impl Fleet {
         let tokens = settings.models[0].tokens.clone();
         settings.models = [("mock", pool.to_owned()), ("mock-prefill", format!("{pool}-prefill"))]
             .map(|(name, pool)| ModelSettings {
-                workers_file: Some(self.file.clone()),
+                workers_file: Some(self.file()),
                 router: RouterConfig { pool, ..router.clone() },
                 tokens: tokens.clone(),
                 ..ModelSettings::named(name)
@@ -92,7 +89,7 @@ impl Fleet {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_file_has_the_workers_of_both_pools() {
-    let fleet = Fleet::start("roles", &[EngineRole::Prefill, EngineRole::Both, EngineRole::Decode]).await;
+    let fleet = Fleet::start(&[EngineRole::Prefill, EngineRole::Both, EngineRole::Decode]).await;
     fleet.write(&["prefill", "prefill", "decode"]);
     let gateway = fleet.gateway("roles", [1, 2]).await;
     for seed in 0..4 {
@@ -108,7 +105,7 @@ async fn one_file_has_the_workers_of_both_pools() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_of_both_pools_never_transfers_to_itself() {
-    let fleet = Fleet::start("both", &[EngineRole::Both, EngineRole::Both]).await;
+    let fleet = Fleet::start(&[EngineRole::Both, EngineRole::Both]).await;
     fleet.write(&["both", "both"]);
     let gateway = fleet.gateway("both", [2, 2]).await;
     for seed in 0..6 {

@@ -8,8 +8,10 @@ use tokio::process::Command;
 
 use crate::common::authority::Authority;
 
+use crate::common::directory::Directory;
+
 use super::api_server::ApiServer;
-use super::cluster::{Directory, NAMESPACE, TestPod, WatchingGateway, engines, settings};
+use super::cluster::{NAMESPACE, TestPod, WatchingGateway, engines, settings};
 
 const TOKEN: &str = "token-of-the-service-account";
 

@@ -49,6 +49,8 @@ struct Contents {
     oldest: usize,
     /// Whether watches deliver nothing.
     is_held: bool,
+    /// Status of every response instead of the normal ones.
+    refusal: Option<StatusCode>,
     /// Required bearer token.
     token: Option<String>,
     /// Started watches.
@@ -160,6 +162,12 @@ impl ApiServer {
         });
     }
 
+    /// Answers every request with this status, and ends all watches.
+    pub(super) fn refuse(&self, status: Option<StatusCode>) {
+        self.change(|contents| contents.refusal = status);
+        self.disconnect();
+    }
+
     /// Requires this token of all requests.
     pub(super) fn require_token(&self, token: &str) {
         self.change(|contents| contents.token = Some(token.to_owned()));
@@ -211,6 +219,9 @@ async fn accept(listener: TcpListener, app: Router, tls: Option<TlsAcceptor>) {
 }
 
 async fn respond(State(store): State<Arc<Store>>, request: Request) -> Response {
+    if let Some(status) = store.lock().refusal {
+        return failure(status, "refused");
+    }
     let path = request.uri().path().trim_matches('/').to_owned();
     let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
     let wanted = store.lock().token.as_ref().map(|token| format!("Bearer {token}"));

@@ -5,7 +5,6 @@ use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use axum::Router;
 use axum::body::Body;
@@ -20,8 +19,9 @@ use tokio::sync::Semaphore;
 use tokio::time::{Duration, sleep, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::common::process::{PATIENCE, Process, serve};
-use crate::common::proxy;
+use crate::common::directory::Directory;
+use crate::common::process::{Process, serve};
+use crate::common::proxy::{self, PATIENCE};
 
 pub(super) const NAMESPACE: &str = "llm";
 const TOKEN: &str = "admin-token-0123456789";
@@ -144,28 +144,7 @@ pub(super) async fn has_ipv6() -> bool {
     TcpListener::bind("[::1]:0").await.is_ok()
 }
 
-/// Files of one test.
-pub(super) struct Directory(PathBuf);
-
 impl Directory {
-    pub(super) fn new() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let name = format!("kubernetes-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
-        std::fs::create_dir_all(&path).expect("test directory created");
-        Self(path)
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.0
-    }
-
-    pub(super) fn write(&self, file: &str, content: impl AsRef<[u8]>) -> PathBuf {
-        let path = self.0.join(file);
-        std::fs::write(&path, content).expect("the file is written");
-        path
-    }
-
     /// A kubeconfig with these fields of cluster and user.
     pub(super) fn kubeconfig(&self, url: &str, cluster: &[(&str, &Path)], user: &Value) -> PathBuf {
         let mut of_cluster = json!({ "server": url });
@@ -182,12 +161,6 @@ impl Directory {
             "current-context": "x",
         });
         self.write("kubeconfig", config.to_string())
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::http::StatusCode;
 use pointsman::discovery::VLLM_KV_EVENTS_PORT;
 use serde_json::{Value, json};
 use tokio::io::AsyncReadExt;
@@ -11,12 +12,13 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
 use zeromq::Socket as _;
 
+use crate::common::directory::Directory;
+
 use super::api_server::ApiServer;
 use super::cluster::{
-    Directory, NAMESPACE, TestPod, WatchingGateway, Workers, engines, has_ipv6, own_address, pool, settings,
-    streaming_engine,
+    NAMESPACE, TestPod, WatchingGateway, Workers, engines, has_ipv6, own_address, pool, settings, streaming_engine,
 };
-use crate::common::process::PATIENCE;
+use crate::common::proxy::PATIENCE;
 
 /// A running gateway whose model `m` selects the pods with `app=engine` at this port.
 async fn by_labels(server: &ApiServer, port: u16) -> (WatchingGateway, String) {
@@ -36,31 +38,6 @@ async fn by_pool(server: &ApiServer) -> WatchingGateway {
 
 fn union(sets: impl IntoIterator<Item = Workers>) -> Workers {
     sets.into_iter().flatten().collect()
-}
-
-#[tokio::test]
-async fn a_pod_serves_from_ready_to_terminating() {
-    let (server, port) = (ApiServer::start().await, engines().await);
-    let ready = TestPod::ready("engine-0", "1", "127.0.1.1");
-    let stays = TestPod::ready("engine-1", "2", "127.0.1.2");
-    server.put(TestPod { is_ready: false, ..ready.clone() }.object());
-    server.put(stays.object());
-    let (gateway, _) = by_labels(&server, port).await;
-    let only = stays.workers(&[port]);
-    gateway.until_workers("m", &only, "a pod that is not ready").await;
-    server.put(ready.object());
-    gateway.until_workers("m", &union([only.clone(), ready.workers(&[port])]), "ready").await;
-    assert_eq!(gateway.complete().await, 200);
-    server.put(TestPod { is_ready: false, ..ready.clone() }.object());
-    gateway.until_workers("m", &only, "not ready again").await;
-    server.put(ready.object());
-    gateway.until_workers("m", &union([only.clone(), ready.workers(&[port])]), "ready again").await;
-    server.put(TestPod { is_terminating: true, ..ready }.object());
-    gateway.until_workers("m", &only, "terminating").await;
-    server.delete("pods", NAMESPACE, "engine-0");
-    server.delete("pods", NAMESPACE, "engine-1");
-    gateway.until_workers("m", &Workers::new(), "gone").await;
-    assert_eq!(gateway.source("m").await["last_error"], Value::Null);
 }
 
 #[tokio::test]
@@ -132,24 +109,6 @@ async fn a_publisher_at_the_default_port_of_vllm_is_found() {
 }
 
 #[tokio::test]
-async fn a_new_uid_at_the_same_address_and_name_is_a_new_worker() {
-    let (server, port) = (ApiServer::start().await, engines().await);
-    let first = TestPod::ready("engine-0", "1", "127.0.1.1");
-    server.put(first.object());
-    let (gateway, _) = by_labels(&server, port).await;
-    gateway.until_workers("m", &first.workers(&[port]), "the first pod").await;
-    // The watch receives deletion and creation in one part.
-    server.hold();
-    server.delete("pods", NAMESPACE, "engine-0");
-    let second = TestPod { uid: "2".to_owned(), ..first.clone() };
-    server.put(second.object());
-    server.release();
-    let (before, after) = (first.workers(&[port]), second.workers(&[port]));
-    assert!(before.keys().ne(after.keys()) && before.values().eq(after.values()), "only the ids differ");
-    gateway.until_workers("m", &after, "the second pod").await;
-}
-
-#[tokio::test]
 async fn a_pool_gives_selector_and_several_ports() {
     let (server, ports) = (ApiServer::start().await, [engines().await, engines().await]);
     let pods = [("a", "engine"), ("b", "other"), ("c", "other")];
@@ -207,6 +166,32 @@ async fn a_pod_may_have_an_ipv6_address() {
     let (gateway, _) = by_labels(&server, port).await;
     gateway.until_workers("m", &pod.workers(&[port]), "an IPv6 address").await;
     assert_eq!(gateway.complete().await, 200);
+}
+
+#[tokio::test]
+async fn refused_watches_keep_the_workers_and_name_the_remedy() {
+    let (server, port) = (ApiServer::start().await, engines().await);
+    let pod = TestPod::ready("engine-0", "1", "127.0.1.1");
+    server.put(pod.object());
+    let (gateway, _) = by_labels(&server, port).await;
+    let workers = pod.workers(&[port]);
+    gateway.until_workers("m", &workers, "at first").await;
+    for (status, reason) in [
+        (StatusCode::FORBIDDEN, "forbidden (status 403), the role needs the verbs get, list and watch"),
+        (StatusCode::INTERNAL_SERVER_ERROR, "status 500"),
+    ] {
+        server.refuse(Some(status));
+        let names = |source: &Value| source["last_error"].as_str().is_some_and(|error| error.contains(reason));
+        gateway.until_source(reason, names).await;
+        assert_eq!(gateway.workers("m").await, workers, "{reason}");
+    }
+    server.refuse(None);
+    gateway.until_source("resolved", |source| source["last_error"].is_null()).await;
+    server.refuse(Some(StatusCode::NOT_FOUND));
+    let of_pool = by_pool(&server).await;
+    let reason =
+        |source: &Value| source["last_error"].as_str().is_some_and(|error| error.contains("is its CRD installed?"));
+    of_pool.until_source("no resource", reason).await;
 }
 
 /// The outage has at least this length in seconds, by `POINTSMAN_API_OUTAGE_SECONDS`.

@@ -7,8 +7,10 @@ use std::path::Path;
 use serde_json::{Value, json};
 use tokio::process::Command;
 
+use crate::common::directory::Directory;
+
 use super::api_server::ApiServer;
-use super::cluster::{Directory, TestPod, WatchingGateway, Workers, engines, pool, settings};
+use super::cluster::{TestPod, WatchingGateway, Workers, engines, pool, settings};
 
 /// Output of `kubectl` as JSON; `None` if there is no such program.
 async fn kubectl(directory: &Path, arguments: &[&str]) -> Option<Value> {

@@ -5,8 +5,10 @@ use std::collections::BTreeMap;
 
 use serde_json::json;
 
+use crate::common::directory::Directory;
+
 use super::api_server::ApiServer;
-use super::cluster::{Directory, TestPod, WatchingGateway, Workers, engines, settings};
+use super::cluster::{TestPod, WatchingGateway, Workers, engines, settings};
 
 /// Sequences at a time, each in its own namespace.
 const SEQUENCES: usize = 6;

@@ -8,9 +8,11 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::time::{Duration, sleep, timeout};
 
+use crate::common::directory::Directory;
+
 use super::api_server::ApiServer;
-use super::cluster::{Directory, NAMESPACE};
-use crate::common::process::PATIENCE;
+use super::cluster::NAMESPACE;
+use crate::common::proxy::PATIENCE;
 
 /// Replicas of one Service have one port and different addresses.
 async fn listener(address: &str) -> TcpListener {

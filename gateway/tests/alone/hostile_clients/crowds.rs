@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use super::scene::{BODY_BYTES_MAX, MIB, Scene, head, repeated};
 use crate::alone;
-use crate::common::proxy::{self, gateway, until};
-use crate::faults::{self, Client, FaultyWorker, Step, expect_idle, settings};
+use crate::common::proxy::{self, Act, Scripted, gateway, until};
+use crate::faults::{Client, expect_idle, settings};
 use crate::live_bytes;
 
 /// Hundreds of clients send a partial request and then stall: they use little memory and are disconnected.
@@ -45,9 +45,9 @@ async fn clients_that_read_nothing_use_little_memory() {
     let _alone = alone().await;
     let scene = Scene::set().await;
     let chunk = [b"10000\r\n".as_slice(), &[b'x'; 0x10000], b"\r\n"].concat();
-    let event = faults::chunk(proxy::EVENT);
-    let endless = vec![faults::chunked_head(), event, Step::Flood(chunk)];
-    let worker = FaultyWorker::responding_with(endless).await;
+    let event = proxy::chunk(proxy::EVENT);
+    let endless = vec![proxy::chunked_head(), event, Act::Flood(chunk)];
+    let worker = Scripted::responding_with(endless).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let (before, _) = (live_bytes(), scene.peak.most());
     let mut crowd = Vec::new();
@@ -58,7 +58,7 @@ async fn clients_that_read_nothing_use_little_memory() {
     let (mut flooded, mut unchanged) = (0, 0);
     while unchanged < 10 {
         tokio::time::sleep(Duration::from_millis(20)).await;
-        let now = worker.with_seen(|seen| seen.flooded);
+        let now = worker.seen(|seen| seen.flooded);
         unchanged = if now == flooded && now > 0 { unchanged + 1 } else { 0 };
         flooded = now;
     }

@@ -11,8 +11,8 @@ use std::time::Duration;
 use pointsman_gateway::app::Gateway;
 use tokio::task::JoinHandle as Task;
 
-use crate::common::proxy::{self, Answer, FINE_JSON, gateway, request};
-use crate::faults::{Client, FaultyWorker, PATH, expect_idle, full_response, metric, settings};
+use crate::common::proxy::{self, Answer, FINE_JSON, Scripted, full_response, gateway, request};
+use crate::faults::{Client, PATH, expect_idle, metric, settings};
 use crate::live_bytes;
 
 pub(crate) const MIB: usize = 1 << 20;
@@ -64,7 +64,7 @@ impl Drop for Peak {
 /// A gateway, its worker, and one well-behaved client with continuous requests.
 pub(crate) struct Scene {
     pub(crate) gateway: Gateway,
-    pub(crate) worker: FaultyWorker,
+    pub(crate) worker: Scripted,
     good: Task<usize>,
     is_over: Arc<AtomicBool>,
     pub(crate) peak: Peak,
@@ -74,7 +74,7 @@ pub(crate) const GOOD: &str = r#"{"model":"mock","prompt":[1,2,3],"user":"good"}
 
 impl Scene {
     pub(crate) async fn set() -> Self {
-        let worker = FaultyWorker::start(Vec::new(), |_, _| vec![full_response("200 OK", FINE_JSON)]).await;
+        let worker = Scripted::with(Vec::new(), |_, _| vec![full_response("200 OK", FINE_JSON)]).await;
         let mut settings = settings(&[worker.url()]);
         settings.models[0].workers = vec![proxy::worker(1, &worker.url(), 2)];
         settings.gateway.body_bytes_max = BODY_BYTES_MAX as u64;
@@ -97,7 +97,7 @@ impl Scene {
 
     /// Takes the requests at the worker that the well-behaved client did not send.
     pub(crate) fn reached(&self) -> Vec<proxy::Got> {
-        let mut all = self.worker.with_seen(|seen| std::mem::take(&mut seen.requests));
+        let mut all = self.worker.seen(|seen| std::mem::take(&mut seen.requests));
         all.retain(|got| got.body != GOOD.as_bytes());
         all
     }

@@ -3,10 +3,8 @@
 use proptest::test_runner::{Config, TestRunner};
 
 use crate::alone;
-use crate::common::proxy::{self, EVENT, gateway, request};
-use crate::faults::{
-    Client, DONE, FaultyWorker, PATH, Step, chunk, chunked_head, chunks_end, expect_idle, settings, write,
-};
+use crate::common::proxy::{self, Act, EVENT, Scripted, chunk, chunked_head, gateway, request, stream_end, write};
+use crate::faults::{Client, DONE, PATH, expect_idle, settings};
 
 /// Generates JSON from the choices on a tape. At the end of the tape all values are closed.
 struct Writer<'a> {
@@ -135,10 +133,10 @@ fn unusual_bodies_are_forwarded_unchanged_in_both_directions() {
                     "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
                     got.body.len()
                 )),
-                Step::Send(got.body.clone()),
+                Act::Send(got.body.clone()),
             ]
         };
-        let worker = FaultyWorker::start(Vec::new(), echo).await;
+        let worker = Scripted::with(Vec::new(), echo).await;
         let gateway = gateway(settings(&[worker.url()])).await;
         (alone, worker, gateway)
     });
@@ -150,7 +148,7 @@ fn unusual_bodies_are_forwarded_unchanged_in_both_directions() {
         let answer = runtime.block_on(request(gateway.address(), "POST", PATH, "", body.as_bytes()));
         proptest::prop_assert_eq!((answer.status, answer.text()), (200, body.as_str()));
         proptest::prop_assert_eq!(
-            worker.with_seen(|seen| seen.requests.pop().expect("request received").body),
+            worker.seen(|seen| seen.requests.pop().expect("request received").body),
             body.as_bytes()
         );
         Ok(())
@@ -184,12 +182,12 @@ async fn each_piece_is_forwarded_before_the_next_arrives() {
         write(format!("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {length}\r\n\r\n"));
     let unknown = write("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n");
     for (head, steps, end) in [
-        (chunked_head(), chunks, vec![chunks_end()]),
+        (chunked_head(), chunks, vec![stream_end()]),
         (known, bare.clone(), Vec::new()),
-        (unknown, bare, vec![Step::Close]),
+        (unknown, bare, vec![Act::Close]),
     ] {
-        let steps = steps.into_iter().flat_map(|step| [Step::Wait, step]);
-        let worker = FaultyWorker::responding_with(std::iter::once(head).chain(steps).chain(end).collect()).await;
+        let steps = steps.into_iter().flat_map(|step| [Act::Wait, step]);
+        let worker = Scripted::responding_with(std::iter::once(head).chain(steps).chain(end).collect()).await;
         let gateway = gateway(settings(&[worker.url()])).await;
         let mut client = Client::ask(&gateway).await;
         let mut so_far = Vec::new();
@@ -210,7 +208,7 @@ async fn a_compressed_body_passes_unread() {
     let head =
         "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\n";
     let body = [0x1f, 0x8b, 0x08, 0x00];
-    let worker = FaultyWorker::responding_with(vec![write(head), Step::Send(body.to_vec())]).await;
+    let worker = Scripted::responding_with(vec![write(head), Act::Send(body.to_vec())]).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let answer = request(gateway.address(), "POST", PATH, "", br#"{"model":"mock","prompt":[1]}"#).await;
     assert_eq!((answer.status, answer.body.as_slice()), (200, &body[..]));

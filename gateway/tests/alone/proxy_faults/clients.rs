@@ -4,11 +4,11 @@ use pointsman_gateway::settings::TokenSourceChoice;
 use tokio::io::AsyncWriteExt as _;
 
 use crate::alone;
-use crate::common::proxy::{EVENT, FINE, gateway, request, send, until};
-use crate::faults::{
-    self, Client, FaultyWorker, PATH, Step, body, chunk, chunked_head, chunks_end, eventually, expect_idle,
-    full_response, metric, settings, write,
+use crate::common::proxy::{
+    Act, EVENT, FINE, Scripted, chunk, chunked_head, eventually, full_response, gateway, request, send, stream_end,
+    until, write,
 };
+use crate::faults::{self, Client, PATH, body, expect_idle, metric, settings};
 
 /// Frames of a streamed response.
 const FRAMES: usize = 5;
@@ -23,14 +23,14 @@ fn frames(n: usize) -> String {
 }
 
 /// A stream that waits before its head, before each frame, and before its end.
-fn gated() -> Vec<Step> {
-    let frames = (0..FRAMES).flat_map(|n| [Step::Wait, chunk(frame(n))]);
-    [Step::Wait, chunked_head()].into_iter().chain(frames).chain([Step::Wait, chunks_end()]).collect()
+fn gated() -> Vec<Act> {
+    let frames = (0..FRAMES).flat_map(|n| [Act::Wait, chunk(frame(n))]);
+    [Act::Wait, chunked_head()].into_iter().chain(frames).chain([Act::Wait, stream_end()]).collect()
 }
 
 /// Chunks without an end.
-fn endless() -> Step {
-    Step::Flood([b"1000\r\n".as_slice(), &[b'x'; 0x1000], b"\r\n"].concat())
+fn endless() -> Act {
+    Act::Flood([b"1000\r\n".as_slice(), &[b'x'; 0x1000], b"\r\n"].concat())
 }
 
 const CLIENT_GONE: &str = "pointsman_gateway_client_gone_total";
@@ -38,7 +38,7 @@ const CLIENT_GONE: &str = "pointsman_gateway_client_gone_total";
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_may_disconnect_at_every_frame() {
     let _alone = alone().await;
-    let worker = FaultyWorker::responding_with(gated()).await;
+    let worker = Scripted::responding_with(gated()).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let gone = metric(&gateway, CLIENT_GONE, &[]).await;
     // Disconnects before the head, after it, and after each frame; in the last step only the end of the stream is
@@ -71,8 +71,8 @@ async fn clients_may_disconnect_within_a_response_of_known_length() {
     const PARTS: [&str; 4] = [EVENT, "dat", "a: [DON", "E]\n\n"];
     let length = PARTS.concat().len();
     let head = format!("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {length}\r\n\r\n");
-    let (head, parts) = (write(head), PARTS.map(|part| [Step::Wait, write(part)]).concat());
-    let worker = FaultyWorker::responding_with([vec![head], parts].concat()).await;
+    let (head, parts) = (write(head), PARTS.map(|part| [Act::Wait, write(part)]).concat());
+    let worker = Scripted::responding_with([vec![head], parts].concat()).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     for parts in 0..PARTS.len() {
         let mut client = Client::ask(&gateway).await;
@@ -93,7 +93,7 @@ async fn clients_may_disconnect_within_a_response_of_known_length() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_half_closed_client_counts_as_disconnected() {
     let _alone = alone().await;
-    let worker = FaultyWorker::responding_with(gated()).await;
+    let worker = Scripted::responding_with(gated()).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     for steps in [0, 3] {
         let mut client = Client::ask(&gateway).await;
@@ -113,10 +113,10 @@ async fn a_half_closed_client_counts_as_disconnected() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_reads_nothing_blocks_its_stream_until_it_disconnects() {
     let _alone = alone().await;
-    let worker = FaultyWorker::responding_with(vec![chunked_head(), chunk(EVENT), endless()]).await;
+    let worker = Scripted::responding_with(vec![chunked_head(), chunk(EVENT), endless()]).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let client = Client::ask(&gateway).await;
-    until("much was sent", || worker.with_seen(|seen| seen.flooded) > 256 << 10).await;
+    until("much was sent", || worker.seen(|seen| seen.flooded) > 256 << 10).await;
     drop(client);
     worker.wait_until_closed().await;
     expect_idle(&gateway).await;
@@ -125,12 +125,12 @@ async fn a_client_that_reads_nothing_blocks_its_stream_until_it_disconnects() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_reads_nothing_times_out() {
     let _alone = alone().await;
-    let worker = FaultyWorker::responding_with(vec![chunked_head(), chunk(EVENT), endless()]).await;
+    let worker = Scripted::responding_with(vec![chunked_head(), chunk(EVENT), endless()]).await;
     let mut settings = settings(&[worker.url()]);
     settings.gateway.idle_timeout_ms = 300;
     let gateway = gateway(settings).await;
     let client = Client::ask(&gateway).await;
-    until("much was sent", || worker.with_seen(|seen| seen.flooded) > 256 << 10).await;
+    until("much was sent", || worker.seen(|seen| seen.flooded) > 256 << 10).await;
     worker.wait_until_closed().await;
     expect_idle(&gateway).await;
     assert!(!client.answer().await.expect("response started").is_whole);
@@ -139,7 +139,7 @@ async fn a_client_that_reads_nothing_times_out() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_may_disconnect_while_queued() {
     let _alone = alone().await;
-    let worker = FaultyWorker::responding_with(vec![Step::Wait, full_response("200 OK", FINE)]).await;
+    let worker = Scripted::responding_with(vec![Act::Wait, full_response("200 OK", FINE)]).await;
     let mut settings = settings(&[worker.url()]);
     settings.models[0].router.queue.threshold = Some(0.0);
     settings.models[0].workers[0].config.max_num_batched_tokens = Some(64);
@@ -168,9 +168,9 @@ async fn requests_queue_for_engines_without_stated_capacity() {
     const CLIENTS: usize = 12;
     let _alone = alone().await;
     // Streams report their first token. The load of a prefill without a report falls with time.
-    let answer = || FaultyWorker::responding_with(vec![Step::Wait, full_response("200 OK", FINE)]);
+    let answer = || Scripted::responding_with(vec![Act::Wait, full_response("200 OK", FINE)]);
     let workers = [answer().await, answer().await];
-    let mut settings = settings(&workers.each_ref().map(FaultyWorker::url));
+    let mut settings = settings(&workers.each_ref().map(Scripted::url));
     settings.models[0].router.queue.threshold = Some(2.0);
     assert!(settings.models[0].workers.iter().all(|worker| worker.config.max_num_batched_tokens.is_none()));
     let gateway = gateway(settings).await;
@@ -186,7 +186,7 @@ async fn requests_queue_for_engines_without_stated_capacity() {
         .into_iter()
         .map(|body| tokio::spawn(async move { request(address, "POST", PATH, "", body.as_bytes()).await }))
         .collect();
-    let request_count = || workers.iter().map(FaultyWorker::request_count).sum::<usize>();
+    let request_count = || workers.iter().map(Scripted::request_count).sum::<usize>();
     until("every request is placed or waits", || router.health().leases == CLIENTS).await;
     let waiting = async || router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum::<u64>();
     eventually("two on each rank, eight wait", async || (request_count(), waiting().await) == (4, 8)).await;
@@ -202,8 +202,8 @@ async fn requests_queue_for_engines_without_stated_capacity() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_may_disconnect_during_tokenization() {
     let _alone = alone().await;
-    let worker = FaultyWorker::start(Vec::new(), |_, got| {
-        if got.head.starts_with("POST /tokenize ") { vec![Step::Hang] } else { vec![full_response("200 OK", FINE)] }
+    let worker = Scripted::with(Vec::new(), |_, got| {
+        if got.head.starts_with("POST /tokenize ") { vec![Act::Hang] } else { vec![full_response("200 OK", FINE)] }
     })
     .await;
     let mut settings = settings(&[worker.url()]);
@@ -219,14 +219,14 @@ async fn clients_may_disconnect_during_tokenization() {
     // A request with token ids is served immediately, and the abandoned request is never sent.
     let next = request(gateway.address(), "POST", PATH, "", body().as_bytes()).await;
     assert_eq!((next.status, next.text()), (200, FINE));
-    let completions = worker.with_seen(|seen| seen.requests.iter().filter(|got| got.head.contains(PATH)).count());
+    let completions = worker.seen(|seen| seen.requests.iter().filter(|got| got.head.contains(PATH)).count());
     assert_eq!(completions, 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_may_disconnect_within_their_request() {
     let _alone = alone().await;
-    let worker = FaultyWorker::responding_with(vec![full_response("200 OK", FINE)]).await;
+    let worker = Scripted::responding_with(vec![full_response("200 OK", FINE)]).await;
     let gateway = gateway(settings(&[worker.url()])).await;
     let full_response =
         format!("POST {PATH} HTTP/1.1\r\nhost: g\r\ncontent-length: {}\r\n\r\n{}", body().len(), body());

@@ -9,21 +9,24 @@ use pointsman_gateway::app::Gateway;
 use tokio::net::TcpSocket;
 
 use crate::alone;
-use crate::common::proxy::{self, Answer, EVENT, FINE, FINE_JSON, gateway, receive, request, send, until};
+use crate::common::proxy::{
+    self, Act, Answer, EVENT, FINE, FINE_JSON, Scripted, chunk, chunked_head, eventually, full_response, gateway,
+    receive, request, send, stream_end, until, write,
+};
 use crate::faults::{
-    Client, DONE, FaultyWorker, PATH, Step, body, chunk, chunked_head, chunks_end, counting_outcomes, eventually,
-    expect_idle, expect_no_failure, expect_outcome, full_response, metric, router, settings, write,
+    Client, DONE, PATH, body, counting_outcomes, expect_idle, expect_no_failure, expect_outcome, metric, router,
+    settings,
 };
 
 const ROLE: &str = "data: {\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}]}\n\n";
 
 /// One worker per script, behind a gateway that counts a single failure.
-async fn fleet(answers: &[Vec<Step>]) -> (Vec<FaultyWorker>, Gateway) {
+async fn fleet(answers: &[Vec<Act>]) -> (Vec<Scripted>, Gateway) {
     let mut workers = Vec::new();
     for steps in answers {
-        workers.push(FaultyWorker::responding_with(steps.clone()).await);
+        workers.push(Scripted::responding_with(steps.clone()).await);
     }
-    let urls: Vec<_> = workers.iter().map(FaultyWorker::url).collect();
+    let urls: Vec<_> = workers.iter().map(Scripted::url).collect();
     let gateway = gateway(counting_outcomes(settings(&urls))).await;
     (workers, gateway)
 }
@@ -32,8 +35,8 @@ async fn ask(gateway: &Gateway) -> Answer {
     Client::ask(gateway).await.answer().await.expect("response received")
 }
 
-fn request_count(workers: &[FaultyWorker]) -> usize {
-    workers.iter().map(FaultyWorker::request_count).sum()
+fn request_count(workers: &[Scripted]) -> usize {
+    workers.iter().map(Scripted::request_count).sum()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -41,7 +44,7 @@ async fn equal_failures_at_two_workers_count_against_none() {
     let _alone = alone().await;
     let html = write("HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 2\r\n\r\nhi");
     for steps in
-        [vec![full_response("500 Oops", "")], vec![full_response("503 Busy", "")], vec![Step::Reset], vec![html]]
+        [vec![full_response("500 Oops", "")], vec![full_response("503 Busy", "")], vec![Act::Reset], vec![html]]
     {
         let (workers, gateway) = fleet(&[steps.clone(), steps]).await;
         for n in 1..=4 {
@@ -54,7 +57,7 @@ async fn equal_failures_at_two_workers_count_against_none() {
 }
 
 /// Round-robin: one of two requests starts at the failing worker.
-async fn counts(fails: Vec<Step>, outcome: Outcome) {
+async fn counts(fails: Vec<Act>, outcome: Outcome) {
     let (workers, gateway) = fleet(&[fails, vec![write(served())]]).await;
     while workers[0].request_count() == 0 {
         let answer = ask(&gateway).await;
@@ -76,12 +79,12 @@ async fn failures_count_if_another_worker_serves_the_request() {
         counts(vec![full_response(status, "{}")], Outcome::Misconfigured).await;
     }
     counts(vec![full_response("200 OK", FINE_JSON)], Outcome::InvalidAnswer).await;
-    counts(vec![chunked_head(), chunk(DONE), chunks_end()], Outcome::InvalidAnswer).await;
-    counts(vec![chunked_head(), chunk(ROLE), chunks_end()], Outcome::InvalidAnswer).await;
+    counts(vec![chunked_head(), chunk(DONE), stream_end()], Outcome::InvalidAnswer).await;
+    counts(vec![chunked_head(), chunk(ROLE), stream_end()], Outcome::InvalidAnswer).await;
     // After the role no token has been generated and nothing has been sent to the client.
-    counts(vec![chunked_head(), chunk(ROLE), Step::Reset], Outcome::Reset).await;
+    counts(vec![chunked_head(), chunk(ROLE), Act::Reset], Outcome::Reset).await;
     let error = "data: {\"error\":{\"message\":\"EngineCore died\",\"code\":500}}\n\n";
-    counts(vec![chunked_head(), chunk(error), chunk(DONE), chunks_end()], Outcome::ServerError).await;
+    counts(vec![chunked_head(), chunk(error), chunk(DONE), stream_end()], Outcome::ServerError).await;
     let busy = "HTTP/1.1 503 Busy\r\nretry-after: 7\r\ncontent-length: 0\r\n\r\n";
     counts(vec![write(busy)], Outcome::Refused { retry_after: Some(Duration::from_secs(7)) }).await;
 }
@@ -93,9 +96,9 @@ async fn not_found_at_two_workers_is_a_client_error() {
     for _ in 0..3 {
         let order = Arc::clone(&order);
         let answer = move || full_response("404 None", &order.fetch_add(1, Ordering::Relaxed).to_string());
-        workers.push(FaultyWorker::start(Vec::new(), move |_, _| vec![answer()]).await);
+        workers.push(Scripted::with(Vec::new(), move |_, _| vec![answer()]).await);
     }
-    let urls: Vec<_> = workers.iter().map(FaultyWorker::url).collect();
+    let urls: Vec<_> = workers.iter().map(Scripted::url).collect();
     let gateway = gateway(counting_outcomes(settings(&urls))).await;
     let answer = ask(&gateway).await;
     assert_eq!((answer.status, answer.text()), (404, "0"), "the first answer");
@@ -109,9 +112,9 @@ async fn a_late_first_token_is_retried_once() {
     let _alone = alone().await;
     let mut workers = Vec::new();
     for _ in 0..3 {
-        workers.push(FaultyWorker::responding_with(vec![chunked_head(), chunk(ROLE), Step::Hang]).await);
+        workers.push(Scripted::responding_with(vec![chunked_head(), chunk(ROLE), Act::Hang]).await);
     }
-    let urls: Vec<_> = workers.iter().map(FaultyWorker::url).collect();
+    let urls: Vec<_> = workers.iter().map(Scripted::url).collect();
     let mut settings = counting_outcomes(settings(&urls));
     settings.gateway.first_byte_timeout_ms = 200;
     let gateway = gateway(settings).await;
@@ -126,7 +129,7 @@ async fn a_late_first_token_is_retried_once() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_retry_without_another_worker_returns_to_the_budget() {
     let _alone = alone().await;
-    let worker = FaultyWorker::responding_with(vec![full_response("500 Oops", "{}")]).await;
+    let worker = Scripted::responding_with(vec![full_response("500 Oops", "{}")]).await;
     let mut settings = settings(&[worker.url()]);
     settings.gateway.retry_share_max = 0.0; // ten retries in any ten seconds
     let gateway = gateway(settings).await;
@@ -142,8 +145,8 @@ async fn a_retry_without_another_worker_returns_to_the_budget() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_retry_that_times_out_in_the_queue_is_not_queued_again() {
     let _alone = alone().await;
-    let busy = FaultyWorker::responding_with(vec![Step::Wait, full_response("200 OK", FINE)]).await;
-    let fails = FaultyWorker::responding_with(vec![Step::Reset]).await;
+    let busy = Scripted::responding_with(vec![Act::Wait, full_response("200 OK", FINE)]).await;
+    let fails = Scripted::responding_with(vec![Act::Reset]).await;
     let mut settings = settings(&[busy.url(), fails.url()]);
     settings.models[0].router.queue.threshold = Some(0.0);
     settings.gateway.queue_timeout_ms = 2_000;
@@ -162,8 +165,8 @@ async fn a_retry_that_times_out_in_the_queue_is_not_queued_again() {
 async fn a_retry_has_the_rest_of_the_deadline() {
     const DEADLINE: Duration = Duration::from_secs(5);
     let _alone = alone().await;
-    let fails = FaultyWorker::responding_with(vec![Step::Wait, Step::Reset]).await;
-    let idle = FaultyWorker::responding_with(vec![full_response("200 OK", FINE)]).await;
+    let fails = Scripted::responding_with(vec![Act::Wait, Act::Reset]).await;
+    let idle = Scripted::responding_with(vec![full_response("200 OK", FINE)]).await;
     let gateway = gateway(settings(&[fails.url(), idle.url()])).await;
     let deadline = format!("x-pointsman-deadline-ms: {}\r\n", DEADLINE.as_millis());
     let client = send(gateway.address(), "POST", PATH, &deadline, body().as_bytes()).await;
@@ -181,7 +184,7 @@ async fn a_refused_connection_counts_against_every_rank_of_its_worker() {
     let _alone = alone().await;
     let absent = TcpSocket::new_v4().expect("a socket"); // bound, which reserves the port, but not listening
     absent.bind("127.0.0.1:0".parse().expect("an address")).expect("a port");
-    let good = FaultyWorker::responding_with(vec![full_response("200 OK", FINE)]).await;
+    let good = Scripted::responding_with(vec![full_response("200 OK", FINE)]).await;
     let url = format!("http://{}", absent.local_addr().expect("bound"));
     let mut settings = counting_outcomes(settings(&[url, good.url()]));
     settings.models[0].workers[0].config.data_parallel_size = 2;
@@ -200,8 +203,8 @@ async fn a_refused_connection_counts_against_every_rank_of_its_worker() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_retry_after_silence_avoids_every_rank_of_the_worker() {
     let _alone = alone().await;
-    let fails = FaultyWorker::responding_with(vec![Step::Reset]).await;
-    let good = FaultyWorker::responding_with(vec![full_response("200 OK", FINE)]).await;
+    let fails = Scripted::responding_with(vec![Act::Reset]).await;
+    let good = Scripted::responding_with(vec![full_response("200 OK", FINE)]).await;
     let mut settings = settings(&[fails.url(), good.url()]);
     settings.models[0].workers[0].config.data_parallel_size = 3; // round robin would choose the third rank
     let gateway = gateway(settings).await;
@@ -214,9 +217,9 @@ async fn a_retry_after_silence_avoids_every_rank_of_the_worker() {
 async fn each_event_restarts_the_idle_timeout() {
     const IDLE_MAX: Duration = Duration::from_secs(6);
     let _alone = alone().await;
-    let paused = (0..5).flat_map(|_| [Step::Wait, chunk(EVENT)]).collect();
-    let steps = [vec![chunked_head(), chunk(EVENT)], paused, vec![Step::Wait, chunk(DONE), chunks_end()]];
-    let worker = FaultyWorker::responding_with(steps.concat()).await;
+    let paused = (0..5).flat_map(|_| [Act::Wait, chunk(EVENT)]).collect();
+    let steps = [vec![chunked_head(), chunk(EVENT)], paused, vec![Act::Wait, chunk(DONE), stream_end()]];
+    let worker = Scripted::responding_with(steps.concat()).await;
     let mut settings = settings(&[worker.url()]);
     settings.gateway.idle_timeout_ms = IDLE_MAX.as_millis() as u64;
     let gateway = gateway(settings).await;
@@ -237,10 +240,14 @@ async fn each_event_restarts_the_idle_timeout() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn late_unstreamed_responses_do_not_count_if_the_rank_serves_others() {
     let _alone = alone().await;
-    let worker = FaultyWorker::start(Vec::new(), |n, _| {
-        if n == 0 { vec![Step::Hang] } else { vec![full_response("200 OK", FINE_JSON)] }
-    })
-    .await;
+    let worker =
+        Scripted::with(
+            Vec::new(),
+            |n, _| {
+                if n == 0 { vec![Act::Hang] } else { vec![full_response("200 OK", FINE_JSON)] }
+            },
+        )
+        .await;
     let mut settings = counting_outcomes(settings(&[worker.url()]));
     settings.gateway.answer_timeout_ms = 3_000;
     let gateway = gateway(settings).await;
@@ -261,8 +268,8 @@ async fn a_stream_without_its_end_mark_is_cut_off() {
     let length = EVENT.len() + more.len();
     let known =
         format!("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {length}\r\n\r\n{EVENT}");
-    let chunked = vec![chunked_head(), chunk(EVENT), Step::Wait, chunk(more), chunks_end()];
-    for steps in [chunked, vec![write(known), Step::Wait, write(more)]] {
+    let chunked = vec![chunked_head(), chunk(EVENT), Act::Wait, chunk(more), stream_end()];
+    for steps in [chunked, vec![write(known), Act::Wait, write(more)]] {
         let (workers, gateway) = fleet(&[steps]).await;
         let labels = ["reason=\"incomplete\""];
         let before = metric(&gateway, "pointsman_gateway_streams_broken_total", &labels).await;

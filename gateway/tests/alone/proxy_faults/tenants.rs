@@ -1,42 +1,20 @@
 //! Tenant isolation in the proxy: requests without a valid key never reach a worker, and no tenant can reuse another
 //! tenant's cache.
 
-use std::path::PathBuf;
-
 use pointsman::config::SessionAffinity;
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{Settings, TenantSettings};
 
 use crate::alone;
-use crate::common::proxy::{Answer, FINE, FINE_JSON, Got, gateway, request, until};
-use crate::faults::{FaultyWorker, PATH, Step, body, eventually, expect_idle, full_response, router, settings};
+use crate::common::directory::Directory;
+use crate::common::proxy::{
+    Act, Answer, FINE, FINE_JSON, Got, Scripted, eventually, full_response, gateway, get, request, until,
+};
+use crate::faults::{PATH, body, expect_idle, router, settings};
 
 const KEYS: [&str; 2] = ["acme-key-0123456789", "brew-key-0123456789"];
 
-/// A directory of this process, removed after the test.
-struct Files(PathBuf);
-
-impl Files {
-    fn new() -> Self {
-        let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("tenants-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).expect("a directory");
-        Self(directory)
-    }
-
-    fn write(&self, name: &str, content: &str) -> PathBuf {
-        let file = self.0.join(name);
-        std::fs::write(&file, content).expect("file written");
-        file
-    }
-}
-
-impl Drop for Files {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-fn with_tenants(mut settings: Settings, files: &Files) -> Settings {
+fn with_tenants(mut settings: Settings, files: &Directory) -> Settings {
     settings.gateway.salt_secret_file = Some(files.write("salt", "0123456789abcdef0123456789abcdef"));
     let tenant = |(name, key): (&str, &str)| TenantSettings {
         name: name.to_owned(),
@@ -54,7 +32,7 @@ async fn ask(gateway: &Gateway, headers: &str, body: &str) -> Answer {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_without_a_valid_key_reach_no_worker() {
     let _alone = alone().await;
-    let (worker, files) = (FaultyWorker::responding_with(vec![full_response("200 OK", FINE_JSON)]).await, Files::new());
+    let (worker, files) = (Scripted::responding_with(vec![full_response("200 OK", FINE_JSON)]).await, Directory::new());
     let gateway = gateway(with_tenants(settings(&[worker.url()]), &files)).await;
     let (first, second) = (KEYS[0], KEYS[1]);
     let refused = [
@@ -76,6 +54,7 @@ async fn requests_without_a_valid_key_reach_no_worker() {
             assert_eq!(answer.header("www-authenticate"), Some("Bearer"));
         }
     }
+    assert_eq!(get(&gateway, "/v1/models").await.status, 401);
     // A client that sends its whole body before it reads receives the response as well.
     let large = format!(r#"{{"model":"mock","prompt":"{}"}}"#, "x".repeat(12 << 20));
     let answer = ask(&gateway, "", &large).await;
@@ -87,12 +66,12 @@ async fn requests_without_a_valid_key_reach_no_worker() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tenants_cannot_produce_salts_of_others() {
     let _alone = alone().await;
-    let (worker, files) = (FaultyWorker::responding_with(vec![full_response("200 OK", FINE_JSON)]).await, Files::new());
+    let (worker, files) = (Scripted::responding_with(vec![full_response("200 OK", FINE_JSON)]).await, Directory::new());
     let gateway = gateway(with_tenants(settings(&[worker.url()]), &files)).await;
     let salt_of = async |key: &str, body: &str| {
         let answer = ask(&gateway, &format!("authorization: Bearer {key}\r\n"), body).await;
         assert_eq!((answer.status, answer.text()), (200, FINE_JSON), "{answer:?}");
-        let got = worker.with_seen(|seen| seen.requests.pop().expect("request received"));
+        let got = worker.seen(|seen| seen.requests.pop().expect("request received"));
         assert_eq!(got.header("authorization"), None, "a key for the gateway is not for workers");
         assert!(!got.text().contains(key));
         let sent: serde_json::Value = serde_json::from_slice(&got.body).expect("JSON");
@@ -128,7 +107,7 @@ async fn tenants_alternate_in_the_queue_regardless_of_deadlines() {
     let _alone = alone().await;
     for deadline in ["", "x-pointsman-deadline-ms: 3600000\r\n"] {
         let (worker, files) =
-            (FaultyWorker::responding_with(vec![Step::Wait, full_response("200 OK", FINE)]).await, Files::new());
+            (Scripted::responding_with(vec![Act::Wait, full_response("200 OK", FINE)]).await, Directory::new());
         let mut settings = with_tenants(settings(&[worker.url()]), &files);
         settings.models[0].router.queue.threshold = Some(0.0);
         let gateway = gateway(settings).await;
@@ -153,7 +132,7 @@ async fn tenants_alternate_in_the_queue_regardless_of_deadlines() {
             assert_eq!((answer.status, answer.text()), (200, FINE));
         }
         let salt = |body: &[u8]| serde_json::from_slice::<serde_json::Value>(body).expect("JSON")["cache_salt"].clone();
-        let salts: Vec<_> = worker.with_seen(|seen| seen.requests.iter().map(|got| salt(&got.body)).collect());
+        let salts: Vec<_> = worker.seen(|seen| seen.requests.iter().map(|got| salt(&got.body)).collect());
         let of_brew: Vec<_> = (0..salts.len()).filter(|place| salts[*place] != salts[0]).collect();
         assert_eq!((salts.len(), of_brew), (15, vec![2, 4]), "alternating tenants, {deadline:?}");
         expect_idle(&gateway).await;
@@ -164,10 +143,11 @@ async fn tenants_alternate_in_the_queue_regardless_of_deadlines() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn equal_session_ids_of_two_tenants_are_two_sessions() {
     let _alone = alone().await;
-    let answer = || FaultyWorker::responding_with(vec![full_response("200 OK", FINE_JSON)]);
-    let (workers, files) = ([answer().await, answer().await], Files::new());
-    let mut settings = with_tenants(settings(&workers.each_ref().map(FaultyWorker::url)), &files);
+    let answer = || Scripted::responding_with(vec![full_response("200 OK", FINE_JSON)]);
+    let (workers, files) = ([answer().await, answer().await], Directory::new());
+    let mut settings = with_tenants(settings(&workers.each_ref().map(Scripted::url)), &files);
     settings.models[0].router.session.affinity = SessionAffinity::Hard;
+    settings.gateway.worker_api_key_file = Some(files.write("worker", "worker-key-01234"));
     let gateway = gateway(settings).await;
     for asked in 1..=2 {
         for key in KEYS {
@@ -175,7 +155,10 @@ async fn equal_session_ids_of_two_tenants_are_two_sessions() {
             let answer = ask(&gateway, &headers, r#"{"model":"mock","prompt":[1]}"#).await;
             assert_eq!((answer.status, answer.text()), (200, FINE_JSON), "{answer:?}");
         }
-        assert_eq!(workers.each_ref().map(FaultyWorker::request_count), [asked; 2]);
+        assert_eq!(workers.each_ref().map(Scripted::request_count), [asked; 2]);
+        for got in workers.iter().flat_map(Scripted::requests) {
+            assert_eq!(got.header("authorization"), Some("Bearer worker-key-01234"));
+        }
     }
     expect_idle(&gateway).await;
 }
@@ -185,7 +168,7 @@ async fn equal_session_ids_of_two_tenants_are_two_sessions() {
 async fn a_tenant_without_priority_cannot_reorder_its_requests() {
     let _alone = alone().await;
     let (worker, files) =
-        (FaultyWorker::responding_with(vec![Step::Wait, full_response("200 OK", FINE)]).await, Files::new());
+        (Scripted::responding_with(vec![Act::Wait, full_response("200 OK", FINE)]).await, Directory::new());
     let mut settings = with_tenants(settings(&[worker.url()]), &files);
     settings.models[0].router.queue.threshold = Some(0.0);
     let gateway = gateway(settings).await;
@@ -210,7 +193,7 @@ async fn a_tenant_without_priority_cannot_reorder_its_requests() {
         assert_eq!((answer.status, answer.text()), (200, FINE));
     }
     let id = |got: &Got| got.header("x-request-id").expect("an id").to_owned();
-    let served: Vec<String> = worker.with_seen(|seen| seen.requests.iter().map(id).collect());
+    let served: Vec<String> = worker.seen(|seen| seen.requests.iter().map(id).collect());
     assert_eq!(served, ["first", "second", "third", "fourth"]);
     expect_idle(&gateway).await;
 }

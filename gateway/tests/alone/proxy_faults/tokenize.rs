@@ -7,27 +7,27 @@ use pointsman::health::{HealthState, Outcome};
 use pointsman_gateway::settings::{Settings, TokenSourceChoice};
 
 use crate::alone;
-use crate::common::proxy::{FINE_JSON, gateway, request};
-use crate::faults::{FaultyWorker, PATH, Step, eventually, expect_idle, full_response, router, settings};
+use crate::common::proxy::{Act, FINE_JSON, Scripted, eventually, full_response, gateway, request};
+use crate::faults::{PATH, expect_idle, router, settings};
 
 /// Number of consecutive requests.
 const REQUESTS: usize = 24;
 
 /// A worker that serves requests, and serves `/tokenize` or hangs on it.
-async fn worker(tokenizes: bool) -> FaultyWorker {
-    FaultyWorker::start(Vec::new(), move |_, got| match got.head.starts_with("POST /tokenize ") {
+async fn worker(tokenizes: bool) -> Scripted {
+    Scripted::with(Vec::new(), move |_, got| match got.head.starts_with("POST /tokenize ") {
         true if tokenizes => vec![full_response("200 OK", r#"{"tokens":[1,2,3]}"#)],
-        true => vec![Step::Hang],
+        true => vec![Act::Hang],
         false => vec![full_response("200 OK", FINE_JSON)],
     })
     .await
 }
 
-fn tokenized(worker: &FaultyWorker) -> usize {
-    worker.with_seen(|seen| seen.requests.iter().filter(|got| got.head.starts_with("POST /tokenize ")).count())
+fn tokenized(worker: &Scripted) -> usize {
+    worker.seen(|seen| seen.requests.iter().filter(|got| got.head.starts_with("POST /tokenize ")).count())
 }
 
-fn with_engine_tokens(workers: &[&FaultyWorker]) -> Settings {
+fn with_engine_tokens(workers: &[&Scripted]) -> Settings {
     let urls: Vec<String> = workers.iter().map(|worker| worker.url()).collect();
     let mut settings = settings(&urls);
     settings.models[0].tokens.source = TokenSourceChoice::Engine;

@@ -6,11 +6,10 @@ use tokio::task::{JoinSet, LocalSet};
 use tokio::time::Instant;
 
 use crate::alone;
-use crate::common::proxy::{Answer, EVENT, FINE, PATIENCE, gateway};
-use crate::faults::{
-    Client, FaultyWorker, Step, chunk, chunked_head, counting_outcomes, expect_idle, expect_no_failure, expect_outcome,
-    full_response, metric, settings, write,
+use crate::common::proxy::{
+    Act, Answer, EVENT, FINE, PATIENCE, Scripted, chunk, chunked_head, full_response, gateway, write,
 };
+use crate::faults::{Client, counting_outcomes, expect_idle, expect_no_failure, expect_outcome, metric, settings};
 
 /// The response to the client if every worker fails in the same way.
 #[derive(Clone, Copy, Debug)]
@@ -25,8 +24,8 @@ enum ExpectedError {
 #[derive(Clone)]
 struct Fault {
     name: &'static str,
-    greets: Vec<Step>,
-    answers: Vec<Step>,
+    greets: Vec<Act>,
+    answers: Vec<Act>,
     expected: ExpectedError,
     /// Label value of the retries metric.
     reason: &'static str,
@@ -34,12 +33,12 @@ struct Fault {
     outcome: Option<Outcome>,
 }
 
-fn fault(name: &'static str, answers: Vec<Step>) -> Fault {
+fn fault(name: &'static str, answers: Vec<Act>) -> Fault {
     let expected = ExpectedError::Gateway(502, "worker_failed");
     Fault { name, greets: Vec::new(), answers, expected, reason: "broken", outcome: Some(Outcome::Reset) }
 }
 
-fn greeting(name: &'static str, greets: Vec<Step>) -> Fault {
+fn greeting(name: &'static str, greets: Vec<Act>) -> Fault {
     Fault { greets, ..fault(name, Vec::new()) }
 }
 
@@ -57,36 +56,36 @@ fn broken() -> Vec<Fault> {
     let many_headers: String = (0..200).map(|n| format!("x-{n}: 1\r\n")).collect();
     let is_error = |fault: Fault| Fault { outcome: Some(Outcome::ServerError), ..fault };
     vec![
-        Fault { reason: "", outcome: None, ..greeting("reset after accept", vec![Step::Reset]) },
-        greeting("closed after accept", vec![Step::Close]),
-        greeting("sends before the request", vec![write("hello\r\n"), Step::Hang]),
-        fault("reset after the request", vec![Step::Reset]),
-        fault("closed after the request", vec![Step::Close]),
-        fault("reset in the head", vec![write("HTTP/1.1 200 OK\r\ncont"), Step::Reset]),
-        fault("closed in the head", vec![write("HTTP/1.1 200 OK\r\ncont"), Step::Close]),
-        fault("closed after the head", vec![write(HEAD), Step::Close]),
-        fault("reset after the head", vec![write(HEAD), Step::Reset]),
-        fault("closed after the head of chunks", vec![chunked_head(), Step::Close]),
-        fault("closed in the first chunk's length", vec![chunked_head(), write("5"), Step::Close]),
-        fault("no HTTP", vec![write("220 mail ready\r\n\r\n"), Step::Hang]),
-        fault("binary", vec![write([0x16, 3, 1, 0, 0xff, 0, 0, 0xfe]), write([0xff; 100]), Step::Hang]),
-        fault("an invalid status", vec![write("HTTP/1.1 2x0 OK\r\n\r\n"), Step::Hang]),
-        fault("invalid chunks", vec![chunked_head(), write("zz\r\nabcd\r\n"), Step::Hang]),
-        fault("a chunk beyond all numbers", vec![chunked_head(), write("fffffffffffffffff\r\n"), Step::Hang]),
+        Fault { reason: "", outcome: None, ..greeting("reset after accept", vec![Act::Reset]) },
+        greeting("closed after accept", vec![Act::Close]),
+        greeting("sends before the request", vec![write("hello\r\n"), Act::Hang]),
+        fault("reset after the request", vec![Act::Reset]),
+        fault("closed after the request", vec![Act::Close]),
+        fault("reset in the head", vec![write("HTTP/1.1 200 OK\r\ncont"), Act::Reset]),
+        fault("closed in the head", vec![write("HTTP/1.1 200 OK\r\ncont"), Act::Close]),
+        fault("closed after the head", vec![write(HEAD), Act::Close]),
+        fault("reset after the head", vec![write(HEAD), Act::Reset]),
+        fault("closed after the head of chunks", vec![chunked_head(), Act::Close]),
+        fault("closed in the first chunk's length", vec![chunked_head(), write("5"), Act::Close]),
+        fault("no HTTP", vec![write("220 mail ready\r\n\r\n"), Act::Hang]),
+        fault("binary", vec![write([0x16, 3, 1, 0, 0xff, 0, 0, 0xfe]), write([0xff; 100]), Act::Hang]),
+        fault("an invalid status", vec![write("HTTP/1.1 2x0 OK\r\n\r\n"), Act::Hang]),
+        fault("invalid chunks", vec![chunked_head(), write("zz\r\nabcd\r\n"), Act::Hang]),
+        fault("a chunk beyond all numbers", vec![chunked_head(), write("fffffffffffffffff\r\n"), Act::Hang]),
         fault(
             "two lengths",
-            vec![write("HTTP/1.1 200 OK\r\ncontent-length: 4\r\ncontent-length: 5\r\n\r\nabcde"), Step::Hang],
+            vec![write("HTTP/1.1 200 OK\r\ncontent-length: 4\r\ncontent-length: 5\r\n\r\nabcde"), Act::Hang],
         ),
-        fault("an invalid length", vec![write("HTTP/1.1 200 OK\r\ncontent-length: -4\r\n\r\nabcd"), Step::Hang]),
-        fault("too many headers", vec![write(format!("HTTP/1.1 200 OK\r\n{many_headers}\r\n")), Step::Hang]),
+        fault("an invalid length", vec![write("HTTP/1.1 200 OK\r\ncontent-length: -4\r\n\r\nabcd"), Act::Hang]),
+        fault("too many headers", vec![write(format!("HTTP/1.1 200 OK\r\n{many_headers}\r\n")), Act::Hang]),
         fault(
             "a huge header",
-            vec![write(format!("HTTP/1.1 200 OK\r\nx: {}\r\n\r\n", "x".repeat(2 << 20))), Step::Hang],
+            vec![write(format!("HTTP/1.1 200 OK\r\nx: {}\r\n\r\n", "x".repeat(2 << 20))), Act::Hang],
         ),
-        fault("an endless head", vec![write("HTTP/1.1 200 OK\r\nx: "), Step::Flood(vec![b'x'; 4096])]),
+        fault("an endless head", vec![write("HTTP/1.1 200 OK\r\nx: "), Act::Flood(vec![b'x'; 4096])]),
         is_error(fault(
             "another protocol",
-            vec![write("HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"), Step::Hang],
+            vec![write("HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"), Act::Hang],
         )),
         is_error(fault(
             "elsewhere",
@@ -103,12 +102,12 @@ fn broken() -> Vec<Fault> {
         status("504", "504 Late", "late", "server_error"),
         Fault {
             expected: ExpectedError::Gateway(502, "worker_failed"),
-            answers: vec![write("HTTP/1.1 500 Oops\r\n\r\n"), Step::Flood(vec![b'x'; 4096])],
+            answers: vec![write("HTTP/1.1 500 Oops\r\n\r\n"), Act::Flood(vec![b'x'; 4096])],
             ..status("500 without an end", "", "", "server_error")
         },
         Fault {
             expected: ExpectedError::Gateway(502, "worker_failed"),
-            answers: vec![write("HTTP/1.1 500 Oops\r\ncontent-length: 9\r\n\r\nabc"), Step::Reset],
+            answers: vec![write("HTTP/1.1 500 Oops\r\ncontent-length: 9\r\n\r\nabc"), Act::Reset],
             ..status("500 that breaks off", "", "", "server_error")
         },
     ]
@@ -122,23 +121,23 @@ fn silent() -> Vec<Fault> {
         outcome: Some(Outcome::Timeout),
         ..fault
     };
-    let go_on = Step::Flood(b"HTTP/1.1 100 Continue\r\n\r\n".repeat(64));
+    let go_on = Act::Flood(b"HTTP/1.1 100 Continue\r\n\r\n".repeat(64));
     vec![
-        late(greeting("silent after accept", vec![Step::Hang])),
-        late(fault("silent after the request", vec![Step::Hang])),
-        late(fault("silent in the head", vec![write("HTTP/1.1 200 OK\r\ncont"), Step::Hang])),
-        late(fault("silent after the head", vec![write(HEAD), Step::Hang])),
-        late(fault("silent after the head of chunks", vec![chunked_head(), Step::Hang])),
-        late(fault("silent in the first chunk", vec![chunked_head(), write("5\r\n"), Step::Hang])),
-        late(fault("silent in an error", vec![write("HTTP/1.1 500 Oops\r\ncontent-length: 9\r\n\r\nabc"), Step::Hang])),
+        late(greeting("silent after accept", vec![Act::Hang])),
+        late(fault("silent after the request", vec![Act::Hang])),
+        late(fault("silent in the head", vec![write("HTTP/1.1 200 OK\r\ncont"), Act::Hang])),
+        late(fault("silent after the head", vec![write(HEAD), Act::Hang])),
+        late(fault("silent after the head of chunks", vec![chunked_head(), Act::Hang])),
+        late(fault("silent in the first chunk", vec![chunked_head(), write("5\r\n"), Act::Hang])),
+        late(fault("silent in an error", vec![write("HTTP/1.1 500 Oops\r\ncontent-length: 9\r\n\r\nabc"), Act::Hang])),
         late(fault("endless 100 Continue", vec![go_on])),
     ]
 }
 
 /// A worker with this fault.
-async fn start(fault: &Fault) -> FaultyWorker {
+async fn start(fault: &Fault) -> Scripted {
     let answers = fault.answers.clone();
-    FaultyWorker::start(fault.greets.clone(), move |_, _| answers.clone()).await
+    Scripted::with(fault.greets.clone(), move |_, _| answers.clone()).await
 }
 
 fn check(name: &str, answer: &Answer, expected: ExpectedError) {
@@ -154,10 +153,10 @@ fn check(name: &str, answer: &Answer, expected: ExpectedError) {
     assert!(answer.is_whole && answer.header("x-request-id").is_some(), "{name}: {answer:?}");
 }
 
-fn shown(step: &Step) -> String {
+fn shown(step: &Act) -> String {
     match step {
-        Step::Send(bytes) | Step::Flood(bytes) => String::from_utf8_lossy(bytes).into_owned(),
-        Step::Wait | Step::Close | Step::Reset | Step::Hang => format!("{step:?}"),
+        Act::Send(bytes) | Act::Flood(bytes) => String::from_utf8_lossy(bytes).into_owned(),
+        Act::Wait | Act::Close | Act::Reset | Act::Hang => format!("{step:?}"),
     }
 }
 
@@ -165,18 +164,18 @@ const RETRIES: &str = "pointsman_gateway_retries_total";
 
 /// With a healthy second worker the client receives a normal response.
 async fn expect_retry_on_healthy_worker(fault: Fault, first_byte_timeout_ms: u64) {
-    let (bad, good) = (start(&fault).await, FaultyWorker::responding_with(vec![full_response("200 OK", FINE)]).await);
+    let (bad, good) = (start(&fault).await, Scripted::responding_with(vec![full_response("200 OK", FINE)]).await);
     let mut settings = counting_outcomes(settings(&[bad.url(), good.url()]));
     settings.gateway.first_byte_timeout_ms = first_byte_timeout_ms;
     let gateway = gateway(settings).await;
     let mut request_count = 0;
     // Round-robin: the second request starts at the failing worker at the latest.
-    while bad.with_seen(|seen| seen.accepted) == 0 {
+    while bad.seen(|seen| seen.accepted) == 0 {
         let answer = Client::ask(&gateway).await.answer().await.expect("response received");
         assert_eq!((answer.status, answer.text()), (200, FINE), "{}: {answer:?}", fault.name);
         request_count += 1;
     }
-    assert_eq!((bad.with_seen(|seen| seen.accepted), good.request_count()), (1, request_count), "{}", fault.name);
+    assert_eq!((bad.seen(|seen| seen.accepted), good.request_count()), (1, request_count), "{}", fault.name);
     assert!(request_count <= 2, "{}", fault.name);
     match fault.outcome {
         Some(Outcome::Ok) => expect_no_failure(&gateway).await,
@@ -193,7 +192,7 @@ async fn expect_error_from_all_workers(fault: Fault, first_byte_timeout_ms: u64)
     let gateway = gateway(settings).await;
     let answer = Client::ask(&gateway).await.answer().await.expect("response received");
     check(fault.name, &answer, fault.expected);
-    let accepted = workers.each_ref().map(|worker| worker.with_seen(|seen| seen.accepted));
+    let accepted = workers.each_ref().map(|worker| worker.seen(|seen| seen.accepted));
     assert_eq!(accepted, [1, 1], "{}", fault.name);
 }
 
@@ -244,7 +243,7 @@ async fn unreachable_workers_are_skipped() {
         format!("http://{}", socket.local_addr().expect("bound"))
     };
     let absent_urls = absent.each_ref().map(url);
-    let good = FaultyWorker::responding_with(vec![full_response("200 OK", FINE)]).await;
+    let good = Scripted::responding_with(vec![full_response("200 OK", FINE)]).await;
     let beside = gateway(counting_outcomes(settings(&[absent_urls[0].clone(), good.url()]))).await;
     for _ in 0..2 {
         assert_eq!(Client::ask(&beside).await.answer().await.expect("response received").text(), FINE);
@@ -277,10 +276,10 @@ async fn other_responses_are_forwarded_without_outcome() {
         (vec![full_response("422 Odd", "odd")], 422, "odd"),
         (vec![full_response("422 Odd", "")], 422, ""),
         (bare(format!("{fine}{evil}")), 200, FINE),
-        (vec![write(&fine), Step::Flood(b"evil".repeat(1024))], 200, FINE),
+        (vec![write(&fine), Act::Flood(b"evil".repeat(1024))], 200, FINE),
         (bare(format!("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Hints\r\nx: y\r\n\r\n{fine}")), 200, FINE),
-        (vec![write(format!("HTTP/1.0 200 OK\r\n{head}\r\n{FINE}")), Step::Close], 200, FINE),
-        (vec![write(format!("HTTP/1.1 200 OK\r\n{head}\r\n{FINE}")), Step::Close], 200, FINE),
+        (vec![write(format!("HTTP/1.0 200 OK\r\n{head}\r\n{FINE}")), Act::Close], 200, FINE),
+        (vec![write(format!("HTTP/1.1 200 OK\r\n{head}\r\n{FINE}")), Act::Close], 200, FINE),
         (
             vec![
                 write(format!(
@@ -302,7 +301,7 @@ async fn other_responses_are_forwarded_without_outcome() {
     ];
     for (steps, status, text) in cases {
         let shown = shown(&steps[0]);
-        let worker = FaultyWorker::start(Vec::new(), move |n, _| {
+        let worker = Scripted::with(Vec::new(), move |n, _| {
             if n == 0 { steps.clone() } else { vec![full_response("200 OK", &FINE.replace("fine", "next"))] }
         })
         .await;
@@ -325,10 +324,10 @@ async fn other_responses_are_forwarded_without_outcome() {
 const BROKEN: &str = "pointsman_gateway_streams_broken_total";
 
 /// A worker sends `begins`, fails with `ends`, and the client must have received exactly `expected`.
-async fn cut(begins: Vec<Step>, ends: Step, expected: &str, outcome: Outcome) {
+async fn cut(begins: Vec<Act>, ends: Act, expected: &str, outcome: Outcome) {
     let shown = format!("{} after {expected:?}", shown(&ends));
-    let steps = [begins, vec![Step::Wait, ends]].concat();
-    let workers = [FaultyWorker::responding_with(steps.clone()).await, FaultyWorker::responding_with(steps).await];
+    let steps = [begins, vec![Act::Wait, ends]].concat();
+    let workers = [Scripted::responding_with(steps.clone()).await, Scripted::responding_with(steps).await];
     let mut settings = counting_outcomes(settings(&[workers[0].url(), workers[1].url()]));
     let is_silence = outcome == Outcome::Timeout;
     if is_silence {
@@ -342,7 +341,7 @@ async fn cut(begins: Vec<Step>, ends: Step, expected: &str, outcome: Outcome) {
     workers.iter().for_each(|worker| worker.release(1));
     let answer = client.answer().await.expect("response started");
     assert!(answer.status == 200 && !answer.is_whole && answer.text() == expected, "{shown}: {answer:?}");
-    assert_eq!(workers.iter().map(|worker| worker.with_seen(|seen| seen.accepted)).sum::<usize>(), 1, "{shown}");
+    assert_eq!(workers.iter().map(|worker| worker.seen(|seen| seen.accepted)).sum::<usize>(), 1, "{shown}");
     workers[0].wait_until_closed().await;
     workers[1].wait_until_closed().await;
     expect_outcome(&gateway, &shown, outcome).await;
@@ -357,10 +356,10 @@ async fn streams_are_cut_off_at_the_failing_chunk() {
         let frames: Vec<_> = (0..chunks).map(|n| format!("data: {{\"n\":{n}}}\n\n")).collect();
         let begins = || std::iter::once(chunked_head()).chain(frames.iter().map(chunk)).collect::<Vec<_>>();
         let expected = frames.concat();
-        cut(begins(), Step::Reset, &expected, Outcome::Reset).await;
-        cut(begins(), Step::Close, &expected, Outcome::Reset).await;
+        cut(begins(), Act::Reset, &expected, Outcome::Reset).await;
+        cut(begins(), Act::Close, &expected, Outcome::Reset).await;
         cut(begins(), write("zz\r\n"), &expected, Outcome::Reset).await;
-        cut(begins(), Step::Hang, &expected, Outcome::Timeout).await;
+        cut(begins(), Act::Hang, &expected, Outcome::Timeout).await;
     }
 }
 
@@ -370,7 +369,7 @@ async fn responses_of_known_length_are_cut_off_at_the_failing_byte() {
     for more in ["", "d", "data: [DONE"] {
         let expected = &*[EVENT, more].concat();
         for (ends, outcome) in
-            [(Step::Reset, Outcome::Reset), (Step::Close, Outcome::Reset), (Step::Hang, Outcome::Timeout)]
+            [(Act::Reset, Outcome::Reset), (Act::Close, Outcome::Reset), (Act::Hang, Outcome::Timeout)]
         {
             cut(vec![write(HEAD), write(expected)], ends, expected, outcome).await;
         }
@@ -381,9 +380,9 @@ async fn responses_of_known_length_are_cut_off_at_the_failing_byte() {
 async fn retries_stay_within_budget_in_an_outage() {
     const REQUESTS: usize = 200;
     let _alone = alone().await;
-    let dead = || FaultyWorker::start(vec![Step::Reset], |_, _| Vec::new());
+    let dead = || Scripted::with(vec![Act::Reset], |_, _| Vec::new());
     let workers = [dead().await, dead().await, dead().await];
-    let gateway = gateway(settings(&workers.each_ref().map(FaultyWorker::url))).await;
+    let gateway = gateway(settings(&workers.each_ref().map(Scripted::url))).await;
     let denied = metric(&gateway, "pointsman_gateway_retries_denied_total", &[]).await;
     let begun = Instant::now();
     for _ in 0..REQUESTS / 10 {
@@ -399,7 +398,7 @@ async fn retries_stay_within_budget_in_an_outage() {
             );
         }
     }
-    let tries: usize = workers.iter().map(|worker| worker.with_seen(|seen| seen.accepted)).sum();
+    let tries: usize = workers.iter().map(|worker| worker.seen(|seen| seen.accepted)).sum();
     // Ten retries in any ten seconds, or a fifth of the requests.
     let windows = usize::try_from(begun.elapsed().as_secs() / 10).expect("seconds") + 1;
     assert!(tries >= REQUESTS + 10, "{tries}: a minimum of retries is allowed");
