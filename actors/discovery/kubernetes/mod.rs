@@ -7,8 +7,6 @@
 mod client;
 mod objects;
 mod service;
-#[cfg(test)]
-mod tests;
 mod watch;
 
 use std::collections::BTreeSet;
