@@ -150,10 +150,3 @@ fn unusual_settings_are_warned_of() {
     let told = text(&output.stderr);
     assert!(told.starts_with("warning: model \"m\" has no workers") && told.lines().count() == 1, "{told}");
 }
-
-#[test]
-fn a_missing_file_is_named() {
-    let output = check_config(Path::new("nowhere.toml"), &[]);
-    assert_eq!(output.status.code(), Some(2));
-    assert!(text(&output.stderr).starts_with("nowhere.toml cannot be read: "), "{}", text(&output.stderr));
-}

@@ -87,20 +87,6 @@ async fn every_protocol_serves_in_two_legs() {
     }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_prefill_pool_is_chosen_by_its_caches_and_reports_them() {
-    for protocol in Protocol::ALL {
-        let pools = Pools::start(protocol, Size { ranks: ranks(protocol), ..SMALL }, |_| {}).await;
-        let prompt = prompt(1, 20);
-        let first = pools.complete(&prompt, 5, true).await;
-        assert_eq!(completion(&first).1, Some(0), "{protocol}");
-        pools.until_indexed("mock-prefill", &prompt, 20).await;
-        let second = pools.complete(&prompt, 5, true).await;
-        assert_eq!(completion(&second).1, Some(u64::from(20 * BLOCK_SIZE)), "{protocol}: same prefill rank");
-        pools.at_rest().await;
-    }
-}
-
 /// Prompts of few groups, one after the other: each prefill finds what the router of the prefill pool reports, as in
 /// simulations, which use the same router.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -109,18 +109,6 @@ async fn a_complete_context_leg_is_the_whole_response() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn rejections_of_the_prefill_engine_reach_the_client() {
-    let pools = Pools::start(Protocol::VllmNixl, PAIR, |_| {}).await;
-    let mut request = body(&prompt(5, 4), 3, false);
-    request["cache_salt"] = "".into(); // the mock engine rejects it
-    let answer = post(&pools.gateway, "/v1/completions", &request).await;
-    assert_eq!(answer.status, 400, "{}", answer.text());
-    assert!(answer.text().contains("cache_salt"), "{}", answer.text());
-    pools.at_rest().await;
-    assert_eq!(pools.prefills("fallback").await, 0, "no other rank would accept it");
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_request_that_the_prefill_engine_rejects_has_no_decode_leg() {
     let rejection = "{\"error\":{\"message\":\"no\"}}";
     let prefill = Scripted::start(move |_| answer("400 Bad Request", rejection)).await;
