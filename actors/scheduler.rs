@@ -1,23 +1,17 @@
 //! Scheduler actor: the only actor that books requests.
 //!
-//! Performs the effects of [`Schedule`]: sends load queries, sends Books in decision order, and replies to queries. An
-//! incomplete load query closes after `load_query_timeout`. Decisions are made by the state machine. After a restart
-//! the scheduler starts with the registered ranks and their boards; the replies to waiting requests are lost, and their
-//! callers retry.
+//! Performs the effects of [`SchedulerShell`]: sends load queries, sends Books in decision order, replies to queries, and
+//! arms timers. After a restart the scheduler starts with the registered ranks and their boards; the replies to waiting
+//! requests are lost, and their callers retry.
 
 mod context;
-mod messages;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 pub(crate) use context::RequestContext;
-pub use messages::PendingClass;
-pub(crate) use messages::{SchedulerMsg, SequenceHandle};
 use tokio::runtime::Handle;
-use tokio::sync::oneshot;
-use tokio::time::Instant;
 
 use crate::actors::delivery::ack::Acknowledgement;
 use crate::actors::delivery::join::{Continuation, JoinObserver, ReplyToken};
@@ -35,28 +29,44 @@ use crate::actors::views::decisions::{DecisionRecords, DecisionTape};
 use crate::actors::views::published::Published;
 use crate::actors::views::shadows::ShadowTotals;
 use crate::actors::views::wake_flag::WakeFlag;
-use crate::config::{LoadConfig, RouterConfig};
-use crate::directory::{Lease, LeaseState};
+use crate::config::RouterConfig;
 use crate::health::Exclusions;
 use crate::load::{ArrivalsCell, BoardChanges, PromptBlocks};
-use crate::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp};
-use crate::queue::QueueHeads;
+use crate::protocol::{BlockHash, BookingId, TimeSource, Timestamp};
+use crate::queue::{Depth, QueueHeads};
 #[cfg(feature = "replicas")]
 use crate::replica::ReplicaLife;
-use crate::schedule::{Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Request, Schedule};
+use crate::schedule::{BookNumber, Decision, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Schedule};
 use crate::select::{RankConditions, RankOverlap};
 #[cfg(feature = "replicas")]
 use crate::session::SessionBinding;
 use crate::shell::CurrentIncarnation;
+use crate::shell::scheduler::{
+    Decider, OpenLoadQuery, SchedulerCells, SchedulerMsg as Msg, SchedulerShell, SequenceHandle,
+};
 use crate::shell::sequence::Book;
+
+/// Messages to the scheduler.
+pub(crate) type SchedulerMsg = Msg<RequestContext, Arc<Strand<Sequence>>, Acknowledgement>;
+
+/// Waiting requests of one class.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PendingClass {
+    /// Name of the class.
+    pub class: String,
+    /// Number of requests and their tokens.
+    pub depth: Depth,
+    /// Time since the arrival of the oldest request.
+    pub oldest_age: Option<Duration>,
+}
 
 /// Dependencies of the scheduler.
 pub(crate) struct SchedulerDependencies {
     pub(crate) shards: Arc<Shards>,
     pub(crate) speculation: SpeculationSender,
     pub(crate) wake: Arc<WakeFlag>,
-    /// Incarnation of the present scheduler.
-    pub(crate) current: Arc<CurrentIncarnation>,
+    /// Incarnation of the present scheduler, and of this one.
+    pub(crate) incarnation: (Arc<CurrentIncarnation>, u32),
     /// The embedder's rank conditions. Read on notification, so the latest value applies.
     pub(crate) conditions: Arc<Published<RankConditions>>,
     /// Ranks excluded for their health. Read on notification.
@@ -123,29 +133,68 @@ impl Continuation<LoadAnswer> for LoadContinuation {
     }
 }
 
+/// A load query in flight.
+type LoadQueryInFlight = JoinObserver<LoadAnswer, LoadContinuation>;
+
+impl OpenLoadQuery for LoadQueryInFlight {
+    fn take(&self) -> Option<Vec<LoadAnswer>> {
+        self.take()
+    }
+}
+
+/// The schedule, with the record of its steps.
+struct TapedSchedule {
+    schedule: Schedule<RequestContext>,
+    tape: DecisionTape,
+}
+
+impl Decider<RequestContext> for TapedSchedule {
+    fn step(
+        &mut self,
+        input: Input<RequestContext>,
+        loads: &LiveLoads,
+        now: Timestamp,
+        effects: &mut VecDeque<Effect<RequestContext>>,
+    ) {
+        self.tape.step(&mut self.schedule, input, (loads, now), effects);
+    }
+
+    fn schedule(&self) -> &Schedule<RequestContext> {
+        &self.schedule
+    }
+}
+
+impl TimeSource for SchedulerDependencies {
+    fn now(&self) -> Timestamp {
+        self.clock.now()
+    }
+}
+
+impl SchedulerCells for SchedulerDependencies {
+    fn conditions(&self) -> Arc<RankConditions> {
+        self.conditions.get()
+    }
+
+    fn exclusions(&self) -> Arc<Exclusions> {
+        self.exclusions.get()
+    }
+
+    fn raise_wake(&self) -> bool {
+        self.wake.raise()
+    }
+
+    fn is_replaced(&self) -> bool {
+        let (current, own) = &self.incarnation;
+        !current.is(*own)
+    }
+}
+
 /// State of the scheduler.
 pub(crate) struct Scheduler {
-    incarnation: u32,
-    schedule: Schedule<RequestContext>,
-    /// Shared cells that the schedule reads.
-    loads: LiveLoads,
-    tape: DecisionTape,
+    shell: SchedulerShell<RequestContext, TapedSchedule, Arc<Strand<Sequence>>, LoadQueryInFlight>,
     shadow_meters: Option<ShadowMeters>,
-    /// Generation and strand of each rank's sequence actor, by slot.
-    sequences: Vec<Option<(Generation, Arc<Strand<Sequence>>)>>,
-    effects: VecDeque<Effect<RequestContext>>,
-    stepped_at: Timestamp,
     replies: SchedulerReplies,
-    /// Start of the batch in flight, and its responses so far.
-    in_flight: Option<(Instant, JoinObserver<LoadAnswer, LoadContinuation>)>,
-    /// Whether the single timer is armed. When it fires, it is armed again for a later batch in flight.
-    timer_armed: bool,
-    load_query_timeout: Duration,
-    /// Whether any class queues requests.
-    queueing: bool,
     queue_meters: Option<QueueMeters>,
-    /// Time of the earliest armed timer for waiting requests.
-    wake_at: Option<Timestamp>,
     dependencies: SchedulerDependencies,
     myself: Weak<Strand<Scheduler>>,
 }
@@ -160,138 +209,45 @@ pub(crate) struct SchedulerReplies {
     tokens: Vec<ReplyToken<RankOverlap, RefreshContinuation>>,
     answers: Vec<(RequestContext, Reply)>,
     cancelled: Vec<RequestContext>,
-    conditions: Vec<oneshot::Sender<()>>,
 }
 
 impl Scheduler {
+    /// A scheduler with these ranks, the embedder's conditions and the exclusions.
     pub(crate) fn new(
-        config: RouterConfig,
-        incarnation: u32,
+        config: &RouterConfig,
         extensions: Extensions,
         dependencies: SchedulerDependencies,
+        ranks: impl Iterator<Item = SequenceHandle<Arc<Strand<Sequence>>>>,
         myself: &Arc<Strand<Self>>,
     ) -> Self {
-        let tape = DecisionTape::new(&config, &dependencies.decisions);
-        let shadow_meters = ShadowMeters::new(&Pool::new(&config.pool), &config, &dependencies.shadows);
+        let tape = DecisionTape::new(config, &dependencies.decisions);
+        let (is_queueing, incarnation) = (config.queue.is_enabled(), dependencies.incarnation.1);
         let mut schedule = Schedule::new(config.clone(), incarnation, extensions);
         schedule.name_requests(RequestContext::request_id);
+        let heads = &dependencies.queue_heads;
+        let loads = LiveLoads::new(
+            Arc::clone(&dependencies.board_changes),
+            Arc::clone(&dependencies.arrivals),
+            Arc::clone(heads),
+        );
+        let mut shell = SchedulerShell::new(TapedSchedule { schedule, tape }, loads, Arc::clone(heads), is_queueing);
+        ranks.for_each(|rank| shell.admit(rank, dependencies.now()));
+        shell.load_conditions(&dependencies);
+        shell.load_exclusions(&dependencies);
         Self {
-            incarnation,
-            load_query_timeout: LoadConfig::QUERY_TIMEOUT,
-            queueing: config.queue.is_enabled(),
-            queue_meters: config.queue.is_enabled().then(|| QueueMeters::new(&config)),
-            schedule,
-            tape,
-            shadow_meters,
-            loads: LiveLoads::new(
-                Arc::clone(&dependencies.board_changes),
-                Arc::clone(&dependencies.arrivals),
-                Arc::clone(&dependencies.queue_heads),
-            ),
-            sequences: Vec::new(),
-            effects: VecDeque::new(),
-            stepped_at: Timestamp::default(),
+            shell,
+            shadow_meters: ShadowMeters::new(&Pool::new(&config.pool), config, &dependencies.shadows),
             replies: SchedulerReplies::default(),
-            in_flight: None,
-            timer_armed: false,
-            wake_at: None,
+            queue_meters: is_queueing.then(|| QueueMeters::new(config)),
             dependencies,
             myself: Arc::downgrade(myself),
         }
     }
 
-    /// Registers a rank. Also used to fill a new scheduler before its strand opens.
-    pub(crate) fn admit(&mut self, sequence_handle: SequenceHandle) {
-        let SequenceHandle { admission, cells, strand } = sequence_handle;
-        let slot = admission.slot;
-        if self.sequences.len() <= slot.index() {
-            self.sequences.resize_with(slot.index() + 1, || None);
-        }
-        self.sequences[slot.index()] = Some((admission.generation, strand));
-        self.loads.insert(slot, cells);
-        self.step_schedule(Input::Admit(admission));
-    }
-
-    /// Loads the embedder's rank conditions. Also used to fill a new scheduler before its strand opens.
-    pub(crate) fn load_conditions(&mut self) {
-        let conditions = self.dependencies.conditions.get();
-        self.step_schedule(Input::Conditions(conditions));
-    }
-
-    /// Loads the ranks excluded for their health. Also used to fill a new scheduler before its strand opens.
-    pub(crate) fn load_exclusions(&mut self) {
-        let exclusions = self.dependencies.exclusions.get();
-        self.step_schedule(Input::Exclusions(exclusions));
-    }
-
-    /// A request whose caller cancelled during the overlap query must not be queued, because its `Cancel` message has
-    /// already been handled.
-    fn on_decide(&mut self, request: Request<RequestContext>) {
-        let over = |lease: &Arc<Lease>| lease.state() == LeaseState::Ended;
-        if self.queueing && request.context.lease.as_ref().is_some_and(over) {
-            return self.replies.cancelled.push(request.context);
-        }
-        self.step_schedule(Input::Request(request));
-    }
-
-    fn on_drain(&mut self, slot: Slot, generation: Generation, ack: Acknowledgement) {
-        self.step_schedule(Input::Drain { slot, generation });
-        if let Some(Some((current, strand))) = self.sequences.get(slot.index())
-            && *current == generation
-        {
-            strand.send(SequenceMsg::Drain(ack)).keep_in(&mut self.replies.sequences);
-        }
-    }
-
-    fn on_cordon(&mut self, slot: Slot, generation: Generation, cordoned: bool) {
-        if cordoned {
-            return self.step_schedule(Input::Drain { slot, generation });
-        }
-        self.step_schedule(Input::Undrain { slot, generation });
-        if let Some(Some((current, strand))) = self.sequences.get(slot.index())
-            && *current == generation
-        {
-            strand.send(SequenceMsg::Undrain).keep_in(&mut self.replies.sequences);
-        }
-    }
-
-    fn on_retire(&mut self, slot: Slot, generation: Generation, ack: Acknowledgement) {
-        self.step_schedule(Input::Retire { slot, generation });
-        let here = |sequence_handle: &&mut Option<(Generation, _)>| {
-            sequence_handle.as_ref().is_some_and(|(current, _)| *current == generation)
-        };
-        if let Some((_, strand)) = self.sequences.get_mut(slot.index()).filter(here).and_then(Option::take) {
-            self.loads.remove(slot);
-            // The message carries the acknowledgement: dropping it also notifies the supervisor.
-            strand.send(SequenceMsg::Retire(ack)).keep_in(&mut self.replies.sequences);
-        }
-    }
-
-    /// Closes a timed-out batch with the responses received so far. A late response only clears the timed-out state of
-    /// its rank.
-    fn on_timeout(&mut self) {
-        self.timer_armed = false;
-        let (Some(batch), Some((since, answers))) = (self.schedule.batch_in_flight(), &self.in_flight) else { return };
-        if since.elapsed() < self.load_query_timeout {
-            return self.arm_timer(); // the timer was armed for an earlier batch
-        }
-        // A complete load query is not late: its `Loads` message is already in the inbox or about to arrive.
-        if let Some(answers) = answers.take() {
-            self.step_schedule(Input::Loads { batch, answers });
-        }
-    }
-
-    fn on_wake(&mut self, at: Option<Timestamp>) {
-        if at.is_some() && at == self.wake_at {
-            self.wake_at = None;
-        }
-        self.step_schedule(Input::Wake);
-    }
-
     /// The waiting requests of each class.
     pub(crate) fn pending(&self) -> Vec<PendingClass> {
         let now = self.dependencies.clock.now();
-        let pending = self.schedule.depths().map(|(class, depth)| PendingClass {
+        let pending = self.shell.decider().schedule.depths().map(|(class, depth)| PendingClass {
             class: class.to_owned(),
             depth,
             oldest_age: depth.oldest.map(|oldest| now.since(oldest)),
@@ -303,7 +259,7 @@ impl Scheduler {
     #[cfg(feature = "replicas")]
     pub(crate) fn receive_sessions(&mut self, bindings: &[SessionBinding]) {
         let now = self.dependencies.clock.now();
-        bindings.iter().for_each(|binding| self.schedule.sessions_mut().receive(binding, now));
+        bindings.iter().for_each(|binding| self.shell.decider_mut().schedule.sessions_mut().receive(binding, now));
     }
 
     /// Bindings of sessions to send, as replica `life`. See [`crate::session::Sessions::outbound`].
@@ -318,7 +274,7 @@ impl Scheduler {
         bytes_max: usize,
     ) -> Vec<SessionBinding> {
         let now = self.dependencies.clock.now();
-        let sessions = self.schedule.sessions_mut();
+        let sessions = self.shell.decider_mut().schedule.sessions_mut();
         sessions.share_as(life.replica.0, life.incarnation.min(u64::MAX >> 22) << 20);
         sessions.outbound(period, bytes_max, now)
     }
@@ -326,119 +282,83 @@ impl Scheduler {
     /// Publishes the waiting requests as metrics.
     pub(crate) fn show_queue(&self) {
         if let Some(meters) = &self.queue_meters {
-            meters.show(self.schedule.depths(), self.dependencies.clock.now());
+            meters.show(self.shell.decider().schedule.depths(), self.dependencies.clock.now());
         }
     }
 
-    fn step_schedule(&mut self, input: Input<RequestContext>) {
-        self.step_schedule_at(input, self.dependencies.clock.now());
-    }
-
-    fn step_schedule_at(&mut self, input: Input<RequestContext>, now: Timestamp) {
-        self.stepped_at = now;
-        self.tape.step(&mut self.schedule, input, (&self.loads, now), &mut self.effects);
-    }
-
-    /// Whether a step hung and a successor has replaced this scheduler.
-    fn is_replaced(&self) -> bool {
-        !self.dependencies.current.is(self.incarnation)
-    }
-
     /// Performs effects until none are left, including those of responses that arrive inline.
-    fn perform(&mut self) -> SchedulerReplies {
-        let now = self.dependencies.clock.now();
-        // Before the bookings, after which other replicas are informed.
-        self.publish_queue_head();
-        while let Some(effect) = self.next_effect(now) {
-            if self.is_replaced() {
-                return std::mem::take(&mut self.replies);
-            }
+    fn perform(&mut self) {
+        let now = self.dependencies.now();
+        while let Some(effect) = self.shell.next_effect(&self.dependencies, now) {
             match effect {
-                Effect::Query(query) => {
-                    let batch = query.batch;
-                    if let Some(answers) = self.fan_out(query) {
-                        self.step_schedule_at(Input::Loads { batch, answers }, now);
-                    }
-                }
+                Effect::Query(query) => self.fan_out(query, now),
                 Effect::Refresh { booking, block_hashes } => self.ask_shards(booking, block_hashes),
-                Effect::PublishTypical { speed, rate } => self.loads.publish_typical(&speed, rate, now),
                 Effect::Book { context, decision, number, trace, shadow } => {
                     trace.as_deref().into_iter().for_each(trace_decision);
                     if let Some((meters, report)) = self.shadow_meters.as_mut().zip(shadow) {
                         meters.count(&report);
                     }
-                    let RequestContext { lease: Some(lease), answer, permit, speculative_prompt, timestamps } = context
-                    else {
-                        continue;
-                    };
-                    if let Some(timestamps) = timestamps {
-                        timestamps.set_decided(self.stepped_at);
-                    }
-                    let Some(Some((_, strand))) = self.sequences.get(decision.slot.index()) else { continue };
-                    // Sent before the Book, so a query after the booking finds the speculative entry.
-                    let claim = speculative_prompt.and_then(|speculative_prompt| {
-                        let speculation = &self.dependencies.speculation;
-                        speculation.routed(&decision, lease.booking(), *speculative_prompt, &mut self.replies.shards)
-                    });
-                    let (scheduler, caller) = (self.incarnation, BookCaller { permit, answer, claim });
-                    let book = Book { lease, decision, number, scheduler, caller, now };
-                    strand.send(SequenceMsg::Book(book)).keep_in(&mut self.replies.sequences);
+                    self.book(context, decision, number, now);
                 }
                 Effect::Report { context, decision } => self.replies.answers.push((context, Reply::Placed(decision))),
                 Effect::LoadSnapshot { context, loads } => {
-                    self.replies.answers.push((context, Reply::LoadSnapshot(loads)))
+                    self.replies.answers.push((context, Reply::LoadSnapshot(loads)));
                 }
                 Effect::Explain { context, explanation } => {
                     self.replies.answers.push((context, Reply::Explained(explanation)));
                 }
                 Effect::Reject { context, reason } => self.replies.answers.push((context, Reply::Rejected(reason))),
                 Effect::Cancelled { context } => self.replies.cancelled.push(context),
+                Effect::PublishTypical { .. } => {} // performed by the shell
             }
         }
-        self.tape.flush(now);
-        if self.schedule.batch_in_flight().is_none() {
-            self.in_flight = None;
+        // A replaced scheduler leaves effects and views to its successor.
+        if self.dependencies.is_replaced() {
+            return;
         }
-        if self.queueing {
-            self.publish_queue_head();
-            self.arm_wake();
+        self.shell.decider().tape.flush(now);
+        let [timeout, wake] = self.shell.end_step();
+        if let Some(due) = timeout {
+            self.arm(due, SchedulerMsg::Timeout);
         }
-        std::mem::take(&mut self.replies)
-    }
-
-    fn publish_queue_head(&self) {
-        if self.queueing {
-            self.dependencies.queue_heads.publish_own(self.schedule.queue_head());
+        if let Some(at) = wake {
+            self.arm(at, SchedulerMsg::Wake { at: Some(at) });
         }
     }
 
-    /// The next effect. If there is none and requests wait for load, sets the wake flag and re-reads the boards.
-    fn next_effect(&mut self, now: Timestamp) -> Option<Effect<RequestContext>> {
-        if self.effects.is_empty() && self.queueing && self.schedule.waits_for_load() && self.dependencies.wake.raise()
-        {
-            self.step_schedule_at(Input::Wake, now);
+    fn book(&mut self, context: RequestContext, decision: Decision, number: BookNumber, now: Timestamp) {
+        let RequestContext { lease: Some(lease), answer, permit, speculative_prompt, timestamps } = context else {
+            return;
+        };
+        if let Some(timestamps) = timestamps {
+            timestamps.set_decided(self.shell.stepped_at());
         }
-        self.effects.pop_front()
+        let Some(strand) = self.shell.sequence(decision.slot) else { return };
+        // Sent before the Book, so a query after the booking finds the speculative entry.
+        let claim = speculative_prompt.and_then(|speculative_prompt| {
+            let speculation = &self.dependencies.speculation;
+            speculation.routed(&decision, lease.booking(), *speculative_prompt, &mut self.replies.shards)
+        });
+        let (scheduler, caller) = (self.dependencies.incarnation.1, BookCaller { permit, answer, claim });
+        let book = Book { lease, decision, number, scheduler, caller, now };
+        strand.send(SequenceMsg::Book(book)).keep_in(&mut self.replies.sequences);
     }
 
-    /// Queries the shortlisted ranks. Returns the responses if all of them arrived inline.
-    fn fan_out(&mut self, query: LoadQuery) -> Option<Vec<LoadAnswer>> {
-        let now = self.dependencies.clock.now();
-        let next =
-            LoadContinuation { batch: query.batch, prompts: query.prompts, scheduler: Weak::clone(&self.myself) };
+    /// Queries the shortlisted ranks. If all responses arrive inline, they are the next input.
+    fn fan_out(&mut self, query: LoadQuery, stepped_at: Timestamp) {
+        let (now, batch) = (self.dependencies.now(), query.batch);
+        let next = LoadContinuation { batch, prompts: query.prompts, scheduler: Weak::clone(&self.myself) };
         let first = ReplyToken::open(query.slots.len(), next);
         for slot in query.slots {
-            if let Some(Some((_, strand))) = self.sequences.get(slot.index()) {
+            if let Some(strand) = self.shell.sequence(slot) {
                 strand.send(SequenceMsg::Load { query: load_token(&first), now }).keep_in(&mut self.replies.sequences);
             }
         }
-        let answers = first.observe();
-        let complete = first.finish();
-        if complete.is_none() {
-            self.in_flight = Some((Instant::now(), answers));
-            self.arm_timer();
+        let in_flight = first.observe();
+        match first.finish() {
+            Some(answers) => self.shell.input(Input::Loads { batch, answers }, stepped_at),
+            None => self.shell.await_loads(in_flight, self.dependencies.now()),
         }
-        complete
     }
 
     /// Repeats the overlap query of a waiting request.
@@ -451,32 +371,13 @@ impl Scheduler {
         self.replies.tokens.push(first);
     }
 
-    fn arm_timer(&mut self) {
-        let Some((since, _)) = &self.in_flight else { return };
-        if std::mem::replace(&mut self.timer_armed, true) {
-            return;
-        }
-        let (due, myself) = (*since + self.load_query_timeout, Weak::clone(&self.myself));
-        self.dependencies.runtime.spawn(async move {
-            tokio::time::sleep_until(due).await;
-            if let Some(scheduler) = myself.upgrade() {
-                scheduler.tell(SchedulerMsg::Timeout);
-            }
-        });
-    }
-
-    /// Arms a timer for the next wake of the schedule, unless an earlier one is armed.
-    fn arm_wake(&mut self) {
-        let Some(at) = self.schedule.next_wake() else { return };
-        if self.wake_at.is_some_and(|armed| armed <= at) {
-            return;
-        }
-        self.wake_at = Some(at);
-        let (sleep, myself) = (at.since(self.dependencies.clock.now()), Weak::clone(&self.myself));
+    /// Sends a message to this scheduler at a time.
+    fn arm(&self, at: Timestamp, msg: SchedulerMsg) {
+        let (sleep, myself) = (at.since(self.dependencies.now()), Weak::clone(&self.myself));
         self.dependencies.runtime.spawn(async move {
             tokio::time::sleep(sleep).await;
             if let Some(scheduler) = myself.upgrade() {
-                scheduler.tell(SchedulerMsg::Wake { at: Some(at) });
+                scheduler.tell(msg);
             }
         });
     }
@@ -487,33 +388,16 @@ impl ActorState for Scheduler {
     type Deferred = SchedulerReplies;
 
     fn step(&mut self, msg: SchedulerMsg) -> Option<SchedulerReplies> {
-        match msg {
-            SchedulerMsg::Decide(request) => self.on_decide(request),
-            SchedulerMsg::Loads { batch, answers } => self.step_schedule(Input::Loads { batch, answers }),
-            SchedulerMsg::Timeout => self.on_timeout(),
-            SchedulerMsg::Cancel(booking) => self.step_schedule(Input::Cancel(booking)),
-            SchedulerMsg::Refreshed { booking, overlaps } => self.step_schedule(Input::Overlaps { booking, overlaps }),
-            SchedulerMsg::Wake { at } => self.on_wake(at),
-            SchedulerMsg::Admit(sequence_handle) => self.admit(sequence_handle),
-            SchedulerMsg::Describe { slot, generation, traits } => {
-                self.step_schedule(Input::Describe { slot, generation, traits });
-            }
-            SchedulerMsg::Drain { slot, generation, ack } => self.on_drain(slot, generation, ack),
-            SchedulerMsg::Cordon { slot, generation, cordoned } => self.on_cordon(slot, generation, cordoned),
-            SchedulerMsg::Retire { slot, generation, ack } => self.on_retire(slot, generation, ack),
-            SchedulerMsg::Conditions { done } => {
-                self.load_conditions();
-                self.replies.conditions.extend(done);
-            }
-            SchedulerMsg::Exclusions => self.load_exclusions(),
+        if let Some((sequence, msg)) = self.shell.step(msg, &self.dependencies) {
+            sequence.send(msg).keep_in(&mut self.replies.sequences);
         }
-        // A replaced scheduler leaves effects and views to its successor.
-        Some(if self.is_replaced() { std::mem::take(&mut self.replies) } else { self.perform() })
+        self.perform();
+        Some(std::mem::take(&mut self.replies))
     }
 
     /// The last step may have read changes of boards, or set the wake flag, after the start of the successor.
     fn abandoned(self) {
-        self.loads.report_all();
+        self.shell.hand_over();
         if let Some(successor) = self.myself.upgrade() {
             successor.tell(SchedulerMsg::Wake { at: None });
         }
@@ -531,9 +415,6 @@ impl DeferredReply for SchedulerReplies {
             drop(caller.send(answer)); // the caller may have cancelled
         }
         drop(self.cancelled); // callers that cancelled await no reply
-        for done in self.conditions {
-            let _ = done.send(()); // the receiver may be dropped
-        }
     }
 
     fn deliver_late(self) {

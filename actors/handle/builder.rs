@@ -326,7 +326,7 @@ fn follow_conditions(mut source: watch::Receiver<RankConditions>, router: &Route
         loop {
             let conditions = source.borrow_and_update().clone();
             publish_conditions(&views, &strands, conditions);
-            strands.scheduler.tell(SchedulerMsg::Conditions { done: None });
+            strands.scheduler.tell(SchedulerMsg::Conditions);
             tokio::select! {
                 biased;
                 _ = views.status.down() => break,

@@ -108,10 +108,10 @@ impl Router {
         self.views().status.up()?;
         publish_conditions(self.views(), self.strands(), conditions);
         let before = self.views().status.state();
-        let (done, held) = oneshot::channel();
-        self.strands().scheduler.tell(SchedulerMsg::Conditions { done: Some(done) });
+        self.strands().scheduler.tell(SchedulerMsg::Conditions);
         // If a dying scheduler drops the reply, its successor starts with these conditions.
-        let _ = self.views().status.reply_of(held, before).await;
+        let applied = self.strands().scheduler.ask("Applied", |_| ());
+        let _ = self.views().status.reply_of(applied, before).await;
         self.views().status.up()
     }
 

@@ -34,8 +34,8 @@ impl Reader {
             if self.auditor.audit.due().is_none_or(|due| due > now) {
                 return None;
             }
-            let is_comparable = self.source.state() == StreamState::Live && self.source.is_caught_up();
-            let position = self.source.position().filter(|_| is_comparable);
+            let is_comparable = self.shell.source().state() == StreamState::Live && self.shell.source().is_caught_up();
+            let position = self.shell.source().position().filter(|_| is_comparable);
             let (Some(position), Some(digest)) = (position, self.index_digest().await) else {
                 self.auditor.audit.postpone(now);
                 return None;
@@ -143,7 +143,7 @@ impl Reader {
     /// Drops the rank's blocks, for a replay of the stream.
     pub(super) async fn drop_blocks(&mut self) {
         self.auditor.abort();
-        self.decoder.forget();
+        self.shell.forget();
         self.apply(vec![self.event(KvEvent::Cleared)]).await; // the index contains only events from here on
     }
 }

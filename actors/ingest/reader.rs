@@ -1,11 +1,9 @@
 //! Task that reads the KV events of one rank.
 //!
-//! Owns both connections, the decoder and the state of the source. Tokens arrive here, are hashed, and never leave the
-//! task. Each batch reaches the rank's shard in order and under a permit, so a slow shard applies backpressure to this
+//! Owns both connections and a [`ReaderShell`], which decides. Tokens arrive here, are hashed, and never leave the task. Each batch reaches the rank's shard in order and under a permit, so a slow shard applies backpressure to this
 //! publisher only. No input of an engine ends the task. Losses are recorded by `ingest::Source`. The surrounding actor
 //! controls start and stop.
 
-use std::collections::VecDeque;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,11 +16,10 @@ use super::dependencies::IngestDependencies;
 use super::snapshot_reply::SnapshotReply;
 use crate::actors::io::engine_socket::{ReplayRequest, SocketError, Subscription};
 use crate::actors::views::rank::RankEntry;
-use crate::ingest::{
-    AppliedBatch, Backoff, DegradationReason, IngestEffect, IngestInput, Source, SourceConfig, StreamState, pieces,
-};
+use crate::ingest::{Backoff, DegradationReason, IngestInput, SourceConfig, StreamState, pieces};
 use crate::protocol::{KvEvent, KvEventsConfig, RouterEvent, StorageTier, Timestamp};
-use crate::wire::{Decoder, Finding, Report, WireConfig};
+use crate::shell::reader::{ReaderEffect, ReaderShell};
+use crate::wire::WireConfig;
 use crate::zmtp::{Caps, Replayed};
 
 /// Maximum number of blocks in one message to a shard: about 50 µs of work, at 80 to 120 ns per block.
@@ -60,18 +57,14 @@ pub(super) async fn read(job: Job) {
     let _reading = cell.source.read().await;
     let mut link = SubscriptionLink::new(&endpoints, caps, source.seed);
     let (mut replay, mut audit_reply) = (PendingReplay::Idle, PendingReplay::Idle);
-    let now = dependencies.clock.now();
     let mut reader = Reader {
-        auditor: Auditor::new(audit_interval_ms, now, &endpoints, wire.clone()),
-        source: Source::new(source, now),
-        decoder: Decoder::new(wire.clone()),
-        configs: (source, wire),
+        auditor: Auditor::new(audit_interval_ms, dependencies.clock.now(), &endpoints, wire.clone()),
+        block_size: wire.block_size.get(),
+        shell: ReaderShell::new(source, wire, dependencies.clock.now()),
         endpoint: endpoints.endpoint.clone(),
         dependencies,
         entry,
-        effects: Vec::new(),
         reported_size: None,
-        wanted: VecDeque::new(),
         shown_degradation: None,
         unwell_since: None,
     };
@@ -81,7 +74,7 @@ pub(super) async fn read(job: Job) {
     }
     loop {
         let now = reader.dependencies.clock.now();
-        let tick = reader.source.next_tick().map(|at| at.since(now));
+        let tick = reader.shell.source().next_tick().map(|at| at.since(now));
         let audit = reader.auditor.audit.due().map(|at| at.since(now));
         let input = tokio::select! {
             biased;
@@ -95,7 +88,7 @@ pub(super) async fn read(job: Job) {
                 }
             },
             answer = replay.next(), if !replay.is_idle() => reader.on_replayed(answer),
-            news = link.next(), if reader.source.wants_live() || !link.is_up() => reader.on_news(news),
+            news = link.next(), if reader.shell.source().wants_live() || !link.is_up() => reader.on_news(news),
             reply = audit_reply.next(), if !audit_reply.is_idle() => {
                 reader.auditor.on_reply(reply, reader.dependencies.clock.now());
                 IngestInput::Tick
@@ -118,12 +111,8 @@ pub(super) async fn read(job: Job) {
             reader.step(input);
             reader.perform(&mut replay, &mut link).await;
         }
-        if let Some(number) = reader.auditor.take_request() {
-            audit_reply = PendingReplay::ask(&endpoints, number, caps);
-        } else if !reader.auditor.audit.is_running() {
-            audit_reply = PendingReplay::Idle;
-        }
-        if !reader.source.is_replaying() {
+        audit_reply.follow(&mut reader.auditor, &endpoints, caps);
+        if !reader.shell.source().is_replaying() {
             replay = PendingReplay::Idle; // the rest of the replay is not needed
         }
     }
@@ -140,15 +129,13 @@ pub(super) struct Reader {
     pub(super) auditor: Auditor,
     pub(super) dependencies: IngestDependencies,
     pub(super) entry: Arc<RankEntry>,
-    pub(super) source: Source<Bytes>,
-    pub(super) decoder: Decoder,
-    pub(super) configs: (SourceConfig, WireConfig),
+    pub(super) shell: ReaderShell<Bytes>,
+    /// Block size of the pool.
+    pub(super) block_size: u32,
     /// Address of the publisher.
     pub(super) endpoint: String,
-    pub(super) effects: Vec<IngestEffect<Bytes>>,
     /// Block size of the events, as the supervisor knows it.
     reported_size: Option<u32>,
-    wanted: VecDeque<IngestEffect<Bytes>>,
     shown_degradation: Option<DegradationReason>,
     /// Time of the last degradation of the source, until it is trusted again.
     unwell_since: Option<Timestamp>,
@@ -156,7 +143,7 @@ pub(super) struct Reader {
 
 impl Reader {
     fn step(&mut self, input: IngestInput<Bytes>) {
-        self.source.step(input, self.dependencies.clock.now(), &mut self.effects);
+        self.shell.step(input, self.dependencies.clock.now());
     }
 
     /// `None` if the source has started again.
@@ -228,37 +215,36 @@ impl Reader {
 
     /// Performs the effects of the state machine, including those that follow from their results.
     async fn perform(&mut self, replay: &mut PendingReplay, link: &mut SubscriptionLink) {
-        loop {
-            self.wanted.extend(self.effects.drain(..));
-            let Some(effect) = self.wanted.pop_front() else { break };
+        while let Some(effect) = self.shell.next_effect(self.dependencies.clock.now()) {
             match effect {
-                IngestEffect::Apply { sequence, payload } => {
-                    self.decode_and_apply(sequence, &payload).await;
+                ReaderEffect::Apply { sequence, events, report, .. } => {
+                    self.dependencies.meters.ingest.findings(&report.findings);
+                    self.apply_message(sequence, events).await;
                     self.entry.source.set_applied(sequence);
                 }
-                IngestEffect::Clear => self.drop_blocks().await,
-                IngestEffect::Replay { from } => *replay = PendingReplay::ask(&link.endpoints, from, link.caps),
-                IngestEffect::Reconnect => {
+                ReaderEffect::Clear => self.drop_blocks().await,
+                ReaderEffect::Replay { from } => *replay = PendingReplay::ask(&link.endpoints, from, link.caps),
+                ReaderEffect::Reconnect => {
                     *replay = PendingReplay::Idle;
                     let down = link.go_down(SocketError::Deaf, link.is_up());
                     let input = self.on_news(down);
                     self.step(input);
                 }
-                IngestEffect::State(state) => self.on_state(state),
-                IngestEffect::Noted(note) => {
+                ReaderEffect::State(state) => self.on_state(state),
+                ReaderEffect::Noted(note) => {
                     self.auditor.audit.noted(note);
                     self.on_note(note);
                 }
             }
         }
-        self.entry.source.set_restore(self.source.restore());
-        self.entry.source.set_caught_up(self.source.is_caught_up());
-        self.entry.source.await_served(self.source.awaits_served());
-        if let Some(size) = self.source.block_size().filter(|size| Some(*size) != self.reported_size) {
+        self.entry.source.set_restore(self.shell.source().restore());
+        self.entry.source.set_caught_up(self.shell.source().is_caught_up());
+        self.entry.source.await_served(self.shell.source().awaits_served());
+        if let Some(size) = self.shell.source().block_size().filter(|size| Some(*size) != self.reported_size) {
             self.reported_size = Some(size);
             (self.dependencies.on_block_size)(self.entry.slot, self.entry.generation, size);
         }
-        let degradation = self.source.degradation();
+        let degradation = self.shell.source().degradation();
         if degradation.map(|degradation| degradation.name())
             != self.shown_degradation.map(|degradation| degradation.name())
         {
@@ -268,11 +254,11 @@ impl Reader {
 
     pub(super) fn show(&mut self, degradation: Option<DegradationReason>) {
         self.shown_degradation = degradation;
-        self.entry.source.set_state(self.source.state(), degradation);
+        self.entry.source.set_state(self.shell.source().state(), degradation);
     }
 
     fn on_state(&mut self, state: StreamState) {
-        let (now, degradation) = (self.dependencies.clock.now(), self.source.degradation());
+        let (now, degradation) = (self.dependencies.clock.now(), self.shell.source().degradation());
         let (worker, rank, state_name) = (&*self.entry.endpoint, self.entry.rank.rank, state.name());
         match &degradation {
             Some(degradation) => {
@@ -293,24 +279,12 @@ impl Reader {
         }
     }
 
-    async fn decode_and_apply(&mut self, sequence: u64, payload: &[u8]) {
-        let mut events = Vec::new();
-        let report = self.decoder.decode(payload, &mut events);
-        self.dependencies.meters.ingest.findings(&report.findings);
+    async fn apply_message(&mut self, sequence: u64, events: Vec<RouterEvent>) {
         let audited = if self.auditor.audit.is_running() { events.clone() } else { Vec::new() };
         if !events.is_empty() {
             self.apply(events).await;
         }
         self.audit_applied(sequence, &audited).await;
-        let applied = AppliedBatch {
-            events: events_of_note(&report),
-            usable: report.usable,
-            stored_blocks: report.stored_blocks,
-            cleared: report.cleared,
-            engine_block_size: report.engine_block_size,
-            foreign_rank: report.foreign_rank,
-        };
-        self.step(IngestInput::Applied(applied));
     }
 
     pub(super) fn event(&self, data: KvEvent) -> RouterEvent {
@@ -323,14 +297,6 @@ impl Reader {
             self.dependencies.shards.apply_of(&self.entry, piece, &self.dependencies.status).await;
         }
     }
-}
-
-/// Number of events in a batch that show whether the format is understood; events known to be irrelevant do not count.
-/// An undecodable batch counts as one undecodable event.
-fn events_of_note(report: &Report) -> u32 {
-    let of_no_use = report.findings.get(Finding::NotMainAttention) + report.findings.get(Finding::NonLocal);
-    let others = report.events.saturating_sub(u32::try_from(of_no_use).unwrap_or(u32::MAX));
-    if report.findings.is_empty() || of_no_use > 0 { others } else { others.max(1) }
 }
 
 /// The subscription, or its connection attempt.
@@ -419,6 +385,15 @@ impl PendingReplay {
             let endpoint = endpoint.ok_or(SocketError::Closed)?; // never requested without an endpoint
             ReplayRequest::ask(&endpoint, from, caps).await
         }))
+    }
+
+    /// Sends a new request of an audit, and ends that of a completed one.
+    fn follow(&mut self, auditor: &mut Auditor, endpoints: &KvEventsConfig, caps: Caps) {
+        if let Some(number) = auditor.take_request() {
+            *self = Self::ask(endpoints, number, caps);
+        } else if !auditor.audit.is_running() {
+            *self = Self::Idle;
+        }
     }
 
     pub(super) fn is_idle(&self) -> bool {

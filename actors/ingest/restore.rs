@@ -3,10 +3,9 @@
 use super::reader::Reader;
 use super::snapshot_reply::SnapshotReply;
 use crate::actors::radix::RadixMsg;
-use crate::ingest::{Note, RestoreState, Source};
+use crate::ingest::{Note, RestoreState};
 use crate::protocol::KvEvent;
 use crate::snapshot::RankSnapshot;
-use crate::wire::Decoder;
 
 impl Reader {
     /// Records the position of the source, and queries the index for its contents there. The query follows the events
@@ -15,21 +14,12 @@ impl Reader {
         if reply.is_closed() {
             return; // the caller no longer waits
         }
-        let (Some(position), Some(shard)) = (self.source.position(), self.dependencies.shards.of(self.entry.rank))
-        else {
+        let (rank, generation) = (self.entry.rank, self.entry.generation);
+        let recorded = self.shell.record(rank, self.endpoint.clone());
+        let Some((recorded, shard)) = recorded.zip(self.dependencies.shards.of(rank)) else {
             return; // dropping the reply leaves out the rank
         };
-        let (rank, generation) = (self.entry.rank, self.entry.generation);
         let dumped = shard.ask("DumpRank", move |shard| shard.shell.dump_rank(rank, generation));
-        let endpoint = self.endpoint.clone();
-        let recorded = RankSnapshot {
-            rank,
-            endpoint,
-            position,
-            decoder: self.decoder.state(),
-            events: Vec::new(),
-            evicted_blocks: 0,
-        };
         drop(reply.send((recorded, dumped)));
     }
 
@@ -37,19 +27,13 @@ impl Reader {
     /// without any change, if none is pending, the publisher cannot be verified for lack of a replay endpoint, or the
     /// present contents are complete or newer.
     pub(super) async fn restore(&mut self) -> bool {
-        let (config, wire) = &self.configs;
-        let (restores, block_size) = (&self.dependencies.restores, wire.block_size.get());
-        let Some(snapshot) = restores.take(self.entry.rank, &self.endpoint, block_size) else { return false };
-        let is_superseded = self.source.is_caught_up() && !self.source.is_cold()
-            || self.source.position().is_some_and(|present| !snapshot.position.is_newer_than(&present));
-        if is_superseded || !config.has_replay {
+        let restores = &self.dependencies.restores;
+        let Some(snapshot) = restores.take(self.entry.rank, &self.endpoint, self.block_size) else { return false };
+        if !self.shell.restore(&snapshot, self.dependencies.clock.now()) {
             return false;
         }
         let blocks = snapshot.block_count();
-        let RankSnapshot { position, decoder, events, evicted_blocks, .. } = snapshot;
-        self.source = Source::resume(*config, self.dependencies.clock.now(), &position);
-        self.decoder = Decoder::resume(wire.clone(), &decoder);
-        self.effects.clear();
+        let RankSnapshot { position, events, evicted_blocks, .. } = snapshot;
         self.auditor.abort();
         self.entry.source.start_over();
         self.show(None);
@@ -65,7 +49,7 @@ impl Reader {
         if !events.is_empty() {
             self.apply(events).await;
         }
-        self.entry.source.set_restore(self.source.restore());
+        self.entry.source.set_restore(self.shell.source().restore());
         true
     }
 
@@ -73,7 +57,7 @@ impl Reader {
     pub(super) fn on_note(&self, note: Note) {
         self.dependencies.meters.ingest.note(note);
         let (worker, rank) = (&*self.entry.endpoint, self.entry.rank.rank);
-        match self.source.restore() {
+        match self.shell.source().restore() {
             Some(RestoreState::Resumed) if note == Note::RestoreResumed => {
                 tracing::debug!(worker, rank, "KV event stream resumed from the snapshot");
             }

@@ -84,7 +84,7 @@ impl ActorState for Radix {
     type Deferred = RadixReply;
 
     fn step(&mut self, msg: RadixMsg) -> Option<RadixReply> {
-        let is_query = matches!(msg, ShardMsg::Overlap(_));
+        let changes_contents = matches!(msg, ShardMsg::Apply { .. } | ShardMsg::Register(_) | ShardMsg::Remove { .. });
         self.shell.step(msg, &self.clock, &mut self.effects);
         let mut reply = None;
         for effect in self.effects.drain(..) {
@@ -95,7 +95,7 @@ impl ActorState for Radix {
                 ShardEffect::Resynced(rank) => (self.on_resync)(rank),
             }
         }
-        self.meters.show(&self.shell, is_query);
+        self.meters.show(&self.shell, changes_contents);
         reply
     }
 }
@@ -122,11 +122,11 @@ impl ShardMeters {
         }
     }
 
-    fn show(&mut self, shell: &ShardShell<Arc<SourceCell>>, is_query: bool) {
+    fn show(&mut self, shell: &ShardShell<Arc<SourceCell>>, changes_contents: bool) {
         if let Some((counters, speculative)) = self.speculation.as_mut().zip(shell.speculative()) {
             counters.show(speculative);
         }
-        if !is_query
+        if changes_contents
             && let Some(gauges) = &mut self.budget
             && let Some(state) = shell.index().budget_state()
             && !shell.is_replaced()

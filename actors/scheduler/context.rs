@@ -8,6 +8,7 @@ use crate::actors::delivery::reply::Reply;
 use crate::actors::telemetry::PhaseTimestamps;
 use crate::directory::Lease;
 use crate::predict::SpeculativePrompt;
+use crate::shell::scheduler::RequestLease;
 
 /// Context of one request at the scheduler: its lease and its reply channel.
 pub(crate) struct RequestContext {
@@ -21,6 +22,12 @@ pub(crate) struct RequestContext {
     pub(crate) speculative_prompt: Option<Box<SpeculativePrompt>>,
     /// Present if the phases of the request are measured.
     pub(crate) timestamps: Option<Arc<PhaseTimestamps>>,
+}
+
+impl RequestLease for RequestContext {
+    fn lease(&self) -> Option<&Arc<Lease>> {
+        self.lease.as_ref()
+    }
 }
 
 impl RequestContext {

@@ -1,6 +1,5 @@
 //! Start and restart of the supervised actors.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef};
@@ -16,17 +15,19 @@ use crate::actors::engine_load::EngineLoads;
 use crate::actors::health::{HealthActor, HealthDependencies, HealthMsg};
 use crate::actors::radix::claim::SpeculationSender;
 use crate::actors::radix::{Radix, ShardMeters, registered};
-use crate::actors::scheduler::{Scheduler, SchedulerDependencies, SchedulerMsg, SequenceHandle};
+use crate::actors::scheduler::{Scheduler, SchedulerDependencies, SchedulerMsg};
 use crate::actors::sequence::{Sequence, Wakes};
 use crate::actors::telemetry::Restarts;
 use crate::actors::views::rank::RankEntry;
 use crate::load::SpeedCell;
-use crate::membership::{Child, MembershipInput};
+use crate::membership::Child;
 use crate::protocol::WorkerRank;
 use crate::schedule::{Admission, RankCells};
 use crate::select::RankTraits;
+use crate::shell::scheduler::SequenceHandle;
 use crate::shell::sequence::{SequenceCells, SequenceShell};
 use crate::shell::shard::{ShardCells, ShardShell};
+use crate::shell::supervisor::SupervisorInput;
 
 impl SupervisorState {
     pub(super) async fn start_sequence(
@@ -47,7 +48,7 @@ impl SupervisorState {
             directory: Arc::clone(directory),
         };
         strand.open(actor, || {
-            let (incarnation, is_queueing) = (self.membership.incarnation(child), config.queue.is_enabled());
+            let (incarnation, is_queueing) = (self.shell.membership().incarnation(child), config.queue.is_enabled());
             let settings = (config.block_size_or_assumed(), is_queueing);
             let shell = SequenceShell::restore(place, incarnation, cells, settings, clock.now());
             let (booked, wakes) = (Arc::clone(&views.ranks.booked), is_queueing.then(wakes));
@@ -60,8 +61,9 @@ impl SupervisorState {
     pub(super) async fn start_radix(&mut self, shard: usize, cold: &[WorkerRank]) -> Result<(), ActorProcessingErr> {
         let strand = Arc::clone(self.dependencies.strands.shards.strand(shard));
         let actor = self.spawn(&strand, Child::IndexShard(shard)).await?;
-        let ranks = self.ranks_of_shard(shard).map(|(entry, worker)| registered(entry, &worker.traits));
-        let (myself, incarnation) = (self.myself.clone(), self.membership.incarnation(Child::IndexShard(shard)));
+        let ranks = self.shell.of_shard(shard).map(|(rank, worker)| registered(&rank.entry, &worker.traits));
+        let (myself, incarnation) =
+            (self.myself.clone(), self.shell.membership().incarnation(Child::IndexShard(shard)));
         let current = self.dependencies.strands.shards.incarnation(shard);
         current.set(incarnation);
         let SupervisorDependencies { config, clock, views, meters, .. } = &self.dependencies;
@@ -82,13 +84,13 @@ impl SupervisorState {
         let strand = Arc::clone(&self.dependencies.strands.scheduler);
         let actor = self.spawn(&strand, Child::Scheduler).await?;
         let SupervisorDependencies { config, clock, views, strands, extensions, .. } = &self.dependencies;
-        let incarnation = self.membership.incarnation(Child::Scheduler);
+        let incarnation = self.shell.membership().incarnation(Child::Scheduler);
         strands.scheduler_incarnation.set(incarnation);
         let dependencies = SchedulerDependencies {
             shards: Arc::clone(&strands.shards),
             speculation: SpeculationSender::new(config, &strands.shards),
             wake: Arc::clone(&views.wake),
-            current: Arc::clone(&strands.scheduler_incarnation),
+            incarnation: (Arc::clone(&strands.scheduler_incarnation), incarnation),
             conditions: Arc::clone(&views.conditions),
             exclusions: Arc::clone(&views.exclusions),
             board_changes: Arc::clone(&views.ranks.board_changes),
@@ -100,19 +102,10 @@ impl SupervisorState {
             runtime: Handle::current(),
         };
         strand.open(actor, || {
-            let (config, extensions) = ((**config).clone(), extensions.clone());
-            let mut scheduler = Scheduler::new(config, incarnation, extensions, dependencies, &strand);
-            for (rank, worker) in self.running_ranks() {
-                scheduler.admit(sequence_handle(
-                    &rank.entry,
-                    &rank.strand,
-                    &worker.traits,
-                    worker.draining || worker.cordoned,
-                ));
-            }
-            scheduler.load_conditions();
-            scheduler.load_exclusions();
-            scheduler
+            let ranks = self.shell.running().map(|(rank, worker)| {
+                sequence_handle(&rank.entry, &rank.strand, &worker.traits, worker.draining || worker.cordoned)
+            });
+            Scheduler::new(config, extensions.clone(), dependencies, ranks, &strand)
         });
         Ok(())
     }
@@ -179,19 +172,7 @@ impl SupervisorState {
     pub(super) async fn on_death(&mut self, actor: ActorId, reason: String) -> Result<(), ActorProcessingErr> {
         let Some(child) = self.children.remove(&actor) else { return Ok(()) };
         restart_counter(child, &self.dependencies.meters.restarts).increment(1);
-        let shard_ranks = match child {
-            Child::IndexShard(shard) => {
-                let ranks = self.ranks_of_shard(shard);
-                ranks.map(|(entry, _)| (entry.rank, entry.holdings.changed_at().is_some())).collect()
-            }
-            Child::Scheduler
-            | Child::Sequence(_)
-            | Child::Reader(_)
-            | Child::Health
-            | Child::EngineLoads
-            | Child::Source(_) => BTreeMap::new(),
-        };
-        self.apply(MembershipInput::ChildDied { child, reason, shard_ranks }).await
+        self.apply(SupervisorInput::Died { child, reason }).await
     }
 
     pub(super) async fn restart(
@@ -210,12 +191,9 @@ impl SupervisorState {
     pub(super) async fn replace(&mut self, child: Child) -> Result<(), ActorProcessingErr> {
         self.children.retain(|_, known| *known != child); // its end is no death
         let cold: Vec<WorkerRank> = match child {
-            Child::IndexShard(shard) => {
-                let ranks = self.ranks_of_shard(shard).map(|(entry, _)| entry.rank);
-                ranks.filter(|rank| self.membership.cold().contains(rank)).collect()
-            }
+            Child::IndexShard(shard) => self.shell.cold_of(shard).into_iter().collect(),
             Child::Sequence(slot) => {
-                if let Some(rank) = self.ranks.get(&slot) {
+                if let Some(rank) = self.shell.rank(slot) {
                     rank.entry.speed.restore(&SpeedCell::default().sample()); // of blocks of another size
                 }
                 Vec::new()
@@ -236,10 +214,10 @@ impl SupervisorState {
                 self.request_replay(shard);
             }
             Child::Sequence(slot) => {
-                let Some(rank) = self.ranks.get(&slot) else { return Ok(()) };
+                let Some(rank) = self.shell.rank(slot) else { return Ok(()) };
                 let (entry, strand) = (Arc::clone(&rank.entry), Arc::clone(&rank.strand));
                 let actor = self.start_sequence(&entry, &strand).await?;
-                if let Some(rank) = self.ranks.get_mut(&slot) {
+                if let Some(rank) = self.shell.rank_mut(slot) {
                     rank.actor = actor;
                 }
                 if self.dependencies.config.queue.is_enabled() {
@@ -274,7 +252,7 @@ pub(super) fn sequence_handle(
     strand: &Arc<Strand<Sequence>>,
     traits: &Arc<RankTraits>,
     draining: bool,
-) -> SequenceHandle {
+) -> SequenceHandle<Arc<Strand<Sequence>>> {
     let admission = Admission {
         rank: entry.rank,
         slot: entry.slot,
@@ -290,5 +268,5 @@ pub(super) fn sequence_handle(
         engine_load: Arc::clone(&entry.engine_load),
         peers: Arc::clone(&entry.peers),
     };
-    SequenceHandle { admission, cells, strand: Arc::clone(strand) }
+    SequenceHandle { admission, cells, handle: Arc::clone(strand) }
 }

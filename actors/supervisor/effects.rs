@@ -73,10 +73,10 @@ impl SupervisorState {
             MembershipEffect::Fail { child, reason } => self.fail(child, &reason),
             MembershipEffect::Report(report) => self.report(report),
             MembershipEffect::PublishCold => {
-                self.dependencies.views.cold.send_replace(self.membership.cold().clone());
+                self.dependencies.views.cold.send_replace(self.shell.membership().cold().clone());
             }
             MembershipEffect::PublishSources => {
-                self.dependencies.views.discovery.send_replace(self.membership.sources().to_vec());
+                self.dependencies.views.discovery.send_replace(self.shell.membership().sources().to_vec());
             }
             MembershipEffect::PublishWorkers => self.publish_workers(),
             MembershipEffect::Reply { to, result } => drop(to.send(result)),
@@ -140,12 +140,12 @@ impl SupervisorState {
             .strands
             .scheduler
             .tell(SchedulerMsg::Admit(sequence_handle(&entry, &strand, traits, restricted)));
-        self.ranks.insert(entry.slot, RankActor { entry, strand, actor });
+        self.shell.insert(entry.slot, RankActor { entry, strand, actor });
         Ok(())
     }
 
     fn describe_rank(&self, slot: Slot, description: &RankDescription) {
-        let Some(RankActor { entry, .. }) = self.ranks.get(&slot) else { return };
+        let Some(RankActor { entry, .. }) = self.shell.rank(slot) else { return };
         entry.number_at_worker.store(description.number_at_worker.unwrap_or(RankEntry::ALONE), Ordering::Relaxed);
         self.register(entry, &description.traits);
         let (generation, traits) = (entry.generation, Arc::clone(&description.traits));
@@ -161,7 +161,7 @@ impl SupervisorState {
 
     /// The index removes the rank immediately; the scheduler forwards the retirement after its last booking.
     fn retire_rank(&self, slot: Slot, generation: Generation) {
-        if let Some(RankActor { entry, .. }) = self.ranks.get(&slot)
+        if let Some(RankActor { entry, .. }) = self.shell.rank(slot)
             && let Some(shard) = self.dependencies.strands.shards.of(entry.rank)
         {
             shard.tell(RadixMsg::Remove { rank: entry.rank });
@@ -171,13 +171,12 @@ impl SupervisorState {
     }
 
     fn release_rank(&mut self, slot: Slot, generation: Generation) {
-        let Some(RankActor { strand, actor, .. }) = self.ranks.remove(&slot) else { return };
+        let Some(RankActor { strand, actor, .. }) = self.shell.release(slot) else { return };
         self.children.remove(&actor);
         self.dependencies.strands.sequences.remove(slot);
         self.dependencies.views.ranks.remove(slot);
         strand.close();
-        // A sequence actor that died first leaves its bookings behind.
-        for lease in self.dependencies.directory.booked_on(slot, generation) {
+        for lease in self.shell.left_behind(slot, generation) {
             self.dependencies.ender.end(&lease);
         }
     }
@@ -198,7 +197,7 @@ impl SupervisorState {
     }
 
     fn publish_workers(&self) {
-        let workers = self.membership.workers();
+        let workers = self.shell.membership().workers();
         let entries = workers.iter().map(|(worker, known)| WorkerEntry {
             worker: *worker,
             config: known.config.clone(),

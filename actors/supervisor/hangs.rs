@@ -9,8 +9,7 @@ use ractor::ActorProcessingErr;
 
 use super::state::SupervisorState;
 use crate::actors::delivery::strand::{ActorState, Strand};
-use crate::membership::{Child, MembershipInput};
-use crate::protocol::{Generation, Slot};
+use crate::membership::Child;
 
 /// Result of the attempt to leave a hung step.
 enum Abandonment {
@@ -44,26 +43,12 @@ impl SupervisorState {
         let Some(actor) = actor else { return Ok(()) }; // it died before, and its death is about to be reported
         self.on_death(actor, "hung".to_owned()).await?;
         if child == Child::Scheduler {
-            self.settle_acknowledgements().await?;
+            // Counts acknowledgements that the hung scheduler may hold as received, as after its death.
+            for input in self.shell.lost_acknowledgements() {
+                self.apply(input).await?;
+            }
         }
         self.dependencies.views.status.count_replacement();
-        Ok(())
-    }
-
-    /// Counts acknowledgements that the hung scheduler may hold as received, as after its death.
-    async fn settle_acknowledgements(&mut self) -> Result<(), ActorProcessingErr> {
-        let place = |slot: &Slot| self.ranks.get(slot).map(|rank| (*slot, rank.entry.generation));
-        let slots: Vec<Slot> = self.ranks.keys().copied().collect();
-        let is_retiring = |slot: &&Slot| self.membership.worker_at(**slot).is_none();
-        let is_draining = |slot: &&Slot| self.membership.worker_at(**slot).is_some_and(|worker| worker.draining);
-        let retiring: Vec<(Slot, Generation)> = slots.iter().filter(is_retiring).filter_map(place).collect();
-        let draining: Vec<(Slot, Generation)> = slots.iter().filter(is_draining).filter_map(place).collect();
-        for (slot, generation) in retiring {
-            self.apply(MembershipInput::RankRetired { slot, generation }).await?;
-        }
-        for (slot, generation) in draining {
-            self.on_drained(slot, generation).await?;
-        }
         Ok(())
     }
 }

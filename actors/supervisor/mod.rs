@@ -1,8 +1,7 @@
 //! Supervisor actor: starts and restarts the other actors, and performs the effects of the membership machine.
 //!
-//! [`Membership`] makes the decisions. This actor converts messages, acknowledgements and deaths into its inputs,
-//! performs the effects in order, and publishes the read views of workers, sources and cold ranks. If it ends without a
-//! stop, the router has failed. No request passes through it.
+//! [`SupervisorShell`] makes the decisions. This actor performs their effects in order, and publishes the read views of
+//! workers, sources and cold ranks. If it ends without a stop, the router has failed. No request passes through it.
 
 mod children;
 pub(crate) mod dependencies;
@@ -16,7 +15,6 @@ mod sources;
 mod state;
 mod watchdog;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -24,7 +22,8 @@ use ahash::AHashMap;
 use ractor::{Actor, ActorProcessingErr, ActorRef, SupervisionEvent};
 
 use crate::actors::views::status::RouterPhase;
-use crate::membership::{Membership, MembershipInput, MembershipRules};
+use crate::membership::MembershipRules;
+use crate::shell::supervisor::{SupervisorInput, SupervisorShell};
 use dependencies::SupervisorDependencies;
 pub(crate) use messages::{MembershipReply, SupervisorMsg};
 #[cfg(feature = "zmq")]
@@ -44,11 +43,14 @@ impl Actor for Supervisor {
         dependencies: SupervisorDependencies,
     ) -> Result<SupervisorState, ActorProcessingErr> {
         let mut state = SupervisorState {
-            membership: Membership::new(MembershipRules::of(&dependencies.config, cfg!(feature = "zmq"))),
+            shell: SupervisorShell::new(
+                MembershipRules::of(&dependencies.config, cfg!(feature = "zmq")),
+                Arc::clone(&dependencies.directory),
+                dependencies.strands.shards.len(),
+            ),
             _guard: FailGuard(dependencies.views.clone(), dependencies.strands.clone()),
             dependencies,
             myself,
-            ranks: BTreeMap::new(),
             children: AHashMap::new(),
             sources: Vec::new(),
             #[cfg(feature = "faults")]
@@ -113,21 +115,21 @@ impl Actor for Supervisor {
 impl SupervisorState {
     async fn on_message(&mut self, msg: SupervisorMsg) -> Result<(), ActorProcessingErr> {
         match msg {
-            SupervisorMsg::Membership(input) => self.apply(input).await,
+            SupervisorMsg::Membership(input) => self.apply_membership(input).await,
             SupervisorMsg::Follow { name, source } => self.on_follow(name, source).await,
             SupervisorMsg::Reconcile { source, update, done } => {
                 self.on_source_update(source, update).await?;
                 drop(done);
                 Ok(())
             }
-            SupervisorMsg::Drained { slot, generation } => self.on_drained(slot, generation).await,
+            SupervisorMsg::Drained { slot, generation } => {
+                self.apply(SupervisorInput::Drained { slot, generation }).await
+            }
             SupervisorMsg::DrainTimedOut { worker, drain } => {
-                let worker_bookings = self.bookings_of(worker);
-                self.apply(MembershipInput::DrainTimedOut { worker, drain, worker_bookings }).await
+                self.apply(SupervisorInput::DrainTimedOut { worker, drain }).await
             }
             SupervisorMsg::Warmed { rank, incarnation } => {
-                let shard = self.dependencies.strands.shards.number_of(rank);
-                self.apply(MembershipInput::RankWarmed { rank, shard, incarnation }).await
+                self.apply(SupervisorInput::Warmed { rank, incarnation }).await
             }
             SupervisorMsg::Ping(number) => {
                 self.pings_handled.store(number, Ordering::Relaxed);

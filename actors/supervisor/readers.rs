@@ -13,7 +13,7 @@ use crate::protocol::{KvEvent, RouterEvent, Slot, StorageTier};
 
 impl SupervisorState {
     pub(super) async fn start_reader(&mut self, slot: Slot) -> Result<(), ActorProcessingErr> {
-        let (Some(worker), Some(rank)) = (self.membership.worker_at(slot), self.ranks.get(&slot)) else {
+        let (Some(worker), Some(rank)) = (self.shell.membership().worker_at(slot), self.shell.rank(slot)) else {
             return Ok(());
         };
         let arguments =
@@ -52,14 +52,14 @@ impl SupervisorState {
         let Some(actor) = self.readers.remove(&slot) else { return };
         self.children.remove(&actor.get_id());
         actor.stop(None);
-        if let Some(rank) = self.ranks.get(&slot) {
+        if let Some(rank) = self.shell.rank(slot) {
             rank.entry.source.end();
         }
     }
 
     /// Clears the index entries of a rank after its reader has ended, since no event will remove them.
     pub(super) fn clear_blocks(&self, slot: Slot) {
-        let Some(rank) = self.ranks.get(&slot) else { return };
+        let Some(rank) = self.shell.rank(slot) else { return };
         let (status, shards) =
             (Arc::clone(&self.dependencies.views.status), Arc::clone(&self.dependencies.strands.shards));
         let entry = Arc::clone(&rank.entry);
@@ -72,7 +72,7 @@ impl SupervisorState {
     }
 
     pub(super) fn abandon_reader(&self, slot: Slot, deaths: u32, reason: &str) {
-        let Some(rank) = self.ranks.get(&slot) else { return };
+        let Some(rank) = self.shell.rank(slot) else { return };
         let (worker, number) = (&*rank.entry.endpoint, rank.entry.rank.rank);
         tracing::error!(
             worker,
@@ -85,8 +85,8 @@ impl SupervisorState {
 
     /// Requests a replay for the ranks of a restarted index shard. A dead reader requests one when it starts.
     pub(super) fn request_replay(&self, shard: usize) {
-        for (entry, _) in self.ranks_of_shard(shard) {
-            if let Some(reader) = self.readers.get(&entry.slot) {
+        for (rank, _) in self.shell.of_shard(shard) {
+            if let Some(reader) = self.readers.get(&rank.entry.slot) {
                 drop(reader.send_message(IngestMsg::Resync));
             }
         }
@@ -109,7 +109,7 @@ impl SupervisorState {
     /// Forwards an injected fault. Without a reader it is dropped, which ends it.
     #[cfg(feature = "faults")]
     pub(super) fn on_ingest_fault(&self, rank: crate::protocol::WorkerRank, fault: IngestMsg) {
-        let slot = self.running_ranks().find(|(actor, _)| actor.entry.rank == rank).map(|(actor, _)| actor.entry.slot);
+        let slot = self.shell.running().find(|(actor, _)| actor.entry.rank == rank).map(|(actor, _)| actor.entry.slot);
         if let Some(reader) = slot.and_then(|slot| self.readers.get(&slot)) {
             drop(reader.send_message(fault));
         }

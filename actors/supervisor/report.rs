@@ -59,7 +59,7 @@ impl SupervisorState {
                 );
             }
             MembershipReport::ReaderRestarted { slot, reason } => {
-                let entry = self.ranks.get(&slot).map(|rank| &rank.entry);
+                let entry = self.shell.rank(slot).map(|rank| &rank.entry);
                 let (worker, rank) = (entry.map(|entry| &*entry.endpoint), entry.map(|entry| entry.rank.rank));
                 tracing::warn!(worker, rank, reason, "KV event reader died, restarting");
             }

@@ -23,7 +23,7 @@ impl SupervisorState {
             self.reconcile_periodically();
         }
         let errors = self.dependencies.meters.pool.counter("pointsman_discovery_errors_total", &[("source", &name)]);
-        self.apply(MembershipInput::SourceAdded { name }).await?;
+        self.apply_membership(MembershipInput::SourceAdded { name }).await?;
         let source = Arc::new(Mutex::new(source));
         let actor = self.start_follower(number, &source).await?;
         self.sources.push(FollowedSource { source, errors, actor });
@@ -77,12 +77,12 @@ impl SupervisorState {
         if let (SourceUpdate::Failed(_), Some(followed)) = (&update, self.sources.get(source)) {
             followed.errors.increment(1);
         }
-        self.apply(MembershipInput::SourceUpdated { source, update }).await?;
+        self.apply_membership(MembershipInput::SourceUpdated { source, update }).await?;
         #[cfg(feature = "faults")]
         if std::mem::take(&mut self.misses_next_update) {
             return Ok(());
         }
-        self.apply(MembershipInput::Reconcile).await
+        self.apply_membership(MembershipInput::Reconcile).await
     }
 
     #[cfg(feature = "faults")]

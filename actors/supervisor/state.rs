@@ -1,5 +1,6 @@
-//! State of the supervisor: the membership machine, the running actors, and the dependencies to start them with.
+//! State of the supervisor: its shell, the running actors, and the dependencies to start them with.
 
+#[cfg(feature = "zmq")]
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -21,15 +22,16 @@ use crate::actors::strands::Strands;
 use crate::actors::views::Views;
 use crate::actors::views::rank::RankEntry;
 use crate::actors::views::status::RouterPhase;
-use crate::membership::{Child, Membership, MembershipInput, RegisteredWorker};
-use crate::protocol::{Generation, Slot, WorkerId};
+use crate::membership::{Child, MembershipInput};
+#[cfg(feature = "zmq")]
+use crate::protocol::Slot;
+use crate::protocol::{Generation, WorkerRank};
+use crate::shell::supervisor::{SupervisedRank, SupervisorInput, SupervisorShell};
 
 pub(crate) struct SupervisorState {
     pub(super) dependencies: SupervisorDependencies,
     pub(super) myself: ActorRef<SupervisorMsg>,
-    pub(super) membership: Membership<MembershipReply>,
-    /// Ranks by slot, retiring ranks included.
-    pub(super) ranks: BTreeMap<Slot, RankActor>,
+    pub(super) shell: SupervisorShell<MembershipReply, RankActor>,
     pub(super) children: AHashMap<ActorId, Child>,
     pub(super) sources: Vec<FollowedSource>,
     #[cfg(feature = "faults")]
@@ -77,36 +79,32 @@ pub(super) struct FollowedSource {
 #[cfg(feature = "zmq")]
 pub(super) type Readers = BTreeMap<Slot, ActorRef<IngestMsg>>;
 
+impl SupervisedRank for RankActor {
+    fn rank(&self) -> WorkerRank {
+        self.entry.rank
+    }
+
+    fn generation(&self) -> Generation {
+        self.entry.generation
+    }
+
+    fn is_indexed(&self) -> bool {
+        self.entry.holdings.changed_at().is_some()
+    }
+}
+
 impl SupervisorState {
-    pub(super) async fn apply(&mut self, input: MembershipInput<MembershipReply>) -> Result<(), ActorProcessingErr> {
-        for effect in self.membership.step(input, self.dependencies.clock.now()) {
+    pub(super) async fn apply(&mut self, input: SupervisorInput<MembershipReply>) -> Result<(), ActorProcessingErr> {
+        for effect in self.shell.step(input, self.dependencies.clock.now()) {
             self.perform(effect).await?;
         }
         Ok(())
     }
 
-    pub(super) async fn on_drained(&mut self, slot: Slot, generation: Generation) -> Result<(), ActorProcessingErr> {
-        let rank_bookings = self.dependencies.directory.booked_on(slot, generation).len();
-        let worker = self.ranks.get(&slot).map(|rank| rank.entry.rank.worker);
-        let worker_bookings = worker.map_or(0, |worker| self.bookings_of(worker));
-        let input = MembershipInput::RankDrained { slot, generation, rank_bookings, worker_bookings };
-        self.apply(input).await
-    }
-
-    /// Bookings on all ranks of a worker, retiring ranks included.
-    pub(super) fn bookings_of(&self, worker: WorkerId) -> usize {
-        let slots = self.membership.slots_of(worker);
-        slots.map(|(slot, generation)| self.dependencies.directory.booked_on(slot, generation).len()).sum()
-    }
-
-    /// Ranks that do not retire, with their workers.
-    pub(super) fn running_ranks(&self) -> impl Iterator<Item = (&RankActor, &RegisteredWorker)> {
-        self.ranks.iter().filter_map(|(slot, rank)| Some((rank, self.membership.worker_at(*slot)?)))
-    }
-
-    pub(super) fn ranks_of_shard(&self, shard: usize) -> impl Iterator<Item = (&Arc<RankEntry>, &RegisteredWorker)> {
-        let shards = &self.dependencies.strands.shards;
-        let ranks = self.running_ranks().map(|(rank, worker)| (&rank.entry, worker));
-        ranks.filter(move |(entry, _)| shards.number_of(entry.rank) == shard)
+    pub(super) async fn apply_membership(
+        &mut self,
+        input: MembershipInput<MembershipReply>,
+    ) -> Result<(), ActorProcessingErr> {
+        self.apply(SupervisorInput::Membership(input)).await
     }
 }

@@ -7,8 +7,12 @@
 
 mod defect;
 mod incarnation;
+pub mod reader;
+pub mod scheduler;
 pub mod sequence;
 pub mod shard;
+pub mod sharing;
+pub mod supervisor;
 
 pub use defect::Defect;
 pub use incarnation::CurrentIncarnation;

@@ -188,8 +188,8 @@ impl<A> SequenceShell<A> {
         if number.incarnation == self.incarnation {
             self.applied = number.number;
         }
-        let is_here = decision.generation == self.generation || Defect::GenerationIgnored.is_planted();
-        let booked = is_here && lease.book(self.slot, self.generation, decision.prefill_load, now);
+        let booked = decision.generation == self.generation
+            && lease.book(self.slot, self.generation, decision.prefill_load, now);
         if booked {
             self.book(&lease, now);
             if let Some(meter) = &mut self.meter {

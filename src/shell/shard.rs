@@ -253,6 +253,9 @@ impl<S: SourceState> ShardShell<S> {
 
     fn on_register(&mut self, registered: RegisteredRank<S>, time: &impl TimeSource) {
         let RegisteredRank { rank, slot, generation, holdings, source, capacity_blocks } = registered;
+        if Defect::RegistrationIgnored.is_planted() {
+            return;
+        }
         if let Some(speculative) = &mut self.speculative {
             speculative.register(rank, slot, generation, capacity_blocks);
         }
@@ -350,7 +353,10 @@ impl<S: SourceState> ShardShell<S> {
             if events.get(n + 1).is_none_or(|next| next.rank != event.rank) {
                 self.publish_holdings(event.rank, time.now());
             }
-            if matches!(event.data, KvEvent::Cleared) && self.cold.remove(&event.rank) {
+            if matches!(event.data, KvEvent::Cleared)
+                && !Defect::ColdForever.is_planted()
+                && self.cold.remove(&event.rank)
+            {
                 // The events after a clear describe the complete contents, so the rank is no longer cold.
                 effects.push(ShardEffect::Resynced(event.rank));
             }

@@ -11,13 +11,13 @@ use pointsman::load::PromptBlocks;
 use pointsman::membership::{Child, MembershipInput};
 use pointsman::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::replica::{LoadSummary, ReplicaLife};
-use pointsman::schedule::{Admission, Decision, LoadAnswer, RankCells, Request};
-use pointsman::select::{RankOverlap, RankTraits};
+use pointsman::schedule::{Decision, LoadAnswer, Request};
+use pointsman::select::RankOverlap;
 use pointsman::shell::sequence::SequenceMsg;
 use pointsman::shell::shard::ShardMsg;
 use pointsman::snapshot::RankSnapshot;
 
-use crate::gateway::{Entry, EntrySource, LoadQuery, OverlapQuery};
+use crate::gateway::{Entry, EntrySource, LoadQuery, OverlapQuery, ToScheduler};
 use crate::prompt::Prompt;
 
 /// Names of blocks.
@@ -227,20 +227,7 @@ pub(crate) enum Letter {
     Progress(u32, Progress),
     Retry(u32),
     Vanish,
-    // To the scheduler.
-    Decide(Box<Request<Context>>),
-    Loads(u64, Vec<LoadAnswer>),
-    QueryTimeout,
-    Cancel(BookingId),
-    Refreshed(BookingId, Vec<RankOverlap>),
-    Wake(Option<Timestamp>),
-    Admit(Box<(Admission, RankCells)>),
-    Describe(Slot, Generation, Arc<RankTraits>),
-    Drain(Slot, Generation, Ack),
-    Cordon(Slot, Generation, bool),
-    Retire(Slot, Generation, Ack),
-    Conditions,
-    Exclusions,
+    Scheduler(Box<ToScheduler>),
     Sequence(Box<SequenceMsg<Context, Ack, LoadQuery>>),
     Shard(Box<ToShard>),
     // To the supervisor.
@@ -281,6 +268,7 @@ pub(crate) enum Letter {
     HealthWake,
     // To sharing.
     Share,
+    Booked,
     Summary(ReplicaLife, Box<LoadSummary>),
     // Timers of a gateway.
     Sweep,
@@ -289,6 +277,10 @@ pub(crate) enum Letter {
 }
 
 impl Letter {
+    pub(crate) fn scheduler(msg: ToScheduler) -> Self {
+        Self::Scheduler(Box::new(msg))
+    }
+
     pub(crate) fn sequence(msg: SequenceMsg<Context, Ack, LoadQuery>) -> Self {
         Self::Sequence(Box::new(msg))
     }

@@ -18,11 +18,18 @@ mod world;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use pointsman::shell::Defect;
 use script::Script;
 use world::Summary;
 
 /// Seeds of a plain `cargo test`.
 const SEEDS: u64 = 200;
+
+/// Seeds of each deliberate defect.
+const DEFECT_SEEDS: u64 = 100;
+
+/// Defects that no invariant shows: a wrong position in a snapshot only drops its contents.
+const UNOBSERVABLE: [Defect; 1] = [Defect::PositionAhead];
 
 /// Seeds between two lines of progress.
 const PROGRESS: u64 = 5_000;
@@ -111,6 +118,34 @@ fn add(totals: &mut Summary, one: &Summary) {
     totals.served += one.served;
     totals.faults += one.faults;
     totals.compared += one.compared;
+}
+
+/// Every deliberate defect in the shells leads to a failure, but for those that change nothing observable.
+#[test]
+fn deliberate_defects_are_found() {
+    let seeds = number("SIMULATION_DEFECT_SEEDS").unwrap_or(DEFECT_SEEDS);
+    let fails = |defect: Defect| {
+        Defect::plant(Some(defect));
+        let failing = (0..seeds).find_map(|seed| Some((seed, shrink::run(&Script::new(seed)).err()?)));
+        Defect::plant(None);
+        failing.map(|(seed, failure)| (seed, failure.message))
+    };
+    let next = AtomicU64::new(0);
+    let run = || {
+        let mut found = Vec::new();
+        while let Some(defect) = Defect::ALL.get(next.fetch_add(1, Ordering::Relaxed) as usize) {
+            let failing = fails(*defect);
+            eprintln!("{defect:?}: {failing:?}");
+            found.extend(failing.is_none().then_some(*defect));
+        }
+        found
+    };
+    let missed: Vec<Defect> = std::thread::scope(|scope| {
+        let workers = [scope.spawn(run), scope.spawn(run)];
+        workers.into_iter().flat_map(|worker| worker.join().expect("no panic outside of a world")).collect()
+    });
+    let missed: Vec<Defect> = missed.into_iter().filter(|defect| !UNOBSERVABLE.contains(defect)).collect();
+    assert_eq!(missed, [], "defects without a failure in {seeds} seeds");
 }
 
 /// A failing seed is of use only if a second run takes the same steps.

@@ -99,7 +99,7 @@ impl World {
         world.run_for(REST);
         let now = world.net.now;
         for gateway in world.gateways.iter_mut().flatten() {
-            gateway.check_at_rest(&world.engines, now);
+            gateway.check_at_rest(&world.engines);
         }
         world.net.record(world.ledger.ended.iter().map(|(call, end)| (*call, *end as u8)).collect::<Vec<_>>());
         let served = world.ledger.ended.values().filter(|end| **end == End::Served).count() as u64;
@@ -290,7 +290,7 @@ impl World {
             for rank in own.ranks() {
                 let others = self.gateways.iter().flatten().filter(|other| other.number != own.number);
                 let truth: u32 = others.map(|other| other.requests_on(rank)).sum();
-                let known = own.peer_requests_on(rank, self.net.now);
+                let known = own.peer_requests_on(rank);
                 assert_eq!(known, truth, "requests of other gateways on {rank} at gateway {}", own.number);
                 compared += u64::from(truth);
             }

@@ -9,6 +9,7 @@ use pointsman::load::PromptBlocks;
 use pointsman::protocol::Timestamp;
 use pointsman::schedule::{Decision, Request, ResolvedOptions, Waits};
 use pointsman::session::SessionId;
+use pointsman::shell::scheduler::SchedulerMsg;
 use pointsman::shell::shard::ShardMsg;
 
 use super::{Entry, Gateway, OverlapQuery, Surroundings};
@@ -152,7 +153,7 @@ impl Gateway {
     }
 
     fn on_placed(&mut self, call: u64, decision: &Decision, around: &mut Surroundings<'_>) {
-        let entry = self.table.get(&decision.slot()).filter(|entry| entry.generation == decision.generation());
+        let entry = self.entry(decision.slot()).filter(|entry| entry.generation == decision.generation());
         let Some(entry) = entry.cloned() else {
             // The removal of the rank since the decision has ended the booking.
             self.end_lease(call, true, around);
@@ -268,7 +269,7 @@ impl Gateway {
         match ended {
             Ended::Booked(slot, generation) => self.reconcile(from, lease, (slot, generation), around),
             Ended::Pending if may_wait && self.is_queueing() => {
-                self.send(from, Actor::Scheduler, Letter::Cancel(lease.booking()), around);
+                self.send(from, Actor::Scheduler, Letter::scheduler(SchedulerMsg::Cancel(lease.booking())), around);
             }
             Ended::Pending | Ended::Already => {}
         }

@@ -17,7 +17,7 @@ impl Gateway {
             Actor::Scheduler | Actor::Shard(_) | Actor::Reader(..) | Actor::Health | Actor::Sharing => {}
         }
         if let Some(scheduler) = &self.scheduler {
-            let (pending, permits) = (scheduler.schedule.pending(), self.permits.get());
+            let (pending, permits) = (scheduler.shell.decider().pending(), self.permits.get());
             assert!(pending <= permits as usize, "{pending} requests wait with {permits} permits");
         }
         assert!(self.permits.get() <= self.settings.config.queue.requests_max, "requests without a reply are bounded");
@@ -62,22 +62,17 @@ impl Gateway {
 
     /// Requests booked by this gateway on a rank.
     pub(crate) fn requests_on(&self, rank: WorkerRank) -> u32 {
-        let here = self.table.values().filter(|entry| entry.rank == rank);
+        let here = self.table().filter(|entry| entry.rank == rank);
         here.filter_map(|entry| entry.cells.board.read()).map(|board| board.requests).sum()
     }
 
-    /// Requests of the other gateways on a rank, as this one knows them.
-    pub(crate) fn peer_requests_on(&self, rank: WorkerRank, now: Timestamp) -> u32 {
-        self.sharing.requests(rank, now)
-    }
-
     pub(crate) fn ranks(&self) -> Vec<WorkerRank> {
-        self.membership.workers().values().flat_map(|worker| worker.slots.keys().copied()).collect()
+        self.membership().workers().values().flat_map(|worker| worker.slots.keys().copied()).collect()
     }
 
     /// Checks a gateway after a long time without faults and requests: no residue, and the index of every rank equals
     /// the cache of its engine.
-    pub(crate) fn check_at_rest(&mut self, engines: &[Engine], now: Timestamp) {
+    pub(crate) fn check_at_rest(&mut self, engines: &[Engine]) {
         let number = self.number;
         assert_eq!(self.calls(), 0, "calls at gateway {number} at rest");
         assert!(self.directory.is_empty(), "leases at gateway {number} at rest");
@@ -85,26 +80,29 @@ impl Gateway {
         assert!(self.admin_pending.is_empty(), "calls of the embedder without a reply: {:?}", self.admin_pending);
         assert!(!self.has_exclusions(), "ranks excluded at rest: {:?}", self.exclusions);
         let scheduler = self.scheduler.as_ref().expect("every dead actor is restarted");
-        assert_eq!(scheduler.schedule.pending(), 0, "requests wait at rest");
+        assert_eq!(scheduler.shell.decider().pending(), 0, "requests wait at rest");
         for (slot, (_, sequence)) in &self.sequences {
             let sequence = sequence.as_ref().expect("every dead actor is restarted");
             assert!(sequence.shell.active().is_empty(), "bookings on slot {slot} at rest");
-            assert_eq!(self.table[slot].cells.board.read().map(|board| board.requests), Some(0), "board at rest");
+            assert_eq!(
+                self.entry(*slot).and_then(|entry| entry.cells.board.read()).map(|board| board.requests),
+                Some(0),
+                "board at rest"
+            );
         }
         for rank in self.ranks() {
-            assert_eq!(self.peer_requests_on(rank, now), 0, "load of other gateways on {rank} at rest");
+            assert_eq!(self.peer_requests_on(rank), 0, "load of other gateways on {rank} at rest");
             self.check_rank_at_rest(rank, engines);
         }
     }
 
     fn check_rank_at_rest(&self, rank: WorkerRank, engines: &[Engine]) {
-        let entry =
-            self.table.values().find(|entry| entry.rank == rank && self.membership.worker_at(entry.slot).is_some());
+        let entry = self.table().find(|entry| entry.rank == rank && self.membership().worker_at(entry.slot).is_some());
         let entry = entry.expect("a registered rank has an entry");
         let Some(reader) = self.readers.get(&entry.slot) else { return };
         let shard = self.shards[self.shard_of(rank)].as_ref().expect("every dead actor is restarted");
         let (engine, at_engine) = entry.engine();
-        let source = &reader.source;
+        let source = reader.shell.source();
         // Without a replay socket, earlier messages are unknown before the first live one.
         let is_unheard = !self.settings.has_replay && source.position().is_none();
         let is_known = source.is_caught_up() || source.is_cold() || is_unheard;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use pointsman::health::{HealthInput, HealthRules, Member, Monitor};
 use pointsman::protocol::WorkerRank;
 use pointsman::select::RankConditions;
+use pointsman::shell::scheduler::SchedulerMsg;
 
 use super::{Gateway, Surroundings};
 use crate::letter::Letter;
@@ -51,7 +52,7 @@ impl Gateway {
         let (exclusions, wake) = (monitor.exclusions().clone(), monitor.next_wake());
         if *self.exclusions != exclusions {
             self.exclusions = Arc::new(exclusions);
-            self.send(Actor::Health, Actor::Scheduler, Letter::Exclusions, around);
+            self.send(Actor::Health, Actor::Scheduler, Letter::scheduler(SchedulerMsg::Exclusions), around);
         }
         if let Some(at) = wake
             && self.health_wake.is_none_or(|armed| at < armed)
@@ -64,9 +65,9 @@ impl Gateway {
     /// The ranks, and whether each could serve if it were healthy.
     fn members(&self) -> BTreeMap<WorkerRank, Member> {
         let mut members = BTreeMap::new();
-        for (worker, known) in self.membership.workers() {
+        for (worker, known) in self.membership().workers() {
             for (rank, slot) in &known.slots {
-                let Some(entry) = self.table.get(slot) else { continue };
+                let Some(entry) = self.entry(*slot) else { continue };
                 let takes = !known.draining && !known.cordoned;
                 let available = takes && !self.conditions.unavailable.contains(rank);
                 debug_assert_eq!(rank.worker, *worker);
@@ -80,7 +81,7 @@ impl Gateway {
     pub(crate) fn set_unavailable(&mut self, worker: Option<u64>, around: &mut Surroundings<'_>) {
         let ranks = (0..8).filter_map(|rank| Some(WorkerRank::new(pointsman::protocol::WorkerId(worker?), rank)));
         self.conditions = Arc::new(RankConditions { unavailable: ranks.collect(), ..RankConditions::default() });
-        self.send(Actor::Caller(u64::MAX), Actor::Scheduler, Letter::Conditions, around);
+        self.send(Actor::Caller(u64::MAX), Actor::Scheduler, Letter::scheduler(SchedulerMsg::Conditions), around);
         self.send(Actor::Caller(u64::MAX), Actor::Health, Letter::MembersChanged, around);
     }
 

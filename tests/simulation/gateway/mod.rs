@@ -29,7 +29,10 @@ use pointsman::queue::QueueHeads;
 use pointsman::schedule::RankCells;
 use pointsman::select::RankConditions;
 use pointsman::shell::CurrentIncarnation;
+use pointsman::shell::scheduler::SchedulerMsg;
 use pointsman::shell::sequence::SequenceMsg;
+use pointsman::shell::sharing::{SharingCells, SharingShell};
+use pointsman::shell::supervisor::SupervisorShell;
 
 use crate::discovery::Discovery;
 use crate::engine::Engine;
@@ -41,6 +44,7 @@ use crate::script::Settings;
 pub(crate) use caller::Call;
 pub(crate) use reader::Recorded;
 pub(crate) use restarts::Victim;
+pub(crate) use scheduler::ToScheduler;
 pub(crate) use sequence::LoadQuery;
 pub(crate) use shard::{EntrySource, OverlapQuery};
 
@@ -98,14 +102,12 @@ pub(crate) struct Gateway {
     /// Reconciliations under way.
     reconciling: BTreeMap<BookingId, u32>,
     calls: BTreeMap<u64, Call>,
-    /// Registered ranks, retiring ones included.
-    table: BTreeMap<Slot, Rc<Entry>>,
     scheduler: Option<scheduler::Scheduler>,
     shards: Vec<Option<shard::Shard>>,
     sequences: BTreeMap<Slot, (Generation, Option<sequence::Sequence>)>,
     readers: BTreeMap<Slot, reader::Reader>,
     readers_started: u64,
-    membership: Membership<u64>,
+    supervisor: SupervisorShell<u64, EntrySource>,
     /// Administrative calls without a reply.
     admin_pending: BTreeSet<u64>,
     admin_calls: u64,
@@ -123,7 +125,7 @@ pub(crate) struct Gateway {
     queue_heads: Arc<QueueHeads>,
     /// Whether the scheduler waits for falling load.
     wake: Rc<Cell<bool>>,
-    sharing: sharing::Sharing,
+    sharing: SharingShell,
     /// Contents of a snapshot that wait for their readers.
     restores: BTreeMap<WorkerRank, Recorded>,
     /// The last snapshot, by rank.
@@ -141,26 +143,28 @@ impl Gateway {
         around: &mut Surroundings<'_>,
     ) -> Self {
         let shards = settings.config.index.shards as usize;
+        let directory = Arc::default();
+        let (board_changes, arrivals, queue_heads) =
+            <(Arc<BoardChanges>, Arc<ArrivalsCell>, Arc<QueueHeads>)>::default();
         let mut gateway = Self {
             number,
             life,
             settings: Rc::clone(settings),
             outbox: Outbox::default(),
             permits: Rc::default(),
-            directory: Arc::default(),
+            directory: Arc::clone(&directory),
             scheduler_incarnation: Arc::default(),
             shard_incarnations: (0..shards).map(|_| Arc::default()).collect(),
             degraded: Arc::default(),
             leases: BTreeMap::new(),
             reconciling: BTreeMap::new(),
             calls: BTreeMap::new(),
-            table: BTreeMap::new(),
             scheduler: None,
             shards: (0..shards).map(|_| None).collect(),
             sequences: BTreeMap::new(),
             readers: BTreeMap::new(),
             readers_started: 0,
-            membership: Membership::new(MembershipRules::of(&settings.config, true)),
+            supervisor: Self::new_supervisor(settings, &directory),
             admin_pending: BTreeSet::new(),
             admin_calls: 0,
             restarts: Vec::new(),
@@ -171,11 +175,11 @@ impl Gateway {
             probers_started: 0,
             exclusions: Arc::default(),
             conditions: Arc::default(),
-            board_changes: Arc::default(),
-            arrivals: Arc::default(),
-            queue_heads: Arc::default(),
+            board_changes: Arc::clone(&board_changes),
+            arrivals: Arc::clone(&arrivals),
+            queue_heads: Arc::clone(&queue_heads),
             wake: Rc::default(),
-            sharing: sharing::Sharing::new(number, life),
+            sharing: Self::new_sharing(SharingCells { arrivals, queue_heads, board_changes }),
             restores: reader::restored(&disk, &settings.config),
             disk,
             changed_at: around.net.now,
@@ -190,6 +194,25 @@ impl Gateway {
 
     fn send(&self, from: Actor, to: Actor, letter: Letter, around: &mut Surroundings<'_>) {
         around.net.send(self.place(from), self.place(to), letter);
+    }
+
+    fn new_supervisor(settings: &Settings, directory: &Arc<Directory>) -> SupervisorShell<u64, EntrySource> {
+        let rules = MembershipRules::of(&settings.config, true);
+        SupervisorShell::new(rules, Arc::clone(directory), settings.config.index.shards as usize)
+    }
+
+    fn membership(&self) -> &Membership<u64> {
+        self.supervisor.membership()
+    }
+
+    /// A registered rank, retiring or not.
+    fn entry(&self, slot: Slot) -> Option<&Rc<Entry>> {
+        self.supervisor.rank(slot).map(|rank| &rank.0)
+    }
+
+    /// Registered ranks, retiring ones included.
+    fn table(&self) -> impl Iterator<Item = &Rc<Entry>> {
+        self.supervisor.ranks().values().map(|rank| &rank.0)
     }
 
     fn is_queueing(&self) -> bool {
@@ -208,6 +231,7 @@ impl Gateway {
             (Actor::Sequence(slot, generation), Letter::Sequence(msg)) => {
                 self.on_sequence((Slot(slot), Generation(generation)), *msg, around);
             }
+            (Actor::Scheduler, Letter::Scheduler(msg)) => self.on_scheduler(*msg, around),
             (Actor::Shard(shard), Letter::Shard(letter)) => self.on_shard(shard, *letter, around),
             (actor, letter) => self.handle_other(actor, letter, around),
         }
@@ -218,8 +242,7 @@ impl Gateway {
     fn handle_other(&mut self, actor: Actor, letter: Letter, around: &mut Surroundings<'_>) {
         match actor {
             Actor::Caller(call) => self.on_caller(call, letter, around),
-            Actor::Scheduler => self.on_scheduler(letter, around),
-            Actor::Shard(_) | Actor::Sequence(..) => unreachable!("no message of a shard or a sequence actor"),
+            Actor::Scheduler | Actor::Shard(_) | Actor::Sequence(..) => unreachable!("no message of the actor"),
             Actor::Supervisor => self.on_supervisor(letter, around),
             Actor::Reader(slot, number) => self.on_reader(Slot(slot), number, letter, around),
             Actor::Health => self.on_health(letter, around),
@@ -233,13 +256,16 @@ impl Gateway {
                 Notice::Lost(call, attempt) => (Actor::Caller(call), Letter::Answered(attempt, Answer::Lost)),
                 Notice::Overlaps(OverlapGoal::Decide(mut request), found) => {
                     request.overlaps = found;
-                    (Actor::Scheduler, Letter::Decide(request))
+                    (Actor::Scheduler, Letter::scheduler(SchedulerMsg::Decide(*request)))
                 }
                 Notice::Overlaps(OverlapGoal::Refresh(booking), found) => {
-                    (Actor::Scheduler, Letter::Refreshed(booking, found))
+                    let msg = SchedulerMsg::Refreshed { booking, overlaps: found };
+                    (Actor::Scheduler, Letter::scheduler(msg))
                 }
                 Notice::Overlaps(OverlapGoal::None, _) => continue,
-                Notice::Loads(batch, answers) => (Actor::Scheduler, Letter::Loads(batch, answers)),
+                Notice::Loads(batch, answers) => {
+                    (Actor::Scheduler, Letter::scheduler(SchedulerMsg::Loads { batch, answers }))
+                }
                 Notice::Acknowledged(slot, generation, kind) => {
                     (Actor::Supervisor, Letter::Acked(slot, generation, kind))
                 }
@@ -250,7 +276,7 @@ impl Gateway {
 
     /// A lease has changed: its sequence actor adjusts the booking. At most one request per lease is under way.
     fn reconcile(&mut self, from: Actor, lease: &Arc<Lease>, place: (Slot, Generation), around: &mut Surroundings<'_>) {
-        let is_there = self.table.get(&place.0).is_some_and(|entry| entry.generation == place.1);
+        let is_there = self.entry(place.0).is_some_and(|entry| entry.generation == place.1);
         if is_there && lease.mark_dirty() {
             *self.reconciling.entry(lease.booking()).or_default() += 1;
             let to = Actor::Sequence(place.0.0, place.1.0);

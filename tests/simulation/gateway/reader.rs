@@ -1,15 +1,16 @@
-//! Shell of the reader of a rank's KV events: source, decoder, subscription and replay.
+//! Readers of KV events: start of the shipped shell, subscription and replay.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 use std::time::Duration;
 
 use pointsman::RouterConfig;
-use pointsman::ingest::{AppliedBatch, Backoff, IngestEffect, IngestInput, Source, SourceConfig, StreamState};
+use pointsman::ingest::{Backoff, IngestInput, SourceConfig, StreamState};
 use pointsman::protocol::{KvEvent, RouterEvent, Slot, StorageTier, WorkerRank};
+use pointsman::shell::reader::{ReaderEffect, ReaderShell};
 use pointsman::shell::shard::ShardMsg;
 use pointsman::snapshot::{RankSnapshot, Snapshot, SnapshotLayout};
-use pointsman::wire::{Decoder, DecoderLimits, Report, WireConfig};
+use pointsman::wire::{DecoderLimits, WireConfig};
 
 use super::{Entry, Gateway, Surroundings};
 use crate::letter::{Letter, Payload, Tag, ToShard};
@@ -25,9 +26,7 @@ pub(crate) struct Recorded {
 pub(super) struct Reader {
     number: u64,
     entry: Rc<Entry>,
-    pub(super) source: Source<Payload>,
-    decoder: Decoder,
-    wire: WireConfig,
+    pub(super) shell: ReaderShell<Payload>,
     config: SourceConfig,
     backoff: Backoff,
     /// Number of the last connection, and whether it is up.
@@ -73,23 +72,12 @@ pub(super) fn restored(disk: &BTreeMap<WorkerRank, Recorded>, config: &RouterCon
     read.ranks.into_iter().map(|snapshot| (snapshot.rank, Recorded { tag: tag(snapshot.rank), snapshot })).collect()
 }
 
-fn applied(report: &Report) -> AppliedBatch {
-    AppliedBatch {
-        events: if report.findings.is_empty() { report.events } else { report.events.max(1) },
-        usable: report.usable,
-        stored_blocks: report.stored_blocks,
-        cleared: report.cleared,
-        engine_block_size: report.engine_block_size,
-        foreign_rank: report.foreign_rank,
-    }
-}
-
 impl Gateway {
     pub(super) fn start_reader(&mut self, slot: Slot, around: &mut Surroundings<'_>) {
-        let Some(entry) = self.table.get(&slot).cloned() else { return };
+        let Some(entry) = self.entry(slot).cloned() else { return };
         self.readers_started += 1;
         let config = source_config(self.settings.has_replay, self.settings.capacity_blocks);
-        let ranks = self.membership.worker_at(slot).map_or(1, |worker| worker.config.data_parallel_size);
+        let ranks = self.membership().worker_at(slot).map_or(1, |worker| worker.config.data_parallel_size);
         let wire = WireConfig {
             rank: entry.rank,
             ranks: 0..ranks,
@@ -99,9 +87,7 @@ impl Gateway {
         };
         let mut reader = Reader {
             number: self.readers_started,
-            source: Source::new(config, around.net.now),
-            decoder: Decoder::new(wire.clone()),
-            wire,
+            shell: ReaderShell::new(config, wire, around.net.now),
             config,
             backoff: Backoff::new(config.seed),
             connection: 0,
@@ -115,11 +101,9 @@ impl Gateway {
         };
         entry_credit(&reader);
         self.clear(&mut reader, around);
-        if self.settings.has_replay
-            && let Some(Recorded { snapshot, tag }) = self.restores.remove(&reader.entry.rank)
+        if let Some(Recorded { snapshot, tag }) = self.restores.remove(&reader.entry.rank)
+            && reader.shell.restore(&snapshot, around.net.now)
         {
-            reader.source = Source::resume(config, around.net.now, &snapshot.position);
-            reader.decoder = Decoder::resume(reader.wire.clone(), &snapshot.decoder);
             reader.tag = Some(tag);
             // A snapshot without blocks: the shard ignores a message without events, and its expectation needs the tag.
             let is_empty = snapshot.events.is_empty();
@@ -142,7 +126,7 @@ impl Gateway {
 
     /// Removes the blocks of the rank, and the state of the decoder.
     fn clear(&self, reader: &mut Reader, around: &mut Surroundings<'_>) {
-        reader.decoder.forget();
+        reader.shell.forget();
         reader.is_mixed = false;
         let (engine, rank) = reader.entry.engine();
         reader.tag = Some(Tag { engine, rank, life: 0, next: 0, is_exact: true });
@@ -151,7 +135,7 @@ impl Gateway {
 
     /// Removes the blocks of a rank that is no longer read.
     pub(super) fn clear_unread(&self, slot: Slot, around: &mut Surroundings<'_>) {
-        let Some(entry) = self.table.get(&slot) else { return };
+        let Some(entry) = self.entry(slot) else { return };
         let only = Some((slot, entry.generation));
         let msg = ShardMsg::Apply { events: vec![cleared(entry.rank)], only, permit: () };
         self.send(Actor::Supervisor, Actor::Shard(self.shard_of(entry.rank)), Letter::shard(msg), around);
@@ -159,7 +143,7 @@ impl Gateway {
 
     /// The engine of a rank has computed a prompt.
     pub(super) fn served(&self, entry: &Entry, from: Actor, around: &mut Surroundings<'_>) {
-        if let Some(reader) = self.readers.get(&entry.slot).filter(|reader| reader.source.awaits_served()) {
+        if let Some(reader) = self.readers.get(&entry.slot).filter(|reader| reader.shell.source().awaits_served()) {
             self.send(from, Actor::Reader(entry.slot.0, reader.number), Letter::Served, around);
         }
     }
@@ -223,71 +207,66 @@ impl Gateway {
         if let Some(input) = input {
             self.step_source(&mut reader, input, around);
         }
-        while reader.source.wants_live()
+        while reader.shell.source().wants_live()
             && let Some((_, sequence, payload)) = reader.unread.pop_front()
         {
             reader.backoff.reset();
             self.step_source(&mut reader, IngestInput::Live { sequence, payload }, around);
         }
-        if let Some(at) = reader.source.next_tick()
+        if let Some(at) = reader.shell.source().next_tick()
             && reader.tick_at.is_none_or(|armed| at < armed)
         {
             reader.tick_at = Some(at);
             around.net.after(at.since(around.net.now), me, Letter::Tick);
         }
-        reader.source.check_invariants();
-        assert!(reader.source.held_messages() <= reader.config.held_messages_max, "held messages are bounded");
+        reader.shell.source().check_invariants();
+        assert!(reader.shell.source().held_messages() <= reader.config.held_messages_max, "held messages are bounded");
         self.readers.insert(slot, reader);
     }
 
     fn step_source(&mut self, reader: &mut Reader, input: IngestInput<Payload>, around: &mut Surroundings<'_>) {
         let me = self.place(Actor::Reader(reader.entry.slot.0, reader.number));
-        let (mut effects, mut wanted) = (Vec::new(), VecDeque::new());
         if matches!(input, IngestInput::Disconnected) {
             reader.replay += 1; // the replay may belong to an earlier life of the publisher
         }
-        reader.source.step(input, around.net.now, &mut effects);
-        loop {
-            wanted.extend(effects.drain(..));
-            let Some(effect) = wanted.pop_front() else { break };
+        reader.shell.step(input, around.net.now);
+        while let Some(effect) = reader.shell.next_effect(around.net.now) {
             match effect {
-                IngestEffect::Apply { sequence, payload } => {
-                    let batch = self.decode_and_apply(reader, sequence, &payload, around);
-                    reader.source.step(IngestInput::Applied(batch), around.net.now, &mut effects);
+                ReaderEffect::Apply { sequence, payload, events, report } => {
+                    assert!(report.findings.is_empty(), "a batch of {} is not understood", reader.entry.rank);
+                    self.apply_message(reader, sequence, &payload, (events, report.cleared), around);
                 }
-                IngestEffect::Clear => self.clear(reader, around),
-                IngestEffect::Replay { from } => {
+                ReaderEffect::Clear => self.clear(reader, around),
+                ReaderEffect::Replay { from } => {
                     reader.replay += 1;
                     let (engine, rank) = reader.entry.engine();
                     let letter = Letter::ReplayFrom { reader: me, rank, replay: reader.replay, from };
                     around.net.send(me, Place::Engine(engine), letter);
                 }
-                IngestEffect::Reconnect => {
+                ReaderEffect::Reconnect => {
                     reader.replay += 1;
                     reader.connection += 1; // messages of the old connection are ignored
                     reader.unread.clear();
                     let was_up = std::mem::replace(&mut reader.is_up, false);
                     around.net.after(reader.backoff.next_delay(), me, Letter::Connect);
                     if was_up {
-                        reader.source.step(IngestInput::Disconnected, around.net.now, &mut effects);
+                        reader.shell.step(IngestInput::Disconnected, around.net.now);
                     }
                 }
-                IngestEffect::State(_) | IngestEffect::Noted(_) => {}
+                ReaderEffect::State(_) | ReaderEffect::Noted(_) => {}
             }
         }
-        reader.entry.credit.set(reader.source.state().credit());
+        reader.entry.credit.set(reader.shell.source().state().credit());
     }
 
-    fn decode_and_apply(
+    fn apply_message(
         &self,
         reader: &mut Reader,
         sequence: u64,
         payload: &Payload,
+        (events, is_cleared): (Vec<RouterEvent>, bool),
         around: &mut Surroundings<'_>,
-    ) -> AppliedBatch {
-        let mut events = Vec::new();
-        let report = reader.decoder.decode(&payload.bytes, &mut events);
-        assert!(report.findings.is_empty(), "a batch of {} is not understood: {report:?}", reader.entry.rank);
+    ) {
         let before = reader.tag.filter(|tag| tag.next > 0);
         if let Some(tag) = before {
             assert_eq!(sequence, tag.next, "message of {} out of order", reader.entry.rank);
@@ -303,26 +282,18 @@ impl Gateway {
         }
         let was_exact = before.map_or(sequence == 0, |tag| tag.is_exact);
         let (engine, rank) = reader.entry.engine();
-        let is_exact = was_exact || report.cleared;
+        let is_exact = was_exact || is_cleared;
         reader.tag = Some(Tag { engine, rank, life: payload.life, next: sequence + 1, is_exact });
         if !events.is_empty() {
             self.apply(reader, events, around);
         }
-        applied(&report)
     }
 
     fn record_contents(&self, reader: &Reader, around: &mut Surroundings<'_>) {
         let tag = reader.tag.filter(|_| !reader.is_mixed);
-        let (Some(position), Some(tag)) = (reader.source.position(), tag) else { return };
         let Entry { rank, generation, .. } = *reader.entry;
-        let recorded = RankSnapshot {
-            rank,
-            endpoint: format!("engine-{}", rank.worker),
-            position,
-            decoder: reader.decoder.state(),
-            events: Vec::new(),
-            evicted_blocks: 0,
-        };
+        let recorded = reader.shell.record(rank, format!("engine-{}", rank.worker));
+        let Some((recorded, tag)) = recorded.zip(tag) else { return };
         let letter = Letter::Shard(Box::new(ToShard::Dump(Box::new(recorded), generation, tag)));
         self.send(Actor::Supervisor, Actor::Shard(self.shard_of(rank)), letter, around);
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use pointsman::config::SupervisionConfig;
 use pointsman::membership::Child;
 use pointsman::protocol::{Slot, WorkerRank};
+use pointsman::shell::scheduler::SchedulerMsg;
 
 use super::{Gateway, Surroundings};
 use crate::letter::Letter;
@@ -59,7 +60,7 @@ impl Gateway {
         self.restarts.push(now);
         let restarts_max = self.settings.config.supervision.restarts_max as usize;
         assert!(self.restarts.len() <= restarts_max, "{} restarts within the window", self.restarts.len());
-        let incarnation = self.membership.incarnation(child);
+        let incarnation = self.membership().incarnation(child);
         match child {
             Child::Scheduler => self.start_scheduler(incarnation, around),
             Child::IndexShard(shard) => {
@@ -73,10 +74,10 @@ impl Gateway {
     }
 
     fn restart_sequence(&mut self, slot: Slot, incarnation: u32, around: &mut Surroundings<'_>) {
-        let Some(entry) = self.table.get(&slot).cloned() else { return };
+        let Some(entry) = self.entry(slot).cloned() else { return };
         self.start_sequence(&entry, incarnation, around.net.now);
         if self.is_queueing() {
-            self.send(Actor::Supervisor, Actor::Scheduler, Letter::Wake(None), around);
+            self.send(Actor::Supervisor, Actor::Scheduler, Letter::scheduler(SchedulerMsg::Wake { at: None }), around);
         }
     }
 
@@ -84,7 +85,7 @@ impl Gateway {
     fn resync(&mut self, shard: usize, around: &mut Surroundings<'_>) {
         let slots: Vec<Slot> = self.readers.keys().copied().collect();
         for slot in slots {
-            let is_here = self.table.get(&slot).is_some_and(|entry| self.shard_of(entry.rank) == shard);
+            let is_here = self.entry(slot).is_some_and(|entry| self.shard_of(entry.rank) == shard);
             if let Some(reader) = self.reader_place(slot).filter(|_| is_here) {
                 self.send(Actor::Supervisor, reader, Letter::Resync, around);
             }
@@ -106,7 +107,7 @@ impl Gateway {
         self.shards.iter_mut().for_each(|shard| *shard = None);
         self.sequences.clear();
         self.readers.clear();
-        self.table.clear();
+        self.supervisor = Self::new_supervisor(&self.settings, &self.directory);
         self.admin_pending.clear();
     }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use pointsman::protocol::{Generation, Slot, Timestamp};
 use pointsman::schedule::LoadAnswer;
+use pointsman::shell::scheduler::SchedulerMsg;
 use pointsman::shell::sequence::{LoadQueryToken, SequenceCells, SequenceEffect, SequenceMsg, SequenceShell};
 
 use super::{Entry, Gateway, Surroundings};
@@ -58,7 +59,7 @@ impl Gateway {
         match &msg {
             SequenceMsg::Book(book) if self.scheduler_incarnation.is(book.scheduler) => {
                 assert!(!sequence.is_retired, "a Book arrives after the removal of the rank on slot {slot}");
-                let board = self.table.get(&slot).and_then(|entry| entry.cells.board.read());
+                let board = self.supervisor.rank(slot).and_then(|rank| rank.0.cells.board.read());
                 let applied = board.filter(|board| board.incarnation == book.number.incarnation);
                 let expected = applied.map_or(book.number.number, |board| board.applied + 1);
                 assert_eq!(book.number.number, expected, "Books are numbered without a gap");
@@ -70,7 +71,12 @@ impl Gateway {
             self.changed_at = now;
         }
         let from = Actor::Sequence(slot.0, generation.0);
-        let may_have_fallen = match sequence.shell.step(msg, &now) {
+        let is_book = matches!(msg, SequenceMsg::Book(_));
+        let effect = sequence.shell.step(msg, &now);
+        if is_book {
+            self.send(from, Actor::Sharing, Letter::Booked, around);
+        }
+        let may_have_fallen = match effect {
             Some(SequenceEffect::Booked(mut context, decision)) => {
                 context.reply.is_used = true;
                 let (call, attempt) = (context.reply.call, context.reply.attempt);
@@ -86,7 +92,7 @@ impl Gateway {
             None => false,
         };
         if may_have_fallen && self.is_queueing() && self.wake.replace(false) {
-            self.send(from, Actor::Scheduler, Letter::Wake(None), around);
+            self.send(from, Actor::Scheduler, Letter::scheduler(SchedulerMsg::Wake { at: None }), around);
         }
     }
 }

@@ -12,6 +12,7 @@ use pointsman::select::RankOverlap;
 use pointsman::shell::shard::{
     OverlapQueryToken, RegisteredRank, ShardCells, ShardEffect, ShardMsg, ShardShell, SourceState, shard_of,
 };
+use pointsman::shell::supervisor::SupervisedRank;
 
 use super::{Entry, Gateway, Surroundings};
 use crate::letter::{Letter, OverlapJoin, Tag, ToShard};
@@ -24,8 +25,22 @@ pub(super) struct Shard {
     pub(super) tags: BTreeMap<WorkerRank, Tag>,
 }
 
-/// Event source of a rank.
-pub(crate) struct EntrySource(Rc<Entry>);
+/// A rank, as its shard and the supervisor see it.
+pub(crate) struct EntrySource(pub(super) Rc<Entry>);
+
+impl SupervisedRank for EntrySource {
+    fn rank(&self) -> WorkerRank {
+        self.0.rank
+    }
+
+    fn generation(&self) -> Generation {
+        self.0.generation
+    }
+
+    fn is_indexed(&self) -> bool {
+        self.0.cells.holdings.changed_at().is_some()
+    }
+}
 
 impl SourceState for EntrySource {
     fn credited(&self, blocks: u32) -> u32 {
@@ -58,9 +73,10 @@ impl OverlapQueryToken for OverlapQuery {
 
 impl Gateway {
     pub(super) fn start_shard(&mut self, shard: usize, incarnation: u32, cold: &[WorkerRank], now: Timestamp) {
-        let is_here =
-            |entry: &&Rc<Entry>| self.shard_of(entry.rank) == shard && self.membership.worker_at(entry.slot).is_some();
-        let ranks = self.table.values().filter(is_here).map(registered);
+        let is_here = |entry: &&Rc<Entry>| {
+            self.shard_of(entry.rank) == shard && self.membership().worker_at(entry.slot).is_some()
+        };
+        let ranks = self.table().filter(is_here).map(registered);
         let current = Arc::clone(&self.shard_incarnations[shard]);
         current.set(incarnation);
         let cells = ShardCells { degraded: Arc::clone(&self.degraded), incarnation: (current, incarnation) };
@@ -82,7 +98,7 @@ impl Gateway {
             }
         };
         let is_degraded = |entry: &&Rc<Entry>| entry.credit.get() < 1.0;
-        self.degraded.store(self.table.values().filter(is_degraded).count(), std::sync::atomic::Ordering::Relaxed);
+        self.degraded.store(self.table().filter(is_degraded).count(), std::sync::atomic::Ordering::Relaxed);
         let applied = state.before(&msg, tag);
         let mut effects = Vec::new();
         state.shell.step(msg, &around.net.now, &mut effects);
@@ -106,7 +122,7 @@ impl Gateway {
     fn check_overlaps(&self, state: &Shard, query: OverlapQuery, around: &Surroundings<'_>) {
         let OverlapQuery(join, found) = query;
         for found in found.into_inner() {
-            let entry = self.table.get(&found.slot).filter(|entry| entry.generation == found.generation);
+            let entry = self.entry(found.slot).filter(|entry| entry.generation == found.generation);
             if let (Some(entry), Some(prompt)) = (entry, &join.prompt)
                 && let Some(tag) = state.tags.get(&entry.rank)
             {

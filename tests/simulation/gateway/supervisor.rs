@@ -6,13 +6,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pointsman::discovery::DiscoveryError;
-use pointsman::membership::{Child, MembershipEffect, MembershipInput, SourceUpdate};
-use pointsman::protocol::{Generation, Slot, WorkerId};
+use pointsman::membership::{MembershipEffect, MembershipInput, SourceUpdate};
+use pointsman::protocol::{Generation, Slot};
 use pointsman::schedule::{Admission, RankCells};
+use pointsman::shell::scheduler::SchedulerMsg;
 use pointsman::shell::shard::ShardMsg;
+use pointsman::shell::supervisor::SupervisorInput;
 
+use super::scheduler::sequence_handle;
 use super::shard::registered;
-use super::{Entry, Gateway, Surroundings};
+use super::{Entry, EntrySource, Gateway, Surroundings};
 use crate::letter::{Acknowledged, Letter};
 use crate::net::Actor;
 
@@ -66,23 +69,20 @@ impl Gateway {
         match letter {
             Letter::Member(input) => self.step_membership(input, around),
             Letter::Acked(slot, generation, Acknowledged::Drain) => {
-                let rank_bookings = self.directory.booked_on(slot, generation).len();
-                let worker = self.table.get(&slot).map(|entry| entry.rank.worker);
-                let worker_bookings = worker.map_or(0, |worker| self.bookings_of(worker));
-                let input = MembershipInput::RankDrained { slot, generation, rank_bookings, worker_bookings };
-                self.step_membership(input, around);
+                self.step_supervisor(SupervisorInput::Drained { slot, generation }, around);
             }
             Letter::Acked(slot, generation, Acknowledged::Retire) => {
                 self.step_membership(MembershipInput::RankRetired { slot, generation }, around);
             }
             Letter::DrainTimedOut(worker, drain) => {
-                let worker_bookings = self.bookings_of(worker);
-                self.step_membership(MembershipInput::DrainTimedOut { worker, drain, worker_bookings }, around);
+                self.step_supervisor(SupervisorInput::DrainTimedOut { worker, drain }, around);
             }
-            Letter::Died(child) => self.on_death(child, around),
+            Letter::Died(child) => {
+                let reason = "a fault of the script".to_owned();
+                self.step_supervisor(SupervisorInput::Died { child, reason }, around);
+            }
             Letter::Warmed(rank, incarnation) => {
-                let shard = self.shard_of(rank);
-                self.step_membership(MembershipInput::RankWarmed { rank, shard, incarnation }, around);
+                self.step_supervisor(SupervisorInput::Warmed { rank, incarnation }, around);
             }
             Letter::Discovered(fails) => {
                 self.discover(fails, around);
@@ -104,14 +104,13 @@ impl Gateway {
         }
     }
 
-    fn bookings_of(&self, worker: WorkerId) -> usize {
-        let slots = self.membership.slots_of(worker);
-        slots.map(|(slot, generation)| self.directory.booked_on(slot, generation).len()).sum()
+    pub(super) fn step_membership(&mut self, input: MembershipInput<u64>, around: &mut Surroundings<'_>) {
+        self.step_supervisor(SupervisorInput::Membership(input), around);
     }
 
-    pub(super) fn step_membership(&mut self, input: MembershipInput<u64>, around: &mut Surroundings<'_>) {
-        let effects = self.membership.step(input, around.net.now);
-        assert_eq!(self.membership.check_invariants(), Ok(()));
+    fn step_supervisor(&mut self, input: SupervisorInput<u64>, around: &mut Surroundings<'_>) {
+        let effects = self.supervisor.step(input, around.net.now);
+        assert_eq!(self.membership().check_invariants(), Ok(()));
         for effect in effects {
             self.perform_membership(effect, around);
         }
@@ -133,39 +132,45 @@ impl Gateway {
                     has_served: Cell::new(false),
                     since: around.net.now,
                 });
-                assert!(self.table.insert(slot, Rc::clone(&entry)).is_none(), "slot {slot} has two ranks");
+                assert!(
+                    self.supervisor.insert(slot, EntrySource(Rc::clone(&entry))).is_none(),
+                    "slot {slot} has two ranks"
+                );
                 self.start_sequence(&entry, 0, around.net.now);
                 let shard = Actor::Shard(self.shard_of(rank));
                 self.send(Actor::Supervisor, shard, Letter::shard(ShardMsg::Register(registered(&entry))), around);
                 let traits = Arc::clone(&description.traits);
                 let plain = Admission::new(rank, slot, generation);
                 let admission = Admission { traits, since: entry.since, draining: restricted, ..plain };
-                let letter = Letter::Admit(Box::new((admission, entry.cells.clone())));
+                let letter = Letter::scheduler(SchedulerMsg::Admit(sequence_handle(&entry, admission)));
                 self.send(Actor::Supervisor, Actor::Scheduler, letter, around);
-                self.sharing.joined(&entry);
+                self.share_ranks(around);
             }
             MembershipEffect::DescribeRank { slot, generation, description } => {
-                if let Some(entry) = self.table.get(&slot).cloned() {
+                if let Some(entry) = self.entry(slot).cloned() {
                     let shard = Actor::Shard(self.shard_of(entry.rank));
                     self.send(Actor::Supervisor, shard, Letter::shard(ShardMsg::Register(registered(&entry))), around);
-                    let letter = Letter::Describe(slot, generation, description.traits);
+                    let letter =
+                        Letter::scheduler(SchedulerMsg::Describe { slot, generation, traits: description.traits });
                     self.send(Actor::Supervisor, Actor::Scheduler, letter, around);
                 }
             }
             MembershipEffect::RestrictRank { slot, generation, restricted } => {
-                let letter = Letter::Cordon(slot, generation, restricted);
+                let letter = Letter::scheduler(SchedulerMsg::Cordon { slot, generation, cordoned: restricted });
                 self.send(Actor::Supervisor, Actor::Scheduler, letter, around);
             }
             MembershipEffect::DrainRank { slot, generation } => {
-                let letter = Letter::Drain(slot, generation, self.ack(slot, generation, Acknowledged::Drain));
+                let ack = self.ack(slot, generation, Acknowledged::Drain);
+                let letter = Letter::scheduler(SchedulerMsg::Drain { slot, generation, ack });
                 self.send(Actor::Supervisor, Actor::Scheduler, letter, around);
             }
             MembershipEffect::RetireRank { slot, generation } => {
-                if let Some(entry) = self.table.get(&slot) {
+                if let Some(entry) = self.entry(slot) {
                     let shard = Actor::Shard(self.shard_of(entry.rank));
                     self.send(Actor::Supervisor, shard, Letter::shard(ShardMsg::Remove { rank: entry.rank }), around);
                 }
-                let letter = Letter::Retire(slot, generation, self.ack(slot, generation, Acknowledged::Retire));
+                let ack = self.ack(slot, generation, Acknowledged::Retire);
+                let letter = Letter::scheduler(SchedulerMsg::Retire { slot, generation, ack });
                 self.send(Actor::Supervisor, Actor::Scheduler, letter, around);
             }
             MembershipEffect::ReleaseRank { slot, generation } => self.release(slot, generation, around),
@@ -174,7 +179,7 @@ impl Gateway {
             MembershipEffect::ClearBlocks { slot } => self.clear_unread(slot, around),
             MembershipEffect::AbandonReader { slot, .. } => {
                 self.readers.remove(&slot);
-                if let Some(entry) = self.table.get(&slot) {
+                if let Some(entry) = self.entry(slot) {
                     entry.credit.set(0.0);
                 }
             }
@@ -193,18 +198,17 @@ impl Gateway {
 
     /// Stops the sequence actor of a retired rank and frees its slot.
     fn release(&mut self, slot: Slot, generation: Generation, around: &mut Surroundings<'_>) {
-        self.table.remove(&slot);
+        self.supervisor.release(slot);
         self.sequences.remove(&slot);
-        self.sharing.left(slot);
-        // A sequence actor that died first leaves its bookings behind.
-        for lease in self.directory.booked_on(slot, generation) {
+        self.share_ranks(around);
+        for lease in self.supervisor.left_behind(slot, generation) {
             self.changed_at = around.net.now;
             self.end_one(Actor::Supervisor, &lease, true, around);
         }
     }
 
     fn publish_workers(&mut self, around: &mut Surroundings<'_>) {
-        let workers = self.membership.workers();
+        let workers = self.supervisor.membership().workers();
         self.probers.retain(|worker, _| workers.contains_key(worker));
         for worker in workers.keys() {
             self.probers.entry(*worker).or_insert_with(|| {
@@ -220,20 +224,5 @@ impl Gateway {
             let is_ok = around.engines[worker.0 as usize].is_up;
             self.send(Actor::Supervisor, Actor::Health, Letter::Probed { worker, prober, is_ok }, around);
         }
-    }
-
-    fn on_death(&mut self, child: Child, around: &mut Surroundings<'_>) {
-        let shard_ranks = match child {
-            Child::IndexShard(shard) => {
-                let is_here = |entry: &&Rc<Entry>| {
-                    self.shard_of(entry.rank) == shard && self.membership.worker_at(entry.slot).is_some()
-                };
-                let here = self.table.values().filter(is_here);
-                here.map(|entry| (entry.rank, entry.cells.holdings.changed_at().is_some())).collect()
-            }
-            _ => std::collections::BTreeMap::new(),
-        };
-        let reason = "a fault of the script".to_owned();
-        self.step_membership(MembershipInput::ChildDied { child, reason, shard_ranks }, around);
     }
 }

@@ -1,0 +1,151 @@
+//! Shell of the reader of a rank's KV events: the source, its decoder, and snapshots of both.
+//!
+//! Connections, replays, audits and their errors belong to the task of the reader: they are made of waiting, and the
+//! decisions about them are inputs and effects of [`Source`].
+
+use std::collections::VecDeque;
+
+use super::Defect;
+use crate::ingest::{AppliedBatch, IngestEffect, IngestInput, Note, Source, SourceConfig, StreamState};
+use crate::protocol::{RouterEvent, Timestamp, WorkerRank};
+use crate::snapshot::RankSnapshot;
+use crate::wire::{Decoder, Finding, Report, WireConfig};
+
+/// Effect of a step.
+#[expect(clippy::large_enum_variant, reason = "an `Apply` is as frequent as the others, and a box costs more")]
+pub enum ReaderEffect<P> {
+    /// Send the events to the shard.
+    Apply {
+        /// Sequence number of their message.
+        sequence: u64,
+        /// The message.
+        payload: P,
+        /// The events; possibly none.
+        events: Vec<RouterEvent>,
+        /// Report of the decoder.
+        report: Report,
+    },
+    /// Remove the blocks of the rank from the index.
+    Clear,
+    /// Request a replay of all messages from this number on, in place of a running one.
+    Replay {
+        /// First requested number.
+        from: u64,
+    },
+    /// Replace the subscription.
+    Reconnect,
+    /// The state of the stream has changed.
+    State(StreamState),
+    /// Count this note.
+    Noted(Note),
+}
+
+/// Shell of a reader; `P` is an undecoded message. See the module documentation.
+pub struct ReaderShell<P> {
+    source: Source<P>,
+    decoder: Decoder,
+    config: SourceConfig,
+    wire: WireConfig,
+    effects: Vec<IngestEffect<P>>,
+    wanted: VecDeque<IngestEffect<P>>,
+}
+
+impl<P: AsRef<[u8]>> ReaderShell<P> {
+    /// A reader that has read nothing. The index must have no blocks of the rank.
+    pub fn new(config: SourceConfig, wire: WireConfig, now: Timestamp) -> Self {
+        let (source, decoder) = (Source::new(config, now), Decoder::new(wire.clone()));
+        Self { source, decoder, config, wire, effects: Vec::new(), wanted: VecDeque::new() }
+    }
+
+    /// Passes an input to the source. The effects follow from [`ReaderShell::next_effect`].
+    pub fn step(&mut self, input: IngestInput<P>, now: Timestamp) {
+        if !matches!(input, IngestInput::Resync) || !Defect::ResyncIgnored.is_planted() {
+            self.source.step(input, now, &mut self.effects);
+        }
+    }
+
+    /// The next effect, including those that follow from the results of earlier ones.
+    pub fn next_effect(&mut self, now: Timestamp) -> Option<ReaderEffect<P>> {
+        self.wanted.extend(self.effects.drain(..));
+        Some(match self.wanted.pop_front()? {
+            IngestEffect::Apply { sequence, payload } => {
+                let mut events = Vec::new();
+                let report = self.decoder.decode(payload.as_ref(), &mut events);
+                self.step(IngestInput::Applied(applied(&report)), now);
+                if sequence % 7 == 3 && Defect::MessageSkipped.is_planted() {
+                    events.clear();
+                }
+                ReaderEffect::Apply { sequence, payload, events, report }
+            }
+            IngestEffect::Clear => {
+                self.forget();
+                ReaderEffect::Clear
+            }
+            IngestEffect::Replay { from } => {
+                ReaderEffect::Replay { from: from + u64::from(Defect::ReplayBeginsLate.is_planted()) }
+            }
+            IngestEffect::Reconnect => ReaderEffect::Reconnect,
+            IngestEffect::State(state) => ReaderEffect::State(state),
+            IngestEffect::Noted(note) => ReaderEffect::Noted(note),
+        })
+    }
+
+    /// Forgets the state of the decoder, because the blocks of the rank are removed from the index.
+    pub fn forget(&mut self) {
+        if !Defect::DecoderRemembers.is_planted() {
+            self.decoder.forget();
+        }
+    }
+
+    /// Position of the source and identity of the rank, without contents; `None` without a position.
+    pub fn record(&self, rank: WorkerRank, endpoint: String) -> Option<RankSnapshot> {
+        let mut position = self.source.position()?;
+        position.next += u64::from(Defect::PositionAhead.is_planted());
+        Some(RankSnapshot {
+            rank,
+            endpoint,
+            position,
+            decoder: self.decoder.state(),
+            events: Vec::new(),
+            evicted_blocks: 0,
+        })
+    }
+
+    /// Continues from a snapshot, whose contents replace those of the rank. Returns false, without any change, if the
+    /// publisher cannot be verified for lack of a replay endpoint, or the present contents are complete or newer.
+    pub fn restore(&mut self, snapshot: &RankSnapshot, now: Timestamp) -> bool {
+        let is_superseded = self.source.is_caught_up() && !self.source.is_cold()
+            || self.source.position().is_some_and(|present| !snapshot.position.is_newer_than(&present));
+        if is_superseded || !self.config.has_replay {
+            return false;
+        }
+        self.source = Source::resume(self.config, now, &snapshot.position);
+        self.decoder = Decoder::resume(self.wire.clone(), &snapshot.decoder);
+        self.effects.clear();
+        true
+    }
+
+    /// The source.
+    pub fn source(&self) -> &Source<P> {
+        &self.source
+    }
+}
+
+fn applied(report: &Report) -> AppliedBatch {
+    AppliedBatch {
+        events: events_of_note(report),
+        usable: report.usable,
+        stored_blocks: report.stored_blocks,
+        cleared: report.cleared,
+        engine_block_size: report.engine_block_size,
+        foreign_rank: report.foreign_rank,
+    }
+}
+
+/// Number of events in a batch that show whether the format is understood; events known to be irrelevant do not count.
+/// An undecodable batch counts as one undecodable event.
+fn events_of_note(report: &Report) -> u32 {
+    let of_no_use = report.findings.get(Finding::NotMainAttention) + report.findings.get(Finding::NonLocal);
+    let others = report.events.saturating_sub(u32::try_from(of_no_use).unwrap_or(u32::MAX));
+    if report.findings.is_empty() || of_no_use > 0 { others } else { others.max(1) }
+}
