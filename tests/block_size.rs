@@ -13,7 +13,8 @@ use pointsman::test_support::rank;
 use pointsman::{MemoryFaults, MemoryNetwork, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
 use crate::common::{BLOCK_SIZE, assert_at_rest, config, loads, tokens};
-use crate::ingest_faults::{Engine, Held, until, until_held};
+use crate::engines::{Engine, Held};
+use crate::ingest_faults::{until, until_held};
 
 /// Fails at the first restart.
 fn unsized_config() -> RouterConfig {

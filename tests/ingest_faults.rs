@@ -4,25 +4,19 @@
 //! The tests wait for conditions, never for a time. The clock only bounds the duration of a failure.
 
 use pointsman::config::{EventsConfig, IndexConfig, SupervisionConfig};
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 use pointsman::ingest::StreamState;
-use pointsman::protocol::{
-    BlockHash, EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank,
-};
+use pointsman::protocol::{WorkerConfig, WorkerId, WorkerRank};
 use pointsman::test_support::rank;
-use pointsman::{Fault, Hang, KvSourceStatus, Prompt, RouteRequest, Router, RouterConfig};
-use pointsman_trial::kv_events::Dialect;
+use pointsman::{Fault, Hang, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::time::Instant;
 
-use crate::common::{config, stored, suppress_fault_reports, tokens};
-use crate::zmtp::{Publisher, batch};
+use crate::common::{config, suppress_fault_reports, tokens};
+use crate::engines::{Engine, Held, held, held_in, source};
 
 /// Longer than any step, including the back-off on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-pub(crate) type Held = BTreeSet<(WorkerRank, EngineHash, BlockHash)>;
 
 /// Polls until `condition` holds.
 pub(crate) async fn until(what: &str, router: &Router, mut condition: impl FnMut() -> bool) {
@@ -46,98 +40,8 @@ pub(crate) async fn until_held(router: &Router, is_well: impl Fn(&Held) -> bool)
     }
 }
 
-pub(crate) fn source(router: &Router, of: WorkerRank) -> Option<KvSourceStatus> {
-    router.kv_sources().into_iter().find(|source| source.rank == of)
-}
-
 pub(crate) fn is(router: &Router, of: WorkerRank, state: StreamState) -> bool {
     source(router, of).is_some_and(|source| source.connected && source.state == state)
-}
-
-pub(crate) async fn held(router: &Router) -> Held {
-    held_in(router.dump_events().await.expect("up"))
-}
-
-fn held_in(events: Vec<RouterEvent>) -> Held {
-    let blocks = events.into_iter().flat_map(|RouterEvent { rank, data, .. }| match data {
-        KvEvent::Stored { blocks, .. } => blocks.into_iter().map(|b| (rank, b.engine_hash, b.block_hash)).collect(),
-        KvEvent::Removed { .. } | KvEvent::Cleared => Vec::new(),
-    });
-    blocks.collect()
-}
-
-/// An engine rank and its cached prompts.
-pub(crate) struct Engine {
-    pub(crate) rank: WorkerRank,
-    pub(crate) publisher: Publisher,
-    dialect: Dialect,
-    pub(crate) prompts: Vec<Vec<u32>>,
-    batches: u32,
-}
-
-impl Engine {
-    pub(crate) async fn start(worker: u64, ring_max: usize) -> Self {
-        let publisher = Publisher::start(ring_max, worker.is_multiple_of(2)).await;
-        let dialect = if worker.is_multiple_of(2) { Dialect::VllmMap } else { Dialect::VllmArray };
-        Self { rank: rank(worker), publisher, dialect, prompts: Vec::new(), batches: 0 }
-    }
-
-    pub(crate) fn config(&self) -> WorkerConfig {
-        engine_at(self.rank.worker, self.publisher.kv_events())
-    }
-
-    pub(crate) fn payload(&mut self, events: &[(RouterEvent, &[u32])]) -> Vec<u8> {
-        self.batches += 1;
-        batch(self.dialect, 1.7e9 + f64::from(self.batches), events)
-    }
-
-    /// A batch that stores a new unique prompt.
-    pub(crate) fn stores(&mut self, blocks: u32) -> Vec<u8> {
-        let prompt = tokens(self.batches * 64 + self.rank.worker.0 as u32 + 1, blocks);
-        let payload = self.payload(&[(stored(self.rank, &prompt), &prompt)]);
-        self.prompts.push(prompt);
-        payload
-    }
-
-    /// A batch that removes the oldest prompt.
-    fn drops_oldest(&mut self) -> Vec<u8> {
-        let prompt = self.prompts.remove(0);
-        let removed = match stored(self.rank, &prompt).data {
-            KvEvent::Stored { blocks, .. } => blocks.iter().rev().map(|block| block.engine_hash).collect(),
-            KvEvent::Removed { .. } | KvEvent::Cleared => Vec::new(),
-        };
-        let data = KvEvent::Removed { blocks: removed };
-        self.payload(&[(RouterEvent { rank: self.rank, tier: StorageTier::Device, data }, &[])])
-    }
-
-    pub(crate) fn store(&mut self) {
-        let payload = self.stores(3);
-        self.publisher.publish(&payload);
-    }
-
-    /// Stores three prompts and removes the oldest one.
-    pub(crate) fn work(&mut self) {
-        for _ in 0..3 {
-            self.store();
-        }
-        let payload = self.drops_oldest();
-        self.publisher.publish(&payload);
-    }
-
-    pub(crate) fn holds(&self) -> Held {
-        self.prompts.iter().flat_map(|prompt| blocks_of(self.rank, prompt)).collect()
-    }
-}
-
-fn blocks_of(rank: WorkerRank, prompt: &[u32]) -> Held {
-    match stored(rank, prompt).data {
-        KvEvent::Stored { blocks, .. } => blocks.iter().map(|b| (rank, b.engine_hash, b.block_hash)).collect(),
-        KvEvent::Removed { .. } | KvEvent::Cleared => Held::new(),
-    }
-}
-
-fn engine_at(worker: WorkerId, kv_events: KvEventsConfig) -> WorkerConfig {
-    WorkerConfig { kv_events: Some(kv_events), ..WorkerConfig::at(format!("http://engine-{}", worker.0)) }
 }
 
 /// Engines with cached prompts, and a router whose index matches them.

@@ -7,6 +7,9 @@ mod changing_cells;
 mod common;
 #[path = "common/effort.rs"]
 mod effort;
+#[cfg(all(feature = "faults", feature = "zmq"))]
+#[path = "common/engines.rs"]
+mod engines;
 #[path = "common/fleet.rs"]
 mod fleet;
 #[path = "common/msgpack.rs"]

@@ -8,7 +8,8 @@ use pointsman::test_support::rank;
 use pointsman::{KvSourceStatus, Router, RouterConfig};
 
 use crate::common::{BLOCK_SIZE, config, stored, tokens};
-use crate::ingest_faults::{Engine, Held, assert_exact, assert_routed_to, fleet, is, source, until, until_held};
+use crate::engines::{Engine, Held, source};
+use crate::ingest_faults::{assert_exact, assert_routed_to, fleet, is, until, until_held};
 
 /// Messages that a publisher keeps: fewer than its engine has published, so no replay rebuilds the complete index.
 const RING: usize = 6;

@@ -3,28 +3,24 @@
 //! Each case waits until the expected metric counts the violation. Throughout, the correct engines are indexed exactly
 //! and chosen for their cached blocks, nothing panics or restarts, and memory stays within the configured limits.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use pointsman::ingest::StreamState;
-use pointsman::protocol::{
-    BlockHash, EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank,
-};
+use pointsman::protocol::WorkerId;
 use pointsman::test_support::{mix, rank};
 use pointsman::{KvSourceStatus, Prompt, RouteRequest, Router};
 use pointsman_trial::kv_events::Dialect;
 use tokio::time::Instant;
 
+use crate::common::counters::Counters;
 use crate::common::{config, stored, tokens};
+use crate::engines::{Engine, Held, blocks_of, engine_at, held, source};
 use crate::hostile::{Hostile, Script, Then};
 use crate::msgpack::{self, Msg};
+use crate::peak::{Peak, live_bytes};
 use crate::zmtp::{
-    Publisher, TOPIC, batch, frame, greeting, greeting_of, handshake, header, live_message, message, ready,
-    replay_message,
+    TOPIC, batch, frame, greeting, greeting_of, handshake, header, live_message, message, ready, replay_message,
 };
 use crate::{ALLOCATOR, alone};
 
@@ -47,8 +43,6 @@ const MUCH_MAX: usize = (4 * 16 + 16 + 2) * MIB + LITTLE_MAX;
 
 /// Limit of all allocations including freed ones. It detects buffers that are allocated and freed between two samples.
 const ALLOCATED_MAX: usize = 4 << 30;
-
-type Held = BTreeSet<(WorkerRank, EngineHash, BlockHash)>;
 
 // ---- cases ----
 
@@ -292,151 +286,36 @@ fn replay_cases() -> Vec<Case> {
 
 const HOSTILE: u64 = 2;
 
-struct Engine {
-    rank: WorkerRank,
-    publisher: Publisher,
-    dialect: Dialect,
-    prompts: Vec<Vec<u32>>,
-    batches: u32,
-}
-
-impl Engine {
-    async fn start(worker: u64) -> Self {
-        let dialect = if worker == 0 { Dialect::VllmMap } else { Dialect::VllmArray };
-        let publisher = Publisher::start(64, worker == 0).await;
-        Self { rank: rank(worker), publisher, dialect, prompts: Vec::new(), batches: 0 }
-    }
-
-    /// Stores a unique prompt and removes the oldest one if there are more than six.
-    fn work(&mut self) {
-        self.batches += 1;
-        let prompt = tokens(self.batches * 4 + self.rank.worker.0 as u32, 3);
-        let mut events = vec![(stored(self.rank, &prompt), &prompt[..])];
-        self.prompts.push(prompt.clone());
-        if self.prompts.len() > 6 {
-            let oldest = self.prompts.remove(0);
-            let names = blocks_of(self.rank, &oldest).into_iter().map(|(_, name, _)| name).collect();
-            let data = KvEvent::Removed { blocks: names };
-            events.push((RouterEvent { rank: self.rank, tier: StorageTier::Device, data }, &[]));
-        }
-        self.publisher.publish(&batch(self.dialect, f64::from(self.batches), &events));
+/// Stores a unique prompt and removes the oldest one if there are more than six.
+fn work(engine: &mut Engine) {
+    engine.store();
+    if engine.prompts.len() > 6 {
+        let payload = engine.drops_oldest();
+        engine.publisher.publish(&payload);
     }
 }
 
-fn blocks_of(rank: WorkerRank, prompt: &[u32]) -> Held {
-    match stored(rank, prompt).data {
-        KvEvent::Stored { blocks, .. } => blocks.iter().map(|b| (rank, b.engine_hash, b.block_hash)).collect(),
-        KvEvent::Removed { .. } | KvEvent::Cleared => Held::new(),
-    }
-}
-
-async fn held(router: &Router) -> Held {
-    let events = router.dump_events().await.expect("up");
-    let blocks = events.into_iter().flat_map(|RouterEvent { rank, data, .. }| match data {
-        KvEvent::Stored { blocks, .. } => blocks.into_iter().map(|b| (rank, b.engine_hash, b.block_hash)).collect(),
-        KvEvent::Removed { .. } | KvEvent::Cleared => Vec::new(),
-    });
-    blocks.collect()
-}
-
-fn source(router: &Router, of: WorkerRank) -> Option<KvSourceStatus> {
-    router.kv_sources().into_iter().find(|source| source.rank == of)
-}
-
-/// Counters of causes and restarts since the start, by their last label.
-struct Counted {
-    snapshotter: Snapshotter,
-    counts: BTreeMap<String, u64>,
-}
-
-const COUNTED: [&str; 4] = [
-    "pointsman_kv_source_errors_total",
-    "pointsman_kv_source_notes_total",
-    "pointsman_kv_findings_total",
-    "pointsman_restarts_total",
-];
-
-impl Counted {
-    fn look(&mut self) {
-        for (key, _, _, value) in self.snapshotter.snapshot().into_vec() {
-            let key = key.key();
-            if let DebugValue::Counter(count) = value
-                && COUNTED.contains(&key.name())
-                && let Some(label) = key.labels().find(|label| label.key() != "pool")
-            {
-                *self.counts.entry(label.value().to_owned()).or_default() += count; // a snapshot resets the counters
-            }
-        }
-    }
-
-    fn of(&self, labels: &[&str]) -> u64 {
-        labels.iter().filter_map(|label| self.counts.get(*label)).sum()
-    }
-}
-
-fn live_bytes() -> usize {
-    let stats = ALLOCATOR.stats();
-    stats.bytes_allocated.saturating_sub(stats.bytes_deallocated)
-}
-
-/// Samples the number of live bytes on a separate thread.
-struct Peak {
-    is_over: Arc<AtomicBool>,
-    most: Arc<AtomicUsize>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Peak {
-    fn watch() -> Self {
-        let (is_over, most) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
-        let thread = std::thread::spawn({
-            let (is_over, most) = (Arc::clone(&is_over), Arc::clone(&most));
-            move || {
-                while !is_over.load(Ordering::Relaxed) {
-                    most.fetch_max(live_bytes(), Ordering::Relaxed);
-                    std::thread::park_timeout(Duration::from_micros(200));
-                }
-            }
-        });
-        Self { is_over, most, thread: Some(thread) }
-    }
-
-    fn reset(&self) {
-        self.most.store(0, Ordering::Relaxed);
-    }
-
-    fn most(&self) -> usize {
-        self.most.load(Ordering::Relaxed).max(live_bytes())
-    }
-}
-
-impl Drop for Peak {
-    fn drop(&mut self) {
-        self.is_over.store(true, Ordering::Relaxed);
-        if let Some(thread) = self.thread.take() {
-            thread.join().expect("the watcher does not panic");
-        }
-    }
-}
+/// Counters of causes.
+const COUNTED: [&str; 3] =
+    ["pointsman_kv_source_errors_total", "pointsman_kv_source_notes_total", "pointsman_kv_findings_total"];
 
 /// The router, the two correct engines, and the counters.
-struct Fleet {
+struct Fleet<'a> {
     router: Router,
     well: [Engine; 2],
-    counted: Counted,
+    counters: &'a Counters,
     requests: u64,
 }
 
-impl Fleet {
-    async fn start(snapshotter: Snapshotter) -> Self {
-        let well = [Engine::start(0).await, Engine::start(1).await];
+impl<'a> Fleet<'a> {
+    async fn start(counters: &'a Counters) -> Self {
+        let well = [Engine::start(0, 64).await, Engine::start(1, 64).await];
         let mut builder = Router::builder(config());
         for engine in &well {
-            builder = builder.worker(engine.rank.worker, engine_at(engine.rank.worker, engine.publisher.kv_events()));
+            builder = builder.worker(engine.rank.worker, engine.config());
         }
         let router = builder.start().await.expect("valid");
-        let counted = Counted { snapshotter, counts: BTreeMap::new() };
-        let mut fleet = Self { router, well, counted, requests: 0 };
+        let mut fleet = Self { router, well, counters, requests: 0 };
         fleet.works("at the start", &Held::new()).await;
         fleet
     }
@@ -445,12 +324,9 @@ impl Fleet {
     /// may hold no more than `also`.
     async fn works(&mut self, case: &str, also: &Held) {
         for engine in &mut self.well {
-            engine.work();
+            work(engine);
         }
-        let prompts = |engine: &Engine| {
-            engine.prompts.iter().flat_map(|prompt| blocks_of(engine.rank, prompt)).collect::<Vec<_>>()
-        };
-        let expected: Held = self.well.iter().flat_map(prompts).collect();
+        let expected: Held = self.well.iter().flat_map(Engine::holds).collect();
         let begun = Instant::now();
         loop {
             let held = held(&self.router).await;
@@ -471,16 +347,21 @@ impl Fleet {
             let cached = prompt.len() as u32;
             assert_eq!((placement.rank(), placement.cached_tokens()), (engine.rank, cached), "{case}");
         }
-        self.counted.look();
         assert_eq!(PANICS.load(Ordering::Relaxed), 0, "{case}");
         assert_eq!(self.router.health().restarts, 0, "{case}");
-        assert_eq!(self.counted.of(&["scheduler", "radix", "sequence", "ingest"]), 0, "{case}: restarts");
+        assert_eq!(self.counters.get("pointsman_restarts_total", &[]), 0, "{case}: restarts");
+    }
+
+    /// Occurrences of any of these causes.
+    fn count(&self, causes: &[&str]) -> u64 {
+        let of = |cause: &&str| COUNTED.iter().map(|name| self.counters.get(name, &[cause])).sum::<u64>();
+        causes.iter().map(of).sum()
     }
 
     async fn endures(&mut self, case: &Case, peak: &Peak) {
-        let (before, allocated) = (live_bytes(), ALLOCATOR.stats().bytes_allocated);
+        let allocated = ALLOCATOR.stats().bytes_allocated;
         peak.reset();
-        let counted = self.counted.of(case.causes);
+        let counted = self.count(case.causes);
         let live = Hostile::start({
             let script = case.live.clone();
             move |_| script.clone()
@@ -497,19 +378,18 @@ impl Fleet {
         loop {
             self.works(&case.name, &also).await;
             let hostile = source(&self.router, rank(HOSTILE)).expect("the source is connected");
-            let is_counted = case.causes.is_empty() || self.counted.of(case.causes) > counted;
+            let is_counted = case.causes.is_empty() || self.count(case.causes) > counted;
             if is_counted && (!case.distrusted || hostile.state != StreamState::Live) {
                 break;
             }
-            let counts = &self.counted.counts;
-            assert!(begun.elapsed() < PATIENCE, "{}: {counts:?}\n{hostile:#?}", case.name);
-            let most = peak.most().saturating_sub(before);
+            assert!(begun.elapsed() < PATIENCE, "{}: {:?}\n{hostile:#?}", case.name, self.counters);
+            let most = peak.most();
             assert!(most <= case.bytes_max, "{}: {most} bytes", case.name);
         }
         if let Some(prompt) = &case.holds {
             assert!(held(&self.router).await.is_superset(&blocks_of(rank(HOSTILE), prompt)), "{}", case.name);
         }
-        let most = peak.most().saturating_sub(before);
+        let most = peak.most();
         let in_all = ALLOCATOR.stats().bytes_allocated.wrapping_sub(allocated);
         eprintln!("{:28} {:>6} KiB live at most, {:>6} ms", case.name, most >> 10, begun.elapsed().as_millis());
         assert!(most <= case.bytes_max, "{}: {most} bytes live", case.name);
@@ -518,24 +398,19 @@ impl Fleet {
     }
 }
 
-fn engine_at(worker: WorkerId, kv_events: KvEventsConfig) -> WorkerConfig {
-    WorkerConfig { kv_events: Some(kv_events), ..WorkerConfig::at(format!("http://engine-{}", worker.0)) }
-}
-
 /// Runs a scenario on this thread under the lock, with a separate metrics recorder, and counts every panic of the
 /// process.
-fn run(scenario: impl AsyncFnOnce(Fleet)) {
+fn run(scenario: impl AsyncFnOnce(Fleet<'_>)) {
     let _alone = alone();
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         PANICS.fetch_add(1, Ordering::Relaxed);
         report(panic);
     }));
-    let recorder = DebuggingRecorder::new();
+    let counters = Counters::default();
+    let _recording = counters.record();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    metrics::with_local_recorder(&recorder, || {
-        runtime.block_on(async { scenario(Fleet::start(recorder.snapshotter()).await).await });
-    });
+    runtime.block_on(async { scenario(Fleet::start(&counters).await).await });
 }
 
 #[test]
@@ -582,7 +457,7 @@ fn connections_may_end_anywhere() {
             fleet.works("cut", &Held::new()).await;
             assert!(begun.elapsed() < PATIENCE, "{:#?}", fleet.router.kv_sources());
         }
-        assert!(fleet.counted.of(&["closed", "protocol"]) >= offsets as u64);
+        assert!(fleet.count(&["closed", "protocol"]) >= offsets as u64);
         for worker in workers {
             fleet.router.remove_worker(WorkerId(worker)).await.expect("known");
         }

@@ -10,9 +10,16 @@ mod changing_cells;
 mod common;
 #[path = "../common/effort.rs"]
 mod effort;
+#[cfg(feature = "zmq")]
+#[path = "../common/engines.rs"]
+#[allow(dead_code, reason = "the other binary uses the rest")]
+mod engines;
 #[path = "../common/msgpack.rs"]
 #[allow(dead_code, reason = "the other binary uses the rest")]
 mod msgpack;
+#[cfg(feature = "zmq")]
+#[path = "../common/peak.rs"]
+mod peak;
 #[path = "../common/recorded.rs"]
 #[allow(dead_code, reason = "the other binary uses the rest")]
 mod recorded;

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Counters {
     recorder: DebuggingRecorder,
     /// By name and label values. A snapshot resets the counters of the recorder.

@@ -15,7 +15,8 @@ use tokio::sync::mpsc;
 
 use super::{Tally, assert_permits_are_free, assert_unharmed, panics_of, route};
 use crate::common::{config, suppress_fault_reports, tokens, until};
-use crate::ingest_faults::{Engine, assert_exact, fleet};
+use crate::engines::Engine;
+use crate::ingest_faults::{assert_exact, fleet};
 
 /// Kinds of messages from readers to a shard.
 pub(super) const OF_READERS: [&str; 5] = ["DumpRank", "Digest", "Names", "Forget", "RestoreEvicted"];

@@ -6,6 +6,8 @@
 #[allow(dead_code, reason = "the other binary uses the rest")]
 mod common;
 mod faults;
+#[path = "../../../tests/common/peak.rs"]
+mod peak;
 
 mod admin_audit;
 mod dead_engines;
@@ -25,9 +27,4 @@ static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 async fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::const_new(());
     ALONE.lock().await
-}
-
-fn live_bytes() -> usize {
-    let stats = ALLOCATOR.stats();
-    stats.bytes_allocated.saturating_sub(stats.bytes_deallocated)
 }

@@ -1,19 +1,17 @@
 //! A gateway with one well-behaved client, used by the hostile cases.
 //!
-//! It owns the well-behaved client and samples the number of live bytes. [`Scene::finish`] requires that the client was
+//! It owns the well-behaved client and the maximum of live bytes. [`Scene::finish`] requires that the client was
 //! served throughout and that no request, booking or load remains. The hostile requests are in the cases.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread::JoinHandle;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use pointsman_gateway::app::Gateway;
-use tokio::task::JoinHandle as Task;
+use tokio::task::JoinHandle;
 
 use crate::common::proxy::{self, Answer, FINE_JSON, Scripted, full_response, gateway, request};
 use crate::faults::{Client, PATH, expect_idle, metric, settings};
-use crate::live_bytes;
+use crate::peak::Peak;
 
 pub(crate) const MIB: usize = 1 << 20;
 
@@ -24,48 +22,11 @@ pub(crate) const BODY_BYTES_MAX: usize = 4 * MIB;
 /// tokens, the worker's copy in this process, and the well-behaved client.
 pub(crate) const CASE_BYTES_MAX: usize = 10 * BODY_BYTES_MAX;
 
-/// Samples the number of live bytes on a separate thread.
-pub(crate) struct Peak {
-    is_over: Arc<AtomicBool>,
-    most: Arc<AtomicUsize>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Peak {
-    pub(crate) fn watch() -> Self {
-        let (is_over, most) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
-        let thread = std::thread::spawn({
-            let (is_over, most) = (Arc::clone(&is_over), Arc::clone(&most));
-            move || {
-                while !is_over.load(Ordering::Relaxed) {
-                    most.fetch_max(live_bytes(), Ordering::Relaxed);
-                    std::thread::park_timeout(Duration::from_micros(200));
-                }
-            }
-        });
-        Self { is_over, most, thread: Some(thread) }
-    }
-
-    /// The maximum since the previous call.
-    pub(crate) fn most(&self) -> usize {
-        self.most.swap(0, Ordering::Relaxed).max(live_bytes())
-    }
-}
-
-impl Drop for Peak {
-    fn drop(&mut self) {
-        self.is_over.store(true, Ordering::Relaxed);
-        if let Some(thread) = self.thread.take() {
-            thread.join().expect("the watcher does not panic");
-        }
-    }
-}
-
 /// A gateway, its worker, and one well-behaved client with continuous requests.
 pub(crate) struct Scene {
     pub(crate) gateway: Gateway,
     pub(crate) worker: Scripted,
-    good: Task<usize>,
+    good: JoinHandle<usize>,
     is_over: Arc<AtomicBool>,
     pub(crate) peak: Peak,
 }
