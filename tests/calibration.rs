@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
+use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 use pointsman::config::RouterConfig;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerId, WorkerRank};
@@ -10,6 +10,7 @@ use pointsman::select::Constraints;
 use pointsman::test_support::rank;
 use pointsman::{Placement, Prompt, RequestOptions, RouteRequest, Router};
 
+use crate::common::counters::Counters;
 use crate::common::{config, router};
 
 const BLOCK_SIZE: u32 = 64;
@@ -62,20 +63,13 @@ fn value<'a>(metrics: &'a [(String, DebugValue)], wanted: &[&str]) -> Option<&'a
 }
 
 /// All metrics, by name and label values. Resets counters and histograms of the recorder.
-fn snapshot(snapshotter: &Snapshotter) -> Vec<(String, DebugValue)> {
+fn snapshot(recorder: &DebuggingRecorder) -> Vec<(String, DebugValue)> {
     let key = |key: &metrics::Key| {
         let labels = key.labels().map(|label| format!(" {}={}", label.key(), label.value()));
         std::iter::once(key.name().to_owned()).chain(labels).collect::<String>()
     };
-    snapshotter.snapshot().into_vec().into_iter().map(|(name, _, _, value)| (key(name.key()), value)).collect()
-}
-
-fn record(scenario: impl AsyncFnOnce(Snapshotter)) {
-    let recorder = DebuggingRecorder::new();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
-    metrics::with_local_recorder(&recorder, || {
-        runtime.expect("a runtime").block_on(scenario(recorder.snapshotter()));
-    });
+    let all = recorder.snapshotter().snapshot().into_vec();
+    all.into_iter().map(|(name, _, _, value)| (key(name.key()), value)).collect()
 }
 
 /// Share by which 90 of 100 predictions are off at most, as a logarithm.
@@ -85,37 +79,37 @@ fn error_p90(ratios: &[f64]) -> f64 {
     errors[errors.len() * 9 / 10]
 }
 
-#[test]
-fn the_bias_of_a_slow_rank_is_corrected_and_errors_shrink() {
-    record(async |snapshotter| {
-        let router = router(latency(), 2).await;
-        let mut ratios = Vec::new();
-        for n in 0..60 {
-            let placed = place(&router, n, only(u64::from(n % 2))).await;
-            let ttft = ttft_of(placed.rank());
-            ratios.push(serve(placed, ttft, ITL).await);
-        }
-        let (early, late) = (error_p90(&ratios[..20]), error_p90(&ratios[40..]));
-        assert!(early > 0.4, "a factor of 1.5 at first: {early}");
-        assert!(late < 0.05, "within 5 %: {late}");
-        let fast = place(&router, 100, only(0)).await.prediction_bias().ttft;
-        let slow = place(&router, 101, only(1)).await.prediction_bias().ttft;
-        assert!((fast - 1.0).abs() < 0.02 && (slow - 2.0).abs() < 0.04, "{fast} and {slow}");
+#[tokio::test(start_paused = true)]
+async fn the_bias_of_a_slow_rank_is_corrected_and_errors_shrink() {
+    let recorder = DebuggingRecorder::new();
+    let _recording = metrics::set_default_local_recorder(&recorder);
+    let router = router(latency(), 2).await;
+    let mut ratios = Vec::new();
+    for n in 0..60 {
+        let placed = place(&router, n, only(u64::from(n % 2))).await;
+        let ttft = ttft_of(placed.rank());
+        ratios.push(serve(placed, ttft, ITL).await);
+    }
+    let (early, late) = (error_p90(&ratios[..20]), error_p90(&ratios[40..]));
+    assert!(early > 0.4, "a factor of 1.5 at first: {early}");
+    assert!(late < 0.05, "within 5 %: {late}");
+    let fast = place(&router, 100, only(0)).await.prediction_bias().ttft;
+    let slow = place(&router, 101, only(1)).await.prediction_bias().ttft;
+    assert!((fast - 1.0).abs() < 0.02 && (slow - 2.0).abs() < 0.04, "{fast} and {slow}");
 
-        tokio::time::advance(Duration::from_secs(1)).await;
-        for _ in 0..8 {
-            tokio::task::yield_now().await;
-        }
-        let metrics = snapshot(&snapshotter);
-        match value(&metrics, &["pointsman_rank_prediction_bias", "worker=1", "target=ttft"]) {
-            Some(DebugValue::Gauge(bias)) => assert!((bias.into_inner() - 2.0).abs() < 0.04, "{bias}"),
-            other => panic!("a gauge, not {other:?}"),
-        }
-        match value(&metrics, &["pointsman_prediction_ratio", "target=ttft"]) {
-            Some(DebugValue::Histogram(ratios)) => assert_eq!(ratios.len(), 60),
-            other => panic!("a histogram, not {other:?}"),
-        }
-    });
+    tokio::time::advance(Duration::from_secs(1)).await;
+    for _ in 0..8 {
+        tokio::task::yield_now().await;
+    }
+    let metrics = snapshot(&recorder);
+    match value(&metrics, &["pointsman_rank_prediction_bias", "worker=1", "target=ttft"]) {
+        Some(DebugValue::Gauge(bias)) => assert!((bias.into_inner() - 2.0).abs() < 0.04, "{bias}"),
+        other => panic!("a gauge, not {other:?}"),
+    }
+    match value(&metrics, &["pointsman_prediction_ratio", "target=ttft"]) {
+        Some(DebugValue::Histogram(ratios)) => assert_eq!(ratios.len(), 60),
+        other => panic!("a histogram, not {other:?}"),
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -151,31 +145,25 @@ async fn corrections_scale_predictions_and_targets_but_no_cost() {
     assert!((again - 1.0).abs() < 0.01, "{again}");
 }
 
-#[test]
-fn responses_count_their_targets() {
-    record(async |snapshotter| {
-        let router = router(latency(), 1).await;
-        let targets = |ttft_ms, itl_ms| RequestOptions {
-            ttft_target: Some(Duration::from_millis(ttft_ms)),
-            itl_target: Some(Duration::from_millis(itl_ms)),
-            ..RequestOptions::default()
-        };
-        let (ttft, itl) = (Duration::from_millis(100), Duration::from_millis(10));
-        for (n, options) in
-            [targets(100, 11), targets(99, 20), targets(101, 9), targets(500, 100)].into_iter().enumerate()
-        {
-            serve(place(&router, n as u32, options).await, ttft, itl).await;
-        }
-        drop(place(&router, 8, targets(1, 1)).await); // no first token, nothing to compare
-        serve(place(&router, 9, RequestOptions::default()).await, ttft, itl).await;
-        let metrics = snapshot(&snapshotter);
-        let counts = ["ttft", "itl"].map(|target| {
-            ["met", "missed"].map(|outcome| {
-                let wanted = ["pointsman_targets_total", &format!("target={target}"), &format!("outcome={outcome}")];
-                value(&metrics, &wanted)
-            })
-        });
-        let (met, missed) = (Some(&DebugValue::Counter(3)), Some(&DebugValue::Counter(1)));
-        assert_eq!(counts, [[met, missed], [met, missed]]);
-    });
+#[tokio::test(start_paused = true)]
+async fn responses_count_their_targets() {
+    let counters = Counters::default();
+    let _recording = counters.record();
+    let router = router(latency(), 1).await;
+    let targets = |ttft_ms, itl_ms| RequestOptions {
+        ttft_target: Some(Duration::from_millis(ttft_ms)),
+        itl_target: Some(Duration::from_millis(itl_ms)),
+        ..RequestOptions::default()
+    };
+    let (ttft, itl) = (Duration::from_millis(100), Duration::from_millis(10));
+    for (n, options) in [targets(100, 11), targets(99, 20), targets(101, 9), targets(500, 100)].into_iter().enumerate()
+    {
+        serve(place(&router, n as u32, options).await, ttft, itl).await;
+    }
+    drop(place(&router, 8, targets(1, 1)).await); // no first token, nothing to compare
+    serve(place(&router, 9, RequestOptions::default()).await, ttft, itl).await;
+    for target in ["ttft", "itl"] {
+        let counts = ["met", "missed"].map(|outcome| counters.get("pointsman_targets_total", &[target, outcome]));
+        assert_eq!(counts, [3, 1], "{target}");
+    }
 }

@@ -15,7 +15,6 @@ use bytes::Bytes;
 use http::{HeaderMap, Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt as _, Empty, Full};
-use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 use pointsman::answer::{AnswerKind, Usage};
 use pointsman::health::Outcome;
 use pointsman::protocol::{WorkerConfig, WorkerId};
@@ -27,6 +26,7 @@ use pointsman::{
 };
 use tower::{Layer as _, Service as _, ServiceExt as _, service_fn};
 
+use crate::common::counters::Counters;
 use crate::common::{assert_at_rest, config, loads, router, tokens};
 
 type Step = Result<Frame<Bytes>, io::Error>;
@@ -174,19 +174,18 @@ async fn bytes_and_trailers_are_unchanged() {
     assert_at_rest(&router).await;
 }
 
-/// Number of eligible ranks after as many such bodies as the failure threshold.
-async fn left_after(respond: impl Fn() -> Response<Scripted>, read_all: bool) -> usize {
+/// Number of eligible ranks after more such bodies of one rank than the failure threshold, each read up to this many
+/// frames.
+async fn left_after(frames: usize, wrap: impl Fn(Placement) -> PlacedBody<Scripted>) -> usize {
     let router = router(config(), 2).await;
     let elsewhere = Constraints { excluded_ranks: [rank(1)].into(), ..Constraints::default() };
-    for _ in 0..router.config().health.outcome_failures_max {
-        let prompt = Prompt::Tokens(&[1]);
+    for _ in 0..2 * router.config().health.outcome_failures_max {
         let request = RouteRequest {
             options: RequestOptions { constraints: elsewhere.clone(), ..RequestOptions::default() },
-            ..RouteRequest::new("a", prompt)
+            ..RouteRequest::new("a", Prompt::Tokens(&[1]))
         };
-        let placement = router.route(request).await.expect("placed");
-        let mut body = Box::pin(placement.wrap_response(respond()).into_body());
-        read(body.as_mut(), if read_all { usize::MAX } else { 1 }).await;
+        let Ok(placement) = router.route(request).await else { break };
+        read(Box::pin(wrap(placement)).as_mut(), frames).await;
     }
     router.rank_health().await.expect("up"); // processed after the reports
     assert_at_rest(&router).await;
@@ -195,19 +194,21 @@ async fn left_after(respond: impl Fn() -> Response<Scripted>, read_all: bool) ->
 
 #[tokio::test]
 async fn body_outcomes_are_reported_for_the_rank() {
-    let answer = |status: StatusCode, steps: Vec<Step>| {
-        let mut response = Response::new(Scripted::new(steps, true));
-        *response.status_mut() = status;
-        response
+    let after = async |frames, status: StatusCode, steps: fn() -> Vec<Step>| {
+        let respond = |placed: Placement| {
+            let mut response = Response::new(Scripted::new(steps(), true));
+            *response.status_mut() = status;
+            placed.wrap_response(response).into_body()
+        };
+        left_after(frames, respond).await
     };
-    let good = || answer(StatusCode::OK, vec![token(1), token(2)]);
-    assert_eq!(left_after(good, true).await, 2);
-    assert_eq!(left_after(good, false).await, 2, "the client disconnected");
-    assert_eq!(left_after(|| answer(StatusCode::BAD_REQUEST, vec![token(1)]), true).await, 2);
-    assert_eq!(left_after(|| answer(StatusCode::OK, vec![token(1), reset()]), true).await, 1);
-    let refuse = || answer(StatusCode::SERVICE_UNAVAILABLE, vec![token(1)]);
-    assert_eq!(left_after(refuse, true).await, 2, "concurrent refusals are one back-off, not an ejection");
-    assert_eq!(left_after(|| answer(StatusCode::BAD_GATEWAY, vec![]), true).await, 1);
+    assert_eq!(after(usize::MAX, StatusCode::OK, || vec![token(1), token(2)]).await, 2);
+    assert_eq!(after(1, StatusCode::OK, || vec![token(1), token(2)]).await, 2, "the client disconnected");
+    assert_eq!(after(usize::MAX, StatusCode::BAD_REQUEST, || vec![token(1)]).await, 2);
+    assert_eq!(after(usize::MAX, StatusCode::OK, || vec![token(1), reset()]).await, 1);
+    let refused = after(usize::MAX, StatusCode::SERVICE_UNAVAILABLE, || vec![token(1)]).await;
+    assert_eq!(refused, 2, "concurrent refusals are one back-off, not an ejection");
+    assert_eq!(after(usize::MAX, StatusCode::BAD_GATEWAY, Vec::new).await, 1);
 }
 
 #[tokio::test]
@@ -225,104 +226,68 @@ async fn a_chunk_with_only_a_role_does_not_complete_the_prefill() {
     assert_eq!((prefill().await, body.is_generating()), (0, true), "after the first token");
 }
 
-/// Number of eligible ranks after bodies with these frames that end without an error.
-async fn left_after_requiring_an_end(steps: impl Fn() -> Vec<Step>, blames: bool) -> usize {
-    let router = router(config(), 2).await;
-    for n in 0..2 * router.config().health.outcome_failures_max {
-        let elsewhere = Constraints { excluded_ranks: [rank(1)].into(), ..Constraints::default() };
-        let (id, prompt) = (n.to_string(), Prompt::Tokens(&[1]));
-        let request = RouteRequest {
-            options: RequestOptions { constraints: elsewhere, ..RequestOptions::default() },
-            ..RouteRequest::new(&id, prompt)
-        };
-        let Ok(placement) = router.route(request).await else { break };
-        let body = placement.wrap_body(Scripted::new(steps(), true), AnswerKind::Events).requiring_end_mark();
-        let mut body = Box::pin(if blames { body } else { body.without_blame() });
-        read(body.as_mut(), usize::MAX).await;
-    }
-    router.rank_health().await.expect("up"); // processed after the reports
-    router.eligible_ranks()
-}
-
 #[tokio::test]
 async fn missing_end_marks_count_if_required() {
     let done = || Ok(Frame::data("data: [DONE]\n\n".into()));
     let error = || Ok(Frame::data("data: {\"error\":{\"code\":500}}\n\n".into()));
-    assert_eq!(left_after_requiring_an_end(|| vec![token(1), done()], true).await, 2);
-    assert_eq!(left_after_requiring_an_end(|| vec![token(1), token(2)], true).await, 1);
-    assert_eq!(left_after_requiring_an_end(|| vec![token(1), token(2)], false).await, 2);
-    assert_eq!(left_after_requiring_an_end(|| vec![token(1), error(), done()], true).await, 1);
+    let after = async |steps: &dyn Fn() -> Vec<Step>, blames| {
+        let wrap = |placed: Placement| {
+            let body = placed.wrap_body(Scripted::new(steps(), true), AnswerKind::Events).requiring_end_mark();
+            if blames { body } else { body.without_blame() }
+        };
+        left_after(usize::MAX, wrap).await
+    };
+    assert_eq!(after(&|| vec![token(1), done()], true).await, 2);
+    assert_eq!(after(&|| vec![token(1), token(2)], true).await, 1);
+    assert_eq!(after(&|| vec![token(1), token(2)], false).await, 2);
+    assert_eq!(after(&|| vec![token(1), error(), done()], true).await, 1);
 }
 
-#[test]
-fn cached_tokens_are_reported_once_from_usage() {
-    let (recorder, runtime) = (DebuggingRecorder::new(), tokio::runtime::Builder::new_current_thread());
-    let runtime = { runtime }.enable_time().build().expect("a runtime");
-    let snapshotter = recorder.snapshotter();
+#[tokio::test]
+async fn cached_tokens_are_reported_once_from_usage() {
+    let counters = Counters::default();
+    let _recording = counters.record();
     let usage =
         "\"usage\":{\"prompt_tokens\":20,\"completion_tokens\":2,\"prompt_tokens_details\":{\"cached_tokens\":8}}";
-    metrics::with_local_recorder(&recorder, || {
-        runtime.block_on(async {
-            let router = router(config(), 1).await;
-            let events = Full::<Bytes>::from(format!("data: {{{usage}}}\n\ndata: {{{usage}}}\n\n"));
-            let json = Full::<Bytes>::from(format!("{{\"choices\":[],{usage}}}"));
-            for (answer, content_type) in [(events, "text/event-stream"), (json, "application/json")] {
-                let response = Response::builder().header("content-type", content_type).body(answer);
-                let response = place(&router, "a").await.wrap_response(response.expect("well-formed"));
-                let mut body = pin!(response.into_body());
-                read(body.as_mut(), usize::MAX).await;
-                let said = Usage { prompt_tokens: Some(20), output_tokens: Some(2), cached_tokens: Some(8) };
-                assert_eq!(body.usage(), Some(said));
-                assert_at_rest(&router).await;
-            }
-        });
-    });
-    let delivered = snapshotter.snapshot().into_vec().into_iter().find_map(|(key, _, _, value)| {
-        let is_delivered = key.key().labels().any(|label| label.key() == "stage" && label.value() == "delivered");
-        is_delivered.then_some(value)
-    });
-    assert_eq!(delivered, Some(DebugValue::Counter(2 * 8)), "once per response");
+    let router = router(config(), 1).await;
+    let events = Full::<Bytes>::from(format!("data: {{{usage}}}\n\ndata: {{{usage}}}\n\n"));
+    let json = Full::<Bytes>::from(format!("{{\"choices\":[],{usage}}}"));
+    for (answer, content_type) in [(events, "text/event-stream"), (json, "application/json")] {
+        let response = Response::builder().header("content-type", content_type).body(answer);
+        let response = place(&router, "a").await.wrap_response(response.expect("well-formed"));
+        let mut body = pin!(response.into_body());
+        read(body.as_mut(), usize::MAX).await;
+        let said = Usage { prompt_tokens: Some(20), output_tokens: Some(2), cached_tokens: Some(8) };
+        assert_eq!(body.usage(), Some(said));
+        assert_at_rest(&router).await;
+    }
+    assert_eq!(counters.get("pointsman_cached_tokens_total", &["delivered"]), 2 * 8, "once per response");
 }
 
 /// Time after the last token does not count, and a response that is not streamed has no pace.
-#[test]
-fn streamed_responses_are_compared_with_the_target_of_their_pace() {
-    let (recorder, runtime) = (DebuggingRecorder::new(), tokio::runtime::Builder::new_current_thread());
-    let runtime = { runtime }.enable_time().start_paused(true).build().expect("a runtime");
-    let snapshotter = recorder.snapshotter();
-    metrics::with_local_recorder(&recorder, || {
-        runtime.block_on(async {
-            let router = router(config(), 1).await;
-            let kinds = [AnswerKind::Events, AnswerKind::Events, AnswerKind::Json];
-            for (target_ms, kind) in [19, 20, 1].into_iter().zip(kinds) {
-                let options =
-                    RequestOptions { itl_target: Some(Duration::from_millis(target_ms)), ..RequestOptions::default() };
-                let prompt = tokens(1, 5);
-                let request = RouteRequest { options, ..RouteRequest::new("a", Prompt::Tokens(&prompt)) };
-                let placed = router.route(request).await.expect("placed");
-                let mut body = pin!(placed.wrap_body(Scripted::new((0..6).map(token), false), kind));
-                for _ in 0..6 {
-                    read(body.as_mut(), 1).await;
-                    tokio::time::advance(Duration::from_millis(20)).await; // also after the last token
-                }
-                read(body.as_mut(), 1).await;
-                assert_at_rest(&router).await;
-            }
-        });
-    });
-    let mut counts: Vec<_> = snapshotter
-        .snapshot()
-        .into_vec()
-        .into_iter()
-        .filter(|(key, ..)| key.key().name() == "pointsman_targets_total")
-        .map(|(key, _, _, value)| {
-            let labels: Vec<_> = key.key().labels().map(|label| label.value().to_owned()).collect();
-            (labels[1..].join(" "), value)
-        })
-        .collect();
-    counts.sort_unstable_by(|a, b| a.0.cmp(&b.0));
-    let expected = [("itl met", 1), ("itl missed", 1), ("ttft met", 0), ("ttft missed", 0)];
-    assert_eq!(counts, expected.map(|(labels, count)| (labels.to_owned(), DebugValue::Counter(count))));
+#[tokio::test(start_paused = true)]
+async fn streamed_responses_are_compared_with_the_target_of_their_pace() {
+    let counters = Counters::default();
+    let _recording = counters.record();
+    let router = router(config(), 1).await;
+    let kinds = [AnswerKind::Events, AnswerKind::Events, AnswerKind::Json];
+    for (target_ms, kind) in [19, 20, 1].into_iter().zip(kinds) {
+        let options =
+            RequestOptions { itl_target: Some(Duration::from_millis(target_ms)), ..RequestOptions::default() };
+        let prompt = tokens(1, 5);
+        let request = RouteRequest { options, ..RouteRequest::new("a", Prompt::Tokens(&prompt)) };
+        let placed = router.route(request).await.expect("placed");
+        let mut body = pin!(placed.wrap_body(Scripted::new((0..6).map(token), false), kind));
+        for _ in 0..6 {
+            read(body.as_mut(), 1).await;
+            tokio::time::advance(Duration::from_millis(20)).await; // also after the last token
+        }
+        read(body.as_mut(), 1).await;
+        assert_at_rest(&router).await;
+    }
+    let count = |target, outcome| counters.get("pointsman_targets_total", &[target, outcome]);
+    let counts = ["itl", "ttft"].map(|target| [count(target, "met"), count(target, "missed")]);
+    assert_eq!(counts, [[1, 1], [0, 0]]);
 }
 
 fn asking(id: &str) -> Request<()> {

@@ -16,7 +16,7 @@ use pointsman::{Placement, Prompt, RequestOptions, RouteRequest, Router, RouterC
 
 use crate::common::{BLOCK_SIZE, assert_at_rest, config, stored, tokens};
 
-type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a>>;
+pub(crate) type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a>>;
 
 /// A rank is busy from the first prompt of 25 blocks on.
 fn waits() -> RouterConfig {
@@ -32,20 +32,26 @@ async fn fleet(config: RouterConfig, workers: u64) -> Router {
     builder.start().await.expect("a valid configuration starts")
 }
 
-/// Submits a request and asserts that it is queued.
-async fn wait_for<'a>(router: &'a Router, request: RouteRequest<'a>) -> Route<'a> {
+/// A submitted request that cannot be answered yet.
+pub(crate) async fn under_way<'a>(router: &'a Router, request: RouteRequest<'a>) -> Route<'a> {
     let mut route: Route<'a> = Box::pin(router.route(request));
     tokio::select! {
         biased;
         placed = &mut route => panic!("placed without a free rank: {placed:?}"),
         () = std::future::ready(()) => {}
     }
+    route
+}
+
+/// Submits a request and asserts that it is queued.
+async fn wait_for<'a>(router: &'a Router, request: RouteRequest<'a>) -> Route<'a> {
+    let route = under_way(router, request).await;
     // A busy scheduler may not have received the request yet. This query is processed after it.
     router.pending().await.expect("up");
     route
 }
 
-async fn waiting(router: &Router) -> u64 {
+pub(crate) async fn waiting(router: &Router) -> u64 {
     router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum()
 }
 
@@ -140,12 +146,12 @@ async fn an_earlier_deadline_is_answered_before_a_later_one() {
     assert_at_rest(&router).await;
 }
 
-/// Estimates ten seconds for every prefill.
-struct TenSeconds;
+/// Estimates this duration for every prefill.
+pub(crate) struct Takes(pub(crate) Duration);
 
-impl PrefillEstimator for TenSeconds {
+impl PrefillEstimator for Takes {
     fn estimate(&self, _: &PrefillFacts) -> Option<Duration> {
-        Some(Duration::from_secs(10))
+        Some(self.0)
     }
 }
 
@@ -153,7 +159,7 @@ impl PrefillEstimator for TenSeconds {
 async fn load_decay_ends_a_wait() {
     assert_eq!(waits().load.prefill_model, PrefillModel::None, "the estimate applies");
     let at = WorkerConfig { max_num_batched_tokens: Some(100), ..WorkerConfig::at("http://engine") };
-    let builder = Router::builder(waits()).prefill_estimator(std::sync::Arc::new(TenSeconds));
+    let builder = Router::builder(waits()).prefill_estimator(std::sync::Arc::new(Takes(Duration::from_secs(10))));
     let router = builder.worker(WorkerId(0), at).start().await.expect("valid");
     let prompt = tokens(1, 25);
     let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
@@ -233,13 +239,7 @@ async fn half_of_ten_thousand_waiting_requests_are_cancelled() {
     let ids: Vec<String> = (0..WAITING).map(|n| n.to_string()).collect();
     let mut routes = Vec::with_capacity(WAITING);
     for id in &ids {
-        let mut route: Route<'_> = Box::pin(router.route(RouteRequest::new(id, Prompt::Tokens(&prompt))));
-        tokio::select! {
-            biased;
-            placed = &mut route => panic!("placed without a free rank: {placed:?}"),
-            () = std::future::ready(()) => {}
-        }
-        routes.push((id, Some(route)));
+        routes.push((id, Some(under_way(&router, RouteRequest::new(id, Prompt::Tokens(&prompt))).await)));
     }
     assert_eq!(waiting(&router).await, WAITING as u64);
     for (n, (_, route)) in routes.iter_mut().enumerate().filter(|(n, _)| n % 2 == 1) {

@@ -1,20 +1,16 @@
 //! Queued requests while parts of the router die or hang: each is served, rejected or cancelled.
 
 use pointsman::config::QueueConfig;
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::error::RouteError;
 use pointsman::load::{PrefillEstimator, PrefillFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{Fault, Placement, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig};
 
 use crate::common::{assert_at_rest, config, loads, suppress_fault_reports, tokens};
-
-type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a>>;
+use crate::waiting::{self, Route, Takes};
 
 /// A prompt of 25 blocks keeps a rank busy, and only load changes end a wait.
 fn waits() -> RouterConfig {
@@ -32,29 +28,13 @@ async fn one_rank(config: RouterConfig) -> Router {
     Router::builder(config).worker(WorkerId(0), engine()).start().await.expect("valid")
 }
 
-/// Estimates this duration for every prefill.
-struct Takes(Duration);
-
-impl PrefillEstimator for Takes {
-    fn estimate(&self, _: &PrefillFacts) -> Option<Duration> {
-        Some(self.0)
-    }
-}
-
 async fn estimated(estimator: impl PrefillEstimator + 'static, config: RouterConfig) -> Router {
     let builder = Router::builder(config).prefill_estimator(Arc::new(estimator));
     builder.worker(WorkerId(0), engine()).start().await.expect("valid")
 }
 
-/// A submitted request that cannot be answered yet.
 async fn under_way<'a>(router: &'a Router, id: &'a str, prompt: &'a [u32]) -> Route<'a> {
-    let mut route: Route<'a> = Box::pin(router.route(RouteRequest::new(id, Prompt::Tokens(prompt))));
-    tokio::select! {
-        biased;
-        placed = &mut route => panic!("placed without a free rank: {placed:?}"),
-        () = std::future::ready(()) => {}
-    }
-    route
+    waiting::under_way(router, RouteRequest::new(id, Prompt::Tokens(prompt))).await
 }
 
 /// A Book is pending at a hung rank when its caller cancels. The rank becomes free.
@@ -152,8 +132,7 @@ async fn abandoning_a_call_during_the_index_query_leaves_no_waiting_request() {
     drop(route);
     drop(hang); // the shard responds now
     router.flush().await.expect("up");
-    let waiting: u64 = router.pending().await.expect("up").iter().map(|class| class.depth.requests).sum();
-    assert_eq!(waiting, 0);
+    assert_eq!(waiting::waiting(&router).await, 0);
     drop(busy);
     assert_at_rest(&router).await;
 }
