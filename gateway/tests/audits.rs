@@ -2,13 +2,13 @@
 
 use pointsman::config::EventsConfig;
 use pointsman::ingest::StreamState;
-use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
+use pointsman::protocol::WorkerId;
 use pointsman::{KvAuditStatus, Router, RouterConfig};
 use pointsman_trial::mock::{Dialect, Fault, Faults, MockConfig, MockEngine};
 use serde_json::json;
 use tokio::time::{Duration, Instant, sleep};
 
-use crate::common::proxy::{request, until};
+use crate::common::proxy::{published, request, until};
 
 const BLOCK_SIZE: u32 = 4;
 
@@ -30,13 +30,7 @@ async fn engine(dialect: Dialect, faults: Faults) -> MockEngine {
 async fn router(engine: &MockEngine) -> Router {
     let events = EventsConfig { audit_interval_ms: 100, ..EventsConfig::default() };
     let config = RouterConfig { block_size: Some(BLOCK_SIZE), events, ..RouterConfig::default() };
-    let kv_events = KvEventsConfig {
-        endpoint: engine.event_endpoint(0),
-        replay_endpoint: Some(engine.replay_endpoint(0)),
-        topic: String::new(),
-    };
-    let worker = WorkerConfig { kv_events: Some(kv_events), ..WorkerConfig::at(engine.url()) };
-    Router::builder(config).worker(WorkerId(1), worker).start().await.expect("starts")
+    Router::builder(config).worker(WorkerId(1), published(engine)).start().await.expect("starts")
 }
 
 /// Sends prompts, each of up to 20 blocks, some behind the start of an earlier one.

@@ -4,14 +4,14 @@ use std::time::Duration;
 
 use pointsman::discovery::NamedWorker;
 use pointsman::ingest::StreamState;
-use pointsman::protocol::{BlockSizeOrigin, KvEventsConfig, WorkerConfig};
+use pointsman::protocol::{BlockSizeOrigin, WorkerConfig};
 use pointsman::{Prompt, RouteRequest, Router};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings};
 use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
 use serde_json::{Value as Json, json};
 
-use crate::common::proxy::{get, post, settings, until};
+use crate::common::proxy::{get, post, published, settings, until};
 
 /// vLLM: no `/server_info`.
 async fn vllm(block_size: u32) -> MockEngine {
@@ -29,12 +29,9 @@ async fn sglang() -> MockEngine {
 /// Settings of the model `mock` on probed engines, with the event endpoints of those that do not report them.
 fn on(engines: &[&MockEngine]) -> Settings {
     let worker = |engine: &&MockEngine| {
-        let kv_events = engine.config().no_server_info.then(|| KvEventsConfig {
-            endpoint: engine.event_endpoint(0),
-            replay_endpoint: Some(engine.replay_endpoint(0)),
-            topic: String::new(),
-        });
-        NamedWorker { id: None, config: WorkerConfig { kv_events, ..WorkerConfig::at(engine.url()) }, probe: true }
+        let is_silent = engine.config().no_server_info;
+        let config = if is_silent { published(engine) } else { WorkerConfig::at(engine.url()) };
+        NamedWorker { id: None, config, probe: true }
     };
     let defaults = settings(Vec::new());
     let model = ModelSettings {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
 use pointsman::protocol::{
-    EngineHash, KvEvent, KvEventsConfig, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
+    EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
 };
 use pointsman::snapshot::{Snapshot, SnapshotLayout};
 use pointsman_gateway::app::Gateway;
@@ -12,7 +12,7 @@ use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};
 
 use crate::common::admin::{ALIAS, AdminClient, MODEL, TOKEN, file, settings};
-use crate::common::proxy::until;
+use crate::common::proxy::{published, until};
 
 const INDEX_TOKEN: &str = "index-0123456789ab";
 
@@ -167,12 +167,7 @@ async fn dumps_are_snapshots_or_events_of_all_ranks_or_one() {
     let router = client.router();
     let config = MockConfig { block_size: 4, time_scale: 0.0, data_parallel_size: 2, ..MockConfig::default() };
     let engine = MockEngine::start(config).await.expect("the engine starts");
-    let events = KvEventsConfig {
-        endpoint: engine.event_endpoint(0),
-        replay_endpoint: Some(engine.replay_endpoint(0)),
-        topic: String::new(),
-    };
-    let config = WorkerConfig { kv_events: Some(events), data_parallel_size: 2, ..WorkerConfig::at(engine.url()) };
+    let config = WorkerConfig { data_parallel_size: 2, ..published(&engine) };
     router.upsert_worker(WorkerId(7), config).await.expect("valid");
     for n in 0..6_u32 {
         let prompt: Vec<u32> = (0..20).map(|token| 100 * (n + 1) + token).collect();

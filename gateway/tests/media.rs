@@ -15,9 +15,9 @@ use pointsman_gateway::formats::openai::{ChatParts, ClientPrompt};
 use pointsman_gateway::net::upstream::Upstream;
 use pointsman_gateway::settings::{Settings, TokenSourceChoice, TokensSettings};
 use pointsman_gateway::tokens::{PromptTokens, Tokens};
-use rustls::RootCertStore;
 use serde_json::{Value, json};
 
+use crate::common::authority::client_trusting;
 use crate::common::proxy::{PATIENCE, Scripted, answer, at_rest, gateway, post, settings, worker};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -63,12 +63,7 @@ fn question(url: &str, uuid: Option<&str>) -> Value {
 
 /// The tokens of a chat as a gateway without any responses computes them.
 async fn tokens_of(chat: &Value) -> PromptTokens<'static> {
-    let tls = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .expect("ring supports TLS 1.2 and 1.3")
-        .with_root_certificates(RootCertStore::empty())
-        .with_no_client_auth();
-    let upstream = Upstream::new(tls, PATIENCE).into();
+    let upstream = Upstream::new(client_trusting(&[]), PATIENCE).into();
     let tokens = Tokens::start(&tokens_settings(true), "mock", upstream, Arc::new(|_, _| None)).await;
     let messages = Bytes::from(chat["messages"].to_string());
     let prompt = ClientPrompt::Chat(Box::new(ChatParts { messages, ..ChatParts::default() }));

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use pointsman::protocol::{KvEventsConfig, LoadSource, WorkerConfig, WorkerId};
+use pointsman::protocol::{LoadSource, WorkerConfig, WorkerId};
 use pointsman_gateway::settings::TokenSourceChoice;
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
@@ -56,13 +56,8 @@ async fn all_metrics_of_a_busy_gateway_are_documented() {
     assert!(upstream_is_mock, "the engine answers for no other model");
     let gateway = proxy::gateway(settings).await;
     let worker = WorkerConfig {
-        kv_events: Some(KvEventsConfig {
-            endpoint: engine.event_endpoint(0),
-            replay_endpoint: Some(engine.replay_endpoint(0)),
-            topic: String::new(),
-        }),
         load: Some(LoadSource::Metrics(format!("{}/metrics", engine.url()))),
-        ..WorkerConfig::at(engine.url())
+        ..proxy::published(&engine)
     };
     gateway
         .router(&name)

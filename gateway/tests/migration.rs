@@ -65,9 +65,7 @@ impl Site {
     /// Value of a series of the model.
     async fn counted(&self, name: &str, labels: &str) -> u64 {
         let page = get(&self.gateway, "/metrics").await;
-        let series = format!("pointsman_gateway_{name}{{model=\"{}\"{labels}}} ", self.model);
-        let value = page.text().lines().find_map(|line| line.strip_prefix(&series)).unwrap_or("0");
-        value.parse().expect("a number")
+        page.metric(&format!("pointsman_gateway_{name}{{model=\"{}\"{labels}}}", self.model), &[]) as u64
     }
 
     async fn migrations(&self, result: &str) -> u64 {

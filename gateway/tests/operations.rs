@@ -10,7 +10,7 @@ use pointsman_gateway::settings::{GatewaySettings, ModelSettings, Settings};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use tokio::net::TcpStream;
 
-use crate::common::proxy::{PATIENCE, ready, request};
+use crate::common::proxy::{PATIENCE, published, ready, request};
 
 fn settings(listen: SocketAddr) -> Settings {
     Settings {
@@ -66,13 +66,7 @@ async fn silent_engines_do_not_delay_readiness() {
     let gateway = Gateway::start(settings).await.expect("start succeeds");
     let engine = MockEngine::start(MockConfig::default()).await.expect("the engine starts");
     let router = gateway.router("m").expect("model exists").clone();
-    let events = KvEventsConfig {
-        endpoint: engine.event_endpoint(0),
-        replay_endpoint: Some(engine.replay_endpoint(0)),
-        topic: String::new(),
-    };
-    let read = WorkerConfig { kv_events: Some(events), ..WorkerConfig::at(engine.url()) };
-    router.upsert_worker(WorkerId(1), read).await.expect("worker registered");
+    router.upsert_worker(WorkerId(1), published(&engine)).await.expect("worker registered");
     ready(gateway.address()).await;
     assert!(router.kv_sources()[0].caught_up);
 

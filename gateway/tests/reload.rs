@@ -5,14 +5,12 @@
 #![cfg(unix)]
 
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use pointsman_trial::mock::{MockConfig, MockEngine};
-use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
-use rustls::{ClientConfig, RootCertStore};
 use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
@@ -20,6 +18,7 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
+use crate::common::authority::{certificate, client_trusting, tls};
 use crate::common::directory::Directory;
 use crate::common::process::{Process, serve};
 use crate::common::proxy::{PATIENCE, eventually, kept, request};
@@ -276,25 +275,9 @@ async fn reloads_add_and_remove_models_and_list_restart_settings() {
     engine.shutdown().await;
 }
 
-fn tls_data(file: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls").join(file)
-}
-
-fn certificate(file: &str) -> CertificateDer<'static> {
-    CertificateDer::from_pem_file(tls_data(file)).expect("valid PEM")
-}
-
 /// A connection and the certificate that the server presented.
 async fn shake_hands(address: SocketAddr) -> (TlsStream<TcpStream>, CertificateDer<'static>) {
-    let mut roots = RootCertStore::empty();
-    for file in ["test-only.crt", "other-test-only.crt"] {
-        roots.add(certificate(file)).expect("valid certificate");
-    }
-    let config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .expect("ring supports TLS 1.2 and 1.3")
-        .with_root_certificates(roots)
-        .with_no_client_auth();
+    let config = client_trusting(&["test-only.crt", "other-test-only.crt"]);
     let name = ServerName::try_from("localhost").expect("valid server name");
     let stream = TcpStream::connect(address).await.expect("connection accepted");
     let connecting = TlsConnector::from(Arc::new(config)).connect(name, stream);
@@ -306,7 +289,7 @@ async fn shake_hands(address: SocketAddr) -> (TlsStream<TcpStream>, CertificateD
 
 #[tokio::test]
 async fn new_connections_use_a_renewed_certificate() {
-    let read = |file: &str| std::fs::read_to_string(tls_data(file)).expect("file is readable");
+    let read = |file: &str| std::fs::read_to_string(tls(file)).expect("file is readable");
     let (chain, key) = (read("test-only.crt"), read("test-only.key"));
     let gateway = "tls_certificate_file = \"tls.crt\"\ntls_key_file = \"tls.key\"";
     let settings = config(gateway, "[[models]]\nname = \"mock\"\n");

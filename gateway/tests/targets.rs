@@ -71,14 +71,8 @@ async fn responses_count_their_targets_on_the_metrics_page() {
     complete("x-llm-d-slo-ttft-ms: 0.001\r\n").await;
     complete("").await;
     let page = get(&gateway, "/metrics").await;
-    let count = |outcome: &str| {
-        let labels = ["pool=\"targeted\"", "target=\"ttft\"", &format!("outcome=\"{outcome}\"")].map(str::to_owned);
-        let is_it = |line: &&str| {
-            line.starts_with("pointsman_targets_total{") && labels.iter().all(|label| line.contains(label.as_str()))
-        };
-        page.text().lines().find(is_it).and_then(|line| line.rsplit(' ').next()).map(str::to_owned)
-    };
-    assert_eq!((count("met").as_deref(), count("missed").as_deref()), (Some("2"), Some("1")));
+    let count = |outcome| page.metric("pointsman_targets_total", &["pool=\"targeted\"", "target=\"ttft\"", outcome]);
+    assert_eq!((count("outcome=\"met\""), count("outcome=\"missed\"")), (2.0, 1.0));
 }
 
 #[tokio::test]

@@ -12,31 +12,24 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Bytes;
 use axum::http::StatusCode;
-use axum::routing::post;
+use axum::routing::{MethodRouter, post};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use pointsman_gateway::formats::openai::{ChatParts, ClientPrompt};
 use pointsman_gateway::net::upstream::{Upstream, WorkerAccess};
 use pointsman_gateway::settings::{TokenSourceChoice, TokensSettings};
 use pointsman_gateway::tokens::{AnyWorker, TokenSource, Tokens};
 use pointsman_trial::mock::{MockConfig, MockEngine};
-use rustls::RootCertStore;
 use serde_json::Value;
-use tokio::time::{sleep, timeout};
 
-/// Limit of every wait.
-const PATIENCE: Duration = Duration::from_secs(60);
+use crate::common::authority::client_trusting;
+use crate::common::proxy::until;
 
 fn data(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens").join(name)
 }
 
 fn upstream() -> WorkerAccess {
-    let tls = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .expect("ring supports TLS 1.2 and 1.3")
-        .with_root_certificates(RootCertStore::empty())
-        .with_no_client_auth();
-    Upstream::new(tls, Duration::from_secs(10)).into()
+    Upstream::new(client_trusting(&[]), Duration::from_secs(10)).into()
 }
 
 fn settings(source: TokenSourceChoice) -> TokensSettings {
@@ -80,10 +73,15 @@ async fn answering(
         let answer = answer(serde_json::from_slice(&body).unwrap_or_default());
         async move { answer }
     };
+    (serving(post(handler)).await, queries)
+}
+
+/// Address of a worker with this handler for `/tokenize`.
+async fn serving(handler: MethodRouter) -> String {
     let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("free port on loopback");
     let url = format!("http://{}", listener.local_addr().expect("local address"));
-    tokio::spawn(async move { axum::serve(listener, Router::new().route("/tokenize", post(handler))).await });
-    (url, queries)
+    tokio::spawn(async move { axum::serve(listener, Router::new().route("/tokenize", handler)).await });
+    url
 }
 
 /// The tokens of a prompt and their source, requested with an alias.
@@ -312,12 +310,7 @@ async fn equal_worker() -> String {
             serde_json::json!({ "tokens": ids.ids }).to_string()
         }
     };
-    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a port");
-    let url = format!("http://{}", listener.local_addr().expect("bound"));
-    tokio::spawn(async move {
-        axum::serve(listener, Router::new().route("/tokenize", post(handler))).await.expect("served")
-    });
-    url
+    serving(post(handler)).await
 }
 
 #[tokio::test]
@@ -334,12 +327,7 @@ async fn parity_is_equal_for_equal_files() {
 }
 
 async fn await_source(tokens: &Tokens, source: TokenSource) {
-    let has_source = async {
-        while tokens.source() != source {
-            sleep(Duration::from_millis(10)).await;
-        }
-    };
-    timeout(PATIENCE, has_source).await.unwrap_or_else(|_| panic!("the source is {:?}", tokens.source()));
+    until(&format!("the source is {source:?}"), || tokens.source() == source).await;
 }
 
 #[tokio::test]
@@ -372,12 +360,7 @@ async fn an_explicit_local_source_stays_and_is_warned_of() {
     let (other, _) = answering(|_| (StatusCode::OK, r#"{"tokens":[1,2,3]}"#.to_owned())).await;
     let settings = TokensSettings { parity_check: true, ..with_files(TokenSourceChoice::Local) };
     let tokens = tokens(&settings, &Worker::at(&other)).await;
-    let warned = async {
-        while tokens.warnings().is_empty() {
-            sleep(Duration::from_millis(10)).await;
-        }
-    };
-    timeout(PATIENCE, warned).await.expect("a warning");
+    until("a warning", || !tokens.warnings().is_empty()).await;
     assert!(tokens.warnings()[0].contains("their cached prefixes are missed"), "{:?}", tokens.warnings());
     assert_eq!(tokens_of(&tokens, text("Hello")).await.1, TokenSource::Local);
 }
@@ -411,10 +394,5 @@ async fn prompts_without_tokens_are_reported() {
 }
 
 async fn await_line(page: &PrometheusHandle, line: &str) {
-    let shows = async {
-        while !page.render().contains(line) {
-            sleep(Duration::from_millis(10)).await;
-        }
-    };
-    timeout(PATIENCE, shows).await.unwrap_or_else(|_| panic!("{line}\n{}", page.render()));
+    until(line, || page.render().contains(line)).await;
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use pointsman::ingest::RestoreState;
-use pointsman::protocol::{KvEvent, KvEventsConfig, RouterEvent, WorkerConfig, WorkerId};
+use pointsman::protocol::{KvEvent, RouterEvent, WorkerId};
 use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
 use pointsman::snapshot::Snapshot;
 use pointsman::{
@@ -25,7 +25,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::common::directory::Directory;
 use crate::common::process::{Process, serve};
-use crate::common::proxy::{PATIENCE, eventually, ready, request, until};
+use crate::common::proxy::{PATIENCE, eventually, published, ready, request, until};
 
 const BLOCK_SIZE: u32 = 16;
 
@@ -327,13 +327,7 @@ async fn gateway(engines: &[MockEngine], warm_up_ms: u64) -> (Gateway, Router) {
     let gateway = Gateway::start(settings).await.expect("start succeeds");
     let router = gateway.router("mock").expect("model is served");
     for (n, engine) in (0..).zip(engines) {
-        let events = KvEventsConfig {
-            endpoint: engine.event_endpoint(0),
-            replay_endpoint: Some(engine.replay_endpoint(0)),
-            topic: String::new(),
-        };
-        let config = WorkerConfig { kv_events: Some(events), ..WorkerConfig::at(engine.url()) };
-        router.upsert_worker(WorkerId(n), config).await.expect("valid");
+        router.upsert_worker(WorkerId(n), published(engine)).await.expect("valid");
     }
     (gateway, router)
 }

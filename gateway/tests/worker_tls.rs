@@ -1,13 +1,13 @@
 //! TLS to workers: forwarded requests, probes, polls and tokenization, with an authority and a client certificate.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use pointsman_gateway::app::{Gateway, LoadSettings};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
 
-use crate::common::authority::Authority;
+use crate::common::authority::{Authority, tls};
 use crate::common::directory::Directory;
 use crate::common::front::Front;
 #[cfg(unix)]
@@ -20,10 +20,6 @@ const CHAT: &str = "/v1/chat/completions";
 const ENGINE_KEY: &str = "engine-key-0123456789";
 const WRONG_KEY: &str = "wrong-engine-key-0123456789";
 const TOKEN: &str = "admin-token-0123456789";
-
-fn tls(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls").join(name)
-}
 
 #[tokio::test]
 async fn worker_certificates_require_the_configured_authority() {

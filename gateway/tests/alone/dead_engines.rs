@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use pointsman::{Fault, RouterConfig};
 use pointsman_gateway::app::Gateway;
@@ -16,10 +15,9 @@ use pointsman_gateway::settings::{ModelSettings, Settings};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::json;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
 
 use crate::alone;
-use crate::common::proxy::{self, PATIENCE, get, post, request, settings, worker};
+use crate::common::proxy::{self, eventually, get, post, request, settings, worker};
 
 /// Concurrent clients.
 const CLIENTS: usize = 50;
@@ -113,25 +111,18 @@ async fn holds(gateway: &Gateway, alert: &str) -> bool {
 }
 
 async fn until_alert(gateway: &Gateway, alert: &str, wanted: bool) {
-    let wait = async {
-        while holds(gateway, alert).await != wanted {
-            sleep(Duration::from_millis(20)).await;
-        }
-    };
-    assert!(timeout(PATIENCE, wait).await.is_ok(), "{alert} is never {wanted}");
+    eventually(&format!("{alert} is {wanted}"), async || holds(gateway, alert).await == wanted).await;
 }
 
 async fn until_ready(gateway: &Gateway, status: u16) -> String {
-    let wait = async {
-        loop {
-            let answer = get(gateway, "/ready").await;
-            if answer.status == status {
-                return answer.text().to_owned();
-            }
-            sleep(Duration::from_millis(5)).await;
-        }
-    };
-    timeout(PATIENCE, wait).await.unwrap_or_else(|_| panic!("/ready is never {status}"))
+    let mut text = String::new();
+    eventually(&format!("/ready responds with {status}"), async || {
+        let answer = get(gateway, "/ready").await;
+        text = answer.text().to_owned();
+        answer.status == status
+    })
+    .await;
+    text
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -217,12 +208,7 @@ async fn a_failed_router_ends_liveness() {
     let gateway = proxy::gateway(before(&engines, RouterConfig::default())).await;
     assert_eq!(get(&gateway, "/live").await.status, 200);
     assert!(gateway.router("mock").expect("served").inject(Fault::Supervisor));
-    let wait = async {
-        while get(&gateway, "/live").await.status != 503 {
-            sleep(Duration::from_millis(5)).await;
-        }
-    };
-    assert!(timeout(PATIENCE, wait).await.is_ok(), "/live fails before the timeout");
+    eventually("/live fails", async || get(&gateway, "/live").await.status == 503).await;
     let said = request(gateway.address(), "GET", "/live", "", b"").await;
     assert_eq!(said.text(), "the router of model mock has failed for good: restart the process\n");
     assert_eq!(get(&gateway, "/ready").await.status, 503);

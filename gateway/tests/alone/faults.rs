@@ -94,10 +94,7 @@ pub(crate) fn router(gateway: &Gateway) -> Router {
 
 /// Sum of the metric's series whose label text contains all of `labels`.
 pub(crate) async fn metric(gateway: &Gateway, name: &str, labels: &[&str]) -> f64 {
-    let page = get(gateway, "/metrics").await;
-    let of_it = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']));
-    let lines = page.text().lines().filter(of_it).filter(|line| labels.iter().all(|label| line.contains(label)));
-    lines.map(|line| line.rsplit(' ').next().expect("a value").parse::<f64>().expect("a number")).sum()
+    get(gateway, "/metrics").await.metric(name, labels)
 }
 
 /// Waits until no booking, no load and no request in flight remains.

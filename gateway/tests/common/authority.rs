@@ -1,13 +1,34 @@
-//! A certificate authority with certificates for one server and one client.
+//! A certificate authority with certificates for one server and one client, and clients that trust the certificates of
+//! the test data.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
 use rustls::crypto::ring::default_provider;
+use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::server::WebPkiClientVerifier;
-use rustls::{RootCertStore, ServerConfig};
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio_rustls::TlsAcceptor;
+
+/// A file of the test data.
+pub(crate) fn tls(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls").join(name)
+}
+
+pub(crate) fn certificate(name: &str) -> CertificateDer<'static> {
+    CertificateDer::from_pem_file(tls(name)).expect("a certificate")
+}
+
+/// A client that trusts these certificates of the test data.
+pub(crate) fn client_trusting(names: &[&str]) -> ClientConfig {
+    let mut roots = RootCertStore::empty();
+    names.iter().for_each(|name| roots.add(certificate(name)).expect("a valid root"));
+    let builder = ClientConfig::builder_with_provider(Arc::new(default_provider()));
+    let builder = builder.with_safe_default_protocol_versions().expect("versions of the provider");
+    builder.with_root_certificates(roots).with_no_client_auth()
+}
 
 /// An authority, and certificates of it for a server at 127.0.0.1 and for a client.
 pub(crate) struct Authority {

@@ -11,9 +11,10 @@ use std::time::Duration;
 
 use pointsman::RouterConfig;
 use pointsman::discovery::NamedWorker;
-use pointsman::protocol::{WorkerConfig, WorkerId};
+use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice, TokensSettings};
+use pointsman_trial::mock::MockEngine;
 use serde_json::Value as Json;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -48,6 +49,16 @@ pub(crate) async fn ready(address: SocketAddr) {
 pub(crate) fn worker(n: u64, url: &str, data_parallel_size: u32) -> NamedWorker {
     let config = WorkerConfig { data_parallel_size, ..WorkerConfig::at(url) };
     NamedWorker { id: Some(WorkerId(n)), config, probe: false }
+}
+
+/// A worker at the engine, with the KV events of its first rank.
+pub(crate) fn published(engine: &MockEngine) -> WorkerConfig {
+    let kv_events = KvEventsConfig {
+        endpoint: engine.event_endpoint(0),
+        replay_endpoint: Some(engine.replay_endpoint(0)),
+        topic: String::new(),
+    };
+    WorkerConfig { kv_events: Some(kv_events), ..WorkerConfig::at(engine.url()) }
 }
 
 /// Settings of one model, `mock`, with round-robin selection, no ejection, and no tokenizer.
@@ -110,6 +121,13 @@ impl Answer {
         let json = self.json();
         assert!(json["error"]["message"].is_string() && json["error"]["type"].is_string(), "{json}");
         json["error"]["code"].as_str().expect("a code").to_owned()
+    }
+
+    /// Sum of a metric over its series with all of these labels, on a metrics page; 0 without any.
+    pub(crate) fn metric(&self, name: &str, labels: &[&str]) -> f64 {
+        let of_it = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']));
+        let lines = self.text().lines().filter(of_it).filter(|line| labels.iter().all(|label| line.contains(label)));
+        lines.map(|line| line.rsplit(' ').next().expect("a value").parse::<f64>().expect("a number")).sum()
     }
 
     pub(crate) fn parse(bytes: &[u8]) -> Option<Self> {

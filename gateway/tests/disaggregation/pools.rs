@@ -6,16 +6,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use pointsman::RouterConfig;
 use pointsman::config::HealthConfig;
 use pointsman::discovery::NamedWorker;
-use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
+use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{Prompt, RouteRequest};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::formats::handover::Protocol;
 use pointsman_gateway::settings::{DisaggregationSettings, ModelSettings, Settings};
 use pointsman_trial::mock::{EngineRole, HandoverCounters, HandoverProtocol, MockConfig, MockEngine};
 use serde_json::{Value as Json, json};
-use tokio::time::{Duration, sleep, timeout};
 
-use crate::common::proxy::{self, Answer, PATIENCE, Scripted, post, until};
+use crate::common::proxy::{self, Answer, Scripted, post, until};
 
 pub(super) const BLOCK_SIZE: u32 = 16;
 
@@ -128,17 +127,11 @@ impl Pools {
     /// Waits until some rank of the model has this many leading blocks of a prompt by the index.
     pub(super) async fn until_indexed(&self, model: &str, prompt: &[u32], blocks: u32) {
         let router = self.gateway.router(model).expect("the model exists");
-        let wait = async {
-            loop {
-                let scores = router.overlap_scores(RouteRequest::query(Prompt::Tokens(prompt)), false).await;
-                let scores = scores.expect("the router responds");
-                if scores.ranks.iter().any(|rank| rank.device_blocks >= blocks) {
-                    return;
-                }
-                sleep(Duration::from_millis(2)).await;
-            }
-        };
-        assert!(timeout(PATIENCE, wait).await.is_ok(), "timed out: {blocks} blocks in the index of {model}");
+        proxy::eventually(&format!("{blocks} blocks in the index of {model}"), async || {
+            let scores = router.overlap_scores(RouteRequest::query(Prompt::Tokens(prompt)), false).await;
+            scores.expect("the router responds").ranks.iter().any(|rank| rank.device_blocks >= blocks)
+        })
+        .await;
     }
 
     /// A completion of `tokens`, streamed or not.
@@ -148,11 +141,9 @@ impl Pools {
 
     /// Requests of this result by the counter on the metrics page.
     pub(super) async fn prefills(&self, result: &str) -> u64 {
+        let labels = [format!("model=\"{}\"", self.pool), format!("result=\"{result}\"")];
         let page = proxy::get(&self.gateway, "/metrics").await;
-        let pool = &self.pool;
-        let series = format!("pointsman_gateway_prefills_total{{model=\"{pool}\",result=\"{result}\"}} ");
-        let value = page.text().lines().find_map(|line| line.strip_prefix(&series).map(str::to_owned));
-        value.map_or(0, |value| value.parse().expect("a count"))
+        page.metric("pointsman_gateway_prefills_total", &labels.each_ref().map(String::as_str)) as u64
     }
 }
 
@@ -186,20 +177,14 @@ pub(super) fn body(tokens: &[u32], output: u32, is_stream: bool) -> Json {
 }
 
 pub(super) fn worker(engine: &MockEngine, n: u64, protocol: Protocol) -> NamedWorker {
-    let kv_events = KvEventsConfig {
-        endpoint: engine.event_endpoint(0),
-        replay_endpoint: Some(engine.replay_endpoint(0)),
-        topic: String::new(),
-    };
     let transfer_port = match protocol {
         Protocol::VllmP2pNccl => Some(engine.address().port()),
         _ => engine.config().bootstrap_port,
     };
     let config = WorkerConfig {
         data_parallel_size: engine.config().data_parallel_size.into(),
-        kv_events: Some(kv_events),
         transfer_port,
-        ..WorkerConfig::at(engine.url())
+        ..proxy::published(engine)
     };
     NamedWorker { id: Some(WorkerId(n)), config, probe: false }
 }

@@ -5,12 +5,11 @@ use pointsman_gateway::app::Gateway;
 use pointsman_gateway::formats::handover::Protocol;
 use pointsman_gateway::settings::DisaggregationSettings;
 use serde_json::{Value as Json, json};
-use tokio::time::{Duration, sleep, timeout};
 
 use super::pools::{body, scripted};
 use super::prompt;
 use crate::common::proxy::{
-    Act, EVENT, FINE, FINE_JSON, PATIENCE, Scripted, answer, at_rest, post, send, stream, until,
+    Act, EVENT, FINE, FINE_JSON, Scripted, answer, at_rest, eventually, post, send, stream, until,
 };
 
 async fn engines(
@@ -49,16 +48,11 @@ fn first(leg: Vec<Act>) -> impl Fn(usize) -> Vec<Act> + Send + Sync + 'static {
 /// Waits until the gateway has the response of the prefill leg: its booking has no prefill any more.
 async fn prefill_ended(gateway: &Gateway) {
     let router = gateway.router("prefill").expect("the model exists");
-    let wait = async {
-        loop {
-            let loads = router.potential_loads(RouteRequest::query(Prompt::Tokens(&[1]))).await;
-            if loads.expect("the router responds").iter().all(|load| load.potential_prefill_tokens <= 1) {
-                return;
-            }
-            sleep(Duration::from_millis(2)).await;
-        }
-    };
-    assert!(timeout(PATIENCE, wait).await.is_ok(), "timed out: the prefill leg has ended");
+    eventually("the prefill leg has ended", async || {
+        let loads = router.potential_loads(RouteRequest::query(Prompt::Tokens(&[1]))).await;
+        loads.expect("the router responds").iter().all(|load| load.potential_prefill_tokens <= 1)
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -226,14 +226,11 @@ impl WatchingGateway {
 
     /// Waits until the only worker drains, or until it does not.
     pub(super) async fn until_drains(&self, model: &str, drains: bool, what: &str) {
-        let wait = async {
-            while !matches!(&self.worker_reports(model).await[..], [worker] if worker["draining"] == drains) {
-                sleep(Duration::from_millis(5)).await;
-            }
-        };
-        if timeout(PATIENCE, wait).await.is_err() {
-            panic!("{what}: model {model} has the workers {:?}", self.worker_reports(model).await);
-        }
+        proxy::eventually(
+            what,
+            async || matches!(&self.worker_reports(model).await[..], [worker] if worker["draining"] == drains),
+        )
+        .await;
     }
 
     /// Requests that the gateway has booked on the ranks of the model.

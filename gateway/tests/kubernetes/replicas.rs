@@ -6,13 +6,12 @@ use pointsman_gateway::replicas::Replicas;
 use pointsman_gateway::settings::{ConfigFile, Sources};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
-use tokio::time::{Duration, sleep, timeout};
 
 use crate::common::directory::Directory;
 
 use super::api_server::ApiServer;
 use super::cluster::NAMESPACE;
-use crate::common::proxy::PATIENCE;
+use crate::common::proxy::until;
 
 /// Replicas of one Service have one port and different addresses.
 async fn listener(address: &str) -> TcpListener {
@@ -57,13 +56,7 @@ async fn until_members(replicas: &[&Replicas], expected: &[Vec<String>], what: &
         addresses
     };
     let found = || replicas.iter().map(|replica| members(replica)).collect::<Vec<_>>();
-    let wait = async {
-        while found() != expected {
-            sleep(Duration::from_millis(5)).await;
-        }
-    };
-    let is_late = timeout(PATIENCE, wait).await.is_err();
-    assert!(!is_late, "{what}: {:?} instead of {expected:?}", found());
+    until(&format!("{what}: {expected:?}"), || found() == expected).await;
 }
 
 #[tokio::test]

@@ -1,18 +1,17 @@
 //! Health checks, and TLS.
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_signature};
-use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::{ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme};
+use rustls::{ClientConfig, DigitallySignedStruct, Error, SignatureScheme};
 
 use super::client::Connection;
 use super::messages::{HealthCheckResponse, ServingStatus};
 use super::{COMPLETIONS, Pool, workers};
+use crate::common::authority::{client_trusting, tls};
 use crate::common::proxy::PATIENCE;
 
 const EXT_PROC: &str = "envoy.service.ext_proc.v3.ExternalProcessor";
@@ -95,21 +94,13 @@ async fn certificates_of_files_can_be_verified() {
     assert_eq!(connection.check("").await, ServingStatus::Serving);
 }
 
-fn tls(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls").join(name)
-}
-
 fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
 /// Trusts the certificate of the test data.
 fn verified() -> ClientConfig {
-    let mut roots = RootCertStore::empty();
-    roots.add(CertificateDer::from_pem_file(tls("test-only.crt")).expect("a certificate")).expect("a valid root");
-    let builder = ClientConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
-    let config = builder.expect("versions").with_root_certificates(roots).with_no_client_auth();
-    with_http2(config)
+    with_http2(client_trusting(&["test-only.crt"]))
 }
 
 /// Trusts any certificate, as proxies do by default for endpoint pickers.

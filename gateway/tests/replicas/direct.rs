@@ -1,7 +1,6 @@
 //! The direct transport: conformance without security, with a shared key, and with mutual TLS; and who is refused.
 
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use bytes::Bytes;
@@ -12,6 +11,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
 use super::conformance::{Transport, all_connected, conforms, members_until, publishes_alone, within};
+use crate::common::authority::tls;
 
 const KEY: &str = "a key of all replicas";
 
@@ -64,15 +64,11 @@ impl Transport for Direct {
     }
 }
 
-fn tls(name: &str) -> Option<PathBuf> {
-    Some(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tls").join(name))
-}
-
 fn mutual_tls(name: &str) -> ReplicasSettings {
     ReplicasSettings {
-        tls_certificate_file: tls(&format!("{name}.crt")),
-        tls_key_file: tls(&format!("{name}.key")),
-        tls_ca_file: tls("test-only.crt"),
+        tls_certificate_file: Some(tls(&format!("{name}.crt"))),
+        tls_key_file: Some(tls(&format!("{name}.key"))),
+        tls_ca_file: Some(tls("test-only.crt")),
         ..ReplicasSettings::default()
     }
 }

@@ -8,7 +8,7 @@ use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ConfigFile, LoadErrors, Loaded, Sources};
 
 use super::conformance::{members_until, within};
-use crate::common::proxy::{Act, EVENT, Scripted, at_rest, gateway, send, settings, stream, worker};
+use crate::common::proxy::{Act, EVENT, Scripted, at_rest, eventually, gateway, send, settings, stream, worker};
 
 fn load(replicas: &str) -> Result<Loaded, LoadErrors> {
     let model = "[[models]]\nname = \"m\"\nworker_urls = [\"http://e:8000\"]\n";
@@ -134,12 +134,7 @@ async fn requests(gateway: &Gateway) -> u32 {
 }
 
 async fn requests_until(gateway: &Gateway, count: u32) {
-    let wait = async {
-        while requests(gateway).await != count {
-            tokio::time::sleep(std::time::Duration::from_millis(2)).await;
-        }
-    };
-    within("the load of the other gateway", wait).await;
+    eventually("the load of the other gateway", async || requests(gateway).await == count).await;
 }
 
 #[tokio::test]

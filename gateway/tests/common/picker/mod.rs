@@ -6,9 +6,8 @@ use pointsman::discovery::NamedWorker;
 use pointsman::{Prompt, RouteRequest, Router};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{PickerSettings, Settings};
-use tokio::time::{Duration, sleep, timeout};
 
-use super::proxy::{self, PATIENCE, get, worker};
+use super::proxy::{self, get, worker};
 use client::Connection;
 
 pub(crate) mod client;
@@ -77,12 +76,8 @@ impl Pool {
 
     /// Waits until each rank has this many booked requests.
     pub(crate) async fn until_booked(&self, expected: &[u32]) {
-        let wait = async {
-            while self.booked().await != expected {
-                sleep(Duration::from_millis(2)).await;
-            }
-        };
-        assert!(timeout(PATIENCE, wait).await.is_ok(), "{:?} instead of {expected:?}", self.booked().await);
+        let what = format!("{expected:?} are booked");
+        proxy::eventually(&what, async || self.booked().await == expected).await;
     }
 
     /// Waits until no booking remains.
@@ -95,19 +90,13 @@ impl Pool {
 
     /// Value of a series on the metrics page; 0 if absent.
     pub(crate) async fn metric(&self, series: &str) -> u64 {
-        let page = get(&self.gateway, "/metrics").await;
-        let value = page.text().lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
-        value.map_or(0, |value| value.parse().expect("a count"))
+        get(&self.gateway, "/metrics").await.metric(series, &[]) as u64
     }
 
     /// Waits until a series has this value.
     pub(crate) async fn until_metric(&self, series: &str, expected: u64) {
-        let wait = async {
-            while self.metric(series).await != expected {
-                sleep(Duration::from_millis(2)).await;
-            }
-        };
-        assert!(timeout(PATIENCE, wait).await.is_ok(), "{series} {} instead of {expected}", self.metric(series).await);
+        let what = format!("{series} {expected}");
+        proxy::eventually(&what, async || self.metric(series).await == expected).await;
     }
 
     /// Series of the requests for completions with this status.
