@@ -5,11 +5,9 @@ use pointsman::disagg::{DisaggConfig, DisaggError, Side, SkipPolicy, SkipReason,
 use pointsman::error::RouteError;
 use pointsman::protocol::{KvTransferEnforcement, WorkerConfig, WorkerId};
 use pointsman::schedule::Rejection;
-use pointsman::select::Constraints;
 use pointsman::test_support::rank;
 use pointsman::{
-    AddRequest, DisaggPlacement, Disaggregated, Placement, PrefillPlacement, Prompt, RequestOptions, RouteRequest,
-    Router, RouterConfig,
+    AddRequest, DisaggPlacement, Disaggregated, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig,
 };
 
 use crate::common::{assert_at_rest, config, loads, router, stored, tokens};
@@ -56,18 +54,6 @@ async fn a_request_is_booked_on_both_sides_until_its_prefill_is_done() {
     placement.output_block(None).expect("no decay");
     assert_eq!(loads(pools.decode()).await[0], (1, 21, 0));
     drop(placement);
-    assert_at_rest(pools.decode()).await;
-}
-
-#[tokio::test]
-async fn a_dropped_placement_frees_both_sides() {
-    let pools = pools(2, 2, DisaggConfig::default()).await;
-    let prompt = tokens(1, 10);
-    let placements =
-        [route(&pools, "a", &prompt).await.expect("placed"), route(&pools, "b", &prompt).await.expect("placed")];
-    assert_eq!((pools.prefill().health().leases, pools.decode().health().leases), (2, 2));
-    drop(placements);
-    assert_at_rest(pools.prefill()).await;
     assert_at_rest(pools.decode()).await;
 }
 
@@ -145,17 +131,6 @@ async fn an_error_names_its_side_and_frees_all_bookings() {
 }
 
 #[tokio::test]
-async fn without_a_prefill_rank_the_decode_rank_serves_alone() {
-    for policy in [SkipPolicy::IslBounding, SkipPolicy::PrefillLoad] {
-        let pools = pools(0, 1, DisaggConfig { decode_fallback: true, ..enabled(policy) }).await;
-        let placement = route(&pools, "a", &tokens(1, 10)).await.expect("placed");
-        assert_eq!(placement.why_local(), Some(&WhyLocal::Fallback(RouteError::Rejected(Rejection::NoRanks))));
-        drop(placement);
-        assert_at_rest(pools.decode()).await;
-    }
-}
-
-#[tokio::test]
 async fn a_saturated_prefill_pool_does_not_fall_back() {
     let mut prefill = config().for_prefill();
     prefill.queue.threshold = Some(0.1);
@@ -172,30 +147,6 @@ async fn a_saturated_prefill_pool_does_not_fall_back() {
         matches!(error.error, RouteError::Rejected(Rejection::Backpressure(_) | Rejection::AllOverloaded { .. }));
     assert!(error.side == Side::Prefill && is_saturated, "{error}");
     assert_eq!(pools.decode().health().leases, 1);
-}
-
-#[tokio::test]
-async fn a_failed_prefill_rank_is_replaced_for_the_same_decode_rank() {
-    let pools = pools(2, 1, DisaggConfig::default()).await;
-    let prompt = tokens(1, 10);
-    let options = RequestOptions { routing_hashes: pools.hashes_alike(), ..RequestOptions::default() };
-    let request = |id| RouteRequest { options: options.clone(), ..RouteRequest::new(id, Prompt::Tokens(&prompt)) };
-    let decode = pools.decode().route(request("a")).await.expect("placed");
-    let mut excluded = Constraints::default();
-    let mut ranks = Vec::new();
-    for id in ["a", "b"] {
-        let placed = pools.place_prefill(request(id), &excluded, &decode).await.expect("placed");
-        let PrefillPlacement::Remote(prefill) = placed else { panic!("{placed:?}") };
-        excluded.excluded_ranks.insert(prefill.rank());
-        ranks.push(prefill.rank());
-    }
-    ranks.sort_unstable();
-    assert_eq!(ranks, [rank(0), rank(1)]);
-    let none = pools.place_prefill(request("c"), &excluded, &decode).await.expect_err("all are excluded");
-    assert!(matches!(none.error, RouteError::Rejected(Rejection::NoneEligible { .. })), "{none}");
-    drop(decode);
-    assert_at_rest(pools.prefill()).await;
-    assert_at_rest(pools.decode()).await;
 }
 
 #[tokio::test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pointsman::config::{LoadConfig, PrefillModel, RouterConfigOverride};
-use pointsman::error::{MembershipError, RequestError, RouteError};
+use pointsman::error::{RequestError, RouteError};
 use pointsman::health::Outcome;
 use pointsman::policy::{PolicyError, RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
@@ -119,40 +119,6 @@ async fn a_provider_of_conditions_is_followed() {
     crate::common::until("overload", async || router.find_best_match(request.clone()).await.is_err()).await;
     let refused = router.find_best_match(request).await.expect_err("overloaded");
     assert!(matches!(refused, RouteError::Rejected(Rejection::AllOverloaded { .. })), "{refused}");
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_drain_ends_without_bookings_or_at_its_deadline() {
-    let router = router(config(), 2).await;
-    let prompt = tokens(1, 8);
-    let place = async |id| router.route(RouteRequest::new(id, Prompt::Tokens(&prompt))).await.expect("placed");
-    let (a, b) = (place("a").await, place("b").await);
-    let (first, second) = (a.rank().worker, b.rank().worker);
-    assert_ne!(first, second);
-    let drain = tokio::spawn({
-        let router = router.clone();
-        async move { router.drain_worker(first, Duration::from_secs(60)).await }
-    });
-    let query = RouteRequest::query(Prompt::Tokens(&prompt));
-    let is_draining = async || {
-        let table = router.explain(query.clone()).await.expect("up").ranks;
-        table.iter().any(|row| row.facts.rank == a.rank() && row.excluded_by == Some(Filter::Draining))
-    };
-    crate::common::until("drain", is_draining).await;
-    for id in ["c", "d", "e", "f"] {
-        assert_eq!(place(id).await.rank(), b.rank(), "no new requests for draining ranks");
-    }
-    assert_eq!(router.drain_worker(first, Duration::ZERO).await, Err(MembershipError::Draining(first)));
-    assert!(!drain.is_finished(), "request a is still booked");
-    drop(a);
-    assert_eq!(drain.await.expect("no panic"), Ok(0), "no booking was cut off");
-    assert_eq!(router.workers().len(), 1);
-    // The other rank never becomes empty.
-    assert_eq!(router.drain_worker(second, Duration::from_secs(5)).await, Ok(1));
-    assert_eq!(b.prefill_completed(), (), "late reports are ignored");
-    assert!(router.workers().is_empty());
-    drop(b);
-    assert_at_rest(&router).await;
 }
 
 /// A mock shared cache.

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use pointsman::config::RouterConfig;
-use pointsman::error::RouteError;
 use pointsman::load::PromptLimits;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId};
@@ -53,20 +52,6 @@ async fn the_weight_of_a_huge_prompt_is_capped_at_the_capacity_of_a_rank() {
             crate::common::assert_at_rest(&router).await;
         }
     }
-}
-
-#[tokio::test(start_paused = true)]
-async fn prompts_above_every_model_length_are_rejected_by_name() {
-    let of = |max_model_len| move |worker| WorkerConfig { max_model_len, ..worker };
-    let known = with(Policy::Latency, 2, of(Some(4_096))).await;
-    let prompt = tokens(1, 4_096 / BLOCK_SIZE + 1);
-    let refused = known.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect_err("too long");
-    assert_eq!(refused, RouteError::ContextLength { prompt_tokens: prompt.len(), max_model_len: 4_096 });
-    assert_eq!(refused.to_string(), "prompt has 4100 tokens, must be at most 4096, the model's length");
-    let fits = &prompt[..4_096];
-    drop(known.route(RouteRequest::new("b", Prompt::Tokens(fits))).await.expect("placed"));
-    let unknown = with(Policy::Latency, 2, of(None)).await;
-    drop(unknown.route(RouteRequest::new("c", Prompt::Tokens(&prompt))).await.expect("placed"));
 }
 
 /// Requests without streaming have no report of the first token. Their prefill counts for its expected duration under

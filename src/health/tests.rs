@@ -202,19 +202,6 @@ fn ranks_beyond_the_limits_are_suspected() {
 }
 
 #[test]
-fn ejected_rank_returns_when_the_others_are_removed() {
-    let mut pool = Pool::new(RULES, 2);
-    pool.fail(0, 5, at(1));
-    pool.set(1, Member { incarnation: 0, available: false }, at(2));
-    assert_eq!((pool.ejected(), pool.of(0).state), (vec![], HealthState::Suspected));
-    pool.set(1, Member { incarnation: 0, available: true }, at(3));
-    assert_eq!(pool.ejected(), [0], "the ejection has not ended");
-    pool.members.remove(&rank(1));
-    pool.tell_members(at(4));
-    assert_eq!(pool.ejected(), NOBODY);
-}
-
-#[test]
 fn new_incarnation_starts_healthy() {
     let mut pool = Pool::new(RULES, 2);
     pool.fail(0, 5, at(1));

@@ -212,29 +212,6 @@ mod tests {
     }
 
     #[test]
-    fn only_ready_pods_that_are_not_terminating_are_workers() {
-        let pod = ready("a", "1", "10.0.0.1");
-        let count = |pod: PodFacts| workers_of_pods([&pod], &ports(&[8000])).workers.len();
-        assert_eq!(count(pod.clone()), 1);
-        assert_eq!(count(PodFacts { is_ready: false, ..pod.clone() }), 0);
-        let unready = PodFacts { is_ready: false, ..pod.clone() };
-        let terminating = PodFacts { is_terminating: true, ..pod.clone() };
-        let ended = PodFacts { has_ended: true, ..pod.clone() };
-        assert_eq!([&terminating, &ended].map(|pod| count(pod.clone())), [0, 0]);
-        let id = workers_of_pods([&pod], &ports(&[8000])).workers[0].id.expect("an id");
-        let draining = |pod: &PodFacts| draining_workers([pod], &[8000]);
-        assert_eq!([&unready, &terminating].map(draining), [BTreeSet::from([id]), BTreeSet::from([id])]);
-        assert_eq!([&pod, &ended].map(draining), [BTreeSet::new(), BTreeSet::new()]);
-    }
-
-    #[test]
-    fn a_new_pod_at_an_old_address_is_a_new_worker() {
-        let id = |uid: &str| workers_of_pods([&ready("a", uid, "10.0.0.1")], &ports(&[8000])).workers[0].id;
-        assert_eq!(id("1"), id("1"));
-        assert_ne!(id("1"), id("2"));
-    }
-
-    #[test]
     fn each_target_port_is_a_worker_with_the_event_port_of_its_rank() {
         let mut pod = ready("a", "1", "fd00::1");
         pod.annotations.insert(KV_EVENTS_PORT.to_owned(), "6000".to_owned());
