@@ -1,6 +1,6 @@
 //! Load and replay harness of Pointsman.
 //!
-//! A [`workload`] provides requests, a [`target::Target`] is the router under test: Pointsman, or in `benches/versus`
+//! A [`workload`] provides requests, a [`targets::Target`] is the router under test: Pointsman, or in `benches/versus`
 //! Dynamo's router, so that both run exactly the same loops. The loops:
 //!
 //! - [`replay`]: a closed or an open loop in real time over engines that respond immediately. Measures the cost of routing
@@ -34,7 +34,7 @@ pub mod results;
 pub mod simulate;
 pub mod source;
 pub mod suite;
-pub mod target;
+pub mod targets;
 
 pub use pointsman_trial::workload;
 

@@ -16,7 +16,7 @@ use pointsman_bench::page::Page;
 use pointsman_bench::replay::Replay;
 use pointsman_bench::simulate::Simulate;
 use pointsman_bench::suite::RunSuite;
-use pointsman_bench::target::Embedded;
+use pointsman_bench::targets::Embedded;
 
 /// Benchmarks for Pointsman
 #[derive(Parser)]

@@ -11,7 +11,7 @@ use pointsman::schedule::{Replay, ReplayMode, ReplaySettings, ReplayedDecision};
 use pointsman::{Router, RouterConfig};
 use pointsman_bench::fleet::Setup;
 use pointsman_bench::simulate;
-use pointsman_bench::target::Embedded;
+use pointsman_bench::targets::Embedded;
 use pointsman_bench::workload::generate::Generator;
 use serde_json::{Value, json};
 

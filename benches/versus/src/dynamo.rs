@@ -28,7 +28,7 @@ use dynamo_kv_router::{DEFAULT_ROUTING_GROUP, KvRouterConfig, WorkerSelectionPol
 use pointsman::protocol::{BlockHash, KvEvent, StoredBlock, WorkerId, WorkerRank};
 use pointsman_bench::Failed;
 use pointsman_bench::fleet::Setup;
-use pointsman_bench::target::{Call, Routed, Target};
+use pointsman_bench::targets::{Call, Routed, Target};
 use pointsman_trial::engine::EngineConfig;
 
 use crate::parity::{Facts, View};

@@ -18,7 +18,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use pointsman_bench::Failed;
 use pointsman_bench::fleet::Setup;
 use pointsman_bench::replay::{Replay, Report};
-use pointsman_bench::target::{Embedded, Target};
+use pointsman_bench::targets::{Embedded, Target};
 use pointsman_versus::index;
 
 use dynamo::DynamoRouter;

@@ -13,7 +13,7 @@ use perf_event::events::Hardware;
 use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, StorageTier, WorkerRank};
 use pointsman_bench::Failed;
 use pointsman_bench::fleet::Fleet;
-use pointsman_bench::target::{Call, Embedded, Routed, Target};
+use pointsman_bench::targets::{Call, Embedded, Routed, Target};
 
 /// A counter of this process' instructions, shared by the code that opens, starts and reads it.
 #[derive(Clone, Default)]

@@ -22,7 +22,7 @@ use pointsman_bench::Failed;
 use pointsman_bench::engine::{Change, Engine, name_blocks};
 use pointsman_bench::fleet::Fleet;
 use pointsman_bench::replay::{Common, Replay};
-use pointsman_bench::target::{Call, Embedded, Target};
+use pointsman_bench::targets::{Call, Embedded, Target};
 use pointsman_versus::columns::print;
 use serde_json::json;
 

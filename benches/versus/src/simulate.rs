@@ -11,7 +11,7 @@ use pointsman_bench::Failed;
 use pointsman_bench::fleet::Setup;
 use pointsman_bench::results::{Facts, Reporting, Run, Summary};
 use pointsman_bench::simulate::{self, Simulate};
-use pointsman_bench::target::{Embedded, Target};
+use pointsman_bench::targets::{Embedded, Target};
 use pointsman_trial::workload::Workload;
 use pointsman_versus::columns::{Column, by_key, head, median, print, row, shown};
 use serde_json::{Value, json};

@@ -8,7 +8,7 @@ use pointsman_bench::Failed;
 use pointsman_bench::results::Summary;
 use pointsman_bench::simulate::Simulate;
 use pointsman_bench::suite::{Baseline, Selection};
-use pointsman_bench::target::Target;
+use pointsman_bench::targets::Target;
 
 use crate::DynamoOptions;
 use crate::dynamo::DynamoRouter;

@@ -12,7 +12,7 @@ use crate::Failed;
 use crate::progress::Progress;
 use crate::results::{Summary, unwritten};
 use crate::simulate::{self, Simulate};
-use crate::target::Embedded;
+use crate::targets::Embedded;
 
 /// Simulates several policies on one workload.
 #[derive(Args, Clone, Debug)]

@@ -31,7 +31,7 @@ use crate::measure::{Stopwatch, process_cpu, rss_bytes};
 use crate::progress::Progress;
 use crate::replay::{Gaps, pace};
 use crate::results::write_json;
-use crate::target::{Embedded, Target as _, not_started};
+use crate::targets::{Embedded, Target as _, not_started};
 use rank::{HeldRank, prompt};
 use report::HoldReport;
 

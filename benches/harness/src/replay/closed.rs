@@ -35,7 +35,7 @@ use super::state::{HalfClocks, InFlight, LoopState, Tally};
 use crate::Failed;
 use crate::engine::Change;
 use crate::measure::Stopwatch;
-use crate::target::{Call, Target};
+use crate::targets::{Call, Target};
 
 /// Runs the loop of `count` clients on the current tokio runtime, and shuts the target down.
 ///

@@ -26,7 +26,7 @@ use crate::fleet::{Fleet, Knowledge, RouterSetup, Setup, policy_name, policy_nam
 use crate::measure::rss_bytes;
 use crate::progress::Progress;
 use crate::source;
-use crate::target::{Target, not_started};
+use crate::targets::{Target, not_started};
 use state::{LoopState, Workload};
 
 fn positive() -> RangedU64ValueParser<usize> {
@@ -183,7 +183,7 @@ mod tests {
     use clap::Parser;
 
     use super::*;
-    use crate::target::Embedded;
+    use crate::targets::Embedded;
 
     #[derive(Parser)]
     struct Arguments {

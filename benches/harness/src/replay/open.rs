@@ -30,7 +30,7 @@ use super::state::{Counts, HalfClocks, InFlight, LoopState, Tally};
 use crate::Failed;
 use crate::engine::Change;
 use crate::measure::{Stopwatch, thread_cpu};
-use crate::target::{Call, Target};
+use crate::targets::{Call, Target};
 
 /// Gaps between arrivals.
 #[derive(Clone, Debug)]

@@ -21,7 +21,7 @@ use crate::engine::{self, Change, Engine};
 use crate::fleet::Fleet;
 use crate::measure::{Stopwatch, process_cpu, rss_bytes, thread_cpu};
 use crate::progress::Progress;
-use crate::target::{Call, Target, misplaced, refused};
+use crate::targets::{Call, Target, misplaced, refused};
 
 /// Number of requests between load samples and updates of the progress bar.
 const SAMPLE_STRIDE: usize = 64;

@@ -17,7 +17,7 @@ use crate::fleet::{
 };
 use crate::results::{Reporting, Warmup};
 use crate::source::Source;
-use crate::target::{DisaggregatedPools, Embedded};
+use crate::targets::{DisaggregatedPools, Embedded};
 
 /// Arguments of one simulation.
 #[derive(Args, Clone, Debug)]

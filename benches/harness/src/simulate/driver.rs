@@ -24,7 +24,7 @@ use super::time::VirtualTime;
 use crate::Failed;
 use crate::fleet::Setup;
 use crate::results::{RankSample, RequestRecord, Run};
-use crate::target::{Call, Routed, Target, misplaced, refused};
+use crate::targets::{Call, Routed, Target, misplaced, refused};
 
 /// Interval of rank samples.
 const SAMPLE_US: u64 = 1_000_000;

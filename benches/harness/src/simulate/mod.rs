@@ -49,7 +49,7 @@ pub use cli::{
 use crate::Failed;
 use crate::fleet::{Setup, policy_name};
 use crate::results::{Facts, Machine, Reporting, Run, facts};
-use crate::target::{Target, not_started};
+use crate::targets::{Target, not_started};
 use driver::Driver;
 use time::VirtualTime;
 
@@ -86,7 +86,7 @@ impl Setup {
 /// ```
 /// use pointsman_bench::fleet::Setup;
 /// use pointsman_bench::simulate;
-/// use pointsman_bench::target::Embedded;
+/// use pointsman_bench::targets::Embedded;
 /// use pointsman_bench::workload::generate::Generator;
 ///
 /// let workload = "siblings:groups=2".parse::<Generator>()?.generate(1);

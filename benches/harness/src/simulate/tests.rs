@@ -10,7 +10,7 @@ use serde_json::json;
 use super::*;
 use crate::fleet::{DisaggregationSetup, Fleet};
 use crate::results::{RequestRecord, Summary, Warmup};
-use crate::target::{Call, DisaggregatedPools, Embedded, Routed};
+use crate::targets::{Call, DisaggregatedPools, Embedded, Routed};
 
 #[derive(Parser)]
 struct Arguments {

@@ -8,7 +8,7 @@ use std::num::NonZeroU32;
 
 use pointsman::protocol::{BlockHash, EngineHash, StoredBlock};
 use pointsman_bench::engine::{Change, Engine, name_blocks};
-use pointsman_bench::target::{Embedded, Target};
+use pointsman_bench::targets::{Embedded, Target};
 use pointsman_bench::workload::Prompt;
 use pointsman_trial::workload::mix;
 

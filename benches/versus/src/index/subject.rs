@@ -266,7 +266,7 @@ impl Subject for Radix {
 mod tests {
     use std::num::NonZeroU32;
 
-    use pointsman_bench::target::{Embedded, Target};
+    use pointsman_bench::targets::{Embedded, Target};
 
     use super::*;
 

@@ -9,7 +9,7 @@ use super::*;
 use crate::fleet::Fleet;
 use crate::progress::Progress;
 use crate::replay::state::Workload;
-use crate::target::Routed;
+use crate::targets::Routed;
 use pointsman_trial::workload::generate::Conversations;
 
 const FLEET: Fleet = Fleet { workers: 2, dp_size: 2 };
