@@ -11,7 +11,7 @@ use pointsman::protocol::WorkerId;
 use super::error;
 use super::extract::ClientAddress;
 use crate::formats::openai::{ApiError, ErrorType};
-use crate::pools::models::Model;
+use crate::pools::model::Model;
 
 /// A change of a model's workers.
 #[derive(Clone)]

@@ -19,6 +19,7 @@ use tokio::time::Instant;
 use super::error;
 use crate::formats::openai::ErrorType;
 use crate::observe::throttle::LogThrottle;
+use crate::settings::AdminSettings;
 
 /// Log interval of denied requests.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
@@ -60,7 +61,7 @@ pub enum TokenError {
 }
 
 /// Verifier of the token.
-pub(crate) struct Token {
+struct Token {
     key: hmac::Key,
     tag: hmac::Tag,
 }
@@ -73,7 +74,7 @@ impl Token {
     const BYTES_MAX: usize = 1024;
 
     /// Reads the token from one line; the line end is ignored.
-    pub(crate) async fn read(path: &Path) -> Result<Self, TokenError> {
+    async fn read(path: &Path) -> Result<Self, TokenError> {
         let unreadable = |error| TokenError::Unreadable { path: path.to_owned(), error };
         let file = tokio::fs::File::open(path).await.map_err(unreadable)?;
         #[cfg(unix)]
@@ -98,8 +99,58 @@ impl Token {
     }
 
     /// Whether the headers contain `Authorization: Bearer TOKEN` exactly once.
-    pub(super) fn is_shown_in(&self, headers: &HeaderMap) -> bool {
+    fn is_shown_in(&self, headers: &HeaderMap) -> bool {
         bearer(headers).is_some_and(|shown| hmac::verify(&self.key, shown, self.tag.as_ref()).is_ok())
+    }
+}
+
+/// Permission of a request by its token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Access {
+    /// The token of operators, or that of the index for the index.
+    Full,
+    /// The token for `GET` requests.
+    ReadOnly,
+    /// No valid token.
+    Denied,
+}
+
+/// Verifiers of all tokens of the listener. A reload replaces them.
+#[derive(Default)]
+pub(crate) struct Tokens {
+    operator: Option<Token>,
+    index: Option<Token>,
+    read: Option<Token>,
+}
+
+impl Tokens {
+    /// Reads the token files.
+    ///
+    /// # Errors
+    /// See [`TokenError`].
+    pub(crate) async fn read(admin: Option<&AdminSettings>) -> Result<Self, TokenError> {
+        let Some(admin) = admin else { return Ok(Self::default()) };
+        let token = async |file: Option<&PathBuf>| match file {
+            Some(file) => Token::read(file).await.map(Some),
+            None => Ok(None),
+        };
+        Ok(Self {
+            operator: token(Some(&admin.token_file)).await?,
+            index: token(admin.index_token_file.as_ref()).await?,
+            read: token(admin.read_token_file.as_ref()).await?,
+        })
+    }
+
+    /// Access of a request with these headers. The token of the index opens only its paths.
+    pub(super) fn access(&self, headers: &HeaderMap, is_index: bool) -> Access {
+        let is_shown = |token: Option<&Token>| token.is_some_and(|token| token.is_shown_in(headers));
+        if is_shown(self.operator.as_ref()) || is_shown(self.index.as_ref().filter(|_| is_index)) {
+            Access::Full
+        } else if is_shown(self.read.as_ref()) {
+            Access::ReadOnly
+        } else {
+            Access::Denied
+        }
     }
 }
 

@@ -15,16 +15,16 @@ use tokio::task::spawn_blocking;
 use super::queries::named;
 use super::{Admin, error};
 use crate::formats::openai::{ApiError, ErrorType};
-use crate::pools::models::Model;
+use crate::pools::model::Model;
 
 /// Decisions of a model in the list of the last ones.
 const LISTED_MAX: usize = 100;
 
 pub(super) async fn last(State(admin): State<Arc<Admin>>) -> Result<Json<Value>, ApiError> {
-    let app = admin.app();
+    let pools = admin.pools();
     let decisions = blocking(move || {
         let mut last: Vec<(Arc<Model>, RecordedDecision)> = Vec::new();
-        for model in app.models.all() {
+        for model in pools.models.all() {
             let known = model.router.recorded_decisions(LISTED_MAX, None).into_iter();
             last.extend(known.map(|known| (Arc::clone(model), known)));
         }
@@ -39,10 +39,10 @@ pub(super) async fn of_request(
     State(admin): State<Arc<Admin>>,
     Path(id): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
-    let (app, request_id) = (admin.app(), id.clone());
+    let (pools, request_id) = (admin.pools(), id.clone());
     let decisions = blocking(move || {
         let mut found: Vec<(Arc<Model>, RecordedDecision, Explanation)> = Vec::new();
-        for model in app.models.all() {
+        for model in pools.models.all() {
             let known = model.router.recorded_decisions_of(&request_id).into_iter();
             found.extend(known.map(|(known, explanation)| (Arc::clone(model), known, explanation)));
         }

@@ -20,7 +20,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::extract::ModelAt;
 use super::{Admin, DUMPS_MAX, error};
 use crate::formats::openai::{ApiError, ErrorType};
-use crate::pools::models::Model;
+use crate::pools::model::Model;
 
 /// Size of a frame, or one longer line.
 const FRAME_BYTES: usize = 64 << 10;

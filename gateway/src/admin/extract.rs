@@ -23,7 +23,7 @@ use tokio::time::timeout;
 use super::auth::client_address;
 use super::{Admin, BODY_BYTES_MAX, error, no_route};
 use crate::formats::openai::{ApiError, ErrorType};
-use crate::pools::models::Model;
+use crate::pools::model::Model;
 
 /// Timeout of a body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -39,7 +39,7 @@ pub(super) struct WorkerAt {
 
 /// The client address.
 #[derive(Clone, Copy)]
-pub(super) struct ClientAddress(pub(super) Option<SocketAddr>);
+pub(crate) struct ClientAddress(pub(crate) Option<SocketAddr>);
 
 /// A JSON body, regardless of its `Content-Type`.
 pub(super) struct Body<T>(pub(super) T);
@@ -127,7 +127,7 @@ fn model_of(named: &BTreeMap<String, String>, admin: &Admin) -> Result<Arc<Model
 /// The model with this name or alias.
 pub(super) fn model_named(name: &str, admin: &Admin) -> Result<Arc<Model>, ApiError> {
     let unknown = || error(StatusCode::NOT_FOUND, ErrorType::NotFound, "model_not_found", "unknown model");
-    admin.app().models.named(name).cloned().ok_or_else(unknown)
+    admin.pools().models.named(name).cloned().ok_or_else(unknown)
 }
 
 impl FromRequestParts<Arc<Admin>> for ModelAt {

@@ -25,7 +25,7 @@ use super::queries::{route_error, to_json};
 use super::views::{self, worker_ids_as_text};
 use super::{Admin, dump, error};
 use crate::formats::openai::{ApiError, ClientPrompt, ErrorType};
-use crate::pools::models::Model;
+use crate::pools::model::Model;
 
 /// Maximum number of concurrent queries.
 pub(super) const INDEX_QUERIES_MAX: usize = 64;

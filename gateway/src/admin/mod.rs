@@ -13,7 +13,6 @@ mod extract;
 mod index_api;
 mod live;
 mod queries;
-mod reloads;
 mod reports;
 mod views;
 mod workers;
@@ -29,15 +28,16 @@ use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post, put};
 use tokio::sync::{Mutex, Semaphore};
 
-use crate::app::App;
-use crate::app::current::Current;
-use crate::app::reload::Reloader;
 use crate::formats::openai::{ApiError, ErrorType};
 use crate::net::head::refused_head;
+use crate::observe::page::{self, Metrics};
+use crate::pools::latest::Latest;
 use crate::pools::readiness;
-pub(crate) use auth::Token;
+use crate::pools::serving::Pools;
 pub use auth::TokenError;
-use auth::{Denials, client_address};
+pub(crate) use auth::Tokens;
+use auth::{Access, Denials, client_address};
+pub(crate) use extract::ClientAddress;
 
 /// Maximum body length.
 const BODY_BYTES_MAX: usize = 8 << 20;
@@ -56,8 +56,8 @@ const DUMPS_MAX: usize = 2;
 
 /// State of operator requests.
 struct Admin {
-    current: Current,
-    reloader: Arc<Reloader>,
+    pools: Latest<Pools>,
+    tokens: Latest<Tokens>,
     denials: Denials,
     /// Locked during changes of workers, so that a patch cannot restore a removed worker.
     changes: Mutex<()>,
@@ -67,23 +67,29 @@ struct Admin {
 }
 
 impl Admin {
-    /// The current serving state.
-    fn app(&self) -> Arc<App> {
-        self.current.get()
+    /// The served models with the settings in force.
+    fn pools(&self) -> Arc<Pools> {
+        self.pools.get()
     }
 }
 
-/// Routes of the administration listener. Paths shared with the clients' listener also need the token here.
-pub(crate) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
-    let common = readiness::routes().route("/metrics", get(readiness::metrics)).with_state(current.clone());
+/// Routes of the administration listener. Paths shared with the clients' listener also need the token here. `further` are routes of the same listener that their owner
+/// provides.
+pub(crate) fn routes(
+    pools: Latest<Pools>,
+    tokens: Latest<Tokens>,
+    metrics: Option<Metrics>,
+    further: Router,
+) -> Router {
+    let common = readiness::routes().with_state(pools.clone());
+    let metrics = get(async move || page::respond(metrics.as_ref()).await);
     let (changes, dumps) = (Mutex::new(()), Arc::new(Semaphore::new(DUMPS_MAX)));
     let index_queries = Semaphore::new(index_api::INDEX_QUERIES_MAX);
-    let live = live::Live::new(current.clone());
-    let admin = Arc::new(Admin { current, reloader, denials: Denials::new(), changes, dumps, index_queries, live });
+    let live = live::Live::new(pools.clone());
+    let admin = Arc::new(Admin { pools, tokens, denials: Denials::new(), changes, dumps, index_queries, live });
     let files = live::paths().fold(Router::new(), |routes, path| routes.route(path, get(live::file)));
     Router::new()
         .route("/admin/config", get(reports::settings))
-        .route("/admin/reload", get(reloads::status).post(reloads::reload))
         .route("/admin/decisions", get(decisions::last))
         .route("/admin/decisions/{id}", get(decisions::of_request))
         .route("/admin/live", get(live::stream))
@@ -105,6 +111,8 @@ pub(crate) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
         .route("/v1/index/overlaps", post(index_api::overlaps))
         .with_state(Arc::clone(&admin))
         .merge(common)
+        .route("/metrics", metrics)
+        .merge(further)
         .merge(files)
         .fallback(async || no_route())
         .method_not_allowed_fallback(async || wrong_method())
@@ -114,7 +122,8 @@ pub(crate) fn routes(current: Current, reloader: Arc<Reloader>) -> Router {
 
 /// Rejects requests without the token and with ambiguous paths.
 async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) -> Response {
-    let access = access(&admin.app(), &request);
+    let is_index = request.uri().path().starts_with(INDEX_PATHS);
+    let access = admin.tokens.get().access(request.headers(), is_index);
     let mut answer = if !live::is_file(&request) && access == Access::Denied {
         admin.denials.count(client_address(request.extensions()));
         auth::denied()
@@ -129,29 +138,6 @@ async fn guard(State(admin): State<Arc<Admin>>, request: Request, next: Next) ->
     answer
 }
 
-/// Permission of a request by its token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Access {
-    /// The token of operators, or that of the index for the index.
-    Full,
-    /// The token for `GET` requests.
-    ReadOnly,
-    /// No valid token.
-    Denied,
-}
-
-fn access(app: &App, request: &Request) -> Access {
-    let is_index = request.uri().path().starts_with(INDEX_PATHS);
-    let is_shown = |token: Option<&Arc<Token>>| token.is_some_and(|token| token.is_shown_in(request.headers()));
-    if is_shown(app.admin_token.as_ref()) || is_shown(app.index_token.as_ref().filter(|_| is_index)) {
-        Access::Full
-    } else if is_shown(app.read_token.as_ref()) {
-        Access::ReadOnly
-    } else {
-        Access::Denied
-    }
-}
-
 /// Reason to reject a path before its lookup.
 fn refused_address(uri: &Uri) -> Option<ApiError> {
     if uri.scheme().is_some() || uri.authority().is_some() || uri.path().len() > PATH_BYTES_MAX {
@@ -163,7 +149,7 @@ fn refused_address(uri: &Uri) -> Option<ApiError> {
 }
 
 /// An error in the client format.
-fn error(status: StatusCode, kind: ErrorType, code: &'static str, message: impl Into<String>) -> ApiError {
+pub(crate) fn error(status: StatusCode, kind: ErrorType, code: &'static str, message: impl Into<String>) -> ApiError {
     ApiError { status, kind, ..ApiError::invalid(code, None, message) }
 }
 

@@ -22,8 +22,7 @@ use super::error;
 use super::extract::{Body, Id, ModelAt};
 use super::views::worker_ids_as_text;
 use crate::formats::openai::{ApiError, ChatParts, ClientPrompt, ErrorType};
-use crate::pools::disaggregation::PrefillPool;
-use crate::pools::models::Model;
+use crate::pools::model::Model;
 use crate::pools::rank_names::RankNames;
 use crate::tokens::{PromptTokens, TokenSource};
 
@@ -153,7 +152,7 @@ pub(super) async fn explain(
     let tokens = tokens_of(&model, &prompt, query.cache_salt.as_deref()).await;
     let request = query.request(&tokens);
     let prefill = match &model.prefill {
-        Some(pool) => Some(explained_prefill(pool, request.clone()).await?),
+        Some(side) => Some(explained_prefill(&side.model, request.clone()).await?),
         None => None,
     };
     let explanation = model.router.explain(request).await.map_err(route_error)?;
@@ -165,11 +164,11 @@ pub(super) async fn explain(
 }
 
 /// The decision of the prefill pool. Pins and allowed workers of the request apply to the decode pool only.
-async fn explained_prefill(pool: &PrefillPool, mut request: RouteRequest<'_>) -> Result<Value, ApiError> {
+async fn explained_prefill(model: &Model, mut request: RouteRequest<'_>) -> Result<Value, ApiError> {
     let constraints = &mut request.options.constraints;
     (constraints.pin, constraints.allowed_workers) = (None, None);
-    let explanation = pool.model.router.explain(request).await.map_err(route_error)?;
-    Ok(json!({ "model": pool.model.settings.name, "explanation": named(&pool.model, &explanation)? }))
+    let explanation = model.router.explain(request).await.map_err(route_error)?;
+    Ok(json!({ "model": model.settings.name, "explanation": named(model, &explanation)? }))
 }
 
 pub(super) async fn overlap(

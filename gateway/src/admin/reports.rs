@@ -12,11 +12,11 @@ use super::extract::ModelAt;
 use super::queries::{route_error, to_json};
 use super::views::{self, Facts};
 use crate::formats::openai::ApiError;
-use crate::pools::models::Model;
+use crate::pools::model::Model;
 use crate::settings::ModelSettings;
 
 pub(super) async fn models(State(admin): State<Arc<Admin>>) -> Json<Value> {
-    let models: Vec<Value> = admin.app().models.all().iter().map(|model| shown(model)).collect();
+    let models: Vec<Value> = admin.pools().models.all().iter().map(|model| shown(model)).collect();
     Json(json!({ "models": models }))
 }
 
@@ -96,7 +96,7 @@ pub(super) async fn config(ModelAt(model): ModelAt) -> Result<Json<Value>, ApiEr
 
 /// The loaded settings; for secrets the names of their files.
 pub(super) async fn settings(State(admin): State<Arc<Admin>>) -> Result<Json<Value>, ApiError> {
-    let settings = &admin.app().settings;
+    let settings = &admin.pools().settings;
     let models: Result<Vec<Value>, ApiError> = settings.models.iter().map(model_settings).collect();
     Ok(Json(json!({
         "gateway": to_json(&settings.gateway)?,

@@ -23,7 +23,7 @@ use super::extract::{Body, ClientAddress, JsonObject, ModelAt, WorkerAt, not_und
 use super::views::Facts;
 use super::{Admin, error};
 use crate::formats::openai::{ApiError, ErrorType};
-use crate::pools::models::Model;
+use crate::pools::model::Model;
 use crate::settings::Settings;
 
 /// Maximum drain time.
@@ -114,7 +114,7 @@ async fn set(
         let _turn = admin.changes.lock().await;
         let known = find(&router, id);
         let config = reachable(config(known.as_ref())?)?;
-        check_key_file(&config, known.as_ref(), &admin.app().settings)?;
+        check_key_file(&config, known.as_ref(), &admin.pools().settings)?;
         let detail = format!("{} rank(s) at {}", config.data_parallel_size, config.endpoint);
         if let Some(other) = same_engine(&router, id, &config) {
             return Err(is_worker(&other));

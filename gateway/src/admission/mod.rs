@@ -2,6 +2,7 @@
 //!
 //! Tenants and their limits, the memory of request bodies, and the budget of retries.
 
+pub(crate) mod admit;
 pub(crate) mod body_budget;
 pub(crate) mod intake;
 pub(crate) mod leases;

@@ -12,13 +12,15 @@ use metrics::{Counter, Gauge};
 use serde::Serialize;
 use tokio::time::{Instant, sleep};
 
-use super::current::Current;
-use super::{App, Files, GatewayError};
+use super::running::{Files, GatewayError, Running};
 use crate::admission::retry_budget::RetryBudget;
 use crate::net::limits::ProcessLimits;
 use crate::net::listener::ListenerControl;
 use crate::net::upstream::{WorkerTlsFiles, worker_tls};
-use crate::pools::models::{Model, Models};
+use crate::pools::model::{Model, SHUTDOWN_WAIT};
+use crate::pools::models::Models;
+use crate::pools::serving::Pools;
+use crate::proxy::context::RequestContext;
 use crate::settings::{SettingErrors, Settings};
 
 /// Polling interval for requests that still use a removed model.
@@ -76,7 +78,7 @@ pub struct LastReload {
 
 /// Performs reloads and keeps their status.
 pub(crate) struct Reloader {
-    current: Current,
+    running: Running,
     load: Option<LoadSettings>,
     limits: ProcessLimits,
     clients: ListenerControl,
@@ -96,7 +98,7 @@ struct ReloadMeters {
 
 impl Reloader {
     pub(crate) fn new(
-        current: Current,
+        running: Running,
         load: Option<LoadSettings>,
         limits: ProcessLimits,
         clients: ListenerControl,
@@ -112,7 +114,7 @@ impl Reloader {
         };
         let status = ReloadStatus { applied_at: unix_time(), is_current: true, ..ReloadStatus::default() };
         let (files, status) = (tokio::sync::Mutex::new(tls_files), Mutex::new(status));
-        let reloader = Self { current, load, limits, clients, files, status, meters };
+        let reloader = Self { running, load, limits, clients, files, status, meters };
         reloader.show(&reloader.status());
         reloader
     }
@@ -166,8 +168,8 @@ impl Reloader {
 
     /// All fallible steps. Does not change running state.
     async fn prepare(&self, known: &WorkerTlsFiles) -> Result<Next, ReloadError> {
-        let app = self.current.get();
-        if app.readiness.is_draining() {
+        let pools = self.running.pools.get();
+        if pools.readiness.is_draining() {
             return Err(ReloadError::Draining);
         }
         let load = self.load.clone().ok_or(ReloadError::Fixed)?;
@@ -176,62 +178,66 @@ impl Reloader {
             Ok((WorkerTlsFiles::read(&loaded.gateway), loaded))
         });
         let (tls_files, loaded) = loaded.await.unwrap_or(Err(ReloadError::Lost))?;
-        let (mut settings, mut restart_needed) = loaded.reloaded_over(&app.settings);
+        let (mut settings, mut restart_needed) = loaded.reloaded_over(&pools.settings);
         if settings.gateway.body_bytes_max > self.limits.body_budget_bytes {
             // The budget of the start could not hold a single body of that size.
             restart_needed.push("gateway.body_bytes_max".to_owned());
-            settings.gateway.body_bytes_max = app.settings.gateway.body_bytes_max;
+            settings.gateway.body_bytes_max = pools.settings.gateway.body_bytes_max;
         }
         settings.validate().map_err(ReloadError::Unfit)?;
         let files = Files::read(&settings, &self.limits).await?;
-        let timeouts = (settings.gateway.connect_timeout_ms, app.settings.gateway.connect_timeout_ms);
+        let timeouts = (settings.gateway.connect_timeout_ms, pools.settings.gateway.connect_timeout_ms);
         let is_new = tls_files != *known || timeouts.0 != timeouts.1;
         let worker_tls = is_new.then(|| worker_tls(&settings.gateway)).transpose();
         let worker_tls = worker_tls.map_err(GatewayError::from)?;
         // Last, because models started here must be stopped after any failure.
         let snapshots = settings.gateway.snapshot_path.as_deref();
-        let models = app.models.reloaded(&settings.models, &app.upstream, snapshots).await;
+        let upstream = &self.running.context.get().upstream;
+        let models = pools.models.reloaded(&settings.models, upstream, snapshots).await;
         let models = models.map_err(GatewayError::from)?;
-        Ok(Next { app, settings, restart_needed, files, worker_tls, tls_files, models })
+        Ok(Next { settings, restart_needed, files, worker_tls, tls_files, models })
     }
 
     /// Replaces the running state. Returns the settings that need a restart.
     async fn apply(&self, next: Next, known: &mut WorkerTlsFiles) -> Vec<String> {
-        let Next { app, settings, restart_needed, files, worker_tls, tls_files, models } = next;
+        let Next { settings, restart_needed, files, worker_tls, tls_files, models } = next;
         settings.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
         *known = tls_files;
+        let (pools, context) = (self.running.pools.get(), self.running.context.get());
+        let (gateway, old) = (&settings.gateway, &context.settings.gateway);
         if let Some(tls) = worker_tls {
-            app.upstream.set_tls(tls, Duration::from_millis(settings.gateway.connect_timeout_ms));
+            context.upstream.set_tls(tls, Duration::from_millis(gateway.connect_timeout_ms));
         }
-        app.upstream.set_keys(settings.gateway.worker_api_key_file.clone(), &files.secrets.worker_keys);
+        context.upstream.set_keys(gateway.worker_api_key_file.clone(), &files.secrets.worker_keys);
         self.clients.set(files.listener);
-        let is_share_new = settings.gateway.retry_share_max.to_bits() != app.settings.gateway.retry_share_max.to_bits();
-        let mut new = App {
-            tenants: Arc::new(app.tenants.reloaded(&settings.tenants, &files.secrets)),
-            admin_token: files.admin_token,
-            index_token: files.index_token,
-            read_token: files.read_token,
-            models: Arc::new(models),
-            ..App::clone(&app)
-        };
-        if is_share_new {
-            new.retry_budget = Arc::new(RetryBudget::new(settings.gateway.retry_share_max, Instant::now()));
+        self.running.admin_tokens.replace(files.admin_tokens);
+        let mut admission = context.admission.clone();
+        admission.tenants = Arc::new(admission.tenants.reloaded(&settings.tenants, &files.secrets));
+        if gateway.retry_share_max.to_bits() != old.retry_share_max.to_bits() {
+            admission.retry_budget = Arc::new(RetryBudget::new(gateway.retry_share_max, Instant::now()));
         }
-        new.settings = Arc::new(settings);
-        let models = Arc::clone(&new.models);
-        self.current.replace(new);
+        let (settings, models) = (Arc::new(settings), Arc::new(models));
+        self.running.pools.replace(Pools {
+            settings: Arc::clone(&settings),
+            models: Arc::clone(&models),
+            ..Pools::clone(&pools)
+        });
+        self.running.context.replace(RequestContext {
+            settings,
+            models: Arc::clone(&models),
+            admission,
+            ..RequestContext::clone(&context)
+        });
         for model in models.all() {
             model.follow_settings();
         }
-        end_removed(app, &models);
+        end_removed(context, &models);
         restart_needed
     }
 }
 
 /// State prepared by a reload.
 struct Next {
-    /// The state to replace.
-    app: Arc<App>,
     settings: Settings,
     restart_needed: Vec<String>,
     files: Files,
@@ -242,7 +248,7 @@ struct Next {
 }
 
 /// Stops the routers of removed models once the requests of the old state have ended, or after `drain_timeout_ms`.
-fn end_removed(old: Arc<App>, models: &Models) {
+fn end_removed(old: Arc<RequestContext>, models: &Models) {
     let is_removed = |model: &&Arc<Model>| !models.all().iter().any(|kept| kept.settings.name == model.settings.name);
     let removed: Vec<_> = old.models.all().iter().filter(is_removed).map(|model| model.router.clone()).collect();
     if removed.is_empty() {
@@ -257,7 +263,7 @@ fn end_removed(old: Arc<App>, models: &Models) {
             sleep(CHECK_INTERVAL).await;
         }
         for router in removed {
-            router.shutdown(crate::pools::models::SHUTDOWN_WAIT).await;
+            router.shutdown(SHUTDOWN_WAIT).await;
         }
     });
 }

@@ -17,16 +17,18 @@ use http_body_util::BodyExt as _;
 use tokio::time::{Instant, timeout};
 use tower_http::catch_panic::CatchPanicLayer;
 
-use super::App;
-use super::current::Current;
 use crate::formats::openai::ErrorCode;
 use crate::formats::openai::{ApiError, Endpoint, request_id};
 use crate::net::head::refused_head;
 use crate::observe::access::AccessRecord;
+use crate::observe::page::{self, Metrics};
 use crate::observe::trace::RequestTrace;
+use crate::pools::latest::Latest;
 use crate::pools::readiness;
+use crate::pools::serving::Pools;
 use crate::proxy;
 use crate::proxy::catalog;
+use crate::proxy::context::RequestContext;
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -39,7 +41,7 @@ const PROBES: [&str; 4] = ["/live", "/health", "/ready", "/metrics"];
 /// Maximum path length in an access log line.
 const PATH_CHARS_MAX: usize = 128;
 
-pub(super) fn clients(current: Current) -> Router {
+pub(super) fn clients(context: Latest<RequestContext>, probes: Router) -> Router {
     let ask = |endpoint: Endpoint| {
         post(move |state, request| proxy::answer(endpoint, state, request))
             .fallback(|| async { ApiError::method_not_allowed("POST") })
@@ -51,19 +53,27 @@ pub(super) fn clients(current: Current) -> Router {
     routes
         .route("/v1/models", get(catalog::list))
         .route("/v1/models/{*id}", get(catalog::one))
-        .route("/metrics", get(readiness::public_metrics))
-        .merge(readiness::routes())
-        .with_state(current.clone())
+        .with_state(context.clone())
+        .merge(probes)
         .fallback(|| async { ApiError::not_found() })
         .method_not_allowed_fallback(|| async { ApiError::method_not_allowed("GET, HEAD") })
         .layer(CatchPanicLayer::custom(panicked))
-        .layer(from_fn_with_state(current, named))
+        .layer(from_fn_with_state(context, named))
+}
+
+/// Probes, and the metrics page if `metrics_public` is true.
+pub(super) fn probes(pools: Latest<Pools>, metrics: Option<Metrics>) -> Router {
+    let current = pools.clone();
+    let page = async move || match current.get().settings.gateway.metrics_public {
+        true => page::respond(metrics.as_ref()).await,
+        false => ApiError::not_found().into_response(),
+    };
+    readiness::routes().with_state(pools).route("/metrics", get(page))
 }
 
 /// Routes for connections above `connections_max`: probes only.
-pub(super) fn overflow(current: Current) -> Router {
-    let probes = Router::new().route("/metrics", get(readiness::public_metrics)).merge(readiness::routes());
-    probes.with_state(current).fallback(too_many_connections)
+pub(super) fn overflow(probes: Router) -> Router {
+    probes.fallback(too_many_connections)
 }
 
 /// Time limit for reading the body of a rejected request.
@@ -78,8 +88,8 @@ async fn too_many_connections(request: Request) -> ApiError {
 }
 
 /// Assigns an id to requests without a valid one; the response carries it.
-async fn named(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
-    let id = request_id(request.headers()).map_or_else(|| app.ids.public(), str::to_owned);
+async fn named(State(context): State<Arc<RequestContext>>, mut request: Request, next: Next) -> Response {
+    let id = request_id(request.headers()).map_or_else(|| context.ids.public(), str::to_owned);
     let id = HeaderValue::try_from(id).expect("request ids are valid header values");
     request.headers_mut().insert(REQUEST_ID, id.clone());
     let is_anthropic = Endpoint::of_path(request.uri().path()).is_some_and(Endpoint::is_anthropic);

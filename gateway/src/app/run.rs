@@ -12,13 +12,14 @@ use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::time::{Instant, sleep};
 
-use super::current::Current;
 use super::reload::Reloader;
 use super::{Gateway, LoadSettings};
 use crate::net::listener::Drained;
 use crate::net::listener::PassedSockets;
 use crate::observe::log::{start_log, write_problems};
 use crate::observe::page::Metrics;
+use crate::pools::latest::Latest;
+use crate::pools::serving::Pools;
 use crate::pools::{readiness, workers};
 use crate::settings::{AccessLog, LogFormat, Settings, parse_level};
 
@@ -113,7 +114,7 @@ async fn started(settings: Settings, load: LoadSettings, sockets: PassedSockets)
     let admin_address = gateway.admin_address().map(tracing::field::display);
     tracing::info!(address = %gateway.address(), admin_address, version = env!("CARGO_PKG_VERSION"), "listening");
     let reloads = tokio::spawn(reload_at(hangups, Arc::clone(&gateway.reloader)));
-    let readiness = tokio::spawn(notify_when_ready(gateway.current.clone()));
+    let readiness = tokio::spawn(notify_when_ready(gateway.running.pools.clone()));
     let ended = run_until(gateway, signals).await;
     reloads.abort();
     readiness.abort();
@@ -124,10 +125,9 @@ async fn started(settings: Settings, load: LoadSettings, sockets: PassedSockets)
 pub async fn run_until(gateway: Gateway, mut signals: mpsc::Receiver<Signal>) -> Ended {
     let signal = signals.recv().await;
     // The current timeouts, which a reload may have changed.
-    let app = gateway.current.get();
-    let drain_delay = Duration::from_millis(app.settings.gateway.drain_delay_ms);
-    let drain_timeout = Duration::from_millis(app.settings.gateway.drain_timeout_ms);
-    drop(app);
+    let settings = Arc::clone(&gateway.running.pools.get().settings);
+    let drain_delay = Duration::from_millis(settings.gateway.drain_delay_ms);
+    let drain_timeout = Duration::from_millis(settings.gateway.drain_timeout_ms);
     let Some(signal) = signal else {
         // The sender of signals is gone, so no signal could end the gateway later.
         return Ended::Drained(gateway.shutdown(drain_timeout).await);
@@ -158,10 +158,10 @@ pub async fn run_until(gateway: Gateway, mut signals: mpsc::Receiver<Signal>) ->
 
 /// Notifies the service manager when the gateway is ready, or after the warm-up time: a gateway without engines has
 /// started, too.
-async fn notify_when_ready(current: Current) {
+async fn notify_when_ready(pools: Latest<Pools>) {
     let started = Instant::now();
-    let warm_up = Duration::from_millis(current.get().settings.gateway.warm_up_ms);
-    while !readiness::is_ready(&current.get()).await && started.elapsed() < warm_up {
+    let warm_up = Duration::from_millis(pools.get().settings.gateway.warm_up_ms);
+    while !readiness::is_ready(&pools.get()).await && started.elapsed() < warm_up {
         sleep(READY_INTERVAL).await;
     }
     notify(ServiceState::Ready);

@@ -6,11 +6,13 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use metrics::{Counter, Gauge, Histogram};
 
 use crate::observe::activity::Activity;
 use crate::observe::metric::Metric;
+use crate::observe::throttle::LogThrottle;
 
 use crate::formats::openai::Endpoint;
 
@@ -221,6 +223,9 @@ impl MigrationResult {
     }
 }
 
+/// Log interval of cut-off responses.
+const BROKEN_STREAM_LOG_INTERVAL: Duration = Duration::from_secs(10);
+
 /// Statuses with cached counters; others are looked up.
 const COMMON: [u16; 10] = [200, 400, 401, 404, 429, CLIENT_LEFT, 500, 502, 503, 504];
 
@@ -298,6 +303,8 @@ pub(crate) struct Meters {
     pub(crate) denied: Counter,
     pub(crate) client_gone: Counter,
     pub(crate) broken: [Counter; StreamBreak::ALL.len()],
+    /// Limits the log lines of cut-off responses.
+    pub(crate) broken_streams: LogThrottle,
     /// Whether requests in flight are being cut off.
     pub(crate) is_deadline_passed: AtomicBool,
     /// Of requests without a model.
@@ -313,6 +320,7 @@ impl Meters {
             denied: metrics::counter!(DENIED.name),
             client_gone: metrics::counter!(CLIENT_GONE.name),
             broken: StreamBreak::ALL.map(broken),
+            broken_streams: LogThrottle::new(BROKEN_STREAM_LOG_INTERVAL),
             is_deadline_passed: AtomicBool::new(false),
             nameless: Arc::new(ModelMeters::of("")),
         }

@@ -16,17 +16,18 @@ use tokio::time::{Instant, timeout};
 
 use super::session::PartsBody;
 use super::{PickRules, TEST_SELECTION};
+use crate::admission::admit::Admitted;
 use crate::admission::leases::QuotaLease;
-use crate::app::App;
 use crate::formats::openai::ErrorCode;
 use crate::formats::openai::{ApiError, Endpoint, request_id};
 use crate::observe::trace::RequestTrace;
 use crate::pools::disaggregation::{PrefillPool, PrefillResult};
-use crate::pools::models::Model;
+use crate::pools::model::Model;
 use crate::pools::readiness::causes::placement_error;
 use crate::pools::workers::WorkerRequest;
 use crate::proxy::account::Account;
-use crate::proxy::prepare::{Admitted, Prepared, admit};
+use crate::proxy::context::RequestContext;
+use crate::proxy::prepare::Prepared;
 use crate::proxy::{Answer, Limits, WorkerResponse, checked_kind, discard, failure_outcome, follow, receive};
 use crate::settings::MessagesMode;
 
@@ -72,28 +73,28 @@ struct RoutedRequest {
 }
 
 /// Chooses and books a rank. The error is the response for the client.
-pub(super) async fn decide(app: Arc<App>, arrival: Arrival) -> Result<Box<Picked>, Response<Body>> {
-    let request_id = request_id(&arrival.headers).map_or_else(|| app.ids.public(), str::to_owned);
+pub(super) async fn decide(context: Arc<RequestContext>, arrival: Arrival) -> Result<Box<Picked>, Response<Body>> {
+    let request_id = request_id(&arrival.headers).map_or_else(|| context.ids.public(), str::to_owned);
     let path = arrival.path.split('?').next().unwrap_or_default();
     let requested = Endpoint::of_path(path);
     // Counts of tokens cause no work in the engine.
     let is_routed = |endpoint: &Endpoint| arrival.has_body && *endpoint != Endpoint::CountTokens;
     let Some(endpoint) = requested.filter(is_routed) else {
-        return decide_by_load(&app, arrival, requested, request_id)
+        return decide_by_load(&context, arrival, requested, request_id)
             .await
             .map(Box::new)
             .map_err(ApiError::into_response);
     };
-    let mut account = Account::begin(&app.meters, endpoint);
+    let mut account = Account::begin(&context.meters, endpoint);
     account.access.request_id.clone_from(&request_id);
     account.trace = RequestTrace::of(&arrival.headers);
-    if let Some(tracing) = &app.tracing {
+    if let Some(tracing) = &context.tracing {
         account.trace.begin(tracing, endpoint.path(), account.started());
     }
-    match decide_by_prompt(&app, &mut account, endpoint, arrival, &request_id).await {
+    match decide_by_prompt(&context, &mut account, endpoint, arrival, &request_id).await {
         Ok((placement, prefill, Destination { endpoints, authorization }, mut prepared)) => {
-            if let Some((prefill, pool)) = prefill.as_ref().zip(prepared.model.prefill.as_ref()) {
-                account.prefill_sent(&pool.model.meters, prefill);
+            if let Some((prefill, side)) = prefill.as_ref().zip(prepared.model.prefill.as_ref()) {
+                account.prefill_sent(&side.model.meters, prefill);
             }
             account.sent(&placement);
             let sent = prepared.model.workers.sent(&placement);
@@ -125,15 +126,15 @@ pub(super) async fn decide(app: Arc<App>, arrival: Arrival) -> Result<Box<Picked
 }
 
 async fn decide_by_prompt(
-    app: &Arc<App>,
+    context: &Arc<RequestContext>,
     account: &mut Account,
     endpoint: Endpoint,
     arrival: Arrival,
     request_id: &str,
 ) -> Result<(Placement, Option<Box<Placement>>, Destination, Prepared), ApiError> {
     let Arrival { headers, body, subset, rules, .. } = arrival;
-    let limits = limits(app, &headers);
-    let Admitted { tenant, quota } = match admit(app, Some(endpoint), &headers) {
+    let limits = limits(context, &headers);
+    let Admitted { tenant, quota } = match context.admission.admit(Some(endpoint), &headers) {
         Ok(admitted) => admitted,
         Err(error) => {
             discard(body, limits).await;
@@ -143,24 +144,24 @@ async fn decide_by_prompt(
     account.quota = quota;
     account.access.tenant = tenant.map(|tenant| tenant.name.clone());
     let waits = Instant::now();
-    let received = receive(body, limits, &app.bodies).await;
+    let received = receive(body, limits, &context.admission.bodies).await;
     account.waited_since(waits);
     // The proxy forwards the response, so that it cannot be converted.
     let messages = Some(MessagesMode::Pass);
-    let prepared = Prepared::new(app, account, endpoint, (&headers, received?), tenant, messages).await?;
+    let prepared = Prepared::new(context, account, endpoint, (&headers, received?), tenant, messages).await?;
     let mut request = prepared.request();
-    request.request_id = Some(app.ids.booking(request_id).into());
+    request.request_id = Some(context.ids.booking(request_id).into());
     let allowed = allowed_workers(&prepared.model.router, subset.as_deref(), &headers, rules)?;
     request.options.constraints.allowed_workers = allowed;
     request.options.phases = account.trace.wants_phases();
     let routed = Instant::now();
-    let pool = prepared.model.prefill.as_ref();
+    let pool = prepared.model.prefill.as_ref().map(|side| &side.pool);
     request.options.routing_hashes = pool.is_some_and(|pool| pool.pools.hashes_alike());
-    let placement = place(app, &prepared.model, request.clone()).await?;
+    let placement = place(context, &prepared.model, request.clone()).await?;
     account.placed_since(routed, &placement);
     let routed = Instant::now();
     let prefill = match pool {
-        Some(pool) => place_prefill(app, pool, request.clone(), &placement).await?,
+        Some(pool) => place_prefill(context, pool, request.clone(), &placement).await?,
         None => None,
     };
     account.waited_since(routed);
@@ -171,7 +172,7 @@ async fn decide_by_prompt(
 /// Books the prefill of a request on another rank, if the conditions for it hold. A sidecar of the decode worker sends
 /// the prefill leg.
 async fn place_prefill(
-    app: &App,
+    context: &RequestContext,
     pool: &PrefillPool,
     mut request: RouteRequest<'_>,
     decode: &Placement,
@@ -182,7 +183,7 @@ async fn place_prefill(
     let constraints = Constraints { required_taints, preferred_taints, excluded_ranks, ..Constraints::default() };
     // The proxy does not report the end of the prefill leg, which precedes the head of the response.
     request.options.not_streamed = true;
-    let within = Duration::from_millis(app.settings.gateway.queue_timeout_ms);
+    let within = Duration::from_millis(context.settings.gateway.queue_timeout_ms);
     let placed = timeout(within, pool.pools.place_prefill(request, &constraints, decode)).await;
     match placed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| error.error)? {
         PrefillPlacement::Remote(prefill) => {
@@ -203,20 +204,24 @@ async fn place_prefill(
 
 /// Chooses a rank for a request without a readable prompt, such as a list of models.
 async fn decide_by_load(
-    app: &Arc<App>,
+    context: &Arc<RequestContext>,
     arrival: Arrival,
     endpoint: Option<Endpoint>,
     request_id: String,
 ) -> Result<Picked, ApiError> {
     let Arrival { headers, body, has_body, subset, rules, .. } = arrival;
-    let Admitted { quota, .. } = admit(app, endpoint, &headers)?;
-    let model = app.models.of_clients().next().ok_or_else(ApiError::not_found)?;
-    let body = if has_body { receive(body, limits(app, &headers), &app.bodies).await? } else { Bytes::new() };
+    let Admitted { quota, .. } = context.admission.admit(endpoint, &headers)?;
+    let model = context.models.of_clients().next().ok_or_else(ApiError::not_found)?;
+    let body = if has_body {
+        receive(body, limits(context, &headers), &context.admission.bodies).await?
+    } else {
+        Bytes::new()
+    };
     let mut request = RouteRequest::query(Prompt::Tokens(&[]));
-    request.request_id = Some(app.ids.booking(&request_id).into());
+    request.request_id = Some(context.ids.booking(&request_id).into());
     let allowed = allowed_workers(&model.router, subset.as_deref(), &headers, rules)?;
     request.options.constraints.allowed_workers = allowed;
-    let placement = place(app, model, request.clone()).await?;
+    let placement = place(context, model, request.clone()).await?;
     let Destination { endpoints, authorization } = destination(model, &placement, request, rules).await?;
     let limits = quota.as_ref().map(QuotaLease::headers).unwrap_or_default();
     Ok(Picked {
@@ -233,8 +238,8 @@ async fn decide_by_load(
     })
 }
 
-async fn place(app: &App, model: &Model, request: RouteRequest<'_>) -> Result<Placement, ApiError> {
-    let within = Duration::from_millis(app.settings.gateway.queue_timeout_ms);
+async fn place(context: &RequestContext, model: &Model, request: RouteRequest<'_>) -> Result<Placement, ApiError> {
+    let within = Duration::from_millis(context.settings.gateway.queue_timeout_ms);
     let routed = timeout(within, model.router.route(request)).await;
     routed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| placement_error(&model.router, error))
 }
@@ -336,8 +341,8 @@ fn is_at(address: &str, endpoint: &str) -> bool {
     address == endpoint || host == endpoint || bare == endpoint
 }
 
-fn limits(app: &App, headers: &HeaderMap) -> Limits {
-    let settings = &app.settings.gateway;
+fn limits(context: &RequestContext, headers: &HeaderMap) -> Limits {
+    let settings = &context.settings.gateway;
     Limits {
         bytes_max: settings.body_bytes_max,
         frame_timeout: Duration::from_millis(settings.body_timeout_ms),
@@ -368,7 +373,7 @@ impl Picked {
 
     /// Moves the booking to the worker that serves the request, because the chosen one failed. Returns whether there is
     /// such a worker; otherwise the booking ends.
-    pub(super) async fn move_to(&mut self, app: &App, served: &str) -> bool {
+    pub(super) async fn move_to(&mut self, context: &RequestContext, served: &str) -> bool {
         let Some(routed) = &mut self.routed else { return false };
         let workers = routed.prepared.model.router.workers();
         let entry = workers.iter().find(|entry| address(&entry.config.endpoint) == served);
@@ -380,7 +385,7 @@ impl Picked {
             return false;
         };
         let mut request = routed.prepared.request();
-        request.request_id = Some(app.ids.booking(&self.request_id).into());
+        request.request_id = Some(context.ids.booking(&self.request_id).into());
         let rank = entry.ranks.first().map(|rank: &WorkerRank| rank.rank);
         request.options.constraints.pin = Some(Pin { worker: entry.worker, rank, mode: PinMode::Hard });
         request.options.do_not_queue = true;
@@ -398,7 +403,7 @@ impl Picked {
     /// Follows the response; `None` if nobody reads it.
     pub(super) fn follow(
         self,
-        app: &Arc<App>,
+        context: &Arc<RequestContext>,
         (status, headers): (StatusCode, HeaderMap),
         body: PartsBody,
     ) -> Option<Answer<PartsBody>> {
@@ -427,7 +432,7 @@ impl Picked {
             is_reported,
             prefill: None,
         };
-        Some(follow(app, account, begin, &self.request_id))
+        Some(follow(context, account, begin, &self.request_id))
     }
 }
 

@@ -29,9 +29,11 @@ use tonic::server::{Grpc, ServerStreamingService, StreamingService, UnaryService
 use tonic::{Response, Status};
 use tonic_prost::ProstCodec;
 
-use crate::app::current::Current;
 use crate::observe::requests::PICKS;
+use crate::pools::latest::Latest;
 use crate::pools::readiness;
+use crate::pools::serving::Pools;
+use crate::proxy::context::RequestContext;
 use crate::settings::PickerSettings;
 use exchange::Exchange;
 use session::Session;
@@ -72,13 +74,13 @@ impl PickerMeters {
 }
 
 /// Routes of the picker's listener.
-pub(crate) fn routes(current: Current, settings: &PickerSettings) -> Router {
+pub(crate) fn routes(context: Latest<RequestContext>, pools: Latest<Pools>, settings: &PickerSettings) -> Router {
     let process = Process {
-        current: current.clone(),
+        context,
         meters: Arc::new(PickerMeters::new()),
         rules: PickRules { has_fallback: settings.fallback, is_conformance: settings.conformance },
     };
-    let health = Health { current };
+    let health = Health { pools };
     let watch = health.clone();
     Router::new()
         .route(
@@ -119,7 +121,7 @@ pub(crate) fn routes(current: Current, settings: &PickerSettings) -> Router {
 /// `ExternalProcessor.Process`.
 #[derive(Clone)]
 struct Process {
-    current: Current,
+    context: Latest<RequestContext>,
     meters: Arc<PickerMeters>,
     rules: PickRules,
 }
@@ -141,7 +143,7 @@ impl StreamingService<ProcessingRequest> for Process {
     fn call(&mut self, request: tonic::Request<Streaming<ProcessingRequest>>) -> Self::Future {
         let (answers, receiver) = mpsc::channel(ANSWERS_MAX);
         let session = Session {
-            app: self.current.get(),
+            context: self.context.get(),
             meters: Arc::clone(&self.meters),
             rules: self.rules,
             answers: answers.clone(),
@@ -169,12 +171,12 @@ impl StreamingService<ProcessingRequest> for Process {
 /// `grpc.health.v1.Health`: `liveness` always serves, other services when `/ready` is 200.
 #[derive(Clone)]
 struct Health {
-    current: Current,
+    pools: Latest<Pools>,
 }
 
 impl Health {
     async fn reply(&self, service: &str) -> HealthCheckResponse {
-        HealthCheckResponse::of(service == "liveness" || readiness::is_ready(&self.current.get()).await)
+        HealthCheckResponse::of(service == "liveness" || readiness::is_ready(&self.pools.get()).await)
     }
 }
 
@@ -200,7 +202,7 @@ impl ServerStreamingService<HealthCheckRequest> for Health {
             let mut last = None;
             loop {
                 // An open watch would delay the shutdown. Read before the reply, so that the last one is `NOT_SERVING`.
-                let is_draining = health.current.get().readiness.is_draining();
+                let is_draining = health.pools.get().readiness.is_draining();
                 let reply = health.reply(&service).await;
                 if last.as_ref() != Some(&reply) {
                     last = Some(reply.clone());

@@ -24,9 +24,9 @@ use super::wire::{
     Struct, ToProxy, metadata,
 };
 use super::{DESTINATION, LB_NAMESPACE, PickRules, PickerMeters, SERVED, SUBSET, SUBSET_NAMESPACE, TEST_SERVED};
-use crate::app::App;
 use crate::formats::openai::{API_KEY, stripped_headers};
 use crate::proxy::Answer;
+use crate::proxy::context::RequestContext;
 
 /// Address of the prefill worker, as llm-d's sidecar reads it.
 const PREFILLER: &str = "x-prefiller-host-port";
@@ -41,7 +41,7 @@ type Deciding = Pin<Box<dyn Future<Output = Result<Box<Picked>, Response<Body>>>
 
 /// An exchange in progress.
 pub(super) struct Session {
-    pub(super) app: Arc<App>,
+    pub(super) context: Arc<RequestContext>,
     pub(super) meters: Arc<PickerMeters>,
     pub(super) rules: PickRules,
     pub(super) answers: Answers,
@@ -160,7 +160,7 @@ impl Session {
             subset: context.texts(SUBSET_NAMESPACE, SUBSET),
             rules: self.rules,
         };
-        self.deciding = Some(Box::pin(decide(Arc::clone(&self.app), arrival)));
+        self.deciding = Some(Box::pin(decide(Arc::clone(&self.context), arrival)));
     }
 
     /// Ends the body after the piece that waits.
@@ -231,10 +231,12 @@ impl Session {
         match &picked.authorization {
             Some(key) => headers.set(AUTHORIZATION.as_str(), Bytes::copy_from_slice(key.as_bytes())),
             // The key of a tenant is meant for the picker.
-            None if !self.app.tenants.is_empty() => headers.remove_headers.push(AUTHORIZATION.as_str().to_owned()),
+            None if !self.context.admission.tenants.is_empty() => {
+                headers.remove_headers.push(AUTHORIZATION.as_str().to_owned())
+            }
             None => {}
         }
-        if !self.app.tenants.is_empty() {
+        if !self.context.admission.tenants.is_empty() {
             headers.remove_headers.push(API_KEY.as_str().to_owned());
         }
         (headers, metadata(LB_NAMESPACE, DESTINATION, &endpoints))
@@ -245,14 +247,14 @@ impl Session {
         let Some(mut picked) = self.picked.take() else { return };
         if let Some(served) = served(context).filter(|served| picked.endpoints.first() != Some(served)) {
             self.meters.moved.increment(1);
-            if !picked.move_to(&self.app, &served).await {
+            if !picked.move_to(&self.context, &served).await {
                 return;
             }
         }
         let status = status_of(&head);
         let (headers, _) = headers_of(&head);
         let (parts, received) = mpsc::unbounded_channel();
-        let answer = picked.follow(&self.app, (status, headers), PartsBody(received));
+        let answer = picked.follow(&self.context, (status, headers), PartsBody(received));
         self.response = answer.map(|answer| Following { parts, answer });
     }
 

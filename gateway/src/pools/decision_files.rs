@@ -18,8 +18,8 @@ use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
 use tokio::time::sleep;
 
-use crate::app::App;
-use crate::app::current::Current;
+use super::latest::Latest;
+use super::serving::Pools;
 use crate::formats::live::names::worker_name;
 use crate::observe::metric::Metric;
 use crate::settings::GatewaySettings;
@@ -48,21 +48,21 @@ pub(crate) struct DecisionFiles(Mutex<BTreeMap<String, DecisionWriter>>);
 
 impl DecisionFiles {
     /// Appends new entries once per [`INTERVAL`].
-    pub(crate) async fn write_continuously(self: Arc<Self>, current: Current) {
+    pub(crate) async fn write_continuously(self: Arc<Self>, latest: Latest<Pools>) {
         loop {
             sleep(INTERVAL).await;
-            self.write(&current.get()).await;
+            self.write(&latest.get()).await;
         }
     }
 
     /// Appends the new entries of every model.
-    pub(crate) async fn write(&self, app: &App) {
-        let gateway = &app.settings.gateway;
+    pub(crate) async fn write(&self, pools: &Pools) {
+        let gateway = &pools.settings.gateway;
         if gateway.decision_path.is_none() {
             return;
         }
         let mut writers = self.0.lock().await;
-        for model in app.models.all() {
+        for model in pools.models.all() {
             let (router, name) = (model.router.clone(), model.settings.name.clone());
             let mut writer = writers.remove(&name).unwrap_or_default();
             let settings = gateway.clone();

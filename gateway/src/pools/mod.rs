@@ -5,11 +5,15 @@
 
 pub(crate) mod decision_files;
 pub(crate) mod disaggregation;
-pub mod models;
+pub(crate) mod latest;
+pub mod model;
+pub(crate) mod models;
 #[cfg(feature = "kubernetes")]
 mod pods;
 pub(crate) mod rank_names;
 pub(crate) mod readiness;
+pub(crate) mod serving;
 mod sources;
+pub(crate) mod unread_events;
 pub(crate) mod warm;
 pub(crate) mod workers;

@@ -7,7 +7,7 @@ use pointsman::WorkerEntry;
 use pointsman::protocol::{WorkerId, WorkerRank};
 use serde_json::Value;
 
-use super::models::Model;
+use super::model::Model;
 use crate::formats::live::names::rank_name;
 
 /// Names of ranks: of the present workers, then of those that have left.

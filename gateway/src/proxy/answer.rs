@@ -19,11 +19,11 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::attempts::WorkerResponse;
 use super::split::PrefillReport;
-use crate::app::App;
 use crate::observe::requests::StreamBreak;
 use crate::pools::disaggregation::PrefillResult;
 use crate::pools::workers::WorkerRequest;
 use crate::proxy::account::Account;
+use crate::proxy::context::RequestContext;
 
 /// Reason of a cut-off response, seen only by the HTTP server.
 #[derive(Debug, thiserror::Error)]
@@ -63,7 +63,7 @@ impl Cut {
 
 /// Body polled by the client's connection, with the worker's body inside.
 pub(crate) struct Answer<B> {
-    app: Arc<App>,
+    context: Arc<RequestContext>,
     /// Absent after a move to the resumption of the response.
     account: Option<Account>,
     /// Whether the caller decides about the end of a failed response.
@@ -85,10 +85,15 @@ pub(crate) struct Answer<B> {
 }
 
 impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
-    pub(crate) fn new(app: &Arc<App>, account: Account, begin: WorkerResponse<B>, kind: AnswerKind) -> Self {
+    pub(crate) fn new(
+        context: &Arc<RequestContext>,
+        account: Account,
+        begin: WorkerResponse<B>,
+        kind: AnswerKind,
+    ) -> Self {
         let WorkerResponse { placement, sent, head: _, body, checked, output_tokens, is_reported, prefill } = begin;
-        let app = Arc::clone(app);
-        let idle_max = Duration::from_millis(app.settings.gateway.idle_timeout_ms);
+        let context = Arc::clone(context);
+        let idle_max = Duration::from_millis(context.settings.gateway.idle_timeout_ms);
         let mut body = placement.wrap_body(body, kind);
         if let Some(tokens) = output_tokens {
             body = body.expecting(tokens);
@@ -103,7 +108,7 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
             body = body.without_cached_tokens();
         }
         let mut answer = Self {
-            app,
+            context,
             account: Some(account),
             defers_cut: false,
             body: Some(body),
@@ -189,7 +194,7 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
         let reason = cut.reason();
         if let Some(account) = &mut self.account {
             account.broke(reason);
-            if let Some(suppressed) = self.app.broken_streams.next_line(Instant::now()) {
+            if let Some(suppressed) = self.context.meters.broken_streams.next_line(Instant::now()) {
                 let request_id = account.access.request_id.as_str();
                 let (worker, rank) = account.access.worker();
                 tracing::warn!(request_id, worker, rank, reason = reason.name(), suppressed, "response cut off: {cut}");

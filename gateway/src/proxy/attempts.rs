@@ -28,15 +28,15 @@ use super::engine_abort::EngineAbort;
 use super::exchange::{Checked, exchange};
 use super::failure::{Ending, FailedAttempt, Failure, Failures, counted_failure};
 use super::split::{AttemptError, PrefillReport, Split, Started};
-use crate::app::App;
 use crate::formats::handover::Protocol;
 use crate::formats::openai::{ApiError, Authorization, Endpoint, ToWorker, to_worker};
 use crate::net::upstream::UpstreamError;
 use crate::observe::requests::RetryReason;
-use crate::pools::models::Model;
+use crate::pools::model::Model;
 use crate::pools::readiness::causes::placement_error;
 use crate::pools::workers::{WorkerMeters, WorkerRequest};
 use crate::proxy::account::Account;
+use crate::proxy::context::RequestContext;
 
 /// Maximum unreachable workers per request. They count neither as attempts nor against the retry budget, because no
 /// engine did any work.
@@ -44,7 +44,7 @@ const UNREACHABLE_MAX: u32 = 16;
 
 /// Data sent by every attempt of a request.
 pub(super) struct AttemptLoop<'a> {
-    pub(super) app: &'a Arc<App>,
+    pub(super) context: &'a Arc<RequestContext>,
     pub(super) model: &'a Arc<Model>,
     pub(super) endpoint: Endpoint,
     /// Headers of the client.
@@ -93,11 +93,11 @@ impl AttemptLoop<'_> {
         reports.has_counted = !self.failed.is_empty();
         request.options.phases = account.trace.wants_phases();
         request.options.routing_hashes |= self.split.as_ref().is_some_and(Split::needs_hashes);
-        let attempts_max = self.app.settings.gateway.attempts_max;
+        let attempts_max = self.context.settings.gateway.attempts_max;
         let (mut counted, mut unreachable, mut holds_retry) = (0, 0, false);
         let mut last_worker: Option<Arc<WorkerMeters>> = None;
         for attempt in 1.. {
-            let booking_id = self.app.ids.booking(self.request_id);
+            let booking_id = self.context.ids.booking(self.request_id);
             request.request_id = Some(booking_id.into());
             request.options.deadline = deadline.map(|deadline| deadline.saturating_sub(started.elapsed()));
             // The target counts from the request head. A target of zero would be invalid.
@@ -115,7 +115,7 @@ impl AttemptLoop<'_> {
                 // No other rank can serve the request, so the collected errors decide.
                 Err(_) => {
                     if holds_retry {
-                        self.app.retry_budget.give_back(Instant::now());
+                        self.context.admission.retry_budget.give_back(Instant::now());
                     }
                     break;
                 }
@@ -221,7 +221,7 @@ impl AttemptLoop<'_> {
         excluded: &mut ExcludedRanks,
         ttft: (Option<Duration>, Duration),
     ) -> Result<Placement, ApiError> {
-        let within = Duration::from_millis(self.app.settings.gateway.queue_timeout_ms);
+        let within = Duration::from_millis(self.context.settings.gateway.queue_timeout_ms);
         let mut route = async |excluded_ranks: &BTreeSet<WorkerRank>| {
             request.options.constraints.excluded_ranks.clone_from(excluded_ranks);
             let routed = timeout(within, self.model.router.route(request.clone())).await;
@@ -258,13 +258,13 @@ impl AttemptLoop<'_> {
         let mut request = self.request_to(self.model, placement, outgoing).map_err(Failure::NoResponse)?;
         account.sent(placement);
         account.trace.inject(request.headers_mut());
-        let (upstream, kinds) = (self.app.upstream.clone(), (self.endpoint, self.kind));
+        let (upstream, kinds) = (self.context.upstream.clone(), (self.endpoint, self.kind));
         exchange(upstream, request, kinds, self.response_time_max(), |status| sent.answered(status)).await
     }
 
     /// Longest time until a response is known to be valid.
     pub(super) fn response_time_max(&self) -> Duration {
-        let settings = &self.app.settings.gateway;
+        let settings = &self.context.settings.gateway;
         Duration::from_millis(match self.kind {
             AnswerKind::Events => settings.first_byte_timeout_ms,
             AnswerKind::Json => settings.answer_timeout_ms,
@@ -273,9 +273,9 @@ impl AttemptLoop<'_> {
 
     /// Takes a retry from the budget.
     pub(super) fn takes_retry(&self) -> bool {
-        let takes = self.app.retry_budget.take(Instant::now());
+        let takes = self.context.admission.retry_budget.take(Instant::now());
         if !takes {
-            self.app.meters.retry_denied();
+            self.context.meters.retry_denied();
         }
         takes
     }
@@ -308,14 +308,14 @@ impl AttemptLoop<'_> {
         let (false, Ok(key)) = (ids.is_empty(), key) else { return EngineAbort::default() };
         let authorization = self.authorization(key.as_ref());
         let own = ToWorker { request_id: self.request_id, data_parallel_rank: None, authorization };
-        EngineAbort::new(&self.app.upstream, placement.endpoint(), &to_worker(self.headers, own), ids)
+        EngineAbort::new(&self.context.upstream, placement.endpoint(), &to_worker(self.headers, own), ids)
     }
 
     /// The client's key is forwarded only without tenants, when it can only be meant for the worker.
     fn authorization<'a>(&self, key: Option<&'a HeaderValue>) -> Authorization<'a> {
         match key {
             Some(key) => Authorization::Key(key),
-            None if self.app.tenants.is_empty() => Authorization::Pass,
+            None if self.context.admission.tenants.is_empty() => Authorization::Pass,
             None => Authorization::Drop,
         }
     }

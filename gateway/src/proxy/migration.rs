@@ -24,15 +24,19 @@ use super::answer::{Answer, Cut};
 use super::attempts::{AttemptLoop, WorkerResponse, siblings};
 use super::begin::ResponseStart;
 use super::split::Split;
-use crate::app::App;
 use crate::formats::migration::{ResumableRequest, Resume, StreamJoiner, StreamState};
 use crate::observe::requests::MigrationResult;
 use crate::proxy::account::Account;
+use crate::proxy::context::RequestContext;
 use crate::proxy::prepare::Prepared;
 
 /// The resumable form of a request, if migrations are enabled. Its body replaces the prepared one.
-pub(super) fn resumable(app: &App, account: &mut Account, prepared: &mut Prepared) -> Option<ResumableRequest> {
-    if app.settings.gateway.stream_migrations_max == 0 || prepared.kind != AnswerKind::Events {
+pub(super) fn resumable(
+    context: &RequestContext,
+    account: &mut Account,
+    prepared: &mut Prepared,
+) -> Option<ResumableRequest> {
+    if context.settings.gateway.stream_migrations_max == 0 || prepared.kind != AnswerKind::Events {
         return None;
     }
     account.breaks_as(MigrationResult::Unsound);
@@ -58,7 +62,7 @@ impl Migration {
     /// Places the resume request and waits for the start of its response. Returns the account of the request in any case.
     async fn resume(
         self: Arc<Self>,
-        app: Arc<App>,
+        context: Arc<RequestContext>,
         mut account: Account,
         body: Bytes,
         output: (u32, Vec<u32>),
@@ -68,7 +72,7 @@ impl Migration {
         let (output_tokens, output_ids) = output;
         let split = model.prefill.as_ref().map(|pool| Split::new(pool, *worker_endpoint, body.clone(), *include_usage));
         let attempts = AttemptLoop {
-            app: &app,
+            context: &context,
             model,
             endpoint: *worker_endpoint,
             headers: &self.headers,
@@ -113,7 +117,7 @@ struct Resumption {
 
 /// Body polled by the client's connection: the joined streams of all attempts.
 pub(super) struct Migrating {
-    app: Arc<App>,
+    context: Arc<RequestContext>,
     answer: Answer<ResponseStart>,
     migration: Arc<Migration>,
     joiner: StreamJoiner,
@@ -130,14 +134,14 @@ pub(super) struct Migrating {
 
 impl Migrating {
     pub(super) fn new(
-        app: &Arc<App>,
+        context: &Arc<RequestContext>,
         answer: Answer<ResponseStart>,
         migration: Box<Migration>,
         rank: WorkerRank,
     ) -> Self {
-        let tokens_max = app.settings.gateway.stream_migration_tokens_max;
+        let tokens_max = context.settings.gateway.stream_migration_tokens_max;
         Self {
-            app: Arc::clone(app),
+            context: Arc::clone(context),
             answer: answer.deferring_cuts(),
             joiner: StreamJoiner::new(&migration.request, tokens_max),
             migration: migration.into(),
@@ -166,19 +170,19 @@ impl Migrating {
             Resume::Complete => return Ok(Some(self.joiner.complete(self.migration.prepared.prompt_tokens()))),
             Resume::Unknown => return Err(MigrationResult::Unsound),
         };
-        if self.migrations >= self.app.settings.gateway.stream_migrations_max {
+        if self.migrations >= self.context.settings.gateway.stream_migrations_max {
             return Err(MigrationResult::Failed);
         }
-        if !self.app.retry_budget.take(Instant::now()) {
-            self.app.meters.retry_denied();
+        if !self.context.admission.retry_budget.take(Instant::now()) {
+            self.context.meters.retry_denied();
             return Err(MigrationResult::Failed);
         }
         let account = self.answer.account().take().ok_or(MigrationResult::Failed)?;
         self.failed.insert(self.rank);
         self.failed.extend(siblings(&self.migration.prepared.model, self.rank));
         let output = (output.tokens(), output.token_ids().unwrap_or_default().to_vec());
-        let (migration, app) = (Arc::clone(&self.migration), Arc::clone(&self.app));
-        self.resuming = Some(Box::pin(migration.resume(app, account, body, output, self.failed.clone())));
+        let (migration, context) = (Arc::clone(&self.migration), Arc::clone(&self.context));
+        self.resuming = Some(Box::pin(migration.resume(context, account, body, output, self.failed.clone())));
         Ok(None)
     }
 
@@ -215,7 +219,7 @@ impl Migrating {
             output_tokens = self.joiner.output().tokens(),
             "stream resumed"
         );
-        self.answer = Answer::new(&self.app, account, begin, AnswerKind::Events).deferring_cuts();
+        self.answer = Answer::new(&self.context, account, begin, AnswerKind::Events).deferring_cuts();
     }
 }
 

@@ -10,6 +10,7 @@ mod attempts;
 mod begin;
 mod cached_tokens;
 pub(crate) mod catalog;
+pub(crate) mod context;
 mod engine_abort;
 mod exchange;
 mod failure;
@@ -35,15 +36,16 @@ use pointsman::answer::AnswerKind;
 use serde_json::json;
 use tokio::time::Instant;
 
+use crate::admission::admit::Admitted;
 use crate::admission::intake;
 pub(crate) use crate::admission::intake::{Limits, discard, receive, reserved};
-use crate::app::App;
 use crate::formats::openai::ErrorCode;
 use crate::formats::openai::{ApiError, Endpoint, request_id, to_client};
 use crate::observe::trace::RequestTrace;
 use crate::pools::disaggregation::PrefillResult;
 use crate::proxy::account::Account;
-use crate::proxy::prepare::{Admitted, Prepared, admit};
+use crate::proxy::context::RequestContext;
+use crate::proxy::prepare::Prepared;
 use crate::settings::MessagesMode;
 pub(crate) use answer::Answer;
 use attempts::AttemptLoop;
@@ -60,23 +62,27 @@ use split::Split;
 const PREFILL: HeaderName = HeaderName::from_static("x-pointsman-prefill");
 
 /// Serves a request to one of the endpoints.
-pub(crate) async fn answer(endpoint: Endpoint, State(app): State<Arc<App>>, request: Request<Body>) -> Response<Body> {
+pub(crate) async fn answer(
+    endpoint: Endpoint,
+    State(context): State<Arc<RequestContext>>,
+    request: Request<Body>,
+) -> Response<Body> {
     let (head, body) = request.into_parts();
-    let mut account = Account::begin(&app.meters, endpoint);
+    let mut account = Account::begin(&context.meters, endpoint);
     // The routing layer has set the id and adds it to every response.
     let request_id = request_id(&head.headers).unwrap_or_default();
     account.access.request_id = request_id.to_owned();
     account.trace = RequestTrace::of(&head.headers);
-    if let Some(tracing) = &app.tracing {
+    if let Some(tracing) = &context.tracing {
         account.trace.begin(tracing, endpoint.path(), account.started());
     }
-    let forwarded = forward(&app, &mut account, endpoint, &head.headers, request_id, body).await;
+    let forwarded = forward(&context, &mut account, endpoint, &head.headers, request_id, body).await;
     let response = match forwarded {
         Ok(Forwarded { begin, translation: None, migration }) => {
-            return start_response(&app, account, begin, request_id, migration);
+            return start_response(&context, account, begin, request_id, migration);
         }
         Ok(Forwarded { begin, translation: Some(translation), migration }) => {
-            return translation.of(start_response(&app, account, begin, request_id, migration)).await;
+            return translation.of(start_response(&context, account, begin, request_id, migration)).await;
         }
         Err(mut response) => {
             response.headers_mut().extend(account.quota_headers());
@@ -100,7 +106,7 @@ struct Forwarded {
 
 /// All steps before the first byte of the response. Errors and token counts are responses, too.
 async fn forward(
-    app: &Arc<App>,
+    context: &Arc<RequestContext>,
     account: &mut Account,
     endpoint: Endpoint,
     headers: &HeaderMap,
@@ -108,8 +114,8 @@ async fn forward(
     body: Body,
 ) -> Result<Forwarded, Response<Body>> {
     let refused = |error: ApiError| error.into_response();
-    let limits = body_limits(app, headers);
-    let Admitted { tenant, quota } = match admit(app, Some(endpoint), headers) {
+    let limits = body_limits(context, headers);
+    let Admitted { tenant, quota } = match context.admission.admit(Some(endpoint), headers) {
         Ok(admitted) => admitted,
         Err(error) => {
             intake::discard(body, limits).await;
@@ -118,11 +124,11 @@ async fn forward(
     };
     account.quota = quota;
     account.access.tenant = tenant.map(|tenant| tenant.name.clone());
-    app.retry_budget.requested(account.started());
-    let body = receive_body(app, account, limits, body).await?;
+    context.admission.retry_budget.requested(account.started());
+    let body = receive_body(context, account, limits, body).await?;
     // A count is computed here if possible. Otherwise an engine with this endpoint computes it.
     let messages = Some(MessagesMode::Pass).filter(|_| endpoint == Endpoint::CountTokens);
-    let prepared = Prepared::new(app, account, endpoint, (headers, body), tenant, messages).await;
+    let prepared = Prepared::new(context, account, endpoint, (headers, body), tenant, messages).await;
     let mut prepared = prepared.map_err(refused)?;
     if endpoint == Endpoint::CountTokens {
         if let Some(input_tokens) = prepared.prompt_tokens() {
@@ -137,12 +143,12 @@ async fn forward(
         model: prepared.requested_model.clone(),
         prompt_tokens: prepared.prompt_tokens().unwrap_or(0),
     });
-    let resumable = migration::resumable(app, account, &mut prepared);
+    let resumable = migration::resumable(context, account, &mut prepared);
     let (model, body, kind, endpoint) =
         (&prepared.model, prepared.body.clone(), prepared.kind, prepared.worker_endpoint);
     let split = model.prefill.as_ref().map(|pool| Split::new(pool, endpoint, body.clone(), prepared.include_usage));
     let failed = &BTreeSet::new();
-    let attempts = AttemptLoop { app, model, endpoint, headers, request_id, body, kind, split, failed };
+    let attempts = AttemptLoop { context, model, endpoint, headers, request_id, body, kind, split, failed };
     let begin = attempts.run(account, prepared.request()).await?;
     let migration = resumable
         .filter(|_| begin.checked == Some(AnswerKind::Events))
@@ -152,7 +158,7 @@ async fn forward(
 
 /// Response of a worker that has started one.
 fn start_response(
-    app: &Arc<App>,
+    context: &Arc<RequestContext>,
     account: Account,
     begin: WorkerResponse,
     request_id: &str,
@@ -163,7 +169,7 @@ fn start_response(
     let is_events = begin.checked == Some(AnswerKind::Events);
     let rank = begin.placement.rank();
     let limits = account.quota_headers();
-    let answer = follow(app, account, begin, request_id);
+    let answer = follow(context, account, begin, request_id);
     let corrections =
         prefill.as_ref().filter(|(result, _)| *result == PrefillResult::Remote).map(|(_, corrections)| corrections);
     let body = match (migration, corrections) {
@@ -172,7 +178,7 @@ fn start_response(
         (Some(migration), corrections) => {
             // The length changes with the events of other attempts.
             headers.remove(CONTENT_LENGTH);
-            let answer = Migrating::new(app, answer, migration, rank);
+            let answer = Migrating::new(context, answer, migration, rank);
             match corrections {
                 None => Body::new(answer),
                 Some(corrections) => Body::new(Corrected::new(answer, is_events, corrections.clone())),
@@ -189,7 +195,12 @@ fn start_response(
 }
 
 /// Follows a started response to its end.
-pub(crate) fn follow<B>(app: &Arc<App>, mut account: Account, begin: WorkerResponse<B>, request_id: &str) -> Answer<B>
+pub(crate) fn follow<B>(
+    context: &Arc<RequestContext>,
+    mut account: Account,
+    begin: WorkerResponse<B>,
+    request_id: &str,
+) -> Answer<B>
 where
     B: http_body::Body<Data = Bytes, Error: Display> + Unpin,
 {
@@ -204,18 +215,23 @@ where
     tracing::debug!(request_id, worker, rank, status = status.as_u16(), "answered");
     let content_type = begin.head.headers.get(CONTENT_TYPE);
     let kind = content_type.map_or(AnswerKind::Json, |value| AnswerKind::of_content_type(value.as_bytes()));
-    Answer::new(app, account, begin, kind)
+    Answer::new(context, account, begin, kind)
 }
 
-async fn receive_body(app: &App, account: &mut Account, limits: Limits, body: Body) -> Result<Bytes, Response<Body>> {
+async fn receive_body(
+    context: &RequestContext,
+    account: &mut Account,
+    limits: Limits,
+    body: Body,
+) -> Result<Bytes, Response<Body>> {
     let waits = Instant::now();
-    let taken = intake::receive(body, limits, &app.bodies).await;
+    let taken = intake::receive(body, limits, &context.admission.bodies).await;
     account.waited_since(waits);
     taken.map_err(ApiError::into_response)
 }
 
-fn body_limits(app: &App, headers: &HeaderMap) -> Limits {
-    let settings = &app.settings.gateway;
+fn body_limits(context: &RequestContext, headers: &HeaderMap) -> Limits {
+    let settings = &context.settings.gateway;
     let (bytes_max, frame_timeout) = (settings.body_bytes_max, Duration::from_millis(settings.body_timeout_ms));
     Limits { bytes_max, frame_timeout, expects_continue: headers.contains_key(EXPECT) }
 }

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::http::HeaderMap;
-use axum::http::header::AUTHORIZATION;
 use pointsman::answer::AnswerKind;
 
 use pointsman::schedule::Rejection;
@@ -15,13 +14,12 @@ use tokio::time::Instant;
 
 use super::account::Account;
 use super::reserved;
-use crate::admission::leases::QuotaLease;
 use crate::admission::tenants::Tenant;
-use crate::app::App;
 use crate::formats::anthropic::{Purpose, chat_body};
-use crate::formats::openai::{API_KEY, ApiError, ClientPrompt, Edits, Endpoint, RequestBody, request_options};
-use crate::pools::models::Model;
+use crate::formats::openai::{ApiError, ClientPrompt, Edits, Endpoint, RequestBody, request_options};
+use crate::pools::model::Model;
 use crate::pools::readiness::causes::placement_error;
+use crate::proxy::context::RequestContext;
 use crate::settings::MessagesMode;
 use crate::tokens::PromptMedia;
 
@@ -53,17 +51,17 @@ impl Prepared {
     /// # Errors
     /// 400 for an invalid header or body, 404 for an unknown model.
     pub(crate) async fn new(
-        app: &App,
+        context: &RequestContext,
         account: &mut Account,
         endpoint: Endpoint,
         (headers, body): (&HeaderMap, Bytes),
         tenant: Option<&Tenant>,
         messages: Option<MessagesMode>,
     ) -> Result<Self, ApiError> {
-        let (parsed, original) = parse(app, endpoint, body).await?;
+        let (parsed, original) = parse(context, endpoint, body).await?;
         let (model, adapter) = match parsed.model.as_deref() {
-            Some(name) => app.models.find(name).ok_or_else(|| ApiError::model_not_found(name))?,
-            None => (app.models.only().ok_or_else(model_missing)?, None),
+            Some(name) => context.models.find(name).ok_or_else(|| ApiError::model_not_found(name))?,
+            None => (context.models.only().ok_or_else(model_missing)?, None),
         };
         account.is_for(&model.meters);
         let mut options = options_of(headers, tenant)?;
@@ -72,7 +70,7 @@ impl Prepared {
             *session_id = tenant.session(session_id).into();
         }
         if endpoint != Endpoint::CountTokens {
-            hold(app, account, model, &mut options).await?;
+            hold(context, account, model, &mut options).await?;
         }
         let tenant_salt = tenant.map(|tenant| tenant.salt(parsed.cache_salt.as_deref()));
 
@@ -156,7 +154,11 @@ impl Prepared {
 ///
 /// # Errors
 /// 400 for an invalid body, 503 without memory for a second one.
-async fn parse(app: &App, endpoint: Endpoint, body: Bytes) -> Result<(RequestBody, Option<Bytes>), ApiError> {
+async fn parse(
+    context: &RequestContext,
+    endpoint: Endpoint,
+    body: Bytes,
+) -> Result<(RequestBody, Option<Bytes>), ApiError> {
     let purpose = match endpoint {
         Endpoint::Messages => Purpose::Generate,
         Endpoint::CountTokens => Purpose::Count,
@@ -171,7 +173,7 @@ async fn parse(app: &App, endpoint: Endpoint, body: Bytes) -> Result<(RequestBod
             return Ok((RequestBody::parse(endpoint, body)?, None));
         }
     };
-    let chat = reserved(chat_body(&body, purpose)?, &app.bodies).await?;
+    let chat = reserved(chat_body(&body, purpose)?, &context.admission.bodies).await?;
     Ok((RequestBody::parse(Endpoint::Chat, chat)?, Some(body)))
 }
 
@@ -179,8 +181,13 @@ async fn parse(app: &App, endpoint: Endpoint, body: Bytes) -> Result<(RequestBod
 ///
 /// # Errors
 /// 503 without a worker after that time. Without the setting, placement reports it.
-async fn hold(app: &App, account: &mut Account, model: &Model, options: &mut RequestOptions) -> Result<(), ApiError> {
-    let within = Duration::from_millis(app.settings.gateway.hold_without_endpoints_ms);
+async fn hold(
+    context: &RequestContext,
+    account: &mut Account,
+    model: &Model,
+    options: &mut RequestOptions,
+) -> Result<(), ApiError> {
+    let within = Duration::from_millis(context.settings.gateway.hold_without_endpoints_ms);
     if within.is_zero() {
         return Ok(());
     }
@@ -192,34 +199,6 @@ async fn hold(app: &App, account: &mut Account, model: &Model, options: &mut Req
     account.waited_since(since);
     options.deadline = options.deadline.map(|deadline| deadline.saturating_sub(since.elapsed()));
     Ok(())
-}
-
-/// A request that may enter.
-pub(crate) struct Admitted<'a> {
-    /// Tenant of the client; `None` without tenants.
-    pub(crate) tenant: Option<&'a Tenant>,
-    /// Its share of the limits.
-    pub(crate) quota: Option<QuotaLease>,
-}
-
-/// Authenticates the client and counts the request, if requests are accepted now. `endpoint` is absent for paths that
-/// are not routed by prompt.
-///
-/// # Errors
-/// 503 during a drain, 401 for an unknown client, 429 above a limit of the client.
-pub(crate) fn admit<'a>(
-    app: &'a App,
-    endpoint: Option<Endpoint>,
-    headers: &HeaderMap,
-) -> Result<Admitted<'a>, ApiError> {
-    if app.is_closing() {
-        return Err(ApiError::draining());
-    }
-    let api_key = endpoint.filter(|endpoint| endpoint.is_anthropic()).and_then(|_| headers.get(API_KEY));
-    match app.tenants.identify_any(headers.get(AUTHORIZATION), api_key)? {
-        Some(client) => Ok(Admitted { tenant: Some(client.tenant), quota: Some(client.admit()?) }),
-        None => Ok(Admitted { tenant: None, quota: None }),
-    }
 }
 
 fn model_missing() -> ApiError {

@@ -32,6 +32,7 @@ use crate::formats::handover::{LegBodies, NotSplit, PrefillResponse, Protocol, T
 use crate::formats::openai::{ApiError, Endpoint, to_client};
 use crate::net::upstream::Upstream;
 use crate::pools::disaggregation::{LegValues, PrefillPool, PrefillResult, PrefillValues};
+use crate::pools::model::PrefillSide;
 use crate::pools::readiness::causes::placement_error;
 use crate::pools::workers::WorkerRequest;
 use crate::proxy::account::Account;
@@ -44,7 +45,7 @@ const LINGER_MAX: Duration = Duration::from_secs(30);
 
 /// The legs of a request to a model with a prefill pool.
 pub(super) struct Split<'a> {
-    pool: &'a Arc<PrefillPool>,
+    side: &'a PrefillSide,
     bodies: Result<LegBodies, NotSplit>,
     include_usage: bool,
 }
@@ -180,19 +181,19 @@ struct Tries<'a> {
 }
 
 impl<'a> Split<'a> {
-    pub(super) fn new(pool: &'a Arc<PrefillPool>, endpoint: Endpoint, body: Bytes, include_usage: bool) -> Self {
-        Self { pool, bodies: LegBodies::parse(endpoint, pool.protocol(), body), include_usage }
+    pub(super) fn new(side: &'a PrefillSide, endpoint: Endpoint, body: Bytes, include_usage: bool) -> Self {
+        Self { side, bodies: LegBodies::parse(endpoint, side.pool.protocol(), body), include_usage }
     }
 
     /// Whether the hashes of the decode rank's placement serve the prefill pool.
     pub(super) fn needs_hashes(&self) -> bool {
-        self.bodies.is_ok() && self.pool.pools.hashes_alike()
+        self.bodies.is_ok() && self.side.pool.pools.hashes_alike()
     }
 
     /// Counts a request with a started response.
     pub(super) fn served(&self, prefill: Option<&PrefillReport>) {
         if let Some(prefill) = prefill {
-            self.pool.served(prefill.result);
+            self.side.pool.served(prefill.result);
         }
     }
 
@@ -207,8 +208,8 @@ impl<'a> Split<'a> {
         let Ok(bodies) = &self.bodies else {
             return self.on_decode_rank(attempts, account, (decode, sent), PrefillResult::Unsplit).await;
         };
-        let pool = self.pool;
-        let reports = Reports::new(&pool.model, AnswerKind::Json);
+        let (pool, model) = (&self.side.pool, &self.side.model);
+        let reports = Reports::new(model, AnswerKind::Json);
         let mut tries = Tries { excluded: BTreeSet::new(), failures: Failures::default(), reports };
         // Used once: after a failure the blocks may be gone.
         let mut previous_turn = pool.previous_turn(request.options.session_id.as_ref());
@@ -225,12 +226,13 @@ impl<'a> Split<'a> {
             if nth > 1
                 && let Some(reason) = tries.failures.reasons.last()
             {
-                pool.model.meters.retried(*reason);
+                model.meters.retried(*reason);
             }
-            account.prefill_sent(&pool.model.meters, &prefill);
+            account.prefill_sent(&model.meters, &prefill);
             pool.leg_sent(&prefill, decode);
-            let prefill_sent = pool.model.workers.sent(&prefill);
-            let ids = pool.transfer(&attempts.app.upstream, (&prefill, decode), attempts.app.ids.transfer()).await;
+            let prefill_sent = model.workers.sent(&prefill);
+            let ids =
+                pool.transfer(&attempts.context.upstream, (&prefill, decode), attempts.context.ids.transfer()).await;
             let (transfer, request_id) = match ids {
                 Ok((transfer, request_id)) => {
                     (Transfer { previous_turn: previous_turn.take(), ..transfer }, request_id)
@@ -246,7 +248,7 @@ impl<'a> Split<'a> {
             };
             let id = request_id.as_deref().unwrap_or(attempts.request_id);
             let (body, within) = (bodies.prefill(&transfer), attempts.response_time_max());
-            let to_prefill = attempts.request_to(&pool.model, &prefill, Outgoing::new(body, id).to(pool.protocol()));
+            let to_prefill = attempts.request_to(model, &prefill, Outgoing::new(body, id).to(pool.protocol()));
             let to_prefill = match to_prefill {
                 Ok(mut request) => {
                     account.trace.inject(request.headers_mut());
@@ -263,13 +265,13 @@ impl<'a> Split<'a> {
             };
             let (leg_values, values) = PrefillValues::of_leg();
             let leg = PrefillLeg {
-                upstream: attempts.app.upstream.clone(),
+                upstream: attempts.context.upstream.clone(),
                 request: to_prefill,
                 protocol: pool.protocol(),
                 within,
                 values: leg_values,
                 wants_logprobs: bodies.wants_prompt_logprobs(),
-                abort: attempts.abort_of(&pool.model, &prefill, bodies.abort_ids(&transfer)),
+                abort: attempts.abort_of(model, &prefill, bodies.abort_ids(&transfer)),
                 request_id: attempts.request_id.to_owned(),
             };
             let leg = leg.run(prefill, prefill_sent);
@@ -318,7 +320,7 @@ impl<'a> Split<'a> {
 
     fn next_turn(&self, request: &RouteRequest<'_>) -> Option<NextTurn> {
         let session = request.options.session_id.clone();
-        self.pool.settings.bidirectional.then(|| NextTurn { pool: Arc::clone(self.pool), session })
+        self.side.pool.settings.bidirectional.then(|| NextTurn { pool: Arc::clone(&self.side.pool), session })
     }
 
     /// Books a prefill rank other than the excluded ones.
@@ -335,19 +337,19 @@ impl<'a> Split<'a> {
         let constraints = Constraints {
             required_taints: given.required_taints.clone(),
             preferred_taints: given.preferred_taints.clone(),
-            excluded_ranks: excluded.iter().copied().chain(self.pool.ranks_at(decode.endpoint())).collect(),
+            excluded_ranks: excluded.iter().copied().chain(self.side.pool.ranks_at(decode.endpoint())).collect(),
             ..Constraints::default()
         };
         let mut prefill = request.clone();
-        prefill.request_id = Some(attempts.app.ids.booking(attempts.request_id).into());
+        prefill.request_id = Some(attempts.context.ids.booking(attempts.request_id).into());
         let options = &mut prefill.options;
         // The leg generates one token, and its end is reported as the first token.
         (options.expected_output_tokens, options.output_tokens_max, options.not_streamed) = (Some(1), Some(1), false);
-        let within = Duration::from_millis(attempts.app.settings.gateway.queue_timeout_ms);
-        let placed = timeout(within, self.pool.pools.place_prefill(prefill, &constraints, decode)).await;
+        let within = Duration::from_millis(attempts.context.settings.gateway.queue_timeout_ms);
+        let placed = timeout(within, self.side.pool.pools.place_prefill(prefill, &constraints, decode)).await;
         account.waited_since(waits);
         account.access.routed(waits.elapsed());
-        let failed = |error: DisaggError| placement_error(self.pool.pools.prefill(), error.error);
+        let failed = |error: DisaggError| placement_error(self.side.pool.pools.prefill(), error.error);
         placed.map_err(|_| ApiError::queue_timeout())?.map_err(failed)
     }
 
@@ -359,7 +361,7 @@ impl<'a> Split<'a> {
         (decode, sent): (&Placement, &mut WorkerRequest),
         result: PrefillResult,
     ) -> Result<Started, AttemptError> {
-        let outgoing = Outgoing::new(attempts.body.clone(), attempts.request_id).to(self.pool.protocol());
+        let outgoing = Outgoing::new(attempts.body.clone(), attempts.request_id).to(self.side.pool.protocol());
         sent.begin();
         let checked = attempts.attempt(account, decode, sent, outgoing).await.map_err(AttemptError::Failed)?;
         Ok(Started { checked, prefill: Some(PrefillReport::new(result)), served_by: None })
@@ -391,7 +393,7 @@ impl<'a> Split<'a> {
         }
         let body = bodies.decode(transfer, Some(response));
         drop((end.placement, end.sent));
-        let outgoing = Outgoing::new(body, request_id).to(self.pool.protocol());
+        let outgoing = Outgoing::new(body, request_id).to(self.side.pool.protocol());
         sent.begin();
         let checked = attempts.attempt(account, decode, sent, outgoing).await.map_err(SplitError::Decode)?;
         Ok(Started { checked, prefill: report(PrefillResult::Remote), served_by: None })
@@ -407,7 +409,7 @@ impl<'a> Split<'a> {
         leg: impl Future<Output = PrefillEnd> + Send + 'static,
     ) -> Result<Started, SplitError> {
         let Legs { bodies, transfer, request_id, values, next_turn } = legs;
-        let outgoing = Outgoing::new(bodies.decode(transfer, None), request_id).to(self.pool.protocol());
+        let outgoing = Outgoing::new(bodies.decode(transfer, None), request_id).to(self.side.pool.protocol());
         let request = attempts.request_to(attempts.model, decode, outgoing);
         let mut request = request.map_err(|error| SplitError::Decode(Failure::NoResponse(error)))?;
         account.sent(decode);
@@ -416,13 +418,13 @@ impl<'a> Split<'a> {
         let status = Arc::new(AtomicU16::new(0));
         let seen = Arc::clone(&status);
         let on_head = move |head: StatusCode| seen.store(head.as_u16(), Ordering::Relaxed);
-        let (upstream, kinds) = (attempts.app.upstream.clone(), (attempts.endpoint, attempts.kind));
+        let (upstream, kinds) = (attempts.context.upstream.clone(), (attempts.endpoint, attempts.kind));
         let within = attempts.response_time_max();
         let mut both = BothLegs {
             prefill: Some(Leg::start(leg)),
             decode: Some(Leg::start(async move { exchange(upstream, request, kinds, within, on_head).await })),
             decode_abort: attempts.abort_of(attempts.model, decode, bodies.abort_ids(transfer)),
-            lingers: (self.pool.protocol() == Protocol::Sglang).then_some(attempts.kind),
+            lingers: (self.side.pool.protocol() == Protocol::Sglang).then_some(attempts.kind),
         };
         let (checked, is_prefill_over) = loop {
             let BothLegs { prefill: Some(prefill), decode: Some(decode), .. } = &mut both else {
@@ -443,7 +445,7 @@ impl<'a> Split<'a> {
         let decode_abort = std::mem::take(&mut both.decode_abort);
         let leg = both.cancel().filter(|_| !is_prefill_over);
         let is_served = checked.as_ref().is_ok_and(|checked| checked.head.status.is_success());
-        if !is_served && self.pool.is_stale(&attempts.app.upstream, transfer).await {
+        if !is_served && self.side.pool.is_stale(&attempts.context.upstream, transfer).await {
             return Err(SplitError::Stale);
         }
         let checked = checked.map_err(SplitError::Decode)?;
@@ -468,7 +470,7 @@ impl<'a> Split<'a> {
         sent.worker().retried(failure.reason());
         tries.excluded.insert(placement.rank());
         if failure.outcome() == Outcome::ConnectFailed {
-            tries.excluded.extend(siblings(&self.pool.model, placement.rank()));
+            tries.excluded.extend(siblings(&self.side.model, placement.rank()));
         }
         let is_unreachable = failure.is_unreachable();
         tries.reports.add(&placement, &failure, sent);

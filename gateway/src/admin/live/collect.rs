@@ -14,7 +14,6 @@ use pointsman::{DiscoveryStatus, Health, KvSourceStatus, PendingClass, RankRepor
 use tokio::time::{Instant, timeout};
 
 use super::window::{self, HitWindow};
-use crate::app::App;
 use crate::formats::live::assess;
 use crate::formats::live::assess::{DiscoveryProblem, Level, ModelFacts, Problem, RankFacts, RankProblem};
 use crate::formats::live::names::{rank_name, worker_name};
@@ -22,9 +21,10 @@ use crate::formats::live::{
     ClassState, EngineState, EventsState, HitsState, LegPair, LegResult, LegsState, LiveSnapshot, ModelState,
     RANKS_MAX, RankState, ReplicaState, ShadowState,
 };
-use crate::pools::disaggregation::PrefillPool;
-use crate::pools::models::Model;
+use crate::pools::disaggregation::PrefillResult;
+use crate::pools::model::{Model, PrefillSide};
 use crate::pools::rank_names::RankNames;
+use crate::pools::serving::Pools;
 
 /// Longest wait for the reply of an actor.
 const REPLY_WAIT: Duration = Duration::from_millis(200);
@@ -34,10 +34,10 @@ const REPLY_WAIT: Duration = Duration::from_millis(200);
 pub(super) struct Windows(BTreeMap<String, HitWindow>);
 
 /// State of all models. `number` is that of the snapshot.
-pub(super) async fn snapshot(app: &App, windows: &mut Windows, number: u64, at_unix_ms: u64) -> LiveSnapshot {
+pub(super) async fn snapshot(pools: &Pools, windows: &mut Windows, number: u64, at_unix_ms: u64) -> LiveSnapshot {
     let mut models = Vec::new();
-    windows.0.retain(|name, _| app.models.all().iter().any(|model| model.settings.name == *name));
-    for model in app.models.all() {
+    windows.0.retain(|name, _| pools.models.all().iter().any(|model| model.settings.name == *name));
+    for model in pools.models.all() {
         let window = windows.0.entry(model.settings.name.clone()).or_default();
         models.push(state_of(model, window).await);
     }
@@ -202,7 +202,7 @@ async fn state_of(model: &Model, window: &mut HitWindow) -> ModelState {
         replicas,
         decisions: model.meters.activity.decisions(),
         shadows: router.shadow_totals().into_iter().map(|totals| shadow_state(totals, placements)).collect(),
-        legs: model.prefill.as_deref().map(|pool| legs_of(pool, &names)),
+        legs: model.prefill.as_ref().map(|side| legs_of(side, &names)),
     }
 }
 
@@ -308,8 +308,8 @@ fn shadow_state(totals: ShadowTotals, placements: u64) -> ShadowState {
     }
 }
 
-fn legs_of(pool: &PrefillPool, names: &RankNames<'_>) -> LegsState {
-    let prefill_names = RankNames::of(&pool.model);
+fn legs_of(PrefillSide { model, pool }: &PrefillSide, names: &RankNames<'_>) -> LegsState {
+    let prefill_names = RankNames::of(model);
     let mut pairs = pool.pairs();
     pairs.sort_by_key(|(pair, legs)| (Reverse(*legs), *pair));
     pairs.truncate(RANKS_MAX);
@@ -318,12 +318,9 @@ fn legs_of(pool: &PrefillPool, names: &RankNames<'_>) -> LegsState {
         decode: names.name(decode),
         requests,
     };
-    let result = |(result, requests): (crate::pools::disaggregation::PrefillResult, u64)| LegResult {
-        result: result.name().to_owned(),
-        requests,
-    };
+    let result = |(result, requests): (PrefillResult, u64)| LegResult { result: result.name().to_owned(), requests };
     LegsState {
-        prefill_model: pool.model.settings.name.clone(),
+        prefill_model: model.settings.name.clone(),
         results: pool.results().into_iter().map(result).collect(),
         pairs: pairs.into_iter().map(pair).collect(),
     }

@@ -25,9 +25,9 @@ use tokio::sync::Mutex;
 use tokio_stream::StreamExt as _;
 
 use super::{Admin, error};
-use crate::app::App;
-use crate::app::current::Current;
 use crate::formats::openai::{ApiError, ErrorType};
+use crate::pools::latest::Latest;
+use crate::pools::serving::Pools;
 use collect::Windows;
 use feed::{Feed, TooManyViewers, VIEWERS_MAX};
 
@@ -53,16 +53,16 @@ pub(super) struct Live {
 
 /// Computes snapshots.
 struct Source {
-    current: Current,
+    pools: Latest<Pools>,
     computed: AtomicU64,
     windows: Mutex<Windows>,
 }
 
 impl Live {
-    pub(super) fn new(current: Current) -> Self {
+    pub(super) fn new(pools: Latest<Pools>) -> Self {
         Self {
             feed: Feed::new(),
-            source: Arc::new(Source { current, computed: AtomicU64::new(0), windows: Mutex::default() }),
+            source: Arc::new(Source { pools, computed: AtomicU64::new(0), windows: Mutex::default() }),
         }
     }
 }
@@ -71,14 +71,14 @@ impl Source {
     /// The next snapshot as a server-sent event; none once the gateway has ended.
     #[expect(clippy::disallowed_methods, reason = "the date is only reported to operators")]
     async fn next(&self) -> Option<Bytes> {
-        let app = self.current.get();
-        if has_ended(&app) {
+        let pools = self.pools.get();
+        if has_ended(&pools) {
             return None;
         }
         let number = self.computed.fetch_add(1, Ordering::Relaxed) + 1;
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let at_unix_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
-        let snapshot = collect::snapshot(&app, &mut *self.windows.lock().await, number, at_unix_ms).await;
+        let snapshot = collect::snapshot(&pools, &mut *self.windows.lock().await, number, at_unix_ms).await;
         let mut event = b"event: snapshot\ndata: ".to_vec();
         serde_json::to_writer(&mut event, &snapshot).expect("snapshots serialize to JSON");
         event.extend_from_slice(b"\n\n");
@@ -87,8 +87,8 @@ impl Source {
 }
 
 /// Whether the gateway drains and has stopped its routers: open streams would delay its end.
-fn has_ended(app: &App) -> bool {
-    app.readiness.is_draining() && app.models.all().iter().all(|model| model.router.health().state.is_err())
+fn has_ended(pools: &Pools) -> bool {
+    pools.readiness.is_draining() && pools.models.all().iter().all(|model| model.router.health().state.is_err())
 }
 
 /// Whether the request is for a static file, which needs no token.

@@ -160,6 +160,14 @@ impl Metrics {
     }
 }
 
+/// `/metrics`. Without metrics the embedding process has its own recorder.
+pub(crate) async fn respond(metrics: Option<&Metrics>) -> Response {
+    match metrics {
+        Some(metrics) => metrics.page().await,
+        None => (StatusCode::NOT_FOUND, "the embedding process has its own metrics recorder\n").into_response(),
+    }
+}
+
 /// Recorder with buckets for every histogram: quantiles of several processes cannot be aggregated.
 fn builder() -> PrometheusBuilder {
     let suffix = |suffix: &str| Matcher::Suffix(suffix.to_owned());

@@ -11,7 +11,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Bytes;
-use metrics::Counter;
 use pointsman::config::ConfigErrors;
 use pointsman::protocol::WorkerRank;
 use pointsman::{Disaggregated, Placement, Router};
@@ -20,65 +19,19 @@ use tokio::time::{Instant, timeout};
 
 use self::engine_ids::EngineIds;
 use self::prefill_results::LegCounts;
-pub(crate) use self::prefill_results::RankPair;
+pub(crate) use self::prefill_results::{METRICS, PrefillResult, RankPair};
 use self::sessions::LastTurns;
-use super::models::Model;
 use crate::formats::handover::{PromptLogprobs, Protocol, Transfer, bootstrap_room, p2p_request_id};
 use crate::net::upstream::{Upstream, UpstreamError};
-use crate::observe::metric::Metric;
 use crate::settings::DisaggregationSettings;
-
-/// The metrics of this module.
-pub(crate) const METRICS: &[Metric] = &[PREFILLS];
-
-const PREFILLS: Metric = Metric::counter(
-    "pointsman_gateway_prefills_total",
-    &["model", "result"],
-    "Requests to models with a prefill pool: `remote` with the prefill on another rank, `skipped` because little is left \
-     to compute or the prefill rank is busy, `unsplit` because of a field that does not allow it, `fallback` after the \
-     failure of the prefill pool, `complete` if the prefill leg was the whole response.",
-);
 
 /// Prefill pool of a model.
 pub(crate) struct PrefillPool {
     pub(crate) pools: Disaggregated,
-    /// Model of the prefill workers.
-    pub(crate) model: Arc<Model>,
     pub(crate) settings: DisaggregationSettings,
     engine_ids: EngineIds,
     turns: LastTurns,
-    results: [Counter; PrefillResult::ALL.len()],
     legs: LegCounts,
-}
-
-/// Place of the prefill of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PrefillResult {
-    /// On a prefill rank.
-    Remote,
-    /// On the decode rank, because it is faster there.
-    Skipped,
-    /// On the decode rank, because the request cannot have two legs.
-    Unsplit,
-    /// On the decode rank, because no prefill rank computed it.
-    Fallback,
-    /// On a prefill rank, which has also generated the whole response.
-    Complete,
-}
-
-impl PrefillResult {
-    const ALL: [Self; 5] = [Self::Remote, Self::Skipped, Self::Unsplit, Self::Fallback, Self::Complete];
-
-    /// Value of the label and of the response header.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Remote => "remote",
-            Self::Skipped => "skipped",
-            Self::Unsplit => "unsplit",
-            Self::Fallback => "fallback",
-            Self::Complete => "complete",
-        }
-    }
 }
 
 /// Longest wait for the end of a prefill leg after its decode leg has usage to report.
@@ -129,28 +82,15 @@ impl PrefillValues {
 }
 
 impl PrefillPool {
-    /// `decode` is the router of the model itself.
+    /// `prefill` and `decode` are the routers of both models.
     ///
     /// # Errors
     /// Settings of the pools that do not fit together.
-    pub(crate) fn new(
-        model: Arc<Model>,
-        decode: Router,
-        settings: DisaggregationSettings,
-    ) -> Result<Self, ConfigErrors> {
+    pub(crate) fn new(prefill: Router, decode: Router, settings: DisaggregationSettings) -> Result<Self, ConfigErrors> {
         let name = decode.config().pool.clone();
-        let pools = Disaggregated::new(model.router.clone(), decode, settings.conditions())?;
-        let counter = |result: PrefillResult| metrics::counter!(PREFILLS.name, "model" => name.clone(), "result" => result.name());
-        let results = PrefillResult::ALL.map(counter);
-        Ok(Self {
-            pools,
-            model,
-            settings,
-            engine_ids: EngineIds::default(),
-            turns: LastTurns::default(),
-            results,
-            legs: LegCounts::default(),
-        })
+        let pools = Disaggregated::new(prefill, decode, settings.conditions())?;
+        let legs = LegCounts::new(&name);
+        Ok(Self { pools, settings, engine_ids: EngineIds::default(), turns: LastTurns::default(), legs })
     }
 
     pub(crate) fn protocol(&self) -> Protocol {
@@ -176,7 +116,6 @@ impl PrefillPool {
 
     /// Counts a served request.
     pub(crate) fn served(&self, result: PrefillResult) {
-        self.results[result as usize].increment(1);
         self.legs.served(result);
     }
 

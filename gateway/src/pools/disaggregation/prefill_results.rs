@@ -4,9 +4,51 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use metrics::Counter;
 use pointsman::protocol::WorkerRank;
 
-use super::PrefillResult;
+use crate::observe::metric::Metric;
+
+/// The metrics of this module.
+pub(crate) const METRICS: &[Metric] = &[PREFILLS];
+
+const PREFILLS: Metric = Metric::counter(
+    "pointsman_gateway_prefills_total",
+    &["model", "result"],
+    "Requests to models with a prefill pool: `remote` with the prefill on another rank, `skipped` because little is left \
+     to compute or the prefill rank is busy, `unsplit` because of a field that does not allow it, `fallback` after the \
+     failure of the prefill pool, `complete` if the prefill leg was the whole response.",
+);
+
+/// Place of the prefill of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PrefillResult {
+    /// On a prefill rank.
+    Remote,
+    /// On the decode rank, because it is faster there.
+    Skipped,
+    /// On the decode rank, because the request cannot have two legs.
+    Unsplit,
+    /// On the decode rank, because no prefill rank computed it.
+    Fallback,
+    /// On a prefill rank, which has also generated the whole response.
+    Complete,
+}
+
+impl PrefillResult {
+    const ALL: [Self; 5] = [Self::Remote, Self::Skipped, Self::Unsplit, Self::Fallback, Self::Complete];
+
+    /// Value of the label and of the response header.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Remote => "remote",
+            Self::Skipped => "skipped",
+            Self::Unsplit => "unsplit",
+            Self::Fallback => "fallback",
+            Self::Complete => "complete",
+        }
+    }
+}
 
 /// Maximum number of pairs. The one with the fewest legs makes room for another.
 const PAIRS_MAX: usize = 4_096;
@@ -15,15 +57,22 @@ const PAIRS_MAX: usize = 4_096;
 pub(crate) type RankPair = (WorkerRank, WorkerRank);
 
 /// Counts since the start of the gateway.
-#[derive(Debug, Default)]
 pub(super) struct LegCounts {
+    counters: [Counter; PrefillResult::ALL.len()],
     results: [AtomicU64; PrefillResult::ALL.len()],
     pairs: Mutex<BTreeMap<RankPair, u64>>,
 }
 
 impl LegCounts {
+    /// Counts of the model with this name.
+    pub(super) fn new(model: &str) -> Self {
+        let counter = |result: PrefillResult| metrics::counter!(PREFILLS.name, "model" => model.to_owned(), "result" => result.name());
+        Self { counters: PrefillResult::ALL.map(counter), results: Default::default(), pairs: Mutex::default() }
+    }
+
     /// Counts a served request.
     pub(super) fn served(&self, result: PrefillResult) {
+        self.counters[result as usize].increment(1);
         self.results[result as usize].fetch_add(1, Ordering::Relaxed);
     }
 
@@ -50,6 +99,7 @@ impl LegCounts {
 
 #[cfg(test)]
 mod tests {
+    use metrics::Counter;
     use pointsman::protocol::WorkerId;
 
     use super::*;
@@ -57,7 +107,7 @@ mod tests {
     #[test]
     fn the_number_of_pairs_is_bounded() {
         let rank = |n| WorkerRank::new(WorkerId(n), 0);
-        let counts = LegCounts::default();
+        let counts = LegCounts::new("m");
         for n in 0..PAIRS_MAX as u64 {
             counts.sent((rank(n), rank(0)));
             counts.sent((rank(n), rank(0)));

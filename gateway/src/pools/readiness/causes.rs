@@ -16,7 +16,7 @@ use pointsman::{DiscoveryStatus, KvSourceStatus, Router, WorkerEntry};
 use tokio::time::timeout;
 
 use crate::formats::openai::ApiError;
-use crate::pools::models::Model;
+use crate::pools::model::Model;
 
 /// Timeout of the health query; without a response no rank counts as ejected.
 const HEALTH_WAIT: Duration = Duration::from_secs(1);

@@ -9,8 +9,7 @@ pub(crate) mod causes;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::atomic::Ordering;
 
 use axum::Json;
 use axum::Router;
@@ -23,39 +22,11 @@ use pointsman::KvSourceStatus;
 use pointsman::error::Down;
 use pointsman::ingest::StreamState;
 use serde::{Deserialize, Serialize};
-use tokio::time::Instant;
 
-use super::models::Model;
-use crate::app::App;
-use crate::app::current::Current;
+use super::latest::Latest;
+use super::model::Model;
+use super::serving::Pools;
 use crate::formats::openai::ApiError;
-
-/// The gateway's own part of readiness.
-pub(crate) struct Readiness {
-    draining: AtomicBool,
-    started: Instant,
-    warm_up: Duration,
-}
-
-impl Readiness {
-    /// Starts the warm-up time.
-    pub(crate) fn new(warm_up: Duration) -> Self {
-        Self { draining: AtomicBool::new(false), started: Instant::now(), warm_up }
-    }
-
-    /// Ends readiness permanently.
-    pub(crate) fn drain(&self) {
-        self.draining.store(true, Ordering::Relaxed);
-    }
-
-    pub(crate) fn is_draining(&self) -> bool {
-        self.draining.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn is_warm_up_over(&self) -> bool {
-        self.started.elapsed() >= self.warm_up
-    }
-}
 
 /// Facts about the ranks of one model.
 #[derive(Clone, Debug, Default)]
@@ -152,20 +123,20 @@ fn not_ready_reason(ranks: &Ranks, warm_up_over: bool) -> Option<String> {
     }
 }
 
-async fn report_on(app: &App, models: &[&Arc<Model>]) -> ReadinessReport {
-    let warm_up_over = app.readiness.is_warm_up_over();
+async fn report_on(pools: &Pools, models: &[&Arc<Model>]) -> ReadinessReport {
+    let warm_up_over = pools.readiness.is_warm_up_over();
     let mut ranks = Vec::with_capacity(models.len());
     for model in models {
         let mut facts = ranks_of(model, warm_up_over).await;
-        facts.holds_requests = app.settings.gateway.hold_without_endpoints_ms > 0;
+        facts.holds_requests = pools.settings.gateway.hold_without_endpoints_ms > 0;
         ranks.push((model.settings.name.as_str(), facts));
     }
-    report(app.readiness.is_draining(), warm_up_over, &ranks)
+    report(pools.readiness.is_draining(), warm_up_over, &ranks)
 }
 
 /// Whether the gateway is ready.
-pub(crate) async fn is_ready(app: &App) -> bool {
-    report_on(app, &app.models.all().iter().collect::<Vec<_>>()).await.ready
+pub(crate) async fn is_ready(pools: &Pools) -> bool {
+    report_on(pools, &pools.models.all().iter().collect::<Vec<_>>()).await.ready
 }
 
 /// Facts about one model from its router.
@@ -205,13 +176,13 @@ fn is_known(source: &KvSourceStatus) -> bool {
 }
 
 /// `/live` with its alias `/health`, and `/ready`, for clients and operators.
-pub(crate) fn routes() -> Router<Current> {
+pub(crate) fn routes() -> Router<Latest<Pools>> {
     Router::new().route("/live", get(live)).route("/health", get(live)).route("/ready", get(ready))
 }
 
 /// A router with an exhausted restart budget stays failed: the process supervisor should restart the process.
-async fn live(State(app): State<Arc<App>>) -> Response {
-    let failed: Vec<&str> = app
+async fn live(State(pools): State<Arc<Pools>>) -> Response {
+    let failed: Vec<&str> = pools
         .models
         .all()
         .iter()
@@ -232,12 +203,12 @@ struct ReadyQuery {
     model: Option<String>,
 }
 
-async fn ready(State(app): State<Arc<App>>, query: Result<Query<ReadyQuery>, QueryRejection>) -> Response {
+async fn ready(State(pools): State<Arc<Pools>>, query: Result<Query<ReadyQuery>, QueryRejection>) -> Response {
     let Ok(Query(query)) = query else { return ApiError::query_invalid().into_response() };
     let mut models = Vec::new();
     match &query.model {
-        None => models.extend(app.models.all()),
-        Some(name) => match app.models.find(name) {
+        None => models.extend(pools.models.all()),
+        Some(name) => match pools.models.find(name) {
             Some((model, _)) => models.push(model),
             None => {
                 let report = ReadinessReport::not_ready(vec!["unknown model".to_owned()]);
@@ -245,11 +216,11 @@ async fn ready(State(app): State<Arc<App>>, query: Result<Query<ReadyQuery>, Que
             }
         },
     }
-    let report = report_on(&app, &models).await;
+    let report = report_on(&pools, &models).await;
     let mut warnings = Vec::new();
     for model in models {
         let name = model.settings.name.as_str();
-        if app.readiness.is_draining() {
+        if pools.readiness.is_draining() {
             continue;
         }
         warnings.extend(causes::warnings(model).into_iter().map(|warning| format!("model {name:?}: {warning}")));
@@ -257,19 +228,6 @@ async fn ready(State(app): State<Arc<App>>, query: Result<Query<ReadyQuery>, Que
     let report = ReadinessReport { warnings, ..report };
     let status = if report.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, Json(report)).into_response()
-}
-
-/// `/metrics` for clients, if `metrics_public` is true.
-pub(crate) async fn public_metrics(State(app): State<Arc<App>>) -> Response {
-    if app.settings.gateway.metrics_public { metrics(State(app)).await } else { ApiError::not_found().into_response() }
-}
-
-/// `/metrics`.
-pub(crate) async fn metrics(State(app): State<Arc<App>>) -> Response {
-    match &app.metrics {
-        Some(metrics) => metrics.page().await,
-        None => (StatusCode::NOT_FOUND, "the embedding process has its own metrics recorder\n").into_response(),
-    }
 }
 
 #[cfg(test)]

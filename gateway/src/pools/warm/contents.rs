@@ -7,8 +7,8 @@ use bytes::Bytes;
 use pointsman::snapshot::Snapshot;
 
 use super::SnapshotOrigin;
-use crate::app::App;
-use crate::pools::models::Model;
+use crate::pools::model::Model;
+use crate::pools::serving::Pools;
 
 /// Longest time of one fetch.
 pub(super) const FETCH_MAX: Duration = Duration::from_secs(10);
@@ -43,6 +43,6 @@ pub(super) fn has_snapshots(model: &Model) -> bool {
 }
 
 /// Whether the index of a model is as complete as it can be: after the warm-up time, ranks with losses are marked as cold.
-pub(super) fn is_warm(app: &App, model: &Model) -> bool {
-    model.was_warm.load(Ordering::Relaxed) || app.readiness.is_warm_up_over()
+pub(super) fn is_warm(pools: &Pools, model: &Model) -> bool {
+    model.was_warm.load(Ordering::Relaxed) || pools.readiness.is_warm_up_over()
 }

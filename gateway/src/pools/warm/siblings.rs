@@ -14,10 +14,10 @@ use tokio::time::{sleep, timeout};
 use super::SnapshotOrigin;
 use super::contents::{FETCH_MAX, apply, has_snapshots, is_warm};
 use super::store::restore_stored;
-use crate::app::App;
-use crate::app::current::Current;
-use crate::pools::models::Model;
+use crate::pools::latest::Latest;
+use crate::pools::model::Model;
 use crate::pools::readiness;
+use crate::pools::serving::Pools;
 
 /// Longest wait for a serving replica.
 const SIBLING_WAIT: Duration = Duration::from_secs(3);
@@ -29,14 +29,14 @@ const READY_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 const SERVING_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Serves snapshots, restores those of a serving replica, and reports readiness, until the gateway drains.
-pub(crate) async fn join(current: Current, bus: Arc<dyn ReplicaBus>) {
-    bus.serve_snapshots(Arc::new(ModelSnapshots { current: current.clone(), running: tokio::sync::Mutex::new(()) }));
-    restore_all(&current.get(), &*bus).await;
+pub(crate) async fn join(latest: Latest<Pools>, bus: Arc<dyn ReplicaBus>) {
+    bus.serve_snapshots(Arc::new(ModelSnapshots { latest: latest.clone(), running: tokio::sync::Mutex::new(()) }));
+    restore_all(&latest.get(), &*bus).await;
     let mut is_serving = false;
     loop {
-        let app = current.get();
-        let is_draining = app.readiness.is_draining();
-        let is_ready = !is_draining && readiness::is_ready(&app).await;
+        let pools = latest.get();
+        let is_draining = pools.readiness.is_draining();
+        let is_ready = !is_draining && readiness::is_ready(&pools).await;
         if is_ready != is_serving {
             bus.set_serving(is_ready);
             is_serving = is_ready;
@@ -44,13 +44,13 @@ pub(crate) async fn join(current: Current, bus: Arc<dyn ReplicaBus>) {
         if is_draining {
             return;
         }
-        drop(app);
+        drop(pools);
         sleep(if is_serving { SERVING_CHECK_INTERVAL } else { READY_CHECK_INTERVAL }).await;
     }
 }
 
-async fn restore_all(app: &App, bus: &dyn ReplicaBus) {
-    let models: Vec<_> = app.models.all().iter().filter(|model| has_snapshots(model)).collect();
+async fn restore_all(pools: &Pools, bus: &dyn ReplicaBus) {
+    let models: Vec<_> = pools.models.all().iter().filter(|model| has_snapshots(model)).collect();
     let waiting = format!("a serving replica is awaited for up to {} s", SIBLING_WAIT.as_secs());
     models.iter().for_each(|model| model.warm_start.set_fetching(Some(waiting.clone())));
     let mut serving = serving_members(bus).await;
@@ -111,16 +111,16 @@ async fn restore(model: &Model, serving: &[ReplicaMember], bus: &dyn ReplicaBus)
 
 /// Snapshots of the models for other replicas, one at a time.
 struct ModelSnapshots {
-    current: Current,
+    latest: Latest<Pools>,
     running: tokio::sync::Mutex<()>,
 }
 
 impl SnapshotSource for ModelSnapshots {
     fn snapshot(&self, pool: &str) -> BusFuture<'_, Option<Bytes>> {
-        let app = self.current.get();
-        let model = app.models.all().iter().find(|model| model.router.config().pool == pool).map(Arc::clone);
+        let pools = self.latest.get();
+        let model = pools.models.all().iter().find(|model| model.router.config().pool == pool).map(Arc::clone);
         Box::pin(async move {
-            let model = model.filter(|model| is_warm(&app, model))?;
+            let model = model.filter(|model| is_warm(&pools, model))?;
             let _running = self.running.lock().await;
             let snapshot = model.router.snapshot().await.ok()?;
             let encoded = tokio::task::spawn_blocking(move || snapshot.encode()).await;

@@ -13,31 +13,31 @@ use tokio::time::{sleep, timeout};
 use super::contents::{FETCH_MAX, apply, has_snapshots, is_warm};
 use super::writer::LAST_WRITE_MAX;
 use super::{STORES, SnapshotOrigin};
-use crate::app::App;
-use crate::app::current::Current;
-use crate::pools::models::Model;
+use crate::pools::latest::Latest;
+use crate::pools::model::Model;
 use crate::pools::readiness;
+use crate::pools::serving::Pools;
 
 /// Stores the snapshots while this replica is the first of those that serve. Ends at once without a store.
-pub(crate) async fn store_periodically(current: Current, bus: Arc<dyn ReplicaBus>) {
+pub(crate) async fn store_periodically(latest: Latest<Pools>, bus: Arc<dyn ReplicaBus>) {
     let Some(store) = bus.store() else { return };
     loop {
-        let interval = Duration::from_millis(current.get().settings.gateway.snapshot_interval_ms);
+        let interval = Duration::from_millis(latest.get().settings.gateway.snapshot_interval_ms);
         sleep(interval).await;
-        let app = current.get();
-        if is_first(&*bus) && readiness::is_ready(&app).await {
-            store_all(&app, store).await;
+        let pools = latest.get();
+        if is_first(&*bus) && readiness::is_ready(&pools).await {
+            store_all(&pools, store).await;
         }
     }
 }
 
 /// Stores the snapshots of a gateway that has served its last request, if no other replica serves.
-pub(crate) async fn store_last(app: &App, bus: &dyn ReplicaBus) {
+pub(crate) async fn store_last(pools: &Pools, bus: &dyn ReplicaBus) {
     let Some(store) = bus.store() else { return };
     if bus.members().borrow().iter().any(|member| member.is_serving) {
         return;
     }
-    if timeout(LAST_WRITE_MAX, store_all(app, store)).await.is_err() {
+    if timeout(LAST_WRITE_MAX, store_all(pools, store)).await.is_err() {
         tracing::warn!(after = ?LAST_WRITE_MAX, "index snapshots not stored at shutdown: timeout");
     }
 }
@@ -51,8 +51,8 @@ fn is_first(bus: &dyn ReplicaBus) -> bool {
     members.iter().filter(|member| member.is_serving).all(|member| own < (member.life.incarnation, member.life.replica))
 }
 
-async fn store_all(app: &App, store: &dyn SnapshotStore) {
-    for model in app.models.all().iter().filter(|model| has_snapshots(model) && is_warm(app, model)) {
+async fn store_all(pools: &Pools, store: &dyn SnapshotStore) {
+    for model in pools.models.all().iter().filter(|model| has_snapshots(model) && is_warm(pools, model)) {
         let Ok(snapshot) = model.router.snapshot().await else { continue }; // the router is down
         if snapshot.ranks.is_empty() {
             continue; // engines that are down for a while may return

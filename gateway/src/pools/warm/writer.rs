@@ -9,32 +9,32 @@ use tokio::time::{sleep, timeout};
 
 use super::contents::has_snapshots;
 use super::{BYTES, WRITES, WRITTEN, file};
-use crate::app::App;
-use crate::app::current::Current;
-use crate::pools::models::Model;
+use crate::pools::latest::Latest;
+use crate::pools::model::Model;
+use crate::pools::serving::Pools;
 
 /// Longest time of the writes at shutdown.
 pub(super) const LAST_WRITE_MAX: Duration = Duration::from_secs(10);
 
 /// Writes the snapshot of every model each `snapshot_interval_ms`.
-pub(crate) async fn write_periodically(current: Current) {
+pub(crate) async fn write_periodically(latest: Latest<Pools>) {
     loop {
-        let interval = Duration::from_millis(current.get().settings.gateway.snapshot_interval_ms);
+        let interval = Duration::from_millis(latest.get().settings.gateway.snapshot_interval_ms);
         sleep(interval).await;
-        write_all(&current.get()).await;
+        write_all(&latest.get()).await;
     }
 }
 
 /// Writes the snapshots of a gateway that has served its last request.
-pub(crate) async fn write_last(app: &App) {
-    if timeout(LAST_WRITE_MAX, write_all(app)).await.is_err() {
+pub(crate) async fn write_last(pools: &Pools) {
+    if timeout(LAST_WRITE_MAX, write_all(pools)).await.is_err() {
         tracing::warn!(after = ?LAST_WRITE_MAX, "index snapshots not written at shutdown: timeout");
     }
 }
 
-async fn write_all(app: &App) {
-    let Some(directory) = &app.settings.gateway.snapshot_path else { return };
-    for model in app.models.all() {
+async fn write_all(pools: &Pools) {
+    let Some(directory) = &pools.settings.gateway.snapshot_path else { return };
+    for model in pools.models.all() {
         write(model, directory).await;
     }
 }

@@ -2,27 +2,32 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use axum::routing::get;
+use axum::{Json, Router};
 
-use super::extract::ClientAddress;
-use super::{Admin, error};
-use crate::app::reload::{ReloadError, ReloadStatus};
+use super::reload::{ReloadError, ReloadStatus, Reloader};
+use crate::admin::{ClientAddress, error};
 use crate::formats::openai::{ApiError, ErrorType};
 
-pub(super) async fn status(State(admin): State<Arc<Admin>>) -> Json<ReloadStatus> {
-    Json(admin.reloader.status())
+/// Routes for the administration listener.
+pub(super) fn routes(reloader: Arc<Reloader>) -> Router {
+    Router::new().route("/admin/reload", get(status).post(reload)).with_state(reloader)
+}
+
+async fn status(State(reloader): State<Arc<Reloader>>) -> Json<ReloadStatus> {
+    Json(reloader.status())
 }
 
 /// Same as SIGHUP, with a response.
-pub(super) async fn reload(
-    State(admin): State<Arc<Admin>>,
+async fn reload(
+    State(reloader): State<Arc<Reloader>>,
     ClientAddress(peer): ClientAddress,
 ) -> Result<Json<ReloadStatus>, ApiError> {
     let peer = peer.map(tracing::field::display);
     tracing::info!(target: "pointsman_gateway::audit", what = "reload", peer, "configuration reload requested by hand");
-    admin.reloader.reload().await.map(Json).map_err(rejected)
+    reloader.reload().await.map(Json).map_err(rejected)
 }
 
 fn rejected(rejected: ReloadError) -> ApiError {

@@ -1,0 +1,49 @@
+//! Admission of a request: phase of the gateway, client, and the limits of its tenant.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use axum::http::HeaderMap;
+use axum::http::header::AUTHORIZATION;
+
+use super::body_budget::BodyBudget;
+use super::leases::QuotaLease;
+use super::retry_budget::RetryBudget;
+use super::tenants::{Tenant, Tenants};
+use crate::formats::openai::{API_KEY, ApiError, Endpoint};
+
+/// Who may send what. Budgets and the closing flag survive reloads.
+#[derive(Clone)]
+pub(crate) struct Admission {
+    pub(crate) tenants: Arc<Tenants>,
+    pub(crate) retry_budget: Arc<RetryBudget>,
+    pub(crate) bodies: Arc<BodyBudget>,
+    /// Whether new requests are rejected.
+    pub(crate) closing: Arc<AtomicBool>,
+}
+
+/// A request that may enter.
+pub(crate) struct Admitted<'a> {
+    /// Tenant of the client; `None` without tenants.
+    pub(crate) tenant: Option<&'a Tenant>,
+    /// Its share of the limits.
+    pub(crate) quota: Option<QuotaLease>,
+}
+
+impl Admission {
+    /// Authenticates the client and counts the request, if requests are accepted now. `endpoint` is absent for paths that
+    /// are not routed by prompt.
+    ///
+    /// # Errors
+    /// 503 during a drain, 401 for an unknown client, 429 above a limit of the client.
+    pub(crate) fn admit(&self, endpoint: Option<Endpoint>, headers: &HeaderMap) -> Result<Admitted<'_>, ApiError> {
+        if self.closing.load(Ordering::Relaxed) {
+            return Err(ApiError::draining());
+        }
+        let api_key = endpoint.filter(|endpoint| endpoint.is_anthropic()).and_then(|_| headers.get(API_KEY));
+        match self.tenants.identify_any(headers.get(AUTHORIZATION), api_key)? {
+            Some(client) => Ok(Admitted { tenant: Some(client.tenant), quota: Some(client.admit()?) }),
+            None => Ok(Admitted { tenant: None, quota: None }),
+        }
+    }
+}

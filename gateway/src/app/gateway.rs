@@ -1,0 +1,252 @@
+//! A running gateway: start, reload, drain and stop.
+//!
+//! Every accepted request gets a response, and no booking remains at shutdown.
+
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use pointsman::{ReplicaBus, Router};
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+
+use super::listeners::Listeners;
+use super::metrics;
+use super::reload::{LoadSettings, ReloadError, ReloadStatus, Reloader};
+use super::running::{Files, GatewayError, Running};
+use crate::net::limits::ProcessLimits;
+use crate::net::listener::{Drained, LINGER, ListenError, Listener, PassedSockets, ReservedSockets};
+use crate::net::tls;
+use crate::net::upstream::{Upstream, WorkerTlsFiles, worker_tls};
+use crate::observe::metric::Metric;
+use crate::observe::page::Metrics;
+use crate::pools::decision_files::DecisionFiles;
+use crate::pools::models::Models;
+use crate::pools::unread_events::warn_of_unread_events;
+use crate::pools::{warm, workers};
+use crate::replicas::Replicas;
+use crate::settings::Settings;
+
+/// A running gateway.
+pub struct Gateway {
+    pub(super) running: Running,
+    clients: Listener,
+    pub(super) reloader: Arc<Reloader>,
+    decision_files: Arc<DecisionFiles>,
+    /// Background tasks; they end with the gateway.
+    upkeep: JoinSet<()>,
+    admin: Option<Listener>,
+    /// Listener for proxies; `None` without `[picker]`.
+    picker: Option<Listener>,
+    /// Transport to other gateways; `None` without `[replicas]`.
+    replicas: Option<Replicas>,
+}
+
+/// Time limit of operator responses after the routers have stopped.
+const ADMIN_DRAIN: Duration = Duration::from_secs(1);
+
+impl Gateway {
+    /// Starts the routers, then the listeners.
+    ///
+    /// # Errors
+    /// See [`GatewayError`]; nothing runs after an error.
+    pub async fn start(settings: Settings) -> Result<Self, GatewayError> {
+        Self::start_with(settings, None, PassedSockets::default()).await
+    }
+
+    /// Like [`Gateway::start`], with a loader for [reloads](Self::reload).
+    ///
+    /// # Errors
+    /// See [`GatewayError`]; nothing runs after an error.
+    pub async fn start_reloadable(settings: Settings, load: LoadSettings) -> Result<Self, GatewayError> {
+        Self::start_with(settings, Some(load), PassedSockets::default()).await
+    }
+
+    /// Boxed, so that the gateway is compiled in this crate and not once more in every crate that polls the future.
+    pub(super) fn start_with(
+        settings: Settings,
+        load: Option<LoadSettings>,
+        sockets: PassedSockets,
+    ) -> Pin<Box<dyn Future<Output = Result<Self, GatewayError>> + Send>> {
+        Box::pin(Self::start_parts(settings, load, sockets))
+    }
+
+    async fn start_parts(
+        settings: Settings,
+        load: Option<LoadSettings>,
+        mut sockets: PassedSockets,
+    ) -> Result<Self, GatewayError> {
+        // Metric handles belong to the recorder that is installed at their creation.
+        let metrics = Metrics::install(workers::page);
+        metrics::all().for_each(Metric::describe);
+        let limits = ProcessLimits::of(&settings);
+        // Unreadable files are detected before anything runs.
+        let files = Files::read(&settings, &limits).await?;
+        let reserved = ReservedSockets::of(&settings, &mut sockets)?;
+        limits.log();
+        let tls_files = WorkerTlsFiles::read(&settings.gateway);
+        let tls = worker_tls(&settings.gateway)?;
+        let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms));
+        upstream.set_keys(settings.gateway.worker_api_key_file.clone(), &files.secrets.worker_keys);
+        // The bus of the routers of all models.
+        let replicas = match &settings.replicas {
+            Some(replicas) => {
+                let key = files.secrets.replicas_key.clone();
+                Some(Replicas::start(replicas, settings.gateway.reuse_port, key)?)
+            }
+            None => None,
+        };
+        let (snapshots, bus) = (settings.gateway.snapshot_path.as_deref(), replicas.as_ref().map(Replicas::bus));
+        let models = Models::start(&settings.models, &upstream, snapshots, bus).await?;
+        let picker = match &settings.picker {
+            Some(picker) => Some((picker.clone(), tls::picker(picker)?)),
+            None => None,
+        };
+        let listen = settings.gateway.listen;
+        let running = Running::new(settings, &limits, (&files.secrets, files.admin_tokens), models, upstream)?;
+        // After the first socket listens, nothing else may fail.
+        let (socket, admin_socket, picker_socket) = reserved.listen()?;
+        let failed = |error| ListenError::of(listen, "gateway.listen", error);
+        let listeners = Listeners { running: &running, options: files.listener, metrics: metrics.clone() };
+        let clients = listeners.clients(socket).map_err(failed)?;
+        let reloader = Arc::new(Reloader::new(running.clone(), load, limits, clients.control(), tls_files));
+        let admin = admin_socket.map(|socket| listeners.admin(socket, Arc::clone(&reloader)));
+        let admin = admin.transpose().map_err(failed)?;
+        let picker =
+            picker_socket.zip(picker).map(|(socket, (settings, tls))| listeners.picker(socket, &settings, tls));
+        let picker = picker.transpose().map_err(failed)?;
+        let decision_files = Arc::new(DecisionFiles::default());
+        let mut upkeep = JoinSet::new();
+        if let Some(metrics) = metrics {
+            upkeep.spawn(metrics.keep_up());
+        }
+        let pools = &running.pools;
+        upkeep.spawn(warn_of_unread_events(pools.clone()));
+        upkeep.spawn(warm::write_periodically(pools.clone()));
+        upkeep.spawn(Arc::clone(&decision_files).write_continuously(pools.clone()));
+        let mut gateway = Self { running, clients, reloader, admin, picker, replicas, decision_files, upkeep };
+        if let Some(bus) = gateway.replicas() {
+            gateway.join_replicas(bus);
+        }
+        Ok(gateway)
+    }
+
+    /// Takes part in a group of replicas by another bus than that of `[replicas]`: serves snapshots of the index,
+    /// restores one of a serving replica, and reports to the others when this one is ready. Ends with the gateway.
+    pub fn join_replicas(&mut self, bus: Arc<dyn ReplicaBus>) {
+        self.upkeep.spawn(warm::store_periodically(self.running.pools.clone(), Arc::clone(&bus)));
+        self.upkeep.spawn(warm::join(self.running.pools.clone(), bus));
+    }
+
+    /// Listen address for clients.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.clients.address()
+    }
+
+    /// Listen address for operators; `None` without `[admin]`.
+    #[must_use]
+    pub fn admin_address(&self) -> Option<SocketAddr> {
+        self.admin.as_ref().map(Listener::address)
+    }
+
+    /// Listen address for proxies that query the endpoint picker; `None` without `[picker]`.
+    #[must_use]
+    pub fn picker_address(&self) -> Option<SocketAddr> {
+        self.picker.as_ref().map(Listener::address)
+    }
+
+    /// Listen address for other replicas; `None` without `[replicas]`.
+    #[must_use]
+    pub fn replicas_address(&self) -> Option<SocketAddr> {
+        self.replicas.as_ref().and_then(Replicas::address)
+    }
+
+    /// Bus between this gateway and the other replicas; `None` without `[replicas]`.
+    #[must_use]
+    pub fn replicas(&self) -> Option<Arc<dyn ReplicaBus>> {
+        self.replicas.as_ref().map(Replicas::bus)
+    }
+
+    /// Router of a model.
+    #[must_use]
+    pub fn router(&self, model: &str) -> Option<Router> {
+        self.running.context.get().models.named(model).map(|model| model.router.clone())
+    }
+
+    /// Reloads the settings and applies all except those that need a restart, which are reported. Requests and
+    /// connections continue. Dropping the future does not stop the reload.
+    ///
+    /// # Errors
+    /// See [`ReloadError`]; nothing has changed after an error.
+    pub fn reload(&self) -> impl Future<Output = Result<ReloadStatus, ReloadError>> + use<> {
+        let reloader = Arc::clone(&self.reloader);
+        async move { reloader.reload().await }
+    }
+
+    /// Status of reloads.
+    #[must_use]
+    pub fn reload_status(&self) -> ReloadStatus {
+        self.reloader.status()
+    }
+
+    /// Sets `/ready` to 503 and closes connections after their response; everything is still served.
+    pub fn begin_drain(&self) {
+        self.running.pools.get().readiness.drain();
+        // Others do not fetch snapshots from a gateway that is about to end.
+        self.replicas.iter().for_each(|replicas| replicas.bus().set_serving(false));
+        [Some(&self.clients), self.admin.as_ref(), self.picker.as_ref()]
+            .into_iter()
+            .flatten()
+            .for_each(Listener::begin_drain);
+    }
+
+    /// Stops accepting, waits up to `deadline` for requests in flight, and ends. Requests on open connections are
+    /// served for one second and then rejected; each gets a response.
+    pub async fn shutdown(self, deadline: Duration) -> Drained {
+        self.begin_drain();
+        let context = self.running.context.get();
+        let drain = async {
+            let clients = self.clients.drain(deadline, LINGER, || context.meters.deadline_passed());
+            let picker = async {
+                match self.picker {
+                    Some(picker) => picker.drain(deadline, LINGER, || {}).await.broken,
+                    None => 0,
+                }
+            };
+            let (clients, picker) = tokio::join!(clients, picker);
+            Drained { broken: clients.broken + picker }
+        };
+        tokio::pin!(drain);
+        let drained = tokio::select! {
+            biased;
+            drained = drain.as_mut() => drained,
+            () = sleep(LINGER) => {
+                context.admission.closing.store(true, Ordering::Relaxed);
+                drain.await
+            }
+        };
+        // Operators have access until the end.
+        let pools = self.running.pools.get();
+        warm::write_last(&pools).await;
+        if let Some(replicas) = &self.replicas {
+            warm::store_last(&pools, &*replicas.bus()).await;
+        }
+        pools.models.shutdown().await;
+        self.decision_files.write(&pools).await;
+        // The last messages of the routers are still sent.
+        if let Some(replicas) = self.replicas {
+            replicas.leave().await;
+        }
+        if let Some(tracing) = context.tracing.clone() {
+            // Waits for a thread of the SDK.
+            drop(tokio::task::spawn_blocking(move || tracing.shutdown()).await);
+        }
+        if let Some(admin) = self.admin {
+            admin.drain(ADMIN_DRAIN, Duration::ZERO, || {}).await;
+        }
+        drained
+    }
+}

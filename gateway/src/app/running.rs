@@ -1,0 +1,138 @@
+//! State of a running gateway that reloads replace, and the files that it is made from.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::admin::{TokenError, Tokens};
+use crate::admission::admit::Admission;
+use crate::admission::body_budget::BodyBudget;
+use crate::admission::retry_budget::RetryBudget;
+use crate::admission::tenants::Tenants;
+use crate::net::limits::ProcessLimits;
+use crate::net::listener::{ListenError, ListenerOptions};
+use crate::net::tls::{self, TlsError};
+use crate::net::upstream::{Upstream, WorkerTlsError};
+use crate::observe::otlp::Tracing;
+use crate::observe::requests::Meters;
+use crate::pools::latest::Latest;
+use crate::pools::model::ModelError;
+use crate::pools::models::Models;
+use crate::pools::serving::{Pools, Readiness};
+use crate::proxy::context::RequestContext;
+use crate::proxy::ids::Ids;
+use crate::replicas::ReplicasError;
+use crate::settings::{GatewaySettings, SecretError, Secrets, Settings};
+
+/// Startup error of the gateway.
+#[derive(Debug, thiserror::Error)]
+pub enum GatewayError {
+    /// Pool of a model.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// Operator token.
+    #[error(transparent)]
+    AdminToken(#[from] TokenError),
+    /// Secret file.
+    #[error(transparent)]
+    Secret(#[from] SecretError),
+    /// TLS of requests to workers.
+    #[error(transparent)]
+    WorkerTls(#[from] WorkerTlsError),
+    /// Certificate chain or key for clients.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    /// Transport between replicas.
+    #[error(transparent)]
+    Replicas(#[from] ReplicasError),
+    /// Listen failure.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// Exporter of traces.
+    #[error("cannot export traces to {endpoint}: {reason}")]
+    Otlp {
+        /// `gateway.otlp_endpoint`.
+        endpoint: String,
+        /// Reason of the client library.
+        reason: String,
+    },
+}
+
+/// State that reloads replace.
+#[derive(Clone)]
+pub(super) struct Running {
+    /// What requests see.
+    pub(super) context: Latest<RequestContext>,
+    /// What the tasks of the models see.
+    pub(super) pools: Latest<Pools>,
+    pub(super) admin_tokens: Latest<Tokens>,
+}
+
+impl Running {
+    pub(super) fn new(
+        settings: Settings,
+        limits: &ProcessLimits,
+        (secrets, admin_tokens): (&Secrets, Tokens),
+        models: Models,
+        upstream: Upstream,
+    ) -> Result<Self, GatewayError> {
+        let gateway = &settings.gateway;
+        let tracing = tracing_of(gateway)?;
+        let admission = Admission {
+            tenants: Arc::new(Tenants::new(&settings.tenants, secrets)),
+            retry_budget: Arc::new(RetryBudget::new(gateway.retry_share_max, Instant::now())),
+            bodies: BodyBudget::new(limits.body_budget_bytes),
+            closing: Arc::new(AtomicBool::new(false)),
+        };
+        let readiness = Arc::new(Readiness::new(Duration::from_millis(gateway.warm_up_ms)));
+        let (settings, models) = (Arc::new(settings), Arc::new(models));
+        let pools = Pools { settings: Arc::clone(&settings), models: Arc::clone(&models), readiness };
+        let (meters, ids) = (Arc::new(Meters::new()), Arc::new(Ids::new()));
+        let context = RequestContext { settings, models, admission, upstream, meters, tracing, ids };
+        Ok(Self { context: Latest::new(context), pools: Latest::new(pools), admin_tokens: Latest::new(admin_tokens) })
+    }
+}
+
+/// Exporter of traces, if an address is set.
+fn tracing_of(gateway: &GatewaySettings) -> Result<Option<Arc<Tracing>>, GatewayError> {
+    let Some(endpoint) = &gateway.otlp_endpoint else { return Ok(None) };
+    let tracing = Tracing::start(endpoint, gateway.otlp_sample_share);
+    tracing
+        .map(|tracing| Some(Arc::new(tracing)))
+        .map_err(|reason| GatewayError::Otlp { endpoint: endpoint.clone(), reason })
+}
+
+/// Contents of the files referenced by settings, validated.
+pub(super) struct Files {
+    pub(super) secrets: Secrets,
+    pub(super) admin_tokens: Tokens,
+    /// The clients' listener with its certificate.
+    pub(super) listener: ListenerOptions,
+}
+
+impl Files {
+    pub(super) async fn read(settings: &Settings, limits: &ProcessLimits) -> Result<Self, GatewayError> {
+        let listener = client_options(&settings.gateway, limits)?;
+        let admin_tokens = Tokens::read(settings.admin.as_ref()).await?;
+        Ok(Self { secrets: Secrets::read(settings)?, admin_tokens, listener })
+    }
+}
+
+/// Options of the clients' listener.
+fn client_options(settings: &GatewaySettings, limits: &ProcessLimits) -> Result<ListenerOptions, TlsError> {
+    let tls = match (&settings.tls_certificate_file, &settings.tls_key_file) {
+        (Some(certificate_file), Some(key_file)) => Some(tls::server(certificate_file, key_file)?),
+        (None, None) => None,
+        (Some(file), None) | (None, Some(file)) => return Err(TlsError::Half { file: file.clone() }),
+    };
+    Ok(ListenerOptions {
+        name: "clients",
+        connections_max: limits.connections_max,
+        overflow: None,
+        head_timeout: Duration::from_millis(settings.head_timeout_ms),
+        stall_max: Duration::from_millis(settings.idle_timeout_ms),
+        tls,
+    })
+}
