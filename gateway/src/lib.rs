@@ -1,4 +1,8 @@
-//! Library of the `pointsman` command.
+//! Library of the `pointsman` command: the gateway by floors.
+//!
+//! The folders below are in the order in which a request meets their code. A folder imports only from those above it in
+//! this list, which a test verifies (`tests/import_cycles.rs`). `proxy::context` is what a request sees, and only
+//! [`app`] knows all folders.
 
 pub mod formats;
 

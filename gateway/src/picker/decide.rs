@@ -14,7 +14,7 @@ use pointsman::select::{Constraints, Pin, PinMode};
 use pointsman::{Placement, PrefillPlacement, Prompt, RouteRequest, Router, WorkerEntry};
 use tokio::time::{Instant, timeout};
 
-use super::session::PartsBody;
+use super::parts_body::PartsBody;
 use super::{PickRules, TEST_SELECTION};
 use crate::admission::admit::Admitted;
 use crate::admission::leases::QuotaLease;

@@ -8,6 +8,7 @@ mod decide;
 mod exchange;
 #[cfg(test)]
 pub(crate) mod hostile;
+mod parts_body;
 mod session;
 mod wire;
 

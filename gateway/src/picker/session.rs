@@ -19,6 +19,7 @@ use tonic::{Status, Streaming};
 
 use super::decide::{Arrival, Picked, decide};
 use super::exchange::{Event, Exchange};
+use super::parts_body::PartsBody;
 use super::wire::{
     HeaderMutation, HttpHeaders, HttpStatus, ImmediateResponse, Metadata, ProcessingRequest, ProcessingResponse,
     Struct, ToProxy, metadata,
@@ -336,18 +337,6 @@ async fn immediate(response: Response<Body>) -> ToProxy {
 struct RequestParts(mpsc::Receiver<Bytes>);
 
 impl http_body::Body for RequestParts {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        self.0.poll_recv(cx).map(|part| part.map(|part| Ok(Frame::data(part))))
-    }
-}
-
-/// Body of a response, from the pieces of the proxy.
-pub(super) struct PartsBody(mpsc::UnboundedReceiver<Bytes>);
-
-impl http_body::Body for PartsBody {
     type Data = Bytes;
     type Error = Infallible;
 

@@ -5,7 +5,7 @@ use pointsman::config::IndexConfig;
 use pointsman::disagg::{DisaggConfig, SkipPolicy};
 use serde::{Deserialize, Serialize};
 
-use super::validate::Rules;
+use super::rules::Rules;
 use super::{ModelSettings, Settings};
 use crate::formats::handover::Protocol;
 

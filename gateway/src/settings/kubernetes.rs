@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::validate::Rules;
+use super::rules::{Rules, is_object_name};
 
 /// Maximum number of target ports of an InferencePool.
 const PORTS_MAX: usize = 8;
@@ -81,14 +81,6 @@ impl KubernetesSettings {
     fn has_distinct_ports(&self) -> bool {
         self.ports.iter().enumerate().all(|(n, port)| *port > 0 && !self.ports[..n].contains(port))
     }
-}
-
-/// Whether the API server accepts the name in a path: a DNS subdomain (RFC 1123).
-pub(super) fn is_object_name(name: &str) -> bool {
-    let is_plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-.".contains(&byte);
-    let is_edge = |byte: Option<u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric());
-    let (first, last) = (name.bytes().next(), name.bytes().next_back());
-    name.len() <= 253 && name.bytes().all(is_plain) && is_edge(first) && is_edge(last)
 }
 
 #[cfg(test)]

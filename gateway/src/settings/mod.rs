@@ -13,6 +13,7 @@ mod log;
 mod model_section;
 mod moved;
 mod reload;
+mod rules;
 mod secrets;
 mod section;
 #[cfg(test)]
@@ -33,9 +34,9 @@ pub use error::{LoadError, LoadErrors};
 pub use kubernetes::{KubernetesSettings, PodRoleChoice};
 pub use load::{ConfigFile, Flag, Loaded, Sources};
 pub use log::{AccessLog, LevelError, parse_level};
+pub use rules::{SettingError, SettingErrors};
 pub use secrets::{SECRET_BYTES_MIN, Secret, SecretError, Secrets};
 pub use section::Origin;
-pub use validate::{SettingError, SettingErrors};
 
 /// All settings.
 #[derive(Clone, Debug, Default)]

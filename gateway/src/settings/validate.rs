@@ -4,7 +4,6 @@
 //! [`RouterConfig::validate`](pointsman::RouterConfig::validate) checks router settings; readers check file contents.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::net::SocketAddr;
 use std::path::Path;
 
@@ -13,8 +12,8 @@ use pointsman::DnsNames;
 use pointsman::discovery::{FileFormat, HttpUrl, engine_key};
 
 use super::address::{is_loopback, is_server_url};
-use super::kubernetes::is_object_name;
 use super::log::{AccessLog, parse_level};
+use super::rules::{Rules, SettingErrors, is_object_name};
 use super::{MessagesMode, ModelSettings, ReplicasSettings, Settings, TokenSourceChoice};
 
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
@@ -26,58 +25,6 @@ const LIMIT_MAX: u64 = 1_000_000_000_000;
 const NAME_BYTES_MAX: usize = 256;
 
 const NAME_RULE: &str = "1 to 256 bytes without control characters";
-
-/// A setting that violates its rule.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{setting} is {value}, must be {rule}")]
-pub struct SettingError {
-    /// Setting with its section, such as `models[0].name`.
-    pub setting: String,
-    /// Value.
-    pub value: String,
-    /// Rule.
-    pub rule: String,
-}
-
-/// All violations.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SettingErrors(pub Vec<SettingError>);
-
-impl std::error::Error for SettingErrors {}
-
-/// One violation per line.
-impl fmt::Display for SettingErrors {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|error| writeln!(f, "{error}"))
-    }
-}
-
-/// Collects violations.
-#[derive(Default)]
-pub(super) struct Rules(Vec<SettingError>);
-
-impl Rules {
-    pub(super) fn check(
-        &mut self,
-        setting: impl Into<String>,
-        value: impl ToString,
-        holds: bool,
-        rule: impl Into<String>,
-    ) {
-        if !holds {
-            self.0.push(SettingError { setting: setting.into(), value: value.to_string(), rule: rule.into() });
-        }
-    }
-
-    pub(super) fn text(&mut self, setting: impl Into<String>, value: &str, holds: bool, rule: impl Into<String>) {
-        self.check(setting, format!("{value:?}"), holds, rule);
-    }
-
-    pub(super) fn range(&mut self, setting: impl Into<String>, value: impl Into<u64>, least: u64, most: u64) {
-        let value = value.into();
-        self.check(setting, value, (least..=most).contains(&value), format!("{least} to {most}"));
-    }
-}
 
 impl Settings {
     /// Checks every rule without reading files.
@@ -111,7 +58,7 @@ impl Settings {
             }
         }
         self.check_tenants(&mut rules);
-        if rules.0.is_empty() { Ok(()) } else { Err(SettingErrors(rules.0)) }
+        if rules.errors.is_empty() { Ok(()) } else { Err(SettingErrors(rules.errors)) }
     }
 
     fn check_gateway(&self, rules: &mut Rules) {

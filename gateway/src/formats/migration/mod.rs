@@ -11,10 +11,12 @@
 
 mod chunk;
 mod request;
+mod sent_output;
 mod stream;
 
 #[cfg(test)]
 mod tests;
 
 pub use request::{ResumableRequest, Resume};
-pub use stream::{SentOutput, StreamJoiner, StreamState};
+pub use sent_output::SentOutput;
+pub use stream::{StreamJoiner, StreamState};

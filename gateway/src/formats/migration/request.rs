@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use axum::body::Bytes;
 use serde::Deserialize;
 
-use super::stream::SentOutput;
+use super::sent_output::SentOutput;
 use crate::formats::handover::object::{ObjectEdit, ObjectText, Positions, elements, quoted};
 use crate::formats::openai::Endpoint;
 

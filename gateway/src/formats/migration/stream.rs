@@ -8,6 +8,7 @@ use axum::body::Bytes;
 
 use super::chunk::{Choice, Chunk, Edits, Usage};
 use super::request::ResumableRequest;
+use super::sent_output::SentOutput;
 use crate::formats::handover::object::ObjectText;
 
 /// Maximum size of a withheld event. A longer one passes in parts and ends the resumability.
@@ -30,19 +31,6 @@ pub enum StreamState {
     Unsound,
     /// The stream has its finish reason, an error or its end mark.
     Finished,
-}
-
-/// Output that the client has received.
-#[derive(Clone, Debug, Default)]
-pub struct SentOutput {
-    text: String,
-    /// Ids of the tokens of the text, then of tokens without text yet.
-    ids: Vec<u32>,
-    /// Length of the first part of the ids.
-    ids_sent: usize,
-    /// Whether an event with text had no ids.
-    lacks_ids: bool,
-    tokens: u32,
 }
 
 /// Values of the first attempt that all chunks have, as JSON.
@@ -99,30 +87,6 @@ enum Step {
     Keep,
     Replace(Vec<u8>),
     Drop,
-}
-
-impl SentOutput {
-    /// The text.
-    #[must_use]
-    pub fn text(&self) -> &str {
-        &self.text
-    }
-
-    /// Token ids of the text; `None` if not all are known.
-    #[must_use]
-    pub fn token_ids(&self) -> Option<&[u32]> {
-        (!self.lacks_ids).then(|| &self.ids[..self.ids_sent])
-    }
-
-    /// Number of tokens: by token ids or by the engine's usage if the stream has them, otherwise the number of events.
-    #[must_use]
-    pub fn tokens(&self) -> u32 {
-        self.tokens
-    }
-
-    fn clear(&mut self) {
-        *self = Self { tokens: self.tokens, lacks_ids: true, ..Self::default() };
-    }
 }
 
 impl StreamJoiner {

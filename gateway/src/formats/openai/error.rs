@@ -8,13 +8,7 @@ use std::time::Duration;
 use axum::Json;
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use pointsman::error::{Down, RouteError};
-use pointsman::queue::LimitKind;
-use pointsman::schedule::{MissedTarget, Rejection, TargetsMissed};
-use pointsman::select::Filter;
 use serde_json::json;
-
-use super::headers::{CLASS, ON_TARGET_MISS, PRIORITY_JUMP, SESSION_ID};
 
 /// Maximum number of characters of client input repeated in an error.
 const ECHO_CHARS_MAX: usize = 128;
@@ -115,7 +109,7 @@ pub struct ApiError {
 }
 
 impl ApiError {
-    fn new(status: StatusCode, kind: ErrorType, code: &'static str, message: impl Into<String>) -> Self {
+    pub(super) fn new(status: StatusCode, kind: ErrorType, code: &'static str, message: impl Into<String>) -> Self {
         let message = message.into();
         Self {
             status,
@@ -168,21 +162,6 @@ impl ApiError {
     #[must_use]
     pub fn header_invalid(name: &'static str, rule: &str) -> Self {
         Self::invalid("invalid_header", Some(name), format!("header {name} {rule}"))
-    }
-
-    /// Latency targets that no worker is predicted to meet: 429. `Retry-After` only if a shorter queue suffices.
-    #[must_use]
-    pub fn targets_missed(missed: &TargetsMissed) -> Self {
-        let part = |name: &str, missed: Option<MissedTarget>| {
-            let MissedTarget { predicted, target } = missed?;
-            let [predicted, target] = [predicted, target].map(|duration| duration.as_secs_f64() * 1e3);
-            Some(format!("; {name}: predicted {predicted:.1} ms, target {target:.1} ms"))
-        };
-        let parts = [part("time to first token", missed.ttft), part("inter-token latency", missed.itl)];
-        let parts: String = parts.into_iter().flatten().collect();
-        let message = format!("no worker is predicted to meet the latency targets of the request{parts}");
-        let error = Self::overloaded("targets_missed", message, missed.retry_after.unwrap_or_default());
-        Self { retry_after_s: error.retry_after_s.filter(|_| missed.retry_after.is_some()), ..error }
     }
 
     /// No worker among the endpoints to which a proxy limits the choice: 503.
@@ -319,101 +298,6 @@ impl ApiError {
     pub fn internal() -> Self {
         let message = "internal error of the gateway";
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", message)
-    }
-}
-
-/// Rewrites the messages, because the router's own texts name ranks, settings and queue lengths.
-impl From<RouteError> for ApiError {
-    fn from(error: RouteError) -> Self {
-        let a_second = Duration::from_secs(1);
-        let no_worker = |code, message: &str| Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, code, message);
-        match error {
-            RouteError::Rejected(rejection) => rejection.into(),
-            RouteError::Overloaded { .. } => Self::overloaded("queue_full", "too many requests are waiting", a_second),
-            RouteError::DuplicateRequest(_) => {
-                let message = "a request with this id is still in flight";
-                Self::new(StatusCode::CONFLICT, ErrorType::InvalidRequest, "duplicate_request", message)
-            }
-            RouteError::PromptTooLong { prompt_tokens } => {
-                let message = format!("the prompt has {prompt_tokens} tokens, must be at most {}", u32::MAX);
-                Self::invalid("prompt_too_long", None, message)
-            }
-            RouteError::ContextLength { prompt_tokens, max_model_len } => {
-                let message = format!(
-                    "the prompt has {prompt_tokens} tokens, but the model's maximum context length is {max_model_len} tokens"
-                );
-                Self::invalid("context_length_exceeded", None, message)
-            }
-            RouteError::PriorityJump(_) => Self::header_invalid(PRIORITY_JUMP, "must be a number of seconds"),
-            RouteError::TargetsNotPredicted { .. } => {
-                let rule = "must be serve, because the model's router learns no prefill speeds";
-                Self::header_invalid(ON_TARGET_MISS, rule)
-            }
-            RouteError::Session(error) => Self::invalid("invalid_session_id", Some(SESSION_ID), error.to_string()),
-            RouteError::Freed => no_worker("cancelled", "the request was cancelled before it was placed"),
-            RouteError::Lost { .. } => {
-                no_worker("router_restarted", "the request was lost in a restart of a router component")
-            }
-            RouteError::Down(Down::Stopped) => Self::draining(),
-            RouteError::Down(Down::Failed) => no_worker("router_failed", "the model's router has failed"),
-            // Only operators can set these.
-            RouteError::Constraints(error) => Self::invalid("invalid_request", None, error.to_string()),
-            RouteError::Overrides(error) => Self::invalid("invalid_request", None, error.to_string()),
-            // Causes inside the gateway, not in the request.
-            RouteError::MissingRequestId
-            | RouteError::ZeroTarget(_)
-            | RouteError::Hashes(_)
-            | RouteError::Multimodal(_) => Self::internal(),
-        }
-    }
-}
-
-impl From<Rejection> for ApiError {
-    fn from(rejection: Rejection) -> Self {
-        let a_second = Duration::from_secs(1);
-        let no_worker = |code, message: &str| Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, code, message);
-        let overloaded = || Self::overloaded("overloaded", "all workers are busy", a_second);
-        let none_eligible = || no_worker("no_eligible_worker", "no worker can serve this request now");
-        match rejection {
-            Rejection::NoRanks => no_worker("no_workers", "the model has no workers now"),
-            Rejection::NoneEligible { .. } | Rejection::UnknownRank(_) => none_eligible(),
-            Rejection::AllOverloaded { .. } => overloaded(),
-            Rejection::Pinned { refused_by, .. } => match refused_by {
-                Some(Filter::Overloaded | Filter::Busy) => overloaded(),
-                Some(
-                    Filter::Allowed
-                    | Filter::Excluded
-                    | Filter::Pin
-                    | Filter::RequiredTaints
-                    | Filter::Custom
-                    | Filter::Unavailable
-                    | Filter::Draining
-                    | Filter::Unresponsive
-                    | Filter::Refusing
-                    | Filter::Lora
-                    | Filter::Targets,
-                )
-                | None => none_eligible(),
-            },
-            Rejection::DeadlineExceeded { .. } => {
-                Self::overloaded("deadline_exceeded", "the request was not placed within its deadline", a_second)
-            }
-            Rejection::TargetsMissed(missed) => Self::targets_missed(&missed),
-            Rejection::Backpressure(refused) => {
-                let (code, message) = match refused.limit {
-                    LimitKind::Requests => ("queue_full", "too many requests are waiting"),
-                    LimitKind::RawTokens | LimitKind::CachedTokens => {
-                        ("queue_tokens_full", "requests with too many tokens are waiting")
-                    }
-                    LimitKind::DoNotQueue => ("would_queue", "the request would have to wait but disallows queueing"),
-                };
-                Self::overloaded(code, message, refused.retry_after)
-            }
-            Rejection::UnknownClass(_) => {
-                Self::invalid("unknown_class", Some(CLASS), format!("header {CLASS} names an unknown class"))
-            }
-            Rejection::Policy(_) => Self::internal(),
-        }
     }
 }
 

@@ -145,6 +145,10 @@ pub(crate) fn checked_text(body: &[u8]) -> Result<&str, ApiError> {
     Ok(text)
 }
 
+pub(super) fn missing(field: &'static str) -> ApiError {
+    ApiError::invalid("missing_field", Some(field), format!("the body has no {field}"))
+}
+
 /// Decoded JSON string.
 pub(super) fn unquoted(raw: &str, field: &'static str) -> Result<String, ApiError> {
     // Fails only on unpaired surrogates, which are not valid text.

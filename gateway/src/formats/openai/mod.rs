@@ -6,13 +6,18 @@
 //! requests.
 
 mod body;
+mod client_prompt;
+mod endpoint;
 mod error;
 mod fields;
 mod headers;
 mod prompt;
+mod rejection;
 mod responses;
 
-pub use body::{ChatParts, ClientPrompt, Edits, Endpoint, MediaName, RequestBody};
+pub use body::{Edits, RequestBody};
+pub use client_prompt::{ChatParts, ClientPrompt, MediaName};
+pub use endpoint::Endpoint;
 pub(crate) use error::ErrorCode;
 pub use error::{ApiError, ErrorType, Limit};
 pub(crate) use fields::checked_text;

@@ -11,9 +11,10 @@ use axum::body::Bytes;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 
-use super::body::{ChatParts, ClientPrompt, Endpoint};
+use super::client_prompt::{ChatParts, ClientPrompt};
+use super::endpoint::Endpoint;
 use super::error::ApiError;
-use super::fields::{Fields, Given, unquoted};
+use super::fields::{Fields, Given, missing, unquoted};
 use super::responses;
 
 /// Extracts the prompt.
@@ -118,10 +119,6 @@ fn text_or_tokens(given: Given<'_>, field: &'static str) -> Result<ClientPrompt,
         Some(b']') => Err(ApiError::invalid("invalid_value", Some(field), format!("{field} must not be empty"))),
         _ => Err(shape()),
     }
-}
-
-pub(super) fn missing(field: &'static str) -> ApiError {
-    ApiError::invalid("missing_field", Some(field), format!("the body has no {field}"))
 }
 
 /// First element of a list; the others are skipped.

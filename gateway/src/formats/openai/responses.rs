@@ -11,10 +11,9 @@ use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::body::{ChatParts, ClientPrompt};
+use super::client_prompt::{ChatParts, ClientPrompt};
 use super::error::ApiError;
-use super::fields::{Fields, Given};
-use super::prompt::missing;
+use super::fields::{Fields, Given, missing};
 
 /// Extracts the prompt.
 pub(super) fn read(fields: &Fields<'_>, body: &Bytes) -> Result<ClientPrompt, ApiError> {

@@ -99,7 +99,6 @@ impl LegCounts {
 
 #[cfg(test)]
 mod tests {
-    use metrics::Counter;
     use pointsman::protocol::WorkerId;
 
     use super::*;
