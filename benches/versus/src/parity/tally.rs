@@ -3,9 +3,9 @@
 //! Defines tied decisions, agreement, and the cause of a difference.
 
 use std::collections::BTreeMap;
-use std::fmt::Write;
 
 use pointsman::protocol::WorkerRank;
+use pointsman_versus::columns::{head, row};
 use serde::Serialize;
 
 /// Facts of one router about one rank for one request, and the resulting cost.
@@ -51,15 +51,16 @@ pub(crate) enum Verdict {
     Differs(String),
 }
 
-type Quantity = fn(&Facts) -> u64;
+/// Value of a fact as it is displayed. Different costs have different texts.
+type Quantity = fn(&Facts) -> String;
 
 /// Facts to compare. The cost is derived from the others and comes last.
 const QUANTITIES: [(&str, Quantity); 5] = [
-    ("overlap", |facts| facts.overlap_blocks),
-    ("blocks", |facts| facts.potential_blocks),
-    ("prefill", |facts| facts.prefill_tokens),
-    ("requests", |facts| facts.active_requests),
-    ("cost", |facts| facts.cost.to_bits()),
+    ("overlap", |facts| facts.overlap_blocks.to_string()),
+    ("blocks", |facts| facts.potential_blocks.to_string()),
+    ("prefill", |facts| facts.prefill_tokens.to_string()),
+    ("requests", |facts| facts.active_requests.to_string()),
+    ("cost", |facts| facts.cost.to_string()),
 ];
 
 impl View {
@@ -110,11 +111,8 @@ impl Decision {
 
     /// Table of the chosen ranks and of those with different facts; each figure is ours / theirs.
     pub(crate) fn markdown(&self) -> String {
-        let mut out = String::from("| rank |");
-        for (name, _) in QUANTITIES {
-            out += &format!(" {name} |");
-        }
-        out += " chosen by |\n|---|---|---|---|---|---|---|\n";
+        let names: Vec<&str> = QUANTITIES.iter().map(|(name, _)| *name).chain(["chosen by"]).collect();
+        let mut out = head::<()>(&["rank"], &[], &names);
         for (ours, theirs) in self.ours.ranks.iter().zip(&self.theirs.ranks) {
             let (by_us, by_them) = (self.ours.chosen == ours.rank, self.theirs.chosen == ours.rank);
             if ours == theirs && !by_us && !by_them {
@@ -126,23 +124,10 @@ impl Decision {
                 (false, true) => "theirs",
                 (false, false) => "",
             };
-            let (us, them) = (ours, theirs);
-            writeln!(
-                out,
-                "| {} | {} / {} | {} / {} | {} / {} | {} / {} | {} / {} | {chosen_by} |",
-                us.rank,
-                us.overlap_blocks,
-                them.overlap_blocks,
-                us.potential_blocks,
-                them.potential_blocks,
-                us.prefill_tokens,
-                them.prefill_tokens,
-                us.active_requests,
-                them.active_requests,
-                us.cost,
-                them.cost,
-            )
-            .expect("writing to a string cannot fail");
+            let mut cells = vec![ours.rank.to_string()];
+            cells.extend(QUANTITIES.map(|(_, quantity)| format!("{} / {}", quantity(ours), quantity(theirs))));
+            cells.push(chosen_by.to_owned());
+            out += &row(&cells);
         }
         out
     }
@@ -221,33 +206,38 @@ impl Tally {
 
 /// Table with one row per fleet.
 pub(crate) fn markdown(fleets: &[(u32, Tally)]) -> String {
-    let mut out = String::from(
-        "| ranks | decisions | tied (alike) | untied | agree | agreement | differ by | colder / busier | \
-         astray, ours / theirs | rows | rows that differ |\n|---|---|---|---|---|---|---|---|---|---|---|\n",
-    );
+    let titles = [
+        "ranks",
+        "decisions",
+        "tied (alike)",
+        "untied",
+        "agree",
+        "agreement",
+        "differ by",
+        "colder / busier",
+        "astray, ours / theirs",
+        "rows",
+        "rows that differ",
+    ];
+    let mut out = head::<()>(&titles, &[], &[]);
     let show = |counts: &mut dyn Iterator<Item = (&str, u64)>| {
         let shown: Vec<_> = counts.filter(|(_, count)| *count > 0).map(|(name, n)| format!("{name} {n}")).collect();
         if shown.is_empty() { "-".to_owned() } else { shown.join(", ") }
     };
     for (ranks, tally) in fleets {
-        let agreement = tally.agreement_percent().map_or("-".to_owned(), |percent| format!("{percent:.3} %"));
-        let differ = show(&mut tally.differs.iter().map(|(name, count)| (name.as_str(), *count)));
-        let rows_differ = show(&mut tally.rows_differ.iter().map(|(name, count)| (*name, *count)));
-        writeln!(
-            out,
-            "| {ranks} | {} | {} ({}) | {} | {} | {agreement} | {differ} | {} / {} | {} / {} | {} | {rows_differ} |",
-            tally.decisions,
-            tally.tied,
-            tally.tied_alike,
-            tally.decisions - tally.tied,
-            tally.agrees,
-            tally.colder,
-            tally.busier,
-            tally.ours_astray,
-            tally.theirs_astray,
-            tally.rows,
-        )
-        .expect("writing to a string cannot fail");
+        out += &row(&[
+            ranks.to_string(),
+            tally.decisions.to_string(),
+            format!("{} ({})", tally.tied, tally.tied_alike),
+            (tally.decisions - tally.tied).to_string(),
+            tally.agrees.to_string(),
+            tally.agreement_percent().map_or("-".to_owned(), |percent| format!("{percent:.3} %")),
+            show(&mut tally.differs.iter().map(|(name, count)| (name.as_str(), *count))),
+            format!("{} / {}", tally.colder, tally.busier),
+            format!("{} / {}", tally.ours_astray, tally.theirs_astray),
+            tally.rows.to_string(),
+            show(&mut tally.rows_differ.iter().map(|(name, count)| (*name, *count))),
+        ]);
     }
     out
 }
