@@ -68,20 +68,6 @@ async fn completions_report_exact_usage_and_cached_tokens() {
 }
 
 #[tokio::test]
-async fn salts_and_adapters_have_separate_caches() {
-    let engine = started(MockConfig { loras: vec!["adapter".to_owned()], ..fast() }).await;
-    let body = |model: &'static str, salt: Option<&'static str>| json!({ "model": model, "prompt": prompt(1, 9), "max_tokens": 1, "cache_salt": salt });
-    for body in [body("mock", None), body("mock", Some("a")), body("mock", Some("b")), body("adapter", None)] {
-        for expected in [0, 8] {
-            let answer = post(&engine, "/v1/completions", &body).await.json();
-            assert_eq!(cached(&answer), expected, "{body}");
-            assert_eq!(answer["model"], body["model"]);
-        }
-    }
-    engine.shutdown().await;
-}
-
-#[tokio::test]
 async fn streamed_and_whole_chats_are_equal_and_the_next_turn_is_cached() {
     let engine = started(fast()).await;
     let mut chat = json!({ "messages": [{ "role": "user", "content": "What is a block, please?" }], "max_tokens": 9 });

@@ -76,7 +76,7 @@ pub(crate) fn ranks_of(ranks: u32, samples: &[RankSample]) -> usize {
 /// no ranks or no rank ever had a request.
 ///
 /// ```
-/// use pointsman_bench::record::RankSample;
+/// use pointsman_bench::results::RankSample;
 /// use pointsman_bench::results::load::max_over_mean;
 ///
 /// let sample = |at_us, rank, requests| RankSample {

@@ -92,7 +92,7 @@ impl Setup {
 /// let workload = "siblings:groups=2".parse::<Generator>()?.generate(1);
 /// let run = simulate::run(&Setup::new(2, 1), &workload, Embedded::start)?;
 /// assert!(run.requests.iter().all(|request| request.ended_us.is_some()));
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), pointsman_bench::Failed>(())
 /// ```
 ///
 /// # Errors
