@@ -1,4 +1,4 @@
-//! Rejects import cycles among the files of `src/` and `actors/`.
+//! Rejects import cycles: among the files of `src/` and `actors/`, and among the folders of every other crate.
 //!
 //! The test reads `use` declarations and paths that begin with `crate` or `super`, outside test code. A path refers to
 //! the deepest file in it. A name that a module re-exports from a child refers to the child, so such a re-export is no
@@ -8,9 +8,44 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::tidy::{code_of, occurrences, sources, without_tests};
 
+/// Sources of the other crates. Files of one folder may import each other there.
+const CRATES: [&str; 5] =
+    ["gateway/src/", "benches/trial/src/", "benches/harness/src/", "benches/versus/src/", "python/src/"];
+
+#[test]
+fn folders_of_other_crates_import_in_one_direction() {
+    let sources = sources();
+    for root in CRATES {
+        let imports = Imports::of(&sources, |path| path.strip_prefix(root));
+        assert!(imports.0.len() > 3, "{root}: only {} files found", imports.0.len());
+        assert_eq!(imports.of_folders().cycle(), None, "folders of {root}");
+        assert_eq!(imports.cycle_across_folders(), None, "files of {root}");
+    }
+}
+
+#[test]
+fn folders_of_the_gateway_import_those_above_them() {
+    let sources = sources();
+    let (_, lib) = sources.iter().find(|(path, _)| path == "gateway/src/lib.rs").expect("the crate has a root");
+    let order: Vec<String> = lib
+        .lines()
+        .filter_map(|line| line.strip_prefix("pub mod ")?.strip_suffix(';'))
+        .map(|folder| format!("crate::{folder}"))
+        .collect();
+    let at = |folder: &str| order.iter().position(|known| known == folder);
+    assert!(order.len() > 10, "{order:?}");
+    let folders = Imports::of(&sources, |path| path.strip_prefix("gateway/src/")).of_folders();
+    for (folder, imported) in &folders.0 {
+        for target in imported {
+            let (Some(from), Some(to)) = (at(folder), at(target)) else { continue };
+            assert!(to < from, "{folder} imports {target}, which is below it in lib.rs");
+        }
+    }
+}
+
 #[test]
 fn files_import_in_one_direction() {
-    let imports = Imports::of(&sources());
+    let imports = Imports::of(&sources(), in_library);
     assert!(imports.0.len() > 200, "only {} files found", imports.0.len());
     assert_eq!(imports.cycle(), None);
 }
@@ -25,8 +60,9 @@ struct Import {
 }
 
 impl Imports {
-    fn of(sources: &[(String, String)]) -> Self {
-        let code = |(path, text): &(String, String)| Some((module_of(path)?, without_tests(&code_of(text))));
+    /// `inner` is the path in the crate, `None` outside it.
+    fn of<'a>(sources: &'a [(String, String)], inner: impl Fn(&'a str) -> Option<&'a str>) -> Self {
+        let code = |(path, text): &'a (String, String)| Some((module_of(inner(path)?)?, without_tests(&code_of(text))));
         let code: BTreeMap<String, String> = sources.iter().filter_map(code).collect();
         let paths = |(file, code_of_file): (&String, &String)| (file.clone(), imports_of(file, code_of_file, &code));
         let paths: BTreeMap<String, Vec<Import>> = code.iter().map(paths).collect();
@@ -39,6 +75,39 @@ impl Imports {
             (file.clone(), targets.collect())
         };
         Self(paths.iter().map(imported).collect())
+    }
+
+    /// The imports between the folders of the crate.
+    fn of_folders(&self) -> Self {
+        let folder = |module: &String| module.split("::").take(2).collect::<Vec<_>>().join("::");
+        let mut folders: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+        for (file, targets) in &self.0 {
+            let own = folder(file);
+            let others = targets.iter().map(folder).filter(|target| *target != own && target != "crate");
+            folders.entry(own.clone()).or_default().extend(others);
+        }
+        Self(folders)
+    }
+
+    /// Two files that reach each other, in folders of which none contains the other.
+    fn cycle_across_folders(&self) -> Option<(&str, &str)> {
+        let parent = |module: &str| module.rsplit_once("::").map_or(String::new(), |(parent, _)| format!("{parent}::"));
+        let are_apart =
+            |a: &str, b: &str| !format!("{b}::").starts_with(&parent(a)) && !format!("{a}::").starts_with(&parent(b));
+        let reached: BTreeMap<&str, BTreeSet<&str>> =
+            self.0.keys().map(|file| (file.as_str(), self.reached(file))).collect();
+        let pairs = reached.iter().flat_map(|(a, all)| all.iter().map(move |b| (*a, *b)));
+        pairs.into_iter().find(|(a, b)| are_apart(a, b) && reached.get(b).is_some_and(|back| back.contains(a)))
+    }
+
+    /// The files that a file imports, directly or not.
+    fn reached<'a>(&'a self, file: &str) -> BTreeSet<&'a str> {
+        let (mut reached, mut rest) = (BTreeSet::new(), vec![file]);
+        while let Some(next) = rest.pop() {
+            let targets = self.0.get(next).into_iter().flatten().map(String::as_str);
+            rest.extend(targets.filter(|target| reached.insert(*target)));
+        }
+        reached
     }
 
     /// One cycle, if any: each module imports the next, and the last one the first.
@@ -70,9 +139,13 @@ impl Imports {
     }
 }
 
-/// The module path of a source file of the library; `None` for test files and other crates.
-fn module_of(path: &str) -> Option<String> {
-    let inner = path.strip_prefix("src/").or_else(|| path.starts_with("actors/").then_some(path))?;
+/// The path of a source file in the library, whose actors are a module.
+fn in_library(path: &str) -> Option<&str> {
+    path.strip_prefix("src/").or_else(|| path.starts_with("actors/").then_some(path))
+}
+
+/// The module path of a source file; `None` for test files.
+fn module_of(inner: &str) -> Option<String> {
     let module = inner.strip_suffix(".rs")?;
     let segments = module.split('/').filter(|segment| !matches!(*segment, "mod" | "lib"));
     let is_test = module.ends_with("/tests") || module.contains("/tests/");
@@ -165,11 +238,11 @@ fn file_of(path: &[String], files: &BTreeMap<String, Vec<Import>>, depth: u32) -
 mod checked_itself {
     //! The check on small examples.
 
-    use super::Imports;
+    use super::{Imports, in_library};
 
     fn cycle(files: &[(&str, &str)]) -> Option<Vec<String>> {
         let sources: Vec<_> = files.iter().map(|(path, text)| ((*path).to_owned(), (*text).to_owned())).collect();
-        Imports::of(&sources).cycle().map(|cycle| cycle.into_iter().map(str::to_owned).collect())
+        Imports::of(&sources, in_library).cycle().map(|cycle| cycle.into_iter().map(str::to_owned).collect())
     }
 
     #[test]

@@ -10,6 +10,9 @@ use std::path::Path;
 /// Longer files are split.
 const FILE_LINES_MAX: usize = 600;
 
+/// Maximum lines of code of a function outside tests: one screen.
+const FUNCTION_LINES_MAX: usize = 70;
+
 /// Directories with code.
 const SOURCES: &[&str] = &["src", "actors", "gateway", "benches", "python", "tests"];
 
@@ -135,11 +138,39 @@ fn broken_rules(path: &str, text: &str) -> Vec<String> {
     if !is_test_file(path) && !text.trim_start().starts_with("//!") {
         report(0, "no `//!` head says what the module owns");
     }
+    if !is_below_tests(path) {
+        for (at, lines) in functions(&shipped).filter(|(_, lines)| *lines > FUNCTION_LINES_MAX) {
+            report(at, &format!("a function of {lines} lines, must have at most {FUNCTION_LINES_MAX}"));
+        }
+    }
     let lines = text.lines().count();
     if lines > FILE_LINES_MAX {
         report(0, &format!("{lines} lines, must be at most {FILE_LINES_MAX}"));
     }
     broken
+}
+
+/// A file of a test binary, or of the tests of a module.
+fn is_below_tests(path: &str) -> bool {
+    path.starts_with("tests/") || path.contains("/tests/")
+}
+
+/// Each function with a body: its position, and its lines of code.
+fn functions(code: &str) -> impl Iterator<Item = (usize, usize)> + '_ {
+    occurrences(code, "fn").filter_map(|at| {
+        let mut depth = 0;
+        let opens = code[at..].bytes().position(|byte| {
+            match byte {
+                b'(' | b'[' => depth += 1,
+                b')' | b']' => depth -= 1,
+                _ => {}
+            }
+            depth == 0 && matches!(byte, b'{' | b';')
+        })?;
+        let body = &code[at + opens..];
+        let end = at + opens + block_length(body);
+        body.starts_with('{').then(|| (at, code[at..end].lines().filter(|line| !line.trim().is_empty()).count()))
+    })
 }
 
 /// Tests of a module in a separate file: the module beside it carries the head comment.
@@ -364,6 +395,16 @@ mod checked_itself {
         assert_eq!(broken("src/a.rs", body), ["src/a.rs:4: `.unwrap()` outside tests"]);
         let body = "#[cfg(test)]\nmod tests;\nuse tokio::spawn;";
         assert_eq!(broken("src/a.rs", body), ["src/a.rs:4: `tokio` in code that decides"]);
+    }
+
+    #[test]
+    fn long_functions_are_found() {
+        let function =
+            |lines: usize| format!("fn f(a: [u8; 2]) {{\n{}}}", "    a();\n\n    // A word.\n".repeat(lines - 2));
+        refused("gateway/src/a.rs", &function(71));
+        allowed("gateway/src/a.rs", &function(70));
+        allowed("gateway/tests/a.rs", &function(71));
+        allowed("src/a.rs", &format!("type F = fn(u8);\n#[cfg(test)]\nmod tests {{ {} }}", function(80)));
     }
 
     #[test]

@@ -3,19 +3,19 @@
 //! Assigns request ids and adds them to every response. Unknown paths, unsupported methods and panics produce errors in
 //! OpenAI's format. Handlers live in their own modules.
 
-use std::any::Any;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Request, State};
-use axum::http::{HeaderName, HeaderValue, Method};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
+use futures_util::FutureExt as _;
 use http_body_util::BodyExt as _;
 use tokio::time::{Instant, timeout};
-use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::formats::openai::ErrorCode;
 use crate::formats::openai::{ApiError, Endpoint, request_id};
@@ -29,6 +29,7 @@ use crate::pools::serving::Pools;
 use crate::proxy;
 use crate::proxy::catalog;
 use crate::proxy::context::RequestContext;
+use crate::proxy::refusal::rendered_error;
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -43,8 +44,11 @@ const PATH_CHARS_MAX: usize = 128;
 
 pub(super) fn clients(context: Latest<RequestContext>, probes: Router) -> Router {
     let ask = |endpoint: Endpoint| {
-        post(move |state, request| proxy::answer(endpoint, state, request))
-            .fallback(|| async { ApiError::method_not_allowed("POST") })
+        let refused = move |headers: HeaderMap| async move {
+            let id = request_id(&headers).unwrap_or_default();
+            rendered_error(ApiError::method_not_allowed("POST"), endpoint.is_anthropic(), id)
+        };
+        post(move |state, request| proxy::answer(endpoint, state, request)).fallback(refused)
     };
     let mut routes = Router::new();
     for endpoint in Endpoint::ALL {
@@ -57,7 +61,6 @@ pub(super) fn clients(context: Latest<RequestContext>, probes: Router) -> Router
         .merge(probes)
         .fallback(|| async { ApiError::not_found() })
         .method_not_allowed_fallback(|| async { ApiError::method_not_allowed("GET, HEAD") })
-        .layer(CatchPanicLayer::custom(panicked))
         .layer(from_fn_with_state(context, named))
 }
 
@@ -97,13 +100,13 @@ async fn named(State(context): State<Arc<RequestContext>>, mut request: Request,
     let is_unrouted = refused.is_some() || !is_routed(&request);
     let unrouted = is_unrouted.then(|| (path_of(&request), Instant::now()));
     let trace_id = unrouted.as_ref().and_then(|_| RequestTrace::of(request.headers()).trace_id());
-    let mut answer = match refused {
-        Some(error) => error.into_response(),
-        None => next.run(request).await,
+    let answer = match refused {
+        Some(error) => Err(error),
+        // The panic hook has logged the panic; its message is internal.
+        None => AssertUnwindSafe(next.run(request)).catch_unwind().await.map_err(|_| ApiError::internal()),
     };
-    if is_anthropic && !answer.status().is_success() {
-        answer = proxy::converted_error(answer, id.to_str().unwrap_or_default()).await;
-    }
+    let rendered = |error| rendered_error(error, is_anthropic, id.to_str().unwrap_or_default());
+    let mut answer = answer.unwrap_or_else(rendered);
     if let Some((path, started)) = unrouted.filter(|(path, _)| !PROBES.contains(&path.as_str())) {
         let request_id = id.to_str().unwrap_or_default().to_owned();
         let error = answer.extensions().get().map(|ErrorCode(code)| *code);
@@ -126,9 +129,4 @@ fn is_routed(request: &Request) -> bool {
 /// Truncated path without the query, because clients put keys there.
 fn path_of(request: &Request) -> String {
     request.uri().path().chars().take(PATH_CHARS_MAX).collect()
-}
-
-/// The panic hook has logged the panic; its message is internal.
-fn panicked(_: Box<dyn Any + Send>) -> Response {
-    ApiError::internal().into_response()
 }

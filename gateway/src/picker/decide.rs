@@ -18,7 +18,6 @@ use super::parts_body::PartsBody;
 use super::{PickRules, TEST_SELECTION};
 use crate::admission::admit::Admitted;
 use crate::admission::leases::QuotaLease;
-use crate::formats::openai::ErrorCode;
 use crate::formats::openai::{ApiError, Endpoint, request_id};
 use crate::observe::trace::RequestTrace;
 use crate::pools::disaggregation::{PrefillPool, PrefillResult};
@@ -27,7 +26,7 @@ use crate::pools::readiness::causes::placement_error;
 use crate::pools::workers::WorkerRequest;
 use crate::proxy::account::Account;
 use crate::proxy::context::RequestContext;
-use crate::proxy::prepare::Prepared;
+use crate::proxy::routable::RoutableRequest;
 use crate::proxy::{Answer, Limits, WorkerResponse, checked_kind, discard, failure_outcome, follow, receive};
 use crate::settings::MessagesMode;
 
@@ -66,7 +65,7 @@ pub(super) struct Picked {
 /// A request to one of the endpoints that the gateway routes by prompt.
 struct RoutedRequest {
     endpoint: Endpoint,
-    prepared: Prepared,
+    prepared: RoutableRequest,
     account: Account,
     sent: WorkerRequest,
     is_reported: bool,
@@ -115,9 +114,9 @@ pub(super) async fn decide(context: Arc<RequestContext>, arrival: Arrival) -> Re
             }))
         }
         Err(error) => {
+            account.access.error = Some(error.code);
             let mut response = error.into_response();
             response.headers_mut().extend(account.quota_headers());
-            account.access.error = response.extensions().get().map(|ErrorCode(code)| *code);
             account.answered(response.status());
             account.complete();
             Err(response)
@@ -131,7 +130,7 @@ async fn decide_by_prompt(
     endpoint: Endpoint,
     arrival: Arrival,
     request_id: &str,
-) -> Result<(Placement, Option<Box<Placement>>, Destination, Prepared), ApiError> {
+) -> Result<(Placement, Option<Box<Placement>>, Destination, RoutableRequest), ApiError> {
     let Arrival { headers, body, subset, rules, .. } = arrival;
     let limits = limits(context, &headers);
     let Admitted { tenant, quota } = match context.admission.admit(Some(endpoint), &headers) {
@@ -148,7 +147,7 @@ async fn decide_by_prompt(
     account.waited_since(waits);
     // The proxy forwards the response, so that it cannot be converted.
     let messages = Some(MessagesMode::Pass);
-    let prepared = Prepared::new(context, account, endpoint, (&headers, received?), tenant, messages).await?;
+    let prepared = RoutableRequest::new(context, account, endpoint, (&headers, received?), tenant, messages).await?;
     let mut request = prepared.request();
     request.request_id = Some(context.ids.booking(request_id).into());
     let allowed = allowed_workers(&prepared.model.router, subset.as_deref(), &headers, rules)?;

@@ -18,7 +18,7 @@ use pointsman::health::Outcome;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::attempts::WorkerResponse;
-use super::split::PrefillReport;
+use super::prefill_report::PrefillReport;
 use crate::observe::requests::StreamBreak;
 use crate::pools::disaggregation::PrefillResult;
 use crate::pools::workers::WorkerRequest;

@@ -9,7 +9,7 @@ use std::task::{Context, Poll, ready};
 use axum::body::Bytes;
 use http_body::{Body, Frame};
 
-use super::split::{Corrections, NextTurn};
+use super::prefill_report::{Corrections, NextTurn};
 use crate::formats::handover::CachedTokensRewriter;
 use crate::pools::disaggregation::PrefillValues;
 

@@ -6,14 +6,14 @@
 
 use std::time::{Duration, SystemTime};
 
-use axum::body::{Body, Bytes};
+use axum::body::Bytes;
 use axum::http::header::RETRY_AFTER;
-use axum::http::{HeaderMap, Response, StatusCode};
-use axum::response::IntoResponse as _;
+use axum::http::{HeaderMap, StatusCode};
 use pointsman::health::Outcome;
 use pointsman::protocol::WorkerRank;
 
-use crate::formats::openai::{ApiError, to_client};
+use super::refusal::{Refusal, WorkerError};
+use crate::formats::openai::ApiError;
 use crate::net::upstream::UpstreamError;
 use crate::observe::requests::RetryReason;
 use crate::pools::workers::{UnsettledFailure, WorkerRequest};
@@ -163,9 +163,9 @@ pub(super) fn counted_failure(failed_attempts: &[FailedAttempt], ending: Ending)
 pub(super) struct Failures {
     pub(super) reasons: Vec<RetryReason>,
     /// The last refusal or server error sent by a worker.
-    last_error: Option<(StatusCode, HeaderMap, Bytes)>,
+    last_error: Option<WorkerError>,
     /// The first response with 401, 403 or 404.
-    first_misconfigured: Option<(StatusCode, HeaderMap, Bytes)>,
+    first_misconfigured: Option<WorkerError>,
 }
 
 impl Failures {
@@ -173,7 +173,7 @@ impl Failures {
         let reason = failure.reason();
         self.reasons.push(reason);
         if let Failure::Status { status, headers, body: Some(body) } = failure {
-            let answer = Some((status, headers, body));
+            let answer = Some(WorkerError { status, headers, body });
             if reason == RetryReason::Misconfigured {
                 self.first_misconfigured = self.first_misconfigured.take().or(answer);
             } else {
@@ -182,16 +182,12 @@ impl Failures {
         }
     }
 
-    pub(super) fn answer(self, request_id: &str) -> Response<Body> {
-        if let Some((status, headers, body)) = self.last_error.or(self.first_misconfigured) {
-            let mut response = Response::new(Body::from(body));
-            *response.status_mut() = status;
-            *response.headers_mut() = to_client(&headers, request_id);
-            return response;
-        }
-        match self.reasons.last() {
-            Some(RetryReason::Timeout) => ApiError::worker_timeout().into_response(),
-            _ => ApiError::worker_failed().into_response(),
+    /// The error for the client: a worker's own if any sent one.
+    pub(super) fn refusal(self) -> Refusal {
+        match (self.last_error.or(self.first_misconfigured), self.reasons.last()) {
+            (Some(error), _) => Refusal::Worker(error),
+            (None, Some(RetryReason::Timeout)) => ApiError::worker_timeout().into(),
+            (None, _) => ApiError::worker_failed().into(),
         }
     }
 }

@@ -9,12 +9,12 @@ use std::task::{Context, Poll, ready};
 
 use axum::body::{Body, Bytes};
 use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use axum::http::response::Parts;
 use axum::http::{HeaderValue, Response};
-use axum::response::IntoResponse as _;
 use http_body::Frame;
 use pointsman::answer::AnswerKind;
 
-use crate::formats::anthropic::{StreamTranslator, error_body, error_message, message};
+use crate::formats::anthropic::{StreamTranslator, error_body, error_message, error_response, message};
 use crate::formats::openai::ApiError;
 
 /// Maximum length of a response that is not streamed.
@@ -32,10 +32,10 @@ pub(super) struct Translation {
 }
 
 impl Translation {
-    /// The translated response. Errors are converted later, by [`converted_error`].
-    pub(super) async fn of(self, response: Response<Body>) -> Response<Body> {
+    /// The translated response of a worker.
+    pub(super) async fn of(self, response: Response<Body>, request_id: &str) -> Response<Body> {
         if !response.status().is_success() {
-            return response;
+            return converted_error(response, request_id).await;
         }
         let (head, body) = response.into_parts();
         let content_type = head.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
@@ -46,7 +46,7 @@ impl Translation {
         let chat = axum::body::to_bytes(body, CHAT_BYTES_MAX).await.ok();
         match chat.and_then(|chat| message(&chat, &self.model)) {
             Some(message) => Response::from_parts(head, Body::from(message)),
-            None => ApiError::worker_failed().into_response(),
+            None => error_response(ApiError::worker_failed(), request_id),
         }
     }
 }
@@ -94,13 +94,17 @@ impl http_body::Body for TranslatedBody {
     }
 }
 
-/// An error response in Anthropic's format: with the status and headers of the gateway's or the worker's error, and its
-/// message.
-pub(crate) async fn converted_error(response: Response<Body>, request_id: &str) -> Response<Body> {
-    let (mut head, body) = response.into_parts();
+/// A worker's error in Anthropic's format: with its status, headers and message.
+pub(super) async fn converted_error(response: Response<Body>, request_id: &str) -> Response<Body> {
+    let (head, body) = response.into_parts();
     let body = axum::body::to_bytes(body, ERROR_BYTES_MAX).await.unwrap_or_default();
+    error_of(head, &body, request_id)
+}
+
+/// The same for a complete body.
+pub(super) fn error_of(mut head: Parts, body: &[u8], request_id: &str) -> Response<Body> {
     let reason = head.status.canonical_reason().unwrap_or("error").to_lowercase();
-    let message = error_message(&body).unwrap_or(reason);
+    let message = Some(body).filter(|body| body.len() <= ERROR_BYTES_MAX).and_then(error_message).unwrap_or(reason);
     head.headers.remove(CONTENT_LENGTH);
     head.headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     let body = error_body(head.status.as_u16(), &message, Some(request_id));

@@ -21,20 +21,22 @@ use pointsman::protocol::WorkerRank;
 use tokio::time::Instant;
 
 use super::answer::{Answer, Cut};
-use super::attempts::{AttemptLoop, WorkerResponse, siblings};
+use super::attempts::{AttemptLoop, WorkerResponse};
 use super::begin::ResponseStart;
+use super::outbound::Outbound;
+use super::reports::siblings;
 use super::split::Split;
 use crate::formats::migration::{ResumableRequest, Resume, StreamJoiner, StreamState};
 use crate::observe::requests::MigrationResult;
 use crate::proxy::account::Account;
 use crate::proxy::context::RequestContext;
-use crate::proxy::prepare::Prepared;
+use crate::proxy::routable::RoutableRequest;
 
 /// The resumable form of a request, if migrations are enabled. Its body replaces the prepared one.
 pub(super) fn resumable(
     context: &RequestContext,
     account: &mut Account,
-    prepared: &mut Prepared,
+    prepared: &mut RoutableRequest,
 ) -> Option<ResumableRequest> {
     if context.settings.gateway.stream_migrations_max == 0 || prepared.kind != AnswerKind::Events {
         return None;
@@ -47,7 +49,7 @@ pub(super) fn resumable(
 
 /// Data of a request for its resumptions.
 pub(super) struct Migration {
-    prepared: Prepared,
+    prepared: RoutableRequest,
     request: ResumableRequest,
     /// Headers of the client.
     headers: HeaderMap,
@@ -55,7 +57,12 @@ pub(super) struct Migration {
 }
 
 impl Migration {
-    pub(super) fn new(prepared: Prepared, request: ResumableRequest, headers: &HeaderMap, request_id: &str) -> Self {
+    pub(super) fn new(
+        prepared: RoutableRequest,
+        request: ResumableRequest,
+        headers: &HeaderMap,
+        request_id: &str,
+    ) -> Self {
         Self { prepared, request, headers: headers.clone(), request_id: request_id.to_owned() }
     }
 
@@ -68,10 +75,10 @@ impl Migration {
         output: (u32, Vec<u32>),
         failed: BTreeSet<WorkerRank>,
     ) -> Resumption {
-        let Prepared { model, worker_endpoint, kind, include_usage, .. } = &self.prepared;
+        let RoutableRequest { model, worker_endpoint, kind, include_usage, .. } = &self.prepared;
         let (output_tokens, output_ids) = output;
         let split = model.prefill.as_ref().map(|pool| Split::new(pool, *worker_endpoint, body.clone(), *include_usage));
-        let attempts = AttemptLoop {
+        let outbound = Outbound {
             context: &context,
             model,
             endpoint: *worker_endpoint,
@@ -79,9 +86,8 @@ impl Migration {
             request_id: &self.request_id,
             body,
             kind: *kind,
-            split,
-            failed: &failed,
         };
+        let attempts = AttemptLoop { outbound, split, failed: &failed };
         let mut request = self.prepared.request();
         let tokens: Vec<u32>;
         if let (Prompt::Tokens(prompt), false) = (&request.prompt, output_ids.is_empty()) {

@@ -18,7 +18,12 @@ pub(crate) mod ids;
 mod leg;
 mod messages;
 mod migration;
-pub(crate) mod prepare;
+mod outbound;
+mod prefill_leg;
+mod prefill_report;
+pub(crate) mod refusal;
+mod reports;
+pub(crate) mod routable;
 mod split;
 
 use std::collections::BTreeSet;
@@ -38,14 +43,13 @@ use tokio::time::Instant;
 
 use crate::admission::admit::Admitted;
 use crate::admission::intake;
-pub(crate) use crate::admission::intake::{Limits, discard, receive, reserved};
-use crate::formats::openai::ErrorCode;
+pub(crate) use crate::admission::intake::{Limits, discard, receive};
 use crate::formats::openai::{ApiError, Endpoint, request_id, to_client};
 use crate::observe::trace::RequestTrace;
 use crate::pools::disaggregation::PrefillResult;
 use crate::proxy::account::Account;
 use crate::proxy::context::RequestContext;
-use crate::proxy::prepare::Prepared;
+use crate::proxy::routable::RoutableRequest;
 use crate::settings::MessagesMode;
 pub(crate) use answer::Answer;
 use attempts::AttemptLoop;
@@ -53,9 +57,11 @@ pub(crate) use attempts::WorkerResponse;
 use cached_tokens::Corrected;
 pub(crate) use exchange::checked_kind;
 pub(crate) use failure::failure_outcome;
-use messages::Translation;
-pub(crate) use messages::converted_error;
+use messages::{Translation, converted_error};
 use migration::{Migrating, Migration};
+use outbound::Outbound;
+use prefill_report::Corrections;
+use refusal::Refusal;
 use split::Split;
 
 /// Place of the prefill, in responses of models with a prefill pool.
@@ -76,24 +82,39 @@ pub(crate) async fn answer(
     if let Some(tracing) = &context.tracing {
         account.trace.begin(tracing, endpoint.path(), account.started());
     }
-    let forwarded = forward(&context, &mut account, endpoint, &head.headers, request_id, body).await;
-    let response = match forwarded {
-        Ok(Forwarded { begin, translation: None, migration }) => {
-            return start_response(&context, account, begin, request_id, migration);
+    let reply = forward(&context, &mut account, endpoint, &head.headers, request_id, body).await;
+    let is_anthropic = endpoint.is_anthropic();
+    let (mut response, error) = match reply.unwrap_or_else(Reply::Refused) {
+        Reply::Started(Forwarded { begin, translation, migration }) => {
+            let response = start_response(&context, account, begin, request_id, migration);
+            return match translation {
+                Some(translation) => translation.of(response, request_id).await,
+                None if is_anthropic && !response.status().is_success() => converted_error(response, request_id).await,
+                None => response,
+            };
         }
-        Ok(Forwarded { begin, translation: Some(translation), migration }) => {
-            return translation.of(start_response(&context, account, begin, request_id, migration)).await;
-        }
-        Err(mut response) => {
-            response.headers_mut().extend(account.quota_headers());
-            response
+        Reply::Count(input_tokens) => (Json(json!({ "input_tokens": input_tokens })).into_response(), None),
+        Reply::Refused(refusal) => {
+            let code = refusal.code();
+            (refusal.rendered(is_anthropic, request_id), code)
         }
     };
-    account.access.error = response.extensions().get().map(|ErrorCode(code)| *code);
-    account.access.is_answered_by_worker = account.access.error.is_none();
+    response.headers_mut().extend(account.quota_headers());
+    account.access.error = error;
+    account.access.is_answered_by_worker = error.is_none();
     account.answered(response.status());
     account.complete();
     response
+}
+
+/// Outcome of a request before its rendering.
+enum Reply {
+    /// A worker has started a response.
+    Started(Forwarded),
+    /// Number of prompt tokens, known without a worker.
+    Count(u32),
+    /// An error for the client.
+    Refused(Refusal),
 }
 
 /// A started response and its treatment on the way to the client.
@@ -104,7 +125,7 @@ struct Forwarded {
     migration: Option<Box<Migration>>,
 }
 
-/// All steps before the first byte of the response. Errors and token counts are responses, too.
+/// All steps before the first byte of the response.
 async fn forward(
     context: &Arc<RequestContext>,
     account: &mut Account,
@@ -112,30 +133,30 @@ async fn forward(
     headers: &HeaderMap,
     request_id: &str,
     body: Body,
-) -> Result<Forwarded, Response<Body>> {
-    let refused = |error: ApiError| error.into_response();
+) -> Result<Reply, Refusal> {
     let limits = body_limits(context, headers);
     let Admitted { tenant, quota } = match context.admission.admit(Some(endpoint), headers) {
         Ok(admitted) => admitted,
         Err(error) => {
             intake::discard(body, limits).await;
-            return Err(refused(error));
+            return Err(error.into());
         }
     };
     account.quota = quota;
     account.access.tenant = tenant.map(|tenant| tenant.name.clone());
     context.admission.retry_budget.requested(account.started());
-    let body = receive_body(context, account, limits, body).await?;
+    let waits = Instant::now();
+    let body = intake::receive(body, limits, &context.admission.bodies).await;
+    account.waited_since(waits);
     // A count is computed here if possible. Otherwise an engine with this endpoint computes it.
     let messages = Some(MessagesMode::Pass).filter(|_| endpoint == Endpoint::CountTokens);
-    let prepared = Prepared::new(context, account, endpoint, (headers, body), tenant, messages).await;
-    let mut prepared = prepared.map_err(refused)?;
+    let mut prepared = RoutableRequest::new(context, account, endpoint, (headers, body?), tenant, messages).await?;
     if endpoint == Endpoint::CountTokens {
         if let Some(input_tokens) = prepared.prompt_tokens() {
-            return Err(Json(json!({ "input_tokens": input_tokens })).into_response());
+            return Ok(Reply::Count(input_tokens));
         }
         if prepared.model.settings.messages != MessagesMode::Pass {
-            return Err(refused(ApiError::token_count_unavailable()));
+            return Err(ApiError::token_count_unavailable().into());
         }
     }
     let is_translated = prepared.worker_endpoint != endpoint;
@@ -146,14 +167,14 @@ async fn forward(
     let resumable = migration::resumable(context, account, &mut prepared);
     let (model, body, kind, endpoint) =
         (&prepared.model, prepared.body.clone(), prepared.kind, prepared.worker_endpoint);
-    let split = model.prefill.as_ref().map(|pool| Split::new(pool, endpoint, body.clone(), prepared.include_usage));
-    let failed = &BTreeSet::new();
-    let attempts = AttemptLoop { context, model, endpoint, headers, request_id, body, kind, split, failed };
+    let split = model.prefill.as_ref().map(|side| Split::new(side, endpoint, body.clone(), prepared.include_usage));
+    let outbound = Outbound { context, model, endpoint, headers, request_id, body, kind };
+    let attempts = AttemptLoop { outbound, split, failed: &BTreeSet::new() };
     let begin = attempts.run(account, prepared.request()).await?;
     let migration = resumable
         .filter(|_| begin.checked == Some(AnswerKind::Events))
         .map(|request| Box::new(Migration::new(prepared, request, headers, request_id)));
-    Ok(Forwarded { begin, translation, migration })
+    Ok(Reply::Started(Forwarded { begin, translation, migration }))
 }
 
 /// Response of a worker that has started one.
@@ -172,17 +193,12 @@ fn start_response(
     let answer = follow(context, account, begin, request_id);
     let corrections =
         prefill.as_ref().filter(|(result, _)| *result == PrefillResult::Remote).map(|(_, corrections)| corrections);
-    let body = match (migration, corrections) {
-        (None, None) => Body::new(answer),
-        (None, Some(corrections)) => Body::new(Corrected::new(answer, is_events, corrections.clone())),
-        (Some(migration), corrections) => {
+    let body = match migration {
+        None => corrected(answer, is_events, corrections),
+        Some(migration) => {
             // The length changes with the events of other attempts.
             headers.remove(CONTENT_LENGTH);
-            let answer = Migrating::new(context, answer, migration, rank);
-            match corrections {
-                None => Body::new(answer),
-                Some(corrections) => Body::new(Corrected::new(answer, is_events, corrections.clone())),
-            }
+            corrected(Migrating::new(context, answer, migration, rank), is_events, corrections)
         }
     };
     headers.extend(limits);
@@ -192,6 +208,18 @@ fn start_response(
     let mut response = Response::new(body);
     (*response.status_mut(), *response.headers_mut()) = (status, headers);
     response
+}
+
+/// The body with the changes of a decode leg, if any.
+fn corrected<B>(body: B, is_events: bool, corrections: Option<&Corrections>) -> Body
+where
+    B: http_body::Body<Data = Bytes> + Send + Unpin + 'static,
+    B::Error: Into<axum::BoxError>,
+{
+    match corrections {
+        None => Body::new(body),
+        Some(corrections) => Body::new(Corrected::new(body, is_events, corrections.clone())),
+    }
 }
 
 /// Follows a started response to its end.
@@ -216,18 +244,6 @@ where
     let content_type = begin.head.headers.get(CONTENT_TYPE);
     let kind = content_type.map_or(AnswerKind::Json, |value| AnswerKind::of_content_type(value.as_bytes()));
     Answer::new(context, account, begin, kind)
-}
-
-async fn receive_body(
-    context: &RequestContext,
-    account: &mut Account,
-    limits: Limits,
-    body: Body,
-) -> Result<Bytes, Response<Body>> {
-    let waits = Instant::now();
-    let taken = intake::receive(body, limits, &context.admission.bodies).await;
-    account.waited_since(waits);
-    taken.map_err(ApiError::into_response)
 }
 
 fn body_limits(context: &RequestContext, headers: &HeaderMap) -> Limits {

@@ -9,36 +9,34 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 
-use axum::body::{Body, Bytes};
+use axum::body::Bytes;
 use axum::http::header::CONTENT_TYPE;
-use axum::http::{HeaderValue, Request, Response, StatusCode};
-use axum::response::IntoResponse as _;
-use http_body_util::Full;
+use axum::http::{HeaderValue, Response, StatusCode};
 use pointsman::answer::AnswerKind;
 use pointsman::disagg::{DisaggError, WhyLocal};
 use pointsman::health::Outcome;
 use pointsman::select::Constraints;
 use pointsman::{Placement, PrefillPlacement, RouteRequest};
-use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
-use super::attempts::{AttemptLoop, Outgoing, Reports, siblings};
+use super::account::Account;
 use super::begin::ResponseStart;
 use super::engine_abort::EngineAbort;
-use super::exchange::{Checked, exchange, exchange_whole};
+use super::exchange::{Checked, exchange};
 use super::failure::{Ending, Failure, Failures};
 use super::leg::Leg;
-use crate::formats::handover::{LegBodies, NotSplit, PrefillResponse, Protocol, Transfer};
-use crate::formats::openai::{ApiError, Endpoint, to_client};
-use crate::net::upstream::Upstream;
-use crate::pools::disaggregation::{LegValues, PrefillPool, PrefillResult, PrefillValues};
+use super::outbound::{AttemptError, Outbound, Outgoing, Started};
+use super::prefill_leg::{LegError, PrefillEnd, PrefillLeg};
+use super::prefill_report::{NextTurn, PrefillReport};
+use super::refusal::Refusal;
+use super::reports::{Reports, siblings};
+use crate::formats::handover::{LegBodies, NotSplit, Protocol, Transfer};
+use crate::formats::openai::{ApiError, Endpoint};
+use crate::net::upstream::UpstreamError;
+use crate::pools::disaggregation::{PrefillResult, PrefillValues};
 use crate::pools::model::PrefillSide;
 use crate::pools::readiness::causes::placement_error;
 use crate::pools::workers::WorkerRequest;
-use crate::proxy::account::Account;
-
-/// Maximum length of the response of a prefill leg. TensorRT-LLM's contains the prompt as token ids.
-const PREFILL_BYTES_MAX: usize = 64 << 20;
 
 /// Time for a hand-over in progress to end after its client has left. A torn hand-over can block SGLang's engines.
 const LINGER_MAX: Duration = Duration::from_secs(30);
@@ -48,79 +46,6 @@ pub(super) struct Split<'a> {
     side: &'a PrefillSide,
     bodies: Result<LegBodies, NotSplit>,
     include_usage: bool,
-}
-
-/// A started response of one attempt.
-pub(super) struct Started {
-    pub(super) checked: Checked,
-    pub(super) prefill: Option<PrefillReport>,
-    /// The prefill rank, if it sent the response.
-    pub(super) served_by: Option<(Placement, WorkerRequest)>,
-}
-
-/// End of an attempt without a response for the client.
-pub(super) enum AttemptError {
-    /// The decode rank failed; another one may not.
-    Failed(Failure),
-    /// No other rank helps.
-    Final(Response<Body>),
-}
-
-/// Prefill of a request with a started response.
-pub(crate) struct PrefillReport {
-    pub(crate) result: PrefillResult,
-    pub(crate) values: PrefillValues,
-    /// Whether the response receives the probabilities of the prompt's tokens.
-    adds_logprobs: bool,
-    /// Receives the parameters for the next turn.
-    next_turn: Option<NextTurn>,
-    /// The prefill leg, if it continues. It is cancelled with this value.
-    _leg: Option<Leg<PrefillEnd>>,
-    /// Abort of the decode leg, if its response does not end.
-    decode_abort: EngineAbort,
-}
-
-impl PrefillReport {
-    /// Changes of the response.
-    pub(super) fn corrections(&self) -> Corrections {
-        let (values, next_turn) = (self.values.clone(), self.next_turn.clone());
-        Corrections { values, adds_logprobs: self.adds_logprobs, next_turn }
-    }
-
-    /// Records the end of the decode leg's response.
-    pub(super) fn decode_ended(&mut self) {
-        self.decode_abort.ended();
-    }
-
-    /// Of a request without a prefill leg in progress.
-    fn new(result: PrefillResult) -> Self {
-        let (values, decode_abort) = (PrefillValues::none(), EngineAbort::default());
-        Self { result, values, adds_logprobs: false, next_turn: None, _leg: None, decode_abort }
-    }
-}
-
-/// Changes of the response of a decode leg.
-#[derive(Clone)]
-pub(super) struct Corrections {
-    pub(super) values: PrefillValues,
-    pub(super) adds_logprobs: bool,
-    pub(super) next_turn: Option<NextTurn>,
-}
-
-/// Receiver of the parameters with which the next turn of a session can read the blocks of this one.
-#[derive(Clone)]
-pub(super) struct NextTurn {
-    pool: Arc<PrefillPool>,
-    /// Without one the parameters are dropped.
-    session: Option<Arc<str>>,
-}
-
-impl NextTurn {
-    pub(super) fn keep(&self, parameters: Bytes) {
-        if let Some(session) = &self.session {
-            self.pool.turn_ended(session, parameters);
-        }
-    }
 }
 
 /// Both legs of a protocol that sends them at once. Dropped before their end, because the client has left, they continue
@@ -158,21 +83,6 @@ impl Drop for BothLegs {
     }
 }
 
-/// End of a prefill leg, with its booking.
-struct PrefillEnd {
-    placement: Placement,
-    sent: WorkerRequest,
-    result: Result<PrefillResponse, LegError>,
-}
-
-/// Failure of a prefill leg.
-enum LegError {
-    /// Another rank may succeed.
-    Failed(Failure),
-    /// The engine's error about the request itself.
-    Refused(Response<Body>),
-}
-
 /// Prefill ranks tried for one decode rank.
 struct Tries<'a> {
     excluded: BTreeSet<pointsman::protocol::WorkerRank>,
@@ -200,13 +110,13 @@ impl<'a> Split<'a> {
     /// One attempt with this decode rank, and several prefill ranks if need be.
     pub(super) async fn attempt(
         &self,
-        attempts: &AttemptLoop<'_>,
+        outbound: &Outbound<'_>,
         account: &mut Account,
         request: &RouteRequest<'_>,
         (decode, sent): (&Placement, &mut WorkerRequest),
     ) -> Result<Started, AttemptError> {
         let Ok(bodies) = &self.bodies else {
-            return self.on_decode_rank(attempts, account, (decode, sent), PrefillResult::Unsplit).await;
+            return self.on_decode_rank(outbound, account, (decode, sent), PrefillResult::Unsplit).await;
         };
         let (pool, model) = (&self.side.pool, &self.side.model);
         let reports = Reports::new(model, AnswerKind::Json);
@@ -214,73 +124,39 @@ impl<'a> Split<'a> {
         // Used once: after a failure the blocks may be gone.
         let mut previous_turn = pool.previous_turn(request.options.session_id.as_ref());
         for nth in 1..=pool.settings.prefill_attempts_max {
-            let prefill = match self.place(attempts, account, request, decode, &tries.excluded).await {
+            let prefill = match self.place(outbound, account, request, decode, &tries.excluded).await {
                 Ok(PrefillPlacement::Remote(prefill)) => *prefill,
                 Ok(PrefillPlacement::Local(WhyLocal::Skipped(_))) => {
-                    return self.on_decode_rank(attempts, account, (decode, sent), PrefillResult::Skipped).await;
+                    return self.on_decode_rank(outbound, account, (decode, sent), PrefillResult::Skipped).await;
                 }
                 Ok(PrefillPlacement::Local(WhyLocal::Fallback(_)) | PrefillPlacement::Completed) => break,
-                Err(error) if nth == 1 => return Err(AttemptError::Final(error.into_response())),
+                Err(error) if nth == 1 => return Err(AttemptError::Final(error.into())),
                 Err(_) => break,
             };
-            if nth > 1
-                && let Some(reason) = tries.failures.reasons.last()
-            {
+            if let Some(reason) = tries.failures.reasons.last() {
                 model.meters.retried(*reason);
             }
             account.prefill_sent(&model.meters, &prefill);
             pool.leg_sent(&prefill, decode);
             let prefill_sent = model.workers.sent(&prefill);
-            let ids =
-                pool.transfer(&attempts.context.upstream, (&prefill, decode), attempts.context.ids.transfer()).await;
-            let (transfer, request_id) = match ids {
-                Ok((transfer, request_id)) => {
-                    (Transfer { previous_turn: previous_turn.take(), ..transfer }, request_id)
-                }
+            let leg = self.leg(outbound, account, (&prefill, decode), bodies, &mut previous_turn).await;
+            let (leg, handover) = match leg {
+                Ok(leg) => leg,
                 Err(error) => {
                     let result = Err(LegError::Failed(Failure::NoResponse(error)));
                     let end = PrefillEnd { placement: prefill, sent: prefill_sent, result };
-                    match self.after_failure(attempts, &mut tries, end) {
-                        true => continue,
-                        false => break,
+                    if self.after_failure(outbound, &mut tries, end) {
+                        continue;
                     }
+                    break;
                 }
-            };
-            let id = request_id.as_deref().unwrap_or(attempts.request_id);
-            let (body, within) = (bodies.prefill(&transfer), attempts.response_time_max());
-            let to_prefill = attempts.request_to(model, &prefill, Outgoing::new(body, id).to(pool.protocol()));
-            let to_prefill = match to_prefill {
-                Ok(mut request) => {
-                    account.trace.inject(request.headers_mut());
-                    request
-                }
-                Err(error) => {
-                    let result = Err(LegError::Failed(Failure::NoResponse(error)));
-                    let end = PrefillEnd { placement: prefill, sent: prefill_sent, result };
-                    match self.after_failure(attempts, &mut tries, end) {
-                        true => continue,
-                        false => break,
-                    }
-                }
-            };
-            let (leg_values, values) = PrefillValues::of_leg();
-            let leg = PrefillLeg {
-                upstream: attempts.context.upstream.clone(),
-                request: to_prefill,
-                protocol: pool.protocol(),
-                within,
-                values: leg_values,
-                wants_logprobs: bodies.wants_prompt_logprobs(),
-                abort: attempts.abort_of(model, &prefill, bodies.abort_ids(&transfer)),
-                request_id: attempts.request_id.to_owned(),
             };
             let leg = leg.run(prefill, prefill_sent);
-            let next_turn = self.next_turn(request);
-            let legs = Legs { bodies, transfer: &transfer, request_id: id, values, next_turn };
+            let legs = Legs { bodies, handover: &handover, next_turn: self.next_turn(request) };
             let ended = if pool.protocol().is_concurrent() {
-                self.at_once(attempts, account, (decode, &mut *sent), legs, leg).await
+                self.at_once(outbound, account, (decode, &mut *sent), legs, leg).await
             } else {
-                self.in_turn(attempts, account, (decode, &mut *sent), legs, leg).await
+                self.in_turn(outbound, account, (decode, &mut *sent), legs, leg).await
             };
             match ended {
                 Ok(started) => {
@@ -293,29 +169,69 @@ impl<'a> Split<'a> {
                     return Err(AttemptError::Failed(failure));
                 }
                 Err(SplitError::Prefill(end)) => {
-                    pool.forget(&transfer);
+                    pool.forget(&handover.transfer);
                     match end.result {
-                        Err(LegError::Refused(response)) => {
+                        Err(LegError::Refused(error)) => {
                             sent.withdraw();
                             tries.reports.settle(Ending::ClientError);
-                            return Err(AttemptError::Final(response));
+                            return Err(AttemptError::Final(Refusal::Worker(error)));
                         }
-                        _ if self.after_failure(attempts, &mut tries, *end) => {}
+                        _ if self.after_failure(outbound, &mut tries, *end) => {}
                         _ => break,
                     }
                 }
             }
         }
-        let Tries { failures, mut reports, .. } = tries;
-        if !pool.settings.conditions().decode_fallback {
+        self.without_prefill_rank(outbound, account, (decode, sent), tries).await
+    }
+
+    /// The whole request on the decode rank after failures of prefill ranks, if it can compute prompts.
+    async fn without_prefill_rank(
+        &self,
+        outbound: &Outbound<'_>,
+        account: &mut Account,
+        (decode, sent): (&Placement, &mut WorkerRequest),
+        Tries { failures, mut reports, .. }: Tries<'_>,
+    ) -> Result<Started, AttemptError> {
+        if !self.side.pool.settings.conditions().decode_fallback {
             sent.withdraw();
             reports.settle(Ending::Failed);
-            return Err(AttemptError::Final(failures.answer(attempts.request_id)));
+            return Err(AttemptError::Final(failures.refusal()));
         }
-        let started = self.on_decode_rank(attempts, account, (decode, sent), PrefillResult::Fallback).await;
+        let started = self.on_decode_rank(outbound, account, (decode, sent), PrefillResult::Fallback).await;
         // A request that no rank serves is the likelier cause of all failures.
         reports.settle(if started.is_ok() { Ending::Served } else { Ending::Failed });
         started
+    }
+
+    /// A prefill leg that is ready to be sent, with the identifiers of both legs.
+    async fn leg(
+        &self,
+        outbound: &Outbound<'_>,
+        account: &Account,
+        (prefill, decode): (&Placement, &Placement),
+        bodies: &LegBodies,
+        previous_turn: &mut Option<Bytes>,
+    ) -> Result<(PrefillLeg, Handover), UpstreamError> {
+        let (pool, model, context) = (&self.side.pool, &self.side.model, outbound.context);
+        let (transfer, request_id) =
+            pool.transfer(&context.upstream, (prefill, decode), context.ids.transfer()).await?;
+        let transfer = Transfer { previous_turn: previous_turn.take(), ..transfer };
+        let request_id = request_id.unwrap_or_else(|| outbound.request_id.to_owned());
+        let outgoing = Outgoing::new(bodies.prefill(&transfer), &request_id).to(pool.protocol());
+        let mut request = outbound.request_to(model, prefill, outgoing)?;
+        account.trace.inject(request.headers_mut());
+        let (leg_values, values) = PrefillValues::of_leg();
+        let leg = PrefillLeg {
+            upstream: context.upstream.clone(),
+            request,
+            protocol: pool.protocol(),
+            within: outbound.response_time_max(),
+            values: leg_values,
+            wants_logprobs: bodies.wants_prompt_logprobs(),
+            abort: outbound.abort_of(model, prefill, bodies.abort_ids(&transfer)),
+        };
+        Ok((leg, Handover { transfer, request_id, values }))
     }
 
     fn next_turn(&self, request: &RouteRequest<'_>) -> Option<NextTurn> {
@@ -326,7 +242,7 @@ impl<'a> Split<'a> {
     /// Books a prefill rank other than the excluded ones.
     async fn place(
         &self,
-        attempts: &AttemptLoop<'_>,
+        outbound: &Outbound<'_>,
         account: &mut Account,
         request: &RouteRequest<'_>,
         decode: &Placement,
@@ -341,11 +257,11 @@ impl<'a> Split<'a> {
             ..Constraints::default()
         };
         let mut prefill = request.clone();
-        prefill.request_id = Some(attempts.context.ids.booking(attempts.request_id).into());
+        prefill.request_id = Some(outbound.context.ids.booking(outbound.request_id).into());
         let options = &mut prefill.options;
         // The leg generates one token, and its end is reported as the first token.
         (options.expected_output_tokens, options.output_tokens_max, options.not_streamed) = (Some(1), Some(1), false);
-        let within = Duration::from_millis(attempts.context.settings.gateway.queue_timeout_ms);
+        let within = Duration::from_millis(outbound.context.settings.gateway.queue_timeout_ms);
         let placed = timeout(within, self.side.pool.pools.place_prefill(prefill, &constraints, decode)).await;
         account.waited_since(waits);
         account.access.routed(waits.elapsed());
@@ -356,21 +272,21 @@ impl<'a> Split<'a> {
     /// Sends the whole request to the decode rank.
     async fn on_decode_rank(
         &self,
-        attempts: &AttemptLoop<'_>,
+        outbound: &Outbound<'_>,
         account: &mut Account,
         (decode, sent): (&Placement, &mut WorkerRequest),
         result: PrefillResult,
     ) -> Result<Started, AttemptError> {
-        let outgoing = Outgoing::new(attempts.body.clone(), attempts.request_id).to(self.side.pool.protocol());
+        let outgoing = Outgoing::new(outbound.body.clone(), outbound.request_id).to(self.side.pool.protocol());
         sent.begin();
-        let checked = attempts.attempt(account, decode, sent, outgoing).await.map_err(AttemptError::Failed)?;
+        let checked = outbound.attempt(account, decode, sent, outgoing).await.map_err(AttemptError::Failed)?;
         Ok(Started { checked, prefill: Some(PrefillReport::new(result)), served_by: None })
     }
 
     /// The decode leg after the prefill leg.
     async fn in_turn(
         &self,
-        attempts: &AttemptLoop<'_>,
+        outbound: &Outbound<'_>,
         account: &mut Account,
         (decode, sent): (&Placement, &mut WorkerRequest),
         legs: Legs<'_>,
@@ -381,36 +297,38 @@ impl<'a> Split<'a> {
             Ok(response) => response,
             Err(_) => return Err(SplitError::Prefill(Box::new(end))),
         };
-        let Legs { bodies, transfer, request_id, values, next_turn } = legs;
+        let Legs { bodies, handover: Handover { transfer, request_id, values }, next_turn } = legs;
+        let values = values.clone();
         let report = |result| Some(PrefillReport { values, next_turn, ..PrefillReport::new(result) });
         if response.is_complete() {
-            let is_stream = attempts.kind == AnswerKind::Events;
-            let body = response.complete_response(attempts.endpoint, is_stream, self.include_usage);
+            let is_stream = outbound.kind == AnswerKind::Events;
+            let body = response.complete_response(outbound.endpoint, is_stream, self.include_usage);
             sent.withdraw();
             let served_by = Some((end.placement, end.sent));
-            let checked = whole_response(body, attempts.kind);
+            let checked = whole_response(body, outbound.kind);
             return Ok(Started { checked, prefill: report(PrefillResult::Complete), served_by });
         }
         let body = bodies.decode(transfer, Some(response));
         drop((end.placement, end.sent));
         let outgoing = Outgoing::new(body, request_id).to(self.side.pool.protocol());
         sent.begin();
-        let checked = attempts.attempt(account, decode, sent, outgoing).await.map_err(SplitError::Decode)?;
+        let checked = outbound.attempt(account, decode, sent, outgoing).await.map_err(SplitError::Decode)?;
         Ok(Started { checked, prefill: report(PrefillResult::Remote), served_by: None })
     }
 
     /// The decode leg beside the prefill leg. The failure of one leg cancels the other at once.
     async fn at_once(
         &self,
-        attempts: &AttemptLoop<'_>,
+        outbound: &Outbound<'_>,
         account: &mut Account,
         (decode, sent): (&Placement, &mut WorkerRequest),
         legs: Legs<'_>,
         leg: impl Future<Output = PrefillEnd> + Send + 'static,
     ) -> Result<Started, SplitError> {
-        let Legs { bodies, transfer, request_id, values, next_turn } = legs;
+        let Legs { bodies, handover: Handover { transfer, request_id, values }, next_turn } = legs;
+        let values = values.clone();
         let outgoing = Outgoing::new(bodies.decode(transfer, None), request_id).to(self.side.pool.protocol());
-        let request = attempts.request_to(attempts.model, decode, outgoing);
+        let request = outbound.request_to(outbound.model, decode, outgoing);
         let mut request = request.map_err(|error| SplitError::Decode(Failure::NoResponse(error)))?;
         account.sent(decode);
         account.trace.inject(request.headers_mut());
@@ -418,13 +336,13 @@ impl<'a> Split<'a> {
         let status = Arc::new(AtomicU16::new(0));
         let seen = Arc::clone(&status);
         let on_head = move |head: StatusCode| seen.store(head.as_u16(), Ordering::Relaxed);
-        let (upstream, kinds) = (attempts.context.upstream.clone(), (attempts.endpoint, attempts.kind));
-        let within = attempts.response_time_max();
+        let (upstream, kinds) = (outbound.context.upstream.clone(), (outbound.endpoint, outbound.kind));
+        let within = outbound.response_time_max();
         let mut both = BothLegs {
             prefill: Some(Leg::start(leg)),
             decode: Some(Leg::start(async move { exchange(upstream, request, kinds, within, on_head).await })),
-            decode_abort: attempts.abort_of(attempts.model, decode, bodies.abort_ids(transfer)),
-            lingers: (self.side.pool.protocol() == Protocol::Sglang).then_some(attempts.kind),
+            decode_abort: outbound.abort_of(outbound.model, decode, bodies.abort_ids(transfer)),
+            lingers: (self.side.pool.protocol() == Protocol::Sglang).then_some(outbound.kind),
         };
         let (checked, is_prefill_over) = loop {
             let BothLegs { prefill: Some(prefill), decode: Some(decode), .. } = &mut both else {
@@ -445,7 +363,7 @@ impl<'a> Split<'a> {
         let decode_abort = std::mem::take(&mut both.decode_abort);
         let leg = both.cancel().filter(|_| !is_prefill_over);
         let is_served = checked.as_ref().is_ok_and(|checked| checked.head.status.is_success());
-        if !is_served && self.side.pool.is_stale(&attempts.context.upstream, transfer).await {
+        if !is_served && self.side.pool.is_stale(&outbound.context.upstream, transfer).await {
             return Err(SplitError::Stale);
         }
         let checked = checked.map_err(SplitError::Decode)?;
@@ -456,11 +374,11 @@ impl<'a> Split<'a> {
     }
 
     /// Records a failed prefill leg. Returns whether another rank may be tried.
-    fn after_failure(&self, attempts: &AttemptLoop<'_>, tries: &mut Tries<'_>, end: PrefillEnd) -> bool {
+    fn after_failure(&self, outbound: &Outbound<'_>, tries: &mut Tries<'_>, end: PrefillEnd) -> bool {
         let PrefillEnd { placement, sent, result } = end;
         let Err(LegError::Failed(failure)) = result else { return false };
         tracing::debug!(
-            request_id = attempts.request_id,
+            request_id = outbound.request_id,
             worker = placement.endpoint(),
             rank = placement.rank().rank,
             reason = failure.reason().name(),
@@ -475,7 +393,7 @@ impl<'a> Split<'a> {
         let is_unreachable = failure.is_unreachable();
         tries.reports.add(&placement, &failure, sent);
         tries.failures.add(failure);
-        is_unreachable || attempts.takes_retry()
+        is_unreachable || outbound.takes_retry()
     }
 }
 
@@ -495,61 +413,18 @@ enum SplitError {
     Stale,
 }
 
-/// Bodies and identifiers of both legs.
+/// Identifiers of both legs, and the values of the first one for the second.
+struct Handover {
+    transfer: Transfer,
+    request_id: String,
+    values: PrefillValues,
+}
+
+/// What both legs need.
 struct Legs<'a> {
     bodies: &'a LegBodies,
-    transfer: &'a Transfer,
-    request_id: &'a str,
-    values: PrefillValues,
+    handover: &'a Handover,
     next_turn: Option<NextTurn>,
-}
-
-/// A prefill leg to be sent.
-struct PrefillLeg {
-    upstream: Upstream,
-    request: Request<Full<Bytes>>,
-    protocol: Protocol,
-    within: Duration,
-    values: watch::Sender<Option<LegValues>>,
-    wants_logprobs: bool,
-    /// Abort of the leg, if its response does not end.
-    abort: EngineAbort,
-    request_id: String,
-}
-
-impl PrefillLeg {
-    /// Sends the leg. A response ends the booking's prefill and reports the cached tokens.
-    async fn run(self, placement: Placement, mut sent: WorkerRequest) -> PrefillEnd {
-        let Self { upstream, request, protocol, within, values, wants_logprobs, mut abort, request_id } = self;
-        let on_head = |status| sent.answered(status);
-        let received = exchange_whole(upstream, request, PREFILL_BYTES_MAX, within, on_head).await;
-        if received.is_ok() {
-            abort.ended();
-        }
-        let result = match received {
-            Err(failure) => Err(LegError::Failed(failure)),
-            Ok((head, body)) if !head.status.is_success() => {
-                sent.ended("client_error");
-                let mut response = Response::new(Body::from(body));
-                (*response.status_mut(), *response.headers_mut()) =
-                    (head.status, to_client(&head.headers, &request_id));
-                Err(LegError::Refused(response))
-            }
-            Ok((_, body)) => PrefillResponse::parse(protocol, body)
-                .map_err(|error| LegError::Failed(Failure::Invalid(error.to_string()))),
-        };
-        if let Ok(response) = &result {
-            placement.prefill_completed();
-            if let Some(tokens) = response.cached_tokens {
-                placement.delivered_cached_tokens(tokens);
-            }
-            let logprobs = wants_logprobs.then(|| Arc::new(response.prompt_logprobs()));
-            values.send_replace(Some(LegValues { cached_tokens: response.cached_tokens, logprobs }));
-            placement.outcome(Outcome::Ok);
-            sent.completed();
-        }
-        PrefillEnd { placement, sent, result }
-    }
 }
 
 /// A response that is complete already.

@@ -14,7 +14,6 @@ use toml::{Table, Value};
 use super::error::{LoadError, LoadErrors, nearest};
 use super::fields::{Field, fields_of, router_fields};
 use super::model_section::{ModelFields, ModelSections, not_a, policy_in_force, read_workers};
-use super::moved::new_name;
 use super::section::{Origin, Section};
 use super::{
     AdminSettings, GatewaySettings, LogFormat, ModelSettings, PickerSettings, ReplicasSettings, SettingError, Settings,
@@ -156,12 +155,12 @@ fn section_and_name(setting: &str) -> (&str, &str) {
 /// The most similar setting: of this section, else of any.
 fn nearest_setting(section: &str, name: &str) -> Option<String> {
     let fields = simple_fields(section);
-    if let Some(near) = new_name(name).or_else(|| nearest(name, fields.iter().map(|field| field.name))) {
+    if let Some(near) = nearest(name, fields.iter().map(|field| field.name)) {
         return Some(format!("{section}.{near}"));
     }
     let name = if name.is_empty() { section } else { name };
     let all: Vec<_> = FLAG_SECTIONS.into_iter().map(|section| (section, simple_fields(section))).collect();
-    let near = new_name(name).or_else(|| nearest(name, all.iter().flat_map(|(_, fields)| fields).map(|it| it.name)))?;
+    let near = nearest(name, all.iter().flat_map(|(_, fields)| fields).map(|it| it.name))?;
     let (section, _) = all.iter().find(|(_, fields)| fields.iter().any(|field| field.name == near))?;
     Some(format!("{section}.{near}"))
 }
@@ -314,8 +313,7 @@ impl Loading {
         let fields = simple_fields(section);
         let Some(field) = fields.iter().find(|field| field.variable() == setting) else {
             let known: Vec<String> = fields.iter().map(Field::variable).collect();
-            let moved = new_name(&setting.to_ascii_lowercase()).map(|new| new.replace('.', "_").to_ascii_uppercase());
-            let near = moved.or_else(|| nearest(setting, known.iter().map(String::as_str)).map(str::to_owned));
+            let near = nearest(setting, known.iter().map(String::as_str)).map(str::to_owned);
             let near = near.map(|near| format!("{prefix}{near}"));
             self.problems.push(LoadError::UnknownVariable { variable, near });
             return;

@@ -11,7 +11,6 @@ mod kubernetes;
 mod load;
 mod log;
 mod model_section;
-mod moved;
 mod reload;
 mod rules;
 mod secrets;

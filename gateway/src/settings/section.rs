@@ -14,7 +14,6 @@ use toml::{Table, Value};
 
 use super::error::{LoadError, nearest};
 use super::fields::{Field, FieldKind, fields_of, policies_with, router_fields};
-use super::moved::new_name;
 
 /// Origin of a value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -130,7 +129,7 @@ impl Section {
                 let known = self.fields.iter().map(|field| field.name).chain(self.tables.iter().copied());
                 problems.push(LoadError::Unknown {
                     what: "key",
-                    near: new_name(&key).or_else(|| nearest(&key, known)).map(str::to_owned),
+                    near: nearest(&key, known).map(str::to_owned),
                     name: self.setting(&key),
                     rule: "the name of a setting",
                     origin: Origin::File,

@@ -386,18 +386,6 @@ fn settings_of_another_policy_are_rejected_with_both_names() {
 }
 
 #[test]
-fn moved_names_are_rejected_with_the_new_name() {
-    assert_eq!(
-        problems("[router]\nqueue_threshold = 1.0\n", &[("POINTSMAN_ROUTER_USE_KV_EVENTS", "true")]),
-        [
-            "router.queue_threshold is not a known key, must be the name of a setting, perhaps queue.threshold (file)",
-            "POINTSMAN_ROUTER_USE_KV_EVENTS is not a known variable, must end in the name of a setting in upper case, \
-             perhaps POINTSMAN_ROUTER_EVENTS_MODE",
-        ]
-    );
-}
-
-#[test]
 fn only_effective_values_are_validated() {
     let text = "[router]\nblock_size = 0\n";
     let loaded = loaded(text, &[("POINTSMAN_ROUTER_BLOCK_SIZE", "16")]);

@@ -10,6 +10,7 @@ use std::time::Duration;
 use pointsman::engine_load::EngineLoadFact;
 use pointsman::health::RankHealth;
 use pointsman::protocol::WorkerRank;
+use pointsman::replica::PeerStatus;
 use pointsman::{DiscoveryStatus, Health, KvSourceStatus, PendingClass, RankReport, Router, ShadowTotals, WorkerEntry};
 use tokio::time::{Instant, timeout};
 
@@ -128,29 +129,11 @@ async fn state_of(model: &Model, window: &mut HitWindow) -> ModelState {
     let pending = timeout(REPLY_WAIT, router.pending()).await.ok().and_then(Result::ok);
     let queue =
         if router.config().queue.is_enabled() { queue_of(pending.as_deref().unwrap_or_default()) } else { Vec::new() };
-    let replicas: Vec<ReplicaState> = router
-        .replica_peers()
-        .into_iter()
-        .map(|peer| ReplicaState {
-            replica: peer.life.replica.to_string(),
-            state: peer.state.name().to_owned(),
-            summary_age_seconds: peer.summary_age.as_secs_f64(),
-            weight: peer.weight,
-        })
-        .collect();
+    let replicas = replicas_of(router);
     let mut assessed: Vec<Assessed<'_>> =
         facts.workers.iter().flat_map(|worker| worker.ranks.iter().map(|rank| assess(&facts, worker, *rank))).collect();
     let names = RankNames::of(model);
-    let mut others: Vec<String> = other_problems(&facts).map(|problem| names.in_text(problem)).collect();
-    let failing = |source: DiscoveryStatus| {
-        let error = source.last_error.filter(|error| of_engine(error).is_none())?;
-        Some(format!("discovery source {}: {error}", source.source))
-    };
-    others.extend(router.discovery().into_iter().filter_map(failing));
-    others.extend(model.tokens.warnings());
-    if facts.router.state.is_ok() && (facts.health.is_none() || pending.is_none()) {
-        others.push("an actor of the router does not respond".to_owned());
-    }
+    let others = other_sentences(model, &facts, &names, pending.is_some());
     let eligible = router.eligible_ranks();
     let down = facts.router.state.err().map(|down| down.to_string());
     let troubled = assessed.iter().filter_map(|rank| Some((rank, rank.name(), rank.problems.first()?)));
@@ -204,6 +187,31 @@ async fn state_of(model: &Model, window: &mut HitWindow) -> ModelState {
         shadows: router.shadow_totals().into_iter().map(|totals| shadow_state(totals, placements)).collect(),
         legs: model.prefill.as_ref().map(|side| legs_of(side, &names)),
     }
+}
+
+fn replicas_of(router: &Router) -> Vec<ReplicaState> {
+    let state = |peer: PeerStatus| ReplicaState {
+        replica: peer.life.replica.to_string(),
+        state: peer.state.name().to_owned(),
+        summary_age_seconds: peer.summary_age.as_secs_f64(),
+        weight: peer.weight,
+    };
+    router.replica_peers().into_iter().map(state).collect()
+}
+
+/// Sentences about problems that no rank has.
+fn other_sentences(model: &Model, facts: &Facts, names: &RankNames<'_>, has_queue: bool) -> Vec<String> {
+    let mut others: Vec<String> = other_problems(facts).map(|problem| names.in_text(problem)).collect();
+    let failing = |source: DiscoveryStatus| {
+        let error = source.last_error.filter(|error| of_engine(error).is_none())?;
+        Some(format!("discovery source {}: {error}", source.source))
+    };
+    others.extend(model.router.discovery().into_iter().filter_map(failing));
+    others.extend(model.tokens.warnings());
+    if facts.router.state.is_ok() && (facts.health.is_none() || !has_queue) {
+        others.push("an actor of the router does not respond".to_owned());
+    }
+    others
 }
 
 fn assess<'a>(facts: &Facts, worker: &'a WorkerEntry, rank: WorkerRank) -> Assessed<'a> {

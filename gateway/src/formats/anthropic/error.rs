@@ -1,7 +1,10 @@
 //! Errors in Anthropic's format.
 
+use axum::response::Response;
 use serde::Deserialize;
 use serde_json::json;
+
+use crate::formats::openai::ApiError;
 
 /// Error type of a status (`error.type`).
 ///
@@ -46,6 +49,12 @@ pub fn error_body(status: u16, message: &str, request_id: Option<&str>) -> Strin
         body["request_id"] = id.into();
     }
     body.to_string()
+}
+
+/// An error of the gateway as a response, with its headers.
+pub(crate) fn error_response(error: ApiError, request_id: &str) -> Response {
+    let body = error_body(error.status.as_u16(), &error.message, Some(request_id));
+    error.with_body(body)
 }
 
 /// Message of an error in the formats of the gateway and of engines: `error.message`, `error`, `message` or `detail`.

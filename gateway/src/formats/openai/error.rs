@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use axum::Json;
+use axum::body::Body;
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::json;
@@ -301,13 +301,14 @@ impl ApiError {
     }
 }
 
-impl IntoResponse for ApiError {
-    fn into_response(self) -> Response {
-        let Self { status, kind, code, message, param, retry_after_s, allow, closes_connection, headers: further } =
-            self;
-        let error = json!({ "message": message, "type": kind.name(), "param": param, "code": code });
-        let mut response = (status, Json(json!({ "error": error }))).into_response();
+impl ApiError {
+    /// The response with this JSON body.
+    pub(crate) fn with_body(self, body: String) -> Response {
+        let Self { status, code, retry_after_s, allow, closes_connection, headers: further, .. } = self;
+        let mut response = Response::new(Body::from(body));
+        *response.status_mut() = status;
         let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         headers.extend(further);
         if let Some(seconds) = retry_after_s {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
@@ -323,5 +324,14 @@ impl IntoResponse for ApiError {
         }
         response.extensions_mut().insert(ErrorCode(code));
         response
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let Self { kind, code, message, param, .. } = &self;
+        let error = json!({ "message": message, "type": kind.name(), "param": param, "code": code });
+        let body = json!({ "error": error }).to_string();
+        self.with_body(body)
     }
 }

@@ -13,7 +13,7 @@ use pointsman::{Prompt, RequestOptions, RouteRequest};
 use tokio::time::Instant;
 
 use super::account::Account;
-use super::reserved;
+use crate::admission::intake::reserved;
 use crate::admission::tenants::Tenant;
 use crate::formats::anthropic::{Purpose, chat_body};
 use crate::formats::openai::{ApiError, ClientPrompt, Edits, Endpoint, RequestBody, request_options};
@@ -24,7 +24,7 @@ use crate::settings::MessagesMode;
 use crate::tokens::PromptMedia;
 
 /// A request that can be routed.
-pub(crate) struct Prepared {
+pub(crate) struct RoutableRequest {
     pub(crate) model: Arc<Model>,
     /// Endpoint at the worker.
     pub(crate) worker_endpoint: Endpoint,
@@ -44,7 +44,7 @@ pub(crate) struct Prepared {
     prompt_tokens: Option<u32>,
 }
 
-impl Prepared {
+impl RoutableRequest {
     /// Parses the body and computes the tokens of its prompt. `tenant` is the authenticated client. `messages` overrides
     /// the setting of the model.
     ///
@@ -64,11 +64,7 @@ impl Prepared {
             None => (context.models.only().ok_or_else(model_missing)?, None),
         };
         account.is_for(&model.meters);
-        let mut options = options_of(headers, tenant)?;
-        options.session_id = options.session_id.or_else(|| parsed.session_id.as_deref().map(Arc::from));
-        if let (Some(tenant), Some(session_id)) = (tenant, &mut options.session_id) {
-            *session_id = tenant.session(session_id).into();
-        }
+        let mut options = options_of(headers, parsed.session_id.as_deref(), tenant)?;
         if endpoint != Endpoint::CountTokens {
             hold(context, account, model, &mut options).await?;
         }
@@ -110,13 +106,8 @@ impl Prepared {
         let include_usage = parsed.include_usage;
         let mode = messages.unwrap_or(model.settings.messages);
         let (body, worker_endpoint) = match original {
-            None => (parsed.body(edits), endpoint),
             Some(_) if mode == MessagesMode::Translate => (parsed.body(edits), Endpoint::Chat),
-            Some(original) => {
-                // Names of media are those of the chat, and engines choose their own here.
-                let edits = Edits { media_names: &[], ..edits };
-                (RequestBody::parse(endpoint, original)?.body(edits), endpoint)
-            }
+            original => (body_for_worker(endpoint, &parsed, original, edits)?, endpoint),
         };
         let requested_model = parsed.model.as_deref().unwrap_or(upstream_name).to_owned();
         let (model, prompt) = (Arc::clone(model), parsed.prompt);
@@ -147,6 +138,20 @@ impl Prepared {
             (None, _) => &[],
         };
         RouteRequest { options: self.options.clone(), ..RouteRequest::query(Prompt::Tokens(tokens)) }
+    }
+}
+
+/// The body in the format of the endpoint. `original` is the body of a request in Anthropic's format.
+fn body_for_worker(
+    endpoint: Endpoint,
+    parsed: &RequestBody,
+    original: Option<Bytes>,
+    edits: Edits<'_>,
+) -> Result<Bytes, ApiError> {
+    match original {
+        None => Ok(parsed.body(edits)),
+        // Names of media are those of the chat, and engines choose their own here.
+        Some(original) => Ok(RequestBody::parse(endpoint, original)?.body(Edits { media_names: &[], ..edits })),
     }
 }
 
@@ -205,9 +210,17 @@ fn model_missing() -> ApiError {
     ApiError::invalid("missing_field", Some("model"), "the body has no model, and several models are configured")
 }
 
-/// Request options from the headers, limited to the permissions of the tenant.
-fn options_of(headers: &HeaderMap, tenant: Option<&Tenant>) -> Result<RequestOptions, ApiError> {
+/// Request options from the headers, limited to the permissions of the tenant. `session_id` is that of the body.
+fn options_of(
+    headers: &HeaderMap,
+    session_id: Option<&str>,
+    tenant: Option<&Tenant>,
+) -> Result<RequestOptions, ApiError> {
     let mut options = request_options(headers)?;
+    options.session_id = options.session_id.or_else(|| session_id.map(Arc::from));
+    if let (Some(tenant), Some(session_id)) = (tenant, &mut options.session_id) {
+        *session_id = tenant.session(session_id).into();
+    }
     if let Some(tenant) = tenant {
         options.strict_priority = options.strict_priority.min(tenant.strict_priority_max);
         if tenant.strict_priority_max == 0 {

@@ -1,0 +1,158 @@
+//! One request to one worker: URL, headers, credentials and time limits.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Bytes;
+use axum::http::{HeaderMap, HeaderValue, Method, Request, Uri};
+use http_body_util::Full;
+use pointsman::Placement;
+use pointsman::answer::AnswerKind;
+use tokio::time::Instant;
+
+use super::account::Account;
+use super::context::RequestContext;
+use super::engine_abort::EngineAbort;
+use super::exchange::{Checked, exchange};
+use super::failure::Failure;
+use super::prefill_report::PrefillReport;
+use super::refusal::Refusal;
+use crate::formats::handover::Protocol;
+use crate::formats::openai::{Authorization, Endpoint, ToWorker, to_worker};
+use crate::net::upstream::UpstreamError;
+use crate::pools::model::Model;
+use crate::pools::workers::WorkerRequest;
+
+/// Data sent by every attempt of a request.
+pub(super) struct Outbound<'a> {
+    pub(super) context: &'a Arc<RequestContext>,
+    pub(super) model: &'a Arc<Model>,
+    pub(super) endpoint: Endpoint,
+    /// Headers of the client.
+    pub(super) headers: &'a HeaderMap,
+    pub(super) request_id: &'a str,
+    pub(super) body: Bytes,
+    /// Kind of a valid response: events for a streamed request.
+    pub(super) kind: AnswerKind,
+}
+
+impl Outbound<'_> {
+    /// One attempt with the whole request.
+    pub(super) async fn whole(
+        &self,
+        account: &mut Account,
+        (placement, sent): (&Placement, &mut WorkerRequest),
+    ) -> Result<Started, AttemptError> {
+        let outgoing = Outgoing::new(self.body.clone(), self.request_id);
+        let checked = self.attempt(account, placement, sent, outgoing).await.map_err(AttemptError::Failed)?;
+        Ok(Started { checked, prefill: None, served_by: None })
+    }
+
+    /// One attempt: response head and body, validated if the status is a success.
+    pub(super) async fn attempt(
+        &self,
+        account: &mut Account,
+        placement: &Placement,
+        sent: &mut WorkerRequest,
+        outgoing: Outgoing<'_>,
+    ) -> Result<Checked, Failure> {
+        let mut request = self.request_to(self.model, placement, outgoing).map_err(Failure::NoResponse)?;
+        account.sent(placement);
+        account.trace.inject(request.headers_mut());
+        let (upstream, kinds) = (self.context.upstream.clone(), (self.endpoint, self.kind));
+        exchange(upstream, request, kinds, self.response_time_max(), |status| sent.answered(status)).await
+    }
+
+    /// Longest time until a response is known to be valid.
+    pub(super) fn response_time_max(&self) -> Duration {
+        let settings = &self.context.settings.gateway;
+        Duration::from_millis(match self.kind {
+            AnswerKind::Events => settings.first_byte_timeout_ms,
+            AnswerKind::Json => settings.answer_timeout_ms,
+        })
+    }
+
+    /// Takes a retry from the budget.
+    pub(super) fn takes_retry(&self) -> bool {
+        let takes = self.context.admission.retry_budget.take(Instant::now());
+        if !takes {
+            self.context.meters.retry_denied();
+        }
+        takes
+    }
+
+    /// The request for the rank of a placement in the pool of `model`.
+    pub(super) fn request_to(
+        &self,
+        model: &Model,
+        placement: &Placement,
+        outgoing: Outgoing<'_>,
+    ) -> Result<Request<Full<Bytes>>, UpstreamError> {
+        let endpoint = placement.endpoint();
+        let address = || UpstreamError::Address(endpoint.to_owned());
+        let url = [endpoint.trim_end_matches('/'), self.endpoint.path()].concat();
+        let url = Uri::try_from(url).map_err(|_| address())?;
+        let rank = placement.rank_at_worker().filter(|_| outgoing.names_rank);
+        let mut request = Request::new(Full::new(outgoing.body));
+        *request.method_mut() = Method::POST;
+        *request.uri_mut() = url;
+        let key = model.access.authorization(placement.rank().worker)?;
+        let authorization = self.authorization(key.as_ref());
+        let own = ToWorker { request_id: outgoing.request_id, data_parallel_rank: rank, authorization };
+        *request.headers_mut() = to_worker(self.headers, own);
+        Ok(request)
+    }
+
+    /// Abort of the leg of a placement by these ids.
+    pub(super) fn abort_of(&self, model: &Model, placement: &Placement, ids: Vec<String>) -> EngineAbort {
+        let key = model.access.authorization(placement.rank().worker);
+        let (false, Ok(key)) = (ids.is_empty(), key) else { return EngineAbort::default() };
+        let authorization = self.authorization(key.as_ref());
+        let own = ToWorker { request_id: self.request_id, data_parallel_rank: None, authorization };
+        EngineAbort::new(&self.context.upstream, placement.endpoint(), &to_worker(self.headers, own), ids)
+    }
+
+    /// The client's key is forwarded only without tenants, when it can only be meant for the worker.
+    fn authorization<'a>(&self, key: Option<&'a HeaderValue>) -> Authorization<'a> {
+        match key {
+            Some(key) => Authorization::Key(key),
+            None if self.context.admission.tenants.is_empty() => Authorization::Pass,
+            None => Authorization::Drop,
+        }
+    }
+}
+
+/// Body and request id for one worker.
+pub(super) struct Outgoing<'a> {
+    body: Bytes,
+    request_id: &'a str,
+    /// Whether a header names the data-parallel rank. SGLang's bodies name it.
+    names_rank: bool,
+}
+
+impl<'a> Outgoing<'a> {
+    pub(super) fn new(body: Bytes, request_id: &'a str) -> Self {
+        Self { body, request_id, names_rank: true }
+    }
+
+    /// The same for an engine with this transfer protocol.
+    pub(super) fn to(self, protocol: Protocol) -> Self {
+        Self { names_rank: protocol != Protocol::Sglang, ..self }
+    }
+}
+
+/// A started response of one attempt.
+pub(super) struct Started {
+    pub(super) checked: Checked,
+    pub(super) prefill: Option<PrefillReport>,
+    /// The prefill rank, if it sent the response.
+    pub(super) served_by: Option<(Placement, WorkerRequest)>,
+}
+
+/// End of an attempt without a response for the client.
+pub(super) enum AttemptError {
+    /// The decode rank failed; another one may not.
+    Failed(Failure),
+    /// No other rank helps.
+    Final(Refusal),
+}

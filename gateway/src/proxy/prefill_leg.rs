@@ -1,0 +1,82 @@
+//! Prefill leg of a request with two legs.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Bytes;
+use axum::http::Request;
+use http_body_util::Full;
+use pointsman::Placement;
+use pointsman::health::Outcome;
+use tokio::sync::watch;
+
+use super::engine_abort::EngineAbort;
+use super::exchange::exchange_whole;
+use super::failure::Failure;
+use super::refusal::WorkerError;
+use crate::formats::handover::{PrefillResponse, Protocol};
+use crate::net::upstream::Upstream;
+use crate::pools::disaggregation::LegValues;
+use crate::pools::workers::WorkerRequest;
+
+/// Maximum length of the response of a prefill leg. TensorRT-LLM's contains the prompt as token ids.
+const PREFILL_BYTES_MAX: usize = 64 << 20;
+
+/// End of a prefill leg, with its booking.
+pub(super) struct PrefillEnd {
+    pub(super) placement: Placement,
+    pub(super) sent: WorkerRequest,
+    pub(super) result: Result<PrefillResponse, LegError>,
+}
+
+/// Failure of a prefill leg.
+pub(super) enum LegError {
+    /// Another rank may succeed.
+    Failed(Failure),
+    /// The engine's error about the request itself.
+    Refused(WorkerError),
+}
+
+/// A prefill leg to be sent.
+pub(super) struct PrefillLeg {
+    pub(super) upstream: Upstream,
+    pub(super) request: Request<Full<Bytes>>,
+    pub(super) protocol: Protocol,
+    pub(super) within: Duration,
+    pub(super) values: watch::Sender<Option<LegValues>>,
+    pub(super) wants_logprobs: bool,
+    /// Abort of the leg, if its response does not end.
+    pub(super) abort: EngineAbort,
+}
+
+impl PrefillLeg {
+    /// Sends the leg. A response ends the booking's prefill and reports the cached tokens.
+    pub(super) async fn run(self, placement: Placement, mut sent: WorkerRequest) -> PrefillEnd {
+        let Self { upstream, request, protocol, within, values, wants_logprobs, mut abort } = self;
+        let on_head = |status| sent.answered(status);
+        let received = exchange_whole(upstream, request, PREFILL_BYTES_MAX, within, on_head).await;
+        if received.is_ok() {
+            abort.ended();
+        }
+        let result = match received {
+            Err(failure) => Err(LegError::Failed(failure)),
+            Ok((head, body)) if !head.status.is_success() => {
+                sent.ended("client_error");
+                Err(LegError::Refused(WorkerError { status: head.status, headers: head.headers, body }))
+            }
+            Ok((_, body)) => PrefillResponse::parse(protocol, body)
+                .map_err(|error| LegError::Failed(Failure::Invalid(error.to_string()))),
+        };
+        if let Ok(response) = &result {
+            placement.prefill_completed();
+            if let Some(tokens) = response.cached_tokens {
+                placement.delivered_cached_tokens(tokens);
+            }
+            let logprobs = wants_logprobs.then(|| Arc::new(response.prompt_logprobs()));
+            values.send_replace(Some(LegValues { cached_tokens: response.cached_tokens, logprobs }));
+            placement.outcome(Outcome::Ok);
+            sent.completed();
+        }
+        PrefillEnd { placement, sent, result }
+    }
+}
