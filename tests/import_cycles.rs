@@ -2,7 +2,7 @@
 //!
 //! The test reads `use` declarations and paths that begin with `crate` or `super`, outside test code. A path refers to
 //! the deepest file in it. A name that a module re-exports from a child refers to the child, so such a re-export is no
-//! import. An item that the parent itself defines refers to the parent.
+//! import. An item that the parent itself defines refers to the parent. The path of a visibility is no import.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -62,7 +62,10 @@ struct Import {
 impl Imports {
     /// `inner` is the path in the crate, `None` outside it.
     fn of<'a>(sources: &'a [(String, String)], inner: impl Fn(&'a str) -> Option<&'a str>) -> Self {
-        let code = |(path, text): &'a (String, String)| Some((module_of(inner(path)?)?, without_tests(&code_of(text))));
+        let code = |(path, text): &'a (String, String)| {
+            let code = without_tests(&code_of(text)).replace("pub(in crate", "pub(in ");
+            Some((module_of(inner(path)?)?, code))
+        };
         let code: BTreeMap<String, String> = sources.iter().filter_map(code).collect();
         let paths = |(file, code_of_file): (&String, &String)| (file.clone(), imports_of(file, code_of_file, &code));
         let paths: BTreeMap<String, Vec<Import>> = code.iter().map(paths).collect();

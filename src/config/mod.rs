@@ -46,7 +46,7 @@ pub use targets::OnTargetMiss;
 
 pub use crate::validation::{ConfigError, ConfigErrors};
 
-use crate::policy::{KvCost, Needs, Policy, PolicyConfig};
+use crate::policy::{CostUnit, KvCost, Needs, PolicyConfig};
 use crate::protocol::WorkerRole;
 use crate::validation::Problems;
 
@@ -237,7 +237,7 @@ impl RouterConfig {
     /// Whether overlap has any effect, so that an index is kept.
     #[must_use]
     pub fn has_index(&self) -> bool {
-        self.index.enabled && self.policy.kv().overlap_score_credit > 0.0
+        self.index.enabled && self.policy.counts_overlap()
     }
 
     /// Number of index shards.
@@ -267,7 +267,7 @@ impl RouterConfig {
     /// Whether the prefill speed of each rank is learned, so that prefill load decreases with time.
     #[must_use]
     pub fn learns_speed(&self) -> bool {
-        self.policy.kind() == Policy::Latency || self.load.prefill_model == PrefillModel::Learned
+        self.policy.kind().cost_unit() == Some(CostUnit::Seconds) || self.load.prefill_model == PrefillModel::Learned
     }
 
     /// Facts that the scheduler needs before it decides a request at `temperature`.

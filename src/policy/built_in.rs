@@ -7,14 +7,23 @@ use super::custom::{RankTable, RequestFacts};
 use super::needs::Needs;
 use crate::validation::Problems;
 
+/// Unit of the costs that a policy compares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CostUnit {
+    /// KV blocks.
+    Blocks,
+    /// Seconds.
+    Seconds,
+}
+
 /// A built-in policy. Its settings implement this; a policy without settings is an empty struct.
 ///
 /// A policy that compares no costs provides [`choose_from`](Self::choose_from). One that compares costs sets
-/// [`COMPARES_COSTS`](Self::COMPARES_COSTS), and `schedule` computes its costs and their bounds.
+/// [`UNIT`](Self::UNIT), and `schedule` computes its costs and their bounds.
 pub(crate) trait BuiltIn: Default + DeserializeOwned {
-    /// Whether the policy compares costs. Only such a policy has a temperature, and only there a soft session affinity
-    /// has an effect.
-    const COMPARES_COSTS: bool = false;
+    /// Unit of its costs, if it compares costs. Only such a policy has a temperature, and only there a soft session
+    /// affinity has an effect.
+    const UNIT: Option<CostUnit> = None;
 
     /// Costs up to this multiple of the lowest are ties.
     const TIE_FACTOR: f64 = 1.0;
@@ -25,6 +34,11 @@ pub(crate) trait BuiltIn: Default + DeserializeOwned {
     /// Temperature of the choice; 0 for a policy that compares no costs.
     fn temperature(&self) -> f64 {
         0.0
+    }
+
+    /// Whether cache hits count, so that an index is kept.
+    fn counts_overlap(&self) -> bool {
+        true
     }
 
     /// Adds the rules that the settings break.
@@ -94,6 +108,13 @@ macro_rules! policies {
                 }
             }
 
+            /// Unit of its costs, if it compares costs.
+            pub(crate) fn cost_unit(self) -> Option<CostUnit> {
+                match self {
+                    $(Self::$variant => <$settings>::UNIT,)*
+                }
+            }
+
             /// The policy with the given settings, by name.
             fn read(self, settings: Vec<(String, f64)>) -> Result<PolicyConfig, serde::de::value::Error> {
                 match self {
@@ -124,9 +145,7 @@ macro_rules! policies {
             /// affinity has an effect.
             #[must_use]
             pub fn compares_costs(&self) -> bool {
-                match self {
-                    $(Self::$variant(_) => <$settings>::COMPARES_COSTS,)*
-                }
+                self.kind().cost_unit().is_some()
             }
 
             /// The temperature of the choice; 0 for a policy that compares no costs.
@@ -142,6 +161,13 @@ macro_rules! policies {
             pub fn needs(&self, temperature: f64) -> Needs {
                 match self {
                     $(Self::$variant(settings) => BuiltIn::needs(settings, temperature),)*
+                }
+            }
+
+            /// Whether cache hits count, so that an index is kept.
+            pub(crate) fn counts_overlap(&self) -> bool {
+                match self {
+                    $(Self::$variant(settings) => settings.counts_overlap(),)*
                 }
             }
 

@@ -12,7 +12,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Bounds, BuiltIn, Needs};
+use super::{Bounds, BuiltIn, CostUnit, Needs};
 use crate::select::{TierOverlap, TierWeights};
 use crate::validation::Problems;
 
@@ -50,7 +50,7 @@ impl Default for KvConfig {
 }
 
 impl BuiltIn for KvConfig {
-    const COMPARES_COSTS: bool = true;
+    const UNIT: Option<CostUnit> = Some(CostUnit::Blocks);
 
     /// With assumed reuse, the blocks lie between active and active + request; without reuse the bounds are exact and no
     /// rank is queried. A temperature depends on every cost, and a decaying credit on every rank's prefill, so both query
@@ -61,6 +61,10 @@ impl BuiltIn for KvConfig {
 
     fn temperature(&self) -> f64 {
         self.temperature
+    }
+
+    fn counts_overlap(&self) -> bool {
+        self.overlap_score_credit > 0.0
     }
 
     fn check(&self, problems: &mut Problems) {

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{BuiltIn, Needs};
+use super::{BuiltIn, CostUnit, Needs};
 use crate::validation::Problems;
 
 /// Settings of [`Policy::Latency`](super::Policy::Latency). It weighs seconds against seconds, so it has no
@@ -15,7 +15,7 @@ pub struct LatencyConfig {
 }
 
 impl BuiltIn for LatencyConfig {
-    const COMPARES_COSTS: bool = true;
+    const UNIT: Option<CostUnit> = Some(CostUnit::Seconds);
 
     /// Costs are estimates from learned speeds: differences within 5 % are insignificant.
     const TIE_FACTOR: f64 = 1.05;

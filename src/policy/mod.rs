@@ -21,8 +21,8 @@ mod round_robin;
 use serde::{Deserialize, Serialize};
 
 use crate::validation::Problems;
-pub(crate) use built_in::BuiltIn;
 use built_in::policies;
+pub(crate) use built_in::{BuiltIn, CostUnit};
 pub use cache_aware::CacheAware;
 pub use custom::{Candidate, PolicyError, RankFilter, RankFilters, RankPolicy, RankScorer, RankTable, RequestFacts};
 pub(crate) use custom::{checked_choice, checked_cost};

@@ -11,10 +11,8 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::eligible::EligibilityInputs;
 use super::pending::longest_blocks;
-use super::search::scratch::Scratch;
 use super::{Effect, LoadView, PendingRequest, Purpose, Rejection, Request, Schedule, Target};
 use crate::config::SessionAffinity;
-use crate::policy::Policy;
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::{Backpressure, ClassId, Depth, LaneKey, QueueEntry, TenantKey};
 use crate::select::{Draw, Filter, RankOverlap};
@@ -80,16 +78,12 @@ impl<T> Schedule<T> {
 
     fn session_rank(&mut self, request: &Request<T>) -> Option<WorkerRank> {
         let session_id = request.options.as_ref()?.session_id.as_deref()?;
-        self.sessions.rank_of(session_id, self.now)
+        self.sessions.rank_of(session_id, self.pool.now)
     }
 
     /// Updates the session: a recent decision may have started it, or its rank may have left.
     pub(super) fn renew_session(&mut self, pending: &mut PendingRequest<T>) {
-        let session = self.session_rank(&pending.request);
-        if session != pending.session {
-            pending.session = session;
-            self.forget_bounds();
-        }
+        pending.session = self.session_rank(&pending.request);
     }
 
     /// Reads the state of all loads on which the next batch decides.
@@ -97,21 +91,21 @@ impl<T> Schedule<T> {
         if let Some(tape) = loads.tape() {
             tape.begin();
         }
-        self.ranks.refresh(loads, self.now);
+        let pool = &mut self.pool;
+        pool.ranks.refresh(loads, pool.now);
         if self.learns_typical
-            && let Some(typical) = self.typical.update_speeds(self.ranks.iter_mut(), loads, self.now)
+            && let Some(typical) = pool.typical.update_speeds(pool.ranks.iter_mut(), loads, pool.now)
         {
-            self.typical.wait_seconds = self.ranks.mean_wait_seconds();
-            self.typical.step_ratio = self.ranks.mean_step_ratio();
-            self.ranks.measure(loads, typical);
-            if self.settings.policy == Policy::Latency {
-                effects.push_back(Effect::PublishTypical { speed: typical, rate: self.arrival_rate.rate(self.now) });
+            pool.typical.wait_seconds = pool.ranks.mean_wait_seconds();
+            pool.typical.step_ratio = pool.ranks.mean_step_ratio();
+            pool.ranks.measure(loads, typical);
+            if self.active.settings.is_in_seconds() {
+                effects.push_back(Effect::PublishTypical { speed: typical, rate: pool.arrival_rate.rate(pool.now) });
             }
         }
-        self.peers = loads.peer_arrivals();
-        self.rules.warm_up(&mut self.ranks, loads, self.now);
-        self.rules.look_at_engines(&mut self.ranks, loads, self.now);
-        self.forget_bounds();
+        pool.peers = loads.peer_arrivals();
+        self.active.settings.rules.warm_up(&mut pool.ranks, loads, pool.now);
+        self.active.settings.rules.look_at_engines(&mut pool.ranks, loads, pool.now);
         self.record_prepared(loads);
     }
 
@@ -181,17 +175,17 @@ impl<T> Schedule<T> {
         if !pending.asks_for_place() {
             return Some(pending); // an explanation shows that the request would wait
         }
-        let mut scratch = self.scratch.take().unwrap_or_default();
-        self.rules.evaluate(&self.ranks, pending.eligibility_inputs(), &mut scratch.eligibility);
-        // Only busy ranks justify waiting; every other reason is reported immediately.
-        let open = scratch.eligibility.count_open();
-        let must_wait = open == 0 && scratch.eligibility.has(Filter::Busy);
-        let missed = if must_wait { self.targets_missed_by_all(pending.case(0, loads), &mut scratch) } else { None };
-        self.scratch = Some(scratch);
-        if !must_wait {
-            return if open > 0 { self.admit_in_turn(pending, class, open, loads, effects) } else { Some(pending) };
+        self.active.settings.rules.evaluate(&self.pool.ranks, pending.eligibility_inputs(), &mut self.eligibility);
+        let open = self.eligibility.count_open();
+        if open > 0 {
+            return self.admit_in_turn(pending, class, open, loads, effects);
         }
-        if let Some(missed) = missed {
+        // Only busy ranks justify waiting; every other reason is reported immediately.
+        if !self.eligibility.has(Filter::Busy) {
+            return Some(pending);
+        }
+        let case = self.active.case(&self.pool, &pending, 0, loads);
+        if let Some(missed) = case.targets_missed_by_all(&self.eligibility) {
             let reason = Rejection::TargetsMissed(missed);
             effects.push_back(Effect::Reject { context: pending.request.context, reason });
             return None;
@@ -213,10 +207,10 @@ impl<T> Schedule<T> {
             return Some(pending);
         };
         let head = self.queue_head().map_or(arrival, |head| head.min(arrival));
-        if !self.turn.must_yield(loads, open, head, self.now) || self.may_wait(&pending, class).is_err() {
+        if !self.turn.must_yield(loads, open, head, self.pool.now) || self.may_wait(&pending, class).is_err() {
             return Some(pending);
         }
-        self.turn.give_way(self.now);
+        self.turn.give_way(self.pool.now);
         self.look_again = true;
         self.hold(pending, class, effects)
     }
@@ -243,7 +237,7 @@ impl<T> Schedule<T> {
         let booking = waits.booking;
         let cached_tokens = self.best_cached_tokens(pending.eligibility_inputs(), &pending.request.overlaps);
         let (entry, lane) = (queue_entry(&pending, cached_tokens), self.lane_of(&pending));
-        let overlaps_at = *pending.overlaps_at.get_or_insert(self.now);
+        let overlaps_at = *pending.overlaps_at.get_or_insert(self.pool.now);
         self.queue.push(booking.0, class, lane, entry, pending);
         if refreshes {
             self.overlap_ages.insert((overlaps_at, booking));
@@ -252,33 +246,32 @@ impl<T> Schedule<T> {
     }
 
     fn may_wait(&self, pending: &PendingRequest<T>, class: ClassId) -> Result<(), Backpressure> {
-        let ranks = u32::try_from(self.ranks.as_slice().len()).unwrap_or(u32::MAX);
+        let ranks = u32::try_from(self.pool.ranks.as_slice().len()).unwrap_or(u32::MAX);
         if pending.request.options.as_ref().is_some_and(|options| options.do_not_queue) {
-            return Err(self.queue.do_not_queue(class, self.now));
+            return Err(self.queue.do_not_queue(class, self.pool.now));
         }
-        self.queue.check_limits(class, ranks, self.now)
+        self.queue.check_limits(class, ranks, self.pool.now)
     }
 
     /// Requests with the same eligible ranks share a lane: every restriction of the choice is part of its key.
     fn lane_of(&self, pending: &PendingRequest<T>) -> LaneKey {
-        let filtered = self.rules.filter_lane(&self.ranks, &pending.eligibility_inputs());
+        let filtered = self.active.settings.rules.filter_lane(&self.pool.ranks, &pending.eligibility_inputs());
         let Some(options) = pending.request.options.as_deref() else { return LaneKey(filtered) };
         let adapter = options.lora_name.as_deref().map_or(0, |name| xxh3_64(name.as_bytes()));
-        let bound = pending.session.filter(|_| self.rules.session_affinity == SessionAffinity::Hard);
+        let bound = pending.session.filter(|_| self.active.settings.rules.session_affinity == SessionAffinity::Hard);
         let bound = bound.map_or(0, |rank| Draw { seed: 1, request: 0 }.key(rank));
         LaneKey(options.constraints.lane() ^ adapter ^ bound ^ filtered)
     }
 
     /// Prompt tokens cached on the best rank that may serve the request, now or after a wait.
     fn best_cached_tokens(&mut self, inputs: EligibilityInputs<'_>, overlaps: &[RankOverlap]) -> u32 {
-        let (weights, block_size) = (self.settings.cost.tier_weights, self.settings.cost.block_size);
-        let Scratch { eligibility, .. } = &mut **self.scratch.get_or_insert_default();
-        self.rules.evaluate(&self.ranks, inputs, eligibility);
+        let (ranks, eligibility) = (&self.pool.ranks, &mut self.eligibility);
+        self.active.settings.rules.evaluate(ranks, inputs, eligibility);
         let may_serve = overlaps.iter().filter(|known| {
-            let position = self.ranks.position_of(known.slot, known.generation);
+            let position = ranks.position_of(known.slot, known.generation);
             position.is_some_and(|position| eligibility.of(position).is_none_or(Filter::passes))
         });
-        may_serve.map(|known| known.overlap.cached_tokens(weights, block_size)).max().unwrap_or(0)
+        may_serve.map(|known| self.active.settings.pool.cached_tokens(known.overlap)).max().unwrap_or(0)
     }
 
     /// The next request to leave the queue.
@@ -286,7 +279,7 @@ impl<T> Schedule<T> {
     /// If no request can leave, the lanes are not evaluated again before some rank may have gained capacity: arrivals,
     /// departures and bookings free none.
     fn pop_dispatchable<V: LoadView>(&mut self, loads: &V) -> Option<PendingRequest<T>> {
-        self.look_again |= self.ranks.take_eased();
+        self.look_again |= self.pool.ranks.take_eased();
         if !self.look_again {
             return None;
         }
@@ -295,19 +288,18 @@ impl<T> Schedule<T> {
             self.turn.reset();
             return None;
         };
-        let Self { queue, rules, ranks, scratch, turn, now, .. } = self;
-        let Scratch { eligibility, .. } = &mut **scratch.get_or_insert_default();
+        let Self { queue, active, pool, eligibility, turn, .. } = self;
         let mut yields = false;
-        let popped = queue.pop(*now, |_, _, pending: &PendingRequest<T>| {
-            let open = rules.count_open_to(ranks, pending.eligibility_inputs(), eligibility);
-            let gives_way = open > 0 && turn.must_yield(loads, open, head, *now);
+        let popped = queue.pop(pool.now, |_, _, pending: &PendingRequest<T>| {
+            let open = active.settings.rules.count_open_to(&pool.ranks, pending.eligibility_inputs(), eligibility);
+            let gives_way = open > 0 && turn.must_yield(loads, open, head, pool.now);
             yields |= gives_way;
             open > 0 && !gives_way
         });
         if yields && popped.is_none() {
-            turn.give_way(*now);
+            turn.give_way(pool.now);
         } else {
-            turn.end(head, *now);
+            turn.end(head, pool.now);
         }
         self.look_again = yields || popped.is_some();
         let (_, pending) = popped?;
@@ -324,22 +316,22 @@ impl<T> Schedule<T> {
 
     /// Rejects expired requests.
     pub(super) fn expire(&mut self, effects: &mut VecDeque<Effect<T>>) {
-        while let Some((_, pending)) = self.queue.pop_expired(self.now) {
+        while let Some((_, pending)) = self.queue.pop_expired(self.pool.now) {
             self.forget_age(&pending);
             effects.push_back(self.expired(pending));
         }
     }
 
     pub(super) fn is_expired(&self, pending: &PendingRequest<T>) -> bool {
-        pending.asks_for_place() && pending.due().is_some_and(|due| due <= self.now)
+        pending.asks_for_place() && pending.due().is_some_and(|due| due <= self.pool.now)
     }
 
     pub(super) fn expired(&self, pending: PendingRequest<T>) -> Effect<T> {
         let targets = pending.request.options.as_ref().and_then(|options| options.targets);
-        let reason = match targets.and_then(|targets| targets.expired(self.now)) {
+        let reason = match targets.and_then(|targets| targets.expired(self.pool.now)) {
             Some(missed) => Rejection::TargetsMissed(missed),
             None => {
-                let waited = pending.arrival().map_or(Duration::ZERO, |arrival| self.now.since(arrival));
+                let waited = pending.arrival().map_or(Duration::ZERO, |arrival| self.pool.now.since(arrival));
                 Rejection::DeadlineExceeded { waited }
             }
         };
@@ -364,7 +356,7 @@ impl<T> Schedule<T> {
         let Some(after) = self.overlap_refresh_after else { return };
         for _ in 0..REFRESHES_MAX {
             let Some((since, booking)) = self.overlap_ages.first().copied() else { return };
-            if self.now < since + after {
+            if self.pool.now < since + after {
                 return;
             }
             self.overlap_ages.pop_first();
@@ -372,8 +364,8 @@ impl<T> Schedule<T> {
             let block_hashes = pending.request.waits.as_ref().and_then(|waits| waits.block_hashes.clone());
             let Some(block_hashes) = block_hashes else { continue };
             // A lost reply is requested again after the same time.
-            pending.overlaps_at = Some(self.now);
-            self.overlap_ages.insert((self.now, booking));
+            pending.overlaps_at = Some(self.pool.now);
+            self.overlap_ages.insert((self.pool.now, booking));
             effects.push_back(Effect::Refresh { booking, block_hashes });
         }
     }
@@ -388,9 +380,9 @@ impl<T> Schedule<T> {
         if let Some(pending) = self.queue.get_mut(booking.0) {
             pending.longest_blocks = longest_blocks(&overlaps);
             pending.request.overlaps = overlaps;
-            let since = pending.overlaps_at.replace(self.now);
+            let since = pending.overlaps_at.replace(self.pool.now);
             if since.is_some_and(|since| self.overlap_ages.remove(&(since, booking))) {
-                self.overlap_ages.insert((self.now, booking));
+                self.overlap_ages.insert((self.pool.now, booking));
             }
         }
         self.queue.set_cached_tokens(booking.0, cached_tokens);
@@ -398,24 +390,22 @@ impl<T> Schedule<T> {
 
     /// Rejects requests that no rank may serve any more.
     pub(super) fn reject_unservable(&mut self, effects: &mut VecDeque<Effect<T>>) {
-        let mut scratch = self.scratch.take().unwrap_or_default();
-        let Scratch { eligibility, .. } = &mut *scratch;
+        let (pool, rules, eligibility) = (&self.pool, &self.active.settings.rules, &mut self.eligibility);
         let mut lanes = Vec::new();
         for (class, lane, pending) in self.queue.lanes() {
-            self.rules.evaluate(&self.ranks, pending.eligibility_inputs(), eligibility);
+            rules.evaluate(&pool.ranks, pending.eligibility_inputs(), eligibility);
             if !eligibility.may_open() {
                 lanes.push((class, lane));
             }
         }
-        for (class, lane) in lanes {
-            for (_, pending) in self.queue.take_lane(class, lane) {
-                self.forget_age(&pending);
-                self.rules.evaluate(&self.ranks, pending.eligibility_inputs(), eligibility);
-                let reason = self.rejection(&pending, eligibility);
-                effects.push_back(Effect::Reject { context: pending.request.context, reason });
-            }
+        let unservable: Vec<_> =
+            lanes.into_iter().flat_map(|(class, lane)| self.queue.take_lane(class, lane)).collect();
+        for (_, pending) in unservable {
+            self.forget_age(&pending);
+            self.active.settings.rules.evaluate(&self.pool.ranks, pending.eligibility_inputs(), &mut self.eligibility);
+            let reason = self.pool.rejection(&pending, &self.eligibility);
+            effects.push_back(Effect::Reject { context: pending.request.context, reason });
         }
-        self.scratch = Some(scratch);
     }
 
     /// The next time to wake without other input: an expiry, an aged overlap, or decaying load.
@@ -426,7 +416,8 @@ impl<T> Schedule<T> {
         }
         let refresh =
             self.overlap_refresh_after.zip(self.overlap_ages.first()).map(|(after, (since, _))| *since + after);
-        let decays = self.ranks.as_slice().iter().any(super::rank::Rank::decays).then(|| self.now + DECAY_RECHECK);
+        let decays =
+            self.pool.ranks.as_slice().iter().any(super::rank::Rank::decays).then(|| self.pool.now + DECAY_RECHECK);
         [self.queue.next_due(), refresh, decays, self.turn.ends_at()].into_iter().flatten().min()
     }
 

@@ -3,31 +3,28 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use super::decide::overlap_on;
+use super::case::Case;
 use super::eligible::Eligibility;
 use super::latency::prediction::duration;
-use super::pending::Case;
 use super::rank::Rank;
-use super::{Decision, LatencyPrediction, LoadView, Schedule, Target};
+use super::search::Search;
+use super::{Decision, LatencyPrediction, LoadView, Target};
 use crate::load::{PrefillFacts, PrefillLoadHint, work_tokens};
-use crate::policy::Policy;
 
-impl<T> Schedule<T> {
-    pub(super) fn decision<V: LoadView>(&self, case: Case<'_, T, V>, position: usize) -> Decision {
-        let Case { pending, candidate, loads } = case;
-        let (rank, request) = (&self.ranks.as_slice()[position], &pending.request);
-        let overlap = overlap_on(&request.overlaps, rank);
-        let weights = self.settings.cost.tier_weights;
-        let overlap_tokens = overlap.cached_tokens(weights, self.settings.cost.block_size);
-        let is_latency = self.settings.policy == Policy::Latency;
-        let evaluated = (is_latency || self.targets_of(pending).is_some()).then(|| {
-            let contenders = self.scratch.as_deref().map(|scratch| &scratch.contenders);
-            contenders.and_then(|contenders| contenders.evaluated(pending.number, position)).unwrap_or_else(|| {
-                let facts = self.latency_facts(pending, rank, overlap, &rank.project(candidate));
-                (self.latency_cost_of(pending), facts)
-            })
+impl<T, V: LoadView> Case<'_, T, V> {
+    /// The decision for the rank at `position`, with what the `search` for the request has found.
+    pub(super) fn decision(&self, position: usize, search: Option<&Search>) -> Decision {
+        let Self { pending, candidate, .. } = *self;
+        let (rank, request) = (&self.ranks().as_slice()[position], &pending.request);
+        let overlap = self.overlap_on(rank);
+        let overlap_tokens = self.cached_tokens(overlap);
+        let is_latency = self.settings.is_in_seconds();
+        let evaluated = (is_latency || self.targets().is_some()).then(|| {
+            search
+                .and_then(|search| search.evaluated(position))
+                .unwrap_or_else(|| (self.latency_cost(), self.latency_facts(rank, overlap, &rank.project(candidate))))
         });
-        let predicted = evaluated.map(|(cost, facts)| self.predict(&cost, loads, rank, &facts));
+        let predicted = evaluated.map(|(cost, facts)| self.predict(&cost, rank, &facts));
         let known = evaluated.filter(|_| is_latency).map_or(overlap_tokens, |(_, facts)| facts.cached_tokens);
         let LatencyPrediction { ttft_seconds, itl_seconds } =
             predicted.map(|predicted| predicted.latency).unwrap_or_default();
@@ -39,21 +36,21 @@ impl<T> Schedule<T> {
         };
         let is_reported = !request.options.as_ref().is_some_and(|options| options.not_streamed);
         let assumed_duration = || {
-            let speed = evaluated.map_or_else(|| self.speed_of(loads, rank), |(_, facts)| facts.speed);
+            let speed = evaluated.map_or_else(|| self.speed_of(rank), |(_, facts)| facts.speed);
             let work_tokens = work_tokens(request.prompt_tokens.saturating_sub(cached_tokens), cached_tokens);
             duration(speed.prefill(work_tokens))
         };
         let expected_duration = expected_duration
-            .or_else(|| self.expected_duration(loads, rank, request.prompt_tokens, cached_tokens, assumed_duration))
+            .or_else(|| self.expected_duration(rank, cached_tokens, assumed_duration))
             .or_else(|| (!is_reported).then(assumed_duration));
-        let track = self.tracks_prefill(pending);
+        let track = self.tracks_prefill();
         // Eligibility belongs to this request if its rank was chosen; for a rank named by the embedder no other rank
         // counts.
-        let eligibility = self.scratch.as_deref().map(|scratch| &scratch.eligibility);
+        let eligibility = search.map(|search| &search.eligibility);
         let reachable = request.overlaps.iter().filter(|known| match request.target {
             Target::Any if eligibility.is_none_or(Eligibility::is_plain) => true,
             Target::Any => {
-                let position = self.ranks.position_of(known.slot, known.generation);
+                let position = self.ranks().position_of(known.slot, known.generation);
                 position.zip(eligibility).is_some_and(|(position, eligibility)| eligibility.is_open(position))
             }
             Target::Exactly { .. } => (known.slot, known.generation) == (rank.slot(), rank.generation),
@@ -64,7 +61,7 @@ impl<T> Schedule<T> {
             slot: rank.slot(),
             generation: rank.generation,
             overlap,
-            effective_overlap_blocks: overlap.effective_blocks(weights),
+            effective_overlap_blocks: overlap.effective_blocks(self.settings.pool.tier_weights),
             cached_tokens: overlap_tokens,
             shared_cache_blocks: request.shared_cache.beyond(overlap.device_blocks),
             reachable_blocks: reachable.map(|known| known.overlap.total_blocks()).max().unwrap_or(0),
@@ -79,30 +76,29 @@ impl<T> Schedule<T> {
 
     /// Expected duration of the uncached prefill on the rank, from the embedder's estimator or the learned speed.
     /// `assumed_duration` also applies before any learning.
-    fn expected_duration<V: LoadView>(
+    fn expected_duration(
         &self,
-        loads: &V,
         rank: &Rank,
-        prompt_tokens: u32,
         cached_tokens: u32,
         assumed_duration: impl FnOnce() -> Duration,
     ) -> Option<Duration> {
-        let new_tokens = prompt_tokens.saturating_sub(cached_tokens);
-        if let Some(estimator) = &self.extensions.estimator {
+        let is_latency = self.settings.is_in_seconds();
+        let new_tokens = self.pending.request.prompt_tokens.saturating_sub(cached_tokens);
+        if let Some(estimator) = &self.settings.extensions.estimator {
             let facts = PrefillFacts { rank: rank.rank, new_tokens, cached_tokens, batch: 1 };
             // A panic in the embedder's code costs an estimate, not the scheduler.
             let estimate = catch_unwind(AssertUnwindSafe(|| estimator.estimate(&facts))).ok().flatten();
-            if estimate.is_some() || self.settings.policy != Policy::Latency {
+            if estimate.is_some() || !is_latency {
                 return estimate;
             }
         }
-        if !self.settings.models_prefill {
+        if !self.settings.pool.models_prefill {
             return None;
         }
         // A policy in seconds must not treat an unknown wait as zero.
-        if self.settings.policy == Policy::Latency {
+        if is_latency {
             return Some(assumed_duration());
         }
-        loads.speed(rank.slot()).prefill_time(work_tokens(new_tokens, cached_tokens))
+        self.loads.speed(rank.slot()).prefill_time(work_tokens(new_tokens, cached_tokens))
     }
 }

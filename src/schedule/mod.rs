@@ -13,8 +13,10 @@
 
 mod admission;
 mod appraisal;
-mod cost;
+mod case;
+mod choice;
 mod decide;
+mod decider;
 mod decision;
 mod decision_facts;
 mod eligible;
@@ -37,7 +39,9 @@ mod recording;
 mod replay;
 mod replay_loads;
 mod search;
+mod settings;
 mod shadow;
+mod state;
 mod tape;
 mod taped;
 mod targets;
@@ -66,32 +70,39 @@ pub use types::{
     Waits,
 };
 
-use crate::config::{PoolRole, RouterConfig};
+use crate::config::RouterConfig;
 use crate::load::{EngineSpeed, PlacementRate};
-use crate::policy::{KvCost, Needs, Policy};
 use crate::protocol::{BookingId, Timestamp};
 use crate::queue::Queue;
 use crate::session::Sessions;
 
-use eligible::Rules;
+use decider::Decider;
+use eligible::Eligibility;
 use latency::typical::Typical;
 use line::Line;
 use pending::PendingRequest;
 use pool::Arrivals;
 use ranks::Ranks;
-use search::scratch::Scratch;
+use search::Search;
+use state::Pool;
 use turn::Turn;
 
 /// The state machine. See the module documentation.
 #[derive(Debug)]
 pub struct Schedule<T> {
-    settings: Settings,
-    rules: Rules,
+    /// State of the pool.
+    pool: Pool,
+    /// The policy that places requests.
+    active: Decider,
+    /// Other policies by name, which decide the same requests without booking.
+    shadows: Vec<(&'static str, Decider)>,
+    /// Share of the decisions that the shadows also decide.
+    shadow_share: f64,
+    /// Whether the pool's typical values are learned: a policy or a shadow compares latencies.
+    learns_typical: bool,
     /// Whether any request may ever wait.
     queueing: bool,
     overlap_refresh_after: Option<Duration>,
-    extensions: Extensions,
-    ranks: Ranks,
     sessions: Sessions,
     arrivals: Line<T>,
     /// Queried but undecided requests; they precede all others.
@@ -103,84 +114,15 @@ pub struct Schedule<T> {
     turn: Turn,
     /// Waiting requests by the age of their overlap, oldest first; departed ones are skipped.
     overlap_ages: BTreeSet<(Timestamp, BookingId)>,
+    /// Eligibility of ranks for a request that is admitted, waits, or leaves.
+    eligibility: Eligibility,
     in_flight: Option<Batch<T>>,
     /// Number of the last request.
     requests: u64,
     /// Number of the last batch.
     batches: u64,
-    /// Number of decided bookings, for the rotation of round robin.
-    turns: u64,
-    /// Typical values of the pool, learned from its placements.
-    typical: Typical,
-    /// Arrival rate of its placements.
-    arrival_rate: Arrivals,
-    /// Arrivals at other replicas, at the start of the batch.
-    peers: PlacementRate,
-    /// Time of the current step.
-    now: Timestamp,
     /// Name of a request on the tape.
     id_of: fn(&T) -> &str,
-    /// Other policies, which decide the same requests without booking.
-    shadows: Vec<Shadow>,
-    /// Share of the decisions that the shadows also decide.
-    shadow_share: f64,
-    /// Whether the pool's typical values are learned: a policy or a shadow compares latencies.
-    learns_typical: bool,
-    /// Boxed, so that a decision takes it out and puts it back as one pointer. Absent while in use.
-    scratch: Option<Box<Scratch>>,
-}
-
-/// Configuration read by every decision, kept together for locality.
-#[derive(Debug)]
-struct Settings {
-    cost: KvCost,
-    temperature: f64,
-    seed: u64,
-    decision_trace: f64,
-    /// Required knowledge for the lowest cost, and for a temperature.
-    needs: Needs,
-    needs_at_temperature: Needs,
-    policy: Policy,
-    role: PoolRole,
-    /// Whether prefills have an expected duration.
-    models_prefill: bool,
-    /// Whether ranks are chosen by comparing costs.
-    compares_costs: bool,
-    /// Whether the choice is between two random ranks.
-    draws_two: bool,
-    /// Costs up to this multiple of the lowest are ties.
-    tie_factor: f64,
-}
-
-/// A policy that decides without booking.
-#[derive(Debug)]
-struct Shadow {
-    name: &'static str,
-    settings: Settings,
-    rules: Rules,
-    extensions: Extensions,
-    scratch: Option<Box<Scratch>>,
-}
-
-impl Settings {
-    fn of(config: &RouterConfig, extensions: &Extensions) -> Self {
-        let custom_needs = extensions.policy_needs();
-        let needs = custom_needs.unwrap_or_else(|| config.needs_at(0.0));
-        Self {
-            compares_costs: custom_needs.is_none() && config.policy.compares_costs(),
-            draws_two: needs == Needs::Two,
-            cost: config.kv_cost(),
-            temperature: config.policy.temperature(),
-            seed: config.seed,
-            decision_trace: config.decision_trace,
-            needs: extensions.needs(needs),
-            needs_at_temperature: extensions.needs(config.needs_at(f64::MIN_POSITIVE)),
-            policy: config.policy.kind(),
-            role: config.role,
-            models_prefill: config.learns_speed(),
-            tie_factor: config.policy.kind().tie_factor(),
-        }
-    }
 }
 
 /// Requests with outstanding load queries.
@@ -188,6 +130,8 @@ impl Settings {
 struct Batch<T> {
     number: u64,
     requests: VecDeque<PendingRequest<T>>,
+    /// The search that has listed the queried ranks, while ranks and statuses are those that it has seen.
+    listed: Option<Box<Search>>,
 }
 
 impl<T> Schedule<T> {
@@ -198,24 +142,32 @@ impl<T> Schedule<T> {
     #[must_use]
     pub fn new(config: RouterConfig, incarnation: u32, extensions: Extensions) -> Self {
         let base = u64::from(incarnation) << 32;
-        let rules = Rules::new(&config, &config.queue.classes_or_default(), extensions.filters.clone());
-        let settings = Settings::of(&config, &extensions);
-        let follows_decay = settings.policy != Policy::Latency
+        let (is_custom, is_scored) = (extensions.policy.is_some(), !extensions.scorers.is_empty());
+        let active = Decider::new(&config, extensions);
+        let follows_decay = !active.settings.is_in_seconds()
             || config.queue.is_enabled()
-            || !rules.lenient
-            || extensions.policy.is_some()
-            || !extensions.scorers.is_empty();
+            || !active.settings.rules.lenient
+            || is_custom
+            || is_scored;
         let typical_speed = EngineSpeed::prior(config.block_size_or_assumed());
-        let compares_latency = settings.policy == Policy::Latency && settings.compares_costs;
         let refresh_after = Duration::from_millis(config.queue.overlap_refresh_after_ms);
-        let ranks = Ranks::new(follows_decay, settings.models_prefill, compares_latency, typical_speed);
-        let learns_typical = settings.policy == Policy::Latency;
+        let models_prefill = active.settings.pool.models_prefill;
+        let pool = Pool {
+            ranks: Ranks::new(follows_decay, models_prefill, active.reads_columns(), typical_speed),
+            typical: Typical::new(typical_speed),
+            arrival_rate: Arrivals::default(),
+            peers: PlacementRate::default(),
+            turns: 0,
+            now: Timestamp::default(),
+        };
         let mut new = Self {
-            settings,
+            pool,
+            shadows: Vec::new(),
+            shadow_share: 0.0,
+            learns_typical: active.settings.is_in_seconds(),
+            active,
             queueing: config.queue.is_enabled(),
-            rules,
             overlap_refresh_after: Some(refresh_after).filter(|after| !after.is_zero()),
-            ranks,
             sessions: Sessions::new(Duration::from_millis(config.session.ttl_ms), config.session.sessions_max),
             arrivals: Line::new(),
             again: Line::new(),
@@ -223,20 +175,11 @@ impl<T> Schedule<T> {
             look_again: false,
             turn: Turn::new(admission::DECAY_RECHECK + 2 * Duration::from_millis(config.replicas.interval_ms)),
             overlap_ages: BTreeSet::new(),
+            eligibility: Eligibility::default(),
             in_flight: None,
             requests: base,
             batches: base,
-            turns: 0,
-            typical: Typical::new(typical_speed),
-            arrival_rate: Arrivals::default(),
-            peers: PlacementRate::default(),
-            now: Timestamp::default(),
             id_of: |_| "",
-            shadows: Vec::new(),
-            shadow_share: 0.0,
-            learns_typical,
-            scratch: None,
-            extensions,
         };
         let shadows =
             config.shadow.policies.iter().map(|policy| RouterConfig { policy: policy.clone(), ..config.clone() });
@@ -248,7 +191,7 @@ impl<T> Schedule<T> {
     ///
     /// Depends on nothing else: the same sequence of inputs, reads of `loads` and times gives the same effects.
     pub fn step<V: LoadView>(&mut self, input: Input<T>, loads: &V, now: Timestamp, effects: &mut VecDeque<Effect<T>>) {
-        self.now = self.now.max(now);
+        self.pool.now = self.pool.now.max(now);
         if let Some(tape) = loads.tape() {
             tape.begin();
         }
@@ -300,24 +243,25 @@ impl<T> Schedule<T> {
     }
 
     fn on_membership<V: LoadView>(&mut self, input: Input<T>, loads: &V, effects: &mut VecDeque<Effect<T>>) {
-        self.forget_bounds();
+        self.drop_shortlist();
         if let Some(tape) = loads.tape() {
             match input {
                 Input::Drain { .. } | Input::Undrain { .. } | Input::Conditions(_) => tape.lose_statuses(),
                 _ => tape.lose_ranks(),
             }
         }
+        let (ranks, rules) = (&mut self.pool.ranks, &self.active.settings.rules);
         match input {
-            Input::Admit(admission) => self.ranks.admit(admission, loads, self.rules.slow_start_factor()),
-            Input::Describe { slot, generation, traits } => self.ranks.describe(slot, generation, traits),
-            Input::Drain { slot, generation } => self.ranks.set_draining(slot, generation, true),
-            Input::Undrain { slot, generation } => self.ranks.set_draining(slot, generation, false),
-            Input::Conditions(conditions) => self.ranks.set_conditions(conditions),
+            Input::Admit(admission) => ranks.admit(admission, loads, rules.slow_start_factor()),
+            Input::Describe { slot, generation, traits } => ranks.describe(slot, generation, traits),
+            Input::Drain { slot, generation } => ranks.set_draining(slot, generation, true),
+            Input::Undrain { slot, generation } => ranks.set_draining(slot, generation, false),
+            Input::Conditions(conditions) => ranks.set_conditions(conditions),
             Input::Exclusions(exclusions) => {
-                self.ranks.set_exclusions(exclusions, self.rules.slow_return_factor(), self.now);
+                ranks.set_exclusions(exclusions, rules.slow_return_factor(), self.pool.now);
             }
             Input::Retire { slot, generation } => {
-                if let Some(rank) = self.ranks.retire(slot, generation) {
+                if let Some(rank) = ranks.retire(slot, generation) {
                     self.sessions.forget_rank(rank);
                 }
             }
@@ -337,9 +281,9 @@ impl<T> Schedule<T> {
     ) {
         if self.batch_in_flight() != Some(batch) {
             for answer in &answers {
-                self.ranks.is_alive(answer.slot, answer.generation);
+                self.pool.ranks.is_alive(answer.slot, answer.generation);
             }
-            self.forget_bounds();
+            self.drop_shortlist();
             if let Some(tape) = loads.tape() {
                 tape.lose_statuses();
             }
@@ -347,11 +291,11 @@ impl<T> Schedule<T> {
         }
         self.record_answers(loads, &answers);
         for answer in answers {
-            self.ranks.answered(answer);
+            self.pool.ranks.answered(answer);
         }
-        self.ranks.close();
+        self.pool.ranks.close();
         if let Some(batch) = self.in_flight.take() {
-            self.decide(batch.requests, true, loads, effects);
+            self.decide(batch.requests, batch.listed, true, loads, effects);
         }
     }
 
@@ -364,16 +308,23 @@ impl<T> Schedule<T> {
             }
             self.batches += 1;
             let number = self.batches;
-            let slots = self.shortlist(&requests, loads);
+            let (slots, listed) = self.shortlist(&requests, loads);
             self.record_batch(&requests, &slots, loads);
             if slots.is_empty() {
-                self.decide(requests, false, loads, effects);
+                self.decide(requests, listed, false, loads, effects);
                 continue;
             }
-            self.ranks.queried(&slots);
+            self.pool.ranks.queried(&slots);
             let prompts = requests.iter().map(|pending| pending.request.prompt.clone()).collect();
             effects.push_back(Effect::Query(LoadQuery { batch: number, slots, prompts }));
-            self.in_flight = Some(Batch { number, requests });
+            self.in_flight = Some(Batch { number, requests, listed });
+        }
+    }
+
+    /// Drops the shortlist of the batch in flight after a change of ranks or statuses.
+    fn drop_shortlist(&mut self) {
+        if let Some(batch) = &mut self.in_flight {
+            batch.listed = None;
         }
     }
 

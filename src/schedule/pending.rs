@@ -1,4 +1,4 @@
-//! A request in the scheduler, and its evaluation.
+//! A request in the scheduler.
 
 use super::Request;
 use super::rank::ProjectedPrompt;
@@ -47,29 +47,9 @@ impl<T> PendingRequest<T> {
     pub(super) fn awaited_blocks(&self, shared_blocks: u64) -> u64 {
         if shared_blocks > u64::from(self.longest_blocks) { shared_blocks } else { 0 }
     }
-
-    pub(super) fn case<'a, V>(&'a self, in_batch: usize, loads: &'a V) -> Case<'a, T, V> {
-        Case { pending: self, candidate: self.candidate(in_batch), loads }
-    }
 }
 
 /// Longest of these overlaps, in device blocks.
 pub(super) fn longest_blocks(overlaps: &[RankOverlap]) -> u32 {
     overlaps.iter().map(|known| known.overlap.device_blocks).max().unwrap_or(0)
 }
-
-/// A pending request while it is evaluated: its prompt, its position in the batch, and the loads of this step.
-#[derive(Debug)]
-pub(super) struct Case<'a, T, V> {
-    pub(super) pending: &'a PendingRequest<T>,
-    pub(super) candidate: ProjectedPrompt<'a>,
-    pub(super) loads: &'a V,
-}
-
-impl<T, V> Clone for Case<'_, T, V> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<T, V> Copy for Case<'_, T, V> {}

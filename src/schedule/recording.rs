@@ -6,6 +6,7 @@ use std::collections::VecDeque;
 
 use super::rank::put_load;
 use super::recorded::RequestParts;
+use super::state::Pool;
 use super::tape::{Tape, entry, put_engine_load};
 use super::{LoadAnswer, LoadView, PendingRequest, Schedule};
 use crate::load::SpeedSample;
@@ -21,7 +22,7 @@ impl<T> Schedule<T> {
     /// Records the start of a batch, or the complete state if the tape lacks it.
     pub(super) fn record_prepared<V: LoadView>(&mut self, loads: &V) {
         let Some(tape) = loads.tape() else { return };
-        if tape.needs_keyframe(self.ranks.columns_are_fresh()) {
+        if tape.needs_keyframe(self.pool.ranks.columns_are_fresh()) {
             self.record_keyframe(tape, true);
             return;
         }
@@ -31,7 +32,7 @@ impl<T> Schedule<T> {
         let changed = tape.take_changed();
         tape.write(|to, last| {
             to.push(entry::PREPARED);
-            last.put_time(to, self.now);
+            last.put_time(to, self.pool.now);
             put_number(to, changed.len() as u64);
             let mut before = -1;
             for slot in &changed {
@@ -58,7 +59,7 @@ impl<T> Schedule<T> {
                     class: pending.class,
                     parent: parent_of(in_batch, requests),
                 };
-                parts.put(to, last, |known| self.ranks.position_of(known.slot, known.generation).is_some());
+                parts.put(to, last, |known| self.pool.ranks.position_of(known.slot, known.generation).is_some());
             }
             put_number(to, slots.len() as u64);
             slots.iter().for_each(|slot| put_number(to, slot.0.into()));
@@ -74,11 +75,11 @@ impl<T> Schedule<T> {
         } else if tape.lacks_statuses() {
             self.record_statuses(tape);
         }
-        let is_current = |answer: &&LoadAnswer| self.ranks.position_of(answer.slot, answer.generation).is_some();
+        let is_current = |answer: &&LoadAnswer| self.pool.ranks.position_of(answer.slot, answer.generation).is_some();
         let current = answers.iter().filter(is_current);
         tape.write(|to, last| {
             to.push(entry::DECIDING);
-            last.put_time(to, self.now);
+            last.put_time(to, self.pool.now);
             to.push(1);
             put_number(to, current.clone().count() as u64);
             for LoadAnswer { slot, load, shared_blocks, .. } in current {
@@ -95,7 +96,7 @@ impl<T> Schedule<T> {
         let Some(tape) = loads.tape().filter(|_| !queried) else { return };
         tape.write(|to, last| {
             to.push(entry::DECIDING);
-            last.put_time(to, self.now);
+            last.put_time(to, self.pool.now);
             to.push(0);
         });
     }
@@ -110,7 +111,7 @@ impl<T> Schedule<T> {
     fn record_statuses(&self, tape: &Tape) {
         tape.write(|to, _| {
             to.push(entry::STATUSES);
-            self.ranks.put_statuses(to);
+            self.pool.ranks.put_statuses(to);
         });
         tape.has_statuses();
     }
@@ -118,15 +119,14 @@ impl<T> Schedule<T> {
     fn record_keyframe(&mut self, tape: &Tape, begins_segment: bool) {
         tape.reuse(tape.take_changed());
         tape.begin_keyframe(begins_segment);
-        let ranks = &mut self.ranks;
-        let (now, turns, typical, arrival_rate) = (self.now, self.turns, &self.typical, &self.arrival_rate);
+        let Pool { ranks, typical, arrival_rate, turns, now, .. } = &mut self.pool;
         tape.write(|to, last| {
             to.push(entry::KEYFRAME);
             put_number(to, tape.settings.len() as u64);
             to.extend_from_slice(&tape.settings);
             put_number(to, now.0);
             (last.now, last.number) = (now.0, 0);
-            put_number(to, turns);
+            put_number(to, *turns);
             typical.put(to);
             arrival_rate.put(to);
             ranks.put(to);
@@ -135,9 +135,9 @@ impl<T> Schedule<T> {
         tape.write(|to, _| {
             put_f64(to, arrivals.placements_per_second);
             put_f64(to, arrivals.work_per_second);
-            put_number(to, self.ranks.as_slice().len() as u64);
+            put_number(to, self.pool.ranks.as_slice().len() as u64);
         });
-        for rank in self.ranks.as_slice() {
+        for rank in self.pool.ranks.as_slice() {
             let slot = rank.slot();
             let put = |to: &mut Vec<u8>, cells: &super::tape::CellCopy| {
                 put_number(to, slot.0.into());

@@ -9,14 +9,14 @@ use std::fmt;
 use std::time::Duration;
 
 use super::appraisal::ShadowReport;
-use super::decide::Choice;
+use super::choice::Choice;
 use super::explanation::Explanation;
 use super::outcome::{Chosen, Outcome, read_outcome};
 use super::pending::{PendingRequest, longest_blocks};
 use super::rank::{Rank, read_load};
 use super::recorded::{BLOCKS_MAX, RecordedRequest};
 use super::replay_loads::ReplayLoads;
-use super::search::scratch::Scratch;
+use super::search::Search;
 use super::tape::{Last, entry};
 use super::types::{LoadAnswer, Purpose};
 use super::{Extensions, Schedule};
@@ -118,6 +118,8 @@ pub struct Replay {
     schedule: Option<Schedule<Box<str>>>,
     loads: ReplayLoads,
     in_flight: VecDeque<PendingRequest<Box<str>>>,
+    /// The search that has listed the queried ranks.
+    listed: Option<Box<Search>>,
     /// Position in the batch of the next outcome, and whether loads were queried for it.
     in_batch: usize,
     is_queried: bool,
@@ -147,6 +149,7 @@ impl Replay {
             schedule: None,
             loads: ReplayLoads::default(),
             in_flight: VecDeque::new(),
+            listed: None,
             in_batch: 0,
             is_queried: false,
             is_listed_alike: true,
@@ -218,24 +221,24 @@ impl Replay {
         if !alternatives.is_empty() {
             schedule.set_shadows(alternatives, f64::INFINITY); // every decision
         }
-        self.schedule = None;
+        (self.schedule, self.listed) = (None, None);
         Ok(self.restore(&mut schedule, from).map(|()| self.schedule = Some(schedule)))
     }
 
     fn restore(&mut self, schedule: &mut Schedule<Box<str>>, from: &mut Reader<'_>) -> Option<()> {
-        schedule.now = Timestamp(from.number()?);
-        self.last = Last { now: schedule.now.0, number: 0 };
-        schedule.turns = from.count()?;
-        schedule.typical = super::latency::typical::Typical::read(from)?;
-        schedule.arrival_rate = super::pool::Arrivals::read(from)?;
-        schedule.ranks.read(from)?;
+        schedule.pool.now = Timestamp(from.number()?);
+        self.last = Last { now: schedule.pool.now.0, number: 0 };
+        schedule.pool.turns = from.count()?;
+        schedule.pool.typical = super::latency::typical::Typical::read(from)?;
+        schedule.pool.arrival_rate = super::pool::Arrivals::read(from)?;
+        schedule.pool.ranks.read(from)?;
         let arrivals = PlacementRate { placements_per_second: from.f64()?, work_per_second: from.f64()? };
-        schedule.peers = arrivals;
+        schedule.pool.peers = arrivals;
         self.loads.set_arrivals(arrivals);
         for _ in 0..from.length()? {
             let slot = Slot(from.u32()?);
-            let position = schedule.ranks.position_in(slot)?;
-            let rank: &Rank = &schedule.ranks.as_slice()[position];
+            let position = schedule.pool.ranks.position_in(slot)?;
+            let rank: &Rank = &schedule.pool.ranks.as_slice()[position];
             let (board, peers) = rank.published();
             self.loads.restore(slot, &board, peers, from)?;
         }
@@ -244,7 +247,7 @@ impl Replay {
 
     fn prepare(&mut self, from: &mut Reader<'_>) -> Option<()> {
         let schedule = self.schedule.as_mut()?;
-        schedule.now = self.last.read_time(from)?;
+        schedule.pool.now = self.last.read_time(from)?;
         let mut before = -1_i64;
         let changed = from.list(|from| {
             before = from.signed()?.checked_add(before)?.checked_add(1)?;
@@ -257,8 +260,8 @@ impl Replay {
 
     fn read_statuses(&mut self, from: &mut Reader<'_>) -> Option<()> {
         let schedule = self.schedule.as_mut()?;
-        schedule.forget_bounds();
-        schedule.ranks.read_statuses(from)
+        self.listed = None;
+        schedule.pool.ranks.read_statuses(from)
     }
 
     fn read_batch(&mut self, from: &mut Reader<'_>) -> Option<()> {
@@ -270,8 +273,13 @@ impl Replay {
             let prompt_at = |distance: usize| -> Option<&PromptBlocks> {
                 Some(&batch.get(in_batch.checked_sub(distance)?)?.request.prompt)
             };
-            let generation_in =
-                |slot| schedule.ranks.position_in(slot).map(|position| schedule.ranks.as_slice()[position].generation);
+            let generation_in = |slot| {
+                schedule
+                    .pool
+                    .ranks
+                    .position_in(slot)
+                    .map(|position| schedule.pool.ranks.as_slice()[position].generation)
+            };
             let RecordedRequest { number, fingerprint, request, session, class } =
                 RecordedRequest::read(from, &mut self.last, prompt_at, generation_in, &mut blocks_left)?;
             let (overlaps_at, cancelled) = (None, false);
@@ -288,17 +296,18 @@ impl Replay {
         }
         let slots = from.list(|from| from.u32().map(Slot))?;
         if self.mode == ReplayMode::Verify {
-            self.is_listed_alike = schedule.shortlist(&self.in_flight, &self.loads) == slots;
+            let (found, listed) = schedule.shortlist(&self.in_flight, &self.loads);
+            (self.is_listed_alike, self.listed) = (found == slots, listed);
         }
         if !slots.is_empty() {
-            schedule.ranks.queried(&slots);
+            schedule.pool.ranks.queried(&slots);
         }
         Some(())
     }
 
     fn begin_deciding(&mut self, from: &mut Reader<'_>) -> Option<()> {
         let schedule = self.schedule.as_mut()?;
-        schedule.now = self.last.read_time(from)?;
+        schedule.pool.now = self.last.read_time(from)?;
         (self.in_batch, self.is_queried) = (0, from.u8()? != 0);
         if self.is_queried {
             read_answers(schedule, from)?;
@@ -312,10 +321,10 @@ impl Replay {
         let mut pending = self.in_flight.pop_front()?;
         if let Some(session) = session {
             pending.session = session;
-            schedule.forget_bounds();
+            self.listed = None;
         }
         if self.in_batch > 0 {
-            schedule.ranks.update_columns();
+            schedule.pool.ranks.update_columns();
         }
         let replayed = ReplayedRequest {
             schedule,
@@ -323,6 +332,7 @@ impl Replay {
             mode: self.mode,
             in_batch: self.in_batch,
             settle: !self.is_queried && self.in_batch == 0,
+            listed: self.listed.take(),
             explains: &self.explains,
         };
         if let Some(mut decision) = replayed.evaluate(pending, outcome)? {
@@ -339,11 +349,11 @@ fn read_answers(schedule: &mut Schedule<Box<str>>, from: &mut Reader<'_>) -> Opt
     for _ in 0..from.length()? {
         let slot = Slot(from.u32()?);
         let (load, shared_blocks) = (read_load(from)?, from.list(Reader::u32)?.into());
-        let position = schedule.ranks.position_in(slot)?;
-        let generation = schedule.ranks.as_slice()[position].generation;
-        schedule.ranks.answered(LoadAnswer { slot, generation, load, shared_blocks });
+        let position = schedule.pool.ranks.position_in(slot)?;
+        let generation = schedule.pool.ranks.as_slice()[position].generation;
+        schedule.pool.ranks.answered(LoadAnswer { slot, generation, load, shared_blocks });
     }
-    schedule.ranks.close();
+    schedule.pool.ranks.close();
     Some(())
 }
 
@@ -354,6 +364,7 @@ struct ReplayedRequest<'a> {
     mode: ReplayMode,
     in_batch: usize,
     settle: bool,
+    listed: Option<Box<Search>>,
     explains: &'a ExplainedDecisions,
 }
 
@@ -364,25 +375,31 @@ impl ReplayedRequest<'_> {
         match &outcome {
             Outcome::Passed => return Some(None),
             Outcome::Aged => {
-                self.schedule.ranks.age();
+                self.schedule.pool.ranks.age();
                 return Some(None);
             }
             Outcome::Chosen(_) | Outcome::Rejected(_) | Outcome::Again | Outcome::Waits => {}
         }
         let chosen = match outcome {
-            Outcome::Chosen(chosen) => Some((self.schedule.ranks.position_in(chosen.slot)?, chosen)),
+            Outcome::Chosen(chosen) => Some((self.schedule.pool.ranks.position_in(chosen.slot)?, chosen)),
             _ => None,
         };
-        let choice = (self.mode == ReplayMode::Verify)
-            .then(|| self.schedule.choose(pending.case(self.in_batch, self.loads), self.settle));
+        let (choice, search) = if self.mode == ReplayMode::Verify {
+            let Schedule { active, pool, .. } = &mut *self.schedule;
+            let (choice, search) =
+                active.choose(pool, (&pending, self.in_batch), self.loads, self.settle, self.listed.take());
+            (Some(choice), search)
+        } else {
+            (None, None)
+        };
         let recorded = self.recorded(chosen, &outcome);
         let replayed = choice.map(|choice| self.replayed(choice, chosen, &recorded));
         let (number, prompt_tokens) = (pending.number, pending.request.prompt_tokens);
         let mut decision = ReplayedDecision {
             number,
             id: pending.request.context.to_string(),
-            at: self.schedule.now,
-            policy: self.schedule.settings.policy,
+            at: self.schedule.pool.now,
+            policy: self.schedule.active.settings.policy,
             prompt_tokens,
             books: pending.request.purpose == Purpose::Book,
             is_equal: replayed.as_ref().is_none_or(|replayed| *replayed == recorded),
@@ -396,11 +413,12 @@ impl ReplayedRequest<'_> {
         }
         if let Some((position, chosen)) = chosen {
             decision.report = self.schedule.shadow_report(self.in_batch, self.loads, position, &pending);
-            let effect = self.schedule.place(self.in_batch, self.loads, position, pending, None);
+            let effect = self.schedule.place(self.in_batch, self.loads, (position, search.as_deref()), pending, None);
             // The rank is the recorded one, so that the digest compares the facts.
             let is_same = matches!(Outcome::of_placed(&effect), Outcome::Chosen(placed) if placed == chosen);
             decision.is_equal &= is_same || self.mode == ReplayMode::Follow;
         }
+        self.schedule.active.keep(search);
         let is_decision = decision.recorded != RecordedChoice::Deferred || !decision.is_equal;
         Some(is_decision.then_some(decision))
     }
@@ -414,7 +432,7 @@ impl ReplayedRequest<'_> {
     }
 
     fn choice_at(&self, position: usize, Chosen { cached_tokens, ttft_us, .. }: Chosen) -> RecordedChoice {
-        let rank = self.schedule.ranks.as_slice()[position].rank;
+        let rank = self.schedule.pool.ranks.as_slice()[position].rank;
         RecordedChoice::Rank { rank, cached_tokens, predicted_ttft: ttft_us.map(Duration::from_micros) }
     }
 
@@ -423,7 +441,7 @@ impl ReplayedRequest<'_> {
         match choice {
             Choice::Rank(position) if chosen.is_some_and(|(known, _)| known == position) => recorded.clone(),
             Choice::Rank(position) => {
-                let rank = self.schedule.ranks.as_slice()[position].rank;
+                let rank = self.schedule.pool.ranks.as_slice()[position].rank;
                 RecordedChoice::Rank { rank, cached_tokens: 0, predicted_ttft: None }
             }
             Choice::None(reason) => RecordedChoice::Rejected(reason.to_string()),
@@ -437,8 +455,8 @@ impl ReplayedRequest<'_> {
             RecordedChoice::Rejected(reason) => Err(reason.clone()),
             RecordedChoice::Deferred => Err("deferred".to_owned()),
         };
-        self.schedule.ranks.age();
-        let case = pending.case(self.in_batch, self.loads);
-        self.schedule.explanation(case, outcome, &mut Scratch::default())
+        self.schedule.pool.ranks.age();
+        let Schedule { active, pool, .. } = &*self.schedule;
+        active.case(pool, pending, self.in_batch, self.loads).explanation(outcome)
     }
 }

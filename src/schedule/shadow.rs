@@ -2,16 +2,14 @@
 //!
 //! A shadow queries no rank. Loads that the active policy has not queried count at their upper bounds.
 
-use std::mem::swap;
-
 use super::appraisal::{AppraisedRank, ShadowReport};
-use super::decide::{Choice, overlap_on};
-use super::eligible::Rules;
+use super::case::Case;
+use super::choice::Choice;
+use super::decider::Decider;
 use super::latency::formula::LatencyCost;
-use super::pending::Case;
-use super::{Extensions, LoadView, PendingRequest, Schedule, Settings, Shadow, Target};
+use super::{Extensions, LoadView, PendingRequest, Schedule, Target};
 use crate::config::RouterConfig;
-use crate::policy::Policy;
+use crate::policy::CostUnit;
 use crate::select::Draw;
 
 /// Separate from the seed of picks, so that sampling is independent of ties.
@@ -26,22 +24,14 @@ impl<T> Schedule<T> {
     /// in what `shadows` change. Call this before the first rank is admitted.
     pub fn set_shadows(&mut self, shadows: impl IntoIterator<Item = RouterConfig>, share: f64) {
         // Custom policies and scorers belong to the active policy.
-        let Extensions { filters, estimator, .. } = self.extensions.clone();
+        let Extensions { filters, estimator, .. } = self.active.settings.extensions.clone();
         let extensions = Extensions { filters, estimator, ..Extensions::default() };
         self.shadow_share = share;
-        self.shadows = shadows
-            .into_iter()
-            .map(|config| Shadow {
-                name: config.policy.name(),
-                settings: Settings::of(&config, &extensions),
-                rules: Rules::new(&config, &config.queue.classes_or_default(), extensions.filters.clone()),
-                extensions: extensions.clone(),
-                scratch: None,
-            })
-            .collect();
-        let compares_latency = self.shadows.iter().any(|shadow| shadow.settings.policy == Policy::Latency);
+        let shadow = |config: RouterConfig| (config.policy.name(), Decider::new(&config, extensions.clone()));
+        self.shadows = shadows.into_iter().map(shadow).collect();
+        let compares_latency = self.shadows.iter().any(|(_, shadow)| shadow.settings.is_in_seconds());
         self.learns_typical |= compares_latency && share > 0.0;
-        self.ranks.follow(compares_latency, compares_latency);
+        self.pool.ranks.follow(compares_latency, compares_latency);
     }
 
     /// Choices of the shadows for a request that the active policy places at `position`; `None` if it is not sampled.
@@ -55,59 +45,43 @@ impl<T> Schedule<T> {
         if self.shadows.is_empty() || pending.request.target != Target::Any {
             return None;
         }
-        let ranks = self.ranks.as_slice().len().max(RANKS_FULL_SHARE) as f64;
+        let ranks = self.pool.ranks.as_slice().len().max(RANKS_FULL_SHARE) as f64;
         let share = self.shadow_share * RANKS_FULL_SHARE as f64 / ranks;
-        let draw = Draw { seed: self.settings.seed ^ SHADOW_SEED, request: pending.number };
+        let draw = Draw { seed: self.active.settings.seed ^ SHADOW_SEED, request: pending.number };
         if draw.unit() >= share {
             return None;
         }
-        let reads_decay = |shadow: &Shadow| shadow.settings.policy == Policy::Kv || !shadow.rules.lenient;
+        let reads_decay = |(_, shadow): &(&str, Decider)| {
+            shadow.settings.unit == Some(CostUnit::Blocks) || !shadow.settings.rules.lenient
+        };
         if self.queueing || self.shadows.iter().any(reads_decay) {
-            self.ranks.age();
+            self.pool.ranks.age();
         }
-        let case = pending.case(in_batch, loads);
-        let cost = self.settings.models_prefill.then(|| self.latency_cost_of(pending));
-        let chosen = self.appraise(case, Some(position), cost.as_ref());
-        let mut shadows = std::mem::take(&mut self.shadows);
-        let choices = shadows
-            .iter_mut()
-            .map(|shadow| {
-                self.swap_with(shadow);
-                let choice = self.choose(case, true);
-                self.swap_with(shadow);
-                let position = if let Choice::Rank(position) = choice { Some(position) } else { None };
-                (shadow.name, self.appraise(case, position, cost.as_ref()))
-            })
-            .collect();
-        self.shadows = shadows;
-        Some(Box::new(ShadowReport { chosen, shadows: choices }))
+        let case = self.active.case(&self.pool, pending, in_batch, loads);
+        let cost = self.active.settings.pool.models_prefill.then(|| case.latency_cost());
+        let chosen = case.appraise(Some(position), cost.as_ref());
+        let shadows = self.shadows.iter_mut().map(|(name, shadow)| {
+            let (choice, search) = shadow.choose(&self.pool, (pending, in_batch), loads, true, None);
+            shadow.keep(search);
+            let position = if let Choice::Rank(position) = choice { Some(position) } else { None };
+            (*name, case.appraise(position, cost.as_ref()))
+        });
+        Some(Box::new(ShadowReport { chosen, shadows: shadows.collect() }))
     }
+}
 
-    /// Exchanges what differs between policies; the state of the ranks stays.
-    fn swap_with(&mut self, shadow: &mut Shadow) {
-        swap(&mut self.settings, &mut shadow.settings);
-        swap(&mut self.rules, &mut shadow.rules);
-        swap(&mut self.extensions, &mut shadow.extensions);
-        swap(&mut self.scratch, &mut shadow.scratch);
-    }
-
-    fn appraise<V: LoadView>(
-        &self,
-        case: Case<'_, T, V>,
-        position: Option<usize>,
-        cost: Option<&LatencyCost>,
-    ) -> AppraisedRank {
+impl<T, V: LoadView> Case<'_, T, V> {
+    fn appraise(&self, position: Option<usize>, cost: Option<&LatencyCost>) -> AppraisedRank {
         let Some(position) = position else { return AppraisedRank::default() };
-        let (rank, request) = (&self.ranks.as_slice()[position], &case.pending.request);
-        let overlap = overlap_on(&request.overlaps, rank);
-        let kv = &self.settings.cost;
+        let rank = &self.ranks().as_slice()[position];
+        let overlap = self.overlap_on(rank);
         let predicted = cost.map(|cost| {
-            let facts = self.latency_facts(case.pending, rank, overlap, &rank.project(case.candidate));
-            self.predict(cost, case.loads, rank, &facts).latency
+            let facts = self.latency_facts(rank, overlap, &rank.project(self.candidate));
+            self.predict(cost, rank, &facts).latency
         });
         AppraisedRank {
             rank: Some(rank.rank),
-            cached_tokens: overlap.cached_tokens(kv.tier_weights, kv.block_size).min(request.prompt_tokens),
+            cached_tokens: self.cached_tokens(overlap).min(self.pending.request.prompt_tokens),
             ttft_seconds: predicted.and_then(|latency| latency.ttft_seconds),
         }
     }

@@ -6,15 +6,11 @@
 
 use std::time::Duration;
 
+use super::case::Case;
 use super::eligible::Eligibility;
-use super::latency::formula::{LatencyCost, LatencyFacts};
-use super::latency::prediction::{LatencyPrediction, MissedTarget, TargetsMissed, duration};
-use super::pending::Case;
-use super::rank::Rank;
-use super::search::scratch::Scratch;
-use super::{LoadView, PendingRequest, ResolvedTargets, Schedule};
-use crate::config::PoolRole;
-use crate::load::PredictionBias;
+use super::latency::facts::Predicted;
+use super::latency::prediction::{MissedTarget, TargetsMissed, duration};
+use super::{LoadView, ResolvedTargets};
 use crate::protocol::Timestamp;
 use crate::select::Filter;
 
@@ -34,17 +30,6 @@ impl ResolvedTargets {
         let ttft = Some(MissedTarget { predicted: self.waited(now), target });
         Some(TargetsMissed { ttft, ..TargetsMissed::default() })
     }
-}
-
-/// Prediction for one rank.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Predicted {
-    /// With the correction.
-    pub(super) latency: LatencyPrediction,
-    /// Part of the time to first token that earlier prefills take.
-    wait_seconds: f64,
-    /// The correction.
-    pub(super) bias: PredictionBias,
 }
 
 /// Prediction for one rank, compared with the targets.
@@ -91,82 +76,41 @@ fn rejection(compared: &[(usize, Compared)]) -> Option<TargetsMissed> {
     (best.missed() > 0).then_some(TargetsMissed { ttft: best.ttft, itl: best.itl, retry_after })
 }
 
-impl<T> Schedule<T> {
-    /// Targets that can be compared with predictions.
-    pub(super) fn targets_of(&self, pending: &PendingRequest<T>) -> Option<ResolvedTargets> {
-        pending.request.options.as_ref()?.targets.filter(|_| self.settings.models_prefill)
-    }
-
-    /// Restricts the eligible ranks to those that miss the fewest targets. Requires the request's eligibility in
-    /// `scratch`; no effect without targets.
+impl<T, V: LoadView> Case<'_, T, V> {
+    /// Restricts the eligible ranks to those that miss the fewest targets; no effect without targets.
     ///
     /// # Errors
     /// Every eligible rank misses a target, and the request must not be served then.
-    pub(super) fn restrict_to_targets<V: LoadView>(
-        &self,
-        case: Case<'_, T, V>,
-        scratch: &mut Scratch,
-    ) -> Result<(), TargetsMissed> {
-        let Some(targets) = self.targets_of(case.pending) else { return Ok(()) };
-        let compared = self.compare(&targets, case, scratch, |eligibility, position| eligibility.is_open(position));
+    pub(super) fn restrict_to_targets(&self, eligibility: &mut Eligibility) -> Result<(), TargetsMissed> {
+        let Some(targets) = self.targets() else { return Ok(()) };
+        let compared = self.compare(&targets, |position| eligibility.is_open(position));
         if let Some(missed) = rejection(&compared).filter(|_| targets.rejects) {
             return Err(missed);
         }
         let fewest = compared.iter().map(|(_, compared)| compared.missed()).min().unwrap_or(0);
         let others: Vec<usize> =
             compared.iter().filter(|(_, compared)| compared.missed() > fewest).map(|(position, _)| *position).collect();
-        scratch.eligibility.refuse(Filter::Targets, |position| others.binary_search(&position).is_ok());
+        eligibility.refuse(Filter::Targets, |position| others.binary_search(&position).is_ok());
         Ok(())
     }
 
     /// The early rejection of a request that would have to wait because all ranks are busy: a wait only adds to the
-    /// predictions. Requires the request's eligibility in `scratch`.
-    pub(super) fn targets_missed_by_all<V: LoadView>(
-        &self,
-        case: Case<'_, T, V>,
-        scratch: &mut Scratch,
-    ) -> Option<TargetsMissed> {
-        let targets = self.targets_of(case.pending).filter(|targets| targets.rejects)?;
-        let may_serve = |eligibility: &Eligibility, position| eligibility.of(position).is_none_or(Filter::passes);
-        rejection(&self.compare(&targets, case, scratch, may_serve))
+    /// predictions.
+    pub(super) fn targets_missed_by_all(&self, eligibility: &Eligibility) -> Option<TargetsMissed> {
+        let targets = self.targets().filter(|targets| targets.rejects)?;
+        rejection(&self.compare(&targets, |position| eligibility.of(position).is_none_or(Filter::passes)))
     }
 
     /// Predictions of the ranks for which `includes` holds, compared with the targets, by position.
-    fn compare<V: LoadView>(
-        &self,
-        targets: &ResolvedTargets,
-        case: Case<'_, T, V>,
-        scratch: &mut Scratch,
-        includes: impl Fn(&Eligibility, usize) -> bool,
-    ) -> Vec<(usize, Compared)> {
-        self.fill_overlaps(&case.pending.request.overlaps, scratch);
-        let cost = self.latency_cost_of(case.pending);
-        let ranks = self.ranks.as_slice().iter().enumerate();
-        let included = ranks.filter(|(position, _)| includes(&scratch.eligibility, *position));
+    fn compare(&self, targets: &ResolvedTargets, includes: impl Fn(usize) -> bool) -> Vec<(usize, Compared)> {
+        let (cost, overlaps) = (self.latency_cost(), self.overlaps());
+        let included = self.ranks().as_slice().iter().enumerate().filter(|(position, _)| includes(*position));
         included
             .map(|(position, rank)| {
-                let projected = rank.project(case.candidate);
-                let facts = self.latency_facts(case.pending, rank, scratch.overlaps[position], &projected);
-                let predicted = self.predict(&cost, case.loads, rank, &facts);
-                (position, Compared::new(targets, &predicted, self.now))
+                let facts = self.latency_facts(rank, overlaps[position], &rank.project(self.candidate));
+                let predicted = self.predict(&cost, rank, &facts);
+                (position, Compared::new(targets, &predicted, self.pool.now))
             })
             .collect()
-    }
-
-    /// Predicted latency of a request on a rank with these `facts`.
-    pub(super) fn predict<V: LoadView>(
-        &self,
-        cost: &LatencyCost,
-        loads: &V,
-        rank: &Rank,
-        facts: &LatencyFacts,
-    ) -> Predicted {
-        let bias = loads.prediction_bias(rank.slot(), self.now);
-        let decodes = self.settings.role != PoolRole::Prefill;
-        let latency = LatencyPrediction {
-            ttft_seconds: cost.track_prefill_tokens.then(|| bias.ttft * cost.terms(facts).ttft_seconds),
-            itl_seconds: decodes.then(|| bias.itl * cost.itl_seconds(facts)),
-        };
-        Predicted { latency, wait_seconds: bias.ttft * facts.wait_seconds, bias }
     }
 }

@@ -171,12 +171,12 @@ proptest! {
     ) {
         let config = config(Policy::RoundRobin, reuse);
         let mut fleet = serially(&config, ranks, &requests);
-        fleet.schedule.ranks.refresh(&fleet.loads, fleet.now);
+        fleet.schedule.pool.ranks.refresh(&fleet.loads, fleet.now);
         let prompt = prompt_of(&newcomer, reuse);
         let fingerprint = prompt.fingerprint();
-        fleet.schedule.ranks.refresh(&fleet.loads, fleet.now);
+        fleet.schedule.pool.ranks.refresh(&fleet.loads, fleet.now);
         let cost = config.kv_cost();
-        for (rank, node) in fleet.schedule.ranks.as_slice().iter().zip(&fleet.ranks) {
+        for (rank, node) in fleet.schedule.pool.ranks.as_slice().iter().zip(&fleet.ranks) {
             let projected = rank.project(ProjectedPrompt { prompt: &prompt, block_count: u64::from(prompt.block_count()), fingerprint: &fingerprint, in_batch: 0 });
             let exact = u64::from(node.active.project(&prompt).potential_blocks);
             let (lo, hi) = projected.potential_blocks;

@@ -210,12 +210,12 @@ impl Real for f32 {
 /// What the formula reads of a request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Coefficients<F> {
-    output_tokens: F,
-    later: F,
-    queue_seconds_max: F,
-    mean: F,
-    displace: F,
-    decode: F,
+    pub(crate) output_tokens: F,
+    pub(crate) later: F,
+    pub(crate) queue_seconds_max: F,
+    pub(crate) mean: F,
+    pub(crate) displace: F,
+    pub(crate) decode: F,
 }
 
 /// What the formula reads of the request on one rank.

@@ -11,7 +11,7 @@ use super::formula::{Coefficients, Delays, LatencyCost};
 pub(crate) type Lanes = [f32; RankGroup::RANKS];
 
 /// Factor that makes up for the rounding of `f32`, whose relative error per operation is below 1e-7.
-const MARGIN: f32 = 0.999;
+const MARGIN: f64 = 0.999;
 
 /// Wait of a lane without a rank: no real rank waits that long, and products with it stay finite.
 const VACANT: f32 = 1e18;
@@ -68,14 +68,15 @@ impl GroupCost {
     /// The bounds of a cost `now_seconds` after the epoch, where the request adds at least `own_step_seconds` to a step.
     pub(crate) fn new(cost: &LatencyCost, now_seconds: f64, own_step_seconds: f64) -> Self {
         Self {
-            coefficients: cost.coefficients(),
+            coefficients: LatencyCost { output_tokens: cost.prices.decode * cost.output_tokens, ..*cost }
+                .coefficients(),
             now: now_seconds as f32,
             own_step_seconds: own_step_seconds as f32,
             copies: cost.common_tokens > 0,
         }
     }
 
-    /// Lower bounds of the costs, and the least of them.
+    /// Lower bounds of the costs up to the [margin](Self::limit), and the least of them.
     #[inline]
     pub(crate) fn bounds(&self, loads: &RankGroup, work: &WorkGroup) -> (Lanes, f32) {
         // Most prompts have no common prefix.
@@ -84,7 +85,9 @@ impl GroupCost {
 
     #[inline]
     fn bounds_with<const COPIES: bool>(&self, loads: &RankGroup, work: &WorkGroup) -> (Lanes, f32) {
-        let bound = |lane: usize| {
+        let mut bounds = [0.0; RankGroup::RANKS];
+        #[expect(clippy::needless_range_loop, reason = "arrays of one length, which the compiler vectorizes")]
+        for lane in 0..RankGroup::RANKS {
             let token_seconds = loads.token_seconds[lane];
             let delays = Delays {
                 wait_seconds: greater(loads.idle_at[lane] - self.now, 0.0),
@@ -96,11 +99,16 @@ impl GroupCost {
                 requests: loads.requests[lane],
                 full: loads.full[lane],
             };
-            MARGIN * self.coefficients.terms::<COPIES>(&delays).total()
-        };
-        let bounds: Lanes = std::array::from_fn(bound);
+            let coefficients = Coefficients { decode: 1.0, ..self.coefficients }; // is in the output tokens
+            bounds[lane] = coefficients.terms::<COPIES>(&delays).total();
+        }
         let least = bounds.iter().fold(f32::INFINITY, |least, bound| if *bound < least { *bound } else { least });
         (bounds, least)
+    }
+
+    /// The bound below which a rank may cost less than `cost`.
+    pub(crate) fn limit(cost: f64) -> f64 {
+        cost / MARGIN
     }
 }
 
@@ -148,7 +156,7 @@ mod tests {
             let mut work = WorkGroup { copied: [0.0; RankGroup::RANKS], rest: [0.0; RankGroup::RANKS] };
             (work.copied[lane], work.rest[lane]) = (copied as f32, rest as f32);
             let (bounds, least) = GroupCost::new(&cost, now_seconds, own_step_seconds).bounds(&loads, &work);
-            let (bound, exact) = (f64::from(bounds[lane]), cost.cost(&facts));
+            let (bound, exact) = (MARGIN * f64::from(bounds[lane]), cost.cost(&facts));
             prop_assert!(bound <= exact, "{bound} is above {exact}");
             let with_room = cost.cost(&LatencyFacts { total_blocks: None, ..facts });
             prop_assert!(bound >= 0.998 * with_room, "{bound} is far below {with_room}");

@@ -1,9 +1,10 @@
-//! The `latency` policy in the scheduler: its search, the columns of loads, and what the pool has learned.
+//! The policy `latency`: its formula and search, the loads that these read as columns, and what the pool has learned.
 
 pub(super) mod columns;
-pub(super) mod contenders;
+pub(super) mod facts;
 pub(super) mod formula;
-pub(super) mod lanes;
+mod lanes;
 pub(super) mod prediction;
 pub(super) mod recent;
+pub(super) mod search;
 pub(super) mod typical;

@@ -1,24 +1,83 @@
-//! Runs policies that compare no costs, and custom scorers, on the eligible ranks.
+//! Search of policies that compare no costs: the eligible ranks as a table.
 
-use super::scratch::Scratch;
-use crate::policy::{
-    Candidate, PolicyError, RankScorer, RankTable, RequestFacts, checked_choice, checked_cost, two_random,
-};
+use crate::policy::{Candidate, RankTable, checked_choice, two_random};
 use crate::protocol::WorkerRank;
-use crate::schedule::decide::Choice;
-use crate::schedule::pending::Case;
+use crate::schedule::LoadView;
+use crate::schedule::case::Case;
+use crate::schedule::choice::Choice;
+use crate::schedule::eligible::Eligibility;
 use crate::schedule::rank::{Projected, Rank};
-use crate::schedule::{LoadView, PendingRequest, Rejection, Schedule};
+use crate::schedule::types::Rejection;
+use crate::select::TierOverlap;
+
+/// Facts of the request by rank.
+#[derive(Debug, Default)]
+pub(super) struct TableSearch {
+    /// Overlaps by position. Only custom policies read them.
+    overlaps: Vec<TierOverlap>,
+    /// Positions of the eligible ranks where some rank is not.
+    open: Vec<usize>,
+}
+
+impl TableSearch {
+    /// Chooses by a custom policy or a built-in one.
+    pub(super) fn choose<T, V: LoadView>(
+        &mut self,
+        case: &Case<'_, T, V>,
+        eligibility: &Eligibility,
+        settle: bool,
+    ) -> Choice {
+        if case.settings.extensions.policy.is_some() {
+            case.fill_overlaps(&mut self.overlaps);
+        }
+        if eligibility.is_plain() {
+            return self.choose_among::<T, V, true>(case, eligibility, settle);
+        }
+        self.open.clear();
+        self.open.extend(eligibility.open());
+        self.choose_among::<T, V, false>(case, eligibility, settle)
+    }
+
+    /// `ALL` as in [`EligibleRanks`].
+    fn choose_among<T, V: LoadView, const ALL: bool>(
+        &self,
+        case: &Case<'_, T, V>,
+        eligibility: &Eligibility,
+        settle: bool,
+    ) -> Choice {
+        let ranks = case.ranks().as_slice();
+        let mut table = EligibleRanks::<T, V, ALL> { ranks, case, search: self, eligibility, two_random: None };
+        let request = case.request_facts();
+        if case.settings.draws_two {
+            let two = table.two_random();
+            // An earlier booking of the batch may have made a rank ineligible, and so drawn one that was not queried.
+            if !settle && two.into_iter().flatten().any(|index| table.is_inexact(index)) {
+                return Choice::QueryAgain;
+            }
+            table.two_random = Some(two);
+        }
+        let chosen = match &case.settings.extensions.policy {
+            Some(policy) => match checked_choice(&**policy, &request, &table) {
+                Ok(index) => Some(index),
+                Err(error) => return Choice::None(Rejection::Policy(error)),
+            },
+            None => case.settings.policy.choose(&request, &table),
+        };
+        match chosen {
+            Some(index) => Choice::Rank(table.position(index)),
+            None => case.no_choice(eligibility),
+        }
+    }
+}
 
 /// The eligible ranks of one decision.
 ///
-/// `ALL` states that every rank is eligible, so that indexes are positions. A custom policy expects the request's overlaps
-/// in `scratch`; the built-in ones do not read them.
+/// `ALL` states that every rank is eligible, so that indexes are positions.
 struct EligibleRanks<'a, T, V, const ALL: bool> {
-    schedule: &'a Schedule<T>,
     ranks: &'a [Rank],
-    case: Case<'a, T, V>,
-    scratch: &'a Scratch,
+    case: &'a Case<'a, T, V>,
+    search: &'a TableSearch,
+    eligibility: &'a Eligibility,
     /// Indexes of the two random ranks, if already drawn.
     two_random: Option<[Option<usize>; 2]>,
 }
@@ -26,12 +85,12 @@ struct EligibleRanks<'a, T, V, const ALL: bool> {
 impl<T, V: LoadView, const ALL: bool> EligibleRanks<'_, T, V, ALL> {
     #[inline]
     fn position(&self, index: usize) -> usize {
-        if ALL { index } else { self.scratch.open[index] }
+        if ALL { index } else { self.search.open[index] }
     }
 
     #[inline]
     fn index_of(&self, position: usize) -> Option<usize> {
-        if ALL { Some(position) } else { self.scratch.open.binary_search(&position).ok() }
+        if ALL { Some(position) } else { self.search.open.binary_search(&position).ok() }
     }
 
     fn projected(&self, index: usize) -> Projected {
@@ -40,19 +99,19 @@ impl<T, V: LoadView, const ALL: bool> EligibleRanks<'_, T, V, ALL> {
 
     /// Whether a load query could still make the rank's load exact.
     fn is_inexact(&self, index: usize) -> bool {
-        !self.schedule.ranks.statuses()[self.position(index)].unresponsive && !self.projected(index).is_exact()
+        !self.case.ranks().statuses()[self.position(index)].unresponsive && !self.projected(index).is_exact()
     }
 }
 
 impl<T, V: LoadView, const ALL: bool> RankTable for EligibleRanks<'_, T, V, ALL> {
     #[inline]
     fn len(&self) -> usize {
-        if ALL { self.ranks.len() } else { self.scratch.open.len() }
+        if ALL { self.ranks.len() } else { self.search.open.len() }
     }
 
     #[inline]
     fn bookings(&self) -> u64 {
-        self.schedule.turns
+        self.case.pool.turns
     }
 
     #[inline]
@@ -73,11 +132,10 @@ impl<T, V: LoadView, const ALL: bool> RankTable for EligibleRanks<'_, T, V, ALL>
 
     #[inline]
     fn visit_cached(&self, visit: &mut dyn FnMut(usize, u32)) {
-        let cost = &self.schedule.settings.cost;
         for known in &self.case.pending.request.overlaps {
-            let position = self.schedule.ranks.position_of(known.slot, known.generation);
+            let position = self.case.ranks().position_of(known.slot, known.generation);
             if let Some(index) = position.and_then(|position| self.index_of(position)) {
-                visit(index, known.overlap.cached_tokens(cost.tier_weights, cost.block_size));
+                visit(index, self.case.cached_tokens(known.overlap));
             }
         }
     }
@@ -86,98 +144,13 @@ impl<T, V: LoadView, const ALL: bool> RankTable for EligibleRanks<'_, T, V, ALL>
     fn two_random(&self) -> [Option<usize>; 2] {
         self.two_random.unwrap_or_else(|| {
             let ranks = (0..self.len()).map(|index| (index, self.rank(index)));
-            two_random(&self.schedule.request_facts(self.case.pending), ranks)
+            two_random(&self.case.request_facts(), ranks)
         })
     }
 
     fn candidate(&self, index: usize) -> Candidate {
-        let Case { pending, loads, .. } = self.case;
-        self.schedule.candidate_facts(pending, loads, self.position(index), &self.projected(index), self.scratch)
-    }
-}
-
-impl<T> Schedule<T> {
-    pub(in crate::schedule) fn request_facts<'a>(&self, pending: &'a PendingRequest<T>) -> RequestFacts<'a> {
-        self.rules.request_facts(&pending.eligibility_inputs())
-    }
-
-    /// Positions of two random eligible ranks. Expects the request's eligibility in `scratch`.
-    pub(in crate::schedule) fn two_random_positions(
-        &self,
-        pending: &PendingRequest<T>,
-        scratch: &Scratch,
-    ) -> [Option<usize>; 2] {
-        let ranks = self.ranks.as_slice();
-        let eligible = scratch.eligibility.open().map(|position| (position, ranks[position].rank));
-        two_random(&self.request_facts(pending), eligible)
-    }
-
-    /// Chooses by a custom policy or a built-in one that compares no costs.
-    pub(in crate::schedule) fn choose_by_policy<V: LoadView>(
-        &self,
-        case: Case<'_, T, V>,
-        settle: bool,
-        scratch: &mut Scratch,
-    ) -> Choice {
-        if self.extensions.policy.is_some() {
-            self.fill_overlaps(&case.pending.request.overlaps, scratch);
-        }
-        if scratch.eligibility.is_plain() {
-            return self.choose_in_table::<V, true>(case, settle, scratch);
-        }
-        let Scratch { eligibility, open, .. } = &mut *scratch;
-        open.clear();
-        open.extend(eligibility.open());
-        self.choose_in_table::<V, false>(case, settle, scratch)
-    }
-
-    /// Chooses among the eligible ranks. `ALL` as in [`EligibleRanks`].
-    fn choose_in_table<V: LoadView, const ALL: bool>(
-        &self,
-        case: Case<'_, T, V>,
-        settle: bool,
-        scratch: &Scratch,
-    ) -> Choice {
-        let ranks = self.ranks.as_slice();
-        let mut table = EligibleRanks::<T, V, ALL> { schedule: self, ranks, case, scratch, two_random: None };
-        let request = self.request_facts(case.pending);
-        if self.settings.draws_two {
-            let two = table.two_random();
-            // An earlier booking of the batch may have made a rank ineligible, and so drawn one that was not queried.
-            if !settle && two.into_iter().flatten().any(|index| table.is_inexact(index)) {
-                return Choice::QueryAgain;
-            }
-            table.two_random = Some(two);
-        }
-        let chosen = match &self.extensions.policy {
-            Some(policy) => match checked_choice(&**policy, &request, &table) {
-                Ok(index) => Some(index),
-                Err(error) => return Choice::None(Rejection::Policy(error)),
-            },
-            None => self.settings.policy.choose(&request, &table),
-        };
-        match chosen {
-            Some(index) => Choice::Rank(table.position(index)),
-            None => Choice::None(self.rejection(case.pending, &scratch.eligibility)),
-        }
-    }
-
-    /// Cost that the custom scorers add to a rank's cost.
-    ///
-    /// # Errors
-    /// A scorer panicked or returned an unusable cost.
-    pub(in crate::schedule) fn added_cost<V: LoadView>(
-        &self,
-        case: Case<'_, T, V>,
-        position: usize,
-        projected: &Projected,
-        scratch: &Scratch,
-    ) -> Result<f64, PolicyError> {
-        if self.extensions.scorers.is_empty() {
-            return Ok(0.0);
-        }
-        let facts = self.candidate_facts(case.pending, case.loads, position, projected, scratch);
-        let scorers = self.extensions.scorers.iter().map(|scorer| &**scorer as &dyn RankScorer);
-        checked_cost(scorers, &self.request_facts(case.pending), &facts)
+        let position = self.position(index);
+        let overlap = self.search.overlaps[position];
+        self.case.candidate_facts(position, overlap, &self.projected(index), self.eligibility.factor(position))
     }
 }
