@@ -6,7 +6,6 @@
 
 mod context;
 
-use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -25,7 +24,7 @@ use crate::actors::sequence::{
     BookCaller, LoadFallListener, LoadQueryContinuation, Sequence, SequenceMsg, SequenceReply, load_token,
 };
 use crate::actors::telemetry::{Pool, QueueMeters, ShadowMeters, trace_decision};
-use crate::actors::views::decisions::{DecisionRecords, DecisionTape};
+use crate::actors::views::decisions::{DecisionRecords, RecordedSchedule};
 use crate::actors::views::published::Published;
 use crate::actors::views::shadows::ShadowTotals;
 use crate::actors::views::wake_flag::WakeFlag;
@@ -41,9 +40,7 @@ use crate::select::{RankConditions, RankOverlap};
 #[cfg(feature = "replicas")]
 use crate::session::SessionBinding;
 use crate::shell::CurrentIncarnation;
-use crate::shell::scheduler::{
-    Decider, OpenLoadQuery, SchedulerCells, SchedulerMsg as Msg, SchedulerShell, SequenceHandle,
-};
+use crate::shell::scheduler::{OpenLoadQuery, SchedulerCells, SchedulerMsg as Msg, SchedulerShell, SequenceHandle};
 use crate::shell::sequence::Book;
 
 /// Messages to the scheduler.
@@ -142,28 +139,6 @@ impl OpenLoadQuery for LoadQueryInFlight {
     }
 }
 
-/// The schedule, with the record of its steps.
-struct TapedSchedule {
-    schedule: Schedule<RequestContext>,
-    tape: DecisionTape,
-}
-
-impl Decider<RequestContext> for TapedSchedule {
-    fn step(
-        &mut self,
-        input: Input<RequestContext>,
-        loads: &LiveLoads,
-        now: Timestamp,
-        effects: &mut VecDeque<Effect<RequestContext>>,
-    ) {
-        self.tape.step(&mut self.schedule, input, (loads, now), effects);
-    }
-
-    fn schedule(&self) -> &Schedule<RequestContext> {
-        &self.schedule
-    }
-}
-
 impl TimeSource for SchedulerDependencies {
     fn now(&self) -> Timestamp {
         self.clock.now()
@@ -191,7 +166,7 @@ impl SchedulerCells for SchedulerDependencies {
 
 /// State of the scheduler.
 pub(crate) struct Scheduler {
-    shell: SchedulerShell<RequestContext, TapedSchedule, Arc<Strand<Sequence>>, LoadQueryInFlight>,
+    shell: SchedulerShell<RequestContext, RecordedSchedule<RequestContext>, Arc<Strand<Sequence>>, LoadQueryInFlight>,
     shadow_meters: Option<ShadowMeters>,
     replies: SchedulerReplies,
     queue_meters: Option<QueueMeters>,
@@ -220,17 +195,16 @@ impl Scheduler {
         ranks: impl Iterator<Item = SequenceHandle<Arc<Strand<Sequence>>>>,
         myself: &Arc<Strand<Self>>,
     ) -> Self {
-        let tape = DecisionTape::new(config, &dependencies.decisions);
         let (is_queueing, incarnation) = (config.queue.is_enabled(), dependencies.incarnation.1);
-        let mut schedule = Schedule::new(config.clone(), incarnation, extensions);
-        schedule.name_requests(RequestContext::request_id);
+        let schedule = Schedule::new(config.clone(), incarnation, extensions);
+        let schedule = RecordedSchedule::new(schedule, config, &dependencies.decisions, RequestContext::request_id);
         let heads = &dependencies.queue_heads;
         let loads = LiveLoads::new(
             Arc::clone(&dependencies.board_changes),
             Arc::clone(&dependencies.arrivals),
             Arc::clone(heads),
         );
-        let mut shell = SchedulerShell::new(TapedSchedule { schedule, tape }, loads, Arc::clone(heads), is_queueing);
+        let mut shell = SchedulerShell::new(schedule, loads, Arc::clone(heads), is_queueing);
         ranks.for_each(|rank| shell.admit(rank, dependencies.now()));
         shell.load_conditions(&dependencies);
         shell.load_exclusions(&dependencies);
@@ -316,7 +290,7 @@ impl Scheduler {
         if self.dependencies.is_replaced() {
             return;
         }
-        self.shell.decider().tape.flush(now);
+        self.shell.decider().flush(now);
         let [timeout, wake] = self.shell.end_step();
         if let Some(due) = timeout {
             self.arm(due, SchedulerMsg::Timeout);

@@ -11,7 +11,7 @@ use std::vec::IntoIter;
 
 use pointsman::RouterConfig;
 use pointsman::engine_load::EngineLoad;
-use pointsman::load::{BoardLoad, BoardVersion, PredictionBias, PromptBlocks, PublishedSpeed, RankLoad};
+use pointsman::load::{BoardLoad, BoardVersion, PromptBlocks, RankLoad, SpeedCell, SpeedSample};
 use pointsman::policy::Policy;
 use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::schedule::{
@@ -32,10 +32,7 @@ enum LoadRead {
     Changed,
     ChangedEnd,
     Board(Option<BoardLoad>, BoardVersion),
-    Speed(PublishedSpeed),
-    SpeedWeights([f64; 2]),
-    Bias(PredictionBias),
-    OutputTokens(Option<f64>),
+    Speed(SpeedSample),
     HeldBlocks(u32),
     IndexChangedAt(Option<Timestamp>),
     EngineLoad(Option<EngineLoad>),
@@ -68,20 +65,9 @@ impl LoadView for RecordingLoads<'_> {
         self.record(slot, load, |load| LoadRead::Board(load, *seen))
     }
 
-    fn speed(&self, slot: Slot) -> PublishedSpeed {
-        self.record(slot, self.live.speed(slot), LoadRead::Speed)
-    }
-
-    fn speed_weights(&self, slot: Slot, now: Timestamp) -> [f64; 2] {
-        self.record(slot, self.live.speed_weights(slot, now), LoadRead::SpeedWeights)
-    }
-
-    fn prediction_bias(&self, slot: Slot, now: Timestamp) -> PredictionBias {
-        self.record(slot, self.live.prediction_bias(slot, now), LoadRead::Bias)
-    }
-
-    fn output_tokens(&self, slot: Slot) -> Option<f64> {
-        self.record(slot, self.live.output_tokens(slot), LoadRead::OutputTokens)
+    fn with_speed<R>(&self, slot: Slot, read: impl FnOnce(&SpeedCell) -> R) -> R {
+        let sample = self.live.with_speed(slot, SpeedCell::sample);
+        read(&cell_of(&self.record(slot, sample, LoadRead::Speed)))
     }
 
     fn held_blocks(&self, slot: Slot) -> u32 {
@@ -95,6 +81,12 @@ impl LoadView for RecordingLoads<'_> {
     fn engine_load(&self, slot: Slot) -> Option<EngineLoad> {
         self.record(slot, self.live.engine_load(slot), LoadRead::EngineLoad)
     }
+}
+
+fn cell_of(sample: &SpeedSample) -> SpeedCell {
+    let cell = SpeedCell::default();
+    cell.restore(sample);
+    cell
 }
 
 /// Returns recorded reads in their order.
@@ -127,20 +119,8 @@ impl LoadView for ReplayedLoads {
         })
     }
 
-    fn speed(&self, slot: Slot) -> PublishedSpeed {
-        replayed!(self, slot, LoadRead::Speed(speed) => speed)
-    }
-
-    fn speed_weights(&self, slot: Slot, _: Timestamp) -> [f64; 2] {
-        replayed!(self, slot, LoadRead::SpeedWeights(weights) => weights)
-    }
-
-    fn prediction_bias(&self, slot: Slot, _: Timestamp) -> PredictionBias {
-        replayed!(self, slot, LoadRead::Bias(bias) => bias)
-    }
-
-    fn output_tokens(&self, slot: Slot) -> Option<f64> {
-        replayed!(self, slot, LoadRead::OutputTokens(tokens) => tokens)
+    fn with_speed<R>(&self, slot: Slot, read: impl FnOnce(&SpeedCell) -> R) -> R {
+        replayed!(self, slot, LoadRead::Speed(sample) => read(&cell_of(&sample)))
     }
 
     fn held_blocks(&self, slot: Slot) -> u32 {
@@ -260,7 +240,7 @@ fn recorded_reads_replay_to_equal_effects() {
         let reads = recording.reads.into_inner();
         if policy == Policy::Latency {
             let kinds: BTreeSet<String> = reads.iter().map(|(_, read)| kind(read)).collect();
-            assert_eq!(kinds.len(), 10, "all kinds of reads occur: {kinds:?}");
+            assert_eq!(kinds.len(), 7, "all kinds of reads occur: {kinds:?}");
         }
         let replayed = ReplayedLoads(RefCell::new(reads.into_iter()));
         assert_eq!(effects_of(policy, &replayed, |_| {}), recorded, "{policy:?}");

@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use crate::config::{RecorderConfig, RouterConfig};
 use crate::protocol::Timestamp;
 use crate::record::{DecisionRing, RecordCursor, RecordPart, RecordSegment};
-use crate::schedule::{Effect, Input, LiveLoads, Schedule, Tape, TapedLoads};
+use crate::schedule::{Effect, Input, LiveLoads, Recorder, Schedule};
+use crate::shell::scheduler::Decider;
 
 /// The last recorded decisions. Survives restarts of the scheduler.
 #[derive(Debug)]
@@ -39,44 +40,50 @@ impl DecisionRecords {
     }
 }
 
-/// Inputs of a scheduler on their way to the record.
-pub(crate) struct DecisionTape {
+/// A schedule whose steps are recorded.
+pub(crate) struct RecordedSchedule<T> {
+    pub(crate) schedule: Schedule<T>,
     /// Absent if nothing is recorded.
-    tape: Option<Tape>,
+    recorder: Option<Recorder<T>>,
     records: Arc<DecisionRecords>,
 }
 
-impl DecisionTape {
-    /// A tape for a new scheduler.
-    pub(crate) fn new(config: &RouterConfig, records: &Arc<DecisionRecords>) -> Self {
+impl<T> RecordedSchedule<T> {
+    /// A new schedule, whose requests are named by `id_of`.
+    pub(crate) fn new(
+        schedule: Schedule<T>,
+        config: &RouterConfig,
+        records: &Arc<DecisionRecords>,
+        id_of: fn(&T) -> &str,
+    ) -> Self {
         let settings = serde_json::to_vec(config).ok().filter(|_| config.recorder.bytes_max > 0);
-        Self { tape: settings.map(|settings| Tape::new(settings.into())), records: Arc::clone(records) }
-    }
-
-    /// Performs a step of the schedule, and records it.
-    pub(crate) fn step<T>(
-        &self,
-        schedule: &mut Schedule<T>,
-        input: Input<T>,
-        (loads, now): (&LiveLoads, Timestamp),
-        effects: &mut VecDeque<Effect<T>>,
-    ) {
-        match &self.tape {
-            Some(tape) => schedule.step(input, &TapedLoads::new(loads, tape), now, effects),
-            None => schedule.step(input, loads, now, effects),
-        }
+        let recorder = settings.map(|settings| Recorder::new(settings.into(), id_of));
+        Self { schedule, recorder, records: Arc::clone(records) }
     }
 
     /// Adds the steps since the last call to the record.
     pub(crate) fn flush(&self, now: Timestamp) {
-        let Some(tape) = &self.tape else { return };
+        let Some(recorder) = &self.recorder else { return };
         let mut is_full = false;
         // A reader may hold the lock: the entries then stay on the tape until the next step.
         let Some(mut ring) = self.records.try_lock() else { return };
-        tape.drain(|bytes, keyframe_at| is_full = ring.push(bytes, keyframe_at, now));
+        recorder.drain(|bytes, keyframe_at| is_full = ring.push(bytes, keyframe_at, now));
         drop(ring);
         if is_full {
-            tape.begin_segment();
+            recorder.begin_segment();
         }
+    }
+}
+
+impl<T> Decider<T> for RecordedSchedule<T> {
+    fn step(&mut self, input: Input<T>, loads: &LiveLoads, now: Timestamp, effects: &mut VecDeque<Effect<T>>) {
+        match &self.recorder {
+            Some(recorder) => recorder.step(&mut self.schedule, input, loads, now, effects),
+            None => self.schedule.step(input, loads, now, effects),
+        }
+    }
+
+    fn schedule(&self) -> &Schedule<T> {
+        &self.schedule
     }
 }

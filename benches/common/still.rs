@@ -6,7 +6,7 @@ use pointsman::config::RouterConfig;
 use pointsman::load::{BoardLoad, PromptBlocks, RankLoad};
 use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerRank};
 use pointsman::record::DecisionRing;
-use pointsman::schedule::{Effect, Input, LoadAnswer, LoadQuery, Request, Tape, TapedLoads};
+use pointsman::schedule::{Effect, Input, LoadAnswer, LoadQuery, Recorder, Request};
 use pointsman::select::{RankOverlap, RankTraits, TierOverlap};
 use pointsman::test_support::{RequestOutcome, SimulatedFleet, SimulatedRank, mix, rank};
 
@@ -94,7 +94,7 @@ pub(crate) struct Still {
     boards: Vec<BoardLoad>,
     pub(crate) requests: u64,
     pub(crate) queried_ranks: u64,
-    record: Option<(Tape, DecisionRing)>,
+    record: Option<(Recorder<u64>, DecisionRing)>,
     recorded_bytes: usize,
 }
 
@@ -125,7 +125,7 @@ impl Still {
     /// Records the decisions from here on.
     pub(crate) fn record(&mut self, config: &RouterConfig) {
         let settings = serde_json::to_vec(config).expect("settings are plain data");
-        self.record = Some((Tape::new(settings.into()), DecisionRing::new(&config.recorder)));
+        self.record = Some((Recorder::new(settings.into(), |_| ""), DecisionRing::new(&config.recorder)));
     }
 
     /// Bytes recorded so far.
@@ -135,17 +135,17 @@ impl Still {
 
     fn step(&mut self, input: Input<u64>) {
         let SimulatedFleet { schedule, loads, .. } = &mut self.fleet;
-        let Some((tape, ring)) = &mut self.record else {
+        let Some((recorder, ring)) = &mut self.record else {
             return schedule.step(input, loads, NOW, &mut self.effects);
         };
-        schedule.step(input, &TapedLoads::new(loads, tape), NOW, &mut self.effects);
+        recorder.step(schedule, input, loads, NOW, &mut self.effects);
         let (mut is_full, recorded_bytes) = (false, &mut self.recorded_bytes);
-        tape.drain(|bytes, keyframe_at| {
+        recorder.drain(|bytes, keyframe_at| {
             is_full = ring.push(bytes, keyframe_at, NOW);
             *recorded_bytes += bytes.len();
         });
         if is_full {
-            tape.begin_segment();
+            recorder.begin_segment();
         }
     }
 

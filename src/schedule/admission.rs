@@ -88,9 +88,6 @@ impl<T> Schedule<T> {
 
     /// Reads the state of all loads on which the next batch decides.
     pub(super) fn prepare<V: LoadView>(&mut self, loads: &V, effects: &mut VecDeque<Effect<T>>) {
-        if let Some(tape) = loads.tape() {
-            tape.begin();
-        }
         let pool = &mut self.pool;
         pool.ranks.refresh(loads, pool.now);
         if self.learns_typical
@@ -106,7 +103,6 @@ impl<T> Schedule<T> {
         pool.peers = loads.peer_arrivals();
         self.active.settings.rules.warm_up(&mut pool.ranks, loads, pool.now);
         self.active.settings.rules.look_at_engines(&mut pool.ranks, loads, pool.now);
-        self.record_prepared(loads);
     }
 
     /// The next requests to decide; none if all present requests wait.
@@ -115,7 +111,6 @@ impl<T> Schedule<T> {
         loads: &V,
         effects: &mut VecDeque<Effect<T>>,
     ) -> VecDeque<PendingRequest<T>> {
-        self.prepare(loads, effects);
         if !self.queueing {
             return std::iter::from_fn(|| self.arrivals.pop_front()).take(BATCH_MAX).collect();
         }

@@ -8,7 +8,7 @@ use super::settings::Settings;
 use super::state::Pool;
 use super::{LoadView, Purpose, ResolvedTargets, Target};
 use crate::config::PoolRole;
-use crate::load::EngineSpeed;
+use crate::load::{EngineSpeed, SpeedCell};
 use crate::policy::{Candidate, CostFacts, KvCost, Needs, RequestFacts};
 use crate::select::{Draw, TierOverlap};
 
@@ -89,19 +89,14 @@ impl<'a, T, V: LoadView> Case<'a, T, V> {
         self.settings.pool.cached_tokens(overlap)
     }
 
-    /// Sets the overlap of the request per rank, by position.
-    pub(super) fn fill_overlaps(&self, by_position: &mut Vec<TierOverlap>) {
-        self.visit_overlaps(by_position, |_, _| ());
-    }
-
     /// The overlap of the request per rank, by position.
     pub(super) fn overlaps(&self) -> Vec<TierOverlap> {
         let mut by_position = Vec::new();
-        self.fill_overlaps(&mut by_position);
+        self.visit_overlaps(&mut by_position, |_, _| ());
         by_position
     }
 
-    /// [`fill_overlaps`](Self::fill_overlaps) with a call for each rank with an overlap.
+    /// Sets the overlap of the request per rank, by position, and calls `visit` for each rank with an overlap.
     #[inline(always)] // with the call of each caller
     pub(super) fn visit_overlaps(&self, by_position: &mut Vec<TierOverlap>, mut visit: impl FnMut(usize, TierOverlap)) {
         by_position.clear();
@@ -142,7 +137,7 @@ impl<'a, T, V: LoadView> Case<'a, T, V> {
     /// Speed of the rank; unknown parts use the typical speed of the pool.
     #[inline]
     pub(super) fn speed_of(&self, rank: &Rank) -> EngineSpeed {
-        rank.about.speed(self.loads.speed(rank.slot()), self.pool.typical.speed)
+        rank.about.speed(self.loads.with_speed(rank.slot(), SpeedCell::published), self.pool.typical.speed)
     }
 
     /// Parameters of the `kv` cost for the request.

@@ -4,11 +4,11 @@ use std::collections::VecDeque;
 
 use super::appraisal::ShadowReport;
 use super::choice::Choice;
-use super::outcome::{Outcome, OutcomeRecorder};
+use super::progress::{Progress, Verdict};
 use super::search::Search;
 use super::{Effect, LoadView, PendingRequest, PotentialLoad, Purpose, Schedule};
 use crate::config::SessionAffinity;
-use crate::load::PrefillLoadHint;
+use crate::load::{PrefillLoadHint, SpeedCell};
 use crate::policy::Needs;
 use crate::protocol::Slot;
 use crate::select::Filter;
@@ -39,41 +39,37 @@ impl<T> Schedule<T> {
         (slots, None)
     }
 
-    /// Decides a batch in order, each decision visible to the next.
+    /// Decides the next request of a batch. Each decision is visible to the next.
     ///
     /// If no rank was queried, another query would return nothing new: overlapping bounds are replaced by the upper
     /// bounds.
-    pub(super) fn decide<V: LoadView>(
+    pub(super) fn decide_next<V: LoadView>(
         &mut self,
-        mut requests: VecDeque<PendingRequest<T>>,
-        mut listed: Option<Box<Search>>,
-        queried: bool,
         loads: &V,
         effects: &mut VecDeque<Effect<T>>,
-    ) {
-        self.record_decision(queried, loads);
-        let mut in_batch = 0;
-        while let Some(mut pending) = requests.pop_front() {
-            if in_batch > 0 {
-                self.pool.ranks.update_columns();
-            }
-            let session = pending.session;
-            self.renew_session(&mut pending);
-            if session != pending.session {
-                listed = None; // other ranks are eligible
-            }
-            let recorder = OutcomeRecorder::new(loads, session, pending.session);
-            let settle = !queried && in_batch == 0;
-            let (outcome, again) = self.decide_one(pending, (in_batch, settle), listed.take(), loads, effects);
-            recorder.record(&outcome);
-            if let Some(pending) = again {
-                requests.push_front(pending);
-                break;
-            }
-            in_batch += 1;
+    ) -> Option<Progress> {
+        let batch = self.deciding.as_mut()?;
+        let mut pending = batch.requests.pop_front()?;
+        let (in_batch, mut listed) = (batch.in_batch, batch.listed.take());
+        let settle = !batch.queried && in_batch == 0;
+        batch.in_batch += 1;
+        if in_batch > 0 {
+            self.pool.ranks.update_columns();
         }
-        self.record_decided(loads);
-        self.query_again(requests);
+        let before = pending.session;
+        self.renew_session(&mut pending);
+        let session = (before != pending.session).then_some(pending.session);
+        if session.is_some() {
+            listed = None; // other ranks are eligible
+        }
+        let (verdict, again) = self.decide_one(pending, (in_batch, settle), listed, loads, effects);
+        let mut ended = self.deciding.take_if(|batch| again.is_some() || batch.requests.is_empty());
+        let is_last = ended.is_some();
+        if let Some(batch) = &mut ended {
+            let requests = again.into_iter().chain(batch.requests.drain(..)).collect();
+            self.query_again(requests);
+        }
+        Some(Progress::Decided { verdict, session, is_last })
     }
 
     /// Decides one request. Also returns it if it must be decided again.
@@ -85,23 +81,23 @@ impl<T> Schedule<T> {
         listed: Option<Box<Search>>,
         loads: &V,
         effects: &mut VecDeque<Effect<T>>,
-    ) -> (Outcome, Option<PendingRequest<T>>) {
+    ) -> (Verdict, Option<PendingRequest<T>>) {
         match pending.request.purpose {
             Purpose::LoadSnapshot => {
                 effects.push_back(self.load_snapshot(in_batch, loads, pending));
-                return (Outcome::Aged, None);
+                return (Verdict::Aged, None);
             }
             Purpose::Explain => {
                 effects.push_back(self.explain(in_batch, loads, pending));
-                return (Outcome::Aged, None);
+                return (Verdict::Aged, None);
             }
             Purpose::Book | Purpose::Report if self.is_expired(&pending) => {
                 effects.push_back(self.expired(pending));
-                return (Outcome::Passed, None);
+                return (Verdict::Passed, None);
             }
             Purpose::Book | Purpose::Report if pending.cancelled => {
                 effects.push_back(Effect::Cancelled { context: pending.request.context });
-                return (Outcome::Passed, None);
+                return (Verdict::Passed, None);
             }
             Purpose::Book | Purpose::Report => {}
         }
@@ -110,17 +106,15 @@ impl<T> Schedule<T> {
             (Choice::Rank(position), _) => {
                 let shadow = self.shadow_report(in_batch, loads, position, &pending);
                 let effect = self.place(in_batch, loads, (position, search.as_deref()), pending, shadow);
-                let outcome = Outcome::of_placed(&effect);
                 effects.push_back(effect);
-                (outcome, None)
+                (Verdict::Placed, None)
             }
             (Choice::None(reason), _) => {
-                let outcome = Outcome::Rejected(reason.to_string());
                 effects.push_back(Effect::Reject { context: pending.request.context, reason });
-                (outcome, None)
+                (Verdict::Rejected, None)
             }
-            (Choice::Wait, Some(class)) => (Outcome::Waits, self.hold(pending, class, effects)),
-            (Choice::QueryAgain, _) | (Choice::Wait, None) => (Outcome::Again, Some(pending)),
+            (Choice::Wait, Some(class)) => (Verdict::Waits, self.hold(pending, class, effects)),
+            (Choice::QueryAgain, _) | (Choice::Wait, None) => (Verdict::Again, Some(pending)),
         };
         self.active.keep(search);
         decided
@@ -157,7 +151,7 @@ impl<T> Schedule<T> {
         if self.learns_typical {
             let new_tokens = decision.prefill_load.map_or(0, PrefillLoadHint::effective_tokens);
             let prompt_tokens = if tracks { request.prompt_tokens } else { 0 };
-            let output_tokens = loads.output_tokens(decision.slot);
+            let output_tokens = loads.with_speed(decision.slot, SpeedCell::output_tokens);
             let prefill = decision.prefill_load.and_then(PrefillLoadHint::expected_duration);
             pool.arrival_rate.placed(prefill.unwrap_or_default(), pool.now);
             pool.typical.placed(prompt_tokens, prompt_tokens.saturating_sub(new_tokens), output_tokens);

@@ -99,6 +99,6 @@ impl<T, V: LoadView> Case<'_, T, V> {
         if is_latency {
             return Some(assumed_duration());
         }
-        self.loads.speed(rank.slot()).prefill_time(work_tokens(new_tokens, cached_tokens))
+        self.loads.with_speed(rank.slot(), |cell| cell.prefill_time(work_tokens(new_tokens, cached_tokens)))
     }
 }

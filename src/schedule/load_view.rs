@@ -6,12 +6,11 @@
 
 use std::sync::Arc;
 
-use super::tape::Tape;
 use crate::engine_load::{EngineLoad, EngineLoadCell};
 use crate::index::Holdings;
 use crate::load::{
     ArrivalsCell, BoardChanges, BoardLoad, BoardSlot, BoardVersion, EngineSpeed, PeerLoad, PeerLoadCell, PlacementRate,
-    PredictionBias, PublishedSpeed, SpeedCell, SpeedSample,
+    SpeedCell,
 };
 use crate::protocol::{Slot, Timestamp};
 use crate::queue::QueueHeads;
@@ -28,22 +27,8 @@ pub trait LoadView {
     /// write is in progress.
     fn board(&self, slot: Slot, seen: &mut BoardVersion) -> Option<BoardLoad>;
 
-    /// The speed that the rank has published.
-    fn speed(&self, slot: Slot) -> PublishedSpeed;
-
-    /// Everything that the rank's sequence actor has published beside its board. Only recorders use it.
-    fn speed_sample(&self, _slot: Slot) -> SpeedSample {
-        SpeedSample::default()
-    }
-
-    /// Weights of the published rate and step at `now`; see [`SpeedCell::weights`].
-    fn speed_weights(&self, slot: Slot, now: Timestamp) -> [f64; 2];
-
-    /// Factors that correct predictions for the rank at `now`; see [`SpeedCell::bias_at`].
-    fn prediction_bias(&self, slot: Slot, now: Timestamp) -> PredictionBias;
-
-    /// Mean output tokens of a request on the rank, if any has ended.
-    fn output_tokens(&self, slot: Slot) -> Option<f64>;
+    /// Passes what the rank's sequence actor has published beside its board to `read`.
+    fn with_speed<R>(&self, slot: Slot, read: impl FnOnce(&SpeedCell) -> R) -> R;
 
     /// KV blocks that the index holds for the rank, counted once per tier.
     fn held_blocks(&self, slot: Slot) -> u32;
@@ -67,12 +52,6 @@ pub trait LoadView {
     /// Number of other replicas whose longest-waiting request arrived after `passed` and before `head`; none by default.
     fn replicas_ahead(&self, _passed: Option<Timestamp>, _head: Timestamp) -> usize {
         0
-    }
-
-    /// The tape on which the scheduler records its inputs; none by default.
-    #[inline]
-    fn tape(&self) -> Option<&Tape> {
-        None
     }
 }
 
@@ -176,28 +155,8 @@ impl LoadView for LiveLoads {
     }
 
     #[inline]
-    fn speed(&self, slot: Slot) -> PublishedSpeed {
-        self.by_slot[slot.index()].speed.published()
-    }
-
-    #[inline]
-    fn speed_sample(&self, slot: Slot) -> SpeedSample {
-        self.by_slot[slot.index()].speed.sample()
-    }
-
-    #[inline]
-    fn speed_weights(&self, slot: Slot, now: Timestamp) -> [f64; 2] {
-        self.by_slot[slot.index()].speed.weights(now)
-    }
-
-    #[inline]
-    fn prediction_bias(&self, slot: Slot, now: Timestamp) -> PredictionBias {
-        self.by_slot[slot.index()].speed.bias_at(now)
-    }
-
-    #[inline]
-    fn output_tokens(&self, slot: Slot) -> Option<f64> {
-        self.by_slot[slot.index()].speed.output_tokens()
+    fn with_speed<R>(&self, slot: Slot, read: impl FnOnce(&SpeedCell) -> R) -> R {
+        read(&self.by_slot[slot.index()].speed)
     }
 
     #[inline]

@@ -16,7 +16,7 @@ mod appraisal;
 mod case;
 mod choice;
 mod decide;
-mod decider;
+mod deciding_policy;
 mod decision;
 mod decision_facts;
 mod eligible;
@@ -27,23 +27,18 @@ mod latency;
 mod line;
 mod load_view;
 mod options;
-mod outcome;
 mod pending;
 mod pool;
+mod progress;
 mod projected;
 mod rank;
 mod rank_status;
 mod ranks;
-mod recorded;
-mod recording;
-mod replay;
-mod replay_loads;
 mod search;
 mod settings;
 mod shadow;
 mod state;
 mod tape;
-mod taped;
 mod targets;
 #[cfg(test)]
 mod tests;
@@ -62,9 +57,7 @@ pub use latency::formula::LatencyTerms;
 pub use latency::prediction::{LatencyPrediction, MissedTarget, TargetsMissed};
 pub use load_view::{LiveLoads, LoadView, RankCells};
 pub use options::{ResolvedOptions, ResolvedTargets};
-pub use replay::{RecordedChoice, Replay, ReplayError, ReplayMode, ReplaySettings, ReplayedDecision};
-pub use tape::{Tape, TapedEntries};
-pub use taped::TapedLoads;
+pub use tape::{RecordedChoice, Recorder, Replay, ReplayError, ReplayMode, ReplaySettings, ReplayedDecision};
 pub use types::{
     Admission, BookNumber, Effect, Input, LoadAnswer, LoadQuery, PotentialLoad, Purpose, Rejection, Request, Target,
     Waits,
@@ -76,12 +69,13 @@ use crate::protocol::{BookingId, Timestamp};
 use crate::queue::Queue;
 use crate::session::Sessions;
 
-use decider::Decider;
+use deciding_policy::DecidingPolicy;
 use eligible::Eligibility;
 use latency::typical::Typical;
 use line::Line;
 use pending::PendingRequest;
 use pool::Arrivals;
+use progress::Progress;
 use ranks::Ranks;
 use search::Search;
 use state::Pool;
@@ -93,9 +87,9 @@ pub struct Schedule<T> {
     /// State of the pool.
     pool: Pool,
     /// The policy that places requests.
-    active: Decider,
+    active: DecidingPolicy,
     /// Other policies by name, which decide the same requests without booking.
-    shadows: Vec<(&'static str, Decider)>,
+    shadows: Vec<(&'static str, DecidingPolicy)>,
     /// Share of the decisions that the shadows also decide.
     shadow_share: f64,
     /// Whether the pool's typical values are learned: a policy or a shadow compares latencies.
@@ -117,21 +111,27 @@ pub struct Schedule<T> {
     /// Eligibility of ranks for a request that is admitted, waits, or leaves.
     eligibility: Eligibility,
     in_flight: Option<Batch<T>>,
+    /// The batch whose requests are decided in this step.
+    deciding: Option<Batch<T>>,
+    /// Whether the loads are those of the next batch.
+    is_prepared: bool,
     /// Number of the last request.
     requests: u64,
     /// Number of the last batch.
     batches: u64,
-    /// Name of a request on the tape.
-    id_of: fn(&T) -> &str,
 }
 
-/// Requests with outstanding load queries.
+/// Requests that are decided together.
 #[derive(Debug)]
 struct Batch<T> {
     number: u64,
     requests: VecDeque<PendingRequest<T>>,
     /// The search that has listed the queried ranks, while ranks and statuses are those that it has seen.
     listed: Option<Box<Search>>,
+    /// Whether ranks were queried.
+    queried: bool,
+    /// Number of decided requests.
+    in_batch: usize,
 }
 
 impl<T> Schedule<T> {
@@ -143,7 +143,7 @@ impl<T> Schedule<T> {
     pub fn new(config: RouterConfig, incarnation: u32, extensions: Extensions) -> Self {
         let base = u64::from(incarnation) << 32;
         let (is_custom, is_scored) = (extensions.policy.is_some(), !extensions.scorers.is_empty());
-        let active = Decider::new(&config, extensions);
+        let active = DecidingPolicy::new(&config, extensions);
         let follows_decay = !active.settings.is_in_seconds()
             || config.queue.is_enabled()
             || !active.settings.rules.lenient
@@ -177,9 +177,10 @@ impl<T> Schedule<T> {
             overlap_ages: BTreeSet::new(),
             eligibility: Eligibility::default(),
             in_flight: None,
+            deciding: None,
+            is_prepared: false,
             requests: base,
             batches: base,
-            id_of: |_| "",
         };
         let shadows =
             config.shadow.policies.iter().map(|policy| RouterConfig { policy: policy.clone(), ..config.clone() });
@@ -191,13 +192,16 @@ impl<T> Schedule<T> {
     ///
     /// Depends on nothing else: the same sequence of inputs, reads of `loads` and times gives the same effects.
     pub fn step<V: LoadView>(&mut self, input: Input<T>, loads: &V, now: Timestamp, effects: &mut VecDeque<Effect<T>>) {
+        self.begin(input, loads, now, effects);
+        while self.advance(loads, effects).is_some() {}
+    }
+
+    /// Begins a step: applies the input.
+    fn begin<V: LoadView>(&mut self, input: Input<T>, loads: &V, now: Timestamp, effects: &mut VecDeque<Effect<T>>) {
         self.pool.now = self.pool.now.max(now);
-        if let Some(tape) = loads.tape() {
-            tape.begin();
-        }
         match input {
             Input::Request(request) => self.arrive(request, effects),
-            Input::Loads { batch, answers } => self.on_loads(batch, answers, loads, effects),
+            Input::Loads { batch, answers } => self.on_loads(batch, answers),
             Input::Cancel(booking) => self.on_cancel(booking, effects),
             Input::Overlaps { booking, overlaps } => self.on_overlaps(booking, overlaps),
             Input::Wake => {}
@@ -209,13 +213,22 @@ impl<T> Schedule<T> {
             | Input::Conditions(_)
             | Input::Exclusions(_) => self.on_membership(input, loads, effects),
         }
-        if self.queueing {
-            self.expire(effects);
+    }
+
+    /// Does the next part of the step; `None` at its end.
+    fn advance<V: LoadView>(&mut self, loads: &V, effects: &mut VecDeque<Effect<T>>) -> Option<Progress> {
+        if self.deciding.is_some() {
+            return self.decide_next(loads, effects);
         }
-        self.start_batches(loads, effects);
-        if self.queueing {
+        let progress = if std::mem::take(&mut self.is_prepared) {
+            self.list_next(loads, effects)
+        } else {
+            self.prepare_next(loads, effects)
+        };
+        if progress.is_none() && self.queueing {
             self.refresh_overlaps(effects);
         }
+        progress
     }
 
     /// The batch in flight, if any.
@@ -244,12 +257,6 @@ impl<T> Schedule<T> {
 
     fn on_membership<V: LoadView>(&mut self, input: Input<T>, loads: &V, effects: &mut VecDeque<Effect<T>>) {
         self.drop_shortlist();
-        if let Some(tape) = loads.tape() {
-            match input {
-                Input::Drain { .. } | Input::Undrain { .. } | Input::Conditions(_) => tape.lose_statuses(),
-                _ => tape.lose_ranks(),
-            }
-        }
         let (ranks, rules) = (&mut self.pool.ranks, &self.active.settings.rules);
         match input {
             Input::Admit(admission) => ranks.admit(admission, loads, rules.slow_start_factor()),
@@ -272,53 +279,51 @@ impl<T> Schedule<T> {
         }
     }
 
-    fn on_loads<V: LoadView>(
-        &mut self,
-        batch: u64,
-        answers: Vec<LoadAnswer>,
-        loads: &V,
-        effects: &mut VecDeque<Effect<T>>,
-    ) {
+    fn on_loads(&mut self, batch: u64, answers: Vec<LoadAnswer>) {
         if self.batch_in_flight() != Some(batch) {
             for answer in &answers {
                 self.pool.ranks.is_alive(answer.slot, answer.generation);
             }
-            self.drop_shortlist();
-            if let Some(tape) = loads.tape() {
-                tape.lose_statuses();
-            }
-            return;
+            return self.drop_shortlist();
         }
-        self.record_answers(loads, &answers);
         for answer in answers {
             self.pool.ranks.answered(answer);
         }
         self.pool.ranks.close();
-        if let Some(batch) = self.in_flight.take() {
-            self.decide(batch.requests, batch.listed, true, loads, effects);
-        }
+        self.deciding = self.in_flight.take();
     }
 
-    /// Decides requests that the board alone can decide, and queries loads for the others; one batch at a time.
-    fn start_batches<V: LoadView>(&mut self, loads: &V, effects: &mut VecDeque<Effect<T>>) {
-        while self.in_flight.is_none() && self.has_candidates() {
-            let requests = self.next_batch(loads, effects);
-            if requests.is_empty() {
-                return;
-            }
-            self.batches += 1;
-            let number = self.batches;
-            let (slots, listed) = self.shortlist(&requests, loads);
-            self.record_batch(&requests, &slots, loads);
-            if slots.is_empty() {
-                self.decide(requests, listed, false, loads, effects);
-                continue;
-            }
-            self.pool.ranks.queried(&slots);
-            let prompts = requests.iter().map(|pending| pending.request.prompt.clone()).collect();
-            effects.push_back(Effect::Query(LoadQuery { batch: number, slots, prompts }));
-            self.in_flight = Some(Batch { number, requests, listed });
+    /// Reads the loads of the next batch, unless one is in flight or no request is present.
+    fn prepare_next<V: LoadView>(&mut self, loads: &V, effects: &mut VecDeque<Effect<T>>) -> Option<Progress> {
+        if self.queueing {
+            self.expire(effects);
         }
+        if self.in_flight.is_some() || !self.has_candidates() {
+            return None;
+        }
+        self.prepare(loads, effects);
+        self.is_prepared = true;
+        Some(Progress::Prepared)
+    }
+
+    /// Lists the next batch: the board alone can decide it, or loads are queried for it, one batch at a time.
+    fn list_next<V: LoadView>(&mut self, loads: &V, effects: &mut VecDeque<Effect<T>>) -> Option<Progress> {
+        let requests = self.next_batch(loads, effects);
+        if requests.is_empty() {
+            return None;
+        }
+        self.batches += 1;
+        let number = self.batches;
+        let (slots, listed) = self.shortlist(&requests, loads);
+        let queried = !slots.is_empty();
+        let prompts = requests.iter().map(|pending| pending.request.prompt.clone());
+        if queried {
+            self.pool.ranks.queried(&slots);
+            effects.push_back(Effect::Query(LoadQuery { batch: number, slots, prompts: prompts.collect() }));
+        }
+        let place = if queried { &mut self.in_flight } else { &mut self.deciding };
+        *place = Some(Batch { number, requests, listed, queried, in_batch: 0 });
+        Some(Progress::Listed)
     }
 
     /// Drops the shortlist of the batch in flight after a change of ranks or statuses.

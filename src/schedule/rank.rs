@@ -16,7 +16,7 @@ use super::view::{Added, View, Wait};
 use super::{Admission, BookNumber, LoadView};
 use crate::load::{
     BoardLoad, BoardVersion, EngineSpeed, PeerLoad, PrefillLoadHint, PromptBlocks, PromptFingerprint, PromptSketch,
-    PublishedSpeed, RankLoad,
+    PublishedSpeed, RankLoad, SpeedCell,
 };
 use crate::protocol::{Generation, Slot, Timestamp, WorkerRank};
 use crate::select::RankTraits;
@@ -171,7 +171,7 @@ impl Rank {
 
     /// Reads its speed, with `typical` for unknown parts, and the fill of its cache.
     pub(super) fn measure<V: LoadView>(&mut self, loads: &V, typical: EngineSpeed) {
-        let speed = self.about.speed(loads.speed(self.slot()), typical);
+        let speed = self.about.speed(loads.with_speed(self.slot(), SpeedCell::published), typical);
         let full = |blocks: u32| f64::from(loads.held_blocks(self.slot())) >= FULL_SHARE * f64::from(blocks);
         self.measured = Measured { speed, is_full: self.about.traits.total_kv_blocks.is_some_and(full) };
     }

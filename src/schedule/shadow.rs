@@ -5,7 +5,7 @@
 use super::appraisal::{AppraisedRank, ShadowReport};
 use super::case::Case;
 use super::choice::Choice;
-use super::decider::Decider;
+use super::deciding_policy::DecidingPolicy;
 use super::latency::formula::LatencyCost;
 use super::{Extensions, LoadView, PendingRequest, Schedule, Target};
 use crate::config::RouterConfig;
@@ -27,7 +27,7 @@ impl<T> Schedule<T> {
         let Extensions { filters, estimator, .. } = self.active.settings.extensions.clone();
         let extensions = Extensions { filters, estimator, ..Extensions::default() };
         self.shadow_share = share;
-        let shadow = |config: RouterConfig| (config.policy.name(), Decider::new(&config, extensions.clone()));
+        let shadow = |config: RouterConfig| (config.policy.name(), DecidingPolicy::new(&config, extensions.clone()));
         self.shadows = shadows.into_iter().map(shadow).collect();
         let compares_latency = self.shadows.iter().any(|(_, shadow)| shadow.settings.is_in_seconds());
         self.learns_typical |= compares_latency && share > 0.0;
@@ -51,7 +51,7 @@ impl<T> Schedule<T> {
         if draw.unit() >= share {
             return None;
         }
-        let reads_decay = |(_, shadow): &(&str, Decider)| {
+        let reads_decay = |(_, shadow): &(&str, DecidingPolicy)| {
             shadow.settings.unit == Some(CostUnit::Blocks) || !shadow.settings.rules.lenient
         };
         if self.queueing || self.shadows.iter().any(reads_decay) {

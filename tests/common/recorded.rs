@@ -1,4 +1,4 @@
-//! A scheduler with a tape: every input at random, while its loads change concurrently.
+//! A scheduler with a recorder: every input at random, while its loads change concurrently.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use pointsman::load::{BoardLoad, PeerLoad, PromptBlocks, RankLoad};
 use pointsman::policy::{KvConfig, LatencyConfig, Policy, PolicyConfig};
 use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::schedule::{
-    Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Purpose, RankCells, Replay, ReplaySettings,
-    ReplayedDecision, Request, ResolvedOptions, ResolvedTargets, Schedule, Tape, TapedLoads, Target, Waits,
+    Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Purpose, RankCells, Recorder, Replay,
+    ReplaySettings, ReplayedDecision, Request, ResolvedOptions, ResolvedTargets, Schedule, Target, Waits,
 };
 use pointsman::select::{Constraints, Pin, PinMode, RankConditions, RankOverlap, RankTraits, SharedHits, TierOverlap};
 use pointsman::session::SessionId;
@@ -122,13 +122,13 @@ fn publish(cells: &[RankCells], boards: &[BoardLoad], n: u64, now: Timestamp) {
     }
 }
 
-/// A scheduler with a tape, and the state that disturbs it.
+/// A scheduler with a recorder, and the state that disturbs it.
 pub(crate) struct Recorded {
     schedule: Schedule<u64>,
     live: LiveLoads,
     cells: Vec<RankCells>,
     loads: Vec<BoardLoad>,
-    tape: Tape,
+    recorder: Recorder<u64>,
     effects: VecDeque<Effect<u64>>,
     open: VecDeque<LoadQuery>,
     late: Vec<LoadAnswer>,
@@ -139,15 +139,14 @@ pub(crate) struct Recorded {
 
 impl Recorded {
     pub(crate) fn new(config: &RouterConfig) -> Self {
-        let mut schedule = Schedule::new(config.clone(), 1, Extensions::default());
-        schedule.name_requests(|_| "request");
+        let schedule = Schedule::new(config.clone(), 1, Extensions::default());
         let settings = serde_json::to_vec(config).expect("plain data");
         let mut new = Self {
             schedule,
             live: LiveLoads::default(),
             cells: (0..RANKS).map(|_| RankCells::default()).collect(),
             loads: changing_cells::boards(prompt),
-            tape: Tape::new(settings.into()),
+            recorder: Recorder::new(settings.into(), |_| "request"),
             effects: VecDeque::new(),
             open: VecDeque::new(),
             late: Vec::new(),
@@ -172,7 +171,7 @@ impl Recorded {
     }
 
     fn step(&mut self, input: Input<u64>, now: Timestamp) {
-        self.schedule.step(input, &TapedLoads::new(&self.live, &self.tape), now, &mut self.effects);
+        self.recorder.step(&mut self.schedule, input, &self.live, now, &mut self.effects);
         while let Some(effect) = self.effects.pop_front() {
             match effect {
                 Effect::Query(query) => self.open.push_back(query),
@@ -182,7 +181,7 @@ impl Recorded {
             }
         }
         let segments = &mut self.segments;
-        self.tape.drain(|bytes, keyframe_at| {
+        self.recorder.drain(|bytes, keyframe_at| {
             let begin = keyframe_at.unwrap_or(bytes.len());
             if let Some(last) = segments.last_mut() {
                 last.extend_from_slice(&bytes[..begin]);
@@ -233,7 +232,7 @@ impl Recorded {
                 let answers = std::mem::take(&mut self.late);
                 self.step(Input::Loads { batch: u64::MAX, answers }, now);
             }
-            14 => self.tape.begin_segment(),
+            14 => self.recorder.begin_segment(),
             15..20 => self.step(Input::Wake, now),
             _ => {}
         }

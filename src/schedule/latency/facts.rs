@@ -132,7 +132,7 @@ impl<T, V: LoadView> Case<'_, T, V> {
 
     /// Predicted latency of a request on a rank with these `facts`.
     pub(in crate::schedule) fn predict(&self, cost: &LatencyCost, rank: &Rank, facts: &LatencyFacts) -> Predicted {
-        let bias = self.loads.prediction_bias(rank.slot(), self.pool.now);
+        let bias = self.loads.with_speed(rank.slot(), |cell| cell.bias_at(self.pool.now));
         let decodes = self.settings.pool.role != PoolRole::Prefill;
         let latency = LatencyPrediction {
             ttft_seconds: cost.track_prefill_tokens.then(|| bias.ttft * cost.terms(facts).ttft_seconds),

@@ -173,7 +173,7 @@ impl LatencySearch {
         let same = WorkGroup { copied: [copied; RankGroup::RANKS], rest: [rest; RankGroup::RANKS] };
         work.resize(columns.groups().len(), same);
         if !counts {
-            return case.fill_overlaps(overlaps);
+            return case.visit_overlaps(overlaps, |_, _| ());
         }
         let (work, mut last) = (work.as_mut_slice(), (0, (copied, rest)));
         let mut lower = |position: usize, cached_tokens: u32| {

@@ -96,7 +96,7 @@ impl Typical {
         let ranks: Vec<&mut Rank> = ranks.collect();
         let known: Vec<Known> = ranks
             .iter()
-            .map(|rank| Known::of(loads.speed(rank.slot()), loads.speed_weights(rank.slot(), now)))
+            .map(|rank| loads.with_speed(rank.slot(), |cell| Known::of(cell.published(), cell.weights(now))))
             .collect();
         let EngineSpeed { work_tokens_per_second, step_seconds, request_seconds, block_seconds } = self.speed;
         let typical = [work_tokens_per_second.recip(), step_seconds, request_seconds, block_seconds];

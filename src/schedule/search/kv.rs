@@ -67,7 +67,7 @@ impl KvSearch {
 
     /// Computes bounds of every rank's cost; `settle` uses the upper bounds.
     fn fill<T, V: LoadView>(&mut self, case: &Case<'_, T, V>, eligibility: &Eligibility, settle: bool) {
-        case.fill_overlaps(&mut self.overlaps);
+        case.visit_overlaps(&mut self.overlaps, |_, _| ());
         let cost = case.kv_cost();
         let Self { overlaps, bounds, .. } = self;
         bounds.clear();

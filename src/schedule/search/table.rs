@@ -28,7 +28,7 @@ impl TableSearch {
         settle: bool,
     ) -> Choice {
         if case.settings.extensions.policy.is_some() {
-            case.fill_overlaps(&mut self.overlaps);
+            case.visit_overlaps(&mut self.overlaps, |_, _| ());
         }
         if eligibility.is_plain() {
             return self.choose_among::<T, V, true>(case, eligibility, settle);

@@ -11,13 +11,13 @@ use crate::config::RouterConfig;
 
 /// A policy and its search.
 #[derive(Debug)]
-pub(super) struct Decider {
+pub(super) struct DecidingPolicy {
     pub(super) settings: Settings,
     /// The search while no request uses it.
     spare: Option<Box<Search>>,
 }
 
-impl Decider {
+impl DecidingPolicy {
     pub(super) fn new(config: &RouterConfig, extensions: Extensions) -> Self {
         Self { settings: Settings::new(config, extensions), spare: None }
     }

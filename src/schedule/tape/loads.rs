@@ -1,38 +1,32 @@
 //! View of the loads that records every read.
 
-use super::load_view::LoadView;
-use super::tape::Tape;
+use super::reads::Tape;
 use crate::engine_load::EngineLoad;
-use crate::load::{BoardLoad, BoardVersion, PeerLoad, PlacementRate, PredictionBias, PublishedSpeed, SpeedSample};
+use crate::load::{BoardLoad, BoardVersion, PeerLoad, PlacementRate, SpeedCell};
 use crate::protocol::{Slot, Timestamp};
+use crate::schedule::LoadView;
 
 /// Loads whose reads are recorded on a [`Tape`].
 #[derive(Clone, Copy, Debug)]
-pub struct TapedLoads<'a, V> {
-    loads: &'a V,
-    tape: &'a Tape,
-}
-
-impl<'a, V: LoadView> TapedLoads<'a, V> {
-    /// Records the reads of `loads`.
-    #[must_use]
-    pub fn new(loads: &'a V, tape: &'a Tape) -> Self {
-        Self { loads, tape }
-    }
+pub(super) struct TapedLoads<'a, V> {
+    pub(super) loads: &'a V,
+    pub(super) tape: &'a Tape,
 }
 
 impl<V: LoadView> LoadView for TapedLoads<'_, V> {
+    /// Begins a batch: the next reads are of the present cells.
     fn take_changed(&self, changed: &mut Vec<Slot>) {
+        self.tape.begin();
         let before = changed.len();
         self.loads.take_changed(changed);
-        self.tape.read_changed(&changed[before..]);
+        self.tape.changed.borrow_mut().extend_from_slice(&changed[before..]);
     }
 
     /// Reads the other cells of the rank as well, which a later explanation or another policy uses.
     #[inline]
     fn board(&self, slot: Slot, seen: &mut BoardVersion) -> Option<BoardLoad> {
         let load = self.tape.read_board(slot, || self.loads.board(slot, seen))?;
-        self.speed_sample(slot);
+        self.with_speed(slot, |_| ());
         self.held_blocks(slot);
         self.index_changed_at(slot);
         self.engine_load(slot);
@@ -40,27 +34,8 @@ impl<V: LoadView> LoadView for TapedLoads<'_, V> {
     }
 
     #[inline]
-    fn speed(&self, slot: Slot) -> PublishedSpeed {
-        self.tape.read_speed(slot, || self.loads.speed_sample(slot), |speed| speed.published())
-    }
-
-    fn speed_sample(&self, slot: Slot) -> SpeedSample {
-        self.tape.read_speed(slot, || self.loads.speed_sample(slot), |speed| speed.sample())
-    }
-
-    #[inline]
-    fn speed_weights(&self, slot: Slot, now: Timestamp) -> [f64; 2] {
-        self.tape.read_speed(slot, || self.loads.speed_sample(slot), |speed| speed.weights(now))
-    }
-
-    #[inline]
-    fn prediction_bias(&self, slot: Slot, now: Timestamp) -> PredictionBias {
-        self.tape.read_speed(slot, || self.loads.speed_sample(slot), |speed| speed.bias_at(now))
-    }
-
-    #[inline]
-    fn output_tokens(&self, slot: Slot) -> Option<f64> {
-        self.tape.read_speed(slot, || self.loads.speed_sample(slot), |speed| speed.output_tokens())
+    fn with_speed<R>(&self, slot: Slot, read: impl FnOnce(&SpeedCell) -> R) -> R {
+        self.tape.read_speed(slot, || self.loads.with_speed(slot, SpeedCell::sample), read)
     }
 
     #[inline]
@@ -91,10 +66,5 @@ impl<V: LoadView> LoadView for TapedLoads<'_, V> {
     #[inline]
     fn replicas_ahead(&self, passed: Option<Timestamp>, head: Timestamp) -> usize {
         self.loads.replicas_ahead(passed, head)
-    }
-
-    #[inline]
-    fn tape(&self) -> Option<&Tape> {
-        Some(self.tape)
     }
 }

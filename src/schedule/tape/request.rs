@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::tape::Last;
-use super::types::{Purpose, Request, Target};
-use super::{ResolvedOptions, ResolvedTargets};
+use super::reads::Last;
 use crate::config::RouterConfigOverride;
 use crate::load::{PromptBlocks, PromptFingerprint};
 use crate::protocol::{Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
 use crate::queue::ClassId;
 use crate::record::bytes::{Reader, put_duration, put_f64, put_number, put_optional, put_signed, put_text};
+use crate::schedule::types::{Purpose, Request, Target};
+use crate::schedule::{ResolvedOptions, ResolvedTargets};
 use crate::select::{Constraints, Pin, PinMode, RankOverlap, SharedHits, TierOverlap};
 
 /// Facts of a request at its evaluation.

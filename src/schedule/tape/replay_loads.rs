@@ -2,14 +2,13 @@
 
 use std::cell::{Cell, RefCell};
 
-use super::load_view::LoadView;
-use super::tape::entry;
+use super::reads::entry;
 use crate::engine_load::{EngineLoad, EngineReading};
-use crate::load::{
-    BoardLoad, BoardVersion, PeerLoad, PlacementRate, PredictionBias, PublishedSpeed, SpeedCell, SpeedSample,
-};
+use crate::load::{BoardLoad, BoardVersion, PeerLoad, PlacementRate, SpeedCell, SpeedSample};
 use crate::protocol::{Slot, Timestamp};
 use crate::record::bytes::Reader;
+use crate::schedule::LoadView;
+use crate::schedule::ranks::SLOTS_MAX;
 
 /// The cells of every slot at the last recorded reads.
 #[derive(Debug, Default)]
@@ -101,7 +100,7 @@ impl ReplayLoads {
     }
 
     fn cell(&mut self, slot: Slot) -> Option<&mut ReplayCell> {
-        (slot.index() < super::ranks::SLOTS_MAX).then_some(())?;
+        (slot.index() < SLOTS_MAX).then_some(())?;
         if self.cells.len() <= slot.index() {
             self.cells.resize_with(slot.index() + 1, || None);
         }
@@ -131,20 +130,11 @@ impl LoadView for ReplayLoads {
         self.of(slot, |cell| cell.news.take())
     }
 
-    fn speed(&self, slot: Slot) -> PublishedSpeed {
-        self.of(slot, |cell| cell.speed.published())
-    }
-
-    fn speed_weights(&self, slot: Slot, now: Timestamp) -> [f64; 2] {
-        self.of(slot, |cell| cell.speed.weights(now))
-    }
-
-    fn prediction_bias(&self, slot: Slot, now: Timestamp) -> PredictionBias {
-        self.of(slot, |cell| cell.speed.bias_at(now))
-    }
-
-    fn output_tokens(&self, slot: Slot) -> Option<f64> {
-        self.of(slot, |cell| cell.speed.output_tokens())
+    fn with_speed<R>(&self, slot: Slot, read: impl FnOnce(&SpeedCell) -> R) -> R {
+        match self.cells.get(slot.index()).and_then(Option::as_deref) {
+            Some(cell) => read(&cell.speed),
+            None => read(&SpeedCell::default()),
+        }
     }
 
     fn held_blocks(&self, slot: Slot) -> u32 {

@@ -3,44 +3,42 @@
 //! A tape holds copies of the shared cells as the scheduler has last read them, and the bytes of entries that have not
 //! been taken. A cell is read at most once between two [`begin`](Tape::begin)s; later reads return the copy, so that a
 //! batch depends on one value of each cell. Only differences from the copies are written. Entries before the first
-//! keyframe are dropped. `recording` writes the entries, and `replay` reads them.
+//! keyframe are dropped.
 
 use std::cell::{Cell, RefCell};
-use std::sync::Arc;
 
 use crate::engine_load::{EngineLoad, EngineReading};
 use crate::load::{BoardLoad, PeerLoad, PlacementRate, SpeedCell, SpeedSample};
 use crate::protocol::{Slot, Timestamp};
 use crate::record::bytes::{put_f64, put_number, put_optional, put_signed, put_word, put_words};
 
-/// Recorder of one scheduler.
-///
-/// ```
-/// use pointsman::schedule::Tape;
-///
-/// let tape = Tape::new(br#"{ "policy": "kv" }"#.as_slice().into());
-/// assert!(tape.take().bytes.is_empty());
-/// ```
-#[derive(Debug)]
-pub struct Tape {
+/// The entries of one scheduler, and copies of the cells that it has read.
+#[derive(Debug, Default)]
+pub(super) struct Tape {
     cells: RefCell<Vec<CellCopy>>,
-    arrivals: Cell<PlacementRate>,
+    pub(super) arrivals: Cell<PlacementRate>,
     taped: RefCell<TapedEntries>,
-    changed: RefCell<Vec<Slot>>,
+    /// Slots that were reported as changed since the last batch.
+    pub(super) changed: RefCell<Vec<Slot>>,
     stamp: Cell<u32>,
     /// Time and request number of the last entry, to which the next ones refer.
-    pub(super) last: Cell<Last>,
-    state: Cell<State>,
-    pub(super) settings: Arc<[u8]>,
+    last: Cell<Last>,
+    /// Whether a keyframe has been written.
+    pub(super) is_active: Cell<bool>,
+    wants_segment: Cell<bool>,
+    /// Whether ranks have joined, left or changed since the last keyframe.
+    pub(super) lacks_ranks: Cell<bool>,
+    /// Whether the status of a rank has changed since statuses were last written.
+    pub(super) lacks_statuses: Cell<bool>,
 }
 
-/// Entries since the last call of [`Tape::take`].
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct TapedEntries {
+/// Entries since the last call of [`Tape::drain`].
+#[derive(Debug, Default)]
+struct TapedEntries {
     /// The entries.
-    pub bytes: Vec<u8>,
+    bytes: Vec<u8>,
     /// Offset of a keyframe, from which the entries can be replayed without earlier ones.
-    pub keyframe_at: Option<usize>,
+    keyframe_at: Option<usize>,
 }
 
 /// Values to which the numbers of an entry are relative.
@@ -60,15 +58,6 @@ impl Last {
         put_signed(to, number.wrapping_sub(self.number).cast_signed());
         self.number = number;
     }
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-struct State {
-    /// Whether a keyframe has been written.
-    is_active: bool,
-    wants_segment: bool,
-    lacks_ranks: bool,
-    lacks_statuses: bool,
 }
 
 /// Contents of the cells of one slot at their last reads.
@@ -116,31 +105,10 @@ pub(super) mod entry {
 }
 
 impl Tape {
-    /// A tape of a scheduler with these settings, as JSON. The first entry is a keyframe.
-    #[must_use]
-    pub fn new(settings: Arc<[u8]>) -> Self {
-        Self {
-            cells: RefCell::default(),
-            arrivals: Cell::default(),
-            taped: RefCell::default(),
-            changed: RefCell::default(),
-            stamp: Cell::new(1),
-            last: Cell::default(),
-            state: Cell::new(State::default()),
-            settings,
-        }
-    }
-
-    /// Takes the entries.
-    #[must_use]
-    pub fn take(&self) -> TapedEntries {
-        self.taped.take()
-    }
-
     /// Passes the entries to `to`, unless there are none, and keeps their memory.
-    pub fn drain(&self, to: impl FnOnce(&[u8], Option<usize>)) {
+    pub(super) fn drain(&self, to: impl FnOnce(&[u8], Option<usize>)) {
         let taped = &mut *self.taped.borrow_mut();
-        if !self.state.get().is_active {
+        if !self.is_active.get() {
             taped.bytes.clear();
         } else if !taped.bytes.is_empty() {
             to(&taped.bytes, taped.keyframe_at);
@@ -150,8 +118,8 @@ impl Tape {
     }
 
     /// Writes a keyframe before the next batch, so that the entries from there on can be replayed without earlier ones.
-    pub fn begin_segment(&self) {
-        self.state.set(State { wants_segment: true, ..self.state.get() });
+    pub(super) fn begin_segment(&self) {
+        self.wants_segment.set(true);
     }
 
     /// The next reads are of the present cells.
@@ -159,32 +127,10 @@ impl Tape {
         self.stamp.set(self.stamp.get().wrapping_add(1));
     }
 
-    /// Ranks have joined, left or changed.
-    pub(super) fn lose_ranks(&self) {
-        self.state.set(State { lacks_ranks: true, ..self.state.get() });
-    }
-
-    /// The status of a rank has changed.
-    pub(super) fn lose_statuses(&self) {
-        self.state.set(State { lacks_statuses: true, ..self.state.get() });
-    }
-
     /// Whether the next batch begins with a keyframe. One that only begins a segment waits for a moment at which it
     /// changes nothing (`is_free`).
     pub(super) fn needs_keyframe(&self, is_free: bool) -> bool {
-        let State { is_active, wants_segment, .. } = self.state.get();
-        !is_active || self.lacks_ranks() || wants_segment && is_free
-    }
-
-    /// Whether ranks have joined, left or changed since the last keyframe.
-    pub(super) fn lacks_ranks(&self) -> bool {
-        let State { is_active, lacks_ranks, .. } = self.state.get();
-        is_active && lacks_ranks
-    }
-
-    pub(super) fn lacks_statuses(&self) -> bool {
-        let State { is_active, lacks_statuses, .. } = self.state.get();
-        is_active && lacks_statuses
+        !self.is_active.get() || self.lacks_ranks.get() || self.wants_segment.get() && is_free
     }
 
     /// Writes an entry or a part of it.
@@ -198,20 +144,16 @@ impl Tape {
     /// Begins an entry with the complete state. If it `begins_segment`, no earlier entry is needed from here on. Entries
     /// before the first keyframe are dropped.
     pub(super) fn begin_keyframe(&self, begins_segment: bool) {
-        let State { is_active, wants_segment, .. } = self.state.get();
         let taped = &mut *self.taped.borrow_mut();
-        if !is_active {
+        if !self.is_active.replace(true) {
             taped.bytes.clear();
         }
         if begins_segment {
             taped.keyframe_at = Some(taped.bytes.len());
+            self.wants_segment.set(false);
         }
-        self.state.set(State { is_active: true, wants_segment: wants_segment && !begins_segment, ..State::default() });
-    }
-
-    /// The statuses of all ranks have been written.
-    pub(super) fn has_statuses(&self) {
-        self.state.set(State { lacks_statuses: false, ..self.state.get() });
+        self.lacks_ranks.set(false);
+        self.lacks_statuses.set(false);
     }
 
     /// The copies of the cells of a slot.
@@ -220,23 +162,10 @@ impl Tape {
         of(of_slot(&mut cells, slot))
     }
 
-    pub(super) fn arrivals_read(&self) -> PlacementRate {
-        self.arrivals.get()
-    }
-
-    /// Slots that were reported as changed since the last call.
-    pub(super) fn take_changed(&self) -> Vec<Slot> {
-        self.changed.take()
-    }
-
-    /// Gives the memory of [`take_changed`](Self::take_changed) back.
+    /// Gives the memory of taken `changed` slots back.
     pub(super) fn reuse(&self, mut changed: Vec<Slot>) {
         changed.clear();
         self.changed.replace(changed);
-    }
-
-    pub(super) fn read_changed(&self, changed: &[Slot]) {
-        self.changed.borrow_mut().extend_from_slice(changed);
     }
 
     /// A board's snapshot, if it is new. Later reads of the batch return nothing new.
@@ -286,17 +215,8 @@ impl Tape {
     }
 
     pub(super) fn read_held_blocks(&self, slot: Slot, read: impl FnOnce() -> u32) -> u32 {
-        let mut cells = self.cells.borrow_mut();
-        let cell = of_slot(&mut cells, slot);
-        if cell.is_due(ReadCell::HeldBlocks, self.stamp.get()) {
-            let held_blocks = read();
-            if held_blocks != std::mem::replace(&mut cell.held_blocks, held_blocks) {
-                let reads = &mut self.taped.borrow_mut().bytes;
-                put_slot(reads, entry::HELD_BLOCKS, slot);
-                put_number(reads, held_blocks.into());
-            }
-        }
-        cell.held_blocks
+        let put = |to: &mut Vec<u8>, blocks: u32| put_number(to, blocks.into());
+        self.read_cell(slot, (ReadCell::HeldBlocks, entry::HELD_BLOCKS), read, |cell| &mut cell.held_blocks, put)
     }
 
     pub(super) fn read_index_changed_at(
@@ -304,47 +224,44 @@ impl Tape {
         slot: Slot,
         read: impl FnOnce() -> Option<Timestamp>,
     ) -> Option<Timestamp> {
-        let mut cells = self.cells.borrow_mut();
-        let cell = of_slot(&mut cells, slot);
-        if cell.is_due(ReadCell::IndexChangedAt, self.stamp.get()) {
-            let changed_at = read();
-            if changed_at != std::mem::replace(&mut cell.index_changed_at, changed_at) {
-                let reads = &mut self.taped.borrow_mut().bytes;
-                put_slot(reads, entry::INDEX_CHANGED_AT, slot);
-                put_number(reads, changed_at.map_or(0, |at| at.0.saturating_add(1)));
-            }
-        }
-        cell.index_changed_at
+        let kind = (ReadCell::IndexChangedAt, entry::INDEX_CHANGED_AT);
+        self.read_cell(slot, kind, read, |cell| &mut cell.index_changed_at, put_time)
     }
 
     pub(super) fn read_engine_load(&self, slot: Slot, read: impl FnOnce() -> Option<EngineLoad>) -> Option<EngineLoad> {
-        let mut cells = self.cells.borrow_mut();
-        let cell = of_slot(&mut cells, slot);
-        if cell.is_due(ReadCell::EngineLoad, self.stamp.get()) {
-            let load = read();
-            if load != std::mem::replace(&mut cell.engine_load, load) {
-                let reads = &mut self.taped.borrow_mut().bytes;
-                put_slot(reads, entry::ENGINE_LOAD, slot);
-                put_engine_load(reads, load);
-            }
-        }
-        cell.engine_load
+        let kind = (ReadCell::EngineLoad, entry::ENGINE_LOAD);
+        self.read_cell(slot, kind, read, |cell| &mut cell.engine_load, put_engine_load)
     }
 
     #[inline]
     pub(super) fn read_peers(&self, slot: Slot, read: impl FnOnce() -> PeerLoad) -> PeerLoad {
+        let put = |to: &mut Vec<u8>, load: PeerLoad| put_words(to, &load.to_words());
+        self.read_cell(slot, (ReadCell::Peers, entry::PEERS), read, |cell| &mut cell.peers, put)
+    }
+
+    /// Copies a cell if this is its first read of the batch, and writes the value if it differs from the copy.
+    #[inline]
+    fn read_cell<R: Copy + PartialEq>(
+        &self,
+        slot: Slot,
+        (cell, kind): (ReadCell, u8),
+        read: impl FnOnce() -> R,
+        copy: impl FnOnce(&mut CellCopy) -> &mut R,
+        put: impl FnOnce(&mut Vec<u8>, R),
+    ) -> R {
         let mut cells = self.cells.borrow_mut();
-        let cell = of_slot(&mut cells, slot);
-        if cell.is_due(ReadCell::Peers, self.stamp.get()) {
-            let load = read();
-            if load != cell.peers {
-                cell.peers = load;
+        let copies = of_slot(&mut cells, slot);
+        let is_due = copies.is_due(cell, self.stamp.get());
+        let copy = copy(copies);
+        if is_due {
+            let value = read();
+            if value != std::mem::replace(copy, value) {
                 let reads = &mut self.taped.borrow_mut().bytes;
-                put_slot(reads, entry::PEERS, slot);
-                put_words(reads, &load.to_words());
+                put_slot(reads, kind, slot);
+                put(reads, value);
             }
         }
-        cell.peers
+        *copy
     }
 
     pub(super) fn read_arrivals(&self, rate: PlacementRate) -> PlacementRate {
@@ -386,6 +303,11 @@ fn put_speed(to: &mut Vec<u8>, slot: Slot, before: &SpeedSample, sample: &SpeedS
     for at in (0..SpeedSample::WORDS).filter(is_changed) {
         to.extend_from_slice(&words[at].to_le_bytes());
     }
+}
+
+/// A time, if any, as one number.
+pub(super) fn put_time(to: &mut Vec<u8>, time: Option<Timestamp>) {
+    put_number(to, time.map_or(0, |at| at.0.saturating_add(1)));
 }
 
 pub(super) fn put_engine_load(to: &mut Vec<u8>, load: Option<EngineLoad>) {

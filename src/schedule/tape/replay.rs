@@ -1,6 +1,6 @@
 //! Replay of recorded decisions by the pure scheduler.
 //!
-//! [`Replay`] rebuilds the scheduler's state from a keyframe and follows the entries of a [`Tape`](super::Tape). It
+//! [`Replay`] rebuilds the scheduler's state from a keyframe and follows the entries of a [`Recorder`](super::Recorder). It
 //! decides each batch again and compares, or follows the recorded choices, which is cheaper, and on the way explains
 //! decisions or decides them under other settings.
 
@@ -8,23 +8,25 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::time::Duration;
 
-use super::appraisal::ShadowReport;
-use super::choice::Choice;
-use super::explanation::Explanation;
 use super::outcome::{Chosen, Outcome, read_outcome};
-use super::pending::{PendingRequest, longest_blocks};
-use super::rank::{Rank, read_load};
-use super::recorded::{BLOCKS_MAX, RecordedRequest};
+use super::reads::{Last, entry};
 use super::replay_loads::ReplayLoads;
-use super::search::Search;
-use super::tape::{Last, entry};
-use super::types::{LoadAnswer, Purpose};
-use super::{Extensions, Schedule};
+use super::request::{BLOCKS_MAX, RecordedRequest};
 use crate::config::RouterConfig;
 use crate::load::{PlacementRate, PromptBlocks};
 use crate::policy::Policy;
 use crate::protocol::{Slot, Timestamp, WorkerRank};
 use crate::record::bytes::Reader;
+use crate::schedule::appraisal::ShadowReport;
+use crate::schedule::choice::Choice;
+use crate::schedule::explanation::Explanation;
+use crate::schedule::latency::typical::Typical;
+use crate::schedule::pending::{PendingRequest, longest_blocks};
+use crate::schedule::pool::Arrivals;
+use crate::schedule::rank::{Rank, read_load};
+use crate::schedule::search::Search;
+use crate::schedule::types::{LoadAnswer, Purpose};
+use crate::schedule::{Extensions, Schedule};
 
 /// Reason for which recorded entries cannot be replayed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -229,8 +231,8 @@ impl Replay {
         schedule.pool.now = Timestamp(from.number()?);
         self.last = Last { now: schedule.pool.now.0, number: 0 };
         schedule.pool.turns = from.count()?;
-        schedule.pool.typical = super::latency::typical::Typical::read(from)?;
-        schedule.pool.arrival_rate = super::pool::Arrivals::read(from)?;
+        schedule.pool.typical = Typical::read(from)?;
+        schedule.pool.arrival_rate = Arrivals::read(from)?;
         schedule.pool.ranks.read(from)?;
         let arrivals = PlacementRate { placements_per_second: from.f64()?, work_per_second: from.f64()? };
         schedule.pool.peers = arrivals;
@@ -316,7 +318,7 @@ impl Replay {
     }
 
     fn decide(&mut self, from: &mut Reader<'_>, visit: &mut dyn FnMut(ReplayedDecision)) -> Option<()> {
-        let schedule = self.schedule.as_mut()?;
+        let mut schedule = self.schedule.take()?;
         let (outcome, session) = read_outcome(from)?;
         let mut pending = self.in_flight.pop_front()?;
         if let Some(session) = session {
@@ -326,22 +328,88 @@ impl Replay {
         if self.in_batch > 0 {
             schedule.pool.ranks.update_columns();
         }
-        let replayed = ReplayedRequest {
-            schedule,
-            loads: &self.loads,
-            mode: self.mode,
-            in_batch: self.in_batch,
-            settle: !self.is_queried && self.in_batch == 0,
-            listed: self.listed.take(),
-            explains: &self.explains,
-        };
-        if let Some(mut decision) = replayed.evaluate(pending, outcome)? {
+        if let Some(mut decision) = self.evaluate(&mut schedule, pending, outcome)? {
             decision.is_equal &= self.is_listed_alike;
             self.decisions += 1;
             visit(decision);
         }
         self.in_batch += 1;
+        self.schedule = Some(schedule);
         Some(())
+    }
+
+    /// Evaluates a request with the recorded outcome. `Some(None)` if nothing was decided, and `None` if the record
+    /// contradicts itself.
+    fn evaluate(
+        &mut self,
+        schedule: &mut Schedule<Box<str>>,
+        pending: PendingRequest<Box<str>>,
+        outcome: Outcome,
+    ) -> Option<Option<ReplayedDecision>> {
+        match &outcome {
+            Outcome::Passed => return Some(None),
+            Outcome::Aged => {
+                schedule.pool.ranks.age();
+                return Some(None);
+            }
+            Outcome::Chosen(_) | Outcome::Rejected(_) | Outcome::Deferred => {}
+        }
+        let chosen = match outcome {
+            Outcome::Chosen(chosen) => Some((schedule.pool.ranks.position_in(chosen.slot)?, chosen)),
+            _ => None,
+        };
+        let (choice, search) = if self.mode == ReplayMode::Verify {
+            let Schedule { active, pool, .. } = &mut *schedule;
+            let (settle, listed) = (!self.is_queried && self.in_batch == 0, self.listed.take());
+            let (choice, search) = active.choose(pool, (&pending, self.in_batch), &self.loads, settle, listed);
+            (Some(choice), search)
+        } else {
+            (None, None)
+        };
+        let recorded = recorded(schedule, chosen, &outcome);
+        let replayed = choice.map(|choice| replayed(schedule, choice, chosen, &recorded));
+        let (number, prompt_tokens) = (pending.number, pending.request.prompt_tokens);
+        let mut decision = ReplayedDecision {
+            number,
+            id: pending.request.context.to_string(),
+            at: schedule.pool.now,
+            policy: schedule.active.settings.policy,
+            prompt_tokens,
+            books: pending.request.purpose == Purpose::Book,
+            is_equal: replayed.as_ref().is_none_or(|replayed| *replayed == recorded),
+            replayed: replayed.filter(|replayed| *replayed != recorded),
+            recorded,
+            report: None,
+            explanation: None,
+        };
+        if (self.explains)(number, &decision.id) {
+            decision.explanation = Some(self.explanation(schedule, &pending, &decision.recorded));
+        }
+        if let Some((position, chosen)) = chosen {
+            decision.report = schedule.shadow_report(self.in_batch, &self.loads, position, &pending);
+            let effect = schedule.place(self.in_batch, &self.loads, (position, search.as_deref()), pending, None);
+            // The rank is the recorded one, so that the digest compares the facts.
+            let is_same = Chosen::of(&effect) == Some(chosen);
+            decision.is_equal &= is_same || self.mode == ReplayMode::Follow;
+        }
+        schedule.active.keep(search);
+        let is_decision = decision.recorded != RecordedChoice::Deferred || !decision.is_equal;
+        Some(is_decision.then_some(decision))
+    }
+
+    fn explanation(
+        &self,
+        schedule: &mut Schedule<Box<str>>,
+        pending: &PendingRequest<Box<str>>,
+        recorded: &RecordedChoice,
+    ) -> Box<Explanation> {
+        let outcome = match recorded {
+            RecordedChoice::Rank { rank, .. } => Ok(*rank),
+            RecordedChoice::Rejected(reason) => Err(reason.clone()),
+            RecordedChoice::Deferred => Err("deferred".to_owned()),
+        };
+        schedule.pool.ranks.age();
+        schedule.active.case(&schedule.pool, pending, self.in_batch, &self.loads).explanation(outcome)
     }
 }
 
@@ -357,106 +425,37 @@ fn read_answers(schedule: &mut Schedule<Box<str>>, from: &mut Reader<'_>) -> Opt
     Some(())
 }
 
-/// One request of a batch that is replayed.
-struct ReplayedRequest<'a> {
-    schedule: &'a mut Schedule<Box<str>>,
-    loads: &'a ReplayLoads,
-    mode: ReplayMode,
-    in_batch: usize,
-    settle: bool,
-    listed: Option<Box<Search>>,
-    explains: &'a ExplainedDecisions,
+fn recorded(schedule: &Schedule<Box<str>>, chosen: Option<(usize, Chosen)>, outcome: &Outcome) -> RecordedChoice {
+    match (chosen, outcome) {
+        (Some((position, chosen)), _) => choice_at(schedule, position, chosen),
+        (None, Outcome::Rejected(reason)) => RecordedChoice::Rejected(reason.clone()),
+        (None, _) => RecordedChoice::Deferred,
+    }
 }
 
-impl ReplayedRequest<'_> {
-    /// Evaluates a request with the recorded outcome. `Some(None)` if nothing was decided, and `None` if the record
-    /// contradicts itself.
-    fn evaluate(mut self, pending: PendingRequest<Box<str>>, outcome: Outcome) -> Option<Option<ReplayedDecision>> {
-        match &outcome {
-            Outcome::Passed => return Some(None),
-            Outcome::Aged => {
-                self.schedule.pool.ranks.age();
-                return Some(None);
-            }
-            Outcome::Chosen(_) | Outcome::Rejected(_) | Outcome::Again | Outcome::Waits => {}
-        }
-        let chosen = match outcome {
-            Outcome::Chosen(chosen) => Some((self.schedule.pool.ranks.position_in(chosen.slot)?, chosen)),
-            _ => None,
-        };
-        let (choice, search) = if self.mode == ReplayMode::Verify {
-            let Schedule { active, pool, .. } = &mut *self.schedule;
-            let (choice, search) =
-                active.choose(pool, (&pending, self.in_batch), self.loads, self.settle, self.listed.take());
-            (Some(choice), search)
-        } else {
-            (None, None)
-        };
-        let recorded = self.recorded(chosen, &outcome);
-        let replayed = choice.map(|choice| self.replayed(choice, chosen, &recorded));
-        let (number, prompt_tokens) = (pending.number, pending.request.prompt_tokens);
-        let mut decision = ReplayedDecision {
-            number,
-            id: pending.request.context.to_string(),
-            at: self.schedule.pool.now,
-            policy: self.schedule.active.settings.policy,
-            prompt_tokens,
-            books: pending.request.purpose == Purpose::Book,
-            is_equal: replayed.as_ref().is_none_or(|replayed| *replayed == recorded),
-            replayed: replayed.filter(|replayed| *replayed != recorded),
-            recorded,
-            report: None,
-            explanation: None,
-        };
-        if (self.explains)(number, &decision.id) {
-            decision.explanation = Some(self.explanation(&pending, &decision.recorded));
-        }
-        if let Some((position, chosen)) = chosen {
-            decision.report = self.schedule.shadow_report(self.in_batch, self.loads, position, &pending);
-            let effect = self.schedule.place(self.in_batch, self.loads, (position, search.as_deref()), pending, None);
-            // The rank is the recorded one, so that the digest compares the facts.
-            let is_same = matches!(Outcome::of_placed(&effect), Outcome::Chosen(placed) if placed == chosen);
-            decision.is_equal &= is_same || self.mode == ReplayMode::Follow;
-        }
-        self.schedule.active.keep(search);
-        let is_decision = decision.recorded != RecordedChoice::Deferred || !decision.is_equal;
-        Some(is_decision.then_some(decision))
-    }
+fn choice_at(
+    schedule: &Schedule<Box<str>>,
+    position: usize,
+    Chosen { cached_tokens, ttft_us, .. }: Chosen,
+) -> RecordedChoice {
+    let rank = schedule.pool.ranks.as_slice()[position].rank;
+    RecordedChoice::Rank { rank, cached_tokens, predicted_ttft: ttft_us.map(Duration::from_micros) }
+}
 
-    fn recorded(&self, chosen: Option<(usize, Chosen)>, outcome: &Outcome) -> RecordedChoice {
-        match (chosen, outcome) {
-            (Some((position, chosen)), _) => self.choice_at(position, chosen),
-            (None, Outcome::Rejected(reason)) => RecordedChoice::Rejected(reason.clone()),
-            (None, _) => RecordedChoice::Deferred,
+/// The choice of the replay, with the recorded facts where the rank is the same.
+fn replayed(
+    schedule: &Schedule<Box<str>>,
+    choice: Choice,
+    chosen: Option<(usize, Chosen)>,
+    recorded: &RecordedChoice,
+) -> RecordedChoice {
+    match choice {
+        Choice::Rank(position) if chosen.is_some_and(|(known, _)| known == position) => recorded.clone(),
+        Choice::Rank(position) => {
+            let rank = schedule.pool.ranks.as_slice()[position].rank;
+            RecordedChoice::Rank { rank, cached_tokens: 0, predicted_ttft: None }
         }
-    }
-
-    fn choice_at(&self, position: usize, Chosen { cached_tokens, ttft_us, .. }: Chosen) -> RecordedChoice {
-        let rank = self.schedule.pool.ranks.as_slice()[position].rank;
-        RecordedChoice::Rank { rank, cached_tokens, predicted_ttft: ttft_us.map(Duration::from_micros) }
-    }
-
-    /// The choice of the replay, with the recorded facts where the rank is the same.
-    fn replayed(&self, choice: Choice, chosen: Option<(usize, Chosen)>, recorded: &RecordedChoice) -> RecordedChoice {
-        match choice {
-            Choice::Rank(position) if chosen.is_some_and(|(known, _)| known == position) => recorded.clone(),
-            Choice::Rank(position) => {
-                let rank = self.schedule.pool.ranks.as_slice()[position].rank;
-                RecordedChoice::Rank { rank, cached_tokens: 0, predicted_ttft: None }
-            }
-            Choice::None(reason) => RecordedChoice::Rejected(reason.to_string()),
-            Choice::QueryAgain | Choice::Wait => RecordedChoice::Deferred,
-        }
-    }
-
-    fn explanation(&mut self, pending: &PendingRequest<Box<str>>, recorded: &RecordedChoice) -> Box<Explanation> {
-        let outcome = match recorded {
-            RecordedChoice::Rank { rank, .. } => Ok(*rank),
-            RecordedChoice::Rejected(reason) => Err(reason.clone()),
-            RecordedChoice::Deferred => Err("deferred".to_owned()),
-        };
-        self.schedule.pool.ranks.age();
-        let Schedule { active, pool, .. } = &*self.schedule;
-        active.case(pool, pending, self.in_batch, self.loads).explanation(outcome)
+        Choice::None(reason) => RecordedChoice::Rejected(reason.to_string()),
+        Choice::QueryAgain | Choice::Wait => RecordedChoice::Deferred,
     }
 }
