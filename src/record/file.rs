@@ -18,8 +18,6 @@ use crate::protocol::WorkerId;
 
 const MAGIC: &[u8; 4] = b"PMDR";
 const VERSION: u8 = 3;
-/// Version without names of workers.
-const VERSION_UNNAMED: u8 = 2;
 const HEAD_BYTES: usize = size_of::<u32>() + size_of::<u64>();
 const BEGINS: u8 = 1;
 const CONTINUES: u8 = 2;
@@ -138,7 +136,7 @@ impl RecordFile {
     pub fn read(bytes: &[u8], visit: &mut dyn FnMut(FiledEntries<'_>)) -> Result<FileEnd, RecordFileError> {
         let rest = bytes.strip_prefix(MAGIC).ok_or(RecordFileError::Magic)?;
         let (version, mut rest) = rest.split_first().ok_or(RecordFileError::Magic)?;
-        if ![VERSION, VERSION_UNNAMED].contains(version) {
+        if *version != VERSION {
             return Err(RecordFileError::Version { version: *version });
         }
         let mut parts = 0;
@@ -218,8 +216,6 @@ mod tests {
         let end =
             RecordFile::read(&bytes, &mut |part| names.extend(part.names.iter().map(|(id, name)| (id.0, name.len()))));
         assert_eq!((names, end.map(|end| end.parts)), (vec![(7, 13), (u64::MAX, 0)], Ok(4)));
-        bytes[4] = VERSION_UNNAMED;
-        assert!(read(&bytes).1.is_ok(), "files without names remain readable");
         bytes[4] = VERSION + 1;
         assert_eq!(read(&bytes).1, Err(RecordFileError::Version { version: VERSION + 1 }));
     }

@@ -1,6 +1,6 @@
 //! Records of decisions as bytes: a bounded memory of them, and the format of files.
 //!
-//! The scheduler writes what its decisions read ([`crate::schedule::Tape`]). [`DecisionRing`] keeps the last entries
+//! The scheduler writes what its decisions read ([`crate::schedule::Recorder`]). [`DecisionRing`] keeps the last entries
 //! within a number of bytes and an age. [`crate::schedule::Replay`] decides the entries again. All of it is plain data
 //! without I/O.
 
