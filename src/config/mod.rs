@@ -46,7 +46,7 @@ pub use targets::OnTargetMiss;
 
 pub use crate::validation::{ConfigError, ConfigErrors};
 
-use crate::policy::{CostUnit, KvCost, Needs, PolicyConfig};
+use crate::policy::{CostUnit, KvCost, PolicyConfig};
 use crate::protocol::WorkerRole;
 use crate::validation::Problems;
 
@@ -268,12 +268,6 @@ impl RouterConfig {
     #[must_use]
     pub fn learns_speed(&self) -> bool {
         self.policy.kind().cost_unit() == Some(CostUnit::Seconds) || self.load.prefill_model == PrefillModel::Learned
-    }
-
-    /// Facts that the scheduler needs before it decides a request at `temperature`.
-    #[must_use]
-    pub fn needs_at(&self, temperature: f64) -> Needs {
-        self.policy.needs(temperature)
     }
 }
 

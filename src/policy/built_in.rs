@@ -16,6 +16,14 @@ pub(crate) enum CostUnit {
     Seconds,
 }
 
+impl CostUnit {
+    /// Costs up to this multiple of the lowest are ties. Those in seconds are estimates from learned speeds: differences
+    /// within 5 % are insignificant.
+    pub(crate) fn tie_factor(self) -> f64 {
+        if self == Self::Seconds { 1.05 } else { 1.0 }
+    }
+}
+
 /// A built-in policy. Its settings implement this; a policy without settings is an empty struct.
 ///
 /// A policy that compares no costs provides [`choose_from`](Self::choose_from). One that compares costs sets
@@ -25,11 +33,10 @@ pub(crate) trait BuiltIn: Default + DeserializeOwned {
     /// affinity has an effect.
     const UNIT: Option<CostUnit> = None;
 
-    /// Costs up to this multiple of the lowest are ties.
-    const TIE_FACTOR: f64 = 1.0;
-
     /// Knowledge that an exact placement at `temperature` requires.
-    fn needs(&self, temperature: f64) -> Needs;
+    fn needs(&self, _temperature: f64) -> Needs {
+        Needs::Board
+    }
 
     /// Temperature of the choice; 0 for a policy that compares no costs.
     fn temperature(&self) -> f64 {
@@ -98,13 +105,6 @@ macro_rules! policies {
             pub(crate) fn choose(self, request: &RequestFacts<'_>, ranks: &impl RankTable) -> Option<usize> {
                 match self {
                     $(Self::$variant => <$settings>::choose_from(request, ranks),)*
-                }
-            }
-
-            /// Costs up to this multiple of the lowest are ties.
-            pub(crate) fn tie_factor(self) -> f64 {
-                match self {
-                    $(Self::$variant => <$settings>::TIE_FACTOR,)*
                 }
             }
 

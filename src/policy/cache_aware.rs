@@ -7,7 +7,7 @@ use std::cmp::Reverse;
 use serde::{Deserialize, Serialize};
 
 use super::custom::least_loaded;
-use super::{BuiltIn, Needs, RankPolicy, RankTable, RequestFacts};
+use super::{BuiltIn, RankTable, RequestFacts};
 
 /// Conditions for following a match.
 ///
@@ -51,10 +51,6 @@ impl CacheAware {
 }
 
 impl BuiltIn for CacheAware {
-    fn needs(&self, _: f64) -> Needs {
-        Needs::Board
-    }
-
     /// The rank with the longest match if load is even and the match is long enough, else the one with the fewest
     /// requests.
     #[inline]
@@ -74,15 +70,5 @@ impl BuiltIn for CacheAware {
         });
         let followed = followed.map(|(.., index)| index);
         followed.or_else(|| least_loaded(request, ranks, 0..ranks.len(), |index| ranks.requests(index)))
-    }
-}
-
-impl RankPolicy for CacheAware {
-    fn needs(&self) -> Needs {
-        BuiltIn::needs(self, 0.0)
-    }
-
-    fn choose(&self, request: &RequestFacts<'_>, ranks: &dyn RankTable) -> Option<usize> {
-        Self::choose_from(request, ranks)
     }
 }

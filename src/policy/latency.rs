@@ -17,9 +17,6 @@ pub struct LatencyConfig {
 impl BuiltIn for LatencyConfig {
     const UNIT: Option<CostUnit> = Some(CostUnit::Seconds);
 
-    /// Costs are estimates from learned speeds: differences within 5 % are insignificant.
-    const TIE_FACTOR: f64 = 1.05;
-
     /// With assumed reuse, the cached part lies between the index overlap and that plus blocks shared with active prompts;
     /// without reuse the bounds are exact and no rank is queried. A temperature depends on every cost, so it queries all
     /// ranks.

@@ -54,6 +54,23 @@ policies! {
     LeastLoaded(LeastLoaded) = "least_loaded",
 }
 
+/// Implements the interface of custom policies for built-in ones that compare no costs.
+macro_rules! rank_policies {
+    ($($policy:ty),*) => {$(
+        impl RankPolicy for $policy {
+            fn needs(&self) -> Needs {
+                BuiltIn::needs(self, 0.0)
+            }
+
+            fn choose(&self, request: &RequestFacts<'_>, ranks: &dyn RankTable) -> Option<usize> {
+                Self::choose_from(request, ranks)
+            }
+        }
+    )*};
+}
+
+rank_policies!(CacheAware, RoundRobin, Random, PowerOfTwo, LeastLoaded);
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::custom::least_loaded;
-use super::{BuiltIn, Needs, RankPolicy, RankTable, RequestFacts};
+use super::{BuiltIn, Needs, RankTable, RequestFacts};
 use crate::protocol::WorkerRank;
 
 /// Chooses, of the two ranks with the highest random keys, the one with fewer requests, then with fewer blocks.
@@ -38,15 +38,5 @@ impl BuiltIn for PowerOfTwo {
     fn choose_from<R: RankTable + ?Sized>(request: &RequestFacts<'_>, ranks: &R) -> Option<usize> {
         let two = ranks.two_random().into_iter().flatten();
         least_loaded(request, ranks, two, |index| ranks.projected_load(index))
-    }
-}
-
-impl RankPolicy for PowerOfTwo {
-    fn needs(&self) -> Needs {
-        BuiltIn::needs(self, 0.0)
-    }
-
-    fn choose(&self, request: &RequestFacts<'_>, ranks: &dyn RankTable) -> Option<usize> {
-        Self::choose_from(request, ranks)
     }
 }

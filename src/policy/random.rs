@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{BuiltIn, Needs, RankPolicy, RankTable, RequestFacts};
+use super::{BuiltIn, RankTable, RequestFacts};
 
 /// Chooses the rank with the highest random key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -10,22 +10,8 @@ use super::{BuiltIn, Needs, RankPolicy, RankTable, RequestFacts};
 pub struct Random {}
 
 impl BuiltIn for Random {
-    fn needs(&self, _: f64) -> Needs {
-        Needs::Board
-    }
-
     #[inline]
     fn choose_from<R: RankTable + ?Sized>(request: &RequestFacts<'_>, ranks: &R) -> Option<usize> {
         (0..ranks.len()).max_by_key(|&index| request.random_key(ranks.rank(index)))
-    }
-}
-
-impl RankPolicy for Random {
-    fn needs(&self) -> Needs {
-        BuiltIn::needs(self, 0.0)
-    }
-
-    fn choose(&self, request: &RequestFacts<'_>, ranks: &dyn RankTable) -> Option<usize> {
-        Self::choose_from(request, ranks)
     }
 }

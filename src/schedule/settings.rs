@@ -34,7 +34,7 @@ pub(super) struct Settings {
 impl Settings {
     pub(super) fn new(config: &RouterConfig, extensions: Extensions) -> Self {
         let custom_needs = extensions.policy_needs();
-        let needs = custom_needs.unwrap_or_else(|| config.needs_at(0.0));
+        let needs = custom_needs.unwrap_or_else(|| config.policy.needs(0.0));
         let policy = config.policy.kind();
         Self {
             pool: PoolParameters::of(config),
@@ -43,12 +43,12 @@ impl Settings {
             seed: config.seed,
             decision_trace: config.decision_trace,
             needs: extensions.needs(needs),
-            needs_at_temperature: extensions.needs(config.needs_at(f64::MIN_POSITIVE)),
+            needs_at_temperature: extensions.needs(config.policy.needs(f64::MIN_POSITIVE)),
             policy,
             unit: policy.cost_unit(),
             compares_costs: custom_needs.is_none() && policy.cost_unit().is_some(),
             draws_two: needs == Needs::Two,
-            tie_factor: policy.tie_factor(),
+            tie_factor: policy.cost_unit().map_or(1.0, CostUnit::tie_factor),
             rules: Rules::new(config, &config.queue.classes_or_default(), extensions.filters.clone()),
             extensions,
         }
