@@ -24,18 +24,6 @@ pub(super) struct RankStatus {
 }
 
 impl RankStatus {
-    /// No restrictions.
-    pub(super) const GOOD: Self = Self {
-        unavailable: false,
-        down: false,
-        refusing: false,
-        draining: false,
-        unresponsive: false,
-        overloaded: false,
-        engine_overloaded: false,
-        returning: false,
-    };
-
     /// The status as one bit per field.
     pub(super) fn to_bits(self) -> u8 {
         let Self { unavailable, down, refusing, draining, unresponsive, overloaded, engine_overloaded, returning } =

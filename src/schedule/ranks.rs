@@ -108,7 +108,7 @@ impl Ranks {
     /// Call after a change of statuses.
     fn look_for_trouble(&mut self) {
         self.eased = true;
-        self.troubled = self.statuses.iter().any(|status| *status != RankStatus::GOOD);
+        self.troubled = self.statuses.iter().any(|status| *status != RankStatus::default());
     }
 
     /// Whether any rank may have gained capacity since the last call.
@@ -128,13 +128,13 @@ impl Ranks {
             }
             Err(position) => {
                 self.all.insert(position, new);
-                self.statuses.insert(position, RankStatus::GOOD);
+                self.statuses.insert(position, RankStatus::default());
                 position
             }
         };
         // An unreadable board means unknown load, not 0.
         let unresponsive = self.all[position].is_unread();
-        self.statuses[position] = RankStatus { draining, unresponsive, ..RankStatus::GOOD };
+        self.statuses[position] = RankStatus { draining, unresponsive, ..RankStatus::default() };
         self.index();
         self.apply_conditions();
     }

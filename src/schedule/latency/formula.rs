@@ -179,20 +179,21 @@ pub struct LatencyTerms<F = f64> {
 }
 
 /// A number of the formula: `f64` for the cost of one rank, `f32` for bounds of many.
-pub trait Real: Copy + Add<Output = Self> + Mul<Output = Self> + Sub<Output = Self> {
+pub trait Real: Copy + PartialOrd + Add<Output = Self> + Mul<Output = Self> + Sub<Output = Self> {
     /// The nearest number.
     fn of(number: f64) -> Self;
+
     /// The lesser of two numbers, neither NaN: one instruction.
-    fn lesser(self, other: Self) -> Self;
+    #[inline]
+    #[must_use]
+    fn lesser(self, other: Self) -> Self {
+        if self < other { self } else { other }
+    }
 }
 
 impl Real for f64 {
     fn of(number: f64) -> Self {
         number
-    }
-
-    fn lesser(self, other: Self) -> Self {
-        if self < other { self } else { other }
     }
 }
 
@@ -200,10 +201,6 @@ impl Real for f32 {
     #[expect(clippy::cast_possible_truncation, reason = "the margin of the bounds covers the rounding")]
     fn of(number: f64) -> Self {
         number as Self
-    }
-
-    fn lesser(self, other: Self) -> Self {
-        if self < other { self } else { other }
     }
 }
 
