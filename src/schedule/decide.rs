@@ -62,7 +62,27 @@ impl<T> Schedule<T> {
         if session.is_some() {
             listed = None; // other ranks are eligible
         }
-        let (verdict, again) = self.decide_one(pending, (in_batch, settle), listed, loads, effects);
+        let (verdict, again) = if self.needs_choice(&pending) {
+            let (choice, search) = self.active.choose(&self.pool, (&pending, in_batch), loads, settle, listed);
+            let decided = match (choice, pending.class) {
+                (Choice::Rank(position), _) => {
+                    let shadow = self.shadow_report(in_batch, loads, position, &pending);
+                    let effect = self.place(in_batch, loads, (position, search.as_deref()), pending, shadow);
+                    effects.push_back(effect);
+                    (Verdict::Placed, None)
+                }
+                (Choice::None(reason), _) => {
+                    effects.push_back(Effect::Reject { context: pending.request.context, reason });
+                    (Verdict::Rejected, None)
+                }
+                (Choice::Wait, Some(class)) => (Verdict::Waits, self.hold(pending, class, effects)),
+                (Choice::QueryAgain, _) | (Choice::Wait, None) => (Verdict::Again, Some(pending)),
+            };
+            self.active.keep(search);
+            decided
+        } else {
+            (self.answer(in_batch, loads, pending, effects), None)
+        };
         let mut ended = self.deciding.take_if(|batch| again.is_some() || batch.requests.is_empty());
         let is_last = ended.is_some();
         if let Some(batch) = &mut ended {
@@ -72,52 +92,29 @@ impl<T> Schedule<T> {
         Some(Progress::Decided { verdict, session, is_last })
     }
 
-    /// Decides one request. Also returns it if it must be decided again.
-    #[inline(always)] // with one caller, so that the request is moved once
-    fn decide_one<V: LoadView>(
+    fn needs_choice(&self, pending: &PendingRequest<T>) -> bool {
+        let asks = matches!(pending.request.purpose, Purpose::Book | Purpose::Report);
+        asks && !pending.cancelled && !self.is_expired(pending)
+    }
+
+    /// Answers a request that needs no choice, or none any more.
+    fn answer<V: LoadView>(
         &mut self,
-        pending: PendingRequest<T>,
-        (in_batch, settle): (usize, bool),
-        listed: Option<Box<Search>>,
+        in_batch: usize,
         loads: &V,
+        pending: PendingRequest<T>,
         effects: &mut VecDeque<Effect<T>>,
-    ) -> (Verdict, Option<PendingRequest<T>>) {
-        match pending.request.purpose {
-            Purpose::LoadSnapshot => {
-                effects.push_back(self.load_snapshot(in_batch, loads, pending));
-                return (Verdict::Aged, None);
+    ) -> Verdict {
+        let (verdict, effect) = match pending.request.purpose {
+            Purpose::LoadSnapshot => (Verdict::Aged, self.load_snapshot(in_batch, loads, pending)),
+            Purpose::Explain => (Verdict::Aged, self.explain(in_batch, loads, pending)),
+            Purpose::Book | Purpose::Report if self.is_expired(&pending) => (Verdict::Passed, self.expired(pending)),
+            Purpose::Book | Purpose::Report => {
+                (Verdict::Passed, Effect::Cancelled { context: pending.request.context })
             }
-            Purpose::Explain => {
-                effects.push_back(self.explain(in_batch, loads, pending));
-                return (Verdict::Aged, None);
-            }
-            Purpose::Book | Purpose::Report if self.is_expired(&pending) => {
-                effects.push_back(self.expired(pending));
-                return (Verdict::Passed, None);
-            }
-            Purpose::Book | Purpose::Report if pending.cancelled => {
-                effects.push_back(Effect::Cancelled { context: pending.request.context });
-                return (Verdict::Passed, None);
-            }
-            Purpose::Book | Purpose::Report => {}
-        }
-        let (choice, search) = self.active.choose(&self.pool, (&pending, in_batch), loads, settle, listed);
-        let decided = match (choice, pending.class) {
-            (Choice::Rank(position), _) => {
-                let shadow = self.shadow_report(in_batch, loads, position, &pending);
-                let effect = self.place(in_batch, loads, (position, search.as_deref()), pending, shadow);
-                effects.push_back(effect);
-                (Verdict::Placed, None)
-            }
-            (Choice::None(reason), _) => {
-                effects.push_back(Effect::Reject { context: pending.request.context, reason });
-                (Verdict::Rejected, None)
-            }
-            (Choice::Wait, Some(class)) => (Verdict::Waits, self.hold(pending, class, effects)),
-            (Choice::QueryAgain, _) | (Choice::Wait, None) => (Verdict::Again, Some(pending)),
         };
-        self.active.keep(search);
-        decided
+        effects.push_back(effect);
+        verdict
     }
 
     /// Books, or reports, the request on the rank at `position`, with what the search for it has found.
