@@ -169,7 +169,6 @@ impl Decision {
     }
 
     /// The predictions without correction, in seconds: time to first token, time between tokens.
-    #[cfg(feature = "runtime")]
     pub(crate) fn uncorrected_predictions(&self) -> [Option<f64>; 2] {
         let PredictionBias { ttft, itl } = self.prediction_bias;
         [
