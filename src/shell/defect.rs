@@ -38,8 +38,6 @@ defects! {
     RankKept,
     /// A shard ignores registrations.
     RegistrationIgnored,
-    /// A shard applies events of an earlier generation of the slot.
-    EventsOfAnyGeneration,
     /// A cold rank stays cold.
     ColdForever,
     /// A shard dumps the contents of a cold rank.
@@ -52,8 +50,8 @@ defects! {
     DrainServes,
     /// The scheduler arms no timer for waiting requests after the first.
     WakeTimerForgotten,
-    /// The scheduler ignores falling load.
-    WakeIgnored,
+    /// The scheduler requests no wake-up at falling load.
+    FlagNotRaised,
     /// The scheduler ignores the embedder's rank conditions.
     ConditionsIgnored,
     /// The scheduler ignores ejections.
@@ -70,8 +68,6 @@ defects! {
     RetirementIgnored,
     /// A reader requests replays without their first message.
     ReplayBeginsLate,
-    /// A reader keeps the state of its decoder over a clear.
-    DecoderRemembers,
     /// A reader ignores the loss of its shard.
     ResyncIgnored,
     /// A reader does not apply some messages.

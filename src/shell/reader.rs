@@ -92,9 +92,7 @@ impl<P: AsRef<[u8]>> ReaderShell<P> {
 
     /// Forgets the state of the decoder, because the blocks of the rank are removed from the index.
     pub fn forget(&mut self) {
-        if !Defect::DecoderRemembers.is_planted() {
-            self.decoder.forget();
-        }
+        self.decoder.forget();
     }
 
     /// Position of the source and identity of the rank, without contents; `None` without a position.

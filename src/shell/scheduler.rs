@@ -194,9 +194,7 @@ impl<C: RequestLease, D: Decider<C>, H: Clone, J: OpenLoadQuery> SchedulerShell<
                 if at.is_some() && at == self.wake_at && !Defect::WakeTimerForgotten.is_planted() {
                     self.wake_at = None;
                 }
-                if at.is_some() || !Defect::WakeIgnored.is_planted() {
-                    self.input(Input::Wake, now);
-                }
+                self.input(Input::Wake, now);
             }
             SchedulerMsg::Admit(sequence) => self.admit(sequence, now),
             SchedulerMsg::Describe { slot, generation, traits } => {
@@ -302,7 +300,7 @@ impl<C: RequestLease, D: Decider<C>, H: Clone, J: OpenLoadQuery> SchedulerShell<
     pub fn next_effect(&mut self, cells: &impl SchedulerCells, now: Timestamp) -> Option<Effect<C>> {
         while !cells.is_replaced() {
             let waits = self.effects.is_empty() && self.is_queueing && self.decider.schedule().waits_for_load();
-            if waits && cells.raise_wake() {
+            if waits && !Defect::FlagNotRaised.is_planted() && cells.raise_wake() {
                 self.input(Input::Wake, now);
             }
             match self.effects.pop_front()? {

@@ -327,7 +327,7 @@ impl<S: SourceState> ShardShell<S> {
             let registered = events.first().and_then(|event| self.index.slot_of(event.rank));
             registered == Some(slot) && self.index.generation(slot) == generation
         };
-        if !only.is_none_or(is_there) && !Defect::EventsOfAnyGeneration.is_planted() {
+        if !only.is_none_or(is_there) {
             return effects.push(ShardEffect::UnknownRank(events.len() as u64));
         }
         if let Some(speculative) = &mut self.speculative {

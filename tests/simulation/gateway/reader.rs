@@ -294,6 +294,7 @@ impl Gateway {
         let Entry { rank, generation, .. } = *reader.entry;
         let recorded = reader.shell.record(rank, format!("engine-{}", rank.worker));
         let Some((recorded, tag)) = recorded.zip(tag) else { return };
+        assert!(tag.next == 0 || recorded.position.next == tag.next, "{rank} is recorded at a wrong position");
         let letter = Letter::Shard(Box::new(ToShard::Dump(Box::new(recorded), generation, tag)));
         self.send(Actor::Supervisor, Actor::Shard(self.shard_of(rank)), letter, around);
     }

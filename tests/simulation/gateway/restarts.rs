@@ -6,8 +6,9 @@ use pointsman::config::SupervisionConfig;
 use pointsman::membership::Child;
 use pointsman::protocol::{Slot, WorkerRank};
 use pointsman::shell::scheduler::SchedulerMsg;
+use pointsman::shell::supervisor::SupervisedRank;
 
-use super::{Gateway, Surroundings};
+use super::{EntrySource, Gateway, Surroundings};
 use crate::letter::Letter;
 use crate::net::Actor;
 
@@ -64,6 +65,11 @@ impl Gateway {
         match child {
             Child::Scheduler => self.start_scheduler(incarnation, around),
             Child::IndexShard(shard) => {
+                let mut lost_ranks = self.supervisor.of_shard(shard).map(|(rank, _)| rank);
+                let is_forgotten = |rank: &&EntrySource| rank.is_indexed() && !lost.contains(&rank.rank());
+                let forgotten = lost_ranks.find(is_forgotten).map(SupervisedRank::rank);
+                drop(lost_ranks);
+                assert!(forgotten.is_none(), "{forgotten:?} is not cold after the loss of shard {shard}");
                 self.start_shard(shard, incarnation, lost, now);
                 self.resync(shard, around);
             }

@@ -1,13 +1,13 @@
 //! Scheduler: start of the shipped shell, its effects, and a check that each decision is permitted.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 
-use pointsman::directory::Lease;
+use pointsman::directory::{Lease, LeaseState};
 use pointsman::health::Exclusions;
 use pointsman::protocol::{Generation, Slot, TimeSource, Timestamp, WorkerRank};
-use pointsman::schedule::{Admission, Decision, Effect, Extensions, LiveLoads, LoadAnswer, Schedule};
+use pointsman::schedule::{Admission, Decision, Effect, Extensions, LiveLoads, LoadAnswer, Request, Schedule};
 use pointsman::select::RankConditions;
 use pointsman::shell::scheduler::{
     OpenLoadQuery, RequestLease, SchedulerCells, SchedulerMsg, SchedulerShell, SequenceHandle,
@@ -25,6 +25,8 @@ pub(super) struct Scheduler {
     pub(super) shell: SchedulerShell<Context, Schedule<Context>, Actor, JoinInFlight>,
     /// Content of the messages so far, for the oracle.
     known: Known,
+    /// Armed timers for waiting requests.
+    timers: BTreeSet<Timestamp>,
 }
 
 impl RequestLease for Context {
@@ -137,7 +139,8 @@ impl Gateway {
         let loads = LiveLoads::new(Arc::clone(&self.board_changes), Arc::clone(&self.arrivals), Arc::clone(heads));
         let schedule = Schedule::new(self.settings.config.clone(), incarnation, Extensions::default());
         let shell = SchedulerShell::new(schedule, loads, Arc::clone(heads), self.is_queueing());
-        let (mut scheduler, cells) = (Scheduler { shell, known: Known::default() }, Cells(self, around.net.now));
+        let (mut scheduler, cells) =
+            (Scheduler { shell, known: Known::default(), timers: BTreeSet::new() }, Cells(self, around.net.now));
         for entry in self.table() {
             if let Some(worker) = self.membership().worker_at(entry.slot) {
                 let admission = Admission {
@@ -162,10 +165,23 @@ impl Gateway {
         let Some(mut scheduler) = self.scheduler.take() else { return }; // the message is lost
         let now = around.net.now;
         scheduler.known.follow(&msg, self);
+        let has_left = |request: &Request<Context>| request.context.lease.state() == LeaseState::Ended;
+        let left = match &msg {
+            SchedulerMsg::Decide(request) if self.is_queueing() && has_left(request) => {
+                Some((request.context.reply.call, scheduler.shell.decider().pending()))
+            }
+            _ => None,
+        };
+        if let SchedulerMsg::Wake { at: Some(at) } = &msg {
+            scheduler.timers.remove(at);
+        }
         if let Some((to, msg)) = scheduler.shell.step(msg, &Cells(self, now)) {
             self.send(Actor::Scheduler, to, Letter::sequence(msg), around);
         }
         while let Some(effect) = scheduler.shell.next_effect(&Cells(self, now), now) {
+            if let Effect::Book { context, .. } = &effect {
+                assert!(left.is_none_or(|(call, _)| call != context.reply.call), "a caller that has left is booked");
+            }
             self.perform(&mut scheduler, effect, around);
         }
         let [timeout, wake] = scheduler.shell.end_step();
@@ -173,6 +189,12 @@ impl Gateway {
         if let Some(due) = timeout {
             around.net.after(due.since(now), me, Letter::scheduler(SchedulerMsg::Timeout));
         }
+        let schedule = scheduler.shell.decider();
+        assert!(left.is_none_or(|(_, max)| schedule.pending() <= max), "a request is queued whose caller has left");
+        assert!(!self.is_queueing() || !schedule.waits_for_load() || self.wake.get(), "no wake-up is requested");
+        scheduler.timers.extend(wake);
+        let is_armed = |at: Timestamp| scheduler.timers.first().is_some_and(|armed| *armed <= at);
+        assert!(!self.is_queueing() || schedule.next_wake().is_none_or(is_armed), "no timer for waiting requests");
         if let Some(at) = wake {
             around.net.after(at.since(now), me, Letter::scheduler(SchedulerMsg::Wake { at: Some(at) }));
         }

@@ -28,6 +28,7 @@ impl LoadQueryToken for LoadQuery {
 pub(super) struct Sequence {
     pub(super) shell: SequenceShell<Ack>,
     is_retired: bool,
+    is_draining: bool,
 }
 
 impl Gateway {
@@ -44,7 +45,8 @@ impl Gateway {
         let (place, settings) = ((entry.slot, entry.generation), (config.block_size_or_assumed(), self.is_queueing()));
         let shell = SequenceShell::restore(place, incarnation, cells, settings, now);
         self.changed_at = now;
-        self.sequences.insert(entry.slot, (entry.generation, Some(Sequence { shell, is_retired: false })));
+        self.sequences
+            .insert(entry.slot, (entry.generation, Some(Sequence { shell, is_retired: false, is_draining: false })));
     }
 
     pub(super) fn on_sequence(
@@ -65,6 +67,9 @@ impl Gateway {
                 assert_eq!(book.number.number, expected, "Books are numbered without a gap");
             }
             SequenceMsg::Retire(_) => sequence.is_retired = true,
+            SequenceMsg::Drain(_) | SequenceMsg::Undrain => {
+                sequence.is_draining = matches!(msg, SequenceMsg::Drain(_));
+            }
             _ => {}
         }
         if !matches!(msg, SequenceMsg::Load { .. }) {
@@ -73,6 +78,12 @@ impl Gateway {
         let from = Actor::Sequence(slot.0, generation.0);
         let is_book = matches!(msg, SequenceMsg::Book(_));
         let effect = sequence.shell.step(msg, &now);
+        sequence.is_draining &= !matches!(effect, Some(SequenceEffect::Drained(_)));
+        let is_idle = sequence.shell.active().is_empty();
+        assert!(
+            !sequence.is_draining || !is_idle || sequence.is_retired,
+            "the drain of slot {slot} has no acknowledgement"
+        );
         if is_book {
             self.send(from, Actor::Sharing, Letter::Booked, around);
         }

@@ -90,6 +90,7 @@ impl Gateway {
             ToShard::Step(msg, tag) => (msg, tag),
             ToShard::Dump(mut recorded, generation, tag) => {
                 if let Some(dump) = state.shell.dump_rank(recorded.rank, generation) {
+                    assert!(!state.shell.is_cold(recorded.rank), "a snapshot of {}, which is cold", recorded.rank);
                     (recorded.events, recorded.evicted_blocks) = (dump.events, dump.evicted_blocks);
                     self.disk.insert(recorded.rank, super::Recorded { snapshot: *recorded, tag });
                 }
@@ -100,6 +101,7 @@ impl Gateway {
         let is_degraded = |entry: &&Rc<Entry>| entry.credit.get() < 1.0;
         self.degraded.store(self.table().filter(is_degraded).count(), std::sync::atomic::Ordering::Relaxed);
         let applied = state.before(&msg, tag);
+        let removed = if let ShardMsg::Remove { rank } = &msg { Some(*rank) } else { None };
         let mut effects = Vec::new();
         state.shell.step(msg, &around.net.now, &mut effects);
         for effect in effects {
@@ -109,9 +111,12 @@ impl Gateway {
                     let letter = Letter::Warmed(rank, state.incarnation);
                     self.send(Actor::Shard(shard), Actor::Supervisor, letter, around);
                 }
-                ShardEffect::Applied(_) | ShardEffect::UnknownRank(_) => {}
+                ShardEffect::Applied(_) => assert!(applied.is_some(), "events of an earlier generation were applied"),
+                ShardEffect::UnknownRank(_) => {}
             }
         }
+        let kept = removed.filter(|rank| state.shell.index().slot_of(*rank).is_some());
+        assert!(kept.is_none(), "shard {shard} keeps {kept:?}, which is removed");
         if let Some((rank, tag)) = applied {
             state.after(rank, tag, around);
         }
