@@ -282,11 +282,13 @@ impl<C: RequestLease, D: Decider<C>, H: Clone, J: OpenLoadQuery> SchedulerShell<
         let (Some(batch), Some((since, query))) = (self.decider.schedule().batch_in_flight(), &self.in_flight) else {
             return;
         };
-        // The timer may have been armed for an earlier batch.
-        let is_due = now.since(*since) >= LoadConfig::QUERY_TIMEOUT;
-        // A complete load query is not late: its `Loads` message is already in the inbox or about to arrive.
-        if is_due && let Some(answers) = query.take() {
-            self.input(Input::Loads { batch, answers }, now);
+        if now.since(*since) < LoadConfig::QUERY_TIMEOUT {
+            return; // the timer was armed for an earlier batch
+        }
+        match query.take() {
+            Some(answers) => self.input(Input::Loads { batch, answers }, now),
+            // A complete load query is not late: its `Loads` message is already in the inbox or about to arrive.
+            None => self.in_flight = None,
         }
     }
 
