@@ -87,39 +87,14 @@ impl fmt::Debug for Secret {
 
 /// Invalid secret file.
 #[derive(Debug, thiserror::Error)]
-pub enum SecretError {
-    /// Unreadable file.
-    #[error("{setting} is {}, which cannot be read: {error}", .file.display())]
-    Unreadable {
-        /// Setting that references the file.
-        setting: String,
-        /// Path of the file.
-        file: PathBuf,
-        /// System error.
-        error: std::io::Error,
-    },
-    /// Content that violates a rule.
-    #[error("{setting} is {}, which must {rule}", .file.display())]
-    Content {
-        /// Setting that references the file.
-        setting: String,
-        /// Path of the file.
-        file: PathBuf,
-        /// Violated rule.
-        rule: &'static str,
-    },
-    /// A line that violates a rule.
-    #[error("{setting} is {}, whose line {line} must {rule}", .file.display())]
-    Line {
-        /// Setting that references the file.
-        setting: String,
-        /// Path of the file.
-        file: PathBuf,
-        /// Line number, from 1.
-        line: usize,
-        /// Violated rule.
-        rule: &'static str,
-    },
+#[error("{setting} is {}, {problem}", .file.display())]
+pub struct SecretError {
+    /// Setting that references the file.
+    pub setting: String,
+    /// Path of the file.
+    pub file: PathBuf,
+    /// System error or violated rule, without content.
+    pub problem: String,
 }
 
 /// All secrets of the settings.
@@ -164,19 +139,20 @@ impl Secrets {
             let secret_file = SecretFile { setting: setting.to_owned(), file: file?.clone() };
             secret_file.secret(rule).map_err(|error| problems.push(error)).ok()
         };
-        let gateway = &settings.gateway;
+        let (admin, replicas) = (settings.admin.as_ref(), settings.replicas.as_ref());
         let worker_keys = settings.worker_key_files().into_iter().filter_map(|(setting, file)| {
             Some((file.to_owned(), one(&setting, Some(&file.to_owned()), ContentRule::Printable)?))
         });
         let worker_keys = worker_keys.collect();
-        let salt_secret = one("gateway.salt_secret_file", gateway.salt_secret_file.as_ref(), ContentRule::Long);
-        let token_file = settings.admin.as_ref().map(|admin| &admin.token_file);
+        let salt_file = settings.gateway.salt_secret_file.as_ref();
+        let salt_secret = one("gateway.salt_secret_file", salt_file, ContentRule::Long);
+        let token_file = admin.map(|admin| &admin.token_file);
         let admin_token = one("admin.token_file", token_file, ContentRule::LongPrintable);
-        let key_file = settings.replicas.as_ref().and_then(|replicas| replicas.key_file.as_ref());
+        let key_file = replicas.and_then(|replicas| replicas.key_file.as_ref());
         let replicas_key = one("replicas.key_file", key_file, ContentRule::Long);
-        let index_file = settings.admin.as_ref().and_then(|admin| admin.index_token_file.as_ref());
+        let index_file = admin.and_then(|admin| admin.index_token_file.as_ref());
         let index_token = one("admin.index_token_file", index_file, ContentRule::LongPrintable);
-        let read_file = settings.admin.as_ref().and_then(|admin| admin.read_token_file.as_ref());
+        let read_file = admin.and_then(|admin| admin.read_token_file.as_ref());
         let read_token = one("admin.read_token_file", read_file, ContentRule::LongPrintable);
         let mut owners = BTreeMap::new();
         let tenant_keys = settings.tenants.iter().enumerate().map(|(n, tenant)| {
@@ -245,10 +221,7 @@ impl SecretFile {
             let broken = ContentRule::LongPrintable.broken_by(key);
             match broken.or_else(|| (!is_own(key)).then_some("not be a key of another tenant")) {
                 None => keys.push(Secret::new(key)),
-                Some(rule) => {
-                    let (setting, file) = (self.setting.clone(), self.file.clone());
-                    refused.push(SecretError::Line { setting, file, line: n + 1, rule });
-                }
+                Some(rule) => refused.push(self.error(format!("whose line {} must {rule}", n + 1))),
             }
         }
         if keys.is_empty() && refused.is_empty() {
@@ -258,15 +231,17 @@ impl SecretFile {
     }
 
     fn content(&self, bytes_max: usize, rule: &'static str) -> Result<Vec<u8>, SecretError> {
-        let content = read_at_most(&self.file, bytes_max + 1).map_err(|error| {
-            let (setting, file) = (self.setting.clone(), self.file.clone());
-            SecretError::Unreadable { setting, file, error }
-        })?;
+        let content = read_at_most(&self.file, bytes_max + 1);
+        let content = content.map_err(|error| self.error(format!("which cannot be read: {error}")))?;
         if content.len() > bytes_max { Err(self.refused(rule)) } else { Ok(content) }
     }
 
     fn refused(&self, rule: &'static str) -> SecretError {
-        SecretError::Content { setting: self.setting.clone(), file: self.file.clone(), rule }
+        self.error(format!("which must {rule}"))
+    }
+
+    fn error(&self, problem: String) -> SecretError {
+        SecretError { setting: self.setting.clone(), file: self.file.clone(), problem }
     }
 }
 
