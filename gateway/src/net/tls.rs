@@ -8,10 +8,11 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustls::ServerConfig;
 use rustls::crypto::ring;
 use rustls::pki_types::pem::{self, PemObject as _};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WantsServerCert;
+use rustls::{ConfigBuilder, RootCertStore, ServerConfig};
 
 use crate::settings::PickerSettings;
 
@@ -58,19 +59,23 @@ pub enum TlsError {
     },
 }
 
+impl TlsError {
+    /// The error of a chain and key that rustls rejects.
+    pub(crate) fn pair(certificate_file: &Path, key_file: &Path) -> impl Fn(rustls::Error) -> Self {
+        move |error| Self::Pair { certificate_file: certificate_file.to_owned(), key_file: key_file.to_owned(), error }
+    }
+
+    /// The error of a certificate that is no authority.
+    pub(crate) fn no_authority(file: &Path) -> Self {
+        Self::Content { file: file.to_owned(), rule: "has a certificate that is no authority" }
+    }
+}
+
 /// TLS 1.2 and 1.3 configuration from a PEM chain, server certificate first, and a PEM key.
 pub(crate) fn server(certificate_file: &Path, key_file: &Path) -> Result<Arc<ServerConfig>, TlsError> {
     let (chain, key) = (certificates(certificate_file)?, private_key(key_file)?);
-    let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .expect("ring supports TLS 1.2 and 1.3")
-        .with_no_client_auth()
-        .with_single_cert(chain, key);
-    let mut config = config.map_err(|error| TlsError::Pair {
-        certificate_file: certificate_file.to_owned(),
-        key_file: key_file.to_owned(),
-        error,
-    })?;
+    let config = builder().with_single_cert(chain, key);
+    let mut config = config.map_err(TlsError::pair(certificate_file, key_file))?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(Arc::new(config))
 }
@@ -85,14 +90,26 @@ pub(crate) fn picker(settings: &PickerSettings) -> Result<Option<Arc<ServerConfi
     }
     let own = rcgen::generate_simple_self_signed(["pointsman".to_owned()]).map_err(TlsError::SelfSigned)?;
     let key = PrivateKeyDer::try_from(own.signing_key.serialize_der()).expect("a generated key is valid");
-    let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .expect("ring supports TLS 1.2 and 1.3")
-        .with_no_client_auth()
-        .with_single_cert(vec![own.cert.der().clone()], key);
+    let config = builder().with_single_cert(vec![own.cert.der().clone()], key);
     let mut config = config.expect("a generated certificate fits its key");
     config.alpn_protocols = vec![b"h2".to_vec()];
     Ok(Some(Arc::new(config)))
+}
+
+fn builder() -> ConfigBuilder<ServerConfig, WantsServerCert> {
+    ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .expect("ring supports TLS 1.2 and 1.3")
+        .with_no_client_auth()
+}
+
+/// The authorities of a PEM file.
+pub(crate) fn authorities(file: &Path) -> Result<RootCertStore, TlsError> {
+    let mut roots = RootCertStore::empty();
+    for authority in certificates(file)? {
+        roots.add(authority).map_err(|_| TlsError::no_authority(file))?;
+    }
+    Ok(roots)
 }
 
 /// The certificates of a PEM file, at least one.

@@ -1,13 +1,12 @@
 //! TLS of requests to workers: trusted authorities, and the certificate of the gateway.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use hyper_rustls::ConfigBuilderExt as _;
 use rustls::{ClientConfig, RootCertStore};
 
-use crate::net::tls::TlsError;
-use crate::net::tls::{certificates, private_key};
+use crate::net::tls::{TlsError, authorities, certificates, private_key};
 use crate::settings::GatewaySettings;
 
 /// An unusable file of the TLS settings of workers.
@@ -33,7 +32,7 @@ pub fn worker_tls(settings: &GatewaySettings) -> Result<ClientConfig, WorkerTlsE
             .expect("ring supports TLS 1.2 and 1.3")
     };
     let with_roots = match &settings.worker_ca_file {
-        Some(file) => builder().with_root_certificates(roots_of(file).map_err(of("worker_ca_file"))?),
+        Some(file) => builder().with_root_certificates(authorities(file).map_err(of("worker_ca_file"))?),
         None => builder().with_native_roots().unwrap_or_else(|error| {
             tracing::warn!("no worker certificate will be trusted: {error}");
             builder().with_root_certificates(RootCertStore::empty())
@@ -44,11 +43,7 @@ pub fn worker_tls(settings: &GatewaySettings) -> Result<ClientConfig, WorkerTlsE
         (Some(certificate_file), Some(key_file)) => {
             let chain = certificates(certificate_file).map_err(of("worker_certificate_file"))?;
             let key = private_key(key_file).map_err(of("worker_key_file"))?;
-            let pair = |error| TlsError::Pair {
-                certificate_file: certificate_file.clone(),
-                key_file: key_file.clone(),
-                error,
-            };
+            let pair = TlsError::pair(certificate_file, key_file);
             with_roots.with_client_auth_cert(chain, key).map_err(pair).map_err(of("worker_certificate_file"))
         }
         (Some(file), None) => Err(of("worker_certificate_file")(TlsError::Half { file: file.clone() })),
@@ -58,15 +53,6 @@ pub fn worker_tls(settings: &GatewaySettings) -> Result<ClientConfig, WorkerTlsE
 
 fn of(setting: &'static str) -> impl Fn(TlsError) -> WorkerTlsError {
     move |error| WorkerTlsError { setting, error: Box::new(error) }
-}
-
-fn roots_of(file: &Path) -> Result<RootCertStore, TlsError> {
-    let mut roots = RootCertStore::empty();
-    for authority in certificates(file)? {
-        let rule = "has a certificate that is no authority";
-        roots.add(authority).map_err(|_| TlsError::Content { file: file.to_owned(), rule })?;
-    }
-    Ok(roots)
 }
 
 /// Contents of the files of the TLS settings of workers, to detect a change.
