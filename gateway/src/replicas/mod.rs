@@ -3,12 +3,14 @@
 //! [`Replicas`] starts the transport of the `[replicas]` settings, whose [`ReplicaBus`] the routers of all models share.
 //! Transports authenticate replicas; a message of others changes nothing and is counted.
 
+mod bus;
 mod direct;
 pub(crate) mod meters;
 mod nats;
 mod tls;
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -25,12 +27,6 @@ use crate::settings::{ReplicasSettings, Secret};
 use direct::{DirectBus, DirectOptions, Peers};
 use nats::{NatsBus, NatsOptions};
 use tls::MutualTls;
-
-/// Messages kept for each subscriber of a bus.
-const MESSAGES_KEPT: usize = 4096;
-
-/// Snapshots sent to other replicas at a time.
-const SNAPSHOTS_AT_ONCE: usize = 2;
 
 /// Startup error of a transport.
 #[derive(Debug, thiserror::Error)]
@@ -88,15 +84,8 @@ impl Replicas {
         settings: &ReplicasSettings,
         key: Option<Secret>,
     ) -> Result<Self, ReplicasError> {
-        let tls = match (&settings.tls_certificate_file, &settings.tls_key_file, &settings.tls_ca_file) {
-            (Some(certificate_file), Some(key_file), Some(ca_file)) => {
-                Some(MutualTls::read(certificate_file, key_file, ca_file)?)
-            }
-            _ => None,
-        };
-        let life = ReplicaLife { replica: replica_id(settings.id.as_deref())?, incarnation: incarnation() };
-        let address = listener.local_addr().ok();
-        let peers = peers_of(settings);
+        let tls = tls_files(settings).map(MutualTls::read).transpose()?;
+        let (life, address, peers) = (life(settings)?, listener.local_addr().ok(), peers_of(settings));
         let listen = address.map(tracing::field::display);
         tracing::info!(replica = %life.replica, incarnation = life.incarnation, address = listen, "replicas started");
         let bus = Arc::new(DirectBus::start(listener, DirectOptions { life, peers, key, tls }));
@@ -104,16 +93,12 @@ impl Replicas {
     }
 
     fn start_nats(url: String, settings: &ReplicasSettings, key: Option<Secret>) -> Result<Self, ReplicasError> {
-        let tls = match (&settings.tls_certificate_file, &settings.tls_key_file, &settings.tls_ca_file) {
-            (Some(certificate_file), Some(key_file), Some(ca_file)) => {
-                // Unreadable files are detected before anything runs.
-                MutualTls::read(certificate_file, key_file, ca_file)?;
-                Some([certificate_file.clone(), key_file.clone(), ca_file.clone()])
-            }
-            _ => None,
-        };
-        let life = ReplicaLife { replica: replica_id(settings.id.as_deref())?, incarnation: incarnation() };
+        let tls = tls_files(settings);
+        // Unreadable files are detected before anything runs.
+        tls.map(MutualTls::read).transpose()?;
+        let life = life(settings)?;
         tracing::info!(replica = %life.replica, incarnation = life.incarnation, url, "replicas started");
+        let tls = tls.map(|files| files.map(PathBuf::clone));
         let bus = Arc::new(NatsBus::start(NatsOptions { life, url, key, tls }));
         Ok(Self { transport: Transport::Nats(bus), address: None })
     }
@@ -140,6 +125,16 @@ impl Replicas {
             Transport::Nats(bus) => bus.leave().await,
         }
     }
+}
+
+/// Certificate chain, key and authority, if all are given.
+fn tls_files(settings: &ReplicasSettings) -> Option<[&PathBuf; 3]> {
+    let ReplicasSettings { tls_certificate_file, tls_key_file, tls_ca_file, .. } = settings;
+    Some([tls_certificate_file.as_ref()?, tls_key_file.as_ref()?, tls_ca_file.as_ref()?])
+}
+
+fn life(settings: &ReplicasSettings) -> Result<ReplicaLife, ReplicasError> {
+    Ok(ReplicaLife { replica: replica_id(settings.id.as_deref())?, incarnation: incarnation() })
 }
 
 fn peers_of(settings: &ReplicasSettings) -> Peers {

@@ -164,7 +164,7 @@ async fn send(mut writer: FrameWriter<'_>, mut jobs: mpsc::Receiver<Job>, shared
             report_status(&mut writer, &mut serving).await?;
             continue;
         };
-        let snapshot = shared.snapshot(&pool);
+        let snapshot = async { shared.snapshot(&pool).await.map(|(_, bytes)| bytes) };
         tokio::pin!(snapshot);
         let snapshot = loop {
             tokio::select! {

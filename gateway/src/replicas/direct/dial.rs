@@ -16,13 +16,14 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Interval, MissedTickBehavior, interval, sleep, timeout};
 use tokio_rustls::TlsConnector;
 
-use super::frame::{Frame, SNAPSHOT_BYTES_MAX};
+use super::frame::Frame;
 use super::link::{
     FrameReader, FrameWriter, HANDSHAKE_TIMEOUT, HEARTBEAT, Link, LinkError, Stream, WRITE_BYTES, shake_hands,
 };
 use super::outbox::Outbox;
 use super::seal::Side;
 use super::{Fetching, Joined, Peer, Shared, left, lock};
+use crate::replicas::bus::SNAPSHOT_BYTES_MAX;
 use crate::replicas::meters::{PeerState, RefusalReason};
 use crate::settings::host_of;
 

@@ -8,6 +8,8 @@ use std::sync::Arc;
 use bytes::{Buf as _, BufMut as _, Bytes};
 use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
 
+use crate::replicas::bus::SnapshotRefusal;
+
 /// Version of the protocol. Replicas of different versions do not connect.
 pub(super) const VERSION: u16 = 1;
 
@@ -25,9 +27,6 @@ pub(super) const HANDSHAKE_BYTES_MAX: usize = 256;
 
 /// Length of the parts of a snapshot, in bytes.
 pub(super) const CHUNK_BYTES: usize = 256 << 10;
-
-/// Maximum length of a snapshot, in bytes.
-pub(crate) const SNAPSHOT_BYTES_MAX: u64 = 1 << 30;
 
 /// First bytes of a hello.
 const MAGIC: &[u8; 8] = b"PTMREPL\0";
@@ -81,24 +80,6 @@ impl Hello {
             hello.life.incarnation = body.try_get_u64_le().ok()?;
         }
         Some(hello)
-    }
-}
-
-/// Reason of a refused snapshot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum SnapshotRefusal {
-    /// Unknown pool, or its index is not warm.
-    Absent,
-    /// Longer than [`SNAPSHOT_BYTES_MAX`].
-    TooLong,
-}
-
-impl SnapshotRefusal {
-    pub(super) fn reason(self) -> &'static str {
-        match self {
-            Self::Absent => "it has no warm index of this pool",
-            Self::TooLong => "the snapshot is longer than 1 GiB",
-        }
     }
 }
 

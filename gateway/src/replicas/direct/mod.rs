@@ -15,36 +15,29 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
+use pointsman::ReplicaMember;
 use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
-use pointsman::{BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource};
 use tokio::net::TcpListener;
-use tokio::sync::{Semaphore, broadcast, oneshot, watch};
+use tokio::sync::oneshot;
 use tokio::task::JoinSet;
-use tokio::time::timeout;
 
-use super::meters::{RefusalReason, ReplicaMeters};
+use super::bus::{Bus, Carrier, Hub, left, lock};
+use super::meters::RefusalReason;
 use super::tls::MutualTls;
-use super::{MESSAGES_KEPT, SNAPSHOTS_AT_ONCE};
 use crate::settings::Secret;
 pub(crate) use dial::Peers;
-use frame::{Frame, SnapshotRefusal};
-pub(crate) use frame::{MESSAGE_BYTES_MAX, SNAPSHOT_BYTES_MAX, is_pool_name};
+use frame::Frame;
+pub(crate) use frame::{MESSAGE_BYTES_MAX, is_pool_name};
 pub(in crate::replicas) use outbox::Outbox;
 use seal::DeploymentKey;
 
-/// Time limit of a fetched snapshot.
-pub(in crate::replicas) const FETCH_TIMEOUT: Duration = Duration::from_secs(120);
-
 /// Maximum number of snapshots that are fetched from one replica at a time.
 const FETCHES_MAX: usize = 8;
-
-/// Time limit for sending queued messages at the end.
-pub(in crate::replicas) const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What a direct transport needs.
 pub(super) struct DirectOptions {
@@ -54,28 +47,26 @@ pub(super) struct DirectOptions {
     pub(super) tls: Option<MutualTls>,
 }
 
-/// A running direct transport. Dropping it closes its connections.
-pub(super) struct DirectBus {
-    shared: Arc<Shared>,
-    tasks: Mutex<JoinSet<()>>,
-}
+/// A running direct transport.
+pub(super) type DirectBus = Bus<Shared>;
 
 /// State of all connections.
-struct Shared {
-    life: ReplicaLife,
+pub(super) struct Shared {
+    hub: Hub,
     key: Option<DeploymentKey>,
     tls: Option<MutualTls>,
-    meters: ReplicaMeters,
-    incoming: broadcast::Sender<ReplicaMessage>,
-    members: watch::Sender<Arc<[ReplicaMember]>>,
     /// Ends of the dialled connections.
     peers: Mutex<BTreeMap<ReplicaId, Arc<Peer>>>,
     /// Newest incarnations at the other ends of accepted connections, with the number of their connections.
     senders: Mutex<BTreeMap<ReplicaId, (u64, usize)>>,
-    source: RwLock<Option<Arc<dyn SnapshotSource>>>,
-    snapshots: Semaphore,
-    is_serving: watch::Sender<bool>,
-    is_leaving: watch::Sender<bool>,
+}
+
+impl Deref for Shared {
+    type Target = Hub;
+
+    fn deref(&self) -> &Hub {
+        &self.hub
+    }
 }
 
 /// The replica at the end of a dialled connection.
@@ -111,55 +102,30 @@ impl DirectBus {
     pub(super) fn start(listener: TcpListener, options: DirectOptions) -> Self {
         let DirectOptions { life, peers, key, tls } = options;
         let shared = Arc::new(Shared {
-            life,
+            hub: Hub::new(life),
             key: key.as_ref().map(DeploymentKey::new),
             tls,
-            meters: ReplicaMeters::new(),
-            incoming: broadcast::Sender::new(MESSAGES_KEPT),
-            members: watch::Sender::new(Arc::from([])),
             peers: Mutex::default(),
             senders: Mutex::default(),
-            source: RwLock::default(),
-            snapshots: Semaphore::new(SNAPSHOTS_AT_ONCE),
-            is_serving: watch::Sender::new(false),
-            is_leaving: watch::Sender::new(false),
         });
         let mut tasks = JoinSet::new();
         tasks.spawn(accept::accept(listener, Arc::clone(&shared)));
         tasks.spawn(dial::dial_all(peers, Arc::clone(&shared)));
-        Self { shared, tasks: Mutex::new(tasks) }
-    }
-
-    /// Sends queued messages for at most one second, then closes all connections.
-    pub(super) async fn leave(&self) {
-        self.shared.is_leaving.send_replace(true);
-        let mut tasks = std::mem::take(&mut *lock(&self.tasks));
-        let all_ended = async { while tasks.join_next().await.is_some() {} };
-        if timeout(LEAVE_TIMEOUT, all_ended).await.is_err() {
-            tracing::warn!("connections to other replicas closed with unsent messages");
-        }
+        Self::new(shared, tasks)
     }
 }
 
-impl fmt::Debug for DirectBus {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DirectBus").field("life", &self.shared.life).finish_non_exhaustive()
-    }
-}
-
-impl ReplicaBus for DirectBus {
-    fn life(&self) -> ReplicaLife {
-        self.shared.life
-    }
+impl Carrier for Shared {
+    const UNSENT: &'static str = "connections to other replicas closed with unsent messages";
 
     fn publish(&self, pool: &Arc<str>, topic: ReplicaTopic, payload: Bytes) {
-        let meters = &self.shared.meters;
+        let meters = &self.meters;
         if payload.len() > MESSAGE_BYTES_MAX || !is_pool_name(pool) {
             meters.dropped.increment(1);
             tracing::debug!(%pool, topic = topic.name(), bytes = payload.len(), "message for replicas is too long");
             return;
         }
-        let peers = lock(&self.shared.peers);
+        let peers = lock(&self.peers);
         if peers.is_empty() {
             return;
         }
@@ -168,30 +134,25 @@ impl ReplicaBus for DirectBus {
         meters.dropped.increment(dropped);
     }
 
-    fn subscribe(&self) -> broadcast::Receiver<ReplicaMessage> {
-        self.shared.incoming.subscribe()
-    }
-
-    fn members(&self) -> watch::Receiver<Arc<[ReplicaMember]>> {
-        self.shared.members.subscribe()
-    }
-
-    fn fetch(&self, from: ReplicaId, pool: Arc<str>) -> BusFuture<'_, Result<Bytes, FetchError>> {
-        Box::pin(async move {
-            let fetched = match timeout(FETCH_TIMEOUT, self.shared.fetch(from, &pool)).await {
-                Ok(fetched) => fetched,
-                Err(_) => Err(format!("no complete snapshot within {} s", FETCH_TIMEOUT.as_secs())),
-            };
-            fetched.map_err(|reason| FetchError { from, pool: pool.to_string(), reason })
-        })
-    }
-
-    fn serve_snapshots(&self, source: Arc<dyn SnapshotSource>) {
-        *self.shared.source.write().unwrap_or_else(PoisonError::into_inner) = Some(source);
-    }
-
-    fn set_serving(&self, is_serving: bool) {
-        self.shared.is_serving.send_if_modified(|known| std::mem::replace(known, is_serving) != is_serving);
+    async fn fetch(&self, from: ReplicaId, pool: &Arc<str>) -> Result<Bytes, String> {
+        let peer = lock(&self.peers).get(&from).cloned().ok_or("it is not connected")?;
+        if !is_pool_name(pool) {
+            return Err("the name of the pool is too long".to_owned());
+        }
+        let (done, snapshot) = oneshot::channel();
+        let id = peer.next_fetch.fetch_add(1, Ordering::Relaxed);
+        {
+            let mut fetches = lock(&peer.fetches);
+            fetches.retain(|_, fetching| !fetching.done.is_closed());
+            if fetches.len() >= FETCHES_MAX {
+                return Err(format!("{FETCHES_MAX} snapshots are being fetched from it"));
+            }
+            fetches.insert(id, Fetching { bytes: Vec::new(), total: None, done });
+        }
+        peer.outbox.push_request(Frame::SnapshotRequest { id, pool: Arc::clone(pool) }.encode());
+        // The connection holds the peer while it lives, and this future must not prolong its fetches.
+        drop(peer);
+        snapshot.await.map_err(|_| "the connection was closed".to_owned())?
     }
 }
 
@@ -236,35 +197,6 @@ impl Shared {
         self.members.send_replace(peers.values().map(member).collect());
     }
 
-    async fn fetch(&self, from: ReplicaId, pool: &Arc<str>) -> Result<Bytes, String> {
-        let peer = lock(&self.peers).get(&from).cloned().ok_or("it is not connected")?;
-        if !is_pool_name(pool) {
-            return Err("the name of the pool is too long".to_owned());
-        }
-        let (done, snapshot) = oneshot::channel();
-        let id = peer.next_fetch.fetch_add(1, Ordering::Relaxed);
-        {
-            let mut fetches = lock(&peer.fetches);
-            fetches.retain(|_, fetching| !fetching.done.is_closed());
-            if fetches.len() >= FETCHES_MAX {
-                return Err(format!("{FETCHES_MAX} snapshots are being fetched from it"));
-            }
-            fetches.insert(id, Fetching { bytes: Vec::new(), total: None, done });
-        }
-        peer.outbox.push_request(Frame::SnapshotRequest { id, pool: Arc::clone(pool) }.encode());
-        // The connection holds the peer while it lives, and this future must not prolong its fetches.
-        drop(peer);
-        snapshot.await.map_err(|_| "the connection was closed".to_owned())?
-    }
-
-    /// The snapshot of a pool for another replica.
-    async fn snapshot(&self, pool: &str) -> Result<Bytes, SnapshotRefusal> {
-        let _permit = self.snapshots.acquire().await;
-        let source = self.source.read().unwrap_or_else(PoisonError::into_inner).clone();
-        let snapshot = source.ok_or(SnapshotRefusal::Absent)?.snapshot(pool).await.ok_or(SnapshotRefusal::Absent)?;
-        if snapshot.len() as u64 > SNAPSHOT_BYTES_MAX { Err(SnapshotRefusal::TooLong) } else { Ok(snapshot) }
-    }
-
     /// Logs the end of a connection, and counts it if the other side violated the protocol.
     fn report(&self, peer: &dyn fmt::Display, error: &link::LinkError) {
         match error {
@@ -278,14 +210,4 @@ impl Shared {
         let detail = "another gateway has the same replicas.id, or it is an earlier life of this one";
         self.meters.refused(RefusalReason::DuplicateId, peer, detail);
     }
-}
-
-pub(in crate::replicas) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Panics cannot occur between related changes.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Resolves when this replica leaves.
-pub(in crate::replicas) async fn left(is_leaving: &mut watch::Receiver<bool>) {
-    let _ = is_leaving.wait_for(|is_leaving| *is_leaving).await;
 }

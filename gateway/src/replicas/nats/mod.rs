@@ -10,9 +10,9 @@ mod snapshots;
 mod subject;
 
 use std::collections::BTreeMap;
-use std::fmt;
+use std::ops::Deref;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_nats::connection::State;
@@ -21,18 +21,15 @@ use bytes::{BufMut as _, Bytes, BytesMut};
 use futures_util::StreamExt as _;
 use pointsman::ingest::Backoff;
 use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
-use pointsman::{
-    BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore, StoreError,
-};
-use tokio::sync::{Semaphore, broadcast, watch};
+use pointsman::{BusFuture, ReplicaMessage, SnapshotStore, StoreError};
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
 use self::envelope::{OVERHEAD_BYTES, Sealer, Sequences};
 use self::members::NatsMember;
-use super::direct::{LEAVE_TIMEOUT, MESSAGE_BYTES_MAX, Outbox, is_pool_name, left, lock};
-use super::meters::{RefusalReason, ReplicaMeters};
-use super::{MESSAGES_KEPT, SNAPSHOTS_AT_ONCE};
+use super::bus::{Bus, Carrier, Hub, left, lock};
+use super::direct::{MESSAGE_BYTES_MAX, Outbox, is_pool_name};
+use super::meters::RefusalReason;
 use crate::settings::Secret;
 
 /// Interval of pings, which detect a broken connection after two of them.
@@ -51,64 +48,45 @@ pub(in crate::replicas) struct NatsOptions {
     pub(in crate::replicas) tls: Option<[PathBuf; 3]>,
 }
 
-/// A running transport by NATS. Dropping it closes its connection.
-pub(in crate::replicas) struct NatsBus {
-    shared: Arc<NatsState>,
-    tasks: Mutex<JoinSet<()>>,
-}
+/// A running transport by NATS.
+pub(in crate::replicas) type NatsBus = Bus<NatsState>;
 
 /// State of all tasks.
-struct NatsState {
-    life: ReplicaLife,
+pub(in crate::replicas) struct NatsState {
+    hub: Hub,
     sealer: Sealer,
-    meters: ReplicaMeters,
-    incoming: broadcast::Sender<ReplicaMessage>,
-    members: watch::Sender<Arc<[ReplicaMember]>>,
     known: Mutex<BTreeMap<ReplicaId, NatsMember>>,
     sequences: Mutex<Sequences>,
     /// Queued messages, each after its subject.
     outbox: Outbox,
-    source: RwLock<Option<Arc<dyn SnapshotSource>>>,
-    snapshots: Semaphore,
     /// The latest object of each pool.
     objects: Mutex<BTreeMap<String, String>>,
-    is_serving: watch::Sender<bool>,
-    is_leaving: watch::Sender<bool>,
     client: OnceLock<Client>,
+}
+
+impl Deref for NatsState {
+    type Target = Hub;
+
+    fn deref(&self) -> &Hub {
+        &self.hub
+    }
 }
 
 impl NatsBus {
     /// Starts to connect in the background. The address must be valid.
     pub(in crate::replicas) fn start(options: NatsOptions) -> Self {
         let shared = Arc::new(NatsState {
-            life: options.life,
+            hub: Hub::new(options.life),
             sealer: Sealer::new(options.life, options.key.as_ref()),
-            meters: ReplicaMeters::new(),
-            incoming: broadcast::Sender::new(MESSAGES_KEPT),
-            members: watch::Sender::new(Arc::from([])),
             known: Mutex::default(),
             sequences: Mutex::default(),
             outbox: Outbox::default(),
-            source: RwLock::default(),
-            snapshots: Semaphore::new(SNAPSHOTS_AT_ONCE),
             objects: Mutex::default(),
-            is_serving: watch::Sender::new(false),
-            is_leaving: watch::Sender::new(false),
             client: OnceLock::new(),
         });
         let mut tasks = JoinSet::new();
         tasks.spawn(run(Arc::clone(&shared), options.url, options.tls));
-        Self { shared, tasks: Mutex::new(tasks) }
-    }
-
-    /// Sends queued messages for at most one second, and leaves the members.
-    pub(in crate::replicas) async fn leave(&self) {
-        self.shared.is_leaving.send_replace(true);
-        let mut tasks = std::mem::take(&mut *lock(&self.tasks));
-        if timeout(LEAVE_TIMEOUT, tasks.join_next()).await.is_err() {
-            tracing::warn!("connection to NATS closed with unsent messages");
-        }
-        self.shared.members.send_replace(Arc::from([]));
+        Self::new(shared, tasks)
     }
 }
 
@@ -261,45 +239,24 @@ fn now_ms() -> u64 {
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
-impl ReplicaBus for NatsBus {
-    fn life(&self) -> ReplicaLife {
-        self.shared.life
-    }
+impl Carrier for NatsState {
+    const UNSENT: &'static str = "connection to NATS closed with unsent messages";
 
     fn publish(&self, pool: &Arc<str>, topic: ReplicaTopic, payload: Bytes) {
         let is_short = payload.len() + OVERHEAD_BYTES <= MESSAGE_BYTES_MAX && is_pool_name(pool);
-        let is_connected = self.shared.client.get().is_some_and(|client| client.connection_state() == State::Connected);
-        if !is_short || !is_connected || *self.shared.is_leaving.borrow() {
-            self.shared.meters.dropped.increment(1);
+        let is_connected = self.client.get().is_some_and(|client| client.connection_state() == State::Connected);
+        if !is_short || !is_connected || *self.is_leaving.borrow() {
+            self.meters.dropped.increment(1);
             return;
         }
         let subject = subject::message(pool, topic);
-        let message = self.shared.seal(&subject, &payload);
-        let dropped = self.shared.outbox.push(entry(&subject, &message));
-        self.shared.meters.dropped.increment(dropped);
+        let message = self.seal(&subject, &payload);
+        let dropped = self.outbox.push(entry(&subject, &message));
+        self.meters.dropped.increment(dropped);
     }
 
-    fn subscribe(&self) -> broadcast::Receiver<ReplicaMessage> {
-        self.shared.incoming.subscribe()
-    }
-
-    fn members(&self) -> watch::Receiver<Arc<[ReplicaMember]>> {
-        self.shared.members.subscribe()
-    }
-
-    fn fetch(&self, from: ReplicaId, pool: Arc<str>) -> BusFuture<'_, Result<Bytes, FetchError>> {
-        Box::pin(async move {
-            let fetched = snapshots::fetch(&self.shared, from, &pool).await;
-            fetched.map_err(|reason| FetchError { from, pool: pool.to_string(), reason })
-        })
-    }
-
-    fn serve_snapshots(&self, source: Arc<dyn SnapshotSource>) {
-        *self.shared.source.write().unwrap_or_else(PoisonError::into_inner) = Some(source);
-    }
-
-    fn set_serving(&self, is_serving: bool) {
-        self.shared.is_serving.send_if_modified(|known| std::mem::replace(known, is_serving) != is_serving);
+    fn fetch(&self, from: ReplicaId, pool: &Arc<str>) -> impl Future<Output = Result<Bytes, String>> + Send {
+        snapshots::fetch(self, from, pool)
     }
 
     fn store(&self) -> Option<&dyn SnapshotStore> {
@@ -307,25 +264,19 @@ impl ReplicaBus for NatsBus {
     }
 }
 
-impl SnapshotStore for NatsBus {
+impl SnapshotStore for NatsState {
     fn put(&self, pool: Arc<str>, snapshot: Bytes) -> BusFuture<'_, Result<(), StoreError>> {
         Box::pin(async move {
-            let stored = snapshots::store_latest(&self.shared, &pool, &snapshot).await;
+            let stored = snapshots::store_latest(self, &pool, &snapshot).await;
             stored.map_err(|reason| StoreError { pool: pool.to_string(), reason })
         })
     }
 
     fn get(&self, pool: Arc<str>) -> BusFuture<'_, Result<Option<Bytes>, StoreError>> {
         Box::pin(async move {
-            let read = snapshots::read_latest(&self.shared, &pool).await;
+            let read = snapshots::read_latest(self, &pool).await;
             read.map_err(|reason| StoreError { pool: pool.to_string(), reason })
         })
-    }
-}
-
-impl fmt::Debug for NatsBus {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("NatsBus").field("life", &self.shared.life).finish_non_exhaustive()
     }
 }
 

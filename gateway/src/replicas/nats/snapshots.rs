@@ -5,7 +5,7 @@
 //!
 //! The latest snapshot of each pool is another object, in an envelope, for replicas that start while no other one serves.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_nats::connection::State;
@@ -23,7 +23,7 @@ use tokio::time::timeout;
 
 use super::envelope::OVERHEAD_BYTES;
 use super::{NatsState, lock, now_ms, subject};
-use crate::replicas::direct::{FETCH_TIMEOUT, SNAPSHOT_BYTES_MAX};
+use crate::replicas::bus::{FETCH_TIMEOUT, SNAPSHOT_BYTES_MAX};
 
 const BUCKET: &str = "pointsman-snapshots-v1";
 
@@ -46,27 +46,24 @@ pub(super) async fn fetch(shared: &NatsState, from: ReplicaId, pool: &str) -> Re
     let client = shared.client.get().filter(|_| shared.is_member(from)).ok_or("it is not connected")?;
     let subject = subject::fetch(from);
     let request = Request::new().payload(shared.seal(&subject, pool.as_bytes())).timeout(Some(FETCH_TIMEOUT));
-    let fetched = async {
-        let reply = client.send_request(subject, request).await.map_err(|error| error.to_string())?;
-        let envelope = shared.sealer.open(&reply.subject, &reply.payload, now_ms());
-        let envelope = envelope.map_err(|(_, detail)| format!("the reply is refused: {detail}"))?;
-        if envelope.from.replica != from {
-            return Err("the reply is of another replica".to_owned());
+    let reply = client.send_request(subject, request).await.map_err(|error| error.to_string())?;
+    let envelope = shared.sealer.open(&reply.subject, &reply.payload, now_ms());
+    let envelope = envelope.map_err(|(_, detail)| format!("the reply is refused: {detail}"))?;
+    if envelope.from.replica != from {
+        return Err("the reply is of another replica".to_owned());
+    }
+    let content = envelope.content.slice(envelope.content.len().min(1)..);
+    match envelope.content.first() {
+        Some(&INLINE) => Ok(content),
+        Some(&OBJECT) if content.len() > SHA256_OUTPUT_LEN => {
+            let name = String::from_utf8_lossy(&content[SHA256_OUTPUT_LEN..]).into_owned();
+            let snapshot = read(client, &name).await?;
+            let is_same = digest(&SHA256, &snapshot).as_ref() == &content[..SHA256_OUTPUT_LEN];
+            if is_same { Ok(snapshot) } else { Err(format!("the object {name:?} differs from its digest")) }
         }
-        let content = envelope.content.slice(envelope.content.len().min(1)..);
-        match envelope.content.first() {
-            Some(&INLINE) => Ok(content),
-            Some(&OBJECT) if content.len() > SHA256_OUTPUT_LEN => {
-                let name = String::from_utf8_lossy(&content[SHA256_OUTPUT_LEN..]).into_owned();
-                let snapshot = read(client, &name).await?;
-                let is_same = digest(&SHA256, &snapshot).as_ref() == &content[..SHA256_OUTPUT_LEN];
-                if is_same { Ok(snapshot) } else { Err(format!("the object {name:?} differs from its digest")) }
-            }
-            Some(&FAILED) => Err(String::from_utf8_lossy(&content).into_owned()),
-            _ => Err("the reply is malformed".to_owned()),
-        }
-    };
-    timeout(FETCH_TIMEOUT, fetched).await.map_err(late)?
+        Some(&FAILED) => Err(String::from_utf8_lossy(&content).into_owned()),
+        _ => Err("the reply is malformed".to_owned()),
+    }
 }
 
 /// The object of this name.
@@ -167,13 +164,7 @@ async fn reply(shared: &NatsState, client: &Client, request: Message) {
 
 /// The content of a reply. Uploads a long snapshot.
 async fn prepare(shared: &NatsState, client: &Client, pool: &str) -> Result<Vec<u8>, String> {
-    let _permit = shared.snapshots.acquire().await;
-    let source = shared.source.read().unwrap_or_else(PoisonError::into_inner).clone();
-    let absent = "it has no warm index of this pool";
-    let snapshot = source.ok_or(absent)?.snapshot(pool).await.ok_or(absent)?;
-    if snapshot.len() as u64 > SNAPSHOT_BYTES_MAX {
-        return Err("the snapshot is longer than 1 GiB".to_owned());
-    }
+    let (_permit, snapshot) = shared.snapshot(pool).await.map_err(|refusal| refusal.reason().to_owned())?;
     if snapshot.len() <= INLINE_BYTES_MAX {
         return Ok([&[INLINE], &snapshot[..]].concat());
     }
