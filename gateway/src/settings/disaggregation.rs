@@ -3,61 +3,41 @@
 use pointsman::RouterConfig;
 use pointsman::config::IndexConfig;
 use pointsman::disagg::{DisaggConfig, SkipPolicy};
-use serde::{Deserialize, Serialize};
 
 use super::rules::Rules;
+use super::table::{Declared as _, settings};
 use super::{ModelSettings, Settings};
 use crate::formats::handover::Protocol;
 
-/// `[models.disaggregation]`: the workers of this model decode, those of another model compute its prompts.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct DisaggregationSettings {
-    /// Name of the model with the prefill workers. Clients cannot request it.
-    pub prefill: String,
-    /// Transfer protocol between the engines.
-    pub protocol: Protocol,
-    /// Port at which KV transfers start, of workers without `transfer_port`: the bootstrap server of prefill workers
-    /// (SGLang, Mooncake), or the KV port of rank 0 of all workers (P2P NCCL).
-    pub transfer_port: u32,
-    /// Maximum number of prefill ranks per request.
-    pub prefill_attempts_max: u32,
-    /// Whether a prefill rank reads the blocks of the previous turn of a session from its decode rank. Requires
-    /// `bidirectional_kv_xfer` of vLLM's NIXL connector.
-    pub bidirectional: bool,
-    /// Whether a decode rank computes the prompt if no prefill rank does. Not with SGLang.
-    pub fallback: bool,
-    /// Whether `skip_policy` may keep a prefill on the decode rank. Not with SGLang.
-    pub skip: bool,
-    /// Condition for it.
-    pub skip_policy: SkipPolicy,
-    /// Limit of short prompts, in tokens that are not cached on the decode rank.
-    pub skip_tokens_max: u32,
-    /// The same limit as a share of the prompt.
-    pub skip_ratio_max: f64,
-    /// Busy limit of a prefill rank: tokens to compute as a share of its `max_num_batched_tokens`.
-    pub prefill_busy_frac: Option<f64>,
-    /// Limit of active blocks on a decode rank that also prefills, as a share of its blocks.
-    pub decode_busy_frac: Option<f64>,
-}
-
-impl Default for DisaggregationSettings {
-    fn default() -> Self {
-        let skip = DisaggConfig::default();
-        Self {
-            prefill: String::new(),
-            protocol: Protocol::default(),
-            transfer_port: 8998,
-            prefill_attempts_max: 3,
-            bidirectional: false,
-            fallback: true,
-            skip: false,
-            skip_policy: skip.policy,
-            skip_tokens_max: skip.effective_isl_tokens_max,
-            skip_ratio_max: skip.effective_isl_ratio_max,
-            prefill_busy_frac: skip.prefill_busy_frac,
-            decode_busy_frac: skip.decode_busy_frac,
-        }
+settings! {
+    /// `[models.disaggregation]`: the workers of this model decode, those of another model compute its prompts.
+    pub struct DisaggregationSettings {
+        /// Name of the model with the prefill workers. Clients cannot request it.
+        prefill: String;
+        /// Transfer protocol between the engines.
+        protocol: Protocol;
+        /// Port at which KV transfers start, of workers without `transfer_port`: the bootstrap server of prefill workers
+        /// (SGLang, Mooncake), or the KV port of rank 0 of all workers (P2P NCCL).
+        transfer_port: u32 = 8998, in 1..=65_535;
+        /// Maximum number of prefill ranks per request.
+        prefill_attempts_max: u32 = 3, in 1..=16;
+        /// Whether a prefill rank reads the blocks of the previous turn of a session from its decode rank. Requires
+        /// `bidirectional_kv_xfer` of vLLM's NIXL connector.
+        bidirectional: bool;
+        /// Whether a decode rank computes the prompt if no prefill rank does. Not with SGLang.
+        fallback: bool = true;
+        /// Whether `skip_policy` may keep a prefill on the decode rank. Not with SGLang.
+        skip: bool;
+        /// Condition for it.
+        skip_policy: SkipPolicy = DisaggConfig::default().policy;
+        /// Limit of short prompts, in tokens that are not cached on the decode rank.
+        skip_tokens_max: u32 = DisaggConfig::default().effective_isl_tokens_max;
+        /// The same limit as a share of the prompt.
+        skip_ratio_max: f64 = DisaggConfig::default().effective_isl_ratio_max;
+        /// Busy limit of a prefill rank: tokens to compute as a share of its `max_num_batched_tokens`.
+        prefill_busy_frac: Option<f64> = DisaggConfig::default().prefill_busy_frac;
+        /// Limit of active blocks on a decode rank that also prefills, as a share of its blocks.
+        decode_busy_frac: Option<f64> = DisaggConfig::default().decode_busy_frac;
     }
 }
 
@@ -81,22 +61,20 @@ impl DisaggregationSettings {
         u16::try_from(self.transfer_port).unwrap_or_default()
     }
 
-    pub(super) fn check(&self, path: &str, own_name: &str, settings: &Settings, rules: &mut Rules) {
-        let at = |name: &str| format!("{path}.{name}");
+    pub(super) fn check(&self, own_name: &str, settings: &Settings, rules: &mut Rules) {
         let prefill = settings.models.iter().find(|model| model.name == self.prefill);
-        rules.text(at("prefill"), &self.prefill, prefill.is_some(), "the name of a model");
+        rules.text("prefill", &self.prefill, prefill.is_some(), "the name of a model");
         let is_plain = prefill.is_none_or(|model| model.disaggregation.is_none());
-        rules.text(at("prefill"), &self.prefill, is_plain, "a model without disaggregation");
+        rules.text("prefill", &self.prefill, is_plain, "a model without disaggregation");
         let owners = settings.models.iter().filter(|model| model.prefill_model() == Some(self.prefill.as_str()));
         let first = owners.map(|model| model.name.as_str()).next().unwrap_or(own_name);
         let rule = format!("a model other than that of {first:?}");
-        rules.text(at("prefill"), &self.prefill, first == own_name, rule);
+        rules.text("prefill", &self.prefill, first == own_name, rule);
         let has_aliases = prefill.is_some_and(|model| !model.aliases.is_empty());
-        rules.text(at("prefill"), &self.prefill, !has_aliases, "a model without aliases: clients cannot request it");
-        rules.range(at("transfer_port"), self.transfer_port, 1, u64::from(u16::MAX));
-        rules.range(at("prefill_attempts_max"), self.prefill_attempts_max, 1, 16);
+        rules.text("prefill", &self.prefill, !has_aliases, "a model without aliases: clients cannot request it");
+        self.check_ranges(rules);
         let holds = !self.bidirectional || self.protocol == Protocol::VllmNixl;
-        rules.check(at("bidirectional"), self.bidirectional, holds, "false unless protocol is vllm_nixl");
+        rules.check("bidirectional", self.bidirectional, holds, "false unless protocol is vllm_nixl");
         let names = [
             ("effective_isl_ratio_max", "skip_ratio_max"),
             ("prefill_busy_frac", "prefill_busy_frac"),
@@ -105,7 +83,7 @@ impl DisaggregationSettings {
         let conditions = DisaggConfig { enabled: self.skip, ..self.conditions() };
         for error in conditions.validate().err().into_iter().flat_map(|errors| errors.0) {
             let name = names.iter().find(|(field, _)| *field == error.field).map_or("skip", |(_, name)| *name);
-            rules.check(at(name), error.value, false, error.rule.replace("policy", "skip_policy"));
+            rules.check(name, error.value, false, error.rule.replace("policy", "skip_policy"));
         }
     }
 }

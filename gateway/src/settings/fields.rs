@@ -5,9 +5,7 @@
 use std::fmt;
 use std::iter::once;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::LazyLock;
 
-use pointsman::RouterConfig;
 use pointsman::policy::Policy;
 use pointsman::policy::PolicyConfig;
 use serde::de::value::{Error, MapDeserializer};
@@ -49,17 +47,11 @@ pub(super) enum FieldKind {
 const POLICY: &str = "the name of a policy, or a table with its name and settings";
 
 /// The settings of `T` in the order of their declaration, those of nested structs by path, as `index.shards`; none if `T`
-/// is not a struct. Allocates the paths for the life of the process, so use [`router_fields`] for the router.
+/// is not a struct. Allocates the paths for the life of the process.
 pub(super) fn fields_of<T: DeserializeOwned>() -> Vec<Field> {
     let mut fields = Vec::new();
     collect::<T>(&[], &mut fields);
     fields
-}
-
-/// The settings of [`RouterConfig`].
-pub(super) fn router_fields() -> Vec<Field> {
-    static FIELDS: LazyLock<Vec<Field>> = LazyLock::new(fields_of::<RouterConfig>);
-    FIELDS.clone()
 }
 
 /// Adds the settings of the struct at `path` within `T`.
@@ -68,7 +60,7 @@ fn collect<T: DeserializeOwned>(path: &[&'static str], fields: &mut Vec<Field>) 
         let path = [path, &[name]].concat();
         match probe::<T>(&path).kind {
             FieldKind::Nested => collect::<T>(&path, fields),
-            FieldKind::Policy => fields.extend(policy_fields()),
+            FieldKind::Policy => fields.extend(policy_fields(&path.join("."))),
             kind if path.len() == 1 => fields.push(Field { name, kind }),
             kind => fields.push(Field { name: path.join(".").leak(), kind }),
         }
@@ -84,14 +76,11 @@ fn probe<'de, T: Deserialize<'de>>(path: &[&'static str]) -> Found {
 }
 
 /// The name of the policy, and the settings of all policies, each once.
-fn policy_fields() -> Vec<Field> {
-    let mut fields = vec![Field { name: "policy.name", kind: probe::<Policy>(&[]).kind }];
-    for policy in Policy::ALL {
-        for setting in settings_of(policy) {
-            let name = format!("policy.{setting}");
-            if fields.iter().all(|field| field.name != name) {
-                fields.push(Field { name: name.leak(), kind: FieldKind::Number });
-            }
+fn policy_fields(path: &str) -> Vec<Field> {
+    let mut fields = vec![Field { name: format!("{path}.name").leak(), kind: probe::<Policy>(&[]).kind }];
+    for name in Policy::ALL.into_iter().flat_map(settings_of).map(|setting| format!("{path}.{setting}")) {
+        if fields.iter().all(|field| field.name != name) {
+            fields.push(Field { name: name.leak(), kind: FieldKind::Number });
         }
     }
     fields
@@ -103,24 +92,27 @@ fn settings_of(policy: Policy) -> impl Iterator<Item = String> {
     table.into_iter().map(|(name, _)| name).filter(|name| name != "name")
 }
 
-/// The policies that have a setting such as `policy.temperature`.
+/// The policies that have a setting such as `router.policy.temperature`.
 pub(super) fn policies_with(name: &str) -> impl Iterator<Item = Policy> {
-    let setting = name.strip_prefix("policy.").filter(|setting| *setting != "name").map(str::to_owned);
+    let setting = name.strip_prefix("router.policy.").filter(|setting| *setting != "name").map(str::to_owned);
     let has =
         move |policy: &Policy| setting.as_ref().is_some_and(|setting| settings_of(*policy).any(|own| own == *setting));
     Policy::ALL.into_iter().filter(has)
 }
 
 impl Field {
-    /// The end of the name of its variable, which is also that of `policy` for the name of the policy.
+    /// The name in a variable, which is also that of `policy` for the name of the policy.
     pub(super) fn variable(&self) -> String {
-        let name = if self.name == "policy.name" { "policy" } else { self.name };
-        name.replace('.', "_").to_ascii_uppercase()
+        self.short().replace('.', "_").to_ascii_uppercase()
     }
 
     /// Whether a flag or a key of the file means this setting: by its name, or `policy` for the name of the policy.
     pub(super) fn is_named(&self, name: &str) -> bool {
-        self.name == name || (self.name == "policy.name" && name == "policy")
+        self.name == name || self.short() == name
+    }
+
+    fn short(&self) -> &'static str {
+        self.name.strip_suffix(".name").unwrap_or(self.name)
     }
 }
 
@@ -270,12 +262,14 @@ impl<'de> Deserializer<'de> for Probe<'_> {
 
 #[cfg(test)]
 mod tests {
+    use pointsman::RouterConfig;
+
     use super::*;
     use crate::settings::section::flattened;
     use crate::settings::{AdminSettings, GatewaySettings};
 
     fn kind(name: &str) -> FieldKind {
-        router_fields().into_iter().find(|field| field.name == name).expect("a field").kind
+        fields_of::<RouterConfig>().into_iter().find(|field| field.name == name).expect("a field").kind
     }
 
     #[test]
@@ -316,7 +310,7 @@ mod tests {
     fn only_lists_have_no_variable() {
         let defaults = toml::Table::try_from(RouterConfig::default()).expect("the defaults serialize");
         let defaults = flattened(defaults);
-        for Field { name, kind } in router_fields() {
+        for Field { name, kind } in fields_of::<RouterConfig>() {
             let is_list = defaults.get(name).is_some_and(Value::is_array);
             assert_eq!(kind == FieldKind::Structured, is_list, "{name} needs a kind or a documented type");
         }

@@ -4,31 +4,33 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::rules::{Rules, is_object_name};
+use super::rules::{NOT_BUILT, Rules, is_object_name};
+use super::table::{Declared as _, settings};
 
 /// Maximum number of target ports of an InferencePool.
 const PORTS_MAX: usize = 8;
 
-/// `[models.kubernetes]`: pods of one namespace as workers of a model.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct KubernetesSettings {
-    /// Namespace of the pods. Default: that of the kubeconfig context or of the service account.
-    pub namespace: Option<String>,
-    /// Label selector of the pods, in the notation of `kubectl --selector`.
-    pub selector: Option<String>,
-    /// Ports for requests of the selected pods. Port `n` serves data-parallel rank `n`.
-    pub ports: Vec<u16>,
-    /// Name of an InferencePool (`inference.networking.k8s.io/v1`), which has selector and ports.
-    pub inference_pool: Option<String>,
-    /// Role of the pods by the label `llm-d.ai/role`. Default: pods of all roles.
-    pub role: Option<PodRoleChoice>,
-    /// Port of the KV event publisher of rank 0, for pods without annotation. Default: as probed.
-    pub kv_events_port: Option<u32>,
-    /// Port of the KV event replay socket of rank 0, for pods without annotation.
-    pub kv_replay_port: Option<u32>,
-    /// Kubeconfig file of the API server. Default: `KUBECONFIG`, `~/.kube/config`, then the service account of the pod.
-    pub kubeconfig_file: Option<PathBuf>,
+settings! {
+    /// `[models.kubernetes]`: pods of one namespace as workers of a model.
+    #[derive(Eq)]
+    pub struct KubernetesSettings {
+        /// Namespace of the pods. Default: that of the kubeconfig context or of the service account.
+        namespace: Option<String>;
+        /// Label selector of the pods, in the notation of `kubectl --selector`.
+        selector: Option<String>;
+        /// Ports for requests of the selected pods. Port `n` serves data-parallel rank `n`.
+        ports: Vec<u16>;
+        /// Name of an InferencePool (`inference.networking.k8s.io/v1`), which has selector and ports.
+        inference_pool: Option<String>;
+        /// Role of the pods by the label `llm-d.ai/role`. Default: pods of all roles.
+        role: Option<PodRoleChoice>;
+        /// Port of the KV event publisher of rank 0, for pods without annotation. Default: as probed.
+        kv_events_port: Option<u32>, in 1..=65_535;
+        /// Port of the KV event replay socket of rank 0, for pods without annotation.
+        kv_replay_port: Option<u32>, in 1..=65_535;
+        /// Kubeconfig file of the API server. Default: `KUBECONFIG`, `~/.kube/config`, then the service account of the pod.
+        kubeconfig_file: Option<PathBuf>;
+    }
 }
 
 /// Role of pods in disaggregated serving.
@@ -42,33 +44,25 @@ pub enum PodRoleChoice {
 }
 
 impl KubernetesSettings {
-    pub(super) fn check(&self, path: &str, rules: &mut Rules) {
-        if !cfg!(feature = "kubernetes") {
-            let rule = "absent: this program was built without the feature kubernetes";
-            rules.check(path, "present", false, rule);
-        }
+    pub(super) fn check(&self, rules: &mut Rules) {
+        rules.check("", "present", cfg!(feature = "kubernetes"), NOT_BUILT);
         let has_one = self.selector.is_some() != self.inference_pool.is_some();
-        rules.check(path, self.selection(), has_one, "given either selector or inference_pool");
+        rules.check("", self.selection(), has_one, "given either selector or inference_pool");
         for (name, value) in [("namespace", &self.namespace), ("inference_pool", &self.inference_pool)] {
-            let Some(value) = value else { continue };
-            rules.text(format!("{path}.{name}"), value, is_object_name(value), "the name of a Kubernetes object");
+            rules.given(name, value.as_ref(), is_object_name, "the name of a Kubernetes object");
         }
         let ports = self.ports.len();
-        if self.selector.is_some() {
-            let rule = "1 to 8 different ports with selector";
-            let is_valid = (1..=PORTS_MAX).contains(&ports) && self.has_distinct_ports();
-            rules.check(format!("{path}.ports"), format!("{:?}", self.ports), is_valid, rule);
-        } else {
-            let rule = "absent without selector: an InferencePool has its own ports";
-            rules.check(format!("{path}.ports"), format!("{:?}", self.ports), ports == 0, rule);
-        }
-        for (name, port) in [("kv_events_port", self.kv_events_port), ("kv_replay_port", self.kv_replay_port)] {
-            let Some(port) = port else { continue };
-            rules.range(format!("{path}.{name}"), port, 1, u64::from(u16::MAX));
-        }
+        let (is_valid, rule) = match &self.selector {
+            Some(_) => {
+                ((1..=PORTS_MAX).contains(&ports) && self.has_distinct_ports(), "1 to 8 different ports with selector")
+            }
+            None => (ports == 0, "absent without selector: an InferencePool has its own ports"),
+        };
+        rules.check("ports", format!("{:?}", self.ports), is_valid, rule);
+        self.check_ranges(rules);
         let has_events = self.kv_replay_port.is_none() || self.kv_events_port.is_some();
         let replay = self.kv_replay_port.unwrap_or_default();
-        rules.check(format!("{path}.kv_replay_port"), replay, has_events, "absent without kv_events_port");
+        rules.check("kv_replay_port", replay, has_events, "absent without kv_events_port");
     }
 
     fn selection(&self) -> &'static str {

@@ -7,24 +7,61 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 
 use pointsman::RouterConfig;
+use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use super::error::{LoadError, LoadErrors, nearest};
-use super::fields::{Field, fields_of, router_fields};
-use super::model_section::{ModelFields, ModelSections, not_a, policy_in_force, read_workers};
-use super::section::{Origin, Section};
+use super::fields::Field;
+use super::section::{Origin, Schema, Section, not_a};
 use super::{
     AdminSettings, GatewaySettings, LogFormat, ModelSettings, PickerSettings, ReplicasSettings, SettingError, Settings,
-    TenantSettings, TokensSettings,
+    TenantSettings,
 };
 
-/// Top-level tables of the file.
-const TABLES: [&str; 7] = ["gateway", "admin", "picker", "replicas", "router", "models", "tenants"];
+/// The tables of the file that appear once.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+struct Root {
+    gateway: GatewaySettings,
+    admin: Option<AdminSettings>,
+    picker: Option<PickerSettings>,
+    replicas: Option<ReplicasSettings>,
+    router: RouterConfig,
+}
 
-/// Sections of flags. The last two are those of the model on the command line.
-const FLAG_SECTIONS: [&str; 7] = ["gateway", "admin", "picker", "replicas", "router", "tokens", "model"];
+static ROOT: LazyLock<Schema> = LazyLock::new(|| {
+    Schema::of::<Root>(
+        "gateway, admin, picker, replicas, router, models or tenants",
+        &["gateway", "admin", "picker", "replicas", "router", "models", "tenants"],
+        &[
+            ("gateway.", "[gateway]", ""),
+            ("admin.", "[admin]", "# [admin] is not set: operators cannot connect"),
+            ("picker.", "[picker]", "# [picker] is not set: there is no endpoint picker"),
+            ("replicas.", "[replicas]", "# [replicas] is not set: this gateway is the only one"),
+            ("router.", "[router]", ""),
+        ],
+    )
+});
+
+static MODEL: LazyLock<Schema> = LazyLock::new(|| {
+    Schema::of::<ModelSettings>(
+        "the name of a setting",
+        &["router", "tokens", "kubernetes", "disaggregation"],
+        &[
+            ("", "[[models]]", ""),
+            ("kubernetes.", "[models.kubernetes]", ""),
+            ("disaggregation.", "[models.disaggregation]", ""),
+            ("router.", "[models.router]                              # over [router]", ""),
+            ("tokens.", "[models.tokens]", ""),
+        ],
+    )
+});
+
+static TENANT: LazyLock<Schema> =
+    LazyLock::new(|| Schema::of::<TenantSettings>("the name of a setting", &[], &[("", "[[tenants]]", "")]));
 
 /// Sources of settings.
 ///
@@ -85,15 +122,8 @@ impl Sources {
     /// is invalid.
     #[must_use]
     pub fn log_format(&self) -> LogFormat {
-        let flag = self.flags.iter().rev().find(|flag| flag.setting == "gateway.log_format");
-        let variable = || self.variables.iter().find(|(name, _)| name == "POINTSMAN_GATEWAY_LOG_FORMAT");
-        let file = || {
-            let table: Table = self.file.as_ref()?.text.parse().ok()?;
-            Some(table.get("gateway")?.get("log_format")?.as_str()?.to_owned())
-        };
-        let given =
-            flag.map(|flag| flag.value.clone()).or_else(|| variable().map(|(_, value)| value.clone())).or_else(file);
-        if given.as_deref() == Some("json") { LogFormat::Json } else { LogFormat::Text }
+        let loading = self.clone().read();
+        if loading.sections.root.text("gateway.log_format") == Some("json") { LogFormat::Json } else { LogFormat::Text }
     }
 
     /// Loads all sources.
@@ -101,6 +131,10 @@ impl Sources {
     /// # Errors
     /// All problems of file, variables, flags and the resulting values.
     pub fn load(self) -> Result<Loaded, LoadErrors> {
+        self.read().finish()
+    }
+
+    fn read(self) -> Loading {
         let mut loading = Loading::default();
         if let Some(file) = &self.file {
             loading.read_file(file);
@@ -109,123 +143,89 @@ impl Sources {
         for (variable, value) in BTreeMap::from_iter(self.variables) {
             loading.read_variable(variable, &value, &self.directory);
         }
+        let has_model = self.model.is_some();
         if let Some((name, worker_urls)) = self.model {
-            let n = loading.sections.models.len();
-            let mut model = ModelSections::new(n);
-            model.own.insert("name", Value::from(name), Origin::Flag("--model".to_owned()));
-            model.own.insert("worker_urls", Value::from(worker_urls), Origin::Flag("--worker".to_owned()));
+            let mut model = loading.sections.new_model();
+            for (setting, value, flag) in
+                [("name", Value::from(name), "--model"), ("worker_urls", Value::from(worker_urls), "--worker")]
+            {
+                let field = MODEL.field(setting).expect("a setting of models");
+                model.give(field, Some(value), Origin::Flag(flag.to_owned()), &self.directory);
+            }
             loading.sections.models.push(model);
-            loading.flag_model = Some(n);
         }
         for flag in self.flags {
-            loading.read_flag(&flag, &self.directory);
+            loading.read_flag(&flag, has_model, &self.directory);
         }
-        loading.finish()
+        loading
     }
 }
 
-/// Fields of a section that variables and flags can set; none for an unknown section.
-fn simple_fields(section: &str) -> Vec<Field> {
-    match section {
-        "gateway" => fields_of::<GatewaySettings>(),
-        "admin" => fields_of::<AdminSettings>(),
-        "picker" => fields_of::<PickerSettings>(),
-        "replicas" => fields_of::<ReplicasSettings>(),
-        "router" => router_fields(),
-        "tokens" => fields_of::<TokensSettings>(),
-        "model" => {
-            // The others have flags of their own.
-            let is_settable = |field: &Field| !matches!(field.name, "name" | "worker_urls");
-            fields_of::<ModelFields>().into_iter().filter(is_settable).collect()
-        }
-        _ => Vec::new(),
+/// A setting on the command line by its section and name: `models.tokens.source` is `tokens.source`.
+fn canonical(setting: &str) -> String {
+    match setting.strip_prefix("models.").or_else(|| setting.strip_prefix("model.")) {
+        Some(name) if name.starts_with("router.") || name.starts_with("tokens.") => name.to_owned(),
+        Some(name) => format!("model.{name}"),
+        None => setting.to_owned(),
     }
 }
 
-/// Section and name of a setting on the command line: `model.tokens.source` is `tokens.source`.
-fn section_and_name(setting: &str) -> (&str, &str) {
-    let (section, name) = setting.split_once('.').unwrap_or((setting, ""));
-    match (section, name.split_once('.')) {
-        ("model" | "models", Some((section @ ("router" | "tokens"), name))) => (section, name),
-        ("models", _) => ("model", name),
-        _ => (section, name),
-    }
+/// The settings that flags can set, with their names.
+fn flag_fields() -> impl Iterator<Item = (String, Field)> {
+    // Name and addresses have flags of their own.
+    let of_model = MODEL.fields.iter().filter_map(|field| match field.name {
+        "name" | "worker_urls" => None,
+        name if name.starts_with("tokens.") => Some((name.to_owned(), *field)),
+        name => (!name.contains('.')).then(|| (format!("model.{name}"), *field)),
+    });
+    ROOT.fields.iter().map(|field| (field.name.to_owned(), *field)).chain(of_model)
 }
 
 /// The most similar setting: of this section, else of any.
-fn nearest_setting(section: &str, name: &str) -> Option<String> {
-    let fields = simple_fields(section);
-    if let Some(near) = nearest(name, fields.iter().map(|field| field.name)) {
-        return Some(format!("{section}.{near}"));
-    }
-    let name = if name.is_empty() { section } else { name };
-    let all: Vec<_> = FLAG_SECTIONS.into_iter().map(|section| (section, simple_fields(section))).collect();
-    let near = nearest(name, all.iter().flat_map(|(_, fields)| fields).map(|it| it.name))?;
-    let (section, _) = all.iter().find(|(_, fields)| fields.iter().any(|field| field.name == near))?;
-    Some(format!("{section}.{near}"))
+fn nearest_setting(setting: &str) -> Option<String> {
+    let (section, name) = setting.split_once('.').unwrap_or((setting, setting));
+    let all: Vec<String> = flag_fields().map(|(name, _)| name).collect();
+    let parts = || all.iter().filter_map(|known| known.split_once('.'));
+    let near = nearest(name, parts().filter(|(of, _)| *of == section).map(|(_, known)| known));
+    let near = near.map(|near| (section, near)).or_else(|| {
+        let near = nearest(name, parts().map(|(_, known)| known))?;
+        parts().find(|(_, known)| *known == near)
+    });
+    near.map(|(section, near)| format!("{section}.{near}"))
 }
 
 #[derive(Clone, Debug)]
 struct Sections {
-    gateway: Section,
-    /// Present once any setting of it is given.
-    admin: Option<Section>,
-    /// Present once any setting of it is given.
-    picker: Option<Section>,
-    replicas: Option<Section>,
-    router: Section,
-    models: Vec<ModelSections>,
+    root: Section,
+    models: Vec<Section>,
     tenants: Vec<Section>,
 }
 
 impl Default for Sections {
     fn default() -> Self {
-        Self {
-            gateway: Section::of::<GatewaySettings>("gateway"),
-            admin: None,
-            picker: None,
-            replicas: None,
-            router: Section::of_router("router"),
-            models: Vec::new(),
-            tenants: Vec::new(),
-        }
+        Self { root: Section::new("", &ROOT), models: Vec::new(), tenants: Vec::new() }
     }
 }
 
 impl Sections {
-    /// A section that variables and flags can set.
-    fn simple(&mut self, name: &str) -> Option<&mut Section> {
-        match name {
-            "gateway" => Some(&mut self.gateway),
-            "admin" => Some(self.admin.get_or_insert_with(|| Section::of::<AdminSettings>("admin"))),
-            "picker" => Some(self.picker.get_or_insert_with(|| Section::of::<PickerSettings>("picker"))),
-            "replicas" => Some(self.replicas.get_or_insert_with(|| Section::of::<ReplicasSettings>("replicas"))),
-            "router" => Some(&mut self.router),
-            _ => None,
-        }
+    fn new_model(&self) -> Section {
+        Section::new(format!("models[{}].", self.models.len()), &MODEL)
     }
 
     fn all(&self) -> impl Iterator<Item = &Section> {
-        let models = self.models.iter().flat_map(|model| {
-            let ModelSections { own, router, tokens, kubernetes, disaggregation } = model;
-            [own, router, tokens].into_iter().chain(kubernetes).chain(disaggregation)
-        });
-        [&self.gateway, &self.router]
-            .into_iter()
-            .chain(&self.admin)
-            .chain(&self.picker)
-            .chain(&self.replicas)
-            .chain(models)
-            .chain(&self.tenants)
+        [&self.root].into_iter().chain(&self.models).chain(&self.tenants)
     }
 
-    /// Section and field of a setting such as `models[0].router.queue.classes[1].name`.
-    fn find(&self, setting: &str) -> Option<(&Section, &'static str)> {
+    /// Section and field of a setting such as `models[0].router.queue.classes[1].name`: the place to change, as most
+    /// settings of a model's router come from the shared router section.
+    fn find<'a>(&'a self, setting: &'a str) -> Option<(&'a Section, &'static str, &'a str)> {
         self.all().find_map(|section| {
-            let rest = setting.strip_prefix(&section.path)?.strip_prefix('.')?;
+            let rest = setting.strip_prefix(&section.path)?;
+            let tail_of = |field: &Field| rest.strip_prefix(field.name);
             let is_part = |tail: &str| tail.is_empty() || tail.starts_with(['[', '.']);
-            let field = section.fields.iter().find(|field| rest.strip_prefix(field.name).is_some_and(is_part))?;
-            Some((section, field.name))
+            let field = section.schema.fields.iter().find(|field| tail_of(field).is_some_and(is_part))?;
+            let is_inherited = field.name.starts_with("router.") && !section.mentions(field.name);
+            Some((if is_inherited { &self.root } else { section }, field.name, &rest[field.name.len()..]))
         })
     }
 }
@@ -236,8 +236,6 @@ struct Loading {
     sections: Sections,
     /// Whether the file or a list in it could not be read, so that missing settings are unknown.
     is_partial: bool,
-    /// Position of the model on the command line.
-    flag_model: Option<usize>,
     problems: Vec<LoadError>,
 }
 
@@ -255,22 +253,12 @@ impl Loading {
         for (key, value) in tables {
             match (key.as_str(), value) {
                 ("models" | "tenants", Value::Array(elements)) => self.read_list(&key, elements, &file.directory),
-                ("gateway" | "admin" | "picker" | "replicas" | "router", Value::Table(table)) => {
-                    let section = self.sections.simple(&key).expect("section has a known name");
-                    section.read(table, &file.directory, &mut self.problems);
+                ("models" | "tenants", value) => self.refuse(key, &value, "a list of tables"),
+                (_, value) => {
+                    self.is_partial |= ROOT.tables.contains(&key.as_str()) && !value.is_table();
+                    let table = Table::from_iter([(key, value)]);
+                    self.sections.root.read("", table, &file.directory, &mut self.problems);
                 }
-                (name, value) if TABLES.contains(&name) => {
-                    let rule = if matches!(name, "models" | "tenants") { "a list of tables" } else { "a table" };
-                    self.problems.push(not_a(name, &value, rule));
-                    self.is_partial = true;
-                }
-                (name, _) => self.problems.push(LoadError::Unknown {
-                    what: "key",
-                    name: name.to_owned(),
-                    rule: "gateway, admin, picker, replicas, router, models or tenants",
-                    near: nearest(name, TABLES).map(str::to_owned),
-                    origin: Origin::File,
-                }),
             }
         }
     }
@@ -280,144 +268,99 @@ impl Loading {
             let table = match element {
                 Value::Table(table) => table,
                 other => {
-                    self.problems.push(not_a(&format!("{key}[{n}]"), &other, "a table"));
-                    self.is_partial = true;
+                    self.refuse(format!("{key}[{n}]"), &other, "a table");
                     Table::new()
                 }
             };
-            if key == "models" {
-                let mut model = ModelSections::new(n);
-                model.read(table, directory, &mut self.problems);
-                self.sections.models.push(model);
-            } else {
-                let mut tenant = Section::of::<TenantSettings>(format!("tenants[{n}]"));
-                tenant.read(table, directory, &mut self.problems);
-                self.sections.tenants.push(tenant);
-            }
+            let schema = if key == "models" { &MODEL } else { &TENANT };
+            let mut section = Section::new(format!("{key}[{n}]."), schema);
+            section.read("", table, directory, &mut self.problems);
+            let Sections { models, tenants, .. } = &mut self.sections;
+            let list = if key == "models" { models } else { tenants };
+            list.push(section);
         }
+    }
+
+    /// Refuses a part of the file that may have any setting.
+    fn refuse(&mut self, setting: String, value: &Value, rule: &str) {
+        self.problems.push(not_a(setting, value, rule));
+        self.is_partial = true;
     }
 
     fn read_variable(&mut self, variable: String, value: &str, directory: &Path) {
-        let parts = [
-            ("POINTSMAN_GATEWAY_", "gateway"),
-            ("POINTSMAN_ADMIN_", "admin"),
-            ("POINTSMAN_PICKER_", "picker"),
-            ("POINTSMAN_REPLICAS_", "replicas"),
-            ("POINTSMAN_ROUTER_", "router"),
-        ];
-        let part = parts.iter().find_map(|(prefix, section)| Some((*prefix, *section, variable.strip_prefix(prefix)?)));
-        let Some((prefix, section, setting)) = part else { return };
-        if is_of_a_service(setting) {
+        let Some(name) = variable.strip_prefix("POINTSMAN_") else { return };
+        let prefix = ROOT.tables.iter().map(|table| format!("{}_", table.to_ascii_uppercase()));
+        let known: Vec<(String, Field)> = ROOT.fields.iter().map(|field| (field.variable(), *field)).collect();
+        for prefix in prefix {
+            let Some(setting) = name.strip_prefix(&prefix) else { continue };
+            let settings = || known.iter().filter_map(|(name, field)| Some((name.strip_prefix(&prefix)?, *field)));
+            if settings().next().is_none() || is_of_a_service(setting) {
+                return;
+            }
+            let Some((_, field)) = settings().find(|(name, _)| *name == setting) else {
+                let near = nearest(setting, settings().map(|(name, _)| name));
+                let near = near.map(|near| format!("POINTSMAN_{prefix}{near}"));
+                self.problems.push(LoadError::UnknownVariable { variable, near });
+                return;
+            };
+            let origin = Origin::Environment(variable);
+            self.sections.root.read_text(field, value, origin, directory, &mut self.problems);
             return;
         }
-        let fields = simple_fields(section);
-        let Some(field) = fields.iter().find(|field| field.variable() == setting) else {
-            let known: Vec<String> = fields.iter().map(Field::variable).collect();
-            let near = nearest(setting, known.iter().map(String::as_str)).map(str::to_owned);
-            let near = near.map(|near| format!("{prefix}{near}"));
-            self.problems.push(LoadError::UnknownVariable { variable, near });
-            return;
-        };
-        let section = self.sections.simple(section).expect("section has fields");
-        section.read_text(*field, value, Origin::Environment(variable), directory, &mut self.problems);
     }
 
-    fn read_flag(&mut self, flag: &Flag, directory: &Path) {
+    fn read_flag(&mut self, flag: &Flag, has_model: bool, directory: &Path) {
         let origin = Origin::Flag(flag.name.clone());
-        let (section, name) = section_and_name(&flag.setting);
-        let Some(field) = simple_fields(section).into_iter().find(|field| field.is_named(name)) else {
+        let setting = canonical(&flag.setting);
+        let is_meant = |name: &str| name == setting || name.strip_suffix(".name") == Some(&setting);
+        let Some((_, field)) = flag_fields().find(|(name, _)| is_meant(name)) else {
             self.problems.push(LoadError::Unknown {
                 what: "setting",
                 name: flag.setting.clone(),
                 rule: "a setting of gateway, admin, picker, replicas, router, tokens or model, such as gateway.listen",
-                near: nearest_setting(section, name),
+                near: nearest_setting(&setting),
                 origin,
             });
             return;
         };
-        let model = self.flag_model.and_then(|n| self.sections.models.get_mut(n));
-        let section = match (section, model) {
-            ("tokens", Some(model)) => &mut model.tokens,
-            ("model", Some(model)) => &mut model.own,
-            ("tokens" | "model", None) => {
-                let table = if section == "tokens" { "[models.tokens]" } else { "[[models]]" };
-                let rule = format!("given for a model: with --model and --worker, or in {table} of the file");
-                let (setting, value) = (flag.setting.clone(), format!("{:?}", flag.value));
-                self.problems.push(LoadError::Value { setting, value, rule, origin });
-                return;
-            }
-            _ => self.sections.simple(section).expect("section has fields"),
+        let table = match setting.split_once('.') {
+            Some(("tokens", _)) => "[models.tokens]",
+            Some(("model", _)) => "[[models]]",
+            _ => return self.sections.root.read_text(field, &flag.value, origin, directory, &mut self.problems),
         };
-        section.read_text(field, &flag.value, origin, directory, &mut self.problems);
+        if let Some(model) = self.sections.models.last_mut().filter(|_| has_model) {
+            return model.read_text(field, &flag.value, origin, directory, &mut self.problems);
+        }
+        let rule = format!("given for a model: with --model and --worker, or in {table} of the file");
+        let (setting, value) = (flag.setting.clone(), format!("{:?}", flag.value));
+        self.problems.push(LoadError::Value { setting, value, rule, origin });
     }
 
     fn finish(mut self) -> Result<Loaded, LoadErrors> {
-        let router = &mut self.sections.router;
-        let policy = policy_in_force(router, None).to_owned();
-        router.refuse_settings_of_others(&policy, &mut self.problems);
-        for model in &mut self.sections.models {
-            let policy = policy_in_force(&model.router, Some(router)).to_owned();
-            model.router.refuse_settings_of_others(&policy, &mut self.problems);
+        let Sections { root, models, tenants } = &mut self.sections;
+        let policy = root.policy(None).to_owned();
+        root.refuse_settings_of_others(&policy, &mut self.problems);
+        for model in models.iter_mut() {
+            let policy = model.policy(Some(root)).to_owned();
+            model.refuse_settings_of_others(&policy, &mut self.problems);
+            let pool = pool_name(model.text("name").unwrap_or_default());
+            model.inherit(root, &pool);
         }
-        let sections = &self.sections;
-        let models = sections.models.iter().map(|model| {
-            let fields: ModelFields = model.own.parsed();
-            let ModelFields {
-                name,
-                aliases,
-                upstream_name,
-                workers,
-                workers_file,
-                worker_urls,
-                worker_names,
-                worker_api_key_file,
-                messages,
-            } = fields;
-            let router = model.router_config(&sections.router, &name);
-            let workers = read_workers(&model.own, workers, &mut self.problems);
-            let tokens = model.tokens.parsed();
-            ModelSettings {
-                name,
-                aliases,
-                upstream_name,
-                router,
-                workers,
-                workers_file,
-                worker_urls,
-                worker_names,
-                worker_api_key_file,
-                kubernetes: model.kubernetes.as_ref().map(Section::parsed),
-                disaggregation: model.disaggregation.as_ref().map(Section::parsed),
-                tokens,
-                messages,
-            }
-        });
-        let settings = Settings {
-            models: models.collect(),
-            gateway: sections.gateway.parsed(),
-            admin: sections.admin.as_ref().map(Section::parsed),
-            picker: sections.picker.as_ref().map(Section::parsed),
-            replicas: sections.replicas.as_ref().map(Section::parsed),
-            tenants: sections.tenants.iter().map(Section::parsed).collect(),
-        };
-        for (model, section) in settings.models.iter().zip(&mut self.sections.models) {
-            let has_none = section.own.values.get("workers").and_then(Value::as_array).is_none_or(Vec::is_empty);
-            if model.workers.is_empty() && !has_none {
-                section.own.unread.push("workers");
-            }
-        }
+        let Root { gateway, admin, picker, replicas, router } = root.parsed();
+        let models = models.iter().map(Section::parsed).collect();
+        let tenants = tenants.iter().map(Section::parsed).collect();
+        let settings = Settings { gateway, admin, picker, replicas, models, tenants };
         if !self.is_partial {
-            self.check_rules(&settings);
+            self.check_rules(&settings, &router);
         }
         let Self { sections, problems, .. } = self;
         if problems.is_empty() { Ok(Loaded { settings, sections }) } else { Err(LoadErrors(problems)) }
     }
 
     /// Adds violated rules whose settings are all known.
-    fn check_rules(&mut self, settings: &Settings) {
+    fn check_rules(&mut self, settings: &Settings, router: &RouterConfig) {
         let mut broken = settings.validate().err().map_or(Vec::new(), |errors| errors.0);
         if settings.models.is_empty() {
-            let router: RouterConfig = self.sections.router.parsed();
             let errors = router.validate().err().map_or(Vec::new(), |errors| errors.0);
             broken.extend(errors.into_iter().map(|error| SettingError {
                 setting: format!("router.{}", error.field),
@@ -425,95 +368,38 @@ impl Loading {
                 rule: error.rule.to_owned(),
             }));
         }
-        let unread: Vec<&'static str> = self.sections.all().flat_map(|section| section.unread.clone()).collect();
+        let unread: Vec<&'static str> = self.sections.all().flat_map(Section::unread).collect();
         let mut reported = BTreeSet::new();
         for SettingError { setting, value, rule } in broken {
-            let setting = self.given_as(setting);
             let found = self.sections.find(&setting);
             // A rule on an unread setting may hold with its actual value.
-            let is_unread = found.is_some_and(|(section, name)| section.unread.contains(&name));
+            let is_unread = found.is_some_and(|(section, name, _)| section.is_unread(name));
             if is_unread || unread.iter().any(|unread| rule.contains(unread)) {
                 continue;
             }
-            let origin = found.map_or(Origin::Default, |(section, name)| section.origin(name));
-            let origin = if origin == Origin::Default { self.derived_origin(&setting) } else { origin };
+            let origin = found.map_or(Origin::Default, |(section, name, _)| section.origin(name));
+            let given = |(section, name, tail): (&Section, &str, &str)| format!("{}{name}{tail}", section.path);
+            let setting = found.map_or_else(|| setting.clone(), given);
             if reported.insert((setting.clone(), rule.clone())) {
                 self.problems.push(LoadError::Value { setting, value, rule, origin });
             }
         }
     }
+}
 
-    /// The place to change: most settings of a model's router come from the shared router section.
-    fn given_as(&self, setting: String) -> String {
-        let Some((section, name)) = self.sections.find(&setting) else { return setting };
-        let is_inherited = !section.mentions(name) && (name != "pool" || self.sections.router.mentions(name));
-        match setting.split_once(".router.") {
-            Some((_, rest)) if is_inherited => format!("router.{rest}"),
-            _ => setting,
-        }
-    }
-
-    fn derived_origin(&self, setting: &str) -> Origin {
-        if setting.ends_with(".router.pool") { Origin::ModelName } else { Origin::Default }
-    }
+/// Pool label of a model name.
+fn pool_name(model: &str) -> String {
+    let plain = |c: char| if c.is_ascii_alphanumeric() || "_.-".contains(c) { c } else { '_' };
+    let name: String = model.chars().map(plain).collect();
+    if name.is_empty() { RouterConfig::default().pool } else { name }
 }
 
 impl fmt::Display for Loaded {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { settings, sections } = self;
-        writeln!(f, "[gateway]")?;
-        sections.gateway.write_lines(f, &settings.gateway, |name| Some(sections.gateway.origin(name)))?;
-        match (&settings.admin, &sections.admin) {
-            (Some(admin), Some(section)) => {
-                writeln!(f, "\n[admin]")?;
-                section.write_lines(f, admin, |name| Some(section.origin(name)))?;
-            }
-            _ => writeln!(f, "\n# [admin] is not set: operators cannot connect")?,
-        }
-        match (&settings.picker, &sections.picker) {
-            (Some(picker), Some(section)) => {
-                writeln!(f, "\n[picker]")?;
-                section.write_lines(f, picker, |name| Some(section.origin(name)))?;
-            }
-            _ => writeln!(f, "\n# [picker] is not set: there is no endpoint picker")?,
-        }
-        match (&settings.replicas, &sections.replicas) {
-            (Some(replicas), Some(section)) => {
-                writeln!(f, "\n[replicas]")?;
-                section.write_lines(f, replicas, |name| Some(section.origin(name)))?;
-            }
-            _ => writeln!(f, "\n# [replicas] is not set: this gateway is the only one")?,
-        }
-        writeln!(f, "\n[router]")?;
-        let router: RouterConfig = sections.router.parsed();
-        // Each model has its own pool, unless one name was given to all.
-        let is_shown = |name: &str| name != "pool" || sections.router.mentions(name);
-        let of_all = |name| is_shown(name).then(|| sections.router.origin(name));
-        sections.router.write_lines(f, &router, of_all)?;
-        for (model, own) in settings.models.iter().zip(&sections.models) {
-            writeln!(f, "\n[[models]]")?;
-            let fields: ModelFields = own.own.parsed();
-            own.own.write_lines(f, &fields, |name| Some(own.own.origin(name)))?;
-            if let (Some(kubernetes), Some(section)) = (&model.kubernetes, &own.kubernetes) {
-                writeln!(f, "\n[models.kubernetes]")?;
-                section.write_lines(f, kubernetes, |name| Some(section.origin(name)))?;
-            }
-            if let (Some(disaggregation), Some(section)) = (&model.disaggregation, &own.disaggregation) {
-                writeln!(f, "\n[models.disaggregation]")?;
-                section.write_lines(f, disaggregation, |name| Some(section.origin(name)))?;
-            }
-            writeln!(f, "\n[models.router]                              # over [router]")?;
-            let differs = |name: &'static str| own.router.mentions(name) || (name == "pool" && !is_shown(name));
-            let of_model = |name| differs(name).then(|| own.router_origin(&sections.router, name));
-            own.router.write_lines(f, &model.router, of_model)?;
-            writeln!(f, "\n[models.tokens]")?;
-            own.tokens.write_lines(f, &model.tokens, |name| Some(own.tokens.origin(name)))?;
-        }
-        for (tenant, section) in settings.tenants.iter().zip(&sections.tenants) {
-            writeln!(f, "\n[[tenants]]")?;
-            section.write_lines(f, tenant, |name| Some(section.origin(name)))?;
-        }
-        Ok(())
+        sections.root.write(f, &sections.root.parsed::<Root>())?;
+        settings.models.iter().zip(&sections.models).try_for_each(|(model, section)| section.write(f, model))?;
+        settings.tenants.iter().zip(&sections.tenants).try_for_each(|(tenant, section)| section.write(f, tenant))
     }
 }
 

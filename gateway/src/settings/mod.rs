@@ -10,14 +10,15 @@ mod fields;
 mod kubernetes;
 mod load;
 mod log;
-mod model_section;
 mod reload;
 mod rules;
 mod secrets;
 mod section;
+mod table;
 #[cfg(test)]
 mod tests;
 mod validate;
+mod workers;
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -36,6 +37,13 @@ pub use log::{AccessLog, LevelError, parse_level};
 pub use rules::{SettingError, SettingErrors};
 pub use secrets::{SECRET_BYTES_MIN, Secret, SecretError, Secrets};
 pub use section::Origin;
+use table::settings;
+
+/// Maximum of times.
+const DAY_MS: u64 = 24 * 60 * 60 * 1000;
+
+/// Maximum limit of a tenant.
+const LIMIT_MAX: u64 = 1_000_000_000_000;
 
 /// All settings.
 #[derive(Clone, Debug, Default)]
@@ -54,91 +62,91 @@ pub struct Settings {
     pub tenants: Vec<TenantSettings>,
 }
 
-/// `[gateway]`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct GatewaySettings {
-    /// Listen address for clients.
-    pub listen: SocketAddr,
-    /// Whether the listeners share their addresses with another gateway of the same user that sets this, too.
-    pub reuse_port: bool,
-    /// PEM file of the certificate chain; enables TLS for clients.
-    pub tls_certificate_file: Option<PathBuf>,
-    /// PEM file of the private key.
-    pub tls_key_file: Option<PathBuf>,
-    /// PEM file with the CA bundle for worker certificates. Default: the system bundle.
-    pub worker_ca_file: Option<PathBuf>,
-    /// PEM file of the certificate chain for workers that require a certificate.
-    pub worker_certificate_file: Option<PathBuf>,
-    /// PEM file of its private key.
-    pub worker_key_file: Option<PathBuf>,
-    /// File with the API key of the workers, for every request to them (`Authorization: Bearer`). Client keys are then
-    /// not forwarded. A model and a worker may have their own.
-    pub worker_api_key_file: Option<PathBuf>,
-    /// File with the secret for tenant salts, at least 16 bytes. Required with tenants.
-    pub salt_secret_file: Option<PathBuf>,
-    /// Whether the clients' listener also serves `/metrics`.
-    pub metrics_public: bool,
-    /// Limit of client connections; further ones are rejected with 503 except for probes. Lowered if the process has
-    /// too few descriptors.
-    pub connections_max: u32,
-    /// Maximum length of a request body, in bytes.
-    pub body_bytes_max: u64,
-    /// Memory budget of all request bodies in bytes; above it bodies are rejected with 503. Default: an eighth of the
-    /// memory of the machine or cgroup, at least four times `body_bytes_max`.
-    pub body_budget_bytes: Option<u64>,
-    /// Timeout of a request head, and of an idle connection. Must exceed the idle timeout of a load balancer in front,
-    /// which otherwise reuses connections that are being closed.
-    pub head_timeout_ms: u64,
-    /// Idle timeout while receiving a body; the total limit is ten times as long.
-    pub body_timeout_ms: u64,
-    /// Timeout for connecting to a worker.
-    pub connect_timeout_ms: u64,
-    /// Timeout for the first token of a streamed response.
-    pub first_byte_timeout_ms: u64,
-    /// Timeout for a response that is not streamed.
-    pub answer_timeout_ms: u64,
-    /// Timeout for placement, unless the request has a shorter deadline.
-    pub queue_timeout_ms: u64,
-    /// Time that requests wait while their model has no workers; 0 rejects them at once.
-    pub hold_without_endpoints_ms: u64,
-    /// Timeout between parts of a started response, and of a client that does not read.
-    pub idle_timeout_ms: u64,
-    /// Attempts per request, including the first, until a valid response starts.
-    pub attempts_max: u32,
-    /// Retries per request, averaged over the last ten seconds; ten retries in that time are always allowed.
-    pub retry_share_max: f64,
-    /// Resumptions per streamed response on another rank after a failure of its engine; 0 disables them.
-    pub stream_migrations_max: u32,
-    /// Longest output so far that is resumed, in tokens.
-    pub stream_migration_tokens_max: u32,
-    /// Time from the termination signal, when `/ready` becomes 503, to the close of the listener.
-    pub drain_delay_ms: u64,
-    /// Time limit for requests in flight after that.
-    pub drain_timeout_ms: u64,
-    /// Maximum time after startup that `/ready` waits for known caches.
-    pub warm_up_ms: u64,
-    /// Directory of index snapshots, one file per model. Default: none are written or read.
-    pub snapshot_path: Option<PathBuf>,
-    /// Interval between writes of the index snapshots.
-    pub snapshot_interval_ms: u64,
-    /// Directory of files with the recorded decisions. Default: none are written.
-    pub decision_path: Option<PathBuf>,
-    /// Length in bytes at which the next file of recorded decisions begins.
-    pub decision_file_bytes_max: u64,
-    /// Files of recorded decisions per model; the oldest are removed.
-    pub decision_files_max: u32,
-    /// Log level: `error`, `warn`, `info`, `debug` or `trace`, or targets with levels (`info,pointsman=debug`).
-    pub log_level: String,
-    /// Log format.
-    pub log_format: LogFormat,
-    /// Destination of the access log, one JSON object per request: `stdout`, `stderr`, `off`, or the absolute path of a
-    /// file.
-    pub access_log: String,
-    /// Address of an OpenTelemetry collector with OTLP over gRPC, `http://HOST:PORT`. Not set: no spans are exported.
-    pub otlp_endpoint: Option<String>,
-    /// Share of requests with exported spans, from 0 to 1. The decision of the client in `traceparent` takes precedence.
-    pub otlp_sample_share: f64,
+settings! {
+    /// `[gateway]`.
+    pub struct GatewaySettings {
+        /// Listen address for clients.
+        listen: SocketAddr = SocketAddr::from((Ipv4Addr::LOCALHOST, 8080));
+        /// Whether the listeners share their addresses with another gateway of the same user that sets this, too.
+        reuse_port: bool;
+        /// PEM file of the certificate chain; enables TLS for clients.
+        tls_certificate_file: Option<PathBuf> => reloaded;
+        /// PEM file of the private key.
+        tls_key_file: Option<PathBuf> => reloaded;
+        /// PEM file with the CA bundle for worker certificates. Default: the system bundle.
+        worker_ca_file: Option<PathBuf> => reloaded;
+        /// PEM file of the certificate chain for workers that require a certificate.
+        worker_certificate_file: Option<PathBuf> => reloaded;
+        /// PEM file of its private key.
+        worker_key_file: Option<PathBuf> => reloaded;
+        /// File with the API key of the workers, for every request to them (`Authorization: Bearer`). Client keys are then
+        /// not forwarded. A model and a worker may have their own.
+        worker_api_key_file: Option<PathBuf> => reloaded;
+        /// File with the secret for tenant salts, at least 16 bytes. Required with tenants.
+        salt_secret_file: Option<PathBuf> => reloaded;
+        /// Whether the clients' listener also serves `/metrics`.
+        metrics_public: bool = true => reloaded;
+        /// Limit of client connections; further ones are rejected with 503 except for probes. Lowered if the process has
+        /// too few descriptors.
+        connections_max: u32 = 16_384, in 1..=1_000_000;
+        /// Maximum length of a request body, in bytes.
+        body_bytes_max: u64 = 16 << 20, in 1 << 10..=1 << 30 => reloaded;
+        /// Memory budget of all request bodies in bytes; above it bodies are rejected with 503. Default: an eighth of the
+        /// memory of the machine or cgroup, at least four times `body_bytes_max`.
+        body_budget_bytes: Option<u64>;
+        /// Timeout of a request head, and of an idle connection. Must exceed the idle timeout of a load balancer in front,
+        /// which otherwise reuses connections that are being closed.
+        head_timeout_ms: u64 = 75_000, in 1..=DAY_MS => reloaded;
+        /// Idle timeout while receiving a body; the total limit is ten times as long.
+        body_timeout_ms: u64 = 30_000, in 1..=DAY_MS => reloaded;
+        /// Timeout for connecting to a worker.
+        connect_timeout_ms: u64 = 2_000, in 1..=DAY_MS => reloaded;
+        /// Timeout for the first token of a streamed response.
+        first_byte_timeout_ms: u64 = 300_000, in 1..=DAY_MS => reloaded;
+        /// Timeout for a response that is not streamed.
+        answer_timeout_ms: u64 = 600_000, in 1..=DAY_MS => reloaded;
+        /// Timeout for placement, unless the request has a shorter deadline.
+        queue_timeout_ms: u64 = 120_000, in 1..=DAY_MS => reloaded;
+        /// Time that requests wait while their model has no workers; 0 rejects them at once.
+        hold_without_endpoints_ms: u64 = 0, in 0..=DAY_MS => reloaded;
+        /// Timeout between parts of a started response, and of a client that does not read.
+        idle_timeout_ms: u64 = 120_000, in 1..=DAY_MS => reloaded;
+        /// Attempts per request, including the first, until a valid response starts.
+        attempts_max: u32 = 3, in 1..=10 => reloaded;
+        /// Retries per request, averaged over the last ten seconds; ten retries in that time are always allowed.
+        retry_share_max: f64 = 0.2 => reloaded;
+        /// Resumptions per streamed response on another rank after a failure of its engine; 0 disables them.
+        stream_migrations_max: u32 = 0, in 0..=10 => reloaded;
+        /// Longest output so far that is resumed, in tokens.
+        stream_migration_tokens_max: u32 = 8_192, in 1..=1 << 20 => reloaded;
+        /// Time from the termination signal, when `/ready` becomes 503, to the close of the listener.
+        drain_delay_ms: u64 = 0, in 0..=DAY_MS => reloaded;
+        /// Time limit for requests in flight after that.
+        drain_timeout_ms: u64 = 60_000, in 0..=DAY_MS => reloaded;
+        /// Maximum time after startup that `/ready` waits for known caches.
+        warm_up_ms: u64 = 30_000, in 0..=DAY_MS;
+        /// Directory of index snapshots, one file per model. Default: none are written or read.
+        snapshot_path: Option<PathBuf>;
+        /// Interval between writes of the index snapshots.
+        snapshot_interval_ms: u64 = 60_000, in 1_000..=DAY_MS;
+        /// Directory of files with the recorded decisions. Default: none are written.
+        decision_path: Option<PathBuf>;
+        /// Length in bytes at which the next file of recorded decisions begins.
+        decision_file_bytes_max: u64 = 64 << 20, in 1 << 20..=1 << 40;
+        /// Files of recorded decisions per model; the oldest are removed.
+        decision_files_max: u32 = 16, in 1..=10_000;
+        /// Log level: `error`, `warn`, `info`, `debug` or `trace`, or targets with levels (`info,pointsman=debug`).
+        log_level: String = "info".to_owned();
+        /// Log format.
+        log_format: LogFormat;
+        /// Destination of the access log, one JSON object per request: `stdout`, `stderr`, `off`, or the absolute path of a
+        /// file.
+        access_log: String = "stdout".to_owned();
+        /// Address of an OpenTelemetry collector with OTLP over gRPC, `http://HOST:PORT`. Not set: no spans are exported.
+        otlp_endpoint: Option<String>;
+        /// Share of requests with exported spans, from 0 to 1. The decision of the client in `traceparent` takes precedence.
+        otlp_sample_share: f64 = 1.0;
+    }
 }
 
 /// Format of log lines.
@@ -152,63 +160,19 @@ pub enum LogFormat {
     Json,
 }
 
-impl Default for GatewaySettings {
-    fn default() -> Self {
-        Self {
-            listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 8080)),
-            reuse_port: false,
-            tls_certificate_file: None,
-            tls_key_file: None,
-            worker_ca_file: None,
-            worker_certificate_file: None,
-            worker_key_file: None,
-            worker_api_key_file: None,
-            salt_secret_file: None,
-            metrics_public: true,
-            connections_max: 16_384,
-            body_bytes_max: 16 << 20,
-            body_budget_bytes: None,
-            head_timeout_ms: 75_000,
-            body_timeout_ms: 30_000,
-            connect_timeout_ms: 2_000,
-            first_byte_timeout_ms: 300_000,
-            answer_timeout_ms: 600_000,
-            queue_timeout_ms: 120_000,
-            hold_without_endpoints_ms: 0,
-            idle_timeout_ms: 120_000,
-            attempts_max: 3,
-            retry_share_max: 0.2,
-            stream_migrations_max: 0,
-            stream_migration_tokens_max: 8_192,
-            drain_delay_ms: 0,
-            drain_timeout_ms: 60_000,
-            warm_up_ms: 30_000,
-            snapshot_path: None,
-            snapshot_interval_ms: 60_000,
-            decision_path: None,
-            decision_file_bytes_max: 64 << 20,
-            decision_files_max: 16,
-            log_level: "info".to_owned(),
-            log_format: LogFormat::Text,
-            access_log: "stdout".to_owned(),
-            otlp_endpoint: None,
-            otlp_sample_share: 1.0,
-        }
+settings! {
+    /// `[admin]`: always requires a token.
+    #[derive(Eq)]
+    pub struct AdminSettings {
+        /// Listen address for operators.
+        listen: SocketAddr = Self::default_listen();
+        /// File with the operator token (`Authorization: Bearer`); at least 16 bytes.
+        token_file: PathBuf => reloaded;
+        /// File with a token for the served index only. Default: the operator token alone gives access.
+        index_token_file: Option<PathBuf> => reloaded;
+        /// File with a token for `GET` requests only. Default: the operator token alone gives access.
+        read_token_file: Option<PathBuf> => reloaded;
     }
-}
-
-/// `[admin]`: always requires a token.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct AdminSettings {
-    /// Listen address for operators.
-    pub listen: SocketAddr,
-    /// File with the operator token (`Authorization: Bearer`); at least 16 bytes.
-    pub token_file: PathBuf,
-    /// File with a token for the served index only. Default: the operator token alone gives access.
-    pub index_token_file: Option<PathBuf>,
-    /// File with a token for `GET` requests only. Default: the operator token alone gives access.
-    pub read_token_file: Option<PathBuf>,
 }
 
 impl AdminSettings {
@@ -219,112 +183,90 @@ impl AdminSettings {
     }
 }
 
-impl Default for AdminSettings {
-    /// The default address without a token, which [`Settings::validate`] requires.
-    fn default() -> Self {
-        Self {
-            listen: Self::default_listen(),
-            token_file: PathBuf::new(),
-            index_token_file: None,
-            read_token_file: None,
-        }
+settings! {
+    /// `[picker]`: gRPC listener for proxies with Envoy's external processing.
+    #[derive(Eq)]
+    pub struct PickerSettings {
+        /// Listen address for proxies.
+        listen: SocketAddr = SocketAddr::from((Ipv4Addr::LOCALHOST, 9002));
+        /// PEM file of the certificate chain. Default: a self-signed certificate, which proxies of the Gateway API accept.
+        tls_certificate_file: Option<PathBuf>;
+        /// PEM file of the private key.
+        tls_key_file: Option<PathBuf>;
+        /// Whether connections are not encrypted.
+        plaintext: bool;
+        /// Whether a second endpoint is named for retries of the proxy. Proxies with an `ORIGINAL_DST` cluster, such as those
+        /// of Envoy AI Gateway, accept one only.
+        fallback: bool = true;
+        /// Whether the headers of the conformance suite of the Gateway API Inference Extension have an effect.
+        conformance: bool;
     }
 }
 
-/// `[picker]`: gRPC listener for proxies with Envoy's external processing.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct PickerSettings {
-    /// Listen address for proxies.
-    pub listen: SocketAddr,
-    /// PEM file of the certificate chain. Default: a self-signed certificate, which proxies of the Gateway API accept.
-    pub tls_certificate_file: Option<PathBuf>,
-    /// PEM file of the private key.
-    pub tls_key_file: Option<PathBuf>,
-    /// Whether connections are not encrypted.
-    pub plaintext: bool,
-    /// Whether a second endpoint is named for retries of the proxy. Proxies with an `ORIGINAL_DST` cluster, such as those
-    /// of Envoy AI Gateway, accept one only.
-    pub fallback: bool,
-    /// Whether the headers of the conformance suite of the Gateway API Inference Extension have an effect.
-    pub conformance: bool,
-}
-
-impl Default for PickerSettings {
-    /// Loopback, port 9002, self-signed, with a fallback.
-    fn default() -> Self {
-        Self {
-            listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 9002)),
-            tls_certificate_file: None,
-            tls_key_file: None,
-            plaintext: false,
-            fallback: true,
-            conformance: false,
-        }
+settings! {
+    /// `[replicas]`: other gateways of the same fleet.
+    #[derive(Eq)]
+    pub struct ReplicasSettings {
+        /// Listen address for other replicas.
+        listen: Option<SocketAddr>;
+        /// Addresses of the replicas as `HOST:PORT`. The own address may be among them.
+        peers: Vec<String>;
+        /// DNS name of all replicas as `NAME:PORT`, resolved every 5 s. Each address is a replica.
+        dns: Option<String>;
+        /// Kubernetes Service of all replicas as `NAME:PORT`. Each address of its EndpointSlices is a replica.
+        kubernetes_service: Option<String>;
+        /// Namespace of the Service. Default: that of the kubeconfig context or of the service account.
+        kubernetes_namespace: Option<String>;
+        /// Kubeconfig file of the API server. Default: `KUBECONFIG`, `~/.kube/config`, then the service account of the pod.
+        kubeconfig_file: Option<PathBuf>;
+        /// Address of a NATS server with JetStream, `nats://HOST:PORT` or `tls://HOST:PORT`, instead of `listen` and peers.
+        nats: Option<String>;
+        /// Name of this replica, unique and the same after a restart. Default: random.
+        id: Option<String>;
+        /// File with the key that all replicas share, at least 16 bytes.
+        key_file: Option<PathBuf>;
+        /// PEM file of the certificate chain of this replica; enables mutual TLS.
+        tls_certificate_file: Option<PathBuf>;
+        /// PEM file of the private key.
+        tls_key_file: Option<PathBuf>;
+        /// PEM file of the authority that signs the certificates of all replicas.
+        tls_ca_file: Option<PathBuf>;
+        /// Whether replicas on other machines may connect without a key and TLS.
+        insecure: bool;
     }
 }
 
-/// `[replicas]`: other gateways of the same fleet.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct ReplicasSettings {
-    /// Listen address for other replicas.
-    pub listen: Option<SocketAddr>,
-    /// Addresses of the replicas as `HOST:PORT`. The own address may be among them.
-    pub peers: Vec<String>,
-    /// DNS name of all replicas as `NAME:PORT`, resolved every 5 s. Each address is a replica.
-    pub dns: Option<String>,
-    /// Kubernetes Service of all replicas as `NAME:PORT`. Each address of its EndpointSlices is a replica.
-    pub kubernetes_service: Option<String>,
-    /// Namespace of the Service. Default: that of the kubeconfig context or of the service account.
-    pub kubernetes_namespace: Option<String>,
-    /// Kubeconfig file of the API server. Default: `KUBECONFIG`, `~/.kube/config`, then the service account of the pod.
-    pub kubeconfig_file: Option<PathBuf>,
-    /// Address of a NATS server with JetStream, `nats://HOST:PORT` or `tls://HOST:PORT`, instead of `listen` and peers.
-    pub nats: Option<String>,
-    /// Name of this replica, unique and the same after a restart. Default: random.
-    pub id: Option<String>,
-    /// File with the key that all replicas share, at least 16 bytes.
-    pub key_file: Option<PathBuf>,
-    /// PEM file of the certificate chain of this replica; enables mutual TLS.
-    pub tls_certificate_file: Option<PathBuf>,
-    /// PEM file of the private key.
-    pub tls_key_file: Option<PathBuf>,
-    /// PEM file of the authority that signs the certificates of all replicas.
-    pub tls_ca_file: Option<PathBuf>,
-    /// Whether replicas on other machines may connect without a key and TLS.
-    pub insecure: bool,
-}
-
-/// One of `[[models]]`: a pool of interchangeable ranks.
-#[derive(Clone, Debug)]
-pub struct ModelSettings {
-    /// Name for clients.
-    pub name: String,
-    /// Further names for clients.
-    pub aliases: Vec<String>,
-    /// Name at the workers. Default: `name`.
-    pub upstream_name: Option<String>,
-    /// Router configuration: `[router]` with overrides from `[models.router]`.
-    pub router: RouterConfig,
-    /// Workers in the configuration.
-    pub workers: Vec<NamedWorker>,
-    /// File with workers, read again after each change.
-    pub workers_file: Option<PathBuf>,
-    /// Addresses of probed workers.
-    pub worker_urls: Vec<String>,
-    /// DNS names as `HOST:PORT` or `https://HOST:PORT`; each address is a probed worker.
-    pub worker_names: Vec<String>,
-    /// File with the API key of the workers of this model. Default: `gateway.worker_api_key_file`.
-    pub worker_api_key_file: Option<PathBuf>,
-    /// `[models.kubernetes]`: pods as workers.
-    pub kubernetes: Option<KubernetesSettings>,
-    /// `[models.disaggregation]`: a prefill pool beside the workers, which decode.
-    pub disaggregation: Option<DisaggregationSettings>,
-    /// Tokenization for routing.
-    pub tokens: TokensSettings,
-    /// Handling of Anthropic Messages.
-    pub messages: MessagesMode,
+settings! {
+    /// One of `[[models]]`: a pool of interchangeable ranks.
+    pub struct ModelSettings {
+        /// Name for clients.
+        name: String;
+        /// Further names for clients.
+        aliases: Vec<String>;
+        /// Name at the workers. Default: `name`.
+        upstream_name: Option<String>;
+        /// Router configuration: `[router]` with overrides from `[models.router]`.
+        router: RouterConfig;
+        /// Workers in the configuration.
+        #[serde(serialize_with = "workers::write", deserialize_with = "workers::read")]
+        workers: Vec<NamedWorker>;
+        /// File with workers, read again after each change.
+        workers_file: Option<PathBuf>;
+        /// Addresses of probed workers.
+        worker_urls: Vec<String>;
+        /// DNS names as `HOST:PORT` or `https://HOST:PORT`; each address is a probed worker.
+        worker_names: Vec<String>;
+        /// File with the API key of the workers of this model. Default: `gateway.worker_api_key_file`.
+        worker_api_key_file: Option<PathBuf>;
+        /// `[models.kubernetes]`: pods as workers.
+        kubernetes: Option<KubernetesSettings>;
+        /// `[models.disaggregation]`: a prefill pool beside the workers, which decode.
+        disaggregation: Option<DisaggregationSettings>;
+        /// Tokenization for routing.
+        tokens: TokensSettings;
+        /// Handling of Anthropic Messages.
+        messages: MessagesMode;
+    }
 }
 
 /// Handling of `/v1/messages`.
@@ -342,21 +284,7 @@ impl ModelSettings {
     /// A model with defaults and without workers.
     #[must_use]
     pub fn named(name: impl Into<String>) -> Self {
-        Self {
-            name: name.into(),
-            aliases: Vec::new(),
-            upstream_name: None,
-            router: RouterConfig::default(),
-            workers: Vec::new(),
-            workers_file: None,
-            worker_urls: Vec::new(),
-            worker_names: Vec::new(),
-            worker_api_key_file: None,
-            kubernetes: None,
-            disaggregation: None,
-            tokens: TokensSettings::default(),
-            messages: MessagesMode::default(),
-        }
+        Self { name: name.into(), ..Self::default() }
     }
 
     /// Name at the workers.
@@ -366,29 +294,29 @@ impl ModelSettings {
     }
 }
 
-/// `[models.tokens]`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct TokensSettings {
-    /// Token source for requests without token ids.
-    pub source: TokenSourceChoice,
-    /// The model's `tokenizer.json`.
-    pub tokenizer_file: Option<PathBuf>,
-    /// Chat template: a Jinja file or a `tokenizer_config.json`. Default: `tokenizer_config.json` or
-    /// `chat_template.jinja` beside `tokenizer_file`.
-    pub chat_template_file: Option<PathBuf>,
-    /// Tokenizer threads.
-    pub threads: u32,
-    /// Byte limit of the tokenizer cache.
-    pub cache_bytes_max: u64,
-    /// Timeout of `/tokenize`.
-    pub engine_timeout_ms: u64,
-    /// Whether the tokenizer is compared with the engine's at startup.
-    pub parity_check: bool,
-    /// The token that a template emits for an image. Default: a known one of the tokenizer.
-    pub media_placeholder: Option<String>,
-    /// Whether images in data URLs without `uuid` receive one.
-    pub media_uuids: bool,
+settings! {
+    /// `[models.tokens]`.
+    pub struct TokensSettings {
+        /// Token source for requests without token ids.
+        source: TokenSourceChoice;
+        /// The model's `tokenizer.json`.
+        tokenizer_file: Option<PathBuf>;
+        /// Chat template: a Jinja file or a `tokenizer_config.json`. Default: `tokenizer_config.json` or
+        /// `chat_template.jinja` beside `tokenizer_file`.
+        chat_template_file: Option<PathBuf>;
+        /// Tokenizer threads.
+        threads: u32 = 2, in 1..=256;
+        /// Byte limit of the tokenizer cache.
+        cache_bytes_max: u64 = 256 << 20, in 0..=1 << 40;
+        /// Timeout of `/tokenize`.
+        engine_timeout_ms: u64 = 500, in 1..=DAY_MS;
+        /// Whether the tokenizer is compared with the engine's at startup.
+        parity_check: bool = true;
+        /// The token that a template emits for an image. Default: a known one of the tokenizer.
+        media_placeholder: Option<String>;
+        /// Whether images in data URLs without `uuid` receive one.
+        media_uuids: bool;
+    }
 }
 
 /// Token source.
@@ -406,50 +334,35 @@ pub enum TokenSourceChoice {
     None,
 }
 
-impl Default for TokensSettings {
-    fn default() -> Self {
-        Self {
-            source: TokenSourceChoice::Auto,
-            tokenizer_file: None,
-            chat_template_file: None,
-            threads: 2,
-            cache_bytes_max: 256 << 20,
-            engine_timeout_ms: 500,
-            parity_check: true,
-            media_placeholder: None,
-            media_uuids: false,
-        }
+settings! {
+    /// One of `[[tenants]]`. The default lacks name and keys, which [`Settings::validate`] requires.
+    #[derive(Eq)]
+    pub struct TenantSettings {
+        /// Name in logs, and input of the salt.
+        name: String;
+        /// File with the keys of the tenant, one per line.
+        keys_file: PathBuf;
+        /// Fixed queue class of its requests. Default: the request header selects it.
+        policy_class: Option<String>;
+        /// Maximum strict priority; higher values are lowered to it. 0 also disables priority jumps.
+        strict_priority_max: u32;
+        /// Maximum requests per minute.
+        requests_per_minute: Option<u64>, in 1..=LIMIT_MAX;
+        /// Maximum prompt and completion tokens per minute.
+        tokens_per_minute: Option<u64>, in 1..=LIMIT_MAX;
+        /// Maximum prompt and completion tokens per day.
+        tokens_per_day: Option<u64>, in 1..=LIMIT_MAX;
+        /// Maximum requests in flight.
+        requests_in_flight_max: Option<u32>, in 1..=LIMIT_MAX;
+        /// As `requests_per_minute`, for each key.
+        key_requests_per_minute: Option<u64>, in 1..=LIMIT_MAX;
+        /// As `tokens_per_minute`, for each key.
+        key_tokens_per_minute: Option<u64>, in 1..=LIMIT_MAX;
+        /// As `tokens_per_day`, for each key.
+        key_tokens_per_day: Option<u64>, in 1..=LIMIT_MAX;
+        /// As `requests_in_flight_max`, for each key.
+        key_requests_in_flight_max: Option<u32>, in 1..=LIMIT_MAX;
     }
-}
-
-/// One of `[[tenants]]`. The default lacks name and keys, which [`Settings::validate`] requires.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct TenantSettings {
-    /// Name in logs, and input of the salt.
-    pub name: String,
-    /// File with the keys of the tenant, one per line.
-    pub keys_file: PathBuf,
-    /// Fixed queue class of its requests. Default: the request header selects it.
-    pub policy_class: Option<String>,
-    /// Maximum strict priority; higher values are lowered to it. 0 also disables priority jumps.
-    pub strict_priority_max: u32,
-    /// Maximum requests per minute.
-    pub requests_per_minute: Option<u64>,
-    /// Maximum prompt and completion tokens per minute.
-    pub tokens_per_minute: Option<u64>,
-    /// Maximum prompt and completion tokens per day.
-    pub tokens_per_day: Option<u64>,
-    /// Maximum requests in flight.
-    pub requests_in_flight_max: Option<u32>,
-    /// As `requests_per_minute`, for each key.
-    pub key_requests_per_minute: Option<u64>,
-    /// As `tokens_per_minute`, for each key.
-    pub key_tokens_per_minute: Option<u64>,
-    /// As `tokens_per_day`, for each key.
-    pub key_tokens_per_day: Option<u64>,
-    /// As `requests_in_flight_max`, for each key.
-    pub key_requests_in_flight_max: Option<u32>,
 }
 
 /// Limits of a tenant, or of each of its keys. An absent limit does not apply.

@@ -1,6 +1,11 @@
 //! Broken rules of settings.
 
+use std::ffi::OsStr;
 use std::fmt;
+use std::ops::RangeInclusive;
+
+/// Rule of settings of another build.
+pub(super) const NOT_BUILT: &str = "absent: this program was built without the feature kubernetes";
 
 /// A setting that violates its rule.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -27,32 +32,74 @@ impl fmt::Display for SettingErrors {
     }
 }
 
-/// Collects violations.
+/// Collects violations, by names within one table.
 #[derive(Default)]
 pub(super) struct Rules {
+    path: String,
     pub(super) errors: Vec<SettingError>,
 }
 
+/// A number that may be absent.
+pub(super) trait Count {
+    fn count(self) -> Option<u64>;
+}
+
+impl Count for u64 {
+    fn count(self) -> Option<u64> {
+        Some(self)
+    }
+}
+
+impl Count for u32 {
+    fn count(self) -> Option<u64> {
+        Some(self.into())
+    }
+}
+
+impl<T: Count> Count for Option<T> {
+    fn count(self) -> Option<u64> {
+        self.and_then(Count::count)
+    }
+}
+
 impl Rules {
-    pub(super) fn check(
-        &mut self,
-        setting: impl Into<String>,
-        value: impl ToString,
-        holds: bool,
-        rule: impl Into<String>,
-    ) {
+    /// Those of the table at `path`.
+    pub(super) fn at(&mut self, path: impl Into<String>) -> &mut Self {
+        self.path = path.into();
+        self
+    }
+
+    /// Without a name, the table itself.
+    pub(super) fn check(&mut self, name: impl AsRef<str>, value: impl ToString, holds: bool, rule: impl Into<String>) {
         if !holds {
-            self.errors.push(SettingError { setting: setting.into(), value: value.to_string(), rule: rule.into() });
+            let dot = if self.path.is_empty() || name.as_ref().is_empty() { "" } else { "." };
+            let setting = [self.path.as_str(), dot, name.as_ref()].concat();
+            self.errors.push(SettingError { setting, value: value.to_string(), rule: rule.into() });
         }
     }
 
-    pub(super) fn text(&mut self, setting: impl Into<String>, value: &str, holds: bool, rule: impl Into<String>) {
-        self.check(setting, format!("{value:?}"), holds, rule);
+    pub(super) fn text(&mut self, name: impl AsRef<str>, value: &str, holds: bool, rule: impl Into<String>) {
+        self.check(name, format!("{value:?}"), holds, rule);
     }
 
-    pub(super) fn range(&mut self, setting: impl Into<String>, value: impl Into<u64>, least: u64, most: u64) {
-        let value = value.into();
-        self.check(setting, value, (least..=most).contains(&value), format!("{least} to {most}"));
+    /// A text or a path, if one is given.
+    pub(super) fn given(
+        &mut self,
+        name: &str,
+        value: Option<&(impl AsRef<OsStr> + ?Sized)>,
+        holds: impl FnOnce(&str) -> bool,
+        rule: impl Into<String>,
+    ) {
+        if let Some(value) = value {
+            let value = value.as_ref().to_string_lossy();
+            self.text(name, &value, holds(&value), rule);
+        }
+    }
+
+    pub(super) fn range(&mut self, name: &str, value: impl Count, range: RangeInclusive<u64>) {
+        if let Some(value) = value.count() {
+            self.check(name, value, range.contains(&value), format!("{} to {}", range.start(), range.end()));
+        }
     }
 }
 

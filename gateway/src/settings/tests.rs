@@ -6,7 +6,7 @@ use pointsman::config::{QueueConfig, QueueOrder};
 use serde::Serialize;
 use toml::{Table, Value};
 
-use super::fields::{Field, FieldKind, fields_of, router_fields};
+use super::fields::{Field, FieldKind, fields_of};
 use super::section::flattened;
 use super::*;
 
@@ -141,7 +141,7 @@ fn every_simple_setting_can_be_set_in_all_three_ways() {
         ("admin", fields_of::<AdminSettings>(), table(&AdminSettings::default())),
         ("picker", fields_of::<PickerSettings>(), table(&PickerSettings::default())),
         ("replicas", fields_of::<ReplicasSettings>(), table(&ReplicasSettings::default())),
-        ("router", router_fields(), flattened(table(&RouterConfig::default()))),
+        ("router", fields_of::<RouterConfig>(), flattened(table(&RouterConfig::default()))),
     ];
     for (section, fields, defaults) in sections {
         for field in fields {

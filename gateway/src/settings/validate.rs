@@ -13,13 +13,9 @@ use pointsman::discovery::{FileFormat, HttpUrl, engine_key};
 
 use super::address::{is_loopback, is_server_url};
 use super::log::{AccessLog, parse_level};
-use super::rules::{Rules, SettingErrors, is_object_name};
+use super::rules::{NOT_BUILT, Rules, SettingErrors, is_object_name};
+use super::table::Declared as _;
 use super::{MessagesMode, ModelSettings, ReplicasSettings, Settings, TokenSourceChoice};
-
-const DAY_MS: u64 = 24 * 60 * 60 * 1000;
-
-/// Maximum limit of a tenant.
-const LIMIT_MAX: u64 = 1_000_000_000_000;
 
 /// Maximum length of a model or tenant name, in bytes.
 const NAME_BYTES_MAX: usize = 256;
@@ -45,100 +41,84 @@ impl Settings {
     /// All violations.
     pub fn validate(&self) -> Result<(), SettingErrors> {
         let mut rules = Rules::default();
-        self.check_gateway(&mut rules);
-        self.check_admin(&mut rules);
-        self.check_picker(&mut rules);
-        self.check_replicas(&mut rules);
-        rules.check("models", "empty", !self.models.is_empty(), "at least one model");
+        self.check_gateway(rules.at("gateway"));
+        self.check_admin(rules.at("admin"));
+        self.check_picker(rules.at("picker"));
+        self.check_replicas(rules.at("replicas"));
+        rules.at("").check("models", "empty", !self.models.is_empty(), "at least one model");
         self.check_names(&mut rules);
         for (n, model) in self.models.iter().enumerate() {
             model.check(&format!("models[{n}]"), self.admin.is_some(), &mut rules);
             if let Some(disaggregation) = &model.disaggregation {
-                disaggregation.check(&format!("models[{n}].disaggregation"), &model.name, self, &mut rules);
+                disaggregation.check(&model.name, self, rules.at(format!("models[{n}].disaggregation")));
             }
         }
+        rules.at("gateway");
+        let has_secret = self.tenants.is_empty() || self.gateway.salt_secret_file.is_some();
+        rules.check("salt_secret_file", "absent", has_secret, "the path of a file if tenants exist");
         self.check_tenants(&mut rules);
         if rules.errors.is_empty() { Ok(()) } else { Err(SettingErrors(rules.errors)) }
     }
 
     fn check_gateway(&self, rules: &mut Rules) {
         let gateway = &self.gateway;
-        let pairs = [
-            ("tls_certificate_file", &gateway.tls_certificate_file, "tls_key_file", &gateway.tls_key_file),
-            ("tls_key_file", &gateway.tls_key_file, "tls_certificate_file", &gateway.tls_certificate_file),
-            ("worker_certificate_file", &gateway.worker_certificate_file, "worker_key_file", &gateway.worker_key_file),
-            ("worker_key_file", &gateway.worker_key_file, "worker_certificate_file", &gateway.worker_certificate_file),
-        ];
-        for (setting, file, other, other_file) in pairs {
-            if let Some(file) = file {
-                let rule = format!("absent without {other}");
-                rules.text(format!("gateway.{setting}"), &file.to_string_lossy(), other_file.is_some(), rule);
-            }
+        for [(name, file), (other, other_file)] in [
+            [("tls_certificate_file", &gateway.tls_certificate_file), ("tls_key_file", &gateway.tls_key_file)],
+            [
+                ("worker_certificate_file", &gateway.worker_certificate_file),
+                ("worker_key_file", &gateway.worker_key_file),
+            ],
+        ] {
+            let absent = |other| format!("absent without {other}");
+            rules.given(name, file.as_ref(), |_| other_file.is_some(), absent(other));
+            rules.given(other, other_file.as_ref(), |_| file.is_some(), absent(name));
         }
-        let timeouts = [
-            ("head_timeout_ms", gateway.head_timeout_ms, 1),
-            ("body_timeout_ms", gateway.body_timeout_ms, 1),
-            ("connect_timeout_ms", gateway.connect_timeout_ms, 1),
-            ("first_byte_timeout_ms", gateway.first_byte_timeout_ms, 1),
-            ("answer_timeout_ms", gateway.answer_timeout_ms, 1),
-            ("queue_timeout_ms", gateway.queue_timeout_ms, 1),
-            ("hold_without_endpoints_ms", gateway.hold_without_endpoints_ms, 0),
-            ("idle_timeout_ms", gateway.idle_timeout_ms, 1),
-            ("drain_delay_ms", gateway.drain_delay_ms, 0),
-            ("drain_timeout_ms", gateway.drain_timeout_ms, 0),
-            ("warm_up_ms", gateway.warm_up_ms, 0),
-            ("snapshot_interval_ms", gateway.snapshot_interval_ms, 1_000),
-        ];
-        rules.range("gateway.connections_max", gateway.connections_max, 1, 1_000_000);
-        rules.range("gateway.body_bytes_max", gateway.body_bytes_max, 1 << 10, 1 << 30);
+        gateway.check_ranges(rules);
         if let Some(bytes) = gateway.body_budget_bytes {
             let holds = bytes >= gateway.body_bytes_max;
-            rules.check("gateway.body_budget_bytes", bytes, holds, "at least body_bytes_max");
+            rules.check("body_budget_bytes", bytes, holds, "at least body_bytes_max");
         }
-        for (setting, value, least) in timeouts {
-            rules.range(format!("gateway.{setting}"), value, least, DAY_MS);
+        for (name, share) in
+            [("retry_share_max", gateway.retry_share_max), ("otlp_sample_share", gateway.otlp_sample_share)]
+        {
+            rules.check(name, share, (0.0..=1.0).contains(&share), "between 0 and 1");
         }
-        rules.range("gateway.decision_file_bytes_max", gateway.decision_file_bytes_max, 1 << 20, 1 << 40);
-        rules.range("gateway.decision_files_max", gateway.decision_files_max, 1, 10_000);
-        rules.range("gateway.attempts_max", gateway.attempts_max, 1, 10);
-        let share = gateway.retry_share_max;
-        rules.check("gateway.retry_share_max", share, (0.0..=1.0).contains(&share), "between 0 and 1");
-        rules.range("gateway.stream_migrations_max", gateway.stream_migrations_max, 0, 10);
-        rules.range("gateway.stream_migration_tokens_max", gateway.stream_migration_tokens_max, 1, 1 << 20);
         let level_rule = "off, error, warn, info, debug or trace, or targets with these, such as info,pointsman=debug";
-        rules.text("gateway.log_level", &gateway.log_level, parse_level(&gateway.log_level).is_ok(), level_rule);
-        let access_log = &gateway.access_log;
-        let is_known = AccessLog::parse(access_log).is_some();
-        rules.text("gateway.access_log", access_log, is_known, "stdout, stderr, off, or the absolute path of a file");
-        if let Some(endpoint) = &gateway.otlp_endpoint {
+        rules.text("log_level", &gateway.log_level, parse_level(&gateway.log_level).is_ok(), level_rule);
+        let is_known = AccessLog::parse(&gateway.access_log).is_some();
+        let rule = "stdout, stderr, off, or the absolute path of a file";
+        rules.text("access_log", &gateway.access_log, is_known, rule);
+        let is_usable = |endpoint: &str| {
             let authority = endpoint.strip_prefix("http://").and_then(|rest| rest.parse::<Authority>().ok());
-            let is_usable = authority.is_some_and(|authority| authority.port().is_some());
-            rules.text("gateway.otlp_endpoint", endpoint, is_usable, "http://HOST:PORT");
-        }
-        let share = gateway.otlp_sample_share;
-        rules.check("gateway.otlp_sample_share", share, (0.0..=1.0).contains(&share), "between 0 and 1");
+            authority.is_some_and(|authority| authority.port().is_some())
+        };
+        rules.given("otlp_endpoint", gateway.otlp_endpoint.as_ref(), is_usable, "http://HOST:PORT");
     }
 
     fn check_admin(&self, rules: &mut Rules) {
         let Some(admin) = &self.admin else { return };
         let rule = format!("an address other than gateway.listen, {}", self.gateway.listen);
-        rules.check("admin.listen", admin.listen, !collide(self.gateway.listen, admin.listen), rule);
+        rules.check("listen", admin.listen, !collide(self.gateway.listen, admin.listen), rule);
         let is_given = !admin.token_file.as_os_str().is_empty();
-        rules.text("admin.token_file", "", is_given, "the path of a file: there is no admin listener without a token");
+        rules.text("token_file", "", is_given, "the path of a file: there is no admin listener without a token");
+    }
+
+    /// Whether none of the first `n` listeners, of clients, operators and proxies, has an address that collides.
+    fn is_free(&self, address: SocketAddr, n: usize) -> bool {
+        let (admin, picker) = (self.admin.as_ref(), self.picker.as_ref());
+        let taken = [Some(self.gateway.listen), admin.map(|admin| admin.listen), picker.map(|picker| picker.listen)];
+        taken.into_iter().take(n).flatten().all(|other| !collide(other, address))
     }
 
     fn check_picker(&self, rules: &mut Rules) {
         let Some(picker) = &self.picker else { return };
-        let others = [Some(self.gateway.listen), self.admin.as_ref().map(|admin| admin.listen)];
-        let is_free = others.into_iter().flatten().all(|other| !collide(other, picker.listen));
-        rules.check("picker.listen", picker.listen, is_free, "an address other than gateway.listen and admin.listen");
+        let is_free = self.is_free(picker.listen, 2);
+        rules.check("listen", picker.listen, is_free, "an address other than gateway.listen and admin.listen");
         let files = [("tls_certificate_file", &picker.tls_certificate_file), ("tls_key_file", &picker.tls_key_file)];
         let has_both = files.iter().all(|(_, file)| file.is_some());
-        for (setting, file) in files {
-            let Some(file) = file else { continue };
-            let file = file.to_string_lossy();
-            rules.text(format!("picker.{setting}"), &file, has_both, "given with the other file of chain and key");
-            rules.text(format!("picker.{setting}"), &file, !picker.plaintext, "absent with plaintext");
+        for (name, file) in files {
+            rules.given(name, file.as_ref(), |_| has_both, "given with the other file of chain and key");
+            rules.given(name, file.as_ref(), |_| !picker.plaintext, "absent with plaintext");
         }
     }
 
@@ -146,18 +126,8 @@ impl Settings {
         let Some(replicas) = &self.replicas else { return };
         replicas.check(rules);
         let Some(listen) = replicas.listen else { return };
-        let others = [
-            Some(self.gateway.listen),
-            self.admin.as_ref().map(|admin| admin.listen),
-            self.picker.as_ref().map(|picker| picker.listen),
-        ];
-        let is_free = others.into_iter().flatten().all(|other| !collide(other, listen));
-        rules.check(
-            "replicas.listen",
-            listen,
-            is_free,
-            "an address other than gateway.listen, admin.listen and picker.listen",
-        );
+        let rule = "an address other than gateway.listen, admin.listen and picker.listen";
+        rules.check("listen", listen, self.is_free(listen, 3), rule);
     }
 
     /// Checks that names and pools are unique.
@@ -167,7 +137,7 @@ impl Settings {
             let aliases = model.aliases.iter().enumerate();
             let aliases = aliases.map(|(m, alias)| (format!("models[{n}].aliases[{m}]"), alias));
             for (setting, name) in [(format!("models[{n}].name"), &model.name)].into_iter().chain(aliases) {
-                rules.text(setting.clone(), name, is_name(name), NAME_RULE);
+                rules.text(&setting, name, is_name(name), NAME_RULE);
                 let first = names.entry(name).or_insert_with(|| setting.clone());
                 rules.text(&setting, name, *first == setting, format!("a name other than {first}"));
             }
@@ -178,34 +148,18 @@ impl Settings {
     }
 
     fn check_tenants(&self, rules: &mut Rules) {
-        let has_secret = self.tenants.is_empty() || self.gateway.salt_secret_file.is_some();
-        rules.check("gateway.salt_secret_file", "absent", has_secret, "the path of a file if tenants exist");
         let mut names = BTreeMap::new();
         for (n, tenant) in self.tenants.iter().enumerate() {
-            let setting = |name: &str| format!("tenants[{n}].{name}");
-            rules.text(setting("name"), &tenant.name, is_name(&tenant.name), NAME_RULE);
+            rules.at(format!("tenants[{n}]")).text("name", &tenant.name, is_name(&tenant.name), NAME_RULE);
             let first = *names.entry(&tenant.name).or_insert(n);
-            rules.text(setting("name"), &tenant.name, first == n, format!("a name other than tenants[{first}].name"));
-            let is_given = !tenant.keys_file.as_os_str().is_empty();
-            rules.text(setting("keys_file"), "", is_given, "the path of a file");
-            let limits = [
-                ("requests_per_minute", tenant.requests_per_minute),
-                ("tokens_per_minute", tenant.tokens_per_minute),
-                ("tokens_per_day", tenant.tokens_per_day),
-                ("requests_in_flight_max", tenant.requests_in_flight_max.map(u64::from)),
-                ("key_requests_per_minute", tenant.key_requests_per_minute),
-                ("key_tokens_per_minute", tenant.key_tokens_per_minute),
-                ("key_tokens_per_day", tenant.key_tokens_per_day),
-                ("key_requests_in_flight_max", tenant.key_requests_in_flight_max.map(u64::from)),
-            ];
-            for (name, limit) in limits {
-                limit.into_iter().for_each(|limit| rules.range(setting(name), limit, 1, LIMIT_MAX));
-            }
+            rules.text("name", &tenant.name, first == n, format!("a name other than tenants[{first}].name"));
+            rules.text("keys_file", "", !tenant.keys_file.as_os_str().is_empty(), "the path of a file");
+            tenant.check_ranges(rules);
             if let Some(class) = &tenant.policy_class {
                 let lacking = self.models.iter().find(|model| !model.router.queue.knows_class(class));
                 let lacking =
                     lacking.map(|model| format!("a class or family of every model, {:?} has none", model.name));
-                rules.text(setting("policy_class"), class, lacking.is_none(), lacking.unwrap_or_default());
+                rules.text("policy_class", class, lacking.is_none(), lacking.unwrap_or_default());
             }
         }
     }
@@ -213,47 +167,25 @@ impl Settings {
     /// Warnings about valid but probably unintended settings.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
-        let mut warnings = Vec::new();
         let gateway = &self.gateway;
-        if let Some(admin) = self.admin.as_ref().filter(|admin| !admin.listen.ip().is_loopback()) {
-            let listen = admin.listen;
-            warnings
-                .push(format!("admin.listen is {listen}: clients that reach it with the token control the gateway"));
-        }
-        if self.replicas.as_ref().is_some_and(|replicas| replicas.insecure) {
-            warnings.push(
-                "replicas.insecure is true: any process that reaches replicas.listen can change the load".to_owned(),
-            );
-        }
-        let is_plain = gateway.tls_certificate_file.is_none() && !gateway.listen.ip().is_loopback();
-        if is_plain && !self.tenants.is_empty() {
-            let listen = gateway.listen;
-            warnings.push(format!("gateway.listen is {listen} without TLS: tenant keys are sent in clear text"));
-        }
-        if gateway.metrics_public && !(self.tenants.is_empty() && gateway.listen.ip().is_loopback()) {
-            let listen = gateway.listen;
-            warnings.push(format!("gateway.metrics_public is true: /metrics on {listen} is public and names workers"));
-        }
-        for model in &self.models {
-            let name = &model.name;
-            if !model.has_sources() {
-                warnings.push(format!("model {name:?} has no workers until an operator adds some"));
-            }
-            if model.messages == MessagesMode::Pass && !self.tenants.is_empty() {
-                warnings.push(format!(
-                    "model {name:?} passes Anthropic Messages: tenants share caches unless its engines read cache_salt \
-                     in them"
-                ));
-            }
-            if model.assumes_batched_tokens() {
-                let assumed = model.router.queue.unstated_batched_tokens();
-                warnings.push(format!(
-                    "model {name:?} limits prefill by a share of max_num_batched_tokens: {assumed} is assumed for \
-                     workers that do not state it (set router.queue.unstated_batched_tokens; vLLM does not state it)"
-                ));
-            }
-        }
-        warnings
+        let (listen, is_local) = (gateway.listen, gateway.listen.ip().is_loopback());
+        let public_admin = self.admin.as_ref().map(|admin| admin.listen).filter(|listen| !listen.ip().is_loopback());
+        let is_insecure = self.replicas.as_ref().is_some_and(|replicas| replicas.insecure);
+        let sends_keys = gateway.tls_certificate_file.is_none() && !is_local && !self.tenants.is_empty();
+        let shows_metrics = gateway.metrics_public && !(self.tenants.is_empty() && is_local);
+        let own = [
+            public_admin.map(|listen| {
+                format!("admin.listen is {listen}: clients that reach it with the token control the gateway")
+            }),
+            is_insecure.then(|| {
+                "replicas.insecure is true: any process that reaches replicas.listen can change the load".to_owned()
+            }),
+            sends_keys.then(|| format!("gateway.listen is {listen} without TLS: tenant keys are sent in clear text")),
+            shows_metrics
+                .then(|| format!("gateway.metrics_public is true: /metrics on {listen} is public and names workers")),
+        ];
+        let of_models = self.models.iter().flat_map(|model| model.warnings(!self.tenants.is_empty()));
+        own.into_iter().flatten().chain(of_models).collect()
     }
 
     /// Files with API keys of workers, with their settings.
@@ -307,166 +239,150 @@ impl ReplicasSettings {
     fn check(&self, rules: &mut Rules) {
         let has_peers = self.dns.is_some() || self.kubernetes_service.is_some() || !self.peers.is_empty();
         if let Some(url) = &self.nats {
-            let rule = "nats://HOST:PORT or tls://HOST:PORT, without a password";
-            rules.text("replicas.nats", url, is_server_url(url), rule);
+            rules.text("nats", url, is_server_url(url), "nats://HOST:PORT or tls://HOST:PORT, without a password");
             let is_alone = !has_peers && self.listen.is_none();
-            rules.text("replicas.nats", url, is_alone, "absent with listen, peers, dns or kubernetes_service");
+            rules.text("nats", url, is_alone, "absent with listen, peers, dns or kubernetes_service");
         } else {
-            rules.check("replicas.listen", "absent", self.listen.is_some(), "an IP address with a port");
-            rules.check("replicas", "without peers", has_peers, "given peers, dns, kubernetes_service or nats");
+            rules.check("listen", "absent", self.listen.is_some(), "an IP address with a port");
+            rules.check("", "without peers", has_peers, "given peers, dns, kubernetes_service or nats");
         }
-        if let Some(name) = &self.dns {
-            rules.text("replicas.dns", name, self.peers.is_empty(), "absent with peers");
-            rules.text("replicas.dns", name, is_host_and_port(name), "NAME:PORT");
-        }
+        rules.given("dns", self.dns.as_ref(), |_| self.peers.is_empty(), "absent with peers");
+        rules.given("dns", self.dns.as_ref(), is_host_and_port, "NAME:PORT");
         self.check_kubernetes(rules);
         for (n, peer) in self.peers.iter().enumerate() {
-            rules.text(format!("replicas.peers[{n}]"), peer, is_host_and_port(peer), "HOST:PORT");
+            rules.text(format!("peers[{n}]"), peer, is_host_and_port(peer), "HOST:PORT");
         }
-        if let Some(id) = &self.id {
-            rules.text("replicas.id", id, is_name(id), NAME_RULE);
-        }
+        rules.given("id", self.id.as_ref(), is_name, NAME_RULE);
         let files = [
             ("tls_certificate_file", &self.tls_certificate_file),
             ("tls_key_file", &self.tls_key_file),
             ("tls_ca_file", &self.tls_ca_file),
         ];
         let has_all = files.iter().all(|(_, file)| file.is_some());
-        for (setting, file) in files {
-            if let Some(file) = file {
-                let rule = "absent unless tls_certificate_file, tls_key_file and tls_ca_file are given";
-                rules.text(format!("replicas.{setting}"), &file.to_string_lossy(), has_all, rule);
-            }
-        }
+        let rule = "absent unless tls_certificate_file, tls_key_file and tls_ca_file are given";
+        files.into_iter().for_each(|(name, file)| rules.given(name, file.as_ref(), |_| has_all, rule));
         let is_secure = self.key_file.is_some() || has_all || self.insecure;
         let is_local = self.listen.is_none_or(|listen| listen.ip().is_loopback())
             && self.kubernetes_service.is_none()
             && self.peers.iter().chain(&self.dns).all(|address| is_loopback(address))
             && self.nats.iter().all(|url| url.split_once("://").is_some_and(|(_, address)| is_loopback(address)));
-        let rule = "given beyond loopback, unless there are tls_certificate_file, tls_key_file and tls_ca_file, or \
-                    insecure is true";
-        rules.check("replicas.key_file", "absent", is_secure || is_local, rule);
+        let rule = "given beyond loopback, unless there are tls_certificate_file, tls_key_file and tls_ca_file, or                     insecure is true";
+        rules.check("key_file", "absent", is_secure || is_local, rule);
     }
-}
 
-impl ReplicasSettings {
     fn check_kubernetes(&self, rules: &mut Rules) {
-        if let Some(service) = &self.kubernetes_service {
-            let is_valid = service.rsplit_once(':').is_some_and(|(name, _)| is_object_name(name));
-            let rule = if cfg!(feature = "kubernetes") {
-                "NAME:PORT"
-            } else {
-                "absent: this program was built without the feature kubernetes"
-            };
-            let is_valid = is_valid && is_host_and_port(service) && cfg!(feature = "kubernetes");
-            rules.text("replicas.kubernetes_service", service, is_valid, rule);
-            let is_alone = self.peers.is_empty() && self.dns.is_none();
-            rules.text("replicas.kubernetes_service", service, is_alone, "absent with peers or dns");
-        }
-        let has_service = self.kubernetes_service.is_some();
-        if let Some(namespace) = &self.kubernetes_namespace {
-            let setting = "replicas.kubernetes_namespace";
-            rules.text(setting, namespace, is_object_name(namespace), "the name of a Kubernetes object");
-            rules.text(setting, namespace, has_service, "absent without kubernetes_service");
-        }
-        if let Some(file) = &self.kubeconfig_file {
-            let rule = "absent without kubernetes_service";
-            rules.text("replicas.kubeconfig_file", &file.to_string_lossy(), has_service, rule);
-        }
+        let service = self.kubernetes_service.as_ref();
+        let (is_built, absent) = (cfg!(feature = "kubernetes"), "absent without kubernetes_service");
+        let is_service = |service: &str| {
+            let has_name = service.rsplit_once(':').is_some_and(|(name, _)| is_object_name(name));
+            is_built && has_name && is_host_and_port(service)
+        };
+        let rule = if is_built { "NAME:PORT" } else { NOT_BUILT };
+        rules.given("kubernetes_service", service, is_service, rule);
+        let is_alone = self.peers.is_empty() && self.dns.is_none();
+        rules.given("kubernetes_service", service, |_| is_alone, "absent with peers or dns");
+        let namespace = self.kubernetes_namespace.as_ref();
+        rules.given("kubernetes_namespace", namespace, is_object_name, "the name of a Kubernetes object");
+        rules.given("kubernetes_namespace", namespace, |_| service.is_some(), absent);
+        rules.given("kubeconfig_file", self.kubeconfig_file.as_ref(), |_| service.is_some(), absent);
     }
 }
 
 impl ModelSettings {
+    fn warnings(&self, has_tenants: bool) -> impl Iterator<Item = String> {
+        let (name, passes) = (&self.name, self.messages == MessagesMode::Pass && has_tenants);
+        let assumed = self.router.queue.unstated_batched_tokens();
+        let warnings = [
+            (!self.has_sources()).then(|| format!("model {name:?} has no workers until an operator adds some")),
+            passes.then(|| {
+                format!(
+                    "model {name:?} passes Anthropic Messages: tenants share caches unless its engines read cache_salt                      in them"
+                )
+            }),
+            self.assumes_batched_tokens().then(|| {
+                format!(
+                    "model {name:?} limits prefill by a share of max_num_batched_tokens: {assumed} is assumed for                      workers that do not state it (set router.queue.unstated_batched_tokens; vLLM does not state it)"
+                )
+            }),
+        ];
+        warnings.into_iter().flatten()
+    }
+
     fn has_sources(&self) -> bool {
-        let has_lists = [&self.worker_urls, &self.worker_names].into_iter().any(|list| !list.is_empty());
-        has_lists || !self.workers.is_empty() || self.workers_file.is_some() || self.kubernetes.is_some()
+        !self.workers.is_empty() || self.has_changing_sources()
+    }
+
+    /// Whether workers may come that the settings do not describe.
+    fn has_changing_sources(&self) -> bool {
+        let has_lists = !self.worker_urls.is_empty() || !self.worker_names.is_empty();
+        has_lists || self.workers_file.is_some() || self.kubernetes.is_some()
     }
 
     /// Whether a limit may depend on the built-in assumption for a worker's `max_num_batched_tokens`.
     fn assumes_batched_tokens(&self) -> bool {
-        let by_hand = |worker: &pointsman::discovery::NamedWorker| worker.config.max_num_batched_tokens.is_some();
-        let all_stated = self.has_fixed_workers_only() && self.workers.iter().all(by_hand);
+        let is_fixed = !self.workers.is_empty() && !self.has_changing_sources();
+        let all_stated = is_fixed && self.workers.iter().all(|worker| worker.config.max_num_batched_tokens.is_some());
         let is_built_in = self.router.queue.unstated_batched_tokens.is_none();
         is_built_in && !all_stated && self.router.uses_batched_tokens()
     }
 
-    /// Whether all workers are fully described in the settings.
-    fn has_fixed_workers_only(&self) -> bool {
-        !self.workers.is_empty()
-            && self.workers_file.is_none()
-            && self.worker_urls.is_empty()
-            && self.worker_names.is_empty()
-            && self.kubernetes.is_none()
-    }
-
     fn check(&self, path: &str, has_admin: bool, rules: &mut Rules) {
-        if let Some(name) = &self.upstream_name {
-            rules.text(format!("{path}.upstream_name"), name, is_name(name), NAME_RULE);
-        }
+        rules.at(path).given("upstream_name", self.upstream_name.as_ref(), is_name, NAME_RULE);
         let rule = "given workers, workers_file, worker_urls, worker_names or kubernetes, unless [admin] can add some";
-        rules.check(path, "without workers", self.has_sources() || has_admin, rule);
-        if let Some(file) = &self.workers_file {
-            let file = file.to_string_lossy();
-            let is_known = FileFormat::of_name(&file).is_ok();
-            rules.text(format!("{path}.workers_file"), &file, is_known, "a name that ends in .toml or .json");
-        }
+        rules.check("", "without workers", self.has_sources() || has_admin, rule);
+        let is_format = |file: &str| FileFormat::of_name(file).is_ok();
+        rules.given("workers_file", self.workers_file.as_ref(), is_format, "a name that ends in .toml or .json");
         for (n, url) in self.worker_urls.iter().enumerate() {
             if let Err(error) = HttpUrl::parse(url) {
                 let rule = format!("the address of a worker: {}", error.rule);
-                rules.text(format!("{path}.worker_urls[{n}]"), &error.url, false, rule);
+                rules.text(format!("worker_urls[{n}]"), &error.url, false, rule);
             }
         }
         self.check_engines(path, rules);
         for (n, name) in self.worker_names.iter().enumerate() {
             let is_name = DnsNames::new([name]).is_ok();
-            rules.text(format!("{path}.worker_names[{n}]"), name, is_name, "NAME:PORT or https://NAME:PORT");
+            rules.text(format!("worker_names[{n}]"), name, is_name, "NAME:PORT or https://NAME:PORT");
         }
         if let Some(kubernetes) = &self.kubernetes {
-            kubernetes.check(&format!("{path}.kubernetes"), rules);
+            kubernetes.check(rules.at(format!("{path}.kubernetes")));
         }
+        rules.at(format!("{path}.router"));
         for error in self.router.validate().err().into_iter().flat_map(|errors| errors.0) {
-            rules.check(format!("{path}.router.{}", error.field), error.value, false, error.rule);
+            rules.check(error.field, error.value, false, error.rule);
         }
-        self.check_tokens(&format!("{path}.tokens"), rules);
+        self.check_tokens(rules.at(format!("{path}.tokens")));
     }
 
     /// Each engine is named once. As two workers it would appear half as loaded as it is.
     fn check_engines(&self, path: &str, rules: &mut Rules) {
         let workers = self.workers.iter().enumerate();
-        let workers = workers.map(|(n, worker)| (format!("{path}.workers[{n}].url"), &worker.config.endpoint));
-        let urls = self.worker_urls.iter().enumerate().map(|(n, url)| (format!("{path}.worker_urls[{n}]"), url));
+        let workers = workers.map(|(n, worker)| (format!("workers[{n}].url"), &worker.config.endpoint));
+        let urls = self.worker_urls.iter().enumerate().map(|(n, url)| (format!("worker_urls[{n}]"), url));
         let mut named = BTreeMap::new();
-        for (setting, url) in workers.chain(urls) {
+        for (name, url) in workers.chain(urls) {
             let Some(key) = engine_key(url) else { continue };
             match named.get(&key) {
-                None => drop(named.insert(key, (setting, url))),
+                None => drop(named.insert(key, (name, url))),
                 Some((first, spelled)) => {
-                    rules.text(setting, url, false, format!("another engine than {first}, which is {spelled:?}"));
+                    rules.text(name, url, false, format!("another engine than {path}.{first}, which is {spelled:?}"));
                 }
             }
         }
     }
 
-    fn check_tokens(&self, path: &str, rules: &mut Rules) {
+    fn check_tokens(&self, rules: &mut Rules) {
         let tokens = &self.tokens;
         let has_tokenizer = tokens.tokenizer_file.is_some();
         let is_local = tokens.source == TokenSourceChoice::Local;
         let rule = "a source other than local without tokenizer_file";
-        rules.text(format!("{path}.source"), "local", !is_local || has_tokenizer, rule);
-        if let Some(file) = &tokens.chat_template_file {
-            let rule = "absent without tokenizer_file";
-            rules.text(format!("{path}.chat_template_file"), &file.to_string_lossy(), has_tokenizer, rule);
-        }
-        if let Some(placeholder) = &tokens.media_placeholder {
-            let rule = "a token of the tokenizer, and absent without tokenizer_file";
-            let is_valid = has_tokenizer && !placeholder.is_empty();
-            rules.text(format!("{path}.media_placeholder"), placeholder, is_valid, rule);
-        }
-        let rule = "false without tokenizer_file";
-        rules.text(format!("{path}.media_uuids"), "true", !tokens.media_uuids || has_tokenizer, rule);
-        rules.range(format!("{path}.threads"), tokens.threads, 1, 256);
-        rules.range(format!("{path}.cache_bytes_max"), tokens.cache_bytes_max, 0, 1 << 40);
-        rules.range(format!("{path}.engine_timeout_ms"), tokens.engine_timeout_ms, 1, DAY_MS);
+        rules.text("source", "local", !is_local || has_tokenizer, rule);
+        let template = tokens.chat_template_file.as_ref();
+        rules.given("chat_template_file", template, |_| has_tokenizer, "absent without tokenizer_file");
+        let is_token = |token: &str| has_tokenizer && !token.is_empty();
+        let rule = "a token of the tokenizer, and absent without tokenizer_file";
+        rules.given("media_placeholder", tokens.media_placeholder.as_ref(), is_token, rule);
+        rules.text("media_uuids", "true", !tokens.media_uuids || has_tokenizer, "false without tokenizer_file");
+        tokens.check_ranges(rules);
     }
 }
 
