@@ -3,6 +3,11 @@
 //! OpenAI's and Anthropic's requests, responses and errors, the bodies of the legs of prefill and decode pools, resumed
 //! streams, and the state of the live page. Pure: no I/O, no clock, and no knowledge of what a request is routed by.
 
+/// Names of JSON fields.
+macro_rules! names {
+    ($($name:ident)*) => { &[$(stringify!($name)),*] };
+}
+
 pub mod anthropic;
 pub mod handover;
 pub mod live;

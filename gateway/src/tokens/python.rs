@@ -170,20 +170,7 @@ fn float(value: f64) -> String {
     format!("{digits}e{sign}{:02}", exponent.abs())
 }
 
-const MONTHS: [&str; 12] = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-];
+const MONTHS: &str = "January February March April May June July August September October November December";
 
 const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
 
@@ -192,7 +179,7 @@ pub(super) fn strftime(format: &str, now_s: u64) -> String {
     let (days, second) = (now_s / 86_400, now_s % 86_400);
     let (year, month, day, day_of_year) = civil(days);
     let (hour, minute, second) = (second / 3_600, second / 60 % 60, second % 60);
-    let (month_name, day_name) = (MONTHS[month - 1], DAYS[(days % 7) as usize]);
+    let (month_name, day_name) = (MONTHS.split(' ').nth(month - 1).unwrap_or_default(), DAYS[(days % 7) as usize]);
     let hour_12 = (hour + 11) % 12 + 1;
     let mut out = String::new();
     let mut chars = format.chars();

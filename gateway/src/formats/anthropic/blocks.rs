@@ -19,23 +19,14 @@ pub(super) type Raw<'a> = Option<&'a RawValue>;
 pub(super) struct Block<'a> {
     #[serde(borrow, rename = "type")]
     pub(super) kind: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     pub(super) text: Raw<'a>,
-    #[serde(borrow)]
     pub(super) source: Raw<'a>,
-    #[serde(borrow)]
     pub(super) id: Raw<'a>,
-    #[serde(borrow)]
     pub(super) name: Raw<'a>,
-    #[serde(borrow)]
     pub(super) input: Raw<'a>,
-    #[serde(borrow)]
     pub(super) tool_use_id: Raw<'a>,
-    #[serde(borrow)]
     pub(super) content: Raw<'a>,
-    #[serde(borrow)]
     pub(super) thinking: Raw<'a>,
-    #[serde(borrow)]
     pub(super) title: Raw<'a>,
 }
 
@@ -43,13 +34,9 @@ pub(super) struct Block<'a> {
 struct Source<'a> {
     #[serde(borrow, rename = "type")]
     kind: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     media_type: Raw<'a>,
-    #[serde(borrow)]
     data: Raw<'a>,
-    #[serde(borrow)]
     url: Raw<'a>,
-    #[serde(borrow)]
     content: Raw<'a>,
 }
 

@@ -26,40 +26,23 @@ pub enum Purpose {
 struct MessagesBody<'a> {
     #[serde(borrow)]
     model: Raw<'a>,
-    #[serde(borrow)]
     messages: Raw<'a>,
-    #[serde(borrow)]
     system: Raw<'a>,
-    #[serde(borrow)]
     max_tokens: Raw<'a>,
-    #[serde(borrow)]
     stop_sequences: Raw<'a>,
-    #[serde(borrow)]
     temperature: Raw<'a>,
-    #[serde(borrow)]
     top_p: Raw<'a>,
-    #[serde(borrow)]
     top_k: Raw<'a>,
-    #[serde(borrow)]
     stream: Raw<'a>,
-    #[serde(borrow)]
     tools: Raw<'a>,
-    #[serde(borrow)]
     tool_choice: Raw<'a>,
-    #[serde(borrow)]
     metadata: Raw<'a>,
-    #[serde(borrow)]
     thinking: Raw<'a>,
-    #[serde(borrow)]
     output_config: Raw<'a>,
-    #[serde(borrow)]
     mcp_servers: Raw<'a>,
     // Extensions of engines and of this gateway.
-    #[serde(borrow)]
     cache_salt: Raw<'a>,
-    #[serde(borrow)]
     session_id: Raw<'a>,
-    #[serde(borrow)]
     chat_template_kwargs: Raw<'a>,
 }
 
@@ -67,7 +50,6 @@ struct MessagesBody<'a> {
 struct Message<'a> {
     #[serde(borrow)]
     role: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     content: Raw<'a>,
 }
 
@@ -75,11 +57,8 @@ struct Message<'a> {
 struct Tool<'a> {
     #[serde(borrow, rename = "type")]
     kind: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     name: Raw<'a>,
-    #[serde(borrow)]
     description: Raw<'a>,
-    #[serde(borrow)]
     input_schema: Raw<'a>,
 }
 
@@ -352,7 +331,6 @@ impl Chat {
         struct ToolChoice<'a> {
             #[serde(borrow, rename = "type")]
             kind: Cow<'a, str>,
-            #[serde(borrow)]
             name: Raw<'a>,
             disable_parallel_tool_use: Option<bool>,
         }
@@ -449,7 +427,6 @@ impl Chat {
         struct Format<'a> {
             #[serde(borrow, rename = "type")]
             kind: Cow<'a, str>,
-            #[serde(borrow)]
             schema: Raw<'a>,
         }
         if body.mcp_servers.is_some_and(|servers| servers.get().contains('{')) {

@@ -12,7 +12,6 @@ pub(super) const SIGNATURE: &str = "unsigned";
 struct Completion<'a> {
     #[serde(borrow)]
     id: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     choices: Vec<Choice<'a>>,
     usage: Option<ChatUsage>,
 }
@@ -21,11 +20,8 @@ struct Completion<'a> {
 struct Choice<'a> {
     #[serde(borrow)]
     message: ChatMessage<'a>,
-    #[serde(borrow)]
     finish_reason: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     stop_reason: Option<&'a RawValue>,
-    #[serde(borrow)]
     matched_stop: Option<&'a RawValue>,
 }
 
@@ -33,13 +29,9 @@ struct Choice<'a> {
 struct ChatMessage<'a> {
     #[serde(borrow)]
     content: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     reasoning: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     reasoning_content: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     refusal: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     tool_calls: Option<Vec<ToolCall<'a>>>,
 }
 
@@ -47,7 +39,6 @@ struct ChatMessage<'a> {
 struct ToolCall<'a> {
     #[serde(borrow)]
     id: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     function: Function<'a>,
 }
 
@@ -55,7 +46,6 @@ struct ToolCall<'a> {
 struct Function<'a> {
     #[serde(borrow)]
     name: Cow<'a, str>,
-    #[serde(borrow)]
     arguments: Option<Cow<'a, str>>,
 }
 

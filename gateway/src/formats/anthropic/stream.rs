@@ -80,12 +80,10 @@ struct UnnamedCall {
 
 #[derive(Deserialize)]
 struct Chunk<'a> {
-    #[serde(borrow)]
     id: Option<Cow<'a, str>>,
     #[serde(borrow, default)]
     choices: Option<Vec<Choice<'a>>>,
     usage: Option<ChatUsage>,
-    #[serde(borrow)]
     error: Option<&'a RawValue>,
 }
 
@@ -95,11 +93,8 @@ struct Choice<'a> {
     index: usize,
     #[serde(borrow, default)]
     delta: Option<Delta<'a>>,
-    #[serde(borrow)]
     finish_reason: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     stop_reason: Option<&'a RawValue>,
-    #[serde(borrow)]
     matched_stop: Option<&'a RawValue>,
 }
 
@@ -107,13 +102,9 @@ struct Choice<'a> {
 struct Delta<'a> {
     #[serde(borrow)]
     content: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     reasoning: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     reasoning_content: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     refusal: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     tool_calls: Option<Vec<CallDelta<'a>>>,
 }
 
@@ -123,7 +114,6 @@ struct CallDelta<'a> {
     index: usize,
     #[serde(borrow)]
     id: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     function: Option<FunctionDelta<'a>>,
 }
 
@@ -131,7 +121,6 @@ struct CallDelta<'a> {
 struct FunctionDelta<'a> {
     #[serde(borrow)]
     name: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     arguments: Option<Cow<'a, str>>,
 }
 

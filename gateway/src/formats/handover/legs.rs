@@ -12,34 +12,11 @@ use super::{PrefillResponse, Protocol};
 use crate::formats::openai::Endpoint;
 
 /// Fields that a leg changes or that prevent a handover.
-const KNOWN: &[&str] = &[
-    "stream",
-    "stream_options",
-    "max_tokens",
-    "max_completion_tokens",
-    "max_output_tokens",
-    "min_tokens",
-    "n",
-    "best_of",
-    "echo",
-    "logprobs",
-    "prompt_logprobs",
-    "use_beam_search",
-    "background",
-    "previous_response_id",
-    "previous_input_messages",
-    "conversation",
-    "prompt",
-    "prompt_embeds",
-    "prompt_token_ids",
-    "kv_transfer_params",
-    "disaggregated_params",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "rid",
-    "routed_dp_rank",
-    "disagg_prefill_dp_rank",
+const KNOWN: &[&str] = names![
+    stream stream_options max_tokens max_completion_tokens max_output_tokens min_tokens n best_of echo logprobs
+    prompt_logprobs use_beam_search background previous_response_id previous_input_messages conversation prompt
+    prompt_embeds prompt_token_ids kv_transfer_params disaggregated_params bootstrap_host bootstrap_port
+    bootstrap_room rid routed_dp_rank disagg_prefill_dp_rank
 ];
 
 /// Maximum number of prompts of a batch that are aborted one by one. Engines detect closed connections themselves, later.
@@ -231,15 +208,8 @@ impl LegBodies {
     fn one_token<'o, 'a>(&self, object: &ObjectText<'_>, edit: ObjectEdit<'o, 'a>) -> ObjectEdit<'o, 'a> {
         let spellings: &[&'static str] = match self.endpoint {
             Endpoint::Chat => &["max_completion_tokens", "max_tokens"],
-            Endpoint::Completions
-            | Endpoint::Embeddings
-            | Endpoint::Messages
-            | Endpoint::CountTokens
-            | Endpoint::Rerank
-            | Endpoint::Score
-            | Endpoint::Tokenize
-            | Endpoint::Detokenize => &["max_tokens"],
             Endpoint::Responses => &["max_output_tokens"],
+            _ => &["max_tokens"],
         };
         let edit = unstreamed(edit).remove("min_tokens").set_present("n", "1");
         let mut given = spellings.iter().filter(|name| object.json(name).is_some()).peekable();

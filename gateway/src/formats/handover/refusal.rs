@@ -100,13 +100,6 @@ pub(super) fn check(endpoint: Endpoint, protocol: Protocol, body: &ObjectText<'_
         return Err(NotSplit::BeamSearch);
     }
     match endpoint {
-        Endpoint::Embeddings
-        | Endpoint::Messages
-        | Endpoint::CountTokens
-        | Endpoint::Rerank
-        | Endpoint::Score
-        | Endpoint::Tokenize
-        | Endpoint::Detokenize => Err(NotSplit::Endpoint),
         Endpoint::Responses => {
             if protocol != Protocol::VllmNixl {
                 return Err(NotSplit::Endpoint);
@@ -130,6 +123,7 @@ pub(super) fn check(endpoint: Endpoint, protocol: Protocol, body: &ObjectText<'_
                 Ok(n_prompts)
             }
         }
+        _ => Err(NotSplit::Endpoint),
     }
 }
 

@@ -10,23 +10,15 @@ use serde_json::value::RawValue;
 /// Parsed fields of a chunk.
 #[derive(Deserialize)]
 pub(super) struct Chunk<'a> {
-    #[serde(borrow)]
     pub(super) id: Option<&'a RawValue>,
-    #[serde(borrow)]
     pub(super) created: Option<&'a RawValue>,
-    #[serde(borrow)]
     pub(super) model: Option<&'a RawValue>,
-    #[serde(borrow)]
     pub(super) object: Option<&'a RawValue>,
     #[serde(borrow, default)]
     pub(super) choices: Option<Vec<Choice<'a>>>,
-    #[serde(borrow)]
     pub(super) usage: Option<&'a RawValue>,
-    #[serde(borrow)]
     pub(super) prompt_token_ids: Option<&'a RawValue>,
-    #[serde(borrow)]
     error: Option<&'a RawValue>,
-    #[serde(borrow)]
     code: Option<&'a RawValue>,
 }
 
@@ -57,12 +49,9 @@ pub(super) struct Choice<'a> {
     pub(super) index: u32,
     #[serde(borrow)]
     text: Option<Text<'a>>,
-    #[serde(borrow)]
     pub(super) delta: Option<Delta<'a>>,
     pub(super) finish_reason: Option<IgnoredAny>,
-    #[serde(borrow)]
     pub(super) token_ids: Option<&'a RawValue>,
-    #[serde(borrow)]
     pub(super) prompt_token_ids: Option<&'a RawValue>,
 }
 
@@ -72,17 +61,11 @@ pub(super) struct Delta<'a> {
     role: Option<IgnoredAny>,
     #[serde(borrow)]
     content: Option<Text<'a>>,
-    #[serde(borrow)]
     tool_calls: Option<&'a RawValue>,
-    #[serde(borrow)]
     reasoning: Option<&'a RawValue>,
-    #[serde(borrow)]
     reasoning_content: Option<&'a RawValue>,
-    #[serde(borrow)]
     function_call: Option<&'a RawValue>,
-    #[serde(borrow)]
     refusal: Option<&'a RawValue>,
-    #[serde(borrow)]
     audio: Option<&'a RawValue>,
 }
 

@@ -13,30 +13,10 @@ use crate::formats::openai::Endpoint;
 const COMPLETION_TOKENS: u64 = 16;
 
 /// Fields with an effect that the prompt and the output so far do not carry. Only null is resumable.
-const UNRESUMABLE: &[&str] = &[
-    "seed",
-    "top_logprobs",
-    "prompt_logprobs",
-    "suffix",
-    "functions",
-    "function_call",
-    "response_format",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "structural_tag",
-    "grammar",
-    "regex",
-    "ebnf",
-    "json_schema",
-    "prompt_embeds",
-    "input_embeds",
-    "truncate_prompt_tokens",
-    "session_params",
-    "thinking_token_budget",
-    "audio",
+const UNRESUMABLE: &[&str] = names![
+    seed top_logprobs prompt_logprobs suffix functions function_call response_format guided_json guided_regex
+    guided_choice guided_grammar structured_outputs structural_tag grammar regex ebnf json_schema prompt_embeds
+    input_embeds truncate_prompt_tokens session_params thinking_token_budget audio
 ];
 
 /// Flags that must be absent or false.
@@ -46,21 +26,9 @@ const FALSE_ONLY: &[&str] = &["logprobs", "echo", "use_beam_search", "continue_f
 const ZERO_ONLY: &[&str] = &["frequency_penalty", "presence_penalty"];
 
 /// Other fields that the rules read or the resume request changes.
-const READ: &[&str] = &[
-    "stream",
-    "stream_options",
-    "n",
-    "best_of",
-    "tools",
-    "tool_choice",
-    "add_generation_prompt",
-    "messages",
-    "prompt",
-    "stop",
-    "return_token_ids",
-    "max_tokens",
-    "max_completion_tokens",
-    "min_tokens",
+const READ: &[&str] = names![
+    stream stream_options n best_of tools tool_choice add_generation_prompt messages prompt stop return_token_ids
+    max_tokens max_completion_tokens min_tokens
 ];
 
 /// Form of a prompt.

@@ -76,9 +76,7 @@ fn effort(reasoning: Given<'_>, body: &Bytes) -> Result<Option<Bytes>, ApiError>
 struct Item<'a> {
     #[serde(borrow, rename = "type")]
     kind: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     role: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     content: Option<&'a RawValue>,
 }
 
@@ -87,7 +85,6 @@ struct Item<'a> {
 struct Part<'a> {
     #[serde(borrow, rename = "type")]
     kind: Option<Cow<'a, str>>,
-    #[serde(borrow)]
     text: Option<&'a RawValue>,
 }
 

@@ -101,7 +101,6 @@ struct OutlinePart<'a> {
     /// Null is a value, because its place is needed.
     #[serde(borrow, default, deserialize_with = "given")]
     uuid: Option<&'a RawValue>,
-    #[serde(borrow)]
     image_url: Option<&'a RawValue>,
 }
 

@@ -12,23 +12,8 @@ const REPEATED: [&str; 2] = ["<|image_pad|>", "<image>"];
 const STRUCTURED: [&str; 2] = ["<fake_token_around_image>", "<row_1_col_1>"];
 
 /// Further placeholders. The engine replaces them by a sequence that also contains other tokens.
-const OTHERS: [&str; 15] = [
-    "<|video_pad|>",
-    "<|audio_pad|>",
-    "<video>",
-    "<audio>",
-    "<|IMAGE|>",
-    "<|VIDEO|>",
-    "<|AUDIO|>",
-    "<|image|>",
-    "<|video|>",
-    "<|audio|>",
-    "<start_of_image>",
-    "<start_of_audio>",
-    "<image_soft_token>",
-    "<audio_soft_token>",
-    "[IMG]",
-];
+const OTHERS: &str = "<|video_pad|> <|audio_pad|> <video> <audio> <|IMAGE|> <|VIDEO|> <|AUDIO|> <|image|> \
+    <|video|> <|audio|> <start_of_image> <start_of_audio> <image_soft_token> <audio_soft_token> [IMG]";
 
 /// The placeholder tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,7 +37,7 @@ impl Placeholders {
             Some(text) => id(text).map(|_| text),
             None => REPEATED.into_iter().find(|text| id(text).is_some()),
         };
-        let known = REPEATED.into_iter().chain(OTHERS).chain(text);
+        let known = REPEATED.into_iter().chain(OTHERS.split(' ')).chain(text);
         let mut all: Vec<u32> = known.filter_map(id).collect();
         all.sort_unstable();
         all.dedup();
