@@ -104,7 +104,7 @@ impl Imports {
     }
 
     /// The files that a file imports, directly or not.
-    fn reached<'a>(&'a self, file: &str) -> BTreeSet<&'a str> {
+    fn reached<'a>(&'a self, file: &'a str) -> BTreeSet<&'a str> {
         let (mut reached, mut rest) = (BTreeSet::new(), vec![file]);
         while let Some(next) = rest.pop() {
             let targets = self.0.get(next).into_iter().flatten().map(String::as_str);
