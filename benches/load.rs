@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
-use pointsman::load::{ActiveSequences, OutputBlocks, PrefillLoadHint, PromptBlocks, Weight};
+use pointsman::internals::load::{ActiveSequences, OutputBlocks, PrefillLoadHint, PromptBlocks, Weight};
 use pointsman::protocol::{BookingId, SequenceHash, Timestamp};
 
 const BLOCKS: u64 = 190;

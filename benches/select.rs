@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use pointsman::config::{LoadConfig, RouterConfig};
-use pointsman::select::{Draw, TierOverlap};
+use pointsman::internals::select::{Draw, TierOverlap};
 use pointsman::test_support::{mix, rank};
 
 #[allow(dead_code, reason = "other benchmarks use the rest")]

@@ -61,7 +61,7 @@ impl AnswerKind {
     /// The format for a `content-type` header.
     ///
     /// ```
-    /// use pointsman::answer::AnswerKind;
+    /// use pointsman::AnswerKind;
     ///
     /// assert_eq!(AnswerKind::of_content_type(b"text/event-stream; charset=utf-8"), AnswerKind::Events);
     /// assert_eq!(AnswerKind::of_content_type(b"application/json"), AnswerKind::Json);
@@ -75,7 +75,7 @@ impl AnswerKind {
     /// Whether a body with this `content-type` has this format.
     ///
     /// ```
-    /// use pointsman::answer::AnswerKind;
+    /// use pointsman::AnswerKind;
     ///
     /// assert!(AnswerKind::Json.accepts(b"application/json; charset=utf-8"));
     /// assert!(!AnswerKind::Json.accepts(b"text/html"));
@@ -111,7 +111,7 @@ pub enum AnswerStage {
 /// Reads one response in transit.
 ///
 /// ```
-/// use pointsman::answer::{AnswerKind, AnswerReader};
+/// use pointsman::{AnswerKind, AnswerReader};
 ///
 /// let mut reader = AnswerReader::new(AnswerKind::Events);
 /// reader.read(b"data: {\"choices\":[{\"delta\":{\"content\":\"Hel");

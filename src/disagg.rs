@@ -29,7 +29,7 @@ pub enum SkipPolicy {
 /// Settings of disaggregated serving with one prefill and one decode pool.
 ///
 /// ```
-/// use pointsman::disagg::DisaggConfig;
+/// use pointsman::DisaggConfig;
 ///
 /// let config: DisaggConfig = serde_json::from_str(r#"{ "enabled": true, "decode_busy_frac": 0.9 }"#)?;
 /// config.validate()?;
@@ -175,7 +175,7 @@ impl fmt::Display for SkipReason {
 /// A nearly full decode rank never prefills.
 ///
 /// ```
-/// use pointsman::disagg::{DisaggConfig, DisaggFacts, RemotePrefill, SkipReason, decide};
+/// use pointsman::{internals::disagg::{decide, DisaggFacts, RemotePrefill, SkipReason}, DisaggConfig};
 ///
 /// let config = DisaggConfig { enabled: true, ..DisaggConfig::default() };
 /// let cached = DisaggFacts { prompt_tokens: 8_000, decode_cached_tokens: 7_000, ..DisaggFacts::default() };

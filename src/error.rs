@@ -144,8 +144,7 @@ impl RouteError {
     ///
     /// ```
     /// use pointsman::error::{ErrorKind, RouteError};
-    /// use pointsman::schedule::Rejection;
-    /// use pointsman::select::Removed;
+    /// use pointsman::{Rejection, Removed};
     ///
     /// let overloaded = RouteError::Rejected(Rejection::AllOverloaded { removed: Removed::default() });
     /// assert_eq!(overloaded.kind(), ErrorKind::ResourceExhausted);

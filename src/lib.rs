@@ -10,15 +10,14 @@
 //!
 //! # Structure
 //!
-//! The public modules hold state and decisions as plain, synchronous Rust. `now` and seeds are arguments; nothing waits,
-//! performs I/O or reads a clock. [`hashing`] computes block hashes of prompts, [`index`] stores which rank caches which
-//! prefix, [`load`] counts the bookings of a rank, [`policy`] compares ranks, [`queue`] orders waiting requests, and
-//! [`schedule`] decides one request after another. [`directory`] maps request ids to leases. [`zmtp`], [`ingest`] and
-//! [`wire`] read the KV events that engines publish.
+//! State and decisions are plain, synchronous Rust: `now` and seeds are arguments; nothing waits, performs I/O or reads a
+//! clock. [`hashing`] computes block hashes of prompts, [`index`] stores which rank caches which prefix, and [`policy`]
+//! compares ranks. The load of ranks, queues, sessions, KV event streams and the decisions themselves are private.
 //!
 //! The actors, behind the default feature `runtime`, own that state and exchange messages: one scheduler, the only one
 //! that books; one sequence actor per rank; one radix actor per index shard; a supervisor. Embedders use the `Router`, its
-//! `Placement`s, the [`config`] and the [`error`]s. [`guide`] shows how a gateway embeds the router, from one placement to a complete server.
+//! `Placement`s, the [`config`] and the [`error`]s. [`guide`] shows how a gateway embeds the router, from one placement to
+//! a complete server.
 //!
 //! # Features
 //!
@@ -72,40 +71,42 @@
 //! - The index of a router holds at most `index.bytes_max`, a quarter of the memory by default.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
+// With `test-support` every item is reachable, so that the workspace reports what nothing uses.
+#![cfg_attr(not(feature = "test-support"), allow(dead_code, unreachable_pub, unused_imports))]
 
 #[cfg(feature = "runtime")]
 #[path = "../actors/mod.rs"]
 mod actors;
-pub mod answer;
+mod answer;
 pub mod config;
-pub mod directory;
-pub mod disagg;
-pub mod discovery;
-pub mod engine_load;
+mod directory;
+mod disagg;
+mod discovery;
+mod engine_load;
 pub mod error;
 pub mod hashing;
-pub mod health;
+mod health;
 pub mod index;
-pub mod ingest;
-pub mod load;
-pub mod membership;
+mod ingest;
+mod load;
+mod membership;
 pub mod policy;
-pub mod predict;
+mod predict;
 pub mod protocol;
-pub mod queue;
-pub mod record;
-pub mod replica;
+mod queue;
+mod record;
+mod replica;
 mod request;
-pub mod schedule;
-pub mod select;
-pub mod session;
-pub mod shell;
-pub mod snapshot;
+mod schedule;
+mod select;
+mod session;
+mod shell;
+mod snapshot;
 #[cfg(any(test, feature = "test-support"))]
 pub mod test_support;
 mod validation;
-pub mod wire;
-pub mod zmtp;
+mod wire;
+mod zmtp;
 
 #[cfg(feature = "http")]
 pub use actors::PlacedBody;
@@ -118,8 +119,7 @@ pub use actors::{
 };
 #[cfg(feature = "replicas")]
 pub use actors::{
-    BusFuture, FetchError, MemoryBus, MemoryFaults, MemoryNetwork, ReplicaBus, ReplicaMember, ReplicaMessage,
-    SnapshotSource, SnapshotStore, StoreError,
+    BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore, StoreError,
 };
 #[cfg(feature = "discovery")]
 pub use actors::{
@@ -127,14 +127,34 @@ pub use actors::{
     WatchedFile,
 };
 #[cfg(feature = "faults")]
-pub use actors::{Fault, FaultMoment, Hang, InjectedPanic};
+pub use actors::{Fault, FaultMoment, Hang};
 #[cfg(feature = "kubernetes")]
 pub use actors::{KubernetesPods, PodSelection, ServiceAddresses};
 #[cfg(feature = "tower")]
 pub use actors::{PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementLayer};
+pub use answer::{AnswerKind, AnswerReader, AnswerStage, Usage};
 pub use config::RouterConfig;
-pub use membership::DiscoveryStatus;
+pub use disagg::{DisaggConfig, DisaggError, SkipPolicy, WhyLocal};
+pub use discovery::{
+    DiscoveryError, FileError, FileFormat, HttpUrl, HttpUrlError, NamedWorker, PodRole, derived_id, engine_key,
+    without_password, worker_map,
+};
+pub use engine_load::{EngineLoadFact, series};
+pub use health::{HealthState, Outcome, RankHealth};
+pub use ingest::{Backoff, BlockName, DIGEST_REQUEST, EngineContents, NAMES_REQUEST, RestoreState, StreamState};
+pub use membership::{DiscoveryStatus, initial_workers};
+pub use queue::LimitKind;
+pub use record::{RecordCursor, RecordFile, RecordFileError, RecordPart};
+pub use replica::{PeerStatus, ReplicaId, ReplicaLife, ReplicaTopic};
 pub use request::{Prompt, RequestOptions, RouteRequest};
+pub use schedule::{
+    AppraisedRank, Decision, Explanation, MissedTarget, PotentialLoad, RecordedChoice, Rejection, Replay, ReplayMode,
+    ReplaySettings, ReplayedDecision, ShadowReport, TargetsMissed,
+};
+pub use select::{Constraints, Filter, Pin, PinMode, RankTraits, Removed};
+pub use session::SessionId;
+pub use snapshot::{Snapshot, SnapshotError};
+pub use wire::Decoder;
 
 /// The README's example, compiled and run.
 #[cfg(all(doctest, feature = "runtime"))]
@@ -142,9 +162,9 @@ pub use request::{Prompt, RequestOptions, RouteRequest};
 mod readme {}
 
 /// [configuration]: crate::config
-/// [discovery sources]: crate::discovery
-/// [health]: crate::health
-/// [kv events]: crate::ingest
+/// [discovery sources]: crate::DiscoverySource
+/// [health]: crate::HealthState
+/// [kv events]: crate::protocol::KvEventsConfig
 /// [metrics]: #configuration-and-metrics
 /// [policies]: crate::policy
 ///
@@ -152,3 +172,22 @@ mod readme {}
 #[cfg(any(all(doc, not(doctest)), all(doctest, feature = "tower")))]
 #[doc = include_str!("../docs/embedding.md")]
 pub mod guide {}
+
+/// Modules behind the public names, for the tests and benchmarks of this project; not stable.
+#[cfg(feature = "test-support")]
+#[doc(hidden)]
+#[allow(missing_docs)]
+pub mod internals {
+    #[cfg(feature = "faults")]
+    pub use crate::actors::InjectedPanic;
+    #[cfg(feature = "replicas")]
+    pub use crate::actors::{MemoryBus, MemoryFaults, MemoryNetwork};
+
+    macro_rules! expose {
+        ($($module:ident)*) => { $(pub mod $module { pub use crate::$module::*; })* };
+    }
+    expose! {
+        answer directory disagg discovery engine_load health ingest load membership predict queue record replica
+        schedule select session shell snapshot wire zmtp
+    }
+}

@@ -28,12 +28,12 @@ pub struct SessionIdError {
 /// Session id of 1 to 256 bytes of text. Cheap to clone.
 ///
 /// ```
-/// use pointsman::session::SessionId;
+/// use pointsman::SessionId;
 ///
 /// assert_eq!(&*SessionId::new("chat-7")?, "chat-7");
 /// let error = SessionId::new(&"x".repeat(300)).unwrap_err();
 /// assert_eq!(error.to_string(), "session id has 300 bytes, must have 1 to 256");
-/// # Ok::<(), pointsman::session::SessionIdError>(())
+/// # Ok::<(), pointsman::internals::session::SessionIdError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SessionId(Arc<str>);
@@ -113,7 +113,7 @@ const NUMBERS_BYTES_MAX: usize = 48;
 /// ```
 /// use std::time::Duration;
 /// use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
-/// use pointsman::session::{SessionId, Sessions};
+/// use pointsman::{internals::session::Sessions, SessionId};
 ///
 /// let (start, hour) = (Timestamp::default(), Duration::from_secs(3600));
 /// let (chat, rank) = (SessionId::new("chat-7")?, WorkerRank::new(WorkerId(3), 0));
@@ -122,7 +122,7 @@ const NUMBERS_BYTES_MAX: usize = 48;
 /// assert_eq!(sessions.rank_of(&chat, start + hour / 2), Some(rank)); // a use: the hour begins anew
 /// assert_eq!(sessions.peek(&chat, start + hour), Some(rank)); // not a use
 /// assert_eq!(sessions.peek(&chat, start + hour * 2), None);
-/// # Ok::<(), pointsman::session::SessionIdError>(())
+/// # Ok::<(), pointsman::internals::session::SessionIdError>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Sessions {
@@ -292,7 +292,7 @@ impl Sessions {
     /// ```
     /// use std::time::Duration;
     /// use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
-    /// use pointsman::session::{SessionId, Sessions};
+    /// use pointsman::{internals::session::Sessions, SessionId};
     ///
     /// let (now, hour) = (Timestamp::default(), Duration::from_secs(3600));
     /// let shared_by = |writer| {
@@ -308,7 +308,7 @@ impl Sessions {
     /// from_one.iter().for_each(|binding| two.receive(binding, now));
     /// from_two.iter().for_each(|binding| one.receive(binding, now));
     /// assert_eq!((one.peek(&chat, now), two.peek(&chat, now)), (Some(rank(4)), Some(rank(4))));
-    /// # Ok::<(), pointsman::session::SessionIdError>(())
+    /// # Ok::<(), pointsman::internals::session::SessionIdError>(())
     /// ```
     pub fn receive(&mut self, binding: &SessionBinding, now: Timestamp) {
         self.expire(now);

@@ -103,7 +103,7 @@ const COMMAND: u8 = 4;
 /// Checks the bytes of one connection, split at any positions.
 ///
 /// ```
-/// use pointsman::zmtp::{Caps, FrameCheck, StreamError};
+/// use pointsman::internals::zmtp::{Caps, FrameCheck, StreamError};
 ///
 /// let mut check = FrameCheck::new(Caps::default());
 /// let error = check.pass(b"HTTP/1.1 400 Bad Request").expect_err("no greeting");
@@ -267,8 +267,8 @@ impl PartsError {
 ///
 /// ```
 /// let parts = [&b"kv-events"[..], &[0, 0, 0, 0, 0, 0, 0, 7], b"payload"];
-/// assert_eq!(pointsman::zmtp::live(&parts)?, (7, &parts[2]));
-/// # Ok::<(), pointsman::zmtp::PartsError>(())
+/// assert_eq!(pointsman::internals::zmtp::live(&parts)?, (7, &parts[2]));
+/// # Ok::<(), pointsman::internals::zmtp::PartsError>(())
 /// ```
 ///
 /// # Errors
@@ -284,14 +284,14 @@ pub fn live<P: AsRef<[u8]>>(parts: &[P]) -> Result<(u64, &P), PartsError> {
 /// 0.5.22), sequence number, payload.
 ///
 /// ```
-/// use pointsman::zmtp::{Replayed, replayed};
+/// use pointsman::internals::zmtp::{replayed, Replayed};
 ///
 /// let seven = [0, 0, 0, 0, 0, 0, 0, 7];
 /// let message = Replayed::Message { sequence: 7, payload: &&b"payload"[..] };
 /// assert_eq!(replayed(&[&b""[..], &seven, b"payload"])?, message);
 /// assert_eq!(replayed(&[&b""[..], b"kv-events", &seven, b"payload"])?, message);
 /// assert_eq!(replayed(&[&b""[..], b"", &[0xff; 8], b""])?, Replayed::End);
-/// # Ok::<(), pointsman::zmtp::PartsError>(())
+/// # Ok::<(), pointsman::internals::zmtp::PartsError>(())
 /// ```
 ///
 /// # Errors

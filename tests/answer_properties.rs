@@ -1,6 +1,6 @@
 //! Usage and token counts read from an answer, compared with a JSON parser, for every way to split the answer.
 
-use pointsman::answer::{AnswerKind, AnswerReader, Usage};
+use pointsman::{AnswerKind, AnswerReader, Usage};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 

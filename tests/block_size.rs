@@ -7,10 +7,13 @@ use std::time::Duration;
 
 use pointsman::config::SupervisionConfig;
 use pointsman::protocol::{BlockSizeOrigin, WorkerConfig, WorkerId};
-use pointsman::replica::{ReplicaId, ReplicaLife};
-use pointsman::snapshot::{Snapshot, SnapshotLayout};
 use pointsman::test_support::rank;
-use pointsman::{MemoryFaults, MemoryNetwork, Placement, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{
+    Placement, Prompt, RouteRequest, Router, RouterConfig,
+    internals::{MemoryFaults, MemoryNetwork},
+};
+use pointsman::{ReplicaId, ReplicaLife};
+use pointsman::{Snapshot, internals::snapshot::SnapshotLayout};
 
 use crate::common::{BLOCK_SIZE, assert_at_rest, config, loads, tokens};
 use crate::engines::{Engine, Held};

@@ -6,9 +6,8 @@ use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 use pointsman::config::RouterConfig;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::select::Constraints;
 use pointsman::test_support::rank;
-use pointsman::{Placement, Prompt, RequestOptions, RouteRequest, Router};
+use pointsman::{Constraints, Placement, Prompt, RequestOptions, RouteRequest, Router};
 
 use crate::common::counters::Counters;
 use crate::common::{config, router};

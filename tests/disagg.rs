@@ -1,13 +1,16 @@
 //! A request on two pools: bookings per pool, cleanup after a failure of one side, and conditions for skipping the
 //! prefill pool.
 
-use pointsman::disagg::{DisaggConfig, DisaggError, Side, SkipPolicy, SkipReason, WhyLocal};
+use pointsman::Rejection;
 use pointsman::error::RouteError;
 use pointsman::protocol::{KvTransferEnforcement, WorkerConfig, WorkerId};
-use pointsman::schedule::Rejection;
 use pointsman::test_support::rank;
 use pointsman::{
     AddRequest, DisaggPlacement, Disaggregated, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig,
+};
+use pointsman::{
+    DisaggConfig, DisaggError, SkipPolicy, WhyLocal,
+    internals::disagg::{Side, SkipReason},
 };
 
 use crate::common::{assert_at_rest, config, loads, router, stored, tokens};

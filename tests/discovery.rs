@@ -7,9 +7,11 @@ use std::collections::BTreeMap;
 use std::future::pending;
 use std::time::Duration;
 
-use pointsman::discovery::{DiscoveryError, derived_id};
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap};
-use pointsman::{DiscoverySource, DiscoveryStatus, Fault, Prompt, RouteRequest, Router, RouterConfig, StaticList};
+use pointsman::{
+    DiscoveryError, DiscoverySource, DiscoveryStatus, Fault, Prompt, RouteRequest, Router, RouterConfig, StaticList,
+    derived_id,
+};
 use tokio::sync::{mpsc, watch};
 
 use crate::common::counters::Counters;

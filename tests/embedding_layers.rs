@@ -15,11 +15,9 @@ use bytes::Bytes;
 use http::{HeaderMap, Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt as _, Empty, Full};
-use pointsman::answer::{AnswerKind, Usage};
-use pointsman::health::Outcome;
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::select::Constraints;
 use pointsman::test_support::rank;
+use pointsman::{AnswerKind, Constraints, Outcome, Usage};
 use pointsman::{
     PlaceError, PlacedBody, PlacedTarget, Placement, PlacementLayer, Prompt, RequestOptions, RouteRequest, Router,
     RouterConfig,

@@ -7,14 +7,12 @@ use pointsman::config::{EngineLoadConfig, OverloadConfig, QueueConfig};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use pointsman::engine_load::{EngineLoadFact, EngineReading};
 use pointsman::error::RouteError;
 use pointsman::policy::{RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::schedule::Rejection;
-use pointsman::select::Filter;
 use pointsman::test_support::rank;
-use pointsman::{Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{EngineLoadFact, internals::engine_load::EngineReading};
+use pointsman::{Filter, Prompt, Rejection, RouteRequest, Router, RouterConfig};
 
 use crate::common::{config, router};
 

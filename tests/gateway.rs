@@ -6,16 +6,15 @@ use std::time::Duration;
 
 use pointsman::config::{LoadConfig, PrefillModel, RouterConfigOverride};
 use pointsman::error::{RequestError, RouteError};
-use pointsman::health::Outcome;
 use pointsman::policy::{PolicyError, RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
-use pointsman::schedule::Rejection;
-use pointsman::select::{Constraints, Filter, Pin, PinMode, RankConditions};
 use pointsman::test_support::rank;
 use pointsman::{
     AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer,
     SharedCacheError,
 };
+use pointsman::{Constraints, Filter, Pin, PinMode, internals::select::RankConditions};
+use pointsman::{Outcome, Rejection};
 use tokio::sync::watch;
 
 use crate::common::{assert_at_rest, config, loads, router, stored, suppress_fault_reports, tokens};

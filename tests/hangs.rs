@@ -9,12 +9,11 @@ use std::time::Duration;
 
 use pointsman::config::{IndexConfig, QueueConfig, SupervisionConfig};
 use pointsman::error::{Down, RouteError};
-use pointsman::membership::WatchedActor;
+use pointsman::internals::membership::WatchedActor;
 use pointsman::policy::{RankFilter, RequestFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerRank};
-use pointsman::select::RankTraits;
 use pointsman::test_support::rank;
-use pointsman::{AddRequest, Fault, Hang, Placement, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{AddRequest, Fault, Hang, Placement, Prompt, RankTraits, RouteRequest, Router, RouterConfig};
 use tokio::task::JoinHandle;
 
 use crate::common::counters::Counters;

@@ -8,12 +8,11 @@ use pointsman::config::{HealthConfig, SlowStartConfig};
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
-use pointsman::health::{HealthState, Outcome};
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::select::{Filter, RankConditions};
 use pointsman::test_support::rank;
-use pointsman::{Placement, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{Filter, internals::select::RankConditions};
+use pointsman::{HealthState, Outcome, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
 use crate::common::{config, router, tokens};
 

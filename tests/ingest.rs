@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use pointsman::ingest::{
-    AppliedBatch, DegradationReason, IngestEffect, IngestInput, Note, Source, SourceConfig, StreamState,
-};
 use pointsman::protocol::Timestamp;
+use pointsman::{
+    StreamState,
+    internals::ingest::{AppliedBatch, DegradationReason, IngestEffect, IngestInput, Note, Source, SourceConfig},
+};
 
 type Payload = Vec<u8>;
 

@@ -6,10 +6,9 @@
 use pointsman::config::{EventsConfig, IndexConfig, SupervisionConfig};
 use std::time::Duration;
 
-use pointsman::ingest::StreamState;
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerRank};
 use pointsman::test_support::rank;
-use pointsman::{Fault, Hang, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{Fault, Hang, Prompt, RouteRequest, Router, RouterConfig, StreamState};
 use tokio::time::Instant;
 
 use crate::common::{config, suppress_fault_reports, tokens};

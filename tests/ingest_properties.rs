@@ -6,9 +6,12 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
-use pointsman::ingest::{AppliedBatch, IngestEffect, IngestInput, Note, Source, SourceConfig, StreamState};
 use pointsman::protocol::Timestamp;
 use pointsman::test_support::mix;
+use pointsman::{
+    StreamState,
+    internals::ingest::{AppliedBatch, IngestEffect, IngestInput, Note, Source, SourceConfig},
+};
 use proptest::prelude::*;
 
 use crate::effort::effort;

@@ -3,14 +3,13 @@
 use std::time::Duration;
 
 use pointsman::config::RouterConfig;
-use pointsman::load::{EngineSpeed, work_tokens};
+use pointsman::internals::load::{EngineSpeed, work_tokens};
+use pointsman::internals::schedule::LatencyTerms;
 use pointsman::policy::Policy;
 use pointsman::protocol::WorkerId;
-use pointsman::schedule::LatencyTerms;
-use pointsman::schedule::{ExplainedRank, Explanation};
-use pointsman::select::Constraints;
 use pointsman::test_support::rank;
-use pointsman::{Prompt, RequestOptions, RouteRequest, Router};
+use pointsman::{Constraints, Prompt, RequestOptions, RouteRequest, Router};
+use pointsman::{Explanation, internals::schedule::ExplainedRank};
 
 use crate::common::{config, router, stored, tokens};
 

@@ -9,9 +9,8 @@ use std::time::Duration;
 use pointsman::config::RouterConfig;
 use pointsman::policy::Policy;
 use pointsman::protocol::WorkerId;
-use pointsman::select::Constraints;
 use pointsman::test_support::rank;
-use pointsman::{Placement, Prompt, RequestOptions, RouteRequest, Router};
+use pointsman::{Constraints, Placement, Prompt, RequestOptions, RouteRequest, Router};
 
 use crate::common::{config, router, stored_in_blocks};
 

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::load::reference::ReferenceSequences;
-use pointsman::load::{
+use pointsman::internals::load::reference::ReferenceSequences;
+use pointsman::internals::load::{
     ActiveSequences, Change, OutputBlocks, PrefillCurve, PrefillLoadHint, Projection, PromptBlocks, RankLoad, Weight,
 };
 use pointsman::protocol::{BookingId, SequenceHash, Timestamp};

@@ -12,12 +12,11 @@ use metrics_util::MetricKind;
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use pointsman::error::RouteError;
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId};
-use pointsman::schedule::Rejection;
-use pointsman::select::Constraints;
 use pointsman::test_support::rank;
 use pointsman::{
     AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer,
 };
+use pointsman::{Constraints, Rejection};
 
 use crate::common::{config, router, stored, tokens};
 

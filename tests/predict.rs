@@ -5,9 +5,8 @@ use std::time::Duration;
 use pointsman::config::{EventMode, EventsConfig, IndexConfig, SpeculativeConfig, SpeculativeModel};
 use pointsman::error::RouteError;
 use pointsman::protocol::{RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
-use pointsman::schedule::Rejection;
 use pointsman::test_support::rank;
-use pointsman::{AddRequest, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
+use pointsman::{AddRequest, Placement, Prompt, Rejection, RequestOptions, RouteRequest, Router, RouterConfig};
 
 use crate::common::counters::Counters;
 use crate::common::{BLOCK_SIZE, assert_at_rest, cleared, config, router, stored, tokens};

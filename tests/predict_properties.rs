@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use pointsman::index::{Index, Overlaps};
-use pointsman::predict::{SpeculationCounts, SpeculationModel, SpeculativePrompt, SpeculativePrompts};
+use pointsman::internals::predict::{SpeculationCounts, SpeculationModel, SpeculativePrompt, SpeculativePrompts};
 use pointsman::protocol::{
     BlockHash, BookingId, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, Timestamp,
     WorkerId, WorkerRank,

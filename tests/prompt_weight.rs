@@ -3,12 +3,11 @@
 use std::time::Duration;
 
 use pointsman::config::RouterConfig;
-use pointsman::load::PromptLimits;
+use pointsman::internals::load::PromptLimits;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::select::Constraints;
 use pointsman::test_support::rank;
-use pointsman::{Prompt, RequestOptions, RouteRequest, Router};
+use pointsman::{Constraints, Prompt, RequestOptions, RouteRequest, Router};
 
 use crate::common::{BLOCK_SIZE, config, loads, tokens};
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueConfig, QueueOrder};
+use pointsman::internals::queue::{ClassId, Depth, LaneKey, Queue, QueueEntry, TenantKey};
 use pointsman::protocol::Timestamp;
-use pointsman::queue::{ClassId, Depth, LaneKey, Queue, QueueEntry, TenantKey};
 use proptest::prelude::*;
 
 use crate::effort::effort;

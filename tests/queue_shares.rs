@@ -5,8 +5,8 @@
 
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueConfig};
+use pointsman::internals::queue::{ClassId, LaneKey, Queue, QueueEntry, TenantKey};
 use pointsman::protocol::Timestamp;
-use pointsman::queue::{ClassId, LaneKey, Queue, QueueEntry, TenantKey};
 use proptest::prelude::*;
 
 use crate::effort::effort;

@@ -1,11 +1,10 @@
 //! Limit of active requests per rank, with batches and under several policies.
 
-use pointsman::RouterConfig;
+use pointsman::internals::schedule::Purpose;
 use pointsman::policy::Policy;
 use pointsman::protocol::WorkerId;
-use pointsman::schedule::Purpose;
-use pointsman::select::Filter;
 use pointsman::test_support::{SampleRequest, SimulatedFleet};
+use pointsman::{Filter, RouterConfig};
 
 use crate::fleet::config;
 

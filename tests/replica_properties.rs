@@ -7,11 +7,13 @@
 use std::collections::{BTreeMap, BinaryHeap};
 use std::time::Duration;
 
-use pointsman::load::PlacementRate;
+use pointsman::internals::load::PlacementRate;
 use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
-use pointsman::replica::{
-    LoadSummary, PeerState, PeerTable, RankContribution, ReplicaId, ReplicaLayout, ReplicaLife, SummaryKind,
-    SummaryWriter,
+use pointsman::{
+    ReplicaId, ReplicaLife,
+    internals::replica::{
+        LoadSummary, PeerState, PeerTable, RankContribution, ReplicaLayout, SummaryKind, SummaryWriter,
+    },
 };
 use pointsman_trial::workload::Rng;
 

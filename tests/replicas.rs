@@ -5,14 +5,17 @@ use std::time::Duration;
 
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 use pointsman::config::{EventMode, EventsConfig, QueueConfig, SessionAffinity, SessionConfig};
+use pointsman::internals::session::SessionBinding;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic, decode_sessions, encode_sessions};
-use pointsman::session::SessionBinding;
 use pointsman::test_support::rank;
 use pointsman::{
-    AddRequest, MemoryBus, MemoryFaults, MemoryNetwork, Placement, Prompt, ReplicaBus, RouteRequest, Router,
-    RouterConfig,
+    AddRequest, Placement, Prompt, ReplicaBus, RouteRequest, Router, RouterConfig,
+    internals::{MemoryBus, MemoryFaults, MemoryNetwork},
+};
+use pointsman::{
+    ReplicaId, ReplicaLife, ReplicaTopic,
+    internals::replica::{decode_sessions, encode_sessions},
 };
 use tokio::sync::mpsc;
 use tokio::time::sleep;

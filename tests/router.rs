@@ -7,9 +7,8 @@ use pointsman::config::{IndexConfig, LoadConfig};
 use pointsman::error::{Down, MembershipError, RequestError, RouteError, StartError};
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
-use pointsman::schedule::Rejection;
 use pointsman::test_support::rank;
-use pointsman::{AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
+use pointsman::{AddRequest, Prompt, Rejection, RequestOptions, RouteRequest, Router, RouterConfig};
 use tokio::sync::watch;
 
 use crate::common::{assert_at_rest, cleared, config, loads, router, started, stored, tokens, until};

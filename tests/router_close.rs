@@ -74,7 +74,7 @@ async fn every_call_ends_when_the_router_fails_with_a_hanging_scheduler() {
             router.potential_loads(query.clone()),
             router.explain(query),
             router.pending(),
-            router.set_conditions(pointsman::select::RankConditions::default()),
+            router.set_conditions(pointsman::internals::select::RankConditions::default()),
         )
     };
     let fail = async { router.inject(Fault::Supervisor) };

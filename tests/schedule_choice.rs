@@ -8,19 +8,22 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pointsman::RouterConfig;
+use pointsman::SessionId;
 use pointsman::config::{
     LoadConfig, OverloadConfig, PoolRole, QueueClass, QueueConfig, RouterConfigOverride, SessionAffinity,
     SessionConfig, SlowStartConfig,
 };
-use pointsman::health::Exclusions;
+use pointsman::internals::health::Exclusions;
 use pointsman::policy::{
     Candidate, Policy, PolicyError, RankFilter, RankFilters, RankPolicy, RankScorer, RankTable, RequestFacts,
 };
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::schedule::{Explanation, Extensions, Input, Purpose, Rejection, ResolvedOptions};
-use pointsman::select::{Constraints, Filter, Pin, PinMode, RankTraits, SharedHits};
-use pointsman::session::SessionId;
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, mix, rank};
+use pointsman::{Constraints, Filter, Pin, PinMode, RankTraits, internals::select::SharedHits};
+use pointsman::{
+    Explanation, Rejection,
+    internals::schedule::{Extensions, Input, Purpose, ResolvedOptions},
+};
 use proptest::prelude::*;
 
 use crate::effort::effort;

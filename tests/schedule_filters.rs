@@ -4,16 +4,18 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueConfig, SessionAffinity, SessionConfig, SlowStartConfig};
 use pointsman::error::ErrorKind;
-use pointsman::health::Exclusions;
+use pointsman::internals::health::Exclusions;
 use pointsman::policy::Policy;
 use pointsman::protocol::{Generation, Slot, WorkerId, WorkerRank};
-use pointsman::schedule::{Input, Purpose, Rejection, ResolvedOptions};
-use pointsman::select::{Constraints, Filter, Pin, PinMode, RankTraits, preference_factor};
-use pointsman::session::SessionId;
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, rank};
+use pointsman::{Constraints, Filter, Pin, PinMode, RankTraits, internals::select::preference_factor};
+use pointsman::{
+    Rejection,
+    internals::schedule::{Input, Purpose, ResolvedOptions},
+};
+use pointsman::{RouterConfig, SessionId};
 use std::time::Duration;
 
 use crate::fleet::{BLOCK_SIZE, config};

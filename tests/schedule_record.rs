@@ -1,6 +1,6 @@
 //! Recorded decisions, replayed.
 
-use pointsman::schedule::{RecordedChoice, Replay, ReplayMode};
+use pointsman::{RecordedChoice, Replay, ReplayMode};
 
 use crate::recorded::{Recorded, configs, replayed, settings};
 use crate::repetitions::repetitions;

@@ -10,15 +10,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::vec::IntoIter;
 
 use pointsman::RouterConfig;
-use pointsman::engine_load::EngineLoad;
-use pointsman::load::{BoardLoad, BoardVersion, PromptBlocks, RankLoad, SpeedCell, SpeedSample};
-use pointsman::policy::Policy;
-use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
-use pointsman::schedule::{
+use pointsman::internals::engine_load::EngineLoad;
+use pointsman::internals::load::{BoardLoad, BoardVersion, PromptBlocks, RankLoad, SpeedCell, SpeedSample};
+use pointsman::internals::schedule::{
     Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadView, Purpose, RankCells, Request, Schedule, Waits,
 };
-use pointsman::select::{RankOverlap, RankTraits, TierOverlap};
+use pointsman::policy::Policy;
+use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
 use pointsman::test_support::mix;
+use pointsman::{
+    RankTraits,
+    internals::select::{RankOverlap, TierOverlap},
+};
 
 use crate::changing_cells;
 

@@ -2,15 +2,15 @@
 
 use std::time::Duration;
 
-use pointsman::RouterConfig;
 use pointsman::config::{LoadConfig, PrefillModel, QueueConfig};
-use pointsman::load::EngineSpeed;
+use pointsman::internals::load::EngineSpeed;
 use pointsman::policy::{KvConfig, Policy, PolicyConfig};
-use pointsman::schedule::{
-    ExplainedRank, Explanation, LatencyPrediction, Purpose, Rejection, ResolvedOptions, ResolvedTargets, TargetsMissed,
-};
-use pointsman::select::Filter;
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet};
+use pointsman::{
+    Explanation, Rejection, TargetsMissed,
+    internals::schedule::{ExplainedRank, LatencyPrediction, Purpose, ResolvedOptions, ResolvedTargets},
+};
+use pointsman::{Filter, RouterConfig};
 use proptest::prelude::*;
 
 use crate::effort::effort;

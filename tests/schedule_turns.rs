@@ -5,8 +5,8 @@ use std::time::Duration;
 use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueConfig};
 use pointsman::protocol::Timestamp;
-use pointsman::schedule::{Rejection, ResolvedOptions};
 use pointsman::test_support::{SampleRequest, SimulatedFleet};
+use pointsman::{Rejection, internals::schedule::ResolvedOptions};
 
 use crate::fleet::config;
 

@@ -4,12 +4,11 @@
 
 use std::time::Duration;
 
-use pointsman::RouterConfig;
 use pointsman::config::{QueueClass, QueueConfig, QueueOrder};
+use pointsman::internals::schedule::{Input, Purpose, ResolvedOptions, Target};
 use pointsman::protocol::{BookingId, WorkerId};
-use pointsman::schedule::{Input, Purpose, ResolvedOptions, Target};
-use pointsman::select::{Pin, PinMode};
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, mix, rank};
+use pointsman::{Pin, PinMode, RouterConfig};
 use proptest::prelude::*;
 
 use crate::effort::effort;

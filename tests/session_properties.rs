@@ -6,9 +6,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use pointsman::internals::replica::{decode_sessions, encode_sessions};
 use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
-use pointsman::replica::{decode_sessions, encode_sessions};
-use pointsman::session::{BindingVersion, SessionId, Sessions};
+use pointsman::{
+    SessionId,
+    internals::session::{BindingVersion, Sessions},
+};
 use pointsman_trial::workload::Rng;
 
 /// A binding of one session, in the order of precedence.

@@ -6,16 +6,24 @@ use std::time::Duration;
 
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
 use pointsman::index::{Index, Overlaps, RankDump};
-use pointsman::ingest::{
-    ColdPosition, DegradationReason, IngestEffect, IngestInput, RestoreState, Source, SourceConfig, SourcePosition,
-    StreamState,
-};
 use pointsman::protocol::{
     BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, Timestamp, WorkerId,
     WorkerRank,
 };
-use pointsman::snapshot::{RankSnapshot, Snapshot, SnapshotError, SnapshotLayout};
-use pointsman::wire::{Decoder, DecoderLimits, DecoderState, NamespaceRecord, WireConfig};
+use pointsman::{
+    Decoder,
+    internals::wire::{DecoderLimits, DecoderState, NamespaceRecord, WireConfig},
+};
+use pointsman::{
+    RestoreState, StreamState,
+    internals::ingest::{
+        ColdPosition, DegradationReason, IngestEffect, IngestInput, Source, SourceConfig, SourcePosition,
+    },
+};
+use pointsman::{
+    Snapshot, SnapshotError,
+    internals::snapshot::{RankSnapshot, SnapshotLayout},
+};
 use pointsman_trial::engine::{self, Block, CacheEvent, Tier};
 use pointsman_trial::kv_events::{Dialect, Encoder};
 use proptest::prelude::*;
@@ -406,7 +414,8 @@ fn a_resumed_source_stays_cold() {
         source.step(input, Timestamp::default(), &mut effects);
     }
     assert_eq!((source.state(), source.degradation()), (StreamState::Cold, Some(cause)));
-    let batch = pointsman::ingest::AppliedBatch { events: 1, usable: 1, stored_blocks: 2, ..Default::default() };
+    let batch =
+        pointsman::internals::ingest::AppliedBatch { events: 1, usable: 1, stored_blocks: 2, ..Default::default() };
     source.step(IngestInput::Applied(batch), Timestamp::default(), &mut effects);
     assert_eq!(source.state(), StreamState::Live, "its cache has turned over");
 }

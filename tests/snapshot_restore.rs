@@ -1,11 +1,9 @@
 //! Routers that restart with a snapshot, against event publishers on real sockets.
 
 use pointsman::error::StartError;
-use pointsman::ingest::{RestoreState, StreamState};
 use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StoredBlock, WorkerId};
-use pointsman::snapshot::{Snapshot, SnapshotError};
 use pointsman::test_support::rank;
-use pointsman::{KvSourceStatus, Router, RouterConfig};
+use pointsman::{KvSourceStatus, RestoreState, Router, RouterConfig, Snapshot, SnapshotError, StreamState};
 
 use crate::common::{BLOCK_SIZE, config, stored, tokens};
 use crate::engines::{Engine, Held, source};

@@ -19,14 +19,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Waker};
 use std::time::Duration;
 
-#[cfg(feature = "zmq")]
-use pointsman::FaultMoment;
 use pointsman::config::{EventsConfig, IndexConfig, QueueConfig, SupervisionConfig};
 use pointsman::error::{Down, RouteError};
-use pointsman::health::Outcome;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{AddRequest, Fault, Hang, Placement, Prompt, RouteRequest, Router, RouterConfig};
+#[cfg(feature = "zmq")]
+use pointsman::{AddRequest, Fault, FaultMoment, Hang, Outcome, Placement, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::time::Instant;
 
 use crate::common::{

@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use pointsman::config::{LoadConfig, PrefillModel, QueueClass, QueueConfig, QueueOrder};
 use pointsman::error::RouteError;
-use pointsman::load::{PrefillEstimator, PrefillFacts};
+use pointsman::internals::load::{PrefillEstimator, PrefillFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::queue::LimitKind;
-use pointsman::schedule::Rejection;
-use pointsman::select::{Constraints, Pin as PinTo, PinMode};
 use pointsman::test_support::rank;
-use pointsman::{Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
+use pointsman::{
+    Constraints, LimitKind, Pin as PinTo, PinMode, Placement, Prompt, Rejection, RequestOptions, RouteRequest, Router,
+    RouterConfig,
+};
 
 use crate::common::{BLOCK_SIZE, assert_at_rest, config, stored, tokens};
 

@@ -4,7 +4,7 @@ use pointsman::config::QueueConfig;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::load::{PrefillEstimator, PrefillFacts};
+use pointsman::internals::load::{PrefillEstimator, PrefillFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
 use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig};

@@ -12,7 +12,10 @@ use pointsman::index::{Applied, Index, Overlaps};
 use pointsman::protocol::{
     BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
 };
-use pointsman::wire::{Decoder, DecoderLimits, Finding, Report, WireConfig};
+use pointsman::{
+    Decoder,
+    internals::wire::{DecoderLimits, Finding, Report, WireConfig},
+};
 use serde_json::Value;
 
 use crate::msgpack::{Msg, batch};

@@ -28,7 +28,7 @@ const ADDRESSES_MAX: usize = 4096;
 /// use pointsman::DnsNames;
 ///
 /// let source = DnsNames::new(["engines.llm.svc:8000"])?;
-/// # Ok::<(), pointsman::discovery::DiscoveryError>(())
+/// # Ok::<(), pointsman::DiscoveryError>(())
 /// ```
 #[derive(Debug)]
 pub struct DnsNames {

@@ -23,7 +23,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// let options = ProbeOptions::of(&RouterConfig::default());
 /// assert!(WatchedFile::new("workers.yaml", options.clone()).is_err());
 /// let source = WatchedFile::new("workers.toml", options)?;
-/// # Ok::<(), pointsman::discovery::DiscoveryError>(())
+/// # Ok::<(), pointsman::DiscoveryError>(())
 /// ```
 #[derive(Debug)]
 pub struct WatchedFile {

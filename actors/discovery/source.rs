@@ -15,8 +15,7 @@ use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 ///
 /// ```
 /// use std::time::Duration;
-/// use pointsman::DiscoverySource;
-/// use pointsman::discovery::DiscoveryError;
+/// use pointsman::{DiscoveryError, DiscoverySource};
 /// use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap};
 ///
 /// /// Asks a registry again and again.
@@ -94,7 +93,7 @@ impl DiscoverySource for watch::Receiver<WorkerMap> {
 /// use pointsman::protocol::WorkerConfig;
 ///
 /// let list = StaticList::new([(None, WorkerConfig::at("http://10.0.0.1:8000"))])?;
-/// # Ok::<(), pointsman::discovery::DuplicateWorker>(())
+/// # Ok::<(), pointsman::internals::discovery::DuplicateWorker>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct StaticList {

@@ -14,7 +14,7 @@ use crate::protocol::{WorkerConfig, WorkerMap};
 ///
 /// let options = ProbeOptions::of(&RouterConfig::default());
 /// let source = ProbedUrls::new(["http://10.0.0.1:8000", "http://10.0.0.2:8000"], options)?;
-/// # Ok::<(), pointsman::discovery::DiscoveryError>(())
+/// # Ok::<(), pointsman::DiscoveryError>(())
 /// ```
 #[derive(Debug)]
 pub struct ProbedUrls {

@@ -31,9 +31,8 @@ impl Placement {
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// use bytes::Bytes;
     /// use http_body_util::{BodyExt as _, Full};
-    /// use pointsman::answer::AnswerKind;
+    /// use pointsman::{AnswerKind, Prompt, RouteRequest, Router, RouterConfig};
     /// use pointsman::protocol::{WorkerConfig, WorkerId};
-    /// use pointsman::{Prompt, RouteRequest, Router, RouterConfig};
     ///
     /// let worker = WorkerConfig::at("http://10.0.0.1:8000");
     /// let router = Router::builder(RouterConfig::default()).worker(WorkerId(1), worker).start().await?;

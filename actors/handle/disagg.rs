@@ -32,9 +32,8 @@ use crate::validation::Problems;
 /// ```
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// use pointsman::disagg::DisaggConfig;
+/// use pointsman::{DisaggConfig, Disaggregated, Prompt, RouteRequest, Router, RouterConfig};
 /// use pointsman::protocol::{WorkerConfig, WorkerId};
-/// use pointsman::{Disaggregated, Prompt, RouteRequest, Router, RouterConfig};
 ///
 /// let start = |config, worker, url: &str| {
 ///     Router::builder(config).worker(WorkerId(worker), WorkerConfig::at(url)).start()

@@ -40,8 +40,8 @@ pub struct MemoryFaults {
 /// ```
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() {
-/// use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
-/// use pointsman::{MemoryFaults, MemoryNetwork, ReplicaBus};
+/// use pointsman::{ReplicaId, ReplicaLife, ReplicaTopic};
+/// use pointsman::{internals::{MemoryFaults, MemoryNetwork}, ReplicaBus};
 ///
 /// let network = MemoryNetwork::new(MemoryFaults::default());
 /// let join = |id| network.join(ReplicaLife { replica: ReplicaId(id), incarnation: 1 });

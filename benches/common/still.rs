@@ -3,12 +3,15 @@
 use std::collections::VecDeque;
 
 use pointsman::config::RouterConfig;
-use pointsman::load::{BoardLoad, PromptBlocks, RankLoad};
+use pointsman::internals::load::{BoardLoad, PromptBlocks, RankLoad};
+use pointsman::internals::record::DecisionRing;
+use pointsman::internals::schedule::{Effect, Input, LoadAnswer, LoadQuery, Recorder, Request};
 use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerRank};
-use pointsman::record::DecisionRing;
-use pointsman::schedule::{Effect, Input, LoadAnswer, LoadQuery, Recorder, Request};
-use pointsman::select::{RankOverlap, RankTraits, TierOverlap};
 use pointsman::test_support::{RequestOutcome, SimulatedFleet, SimulatedRank, mix, rank};
+use pointsman::{
+    RankTraits,
+    internals::select::{RankOverlap, TierOverlap},
+};
 
 const NOW: Timestamp = Timestamp(0);
 pub(crate) const BLOCKS: u64 = 190;

@@ -7,14 +7,14 @@ use std::time::Duration;
 use pointsman::RouterConfig;
 use pointsman::config::QueueConfig;
 use pointsman::index::{Index, Overlaps};
-use pointsman::load::{ActiveSequences, OutputBlocks, PrefillLoadHint, PromptBlocks, Weight};
-use pointsman::predict::{SpeculationModel, SpeculativePrompt, SpeculativePrompts};
+use pointsman::internals::load::{ActiveSequences, OutputBlocks, PrefillLoadHint, PromptBlocks, Weight};
+use pointsman::internals::predict::{SpeculationModel, SpeculativePrompt, SpeculativePrompts};
+use pointsman::internals::queue::{ClassId, LaneKey, Queue, QueueEntry, TenantKey};
+use pointsman::internals::schedule::ResolvedOptions;
 use pointsman::protocol::{
     BlockHash, BookingId, EngineHash, Generation, KvEvent, RouterEvent, SequenceHash, Slot, StorageTier, StoredBlock,
     Timestamp,
 };
-use pointsman::queue::{ClassId, LaneKey, Queue, QueueEntry, TenantKey};
-use pointsman::schedule::ResolvedOptions;
 use pointsman::test_support::{SampleRequest, SimulatedFleet, mix, rank};
 
 use crate::{attacks, measured};

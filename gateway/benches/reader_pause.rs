@@ -28,9 +28,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use pointsman::ingest::StreamState;
 use pointsman::protocol::{KvEvent, KvEventsConfig, WorkerConfig, WorkerId, WorkerRank};
-use pointsman::{Fault, KvSourceStatus, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{Fault, KvSourceStatus, Prompt, RouteRequest, Router, RouterConfig, StreamState};
 use tokio::time::{interval, sleep};
 
 use publisher::Progress;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use pointsman::discovery::derived_id;
+use pointsman::derived_id;
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
 use pointsman::protocol::{
     EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,

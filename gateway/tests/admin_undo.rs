@@ -1,8 +1,7 @@
 //! Manual drains, cordons and additions of workers, and how each is undone.
 
-use pointsman::discovery::derived_id;
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::{Prompt, RouteRequest};
+use pointsman::{Prompt, RouteRequest, derived_id};
 use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
 use serde_json::{Value, json};
 

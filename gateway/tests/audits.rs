@@ -1,9 +1,8 @@
 //! Audits of the index against mock engines, over their replay sockets.
 
 use pointsman::config::EventsConfig;
-use pointsman::ingest::StreamState;
 use pointsman::protocol::WorkerId;
-use pointsman::{KvAuditStatus, Router, RouterConfig};
+use pointsman::{KvAuditStatus, Router, RouterConfig, StreamState};
 use pointsman_trial::mock::{Dialect, Fault, Faults, MockConfig, MockEngine};
 use serde_json::json;
 use tokio::time::{Duration, Instant, sleep};

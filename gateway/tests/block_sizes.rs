@@ -2,10 +2,8 @@
 
 use std::time::Duration;
 
-use pointsman::discovery::NamedWorker;
-use pointsman::ingest::StreamState;
 use pointsman::protocol::{BlockSizeOrigin, WorkerConfig};
-use pointsman::{Prompt, RouteRequest, Router};
+use pointsman::{NamedWorker, Prompt, RouteRequest, Router, StreamState};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings};
 use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};

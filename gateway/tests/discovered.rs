@@ -3,10 +3,10 @@
 use pointsman::config::{EngineLoadConfig, HealthConfig};
 use std::time::Duration;
 
-use pointsman::discovery::derived_id;
-use pointsman::ingest::StreamState;
 use pointsman::protocol::{LoadSource, WorkerConfig, WorkerRank};
-use pointsman::{KvSourceStatus, ProbeOptions, ProbedUrls, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{
+    KvSourceStatus, ProbeOptions, ProbedUrls, Prompt, RouteRequest, Router, RouterConfig, StreamState, derived_id,
+};
 use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
 use serde_json::json;
 

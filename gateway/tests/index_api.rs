@@ -6,7 +6,7 @@ use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
 use pointsman::protocol::{
     EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
 };
-use pointsman::snapshot::{Snapshot, SnapshotLayout};
+use pointsman::{Snapshot, internals::snapshot::SnapshotLayout};
 use pointsman_gateway::app::Gateway;
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};

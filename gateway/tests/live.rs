@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use pointsman::health::Outcome;
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::{Prompt, RouteRequest};
+use pointsman::{Outcome, Prompt, RouteRequest};
 use pointsman_gateway::app::top;
 use pointsman_gateway::app::top::keys::Key;
 use pointsman_gateway::app::top::{TopError, TopOptions};

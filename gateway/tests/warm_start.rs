@@ -8,14 +8,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use pointsman::ingest::RestoreState;
 use pointsman::protocol::{KvEvent, RouterEvent, WorkerId};
-use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
-use pointsman::snapshot::Snapshot;
 use pointsman::{
-    BusFuture, FetchError, MemoryFaults, MemoryNetwork, ReplicaBus, ReplicaMember, ReplicaMessage, Router,
-    SnapshotSource,
+    BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, Router, SnapshotSource,
+    internals::{MemoryFaults, MemoryNetwork},
 };
+use pointsman::{ReplicaId, ReplicaLife, ReplicaTopic, RestoreState, Snapshot};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice};
 use pointsman_trial::mock::{MockConfig, MockEngine};

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use pointsman::answer::{AnswerKind, AnswerReader};
+use pointsman::{AnswerKind, AnswerReader};
 use pyo3::prelude::*;
 
 use crate::placement::Placement;

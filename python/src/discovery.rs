@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use pointsman::discovery::{DiscoveryError, without_password};
 use pointsman::protocol::WorkerConfig;
+use pointsman::{DiscoveryError, without_password};
 use pointsman::{
     DiscoveryStatus, DnsNames, ProbeOptions, ProbedUrls, Router, RouterBuilder, RouterConfig, WatchedFile,
 };

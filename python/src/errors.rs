@@ -3,13 +3,11 @@
 //! The classes are those of `pointsman.errors`. Each exception has the error's message, a `reason` that names the error's
 //! variant, and its fields as attributes.
 
-use pointsman::Router;
 use pointsman::config::ConfigErrors;
 use pointsman::error::{Down, ErrorKind, FlushError, MembershipError, RequestError, RouteError, StartError};
 use pointsman::policy::PolicyError;
 use pointsman::protocol::WorkerRank;
-use pointsman::schedule::Rejection;
-use pointsman::select::{Filter, Removed};
+use pointsman::{Filter, Rejection, Removed, Router};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;

@@ -4,9 +4,9 @@
 //! all requests of the pool wait meanwhile. An exception goes to `sys.unraisablehook`, and counts as no choice, as an
 //! invalid cost or as a refusal.
 
+use pointsman::RankTraits;
 use pointsman::policy::{Candidate, Needs, RankFilter, RankPolicy, RankScorer, RankTable, RequestFacts};
 use pointsman::protocol::WorkerRank;
-use pointsman::select::RankTraits;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};

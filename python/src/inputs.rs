@@ -4,11 +4,10 @@ use std::borrow::Cow;
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use pointsman::discovery::{without_password, worker_map};
 use pointsman::error::RouteError;
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
-use pointsman::{Prompt, RequestOptions, RouteRequest, Router};
+use pointsman::{Prompt, RequestOptions, RouteRequest, Router, without_password, worker_map};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};

@@ -4,8 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pointsman::error::RequestError;
-use pointsman::health::Outcome;
-use pointsman::schedule::Decision;
+use pointsman::{Decision, Outcome};
 use pyo3::exceptions::{PyStopIteration, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;

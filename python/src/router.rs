@@ -5,8 +5,7 @@ use std::time::Duration;
 
 use pointsman::error::{Down, RouteError};
 use pointsman::protocol::{RouterEvent, WorkerId};
-use pointsman::schedule::PotentialLoad;
-use pointsman::{Health, RankReport, Router, RouterConfig};
+use pointsman::{Health, PotentialLoad, RankReport, Router, RouterConfig};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};

@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use pointsman::Router;
 use pointsman::error::StartError;
-use pointsman::membership::initial_workers;
+use pointsman::{Router, initial_workers};
 
 use crate::discovery::problems;
 use crate::errors::Failure;

@@ -27,8 +27,8 @@ pub struct DuplicateRequest(pub String);
 /// All leases, by request id.
 ///
 /// ```
-/// use pointsman::directory::Directory;
-/// use pointsman::load::PromptBlocks;
+/// use pointsman::internals::directory::Directory;
+/// use pointsman::internals::load::PromptBlocks;
 /// use pointsman::protocol::Timestamp;
 ///
 /// let directory = Directory::default();
@@ -37,7 +37,7 @@ pub struct DuplicateRequest(pub String);
 /// lease.end();
 /// directory.leave(&lease);
 /// assert!(directory.is_empty());
-/// # Ok::<(), pointsman::directory::DuplicateRequest>(())
+/// # Ok::<(), pointsman::internals::directory::DuplicateRequest>(())
 /// ```
 #[derive(Debug, Default)]
 pub struct Directory {

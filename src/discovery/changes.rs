@@ -9,7 +9,7 @@ use crate::protocol::WorkerMap;
 /// The last set and the last error of one source.
 ///
 /// ```
-/// use pointsman::discovery::{Changes, DiscoveryError};
+/// use pointsman::{internals::discovery::Changes, DiscoveryError};
 /// use pointsman::protocol::WorkerMap;
 ///
 /// let mut changes = Changes::default();

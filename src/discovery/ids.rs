@@ -13,7 +13,7 @@ use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 /// Id of a worker without an explicit one: xxh3-64 of its endpoint text, with seed 0.
 ///
 /// ```
-/// use pointsman::discovery::derived_id;
+/// use pointsman::derived_id;
 ///
 /// assert_eq!(derived_id("http://10.0.0.7:8000").0, 14_500_815_841_305_278_805);
 /// ```

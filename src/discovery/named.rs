@@ -29,13 +29,13 @@ impl NamedWorker {
     /// hosts of its sockets, such as `*`, are replaced by its own host.
     ///
     /// ```
-    /// use pointsman::discovery::NamedWorker;
+    /// use pointsman::NamedWorker;
     /// use pointsman::protocol::{LoadSource, WorkerConfig};
     ///
     /// let given = WorkerConfig { load: Some(LoadSource::Socket("tcp://*:5600".to_owned())), ..WorkerConfig::at("") };
     /// let worker = NamedWorker::at("http://10.0.0.7:8000", &given)?;
     /// assert_eq!(worker.config.load, Some(LoadSource::Socket("tcp://10.0.0.7:5600".to_owned())));
-    /// # Ok::<(), pointsman::discovery::HttpUrlError>(())
+    /// # Ok::<(), pointsman::HttpUrlError>(())
     /// ```
     ///
     /// # Errors

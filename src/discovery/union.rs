@@ -11,7 +11,7 @@ use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 /// The sets of all sources.
 ///
 /// ```
-/// use pointsman::discovery::DesiredSets;
+/// use pointsman::internals::discovery::DesiredSets;
 /// use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap};
 ///
 /// let set = |endpoint: &str| WorkerMap::from([(WorkerId(1), WorkerConfig::at(endpoint))]);

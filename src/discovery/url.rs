@@ -9,14 +9,14 @@ use std::fmt;
 /// An address for requests over HTTP, with or without TLS.
 ///
 /// ```
-/// use pointsman::discovery::HttpUrl;
+/// use pointsman::HttpUrl;
 ///
 /// let url = HttpUrl::parse("http://[::1]:8000/v1/")?;
 /// assert_eq!((url.host(), url.port(), url.path()), ("::1", 8000, "/v1/"));
 /// assert_eq!(url.below("/models").to_string(), "http://[::1]:8000/v1/models");
 /// assert!(HttpUrl::parse("https://engine")?.is_tls());
 /// assert!(HttpUrl::parse("ftp://engine").is_err());
-/// # Ok::<(), pointsman::discovery::HttpUrlError>(())
+/// # Ok::<(), pointsman::HttpUrlError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HttpUrl {
@@ -33,7 +33,7 @@ pub struct HttpUrl {
 /// HTTP addresses, which are opaque.
 ///
 /// ```
-/// use pointsman::discovery::engine_key;
+/// use pointsman::engine_key;
 ///
 /// assert_eq!(engine_key("http://localhost:8000/"), engine_key("http://127.0.0.1:8000"));
 /// ```
@@ -54,7 +54,7 @@ pub fn engine_key(endpoint: &str) -> Option<String> {
 /// their last `@`, so that a mistyped address does not reveal a password.
 ///
 /// ```
-/// use pointsman::discovery::without_password;
+/// use pointsman::without_password;
 ///
 /// assert_eq!(without_password("http://me:secret@engine:8000/v1"), "http://***@engine:8000/v1");
 /// assert_eq!(without_password("http://engine:8000/v1"), "http://engine:8000/v1");
@@ -142,11 +142,11 @@ impl HttpUrl {
     /// form, no default port, no slash at the end.
     ///
     /// ```
-    /// use pointsman::discovery::HttpUrl;
+    /// use pointsman::HttpUrl;
     ///
     /// assert_eq!(HttpUrl::parse("HTTP://Engine:80/")?.endpoint(), "http://engine");
     /// assert_eq!(HttpUrl::parse("https://[fd00:0::7]:8000/v1/")?.endpoint(), "https://[fd00::7]:8000/v1");
-    /// # Ok::<(), pointsman::discovery::HttpUrlError>(())
+    /// # Ok::<(), pointsman::HttpUrlError>(())
     /// ```
     #[must_use]
     pub fn endpoint(&self) -> String {

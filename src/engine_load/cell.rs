@@ -14,7 +14,7 @@ const UNKNOWN: u32 = u32::MAX;
 /// last and read first. They may be newer, or from two simultaneous reports, which is harmless.
 ///
 /// ```
-/// use pointsman::engine_load::{EngineLoad, EngineLoadCell, EngineReading};
+/// use pointsman::internals::engine_load::{EngineLoad, EngineLoadCell, EngineReading};
 /// use pointsman::protocol::Timestamp;
 ///
 /// let cell = EngineLoadCell::default();

@@ -28,11 +28,11 @@ pub enum MessageError {
 /// Parses a payload.
 ///
 /// ```
-/// use pointsman::engine_load::read_stat;
+/// use pointsman::internals::engine_load::read_stat;
 ///
 /// let reading = read_stat(b"\x96\xa8LoadStat\x03\x02\x32\x64\xc0")?; // ["LoadStat", 3, 2, 50, 100, nil]
 /// assert_eq!((reading.running, reading.waiting, reading.kv_usage), (Some(3), Some(2), Some(0.5)));
-/// # Ok::<(), pointsman::engine_load::MessageError>(())
+/// # Ok::<(), pointsman::internals::engine_load::MessageError>(())
 /// ```
 ///
 /// # Errors

@@ -40,7 +40,7 @@ impl Page {
 /// Parses a page.
 ///
 /// ```
-/// use pointsman::engine_load::read_page;
+/// use pointsman::internals::engine_load::read_page;
 ///
 /// let page = read_page("vllm:num_requests_running{engine=\"0\",model_name=\"m\"} 3.0\n");
 /// let (rank, reading) = page.of_ranks(0, 1).next().expect("said of rank 0");
@@ -105,7 +105,7 @@ pub struct PageSeries<'a> {
 /// The series of a page, in order. Comments and lines over 16 KiB are skipped.
 ///
 /// ```
-/// use pointsman::engine_load::series;
+/// use pointsman::series;
 ///
 /// let page = "# TYPE hits_total counter\nhits_total{engine=\"1\",model=\"m\"} 70\n";
 /// let hits = series(page).find(|series| series.name == "hits_total").expect("one series");

@@ -57,7 +57,7 @@ pub enum HealthChange {
 ///
 /// ```
 /// use pointsman::RouterConfig;
-/// use pointsman::health::{HealthInput, Member, Monitor, Outcome, HealthRules};
+/// use pointsman::{internals::health::{HealthInput, HealthRules, Member, Monitor}, Outcome};
 /// use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
 ///
 /// let mut monitor = Monitor::new(HealthRules::of(&RouterConfig::default()));

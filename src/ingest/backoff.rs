@@ -13,7 +13,7 @@ const LONGEST_MS: u64 = 5_000;
 /// Delays between attempts, jittered by a hash of seed and attempt.
 ///
 /// ```
-/// use pointsman::ingest::Backoff;
+/// use pointsman::Backoff;
 ///
 /// let mut backoff = Backoff::new(7);
 /// let first = backoff.next_delay();

@@ -11,7 +11,7 @@ const MISMATCHES_MAX: u32 = 3;
 /// Result of decoding and applying one batch.
 ///
 /// ```
-/// use pointsman::ingest::AppliedBatch;
+/// use pointsman::internals::ingest::AppliedBatch;
 ///
 /// let batch = AppliedBatch { events: 2, usable: 2, stored_blocks: 9, ..AppliedBatch::default() };
 /// assert!(!batch.cleared);

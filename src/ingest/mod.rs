@@ -43,7 +43,7 @@ use std::time::Duration;
 /// Buffer limits, timeouts and known facts of one source.
 ///
 /// ```
-/// use pointsman::ingest::SourceConfig;
+/// use pointsman::internals::ingest::SourceConfig;
 ///
 /// let config = SourceConfig { has_replay: false, ..SourceConfig::default() };
 /// assert_eq!(config.remembered_max, 1024);
@@ -208,7 +208,7 @@ impl Note {
     /// The metric label value.
     ///
     /// ```
-    /// use pointsman::ingest::Note;
+    /// use pointsman::internals::ingest::Note;
     ///
     /// assert_eq!(Note::Lost { messages: 3 }.name(), "lost");
     /// ```

@@ -9,7 +9,7 @@ use crate::protocol::{KvEvent, RouterEvent};
 /// a store behind the previous part.
 ///
 /// ```
-/// use pointsman::ingest::pieces;
+/// use pointsman::internals::ingest::pieces;
 /// use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, WorkerId, WorkerRank};
 ///
 /// let data = KvEvent::Removed { blocks: (0..5).map(EngineHash).collect() };

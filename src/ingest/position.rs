@@ -39,7 +39,7 @@ impl SourcePosition {
     /// then later contents supersede earlier ones.
     ///
     /// ```
-    /// use pointsman::ingest::SourcePosition;
+    /// use pointsman::internals::ingest::SourcePosition;
     ///
     /// let at = |next| SourcePosition { next, payload_hashes: vec![7], cold: None };
     /// assert!(at(2).is_newer_than(&at(1)) && !at(2).is_newer_than(&at(2)));
@@ -65,7 +65,7 @@ impl RestoreState {
     /// Name in metrics and reports.
     ///
     /// ```
-    /// assert_eq!(pointsman::ingest::RestoreState::Resumed.name(), "resumed");
+    /// assert_eq!(pointsman::RestoreState::Resumed.name(), "resumed");
     /// ```
     #[must_use]
     pub const fn name(self) -> &'static str {

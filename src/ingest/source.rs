@@ -21,7 +21,7 @@ const END_MARK: u64 = u64::MAX;
 /// `P` is the type of a message's undecoded bytes. A new source assumes that the index holds no blocks of the rank.
 ///
 /// ```
-/// use pointsman::ingest::{AppliedBatch, IngestEffect, IngestInput, Source, SourceConfig, StreamState};
+/// use pointsman::{internals::ingest::{AppliedBatch, IngestEffect, IngestInput, Source, SourceConfig}, StreamState};
 /// use pointsman::protocol::Timestamp;
 ///
 /// let now = Timestamp::default();
@@ -186,7 +186,7 @@ impl<P: AsRef<[u8]>> Source<P> {
     /// counts as caught up while connected.
     ///
     /// ```
-    /// use pointsman::ingest::{IngestInput, Source, SourceConfig, StreamState};
+    /// use pointsman::{internals::ingest::{IngestInput, Source, SourceConfig}, StreamState};
     /// use pointsman::protocol::Timestamp;
     ///
     /// let mut source: Source<Vec<u8>> = Source::new(SourceConfig::default(), Timestamp::default());

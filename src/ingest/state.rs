@@ -9,7 +9,7 @@ use std::fmt;
 /// State of a rank's KV event stream.
 ///
 /// ```
-/// use pointsman::ingest::StreamState;
+/// use pointsman::StreamState;
 ///
 /// assert_eq!(StreamState::Recovering.name(), "recovering");
 /// assert!(StreamState::Recovering.credit() < StreamState::Cold.credit());
@@ -63,7 +63,7 @@ impl StreamState {
 /// Reason for a degraded stream. `Display` gives advice for the operator.
 ///
 /// ```
-/// use pointsman::ingest::DegradationReason;
+/// use pointsman::internals::ingest::DegradationReason;
 ///
 /// let doubt = DegradationReason::BlockSize { engine: 16, pool: Some(64) };
 /// assert!(doubt.to_string().contains("--block-size"));

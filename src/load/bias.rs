@@ -29,7 +29,7 @@ impl Default for PredictionBias {
 /// 1.28), the n-th 1/(4·n), down to 1/50.
 ///
 /// ```
-/// use pointsman::load::LearnedBias;
+/// use pointsman::internals::load::LearnedBias;
 ///
 /// let mut bias = LearnedBias::default();
 /// bias.observe(0.050, 0.100);

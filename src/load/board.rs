@@ -82,7 +82,7 @@ impl BoardLoad {
 /// One rank's entry on the board: a seqlock of atomics on three cache lines.
 ///
 /// ```
-/// use pointsman::load::{BoardLoad, BoardSlot};
+/// use pointsman::internals::load::{BoardLoad, BoardSlot};
 ///
 /// let slot = BoardSlot::default();
 /// slot.publish(&BoardLoad { active_blocks: 7, ..BoardLoad::default() });

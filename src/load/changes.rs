@@ -13,7 +13,7 @@ const WORDS: usize = u64::BITS as usize;
 /// Slots whose boards have changed since the reader last took them.
 ///
 /// ```
-/// use pointsman::load::BoardChanges;
+/// use pointsman::internals::load::BoardChanges;
 /// use pointsman::protocol::Slot;
 ///
 /// let changes = BoardChanges::default();

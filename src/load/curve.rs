@@ -22,7 +22,7 @@ use crate::protocol::Timestamp;
 ///
 /// ```
 /// use std::{sync::Arc, time::Duration};
-/// use pointsman::load::{ActiveSequences, PrefillCurve, PrefillLoadHint, PromptBlocks};
+/// use pointsman::internals::load::{ActiveSequences, PrefillCurve, PrefillLoadHint, PromptBlocks};
 /// use pointsman::protocol::{BookingId, Timestamp};
 ///
 /// let (start, mut rank) = (Timestamp::default(), ActiveSequences::new(true));
@@ -35,7 +35,7 @@ use crate::protocol::Timestamp;
 /// let (low, high) = curve.bounds(start + Duration::from_secs(10));
 /// assert!(low <= 500 && 500 <= high);
 /// assert_eq!(curve.bounds(start + Duration::from_secs(11)), (0, 0));
-/// # Ok::<(), pointsman::load::BookError>(())
+/// # Ok::<(), pointsman::internals::load::BookError>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PrefillCurve {
@@ -105,7 +105,7 @@ impl PrefillCurve {
     ///
     /// ```
     /// use std::time::Duration;
-    /// use pointsman::load::{ActiveSequences, PrefillLoadHint, PromptBlocks};
+    /// use pointsman::internals::load::{ActiveSequences, PrefillLoadHint, PromptBlocks};
     /// use pointsman::protocol::{BookingId, Timestamp};
     ///
     /// let (start, mut rank) = (Timestamp::default(), ActiveSequences::new(true));
@@ -113,7 +113,7 @@ impl PrefillCurve {
     /// rank.book(BookingId(1), PromptBlocks::Counted(0), hint, start)?;
     /// let now = start + Duration::from_secs(4);
     /// assert_eq!(rank.prefill_curve().wait(now), (Duration::from_secs(6), 0));
-    /// # Ok::<(), pointsman::load::BookError>(())
+    /// # Ok::<(), pointsman::internals::load::BookError>(())
     /// ```
     #[must_use]
     #[inline]

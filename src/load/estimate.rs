@@ -27,7 +27,7 @@ pub struct PrefillFacts {
 ///
 /// ```
 /// use std::time::Duration;
-/// use pointsman::load::{PrefillEstimator, PrefillFacts};
+/// use pointsman::internals::load::{PrefillEstimator, PrefillFacts};
 /// use pointsman::protocol::{WorkerId, WorkerRank};
 ///
 /// let measured = |facts: &PrefillFacts| Some(Duration::from_micros(4_000 + 90 * u64::from(facts.new_tokens)));
@@ -64,7 +64,7 @@ impl<F: Fn(&PrefillFacts) -> Option<Duration> + Send + Sync> PrefillEstimator fo
 /// prompts that the rank receives.
 ///
 /// ```
-/// use pointsman::load::LearnedRate;
+/// use pointsman::internals::load::LearnedRate;
 /// use pointsman::protocol::Timestamp;
 ///
 /// let mut rate = LearnedRate::default();

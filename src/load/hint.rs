@@ -16,7 +16,7 @@ use super::work_tokens;
 ///
 /// ```
 /// use std::time::Duration;
-/// use pointsman::load::PrefillLoadHint;
+/// use pointsman::internals::load::PrefillLoadHint;
 ///
 /// let hint = PrefillLoadHint::new(1200, 200, true, Some(Duration::from_millis(50))).expect("work is left");
 /// assert_eq!(hint.effective_tokens(), 1000);

@@ -23,7 +23,7 @@ const ANSWERS_MAX: u64 = 32;
 /// Means by key, each over approximately the last 32 responses.
 ///
 /// ```
-/// use pointsman::load::{LengthKeys, OutputLengths};
+/// use pointsman::internals::load::{LengthKeys, OutputLengths};
 ///
 /// let lengths = OutputLengths::default();
 /// let keys = LengthKeys::of(Some("session"), Some("tenant"));

@@ -21,7 +21,7 @@ impl PromptLimits {
     /// The limits of a pool with these workers and blocks of `block_size` tokens.
     ///
     /// ```
-    /// use pointsman::load::PromptLimits;
+    /// use pointsman::internals::load::PromptLimits;
     /// use pointsman::protocol::WorkerConfig;
     ///
     /// let long = WorkerConfig { max_model_len: Some(32_768), ..WorkerConfig::at("http://a") };

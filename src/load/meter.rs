@@ -26,7 +26,7 @@ use crate::protocol::{BookingId, Timestamp};
 ///
 /// ```
 /// use std::sync::Arc;
-/// use pointsman::load::{EngineSpeed, PrefillLoadHint, RankLoad, SpeedCell, SpeedMeter};
+/// use pointsman::internals::load::{EngineSpeed, PrefillLoadHint, RankLoad, SpeedCell, SpeedMeter};
 /// use pointsman::protocol::{BookingId, Timestamp};
 ///
 /// let cell = Arc::new(SpeedCell::default());

@@ -10,7 +10,7 @@ use super::Weight;
 /// A late reader merges several reports into one, and a repeated read has no effect, so reports require no queue.
 ///
 /// ```
-/// use pointsman::load::{OutputBlocks, Weight};
+/// use pointsman::internals::load::{OutputBlocks, Weight};
 ///
 /// let mut output = OutputBlocks::default();
 /// output.push(None);
@@ -18,7 +18,7 @@ use super::Weight;
 /// assert_eq!((output.block_count(), output.weighted_blocks()), (2, 2.0));
 /// output.push(Some(Weight::new(0.5)?)); // half of the expected output is there
 /// assert_eq!((output.block_count(), output.weighted_blocks()), (3, 1.5));
-/// # Ok::<(), pointsman::load::WeightError>(())
+/// # Ok::<(), pointsman::internals::load::WeightError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutputBlocks {

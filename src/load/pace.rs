@@ -10,7 +10,7 @@ use crate::protocol::Timestamp;
 ///
 /// ```
 /// use std::time::Duration;
-/// use pointsman::load::TokenPace;
+/// use pointsman::internals::load::TokenPace;
 /// use pointsman::protocol::Timestamp;
 ///
 /// let mut pace = TokenPace::default();

@@ -41,7 +41,7 @@ impl PeerLoad {
     ///
     /// ```
     /// use std::time::Duration;
-    /// use pointsman::load::PeerLoad;
+    /// use pointsman::internals::load::PeerLoad;
     /// use pointsman::protocol::Timestamp;
     ///
     /// let peers = PeerLoad { prefill: Duration::from_secs(6), ..PeerLoad::default() };

@@ -20,7 +20,7 @@ use crate::protocol::{BookingId, SequenceHash, Timestamp};
 ///
 /// ```
 /// use std::sync::Arc;
-/// use pointsman::load::{ActiveSequences, Change, PrefillLoadHint, PromptBlocks, RankLoad};
+/// use pointsman::internals::load::{ActiveSequences, Change, PrefillLoadHint, PromptBlocks, RankLoad};
 /// use pointsman::protocol::{BookingId, SequenceHash, Timestamp};
 ///
 /// let now = Timestamp::default();
@@ -36,7 +36,7 @@ use crate::protocol::{BookingId, SequenceHash, Timestamp};
 /// assert_eq!(rank.free(BookingId(1), now), Change::NoChange);
 /// assert_eq!(rank.free(BookingId(2), now), Change::Applied);
 /// assert_eq!(rank.load(now), RankLoad::default());
-/// # Ok::<(), pointsman::load::BookError>(())
+/// # Ok::<(), pointsman::internals::load::BookError>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct ActiveSequences {
@@ -266,7 +266,7 @@ impl ActiveSequences {
     /// O(edges on the prompt's path × log blocks), independent of the length of the prompt.
     ///
     /// ```
-    /// use pointsman::load::{ActiveSequences, PromptBlocks};
+    /// use pointsman::internals::load::{ActiveSequences, PromptBlocks};
     /// use pointsman::protocol::{BookingId, SequenceHash, Timestamp};
     ///
     /// let prompt = |hashes: &[u64]| PromptBlocks::Hashed(hashes.iter().copied().map(SequenceHash).collect());
@@ -275,7 +275,7 @@ impl ActiveSequences {
     /// let projection = rank.project(&prompt(&[11, 12, 21, 22]));
     /// assert_eq!((projection.shared_blocks, projection.potential_blocks), (2, 5));
     /// assert_eq!(rank.project(&PromptBlocks::Counted(4)).potential_blocks, 7);
-    /// # Ok::<(), pointsman::load::BookError>(())
+    /// # Ok::<(), pointsman::internals::load::BookError>(())
     /// ```
     #[must_use]
     pub fn project(&self, prompt: &PromptBlocks) -> Projection {
@@ -401,7 +401,7 @@ impl PromptBlocks {
     /// Number of common leading blocks. O(log blocks).
     ///
     /// ```
-    /// use pointsman::load::PromptBlocks;
+    /// use pointsman::internals::load::PromptBlocks;
     /// use pointsman::protocol::SequenceHash;
     ///
     /// let prompt = |hashes: &[u64]| PromptBlocks::Hashed(hashes.iter().copied().map(SequenceHash).collect());

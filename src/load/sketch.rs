@@ -18,7 +18,7 @@ const BITS: u64 = u64::BITS as u64;
 /// Filters of the active prompts' hashes at each depth.
 ///
 /// ```
-/// use pointsman::load::{PromptFingerprint, PromptSketch};
+/// use pointsman::internals::load::{PromptFingerprint, PromptSketch};
 /// use pointsman::protocol::SequenceHash;
 ///
 /// let newcomer = PromptFingerprint::of(&[SequenceHash(11), SequenceHash(12), SequenceHash(13)]);

@@ -24,7 +24,7 @@ use crate::protocol::Timestamp;
 /// `work_tokens_per_second`.
 ///
 /// ```
-/// use pointsman::load::EngineSpeed;
+/// use pointsman::internals::load::EngineSpeed;
 ///
 /// let speed = EngineSpeed { step_seconds: 0.004, request_seconds: 20e-6, block_seconds: 4e-6, ..EngineSpeed::prior(64) };
 /// assert!((speed.step(10.0, 1_000.0) - 0.0082).abs() < 1e-9);
@@ -54,7 +54,7 @@ pub const ATTENTION_TOKENS: f64 = 33_000.0;
 /// token.
 ///
 /// ```
-/// use pointsman::load::{ATTENTION_TOKENS, work_tokens};
+/// use pointsman::internals::load::{work_tokens, ATTENTION_TOKENS};
 ///
 /// assert_eq!(work_tokens(100, ATTENTION_TOKENS as u32) as u32, 200);
 /// assert_eq!(work_tokens(0, 500), 0.0);
@@ -98,7 +98,7 @@ impl EngineSpeed {
 ///
 /// ```
 /// use std::time::Duration;
-/// use pointsman::load::{EngineSpeed, SpeedCell};
+/// use pointsman::internals::load::{EngineSpeed, SpeedCell};
 /// use pointsman::protocol::Timestamp;
 ///
 /// let cell = SpeedCell::default();
@@ -231,7 +231,7 @@ impl SpeedCell {
     ///
     /// ```
     /// use std::time::Duration;
-    /// use pointsman::load::{EngineSpeed, SpeedCell};
+    /// use pointsman::internals::load::{EngineSpeed, SpeedCell};
     /// use pointsman::protocol::Timestamp;
     ///
     /// let (cell, typical) = (SpeedCell::default(), EngineSpeed::prior(64));
@@ -274,7 +274,7 @@ impl SpeedCell {
     /// excluded.
     ///
     /// ```
-    /// use pointsman::load::SpeedCell;
+    /// use pointsman::internals::load::SpeedCell;
     /// use pointsman::protocol::Timestamp;
     ///
     /// let cell = SpeedCell::default();

@@ -33,7 +33,7 @@ pub struct StepSample {
 /// without a loop over earlier samples.
 ///
 /// ```
-/// use pointsman::load::{EngineSpeed, LearnedStep, StepSample};
+/// use pointsman::internals::load::{EngineSpeed, LearnedStep, StepSample};
 ///
 /// let mut step = LearnedStep::new(64);
 /// assert_eq!(step.on(EngineSpeed::prior(64)), EngineSpeed::prior(64));

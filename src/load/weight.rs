@@ -9,12 +9,12 @@ use std::fmt;
 /// Weight of one block, from 0 to 1.
 ///
 /// ```
-/// use pointsman::load::Weight;
+/// use pointsman::internals::load::Weight;
 ///
 /// assert_eq!(Weight::new(1.0)?, Weight::ONE);
 /// assert_eq!(Weight::new(0.25)?.fraction(), 0.25);
 /// assert_eq!(Weight::new(1.5).unwrap_err().to_string(), "decay fraction is 1.5, must be from 0 to 1");
-/// # Ok::<(), pointsman::load::WeightError>(())
+/// # Ok::<(), pointsman::internals::load::WeightError>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Weight(u32);

@@ -10,7 +10,7 @@ use crate::protocol::Timestamp;
 /// ```
 /// use std::time::Duration;
 /// use pointsman::protocol::Timestamp;
-/// use pointsman::membership::RestartBudget;
+/// use pointsman::internals::membership::RestartBudget;
 ///
 /// let mut budget = RestartBudget::new(1, Duration::from_secs(10));
 /// let start = Timestamp::default();

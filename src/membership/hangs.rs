@@ -86,7 +86,7 @@ pub enum HangChange {
 /// Compares the samples of all actors.
 ///
 /// ```
-/// use pointsman::membership::{ActorSample, HangChange, HangDetector, WatchedActor};
+/// use pointsman::internals::membership::{ActorSample, HangChange, HangDetector, WatchedActor};
 ///
 /// let mut detector = HangDetector::default();
 /// let stuck = ActorSample { progress: 7, has_work: true };

@@ -81,7 +81,7 @@ pub struct RegisteredWorker {
 ///
 /// ```
 /// use pointsman::RouterConfig;
-/// use pointsman::membership::{Membership, MembershipEffect, MembershipInput, MembershipRules};
+/// use pointsman::internals::membership::{Membership, MembershipEffect, MembershipInput, MembershipRules};
 /// use pointsman::protocol::{Timestamp, WorkerConfig, WorkerId};
 ///
 /// let mut membership = Membership::new(MembershipRules::of(&RouterConfig::default(), true));

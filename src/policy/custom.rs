@@ -172,7 +172,7 @@ pub trait RankScorer: Send + Sync {
 /// ```
 /// use pointsman::policy::{RankFilter, RequestFacts};
 /// use pointsman::protocol::WorkerRank;
-/// use pointsman::select::RankTraits;
+/// use pointsman::RankTraits;
 ///
 /// /// Long prompts need ranks with many KV blocks.
 /// struct FitsInCache;

@@ -147,7 +147,7 @@ impl KvCost {
     /// ```
     /// use pointsman::config::RouterConfig;
     /// use pointsman::policy::CostFacts;
-    /// use pointsman::select::TierOverlap;
+    /// use pointsman::internals::select::TierOverlap;
     ///
     /// // Cold and idle, 1024 tokens in blocks of 16: 64 blocks to compute, 64 to hold.
     /// let cost = RouterConfig { block_size: Some(16), ..RouterConfig::default() }.kv_cost();

@@ -72,7 +72,7 @@ impl SpeculationModel {
     ///
     /// ```
     /// use pointsman::RouterConfig;
-    /// use pointsman::predict::SpeculationModel;
+    /// use pointsman::internals::predict::SpeculationModel;
     ///
     /// let mut config = RouterConfig::default();
     /// assert_eq!(SpeculationModel::of(&config), None);
@@ -112,7 +112,7 @@ impl SpeculationModel {
 /// ```
 /// use std::num::NonZeroU32;
 /// use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
-/// use pointsman::predict::SpeculativePrompt;
+/// use pointsman::internals::predict::SpeculativePrompt;
 ///
 /// let block_size = NonZeroU32::new(4).expect("not zero");
 /// let hasher = BlockHasher::new(HashScheme::new(block_size));
@@ -162,7 +162,7 @@ pub struct SpeculationCounts {
 /// ```
 /// use std::time::Duration;
 /// use pointsman::index::{Index, Overlaps};
-/// use pointsman::predict::{SpeculativePrompt, SpeculationModel, SpeculativePrompts};
+/// use pointsman::internals::predict::{SpeculationModel, SpeculativePrompt, SpeculativePrompts};
 /// use pointsman::protocol::{BlockHash, Generation, Slot, Timestamp, WorkerId, WorkerRank};
 ///
 /// let mut predictions = SpeculativePrompts::new(SpeculationModel::Ttl { ttl: Duration::from_secs(120) }, 1 << 20);

@@ -12,7 +12,7 @@ use crate::protocol::Timestamp;
 ///
 /// ```
 /// use pointsman::protocol::Timestamp;
-/// use pointsman::queue::QueueHeads;
+/// use pointsman::internals::queue::QueueHeads;
 ///
 /// let heads = QueueHeads::default();
 /// heads.publish_own(Some(Timestamp(5)));

@@ -31,7 +31,7 @@ impl TenantKey {
     /// The key of a tenant's name.
     ///
     /// ```
-    /// use pointsman::queue::TenantKey;
+    /// use pointsman::internals::queue::TenantKey;
     ///
     /// assert_eq!(TenantKey::of("acme"), TenantKey::of("acme"));
     /// assert_ne!(TenantKey::of("acme"), TenantKey::default());

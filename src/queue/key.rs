@@ -13,7 +13,7 @@ use super::ids::TenantKey;
 /// One waiting request: the inputs of its queue order, its share of the queue limits, and its cost.
 ///
 /// ```
-/// use pointsman::queue::QueueEntry;
+/// use pointsman::internals::queue::QueueEntry;
 ///
 /// let entry = QueueEntry { prompt_tokens: 4096, cached_tokens: 3584, ..QueueEntry::default() };
 /// assert_eq!((entry.uncached_tokens(), entry.cost_tokens()), (512, 512));

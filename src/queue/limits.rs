@@ -60,7 +60,7 @@ impl fmt::Display for LimitKind {
 ///
 /// ```
 /// use std::time::Duration;
-/// use pointsman::queue::{Backpressure, LimitKind};
+/// use pointsman::{internals::queue::Backpressure, LimitKind};
 ///
 /// let refused = Backpressure {
 ///     class: "batch".into(),

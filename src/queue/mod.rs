@@ -95,7 +95,7 @@ struct Head {
 /// use std::time::Duration;
 /// use pointsman::RouterConfig;
 /// use pointsman::protocol::Timestamp;
-/// use pointsman::queue::{LaneKey, Queue, QueueEntry};
+/// use pointsman::internals::queue::{LaneKey, Queue, QueueEntry};
 ///
 /// let mut queue = Queue::new(&RouterConfig::default());
 /// let class = queue.class_of(None, 800)?;

@@ -29,7 +29,7 @@ const PART_BYTES: usize = 4 << 10;
 /// The format of files with recorded entries.
 ///
 /// ```
-/// use pointsman::record::{RecordFile, RecordPart};
+/// use pointsman::{RecordFile, RecordPart};
 ///
 /// let mut bytes = RecordFile::head();
 /// let part = RecordPart { sequence: 3, begins: true, bytes: b"entries".to_vec(), ends: vec![7] };
@@ -38,7 +38,7 @@ const PART_BYTES: usize = 4 << 10;
 /// let mut parts = 0;
 /// let read = RecordFile::read(&bytes, &mut |_| parts += 1)?;
 /// assert_eq!((parts, read.damaged_at), (0, Some(5)));
-/// # Ok::<(), pointsman::record::RecordFileError>(())
+/// # Ok::<(), pointsman::RecordFileError>(())
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct RecordFile;

@@ -67,7 +67,7 @@ impl RecordSegment {
 /// ```
 /// use pointsman::config::RecorderConfig;
 /// use pointsman::protocol::Timestamp;
-/// use pointsman::record::DecisionRing;
+/// use pointsman::internals::record::DecisionRing;
 ///
 /// let mut ring = DecisionRing::new(&RecorderConfig::default());
 /// ring.push(b"keyframe", Some(0), Timestamp(1));

@@ -30,14 +30,14 @@ impl LoadSummary {
     /// The summary as bytes.
     ///
     /// ```
-    /// use pointsman::replica::{LoadSummary, ReplicaLayout, SummaryKind};
+    /// use pointsman::internals::replica::{LoadSummary, ReplicaLayout, SummaryKind};
     ///
     /// let summary = LoadSummary {
     ///     layout: ReplicaLayout { block_size: 64, hash_seed: 1 }, sequence: 1, interval_ms: 20,
     ///     placements_per_second: 0.0, work_per_second: 0.0, longest_wait_ms: None, kind: SummaryKind::Full, ranks: Vec::new(),
     /// };
     /// assert_eq!(LoadSummary::decode(&summary.encode())?, summary);
-    /// # Ok::<(), pointsman::replica::MessageError>(())
+    /// # Ok::<(), pointsman::internals::replica::MessageError>(())
     /// ```
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {

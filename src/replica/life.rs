@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// Name of a replica: a number that no other replica of the deployment uses.
 ///
 /// ```
-/// assert_eq!(pointsman::replica::ReplicaId(255).to_string(), "00000000000000ff");
+/// assert_eq!(pointsman::ReplicaId(255).to_string(), "00000000000000ff");
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ReplicaId(pub u64);

@@ -22,7 +22,7 @@ pub struct RoutedPrompt {
 ///
 /// ```
 /// use pointsman::protocol::{BlockHash, WorkerId, WorkerRank};
-/// use pointsman::replica::{RoutedPrompt, RoutedPrompts};
+/// use pointsman::internals::replica::{RoutedPrompt, RoutedPrompts};
 ///
 /// let rank = WorkerRank::new(WorkerId(1), 0);
 /// let prompt = |blocks: u64| RoutedPrompt { rank, hashes: (0..blocks).map(BlockHash).collect() };
@@ -108,13 +108,13 @@ struct EncodedPrompt {
 ///
 /// ```
 /// use pointsman::protocol::{BlockHash, WorkerId, WorkerRank};
-/// use pointsman::replica::{ReplicaLayout, RoutedPrompt, decode_routed, encode_routed};
+/// use pointsman::internals::replica::{decode_routed, encode_routed, ReplicaLayout, RoutedPrompt};
 ///
 /// let layout = ReplicaLayout { block_size: 64, hash_seed: 1 };
 /// let prompt = RoutedPrompt { rank: WorkerRank::new(WorkerId(1), 0), hashes: [BlockHash(7)].into() };
 /// let bytes = encode_routed(layout, std::slice::from_ref(&prompt));
 /// assert_eq!(decode_routed(&bytes)?, (layout, vec![prompt]));
-/// # Ok::<(), pointsman::replica::MessageError>(())
+/// # Ok::<(), pointsman::internals::replica::MessageError>(())
 /// ```
 #[must_use]
 pub fn encode_routed(layout: ReplicaLayout, prompts: &[RoutedPrompt]) -> Vec<u8> {

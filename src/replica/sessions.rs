@@ -40,8 +40,8 @@ impl<'a> EncodedBinding<'a> {
 /// ```
 /// use std::time::Duration;
 /// use pointsman::protocol::{WorkerId, WorkerRank};
-/// use pointsman::replica::{decode_sessions, encode_sessions};
-/// use pointsman::session::{BindingVersion, SessionBinding, SessionId};
+/// use pointsman::internals::replica::{decode_sessions, encode_sessions};
+/// use pointsman::{internals::session::{BindingVersion, SessionBinding}, SessionId};
 ///
 /// let binding = SessionBinding {
 ///     id: SessionId::new("chat-7")?,

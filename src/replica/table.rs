@@ -12,9 +12,7 @@ use crate::protocol::{Timestamp, WorkerRank};
 ///
 /// ```
 /// use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
-/// use pointsman::replica::{
-///     LoadSummary, PeerTable, RankContribution, ReplicaId, ReplicaLayout, ReplicaLife, SummaryKind,
-/// };
+/// use pointsman::{internals::replica::{///, ///     LoadSummary, PeerTable, RankContribution, ReplicaLayout, SummaryKind}, ReplicaId, ReplicaLife};
 ///
 /// let layout = ReplicaLayout { block_size: 64, hash_seed: 1 };
 /// let rank = RankContribution {
@@ -29,7 +27,7 @@ use crate::protocol::{Timestamp, WorkerRank};
 /// let life = ReplicaLife { replica: ReplicaId(1), incarnation: 1 };
 /// peers.receive(life, &summary, Timestamp(0))?;
 /// assert_eq!(peers.load(WorkerRank::new(WorkerId(7), 0), Timestamp(0)).requests, 3);
-/// # Ok::<(), pointsman::replica::RefusedSummary>(())
+/// # Ok::<(), pointsman::internals::replica::RefusedSummary>(())
 /// ```
 #[derive(Debug)]
 pub struct PeerTable {

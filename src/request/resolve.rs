@@ -15,7 +15,7 @@ impl ResolvedOptions {
     ///
     /// ```
     /// use pointsman::protocol::Timestamp;
-    /// use pointsman::schedule::ResolvedOptions;
+    /// use pointsman::internals::schedule::ResolvedOptions;
     /// use pointsman::{RequestOptions, RouterConfig};
     ///
     /// let (config, now) = (RouterConfig::default(), Timestamp::default());

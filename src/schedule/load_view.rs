@@ -73,9 +73,9 @@ pub struct RankCells {
 /// The current contents of the ranks' shared cells.
 ///
 /// ```
-/// use pointsman::load::{BoardLoad, BoardVersion};
+/// use pointsman::internals::load::{BoardLoad, BoardVersion};
 /// use pointsman::protocol::Slot;
-/// use pointsman::schedule::{LiveLoads, LoadView, RankCells};
+/// use pointsman::internals::schedule::{LiveLoads, LoadView, RankCells};
 ///
 /// let (mut loads, cells) = (LiveLoads::default(), RankCells::default());
 /// loads.insert(Slot(3), cells.clone());

@@ -12,7 +12,7 @@ use crate::session::SessionId;
 /// Options of one request, resolved against clock and configuration. The default sets none.
 ///
 /// ```
-/// use pointsman::schedule::ResolvedOptions;
+/// use pointsman::internals::schedule::ResolvedOptions;
 ///
 /// let urgent = ResolvedOptions { strict_priority: 1, do_not_queue: true, ..ResolvedOptions::default() };
 /// assert!(urgent.due.is_none());

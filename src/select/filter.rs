@@ -64,7 +64,7 @@ impl fmt::Display for Pin {
 ///
 /// ```
 /// use pointsman::protocol::{WorkerConfig, WorkerId, WorkerRank};
-/// use pointsman::select::{Constraints, Filter, RankTraits};
+/// use pointsman::{Constraints, Filter, RankTraits};
 ///
 /// let constraints = Constraints { required_taints: ["h100".to_owned()].into(), ..Constraints::default() };
 /// let (rank, plain) = (WorkerRank::new(WorkerId(1), 0), RankTraits::of(&WorkerConfig::at("http://a")));
@@ -319,7 +319,7 @@ impl Filter {
 /// Number of ranks removed per filter.
 ///
 /// ```
-/// use pointsman::select::{Filter, Removed};
+/// use pointsman::{Filter, Removed};
 ///
 /// let removed = Removed::count([Some(Filter::Draining), None, Some(Filter::Allowed), Some(Filter::Draining)]);
 /// assert_eq!(removed.to_string(), "1 not allowed, 2 draining");

@@ -37,7 +37,7 @@ impl TierOverlap {
     /// NVIDIA Dynamo 1.6.1, `host_cache_hit_weight` and `disk_cache_hit_weight`)
     ///
     /// ```
-    /// use pointsman::select::{TierOverlap, TierWeights};
+    /// use pointsman::internals::select::{TierOverlap, TierWeights};
     ///
     /// let overlap = TierOverlap { device_blocks: 2, host_pinned_blocks: 1, disk_blocks: 2, external_blocks: 0 };
     /// let weights = TierWeights { host: 0.75, disk: 0.25 };

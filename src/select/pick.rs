@@ -11,7 +11,7 @@ use crate::protocol::WorkerRank;
 ///
 /// ```
 /// use pointsman::protocol::{WorkerId, WorkerRank};
-/// use pointsman::select::Draw;
+/// use pointsman::internals::select::Draw;
 ///
 /// let (a, b) = (WorkerRank::new(WorkerId(1), 0), WorkerRank::new(WorkerId(2), 0));
 /// let draw = Draw { seed: 7, request: 3 };

@@ -7,7 +7,7 @@ use std::ops::Range;
 /// Block positions of one prompt that the shared cache holds: half-open ranges.
 ///
 /// ```
-/// use pointsman::select::SharedHits;
+/// use pointsman::internals::select::SharedHits;
 ///
 /// let hits = SharedHits::new(vec![0..3, 5..8]);
 /// assert_eq!(hits.total(), 6);

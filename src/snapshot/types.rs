@@ -13,7 +13,7 @@ use crate::wire::DecoderState;
 ///
 /// ```
 /// use std::num::NonZeroU32;
-/// use pointsman::snapshot::{Snapshot, SnapshotLayout};
+/// use pointsman::{internals::snapshot::SnapshotLayout, Snapshot};
 ///
 /// let layout = SnapshotLayout::new("llama", NonZeroU32::new(16).expect("not zero"), false);
 /// let snapshot = Snapshot { layout, created_ms: 1_700_000_000_000, ranks: Vec::new() };

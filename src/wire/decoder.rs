@@ -34,7 +34,7 @@ pub struct WireConfig {
 /// ```
 /// use std::num::NonZeroU32;
 /// use pointsman::protocol::{EngineHash, KvEvent, WorkerId, WorkerRank};
-/// use pointsman::wire::{Decoder, DecoderLimits, WireConfig};
+/// use pointsman::{internals::wire::{DecoderLimits, WireConfig}, Decoder};
 ///
 /// let mut decoder = Decoder::new(WireConfig {
 ///     rank: WorkerRank::new(WorkerId(7), 0),

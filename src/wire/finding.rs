@@ -11,7 +11,7 @@ macro_rules! findings {
         /// Reason for which an event, a part of it, or a batch was rejected, or used in a separate namespace.
         ///
         /// ```
-        /// assert_eq!(pointsman::wire::Finding::UnknownMedium.name(), "unknown_medium");
+        /// assert_eq!(pointsman::internals::wire::Finding::UnknownMedium.name(), "unknown_medium");
         /// ```
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
         pub enum Finding {
@@ -90,7 +90,7 @@ impl Finding {
 /// Counts by cause.
 ///
 /// ```
-/// use pointsman::wire::{Finding, Findings};
+/// use pointsman::internals::wire::{Finding, Findings};
 ///
 /// let mut findings = Findings::default();
 /// findings.add(Finding::BadHash);

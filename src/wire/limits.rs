@@ -3,7 +3,7 @@
 /// Size limits of one batch and of the state kept between batches.
 ///
 /// ```
-/// use pointsman::wire::DecoderLimits;
+/// use pointsman::internals::wire::DecoderLimits;
 ///
 /// let limits = DecoderLimits { payload_bytes_max: 1 << 20, ..DecoderLimits::default() };
 /// assert_eq!(limits.nesting_max, 16);

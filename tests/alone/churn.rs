@@ -10,10 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pointsman::config::{HealthConfig, IndexConfig, QueueConfig, RecorderConfig, SessionConfig, SpeculativeConfig};
-use pointsman::health::Outcome;
 use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, WorkerConfig, WorkerId};
 use pointsman::test_support::{mix, rank};
-use pointsman::{AddRequest, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
+use pointsman::{AddRequest, Outcome, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
 
 use crate::common::{assert_at_rest, config, stored, tokens, until};
 use crate::repetitions::repetitions;

@@ -2,8 +2,11 @@
 
 use std::time::Duration;
 
-use pointsman::ingest::{AppliedBatch, IngestEffect, IngestInput, Source, SourceConfig, StreamState};
 use pointsman::protocol::Timestamp;
+use pointsman::{
+    StreamState,
+    internals::ingest::{AppliedBatch, IngestEffect, IngestInput, Source, SourceConfig},
+};
 use stats_alloc::Region;
 
 use crate::{ALLOCATOR, alone};

@@ -6,10 +6,9 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use pointsman::ingest::StreamState;
 use pointsman::protocol::WorkerId;
 use pointsman::test_support::{mix, rank};
-use pointsman::{KvSourceStatus, Prompt, RouteRequest, Router};
+use pointsman::{KvSourceStatus, Prompt, RouteRequest, Router, StreamState};
 use pointsman_trial::kv_events::Dialect;
 use tokio::time::Instant;
 

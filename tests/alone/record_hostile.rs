@@ -1,7 +1,6 @@
 //! Records with valid checksums and hostile contents, with all allocated bytes counted.
 
-use pointsman::record::{RecordFile, RecordPart};
-use pointsman::schedule::{Replay, ReplayMode};
+use pointsman::{RecordFile, RecordPart, Replay, ReplayMode};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::Index;

@@ -6,7 +6,10 @@ use std::num::NonZeroU32;
 
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank};
-use pointsman::wire::{Decoder, DecoderLimits, Finding, Report, WireConfig};
+use pointsman::{
+    Decoder,
+    internals::wire::{DecoderLimits, Finding, Report, WireConfig},
+};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use stats_alloc::Region;

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use pointsman::engine_load::{EngineLoad, EngineReading};
-use pointsman::load::{ActiveSequences, BoardLoad, EngineSpeed, PrefillLoadHint, PromptBlocks};
+use pointsman::internals::engine_load::{EngineLoad, EngineReading};
+use pointsman::internals::load::{ActiveSequences, BoardLoad, EngineSpeed, PrefillLoadHint, PromptBlocks};
+use pointsman::internals::schedule::RankCells;
 use pointsman::protocol::{BookingId, Timestamp};
-use pointsman::schedule::RankCells;
 use pointsman::test_support::mix;
 
 /// Boards of a rank with 0 to 7 requests and their prefills.

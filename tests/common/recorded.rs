@@ -6,21 +6,27 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pointsman::RouterConfig;
+use pointsman::SessionId;
 use pointsman::config::{
     LoadConfig, OverloadConfig, PrefillModel, QueueConfig, RouterConfigOverride, SessionAffinity, SessionConfig,
     ShadowConfig, SlowStartConfig,
 };
-use pointsman::health::Exclusions;
-use pointsman::load::{BoardLoad, PeerLoad, PromptBlocks, RankLoad};
+use pointsman::internals::health::Exclusions;
+use pointsman::internals::load::{BoardLoad, PeerLoad, PromptBlocks, RankLoad};
 use pointsman::policy::{KvConfig, LatencyConfig, Policy, PolicyConfig};
 use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
-use pointsman::schedule::{
-    Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Purpose, RankCells, Recorder, Replay,
-    ReplaySettings, ReplayedDecision, Request, ResolvedOptions, ResolvedTargets, Schedule, Target, Waits,
-};
-use pointsman::select::{Constraints, Pin, PinMode, RankConditions, RankOverlap, RankTraits, SharedHits, TierOverlap};
-use pointsman::session::SessionId;
 use pointsman::test_support::mix;
+use pointsman::{
+    Constraints, Pin, PinMode, RankTraits,
+    internals::select::{RankConditions, RankOverlap, SharedHits, TierOverlap},
+};
+use pointsman::{
+    Replay, ReplaySettings, ReplayedDecision,
+    internals::schedule::{
+        Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Purpose, RankCells, Recorder, Request,
+        ResolvedOptions, ResolvedTargets, Schedule, Target, Waits,
+    },
+};
 
 use crate::changing_cells;
 

@@ -7,13 +7,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pointsman::config::{RouterConfigOverride, SessionAffinity};
-use pointsman::load::{PrefillEstimator, PrefillFacts};
+use pointsman::internals::load::{PrefillEstimator, PrefillFacts};
 use pointsman::protocol::{BookingId, Generation, Timestamp, WorkerId, WorkerRank};
-use pointsman::queue::LimitKind;
-use pointsman::schedule::{Decision, Extensions, Input, LoadQuery, Purpose, Rejection, ResolvedOptions, Target};
-use pointsman::select::{Constraints, Filter, Pin, PinMode, RankTraits, SharedHits};
-use pointsman::session::SessionId;
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, SimulatedRank, mix, rank};
+use pointsman::{Constraints, Filter, Pin, PinMode, RankTraits, internals::select::SharedHits};
+use pointsman::{
+    Decision, Rejection,
+    internals::schedule::{Extensions, Input, LoadQuery, Purpose, ResolvedOptions, Target},
+};
+use pointsman::{LimitKind, SessionId};
 
 use crate::fleet::BLOCK_SIZE;
 use crate::world_config::some_config;
@@ -563,7 +565,7 @@ impl World {
         self.check();
         assert_eq!((self.fleet.schedule.pending(), self.seen as u64), (0, self.ids));
         for (class, depth) in self.fleet.schedule.depths() {
-            assert_eq!((depth, class), (pointsman::queue::Depth::default(), class));
+            assert_eq!((depth, class), (pointsman::internals::queue::Depth::default(), class));
         }
         assert_eq!(self.fleet.schedule.next_wake(), None);
         assert!(self.fleet.ranks.iter().all(|node| node.active.is_empty()));

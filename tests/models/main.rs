@@ -13,7 +13,7 @@ mod wake_flag;
 
 /// Names of the crate in the included modules.
 mod membership {
-    pub(crate) use pointsman::membership::ActorSample;
+    pub(crate) use pointsman::internals::membership::ActorSample;
 }
 
 /// The included modules, at their paths in the crate.

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::health::Outcome;
+use pointsman::Outcome;
 use pointsman::protocol::Timestamp;
 use pointsman_trial::engine::{CacheEvent, Tier};
 use pointsman_trial::kv_events::{Dialect, Encoder, EventFormat};

@@ -5,17 +5,20 @@ use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use pointsman::directory::Lease;
-use pointsman::health::Outcome;
-use pointsman::load::PromptBlocks;
-use pointsman::membership::{Child, MembershipInput};
+use pointsman::Outcome;
+use pointsman::internals::directory::Lease;
+use pointsman::internals::load::PromptBlocks;
+use pointsman::internals::membership::{Child, MembershipInput};
+use pointsman::internals::select::RankOverlap;
+use pointsman::internals::shell::sequence::SequenceMsg;
+use pointsman::internals::shell::shard::ShardMsg;
+use pointsman::internals::snapshot::RankSnapshot;
 use pointsman::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerId, WorkerRank};
-use pointsman::replica::{LoadSummary, ReplicaLife};
-use pointsman::schedule::{Decision, LoadAnswer, Request};
-use pointsman::select::RankOverlap;
-use pointsman::shell::sequence::SequenceMsg;
-use pointsman::shell::shard::ShardMsg;
-use pointsman::snapshot::RankSnapshot;
+use pointsman::{
+    Decision,
+    internals::schedule::{LoadAnswer, Request},
+};
+use pointsman::{ReplicaLife, internals::replica::LoadSummary};
 
 use crate::gateway::{Entry, EntrySource, LoadQuery, OverlapQuery, ToScheduler};
 use crate::prompt::Prompt;

@@ -18,7 +18,7 @@ mod world;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use pointsman::shell::Defect;
+use pointsman::internals::shell::Defect;
 use script::Script;
 use world::Summary;
 

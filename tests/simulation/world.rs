@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::Duration;
 
-use pointsman::health::Outcome;
-use pointsman::membership::MembershipInput;
+use pointsman::Outcome;
+use pointsman::internals::membership::MembershipInput;
 use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
 
 use crate::discovery::Discovery;

@@ -10,16 +10,15 @@ use std::time::Duration;
 use pointsman::config::{
     EventMode, EventsConfig, HealthConfig, IndexConfig, LoadConfig, QueueConfig, SpeculativeConfig, SpeculativeModel,
 };
-use pointsman::engine_load::EngineReading;
-use pointsman::health::Outcome;
+use pointsman::internals::engine_load::EngineReading;
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::replica::{ReplicaId, ReplicaLife};
-use pointsman::select::{Constraints, RankConditions};
 use pointsman::test_support::rank;
 use pointsman::{
-    AddRequest, Fault, FaultMoment, MemoryFaults, MemoryNetwork, Placement, Prompt, RequestOptions, RouteRequest,
-    Router, RouterConfig,
+    AddRequest, Fault, FaultMoment, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig,
+    internals::{MemoryFaults, MemoryNetwork},
 };
+use pointsman::{Constraints, internals::select::RankConditions};
+use pointsman::{Outcome, ReplicaId, ReplicaLife};
 use tokio::time::Instant;
 
 use super::sources::OF_READERS;

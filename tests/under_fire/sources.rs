@@ -5,12 +5,12 @@ use std::future::Future;
 use std::time::Duration;
 
 use pointsman::config::{EventsConfig, QueueConfig};
-use pointsman::discovery::DiscoveryError;
 use pointsman::index::BlockDigest;
-use pointsman::ingest::{BlockName, DIGEST_REQUEST, EngineContents};
 use pointsman::protocol::{StorageTier, WorkerConfig, WorkerId, WorkerMap};
 use pointsman::test_support::rank;
-use pointsman::{DiscoverySource, Fault, Router, RouterConfig};
+use pointsman::{
+    BlockName, DIGEST_REQUEST, DiscoveryError, DiscoverySource, EngineContents, Fault, Router, RouterConfig,
+};
 use tokio::sync::mpsc;
 
 use super::{Tally, assert_permits_are_free, assert_unharmed, panics_of, route};

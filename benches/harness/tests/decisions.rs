@@ -6,9 +6,7 @@
 use std::cell::RefCell;
 
 use pointsman::policy::Policy;
-use pointsman::record::RecordCursor;
-use pointsman::schedule::{Replay, ReplayMode, ReplaySettings, ReplayedDecision};
-use pointsman::{Router, RouterConfig};
+use pointsman::{RecordCursor, Replay, ReplayMode, ReplaySettings, ReplayedDecision, Router, RouterConfig};
 use pointsman_bench::fleet::Setup;
 use pointsman_bench::simulate;
 use pointsman_bench::targets::Embedded;

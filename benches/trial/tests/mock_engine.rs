@@ -5,7 +5,10 @@ use std::num::NonZeroU32;
 
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{BlockHash, KvEvent, StorageTier, WorkerId, WorkerRank};
-use pointsman::wire::{Decoder, DecoderLimits, WireConfig};
+use pointsman::{
+    Decoder,
+    internals::wire::{DecoderLimits, WireConfig},
+};
 use pointsman_trial::mock::{Dialect, EventFormat, Fault, Faults, MockConfig, MockEngine, MockError, Tier, tokenize};
 use serde_json::{Value as Json, json};
 use tokio::io::AsyncReadExt;

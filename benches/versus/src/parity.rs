@@ -16,7 +16,7 @@ use std::num::NonZeroU32;
 
 use clap::Args;
 use pointsman::protocol::{BlockHash, StoredBlock, WorkerRank};
-use pointsman::select::Draw;
+use pointsman::internals::select::Draw;
 use pointsman::{AddRequest, Prompt, RouteRequest};
 use pointsman_bench::Failed;
 use pointsman_bench::engine::{Change, Engine, name_blocks};

@@ -7,8 +7,7 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
-use pointsman::RecordedDecision;
-use pointsman::schedule::Explanation;
+use pointsman::{Explanation, RecordedDecision};
 use serde_json::{Value, json};
 use tokio::task::spawn_blocking;
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use pointsman::discovery::NamedWorker;
+use pointsman::NamedWorker;
 use serde_json::{Value, json};
 
 use super::Admin;

@@ -5,11 +5,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use pointsman::engine_load::EngineLoadFact;
-use pointsman::health::{HealthState, RankHealth};
 use pointsman::protocol::{Timestamp, WorkerRank};
-use pointsman::schedule::PotentialLoad;
-use pointsman::{DiscoveryStatus, KvAuditStatus, KvSourceStatus, Prompt, RouteRequest, Router, WorkerEntry};
+use pointsman::{
+    DiscoveryStatus, EngineLoadFact, HealthState, KvAuditStatus, KvSourceStatus, PotentialLoad, Prompt, RankHealth,
+    RouteRequest, Router, WorkerEntry,
+};
 use serde_json::{Value, json};
 
 /// All facts about the ranks of a pool.

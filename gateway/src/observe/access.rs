@@ -6,8 +6,7 @@
 use std::time::Duration;
 
 use axum::http::StatusCode;
-use pointsman::Placement;
-use pointsman::answer::Usage;
+use pointsman::{Placement, Usage};
 
 use super::otlp::RequestEnd;
 

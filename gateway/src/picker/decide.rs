@@ -8,10 +8,10 @@ use axum::body::{Body, Bytes};
 use axum::http::header::EXPECT;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use axum::response::IntoResponse as _;
-use pointsman::disagg::WhyLocal;
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::select::{Constraints, Pin, PinMode};
-use pointsman::{Placement, PrefillPlacement, Prompt, RouteRequest, Router, WorkerEntry};
+use pointsman::{
+    Constraints, Pin, PinMode, Placement, PrefillPlacement, Prompt, RouteRequest, Router, WhyLocal, WorkerEntry,
+};
 use tokio::time::{Instant, timeout};
 
 use super::parts_body::PartsBody;
@@ -378,7 +378,7 @@ impl Picked {
         let entry = workers.iter().find(|entry| address(&entry.config.endpoint) == served);
         routed.sent.ended("moved");
         routed.account.trace.attempt_failed("moved");
-        self.placement.outcome(pointsman::health::Outcome::ServerError);
+        self.placement.outcome(pointsman::Outcome::ServerError);
         let Some(entry) = entry else {
             routed.account.complete();
             return false;

@@ -12,8 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use metrics::counter;
-use pointsman::record::{RecordCursor, RecordFile, RecordPart};
-use pointsman::{Router, WorkerEntry};
+use pointsman::{RecordCursor, RecordFile, RecordPart, Router, WorkerEntry};
 use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
 use tokio::time::sleep;

@@ -8,9 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use pointsman::config::ConfigErrors;
-use pointsman::discovery::DiscoveryError;
 use pointsman::error::StartError;
-use pointsman::{ReplicaBus, Router, RouterConfig, WorkerEntry};
+use pointsman::{DiscoveryError, ReplicaBus, Router, RouterConfig, WorkerEntry};
 use tokio::time::timeout;
 
 use super::disaggregation::PrefillPool;

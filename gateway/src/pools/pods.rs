@@ -1,8 +1,7 @@
 //! Pods of a Kubernetes cluster as workers of a model.
 
-use pointsman::discovery::{DiscoveryError, PodRole};
 use pointsman::protocol::WorkerMap;
-use pointsman::{DiscoverySource, KubernetesPods, PodSelection, ProbeOptions};
+use pointsman::{DiscoveryError, DiscoverySource, KubernetesPods, PodRole, PodSelection, ProbeOptions};
 
 use crate::settings::{KubernetesSettings, PodRoleChoice};
 

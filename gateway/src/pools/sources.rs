@@ -7,10 +7,12 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pointsman::discovery::{DiscoveryError, NamedWorker, worker_map};
 use pointsman::error::{Down, StartError};
 use pointsman::protocol::{WorkerConfig, WorkerMap};
-use pointsman::{DiscoverySource, DnsNames, ProbeOptions, ProbedUrls, Router, RouterBuilder, StaticList, WatchedFile};
+use pointsman::{
+    DiscoveryError, DiscoverySource, DnsNames, NamedWorker, ProbeOptions, ProbedUrls, Router, RouterBuilder,
+    StaticList, WatchedFile, worker_map,
+};
 use tokio::sync::watch;
 
 #[cfg(feature = "kubernetes")]

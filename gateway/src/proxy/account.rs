@@ -5,8 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use axum::http::{HeaderName, HeaderValue, StatusCode};
-use pointsman::Placement;
-use pointsman::answer::Usage;
+use pointsman::{Placement, Usage};
 use tokio::time::Instant;
 
 use crate::admission::leases::QuotaLease;

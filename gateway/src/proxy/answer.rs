@@ -12,9 +12,7 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use http_body::{Body, Frame, SizeHint};
-use pointsman::PlacedBody;
-use pointsman::answer::AnswerKind;
-use pointsman::health::Outcome;
+use pointsman::{AnswerKind, Outcome, PlacedBody};
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::attempts::WorkerResponse;

@@ -10,12 +10,10 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::answer::AnswerKind;
 use pointsman::config::OnTargetMiss;
 use pointsman::error::RouteError;
 use pointsman::protocol::WorkerRank;
-use pointsman::schedule::{MissedTarget, Rejection};
-use pointsman::{Placement, RouteRequest};
+use pointsman::{AnswerKind, MissedTarget, Placement, Rejection, RouteRequest};
 use tokio::time::{Instant, timeout};
 
 use super::account::Account;

@@ -14,7 +14,7 @@ use axum::http::{HeaderMap, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
-use pointsman::answer::{AnswerKind, AnswerReader, AnswerStage};
+use pointsman::{AnswerKind, AnswerReader, AnswerStage};
 
 use super::failure::Failure;
 use crate::net::upstream::UpstreamError;

@@ -8,7 +8,7 @@ use axum::http::response::Parts;
 use axum::http::{HeaderMap, HeaderValue, Request, StatusCode};
 use http_body_util::{BodyExt as _, Collected, Full, Limited};
 use hyper::body::Incoming;
-use pointsman::answer::AnswerKind;
+use pointsman::AnswerKind;
 use tokio::time::timeout;
 
 use super::begin::ResponseStart;

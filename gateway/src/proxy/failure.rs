@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 use axum::body::Bytes;
 use axum::http::header::RETRY_AFTER;
 use axum::http::{HeaderMap, StatusCode};
-use pointsman::health::Outcome;
+use pointsman::Outcome;
 use pointsman::protocol::WorkerRank;
 
 use super::refusal::{Refusal, WorkerError};

@@ -12,7 +12,7 @@ use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use axum::http::response::Parts;
 use axum::http::{HeaderValue, Response};
 use http_body::Frame;
-use pointsman::answer::AnswerKind;
+use pointsman::AnswerKind;
 
 use crate::formats::anthropic::{StreamTranslator, error_body, error_message, error_response, message};
 use crate::formats::openai::ApiError;

@@ -14,10 +14,9 @@ use std::task::{Context, Poll, ready};
 use axum::body::Bytes;
 use axum::http::HeaderMap;
 use http_body::{Body, Frame};
-use pointsman::Prompt;
-use pointsman::answer::AnswerKind;
 use pointsman::config::OnTargetMiss;
 use pointsman::protocol::WorkerRank;
+use pointsman::{AnswerKind, Prompt};
 use tokio::time::Instant;
 
 use super::answer::{Answer, Cut};

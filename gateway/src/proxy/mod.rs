@@ -37,7 +37,7 @@ use axum::extract::State;
 use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE, EXPECT};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use axum::response::IntoResponse as _;
-use pointsman::answer::AnswerKind;
+use pointsman::AnswerKind;
 use serde_json::json;
 use tokio::time::Instant;
 

@@ -6,8 +6,7 @@ use std::time::Duration;
 use axum::body::Bytes;
 use axum::http::{HeaderMap, HeaderValue, Method, Request, Uri};
 use http_body_util::Full;
-use pointsman::Placement;
-use pointsman::answer::AnswerKind;
+use pointsman::{AnswerKind, Placement};
 use tokio::time::Instant;
 
 use super::account::Account;

@@ -6,8 +6,7 @@ use std::time::Duration;
 use axum::body::Bytes;
 use axum::http::Request;
 use http_body_util::Full;
-use pointsman::Placement;
-use pointsman::health::Outcome;
+use pointsman::{Outcome, Placement};
 use tokio::sync::watch;
 
 use super::engine_abort::EngineAbort;

@@ -1,9 +1,7 @@
 //! Reports of failed attempts to the router, once the end of their request is known.
 
-use pointsman::Placement;
-use pointsman::answer::AnswerKind;
-use pointsman::health::Outcome;
 use pointsman::protocol::WorkerRank;
+use pointsman::{AnswerKind, Outcome, Placement};
 
 use super::failure::{Ending, FailedAttempt, Failure, counted_failure};
 use crate::pools::model::Model;

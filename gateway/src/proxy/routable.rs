@@ -6,10 +6,9 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::http::HeaderMap;
-use pointsman::answer::AnswerKind;
+use pointsman::AnswerKind;
 
-use pointsman::schedule::Rejection;
-use pointsman::{Prompt, RequestOptions, RouteRequest};
+use pointsman::{Prompt, Rejection, RequestOptions, RouteRequest};
 use tokio::time::Instant;
 
 use super::account::Account;

@@ -12,11 +12,7 @@ use std::time::Duration;
 use axum::body::Bytes;
 use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderValue, Response, StatusCode};
-use pointsman::answer::AnswerKind;
-use pointsman::disagg::{DisaggError, WhyLocal};
-use pointsman::health::Outcome;
-use pointsman::select::Constraints;
-use pointsman::{Placement, PrefillPlacement, RouteRequest};
+use pointsman::{AnswerKind, Constraints, DisaggError, Outcome, Placement, PrefillPlacement, RouteRequest, WhyLocal};
 use tokio::time::{Instant, timeout};
 
 use super::account::Account;

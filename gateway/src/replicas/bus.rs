@@ -6,8 +6,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use bytes::Bytes;
-use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
-use pointsman::{BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore};
+use pointsman::{
+    BusFuture, FetchError, ReplicaBus, ReplicaId, ReplicaLife, ReplicaMember, ReplicaMessage, ReplicaTopic,
+    SnapshotSource, SnapshotStore,
+};
 use tokio::sync::{Semaphore, SemaphorePermit, broadcast, watch};
 use tokio::task::JoinSet;
 use tokio::time::timeout;

@@ -14,8 +14,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use pointsman::ReplicaBus;
-use pointsman::replica::{ReplicaId, ReplicaLife};
+use pointsman::{ReplicaBus, ReplicaId, ReplicaLife};
 use ring::digest;
 use ring::rand::{SecureRandom as _, SystemRandom};
 use tokio::net::TcpListener;

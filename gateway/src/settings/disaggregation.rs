@@ -1,8 +1,7 @@
 //! Settings of a model with a prefill pool and a decode pool.
 
-use pointsman::RouterConfig;
 use pointsman::config::IndexConfig;
-use pointsman::disagg::{DisaggConfig, SkipPolicy};
+use pointsman::{DisaggConfig, RouterConfig, SkipPolicy};
 
 use super::rules::Rules;
 use super::table::{Declared as _, settings};

@@ -23,8 +23,7 @@ mod workers;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
-use pointsman::RouterConfig;
-use pointsman::discovery::NamedWorker;
+use pointsman::{NamedWorker, RouterConfig};
 use serde::{Deserialize, Serialize};
 
 pub(crate) use address::host_of;

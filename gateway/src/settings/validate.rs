@@ -8,8 +8,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 
 use axum::http::uri::Authority;
-use pointsman::DnsNames;
-use pointsman::discovery::{FileFormat, HttpUrl, engine_key};
+use pointsman::{DnsNames, FileFormat, HttpUrl, engine_key};
 
 use super::address::{is_loopback, is_server_url};
 use super::log::{AccessLog, parse_level};

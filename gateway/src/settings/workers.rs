@@ -1,6 +1,6 @@
 //! Workers of a model in the settings: tables in the format of a workers file.
 
-use pointsman::discovery::{FileError, FileFormat, NamedWorker};
+use pointsman::{FileError, FileFormat, NamedWorker};
 use serde::de::Error as _;
 use serde::{Deserialize as _, Deserializer, Serializer};
 use toml::Table;

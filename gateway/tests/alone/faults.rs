@@ -4,8 +4,7 @@
 
 use std::net::SocketAddr;
 
-use pointsman::health::Outcome;
-use pointsman::{Prompt, RouteRequest, Router};
+use pointsman::{Outcome, Prompt, RouteRequest, Router};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{Settings, TokenSourceChoice};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

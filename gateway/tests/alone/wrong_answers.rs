@@ -4,9 +4,8 @@
 
 use std::time::Duration;
 
-use pointsman::RouterConfig;
-use pointsman::health::HealthState;
 use pointsman::protocol::{WorkerId, WorkerRank};
+use pointsman::{HealthState, RouterConfig};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice, TokensSettings};
 use pointsman_trial::mock::{MockConfig, MockEngine};

@@ -10,10 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use pointsman::health::Outcome;
-use pointsman::ingest::StreamState;
 use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId, WorkerRank};
-use pointsman::{KvSourceStatus, Router, RouterConfig};
+use pointsman::{KvSourceStatus, Outcome, Router, RouterConfig, StreamState};
 use pointsman_trial::mock::{Dialect, EventFormat, MockConfig, MockEngine};
 use tokio::sync::watch;
 use tokio::task::JoinSet;

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
-use pointsman::health::Outcome;
+use pointsman::Outcome;
 use serde_json::{Value as Json, json};
 use tokio::net::TcpStream;
 

@@ -9,9 +9,8 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use pointsman::RouterConfig;
-use pointsman::discovery::NamedWorker;
 use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
+use pointsman::{NamedWorker, RouterConfig};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice, TokensSettings};
 use pointsman_trial::mock::MockEngine;

@@ -5,8 +5,7 @@
 
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::BlockHash;
-use pointsman::select::Constraints;
-use pointsman::{Prompt, RequestOptions, RouteRequest};
+use pointsman::{Constraints, Prompt, RequestOptions, RouteRequest};
 use pointsman_trial::workload::mix;
 
 /// Tokens per block.

@@ -3,11 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use pointsman::RouterConfig;
 use pointsman::config::HealthConfig;
-use pointsman::discovery::NamedWorker;
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::{Prompt, RouteRequest};
+use pointsman::{NamedWorker, Prompt, RouteRequest, RouterConfig};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::formats::handover::Protocol;
 use pointsman_gateway::settings::{DisaggregationSettings, ModelSettings, Settings};

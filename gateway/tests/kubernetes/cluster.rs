@@ -10,7 +10,7 @@ use axum::Router;
 use axum::body::Body;
 use axum::http::header::CONTENT_TYPE;
 use axum::routing::{MethodRouter, get, post};
-use pointsman::discovery::derived_id;
+use pointsman::derived_id;
 use serde_json::{Value, json};
 use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpStream};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::StatusCode;
-use pointsman::discovery::VLLM_KV_EVENTS_PORT;
+use pointsman::internals::discovery::VLLM_KV_EVENTS_PORT;
 use serde_json::{Value, json};
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;

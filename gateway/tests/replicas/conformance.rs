@@ -5,8 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use pointsman::replica::ReplicaTopic;
-use pointsman::{BusFuture, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource};
+use pointsman::{BusFuture, ReplicaBus, ReplicaMember, ReplicaMessage, ReplicaTopic, SnapshotSource};
 use pointsman_gateway::replicas::Replicas;
 use tokio::sync::broadcast;
 use tokio::sync::broadcast::error::RecvError;

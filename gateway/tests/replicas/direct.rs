@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Mutex;
 
 use bytes::Bytes;
-use pointsman::replica::ReplicaTopic;
+use pointsman::ReplicaTopic;
 use pointsman_gateway::replicas::Replicas;
 use pointsman_gateway::settings::{ReplicasSettings, Secret};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

@@ -3,8 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use pointsman::replica::{ReplicaId, ReplicaLife};
-use pointsman::{MemoryBus, MemoryFaults, MemoryNetwork, ReplicaBus};
+use pointsman::{
+    ReplicaBus,
+    internals::{MemoryBus, MemoryFaults, MemoryNetwork},
+};
+use pointsman::{ReplicaId, ReplicaLife};
 
 use super::conformance::{Replica, Transport, conforms, publishes_alone};
 

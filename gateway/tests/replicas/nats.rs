@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use bytes::Bytes;
 use futures_util::StreamExt as _;
-use pointsman::replica::ReplicaTopic;
+use pointsman::ReplicaTopic;
 use pointsman_gateway::replicas::Replicas;
 use pointsman_gateway::settings::{ReplicasSettings, Secret};
 use tokio::io::{AsyncBufReadExt as _, BufReader};

@@ -2,8 +2,7 @@
 
 use std::net::SocketAddr;
 
-use pointsman::discovery::NamedWorker;
-use pointsman::{Prompt, RouteRequest};
+use pointsman::{NamedWorker, Prompt, RouteRequest};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ConfigFile, LoadErrors, Loaded, Sources};
 

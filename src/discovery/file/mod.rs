@@ -89,7 +89,7 @@ impl FileFormat {
     /// Parses a file.
     ///
     /// ```
-    /// use pointsman::discovery::FileFormat;
+    /// use pointsman::FileFormat;
     ///
     /// let file = r#"
     ///     [[workers]]
@@ -99,7 +99,7 @@ impl FileFormat {
     /// "#;
     /// let workers = FileFormat::Toml.parse(file.as_bytes())?;
     /// assert_eq!(workers[0].config.data_parallel_size, 2);
-    /// # Ok::<(), pointsman::discovery::FileError>(())
+    /// # Ok::<(), pointsman::FileError>(())
     /// ```
     ///
     /// # Errors

@@ -29,7 +29,7 @@ pub const ROLE_LABEL: &str = "llm-d.ai/role";
 /// both roles.
 ///
 /// ```
-/// use pointsman::discovery::PodRole;
+/// use pointsman::PodRole;
 ///
 /// assert_eq!(PodRole::Prefill.requirement(), "llm-d.ai/role in (prefill,both)");
 /// ```
@@ -55,7 +55,7 @@ impl PodRole {
 /// The fields of a pod that determine its workers.
 ///
 /// ```
-/// use pointsman::discovery::{PodFacts, PodPorts, workers_of_pods};
+/// use pointsman::internals::discovery::{workers_of_pods, PodFacts, PodPorts};
 ///
 /// let pod = PodFacts { ip: Some("fd00::7".to_owned()), is_ready: true, ..PodFacts::named("llm", "engine-0", "u1") };
 /// let found = workers_of_pods([&pod], &PodPorts { targets: vec![8000], ..PodPorts::default() });
@@ -129,7 +129,7 @@ pub struct PodPorts {
 /// in progress may still run.
 ///
 /// ```
-/// use pointsman::discovery::{PodFacts, draining_workers};
+/// use pointsman::internals::discovery::{draining_workers, PodFacts};
 ///
 /// let pod = PodFacts { is_terminating: true, ..PodFacts::named("llm", "engine-0", "u1") };
 /// assert_eq!(draining_workers([&pod], &[8000, 8001]).len(), 2);

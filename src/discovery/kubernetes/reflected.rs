@@ -20,7 +20,7 @@ pub enum ReflectedEvent<T> {
 /// Objects by name. A list replaces the set at its end, so an incomplete list removes nothing.
 ///
 /// ```
-/// use pointsman::discovery::{ReflectedEvent, ReflectedSet};
+/// use pointsman::internals::discovery::{ReflectedEvent, ReflectedSet};
 ///
 /// let mut set = ReflectedSet::default();
 /// set.apply(ReflectedEvent::Listed("a".to_owned(), 1));

@@ -69,7 +69,7 @@ enum PageFacts<T> {
 /// Facts of one engine, by page.
 ///
 /// ```
-/// use pointsman::discovery::{EngineFacts, EnginePage, HttpUrl, PageAnswer};
+/// use pointsman::{internals::discovery::{EngineFacts, EnginePage, PageAnswer}, HttpUrl};
 ///
 /// let (url, mut facts) = (HttpUrl::parse("http://e:8000")?, EngineFacts::default());
 /// facts.record(&url, EnginePage::Models, PageAnswer::Body(br#"{ "data": [{ "id": "llama" }] }"#.to_vec()))?;

@@ -18,7 +18,7 @@ pub type BlockName = (StorageTier, EngineHash);
 ///
 /// ```
 /// use pointsman::index::BlockDigest;
-/// use pointsman::ingest::EngineContents;
+/// use pointsman::EngineContents;
 ///
 /// let digest = EngineContents::Digest(BlockDigest { sum: 7, blocks: 2 });
 /// assert_eq!(EngineContents::decode(&digest.encode()), Some(digest));

@@ -81,7 +81,7 @@ impl AuditResult {
     /// Name in metrics and reports.
     ///
     /// ```
-    /// assert_eq!(pointsman::ingest::AuditResult::Equal.name(), "equal");
+    /// assert_eq!(pointsman::internals::ingest::AuditResult::Equal.name(), "equal");
     /// ```
     #[must_use]
     pub const fn name(&self) -> &'static str {
@@ -123,7 +123,7 @@ pub enum AuditStep {
 /// ```
 /// use std::time::Duration;
 /// use pointsman::index::BlockDigest;
-/// use pointsman::ingest::{Audit, AuditResult, AuditStep, DIGEST_REQUEST, EngineContents};
+/// use pointsman::{internals::ingest::{Audit, AuditResult, AuditStep}, DIGEST_REQUEST, EngineContents};
 /// use pointsman::protocol::Timestamp;
 ///
 /// let (digest, now) = (BlockDigest { sum: 7, blocks: 1 }, Timestamp::default());

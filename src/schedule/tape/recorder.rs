@@ -20,7 +20,7 @@ use crate::schedule::{LoadView, Schedule};
 /// Recorder of one scheduler with the context `T`.
 ///
 /// ```
-/// use pointsman::schedule::Recorder;
+/// use pointsman::internals::schedule::Recorder;
 ///
 /// let recorder = Recorder::<String>::new(br#"{ "policy": "kv" }"#.as_slice().into(), String::as_str);
 /// recorder.drain(|_, _| unreachable!("there are no entries yet"));

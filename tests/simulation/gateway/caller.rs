@@ -4,13 +4,16 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::directory::{Ended, Lease, LeaseState};
-use pointsman::load::PromptBlocks;
+use pointsman::SessionId;
+use pointsman::internals::directory::{Ended, Lease, LeaseState};
+use pointsman::internals::load::PromptBlocks;
+use pointsman::internals::shell::scheduler::SchedulerMsg;
+use pointsman::internals::shell::shard::ShardMsg;
 use pointsman::protocol::Timestamp;
-use pointsman::schedule::{Decision, Request, ResolvedOptions, Waits};
-use pointsman::session::SessionId;
-use pointsman::shell::scheduler::SchedulerMsg;
-use pointsman::shell::shard::ShardMsg;
+use pointsman::{
+    Decision,
+    internals::schedule::{Request, ResolvedOptions, Waits},
+};
 
 use super::{Entry, Gateway, OverlapQuery, Surroundings};
 use crate::ledger::End;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use pointsman::directory::LeaseState;
+use pointsman::internals::directory::LeaseState;
 use pointsman::protocol::{BookingId, Generation, Slot, Timestamp, WorkerRank};
 
 use super::Gateway;

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use pointsman::health::{HealthInput, HealthRules, Member, Monitor};
+use pointsman::internals::health::{HealthInput, HealthRules, Member, Monitor};
+use pointsman::internals::select::RankConditions;
+use pointsman::internals::shell::scheduler::SchedulerMsg;
 use pointsman::protocol::WorkerRank;
-use pointsman::select::RankConditions;
-use pointsman::shell::scheduler::SchedulerMsg;
 
 use super::{Gateway, Surroundings};
 use crate::letter::Letter;

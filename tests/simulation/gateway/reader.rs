@@ -5,12 +5,18 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use pointsman::RouterConfig;
-use pointsman::ingest::{Backoff, IngestInput, SourceConfig, StreamState};
+use pointsman::internals::shell::reader::{ReaderEffect, ReaderShell};
+use pointsman::internals::shell::shard::ShardMsg;
+use pointsman::internals::wire::{DecoderLimits, WireConfig};
 use pointsman::protocol::{KvEvent, RouterEvent, Slot, StorageTier, WorkerRank};
-use pointsman::shell::reader::{ReaderEffect, ReaderShell};
-use pointsman::shell::shard::ShardMsg;
-use pointsman::snapshot::{RankSnapshot, Snapshot, SnapshotLayout};
-use pointsman::wire::{DecoderLimits, WireConfig};
+use pointsman::{
+    Backoff, StreamState,
+    internals::ingest::{IngestInput, SourceConfig},
+};
+use pointsman::{
+    Snapshot,
+    internals::snapshot::{RankSnapshot, SnapshotLayout},
+};
 
 use super::{Entry, Gateway, Surroundings};
 use crate::letter::{Letter, Payload, Tag, ToShard};

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use pointsman::config::SupervisionConfig;
-use pointsman::membership::Child;
+use pointsman::internals::membership::Child;
+use pointsman::internals::shell::scheduler::SchedulerMsg;
+use pointsman::internals::shell::supervisor::SupervisedRank;
 use pointsman::protocol::{Slot, WorkerRank};
-use pointsman::shell::scheduler::SchedulerMsg;
-use pointsman::shell::supervisor::SupervisedRank;
 
 use super::{EntrySource, Gateway, Surroundings};
 use crate::letter::Letter;

@@ -4,16 +4,19 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 
-use pointsman::directory::{Lease, LeaseState};
-use pointsman::health::Exclusions;
-use pointsman::protocol::{Generation, Slot, TimeSource, Timestamp, WorkerRank};
-use pointsman::schedule::{Admission, Decision, Effect, Extensions, LiveLoads, LoadAnswer, Request, Schedule};
-use pointsman::select::RankConditions;
-use pointsman::shell::scheduler::{
+use pointsman::internals::directory::{Lease, LeaseState};
+use pointsman::internals::health::Exclusions;
+use pointsman::internals::select::RankConditions;
+use pointsman::internals::shell::scheduler::{
     OpenLoadQuery, RequestLease, SchedulerCells, SchedulerMsg, SchedulerShell, SequenceHandle,
 };
-use pointsman::shell::sequence::{Book, SequenceMsg};
-use pointsman::shell::shard::ShardMsg;
+use pointsman::internals::shell::sequence::{Book, SequenceMsg};
+use pointsman::internals::shell::shard::ShardMsg;
+use pointsman::protocol::{Generation, Slot, TimeSource, Timestamp, WorkerRank};
+use pointsman::{
+    Decision,
+    internals::schedule::{Admission, Effect, Extensions, LiveLoads, LoadAnswer, Request, Schedule},
+};
 
 use super::{Entry, Gateway, LoadQuery, OverlapQuery, Surroundings};
 use crate::letter::{Ack, Answer, Context, Letter, LoadJoin, OverlapGoal, OverlapJoin};

@@ -3,10 +3,12 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
+use pointsman::internals::schedule::LoadAnswer;
+use pointsman::internals::shell::scheduler::SchedulerMsg;
+use pointsman::internals::shell::sequence::{
+    LoadQueryToken, SequenceCells, SequenceEffect, SequenceMsg, SequenceShell,
+};
 use pointsman::protocol::{Generation, Slot, Timestamp};
-use pointsman::schedule::LoadAnswer;
-use pointsman::shell::scheduler::SchedulerMsg;
-use pointsman::shell::sequence::{LoadQueryToken, SequenceCells, SequenceEffect, SequenceMsg, SequenceShell};
 
 use super::{Entry, Gateway, Surroundings};
 use crate::letter::{Ack, Answer, Context, Letter, LoadJoin};
@@ -16,7 +18,7 @@ use crate::net::Actor;
 pub(crate) struct LoadQuery(pub(crate) Rc<LoadJoin>);
 
 impl LoadQueryToken for LoadQuery {
-    fn prompts(&self) -> &[pointsman::load::PromptBlocks] {
+    fn prompts(&self) -> &[pointsman::internals::load::PromptBlocks] {
         &self.0.prompts
     }
 

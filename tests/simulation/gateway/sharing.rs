@@ -3,10 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use pointsman::internals::shell::scheduler::SchedulerMsg;
+use pointsman::internals::shell::sharing::{SharedEntry, SharingCells, SharingShell};
 use pointsman::protocol::WorkerRank;
-use pointsman::replica::{LoadSummary, ReplicaId, ReplicaLayout, ReplicaLife};
-use pointsman::shell::scheduler::SchedulerMsg;
-use pointsman::shell::sharing::{SharedEntry, SharingCells, SharingShell};
+use pointsman::{
+    ReplicaId, ReplicaLife,
+    internals::replica::{LoadSummary, ReplicaLayout},
+};
 
 use super::{Gateway, Surroundings};
 use crate::letter::Letter;

@@ -5,13 +5,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::discovery::DiscoveryError;
-use pointsman::membership::{MembershipEffect, MembershipInput, SourceUpdate};
+use pointsman::DiscoveryError;
+use pointsman::internals::membership::{MembershipEffect, MembershipInput, SourceUpdate};
+use pointsman::internals::schedule::{Admission, RankCells};
+use pointsman::internals::shell::scheduler::SchedulerMsg;
+use pointsman::internals::shell::shard::ShardMsg;
+use pointsman::internals::shell::supervisor::SupervisorInput;
 use pointsman::protocol::{Generation, Slot};
-use pointsman::schedule::{Admission, RankCells};
-use pointsman::shell::scheduler::SchedulerMsg;
-use pointsman::shell::shard::ShardMsg;
-use pointsman::shell::supervisor::SupervisorInput;
 
 use super::scheduler::sequence_handle;
 use super::shard::registered;

@@ -10,7 +10,10 @@ use std::time::Duration;
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::index::Index;
 use pointsman::protocol::{Generation, RouterEvent, Slot, WorkerId, WorkerRank};
-use pointsman::wire::{Decoder, DecoderLimits, Findings, WireConfig};
+use pointsman::{
+    Decoder,
+    internals::wire::{DecoderLimits, Findings, WireConfig},
+};
 
 use super::Events;
 use super::recording::Recording;

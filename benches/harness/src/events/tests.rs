@@ -3,7 +3,10 @@ use std::num::NonZeroU32;
 use clap::Parser;
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StoredBlock, WorkerId, WorkerRank};
-use pointsman::wire::{Decoder, DecoderLimits, WireConfig};
+use pointsman::{
+    Decoder,
+    internals::wire::{DecoderLimits, WireConfig},
+};
 use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec};
 use serde_json::Value;
 

@@ -7,8 +7,11 @@ use std::time::Duration;
 
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
-use pointsman::replica::{ReplicaId, ReplicaLife};
-use pointsman::{MemoryFaults, MemoryNetwork, Placement, Prompt, ReplicaBus, RouteRequest, Router, RouterConfig};
+use pointsman::{
+    Placement, Prompt, ReplicaBus, RouteRequest, Router, RouterConfig,
+    internals::{MemoryFaults, MemoryNetwork},
+};
+use pointsman::{ReplicaId, ReplicaLife};
 
 use super::{Call, Routed, Target};
 use crate::Failed;

@@ -6,11 +6,8 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use pointsman::discovery::NamedWorker;
-use pointsman::engine_load::series;
-use pointsman::ingest::StreamState;
 use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
-use pointsman::{Router, RouterConfig};
+use pointsman::{NamedWorker, Router, RouterConfig, StreamState, series};
 use tokio::time::{Instant, sleep};
 
 use super::drive::{http, uri};

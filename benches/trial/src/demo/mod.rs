@@ -21,9 +21,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
-use pointsman::discovery::NamedWorker;
 use pointsman::policy::Policy;
-use pointsman::{Router, RouterConfig};
+use pointsman::{NamedWorker, Router, RouterConfig};
 
 pub use figures::{Figures, Times};
 pub use progress::Progress;

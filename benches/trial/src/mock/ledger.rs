@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use pointsman::index::BlockDigest;
-use pointsman::ingest::{BlockName, DIGEST_REQUEST, EngineContents, NAMES_REQUEST};
 use pointsman::protocol::{EngineHash, StorageTier};
+use pointsman::{BlockName, DIGEST_REQUEST, EngineContents, NAMES_REQUEST};
 
 use crate::engine::{CacheEvent, Tier};
 

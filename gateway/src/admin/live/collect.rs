@@ -7,11 +7,12 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use pointsman::engine_load::EngineLoadFact;
-use pointsman::health::RankHealth;
+use pointsman::PeerStatus;
 use pointsman::protocol::WorkerRank;
-use pointsman::replica::PeerStatus;
-use pointsman::{DiscoveryStatus, Health, KvSourceStatus, PendingClass, RankReport, Router, ShadowTotals, WorkerEntry};
+use pointsman::{
+    DiscoveryStatus, EngineLoadFact, Health, KvSourceStatus, PendingClass, RankHealth, RankReport, Router,
+    ShadowTotals, WorkerEntry,
+};
 use tokio::time::{Instant, timeout};
 
 use super::window::{self, HitWindow};

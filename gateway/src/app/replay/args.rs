@@ -4,8 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use clap::Args;
-use pointsman::RouterConfig;
-use pointsman::record::RecordFileError;
+use pointsman::{RecordFileError, RouterConfig};
 use serde_json::Value;
 
 /// Arguments of `replay-decisions`.

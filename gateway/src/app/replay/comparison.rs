@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use pointsman::protocol::WorkerRank;
-use pointsman::schedule::{AppraisedRank, ReplayedDecision, ShadowReport};
+use pointsman::{AppraisedRank, ReplayedDecision, ShadowReport};
 
 use super::WorkerNames;
 

@@ -11,10 +11,8 @@ use std::fmt;
 use std::fs;
 use std::path::Path;
 
-use pointsman::RouterConfig;
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::record::RecordFile;
-use pointsman::schedule::{RecordedChoice, Replay, ReplayMode, ReplaySettings, ReplayedDecision};
+use pointsman::{RecordFile, RecordedChoice, Replay, ReplayMode, ReplaySettings, ReplayedDecision, RouterConfig};
 
 pub use args::{ReplayArgs, ReplayProblem};
 use comparison::Comparison;

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use axum::body::Bytes;
-use pointsman::answer::{AnswerKind, AnswerReader};
+use pointsman::{AnswerKind, AnswerReader};
 use serde::Deserialize;
 
 use super::object::{ObjectError, ObjectText, elements};

@@ -5,10 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::time::Duration;
 
-use pointsman::engine_load::EngineLoadFact;
-use pointsman::health::{HealthState, RankHealth};
-use pointsman::ingest::StreamState;
-use pointsman::{KvSourceStatus, WorkerEntry};
+use pointsman::{EngineLoadFact, HealthState, KvSourceStatus, RankHealth, StreamState, WorkerEntry};
 use serde::{Deserialize, Serialize};
 
 use super::{ClassState, ReplicaState};

@@ -8,7 +8,7 @@ use std::fmt;
 use std::ops::Range;
 
 use axum::body::Bytes;
-use pointsman::session::SessionId;
+use pointsman::SessionId;
 use serde::Deserialize;
 
 use super::client_prompt::{ClientPrompt, MediaName};

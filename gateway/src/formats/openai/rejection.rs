@@ -4,9 +4,7 @@ use std::time::Duration;
 
 use axum::http::StatusCode;
 use pointsman::error::{Down, RouteError};
-use pointsman::queue::LimitKind;
-use pointsman::schedule::{MissedTarget, Rejection, TargetsMissed};
-use pointsman::select::Filter;
+use pointsman::{Filter, LimitKind, MissedTarget, Rejection, TargetsMissed};
 
 use super::error::{ApiError, ErrorType};
 use super::headers::{CLASS, ON_TARGET_MISS, PRIORITY_JUMP, SESSION_ID};

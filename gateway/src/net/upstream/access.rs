@@ -14,9 +14,10 @@ use http_body_util::Full;
 use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, USER_AGENT};
 use hyper::http::request::Builder;
 use hyper::{Request, StatusCode, Uri};
-use pointsman::discovery::{HttpUrlError, without_password};
 use pointsman::protocol::WorkerId;
-use pointsman::{EngineClient, EngineGet, EngineHttpError, EngineResponse, WorkerEntry};
+use pointsman::{
+    EngineClient, EngineGet, EngineHttpError, EngineResponse, HttpUrlError, WorkerEntry, without_password,
+};
 use tokio::sync::watch;
 use tokio::time::timeout;
 

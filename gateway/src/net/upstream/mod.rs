@@ -18,7 +18,7 @@ use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::client::legacy::{self, Client};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use pointsman::health::Outcome;
+use pointsman::Outcome;
 use rustls::ClientConfig;
 use tokio::net::TcpStream;
 use tower::ServiceExt as _;

@@ -9,10 +9,8 @@ use std::time::Duration;
 
 use pointsman::config::EventMode;
 use pointsman::error::RouteError;
-use pointsman::health::HealthState;
 use pointsman::protocol::{BlockSizeOrigin, WorkerId, WorkerRank};
-use pointsman::schedule::Rejection;
-use pointsman::{DiscoveryStatus, KvSourceStatus, Router, WorkerEntry};
+use pointsman::{DiscoveryStatus, HealthState, KvSourceStatus, Rejection, Router, WorkerEntry};
 use tokio::time::timeout;
 
 use crate::formats::openai::ApiError;
@@ -168,7 +166,7 @@ fn without_addresses(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use pointsman::ingest::StreamState;
+    use pointsman::StreamState;
     use pointsman::protocol::WorkerConfig;
 
     use super::*;

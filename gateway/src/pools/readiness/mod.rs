@@ -18,9 +18,8 @@ use axum::extract::{Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::get;
-use pointsman::KvSourceStatus;
 use pointsman::error::Down;
-use pointsman::ingest::StreamState;
+use pointsman::{KvSourceStatus, StreamState};
 use serde::{Deserialize, Serialize};
 
 use super::latest::Latest;

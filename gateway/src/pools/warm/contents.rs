@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
-use pointsman::snapshot::Snapshot;
+use pointsman::Snapshot;
 
 use super::SnapshotOrigin;
 use crate::pools::model::Model;

@@ -7,8 +7,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
-use pointsman::RouterConfig;
-use pointsman::snapshot::{Snapshot, SnapshotError};
+use pointsman::{RouterConfig, Snapshot, SnapshotError};
 
 /// Reason to ignore a snapshot file.
 #[derive(Debug, thiserror::Error)]
@@ -75,7 +74,7 @@ pub(super) fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use pointsman::snapshot::SnapshotLayout;
+    use pointsman::internals::snapshot::SnapshotLayout;
 
     use super::*;
 

@@ -16,9 +16,7 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use metrics::counter;
-use pointsman::KvSourceStatus;
-use pointsman::ingest::RestoreState;
-use pointsman::snapshot::Snapshot;
+use pointsman::{KvSourceStatus, RestoreState, Snapshot};
 
 use crate::observe::metric::Metric;
 use crate::settings::ModelSettings;
@@ -150,7 +148,7 @@ mod tests {
             endpoint: String::new(),
             connected: true,
             caught_up: false,
-            state: pointsman::ingest::StreamState::Recovering,
+            state: pointsman::StreamState::Recovering,
             reason: None,
             last_error: None,
             applied: None,

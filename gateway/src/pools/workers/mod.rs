@@ -14,9 +14,8 @@ use std::time::Duration;
 
 use ahash::AHashMap;
 use axum::http::StatusCode;
-use pointsman::health::Outcome;
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::{Placement, Router, WorkerEntry};
+use pointsman::{Outcome, Placement, Router, WorkerEntry};
 use tokio::time::Instant;
 
 use crate::observe::page::SECONDS;

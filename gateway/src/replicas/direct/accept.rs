@@ -4,8 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::ReplicaMessage;
-use pointsman::replica::ReplicaLife;
+use pointsman::{ReplicaLife, ReplicaMessage};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;

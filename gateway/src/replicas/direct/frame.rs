@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use bytes::{Buf as _, BufMut as _, Bytes};
-use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
+use pointsman::{ReplicaId, ReplicaLife, ReplicaTopic};
 
 use crate::replicas::bus::SnapshotRefusal;
 

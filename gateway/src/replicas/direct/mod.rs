@@ -20,8 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
-use pointsman::ReplicaMember;
-use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
+use pointsman::{ReplicaId, ReplicaLife, ReplicaMember, ReplicaTopic};
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;

@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
-use pointsman::{ReplicaBus as _, ReplicaMessage};
+use pointsman::{ReplicaBus as _, ReplicaId, ReplicaLife, ReplicaMessage, ReplicaTopic};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::broadcast;

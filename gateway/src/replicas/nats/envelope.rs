@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
-use pointsman::replica::{ReplicaId, ReplicaLife};
+use pointsman::{ReplicaId, ReplicaLife};
 use ring::hmac;
 
 use crate::replicas::meters::RefusalReason;

@@ -10,9 +10,7 @@ use async_nats::Client;
 use async_nats::jetstream::kv::{self, Entry, Operation, Store};
 use async_nats::jetstream::{self, stream::StorageType};
 use futures_util::StreamExt as _;
-use pointsman::ReplicaMember;
-use pointsman::ingest::Backoff;
-use pointsman::replica::{ReplicaId, ReplicaLife};
+use pointsman::{Backoff, ReplicaId, ReplicaLife, ReplicaMember};
 use tokio::time::{Instant, interval, sleep, timeout};
 
 use super::{NatsState, left, lock, now_ms};

@@ -19,9 +19,7 @@ use async_nats::connection::State;
 use async_nats::{Client, ConnectOptions, Subscriber};
 use bytes::{BufMut as _, Bytes, BytesMut};
 use futures_util::StreamExt as _;
-use pointsman::ingest::Backoff;
-use pointsman::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
-use pointsman::{BusFuture, ReplicaMessage, SnapshotStore, StoreError};
+use pointsman::{Backoff, BusFuture, ReplicaId, ReplicaLife, ReplicaMessage, ReplicaTopic, SnapshotStore, StoreError};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 

@@ -14,7 +14,7 @@ use async_nats::jetstream::{self};
 use async_nats::{Client, Message, Request, Subscriber};
 use bytes::Bytes;
 use futures_util::StreamExt as _;
-use pointsman::replica::ReplicaId;
+use pointsman::ReplicaId;
 use ring::digest::{SHA256, SHA256_OUTPUT_LEN, digest};
 use tokio::io::AsyncReadExt as _;
 use tokio::task::JoinSet;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use pointsman::replica::{ReplicaId, ReplicaTopic};
+use pointsman::{ReplicaId, ReplicaTopic};
 
 /// Subjects of all messages.
 pub(super) const MESSAGES: &str = "pointsman.v1.*.*";

@@ -5,7 +5,10 @@ use std::sync::Arc;
 use axum::body::Bytes;
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
 use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, WorkerId, WorkerRank};
-use pointsman::wire::{Decoder, DecoderLimits, WireConfig};
+use pointsman::{
+    Decoder,
+    internals::wire::{DecoderLimits, WireConfig},
+};
 use proptest::prelude::*;
 use proptest::sample::select;
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use pointsman::health::Outcome;
+use pointsman::Outcome;
 use pointsman_gateway::app::Gateway;
 use tokio::net::TcpSocket;
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use pointsman::health::{HealthState, Outcome};
+use pointsman::{HealthState, Outcome};
 
 use pointsman_gateway::settings::{Settings, TokenSourceChoice};
 

@@ -1,6 +1,6 @@
 //! Workers that fail: before a response, at every point of it, with every status, or all at the same time.
 
-use pointsman::health::Outcome;
+use pointsman::Outcome;
 use tokio::net::TcpSocket;
 use tokio::task::{JoinSet, LocalSet};
 use tokio::time::Instant;

@@ -2,8 +2,7 @@
 
 use std::net::SocketAddr;
 
-use pointsman::discovery::NamedWorker;
-use pointsman::{Prompt, RouteRequest, Router};
+use pointsman::{NamedWorker, Prompt, RouteRequest, Router};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{PickerSettings, Settings};
 

@@ -7,9 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::header::{self, HeaderMap, HeaderName, HeaderValue};
-use pointsman::RequestOptions;
 use pointsman::config::OnTargetMiss;
-use pointsman::session::SessionId;
+use pointsman::{RequestOptions, SessionId};
 
 use super::error::ApiError;
 

@@ -8,10 +8,11 @@ use axum::response::IntoResponse as _;
 use http_body_util::BodyExt as _;
 use pointsman::error::{Down, RouteError};
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::queue::{Backpressure, LimitKind, UnknownClass};
-use pointsman::schedule::{MissedTarget, Rejection, TargetsMissed};
-use pointsman::select::{Filter, Pin, PinMode, Removed};
-use pointsman::session::SessionId;
+use pointsman::{Filter, MissedTarget, Pin, PinMode, Rejection, Removed, SessionId, TargetsMissed};
+use pointsman::{
+    LimitKind,
+    internals::queue::{Backpressure, UnknownClass},
+};
 use serde_json::{Value, json};
 
 use crate::admission::quota::Limit;
