@@ -157,7 +157,9 @@ fn is_below_tests(path: &str) -> bool {
 
 /// Each function with a body: its position, and its lines of code.
 fn functions(code: &str) -> impl Iterator<Item = (usize, usize)> + '_ {
-    occurrences(code, "fn").filter_map(|at| {
+    // A type `fn(..)` has no name.
+    let named = occurrences(code, "fn").filter(|at| code[at + 2..].starts_with(' '));
+    named.filter_map(|at| {
         let mut depth = 0;
         let opens = code[at..].bytes().position(|byte| {
             match byte {

@@ -14,7 +14,7 @@ use super::exchange::exchange_whole;
 use super::failure::Failure;
 use super::refusal::WorkerError;
 use crate::formats::handover::{PrefillResponse, Protocol};
-use crate::net::upstream::Upstream;
+use crate::net::upstream::{Upstream, UpstreamError};
 use crate::pools::disaggregation::LegValues;
 use crate::pools::workers::WorkerRequest;
 
@@ -26,6 +26,13 @@ pub(super) struct PrefillEnd {
     pub(super) placement: Placement,
     pub(super) sent: WorkerRequest,
     pub(super) result: Result<PrefillResponse, LegError>,
+}
+
+impl PrefillEnd {
+    /// A leg that could not be sent.
+    pub(super) fn unsent(placement: Placement, sent: WorkerRequest, error: UpstreamError) -> Self {
+        Self { placement, sent, result: Err(LegError::Failed(Failure::NoResponse(error))) }
+    }
 }
 
 /// Failure of a prefill leg.

@@ -102,26 +102,22 @@ impl RoutableRequest {
         };
         // Other responses are never streamed, regardless of the request.
         let kind = if parsed.stream && endpoint.generates() { AnswerKind::Events } else { AnswerKind::Json };
-        let include_usage = parsed.include_usage;
         let mode = messages.unwrap_or(model.settings.messages);
         let (body, worker_endpoint) = match original {
             Some(_) if mode == MessagesMode::Translate => (parsed.body(edits), Endpoint::Chat),
             original => (body_for_worker(endpoint, &parsed, original, edits)?, endpoint),
         };
-        let requested_model = parsed.model.as_deref().unwrap_or(upstream_name).to_owned();
-        let (model, prompt) = (Arc::clone(model), parsed.prompt);
-        let prompt_tokens = account.access.prompt_tokens;
         Ok(Self {
-            model,
+            model: Arc::clone(model),
             worker_endpoint,
-            requested_model,
+            requested_model: parsed.model.as_deref().unwrap_or(upstream_name).to_owned(),
             kind,
             body,
-            include_usage,
+            include_usage: parsed.include_usage,
             options,
-            prompt,
+            prompt: parsed.prompt,
             tokens,
-            prompt_tokens,
+            prompt_tokens: account.access.prompt_tokens,
         })
     }
 

@@ -30,7 +30,7 @@ use crate::formats::handover::{LegBodies, NotSplit, Protocol, Transfer};
 use crate::formats::openai::{ApiError, Endpoint};
 use crate::net::upstream::UpstreamError;
 use crate::pools::disaggregation::{PrefillResult, PrefillValues};
-use crate::pools::model::PrefillSide;
+use crate::pools::model::{Model, PrefillSide};
 use crate::pools::readiness::causes::placement_error;
 use crate::pools::workers::WorkerRequest;
 
@@ -86,6 +86,13 @@ struct Tries<'a> {
     reports: Reports<'a>,
 }
 
+impl<'a> Tries<'a> {
+    fn new(model: &'a Model) -> Self {
+        let reports = Reports::new(model, AnswerKind::Json);
+        Self { excluded: BTreeSet::new(), failures: Failures::default(), reports }
+    }
+}
+
 impl<'a> Split<'a> {
     pub(super) fn new(side: &'a PrefillSide, endpoint: Endpoint, body: Bytes, include_usage: bool) -> Self {
         Self { side, bodies: LegBodies::parse(endpoint, side.pool.protocol(), body), include_usage }
@@ -114,9 +121,8 @@ impl<'a> Split<'a> {
         let Ok(bodies) = &self.bodies else {
             return self.on_decode_rank(outbound, account, (decode, sent), PrefillResult::Unsplit).await;
         };
-        let (pool, model) = (&self.side.pool, &self.side.model);
-        let reports = Reports::new(model, AnswerKind::Json);
-        let mut tries = Tries { excluded: BTreeSet::new(), failures: Failures::default(), reports };
+        let PrefillSide { pool, model } = self.side;
+        let mut tries = Tries::new(model);
         // Used once: after a failure the blocks may be gone.
         let mut previous_turn = pool.previous_turn(request.options.session_id.as_ref());
         for nth in 1..=pool.settings.prefill_attempts_max {
@@ -129,26 +135,23 @@ impl<'a> Split<'a> {
                 Err(error) if nth == 1 => return Err(AttemptError::Final(error.into())),
                 Err(_) => break,
             };
-            if let Some(reason) = tries.failures.reasons.last() {
-                model.meters.retried(*reason);
-            }
+            tries.failures.reasons.last().iter().for_each(|reason| model.meters.retried(**reason));
             account.prefill_sent(&model.meters, &prefill);
             pool.leg_sent(&prefill, decode);
             let prefill_sent = model.workers.sent(&prefill);
-            let leg = self.leg(outbound, account, (&prefill, decode), bodies, &mut previous_turn).await;
-            let (leg, handover) = match leg {
-                Ok(leg) => leg,
-                Err(error) => {
-                    let result = Err(LegError::Failed(Failure::NoResponse(error)));
-                    let end = PrefillEnd { placement: prefill, sent: prefill_sent, result };
-                    if self.after_failure(outbound, &mut tries, end) {
-                        continue;
+            let (leg, handover) =
+                match self.leg(outbound, account, (&prefill, decode), bodies, &mut previous_turn).await {
+                    Ok(leg) => leg,
+                    Err(error) => {
+                        let end = PrefillEnd::unsent(prefill, prefill_sent, error);
+                        if self.after_failure(outbound, &mut tries, end) {
+                            continue;
+                        }
+                        break;
                     }
-                    break;
-                }
-            };
-            let leg = leg.run(prefill, prefill_sent);
-            let legs = Legs { bodies, handover: &handover, next_turn: self.next_turn(request) };
+                };
+            let (next_turn, leg) = (self.next_turn(request), leg.run(prefill, prefill_sent));
+            let legs = Legs { bodies, handover: &handover, next_turn };
             let ended = if pool.protocol().is_concurrent() {
                 self.at_once(outbound, account, (decode, &mut *sent), legs, leg).await
             } else {
@@ -166,14 +169,12 @@ impl<'a> Split<'a> {
                 }
                 Err(SplitError::Prefill(end)) => {
                     pool.forget(&handover.transfer);
-                    match end.result {
-                        Err(LegError::Refused(error)) => {
-                            sent.withdraw();
-                            tries.reports.settle(Ending::ClientError);
-                            return Err(AttemptError::Final(Refusal::Worker(error)));
-                        }
-                        _ if self.after_failure(outbound, &mut tries, *end) => {}
-                        _ => break,
+                    if let Err(LegError::Refused(error)) = end.result {
+                        sent.withdraw();
+                        tries.reports.settle(Ending::ClientError);
+                        return Err(AttemptError::Final(Refusal::Worker(error)));
+                    } else if !self.after_failure(outbound, &mut tries, *end) {
+                        break;
                     }
                 }
             }
