@@ -8,8 +8,33 @@ macro_rules! names {
     ($($name:ident)*) => { &[$(stringify!($name)),*] };
 }
 
+/// An enum of plain values with their names.
+macro_rules! named {
+    ($(#[$of:meta])* pub enum $type:ident { $($(#[$about:meta])* $value:ident = $name:literal,)* }) => {
+        $(#[$of])*
+        pub enum $type {
+            $($(#[$about])* $value,)*
+        }
+
+        impl $type {
+            /// All values.
+            pub const ALL: [Self; [$($name),*].len()] = [$(Self::$value),*];
+
+            /// Name in labels and in the encodings.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$value => $name,)*
+                }
+            }
+        }
+    };
+}
+pub(crate) use named;
+
 pub mod anthropic;
 pub mod handover;
+mod json;
 pub mod live;
 pub mod migration;
 pub mod openai;

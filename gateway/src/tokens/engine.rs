@@ -37,7 +37,7 @@ pub(super) enum TokenizeInput<'a> {
     Chat(&'a ChatParts),
 }
 
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct TokenizeRequest<'a> {
     model: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -122,7 +122,7 @@ impl Client {
             TokenizeInput::Text(text) => {
                 let text = text.to_owned();
                 self.run_work(text.len(), move || {
-                    TokenizeRequest { prompt: Some(&text), ..TokenizeRequest::of(&model) }.encoded()
+                    TokenizeRequest { model: &model, prompt: Some(&text), ..TokenizeRequest::default() }.encoded()
                 })
                 .await
             }
@@ -131,12 +131,13 @@ impl Client {
                 self.run_work(chat::bytes(&parts), move || {
                     chat::text_only(&parts)?;
                     let request = TokenizeRequest {
+                        model: &model,
                         messages: Some(raw(&parts.messages)?),
                         tools: parts.tools.as_ref().map(raw).transpose()?,
                         chat_template_kwargs: parts.template_kwargs.as_ref().map(raw).transpose()?,
                         add_generation_prompt: parts.add_generation_prompt,
                         continue_final_message: parts.continue_final_message,
-                        ..TokenizeRequest::of(&model)
+                        ..TokenizeRequest::default()
                     };
                     request.encoded()
                 })
@@ -155,19 +156,7 @@ impl Client {
     }
 }
 
-impl<'a> TokenizeRequest<'a> {
-    fn of(model: &'a str) -> Self {
-        Self {
-            model,
-            prompt: None,
-            messages: None,
-            tools: None,
-            chat_template_kwargs: None,
-            add_generation_prompt: None,
-            continue_final_message: None,
-        }
-    }
-
+impl TokenizeRequest<'_> {
     fn encoded(&self) -> Result<Bytes, NoTokens> {
         serde_json::to_vec(self).map(Bytes::from).map_err(|_| NoTokens::Malformed)
     }
@@ -235,9 +224,7 @@ impl Engine {
             }
         }
     }
-}
 
-impl Engine {
     /// The next worker without a recent failure, or the next worker if all have failed.
     fn worker(&self) -> Option<String> {
         let now = Instant::now();

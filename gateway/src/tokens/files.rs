@@ -61,7 +61,7 @@ pub(super) fn template_sources(
         }
     }
     if chat_template_file.is_some() && sources.default.is_none() && sources.tool_use.is_none() {
-        return Err(TokensError::Template { path: config_path, error: "the file has no chat_template".to_owned() });
+        return Err(TokensError::Template(config_path, "the file has no chat_template".to_owned()));
     }
     let map_path = beside("special_tokens_map.json");
     let map = optional(&map_path)?.map(|text| json(&map_path, &text)).transpose()?;
@@ -90,10 +90,7 @@ fn token_text(token: &serde_json::Value) -> Option<&str> {
 }
 
 fn state(stated: &serde_json::Value, path: &Path, sources: &mut TemplateSources) -> Result<(), TokensError> {
-    let unusable = |_| TokensError::Template {
-        path: path.to_owned(),
-        error: "chat_template must be a string or a list".to_owned(),
-    };
+    let unusable = |_| TokensError::Template(path.to_owned(), "chat_template must be a string or a list".to_owned());
     match Stated::deserialize(stated).map_err(unusable)? {
         Stated::One(source) => sources.default = Some(source),
         Stated::Named(all) => {
@@ -111,8 +108,7 @@ fn state(stated: &serde_json::Value, path: &Path, sources: &mut TemplateSources)
 }
 
 fn json(path: &Path, text: &str) -> Result<serde_json::Value, TokensError> {
-    serde_json::from_str(text)
-        .map_err(|error| TokensError::Template { path: path.to_owned(), error: error.to_string() })
+    serde_json::from_str(text).map_err(|error| TokensError::Template(path.to_owned(), error.to_string()))
 }
 
 pub(super) fn read(path: &Path) -> Result<String, TokensError> {
@@ -129,5 +125,5 @@ fn optional(path: &PathBuf) -> Result<Option<String>, TokensError> {
 }
 
 fn unreadable(path: &Path, error: io::Error) -> TokensError {
-    TokensError::Read { path: path.to_owned(), error }
+    TokensError::Read(path.to_owned(), error)
 }

@@ -30,7 +30,7 @@ pub(super) struct TokenMeters {
     seconds: [Histogram; 4],
 }
 
-const SOURCES: [TokenSource; 4] = [TokenSource::Request, TokenSource::Local, TokenSource::Engine, TokenSource::None];
+const SOURCES: [TokenSource; 4] = TokenSource::ALL;
 
 impl TokenMeters {
     pub(super) fn new(model: &str) -> Self {

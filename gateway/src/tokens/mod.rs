@@ -33,6 +33,7 @@ use pointsman::hashing::MmSpan;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+use crate::formats::named;
 use crate::formats::openai::{ChatParts, ClientPrompt, MediaName};
 use crate::net::upstream::WorkerAccess;
 use crate::settings::{TokenSourceChoice, TokensSettings};
@@ -49,30 +50,19 @@ pub use recent::RecentPrompts;
 pub use standalone::{NoTokensError, PromptTokenizer};
 use threads::Pool;
 
+named! {
 /// Source of the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenSource {
     /// The request itself.
-    Request,
+    Request = "request",
     /// The gateway's tokenizer.
-    Local,
+    Local = "local",
     /// A worker's `/tokenize`.
-    Engine,
+    Engine = "engine",
     /// No tokens.
-    None,
+    None = "none",
 }
-
-impl TokenSource {
-    /// Label value in metrics.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Request => "request",
-            Self::Local => "local",
-            Self::Engine => "engine",
-            Self::None => "none",
-        }
-    }
 }
 
 /// Tokens of a prompt; empty without tokens.
@@ -131,29 +121,14 @@ pub enum TokensError {
     #[error("tokens.source is local, must come with tokens.tokenizer_file")]
     NoTokenizer,
     /// Unreadable file.
-    #[error("{} cannot be read: {error}", path.display())]
-    Read {
-        /// Path of the file.
-        path: PathBuf,
-        /// System error.
-        error: std::io::Error,
-    },
+    #[error("{} cannot be read: {}", .0.display(), .1)]
+    Read(PathBuf, std::io::Error),
     /// Invalid `tokenizer.json`.
-    #[error("{} is no tokenizer: {error}", path.display())]
-    Tokenizer {
-        /// Path of the file.
-        path: PathBuf,
-        /// Parser error.
-        error: String,
-    },
+    #[error("{} is no tokenizer: {}", .0.display(), .1)]
+    Tokenizer(PathBuf, String),
     /// Invalid chat template.
-    #[error("{} cannot be used: {error}", path.display())]
-    Template {
-        /// Path of the file.
-        path: PathBuf,
-        /// Parser error.
-        error: String,
-    },
+    #[error("{} cannot be used: {}", .0.display(), .1)]
+    Template(PathBuf, String),
     /// Unknown placeholder.
     #[error("tokens.media_placeholder is {0}, must be an added token of the tokenizer")]
     Placeholder(String),
@@ -432,10 +407,7 @@ async fn load(
     let (bytes_max, meters) = (settings.cache_bytes_max, Arc::clone(meters));
     let reading =
         tokio::task::spawn_blocking(move || Local::load(&file, template.as_deref(), bytes_max, wall_clock_s, meters));
-    let failed = |error: tokio::task::JoinError| {
-        let path = tokenizer_file.to_owned();
-        TokensError::Tokenizer { path, error: error.to_string() }
-    };
+    let failed = |error: tokio::task::JoinError| TokensError::Tokenizer(tokenizer_file.to_owned(), error.to_string());
     let mut local = reading.await.map_err(failed)??;
     if let Some(placeholder) = &settings.media_placeholder
         && !local.set_placeholder(placeholder)

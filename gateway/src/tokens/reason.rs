@@ -49,14 +49,7 @@ impl NoTokens {
                 Some("set tokens.tokenizer_file (--tokenizer), or raise tokens.engine_timeout_ms")
             }
             Self::Unsupported => Some("set tokens.tokenizer_file (--tokenizer)"),
-            Self::Opaque(_)
-            | Self::OwnTemplate
-            | Self::Malformed
-            | Self::TokenizerError
-            | Self::Panicked
-            | Self::TooLong
-            | Self::NoWorker
-            | Self::Off => None,
+            _ => None,
         }
     }
 

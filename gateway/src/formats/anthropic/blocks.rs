@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::json::{each, inner};
+use crate::formats::json::{each, inner};
 use crate::formats::openai::ApiError;
 
 /// Start of a system block that Claude Code adds with a hash per request. It would make every prompt unique.

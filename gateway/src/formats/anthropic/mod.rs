@@ -16,7 +16,6 @@
 
 mod blocks;
 mod error;
-mod json;
 mod request;
 mod response;
 mod stream;

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::blocks::{Block, Parts, Raw, invalid, missing, shape, string, texts, unsupported, wrong};
-use super::json::{each, inner, quoted};
+use crate::formats::json::{each, inner, quoted};
 use crate::formats::openai::{ApiError, checked_text};
 
 /// Use of the converted body.

@@ -8,66 +8,68 @@ use serde_json::value::RawValue;
 /// Signature of thinking blocks. Clients require one; it is neither made nor verified by a model.
 pub(super) const SIGNATURE: &str = "unsigned";
 
+/// A complete chat response, or a chunk of a streamed one.
 #[derive(Deserialize)]
-struct Completion<'a> {
+pub(super) struct Chat<'a> {
     #[serde(borrow)]
-    id: Option<Cow<'a, str>>,
-    choices: Vec<Choice<'a>>,
-    usage: Option<ChatUsage>,
+    pub(super) id: Option<Cow<'a, str>>,
+    pub(super) choices: Option<Vec<Choice<'a>>>,
+    pub(super) usage: Option<ChatUsage>,
+    pub(super) error: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
-struct Choice<'a> {
+pub(super) struct Choice<'a> {
+    pub(super) index: Option<usize>,
     #[serde(borrow)]
-    message: ChatMessage<'a>,
-    finish_reason: Option<Cow<'a, str>>,
-    stop_reason: Option<&'a RawValue>,
-    matched_stop: Option<&'a RawValue>,
+    message: Option<Output<'a>>,
+    pub(super) delta: Option<Output<'a>>,
+    pub(super) finish_reason: Option<Cow<'a, str>>,
+    pub(super) stop_reason: Option<&'a RawValue>,
+    pub(super) matched_stop: Option<&'a RawValue>,
+}
+
+/// A message, or a part of it.
+#[derive(Deserialize)]
+pub(super) struct Output<'a> {
+    #[serde(borrow)]
+    pub(super) content: Option<Cow<'a, str>>,
+    pub(super) reasoning: Option<Cow<'a, str>>,
+    pub(super) reasoning_content: Option<Cow<'a, str>>,
+    pub(super) refusal: Option<Cow<'a, str>>,
+    pub(super) tool_calls: Option<Vec<ToolCall<'a>>>,
 }
 
 #[derive(Deserialize)]
-struct ChatMessage<'a> {
+pub(super) struct ToolCall<'a> {
+    pub(super) index: Option<usize>,
     #[serde(borrow)]
-    content: Option<Cow<'a, str>>,
-    reasoning: Option<Cow<'a, str>>,
-    reasoning_content: Option<Cow<'a, str>>,
-    refusal: Option<Cow<'a, str>>,
-    tool_calls: Option<Vec<ToolCall<'a>>>,
+    pub(super) id: Option<Cow<'a, str>>,
+    pub(super) function: Option<Function<'a>>,
 }
 
-#[derive(Deserialize)]
-struct ToolCall<'a> {
+#[derive(Default, Deserialize)]
+pub(super) struct Function<'a> {
     #[serde(borrow)]
-    id: Option<Cow<'a, str>>,
-    function: Function<'a>,
-}
-
-#[derive(Deserialize)]
-struct Function<'a> {
-    #[serde(borrow)]
-    name: Cow<'a, str>,
-    arguments: Option<Cow<'a, str>>,
+    pub(super) name: Option<Cow<'a, str>>,
+    pub(super) arguments: Option<Cow<'a, str>>,
 }
 
 /// Token counts of a chat response.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 pub(super) struct ChatUsage {
-    #[serde(default)]
     prompt_tokens: Option<u64>,
-    #[serde(default)]
     completion_tokens: Option<u64>,
-    #[serde(default)]
     prompt_tokens_details: Option<PromptDetails>,
 }
 
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 struct PromptDetails {
-    #[serde(default)]
     cached_tokens: Option<u64>,
 }
 
 /// Token counts of a message. Input tokens exclude those read from the cache.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(super) struct MessageUsage {
     input_tokens: u64,
     cache_creation_input_tokens: u64,
@@ -78,8 +80,7 @@ pub(super) struct MessageUsage {
 impl MessageUsage {
     /// Counts before any output, all input uncached.
     pub(super) fn of_prompt(prompt_tokens: u32) -> Self {
-        let input_tokens = u64::from(prompt_tokens);
-        Self { input_tokens, cache_creation_input_tokens: 0, cache_read_input_tokens: 0, output_tokens: 0 }
+        Self { input_tokens: prompt_tokens.into(), ..Self::default() }
     }
 }
 
@@ -89,9 +90,9 @@ impl From<ChatUsage> for MessageUsage {
         let cached = usage.prompt_tokens_details.and_then(|details| details.cached_tokens).unwrap_or(0).min(prompt);
         Self {
             input_tokens: prompt - cached,
-            cache_creation_input_tokens: 0,
             cache_read_input_tokens: cached,
             output_tokens: usage.completion_tokens.unwrap_or(0),
+            ..Self::default()
         }
     }
 }
@@ -128,10 +129,10 @@ enum ContentBlock<'a> {
 /// ```
 #[must_use]
 pub fn message(chat: &[u8], model: &str) -> Option<Vec<u8>> {
-    let completion: Completion<'_> = serde_json::from_slice(chat).ok()?;
-    let choice = completion.choices.first()?;
-    let id = message_id(completion.id.as_deref());
-    let given = &choice.message;
+    let chat: Chat<'_> = serde_json::from_slice(chat).ok()?;
+    let choice = chat.choices.as_deref()?.first()?;
+    let id = message_id(chat.id.as_deref());
+    let given = choice.message.as_ref()?;
     let mut content = Vec::new();
     let text = |text: &'_ Option<Cow<'_, str>>| text.as_ref().is_some_and(|text| !text.is_empty());
     let reasoning = [&given.reasoning_content, &given.reasoning].into_iter().find(|reasoning| text(reasoning));
@@ -148,8 +149,9 @@ pub fn message(chat: &[u8], model: &str) -> Option<Vec<u8>> {
             Some(id) => Cow::Borrowed(id),
             None => Cow::Owned(tool_id(&id, position)),
         };
-        let input = input_of(call.function.arguments.as_deref().unwrap_or_default());
-        content.push(ContentBlock::ToolUse { id, name: &call.function.name, input });
+        let Function { name, arguments } = call.function.as_ref()?;
+        let input = input_of(arguments.as_deref().unwrap_or_default());
+        content.push(ContentBlock::ToolUse { id, name: name.as_deref()?, input });
     }
     let stop = Stop {
         finish_reason: choice.finish_reason.as_deref(),
@@ -158,7 +160,7 @@ pub fn message(chat: &[u8], model: &str) -> Option<Vec<u8>> {
         is_refused: refusal.is_some(),
     };
     let (stop_reason, stop_sequence) = stop.reason();
-    let usage = completion.usage.unwrap_or_default().into();
+    let usage = chat.usage.unwrap_or_default().into();
     let (r#type, role) = ("message", "assistant");
     serde_json::to_vec(&Message { id, r#type, role, model, content, stop_reason, stop_sequence, usage }).ok()
 }

@@ -11,8 +11,10 @@ use serde_json::json;
 use serde_json::value::RawValue;
 
 use super::error::error_body;
-use super::json::quoted;
-use super::response::{ChatUsage, MessageUsage, SIGNATURE, Stop, matched, message_id, tool_id};
+use super::response::{
+    Chat, ChatUsage, Choice, Function, MessageUsage, SIGNATURE, Stop, ToolCall, matched, message_id, tool_id,
+};
+use crate::formats::json::quoted;
 
 /// Maximum length of a line. A chunk has a few tokens, or one tool call in the engines that do not stream calls.
 const LINE_BYTES_MAX: usize = 4 << 20;
@@ -32,7 +34,7 @@ const LINE_BYTES_MAX: usize = 4 << 20;
 /// assert_eq!(names.join(" "), expected);
 /// # Ok::<(), std::string::FromUtf8Error>(())
 /// ```
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct StreamTranslator {
     model: String,
     prompt_tokens: u32,
@@ -78,72 +80,12 @@ struct UnnamedCall {
     arguments: String,
 }
 
-#[derive(Deserialize)]
-struct Chunk<'a> {
-    id: Option<Cow<'a, str>>,
-    #[serde(borrow, default)]
-    choices: Option<Vec<Choice<'a>>>,
-    usage: Option<ChatUsage>,
-    error: Option<&'a RawValue>,
-}
-
-#[derive(Deserialize)]
-struct Choice<'a> {
-    #[serde(default)]
-    index: usize,
-    #[serde(borrow, default)]
-    delta: Option<Delta<'a>>,
-    finish_reason: Option<Cow<'a, str>>,
-    stop_reason: Option<&'a RawValue>,
-    matched_stop: Option<&'a RawValue>,
-}
-
-#[derive(Deserialize)]
-struct Delta<'a> {
-    #[serde(borrow)]
-    content: Option<Cow<'a, str>>,
-    reasoning: Option<Cow<'a, str>>,
-    reasoning_content: Option<Cow<'a, str>>,
-    refusal: Option<Cow<'a, str>>,
-    tool_calls: Option<Vec<CallDelta<'a>>>,
-}
-
-#[derive(Deserialize)]
-struct CallDelta<'a> {
-    #[serde(default)]
-    index: usize,
-    #[serde(borrow)]
-    id: Option<Cow<'a, str>>,
-    function: Option<FunctionDelta<'a>>,
-}
-
-#[derive(Deserialize)]
-struct FunctionDelta<'a> {
-    #[serde(borrow)]
-    name: Option<Cow<'a, str>>,
-    arguments: Option<Cow<'a, str>>,
-}
-
 impl StreamTranslator {
     /// A translator at the start of a response. `model` is the name that the client requested; `prompt_tokens` is the
     /// prompt length for `message_start`, 0 if unknown. The last usage has the counts of the engine.
     #[must_use]
     pub fn new(model: &str, prompt_tokens: u32) -> Self {
-        Self {
-            model: model.to_owned(),
-            prompt_tokens,
-            line: Vec::new(),
-            id: None,
-            next_index: 0,
-            open: None,
-            tools: Tools::default(),
-            finish_reason: None,
-            stop_sequence: None,
-            is_refused: false,
-            usage: None,
-            is_over: false,
-            out: Vec::new(),
-        }
+        Self { model: model.to_owned(), prompt_tokens, ..Self::default() }
     }
 
     /// Events for the next bytes of the response.
@@ -204,7 +146,7 @@ impl StreamTranslator {
             return;
         }
         // Clients of the chat endpoint skip invalid events, too.
-        let Ok(chunk) = serde_json::from_slice::<Chunk<'_>>(data) else { return };
+        let Ok(chunk) = serde_json::from_slice::<Chat<'_>>(data) else { return };
         if let Some(error) = chunk.error {
             let (status, message) = error_of(error);
             return self.error(status, &message);
@@ -212,7 +154,7 @@ impl StreamTranslator {
         let Some(choices) = chunk.choices else { return };
         self.start(chunk.id.as_deref());
         self.usage = chunk.usage.or(self.usage);
-        for choice in choices.into_iter().filter(|choice| choice.index == 0) {
+        for choice in choices.into_iter().filter(|choice| choice.index.unwrap_or(0) == 0) {
             self.choice(choice);
         }
     }
@@ -232,7 +174,6 @@ impl StreamTranslator {
 
     fn choice(&mut self, choice: Choice<'_>) {
         if let Some(delta) = choice.delta {
-            let some = |text: Option<Cow<'_, str>>| text.filter(|text| !text.is_empty()).map(Cow::into_owned);
             if let Some(thinking) = some(delta.reasoning_content).or_else(|| some(delta.reasoning)) {
                 self.thinking(&thinking);
             }
@@ -265,13 +206,12 @@ impl StreamTranslator {
         self.delta("text_delta", "text", &text);
     }
 
-    fn call(&mut self, CallDelta { index, id, function }: CallDelta<'_>) {
+    fn call(&mut self, ToolCall { index, id, function }: ToolCall<'_>) {
         if self.is_over {
             return;
         }
-        let some = |text: Option<Cow<'_, str>>| text.filter(|text| !text.is_empty()).map(Cow::into_owned);
-        let (name, arguments) = function.map_or((None, None), |function| (function.name, function.arguments));
-        let (id, name, arguments) = (some(id), some(name), arguments.unwrap_or_default());
+        let Function { name, arguments } = function.unwrap_or_default();
+        let (index, id, name, arguments) = (index.unwrap_or(0), some(id), some(name), arguments.unwrap_or_default());
         if self.open == Some(OpenBlock::ToolUse(index)) {
             return self.arguments(&arguments);
         }
@@ -368,6 +308,11 @@ impl StreamTranslator {
             self.out.extend_from_slice(part.as_bytes());
         }
     }
+}
+
+/// A text that is not empty.
+fn some(text: Option<Cow<'_, str>>) -> Option<String> {
+    text.filter(|text| !text.is_empty()).map(Cow::into_owned)
 }
 
 /// Status and message of an error event.

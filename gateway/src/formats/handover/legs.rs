@@ -6,9 +6,10 @@ use std::fmt;
 use axum::body::Bytes;
 
 use super::ids::batch_room;
-use super::object::{ObjectEdit, ObjectError, ObjectText, Positions, quoted};
+use super::object::{ObjectEdit, ObjectError, ObjectText, Positions};
 use super::refusal::{self, BatchSize, NotSplit};
 use super::{PrefillResponse, Protocol};
+use crate::formats::json::quoted;
 use crate::formats::openai::Endpoint;
 
 /// Fields that a leg changes or that prevent a handover.

@@ -28,6 +28,7 @@ pub use refusal::NotSplit;
 pub use response::{PrefillResponse, PrefillResponseError};
 pub use usage::CachedTokensRewriter;
 
+named! {
 /// Transfer protocol between the engines of the prefill pool and of the decode pool.
 ///
 /// ```
@@ -41,33 +42,19 @@ pub use usage::CachedTokensRewriter;
 pub enum Protocol {
     #[default]
     /// vLLM with the NIXL connector: the decode rank reads the blocks named in the prefill response.
-    VllmNixl,
+    VllmNixl = "vllm_nixl",
     /// vLLM with the Mooncake connector: both ranks use one transfer id.
-    VllmMooncake,
+    VllmMooncake = "vllm_mooncake",
     /// vLLM with the P2P NCCL connector: the request id has both addresses.
-    VllmP2pNccl,
+    VllmP2pNccl = "vllm_p2p_nccl",
     /// SGLang: both ranks use one bootstrap room.
-    Sglang,
+    Sglang = "sglang",
     /// TensorRT-LLM: the decode rank receives the prompt's token ids and the state of the context phase.
-    TensorrtLlm,
+    TensorrtLlm = "tensorrt_llm",
+}
 }
 
 impl Protocol {
-    /// All protocols.
-    pub const ALL: [Self; 5] = [Self::VllmNixl, Self::VllmMooncake, Self::VllmP2pNccl, Self::Sglang, Self::TensorrtLlm];
-
-    /// Name in the configuration and in metrics.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::VllmNixl => "vllm_nixl",
-            Self::VllmMooncake => "vllm_mooncake",
-            Self::VllmP2pNccl => "vllm_p2p_nccl",
-            Self::Sglang => "sglang",
-            Self::TensorrtLlm => "tensorrt_llm",
-        }
-    }
-
     /// Whether a decode rank can compute prompts itself. SGLang's decode engines require a prefill leg.
     #[must_use]
     pub fn decode_prefills(self) -> bool {

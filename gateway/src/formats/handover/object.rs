@@ -191,11 +191,6 @@ pub(crate) fn elements(json: &str) -> Option<Vec<&str>> {
     Some(list.into_iter().map(RawValue::get).collect())
 }
 
-/// JSON of a string.
-pub(crate) fn quoted(text: &str) -> String {
-    serde_json::to_string(text).expect("strings serialize to JSON")
-}
-
 /// Scanner for the known fields of one object.
 struct Scan<'s> {
     text: &'s str,

@@ -33,7 +33,7 @@ const BUFFERED_BYTES_MAX: usize = 16 << 20;
 /// let expected = "data: {\"usage\":{\"prompt_tokens\":9,\"prompt_tokens_details\":{\"cached_tokens\":8}}}\n";
 /// assert_eq!(usage, expected);
 /// ```
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct CachedTokensRewriter {
     is_events: bool,
     bytes_max: usize,
@@ -42,7 +42,7 @@ pub struct CachedTokensRewriter {
     /// Whether the rest of the line or body passes unchanged.
     is_too_long: bool,
     /// Parameters taken from the response, if they are wanted.
-    taken: Option<Taken>,
+    taken: Option<Option<Bytes>>,
     /// Probabilities of the prompt's tokens, if they are wanted.
     logprobs: Option<Logprobs>,
 }
@@ -56,22 +56,11 @@ struct Logprobs {
     done: Vec<String>,
 }
 
-/// Parameters for the next turn.
-#[derive(Debug, Default)]
-struct Taken(Option<Bytes>);
-
 impl CachedTokensRewriter {
     /// A rewriter for an event stream or for a JSON body.
     #[must_use]
     pub fn new(is_events: bool) -> Self {
-        Self {
-            is_events,
-            bytes_max: BUFFERED_BYTES_MAX,
-            pending: Vec::new(),
-            is_too_long: false,
-            taken: None,
-            logprobs: None,
-        }
+        Self { is_events, bytes_max: BUFFERED_BYTES_MAX, ..Self::default() }
     }
 
     /// The same, which also adds the probabilities of the prompt's tokens to the first `logprobs` of each choice.
@@ -90,12 +79,12 @@ impl CachedTokensRewriter {
     /// The same, which also replaces `kv_transfer_params` by null and keeps them.
     #[must_use]
     pub fn taking_parameters(self) -> Self {
-        Self { taken: Some(Taken::default()), ..self }
+        Self { taken: Some(None), ..self }
     }
 
     /// The parameters that were replaced, once.
     pub fn take_parameters(&mut self) -> Option<Bytes> {
-        self.taken.as_mut()?.0.take()
+        self.taken.as_mut()?.take()
     }
 
     #[cfg(test)]
@@ -106,35 +95,20 @@ impl CachedTokensRewriter {
     /// Accepts a frame and returns the bytes to send, which may be empty. The value of `cached_tokens` applies to the
     /// lines that end in this frame; with `None` they remain unchanged.
     pub fn push(&mut self, frame: Bytes, cached_tokens: Option<u32>) -> Bytes {
-        if !self.is_events {
-            return self.buffer(frame);
-        }
-        let Some(end) = frame.iter().rposition(|byte| *byte == b'\n').map(|at| at + 1) else {
+        let is_line_end = |byte: &u8| *byte == b'\n';
+        let Some(last) = frame.iter().rposition(is_line_end).filter(|_| self.is_events) else {
             return self.buffer(frame);
         };
-        let rest = frame.slice(end..);
-        let lines = if self.pending.is_empty() && !self.is_too_long {
-            let lines = frame.slice(..end);
-            match self.rewrite_lines(&lines, cached_tokens) {
-                Some(rewritten) => rewritten.into(),
-                None => lines,
-            }
+        let (mut passing, mut lines, rest) = (Bytes::new(), frame.slice(..=last), frame.slice(last + 1..));
+        if std::mem::take(&mut self.is_too_long) {
+            passing = lines.split_to(lines.iter().position(is_line_end).map_or(0, |at| at + 1));
         } else {
-            let first_end = frame.iter().position(|byte| *byte == b'\n').map_or(end, |at| at + 1);
-            let mut lines = std::mem::take(&mut self.pending);
-            let is_too_long = std::mem::take(&mut self.is_too_long);
-            lines.extend_from_slice(&frame[..first_end]);
-            if !is_too_long && let Some(rewritten) = self.rewrite_lines(&lines, cached_tokens) {
-                lines = rewritten;
-            }
-            let others = &frame[first_end..end];
-            match self.rewrite_lines(others, cached_tokens) {
-                Some(rewritten) => lines.extend_from_slice(&rewritten),
-                None => lines.extend_from_slice(others),
-            }
-            lines.into()
-        };
-        joined(lines, self.buffer(rest))
+            lines = joined(std::mem::take(&mut self.pending).into(), lines);
+        }
+        if let Some(rewritten) = self.rewrite_lines(&lines, cached_tokens) {
+            lines = rewritten.into();
+        }
+        joined(joined(passing, lines), self.buffer(rest))
     }
 
     /// Whether [`push`](Self::push) of this frame completes a line that may have usage or probabilities, so that it needs
@@ -143,7 +117,7 @@ impl CachedTokensRewriter {
     pub fn needs_prefill(&self, frame: &[u8]) -> bool {
         let has_values = |bytes: &[u8]| {
             let adds_logprobs = self.logprobs.as_ref().is_some_and(|logprobs| logprobs.prompt.is_none());
-            contains_usage(bytes) || (adds_logprobs && contains_object(bytes, LOGPROBS))
+            contains_object(bytes, USAGE) || (adds_logprobs && contains_object(bytes, LOGPROBS))
         };
         let completes_line = self.is_events && frame.contains(&b'\n');
         completes_line
@@ -181,7 +155,7 @@ impl CachedTokensRewriter {
 
     /// Rewrites complete lines; `None` if none of them changes.
     fn rewrite_lines(&mut self, lines: &[u8], cached_tokens: Option<u32>) -> Option<Vec<u8>> {
-        let has_usage = cached_tokens.is_some() && contains_usage(lines);
+        let has_usage = cached_tokens.is_some() && contains_object(lines, USAGE);
         let has_parameters = self.taken.is_some() && contains_object(lines, PARAMETERS);
         let has_logprobs = self.logprobs.is_some() && contains_object(lines, LOGPROBS);
         if !(has_usage || has_parameters || has_logprobs) {
@@ -237,19 +211,19 @@ fn joined(first: Bytes, second: Bytes) -> Bytes {
 }
 
 /// Takes the parameters out of a response or event; `None` without parameters.
-fn without_parameters(json: &[u8], taken: &mut Taken) -> Option<Vec<u8>> {
+fn without_parameters(json: &[u8], taken: &mut Option<Bytes>) -> Option<Vec<u8>> {
     if !contains_object(json, PARAMETERS) {
         return None;
     }
     let object = ObjectText::parse(std::str::from_utf8(json).ok()?, &["kv_transfer_params"]).ok()?;
     let parameters = object.json("kv_transfer_params").filter(|parameters| parameters.starts_with('{'))?;
-    taken.0 = Some(Bytes::copy_from_slice(parameters.as_bytes()));
+    *taken = Some(Bytes::copy_from_slice(parameters.as_bytes()));
     Some(object.edit().set("kv_transfer_params", "null").finish().into_bytes())
 }
 
 /// Sets the cached tokens in the usage of a JSON response or event; `None` without usage.
 fn with_cached_tokens(json: &[u8], tokens: u32) -> Option<Vec<u8>> {
-    if !contains_usage(json) {
+    if !contains_object(json, USAGE) {
         return None;
     }
     let object = ObjectText::parse(std::str::from_utf8(json).ok()?, &["usage", "response"]).ok()?;
@@ -287,10 +261,6 @@ fn rewritten_usage(usage: &str, tokens: u32) -> Option<String> {
 const USAGE: &[u8] = b"\"usage\"";
 const PARAMETERS: &[u8] = b"\"kv_transfer_params\"";
 const LOGPROBS: &[u8] = b"\"logprobs\"";
-
-fn contains_usage(bytes: &[u8]) -> bool {
-    contains_object(bytes, USAGE)
-}
 
 /// Whether the bytes contain this field with an object. Quotes inside JSON strings are escaped, so that text content
 /// does not match.

@@ -22,32 +22,21 @@ pub const QUEUE_AGE_SECONDS: f64 = 2.0;
 /// Maximum number of problems in a sentence.
 const CLAUSES_MAX: usize = 3;
 
+named! {
 /// Seriousness of a state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
     /// No problem.
     #[default]
-    Ok,
+    Ok = "ok",
     /// A state that an operator has caused, or that ends by itself.
-    Notice,
+    Notice = "notice",
     /// Reduced service or reduced cache hits.
-    Warning,
+    Warning = "warning",
     /// No service by a rank or by a model.
-    Critical,
+    Critical = "critical",
 }
-
-impl Level {
-    /// Name in the encoding and on displays.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::Notice => "notice",
-            Self::Warning => "warning",
-            Self::Critical => "critical",
-        }
-    }
 }
 
 /// One problem.

@@ -7,6 +7,8 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
+use crate::formats::json::spliced;
+
 /// Parsed fields of a chunk.
 #[derive(Deserialize)]
 pub(super) struct Chunk<'a> {
@@ -129,19 +131,7 @@ impl<'a> Edits<'a> {
     }
 
     /// The edited text; `None` without changes.
-    pub(super) fn finish(mut self) -> Option<String> {
-        if self.replaced.is_empty() {
-            return None;
-        }
-        self.replaced.sort_unstable_by_key(|(span, _)| span.start);
-        let more: usize = self.replaced.iter().map(|(_, json)| json.len()).sum();
-        let (mut edited, mut at) = (String::with_capacity(self.text.len() + more), 0);
-        for (span, json) in &self.replaced {
-            edited.push_str(&self.text[at..span.start]);
-            edited.push_str(json);
-            at = span.end;
-        }
-        edited.push_str(&self.text[at..]);
-        Some(edited)
+    pub(super) fn finish(self) -> Option<Vec<u8>> {
+        (!self.replaced.is_empty()).then(|| spliced(self.text.as_bytes(), self.replaced))
     }
 }

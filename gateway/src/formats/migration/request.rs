@@ -6,7 +6,8 @@ use axum::body::Bytes;
 use serde::Deserialize;
 
 use super::sent_output::SentOutput;
-use crate::formats::handover::object::{ObjectEdit, ObjectText, Positions, elements, quoted};
+use crate::formats::handover::object::{ObjectEdit, ObjectText, Positions, elements};
+use crate::formats::json::quoted;
 use crate::formats::openai::Endpoint;
 
 /// Default of `max_tokens` in the completions API.
@@ -58,9 +59,9 @@ pub struct ResumableRequest {
     body: Bytes,
     fields: Positions,
     form: PromptForm,
-    is_chat: bool,
-    hides_token_ids: bool,
-    includes_usage: bool,
+    pub(super) is_chat: bool,
+    pub(super) hides_token_ids: bool,
+    pub(super) includes_usage: bool,
 }
 
 /// How to continue after a failure.
@@ -116,24 +117,9 @@ impl ResumableRequest {
         &self.body
     }
 
-    /// Whether the stream contains token ids that the client did not request.
-    pub(super) fn hides_token_ids(&self) -> bool {
-        self.hides_token_ids
-    }
-
     /// Whether the output must be known as token ids.
     pub(super) fn needs_token_ids(&self) -> bool {
         self.form == PromptForm::TokenIds
-    }
-
-    /// Whether the request is a chat.
-    pub(super) fn is_chat(&self) -> bool {
-        self.is_chat
-    }
-
-    /// Whether the stream ends with a usage record.
-    pub(super) fn includes_usage(&self) -> bool {
-        self.includes_usage
     }
 
     /// The resume request after this output.

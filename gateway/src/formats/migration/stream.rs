@@ -21,9 +21,10 @@ const TOKEN_BYTES_MAX: usize = 64;
 const DONE: &str = "[DONE]";
 
 /// Whether a stream can be resumed now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum StreamState {
     /// All output so far is text.
+    #[default]
     Resumable,
     /// The output is longer than the maximum.
     TooLong,
@@ -60,7 +61,7 @@ struct Identity {
 /// assert_eq!(second, "data: {\"id\":\"x\",\"choices\":[{\"text\":\" c\"}]}\n\n");
 /// # Ok::<(), &str>(())
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct StreamJoiner {
     is_chat: bool,
     needs_token_ids: bool,
@@ -94,19 +95,12 @@ impl StreamJoiner {
     #[must_use]
     pub fn new(request: &ResumableRequest, tokens_max: u32) -> Self {
         Self {
-            is_chat: request.is_chat(),
+            is_chat: request.is_chat,
             needs_token_ids: request.needs_token_ids(),
-            hides_token_ids: request.hides_token_ids(),
-            includes_usage: request.includes_usage(),
+            hides_token_ids: request.hides_token_ids,
+            includes_usage: request.includes_usage,
             tokens_max,
-            state: StreamState::Resumable,
-            output: SentOutput::default(),
-            first: None,
-            held: Vec::new(),
-            resumed_after: None,
-            passes: false,
-            is_done: false,
-            error: Vec::new(),
+            ..Self::default()
         }
     }
 
@@ -296,7 +290,7 @@ impl StreamJoiner {
             Some(json) => {
                 let start = data.as_ptr() as usize - text.as_ptr() as usize;
                 let end = start + data.len();
-                Step::Replace([&event[..start], json.as_bytes(), &event[end..]].concat())
+                Step::Replace([&event[..start], &json, &event[end..]].concat())
             }
             None => Step::Keep,
         }
@@ -357,7 +351,7 @@ impl StreamJoiner {
     }
 
     /// The chunk for the client; `None` if it does not change.
-    fn rewritten(&self, data: &str, chunk: &Chunk<'_>) -> Option<String> {
+    fn rewritten(&self, data: &str, chunk: &Chunk<'_>) -> Option<Vec<u8>> {
         if self.resumed_after.is_none() && !self.hides_token_ids {
             return None;
         }

@@ -4,6 +4,7 @@
 //! are rejected, because the next reader of the body might use the other occurrence. The tokenizer interprets chat
 //! messages.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 
@@ -16,6 +17,7 @@ use super::endpoint::Endpoint;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::prompt;
+use crate::formats::json::{quoted, spliced};
 
 /// A request body and its parsed routing fields.
 ///
@@ -101,12 +103,7 @@ impl RequestBody {
             Endpoint::Chat => fields.max_completion_tokens.count()?.or(fields.max_tokens.count()?),
             Endpoint::Completions | Endpoint::Messages => fields.max_tokens.count()?,
             Endpoint::Responses => fields.max_output_tokens.count()?,
-            Endpoint::Embeddings
-            | Endpoint::CountTokens
-            | Endpoint::Rerank
-            | Endpoint::Score
-            | Endpoint::Tokenize
-            | Endpoint::Detokenize => None,
+            _ => None,
         };
         let (stream, cache_salt) = (fields.stream.flag()?.unwrap_or(false), fields.cache_salt.text()?);
         let prompt = prompt::read(endpoint, &fields, &body)?;
@@ -140,41 +137,30 @@ impl RequestBody {
     pub fn body(&self, edits: Edits<'_>) -> Bytes {
         let model = edits.model.filter(|model| self.model.as_deref() != Some(model));
         let cache_salt = edits.cache_salt.filter(|salt| self.cache_salt.as_deref() != Some(salt));
-        let (mut inserted, mut replaced) = (String::new(), Vec::new());
+        let (mut inserted, mut replaced) = (String::new(), Vec::<(Range<usize>, Cow<'_, str>)>::new());
         let texts = [("model", model, &self.spans.model), ("cache_salt", cache_salt, &self.spans.cache_salt)];
         for (name, text, span) in texts {
             let Some(text) = text else { continue };
             let text = quoted(text);
             match span {
-                Some(span) => replaced.push((span.clone(), text)),
+                Some(span) => replaced.push((span.clone(), text.into())),
                 None => inserted.push_str(&format!("\"{name}\":{text},")),
             }
         }
-        replaced.extend(self.spans.places.iter().map(|span| (span.clone(), "null".to_owned())));
-        if let Some(messages_start) = self.messages_start() {
+        replaced.extend(self.spans.places.iter().map(|span| (span.clone(), "null".into())));
+        if let Some(start) = self.messages_start() {
             let names = edits.media_names.iter();
-            replaced.extend(
-                names.map(|MediaName { at, json }| (messages_start + at.start..messages_start + at.end, json.clone())),
-            );
+            replaced.extend(names.map(|MediaName { at, json }| (start + at.start..start + at.end, json.into())));
         }
         if inserted.is_empty() && replaced.is_empty() {
             return self.body.clone();
         }
-        replaced.sort_unstable_by_key(|(span, _)| span.start);
-        let more: usize = replaced.iter().map(|(_, text)| text.len()).sum();
-        let mut edited = Vec::with_capacity(self.body.len() + inserted.len() + more);
-        edited.extend_from_slice(&self.body[..self.spans.start]);
-        let is_empty = self.body[self.spans.start..].trim_ascii_start().starts_with(b"}");
-        let inserted = if is_empty { inserted.trim_end_matches(',') } else { &inserted };
-        edited.extend_from_slice(inserted.as_bytes());
-        let mut at = self.spans.start;
-        for (span, text) in replaced {
-            edited.extend_from_slice(&self.body[at..span.start]);
-            edited.extend_from_slice(text.as_bytes());
-            at = span.end;
+        let start = self.spans.start;
+        if self.body[start..].trim_ascii_start().starts_with(b"}") {
+            inserted.pop();
         }
-        edited.extend_from_slice(&self.body[at..]);
-        Bytes::from(edited)
+        replaced.push((start..start, inserted.into()));
+        spliced(&self.body, replaced).into()
     }
 
     /// Position of the messages in the body; `None` if they are not part of it.
@@ -208,10 +194,6 @@ impl Spans {
             places: given.filter_map(|given| given.span(body)).collect(),
         }
     }
-}
-
-fn quoted(text: &str) -> String {
-    serde_json::to_string(text).expect("strings serialize to JSON")
 }
 
 /// Omits prompt and salt for confidentiality.

@@ -1,45 +1,33 @@
 //! Endpoints that are routed by prompt.
 
+named! {
 /// A routed endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Endpoint {
     /// `/v1/chat/completions`.
-    Chat,
+    Chat = "chat",
     /// `/v1/completions`.
-    Completions,
+    Completions = "completions",
     /// `/v1/embeddings`.
-    Embeddings,
+    Embeddings = "embeddings",
     /// `/v1/responses`.
-    Responses,
+    Responses = "responses",
     /// `/v1/messages`, in Anthropic's format.
-    Messages,
+    Messages = "messages",
     /// `/v1/messages/count_tokens`, in Anthropic's format.
-    CountTokens,
+    CountTokens = "count_tokens",
     /// `/v1/rerank`.
-    Rerank,
+    Rerank = "rerank",
     /// `/v1/score`.
-    Score,
+    Score = "score",
     /// `/tokenize`.
-    Tokenize,
+    Tokenize = "tokenize",
     /// `/detokenize`.
-    Detokenize,
+    Detokenize = "detokenize",
+}
 }
 
 impl Endpoint {
-    /// All endpoints.
-    pub const ALL: [Self; 10] = [
-        Self::Chat,
-        Self::Completions,
-        Self::Embeddings,
-        Self::Responses,
-        Self::Messages,
-        Self::CountTokens,
-        Self::Rerank,
-        Self::Score,
-        Self::Tokenize,
-        Self::Detokenize,
-    ];
-
     /// The endpoint with this path.
     #[must_use]
     pub fn of_path(path: &str) -> Option<Self> {
@@ -60,23 +48,6 @@ impl Endpoint {
             Self::Score => "/v1/score",
             Self::Tokenize => "/tokenize",
             Self::Detokenize => "/detokenize",
-        }
-    }
-
-    /// Label value in metrics.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Chat => "chat",
-            Self::Completions => "completions",
-            Self::Embeddings => "embeddings",
-            Self::Responses => "responses",
-            Self::Messages => "messages",
-            Self::CountTokens => "count_tokens",
-            Self::Rerank => "rerank",
-            Self::Score => "score",
-            Self::Tokenize => "tokenize",
-            Self::Detokenize => "detokenize",
         }
     }
 

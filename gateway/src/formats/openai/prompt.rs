@@ -4,18 +4,15 @@
 //! engine accepts are rejected; unknown shapes only lose the overlap. [`prompt`](crate::tokens) renders templates and
 //! tokenizes.
 
-use std::fmt;
-use std::marker::PhantomData;
-
 use axum::body::Bytes;
 use serde::Deserialize;
-use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 
 use super::client_prompt::{ChatParts, ClientPrompt};
 use super::endpoint::Endpoint;
 use super::error::ApiError;
 use super::fields::{Fields, Given, missing, unquoted};
 use super::responses;
+use crate::formats::json::each;
 
 /// Extracts the prompt.
 pub(super) fn read(endpoint: Endpoint, fields: &Fields<'_>, body: &Bytes) -> Result<ClientPrompt, ApiError> {
@@ -46,28 +43,21 @@ pub(super) fn read(endpoint: Endpoint, fields: &Fields<'_>, body: &Bytes) -> Res
 
 /// Reason why the worker's tokens or block hashes differ from those of the prompt alone.
 fn opaque(endpoint: Endpoint, fields: &Fields<'_>, prompt: &ClientPrompt) -> Option<&'static str> {
-    let has = |given: &[Given<'_>]| given.iter().any(|given| given.json().is_some());
-    if has(&[fields.prompt_embeds, fields.input_embeds]) {
-        return Some("embeddings");
-    }
+    let suffix = if endpoint == Endpoint::Completions { fields.suffix } else { Given::default() };
     let media = [fields.multi_modal_data, fields.multimodal_data, fields.image_data, fields.video_data];
-    if has(&media) || has(&[fields.audio_data]) {
-        return Some("multimodal");
-    }
-    if has(&[fields.lora_path]) {
-        return Some("adapter");
-    }
-    if has(&[fields.extra_key]) {
-        return Some("extra_key");
-    }
-    if has(&[fields.session_params]) {
-        return Some("session");
-    }
-    if has(&[fields.suffix]) && endpoint == Endpoint::Completions {
-        return Some("suffix");
-    }
-    if has(&[fields.truncate_prompt_tokens]) {
-        return Some("truncated");
+    let given: [(&str, &[Given<'_>]); 8] = [
+        ("embeddings", &[fields.prompt_embeds, fields.input_embeds]),
+        ("multimodal", &media),
+        ("multimodal", &[fields.audio_data]),
+        ("adapter", &[fields.lora_path]),
+        ("extra_key", &[fields.extra_key]),
+        ("session", &[fields.session_params]),
+        ("suffix", &[suffix]),
+        ("truncated", &[fields.truncate_prompt_tokens]),
+    ];
+    let has = |fields: &[Given<'_>]| fields.iter().any(|given| given.json().is_some());
+    if let Some((reason, _)) = given.into_iter().find(|(_, fields)| has(fields)) {
+        return Some(reason);
     }
     // Special tokens are added to plain text, and by the template for chats; a request may reverse this.
     let usual = match prompt {
@@ -100,7 +90,7 @@ fn chat(fields: &Fields<'_>, body: &Bytes, generates: bool) -> Result<ClientProm
 fn text_or_tokens(given: Given<'_>, field: &'static str) -> Result<ClientPrompt, ApiError> {
     let raw = given.json().ok_or_else(|| missing(field))?;
     let shape = || given.wrong("a string, a list of strings, a list of token ids or a list of such lists");
-    let ids = |_| {
+    let ids = || {
         let message = format!("{field} must have token ids from 0 to {}", u32::MAX);
         ApiError::invalid("invalid_token_id", Some(field), message)
     };
@@ -108,12 +98,9 @@ fn text_or_tokens(given: Given<'_>, field: &'static str) -> Result<ClientPrompt,
         return if raw.starts_with('"') { unquoted(raw, field).map(ClientPrompt::Text) } else { Err(shape()) };
     };
     match list.trim_ascii_start().as_bytes().first() {
-        Some(b'"') => {
-            let first: Result<First<String>, _> = serde_json::from_str(raw);
-            first.map(|First(text)| ClientPrompt::Text(text)).map_err(|_| shape())
-        }
-        Some(b'0'..=b'9' | b'-') => serde_json::from_str(raw).map(ClientPrompt::Tokens).map_err(ids),
-        Some(b'[') => serde_json::from_str(raw).map(|First(of)| ClientPrompt::Tokens(of)).map_err(ids),
+        Some(b'"') => first(raw).map(ClientPrompt::Text).ok_or_else(shape),
+        Some(b'0'..=b'9' | b'-') => serde_json::from_str(raw).map(ClientPrompt::Tokens).map_err(|_| ids()),
+        Some(b'[') => first(raw).map(ClientPrompt::Tokens).ok_or_else(ids),
         // Engines accept images beside text in this form.
         Some(b'{') if field == "input" => Ok(ClientPrompt::Opaque("multimodal")),
         Some(b']') => Err(ApiError::invalid("invalid_value", Some(field), format!("{field} must not be empty"))),
@@ -122,26 +109,15 @@ fn text_or_tokens(given: Given<'_>, field: &'static str) -> Result<ClientPrompt,
 }
 
 /// First element of a list; the others are skipped.
-struct First<T>(T);
-
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for First<T> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_seq(FirstVisitor(PhantomData))
-    }
-}
-
-struct FirstVisitor<T>(PhantomData<T>);
-
-impl<'de, T: Deserialize<'de>> Visitor<'de> for FirstVisitor<T> {
-    type Value = First<T>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a list that is not empty")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<First<T>, A::Error> {
-        let first = list.next_element()?.ok_or_else(|| serde::de::Error::invalid_length(0, &self))?;
-        while list.next_element::<IgnoredAny>()?.is_some() {}
-        Ok(First(first))
-    }
+fn first<'a, T: Deserialize<'a>>(list: &'a str) -> Option<T> {
+    let mut first = None;
+    let _ = each(
+        list,
+        || (),
+        |_, element| {
+            first = Some(element);
+            Err(())
+        },
+    );
+    first
 }

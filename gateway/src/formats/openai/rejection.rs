@@ -84,20 +84,7 @@ impl From<Rejection> for ApiError {
             Rejection::AllOverloaded { .. } => overloaded(),
             Rejection::Pinned { refused_by, .. } => match refused_by {
                 Some(Filter::Overloaded | Filter::Busy) => overloaded(),
-                Some(
-                    Filter::Allowed
-                    | Filter::Excluded
-                    | Filter::Pin
-                    | Filter::RequiredTaints
-                    | Filter::Custom
-                    | Filter::Unavailable
-                    | Filter::Draining
-                    | Filter::Unresponsive
-                    | Filter::Refusing
-                    | Filter::Lora
-                    | Filter::Targets,
-                )
-                | None => none_eligible(),
+                _ => none_eligible(),
             },
             Rejection::DeadlineExceeded { .. } => {
                 Self::overloaded("deadline_exceeded", "the request was not placed within its deadline", a_second)

@@ -4,16 +4,15 @@
 //! engine-specific handling (function calls, images, earlier responses) make the prompt opaque.
 
 use std::borrow::Cow;
-use std::fmt;
 
 use axum::body::Bytes;
 use serde::Deserialize;
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
 use super::client_prompt::{ChatParts, ClientPrompt};
 use super::error::ApiError;
 use super::fields::{Fields, Given, missing};
+use crate::formats::json::each;
 
 /// Extracts the prompt.
 pub(super) fn read(fields: &Fields<'_>, body: &Bytes) -> Result<ClientPrompt, ApiError> {
@@ -39,13 +38,14 @@ pub(super) fn read(fields: &Fields<'_>, body: &Bytes) -> Result<ClientPrompt, Ap
     if input.starts_with('"') {
         messages.add("user", input);
     } else if input.starts_with('[') {
-        let items = (&mut messages).deserialize(&mut serde_json::Deserializer::from_str(input));
-        items.map_err(|_| fields.input.wrong("a string or a list of items, each an object without repeated fields"))?;
+        let shape = || fields.input.wrong("a string or a list of items, each an object without repeated fields");
+        match each(input, || Err(shape()), |_, item: Item<'_>| messages.add_item(&item).map_err(Ok)) {
+            Err(Ok(reason)) => return Ok(ClientPrompt::Opaque(reason)),
+            Err(Err(error)) => return Err(error),
+            Ok(()) => {}
+        }
     } else {
         return Err(fields.input.wrong("a string or a list of items"));
-    }
-    if let Some(reason) = messages.opaque {
-        return Ok(ClientPrompt::Opaque(reason));
     }
     Ok(ClientPrompt::Chat(Box::new(ChatParts {
         messages: messages.finish(),
@@ -92,7 +92,6 @@ struct Part<'a> {
 #[derive(Default)]
 struct Messages {
     json: String,
-    opaque: Option<&'static str>,
 }
 
 impl Messages {
@@ -118,14 +117,11 @@ impl Messages {
         if content.starts_with('"') {
             self.add(role, content);
         } else if content.starts_with('[') {
-            let mut parts = Parts { json: "[".to_owned(), opaque: None };
+            let mut parts = "[".to_owned();
             // Content that is not a list of parts is unknown.
-            (&mut parts).deserialize(&mut serde_json::Deserializer::from_str(content)).map_err(|_| "items")?;
-            if let Some(reason) = parts.opaque {
-                return Err(reason);
-            }
-            parts.json.push(']');
-            self.add(role, &parts.json);
+            each(content, || "items", |_, part: Part<'_>| add_part(&mut parts, &part))?;
+            parts.push(']');
+            self.add(role, &parts);
         } else {
             return Err("items");
         }
@@ -138,76 +134,19 @@ impl Messages {
     }
 }
 
-impl<'de> DeserializeSeed<'de> for &mut Messages {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_seq(self)
+/// Adds a part to the growing JSON of one content.
+fn add_part(json: &mut String, part: &Part<'_>) -> Result<(), &'static str> {
+    match part.kind.as_deref() {
+        Some("input_text" | "output_text" | "text") => {}
+        Some("input_image" | "input_file" | "input_audio" | "input_video") => return Err("multimodal"),
+        Some(_) | None => return Err("items"),
     }
-}
-
-impl<'de> Visitor<'de> for &mut Messages {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a list of items")
+    let text = part.text.map(RawValue::get).filter(|text| text.starts_with('"')).ok_or("items")?;
+    if json.len() > 1 {
+        json.push(',');
     }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<(), A::Error> {
-        while self.opaque.is_none() {
-            let Some(item) = list.next_element::<Item<'_>>()? else { return Ok(()) };
-            self.opaque = self.add_item(&item).err();
-        }
-        while list.next_element::<IgnoredAny>()?.is_some() {}
-        Ok(())
+    for part in ["{\"type\":\"text\",\"text\":", text, "}"] {
+        json.push_str(part);
     }
-}
-
-/// The parts of one content as growing JSON.
-struct Parts {
-    json: String,
-    opaque: Option<&'static str>,
-}
-
-impl Parts {
-    fn add(&mut self, part: &Part<'_>) -> Result<(), &'static str> {
-        match part.kind.as_deref() {
-            Some("input_text" | "output_text" | "text") => {}
-            Some("input_image" | "input_file" | "input_audio" | "input_video") => return Err("multimodal"),
-            Some(_) | None => return Err("items"),
-        }
-        let text = part.text.map(RawValue::get).filter(|text| text.starts_with('"')).ok_or("items")?;
-        if self.json.len() > 1 {
-            self.json.push(',');
-        }
-        self.json.push_str("{\"type\":\"text\",\"text\":");
-        self.json.push_str(text);
-        self.json.push('}');
-        Ok(())
-    }
-}
-
-impl<'de> DeserializeSeed<'de> for &mut Parts {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_seq(self)
-    }
-}
-
-impl<'de> Visitor<'de> for &mut Parts {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a list of parts")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<(), A::Error> {
-        while self.opaque.is_none() {
-            let Some(part) = list.next_element::<Part<'_>>()? else { return Ok(()) };
-            self.opaque = self.add(&part).err();
-        }
-        while list.next_element::<IgnoredAny>()?.is_some() {}
-        Ok(())
-    }
+    Ok(())
 }

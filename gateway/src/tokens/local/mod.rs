@@ -59,7 +59,7 @@ impl Local {
         clock: Clock,
         meters: Arc<TokenMeters>,
     ) -> Result<Self, TokensError> {
-        let unusable = |error: String| BadTokenizer { path: tokenizer_file.to_owned(), error };
+        let unusable = |error: String| BadTokenizer(tokenizer_file.to_owned(), error);
         // `parse` is compiled with its crate; the other constructors are compiled here once more.
         let mut tokenizer: Tokenizer =
             files::read(tokenizer_file)?.parse().map_err(|error: tokenizers::Error| unusable(error.to_string()))?;
@@ -67,9 +67,9 @@ impl Local {
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(|error| unusable(error.to_string()))?;
         let sources = files::template_sources(tokenizer_file, chat_template_file)?;
-        let unusable = |error: minijinja::Error| TokensError::Template {
-            path: chat_template_file.unwrap_or(tokenizer_file).to_owned(),
-            error: format!("the chat template: {error}"),
+        let unusable = |error: minijinja::Error| {
+            let path = chat_template_file.unwrap_or(tokenizer_file).to_owned();
+            TokensError::Template(path, format!("the chat template: {error}"))
         };
         let templates = Templates::compile(sources, clock).map_err(unusable)?;
         let around = around(&tokenizer);

@@ -42,13 +42,8 @@ impl MediaLayout {
         is_in_order: bool,
         lengths: &Arc<MediaLengths>,
     ) -> Option<Self> {
-        let is_placeholder = |id: &u32| placeholders.all.contains(id);
-        let positions: Vec<usize> = template_ids
-            .iter()
-            .enumerate()
-            .filter(|(_, id)| is_placeholder(id))
-            .map(|(position, _)| position)
-            .collect();
+        let positions: Vec<usize> =
+            (0..template_ids.len()).filter(|at| placeholders.all.contains(&template_ids[*at])).collect();
         if positions.is_empty() {
             return None;
         }

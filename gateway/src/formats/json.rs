@@ -1,21 +1,22 @@
-//! Reading of JSON lists element by element, and parts of JSON text.
+//! Reading of JSON lists element by element, parts of JSON text, and edits of it in place.
 //!
 //! Elements are not collected, because a list of small objects would take many times the size of its text.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, SeqAccess, Visitor};
 
-use crate::formats::openai::ApiError;
-
-/// Calls `visit` with the position and value of each element of a list. `shape` is the error for any other value.
-pub(super) fn each<'a, T: Deserialize<'a>>(
+/// Calls `visit` with the position and value of each element of a list, up to the first error. `shape` is the error for
+/// any other value.
+pub(super) fn each<'a, T: Deserialize<'a>, E>(
     list: &'a str,
-    shape: impl Fn() -> ApiError,
-    visit: impl FnMut(usize, T) -> Result<(), ApiError>,
-) -> Result<(), ApiError> {
+    shape: impl Fn() -> E,
+    visit: impl FnMut(usize, T) -> Result<(), E>,
+) -> Result<(), E> {
     let mut elements = Elements { visit, error: None, element: PhantomData };
     let read = (&mut elements).deserialize(&mut serde_json::Deserializer::from_str(list));
     match elements.error {
@@ -24,15 +25,13 @@ pub(super) fn each<'a, T: Deserialize<'a>>(
     }
 }
 
-struct Elements<T, F> {
+struct Elements<T, E, F> {
     visit: F,
-    error: Option<ApiError>,
+    error: Option<E>,
     element: PhantomData<T>,
 }
 
-impl<'de, T: Deserialize<'de>, F: FnMut(usize, T) -> Result<(), ApiError>> DeserializeSeed<'de>
-    for &mut Elements<T, F>
-{
+impl<'de, T: Deserialize<'de>, E, F: FnMut(usize, T) -> Result<(), E>> DeserializeSeed<'de> for &mut Elements<T, E, F> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
@@ -40,7 +39,7 @@ impl<'de, T: Deserialize<'de>, F: FnMut(usize, T) -> Result<(), ApiError>> Deser
     }
 }
 
-impl<'de, T: Deserialize<'de>, F: FnMut(usize, T) -> Result<(), ApiError>> Visitor<'de> for &mut Elements<T, F> {
+impl<'de, T: Deserialize<'de>, E, F: FnMut(usize, T) -> Result<(), E>> Visitor<'de> for &mut Elements<T, E, F> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -67,4 +66,18 @@ pub(super) fn inner(raw: &str) -> Option<&str> {
 /// JSON of a text.
 pub(super) fn quoted(text: &str) -> String {
     serde_json::to_string(text).expect("strings serialize to JSON")
+}
+
+/// The text with these parts replaced, which do not overlap.
+pub(super) fn spliced(text: &[u8], mut parts: Vec<(Range<usize>, Cow<'_, str>)>) -> Vec<u8> {
+    parts.sort_unstable_by_key(|(span, _)| span.start);
+    let more: usize = parts.iter().map(|(_, json)| json.len()).sum();
+    let (mut edited, mut at) = (Vec::with_capacity(text.len() + more), 0);
+    for (span, json) in &parts {
+        edited.extend_from_slice(&text[at..span.start]);
+        edited.extend_from_slice(json.as_bytes());
+        at = span.end;
+    }
+    edited.extend_from_slice(&text[at..]);
+    edited
 }
