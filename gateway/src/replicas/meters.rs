@@ -35,74 +35,53 @@ const DROPPED: Metric = Metric::counter(
 /// Log interval of each reason of refusals.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Reason of a refused connection or message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::replicas) enum RefusalReason {
-    /// Missing, wrong, replayed or reordered authentication.
-    Authentication,
-    /// A failed TLS handshake.
-    Tls,
-    /// Another version of the protocol.
-    Version,
-    /// Above a length limit.
-    Oversized,
-    /// No frame or envelope of the protocol.
-    Malformed,
-    /// An older life of a connected replica, or an old message.
-    Stale,
-    /// The id of this replica.
-    DuplicateId,
-    /// No complete handshake in time.
-    Timeout,
-    /// More connections than the limit.
-    Connections,
+/// Declares the values of a label.
+macro_rules! label {
+    ($(#[$attr:meta])* enum $name:ident { $($(#[$doc:meta])* $value:ident = $text:literal,)* }) => {
+        $(#[$attr])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(in crate::replicas) enum $name { $($(#[$doc])* $value,)* }
+
+        impl $name {
+            const ALL: [Self; [$($text),*].len()] = [$(Self::$value),*];
+
+            pub(in crate::replicas) fn name(self) -> &'static str {
+                match self { $(Self::$value => $text,)* }
+            }
+        }
+    };
 }
 
-impl RefusalReason {
-    const ALL: [Self; 9] = [
-        Self::Authentication,
-        Self::Tls,
-        Self::Version,
-        Self::Oversized,
-        Self::Malformed,
-        Self::Stale,
-        Self::DuplicateId,
-        Self::Timeout,
-        Self::Connections,
-    ];
-
-    pub(in crate::replicas) fn name(self) -> &'static str {
-        match self {
-            Self::Authentication => "authentication",
-            Self::Tls => "tls",
-            Self::Version => "version",
-            Self::Oversized => "oversized",
-            Self::Malformed => "malformed",
-            Self::Stale => "stale",
-            Self::DuplicateId => "duplicate_id",
-            Self::Timeout => "timeout",
-            Self::Connections => "connections",
-        }
+label! {
+    /// Reason of a refused connection or message.
+    enum RefusalReason {
+        /// Missing, wrong, replayed or reordered authentication.
+        Authentication = "authentication",
+        /// A failed TLS handshake.
+        Tls = "tls",
+        /// Another version of the protocol.
+        Version = "version",
+        /// Above a length limit.
+        Oversized = "oversized",
+        /// No frame or envelope of the protocol.
+        Malformed = "malformed",
+        /// An older life of a connected replica, or an old message.
+        Stale = "stale",
+        /// The id of this replica.
+        DuplicateId = "duplicate_id",
+        /// No complete handshake in time.
+        Timeout = "timeout",
+        /// More connections than the limit.
+        Connections = "connections",
     }
 }
 
-/// State of a peer in metrics.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::replicas) enum PeerState {
-    Connecting,
-    Connected,
-    Serving,
-}
-
-impl PeerState {
-    const ALL: [Self; 3] = [Self::Connecting, Self::Connected, Self::Serving];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Connecting => "connecting",
-            Self::Connected => "connected",
-            Self::Serving => "serving",
-        }
+label! {
+    /// State of a peer in metrics.
+    enum PeerState {
+        Connecting = "connecting",
+        Connected = "connected",
+        Serving = "serving",
     }
 }
 

@@ -83,21 +83,18 @@ pub struct ConnectError {
 
 impl ConnectError {
     fn of(error: &(dyn Error + 'static)) -> Self {
-        let (mut next, mut last, mut is_unreachable) = (Some(error), error, false);
-        while let Some(cause) = next {
-            last = cause;
-            is_unreachable |= cause.downcast_ref::<io::Error>().is_some_and(|cause| {
-                matches!(
-                    cause.kind(),
-                    io::ErrorKind::ConnectionRefused
-                        | io::ErrorKind::HostUnreachable
-                        | io::ErrorKind::NetworkUnreachable
-                        | io::ErrorKind::TimedOut
-                )
-            });
-            next = cause.source();
-        }
-        Self { causes: causes(error), cause: last.to_string(), is_unreachable }
+        let is_unreachable = |cause: &io::Error| {
+            matches!(
+                cause.kind(),
+                io::ErrorKind::ConnectionRefused
+                    | io::ErrorKind::HostUnreachable
+                    | io::ErrorKind::NetworkUnreachable
+                    | io::ErrorKind::TimedOut
+            )
+        };
+        let is_unreachable = chain(error).any(|cause| cause.downcast_ref().is_some_and(is_unreachable));
+        let cause = chain(error).last().map_or_else(String::new, ToString::to_string);
+        Self { causes: causes(error), cause, is_unreachable }
     }
 
     /// The innermost error.
@@ -251,15 +248,8 @@ const NO_DESCRIPTOR: [i32; 2] = [24, 23];
 
 /// Whether an error is a lack of descriptors.
 fn lacks_descriptor(error: &(dyn Error + 'static)) -> bool {
-    let mut next = Some(error);
-    while let Some(error) = next {
-        let code = error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
-        if code.is_some_and(|code| NO_DESCRIPTOR.contains(&code)) {
-            return true;
-        }
-        next = error.source();
-    }
-    false
+    let mut codes = chain(error).filter_map(|error| error.downcast_ref::<io::Error>()?.raw_os_error());
+    codes.any(|code| NO_DESCRIPTOR.contains(&code))
 }
 
 fn client(tls: ClientConfig, connect_timeout: Duration) -> HttpsClient {
@@ -275,14 +265,12 @@ fn client(tls: ClientConfig, connect_timeout: Duration) -> HttpsClient {
         .build(connector.wrap_connector(http).map_response(Signaling::new as fn(Stream) -> Signaling<Stream>))
 }
 
+/// An error with its causes.
+fn chain<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dyn Error + 'static)> {
+    std::iter::successors(Some(error), |&error| error.source())
+}
+
 /// An error with its causes in one line; the client's own message only names the failed step.
-fn causes(error: &dyn std::error::Error) -> String {
-    let mut shown = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        shown.push_str(": ");
-        shown.push_str(&error.to_string());
-        cause = error.source();
-    }
-    shown
+fn causes(error: &(dyn Error + 'static)) -> String {
+    chain(error).map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
