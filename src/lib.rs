@@ -135,10 +135,11 @@ pub use actors::{PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, Placement
 pub use answer::{AnswerKind, AnswerReader, AnswerStage, Usage};
 pub use config::RouterConfig;
 pub use disagg::{DisaggConfig, DisaggError, SkipPolicy, WhyLocal};
-pub use discovery::{
-    DiscoveryError, FileError, FileFormat, HttpUrl, HttpUrlError, NamedWorker, PodRole, derived_id, engine_key,
-    without_password, worker_map,
-};
+#[cfg(feature = "kubernetes")]
+pub use discovery::PodRole;
+pub use discovery::{DiscoveryError, HttpUrl, HttpUrlError, derived_id, engine_key, without_password, worker_map};
+#[cfg(feature = "discovery")]
+pub use discovery::{FileError, FileFormat, NamedWorker};
 pub use engine_load::{EngineLoadFact, series};
 pub use health::{HealthState, Outcome, RankHealth};
 pub use ingest::{Backoff, BlockName, DIGEST_REQUEST, EngineContents, NAMES_REQUEST, RestoreState, StreamState};

@@ -29,6 +29,7 @@ mod zmtp;
 // Tests of the pure core, which also run with `--no-default-features`.
 mod answer_properties;
 mod audit;
+mod budgets;
 mod docs_config;
 mod hashing_vectors;
 mod import_cycles;
