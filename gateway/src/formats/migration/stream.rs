@@ -83,13 +83,6 @@ pub struct StreamJoiner {
     error: Vec<u8>,
 }
 
-/// Effect on one event.
-enum Step {
-    Keep,
-    Replace(Vec<u8>),
-    Drop,
-}
-
 impl StreamJoiner {
     /// A joiner for the first attempt. Output of more than `tokens_max` tokens is not resumable.
     #[must_use]
@@ -238,62 +231,56 @@ impl StreamJoiner {
             let end = at + first_event_end(&events[at..]);
             let event = &events[at..end];
             match (self.step(event), &mut edited) {
-                (Step::Keep, None) => {}
-                (Step::Keep, Some(edited)) => edited.extend_from_slice(event),
-                (Step::Replace(new), Some(edited)) => edited.extend_from_slice(&new),
-                (Step::Replace(new), edited @ None) => *edited = Some([&events[..at], &new].concat()),
-                (Step::Drop, Some(_)) => {}
-                (Step::Drop, edited @ None) => *edited = Some(events[..at].to_vec()),
+                (None, None) => {}
+                (None, Some(edited)) => edited.extend_from_slice(event),
+                (Some(new), Some(edited)) => edited.extend_from_slice(&new),
+                (Some(new), edited @ None) => *edited = Some([&events[..at], &new].concat()),
             }
             at = end;
         }
         edited.map_or(events, Bytes::from)
     }
 
-    fn step(&mut self, event: &[u8]) -> Step {
+    /// What replaces an event, nothing for a dropped one; `None` if it passes.
+    fn step(&mut self, event: &[u8]) -> Option<Vec<u8>> {
         if self.has_failed() {
             self.error.extend_from_slice(event);
-            return Step::Drop;
+            return Some(Vec::new());
         }
         let Ok(text) = str::from_utf8(event) else {
             self.end_resumability(StreamState::Unsound);
-            return Step::Keep;
+            return None;
         };
         let mut lines = text.lines().filter_map(|line| line.strip_prefix("data:"));
         let (Some(data), None) = (lines.next().map(str::trim), lines.next()) else {
             if text.lines().any(|line| line.starts_with("data:")) {
                 self.end_resumability(StreamState::Unsound);
             }
-            return Step::Keep;
+            return None;
         };
         if data.is_empty() {
-            return Step::Keep;
+            return None;
         }
         if data == DONE {
             self.end_resumability(StreamState::Finished);
-            return if std::mem::replace(&mut self.is_done, true) { Step::Drop } else { Step::Keep };
+            return if std::mem::replace(&mut self.is_done, true) { Some(Vec::new()) } else { None };
         }
         let Ok(chunk) = serde_json::from_str::<Chunk<'_>>(data) else {
             self.end_resumability(StreamState::Unsound);
-            return Step::Keep;
+            return None;
         };
         if self.state() == StreamState::Resumable && chunk.is_server_error() {
             self.error = event.to_vec();
-            return Step::Drop;
+            return Some(Vec::new());
         }
         self.read(&chunk);
         let choices = chunk.choices.as_deref().unwrap_or_default();
         if self.resumed_after.is_some() && matches!(choices, [choice] if choice.is_opening()) {
-            return Step::Drop;
+            return Some(Vec::new());
         }
-        match self.rewritten(data, &chunk) {
-            Some(json) => {
-                let start = data.as_ptr() as usize - text.as_ptr() as usize;
-                let end = start + data.len();
-                Step::Replace([&event[..start], &json, &event[end..]].concat())
-            }
-            None => Step::Keep,
-        }
+        let json = self.rewritten(data, &chunk)?;
+        let start = data.as_ptr() as usize - text.as_ptr() as usize;
+        Some([&event[..start], &json, &event[start + data.len()..]].concat())
     }
 
     /// Records the output of a chunk.

@@ -3,6 +3,7 @@
 //! No client header can select a worker, a cache source or the framing of a response, and no forwarded response header
 //! identifies a worker. The proxy checks permissions.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -40,7 +41,7 @@ pub(crate) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
 /// Maximum deadline: one day.
-const DEADLINE_MS_MAX: u64 = 86_400_000;
+const DEADLINE_MS_MAX: u32 = 86_400_000;
 /// Minimum target, in milliseconds.
 const TARGET_MS_MIN: f64 = 0.001;
 /// Maximum target: one day.
@@ -132,35 +133,13 @@ const STRIPPED: [&str; 12] = [
 /// # Errors
 /// 400 with the name of an invalid or repeated header.
 pub fn request_options(headers: &HeaderMap) -> Result<RequestOptions, ApiError> {
-    let text = |given: &str, bytes_max| (1..=bytes_max).contains(&given.len()).then(|| Arc::from(given));
-    let strict_priority = read(
-        headers,
-        PRIORITY,
-        |given| digits(given)?.parse().ok(),
-        || format!("must be a whole number from 0 to {}", u32::MAX),
-    )?;
+    let strict_priority = whole(headers, PRIORITY, 0..=u32::MAX)?;
     let priority_jump =
         read(headers, PRIORITY_JUMP, seconds, || format!("must be a number of seconds from 0 to {PRIORITY_JUMP_MAX}"))?;
-    let deadline =
-        read(headers, DEADLINE_MS, millis, || format!("must be a whole number from 1 to {DEADLINE_MS_MAX}"))?;
-    let policy_class = read(
-        headers,
-        CLASS,
-        |given| text(given, CLASS_BYTES_MAX),
-        || format!("must have 1 to {CLASS_BYTES_MAX} bytes of ASCII"),
-    )?;
-    let session_id = read(
-        headers,
-        SESSION_ID,
-        |given| text(given, SessionId::BYTES_MAX),
-        || format!("must have 1 to {} bytes of ASCII", SessionId::BYTES_MAX),
-    )?;
-    let expected_output_tokens = read(
-        headers,
-        EXPECTED_OUTPUT_TOKENS,
-        |given| digits(given)?.parse().ok().filter(|tokens| *tokens > 0),
-        || format!("must be a whole number from 1 to {}", u32::MAX),
-    )?;
+    let deadline = whole(headers, DEADLINE_MS, 1..=DEADLINE_MS_MAX)?.map(|ms| Duration::from_millis(ms.into()));
+    let policy_class = text(headers, CLASS, CLASS_BYTES_MAX)?;
+    let session_id = text(headers, SESSION_ID, SessionId::BYTES_MAX)?;
+    let expected_output_tokens = whole(headers, EXPECTED_OUTPUT_TOKENS, 1..=u32::MAX)?;
     let [ttft_target, itl_target] = [target(headers, TTFT_MS)?, target(headers, ITL_MS)?];
     let on_target_miss =
         read(headers, ON_TARGET_MISS, OnTargetMiss::from_name, || "must be serve or reject".to_owned())?;
@@ -207,14 +186,16 @@ fn fractional_millis(given: &str) -> Option<Duration> {
     Duration::try_from_secs_f64(millis / 1e3).ok()
 }
 
-/// Digits only; Rust's number parsers also accept a sign.
-fn digits(given: &str) -> Option<&str> {
-    given.bytes().all(|byte| byte.is_ascii_digit()).then_some(given)
+fn whole(headers: &HeaderMap, name: &'static str, range: RangeInclusive<u32>) -> Result<Option<u32>, ApiError> {
+    // Digits only; Rust's number parsers also accept a sign.
+    let digits = |given: &str| given.bytes().all(|byte| byte.is_ascii_digit()).then(|| given.parse().ok()).flatten();
+    let rule = || format!("must be a whole number from {} to {}", range.start(), range.end());
+    read(headers, name, |given| digits(given).filter(|number| range.contains(number)), rule)
 }
 
-fn millis(given: &str) -> Option<Duration> {
-    let millis = digits(given)?.parse().ok()?;
-    (1..=DEADLINE_MS_MAX).contains(&millis).then(|| Duration::from_millis(millis))
+fn text(headers: &HeaderMap, name: &'static str, bytes_max: usize) -> Result<Option<Arc<str>>, ApiError> {
+    let parse = |given: &str| (1..=bytes_max).contains(&given.len()).then(|| Arc::from(given));
+    read(headers, name, parse, || format!("must have 1 to {bytes_max} bytes of ASCII"))
 }
 
 fn seconds(given: &str) -> Option<f64> {
@@ -257,16 +238,13 @@ pub struct ToWorker<'a> {
 #[must_use]
 pub fn to_worker(client: &HeaderMap, own: ToWorker<'_>) -> HeaderMap {
     let mut headers = passing(client, &NOT_TO_WORKERS);
-    match own.authorization {
-        Authorization::Drop => {}
-        Authorization::Pass => {
-            if let Some(key) = client.get(header::AUTHORIZATION) {
-                headers.insert(header::AUTHORIZATION, secret(key));
-            }
-        }
-        Authorization::Key(key) => {
-            headers.insert(header::AUTHORIZATION, secret(key));
-        }
+    let key = match own.authorization {
+        Authorization::Drop => None,
+        Authorization::Pass => client.get(header::AUTHORIZATION),
+        Authorization::Key(key) => Some(key),
+    };
+    if let Some(key) = key {
+        headers.insert(header::AUTHORIZATION, secret(key));
     }
     if let Some(rank) = own.data_parallel_rank {
         headers.insert(DATA_PARALLEL_RANK, HeaderValue::from(rank));
