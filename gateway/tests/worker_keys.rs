@@ -68,7 +68,7 @@ async fn an_engine_with_a_key_joins_is_polled_tokenizes_and_serves() {
     for (dialect, pages) in pages {
         let (directory, engine) = (Directory::new(), engine(dialect, KEY).await);
         let front = Front::start(engine.address(), None).await;
-        let mut settings = settings(Some(&directory.write("key", &format!("{KEY}\n"))));
+        let mut settings = settings(Some(&directory.write("key", format!("{KEY}\n"))));
         settings.models[0].worker_urls = vec![front.url()];
         let gateway = Gateway::start(settings).await.expect("start succeeds");
         registered(&gateway, 1).await;

@@ -108,6 +108,7 @@ pub(crate) async fn answer(
 }
 
 /// Outcome of a request before its rendering.
+#[expect(clippy::large_enum_variant, reason = "one exists per request; a box would be one allocation more")]
 enum Reply {
     /// A worker has started a response.
     Started(Forwarded),
