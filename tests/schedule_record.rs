@@ -1,8 +1,16 @@
 //! Recorded decisions, replayed.
 
-use pointsman::{RecordedChoice, Replay, ReplayMode};
+use std::sync::Arc;
+use std::time::Duration;
 
-use crate::recorded::{Recorded, configs, replayed, settings};
+use pointsman::config::SlowStartConfig;
+use pointsman::internals::health::Exclusions;
+use pointsman::internals::load::PromptBlocks;
+use pointsman::internals::schedule::{Input, Request, ResolvedOptions};
+use pointsman::protocol::{Generation, Slot, Timestamp};
+use pointsman::{Constraints, RecordedChoice, Replay, ReplayMode, RouterConfig};
+
+use crate::recorded::{Recorded, configs, rank, replayed, settings};
 use crate::repetitions::repetitions;
 
 /// Decisions per configuration. A larger number for a longer run.
@@ -30,4 +38,34 @@ fn recorded_decisions_replay_bit_for_bit() {
             found.iter().filter(|decision| decision.books && matches!(decision.recorded, RecordedChoice::Rank { .. }));
         assert_eq!(booked.count() as u64, recorded.booked, "{name}: every booking is recorded");
     }
+}
+
+/// A request for one of the ranks in the slots 0 and 1.
+fn request(n: u64) -> Input<u64> {
+    let constraints =
+        Constraints { allowed_workers: Some([rank(0).worker].into_iter().collect()), ..Constraints::default() };
+    let options = ResolvedOptions { constraints, ..ResolvedOptions::default() };
+    Input::Request(Request { options: Some(Box::new(options)), ..Request::new(n, PromptBlocks::Counted(10), 160) })
+}
+
+/// The statuses of ranks are recorded with the refresh that ends the slow return of a rank. The replay ends it, too.
+#[test]
+fn a_slow_return_ends_alike_if_statuses_are_recorded_with_its_end() {
+    let slow_start = SlowStartConfig { fill: 0.5, max_ms: 1, return_ms: 10_000 };
+    let config = RouterConfig { block_size: Some(16), slow_start, ..RouterConfig::default() };
+    let mut recorded = Recorded::new(&config);
+    let at = |seconds| Timestamp(0) + Duration::from_secs(seconds);
+    let ejected = Exclusions { ejected: [rank(0)].into_iter().collect(), ..Exclusions::default() };
+    recorded.step(Input::Exclusions(Arc::new(ejected)), at(0));
+    recorded.step(Input::Exclusions(Arc::default()), at(0));
+    recorded.step(request(0), at(1));
+    recorded.step(Input::Undrain { slot: Slot(1), generation: Generation(1) }, at(11));
+    recorded.step(request(1), at(11));
+    let found = replayed(&recorded.segments, || Replay::new(ReplayMode::Verify, settings));
+    let ranks = found.iter().map(|decision| match &decision.recorded {
+        RecordedChoice::Rank { rank, .. } => *rank,
+        other => panic!("no rank: {other:?}"),
+    });
+    assert_eq!(ranks.collect::<Vec<_>>(), [rank(1), rank(0)], "the return is over before the second request");
+    assert!(found.iter().all(|decision| decision.is_equal), "{:?}", found[1]);
 }

@@ -49,7 +49,7 @@ fn prompt(n: u64) -> PromptBlocks {
     PromptBlocks::Hashed(hashes.collect())
 }
 
-fn rank(slot: u32) -> WorkerRank {
+pub(crate) fn rank(slot: u32) -> WorkerRank {
     WorkerRank::new(WorkerId(u64::from(slot) / 2), slot % 2)
 }
 
@@ -176,7 +176,7 @@ impl Recorded {
         self.step(Input::Admit(admission), now);
     }
 
-    fn step(&mut self, input: Input<u64>, now: Timestamp) {
+    pub(crate) fn step(&mut self, input: Input<u64>, now: Timestamp) {
         self.recorder.step(&mut self.schedule, input, &self.live, now, &mut self.effects);
         while let Some(effect) = self.effects.pop_front() {
             match effect {

@@ -48,11 +48,15 @@ impl Ranks {
         to.extend(self.statuses.iter().map(|status| status.to_bits()));
     }
 
-    /// `None` if there is not one status per rank.
+    /// Replaces the statuses, except that the own ranks keep whether they are returning: statuses may have been written
+    /// after the refresh that ends a return, which the reader performs later, and with it sets the cost factor to 1. What
+    /// begins a return is in keyframes. `None` if there is not one status per rank.
     pub(crate) fn read_statuses(&mut self, from: &mut Reader<'_>) -> Option<()> {
         let statuses = from.list(|from| from.u8().map(RankStatus::from_bits))?;
         (statuses.len() == self.all.len()).then_some(())?;
-        self.statuses = statuses;
+        for (own, status) in self.statuses.iter_mut().zip(statuses) {
+            *own = RankStatus { returning: own.returning, ..status };
+        }
         self.look_for_trouble();
         Some(())
     }
