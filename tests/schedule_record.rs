@@ -6,11 +6,12 @@ use std::time::Duration;
 use pointsman::config::SlowStartConfig;
 use pointsman::internals::health::Exclusions;
 use pointsman::internals::load::PromptBlocks;
-use pointsman::internals::schedule::{Input, Request, ResolvedOptions};
+use pointsman::internals::schedule::{Input, Request, ResolvedOptions, ResolvedTargets, Target};
+use pointsman::internals::select::{RankOverlap, TierOverlap};
 use pointsman::protocol::{Generation, Slot, Timestamp};
 use pointsman::{Constraints, RecordedChoice, Replay, ReplayMode, RouterConfig};
 
-use crate::recorded::{Recorded, configs, rank, replayed, settings};
+use crate::recorded::{Recorded, configs, prompt, rank, replayed, settings};
 use crate::repetitions::repetitions;
 
 /// Decisions per configuration. A larger number for a longer run.
@@ -67,5 +68,28 @@ fn a_slow_return_ends_alike_if_statuses_are_recorded_with_its_end() {
         other => panic!("no rank: {other:?}"),
     });
     assert_eq!(ranks.collect::<Vec<_>>(), [rank(1), rank(0)], "the return is over before the second request");
+    assert!(found.iter().all(|decision| decision.is_equal), "{:?}", found[1]);
+}
+
+/// The index may know a rank before the scheduler does. Its overlap counts if the rank joins before the decision.
+#[test]
+fn an_overlap_is_replayed_on_a_rank_that_joins_during_the_query() {
+    let config = RouterConfig { block_size: Some(16), ..RouterConfig::default() };
+    let (mut recorded, now) = (Recorded::new(&config), Timestamp(0) + Duration::from_secs(1));
+    let (slot, generation, blocks) = (Slot(0), Generation(1), prompt(0).block_count());
+    recorded.step(Input::Retire { slot, generation }, now);
+    let target = Target::Exactly { rank: rank(5), cached_tokens: None, expected_duration: None };
+    recorded.step(Input::Request(Request { target, ..Request::new(0, prompt(0), blocks * 16) }), now);
+    let ttft = Some(Duration::from_secs(100));
+    let targets = Some(ResolvedTargets { ttft, ttft_due: None, itl: None, rejects: false });
+    let options = Some(Box::new(ResolvedOptions { targets, ..ResolvedOptions::default() })); // queries unknown loads
+    let overlap = TierOverlap { device_blocks: blocks, ..TierOverlap::default() };
+    let overlaps = vec![RankOverlap { slot, generation, overlap }];
+    recorded.step(Input::Request(Request { overlaps, options, ..Request::new(1, prompt(0), blocks * 16) }), now);
+    recorded.admit(0, now);
+    recorded.answer(1, now);
+    let found = replayed(&recorded.segments, || Replay::new(ReplayMode::Verify, settings));
+    let RecordedChoice::Rank { rank: chosen, cached_tokens, .. } = found[1].recorded else { panic!("{:?}", found[1]) };
+    assert_eq!((found.len(), chosen, cached_tokens), (2, rank(0), blocks * 16), "the overlap of the new rank counts");
     assert!(found.iter().all(|decision| decision.is_equal), "{:?}", found[1]);
 }

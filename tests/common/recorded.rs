@@ -38,7 +38,7 @@ fn draw(n: u64, purpose: u64, below: u64) -> u64 {
     mix(n << 8 | purpose) % below
 }
 
-fn prompt(n: u64) -> PromptBlocks {
+pub(crate) fn prompt(n: u64) -> PromptBlocks {
     let (family, branch, length) = (draw(n, 1, 4), draw(n, 2, 5), 1 + draw(n, 3, 40));
     let content = |block: u64| if block < 9 { family << 32 | block } else { (family << 8 | branch) << 32 | block };
     let mut chained = 0;
@@ -163,7 +163,7 @@ impl Recorded {
         new
     }
 
-    fn admit(&mut self, slot: u32, now: Timestamp) {
+    pub(crate) fn admit(&mut self, slot: u32, now: Timestamp) {
         self.live.insert(Slot(slot), self.cells[slot as usize].clone());
         let traits = RankTraits {
             total_kv_blocks: (!slot.is_multiple_of(3)).then_some(5_000),
@@ -199,7 +199,7 @@ impl Recorded {
     }
 
     /// Replies to the open query, without some ranks.
-    fn answer(&mut self, n: u64, now: Timestamp) {
+    pub(crate) fn answer(&mut self, n: u64, now: Timestamp) {
         let Some(query) = self.open.pop_front() else { return };
         let answer = |slot: &Slot| LoadAnswer {
             slot: *slot,

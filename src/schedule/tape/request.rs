@@ -197,8 +197,8 @@ impl Last {
     }
 }
 
-/// Overlap of a generation of a rank that has left.
-const STALE: u64 = 1;
+/// Overlap of another generation than the present one of its slot, which follows: it may join before the decision.
+const OTHER: u64 = 1;
 /// Blocks in lower tiers follow.
 const LOWER: u64 = 1 << 1;
 
@@ -229,10 +229,13 @@ fn put_overlaps(to: &mut Vec<u8>, overlaps: &[RankOverlap], is_current: impl Fn(
             let lower = lower_tiers(&known.overlap);
             let difference = blocks - before.1;
             let difference = ((difference << 1) ^ (difference >> 63)).cast_unsigned();
-            let flags = if is_current(known) { 0 } else { STALE } | if lower == [0; 3] { 0 } else { LOWER };
+            let flags = if is_current(known) { 0 } else { OTHER } | if lower == [0; 3] { 0 } else { LOWER };
             put_number(to, difference << 2 | flags);
             if flags & LOWER != 0 {
                 lower.into_iter().for_each(|blocks| put_number(to, blocks.into()));
+            }
+            if flags & OTHER != 0 {
+                put_number(to, known.generation.0.into());
             }
         }
     }
@@ -258,8 +261,8 @@ fn read_overlaps(
         let [host_pinned_blocks, disk_blocks, external_blocks] =
             if number & LOWER != 0 { [from.u32()?, from.u32()?, from.u32()?] } else { [0; 3] };
         let slot = Slot(u32::try_from(last_slot).ok()?);
-        let present = generation_in(slot).unwrap_or_default();
-        let generation = if number & STALE != 0 { Generation(present.0.wrapping_sub(1)) } else { present };
+        let generation =
+            if number & OTHER != 0 { Generation(from.u32()?) } else { generation_in(slot).unwrap_or_default() };
         let device_blocks = u32::try_from(last_blocks).ok()?;
         let overlap = TierOverlap { device_blocks, host_pinned_blocks, disk_blocks, external_blocks };
         Some(RankOverlap { slot, generation, overlap })
