@@ -49,9 +49,7 @@ kinds! { scheduler, Scheduler, SchedulerMsg:
     queries: Applied, Pending, ShowQueue, #[cfg(feature = "replicas")] ReceiveSessions, #[cfg(feature = "replicas")] ShareSessions
 }
 kinds! { radix, Radix, RadixMsg:
-    Overlap, Apply, Register, Remove, Routed, Recorded, Released,
-    #[cfg(feature = "zmq")] Forget,
-    #[cfg(feature = "zmq")] RestoreEvicted;
+    Overlap, Apply, Register, Remove, Routed, Recorded, Released, Forget, RestoreEvicted;
     queries: Flush, Dump,
     #[cfg(feature = "replicas")] TakeRouted,
     #[cfg(feature = "zmq")] DumpRank,

@@ -31,8 +31,9 @@ fn the_page_lists_exactly_all_metrics() {
     let expected: Vec<String> = INSTRUMENTS.iter().map(row).collect();
     assert!(listed == expected, "{PAGE} must list\n{}\n", expected.join("\n"));
     for result in BookingResult::ALL {
-        let lists = |line: &&str| line.starts_with(&format!("- `{}`: ", result.outcome()));
-        let reasons = page.lines().find(lists).expect("a row for each outcome");
+        let begins = page.find(&format!("\n- `{}`: ", result.outcome())).expect("an item for each outcome");
+        let item = &page[begins + 1..];
+        let reasons = &item[..item.find("\n- ").or(item.find("\n\n")).unwrap_or(item.len())];
         assert!(reasons.contains(&format!("`{}`", result.reason())), "{PAGE} does not explain {result:?}");
     }
     for finding in Finding::ALL {
