@@ -30,7 +30,7 @@
 //! | `discovery` | workers by probes ([`ProbedUrls`]), DNS ([`DnsNames`]) and files ([`WatchedFile`]) |
 //! | `kubernetes` | workers by the pods of a cluster ([`KubernetesPods`]) |
 //! | `replicas` | load and cache contents shared with other replicas of the router ([`ReplicaBus`]) |
-//! | `faults` | drills that crash or block one actor ([`Router::inject`]) |
+//! | `faults` | drills that crash or block one actor (`Router::inject`) |
 //! | `test-support` | reference models for tests and benchmarks; not stable |
 //!
 //! # Example

@@ -63,7 +63,8 @@ pub(crate) trait DeferredReply: Send + Sized {
 /// Item of an inbox.
 pub(crate) enum Envelope<S: ActorState> {
     Msg(S::Msg),
-    /// A named query of the state.
+    /// A named query of the state. Only injected faults read the name.
+    #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "read by injected faults"))]
     Query(&'static str, Box<dyn FnOnce(&mut S) -> Answer + Send>),
 }
 

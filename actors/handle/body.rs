@@ -20,7 +20,7 @@ impl Placement {
     ///
     /// The first generated token of an event stream completes the prefill; a chunk with only a role does not. A
     /// response that is not streamed gives no time for its prefill. Output blocks are counted as the output passes, and
-    /// cached tokens are reported when a usage record contains them. [`answer`](crate::answer) defines what is counted,
+    /// cached tokens are reported when a usage record contains them. [`AnswerReader`](crate::AnswerReader) defines what is counted,
     /// and `kind` selects how the body is parsed. The end of the body reports [`Outcome::Ok`] and an error reports
     /// [`Outcome::Reset`], unless an outcome was reported before. A body that is dropped early reports no outcome,
     /// because the usual cause is a disconnected client. The booking is freed at the end of the body, before the body

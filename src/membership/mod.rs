@@ -77,7 +77,7 @@ pub struct RegisteredWorker {
     pub block_size: Option<u32>,
 }
 
-/// The machine. See the [module](self).
+/// The machine. See the module.
 ///
 /// ```
 /// use pointsman::RouterConfig;

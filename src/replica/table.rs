@@ -12,7 +12,8 @@ use crate::protocol::{Timestamp, WorkerRank};
 ///
 /// ```
 /// use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
-/// use pointsman::{internals::replica::{///, ///     LoadSummary, PeerTable, RankContribution, ReplicaLayout, SummaryKind}, ReplicaId, ReplicaLife};
+/// use pointsman::internals::replica::{LoadSummary, PeerTable, RankContribution, ReplicaLayout, SummaryKind};
+/// use pointsman::{ReplicaId, ReplicaLife};
 ///
 /// let layout = ReplicaLayout { block_size: 64, hash_seed: 1 };
 /// let rank = RankContribution {

@@ -9,7 +9,7 @@ use crate::ingest::SourcePosition;
 use crate::protocol::{KvEvent, RouterEvent, WorkerRank};
 use crate::wire::DecoderState;
 
-/// Index contents of one pool. See the [module documentation](super).
+/// Index contents of one pool. The format is in the module documentation.
 ///
 /// ```
 /// use std::num::NonZeroU32;

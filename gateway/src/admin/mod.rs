@@ -1,6 +1,6 @@
 //! Administration listener: workers, drains, loads, explanations, settings, and the served index.
 //!
-//! Every request except for the files of the live page needs the token ([`auth`]), and an unambiguous path. The index
+//! Every request except for the files of the live page needs the token (`auth`), and an unambiguous path. The index
 //! has a token of its own as well, and a read-only token gives access to `GET`, which has no side effects. Changes run
 //! one at a time and to completion, each with an audit line. [`listener`](crate::net::listener) accepts connections; the
 //! router performs changes. `docs/admin.md` documents all paths with examples.

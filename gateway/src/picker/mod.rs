@@ -1,7 +1,7 @@
 //! Endpoint picker: the choice of the gateway for proxies that speak Envoy's external processing protocol.
 //!
 //! `[picker]` adds a listener of gRPC with the services `envoy.service.ext_proc.v3.ExternalProcessor` and
-//! `grpc.health.v1.Health`. [`exchange`] has the order of the messages, [`decide`] the decision, [`session`] one
+//! `grpc.health.v1.Health`. `exchange` has the order of the messages, `decide` the decision, `session` one
 //! exchange. Requests are prepared, placed and accounted as those of the proxy.
 
 mod decide;

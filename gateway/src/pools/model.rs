@@ -1,6 +1,6 @@
 //! One served model: its router, the sources of its workers, its tokens and its metrics.
 //!
-//! The router selects ranks; [`sources`](super::sources) provides workers.
+//! The router selects ranks; `sources` provides workers.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 //!
 //! Order of steps: authentication, parsing, model lookup, tokenization, placement, attempt. Rejections happen before
 //! any booking if possible, the body changes only where routing requires it, and every end of a request ends its
-//! booking. [`attempts`] retries, and [`answer`] streams the response.
+//! booking. `attempts` retries, and `answer` streams the response.
 
 pub(crate) mod account;
 mod answer;

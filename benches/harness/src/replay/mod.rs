@@ -1,6 +1,6 @@
 //! Replay of a workload through a router in real time, over engines that respond immediately: arguments and execution.
 //!
-//! [`state`] has the steps of a request and the counts, [`closed`] and [`open`] are the two sources of requests.
+//! `state` has the steps of a request and the counts, `closed` and `open` are the two sources of requests.
 
 mod closed;
 mod open;

@@ -1,7 +1,7 @@
 //! Listener and its connections: plain or TLS, HTTP/1.1 or HTTP/2 (h2c with prior knowledge, or ALPN).
 //!
 //! Limits the number of connections; further ones receive one response and are closed if the listener has routes for
-//! them ([`Overflow`]). A client that sends or reads too slowly is cut off without effect on others. A drain accepts no
+//! them (`Overflow`). A client that sends or reads too slowly is cut off without effect on others. A drain accepts no
 //! new connections, closes idle ones, lets requests in flight end, and reports the number of broken ones. During a
 //! drain each response carries `Connection: close`, and a connection closes only after an idle period, so that every
 //! request on a kept-alive connection gets a response. HTTP/2 connections receive GOAWAY at the start of a drain.
