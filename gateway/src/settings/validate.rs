@@ -300,7 +300,7 @@ impl ModelSettings {
             }),
             self.assumes_batched_tokens().then(|| {
                 format!(
-                    "model {name:?} limits prefill by a share of max_num_batched_tokens: {assumed} is assumed for                      workers that do not state it (set router.queue.unstated_batched_tokens; vLLM does not state it)"
+                    "model {name:?} limits prefill by a share of max_num_batched_tokens: {assumed} is assumed for workers that do not state it (set router.queue.unstated_batched_tokens; vLLM does not state it)"
                 )
             }),
         ];
