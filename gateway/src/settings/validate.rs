@@ -265,7 +265,8 @@ impl ReplicasSettings {
             && self.kubernetes_service.is_none()
             && self.peers.iter().chain(&self.dns).all(|address| is_loopback(address))
             && self.nats.iter().all(|url| url.split_once("://").is_some_and(|(_, address)| is_loopback(address)));
-        let rule = "given beyond loopback, unless there are tls_certificate_file, tls_key_file and tls_ca_file, or                     insecure is true";
+        let rule = "given beyond loopback, unless there are tls_certificate_file, tls_key_file and tls_ca_file, or \
+                    insecure is true";
         rules.check("key_file", "absent", is_secure || is_local, rule);
     }
 
@@ -295,12 +296,14 @@ impl ModelSettings {
             (!self.has_sources()).then(|| format!("model {name:?} has no workers until an operator adds some")),
             passes.then(|| {
                 format!(
-                    "model {name:?} passes Anthropic Messages: tenants share caches unless its engines read cache_salt                      in them"
+                    "model {name:?} passes Anthropic Messages: tenants share caches unless its engines read cache_salt \
+                     in them"
                 )
             }),
             self.assumes_batched_tokens().then(|| {
                 format!(
-                    "model {name:?} limits prefill by a share of max_num_batched_tokens: {assumed} is assumed for workers that do not state it (set router.queue.unstated_batched_tokens; vLLM does not state it)"
+                    "model {name:?} limits prefill by a share of max_num_batched_tokens: {assumed} is assumed for \
+                     workers that do not state it (set router.queue.unstated_batched_tokens; vLLM does not state it)"
                 )
             }),
         ];
