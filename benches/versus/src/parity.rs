@@ -15,8 +15,8 @@ use std::io::{self, Write};
 use std::num::NonZeroU32;
 
 use clap::Args;
-use pointsman::protocol::{BlockHash, StoredBlock, WorkerRank};
 use pointsman::internals::select::Draw;
+use pointsman::protocol::{BlockHash, StoredBlock, WorkerRank};
 use pointsman::{AddRequest, Prompt, RouteRequest};
 use pointsman_bench::Failed;
 use pointsman_bench::engine::{Change, Engine, name_blocks};
