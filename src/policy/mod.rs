@@ -1,9 +1,9 @@
 //! Routing policies, one module each with its settings, and the interfaces for custom policies of embedders.
 //!
 //! A module holds the settings of its policy, the knowledge that it needs, and its choice or its cost with bounds and
-//! terms. The cost of `latency` is in `schedule`. The list of policies is `policies!` in this file; [`Policy`] and [`PolicyConfig`] follow from it. A
-//! policy that compares no costs also implements [`RankPolicy`], the interface of custom ones. `schedule` supplies facts
-//! and applies eligibility.
+//! terms. The cost of `latency` is in `schedule`. The list of policies is `policies!` in this file; [`Policy`] and
+//! [`PolicyConfig`] follow from it. A policy that compares no costs also implements [`RankPolicy`], the interface of
+//! custom ones. `schedule` supplies facts and applies eligibility.
 
 mod built_in;
 mod cache_aware;

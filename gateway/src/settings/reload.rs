@@ -1,7 +1,7 @@
 //! Settings that a reload can change.
 //!
-//! Other settings keep their running value and are reported, so a new setting needs a restart until it is listed here.
-//! The gateway applies the changes.
+//! Other settings keep their running value and are reported, so a new setting needs a restart until its declaration
+//! has `=> reloaded`. The gateway applies the changes.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
