@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::Stdio;
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::process::Command;
 
 use crate::common::authority::Authority;
@@ -53,9 +53,11 @@ enum User<'a> {
     Certificate(&'a Authority),
 }
 
-/// The error of the source.
-async fn refusal(gateway: &WatchingGateway) -> String {
-    let source = gateway.until_source("an error", |source| source["last_error"].is_string()).await;
+/// The error of the source with this text. A server that rejects a certificate closes the connection, and under TLS 1.3
+/// the client may see the end before the reason. The next attempt of the watch shows the reason.
+async fn refusal(gateway: &WatchingGateway, text: &str) -> String {
+    let has_text = |source: &Value| source["last_error"].as_str().is_some_and(|error| error.contains(text));
+    let source = gateway.until_source(&format!("an error with {text:?}"), has_text).await;
     assert!(gateway.workers("m").await.is_empty());
     source["last_error"].as_str().expect("a text").to_owned()
 }
@@ -69,13 +71,11 @@ async fn a_kubeconfig_has_authority_and_client_certificate() {
     known.until_workers("m", &pod.workers(&[port]), "with the certificate").await;
     let others = Authority::new();
     let anonymous = gateway(&server, &authority, User::Anonymous, port).await;
-    let error = refusal(&anonymous).await;
-    assert!(error.to_lowercase().contains("certificate"), "{error}");
+    refusal(&anonymous, "ertificate").await;
     let stranger = gateway(&server, &authority, User::Certificate(&others), port).await;
-    refusal(&stranger).await;
+    refusal(&stranger, "").await;
     let misled = gateway(&server, &others, User::Certificate(&authority), port).await;
-    let error = refusal(&misled).await;
-    assert!(error.to_lowercase().contains("certificate"), "{error}");
+    refusal(&misled, "ertificate").await;
 }
 
 #[tokio::test]
@@ -87,8 +87,7 @@ async fn a_kubeconfig_has_a_bearer_token() {
     let known = gateway(&server, &authority, User::Token(TOKEN), port).await;
     known.until_workers("m", &pod.workers(&[port]), "with the token").await;
     let stranger = gateway(&server, &authority, User::Token("another"), port).await;
-    let error = refusal(&stranger).await;
-    assert!(error.contains("status 401"), "{error}");
+    refusal(&stranger, "status 401").await;
 }
 
 #[tokio::test]
@@ -98,7 +97,7 @@ async fn a_damaged_kubeconfig_is_reported_and_read_again() {
     let directory = Directory::new();
     directory.write("kubeconfig", "clusters: 7");
     let gateway = WatchingGateway::start(directory, &model(port, "kubeconfig_file = \"kubeconfig\"")).await;
-    let error = refusal(&gateway).await;
+    let error = refusal(&gateway, "").await;
     assert!(error.starts_with("the Kubernetes client cannot be configured: /"), "{error}");
     assert!(error.contains("kubeconfig: "), "{error}");
     gateway.directory.kubeconfig(&server.url(), &[], &json!({}));
