@@ -84,8 +84,8 @@ pub(crate) async fn answer(
     }
     let reply = forward(&context, &mut account, endpoint, &head.headers, request_id, body).await;
     let is_anthropic = endpoint.is_anthropic();
-    let (mut response, error) = match reply.unwrap_or_else(Reply::Refused) {
-        Reply::Started(Forwarded { begin, translation, migration }) => {
+    let (mut response, error) = match reply {
+        Ok(Reply::Started(Forwarded { begin, translation, migration })) => {
             let response = start_response(&context, account, begin, request_id, migration);
             return match translation {
                 Some(translation) => translation.of(response, request_id).await,
@@ -93,8 +93,8 @@ pub(crate) async fn answer(
                 None => response,
             };
         }
-        Reply::Count(input_tokens) => (Json(json!({ "input_tokens": input_tokens })).into_response(), None),
-        Reply::Refused(refusal) => {
+        Ok(Reply::Count(input_tokens)) => (Json(json!({ "input_tokens": input_tokens })).into_response(), None),
+        Err(refusal) => {
             let code = refusal.code();
             (refusal.rendered(is_anthropic, request_id), code)
         }
@@ -107,15 +107,13 @@ pub(crate) async fn answer(
     response
 }
 
-/// Outcome of a request before its rendering.
+/// Outcome of a request before its rendering, beside a [`Refusal`].
 #[expect(clippy::large_enum_variant, reason = "one exists per request; a box would be one allocation more")]
 enum Reply {
     /// A worker has started a response.
     Started(Forwarded),
     /// Number of prompt tokens, known without a worker.
     Count(u32),
-    /// An error for the client.
-    Refused(Refusal),
 }
 
 /// A started response and its treatment on the way to the client.
