@@ -50,7 +50,7 @@ impl<T> Schedule<T> {
     ) -> Option<Progress> {
         let batch = self.deciding.as_mut()?;
         let mut pending = batch.requests.pop_front()?;
-        let (in_batch, mut listed) = (batch.in_batch, batch.listed.take());
+        let (in_batch, remaining, mut listed) = (batch.in_batch, batch.requests.len(), batch.listed.take());
         let settle = !batch.queried && in_batch == 0;
         batch.in_batch += 1;
         if in_batch > 0 {
@@ -62,34 +62,48 @@ impl<T> Schedule<T> {
         if session.is_some() {
             listed = None; // other ranks are eligible
         }
-        let (verdict, again) = if self.needs_choice(&pending) {
+        let verdict = if self.needs_choice(&pending) {
             let (choice, search) = self.active.choose(&self.pool, (&pending, in_batch), loads, settle, listed);
-            let decided = match (choice, pending.class) {
+            let verdict = match (choice, pending.class) {
                 (Choice::Rank(position), _) => {
                     let shadow = self.shadow_report(in_batch, loads, position, &pending);
                     let effect = self.place(in_batch, loads, (position, search.as_deref()), pending, shadow);
                     effects.push_back(effect);
-                    (Verdict::Placed, None)
+                    Verdict::Placed
                 }
                 (Choice::None(reason), _) => {
                     effects.push_back(Effect::Reject { context: pending.request.context, reason });
-                    (Verdict::Rejected, None)
+                    Verdict::Rejected
                 }
-                (Choice::Wait, Some(class)) => (Verdict::Waits, self.hold(pending, class, effects)),
-                (Choice::QueryAgain, _) | (Choice::Wait, None) => (Verdict::Again, Some(pending)),
+                (Choice::Wait, Some(class)) => {
+                    if let Some(pending) = self.hold(pending, class, effects) {
+                        self.return_to_batch(pending);
+                    }
+                    Verdict::Waits
+                }
+                (Choice::QueryAgain, _) | (Choice::Wait, None) => {
+                    self.return_to_batch(pending);
+                    Verdict::Again
+                }
             };
             self.active.keep(search);
-            decided
+            verdict
         } else {
-            (self.answer(in_batch, loads, pending, effects), None)
+            self.answer(in_batch, loads, pending, effects)
         };
-        let mut ended = self.deciding.take_if(|batch| again.is_some() || batch.requests.is_empty());
+        let ended = self.deciding.take_if(|batch| batch.requests.len() > remaining || batch.requests.is_empty());
         let is_last = ended.is_some();
-        if let Some(batch) = &mut ended {
-            let requests = again.into_iter().chain(batch.requests.drain(..)).collect();
-            self.query_again(requests);
+        if let Some(batch) = ended {
+            self.query_again(batch.requests);
         }
         Some(Progress::Decided { verdict, session, is_last })
+    }
+
+    /// Puts a request that needs other loads back at the front of its batch.
+    fn return_to_batch(&mut self, pending: PendingRequest<T>) {
+        if let Some(batch) = &mut self.deciding {
+            batch.requests.push_front(pending);
+        }
     }
 
     fn needs_choice(&self, pending: &PendingRequest<T>) -> bool {
