@@ -22,7 +22,7 @@ fn latency() -> RouterConfig {
     RouterConfig { policy: Policy::Latency.into(), ..RouterConfig::default() }
 }
 
-/// Two ranks: rank 0 has the whole prompt cached, and a queue of 75 blocks, 0.51 s of prefill.
+/// Two ranks: rank 0 has the whole prompt cached, of which the last block is computed again, and a queue of 75 blocks, 0.51 s of prefill.
 fn warm_and_idle(config: RouterConfig) -> SimulatedFleet {
     let mut fleet = SimulatedFleet::new(config, 2);
     fleet.occupy(9, 0, 75);
@@ -80,7 +80,7 @@ fn worked_example_of_predictions() {
     let work = |tokens: f64, cached: f64| tokens * (1.0 + (cached + tokens / 2.0) / 33_000.0);
     let wait = speed.prefill(work(4_800.0, 0.0));
     let step = 0.004 + 20e-6 + 75.0 * 64.0 * 65e-9;
-    close(prediction(&rows[0]).ttft_seconds.expect("prefill"), wait + speed.prefill(work(1.0, 6_399.0)) + step);
+    close(prediction(&rows[0]).ttft_seconds.expect("prefill"), wait + speed.prefill(work(64.0, 6_336.0)) + step);
     close(prediction(&rows[0]).itl_seconds.expect("decode"), 0.004 + 2.0 * 20e-6 + 175.0 * 64.0 * 65e-9);
     close(prediction(&rows[1]).ttft_seconds.expect("prefill"), speed.prefill(work(6_400.0, 0.0)) + 0.004);
     close(prediction(&rows[1]).itl_seconds.expect("decode"), 0.004 + 20e-6 + 100.0 * 64.0 * 65e-9);

@@ -264,6 +264,7 @@ fn requests_that_find_all_ranks_busy_are_queued_like_arrivals() {
         let mut fleet = SimulatedFleet::new(config, 2);
         // Rank 0 has the prompt active but nothing to prefill, so it needs a load query. Rank 1 is busy.
         fleet.request(80, &SampleRequest { cached: vec![(0, 4)], ..SampleRequest::default() });
+        fleet.complete_prefill(80);
         let busy = Target::Exactly { rank: rank(1), cached_tokens: None, expected_duration: None };
         fleet.request(81, &SampleRequest { target: busy, waits: false, prompt: 2, ..SampleRequest::default() });
         fleet.responds_at_once = false;
@@ -321,6 +322,7 @@ fn deadlines_expire_during_queries_for_others() {
 fn requests_can_be_cancelled_in_every_state() {
     let mut fleet = SimulatedFleet::new(one_at_a_time(&[("only", 2_048)]), 1);
     fleet.request(90, &SampleRequest { cached: vec![(0, 64)], blocks: 4, ..SampleRequest::default() });
+    fleet.complete_prefill(90);
     fleet.responds_at_once = false;
     fleet.request(0, &SampleRequest::default()); // in flight
     fleet.request(1, &SampleRequest::default()); // queued behind it

@@ -261,12 +261,13 @@ impl<T> Schedule<T> {
     /// Prompt tokens cached on the best rank that may serve the request, now or after a wait.
     fn best_cached_tokens(&mut self, inputs: EligibilityInputs<'_>, overlaps: &[RankOverlap]) -> u32 {
         let (ranks, eligibility) = (&self.pool.ranks, &mut self.eligibility);
+        let (pool, prompt_tokens) = (self.active.settings.pool, inputs.prompt_tokens);
         self.active.settings.rules.evaluate(ranks, inputs, eligibility);
         let may_serve = overlaps.iter().filter(|known| {
             let position = ranks.position_of(known.slot, known.generation);
             position.is_some_and(|position| eligibility.of(position).is_none_or(Filter::passes))
         });
-        may_serve.map(|known| self.active.settings.pool.cached_tokens(known.overlap)).max().unwrap_or(0)
+        may_serve.map(|known| pool.cached_tokens(known.overlap, prompt_tokens)).max().unwrap_or(0)
     }
 
     /// The next request to leave the queue.

@@ -86,7 +86,7 @@ impl<'a, T, V: LoadView> Case<'a, T, V> {
     }
 
     pub(super) fn cached_tokens(&self, overlap: TierOverlap) -> u32 {
-        self.settings.pool.cached_tokens(overlap)
+        self.settings.pool.cached_tokens(overlap, self.pending.request.prompt_tokens)
     }
 
     /// The overlap of the request per rank, by position.
@@ -131,7 +131,8 @@ impl<'a, T, V: LoadView> Case<'a, T, V> {
         let cached = self.cached_tokens(overlap);
         let block_count = self.candidate.block_count;
         let (shared_blocks, _) = if rank.is_overdue() { (0, 0) } else { projected.shared_blocks(block_count) };
-        cached.max(self.tokens(self.pending.awaited_blocks(shared_blocks))).min(self.pending.request.prompt_tokens)
+        let reusable = self.settings.pool.reusable_tokens(self.pending.request.prompt_tokens);
+        cached.max(self.tokens(self.pending.awaited_blocks(shared_blocks)).min(reusable))
     }
 
     /// Speed of the rank; unknown parts use the typical speed of the pool.

@@ -86,8 +86,15 @@ impl PoolParameters {
         }
     }
 
-    pub(super) fn cached_tokens(&self, overlap: TierOverlap) -> u32 {
-        overlap.cached_tokens(self.tier_weights, self.block_size)
+    /// Tokens of a prompt that the engine takes from its cache: at most its whole blocks without the last token, which
+    /// every engine computes for its logits.
+    pub(super) fn cached_tokens(&self, overlap: TierOverlap, prompt_tokens: u32) -> u32 {
+        overlap.cached_tokens(self.tier_weights, self.block_size).min(self.reusable_tokens(prompt_tokens))
+    }
+
+    pub(super) fn reusable_tokens(&self, prompt_tokens: u32) -> u32 {
+        let last = prompt_tokens.saturating_sub(1);
+        last - last % self.block_size
     }
 
     pub(super) fn tracks_prefill<T>(&self, pending: &PendingRequest<T>) -> bool {

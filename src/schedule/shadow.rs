@@ -81,7 +81,7 @@ impl<T, V: LoadView> Case<'_, T, V> {
         });
         AppraisedRank {
             rank: Some(rank.rank),
-            cached_tokens: self.cached_tokens(overlap).min(self.pending.request.prompt_tokens),
+            cached_tokens: self.cached_tokens(overlap),
             ttft_seconds: predicted.and_then(|latency| latency.ttft_seconds),
         }
     }

@@ -157,8 +157,9 @@ impl LatencySearch {
     /// Computes the least work of the request on each rank.
     fn fill_work<T, V: LoadView>(&mut self, case: &Case<'_, T, V>, cost: &LatencyCost) {
         let (prompt_tokens, fingerprint) = (case.pending.request.prompt_tokens, case.candidate.fingerprint);
+        let reusable_tokens = case.settings.pool.reusable_tokens(prompt_tokens);
         let split = |cached_tokens: u32| {
-            let (copied, rest) = cost.work_split(prompt_tokens, cached_tokens.min(prompt_tokens));
+            let (copied, rest) = cost.work_split(prompt_tokens, cached_tokens.min(reusable_tokens));
             (f32::of(copied), f32::of(rest))
         };
         let counts = case.counts_overlap();
@@ -186,7 +187,7 @@ impl LatencySearch {
             group.rest[lane] = group.rest[lane].lesser(rest);
         };
         case.visit_overlaps(overlaps, |position, overlap| {
-            let cached_tokens = pool.cached_tokens(overlap);
+            let cached_tokens = pool.cached_tokens(overlap, prompt_tokens);
             if cached_tokens > assumed_tokens {
                 lower(position, cached_tokens);
             }
