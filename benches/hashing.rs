@@ -7,7 +7,8 @@ use std::hint::black_box;
 use std::num::NonZeroU32;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks, MmSpan, sequence_hashes};
+use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks, MmSpan};
+use pointsman::internals::hashing::sequence_hashes;
 
 const ISL_TOKENS: usize = 12_000;
 

@@ -17,8 +17,9 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use pointsman::index::{BlockDigest, Index, Overlaps};
-use pointsman::protocol::{BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
+use pointsman::internals::index::{BlockDigest, Index, Overlaps};
+use pointsman::internals::protocol::{Generation, Slot};
+use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock};
 use pointsman::test_support::{mix, rank};
 
 const RANKS: u64 = 16;

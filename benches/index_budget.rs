@@ -13,8 +13,9 @@
 
 use std::time::{Duration, Instant};
 
-use pointsman::index::{Index, Overlaps};
-use pointsman::protocol::{BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
+use pointsman::internals::index::{Index, Overlaps};
+use pointsman::internals::protocol::{Generation, Slot};
+use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock};
 use pointsman::test_support::{mix, rank};
 
 const EVENTS: u64 = 2_000_000;

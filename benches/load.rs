@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use pointsman::internals::load::{ActiveSequences, OutputBlocks, PrefillLoadHint, PromptBlocks, Weight};
-use pointsman::protocol::{BookingId, SequenceHash, Timestamp};
+use pointsman::internals::protocol::{BookingId, SequenceHash};
+use pointsman::protocol::Timestamp;
 
 const BLOCKS: u64 = 190;
 const ACTIVE: u64 = 64;

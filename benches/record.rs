@@ -13,7 +13,8 @@
 
 use std::error::Error;
 
-use pointsman::config::{RecorderConfig, RouterConfig, ShadowConfig};
+use pointsman::RouterConfig;
+use pointsman::internals::config::{RecorderConfig, ShadowConfig};
 use pointsman::policy::PolicyConfig;
 use pointsman::{RouteRequest, Router};
 use tokio::runtime::Builder;

@@ -8,12 +8,14 @@
 //!
 //! The number of queried ranks is printed on stderr.
 
-use pointsman::policy::{CostFacts, KvConfig, PolicyConfig};
+use pointsman::internals::policy::CostFacts;
+use pointsman::policy::{KvConfig, PolicyConfig};
 use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use pointsman::config::{LoadConfig, RouterConfig};
+use pointsman::RouterConfig;
+use pointsman::internals::config::LoadConfig;
 use pointsman::internals::select::{Draw, TierOverlap};
 use pointsman::test_support::{mix, rank};
 

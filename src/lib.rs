@@ -86,7 +86,7 @@ mod engine_load;
 pub mod error;
 pub mod hashing;
 mod health;
-pub mod index;
+mod index;
 mod ingest;
 mod load;
 mod membership;
@@ -108,14 +108,15 @@ mod validation;
 mod wire;
 mod zmtp;
 
+#[cfg(feature = "faults")]
+pub use actors::Fault;
 #[cfg(feature = "http")]
 pub use actors::PlacedBody;
 #[cfg(feature = "runtime")]
 pub use actors::{
-    AddRequest, CacheHit, DisaggPlacement, Disaggregated, DiscoverySource, Health, KvAuditStatus, KvDifferenceStatus,
-    KvSourceStatus, OverlapScores, PendingClass, Placement, PrefillPlacement, RankReport, RankScores, RecordedDecision,
-    RoutePhases, Router, RouterBuilder, ShadowTotals, SharedCache, SharedCacheAnswer, SharedCacheError,
-    SharedCacheFailure, SharedSummary, StaticList, WorkerEntry, memory_bytes,
+    AddRequest, DisaggPlacement, Disaggregated, DiscoverySource, Health, KvAuditStatus, KvSourceStatus, PendingClass,
+    Placement, PrefillPlacement, RankReport, RecordedDecision, Router, RouterBuilder, ShadowTotals, SharedCache,
+    SharedCacheAnswer, StaticList, WorkerEntry, memory_bytes,
 };
 #[cfg(feature = "replicas")]
 pub use actors::{
@@ -123,26 +124,23 @@ pub use actors::{
 };
 #[cfg(feature = "discovery")]
 pub use actors::{
-    DnsNames, EngineClient, EngineGet, EngineHttpError, EngineResponse, PlainEngineClient, ProbeOptions, ProbedUrls,
-    WatchedFile,
+    DnsNames, EngineClient, EngineGet, EngineHttpError, EngineResponse, ProbeOptions, ProbedUrls, WatchedFile,
 };
-#[cfg(feature = "faults")]
-pub use actors::{Fault, FaultMoment, Hang};
 #[cfg(feature = "kubernetes")]
 pub use actors::{KubernetesPods, PodSelection, ServiceAddresses};
 #[cfg(feature = "tower")]
-pub use actors::{PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementLayer};
+pub use actors::{PlaceError, PlacedTarget, PlacementLayer};
 pub use answer::{AnswerKind, AnswerReader, AnswerStage, Usage};
 pub use config::RouterConfig;
 pub use disagg::{DisaggConfig, DisaggError, SkipPolicy, WhyLocal};
 #[cfg(feature = "kubernetes")]
 pub use discovery::PodRole;
-pub use discovery::{DiscoveryError, HttpUrl, HttpUrlError, derived_id, engine_key, without_password, worker_map};
+pub use discovery::{DiscoveryError, HttpUrl, worker_map};
 #[cfg(feature = "discovery")]
 pub use discovery::{FileError, FileFormat, NamedWorker};
-pub use engine_load::{EngineLoadFact, series};
+pub use engine_load::EngineLoadFact;
 pub use health::{HealthState, Outcome, RankHealth};
-pub use ingest::{Backoff, BlockName, DIGEST_REQUEST, EngineContents, NAMES_REQUEST, RestoreState, StreamState};
+pub use ingest::{Backoff, EngineContents, RestoreState, StreamState};
 pub use membership::{DiscoveryStatus, initial_workers};
 pub use queue::LimitKind;
 pub use record::{RecordCursor, RecordFile, RecordFileError, RecordPart};
@@ -179,16 +177,68 @@ pub mod guide {}
 #[doc(hidden)]
 #[allow(missing_docs)]
 pub mod internals {
+    #[cfg(feature = "discovery")]
+    pub use crate::actors::PlainEngineClient;
+    #[cfg(feature = "runtime")]
+    pub use crate::actors::{
+        CacheHit, KvDifferenceStatus, OverlapScores, RankScores, RoutePhases, SharedCacheError, SharedCacheFailure,
+        SharedSummary,
+    };
     #[cfg(feature = "faults")]
-    pub use crate::actors::InjectedPanic;
+    pub use crate::actors::{FaultMoment, Hang, InjectedPanic};
     #[cfg(feature = "replicas")]
     pub use crate::actors::{MemoryBus, MemoryFaults, MemoryNetwork};
+    #[cfg(feature = "tower")]
+    pub use crate::actors::{PlaceFuture, PlaceRequests};
 
     macro_rules! expose {
         ($($module:ident)*) => { $(pub mod $module { pub use crate::$module::*; })* };
     }
     expose! {
-        answer directory disagg discovery engine_load health ingest load membership predict queue record replica
+        answer directory disagg discovery engine_load health index ingest load membership predict queue record replica
         schedule select session shell snapshot wire zmtp
+    }
+
+    pub mod config {
+        pub use crate::config::discovery::DiscoveryConfig;
+        pub use crate::config::engine_load::EngineLoadConfig;
+        pub use crate::config::events::EventsConfig;
+        pub use crate::config::health::HealthConfig;
+        pub use crate::config::index::SpeculativeConfig;
+        pub use crate::config::load::LoadConfig;
+        pub use crate::config::overload::OverloadConfig;
+        pub use crate::config::queue::QueueConfig;
+        pub use crate::config::recorder::RecorderConfig;
+        pub use crate::config::replicas::ReplicasConfig;
+        pub use crate::config::session::SessionConfig;
+        pub use crate::config::shadow::ShadowConfig;
+        pub use crate::config::shared_cache::SharedCacheConfig;
+        pub use crate::config::slow_start::SlowStartConfig;
+        pub use crate::config::supervision::SupervisionConfig;
+        pub use crate::validation::ConfigError;
+    }
+
+    pub mod hashing {
+        pub use crate::hashing::mm::{MmError, fill_runs, fill_spans, pad_value};
+        pub use crate::hashing::prompt::HashedPromptError;
+        pub use crate::hashing::sequence::{chain, hash_bytes, sequence_hashes};
+    }
+
+    pub mod policy {
+        pub use crate::policy::cache_aware::CacheAware;
+        pub use crate::policy::custom::RankFilters;
+        pub use crate::policy::kv::{CostFacts, CostTerms, KvCost};
+        pub use crate::policy::least_loaded::LeastLoaded;
+        pub use crate::policy::needs::Bounds;
+        pub use crate::policy::power_of_two::PowerOfTwo;
+        pub use crate::policy::random::Random;
+        pub use crate::policy::round_robin::RoundRobin;
+    }
+
+    pub mod protocol {
+        pub use crate::protocol::block_size::PoolBlockSize;
+        pub use crate::protocol::ids::{BookingId, Generation, SequenceHash, Slot};
+        pub use crate::protocol::time::TimeSource;
+        pub use crate::protocol::worker::WorkerConfigError;
     }
 }

@@ -6,17 +6,17 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use pointsman::index::{BlockDigest, Index};
+use pointsman::internals::index::{BlockDigest, Index};
+use pointsman::internals::ingest::{
+    AppliedBatch, Audit, AuditResult, AuditStep, BlockName, DIGEST_REQUEST, Difference, Heal, IngestEffect,
+    IngestInput, NAMES_REQUEST, Source, SourceConfig,
+};
+use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::protocol::{
-    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, Timestamp, WorkerRank,
+    BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, Timestamp, WorkerRank,
 };
 use pointsman::test_support::{mix, rank};
-use pointsman::{
-    BlockName, DIGEST_REQUEST, EngineContents, NAMES_REQUEST, StreamState,
-    internals::ingest::{
-        AppliedBatch, Audit, AuditResult, AuditStep, Difference, Heal, IngestEffect, IngestInput, Source, SourceConfig,
-    },
-};
+use pointsman::{EngineContents, StreamState};
 
 const TICK: Duration = Duration::from_millis(100);
 const HOUR: Duration = Duration::from_secs(3600);

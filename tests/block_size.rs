@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use pointsman::config::SupervisionConfig;
+use pointsman::internals::config::SupervisionConfig;
 use pointsman::protocol::{BlockSizeOrigin, WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
 use pointsman::{

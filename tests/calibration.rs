@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
-use pointsman::config::RouterConfig;
+use pointsman::RouterConfig;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::test_support::rank;

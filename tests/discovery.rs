@@ -2,7 +2,7 @@
 //!
 //! The tests wait for conditions, never for a time. If a period must elapse, the clock is paused.
 
-use pointsman::config::{DiscoveryConfig, SupervisionConfig};
+use pointsman::internals::config::{DiscoveryConfig, SupervisionConfig};
 use std::collections::BTreeMap;
 use std::future::pending;
 use std::time::Duration;
@@ -10,7 +10,6 @@ use std::time::Duration;
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap};
 use pointsman::{
     DiscoveryError, DiscoverySource, DiscoveryStatus, Fault, Prompt, RouteRequest, Router, RouterConfig, StaticList,
-    derived_id,
 };
 use tokio::sync::{mpsc, watch};
 
@@ -222,7 +221,7 @@ async fn worker_lists_close_after_they_are_applied() {
     let list = StaticList::new([(Some(WorkerId(7)), WorkerConfig::at("a")), (None, WorkerConfig::at("b"))]);
     let config = RouterConfig { min_initial_workers: 2, ..config() };
     let router = start(config, list.expect("ids differ")).await;
-    assert_eq!(running(&router).into_keys().collect::<Vec<_>>(), [7, derived_id("b").0]);
+    assert_eq!(running(&router).into_keys().collect::<Vec<_>>(), [7, WorkerId::derived("b").0]);
     until(&router, |statuses| statuses[0].closed).await;
 }
 
@@ -378,7 +377,7 @@ mod found {
 
     fn config_of(router: &Router, url: &str) -> Option<WorkerConfig> {
         let workers = router.workers();
-        workers.iter().find(|entry| entry.worker == derived_id(url)).map(|entry| entry.config.clone())
+        workers.iter().find(|entry| entry.worker == WorkerId::derived(url)).map(|entry| entry.config.clone())
     }
 
     #[tokio::test]
@@ -475,6 +474,6 @@ mod found {
         until(&router, |statuses| statuses[0].last_error.is_some()).await;
         let error = router.discovery()[0].last_error.clone().expect("just seen");
         assert!(error.starts_with(&format!("{too_long} cannot be resolved: ")), "{error}");
-        runs(&router, &[(derived_id("http://127.0.0.1:8000").0, "http://127.0.0.1:8000")]).await;
+        runs(&router, &[(WorkerId::derived("http://127.0.0.1:8000").0, "http://127.0.0.1:8000")]).await;
     }
 }

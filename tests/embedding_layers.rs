@@ -1,6 +1,6 @@
 //! Response bodies with a placement, and the layer that places requests: the booking ends in every case.
 
-use pointsman::config::{HealthConfig, QueueConfig};
+use pointsman::internals::config::{HealthConfig, QueueConfig};
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::{pending, poll_fn};

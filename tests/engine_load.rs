@@ -3,7 +3,7 @@
 //!
 //! Time is paused except for metrics pages read over loopback.
 
-use pointsman::config::{EngineLoadConfig, OverloadConfig, QueueConfig};
+use pointsman::internals::config::{EngineLoadConfig, OverloadConfig, QueueConfig};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 

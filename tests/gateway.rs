@@ -4,14 +4,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::config::{LoadConfig, PrefillModel, RouterConfigOverride};
+use pointsman::config::{PrefillModel, RouterConfigOverride};
 use pointsman::error::{RequestError, RouteError};
+use pointsman::internals::SharedCacheError;
+use pointsman::internals::config::LoadConfig;
 use pointsman::policy::{PolicyError, RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::test_support::rank;
 use pointsman::{
     AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer,
-    SharedCacheError,
 };
 use pointsman::{Constraints, Filter, Pin, PinMode, internals::select::RankConditions};
 use pointsman::{Outcome, Rejection};

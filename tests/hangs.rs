@@ -7,13 +7,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use pointsman::config::{IndexConfig, QueueConfig, SupervisionConfig};
+use pointsman::config::IndexConfig;
 use pointsman::error::{Down, RouteError};
+use pointsman::internals::Hang;
+use pointsman::internals::config::{QueueConfig, SupervisionConfig};
 use pointsman::internals::membership::WatchedActor;
 use pointsman::policy::{RankFilter, RequestFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerRank};
 use pointsman::test_support::rank;
-use pointsman::{AddRequest, Fault, Hang, Placement, Prompt, RankTraits, RouteRequest, Router, RouterConfig};
+use pointsman::{AddRequest, Fault, Placement, Prompt, RankTraits, RouteRequest, Router, RouterConfig};
 use tokio::task::JoinHandle;
 
 use crate::common::counters::Counters;

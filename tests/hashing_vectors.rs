@@ -3,11 +3,10 @@
 
 use std::num::NonZeroU32;
 
-use pointsman::hashing::{
-    BASE_SEED, BlockHasher, HashScheme, HashedPrompt, MmBlocks, MmSpan, chain, fill_spans, hash_bytes, mm_hash_of_id,
-    pad_value,
-};
-use pointsman::protocol::{BlockHash, SequenceHash};
+use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks, MmSpan};
+use pointsman::internals::hashing::{chain, fill_spans, hash_bytes, pad_value};
+use pointsman::internals::protocol::SequenceHash;
+use pointsman::protocol::BlockHash;
 
 fn scheme(block_size: u32) -> HashScheme<'static> {
     HashScheme::new(NonZeroU32::new(block_size).expect("not zero"))
@@ -93,7 +92,7 @@ fn rows_14_and_15_large_and_padded_tokens() {
 
 #[test]
 fn rows_16_to_18_bytes_and_chain() {
-    assert_eq!(BASE_SEED, 1337);
+    assert_eq!(HashScheme::BASE_SEED, 1337);
     assert_eq!(hash_bytes(b""), 15128690059815094969);
     assert_eq!(hash_bytes(b"hello world"), 10239022491161036150);
     assert_eq!(chain(Some(SequenceHash(1)), BlockHash(2)), SequenceHash(16740963408272063728));
@@ -102,9 +101,9 @@ fn rows_16_to_18_bytes_and_chain() {
 #[test]
 fn rows_19_and_20_pad_values_and_string_ids() {
     assert_eq!([0, 42, u64::MAX].map(pad_value), [1000000, 1000042, 1074741823]);
-    assert_eq!(mm_hash_of_id("img-1"), Some(14770383865288705413));
-    assert_eq!(mm_hash_of_id(&"0123456789abcdef".repeat(4)), Some(81985529216486895));
-    assert_eq!(mm_hash_of_id(""), None);
+    assert_eq!(MmSpan::hash_of_id("img-1"), Some(14770383865288705413));
+    assert_eq!(MmSpan::hash_of_id(&"0123456789abcdef".repeat(4)), Some(81985529216486895));
+    assert_eq!(MmSpan::hash_of_id(""), None);
 }
 
 #[test]

@@ -4,7 +4,7 @@
 
 #![allow(clippy::print_stdout, reason = "the shares are the output")]
 
-use pointsman::config::{HealthConfig, SlowStartConfig};
+use pointsman::internals::config::{HealthConfig, SlowStartConfig};
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 

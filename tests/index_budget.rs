@@ -3,9 +3,10 @@
 //! The reference model has no budget. An index with a budget must never report more than the model, must report the
 //! same for each rank without evictions, and must stay within its byte limit after every event.
 
-use pointsman::index::reference::Reference;
-use pointsman::index::{Applied, Index, Overlaps};
-use pointsman::protocol::{BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
+use pointsman::internals::index::reference::Reference;
+use pointsman::internals::index::{Applied, Index, Overlaps};
+use pointsman::internals::protocol::{Generation, Slot};
+use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock};
 use pointsman::test_support::{mix, rank as rank_of};
 use proptest::prelude::*;
 
@@ -52,8 +53,9 @@ fn ask(index: &Index, prompt: &[u64]) -> Vec<(u32, u32)> {
 
 fn ask_model(model: &Reference, prompt: &[u64]) -> Vec<(u32, u32)> {
     let hashes: Vec<_> = prompt.iter().copied().map(BlockHash).collect();
-    let blocks =
-        |found: &pointsman::index::reference::ReferenceMatch| found.hit.device_blocks + found.extension.blocks();
+    let blocks = |found: &pointsman::internals::index::reference::ReferenceMatch| {
+        found.hit.device_blocks + found.extension.blocks()
+    };
     model.overlaps(&hashes).iter().map(|found| (found.hit.slot.0, blocks(found))).collect()
 }
 

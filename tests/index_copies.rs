@@ -6,9 +6,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use pointsman::index::{Applied, Index, Overlaps};
+use pointsman::internals::index::{Applied, Index, Overlaps};
+use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::protocol::{
-    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
+    BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank,
 };
 use proptest::prelude::*;
 

@@ -3,10 +3,11 @@
 //! Streams collide by construction: few ranks, few names and few block hashes make re-stores, aliases, moves, holes and
 //! parents in other tiers frequent. Ranks are spread over several shards. `PROPTEST_CASES` sets the number of cases.
 
-use pointsman::index::reference::{Reference, ReferenceMatch};
-use pointsman::index::{Index, Overlaps};
+use pointsman::internals::index::reference::{Reference, ReferenceMatch};
+use pointsman::internals::index::{Index, Overlaps};
+use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::protocol::{
-    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
+    BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank,
 };
 use proptest::prelude::*;
 use proptest::sample::Index as Pick;
@@ -389,14 +390,19 @@ mod examples {
             Self(index)
         }
 
-        fn apply(&mut self, rank: u64, tier: StorageTier, data: KvEvent) -> pointsman::index::Applied {
+        fn apply(&mut self, rank: u64, tier: StorageTier, data: KvEvent) -> pointsman::internals::index::Applied {
             let applied = self.0.apply(&RouterEvent { rank: WorkerRank::new(WorkerId(rank), 0), tier, data });
             self.0.check_invariants();
             applied
         }
 
         /// Stores blocks given as (name, hash) on the device.
-        fn store(&mut self, rank: u64, parent: Option<u64>, blocks: &[(u64, u64)]) -> pointsman::index::Applied {
+        fn store(
+            &mut self,
+            rank: u64,
+            parent: Option<u64>,
+            blocks: &[(u64, u64)],
+        ) -> pointsman::internals::index::Applied {
             self.store_in(StorageTier::Device, rank, parent, blocks)
         }
 
@@ -406,14 +412,14 @@ mod examples {
             rank: u64,
             parent: Option<u64>,
             blocks: &[(u64, u64)],
-        ) -> pointsman::index::Applied {
+        ) -> pointsman::internals::index::Applied {
             let block =
                 |&(name, hash): &(u64, u64)| StoredBlock { engine_hash: EngineHash(name), block_hash: BlockHash(hash) };
             let blocks = blocks.iter().map(block).collect();
             self.apply(rank, tier, KvEvent::Stored { parent: parent.map(EngineHash), blocks })
         }
 
-        fn remove(&mut self, rank: u64, names: &[u64]) -> pointsman::index::Applied {
+        fn remove(&mut self, rank: u64, names: &[u64]) -> pointsman::internals::index::Applied {
             let blocks = names.iter().copied().map(EngineHash).collect();
             self.apply(rank, StorageTier::Device, KvEvent::Removed { blocks })
         }

@@ -3,12 +3,14 @@
 //!
 //! The tests wait for conditions, never for a time. The clock only bounds the duration of a failure.
 
-use pointsman::config::{EventsConfig, IndexConfig, SupervisionConfig};
+use pointsman::config::IndexConfig;
+use pointsman::internals::config::{EventsConfig, SupervisionConfig};
 use std::time::Duration;
 
+use pointsman::internals::Hang;
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerRank};
 use pointsman::test_support::rank;
-use pointsman::{Fault, Hang, Prompt, RouteRequest, Router, RouterConfig, StreamState};
+use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig, StreamState};
 use tokio::time::Instant;
 
 use crate::common::{config, suppress_fault_reports, tokens};

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use pointsman::config::RouterConfig;
+use pointsman::RouterConfig;
 use pointsman::internals::load::{EngineSpeed, work_tokens};
 use pointsman::internals::schedule::LatencyTerms;
 use pointsman::policy::Policy;

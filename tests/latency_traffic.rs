@@ -6,7 +6,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::time::Duration;
 
-use pointsman::config::RouterConfig;
+use pointsman::RouterConfig;
 use pointsman::policy::Policy;
 use pointsman::protocol::WorkerId;
 use pointsman::test_support::rank;

@@ -10,7 +10,8 @@ use pointsman::internals::load::reference::ReferenceSequences;
 use pointsman::internals::load::{
     ActiveSequences, Change, OutputBlocks, PrefillCurve, PrefillLoadHint, Projection, PromptBlocks, RankLoad, Weight,
 };
-use pointsman::protocol::{BookingId, SequenceHash, Timestamp};
+use pointsman::internals::protocol::{BookingId, SequenceHash};
+use pointsman::protocol::Timestamp;
 use proptest::prelude::*;
 
 use crate::effort::effort;

@@ -2,7 +2,7 @@
 //!
 //! Each test runs a router on one thread with a separate recorder and compares all recorded metrics with the page.
 
-use pointsman::config::QueueConfig;
+use pointsman::internals::config::QueueConfig;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;

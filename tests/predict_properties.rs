@@ -8,11 +8,11 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use pointsman::index::{Index, Overlaps};
+use pointsman::internals::index::{Index, Overlaps};
 use pointsman::internals::predict::{SpeculationCounts, SpeculationModel, SpeculativePrompt, SpeculativePrompts};
+use pointsman::internals::protocol::{BookingId, Generation, Slot};
 use pointsman::protocol::{
-    BlockHash, BookingId, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, Timestamp,
-    WorkerId, WorkerRank,
+    BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, Timestamp, WorkerId, WorkerRank,
 };
 use proptest::prelude::*;
 use proptest::sample::Index as Pick;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use pointsman::config::RouterConfig;
+use pointsman::RouterConfig;
 use pointsman::internals::load::PromptLimits;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId};

@@ -7,7 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use pointsman::RouterConfig;
-use pointsman::config::{QueueClass, QueueConfig, QueueOrder};
+use pointsman::config::{QueueClass, QueueOrder};
+use pointsman::internals::config::QueueConfig;
 use pointsman::internals::queue::{ClassId, Depth, LaneKey, Queue, QueueEntry, TenantKey};
 use pointsman::protocol::Timestamp;
 use proptest::prelude::*;

@@ -4,7 +4,8 @@
 //! `PROPTEST_CASES` sets the number of cases; a failure prints its seed.
 
 use pointsman::RouterConfig;
-use pointsman::config::{QueueClass, QueueConfig};
+use pointsman::config::QueueClass;
+use pointsman::internals::config::QueueConfig;
 use pointsman::internals::queue::{ClassId, LaneKey, Queue, QueueEntry, TenantKey};
 use pointsman::protocol::Timestamp;
 use proptest::prelude::*;

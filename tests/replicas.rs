@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
-use pointsman::config::{EventMode, EventsConfig, QueueConfig, SessionAffinity, SessionConfig};
+use pointsman::config::{EventMode, SessionAffinity};
+use pointsman::internals::config::{EventsConfig, QueueConfig, SessionConfig};
 use pointsman::internals::session::SessionBinding;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerId, WorkerRank};

@@ -1,6 +1,7 @@
 //! A router that fails or shuts down under load: every pending call returns, whatever it waits for.
 
-use pointsman::config::{EventsConfig, IndexConfig, SupervisionConfig};
+use pointsman::config::IndexConfig;
+use pointsman::internals::config::{EventsConfig, SupervisionConfig};
 use std::time::Duration;
 
 use pointsman::error::{Down, FlushError, RouteError};

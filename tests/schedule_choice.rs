@@ -9,14 +9,11 @@ use std::time::Duration;
 
 use pointsman::RouterConfig;
 use pointsman::SessionId;
-use pointsman::config::{
-    LoadConfig, OverloadConfig, PoolRole, QueueClass, QueueConfig, RouterConfigOverride, SessionAffinity,
-    SessionConfig, SlowStartConfig,
-};
+use pointsman::config::{PoolRole, QueueClass, RouterConfigOverride, SessionAffinity};
+use pointsman::internals::config::{LoadConfig, OverloadConfig, QueueConfig, SessionConfig, SlowStartConfig};
 use pointsman::internals::health::Exclusions;
-use pointsman::policy::{
-    Candidate, Policy, PolicyError, RankFilter, RankFilters, RankPolicy, RankScorer, RankTable, RequestFacts,
-};
+use pointsman::internals::policy::RankFilters;
+use pointsman::policy::{Candidate, Policy, PolicyError, RankFilter, RankPolicy, RankScorer, RankTable, RequestFacts};
 use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, mix, rank};
 use pointsman::{Constraints, Filter, Pin, PinMode, RankTraits, internals::select::SharedHits};

@@ -4,11 +4,13 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use pointsman::config::{QueueClass, QueueConfig, SessionAffinity, SessionConfig, SlowStartConfig};
+use pointsman::config::{QueueClass, SessionAffinity};
 use pointsman::error::ErrorKind;
+use pointsman::internals::config::{QueueConfig, SessionConfig, SlowStartConfig};
 use pointsman::internals::health::Exclusions;
+use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::policy::Policy;
-use pointsman::protocol::{Generation, Slot, WorkerId, WorkerRank};
+use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, rank};
 use pointsman::{Constraints, Filter, Pin, PinMode, RankTraits, internals::select::preference_factor};
 use pointsman::{

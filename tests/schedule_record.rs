@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::config::SlowStartConfig;
+use pointsman::internals::config::SlowStartConfig;
 use pointsman::internals::health::Exclusions;
 use pointsman::internals::load::PromptBlocks;
+use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::internals::schedule::{Input, Request, ResolvedOptions, ResolvedTargets, Target};
 use pointsman::internals::select::{RankOverlap, TierOverlap};
-use pointsman::protocol::{Generation, Slot, Timestamp};
+use pointsman::protocol::Timestamp;
 use pointsman::{Constraints, RecordedChoice, Replay, ReplayMode, RouterConfig};
 
 use crate::recorded::{Recorded, configs, prompt, rank, replayed, settings};

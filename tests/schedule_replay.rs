@@ -1,7 +1,7 @@
 //! Replay of the pure scheduler: the same inputs, times and load reads give the same effects, even if the loads change
 //! concurrently during the recorded run.
 
-use pointsman::config::{OverloadConfig, QueueConfig, SlowStartConfig};
+use pointsman::internals::config::{OverloadConfig, QueueConfig, SlowStartConfig};
 use std::cell::RefCell;
 use std::collections::{BTreeSet, VecDeque};
 use std::mem::{Discriminant, discriminant};
@@ -12,11 +12,12 @@ use std::vec::IntoIter;
 use pointsman::RouterConfig;
 use pointsman::internals::engine_load::EngineLoad;
 use pointsman::internals::load::{BoardLoad, BoardVersion, PromptBlocks, RankLoad, SpeedCell, SpeedSample};
+use pointsman::internals::protocol::{BookingId, Generation, SequenceHash, Slot};
 use pointsman::internals::schedule::{
     Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadView, Purpose, RankCells, Request, Schedule, Waits,
 };
 use pointsman::policy::Policy;
-use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
+use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
 use pointsman::test_support::mix;
 use pointsman::{
     RankTraits,

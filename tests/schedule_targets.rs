@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use pointsman::config::{LoadConfig, PrefillModel, QueueConfig};
+use pointsman::config::PrefillModel;
+use pointsman::internals::config::{LoadConfig, QueueConfig};
 use pointsman::internals::load::EngineSpeed;
 use pointsman::policy::{KvConfig, Policy, PolicyConfig};
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet};

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use pointsman::RouterConfig;
-use pointsman::config::{QueueClass, QueueConfig};
+use pointsman::config::QueueClass;
+use pointsman::internals::config::QueueConfig;
 use pointsman::protocol::Timestamp;
 use pointsman::test_support::{SampleRequest, SimulatedFleet};
 use pointsman::{Rejection, internals::schedule::ResolvedOptions};

@@ -4,9 +4,11 @@
 
 use std::time::Duration;
 
-use pointsman::config::{QueueClass, QueueConfig, QueueOrder};
+use pointsman::config::{QueueClass, QueueOrder};
+use pointsman::internals::config::QueueConfig;
+use pointsman::internals::protocol::BookingId;
 use pointsman::internals::schedule::{Input, Purpose, ResolvedOptions, Target};
-use pointsman::protocol::{BookingId, WorkerId};
+use pointsman::protocol::WorkerId;
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, mix, rank};
 use pointsman::{Pin, PinMode, RouterConfig};
 use proptest::prelude::*;

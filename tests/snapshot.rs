@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
-use pointsman::index::{Index, Overlaps, RankDump};
+use pointsman::internals::index::{Index, Overlaps, RankDump};
+use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::protocol::{
-    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, Timestamp, WorkerId,
-    WorkerRank,
+    BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, Timestamp, WorkerId, WorkerRank,
 };
 use pointsman::{
     Decoder,

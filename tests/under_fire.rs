@@ -19,12 +19,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Waker};
 use std::time::Duration;
 
-use pointsman::config::{EventsConfig, IndexConfig, QueueConfig, SupervisionConfig};
+use pointsman::config::IndexConfig;
 use pointsman::error::{Down, RouteError};
+use pointsman::internals::config::{EventsConfig, QueueConfig, SupervisionConfig};
+#[cfg(feature = "zmq")]
+use pointsman::internals::{FaultMoment, Hang};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-#[cfg(feature = "zmq")]
-use pointsman::{AddRequest, Fault, FaultMoment, Hang, Outcome, Placement, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{AddRequest, Fault, Outcome, Placement, Prompt, RouteRequest, Router, RouterConfig};
 use tokio::time::Instant;
 
 use crate::common::{

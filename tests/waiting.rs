@@ -4,8 +4,9 @@ use std::future::Future;
 use std::pin::Pin;
 use std::time::Duration;
 
-use pointsman::config::{LoadConfig, PrefillModel, QueueClass, QueueConfig, QueueOrder};
+use pointsman::config::{PrefillModel, QueueClass, QueueOrder};
 use pointsman::error::RouteError;
+use pointsman::internals::config::{LoadConfig, QueueConfig};
 use pointsman::internals::load::{PrefillEstimator, PrefillFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;

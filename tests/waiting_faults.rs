@@ -1,6 +1,6 @@
 //! Queued requests while parts of the router die or hang: each is served, rejected or cancelled.
 
-use pointsman::config::QueueConfig;
+use pointsman::internals::config::QueueConfig;
 use std::sync::Arc;
 use std::time::Duration;
 

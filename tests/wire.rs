@@ -7,10 +7,11 @@ mod namespaces;
 
 use std::num::NonZeroU32;
 
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks, mm_hash_of_id};
-use pointsman::index::{Applied, Index, Overlaps};
+use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks, MmSpan};
+use pointsman::internals::index::{Applied, Index, Overlaps};
+use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::protocol::{
-    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
+    BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank,
 };
 use pointsman::{
     Decoder,

@@ -102,7 +102,7 @@ pub struct StaticList {
 }
 
 impl StaticList {
-    /// A list of workers; those without an id receive a [derived](crate::discovery::derived_id) one.
+    /// A list of workers; those without an id receive a [derived](crate::protocol::WorkerId::derived) one.
     ///
     /// # Errors
     /// Two workers with one id.

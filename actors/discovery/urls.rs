@@ -25,7 +25,7 @@ pub struct ProbedUrls {
 }
 
 impl ProbedUrls {
-    /// Engines at these addresses; their ids are [derived](crate::discovery::derived_id).
+    /// Engines at these addresses; their ids are [derived](crate::protocol::WorkerId::derived).
     ///
     /// # Errors
     /// An invalid or a duplicate address.

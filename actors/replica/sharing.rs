@@ -26,7 +26,7 @@ use crate::actors::views::rank::RankEntries;
 use crate::actors::views::status::RouterStatus;
 use crate::actors::views::wake_flag::WakeFlag;
 use crate::config::{RouterConfig, SessionAffinity};
-use crate::hashing::BASE_SEED;
+use crate::hashing::HashScheme;
 use crate::protocol::BlockSizeOrigin;
 use crate::replica::{
     LoadSummary, MessageError, PeerState, RefusedSummary, ReplicaLayout, ReplicaTopic, decode_routed,
@@ -101,7 +101,7 @@ struct SharingTask {
 
 impl SharingTask {
     fn new(sharing: ReplicaSharing) -> Self {
-        let layout = ReplicaLayout { block_size: sharing.block_size.tokens(), hash_seed: BASE_SEED };
+        let layout = ReplicaLayout { block_size: sharing.block_size.tokens(), hash_seed: HashScheme::BASE_SEED };
         let interval = Duration::from_millis(sharing.config.replicas.interval_ms);
         let pool: Arc<str> = Arc::from(&*sharing.config.pool);
         let sessions = (sharing.config.session.affinity != SessionAffinity::Off)

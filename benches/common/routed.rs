@@ -1,7 +1,7 @@
 //! A router with cache contents and active requests, to measure whole requests.
 
-use pointsman::config::HealthConfig;
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
+use pointsman::internals::config::HealthConfig;
 use pointsman::protocol::{
     EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
 };

@@ -2,11 +2,12 @@
 
 use std::collections::VecDeque;
 
-use pointsman::config::RouterConfig;
+use pointsman::RouterConfig;
 use pointsman::internals::load::{BoardLoad, PromptBlocks, RankLoad};
+use pointsman::internals::protocol::{BookingId, Generation, SequenceHash, Slot};
 use pointsman::internals::record::DecisionRing;
 use pointsman::internals::schedule::{Effect, Input, LoadAnswer, LoadQuery, Recorder, Request};
-use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerRank};
+use pointsman::protocol::{Timestamp, WorkerRank};
 use pointsman::test_support::{RequestOutcome, SimulatedFleet, SimulatedRank, mix, rank};
 use pointsman::{
     RankTraits,

@@ -2,8 +2,9 @@
 
 use std::hint::black_box;
 
-use pointsman::index::{Index, Overlaps};
-use pointsman::protocol::{BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
+use pointsman::internals::index::{Index, Overlaps};
+use pointsman::internals::protocol::{Generation, Slot};
+use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock};
 use pointsman::test_support::{mix, rank};
 
 use crate::{attacks, measured};

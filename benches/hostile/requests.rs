@@ -5,16 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pointsman::RouterConfig;
-use pointsman::config::QueueConfig;
-use pointsman::index::{Index, Overlaps};
+use pointsman::internals::config::QueueConfig;
+use pointsman::internals::index::{Index, Overlaps};
 use pointsman::internals::load::{ActiveSequences, OutputBlocks, PrefillLoadHint, PromptBlocks, Weight};
 use pointsman::internals::predict::{SpeculationModel, SpeculativePrompt, SpeculativePrompts};
+use pointsman::internals::protocol::{BookingId, Generation, SequenceHash, Slot};
 use pointsman::internals::queue::{ClassId, LaneKey, Queue, QueueEntry, TenantKey};
 use pointsman::internals::schedule::ResolvedOptions;
-use pointsman::protocol::{
-    BlockHash, BookingId, EngineHash, Generation, KvEvent, RouterEvent, SequenceHash, Slot, StorageTier, StoredBlock,
-    Timestamp,
-};
+use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, Timestamp};
 use pointsman::test_support::{SampleRequest, SimulatedFleet, mix, rank};
 
 use crate::{attacks, measured};

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use pointsman::derived_id;
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
 use pointsman::protocol::{
     EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
@@ -70,7 +69,7 @@ async fn admin_routes_require_the_token() {
         assert!(answer.head.contains("cache-control: no-store"), "{}", answer.head);
     }
     let left: Vec<WorkerId> = client.router().workers().iter().map(|entry| entry.worker).collect();
-    assert_eq!(left, [derived_id("http://127.0.0.1:2")], "accepted with the token");
+    assert_eq!(left, [WorkerId::derived("http://127.0.0.1:2")], "accepted with the token");
     let answer = client.send_as_client("/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:3"}"#).await;
     assert_eq!(answer.status, 404, "clients have no admin path");
 }
@@ -160,11 +159,11 @@ async fn an_abandoned_drain_continues_and_reports_cut_off_bookings() {
     let added = client.send("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
     assert_eq!(
         (added.status, added.json()["id"].as_str()),
-        (201, Some(&*derived_id("http://127.0.0.1:1").to_string()))
+        (201, Some(&*WorkerId::derived("http://127.0.0.1:1").to_string()))
     );
     let again = client.send("POST", "/admin/models/mock/workers", r#"{"endpoint":"http://127.0.0.1:1"}"#).await;
     assert_eq!(again.status, 200, "the same endpoint is the same worker");
-    let drain = format!("/admin/models/mock/workers/{}/drain", derived_id("http://127.0.0.1:1"));
+    let drain = format!("/admin/models/mock/workers/{}/drain", WorkerId::derived("http://127.0.0.1:1"));
 
     let held = router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect("a place");
     let cut_off = client.send("POST", &drain, r#"{"timeout_ms":0}"#).await;

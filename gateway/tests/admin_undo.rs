@@ -1,7 +1,7 @@
 //! Manual drains, cordons and additions of workers, and how each is undone.
 
 use pointsman::protocol::{WorkerConfig, WorkerId};
-use pointsman::{Prompt, RouteRequest, derived_id};
+use pointsman::{Prompt, RouteRequest};
 use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
 use serde_json::{Value, json};
 
@@ -25,7 +25,7 @@ async fn discovered() -> (MockEngine, AdminClient, String) {
     let client = AdminClient::with(settings).await;
     let router = client.router();
     until("worker discovered", || router.workers().len() == 1).await;
-    let worker = format!("{WORKERS}/{}", derived_id(&engine.url()));
+    let worker = format!("{WORKERS}/{}", WorkerId::derived(&engine.url()));
     (engine, client, worker)
 }
 

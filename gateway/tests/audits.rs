@@ -1,6 +1,6 @@
 //! Audits of the index against mock engines, over their replay sockets.
 
-use pointsman::config::EventsConfig;
+use pointsman::internals::config::EventsConfig;
 use pointsman::protocol::WorkerId;
 use pointsman::{KvAuditStatus, Router, RouterConfig, StreamState};
 use pointsman_trial::mock::{Dialect, Fault, Faults, MockConfig, MockEngine};

@@ -1,12 +1,10 @@
 //! Engines known by address only: the gateway probes them for their configuration.
 
-use pointsman::config::{EngineLoadConfig, HealthConfig};
+use pointsman::internals::config::{EngineLoadConfig, HealthConfig};
 use std::time::Duration;
 
-use pointsman::protocol::{LoadSource, WorkerConfig, WorkerRank};
-use pointsman::{
-    KvSourceStatus, ProbeOptions, ProbedUrls, Prompt, RouteRequest, Router, RouterConfig, StreamState, derived_id,
-};
+use pointsman::protocol::{LoadSource, WorkerConfig, WorkerId, WorkerRank};
+use pointsman::{KvSourceStatus, ProbeOptions, ProbedUrls, Prompt, RouteRequest, Router, RouterConfig, StreamState};
 use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
 use serde_json::json;
 
@@ -41,7 +39,7 @@ async fn probed_engines_report_configuration_events_and_load() {
     let source = ProbedUrls::new([good.url(), other.url()], options).expect("two addresses").given(&given);
     let router = Router::builder(config).discovery(source).start().await.expect("start succeeds");
 
-    let worker = derived_id(&good.url());
+    let worker = WorkerId::derived(&good.url());
     let live = || router.kv_sources().iter().filter(|source| source.state == StreamState::Live).count();
     until("both ranks are connected", || live() == 2).await;
     let workers = router.workers();

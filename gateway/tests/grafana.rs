@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use pointsman::config::QueueConfig;
+use pointsman::internals::config::QueueConfig;
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};
 

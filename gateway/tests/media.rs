@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use axum::body::Bytes;
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks, MmSpan, mm_hash_of_id};
+use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks, MmSpan};
 use pointsman::policy::Policy;
 use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank,
@@ -93,7 +93,7 @@ fn hashes(ids: &[u32], spans: &[MmSpan]) -> Arc<[BlockHash]> {
 
 /// The picture in the engine's prompt.
 fn span(name: &str, (_, start): &(Vec<u32>, usize)) -> MmSpan {
-    MmSpan { mm_hash: mm_hash_of_id(name).expect("a name"), start: *start, end: start + IMAGE_TOKENS }
+    MmSpan { mm_hash: MmSpan::hash_of_id(name).expect("a name"), start: *start, end: start + IMAGE_TOKENS }
 }
 
 /// Stores the prompt on the worker.

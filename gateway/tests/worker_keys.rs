@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use pointsman::config::EngineLoadConfig;
+use pointsman::internals::config::EngineLoadConfig;
 use pointsman::protocol::WorkerConfig;
 use pointsman_gateway::app::{Gateway, LoadSettings};
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice};

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use pointsman::protocol::WorkerConfig;
-use pointsman::{DiscoveryError, without_password};
 use pointsman::{
-    DiscoveryStatus, DnsNames, ProbeOptions, ProbedUrls, Router, RouterBuilder, RouterConfig, WatchedFile,
+    DiscoveryError, DiscoveryStatus, DnsNames, HttpUrl, ProbeOptions, ProbedUrls, Router, RouterBuilder, RouterConfig,
+    WatchedFile,
 };
 use serde::Deserialize;
 
@@ -27,7 +27,9 @@ impl Source {
     pub(crate) fn described(&self) -> String {
         match self {
             Self::File { path, .. } => path.display().to_string(),
-            Self::Urls { urls, .. } => urls.iter().map(|url| without_password(url)).collect::<Vec<_>>().join(", "),
+            Self::Urls { urls, .. } => {
+                urls.iter().map(|url| HttpUrl::without_password(url)).collect::<Vec<_>>().join(", ")
+            }
             Self::Dns { names, .. } => names.join(", "),
         }
     }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use pointsman::error::RouteError;
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
-use pointsman::{Prompt, RequestOptions, RouteRequest, Router, without_password, worker_map};
+use pointsman::{HttpUrl, Prompt, RequestOptions, RouteRequest, Router, worker_map};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
@@ -83,7 +83,7 @@ pub(crate) fn worker_config(value: &Bound<'_, PyAny>) -> PyResult<WorkerConfig> 
         Err(_) => from_dict(value, "worker")?,
     };
     if config.endpoint.split_once("://").is_none_or(|(scheme, host)| scheme.is_empty() || host.is_empty()) {
-        let endpoint = without_password(&config.endpoint);
+        let endpoint = HttpUrl::without_password(&config.endpoint);
         let rule = "must begin with a scheme, such as http://";
         return Err(PyValueError::new_err(format!("endpoint of a worker is {endpoint:?}, {rule}")));
     }

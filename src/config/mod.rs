@@ -3,48 +3,53 @@
 //! Each section is a struct in its own file; the settings of a policy are in [`crate::policy`]. A value that passed
 //! [`RouterConfig::validate`] can be used without another check. Reading files and environments is left to embedders.
 
-mod discovery;
-mod engine_load;
-mod events;
-mod health;
-mod index;
-mod load;
-mod overload;
+pub(crate) mod discovery;
+pub(crate) mod engine_load;
+pub(crate) mod events;
+pub(crate) mod health;
+pub(crate) mod index;
+pub(crate) mod load;
+pub(crate) mod overload;
 mod overrides;
 mod pools;
-mod queue;
-mod recorder;
-mod replicas;
-mod session;
-mod shadow;
-mod shared_cache;
-mod slow_start;
-mod supervision;
+pub(crate) mod queue;
+pub(crate) mod recorder;
+pub(crate) mod replicas;
+pub(crate) mod session;
+pub(crate) mod shadow;
+pub(crate) mod shared_cache;
+pub(crate) mod slow_start;
+pub(crate) mod supervision;
 mod targets;
 
 use std::num::NonZeroU32;
 
 use serde::{Deserialize, Serialize};
 
-pub use discovery::DiscoveryConfig;
-pub use engine_load::EngineLoadConfig;
-pub use events::{EventMode, EventsConfig};
-pub use health::HealthConfig;
-pub use index::{IndexConfig, SpeculativeConfig, SpeculativeModel};
-pub use load::{LoadConfig, PrefillModel};
-pub use overload::OverloadConfig;
+pub(crate) use discovery::DiscoveryConfig;
+pub(crate) use engine_load::EngineLoadConfig;
+pub use events::EventMode;
+pub(crate) use events::EventsConfig;
+pub(crate) use health::HealthConfig;
+pub(crate) use index::SpeculativeConfig;
+pub use index::{IndexConfig, SpeculativeModel};
+pub(crate) use load::LoadConfig;
+pub use load::PrefillModel;
+pub(crate) use overload::OverloadConfig;
 pub use overrides::RouterConfigOverride;
-pub use queue::{QueueClass, QueueConfig, QueueOrder, UncachedBucket};
-pub use recorder::RecorderConfig;
-pub use replicas::ReplicasConfig;
-pub use session::{SessionAffinity, SessionConfig};
-pub use shadow::ShadowConfig;
-pub use shared_cache::SharedCacheConfig;
-pub use slow_start::SlowStartConfig;
-pub use supervision::SupervisionConfig;
+pub(crate) use queue::QueueConfig;
+pub use queue::{QueueClass, QueueOrder, UncachedBucket};
+pub(crate) use recorder::RecorderConfig;
+pub(crate) use replicas::ReplicasConfig;
+pub use session::SessionAffinity;
+pub(crate) use session::SessionConfig;
+pub(crate) use shadow::ShadowConfig;
+pub(crate) use shared_cache::SharedCacheConfig;
+pub(crate) use slow_start::SlowStartConfig;
+pub(crate) use supervision::SupervisionConfig;
 pub use targets::OnTargetMiss;
 
-pub use crate::validation::{ConfigError, ConfigErrors};
+pub use crate::validation::ConfigErrors;
 
 use crate::policy::{CostUnit, KvCost, PolicyConfig};
 use crate::protocol::WorkerRole;
@@ -86,7 +91,7 @@ impl PoolRole {
 /// Settings of one router: one model, one role, one block size.
 ///
 /// ```
-/// use pointsman::config::RouterConfig;
+/// use pointsman::RouterConfig;
 ///
 /// let config: RouterConfig = serde_json::from_str(r#"{ "block_size": 16, "policy": "kv", "index": { "shards": 2 } }"#)?;
 /// config.validate()?;

@@ -9,7 +9,8 @@ impl RouterConfig {
     /// to compute, and active blocks are not tracked. Cached blocks reduce the prefill as in other pools.
     ///
     /// ```
-    /// use pointsman::config::{PoolRole, RouterConfig};
+    /// use pointsman::config::PoolRole;
+    /// use pointsman::RouterConfig;
     ///
     /// let config = RouterConfig { block_size: Some(16), ..RouterConfig::default() }.for_prefill();
     /// assert_eq!((config.role, config.load.track_active_blocks, config.block_size), (PoolRole::Prefill, false, Some(16)));
@@ -28,7 +29,8 @@ impl RouterConfig {
     /// again.
     ///
     /// ```
-    /// use pointsman::config::{PoolRole, RouterConfig};
+    /// use pointsman::config::PoolRole;
+    /// use pointsman::RouterConfig;
     ///
     /// let config = RouterConfig::default().for_decode();
     /// assert_eq!((config.role, config.load.track_prefill_tokens), (PoolRole::Decode, false));

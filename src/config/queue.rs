@@ -7,7 +7,7 @@ use crate::validation::Problems;
 /// Settings of the queue.
 ///
 /// ```
-/// use pointsman::config::QueueConfig;
+/// use pointsman::internals::config::QueueConfig;
 ///
 /// let queue = QueueConfig { threshold: Some(2.0), ..QueueConfig::default() };
 /// let classes = queue.classes_or_default();

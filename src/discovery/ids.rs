@@ -7,19 +7,21 @@ use std::collections::BTreeMap;
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::url::engine_key;
+use super::url::HttpUrl;
 use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 
-/// Id of a worker without an explicit one: xxh3-64 of its endpoint text, with seed 0.
-///
-/// ```
-/// use pointsman::derived_id;
-///
-/// assert_eq!(derived_id("http://10.0.0.7:8000").0, 14_500_815_841_305_278_805);
-/// ```
-#[must_use]
-pub fn derived_id(endpoint: &str) -> WorkerId {
-    WorkerId(xxh3_64(endpoint.as_bytes()))
+impl WorkerId {
+    /// Id of a worker without an explicit one: xxh3-64 of its endpoint text, with seed 0.
+    ///
+    /// ```
+    /// use pointsman::protocol::WorkerId;
+    ///
+    /// assert_eq!(WorkerId::derived("http://10.0.0.7:8000").0, 14_500_815_841_305_278_805);
+    /// ```
+    #[must_use]
+    pub fn derived(endpoint: &str) -> Self {
+        Self(xxh3_64(endpoint.as_bytes()))
+    }
 }
 
 /// Two workers of one source that cannot both be used.
@@ -45,7 +47,7 @@ pub enum DuplicateWorker {
     },
 }
 
-/// Builds a set from workers with an explicit id and workers with a [derived](derived_id) one.
+/// Builds a set from workers with an explicit id and workers with a [derived](WorkerId::derived) one.
 ///
 /// # Errors
 /// Two workers with the same id, explicit or derived, or two HTTP endpoints of the same engine.
@@ -55,12 +57,12 @@ pub fn worker_map(
     let (mut map, mut engines) = (WorkerMap::new(), BTreeMap::<String, String>::new());
     for (id, config) in workers {
         let second = config.endpoint.clone();
-        if let Some(key) = engine_key(&second)
+        if let Some(key) = HttpUrl::engine_key(&second)
             && let Some(first) = engines.insert(key, second.clone())
         {
             return Err(DuplicateWorker::Engine { first, second });
         }
-        let worker = id.unwrap_or_else(|| derived_id(&second));
+        let worker = id.unwrap_or_else(|| WorkerId::derived(&second));
         if let Some(other) = map.insert(worker, config) {
             return Err(DuplicateWorker::Id { worker, first: other.endpoint, second });
         }
@@ -76,8 +78,8 @@ mod tests {
     fn ids_are_given_or_derived_and_never_shared() {
         let named = |id: Option<u64>, endpoint: &str| (id.map(WorkerId), WorkerConfig::at(endpoint));
         let map = worker_map([named(Some(7), "a"), named(None, "b")]).expect("two workers");
-        assert_eq!(map.keys().copied().collect::<Vec<_>>(), [WorkerId(7), derived_id("b")]);
-        let error = worker_map([named(None, "b"), named(Some(derived_id("b").0), "c")]).expect_err("one id");
+        assert_eq!(map.keys().copied().collect::<Vec<_>>(), [WorkerId(7), WorkerId::derived("b")]);
+        let error = worker_map([named(None, "b"), named(Some(WorkerId::derived("b").0), "c")]).expect_err("one id");
         assert!(error.to_string().starts_with("workers at \"b\" and \"c\" both have the id"), "{error}");
         assert!(worker_map([named(None, "b"), named(None, "b")]).is_err(), "an engine has one place in the set");
     }

@@ -23,7 +23,7 @@ pub use changes::Changes;
 pub use error::{DiscoveryError, EngineError};
 #[cfg(feature = "discovery")]
 pub use file::{FileError, FileFormat};
-pub use ids::{DuplicateWorker, derived_id, worker_map};
+pub use ids::{DuplicateWorker, worker_map};
 #[cfg(feature = "kubernetes")]
 pub use kubernetes::{
     KV_EVENTS_PORT, KV_REPLAY_PORT, PodFacts, PodPorts, PodRole, PodWorkers, ROLE_LABEL, ReflectedEvent, ReflectedSet,
@@ -34,4 +34,4 @@ pub use named::{FirstRankEvents, NamedWorker};
 #[cfg(feature = "discovery")]
 pub use probe::{Described, Engine, EngineFacts, EnginePage, Expected, PageAnswer, ProbeError};
 pub use union::{Conflict, DesiredSets};
-pub use url::{HttpUrl, HttpUrlError, engine_key, without_password};
+pub use url::{HttpUrl, HttpUrlError};

@@ -35,7 +35,7 @@ impl NamedWorker {
     /// let given = WorkerConfig { load: Some(LoadSource::Socket("tcp://*:5600".to_owned())), ..WorkerConfig::at("") };
     /// let worker = NamedWorker::at("http://10.0.0.7:8000", &given)?;
     /// assert_eq!(worker.config.load, Some(LoadSource::Socket("tcp://10.0.0.7:5600".to_owned())));
-    /// # Ok::<(), pointsman::HttpUrlError>(())
+    /// # Ok::<(), pointsman::internals::discovery::HttpUrlError>(())
     /// ```
     ///
     /// # Errors

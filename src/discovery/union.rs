@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::url::engine_key;
+use super::url::HttpUrl;
 use crate::protocol::{WorkerConfig, WorkerId, WorkerMap};
 
 /// The sets of all sources.
@@ -71,7 +71,7 @@ impl DesiredSets {
         let mut engines = BTreeMap::<String, usize>::new();
         for (source, set) in &self.sets {
             for (worker, config) in set {
-                let engine = engine_key(&config.endpoint).filter(|_| !config.drain);
+                let engine = HttpUrl::engine_key(&config.endpoint).filter(|_| !config.drain);
                 let of_engine = engine.as_ref().and_then(|engine| engines.get(engine)).copied();
                 match union.get(worker).map(|(heard, _)| *heard).or(of_engine) {
                     Some(heard) => drop(conflicts.insert(Conflict { worker: *worker, heard, ignored: *source })),

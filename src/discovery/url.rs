@@ -16,7 +16,7 @@ use std::fmt;
 /// assert_eq!(url.below("/models").to_string(), "http://[::1]:8000/v1/models");
 /// assert!(HttpUrl::parse("https://engine")?.is_tls());
 /// assert!(HttpUrl::parse("ftp://engine").is_err());
-/// # Ok::<(), pointsman::HttpUrlError>(())
+/// # Ok::<(), pointsman::internals::discovery::HttpUrlError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HttpUrl {
@@ -28,52 +28,11 @@ pub struct HttpUrl {
     path: String,
 }
 
-/// Key that is equal for all endpoints that are certainly one engine: the canonical spelling, with a fully qualified
-/// name without its last dot, and `localhost` and mapped addresses as IPv4 addresses. `None` for other endpoints than
-/// HTTP addresses, which are opaque.
-///
-/// ```
-/// use pointsman::engine_key;
-///
-/// assert_eq!(engine_key("http://localhost:8000/"), engine_key("http://127.0.0.1:8000"));
-/// ```
-#[must_use]
-pub fn engine_key(endpoint: &str) -> Option<String> {
-    let mut parsed = HttpUrl::parse(endpoint).ok()?;
-    let name = parsed.host.trim_end_matches('.');
-    let mapped = parsed.host().parse::<Ipv6Addr>().ok().and_then(|address| address.to_ipv4_mapped());
-    parsed.host = match mapped {
-        Some(address) => address.to_string(),
-        None if name == "localhost" => Ipv4Addr::LOCALHOST.to_string(),
-        None => name.to_owned(),
-    };
-    Some(parsed.endpoint())
-}
-
-/// The address with `***` in place of user and password, for messages and logs. Invalid addresses lose all text before
-/// their last `@`, so that a mistyped address does not reveal a password.
-///
-/// ```
-/// use pointsman::without_password;
-///
-/// assert_eq!(without_password("http://me:secret@engine:8000/v1"), "http://***@engine:8000/v1");
-/// assert_eq!(without_password("http://engine:8000/v1"), "http://engine:8000/v1");
-/// assert_eq!(without_password("me:secret@engine"), "***@engine");
-/// ```
-#[must_use]
-pub fn without_password(url: &str) -> String {
-    let Some((before, rest)) = url.rsplit_once('@') else { return url.to_owned() };
-    match before.split_once("://") {
-        Some((scheme, _)) => format!("{scheme}://***@{rest}"),
-        None => format!("***@{rest}"),
-    }
-}
-
 /// Reason for rejecting an address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("url {url:?} is refused: {rule}")]
 pub struct HttpUrlError {
-    /// The text [without a password](without_password), truncated to [`HttpUrl::BYTES_MAX`] bytes.
+    /// The text [without a password](HttpUrl::without_password), truncated to [`HttpUrl::BYTES_MAX`] bytes.
     pub url: String,
     /// The violated rule.
     pub rule: String,
@@ -83,17 +42,62 @@ impl HttpUrl {
     /// Maximum length in bytes.
     pub const BYTES_MAX: usize = 2048;
 
+    /// Key that is equal for all endpoints that are certainly one engine: the canonical spelling, with a fully qualified
+    /// name without its last dot, and `localhost` and mapped addresses as IPv4 addresses. `None` for other endpoints than
+    /// HTTP addresses, which are opaque.
+    ///
+    /// ```
+    /// use pointsman::HttpUrl;
+    ///
+    /// assert_eq!(HttpUrl::engine_key("http://localhost:8000/"), HttpUrl::engine_key("http://127.0.0.1:8000"));
+    /// ```
+    #[must_use]
+    pub fn engine_key(endpoint: &str) -> Option<String> {
+        let mut parsed = Self::parse(endpoint).ok()?;
+        let name = parsed.host.trim_end_matches('.');
+        let mapped = parsed.host().parse::<Ipv6Addr>().ok().and_then(|address| address.to_ipv4_mapped());
+        parsed.host = match mapped {
+            Some(address) => address.to_string(),
+            None if name == "localhost" => Ipv4Addr::LOCALHOST.to_string(),
+            None => name.to_owned(),
+        };
+        Some(parsed.endpoint())
+    }
+
+    /// The address with `***` in place of user and password, for messages and logs. Invalid addresses lose all text before
+    /// their last `@`, so that a mistyped address does not reveal a password.
+    ///
+    /// ```
+    /// use pointsman::HttpUrl;
+    ///
+    /// assert_eq!(HttpUrl::without_password("http://me:secret@engine:8000/v1"), "http://***@engine:8000/v1");
+    /// assert_eq!(HttpUrl::without_password("http://engine:8000/v1"), "http://engine:8000/v1");
+    /// assert_eq!(HttpUrl::without_password("me:secret@engine"), "***@engine");
+    /// ```
+    #[must_use]
+    pub fn without_password(url: &str) -> String {
+        let Some((before, rest)) = url.rsplit_once('@') else { return url.to_owned() };
+        match before.split_once("://") {
+            Some((scheme, _)) => format!("{scheme}://***@{rest}"),
+            None => format!("***@{rest}"),
+        }
+    }
+
+    /// The error about an address that breaks a rule.
+    #[must_use]
+    pub fn refused(url: &str, rule: &str) -> HttpUrlError {
+        let url = Self::without_password(url);
+        let shown = url.char_indices().take_while(|(at, _)| *at < Self::BYTES_MAX).map(|(_, c)| c).collect();
+        HttpUrlError { url: shown, rule: rule.to_owned() }
+    }
+
     /// Parses an address. The default port is 80, and 443 with `https`. The default path is `/`.
     ///
     /// # Errors
     /// A scheme other than `http` and `https`, credentials, a fragment, a missing host, an invalid port, or invalid
     /// characters.
     pub fn parse(url: &str) -> Result<Self, HttpUrlError> {
-        let refused = |rule: &str| {
-            let url = without_password(url);
-            let shown = url.char_indices().take_while(|(at, _)| *at < Self::BYTES_MAX).map(|(_, c)| c).collect();
-            HttpUrlError { url: shown, rule: rule.to_owned() }
-        };
+        let refused = |rule: &str| Self::refused(url, rule);
         if url.len() > Self::BYTES_MAX {
             return Err(refused("it must be at most 2048 bytes long"));
         }
@@ -102,7 +106,7 @@ impl HttpUrl {
         };
         let is_tls = scheme.eq_ignore_ascii_case("https");
         if !is_tls && !scheme.eq_ignore_ascii_case("http") {
-            let scheme = without_password(scheme);
+            let scheme = Self::without_password(scheme);
             return Err(refused(&format!("its scheme is {scheme:?}, must be http or https")));
         }
         if !rest.bytes().all(|byte| byte.is_ascii_graphic()) {
@@ -146,7 +150,7 @@ impl HttpUrl {
     ///
     /// assert_eq!(HttpUrl::parse("HTTP://Engine:80/")?.endpoint(), "http://engine");
     /// assert_eq!(HttpUrl::parse("https://[fd00:0::7]:8000/v1/")?.endpoint(), "https://[fd00::7]:8000/v1");
-    /// # Ok::<(), pointsman::HttpUrlError>(())
+    /// # Ok::<(), pointsman::internals::discovery::HttpUrlError>(())
     /// ```
     #[must_use]
     pub fn endpoint(&self) -> String {
@@ -266,7 +270,7 @@ mod tests {
 
     #[test]
     fn names_of_one_host_have_one_key() {
-        let key = |endpoint: &str| engine_key(endpoint).unwrap_or_else(|| panic!("{endpoint} has a key"));
+        let key = |endpoint: &str| HttpUrl::engine_key(endpoint).unwrap_or_else(|| panic!("{endpoint} has a key"));
         for same in
             ["http://LOCALHOST:1/", "http://localhost.:1", "http://[::ffff:127.0.0.1]:1", "http://[::FFFF:7f00:1]:1"]
         {
@@ -277,7 +281,7 @@ mod tests {
         assert_ne!(key("http://h"), key("https://h"));
         assert_ne!(key("http://h/a"), key("http://h/A"));
         for opaque in ["engine-7", "grpc://e:1", ""] {
-            assert_eq!(engine_key(opaque), None);
+            assert_eq!(HttpUrl::engine_key(opaque), None);
         }
     }
 

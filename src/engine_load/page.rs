@@ -105,7 +105,7 @@ pub struct PageSeries<'a> {
 /// The series of a page, in order. Comments and lines over 16 KiB are skipped.
 ///
 /// ```
-/// use pointsman::series;
+/// use pointsman::internals::engine_load::series;
 ///
 /// let page = "# TYPE hits_total counter\nhits_total{engine=\"1\",model=\"m\"} 70\n";
 /// let hits = series(page).find(|series| series.name == "hits_total").expect("one series");

@@ -11,7 +11,6 @@ use xxhash_rust::const_xxh3::const_custom_default_secret;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_seed};
 use zerocopy::IntoBytes;
 
-use super::BASE_SEED;
 use super::mm::{MmBlock, MmBlocks};
 use crate::protocol::BlockHash;
 
@@ -43,19 +42,22 @@ pub struct HashScheme<'a> {
 }
 
 impl<'a> HashScheme<'a> {
+    /// Seed of the chain, and of the blocks of prompts without adapter and salt.
+    pub const BASE_SEED: u64 = 1337;
+
     /// Plain blocks of `block_size` tokens, without adapter, salt and EAGLE.
     #[must_use]
     pub const fn new(block_size: NonZeroU32) -> Self {
         Self { block_size, lora_name: None, cache_salt: None, is_eagle: false }
     }
 
-    /// Seed of the block hashes: the wrapping sum of [`BASE_SEED`], xxh3-64 of the adapter name with seed 0, and
+    /// Seed of the block hashes: the wrapping sum of [`Self::BASE_SEED`], xxh3-64 of the adapter name with seed 0, and
     /// xxh3-64 of the salt with seed 1.
     #[must_use]
     pub fn seed(&self) -> u64 {
         let lora = self.lora_name.filter(|name| !name.is_empty()).map_or(0, |name| xxh3_64(name.as_bytes()));
         let salt = self.cache_salt.filter(|salt| !salt.is_empty()).map_or(0, |s| xxh3_64_with_seed(s.as_bytes(), 1));
-        BASE_SEED.wrapping_add(lora).wrapping_add(salt)
+        Self::BASE_SEED.wrapping_add(lora).wrapping_add(salt)
     }
 
     /// Number of complete blocks of a prompt of `prompt_tokens` tokens. With EAGLE, a block is complete only with the

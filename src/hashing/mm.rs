@@ -30,7 +30,7 @@ use xxhash_rust::xxh3::xxh3_64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MmSpan {
-    /// Hash of the object's content. See [`mm_hash_of_id`].
+    /// Hash of the object's content. See [`MmSpan::hash_of_id`].
     pub mm_hash: u64,
     /// First token.
     pub start: usize,
@@ -39,6 +39,27 @@ pub struct MmSpan {
 }
 
 impl MmSpan {
+    /// The hash of an object identified by a string: `None` for the empty string; the first 16 digits of a string of 64 hex
+    /// digits (vLLM identifies images by SHA-256); otherwise xxh3-64 of the bytes with seed 0.
+    ///
+    /// ```
+    /// use pointsman::hashing::MmSpan;
+    ///
+    /// assert_eq!(MmSpan::hash_of_id(""), None);
+    /// assert_eq!(MmSpan::hash_of_id(&"0123456789abcdef".repeat(4)), Some(0x0123_4567_89ab_cdef));
+    /// assert_eq!(MmSpan::hash_of_id("img-1"), Some(14770383865288705413));
+    /// ```
+    #[must_use]
+    pub fn hash_of_id(id: &str) -> Option<u64> {
+        if id.is_empty() {
+            return None;
+        }
+        if id.len() == 64 && id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            return u64::from_str_radix(&id[..16], 16).ok();
+        }
+        Some(xxh3_64(id.as_bytes()))
+    }
+
     /// The blocks that the span overlaps: block index and the range of covered tokens relative to the start of the
     /// block. Empty for an empty span.
     pub fn blocks(self, block_size: NonZeroU32) -> impl Iterator<Item = (usize, Range<usize>)> {
@@ -107,7 +128,7 @@ pub enum MmError {
 /// let hashes = BlockHasher::new(HashScheme::new(block_size)).block_hashes(&tokens, &mm);
 /// assert_eq!(hashes[0].0, 14000361058806882387);
 /// assert_eq!(hashes[1].0, 16777012769546811212); // no object here: hashed as text
-/// # Ok::<(), pointsman::hashing::MmError>(())
+/// # Ok::<(), pointsman::internals::hashing::MmError>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MmBlocks {
@@ -198,7 +219,7 @@ impl<'a> MmCursor<'a> {
 /// The token that replaces an object in a normalised prompt: `1_000_000 + (mm_hash & (2^30 - 1))`, SGLang's formula.
 ///
 /// ```
-/// assert_eq!(pointsman::hashing::pad_value(42), 1_000_042);
+/// assert_eq!(pointsman::internals::hashing::pad_value(42), 1_000_042);
 /// ```
 #[must_use]
 pub fn pad_value(mm_hash: u64) -> u32 {
@@ -213,12 +234,13 @@ pub fn pad_value(mm_hash: u64) -> u32 {
 /// A span that ends before it starts or beyond the prompt; no token is changed in that case.
 ///
 /// ```
-/// use pointsman::hashing::{MmSpan, fill_spans};
+/// use pointsman::hashing::MmSpan;
+/// use pointsman::internals::hashing::fill_spans;
 ///
 /// let mut tokens = [100, 5, 5, 101];
 /// fill_spans(&mut tokens, &[MmSpan { mm_hash: 42, start: 1, end: 3 }])?;
 /// assert_eq!(tokens, [100, 1_000_042, 1_000_042, 101]);
-/// # Ok::<(), pointsman::hashing::MmError>(())
+/// # Ok::<(), pointsman::internals::hashing::MmError>(())
 /// ```
 pub fn fill_spans(tokens: &mut [u32], spans: &[MmSpan]) -> Result<(), MmError> {
     spans.iter().try_for_each(|span| span.check(tokens.len()))?;
@@ -236,7 +258,7 @@ pub fn fill_spans(tokens: &mut [u32], spans: &[MmSpan]) -> Result<(), MmError> {
 /// runs and objects do not match one to one.
 ///
 /// ```
-/// use pointsman::hashing::fill_runs;
+/// use pointsman::internals::hashing::fill_runs;
 ///
 /// let mut tokens = [5, 5, 100, 5];
 /// assert_eq!(fill_runs(&mut tokens, 5, &[42, 43]), 2);
@@ -252,25 +274,4 @@ pub fn fill_runs(tokens: &mut [u32], placeholder: u32, mm_hashes: &[u64]) -> usi
         n_runs += 1;
     }
     n_runs
-}
-
-/// The hash of an object identified by a string: `None` for the empty string; the first 16 digits of a string of 64 hex
-/// digits (vLLM identifies images by SHA-256); otherwise xxh3-64 of the bytes with seed 0.
-///
-/// ```
-/// use pointsman::hashing::mm_hash_of_id;
-///
-/// assert_eq!(mm_hash_of_id(""), None);
-/// assert_eq!(mm_hash_of_id(&"0123456789abcdef".repeat(4)), Some(0x0123_4567_89ab_cdef));
-/// assert_eq!(mm_hash_of_id("img-1"), Some(14770383865288705413));
-/// ```
-#[must_use]
-pub fn mm_hash_of_id(id: &str) -> Option<u64> {
-    if id.is_empty() {
-        return None;
-    }
-    if id.len() == 64 && id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-        return u64::from_str_radix(&id[..16], 16).ok();
-    }
-    Some(xxh3_64(id.as_bytes()))
 }

@@ -22,29 +22,17 @@
 //! reuses.
 
 mod block;
-mod mm;
-mod prompt;
-mod sequence;
+pub(crate) mod mm;
+pub(crate) mod prompt;
+pub(crate) mod sequence;
 #[cfg(test)]
 mod tests;
 
-use xxhash_rust::xxh3::xxh3_64_with_seed;
-
 pub use block::{BlockHasher, HashScheme};
-pub use mm::{MmBlocks, MmError, MmSpan, fill_runs, fill_spans, mm_hash_of_id, pad_value};
-pub use prompt::{HashedPrompt, HashedPromptError};
-pub use sequence::{chain, sequence_hashes};
-
-/// Seed of the chain, and of the blocks of prompts without adapter and salt.
-pub const BASE_SEED: u64 = 1337;
-
-/// xxh3-64 of raw bytes with [`BASE_SEED`].
-///
-/// ```
-/// assert_eq!(pointsman::hashing::hash_bytes(b"hello world"), 10239022491161036150);
-/// ```
-#[must_use]
-#[inline] // Links of the chain have a constant length of 16 bytes: inlining reduces 6 ns to 4 ns per link.
-pub fn hash_bytes(bytes: &[u8]) -> u64 {
-    xxh3_64_with_seed(bytes, BASE_SEED)
-}
+pub(crate) use mm::MmError;
+pub use mm::{MmBlocks, MmSpan};
+pub use prompt::HashedPrompt;
+pub(crate) use prompt::HashedPromptError;
+#[cfg(test)]
+pub(crate) use sequence::hash_bytes;
+pub(crate) use sequence::sequence_hashes;

@@ -20,7 +20,7 @@ use crate::protocol::{BlockHash, SequenceHash};
 /// let ours = HashedPrompt::from_tokens(&BlockHasher::new(scheme), &[1, 2, 3, 4, 5, 6, 7, 8, 9], &MmBlocks::NONE);
 /// let theirs = HashedPrompt::from_hashes(ours.block_hashes().clone(), None, 9, &scheme)?;
 /// assert_eq!(ours, theirs);
-/// # Ok::<(), pointsman::hashing::HashedPromptError>(())
+/// # Ok::<(), pointsman::internals::hashing::HashedPromptError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "HashedPromptFields")]

@@ -5,14 +5,17 @@
 
 use std::sync::Arc;
 
-use super::hash_bytes;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::HashScheme;
 use crate::protocol::{BlockHash, SequenceHash};
 
 /// The sequence hash of a `block` after the prefix `parent`, or at the start of a prompt.
 ///
 /// ```
-/// use pointsman::hashing::chain;
-/// use pointsman::protocol::{BlockHash, SequenceHash};
+/// use pointsman::internals::hashing::chain;
+/// use pointsman::internals::protocol::SequenceHash;
+/// use pointsman::protocol::BlockHash;
 ///
 /// assert_eq!(chain(None, BlockHash(7)), SequenceHash(7));
 /// assert_eq!(chain(Some(SequenceHash(1)), BlockHash(2)), SequenceHash(16740963408272063728));
@@ -33,4 +36,15 @@ pub fn sequence_hashes(blocks: &[BlockHash]) -> Arc<[SequenceHash]> {
     let mut parent = None;
     let next = |&block: &BlockHash| *parent.insert(chain(parent, block));
     blocks.iter().map(next).collect()
+}
+
+/// xxh3-64 of raw bytes with [`HashScheme::BASE_SEED`].
+///
+/// ```
+/// assert_eq!(pointsman::internals::hashing::hash_bytes(b"hello world"), 10239022491161036150);
+/// ```
+#[must_use]
+#[inline] // Links of the chain have a constant length of 16 bytes: inlining reduces 6 ns to 4 ns per link.
+pub fn hash_bytes(bytes: &[u8]) -> u64 {
+    xxh3_64_with_seed(bytes, HashScheme::BASE_SEED)
 }

@@ -6,6 +6,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
+use super::mm::{fill_runs, fill_spans, pad_value};
 use super::*;
 use crate::protocol::{BlockHash, SequenceHash};
 
@@ -189,9 +190,9 @@ fn runs_beyond_the_last_hash_reuse_it() {
 #[test]
 fn only_hexadecimal_ids_of_64_characters_are_digests() {
     let digest = "FFEE".repeat(16);
-    assert_eq!(mm_hash_of_id(&digest), Some(0xffee_ffee_ffee_ffee));
+    assert_eq!(MmSpan::hash_of_id(&digest), Some(0xffee_ffee_ffee_ffee));
     for id in [digest.replace('F', "g"), format!("+{}", &digest[1..]), digest[1..].to_string()] {
-        assert_eq!(mm_hash_of_id(&id), Some(xxh3_64(id.as_bytes())), "{id}");
+        assert_eq!(MmSpan::hash_of_id(&id), Some(xxh3_64(id.as_bytes())), "{id}");
     }
 }
 

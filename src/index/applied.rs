@@ -6,7 +6,7 @@ use std::ops::AddAssign;
 /// events can be added.
 ///
 /// ```
-/// use pointsman::index::Applied;
+/// use pointsman::internals::index::Applied;
 ///
 /// let mut total = Applied { stored: 3, ..Applied::default() };
 /// total += Applied { stored: 1, unknown_parents: 1, ..Applied::default() };

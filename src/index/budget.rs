@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU16, AtomicU32, Ordering::Relaxed};
 /// Fill level of an index with a budget, for gauges.
 ///
 /// ```
-/// use pointsman::index::Index;
+/// use pointsman::internals::index::Index;
 ///
 /// let mut index = Index::new();
 /// assert_eq!(index.budget_state(), None);

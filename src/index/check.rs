@@ -13,7 +13,7 @@ impl Index {
     /// If an invariant is violated.
     ///
     /// ```
-    /// pointsman::index::Index::new().check_invariants();
+    /// pointsman::internals::index::Index::new().check_invariants();
     /// ```
     pub fn check_invariants(&self) {
         let registered = self.ranks.iter().flatten().count();

@@ -18,8 +18,9 @@ impl Index {
     /// Number of leading blocks that the rank in `slot` holds in device memory.
     ///
     /// ```
-    /// use pointsman::index::Index;
-    /// use pointsman::protocol::{BlockHash, Slot};
+    /// use pointsman::internals::index::Index;
+    /// use pointsman::internals::protocol::Slot;
+    /// use pointsman::protocol::BlockHash;
     ///
     /// assert_eq!(Index::new().device_depth(Slot(0), &[BlockHash(1)]), 0);
     /// ```

@@ -12,7 +12,7 @@ use crate::protocol::{EngineHash, StorageTier};
 /// Digest of the blocks of one rank.
 ///
 /// ```
-/// use pointsman::index::BlockDigest;
+/// use pointsman::internals::index::BlockDigest;
 /// use pointsman::protocol::{EngineHash, StorageTier};
 ///
 /// let blocks = [(StorageTier::Device, EngineHash(7)), (StorageTier::HostPinned, EngineHash(7))];

@@ -25,7 +25,7 @@ impl Index {
     /// is stored under a filler name that the rank does not use, and removed after the blocks behind it are stored.
     ///
     /// ```
-    /// use pointsman::index::Index;
+    /// use pointsman::internals::index::Index;
     ///
     /// assert!(Index::new().dump().is_empty());
     /// ```

@@ -54,7 +54,7 @@ impl Index {
     /// as [`Applied::evicted_removals`]. The holdings of a rank are complete again after the rank is cleared.
     ///
     /// ```
-    /// use pointsman::index::Index;
+    /// use pointsman::internals::index::Index;
     ///
     /// let mut index = Index::new();
     /// index.set_budget(Some(64 << 20));

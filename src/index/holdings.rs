@@ -9,7 +9,7 @@ use crate::protocol::Timestamp;
 /// One rank's published holdings.
 ///
 /// ```
-/// use pointsman::index::Holdings;
+/// use pointsman::internals::index::Holdings;
 /// use pointsman::protocol::Timestamp;
 ///
 /// let holdings = Holdings::default();

@@ -77,8 +77,9 @@ use tree::Tree;
 /// Prefix index of one shard. Single-threaded: the owner applies events and runs queries sequentially.
 ///
 /// ```
-/// use pointsman::index::{Index, Overlaps};
-/// use pointsman::protocol::{BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier};
+/// use pointsman::internals::index::{Index, Overlaps};
+/// use pointsman::internals::protocol::{Generation, Slot};
+/// use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier};
 /// use pointsman::protocol::{StoredBlock, WorkerId, WorkerRank};
 ///
 /// let rank = WorkerRank::new(WorkerId(7), 0);
@@ -116,7 +117,7 @@ pub struct Index {
 /// Size of a tier's tree, for tests and metrics.
 ///
 /// ```
-/// use pointsman::index::Index;
+/// use pointsman::internals::index::Index;
 /// use pointsman::protocol::StorageTier;
 ///
 /// assert_eq!(Index::new().shape(StorageTier::Device).runs, 0);

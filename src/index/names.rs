@@ -10,8 +10,9 @@ impl Index {
     /// tier and waiting block.
     ///
     /// ```
-    /// use pointsman::index::{BlockDigest, Index};
-    /// use pointsman::protocol::{Generation, Slot, WorkerId, WorkerRank};
+    /// use pointsman::internals::index::{BlockDigest, Index};
+    /// use pointsman::internals::protocol::{Generation, Slot};
+    /// use pointsman::protocol::{WorkerId, WorkerRank};
     ///
     /// let (mut index, rank) = (Index::new(), WorkerRank::new(WorkerId(7), 0));
     /// assert_eq!(index.digest_of(rank), None);

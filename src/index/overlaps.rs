@@ -5,8 +5,8 @@ use crate::protocol::{EngineHash, Generation, Slot, StorageTier};
 /// Overlap of one rank in its device tier.
 ///
 /// ```
-/// use pointsman::index::Hit;
-/// use pointsman::protocol::{Generation, Slot};
+/// use pointsman::internals::index::Hit;
+/// use pointsman::internals::protocol::{Generation, Slot};
 ///
 /// let hit = Hit { slot: Slot(3), generation: Generation(1), device_blocks: 12 };
 /// assert!(hit.device_blocks > 0);
@@ -24,8 +24,8 @@ pub struct Hit {
 /// Blocks by which the lower tiers extend a rank's hit, each from the end of the nearer tier.
 ///
 /// ```
-/// use pointsman::index::Extension;
-/// use pointsman::protocol::Slot;
+/// use pointsman::internals::index::Extension;
+/// use pointsman::internals::protocol::Slot;
 ///
 /// let extension = Extension { slot: Slot(3), host_pinned_blocks: 4, disk_blocks: 0, external_blocks: 1 };
 /// assert_eq!(extension.blocks(), 5);
@@ -66,7 +66,7 @@ impl Extension {
 /// The ranks that hold leading blocks of one request, and the query buffers. Reuse one value for several queries.
 ///
 /// ```
-/// use pointsman::index::{Index, Overlaps};
+/// use pointsman::internals::index::{Index, Overlaps};
 /// use pointsman::protocol::BlockHash;
 ///
 /// let mut overlaps = Overlaps::default();

@@ -14,7 +14,7 @@ const WORDS: usize = u64::BITS as usize;
 ///
 /// ```
 /// use pointsman::internals::load::BoardChanges;
-/// use pointsman::protocol::Slot;
+/// use pointsman::internals::protocol::Slot;
 ///
 /// let changes = BoardChanges::default();
 /// changes.insert(Slot(70));

@@ -23,7 +23,8 @@ use crate::protocol::Timestamp;
 /// ```
 /// use std::{sync::Arc, time::Duration};
 /// use pointsman::internals::load::{ActiveSequences, PrefillCurve, PrefillLoadHint, PromptBlocks};
-/// use pointsman::protocol::{BookingId, Timestamp};
+/// use pointsman::internals::protocol::BookingId;
+/// use pointsman::protocol::Timestamp;
 ///
 /// let (start, mut rank) = (Timestamp::default(), ActiveSequences::new(true));
 /// for (id, tokens, seconds) in [(1, 1000, 10), (2, 500, 1)] {
@@ -106,7 +107,8 @@ impl PrefillCurve {
     /// ```
     /// use std::time::Duration;
     /// use pointsman::internals::load::{ActiveSequences, PrefillLoadHint, PromptBlocks};
-    /// use pointsman::protocol::{BookingId, Timestamp};
+    /// use pointsman::internals::protocol::BookingId;
+    /// use pointsman::protocol::Timestamp;
     ///
     /// let (start, mut rank) = (Timestamp::default(), ActiveSequences::new(true));
     /// let hint = PrefillLoadHint::new(1_000, 0, true, Some(Duration::from_secs(10)));

@@ -27,7 +27,8 @@ use crate::protocol::{BookingId, Timestamp};
 /// ```
 /// use std::sync::Arc;
 /// use pointsman::internals::load::{EngineSpeed, PrefillLoadHint, RankLoad, SpeedCell, SpeedMeter};
-/// use pointsman::protocol::{BookingId, Timestamp};
+/// use pointsman::internals::protocol::BookingId;
+/// use pointsman::protocol::Timestamp;
 ///
 /// let cell = Arc::new(SpeedCell::default());
 /// let mut meter = SpeedMeter::new(Arc::clone(&cell), 64);

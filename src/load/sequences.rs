@@ -21,7 +21,8 @@ use crate::protocol::{BookingId, SequenceHash, Timestamp};
 /// ```
 /// use std::sync::Arc;
 /// use pointsman::internals::load::{ActiveSequences, Change, PrefillLoadHint, PromptBlocks, RankLoad};
-/// use pointsman::protocol::{BookingId, SequenceHash, Timestamp};
+/// use pointsman::internals::protocol::{BookingId, SequenceHash};
+/// use pointsman::protocol::Timestamp;
 ///
 /// let now = Timestamp::default();
 /// let prompt = |hashes: [u64; 3]| PromptBlocks::Hashed(hashes.map(SequenceHash).into());
@@ -267,7 +268,8 @@ impl ActiveSequences {
     ///
     /// ```
     /// use pointsman::internals::load::{ActiveSequences, PromptBlocks};
-    /// use pointsman::protocol::{BookingId, SequenceHash, Timestamp};
+    /// use pointsman::internals::protocol::{BookingId, SequenceHash};
+    /// use pointsman::protocol::Timestamp;
     ///
     /// let prompt = |hashes: &[u64]| PromptBlocks::Hashed(hashes.iter().copied().map(SequenceHash).collect());
     /// let mut rank = ActiveSequences::new(true);
@@ -402,7 +404,7 @@ impl PromptBlocks {
     ///
     /// ```
     /// use pointsman::internals::load::PromptBlocks;
-    /// use pointsman::protocol::SequenceHash;
+    /// use pointsman::internals::protocol::SequenceHash;
     ///
     /// let prompt = |hashes: &[u64]| PromptBlocks::Hashed(hashes.iter().copied().map(SequenceHash).collect());
     /// assert_eq!(prompt(&[11, 12, 13]).shared_blocks(&prompt(&[11, 12, 21, 22])), 2);

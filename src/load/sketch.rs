@@ -19,7 +19,7 @@ const BITS: u64 = u64::BITS as u64;
 ///
 /// ```
 /// use pointsman::internals::load::{PromptFingerprint, PromptSketch};
-/// use pointsman::protocol::SequenceHash;
+/// use pointsman::internals::protocol::SequenceHash;
 ///
 /// let newcomer = PromptFingerprint::of(&[SequenceHash(11), SequenceHash(12), SequenceHash(13)]);
 /// assert_eq!(PromptSketch::default().shared_blocks_max(&newcomer), 0);

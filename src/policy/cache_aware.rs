@@ -18,7 +18,7 @@ use super::{BuiltIn, RankTable, RequestFacts};
 /// --balance-rel-threshold 1.5`, and its choice by load without a match, sgl-project/sglang#14650)
 ///
 /// ```
-/// use pointsman::policy::CacheAware;
+/// use pointsman::internals::policy::CacheAware;
 ///
 /// assert!(CacheAware::is_even(3, 67) && !CacheAware::is_even(3, 68));
 /// assert!(CacheAware::is_even(200, 300) && !CacheAware::is_even(200, 301));

@@ -145,8 +145,8 @@ impl KvCost {
     /// The cost in blocks, lower is better.
     ///
     /// ```
-    /// use pointsman::config::RouterConfig;
-    /// use pointsman::policy::CostFacts;
+    /// use pointsman::RouterConfig;
+    /// use pointsman::internals::policy::CostFacts;
     /// use pointsman::internals::select::TierOverlap;
     ///
     /// // Cold and idle, 1024 tokens in blocks of 16: 64 blocks to compute, 64 to hold.

@@ -6,34 +6,35 @@
 //! custom ones. `schedule` supplies facts and applies eligibility.
 
 mod built_in;
-mod cache_aware;
+pub(crate) mod cache_aware;
 mod config;
-mod custom;
-mod kv;
+pub(crate) mod custom;
+pub(crate) mod kv;
 mod latency;
-mod least_loaded;
-mod needs;
-mod power_of_two;
-mod random;
+pub(crate) mod least_loaded;
+pub(crate) mod needs;
+pub(crate) mod power_of_two;
+pub(crate) mod random;
 mod read;
-mod round_robin;
+pub(crate) mod round_robin;
 
 use serde::{Deserialize, Serialize};
 
 use crate::validation::Problems;
 use built_in::policies;
 pub(crate) use built_in::{BuiltIn, CostUnit};
-pub use cache_aware::CacheAware;
-pub use custom::{Candidate, PolicyError, RankFilter, RankFilters, RankPolicy, RankScorer, RankTable, RequestFacts};
-pub(crate) use custom::{checked_choice, checked_cost};
-pub use kv::{CostFacts, CostTerms, KvConfig, KvCost};
+pub(crate) use cache_aware::CacheAware;
+pub use custom::{Candidate, PolicyError, RankFilter, RankPolicy, RankScorer, RankTable, RequestFacts};
+pub(crate) use custom::{RankFilters, checked_choice, checked_cost};
+pub use kv::KvConfig;
+pub(crate) use kv::{CostFacts, CostTerms, KvCost};
 pub use latency::LatencyConfig;
-pub use least_loaded::LeastLoaded;
-pub use needs::{Bounds, Needs};
-pub use power_of_two::PowerOfTwo;
-pub(crate) use power_of_two::two_random;
-pub use random::Random;
-pub use round_robin::RoundRobin;
+pub(crate) use least_loaded::LeastLoaded;
+pub(crate) use needs::Bounds;
+pub use needs::Needs;
+pub(crate) use power_of_two::{PowerOfTwo, two_random};
+pub(crate) use random::Random;
+pub(crate) use round_robin::RoundRobin;
 
 policies! {
     /// Lowest [`KvCost`]: remaining prefill plus held blocks, minus cached blocks.

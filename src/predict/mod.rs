@@ -161,9 +161,10 @@ pub struct SpeculationCounts {
 ///
 /// ```
 /// use std::time::Duration;
-/// use pointsman::index::{Index, Overlaps};
+/// use pointsman::internals::index::{Index, Overlaps};
 /// use pointsman::internals::predict::{SpeculationModel, SpeculativePrompt, SpeculativePrompts};
-/// use pointsman::protocol::{BlockHash, Generation, Slot, Timestamp, WorkerId, WorkerRank};
+/// use pointsman::internals::protocol::{Generation, Slot};
+/// use pointsman::protocol::{BlockHash, Timestamp, WorkerId, WorkerRank};
 ///
 /// let mut predictions = SpeculativePrompts::new(SpeculationModel::Ttl { ttl: Duration::from_secs(120) }, 1 << 20);
 /// predictions.register(WorkerRank::new(WorkerId(7), 0), Slot(0), Generation(1), None);

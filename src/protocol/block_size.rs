@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 /// Block size in force in a pool.
 ///
 /// ```
-/// use pointsman::protocol::{BlockSizeOrigin, PoolBlockSize};
+/// use pointsman::internals::protocol::PoolBlockSize;
+/// use pointsman::protocol::BlockSizeOrigin;
 ///
 /// let size = PoolBlockSize { tokens: 16, origin: BlockSizeOrigin::Reported };
 /// assert_eq!(size.to_string(), "16 (reported)");

@@ -142,7 +142,7 @@ pub enum LoadSource {
 /// let config = WorkerConfig { data_parallel_size: 2, ..WorkerConfig::at("http://10.0.0.7:8000") };
 /// config.validate()?;
 /// assert_eq!(config.ranks(WorkerId(1)).count(), 2);
-/// # Ok::<(), pointsman::protocol::WorkerConfigError>(())
+/// # Ok::<(), pointsman::internals::protocol::WorkerConfigError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -65,7 +65,7 @@ impl RecordSegment {
 /// The last entries of one scheduler. See the module documentation.
 ///
 /// ```
-/// use pointsman::config::RecorderConfig;
+/// use pointsman::internals::config::RecorderConfig;
 /// use pointsman::protocol::Timestamp;
 /// use pointsman::internals::record::DecisionRing;
 ///

@@ -74,7 +74,7 @@ pub struct RankCells {
 ///
 /// ```
 /// use pointsman::internals::load::{BoardLoad, BoardVersion};
-/// use pointsman::protocol::Slot;
+/// use pointsman::internals::protocol::Slot;
 /// use pointsman::internals::schedule::{LiveLoads, LoadView, RankCells};
 ///
 /// let (mut loads, cells) = (LiveLoads::default(), RankCells::default());

@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 
 use super::SnapshotError;
 use crate::config::RouterConfig;
-use crate::hashing::BASE_SEED;
+use crate::hashing::HashScheme;
 use crate::ingest::SourcePosition;
 use crate::protocol::{KvEvent, RouterEvent, WorkerRank};
 use crate::wire::DecoderState;
@@ -65,7 +65,7 @@ impl SnapshotLayout {
     /// Layout of a pool with the hash scheme of this library.
     #[must_use]
     pub fn new(pool: impl Into<String>, block_size: NonZeroU32, is_eagle: bool) -> Self {
-        Self { pool: pool.into(), block_size: block_size.get(), is_eagle, hash_seed: BASE_SEED }
+        Self { pool: pool.into(), block_size: block_size.get(), is_eagle, hash_seed: HashScheme::BASE_SEED }
     }
 
     /// Layout of the router with this configuration, and this block size in force.

@@ -11,7 +11,7 @@ use super::event::WireEvent;
 use super::msgpack::{Cursor, MsgpackItem, digest_bytes};
 use super::namespace::{self, Namespace};
 use super::{DecoderLimits, Finding, Findings};
-use crate::hashing::{HashScheme, MmBlocks, mm_hash_of_id};
+use crate::hashing::{HashScheme, MmBlocks, MmSpan};
 
 /// Prefix of a salt that NVIDIA Dynamo's frontend adds to the extra keys.
 const SALT_PREFIX: &str = "dynamo-cache-salt:";
@@ -113,7 +113,7 @@ impl StoreKeys {
                 Some(ExtraKey::Plain(key)) if entry.repeats_salt(key) => {}
                 Some(ExtraKey::Plain(key)) if entry.begins_prompt => salts.push(key),
                 Some(ExtraKey::Plain(id) | ExtraKey::Object(id)) => {
-                    self.objects.extend(mm_hash_of_id(id).map(|mm_hash| (entry.block_idx, mm_hash)));
+                    self.objects.extend(MmSpan::hash_of_id(id).map(|mm_hash| (entry.block_idx, mm_hash)));
                 }
                 None => {
                     *cursor = start;

@@ -12,7 +12,7 @@ use ahash::AHashMap;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use super::{Finding, NamespaceRecord};
-use crate::hashing::{BASE_SEED, HashScheme};
+use crate::hashing::HashScheme;
 use crate::protocol::{EngineHash, StorageTier};
 
 /// Distinct from the seeds 0 and 1 of [`HashScheme::seed`], so no adapter name or salt of a request can produce one of
@@ -36,7 +36,7 @@ impl Namespace {
     }
 
     pub(super) fn seed(self) -> u64 {
-        BASE_SEED.wrapping_add(self.lora).wrapping_add(self.salt)
+        HashScheme::BASE_SEED.wrapping_add(self.lora).wrapping_add(self.salt)
     }
 
     /// The sub-namespace for further keys.
@@ -56,12 +56,12 @@ impl Namespace {
 
 /// Seed contribution of an adapter name, equal to that of requests for the adapter.
 pub(super) fn of_lora(scheme: HashScheme<'_>, name: &str) -> u64 {
-    HashScheme { lora_name: Some(name), cache_salt: None, ..scheme }.seed().wrapping_sub(BASE_SEED)
+    HashScheme { lora_name: Some(name), cache_salt: None, ..scheme }.seed().wrapping_sub(HashScheme::BASE_SEED)
 }
 
 /// Seed contribution of a salt, equal to that of requests with the salt.
 pub(super) fn of_salt(scheme: HashScheme<'_>, salt: &str) -> u64 {
-    HashScheme { lora_name: None, cache_salt: Some(salt), ..scheme }.seed().wrapping_sub(BASE_SEED)
+    HashScheme { lora_name: None, cache_salt: Some(salt), ..scheme }.seed().wrapping_sub(HashScheme::BASE_SEED)
 }
 
 /// Hasher for adapter numbers.

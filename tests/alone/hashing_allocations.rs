@@ -2,7 +2,8 @@
 
 use std::num::NonZeroU32;
 
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks, sequence_hashes};
+use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::internals::hashing::sequence_hashes;
 use stats_alloc::Region;
 
 use crate::{ALLOCATOR, alone};

@@ -2,9 +2,10 @@
 
 use std::alloc::System;
 
-use pointsman::index::Index;
+use pointsman::internals::index::Index;
+use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::protocol::{
-    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
+    BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank,
 };
 use pointsman::test_support::mix;
 use stats_alloc::Region;

@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use pointsman::internals::engine_load::{EngineLoad, EngineReading};
 use pointsman::internals::load::{ActiveSequences, BoardLoad, EngineSpeed, PrefillLoadHint, PromptBlocks};
+use pointsman::internals::protocol::BookingId;
 use pointsman::internals::schedule::RankCells;
-use pointsman::protocol::{BookingId, Timestamp};
+use pointsman::protocol::Timestamp;
 use pointsman::test_support::mix;
 
 /// Boards of a rank with 0 to 7 requests and their prefills.

@@ -6,8 +6,8 @@ pub(crate) mod pages;
 
 use std::time::Duration;
 
-use pointsman::config::{HealthConfig, SupervisionConfig};
 use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
+use pointsman::internals::config::{HealthConfig, SupervisionConfig};
 use pointsman::policy::Policy;
 use pointsman::protocol::{
     EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,

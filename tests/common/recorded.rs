@@ -7,14 +7,15 @@ use std::time::Duration;
 
 use pointsman::RouterConfig;
 use pointsman::SessionId;
-use pointsman::config::{
-    LoadConfig, OverloadConfig, PrefillModel, QueueConfig, RouterConfigOverride, SessionAffinity, SessionConfig,
-    ShadowConfig, SlowStartConfig,
+use pointsman::config::{PrefillModel, RouterConfigOverride, SessionAffinity};
+use pointsman::internals::config::{
+    LoadConfig, OverloadConfig, QueueConfig, SessionConfig, ShadowConfig, SlowStartConfig,
 };
 use pointsman::internals::health::Exclusions;
 use pointsman::internals::load::{BoardLoad, PeerLoad, PromptBlocks, RankLoad};
+use pointsman::internals::protocol::{BookingId, Generation, SequenceHash, Slot};
 use pointsman::policy::{KvConfig, LatencyConfig, Policy, PolicyConfig};
-use pointsman::protocol::{BookingId, Generation, SequenceHash, Slot, Timestamp, WorkerId, WorkerRank};
+use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
 use pointsman::test_support::mix;
 use pointsman::{
     Constraints, Pin, PinMode, RankTraits,

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use pointsman::config::{RouterConfigOverride, SessionAffinity};
 use pointsman::internals::load::{PrefillEstimator, PrefillFacts};
-use pointsman::protocol::{BookingId, Generation, Timestamp, WorkerId, WorkerRank};
+use pointsman::internals::protocol::{BookingId, Generation};
+use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, SimulatedRank, mix, rank};
 use pointsman::{Constraints, Filter, Pin, PinMode, RankTraits, internals::select::SharedHits};
 use pointsman::{

@@ -1,9 +1,8 @@
 //! Random configurations of a [`World`](crate::world::World).
 
 use pointsman::RouterConfig;
-use pointsman::config::{
-    LoadConfig, OverloadConfig, QueueClass, QueueConfig, QueueOrder, SessionAffinity, SessionConfig, SlowStartConfig,
-};
+use pointsman::config::{QueueClass, QueueOrder, SessionAffinity};
+use pointsman::internals::config::{LoadConfig, OverloadConfig, QueueConfig, SessionConfig, SlowStartConfig};
 use pointsman::policy::Policy;
 use pointsman::policy::{KvConfig, PolicyConfig};
 

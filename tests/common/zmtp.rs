@@ -9,8 +9,8 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use pointsman::internals::ingest::{DIGEST_REQUEST, NAMES_REQUEST};
 use pointsman::protocol::{EngineHash, KvEvent, KvEventsConfig, RouterEvent};
-use pointsman::{DIGEST_REQUEST, NAMES_REQUEST};
 use pointsman_trial::engine::{self, Block, CacheEvent, Tier};
 use pointsman_trial::kv_events::{Dialect, Encoder};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

@@ -9,11 +9,12 @@ use pointsman::Outcome;
 use pointsman::internals::directory::Lease;
 use pointsman::internals::load::PromptBlocks;
 use pointsman::internals::membership::{Child, MembershipInput};
+use pointsman::internals::protocol::{BookingId, Generation, Slot};
 use pointsman::internals::select::RankOverlap;
 use pointsman::internals::shell::sequence::SequenceMsg;
 use pointsman::internals::shell::shard::ShardMsg;
 use pointsman::internals::snapshot::RankSnapshot;
-use pointsman::protocol::{BlockHash, BookingId, Generation, Slot, Timestamp, WorkerId, WorkerRank};
+use pointsman::protocol::{BlockHash, Timestamp, WorkerId, WorkerRank};
 use pointsman::{
     Decision,
     internals::schedule::{LoadAnswer, Request},

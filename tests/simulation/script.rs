@@ -2,10 +2,8 @@
 //! elements.
 
 use pointsman::RouterConfig;
-use pointsman::config::{
-    HealthConfig, IndexConfig, LoadConfig, QueueClass, QueueConfig, QueueOrder, SessionAffinity, SessionConfig,
-    SupervisionConfig,
-};
+use pointsman::config::{IndexConfig, QueueClass, QueueOrder, SessionAffinity};
+use pointsman::internals::config::{HealthConfig, LoadConfig, QueueConfig, SessionConfig, SupervisionConfig};
 use pointsman::policy::Policy;
 use pointsman_trial::workload::Rng;
 

@@ -4,13 +4,12 @@
 use std::future::Future;
 use std::time::Duration;
 
-use pointsman::config::{EventsConfig, QueueConfig};
-use pointsman::index::BlockDigest;
+use pointsman::internals::config::{EventsConfig, QueueConfig};
+use pointsman::internals::index::BlockDigest;
+use pointsman::internals::ingest::{BlockName, DIGEST_REQUEST};
 use pointsman::protocol::{StorageTier, WorkerConfig, WorkerId, WorkerMap};
 use pointsman::test_support::rank;
-use pointsman::{
-    BlockName, DIGEST_REQUEST, DiscoveryError, DiscoverySource, EngineContents, Fault, Router, RouterConfig,
-};
+use pointsman::{DiscoveryError, DiscoverySource, EngineContents, Fault, Router, RouterConfig};
 use tokio::sync::mpsc;
 
 use super::{Tally, assert_permits_are_free, assert_unharmed, panics_of, route};

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::config::SupervisionConfig;
 use pointsman::error::{Down, RouteError};
+use pointsman::internals::config::SupervisionConfig;
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap};
 use pointsman::test_support::rank;
 use pointsman::{AddRequest, Fault, Prompt, Router, RouterConfig};

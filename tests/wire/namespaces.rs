@@ -37,7 +37,7 @@ fn an_adapter_without_a_name_has_its_own_blocks() {
 #[test]
 fn objects_are_distinguished_from_salts() {
     let mm = |ids: [&[&str]; 2]| {
-        MmBlocks::listed(ids.map(|ids| ids.iter().filter_map(|id| mm_hash_of_id(id)).collect::<Vec<_>>()))
+        MmBlocks::listed(ids.map(|ids| ids.iter().filter_map(|id| MmSpan::hash_of_id(id)).collect::<Vec<_>>()))
     };
     let image = || Msg::Array(vec!["img-1".into(), 2.into()]);
     let with = |first: Vec<Msg>, second: Vec<Msg>| {

@@ -13,7 +13,7 @@ use axum::extract::{Query, State};
 use axum::http::header::{CONTENT_TYPE, HeaderName};
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse as _, Response};
-use pointsman::hashing::{BASE_SEED, HashScheme, HashedPrompt};
+use pointsman::hashing::{HashScheme, HashedPrompt};
 use pointsman::protocol::{BlockHash, WorkerRank};
 use pointsman::{Prompt, RequestOptions, RouteRequest};
 use serde::Deserialize;
@@ -150,7 +150,7 @@ fn answer(model: &Model, tokens: usize, tokens_source: &str, ranks: Value) -> Js
         "model": model.settings.name,
         "pool": config.pool,
         "block_size": model.router.block_size(),
-        "hash": { "scheme": "xxh3-64", "seed": BASE_SEED, "is_eagle": config.is_eagle },
+        "hash": { "scheme": "xxh3-64", "seed": HashScheme::BASE_SEED, "is_eagle": config.is_eagle },
         "tokens": tokens,
         "tokens_source": tokens_source,
         "ranks": ranks,

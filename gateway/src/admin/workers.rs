@@ -12,7 +12,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use pointsman::error::MembershipError;
 use pointsman::protocol::{LoadSource, WorkerConfig, WorkerId};
-use pointsman::{DiscoveryStatus, HttpUrl, NamedWorker, Router, WorkerEntry, derived_id, engine_key, without_password};
+use pointsman::{DiscoveryStatus, HttpUrl, NamedWorker, Router, WorkerEntry};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
@@ -48,7 +48,7 @@ pub(super) async fn add(
 ) -> Result<(StatusCode, Json<Value>), ApiError> {
     // Other spellings of the endpoint are the same worker.
     let endpoint = HttpUrl::parse(&config.endpoint).map_or_else(|_| config.endpoint.clone(), |url| url.endpoint());
-    let id = derived_id(&endpoint);
+    let id = WorkerId::derived(&endpoint);
     set(admin, WorkerAt { model, id }, peer, "add", Known::Stays, |_| Ok(config)).await
 }
 
@@ -133,20 +133,20 @@ async fn set(
 
 /// Another worker with the same engine, which would appear half as loaded as it is.
 fn same_engine(router: &Router, id: WorkerId, config: &WorkerConfig) -> Option<WorkerEntry> {
-    let key = engine_key(&config.endpoint)?;
-    let is_same = |entry: &&WorkerEntry| engine_key(&entry.config.endpoint).as_ref() == Some(&key);
+    let key = HttpUrl::engine_key(&config.endpoint)?;
+    let is_same = |entry: &&WorkerEntry| HttpUrl::engine_key(&entry.config.endpoint).as_ref() == Some(&key);
     router.workers().iter().filter(|entry| entry.worker != id && !entry.draining).find(is_same).cloned()
 }
 
 fn is_worker(other: &WorkerEntry) -> ApiError {
-    let url = without_password(&other.config.endpoint);
+    let url = HttpUrl::without_password(&other.config.endpoint);
     let message = format!("the engine at {url} is worker {}: one engine is one worker", other.worker);
     error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "worker_exists", message)
 }
 
 /// The worker is registered; adding it would drop its ranks and event sources if the body lacks them.
 fn exists(known: &WorkerEntry) -> ApiError {
-    let (id, url, ranks) = (known.worker, without_password(&known.config.endpoint), known.ranks.len());
+    let (id, url, ranks) = (known.worker, HttpUrl::without_password(&known.config.endpoint), known.ranks.len());
     let message = format!(
         "worker {id} at {url} is registered with {ranks} rank(s) and another configuration: change it with PATCH, or \
          replace it with PUT"
@@ -255,7 +255,7 @@ where
 /// The configuration with reachable addresses: wildcard hosts of sockets are replaced by the worker's host.
 fn reachable(config: WorkerConfig) -> Result<WorkerConfig, ApiError> {
     let refused = |field: &str, address: &str, rule: &str| {
-        broken(format!("{field} {:?} is refused: {rule}", without_password(address)))
+        broken(format!("{field} {:?} is refused: {rule}", HttpUrl::without_password(address)))
     };
     let endpoint = config.endpoint.clone();
     let scheme = endpoint.split_once("://").map_or("", |(scheme, _)| scheme);

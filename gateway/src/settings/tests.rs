@@ -2,7 +2,8 @@ use pointsman::policy::{KvConfig, PolicyConfig};
 use std::path::{Path, PathBuf};
 
 use pointsman::RouterConfig;
-use pointsman::config::{QueueConfig, QueueOrder};
+use pointsman::config::QueueOrder;
+use pointsman::internals::config::QueueConfig;
 use serde::Serialize;
 use toml::{Table, Value};
 

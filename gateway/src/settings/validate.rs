@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 
 use axum::http::uri::Authority;
-use pointsman::{DnsNames, FileFormat, HttpUrl, engine_key};
+use pointsman::{DnsNames, FileFormat, HttpUrl};
 
 use super::address::{is_loopback, is_server_url};
 use super::log::{AccessLog, parse_level};
@@ -362,7 +362,7 @@ impl ModelSettings {
         let urls = self.worker_urls.iter().enumerate().map(|(n, url)| (format!("worker_urls[{n}]"), url));
         let mut named = BTreeMap::new();
         for (name, url) in workers.chain(urls) {
-            let Some(key) = engine_key(url) else { continue };
+            let Some(key) = HttpUrl::engine_key(url) else { continue };
             match named.get(&key) {
                 None => drop(named.insert(key, (name, url))),
                 Some((first, spelled)) => {

@@ -3,7 +3,7 @@
 //! The tests assert counts: failed requests, exported metrics and the state of `/ready`. Every wait is bounded.
 #![allow(clippy::print_stdout, reason = "the output is the measurement")]
 
-use pointsman::config::HealthConfig;
+use pointsman::internals::config::HealthConfig;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;

@@ -2,7 +2,8 @@
 //!
 //! The module owns the token file. Requests belong to the tests.
 
-use pointsman::config::{HealthConfig, IndexConfig};
+use pointsman::config::IndexConfig;
+use pointsman::internals::config::HealthConfig;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -4,7 +4,7 @@
 //! Every wait has a generous limit. A worker passes a [`Act::Wait`] only after the test releases it. Scenarios and
 //! assertions about the proxy are in the tests.
 
-use pointsman::config::HealthConfig;
+use pointsman::internals::config::HealthConfig;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use pointsman::config::HealthConfig;
+use pointsman::internals::config::HealthConfig;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::{NamedWorker, Prompt, RouteRequest, RouterConfig};
 use pointsman_gateway::app::Gateway;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use pointsman::RouterConfig;
-use pointsman::config::HealthConfig;
+use pointsman::internals::config::HealthConfig;
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::formats::handover::Protocol;
 use pointsman_gateway::settings::{DisaggregationSettings, ModelSettings};

@@ -10,7 +10,7 @@ use axum::Router;
 use axum::body::Body;
 use axum::http::header::CONTENT_TYPE;
 use axum::routing::{MethodRouter, get, post};
-use pointsman::derived_id;
+use pointsman::protocol::WorkerId;
 use serde_json::{Value, json};
 use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpStream};
@@ -80,7 +80,7 @@ impl TestPod {
         }
         let ip = ip.parse().expect("an address");
         let worker = |port: &u16| {
-            let id = derived_id(&format!("kubernetes:{namespace}/{name}/{uid}:{port}"));
+            let id = WorkerId::derived(&format!("kubernetes:{namespace}/{name}/{uid}:{port}"));
             (id.to_string(), format!("http://{}", SocketAddr::new(ip, *port)))
         };
         ports.iter().map(worker).collect()

@@ -1,6 +1,6 @@
 //! Requests without a pick, and messages that the protocol does not allow.
 
-use pointsman::config::QueueConfig;
+use pointsman::internals::config::QueueConfig;
 use pointsman_gateway::settings::{ModelSettings, TenantSettings};
 use prost::Message as _;
 

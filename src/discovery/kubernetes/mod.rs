@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 pub use reflected::{ReflectedEvent, ReflectedSet};
 
-use super::{EngineError, FirstRankEvents, NamedWorker, derived_id};
+use super::{EngineError, FirstRankEvents, NamedWorker};
 use crate::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
 
 /// Annotation of a pod: port of the KV event publisher of its first rank.
@@ -100,7 +100,7 @@ impl PodFacts {
     /// Id of the worker at a target port.
     fn worker_id(&self, target: u16) -> WorkerId {
         let Self { namespace, name, uid, .. } = self;
-        derived_id(&format!("kubernetes:{namespace}/{name}/{uid}:{target}"))
+        WorkerId::derived(&format!("kubernetes:{namespace}/{name}/{uid}:{target}"))
     }
 
     /// `port` unless the annotation names another one.
@@ -143,7 +143,7 @@ pub fn draining_workers<'a>(pods: impl IntoIterator<Item = &'a PodFacts>, target
 /// Workers of pods, and pods with unusable fields.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PodWorkers {
-    /// Workers, to be probed. Their ids are [derived](derived_id) from namespace, name and uid of the pod and the port, so
+    /// Workers, to be probed. Their ids are [derived](WorkerId::derived) from namespace, name and uid of the pod and the port, so
     /// a new pod at an old address is a new worker.
     pub workers: Vec<NamedWorker>,
     /// KV event endpoints of the first rank of each worker. The worker of target port `n` uses the ports plus `n`.

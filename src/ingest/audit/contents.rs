@@ -5,6 +5,12 @@ use std::collections::BTreeSet;
 use crate::index::BlockDigest;
 use crate::protocol::{EngineHash, StorageTier};
 
+/// Number that requests the digest from a replay socket, in place of the first message.
+pub const DIGEST_REQUEST: u64 = u64::MAX - 1;
+
+/// Number that requests the names.
+pub const NAMES_REQUEST: u64 = u64::MAX - 2;
+
 /// First bytes of a digest: then sum and number of blocks, 8 bytes each, big-endian.
 const DIGEST_MAGIC: &[u8] = b"KVD1";
 
@@ -17,7 +23,7 @@ pub type BlockName = (StorageTier, EngineHash);
 /// Reply of an engine to an audit request.
 ///
 /// ```
-/// use pointsman::index::BlockDigest;
+/// use pointsman::internals::index::BlockDigest;
 /// use pointsman::EngineContents;
 ///
 /// let digest = EngineContents::Digest(BlockDigest { sum: 7, blocks: 2 });
@@ -33,6 +39,27 @@ pub enum EngineContents {
 }
 
 impl EngineContents {
+    /// Encoded reply of an engine with these blocks to an audit request; `None` for numbers that are no audit request.
+    ///
+    /// ```
+    /// use pointsman::EngineContents;
+    /// use pointsman::protocol::{EngineHash, StorageTier};
+    ///
+    /// let blocks = || [(StorageTier::Device, EngineHash(7))].into_iter();
+    /// let names = EngineContents::reply(u64::MAX - 2, blocks()).expect("the request for names");
+    /// assert_eq!(EngineContents::decode(&names), Some(EngineContents::Names(blocks().collect())));
+    /// assert_eq!(EngineContents::reply(0, blocks()), None);
+    /// ```
+    #[must_use]
+    pub fn reply(request: u64, blocks: impl Iterator<Item = BlockName>) -> Option<Vec<u8>> {
+        let contents = match request {
+            DIGEST_REQUEST => Self::Digest(blocks.collect()),
+            NAMES_REQUEST => Self::Names(blocks.collect()),
+            _ => return None,
+        };
+        Some(contents.encode())
+    }
+
     /// Decodes a payload; `None` if it is malformed.
     #[must_use]
     pub fn decode(payload: &[u8]) -> Option<Self> {

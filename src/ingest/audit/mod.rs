@@ -17,19 +17,13 @@ mod ring;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-pub use contents::{BlockName, EngineContents};
+pub use contents::{BlockName, DIGEST_REQUEST, EngineContents, NAMES_REQUEST};
 pub use ring::RingContents;
 
 use super::Note;
 use crate::index::BlockDigest;
 use crate::protocol::{KvEvent, RouterEvent, Timestamp};
 use ring::names_of;
-
-/// Number that requests the digest from a replay socket, in place of the first message.
-pub const DIGEST_REQUEST: u64 = u64::MAX - 1;
-
-/// Number that requests the names.
-pub const NAMES_REQUEST: u64 = u64::MAX - 2;
 
 /// Maximum duration of one request and its comparison.
 const DURATION_MAX: Duration = Duration::from_secs(10);
@@ -122,8 +116,9 @@ pub enum AuditStep {
 ///
 /// ```
 /// use std::time::Duration;
-/// use pointsman::index::BlockDigest;
-/// use pointsman::{internals::ingest::{Audit, AuditResult, AuditStep}, DIGEST_REQUEST, EngineContents};
+/// use pointsman::internals::index::BlockDigest;
+/// use pointsman::EngineContents;
+/// use pointsman::internals::ingest::{Audit, AuditResult, AuditStep, DIGEST_REQUEST};
 /// use pointsman::protocol::Timestamp;
 ///
 /// let (digest, now) = (BlockDigest { sum: 7, blocks: 1 }, Timestamp::default());

@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use pointsman::internals::directory::LeaseState;
-use pointsman::protocol::{BookingId, Generation, Slot, Timestamp, WorkerRank};
+use pointsman::internals::protocol::{BookingId, Generation, Slot};
+use pointsman::protocol::{Timestamp, WorkerRank};
 
 use super::Gateway;
 use crate::engine::Engine;

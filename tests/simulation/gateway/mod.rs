@@ -24,6 +24,7 @@ use pointsman::internals::directory::{Directory, Lease};
 use pointsman::internals::health::{Exclusions, Monitor};
 use pointsman::internals::load::{ArrivalsCell, BoardChanges};
 use pointsman::internals::membership::{Membership, MembershipRules};
+use pointsman::internals::protocol::{BookingId, Generation, Slot};
 use pointsman::internals::queue::QueueHeads;
 use pointsman::internals::schedule::RankCells;
 use pointsman::internals::select::RankConditions;
@@ -32,7 +33,7 @@ use pointsman::internals::shell::scheduler::SchedulerMsg;
 use pointsman::internals::shell::sequence::SequenceMsg;
 use pointsman::internals::shell::sharing::{SharingCells, SharingShell};
 use pointsman::internals::shell::supervisor::SupervisorShell;
-use pointsman::protocol::{BookingId, Generation, Slot, Timestamp, WorkerId, WorkerRank};
+use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
 
 use crate::discovery::Discovery;
 use crate::engine::Engine;

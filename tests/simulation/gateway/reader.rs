@@ -5,10 +5,11 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use pointsman::RouterConfig;
+use pointsman::internals::protocol::Slot;
 use pointsman::internals::shell::reader::{ReaderEffect, ReaderShell};
 use pointsman::internals::shell::shard::ShardMsg;
 use pointsman::internals::wire::{DecoderLimits, WireConfig};
-use pointsman::protocol::{KvEvent, RouterEvent, Slot, StorageTier, WorkerRank};
+use pointsman::protocol::{KvEvent, RouterEvent, StorageTier, WorkerRank};
 use pointsman::{
     Backoff, StreamState,
     internals::ingest::{IngestInput, SourceConfig},

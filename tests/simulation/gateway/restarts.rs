@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
-use pointsman::config::SupervisionConfig;
+use pointsman::internals::config::SupervisionConfig;
 use pointsman::internals::membership::Child;
+use pointsman::internals::protocol::Slot;
 use pointsman::internals::shell::scheduler::SchedulerMsg;
 use pointsman::internals::shell::supervisor::SupervisedRank;
-use pointsman::protocol::{Slot, WorkerRank};
+use pointsman::protocol::WorkerRank;
 
 use super::{EntrySource, Gateway, Surroundings};
 use crate::letter::Letter;

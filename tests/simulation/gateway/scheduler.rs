@@ -6,13 +6,14 @@ use std::sync::Arc;
 
 use pointsman::internals::directory::{Lease, LeaseState};
 use pointsman::internals::health::Exclusions;
+use pointsman::internals::protocol::{Generation, Slot, TimeSource};
 use pointsman::internals::select::RankConditions;
 use pointsman::internals::shell::scheduler::{
     OpenLoadQuery, RequestLease, SchedulerCells, SchedulerMsg, SchedulerShell, SequenceHandle,
 };
 use pointsman::internals::shell::sequence::{Book, SequenceMsg};
 use pointsman::internals::shell::shard::ShardMsg;
-use pointsman::protocol::{Generation, Slot, TimeSource, Timestamp, WorkerRank};
+use pointsman::protocol::{Timestamp, WorkerRank};
 use pointsman::{
     Decision,
     internals::schedule::{Admission, Effect, Extensions, LiveLoads, LoadAnswer, Request, Schedule},

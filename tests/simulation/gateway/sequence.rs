@@ -3,12 +3,13 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
+use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::internals::schedule::LoadAnswer;
 use pointsman::internals::shell::scheduler::SchedulerMsg;
 use pointsman::internals::shell::sequence::{
     LoadQueryToken, SequenceCells, SequenceEffect, SequenceMsg, SequenceShell,
 };
-use pointsman::protocol::{Generation, Slot, Timestamp};
+use pointsman::protocol::Timestamp;
 
 use super::{Entry, Gateway, Surroundings};
 use crate::letter::{Ack, Answer, Context, Letter, LoadJoin};

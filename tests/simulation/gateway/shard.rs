@@ -5,14 +5,13 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::internals::select::RankOverlap;
 use pointsman::internals::shell::shard::{
     OverlapQueryToken, RegisteredRank, ShardCells, ShardEffect, ShardMsg, ShardShell, SourceState, shard_of,
 };
 use pointsman::internals::shell::supervisor::SupervisedRank;
-use pointsman::protocol::{
-    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, Timestamp, WorkerRank,
-};
+use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, Timestamp, WorkerRank};
 
 use super::{Entry, Gateway, Surroundings};
 use crate::letter::{Letter, OverlapJoin, Tag, ToShard};

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use pointsman::DiscoveryError;
 use pointsman::internals::membership::{MembershipEffect, MembershipInput, SourceUpdate};
+use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::internals::schedule::{Admission, RankCells};
 use pointsman::internals::shell::scheduler::SchedulerMsg;
 use pointsman::internals::shell::shard::ShardMsg;
 use pointsman::internals::shell::supervisor::SupervisorInput;
-use pointsman::protocol::{Generation, Slot};
 
 use super::scheduler::sequence_handle;
 use super::shard::registered;

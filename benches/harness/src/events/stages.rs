@@ -8,8 +8,9 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
-use pointsman::index::Index;
-use pointsman::protocol::{Generation, RouterEvent, Slot, WorkerId, WorkerRank};
+use pointsman::internals::index::Index;
+use pointsman::internals::protocol::{Generation, Slot};
+use pointsman::protocol::{RouterEvent, WorkerId, WorkerRank};
 use pointsman::{
     Decoder,
     internals::wire::{DecoderLimits, Findings, WireConfig},

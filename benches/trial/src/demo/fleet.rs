@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId};
-use pointsman::{NamedWorker, Router, RouterConfig, StreamState, series};
+use pointsman::{NamedWorker, Router, RouterConfig, StreamState};
 use tokio::time::{Instant, sleep};
 
 use super::drive::{http, uri};
@@ -61,10 +61,14 @@ impl RankWork {
     }
 }
 
-/// Counter of a rank on an engine's Prometheus page; 0 if it is absent.
+/// Counter of a rank on a mock engine's Prometheus page; 0 if it is absent.
 fn counter(page: &str, name: &str, rank: u16) -> u64 {
-    let mut values = series(page).filter(|series| series.name == name).filter_map(|s| s.rank_and_value("engine"));
-    values.find(|(of, _)| *of == Some(rank.into())).map_or(0, |(_, value)| value as u64)
+    let of_rank = format!("engine=\"{rank}\"");
+    let mut values = page.lines().filter_map(|line| {
+        let (labels, value) = line.strip_prefix(name)?.strip_prefix('{')?.rsplit_once("} ")?;
+        labels.split(',').any(|label| label == of_rank).then(|| value.parse::<f64>().ok())?
+    });
+    values.next().map_or(0, |value| value as u64)
 }
 
 /// Mock engines and the gateway in front of them.

@@ -7,11 +7,13 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use pointsman::index::BlockDigest;
+use pointsman::EngineContents;
 use pointsman::protocol::{EngineHash, StorageTier};
-use pointsman::{BlockName, DIGEST_REQUEST, EngineContents, NAMES_REQUEST};
 
 use crate::engine::{CacheEvent, Tier};
+
+/// A block: its tier and its name.
+type BlockName = (StorageTier, EngineHash);
 
 /// Number of copies of each held block.
 #[derive(Debug, Default)]
@@ -44,12 +46,7 @@ impl Ledger {
 
     /// Reply to an audit request; `None` for other numbers.
     pub(super) fn reply(&self, request: u64) -> Option<Bytes> {
-        let contents = match request {
-            DIGEST_REQUEST => EngineContents::Digest(self.0.keys().copied().collect::<BlockDigest>()),
-            NAMES_REQUEST => EngineContents::Names(self.0.keys().copied().collect()),
-            _ => return None,
-        };
-        Some(contents.encode().into())
+        EngineContents::reply(request, self.0.keys().copied()).map(Bytes::from)
     }
 }
 

@@ -11,10 +11,9 @@ use dynamo_kv_router::protocols::{
     KvCacheStoredBlockData, LocalBlockHash, OverlapScores, RouterEvent as DynamoEvent, WorkerWithDpRank,
 };
 use kv_index::{ChainBlockMap, ChainIndex, ContentHash, SequenceHash};
-use pointsman::index::{Index, Overlaps};
-use pointsman::protocol::{
-    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
-};
+use pointsman::internals::index::{Index, Overlaps};
+use pointsman::internals::protocol::{Generation, Slot};
+use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank};
 
 use super::load::Step;
 

@@ -15,9 +15,7 @@ use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, USER_AGENT};
 use hyper::http::request::Builder;
 use hyper::{Request, StatusCode, Uri};
 use pointsman::protocol::WorkerId;
-use pointsman::{
-    EngineClient, EngineGet, EngineHttpError, EngineResponse, HttpUrlError, WorkerEntry, without_password,
-};
+use pointsman::{EngineClient, EngineGet, EngineHttpError, EngineResponse, HttpUrl, WorkerEntry};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
@@ -104,7 +102,7 @@ impl WorkerAccess {
 
     async fn poll(&self, request: EngineGet) -> Result<Vec<u8>, EngineHttpError> {
         let EngineGet { url, api_key_file, timeout: _, bytes_max } = request;
-        let refused = |rule: &str| HttpUrlError { url: without_password(&url), rule: rule.to_owned() };
+        let refused = |rule: &str| HttpUrl::refused(&url, rule);
         let uri: Uri = url.parse().map_err(|_| refused("it is no address"))?;
         let key_file = self.key_file(api_key_file);
         let key = match &key_file {
@@ -175,9 +173,7 @@ fn engine_error(error: UpstreamError, setting: Option<&str>) -> EngineHttpError 
         }
         UpstreamError::Status(status) => EngineHttpError::Status(status.as_u16()),
         UpstreamError::TooLong(bytes) => EngineHttpError::TooLong(bytes),
-        UpstreamError::Address(url) => {
-            EngineHttpError::Url(HttpUrlError { url: without_password(&url), rule: "it is no address".to_owned() })
-        }
+        UpstreamError::Address(url) => EngineHttpError::Url(HttpUrl::refused(&url, "it is no address")),
         UpstreamError::Key(error) => EngineHttpError::Key(error.to_string()),
     }
 }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use pointsman::hashing::{MmSpan, mm_hash_of_id};
+use pointsman::hashing::MmSpan;
 
 use super::lengths::{LengthReport, MediaLengths};
 use super::placeholders::Placeholders;
@@ -29,7 +29,7 @@ pub(in crate::tokens) struct MediaLayout {
 
 /// Hash of an item with a known name.
 fn hash_of(item: &MediaItem) -> Option<u64> {
-    item.name.as_deref().and_then(mm_hash_of_id)
+    item.name.as_deref().and_then(MmSpan::hash_of_id)
 }
 
 impl MediaLayout {
