@@ -12,8 +12,8 @@
 use bytes::Bytes;
 
 use super::wire::{
-    CommonResponse, FromProxy, HeaderMutation, HeadersResponse, HttpBody, HttpHeaders, ProcessingRequest,
-    ProcessingResponse, Struct, ToProxy, TrailersResponse, pieces,
+    CommonResponse, FromProxy, HeaderMutation, HttpBody, HttpHeaders, PartResponse, ProcessingRequest,
+    ProcessingResponse, Struct, ToProxy, Trailers, pieces,
 };
 
 /// A message that the protocol does not allow at its place.
@@ -57,6 +57,28 @@ enum Side {
     Over,
 }
 
+impl Side {
+    /// Begins with a head. Returns whether the head is the end.
+    fn begin(&mut self, what: &'static str, ends: bool) -> Result<bool, ProtocolError> {
+        if *self != Self::Head {
+            return Err(ProtocolError::Twice(what));
+        }
+        *self = if ends { Self::Over } else { Self::Body };
+        Ok(ends)
+    }
+
+    /// Continues with a piece or trailers. Returns whether it is the end; `None` after the end mark.
+    fn proceed(&mut self, what: &'static str, ends: bool) -> Result<Option<bool>, ProtocolError> {
+        match *self {
+            Self::Head => return Err(ProtocolError::Early(what)),
+            Self::Over => return Ok(None),
+            Self::Body if ends => *self = Self::Over,
+            Self::Body => {}
+        }
+        Ok(Some(ends))
+    }
+}
+
 /// Exchange of one request.
 #[derive(Debug, Default)]
 pub(super) struct Exchange {
@@ -82,66 +104,36 @@ impl Exchange {
     /// # Errors
     /// See [`ProtocolError`]. The exchange is unusable after an error.
     pub(super) fn received(&mut self, message: ProcessingRequest) -> Result<Vec<Event>, ProtocolError> {
-        match message.request.ok_or(ProtocolError::Unknown)? {
+        let (part, end) = match message.request.ok_or(ProtocolError::Unknown)? {
             FromProxy::RequestHeaders(head) => {
-                if self.request != Side::Head {
-                    return Err(ProtocolError::Twice("request headers"));
-                }
-                let ends = head.end_of_stream;
-                self.request = if ends { Side::Over } else { Side::Body };
+                let ends = self.request.begin("request headers", head.end_of_stream)?;
                 self.has_body = !ends;
-                Ok([Some(Event::RequestHead(head)), ends.then_some(Event::RequestEnd)].into_iter().flatten().collect())
+                (Some(Event::RequestHead(head)), ends.then_some(Event::RequestEnd))
             }
-            FromProxy::RequestBody(HttpBody { body, end_of_stream }) => match self.request {
-                Side::Head => Err(ProtocolError::Early("a request body")),
-                Side::Over => Ok(Vec::new()),
-                Side::Body => {
-                    if end_of_stream {
-                        self.request = Side::Over;
-                    }
-                    Ok(parts(body, Event::RequestPart, end_of_stream.then_some(Event::RequestEnd)))
-                }
-            },
-            FromProxy::RequestTrailers(_) => match self.request {
-                Side::Head => Err(ProtocolError::Early("request trailers")),
-                Side::Over => Ok(Vec::new()),
-                Side::Body => {
-                    (self.request, self.has_trailers) = (Side::Over, true);
-                    Ok(vec![Event::RequestEnd])
-                }
-            },
+            FromProxy::RequestBody(HttpBody { body, end_of_stream }) => {
+                let ends = self.request.proceed("a request body", end_of_stream)?;
+                (part(ends, body, Event::RequestPart), (ends == Some(true)).then_some(Event::RequestEnd))
+            }
+            FromProxy::RequestTrailers(_) => {
+                let ends = self.request.proceed("request trailers", true)?.is_some();
+                self.has_trailers |= ends;
+                (None, ends.then_some(Event::RequestEnd))
+            }
             FromProxy::ResponseHeaders(head) => {
-                if self.response != Side::Head {
-                    return Err(ProtocolError::Twice("response headers"));
-                }
-                self.is_decided = true;
-                self.request = Side::Over;
-                let ends = head.end_of_stream;
-                self.response = if ends { Side::Over } else { Side::Body };
-                Ok([Some(Event::ResponseHead(head)), ends.then_some(Event::ResponseEnd)]
-                    .into_iter()
-                    .flatten()
-                    .collect())
+                let ends = self.response.begin("response headers", head.end_of_stream)?;
+                (self.is_decided, self.request) = (true, Side::Over);
+                (Some(Event::ResponseHead(head)), ends.then_some(Event::ResponseEnd))
             }
-            FromProxy::ResponseBody(HttpBody { body, end_of_stream }) => match self.response {
-                Side::Head => Err(ProtocolError::Early("a response body")),
-                Side::Over => Ok(Vec::new()),
-                Side::Body => {
-                    if end_of_stream {
-                        self.response = Side::Over;
-                    }
-                    Ok(parts(body, Event::ResponsePart, end_of_stream.then_some(Event::ResponseEnd)))
-                }
-            },
-            FromProxy::ResponseTrailers(_) => match self.response {
-                Side::Head => Err(ProtocolError::Early("response trailers")),
-                Side::Over => Ok(Vec::new()),
-                Side::Body => {
-                    self.response = Side::Over;
-                    Ok(vec![Event::ResponseEnd])
-                }
-            },
-        }
+            FromProxy::ResponseBody(HttpBody { body, end_of_stream }) => {
+                let ends = self.response.proceed("a response body", end_of_stream)?;
+                (part(ends, body, Event::ResponsePart), (ends == Some(true)).then_some(Event::ResponseEnd))
+            }
+            FromProxy::ResponseTrailers(_) => {
+                let ends = self.response.proceed("response trailers", true)?.is_some();
+                (None, ends.then_some(Event::ResponseEnd))
+            }
+        };
+        Ok(part.into_iter().chain(end).collect())
     }
 
     /// Answers to the request side, in their order: for a decision with the body that the worker shall receive. Nothing
@@ -153,7 +145,7 @@ impl Exchange {
         body: Bytes,
     ) -> impl Iterator<Item = ProcessingResponse> {
         let is_late = std::mem::replace(&mut self.is_decided, true);
-        let head = HeadersResponse {
+        let head = PartResponse {
             response: Some(CommonResponse {
                 header_mutation: Some(headers),
                 clear_route_cache: true,
@@ -163,7 +155,7 @@ impl Exchange {
         let head =
             ProcessingResponse { response: Some(ToProxy::RequestHeaders(head)), dynamic_metadata: Some(metadata) };
         let body = self.has_body.then(|| pieces(body, !self.has_trailers).map(ToProxy::RequestBody));
-        let trailers = self.has_trailers.then_some(ToProxy::RequestTrailers(TrailersResponse {}));
+        let trailers = self.has_trailers.then_some(ToProxy::RequestTrailers(Trailers {}));
         let rest = body.into_iter().flatten().chain(trailers).map(ProcessingResponse::from);
         std::iter::once(head).chain(rest).take(if is_late { 0 } else { usize::MAX })
     }
@@ -175,29 +167,29 @@ impl Exchange {
             (Some(FromProxy::ResponseHeaders(_)), Side::Head) => {
                 let header_mutation = Some(self.response_headers.clone());
                 let response = Some(CommonResponse { header_mutation, ..CommonResponse::default() });
-                vec![ToProxy::ResponseHeaders(HeadersResponse { response }).into()]
+                vec![ToProxy::ResponseHeaders(PartResponse { response }).into()]
             }
             (Some(FromProxy::ResponseBody(HttpBody { body, end_of_stream })), Side::Body) => {
                 pieces(body.clone(), *end_of_stream).map(|piece| ToProxy::ResponseBody(piece).into()).collect()
             }
             (Some(FromProxy::ResponseTrailers(_)), Side::Body) => {
-                vec![ToProxy::ResponseTrailers(TrailersResponse {}).into()]
+                vec![ToProxy::ResponseTrailers(Trailers {}).into()]
             }
             _ => Vec::new(),
         }
     }
 }
 
-fn parts(body: Bytes, part: impl FnOnce(Bytes) -> Event, end: Option<Event>) -> Vec<Event> {
-    let part = (!body.is_empty()).then(|| part(body));
-    part.into_iter().chain(end).collect()
+/// Event of a piece of a body, unless it is empty or after the end mark.
+fn part(ends: Option<bool>, body: Bytes, event: fn(Bytes) -> Event) -> Option<Event> {
+    (ends.is_some() && !body.is_empty()).then(|| event(body))
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::wire::{HttpTrailers, PIECE_BYTES_MAX};
+    use super::super::wire::PIECE_BYTES_MAX;
     use super::*;
 
     fn message(request: FromProxy) -> ProcessingRequest {
@@ -249,7 +241,7 @@ mod tests {
     /// The body of answers, whether it has ended, and the length of its longest piece.
     fn body_of(
         answers: &[ProcessingResponse],
-        of: fn(&ToProxy) -> Option<&super::super::wire::BodyResponse>,
+        of: fn(&ToProxy) -> Option<&super::super::wire::PartResponse>,
     ) -> (Vec<u8>, usize, usize) {
         let (mut body, mut ends, mut longest) = (Vec::new(), 0, 0);
         for answer in answers.iter().filter_map(|answer| of(answer.response.as_ref().expect("an answer"))) {
@@ -283,7 +275,7 @@ mod tests {
             edited: Option<[u8; 3]>, repeats: bool,
         ) {
             let request_side = (FromProxy::RequestHeaders as fn(_) -> _, FromProxy::RequestBody as fn(_) -> _,
-                FromProxy::RequestTrailers(HttpTrailers {}));
+                FromProxy::RequestTrailers(Trailers {}));
             let mut exchange = Exchange::default();
             let (mut received, mut heads, mut has_ended) = (Vec::new(), 0, false);
             let mut messages = side(&request, request_end, request_side);
@@ -325,7 +317,7 @@ mod tests {
             prop_assert_eq!(again, 0);
 
             let response_side = (FromProxy::ResponseHeaders as fn(_) -> _, FromProxy::ResponseBody as fn(_) -> _,
-                FromProxy::ResponseTrailers(HttpTrailers {}));
+                FromProxy::ResponseTrailers(Trailers {}));
             let (mut answers, mut read, mut has_ended) = (Vec::new(), Vec::new(), false);
             for message in side(&response, response_end, response_side) {
                 answers.extend(exchange.passed(&message));
@@ -354,7 +346,7 @@ mod tests {
     fn messages_out_of_order_are_named() {
         let first = |request| Exchange::default().received(message(request)).expect_err("not allowed");
         assert_eq!(first(FromProxy::RequestBody(piece(b"", true))), ProtocolError::Early("a request body"));
-        assert_eq!(first(FromProxy::ResponseTrailers(HttpTrailers {})), ProtocolError::Early("response trailers"));
+        assert_eq!(first(FromProxy::ResponseTrailers(Trailers {})), ProtocolError::Early("response trailers"));
         let unknown = ProcessingRequest::default();
         assert_eq!(Exchange::default().received(unknown), Err(ProtocolError::Unknown));
         let mut exchange = Exchange::default();

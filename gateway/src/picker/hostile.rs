@@ -46,7 +46,7 @@ pub(crate) fn picker_messages(bytes: &[u8]) {
 }
 
 pub(crate) fn seeds() -> Vec<Vec<u8>> {
-    use super::wire::{FromProxy, HeaderMap, HeaderValue, HttpBody, HttpHeaders, HttpTrailers, Metadata};
+    use super::wire::{FromProxy, HeaderMap, HeaderValue, HttpBody, HttpHeaders, Metadata, Trailers};
     use prost_types::{Value, value::Kind};
 
     let header = |key: &str, value: &'static str| HeaderValue {
@@ -76,10 +76,10 @@ pub(crate) fn seeds() -> Vec<Vec<u8>> {
         stream(vec![
             RequestHeaders(head(false)),
             RequestBody(body(false)),
-            RequestTrailers(HttpTrailers {}),
+            RequestTrailers(Trailers {}),
             ResponseHeaders(head(false)),
             ResponseBody(body(false)),
-            ResponseTrailers(HttpTrailers {}),
+            ResponseTrailers(Trailers {}),
         ]),
     ]
 }

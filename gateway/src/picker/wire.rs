@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use axum::http;
 use bytes::Bytes;
 use prost::{Message, Oneof};
 pub(super) use prost_types::Struct;
@@ -34,9 +35,9 @@ pub(super) enum FromProxy {
     #[prost(message, tag = "5")]
     ResponseBody(HttpBody),
     #[prost(message, tag = "6")]
-    RequestTrailers(HttpTrailers),
+    RequestTrailers(Trailers),
     #[prost(message, tag = "7")]
-    ResponseTrailers(HttpTrailers),
+    ResponseTrailers(Trailers),
 }
 
 /// A head, with the pseudo-headers of HTTP/2.
@@ -57,9 +58,9 @@ pub(super) struct HttpBody {
     pub(super) end_of_stream: bool,
 }
 
-/// Trailers, which the picker does not read.
+/// Trailers, which the picker neither reads nor changes.
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct HttpTrailers {}
+pub(super) struct Trailers {}
 
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct HeaderMap {
@@ -97,35 +98,27 @@ pub(super) struct ProcessingResponse {
 #[derive(Clone, PartialEq, Oneof)]
 pub(super) enum ToProxy {
     #[prost(message, tag = "1")]
-    RequestHeaders(HeadersResponse),
+    RequestHeaders(PartResponse),
     #[prost(message, tag = "2")]
-    ResponseHeaders(HeadersResponse),
+    ResponseHeaders(PartResponse),
     #[prost(message, tag = "3")]
-    RequestBody(BodyResponse),
+    RequestBody(PartResponse),
     #[prost(message, tag = "4")]
-    ResponseBody(BodyResponse),
+    ResponseBody(PartResponse),
     #[prost(message, tag = "5")]
-    RequestTrailers(TrailersResponse),
+    RequestTrailers(Trailers),
     #[prost(message, tag = "6")]
-    ResponseTrailers(TrailersResponse),
+    ResponseTrailers(Trailers),
     #[prost(message, tag = "7")]
     Immediate(ImmediateResponse),
 }
 
+/// Answer to a head or to a piece of a body, which differ only in their tags.
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct HeadersResponse {
+pub(super) struct PartResponse {
     #[prost(message, optional, tag = "1")]
     pub(super) response: Option<CommonResponse>,
 }
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct BodyResponse {
-    #[prost(message, optional, tag = "1")]
-    pub(super) response: Option<CommonResponse>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct TrailersResponse {}
 
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct CommonResponse {
@@ -227,6 +220,10 @@ impl HeaderMutation {
         let header = HeaderValue { key: key.to_owned(), value: String::new(), raw_value: value.into() };
         self.set_headers.push(HeaderValueOption { header: Some(header), append_action: OVERWRITE });
     }
+
+    pub(super) fn set_value(&mut self, name: &http::HeaderName, value: &http::HeaderValue) {
+        self.set(name.as_str(), Bytes::copy_from_slice(value.as_bytes()));
+    }
 }
 
 impl Metadata {
@@ -257,7 +254,7 @@ pub(super) fn metadata(namespace: &str, key: &str, text: &str) -> Struct {
 }
 
 /// A body in pieces of permitted length, at least one. The last one has the end mark if `ends`.
-pub(super) fn pieces(mut body: Bytes, ends: bool) -> impl Iterator<Item = BodyResponse> {
+pub(super) fn pieces(mut body: Bytes, ends: bool) -> impl Iterator<Item = PartResponse> {
     let mut is_over = false;
     std::iter::from_fn(move || {
         if is_over {
@@ -267,6 +264,6 @@ pub(super) fn pieces(mut body: Bytes, ends: bool) -> impl Iterator<Item = BodyRe
         is_over = body.is_empty();
         let streamed = StreamedBodyResponse { body: piece, end_of_stream: ends && is_over };
         let body_mutation = Some(BodyMutation { streamed_response: Some(streamed) });
-        Some(BodyResponse { response: Some(CommonResponse { body_mutation, ..CommonResponse::default() }) })
+        Some(PartResponse { response: Some(CommonResponse { body_mutation, ..CommonResponse::default() }) })
     })
 }
