@@ -5,29 +5,25 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
-use axum::http::header::EXPECT;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use axum::response::IntoResponse as _;
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::{
-    Constraints, Pin, PinMode, Placement, PrefillPlacement, Prompt, RouteRequest, Router, WhyLocal, WorkerEntry,
-};
+use pointsman::{Pin, PinMode, Placement, PrefillPlacement, Prompt, RouteRequest, Router, WhyLocal, WorkerEntry};
 use tokio::time::{Instant, timeout};
 
-use super::parts_body::PartsBody;
 use super::{PickRules, TEST_SELECTION};
 use crate::admission::admit::Admitted;
+use crate::admission::intake::receive;
 use crate::admission::leases::QuotaLease;
 use crate::formats::openai::{ApiError, Endpoint, request_id};
-use crate::observe::trace::RequestTrace;
 use crate::pools::disaggregation::{PrefillPool, PrefillResult};
 use crate::pools::model::Model;
 use crate::pools::readiness::causes::placement_error;
 use crate::pools::workers::WorkerRequest;
 use crate::proxy::account::Account;
 use crate::proxy::context::RequestContext;
-use crate::proxy::routable::RoutableRequest;
-use crate::proxy::{Answer, Limits, WorkerResponse, checked_kind, discard, failure_outcome, follow, receive};
+use crate::proxy::routable::{RoutableRequest, body_limits};
+use crate::proxy::{Answer, WorkerResponse, checked_kind, failure_outcome, follow};
 use crate::settings::MessagesMode;
 
 /// A request, as far as it has arrived.
@@ -44,12 +40,9 @@ pub(super) struct Arrival {
 
 /// A booked request.
 pub(super) struct Picked {
-    /// The chosen endpoint, then the one to fall back to.
-    pub(super) endpoints: Vec<String>,
+    pub(super) destination: Destination,
     pub(super) request_id: String,
     pub(super) has_body: bool,
-    /// `Authorization` for the first endpoint, replacing the client's.
-    pub(super) authorization: Option<HeaderValue>,
     /// Headers of the response with the limits of the tenant.
     pub(super) limits: Vec<(HeaderName, HeaderValue)>,
     body: Bytes,
@@ -84,14 +77,9 @@ pub(super) async fn decide(context: Arc<RequestContext>, arrival: Arrival) -> Re
             .map(Box::new)
             .map_err(ApiError::into_response);
     };
-    let mut account = Account::begin(&context.meters, endpoint);
-    account.access.request_id.clone_from(&request_id);
-    account.trace = RequestTrace::of(&arrival.headers);
-    if let Some(tracing) = &context.tracing {
-        account.trace.begin(tracing, endpoint.path(), account.started());
-    }
+    let mut account = Account::begin(&context, endpoint, &arrival.headers, &request_id);
     match decide_by_prompt(&context, &mut account, endpoint, arrival, &request_id).await {
-        Ok((placement, prefill, Destination { endpoints, authorization }, mut prepared)) => {
+        Ok((placement, prefill, destination, mut prepared)) => {
             if let Some((prefill, side)) = prefill.as_ref().zip(prepared.model.prefill.as_ref()) {
                 account.prefill_sent(&side.model.meters, prefill);
             }
@@ -100,27 +88,10 @@ pub(super) async fn decide(context: Arc<RequestContext>, arrival: Arrival) -> Re
             let body = std::mem::take(&mut prepared.body);
             let limits = account.quota_headers();
             let routed = Some(RoutedRequest { endpoint, prepared, account, sent, is_reported: false });
-            Ok(Box::new(Picked {
-                endpoints,
-                authorization,
-                request_id,
-                has_body: true,
-                limits,
-                body,
-                placement,
-                prefill,
-                routed,
-                _quota: None,
-            }))
+            let (has_body, _quota) = (true, None);
+            Ok(Box::new(Picked { destination, request_id, has_body, limits, body, placement, prefill, routed, _quota }))
         }
-        Err(error) => {
-            account.access.error = Some(error.code);
-            let mut response = error.into_response();
-            response.headers_mut().extend(account.quota_headers());
-            account.answered(response.status());
-            account.complete();
-            Err(response)
-        }
+        Err(error) => Err(account.complete_with(Some(error.code), error.into_response())),
     }
 }
 
@@ -132,22 +103,9 @@ async fn decide_by_prompt(
     request_id: &str,
 ) -> Result<(Placement, Option<Box<Placement>>, Destination, RoutableRequest), ApiError> {
     let Arrival { headers, body, subset, rules, .. } = arrival;
-    let limits = limits(context, &headers);
-    let Admitted { tenant, quota } = match context.admission.admit(Some(endpoint), &headers) {
-        Ok(admitted) => admitted,
-        Err(error) => {
-            discard(body, limits).await;
-            return Err(error);
-        }
-    };
-    account.quota = quota;
-    account.access.tenant = tenant.map(|tenant| tenant.name.clone());
-    let waits = Instant::now();
-    let received = receive(body, limits, &context.admission.bodies).await;
-    account.waited_since(waits);
     // The proxy forwards the response, so that it cannot be converted.
     let messages = Some(MessagesMode::Pass);
-    let prepared = RoutableRequest::new(context, account, endpoint, (&headers, received?), tenant, messages).await?;
+    let prepared = RoutableRequest::receive(context, account, endpoint, (&headers, body), messages, None).await?;
     let mut request = prepared.request();
     request.request_id = Some(context.ids.booking(request_id).into());
     let allowed = allowed_workers(&prepared.model.router, subset.as_deref(), &headers, rules)?;
@@ -176,29 +134,18 @@ async fn place_prefill(
     mut request: RouteRequest<'_>,
     decode: &Placement,
 ) -> Result<Option<Box<Placement>>, ApiError> {
-    let given = std::mem::take(&mut request.options.constraints);
-    let (required_taints, preferred_taints) = (given.required_taints, given.preferred_taints);
-    let excluded_ranks = pool.ranks_at(decode.endpoint()).collect();
-    let constraints = Constraints { required_taints, preferred_taints, excluded_ranks, ..Constraints::default() };
     // The proxy does not report the end of the prefill leg, which precedes the head of the response.
     request.options.not_streamed = true;
     let within = Duration::from_millis(context.settings.gateway.queue_timeout_ms);
-    let placed = timeout(within, pool.pools.place_prefill(request, &constraints, decode)).await;
-    match placed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| error.error)? {
-        PrefillPlacement::Remote(prefill) => {
-            pool.served(PrefillResult::Remote);
-            pool.leg_sent(&prefill, decode);
-            Ok(Some(prefill))
-        }
-        PrefillPlacement::Local(WhyLocal::Skipped(_)) | PrefillPlacement::Completed => {
-            pool.served(PrefillResult::Skipped);
-            Ok(None)
-        }
-        PrefillPlacement::Local(WhyLocal::Fallback(_)) => {
-            pool.served(PrefillResult::Fallback);
-            Ok(None)
-        }
-    }
+    let placed = timeout(within, pool.place(request, &BTreeSet::new(), decode)).await;
+    let (result, prefill) = match placed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| error.error)? {
+        PrefillPlacement::Remote(prefill) => (PrefillResult::Remote, Some(prefill)),
+        PrefillPlacement::Local(WhyLocal::Skipped(_)) | PrefillPlacement::Completed => (PrefillResult::Skipped, None),
+        PrefillPlacement::Local(WhyLocal::Fallback(_)) => (PrefillResult::Fallback, None),
+    };
+    pool.served(result);
+    prefill.iter().for_each(|prefill| pool.leg_sent(prefill, decode));
+    Ok(prefill)
 }
 
 /// Chooses a rank for a request without a readable prompt, such as a list of models.
@@ -211,30 +158,19 @@ async fn decide_by_load(
     let Arrival { headers, body, has_body, subset, rules, .. } = arrival;
     let Admitted { quota, .. } = context.admission.admit(endpoint, &headers)?;
     let model = context.models.of_clients().next().ok_or_else(ApiError::not_found)?;
-    let body = if has_body {
-        receive(body, limits(context, &headers), &context.admission.bodies).await?
-    } else {
-        Bytes::new()
+    let body = match has_body {
+        true => receive(body, body_limits(context, &headers), &context.admission.bodies).await?,
+        false => Bytes::new(),
     };
     let mut request = RouteRequest::query(Prompt::Tokens(&[]));
     request.request_id = Some(context.ids.booking(&request_id).into());
     let allowed = allowed_workers(&model.router, subset.as_deref(), &headers, rules)?;
     request.options.constraints.allowed_workers = allowed;
     let placement = place(context, model, request.clone()).await?;
-    let Destination { endpoints, authorization } = destination(model, &placement, request, rules).await?;
+    let destination = destination(model, &placement, request, rules).await?;
     let limits = quota.as_ref().map(QuotaLease::headers).unwrap_or_default();
-    Ok(Picked {
-        endpoints,
-        authorization,
-        request_id,
-        has_body,
-        limits,
-        body,
-        placement,
-        prefill: None,
-        routed: None,
-        _quota: quota,
-    })
+    let (prefill, routed) = (None, None);
+    Ok(Picked { destination, request_id, has_body, limits, body, placement, prefill, routed, _quota: quota })
 }
 
 async fn place(context: &RequestContext, model: &Model, request: RouteRequest<'_>) -> Result<Placement, ApiError> {
@@ -243,10 +179,12 @@ async fn place(context: &RequestContext, model: &Model, request: RouteRequest<'_
     routed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| placement_error(&model.router, error))
 }
 
-/// Endpoints of a request for the proxy, and the key for the first.
-struct Destination {
-    endpoints: Vec<String>,
-    authorization: Option<HeaderValue>,
+/// Where the proxy sends a request.
+pub(super) struct Destination {
+    /// The chosen endpoint, then the one to fall back to.
+    pub(super) endpoints: Vec<String>,
+    /// `Authorization` for the first endpoint, replacing the client's.
+    pub(super) authorization: Option<HeaderValue>,
 }
 
 async fn destination(
@@ -340,15 +278,6 @@ fn is_at(address: &str, endpoint: &str) -> bool {
     address == endpoint || host == endpoint || bare == endpoint
 }
 
-fn limits(context: &RequestContext, headers: &HeaderMap) -> Limits {
-    let settings = &context.settings.gateway;
-    Limits {
-        bytes_max: settings.body_bytes_max,
-        frame_timeout: Duration::from_millis(settings.body_timeout_ms),
-        expects_continue: headers.contains_key(EXPECT),
-    }
-}
-
 impl Picked {
     /// The body for the worker, once.
     pub(super) fn take_body(&mut self) -> Bytes {
@@ -404,8 +333,8 @@ impl Picked {
         self,
         context: &Arc<RequestContext>,
         (status, headers): (StatusCode, HeaderMap),
-        body: PartsBody,
-    ) -> Option<Answer<PartsBody>> {
+        body: Body,
+    ) -> Option<Answer<Body>> {
         if let Some(prefill) = self.prefill {
             prefill.prefill_completed();
         }

@@ -8,17 +8,14 @@ mod decide;
 mod exchange;
 #[cfg(test)]
 pub(crate) mod hostile;
-mod parts_body;
 mod session;
 mod wire;
 
-use std::future::{Future, Ready, ready};
-use std::pin::Pin;
+use std::future::ready;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::Body;
 use axum::extract::Request;
 use axum::routing::post;
 use metrics::Counter;
@@ -26,9 +23,10 @@ use tokio::sync::mpsc;
 use tokio::time::sleep;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::codec::Streaming;
-use tonic::server::{Grpc, ServerStreamingService, StreamingService, UnaryService};
-use tonic::{Response, Status};
+use tonic::server::Grpc;
+use tonic::{Request as Call, Response, Status};
 use tonic_prost::ProstCodec;
+use tower::service_fn;
 
 use crate::observe::requests::PICKS;
 use crate::pools::latest::Latest;
@@ -60,6 +58,9 @@ const ANSWERS_MAX: usize = 16;
 /// Interval of the readiness checks of a health watch.
 const WATCH_INTERVAL: Duration = Duration::from_secs(1);
 
+/// Messages of a streamed reply.
+type Replies<T> = ReceiverStream<Result<T, Status>>;
+
 /// Counters of exchanges by their result.
 pub(crate) struct PickerMeters {
     picked: Counter,
@@ -76,55 +77,32 @@ impl PickerMeters {
 
 /// Routes of the picker's listener.
 pub(crate) fn routes(context: Latest<RequestContext>, pools: Latest<Pools>, settings: &PickerSettings) -> Router {
-    let process = Process {
-        context,
-        meters: Arc::new(PickerMeters::new()),
-        rules: PickRules { has_fallback: settings.fallback, is_conformance: settings.conformance },
+    let rules = PickRules { has_fallback: settings.fallback, is_conformance: settings.conformance };
+    let (meters, watched) = (Arc::new(PickerMeters::new()), pools.clone());
+    let process = async move |request: Request| {
+        let start = |call: Call<Streaming<ProcessingRequest>>| {
+            let answers = process(context.get(), Arc::clone(&meters), rules, call.into_inner());
+            ready(Ok::<_, Status>(Response::new(answers)))
+        };
+        Grpc::new(ProstCodec::<ProcessingResponse, _>::default()).streaming(service_fn(start), request).await
     };
-    let health = Health { pools };
-    let watch = health.clone();
+    let check = async move |request: Request| {
+        let reply = async |call: Call<HealthCheckRequest>| {
+            Ok::<_, Status>(Response::new(health(&pools.get(), &call.into_inner().service).await))
+        };
+        Grpc::new(ProstCodec::<HealthCheckResponse, _>::default()).unary(service_fn(reply), request).await
+    };
+    let watch = async move |request: Request| {
+        let start = |call: Call<HealthCheckRequest>| {
+            let replies = watch(watched.clone(), call.into_inner().service);
+            ready(Ok::<_, Status>(Response::new(replies)))
+        };
+        Grpc::new(ProstCodec::<HealthCheckResponse, _>::default()).server_streaming(service_fn(start), request).await
+    };
     Router::new()
-        .route(
-            "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
-            post(move |request: Request<Body>| {
-                let process = process.clone();
-                async move {
-                    Grpc::new(ProstCodec::<ProcessingResponse, ProcessingRequest>::default())
-                        .streaming(process, request)
-                        .await
-                }
-            }),
-        )
-        .route(
-            "/grpc.health.v1.Health/Check",
-            post(move |request: Request<Body>| {
-                let health = health.clone();
-                async move {
-                    Grpc::new(ProstCodec::<HealthCheckResponse, HealthCheckRequest>::default())
-                        .unary(health, request)
-                        .await
-                }
-            }),
-        )
-        .route(
-            "/grpc.health.v1.Health/Watch",
-            post(move |request: Request<Body>| {
-                let health = watch.clone();
-                async move {
-                    Grpc::new(ProstCodec::<HealthCheckResponse, HealthCheckRequest>::default())
-                        .server_streaming(health, request)
-                        .await
-                }
-            }),
-        )
-}
-
-/// `ExternalProcessor.Process`.
-#[derive(Clone)]
-struct Process {
-    context: Latest<RequestContext>,
-    meters: Arc<PickerMeters>,
-    rules: PickRules,
+        .route("/envoy.service.ext_proc.v3.ExternalProcessor/Process", post(process))
+        .route("/grpc.health.v1.Health/Check", post(check))
+        .route("/grpc.health.v1.Health/Watch", post(watch))
 }
 
 /// Settings of each pick.
@@ -136,91 +114,67 @@ struct PickRules {
     is_conformance: bool,
 }
 
-impl StreamingService<ProcessingRequest> for Process {
-    type Response = ProcessingResponse;
-    type ResponseStream = ReceiverStream<Result<ProcessingResponse, Status>>;
-    type Future = Ready<Result<Response<Self::ResponseStream>, Status>>;
-
-    fn call(&mut self, request: tonic::Request<Streaming<ProcessingRequest>>) -> Self::Future {
-        let (answers, receiver) = mpsc::channel(ANSWERS_MAX);
-        let session = Session {
-            context: self.context.get(),
-            meters: Arc::clone(&self.meters),
-            rules: self.rules,
-            answers: answers.clone(),
-            exchange: Exchange::default(),
-            request_headers: axum::http::HeaderMap::new(),
-            parts: None,
-            waiting: None,
-            deciding: None,
-            picked: None,
-            response: None,
-        };
-        let inbound = request.into_inner();
-        tokio::spawn(async move {
-            tokio::select! {
-                biased;
-                () = session.run(inbound) => {}
-                // The proxy has closed the stream: the booking ends now.
-                () = answers.closed() => {}
-            }
-        });
-        ready(Ok(Response::new(ReceiverStream::new(receiver))))
-    }
+/// `ExternalProcessor.Process`.
+fn process(
+    context: Arc<RequestContext>,
+    meters: Arc<PickerMeters>,
+    rules: PickRules,
+    inbound: Streaming<ProcessingRequest>,
+) -> Replies<ProcessingResponse> {
+    let (answers, receiver) = mpsc::channel(ANSWERS_MAX);
+    let session = Session {
+        context,
+        meters,
+        rules,
+        answers: answers.clone(),
+        exchange: Exchange::default(),
+        request_headers: axum::http::HeaderMap::new(),
+        parts: None,
+        waiting: None,
+        deciding: None,
+        picked: None,
+        response: None,
+    };
+    tokio::spawn(async move {
+        tokio::select! {
+            biased;
+            () = session.run(inbound) => {}
+            // The proxy has closed the stream: the booking ends now.
+            () = answers.closed() => {}
+        }
+    });
+    ReceiverStream::new(receiver)
 }
 
 /// `grpc.health.v1.Health`: `liveness` always serves, other services when `/ready` is 200.
-#[derive(Clone)]
-struct Health {
-    pools: Latest<Pools>,
+async fn health(pools: &Pools, service: &str) -> HealthCheckResponse {
+    HealthCheckResponse::of(service == "liveness" || readiness::is_ready(pools).await)
 }
 
-impl Health {
-    async fn reply(&self, service: &str) -> HealthCheckResponse {
-        HealthCheckResponse::of(service == "liveness" || readiness::is_ready(&self.pools.get()).await)
-    }
-}
-
-impl UnaryService<HealthCheckRequest> for Health {
-    type Response = HealthCheckResponse;
-    type Future = Pin<Box<dyn Future<Output = Result<Response<HealthCheckResponse>, Status>> + Send>>;
-
-    fn call(&mut self, request: tonic::Request<HealthCheckRequest>) -> Self::Future {
-        let health = self.clone();
-        Box::pin(async move { Ok(Response::new(health.reply(&request.into_inner().service).await)) })
-    }
-}
-
-impl ServerStreamingService<HealthCheckRequest> for Health {
-    type Response = HealthCheckResponse;
-    type ResponseStream = ReceiverStream<Result<HealthCheckResponse, Status>>;
-    type Future = Ready<Result<Response<Self::ResponseStream>, Status>>;
-
-    fn call(&mut self, request: tonic::Request<HealthCheckRequest>) -> Self::Future {
-        let (health, service) = (self.clone(), request.into_inner().service);
-        let (replies, receiver) = mpsc::channel(1);
-        tokio::spawn(async move {
-            let mut last = None;
-            loop {
-                // An open watch would delay the shutdown. Read before the reply, so that the last one is `NOT_SERVING`.
-                let is_draining = health.pools.get().readiness.is_draining();
-                let reply = health.reply(&service).await;
-                if last.as_ref() != Some(&reply) {
-                    last = Some(reply.clone());
-                    if replies.send(Ok(reply)).await.is_err() {
-                        return;
-                    }
-                }
-                if is_draining {
+/// Replies of a health watch, one per change.
+fn watch(pools: Latest<Pools>, service: String) -> Replies<HealthCheckResponse> {
+    let (replies, receiver) = mpsc::channel(1);
+    tokio::spawn(async move {
+        let mut last = None;
+        loop {
+            // An open watch would delay the shutdown. Read before the reply, so that the last one is `NOT_SERVING`.
+            let is_draining = pools.get().readiness.is_draining();
+            let reply = health(&pools.get(), &service).await;
+            if last.as_ref() != Some(&reply) {
+                last = Some(reply.clone());
+                if replies.send(Ok(reply)).await.is_err() {
                     return;
                 }
-                tokio::select! {
-                    biased;
-                    () = sleep(WATCH_INTERVAL) => {}
-                    () = replies.closed() => return,
-                }
             }
-        });
-        ready(Ok(Response::new(ReceiverStream::new(receiver))))
-    }
+            if is_draining {
+                return;
+            }
+            tokio::select! {
+                biased;
+                () = sleep(WATCH_INTERVAL) => {}
+                () = replies.closed() => return,
+            }
+        }
+    });
+    ReceiverStream::new(receiver)
 }

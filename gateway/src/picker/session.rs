@@ -7,19 +7,18 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 
 use axum::body::{Body, Bytes};
 use axum::http::header::{AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
-use http_body::Frame;
 use http_body_util::BodyExt as _;
 use tokio::sync::mpsc;
+use tokio_stream::StreamExt as _;
+use tokio_stream::wrappers::{ReceiverStream, UnboundedReceiverStream};
 use tonic::{Status, Streaming};
 
 use super::decide::{Arrival, Picked, decide};
 use super::exchange::{Event, Exchange};
-use super::parts_body::PartsBody;
 use super::wire::{
     HeaderMutation, HttpHeaders, HttpStatus, ImmediateResponse, Metadata, ProcessingRequest, ProcessingResponse,
     Struct, ToProxy, metadata,
@@ -60,7 +59,7 @@ pub(super) struct Session {
 /// A response that is read.
 pub(super) struct Following {
     parts: mpsc::UnboundedSender<Bytes>,
-    answer: Answer<PartsBody>,
+    answer: Answer<Body>,
 }
 
 /// What has happened.
@@ -156,7 +155,7 @@ impl Session {
         let arrival = Arrival {
             headers,
             path: path.unwrap_or_default(),
-            body: Body::new(RequestParts(receiver)),
+            body: Body::from_stream(ReceiverStream::new(receiver).map(Ok::<_, Infallible>)),
             has_body: !head.end_of_stream,
             subset: context.texts(SUBSET_NAMESPACE, SUBSET),
             rules: self.rules,
@@ -186,7 +185,7 @@ impl Session {
                 let body = picked.take_body();
                 let (headers, metadata) = self.destination(&picked, body.len());
                 for (name, value) in &picked.limits {
-                    self.exchange.response_headers().set(name.as_str(), Bytes::copy_from_slice(value.as_bytes()));
+                    self.exchange.response_headers().set_value(name, value);
                 }
                 let answers: Vec<_> = self.exchange.decided(headers, metadata, body).collect();
                 for answer in answers {
@@ -207,7 +206,7 @@ impl Session {
     /// Headers and metadata that name the endpoints.
     fn destination(&self, picked: &Picked, body_len: usize) -> (HeaderMutation, Struct) {
         let mut headers = HeaderMutation::default();
-        let endpoints = picked.endpoints.join(",");
+        let endpoints = picked.destination.endpoints.join(",");
         let prefill = picked.prefill_header();
         let is_kept = |name: &str| {
             name == DESTINATION || name == "x-data-parallel-rank" || (name == PREFILLER && prefill.is_some())
@@ -229,8 +228,8 @@ impl Session {
         if picked.has_body {
             headers.set(CONTENT_LENGTH.as_str(), body_len.to_string());
         }
-        match &picked.authorization {
-            Some(key) => headers.set(AUTHORIZATION.as_str(), Bytes::copy_from_slice(key.as_bytes())),
+        match &picked.destination.authorization {
+            Some(key) => headers.set_value(&AUTHORIZATION, key),
             // The key of a tenant is meant for the picker.
             None if !self.context.admission.tenants.is_empty() => {
                 headers.remove_headers.push(AUTHORIZATION.as_str().to_owned())
@@ -246,7 +245,7 @@ impl Session {
     async fn begin_response(&mut self, head: HttpHeaders, context: &Metadata) {
         self.deciding = None; // the proxy has responded itself
         let Some(mut picked) = self.picked.take() else { return };
-        if let Some(served) = served(context).filter(|served| picked.endpoints.first() != Some(served)) {
+        if let Some(served) = served(context).filter(|served| picked.destination.endpoints.first() != Some(served)) {
             self.meters.moved.increment(1);
             if !picked.move_to(&self.context, &served).await {
                 return;
@@ -255,7 +254,8 @@ impl Session {
         let status = status_of(&head);
         let (headers, _) = headers_of(&head);
         let (parts, received) = mpsc::unbounded_channel();
-        let answer = picked.follow(&self.context, (status, headers), PartsBody(received));
+        let body = Body::from_stream(UnboundedReceiverStream::new(received).map(Ok::<_, Infallible>));
+        let answer = picked.follow(&self.context, (status, headers), body);
         self.response = answer.map(|answer| Following { parts, answer });
     }
 
@@ -322,7 +322,7 @@ async fn immediate(response: Response<Body>) -> ToProxy {
     let mut headers = HeaderMutation::default();
     for (name, value) in &head.headers {
         if *name != CONTENT_LENGTH {
-            headers.set(name.as_str(), Bytes::copy_from_slice(value.as_bytes()));
+            headers.set_value(name, value);
         }
     }
     if !head.headers.contains_key(CONTENT_TYPE) {
@@ -331,16 +331,4 @@ async fn immediate(response: Response<Body>) -> ToProxy {
     let body = body.collect().await.map(http_body_util::Collected::to_bytes).unwrap_or_default();
     let status = Some(HttpStatus { code: i32::from(head.status.as_u16()) });
     ToProxy::Immediate(ImmediateResponse { status, headers: Some(headers), body, details: "pointsman".to_owned() })
-}
-
-/// Body of a request, from the pieces of the proxy.
-struct RequestParts(mpsc::Receiver<Bytes>);
-
-impl http_body::Body for RequestParts {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        self.0.poll_recv(cx).map(|part| part.map(|part| Ok(Frame::data(part))))
-    }
 }

@@ -4,10 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use axum::http::{HeaderName, HeaderValue, StatusCode};
+use axum::body::Body;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use pointsman::{Placement, Usage};
 use tokio::time::Instant;
 
+use super::context::RequestContext;
 use crate::admission::leases::QuotaLease;
 use crate::formats::openai::{ApiError, Endpoint};
 use crate::observe::access::AccessRecord;
@@ -44,11 +46,12 @@ pub(crate) struct Account {
 }
 
 impl Account {
-    pub(crate) fn begin(meters: &Arc<Meters>, endpoint: Endpoint) -> Self {
-        meters.in_flight.increment(1.0);
-        Self {
-            meters: Arc::clone(meters),
-            model: Arc::clone(&meters.nameless),
+    /// Begins with the head of the request.
+    pub(crate) fn begin(context: &RequestContext, endpoint: Endpoint, headers: &HeaderMap, request_id: &str) -> Self {
+        context.meters.in_flight.increment(1.0);
+        let mut account = Self {
+            meters: Arc::clone(&context.meters),
+            model: Arc::clone(&context.meters.nameless),
             endpoint,
             started: Instant::now(),
             excluded: Duration::ZERO,
@@ -60,10 +63,15 @@ impl Account {
             access: AccessRecord::default(),
             quota: None,
             media_report: None,
-            trace: RequestTrace::default(),
+            trace: RequestTrace::of(headers),
             status: CLIENT_LEFT,
             outcome: "client_gone",
+        };
+        account.access.request_id = request_id.to_owned();
+        if let Some(tracing) = &context.tracing {
+            account.trace.begin(tracing, endpoint.path(), account.started);
         }
+        account
     }
 
     pub(crate) fn started(&self) -> Instant {
@@ -151,6 +159,16 @@ impl Account {
     /// Headers with the limits of the tenant.
     pub(crate) fn quota_headers(&self) -> Vec<(HeaderName, HeaderValue)> {
         self.quota.as_ref().map(QuotaLease::headers).unwrap_or_default()
+    }
+
+    /// Completes a request with a response of the gateway, which refuses it with `error` if present.
+    pub(crate) fn complete_with(mut self, error: Option<&'static str>, mut response: Response<Body>) -> Response<Body> {
+        response.headers_mut().extend(self.quota_headers());
+        self.access.error = error;
+        self.access.is_answered_by_worker = error.is_none();
+        self.answered(response.status());
+        self.complete();
+        response
     }
 
     /// Records the status sent to the client.

@@ -155,7 +155,7 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
             account.complete();
         }
         if let Some(prefill) = &mut self.prefill {
-            prefill.decode_ended();
+            prefill.decode_abort.ended();
         }
         self.sent.completed();
     }
@@ -227,7 +227,7 @@ impl<B> Answer<B> {
         if let (Some(prefill), Some(usage)) = (&self.prefill, &mut usage)
             && prefill.result == PrefillResult::Remote
         {
-            usage.cached_tokens = prefill.values.cached_tokens();
+            usage.cached_tokens = prefill.corrections.values.cached_tokens();
         }
         if let Some(account) = &mut self.account {
             account.used(usage, body.output_tokens());

@@ -20,7 +20,7 @@ use super::account::Account;
 use super::begin::ResponseStart;
 use super::exchange::Checked;
 use super::failure::{Ending, Failure, Failures};
-use super::outbound::{AttemptError, Outbound, Started};
+use super::outbound::{Attempt, AttemptError, Outbound, Started};
 use super::prefill_report::PrefillReport;
 use super::refusal::Refusal;
 use super::reports::{Reports, siblings};
@@ -116,9 +116,10 @@ impl AttemptLoop<'_> {
             account.placed_since(routed, &placement);
             progress.retried(model, account);
             let mut sent = model.workers.sent(&placement);
+            let mut decode = Attempt { outbound: &self.outbound, account, placement: &placement, sent: &mut sent };
             let started = match &self.split {
-                Some(split) => split.attempt(&self.outbound, account, &request, (&placement, &mut sent)).await,
-                None => self.outbound.whole(account, (&placement, &mut sent)).await,
+                Some(split) => split.attempt(&mut decode, &request).await,
+                None => decode.whole().await,
             };
             let failure = match started {
                 Ok(started) => {
@@ -161,8 +162,8 @@ impl AttemptLoop<'_> {
     ) -> WorkerResponse {
         let ending = if head.status.is_success() { Ending::Served } else { Ending::ClientError };
         let is_reported = reports.settle(ending);
-        if let Some(split) = self.split.as_ref().filter(|_| ending == Ending::Served) {
-            split.served(prefill.as_ref());
+        if let (Some(split), Some(prefill), Ending::Served) = (&self.split, &prefill, ending) {
+            split.side.pool.served(prefill.result);
         }
         let (placement, sent) = served_by.unwrap_or(booked);
         WorkerResponse { placement, sent, head, body, checked, output_tokens, is_reported, prefill }

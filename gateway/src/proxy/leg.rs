@@ -1,43 +1,35 @@
 //! Task of one leg of a disaggregated request.
 
-use tokio::task::JoinHandle;
+use tokio::task::JoinSet;
 
-/// A leg in a task of its own, which is cancelled with this value.
-pub(super) struct Leg<T>(Option<JoinHandle<T>>);
+/// A leg in a task of its own, which is cancelled with this value. The default has ended.
+pub(super) struct Leg<T: 'static>(JoinSet<T>);
+
+impl<T> Default for Leg<T> {
+    fn default() -> Self {
+        Self(JoinSet::new())
+    }
+}
 
 impl<T: Send + 'static> Leg<T> {
     pub(super) fn start(leg: impl Future<Output = T> + Send + 'static) -> Self {
-        Self(Some(tokio::spawn(leg)))
+        let mut task = JoinSet::new();
+        task.spawn(leg);
+        Self(task)
     }
 
     /// The end of the leg; pending after the first call that returned it.
     pub(super) async fn end(&mut self) -> T {
-        match &mut self.0 {
-            Some(handle) => match handle.await {
-                Ok(end) => {
-                    self.0 = None;
-                    end
-                }
-                Err(error) => match error.try_into_panic() {
-                    Ok(panic) => std::panic::resume_unwind(panic),
-                    // Cancelled by a shutdown of the runtime.
-                    Err(_) => std::future::pending().await,
-                },
-            },
-            None => std::future::pending().await,
+        match self.0.join_next().await.map(|ended| ended.map_err(|error| error.try_into_panic())) {
+            Some(Ok(end)) => end,
+            Some(Err(Ok(panic))) => std::panic::resume_unwind(panic),
+            // Cancelled by a shutdown of the runtime, or ended before.
+            Some(Err(Err(_))) | None => std::future::pending().await,
         }
     }
 
     /// Whether [`end`](Self::end) has returned.
     pub(super) fn has_ended(&self) -> bool {
-        self.0.is_none()
-    }
-}
-
-impl<T> Drop for Leg<T> {
-    fn drop(&mut self) {
-        if let Some(handle) = &self.0 {
-            handle.abort();
-        }
+        self.0.is_empty()
     }
 }

@@ -29,23 +29,17 @@ mod split;
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::Json;
 use axum::body::{Body, Bytes};
 use axum::extract::State;
-use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE, EXPECT};
+use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use axum::response::IntoResponse as _;
 use pointsman::AnswerKind;
 use serde_json::json;
-use tokio::time::Instant;
 
-use crate::admission::admit::Admitted;
-use crate::admission::intake;
-pub(crate) use crate::admission::intake::{Limits, discard, receive};
 use crate::formats::openai::{ApiError, Endpoint, request_id, to_client};
-use crate::observe::trace::RequestTrace;
 use crate::pools::disaggregation::PrefillResult;
 use crate::proxy::account::Account;
 use crate::proxy::context::RequestContext;
@@ -74,17 +68,12 @@ pub(crate) async fn answer(
     request: Request<Body>,
 ) -> Response<Body> {
     let (head, body) = request.into_parts();
-    let mut account = Account::begin(&context.meters, endpoint);
     // The routing layer has set the id and adds it to every response.
     let request_id = request_id(&head.headers).unwrap_or_default();
-    account.access.request_id = request_id.to_owned();
-    account.trace = RequestTrace::of(&head.headers);
-    if let Some(tracing) = &context.tracing {
-        account.trace.begin(tracing, endpoint.path(), account.started());
-    }
+    let mut account = Account::begin(&context, endpoint, &head.headers, request_id);
     let reply = forward(&context, &mut account, endpoint, &head.headers, request_id, body).await;
     let is_anthropic = endpoint.is_anthropic();
-    let (mut response, error) = match reply {
+    let (response, error) = match reply {
         Ok(Reply::Started(Forwarded { begin, translation, migration })) => {
             let response = start_response(&context, account, begin, request_id, migration);
             return match translation {
@@ -99,12 +88,7 @@ pub(crate) async fn answer(
             (refusal.rendered(is_anthropic, request_id), code)
         }
     };
-    response.headers_mut().extend(account.quota_headers());
-    account.access.error = error;
-    account.access.is_answered_by_worker = error.is_none();
-    account.answered(response.status());
-    account.complete();
-    response
+    account.complete_with(error, response)
 }
 
 /// Outcome of a request before its rendering, beside a [`Refusal`].
@@ -133,23 +117,10 @@ async fn forward(
     request_id: &str,
     body: Body,
 ) -> Result<Reply, Refusal> {
-    let limits = body_limits(context, headers);
-    let Admitted { tenant, quota } = match context.admission.admit(Some(endpoint), headers) {
-        Ok(admitted) => admitted,
-        Err(error) => {
-            intake::discard(body, limits).await;
-            return Err(error.into());
-        }
-    };
-    account.quota = quota;
-    account.access.tenant = tenant.map(|tenant| tenant.name.clone());
-    context.admission.retry_budget.requested(account.started());
-    let waits = Instant::now();
-    let body = intake::receive(body, limits, &context.admission.bodies).await;
-    account.waited_since(waits);
     // A count is computed here if possible. Otherwise an engine with this endpoint computes it.
     let messages = Some(MessagesMode::Pass).filter(|_| endpoint == Endpoint::CountTokens);
-    let mut prepared = RoutableRequest::new(context, account, endpoint, (headers, body?), tenant, messages).await?;
+    let retries = Some(&*context.admission.retry_budget);
+    let mut prepared = RoutableRequest::receive(context, account, endpoint, (headers, body), messages, retries).await?;
     if endpoint == Endpoint::CountTokens {
         if let Some(input_tokens) = prepared.prompt_tokens() {
             return Ok(Reply::Count(input_tokens));
@@ -185,7 +156,7 @@ fn start_response(
     migration: Option<Box<Migration>>,
 ) -> Response<Body> {
     let (status, mut headers) = (begin.head.status, to_client(&begin.head.headers, request_id));
-    let prefill = begin.prefill.as_ref().map(|prefill| (prefill.result, prefill.corrections()));
+    let prefill = begin.prefill.as_ref().map(|prefill| (prefill.result, prefill.corrections.clone()));
     let is_events = begin.checked == Some(AnswerKind::Events);
     let rank = begin.placement.rank();
     let limits = account.quota_headers();
@@ -243,10 +214,4 @@ where
     let content_type = begin.head.headers.get(CONTENT_TYPE);
     let kind = content_type.map_or(AnswerKind::Json, |value| AnswerKind::of_content_type(value.as_bytes()));
     Answer::new(context, account, begin, kind)
-}
-
-fn body_limits(context: &RequestContext, headers: &HeaderMap) -> Limits {
-    let settings = &context.settings.gateway;
-    let (bytes_max, frame_timeout) = (settings.body_bytes_max, Duration::from_millis(settings.body_timeout_ms));
-    Limits { bytes_max, frame_timeout, expects_continue: headers.contains_key(EXPECT) }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Bytes;
-use axum::http::{HeaderMap, HeaderValue, Method, Request, Uri};
+use axum::http::{HeaderMap, HeaderValue, Method, Request, StatusCode, Uri};
 use http_body_util::Full;
 use pointsman::{AnswerKind, Placement};
 use tokio::time::Instant;
@@ -35,31 +35,47 @@ pub(super) struct Outbound<'a> {
     pub(super) kind: AnswerKind,
 }
 
-impl Outbound<'_> {
-    /// One attempt with the whole request.
-    pub(super) async fn whole(
-        &self,
-        account: &mut Account,
-        (placement, sent): (&Placement, &mut WorkerRequest),
-    ) -> Result<Started, AttemptError> {
-        let outgoing = Outgoing::new(self.body.clone(), self.request_id);
-        let checked = self.attempt(account, placement, sent, outgoing).await.map_err(AttemptError::Failed)?;
-        Ok(Started { checked, prefill: None, served_by: None })
+/// One attempt at a rank.
+pub(super) struct Attempt<'a> {
+    pub(super) outbound: &'a Outbound<'a>,
+    pub(super) account: &'a mut Account,
+    pub(super) placement: &'a Placement,
+    pub(super) sent: &'a mut WorkerRequest,
+}
+
+impl Attempt<'_> {
+    /// The request, counted as sent.
+    pub(super) fn request(&mut self, outgoing: Outgoing<'_>) -> Result<Request<Full<Bytes>>, Failure> {
+        let request = self.outbound.request_to(self.outbound.model, self.placement, outgoing);
+        let mut request = request.map_err(Failure::NoResponse)?;
+        self.account.sent(self.placement);
+        self.account.trace.inject(request.headers_mut());
+        Ok(request)
     }
 
-    /// One attempt: response head and body, validated if the status is a success.
-    pub(super) async fn attempt(
+    /// Sends it.
+    pub(super) async fn send(&mut self, outgoing: Outgoing<'_>) -> Result<Checked, Failure> {
+        let request = self.request(outgoing)?;
+        self.outbound.exchange(request, |status| self.sent.answered(status)).await
+    }
+
+    /// Sends the whole request.
+    pub(super) async fn whole(&mut self) -> Result<Started, AttemptError> {
+        let outgoing = Outgoing::new(self.outbound.body.clone(), self.outbound.request_id);
+        let checked = self.send(outgoing).await.map_err(AttemptError::Failed)?;
+        Ok(Started { checked, prefill: None, served_by: None })
+    }
+}
+
+impl Outbound<'_> {
+    /// Sends a request to the rank: response head and body, validated if the status is a success.
+    pub(super) fn exchange<F: FnOnce(StatusCode)>(
         &self,
-        account: &mut Account,
-        placement: &Placement,
-        sent: &mut WorkerRequest,
-        outgoing: Outgoing<'_>,
-    ) -> Result<Checked, Failure> {
-        let mut request = self.request_to(self.model, placement, outgoing).map_err(Failure::NoResponse)?;
-        account.sent(placement);
-        account.trace.inject(request.headers_mut());
+        request: Request<Full<Bytes>>,
+        on_head: F,
+    ) -> impl Future<Output = Result<Checked, Failure>> + use<F> {
         let (upstream, kinds) = (self.context.upstream.clone(), (self.endpoint, self.kind));
-        exchange(upstream, request, kinds, self.response_time_max(), |status| sent.answered(status)).await
+        exchange(upstream, request, kinds, self.response_time_max(), on_head)
     }
 
     /// Longest time until a response is known to be valid.

@@ -14,31 +14,23 @@ use super::exchange::exchange_whole;
 use super::failure::Failure;
 use super::refusal::WorkerError;
 use crate::formats::handover::{PrefillResponse, Protocol};
-use crate::net::upstream::{Upstream, UpstreamError};
+use crate::net::upstream::Upstream;
 use crate::pools::disaggregation::LegValues;
 use crate::pools::workers::WorkerRequest;
 
 /// Maximum length of the response of a prefill leg. TensorRT-LLM's contains the prompt as token ids.
 const PREFILL_BYTES_MAX: usize = 64 << 20;
 
-/// End of a prefill leg, with its booking.
-pub(super) struct PrefillEnd {
-    pub(super) placement: Placement,
-    pub(super) sent: WorkerRequest,
-    pub(super) result: Result<PrefillResponse, LegError>,
-}
+/// Booking of a leg, and its request.
+pub(super) type Booked = (Placement, WorkerRequest);
 
-impl PrefillEnd {
-    /// A leg that could not be sent.
-    pub(super) fn unsent(placement: Placement, sent: WorkerRequest, error: UpstreamError) -> Self {
-        Self { placement, sent, result: Err(LegError::Failed(Failure::NoResponse(error))) }
-    }
-}
+/// End of a prefill leg.
+pub(super) type PrefillEnd = Result<(Booked, PrefillResponse), LegError>;
 
 /// Failure of a prefill leg.
 pub(super) enum LegError {
     /// Another rank may succeed.
-    Failed(Failure),
+    Failed(Box<Booked>, Failure),
     /// The engine's error about the request itself.
     Refused(WorkerError),
 }
@@ -64,25 +56,28 @@ impl PrefillLeg {
         if received.is_ok() {
             abort.ended();
         }
-        let result = match received {
-            Err(failure) => Err(LegError::Failed(failure)),
+        let parsed = match received {
+            Err(failure) => Err(failure),
             Ok((head, body)) if !head.status.is_success() => {
                 sent.ended("client_error");
-                Err(LegError::Refused(WorkerError { status: head.status, headers: head.headers, body }))
+                return Err(LegError::Refused(WorkerError { status: head.status, headers: head.headers, body }));
             }
-            Ok((_, body)) => PrefillResponse::parse(protocol, body)
-                .map_err(|error| LegError::Failed(Failure::Invalid(error.to_string()))),
+            Ok((_, body)) => {
+                PrefillResponse::parse(protocol, body).map_err(|error| Failure::Invalid(error.to_string()))
+            }
         };
-        if let Ok(response) = &result {
-            placement.prefill_completed();
-            if let Some(tokens) = response.cached_tokens {
-                placement.delivered_cached_tokens(tokens);
-            }
-            let logprobs = wants_logprobs.then(|| Arc::new(response.prompt_logprobs()));
-            values.send_replace(Some(LegValues { cached_tokens: response.cached_tokens, logprobs }));
-            placement.outcome(Outcome::Ok);
-            sent.completed();
+        let response = match parsed {
+            Ok(response) => response,
+            Err(failure) => return Err(LegError::Failed(Box::new((placement, sent)), failure)),
+        };
+        placement.prefill_completed();
+        if let Some(tokens) = response.cached_tokens {
+            placement.delivered_cached_tokens(tokens);
         }
-        PrefillEnd { placement, sent, result }
+        let logprobs = wants_logprobs.then(|| Arc::new(response.prompt_logprobs()));
+        values.send_replace(Some(LegValues { cached_tokens: response.cached_tokens, logprobs }));
+        placement.outcome(Outcome::Ok);
+        sent.completed();
+        Ok(((placement, sent), response))
     }
 }

@@ -12,41 +12,28 @@ use crate::pools::disaggregation::{PrefillPool, PrefillResult, PrefillValues};
 /// Prefill of a request with a started response.
 pub(crate) struct PrefillReport {
     pub(crate) result: PrefillResult,
-    pub(crate) values: PrefillValues,
-    /// Whether the response receives the probabilities of the prompt's tokens.
-    pub(super) adds_logprobs: bool,
-    /// Receives the parameters for the next turn.
-    pub(super) next_turn: Option<NextTurn>,
+    pub(super) corrections: Corrections,
     /// The prefill leg, if it continues. It is cancelled with this value.
-    pub(super) _leg: Option<Leg<PrefillEnd>>,
+    pub(super) _leg: Leg<PrefillEnd>,
     /// Abort of the decode leg, if its response does not end.
     pub(super) decode_abort: EngineAbort,
 }
 
 impl PrefillReport {
-    /// Changes of the response.
-    pub(super) fn corrections(&self) -> Corrections {
-        let (values, next_turn) = (self.values.clone(), self.next_turn.clone());
-        Corrections { values, adds_logprobs: self.adds_logprobs, next_turn }
-    }
-
-    /// Records the end of the decode leg's response.
-    pub(super) fn decode_ended(&mut self) {
-        self.decode_abort.ended();
-    }
-
     /// Of a request without a prefill leg in progress.
     pub(super) fn new(result: PrefillResult) -> Self {
-        let (values, decode_abort) = (PrefillValues::none(), EngineAbort::default());
-        Self { result, values, adds_logprobs: false, next_turn: None, _leg: None, decode_abort }
+        let corrections = Corrections::default();
+        Self { result, corrections, _leg: Leg::default(), decode_abort: EngineAbort::default() }
     }
 }
 
 /// Changes of the response of a decode leg.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub(super) struct Corrections {
     pub(super) values: PrefillValues,
+    /// Whether the response receives the probabilities of the prompt's tokens.
     pub(super) adds_logprobs: bool,
+    /// Receives the parameters for the next turn.
     pub(super) next_turn: Option<NextTurn>,
 }
 

@@ -4,15 +4,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::Bytes;
+use axum::body::{Body, Bytes};
 use axum::http::HeaderMap;
-use pointsman::AnswerKind;
-
-use pointsman::{Prompt, Rejection, RequestOptions, RouteRequest};
+use axum::http::header::EXPECT;
+use pointsman::{AnswerKind, Prompt, Rejection, RequestOptions, RouteRequest};
 use tokio::time::Instant;
 
 use super::account::Account;
-use crate::admission::intake::reserved;
+use crate::admission::admit::Admitted;
+use crate::admission::intake::{Limits, discard, receive, reserved};
+use crate::admission::retry_budget::RetryBudget;
 use crate::admission::tenants::Tenant;
 use crate::formats::anthropic::{Purpose, chat_body};
 use crate::formats::openai::{ApiError, ClientPrompt, Edits, Endpoint, RequestBody, request_options};
@@ -43,13 +44,49 @@ pub(crate) struct RoutableRequest {
     prompt_tokens: Option<u32>,
 }
 
+/// Limits of the body of a request with `headers`.
+pub(crate) fn body_limits(context: &RequestContext, headers: &HeaderMap) -> Limits {
+    let settings = &context.settings.gateway;
+    let (bytes_max, frame_timeout) = (settings.body_bytes_max, Duration::from_millis(settings.body_timeout_ms));
+    Limits { bytes_max, frame_timeout, expects_continue: headers.contains_key(EXPECT) }
+}
+
 impl RoutableRequest {
+    /// Admits a request and receives its body. `retries` counts it; a refused body is read to its end.
+    ///
+    /// # Errors
+    /// As [`Self::new`], and those of [`Admission::admit`](crate::admission::admit::Admission::admit) and [`receive`].
+    pub(crate) async fn receive(
+        context: &RequestContext,
+        account: &mut Account,
+        endpoint: Endpoint,
+        (headers, body): (&HeaderMap, Body),
+        messages: Option<MessagesMode>,
+        retries: Option<&RetryBudget>,
+    ) -> Result<Self, ApiError> {
+        let limits = body_limits(context, headers);
+        let Admitted { tenant, quota } = match context.admission.admit(Some(endpoint), headers) {
+            Ok(admitted) => admitted,
+            Err(error) => {
+                discard(body, limits).await;
+                return Err(error);
+            }
+        };
+        account.quota = quota;
+        account.access.tenant = tenant.map(|tenant| tenant.name.clone());
+        retries.inspect(|budget| budget.requested(account.started()));
+        let waits = Instant::now();
+        let body = receive(body, limits, &context.admission.bodies).await;
+        account.waited_since(waits);
+        Self::new(context, account, endpoint, (headers, body?), tenant, messages).await
+    }
+
     /// Parses the body and computes the tokens of its prompt. `tenant` is the authenticated client. `messages` overrides
     /// the setting of the model.
     ///
     /// # Errors
     /// 400 for an invalid header or body, 404 for an unknown model.
-    pub(crate) async fn new(
+    async fn new(
         context: &RequestContext,
         account: &mut Account,
         endpoint: Endpoint,

@@ -7,13 +7,14 @@ mod engine_ids;
 mod prefill_results;
 mod sessions;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Bytes;
 use pointsman::config::ConfigErrors;
 use pointsman::protocol::WorkerRank;
-use pointsman::{Disaggregated, Placement, Router};
+use pointsman::{Constraints, DisaggError, Disaggregated, Placement, PrefillPlacement, RouteRequest, Router};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
@@ -50,16 +51,18 @@ pub(crate) struct LegValues {
 #[derive(Clone, Debug)]
 pub(crate) struct PrefillValues(watch::Receiver<Option<LegValues>>);
 
+/// Of a request without a prefill leg.
+impl Default for PrefillValues {
+    fn default() -> Self {
+        Self::of_leg().1
+    }
+}
+
 impl PrefillValues {
     /// The values, and their sender for the leg.
     pub(crate) fn of_leg() -> (watch::Sender<Option<LegValues>>, Self) {
         let (sender, receiver) = watch::channel(None);
         (sender, Self(receiver))
-    }
-
-    /// Of a request without a prefill leg.
-    pub(crate) fn none() -> Self {
-        Self::of_leg().1
     }
 
     pub(crate) fn cached_tokens(&self) -> Option<u32> {
@@ -108,10 +111,28 @@ impl PrefillPool {
     }
 
     /// Prefill ranks of the worker at this address. A worker of both pools transfers nothing to itself.
-    pub(crate) fn ranks_at(&self, endpoint: &str) -> impl Iterator<Item = WorkerRank> + use<> {
+    fn ranks_at(&self, endpoint: &str) -> impl Iterator<Item = WorkerRank> + use<> {
         let workers = self.pools.prefill().workers();
         let same = workers.iter().find(|known| known.config.endpoint == endpoint).map(|known| known.ranks.clone());
         same.into_iter().flatten()
+    }
+
+    /// Places the prefill of a request on a rank that is neither excluded nor of the decode worker. Of the request's
+    /// constraints, the taints hold.
+    pub(crate) async fn place(
+        &self,
+        request: RouteRequest<'_>,
+        excluded: &BTreeSet<WorkerRank>,
+        decode: &Placement,
+    ) -> Result<PrefillPlacement, DisaggError> {
+        let given = &request.options.constraints;
+        let constraints = Constraints {
+            required_taints: given.required_taints.clone(),
+            preferred_taints: given.preferred_taints.clone(),
+            excluded_ranks: excluded.iter().copied().chain(self.ranks_at(decode.endpoint())).collect(),
+            ..Constraints::default()
+        };
+        self.pools.place_prefill(request, &constraints, decode).await
     }
 
     /// Counts a served request.
