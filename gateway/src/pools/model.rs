@@ -7,9 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use pointsman::config::ConfigErrors;
-use pointsman::error::StartError;
-use pointsman::{DiscoveryError, ReplicaBus, Router, RouterConfig, WorkerEntry};
+use pointsman::{ReplicaBus, Router, RouterConfig, WorkerEntry};
 use tokio::time::timeout;
 
 use super::disaggregation::PrefillPool;
@@ -19,46 +17,23 @@ use super::workers::WorkerTable;
 use crate::net::upstream::{Upstream, WorkerAccess};
 use crate::observe::requests::ModelMeters;
 use crate::settings::{ModelRole, ModelSettings};
-use crate::tokens::{AnyWorker, Tokens, TokensError};
+use crate::tokens::{AnyWorker, Tokens};
 
 /// Time limit of bookings at shutdown: those of cut-off requests end immediately.
 pub(crate) const SHUTDOWN_WAIT: Duration = Duration::from_secs(1);
 
-/// Startup error of a model.
+/// Startup error of a model: of its router, its worker sources, its tokens or its prefill pool.
 #[derive(Debug, thiserror::Error)]
-pub enum ModelError {
-    /// Router error.
-    #[error("model {model:?}: {error}")]
-    Router {
-        /// Model name.
-        model: String,
-        /// Cause.
-        error: StartError,
-    },
-    /// Worker source error.
-    #[error("model {model:?}: {error}")]
-    Workers {
-        /// Model name.
-        model: String,
-        /// Cause.
-        error: DiscoveryError,
-    },
-    /// Settings of prefill and decode pools that do not fit together.
-    #[error("model {model:?}: {errors}")]
-    Disaggregation {
-        /// Model name.
-        model: String,
-        /// Causes.
-        errors: ConfigErrors,
-    },
-    /// Tokenizer error.
-    #[error("model {model:?}: {error}")]
-    Tokens {
-        /// Model name.
-        model: String,
-        /// Cause.
-        error: TokensError,
-    },
+#[error("model {model:?}: {cause}")]
+pub struct ModelError {
+    model: String,
+    cause: Box<dyn std::error::Error + Send + Sync>,
+}
+
+impl ModelError {
+    pub(super) fn new(model: &str, cause: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self { model: model.to_owned(), cause: cause.into() }
+    }
 }
 
 /// One model: a pool of ranks. Copies with other settings share everything else.
@@ -115,10 +90,9 @@ impl Model {
         min_initial_workers: u32,
         index_bytes_max: u64,
     ) -> Result<Self, ModelError> {
-        let model = || settings.name.clone();
         let definitions = definitions_of(settings)?;
         if let Some(error) = definitions.too_few(min_initial_workers) {
-            return Err(ModelError::Router { model: model(), error });
+            return Err(ModelError::new(&settings.name, error));
         }
         let sources = Arc::new(ModelSources::default());
         let settings = &ModelSettings { upstream_name: Some(upstream_name.to_owned()), ..settings.clone() };
@@ -126,15 +100,15 @@ impl Model {
         router.index.bytes_max.get_or_insert(index_bytes_max);
         let access = WorkerAccess::new(upstream.clone(), settings.worker_api_key_file.clone());
         let builder = Router::builder(router).engine_client(Arc::new(access.clone()));
-        let builder = sources.follow(builder, &definitions, &probe_options(settings, &access));
-        let mut builder = builder.map_err(|error| ModelError::Workers { model: model(), error })?;
+        let builder = sources.apply(builder, &definitions, &probe_options(settings, &access));
+        let mut builder = builder.map_err(|error| ModelError::new(&settings.name, error))?;
         if let Some(snapshot) = warm::read_file(settings, snapshots).await {
             builder = builder.snapshot(snapshot);
         }
         if let Some(bus) = bus {
             builder = builder.replicas(Arc::clone(bus));
         }
-        let router = builder.start().await.map_err(|error| ModelError::Router { model: model(), error })?;
+        let router = builder.start().await.map_err(|error| ModelError::new(&settings.name, error))?;
         access.follow(router.watch_workers());
         let tokens = tokens_of(settings, &router, &access).await?;
         let meters = Arc::new(ModelMeters::of(&settings.name));
@@ -170,8 +144,8 @@ impl Model {
     pub(crate) fn follow_settings(&self) {
         self.access.set_key_file(self.settings.worker_api_key_file.clone());
         let changed = definitions_of(&self.settings).and_then(|definitions| {
-            let changed = self.sources.change(&self.router, &definitions, &probe_options(&self.settings, &self.access));
-            changed.map_err(|error| ModelError::Workers { model: self.settings.name.clone(), error })
+            let changed = self.sources.apply(&self.router, &definitions, &probe_options(&self.settings, &self.access));
+            changed.map_err(|error| ModelError::new(&self.settings.name, error))
         });
         if let Err(error) = changed {
             tracing::error!(%error, "workers could not be reloaded");
@@ -191,11 +165,11 @@ async fn tokens_of(settings: &ModelSettings, router: &Router, access: &WorkerAcc
         })
     });
     let tokens = Tokens::start(&settings.tokens, settings.upstream_name(), access.clone(), any_worker).await;
-    tokens.map_err(|error| ModelError::Tokens { model: settings.name.clone(), error })
+    tokens.map_err(|error| ModelError::new(&settings.name, error))
 }
 
 fn definitions_of(settings: &ModelSettings) -> Result<Definitions, ModelError> {
-    Definitions::of(settings).map_err(|error| ModelError::Workers { model: settings.name.clone(), error })
+    Definitions::of(settings).map_err(|error| ModelError::new(&settings.name, error))
 }
 
 /// The next eligible worker in rotation that accepts new work and satisfies `is_eligible`. A replacement for `but` does

@@ -212,7 +212,7 @@ fn linked(all: Vec<Model>) -> Result<Vec<Arc<Model>>, ModelError> {
         let Some(settings) = model.settings.disaggregation.clone() else { return Ok(Arc::new(model)) };
         if let Some(pool) = prefill.iter().find(|pool| pool.settings.name == settings.prefill) {
             let transfers = PrefillPool::new(pool.router.clone(), model.router.clone(), settings);
-            let transfers = transfers.map_err(|errors| ModelError::Disaggregation { model: name.clone(), errors })?;
+            let transfers = transfers.map_err(|errors| ModelError::new(name, errors))?;
             model.prefill = Some(PrefillSide { model: Arc::clone(pool), pool: Arc::new(transfers) });
         }
         Ok(Arc::new(model))

@@ -1,28 +1,11 @@
 //! Pods of a Kubernetes cluster as workers of a model.
 
-use pointsman::protocol::WorkerMap;
-use pointsman::{DiscoveryError, DiscoverySource, KubernetesPods, PodRole, PodSelection, ProbeOptions};
+use pointsman::{KubernetesPods, PodRole, PodSelection, ProbeOptions};
 
 use crate::settings::{KubernetesSettings, PodRoleChoice};
 
-/// Watched pods with replaceable settings.
-pub(crate) struct PodSource {
-    options: ProbeOptions,
-    pods: KubernetesPods,
-}
-
-impl PodSource {
-    pub(crate) fn new(settings: &KubernetesSettings, options: ProbeOptions) -> Self {
-        Self { pods: watched(settings, options.clone()), options }
-    }
-
-    /// Watches other pods. The former workers stay until their set is known.
-    pub(crate) fn set(&mut self, settings: &KubernetesSettings) {
-        self.pods = watched(settings, self.options.clone());
-    }
-}
-
-fn watched(settings: &KubernetesSettings, options: ProbeOptions) -> KubernetesPods {
+/// The pods that the settings select.
+pub(crate) fn watched_pods(settings: KubernetesSettings, options: ProbeOptions) -> KubernetesPods {
     let KubernetesSettings {
         namespace,
         selector,
@@ -34,8 +17,8 @@ fn watched(settings: &KubernetesSettings, options: ProbeOptions) -> KubernetesPo
         kubeconfig_file,
     } = settings;
     let selection = match inference_pool {
-        Some(pool) => PodSelection::InferencePool(pool.clone()),
-        None => PodSelection::Labels { selector: selector.clone().unwrap_or_default(), ports: ports.clone() },
+        Some(pool) => PodSelection::InferencePool(pool),
+        None => PodSelection::Labels { selector: selector.unwrap_or_default(), ports },
     };
     let mut pods = KubernetesPods::new(selection, options);
     if let Some(namespace) = namespace {
@@ -48,25 +31,11 @@ fn watched(settings: &KubernetesSettings, options: ProbeOptions) -> KubernetesPo
         });
     }
     let port = |port: Option<u32>| port.and_then(|port| u16::try_from(port).ok());
-    if let Some(events) = port(*kv_events_port) {
-        pods = pods.kv_event_ports(events, port(*kv_replay_port));
+    if let Some(events) = port(kv_events_port) {
+        pods = pods.kv_event_ports(events, port(kv_replay_port));
     }
     match kubeconfig_file {
         Some(file) => pods.kubeconfig(file),
         None => pods,
-    }
-}
-
-impl DiscoverySource for PodSource {
-    fn name(&self) -> String {
-        self.pods.name()
-    }
-
-    async fn next(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
-        self.pods.next().await
-    }
-
-    fn rewind(&mut self) {
-        self.pods.rewind();
     }
 }

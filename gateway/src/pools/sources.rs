@@ -16,7 +16,7 @@ use pointsman::{
 use tokio::sync::watch;
 
 #[cfg(feature = "kubernetes")]
-use super::pods::PodSource;
+use super::pods::watched_pods;
 use crate::net::upstream::WorkerAccess;
 use crate::settings::{KubernetesSettings, ModelSettings};
 
@@ -83,92 +83,91 @@ struct Slots {
 type Slot<D> = Option<watch::Sender<Option<D>>>;
 
 impl ModelSources {
-    /// Adds all defined sources to a router before its start.
-    pub(crate) fn follow(
-        &self,
-        builder: RouterBuilder,
-        definitions: &Definitions,
-        options: &ProbeOptions,
-    ) -> Result<RouterBuilder, DiscoveryError> {
-        let mut builder = Some(builder);
-        self.set(definitions, options, &mut |source| {
-            builder = builder.take().map(|builder| source.add_to(builder));
-            Ok(())
-        })?;
-        Ok(builder.expect("the builder is always restored"))
-    }
-
-    /// Applies new definitions to a running router.
+    /// Applies definitions: those of new kinds to `router`, changed ones to their sources.
     ///
     /// # Errors
     /// Router down, or invalid definitions as in [`Definitions::of`].
-    pub(crate) fn change(
+    pub(crate) fn apply<R: Following>(
         &self,
-        router: &Router,
+        router: R,
         definitions: &Definitions,
         options: &ProbeOptions,
-    ) -> Result<(), DiscoveryError> {
-        self.set(definitions, options, &mut |source| source.follow_in(router))
-    }
-
-    fn set(
-        &self,
-        definitions: &Definitions,
-        options: &ProbeOptions,
-        add: &mut dyn FnMut(AnySwitched) -> Result<(), Down>,
-    ) -> Result<(), DiscoveryError> {
-        let down = |down: Down| DiscoveryError::Other(down.to_string());
+    ) -> Result<R, DiscoveryError> {
         // Each slot is consistent after every statement.
         let mut slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Definitions { fixed, probed, file, names, .. } = definitions;
-        if let Some(fixed) = changed(&mut slots.fixed, fixed) {
-            let list = StaticList::new(fixed.iter().map(|(id, config)| (Some(*id), config.clone())))?;
-            add(AnySwitched::Fixed(Switched::over(list, &mut slots.fixed, fixed, set_list))).map_err(down)?;
-        }
-        if let Some(probed) = changed(&mut slots.probed, probed) {
-            let urls = ProbedUrls::named(probed.clone(), options.clone())?;
-            let set = |urls: &mut ProbedUrls, probed: Vec<NamedWorker>| urls.set(probed);
-            add(AnySwitched::Probed(Box::new(Switched::over(urls, &mut slots.probed, probed, set)))).map_err(down)?;
-        }
-        if let Some(file) = changed(&mut slots.file, file) {
-            let watched = WatchedFile::new(file, options.clone())?;
-            let set = |watched: &mut WatchedFile, file: PathBuf| watched.set(file);
-            add(AnySwitched::File(Box::new(Switched::over(watched, &mut slots.file, file, set)))).map_err(down)?;
-        }
-        if let Some(names) = changed(&mut slots.names, names) {
-            let dns = DnsNames::new(names)?.probing(options.clone());
-            let set = |dns: &mut DnsNames, names: Vec<String>| dns.set(names);
-            add(AnySwitched::Names(Box::new(Switched::over(dns, &mut slots.names, names, set)))).map_err(down)?;
-        }
+        let router = router.with(&mut slots.fixed, fixed, static_list, |list, workers| {
+            *list = static_list(workers)?;
+            Ok(())
+        })?;
+        let new = |workers| ProbedUrls::named(workers, options.clone());
+        let router = router.with(&mut slots.probed, probed, new, ProbedUrls::set)?;
+        let new = |file| WatchedFile::new(file, options.clone());
+        let router = router.with(&mut slots.file, file, new, WatchedFile::set)?;
+        let new = |names| Ok(DnsNames::new(names)?.probing(options.clone()));
+        let router = router.with(&mut slots.names, names, new, DnsNames::set)?;
         #[cfg(feature = "kubernetes")]
-        if let Some(pods) = changed(&mut slots.pods, &definitions.pods) {
-            let source = PodSource::new(pods, options.clone());
-            let set = |source: &mut PodSource, pods: KubernetesSettings| {
-                source.set(&pods);
+        let router = {
+            let options = options.clone();
+            let new = move |settings| Ok(watched_pods(settings, options.clone()));
+            let again = new.clone();
+            router.with(&mut slots.pods, &definitions.pods, new, move |pods, settings| {
+                *pods = again(settings)?;
                 Ok(())
-            };
-            add(AnySwitched::Pods(Box::new(Switched::over(source, &mut slots.pods, pods, set)))).map_err(down)?;
-        }
-        Ok(())
+            })?
+        };
+        Ok(router)
     }
 }
 
-/// Passes a changed definition to the slot's source. Returns the definition if no source exists yet.
-fn changed<'a, D: Clone + PartialEq>(slot: &mut Slot<D>, definition: &'a Option<D>) -> Option<&'a D> {
-    let Some(slot) = slot else { return definition.as_ref() };
-    slot.send_if_modified(|known| {
-        let is_new = known != definition;
-        if is_new {
-            known.clone_from(definition);
-        }
-        is_new
-    });
-    None
+fn static_list(workers: WorkerMap) -> Result<StaticList, DiscoveryError> {
+    Ok(StaticList::new(workers.into_iter().map(|(id, config)| (Some(id), config)))?)
 }
 
-fn set_list(list: &mut StaticList, workers: WorkerMap) -> Result<(), DiscoveryError> {
-    *list = StaticList::new(workers.into_iter().map(|(id, config)| (Some(id), config)))?;
-    Ok(())
+/// A router that can follow further sources.
+pub(crate) trait Following: Sized {
+    fn following(self, source: impl DiscoverySource) -> Result<Self, Down>;
+
+    /// Passes a changed definition to the source of its slot, or follows a new source.
+    fn with<S: DiscoverySource, D: Clone + PartialEq + Send + Sync + 'static>(
+        self,
+        slot: &mut Slot<D>,
+        definition: &Option<D>,
+        new: impl FnOnce(D) -> Result<S, DiscoveryError>,
+        set: impl FnMut(&mut S, D) -> Result<(), DiscoveryError> + Send + 'static,
+    ) -> Result<Self, DiscoveryError> {
+        match (slot, definition) {
+            (None, None) => Ok(self),
+            (Some(slot), definition) => {
+                slot.send_if_modified(|known| {
+                    let is_new = known != definition;
+                    known.clone_from(definition);
+                    is_new
+                });
+                Ok(self)
+            }
+            (slot @ None, Some(given)) => {
+                let source = new(given.clone())?;
+                let (sender, definition) = watch::channel(Some(given.clone()));
+                *slot = Some(sender);
+                let switched = Switched { source, definition, set, is_on: true, gives_none: false };
+                self.following(switched).map_err(|down| DiscoveryError::Other(down.to_string()))
+            }
+        }
+    }
+}
+
+/// Before its start.
+impl Following for RouterBuilder {
+    fn following(self, source: impl DiscoverySource) -> Result<Self, Down> {
+        Ok(self.discovery(source))
+    }
+}
+
+impl Following for &Router {
+    fn following(self, source: impl DiscoverySource) -> Result<Self, Down> {
+        self.follow(source).map(|()| self)
+    }
 }
 
 /// Probe options for engines of a model.
@@ -177,57 +176,22 @@ pub(crate) fn probe_options(settings: &ModelSettings, access: &WorkerAccess) -> 
     ProbeOptions { client: Arc::new(access.clone()), ..options }
 }
 
-enum AnySwitched {
-    Fixed(Switched<StaticList, WorkerMap>),
-    Probed(Box<Switched<ProbedUrls, Vec<NamedWorker>>>),
-    File(Box<Switched<WatchedFile, PathBuf>>),
-    Names(Box<Switched<DnsNames, Vec<String>>>),
-    #[cfg(feature = "kubernetes")]
-    Pods(Box<Switched<PodSource, KubernetesSettings>>),
-}
-
-impl AnySwitched {
-    fn add_to(self, builder: RouterBuilder) -> RouterBuilder {
-        match self {
-            Self::Fixed(source) => builder.discovery(source),
-            Self::Probed(source) => builder.discovery(*source),
-            Self::File(source) => builder.discovery(*source),
-            Self::Names(source) => builder.discovery(*source),
-            #[cfg(feature = "kubernetes")]
-            Self::Pods(source) => builder.discovery(*source),
-        }
-    }
-
-    fn follow_in(self, router: &Router) -> Result<(), Down> {
-        match self {
-            Self::Fixed(source) => router.follow(source),
-            Self::Probed(source) => router.follow(*source),
-            Self::File(source) => router.follow(*source),
-            Self::Names(source) => router.follow(*source),
-            #[cfg(feature = "kubernetes")]
-            Self::Pods(source) => router.follow(*source),
-        }
-    }
-}
-
 /// A source with a replaceable definition. Without a definition it publishes an empty set.
-struct Switched<S, D> {
+struct Switched<S, D, F> {
     source: S,
     definition: watch::Receiver<Option<D>>,
-    set: fn(&mut S, D) -> Result<(), DiscoveryError>,
+    set: F,
     is_on: bool,
     /// Whether the empty set of a disabled source is still to be published.
     gives_none: bool,
 }
 
-impl<S: DiscoverySource, D: Clone + Send + Sync + 'static> Switched<S, D> {
-    /// Puts a source with this definition into an empty slot.
-    fn over(source: S, slot: &mut Slot<D>, definition: &D, set: fn(&mut S, D) -> Result<(), DiscoveryError>) -> Self {
-        let (sender, definition) = watch::channel(Some(definition.clone()));
-        *slot = Some(sender);
-        Self { source, definition, set, is_on: true, gives_none: false }
-    }
-
+impl<S, D, F> Switched<S, D, F>
+where
+    S: DiscoverySource,
+    D: Clone,
+    F: FnMut(&mut S, D) -> Result<(), DiscoveryError>,
+{
     /// Applies the current definition.
     fn switch(&mut self) -> Result<(), DiscoveryError> {
         let definition = self.definition.borrow_and_update().clone();
@@ -242,7 +206,12 @@ impl<S: DiscoverySource, D: Clone + Send + Sync + 'static> Switched<S, D> {
     }
 }
 
-impl<S: DiscoverySource, D: Clone + Send + Sync + 'static> DiscoverySource for Switched<S, D> {
+impl<S, D, F> DiscoverySource for Switched<S, D, F>
+where
+    S: DiscoverySource,
+    D: Clone + Send + Sync + 'static,
+    F: FnMut(&mut S, D) -> Result<(), DiscoveryError> + Send + 'static,
+{
     fn name(&self) -> String {
         self.source.name()
     }
