@@ -5,12 +5,11 @@
 
 use std::net::SocketAddr;
 
-use axum::http::StatusCode;
 use pointsman::protocol::WorkerId;
 
-use super::error;
 use super::extract::ClientAddress;
-use crate::formats::openai::{ApiError, ErrorType};
+use super::internal;
+use crate::formats::openai::ApiError;
 use crate::pools::model::Model;
 
 /// A change of a model's workers.
@@ -50,9 +49,7 @@ impl Change {
                 }
             }
         });
-        let broken =
-            |_| error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", "the change was interrupted");
-        task.await.map_err(broken)?
+        task.await.map_err(|_| internal("the change was interrupted"))?
     }
 
     /// Writes a line. Texts are logged as values, so that the log format escapes them.

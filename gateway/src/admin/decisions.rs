@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tokio::task::spawn_blocking;
 
 use super::queries::named;
-use super::{Admin, error};
+use super::{Admin, error, internal};
 use crate::formats::openai::{ApiError, ErrorType};
 use crate::pools::model::Model;
 
@@ -71,8 +71,6 @@ fn row(model: &Model, known: &RecordedDecision) -> Result<Value, ApiError> {
     Ok(shown)
 }
 
-async fn blocking<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'static) -> Result<R, ApiError> {
-    spawn_blocking(work)
-        .await
-        .map_err(|failed| error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", failed.to_string()))
+pub(super) async fn blocking<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'static) -> Result<R, ApiError> {
+    spawn_blocking(work).await.map_err(internal)
 }

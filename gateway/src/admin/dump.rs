@@ -4,26 +4,24 @@
 //! until sent, about 16 bytes per block and rank.
 
 use std::convert::Infallible;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::extract::State;
 use axum::http::header::{CONTENT_TYPE, HeaderName};
 use axum::http::{HeaderValue, StatusCode};
-use axum::response::{IntoResponse, Response};
-use http_body::{Frame, SizeHint};
-use pointsman::protocol::{RouterEvent, WorkerRank};
+use axum::response::Response;
+use pointsman::protocol::WorkerRank;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::extract::ModelAt;
-use super::{Admin, DUMPS_MAX, error};
-use crate::formats::openai::{ApiError, ErrorType};
+use super::{Admin, DUMPS_MAX};
+use crate::formats::openai::ApiError;
 use crate::pools::model::Model;
 
 /// Size of a frame, or one longer line.
-const FRAME_BYTES: usize = 64 << 10;
+pub(super) const FRAME_BYTES: usize = 64 << 10;
 
 /// Header with the number of lines.
 const LINES: HeaderName = HeaderName::from_static("x-dump-lines");
@@ -40,8 +38,7 @@ pub(super) async fn dump(State(admin): State<Arc<Admin>>, ModelAt(model): ModelA
 pub(super) fn permit(admin: &Admin) -> Result<OwnedSemaphorePermit, ApiError> {
     Arc::clone(&admin.dumps).try_acquire_owned().map_err(|_| {
         let message = format!("the limit of {DUMPS_MAX} concurrent dumps is reached");
-        let refused = error(StatusCode::TOO_MANY_REQUESTS, ErrorType::RateLimit, "dumps_in_progress", message);
-        ApiError { retry_after_s: Some(1), ..refused }
+        ApiError::overloaded("dumps_in_progress", message, Duration::from_secs(1))
     })
 }
 
@@ -58,7 +55,18 @@ pub(super) async fn events(
     events.retain(|event| rank.is_none_or(|rank| event.rank == rank));
     let blocks: usize = events.iter().map(|event| event.data.block_count()).sum();
     let lines = events.len();
-    let mut response = Response::new(Body::new(DumpBody { events: events.into_iter(), _permit: permit }));
+    let mut events = events.into_iter();
+    let next = move || {
+        let mut lines = Vec::with_capacity(FRAME_BYTES);
+        while lines.len() < FRAME_BYTES
+            && let Some(event) = events.next()
+        {
+            serde_json::to_writer(&mut lines, &event).expect("events serialize to JSON");
+            lines.push(b'\n');
+        }
+        (!lines.is_empty()).then(|| lines.into())
+    };
+    let mut response = streamed(permit, next);
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/x-ndjson"));
     headers.insert(LINES, HeaderValue::from(lines));
@@ -66,57 +74,14 @@ pub(super) async fn events(
     Ok(response)
 }
 
-/// One event per line.
-struct DumpBody {
-    events: std::vec::IntoIter<RouterEvent>,
-    _permit: OwnedSemaphorePermit,
-}
-
-impl http_body::Body for DumpBody {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        let mut lines = Vec::with_capacity(FRAME_BYTES);
-        while lines.len() < FRAME_BYTES {
-            let Some(event) = self.events.next() else { break };
-            serde_json::to_writer(&mut lines, &event).expect("events serialize to JSON");
-            lines.push(b'\n');
-        }
-        let frame = (!lines.is_empty()).then(|| Ok(Frame::data(lines.into())));
-        Poll::Ready(frame)
-    }
-}
-
-/// Bytes in frames. Holds the permit of the dump until they are sent.
-pub(super) struct Frames {
-    bytes: Bytes,
-    _permit: OwnedSemaphorePermit,
-}
-
-impl Frames {
-    pub(super) fn new(bytes: Vec<u8>, permit: OwnedSemaphorePermit) -> Self {
-        Self { bytes: bytes.into(), _permit: permit }
-    }
-}
-
-impl IntoResponse for Frames {
-    fn into_response(self) -> Response {
-        Response::new(Body::new(self))
-    }
-}
-
-impl http_body::Body for Frames {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        let frame = self.bytes.len().min(FRAME_BYTES);
-        let frame = self.bytes.split_to(frame);
-        Poll::Ready((!frame.is_empty()).then(|| Ok(Frame::data(frame))))
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact(self.bytes.len() as u64)
-    }
+/// A body of frames until `next` returns none. Holds the permit of the dump until they are sent.
+pub(super) fn streamed(
+    permit: OwnedSemaphorePermit,
+    mut next: impl FnMut() -> Option<Bytes> + Send + 'static,
+) -> Response {
+    let frames = std::iter::from_fn(move || {
+        let _held = &permit;
+        next().map(Ok::<_, Infallible>)
+    });
+    Response::new(Body::from_stream(tokio_stream::iter(frames)))
 }

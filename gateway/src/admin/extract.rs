@@ -22,7 +22,7 @@ use tokio::time::timeout;
 
 use super::auth::client_address;
 use super::{Admin, BODY_BYTES_MAX, error, no_route};
-use crate::formats::openai::{ApiError, ErrorType};
+use crate::formats::openai::{ApiError, ErrorType, is_deeper_than};
 use crate::pools::model::Model;
 
 /// Timeout of a body.
@@ -179,25 +179,6 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
         }
         serde_json::from_slice(&body).map(Self).map_err(|error| not_understood(&error))
     }
-}
-
-/// Whether brackets outside of strings are nested deeper than the maximum. Any result is fine for invalid JSON.
-fn is_deeper_than(depth_max: usize, json: &[u8]) -> bool {
-    let (mut depth, mut in_string, mut is_escaped) = (0_usize, false, false);
-    for byte in json {
-        match byte {
-            _ if is_escaped => is_escaped = false,
-            b'\\' => is_escaped = in_string,
-            b'"' => in_string = !in_string,
-            b'[' | b'{' if !in_string => depth += 1,
-            b']' | b'}' if !in_string => depth = depth.saturating_sub(1),
-            _ => {}
-        }
-        if depth > depth_max {
-            return true;
-        }
-    }
-    false
 }
 
 fn too_slow() -> ApiError {

@@ -6,13 +6,15 @@
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Json;
+use axum::body::Bytes;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
-use axum::http::header::{CONTENT_TYPE, HeaderName};
+use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE, HeaderName};
 use axum::http::{HeaderValue, StatusCode};
-use axum::response::{IntoResponse as _, Response};
+use axum::response::Response;
 use pointsman::hashing::{HashScheme, HashedPrompt};
 use pointsman::protocol::{BlockHash, WorkerRank};
 use pointsman::{Prompt, RequestOptions, RouteRequest};
@@ -20,6 +22,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::SemaphorePermit;
 
+use super::decisions::blocking;
 use super::extract::{Body, Id, model_named};
 use super::queries::{route_error, to_json};
 use super::views::{self, worker_ids_as_text};
@@ -38,18 +41,12 @@ const RANKS: HeaderName = HeaderName::from_static("x-snapshot-ranks");
 #[serde(deny_unknown_fields)]
 pub(super) struct IndexQuery {
     model: String,
-    #[serde(default)]
     tokens: Option<Vec<u32>>,
-    #[serde(default)]
     prompt: Option<String>,
-    #[serde(default)]
     block_hashes: Option<Arc<[BlockHash]>>,
     /// Length of the prompt in tokens, beside hashes or for loads.
-    #[serde(default)]
     prompt_tokens: Option<usize>,
-    #[serde(default)]
     lora_name: Option<Arc<str>>,
-    #[serde(default)]
     cache_salt: Option<Arc<str>>,
 }
 
@@ -160,8 +157,7 @@ fn answer(model: &Model, tokens: usize, tokens_source: &str, ranks: Value) -> Js
 fn permit(admin: &Admin) -> Result<SemaphorePermit<'_>, ApiError> {
     admin.index_queries.try_acquire().map_err(|_| {
         let message = format!("the limit of {INDEX_QUERIES_MAX} concurrent index queries is reached");
-        let refused = error(StatusCode::TOO_MANY_REQUESTS, ErrorType::RateLimit, "index_queries_in_progress", message);
-        ApiError { retry_after_s: Some(1), ..refused }
+        ApiError::overloaded("index_queries_in_progress", message, Duration::from_secs(1))
     })
 }
 
@@ -171,7 +167,6 @@ fn permit(admin: &Admin) -> Result<SemaphorePermit<'_>, ApiError> {
 pub(super) struct DumpQuery {
     model: String,
     /// `WORKER/RANK`; every rank if absent.
-    #[serde(default)]
     rank: Option<String>,
     #[serde(default)]
     format: DumpFormat,
@@ -220,12 +215,12 @@ pub(super) async fn dump_contents(
             };
             let snapshot = snapshot.map_err(|down| route_error(down.into()))?;
             let (ranks, blocks) = (snapshot.ranks.len(), snapshot.block_count());
-            let encoded = tokio::task::spawn_blocking(move || snapshot.encode()).await;
-            let lost = |panic: tokio::task::JoinError| {
-                error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", panic.to_string())
-            };
-            let mut response = dump::Frames::new(encoded.map_err(lost)?, permit).into_response();
+            let mut encoded = Bytes::from(blocking(move || snapshot.encode()).await?);
+            let length = encoded.len();
+            let next = move || (!encoded.is_empty()).then(|| encoded.split_to(encoded.len().min(dump::FRAME_BYTES)));
+            let mut response = dump::streamed(permit, next);
             let headers = response.headers_mut();
+            headers.insert(CONTENT_LENGTH, HeaderValue::from(length));
             headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
             headers.insert(RANKS, HeaderValue::from(ranks));
             headers.insert(dump::BLOCKS, HeaderValue::from(blocks));

@@ -87,7 +87,6 @@ pub(crate) fn routes(
     let index_queries = Semaphore::new(index_api::INDEX_QUERIES_MAX);
     let live = live::Live::new(pools.clone());
     let admin = Arc::new(Admin { pools, tokens, denials: Denials::new(), changes, dumps, index_queries, live });
-    let files = live::paths().fold(Router::new(), |routes, path| routes.route(path, get(live::file)));
     Router::new()
         .route("/admin/config", get(reports::settings))
         .route("/admin/decisions", get(decisions::last))
@@ -103,9 +102,18 @@ pub(crate) fn routes(
         .route("/admin/models/{model}/workers", get(workers::list).post(workers::add))
         .route("/admin/models/{model}/workers/{id}", put(workers::put).patch(workers::patch).delete(workers::remove))
         .route("/admin/models/{model}/workers/{id}/drain", post(workers::drain))
-        .route("/admin/models/{model}/workers/{id}/undrain", post(workers::undrain))
-        .route("/admin/models/{model}/workers/{id}/cordon", post(workers::cordon))
-        .route("/admin/models/{model}/workers/{id}/uncordon", post(workers::uncordon))
+        .route(
+            "/admin/models/{model}/workers/{id}/undrain",
+            workers::state_change("undrain", |router, id| async move { router.undrain_worker(id).await }),
+        )
+        .route(
+            "/admin/models/{model}/workers/{id}/cordon",
+            workers::state_change("cordon", |router, id| async move { router.cordon_worker(id).await }),
+        )
+        .route(
+            "/admin/models/{model}/workers/{id}/uncordon",
+            workers::state_change("uncordon", |router, id| async move { router.uncordon_worker(id).await }),
+        )
         .route(DUMP_PATH, get(index_api::dump_contents))
         .route("/v1/index/loads", post(index_api::loads))
         .route("/v1/index/overlaps", post(index_api::overlaps))
@@ -113,7 +121,7 @@ pub(crate) fn routes(
         .merge(common)
         .route("/metrics", metrics)
         .merge(further)
-        .merge(files)
+        .merge(live::files())
         .fallback(async || no_route())
         .method_not_allowed_fallback(async || wrong_method())
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
@@ -151,6 +159,10 @@ fn refused_address(uri: &Uri) -> Option<ApiError> {
 /// An error in the client format.
 pub(crate) fn error(status: StatusCode, kind: ErrorType, code: &'static str, message: impl Into<String>) -> ApiError {
     ApiError { status, kind, ..ApiError::invalid(code, None, message) }
+}
+
+fn internal(cause: impl std::fmt::Display) -> ApiError {
+    error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", cause.to_string())
 }
 
 fn read_only() -> ApiError {

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::body::Bytes;
-use axum::http::StatusCode;
 use pointsman::config::{OnTargetMiss, RouterConfigOverride};
 use pointsman::error::RouteError;
 use pointsman::{Constraints, Pin, PinMode, Prompt, RequestOptions, RouteRequest};
@@ -17,10 +16,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
-use super::error;
 use super::extract::{Body, Id, ModelAt};
+use super::internal;
 use super::views::worker_ids_as_text;
-use crate::formats::openai::{ApiError, ChatParts, ClientPrompt, ErrorType};
+use crate::formats::openai::{ApiError, ChatParts, ClientPrompt};
 use crate::pools::model::Model;
 use crate::pools::rank_names::RankNames;
 use crate::tokens::{PromptTokens, TokenSource};
@@ -74,7 +73,6 @@ impl TryFrom<f64> for TargetMs {
 #[serde(deny_unknown_fields)]
 struct PinInput {
     worker: Id,
-    #[serde(default)]
     rank: Option<u32>,
     #[serde(default)]
     mode: PinMode,
@@ -200,8 +198,7 @@ pub(super) fn named(model: &Model, value: &impl Serialize) -> Result<Value, ApiE
 
 /// A value as JSON. Fails only for file names that are not UTF-8.
 pub(super) fn to_json(value: &impl Serialize) -> Result<Value, ApiError> {
-    serde_json::to_value(value)
-        .map_err(|what| error(StatusCode::INTERNAL_SERVER_ERROR, ErrorType::Server, "internal", what.to_string()))
+    serde_json::to_value(value).map_err(internal)
 }
 
 /// The router's error with its original message, because operators may see worker names.

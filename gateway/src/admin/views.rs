@@ -70,7 +70,7 @@ impl Facts {
         shown["active_requests"] = load.map(|load| load.active_requests).into();
         shown["active_prefill_tokens"] = load.map(|load| load.potential_prefill_tokens).into();
         shown["active_blocks"] = load.map(|load| load.potential_decode_blocks).into();
-        shown["engine_load"] = self.engine_loads.get(&rank).map(engine_load).into();
+        shown["engine_load"] = json!(self.engine_loads.get(&rank));
     }
 }
 
@@ -159,17 +159,6 @@ pub(super) fn discovery(status: &DiscoveryStatus, now: Timestamp) -> Value {
         "rejected": refused,
         "leaving": leaving,
         "removed": removed,
-    })
-}
-
-fn engine_load(load: &EngineLoadFact) -> Value {
-    let EngineLoadFact { running, waiting, kv_usage, age, is_stale } = load;
-    json!({
-        "running": running,
-        "waiting": waiting,
-        "kv_usage": kv_usage,
-        "age_seconds": age.as_secs_f64(),
-        "is_stale": is_stale,
     })
 }
 

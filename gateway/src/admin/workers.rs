@@ -10,6 +10,7 @@ use std::time::Duration;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use axum::routing::{MethodRouter, post};
 use pointsman::error::MembershipError;
 use pointsman::protocol::{LoadSource, WorkerConfig, WorkerId};
 use pointsman::{DiscoveryStatus, HttpUrl, NamedWorker, Router, WorkerEntry};
@@ -141,7 +142,7 @@ fn same_engine(router: &Router, id: WorkerId, config: &WorkerConfig) -> Option<W
 fn is_worker(other: &WorkerEntry) -> ApiError {
     let url = HttpUrl::without_password(&other.config.endpoint);
     let message = format!("the engine at {url} is worker {}: one engine is one worker", other.worker);
-    error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "worker_exists", message)
+    conflict("worker_exists", message)
 }
 
 /// The worker is registered; adding it would drop its ranks and event sources if the body lacks them.
@@ -151,7 +152,7 @@ fn exists(known: &WorkerEntry) -> ApiError {
         "worker {id} at {url} is registered with {ranks} rank(s) and another configuration: change it with PATCH, or \
          replace it with PUT"
     );
-    error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "worker_exists", message)
+    conflict("worker_exists", message)
 }
 
 /// The present state of the worker; only its id if it has been removed.
@@ -207,49 +208,21 @@ pub(super) async fn drain(
     Ok(Json(json!({ "id": id.to_string(), "removed": true, "cut_off": cut_off })))
 }
 
-pub(super) async fn undrain(
-    State(admin): State<Arc<Admin>>,
-    worker: WorkerAt,
-    peer: ClientAddress,
-) -> Result<Json<Value>, ApiError> {
-    change_state(admin, worker, peer, "undrain", |router, id| async move { router.undrain_worker(id).await }).await
-}
-
-pub(super) async fn cordon(
-    State(admin): State<Arc<Admin>>,
-    worker: WorkerAt,
-    peer: ClientAddress,
-) -> Result<Json<Value>, ApiError> {
-    change_state(admin, worker, peer, "cordon", |router, id| async move { router.cordon_worker(id).await }).await
-}
-
-pub(super) async fn uncordon(
-    State(admin): State<Arc<Admin>>,
-    worker: WorkerAt,
-    peer: ClientAddress,
-) -> Result<Json<Value>, ApiError> {
-    change_state(admin, worker, peer, "uncordon", |router, id| async move { router.uncordon_worker(id).await }).await
-}
-
-/// A change without options. Responds with the resulting state of the worker.
-async fn change_state<F>(
-    admin: Arc<Admin>,
-    WorkerAt { model, id }: WorkerAt,
-    peer: ClientAddress,
-    what: &'static str,
-    change: impl FnOnce(Router, WorkerId) -> F + Send + 'static,
-) -> Result<Json<Value>, ApiError>
+/// Route of a change without options. Responds with the resulting state of the worker.
+pub(super) fn state_change<F>(what: &'static str, change: fn(Router, WorkerId) -> F) -> MethodRouter<Arc<Admin>>
 where
-    F: Future<Output = Result<(), MembershipError>> + Send,
+    F: Future<Output = Result<(), MembershipError>> + Send + 'static,
 {
-    let router = model.router.clone();
-    let work = async move {
-        let _turn = admin.changes.lock().await;
-        change(router, id).await.map_err(membership_error)?;
-        Ok(Done { answer: (), detail: String::new() })
-    };
-    Change::new(what, &model, id, peer).carry_out(work).await?;
-    Ok(Json(shown(&model, id).await))
+    post(async move |State(admin): State<Arc<Admin>>, WorkerAt { model, id }: WorkerAt, peer: ClientAddress| {
+        let router = model.router.clone();
+        let work = async move {
+            let _turn = admin.changes.lock().await;
+            change(router, id).await.map_err(membership_error)?;
+            Ok(Done { answer: (), detail: String::new() })
+        };
+        Change::new(what, &model, id, peer).carry_out(work).await?;
+        Ok::<_, ApiError>(Json(shown(&model, id).await))
+    })
 }
 
 /// The configuration with reachable addresses: wildcard hosts of sockets are replaced by the worker's host.
@@ -291,6 +264,10 @@ fn broken(message: String) -> ApiError {
     error(StatusCode::UNPROCESSABLE_ENTITY, ErrorType::InvalidRequest, "rule_broken", message)
 }
 
+fn conflict(code: &'static str, message: String) -> ApiError {
+    error(StatusCode::CONFLICT, ErrorType::InvalidRequest, code, message)
+}
+
 fn membership_error(refused: MembershipError) -> ApiError {
     let message = refused.to_string();
     match refused {
@@ -298,15 +275,9 @@ fn membership_error(refused: MembershipError) -> ApiError {
         MembershipError::UnknownWorker(_) => {
             error(StatusCode::NOT_FOUND, ErrorType::NotFound, "worker_not_found", message)
         }
-        MembershipError::Draining(_) | MembershipError::DrainedBySource(_) => {
-            error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "worker_draining", message)
-        }
-        MembershipError::NotDraining(_) => {
-            error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "worker_not_draining", message)
-        }
-        MembershipError::Undrained(_) => {
-            error(StatusCode::CONFLICT, ErrorType::InvalidRequest, "drain_undone", message)
-        }
+        MembershipError::Draining(_) | MembershipError::DrainedBySource(_) => conflict("worker_draining", message),
+        MembershipError::NotDraining(_) => conflict("worker_not_draining", message),
+        MembershipError::Undrained(_) => conflict("drain_undone", message),
         MembershipError::Down(_) => ApiError::unavailable(StatusCode::SERVICE_UNAVAILABLE, "router_down", message),
     }
 }

@@ -11,21 +11,23 @@ mod window;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::header::{
     CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderName, REFERRER_POLICY, X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
 };
-use axum::http::{HeaderValue, Method, StatusCode};
-use axum::response::{IntoResponse as _, Response};
+use axum::http::{HeaderValue, Method};
+use axum::response::Response;
+use axum::routing::get;
 use bytes::Bytes;
 use tokio::sync::Mutex;
 use tokio_stream::StreamExt as _;
 
-use super::{Admin, error};
-use crate::formats::openai::{ApiError, ErrorType};
+use super::Admin;
+use crate::formats::openai::ApiError;
 use crate::pools::latest::Latest;
 use crate::pools::serving::Pools;
 use collect::Windows;
@@ -97,24 +99,18 @@ pub(super) fn is_file(request: &Request) -> bool {
     is_read && FILES.iter().any(|(path, ..)| request.uri().path() == *path)
 }
 
-/// Paths of the static files.
-pub(super) fn paths() -> impl Iterator<Item = &'static str> {
-    FILES.iter().map(|(path, ..)| *path)
-}
-
-/// A static file.
-pub(super) async fn file(request: Request) -> Response {
-    let Some((_, kind, content)) = FILES.iter().find(|(path, ..)| request.uri().path() == *path) else {
-        return super::no_route().into_response();
-    };
-    let headers = [
-        (CONTENT_TYPE, *kind),
-        (CONTENT_SECURITY_POLICY, POLICY),
-        (X_CONTENT_TYPE_OPTIONS, "nosniff"),
-        (X_FRAME_OPTIONS, "DENY"),
-        (REFERRER_POLICY, "no-referrer"),
-    ];
-    (headers, *content).into_response()
+/// Routes of the static files.
+pub(super) fn files() -> Router {
+    FILES.into_iter().fold(Router::new(), |routes, (path, kind, content)| {
+        let headers = [
+            (CONTENT_TYPE, kind),
+            (CONTENT_SECURITY_POLICY, POLICY),
+            (X_CONTENT_TYPE_OPTIONS, "nosniff"),
+            (X_FRAME_OPTIONS, "DENY"),
+            (REFERRER_POLICY, "no-referrer"),
+        ];
+        routes.route(path, get((headers, content)))
+    })
 }
 
 /// The stream of snapshots, as server-sent events.
@@ -126,8 +122,7 @@ pub(super) async fn stream(State(admin): State<Arc<Admin>>) -> Result<Response, 
     };
     let frames = admin.live.feed.watch(next).map_err(|TooManyViewers| {
         let message = format!("the limit of {VIEWERS_MAX} viewers is reached");
-        let refused = error(StatusCode::TOO_MANY_REQUESTS, ErrorType::RateLimit, "viewers_max", message);
-        ApiError { retry_after_s: Some(5), ..refused }
+        ApiError::overloaded("viewers_max", message, Duration::from_secs(5))
     })?;
     let mut response = Response::new(Body::from_stream(frames.map(Ok::<_, Infallible>)));
     let headers = response.headers_mut();

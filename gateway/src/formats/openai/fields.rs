@@ -138,7 +138,7 @@ pub(crate) fn checked_text(body: &[u8]) -> Result<&str, ApiError> {
         let message = format!("the body is not UTF-8 from byte {} on", error.valid_up_to());
         ApiError::invalid("invalid_utf8", None, message)
     })?;
-    if is_too_deep(body) {
+    if is_deeper_than(DEPTH_MAX, body) {
         let message = format!("the body is nested deeper than {DEPTH_MAX} levels");
         return Err(ApiError::invalid("too_deep", None, message));
     }
@@ -212,20 +212,20 @@ impl<'de: 'a, 'a> Visitor<'de> for FieldsVisitor<'a> {
 #[derive(Deserialize)]
 struct FieldName<'a>(#[serde(borrow)] Cow<'a, str>);
 
-/// Whether brackets are nested deeper than [`DEPTH_MAX`]. Exact for valid JSON; invalid JSON is rejected later in any
-/// case. Includes forwarded values, because workers parse them recursively.
-fn is_too_deep(body: &[u8]) -> bool {
+/// Whether brackets outside of strings are nested deeper than the maximum. Exact for valid JSON; any result is fine for
+/// invalid JSON, which is rejected later. Includes forwarded values, because workers parse them recursively.
+pub(crate) fn is_deeper_than(depth_max: usize, json: &[u8]) -> bool {
     let (mut depth, mut at) = (0_usize, 0);
-    while let Some(byte) = body.get(at) {
+    while let Some(byte) = json.get(at) {
         match byte {
             b'{' | b'[' => {
                 depth += 1;
-                if depth > DEPTH_MAX {
+                if depth > depth_max {
                     return true;
                 }
             }
             b'}' | b']' => depth = depth.saturating_sub(1),
-            b'"' => at = string_end(body, at + 1),
+            b'"' => at = string_end(json, at + 1),
             _ => {}
         }
         at += 1;

@@ -20,7 +20,7 @@ pub use client_prompt::{ChatParts, ClientPrompt, MediaName};
 pub use endpoint::Endpoint;
 pub(crate) use error::ErrorCode;
 pub use error::{ApiError, ErrorType, Limit};
-pub(crate) use fields::checked_text;
+pub(crate) use fields::{checked_text, is_deeper_than};
 pub(crate) use headers::{API_KEY, stripped_headers};
 pub use headers::{Authorization, ToWorker, request_id, request_options, to_client, to_worker};
 
