@@ -6,7 +6,7 @@ use serde::de::IgnoredAny;
 
 use crate::formats::anthropic::{Purpose, chat_body};
 use crate::formats::openai::{Edits, Endpoint, RequestBody};
-use crate::picker::hostile::picker_messages;
+use crate::picker::tests::picker_messages;
 use crate::settings::{ConfigFile, Sources};
 use crate::tokens::hostile::chat_templates;
 use crate::{picker, tokens};
@@ -97,7 +97,7 @@ fn checks_hold_for_mutated_inputs() {
         HostileTarget { name: "http_bodies", check: http_bodies, seeds: body_seeds },
         HostileTarget { name: "settings", check: settings, seeds: setting_seeds },
         HostileTarget { name: "chat_templates", check: chat_templates, seeds: tokens::hostile::seeds },
-        HostileTarget { name: "picker_messages", check: picker_messages, seeds: picker::hostile::seeds },
+        HostileTarget { name: "picker_messages", check: picker_messages, seeds: picker::tests::seeds },
     ];
     targets.iter().for_each(|target| target.run(1, count));
 }

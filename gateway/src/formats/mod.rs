@@ -10,19 +10,19 @@ macro_rules! names {
 
 /// An enum of plain values with their names.
 macro_rules! named {
-    ($(#[$of:meta])* pub enum $type:ident { $($(#[$about:meta])* $value:ident = $name:literal,)* }) => {
+    ($(#[$of:meta])* $vis:vis enum $type:ident { $($(#[$about:meta])* $value:ident = $name:literal,)* }) => {
         $(#[$of])*
-        pub enum $type {
+        $vis enum $type {
             $($(#[$about])* $value,)*
         }
 
         impl $type {
             /// All values.
-            pub const ALL: [Self; [$($name),*].len()] = [$(Self::$value),*];
+            $vis const ALL: [Self; [$($name),*].len()] = [$(Self::$value),*];
 
             /// Name in labels and in the encodings.
             #[must_use]
-            pub fn name(self) -> &'static str {
+            $vis fn name(self) -> &'static str {
                 match self {
                     $(Self::$value => $name,)*
                 }

@@ -4,6 +4,7 @@
 
 pub(crate) mod access;
 pub(crate) mod activity;
+pub(crate) mod clock;
 pub(crate) mod log;
 pub mod metric;
 pub(crate) mod otlp;

@@ -45,10 +45,10 @@ pub(super) struct Picked {
     pub(super) has_body: bool,
     /// Headers of the response with the limits of the tenant.
     pub(super) limits: Vec<(HeaderName, HeaderValue)>,
-    body: Bytes,
-    placement: Placement,
+    pub(super) body: Bytes,
+    pub(super) placement: Placement,
     /// Booking of the prefill on another rank, until the response starts.
-    prefill: Option<Box<Placement>>,
+    pub(super) prefill: Option<Box<Placement>>,
     /// What a routed endpoint needs beyond its booking; absent for other paths.
     routed: Option<RoutedRequest>,
     /// Counts other requests against the limits of their tenant.
@@ -143,8 +143,8 @@ async fn place_prefill(
         PrefillPlacement::Local(WhyLocal::Skipped(_)) | PrefillPlacement::Completed => (PrefillResult::Skipped, None),
         PrefillPlacement::Local(WhyLocal::Fallback(_)) => (PrefillResult::Fallback, None),
     };
-    pool.served(result);
-    prefill.iter().for_each(|prefill| pool.leg_sent(prefill, decode));
+    pool.legs.served(result);
+    prefill.iter().for_each(|prefill| pool.legs.sent((prefill.rank(), decode.rank())));
     Ok(prefill)
 }
 
@@ -279,24 +279,9 @@ fn is_at(address: &str, endpoint: &str) -> bool {
 }
 
 impl Picked {
-    /// The body for the worker, once.
-    pub(super) fn take_body(&mut self) -> Bytes {
-        std::mem::take(&mut self.body)
-    }
-
-    /// Number of the rank at its engine, if requests must name it.
-    pub(super) fn rank_header(&self) -> Option<u32> {
-        self.placement.rank_at_worker()
-    }
-
     /// Value of `traceparent` for the worker, if the request has spans.
     pub(super) fn trace_header(&self) -> Option<HeaderValue> {
         self.routed.as_ref()?.account.trace.attempt_header()
-    }
-
-    /// `HOST:PORT` of the prefill worker, for the sidecar of the decode worker.
-    pub(super) fn prefill_header(&self) -> Option<String> {
-        self.prefill.as_ref().map(|prefill| address(prefill.endpoint()))
     }
 
     /// Moves the booking to the worker that serves the request, because the chosen one failed. Returns whether there is

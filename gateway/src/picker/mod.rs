@@ -6,9 +6,9 @@
 
 mod decide;
 mod exchange;
-#[cfg(test)]
-pub(crate) mod hostile;
 mod session;
+#[cfg(test)]
+pub(crate) mod tests;
 mod wire;
 
 use std::future::ready;

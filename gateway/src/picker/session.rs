@@ -17,7 +17,7 @@ use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::{ReceiverStream, UnboundedReceiverStream};
 use tonic::{Status, Streaming};
 
-use super::decide::{Arrival, Picked, decide};
+use super::decide::{Arrival, Picked, address, decide};
 use super::exchange::{Event, Exchange};
 use super::wire::{
     HeaderMutation, HttpHeaders, HttpStatus, ImmediateResponse, Metadata, ProcessingRequest, ProcessingResponse,
@@ -182,7 +182,7 @@ impl Session {
         match picked {
             Ok(mut picked) => {
                 self.meters.picked.increment(1);
-                let body = picked.take_body();
+                let body = std::mem::take(&mut picked.body);
                 let (headers, metadata) = self.destination(&picked, body.len());
                 for (name, value) in &picked.limits {
                     self.exchange.response_headers().set_value(name, value);
@@ -207,7 +207,8 @@ impl Session {
     fn destination(&self, picked: &Picked, body_len: usize) -> (HeaderMutation, Struct) {
         let mut headers = HeaderMutation::default();
         let endpoints = picked.destination.endpoints.join(",");
-        let prefill = picked.prefill_header();
+        // The sidecar of the decode worker reads it.
+        let prefill = picked.prefill.as_ref().map(|prefill| address(prefill.endpoint()));
         let is_kept = |name: &str| {
             name == DESTINATION || name == "x-data-parallel-rank" || (name == PREFILLER && prefill.is_some())
         };
@@ -217,7 +218,7 @@ impl Session {
             headers.set(PREFILLER, prefill);
         }
         headers.set(DESTINATION, endpoints.clone());
-        match picked.rank_header() {
+        match picked.placement.rank_at_worker() {
             Some(rank) => headers.set("x-data-parallel-rank", rank.to_string()),
             None => headers.remove_headers.push("x-data-parallel-rank".to_owned()),
         }

@@ -9,7 +9,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use metrics::counter;
 use pointsman::{RecordCursor, RecordFile, RecordPart, Router, WorkerEntry};
@@ -20,6 +20,7 @@ use tokio::time::sleep;
 use super::latest::Latest;
 use super::serving::Pools;
 use crate::formats::live::names::worker_name;
+use crate::observe::clock::unix_ms;
 use crate::observe::metric::Metric;
 use crate::settings::GatewaySettings;
 
@@ -190,12 +191,6 @@ fn files_of(directory: &Path, pool: &str) -> io::Result<BTreeMap<u64, PathBuf>> 
         }
     }
     Ok(known)
-}
-
-#[expect(clippy::disallowed_methods, reason = "the date is only reported to operators")]
-fn unix_ms() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

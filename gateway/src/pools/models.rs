@@ -6,7 +6,6 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use ahash::AHashMap;
 use pointsman::{ReplicaBus, WorkerEntry, memory_bytes};
@@ -15,6 +14,7 @@ use super::disaggregation::PrefillPool;
 use super::model::{Model, ModelError, PrefillSide, SHUTDOWN_WAIT};
 use crate::net::limits::index_bytes_max;
 use crate::net::upstream::Upstream;
+use crate::observe::clock::unix_time;
 use crate::settings::{ModelRole, ModelSettings, role_of};
 
 /// All models by name.
@@ -40,21 +40,65 @@ struct Adapters {
 
 impl Models {
     /// `snapshots` is the directory of index snapshots. The routers share their load over `bus`.
+    ///
+    /// # Errors
+    /// A model that fails to start; models started before it are stopped.
     pub(crate) async fn start(
         settings: &[ModelSettings],
         upstream: &Upstream,
         snapshots: Option<&Path>,
         bus: Option<Arc<dyn ReplicaBus>>,
     ) -> Result<Self, ModelError> {
-        let mut all = Vec::new();
+        Self::load(None, settings, upstream, snapshots, (bus, unix_time().as_secs())).await
+    }
+
+    /// Models for new settings: served models keep their routers, others are started. Served models stay unchanged
+    /// until [`Model::follow_settings`].
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub(crate) async fn reloaded(
+        &self,
+        settings: &[ModelSettings],
+        upstream: &Upstream,
+        snapshots: Option<&Path>,
+    ) -> Result<Self, ModelError> {
+        Self::load(Some(&self.all), settings, upstream, snapshots, (self.bus.clone(), self.created)).await
+    }
+
+    async fn load(
+        known: Option<&[Arc<Model>]>,
+        settings: &[ModelSettings],
+        upstream: &Upstream,
+        snapshots: Option<&Path>,
+        (bus, created): (Option<Arc<dyn ReplicaBus>>, u64),
+    ) -> Result<Self, ModelError> {
+        let mut started = Vec::new();
         let index_bytes_max = index_bytes_max(memory_bytes(), settings.len());
-        for model in settings {
-            let min_initial_workers = model.router.min_initial_workers;
-            let role = role_of(model, settings);
-            let bus = bus.as_ref();
-            all.push(Model::start(model, role, upstream, snapshots, bus, min_initial_workers, index_bytes_max).await?);
+        let all = async {
+            let mut all = Vec::new();
+            for new in settings {
+                let role = role_of(new, settings);
+                let is_same = |model: &&Arc<Model>| model.settings.name == new.name && model.role == role.0;
+                if let Some(model) = known.and_then(|known| known.iter().find(is_same)) {
+                    all.push(model.with(new).await?);
+                    continue;
+                }
+                // A reload does not wait for workers, because other models are being served.
+                let wanted = if known.is_none() { new.router.min_initial_workers } else { 0 };
+                let model = Model::start(new, role, upstream, snapshots, bus.as_ref(), wanted, index_bytes_max).await?;
+                started.push(model.router.clone());
+                all.push(model);
+            }
+            Ok::<_, ModelError>(all)
+        };
+        let models = all.await.and_then(|all| Self::of(all, bus.clone(), created));
+        if models.is_err() {
+            for router in started {
+                router.shutdown(SHUTDOWN_WAIT).await;
+            }
         }
-        Self::of(all, bus, unix_seconds())
+        models
     }
 
     fn of(all: Vec<Model>, bus: Option<Arc<dyn ReplicaBus>>, created: u64) -> Result<Self, ModelError> {
@@ -68,52 +112,6 @@ impl Models {
             }
         }
         Ok(Self { all, by_name, created, adapters: Mutex::default(), bus })
-    }
-
-    /// Models for new settings: served models keep their routers, others are started. Served models stay unchanged
-    /// until [`Model::follow_settings`].
-    ///
-    /// # Errors
-    /// A model that fails to start; models started before it are stopped.
-    pub(crate) async fn reloaded(
-        &self,
-        settings: &[ModelSettings],
-        upstream: &Upstream,
-        snapshots: Option<&Path>,
-    ) -> Result<Self, ModelError> {
-        let (mut all, mut started) = (Vec::new(), Vec::new());
-        let mut error = None;
-        let index_bytes_max = index_bytes_max(memory_bytes(), settings.len());
-        for new in settings {
-            let role = role_of(new, settings);
-            let known = self.all.iter().find(|model| model.settings.name == new.name && model.role == role.0);
-            let model = match known {
-                Some(model) => model.with(new).await,
-                // Started without waiting for workers, because other models are being served.
-                None => {
-                    let bus = self.bus.as_ref();
-                    let model = Model::start(new, role, upstream, snapshots, bus, 0, index_bytes_max).await;
-                    model.inspect(|model| started.push(model.router.clone()))
-                }
-            };
-            match model {
-                Ok(model) => all.push(model),
-                Err(failed) => {
-                    error = Some(failed);
-                    break;
-                }
-            }
-        }
-        let models = match error {
-            Some(error) => Err(error),
-            None => Self::of(all, self.bus.clone(), self.created),
-        };
-        if models.is_err() {
-            for router in started {
-                router.shutdown(SHUTDOWN_WAIT).await;
-            }
-        }
-        models
     }
 
     pub(crate) fn all(&self) -> &[Arc<Model>] {
@@ -218,9 +216,4 @@ fn linked(all: Vec<Model>) -> Result<Vec<Arc<Model>>, ModelError> {
         Ok(Arc::new(model))
     };
     all.into_iter().map(link).collect()
-}
-
-#[expect(clippy::disallowed_methods, reason = "the date is only reported to clients")]
-fn unix_seconds() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }

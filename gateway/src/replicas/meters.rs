@@ -6,6 +6,7 @@ use std::time::Duration;
 use metrics::{Counter, Gauge};
 use tokio::time::Instant;
 
+use crate::formats::named;
 use crate::observe::metric::Metric;
 use crate::observe::throttle::LogThrottle;
 
@@ -35,26 +36,10 @@ const DROPPED: Metric = Metric::counter(
 /// Log interval of each reason of refusals.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Declares the values of a label.
-macro_rules! label {
-    ($(#[$attr:meta])* enum $name:ident { $($(#[$doc:meta])* $value:ident = $text:literal,)* }) => {
-        $(#[$attr])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub(in crate::replicas) enum $name { $($(#[$doc])* $value,)* }
-
-        impl $name {
-            const ALL: [Self; [$($text),*].len()] = [$(Self::$value),*];
-
-            pub(in crate::replicas) fn name(self) -> &'static str {
-                match self { $(Self::$value => $text,)* }
-            }
-        }
-    };
-}
-
-label! {
+named! {
     /// Reason of a refused connection or message.
-    enum RefusalReason {
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(in crate::replicas) enum RefusalReason {
         /// Missing, wrong, replayed or reordered authentication.
         Authentication = "authentication",
         /// A failed TLS handshake.
@@ -76,11 +61,15 @@ label! {
     }
 }
 
-label! {
+named! {
     /// State of a peer in metrics.
-    enum PeerState {
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(in crate::replicas) enum PeerState {
+        /// Not connected.
         Connecting = "connecting",
+        /// Without a warm index.
         Connected = "connected",
+        /// With a warm index.
         Serving = "serving",
     }
 }

@@ -12,7 +12,6 @@ mod tls;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use pointsman::{ReplicaBus, ReplicaId, ReplicaLife};
 use ring::digest;
@@ -22,6 +21,7 @@ use tokio::net::TcpListener;
 use crate::net::listener::ListenError;
 use crate::net::listener::{PassedSockets, Reserved};
 use crate::net::tls::TlsError;
+use crate::observe::clock::unix_ms;
 use crate::settings::{ReplicasSettings, Secret};
 use direct::{DirectBus, DirectOptions, Peers};
 use nats::{NatsBus, NatsOptions};
@@ -133,7 +133,7 @@ fn tls_files(settings: &ReplicasSettings) -> Option<[&PathBuf; 3]> {
 }
 
 fn life(settings: &ReplicasSettings) -> Result<ReplicaLife, ReplicasError> {
-    Ok(ReplicaLife { replica: replica_id(settings.id.as_deref())?, incarnation: incarnation() })
+    Ok(ReplicaLife { replica: replica_id(settings.id.as_deref())?, incarnation: unix_ms() })
 }
 
 fn peers_of(settings: &ReplicasSettings) -> Peers {
@@ -164,13 +164,6 @@ fn replica_id(name: Option<&str>) -> Result<ReplicaId, ReplicasError> {
         None => SystemRandom::new().fill(&mut id).map_err(|_| ReplicasError::NoId)?,
     }
     Ok(ReplicaId(u64::from_le_bytes(id)))
-}
-
-/// Milliseconds since the Unix epoch.
-#[expect(clippy::disallowed_methods, reason = "incarnations order the lives of a replica across restarts")]
-fn incarnation() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ use tokio::time::{Instant, timeout};
 
 use self::engine_ids::EngineIds;
 use self::prefill_results::LegCounts;
-pub(crate) use self::prefill_results::{METRICS, PrefillResult, RankPair};
+pub(crate) use self::prefill_results::{METRICS, PrefillResult};
 use self::sessions::LastTurns;
 use crate::formats::handover::{PromptLogprobs, Protocol, Transfer, bootstrap_room, p2p_request_id};
 use crate::net::upstream::{Upstream, UpstreamError};
@@ -32,7 +32,7 @@ pub(crate) struct PrefillPool {
     pub(crate) settings: DisaggregationSettings,
     engine_ids: EngineIds,
     turns: LastTurns,
-    legs: LegCounts,
+    pub(crate) legs: LegCounts,
 }
 
 /// Longest wait for the end of a prefill leg after its decode leg has usage to report.
@@ -133,26 +133,6 @@ impl PrefillPool {
             ..Constraints::default()
         };
         self.pools.place_prefill(request, &constraints, decode).await
-    }
-
-    /// Counts a served request.
-    pub(crate) fn served(&self, result: PrefillResult) {
-        self.legs.served(result);
-    }
-
-    /// Counts a prefill leg between the ranks of two placements.
-    pub(crate) fn leg_sent(&self, prefill: &Placement, decode: &Placement) {
-        self.legs.sent((prefill.rank(), decode.rank()));
-    }
-
-    /// Served requests by place of their prefill, since the start.
-    pub(crate) fn results(&self) -> Vec<(PrefillResult, u64)> {
-        self.legs.results()
-    }
-
-    /// Prefill legs by pair of ranks, since the start.
-    pub(crate) fn pairs(&self) -> Vec<(RankPair, u64)> {
-        self.legs.pairs()
     }
 
     /// Identifiers of a transfer between two placements, and the request id of both legs if the protocol has one of its

@@ -7,6 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use metrics::Counter;
 use pointsman::protocol::WorkerRank;
 
+use crate::formats::named;
 use crate::observe::metric::Metric;
 
 /// The metrics of this module.
@@ -20,34 +21,21 @@ const PREFILLS: Metric = Metric::counter(
      failure of the prefill pool, `complete` if the prefill leg was the whole response.",
 );
 
+named! {
 /// Place of the prefill of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PrefillResult {
     /// On a prefill rank.
-    Remote,
+    Remote = "remote",
     /// On the decode rank, because it is faster there.
-    Skipped,
+    Skipped = "skipped",
     /// On the decode rank, because the request cannot have two legs.
-    Unsplit,
+    Unsplit = "unsplit",
     /// On the decode rank, because no prefill rank computed it.
-    Fallback,
+    Fallback = "fallback",
     /// On a prefill rank, which has also generated the whole response.
-    Complete,
+    Complete = "complete",
 }
-
-impl PrefillResult {
-    const ALL: [Self; 5] = [Self::Remote, Self::Skipped, Self::Unsplit, Self::Fallback, Self::Complete];
-
-    /// Value of the label and of the response header.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Remote => "remote",
-            Self::Skipped => "skipped",
-            Self::Unsplit => "unsplit",
-            Self::Fallback => "fallback",
-            Self::Complete => "complete",
-        }
-    }
 }
 
 /// Maximum number of pairs. The one with the fewest legs makes room for another.
@@ -57,7 +45,7 @@ const PAIRS_MAX: usize = 4_096;
 pub(crate) type RankPair = (WorkerRank, WorkerRank);
 
 /// Counts since the start of the gateway.
-pub(super) struct LegCounts {
+pub(crate) struct LegCounts {
     counters: [Counter; PrefillResult::ALL.len()],
     results: [AtomicU64; PrefillResult::ALL.len()],
     pairs: Mutex<BTreeMap<RankPair, u64>>,
@@ -65,19 +53,19 @@ pub(super) struct LegCounts {
 
 impl LegCounts {
     /// Counts of the model with this name.
-    pub(super) fn new(model: &str) -> Self {
+    pub(crate) fn new(model: &str) -> Self {
         let counter = |result: PrefillResult| metrics::counter!(PREFILLS.name, "model" => model.to_owned(), "result" => result.name());
         Self { counters: PrefillResult::ALL.map(counter), results: Default::default(), pairs: Mutex::default() }
     }
 
     /// Counts a served request.
-    pub(super) fn served(&self, result: PrefillResult) {
+    pub(crate) fn served(&self, result: PrefillResult) {
         self.counters[result as usize].increment(1);
         self.results[result as usize].fetch_add(1, Ordering::Relaxed);
     }
 
     /// Counts a prefill leg.
-    pub(super) fn sent(&self, pair: RankPair) {
+    pub(crate) fn sent(&self, pair: RankPair) {
         let mut pairs = self.pairs.lock().unwrap_or_else(PoisonError::into_inner);
         if pairs.len() >= PAIRS_MAX && !pairs.contains_key(&pair) {
             let rarest = pairs.iter().min_by_key(|(_, legs)| **legs).map(|(pair, _)| *pair);
@@ -86,12 +74,12 @@ impl LegCounts {
         *pairs.entry(pair).or_default() += 1;
     }
 
-    pub(super) fn results(&self) -> Vec<(PrefillResult, u64)> {
+    pub(crate) fn results(&self) -> Vec<(PrefillResult, u64)> {
         let count = |result: PrefillResult| (result, self.results[result as usize].load(Ordering::Relaxed));
         PrefillResult::ALL.map(count).to_vec()
     }
 
-    pub(super) fn pairs(&self) -> Vec<(RankPair, u64)> {
+    pub(crate) fn pairs(&self) -> Vec<(RankPair, u64)> {
         let pairs = self.pairs.lock().unwrap_or_else(PoisonError::into_inner);
         pairs.iter().map(|(pair, legs)| (*pair, *legs)).collect()
     }

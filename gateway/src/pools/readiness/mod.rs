@@ -204,24 +204,18 @@ struct ReadyQuery {
 
 async fn ready(State(pools): State<Arc<Pools>>, query: Result<Query<ReadyQuery>, QueryRejection>) -> Response {
     let Ok(Query(query)) = query else { return ApiError::query_invalid().into_response() };
-    let mut models = Vec::new();
-    match &query.model {
-        None => models.extend(pools.models.all()),
-        Some(name) => match pools.models.find(name) {
-            Some((model, _)) => models.push(model),
-            None => {
-                let report = ReadinessReport::not_ready(vec!["unknown model".to_owned()]);
-                return (StatusCode::NOT_FOUND, Json(report)).into_response();
-            }
-        },
-    }
+    let models: Option<Vec<_>> = match &query.model {
+        None => Some(pools.models.all().iter().collect()),
+        Some(name) => pools.models.find(name).map(|(model, _)| vec![model]),
+    };
+    let Some(models) = models else {
+        let report = ReadinessReport::not_ready(vec!["unknown model".to_owned()]);
+        return (StatusCode::NOT_FOUND, Json(report)).into_response();
+    };
     let report = report_on(&pools, &models).await;
     let mut warnings = Vec::new();
-    for model in models {
+    for model in models.into_iter().filter(|_| !pools.readiness.is_draining()) {
         let name = model.settings.name.as_str();
-        if pools.readiness.is_draining() {
-            continue;
-        }
         warnings.extend(causes::warnings(model).into_iter().map(|warning| format!("model {name:?}: {warning}")));
     }
     let report = ReadinessReport { warnings, ..report };

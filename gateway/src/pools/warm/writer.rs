@@ -2,13 +2,14 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use metrics::{counter, gauge};
 use tokio::time::{sleep, timeout};
 
 use super::contents::has_snapshots;
 use super::{BYTES, WRITES, WRITTEN, file};
+use crate::observe::clock::unix_time;
 use crate::pools::latest::Latest;
 use crate::pools::model::Model;
 use crate::pools::serving::Pools;
@@ -59,7 +60,7 @@ async fn write(model: &Arc<Model>, directory: &Path) {
         Ok(bytes) => {
             count("written");
             gauge!(BYTES.name, "model" => name.to_owned()).set(bytes as f64);
-            gauge!(WRITTEN.name, "model" => name.to_owned()).set(unix_seconds());
+            gauge!(WRITTEN.name, "model" => name.to_owned()).set(unix_time().as_secs_f64());
             tracing::debug!(model = name, path = shown, ranks, blocks, bytes, created_ms, "index snapshot written");
         }
         Err(error) => {
@@ -67,9 +68,4 @@ async fn write(model: &Arc<Model>, directory: &Path) {
             tracing::warn!(model = name, path = shown, %error, "index snapshot could not be written");
         }
     }
-}
-
-#[expect(clippy::disallowed_methods, reason = "the date is only reported to operators")]
-fn unix_seconds() -> f64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }

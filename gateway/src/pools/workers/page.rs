@@ -1,7 +1,6 @@
 //! Worker section of the metrics page in Prometheus' text format.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -37,7 +36,7 @@ type Workers = BTreeMap<String, Vec<Arc<WorkerMeters>>>;
 fn head(page: &mut String, metric: &Metric) {
     let Metric { name, help, .. } = metric;
     let kind = metric.kind.name();
-    writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}").expect("writing to a string cannot fail");
+    *page += &format!("# HELP {name} {help}\n# TYPE {name} {kind}\n");
 }
 
 fn requests(page: &mut String, workers: &Workers) {
@@ -51,8 +50,7 @@ fn requests(page: &mut String, workers: &Workers) {
         }
         for ((status, outcome), count) in counts {
             let (name, status) = (WORKER_REQUESTS.name, status.map_or("none".to_owned(), |status| status.to_string()));
-            writeln!(page, "{name}{{{labels},status=\"{status}\",outcome=\"{outcome}\"}} {count}")
-                .expect("writing to a string cannot fail");
+            *page += &format!("{name}{{{labels},status=\"{status}\",outcome=\"{outcome}\"}} {count}\n");
         }
     }
     page.push('\n');
@@ -65,8 +63,7 @@ fn retries(page: &mut String, workers: &Workers) {
             let retries = meters.iter().map(|meters| meters.retries[reason as usize].load(Ordering::Relaxed));
             let (name, retries, reason) = (WORKER_RETRIES.name, retries.sum::<u64>(), reason.name());
             if retries > 0 {
-                writeln!(page, "{name}{{{labels},reason=\"{reason}\"}} {retries}")
-                    .expect("writing to a string cannot fail");
+                *page += &format!("{name}{{{labels},reason=\"{reason}\"}} {retries}\n");
             }
         }
     }
@@ -82,12 +79,10 @@ fn durations(page: &mut String, metric: &Metric, workers: &Workers, of: impl Fn(
         for n in 0..=SECONDS.len() {
             so_far += sum(&|durations| durations.buckets[n].load(Ordering::Relaxed));
             let bound = SECONDS.get(n).map_or("+Inf".to_owned(), ToString::to_string);
-            writeln!(page, "{name}_bucket{{{labels},le=\"{bound}\"}} {so_far}")
-                .expect("writing to a string cannot fail");
+            *page += &format!("{name}_bucket{{{labels},le=\"{bound}\"}} {so_far}\n");
         }
         let seconds = sum(&|durations| durations.micros.load(Ordering::Relaxed)) as f64 / 1e6;
-        writeln!(page, "{name}_sum{{{labels}}} {seconds}\n{name}_count{{{labels}}} {so_far}")
-            .expect("writing to a string cannot fail");
+        *page += &format!("{name}_sum{{{labels}}} {seconds}\n{name}_count{{{labels}}} {so_far}\n");
     }
     page.push('\n');
 }

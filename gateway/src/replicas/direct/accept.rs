@@ -1,6 +1,5 @@
 //! Accepting side: receives messages, reports the own state, and sends snapshots.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,11 +7,13 @@ use pointsman::{ReplicaLife, ReplicaMessage};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
-use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 
 use super::frame::{CHUNK_BYTES, Frame};
-use super::link::{FrameReader, FrameWriter, HANDSHAKE_TIMEOUT, HEARTBEAT, Link, LinkError, Stream, shake_hands};
+use super::link::{
+    FrameReader, FrameWriter, HANDSHAKE_TIMEOUT, HEARTBEAT, Link, LinkError, Stream, every, shake_hands,
+};
 use super::seal::Side;
 use super::{FETCHES_MAX, Shared, left, lock};
 use crate::replicas::meters::RefusalReason;
@@ -42,7 +43,14 @@ pub(super) async fn accept(listener: TcpListener, shared: Arc<Shared>) {
                 Ok((_, address)) if connections.len() >= CONNECTIONS_MAX => {
                     shared.meters.refused(RefusalReason::Connections, &address, "256 connections are open");
                 }
-                Ok((stream, address)) => drop(connections.spawn(serve(stream, address, Arc::clone(&shared)))),
+                Ok((stream, address)) => {
+                    let shared = Arc::clone(&shared);
+                    connections.spawn(async move {
+                        if let Err(error) = serve(stream, &shared).await {
+                            shared.report(&address, &error);
+                        }
+                    });
+                }
                 Err(error) => {
                     tracing::debug!(%error, "no connection of a replica accepted");
                     sleep(ACCEPT_PAUSE).await;
@@ -54,13 +62,8 @@ pub(super) async fn accept(listener: TcpListener, shared: Arc<Shared>) {
     connections.shutdown().await;
 }
 
-async fn serve(stream: TcpStream, address: SocketAddr, shared: Arc<Shared>) {
-    if let Err(error) = serve_until_end(stream, &shared).await {
-        shared.report(&address, &error);
-    }
-}
-
-async fn serve_until_end(stream: TcpStream, shared: &Shared) -> Result<(), LinkError> {
+/// Serves a connection to its end.
+async fn serve(stream: TcpStream, shared: &Shared) -> Result<(), LinkError> {
     // Messages are small and urgent; a failure is not fatal.
     let _ = stream.set_nodelay(true);
     let stream: Box<dyn Stream> = match &shared.tls {
@@ -100,7 +103,7 @@ impl<'a> Sender<'a> {
         let mut senders = lock(&shared.senders);
         let (newest, connections) = senders.entry(life.replica).or_insert((life.incarnation, 0));
         if *newest > life.incarnation {
-            return Err(LinkError::Refused(RefusalReason::Stale, "a later life of the replica is connected"));
+            return Err(LinkError::STALE);
         }
         if *newest < life.incarnation {
             (*newest, *connections) = (life.incarnation, 0);
@@ -150,8 +153,7 @@ async fn receive(
 
 async fn send(mut writer: FrameWriter<'_>, mut jobs: mpsc::Receiver<Job>, shared: &Shared) -> Result<(), LinkError> {
     let mut serving = shared.is_serving.subscribe();
-    let mut heartbeat = interval(HEARTBEAT);
-    heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut heartbeat = every(HEARTBEAT);
     loop {
         let job = tokio::select! {
             biased;

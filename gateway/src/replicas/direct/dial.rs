@@ -1,7 +1,7 @@
 //! Dialling side: connects to every peer, sends messages, and receives states and snapshots.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -13,16 +13,16 @@ use rustls::pki_types::ServerName;
 use tokio::net::{TcpStream, lookup_host};
 use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::{Interval, MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{Interval, sleep, timeout};
 use tokio_rustls::TlsConnector;
 
 use super::frame::Frame;
 use super::link::{
-    FrameReader, FrameWriter, HANDSHAKE_TIMEOUT, HEARTBEAT, Link, LinkError, Stream, WRITE_BYTES, shake_hands,
+    FrameReader, FrameWriter, HANDSHAKE_TIMEOUT, HEARTBEAT, Link, LinkError, Stream, WRITE_BYTES, every, shake_hands,
 };
 use super::outbox::Outbox;
 use super::seal::Side;
-use super::{Fetching, Joined, Peer, Shared, left, lock};
+use super::{Fetching, Peer, Shared, left, lock};
 use crate::replicas::bus::SNAPSHOT_BYTES_MAX;
 use crate::replicas::meters::{PeerState, RefusalReason};
 use crate::settings::host_of;
@@ -41,7 +41,7 @@ const ADDRESSES_MAX: usize = 256;
 
 /// Addresses of the other replicas. The own address may be among them.
 pub(crate) enum Peers {
-    /// `HOST:PORT` each.
+    /// `HOST:PORT` each, resolved at each attempt. Empty once they are dialled.
     List(Vec<String>),
     /// `NAME:PORT`; each address of the name is a replica.
     Dns(String),
@@ -50,51 +50,29 @@ pub(crate) enum Peers {
     Service { addresses: Box<pointsman::ServiceAddresses>, port: u16, host: String },
 }
 
-/// A changing set of addresses, and the host in the certificates of all.
-enum AddressSet {
-    Dns {
-        name: String,
-        rounds: Interval,
-    },
-    #[cfg(feature = "kubernetes")]
-    Service {
-        addresses: Box<pointsman::ServiceAddresses>,
-        port: u16,
-        host: String,
-    },
-}
-
-impl AddressSet {
-    fn of_name(name: String) -> Self {
-        let mut rounds = interval(RESOLVE_INTERVAL);
-        rounds.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        Self::Dns { name, rounds }
-    }
-
-    fn host(&self) -> &str {
+impl Peers {
+    /// Host in the certificate of the peer at `address`.
+    fn host<'a>(&'a self, address: &'a str) -> &'a str {
         match self {
-            Self::Dns { name, .. } => host_of(name),
+            Self::List(_) => host_of(address),
+            Self::Dns(name) => host_of(name),
             #[cfg(feature = "kubernetes")]
             Self::Service { host, .. } => host,
         }
     }
 
-    /// Begins an interrupted resolution again.
-    fn resolve_again(&mut self) {
+    /// Waits for the next set of addresses; `None` after a failure, which keeps the last set.
+    async fn next(&mut self, rounds: &mut Interval) -> Option<BTreeSet<String>> {
+        let shown = |addresses: &mut dyn Iterator<Item = SocketAddr>| {
+            Some(addresses.take(ADDRESSES_MAX).map(|address| address.to_string()).collect())
+        };
         match self {
-            Self::Dns { rounds, .. } => rounds.reset_immediately(),
-            #[cfg(feature = "kubernetes")]
-            Self::Service { .. } => {}
-        }
-    }
-
-    /// Waits for the next set; `None` after a failure, which keeps the last set.
-    async fn next(&mut self) -> Option<BTreeSet<SocketAddr>> {
-        match self {
-            Self::Dns { name, rounds } => {
+            Self::List(addresses) if addresses.is_empty() => std::future::pending().await,
+            Self::List(addresses) => Some(std::mem::take(addresses).into_iter().collect()),
+            Self::Dns(name) => {
                 rounds.tick().await;
                 match timeout(CONNECT_TIMEOUT, lookup_host(&*name)).await {
-                    Ok(Ok(addresses)) => Some(addresses.take(ADDRESSES_MAX).collect()),
+                    Ok(Ok(mut addresses)) => shown(&mut addresses),
                     Ok(Err(error)) => {
                         tracing::debug!(name, %error, "replicas.dns was not resolved");
                         None
@@ -104,7 +82,7 @@ impl AddressSet {
             }
             #[cfg(feature = "kubernetes")]
             Self::Service { addresses, port, .. } => match addresses.next().await {
-                Ok(found) => Some(found.into_iter().take(ADDRESSES_MAX).map(|ip| SocketAddr::new(ip, *port)).collect()),
+                Ok(found) => shown(&mut found.into_iter().map(|ip| SocketAddr::new(ip, *port))),
                 Err(error) => {
                     tracing::warn!(%error, "the addresses of replicas are not updated");
                     None
@@ -115,68 +93,38 @@ impl AddressSet {
 }
 
 /// One address to dial.
-#[derive(Clone)]
 struct Target {
-    /// `HOST:PORT`, resolved at each attempt.
     address: String,
     /// Host in the certificate of the peer.
     host: String,
 }
 
-/// Result of an attempt.
-enum Attempt {
-    /// Connected for some time.
-    Ended(LinkError),
-    /// Not connected.
-    Failed(LinkError),
-    /// The address leads to this replica, or to a life with another connection.
-    Known,
-}
-
-/// Connects to all peers until this replica leaves.
-pub(super) async fn dial_all(peers: Peers, shared: Arc<Shared>) {
+/// Connects to all peers until this replica leaves. A failure keeps the last addresses.
+pub(super) async fn dial_all(mut peers: Peers, shared: Arc<Shared>) {
     let mut tasks = JoinSet::new();
-    match peers {
-        Peers::List(addresses) => {
-            let (_everywhere, wanted) = watch::channel(None);
-            for address in addresses {
-                let target = Target { host: host_of(&address).to_owned(), address };
-                tasks.spawn(dial(target, wanted.clone(), Arc::clone(&shared)));
-            }
-            while tasks.join_next().await.is_some() {}
-        }
-        Peers::Dns(name) => dial_addresses(AddressSet::of_name(name), &mut tasks, &shared).await,
-        #[cfg(feature = "kubernetes")]
-        Peers::Service { addresses, port, host } => {
-            dial_addresses(AddressSet::Service { addresses, port, host }, &mut tasks, &shared).await;
-        }
-    }
-    while tasks.join_next().await.is_some() {}
-}
-
-/// Follows a set of addresses. A failure keeps the last addresses.
-async fn dial_addresses(mut set: AddressSet, tasks: &mut JoinSet<()>, shared: &Arc<Shared>) {
-    let (set_wanted, wanted) = watch::channel(Some(BTreeSet::new()));
-    let mut dialled: BTreeMap<SocketAddr, AbortHandle> = BTreeMap::new();
+    let (set_wanted, wanted) = watch::channel(BTreeSet::new());
+    let mut dialled: BTreeMap<String, AbortHandle> = BTreeMap::new();
     let mut leaving = shared.is_leaving.subscribe();
-    let mut addresses = BTreeSet::new();
+    let mut rounds = every(RESOLVE_INTERVAL);
     loop {
         tokio::select! {
             biased;
-            () = left(&mut leaving) => return,
-            // An address may be wanted again just as its task ends.
-            Some(_) = tasks.join_next() => set.resolve_again(),
-            found = set.next() => addresses = found.unwrap_or(addresses),
+            () = left(&mut leaving) => break,
+            // An address may be wanted again just as its task ends: an interrupted resolution begins again.
+            Some(_) = tasks.join_next() => rounds.reset_immediately(),
+            found = peers.next(&mut rounds) => if let Some(found) = found {
+                set_wanted.send_replace(found);
+            },
         }
-        set_wanted.send_replace(Some(addresses.iter().map(SocketAddr::to_string).collect()));
         dialled.retain(|_, task| !task.is_finished());
-        for address in &addresses {
-            dialled.entry(*address).or_insert_with(|| {
-                let target = Target { address: address.to_string(), host: set.host().to_owned() };
-                tasks.spawn(dial(target, wanted.clone(), Arc::clone(shared)))
+        for address in &*wanted.borrow() {
+            dialled.entry(address.clone()).or_insert_with(|| {
+                let target = Target { address: address.clone(), host: peers.host(address).to_owned() };
+                tasks.spawn(dial(target, wanted.clone(), Arc::clone(&shared)))
             });
         }
     }
+    while tasks.join_next().await.is_some() {}
 }
 
 /// State of one address in metrics.
@@ -197,28 +145,21 @@ impl Drop for Shown<'_> {
     }
 }
 
-/// Keeps a connection to one address while it is wanted. `None` wants every address.
-async fn dial(target: Target, wanted: watch::Receiver<Option<BTreeSet<String>>>, shared: Arc<Shared>) {
+/// Keeps a connection to one address while it is wanted.
+async fn dial(target: Target, wanted: watch::Receiver<BTreeSet<String>>, shared: Arc<Shared>) {
     let mut leaving = shared.is_leaving.subscribe();
     let mut state = Shown { shared: &shared, state: None };
     let mut backoff = Backoff::new(shared.life.replica.0 ^ shared.life.incarnation);
     state.set(Some(PeerState::Connecting));
-    let is_wanted = || wanted.borrow().as_ref().is_none_or(|addresses| addresses.contains(&target.address));
-    while is_wanted() && !*leaving.borrow() {
-        let pause = match attempt(&target, &mut state, &shared).await {
-            Attempt::Known => {
+    while wanted.borrow().contains(&target.address) && !*leaving.borrow() {
+        let pause = match attempt(&target, &mut state, &mut backoff, &shared).await {
+            Ok(()) => {
                 state.set(None);
                 KNOWN_PAUSE
             }
-            Attempt::Failed(error) => {
+            Err(error) => {
                 state.set(Some(PeerState::Connecting));
-                shared.report(&target, &error);
-                backoff.next_delay()
-            }
-            Attempt::Ended(error) => {
-                state.set(Some(PeerState::Connecting));
-                shared.report(&target, &error);
-                backoff.reset();
+                shared.report(&target.address, &error);
                 backoff.next_delay()
             }
         };
@@ -230,40 +171,54 @@ async fn dial(target: Target, wanted: watch::Receiver<Option<BTreeSet<String>>>,
     }
 }
 
-impl fmt::Display for Target {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.address)
-    }
-}
-
-/// Connects and serves the connection to its end.
-async fn attempt(target: &Target, state: &mut Shown<'_>, shared: &Shared) -> Attempt {
+/// Connects and serves the connection to its end. No error if this replica leaves, or if the address leads to this
+/// replica or to a life with another connection.
+async fn attempt(
+    target: &Target,
+    state: &mut Shown<'_>,
+    backoff: &mut Backoff,
+    shared: &Shared,
+) -> Result<(), LinkError> {
     let mut leaving = shared.is_leaving.subscribe();
-    let connected = tokio::select! {
+    let Link { life, mut reader, mut writer } = tokio::select! {
         biased;
-        () = left(&mut leaving) => return Attempt::Known,
-        connected = connect(target, shared) => connected,
+        () = left(&mut leaving) => return Ok(()),
+        connected = connect(target, shared) => connected?,
     };
-    let Link { life, reader, writer } = match connected {
-        Ok(link) => link,
-        Err(error) => return Attempt::Failed(error),
-    };
-    if life == shared.life {
-        return Attempt::Known;
-    }
     if life.replica == shared.life.replica {
-        shared.report_duplicate_id(target);
-        return Attempt::Known;
+        if life != shared.life {
+            shared.report_duplicate_id(&target.address);
+        }
+        return Ok(());
     }
+    // The first state shows that the other side has accepted this replica.
+    let Frame::Status { is_serving } = reader.next().await? else { return Err(LinkError::MALFORMED) };
     let peer = Arc::new(Peer {
         life,
         address: target.address.clone(),
-        is_serving: AtomicBool::new(false),
+        is_serving: AtomicBool::new(is_serving),
         outbox: Outbox::default(),
         fetches: Mutex::default(),
         next_fetch: AtomicU32::new(0),
     });
-    serve(peer, reader, writer, state, shared).await
+    if !shared.join(&peer)? {
+        return Ok(());
+    }
+    backoff.reset();
+    let registered = Registered { peer: &peer, shared };
+    tracing::info!(replica = %peer.life.replica, address = peer.address, "replica connected");
+    let Err(error) = tokio::select! {
+        biased;
+        ended = receive(&peer, reader, state, shared) => ended,
+        ended = send(&peer, &mut writer) => ended,
+        () = left(&mut leaving) => {
+            flush_all(&peer, &mut writer).await;
+            return Ok(());
+        }
+    };
+    drop(registered);
+    tracing::info!(replica = %peer.life.replica, address = peer.address, reason = %error, "replica disconnected");
+    Err(error)
 }
 
 async fn connect<'a>(target: &Target, shared: &'a Shared) -> Result<Link<'a>, LinkError> {
@@ -284,45 +239,6 @@ async fn connect<'a>(target: &Target, shared: &'a Shared) -> Result<Link<'a>, Li
     shake_hands(stream, Side::Dialling, shared.life, shared.key.as_ref(), &shared.meters).await
 }
 
-/// Registers and serves a connection to its end.
-async fn serve(
-    peer: Arc<Peer>,
-    mut reader: FrameReader<'_>,
-    mut writer: FrameWriter<'_>,
-    state: &mut Shown<'_>,
-    shared: &Shared,
-) -> Attempt {
-    // The first state shows that the other side has accepted this replica.
-    match reader.next().await {
-        Ok(Frame::Status { is_serving }) => peer.is_serving.store(is_serving, Ordering::Relaxed),
-        Ok(_) => return Attempt::Failed(LinkError::MALFORMED),
-        Err(error) => return Attempt::Failed(error),
-    }
-    match shared.join(&peer) {
-        Joined::New => {}
-        Joined::Duplicate => return Attempt::Known,
-        Joined::Stale => {
-            let detail = "a later life of the replica is connected";
-            return Attempt::Failed(LinkError::Refused(RefusalReason::Stale, detail));
-        }
-    }
-    let registered = Registered { peer: &peer, shared };
-    tracing::info!(replica = %peer.life.replica, address = peer.address, "replica connected");
-    let mut leaving = shared.is_leaving.subscribe();
-    let error = tokio::select! {
-        biased;
-        error = receive(&peer, reader, state, shared) => error,
-        error = send(&peer, &mut writer) => error,
-        () = left(&mut leaving) => {
-            flush_all(&peer, &mut writer).await;
-            return Attempt::Known;
-        }
-    };
-    drop(registered);
-    tracing::info!(replica = %peer.life.replica, address = peer.address, reason = %error, "replica disconnected");
-    Attempt::Ended(error)
-}
-
 /// The registration of a connection.
 struct Registered<'a> {
     peer: &'a Arc<Peer>,
@@ -336,9 +252,8 @@ impl Drop for Registered<'_> {
     }
 }
 
-async fn send(peer: &Peer, writer: &mut FrameWriter<'_>) -> LinkError {
-    let mut heartbeat = interval(HEARTBEAT);
-    heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+async fn send(peer: &Peer, writer: &mut FrameWriter<'_>) -> Result<Infallible, LinkError> {
+    let mut heartbeat = every(HEARTBEAT);
     loop {
         let body = tokio::select! {
             biased;
@@ -351,9 +266,7 @@ async fn send(peer: &Peer, writer: &mut FrameWriter<'_>) -> LinkError {
         {
             length = writer.add(&body);
         }
-        if let Err(error) = writer.flush().await {
-            return error;
-        }
+        writer.flush().await?;
     }
 }
 
@@ -370,27 +283,27 @@ async fn flush_all(peer: &Peer, writer: &mut FrameWriter<'_>) {
     }
 }
 
-async fn receive(peer: &Peer, mut reader: FrameReader<'_>, state: &mut Shown<'_>, shared: &Shared) -> LinkError {
+async fn receive(
+    peer: &Peer,
+    mut reader: FrameReader<'_>,
+    state: &mut Shown<'_>,
+    shared: &Shared,
+) -> Result<Infallible, LinkError> {
     let shown = |is_serving| Some(if is_serving { PeerState::Serving } else { PeerState::Connected });
     state.set(shown(peer.is_serving.load(Ordering::Relaxed)));
     loop {
-        match reader.next().await {
-            Ok(Frame::Status { is_serving }) => {
+        match reader.next().await? {
+            Frame::Status { is_serving } => {
                 shared.set_peer_serving(peer, is_serving);
                 state.set(shown(is_serving));
             }
-            Ok(Frame::Chunk { id, remaining, bytes }) => {
-                if let Err(error) = add_chunk(peer, id, remaining, &bytes) {
-                    return error;
-                }
-            }
-            Ok(Frame::NoSnapshot { id, refusal }) => {
+            Frame::Chunk { id, remaining, bytes } => add_chunk(peer, id, remaining, &bytes)?,
+            Frame::NoSnapshot { id, refusal } => {
                 if let Some(fetching) = lock(&peer.fetches).remove(&id) {
                     let _ = fetching.done.send(Err(refusal.reason().to_owned()));
                 }
             }
-            Ok(Frame::Message { .. } | Frame::Alive | Frame::SnapshotRequest { .. }) => return LinkError::MALFORMED,
-            Err(error) => return error,
+            Frame::Message { .. } | Frame::Alive | Frame::SnapshotRequest { .. } => return Err(LinkError::MALFORMED),
         }
     }
 }

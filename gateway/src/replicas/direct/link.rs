@@ -7,7 +7,7 @@ use bytes::{Bytes, BytesMut};
 use pointsman::ReplicaLife;
 use ring::rand::{SecureRandom as _, SystemRandom};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, BufReader, ReadHalf, WriteHalf};
-use tokio::time::timeout;
+use tokio::time::{Interval, MissedTickBehavior, interval, timeout};
 
 use super::frame::{BODY_BYTES_MAX, Frame, HANDSHAKE_BYTES_MAX, Hello, NONCE_BYTES, VERSION};
 use super::seal::{DeploymentKey, Seal, Side, TAG_BYTES};
@@ -43,6 +43,14 @@ pub(super) enum LinkError {
 
 impl LinkError {
     pub(super) const MALFORMED: Self = Self::Refused(RefusalReason::Malformed, "unexpected frame");
+    pub(super) const STALE: Self = Self::Refused(RefusalReason::Stale, "a later life of the replica is connected");
+}
+
+/// Ticks now and in each period; late ticks delay those after them.
+pub(super) fn every(period: Duration) -> Interval {
+    let mut ticks = interval(period);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
 }
 
 impl std::fmt::Display for LinkError {

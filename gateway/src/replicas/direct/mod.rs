@@ -32,6 +32,7 @@ use crate::settings::Secret;
 pub(crate) use dial::Peers;
 use frame::Frame;
 pub(crate) use frame::{MESSAGE_BYTES_MAX, is_pool_name};
+use link::LinkError;
 pub(in crate::replicas) use outbox::Outbox;
 use seal::DeploymentKey;
 
@@ -73,7 +74,7 @@ struct Peer {
     life: ReplicaLife,
     address: String,
     is_serving: AtomicBool,
-    outbox: Outbox,
+    outbox: Outbox<Bytes>,
     fetches: Mutex<BTreeMap<u32, Fetching>>,
     next_fetch: AtomicU32,
 }
@@ -84,16 +85,6 @@ struct Fetching {
     /// Length of the snapshot, known since its first part.
     total: Option<u64>,
     done: oneshot::Sender<Result<Bytes, String>>,
-}
-
-/// Result of the registration of a connection.
-enum Joined {
-    /// It is the connection to this replica.
-    New,
-    /// Another address leads to the same life.
-    Duplicate,
-    /// A later life is connected.
-    Stale,
 }
 
 impl DirectBus {
@@ -129,7 +120,7 @@ impl Carrier for Shared {
             return;
         }
         let message = Frame::Message { topic: Some(topic), pool: Arc::clone(pool), payload }.encode();
-        let dropped = peers.values().map(|peer| peer.outbox.push(message.clone())).sum::<u64>();
+        let dropped = peers.values().map(|peer| peer.outbox.push(message.clone(), message.len())).sum::<u64>();
         meters.dropped.increment(dropped);
     }
 
@@ -156,19 +147,18 @@ impl Carrier for Shared {
 }
 
 impl Shared {
-    /// Registers the connection to a replica.
-    fn join(&self, peer: &Arc<Peer>) -> Joined {
+    /// Registers the connection to a replica; `false` if its life has another connection.
+    fn join(&self, peer: &Arc<Peer>) -> Result<bool, LinkError> {
         let mut peers = lock(&self.peers);
-        if let Some(known) = peers.get(&peer.life.replica) {
-            match known.life.incarnation.cmp(&peer.life.incarnation) {
-                std::cmp::Ordering::Less => {}
-                std::cmp::Ordering::Equal => return Joined::Duplicate,
-                std::cmp::Ordering::Greater => return Joined::Stale,
-            }
+        let known = peers.get(&peer.life.replica).map(|known| known.life.incarnation.cmp(&peer.life.incarnation));
+        match known {
+            Some(std::cmp::Ordering::Greater) => return Err(LinkError::STALE),
+            Some(std::cmp::Ordering::Equal) => return Ok(false),
+            Some(std::cmp::Ordering::Less) | None => {}
         }
         peers.insert(peer.life.replica, Arc::clone(peer));
         self.publish_members(&peers);
-        Joined::New
+        Ok(true)
     }
 
     /// Removes an ended connection.
@@ -197,9 +187,9 @@ impl Shared {
     }
 
     /// Logs the end of a connection, and counts it if the other side violated the protocol.
-    fn report(&self, peer: &dyn fmt::Display, error: &link::LinkError) {
+    fn report(&self, peer: &dyn fmt::Display, error: &LinkError) {
         match error {
-            link::LinkError::Refused(reason, detail) => self.meters.refused(*reason, peer, detail),
+            LinkError::Refused(reason, detail) => self.meters.refused(*reason, peer, detail),
             error => tracing::debug!(%peer, %error, "connection of replicas ended"),
         }
     }

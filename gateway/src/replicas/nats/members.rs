@@ -10,10 +10,11 @@ use async_nats::Client;
 use async_nats::jetstream::kv::{self, Entry, Operation, Store};
 use async_nats::jetstream::{self, stream::StorageType};
 use futures_util::StreamExt as _;
-use pointsman::{Backoff, ReplicaId, ReplicaLife, ReplicaMember};
+use pointsman::{Backoff, ReplicaId, ReplicaMember};
 use tokio::time::{Instant, interval, sleep, timeout};
 
-use super::{NatsState, left, lock, now_ms};
+use super::{NatsMember, NatsState, left, lock};
+use crate::observe::clock::unix_ms;
 use crate::replicas::meters::{PeerState, RefusalReason};
 
 const BUCKET: &str = "pointsman-replicas-v1";
@@ -30,14 +31,6 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
 const JOINED: u8 = 0;
 const SERVING: u8 = 1;
 const LEFT: u8 = 2;
-
-/// Another replica.
-pub(super) struct NatsMember {
-    life: ReplicaLife,
-    is_serving: bool,
-    sequence: u64,
-    seen: Instant,
-}
 
 impl NatsMember {
     fn state(&self) -> PeerState {
@@ -139,7 +132,7 @@ impl NatsState {
             return;
         }
         let refused = |reason, detail| self.meters.refused(reason, &entry.key, detail);
-        let envelope = match self.sealer.open(&entry.key, &entry.value, now_ms()) {
+        let envelope = match self.sealer.open(&entry.key, &entry.value, unix_ms()) {
             Ok(envelope) => envelope,
             Err((reason, detail)) => return refused(reason, detail),
         };

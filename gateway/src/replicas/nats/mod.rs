@@ -13,21 +13,21 @@ use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use async_nats::connection::State;
 use async_nats::{Client, ConnectOptions, Subscriber};
-use bytes::{BufMut as _, Bytes, BytesMut};
+use bytes::Bytes;
 use futures_util::StreamExt as _;
 use pointsman::{Backoff, BusFuture, ReplicaId, ReplicaLife, ReplicaMessage, ReplicaTopic, SnapshotStore, StoreError};
 use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use self::envelope::{OVERHEAD_BYTES, Sealer, Sequences};
-use self::members::NatsMember;
 use super::bus::{Bus, Carrier, Hub, left, lock};
 use super::direct::{MESSAGE_BYTES_MAX, Outbox, is_pool_name};
 use super::meters::RefusalReason;
+use crate::observe::clock::unix_ms;
 use crate::settings::Secret;
 
 /// Interval of pings, which detect a broken connection after two of them.
@@ -49,14 +49,22 @@ pub(in crate::replicas) struct NatsOptions {
 /// A running transport by NATS.
 pub(in crate::replicas) type NatsBus = Bus<NatsState>;
 
+/// Another replica.
+struct NatsMember {
+    life: ReplicaLife,
+    is_serving: bool,
+    sequence: u64,
+    seen: Instant,
+}
+
 /// State of all tasks.
 pub(in crate::replicas) struct NatsState {
     hub: Hub,
     sealer: Sealer,
     known: Mutex<BTreeMap<ReplicaId, NatsMember>>,
     sequences: Mutex<Sequences>,
-    /// Queued messages, each after its subject.
-    outbox: Outbox,
+    /// Queued messages, each with its subject.
+    outbox: Outbox<(String, Bytes)>,
     /// The latest object of each pool.
     objects: Mutex<BTreeMap<String, String>>,
     client: OnceLock<Client>,
@@ -150,12 +158,11 @@ async fn connect(shared: &NatsState, url: &str, tls: Option<[PathBuf; 3]>) -> (C
 async fn publish(shared: &NatsState, client: &Client) {
     let mut is_leaving = shared.is_leaving.subscribe();
     loop {
-        let entry = tokio::select! {
+        let (subject, payload) = tokio::select! {
             biased;
-            entry = shared.outbox.next() => entry,
+            message = shared.outbox.next() => message,
             () = left(&mut is_leaving) => break,
         };
-        let Some((subject, payload)) = parts(&entry) else { continue };
         let bytes = payload.len();
         if client.connection_state() != State::Connected || bytes > client.max_payload() {
             shared.meters.dropped.increment(1);
@@ -184,31 +191,19 @@ async fn receive(shared: &NatsState, mut messages: Subscriber) {
     }
 }
 
-/// One queued message: length of the subject, subject and payload.
-fn entry(subject: &str, payload: &[u8]) -> Bytes {
-    let mut entry = BytesMut::with_capacity(2 + subject.len() + payload.len());
-    entry.put_u16(u16::try_from(subject.len()).unwrap_or(u16::MAX));
-    entry.put_slice(subject.as_bytes());
-    entry.put_slice(payload);
-    entry.freeze()
-}
-
-fn parts(entry: &Bytes) -> Option<(String, Bytes)> {
-    let length = usize::from(u16::from_be_bytes([*entry.first()?, *entry.get(1)?]));
-    let subject = std::str::from_utf8(entry.get(2..2 + length)?).ok()?;
-    Some((subject.to_owned(), entry.slice(2 + length..)))
-}
-
 impl NatsState {
     fn seal(&self, subject: &str, content: &[u8]) -> Bytes {
-        self.sealer.seal(subject, content, now_ms())
+        self.sealer.seal(subject, content, unix_ms())
     }
 
     /// Sender and content of an authentic message, which is delivered once; `None` for own and refused ones.
     fn accept(&self, subject: &str, message: &Bytes) -> Option<(ReplicaLife, Bytes)> {
-        let accepted = self.sealer.open(subject, message, now_ms()).and_then(|envelope| {
+        let accepted = self.sealer.open(subject, message, unix_ms()).and_then(|envelope| {
             if envelope.from != self.life {
-                self.check_id(envelope.from)?;
+                if envelope.from.replica == self.life.replica {
+                    let detail = "another gateway or life has the same replicas.id";
+                    return Err((RefusalReason::DuplicateId, detail));
+                }
                 lock(&self.sequences).accept(subject, &envelope)?;
             }
             Ok(envelope)
@@ -221,20 +216,6 @@ impl NatsState {
             }
         }
     }
-
-    fn check_id(&self, from: ReplicaLife) -> Result<(), envelope::Refused> {
-        if from.replica == self.life.replica {
-            return Err((RefusalReason::DuplicateId, "another gateway or life has the same replicas.id"));
-        }
-        Ok(())
-    }
-}
-
-/// Milliseconds since the Unix epoch.
-#[expect(clippy::disallowed_methods, reason = "the age of messages of other machines needs a common clock")]
-fn now_ms() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
 impl Carrier for NatsState {
@@ -249,7 +230,8 @@ impl Carrier for NatsState {
         }
         let subject = subject::message(pool, topic);
         let message = self.seal(&subject, &payload);
-        let dropped = self.outbox.push(entry(&subject, &message));
+        let bytes = message.len();
+        let dropped = self.outbox.push((subject, message), bytes);
         self.meters.dropped.increment(dropped);
     }
 
@@ -275,16 +257,5 @@ impl SnapshotStore for NatsState {
             let read = snapshots::read_latest(self, &pool).await;
             read.map_err(|reason| StoreError { pool: pool.to_string(), reason })
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn queued_messages_have_their_subject() {
-        assert_eq!(parts(&entry("a.b", b"payload")), Some(("a.b".to_owned(), Bytes::from_static(b"payload"))));
-        assert_eq!(parts(&entry("a", b"")), Some(("a".to_owned(), Bytes::new())));
     }
 }

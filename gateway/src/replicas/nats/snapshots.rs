@@ -22,7 +22,8 @@ use tokio::time::error::Elapsed;
 use tokio::time::timeout;
 
 use super::envelope::OVERHEAD_BYTES;
-use super::{NatsState, lock, now_ms, subject};
+use super::{NatsState, lock, subject};
+use crate::observe::clock::unix_ms;
 use crate::replicas::bus::{FETCH_TIMEOUT, SNAPSHOT_BYTES_MAX};
 
 const BUCKET: &str = "pointsman-snapshots-v1";
@@ -47,7 +48,7 @@ pub(super) async fn fetch(shared: &NatsState, from: ReplicaId, pool: &str) -> Re
     let subject = subject::fetch(from);
     let request = Request::new().payload(shared.seal(&subject, pool.as_bytes())).timeout(Some(FETCH_TIMEOUT));
     let reply = client.send_request(subject, request).await.map_err(|error| error.to_string())?;
-    let envelope = shared.sealer.open(&reply.subject, &reply.payload, now_ms());
+    let envelope = shared.sealer.open(&reply.subject, &reply.payload, unix_ms());
     let envelope = envelope.map_err(|(_, detail)| format!("the reply is refused: {detail}"))?;
     if envelope.from.replica != from {
         return Err("the reply is of another replica".to_owned());
@@ -169,7 +170,7 @@ async fn prepare(shared: &NatsState, client: &Client, pool: &str) -> Result<Vec<
         return Ok([&[INLINE], &snapshot[..]].concat());
     }
     let store = store(client).await?;
-    let name = format!("{}/{}/{}-{}", subject::encode(pool), shared.life.replica, shared.life.incarnation, now_ms());
+    let name = format!("{}/{}/{}-{}", subject::encode(pool), shared.life.replica, shared.life.incarnation, unix_ms());
     let failed = |error: &dyn std::fmt::Display| format!("the snapshot cannot be stored: {error}");
     store.put(name.as_str(), &mut &snapshot[..]).await.map_err(|error| failed(&error))?;
     let former = lock(&shared.objects).insert(pool.to_owned(), name.clone()).filter(|former| *former != name);
