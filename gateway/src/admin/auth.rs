@@ -26,38 +26,24 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Error while loading the token; administration is then disabled.
 #[derive(Debug, thiserror::Error)]
-pub enum TokenError {
-    /// Unreadable file.
-    #[error("token_file {path:?} cannot be read: {error}")]
-    Unreadable {
-        /// Path of the file.
-        path: PathBuf,
-        /// System error.
-        error: std::io::Error,
-    },
-    /// Invalid length: guessable, or not a token.
-    #[error("token_file {path:?} holds {bytes} bytes, must hold {min} to {max}", min = Token::BYTES_MIN, max = Token::BYTES_MAX)]
-    Length {
-        /// Path of the file.
-        path: PathBuf,
-        /// Bytes read; only the beginning of a longer file.
-        bytes: usize,
-    },
-    /// World-writable file.
+#[error("token_file {path:?} {problem}")]
+pub struct TokenError {
+    path: PathBuf,
+    problem: TokenProblem,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum TokenProblem {
+    #[error("cannot be read: {0}")]
+    Unreadable(#[from] std::io::Error),
+    /// Guessable, or not a token; of a longer file only the beginning is read.
+    #[error("holds {0} bytes, must hold {min} to {max}", min = Token::BYTES_MIN, max = Token::BYTES_MAX)]
+    Length(usize),
     #[cfg(unix)]
-    #[error("token_file {path:?} has mode {mode:03o}, must not be writable by others")]
-    Writable {
-        /// Path of the file.
-        path: PathBuf,
-        /// File mode.
-        mode: u32,
-    },
-    /// Characters that are invalid in a header.
-    #[error("token_file {path:?} holds a blank or a byte that is not ASCII, must be one line of visible characters")]
-    Characters {
-        /// Path of the file.
-        path: PathBuf,
-    },
+    #[error("has mode {0:03o}, must not be writable by others")]
+    Writable(u32),
+    #[error("holds a blank or a byte that is not ASCII, must be one line of visible characters")]
+    Characters,
 }
 
 /// Verifier of the token.
@@ -74,24 +60,22 @@ impl Token {
     const BYTES_MAX: usize = 1024;
 
     /// Reads the token from one line; the line end is ignored.
-    async fn read(path: &Path) -> Result<Self, TokenError> {
-        let unreadable = |error| TokenError::Unreadable { path: path.to_owned(), error };
-        let file = tokio::fs::File::open(path).await.map_err(unreadable)?;
+    async fn read(path: &Path) -> Result<Self, TokenProblem> {
+        let file = tokio::fs::File::open(path).await?;
         #[cfg(unix)]
-        check_mode(path, &file.metadata().await.map_err(unreadable)?)?;
+        check_mode(path, &file.metadata().await?)?;
         let mut read = Vec::new();
-        file.take(Self::BYTES_MAX as u64 + 3).read_to_end(&mut read).await.map_err(unreadable)?;
+        file.take(Self::BYTES_MAX as u64 + 3).read_to_end(&mut read).await?;
         let token = read.strip_suffix(b"\n").unwrap_or(&read);
-        Self::new(token.strip_suffix(b"\r").unwrap_or(token), path)
+        Self::new(token.strip_suffix(b"\r").unwrap_or(token))
     }
 
-    fn new(token: &[u8], path: &Path) -> Result<Self, TokenError> {
-        let path = || path.to_owned();
+    fn new(token: &[u8]) -> Result<Self, TokenProblem> {
         if !(Self::BYTES_MIN..=Self::BYTES_MAX).contains(&token.len()) {
-            return Err(TokenError::Length { path: path(), bytes: token.len() });
+            return Err(TokenProblem::Length(token.len()));
         }
         if !token.iter().all(u8::is_ascii_graphic) {
-            return Err(TokenError::Characters { path: path() });
+            return Err(TokenProblem::Characters);
         }
         // Keyed with the token itself, so that the compared value cannot be computed without it.
         let key = hmac::Key::new(hmac::HMAC_SHA256, token);
@@ -131,7 +115,10 @@ impl Tokens {
     pub(crate) async fn read(admin: Option<&AdminSettings>) -> Result<Self, TokenError> {
         let Some(admin) = admin else { return Ok(Self::default()) };
         let token = async |file: Option<&PathBuf>| match file {
-            Some(file) => Token::read(file).await.map(Some),
+            Some(path) => match Token::read(path).await {
+                Ok(token) => Ok(Some(token)),
+                Err(problem) => Err(TokenError { path: path.clone(), problem }),
+            },
             None => Ok(None),
         };
         Ok(Self {
@@ -156,11 +143,11 @@ impl Tokens {
 
 /// Write access to the file controls the token, so it must be exclusive; read access should be.
 #[cfg(unix)]
-fn check_mode(path: &Path, file: &std::fs::Metadata) -> Result<(), TokenError> {
+fn check_mode(path: &Path, file: &std::fs::Metadata) -> Result<(), TokenProblem> {
     use std::os::unix::fs::PermissionsExt as _;
     let mode = file.permissions().mode() & 0o777;
     if mode & 0o002 != 0 {
-        return Err(TokenError::Writable { path: path.to_owned(), mode });
+        return Err(TokenProblem::Writable(mode));
     }
     if mode & 0o004 != 0 {
         let mode = format!("{mode:03o}");
@@ -226,7 +213,7 @@ mod tests {
     const TOKEN: &str = "0123456789abcdef";
 
     fn token(text: &[u8]) -> Result<Token, TokenError> {
-        Token::new(text, Path::new("token"))
+        Token::new(text).map_err(|problem| TokenError { path: "token".into(), problem })
     }
 
     #[test]

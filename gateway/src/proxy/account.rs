@@ -191,7 +191,7 @@ impl Account {
     }
 
     /// Counts a failure of the worker that the client receives as an error event.
-    pub(crate) fn not_resumed(&mut self) {
+    pub(crate) fn not_resumed(&self) {
         if let Some(result) = self.on_break {
             self.model.migrations[result as usize].increment(1);
         }
@@ -210,8 +210,8 @@ impl Account {
         if !std::mem::replace(&mut self.is_over, true) {
             self.outcome = reason.name();
             self.meters.broken[reason as usize].increment(1);
-            if let Some(result) = self.on_break.filter(|_| reason != StreamBreak::Drain) {
-                self.model.migrations[result as usize].increment(1);
+            if reason != StreamBreak::Drain {
+                self.not_resumed();
             }
         }
     }

@@ -10,6 +10,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::body::Bytes;
+use axum::http::HeaderMap;
 use pointsman::config::OnTargetMiss;
 use pointsman::error::RouteError;
 use pointsman::protocol::WorkerRank;
@@ -18,12 +20,14 @@ use tokio::time::{Instant, timeout};
 
 use super::account::Account;
 use super::begin::ResponseStart;
+use super::context::RequestContext;
 use super::exchange::Checked;
 use super::failure::{Ending, Failure, Failures};
 use super::outbound::{Attempt, AttemptError, Outbound, Started};
 use super::prefill_report::PrefillReport;
 use super::refusal::Refusal;
 use super::reports::{Reports, siblings};
+use super::routable::RoutableRequest;
 use super::split::Split;
 use crate::formats::openai::ApiError;
 use crate::observe::requests::RetryReason;
@@ -37,12 +41,12 @@ const UNREACHABLE_MAX: u32 = 16;
 
 /// Attempts of a request.
 pub(super) struct AttemptLoop<'a> {
-    pub(super) outbound: Outbound<'a>,
+    outbound: Outbound<'a>,
     /// Legs of the request, for a model with a prefill pool.
-    pub(super) split: Option<Split<'a>>,
+    split: Option<Split<'a>>,
     /// Ranks of workers that failed after the start of a response. Not empty for a resumption, whose failures do not
     /// count against another worker.
-    pub(super) failed: &'a BTreeSet<WorkerRank>,
+    failed: &'a BTreeSet<WorkerRank>,
 }
 
 /// A started response.
@@ -74,7 +78,21 @@ struct Progress<'a> {
     holds_retry: bool,
 }
 
-impl AttemptLoop<'_> {
+impl<'a> AttemptLoop<'a> {
+    /// Attempts of a request with this body, which avoid the ranks that have failed.
+    pub(super) fn new(
+        context: &'a Arc<RequestContext>,
+        request: &'a RoutableRequest,
+        (headers, request_id): (&'a HeaderMap, &'a str),
+        body: Bytes,
+        failed: &'a BTreeSet<WorkerRank>,
+    ) -> Self {
+        let (model, endpoint, kind) = (&request.model, request.worker_endpoint, request.kind);
+        let split = model.prefill.as_ref().map(|side| Split::new(side, endpoint, body.clone(), request.include_usage));
+        let outbound = Outbound { context, model, endpoint, headers, request_id, body, kind };
+        Self { outbound, split, failed }
+    }
+
     /// Tries ranks until one starts a response.
     ///
     /// # Errors
@@ -163,7 +181,7 @@ impl AttemptLoop<'_> {
         let ending = if head.status.is_success() { Ending::Served } else { Ending::ClientError };
         let is_reported = reports.settle(ending);
         if let (Some(split), Some(prefill), Ending::Served) = (&self.split, &prefill, ending) {
-            split.side.pool.served(prefill.result);
+            split.side.pool.legs.served(prefill.result);
         }
         let (placement, sent) = served_by.unwrap_or(booked);
         WorkerResponse { placement, sent, head, body, checked, output_tokens, is_reported, prefill }

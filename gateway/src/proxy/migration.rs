@@ -22,9 +22,7 @@ use tokio::time::Instant;
 use super::answer::{Answer, Cut};
 use super::attempts::{AttemptLoop, WorkerResponse};
 use super::begin::ResponseStart;
-use super::outbound::Outbound;
 use super::reports::siblings;
-use super::split::Split;
 use crate::formats::migration::{ResumableRequest, Resume, StreamJoiner, StreamState};
 use crate::observe::requests::MigrationResult;
 use crate::proxy::account::Account;
@@ -48,23 +46,14 @@ pub(super) fn resumable(
 
 /// Data of a request for its resumptions.
 pub(super) struct Migration {
-    prepared: RoutableRequest,
-    request: ResumableRequest,
+    pub(super) prepared: RoutableRequest,
+    pub(super) request: ResumableRequest,
     /// Headers of the client.
-    headers: HeaderMap,
-    request_id: String,
+    pub(super) headers: HeaderMap,
+    pub(super) request_id: String,
 }
 
 impl Migration {
-    pub(super) fn new(
-        prepared: RoutableRequest,
-        request: ResumableRequest,
-        headers: &HeaderMap,
-        request_id: &str,
-    ) -> Self {
-        Self { prepared, request, headers: headers.clone(), request_id: request_id.to_owned() }
-    }
-
     /// Places the resume request and waits for the start of its response. Returns the account of the request in any case.
     async fn resume(
         self: Arc<Self>,
@@ -74,19 +63,9 @@ impl Migration {
         output: (u32, Vec<u32>),
         failed: BTreeSet<WorkerRank>,
     ) -> Resumption {
-        let RoutableRequest { model, worker_endpoint, kind, include_usage, .. } = &self.prepared;
         let (output_tokens, output_ids) = output;
-        let split = model.prefill.as_ref().map(|pool| Split::new(pool, *worker_endpoint, body.clone(), *include_usage));
-        let outbound = Outbound {
-            context: &context,
-            model,
-            endpoint: *worker_endpoint,
-            headers: &self.headers,
-            request_id: &self.request_id,
-            body,
-            kind: *kind,
-        };
-        let attempts = AttemptLoop { outbound, split, failed: &failed };
+        let head = (&self.headers, self.request_id.as_str());
+        let attempts = AttemptLoop::new(&context, &self.prepared, head, body, &failed);
         let mut request = self.prepared.request();
         let tokens: Vec<u32>;
         if let (Prompt::Tokens(prompt), false) = (&request.prompt, output_ids.is_empty()) {
@@ -109,16 +88,12 @@ impl Migration {
             begin.sent.ended("client_error");
             None
         });
-        Resumption { account, begin }
+        (account, begin)
     }
 }
 
-/// End of a resumption.
-struct Resumption {
-    account: Account,
-    /// Absent if no rank started a response.
-    begin: Option<WorkerResponse>,
-}
+/// End of a resumption: the account of the request, and a started response unless no rank started one.
+type Resumption = (Account, Option<WorkerResponse>);
 
 /// Body polled by the client's connection: the joined streams of all attempts.
 pub(super) struct Migrating {
@@ -240,7 +215,7 @@ impl Body for Migrating {
                 return Pin::new(&mut this.answer).poll_frame(context);
             }
             if let Some(resuming) = &mut this.resuming {
-                let Resumption { account, begin } = ready!(resuming.as_mut().poll(context));
+                let (account, begin) = ready!(resuming.as_mut().poll(context));
                 this.resuming = None;
                 match begin {
                     Some(begin) => this.resumed(account, begin),

@@ -53,10 +53,8 @@ pub(crate) use exchange::checked_kind;
 pub(crate) use failure::failure_outcome;
 use messages::{Translation, converted_error};
 use migration::{Migrating, Migration};
-use outbound::Outbound;
 use prefill_report::Corrections;
 use refusal::Refusal;
-use split::Split;
 
 /// Place of the prefill, in responses of models with a prefill pool.
 const PREFILL: HeaderName = HeaderName::from_static("x-pointsman-prefill");
@@ -135,15 +133,13 @@ async fn forward(
         prompt_tokens: prepared.prompt_tokens().unwrap_or(0),
     });
     let resumable = migration::resumable(context, account, &mut prepared);
-    let (model, body, kind, endpoint) =
-        (&prepared.model, prepared.body.clone(), prepared.kind, prepared.worker_endpoint);
-    let split = model.prefill.as_ref().map(|side| Split::new(side, endpoint, body.clone(), prepared.include_usage));
-    let outbound = Outbound { context, model, endpoint, headers, request_id, body, kind };
-    let attempts = AttemptLoop { outbound, split, failed: &BTreeSet::new() };
+    let (body, none) = (prepared.body.clone(), BTreeSet::new());
+    let attempts = AttemptLoop::new(context, &prepared, (headers, request_id), body, &none);
     let begin = attempts.run(account, prepared.request()).await?;
-    let migration = resumable
-        .filter(|_| begin.checked == Some(AnswerKind::Events))
-        .map(|request| Box::new(Migration::new(prepared, request, headers, request_id)));
+    let migration = resumable.filter(|_| begin.checked == Some(AnswerKind::Events)).map(|request| {
+        let (headers, request_id) = (headers.clone(), request_id.to_owned());
+        Box::new(Migration { prepared, request, headers, request_id })
+    });
     Ok(Reply::Started(Forwarded { begin, translation, migration }))
 }
 

@@ -141,8 +141,12 @@ impl RoutableRequest {
         let kind = if parsed.stream && endpoint.generates() { AnswerKind::Events } else { AnswerKind::Json };
         let mode = messages.unwrap_or(model.settings.messages);
         let (body, worker_endpoint) = match original {
+            None => (parsed.body(edits), endpoint),
             Some(_) if mode == MessagesMode::Translate => (parsed.body(edits), Endpoint::Chat),
-            original => (body_for_worker(endpoint, &parsed, original, edits)?, endpoint),
+            // Names of media are those of the chat, and engines choose their own here.
+            Some(original) => {
+                (RequestBody::parse(endpoint, original)?.body(Edits { media_names: &[], ..edits }), endpoint)
+            }
         };
         Ok(Self {
             model: Arc::clone(model),
@@ -173,20 +177,6 @@ impl RoutableRequest {
     }
 }
 
-/// The body in the format of the endpoint. `original` is the body of a request in Anthropic's format.
-fn body_for_worker(
-    endpoint: Endpoint,
-    parsed: &RequestBody,
-    original: Option<Bytes>,
-    edits: Edits<'_>,
-) -> Result<Bytes, ApiError> {
-    match original {
-        None => Ok(parsed.body(edits)),
-        // Names of media are those of the chat, and engines choose their own here.
-        Some(original) => Ok(RequestBody::parse(endpoint, original)?.body(Edits { media_names: &[], ..edits })),
-    }
-}
-
 /// Parses a body. For a request in Anthropic's format, the result is that of the converted chat, with the original body.
 ///
 /// # Errors
@@ -196,20 +186,10 @@ async fn parse(
     endpoint: Endpoint,
     body: Bytes,
 ) -> Result<(RequestBody, Option<Bytes>), ApiError> {
-    let purpose = match endpoint {
-        Endpoint::Messages => Purpose::Generate,
-        Endpoint::CountTokens => Purpose::Count,
-        Endpoint::Chat
-        | Endpoint::Completions
-        | Endpoint::Embeddings
-        | Endpoint::Responses
-        | Endpoint::Rerank
-        | Endpoint::Score
-        | Endpoint::Tokenize
-        | Endpoint::Detokenize => {
-            return Ok((RequestBody::parse(endpoint, body)?, None));
-        }
-    };
+    if !endpoint.is_anthropic() {
+        return Ok((RequestBody::parse(endpoint, body)?, None));
+    }
+    let purpose = if endpoint == Endpoint::CountTokens { Purpose::Count } else { Purpose::Generate };
     let chat = reserved(chat_body(&body, purpose)?, &context.admission.bodies).await?;
     Ok((RequestBody::parse(Endpoint::Chat, chat)?, Some(body)))
 }

@@ -128,7 +128,7 @@ impl<'a> Split<'a> {
             };
             tries.failures.reasons.last().iter().for_each(|reason| model.meters.retried(**reason));
             decode.account.prefill_sent(&model.meters, &prefill);
-            pool.leg_sent(&prefill, decode.placement);
+            pool.legs.sent((prefill.rank(), decode.placement.rank()));
             let sent = model.workers.sent(&prefill);
             let (leg, legs) = match self.legs(decode, request, &prefill, bodies, &mut previous_turn).await {
                 Ok(legs) => legs,

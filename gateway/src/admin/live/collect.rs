@@ -319,7 +319,7 @@ fn shadow_state(totals: ShadowTotals, placements: u64) -> ShadowState {
 
 fn legs_of(PrefillSide { model, pool }: &PrefillSide, names: &RankNames<'_>) -> LegsState {
     let prefill_names = RankNames::of(model);
-    let mut pairs = pool.pairs();
+    let mut pairs = pool.legs.pairs();
     pairs.sort_by_key(|(pair, legs)| (Reverse(*legs), *pair));
     pairs.truncate(RANKS_MAX);
     let pair = |((prefill, decode), requests): ((WorkerRank, WorkerRank), u64)| LegPair {
@@ -330,7 +330,7 @@ fn legs_of(PrefillSide { model, pool }: &PrefillSide, names: &RankNames<'_>) -> 
     let result = |(result, requests): (PrefillResult, u64)| LegResult { result: result.name().to_owned(), requests };
     LegsState {
         prefill_model: model.settings.name.clone(),
-        results: pool.results().into_iter().map(result).collect(),
+        results: pool.legs.results().into_iter().map(result).collect(),
         pairs: pairs.into_iter().map(pair).collect(),
     }
 }

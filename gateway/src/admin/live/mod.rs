@@ -11,7 +11,7 @@ mod window;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
@@ -28,6 +28,7 @@ use tokio_stream::StreamExt as _;
 
 use super::Admin;
 use crate::formats::openai::ApiError;
+use crate::observe::clock::unix_ms;
 use crate::pools::latest::Latest;
 use crate::pools::serving::Pools;
 use collect::Windows;
@@ -71,16 +72,13 @@ impl Live {
 
 impl Source {
     /// The next snapshot as a server-sent event; none once the gateway has ended.
-    #[expect(clippy::disallowed_methods, reason = "the date is only reported to operators")]
     async fn next(&self) -> Option<Bytes> {
         let pools = self.pools.get();
         if has_ended(&pools) {
             return None;
         }
         let number = self.computed.fetch_add(1, Ordering::Relaxed) + 1;
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let at_unix_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
-        let snapshot = collect::snapshot(&pools, &mut *self.windows.lock().await, number, at_unix_ms).await;
+        let snapshot = collect::snapshot(&pools, &mut *self.windows.lock().await, number, unix_ms()).await;
         let mut event = b"event: snapshot\ndata: ".to_vec();
         serde_json::to_writer(&mut event, &snapshot).expect("snapshots serialize to JSON");
         event.extend_from_slice(b"\n\n");

@@ -70,7 +70,18 @@ impl Parts {
         }
     }
 
-    pub(super) fn image(&mut self, at: &str, source: Raw<'_>) -> Result<(), ApiError> {
+    /// Adds a block of text, an image or a document.
+    pub(super) fn block(&mut self, at: &str, block: &Block<'_>) -> Result<(), ApiError> {
+        match block.kind.as_deref() {
+            Some("text") => self.text(string(block.text, at, "text")?),
+            Some("image") => self.image(at, block.source)?,
+            Some("document") => self.document(at, block)?,
+            kind => return Err(unsupported(at, "block", kind)),
+        }
+        Ok(())
+    }
+
+    fn image(&mut self, at: &str, source: Raw<'_>) -> Result<(), ApiError> {
         let source = source_of(at, source)?;
         let url = match source.kind.as_deref() {
             Some("base64") => {
@@ -88,7 +99,7 @@ impl Parts {
         Ok(())
     }
 
-    pub(super) fn document(&mut self, at: &str, block: &Block<'_>) -> Result<(), ApiError> {
+    fn document(&mut self, at: &str, block: &Block<'_>) -> Result<(), ApiError> {
         let source = source_of(at, block.source)?;
         let text = match source.kind.as_deref() {
             Some("text") => string(source.data, at, "source.data")?.to_owned(),
@@ -156,7 +167,16 @@ pub(super) fn string<'a>(value: Raw<'a>, at: &str, name: &str) -> Result<&'a str
     text.ok_or_else(|| invalid(None, format!("{at}.{name} must be a string")))
 }
 
-pub(super) fn shape(at: &str) -> ApiError {
+/// Visits the blocks of a message's content, each with its position.
+pub(super) fn each_block<'a>(
+    at: &str,
+    content: &'a str,
+    mut visit: impl FnMut(&str, Block<'a>) -> Result<(), ApiError>,
+) -> Result<(), ApiError> {
+    each(content, || shape(at), |position, block| visit(&format!("{at}.content[{position}]"), block))
+}
+
+fn shape(at: &str) -> ApiError {
     invalid(Some("messages"), format!("{at}.content must be a string or a list of blocks"))
 }
 

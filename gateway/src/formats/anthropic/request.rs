@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::blocks::{Block, Parts, Raw, invalid, missing, shape, string, texts, unsupported, wrong};
+use super::blocks::{Block, Parts, Raw, each_block, invalid, missing, string, texts, unsupported, wrong};
 use crate::formats::json::{each, inner, quoted};
 use crate::formats::openai::{ApiError, checked_text};
 
@@ -159,28 +159,25 @@ impl Chat {
 
     fn system(&mut self, system: Raw<'_>) -> Result<(), ApiError> {
         let Some(system) = system else { return Ok(()) };
-        let text = texts(system.get(), "system", "")?;
+        self.instructions(&texts(system.get(), "system", "")?);
+        Ok(())
+    }
+
+    fn instructions(&mut self, text: &str) {
         if !text.is_empty() {
             self.content("system", &format!("\"{text}\""));
         }
-        Ok(())
     }
 
     fn message(&mut self, position: usize, message: &Message<'_>) -> Result<(), ApiError> {
         let at = format!("messages[{position}]");
         let content = message.content.ok_or_else(|| invalid(Some("messages"), format!("{at} has no content")))?.get();
         match message.role.as_deref() {
-            Some("user") if content.starts_with('"') => self.content("user", content),
-            Some("assistant") if content.starts_with('"') => self.content("assistant", content),
+            Some(role @ ("user" | "assistant")) if content.starts_with('"') => self.content(role, content),
             Some("user") => self.user(&at, content)?,
             Some("assistant") => self.assistant(&at, content)?,
             // Newer clients send these between turns. In place they keep the prefix of earlier turns.
-            Some("system") => {
-                let text = texts(content, "messages", "")?;
-                if !text.is_empty() {
-                    self.content("system", &format!("\"{text}\""));
-                }
-            }
+            Some("system") => self.instructions(&texts(content, "messages", "")?),
             _ => return Err(invalid(Some("messages"), format!("{at}.role must be user or assistant"))),
         }
         Ok(())
@@ -189,21 +186,10 @@ impl Chat {
     /// Tool results become messages of their own, before the other blocks.
     fn user(&mut self, at: &str, content: &str) -> Result<(), ApiError> {
         let mut parts = Parts::default();
-        each(
-            content,
-            || shape(at),
-            |position, block: Block<'_>| {
-                let at = format!("{at}.content[{position}]");
-                match block.kind.as_deref() {
-                    Some("text") => parts.text(string(block.text, &at, "text")?),
-                    Some("image") => parts.image(&at, block.source)?,
-                    Some("document") => parts.document(&at, &block)?,
-                    Some("tool_result") => self.tool_result(&at, &block, &mut parts)?,
-                    kind => return Err(unsupported(&at, "block", kind)),
-                }
-                Ok(())
-            },
-        )?;
+        each_block(at, content, |at, block| match block.kind.as_deref() {
+            Some("tool_result") => self.tool_result(at, &block, &mut parts),
+            _ => parts.block(at, &block),
+        })?;
         if let Some(content) = parts.finish() {
             self.content("user", &content);
         }
@@ -217,25 +203,16 @@ impl Chat {
         match block.content.map(RawValue::get) {
             None => {}
             Some(content) if content.starts_with('"') => text.push_str(inner(content).unwrap_or_default()),
-            Some(content) => each(
-                content,
-                || shape(at),
-                |position, block: Block<'_>| {
-                    let at = format!("{at}.content[{position}]");
-                    match block.kind.as_deref() {
-                        Some("text") => {
-                            if !text.is_empty() {
-                                text.push_str("\\n");
-                            }
-                            text.push_str(string(block.text, &at, "text")?);
-                        }
-                        Some("image") => parts.image(&at, block.source)?,
-                        Some("document") => parts.document(&at, &block)?,
-                        kind => return Err(unsupported(&at, "block", kind)),
-                    }
-                    Ok(())
-                },
-            )?,
+            Some(content) => each_block(at, content, |at, block| {
+                if block.kind.as_deref() != Some("text") {
+                    return parts.block(at, &block);
+                }
+                if !text.is_empty() {
+                    text.push_str("\\n");
+                }
+                text.push_str(string(block.text, at, "text")?);
+                Ok(())
+            })?,
         }
         self.open("tool");
         self.add("tool_call_id", Some(&format!("\"{id}\"")));
@@ -246,34 +223,22 @@ impl Chat {
 
     fn assistant(&mut self, at: &str, content: &str) -> Result<(), ApiError> {
         let (mut parts, mut calls, mut reasoning) = (Parts::default(), String::new(), String::new());
-        each(
-            content,
-            || shape(at),
-            |position, block: Block<'_>| {
-                let at = format!("{at}.content[{position}]");
-                match block.kind.as_deref() {
-                    Some("text") => parts.text(string(block.text, &at, "text")?),
-                    Some("thinking") => reasoning.push_str(string(block.thinking, &at, "thinking")?),
-                    Some("redacted_thinking") => {}
-                    Some("tool_use") => {
-                        let id = string(block.id, &at, "id")?;
-                        let name = string(block.name, &at, "name")?;
-                        let input = block.input.map_or("{}", RawValue::get);
-                        calls.push(if calls.is_empty() { '[' } else { ',' });
-                        for part in
-                            ["{\"id\":\"", id, "\",\"type\":\"function\",\"function\":{\"name\":\"", name, "\","]
-                        {
-                            calls.push_str(part);
-                        }
-                        calls.push_str("\"arguments\":");
-                        calls.push_str(&quoted(input));
-                        calls.push_str("}}");
-                    }
-                    kind => return Err(unsupported(&at, "block", kind)),
+        each_block(at, content, |at, block| {
+            match block.kind.as_deref() {
+                Some("text") => parts.text(string(block.text, at, "text")?),
+                Some("thinking") => reasoning.push_str(string(block.thinking, at, "thinking")?),
+                Some("redacted_thinking") => {}
+                Some("tool_use") => {
+                    let (id, name) = (string(block.id, at, "id")?, string(block.name, at, "name")?);
+                    let input = quoted(block.input.map_or("{}", RawValue::get));
+                    let function = format!(r#"{{"name":"{name}","arguments":{input}}}"#);
+                    calls.push(if calls.is_empty() { '[' } else { ',' });
+                    calls += &format!(r#"{{"id":"{id}","type":"function","function":{function}}}"#);
                 }
-                Ok(())
-            },
-        )?;
+                kind => return Err(unsupported(at, "block", kind)),
+            }
+            Ok(())
+        })?;
         self.open("assistant");
         if !reasoning.is_empty() {
             // vLLM reads the first name, SGLang the second.
@@ -304,19 +269,12 @@ impl Chat {
             }
             let name = string(tool.name, &at, "name")?;
             let schema = tool.input_schema.map(RawValue::get).filter(|schema| schema.starts_with('{'));
-            let schema =
-                schema.ok_or_else(|| invalid(Some("tools"), format!("{at}.input_schema must be an object")))?;
+            let wrong = || invalid(Some("tools"), format!("{at}.input_schema must be an object"));
+            let schema = schema.ok_or_else(wrong)?;
             list.push(if list.is_empty() { '[' } else { ',' });
-            for part in ["{\"type\":\"function\",\"function\":{\"name\":\"", name, "\""] {
-                list.push_str(part);
-            }
-            if let Some(description) = tool.description {
-                list.push_str(",\"description\":");
-                list.push_str(description.get());
-            }
-            list.push_str(",\"parameters\":");
-            list.push_str(schema);
-            list.push_str("}}");
+            let description = tool.description.map(|text| format!(r#","description":{text}"#)).unwrap_or_default();
+            let function = format!(r#"{{"name":"{name}"{description},"parameters":{schema}}}"#);
+            list += &format!(r#"{{"type":"function","function":{function}}}"#);
             Ok(())
         })?;
         if !list.is_empty() {
@@ -341,15 +299,12 @@ impl Chat {
         let value = match &*choice.kind {
             // Engines reject a choice without tools.
             "auto" | "none" if !has_tools => return Ok(()),
-            "auto" => "\"auto\"".to_owned(),
-            "none" => "\"none\"".to_owned(),
-            "any" | "tool" if !has_tools => {
-                return Err(invalid(Some("tool_choice"), "tool_choice requires tools"));
-            }
-            "any" => "\"required\"".to_owned(),
+            kind @ ("auto" | "none") => quoted(kind),
+            "any" | "tool" if !has_tools => return Err(invalid(Some("tool_choice"), "tool_choice requires tools")),
+            "any" => quoted("required"),
             "tool" => {
                 let name = string(choice.name, "tool_choice", "name")?;
-                format!("{{\"type\":\"function\",\"function\":{{\"name\":\"{name}\"}}}}")
+                format!(r#"{{"type":"function","function":{{"name":"{name}"}}}}"#)
             }
             _ => return Err(shape()),
         };
@@ -384,14 +339,9 @@ impl Chat {
                 }
             }
         };
-        match (body.chat_template_kwargs, thinks) {
-            (Some(given), _) => self.add("chat_template_kwargs", Some(given.get())),
-            (None, Some(thinks)) => {
-                let variables = format!("{{\"enable_thinking\":{thinks},\"thinking\":{thinks}}}");
-                self.add("chat_template_kwargs", Some(&variables));
-            }
-            (None, None) => {}
-        }
+        let variables = thinks.map(|thinks| format!(r#"{{"enable_thinking":{thinks},"thinking":{thinks}}}"#));
+        let given = body.chat_template_kwargs.map(RawValue::get);
+        self.add("chat_template_kwargs", given.or(variables.as_deref()));
         let Some(config) = body.output_config else { return Ok(()) };
         let shape = || wrong("output_config", "an object with effort and format");
         let config: OutputConfig<'_> = serde_json::from_str(config.get()).map_err(|_| shape())?;
@@ -401,10 +351,8 @@ impl Chat {
             // Not every engine accepts more.
             Some("xhigh" | "max") => "high",
             Some(_) => {
-                return Err(invalid(
-                    Some("output_config"),
-                    "output_config.effort must be low, medium, high, xhigh or max",
-                ));
+                let message = "output_config.effort must be low, medium, high, xhigh or max";
+                return Err(invalid(Some("output_config"), message));
             }
         };
         self.add("reasoning_effort", Some(&quoted(effort)));
@@ -471,8 +419,7 @@ impl Chat {
         let config: OutputConfig<'_> = serde_json::from_str(config.get()).map_err(|_| shape())?;
         if let Some(Format { kind, schema }) = config.format {
             let schema = schema.filter(|_| kind == "json_schema").ok_or_else(shape)?.get();
-            let format =
-                format!("{{\"type\":\"json_schema\",\"json_schema\":{{\"name\":\"response\",\"schema\":{schema}}}}}");
+            let format = format!(r#"{{"type":"json_schema","json_schema":{{"name":"response","schema":{schema}}}}}"#);
             self.add("response_format", Some(&format));
         }
         Ok(())

@@ -138,7 +138,7 @@ impl LegBodies {
     pub fn decode(&self, leg: &Transfer, prefill: Option<&PrefillResponse>) -> Bytes {
         let object = self.object();
         let edit = object.edit();
-        let parameters = prefill.and_then(PrefillResponse::parameters_text);
+        let parameters = prefill.and_then(|prefill| text_of(&prefill.parameters));
         let edit = match (self.protocol, parameters) {
             (Protocol::VllmP2pNccl, _) | (Protocol::VllmNixl, None) => return self.body.clone(),
             (Protocol::VllmNixl, Some(parameters)) => edit.set("kv_transfer_params", parameters),
@@ -163,7 +163,7 @@ impl LegBodies {
             }
             (Protocol::TensorrtLlm, None) => return self.body.clone(),
             (Protocol::TensorrtLlm, Some(parameters)) => {
-                let edit = match prefill.and_then(PrefillResponse::prompt_token_ids_text) {
+                let edit = match prefill.and_then(|prefill| text_of(&prefill.prompt_token_ids)) {
                     Some(ids) if self.endpoint == Endpoint::Completions => edit.set("prompt", ids),
                     Some(ids) => edit.set("prompt_token_ids", ids),
                     None => edit,
@@ -251,6 +251,10 @@ fn unstreamed<'o, 'a>(edit: ObjectEdit<'o, 'a>) -> ObjectEdit<'o, 'a> {
 }
 
 /// Parameters of the context phase for the generation phase. All other bytes remain.
+fn text_of(json: &Option<Bytes>) -> Option<&str> {
+    json.as_ref().and_then(|json| std::str::from_utf8(json).ok())
+}
+
 fn generation_only(parameters: &str) -> String {
     match ObjectText::parse(parameters, &["request_type"]) {
         Ok(object) => object.edit().set("request_type", r#""generation_only""#).finish(),

@@ -124,15 +124,18 @@ impl<'o> ObjectEdit<'o, '_> {
     /// The changed object. Without removals, all bytes outside the changed values remain.
     pub(crate) fn finish(mut self) -> String {
         let text = self.object.text;
-        let Some(span) = self.object.fields.span.clone() else { return self.finish_empty() };
+        let opened = text.find('{').map_or(0, |at| at + 1);
+        let (mut start, span) = match self.object.fields.span.clone() {
+            Some(span) => (Some(span.start), span),
+            None => (None, opened..opened),
+        };
         self.removed.sort_unstable_by_key(|field| field.key_start);
         self.replaced.sort_unstable_by_key(|(value, _)| value.start);
         let more: usize = self.replaced.iter().map(|(_, json)| json.len()).sum();
         let appended: usize = self.appended.iter().map(|(name, json)| name.len() + json.len() + 4).sum();
         let mut edited = String::with_capacity(text.len() + more + appended);
         edited.push_str(&text[..span.start]);
-        let (mut is_first, mut start) = (true, Some(span.start));
-        let mut replaced = self.replaced.iter().peekable();
+        let (mut is_first, mut replaced) = (true, self.replaced.iter().peekable());
         let mut push_run = |edited: &mut String, run: Range<usize>| {
             if !std::mem::take(&mut is_first) {
                 edited.push(',');
@@ -158,31 +161,13 @@ impl<'o> ObjectEdit<'o, '_> {
             if !std::mem::take(&mut is_first) {
                 edited.push(',');
             }
-            push_field(&mut edited, name, json);
+            for part in ["\"", name, "\":", json] {
+                edited.push_str(part);
+            }
         }
         edited.push_str(&text[span.end..]);
         edited
     }
-
-    /// The fields to append as an object of their own.
-    fn finish_empty(self) -> String {
-        let mut edited = String::from("{");
-        for (nth, (name, json)) in self.appended.iter().enumerate() {
-            if nth > 0 {
-                edited.push(',');
-            }
-            push_field(&mut edited, name, json);
-        }
-        edited.push('}');
-        edited
-    }
-}
-
-fn push_field(edited: &mut String, name: &str, json: &str) {
-    edited.push('"');
-    edited.push_str(name);
-    edited.push_str("\":");
-    edited.push_str(json);
 }
 
 /// Elements of a JSON list; `None` for another type of value.

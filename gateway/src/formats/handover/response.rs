@@ -158,19 +158,6 @@ impl PrefillResponse {
     pub fn prompt_logprobs(&self) -> PromptLogprobs {
         std::str::from_utf8(&self.body).map(PromptLogprobs::read).unwrap_or_default()
     }
-
-    pub(super) fn parameters_text(&self) -> Option<&str> {
-        text_of(self.parameters.as_ref())
-    }
-
-    pub(super) fn prompt_token_ids_text(&self) -> Option<&str> {
-        text_of(self.prompt_token_ids.as_ref())
-    }
-}
-
-/// Both fields are public; a caller may have replaced them by bytes that are not text.
-fn text_of(json: Option<&Bytes>) -> Option<&str> {
-    json.and_then(|json| std::str::from_utf8(json).ok())
 }
 
 /// A field with an object, or `None` for null.

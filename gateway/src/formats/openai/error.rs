@@ -73,32 +73,24 @@ pub struct ApiError {
     pub param: Option<&'static str>,
     /// `Retry-After`, in seconds.
     pub retry_after_s: Option<u64>,
-    /// `Allow`: supported methods.
-    pub allow: Option<&'static str>,
-    /// Whether the connection must close: `Connection: close`.
-    pub closes_connection: bool,
     /// Further headers.
     pub headers: Vec<(HeaderName, HeaderValue)>,
 }
 
 impl ApiError {
     pub(super) fn new(status: StatusCode, kind: ErrorType, code: &'static str, message: impl Into<String>) -> Self {
-        let message = message.into();
-        Self {
-            status,
-            kind,
-            code,
-            message,
-            param: None,
-            retry_after_s: None,
-            allow: None,
-            closes_connection: false,
-            headers: Vec::new(),
-        }
+        let (message, headers) = (message.into(), Vec::new());
+        Self { status, kind, code, message, param: None, retry_after_s: None, headers }
     }
 
+    fn with_header(mut self, name: HeaderName, value: &'static str) -> Self {
+        self.headers.push((name, HeaderValue::from_static(value)));
+        self
+    }
+
+    /// The connection must close.
     fn closing(self) -> Self {
-        Self { closes_connection: true, ..self }
+        self.with_header(header::CONNECTION, "close")
     }
 
     /// Invalid request: 400.
@@ -150,8 +142,7 @@ impl ApiError {
     #[must_use]
     pub fn method_not_allowed(allow: &'static str) -> Self {
         let (status, message) = (StatusCode::METHOD_NOT_ALLOWED, format!("the method must be {allow}"));
-        let error = Self::new(status, ErrorType::InvalidRequest, "method_not_allowed", message);
-        Self { allow: Some(allow), ..error }
+        Self::new(status, ErrorType::InvalidRequest, "method_not_allowed", message).with_header(header::ALLOW, allow)
     }
 
     /// Body above `bytes_max`: 413. The rest of the body is not read.
@@ -225,7 +216,7 @@ constant_errors! {
 impl ApiError {
     /// The response with this JSON body.
     pub(crate) fn with_body(self, body: String) -> Response {
-        let Self { status, code, retry_after_s, allow, closes_connection, headers: further, .. } = self;
+        let Self { status, code, retry_after_s, headers: further, .. } = self;
         let mut response = Response::new(Body::from(body));
         *response.status_mut() = status;
         let headers = response.headers_mut();
@@ -234,14 +225,8 @@ impl ApiError {
         if let Some(seconds) = retry_after_s {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
-        if let Some(methods) = allow {
-            headers.insert(header::ALLOW, HeaderValue::from_static(methods));
-        }
         if status == StatusCode::UNAUTHORIZED {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-        }
-        if closes_connection {
-            headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         response.extensions_mut().insert(ErrorCode(code));
         response

@@ -9,6 +9,12 @@ use pointsman::{Filter, LimitKind, MissedTarget, Rejection, TargetsMissed};
 use super::error::{ApiError, ErrorType};
 use super::headers::{CLASS, ON_TARGET_MISS, PRIORITY_JUMP, SESSION_ID};
 
+const A_SECOND: Duration = Duration::from_secs(1);
+
+fn no_worker(code: &'static str, message: &str) -> ApiError {
+    ApiError::unavailable(StatusCode::SERVICE_UNAVAILABLE, code, message)
+}
+
 impl ApiError {
     /// Latency targets that no worker is predicted to meet: 429. `Retry-After` only if a shorter queue suffices.
     #[must_use]
@@ -29,11 +35,9 @@ impl ApiError {
 /// Rewrites the messages, because the router's own texts name ranks, settings and queue lengths.
 impl From<RouteError> for ApiError {
     fn from(error: RouteError) -> Self {
-        let a_second = Duration::from_secs(1);
-        let no_worker = |code, message: &str| Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, code, message);
         match error {
             RouteError::Rejected(rejection) => rejection.into(),
-            RouteError::Overloaded { .. } => Self::overloaded("queue_full", "too many requests are waiting", a_second),
+            RouteError::Overloaded { .. } => Self::overloaded("queue_full", "too many requests are waiting", A_SECOND),
             RouteError::DuplicateRequest(_) => {
                 let message = "a request with this id is still in flight";
                 Self::new(StatusCode::CONFLICT, ErrorType::InvalidRequest, "duplicate_request", message)
@@ -74,9 +78,7 @@ impl From<RouteError> for ApiError {
 
 impl From<Rejection> for ApiError {
     fn from(rejection: Rejection) -> Self {
-        let a_second = Duration::from_secs(1);
-        let no_worker = |code, message: &str| Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, code, message);
-        let overloaded = || Self::overloaded("overloaded", "all workers are busy", a_second);
+        let overloaded = || Self::overloaded("overloaded", "all workers are busy", A_SECOND);
         let none_eligible = || no_worker("no_eligible_worker", "no worker can serve this request now");
         match rejection {
             Rejection::NoRanks => no_worker("no_workers", "the model has no workers now"),
@@ -87,7 +89,7 @@ impl From<Rejection> for ApiError {
                 _ => none_eligible(),
             },
             Rejection::DeadlineExceeded { .. } => {
-                Self::overloaded("deadline_exceeded", "the request was not placed within its deadline", a_second)
+                Self::overloaded("deadline_exceeded", "the request was not placed within its deadline", A_SECOND)
             }
             Rejection::TargetsMissed(missed) => Self::targets_missed(&missed),
             Rejection::Backpressure(refused) => {

@@ -98,11 +98,9 @@ impl Messages {
     /// `content` is JSON.
     fn add(&mut self, role: &str, content: &str) {
         self.json.push(if self.json.is_empty() { '[' } else { ',' });
-        self.json.push_str("{\"role\":\"");
-        self.json.push_str(role);
-        self.json.push_str("\",\"content\":");
-        self.json.push_str(content);
-        self.json.push('}');
+        for part in ["{\"role\":\"", role, "\",\"content\":", content, "}"] {
+            self.json.push_str(part);
+        }
     }
 
     fn add_item(&mut self, item: &Item<'_>) -> Result<(), &'static str> {
