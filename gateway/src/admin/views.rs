@@ -116,32 +116,18 @@ fn audit_json(audit: &KvAuditStatus) -> Value {
 }
 
 pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
-    let KvSourceStatus {
-        rank: _,
-        endpoint,
-        connected,
-        caught_up,
-        state,
-        reason,
-        last_error,
-        applied,
-        messages,
-        message_age,
-        restore,
-        audit,
-    } = source;
     json!({
-        "endpoint": endpoint,
-        "connected": connected,
-        "caught_up": caught_up,
-        "state": state.name(),
-        "reason": reason,
-        "last_error": last_error,
-        "last_sequence_number": applied,
-        "messages_total": messages,
-        "message_age_seconds": message_age.map(|age| age.as_secs_f64()),
-        "restore": restore.map(|restore| restore.name()),
-        "audit": audit.as_ref().map(audit_json),
+        "endpoint": source.endpoint,
+        "connected": source.connected,
+        "caught_up": source.caught_up,
+        "state": source.state.name(),
+        "reason": source.reason,
+        "last_error": source.last_error,
+        "last_sequence_number": source.applied,
+        "messages_total": source.messages,
+        "message_age_seconds": source.message_age.map(|age| age.as_secs_f64()),
+        "restore": source.restore.map(|restore| restore.name()),
+        "audit": source.audit.as_ref().map(audit_json),
     })
 }
 

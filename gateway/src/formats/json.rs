@@ -81,3 +81,23 @@ pub(super) fn spliced(text: &[u8], mut parts: Vec<(Range<usize>, Cow<'_, str>)>)
     edited.extend_from_slice(&text[at..]);
     edited
 }
+
+/// The bytes with changes of their parts; `None` without one. `length` is that of the first part.
+pub(super) fn with_changed_parts(
+    bytes: &[u8],
+    length: impl Fn(&[u8]) -> usize,
+    mut change: impl FnMut(&[u8]) -> Option<Vec<u8>>,
+) -> Option<Vec<u8>> {
+    let (mut edited, mut at): (Option<Vec<u8>>, usize) = (None, 0);
+    while at < bytes.len() {
+        let part = &bytes[at..at + length(&bytes[at..])];
+        match (change(part), &mut edited) {
+            (None, None) => {}
+            (None, Some(edited)) => edited.extend_from_slice(part),
+            (Some(new), Some(edited)) => edited.extend_from_slice(&new),
+            (Some(new), edited @ None) => *edited = Some([&bytes[..at], &new].concat()),
+        }
+        at += part.len();
+    }
+    edited
+}

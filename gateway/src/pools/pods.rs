@@ -6,35 +6,25 @@ use crate::settings::{KubernetesSettings, PodRoleChoice};
 
 /// The pods that the settings select.
 pub(crate) fn watched_pods(settings: KubernetesSettings, options: ProbeOptions) -> KubernetesPods {
-    let KubernetesSettings {
-        namespace,
-        selector,
-        ports,
-        inference_pool,
-        role,
-        kv_events_port,
-        kv_replay_port,
-        kubeconfig_file,
-    } = settings;
-    let selection = match inference_pool {
+    let selection = match settings.inference_pool {
         Some(pool) => PodSelection::InferencePool(pool),
-        None => PodSelection::Labels { selector: selector.unwrap_or_default(), ports },
+        None => PodSelection::Labels { selector: settings.selector.unwrap_or_default(), ports: settings.ports },
     };
     let mut pods = KubernetesPods::new(selection, options);
-    if let Some(namespace) = namespace {
+    if let Some(namespace) = &settings.namespace {
         pods = pods.namespace(namespace);
     }
-    if let Some(role) = role {
+    if let Some(role) = settings.role {
         pods = pods.role(match role {
             PodRoleChoice::Prefill => PodRole::Prefill,
             PodRoleChoice::Decode => PodRole::Decode,
         });
     }
     let port = |port: Option<u32>| port.and_then(|port| u16::try_from(port).ok());
-    if let Some(events) = port(kv_events_port) {
-        pods = pods.kv_event_ports(events, port(kv_replay_port));
+    if let Some(events) = port(settings.kv_events_port) {
+        pods = pods.kv_event_ports(events, port(settings.kv_replay_port));
     }
-    match kubeconfig_file {
+    match &settings.kubeconfig_file {
         Some(file) => pods.kubeconfig(file),
         None => pods,
     }

@@ -183,12 +183,14 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
         if self.defers_cut {
             return Poll::Ready(Some(Err(cut)));
         }
-        self.give_up(cut, context)
+        self.give_up(cut);
+        context.waker().wake_by_ref();
+        Poll::Pending
     }
 
-    /// Reports the error to the server at its next poll. A server that receives an error drops unwritten data, including
-    /// the head, and it flushes whenever a body is pending.
-    pub(super) fn give_up(&mut self, cut: Cut, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+    /// Ends the response with an error, which the next poll reports. The caller is pending in between: a server that
+    /// receives an error drops unwritten data, including the head, and it flushes whenever a body is pending.
+    pub(super) fn give_up(&mut self, cut: Cut) {
         let reason = cut.reason();
         if let Some(account) = &mut self.account {
             account.broke(reason);
@@ -199,8 +201,6 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
             }
         }
         self.pending_cut = Some(cut);
-        context.waker().wake_by_ref();
-        Poll::Pending
     }
 
     /// Resolves after the idle timeout of the worker.

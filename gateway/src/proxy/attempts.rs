@@ -22,7 +22,7 @@ use super::account::Account;
 use super::begin::ResponseStart;
 use super::context::RequestContext;
 use super::exchange::Checked;
-use super::failure::{Ending, Failure, Failures};
+use super::failure::{Ending, Failure};
 use super::outbound::{Attempt, AttemptError, Outbound, Started};
 use super::prefill_report::PrefillReport;
 use super::refusal::Refusal;
@@ -68,7 +68,6 @@ pub(crate) struct WorkerResponse<B = ResponseStart> {
 /// State between the attempts of a request.
 struct Progress<'a> {
     excluded: ExcludedRanks,
-    failures: Failures,
     reports: Reports<'a>,
     /// Worker of the last attempt.
     last_worker: Option<Arc<WorkerMeters>>,
@@ -153,7 +152,7 @@ impl<'a> AttemptLoop<'a> {
             }
         }
         progress.reports.settle(Ending::Failed);
-        Err(progress.failures.refusal())
+        Err(std::mem::take(&mut progress.reports.failures).refusal())
     }
 
     fn progress(&self) -> Progress<'_> {
@@ -161,7 +160,6 @@ impl<'a> AttemptLoop<'a> {
         reports.has_counted = !self.failed.is_empty();
         Progress {
             excluded: ExcludedRanks::of(self.failed),
-            failures: Failures::default(),
             reports,
             last_worker: None,
             counted: 0,
@@ -205,12 +203,11 @@ impl<'a> AttemptLoop<'a> {
             "upstream attempt failed"
         );
         progress.last_worker = Some(Arc::clone(sent.worker()));
-        let may_retry = self.is_worth_a_retry(failure.reason(), &progress.failures.reasons);
+        let may_retry = self.is_worth_a_retry(failure.reason(), &progress.reports.failures.reasons);
         let is_unreachable = failure.is_unreachable();
         progress.excluded.add(&placement, &failure, self.outbound.model);
-        progress.reports.add(&placement, &failure, sent);
+        progress.reports.add(&placement, failure, sent);
         drop(placement);
-        progress.failures.add(failure);
         progress.holds_retry = false;
         if is_unreachable {
             progress.unreachable += 1;
@@ -287,7 +284,7 @@ fn since_request_head(mut error: RouteError, (target, elapsed): (Option<Duration
 impl Progress<'_> {
     /// Records that a placement replaces the failed attempt before it.
     fn retried(&mut self, model: &Model, account: &mut Account) {
-        if let Some((reason, worker)) = self.failures.reasons.last().zip(self.last_worker.take()) {
+        if let Some((reason, worker)) = self.reports.failures.reasons.last().zip(self.last_worker.take()) {
             model.meters.retried(*reason);
             account.access.retried(reason.name());
             worker.retried(*reason);

@@ -4,14 +4,15 @@
 //! the engine. A stream that breaks off ends with an error event. Dropping a translated response drops the response of
 //! the engine.
 
-use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::convert::Infallible;
 
 use axum::body::{Body, Bytes};
 use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use axum::http::response::Parts;
 use axum::http::{HeaderValue, Response};
-use http_body::Frame;
+use futures_util::stream::unfold;
+use http_body::Body as _;
+use http_body_util::BodyExt as _;
 use pointsman::AnswerKind;
 
 use crate::formats::anthropic::{StreamTranslator, error_body, error_message, error_response, message};
@@ -41,7 +42,9 @@ impl Translation {
         let content_type = head.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
         if content_type.map(AnswerKind::of_content_type) == Some(AnswerKind::Events) {
             let translator = StreamTranslator::new(&self.model, self.prompt_tokens);
-            return Response::from_parts(head, Body::new(TranslatedBody { body, translator, has_ended: false }));
+            let translated = Box::new(Translated { body, translator, has_ended: false });
+            let next = |mut translated: Box<Translated>| async move { Some((translated.next().await?, translated)) };
+            return Response::from_parts(head, Body::from_stream(unfold(translated, next)));
         }
         let chat = axum::body::to_bytes(body, CHAT_BYTES_MAX).await.ok();
         match chat.and_then(|chat| message(&chat, &self.model)) {
@@ -51,46 +54,33 @@ impl Translation {
     }
 }
 
-/// Body with the events of a message.
-struct TranslatedBody {
+/// A stream of chunks as the events of a message.
+struct Translated {
     body: Body,
     translator: StreamTranslator,
     has_ended: bool,
 }
 
-impl http_body::Body for TranslatedBody {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+impl Translated {
+    /// The next events; `None` after the last ones.
+    async fn next(&mut self) -> Option<Result<Bytes, Infallible>> {
         while !self.has_ended {
-            let frame = ready!(Pin::new(&mut self.body).poll_frame(context));
+            let frame = self.body.frame().await;
+            // Bodies of known length are not polled after their last byte.
+            self.has_ended = !matches!(frame, Some(Ok(_))) || self.body.is_end_stream();
             let mut events = match frame {
-                Some(Ok(frame)) => {
-                    // Bodies of known length are not polled after their last byte.
-                    self.has_ended = self.body.is_end_stream();
-                    frame.data_ref().map(|data| self.translator.read(data)).unwrap_or_default()
-                }
-                Some(Err(_)) => {
-                    self.has_ended = true;
-                    self.translator.fail(502, "the response of the worker was cut off")
-                }
-                None => {
-                    self.has_ended = true;
-                    Vec::new()
-                }
+                Some(Ok(frame)) => frame.data_ref().map(|data| self.translator.read(data)).unwrap_or_default(),
+                Some(Err(_)) => self.translator.fail(502, "the response of the worker was cut off"),
+                None => Vec::new(),
             };
             if self.has_ended {
                 events.extend(self.translator.end());
             }
             if !events.is_empty() {
-                return Poll::Ready(Some(Ok(Frame::data(Bytes::from(events)))));
+                return Some(Ok(events.into()));
             }
         }
-        Poll::Ready(None)
+        None
     }
 }
 

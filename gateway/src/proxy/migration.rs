@@ -7,16 +7,17 @@
 //! streams.
 
 use std::collections::BTreeSet;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
 
 use axum::body::Bytes;
 use axum::http::HeaderMap;
+use futures_util::stream::unfold;
 use http_body::{Body, Frame};
+use http_body_util::{BodyExt as _, StreamBody};
 use pointsman::config::OnTargetMiss;
 use pointsman::protocol::WorkerRank;
 use pointsman::{AnswerKind, Prompt};
+use tokio::task::yield_now;
 use tokio::time::Instant;
 
 use super::answer::{Answer, Cut};
@@ -53,57 +54,12 @@ pub(super) struct Migration {
     pub(super) request_id: String,
 }
 
-impl Migration {
-    /// Places the resume request and waits for the start of its response. Returns the account of the request in any case.
-    async fn resume(
-        self: Arc<Self>,
-        context: Arc<RequestContext>,
-        mut account: Account,
-        body: Bytes,
-        output: (u32, Vec<u32>),
-        failed: BTreeSet<WorkerRank>,
-    ) -> Resumption {
-        let (output_tokens, output_ids) = output;
-        let head = (&self.headers, self.request_id.as_str());
-        let attempts = AttemptLoop::new(&context, &self.prepared, head, body, &failed);
-        let mut request = self.prepared.request();
-        let tokens: Vec<u32>;
-        if let (Prompt::Tokens(prompt), false) = (&request.prompt, output_ids.is_empty()) {
-            tokens = [prompt, &output_ids[..]].concat();
-            request.prompt = Prompt::Tokens(&tokens);
-        }
-        let options = &mut request.options;
-        // Both limits apply to the first token, which the client has.
-        (options.deadline, options.ttft_target) = (None, None);
-        options.on_target_miss = Some(OnTargetMiss::Serve);
-        for limit in [&mut options.expected_output_tokens, &mut options.output_tokens_max] {
-            *limit = limit.map(|tokens| tokens.saturating_sub(output_tokens).max(1));
-        }
-        let begun = attempts.run(&mut account, request).await.ok();
-        let begin = begun.and_then(|mut begin| {
-            if begin.checked == Some(AnswerKind::Events) {
-                return Some(begin);
-            }
-            // The engine rejects the resume request.
-            begin.sent.ended("client_error");
-            None
-        });
-        (account, begin)
-    }
-}
-
-/// End of a resumption: the account of the request, and a started response unless no rank started one.
-type Resumption = (Account, Option<WorkerResponse>);
-
 /// Body polled by the client's connection: the joined streams of all attempts.
 pub(super) struct Migrating {
     context: Arc<RequestContext>,
     answer: Answer<ResponseStart>,
-    migration: Arc<Migration>,
+    migration: Box<Migration>,
     joiner: StreamJoiner,
-    resuming: Option<Pin<Box<dyn Future<Output = Resumption> + Send>>>,
-    /// Failure of the last attempt.
-    failure: Option<Cut>,
     migrations: u32,
     /// Rank of the current attempt.
     rank: WorkerRank,
@@ -113,41 +69,75 @@ pub(super) struct Migrating {
 }
 
 impl Migrating {
-    pub(super) fn new(
+    /// The length is unknown, because later attempts change it.
+    pub(super) fn body(
         context: &Arc<RequestContext>,
         answer: Answer<ResponseStart>,
         migration: Box<Migration>,
         rank: WorkerRank,
-    ) -> Self {
+    ) -> impl Body<Data = Bytes, Error = Cut> + Send + Unpin + use<> {
         let tokens_max = context.settings.gateway.stream_migration_tokens_max;
-        Self {
+        let migrating = Box::new(Self {
             context: Arc::clone(context),
             answer: answer.deferring_cuts(),
             joiner: StreamJoiner::new(&migration.request, tokens_max),
-            migration: migration.into(),
-            resuming: None,
-            failure: None,
+            migration,
             migrations: 0,
             rank,
             failed: BTreeSet::new(),
             has_ended: false,
-        }
+        });
+        let next = |mut migrating: Box<Self>| async move { Some((migrating.next().await?, migrating)) };
+        StreamBody::new(Box::pin(unfold(migrating, next)))
     }
 
-    /// Starts the resumption after a failure. Returns the last bytes of a response that needs none.
+    async fn next(&mut self) -> Option<Result<Frame<Bytes>, Cut>> {
+        while !self.has_ended {
+            let polled = match self.joiner.has_failed() {
+                true => Some(Err(self.answer.fail())),
+                false => self.answer.frame().await,
+            };
+            let bytes = match polled {
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => self.joiner.push(data),
+                    Err(trailers) => return Some(Ok(trailers)),
+                },
+                None => {
+                    self.has_ended = true;
+                    self.joiner.finish()
+                }
+                Some(Err(cut)) => match self.resume().await {
+                    Ok(end) => end,
+                    Err(result) => self.give_up(result, cut).await,
+                },
+            };
+            if !bytes.is_empty() {
+                return Some(Ok(Frame::data(bytes)));
+            }
+        }
+        // The failure, if any.
+        self.answer.frame().await
+    }
+
+    /// Places the resume request and waits for the start of its response. Returns the last bytes of a response that is
+    /// complete without one.
     ///
     /// # Errors
-    /// The response is not resumable now.
-    fn start(&mut self) -> Result<Option<Bytes>, MigrationResult> {
+    /// The response is not resumed.
+    async fn resume(&mut self) -> Result<Bytes, MigrationResult> {
         match self.joiner.state() {
             StreamState::Resumable => {}
             StreamState::TooLong => return Err(MigrationResult::TooLong),
             StreamState::Unsound | StreamState::Finished => return Err(MigrationResult::Unsound),
         }
-        let output = self.joiner.output();
-        let body = match self.migration.request.resume(output) {
+        let Migration { prepared, request: resumable, headers, request_id } = &*self.migration;
+        let body = match resumable.resume(self.joiner.output()) {
             Resume::Send(body) => body,
-            Resume::Complete => return Ok(Some(self.joiner.complete(self.migration.prepared.prompt_tokens()))),
+            Resume::Complete => {
+                self.has_ended = true;
+                self.answer.account().iter_mut().for_each(Account::complete);
+                return Ok(self.joiner.complete(prepared.prompt_tokens()));
+            }
             Resume::Unknown => return Err(MigrationResult::Unsound),
         };
         if self.migrations >= self.context.settings.gateway.stream_migrations_max {
@@ -157,39 +147,59 @@ impl Migrating {
             self.context.meters.retry_denied();
             return Err(MigrationResult::Failed);
         }
-        let account = self.answer.account().take().ok_or(MigrationResult::Failed)?;
+        let mut account = self.answer.account().take().ok_or(MigrationResult::Failed)?;
         self.failed.insert(self.rank);
-        self.failed.extend(siblings(&self.migration.prepared.model, self.rank));
-        let output = (output.tokens(), output.token_ids().unwrap_or_default().to_vec());
-        let (migration, context) = (Arc::clone(&self.migration), Arc::clone(&self.context));
-        self.resuming = Some(Box::pin(migration.resume(context, account, body, output, self.failed.clone())));
-        Ok(None)
+        self.failed.extend(siblings(&prepared.model, self.rank));
+        let output = self.joiner.output();
+        let attempts = AttemptLoop::new(&self.context, prepared, (headers, request_id), body, &self.failed);
+        let tokens: Vec<u32>;
+        let mut request = prepared.request();
+        let output_ids = output.token_ids().unwrap_or_default();
+        if let (Prompt::Tokens(prompt), false) = (&request.prompt, output_ids.is_empty()) {
+            tokens = [prompt, output_ids].concat();
+            request.prompt = Prompt::Tokens(&tokens);
+        }
+        let options = &mut request.options;
+        // Both limits apply to the first token, which the client has.
+        (options.deadline, options.ttft_target) = (None, None);
+        options.on_target_miss = Some(OnTargetMiss::Serve);
+        for limit in [&mut options.expected_output_tokens, &mut options.output_tokens_max] {
+            *limit = limit.map(|tokens| tokens.saturating_sub(output.tokens()).max(1));
+        }
+        match attempts.run(&mut account, request).await {
+            Ok(begin) if begin.checked == Some(AnswerKind::Events) => self.resumed(account, begin),
+            begun => {
+                // The engine rejects the resume request, or no rank has started a response.
+                begun.into_iter().for_each(|mut begin| begin.sent.ended("client_error"));
+                *self.answer.account() = Some(account);
+                return Err(MigrationResult::Failed);
+            }
+        }
+        Ok(Bytes::new())
     }
 
-    /// Ends the response with its failure.
-    fn give_up(&mut self, result: MigrationResult, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+    /// Ends the response with its failure, or with the error of the engine, which is returned.
+    async fn give_up(&mut self, result: MigrationResult, cut: Cut) -> Bytes {
+        self.has_ended = true;
         if let Some(account) = self.answer.account() {
             account.breaks_as(result);
             if self.joiner.has_failed() {
-                // The client receives the error of the engine.
                 account.not_resumed();
                 account.complete();
-                self.has_ended = true;
-                return Poll::Ready(Some(Ok(Frame::data(self.joiner.error()))));
+                return self.joiner.error();
             }
         }
-        let Some(cut) = self.failure.take() else { return Poll::Ready(None) };
-        self.has_ended = true;
-        self.answer.give_up(cut, context)
+        self.answer.give_up(cut);
+        yield_now().await;
+        Bytes::new()
     }
 
     /// Follows the response of another rank.
-    fn resumed(&mut self, account: Account, mut begin: WorkerResponse) {
-        let mut account = account;
+    fn resumed(&mut self, mut account: Account, mut begin: WorkerResponse) {
         account.resumed();
         // The request counts against the worker that failed first.
         begin.is_reported = true;
-        (self.rank, self.failure) = (begin.placement.rank(), None);
+        self.rank = begin.placement.rank();
         self.migrations += 1;
         self.joiner.resume();
         tracing::info!(
@@ -200,68 +210,5 @@ impl Migrating {
             "stream resumed"
         );
         self.answer = Answer::new(&self.context, account, begin, AnswerKind::Events).deferring_cuts();
-    }
-}
-
-impl Body for Migrating {
-    type Data = Bytes;
-    type Error = Cut;
-
-    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
-        let this = &mut *self;
-        loop {
-            if this.has_ended {
-                // The failure, if any.
-                return Pin::new(&mut this.answer).poll_frame(context);
-            }
-            if let Some(resuming) = &mut this.resuming {
-                let (account, begin) = ready!(resuming.as_mut().poll(context));
-                this.resuming = None;
-                match begin {
-                    Some(begin) => this.resumed(account, begin),
-                    None => {
-                        *this.answer.account() = Some(account);
-                        return this.give_up(MigrationResult::Failed, context);
-                    }
-                }
-            }
-            let polled = if this.joiner.has_failed() {
-                Some(Err(this.answer.fail()))
-            } else {
-                ready!(Pin::new(&mut this.answer).poll_frame(context))
-            };
-            let bytes = match polled {
-                Some(Ok(frame)) => match frame.into_data() {
-                    Ok(data) => this.joiner.push(data),
-                    Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
-                },
-                None => {
-                    this.has_ended = true;
-                    this.joiner.finish()
-                }
-                Some(Err(cut)) => {
-                    this.failure = Some(cut);
-                    match this.start() {
-                        Ok(None) => continue,
-                        Ok(Some(end)) => {
-                            this.has_ended = true;
-                            if let Some(account) = this.answer.account() {
-                                account.complete();
-                            }
-                            end
-                        }
-                        Err(result) => return this.give_up(result, context),
-                    }
-                }
-            };
-            if !bytes.is_empty() {
-                return Poll::Ready(Some(Ok(Frame::data(bytes))));
-            }
-        }
-    }
-
-    // The length is unknown, because later attempts change it.
-    fn is_end_stream(&self) -> bool {
-        false
     }
 }

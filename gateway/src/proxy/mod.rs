@@ -164,7 +164,7 @@ fn start_response(
         Some(migration) => {
             // The length changes with the events of other attempts.
             headers.remove(CONTENT_LENGTH);
-            corrected(Migrating::new(context, answer, migration, rank), is_events, corrections)
+            corrected(Migrating::body(context, answer, migration, rank), is_events, corrections)
         }
     };
     headers.extend(limits);
@@ -184,7 +184,7 @@ where
 {
     match corrections {
         None => Body::new(body),
-        Some(corrections) => Body::new(Corrected::new(body, is_events, corrections.clone())),
+        Some(corrections) => Corrected::body(body, is_events, corrections.clone()),
     }
 }
 

@@ -16,7 +16,6 @@ use super::exchange::{Checked, exchange};
 use super::failure::Failure;
 use super::prefill_report::PrefillReport;
 use super::refusal::Refusal;
-use crate::formats::handover::Protocol;
 use crate::formats::openai::{Authorization, Endpoint, ToWorker, to_worker};
 use crate::net::upstream::UpstreamError;
 use crate::pools::model::Model;
@@ -61,7 +60,8 @@ impl Attempt<'_> {
 
     /// Sends the whole request.
     pub(super) async fn whole(&mut self) -> Result<Started, AttemptError> {
-        let outgoing = Outgoing::new(self.outbound.body.clone(), self.outbound.request_id);
+        let (body, request_id) = (self.outbound.body.clone(), self.outbound.request_id);
+        let outgoing = Outgoing { body, request_id, names_rank: true };
         let checked = self.send(outgoing).await.map_err(AttemptError::Failed)?;
         Ok(Started { checked, prefill: None, served_by: None })
     }
@@ -139,21 +139,10 @@ impl Outbound<'_> {
 
 /// Body and request id for one worker.
 pub(super) struct Outgoing<'a> {
-    body: Bytes,
-    request_id: &'a str,
-    /// Whether a header names the data-parallel rank. SGLang's bodies name it.
-    names_rank: bool,
-}
-
-impl<'a> Outgoing<'a> {
-    pub(super) fn new(body: Bytes, request_id: &'a str) -> Self {
-        Self { body, request_id, names_rank: true }
-    }
-
-    /// The same for an engine with this transfer protocol.
-    pub(super) fn to(self, protocol: Protocol) -> Self {
-        Self { names_rank: protocol != Protocol::Sglang, ..self }
-    }
+    pub(super) body: Bytes,
+    pub(super) request_id: &'a str,
+    /// Whether a header names the data-parallel rank.
+    pub(super) names_rank: bool,
 }
 
 /// A started response of one attempt.

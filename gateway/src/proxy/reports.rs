@@ -3,7 +3,7 @@
 use pointsman::protocol::WorkerRank;
 use pointsman::{AnswerKind, Outcome, Placement};
 
-use super::failure::{Ending, FailedAttempt, Failure, counted_failure};
+use super::failure::{Ending, FailedAttempt, Failure, Failures, counted_failure};
 use crate::pools::model::Model;
 use crate::pools::workers::WorkerRequest;
 
@@ -21,16 +21,18 @@ pub(super) struct Reports<'a> {
     /// Kind of a valid response.
     kind: AnswerKind,
     failed_attempts: Vec<FailedAttempt>,
+    /// Responses so far, for the client.
+    pub(super) failures: Failures,
     /// Whether the request already counts against a failed worker.
     pub(super) has_counted: bool,
 }
 
 impl<'a> Reports<'a> {
     pub(super) fn new(model: &'a Model, kind: AnswerKind) -> Self {
-        Self { model, kind, failed_attempts: Vec::new(), has_counted: false }
+        Self { model, kind, failed_attempts: Vec::new(), failures: Failures::default(), has_counted: false }
     }
 
-    pub(super) fn add(&mut self, placement: &Placement, failure: &Failure, mut sent: WorkerRequest) {
+    pub(super) fn add(&mut self, placement: &Placement, failure: Failure, mut sent: WorkerRequest) {
         let (rank, outcome) = (placement.rank(), failure.outcome());
         // A long complete response may be late on a rank that serves other requests.
         let is_long_answer = outcome == Outcome::Timeout && self.kind == AnswerKind::Json && sent.has_rank_sent();
@@ -40,7 +42,9 @@ impl<'a> Reports<'a> {
             sent.ended(outcome.label());
             None
         };
-        if failure.is_local() {
+        let is_local = failure.is_local();
+        self.failures.add(failure);
+        if is_local {
             return;
         }
         if outcome == Outcome::ConnectFailed {

@@ -19,7 +19,7 @@ use tokio::time::{Instant, timeout};
 use super::begin::ResponseStart;
 use super::engine_abort::EngineAbort;
 use super::exchange::Checked;
-use super::failure::{Ending, Failure, Failures};
+use super::failure::{Ending, Failure};
 use super::leg::Leg;
 use super::outbound::{Attempt, AttemptError, Outbound, Outgoing, Started};
 use super::prefill_leg::{Booked, LegError, PrefillEnd, PrefillLeg};
@@ -90,7 +90,6 @@ impl Drop for BothLegs {
 /// Prefill ranks tried for one decode rank.
 struct Tries<'a> {
     excluded: BTreeSet<WorkerRank>,
-    failures: Failures,
     reports: Reports<'a>,
 }
 
@@ -104,6 +103,11 @@ impl<'a> Split<'a> {
         self.bodies.is_ok() && self.side.pool.pools.hashes_alike()
     }
 
+    /// SGLang's bodies name the data-parallel rank.
+    fn outgoing<'r>(&self, body: Bytes, request_id: &'r str) -> Outgoing<'r> {
+        Outgoing { body, request_id, names_rank: self.side.pool.protocol() != Protocol::Sglang }
+    }
+
     /// One attempt with this decode rank, and several prefill ranks if need be.
     pub(super) async fn attempt(
         &self,
@@ -113,7 +117,7 @@ impl<'a> Split<'a> {
         let Ok(bodies) = &self.bodies else { return self.on_decode_rank(decode, PrefillResult::Unsplit).await };
         let PrefillSide { pool, model } = self.side;
         let reports = Reports::new(model, AnswerKind::Json);
-        let mut tries = Tries { excluded: BTreeSet::new(), failures: Failures::default(), reports };
+        let mut tries = Tries { excluded: BTreeSet::new(), reports };
         // Used once: after a failure the blocks may be gone.
         let mut previous_turn = pool.previous_turn(request.options.session_id.as_ref());
         for nth in 1..=pool.settings.prefill_attempts_max {
@@ -126,7 +130,7 @@ impl<'a> Split<'a> {
                 Err(error) if nth == 1 => return Err(AttemptError::Final(error.into())),
                 Err(_) => break,
             };
-            tries.failures.reasons.last().iter().for_each(|reason| model.meters.retried(**reason));
+            tries.reports.failures.reasons.last().iter().for_each(|reason| model.meters.retried(**reason));
             decode.account.prefill_sent(&model.meters, &prefill);
             pool.legs.sent((prefill.rank(), decode.placement.rank()));
             let sent = model.workers.sent(&prefill);
@@ -179,12 +183,12 @@ impl<'a> Split<'a> {
     async fn without_prefill_rank(
         &self,
         decode: &mut Attempt<'_>,
-        Tries { failures, mut reports, .. }: Tries<'_>,
+        Tries { mut reports, .. }: Tries<'_>,
     ) -> Result<Started, AttemptError> {
         if !self.side.pool.settings.conditions().decode_fallback {
             decode.sent.withdraw();
             reports.settle(Ending::Failed);
-            return Err(AttemptError::Final(failures.refusal()));
+            return Err(AttemptError::Final(std::mem::take(&mut reports.failures).refusal()));
         }
         let started = self.on_decode_rank(decode, PrefillResult::Fallback).await;
         // A request that no rank serves is the likelier cause of all failures.
@@ -206,7 +210,7 @@ impl<'a> Split<'a> {
         let (transfer, request_id) = pool.transfer(upstream, (prefill, decode.placement), number).await?;
         let transfer = Transfer { previous_turn: previous_turn.take(), ..transfer };
         let request_id = request_id.unwrap_or_else(|| outbound.request_id.to_owned());
-        let outgoing = Outgoing::new(bodies.prefill(&transfer), &request_id).to(pool.protocol());
+        let outgoing = self.outgoing(bodies.prefill(&transfer), &request_id);
         let mut prefill_request = outbound.request_to(model, prefill, outgoing)?;
         decode.account.trace.inject(prefill_request.headers_mut());
         let (leg_values, values) = PrefillValues::of_leg();
@@ -249,7 +253,7 @@ impl<'a> Split<'a> {
     /// Sends the whole request to the decode rank.
     async fn on_decode_rank(&self, decode: &mut Attempt<'_>, result: PrefillResult) -> Result<Started, AttemptError> {
         let outbound = decode.outbound;
-        let outgoing = Outgoing::new(outbound.body.clone(), outbound.request_id).to(self.side.pool.protocol());
+        let outgoing = self.outgoing(outbound.body.clone(), outbound.request_id);
         decode.sent.begin();
         let checked = decode.send(outgoing).await.map_err(AttemptError::Failed)?;
         Ok(Started { checked, prefill: Some(PrefillReport::new(result)), served_by: None })
@@ -274,7 +278,7 @@ impl<'a> Split<'a> {
         }
         let body = bodies.decode(transfer, Some(&response));
         drop(booked);
-        let outgoing = Outgoing::new(body, request_id).to(self.side.pool.protocol());
+        let outgoing = self.outgoing(body, request_id);
         decode.sent.begin();
         let checked = decode.send(outgoing).await.map_err(SplitError::Decode)?;
         Ok(Started { checked, prefill: report(PrefillResult::Remote), served_by: None })
@@ -288,7 +292,7 @@ impl<'a> Split<'a> {
         leg: impl Future<Output = PrefillEnd> + Send + 'static,
     ) -> Result<Started, SplitError> {
         let (pool, outbound) = (&self.side.pool, decode.outbound);
-        let outgoing = Outgoing::new(bodies.decode(transfer, None), request_id).to(pool.protocol());
+        let outgoing = self.outgoing(bodies.decode(transfer, None), request_id);
         let request = decode.request(outgoing).map_err(SplitError::Decode)?;
         decode.sent.begin();
         let status = Arc::new(AtomicU16::new(0));
@@ -347,8 +351,7 @@ impl<'a> Split<'a> {
             tries.excluded.extend(siblings(&self.side.model, placement.rank()));
         }
         let is_unreachable = failure.is_unreachable();
-        tries.reports.add(&placement, &failure, sent);
-        tries.failures.add(failure);
+        tries.reports.add(&placement, failure, sent);
         is_unreachable || outbound.takes_retry()
     }
 }

@@ -137,12 +137,11 @@ async fn state_of(model: &Model, window: &mut HitWindow) -> ModelState {
     let others = other_sentences(model, &facts, &names, pending.is_some());
     let eligible = router.eligible_ranks();
     let down = facts.router.state.err().map(|down| down.to_string());
-    let troubled = assessed.iter().filter_map(|rank| Some((rank, rank.name(), rank.problems.first()?)));
-    let troubled: Vec<(&Assessed<'_>, String, &Problem)> = troubled.collect();
-    let rank_problems: Vec<_> = troubled
-        .iter()
-        .map(|(rank, name, problem)| RankProblem { engine: worker_name(&rank.worker.config.endpoint), name, problem })
-        .collect();
+    let rank_problem = |rank: &Assessed<'_>| {
+        let engine = worker_name(&rank.worker.config.endpoint).to_owned();
+        Some(RankProblem { engine, name: rank.name(), problem: rank.problems.first()?.clone() })
+    };
+    let rank_problems: Vec<_> = assessed.iter().filter_map(rank_problem).collect();
     let (level, sentence) = assess::model(
         &ModelFacts {
             down: down.as_deref(),
@@ -235,7 +234,7 @@ fn other_problems(facts: &Facts) -> impl Iterator<Item = &str> {
 }
 
 /// Problems of discovery, without those of engines whose ranks have problems of their own: the cause is the same.
-fn discovery_problems(router: &Router, workers: &[WorkerEntry], ranks: &[RankProblem<'_>]) -> Vec<DiscoveryProblem> {
+fn discovery_problems(router: &Router, workers: &[WorkerEntry], ranks: &[RankProblem]) -> Vec<DiscoveryProblem> {
     let mut problems = Vec::new();
     for source in router.discovery() {
         let refused = source.refused.values().map(String::as_str);

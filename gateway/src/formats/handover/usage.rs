@@ -11,6 +11,7 @@ use axum::body::Bytes;
 
 use super::PromptLogprobs;
 use super::object::ObjectText;
+use crate::formats::json::with_changed_parts;
 
 /// Maximum size of a buffered body or event line. Longer ones pass unchanged.
 const BUFFERED_BYTES_MAX: usize = 16 << 20;
@@ -161,22 +162,11 @@ impl CachedTokensRewriter {
         if !(has_usage || has_parameters || has_logprobs) {
             return None;
         }
-        let mut rewritten: Option<Vec<u8>> = None;
-        let mut at = 0;
-        for line in lines.split_inclusive(|byte| *byte == b'\n') {
-            let changed = match line.len() <= self.bytes_max {
-                true => self.rewritten_line(line, cached_tokens),
-                false => None,
-            };
-            match (changed, &mut rewritten) {
-                (Some(changed), None) => rewritten = Some([&lines[..at], &changed].concat()),
-                (Some(changed), Some(rewritten)) => rewritten.extend_from_slice(&changed),
-                (None, Some(rewritten)) => rewritten.extend_from_slice(line),
-                (None, None) => {}
-            }
-            at += line.len();
-        }
-        rewritten
+        let first = |lines: &[u8]| lines.iter().position(|byte| *byte == b'\n').map_or(lines.len(), |at| at + 1);
+        with_changed_parts(lines, first, |line| match line.len() <= self.bytes_max {
+            true => self.rewritten_line(line, cached_tokens),
+            false => None,
+        })
     }
 
     /// Rewrites a line of an event stream; `None` if it does not change.

@@ -49,14 +49,14 @@ pub struct Problem {
 }
 
 /// The most serious problem of a rank.
-#[derive(Clone, Copy, Debug)]
-pub struct RankProblem<'a> {
+#[derive(Clone, Debug)]
+pub struct RankProblem {
     /// Name of its worker.
-    pub engine: &'a str,
+    pub engine: String,
     /// Name of the rank.
-    pub name: &'a str,
+    pub name: String,
     /// The problem.
-    pub problem: &'a Problem,
+    pub problem: Problem,
 }
 
 /// An engine that discovery names and that is not registered, or cannot be probed.
@@ -178,7 +178,7 @@ pub struct ModelFacts<'a> {
 /// Level and state of a model in one sentence, given the most serious problem of each rank with one: each cause once, with
 /// its engines or ranks, and the consequence last.
 #[must_use]
-pub fn model(facts: &ModelFacts<'_>, rank_problems: &[RankProblem<'_>]) -> (Level, String) {
+pub fn model(facts: &ModelFacts<'_>, rank_problems: &[RankProblem]) -> (Level, String) {
     let ModelFacts { registered, eligible, .. } = *facts;
     let mut problems = Vec::new();
     if let Some(down) = facts.down {
@@ -244,18 +244,18 @@ fn of_load(facts: &ModelFacts<'_>) -> Option<Problem> {
 }
 
 /// The problems of ranks, each once with its engines or ranks.
-fn of_ranks(problems: &[RankProblem<'_>], facts: &ModelFacts<'_>) -> Vec<Problem> {
-    let mut groups = BTreeMap::<(Reverse<Level>, Complaint), Vec<&RankProblem<'_>>>::new();
+fn of_ranks(problems: &[RankProblem], facts: &ModelFacts<'_>) -> Vec<Problem> {
+    let mut groups = BTreeMap::<(Reverse<Level>, Complaint), Vec<&RankProblem>>::new();
     for known in problems {
         groups.entry((Reverse(known.problem.level), Complaint::of(&known.problem.text))).or_default().push(known);
     }
-    let shown = |((level, complaint), ranks): ((Reverse<Level>, Complaint), Vec<&RankProblem<'_>>)| {
-        let engines: BTreeSet<&str> = ranks.iter().map(|rank| rank.engine).collect();
+    let shown = |((level, complaint), ranks): ((Reverse<Level>, Complaint), Vec<&RankProblem>)| {
+        let engines: BTreeSet<&str> = ranks.iter().map(|rank| rank.engine.as_str()).collect();
         let is_of_engines = complaint.is_of_engine || facts.registered == facts.engines;
         let subject = match (is_of_engines, ranks.as_slice()) {
             (true, _) => Subject { noun: "engine", names: engines.into_iter().collect(), of: facts.engines },
             (false, ranks) => {
-                let names = ranks.iter().map(|rank| rank.name).collect();
+                let names = ranks.iter().map(|rank| rank.name.as_str()).collect();
                 Subject { noun: "rank", names, of: facts.registered }
             }
         };
@@ -475,13 +475,11 @@ mod tests {
 
     /// Sentence about ranks `ENGINE/RANK` with these problems.
     fn sentence(facts: &ModelFacts<'_>, problems: &[(&'static str, Level, &str)]) -> String {
-        let problems: Vec<_> =
-            problems.iter().map(|(name, level, text)| (*name, Problem::new(*level, *text))).collect();
-        let mut known = Vec::new();
-        for (name, problem) in &problems {
-            known.push(RankProblem { engine: &name[..name.len() - 2], name, problem });
-        }
-        model(facts, &known).1
+        let known = problems.iter().map(|(name, level, text)| {
+            let engine = name[..name.len() - 2].to_owned();
+            RankProblem { engine, name: (*name).to_owned(), problem: Problem::new(*level, *text) }
+        });
+        model(facts, &known.collect::<Vec<_>>()).1
     }
 
     #[test]

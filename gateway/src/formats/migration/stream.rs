@@ -10,6 +10,7 @@ use super::chunk::{Choice, Chunk, Edits, Usage};
 use super::request::ResumableRequest;
 use super::sent_output::SentOutput;
 use crate::formats::handover::object::ObjectText;
+use crate::formats::json::with_changed_parts;
 
 /// Maximum size of a withheld event. A longer one passes in parts and ends the resumability.
 const EVENT_BYTES_MAX: usize = 4 << 20;
@@ -226,19 +227,7 @@ impl StreamJoiner {
 
     /// Reads whole events. Without changes, the result is the input.
     fn process(&mut self, events: Bytes) -> Bytes {
-        let (mut edited, mut at): (Option<Vec<u8>>, usize) = (None, 0);
-        while at < events.len() {
-            let end = at + first_event_end(&events[at..]);
-            let event = &events[at..end];
-            match (self.step(event), &mut edited) {
-                (None, None) => {}
-                (None, Some(edited)) => edited.extend_from_slice(event),
-                (Some(new), Some(edited)) => edited.extend_from_slice(&new),
-                (Some(new), edited @ None) => *edited = Some([&events[..at], &new].concat()),
-            }
-            at = end;
-        }
-        edited.map_or(events, Bytes::from)
+        with_changed_parts(&events, first_event_end, |event| self.step(event)).map_or(events, Bytes::from)
     }
 
     /// What replaces an event, nothing for a dropped one; `None` if it passes.
