@@ -2,7 +2,6 @@
 
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::{Parser, Subcommand};
 use metrics_exporter_prometheus::PrometheusBuilder;
@@ -50,48 +49,27 @@ enum Command {
     Report(Page),
 }
 
-/// Whether a reader of the output has closed it, as `head` does.
-static IS_UNREAD: AtomicBool = AtomicBool::new(false);
-
-/// Standard output that notices a closed pipe.
-struct Output(io::Stdout);
-
-impl Write for Output {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.write(bytes).inspect_err(note_closed)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.0.flush().inspect_err(note_closed)
-    }
-}
-
-fn note_closed(error: &io::Error) {
-    if error.kind() == ErrorKind::BrokenPipe {
-        IS_UNREAD.store(true, Ordering::Relaxed);
-    }
-}
-
-fn stdout() -> Output {
-    Output(io::stdout())
+/// Returns whether a run ended because a reader of its output, such as `head`, closed the pipe.
+fn is_closed_pipe(error: &Failed) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)
 }
 
 fn main() -> ExitCode {
     let done = match Arguments::parse().command {
         Command::Replay(replay) => run(&replay),
-        Command::Events(events) => events.run().and_then(|report| Ok(report.write(stdout(), events.json)?)),
-        Command::Simulate(simulate) => simulate.run(stdout(), io::stderr()),
-        Command::Compare(compare) => compare.run(stdout(), io::stderr()),
-        Command::Suite(suite) => suite.run(stdout(), io::stderr()),
-        Command::Drill(drill) => drill.run(stdout()),
+        Command::Events(events) => events.run().and_then(|report| Ok(report.write(io::stdout(), events.json)?)),
+        Command::Simulate(simulate) => simulate.run(io::stdout(), io::stderr()),
+        Command::Compare(compare) => compare.run(io::stdout(), io::stderr()),
+        Command::Suite(suite) => suite.run(io::stdout(), io::stderr()),
+        Command::Drill(drill) => drill.run(io::stdout()),
         Command::Hold(hold) => held(&hold),
-        Command::Load(load) => load.run(stdout(), io::stderr()),
-        Command::CompareEndpoints(compare) => compare.run(stdout(), io::stderr()),
+        Command::Load(load) => load.run(io::stdout(), io::stderr()),
+        Command::CompareEndpoints(compare) => compare.run(io::stdout(), io::stderr()),
         Command::Report(page) => page.write(),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        Err(_) if IS_UNREAD.load(Ordering::Relaxed) => ExitCode::SUCCESS,
+        Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             // A write error on standard error is ignored, because there is no other output.
             let _ = writeln!(io::stderr(), "error: {error}");
@@ -107,7 +85,7 @@ fn run(replay: &Replay) -> Result<(), Failed> {
     if let Some(metrics) = metrics {
         write!(io::stderr(), "{}", metrics.render())?;
     }
-    Ok(report.write(stdout(), replay.json)?)
+    Ok(report.write(io::stdout(), replay.json)?)
 }
 
 fn held(hold: &Hold) -> Result<(), Failed> {
@@ -116,7 +94,7 @@ fn held(hold: &Hold) -> Result<(), Failed> {
         metrics.run_upkeep();
         metrics.render()
     };
-    hold.run(render, stdout())
+    hold.run(render, io::stdout())
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use super::jobs::in_parallel;
 use super::{Comparison, Policied};
 use crate::Failed;
 use crate::progress::Progress;
-use crate::results::{Summary, unwritten};
+use crate::results::Summary;
 use crate::simulate::{self, Simulate};
 use crate::targets::Embedded;
 
@@ -40,7 +40,7 @@ impl Compare {
         let seeds = seeds(self.simulate.router.seed, self.seeds);
         let comparison = simulated(&self.simulate, &self.policies, &seeds, self.jobs)?;
         self.simulate.reporting.admit(&comparison.warnings(), warnings_out)?;
-        comparison.write(out, self.simulate.reporting.json).map_err(unwritten)
+        Ok(comparison.write(out, self.simulate.reporting.json)?)
     }
 }
 

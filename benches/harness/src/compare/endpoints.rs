@@ -8,7 +8,7 @@ use super::Comparison;
 use super::command::seeds;
 use crate::Failed;
 use crate::load::Load;
-use crate::results::{Summary, unwritten};
+use crate::results::Summary;
 
 /// Several endpoints under the same load, one after the other.
 ///
@@ -38,7 +38,7 @@ impl CompareEndpoints {
         let comparison = Comparison::run(&urls, &seeds(self.load.seed, self.seeds), |url, seed| self.one(url, seed))?;
         let reporting = &self.load.reporting;
         reporting.admit(&comparison.warnings(), warnings_out)?;
-        comparison.write(out, reporting.json).map_err(unwritten)
+        Ok(comparison.write(out, reporting.json)?)
     }
 
     fn one(&self, url: &str, seed: u64) -> Result<Summary, Failed> {

@@ -68,10 +68,7 @@ impl Figure {
     /// Returns whether a lower value is better.
     #[must_use]
     pub fn is_time(self) -> bool {
-        match self {
-            Self::TtftMean | Self::TtftP99 | Self::E2eMean | Self::E2eP99 | Self::ItlP99 => true,
-            Self::HitRate => false,
-        }
+        self != Self::HitRate
     }
 
     /// Improvement expressed by a ratio: above 1 better, below 1 worse.

@@ -6,10 +6,9 @@
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
-use std::sync::Arc;
 
-use clap::{Args, ValueEnum};
-use pointsman_trial::kv_events::{self, Encoder};
+use clap::Args;
+use pointsman_trial::kv_events::Dialect;
 use pointsman_trial::workload::Prompt;
 use serde::{Deserialize, Serialize};
 
@@ -24,28 +23,6 @@ mod stages;
 mod tests;
 
 pub use report::{EventsReport, Figures, Stage};
-
-/// Layout of an event.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Dialect {
-    /// As a map, like vLLM from 0.24 on
-    #[default]
-    Map,
-    /// As an array, like older vLLM
-    Array,
-}
-
-impl Dialect {
-    /// Event encoder of a single-rank engine.
-    fn encoder(self, block_size: u32) -> Encoder {
-        let layout = match self {
-            Self::Map => kv_events::Dialect::VllmMap,
-            Self::Array => kv_events::Dialect::VllmArray,
-        };
-        Encoder { format: layout.into(), block_size, rank: 0, lora_ids: Arc::default() }
-    }
-}
 
 /// Arguments of one measurement.
 #[derive(Args, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

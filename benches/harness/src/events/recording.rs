@@ -4,7 +4,10 @@
 //! waiting requests, so that its load and its cache contention are maximal. The batches of all engines are merged by
 //! modelled time.
 
+use std::sync::Arc;
+
 use pointsman_trial::engine::{CacheEvent, EngineConfig, Rank, RequestSpec, Tier};
+use pointsman_trial::kv_events::Encoder;
 use pointsman_trial::workload::Prompt;
 
 use super::Events;
@@ -64,7 +67,8 @@ impl Recording {
 pub(super) fn record(options: &Events, prompts: &[Prompt]) -> Result<Recording, Failed> {
     let tokens_max = prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
     let mut recording = Recording::default();
-    let encoder = options.dialect.encoder(options.block_size.get());
+    let (format, block_size) = (options.dialect.into(), options.block_size.get());
+    let encoder = Encoder { format, block_size, rank: 0, lora_ids: Arc::default() };
     for engine in 0..options.ranks {
         let mut rank = Rank::new(EngineConfig {
             block_size: options.block_size.get(),

@@ -19,25 +19,17 @@ use pointsman::{
 use super::Events;
 use super::recording::Recording;
 use crate::Failed;
-use crate::measure::{Stopwatch, thread_cpu};
+use crate::measure::thread_cpu;
 
-/// Duration of one run of one stage.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Took {
-    /// CPU time of this thread.
-    pub(super) cpu: Duration,
-    pub(super) wall: Duration,
-}
-
-/// Durations of one run of all stages.
+/// CPU times of one run of all stages.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StageTimes {
     /// Hashing of the stored tokens from memory.
-    pub(super) hash: Took,
+    pub(super) hash: Duration,
     /// Decoding from bytes to events.
-    pub(super) decode_hash: Took,
+    pub(super) decode_hash: Duration,
     /// Decoding from bytes into the index.
-    pub(super) decode_hash_apply: Took,
+    pub(super) decode_hash_apply: Duration,
 }
 
 /// Runs each stage once, with new decoders and an empty index.
@@ -116,8 +108,8 @@ fn rank(engine: u32) -> WorkerRank {
     WorkerRank::new(WorkerId(engine.into()), 0)
 }
 
-fn timed<T>(work: impl FnOnce() -> T) -> (Took, T) {
-    let (wall, cpu) = (Stopwatch::start(), thread_cpu());
+fn timed<T>(work: impl FnOnce() -> T) -> (Duration, T) {
+    let begun = thread_cpu();
     let done = work();
-    (Took { cpu: thread_cpu() - cpu, wall: wall.elapsed() }, done)
+    (thread_cpu() - begun, done)
 }

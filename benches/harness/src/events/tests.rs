@@ -1,4 +1,5 @@
 use std::num::NonZeroU32;
+use std::sync::Arc;
 
 use clap::Parser;
 use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
@@ -8,6 +9,7 @@ use pointsman::{
     internals::wire::{DecoderLimits, WireConfig},
 };
 use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec};
+use pointsman_trial::kv_events::Encoder;
 use serde_json::Value;
 
 use super::*;
@@ -27,7 +29,7 @@ fn small() -> Events {
 #[test]
 fn both_layouts_contain_the_same_blocks() {
     let map = small().run().expect("maps are read and applied");
-    let array = Events { dialect: Dialect::Array, ..small() }.run().expect("arrays are read and applied");
+    let array = Events { dialect: Dialect::VllmArray, ..small() }.run().expect("arrays are read and applied");
     assert!(map.removed_blocks > 100 && map.stored_blocks > map.removed_blocks, "{map:?}");
     assert_eq!((map.stored_blocks, map.removed_blocks), (array.stored_blocks, array.removed_blocks));
     assert_eq!((map.requests, map.messages), (40, array.messages));
@@ -55,16 +57,17 @@ fn decoded_batches_match_the_engine() {
     // The second prompt only fits after the eviction of the first one's last block.
     let prompts = [(0..16).collect::<Vec<_>>(), [0, 1, 2, 3].into_iter().chain(70_000..70_014).collect()];
     let id = WorkerRank::new(WorkerId(3), 0);
-    for dialect in [Dialect::Map, Dialect::Array] {
+    for dialect in [Dialect::VllmMap, Dialect::VllmArray] {
         let config =
             WireConfig { rank: id, ranks: 0..1, block_size, is_eagle: false, limits: DecoderLimits::default() };
         let mut decoder = Decoder::new(config);
+        let encoder = Encoder { format: dialect.into(), block_size: 4, rank: 0, lora_ids: Arc::default() };
         engine.reset_cache().expect("no request holds blocks");
         let mut decoded: Vec<RouterEvent> = Vec::new();
         for (request, prompt) in (0..).zip(&prompts) {
             engine.submit(RequestSpec::new(request, &prompt[..], 1)).expect("accepted");
             let step = engine.step().expect("a request waits");
-            let report = decoder.decode(&dialect.encoder(4).batch(1e-6, &step.events), &mut decoded);
+            let report = decoder.decode(&encoder.batch(1e-6, &step.events), &mut decoded);
             assert!(report.findings.is_empty(), "{report:?}");
         }
         let names = |event: &RouterEvent| match &event.data {
@@ -109,7 +112,7 @@ fn json_is_one_line_and_round_trips() {
     }
     let mut text = Vec::new();
     report.write(&mut text, false).expect("written");
-    assert!(String::from_utf8(text).expect("text").contains("decode, hash, apply"));
+    assert!(String::from_utf8(text).expect("text").contains("decode_hash_apply.best.cpu_ms"));
 }
 
 #[test]

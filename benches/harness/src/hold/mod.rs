@@ -29,11 +29,11 @@ use crate::Failed;
 use crate::fleet::{Fleet, Setup};
 use crate::measure::{Stopwatch, process_cpu, rss_bytes};
 use crate::progress::Progress;
-use crate::replay::{Gaps, pace};
-use crate::results::write_json;
+use crate::replay::{Gaps, Percentiles, pace};
+use crate::results::write_figures;
 use crate::targets::{Embedded, Target as _, not_started};
 use rank::{HeldRank, prompt};
-use report::HoldReport;
+use report::{HoldReport, Resident};
 
 /// Tokens per block.
 const BLOCK_SIZE: u32 = 64;
@@ -87,13 +87,9 @@ impl Hold {
     ///
     /// # Errors
     /// A request failed, or bookings, load, waiting requests or index blocks were left.
-    pub fn run(&self, metrics: impl Fn() -> String + Send + Sync + 'static, mut out: impl Write) -> Result<(), Failed> {
+    pub fn run(&self, metrics: impl Fn() -> String + Send + Sync + 'static, out: impl Write) -> Result<(), Failed> {
         let report = crate::runtime(self.threads.into())?.block_on(self.hold(Arc::new(metrics)))?;
-        if self.json {
-            write_json(&mut out, &report)?;
-        } else {
-            writeln!(out, "{report}")?;
-        }
+        write_figures(out, &report, self.json)?;
         report.violation().map_or(Ok(()), |violation| Err(format!("failed: {violation}").into()))
     }
 
@@ -178,7 +174,7 @@ impl Shared {
     fn send_all(self: Arc<Self>, runtime: &Handle) -> (JoinSet<()>, HoldReport) {
         let rate = u64::from(self.hold.rate.get());
         let (warm_up, measured) = (u64::from(self.hold.warm_up_s) * rate, u64::from(self.hold.seconds) * rate);
-        let (mut tasks, mut report) = (JoinSet::new(), HoldReport::default());
+        let (mut tasks, mut report, mut rss) = (JoinSet::new(), HoldReport::default(), Vec::new());
         let (mut started, mut cpu) = (Stopwatch::start(), process_cpu());
         let progress = Progress::new((self.hold.warm_up_s + self.hold.seconds) as usize, "seconds");
         let mut numbers = 0..warm_up + measured;
@@ -191,7 +187,7 @@ impl Shared {
                 report.index_blocks[0] = self.index_blocks();
             }
             if n >= warm_up && (n - warm_up).is_multiple_of(rate) {
-                report.rss_bytes.extend(rss_bytes());
+                rss.extend(rss_bytes());
             }
             progress.add(usize::from((n + 1).is_multiple_of(rate)));
             if n.is_multiple_of(SCRAPE_S * rate) {
@@ -206,12 +202,14 @@ impl Shared {
         });
         report.wall_s = started.elapsed().as_secs_f64();
         report.cpu_s = (process_cpu() - cpu).as_secs_f64();
-        report.rss_bytes.extend(rss_bytes());
+        rss.extend(rss_bytes());
+        report.rss = Resident::of(&rss);
         report.routed = self.ended.load(Relaxed) - report.routed;
         report.events = self.events.load(Relaxed) - report.events;
         report.inflight = lock(&self.held).len();
         let times = std::mem::replace(&mut *lock(&self.route_ns), histogram());
-        report.route_us = [0.5, 0.99, 0.999, 1.0].map(|quantile| times.value_at_quantile(quantile) as f64 / 1e3);
+        let [p50, p99, p999, max] = [0.5, 0.99, 0.999, 1.0].map(|share| times.value_at_quantile(share) as f64 / 1e3);
+        (report.route_us, report.route_us_max) = (Percentiles { p50, p99, p999 }, max);
         report.index_blocks[1] = self.index_blocks();
         (tasks, report)
     }

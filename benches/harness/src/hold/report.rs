@@ -1,8 +1,8 @@
 //! Report of a held load.
 
-use std::fmt;
-
 use serde::Serialize;
+
+use crate::replay::Percentiles;
 
 /// Figures of one run.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -19,10 +19,12 @@ pub(super) struct HoldReport {
     pub(super) inflight: usize,
     /// Indexed blocks at its start and end.
     pub(super) index_blocks: [u64; 2],
-    /// Time from the scheduled arrival to the placement: p50, p99, p99.9, maximum.
-    pub(super) route_us: [f64; 4],
-    /// Resident memory, once per second.
-    pub(super) rss_bytes: Vec<u64>,
+    /// Time from the scheduled arrival to the placement.
+    pub(super) route_us: Percentiles,
+    /// Longest of these times.
+    pub(super) route_us_max: f64,
+    /// Resident memory.
+    pub(super) rss: Resident,
     /// Restarts of actors.
     pub(super) restarts: u64,
     /// Hangs that the watchdog detected: labels and count.
@@ -59,6 +61,28 @@ impl HoldReport {
     }
 }
 
+/// Resident memory in MiB, from one sample per second.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(super) struct Resident {
+    /// At the end.
+    end_mib: f64,
+    /// Slope over the measured time.
+    mib_per_minute: f64,
+    /// Slope over its second half.
+    mib_per_minute_of_half: f64,
+}
+
+impl Resident {
+    pub(super) fn of(rss_bytes: &[u64]) -> Self {
+        const MIB: f64 = (1 << 20) as f64;
+        Self {
+            end_mib: rss_bytes.last().copied().unwrap_or_default() as f64 / MIB,
+            mib_per_minute: slope(rss_bytes) * 60.0 / MIB,
+            mib_per_minute_of_half: slope(&rss_bytes[rss_bytes.len() / 2..]) * 60.0 / MIB,
+        }
+    }
+}
+
 /// Slope of equally spaced samples per step, by least squares; 0 for fewer than two.
 fn slope(samples: &[u64]) -> f64 {
     let n = samples.len() as f64;
@@ -70,51 +94,6 @@ fn slope(samples: &[u64]) -> f64 {
         variance += x * x;
     }
     if variance == 0.0 { 0.0 } else { covariance / variance }
-}
-
-impl fmt::Display for HoldReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const MIB: f64 = (1 << 20) as f64;
-        let [p50, p99, p999, max] = self.route_us;
-        let per_second = |count: u64| count as f64 / self.wall_s;
-        writeln!(f, "measured time      {:.1} s, {:.1} s of CPU time", self.wall_s, self.cpu_s)?;
-        writeln!(
-            f,
-            "requests routed    {} ({:.0}/s), {} in flight",
-            self.routed,
-            per_second(self.routed),
-            self.inflight
-        )?;
-        writeln!(
-            f,
-            "KV events          {} ({:.0}/s), {} blocks indexed at the start, {} at the end",
-            self.events,
-            per_second(self.events),
-            self.index_blocks[0],
-            self.index_blocks[1]
-        )?;
-        writeln!(f, "route              p50 {p50:.1} µs, p99 {p99:.1} µs, p99.9 {p999:.1} µs, maximum {max:.1} µs")?;
-        let (half, last) = (&self.rss_bytes[self.rss_bytes.len() / 2..], self.rss_bytes.last().copied().unwrap_or(0));
-        writeln!(
-            f,
-            "resident memory    {:.1} MiB at the end, slope {:+.3} MiB/min over all, {:+.3} MiB/min over the second half",
-            last as f64 / MIB,
-            slope(&self.rss_bytes) * 60.0 / MIB,
-            slope(half) * 60.0 / MIB
-        )?;
-        writeln!(
-            f,
-            "failures           {}, restarts of actors {}, hangs {:?}",
-            self.failures.len(),
-            self.restarts,
-            self.hangs
-        )?;
-        write!(
-            f,
-            "left at the end    {} bookings, {} booked blocks, {} waiting requests, {} index blocks",
-            self.left_bookings, self.left_blocks, self.left_waiting, self.left_index_blocks
-        )
-    }
 }
 
 #[cfg(test)]

@@ -2,9 +2,9 @@
 //!
 //! The page is self-contained: it uses neither the network nor scripts. All external text is [`Escaped`].
 
-use std::fmt::{self, Display, Write};
+use std::fmt::{self, Write};
 
-use super::inputs::Section;
+use super::escaped::Escaped;
 use super::plot;
 use super::sections;
 use crate::compare::text::{ratio, shown};
@@ -12,6 +12,7 @@ use crate::compare::view::View;
 use crate::compare::{Comparison, Contender, Figure};
 use crate::results::Summary;
 use crate::results::text::{percent, time};
+use crate::suite::Row;
 
 /// System colours follow the browser's light or dark mode.
 const STYLE: &str = "
@@ -37,24 +38,8 @@ figcaption { font-size: .85rem; opacity: .8; margin-top: .3rem; }
 .facts dd { margin: 0 0 .2rem 9rem; }
 ";
 
-/// External text with HTML's special characters escaped.
-pub(super) struct Escaped<'a>(pub(super) &'a str);
-
-impl Display for Escaped<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.chars().try_for_each(|char| match char {
-            '&' => f.write_str("&amp;"),
-            '<' => f.write_str("&lt;"),
-            '>' => f.write_str("&gt;"),
-            '"' => f.write_str("&quot;"),
-            '\'' => f.write_str("&#39;"),
-            other => f.write_char(other),
-        })
-    }
-}
-
 /// Creates the whole page.
-pub(super) fn page(sections: &[Section]) -> Result<String, fmt::Error> {
+pub(super) fn page(sections: &[Row]) -> Result<String, fmt::Error> {
     let mut html = String::new();
     write!(
         html,
@@ -66,9 +51,9 @@ pub(super) fn page(sections: &[Section]) -> Result<String, fmt::Error> {
         overview(&mut html, sections)?;
     }
     for (number, section) in sections.iter().enumerate() {
-        write!(html, "<section id=\"w{number}\">\n<h2>{}</h2>\n", Escaped(&section.title))?;
-        if !section.note.is_empty() {
-            writeln!(html, "<p>{}</p>", Escaped(&section.note))?;
+        write!(html, "<section id=\"w{number}\">\n<h2>{}</h2>\n", Escaped(&section.name))?;
+        if !section.why.is_empty() {
+            writeln!(html, "<p>{}</p>", Escaped(&section.why))?;
         }
         warnings(&mut html, &section.comparison)?;
         policies(&mut html, &section.comparison)?;
@@ -81,23 +66,19 @@ pub(super) fn page(sections: &[Section]) -> Result<String, fmt::Error> {
 }
 
 /// Overview of all workloads: ratios of mean times to the first policy, and verdicts.
-fn overview(html: &mut String, sections: &[Section]) -> fmt::Result {
+fn overview(html: &mut String, sections: &[Row]) -> fmt::Result {
     html.push_str("<div class=\"scroll\"><table>\n<tr><th>workload</th><th class=\"word\">policy</th>");
     for figure in Figure::ALL {
         write!(html, "<th>{}</th>", figure.title())?;
     }
     html.push_str("<th class=\"word\">verdict</th></tr>\n");
     for (number, section) in sections.iter().enumerate() {
-        let Some((first, others)) = section.comparison.contenders.split_first() else { continue };
-        for contender in others {
-            write!(html, "<tr><td><a href=\"#w{number}\">{}</a></td>", Escaped(&section.title))?;
-            write!(html, "<td class=\"word\">{}</td>", Escaped(&contender.name))?;
-            for figure in Figure::ALL {
-                let shown =
-                    contender.ratios.get(&figure).map_or_else(|| "–".to_owned(), |of| format!("{:.3}", of.ratio));
-                write!(html, "<td>{shown}</td>")?;
-            }
-            writeln!(html, "<td class=\"word\">{}</td></tr>", Escaped(&View::of(first, contender).judgement()))?;
+        for cells in section.verdicts() {
+            let [workload, policy, figures @ .., verdict] = &cells[..] else { continue };
+            write!(html, "<tr><td><a href=\"#w{number}\">{}</a></td>", Escaped(workload))?;
+            write!(html, "<td class=\"word\">{}</td>", Escaped(policy))?;
+            figures.iter().try_for_each(|figure| write!(html, "<td>{figure}</td>"))?;
+            writeln!(html, "<td class=\"word\">{}</td></tr>", Escaped(verdict))?;
         }
     }
     html.push_str("</table></div>\n");

@@ -12,25 +12,14 @@ use serde_json::Value;
 
 use crate::compare::Comparison;
 use crate::results::{SCHEMA_VERSION, Summary};
-use crate::suite::Suite;
+use crate::suite::{Row, Suite};
 use crate::{Failed, unusable};
 
 /// Maximum size of a file in bytes, far above any suite and far below the memory of a machine.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 
-/// One workload of a page.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct Section {
-    /// Title of the section.
-    pub(super) title: String,
-    /// Purpose of the workload.
-    pub(super) note: String,
-    /// Results of the workload.
-    pub(super) comparison: Comparison,
-}
-
 /// Sections of all files, in the given order. A file contains any number of JSON objects.
-pub(super) fn read(paths: &[PathBuf]) -> Result<Vec<Section>, Failed> {
+pub(super) fn read(paths: &[PathBuf]) -> Result<Vec<Row>, Failed> {
     let mut sections = Vec::new();
     let mut single = Vec::new();
     for path in paths {
@@ -39,11 +28,7 @@ pub(super) fn read(paths: &[PathBuf]) -> Result<Vec<Section>, Failed> {
             match kind(path, value.map_err(json)?)? {
                 Kind::Summary(run) => single.push(*run),
                 Kind::Comparison(comparison) => sections.push(section(comparison)),
-                Kind::Suite(suite) => sections.extend(suite.rows.into_iter().map(|row| Section {
-                    title: row.name,
-                    note: row.why,
-                    comparison: row.comparison,
-                })),
+                Kind::Suite(suite) => sections.extend(suite.rows),
             }
         }
     }
@@ -51,13 +36,13 @@ pub(super) fn read(paths: &[PathBuf]) -> Result<Vec<Section>, Failed> {
     if sections.is_empty() { Err("no results in the files given".into()) } else { Ok(sections) }
 }
 
-fn section(comparison: Comparison) -> Section {
+fn section(comparison: Comparison) -> Row {
     let first = comparison.contenders.first().and_then(|first| first.runs.first());
-    let title = first.map_or_else(String::new, |run| {
+    let name = first.map_or_else(String::new, |run| {
         let ranks = u64::from(run.workers) * u64::from(run.dp_size);
         if ranks > 0 { format!("{}, {ranks} ranks", run.workload) } else { run.workload.clone() }
     });
-    Section { title, note: String::new(), comparison }
+    Row { name, why: String::new(), comparison }
 }
 
 fn text(path: &Path) -> Result<String, Failed> {
@@ -147,9 +132,9 @@ mod tests {
         let lines: Vec<_> = runs.iter().map(|run| serde_json::to_string(run).expect("json")).collect();
         let (first, second) = (file("a", &lines[..2].join("\n")), file("b", &lines[2..].join("\n")));
         let sections = read(&[first.clone(), second.clone()]).expect("read");
-        let of = |section: &Section| {
+        let of = |section: &Row| {
             let names = section.comparison.contenders.iter().map(|contender| contender.name.clone());
-            (section.title.clone(), names.collect::<Vec<_>>(), section.comparison.seeds.clone())
+            (section.name.clone(), names.collect::<Vec<_>>(), section.comparison.seeds.clone())
         };
         assert_eq!(
             of(&sections[0]),

@@ -3,6 +3,7 @@
 //! The page is self-contained. It shows the results of other subcommands, read from their JSON.
 
 mod axis;
+mod escaped;
 mod html;
 mod inputs;
 mod plot;

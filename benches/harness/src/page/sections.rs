@@ -5,7 +5,7 @@
 use std::fmt::{self, Write};
 
 use super::axis::Axis;
-use super::html::Escaped;
+use super::escaped::Escaped;
 use super::plot::{self, Band, Polyline};
 use crate::compare::Comparison;
 use crate::results::Series;

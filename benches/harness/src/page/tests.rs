@@ -1,10 +1,10 @@
 use super::html::page;
-use super::inputs::Section;
 use crate::compare::Comparison;
 use crate::compare::tests::summary;
 use crate::results::RankSample;
 use crate::results::tests::{request, run};
 use crate::results::{Series, Summary};
+use crate::suite::Row;
 
 /// A run on three ranks, with all data for plots.
 fn plotted(policy: &str, seed: u64, times: f64) -> Summary {
@@ -13,8 +13,6 @@ fn plotted(policy: &str, seed: u64, times: f64) -> Summary {
         at_us: number * 20_000,
         rank: (number % 3) as u32,
         requests: (number % 7) as u32,
-        prefill_tokens: 0,
-        used_blocks: 0,
         prompt_tokens_total: 1_000 * number,
         cached_tokens_total: 400 * number,
     };
@@ -23,12 +21,12 @@ fn plotted(policy: &str, seed: u64, times: f64) -> Summary {
     Summary { series: Some(Series::of(&run)), ..summary(policy, seed, times) }
 }
 
-fn section(title: &str, runs: Vec<(&str, Vec<Summary>)>) -> Section {
+fn section(title: &str, runs: Vec<(&str, Vec<Summary>)>) -> Row {
     let runs = runs.into_iter().map(|(name, runs)| (name.to_owned(), runs)).collect();
-    Section { title: title.into(), note: "Why it is there.".into(), comparison: Comparison::of_runs(runs) }
+    Row { name: title.into(), why: "Why it is there.".into(), comparison: Comparison::of_runs(runs) }
 }
 
-fn both() -> Section {
+fn both() -> Row {
     let runs = |policy, times| (1..=3).map(|seed| plotted(policy, seed, times * seed as f64)).collect();
     section("chat", vec![("kv", runs("kv", 1.0)), ("latency", runs("latency", 0.8))])
 }

@@ -6,8 +6,7 @@ use std::ops::Deref;
 use serde::{Deserialize, Serialize};
 
 use super::Replay;
-use crate::fleet::policy_name;
-use crate::results::write_json;
+use crate::results::write_figures;
 
 /// Figures of the measured half of one run, with the arguments of the run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -48,7 +47,7 @@ pub struct Figures {
 }
 
 /// Percentiles of a latency distribution in µs, accurate to 0.1 %.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Percentiles {
     /// Median.
     pub p50: f64,
@@ -72,49 +71,7 @@ impl Report {
     /// # Errors
     /// `out` fails.
     pub fn write(&self, out: impl Write, json: bool) -> io::Result<()> {
-        if json { write_json(out, self) } else { self.write_text(out) }
-    }
-
-    /// Source of the requests: clients or a rate.
-    fn source(&self) -> String {
-        match self.options.rate {
-            Some(rate) => format!("{rate} requests a second"),
-            None => {
-                let turns = if self.options.common.take_turns { " in turn" } else { "" };
-                format!("{} clients{turns}", self.options.clients)
-            }
-        }
-    }
-
-    fn write_text(&self, mut out: impl Write) -> io::Result<()> {
-        let (options, common) = (&self.options, &self.options.common);
-        let Percentiles { p50, p99, p999 } = self.route_us;
-        let mib = |bytes: Option<u64>| bytes.map_or("unknown".to_owned(), |bytes| format!("{} MiB", bytes >> 20));
-        writeln!(
-            out,
-            "{}, policy {}: {} workers of {} ranks, {}, {} threads, {} in flight, {} requests measured",
-            self.target,
-            policy_name(common.policy),
-            options.workers,
-            common.dp_size,
-            self.source(),
-            options.threads,
-            common.inflight,
-            self.requests
-        )?;
-        writeln!(out, "  router CPU     {:>10.1} µs a request", self.router_cpu_us_per_request)?;
-        writeln!(out, "  route          {p50:>10.1} µs p50, {p99:.1} p99, {p999:.1} p99.9")?;
-        writeln!(out, "  throughput     {:>10.0} requests a second", self.requests_per_second)?;
-        writeln!(out, "  hit rate       {:>10.3} of prompt blocks", self.hit_rate)?;
-        writeln!(out, "  load           {:>10.2} max over mean", self.load_max_over_mean)?;
-        writeln!(out, "  event blocks   {:>10.1} a request", self.event_blocks_per_request)?;
-        writeln!(out, "  engines' CPU   {:>10.1} µs a request, not the router's", self.engine_cpu_us_per_request)?;
-        writeln!(
-            out,
-            "  resident       {:>10}, of it {} before the router",
-            mib(self.rss_bytes),
-            mib(self.rss_before_bytes)
-        )
+        write_figures(out, self, json)
     }
 }
 

@@ -4,64 +4,6 @@
 
 use crate::results::RankSample;
 
-/// State of all ranks at one time, from their latest samples.
-pub(crate) struct FleetSnapshot {
-    ranks: Vec<RankSample>,
-}
-
-impl FleetSnapshot {
-    /// Creates `ranks` empty ranks, or more if samples contain higher numbers.
-    pub(crate) fn new(ranks: u32, samples: &[RankSample]) -> Self {
-        let empty = |rank| RankSample {
-            at_us: 0,
-            rank,
-            requests: 0,
-            prefill_tokens: 0,
-            used_blocks: 0,
-            prompt_tokens_total: 0,
-            cached_tokens_total: 0,
-        };
-        Self { ranks: (0..).map(empty).take(ranks_of(ranks, samples)).collect() }
-    }
-
-    /// Applies a sample.
-    pub(crate) fn apply(&mut self, sample: RankSample) {
-        if let Some(rank) = self.ranks.get_mut(sample.rank as usize) {
-            *rank = sample;
-        }
-    }
-
-    /// Latest sample of each rank.
-    pub(crate) fn ranks(&self) -> &[RankSample] {
-        &self.ranks
-    }
-
-    /// Calls `held` with the state of the ranks, start and duration in µs, for each interval without samples between
-    /// `from_us` and `until_us`. `samples` are in order of time.
-    pub(crate) fn walk(
-        mut self,
-        samples: &[RankSample],
-        from_us: u64,
-        until_us: u64,
-        mut held: impl FnMut(&Self, u64, u64),
-    ) {
-        let mut now = from_us;
-        for sample in samples {
-            let at = sample.at_us.clamp(now, until_us.max(now));
-            if at > now {
-                held(&self, now, at - now);
-                now = at;
-            }
-            if sample.at_us < until_us {
-                self.apply(*sample);
-            }
-        }
-        if until_us > now {
-            held(&self, now, until_us - now);
-        }
-    }
-}
-
 /// Number of ranks: `ranks`, or more if samples contain higher numbers.
 pub(crate) fn ranks_of(ranks: u32, samples: &[RankSample]) -> usize {
     let named = samples.iter().map(|sample| sample.rank as usize + 1).max().unwrap_or_default();
@@ -79,24 +21,29 @@ pub(crate) fn ranks_of(ranks: u32, samples: &[RankSample]) -> usize {
 /// use pointsman_bench::results::RankSample;
 /// use pointsman_bench::results::load::max_over_mean;
 ///
-/// let sample = |at_us, rank, requests| RankSample {
-///     at_us, rank, requests, prefill_tokens: 0, used_blocks: 0, prompt_tokens_total: 0, cached_tokens_total: 0,
-/// };
+/// let sample = |at_us, rank, requests| RankSample { at_us, rank, requests, ..RankSample::default() };
 /// // Two ranks: 3 and 1 for 10 µs, then 1 and 1 for 10 µs. Fullest 2 on average, mean 1.5.
 /// let samples = [sample(0, 0, 3), sample(0, 1, 1), sample(10, 0, 1)];
 /// assert_eq!(max_over_mean(&samples, 2, 0, 20), Some(2.0 / 1.5));
 /// ```
 #[must_use]
 pub fn max_over_mean(samples: &[RankSample], ranks: u32, from_us: u64, until_us: u64) -> Option<f64> {
-    let fleet = FleetSnapshot::new(ranks, samples);
-    let count = fleet.ranks().len() as f64;
-    let (mut fullest, mut all) = (0_u128, 0_u128);
-    fleet.walk(samples, from_us, until_us, |fleet, _, lasts_us| {
-        let requests = || fleet.ranks().iter().map(|rank| u128::from(rank.requests));
-        fullest += requests().max().unwrap_or_default() * u128::from(lasts_us);
-        all += requests().sum::<u128>() * u128::from(lasts_us);
-    });
-    (all > 0).then(|| fullest as f64 * count / all as f64)
+    let mut requests = vec![0; ranks_of(ranks, samples)];
+    let (mut fullest, mut all, mut now_us) = (0_u128, 0_u128, from_us);
+    let samples = samples.iter().map(|sample| (sample.at_us, Some(sample)));
+    for (at_us, sample) in samples.chain([(until_us, None)]) {
+        let at_us = at_us.clamp(now_us, until_us.max(now_us));
+        if at_us > now_us {
+            let lasts_us = u128::from(at_us - now_us);
+            fullest += u128::from(requests.iter().copied().max().unwrap_or_default()) * lasts_us;
+            all += requests.iter().copied().map(u128::from).sum::<u128>() * lasts_us;
+            now_us = at_us;
+        }
+        if let Some(sample) = sample {
+            requests[sample.rank as usize] = sample.requests;
+        }
+    }
+    (all > 0).then(|| fullest as f64 * requests.len() as f64 / all as f64)
 }
 
 #[cfg(test)]
@@ -106,15 +53,7 @@ mod tests {
     use super::*;
 
     fn sample((at_us, rank, requests): (u64, u32, u32)) -> RankSample {
-        RankSample {
-            at_us,
-            rank,
-            requests,
-            prefill_tokens: 0,
-            used_blocks: 0,
-            prompt_tokens_total: 0,
-            cached_tokens_total: 0,
-        }
+        RankSample { at_us, rank, requests, ..RankSample::default() }
     }
 
     /// Reference implementation, µs by µs.

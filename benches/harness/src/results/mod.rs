@@ -22,10 +22,9 @@ pub mod validity;
 
 pub use distribution::Distribution;
 pub use facts::{Facts, Machine};
-pub(crate) use record::write_json;
 pub use record::{RankSample, RequestRecord, Run, Warmup};
+pub(crate) use record::{write_figures, write_json};
 pub use reporting::Reporting;
-pub(crate) use reporting::unwritten;
 pub use series::Series;
 pub use summary::{SCHEMA_VERSION, Summary};
 pub use validity::{ClientHealth, Gate, Warning};

@@ -10,6 +10,7 @@ use std::str::FromStr;
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::{Failed, unusable};
 
@@ -66,7 +67,7 @@ pub struct RequestRecord {
 }
 
 /// State of one rank at one time.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RankSample {
     /// Time of the sample.
     pub at_us: u64,
@@ -74,10 +75,6 @@ pub struct RankSample {
     pub rank: u32,
     /// Number of running and waiting requests.
     pub requests: u32,
-    /// Number of assigned prompt tokens that are not computed yet.
-    pub prefill_tokens: u64,
-    /// Number of KV blocks in use.
-    pub used_blocks: u32,
     /// Number of prompt tokens of all requests admitted since the start.
     pub prompt_tokens_total: u64,
     /// Number of those tokens that were cached.
@@ -103,6 +100,28 @@ impl Run {
 pub(crate) fn write_json(mut out: impl Write, value: &impl Serialize) -> io::Result<()> {
     serde_json::to_writer(&mut out, value)?;
     writeln!(out)
+}
+
+/// Writes a report as one line of JSON, or as text with one line per field; names of nested fields are joined by dots.
+pub(crate) fn write_figures(mut out: impl Write, report: &impl Serialize, json: bool) -> io::Result<()> {
+    if json {
+        return write_json(out, report);
+    }
+    write_fields(&mut out, "", &serde_json::to_value(report)?)
+}
+
+fn write_fields(out: &mut impl Write, name: &str, value: &Value) -> io::Result<()> {
+    let dot = if name.is_empty() { "" } else { "." };
+    match value {
+        Value::Object(fields) => {
+            fields.iter().try_for_each(|(field, value)| write_fields(out, &format!("{name}{dot}{field}"), value))
+        }
+        Value::Number(number) if number.is_f64() => {
+            writeln!(out, "{name:<42} {:.3}", number.as_f64().unwrap_or_default())
+        }
+        Value::String(text) => writeln!(out, "{name:<42} {text}"),
+        other => writeln!(out, "{name:<42} {other}"),
+    }
 }
 
 /// Extent of the warm-up.

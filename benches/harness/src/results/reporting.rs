@@ -3,7 +3,7 @@
 //! Defines the output flags common to all runs over time. Warnings are written before figures. With `--strict`, figures
 //! with warnings are not written.
 
-use std::io::{self, Write};
+use std::io::Write;
 
 use clap::Args;
 
@@ -61,7 +61,7 @@ impl Reporting {
         let summary = Summary::new(run, facts);
         let warnings: Vec<String> = summary.warnings.iter().map(|warning| warning.message.clone()).collect();
         self.admit(&warnings, warnings_out)?;
-        summary.write(out, self.json).map_err(unwritten)
+        Ok(summary.write(out, self.json)?)
     }
 
     /// Writes `warnings` to `out`, one per line.
@@ -72,13 +72,8 @@ impl Reporting {
         if self.strict && !warnings.is_empty() {
             return Err(format!("--strict rejects figures with warnings: {}", warnings.join("; ")).into());
         }
-        warnings.iter().try_for_each(|warning| writeln!(out, "warning: {warning}")).map_err(unwritten)
+        Ok(warnings.iter().try_for_each(|warning| writeln!(out, "warning: {warning}"))?)
     }
-}
-
-/// Error for figures that cannot be written.
-pub(crate) fn unwritten(error: io::Error) -> Failed {
-    format!("cannot write the figures: {error}").into()
 }
 
 #[cfg(test)]

@@ -221,15 +221,7 @@ mod tests {
 
     fn sample((at_us, rank, requests, prompt_tokens_total): (u64, u32, u32, u64)) -> RankSample {
         let cached_tokens_total = prompt_tokens_total / 2;
-        RankSample {
-            at_us,
-            rank,
-            requests,
-            prefill_tokens: 0,
-            used_blocks: 0,
-            prompt_tokens_total,
-            cached_tokens_total,
-        }
+        RankSample { at_us, rank, requests, prompt_tokens_total, cached_tokens_total }
     }
 
     #[test]

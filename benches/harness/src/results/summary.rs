@@ -232,8 +232,6 @@ pub(crate) mod tests {
             at_us,
             rank,
             requests,
-            prefill_tokens: 0,
-            used_blocks: 0,
             prompt_tokens_total: 0,
             cached_tokens_total: 0,
         };

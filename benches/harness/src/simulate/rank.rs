@@ -147,8 +147,6 @@ impl FleetRank {
             at_us,
             rank,
             requests: load.running + load.waiting,
-            prefill_tokens: self.left().prefill_tokens,
-            used_blocks: load.used_blocks,
             prompt_tokens_total: self.prompt_tokens_total,
             cached_tokens_total: self.cached_tokens_total,
         }

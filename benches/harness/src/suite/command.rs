@@ -13,7 +13,7 @@ use super::{Baseline, Entry, Row, Seeds, Selection, Suite, entries, matrix};
 use crate::compare::command::seeds;
 use crate::compare::{Comparison, Policied, simulated};
 use crate::progress::Progress;
-use crate::results::{Reporting, SCHEMA_VERSION, unwritten, write_json};
+use crate::results::{Reporting, SCHEMA_VERSION, write_json};
 use crate::{Failed, unusable};
 
 /// Number of requests per workload under `--quick`.
@@ -76,7 +76,7 @@ impl RunSuite {
             written.map_err(unusable("write", path))?;
         }
         let written = if self.json { write_json(out, &suite) } else { suite.write_text(out) };
-        written.map_err(unwritten)
+        Ok(written?)
     }
 
     fn suite(&self, mut warnings_out: impl Write) -> Result<Suite, Failed> {
@@ -86,7 +86,7 @@ impl RunSuite {
         let mut rows = Vec::new();
         for entry in entries {
             let Some(mut simulate) = entry.simulate(self.trace.as_deref())? else {
-                writeln!(warnings_out, "{}: skipped, because it requires --trace", entry.name).map_err(unwritten)?;
+                writeln!(warnings_out, "{}: skipped, because it requires --trace", entry.name)?;
                 progress.add(1);
                 continue;
             };

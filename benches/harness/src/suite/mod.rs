@@ -30,7 +30,7 @@ pub use list::{Entry, entries, matrix, parsed};
 pub use matrix::{Matrix, Seeds, Selection};
 
 use crate::compare::view::View;
-use crate::compare::{Comparison, Figure, Ratio, TIE};
+use crate::compare::{Comparison, Contender, Figure, Ratio, TIE};
 use crate::results::table::Table;
 
 /// Result of a suite.
@@ -53,6 +53,21 @@ pub struct Row {
     pub comparison: Comparison,
 }
 
+impl Row {
+    /// Cells of one table row per policy after the first: workload, policy, ratios to the first policy, and verdict.
+    pub(crate) fn verdicts(&self) -> Vec<Vec<String>> {
+        let Some((first, others)) = self.comparison.contenders.split_first() else { return Vec::new() };
+        let cells = |contender: &Contender| {
+            let ratio =
+                |figure| contender.ratios.get(&figure).map_or("–".to_owned(), |of| format!("{:.3}", of.ratio));
+            let names = [self.name.clone(), contender.name.clone()].into_iter();
+            let ratios = Figure::ALL.into_iter().map(ratio);
+            names.chain(ratios).chain([View::of(first, contender).judgement()]).collect()
+        };
+        others.iter().map(cells).collect()
+    }
+}
+
 impl Suite {
     /// Writes one table as text: a row per workload and policy, with ratios to the first policy, then geometric means over
     /// the workloads, and all [judged](Figure::JUDGED) figures that are worse by more than 2 %.
@@ -63,14 +78,7 @@ impl Suite {
         let columns = ["workload", "policy"].into_iter().chain(Figure::ALL.map(Figure::title));
         let mut table = Table::new(&[0, 1, 2 + Figure::ALL.len()], columns.chain(["verdict"]));
         for row in &self.rows {
-            let Some((first, others)) = row.comparison.contenders.split_first() else { continue };
-            for contender in others {
-                let ratio =
-                    |figure| contender.ratios.get(&figure).map_or("–".to_owned(), |of| format!("{:.3}", of.ratio));
-                let names = [row.name.clone(), contender.name.clone()].into_iter();
-                let ratios = Figure::ALL.into_iter().map(ratio);
-                table.push(names.chain(ratios).chain([View::of(first, contender).judgement()]));
-            }
+            row.verdicts().into_iter().for_each(|cells| table.push(cells));
         }
         let means = self.geometric_means();
         for (policy, means) in &means {
