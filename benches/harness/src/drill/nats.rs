@@ -2,18 +2,19 @@
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 
 use tokio::net::TcpStream;
 
 use super::fleet::{Scratch, until};
-use crate::{Failed, unusable};
+use super::gateway::Process;
+use crate::Failed;
 
 /// A server that may be stopped and started again on its port.
 pub(super) struct NatsServer {
     program: PathBuf,
     port: u16,
-    running: Option<Child>,
+    running: Option<Process>,
     scratch: Scratch,
 }
 
@@ -32,9 +33,7 @@ impl NatsServer {
     pub(super) async fn start(&mut self) -> Result<(), Failed> {
         let mut command = Command::new(&self.program);
         command.args(["-js", "-a", "127.0.0.1", "-p", &self.port.to_string(), "-sd"]).arg(self.scratch.path());
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let started = command.spawn();
-        self.running = Some(started.map_err(unusable("start", &self.program))?);
+        self.running = Some(Process::start(command, self.scratch.path().join("log"))?);
         let address = self.address();
         until("the NATS server", async || Ok(TcpStream::connect(address).await.is_ok())).await?;
         Ok(())
@@ -42,16 +41,6 @@ impl NatsServer {
 
     /// Kills the server.
     pub(super) fn stop(&mut self) {
-        if let Some(mut child) = self.running.take() {
-            // A server that has ended already is stopped.
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
-impl Drop for NatsServer {
-    fn drop(&mut self) {
-        self.stop();
+        self.running = None;
     }
 }
