@@ -31,7 +31,7 @@ fn simulated(workload: &str, policy: Policy, seed: u64, decisions_max: usize) ->
     workload.requests.truncate(decisions_max);
     let mut setup = Setup::new(8, 1);
     (setup.router.policy, setup.router.seed) = (policy, seed);
-    setup.router.settings.insert("recorder.bytes_max".to_owned(), json!(BYTES_MAX));
+    setup.router.settings.push(("recorder.bytes_max".to_owned(), json!(BYTES_MAX)));
     let router = RefCell::new(None);
     let start = async |setup: &Setup| {
         let embedded = Embedded::start(setup).await?;

@@ -4,9 +4,9 @@ use std::fmt;
 use std::str::FromStr;
 
 use pointsman::policy::Policy;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
-use crate::fleet::{policy_name, policy_named};
+use crate::fleet::{policy_name, policy_named, setting};
 
 /// A policy with optional settings, so that variants of one policy can be compared: `kv`, or
 /// `kv+seed=7+policy.overlap_score_credit=0.5`.
@@ -15,7 +15,7 @@ use crate::fleet::{policy_name, policy_named};
 /// use pointsman_bench::compare::Policied;
 ///
 /// let of: Policied = "kv+queue.order=fcfs".parse()?;
-/// assert_eq!((of.to_string(), of.settings["queue.order"].as_str()), ("kv+queue.order=fcfs".into(), Some("fcfs")));
+/// assert_eq!((of.to_string(), of.settings[0].1.as_str()), ("kv+queue.order=fcfs".into(), Some("fcfs")));
 /// # Ok::<(), String>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
@@ -23,7 +23,7 @@ pub struct Policied {
     /// The policy.
     pub policy: Policy,
     /// Fields of the router's configuration, by path.
-    pub settings: Map<String, Value>,
+    pub settings: Vec<(String, Value)>,
     name: String,
 }
 
@@ -32,12 +32,6 @@ impl FromStr for Policied {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (policy, given) = text.split_once('+').unwrap_or((text, ""));
-        let setting = |setting: &str| {
-            let (name, value) = setting.split_once('=').ok_or_else(|| format!("no '=' in {setting:?}"))?;
-            // Strings may be given without quotes.
-            let value = serde_json::from_str(value).unwrap_or_else(|_| Value::String(value.to_owned()));
-            Ok::<_, String>((name.to_owned(), value))
-        };
         let settings = given.split('+').filter(|given| !given.is_empty()).map(setting).collect::<Result<_, _>>()?;
         let policy = policy_named(policy).map_err(|error| error.to_string())?;
         Ok(Self { policy, settings, name: text.to_owned() })
@@ -46,7 +40,7 @@ impl FromStr for Policied {
 
 impl From<Policy> for Policied {
     fn from(policy: Policy) -> Self {
-        Self { policy, settings: Map::new(), name: policy_name(policy) }
+        Self { policy, settings: Vec::new(), name: policy_name(policy) }
     }
 }
 

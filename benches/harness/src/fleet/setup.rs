@@ -2,14 +2,14 @@
 
 use std::num::NonZeroU32;
 
-use clap::ValueEnum;
+use clap::{Args, ValueEnum};
 use pointsman::RouterConfig;
 use pointsman::config::{EventMode, SpeculativeModel};
 use pointsman::policy::Policy;
 use pointsman_trial::engine::EngineConfig;
 use serde::de::IntoDeserializer;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::Fleet;
 use crate::Failed;
@@ -77,11 +77,14 @@ pub struct Setup {
 }
 
 /// Prefill ranks of a fleet, and the transfer of KV blocks to its other ranks, which decode.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Args, Clone, Copy, Debug, PartialEq)]
 pub struct DisaggregationSetup {
-    /// Number of prefill ranks, which are the first ranks of the fleet. Ranks of one worker have one role.
+    /// Number of ranks that only compute prompts, the first of the fleet; the others decode. Ranks of one worker have
+    /// one role. 0: all ranks do both
+    #[arg(long, default_value_t = 0, conflicts_with = "replicas")]
     pub prefill_ranks: u32,
-    /// Duration of a transfer in µs per prompt token.
+    /// Duration of the transfer of KV blocks in µs per prompt token
+    #[arg(long, default_value_t = 2.6, value_name = "US")]
     pub transfer_us_per_token: f64,
 }
 
@@ -93,19 +96,22 @@ impl DisaggregationSetup {
 }
 
 /// Several routers over one fleet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Args, Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplicaSetup {
-    /// Number of routers, which receive the requests in turn.
+    /// Number of routers over the fleet, which receive the requests in turn
+    #[arg(id = "replicas", long = "replicas", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub count: u32,
-    /// What they share.
+    /// What these routers share
+    #[arg(id = "replica_sharing", long = "replica-sharing", value_enum, default_value_t)]
     pub sharing: ReplicaSharing,
-    /// Delay of a message between two routers in µs.
-    pub delay_us: u64,
+    /// Delay of messages between these routers in ms
+    #[arg(id = "replica_delay_ms", long = "replica-delay-ms", default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=60_000))]
+    pub delay_ms: u32,
 }
 
 impl Default for ReplicaSetup {
     fn default() -> Self {
-        Self { count: 1, sharing: ReplicaSharing::Load, delay_us: 1_000 }
+        Self { count: 1, sharing: ReplicaSharing::Load, delay_ms: 1 }
     }
 }
 
@@ -120,20 +126,46 @@ pub enum ReplicaSharing {
 }
 
 /// Settings of the router that a run specifies.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Args, Clone, Debug, Default, PartialEq)]
 pub struct RouterSetup {
-    /// Selection policy.
+    /// Selection policy: latency, kv, cache_aware, least_loaded, power_of_two, round_robin or random
+    #[arg(long, default_value = "kv", value_parser = policy_named)]
     pub policy: Policy,
-    /// Source of the router's knowledge of caches.
+    /// Source of the router's knowledge of caches
+    #[arg(long, value_enum, default_value_t)]
     pub knowledge: Knowledge,
-    /// Number of index shards; the router's default if none.
+    /// Index shards [default: the router's]
+    #[arg(long)]
     pub shards: Option<u32>,
-    /// Whether the load of every rank is queried, also where bounds decide.
+    /// Query the exact load of every rank, also where bounds decide
+    #[arg(long = "query-every-rank")]
     pub queries_every_rank: bool,
-    /// Seed of the router's random choices.
+    /// Seed of the router's random choices and of a generated workload
+    #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Other fields of its configuration by path, such as `queue.threshold`. These are applied last.
-    pub settings: Map<String, Value>,
+    /// Any other setting of the router by its path, such as queue.threshold=2: NAME=VALUE, the value in JSON. Applied
+    /// last
+    #[arg(long = "set", value_name = "NAME=VALUE", value_parser = unflagged_setting)]
+    pub settings: Vec<(String, Value)>,
+}
+
+/// Parses NAME=VALUE. Strings may be given without quotes.
+pub(crate) fn setting(text: &str) -> Result<(String, Value), String> {
+    let (name, value) = text.split_once('=').ok_or_else(|| format!("no '=' in {text:?}"))?;
+    let value = serde_json::from_str(value).unwrap_or_else(|_| Value::String(value.to_owned()));
+    Ok((name.to_owned(), value))
+}
+
+/// Settings that have their own flag, because reports identify a run by them.
+const FLAGGED: [(&str, &str); 4] =
+    [("policy", "--policy"), ("seed", "--seed"), ("block_size", "--block-size"), ("index.shards", "--shards")];
+
+fn unflagged_setting(text: &str) -> Result<(String, Value), String> {
+    let (name, value) = setting(text)?;
+    match FLAGGED.iter().find(|(setting, _)| *setting == name) {
+        Some((_, flag)) => Err(format!("{name} is set by {flag}")),
+        None => Ok((name, value)),
+    }
 }
 
 impl Setup {

@@ -41,10 +41,7 @@ mod time;
 
 use pointsman_trial::workload::Workload;
 
-pub use cli::{
-    DisaggregationArguments, EngineFigures, EngineSpec, FleetArguments, Preset, ReplicaArguments, RouterArguments,
-    ShortageRules, Simulate,
-};
+pub use cli::{EngineFigures, EngineSpec, FleetArguments, Simulate};
 
 use crate::Failed;
 use crate::fleet::{Setup, policy_name};

@@ -308,7 +308,7 @@ fn a_closed_loop_sends_at_the_end_of_earlier_requests() {
 #[test]
 fn a_router_without_an_index_predicts_nothing() {
     let mut setup = setup(Policy::Kv);
-    setup.router.settings.insert("policy.overlap_score_credit".to_owned(), json!(0));
+    setup.router.settings.push(("policy.overlap_score_credit".to_owned(), json!(0)));
     let run = serve(&setup, &chat(20, 20_000));
     assert!(run.requests.iter().all(|record| record.predicted_cached_tokens.is_none()));
 }
@@ -399,7 +399,7 @@ fn invalid_setups_are_rejected_by_name() {
     );
     let error = refused_engine.expect_err("refused").to_string();
     assert!(error.starts_with("worker 1: cost.prefill_tokens_per_second is 0"), "{error}");
-    let unknown = refused(|setup| drop(setup.router.settings.insert("no_such_setting".to_owned(), json!(1))));
+    let unknown = refused(|setup| setup.router.settings.push(("no_such_setting".to_owned(), json!(1))));
     assert!(unknown.contains("no_such_setting"), "{unknown}");
 }
 

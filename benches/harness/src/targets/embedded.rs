@@ -48,7 +48,7 @@ impl Embedded {
         config: RouterConfig,
         is_member: impl Fn(WorkerId) -> bool,
     ) -> Result<Self, Failed> {
-        let delay = Duration::from_micros(setup.replicas.delay_us);
+        let delay = Duration::from_millis(setup.replicas.delay_ms.into());
         let network = MemoryNetwork::new(MemoryFaults { delay, seed: setup.router.seed, ..MemoryFaults::default() });
         let is_sharing = setup.replicas.count > 1 && setup.replicas.sharing == ReplicaSharing::Load;
         let mut routers = Vec::new();

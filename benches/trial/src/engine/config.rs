@@ -66,6 +66,7 @@ pub struct EngineConfig {
 /// Rules for a rank without free blocks. Under both, a decoding sequence without a block for its next token preempts the
 /// youngest sequence, which may be itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "mock", derive(clap::ValueEnum))]
 pub enum BlockShortage {
     /// A request is admitted if the blocks of its first chunk are free. The youngest sequence keeps its blocks and waits
     /// if there are none for its next chunk, and no other request is admitted.
