@@ -3,7 +3,7 @@
 
 use std::io::{self, Write};
 
-use serde_json::{Value, json};
+use serde::Serialize;
 
 /// Median of the values; the mean of the middle two for an even number, none without values.
 ///
@@ -30,8 +30,6 @@ pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
 pub struct Column<R> {
     /// Title in a table.
     pub title: &'static str,
-    /// Name in JSON.
-    pub key: &'static str,
     decimals: usize,
     /// Figure of a run, if it was measured.
     pub figure: fn(&R) -> Option<f64>,
@@ -39,8 +37,8 @@ pub struct Column<R> {
 
 impl<R> Column<R> {
     /// A figure shown with this number of decimals.
-    pub const fn new(title: &'static str, key: &'static str, decimals: usize, figure: fn(&R) -> Option<f64>) -> Self {
-        Self { title, key, decimals, figure }
+    pub const fn new(title: &'static str, decimals: usize, figure: fn(&R) -> Option<f64>) -> Self {
+        Self { title, decimals, figure }
     }
 
     /// Median of `runs`; none without runs, or if it was not measured in one.
@@ -68,12 +66,6 @@ impl<R> Column<R> {
     }
 }
 
-/// One value per column, by its name.
-#[must_use]
-pub fn by_key<R>(columns: &[Column<R>], value: impl Fn(&Column<R>) -> Option<f64>) -> Value {
-    columns.iter().map(|column| (column.key.to_owned(), json!(value(column)))).collect()
-}
-
 /// A figure with this number of decimals, or a dash.
 #[must_use]
 pub fn shown(figure: Option<f64>, decimals: usize) -> String {
@@ -95,16 +87,15 @@ pub fn head<R>(first: &[&str], columns: &[Column<R>], last: &[&str]) -> String {
     format!("{}{}|\n", row(&cells), "|---".repeat(cells.len()))
 }
 
-/// Prints `json` with the table on standard error, or the table alone.
+/// Prints the table, or `runs` as one JSON object with the table on standard error.
 ///
 /// # Errors
 /// The output cannot be written.
-pub fn print(table: &str, json: Option<Value>) -> io::Result<()> {
-    match json {
-        Some(json) => {
-            write!(io::stderr(), "{table}")?;
-            writeln!(io::stdout(), "{json}")
-        }
-        None => write!(io::stdout(), "{table}"),
+pub fn print(table: &str, runs: &impl Serialize, json: bool) -> io::Result<()> {
+    if !json {
+        return write!(io::stdout(), "{table}");
     }
+    write!(io::stderr(), "{table}")?;
+    serde_json::to_writer(io::stdout(), runs)?;
+    writeln!(io::stdout())
 }

@@ -34,12 +34,9 @@ pub(crate) struct Compare {
     /// Number of runs per router and combination
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pairs: u32,
-    /// Run only this router
-    #[arg(long, value_enum)]
-    only: Option<RouterChoice>,
     #[command(flatten)]
     dynamo: DynamoOptions,
-    /// Print all runs and the medians as one JSON object; the table is printed on standard error
+    /// Print all runs as one JSON object; the table is printed on standard error
     #[arg(long)]
     json: bool,
 }
@@ -56,7 +53,7 @@ impl Compare {
             }
         }
         let table = Table { cells };
-        Ok(print(&table.markdown(), self.json.then(|| table.json()))?)
+        Ok(print(&table.markdown(), &table, self.json)?)
     }
 
     /// Closed loops of all numbers of clients, then open loops of all rates.
@@ -70,7 +67,7 @@ impl Compare {
     /// All runs of one combination. The order of the routers alternates between pairs, so that a temporary slowdown of
     /// the machine affects both.
     fn cell(&self, threads: usize, workers: u32, source: Source) -> Result<Cell, Failed> {
-        let instructions = if self.only.is_none() { self.instructions(threads, workers, source)? } else { None };
+        let instructions = self.instructions(threads, workers, source)?;
         let mut cell = Cell { threads, workers, source, instructions, ours: Vec::new(), theirs: Vec::new() };
         for pair in 0..self.pairs {
             let order = if pair % 2 == 0 {
@@ -78,7 +75,7 @@ impl Compare {
             } else {
                 [RouterChoice::Dynamo, RouterChoice::Pointsman]
             };
-            for subject in order.into_iter().filter(|&subject| self.only.is_none_or(|only| only == subject)) {
+            for subject in order {
                 let report = self.child(subject, threads, workers, source)?;
                 writeln!(
                     io::stderr(),

@@ -5,8 +5,8 @@
 mod compare;
 mod dynamo;
 mod indexes;
-mod metered;
 mod parity;
+mod round_robin;
 mod simulate;
 mod suite;
 mod table;
@@ -15,6 +15,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use perf_event::events::Hardware;
 use pointsman_bench::Failed;
 use pointsman_bench::fleet::Setup;
 use pointsman_bench::replay::{Replay, Report};
@@ -22,7 +23,7 @@ use pointsman_bench::targets::{Embedded, Target};
 use pointsman_versus::index;
 
 use dynamo::DynamoRouter;
-use metered::{Instructions, Metered, RoundRobin};
+use round_robin::RoundRobin;
 
 /// Compare Pointsman with dynamo-kv-router under the same load
 #[derive(Parser)]
@@ -97,13 +98,19 @@ impl Run {
         if !self.count_instructions {
             return Ok(self.replay.run(start)?.write(io::stdout().lock(), self.replay.json)?);
         }
-        let instructions = Instructions::open();
-        let report: Report =
-            self.replay.run(async |setup: &Setup| Ok(Metered::new(start(setup).await?, &instructions)))?;
+        // Covers the threads created afterwards, from the start of the router to the end of the run: the loop, the
+        // simulated engines and the shutdown are included, therefore the figure of a round-robin router is subtracted.
+        let mut builder = perf_event::Builder::new().kind(Hardware::INSTRUCTIONS);
+        builder.inherit(true);
+        let mut counter = builder.build()?;
+        let report: Report = self.replay.run(async |setup: &Setup| {
+            let router = start(setup).await?;
+            counter.enable()?;
+            Ok(router)
+        })?;
         // The number of warm-up requests equals that of measured requests, or is one less.
         let requests = 2 * report.requests;
-        let counted = instructions.read().ok_or("the system counts no instructions for this process")?;
-        Ok(writeln!(io::stdout(), "{:.1}", counted as f64 / requests as f64)?)
+        Ok(writeln!(io::stdout(), "{:.1}", counter.read()? as f64 / requests as f64)?)
     }
 }
 

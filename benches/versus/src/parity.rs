@@ -24,7 +24,6 @@ use pointsman_bench::fleet::Fleet;
 use pointsman_bench::replay::{Common, Replay};
 use pointsman_bench::targets::{Call, Embedded, Target};
 use pointsman_versus::columns::print;
-use serde_json::json;
 
 use self::tally::{Decision, Tally, Verdict};
 pub(crate) use self::tally::{Facts, View};
@@ -58,7 +57,7 @@ pub(crate) struct Parity {
     /// Number of differences for which the state of both routers is printed on standard error
     #[arg(long, value_name = "COUNT", default_value_t = 0)]
     explain_differences: u64,
-    /// Print one JSON object; the table is printed on standard error
+    /// Print pairs of ranks and counts as one JSON array; the table is printed on standard error
     #[arg(long)]
     json: bool,
 }
@@ -77,11 +76,7 @@ impl Parity {
             let tally = runtime.block_on(self.replay(workers, &prompts))?;
             fleets.push((workers * self.common.dp_size, tally));
         }
-        let json = || {
-            let rows = fleets.iter().map(|(ranks, tally)| json!({ "ranks": ranks, "tally": tally }));
-            json!({ "fleets": rows.collect::<Vec<_>>() })
-        };
-        print(&tally::markdown(&fleets), self.json.then(json))?;
+        print(&tally::markdown(&fleets), &fleets, self.json)?;
         for (ranks, tally) in &fleets {
             let agreement =
                 tally.agreement_percent().ok_or_else(|| format!("{ranks} ranks: every decision is tied"))?;

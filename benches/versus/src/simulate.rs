@@ -8,13 +8,13 @@ use std::str::FromStr;
 
 use clap::Args;
 use pointsman_bench::Failed;
+use pointsman_bench::compare::{Comparison, Figure};
 use pointsman_bench::fleet::Setup;
-use pointsman_bench::results::{Facts, Reporting, Run, Summary};
+use pointsman_bench::results::{Facts, Reporting, Summary};
 use pointsman_bench::simulate::{self, Simulate};
 use pointsman_bench::targets::{Embedded, Target};
 use pointsman_trial::workload::Workload;
-use pointsman_versus::columns::{Column, by_key, head, median, print, row, shown};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::DynamoOptions;
 use crate::dynamo::DynamoRouter;
@@ -33,7 +33,7 @@ pub(crate) struct Simulated {
     /// Do not report output blocks to either router
     #[arg(long)]
     without_output_blocks: bool,
-    /// Maximum deviation of the median TTFT ratio from 1, in %; fail above it
+    /// Maximum deviation of the ratio of mean TTFTs from 1, in %; fail above it
     #[arg(long, value_name = "PERCENT")]
     ttft_difference_max: Option<f64>,
     #[command(flatten)]
@@ -58,25 +58,6 @@ impl FromStr for Pace {
     }
 }
 
-const COLUMNS: [Column<Summary>; 6] = [
-    Column::new("TTFT mean s", "ttft_mean", 4, |run| Some(run.ttft_seconds?.mean)),
-    Column::new("TTFT p99 s", "ttft_p99", 3, |run| Some(run.ttft_seconds?.p99)),
-    Column::new("end to end mean s", "e2e_mean", 3, |run| Some(run.e2e_seconds?.mean)),
-    Column::new("ITL p99 ms", "itl_p99_ms", 1, |run| Some(run.itl_seconds?.p99 * 1e3)),
-    Column::new("hit rate", "hit_rate", 4, |run| run.hit_rate),
-    Column::new("load", "load_max_over_mean", 3, |run| run.load_max_over_mean),
-];
-
-/// All seeds of one fleet.
-#[derive(Debug)]
-struct FleetRow {
-    pace: Pace,
-    ours: Vec<Summary>,
-    theirs: Vec<Summary>,
-    /// Shares of the measured requests that both routers placed on the same rank.
-    same_rank: Vec<f64>,
-}
-
 /// Runs `workload` over Dynamo's router, which is told of output blocks if `with_output`.
 pub(crate) fn run_dynamo(
     setup: &Setup,
@@ -84,146 +65,73 @@ pub(crate) fn run_dynamo(
     reporting: &Reporting,
     options: DynamoOptions,
     with_output: bool,
-) -> Result<(Run, Summary), Failed> {
+) -> Result<Summary, Failed> {
     let run = simulate::run(setup, workload, async |setup: &Setup| {
         fastrand::seed(setup.router.seed); // A simulation has one thread, whose random numbers break ties.
         DynamoRouter::start(setup, options.dynamo_event_threads, with_output).await
     })?;
     let facts = setup.facts(workload, reporting);
-    let summary = Summary::new(&run, &Facts { policy: DynamoRouter::NAME.to_owned(), consults_index: true, ..facts });
-    Ok((run, summary))
+    Ok(Summary::new(&run, &Facts { policy: DynamoRouter::NAME.to_owned(), consults_index: true, ..facts }))
 }
 
 impl Simulated {
-    /// Runs every fleet and prints the table.
+    /// Simulates every fleet and prints a comparison of each.
     pub(crate) fn run(&self) -> Result<(), Failed> {
         let given = [Pace { workers: self.simulate.fleet.workers, speedup: self.simulate.source.speedup }];
-        let paces = if self.at.is_empty() { &given[..] } else { &self.at };
-        let mut rows = Vec::new();
-        for &pace in paces {
-            let mut row = FleetRow { pace, ours: Vec::new(), theirs: Vec::new(), same_rank: Vec::new() };
+        let reporting = &self.simulate.reporting;
+        for &pace in if self.at.is_empty() { &given[..] } else { &self.at } {
+            let (mut ours, mut theirs) = (Vec::new(), Vec::new());
             for pair in 0..self.pairs {
-                self.run_pair(pair, &mut row)?;
+                let [of_ours, of_theirs] = self.run_pair(pace, pair)?;
+                ours.push(of_ours);
+                theirs.push(of_theirs);
             }
-            rows.push(row);
+            let policy = ours.first().map(|run| run.policy.clone()).unwrap_or_default();
+            let comparison = Comparison::of_runs(vec![(DynamoRouter::NAME.to_owned(), theirs), (policy, ours)]);
+            reporting.admit(&comparison.warnings(), io::stderr())?;
+            if reporting.json {
+                comparison.write(io::stderr(), false)?;
+            }
+            comparison.write(io::stdout(), reporting.json)?;
+            self.check(pace, &comparison)?;
         }
-        let json = || json!({ "fleets": rows.iter().map(FleetRow::json).collect::<Vec<_>>() });
-        print(&markdown(&rows), self.simulate.reporting.json.then(json))?;
-        self.check(&rows)
+        Ok(())
     }
 
-    fn run_pair(&self, pair: u32, row: &mut FleetRow) -> Result<(), Failed> {
-        let Pace { workers, speedup } = row.pace;
+    /// Simulates both routers with one seed.
+    fn run_pair(&self, pace: Pace, pair: u32) -> Result<[Summary; 2], Failed> {
         let mut arguments = self.simulate.clone();
-        arguments.source.speedup = speedup;
-        arguments.fleet.workers = workers;
+        (arguments.source.speedup, arguments.fleet.workers) = (pace.speedup, pace.workers);
         arguments.router.seed += u64::from(pair);
         let (workload, reporting) = (arguments.workload()?, &arguments.reporting);
         let setup = arguments.setup(workload.requests.len())?;
         let with_output = !self.without_output_blocks;
         let mut of_ours = setup.clone();
         if !with_output {
-            of_ours.router.settings.insert("load.track_output_blocks".to_owned(), Value::Bool(false));
+            of_ours.router.settings.push(("load.track_output_blocks".to_owned(), Value::Bool(false)));
         }
         let ours = simulate::run(&of_ours, &workload, Embedded::start)?;
-        let (theirs, summary_of_theirs) = run_dynamo(&setup, &workload, reporting, self.dynamo, with_output)?;
-        let summary_of_ours = Summary::new(&ours, &setup.facts(&workload, reporting));
-        for summary in [&summary_of_ours, &summary_of_theirs] {
-            let (seed, policy) = (setup.router.seed, &summary.policy);
-            let ttft = COLUMNS[0].shown(std::slice::from_ref(summary));
-            writeln!(io::stderr(), "{workers} workers, x{speedup}, seed {seed}: {policy}, mean TTFT {ttft} s")?;
-            let warnings: Vec<String> = summary.warnings.iter().map(|warning| warning.message.clone()).collect();
-            reporting.admit(&warnings, io::stderr())?;
-        }
-        row.same_rank.push(same_rank(&ranks(&ours), &ranks(&theirs), ours.warmup_requests));
-        row.ours.push(summary_of_ours);
-        row.theirs.push(summary_of_theirs);
-        Ok(())
+        let theirs = run_dynamo(&setup, &workload, reporting, self.dynamo, with_output)?;
+        writeln!(io::stderr(), "{} workers, x{}, seed {}: simulated", pace.workers, pace.speedup, setup.router.seed)?;
+        Ok([Summary::new(&ours, &setup.facts(&workload, reporting)), theirs])
     }
 
-    fn check(&self, rows: &[FleetRow]) -> Result<(), Failed> {
+    /// Checks the ratio of the mean TTFT against the given limit.
+    fn check(&self, pace: Pace, comparison: &Comparison) -> Result<(), Failed> {
         let Some(percent_max) = self.ttft_difference_max else { return Ok(()) };
-        for row in rows {
-            let ratio = COLUMNS[0].ratio(&row.ours, &row.theirs).ok_or("no pairs")?;
-            let percent = (ratio - 1.0) * 100.0;
-            if percent.is_nan() || percent.abs() > percent_max {
-                let workers = row.pace.workers;
-                return Err(
-                    format!("{workers} workers: mean TTFT differs by {percent:+.2} %, at most {percent_max}").into()
-                );
-            }
+        let ratio = comparison.contenders[1].ratios.get(&Figure::TtftMean).ok_or("no pairs")?.ratio;
+        let percent = (ratio - 1.0) * 100.0;
+        if percent.abs() <= percent_max {
+            return Ok(());
         }
-        Ok(())
+        let workers = pace.workers;
+        Err(format!("{workers} workers: mean TTFT differs by {percent:+.2} %, at most {percent_max}").into())
     }
-}
-
-/// Rank of each request.
-fn ranks(run: &Run) -> Vec<Option<u32>> {
-    run.requests.iter().map(|request| request.rank).collect()
-}
-
-/// Share of the measured requests that two runs of one workload placed on the same rank. Equal ranks of a fleet differ
-/// only in their names, and random numbers decide which is used first. Therefore ranks are renumbered in order of first
-/// use.
-fn same_rank(ours: &[Option<u32>], theirs: &[Option<u32>], warmup_requests: usize) -> f64 {
-    let (ours, theirs) = (by_first_use(ours), by_first_use(theirs));
-    let pairs = || ours.iter().zip(&theirs).skip(warmup_requests);
-    let same = pairs().filter(|(ours, theirs)| ours == theirs).count();
-    same as f64 / pairs().count().max(1) as f64
-}
-
-/// Ranks numbered in order of first use.
-fn by_first_use(ranks: &[Option<u32>]) -> Vec<Option<usize>> {
-    let mut used = Vec::new();
-    let mut number = |rank| {
-        used.iter().position(|&earlier| earlier == rank).unwrap_or_else(|| {
-            used.push(rank);
-            used.len() - 1
-        })
-    };
-    ranks.iter().map(|rank| rank.map(&mut number)).collect()
-}
-
-impl FleetRow {
-    fn json(&self) -> Value {
-        let pairs = self.ours.iter().zip(&self.theirs).zip(&self.same_rank).map(|((ours, theirs), same_rank)| {
-            json!({ "pointsman": ours, "dynamo-kv-router": theirs, "same_rank": same_rank })
-        });
-        json!({
-            "workers": self.pace.workers,
-            "speedup": self.pace.speedup,
-            "median_ratios": by_key(&COLUMNS, |column| column.ratio(&self.ours, &self.theirs)),
-            "pairs": pairs.collect::<Vec<_>>(),
-        })
-    }
-}
-
-/// Table of the medians as ours / theirs, with the median of the pairs' ratios in brackets.
-fn markdown(rows: &[FleetRow]) -> String {
-    let mut out = head(&["workers", "speed-up", "requests"], &COLUMNS, &["same rank"]);
-    for FleetRow { pace, ours, theirs, same_rank } in rows {
-        let requests = ours.first().map_or(0, |run| run.requests);
-        let mut cells = vec![pace.workers.to_string(), pace.speedup.to_string(), requests.to_string()];
-        cells.extend(COLUMNS.iter().map(|column| {
-            let ratio = shown(column.ratio(ours, theirs), 3);
-            format!("{} / {} ({ratio})", column.shown(ours), column.shown(theirs))
-        }));
-        cells.push(format!("{} %", shown(median(same_rank.iter().map(|share| share * 100.0)), 1)));
-        out += &row(&cells);
-    }
-    out
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn ranks_are_compared_independently_of_names() {
-        let share = |theirs: [u32; 4]| same_rank(&[0, 1, 0, 2].map(Some), &theirs.map(Some), 1);
-        assert_eq!(share([2, 0, 2, 1]), 1.0);
-        assert_eq!(share([2, 0, 0, 1]), 2.0 / 3.0);
-    }
 
     #[test]
     fn paces_are_parsed_as_workers_and_speedup() {

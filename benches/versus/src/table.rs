@@ -4,11 +4,11 @@ use std::fmt::{self, Display};
 use std::num::NonZeroU32;
 
 use pointsman_bench::replay::Report;
-use pointsman_versus::columns::{Column, by_key, head, row, shown};
-use serde_json::{Value, json};
+use pointsman_versus::columns::{Column, head, row, shown};
+use serde::Serialize;
 
 /// Source of the requests of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) enum Source {
     /// Clients of a closed loop.
     Clients { clients: usize, take_turns: bool },
@@ -28,7 +28,7 @@ impl Display for Source {
 }
 
 /// Runs of one combination of threads, workers and source of requests. Runs at the same position of both lists are a pair.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 pub(crate) struct Cell {
     pub(crate) threads: usize,
     pub(crate) workers: u32,
@@ -40,24 +40,23 @@ pub(crate) struct Cell {
 }
 
 /// All combinations.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 pub(crate) struct Table {
     pub(crate) cells: Vec<Cell>,
 }
 
-const CPU: Column<Report> =
-    Column::new("CPU µs", "router_cpu_us_per_request", 1, |run| Some(run.router_cpu_us_per_request));
-const P50: Column<Report> = Column::new("p50 µs", "route_us_p50", 1, |run| Some(run.route_us.p50));
-const P99: Column<Report> = Column::new("p99 µs", "route_us_p99", 0, |run| Some(run.route_us.p99));
+const CPU: Column<Report> = Column::new("CPU µs", 1, |run| Some(run.router_cpu_us_per_request));
+const P50: Column<Report> = Column::new("p50 µs", 1, |run| Some(run.route_us.p50));
+const P99: Column<Report> = Column::new("p99 µs", 0, |run| Some(run.route_us.p99));
 
 const COLUMNS: [Column<Report>; 7] = [
     CPU,
     P50,
     P99,
-    Column::new("hit rate", "hit_rate", 4, |run| Some(run.hit_rate)),
-    Column::new("load", "load_max_over_mean", 2, |run| Some(run.load_max_over_mean)),
-    Column::new("requests/s", "requests_per_second", 0, |run| Some(run.requests_per_second)),
-    Column::new("RSS MiB", "rss_grown_mib", 0, rss_grown_mib),
+    Column::new("hit rate", 4, |run| Some(run.hit_rate)),
+    Column::new("load", 2, |run| Some(run.load_max_over_mean)),
+    Column::new("requests/s", 0, |run| Some(run.requests_per_second)),
+    Column::new("RSS MiB", 0, rss_grown_mib),
 ];
 
 /// Growth of memory during the run: the router, and the simulated caches, which are equal on both sides.
@@ -75,24 +74,6 @@ impl Cell {
     /// Ratios of CPU times, pair by pair.
     fn cpu_ratios(&self) -> Vec<f64> {
         CPU.ratios(&self.ours, &self.theirs).unwrap_or_default()
-    }
-
-    fn json(&self) -> Value {
-        let medians = |runs: &[Report]| by_key(&COLUMNS, |column| column.median(runs));
-        json!({
-            "threads": self.threads,
-            "workers": self.workers,
-            "source": self.source.to_string(),
-            "cpu_ratio": self.ratio(&CPU),
-            "p50_ratio": self.ratio(&P50),
-            "p99_ratio": self.ratio(&P99),
-            "cpu_ratios": self.cpu_ratios(),
-            "thousand_instructions": self.instructions,
-            "ours_median": medians(&self.ours),
-            "theirs_median": medians(&self.theirs),
-            "ours": self.ours,
-            "theirs": self.theirs,
-        })
     }
 
     fn row(&self) -> String {
@@ -116,15 +97,12 @@ impl Table {
         let rows: String = self.cells.iter().map(Cell::row).collect();
         head(&["threads", "workers", "requests from"], &COLUMNS, &last) + &rows
     }
-
-    /// All runs with their medians.
-    pub(crate) fn json(&self) -> Value {
-        json!({ "cells": self.cells.iter().map(Cell::json).collect::<Vec<_>>() })
-    }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn report(cpu: f64) -> Report {
@@ -181,6 +159,6 @@ mod tests {
             "{markdown}"
         );
         assert!(lines[3].contains("| - / 60.0 |"), "{markdown}");
-        assert_eq!(table.json()["cells"][0]["theirs_median"]["rss_grown_mib"], 3.0);
+        assert!(lines[2].contains("| 3 / 3 |"), "{markdown}");
     }
 }

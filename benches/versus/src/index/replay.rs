@@ -12,13 +12,11 @@ use pointsman_bench::replay::Common;
 use pointsman_trial::workload::mix;
 use serde::{Deserialize, Serialize};
 
-use crate::columns::median;
-
 use super::load::{Load, Step};
 use super::subject::{KvIndex, Pointsman, Radix, Subject};
 
 /// An index under test.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 pub enum Which {
     /// Pointsman's index
     Pointsman,
@@ -68,22 +66,11 @@ pub struct Costs {
     pub query: f64,
 }
 
-/// Time per block in the median event, in ns.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Events {
-    /// Median over store events.
-    pub store: f64,
-    /// Median over removal events.
-    pub remove: f64,
-}
-
 /// Results of one timed process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Timed {
     /// Times in ns.
     pub time_ns: Costs,
-    /// Times per block of the median event, without pauses of the machine and without rare maintenance work.
-    pub event_median_ns: Events,
     /// 99th percentile of query times in ns.
     pub query_p99_ns: f64,
     /// User-mode instructions, if the system counts them.
@@ -189,10 +176,6 @@ fn time<S: Subject>(load: &Load) -> Timed {
         instructions: instructions::<S>(load),
         stored_blocks: store.blocks,
         removed_blocks: remove.blocks,
-        event_median_ns: Events {
-            store: median(store.events_ns).unwrap_or_default(),
-            remove: median(remove.events_ns).unwrap_or_default(),
-        },
         answers,
     }
 }
@@ -247,18 +230,14 @@ impl Meter for Unmeasured {
 struct Clock {
     spent: Duration,
     blocks: u64,
-    /// Times per block by event.
-    events_ns: Vec<f64>,
 }
 
 impl Meter for Clock {
     fn measure(&mut self, blocks: usize, work: impl FnOnce()) {
         let watch = Stopwatch::start();
         work();
-        let time = watch.elapsed();
-        self.spent += time;
+        self.spent += watch.elapsed();
         self.blocks += blocks as u64;
-        self.events_ns.push(time.as_nanos() as f64 / blocks as f64);
     }
 }
 
