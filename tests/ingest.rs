@@ -6,6 +6,7 @@ use pointsman::protocol::Timestamp;
 use pointsman::{
     StreamState,
     internals::ingest::{AppliedBatch, DegradationReason, IngestEffect, IngestInput, Note, Source, SourceConfig},
+    internals::wire::{Finding, StoreMismatch},
 };
 
 type Payload = Vec<u8>;
@@ -353,32 +354,75 @@ fn a_lost_index_is_refilled_or_cold() {
 
 #[test]
 fn incompatible_batches_are_a_mismatch_until_a_valid_one() {
-    let none = AppliedBatch { events: 2, ..AppliedBatch::default() };
+    let none = AppliedBatch { events: 2, finding: Some(Finding::UnknownEvent), ..AppliedBatch::default() };
     let some = AppliedBatch { usable: 1, stored_blocks: 3, ..none };
+    let other_size = Some(StoreMismatch::BlockSize(16));
     let mut bench = Bench::live(SourceConfig::default(), 5);
     bench.applied(none);
     bench.applied(none);
     bench.applied(AppliedBatch::default());
     assert_eq!(bench.source.state(), StreamState::Live, "a batch without events changes no state");
     assert_eq!(short(&bench.applied(none)), ["mismatched"]);
-    assert_eq!(bench.source.degradation(), Some(DegradationReason::Undecodable { batches: 3 }));
+    let undecodable = DegradationReason::Undecodable { batches: 3, finding: Some(Finding::UnknownEvent) };
+    assert_eq!(bench.source.degradation(), Some(undecodable));
     assert_eq!(short(&bench.applied(some)), ["live"]);
 
     let config = SourceConfig { block_size: Some(64), ..SourceConfig::default() };
     let mut bench = Bench::live(config, 5);
-    assert_eq!(short(&bench.applied(AppliedBatch { engine_block_size: Some(16), ..none })), ["mismatched"]);
+    assert_eq!(short(&bench.applied(AppliedBatch { mismatch: other_size, ..none })), ["mismatched"]);
     assert_eq!(bench.source.degradation(), Some(DegradationReason::BlockSize { engine: 16, pool: Some(64) }));
     let removals = AppliedBatch { events: 2, usable: 2, ..AppliedBatch::default() };
     assert_eq!(short(&bench.applied(removals)), [""; 0], "removals fit any block size");
-    assert_eq!(short(&bench.applied(AppliedBatch { engine_block_size: Some(16), ..removals })), [""; 0]);
+    assert_eq!(short(&bench.applied(AppliedBatch { mismatch: other_size, ..removals })), [""; 0]);
     assert_eq!(short(&bench.applied(some)), ["live"]);
-    assert_eq!(
-        short(&bench.applied(AppliedBatch { foreign_rank: Some(3), ..some })),
-        [""; 0],
-        "part of the batch was usable"
-    );
-    assert_eq!(short(&bench.applied(AppliedBatch { foreign_rank: Some(3), ..none })), ["mismatched"]);
+    let foreign = AppliedBatch { foreign_rank: Some(3), ..none };
+    let used = AppliedBatch { stored_blocks: 3, usable: 1, ..foreign };
+    assert_eq!(short(&bench.applied(used)), [""; 0], "part of the batch was usable");
+    let mut bench = Bench::live(config, 5);
+    assert_eq!(short(&bench.applied(foreign)), ["mismatched"]);
     assert_eq!(bench.source.degradation(), Some(DegradationReason::ForeignRank { found: 3 }));
+    let mut bench = Bench::live(config, 5);
+    let pairs = AppliedBatch { mismatch: Some(StoreMismatch::Eagle { pairs: true }), ..none };
+    assert_eq!(short(&bench.applied(pairs)), ["mismatched"]);
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::Eagle { pairs: true }));
+}
+
+#[test]
+fn a_stream_that_fits_is_mismatched_after_several_batches_of_unusable_stores_only() {
+    let config = SourceConfig { block_size: Some(64), ..SourceConfig::default() };
+    let none = AppliedBatch { events: 2, finding: Some(Finding::UnknownEvent), ..AppliedBatch::default() };
+    let some = AppliedBatch { usable: 1, stored_blocks: 3, ..none };
+    let with = |mismatch| AppliedBatch { mismatch: Some(mismatch), finding: Some(Finding::BadToken), ..none };
+    let partial = with(StoreMismatch::BlockSize(16));
+    let mut bench = Bench::live(config, 5);
+    bench.applied(some);
+    for _ in 0..10 {
+        for harmless in [none, partial, AppliedBatch { usable: 1, ..none }] {
+            assert_eq!(short(&bench.applied(harmless)), [""; 0], "{harmless:?}");
+        }
+    }
+    let foreign = AppliedBatch { foreign_rank: Some(3), ..none };
+    let invalid = StoreMismatch::Invalid(Finding::BadToken);
+    let undecodable = DegradationReason::Undecodable { batches: 3, finding: Some(Finding::BadToken) };
+    for (unusable, reason) in [
+        (with(StoreMismatch::BlockSize(128)), DegradationReason::BlockSize { engine: 128, pool: Some(64) }),
+        (with(StoreMismatch::Eagle { pairs: false }), DegradationReason::Eagle { pairs: false }),
+        (with(invalid), undecodable),
+        (foreign, DegradationReason::ForeignRank { found: 3 }),
+    ] {
+        bench.applied(unusable);
+        bench.applied(unusable);
+        bench.applied(some);
+        bench.applied(unusable);
+        bench.applied(none);
+        bench.applied(unusable);
+        assert_eq!(bench.source.state(), StreamState::Live, "{unusable:?}");
+        assert_eq!(short(&bench.applied(unusable)), ["mismatched"], "{unusable:?}");
+        assert_eq!(bench.source.degradation(), Some(reason));
+        assert_eq!(bench.source.block_size(), Some(64), "the blocks that fitted have shown it");
+        bench.applied(none);
+        assert_eq!(short(&bench.applied(some)), ["live"]);
+    }
 }
 
 #[test]
@@ -566,12 +610,14 @@ fn the_end_mark_is_not_a_message() {
 
 #[test]
 fn states_and_reasons_have_names() {
-    let said: [(DegradationReason, &[&str]); 9] = [
+    let said: [(DegradationReason, &[&str]); 11] = [
         (DegradationReason::NotConnected { for_ms: 7 }, &["7 ms", "base port"]),
         (DegradationReason::NeverPublished { for_ms: 7 }, &["7 ms", "topic", "base port"]),
         (DegradationReason::BlockSize { engine: 16, pool: None }, &["16", "--block-size"]),
         (DegradationReason::ForeignRank { found: 3 }, &["rank 3", "base port"]),
-        (DegradationReason::Undecodable { batches: 4 }, &["4 batches", "topic"]),
+        (DegradationReason::BlockSize { engine: 32, pool: Some(16) }, &["32", "16", "context parallelism"]),
+        (DegradationReason::Eagle { pairs: true }, &["is_eagle = true"]),
+        (DegradationReason::Undecodable { batches: 4, finding: Some(Finding::BadHash) }, &["4 batches", "bad_hash"]),
         (DegradationReason::ReplayGap { from: 4, first: 9 }, &["from 4", "from 9", "buffer_steps"]),
         (DegradationReason::ReplayHole { from: 4 }, &["message 4"]),
         (DegradationReason::ReplayFailed { from: 4 }, &["message 4", "replay endpoint"]),

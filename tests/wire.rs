@@ -15,7 +15,7 @@ use pointsman::protocol::{
 };
 use pointsman::{
     Decoder,
-    internals::wire::{DecoderLimits, Finding, Report, WireConfig},
+    internals::wire::{DecoderLimits, Finding, Report, StoreMismatch, WireConfig},
 };
 use serde_json::Value;
 
@@ -204,7 +204,8 @@ mod recorded {
                 assert_eq!(found(&report), findings, "{what}");
                 let refused = report.findings.get(Finding::BlockSize);
                 assert_eq!(u64::from(report.events), u64::from(report.usable) + refused, "{what}");
-                assert_eq!(report.engine_block_size, (refused > 0).then_some(1), "{what}");
+                let of_device = refused.saturating_sub(u64::from(report.side_events));
+                assert_eq!(report.mismatch, (of_device > 0).then_some(StoreMismatch::BlockSize(1)), "{what}");
                 assert_eq!(report.cleared, decoded.contains(&cleared()), "{what}");
             }
         }
@@ -356,7 +357,27 @@ mod hashes_and_tokens {
             ("block_size", 16.into()),
         ]);
         let (events, report) = next(&mut decoder(), [event]);
-        assert_eq!((events.len(), report.engine_block_size), (0, Some(16)));
-        assert_eq!(found(&report), [(Finding::BlockSize, 1)]);
+        assert_eq!((events.len(), report.mismatch), (0, Some(StoreMismatch::BlockSize(16))));
+        assert_eq!((found(&report), report.side_events), (vec![(Finding::BlockSize, 1)], 0));
+    }
+
+    #[test]
+    fn events_of_other_tiers_and_groups_prove_nothing_about_the_block_size() {
+        let sized = |size: u64, medium: &str| {
+            let mut event = store([11], None, &TOKENS, [("medium", medium.into())]);
+            let Msg::Map(fields) = &mut event else { unreachable!() };
+            fields[4].1 = size.into();
+            event
+        };
+        let window = [("group_idx", Msg::Uint(1)), ("kv_cache_spec_kind", "sliding_window".into())];
+        let of = [
+            sized(256, "DISK"),
+            sized(0, "GPU"),
+            sized(4, "TAPE"),
+            store([11], None, &TOKENS, window),
+            store([11], None, &[], []),
+        ];
+        let (events, report) = next(&mut decoder(), of);
+        assert_eq!((events.len(), report.usable, report.side_events, report.mismatch), (0, 0, 3, None));
     }
 }

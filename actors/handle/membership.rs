@@ -186,14 +186,18 @@ impl Router {
     }
 
     fn problems(&self) -> Vec<String> {
-        let sources = self.kv_sources().into_iter();
-        let sources = sources.filter_map(|KvSourceStatus { rank, state, reason, last_error, .. }| {
+        let statuses = self.kv_sources();
+        let unused = statuses.iter().filter_map(|KvSourceStatus { rank, unused, .. }| {
+            Some(format!("KV events of rank {rank} are partly unused: {}", unused.as_ref()?))
+        });
+        let unused: Vec<_> = unused.collect();
+        let sources = statuses.into_iter().filter_map(|KvSourceStatus { rank, state, reason, last_error, .. }| {
             let last_error = last_error.map(|error| format!("; last error: {error}")).unwrap_or_default();
             Some(format!("KV events of rank {rank} are {}: {}{last_error}", state.name(), reason?))
         });
         let hung = self.views().hung.get();
         let hung = hung.iter().map(|actor| format!("{actor} hangs"));
-        hung.chain(sources).chain(self.unread()).chain(self.edge().meters.never_matching()).collect()
+        hung.chain(sources).chain(unused).chain(self.unread()).chain(self.edge().meters.never_matching()).collect()
     }
 
     /// Ranks in service without any applied KV event, although events are enabled.

@@ -219,10 +219,16 @@ impl Reader {
             match effect {
                 ReaderEffect::Apply { sequence, events, report, .. } => {
                     self.dependencies.meters.ingest.findings(&report.findings);
+                    if report.findings.iter().any(|(finding, _)| finding.costs_hits()) {
+                        self.entry.source.set_unused(self.shell.unused());
+                    }
                     self.apply_message(sequence, events).await;
                     self.entry.source.set_applied(sequence);
                 }
-                ReaderEffect::Clear => self.drop_blocks().await,
+                ReaderEffect::Clear => {
+                    self.entry.source.set_unused(None);
+                    self.drop_blocks().await;
+                }
                 ReaderEffect::Replay { from } => *replay = PendingReplay::ask(&link.endpoints, from, link.caps),
                 ReaderEffect::Reconnect => {
                     *replay = PendingReplay::Idle;

@@ -27,6 +27,8 @@ pub struct KvSourceStatus {
     pub state: StreamState,
     /// Reason of the degradation; absent for a healthy stream.
     pub reason: Option<String>,
+    /// Kinds of events that are not used although they name blocks, with their numbers; absent without any.
+    pub unused: Option<String>,
     /// Error that ended the last connection or connection attempt.
     pub last_error: Option<String>,
     /// Number of the last message whose events were sent to the index; absent before the first.
@@ -115,6 +117,7 @@ pub(crate) struct SourceCell {
     /// Discount on the overlap, in thousandths.
     discount_permille: AtomicU32,
     state: Mutex<(StreamState, Option<DegradationReason>)>,
+    unused: Mutex<Option<String>>,
     last_error: Mutex<Option<String>>,
     restore: Mutex<Option<RestoreState>>,
     audit: Mutex<Option<AuditRecord>>,
@@ -147,6 +150,7 @@ impl SourceCell {
             caught_up: AtomicBool::new(false),
             discount_permille: AtomicU32::new(0),
             state: Mutex::new((StreamState::Live, None)),
+            unused: Mutex::new(None),
             last_error: Mutex::new(None),
             restore: Mutex::new(None),
             audit: Mutex::new(None),
@@ -219,6 +223,7 @@ impl SourceCell {
             caught_up: self.caught_up.load(Ordering::Relaxed),
             state,
             reason: reason.map(|reason| reason.to_string()),
+            unused: self.unused.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             last_error: self.last_error.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             applied: self.applied.load(Ordering::Relaxed).checked_sub(1),
             messages: self.messages.load(Ordering::Relaxed),
@@ -264,6 +269,7 @@ impl SourceCell {
         self.set_connected(false);
         self.set_restore(None);
         self.set_audit(None);
+        self.set_unused(None);
         self.applied.store(0, Ordering::Relaxed);
         self.set_state(StreamState::Recovering, None);
     }
@@ -271,6 +277,7 @@ impl SourceCell {
     fn forget(&self) {
         self.set_connected(false);
         *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.set_unused(None);
         self.set_state(StreamState::Live, None);
     }
 
@@ -294,6 +301,10 @@ impl SourceCell {
 
     pub(crate) fn set_error(&self, error: String) {
         *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+    }
+
+    pub(crate) fn set_unused(&self, unused: Option<String>) {
+        *self.unused.lock().unwrap_or_else(PoisonError::into_inner) = unused;
     }
 
     pub(crate) fn count_message(&self, now: Timestamp) {

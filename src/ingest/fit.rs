@@ -1,9 +1,12 @@
 //! Detection of engines whose batches do not match the pool.
 //!
-//! Counts consecutive batches with events but without a usable one, and keeps their block size and rank. One batch with
-//! a stored block ends the mismatch. The wire decoder determines usability.
+//! A stream is judged by its stores of tokens in device memory. Until one was usable, a store of another form, or a few
+//! batches without any usable event, are a mismatch. Afterwards only several batches with such stores and without a
+//! usable one are: lower tiers, unknown events and partial blocks prove nothing about the blocks that fit. One batch with
+//! a usable store ends the mismatch. The wire decoder determines usability.
 
 use super::DegradationReason;
+use crate::wire::{Finding, StoreMismatch};
 
 /// Number of consecutive batches without a usable event that count as a mismatch.
 const MISMATCHES_MAX: u32 = 3;
@@ -18,46 +21,64 @@ const MISMATCHES_MAX: u32 = 3;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AppliedBatch {
-    /// Number of decoded events; 1 for a batch that is undecodable as a whole.
+    /// Number of decoded events, without those that prove nothing about the blocks in device memory; 1 for a batch that
+    /// is undecodable as a whole.
     pub events: u32,
     /// Number of events that the index could use.
     pub usable: u32,
-    /// Number of blocks stored by them.
+    /// Number of blocks stored by them in device memory.
     pub stored_blocks: u32,
     /// Whether an event cleared the rank's whole cache.
     pub cleared: bool,
-    /// The engine's block size in tokens, if it differs from the pool's.
-    pub engine_block_size: Option<u32>,
+    /// Why a store of tokens in device memory was unusable.
+    pub mismatch: Option<StoreMismatch>,
     /// The data-parallel rank of the batch, if it differs from the stream's.
     pub foreign_rank: Option<u32>,
+    /// The most frequent finding.
+    pub finding: Option<Finding>,
 }
 
-/// Mismatches since the last usable event.
+/// Mismatches since the last usable store.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Fit {
     mismatches: u32,
-    engine_block_size: Option<u32>,
+    mismatch: Option<StoreMismatch>,
     foreign_rank: Option<u32>,
+    finding: Option<Finding>,
     /// Whether this incarnation of the publisher has stored a usable block. An engine with caches of several block sizes
     /// publishes all of them: the size that fits is its size.
     has_fitted: bool,
 }
 
 impl Fit {
-    pub(super) fn observe(&mut self, applied: &AppliedBatch) {
-        let is_empty = applied.events == 0 && applied.engine_block_size.is_none() && applied.foreign_rank.is_none();
-        let has_mismatch = applied.engine_block_size.is_some() || applied.foreign_rank.is_some();
-        let is_known_mismatch = self.engine_block_size.is_some() || self.foreign_rank.is_some();
+    pub(super) fn observe(&mut self, applied: &AppliedBatch, pool_block_size: Option<u32>) {
+        let is_form_known = self.form_mismatch(pool_block_size).is_some();
         if applied.stored_blocks > 0 || applied.cleared {
             let has_fitted = self.has_fitted || applied.stored_blocks > 0;
             *self = Self { has_fitted, ..Self::default() };
-        } else if applied.usable > 0 && !has_mismatch {
-            // Removals match any block size, so they do not show that stores do.
-            self.mismatches = if is_known_mismatch { self.mismatches } else { 0 };
-        } else if !is_empty {
+        } else if applied.foreign_rank.is_some()
+            || applied.mismatch.is_some_and(|found| self.counts(found, pool_block_size))
+        {
             self.mismatches = self.mismatches.saturating_add(1);
-            self.engine_block_size = applied.engine_block_size.or(self.engine_block_size);
+            self.mismatch = applied.mismatch.or(self.mismatch);
             self.foreign_rank = applied.foreign_rank.or(self.foreign_rank);
+            self.finding = applied.finding;
+        } else if self.has_fitted || applied.usable > 0 {
+            // Removals match any block size, so they do not show that stores do.
+            let is_kept = self.has_fitted || is_form_known;
+            self.mismatches = if is_kept { self.mismatches } else { 0 };
+        } else if applied.events > 0 {
+            self.mismatches = self.mismatches.saturating_add(1);
+            self.finding = applied.finding;
+        }
+    }
+
+    /// Whether a rejected store proves anything. An engine cannot change its block size, and one whose blocks fit also
+    /// announces partial blocks, which are smaller.
+    fn counts(&self, mismatch: StoreMismatch, pool_block_size: Option<u32>) -> bool {
+        match mismatch {
+            StoreMismatch::BlockSize(size) => !(self.has_fitted && pool_block_size.is_some_and(|pool| size < pool)),
+            StoreMismatch::Eagle { .. } | StoreMismatch::Invalid(_) => true,
         }
     }
 
@@ -68,17 +89,29 @@ impl Fit {
 
     /// Block size of the events, if known.
     pub(super) fn block_size(&self, pool_block_size: Option<u32>) -> Option<u32> {
-        if self.has_fitted { pool_block_size } else { self.engine_block_size }
+        match self.mismatch {
+            _ if self.has_fitted => pool_block_size,
+            Some(StoreMismatch::BlockSize(size)) => Some(size),
+            Some(StoreMismatch::Eagle { .. } | StoreMismatch::Invalid(_)) | None => None,
+        }
     }
 
     /// Degradation reason if the rank's batches do not match the pool.
     pub(super) fn degradation(&self, pool_block_size: Option<u32>) -> Option<DegradationReason> {
-        if let Some(engine) = self.engine_block_size {
-            return Some(DegradationReason::BlockSize { engine, pool: pool_block_size });
+        let is_repeated = self.mismatches >= MISMATCHES_MAX;
+        let form = self.form_mismatch(pool_block_size).filter(|_| is_repeated || !self.has_fitted);
+        let undecodable = DegradationReason::Undecodable { batches: self.mismatches, finding: self.finding };
+        form.or_else(|| is_repeated.then_some(undecodable))
+    }
+
+    /// The difference in form that one store proves.
+    fn form_mismatch(&self, pool: Option<u32>) -> Option<DegradationReason> {
+        match self.mismatch {
+            Some(StoreMismatch::BlockSize(engine)) => Some(DegradationReason::BlockSize { engine, pool }),
+            Some(StoreMismatch::Eagle { pairs }) => Some(DegradationReason::Eagle { pairs }),
+            Some(StoreMismatch::Invalid(_)) | None => {
+                self.foreign_rank.map(|found| DegradationReason::ForeignRank { found })
+            }
         }
-        if let Some(found) = self.foreign_rank {
-            return Some(DegradationReason::ForeignRank { found });
-        }
-        (self.mismatches >= MISMATCHES_MAX).then_some(DegradationReason::Undecodable { batches: self.mismatches })
     }
 }

@@ -340,7 +340,7 @@ impl<P: AsRef<[u8]>> Source<P> {
     }
 
     fn on_applied(&mut self, applied: AppliedBatch, effects: &mut Vec<IngestEffect<P>>) {
-        self.fit.observe(&applied);
+        self.fit.observe(&applied, self.config.block_size);
         self.unreported = self.unreported.saturating_sub(1);
         if self.unreported_stale > 0 {
             self.unreported_stale -= 1; // a clear already removed these blocks

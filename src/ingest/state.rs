@@ -6,6 +6,8 @@
 
 use std::fmt;
 
+use crate::wire::Finding;
+
 /// State of a rank's KV event stream.
 ///
 /// ```
@@ -92,10 +94,17 @@ pub enum DegradationReason {
         /// The data-parallel rank in the messages.
         found: u32,
     },
+    /// The engine hashes EAGLE pairs and the pool does not, or the reverse.
+    Eagle {
+        /// Whether the engine publishes pairs.
+        pairs: bool,
+    },
     /// No event of the last batches was usable.
     Undecodable {
         /// Number of consecutive batches.
         batches: u32,
+        /// The most frequent finding.
+        finding: Option<Finding>,
     },
     /// The publisher no longer has the missing messages.
     ReplayGap {
@@ -135,6 +144,7 @@ impl DegradationReason {
             Self::NeverPublished { .. } => "never_published",
             Self::BlockSize { .. } => "block_size",
             Self::ForeignRank { .. } => "foreign_rank",
+            Self::Eagle { .. } => "eagle",
             Self::Undecodable { .. } => "undecodable",
             Self::ReplayGap { .. } => "replay_gap",
             Self::ReplayHole { .. } => "replay_hole",
@@ -162,7 +172,9 @@ impl fmt::Display for DegradationReason {
                 write!(
                     f,
                     "the engine's block size is {engine}, the pool's is {pool}: start one with the other's --block-size"
-                )
+                )?;
+                let is_multiple = engine > pool && engine.is_multiple_of(pool);
+                f.write_str(if is_multiple { " (context parallelism multiplies that of the events)" } else { "" })
             }
             Self::BlockSize { engine, pool: None } => {
                 write!(
@@ -175,10 +187,13 @@ impl fmt::Display for DegradationReason {
                 "the messages name data-parallel rank {found}: check the base port (each rank publishes at the base \
                  port plus its number) and the worker's start rank"
             ),
-            Self::Undecodable { batches } => write!(
+            Self::Eagle { pairs: true } => f.write_str("the engine publishes EAGLE pairs: set is_eagle = true"),
+            Self::Eagle { pairs: false } => f.write_str("the engine publishes no EAGLE pairs: set is_eagle = false"),
+            Self::Undecodable { batches, finding } => write!(
                 f,
-                "no event of the last {batches} batches could be used: check the topic, and whether other data \
-                 than KV events is published there, or in a format that is not known"
+                "no event of the last {batches} batches could be used ({}): check the topic, and whether other data \
+                 than KV events is published there, or in a format that is not known",
+                finding.map_or("no finding", Finding::name)
             ),
             Self::ReplayGap { from, first } => write!(
                 f,

@@ -9,7 +9,7 @@ use super::Defect;
 use crate::ingest::{AppliedBatch, IngestEffect, IngestInput, Note, Source, SourceConfig, StreamState};
 use crate::protocol::{RouterEvent, Timestamp, WorkerRank};
 use crate::snapshot::RankSnapshot;
-use crate::wire::{Decoder, Finding, Report, WireConfig};
+use crate::wire::{Decoder, Finding, Findings, Report, WireConfig};
 
 /// Effect of a step.
 #[expect(clippy::large_enum_variant, reason = "an `Apply` is as frequent as the others, and a box costs more")]
@@ -48,13 +48,17 @@ pub struct ReaderShell<P> {
     wire: WireConfig,
     effects: Vec<IngestEffect<P>>,
     wanted: VecDeque<IngestEffect<P>>,
+    /// Events since the blocks of the rank were last removed, and the findings in them.
+    events: u64,
+    findings: Findings,
 }
 
 impl<P: AsRef<[u8]>> ReaderShell<P> {
     /// A reader that has read nothing. The index must have no blocks of the rank.
     pub fn new(config: SourceConfig, wire: WireConfig, now: Timestamp) -> Self {
         let (source, decoder) = (Source::new(config, now), Decoder::new(wire.clone()));
-        Self { source, decoder, config, wire, effects: Vec::new(), wanted: VecDeque::new() }
+        let (events, findings) = (0, Findings::default());
+        Self { source, decoder, config, wire, effects: Vec::new(), wanted: VecDeque::new(), events, findings }
     }
 
     /// Passes an input to the source. The effects follow from [`ReaderShell::next_effect`].
@@ -71,6 +75,8 @@ impl<P: AsRef<[u8]>> ReaderShell<P> {
             IngestEffect::Apply { sequence, payload } => {
                 let mut events = Vec::new();
                 let report = self.decoder.decode(payload.as_ref(), &mut events);
+                self.events += u64::from(report.events);
+                self.findings += report.findings;
                 self.step(IngestInput::Applied(applied(&report)), now);
                 if sequence % 7 == 3 && Defect::MessageSkipped.is_planted() {
                     events.clear();
@@ -93,6 +99,17 @@ impl<P: AsRef<[u8]>> ReaderShell<P> {
     /// Forgets the state of the decoder, because the blocks of the rank are removed from the index.
     pub fn forget(&mut self) {
         self.decoder.forget();
+        (self.events, self.findings) = (0, Findings::default());
+    }
+
+    /// The findings that cost hits, in at least one of a hundred events; `None` without any.
+    pub fn unused(&self) -> Option<String> {
+        let is_frequent = |(finding, count): &(Finding, u64)| finding.costs_hits() && count * 100 >= self.events;
+        let frequent = self.findings.iter().filter(is_frequent);
+        let named: Vec<_> = frequent.map(|(finding, count)| format!("{count} {}", finding.name())).collect();
+        let events = self.events;
+        (!named.is_empty())
+            .then(|| format!("of {events} events, {} name blocks that no request finds", named.join(", ")))
     }
 
     /// Position of the source and identity of the rank, without contents; `None` without a position.
@@ -135,15 +152,15 @@ fn applied(report: &Report) -> AppliedBatch {
         usable: report.usable,
         stored_blocks: report.stored_blocks,
         cleared: report.cleared,
-        engine_block_size: report.engine_block_size,
+        mismatch: report.mismatch,
         foreign_rank: report.foreign_rank,
+        finding: report.findings.main(),
     }
 }
 
-/// Number of events in a batch that show whether the format is understood; events known to be irrelevant do not count.
-/// An undecodable batch counts as one undecodable event.
+/// Number of events in a batch that show whether the format is understood. An undecodable batch counts as one
+/// undecodable event.
 fn events_of_note(report: &Report) -> u32 {
-    let of_no_use = report.findings.get(Finding::NotMainAttention) + report.findings.get(Finding::NonLocal);
-    let others = report.events.saturating_sub(u32::try_from(of_no_use).unwrap_or(u32::MAX));
-    if report.findings.is_empty() || of_no_use > 0 { others } else { others.max(1) }
+    let others = report.events.saturating_sub(report.side_events);
+    if report.findings.is_empty() || report.side_events > 0 { others } else { others.max(1) }
 }

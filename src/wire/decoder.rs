@@ -10,7 +10,7 @@ use super::group::Groups;
 use super::keys::StoreKeys;
 use super::msgpack::{Cursor, MsgpackItem};
 use super::namespace::Namespaces;
-use super::{DecoderLimits, DecoderState, Finding, Report};
+use super::{DecoderLimits, DecoderState, Finding, Report, StoreMismatch};
 use crate::hashing::{BlockHasher, HashScheme};
 use crate::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerRank};
 
@@ -262,7 +262,7 @@ impl Decoder {
                     report.usable += 1;
                     events.extend(taken);
                 }
-                Err(refused) => report.findings.add(refused),
+                Err(refused) => self.refuse(&event, refused, report),
             },
             Err(broken) if broken.ends_batch() => return Err(broken),
             Err(refused) => {
@@ -272,6 +272,24 @@ impl Decoder {
             }
         }
         Ok(())
+    }
+
+    /// Counts an event that was read but is unusable.
+    fn refuse(&self, event: &WireEvent<'_>, finding: Finding, report: &mut Report) {
+        report.findings.add(finding);
+        let is_device = tier(event.medium) == Ok(StorageTier::Device);
+        if !is_device || matches!(finding, Finding::NotMainAttention | Finding::NonLocal) {
+            report.side_events += 1;
+            return;
+        }
+        let size = event.block_size.filter(|size| *size > 0);
+        let (Some(size), Tag::Stored, false) = (size, event.tag, event.token_form == TokenForm::None) else { return };
+        report.mismatch = match finding {
+            Finding::BlockSize => Some(StoreMismatch::BlockSize(u32::try_from(size).unwrap_or(u32::MAX))),
+            Finding::Eagle => Some(StoreMismatch::Eagle { pairs: event.token_form == TokenForm::Pairs }),
+            Finding::NamespacesFull => None,
+            other => Some(StoreMismatch::Invalid(other)),
+        };
     }
 
     /// Converts an event. Returns `None` if it has no effect, or if it was merged into the previous event `last`.
@@ -335,7 +353,6 @@ impl Decoder {
     fn stored(&mut self, event: &WireEvent<'_>, tier: StorageTier, report: &mut Report) -> Result<KvEvent, Finding> {
         let WireConfig { block_size, is_eagle, limits, .. } = self.config;
         if event.block_size != Some(u64::from(block_size.get())) {
-            report.engine_block_size = event.block_size.map(|size| u32::try_from(size).unwrap_or(u32::MAX));
             return Err(Finding::BlockSize);
         }
         let expected = if is_eagle { TokenForm::Pairs } else { TokenForm::Ids };
@@ -384,7 +401,9 @@ impl Decoder {
                 self.namespaces.stored(*name, namespace, tier, event.parent.is_some());
             }
         }
-        report.stored_blocks = report.stored_blocks.saturating_add(n_blocks as u32);
+        if tier == StorageTier::Device {
+            report.stored_blocks = report.stored_blocks.saturating_add(n_blocks as u32);
+        }
         Ok(KvEvent::Stored { parent: event.parent.map(EngineHash), blocks })
     }
 }

@@ -81,6 +81,35 @@ findings! {
 }
 
 impl Finding {
+    /// Whether blocks that the engine holds are then not found, without any other degradation.
+    #[must_use]
+    pub const fn costs_hits(self) -> bool {
+        match self {
+            Self::Truncated
+            | Self::Malformed
+            | Self::TooLarge
+            | Self::TooDeep
+            | Self::WrongType
+            | Self::WrongShape
+            | Self::UnknownEvent
+            | Self::BadHash
+            | Self::BadToken
+            | Self::TokensMissing
+            | Self::UnknownMedium
+            | Self::AmbiguousNamespace
+            | Self::UnknownNamespace
+            | Self::UnnamedLora
+            | Self::NamespacesFull => true,
+            Self::BlockSize
+            | Self::Eagle
+            | Self::NotMainAttention
+            | Self::NonLocal
+            | Self::ForeignRank
+            | Self::NotFinite
+            | Self::TrailingBytes => false,
+        }
+    }
+
     /// Whether the start of the next item is unknown.
     pub(super) fn ends_batch(self) -> bool {
         matches!(self, Self::Truncated | Self::Malformed)
@@ -102,6 +131,12 @@ pub struct Findings {
 }
 
 impl Findings {
+    /// The most frequent cause.
+    #[must_use]
+    pub fn main(&self) -> Option<Finding> {
+        self.iter().max_by_key(|(_, count)| *count).map(|(finding, _)| finding)
+    }
+
     /// Counts one finding.
     pub fn add(&mut self, finding: Finding) {
         self.counts[finding as usize] += 1;
@@ -143,6 +178,20 @@ impl fmt::Debug for Findings {
     }
 }
 
+/// Reason for which a store of tokens in device memory is unusable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StoreMismatch {
+    /// Another block size than the pool's, in tokens.
+    BlockSize(u32),
+    /// EAGLE pairs in a pool that does not hash pairs if true, else token ids in a pool that does.
+    Eagle {
+        /// Whether the engine publishes pairs.
+        pairs: bool,
+    },
+    /// Invalid tokens or hashes.
+    Invalid(Finding),
+}
+
 /// Result of decoding one batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
@@ -150,14 +199,16 @@ pub struct Report {
     pub events: u32,
     /// Events that were decoded and, unless they have no effect, at least partly used.
     pub usable: u32,
-    /// Blocks of the used stores.
+    /// Blocks of the used stores in device memory.
     pub stored_blocks: u32,
+    /// Unusable events that prove nothing about the blocks in device memory: of other tiers, cache groups and locations.
+    pub side_events: u32,
+    /// Why the last rejected store of tokens in device memory is unusable.
+    pub mismatch: Option<StoreMismatch>,
     /// Whether an event cleared the rank's whole cache.
     pub cleared: bool,
     /// Findings of the batch.
     pub findings: Findings,
-    /// The engine's block size in tokens, if it differs from the pool's.
-    pub engine_block_size: Option<u32>,
     /// The rank label of the batch, if it differs from the stream's rank.
     pub foreign_rank: Option<u32>,
 }

@@ -36,6 +36,6 @@ mod namespace;
 mod state;
 
 pub use decoder::{Decoder, WireConfig};
-pub use finding::{Finding, Findings, Report};
+pub use finding::{Finding, Findings, Report, StoreMismatch};
 pub use limits::DecoderLimits;
 pub use state::{DecoderState, NamespaceRecord};

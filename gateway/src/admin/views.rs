@@ -122,6 +122,7 @@ pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
         "caught_up": source.caught_up,
         "state": source.state.name(),
         "reason": source.reason,
+        "unused": source.unused,
         "last_error": source.last_error,
         "last_sequence_number": source.applied,
         "messages_total": source.messages,

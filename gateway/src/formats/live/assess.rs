@@ -392,6 +392,7 @@ mod tests {
             caught_up: connected,
             state,
             reason: reason.map(str::to_owned),
+            unused: None,
             last_error: None,
             applied: None,
             messages: 0,

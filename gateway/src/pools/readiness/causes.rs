@@ -143,6 +143,9 @@ fn of_sources(sources: Vec<KvSourceStatus>) -> Vec<String> {
         if let Some(reason) = source.reason {
             problems.entry(source.state.name()).or_insert((0, reason)).0 += 1;
         }
+        if let Some(unused) = source.unused {
+            problems.entry("partly unused").or_insert((0, unused)).0 += 1;
+        }
     }
     let shown = |(state, (n, reason)): (&str, (usize, String))| {
         format!("KV events of {} {state}: {}", ranks(n), without_addresses(&reason))
@@ -229,6 +232,7 @@ mod tests {
             caught_up: false,
             state: if reason.is_some() { StreamState::Mismatched } else { StreamState::Live },
             reason: reason.map(str::to_owned),
+            unused: None,
             last_error: None,
             applied: None,
             messages: 0,

@@ -308,6 +308,7 @@ mod tests {
             caught_up,
             state,
             reason: None,
+            unused: None,
             last_error: None,
             applied: None,
             messages: 0,

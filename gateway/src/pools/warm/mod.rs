@@ -150,6 +150,7 @@ mod tests {
             caught_up: false,
             state: pointsman::StreamState::Recovering,
             reason: None,
+            unused: None,
             last_error: None,
             applied: None,
             messages: 0,
