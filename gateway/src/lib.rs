@@ -29,4 +29,4 @@ pub mod admin;
 pub mod app;
 
 #[cfg(test)]
-mod hostile;
+mod tests;

@@ -11,8 +11,6 @@ mod engine;
 mod engine_breaker;
 mod files;
 mod format;
-#[cfg(test)]
-pub(crate) mod hostile;
 mod local;
 mod media;
 mod meters;
@@ -22,6 +20,8 @@ mod reason;
 mod recent;
 mod standalone;
 mod template;
+#[cfg(test)]
+pub(crate) mod tests;
 mod threads;
 
 use std::borrow::Cow;

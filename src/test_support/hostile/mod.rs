@@ -1,6 +1,6 @@
 //! Checks of the library's decoders that hold for any bytes, run with seeded [`Mutations`] of valid inputs.
 //!
-//! A target panics if a check fails. The gateway's targets (`gateway/src/hostile.rs`) use the same runner. `fuzz/` runs
+//! A target panics if a check fails. The gateway's targets (`gateway/src/tests.rs`) use the same runner. `fuzz/` runs
 //! the targets of the library with coverage feedback.
 
 mod events;

@@ -8,7 +8,7 @@ use crate::formats::anthropic::{Purpose, chat_body};
 use crate::formats::openai::{Edits, Endpoint, RequestBody};
 use crate::picker::tests::picker_messages;
 use crate::settings::{ConfigFile, Sources};
-use crate::tokens::hostile::chat_templates;
+use crate::tokens::tests::chat_templates;
 use crate::{picker, tokens};
 
 /// The first byte selects the endpoint, the rest is the body.
@@ -96,7 +96,7 @@ fn checks_hold_for_mutated_inputs() {
     let targets = [
         HostileTarget { name: "http_bodies", check: http_bodies, seeds: body_seeds },
         HostileTarget { name: "settings", check: settings, seeds: setting_seeds },
-        HostileTarget { name: "chat_templates", check: chat_templates, seeds: tokens::hostile::seeds },
+        HostileTarget { name: "chat_templates", check: chat_templates, seeds: tokens::tests::seeds },
         HostileTarget { name: "picker_messages", check: picker_messages, seeds: picker::tests::seeds },
     ];
     targets.iter().for_each(|target| target.run(1, count));
