@@ -197,19 +197,17 @@ impl SettingsArgs {
     /// Reads the file and merges all sources.
     fn load(&self) -> Result<Loaded, Refused> {
         let model = self.model.clone().map(|name| (name, self.worker.clone()));
-        let flags = self.flags();
-        let mut sources = Sources { variables: environment(), flags, model, ..Sources::default() };
-        let refused = |sources: &Sources, problems| Refused { log_format: sources.log_format(), problems };
-        match std::env::current_dir() {
-            Ok(directory) => sources.directory = directory,
-            Err(error) => return Err(refused(&sources, format!("no working directory: {error}\n"))),
-        }
-        match self.config.as_deref().map(read_config).transpose() {
-            Ok(file) => sources.file = file,
-            Err(problem) => return Err(refused(&sources, problem)),
-        }
+        let mut sources = Sources { variables: environment(), flags: self.flags(), model, ..Sources::default() };
+        let read = self.read(&mut sources);
         let log_format = sources.log_format();
-        sources.load().map_err(|errors| Refused { log_format, problems: self.problems(errors) })
+        let loaded = read.and_then(|()| sources.load().map_err(|errors| self.problems(errors)));
+        loaded.map_err(|problems| Refused { log_format, problems })
+    }
+
+    fn read(&self, sources: &mut Sources) -> Result<(), String> {
+        sources.directory = std::env::current_dir().map_err(|error| format!("no working directory: {error}\n"))?;
+        sources.file = self.config.as_deref().map(read_config).transpose()?;
+        Ok(())
     }
 
     /// The problems as lines. Those of a command without any model begin with an example.
@@ -224,11 +222,8 @@ impl SettingsArgs {
     }
 
     fn flags(&self) -> Vec<Flag> {
-        let set = self.set.iter().map(|(setting, value)| Flag {
-            name: format!("--set {setting}"),
-            setting: setting.clone(),
-            value: value.clone(),
-        });
+        let set = self.set.iter();
+        let set = set.map(|(setting, value)| (format!("--set {setting}"), setting.as_str(), Some(value.clone())));
         let address = |address: &Option<String>| address.as_deref().map(listen_address);
         let switch = |is_on: bool| is_on.then(|| "true".to_owned());
         let short = [
@@ -248,10 +243,10 @@ impl SettingsArgs {
             ("--otlp-endpoint", "gateway.otlp_endpoint", self.otlp_endpoint.clone()),
             ("--conformance", "picker.conformance", switch(self.conformance)),
         ];
-        let short = short.into_iter().filter_map(|(name, setting, value)| {
-            Some(Flag { name: name.to_owned(), setting: setting.to_owned(), value: value? })
-        });
-        set.chain(short).collect()
+        let flags = set.chain(short.map(|(name, setting, value)| (name.to_owned(), setting, value)));
+        let given =
+            flags.filter_map(|(name, setting, value)| Some(Flag { name, setting: setting.to_owned(), value: value? }));
+        given.collect()
     }
 }
 
@@ -322,7 +317,7 @@ fn arguments() -> Cli {
 fn check_config(loaded: &Loaded) -> Result<String, String> {
     let settings = &loaded.settings;
     let secrets = Secrets::problems(settings).into_iter().map(|problem| problem.to_string());
-    let files = settings.files().into_iter().filter_map(|(setting, file)| {
+    let files = loaded.files().filter_map(|(setting, file)| {
         let error = File::open(file).err()?;
         Some(format!("{setting} is {}, which cannot be read: {error}", file.display()))
     });

@@ -3,8 +3,6 @@
 //! Builds the listener's TLS configuration from certificate chain and key. Errors occur at startup and name the file,
 //! never its content. The listener performs handshakes; the worker client has its own TLS.
 
-use std::fs::File;
-use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -14,10 +12,10 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WantsServerCert;
 use rustls::{ConfigBuilder, RootCertStore, ServerConfig};
 
-use crate::settings::PickerSettings;
+use crate::settings::{PickerSettings, read_at_most};
 
 /// Maximum file size of a chain or key.
-const FILE_BYTES_MAX: u64 = 1 << 20;
+const FILE_BYTES_MAX: usize = 1 << 20;
 
 /// TLS configuration error.
 #[derive(Debug, thiserror::Error)]
@@ -130,14 +128,12 @@ pub(crate) fn private_key(file: &Path) -> Result<PrivateKeyDer<'static>, TlsErro
 }
 
 fn read(file: &Path) -> Result<Vec<u8>, TlsError> {
-    let mut bytes = Vec::new();
-    let read = File::open(file).and_then(|opened| opened.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes));
-    match read {
-        Err(error) => Err(TlsError::Read { file: file.to_owned(), error }),
-        Ok(_) if bytes.len() as u64 > FILE_BYTES_MAX => {
+    let bytes = read_at_most(file, FILE_BYTES_MAX + 1);
+    match bytes.map_err(|error| TlsError::Read { file: file.to_owned(), error })? {
+        bytes if bytes.len() > FILE_BYTES_MAX => {
             Err(TlsError::Content { file: file.to_owned(), rule: "is longer than 1 MiB" })
         }
-        Ok(_) => Ok(bytes),
+        bytes => Ok(bytes),
     }
 }
 

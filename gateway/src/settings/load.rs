@@ -63,6 +63,18 @@ static MODEL: LazyLock<Schema> = LazyLock::new(|| {
 static TENANT: LazyLock<Schema> =
     LazyLock::new(|| Schema::of::<TenantSettings>("the name of a setting", &[], &[("", "[[tenants]]", "")]));
 
+/// Settings with files that must exist at startup and are no secrets.
+const FILES: [&str; 8] = [
+    ".tls_certificate_file",
+    ".tls_key_file",
+    "_ca_file",
+    ".worker_certificate_file",
+    ".worker_key_file",
+    ".kubeconfig_file",
+    ".tokenizer_file",
+    ".chat_template_file",
+];
+
 /// Sources of settings.
 ///
 /// ```
@@ -289,23 +301,19 @@ impl Loading {
 
     fn read_variable(&mut self, variable: String, value: &str, directory: &Path) {
         let Some(name) = variable.strip_prefix("POINTSMAN_") else { return };
-        let prefix = ROOT.tables.iter().map(|table| format!("{}_", table.to_ascii_uppercase()));
-        let known: Vec<(String, Field)> = ROOT.fields.iter().map(|field| (field.variable(), *field)).collect();
-        for prefix in prefix {
-            let Some(setting) = name.strip_prefix(&prefix) else { continue };
-            let settings = || known.iter().filter_map(|(name, field)| Some((name.strip_prefix(&prefix)?, *field)));
-            if settings().next().is_none() || is_of_a_service(setting) {
-                return;
-            }
-            let Some((_, field)) = settings().find(|(name, _)| *name == setting) else {
-                let near = nearest(setting, settings().map(|(name, _)| name));
-                let near = near.map(|near| format!("POINTSMAN_{prefix}{near}"));
-                self.problems.push(LoadError::UnknownVariable { variable, near });
-                return;
-            };
+        if let Some(field) = ROOT.fields.iter().find(|field| field.variable() == name) {
             let origin = Origin::Environment(variable);
-            self.sections.root.read_text(field, value, origin, directory, &mut self.problems);
-            return;
+            return self.sections.root.read_text(*field, value, origin, directory, &mut self.problems);
+        }
+        // Variables without the name of a table belong to others.
+        for table in ROOT.tables.iter().map(|table| format!("{}_", table.to_ascii_uppercase())) {
+            let Some(setting) = name.strip_prefix(&table).filter(|setting| !is_of_a_service(setting)) else { continue };
+            let known: Vec<String> = ROOT.fields.iter().map(Field::variable).collect();
+            let known: Vec<&str> = known.iter().filter_map(|known| known.strip_prefix(&table)).collect();
+            let near = nearest(setting, known.iter().copied()).map(|near| format!("POINTSMAN_{table}{near}"));
+            if !known.is_empty() {
+                return self.problems.push(LoadError::UnknownVariable { variable, near });
+            }
         }
     }
 
@@ -384,6 +392,15 @@ impl Loading {
                 self.problems.push(LoadError::Value { setting, value, rule, origin });
             }
         }
+    }
+}
+
+impl Loaded {
+    /// Files that must exist at startup, with their settings; excludes secrets.
+    pub fn files(&self) -> impl Iterator<Item = (String, &Path)> {
+        let texts = self.sections.all().flat_map(Section::texts);
+        let files = texts.filter(|(setting, _)| FILES.iter().any(|file| setting.ends_with(file)));
+        files.map(|(setting, file)| (setting, Path::new(file)))
     }
 }
 

@@ -74,16 +74,9 @@ pub fn parse_level(level: &str) -> Result<Targets, LevelError> {
     })
 }
 
+/// A level by name. The parser also takes numbers and an empty text.
 fn named_level(name: &str) -> Option<LevelFilter> {
-    let levels = [
-        ("off", LevelFilter::OFF),
-        ("error", LevelFilter::ERROR),
-        ("warn", LevelFilter::WARN),
-        ("info", LevelFilter::INFO),
-        ("debug", LevelFilter::DEBUG),
-        ("trace", LevelFilter::TRACE),
-    ];
-    levels.into_iter().find(|(known, _)| name.eq_ignore_ascii_case(known)).map(|(_, level)| level)
+    name.parse().ok().filter(|_| name.starts_with(|first: char| first.is_ascii_alphabetic()))
 }
 
 #[cfg(test)]

@@ -34,6 +34,7 @@ pub use kubernetes::{KubernetesSettings, PodRoleChoice};
 pub use load::{ConfigFile, Flag, Loaded, Sources};
 pub use log::{AccessLog, LevelError, parse_level};
 pub use rules::{SettingError, SettingErrors};
+pub(crate) use secrets::read_at_most;
 pub use secrets::{SECRET_BYTES_MIN, Secret, SecretError, Secrets};
 pub use section::Origin;
 use table::settings;
@@ -164,21 +165,13 @@ settings! {
     #[derive(Eq)]
     pub struct AdminSettings {
         /// Listen address for operators.
-        listen: SocketAddr = Self::default_listen();
+        listen: SocketAddr = SocketAddr::from((Ipv4Addr::LOCALHOST, 8081));
         /// File with the operator token (`Authorization: Bearer`); at least 16 bytes.
         token_file: PathBuf => reloaded;
         /// File with a token for the served index only. Default: the operator token alone gives access.
         index_token_file: Option<PathBuf> => reloaded;
         /// File with a token for `GET` requests only. Default: the operator token alone gives access.
         read_token_file: Option<PathBuf> => reloaded;
-    }
-}
-
-impl AdminSettings {
-    /// Loopback, port 8081.
-    #[must_use]
-    pub fn default_listen() -> SocketAddr {
-        SocketAddr::from((Ipv4Addr::LOCALHOST, 8081))
     }
 }
 

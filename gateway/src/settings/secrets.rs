@@ -10,7 +10,6 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use axum::http::HeaderValue;
-use ring::hmac;
 
 use super::Settings;
 
@@ -38,23 +37,6 @@ impl Secret {
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
-    }
-
-    /// Constant-time comparison.
-    ///
-    /// ```
-    /// use pointsman_gateway::settings::Secret;
-    ///
-    /// let secret = Secret::new("0123456789abcdef");
-    /// assert!(secret.is(b"0123456789abcdef"));
-    /// assert!(!secret.is(b"0123456789abcdeF"));
-    /// assert_eq!(format!("{secret:?}"), "Secret(..)");
-    /// ```
-    #[must_use]
-    pub fn is(&self, shown: &[u8]) -> bool {
-        let key = hmac::Key::new(hmac::HMAC_SHA256, &self.0);
-        let tag = hmac::sign(&key, shown);
-        hmac::verify(&key, &self.0, tag.as_ref()).is_ok()
     }
 
     /// The API key of workers in a file.
@@ -104,14 +86,8 @@ pub struct Secrets {
     pub worker_keys: BTreeMap<PathBuf, Secret>,
     /// Secret of tenant salts: at least [`SECRET_BYTES_MIN`] arbitrary bytes.
     pub salt_secret: Option<Secret>,
-    /// Operator token: printable ASCII, at least [`SECRET_BYTES_MIN`] bytes.
-    pub admin_token: Option<Secret>,
     /// Key shared by all replicas: at least [`SECRET_BYTES_MIN`] arbitrary bytes.
     pub replicas_key: Option<Secret>,
-    /// Token of the served index, in the format of the operator token.
-    pub index_token: Option<Secret>,
-    /// Token for `GET` requests of operators, in the same format.
-    pub read_token: Option<Secret>,
     /// Keys of each tenant in the order of [`Settings::tenants`]: at least one each, in the format of the operator
     /// token, unique over all tenants.
     pub tenant_keys: Vec<Vec<Secret>>,
@@ -135,25 +111,25 @@ impl Secrets {
 
     fn gather(settings: &Settings) -> (Self, Vec<SecretError>) {
         let mut problems = Vec::new();
-        let mut one = |setting: &str, file: Option<&PathBuf>, rule: ContentRule| {
-            let secret_file = SecretFile { setting: setting.to_owned(), file: file?.clone() };
+        let mut one = |setting: &str, file: Option<&Path>, rule: ContentRule| {
+            let secret_file = SecretFile { setting: setting.to_owned(), file: file?.to_owned() };
             secret_file.secret(rule).map_err(|error| problems.push(error)).ok()
         };
-        let (admin, replicas) = (settings.admin.as_ref(), settings.replicas.as_ref());
-        let worker_keys = settings.worker_key_files().into_iter().filter_map(|(setting, file)| {
-            Some((file.to_owned(), one(&setting, Some(&file.to_owned()), ContentRule::Printable)?))
-        });
+        let worker_keys = settings
+            .worker_key_files()
+            .into_iter()
+            .filter_map(|(setting, file)| Some((file.to_owned(), one(&setting, Some(file), ContentRule::Printable)?)));
         let worker_keys = worker_keys.collect();
-        let salt_file = settings.gateway.salt_secret_file.as_ref();
+        let salt_file = settings.gateway.salt_secret_file.as_deref();
         let salt_secret = one("gateway.salt_secret_file", salt_file, ContentRule::Long);
-        let token_file = admin.map(|admin| &admin.token_file);
-        let admin_token = one("admin.token_file", token_file, ContentRule::LongPrintable);
-        let key_file = replicas.and_then(|replicas| replicas.key_file.as_ref());
+        if let Some(admin) = &settings.admin {
+            // The administration listener keeps verifiers of its tokens.
+            one("admin.token_file", Some(&admin.token_file), ContentRule::LongPrintable);
+            one("admin.index_token_file", admin.index_token_file.as_deref(), ContentRule::LongPrintable);
+            one("admin.read_token_file", admin.read_token_file.as_deref(), ContentRule::LongPrintable);
+        }
+        let key_file = settings.replicas.as_ref().and_then(|replicas| replicas.key_file.as_deref());
         let replicas_key = one("replicas.key_file", key_file, ContentRule::Long);
-        let index_file = admin.and_then(|admin| admin.index_token_file.as_ref());
-        let index_token = one("admin.index_token_file", index_file, ContentRule::LongPrintable);
-        let read_file = admin.and_then(|admin| admin.read_token_file.as_ref());
-        let read_token = one("admin.read_token_file", read_file, ContentRule::LongPrintable);
         let mut owners = BTreeMap::new();
         let tenant_keys = settings.tenants.iter().enumerate().map(|(n, tenant)| {
             let secret_file = SecretFile { setting: format!("tenants[{n}].keys_file"), file: tenant.keys_file.clone() };
@@ -162,9 +138,7 @@ impl Secrets {
             keys
         });
         let tenant_keys = tenant_keys.collect();
-        let secrets =
-            Self { worker_keys, salt_secret, admin_token, replicas_key, index_token, read_token, tenant_keys };
-        (secrets, problems)
+        (Self { worker_keys, salt_secret, replicas_key, tenant_keys }, problems)
     }
 }
 
@@ -245,7 +219,8 @@ impl SecretFile {
     }
 }
 
-fn read_at_most(file: &Path, bytes_max: usize) -> std::io::Result<Vec<u8>> {
+/// The beginning of a file, of at most this length.
+pub(crate) fn read_at_most(file: &Path, bytes_max: usize) -> std::io::Result<Vec<u8>> {
     let mut content = Vec::new();
     File::open(file)?.take(bytes_max as u64).read_to_end(&mut content)?;
     Ok(content)
@@ -287,7 +262,6 @@ mod tests {
         let secrets = Secrets::read(&settings).expect("all files are valid");
         assert_eq!(secrets.worker_keys.values().collect::<Vec<_>>(), [&Secret::new("k")]);
         assert_eq!(secrets.salt_secret, Some(Secret::new(b"\0\xff34567890123456\n")), "only one line end is removed");
-        assert_eq!(secrets.admin_token, Some(Secret::new("0123456789abcdef")));
         assert_eq!(secrets.tenant_keys.iter().map(Vec::len).collect::<Vec<_>>(), [3, 1]);
         assert_eq!(secrets.tenant_keys[0][0], Secret::new("aaaaaaaaaaaaaaaa"));
         let shown = format!("{secrets:?}");
@@ -297,7 +271,7 @@ mod tests {
     #[test]
     fn without_file_settings_nothing_is_read() {
         let secrets = Secrets::read(&Settings::default()).expect("no files are configured");
-        assert!(secrets.worker_keys.is_empty() && secrets.salt_secret.is_none() && secrets.admin_token.is_none());
+        assert!(secrets.worker_keys.is_empty() && secrets.salt_secret.is_none());
         assert!(secrets.tenant_keys.is_empty());
     }
 
@@ -335,12 +309,8 @@ mod tests {
     }
 
     #[test]
-    fn equality_requires_equal_content() {
+    fn bearer_headers_are_sensitive() {
         let secret = Secret::new("0123456789abcdef");
-        assert!(secret.is(b"0123456789abcdef"));
-        for other in [&b""[..], b"0123456789abcde", b"0123456789abcdef0", b"0123456789abcdeg"] {
-            assert!(!secret.is(other));
-        }
         let bearer = secret.bearer().expect("printable");
         assert_eq!(bearer.as_bytes(), b"Bearer 0123456789abcdef");
         assert!(bearer.is_sensitive());

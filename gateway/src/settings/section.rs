@@ -137,6 +137,14 @@ impl Section {
         self.given.get(name)?.value.as_ref()?.as_str()
     }
 
+    /// Given texts with their settings.
+    pub(super) fn texts(&self) -> impl Iterator<Item = (String, &str)> {
+        self.given.iter().filter_map(|(name, given)| {
+            let text = given.value.as_ref()?.as_str()?;
+            Some((format!("{}{name}", self.path), text))
+        })
+    }
+
     pub(super) fn is_unread(&self, name: &str) -> bool {
         self.given.get(name).is_some_and(|given| given.value.is_none())
     }

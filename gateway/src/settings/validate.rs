@@ -201,37 +201,6 @@ impl Settings {
         let files = std::iter::once(of_gateway).chain(of_models);
         files.filter_map(|(setting, file)| Some((setting, file?))).collect()
     }
-
-    /// Files that must exist at startup, with their settings; excludes secrets.
-    #[must_use]
-    pub fn files(&self) -> Vec<(String, &Path)> {
-        let gateway = &self.gateway;
-        let mut files = vec![
-            ("gateway.tls_certificate_file".to_owned(), &gateway.tls_certificate_file),
-            ("gateway.tls_key_file".to_owned(), &gateway.tls_key_file),
-            ("gateway.worker_ca_file".to_owned(), &gateway.worker_ca_file),
-            ("gateway.worker_certificate_file".to_owned(), &gateway.worker_certificate_file),
-            ("gateway.worker_key_file".to_owned(), &gateway.worker_key_file),
-        ];
-        if let Some(picker) = &self.picker {
-            files.push(("picker.tls_certificate_file".to_owned(), &picker.tls_certificate_file));
-            files.push(("picker.tls_key_file".to_owned(), &picker.tls_key_file));
-        }
-        if let Some(replicas) = &self.replicas {
-            files.push(("replicas.tls_certificate_file".to_owned(), &replicas.tls_certificate_file));
-            files.push(("replicas.tls_key_file".to_owned(), &replicas.tls_key_file));
-            files.push(("replicas.tls_ca_file".to_owned(), &replicas.tls_ca_file));
-            files.push(("replicas.kubeconfig_file".to_owned(), &replicas.kubeconfig_file));
-        }
-        for (n, model) in self.models.iter().enumerate() {
-            if let Some(kubernetes) = &model.kubernetes {
-                files.push((format!("models[{n}].kubernetes.kubeconfig_file"), &kubernetes.kubeconfig_file));
-            }
-            files.push((format!("models[{n}].tokens.tokenizer_file"), &model.tokens.tokenizer_file));
-            files.push((format!("models[{n}].tokens.chat_template_file"), &model.tokens.chat_template_file));
-        }
-        files.into_iter().filter_map(|(setting, file)| Some((setting, file.as_deref()?))).collect()
-    }
 }
 
 impl ReplicasSettings {
