@@ -18,6 +18,7 @@ use tokio::time::Instant;
 
 use super::error;
 use crate::formats::openai::ErrorType;
+use crate::observe::page::ADMIN_DENIED;
 use crate::observe::throttle::LogThrottle;
 use crate::settings::AdminSettings;
 
@@ -186,10 +187,7 @@ pub(super) struct Denials {
 
 impl Denials {
     pub(super) fn new() -> Self {
-        Self {
-            counter: metrics::counter!("pointsman_gateway_admin_denied_total"),
-            throttle: LogThrottle::new(LOG_INTERVAL),
-        }
+        Self { counter: metrics::counter!(ADMIN_DENIED.name), throttle: LogThrottle::new(LOG_INTERVAL) }
     }
 
     pub(super) fn count(&self, peer: Option<SocketAddr>) {

@@ -7,10 +7,11 @@
 //! `proxy::intake` reads the bodies.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use metrics::{Counter, Gauge};
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout_at};
 
@@ -59,21 +60,13 @@ struct Receiving {
     rejected: Arc<Notify>,
 }
 
-/// The body to reject.
-enum Victim {
-    Requester,
-    Other(u64),
-}
-
 impl State {
-    /// The body to reject in favor of `requester`: the earliest late body, otherwise the newest.
-    fn victim(&self, requester: u64, now: Instant) -> Victim {
+    /// The body to reject in favor of `requester`: the earliest late body, otherwise the newest; `None` for its own.
+    fn victim(&self, requester: u64, now: Instant) -> Option<u64> {
         let is_late = |(_, body): &(&u64, &Receiving)| now.saturating_duration_since(body.since) >= ARRIVAL_GRACE;
         let late = self.receiving.first_key_value().filter(is_late);
-        match late.or_else(|| self.receiving.last_key_value()) {
-            Some((id, _)) if *id != requester => Victim::Other(*id),
-            Some(_) | None => Victim::Requester,
-        }
+        let victim = late.or_else(|| self.receiving.last_key_value());
+        victim.map(|(id, _)| *id).filter(|id| *id != requester)
     }
 
     /// Removes a body from the list and notifies its reader.
@@ -101,17 +94,12 @@ impl BodyBudget {
     /// An empty reservation for a body with its first bytes.
     pub(crate) fn begin(self: &Arc<Self>) -> Reservation {
         let rejected = Arc::new(Notify::new());
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let id = state.next_id;
         state.next_id += 1;
         state.receiving.insert(id, Receiving { since: Instant::now(), bytes: 0, rejected: Arc::clone(&rejected) });
         drop(state);
         Reservation { budget: Arc::clone(self), id, bytes: 0, is_complete: false, rejected }
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        // Every change is atomic under the lock.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Counts and logs a rejected body.
@@ -169,7 +157,7 @@ impl Reservation {
 
     /// Whether bytes were available. Otherwise other bodies have been rejected for them.
     fn try_grow(&mut self, bytes: u64) -> Result<bool, Exhausted> {
-        let mut guard = self.budget.state();
+        let mut guard = self.budget.state.lock();
         let state = &mut *guard;
         let more = bytes.saturating_sub(self.bytes);
         loop {
@@ -187,13 +175,11 @@ impl Reservation {
             if state.reserved.saturating_sub(state.leaving) + more <= self.budget.bytes_max {
                 return Ok(false);
             }
-            match state.victim(self.id, Instant::now()) {
-                Victim::Other(id) => state.reject(id),
-                Victim::Requester => {
-                    drop(guard);
-                    return Err(self.budget.reject());
-                }
-            }
+            let Some(id) = state.victim(self.id, Instant::now()) else {
+                drop(guard);
+                return Err(self.budget.reject());
+            };
+            state.reject(id);
         }
     }
 
@@ -208,7 +194,7 @@ impl Reservation {
     /// # Errors
     /// The body was rejected just before.
     pub(crate) fn complete(&mut self, bytes: u64) -> Result<(), Exhausted> {
-        let mut state = self.budget.state();
+        let mut state = self.budget.state.lock();
         if state.receiving.remove(&self.id).is_none() {
             drop(state);
             return Err(self.budget.reject());
@@ -226,7 +212,7 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        let mut state = self.budget.state();
+        let mut state = self.budget.state.lock();
         state.reserved -= self.bytes;
         // An incomplete body outside the list was rejected for the bytes that it frees now.
         if !self.is_complete && state.receiving.remove(&self.id).is_none() {
@@ -245,7 +231,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn reserved(budget: &BodyBudget) -> (u64, u64) {
-        let state = budget.state();
+        let state = budget.state.lock();
         (state.reserved, state.leaving)
     }
 

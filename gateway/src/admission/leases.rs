@@ -3,38 +3,28 @@
 //! The state of a tenant survives reloads. A [`QuotaLease`] counts a request in flight and settles its tokens when it
 //! is dropped, however the request ends. [`quota`](crate::admission::quota) decides.
 
-use std::fmt::Write as _;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::{HeaderName, HeaderValue};
 use metrics::Counter;
+use parking_lot::Mutex;
 use pointsman::protocol::Timestamp;
 use tokio::time::Instant;
 
 use crate::admission::quota::{Allowance, Charge, Exceeded, KeyId, Limit, Limiter, QuotaLimits};
 use crate::formats::openai::ApiError;
 use crate::observe::access::TokenUse;
-use crate::observe::metric::Metric;
+use crate::observe::metric::metric_table;
 
-/// The metrics of this module.
-pub(crate) const METRICS: &[Metric] = &[TENANT_REQUESTS, TENANT_TOKENS, TENANT_REFUSALS];
-
-const TENANT_REQUESTS: Metric = Metric::counter(
-    "pointsman_gateway_tenant_requests_total",
-    &["tenant"],
-    "Requests of a tenant that no limit rejected, counted at their end.",
-);
-const TENANT_TOKENS: Metric = Metric::counter(
-    "pointsman_gateway_tenant_tokens_total",
-    &["tenant", "kind"],
-    "Tokens of a tenant: `prompt`, `cached` ones among them, and `completion`.",
-);
-const TENANT_REFUSALS: Metric = Metric::counter(
-    "pointsman_gateway_tenant_refusals_total",
-    &["tenant", "limit"],
-    "Requests rejected because of a limit of the tenant or of its key.",
-);
+metric_table! {
+    TENANT_REQUESTS: counter "pointsman_gateway_tenant_requests_total" ["tenant"] =
+        "Requests of a tenant that no limit rejected, counted at their end.";
+    TENANT_TOKENS: counter "pointsman_gateway_tenant_tokens_total" ["tenant", "kind"] =
+        "Tokens of a tenant: `prompt`, `cached` ones among them, and `completion`.";
+    TENANT_REFUSALS: counter "pointsman_gateway_tenant_refusals_total" ["tenant", "limit"] =
+        "Requests rejected because of a limit of the tenant or of its key.";
+}
 
 /// Maximum tenants with a label of their own, in the order of the configuration.
 const LABELS_MAX: usize = 1_000;
@@ -74,15 +64,11 @@ impl TenantQuota {
     /// Replaces the limits; the use of the present windows stays.
     pub(crate) fn set(&self, limits: QuotaLimits, key_limits: QuotaLimits) {
         let now = self.now();
-        self.limiter().set(limits, key_limits, now);
+        self.limiter.lock().set(limits, key_limits, now);
     }
 
     fn now(&self) -> Timestamp {
         Timestamp::default() + self.started.elapsed()
-    }
-
-    fn limiter(&self) -> MutexGuard<'_, Limiter> {
-        self.limiter.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Admits a request with this key.
@@ -90,7 +76,7 @@ impl TenantQuota {
     /// # Errors
     /// 429 above a limit.
     pub(crate) fn admit(self: &Arc<Self>, key: KeyId) -> Result<QuotaLease, ApiError> {
-        let admitted = self.limiter().admit(key, self.now());
+        let admitted = self.limiter.lock().admit(key, self.now());
         match admitted {
             Ok(charge) => {
                 let (quota, charge) = (Arc::clone(self), Some(charge));
@@ -109,7 +95,7 @@ impl TenantQuota {
     /// OpenAI's headers for the limits with the fewest units left.
     fn headers(&self, key: KeyId) -> Vec<(HeaderName, HeaderValue)> {
         let now = self.now();
-        let remaining = self.limiter().remaining(key, now);
+        let remaining = self.limiter.lock().remaining(key, now);
         let requests = remaining.requests.map(|allowance| allowance_headers(REQUEST_HEADERS, allowance));
         let tokens = remaining.tokens.map(|allowance| allowance_headers(TOKEN_HEADERS, allowance));
         requests.into_iter().chain(tokens).flatten().collect()
@@ -141,7 +127,7 @@ impl QuotaLease {
         let estimate = || (body_bytes as u64).div_ceil(BYTES_PER_TOKEN).min(tokens_max.map_or(u64::MAX, u64::from));
         let tokens = tokens.map_or_else(estimate, u64::from);
         let Some(charge) = &mut self.charge else { return Ok(()) };
-        let charged = self.quota.limiter().charge(charge, tokens, self.quota.now());
+        let charged = self.quota.limiter.lock().charge(charge, tokens, self.quota.now());
         match charged {
             Ok(()) => self.estimate = Some(tokens),
             Err(exceeded) => {
@@ -157,17 +143,17 @@ impl QuotaLease {
         let Some(charge) = self.charge.take() else { return };
         let now = self.quota.now();
         if self.is_refused {
-            return self.quota.limiter().cancel(charge, now);
+            return self.quota.limiter.lock().cancel(charge, now);
         }
         self.quota.requests.increment(1);
         let used = used.zip(self.estimate).map(|(used, estimate)| (used, used.prompt.unwrap_or(estimate)));
         let Some((TokenUse { cached, completion, .. }, prompt)) = used else {
-            return self.quota.limiter().end(charge, 0, now);
+            return self.quota.limiter.lock().end(charge, 0, now);
         };
         for (counter, tokens) in self.quota.tokens.iter().zip([prompt, cached, completion]) {
             counter.increment(tokens);
         }
-        self.quota.limiter().end(charge, prompt.saturating_add(completion), now);
+        self.quota.limiter.lock().end(charge, prompt.saturating_add(completion), now);
     }
 
     /// Headers for the response.
@@ -201,19 +187,12 @@ fn duration_text(duration: Duration) -> String {
     if ms < 1_000 {
         return format!("{ms}ms");
     }
-    let (minutes, ms) = (ms / 60_000, ms % 60_000);
-    let (hours, minutes) = (minutes / 60, minutes % 60);
-    let mut text = String::new();
-    let written = match (hours, minutes) {
-        (0, 0) => Ok(()),
-        (0, minutes) => write!(text, "{minutes}m"),
-        (hours, minutes) => write!(text, "{hours}h{minutes}m"),
-    };
-    debug_assert!(written.is_ok(), "strings accept all text");
-    let fraction = format!("{:03}", ms % 1_000);
-    let fraction = fraction.trim_end_matches('0');
-    let point = if fraction.is_empty() { "" } else { "." };
-    format!("{text}{}{point}{fraction}s", ms / 1_000)
+    let (hours, minutes, seconds) = (ms / 3_600_000, ms / 60_000 % 60, (ms % 60_000) as f64 / 1e3);
+    match (hours, minutes) {
+        (0, 0) => format!("{seconds}s"),
+        (0, _) => format!("{minutes}m{seconds}s"),
+        _ => format!("{hours}h{minutes}m{seconds}s"),
+    }
 }
 
 #[cfg(test)]

@@ -7,12 +7,15 @@
 //! takes no refunds: of 1,000 requests it allows 343 retries at `retry_share_max = 0.3` and 1,010 at 0.6, where 300 and 600
 //! are documented.
 
-use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
+use crate::observe::window::Window;
+
 /// Length of the window in seconds; each second has its own counts.
-const SECONDS: usize = 10;
+const SECONDS: u64 = 10;
 
 /// Retries per window that are allowed at any share.
 const ALWAYS: u64 = 10;
@@ -21,72 +24,47 @@ const ALWAYS: u64 = 10;
 #[derive(Debug)]
 pub(crate) struct RetryBudget {
     share_max: f64,
-    origin: Instant,
-    window: Mutex<Window>,
+    window: Mutex<Window<Counts>>,
 }
 
 #[derive(Debug, Default)]
-struct Window {
-    /// Second of the last count, from the origin on.
-    second: u64,
-    requests: [u64; SECONDS],
-    retries: [u64; SECONDS],
+struct Counts {
+    requests: u64,
+    retries: u64,
 }
 
 impl RetryBudget {
     /// `share_max`: retries per request.
     pub(crate) fn new(share_max: f64, now: Instant) -> Self {
-        Self { share_max, origin: now, window: Mutex::default() }
+        Self { share_max, window: Mutex::new(Window::new(now, Duration::from_secs(1), SECONDS)) }
     }
 
     /// Counts a request.
     pub(crate) fn requested(&self, now: Instant) {
-        self.at(now, |window, slot| window.requests[slot] += 1);
+        self.window.lock().at(now).requests += 1;
     }
 
     /// Takes a retry; false when the budget is spent.
     #[must_use]
     pub(crate) fn take(&self, now: Instant) -> bool {
-        self.at(now, |window, slot| {
-            let (requests, retries) = (window.requests.iter().sum::<u64>(), window.retries.iter().sum::<u64>());
-            let has_one = retries < ALWAYS || as_float(retries + 1) <= as_float(requests) * self.share_max;
-            window.retries[slot] += u64::from(has_one);
-            has_one
-        })
+        let mut window = self.window.lock();
+        let sum = |sum: (u64, u64), (_, counts): &(u64, Counts)| (sum.0 + counts.requests, sum.1 + counts.retries);
+        let (requests, retries) = window.recent(now).fold((0, 0), sum);
+        let has_one = retries < ALWAYS || (retries + 1) as f64 <= requests as f64 * self.share_max;
+        window.at(now).retries += u64::from(has_one);
+        has_one
     }
 
     /// Returns the retry that was just taken: no rank was left for it.
     pub(crate) fn give_back(&self, now: Instant) {
-        self.at(now, |window, slot| window.retries[slot] = window.retries[slot].saturating_sub(1));
+        let mut window = self.window.lock();
+        let counts = window.at(now);
+        counts.retries = counts.retries.saturating_sub(1);
     }
-
-    fn at<T>(&self, now: Instant, count: impl FnOnce(&mut Window, usize) -> T) -> T {
-        // Counts are whole after every statement.
-        let mut window = self.window.lock().unwrap_or_else(PoisonError::into_inner);
-        let second = now.saturating_duration_since(self.origin).as_secs().max(window.second);
-        let passed = usize::try_from(second - window.second).unwrap_or(SECONDS).min(SECONDS);
-        for n in 1..=passed {
-            let slot = slot_of(second - (passed - n) as u64);
-            (window.requests[slot], window.retries[slot]) = (0, 0);
-        }
-        window.second = second;
-        count(&mut window, slot_of(second))
-    }
-}
-
-fn slot_of(second: u64) -> usize {
-    usize::try_from(second % SECONDS as u64).expect("less than ten slots")
-}
-
-#[expect(clippy::cast_precision_loss, reason = "counts are exact in f64")]
-fn as_float(count: u64) -> f64 {
-    count as f64
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     fn after(start: Instant, seconds: u64) -> Instant {

@@ -4,11 +4,11 @@
 //! keep their running values and are reported. Reloads run one at a time. [`settings`] compares,
 //! [`ModelSources`](crate::pools::sources::ModelSources) updates workers, and the caller provides the loader.
 
-use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::Arc;
+use std::time::Duration;
 
 use metrics::{Counter, Gauge};
+use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::time::{Instant, sleep};
 
@@ -17,6 +17,8 @@ use crate::admission::retry_budget::RetryBudget;
 use crate::net::limits::ProcessLimits;
 use crate::net::listener::ListenerControl;
 use crate::net::upstream::{WorkerTlsFiles, worker_tls};
+use crate::observe::clock::unix_time;
+use crate::observe::page;
 use crate::pools::model::{Model, SHUTDOWN_WAIT};
 use crate::pools::models::Models;
 use crate::pools::serving::Pools;
@@ -104,15 +106,15 @@ impl Reloader {
         clients: ListenerControl,
         tls_files: WorkerTlsFiles,
     ) -> Self {
-        let reloads = |result| metrics::counter!("pointsman_gateway_config_reloads_total", "result" => result);
+        let reloads = |result| metrics::counter!(page::CONFIG_RELOADS.name, "result" => result);
         let meters = ReloadMeters {
             applied: reloads("applied"),
             rejected: reloads("rejected"),
-            is_successful: metrics::gauge!("pointsman_gateway_config_last_reload_successful"),
-            applied_at: metrics::gauge!("pointsman_gateway_config_applied_timestamp_seconds"),
-            restart_needed: metrics::gauge!("pointsman_gateway_config_restart_needed"),
+            is_successful: metrics::gauge!(page::LAST_RELOAD_SUCCESSFUL.name),
+            applied_at: metrics::gauge!(page::CONFIG_APPLIED_AT.name),
+            restart_needed: metrics::gauge!(page::CONFIG_RESTART_NEEDED.name),
         };
-        let status = ReloadStatus { applied_at: unix_time(), is_current: true, ..ReloadStatus::default() };
+        let status = ReloadStatus { applied_at: unix_time().as_secs(), is_current: true, ..ReloadStatus::default() };
         let (files, status) = (tokio::sync::Mutex::new(tls_files), Mutex::new(status));
         let reloader = Self { running, load, limits, clients, files, status, meters };
         reloader.show(&reloader.status());
@@ -121,7 +123,7 @@ impl Reloader {
 
     pub(crate) fn status(&self) -> ReloadStatus {
         // The status is replaced as a whole.
-        self.status.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.status.lock().clone()
     }
 
     /// Loads and applies the settings. Runs to completion, even if the caller drops the future.
@@ -138,10 +140,10 @@ impl Reloader {
         };
         let mut status = self.status();
         let error = result.as_ref().err().map(|error| in_one_line(&error.to_string()));
-        status.last = Some(LastReload { at: unix_time(), applied: error.is_none(), error: error.clone() });
+        status.last = Some(LastReload { at: unix_time().as_secs(), applied: error.is_none(), error: error.clone() });
         match &result {
             Ok(restart_needed) => {
-                (status.applied_at, status.restart_needed) = (unix_time(), restart_needed.clone());
+                (status.applied_at, status.restart_needed) = (unix_time().as_secs(), restart_needed.clone());
                 self.meters.applied.increment(1);
                 for setting in restart_needed {
                     tracing::warn!(setting, "setting changed; the change needs a restart");
@@ -155,15 +157,15 @@ impl Reloader {
         }
         status.is_current = result.is_ok() && status.restart_needed.is_empty();
         self.show(&status);
-        *self.status.lock().unwrap_or_else(PoisonError::into_inner) = status.clone();
+        *self.status.lock() = status.clone();
         result.map(|_| status)
     }
 
     fn show(&self, status: &ReloadStatus) {
         let is_successful = status.last.as_ref().is_none_or(|last| last.applied);
         self.meters.is_successful.set(if is_successful { 1.0 } else { 0.0 });
-        self.meters.applied_at.set(as_float(status.applied_at));
-        self.meters.restart_needed.set(as_float(status.restart_needed.len() as u64));
+        self.meters.applied_at.set(status.applied_at as f64);
+        self.meters.restart_needed.set(status.restart_needed.len() as f64);
     }
 
     /// All fallible steps. Does not change running state.
@@ -268,23 +270,7 @@ fn end_removed(old: Arc<RequestContext>, models: &Models) {
     });
 }
 
-#[expect(clippy::disallowed_methods, reason = "the date is only reported to operators")]
-fn unix_time() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
-
-#[expect(clippy::cast_precision_loss, reason = "gauges are floats; dates are exact")]
-fn as_float(n: u64) -> f64 {
-    n as f64
-}
-
 /// Joins a list of problems into one log line.
 fn in_one_line(problems: &str) -> String {
     problems.trim_end().split('\n').collect::<Vec<_>>().join("; ")
-}
-
-impl fmt::Debug for Reloader {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reloader").field("status", &self.status()).finish_non_exhaustive()
-    }
 }

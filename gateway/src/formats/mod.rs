@@ -18,6 +18,7 @@ macro_rules! named {
 
         impl $type {
             /// All values.
+            #[allow(dead_code, reason = "of some enums only the names are used")]
             $vis const ALL: [Self; [$($name),*].len()] = [$(Self::$value),*];
 
             /// Name in labels and in the encodings.

@@ -8,7 +8,7 @@ use std::fmt;
 use pointsman::config::IndexConfig;
 use pointsman::memory_bytes;
 
-use super::descriptors;
+use crate::observe::process;
 use crate::settings::Settings;
 
 /// Divisor of the memory for request bodies. A request in flight takes up to four times its body: the received body,
@@ -160,17 +160,11 @@ fn reserved_descriptors(settings: &Settings) -> u64 {
 }
 
 /// Raises the soft limit to the hard one and returns it. A fixed limit stays unchanged.
-#[cfg(unix)]
 fn raise_descriptors() -> Option<u64> {
     let raised = rlimit::increase_nofile_limit(rlimit::INFINITY);
     // A sandbox may forbid the system calls that change or read limits.
-    let limit = raised.or_else(|_| rlimit::Resource::NOFILE.get_soft()).ok().or_else(descriptors::descriptors_max)?;
+    let limit = raised.or_else(|_| rlimit::Resource::NOFILE.get_soft()).ok().or_else(process::fds_max)?;
     Some(limit).filter(|limit| *limit < rlimit::INFINITY)
-}
-
-#[cfg(not(unix))]
-fn raise_descriptors() -> Option<u64> {
-    None
 }
 
 #[cfg(test)]

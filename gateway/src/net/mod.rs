@@ -2,7 +2,6 @@
 //!
 //! Sockets, TLS, connections and their limits. The content of a request is not read here.
 
-pub(crate) mod descriptors;
 pub(crate) mod head;
 pub mod limits;
 pub mod listener;

@@ -8,8 +8,6 @@ use std::time::Duration;
 use axum::http::StatusCode;
 use pointsman::{Placement, Usage};
 
-use super::otlp::RequestEnd;
-
 /// The target of access lines.
 pub(crate) const ACCESS_TARGET: &str = "pointsman_gateway::access";
 
@@ -60,8 +58,8 @@ pub(crate) struct AccessRecord {
     earlier_output_tokens: u64,
     predicted_cached_tokens: Option<u32>,
     predicted_ttft: Option<Duration>,
-    cached_tokens: Option<u32>,
-    output_tokens: Option<u64>,
+    pub(super) cached_tokens: Option<u32>,
+    pub(super) output_tokens: Option<u64>,
 }
 
 impl AccessRecord {
@@ -78,9 +76,7 @@ impl AccessRecord {
         self.rank = Some(placement.rank().rank);
         self.decision = Some(placement.number());
         if self.prefill_worker.is_none() {
-            self.predicted_cached_tokens = Some(placement.cached_tokens());
-            self.predicted_ttft = placement.predicted_ttft();
-            self.forgone_blocks = placement.forgone_blocks();
+            self.predicted(placement);
         }
     }
 
@@ -98,6 +94,10 @@ impl AccessRecord {
     pub(crate) fn prefilled(&mut self, placement: &Placement) {
         self.prefill_worker = Some(placement.endpoint().to_owned());
         self.prefill_rank = Some(placement.rank().rank);
+        self.predicted(placement);
+    }
+
+    fn predicted(&mut self, placement: &Placement) {
         self.predicted_cached_tokens = Some(placement.cached_tokens());
         self.predicted_ttft = placement.predicted_ttft();
         self.forgone_blocks = placement.forgone_blocks();
@@ -137,21 +137,6 @@ impl AccessRecord {
     pub(crate) fn resumed(&mut self) {
         self.migrations += 1;
         self.earlier_output_tokens = self.output_tokens.unwrap_or(0);
-    }
-
-    /// Summary for the trace.
-    pub(crate) fn summary<'a>(&'a self, model: &'a str, status: u16, outcome: &'static str) -> RequestEnd<'a> {
-        RequestEnd {
-            request_id: &self.request_id,
-            tenant: self.tenant.as_deref(),
-            model,
-            status,
-            outcome,
-            error: self.error,
-            prompt_tokens: self.prompt_tokens,
-            cached_tokens: self.cached_tokens,
-            output_tokens: self.output_tokens,
-        }
     }
 
     /// The worker of the last attempt: endpoint and rank.

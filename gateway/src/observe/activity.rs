@@ -4,16 +4,18 @@
 //! [`POINTS_MAX`] and [`NAMES_MAX`]. A write takes one lock and, once the ring is full, allocates nothing.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use ahash::AHashMap;
+use parking_lot::Mutex;
 use pointsman::Placement;
 use pointsman::protocol::{WorkerId, WorkerRank};
 use tokio::time::Instant;
 
 use crate::formats::live::names::rank_name;
 use crate::formats::live::{CourseState, DECISIONS_MAX, DecisionState, RatesState};
+use crate::observe::window::Window;
 
 /// Duration of a point of the course.
 const POINT: Duration = Duration::from_secs(5);
@@ -29,18 +31,15 @@ const NAMES_MAX: usize = 4096;
 
 /// The recent activity of one model.
 pub(crate) struct Activity {
-    started: Instant,
     recent: Mutex<Recent>,
 }
 
-#[derive(Default)]
 struct Recent {
     /// The newest last.
     decisions: VecDeque<Decided>,
     /// Decisions so far.
     decided: u64,
-    /// Points with their numbers since the start, the newest last; points without requests are absent.
-    points: VecDeque<(u64, Point)>,
+    points: Window<Point>,
     names: AHashMap<WorkerId, Arc<str>>,
 }
 
@@ -107,13 +106,15 @@ pub(crate) struct Ended {
 
 impl Activity {
     pub(crate) fn new() -> Self {
-        Self { started: Instant::now(), recent: Mutex::default() }
+        let points = Window::new(Instant::now(), POINT, POINTS_MAX);
+        let recent = Recent { decisions: VecDeque::new(), decided: 0, points, names: AHashMap::new() };
+        Self { recent: Mutex::new(recent) }
     }
 
     /// Records a placement.
     #[inline(never)]
     pub(crate) fn placed(&self, request: Arrived<'_>, placement: &Placement) {
-        let mut recent = self.lock();
+        let mut recent = self.recent.lock();
         let (rank, cached_tokens) = (placement.rank(), placement.cached_tokens());
         let endpoint = recent.endpoint(rank.worker, placement.endpoint());
         let decided = recent.next(request);
@@ -124,21 +125,19 @@ impl Activity {
 
     /// Records a request without a rank.
     pub(crate) fn rejected(&self, request: Arrived<'_>, code: &'static str) {
-        self.lock().next(request).rejection = Some(code);
+        self.recent.lock().next(request).rejection = Some(code);
     }
 
     /// Records the first token of a streamed response.
     pub(crate) fn first_token(&self, ttft: Duration) {
-        let now = self.point_at(Instant::now());
-        self.lock().point(now).ttft.add(ttft);
+        self.recent.lock().points.at(Instant::now()).ttft.add(ttft);
     }
 
     /// Records the end of a request.
     #[inline(never)]
     pub(crate) fn ended(&self, ended: &Ended) {
-        let now = self.point_at(Instant::now());
-        let mut recent = self.lock();
-        let point = recent.point(now);
+        let mut recent = self.recent.lock();
+        let point = recent.points.at(Instant::now());
         point.requests += 1;
         point.errors += u32::from(ended.is_error);
         if let Some(itl) = ended.itl {
@@ -148,23 +147,23 @@ impl Activity {
 
     /// The last decisions, the newest first.
     pub(crate) fn decisions(&self) -> Vec<DecisionState> {
-        self.lock().decisions.iter().rev().map(state_of).collect()
+        self.recent.lock().decisions.iter().rev().map(state_of).collect()
     }
 
     /// Last known name of a rank.
     pub(crate) fn name_of(&self, rank: WorkerRank) -> Option<String> {
-        self.lock().names.get(&rank.worker).map(|endpoint| rank_name(endpoint, rank.rank))
+        self.recent.lock().names.get(&rank.worker).map(|endpoint| rank_name(endpoint, rank.rank))
     }
 
     /// Rates of the last seconds, and the course of the last ten minutes.
     pub(crate) fn course(&self) -> (RatesState, CourseState) {
-        let now = Instant::now();
-        let last = self.point_at(now);
-        let recent = self.lock();
-        let known = |number: u64| recent.points.iter().find(|(known, _)| *known == number).map(|(_, point)| *point);
-        let first =
-            recent.points.front().map_or(last, |(number, _)| *number).max((last + 1).saturating_sub(POINTS_MAX));
-        let points: Vec<Point> = (first..=last).map(|number| known(number).unwrap_or_default()).collect();
+        let (now, recent) = (Instant::now(), self.recent.lock());
+        let last = recent.points.slot_at(now);
+        let first = recent.points.oldest().unwrap_or(last).max((last + 1).saturating_sub(POINTS_MAX));
+        let mut points = vec![Point::default(); (last - first + 1) as usize];
+        for (slot, point) in recent.points.recent(now) {
+            points[(slot - first) as usize] = *point;
+        }
         let mut sum = Point::default();
         for point in points.iter().rev().take(RATE_POINTS as usize) {
             sum.requests += point.requests;
@@ -173,7 +172,7 @@ impl Activity {
             (sum.itl.sum, sum.itl.count) = (sum.itl.sum + point.itl.sum, sum.itl.count + point.itl.count);
         }
         let since = POINT.as_secs_f64() * (last + 1).saturating_sub(RATE_POINTS) as f64;
-        let seconds = (now.duration_since(self.started).as_secs_f64() - since).max(1.0);
+        let seconds = (now.duration_since(recent.points.begun).as_secs_f64() - since).max(1.0);
         let rates = RatesState {
             requests_per_second: f64::from(sum.requests) / seconds,
             error_share: (sum.requests > 0).then(|| f64::from(sum.errors) / f64::from(sum.requests)),
@@ -189,15 +188,6 @@ impl Activity {
             itl_ms: points.iter().map(|point| milliseconds(point.itl)).collect(),
         };
         (rates, course)
-    }
-
-    fn point_at(&self, now: Instant) -> u64 {
-        now.duration_since(self.started).as_secs() / POINT.as_secs()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Recent> {
-        // Every entry is valid after each statement.
-        self.recent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -219,18 +209,6 @@ impl Recent {
         });
         let newest = self.decisions.len() - 1;
         &mut self.decisions[newest]
-    }
-
-    /// The point with this number. Clocks of two threads may differ at its boundary: a late write goes to the newest.
-    fn point(&mut self, number: u64) -> &mut Point {
-        if self.points.back().is_none_or(|(newest, _)| *newest < number) {
-            while self.points.front().is_some_and(|(oldest, _)| oldest + POINTS_MAX <= number) {
-                self.points.pop_front();
-            }
-            self.points.push_back((number, Point::default()));
-        }
-        let newest = self.points.len() - 1;
-        &mut self.points[newest].1
     }
 
     fn endpoint(&mut self, worker: WorkerId, endpoint: &str) -> Arc<str> {

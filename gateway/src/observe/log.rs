@@ -19,6 +19,7 @@ use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
 use super::access::ACCESS_TARGET;
+use super::page::LOG_LINES_DROPPED;
 use crate::settings::{AccessLog, LogFormat};
 
 /// Queue length of one log.
@@ -113,7 +114,7 @@ impl Log {
     /// Starts a log that writes to `sink` on a thread of its own.
     fn to(sink: impl Write + Send + 'static) -> (Self, LineWriter) {
         let (entries, taken) = sync_channel(LINES_MAX);
-        let dropped = metrics::counter!("pointsman_gateway_log_lines_dropped_total");
+        let dropped = metrics::counter!(LOG_LINES_DROPPED.name);
         // Without the thread every line is dropped and counted.
         let lost = dropped.clone();
         drop(std::thread::Builder::new().name("log".to_owned()).spawn(move || write(&taken, sink, &lost)));

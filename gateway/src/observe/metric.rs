@@ -2,28 +2,33 @@
 
 use metrics::Unit;
 
+use crate::formats::named;
+
+named! {
 /// Metric type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MetricKind {
     /// Monotonic.
-    Counter,
+    Counter = "counter",
     /// Arbitrary value.
-    Gauge,
+    Gauge = "gauge",
     /// A distribution.
-    Histogram,
+    Histogram = "histogram",
+}
 }
 
-impl MetricKind {
-    /// Prometheus' name of the type.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Counter => "counter",
-            Self::Gauge => "gauge",
-            Self::Histogram => "histogram",
-        }
-    }
+/// The metrics of a module by name: `NAME: kind "name" ["label"] = "description";`. They have descriptions once
+/// [`all`](crate::app::metrics::all) has `METRICS` of the module.
+macro_rules! metric_table {
+    ($($(#[$doc:meta])* $metric:ident: $kind:ident $name:literal [$($label:literal),*] = $help:literal;)*) => {
+        $($(#[$doc])* pub(crate) const $metric: $crate::observe::metric::Metric =
+            $crate::observe::metric::Metric::$kind($name, &[$($label),*], $help);)*
+
+        /// The metrics of this module.
+        pub(crate) const METRICS: &[$crate::observe::metric::Metric] = &[$($metric),*];
+    };
 }
+pub(crate) use metric_table;
 
 /// One metric of the gateway.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

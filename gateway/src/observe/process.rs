@@ -4,6 +4,7 @@
 
 use std::fmt::Write as _;
 use std::fs;
+use std::str::FromStr;
 
 /// Clock ticks per second in `/proc`, fixed on all platforms supported by Rust's standard library.
 const TICKS_PER_SECOND: f64 = 100.0;
@@ -32,7 +33,7 @@ pub(crate) fn page() -> String {
 /// Values in the order of [`METRICS`].
 fn values() -> [Option<f64>; 5] {
     let (started, spent) = stat().unzip();
-    [started.flatten(), spent, resident_bytes(), open_fds(), fds_max()]
+    [started.flatten(), spent, resident_bytes(), open_fds(), fds_max().map(|fds| fds as f64)]
 }
 
 /// Start time, if available, and CPU time.
@@ -43,11 +44,11 @@ fn stat() -> Option<(Option<f64>, f64)> {
     let field = |n: usize| rest.split_ascii_whitespace().nth(n - 3)?.parse::<f64>().ok();
     let spent = (field(14)? + field(15)?) / TICKS_PER_SECOND;
     let booted = value_of(&fs::read_to_string("/proc/stat").ok()?, "btime");
-    Some((booted.zip(field(22)).map(|(booted, started)| booted + started / TICKS_PER_SECOND), spent))
+    Some((booted.zip(field(22)).map(|(booted, started): (f64, f64)| booted + started / TICKS_PER_SECOND), spent))
 }
 
 fn resident_bytes() -> Option<f64> {
-    value_of(&fs::read_to_string("/proc/self/status").ok()?, "VmRSS:").map(|kib| kib * 1024.0)
+    value_of(&fs::read_to_string("/proc/self/status").ok()?, "VmRSS:").map(|kib: f64| kib * 1024.0)
 }
 
 fn open_fds() -> Option<f64> {
@@ -55,12 +56,13 @@ fn open_fds() -> Option<f64> {
     u32::try_from(fs::read_dir("/proc/self/fd").ok()?.count()).ok().map(|fds| f64::from(fds) - 1.0)
 }
 
-fn fds_max() -> Option<f64> {
+/// The soft limit of open descriptors, if `/proc` reports it.
+pub(crate) fn fds_max() -> Option<u64> {
     value_of(&fs::read_to_string("/proc/self/limits").ok()?, "Max open files")
 }
 
 /// The number after `name` at the start of a line.
-fn value_of(text: &str, name: &str) -> Option<f64> {
+fn value_of<T: FromStr>(text: &str, name: &str) -> Option<T> {
     let rest = text.lines().find_map(|line| line.strip_prefix(name))?;
     rest.split_ascii_whitespace().next()?.parse().ok()
 }

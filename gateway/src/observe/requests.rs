@@ -1,6 +1,6 @@
 //! Request metrics of the gateway.
 //!
-//! Defines names, labels and descriptions ([`ALL`]), the handles, and the `Account` of one request. Each request to an
+//! Defines names, labels and descriptions ([`METRICS`]), the handles, and the `Account` of one request. Each request to an
 //! endpoint is counted exactly once; handles are looked up once, not per request; labels contain configured names only,
 //! never client input. The recorder defines buckets and renders the page.
 
@@ -10,217 +10,106 @@ use std::time::Duration;
 
 use metrics::{Counter, Gauge, Histogram};
 
+use crate::formats::named;
+use crate::formats::openai::Endpoint;
 use crate::observe::activity::Activity;
-use crate::observe::metric::Metric;
+use crate::observe::metric::metric_table;
 use crate::observe::throttle::LogThrottle;
 
-use crate::formats::openai::Endpoint;
+metric_table! {
+    REQUESTS: counter "pointsman_gateway_requests_total" ["model", "endpoint", "status"] =
+        "Requests by response status; 499 if the client disconnected first, 503 if the shutdown of the gateway cut \
+         the request off.";
+    PICKS: counter "pointsman_gateway_picks_total" ["result"] =
+        "Requests of proxies to the endpoint picker: `picked`, `refused` with an error, or later `moved` to another \
+         endpoint.";
+    IN_FLIGHT: gauge "pointsman_gateway_requests_in_flight" [] = "Requests in flight.";
+    HELD: gauge "pointsman_gateway_held_requests" ["model"] = "Requests that wait for a first worker of the model.";
+    FIRST_BYTE: histogram "pointsman_gateway_time_to_first_byte_seconds" ["model"] =
+        "Time from the request head to the first token of a streamed response, or to the first byte of other \
+         responses, including queue and retries.";
+    WHOLE: histogram "pointsman_gateway_request_seconds" ["model"] =
+        "Time from the request head to the end of a complete response.";
+    OVERHEAD: histogram "pointsman_gateway_overhead_seconds" [] =
+        "Gateway time from the request head to the first attempt, excluding the wait for the body and the router.";
+    RETRIES: counter "pointsman_gateway_retries_total" ["model", "reason"] =
+        "Retries on another rank, by failure of the previous attempt.";
+    DENIED: counter "pointsman_gateway_retries_denied_total" [] = "Retries denied by the retry budget.";
+    MIGRATIONS: counter "pointsman_gateway_stream_migrations_total" ["model", "result"] =
+        "Streamed responses that broke off while `stream_migrations_max` is above 0: `resumed` on another rank, \
+         `failed` to resume, `unsound` to resume, or `too_long`.";
+    CLIENT_GONE: counter "pointsman_gateway_client_gone_total" [] =
+        "Requests whose client disconnected before the end of the response.";
+    BROKEN: counter "pointsman_gateway_streams_broken_total" ["reason"] =
+        "Responses cut off after their start: the worker broke off, timed out or omitted the end mark, or the \
+         gateway ended.";
+    /// Rendered by [`workers`](crate::pools::workers) directly, like the next three.
+    WORKER_REQUESTS: counter "pointsman_gateway_worker_requests_total"
+        ["model", "worker", "worker_endpoint", "status", "outcome"] =
+        "Attempts at a worker by status (`none` without one) and outcome.";
+    WORKER_RETRIES: counter "pointsman_gateway_worker_retries_total" ["model", "worker", "worker_endpoint", "reason"] =
+        "Retries on another rank after a failed attempt at this worker, by reason.";
+    WORKER_FIRST_TOKEN: histogram "pointsman_gateway_worker_time_to_first_token_seconds"
+        ["model", "worker", "worker_endpoint"] =
+        "Time from sending an attempt to the first token of its streamed response.";
+    WORKER_SECONDS: histogram "pointsman_gateway_worker_request_seconds" ["model", "worker", "worker_endpoint"] =
+        "Time from sending an attempt to the end of its complete response.";
+    BODY_BYTES: gauge "pointsman_gateway_body_bytes" [] = "Bytes of request bodies in memory.";
+    BODY_BYTES_MAX: gauge "pointsman_gateway_body_bytes_max" [] =
+        "Memory budget of all request bodies (`body_budget_bytes`).";
+    BODIES_REJECTED: counter "pointsman_gateway_bodies_rejected_total" [] =
+        "Request bodies rejected with 503 because of an exhausted memory budget.";
+}
 
-const REQUESTS: Metric = Metric::counter(
-    "pointsman_gateway_requests_total",
-    &["model", "endpoint", "status"],
-    "Requests by response status; 499 if the client disconnected first, 503 if the shutdown of the gateway cut \
-     the request off.",
-);
-pub(crate) const PICKS: Metric = Metric::counter(
-    "pointsman_gateway_picks_total",
-    &["result"],
-    "Requests of proxies to the endpoint picker: `picked`, `refused` with an error, or later `moved` to another \
-     endpoint.",
-);
-const IN_FLIGHT: Metric = Metric::gauge("pointsman_gateway_requests_in_flight", &[], "Requests in flight.");
-const HELD: Metric =
-    Metric::gauge("pointsman_gateway_held_requests", &["model"], "Requests that wait for a first worker of the model.");
-const FIRST_BYTE: Metric = Metric::histogram(
-    "pointsman_gateway_time_to_first_byte_seconds",
-    &["model"],
-    "Time from the request head to the first token of a streamed response, or to the first byte of other \
-     responses, including queue and retries.",
-);
-const WHOLE: Metric = Metric::histogram(
-    "pointsman_gateway_request_seconds",
-    &["model"],
-    "Time from the request head to the end of a complete response.",
-);
-const OVERHEAD: Metric = Metric::histogram(
-    "pointsman_gateway_overhead_seconds",
-    &[],
-    "Gateway time from the request head to the first attempt, excluding the wait for the body and the router.",
-);
-const RETRIES: Metric = Metric::counter(
-    "pointsman_gateway_retries_total",
-    &["model", "reason"],
-    "Retries on another rank, by failure of the previous attempt.",
-);
-const DENIED: Metric =
-    Metric::counter("pointsman_gateway_retries_denied_total", &[], "Retries denied by the retry budget.");
-const MIGRATIONS: Metric = Metric::counter(
-    "pointsman_gateway_stream_migrations_total",
-    &["model", "result"],
-    "Streamed responses that broke off while `stream_migrations_max` is above 0: `resumed` on another rank, `failed` \
-     to resume, `unsound` to resume, or `too_long`.",
-);
-const CLIENT_GONE: Metric = Metric::counter(
-    "pointsman_gateway_client_gone_total",
-    &[],
-    "Requests whose client disconnected before the end of the response.",
-);
-const BROKEN: Metric = Metric::counter(
-    "pointsman_gateway_streams_broken_total",
-    &["reason"],
-    "Responses cut off after their start: the worker broke off, timed out or omitted the end mark, or the \
-     gateway ended.",
-);
-/// Rendered by [`workers`](crate::pools::workers) directly, like the next three.
-pub(crate) const WORKER_REQUESTS: Metric = Metric::counter(
-    "pointsman_gateway_worker_requests_total",
-    &["model", "worker", "worker_endpoint", "status", "outcome"],
-    "Attempts at a worker by status (`none` without one) and outcome.",
-);
-pub(crate) const WORKER_RETRIES: Metric = Metric::counter(
-    "pointsman_gateway_worker_retries_total",
-    &["model", "worker", "worker_endpoint", "reason"],
-    "Retries on another rank after a failed attempt at this worker, by reason.",
-);
-pub(crate) const WORKER_FIRST_TOKEN: Metric = Metric::histogram(
-    "pointsman_gateway_worker_time_to_first_token_seconds",
-    &["model", "worker", "worker_endpoint"],
-    "Time from sending an attempt to the first token of its streamed response.",
-);
-pub(crate) const WORKER_SECONDS: Metric = Metric::histogram(
-    "pointsman_gateway_worker_request_seconds",
-    &["model", "worker", "worker_endpoint"],
-    "Time from sending an attempt to the end of its complete response.",
-);
-pub(crate) const BODY_BYTES: Metric =
-    Metric::gauge("pointsman_gateway_body_bytes", &[], "Bytes of request bodies in memory.");
-pub(crate) const BODY_BYTES_MAX: Metric = Metric::gauge(
-    "pointsman_gateway_body_bytes_max",
-    &[],
-    "Memory budget of all request bodies (`body_budget_bytes`).",
-);
-pub(crate) const BODIES_REJECTED: Metric = Metric::counter(
-    "pointsman_gateway_bodies_rejected_total",
-    &[],
-    "Request bodies rejected with 503 because of an exhausted memory budget.",
-);
-
-/// The metrics of this module.
-pub(crate) const METRICS: &[Metric] = &[
-    REQUESTS,
-    PICKS,
-    IN_FLIGHT,
-    HELD,
-    FIRST_BYTE,
-    WHOLE,
-    OVERHEAD,
-    RETRIES,
-    DENIED,
-    MIGRATIONS,
-    CLIENT_GONE,
-    BROKEN,
-    WORKER_REQUESTS,
-    WORKER_RETRIES,
-    WORKER_FIRST_TOKEN,
-    WORKER_SECONDS,
-    BODY_BYTES,
-    BODY_BYTES_MAX,
-    BODIES_REJECTED,
-];
-
+named! {
 /// Reason of a retry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RetryReason {
     /// No connection.
-    Connect,
+    Connect = "connect",
     /// First byte timeout.
-    Timeout,
+    Timeout = "timeout",
     /// Connection broken, or invalid HTTP.
-    Broken,
+    Broken = "broken",
     /// Status 429 or 503.
-    Busy,
+    Busy = "busy",
     /// Another status of 500 or above.
-    ServerError,
+    ServerError = "server_error",
     /// Status 401, 403 or 404.
-    Misconfigured,
+    Misconfigured = "misconfigured",
     /// Success status without a valid response.
-    InvalidAnswer,
+    InvalidAnswer = "invalid_answer",
+}
 }
 
-impl RetryReason {
-    pub(crate) const ALL: [Self; 7] = [
-        Self::Connect,
-        Self::Timeout,
-        Self::Broken,
-        Self::Busy,
-        Self::ServerError,
-        Self::Misconfigured,
-        Self::InvalidAnswer,
-    ];
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Connect => "connect",
-            Self::Timeout => "timeout",
-            Self::Broken => "broken",
-            Self::Busy => "busy",
-            Self::ServerError => "server_error",
-            Self::Misconfigured => "misconfigured",
-            Self::InvalidAnswer => "invalid_answer",
-        }
-    }
-}
-
+named! {
 /// Reason of a cut-off response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StreamBreak {
     /// The worker broke off.
-    Broken,
+    Broken = "broken",
     /// Idle timeout.
-    Idle,
+    Idle = "idle",
     /// Shutdown of the gateway.
-    Drain,
+    Drain = "drain",
     /// Regular end without an end mark.
-    Incomplete,
+    Incomplete = "incomplete",
+}
 }
 
-impl StreamBreak {
-    pub(crate) const ALL: [Self; 4] = [Self::Broken, Self::Idle, Self::Drain, Self::Incomplete];
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Broken => "broken",
-            Self::Idle => "idle",
-            Self::Drain => "drain",
-            Self::Incomplete => "incomplete",
-        }
-    }
-}
-
+named! {
 /// Result of a streamed response that broke off while migrations are enabled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MigrationResult {
     /// Another rank continues the response.
-    Resumed,
+    Resumed = "resumed",
     /// No rank could continue it within the limits.
-    Failed,
+    Failed = "failed",
     /// The request or the output has no sound resumption.
-    Unsound,
+    Unsound = "unsound",
     /// The output is longer than the maximum.
-    TooLong,
+    TooLong = "too_long",
 }
-
-impl MigrationResult {
-    pub(crate) const ALL: [Self; 4] = [Self::Resumed, Self::Failed, Self::Unsound, Self::TooLong];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Resumed => "resumed",
-            Self::Failed => "failed",
-            Self::Unsound => "unsound",
-            Self::TooLong => "too_long",
-        }
-    }
 }
 
 /// Log interval of cut-off responses.

@@ -5,11 +5,12 @@
 //! long, so they are refreshed before the exporter checks.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 use metrics_exporter_prometheus::PrometheusRecorder;
+use parking_lot::Mutex;
 
 /// Time during which series of a removed worker are exported: several scrapes.
 pub(crate) const IDLE_MAX: Duration = Duration::from_secs(300);
@@ -27,10 +28,10 @@ pub(crate) struct LastingSeries {
 impl LastingSeries {
     /// Refreshes the series without changing their values.
     pub(crate) fn touch(&self) {
-        for gauge in self.gauges.lock().unwrap_or_else(PoisonError::into_inner).values() {
+        for gauge in self.gauges.lock().values() {
             gauge.increment(0.0);
         }
-        for counter in self.counters.lock().unwrap_or_else(PoisonError::into_inner).values() {
+        for counter in self.counters.lock().values() {
             counter.increment(0);
         }
     }
@@ -63,21 +64,11 @@ impl Recorder for Expiring {
     }
 
     fn register_counter(&self, key: &Key, metadata: &Metadata<'_>) -> Counter {
-        let counter = self.recorder.register_counter(key, metadata);
-        if lasts(key) {
-            let mut lasting = self.lasting.counters.lock().unwrap_or_else(PoisonError::into_inner);
-            lasting.entry(key.clone()).or_insert_with(|| counter.clone());
-        }
-        counter
+        kept(&self.lasting.counters, key, self.recorder.register_counter(key, metadata))
     }
 
     fn register_gauge(&self, key: &Key, metadata: &Metadata<'_>) -> Gauge {
-        let gauge = self.recorder.register_gauge(key, metadata);
-        if lasts(key) {
-            let mut lasting = self.lasting.gauges.lock().unwrap_or_else(PoisonError::into_inner);
-            lasting.entry(key.clone()).or_insert_with(|| gauge.clone());
-        }
-        gauge
+        kept(&self.lasting.gauges, key, self.recorder.register_gauge(key, metadata))
     }
 
     fn register_histogram(&self, key: &Key, metadata: &Metadata<'_>) -> Histogram {
@@ -85,9 +76,12 @@ impl Recorder for Expiring {
     }
 }
 
-/// Whether the series does not belong to a worker.
-fn lasts(key: &Key) -> bool {
-    key.labels().all(|label| label.key() != WORKER)
+/// The handle, which is kept unless the series belongs to a worker.
+fn kept<T: Clone>(lasting: &Mutex<BTreeMap<Key, T>>, key: &Key, handle: T) -> T {
+    if key.labels().all(|label| label.key() != WORKER) {
+        lasting.lock().entry(key.clone()).or_insert_with(|| handle.clone());
+    }
+    handle
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! Log lines that come at a bounded rate.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 /// Passes one line per interval and counts the suppressed ones.
@@ -19,8 +19,7 @@ impl LogThrottle {
 
     /// Number of suppressed lines since the last one, if this line may be logged.
     pub(crate) fn next_line(&self, now: Instant) -> Option<u64> {
-        // Both values are consistent after every statement.
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last.lock();
         if last.0.is_some_and(|logged| now.saturating_duration_since(logged) < self.every) {
             last.1 += 1;
             return None;

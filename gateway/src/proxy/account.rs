@@ -267,6 +267,6 @@ impl Drop for Account {
         let (endpoint, model) = (self.endpoint.name(), &self.model.model);
         let trace_id = self.trace.trace_id();
         self.access.write(endpoint, (model, trace_id.as_deref()), self.status, self.outcome, self.started.elapsed());
-        self.trace.end(&self.access.summary(model, self.status, self.outcome));
+        self.trace.end(&self.access, model, self.status, self.outcome);
     }
 }

@@ -80,7 +80,7 @@ impl Failure {
 
     /// Whether no connection was made, so that no engine did any work.
     pub(super) fn is_unreachable(&self) -> bool {
-        matches!(self, Self::NoResponse(UpstreamError::Connect(error)) if error.is_unreachable())
+        matches!(self, Self::NoResponse(UpstreamError::Connect(error)) if error.is_unreachable)
     }
 
     /// Whether the worker sent nothing at all.

@@ -7,6 +7,7 @@ use super::rules::Rules;
 use super::table::{Declared as _, settings};
 use super::{ModelSettings, Settings};
 use crate::formats::handover::Protocol;
+use crate::formats::named;
 
 settings! {
     /// `[models.disaggregation]`: the workers of this model decode, those of another model compute its prompts.
@@ -109,26 +110,17 @@ impl ModelSettings {
     }
 }
 
+named! {
 /// Role of the workers of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ModelRole {
     /// Prefill and decode.
-    Aggregated,
+    Aggregated = "aggregated",
     /// Prefill for another model.
-    Prefill,
+    Prefill = "prefill",
     /// Decode.
-    Decode,
+    Decode = "decode",
 }
-
-impl ModelRole {
-    /// Name in reports.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Aggregated => "aggregated",
-            Self::Prefill => "prefill",
-            Self::Decode => "decode",
-        }
-    }
 }
 
 /// Role of a model, and the name of the model at its workers.

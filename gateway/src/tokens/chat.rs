@@ -171,7 +171,7 @@ impl Piece {
     fn part(self) -> Value {
         match self {
             Self::Text(text) => Value::from_pairs([("type", Value::from("text")), ("text", Value::from(text))]),
-            Self::Media(kind) => Value::from_pairs([("type", Value::from(kind.part_type()))]),
+            Self::Media(kind) => Value::from_pairs([("type", Value::from(kind.name()))]),
         }
     }
 }

@@ -4,11 +4,12 @@
 //! responds, the failure of another costs no prompt its tokens; engines that fail repeatedly are paused. The caller
 //! selects the workers.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Bytes;
 use hyper::StatusCode;
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -185,7 +186,7 @@ impl Engine {
 
     /// Whether any worker has responded so far.
     pub(super) fn is_proven(&self) -> bool {
-        [&self.texts, &self.chats].into_iter().any(|breaker| locked(breaker).is_proven())
+        [&self.texts, &self.chats].into_iter().any(|breaker| breaker.lock().is_proven())
     }
 
     /// Tokens within the client's time limit.
@@ -204,7 +205,7 @@ impl Engine {
         let end = Instant::now() + self.client.within;
         let body = timeout_at(end, self.client.body(input)).await.map_err(|_| NoTokens::Busy)??;
         let worker = self.worker().ok_or(NoTokens::NoWorker)?;
-        if !locked(breaker).permit_query(Instant::now()) {
+        if !breaker.lock().permit_query(Instant::now()) {
             return Err(NoTokens::EnginePaused);
         }
         let response = with_fallback(&self.any_worker, &self.workers, worker, end, |worker| {
@@ -212,7 +213,7 @@ impl Engine {
             async move { self.client.send(&worker, body).await }
         });
         let response = response.await;
-        let mut breaker = locked(breaker);
+        let mut breaker = breaker.lock();
         match response {
             Ok(ids) => {
                 breaker.responded();
@@ -264,11 +265,6 @@ async fn with_fallback<T, Response: Future<Output = Result<T, TokenizeError>>>(
     }
 }
 
-fn locked(breaker: &Mutex<Breaker>) -> MutexGuard<'_, Breaker> {
-    // No code panics while it holds the lock.
-    breaker.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -295,11 +291,11 @@ mod tests {
         let (workers, breakers, queried) = (workers(names), WorkerBreakers::default(), Mutex::new(Vec::new()));
         let response =
             with_fallback(&workers, &breakers, "a".to_owned(), Instant::now() + PAUSE, async |worker: String| {
-                queried.lock().unwrap().push(worker.clone());
+                queried.lock().push(worker.clone());
                 if worker == "a" { of_a().await } else { Ok(7) }
             });
         let response = response.await;
-        (response, queried.into_inner().unwrap())
+        (response, queried.into_inner())
     }
 
     #[tokio::test(start_paused = true)]

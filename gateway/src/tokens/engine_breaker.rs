@@ -3,10 +3,10 @@
 //! One breaker covers all engines of a model, and one each worker. A worker that hangs or is unreachable receives one
 //! prompt per pause while another worker is available. `engine` defines failures.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ahash::AHashMap;
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 /// Consecutive failures before a pause.
@@ -74,27 +74,22 @@ struct Paused {
 }
 
 impl WorkerBreakers {
-    fn workers(&self) -> MutexGuard<'_, AHashMap<String, Paused>> {
-        // Every change is one insertion or removal.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Whether the last query succeeded, or the pause is over.
     pub(super) fn is_available(&self, worker: &str, now: Instant) -> bool {
-        self.workers().get(worker).is_none_or(|paused| paused.until <= now)
+        self.0.lock().get(worker).is_none_or(|paused| paused.until <= now)
     }
 
     /// Records a query: after a pause the worker receives no other query until this one succeeds or another pause has
     /// passed.
     pub(super) fn query_started(&self, worker: &str, now: Instant) {
-        if let Some(paused) = self.workers().get_mut(worker).filter(|paused| paused.until <= now) {
+        if let Some(paused) = self.0.lock().get_mut(worker).filter(|paused| paused.until <= now) {
             paused.until = now + paused.pause;
             paused.is_trial = true;
         }
     }
 
     pub(super) fn responded(&self, worker: &str) {
-        let mut workers = self.workers();
+        let mut workers = self.0.lock();
         if !workers.is_empty() {
             workers.remove(worker);
         }
@@ -102,7 +97,7 @@ impl WorkerBreakers {
 
     /// Records a timeout or a connection failure. Several concurrent failures count as one.
     pub(super) fn failed(&self, worker: &str, now: Instant) {
-        let mut workers = self.workers();
+        let mut workers = self.0.lock();
         // Drops workers that have left.
         workers.retain(|_, paused| now < paused.until + WORKER_PAUSE_MAX);
         let first = Paused { until: now, pause: PAUSE, is_trial: false };

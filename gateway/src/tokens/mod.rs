@@ -36,6 +36,7 @@ use tokio::time::Instant;
 use crate::formats::named;
 use crate::formats::openai::{ChatParts, ClientPrompt, MediaName};
 use crate::net::upstream::WorkerAccess;
+use crate::observe::clock::unix_time;
 use crate::settings::{TokenSourceChoice, TokensSettings};
 use engine::{Client, Engine, TokenizeInput};
 use files::Stamp;
@@ -424,8 +425,6 @@ async fn load(
 }
 
 /// Seconds since 1970, for templates with the current date.
-#[expect(clippy::disallowed_methods, reason = "chat templates render the date, which needs the wall clock")]
 fn wall_clock_s() -> u64 {
-    let now = std::time::SystemTime::now();
-    now.duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
+    unix_time().as_secs()
 }

@@ -6,10 +6,11 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Bytes;
+use parking_lot::Mutex;
 use tokio::time::{Instant, sleep};
 
 use super::engine::{Client, TokenizeInput};
@@ -18,6 +19,7 @@ use super::meters::TokenMeters;
 use super::reason::NoTokens;
 use super::threads::Pool;
 use super::{AnyWorker, TokenSource};
+use crate::formats::named;
 use crate::formats::openai::ChatParts;
 
 /// Interval of checks for workers to compare with.
@@ -38,24 +40,15 @@ const CODE: &str = "fn main() {\n    let x = vec![1, 2, 3];\n\n    println!(\"{:
 
 const CHAT: &str = r#"[{"role":"system","content":"Answer in one word."},{"role":"user","content":"What's the capital of France?\n"}]"#;
 
+named! {
 /// Result of the comparison with one worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Compared {
-    Equal,
-    Different,
+    Equal = "equal",
+    Different = "different",
     /// No response, or a busy gateway.
-    Unanswered,
+    Unanswered = "unanswered",
 }
-
-impl Compared {
-    /// Label value in metrics.
-    fn name(self) -> &'static str {
-        match self {
-            Self::Equal => "equal",
-            Self::Different => "different",
-            Self::Unanswered => "unanswered",
-        }
-    }
 }
 
 /// Last results by worker.
@@ -75,30 +68,30 @@ impl Results {
     /// Whether the tokenizer differs from that of every compared worker. If some are equal, the local tokens find the
     /// caches of these; those of the engines depend on the worker that tokenizes.
     pub(super) fn all_differ(&self) -> bool {
-        let state = self.state();
+        let state = self.0.lock();
         state.equal == 0 && state.different > 0
     }
 
     /// Workers that differ, and all compared ones; `None` if no worker differs.
     pub(super) fn different(&self) -> Option<(usize, usize)> {
-        let state = self.state();
+        let state = self.0.lock();
         (state.different > 0).then_some((state.different, state.equal + state.different))
     }
 
     /// Forgets workers that are gone, so that those that return are compared again.
     fn retain(&self, present: &BTreeSet<String>) {
-        let mut state = self.state();
+        let mut state = self.0.lock();
         state.workers.retain(|worker, _| present.contains(worker));
         state.count();
     }
 
     fn is_due(&self, worker: &str, now: Instant) -> bool {
-        self.state().workers.get(worker).is_none_or(|(_, due)| *due <= now)
+        self.0.lock().workers.get(worker).is_none_or(|(_, due)| *due <= now)
     }
 
     /// Records the results of all samples. A worker differs if one of them does.
     fn record(&self, worker: String, samples: &[Compared], now: Instant) {
-        let mut state = self.state();
+        let mut state = self.0.lock();
         let earlier = state.workers.get(&worker).and_then(|(earlier, _)| *earlier);
         let any = |which| samples.contains(&which).then_some(which);
         let result = any(Compared::Different).or(any(Compared::Equal)).or(earlier);
@@ -109,11 +102,6 @@ impl Results {
         };
         state.workers.insert(worker, (result, now + between));
         state.count();
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        // The counts are computed from the map in one call.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

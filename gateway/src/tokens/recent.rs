@@ -3,15 +3,15 @@
 //! Such prompts are routed by load alone, which costs cache hits without any error. The share is shown to operators, and
 //! logged at most every five minutes.
 
-use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::reason::NoTokens;
 use crate::observe::throttle::LogThrottle;
+use crate::observe::window::Window;
 
 /// Length of a slot.
 const SLOT: Duration = Duration::from_secs(10);
@@ -61,25 +61,23 @@ impl fmt::Display for RecentPrompts {
     }
 }
 
-/// Counts prompts in slots of time.
+/// Counts the prompts of the last minute.
 pub(super) struct RecentCounts {
     model: String,
-    begun: Instant,
-    slots: Mutex<Slots>,
+    counts: Mutex<Counts>,
     logged: LogThrottle,
 }
 
-#[derive(Default)]
-struct Slots {
-    /// Number of the slot since the beginning, prompts, and those without tokens.
-    counts: VecDeque<(u64, u64, u64)>,
+struct Counts {
+    /// Prompts, and those without tokens.
+    window: Window<(u64, u64)>,
     last: Option<NoTokens>,
 }
 
 impl RecentCounts {
     pub(super) fn new(model: &str) -> Self {
-        let (slots, logged) = (Mutex::default(), LogThrottle::new(LOG_INTERVAL));
-        Self { model: model.to_owned(), begun: Instant::now(), slots, logged }
+        let counts = Counts { window: Window::new(Instant::now(), SLOT, SLOTS), last: None };
+        Self { model: model.to_owned(), counts: Mutex::new(counts), logged: LogThrottle::new(LOG_INTERVAL) }
     }
 
     /// Counts a prompt with tokens.
@@ -98,35 +96,19 @@ impl RecentCounts {
     }
 
     pub(super) fn recent(&self, now: Instant) -> RecentPrompts {
-        let mut slots = self.slots();
-        let slot = self.slot(now);
-        slots.counts.retain(|(at, ..)| at + SLOTS > slot);
-        let (prompts, missing) = slots.counts.iter().fold((0, 0), |sum, slot| (sum.0 + slot.1, sum.1 + slot.2));
-        let last = slots.last.filter(|_| missing > 0);
+        let counts = self.counts.lock();
+        let recent = counts.window.recent(now);
+        let (prompts, missing) = recent.fold((0, 0), |sum, (_, slot)| (sum.0 + slot.0, sum.1 + slot.1));
+        let last = counts.last.filter(|_| missing > 0);
         RecentPrompts { prompts, missing, reason: last.map(NoTokens::name), remedy: last.and_then(NoTokens::remedy) }
     }
 
     fn add(&self, reason: Option<NoTokens>, now: Instant) {
-        let mut slots = self.slots();
-        let slot = self.slot(now);
-        if slots.counts.back().is_none_or(|(at, ..)| *at < slot) {
-            slots.counts.push_back((slot, 0, 0));
-            slots.counts.retain(|(at, ..)| at + SLOTS > slot);
-        }
-        if let Some((_, prompts, missing)) = slots.counts.back_mut() {
-            *prompts += 1;
-            *missing += u64::from(reason.is_some());
-        }
-        slots.last = reason.or(slots.last);
-    }
-
-    fn slot(&self, now: Instant) -> u64 {
-        now.saturating_duration_since(self.begun).as_secs() / SLOT.as_secs()
-    }
-
-    fn slots(&self) -> MutexGuard<'_, Slots> {
-        // Counts are consistent after every statement.
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut counts = self.counts.lock();
+        let (prompts, missing) = counts.window.at(now);
+        *prompts += 1;
+        *missing += u64::from(reason.is_some());
+        counts.last = reason.or(counts.last);
     }
 }
 

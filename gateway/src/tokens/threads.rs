@@ -5,11 +5,12 @@
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
@@ -83,13 +84,13 @@ impl Drop for AbandonOnDrop {
 
 /// Takes the work unless it has started. The lock is not held while the work runs or is dropped.
 fn take_work(task: &Mutex<Option<Work>>) -> Option<Work> {
-    task.lock().unwrap_or_else(PoisonError::into_inner).take()
+    task.lock().take()
 }
 
 fn run_tasks(waiting: &Mutex<Receiver<Task>>) {
     loop {
         // One thread waits on the channel, the others on the lock; no code in between panics.
-        let task = waiting.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let task = waiting.lock().recv();
         let Ok(task) = task else { return };
         if let Some(work) = take_work(&task) {
             // A panic drops the reply sender, which informs the caller.

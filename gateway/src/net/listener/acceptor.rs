@@ -14,6 +14,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep};
 
 use super::ListenerOptions;
+use crate::observe::page::{ACCEPT_ERRORS, CONNECTIONS, CONNECTIONS_REFUSED, HANDSHAKES_REFUSED};
 use crate::observe::throttle::LogThrottle;
 
 /// Pause after an accept without a free descriptor.
@@ -39,10 +40,10 @@ struct ListenerMeters {
 impl ListenerMeters {
     fn new(name: &'static str) -> Self {
         Self {
-            connections: metrics::gauge!("pointsman_gateway_connections", "listener" => name),
-            handshakes_refused: metrics::counter!("pointsman_gateway_handshakes_refused_total", "listener" => name),
-            accept_errors: metrics::counter!("pointsman_gateway_accept_errors_total", "listener" => name),
-            refused: metrics::counter!("pointsman_gateway_connections_refused_total", "listener" => name),
+            connections: metrics::gauge!(CONNECTIONS.name, "listener" => name),
+            handshakes_refused: metrics::counter!(HANDSHAKES_REFUSED.name, "listener" => name),
+            accept_errors: metrics::counter!(ACCEPT_ERRORS.name, "listener" => name),
+            refused: metrics::counter!(CONNECTIONS_REFUSED.name, "listener" => name),
         }
     }
 }
@@ -51,6 +52,13 @@ impl ListenerMeters {
 pub(super) struct Place {
     connections: Gauge,
     _permit: OwnedSemaphorePermit,
+}
+
+impl Place {
+    fn new(connections: &Gauge, permit: OwnedSemaphorePermit) -> Self {
+        connections.increment(1.0);
+        Self { connections: connections.clone(), _permit: permit }
+    }
 }
 
 impl Drop for Place {
@@ -146,12 +154,7 @@ impl Acceptor {
                 tracing::warn!(listener, connections_max, suppressed, "connection refused: connection limit reached");
             }
         }
-        Accepted { stream, peer, place: self.place(permit), is_overflow }
-    }
-
-    fn place(&self, permit: OwnedSemaphorePermit) -> Place {
-        self.meters.connections.increment(1.0);
-        Place { connections: self.meters.connections.clone(), _permit: permit }
+        Accepted { stream, peer, place: Place::new(&self.meters.connections, permit), is_overflow }
     }
 
     /// Connections in the backlog, which closing the socket would reset; as many as there are places.
@@ -163,8 +166,7 @@ impl Acceptor {
             // The socket is non-blocking: an empty backlog ends the loop.
             let Ok((stream, peer)) = listener.accept() else { break };
             let Ok(stream) = stream.set_nonblocking(true).and_then(|()| TcpStream::from_std(stream)) else { continue };
-            meters.connections.increment(1.0);
-            let place = Place { connections: meters.connections.clone(), _permit: permit };
+            let place = Place::new(&meters.connections, permit);
             waiting.push(Accepted { stream, peer, place, is_overflow: false });
         }
         waiting

@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use axum::body::Bytes;
@@ -14,6 +14,7 @@ use http_body_util::Full;
 use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, USER_AGENT};
 use hyper::http::request::Builder;
 use hyper::{Request, StatusCode, Uri};
+use parking_lot::RwLock;
 use pointsman::protocol::WorkerId;
 use pointsman::{EngineClient, EngineGet, EngineHttpError, EngineResponse, HttpUrl, WorkerEntry};
 use tokio::sync::watch;
@@ -43,7 +44,7 @@ impl WorkerAccess {
 
     /// Replaces `worker_api_key_file` of the model.
     pub(crate) fn set_key_file(&self, key_file: Option<PathBuf>) {
-        *self.0.key_file.write().unwrap_or_else(PoisonError::into_inner) = key_file;
+        *self.0.key_file.write() = key_file;
     }
 
     /// Takes the key files of workers from here. The first call applies.
@@ -67,13 +68,13 @@ impl WorkerAccess {
             let workers = workers.borrow();
             position(&workers).and_then(|n| workers[n].config.api_key_file.clone())
         });
-        self.key_file(own).map(|file| self.0.upstream.keys().header(&file)).transpose().map_err(UpstreamError::Key)
+        self.key_file(own).map(|file| self.0.upstream.0.keys.header(&file)).transpose().map_err(UpstreamError::Key)
     }
 
     /// The first key file in the order of precedence.
     fn key_file(&self, own: Option<PathBuf>) -> Option<KeyFile> {
         let of = |setting| move |file| KeyFile { setting, file };
-        let of_model = || self.0.key_file.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let of_model = || self.0.key_file.read().clone();
         own.map(of("api_key_file of the worker"))
             .or_else(|| of_model().map(of("worker_api_key_file of the model")))
             .or_else(|| self.0.upstream.key_file().map(of("gateway.worker_api_key_file")))
@@ -107,7 +108,7 @@ impl WorkerAccess {
         let key_file = self.key_file(api_key_file);
         let key = match &key_file {
             Some(file) => {
-                let key = self.0.upstream.keys().fresh_header(file).await;
+                let key = self.0.upstream.0.keys.fresh_header(file).await;
                 Some(key.map_err(|error| EngineHttpError::Key(error.to_string()))?)
             }
             None => None,
@@ -159,7 +160,7 @@ fn authorized(request: Builder, key: Option<HeaderValue>) -> Builder {
 fn engine_error(error: UpstreamError, setting: Option<&str>) -> EngineHttpError {
     match error {
         UpstreamError::NoDescriptor => EngineHttpError::NoDescriptor,
-        UpstreamError::Connect(error) => EngineHttpError::Connect(error.cause().to_owned()),
+        UpstreamError::Connect(error) => EngineHttpError::Connect(error.cause),
         UpstreamError::Timeout(within) => EngineHttpError::Timeout(within),
         UpstreamError::Broken(reason) => EngineHttpError::Broken(reason),
         UpstreamError::Status(status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)) => {

@@ -6,10 +6,11 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::HeaderValue;
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::settings::{Secret, SecretError};
@@ -43,7 +44,7 @@ impl WorkerKeys {
         let known = keys.iter().filter_map(|(file, key)| {
             Some((file.clone(), KnownKey { header: key.bearer()?, read_at, is_failing: false }))
         });
-        *self.locked() = known.collect();
+        *self.0.lock() = known.collect();
     }
 
     /// The header for the key in a file, which is read only once.
@@ -51,7 +52,7 @@ impl WorkerKeys {
     /// # Errors
     /// An unusable file.
     pub(super) fn header(&self, file: &KeyFile) -> Result<HeaderValue, SecretError> {
-        if let Some(known) = self.locked().get(&file.file) {
+        if let Some(known) = self.0.lock().get(&file.file) {
             return Ok(known.header.clone());
         }
         self.read(file)
@@ -62,7 +63,7 @@ impl WorkerKeys {
     /// # Errors
     /// A file that has been unusable since its first use.
     pub(super) async fn fresh_header(self: &Arc<Self>, file: &KeyFile) -> Result<HeaderValue, SecretError> {
-        if let Some(known) = self.locked().get(&file.file).filter(|known| known.read_at.elapsed() < FRESH_MAX) {
+        if let Some(known) = self.0.lock().get(&file.file).filter(|known| known.read_at.elapsed() < FRESH_MAX) {
             return Ok(known.header.clone());
         }
         let (keys, path) = (Arc::clone(self), file.clone());
@@ -72,7 +73,7 @@ impl WorkerKeys {
 
     fn read(&self, KeyFile { setting, file }: &KeyFile) -> Result<HeaderValue, SecretError> {
         let read = Secret::worker_key(setting, file);
-        let (mut known, read_at) = (self.locked(), Instant::now());
+        let (mut known, read_at) = (self.0.lock(), Instant::now());
         match read {
             Ok(key) => {
                 let header = key.bearer().expect("a worker key is printable");
@@ -88,11 +89,6 @@ impl WorkerKeys {
                 Ok(known.header.clone())
             }
         }
-    }
-
-    fn locked(&self) -> MutexGuard<'_, BTreeMap<PathBuf, KnownKey>> {
-        // Every entry is replaced as a whole.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -5,10 +5,10 @@
 
 use std::collections::BTreeMap;
 use std::error::Error;
+use std::io;
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
-use std::{fmt, io};
 
 use axum::body::Bytes;
 use http_body_util::{BodyExt as _, Full, Limited};
@@ -18,6 +18,7 @@ use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::client::legacy::{self, Client};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use parking_lot::RwLock;
 use pointsman::Outcome;
 use rustls::ClientConfig;
 use tokio::net::TcpStream;
@@ -74,11 +75,14 @@ pub enum UpstreamError {
 }
 
 /// Reason of a connection failure.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{causes}")]
 pub struct ConnectError {
     causes: String,
-    cause: String,
-    is_unreachable: bool,
+    /// The innermost error.
+    pub cause: String,
+    /// Whether the host or port is unreachable, so that no engine has seen the attempt.
+    pub is_unreachable: bool,
 }
 
 impl ConnectError {
@@ -95,24 +99,6 @@ impl ConnectError {
         let is_unreachable = chain(error).any(|cause| cause.downcast_ref().is_some_and(is_unreachable));
         let cause = chain(error).last().map_or_else(String::new, ToString::to_string);
         Self { causes: causes(error), cause, is_unreachable }
-    }
-
-    /// The innermost error.
-    #[must_use]
-    pub fn cause(&self) -> &str {
-        &self.cause
-    }
-
-    /// Whether the host or port is unreachable, so that no engine has seen the attempt.
-    #[must_use]
-    pub fn is_unreachable(&self) -> bool {
-        self.is_unreachable
-    }
-}
-
-impl fmt::Display for ConnectError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.causes)
     }
 }
 
@@ -179,19 +165,15 @@ impl Upstream {
 
     fn set(&self, change: impl FnOnce(&mut Connector)) {
         // Each part is consistent after every statement.
-        change(&mut self.0.connector.write().unwrap_or_else(PoisonError::into_inner));
+        change(&mut self.0.connector.write());
     }
 
     fn connector(&self) -> Connector {
-        self.0.connector.read().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn keys(&self) -> &Arc<WorkerKeys> {
-        &self.0.keys
+        self.0.connector.read().clone()
     }
 
     fn key_file(&self) -> Option<PathBuf> {
-        self.0.connector.read().unwrap_or_else(PoisonError::into_inner).key_file.clone()
+        self.0.connector.read().key_file.clone()
     }
 
     /// Sends a request and returns the response head. Cancel-safe: dropping the future closes the connection.
@@ -224,12 +206,6 @@ impl Upstream {
                 UpstreamError::Broken(error.to_string())
             }
         })
-    }
-}
-
-impl fmt::Debug for Upstream {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Upstream").finish_non_exhaustive()
     }
 }
 

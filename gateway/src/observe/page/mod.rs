@@ -12,7 +12,7 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use metrics_util::MetricKindMask;
 use tokio::sync::Mutex;
 
-use crate::observe::metric::Metric;
+use crate::observe::metric::{Metric, metric_table};
 use crate::observe::process;
 use crate::observe::series::{Expiring, IDLE_MAX, LastingSeries};
 
@@ -52,52 +52,29 @@ pub(crate) fn expiring() -> MetricKindMask {
 /// Content type of the page.
 const PAGE_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Metrics of the process and its listeners. `docs/operations.md` has the same table.
-pub(crate) const METRICS: &[Metric] = &[
-    Metric::gauge("pointsman_build_info", &["version"], "Always 1; the label is the running version."),
-    Metric::gauge("pointsman_gateway_connections", &["listener"], "Open connections."),
-    Metric::counter(
-        "pointsman_gateway_handshakes_refused_total",
-        &["listener"],
-        "TLS handshakes that failed or timed out.",
-    ),
-    Metric::counter(
-        "pointsman_gateway_accept_errors_total",
-        &["listener"],
-        "Failed accepts, mostly for lack of descriptors.",
-    ),
-    Metric::counter(
-        "pointsman_gateway_connections_refused_total",
-        &["listener"],
-        "Connections above the limit of the listener or of descriptors: rejected with 503 except probes.",
-    ),
-    Metric::counter(
-        "pointsman_gateway_admin_denied_total",
-        &[],
-        "Requests to the administration listener without a valid token.",
-    ),
-    Metric::counter(
-        "pointsman_gateway_config_reloads_total",
-        &["result"],
-        "Configuration reloads: `applied`, or `rejected` as a whole.",
-    ),
-    Metric::gauge(
-        "pointsman_gateway_config_last_reload_successful",
-        &[],
-        "1 if the last reload was applied or none has happened; 0 if it was rejected.",
-    ),
-    Metric::gauge(
-        "pointsman_gateway_config_applied_timestamp_seconds",
-        &[],
-        "Time at which the running configuration was applied, at startup or by a reload, in seconds since 1970.",
-    ),
-    Metric::gauge("pointsman_gateway_config_restart_needed", &[], "Number of changed settings that need a restart."),
-    Metric::counter(
-        "pointsman_gateway_log_lines_dropped_total",
-        &[],
-        "Log lines dropped because of a full buffer or a failed write.",
-    ),
-];
+// Metrics of the process and its listeners. `docs/operations.md` has the same table.
+metric_table! {
+    BUILD_INFO: gauge "pointsman_build_info" ["version"] = "Always 1; the label is the running version.";
+    CONNECTIONS: gauge "pointsman_gateway_connections" ["listener"] = "Open connections.";
+    HANDSHAKES_REFUSED: counter "pointsman_gateway_handshakes_refused_total" ["listener"] =
+        "TLS handshakes that failed or timed out.";
+    ACCEPT_ERRORS: counter "pointsman_gateway_accept_errors_total" ["listener"] =
+        "Failed accepts, mostly for lack of descriptors.";
+    CONNECTIONS_REFUSED: counter "pointsman_gateway_connections_refused_total" ["listener"] =
+        "Connections above the limit of the listener or of descriptors: rejected with 503 except probes.";
+    ADMIN_DENIED: counter "pointsman_gateway_admin_denied_total" [] =
+        "Requests to the administration listener without a valid token.";
+    CONFIG_RELOADS: counter "pointsman_gateway_config_reloads_total" ["result"] =
+        "Configuration reloads: `applied`, or `rejected` as a whole.";
+    LAST_RELOAD_SUCCESSFUL: gauge "pointsman_gateway_config_last_reload_successful" [] =
+        "1 if the last reload was applied or none has happened; 0 if it was rejected.";
+    CONFIG_APPLIED_AT: gauge "pointsman_gateway_config_applied_timestamp_seconds" [] =
+        "Time at which the running configuration was applied, at startup or by a reload, in seconds since 1970.";
+    CONFIG_RESTART_NEEDED: gauge "pointsman_gateway_config_restart_needed" [] =
+        "Number of changed settings that need a restart.";
+    LOG_LINES_DROPPED: counter "pointsman_gateway_log_lines_dropped_total" [] =
+        "Log lines dropped because of a full buffer or a failed write.";
+}
 
 /// The metrics page.
 #[derive(Clone, Debug)]
@@ -122,7 +99,7 @@ impl Metrics {
             let (recorder, lasting) = Expiring::new(recorder);
             metrics::set_global_recorder(recorder).ok()?;
             METRICS.iter().for_each(Metric::describe);
-            metrics::gauge!("pointsman_build_info", "version" => env!("CARGO_PKG_VERSION")).set(1.0);
+            metrics::gauge!(BUILD_INFO.name, "version" => env!("CARGO_PKG_VERSION")).set(1.0);
             Some(Self { recorder: handle, lasting, further, render_lock: Arc::default() })
         };
         INSTALLED.get_or_init(install).clone()

@@ -4,8 +4,9 @@
 //! on samples runs uncached. Calls take milliseconds on the calling thread: see [`pool`](super::threads).
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tokenizers::Tokenizer;
 
 use super::cache::{Cache, Keys};
@@ -179,7 +180,7 @@ impl Local {
         let (begin, mut from_cache) = (ids.len(), 0);
         for chunk in kept.cutter.chunks(text, kept.chunk_bytes_min) {
             let key = chunk.is_closed.then(|| kept.keys.of(&text[chunk.at.clone()], chunk.after.is_none()));
-            if let Some(known) = key.and_then(|key| kept.cache().get(key)) {
+            if let Some(known) = key.and_then(|key| kept.cache.lock().get(key)) {
                 from_cache += known.len();
                 ids.extend_from_slice(&known);
                 continue;
@@ -191,7 +192,7 @@ impl Local {
                 return Ok(0);
             };
             if let Some(key) = key {
-                let mut cache = kept.cache();
+                let mut cache = kept.cache.lock();
                 cache.put(key, &new);
                 self.meters.cache_bytes.set(cache.bytes() as f64);
             }
@@ -212,13 +213,6 @@ impl Local {
                 matches!((parts, whole), (Ok(Some(parts)), Ok(whole)) if parts.concat() == whole)
             })
         })
-    }
-}
-
-impl Kept {
-    /// No code panics while it holds the lock.
-    fn cache(&self) -> MutexGuard<'_, Cache> {
-        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

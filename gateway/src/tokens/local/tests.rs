@@ -172,7 +172,7 @@ fn next_turn_tokenizes_only_new_text() {
     let local = local("tokenizer.json", None, 1 << 20);
     let cached = |local: &Local| {
         let kept = local.kept.as_ref().unwrap();
-        kept.cache().bytes()
+        kept.cache.lock().bytes()
     };
     let long = "once upon a time ".repeat(200);
     let first = format!(r#"{{"role":"user","content":"{long}"}}"#);
@@ -301,7 +301,7 @@ proptest! {
                     let mut ids = Vec::new();
                     local.encode_kept(&kept, text, &mut ids).unwrap();
                     prop_assert_eq!(&ids, &whole(&local.tokenizer, text, false).unwrap(), "variant {}: {:?}", n, text);
-                    prop_assert!(kept.cache().bytes() <= cache_bytes);
+                    prop_assert!(kept.cache.lock().bytes() <= cache_bytes);
                 }
             }
             Ok(())

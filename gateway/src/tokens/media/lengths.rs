@@ -4,12 +4,12 @@
 //! whole prompt; the difference to the known parts is the length of the item. Memory is bounded: the least recently
 //! used items are forgotten.
 
-use std::fmt;
 use std::num::NonZeroUsize;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use ahash::RandomState;
 use lru::LruCache;
+use parking_lot::Mutex;
 
 /// Maximum number of items; 16,384 take about 1 MiB.
 const ITEMS_MAX: NonZeroUsize = NonZeroUsize::new(16_384).expect("not zero");
@@ -24,10 +24,12 @@ const TOKENS_MAX: u32 = 1 << 18;
 const MEAN_WEIGHT: u32 = 7;
 
 /// Lengths of the items of one model, by the hash of their names.
+#[derive(Debug)]
 pub(in crate::tokens) struct MediaLengths {
     table: Mutex<Table>,
 }
 
+#[derive(Debug)]
 struct Table {
     lengths: LruCache<u64, u32, RandomState>,
     /// Moving mean of the reports.
@@ -46,29 +48,24 @@ impl MediaLengths {
 
     /// Length of the item, if known.
     pub(super) fn get(&self, mm_hash: u64) -> Option<u32> {
-        self.table().lengths.get(&mm_hash).copied()
+        self.table.lock().lengths.get(&mm_hash).copied()
     }
 
     /// Mean length of recent items.
     pub(super) fn mean(&self) -> u32 {
-        self.table().mean
+        self.table.lock().mean
     }
 
     /// A hash that differs from those of other requests and of events, except by chance (2^-64).
     pub(super) fn unique_hash(&self) -> u64 {
-        let mut table = self.table();
+        let mut table = self.table.lock();
         table.n_unique += 1;
         table.unique.hash_one(table.n_unique)
-    }
-
-    /// No code panics while it holds the lock.
-    fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Report of a prompt's length by the engine, from which the length of one item follows.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct LengthReport {
     pub(super) lengths: Arc<MediaLengths>,
     /// The item; `None` for items without names, which only affect the mean.
@@ -87,19 +84,10 @@ impl LengthReport {
         if !(1..=TOKENS_MAX).contains(&length) || !tokens.is_multiple_of(self.n_items) {
             return;
         }
-        let mut table = self.lengths.table();
+        let mut table = self.lengths.table.lock();
         table.mean = (table.mean * MEAN_WEIGHT + length) / (MEAN_WEIGHT + 1);
         if let Some(mm_hash) = self.mm_hash {
             table.lengths.put(mm_hash, length);
         }
-    }
-}
-
-impl fmt::Debug for LengthReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LengthReport")
-            .field("known_tokens", &self.known_tokens)
-            .field("n_items", &self.n_items)
-            .finish_non_exhaustive()
     }
 }

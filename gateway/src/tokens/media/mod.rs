@@ -12,7 +12,6 @@ pub(super) mod lengths;
 pub(super) mod placeholders;
 
 use std::borrow::Cow;
-use std::ops::Range;
 use std::sync::LazyLock;
 
 use aho_corasick::AhoCorasick;
@@ -22,32 +21,26 @@ use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
 
 use super::reason::NoTokens;
+use crate::formats::named;
 use crate::formats::openai::{ChatParts, MediaName};
 
 /// Maximum number of media parts of one conversation.
 const ITEMS_MAX: usize = 4_096;
 
-/// Kind of a media part.
+named! {
+/// Kind of a media part, with its type in the messages for a template.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum MediaKind {
-    Image,
-    Audio,
-    Video,
+    Image = "image",
+    Audio = "audio",
+    Video = "video",
+}
 }
 
 impl MediaKind {
-    /// Type of the part in the messages for a template.
-    pub(super) fn part_type(self) -> &'static str {
-        match self {
-            Self::Image => "image",
-            Self::Audio => "audio",
-            Self::Video => "video",
-        }
-    }
-
     /// The kind of a part in the messages for a template.
     pub(super) fn of_part(part_type: &str) -> Option<Self> {
-        [Self::Image, Self::Audio, Self::Video].into_iter().find(|kind| kind.part_type() == part_type)
+        Self::ALL.into_iter().find(|kind| kind.name() == part_type)
     }
 
     /// The kind of a client's part.
@@ -145,10 +138,7 @@ impl Outline {
                 let name = outline.name(kind, &part, naming, start_of(raw), &start_of);
                 outline.items.push(MediaItem { kind, name });
                 let start = start_of(raw);
-                stripped.push_str(&json[copied..start]);
-                stripped.push_str(r#"{"type":""#);
-                stripped.push_str(kind.part_type());
-                stripped.push_str(r#""}"#);
+                stripped.extend([&json[copied..start], r#"{"type":""#, kind.name(), r#""}"#]);
                 copied = start + raw.len();
             }
         }
@@ -189,21 +179,17 @@ impl Outline {
             return None;
         }
         let name = name_of(&url, naming.salt);
-        let edit = match given {
-            Some(null) => MediaName { at: range(start_of(null), null.len()), json: format!("\"{name}\"") },
-            None => MediaName { at: range(part_start + 1, 0), json: format!("\"uuid\":\"{name}\",") },
+        let (at, json) = match given {
+            Some(null) => (start_of(null)..start_of(null) + null.len(), format!("\"{name}\"")),
+            None => (part_start + 1..part_start + 1, format!("\"uuid\":\"{name}\",")),
         };
-        self.names.push(edit);
+        self.names.push(MediaName { at, json });
         Some(name)
     }
 }
 
 fn given<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<&'de RawValue>, D::Error> {
     Deserialize::deserialize(deserializer).map(Some)
-}
-
-fn range(start: usize, len: usize) -> Range<usize> {
-    start..start + len
 }
 
 fn parsed<'a, T: Deserialize<'a>>(json: &'a str) -> Result<T, NoTokens> {
