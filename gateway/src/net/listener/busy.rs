@@ -3,12 +3,10 @@
 //! Counts requests from their head to the last frame of their response, however it ends. The listener closes idle
 //! connections.
 
-use std::pin::Pin;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
-use http_body::{Frame, SizeHint};
+use http_body_util::BodyExt as _;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
@@ -59,36 +57,12 @@ impl Drop for Begun {
     }
 }
 
-/// Response body that keeps its connection busy.
-pub(super) struct BusyBody {
-    body: Body,
-    _begun: Begun,
-}
-
-impl BusyBody {
-    pub(super) fn new(body: Body, begun: Begun) -> Self {
-        Self { body, _begun: begun }
-    }
-}
-
-impl http_body::Body for BusyBody {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
+/// The body of a response, which keeps its connection busy until it is dropped.
+pub(super) fn keep_busy(body: Body, begun: Begun) -> impl http_body::Body<Data = Bytes, Error = axum::Error> {
+    // The closure owns the request as long as there is a body.
+    body.inspect_err(move |_| {
+        let _begun = &begun;
+    })
 }
 
 #[cfg(test)]
@@ -106,7 +80,7 @@ mod tests {
         let first = busy.begin();
         let ends = async {
             tokio::time::sleep(second * 5).await;
-            drop(BusyBody::new(Body::empty(), first));
+            drop(keep_busy(Body::empty(), first));
             tokio::time::sleep(second / 2).await;
             // A request within the time restarts it.
             let request = busy.begin();

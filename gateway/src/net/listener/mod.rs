@@ -11,7 +11,6 @@ mod acceptor;
 mod busy;
 mod passed;
 mod socket;
-mod stall;
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -21,10 +20,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::body::Bytes;
 use axum::extract::ConnectInfo;
 use axum::http::header::CONNECTION;
 use axum::http::{HeaderValue, Version};
-use hyper::body::Incoming;
+use hyper::body::{Body, Incoming};
 use hyper::service::service_fn;
 use hyper::{Request, Response};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -35,15 +35,15 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
+use tokio_io_timeout::TimeoutWriter;
 use tokio_rustls::TlsAcceptor;
 use tower::Service as _;
 
 use acceptor::{Accepted, Acceptor};
-use busy::{Busy, BusyBody};
+use busy::{Busy, keep_busy};
 pub(crate) use passed::PassedSockets;
 pub use socket::ListenError;
 pub(crate) use socket::{Reserved, ReservedSockets};
-use stall::StallGuard;
 
 /// Maximum length of a request head, and of buffered unread data; HTTP/1.1 may exceed it by one read. Together with the connection limit this bounds
 /// memory. Longer heads, and heads above hyper's limit of 100 headers, are rejected with 431.
@@ -201,12 +201,10 @@ async fn accept(mut from: Acceptor, control: ListenerControl, mut phase: watch::
 
 /// Protocol settings of a connection.
 struct Protocol {
+    options: ListenerOptions,
     http: Http,
     /// For connections above the limit.
-    overflow: Option<(Http, Router)>,
-    tls: Option<TlsAcceptor>,
-    head_timeout: Duration,
-    stall_max: Duration,
+    overflow_http: Http,
     handshakes_refused: Counter,
     routes: Router,
 }
@@ -231,27 +229,14 @@ impl Http {
 
 impl Protocol {
     fn new(options: ListenerOptions, routes: Router, handshakes_refused: Counter) -> Self {
-        let overflow = options.overflow.map(|overflow| {
-            let mut http = Http::new(options.head_timeout.min(OVERFLOW_HEAD_TIME_MAX));
-            http.builder.http1().keep_alive(false);
-            (http, overflow.routes)
-        });
-        Self {
-            http: Http::new(options.head_timeout),
-            overflow,
-            tls: options.tls.map(TlsAcceptor::from),
-            head_timeout: options.head_timeout,
-            stall_max: options.stall_max,
-            handshakes_refused,
-            routes,
-        }
+        let mut overflow_http = Http::new(options.head_timeout.min(OVERFLOW_HEAD_TIME_MAX));
+        overflow_http.builder.http1().keep_alive(false);
+        Self { http: Http::new(options.head_timeout), overflow_http, options, handshakes_refused, routes }
     }
 
-    /// The same routes with other options.
+    /// The same routes with other options. The acceptor enforces the number of connections.
     fn with(&self, options: ListenerOptions) -> Self {
-        // The acceptor enforces the number of connections.
-        let overflow = |(_, routes): &(_, Router)| Overflow { connections_max: 0, routes: routes.clone() };
-        let options = ListenerOptions { overflow: self.overflow.as_ref().map(overflow), ..options };
+        let options = ListenerOptions { overflow: self.options.overflow.clone(), ..options };
         Self::new(options, self.routes.clone(), self.handshakes_refused.clone())
     }
 
@@ -265,9 +250,10 @@ impl Protocol {
     ) {
         // Tokens are small and latency-critical; a failure is not fatal.
         let _ = stream.set_nodelay(true);
-        match self.overflow.as_ref().filter(|_| is_overflow) {
-            Some((http, routes)) => {
-                let _ = timeout(OVERFLOW_TIME_MAX, self.handshake(stream, peer, http, routes, phase)).await;
+        match self.options.overflow.as_ref().filter(|_| is_overflow) {
+            Some(Overflow { routes, .. }) => {
+                let served = self.handshake(stream, peer, &self.overflow_http, routes, phase);
+                let _ = timeout(OVERFLOW_TIME_MAX, served).await;
             }
             None => self.handshake(stream, peer, &self.http, &self.routes, phase).await,
         }
@@ -282,10 +268,12 @@ impl Protocol {
         routes: &Router,
         mut phase: watch::Receiver<Phase>,
     ) {
-        let Some(tls) = &self.tls else { return self.serve_http(stream, peer, http, routes, phase).await };
+        let Some(tls) = self.options.tls.clone() else {
+            return self.serve_http(stream, peer, http, routes, phase).await;
+        };
         let accepted = tokio::select! {
             biased;
-            accepted = timeout(self.head_timeout, tls.accept(stream)) => accepted,
+            accepted = timeout(self.options.head_timeout, TlsAcceptor::from(tls).accept(stream)) => accepted,
             () = until_closed(&mut phase) => return,
         };
         if let Ok(Ok(stream)) = accepted {
@@ -307,7 +295,10 @@ impl Protocol {
     {
         let (busy, seen) = (Busy::default(), phase.clone());
         let service = service_fn(|request| respond(routes, request, peer, &busy, &seen));
-        let connection = http.builder.serve_connection(TokioIo::new(StallGuard::new(stream, self.stall_max)), service);
+        // A client that reads anything within the time is never cut off, however slow. Reads are not affected.
+        let mut stream = TimeoutWriter::new(stream);
+        stream.set_timeout(Some(self.options.stall_max));
+        let connection = http.builder.serve_connection(TokioIo::new(Box::pin(stream)), service);
         tokio::pin!(connection);
         let mut drains = phase.clone();
         let idle = async {
@@ -341,7 +332,7 @@ fn respond(
     peer: SocketAddr,
     busy: &Busy,
     phase: &watch::Receiver<Phase>,
-) -> impl Future<Output = Result<Response<BusyBody>, Infallible>> + use<> {
+) -> impl Future<Output = Result<Response<impl Body<Data = Bytes, Error = axum::Error> + use<>>, Infallible>> + use<> {
     request.extensions_mut().insert(ConnectInfo(peer));
     let is_http2 = request.version() == Version::HTTP_2;
     if is_http2 {
@@ -353,7 +344,7 @@ fn respond(
         if *phase.borrow() != Phase::Open && !is_http2 {
             response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
         }
-        Ok(response.map(|body| BusyBody::new(body, began)))
+        Ok(response.map(|body| keep_busy(body, began)))
     }
 }
 

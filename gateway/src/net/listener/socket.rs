@@ -123,7 +123,6 @@ impl ListenError {
 fn bind(address: SocketAddr, reuse_port: bool) -> io::Result<TcpSocket> {
     let is_shared = reuse_port && address.port() != 0 && socket(address)?.bind(address).is_err();
     let own = socket(address)?;
-    #[cfg(all(unix, not(any(target_os = "solaris", target_os = "illumos"))))]
     own.set_reuseport(reuse_port)?;
     own.bind(address)?;
     if is_shared {
@@ -135,7 +134,6 @@ fn bind(address: SocketAddr, reuse_port: bool) -> io::Result<TcpSocket> {
 fn socket(address: SocketAddr) -> io::Result<TcpSocket> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
     // Allows binding while connections of a predecessor linger. The option has another meaning on Windows.
-    #[cfg(unix)]
     socket.set_reuseaddr(true)?;
     Ok(socket)
 }
