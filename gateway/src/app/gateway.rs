@@ -68,69 +68,63 @@ impl Gateway {
     pub(super) fn start_with(
         settings: Settings,
         load: Option<LoadSettings>,
-        sockets: PassedSockets,
-    ) -> Pin<Box<dyn Future<Output = Result<Self, GatewayError>> + Send>> {
-        Box::pin(Self::start_parts(settings, load, sockets))
-    }
-
-    async fn start_parts(
-        settings: Settings,
-        load: Option<LoadSettings>,
         mut sockets: PassedSockets,
-    ) -> Result<Self, GatewayError> {
-        // Metric handles belong to the recorder that is installed at their creation.
-        let metrics = Metrics::install(workers::page);
-        metrics::all().for_each(Metric::describe);
-        let limits = ProcessLimits::of(&settings);
-        // Unreadable files are detected before anything runs.
-        let files = Files::read(&settings, &limits).await?;
-        let reserved = ReservedSockets::of(&settings, &mut sockets)?;
-        limits.log();
-        let tls_files = WorkerTlsFiles::read(&settings.gateway);
-        let tls = worker_tls(&settings.gateway)?;
-        let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms));
-        upstream.set_keys(settings.gateway.worker_api_key_file.clone(), &files.secrets.worker_keys);
-        // The bus of the routers of all models.
-        let replicas = match &settings.replicas {
-            Some(replicas) => {
-                let key = files.secrets.replicas_key.clone();
-                Some(Replicas::start(replicas, settings.gateway.reuse_port, key)?)
+    ) -> Pin<Box<dyn Future<Output = Result<Self, GatewayError>> + Send>> {
+        Box::pin(async move {
+            // Metric handles belong to the recorder that is installed at their creation.
+            let metrics = Metrics::install(workers::page);
+            metrics::all().for_each(Metric::describe);
+            let limits = ProcessLimits::of(&settings);
+            // Unreadable files are detected before anything runs.
+            let files = Files::read(&settings, &limits).await?;
+            let reserved = ReservedSockets::of(&settings, &mut sockets)?;
+            limits.log();
+            let tls_files = WorkerTlsFiles::read(&settings.gateway);
+            let tls = worker_tls(&settings.gateway)?;
+            let upstream = Upstream::new(tls, Duration::from_millis(settings.gateway.connect_timeout_ms));
+            upstream.set_keys(settings.gateway.worker_api_key_file.clone(), &files.secrets.worker_keys);
+            // The bus of the routers of all models.
+            let replicas = match &settings.replicas {
+                Some(replicas) => {
+                    let key = files.secrets.replicas_key.clone();
+                    Some(Replicas::start(replicas, settings.gateway.reuse_port, key)?)
+                }
+                None => None,
+            };
+            let (snapshots, bus) = (settings.gateway.snapshot_path.as_deref(), replicas.as_ref().map(Replicas::bus));
+            let models = Models::start(&settings.models, &upstream, snapshots, bus).await?;
+            let picker = match &settings.picker {
+                Some(picker) => Some((picker.clone(), tls::picker(picker)?)),
+                None => None,
+            };
+            let listen = settings.gateway.listen;
+            let running = Running::new(settings, &limits, (&files.secrets, files.admin_tokens), models, upstream)?;
+            // After the first socket listens, nothing else may fail.
+            let (socket, admin_socket, picker_socket) = reserved.listen()?;
+            let failed = |error| ListenError::of(listen, "gateway.listen", error);
+            let listeners = Listeners { running: &running, options: files.listener, metrics: metrics.clone() };
+            let clients = listeners.clients(socket).map_err(failed)?;
+            let reloader = Arc::new(Reloader::new(running.clone(), load, limits, clients.control(), tls_files));
+            let admin = admin_socket.map(|socket| listeners.admin(socket, Arc::clone(&reloader)));
+            let admin = admin.transpose().map_err(failed)?;
+            let picker =
+                picker_socket.zip(picker).map(|(socket, (settings, tls))| listeners.picker(socket, &settings, tls));
+            let picker = picker.transpose().map_err(failed)?;
+            let decision_files = Arc::new(DecisionFiles::default());
+            let mut upkeep = JoinSet::new();
+            if let Some(metrics) = metrics {
+                upkeep.spawn(metrics.keep_up());
             }
-            None => None,
-        };
-        let (snapshots, bus) = (settings.gateway.snapshot_path.as_deref(), replicas.as_ref().map(Replicas::bus));
-        let models = Models::start(&settings.models, &upstream, snapshots, bus).await?;
-        let picker = match &settings.picker {
-            Some(picker) => Some((picker.clone(), tls::picker(picker)?)),
-            None => None,
-        };
-        let listen = settings.gateway.listen;
-        let running = Running::new(settings, &limits, (&files.secrets, files.admin_tokens), models, upstream)?;
-        // After the first socket listens, nothing else may fail.
-        let (socket, admin_socket, picker_socket) = reserved.listen()?;
-        let failed = |error| ListenError::of(listen, "gateway.listen", error);
-        let listeners = Listeners { running: &running, options: files.listener, metrics: metrics.clone() };
-        let clients = listeners.clients(socket).map_err(failed)?;
-        let reloader = Arc::new(Reloader::new(running.clone(), load, limits, clients.control(), tls_files));
-        let admin = admin_socket.map(|socket| listeners.admin(socket, Arc::clone(&reloader)));
-        let admin = admin.transpose().map_err(failed)?;
-        let picker =
-            picker_socket.zip(picker).map(|(socket, (settings, tls))| listeners.picker(socket, &settings, tls));
-        let picker = picker.transpose().map_err(failed)?;
-        let decision_files = Arc::new(DecisionFiles::default());
-        let mut upkeep = JoinSet::new();
-        if let Some(metrics) = metrics {
-            upkeep.spawn(metrics.keep_up());
-        }
-        let pools = &running.pools;
-        upkeep.spawn(warn_of_unread_events(pools.clone()));
-        upkeep.spawn(warm::write_periodically(pools.clone()));
-        upkeep.spawn(Arc::clone(&decision_files).write_continuously(pools.clone()));
-        let mut gateway = Self { running, clients, reloader, admin, picker, replicas, decision_files, upkeep };
-        if let Some(bus) = gateway.replicas() {
-            gateway.join_replicas(bus);
-        }
-        Ok(gateway)
+            let pools = &running.pools;
+            upkeep.spawn(warn_of_unread_events(pools.clone()));
+            upkeep.spawn(warm::write_periodically(pools.clone()));
+            upkeep.spawn(Arc::clone(&decision_files).write_continuously(pools.clone()));
+            let mut gateway = Self { running, clients, reloader, admin, picker, replicas, decision_files, upkeep };
+            if let Some(bus) = gateway.replicas() {
+                gateway.join_replicas(bus);
+            }
+            Ok(gateway)
+        })
     }
 
     /// Takes part in a group of replicas by another bus than that of `[replicas]`: serves snapshots of the index,

@@ -8,8 +8,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
+use sd_notify::NotifyState;
 use tokio::sync::mpsc;
-use tokio::sync::mpsc::error::TrySendError;
 use tokio::time::{Instant, sleep};
 
 use super::reload::Reloader;
@@ -65,46 +65,38 @@ pub enum Ended {
 #[must_use]
 pub fn run(settings: Settings, load: LoadSettings) -> ExitCode {
     let format = settings.gateway.log_format;
-    let sockets = match PassedSockets::of_process() {
-        Ok(sockets) => sockets,
-        Err(error) => return unusable(format, &format!("passed sockets (LISTEN_FDS): {error}")),
-    };
-    let level = match parse_level(&settings.gateway.log_level) {
-        Ok(level) => level,
-        Err(error) => return unusable(format, &format!("gateway.log_level: {error}")),
-    };
-    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(error) => return unusable(format, &format!("no runtime: {error}")),
-    };
+    match run_logged(settings, load) {
+        Ok(Ended::Drained(_)) => ExitCode::SUCCESS,
+        Ok(Ended::AtOnce(signal)) => ExitCode::from(signal.exit_code()),
+        Err(reason) => unusable(format, &reason),
+    }
+}
+
+/// Runs the gateway with its logs; returns the reason if startup fails.
+fn run_logged(settings: Settings, load: LoadSettings) -> Result<Ended, String> {
+    let sockets = PassedSockets::of_process().map_err(|error| format!("passed sockets (LISTEN_FDS): {error}"))?;
+    let level = parse_level(&settings.gateway.log_level).map_err(|error| format!("gateway.log_level: {error}"))?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| format!("no runtime: {error}"))?;
     // The log counts dropped lines, so the recorder is installed first.
     drop(Metrics::install(workers::page));
     let access_log = &settings.gateway.access_log;
-    let Some(access) = AccessLog::parse(access_log) else {
-        return unusable(format, &format!("gateway.access_log: {access_log:?} names no log"));
-    };
-    let logs = match start_log(level, format, &access) {
-        Ok(logs) => logs,
-        Err(error) => {
-            return unusable(format, &format!("gateway.access_log: {access_log:?} cannot be opened: {error}"));
-        }
-    };
+    let access = AccessLog::parse(access_log);
+    let access = access.ok_or_else(|| format!("gateway.access_log: {access_log:?} names no log"))?;
+    let logs = start_log(level, settings.gateway.log_format, &access)
+        .map_err(|error| format!("gateway.access_log: {access_log:?} cannot be opened: {error}"))?;
     settings.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
     let ended = runtime.block_on(started(settings, load, sockets));
     // Does not wait for tokenizer threads.
     runtime.shutdown_background();
     logs.flush();
-    match ended {
-        Ok(Ended::Drained(_)) => ExitCode::SUCCESS,
-        Ok(Ended::AtOnce(signal)) => ExitCode::from(signal.exit_code()),
-        Err(error) => unusable(format, &error),
-    }
+    ended
 }
 
 /// Starts and runs a gateway; returns the reason if startup fails.
 async fn started(settings: Settings, load: LoadSettings, sockets: PassedSockets) -> Result<Ended, String> {
-    let signal_error = |error| format!("cannot install signal handlers: {error}");
-    let (mut signals, hangups) = (signals().map_err(signal_error)?, hangups().map_err(signal_error)?);
+    let signals = signals().map_err(|error| format!("cannot install signal handlers: {error}"));
+    let (mut signals, hangups) = signals?;
     let gateway = tokio::select! {
         biased;
         // No request has been accepted yet.
@@ -133,7 +125,7 @@ pub async fn run_until(gateway: Gateway, mut signals: mpsc::Receiver<Signal>) ->
         return Ended::Drained(gateway.shutdown(drain_timeout).await);
     };
     tracing::info!(?signal, "shutdown started: no longer ready");
-    notify(ServiceState::Stopping);
+    notify(NotifyState::Stopping);
     gateway.begin_drain();
     let drained = async {
         sleep(drain_delay).await;
@@ -164,31 +156,15 @@ async fn notify_when_ready(pools: Latest<Pools>) {
     while !readiness::is_ready(&pools.get()).await && started.elapsed() < warm_up {
         sleep(READY_INTERVAL).await;
     }
-    notify(ServiceState::Ready);
-}
-
-/// State of the service, as the service manager sees it.
-#[derive(Clone, Copy, Debug)]
-enum ServiceState {
-    Ready,
-    Stopping,
+    notify(NotifyState::Ready);
 }
 
 /// Without a service manager nothing happens.
-#[cfg(unix)]
-fn notify(state: ServiceState) {
-    let state = match state {
-        ServiceState::Ready => sd_notify::NotifyState::Ready,
-        ServiceState::Stopping => sd_notify::NotifyState::Stopping,
-    };
+fn notify(state: NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(&[state]) {
         tracing::warn!(%error, "the service manager could not be notified");
     }
 }
-
-/// Only systemd has notifications.
-#[cfg(not(unix))]
-fn notify(_: ServiceState) {}
 
 /// Reloads the settings at each SIGHUP; several signals during a reload count as one.
 async fn reload_at(mut hangups: mpsc::Receiver<()>, reloader: Arc<Reloader>) {
@@ -214,69 +190,26 @@ pub fn refuse(format: LogFormat, problems: &str) -> ExitCode {
     ExitCode::from(UNUSABLE)
 }
 
-/// Termination signals of the process.
-#[cfg(unix)]
-fn signals() -> std::io::Result<mpsc::Receiver<Signal>> {
+/// Termination signals of the process, and requests for a reload (SIGHUP), one of which represents all since the last.
+fn signals() -> std::io::Result<(mpsc::Receiver<Signal>, mpsc::Receiver<()>)> {
     use tokio::signal::unix::{SignalKind, signal};
-    let (sender, receiver) = mpsc::channel(2);
+    let (ends, ended) = mpsc::channel(2);
+    let (reloads, reloaded) = mpsc::channel(1);
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     let (mut user1, mut user2) = (signal(SignalKind::user_defined1())?, signal(SignalKind::user_defined2())?);
-    tokio::spawn(async move {
-        loop {
-            let signal = tokio::select! {
-                biased;
-                Some(()) = user1.recv() => "SIGUSR1",
-                Some(()) = user2.recv() => "SIGUSR2",
-                else => return,
-            };
-            tracing::info!(signal, "signal ignored");
-        }
-    });
-    tokio::spawn(async move {
-        loop {
-            let signal = tokio::select! {
-                biased;
-                Some(()) = interrupt.recv() => Signal::Interrupt,
-                Some(()) = terminate.recv() => Signal::Terminate,
-                else => return,
-            };
-            if sender.send(signal).await.is_err() {
-                return;
-            }
-        }
-    });
-    Ok(receiver)
-}
-
-/// SIGHUP of the process.
-#[cfg(unix)]
-fn hangups() -> std::io::Result<mpsc::Receiver<()>> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let (sender, receiver) = mpsc::channel(1);
     let mut hangup = signal(SignalKind::hangup())?;
     tokio::spawn(async move {
-        // One pending signal represents all since the last reload.
-        while hangup.recv().await.is_some() && !matches!(sender.try_send(()), Err(TrySendError::Closed(()))) {}
-    });
-    Ok(receiver)
-}
-
-/// Never fires on systems without SIGHUP.
-#[cfg(not(unix))]
-fn hangups() -> std::io::Result<mpsc::Receiver<()>> {
-    Ok(mpsc::channel(1).1)
-}
-
-/// Ctrl-C, the only signal of other systems.
-#[cfg(not(unix))]
-fn signals() -> std::io::Result<mpsc::Receiver<Signal>> {
-    let (sender, receiver) = mpsc::channel(2);
-    tokio::spawn(async move {
-        while tokio::signal::ctrl_c().await.is_ok() {
-            if sender.send(Signal::Interrupt).await.is_err() {
-                return;
+        loop {
+            tokio::select! {
+                biased;
+                Some(()) = interrupt.recv() => drop(ends.try_send(Signal::Interrupt)),
+                Some(()) = terminate.recv() => drop(ends.try_send(Signal::Terminate)),
+                Some(()) = hangup.recv() => drop(reloads.try_send(())),
+                Some(()) = user1.recv() => tracing::info!(signal = "SIGUSR1", "signal ignored"),
+                Some(()) = user2.recv() => tracing::info!(signal = "SIGUSR2", "signal ignored"),
+                else => return,
             }
         }
     });
-    Ok(receiver)
+    Ok((ended, reloaded))
 }

@@ -3,6 +3,7 @@
 use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -33,14 +34,8 @@ impl TokenFile {
         SystemRandom::new().fill(&mut bytes).map_err(|_| "no random numbers".to_owned())?;
         let token: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
         let path = std::env::temp_dir().join(format!("pointsman-demo-{}-{}.token", std::process::id(), &token[..8]));
-        let mut options = OpenOptions::new();
-        options.write(true).create_new(true);
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::OpenOptionsExt as _;
-            options.mode(0o600);
-        }
-        let written = options.open(&path).and_then(|mut file| file.write_all(token.as_bytes()));
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+        let written = file.and_then(|mut file| file.write_all(token.as_bytes()));
         written.map_err(|error| format!("{} cannot be written: {error}", path.display()))?;
         Ok(Self { token, path })
     }

@@ -9,7 +9,7 @@ use pointsman::{AppraisedRank, ReplayedDecision, ShadowReport};
 use super::WorkerNames;
 
 /// Sums over the compared decisions.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Comparison {
     name: String,
     listed_max: usize,
@@ -60,16 +60,7 @@ fn ratio(part: f64, whole: f64) -> f64 {
 
 impl Comparison {
     pub(super) fn new(name: String, listed_max: usize) -> Self {
-        Self {
-            name,
-            listed_max,
-            decisions: 0,
-            prompt_tokens: 0,
-            changed: 0,
-            listed: Vec::new(),
-            recorded: Choices::default(),
-            other: Choices::default(),
-        }
+        Self { name, listed_max, ..Self::default() }
     }
 
     pub(super) fn changed(&self) -> u64 {

@@ -72,7 +72,6 @@ pub fn read_keys() -> mpsc::Receiver<Key> {
 #[must_use]
 pub fn size() -> (usize, usize) {
     const DEFAULT: (usize, usize) = (140, 50);
-    #[cfg(unix)]
     if let Ok(size) = rustix::termios::tcgetwinsize(io::stdout())
         && size.ws_col > 0
         && size.ws_row > 0
@@ -86,7 +85,6 @@ pub fn size() -> (usize, usize) {
 #[derive(Debug)]
 pub struct Screen {
     /// Attributes of the input before; absent if it is no terminal.
-    #[cfg(unix)]
     before: Option<rustix::termios::Termios>,
 }
 
@@ -97,15 +95,11 @@ impl Screen {
     /// A closed output.
     pub fn enter() -> io::Result<Self> {
         io::stdout().write_all(b"\x1b[?1049h\x1b[?7l\x1b[?25l")?;
-        Ok(Self {
-            #[cfg(unix)]
-            before: unbuffered(),
-        })
+        Ok(Self { before: unbuffered() })
     }
 }
 
 /// Turns line editing and echo off. Returns the attributes before; `None` if the input is no terminal.
-#[cfg(unix)]
 fn unbuffered() -> Option<rustix::termios::Termios> {
     use rustix::termios::{LocalModes, OptionalActions, tcgetattr, tcsetattr};
     let before = tcgetattr(io::stdin()).ok()?;
@@ -121,7 +115,6 @@ impl Drop for Screen {
         // The terminal may be gone.
         let _ = output.write_all(b"\x1b[?25h\x1b[?7h\x1b[?1049l");
         let _ = output.flush();
-        #[cfg(unix)]
         if let Some(before) = &self.before {
             let _ = rustix::termios::tcsetattr(io::stdin(), rustix::termios::OptionalActions::Now, before);
         }
