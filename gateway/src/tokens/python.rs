@@ -5,6 +5,9 @@
 
 use std::fmt::Write as _;
 
+use jiff::Timestamp;
+use jiff::fmt::strtime::{BrokenDownTime, Config};
+use jiff::tz::TimeZone;
 use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs, from_args};
 use minijinja::{Error, ErrorKind, Value};
 
@@ -170,72 +173,11 @@ fn float(value: f64) -> String {
     format!("{digits}e{sign}{:02}", exponent.abs())
 }
 
-const MONTHS: &str = "January February March April May June July August September October November December";
-
-const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
-
 /// `strftime` in UTC for `now_s` seconds since 1970. Unknown directives stay unchanged.
 pub(super) fn strftime(format: &str, now_s: u64) -> String {
-    let (days, second) = (now_s / 86_400, now_s % 86_400);
-    let (year, month, day, day_of_year) = civil(days);
-    let (hour, minute, second) = (second / 3_600, second / 60 % 60, second % 60);
-    let (month_name, day_name) = (MONTHS.split(' ').nth(month - 1).unwrap_or_default(), DAYS[(days % 7) as usize]);
-    let hour_12 = (hour + 11) % 12 + 1;
-    let mut out = String::new();
-    let mut chars = format.chars();
-    while let Some(c) = chars.next() {
-        if c != '%' {
-            out.push(c);
-            continue;
-        }
-        let code = chars.next();
-        // glibc's `-` flag omits the padding.
-        let (code, bare) = if code == Some('-') { (chars.next(), true) } else { (code, false) };
-        let padded = |n: u64, width: usize| if bare { n.to_string() } else { format!("{n:0width$}") };
-        match code {
-            Some('Y') => out.push_str(&year.to_string()),
-            Some('y') => out.push_str(&padded(year % 100, 2)),
-            Some('m') => out.push_str(&padded(month as u64, 2)),
-            Some('d') => out.push_str(&padded(day, 2)),
-            Some('e') => write!(out, "{day:2}").expect("writing to a string cannot fail"),
-            Some('j') => out.push_str(&padded(day_of_year, 3)),
-            Some('B') => out.push_str(month_name),
-            Some('b' | 'h') => out.push_str(&month_name[..3]),
-            Some('A') => out.push_str(day_name),
-            Some('a') => out.push_str(&day_name[..3]),
-            Some('H') => out.push_str(&padded(hour, 2)),
-            Some('I') => out.push_str(&padded(hour_12, 2)),
-            Some('M') => out.push_str(&padded(minute, 2)),
-            Some('S') => out.push_str(&padded(second, 2)),
-            Some('p') => out.push_str(if hour < 12 { "AM" } else { "PM" }),
-            Some('F') => write!(out, "{year}-{month:02}-{day:02}").expect("writing to a string cannot fail"),
-            Some('T') => write!(out, "{hour:02}:{minute:02}:{second:02}").expect("writing to a string cannot fail"),
-            Some('Z') => out.push_str("UTC"),
-            Some('%') => out.push('%'),
-            Some(other) => out.extend(['%', other]),
-            None => out.push('%'),
-        }
-    }
-    out
-}
-
-/// Year, month from 1, day from 1 and day of the year from 1, for day number `days` since 1970-01-01.
-fn civil(days: u64) -> (u64, usize, u64, u64) {
-    let leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
-    // 400 years have 146,097 days; iterating over the years of one period is cheap.
-    let (mut year, mut rest) = (1970 + 400 * (days / 146_097), days % 146_097);
-    while rest >= 365 + u64::from(leap(year)) {
-        rest -= 365 + u64::from(leap(year));
-        year += 1;
-    }
-    let day_of_year = rest + 1;
-    let lengths = [31, 28 + u64::from(leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
-    let mut month = 0;
-    while rest >= lengths[month] {
-        rest -= lengths[month];
-        month += 1;
-    }
-    (year, month + 1, rest + 1, day_of_year)
+    let now = i64::try_from(now_s).ok().and_then(|now_s| Timestamp::from_second(now_s).ok()).unwrap_or_default();
+    let time = BrokenDownTime::from(&now.to_zoned(TimeZone::UTC));
+    time.to_string_with_config(&Config::new().lenient(true), format).expect("a lenient format cannot fail")
 }
 
 fn invalid(message: &'static str) -> Error {
@@ -279,9 +221,9 @@ mod tests {
 
     #[test]
     fn dates_match_the_calendar() {
-        let format = "%Y-%m-%d %H:%M:%S %A %a %B %b %j %y %I %p %-d %e %% %Q";
+        let format = "%Y-%m-%d %H:%M:%S %A %a %B %b %j %y %I %p %-d %e %% %!";
         // `date -u -d @SECONDS` with the same format.
-        let leap_day = "2024-02-29 13:05:09 Thursday Thu February Feb 060 24 01 PM 29 29 % %Q";
+        let leap_day = "2024-02-29 13:05:09 Thursday Thu February Feb 060 24 01 PM 29 29 % %!";
         assert_eq!(strftime(format, 1_709_211_909), leap_day);
         assert_eq!(strftime("%d %b %Y %a %I %p", 0), "01 Jan 1970 Thu 12 AM");
         assert_eq!(strftime("%F", 4_107_542_399), "2100-02-28");
