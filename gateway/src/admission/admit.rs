@@ -41,7 +41,7 @@ impl Admission {
             return Err(ApiError::draining());
         }
         let api_key = endpoint.filter(|endpoint| endpoint.is_anthropic()).and_then(|_| headers.get(API_KEY));
-        match self.tenants.identify_any(headers.get(AUTHORIZATION), api_key)? {
+        match self.tenants.identify(headers.get(AUTHORIZATION), api_key)? {
             Some(client) => Ok(Admitted { tenant: Some(client.tenant), quota: Some(client.admit()?) }),
             None => Ok(Admitted { tenant: None, quota: None }),
         }

@@ -51,32 +51,28 @@ pub(crate) async fn receive(mut body: Body, limits: Limits, budget: &Arc<BodyBud
     }
     let mut buffer = Buffer::new(budget, announced.exact().unwrap_or(bytes_max).min(bytes_max));
     let end = Instant::now() + frame_timeout.saturating_mul(FRAME_TIMEOUTS_MAX);
-    let rest_limits = Limits { expects_continue: false, ..limits };
-    loop {
+    let refused = loop {
         let frame = timeout_at(end.min(Instant::now() + frame_timeout), body.frame());
         let frame = tokio::select! {
             biased;
-            () = buffer.rejected() => {
-                drop(buffer);
-                discard(body, rest_limits).await;
-                return Err(ApiError::body_budget_exhausted());
-            }
+            () = buffer.rejected() => break ApiError::body_budget_exhausted(),
             frame = frame => frame.map_err(|_| ApiError::body_timeout())?,
         };
-        let Some(frame) = frame else { break };
+        let Some(frame) = frame else {
+            return buffer.finish().map_err(|Exhausted| ApiError::body_budget_exhausted());
+        };
         let Ok(data) = frame.map_err(|_| ApiError::body_broken())?.into_data() else { continue };
-        if (buffer.len() + data.len()) as u64 > bytes_max {
-            drop((buffer, data));
-            discard(body, rest_limits).await;
-            return Err(ApiError::too_large(bytes_max));
+        if (buffer.store.bytes().len() + data.len()) as u64 > bytes_max {
+            break ApiError::too_large(bytes_max);
         }
         if buffer.push(data).await.is_err() {
-            drop(buffer);
-            discard(body, rest_limits).await;
-            return Err(ApiError::body_budget_exhausted());
+            break ApiError::body_budget_exhausted();
         }
-    }
-    buffer.finish().map_err(|Exhausted| ApiError::body_budget_exhausted())
+    };
+    // Its bytes are free while the rest arrives.
+    drop(buffer);
+    discard(body, Limits { expects_continue: false, ..limits }).await;
+    Err(refused)
 }
 
 /// A body that the gateway has written itself, within the budget.
@@ -117,14 +113,6 @@ impl<'a> Buffer<'a> {
         Self { budget, reservation: None, store: Store::Frame(Bytes::new()), len_max }
     }
 
-    fn len(&self) -> usize {
-        match &self.store {
-            Store::Frame(frame) => frame.len(),
-            Store::Heap(bytes) => bytes.len(),
-            Store::Mapped(_, len) => *len,
-        }
-    }
-
     /// Resolves when the body is rejected in favor of others.
     async fn rejected(&self) {
         match &self.reservation {
@@ -140,7 +128,7 @@ impl<'a> Buffer<'a> {
         if data.is_empty() {
             return Ok(());
         }
-        let len = self.len() + data.len();
+        let len = self.store.bytes().len() + data.len();
         let reservation = self.reservation.get_or_insert_with(|| self.budget.begin());
         match &mut self.store {
             Store::Frame(frame) if frame.is_empty() => {
@@ -170,7 +158,7 @@ impl<'a> Buffer<'a> {
 
     /// The body, which releases its bytes when dropped.
     fn finish(self) -> Result<Bytes, Exhausted> {
-        let len = self.len();
+        let len = self.store.bytes().len();
         let Some(mut reservation) = self.reservation else { return Ok(Bytes::new()) };
         reservation.complete(len as u64)?;
         Ok(Bytes::from_owner(ReservedBody { body: self.store, _reservation: reservation }))
@@ -178,6 +166,14 @@ impl<'a> Buffer<'a> {
 }
 
 impl Store {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Frame(frame) => frame,
+            Self::Heap(bytes) => bytes,
+            Self::Mapped(map, len) => &map[..*len],
+        }
+    }
+
     /// Appends bytes within the capacity. Not for single-frame storage.
     fn extend(&mut self, data: &[u8]) {
         match self {
@@ -199,11 +195,7 @@ struct ReservedBody {
 
 impl AsRef<[u8]> for ReservedBody {
     fn as_ref(&self) -> &[u8] {
-        match &self.body {
-            Store::Frame(frame) => frame,
-            Store::Heap(bytes) => bytes,
-            Store::Mapped(map, len) => &map[..*len],
-        }
+        self.body.bytes()
     }
 }
 

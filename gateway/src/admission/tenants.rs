@@ -127,19 +127,11 @@ impl Tenants {
         self.all.is_empty()
     }
 
-    /// The client of an `Authorization` header; `None` without tenants.
-    ///
-    /// # Errors
-    /// 401 if tenants exist and the header has none of their keys.
-    pub fn identify(&self, authorization: Option<&HeaderValue>) -> Result<Option<Client<'_>>, ApiError> {
-        self.identify_any(authorization, None)
-    }
-
     /// The client of an `Authorization` header, or of an `X-Api-Key` header; `None` without tenants.
     ///
     /// # Errors
     /// 401 if tenants exist and neither header has one of their keys.
-    pub fn identify_any(
+    pub fn identify(
         &self,
         authorization: Option<&HeaderValue>,
         api_key: Option<&HeaderValue>,
@@ -205,13 +197,13 @@ mod tests {
     }
 
     fn identify<'a>(tenants: &'a Tenants, authorization: &[u8]) -> Result<Option<Client<'a>>, ApiError> {
-        tenants.identify(Some(&HeaderValue::from_bytes(authorization).expect("a header")))
+        tenants.identify(Some(&HeaderValue::from_bytes(authorization).expect("a header")), None)
     }
 
     #[test]
     fn without_tenants_keys_are_ignored() {
         let tenants = Tenants::new(&[], &Secrets::default());
-        assert!(tenants.identify(None).expect("allowed").is_none());
+        assert!(tenants.identify(None, None).expect("allowed").is_none());
         assert!(identify(&tenants, b"Bearer whatever").expect("allowed").is_none());
     }
 
@@ -244,7 +236,7 @@ mod tests {
             b"Bearer \xff\xfe\xfd",
         ];
         let refused = others.map(|shown| identify(&tenants, shown).expect_err("refused"));
-        for error in refused.into_iter().chain([tenants.identify(None).expect_err("refused")]) {
+        for error in refused.into_iter().chain([tenants.identify(None, None).expect_err("refused")]) {
             assert_eq!((error.status, error.code), (StatusCode::UNAUTHORIZED, "invalid_api_key"));
             assert!(!error.message.contains("key-"), "{}", error.message);
             let answer = error.into_response();

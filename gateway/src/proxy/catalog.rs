@@ -21,7 +21,7 @@ pub(crate) async fn list(
     State(context): State<Arc<RequestContext>>,
     headers: HeaderMap,
 ) -> Result<Json<Value>, ApiError> {
-    context.admission.tenants.identify(headers.get(AUTHORIZATION))?;
+    context.admission.tenants.identify(headers.get(AUTHORIZATION), None)?;
     let mut data = Vec::new();
     for model in context.models.of_clients() {
         let settings = &model.settings;
@@ -38,7 +38,7 @@ pub(crate) async fn one(
     id: Result<Path<String>, PathRejection>,
     headers: HeaderMap,
 ) -> Result<Json<Value>, ApiError> {
-    context.admission.tenants.identify(headers.get(AUTHORIZATION))?;
+    context.admission.tenants.identify(headers.get(AUTHORIZATION), None)?;
     // A path that is not UTF-8 names no model.
     let Path(id) = id.map_err(|_| ApiError::not_found())?;
     let (model, _) = context.models.find(&id).ok_or_else(|| ApiError::model_not_found(&id))?;
