@@ -63,7 +63,7 @@ impl Cut {
 pub(crate) struct Answer<B> {
     context: Arc<RequestContext>,
     /// Absent after a move to the resumption of the response.
-    account: Option<Account>,
+    pub(super) account: Option<Account>,
     /// Whether the caller decides about the end of a failed response.
     defers_cut: bool,
     /// Absent after a cut: the booking and the worker's connection have ended.
@@ -129,10 +129,6 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
     pub(super) fn deferring_cuts(mut self) -> Self {
         self.defers_cut = true;
         self
-    }
-
-    pub(super) fn account(&mut self) -> &mut Option<Account> {
-        &mut self.account
     }
 
     /// Ends the attempt after an error event of the worker.

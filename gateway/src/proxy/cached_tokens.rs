@@ -26,11 +26,11 @@ where
     B: http_body::Body<Data = Bytes> + Send + Unpin + 'static,
     B::Error: Into<axum::BoxError>,
 {
-    pub(super) fn body(
-        body: B,
-        is_events: bool,
-        Corrections { values, adds_logprobs, next_turn }: Corrections,
-    ) -> Body {
+    /// Without corrections, the body passes.
+    pub(super) fn body(body: B, is_events: bool, corrections: Option<&Corrections>) -> Body {
+        let Some(Corrections { values, adds_logprobs, next_turn }) = corrections.cloned() else {
+            return Body::new(body);
+        };
         let mut rewriter = CachedTokensRewriter::new(is_events);
         if next_turn.is_some() {
             rewriter = rewriter.taking_parameters();

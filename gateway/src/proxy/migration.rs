@@ -135,7 +135,7 @@ impl Migrating {
             Resume::Send(body) => body,
             Resume::Complete => {
                 self.has_ended = true;
-                self.answer.account().iter_mut().for_each(Account::complete);
+                self.answer.account.iter_mut().for_each(Account::complete);
                 return Ok(self.joiner.complete(prepared.prompt_tokens()));
             }
             Resume::Unknown => return Err(MigrationResult::Unsound),
@@ -147,7 +147,7 @@ impl Migrating {
             self.context.meters.retry_denied();
             return Err(MigrationResult::Failed);
         }
-        let mut account = self.answer.account().take().ok_or(MigrationResult::Failed)?;
+        let mut account = self.answer.account.take().ok_or(MigrationResult::Failed)?;
         self.failed.insert(self.rank);
         self.failed.extend(siblings(&prepared.model, self.rank));
         let output = self.joiner.output();
@@ -171,7 +171,7 @@ impl Migrating {
             begun => {
                 // The engine rejects the resume request, or no rank has started a response.
                 begun.into_iter().for_each(|mut begin| begin.sent.ended("client_error"));
-                *self.answer.account() = Some(account);
+                self.answer.account = Some(account);
                 return Err(MigrationResult::Failed);
             }
         }
@@ -181,7 +181,7 @@ impl Migrating {
     /// Ends the response with its failure, or with the error of the engine, which is returned.
     async fn give_up(&mut self, result: MigrationResult, cut: Cut) -> Bytes {
         self.has_ended = true;
-        if let Some(account) = self.answer.account() {
+        if let Some(account) = &mut self.answer.account {
             account.breaks_as(result);
             if self.joiner.has_failed() {
                 account.not_resumed();

@@ -53,7 +53,6 @@ pub(crate) use exchange::checked_kind;
 pub(crate) use failure::failure_outcome;
 use messages::{Translation, converted_error};
 use migration::{Migrating, Migration};
-use prefill_report::Corrections;
 use refusal::Refusal;
 
 /// Place of the prefill, in responses of models with a prefill pool.
@@ -160,11 +159,11 @@ fn start_response(
     let corrections =
         prefill.as_ref().filter(|(result, _)| *result == PrefillResult::Remote).map(|(_, corrections)| corrections);
     let body = match migration {
-        None => corrected(answer, is_events, corrections),
+        None => Corrected::body(answer, is_events, corrections),
         Some(migration) => {
             // The length changes with the events of other attempts.
             headers.remove(CONTENT_LENGTH);
-            corrected(Migrating::body(context, answer, migration, rank), is_events, corrections)
+            Corrected::body(Migrating::body(context, answer, migration, rank), is_events, corrections)
         }
     };
     headers.extend(limits);
@@ -174,18 +173,6 @@ fn start_response(
     let mut response = Response::new(body);
     (*response.status_mut(), *response.headers_mut()) = (status, headers);
     response
-}
-
-/// The body with the changes of a decode leg, if any.
-fn corrected<B>(body: B, is_events: bool, corrections: Option<&Corrections>) -> Body
-where
-    B: http_body::Body<Data = Bytes> + Send + Unpin + 'static,
-    B::Error: Into<axum::BoxError>,
-{
-    match corrections {
-        None => Body::new(body),
-        Some(corrections) => Corrected::body(body, is_events, corrections.clone()),
-    }
 }
 
 /// Follows a started response to its end.

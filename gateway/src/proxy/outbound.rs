@@ -44,9 +44,8 @@ pub(super) struct Attempt<'a> {
 
 impl Attempt<'_> {
     /// The request, counted as sent.
-    pub(super) fn request(&mut self, outgoing: Outgoing<'_>) -> Result<Request<Full<Bytes>>, Failure> {
-        let request = self.outbound.request_to(self.outbound.model, self.placement, outgoing);
-        let mut request = request.map_err(Failure::NoResponse)?;
+    pub(super) fn request(&mut self, outgoing: Outgoing<'_>) -> Result<Request<Full<Bytes>>, UpstreamError> {
+        let mut request = self.outbound.request_to(self.outbound.model, self.placement, outgoing)?;
         self.account.sent(self.placement);
         self.account.trace.inject(request.headers_mut());
         Ok(request)
@@ -54,7 +53,7 @@ impl Attempt<'_> {
 
     /// Sends it.
     pub(super) async fn send(&mut self, outgoing: Outgoing<'_>) -> Result<Checked, Failure> {
-        let request = self.request(outgoing)?;
+        let request = self.request(outgoing).map_err(Failure::NoResponse)?;
         self.outbound.exchange(request, |status| self.sent.answered(status)).await
     }
 

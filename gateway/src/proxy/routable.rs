@@ -140,13 +140,12 @@ impl RoutableRequest {
         // Other responses are never streamed, regardless of the request.
         let kind = if parsed.stream && endpoint.generates() { AnswerKind::Events } else { AnswerKind::Json };
         let mode = messages.unwrap_or(model.settings.messages);
+        // Names of media are those of the chat, and engines choose their own in another format.
+        let own_names = Edits { media_names: &[], ..edits };
         let (body, worker_endpoint) = match original {
             None => (parsed.body(edits), endpoint),
             Some(_) if mode == MessagesMode::Translate => (parsed.body(edits), Endpoint::Chat),
-            // Names of media are those of the chat, and engines choose their own here.
-            Some(original) => {
-                (RequestBody::parse(endpoint, original)?.body(Edits { media_names: &[], ..edits }), endpoint)
-            }
+            Some(original) => (RequestBody::parse(endpoint, original)?.body(own_names), endpoint),
         };
         Ok(Self {
             model: Arc::clone(model),

@@ -293,7 +293,8 @@ impl<'a> Split<'a> {
     ) -> Result<Started, SplitError> {
         let (pool, outbound) = (&self.side.pool, decode.outbound);
         let outgoing = self.outgoing(bodies.decode(transfer, None), request_id);
-        let request = decode.request(outgoing).map_err(SplitError::Decode)?;
+        let request = decode.request(outgoing);
+        let request = request.map_err(|error| SplitError::Decode(Failure::NoResponse(error)))?;
         decode.sent.begin();
         let status = Arc::new(AtomicU16::new(0));
         let seen = Arc::clone(&status);
