@@ -32,17 +32,16 @@ pub(super) async fn ejected(model: &Model) -> BTreeMap<WorkerRank, String> {
 /// Reasons why no rank of the model can serve, given the ejected ranks.
 pub(super) fn of_no_rank(model: &Model, ejected: BTreeMap<WorkerRank, String>) -> Vec<String> {
     let workers = model.router.workers();
-    let draining: usize = workers.iter().filter(|worker| worker.draining).map(|worker| worker.ranks.len()).sum();
-    let cordoned: usize = workers.iter().filter(|worker| worker.cordoned).map(|worker| worker.ranks.len()).sum();
+    let ranks_of = |is_of: fn(&&WorkerEntry) -> bool| -> usize {
+        workers.iter().filter(is_of).map(|worker| worker.ranks.len()).sum()
+    };
+    let (draining, cordoned) = (ranks_of(|worker| worker.draining), ranks_of(|worker| worker.cordoned));
     let mut causes = Vec::new();
     if workers.is_empty() {
         causes.push("no workers are registered".to_owned());
     }
-    if draining > 0 {
-        causes.push(format!("{} draining", ranks(draining)));
-    }
-    if cordoned > 0 {
-        causes.push(format!("{} cordoned", ranks(cordoned)));
+    for (n, state) in [(draining, "draining"), (cordoned, "cordoned")].into_iter().filter(|(n, _)| *n > 0) {
+        causes.push(format!("{} {state}", ranks(n)));
     }
     causes.extend(of_health(ejected.into_values()));
     causes.extend(of_discovery(&model.router.discovery()));

@@ -8,7 +8,7 @@
 mod page;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -36,41 +36,33 @@ pub(crate) struct WorkerTable {
     model: String,
     router: Router,
     workers: Mutex<AHashMap<WorkerId, Arc<WorkerMeters>>>,
-    unsettled: Arc<UnsettledFailures>,
+    unsettled: UnsettledFailures,
 }
 
 /// Unsettled failures of a rank from which other ranks are preferred.
 const UNSETTLED_MAX: usize = 3;
 
-/// Failed attempts of requests in progress, whose outcome for the rank is not known yet.
+/// Failed attempts of requests in progress, whose outcome for the rank is not known yet. References count them.
 #[derive(Default)]
 struct UnsettledFailures {
-    by_rank: Mutex<BTreeMap<WorkerRank, usize>>,
-    total: AtomicUsize,
+    by_rank: Mutex<BTreeMap<WorkerRank, Arc<()>>>,
+    all: Arc<()>,
 }
 
 /// One such failure, until dropped.
 pub(crate) struct UnsettledFailure {
-    all: Arc<UnsettledFailures>,
-    rank: WorkerRank,
+    _of_rank: Arc<()>,
+    _of_any: Arc<()>,
 }
 
-impl Drop for UnsettledFailure {
-    fn drop(&mut self) {
-        let mut by_rank = lock(&self.all.by_rank);
-        if let Some(count) = by_rank.get_mut(&self.rank) {
-            *count -= 1;
-            if *count == 0 {
-                by_rank.remove(&self.rank);
-            }
-        }
-        self.all.total.fetch_sub(1, Ordering::Relaxed);
-    }
+/// Failures that refer to the count.
+fn unsettled(count: &Arc<()>) -> usize {
+    Arc::strong_count(count) - 1
 }
 
 impl WorkerTable {
     pub(crate) fn new(model: &str, router: Router) -> Arc<Self> {
-        let (model, workers, unsettled) = (model.to_owned(), Mutex::default(), Arc::default());
+        let (model, workers, unsettled) = (model.to_owned(), Mutex::default(), UnsettledFailures::default());
         let table = Arc::new(Self { model, router, workers, unsettled });
         let mut tables = lock(&TABLES);
         tables.retain(|table| table.strong_count() > 0);
@@ -87,18 +79,19 @@ impl WorkerTable {
 
     /// Records a failed attempt at this rank; the end of its request decides its outcome.
     pub(crate) fn failed(&self, rank: WorkerRank) -> UnsettledFailure {
-        *lock(&self.unsettled.by_rank).entry(rank).or_default() += 1;
-        self.unsettled.total.fetch_add(1, Ordering::Relaxed);
-        UnsettledFailure { all: Arc::clone(&self.unsettled), rank }
+        let mut by_rank = lock(&self.unsettled.by_rank);
+        by_rank.retain(|_, count| unsettled(count) > 0);
+        let _of_rank = Arc::clone(by_rank.entry(rank).or_default());
+        UnsettledFailure { _of_rank, _of_any: Arc::clone(&self.unsettled.all) }
     }
 
     /// Ranks with several unsettled failures; usually none, detected by one atomic read.
     pub(crate) fn failing(&self) -> BTreeSet<WorkerRank> {
-        if self.unsettled.total.load(Ordering::Relaxed) < UNSETTLED_MAX {
+        if unsettled(&self.unsettled.all) < UNSETTLED_MAX {
             return BTreeSet::new();
         }
         let by_rank = lock(&self.unsettled.by_rank);
-        by_rank.iter().filter(|(_, count)| **count >= UNSETTLED_MAX).map(|(rank, _)| *rank).collect()
+        by_rank.iter().filter(|(_, count)| unsettled(count) >= UNSETTLED_MAX).map(|(rank, _)| *rank).collect()
     }
 
     /// Meters of the router's current workers; others are dropped.

@@ -83,7 +83,7 @@ async fn serve(stream: TcpStream, shared: &Shared) -> Result<(), LinkError> {
         // The dialling side reports it.
         return Ok(());
     }
-    let _sender = Sender::admit(shared, life)?;
+    let _admission = admit(shared, life)?;
     let (jobs, requested) = mpsc::channel(FETCHES_MAX);
     tokio::select! {
         biased;
@@ -92,37 +92,18 @@ async fn serve(stream: TcpStream, shared: &Shared) -> Result<(), LinkError> {
     }
 }
 
-/// Counts the connections of a life, and refuses earlier lives of connected replicas.
-struct Sender<'a> {
-    shared: &'a Shared,
-    life: ReplicaLife,
-}
-
-impl<'a> Sender<'a> {
-    fn admit(shared: &'a Shared, life: ReplicaLife) -> Result<Self, LinkError> {
-        let mut senders = lock(&shared.senders);
-        let (newest, connections) = senders.entry(life.replica).or_insert((life.incarnation, 0));
-        if *newest > life.incarnation {
-            return Err(LinkError::STALE);
-        }
-        if *newest < life.incarnation {
-            (*newest, *connections) = (life.incarnation, 0);
-        }
-        *connections += 1;
-        drop(senders);
-        Ok(Self { shared, life })
-    }
-}
-
-impl Drop for Sender<'_> {
-    fn drop(&mut self) {
-        let mut senders = lock(&self.shared.senders);
-        let Some((newest, connections)) = senders.get_mut(&self.life.replica) else { return };
-        if *newest == self.life.incarnation {
-            *connections -= 1;
-            if *connections == 0 {
-                senders.remove(&self.life.replica);
-            }
+/// Refuses earlier lives of connected replicas. A life is connected while one of its admissions is held.
+fn admit(shared: &Shared, life: ReplicaLife) -> Result<Arc<()>, LinkError> {
+    let mut senders = lock(&shared.senders);
+    senders.retain(|_, (_, connected)| connected.strong_count() > 0);
+    let known = senders.get(&life.replica).and_then(|(newest, connected)| Some((*newest, connected.upgrade()?)));
+    match known {
+        Some((newest, _)) if newest > life.incarnation => Err(LinkError::STALE),
+        Some((newest, connected)) if newest == life.incarnation => Ok(connected),
+        _ => {
+            let connected = Arc::new(());
+            senders.insert(life.replica, (life.incarnation, Arc::downgrade(&connected)));
+            Ok(connected)
         }
     }
 }

@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 use bytes::Bytes;
 use pointsman::{ReplicaId, ReplicaLife, ReplicaMember, ReplicaTopic};
@@ -57,8 +57,8 @@ pub(super) struct Shared {
     tls: Option<MutualTls>,
     /// Ends of the dialled connections.
     peers: Mutex<BTreeMap<ReplicaId, Arc<Peer>>>,
-    /// Newest incarnations at the other ends of accepted connections, with the number of their connections.
-    senders: Mutex<BTreeMap<ReplicaId, (u64, usize)>>,
+    /// Newest incarnations at the other ends of accepted connections, connected while the count is not zero.
+    senders: Mutex<BTreeMap<ReplicaId, (u64, Weak<()>)>>,
 }
 
 impl Deref for Shared {

@@ -59,6 +59,7 @@ pub(super) async fn fetch(shared: &NatsState, from: ReplicaId, pool: &str) -> Re
         Some(&OBJECT) if content.len() > SHA256_OUTPUT_LEN => {
             let name = String::from_utf8_lossy(&content[SHA256_OUTPUT_LEN..]).into_owned();
             let snapshot = read(client, &name).await?;
+            let snapshot = snapshot.ok_or_else(|| format!("the object {name:?} does not exist"))?;
             let is_same = digest(&SHA256, &snapshot).as_ref() == &content[..SHA256_OUTPUT_LEN];
             if is_same { Ok(snapshot) } else { Err(format!("the object {name:?} differs from its digest")) }
         }
@@ -67,12 +68,7 @@ pub(super) async fn fetch(shared: &NatsState, from: ReplicaId, pool: &str) -> Re
     }
 }
 
-/// The object of this name.
-async fn read(client: &Client, name: &str) -> Result<Bytes, String> {
-    read_if_present(client, name).await?.ok_or_else(|| format!("the object {name:?} does not exist"))
-}
-
-async fn read_if_present(client: &Client, name: &str) -> Result<Option<Bytes>, String> {
+async fn read(client: &Client, name: &str) -> Result<Option<Bytes>, String> {
     let failed = |error: &dyn std::fmt::Display| format!("the object {name:?} cannot be read: {error}");
     let object = match store(client).await?.get(name).await {
         Ok(object) => object,
@@ -106,7 +102,7 @@ pub(super) async fn store_latest(shared: &NatsState, pool: &str, snapshot: &[u8]
 /// The latest snapshot of a pool, if one is stored.
 pub(super) async fn read_latest(shared: &NatsState, pool: &str) -> Result<Option<Bytes>, String> {
     let (client, name) = (connected(shared)?, latest(pool));
-    let Some(envelope) = timeout(FETCH_TIMEOUT, read_if_present(client, &name)).await.map_err(late)?? else {
+    let Some(envelope) = timeout(FETCH_TIMEOUT, read(client, &name)).await.map_err(late)?? else {
         return Ok(None);
     };
     let opened = shared.sealer.open_stored(&name, &envelope);
