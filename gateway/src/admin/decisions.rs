@@ -20,7 +20,7 @@ use crate::pools::model::Model;
 const LISTED_MAX: usize = 100;
 
 pub(super) async fn last(State(admin): State<Arc<Admin>>) -> Result<Json<Value>, ApiError> {
-    let pools = admin.pools();
+    let pools = admin.pools.get();
     let decisions = blocking(move || {
         let mut last: Vec<(Arc<Model>, RecordedDecision)> = Vec::new();
         for model in pools.models.all() {
@@ -38,7 +38,7 @@ pub(super) async fn of_request(
     State(admin): State<Arc<Admin>>,
     Path(id): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
-    let (pools, request_id) = (admin.pools(), id.clone());
+    let (pools, request_id) = (admin.pools.get(), id.clone());
     let decisions = blocking(move || {
         let mut found: Vec<(Arc<Model>, RecordedDecision, Explanation)> = Vec::new();
         for model in pools.models.all() {

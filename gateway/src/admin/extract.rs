@@ -33,8 +33,10 @@ pub(super) struct ModelAt(pub(super) Arc<Model>);
 
 /// The worker id in the path, registered or not.
 pub(super) struct WorkerAt {
+    pub(super) admin: Arc<Admin>,
     pub(super) model: Arc<Model>,
     pub(super) id: WorkerId,
+    pub(super) peer: ClientAddress,
 }
 
 /// The client address.
@@ -113,28 +115,29 @@ impl<'de> Deserialize<'de> for JsonObject {
     }
 }
 
-/// Parts of the path by name.
-async fn parts_of(parts: &mut Parts, admin: &Arc<Admin>) -> Result<BTreeMap<String, String>, ApiError> {
-    // A path that is not UTF-8 names nothing.
-    let named = Path::<BTreeMap<String, String>>::from_request_parts(parts, admin).await;
-    named.map(|Path(named)| named).map_err(|_| no_route())
+/// Parts of a path.
+#[derive(Deserialize)]
+struct Named {
+    model: String,
+    id: Option<String>,
 }
 
-fn model_of(named: &BTreeMap<String, String>, admin: &Admin) -> Result<Arc<Model>, ApiError> {
-    model_named(named.get("model").map_or("", String::as_str), admin)
+async fn named(parts: &mut Parts, admin: &Arc<Admin>) -> Result<Named, ApiError> {
+    // A path that is not UTF-8 names nothing.
+    Path::<Named>::from_request_parts(parts, admin).await.map(|Path(named)| named).map_err(|_| no_route())
 }
 
 /// The model with this name or alias.
 pub(super) fn model_named(name: &str, admin: &Admin) -> Result<Arc<Model>, ApiError> {
     let unknown = || error(StatusCode::NOT_FOUND, ErrorType::NotFound, "model_not_found", "unknown model");
-    admin.pools().models.named(name).cloned().ok_or_else(unknown)
+    admin.pools.get().models.named(name).cloned().ok_or_else(unknown)
 }
 
 impl FromRequestParts<Arc<Admin>> for ModelAt {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, admin: &Arc<Admin>) -> Result<Self, ApiError> {
-        model_of(&parts_of(parts, admin).await?, admin).map(Self)
+        model_named(&named(parts, admin).await?.model, admin).map(Self)
     }
 }
 
@@ -142,14 +145,14 @@ impl FromRequestParts<Arc<Admin>> for WorkerAt {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, admin: &Arc<Admin>) -> Result<Self, ApiError> {
-        let named = parts_of(parts, admin).await?;
-        let model = model_of(&named, admin)?;
+        let named = named(parts, admin).await?;
+        let model = model_named(&named.model, admin)?;
         let malformed = || {
             let message = "a worker's id must be a number from 0 to 2^64 - 1, in decimal digits without leading zeros";
             ApiError::invalid("invalid_worker_id", Some("id"), message)
         };
-        let Id(id) = named.get("id").and_then(|id| Id::parse(id)).ok_or_else(malformed)?;
-        Ok(Self { model, id })
+        let Id(id) = named.id.and_then(|id| Id::parse(&id)).ok_or_else(malformed)?;
+        Ok(Self { admin: Arc::clone(admin), model, id, peer: ClientAddress(client_address(&parts.extensions)) })
     }
 }
 

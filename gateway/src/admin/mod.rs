@@ -66,13 +66,6 @@ struct Admin {
     live: live::Live,
 }
 
-impl Admin {
-    /// The served models with the settings in force.
-    fn pools(&self) -> Arc<Pools> {
-        self.pools.get()
-    }
-}
-
 /// Routes of the administration listener. Paths shared with the clients' listener also need the token here. `further` are routes of the same listener that their owner
 /// provides.
 pub(crate) fn routes(

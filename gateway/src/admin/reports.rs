@@ -16,7 +16,7 @@ use crate::pools::model::Model;
 use crate::settings::ModelSettings;
 
 pub(super) async fn models(State(admin): State<Arc<Admin>>) -> Json<Value> {
-    let models: Vec<Value> = admin.pools().models.all().iter().map(|model| shown(model)).collect();
+    let models: Vec<Value> = admin.pools.get().models.all().iter().map(|model| shown(model)).collect();
     Json(json!({ "models": models }))
 }
 
@@ -96,7 +96,7 @@ pub(super) async fn config(ModelAt(model): ModelAt) -> Result<Json<Value>, ApiEr
 
 /// The loaded settings; for secrets the names of their files.
 pub(super) async fn settings(State(admin): State<Arc<Admin>>) -> Result<Json<Value>, ApiError> {
-    let settings = &admin.pools().settings;
+    let settings = &admin.pools.get().settings;
     let models: Result<Vec<Value>, ApiError> = settings.models.iter().map(model_settings).collect();
     Ok(Json(json!({
         "gateway": to_json(&settings.gateway)?,

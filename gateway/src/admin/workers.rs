@@ -50,22 +50,18 @@ pub(super) async fn add(
     // Other spellings of the endpoint are the same worker.
     let endpoint = HttpUrl::parse(&config.endpoint).map_or_else(|_| config.endpoint.clone(), |url| url.endpoint());
     let id = WorkerId::derived(&endpoint);
-    set(admin, WorkerAt { model, id }, peer, "add", Known::Stays, |_| Ok(config)).await
+    set(WorkerAt { admin, model, id, peer }, "add", Known::Stays, |_| Ok(config)).await
 }
 
 pub(super) async fn put(
-    State(admin): State<Arc<Admin>>,
     worker: WorkerAt,
-    peer: ClientAddress,
     Body(config): Body<WorkerConfig>,
 ) -> Result<(StatusCode, Json<Value>), ApiError> {
-    set(admin, worker, peer, "put", Known::Changes, |_| Ok(config)).await
+    set(worker, "put", Known::Changes, |_| Ok(config)).await
 }
 
 pub(super) async fn patch(
-    State(admin): State<Arc<Admin>>,
     worker: WorkerAt,
-    peer: ClientAddress,
     Body(fields): Body<JsonObject>,
 ) -> Result<(StatusCode, Json<Value>), ApiError> {
     let id = worker.id;
@@ -73,7 +69,7 @@ pub(super) async fn patch(
         let known = known.ok_or(MembershipError::UnknownWorker(id)).map_err(membership_error)?;
         patched(&known.config, fields).map_err(|error| not_understood(&error))
     };
-    set(admin, worker, peer, "patch", Known::Changes, patched).await
+    set(worker, "patch", Known::Changes, patched).await
 }
 
 /// The configuration with replaced fields; `null` selects the default. The JSON texts are merged, so that field rules
@@ -101,9 +97,7 @@ enum Known {
 
 /// Adds or replaces a worker, given its present state.
 async fn set(
-    admin: Arc<Admin>,
-    WorkerAt { model, id }: WorkerAt,
-    peer: ClientAddress,
+    WorkerAt { admin, model, id, peer }: WorkerAt,
     what: &'static str,
     becomes: Known,
     config: impl FnOnce(Option<&WorkerEntry>) -> Result<WorkerConfig, ApiError> + Send + 'static,
@@ -114,7 +108,7 @@ async fn set(
         let _turn = admin.changes.lock().await;
         let known = find(&router, id);
         let config = reachable(config(known.as_ref())?)?;
-        check_key_file(&config, known.as_ref(), &admin.pools().settings)?;
+        check_key_file(&config, known.as_ref(), &admin.pools.get().settings)?;
         let detail = format!("{} rank(s) at {}", config.data_parallel_size, config.endpoint);
         if let Some(other) = same_engine(&router, id, &config) {
             return Err(is_worker(&other));
@@ -167,11 +161,7 @@ fn find(router: &Router, id: WorkerId) -> Option<WorkerEntry> {
     router.workers().iter().find(|entry| entry.worker == id).cloned()
 }
 
-pub(super) async fn remove(
-    State(admin): State<Arc<Admin>>,
-    WorkerAt { model, id }: WorkerAt,
-    peer: ClientAddress,
-) -> Result<Json<Value>, ApiError> {
+pub(super) async fn remove(WorkerAt { admin, model, id, peer }: WorkerAt) -> Result<Json<Value>, ApiError> {
     let router = model.router.clone();
     let work = async move {
         let _turn = admin.changes.lock().await;
@@ -190,8 +180,7 @@ pub(super) struct Drain {
 }
 
 pub(super) async fn drain(
-    WorkerAt { model, id }: WorkerAt,
-    peer: ClientAddress,
+    WorkerAt { model, id, peer, .. }: WorkerAt,
     Body(Drain { timeout_ms }): Body<Drain>,
 ) -> Result<Json<Value>, ApiError> {
     if timeout_ms > DRAIN_MS_MAX {
@@ -213,7 +202,7 @@ pub(super) fn state_change<F>(what: &'static str, change: fn(Router, WorkerId) -
 where
     F: Future<Output = Result<(), MembershipError>> + Send + 'static,
 {
-    post(async move |State(admin): State<Arc<Admin>>, WorkerAt { model, id }: WorkerAt, peer: ClientAddress| {
+    post(async move |WorkerAt { admin, model, id, peer }: WorkerAt| {
         let router = model.router.clone();
         let work = async move {
             let _turn = admin.changes.lock().await;

@@ -1,13 +1,13 @@
 //! Client response of a request that the prefill leg has completed.
 
-use super::object::{ObjectText, elements};
+use super::object::{ObjectText, with_changed_elements};
 use crate::formats::openai::Endpoint;
 
 /// The response without the fields for a decode leg.
 pub(super) fn response(text: &str) -> String {
     let Ok(object) = ObjectText::parse(text, &["choices", "prompt_token_ids"]) else { return text.to_owned() };
     let edit = object.edit().remove("prompt_token_ids");
-    match choices(&object, without_parameters) {
+    match object.json("choices").and_then(|choices| with_changed_elements(choices, without_parameters)) {
         Some(choices) => edit.set("choices", choices).finish(),
         None => edit.finish(),
     }
@@ -26,11 +26,10 @@ pub(super) fn stream(text: &str, endpoint: Endpoint, include_usage: bool) -> Str
             _ => edit,
         }
     };
-    let choices = match endpoint {
-        Endpoint::Chat => choices(&object, chat_chunk_choice),
-        _ => choices(&object, without_parameters),
-    };
-    let first = chunk(choices.unwrap_or_else(|| "[]".to_owned()));
+    let change: fn(&str) -> Option<String> =
+        if endpoint == Endpoint::Chat { chat_chunk_choice } else { without_parameters };
+    let choices = object.json("choices").filter(|choices| choices.starts_with('[')).unwrap_or("[]");
+    let first = chunk(with_changed_elements(choices, change).unwrap_or_else(|| choices.to_owned()));
     let Some(_) = object.json("usage").filter(|_| include_usage) else {
         return format!("{}{done}", event(&first.remove("usage").finish()));
     };
@@ -41,14 +40,6 @@ pub(super) fn stream(text: &str, endpoint: Endpoint, include_usage: bool) -> Str
 /// An event of one line. Line breaks between JSON tokens have no meaning.
 fn event(json: &str) -> String {
     format!("data: {}\n\n", json.replace(['\n', '\r'], " "))
-}
-
-/// The changed choices; `None` without a list of choices.
-fn choices(response: &ObjectText<'_>, change: fn(&str) -> Option<String>) -> Option<String> {
-    let choices = elements(response.json("choices")?)?;
-    let choices: Vec<String> =
-        choices.into_iter().map(|choice| change(choice).unwrap_or_else(|| choice.to_owned())).collect();
-    Some(format!("[{}]", choices.join(",")))
 }
 
 fn without_parameters(choice: &str) -> Option<String> {
@@ -70,13 +61,10 @@ fn chat_chunk_choice(choice: &str) -> Option<String> {
 /// A message whose tool calls have an index, which chunks require.
 fn delta(message: &str) -> Option<String> {
     let message = ObjectText::parse(message, &["tool_calls"]).ok()?;
-    let calls = elements(message.json("tool_calls")?)?;
-    let calls: Option<Vec<String>> = (0_usize..)
-        .zip(calls)
-        .map(|(index, call)| {
-            let call = ObjectText::parse(call, &["index"]).ok()?;
-            Some(call.edit().set("index", index.to_string()).finish())
-        })
-        .collect();
-    Some(message.edit().set("tool_calls", format!("[{}]", calls?.join(","))).finish())
+    let mut indices = 0_usize..;
+    let calls = with_changed_elements(message.json("tool_calls")?, |call| {
+        let (index, call) = (indices.next()?, ObjectText::parse(call, &["index"]).ok()?);
+        Some(call.edit().set("index", index.to_string()).finish())
+    })?;
+    Some(message.edit().set("tool_calls", calls).finish())
 }

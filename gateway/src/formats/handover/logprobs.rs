@@ -5,7 +5,7 @@
 //! `serving_completions.py`). Each choice of the prefill response has lists for the prompt and for the one token that a
 //! prefill engine generates.
 
-use super::object::{ObjectText, elements};
+use super::object::{ObjectText, elements, with_changed_elements};
 
 /// Lists of `logprobs`, one entry per token.
 const LISTS: [&str; 4] = ["tokens", "token_logprobs", "top_logprobs", "text_offset"];
@@ -78,17 +78,8 @@ impl PromptLogprobs {
     /// `done` has the indices of choices with such an event.
     pub(super) fn merged_once(&self, json: &str, done: &mut Vec<String>) -> Option<String> {
         let object = ObjectText::parse(json, &["choices"]).ok()?;
-        let given = elements(object.json("choices")?)?;
-        let mut is_changed = false;
-        let merged: Vec<String> = given
-            .into_iter()
-            .map(|choice| {
-                let merged = self.merged_choice(choice, done);
-                is_changed |= merged.is_some();
-                merged.unwrap_or_else(|| choice.to_owned())
-            })
-            .collect();
-        is_changed.then(|| object.edit().set("choices", format!("[{}]", merged.join(","))).finish())
+        let choices = with_changed_elements(object.json("choices")?, |choice| self.merged_choice(choice, done))?;
+        Some(object.edit().set("choices", choices).finish())
     }
 
     fn merged_choice(&self, choice: &str, done: &mut Vec<String>) -> Option<String> {

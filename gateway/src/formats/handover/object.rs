@@ -176,6 +176,18 @@ pub(crate) fn elements(json: &str) -> Option<Vec<&str>> {
     Some(list.into_iter().map(RawValue::get).collect())
 }
 
+/// A JSON list with changes of its elements; `None` without one, or for another type of value.
+pub(crate) fn with_changed_elements(json: &str, mut change: impl FnMut(&str) -> Option<String>) -> Option<String> {
+    let mut is_changed = false;
+    let changed = elements(json)?.into_iter().map(|element| {
+        let changed = change(element);
+        is_changed |= changed.is_some();
+        changed.unwrap_or_else(|| element.to_owned())
+    });
+    let list = changed.collect::<Vec<String>>().join(",");
+    is_changed.then(|| format!("[{list}]"))
+}
+
 /// Scanner for the known fields of one object.
 struct Scan<'s> {
     text: &'s str,
