@@ -5,10 +5,12 @@
 //! [`TimerLag`] measures whether this machine keeps up. The callers have the workloads and the reports.
 
 mod client;
+mod failure;
 mod lag;
 mod stream;
 
-pub use client::{ClientError, ClientOptions, Exchange, Failure, HttpClient};
+pub use client::{ClientError, ClientOptions, Exchange, HttpClient};
+pub use failure::Failure;
 pub use lag::TimerLag;
 pub use stream::Answer;
 

@@ -12,7 +12,7 @@ use std::borrow::Cow;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
-use super::client::Failure;
+use super::failure::Failure;
 use crate::sse::SseReader;
 
 /// Maximum number of gaps per answer, more than any model generates.

@@ -72,11 +72,12 @@ mod list;
 mod rank;
 mod schedule;
 mod sequence;
+mod state;
 mod work;
 
 pub use block::{Block, EngineHash};
 pub use cache::{CacheEvent, Tier};
 pub use config::{BlockShortage, ConfigError, EngineConfig, Speculation};
-pub use rank::{Finish, Load, Outlook, Output, Partial, Rank, Step};
 pub use sequence::{Refused, RequestSpec, Stage};
+pub use state::{Finish, Load, Outlook, Output, Partial, Rank, Step};
 pub use work::{StepCost, Work};

@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use crate::engine::config::{BlockShortage, EngineConfig};
-use crate::engine::rank::{Finish, Output, Rank};
 use crate::engine::sequence::Stage;
+use crate::engine::state::{Finish, Output, Rank};
 use crate::engine::work::Work;
 
 /// Accumulated state of a step during scheduling.

@@ -56,7 +56,7 @@ pub struct Work {
 
 impl Work {
     /// Adds a chunk of `tokens` prompt tokens after `context` earlier ones.
-    pub(crate) fn add_prefill(&mut self, tokens: u32, context: u32) {
+    pub fn add_prefill(&mut self, tokens: u32, context: u32) {
         let (tokens, context) = (u64::from(tokens), u64::from(context));
         self.prefill_tokens += tokens;
         self.attention_pairs += tokens * context + tokens * (tokens + 1) / 2;

@@ -8,9 +8,10 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use crate::engine::EngineConfig;
-use clap::{Args, Command, ValueEnum as _};
+use clap::{Args, ValueEnum as _};
 
 use super::faults::{Faults, splitmix};
+use super::flags::of_flags;
 use super::handover::{EngineRole, HandoverProtocol, LoadFailure};
 use crate::kv_events::{Dialect, EventFormat};
 
@@ -143,13 +144,6 @@ impl Default for MockConfig {
     fn default() -> Self {
         of_flags(&["--port", "0"])
     }
-}
-
-/// Arguments of a command line without other flags, so that code and command line have the same defaults.
-pub(crate) fn of_flags<T: Args>(flags: &[&str]) -> T {
-    let command = T::augment_args(Command::new("defaults").no_binary_name(true));
-    let matches = command.try_get_matches_from(flags).expect("the flags are complete");
-    T::from_arg_matches(&matches).expect("defaults are valid")
 }
 
 /// A path whose responses are delayed: `PATH=MS`.

@@ -250,7 +250,8 @@ impl Incarnation {
             let driven = Arc::clone(&rank);
             tasks.push(Task::spawn(|stop| async move { driven.drive(events, pace, stop).await.close().await }));
             let (replayed, faults) = (Arc::clone(&rank), Arc::clone(faults));
-            tasks.push(Task::spawn(|stop| replays.serve(replayed, faults, stop)));
+            let replay = move |sequence| replayed.replay(sequence);
+            tasks.push(Task::spawn(|stop| replays.serve(replay, faults, stop)));
             ranks.push(rank);
         }
         Ok(Self { format, ports, ranks: ranks.into(), tasks: Mutex::new(tasks) })

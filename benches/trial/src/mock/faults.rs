@@ -86,7 +86,7 @@ pub struct Faults {
 
 impl Default for Faults {
     fn default() -> Self {
-        super::config::of_flags(&[])
+        super::flags::of_flags(&[])
     }
 }
 

@@ -8,6 +8,7 @@
 mod config;
 mod engine;
 mod faults;
+mod flags;
 mod handover;
 mod http;
 mod ledger;
@@ -19,10 +20,10 @@ mod tokenizer;
 
 pub use crate::engine::{Block, EngineHash, Tier};
 pub use crate::kv_events::{Dialect, EventFormat};
-pub(crate) use config::of_flags;
 pub use config::{MockConfig, SlowPage};
 pub use engine::MockError;
 pub use faults::{Fault, FaultBoard, Faults, Scope};
+pub(crate) use flags::of_flags;
 pub use handover::{EngineRole, HandoverCounters, HandoverProtocol, LoadFailure};
 pub use process::MockEngine;
 pub use tokenizer::{chat_text, detokenize, tokenize};

@@ -17,7 +17,6 @@ use zeromq::{MultiPeerBackend, PubSocket, RouterSocket, Socket, SocketRecv, Sock
 
 use super::faults::{Fault, FaultBoard};
 use super::publisher::EventMessage;
-use super::rank::RankDriver;
 
 /// Topic of event messages, which subscribers select.
 pub(crate) const TOPIC: &str = "kv-events";
@@ -77,7 +76,7 @@ impl ReplaySocket {
     /// Serves requests until `stop` is sent or dropped, then closes.
     pub(crate) async fn serve(
         mut self,
-        rank: Arc<RankDriver>,
+        replay: impl Fn(u64) -> Vec<EventMessage> + Send + Sync,
         faults: Arc<FaultBoard>,
         mut stop: oneshot::Receiver<()>,
     ) {
@@ -88,7 +87,7 @@ impl ReplaySocket {
                 request = self.socket.recv() => request,
             };
             match request.map(ZmqMessage::into_vec) {
-                Ok(frames) => self.answer(&frames, &rank, &faults).await,
+                Ok(frames) => self.answer(&frames, &replay, &faults).await,
                 Err(ZmqError::NoMessage) => break,
                 // An error of one client does not affect the others.
                 Err(_) => {}
@@ -97,7 +96,7 @@ impl ReplaySocket {
         close(self.socket).await;
     }
 
-    async fn answer(&mut self, frames: &[Bytes], rank: &RankDriver, faults: &FaultBoard) {
+    async fn answer(&mut self, frames: &[Bytes], replay: impl Fn(u64) -> Vec<EventMessage>, faults: &FaultBoard) {
         let [identity, delimiter, start] = frames else { return };
         let Ok(start) = <[u8; 8]>::try_from(start.as_ref()) else { return };
         if !delimiter.is_empty() {
@@ -108,7 +107,7 @@ impl ReplaySocket {
             return;
         }
         let end = EventMessage { sequence: REPLAY_END, payload: Bytes::new() };
-        for message in rank.replay(u64::from_be_bytes(start)).into_iter().chain([end]) {
+        for message in replay(u64::from_be_bytes(start)).into_iter().chain([end]) {
             let mut answer = vec![identity.clone(), Bytes::new()];
             if self.with_topic {
                 let is_end = message.sequence == REPLAY_END;

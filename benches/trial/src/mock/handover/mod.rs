@@ -7,6 +7,7 @@
 
 mod board;
 mod ledger;
+mod leg;
 mod params;
 mod rules;
 mod transfer;
@@ -15,8 +16,9 @@ use clap::ValueEnum;
 
 pub(crate) use board::{HandoverBoard, NoResult, OpenTransfer, RunningLeg};
 pub(crate) use ledger::{Claim, Grant, Refusal};
+pub(crate) use leg::{DecodeLeg, Leg, PrefillLeg, Source};
 pub(crate) use params::{nixl_params, tensorrt_params};
-pub(crate) use rules::{DecodeLeg, EngineFacts, HandoverFields, Leg, LegFacts, PrefillLeg, Source, classify};
+pub(crate) use rules::{EngineFacts, HandoverFields, LegFacts, classify};
 pub(crate) use transfer::{Push, TransferError, claim, push};
 
 pub use ledger::HandoverCounters;

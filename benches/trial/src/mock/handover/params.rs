@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::ledger::Grant;
-use super::rules::{DecodeLeg, Source, number, text};
+use super::leg::{DecodeLeg, Source, number, text};
 
 /// Start of the expiry times in seconds since 1970. It is fixed, because a mock engine reads no date.
 const EPOCH_SECONDS: f64 = 1_700_000_000.0;

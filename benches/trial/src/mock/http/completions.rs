@@ -1,4 +1,4 @@
-//! Handlers of completions and chat completions, whole and streamed.
+//! Runs of completions and chat completions, and their responses, whole and streamed.
 //!
 //! A request whose client disconnects is cancelled. A request whose rank stops loses its connection, as with a crashed
 //! process. [`super::answer`] defines the response formats. [`super::legs`] serves disaggregated requests with the
@@ -11,74 +11,26 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use crate::engine::{Output, RequestSpec, Stage};
+use axum::Json;
 use axum::body::{Body, Bytes};
-use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use axum::{Extension, Json};
 use http_body::Frame;
 use tokio::sync::mpsc::UnboundedReceiver;
 
+use super::Connection;
 use super::answer::{self, ABORT, Api, DONE, Head, Usage};
-use super::legs::{self, Incoming};
-use super::request::{ChatRequest, Common, CompletionRequest, Parsed, PromptInput};
-use super::{Connection, Shared};
+use super::request::Common;
 use crate::mock::engine::Engine;
 use crate::mock::handover::RunningLeg;
 use crate::mock::rank::{NotTaken, RankDriver, RequestGuard};
-use crate::mock::tokenizer::{chat_text, detokenize, tokenize};
+use crate::mock::tokenizer::detokenize;
 
 /// Header that selects a rank.
 const RANK_HEADER: &str = "x-data-parallel-rank";
 
 /// An early error response.
 pub(super) type Refusal = Box<Response>;
-
-/// `POST /v1/completions`.
-pub(super) async fn complete(
-    State(engine): Shared,
-    Extension(connection): Extension<Connection>,
-    headers: HeaderMap,
-    Parsed(request): Parsed<CompletionRequest>,
-) -> Response {
-    let (tokens, has_token_prompt) = match request.prompt {
-        PromptInput::Text(text) => (tokenize(&text), false),
-        PromptInput::Tokens(tokens) => (tokens, true),
-    };
-    let incoming = Incoming { api: Api::Completion, common: request.common, tokens, has_token_prompt, headers };
-    answer(&engine, &connection, incoming).await
-}
-
-/// `POST /v1/chat/completions`.
-pub(super) async fn chat(
-    State(engine): Shared,
-    Extension(connection): Extension<Connection>,
-    headers: HeaderMap,
-    Parsed(request): Parsed<ChatRequest>,
-) -> Response {
-    let texts: Vec<String> = request.messages.iter().map(super::request::Message::text).collect();
-    let messages = request.messages.iter().zip(&texts).map(|(message, text)| (message.role.as_str(), text.as_str()));
-    let mut text = chat_text(messages);
-    if request.continue_final_message == Some(true)
-        && let Some(open) = text.strip_suffix("\nassistant\n")
-    {
-        text.truncate(open.len());
-    }
-    let tokens = tokenize(&text);
-    let incoming = Incoming { api: Api::Chat, common: request.common, tokens, has_token_prompt: false, headers };
-    answer(&engine, &connection, incoming).await
-}
-
-async fn answer(engine: &Engine, connection: &Connection, request: Incoming) -> Response {
-    if let Some(board) = &engine.handover {
-        return legs::serve(engine, board, connection, request).await;
-    }
-    let run = match Prepared::new(engine, &request, None).and_then(|prepared| prepared.submit(Stage::Whole, None)) {
-        Ok(run) => run,
-        Err(refusal) => return *refusal,
-    };
-    respond(connection, &request.common, run).await
-}
 
 /// Responds with the output of a request, whole or streamed.
 pub(super) async fn respond(connection: &Connection, common: &Common, (head, run): (Head, Run)) -> Response {
@@ -95,6 +47,16 @@ pub(super) async fn respond(connection: &Connection, common: &Common, (head, run
 /// Headers of a streamed response.
 pub(super) fn stream_headers() -> [(header::HeaderName, &'static str); 2] {
     [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8"), (header::CACHE_CONTROL, "no-cache")]
+}
+
+/// A parsed request.
+pub(super) struct Incoming {
+    pub(super) api: Api,
+    pub(super) common: Common,
+    pub(super) tokens: Vec<u32>,
+    /// Whether the client sent `tokens` as token ids.
+    pub(super) has_token_prompt: bool,
+    pub(super) headers: HeaderMap,
 }
 
 /// A valid request with its rank, not yet submitted.

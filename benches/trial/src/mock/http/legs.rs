@@ -8,15 +8,14 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::body::Body;
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use tokio::time::{sleep, timeout};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::Connection;
 use super::answer::{self, ABORT, Api, DONE, Usage};
-use super::completions::{Ended, Prepared, Refusal, has_rank_header, respond, stream_headers};
-use super::request::Common;
+use super::completions::{Ended, Incoming, Prepared, Refusal, has_rank_header, respond, stream_headers};
 use crate::engine::{RequestSpec, Stage};
 use crate::mock::config::MockConfig;
 use crate::mock::engine::Engine;
@@ -24,16 +23,6 @@ use crate::mock::handover::{
     Claim, DecodeLeg, Grant, HandoverBoard, HandoverProtocol, Leg, LoadFailure, NoResult, OpenTransfer, PrefillLeg,
     Push, RunningLeg, Source, TransferError, claim, classify, nixl_params, push, tensorrt_params,
 };
-
-/// A parsed request.
-pub(super) struct Incoming {
-    pub(super) api: Api,
-    pub(super) common: Common,
-    pub(super) tokens: Vec<u32>,
-    /// Whether the client sent `tokens` as token ids.
-    pub(super) has_token_prompt: bool,
-    pub(super) headers: HeaderMap,
-}
 
 /// One request and the parts of the engine that serve it.
 struct Server<'a> {

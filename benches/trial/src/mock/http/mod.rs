@@ -6,6 +6,7 @@
 mod answer;
 mod broken;
 mod completions;
+mod generate;
 mod handover;
 mod info;
 mod legs;
@@ -134,8 +135,8 @@ pub(crate) fn routes(engine: Arc<Engine>) -> Router {
         None => Router::new(),
     };
     router
-        .route("/v1/completions", post(completions::complete))
-        .route("/v1/chat/completions", post(completions::chat))
+        .route("/v1/completions", post(generate::complete))
+        .route("/v1/chat/completions", post(generate::chat))
         .route("/v1/models", get(info::models))
         .route("/v1/rerank", post(scores::rerank))
         .route("/v1/score", post(scores::score))
