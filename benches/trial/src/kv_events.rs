@@ -112,113 +112,79 @@ impl Encoder {
                     lora_name: first.and_then(|block| block.lora_name.as_deref()),
                     cache_salt: first.and_then(|block| block.cache_salt.as_deref()),
                 };
-                self.stored(out, &stored);
+                self.fields(out, "BlockStored", &self.stored(&stored));
             }
-            CacheEvent::Removed { tier, hash } => self.removed(out, self.format.dialect.medium(*tier), *hash),
-            CacheEvent::Cleared => match self.format.dialect {
-                Dialect::VllmArray | Dialect::SglangArray => {
-                    out.array(1);
-                    out.text("AllBlocksCleared");
+            CacheEvent::Removed { tier, hash } => {
+                let medium = self.format.dialect.medium(*tier);
+                let mut fields: Vec<Field<'_>> = vec![
+                    ("block_hashes", Box::new(|out| self.hashes(out, std::iter::once(*hash)))),
+                    ("medium", Box::new(move |out| out.text(medium))),
+                ];
+                if !self.format.dialect.is_sglang() {
+                    fields.push(("group_idx", Box::new(|out| out.uint(0))));
                 }
-                Dialect::VllmMap | Dialect::SglangMap => {
-                    out.map(1);
-                    out.entry("type", |out| out.text("AllBlocksCleared"));
-                }
-            },
+                self.fields(out, "BlockRemoved", &fields);
+            }
+            CacheEvent::Cleared => self.fields(out, "AllBlocksCleared", &[]),
         }
     }
 
-    fn stored(&self, out: &mut Writer, stored: &Stored<'_>) {
-        let lora_id = stored.lora_name.and_then(|name| self.lora_ids.get(name)).copied();
-        match self.format.dialect {
-            Dialect::VllmArray => {
-                out.array(12);
-                out.text("BlockStored");
-                self.content(out, stored);
-                out.optional(lora_id, |out, id| out.uint(id.into()));
-                out.text(stored.medium);
-                out.optional(stored.lora_name, Writer::text);
-                stored.extra_keys(out);
-                out.uint(0); // group_idx
-                out.text("full_attention");
-                out.nil(); // kv_cache_spec_sliding_window
-            }
-            Dialect::VllmMap => {
-                // The engine's struct has more than 15 fields. The encoder chooses the header width before it omits
-                // fields with default values.
-                out.map_wide(11);
-                out.entry("type", |out| out.text("BlockStored"));
-                self.content_entries(out, stored);
-                out.entry("lora_id", |out| out.optional(lora_id, |out, id| out.uint(id.into())));
-                out.entry("medium", |out| out.text(stored.medium));
-                out.entry("lora_name", |out| out.optional(stored.lora_name, Writer::text));
-                out.entry("extra_keys", |out| stored.extra_keys(out));
-                out.entry("group_idx", |out| out.uint(0));
-                out.entry("kv_cache_spec_kind", |out| out.text("full_attention"));
-            }
-            Dialect::SglangArray => {
-                out.array(7);
-                out.text("BlockStored");
-                self.content(out, stored);
-                out.nil(); // lora_id, which SGLang never sets
-                out.text(stored.medium);
-            }
-            Dialect::SglangMap => {
-                let named = usize::from(stored.cache_salt.is_some()) + usize::from(stored.lora_name.is_some());
-                out.map(7 + named);
-                out.entry("type", |out| out.text("BlockStored"));
-                self.content_entries(out, stored);
-                out.entry("lora_id", Writer::nil);
-                out.entry("medium", |out| out.text(stored.medium));
-                if let Some(salt) = stored.cache_salt {
-                    out.entry("cache_salt", |out| out.text(salt));
-                }
-                if let Some(name) = stored.lora_name {
-                    out.entry("lora_name", |out| out.text(name));
-                }
-            }
-        }
-    }
-
-    fn removed(&self, out: &mut Writer, medium: &str, hash: EngineHash) {
-        match self.format.dialect {
+    /// Writes an event by position or by name.
+    fn fields(&self, out: &mut Writer, kind: &str, fields: &[Field<'_>]) {
+        let dialect = self.format.dialect;
+        match dialect {
             Dialect::VllmArray | Dialect::SglangArray => {
-                let group = !self.format.dialect.is_sglang();
-                out.array(3 + usize::from(group));
-                out.text("BlockRemoved");
-                self.hashes(out, std::iter::once(hash));
-                out.text(medium);
-                if group {
-                    out.uint(0);
-                }
+                out.array(1 + fields.len());
+                out.text(kind);
+                fields.iter().for_each(|(_, value)| value(out));
             }
             Dialect::VllmMap | Dialect::SglangMap => {
-                let group = !self.format.dialect.is_sglang();
-                out.map(3 + usize::from(group));
-                out.entry("type", |out| out.text("BlockRemoved"));
-                out.entry("block_hashes", |out| self.hashes(out, std::iter::once(hash)));
-                out.entry("medium", |out| out.text(medium));
-                if group {
-                    out.entry("group_idx", |out| out.uint(0));
+                // vLLM's struct of a store has more than 15 fields. Its encoder chooses the header width before it
+                // omits fields with default values.
+                let is_wide = dialect == Dialect::VllmMap && kind == "BlockStored";
+                out.map(1 + fields.len(), is_wide);
+                out.text("type");
+                out.text(kind);
+                for (name, value) in fields {
+                    out.text(name);
+                    value(out);
                 }
             }
         }
     }
 
-    /// Writes the four fields common to all layouts, by position.
-    fn content(&self, out: &mut Writer, stored: &Stored<'_>) {
-        self.hashes(out, stored.blocks.iter().map(|block| block.hash));
-        out.optional(stored.parent, |out, hash| self.hash(out, hash));
-        stored.tokens(out);
-        out.uint(self.block_size.into());
-    }
-
-    /// Writes the same four fields by name.
-    fn content_entries(&self, out: &mut Writer, stored: &Stored<'_>) {
-        out.entry("block_hashes", |out| self.hashes(out, stored.blocks.iter().map(|block| block.hash)));
-        out.entry("parent_block_hash", |out| out.optional(stored.parent, |out, hash| self.hash(out, hash)));
-        out.entry("token_ids", |out| stored.tokens(out));
-        out.entry("block_size", |out| out.uint(self.block_size.into()));
+    fn stored<'a>(&'a self, stored: &'a Stored<'a>) -> Vec<Field<'a>> {
+        let (dialect, lora_name) = (self.format.dialect, stored.lora_name);
+        // SGLang never sets it.
+        let lora_id = lora_name.filter(|_| !dialect.is_sglang()).and_then(|name| self.lora_ids.get(name)).copied();
+        let mut fields: Vec<Field<'a>> = vec![
+            ("block_hashes", Box::new(|out| self.hashes(out, stored.blocks.iter().map(|block| block.hash)))),
+            ("parent_block_hash", Box::new(|out| out.optional(stored.parent, |out, hash| self.hash(out, hash)))),
+            ("token_ids", Box::new(|out| stored.tokens(out))),
+            ("block_size", Box::new(|out| out.uint(self.block_size.into()))),
+            ("lora_id", Box::new(move |out| out.optional(lora_id, |out, id| out.uint(id.into())))),
+            ("medium", Box::new(|out| out.text(stored.medium))),
+        ];
+        let name: Field<'a> = ("lora_name", Box::new(move |out| out.optional(lora_name, Writer::text)));
+        match dialect {
+            Dialect::VllmArray | Dialect::VllmMap => {
+                fields.push(name);
+                fields.push(("extra_keys", Box::new(|out| stored.extra_keys(out))));
+                fields.push(("group_idx", Box::new(|out| out.uint(0))));
+                fields.push(("kv_cache_spec_kind", Box::new(|out| out.text("full_attention"))));
+                if dialect == Dialect::VllmArray {
+                    fields.push(("kv_cache_spec_sliding_window", Box::new(Writer::nil)));
+                }
+            }
+            Dialect::SglangArray => {}
+            Dialect::SglangMap => {
+                if let Some(salt) = stored.cache_salt {
+                    fields.push(("cache_salt", Box::new(move |out| out.text(salt))));
+                }
+                fields.extend(lora_name.is_some().then_some(name));
+            }
+        }
+        fields
     }
 
     fn hashes(&self, out: &mut Writer, hashes: impl ExactSizeIterator<Item = EngineHash>) {
@@ -236,6 +202,9 @@ impl Encoder {
         }
     }
 }
+
+/// Name of a field and the writer of its value.
+type Field<'a> = (&'static str, Box<dyn Fn(&mut Writer) + 'a>);
 
 /// A store event with the names of the wire format.
 struct Stored<'a> {
@@ -280,19 +249,14 @@ impl Writer {
         encode::write_array_len(&mut self.0, u32::try_from(len).expect(COUNTABLE)).expect(IN_MEMORY);
     }
 
-    fn map(&mut self, len: usize) {
-        encode::write_map_len(&mut self.0, u32::try_from(len).expect(COUNTABLE)).expect(IN_MEMORY);
-    }
-
-    /// Writes a 16-bit map header, regardless of the size of the map.
-    fn map_wide(&mut self, len: u16) {
-        self.0.push(0xde);
-        self.0.extend_from_slice(&len.to_be_bytes());
-    }
-
-    fn entry(&mut self, key: &str, value: impl FnOnce(&mut Self)) {
-        self.text(key);
-        value(self);
+    /// Writes a map header, `is_wide` of 16 bits regardless of the size of the map.
+    fn map(&mut self, len: usize, is_wide: bool) {
+        if is_wide {
+            self.0.push(0xde);
+            self.0.extend_from_slice(&u16::try_from(len).expect("fields are few").to_be_bytes());
+        } else {
+            encode::write_map_len(&mut self.0, u32::try_from(len).expect(COUNTABLE)).expect(IN_MEMORY);
+        }
     }
 
     fn optional<T>(&mut self, value: Option<T>, write: impl FnOnce(&mut Self, T)) {

@@ -83,23 +83,17 @@ impl Head {
 
     /// First chunk of a stream, if the API has one.
     pub(super) fn opening(&self) -> Option<Bytes> {
-        match self.api {
-            Api::Completion => None,
-            Api::Chat => Some(self.delta(json!({ "role": "assistant", "content": "" }), None)),
-        }
+        let delta = ("delta", json!({ "role": "assistant", "content": "" }));
+        (self.api == Api::Chat).then(|| self.chunk(delta, None, None))
     }
 
     /// Content chunk of a stream, with the id of its token if the client requests it.
     pub(super) fn piece(&self, text: &str, reason: Option<&str>, id: Option<u32>) -> Bytes {
-        let mut choice = json!({ "index": 0, "logprobs": null, "finish_reason": reason });
-        match self.api {
-            Api::Completion => choice["text"] = text.into(),
-            Api::Chat => choice["delta"] = json!({ "content": text }),
-        }
-        if let Some(id) = id {
-            choice["token_ids"] = json!([id]);
-        }
-        event(&self.json(self.chunk_object(), json!([choice])))
+        let content = match self.api {
+            Api::Completion => ("text", text.into()),
+            Api::Chat => ("delta", json!({ "content": text })),
+        };
+        self.chunk(content, reason, id)
     }
 
     /// Usage chunk of a stream, which has no choices.
@@ -109,8 +103,11 @@ impl Head {
         event(&answer)
     }
 
-    fn delta(&self, delta: Value, reason: Option<&str>) -> Bytes {
-        let choice = json!({ "index": 0, "delta": delta, "logprobs": null, "finish_reason": reason });
+    fn chunk(&self, (name, content): (&str, Value), reason: Option<&str>, id: Option<u32>) -> Bytes {
+        let mut choice = json!({ "index": 0, "logprobs": null, "finish_reason": reason, name: content });
+        if let Some(id) = id {
+            choice["token_ids"] = json!([id]);
+        }
         event(&self.json(self.chunk_object(), json!([choice])))
     }
 

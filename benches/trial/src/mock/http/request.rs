@@ -3,14 +3,12 @@
 //! Defines the fields that a mock engine uses and their rules; all other fields are ignored. An invalid body is
 //! rejected with a message. The tokenizer produces the tokens, and the handlers select the rank.
 
-use std::fmt;
-
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
 use axum::response::Response;
-use serde::de::{DeserializeOwned, Error, SeqAccess, Visitor};
-use serde::{Deserialize, Deserializer};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
 
 use super::answer;
 use crate::mock::handover::{HandoverFields, LegFacts};
@@ -19,7 +17,8 @@ use crate::mock::handover::{HandoverFields, LegFacts};
 const OUTPUT_TOKENS: u32 = 16;
 
 /// Prompt of `/v1/completions` and `/tokenize`: one per request.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq, Deserialize)]
+#[serde(untagged)]
 pub(super) enum PromptInput {
     Text(String),
     Tokens(Vec<u32>),
@@ -176,39 +175,6 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Parsed<T> {
         serde_json::from_slice(&body).map(Self).map_err(|error| {
             answer::error(StatusCode::BAD_REQUEST, &format!("the body is not the expected JSON: {error}"))
         })
-    }
-}
-
-impl<'de> Deserialize<'de> for PromptInput {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(PromptVisitor)
-    }
-}
-
-/// Reads token ids one by one, so that memory stays at four bytes per token for arrays of any length.
-struct PromptVisitor;
-
-impl<'de> Visitor<'de> for PromptVisitor {
-    type Value = PromptInput;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("one prompt: a string or an array of token ids")
-    }
-
-    fn visit_str<E: Error>(self, text: &str) -> Result<PromptInput, E> {
-        Ok(PromptInput::Text(text.to_owned()))
-    }
-
-    fn visit_string<E: Error>(self, text: String) -> Result<PromptInput, E> {
-        Ok(PromptInput::Text(text))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut ids: A) -> Result<PromptInput, A::Error> {
-        let mut tokens = Vec::new();
-        while let Some(token) = ids.next_element()? {
-            tokens.push(token);
-        }
-        Ok(PromptInput::Tokens(tokens))
     }
 }
 
