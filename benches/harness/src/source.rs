@@ -19,8 +19,8 @@ pub struct Source {
     /// Trace to send: Mooncake's or Alibaba's JSON lines, or Azure's table
     #[arg(long, value_name = "FILE", conflicts_with = "workload")]
     pub trace: Option<PathBuf>,
-    /// Format of the trace: mooncake, qwen or azure [default: by the file's name and first line]
-    #[arg(long, value_name = "FORMAT", requires = "trace")]
+    /// Format of the trace [default: by the file's name and first line]
+    #[arg(long, value_enum, value_name = "FORMAT", requires = "trace")]
     pub trace_format: Option<Format>,
     /// Workload to generate: a name, or name:setting=value,setting=value [default: chat]
     ///
@@ -109,7 +109,7 @@ mod tests {
             ("--workload chats", "unknown workload \"chats\""),
             ("--workload chat:rate=0", "rate is 0"),
             ("--trace a --workload chat", "cannot be used with"),
-            ("--trace a --trace-format b", "unknown trace format \"b\""),
+            ("--trace a --trace-format b", "invalid value 'b'"),
             ("--trace-format azure", "--trace"),
             ("--speedup 0", "--speedup"),
             ("--limit 0", "--limit"),

@@ -57,9 +57,8 @@ fn formats_are_detected_by_first_line_or_extension() {
         let detected = Trace::new(name, text).read(all()).expect("a trace");
         let named = Trace::new("unknown", text).read(ReadOptions { format: Some(format), ..all() }).expect("a trace");
         assert_eq!(detected.requests, named.requests);
-        assert_eq!(detected.name, format!("{name} ({format})"));
+        assert_eq!(detected.name, format!("{name} ({})", format!("{format:?}").to_lowercase()));
         assert_eq!((detected.arrivals, detected.requests[0].arrival_us), (Arrivals::OpenLoop, 0));
-        assert_eq!(format.name().parse(), Ok(format));
     }
     let unknown = Trace::new("a.jsonl", "\n{\"a\": 1}\n").read(all()).expect_err("no format").to_string();
     assert!(unknown.contains("a.jsonl, line 2: format not detected; specify"), "{unknown}");
@@ -126,8 +125,6 @@ fn errors_contain_file_line_and_rule() {
     assert!(binary.contains("line 1: not UTF-8"), "{binary}");
     let missing = read(Path::new("/nowhere/none.jsonl"), &all()).expect_err("no file").to_string();
     assert!(missing.contains("cannot read trace /nowhere/none.jsonl"), "{missing}");
-    let name = "splitwise".parse::<Format>().expect_err("unknown").to_string();
-    assert_eq!(name, "unknown trace format \"splitwise\"; known are mooncake, qwen and azure");
 }
 
 proptest! {
@@ -184,7 +181,7 @@ proptest! {
 
     #[test]
     fn arbitrary_bytes_are_parsed_or_rejected(bytes in prop::collection::vec(any::<u8>(), 0..300), format in 0_usize..4) {
-        let format = Format::ALL.get(format).copied();
+        let format = [Format::Mooncake, Format::Qwen, Format::Azure].get(format).copied();
         let trace = Trace::new("a.jsonl", &bytes);
         let _ = trace.read(ReadOptions { format, ..all() });
     }

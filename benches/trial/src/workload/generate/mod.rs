@@ -23,6 +23,7 @@ mod sources;
 mod unique;
 
 use std::fmt;
+use std::mem;
 use std::str::FromStr;
 
 use serde_json::{Map, Value};
@@ -107,41 +108,30 @@ pub enum Generator {
 }
 
 impl Generator {
-    /// All generators with their default settings and a constant rate.
+    /// All generators with their names on the command line, with default settings and a constant rate.
     #[must_use]
-    pub fn all() -> [Self; 11] {
+    pub fn all() -> [(&'static str, Self); 11] {
         [
-            Self::Chat(Chat::default()),
-            Self::Low(Chat::low()),
-            Self::SharedPrefix(SharedPrefix::default()),
-            Self::Agents(Agents::default()),
-            Self::Siblings(Siblings::default()),
-            Self::Burst(Burst::default()),
-            Self::PeerFirst(PeerFirst::default()),
-            Self::Conversations(Conversations::default()),
-            Self::Documents(Documents::default()),
-            Self::Unique(Unique::default()),
-            Self::Mix(Mix::default()),
+            ("chat", Self::Chat(Chat::default())),
+            ("low", Self::Low(Chat::low())),
+            ("shared-prefix", Self::SharedPrefix(SharedPrefix::default())),
+            ("agents", Self::Agents(Agents::default())),
+            ("siblings", Self::Siblings(Siblings::default())),
+            ("burst", Self::Burst(Burst::default())),
+            ("peer-first", Self::PeerFirst(PeerFirst::default())),
+            ("conversations", Self::Conversations(Conversations::default())),
+            ("documents", Self::Documents(Documents::default())),
+            ("unique", Self::Unique(Unique::default())),
+            ("mix", Self::Mix(Mix::default())),
         ]
     }
 
     /// Name on the command line.
     #[must_use]
     pub fn name(&self) -> &'static str {
-        match self {
-            Self::Chat(_) => "chat",
-            Self::Low(_) => "low",
-            Self::SharedPrefix(_) => "shared-prefix",
-            Self::Agents(_) => "agents",
-            Self::Siblings(_) => "siblings",
-            Self::Burst(_) => "burst",
-            Self::PeerFirst(_) => "peer-first",
-            Self::Conversations(_) => "conversations",
-            Self::Documents(_) => "documents",
-            Self::Unique(_) => "unique",
-            Self::Mix(_) => "mix",
-            Self::Varied(varied) => varied.generator.name(),
-        }
+        let own = if let Self::Varied(varied) = self { &varied.generator } else { self };
+        let mut all = Self::all().into_iter();
+        all.find(|(_, other)| mem::discriminant(other) == mem::discriminant(own)).map_or("", |(name, _)| name)
     }
 
     /// Generates the workload for `seed`.
@@ -160,17 +150,9 @@ impl Generator {
         workload
     }
 
-    /// All generators with their own settings and defaults, one per line, for `--help`.
-    #[must_use]
-    pub fn help() -> String {
-        Self::all()
-            .map(|generator| format!("{}:{}", generator.name(), settings::write(&generator.settings())))
-            .join("\n")
-    }
-
     /// The generator of a name with its default settings.
     fn default_of(name: &str) -> Option<Self> {
-        Self::all().into_iter().find(|generator| generator.name() == name)
+        Self::all().into_iter().find(|(known, _)| *known == name).map(|(_, generator)| generator)
     }
 
     fn settings(&self) -> Map<String, Value> {
@@ -203,7 +185,7 @@ impl FromStr for Generator {
     fn from_str(text: &str) -> Result<Self, WorkloadError> {
         let (name, given) = text.split_once(':').unwrap_or((text, ""));
         let Some(default) = Self::default_of(name) else {
-            let known = Self::all().iter().map(Self::name).collect::<Vec<_>>().join(", ");
+            let known = Self::all().map(|(name, _)| name).join(", ");
             return Err(WorkloadError(format!("unknown workload {name:?}; known are {known}")));
         };
         if !default.has_rate() {

@@ -12,9 +12,7 @@ mod lines;
 pub mod mooncake;
 pub mod qwen;
 
-use std::fmt;
 use std::path::Path;
-use std::str::FromStr;
 
 use lines::Lines;
 
@@ -25,6 +23,7 @@ const TIME_US_MAX: f64 = 3.2e15;
 
 /// Format of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "mock", derive(clap::ValueEnum))]
 pub enum Format {
     /// Mooncake's JSON lines.
     Mooncake,
@@ -35,19 +34,6 @@ pub enum Format {
 }
 
 impl Format {
-    /// All formats.
-    pub const ALL: [Self; 3] = [Self::Mooncake, Self::Qwen, Self::Azure];
-
-    /// Name on the command line.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Mooncake => "mooncake",
-            Self::Qwen => "qwen",
-            Self::Azure => "azure",
-        }
-    }
-
     /// Detects the format of a file: a table by its extension, otherwise by its first line.
     fn detect(path: &Path, line: &str) -> Option<Self> {
         let table = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("csv"));
@@ -61,21 +47,6 @@ impl Format {
             (true, false) => Some(Self::Mooncake),
             (false, _) => None,
         }
-    }
-}
-
-impl fmt::Display for Format {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for Format {
-    type Err = WorkloadError;
-
-    fn from_str(name: &str) -> Result<Self, WorkloadError> {
-        let unknown = || WorkloadError(format!("unknown trace format {name:?}; known are mooncake, qwen and azure"));
-        Self::ALL.into_iter().find(|format| format.name() == name).ok_or_else(unknown)
     }
 }
 
@@ -125,7 +96,7 @@ pub fn read(path: &Path, options: &ReadOptions) -> Result<Workload, WorkloadErro
     }
     let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
     let mut workload = Workload {
-        name: format!("{name} ({format})"),
+        name: format!("{name} ({})", format!("{format:?}").to_lowercase()),
         requests,
         arrivals: Arrivals::OpenLoop,
         trace_checksum: Some(lines.checksum()?),
