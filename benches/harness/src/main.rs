@@ -56,7 +56,9 @@ fn is_closed_pipe(error: &Failed) -> bool {
 
 fn main() -> ExitCode {
     let done = match Arguments::parse().command {
-        Command::Replay(replay) => run(&replay),
+        Command::Replay(replay) => {
+            replay.run(Embedded::start).and_then(|report| Ok(report.write(io::stdout(), replay.json)?))
+        }
         Command::Events(events) => events.run().and_then(|report| Ok(report.write(io::stdout(), events.json)?)),
         Command::Simulate(simulate) => simulate.run(io::stdout(), io::stderr()),
         Command::Compare(compare) => compare.run(io::stdout(), io::stderr()),
@@ -76,16 +78,6 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-fn run(replay: &Replay) -> Result<(), Failed> {
-    // Installed before the router starts, because its actors obtain their metric handles at start.
-    let metrics = replay.metrics.then(|| PrometheusBuilder::new().install_recorder()).transpose()?;
-    let report = replay.run(Embedded::start)?;
-    if let Some(metrics) = metrics {
-        write!(io::stderr(), "{}", metrics.render())?;
-    }
-    Ok(report.write(io::stdout(), replay.json)?)
 }
 
 fn held(hold: &Hold) -> Result<(), Failed> {

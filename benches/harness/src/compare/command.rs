@@ -11,6 +11,7 @@ use super::{Comparison, Policied};
 use crate::Failed;
 use crate::progress::Progress;
 use crate::results::Summary;
+use crate::results::reporting::admit;
 use crate::simulate::{self, Simulate};
 use crate::targets::Embedded;
 
@@ -39,7 +40,7 @@ impl Compare {
     pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), Failed> {
         let seeds = seeds(self.simulate.router.seed, self.seeds);
         let comparison = simulated(&self.simulate, &self.policies, &seeds, self.jobs)?;
-        self.simulate.reporting.admit(&comparison.warnings(), warnings_out)?;
+        admit(&comparison.warnings(), self.simulate.reporting.strict, warnings_out)?;
         Ok(comparison.write(out, self.simulate.reporting.json)?)
     }
 }

@@ -9,6 +9,7 @@ use super::command::seeds;
 use crate::Failed;
 use crate::load::Load;
 use crate::results::Summary;
+use crate::results::reporting::admit;
 
 /// Several endpoints under the same load, one after the other.
 ///
@@ -37,7 +38,7 @@ impl CompareEndpoints {
         let urls: Vec<String> = std::iter::once(&self.load.url).chain(&self.against).cloned().collect();
         let comparison = Comparison::run(&urls, &seeds(self.load.seed, self.seeds), |url, seed| self.one(url, seed))?;
         let reporting = &self.load.reporting;
-        reporting.admit(&comparison.warnings(), warnings_out)?;
+        admit(&comparison.warnings(), reporting.strict, warnings_out)?;
         Ok(comparison.write(out, reporting.json)?)
     }
 

@@ -53,9 +53,8 @@ fn is_whole(body: &[u8], is_stream: bool) -> bool {
 
 /// HTTP client with the bearer token of operators, or without.
 pub(super) fn http(api_key: Option<&str>) -> Result<HttpClient, ClientError> {
-    let options =
-        ClientOptions { has_tls: false, api_key, rank_header: None, timeout: TIMEOUT, connections_max: REQUESTS_MAX };
-    HttpClient::new(&options)
+    let connections_max = REQUESTS_MAX;
+    HttpClient::new(&ClientOptions { api_key, timeout: TIMEOUT, connections_max, ..ClientOptions::default() })
 }
 
 /// One gateway of the traffic.

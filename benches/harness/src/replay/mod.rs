@@ -102,10 +102,6 @@ pub struct Replay {
     #[arg(long)]
     #[serde(skip)]
     pub json: bool,
-    /// Print the router's metrics on standard error at the end, in Prometheus format
-    #[arg(long)]
-    #[serde(skip)]
-    pub metrics: bool,
 }
 
 impl Replay {

@@ -31,14 +31,6 @@ pub struct Reporting {
     pub series: bool,
 }
 
-impl Default for Reporting {
-    /// Options without any flags.
-    fn default() -> Self {
-        let Limits { ttft_ms, itl_ms } = Limits::default();
-        Self { json: false, strict: false, ttft_limit_ms: ttft_ms, itl_limit_ms: itl_ms, series: false }
-    }
-}
-
 fn positive_ms(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(ms) if ms.is_finite() && ms > 0.0 => Ok(ms),
@@ -60,20 +52,20 @@ impl Reporting {
     pub fn finish(&self, run: &Run, facts: &Facts, out: impl Write, warnings_out: impl Write) -> Result<(), Failed> {
         let summary = Summary::new(run, facts);
         let warnings: Vec<String> = summary.warnings.iter().map(|warning| warning.message.clone()).collect();
-        self.admit(&warnings, warnings_out)?;
+        admit(&warnings, self.strict, warnings_out)?;
         Ok(summary.write(out, self.json)?)
     }
+}
 
-    /// Writes `warnings` to `out`, one per line.
-    ///
-    /// # Errors
-    /// There are warnings under `--strict`, which are then returned instead of written, or the writer fails.
-    pub fn admit(&self, warnings: &[String], mut out: impl Write) -> Result<(), Failed> {
-        if self.strict && !warnings.is_empty() {
-            return Err(format!("--strict rejects figures with warnings: {}", warnings.join("; ")).into());
-        }
-        Ok(warnings.iter().try_for_each(|warning| writeln!(out, "warning: {warning}"))?)
+/// Writes `warnings` to `out`, one per line.
+///
+/// # Errors
+/// There are warnings and `is_strict`; they are then returned instead of written. Or the writer fails.
+pub fn admit(warnings: &[String], is_strict: bool, mut out: impl Write) -> Result<(), Failed> {
+    if is_strict && !warnings.is_empty() {
+        return Err(format!("--strict rejects figures with warnings: {}", warnings.join("; ")).into());
     }
+    Ok(warnings.iter().try_for_each(|warning| writeln!(out, "warning: {warning}"))?)
 }
 
 #[cfg(test)]

@@ -2,22 +2,19 @@
 //!
 //! Selects the workloads and their number of requests. A suite takes minutes, so progress is shown.
 
-use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::Write;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::Args;
 
 use super::{Baseline, Entry, Row, Seeds, Selection, Suite, entries, matrix};
+use crate::Failed;
 use crate::compare::command::seeds;
 use crate::compare::{Comparison, Policied, simulated};
 use crate::progress::Progress;
-use crate::results::{Reporting, SCHEMA_VERSION, write_json};
-use crate::{Failed, unusable};
-
-/// Number of requests per workload under `--quick`.
-const QUICK_REQUESTS: u32 = 600;
+use crate::results::reporting::admit;
+use crate::results::{SCHEMA_VERSION, write_json};
 
 /// Runs the workloads of the suite, each under several policies.
 #[derive(Args, Clone, Debug)]
@@ -32,9 +29,6 @@ pub struct RunSuite {
     /// Trace in Mooncake's format for workloads that need one; without it they are skipped
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
-    /// Run only the first 600 requests of each workload, as a smoke test
-    #[arg(long)]
-    pub quick: bool,
     /// First seed, unless --families is given
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
@@ -42,7 +36,7 @@ pub struct RunSuite {
     #[command(flatten)]
     pub selection: Selection,
     /// File with the figures of another router, to which all policies are compared; requires --families
-    #[arg(long, value_name = "FILE", requires = "families", conflicts_with = "quick")]
+    #[arg(long, value_name = "FILE", requires = "families")]
     pub baseline: Option<PathBuf>,
     /// Number of parallel simulations [default: number of cores]
     #[arg(long)]
@@ -50,9 +44,6 @@ pub struct RunSuite {
     /// Print all figures of all runs as one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Write that object to a file, beside the printed table
-    #[arg(long, value_name = "FILE")]
-    pub json_file: Option<PathBuf>,
     /// Add the data for plots to the JSON
     #[arg(long)]
     pub series: bool,
@@ -69,12 +60,7 @@ impl RunSuite {
     pub fn run(&self, out: impl Write, mut warnings_out: impl Write) -> Result<(), Failed> {
         let suite = self.suite(&mut warnings_out)?;
         let warnings: Vec<String> = suite.rows.iter().flat_map(|row| row.comparison.warnings()).collect();
-        let reporting = Reporting { strict: self.strict, ..Reporting::default() };
-        reporting.admit(&warnings, &mut warnings_out)?;
-        if let Some(path) = &self.json_file {
-            let written = File::create(path).map(BufWriter::new).and_then(|file| write_json(file, &suite));
-            written.map_err(unusable("write", path))?;
-        }
+        admit(&warnings, self.strict, &mut warnings_out)?;
         let written = if self.json { write_json(out, &suite) } else { suite.write_text(out) };
         Ok(written?)
     }
@@ -92,9 +78,6 @@ impl RunSuite {
             };
             progress.name(&format!("now {}", entry.name));
             simulate.reporting.series = self.series;
-            if self.quick {
-                simulate.source.limit = Some(QUICK_REQUESTS);
-            }
             let failed = |source| format!("workload {}: {source}", entry.name);
             let mut comparison = simulated(&simulate, &self.policies, &seeds, self.jobs).map_err(failed)?;
             progress.add(1);

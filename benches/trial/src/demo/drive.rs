@@ -50,8 +50,7 @@ pub(super) struct Target {
 /// A client of one run, or of pages.
 pub(super) fn http(connections_max: usize) -> HttpClient {
     let connections_max = u32::try_from(connections_max).unwrap_or(u32::MAX);
-    let options =
-        ClientOptions { has_tls: false, api_key: None, rank_header: None, timeout: PATIENCE, connections_max };
+    let options = ClientOptions { timeout: PATIENCE, connections_max, ..ClientOptions::default() };
     HttpClient::new(&options).expect("no option can be invalid")
 }
 

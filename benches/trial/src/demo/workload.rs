@@ -8,7 +8,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use axum::body::Bytes;
-use serde::Serialize;
+use serde_json::json;
 
 use crate::workload::Rng;
 
@@ -66,27 +66,6 @@ pub(super) struct Turn {
     pub(super) think_ms: u32,
 }
 
-/// Body of a chat request. Field order is the order on the wire.
-#[derive(Serialize)]
-struct Body<'a> {
-    model: &'a str,
-    messages: Vec<ChatMessage<'a>>,
-    max_tokens: u32,
-    stream: bool,
-    stream_options: UsageOption,
-}
-
-#[derive(Serialize)]
-struct ChatMessage<'a> {
-    role: &'static str,
-    content: &'a str,
-}
-
-#[derive(Serialize)]
-struct UsageOption {
-    include_usage: bool,
-}
-
 impl ClientScripts {
     /// Generates `requests` questions in total, divided evenly among `clients`.
     pub(super) fn new(seed: u64, clients: u32, requests: u32) -> Self {
@@ -134,21 +113,19 @@ impl ConversationScript {
 
     /// Body of the next request after `answers`, the answers so far.
     pub(super) fn body(&self, model: &str, answers: &[String]) -> Bytes {
-        let mut messages = vec![ChatMessage { role: "system", content: &self.system }];
+        let message = |role: &str, content: &str| json!({ "role": role, "content": content });
+        let mut messages = vec![message("system", &self.system)];
         for (turn, answer) in self.turns.iter().zip(answers) {
-            messages.push(ChatMessage { role: "user", content: &turn.question });
-            messages.push(ChatMessage { role: "assistant", content: answer });
+            messages.extend([message("user", &turn.question), message("assistant", answer)]);
         }
-        let turn = &self.turns[answers.len()];
-        messages.push(ChatMessage { role: "user", content: &turn.question });
-        body(model, messages, turn.output_tokens)
+        let Turn { question, output_tokens, .. } = &self.turns[answers.len()];
+        messages.push(message("user", question));
+        let body = json!({
+            "model": model, "messages": messages, "max_tokens": output_tokens, "stream": true,
+            "stream_options": { "include_usage": true },
+        });
+        body.to_string().into()
     }
-}
-
-fn body(model: &str, messages: Vec<ChatMessage<'_>>, max_tokens: u32) -> Bytes {
-    let stream_options = UsageOption { include_usage: true };
-    let body = Body { model, messages, max_tokens, stream: true, stream_options };
-    serde_json::to_vec(&body).expect("text and numbers are JSON").into()
 }
 
 /// Generates words of two or three syllables. Each word with the space before it is one token of the mock tokenizer.
