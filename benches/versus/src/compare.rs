@@ -11,8 +11,8 @@ use pointsman_bench::Failed;
 use pointsman_bench::replay::{Common, Report};
 use pointsman_versus::columns::print;
 
-use crate::table::{Cell, Source, Table};
-use crate::{DynamoOptions, RouterChoice};
+use crate::RouterChoice;
+use crate::table::{Cell, Source, markdown};
 
 /// A comparison: every combination of threads, workers and sources of requests, `pairs` times on both routers.
 #[derive(Args, Debug)]
@@ -34,9 +34,7 @@ pub(crate) struct Compare {
     /// Number of runs per router and combination
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pairs: u32,
-    #[command(flatten)]
-    dynamo: DynamoOptions,
-    /// Print all runs as one JSON object; the table is printed on standard error
+    /// Print all runs as one JSON array; the table is printed on standard error
     #[arg(long)]
     json: bool,
 }
@@ -52,8 +50,7 @@ impl Compare {
                 }
             }
         }
-        let table = Table { cells };
-        Ok(print(&table.markdown(), &table, self.json)?)
+        Ok(print(&markdown(&cells), &cells, self.json)?)
     }
 
     /// Closed loops of all numbers of clients, then open loops of all rates.
@@ -67,8 +64,7 @@ impl Compare {
     /// All runs of one combination. The order of the routers alternates between pairs, so that a temporary slowdown of
     /// the machine affects both.
     fn cell(&self, threads: usize, workers: u32, source: Source) -> Result<Cell, Failed> {
-        let instructions = self.instructions(threads, workers, source)?;
-        let mut cell = Cell { threads, workers, source, instructions, ours: Vec::new(), theirs: Vec::new() };
+        let mut cell = Cell { threads, workers, source, ours: Vec::new(), theirs: Vec::new() };
         for pair in 0..self.pairs {
             let order = if pair % 2 == 0 {
                 [RouterChoice::Pointsman, RouterChoice::Dynamo]
@@ -91,26 +87,10 @@ impl Compare {
                 match subject {
                     RouterChoice::Pointsman => cell.ours.push(report),
                     RouterChoice::Dynamo => cell.theirs.push(report),
-                    RouterChoice::RoundRobin => {}
                 }
             }
         }
         Ok(cell)
-    }
-
-    /// Thousands of instructions per request, ours and theirs, each without the loop's own. None if instructions cannot
-    /// be counted.
-    fn instructions(&self, threads: usize, workers: u32, source: Source) -> Result<Option<[f64; 2]>, Failed> {
-        let count = |subject| -> Result<Option<f64>, Failed> {
-            let output = self.command(subject, threads, workers, source)?.arg("--count-instructions").output()?;
-            Ok(String::from_utf8(output.stdout)?.trim().parse().ok())
-        };
-        let (Some(loop_alone), Some(ours), Some(theirs)) =
-            (count(RouterChoice::RoundRobin)?, count(RouterChoice::Pointsman)?, count(RouterChoice::Dynamo)?)
-        else {
-            return Ok(None);
-        };
-        Ok(Some([ours, theirs].map(|counted| (counted - loop_alone) / 1e3)))
     }
 
     fn child(&self, subject: RouterChoice, threads: usize, workers: u32, source: Source) -> Result<Report, Failed> {
@@ -138,9 +118,6 @@ impl Compare {
                 command.args(["--rate", &rate.to_string()])
             }
         };
-        if let Some(event_threads) = self.dynamo.dynamo_event_threads {
-            command.args(["--dynamo-event-threads", &event_threads.to_string()]);
-        }
         command.args(common.to_arguments());
         Ok(command)
     }

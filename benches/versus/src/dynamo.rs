@@ -31,7 +31,7 @@ use pointsman_bench::fleet::Setup;
 use pointsman_bench::targets::{Call, Routed, Target};
 use pointsman_trial::engine::EngineConfig;
 
-use crate::parity::{Facts, View};
+use crate::tally::{Facts, View};
 
 /// Timeout for all workers to become schedulable.
 const READY_MAX: Duration = Duration::from_secs(30);
@@ -54,9 +54,9 @@ impl DynamoRouter {
     ///
     /// # Errors
     /// It rejects its configuration or a worker, or is not ready in time.
-    pub async fn start(setup: &Setup, event_threads: Option<usize>, with_output: bool) -> Result<Self, Failed> {
+    pub async fn start(setup: &Setup, with_output: bool) -> Result<Self, Failed> {
         let config = KvRouterConfig::default();
-        let event_threads = event_threads.unwrap_or(config.router_event_threads as usize);
+        let event_threads = config.router_event_threads as usize;
         let service = SelectionServiceBuilder::new(config, WorkerType::Aggregated, RouterPluginRegistry::default())
             .worker_selection_policy_factory(Arc::new(|config, role, _| {
                 WorkerSelectionPolicy::reference(config.clone(), role.default_selector_label())

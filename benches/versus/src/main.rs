@@ -6,24 +6,22 @@ mod compare;
 mod dynamo;
 mod indexes;
 mod parity;
-mod round_robin;
 mod simulate;
 mod suite;
 mod table;
+mod tally;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use perf_event::events::Hardware;
 use pointsman_bench::Failed;
 use pointsman_bench::fleet::Setup;
-use pointsman_bench::replay::{Replay, Report};
-use pointsman_bench::targets::{Embedded, Target};
+use pointsman_bench::replay::Replay;
+use pointsman_bench::targets::Embedded;
 use pointsman_versus::index;
 
 use dynamo::DynamoRouter;
-use round_robin::RoundRobin;
 
 /// Compare Pointsman with dynamo-kv-router under the same load
 #[derive(Parser)]
@@ -57,20 +55,7 @@ struct Run {
     #[arg(long, value_enum)]
     target: RouterChoice,
     #[command(flatten)]
-    dynamo: DynamoOptions,
-    /// Print the number of user-mode instructions per request instead, including the loop's own
-    #[arg(long)]
-    count_instructions: bool,
-    #[command(flatten)]
     replay: Replay,
-}
-
-/// Options of dynamo-kv-router only.
-#[derive(Args, Clone, Copy, Debug)]
-struct DynamoOptions {
-    /// Number of dynamo-kv-router's event threads [default: its own default]
-    #[arg(long)]
-    dynamo_event_threads: Option<usize>,
 }
 
 /// A router to run.
@@ -80,37 +65,15 @@ enum RouterChoice {
     Pointsman,
     /// dynamo-kv-router
     Dynamo,
-    /// A router that only selects ranks in rotation, to measure the loop itself
-    RoundRobin,
 }
 
 impl Run {
     fn run(&self) -> Result<(), Failed> {
-        match self.target {
-            RouterChoice::Pointsman => self.drive(Embedded::start),
-            RouterChoice::Dynamo => self
-                .drive(async |setup: &Setup| DynamoRouter::start(setup, self.dynamo.dynamo_event_threads, true).await),
-            RouterChoice::RoundRobin => self.drive(async |setup: &Setup| Ok(RoundRobin::new(setup.fleet))),
-        }
-    }
-
-    fn drive<T: Target>(&self, start: impl AsyncFnOnce(&Setup) -> Result<T, Failed>) -> Result<(), Failed> {
-        if !self.count_instructions {
-            return Ok(self.replay.run(start)?.write(io::stdout().lock(), self.replay.json)?);
-        }
-        // Covers the threads created afterwards, from the start of the router to the end of the run: the loop, the
-        // simulated engines and the shutdown are included, therefore the figure of a round-robin router is subtracted.
-        let mut builder = perf_event::Builder::new().kind(Hardware::INSTRUCTIONS);
-        builder.inherit(true);
-        let mut counter = builder.build()?;
-        let report: Report = self.replay.run(async |setup: &Setup| {
-            let router = start(setup).await?;
-            counter.enable()?;
-            Ok(router)
-        })?;
-        // The number of warm-up requests equals that of measured requests, or is one less.
-        let requests = 2 * report.requests;
-        Ok(writeln!(io::stdout(), "{:.1}", counter.read()? as f64 / requests as f64)?)
+        let report = match self.target {
+            RouterChoice::Pointsman => self.replay.run(Embedded::start),
+            RouterChoice::Dynamo => self.replay.run(async |setup: &Setup| DynamoRouter::start(setup, true).await),
+        };
+        Ok(report?.write(io::stdout().lock(), self.replay.json)?)
     }
 }
 

@@ -9,8 +9,6 @@
 //! the rank's [`Engine`] holds its blocks and both routers receive the events; later the request ends. The seed
 //! determines which request advances next, so requests do not end in the order of their arrival.
 
-mod tally;
-
 use std::io::{self, Write};
 use std::num::NonZeroU32;
 
@@ -25,10 +23,8 @@ use pointsman_bench::replay::{Common, Replay};
 use pointsman_bench::targets::{Call, Embedded, Target};
 use pointsman_versus::columns::print;
 
-use self::tally::{Decision, Tally, Verdict};
-pub(crate) use self::tally::{Facts, View};
-use crate::DynamoOptions;
 use crate::dynamo::DynamoRouter;
+use crate::tally::{self, Decision, Facts, Tally, Verdict, View};
 
 /// A comparison of decisions.
 #[derive(Args, Debug)]
@@ -49,8 +45,6 @@ pub(crate) struct Parity {
     /// Number of runtime threads
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
     threads: u32,
-    #[command(flatten)]
-    dynamo: DynamoOptions,
     /// Minimum share of untied decisions that must agree, in %
     #[arg(long, default_value_t = 99.0)]
     agreement_min: f64,
@@ -96,11 +90,10 @@ impl Parity {
             threads: self.threads as usize,
             rate: None,
             json: false,
-            metrics: false,
         }
         .setup();
         let ours = Embedded::start(&setup).await?;
-        let theirs = DynamoRouter::start(&setup, self.dynamo.dynamo_event_threads, true).await?;
+        let theirs = DynamoRouter::start(&setup, true).await?;
         let mut pair = RouterPair::new(ours, theirs, setup.fleet, self.common.kv_blocks);
         let mut draws = Draws { seed: self.common.seed, drawn: 0 };
         let (mut tally, mut prefilling, mut decoding) = (Tally::default(), Vec::new(), Vec::new());

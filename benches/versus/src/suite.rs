@@ -10,7 +10,6 @@ use pointsman_bench::simulate::Simulate;
 use pointsman_bench::suite::{Baseline, Selection};
 use pointsman_bench::targets::Target;
 
-use crate::DynamoOptions;
 use crate::dynamo::DynamoRouter;
 use crate::simulate::run_dynamo;
 
@@ -25,8 +24,6 @@ pub(crate) struct SuiteOfDynamo {
     /// Number of parallel simulations
     #[arg(long, default_value = "1")]
     jobs: NonZeroUsize,
-    #[command(flatten)]
-    dynamo: DynamoOptions,
 }
 
 impl SuiteOfDynamo {
@@ -40,6 +37,6 @@ impl SuiteOfDynamo {
         let workload = simulate.source.load(seed)?;
         let mut setup = simulate.setup(workload.requests.len())?;
         setup.router.seed = seed;
-        run_dynamo(&setup, &workload, &simulate.reporting, self.dynamo, true)
+        run_dynamo(&setup, &workload, &simulate.reporting, true)
     }
 }

@@ -33,16 +33,8 @@ pub(crate) struct Cell {
     pub(crate) threads: usize,
     pub(crate) workers: u32,
     pub(crate) source: Source,
-    /// Thousands of instructions per request: ours, theirs.
-    pub(crate) instructions: Option<[f64; 2]>,
     pub(crate) ours: Vec<Report>,
     pub(crate) theirs: Vec<Report>,
-}
-
-/// All combinations.
-#[derive(Debug, Serialize)]
-pub(crate) struct Table {
-    pub(crate) cells: Vec<Cell>,
 }
 
 const CPU: Column<Report> = Column::new("CPU µs", 1, |run| Some(run.router_cpu_us_per_request));
@@ -81,8 +73,6 @@ impl Cell {
         cells.extend(
             COLUMNS.iter().map(|column| format!("{} / {}", column.shown(&self.ours), column.shown(&self.theirs))),
         );
-        let instructions = |[ours, theirs]: [f64; 2]| format!("{ours:.1} / {theirs:.1} ({:.2})", ours / theirs);
-        cells.push(self.instructions.map_or("-".to_owned(), instructions));
         cells.extend([CPU, P50, P99].map(|column| shown(self.ratio(&column), 2)));
         let pairs: Vec<String> = self.cpu_ratios().iter().map(|ratio| format!("{ratio:.2}")).collect();
         cells.push(pairs.join(" "));
@@ -90,13 +80,11 @@ impl Cell {
     }
 }
 
-impl Table {
-    /// Markdown table of the medians; each figure is ours / theirs.
-    pub(crate) fn markdown(&self) -> String {
-        let last = ["thousand instr.", "CPU ratio", "p50 ratio", "p99 ratio", "CPU by pair"];
-        let rows: String = self.cells.iter().map(Cell::row).collect();
-        head(&["threads", "workers", "requests from"], &COLUMNS, &last) + &rows
-    }
+/// Markdown table of the medians; each figure is ours / theirs.
+pub(crate) fn markdown(cells: &[Cell]) -> String {
+    let last = ["CPU ratio", "p50 ratio", "p99 ratio", "CPU by pair"];
+    let rows: String = cells.iter().map(Cell::row).collect();
+    head(&["threads", "workers", "requests from"], &COLUMNS, &last) + &rows
 }
 
 #[cfg(test)]
@@ -123,7 +111,6 @@ mod tests {
             threads: 2,
             workers: 8,
             source: Source::Clients { clients: 1, take_turns: false },
-            instructions: Some([3.0, 6.0]),
             ours: reports(ours),
             theirs: reports(theirs),
         }
@@ -143,19 +130,17 @@ mod tests {
         assert_eq!(rate.to_string(), "3000/s");
         assert_eq!(Source::Clients { clients: 16, take_turns: true }.to_string(), "16 clients in turn");
         let cell = Cell { source: rate, ..cell(&[30.0], &[60.0]) };
-        assert!(Table { cells: vec![cell] }.markdown().contains("| 2 | 8 | 3000/s |"));
+        assert!(markdown(&[cell]).contains("| 2 | 8 | 3000/s |"));
     }
 
     #[test]
     fn the_table_has_equal_numbers_of_cells_per_line() {
-        let table = Table { cells: vec![cell(&[30.0], &[60.0]), cell(&[], &[60.0])] };
-        let markdown = table.markdown();
+        let markdown = markdown(&[cell(&[30.0], &[60.0]), cell(&[], &[60.0])]);
         let lines: Vec<&str> = markdown.lines().collect();
         assert_eq!(lines.len(), 4);
-        assert!(lines.iter().all(|line| line.matches('|').count() == 16), "{markdown}");
+        assert!(lines.iter().all(|line| line.matches('|').count() == 15), "{markdown}");
         assert!(
-            lines[2].contains("| 30.0 / 60.0 |")
-                && lines[2].contains("| 3.0 / 6.0 (0.50) | 0.50 | 1.00 | 1.00 | 0.50 |"),
+            lines[2].contains("| 30.0 / 60.0 |") && lines[2].contains("| 0.50 | 1.00 | 1.00 | 0.50 |"),
             "{markdown}"
         );
         assert!(lines[3].contains("| - / 60.0 |"), "{markdown}");
