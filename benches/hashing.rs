@@ -42,23 +42,6 @@ fn benches(criterion: &mut Criterion) {
         bencher.iter(|| sequence_hashes(black_box(&blocks)));
     });
     group.finish();
-
-    let mut group = criterion.benchmark_group("one block");
-    for block_size in [16, 64].map(|n| NonZeroU32::new(n).expect("not zero")) {
-        let hasher = BlockHasher::new(HashScheme::new(block_size));
-        let tokens = &tokens[..block_size.get() as usize];
-        group.bench_function(format!("of {block_size} tokens, not collected"), |bencher| {
-            bencher.iter(|| hasher.hashes(black_box(tokens), &MmBlocks::NONE).for_each(|hash| _ = black_box(hash)));
-        });
-    }
-    group.bench_function("seed with adapter and salt", |bencher| {
-        let scheme = HashScheme { lora_name: Some("my-lora"), cache_salt: Some("tenant-a"), ..plain };
-        bencher.iter(|| black_box(&scheme).seed());
-    });
-    group.bench_function("ten images, split over 188 blocks", |bencher| {
-        bencher.iter(|| MmBlocks::split(black_box(&images), ISL_TOKENS, block_size));
-    });
-    group.finish();
 }
 
 criterion_group!(hashing, benches);

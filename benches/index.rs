@@ -1,9 +1,8 @@
 //! Cost of a stored block, a removed block and a query in the prefix index under a steady load.
 //!
 //! The load has sixteen ranks, each with a cache of 16,384 blocks that evicts least recently used leaves.
-//! `POINTSMAN_TRACE` is the path of a trace in Mooncake's format (one `{"hash_ids": [...], ...}` per line, 512 tokens
-//! per id, here eight blocks of 64). Without it, the load consists of generated conversations over shared system
-//! prompts. Each request is sent to a pseudo-random rank, so that prefixes spread. Before the measurement, the caches
+//! `POINTSMAN_TRACE` is the path of a trace, such as Mooncake's. Without it, the load consists of generated conversations
+//! over shared system prompts. Blocks have 64 tokens. Each request is sent to a pseudo-random rank, so that prefixes spread. Before the measurement, the caches
 //! are filled and evict blocks.
 //!
 //! Criterion measures stores, removals and queries per element. In addition, the distribution of single queries and the
@@ -14,6 +13,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::hint::black_box;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
@@ -21,10 +21,13 @@ use pointsman::internals::index::{BlockDigest, Index, Overlaps};
 use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock};
 use pointsman::test_support::{mix, rank};
+use pointsman_trial::workload::generate::Conversations;
+use pointsman_trial::workload::trace::{ReadOptions, read};
+use pointsman_trial::workload::{Request, Segment};
 
 const RANKS: u64 = 16;
 const BLOCKS_PER_RANK: usize = 16_384;
-const BLOCKS_PER_ID: u64 = 8;
+const BLOCK_SIZE: u32 = 64;
 
 /// Events of one request. Evictions come first, because they make room.
 struct Step {
@@ -39,45 +42,19 @@ struct Load {
     prompts: Vec<Vec<BlockHash>>,
 }
 
-/// Requests as lists of ids, each id `BLOCKS_PER_ID` blocks.
-fn requests() -> Vec<Vec<u64>> {
+/// Block hashes of the prompts, of equal blocks for equal segments.
+fn prompts() -> Vec<Vec<u64>> {
     #[expect(clippy::disallowed_methods, reason = "the trace is not shipped; the caller provides its path")]
-    let Ok(path) = std::env::var("POINTSMAN_TRACE") else { return generated() };
-    let trace = std::fs::read_to_string(&path).expect("POINTSMAN_TRACE names a readable file");
-    let ids = |line: &str| {
-        let record: serde_json::Value = serde_json::from_str(line).expect("each line is a JSON object");
-        let ids = record["hash_ids"].as_array().expect("each record has hash_ids");
-        ids.iter().map(|id| id.as_u64().expect("hash_ids are numbers")).collect()
+    let workload = match std::env::var("POINTSMAN_TRACE") {
+        Ok(path) => read(Path::new(&path), &ReadOptions::default()).expect("POINTSMAN_TRACE names a trace"),
+        Err(_) => Conversations { requests: 12_000, ..Conversations::default() }.generate(1),
     };
-    trace.lines().map(ids).collect()
-}
-
-/// Conversations of up to eight turns, each prompt an extension of the previous one, over twelve system prompts.
-fn generated() -> Vec<Vec<u64>> {
-    let mut open: Vec<Vec<u64>> = Vec::new();
-    let mut next_id = 1_000;
-    let mut requests = Vec::new();
-    for draw in (0..12_000_u64).map(|n| mix(n ^ 0x0005_eed5)) {
-        let conversation = if open.len() < 256 || draw % 5 < 2 {
-            let system = draw >> 8 & 0xff;
-            let prompt = (0..2 + system % 7).map(|at| system % 12 * 16 + at).collect();
-            if open.len() < 256 {
-                open.push(prompt);
-                open.len() - 1
-            } else {
-                let replaced = (draw >> 16) as usize % open.len();
-                open[replaced] = prompt;
-                replaced
-            }
-        } else {
-            (draw >> 16) as usize % open.len()
-        };
-        let turn = 2 + (draw >> 40) % 24;
-        open[conversation].extend(next_id..next_id + turn);
-        next_id += turn;
-        requests.push(open[conversation].clone());
-    }
-    requests
+    let blocks = |segment: &Segment| {
+        let id = mix(segment.id);
+        (0..segment.tokens / BLOCK_SIZE).map(move |block| mix(id ^ u64::from(block)))
+    };
+    let hashes = |request: &Request| request.prompt.iter().flat_map(blocks).take(BLOCKS_PER_RANK).collect();
+    workload.requests.iter().map(hashes).collect()
 }
 
 /// Cache of one rank: the time of last use and the depth of each held block.
@@ -112,10 +89,7 @@ impl Cache {
 fn load() -> Load {
     let mut caches: Vec<Cache> = (0..RANKS).map(|_| Cache::default()).collect();
     let (mut steps, mut prompts) = (Vec::new(), Vec::new());
-    let requests = requests();
-    for (now, ids) in (0_u64..).zip(&requests) {
-        let hashes: Vec<u64> = ids.iter().flat_map(|id| (0..BLOCKS_PER_ID).map(move |n| mix(id * 8 + n))).collect();
-        let hashes = &hashes[..hashes.len().min(BLOCKS_PER_RANK)];
+    for (now, hashes) in (0_u64..).zip(self::prompts()) {
         // An engine hash covers the whole prefix of a block.
         let names = hashes.iter().scan(7, |name, hash| {
             *name = mix(*name ^ hash);
@@ -134,7 +108,7 @@ fn load() -> Load {
             removed: (!removed.is_empty()).then(|| event(KvEvent::Removed { blocks: removed })),
             stored: (!blocks.is_empty()).then(|| event(KvEvent::Stored { parent, blocks })),
         });
-        prompts.push(hashes.iter().copied().map(BlockHash).collect());
+        prompts.push(hashes.into_iter().map(BlockHash).collect());
     }
     let timed = steps.split_off(steps.len() / 2);
     let prompts = prompts.split_off(steps.len());
@@ -159,25 +133,13 @@ fn warmed(load: &Load) -> Index {
 struct Spent {
     time: Duration,
     blocks: u64,
-    /// Nanoseconds per block of each step. Their median is insensitive to other load on the machine.
-    steps: Vec<f64>,
 }
 
 impl Spent {
     fn add(&mut self, apply: impl FnOnce() -> u64) {
         let start = Instant::now();
-        let blocks = apply();
-        let time = start.elapsed();
-        self.steps.push(time.as_nanos() as f64 / blocks as f64);
-        self.time += time;
-        self.blocks += blocks;
-    }
-
-    /// Mean and median in nanoseconds per block, and the number of blocks.
-    fn report(mut self) -> String {
-        self.steps.sort_unstable_by(f64::total_cmp);
-        let mean = self.time.as_nanos() as f64 / self.blocks as f64;
-        format!("{mean:.1}, median event {:.1} ({} blocks)", self.steps[self.steps.len() / 2], self.blocks)
+        self.blocks += apply();
+        self.time += start.elapsed();
     }
 }
 
@@ -222,13 +184,11 @@ fn report(load: &Load) {
         .collect();
     times.sort_unstable();
     let at = |percent: usize| times[(times.len() - 1) * percent / 100];
-    let [stores, removals] = churn(&mut index, load);
+    churn(&mut index, load);
     eprintln!("device tier: {:?}", index.shape(StorageTier::Device));
     eprintln!("{held} held blocks, {:.1} bytes each", bytes as f64 / held as f64);
     eprintln!("after churn {:.1} bytes each", index.bytes() as f64 / index.held_blocks() as f64);
     eprintln!("query ns: p10 {} p50 {} p90 {} p99 {}", at(10), at(50), at(90), at(99));
-    eprintln!("one pass, ns a block: store {}", stores.report());
-    eprintln!("one pass, ns a block: remove {}", removals.report());
 }
 
 fn bench(criterion: &mut Criterion) {

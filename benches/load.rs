@@ -7,8 +7,8 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::Duration;
 
-use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
-use pointsman::internals::load::{ActiveSequences, OutputBlocks, PrefillLoadHint, PromptBlocks, Weight};
+use criterion::{Criterion, criterion_group, criterion_main};
+use pointsman::internals::load::{ActiveSequences, PrefillLoadHint, PromptBlocks};
 use pointsman::internals::protocol::{BookingId, SequenceHash};
 use pointsman::protocol::Timestamp;
 
@@ -60,26 +60,6 @@ fn book_and_free(c: &mut Criterion) {
         });
     }
     // All operations of a sequence actor over the lifetime of a request, with prompts that are not in the cache yet.
-    let mut rank = busy(true, 4);
-    let mut own = 1_000_000;
-    group.bench_function("life of a new prompt", |b| {
-        b.iter_batched(
-            || {
-                own += 1;
-                prompt(3, own, 100)
-            },
-            |prompt| {
-                rank.book(BookingId(ACTIVE), prompt, hint(), Timestamp(99)).expect("the id is free");
-                black_box(rank.prefill_curve());
-                rank.complete_prefill(BookingId(ACTIVE), Timestamp(99));
-                let mut output = OutputBlocks::default();
-                output.push(Some(Weight::ZERO));
-                rank.set_output(BookingId(ACTIVE), &output);
-                rank.free(BookingId(ACTIVE), Timestamp(99))
-            },
-            BatchSize::LargeInput,
-        );
-    });
     group.finish();
 }
 
@@ -96,25 +76,9 @@ fn project(c: &mut Criterion) {
     group.finish();
 }
 
-fn prefill(c: &mut Criterion) {
-    let mut group = c.benchmark_group("load/prefill");
-    for prefilling in [4, ACTIVE] {
-        let rank = busy(true, prefilling);
-        group.bench_function(format!("load, {prefilling} in line"), |b| {
-            b.iter(|| rank.load(black_box(Timestamp(9999))))
-        });
-        group.bench_function(format!("curve, {prefilling} in line"), |b| b.iter(|| rank.prefill_curve()));
-        let curve = rank.prefill_curve();
-        group.bench_function(format!("bounds, {prefilling} in line"), |b| {
-            b.iter(|| black_box(&curve).bounds(black_box(Timestamp(9999))));
-        });
-    }
-    group.finish();
-}
-
 criterion_group! {
     name = benches;
     config = Criterion::default().warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(1));
-    targets = book_and_free, project, prefill
+    targets = book_and_free, project
 }
 criterion_main!(benches);

@@ -15,7 +15,7 @@ use pointsman::{
 };
 
 const NOW: Timestamp = Timestamp(0);
-pub(crate) const BLOCKS: u64 = 190;
+const BLOCKS: u64 = 190;
 /// Blocks of a prompt that the turns of its conversation share, including the system prompt.
 const CONVERSATION_BLOCKS: u64 = 100;
 const SYSTEM_BLOCKS: u64 = 16;
