@@ -45,25 +45,22 @@ pub use discovery::{DiscoverySource, StaticList};
 #[cfg(feature = "discovery")]
 pub use discovery::{DnsNames, ProbeOptions, ProbedUrls, WatchedFile};
 #[cfg(feature = "kubernetes")]
-pub use discovery::{KubernetesPods, PodSelection, ServiceAddresses};
+pub use discovery::{KubernetesPods, ServiceAddresses};
 #[cfg(feature = "http")]
 pub use handle::PlacedBody;
 pub use handle::{
     AddRequest, CacheHit, DisaggPlacement, Disaggregated, Health, OverlapScores, Placement, PrefillPlacement,
-    RankScores, RecordedDecision, Router, RouterBuilder, SharedCache, SharedCacheAnswer, SharedCacheError,
-    SharedCacheFailure, SharedSummary,
+    RankScores, RecordedDecision, Router, RouterBuilder, SharedCache, SharedCacheFailure, SharedSummary,
 };
 #[cfg(feature = "faults")]
 pub use handle::{Fault, Hang, InjectedPanic};
 #[cfg(feature = "tower")]
 pub use handle::{PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementLayer};
+pub use io::BoxFuture;
 #[cfg(feature = "discovery")]
-pub use io::http::{EngineClient, EngineGet, EngineHttpError, EngineResponse, PlainEngineClient};
-pub use io::memory::memory_bytes;
+pub use io::http::{EngineClient, EngineGet, EngineHttpError, PlainEngineClient};
 #[cfg(feature = "replicas")]
-pub use replica::{
-    BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore, StoreError,
-};
+pub use replica::{BusError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore};
 #[cfg(feature = "replicas")]
 pub use replica::{MemoryBus, MemoryFaults, MemoryNetwork};
 pub use scheduler::PendingClass;

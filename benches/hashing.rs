@@ -7,8 +7,9 @@ use std::hint::black_box;
 use std::num::NonZeroU32;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks, MmSpan};
+use pointsman::hashing::{HashScheme, MmSpan};
 use pointsman::internals::hashing::sequence_hashes;
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 
 const ISL_TOKENS: usize = 12_000;
 

@@ -97,7 +97,7 @@ impl AnswerKind {
 
 /// Progress and validity of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum AnswerStage {
+enum AnswerStage {
     /// No content yet.
     Empty,
     /// Valid so far, without output: a role, or the opening events of the Responses API; for JSON, the first byte.
@@ -211,10 +211,23 @@ impl AnswerReader {
         self.usage
     }
 
-    /// Progress of the response.
+    /// Whether the response is valid so far, and has content.
     #[must_use]
-    pub fn stage(&self) -> AnswerStage {
-        self.stage
+    pub fn has_opened(&self) -> bool {
+        matches!(self.stage, AnswerStage::Opened | AnswerStage::Begun)
+    }
+
+    /// Whether it is known if the response is valid: it is not, or has output or other content that engines send after
+    /// the prefill. JSON is known at its end.
+    #[must_use]
+    pub fn is_decided(&self) -> bool {
+        self.stage >= AnswerStage::Begun
+    }
+
+    /// Whether this is not a valid response of its format.
+    #[must_use]
+    pub fn is_invalid(&self) -> bool {
+        self.stage == AnswerStage::Invalid
     }
 
     /// Whether the prefill of a streamed response is complete: content, reasoning, a tool call, a refusal, log

@@ -144,7 +144,8 @@ impl RouteError {
     ///
     /// ```
     /// use pointsman::error::{ErrorKind, RouteError};
-    /// use pointsman::{Rejection, Removed};
+    /// use pointsman::internals::select::Removed;
+    /// use pointsman::Rejection;
     ///
     /// let overloaded = RouteError::Rejected(Rejection::AllOverloaded { removed: Removed::default() });
     /// assert_eq!(overloaded.kind(), ErrorKind::ResourceExhausted);

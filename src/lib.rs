@@ -114,46 +114,36 @@ pub use actors::Fault;
 pub use actors::PlacedBody;
 #[cfg(feature = "runtime")]
 pub use actors::{
-    AddRequest, DisaggPlacement, Disaggregated, DiscoverySource, Health, KvAuditStatus, KvSourceStatus, PendingClass,
-    Placement, PrefillPlacement, RankReport, RecordedDecision, Router, RouterBuilder, ShadowTotals, SharedCache,
-    SharedCacheAnswer, StaticList, WorkerEntry, memory_bytes,
+    AddRequest, BoxFuture, Disaggregated, DiscoverySource, Health, KvSourceStatus, Placement, PrefillPlacement,
+    RankReport, RecordedDecision, Router, RouterBuilder, SharedCache, StaticList, WorkerEntry,
 };
 #[cfg(feature = "replicas")]
-pub use actors::{
-    BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore, StoreError,
-};
+pub use actors::{BusError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore};
 #[cfg(feature = "discovery")]
-pub use actors::{
-    DnsNames, EngineClient, EngineGet, EngineHttpError, EngineResponse, ProbeOptions, ProbedUrls, WatchedFile,
-};
+pub use actors::{DnsNames, EngineClient, EngineGet, EngineHttpError, ProbeOptions, ProbedUrls, WatchedFile};
 #[cfg(feature = "kubernetes")]
-pub use actors::{KubernetesPods, PodSelection, ServiceAddresses};
+pub use actors::{KubernetesPods, ServiceAddresses};
 #[cfg(feature = "tower")]
 pub use actors::{PlaceError, PlacedTarget, PlacementLayer};
-pub use answer::{AnswerKind, AnswerReader, AnswerStage, Usage};
-pub use config::RouterConfig;
-pub use disagg::{DisaggConfig, DisaggError, SkipPolicy, WhyLocal};
-#[cfg(feature = "kubernetes")]
-pub use discovery::PodRole;
-pub use discovery::{DiscoveryError, HttpUrl, worker_map};
+pub use answer::{AnswerKind, AnswerReader, Usage};
+pub use config::router::RouterConfig;
+pub use disagg::{DisaggConfig, SkipPolicy, WhyLocal};
 #[cfg(feature = "discovery")]
-pub use discovery::{FileError, FileFormat, NamedWorker};
-pub use engine_load::EngineLoadFact;
+pub use discovery::NamedWorker;
+pub use discovery::{DiscoveryError, HttpUrl};
+pub use engine_load::{EngineLoadFact, EngineReading};
 pub use health::{HealthState, Outcome, RankHealth};
 pub use ingest::{Backoff, EngineContents, RestoreState, StreamState};
-pub use membership::{DiscoveryStatus, initial_workers};
+pub use load::PrefillFacts;
+pub use membership::DiscoveryStatus;
 pub use queue::LimitKind;
-pub use record::{RecordCursor, RecordFile, RecordFileError, RecordPart};
-pub use replica::{PeerStatus, ReplicaId, ReplicaLife, ReplicaTopic};
+pub use record::{RecordCursor, RecordFile, RecordPart};
+pub use replica::{ReplicaId, ReplicaLife, ReplicaTopic};
 pub use request::{Prompt, RequestOptions, RouteRequest};
-pub use schedule::{
-    AppraisedRank, Decision, Explanation, MissedTarget, PotentialLoad, RecordedChoice, Rejection, Replay, ReplayMode,
-    ReplaySettings, ReplayedDecision, ShadowReport, TargetsMissed,
-};
-pub use select::{Constraints, Filter, Pin, PinMode, RankTraits, Removed};
+pub use schedule::{AppraisedRank, Decision, PotentialLoad, RecordedChoice, Rejection, Replay, ReplayedDecision};
+pub use select::{Constraints, Filter, Pin, PinMode, RankConditions, RankTraits};
 pub use session::SessionId;
 pub use snapshot::{Snapshot, SnapshotError};
-pub use wire::Decoder;
 
 /// The README's example, compiled and run.
 #[cfg(all(doctest, feature = "runtime"))]
@@ -181,8 +171,8 @@ pub mod internals {
     pub use crate::actors::PlainEngineClient;
     #[cfg(feature = "runtime")]
     pub use crate::actors::{
-        CacheHit, KvDifferenceStatus, OverlapScores, RankScores, RoutePhases, SharedCacheError, SharedCacheFailure,
-        SharedSummary,
+        CacheHit, DisaggPlacement, KvAuditStatus, KvDifferenceStatus, OverlapScores, PendingClass, RankScores,
+        RoutePhases, ShadowTotals, SharedCacheFailure, SharedSummary,
     };
     #[cfg(feature = "faults")]
     pub use crate::actors::{FaultMoment, Hang, InjectedPanic};
@@ -204,7 +194,7 @@ pub mod internals {
         pub use crate::config::engine_load::EngineLoadConfig;
         pub use crate::config::events::EventsConfig;
         pub use crate::config::health::HealthConfig;
-        pub use crate::config::index::SpeculativeConfig;
+        pub use crate::config::index::{IndexConfig, SpeculativeConfig};
         pub use crate::config::load::LoadConfig;
         pub use crate::config::overload::OverloadConfig;
         pub use crate::config::queue::QueueConfig;
@@ -219,7 +209,8 @@ pub mod internals {
     }
 
     pub mod hashing {
-        pub use crate::hashing::mm::{MmError, fill_runs, fill_spans, pad_value};
+        pub use crate::hashing::block::BlockHasher;
+        pub use crate::hashing::mm::{MmBlocks, MmError, fill_runs, fill_spans, pad_value};
         pub use crate::hashing::prompt::HashedPromptError;
         pub use crate::hashing::sequence::{chain, hash_bytes, sequence_hashes};
     }
@@ -236,7 +227,7 @@ pub mod internals {
     }
 
     pub mod protocol {
-        pub use crate::protocol::block_size::PoolBlockSize;
+        pub use crate::protocol::block_size::{BlockSizeOrigin, PoolBlockSize};
         pub use crate::protocol::ids::{BookingId, Generation, SequenceHash, Slot};
         pub use crate::protocol::time::TimeSource;
         pub use crate::protocol::worker::WorkerConfigError;

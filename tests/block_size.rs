@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use pointsman::internals::config::SupervisionConfig;
-use pointsman::protocol::{BlockSizeOrigin, WorkerConfig, WorkerId};
+use pointsman::internals::protocol::BlockSizeOrigin;
+use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
 use pointsman::{
     Placement, Prompt, RouteRequest, Router, RouterConfig,

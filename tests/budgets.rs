@@ -17,8 +17,8 @@ const PACKAGES: &[(&[&str], usize)] =
 /// Lines of test code of all packages; the target is 55,000.
 const TEST_LINES_MAX: usize = 58_800;
 
-/// Public names of the library: the root and its public modules; the target is 130.
-const PUBLIC_NAMES_MAX: usize = 230;
+/// Public names of the library: the root and its public modules.
+const PUBLIC_NAMES_MAX: usize = 130;
 
 /// Words of all documents.
 const WORDS_MAX: usize = 50_000;
@@ -64,7 +64,14 @@ fn the_library_keeps_its_budget_of_public_names() {
     let modules = root.lines().filter_map(|line| line.strip_prefix("pub mod ")?.strip_suffix(';'));
     let of_modules = modules.filter(|module| *module != "test_support").map(|module| {
         let file = sources.get(&format!("src/{module}.rs")).or_else(|| sources.get(&format!("src/{module}/mod.rs")));
-        public_names(&code_of(file.expect("public modules have files")))
+        let code = code_of(file.expect("public modules have files"));
+        let is_uncounted = |line: &&str| {
+            line.starts_with("pub mod ")
+                || line.starts_with("pub use ") && line.ends_with("::*;")
+                || *line == "#[macro_export]"
+        };
+        assert_eq!(code.lines().find(is_uncounted), None, "{module} exports names that are not counted");
+        public_names(&code)
     });
     let names = public_names(root) + of_modules.sum::<usize>();
     assert!((100..=PUBLIC_NAMES_MAX).contains(&names), "{names} public names, over the budget of {PUBLIC_NAMES_MAX}");

@@ -3,15 +3,12 @@
 
 use pointsman::Rejection;
 use pointsman::error::RouteError;
+use pointsman::internals::DisaggPlacement;
+use pointsman::internals::disagg::{DisaggError, Side, SkipReason};
 use pointsman::protocol::{KvTransferEnforcement, WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{
-    AddRequest, DisaggPlacement, Disaggregated, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig,
-};
-use pointsman::{
-    DisaggConfig, DisaggError, SkipPolicy, WhyLocal,
-    internals::disagg::{Side, SkipReason},
-};
+use pointsman::{AddRequest, Disaggregated, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
+use pointsman::{DisaggConfig, SkipPolicy, WhyLocal};
 
 use crate::common::{assert_at_rest, config, loads, router, stored, tokens};
 

@@ -11,7 +11,7 @@ use pointsman::error::RouteError;
 use pointsman::policy::{RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{EngineLoadFact, internals::engine_load::EngineReading};
+use pointsman::{EngineLoadFact, EngineReading};
 use pointsman::{Filter, Prompt, Rejection, RouteRequest, Router, RouterConfig};
 
 use crate::common::{config, router};

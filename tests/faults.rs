@@ -1,6 +1,6 @@
 //! Fault injection: every kind of actor dies under load, and the router's guarantees still hold.
 
-use pointsman::config::IndexConfig;
+use pointsman::internals::config::IndexConfig;
 use pointsman::internals::config::{EventsConfig, LoadConfig, QueueConfig, SupervisionConfig};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;

@@ -6,15 +6,12 @@ use std::time::Duration;
 
 use pointsman::config::{PrefillModel, RouterConfigOverride};
 use pointsman::error::{RequestError, RouteError};
-use pointsman::internals::SharedCacheError;
 use pointsman::internals::config::LoadConfig;
 use pointsman::policy::{PolicyError, RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::test_support::rank;
-use pointsman::{
-    AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer,
-};
-use pointsman::{Constraints, Filter, Pin, PinMode, internals::select::RankConditions};
+use pointsman::{AddRequest, BoxFuture, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache};
+use pointsman::{Constraints, Filter, Pin, PinMode, RankConditions};
 use pointsman::{Outcome, Rejection};
 use tokio::sync::watch;
 
@@ -129,11 +126,11 @@ enum Shared {
 }
 
 impl SharedCache for Shared {
-    fn query(&self, _: Arc<[BlockHash]>) -> SharedCacheAnswer<'_> {
+    fn query(&self, _: Arc<[BlockHash]>) -> BoxFuture<'_, Result<Vec<std::ops::Range<u32>>, String>> {
         Box::pin(async move {
             match self {
                 Self::Holds(blocks) => Ok(std::iter::once(0..*blocks).collect()),
-                Self::Fails => Err(SharedCacheError::from("no route to host")),
+                Self::Fails => Err("no route to host".into()),
                 Self::Hangs => std::future::pending().await,
             }
         })

@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use pointsman::config::IndexConfig;
 use pointsman::error::{Down, RouteError};
 use pointsman::internals::Hang;
+use pointsman::internals::config::IndexConfig;
 use pointsman::internals::config::{QueueConfig, SupervisionConfig};
 use pointsman::internals::membership::WatchedActor;
 use pointsman::policy::{RankFilter, RequestFacts};

@@ -11,7 +11,7 @@ use std::time::Duration;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{Filter, internals::select::RankConditions};
+use pointsman::{Filter, RankConditions};
 use pointsman::{HealthState, Outcome, Placement, Prompt, RouteRequest, Router, RouterConfig};
 
 use crate::common::{config, router, tokens};

@@ -3,7 +3,7 @@
 //!
 //! The tests wait for conditions, never for a time. The clock only bounds the duration of a failure.
 
-use pointsman::config::IndexConfig;
+use pointsman::internals::config::IndexConfig;
 use pointsman::internals::config::{EventsConfig, SupervisionConfig};
 use std::time::Duration;
 

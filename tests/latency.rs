@@ -5,11 +5,11 @@ use std::time::Duration;
 use pointsman::RouterConfig;
 use pointsman::internals::load::{EngineSpeed, work_tokens};
 use pointsman::internals::schedule::LatencyTerms;
+use pointsman::internals::schedule::{ExplainedRank, Explanation};
 use pointsman::policy::Policy;
 use pointsman::protocol::WorkerId;
 use pointsman::test_support::rank;
 use pointsman::{Constraints, Prompt, RequestOptions, RouteRequest, Router};
-use pointsman::{Explanation, internals::schedule::ExplainedRank};
 
 use crate::common::{config, router, stored, tokens};
 

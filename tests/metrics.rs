@@ -13,9 +13,7 @@ use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use pointsman::error::RouteError;
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{
-    AddRequest, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache, SharedCacheAnswer,
-};
+use pointsman::{AddRequest, BoxFuture, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache};
 use pointsman::{Constraints, Rejection};
 
 use crate::common::{config, router, stored, tokens};
@@ -262,7 +260,7 @@ fn queue_metrics_count_waiting_rejected_and_left_requests() {
 struct Moody;
 
 impl SharedCache for Moody {
-    fn query(&self, block_hashes: Arc<[BlockHash]>) -> SharedCacheAnswer<'_> {
+    fn query(&self, block_hashes: Arc<[BlockHash]>) -> BoxFuture<'_, Result<Vec<std::ops::Range<u32>>, String>> {
         Box::pin(async move {
             match block_hashes.len() {
                 1 => Err("out of order".into()),

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use pointsman::config::{EventMode, IndexConfig, SpeculativeModel};
+use pointsman::config::{EventMode, SpeculativeModel};
 use pointsman::error::RouteError;
+use pointsman::internals::config::IndexConfig;
 use pointsman::internals::config::{EventsConfig, SpeculativeConfig};
 use pointsman::protocol::{RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::test_support::rank;

@@ -3,8 +3,8 @@
 use pointsman::policy::{KvConfig, PolicyConfig};
 use std::time::Duration;
 
-use pointsman::config::IndexConfig;
 use pointsman::error::{Down, MembershipError, RequestError, RouteError, StartError};
+use pointsman::internals::config::IndexConfig;
 use pointsman::internals::config::LoadConfig;
 use pointsman::policy::Policy;
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};

@@ -1,6 +1,6 @@
 //! A router that fails or shuts down under load: every pending call returns, whatever it waits for.
 
-use pointsman::config::IndexConfig;
+use pointsman::internals::config::IndexConfig;
 use pointsman::internals::config::{EventsConfig, SupervisionConfig};
 use std::time::Duration;
 
@@ -75,7 +75,7 @@ async fn every_call_ends_when_the_router_fails_with_a_hanging_scheduler() {
             router.potential_loads(query.clone()),
             router.explain(query),
             router.pending(),
-            router.set_conditions(pointsman::internals::select::RankConditions::default()),
+            router.set_conditions(pointsman::RankConditions::default()),
         )
     };
     let fail = async { router.inject(Fault::Supervisor) };

@@ -7,20 +7,18 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use pointsman::Rejection;
 use pointsman::RouterConfig;
 use pointsman::SessionId;
 use pointsman::config::{PoolRole, QueueClass, RouterConfigOverride, SessionAffinity};
 use pointsman::internals::config::{LoadConfig, OverloadConfig, QueueConfig, SessionConfig, SlowStartConfig};
 use pointsman::internals::health::Exclusions;
 use pointsman::internals::policy::RankFilters;
+use pointsman::internals::schedule::{Explanation, Extensions, Input, Purpose, ResolvedOptions};
 use pointsman::policy::{Candidate, Policy, PolicyError, RankFilter, RankPolicy, RankScorer, RankTable, RequestFacts};
 use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, mix, rank};
 use pointsman::{Constraints, Filter, Pin, PinMode, RankTraits, internals::select::SharedHits};
-use pointsman::{
-    Explanation, Rejection,
-    internals::schedule::{Extensions, Input, Purpose, ResolvedOptions},
-};
 use proptest::prelude::*;
 
 use crate::effort::effort;

@@ -10,7 +10,7 @@ use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::internals::schedule::{Input, Request, ResolvedOptions, ResolvedTargets, Target};
 use pointsman::internals::select::{RankOverlap, TierOverlap};
 use pointsman::protocol::Timestamp;
-use pointsman::{Constraints, RecordedChoice, Replay, ReplayMode, RouterConfig};
+use pointsman::{Constraints, RecordedChoice, Replay, RouterConfig};
 
 use crate::recorded::{Recorded, configs, prompt, rank, replayed, settings};
 use crate::repetitions::repetitions;
@@ -27,7 +27,7 @@ fn recorded_decisions_replay_bit_for_bit() {
         recorded.run(decisions(), seed as u64);
         let name = format!("configuration {seed}, {}", config.policy.name());
         assert!(recorded.booked > decisions() / 3, "{name}: {} bookings", recorded.booked);
-        let found = replayed(&recorded.segments, || Replay::new(ReplayMode::Verify, settings));
+        let found = replayed(&recorded.segments, || Replay::verifying(settings));
         let different: Vec<_> = found.iter().filter(|decision| !decision.is_equal).collect();
         assert!(
             different.is_empty(),
@@ -63,7 +63,7 @@ fn a_slow_return_ends_alike_if_statuses_are_recorded_with_its_end() {
     recorded.step(request(0), at(1));
     recorded.step(Input::Undrain { slot: Slot(1), generation: Generation(1) }, at(11));
     recorded.step(request(1), at(11));
-    let found = replayed(&recorded.segments, || Replay::new(ReplayMode::Verify, settings));
+    let found = replayed(&recorded.segments, || Replay::verifying(settings));
     let ranks = found.iter().map(|decision| match &decision.recorded {
         RecordedChoice::Rank { rank, .. } => *rank,
         other => panic!("no rank: {other:?}"),
@@ -89,7 +89,7 @@ fn an_overlap_is_replayed_on_a_rank_that_joins_during_the_query() {
     recorded.step(Input::Request(Request { overlaps, options, ..Request::new(1, prompt(0), blocks * 16) }), now);
     recorded.admit(0, now);
     recorded.answer(1, now);
-    let found = replayed(&recorded.segments, || Replay::new(ReplayMode::Verify, settings));
+    let found = replayed(&recorded.segments, || Replay::verifying(settings));
     let RecordedChoice::Rank { rank: chosen, cached_tokens, .. } = found[1].recorded else { panic!("{:?}", found[1]) };
     assert_eq!(
         (found.len(), chosen, cached_tokens),

@@ -2,15 +2,15 @@
 
 use std::time::Duration;
 
+use pointsman::Rejection;
 use pointsman::config::PrefillModel;
 use pointsman::internals::config::{LoadConfig, QueueConfig};
 use pointsman::internals::load::EngineSpeed;
+use pointsman::internals::schedule::{
+    ExplainedRank, Explanation, LatencyPrediction, Purpose, ResolvedOptions, ResolvedTargets, TargetsMissed,
+};
 use pointsman::policy::{KvConfig, Policy, PolicyConfig};
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet};
-use pointsman::{
-    Explanation, Rejection, TargetsMissed,
-    internals::schedule::{ExplainedRank, LatencyPrediction, Purpose, ResolvedOptions, ResolvedTargets},
-};
 use pointsman::{Filter, RouterConfig};
 use proptest::prelude::*;
 

@@ -4,15 +4,13 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
+use pointsman::hashing::{HashScheme, HashedPrompt};
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::internals::index::{Index, Overlaps, RankDump};
 use pointsman::internals::protocol::{Generation, Slot};
+use pointsman::internals::wire::{Decoder, DecoderLimits, DecoderState, NamespaceRecord, WireConfig};
 use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, Timestamp, WorkerId, WorkerRank,
-};
-use pointsman::{
-    Decoder,
-    internals::wire::{DecoderLimits, DecoderState, NamespaceRecord, WireConfig},
 };
 use pointsman::{
     RestoreState, StreamState,

@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Waker};
 use std::time::Duration;
 
-use pointsman::config::IndexConfig;
 use pointsman::error::{Down, RouteError};
+use pointsman::internals::config::IndexConfig;
 use pointsman::internals::config::{EventsConfig, QueueConfig, SupervisionConfig};
 #[cfg(feature = "zmq")]
 use pointsman::internals::{FaultMoment, Hang};

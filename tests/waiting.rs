@@ -4,10 +4,11 @@ use std::future::Future;
 use std::pin::Pin;
 use std::time::Duration;
 
+use pointsman::PrefillFacts;
 use pointsman::config::{PrefillModel, QueueClass, QueueOrder};
 use pointsman::error::RouteError;
 use pointsman::internals::config::{LoadConfig, QueueConfig};
-use pointsman::internals::load::{PrefillEstimator, PrefillFacts};
+use pointsman::internals::load::PrefillEstimator;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
 use pointsman::{

@@ -4,7 +4,8 @@ use pointsman::internals::config::QueueConfig;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::internals::load::{PrefillEstimator, PrefillFacts};
+use pointsman::PrefillFacts;
+use pointsman::internals::load::PrefillEstimator;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
 use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig};

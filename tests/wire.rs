@@ -7,15 +7,13 @@ mod namespaces;
 
 use std::num::NonZeroU32;
 
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks, MmSpan};
+use pointsman::hashing::{HashScheme, MmSpan};
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::internals::index::{Applied, Index, Overlaps};
 use pointsman::internals::protocol::{Generation, Slot};
+use pointsman::internals::wire::{Decoder, DecoderLimits, Finding, Report, StoreMismatch, WireConfig};
 use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank,
-};
-use pointsman::{
-    Decoder,
-    internals::wire::{DecoderLimits, Finding, Report, StoreMismatch, WireConfig},
 };
 use serde_json::Value;
 

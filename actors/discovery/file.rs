@@ -48,6 +48,12 @@ pub struct WatchedFile {
 }
 
 impl WatchedFile {
+    /// Whether a workers file can have this name: it ends in `.toml` or `.json`.
+    #[must_use]
+    pub fn is_name(name: &str) -> bool {
+        FileFormat::of_name(name).is_ok()
+    }
+
     /// Follows a file, which may be missing at first. `options` apply to workers with `probe = true`.
     ///
     /// # Errors

@@ -109,6 +109,12 @@ impl StaticList {
     pub fn new(workers: impl IntoIterator<Item = (Option<WorkerId>, WorkerConfig)>) -> Result<Self, DuplicateWorker> {
         Ok(Self { workers: worker_map(workers)?, is_given: false })
     }
+
+    /// The workers by id.
+    #[must_use]
+    pub fn into_workers(self) -> WorkerMap {
+        self.workers
+    }
 }
 
 impl DiscoverySource for StaticList {

@@ -33,7 +33,7 @@ use crate::actors::supervisor::dependencies::SupervisorDependencies;
 use crate::actors::supervisor::{Supervisor, SupervisorMsg};
 use crate::actors::telemetry::{self, Meters};
 use crate::actors::views::Views;
-use crate::config::{IndexConfig, RouterConfig};
+use crate::config::RouterConfig;
 use crate::directory::Directory;
 use crate::error::{Down, StartError};
 use crate::load::{OutputLengths, PrefillEstimator};
@@ -233,7 +233,7 @@ impl Router {
 /// The configuration with a memory limit of the index.
 fn with_index_limit(mut config: RouterConfig) -> RouterConfig {
     if config.index.enabled && config.index.bytes_max.is_none() {
-        let bytes_max = IndexConfig::bytes_of_memory(memory_bytes());
+        let bytes_max = RouterConfig::index_bytes_max(memory_bytes(), 1);
         tracing::info!(pool = &config.pool, bytes_max, "memory limit of the index: a quarter of the memory");
         config.index.bytes_max = Some(bytes_max);
     }
@@ -337,14 +337,25 @@ fn follow_conditions(mut source: watch::Receiver<RankConditions>, router: &Route
     });
 }
 
+impl Router {
+    /// Whether the router has its initial workers: `wanted` ones, from so many followed sources. `None` while it must wait.
+    ///
+    /// # Errors
+    /// See [`StartError`]: too few workers, and no source that could send more.
+    #[must_use]
+    pub fn initial_workers(&self, wanted: u32, sources: usize) -> Option<Result<(), StartError>> {
+        // Reads statuses first: a closed source published its workers before its status.
+        let statuses = self.discovery();
+        initial_workers(wanted, self.workers().len(), sources, &statuses)
+    }
+}
+
 async fn wait_for_workers(router: &Router, wanted: u32, sources: usize) -> Result<(), StartError> {
     let views = router.views();
     let (mut statuses, mut workers) = (views.discovery.subscribe(), views.fleet.subscribe());
     loop {
-        // Reads statuses first: a closed source published its workers before its status.
-        let known_sources = statuses.borrow_and_update().clone();
-        let registered = workers.borrow_and_update().len();
-        if let Some(result) = initial_workers(wanted, registered, sources, &known_sources) {
+        (statuses.mark_unchanged(), workers.mark_unchanged());
+        if let Some(result) = router.initial_workers(wanted, sources) {
             return result;
         }
         tokio::select! {

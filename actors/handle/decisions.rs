@@ -9,9 +9,7 @@ use crate::config::RouterConfig;
 use crate::policy::Policy;
 use crate::protocol::{Timestamp, WorkerRank};
 use crate::record::{RecordCursor, RecordPart};
-use crate::schedule::{
-    ExplainedRank, Explanation, RecordedChoice, Replay, ReplayMode, ReplaySettings, ReplayedDecision,
-};
+use crate::schedule::{ExplainedRank, Explanation, RecordedChoice, Replay, ReplayedDecision};
 
 /// A recorded decision.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -151,9 +149,9 @@ fn runner_up(explanation: &Explanation, chosen: WorkerRank) -> Option<(WorkerRan
 }
 
 fn replay(explains: impl Fn(u64, &str) -> bool + Send + 'static) -> Replay {
-    Replay::new(ReplayMode::Follow, |bytes| {
+    Replay::following(|bytes| {
         let config: RouterConfig = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-        Ok(ReplaySettings { config, alternatives: Vec::new() })
+        Ok((config, Vec::new()))
     })
     .explaining(explains)
 }

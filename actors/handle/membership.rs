@@ -8,6 +8,7 @@ use tokio::sync::{oneshot, watch};
 use super::router::{Health, Router};
 use crate::actors::discovery::DiscoverySource;
 use crate::actors::health::HealthMsg;
+use crate::actors::io::memory::memory_bytes;
 use crate::actors::scheduler::SchedulerMsg;
 use crate::actors::strands::Strands;
 use crate::actors::supervisor::{MembershipReply, SupervisorMsg};
@@ -157,6 +158,17 @@ impl Router {
             [rank] => Some(*rank),
             _ => None,
         }
+    }
+
+    /// Memory available to the process in bytes: that of the machine or the smallest limit of its cgroups. `None` if the
+    /// system reports none.
+    ///
+    /// ```
+    /// assert!(pointsman::Router::memory_bytes().is_none_or(|bytes| bytes > 1 << 20));
+    /// ```
+    #[must_use]
+    pub fn memory_bytes() -> Option<u64> {
+        memory_bytes()
     }
 
     /// Present time of the router's clock, which starts with the router. [`DiscoveryStatus::stale_for`] takes it.

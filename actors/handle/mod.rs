@@ -45,6 +45,6 @@ pub use message_faults::InjectedPanic;
 pub use placement::Placement;
 pub use request::AddRequest;
 pub use router::{Health, Router};
-pub use shared_cache::{SharedCache, SharedCacheAnswer, SharedCacheError, SharedCacheFailure};
+pub use shared_cache::{SharedCache, SharedCacheFailure};
 #[cfg(feature = "tower")]
 pub use tower::{PlaceError, PlaceFuture, PlaceRequests, PlacedTarget, PlacementLayer};

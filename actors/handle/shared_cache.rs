@@ -3,40 +3,35 @@
 //! A request waits at most `shared_cache.timeout_ms` for the shared cache and never fails because of it. Errors and
 //! timeouts are counted, and the request continues without the result. The embedder implements the access to the cache.
 
-use std::future::Future;
 use std::ops::Range;
-use std::pin::Pin;
 use std::sync::Arc;
 
+use crate::actors::io::BoxFuture;
 use crate::protocol::BlockHash;
 use crate::select::SharedHits;
-
-/// Error of the embedder's shared cache.
-pub type SharedCacheError = Box<dyn std::error::Error + Send + Sync>;
-
-/// Future of a shared cache query: half-open ranges of the block positions that it holds.
-pub type SharedCacheAnswer<'a> = Pin<Box<dyn Future<Output = Result<Vec<Range<u32>>, SharedCacheError>> + Send + 'a>>;
 
 /// Cache outside the ranks, from which each of them can load blocks.
 ///
 /// ```
+/// use std::ops::Range;
 /// use std::sync::Arc;
 /// use pointsman::protocol::BlockHash;
-/// use pointsman::{SharedCache, SharedCacheAnswer};
+/// use pointsman::{BoxFuture, SharedCache};
 ///
 /// /// Has the first two blocks of everything.
 /// struct TwoBlocks;
 ///
 /// impl SharedCache for TwoBlocks {
-///     fn query(&self, block_hashes: Arc<[BlockHash]>) -> SharedCacheAnswer<'_> {
+///     fn query(&self, block_hashes: Arc<[BlockHash]>) -> BoxFuture<'_, Result<Vec<Range<u32>>, String>> {
 ///         let held = 0..u32::try_from(block_hashes.len()).unwrap_or(u32::MAX).min(2);
 ///         Box::pin(async move { Ok(vec![held]) })
 ///     }
 /// }
 /// ```
 pub trait SharedCache: Send + Sync + 'static {
-    /// Positions of these blocks, identified by content, that the cache holds. The future is dropped at the deadline.
-    fn query(&self, block_hashes: Arc<[BlockHash]>) -> SharedCacheAnswer<'_>;
+    /// Positions of these blocks, identified by content, that the cache holds, or the text of an error. The future is
+    /// dropped at the deadline.
+    fn query(&self, block_hashes: Arc<[BlockHash]>) -> BoxFuture<'_, Result<Vec<Range<u32>>, String>>;
 }
 
 /// Failure of a shared cache query.

@@ -117,14 +117,14 @@ async fn probe(dependencies: ProbeDependencies, worker: WorkerId, prober: u64, p
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::actors::io::http::EngineResponse;
+    use crate::actors::io::BoxFuture;
 
     /// Responds at these paths, and with 404 at others.
     #[derive(Debug)]
     struct Pages(&'static [(&'static str, Result<(), u16>)]);
 
     impl EngineClient for Pages {
-        fn get(&self, request: EngineGet) -> EngineResponse<'_> {
+        fn get(&self, request: EngineGet) -> BoxFuture<'_, Result<Vec<u8>, EngineHttpError>> {
             let page =
                 self.0.iter().find(|(path, _)| request.url.ends_with(path)).map_or(Err(404), |(_, answer)| *answer);
             Box::pin(async move { page.map(|()| Vec::new()).map_err(EngineHttpError::Status) })

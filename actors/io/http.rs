@@ -6,7 +6,6 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::time::Duration;
 
 use http_body_util::{BodyExt as _, Empty};
@@ -18,6 +17,7 @@ use hyper_util::rt::TokioIo;
 use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpStream;
 
+use super::BoxFuture;
 use crate::discovery::{HttpUrl, HttpUrlError};
 
 /// Size of the read buffer in bytes; the response head must fit.
@@ -34,17 +34,17 @@ const NO_DESCRIPTOR: [i32; 2] = [24, 23];
 
 /// Client for GET requests to engines. An embedder with TLS, a proxy or other credentials provides its own to
 /// [`RouterBuilder::engine_client`](crate::RouterBuilder::engine_client) and
-/// [`ProbeOptions::client`](crate::ProbeOptions::client); the default is [`PlainEngineClient`].
+/// [`ProbeOptions::client`](crate::ProbeOptions::client); the default is plain HTTP.
 ///
 /// ```
-/// use pointsman::{EngineClient, EngineGet, EngineHttpError, EngineResponse};
+/// use pointsman::{BoxFuture, EngineClient, EngineGet, EngineHttpError};
 ///
 /// /// Responds without engines, in a test.
 /// #[derive(Debug)]
 /// struct Healthy;
 ///
 /// impl EngineClient for Healthy {
-///     fn get(&self, request: EngineGet) -> EngineResponse<'_> {
+///     fn get(&self, request: EngineGet) -> BoxFuture<'_, Result<Vec<u8>, EngineHttpError>> {
 ///         let is_health = request.url.ends_with("/health");
 ///         Box::pin(async move { if is_health { Ok(Vec::new()) } else { Err(EngineHttpError::Status(404)) } })
 ///     }
@@ -52,11 +52,8 @@ const NO_DESCRIPTOR: [i32; 2] = [24, 23];
 /// ```
 pub trait EngineClient: fmt::Debug + Send + Sync + 'static {
     /// Sends the request and returns the body of a response with status 200. Ends within the timeout of the request.
-    fn get(&self, request: EngineGet) -> EngineResponse<'_>;
+    fn get(&self, request: EngineGet) -> BoxFuture<'_, Result<Vec<u8>, EngineHttpError>>;
 }
-
-/// Future of a request to an engine.
-pub type EngineResponse<'a> = Pin<Box<dyn Future<Output = Result<Vec<u8>, EngineHttpError>> + Send + 'a>>;
 
 /// A GET request to an engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -119,7 +116,7 @@ pub struct PlainEngineClient;
 
 impl EngineClient for PlainEngineClient {
     /// Cancel-safe: dropping the future closes the connection.
-    fn get(&self, request: EngineGet) -> EngineResponse<'_> {
+    fn get(&self, request: EngineGet) -> BoxFuture<'_, Result<Vec<u8>, EngineHttpError>> {
         Box::pin(async move {
             let timeout = request.timeout;
             match tokio::time::timeout(timeout, get_untimed(request)).await {

@@ -7,12 +7,8 @@ use std::path::{Path, PathBuf};
 
 /// Memory available to the process in bytes: that of the machine or the smallest limit of its cgroups. `None` if the
 /// system reports none.
-///
-/// ```
-/// assert!(pointsman::memory_bytes().is_none_or(|bytes| bytes > 1 << 20));
-/// ```
 #[must_use]
-pub fn memory_bytes() -> Option<u64> {
+pub(crate) fn memory_bytes() -> Option<u64> {
     let total = fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_total(&text));
     let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     total.into_iter().chain(cgroup_limits(&cgroups, Path::new("/sys/fs/cgroup"))).min()

@@ -6,3 +6,8 @@ pub(crate) mod engine_socket;
 #[cfg(feature = "discovery")]
 pub(crate) mod http;
 pub(crate) mod memory;
+
+use std::pin::Pin;
+
+/// A boxed future: the return type of asynchronous methods that an embedder implements.
+pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;

@@ -5,13 +5,12 @@
 //! all pools of a process. A transport authenticates replicas and rejects messages of others.
 
 use std::fmt;
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use tokio::sync::{broadcast, watch};
 
+use crate::actors::io::BoxFuture;
 use crate::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
 
 /// A message from another replica.
@@ -38,45 +37,43 @@ pub struct ReplicaMember {
     pub is_serving: bool,
 }
 
-/// Failure to fetch a snapshot. The message names the replica and the reason.
+/// Failure of a bus or its store to provide or to keep a snapshot. The message names the pool and the reason.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cannot fetch a snapshot of pool {pool:?} from replica {from}: {reason}")]
-pub struct FetchError {
-    /// The queried replica.
-    pub from: ReplicaId,
-    /// The requested pool.
-    pub pool: String,
-    /// Reason.
-    pub reason: String,
+pub enum BusError {
+    /// The snapshot could not be fetched from another replica.
+    #[error("cannot fetch a snapshot of pool {pool:?} from replica {from}: {reason}")]
+    Fetch {
+        /// The queried replica.
+        from: ReplicaId,
+        /// The requested pool.
+        pool: String,
+        /// Reason.
+        reason: String,
+    },
+    /// The store of snapshots could not be used.
+    #[error("cannot use the stored snapshot of pool {pool:?}: {reason}")]
+    Store {
+        /// The pool.
+        pool: String,
+        /// Reason.
+        reason: String,
+    },
 }
-
-/// Failure to use the store of snapshots.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cannot use the stored snapshot of pool {pool:?}: {reason}")]
-pub struct StoreError {
-    /// The pool.
-    pub pool: String,
-    /// Reason.
-    pub reason: String,
-}
-
-/// A future of a bus.
-pub type BusFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// Source of the snapshots that other replicas fetch.
 pub trait SnapshotSource: Send + Sync {
     /// The encoded snapshot of a pool; `None` if the pool is unknown or not warm.
-    fn snapshot(&self, pool: &str) -> BusFuture<'_, Option<Bytes>>;
+    fn snapshot(&self, pool: &str) -> BoxFuture<'_, Option<Bytes>>;
 }
 
 /// Store of snapshots that outlasts the replicas: for replicas that start while no other one serves. It keeps the latest
 /// snapshot of each pool for a limited time.
 pub trait SnapshotStore: Send + Sync {
     /// Replaces the snapshot of a pool.
-    fn put(&self, pool: Arc<str>, snapshot: Bytes) -> BusFuture<'_, Result<(), StoreError>>;
+    fn put(&self, pool: Arc<str>, snapshot: Bytes) -> BoxFuture<'_, Result<(), BusError>>;
 
     /// The snapshot of a pool, if there is one.
-    fn get(&self, pool: Arc<str>) -> BusFuture<'_, Result<Option<Bytes>, StoreError>>;
+    fn get(&self, pool: Arc<str>) -> BoxFuture<'_, Result<Option<Bytes>, BusError>>;
 }
 
 /// Transport between replicas. See the module documentation.
@@ -94,7 +91,7 @@ pub trait ReplicaBus: Send + Sync + fmt::Debug {
     fn members(&self) -> watch::Receiver<Arc<[ReplicaMember]>>;
 
     /// Fetches the snapshot of a pool from another replica.
-    fn fetch(&self, from: ReplicaId, pool: Arc<str>) -> BusFuture<'_, Result<Bytes, FetchError>>;
+    fn fetch(&self, from: ReplicaId, pool: Arc<str>) -> BoxFuture<'_, Result<Bytes, BusError>>;
 
     /// Sets the source of snapshots for other replicas.
     fn serve_snapshots(&self, source: Arc<dyn SnapshotSource>);

@@ -9,9 +9,8 @@ use bytes::Bytes;
 use tokio::sync::{broadcast, watch};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::bus::{
-    BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore, StoreError,
-};
+use super::bus::{BusError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore};
+use crate::actors::io::BoxFuture;
 use crate::replica::{ReplicaId, ReplicaLife, ReplicaTopic};
 
 /// Messages that a subscriber may be behind.
@@ -210,9 +209,9 @@ impl ReplicaBus for MemoryBus {
         subscribed.unwrap_or_else(|| watch::Sender::new(Arc::from([])).subscribe())
     }
 
-    fn fetch(&self, from: ReplicaId, pool: Arc<str>) -> BusFuture<'_, Result<Bytes, FetchError>> {
+    fn fetch(&self, from: ReplicaId, pool: Arc<str>) -> BoxFuture<'_, Result<Bytes, BusError>> {
         Box::pin(async move {
-            let failed = |reason: &str| FetchError { from, pool: pool.to_string(), reason: reason.to_owned() };
+            let failed = |reason: &str| BusError::Fetch { from, pool: pool.to_string(), reason: reason.to_owned() };
             let source = {
                 let network = self.network.lock();
                 let node = network.nodes.get(&from).filter(|_| network.reach_each_other(self.life.replica, from));
@@ -242,12 +241,12 @@ impl ReplicaBus for MemoryBus {
 }
 
 impl SnapshotStore for MemoryBus {
-    fn put(&self, pool: Arc<str>, snapshot: Bytes) -> BusFuture<'_, Result<(), StoreError>> {
+    fn put(&self, pool: Arc<str>, snapshot: Bytes) -> BoxFuture<'_, Result<(), BusError>> {
         self.network.lock().stored.insert(pool, snapshot);
         Box::pin(async { Ok(()) })
     }
 
-    fn get(&self, pool: Arc<str>) -> BusFuture<'_, Result<Option<Bytes>, StoreError>> {
+    fn get(&self, pool: Arc<str>) -> BoxFuture<'_, Result<Option<Bytes>, BusError>> {
         let stored = self.network.lock().stored.get(&pool).cloned();
         Box::pin(async { Ok(stored) })
     }

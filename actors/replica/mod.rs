@@ -7,7 +7,5 @@ mod routed;
 mod sessions;
 pub(crate) mod sharing;
 
-pub use bus::{
-    BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore, StoreError,
-};
+pub use bus::{BusError, ReplicaBus, ReplicaMember, ReplicaMessage, SnapshotSource, SnapshotStore};
 pub use memory::{MemoryBus, MemoryFaults, MemoryNetwork};

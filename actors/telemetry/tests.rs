@@ -5,7 +5,8 @@ use super::decisions::BookingResult;
 use super::instruments::{INSTRUMENTS, Instrument, InstrumentKind};
 use super::predictions::{NEVER_MATCHED_AFTER, PredictionMeters, PromptKind};
 use super::{Meters, Pool};
-use crate::config::{QueueConfig, RouterConfig};
+use crate::config::RouterConfig;
+use crate::config::queue::QueueConfig;
 use crate::wire::Finding;
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 

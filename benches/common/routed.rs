@@ -1,7 +1,8 @@
 //! A router with cache contents and active requests, to measure whole requests.
 
-use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
+use pointsman::hashing::{HashScheme, HashedPrompt};
 use pointsman::internals::config::HealthConfig;
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::protocol::{
     EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
 };

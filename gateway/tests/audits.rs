@@ -1,8 +1,9 @@
 //! Audits of the index against mock engines, over their replay sockets.
 
+use pointsman::internals::KvAuditStatus;
 use pointsman::internals::config::EventsConfig;
 use pointsman::protocol::WorkerId;
-use pointsman::{KvAuditStatus, Router, RouterConfig, StreamState};
+use pointsman::{Router, RouterConfig, StreamState};
 use pointsman_trial::mock::{Dialect, Fault, Faults, MockConfig, MockEngine};
 use serde_json::json;
 use tokio::time::{Duration, Instant, sleep};

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use pointsman::protocol::{BlockSizeOrigin, WorkerConfig};
+use pointsman::internals::protocol::BlockSizeOrigin;
+use pointsman::protocol::WorkerConfig;
 use pointsman::{NamedWorker, Prompt, RouteRequest, Router, StreamState};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings};

@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
+use pointsman::hashing::{HashScheme, HashedPrompt};
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::protocol::{
     EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,
 };

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use axum::body::Bytes;
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks, MmSpan};
+use pointsman::hashing::{HashScheme, MmSpan};
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::policy::Policy;
 use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank,

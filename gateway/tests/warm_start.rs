@@ -10,7 +10,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use pointsman::protocol::{KvEvent, RouterEvent, WorkerId};
 use pointsman::{
-    BusFuture, FetchError, ReplicaBus, ReplicaMember, ReplicaMessage, Router, SnapshotSource,
+    BoxFuture, BusError, ReplicaBus, ReplicaMember, ReplicaMessage, Router, SnapshotSource,
     internals::{MemoryFaults, MemoryNetwork},
 };
 use pointsman::{ReplicaId, ReplicaLife, ReplicaTopic, RestoreState, Snapshot};
@@ -284,12 +284,12 @@ impl ReplicaBus for TestBus {
         self.members.subscribe()
     }
 
-    fn fetch(&self, from: ReplicaId, pool: Arc<str>) -> BusFuture<'_, Result<Bytes, FetchError>> {
+    fn fetch(&self, from: ReplicaId, pool: Arc<str>) -> BoxFuture<'_, Result<Bytes, BusError>> {
         self.fetches.lock().expect("not poisoned").push(from);
         let sources = self.sources.0.lock().expect("not poisoned");
         let source = sources.iter().find(|(id, _)| *id == from).map(|(_, source)| Arc::clone(source));
         Box::pin(async move {
-            let failed = |reason: &str| FetchError { from, pool: pool.to_string(), reason: reason.to_owned() };
+            let failed = |reason: &str| BusError::Fetch { from, pool: pool.to_string(), reason: reason.to_owned() };
             let source = source.ok_or_else(|| failed("unreachable"))?;
             source.snapshot(&pool).await.ok_or_else(|| failed("not warm"))
         })
@@ -308,7 +308,7 @@ impl ReplicaBus for TestBus {
 struct Damaged;
 
 impl SnapshotSource for Damaged {
-    fn snapshot(&self, _: &str) -> BusFuture<'_, Option<Bytes>> {
+    fn snapshot(&self, _: &str) -> BoxFuture<'_, Option<Bytes>> {
         Box::pin(async { Some(Bytes::from_static(b"damaged")) })
     }
 }

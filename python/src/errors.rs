@@ -7,7 +7,7 @@ use pointsman::config::ConfigErrors;
 use pointsman::error::{Down, ErrorKind, FlushError, MembershipError, RequestError, RouteError, StartError};
 use pointsman::policy::PolicyError;
 use pointsman::protocol::WorkerRank;
-use pointsman::{Filter, Rejection, Removed, Router};
+use pointsman::{Filter, Rejection, Router};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
@@ -158,8 +158,12 @@ fn rejected(class: &'static str, message: &str, rejection: Rejection) -> Failure
     match rejection {
         Rejection::NoRanks => named("no_ranks"),
         Rejection::UnknownRank(rank) => named("unknown_rank").with("rank", Field::Rank(rank)),
-        Rejection::NoneEligible { removed } => named("none_eligible").with("removed", counts(removed)),
-        Rejection::AllOverloaded { removed } => named("all_overloaded").with("removed", counts(removed)),
+        Rejection::NoneEligible { removed } => {
+            named("none_eligible").with("removed", counts(|filter| removed.by(filter)))
+        }
+        Rejection::AllOverloaded { removed } => {
+            named("all_overloaded").with("removed", counts(|filter| removed.by(filter)))
+        }
         Rejection::Pinned { pin, refused_by } => {
             let filter = refused_by.map_or(Field::Absent, |filter| Field::Text(filter.name().to_owned()));
             let rank = pin.rank.map_or(Field::Absent, |rank| Field::Number(rank.into()));
@@ -186,8 +190,8 @@ fn rejected(class: &'static str, message: &str, rejection: Rejection) -> Failure
 }
 
 /// Excluded ranks by filter.
-fn counts(removed: Removed) -> Field {
-    let by_filter = Filter::ALL.into_iter().map(|filter| (filter.name(), removed.by(filter)));
+fn counts(removed_by: impl Fn(Filter) -> u32) -> Field {
+    let by_filter = Filter::ALL.into_iter().map(|filter| (filter.name(), removed_by(filter)));
     Field::Counts(by_filter.filter(|(_, count)| *count > 0).collect())
 }
 

@@ -5,9 +5,9 @@ use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pointsman::error::RouteError;
-use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
+use pointsman::hashing::{HashScheme, HashedPrompt};
 use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
-use pointsman::{HttpUrl, Prompt, RequestOptions, RouteRequest, Router, worker_map};
+use pointsman::{HttpUrl, Prompt, RequestOptions, RouteRequest, Router, StaticList};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
@@ -45,13 +45,8 @@ pub(crate) fn request(
         cache_salt: options.cache_salt.as_deref(),
         is_eagle: config.is_eagle,
     };
-    let hashed = with_tokens(tokens, |tokens| {
-        let mm = match options.mm_spans.as_slice() {
-            [] => MmBlocks::NONE,
-            spans => MmBlocks::split(spans, tokens.len(), block_size)?,
-        };
-        Ok::<_, RouteError>(HashedPrompt::from_tokens(&BlockHasher::new(scheme), tokens, &mm))
-    })?;
+    let hashed =
+        with_tokens(tokens, |tokens| Ok::<_, RouteError>(HashedPrompt::hash(scheme, tokens, &options.mm_spans)?))?;
     let hashed = hashed.map_err(|error| Failure::from(error).raise(tokens.py()))?;
     Ok(RouteRequest { request_id: request_id.map(Cow::Owned), prompt: Prompt::Hashed(hashed), options })
 }
@@ -100,7 +95,8 @@ pub(crate) fn workers(given: &[(Option<Bound<'_, PyAny>>, Bound<'_, PyAny>)]) ->
         Ok((id.as_ref().map(integer).transpose()?.map(WorkerId), worker_config(config)?))
     };
     let workers: PyResult<Vec<_>> = given.iter().map(worker).collect();
-    worker_map(workers?).map_err(|error| PyValueError::new_err(format!("workers: {error}")))
+    let list = StaticList::new(workers?).map_err(|error| PyValueError::new_err(format!("workers: {error}")))?;
+    Ok(list.into_workers())
 }
 
 /// Hashes of the complete blocks of a prompt, as events name them.
@@ -115,6 +111,8 @@ pub(crate) fn block_hashes(
 ) -> PyResult<Vec<u64>> {
     let block_size =
         NonZeroU32::new(block_size).ok_or_else(|| PyValueError::new_err("block_size is 0, must be positive"))?;
-    let hasher = BlockHasher::new(HashScheme { block_size, lora_name, cache_salt, is_eagle });
-    with_tokens(tokens, |tokens| hasher.block_hashes(tokens, &MmBlocks::NONE).iter().map(|hash| hash.0).collect())
+    let scheme = HashScheme { block_size, lora_name, cache_salt, is_eagle };
+    let hashed = with_tokens(tokens, |tokens| HashedPrompt::hash(scheme, tokens, &[]))?;
+    let hashed = hashed.map_err(|error| Failure::from(RouteError::from(error)).raise(tokens.py()))?;
+    Ok(hashed.block_hashes().iter().map(|hash| hash.0).collect())
 }

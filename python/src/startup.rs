@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
+use pointsman::Router;
 use pointsman::error::StartError;
-use pointsman::{Router, initial_workers};
 
 use crate::discovery::problems;
 use crate::errors::Failure;
@@ -25,9 +25,7 @@ impl Expected {
     pub(crate) async fn registered(&self, router: &Router, timeout: Option<Duration>) -> Result<(), Failure> {
         let wait = async {
             loop {
-                let registered = router.workers().len();
-                let statuses = router.discovery();
-                if let Some(result) = initial_workers(self.workers, registered, self.sources.len(), &statuses) {
+                if let Some(result) = router.initial_workers(self.workers, self.sources.len()) {
                     return result;
                 }
                 router.health().state?;

@@ -143,11 +143,11 @@ fn prefill_completes_with_output_and_not_with_a_role() {
     ];
     for text in opening {
         let reader = events(&text);
-        assert_eq!((reader.stage(), reader.is_generating()), (AnswerStage::Opened, false), "{text}");
+        assert_eq!((reader.stage, reader.is_generating()), (AnswerStage::Opened, false), "{text}");
         assert!(!reader.is_complete(), "{text}");
     }
     let empty = events(&chunk(r#"{"content":""}"#));
-    assert_eq!((empty.stage(), empty.is_generating()), (AnswerStage::Begun, false), "a delta without output");
+    assert_eq!((empty.stage, empty.is_generating()), (AnswerStage::Begun, false), "a delta without output");
     let tokens = [
         chunk(r#"{"content":"a"}"#),
         chunk(r#"{"role":"assistant","content":"a"}"#),
@@ -165,7 +165,7 @@ fn prefill_completes_with_output_and_not_with_a_role() {
     ];
     for text in tokens {
         let reader = events(&(chunk(ROLE) + &text));
-        assert_eq!((reader.stage(), reader.is_generating()), (AnswerStage::Begun, true), "{text}");
+        assert_eq!((reader.stage, reader.is_generating()), (AnswerStage::Begun, true), "{text}");
     }
 }
 
@@ -203,13 +203,13 @@ fn invalid_data_before_the_first_event_invalidates_the_stream() {
         "data: 7\n\ndata: {\"choices\":[]}\n\n",
         &format!("data: {}", "x".repeat(LINE_BYTES_MAX + 1)),
     ] {
-        assert_eq!(events(garbage).stage(), AnswerStage::Invalid, "{garbage:.40}");
+        assert_eq!(events(garbage).stage, AnswerStage::Invalid, "{garbage:.40}");
     }
     for nothing in ["", ": comment\n\n", "data:\n\n", "retry: 10\n\n", "<html></html>\n"] {
-        assert_eq!(events(nothing).stage(), AnswerStage::Empty, "{nothing}");
+        assert_eq!(events(nothing).stage, AnswerStage::Empty, "{nothing}");
     }
     let later = events(&format!("{}data: garbage\n\ndata: [DONE]\n\n", chunk(ROLE)));
-    assert_eq!((later.stage(), later.is_complete()), (AnswerStage::Begun, true));
+    assert_eq!((later.stage, later.is_complete()), (AnswerStage::Begun, true));
 }
 
 #[test]
@@ -225,11 +225,11 @@ fn json_is_complete_as_one_object() {
     let long = |end: &str| format!("{{\"text\":\"{}\"{end}", "a".repeat(3 * TAIL_BYTES));
     for text in ["{}", " {\"a\":[1,{\"b\":\"}\"}]}\n", &long("}")] {
         let reader = read(AnswerKind::Json, text);
-        assert_eq!((reader.stage(), reader.is_complete()), (AnswerStage::Begun, true), "{text:.40}");
+        assert_eq!((reader.stage, reader.is_complete()), (AnswerStage::Begun, true), "{text:.40}");
     }
     for text in ["", "<html>", "[]", "\"text\"", "{", "{\"a\":\"}", "{}}", "{} <html>", "{\"a\":{}", &long("")] {
         let reader = read(AnswerKind::Json, text);
-        assert_eq!((reader.stage(), reader.is_complete()), (AnswerStage::Invalid, false), "{text:.40}");
+        assert_eq!((reader.stage, reader.is_complete()), (AnswerStage::Invalid, false), "{text:.40}");
     }
 }
 
@@ -241,11 +241,11 @@ fn streams_of_the_messages_api_are_read() {
             + &event("ping", "")
             + &event("content_block_start", r#","index":0,"content_block":{"type":"text","text":""}"#);
     let reader = events(&start);
-    assert_eq!((reader.stage(), reader.is_generating()), (AnswerStage::Opened, false));
+    assert_eq!((reader.stage, reader.is_generating()), (AnswerStage::Opened, false));
     let delta = event("content_block_delta", r#","index":0,"delta":{"type":"text_delta","text":"a"}"#);
     let open = [start.as_str(), &delta, &delta, &event("content_block_stop", r#","index":0"#)].concat();
     let reader = events(&open);
-    assert_eq!((reader.stage(), reader.is_generating(), reader.is_complete()), (AnswerStage::Begun, true, false));
+    assert_eq!((reader.stage, reader.is_generating(), reader.is_complete()), (AnswerStage::Begun, true, false));
     assert_eq!(reader.output_tokens(), 2);
     let usage_fields =
         r#""usage":{"input_tokens":2,"cache_creation_input_tokens":1,"cache_read_input_tokens":8,"output_tokens":5}"#;

@@ -16,7 +16,7 @@ pub struct IndexConfig {
     /// rate only. Default 1.
     pub shards: u32,
     /// Memory limit in bytes, shared evenly by the shards; entries least likely to be hit are evicted first. Default: a
-    /// quarter of the memory of the machine or cgroup ([`IndexConfig::bytes_of_memory`]). At least 1 MiB.
+    /// quarter of the memory of the machine or cgroup ([`RouterConfig::index_bytes_max`](super::RouterConfig::index_bytes_max)). At least 1 MiB.
     pub bytes_max: Option<u64>,
     /// Value of a host-pinned block as a share of a device block. It depends on the machine's host link, so it is a
     /// setting. Default 0.75, in [0, 1].
@@ -77,13 +77,6 @@ impl IndexConfig {
 
     /// Smallest memory limit, in bytes.
     pub const BYTES_MIN: u64 = 1 << 20;
-
-    /// Default of [`IndexConfig::bytes_max`] on a machine with this much memory: a quarter, and 1 GiB if the memory is
-    /// unknown. A block takes about 45 bytes, so a quarter of 16 GiB holds 90 million blocks.
-    #[must_use]
-    pub fn bytes_of_memory(memory_bytes: Option<u64>) -> u64 {
-        memory_bytes.map_or(1 << 30, |bytes| (bytes / 4).max(Self::BYTES_MIN))
-    }
 
     /// Value of a block in each lower tier.
     #[must_use]

@@ -15,6 +15,7 @@ mod pools;
 pub(crate) mod queue;
 pub(crate) mod recorder;
 pub(crate) mod replicas;
+pub(crate) mod router;
 pub(crate) mod session;
 pub(crate) mod shadow;
 pub(crate) mod shared_cache;
@@ -22,38 +23,25 @@ pub(crate) mod slow_start;
 pub(crate) mod supervision;
 mod targets;
 
-use std::num::NonZeroU32;
-
 use serde::{Deserialize, Serialize};
 
-pub(crate) use discovery::DiscoveryConfig;
-pub(crate) use engine_load::EngineLoadConfig;
 pub use events::EventMode;
-pub(crate) use events::EventsConfig;
 pub(crate) use health::HealthConfig;
-pub(crate) use index::SpeculativeConfig;
-pub use index::{IndexConfig, SpeculativeModel};
+pub use index::SpeculativeModel;
+pub(crate) use index::{IndexConfig, SpeculativeConfig};
 pub(crate) use load::LoadConfig;
 pub use load::PrefillModel;
-pub(crate) use overload::OverloadConfig;
 pub use overrides::RouterConfigOverride;
-pub(crate) use queue::QueueConfig;
 pub use queue::{QueueClass, QueueOrder, UncachedBucket};
 pub(crate) use recorder::RecorderConfig;
-pub(crate) use replicas::ReplicasConfig;
+pub(crate) use router::RouterConfig;
 pub use session::SessionAffinity;
-pub(crate) use session::SessionConfig;
-pub(crate) use shadow::ShadowConfig;
-pub(crate) use shared_cache::SharedCacheConfig;
-pub(crate) use slow_start::SlowStartConfig;
 pub(crate) use supervision::SupervisionConfig;
 pub use targets::OnTargetMiss;
 
 pub use crate::validation::ConfigErrors;
 
-use crate::policy::{CostUnit, KvCost, PolicyConfig};
 use crate::protocol::WorkerRole;
-use crate::validation::Problems;
 
 /// Work of the ranks of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -85,194 +73,6 @@ impl PoolRole {
             Some(WorkerRole::Prefill) => self == Self::Prefill,
             Some(WorkerRole::Decode) => self == Self::Decode,
         }
-    }
-}
-
-/// Settings of one router: one model, one role, one block size.
-///
-/// ```
-/// use pointsman::RouterConfig;
-///
-/// let config: RouterConfig = serde_json::from_str(r#"{ "block_size": 16, "policy": "kv", "index": { "shards": 2 } }"#)?;
-/// config.validate()?;
-/// assert_eq!((config.index.shards, config.queue.requests_max), (2, 65_536));
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct RouterConfig {
-    /// The pool's name: a label of every metric. Routers of one process need different names. Default `default`; letters,
-    /// digits, `_`, `.` and `-`.
-    pub pool: String,
-    /// Tokens per KV block; must equal the engines' block size. At least 1. Default: the size that the engines report
-    /// ([`WorkerConfig::block_size`](crate::protocol::WorkerConfig::block_size) or their KV events), and
-    /// [`RouterConfig::BLOCK_SIZE_ASSUMED`] while none reports any.
-    pub block_size: Option<u32>,
-    /// Work of the pool's ranks. Default aggregated.
-    pub role: PoolRole,
-    /// Whether prompts are hashed in EAGLE windows (block size + 1 tokens). Default false.
-    pub is_eagle: bool,
-    /// Seed of every random tie-break and choice. Default 0.
-    pub seed: u64,
-    /// Workers that `start` waits for. Default 0.
-    pub min_initial_workers: u32,
-    /// Share of decisions that are traced with all their facts. Default 0, in [0, 1].
-    pub decision_trace: f64,
-    /// Effect of latency targets that no rank is predicted to meet, for requests that do not set it. Default `serve`.
-    pub on_target_miss: OnTargetMiss,
-    /// The routing policy and its settings. Default `latency`.
-    pub policy: PolicyConfig,
-    /// The prefix index.
-    pub index: IndexConfig,
-    /// KV events.
-    pub events: EventsConfig,
-    /// Load accounting.
-    pub load: LoadConfig,
-    /// Load that engines report.
-    pub engine_load: EngineLoadConfig,
-    /// Waiting requests.
-    pub queue: QueueConfig,
-    /// Limits beyond which a rank gets no requests.
-    pub overload: OverloadConfig,
-    /// Probes and ejection.
-    pub health: HealthConfig,
-    /// Higher cost of new and returning ranks.
-    pub slow_start: SlowStartConfig,
-    /// The cache that ranks share.
-    pub shared_cache: SharedCacheConfig,
-    /// Session affinity.
-    pub session: SessionConfig,
-    /// Discovery of workers.
-    pub discovery: DiscoveryConfig,
-    /// Restarts of actors.
-    pub supervision: SupervisionConfig,
-    /// Policies that decide the same requests without booking.
-    pub shadow: ShadowConfig,
-    /// Records of decisions.
-    pub recorder: RecorderConfig,
-    /// Load shared with other replicas of the router.
-    pub replicas: ReplicasConfig,
-}
-
-impl Default for RouterConfig {
-    fn default() -> Self {
-        Self {
-            pool: "default".to_owned(),
-            block_size: None,
-            role: PoolRole::default(),
-            is_eagle: false,
-            seed: 0,
-            min_initial_workers: 0,
-            decision_trace: 0.0,
-            on_target_miss: OnTargetMiss::default(),
-            policy: PolicyConfig::default(),
-            index: IndexConfig::default(),
-            events: EventsConfig::default(),
-            load: LoadConfig::default(),
-            engine_load: EngineLoadConfig::default(),
-            queue: QueueConfig::default(),
-            overload: OverloadConfig::default(),
-            health: HealthConfig::default(),
-            slow_start: SlowStartConfig::default(),
-            shared_cache: SharedCacheConfig::default(),
-            session: SessionConfig::default(),
-            discovery: DiscoveryConfig::default(),
-            supervision: SupervisionConfig::default(),
-            shadow: ShadowConfig::default(),
-            recorder: RecorderConfig::default(),
-            replicas: ReplicasConfig::default(),
-        }
-    }
-}
-
-impl RouterConfig {
-    /// Block size of a pool that configures none while no engine reports any.
-    pub const BLOCK_SIZE_ASSUMED: u32 = 64;
-
-    /// Checks every rule, also that no setting is without effect beside the others.
-    ///
-    /// # Errors
-    /// Every field that breaks its rule.
-    pub fn validate(&self) -> Result<(), ConfigErrors> {
-        let mut problems = Problems::default();
-        problems.check("pool", &self.pool, queue::is_name(&self.pool), queue::NAME_RULE);
-        problems.positive("block_size", self.block_size.unwrap_or(1));
-        problems.share("decision_trace", self.decision_trace);
-        let rule = "serve unless prefill speeds are learned: policy latency, or load.prefill_model learned";
-        let holds = self.on_target_miss == OnTargetMiss::Serve || self.learns_speed();
-        problems.check("on_target_miss", self.on_target_miss.name(), holds, rule);
-        self.policy.check(&mut problems);
-        self.index.check(self.events.mode, &mut problems);
-        self.events.check(&mut problems);
-        self.load.check(self.policy.kind(), &mut problems);
-        self.engine_load.check(&mut problems);
-        self.queue.check(self.uses_batched_tokens(), &mut problems);
-        self.overload.check(&mut problems);
-        self.health.check(&mut problems);
-        self.slow_start.check(&mut problems);
-        self.shared_cache.check(&mut problems);
-        self.session.check(&self.policy, &mut problems);
-        self.discovery.check(&mut problems);
-        self.shadow.check(&mut problems);
-        self.recorder.check(&mut problems);
-        self.replicas.check(&mut problems);
-        problems.into_result()
-    }
-
-    /// Whether a limit on a rank's load is a share of its `max_num_batched_tokens`.
-    #[must_use]
-    pub fn uses_batched_tokens(&self) -> bool {
-        let mut classes = self.queue.classes_or_default().into_iter();
-        self.overload.prefill_frac.is_some() || classes.any(|class| class.busy_prefill_frac.is_some())
-    }
-
-    /// The configured block size, or else [`RouterConfig::BLOCK_SIZE_ASSUMED`]. `Router::block_size` has the size in
-    /// force.
-    #[must_use]
-    pub fn block_size_or_assumed(&self) -> u32 {
-        self.block_size.unwrap_or(Self::BLOCK_SIZE_ASSUMED)
-    }
-
-    /// [`RouterConfig::block_size_or_assumed`] as hashing needs it. 0, which validation refuses, counts as 1.
-    #[must_use]
-    pub fn block_size_nonzero(&self) -> NonZeroU32 {
-        NonZeroU32::new(self.block_size_or_assumed()).unwrap_or(NonZeroU32::MIN)
-    }
-
-    /// Whether overlap has any effect, so that an index is kept.
-    #[must_use]
-    pub fn has_index(&self) -> bool {
-        self.index.enabled && self.policy.counts_overlap()
-    }
-
-    /// Number of index shards.
-    #[must_use]
-    pub fn index_shards(&self) -> u32 {
-        if self.has_index() { self.index.shards } else { 0 }
-    }
-
-    /// The parameters of the `kv` cost. Without an index overlap has no credit.
-    #[must_use]
-    pub fn kv_cost(&self) -> KvCost {
-        let kv = self.policy.kv();
-        let track_prefill_tokens = self.load.track_prefill_tokens;
-        KvCost {
-            overlap_score_credit: if self.index.enabled { kv.overlap_score_credit } else { 0.0 },
-            overlap_score_credit_decay: kv.overlap_score_credit_decay,
-            prefill_load_scale: kv.prefill_load_scale,
-            active_request_weight: kv.active_request_weight,
-            tier_weights: self.index.tier_weights(),
-            shared_cache_multiplier: kv.shared_cache_multiplier,
-            track_prefill_tokens,
-            decode_only: self.role == PoolRole::Decode && !track_prefill_tokens && self.has_index(),
-            block_size: self.block_size_or_assumed(),
-        }
-    }
-
-    /// Whether the prefill speed of each rank is learned, so that prefill load decreases with time.
-    #[must_use]
-    pub fn learns_speed(&self) -> bool {
-        self.policy.kind().cost_unit() == Some(CostUnit::Seconds) || self.load.prefill_model == PrefillModel::Learned
     }
 }
 

@@ -1,5 +1,5 @@
 use super::*;
-use crate::policy::{KvConfig, Policy};
+use crate::policy::{KvConfig, Policy, PolicyConfig};
 
 fn refused(json: &str) -> String {
     let config: RouterConfig = serde_json::from_str(json).expect("well formed");

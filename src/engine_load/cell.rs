@@ -14,7 +14,8 @@ const UNKNOWN: u32 = u32::MAX;
 /// last and read first. They may be newer, or from two simultaneous reports, which is harmless.
 ///
 /// ```
-/// use pointsman::internals::engine_load::{EngineLoad, EngineLoadCell, EngineReading};
+/// use pointsman::internals::engine_load::{EngineLoad, EngineLoadCell};
+/// use pointsman::EngineReading;
 /// use pointsman::protocol::Timestamp;
 ///
 /// let cell = EngineLoadCell::default();

@@ -108,7 +108,8 @@ impl EngineLimits {
     ///
     /// ```
     /// use std::time::Duration;
-    /// use pointsman::internals::engine_load::{EngineLimits, EngineLoad, EngineReading};
+    /// use pointsman::internals::engine_load::{EngineLimits, EngineLoad};
+    /// use pointsman::EngineReading;
     /// use pointsman::protocol::Timestamp;
     ///
     /// let limits = EngineLimits { waiting: Some(4), kv_usage: None, stale_after: Duration::from_nanos(100) };

@@ -94,7 +94,8 @@ impl<'a> HashScheme<'a> {
 ///
 /// ```
 /// use std::num::NonZeroU32;
-/// use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+/// use pointsman::hashing::HashScheme;
+/// use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 ///
 /// let hasher = BlockHasher::new(HashScheme::new(NonZeroU32::new(4).expect("not zero")));
 /// let hashes = hasher.block_hashes(&[1, 2, 3, 4, 5, 6, 7, 8, 9], &MmBlocks::NONE);

@@ -120,7 +120,8 @@ pub enum MmError {
 ///
 /// ```
 /// use std::num::NonZeroU32;
-/// use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks, MmSpan};
+/// use pointsman::hashing::{HashScheme, MmSpan};
+/// use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 ///
 /// let block_size = NonZeroU32::new(4).expect("not zero");
 /// let tokens = [1, 2, 3, 4, 5, 6, 7, 8];
@@ -174,7 +175,7 @@ impl MmBlocks {
     /// of callers with split objects. Duplicates inside a block are kept.
     ///
     /// ```
-    /// use pointsman::hashing::MmBlocks;
+    /// use pointsman::internals::hashing::MmBlocks;
     ///
     /// assert_eq!(MmBlocks::listed([vec![7, 3], vec![]]), MmBlocks::listed([[3, 7]]));
     /// assert_eq!(MmBlocks::listed([[], []] as [[u64; 0]; 2]), MmBlocks::NONE);

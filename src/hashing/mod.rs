@@ -21,16 +21,17 @@
 //! never computed here. A hash match is a hint: the hash is fast, not collision-proof, and the engine decides what it
 //! reuses.
 
-mod block;
+pub(crate) mod block;
 pub(crate) mod mm;
 pub(crate) mod prompt;
 pub(crate) mod sequence;
 #[cfg(test)]
 mod tests;
 
-pub use block::{BlockHasher, HashScheme};
-pub(crate) use mm::MmError;
-pub use mm::{MmBlocks, MmSpan};
+pub(crate) use block::BlockHasher;
+pub use block::HashScheme;
+pub use mm::MmSpan;
+pub(crate) use mm::{MmBlocks, MmError};
 pub use prompt::HashedPrompt;
 pub(crate) use prompt::HashedPromptError;
 #[cfg(test)]

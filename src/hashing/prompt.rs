@@ -7,14 +7,15 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{BlockHasher, HashScheme, MmBlocks, sequence_hashes};
+use super::{BlockHasher, HashScheme, MmBlocks, MmError, MmSpan, sequence_hashes};
 use crate::protocol::{BlockHash, SequenceHash};
 
 /// Block hashes, sequence hashes and length of a prompt, computed from tokens or provided by the caller.
 ///
 /// ```
 /// use std::num::NonZeroU32;
-/// use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
+/// use pointsman::hashing::{HashScheme, HashedPrompt};
+/// use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 ///
 /// let scheme = HashScheme::new(NonZeroU32::new(4).expect("not zero"));
 /// let ours = HashedPrompt::from_tokens(&BlockHasher::new(scheme), &[1, 2, 3, 4, 5, 6, 7, 8, 9], &MmBlocks::NONE);
@@ -78,6 +79,27 @@ impl HashedPrompt {
     pub fn from_tokens(hasher: &BlockHasher<'_>, tokens: &[u32], mm: &MmBlocks) -> Self {
         let block_hashes = hasher.block_hashes(tokens, mm);
         Self { sequence_hashes: sequence_hashes(&block_hashes), block_hashes, prompt_tokens: tokens.len() }
+    }
+
+    /// Hashes a prompt with multimodal objects at `spans`.
+    ///
+    /// ```
+    /// use std::num::NonZeroU32;
+    /// use pointsman::hashing::{HashScheme, HashedPrompt};
+    ///
+    /// let scheme = HashScheme::new(NonZeroU32::new(4).expect("positive"));
+    /// let prompt = HashedPrompt::hash(scheme, &[1, 2, 3, 4, 5], &[]).expect("no spans");
+    /// assert_eq!(prompt.block_hashes().len(), 1);
+    /// ```
+    ///
+    /// # Errors
+    /// A span that ends before it starts or beyond the prompt, or too many objects.
+    pub fn hash(scheme: HashScheme<'_>, tokens: &[u32], spans: &[MmSpan]) -> Result<Self, MmError> {
+        let mm = match spans {
+            [] => MmBlocks::NONE,
+            spans => MmBlocks::split(spans, tokens.len(), scheme.block_size)?,
+        };
+        Ok(Self::from_tokens(&BlockHasher::new(scheme), tokens, &mm))
     }
 
     /// Wraps the hashes of a prompt of `prompt_tokens` tokens that the caller computed with `scheme`. Derives missing

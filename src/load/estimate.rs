@@ -27,7 +27,8 @@ pub struct PrefillFacts {
 ///
 /// ```
 /// use std::time::Duration;
-/// use pointsman::internals::load::{PrefillEstimator, PrefillFacts};
+/// use pointsman::internals::load::PrefillEstimator;
+/// use pointsman::PrefillFacts;
 /// use pointsman::protocol::{WorkerId, WorkerRank};
 ///
 /// let measured = |facts: &PrefillFacts| Some(Duration::from_micros(4_000 + 90 * u64::from(facts.new_tokens)));

@@ -9,7 +9,7 @@ use crate::error::StartError;
 ///
 /// ```
 /// use pointsman::error::StartError;
-/// use pointsman::initial_workers;
+/// use pointsman::internals::membership::initial_workers;
 ///
 /// assert_eq!(initial_workers(1, 1, 0, &[]), Some(Ok(())));
 /// assert_eq!(initial_workers(1, 0, 0, &[]), Some(Err(StartError::NoSource { registered: 0, wanted: 1 })));

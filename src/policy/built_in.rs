@@ -116,7 +116,7 @@ macro_rules! policies {
             }
 
             /// The policy with the given settings, by name.
-            fn read(self, settings: Vec<(String, f64)>) -> Result<PolicyConfig, serde::de::value::Error> {
+            pub(super) fn read(self, settings: Vec<(String, f64)>) -> Result<PolicyConfig, serde::de::value::Error> {
                 match self {
                     $(Self::$variant => <$settings as BuiltIn>::read(settings).map(PolicyConfig::$variant),)*
                 }

@@ -1,7 +1,7 @@
 //! Routing policies, one module each with its settings, and the interfaces for custom policies of embedders.
 //!
 //! A module holds the settings of its policy, the knowledge that it needs, and its choice or its cost with bounds and
-//! terms. The cost of `latency` is in `schedule`. The list of policies is `policies!` in this file; [`Policy`] and
+//! terms. The cost of `latency` is in `schedule`. The list of policies is `policies!` in `list`; [`Policy`] and
 //! [`PolicyConfig`] follow from it. A policy that compares no costs also implements [`RankPolicy`], the interface of
 //! custom ones. `schedule` supplies facts and applies eligibility.
 
@@ -12,16 +12,13 @@ pub(crate) mod custom;
 pub(crate) mod kv;
 mod latency;
 pub(crate) mod least_loaded;
+mod list;
 pub(crate) mod needs;
 pub(crate) mod power_of_two;
 pub(crate) mod random;
 mod read;
 pub(crate) mod round_robin;
 
-use serde::{Deserialize, Serialize};
-
-use crate::validation::Problems;
-use built_in::policies;
 pub(crate) use built_in::{BuiltIn, CostUnit};
 pub(crate) use cache_aware::CacheAware;
 pub use custom::{Candidate, PolicyError, RankFilter, RankPolicy, RankScorer, RankTable, RequestFacts};
@@ -30,30 +27,12 @@ pub use kv::KvConfig;
 pub(crate) use kv::{CostFacts, CostTerms, KvCost};
 pub use latency::LatencyConfig;
 pub(crate) use least_loaded::LeastLoaded;
+pub use list::{Policy, PolicyConfig};
 pub(crate) use needs::Bounds;
 pub use needs::Needs;
 pub(crate) use power_of_two::{PowerOfTwo, two_random};
 pub(crate) use random::Random;
 pub(crate) use round_robin::RoundRobin;
-
-policies! {
-    /// Lowest [`KvCost`]: remaining prefill plus held blocks, minus cached blocks.
-    Kv(KvConfig) = "kv",
-    /// Lowest service time plus delay of others, in seconds.
-    #[default]
-    Latency(LatencyConfig) = "latency",
-    /// Longest match if it is worth following and load is even, else the fewest requests: the two tiers of SGLang's
-    /// router ([`CacheAware`]).
-    CacheAware(CacheAware) = "cache_aware",
-    /// Eligible ranks in rotation.
-    RoundRobin(RoundRobin) = "round_robin",
-    /// Any eligible rank, uniformly.
-    Random(Random) = "random",
-    /// Of two random ranks the one with fewer requests, then fewer blocks.
-    PowerOfTwo(PowerOfTwo) = "power_of_two",
-    /// The rank with the fewest requests.
-    LeastLoaded(LeastLoaded) = "least_loaded",
-}
 
 /// Implements the interface of custom policies for built-in ones that compare no costs.
 macro_rules! rank_policies {

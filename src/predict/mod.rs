@@ -111,7 +111,8 @@ impl SpeculationModel {
 ///
 /// ```
 /// use std::num::NonZeroU32;
-/// use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
+/// use pointsman::hashing::{HashScheme, HashedPrompt};
+/// use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 /// use pointsman::internals::predict::SpeculativePrompt;
 ///
 /// let block_size = NonZeroU32::new(4).expect("not zero");

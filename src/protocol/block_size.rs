@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 ///
 /// ```
 /// use pointsman::internals::protocol::PoolBlockSize;
-/// use pointsman::protocol::BlockSizeOrigin;
+/// use pointsman::internals::protocol::BlockSizeOrigin;
 ///
 /// let size = PoolBlockSize { tokens: 16, origin: BlockSizeOrigin::Reported };
 /// assert_eq!(size.to_string(), "16 (reported)");
@@ -42,6 +42,12 @@ pub enum BlockSizeOrigin {
 }
 
 impl BlockSizeOrigin {
+    /// Whether no worker of the pool reports a block size.
+    #[must_use]
+    pub fn is_assumed(self) -> bool {
+        self == Self::Assumed
+    }
+
     /// Name in logs and reports.
     #[must_use]
     pub fn name(self) -> &'static str {

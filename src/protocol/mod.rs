@@ -9,8 +9,7 @@ pub(crate) mod ids;
 pub(crate) mod time;
 pub(crate) mod worker;
 
-pub use block_size::BlockSizeOrigin;
-pub(crate) use block_size::PoolBlockSize;
+pub(crate) use block_size::{BlockSizeOrigin, PoolBlockSize};
 pub use event::{KvEvent, RouterEvent, StorageTier, StoredBlock};
 pub use ids::{BlockHash, EngineHash, WorkerId, WorkerRank};
 pub(crate) use ids::{BookingId, Generation, SequenceHash, Slot};

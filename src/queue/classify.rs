@@ -61,7 +61,7 @@ impl Classifier {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::QueueConfig;
+    use crate::config::queue::QueueConfig;
 
     fn class_of(config: &RouterConfig, name: Option<&str>, uncached_tokens: u32) -> Result<String, UnknownClass> {
         let classes = config.queue.classes_or_default();

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::*;
-use crate::config::QueueConfig;
+use crate::config::queue::QueueConfig;
 
 const ANY: LaneKey = LaneKey(0);
 

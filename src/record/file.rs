@@ -38,7 +38,7 @@ const PART_BYTES: usize = 4 << 10;
 /// let mut parts = 0;
 /// let read = RecordFile::read(&bytes, &mut |_| parts += 1)?;
 /// assert_eq!((parts, read.damaged_at), (0, Some(5)));
-/// # Ok::<(), pointsman::RecordFileError>(())
+/// # Ok::<(), pointsman::internals::record::RecordFileError>(())
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct RecordFile;

@@ -57,7 +57,7 @@ pub use latency::formula::LatencyTerms;
 pub use latency::prediction::{LatencyPrediction, MissedTarget, TargetsMissed};
 pub use load_view::{LiveLoads, LoadView, RankCells};
 pub use options::{ResolvedOptions, ResolvedTargets};
-pub use tape::{RecordedChoice, Recorder, Replay, ReplayError, ReplayMode, ReplaySettings, ReplayedDecision};
+pub use tape::{RecordedChoice, Recorder, Replay, ReplayError, ReplayedDecision};
 pub use types::{
     Admission, BookNumber, Effect, Input, LoadAnswer, LoadQuery, PotentialLoad, Purpose, Rejection, Request, Target,
     Waits,

@@ -6,7 +6,8 @@ use proptest::prelude::*;
 
 use super::rank::ProjectedPrompt;
 use super::*;
-use crate::config::{LoadConfig, QueueConfig};
+use crate::config::LoadConfig;
+use crate::config::queue::QueueConfig;
 use crate::hashing::sequence_hashes;
 use crate::load::{BoardLoad, BoardSlot, PromptBlocks};
 use crate::policy::{CostFacts, KvConfig, Policy, PolicyConfig};

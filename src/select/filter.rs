@@ -319,7 +319,8 @@ impl Filter {
 /// Number of ranks removed per filter.
 ///
 /// ```
-/// use pointsman::{Filter, Removed};
+/// use pointsman::internals::select::Removed;
+/// use pointsman::Filter;
 ///
 /// let removed = Removed::count([Some(Filter::Draining), None, Some(Filter::Allowed), Some(Filter::Draining)]);
 /// assert_eq!(removed.to_string(), "1 not allowed, 2 draining");

@@ -34,7 +34,7 @@ pub struct WireConfig {
 /// ```
 /// use std::num::NonZeroU32;
 /// use pointsman::protocol::{EngineHash, KvEvent, WorkerId, WorkerRank};
-/// use pointsman::{internals::wire::{DecoderLimits, WireConfig}, Decoder};
+/// use pointsman::internals::wire::{Decoder, DecoderLimits, WireConfig};
 ///
 /// let mut decoder = Decoder::new(WireConfig {
 ///     rank: WorkerRank::new(WorkerId(7), 0),

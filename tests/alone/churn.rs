@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::config::IndexConfig;
+use pointsman::internals::config::IndexConfig;
 use pointsman::internals::config::{HealthConfig, QueueConfig, RecorderConfig, SessionConfig, SpeculativeConfig};
 use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, WorkerConfig, WorkerId};
 use pointsman::test_support::{mix, rank};

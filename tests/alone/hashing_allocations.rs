@@ -2,8 +2,9 @@
 
 use std::num::NonZeroU32;
 
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::hashing::HashScheme;
 use pointsman::internals::hashing::sequence_hashes;
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use stats_alloc::Region;
 
 use crate::{ALLOCATOR, alone};

@@ -4,12 +4,10 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::hashing::HashScheme;
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
+use pointsman::internals::wire::{Decoder, DecoderLimits, Finding, Report, WireConfig};
 use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank};
-use pointsman::{
-    Decoder,
-    internals::wire::{DecoderLimits, Finding, Report, WireConfig},
-};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use stats_alloc::Region;

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use pointsman::internals::engine_load::{EngineLoad, EngineReading};
+use pointsman::EngineReading;
+use pointsman::internals::engine_load::EngineLoad;
 use pointsman::internals::load::{ActiveSequences, BoardLoad, EngineSpeed, PrefillLoadHint, PromptBlocks};
 use pointsman::internals::protocol::BookingId;
 use pointsman::internals::schedule::RankCells;

@@ -6,8 +6,9 @@ pub(crate) mod pages;
 
 use std::time::Duration;
 
-use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
+use pointsman::hashing::{HashScheme, HashedPrompt};
 use pointsman::internals::config::{HealthConfig, SupervisionConfig};
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::policy::Policy;
 use pointsman::protocol::{
     EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerConfig, WorkerId, WorkerRank,

@@ -14,15 +14,13 @@ use pointsman::internals::config::{
 use pointsman::internals::health::Exclusions;
 use pointsman::internals::load::{BoardLoad, PeerLoad, PromptBlocks, RankLoad};
 use pointsman::internals::protocol::{BookingId, Generation, SequenceHash, Slot};
+use pointsman::internals::select::{RankOverlap, SharedHits, TierOverlap};
 use pointsman::policy::{KvConfig, LatencyConfig, Policy, PolicyConfig};
 use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
 use pointsman::test_support::mix;
+use pointsman::{Constraints, Pin, PinMode, RankConditions, RankTraits};
 use pointsman::{
-    Constraints, Pin, PinMode, RankTraits,
-    internals::select::{RankConditions, RankOverlap, SharedHits, TierOverlap},
-};
-use pointsman::{
-    Replay, ReplaySettings, ReplayedDecision,
+    Replay, ReplayedDecision,
     internals::schedule::{
         Admission, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Purpose, RankCells, Recorder, Request,
         ResolvedOptions, ResolvedTargets, Schedule, Target, Waits,
@@ -270,9 +268,9 @@ impl Recorded {
     }
 }
 
-pub(crate) fn settings(bytes: &[u8]) -> Result<ReplaySettings, String> {
+pub(crate) fn settings(bytes: &[u8]) -> Result<(RouterConfig, Vec<RouterConfig>), String> {
     let config = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    Ok(ReplaySettings { config, alternatives: Vec::new() })
+    Ok((config, Vec::new()))
 }
 
 pub(crate) fn replayed(segments: &[Vec<u8>], replay: impl Fn() -> Replay) -> Vec<ReplayedDecision> {

@@ -6,8 +6,9 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
+use pointsman::PrefillFacts;
 use pointsman::config::{RouterConfigOverride, SessionAffinity};
-use pointsman::internals::load::{PrefillEstimator, PrefillFacts};
+use pointsman::internals::load::PrefillEstimator;
 use pointsman::internals::protocol::{BookingId, Generation};
 use pointsman::protocol::{Timestamp, WorkerId, WorkerRank};
 use pointsman::test_support::{RequestOutcome, SampleRequest, SimulatedFleet, SimulatedRank, mix, rank};

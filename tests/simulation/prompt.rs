@@ -3,7 +3,8 @@
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-use pointsman::hashing::{BlockHasher, HashScheme, HashedPrompt, MmBlocks};
+use pointsman::hashing::{HashScheme, HashedPrompt};
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::test_support::mix;
 use pointsman_trial::engine::{Block, EngineHash};
 

@@ -2,7 +2,8 @@
 //! elements.
 
 use pointsman::RouterConfig;
-use pointsman::config::{IndexConfig, QueueClass, QueueOrder, SessionAffinity};
+use pointsman::config::{QueueClass, QueueOrder, SessionAffinity};
+use pointsman::internals::config::IndexConfig;
 use pointsman::internals::config::{HealthConfig, LoadConfig, QueueConfig, SessionConfig, SupervisionConfig};
 use pointsman::policy::Policy;
 use pointsman_trial::workload::Rng;

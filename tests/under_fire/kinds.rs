@@ -7,14 +7,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use pointsman::config::{EventMode, IndexConfig, SpeculativeModel};
+use pointsman::EngineReading;
+use pointsman::config::{EventMode, SpeculativeModel};
+use pointsman::internals::config::IndexConfig;
 use pointsman::internals::config::{EventsConfig, HealthConfig, LoadConfig, QueueConfig, SpeculativeConfig};
-use pointsman::internals::engine_load::EngineReading;
 use pointsman::internals::{FaultMoment, MemoryFaults, MemoryNetwork};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
 use pointsman::{AddRequest, Fault, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
-use pointsman::{Constraints, internals::select::RankConditions};
+use pointsman::{Constraints, RankConditions};
 use pointsman::{Outcome, ReplicaId, ReplicaLife};
 use tokio::time::Instant;
 

@@ -20,6 +20,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::prober::{ProbeOptions, Prober};
 use super::source::DiscoverySource;
+use crate::config::PoolRole;
 use crate::discovery::{
     Changes, DiscoveryError, EngineError, PodFacts, PodPorts, PodRole, PodWorkers, draining_workers, workers_of_pods,
 };
@@ -31,7 +32,7 @@ use watch::ObjectWatch;
 
 /// Selection of the pods of a source.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PodSelection {
+enum PodSelection {
     /// Pods by a label selector in the notation of `kubectl --selector`.
     Labels {
         /// The selector.
@@ -51,10 +52,10 @@ pub enum PodSelection {
 /// `KUBECONFIG`, `~/.kube/config`), or from the service account of the pod.
 ///
 /// ```
-/// use pointsman::{KubernetesPods, PodSelection, ProbeOptions, RouterConfig};
+/// use pointsman::{KubernetesPods, ProbeOptions, RouterConfig};
 ///
-/// let selection = PodSelection::Labels { selector: "app=engine".to_owned(), ports: vec![8000] };
-/// let source = KubernetesPods::new(selection, ProbeOptions::of(&RouterConfig::default())).namespace("llm");
+/// let options = ProbeOptions::of(&RouterConfig::default());
+/// let source = KubernetesPods::labelled("app=engine", vec![8000], options).namespace("llm");
 /// ```
 pub struct KubernetesPods {
     selection: PodSelection,
@@ -73,9 +74,20 @@ pub struct KubernetesPods {
 }
 
 impl KubernetesPods {
-    /// Pods in the default namespace of the kubeconfig context or of the service account.
+    /// Pods by a label selector in the notation of `kubectl --selector`, with these ports for requests, in the default
+    /// namespace of the kubeconfig context or of the service account.
     #[must_use]
-    pub fn new(selection: PodSelection, options: ProbeOptions) -> Self {
+    pub fn labelled(selector: impl Into<String>, ports: Vec<u16>, options: ProbeOptions) -> Self {
+        Self::new(PodSelection::Labels { selector: selector.into(), ports }, options)
+    }
+
+    /// Pods and ports of the InferencePool (`inference.networking.k8s.io/v1`) of this name, likewise.
+    #[must_use]
+    pub fn of_inference_pool(name: impl Into<String>, options: ProbeOptions) -> Self {
+        Self::new(PodSelection::InferencePool(name.into()), options)
+    }
+
+    fn new(selection: PodSelection, options: ProbeOptions) -> Self {
         Self {
             selection,
             namespace: None,
@@ -99,10 +111,14 @@ impl KubernetesPods {
         self
     }
 
-    /// Selects only pods of this role.
+    /// Selects only pods whose label `llm-d.ai/role` fits a pool of this role; all for an aggregated one.
     #[must_use]
-    pub fn role(mut self, role: PodRole) -> Self {
-        self.role = Some(role);
+    pub fn role(mut self, role: PoolRole) -> Self {
+        self.role = match role {
+            PoolRole::Aggregated => None,
+            PoolRole::Prefill => Some(PodRole::Prefill),
+            PoolRole::Decode => Some(PodRole::Decode),
+        };
         self
     }
 

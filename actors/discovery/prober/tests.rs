@@ -127,7 +127,7 @@ impl SlowEngine {
 }
 
 impl EngineClient for SlowEngine {
-    fn get(&self, request: EngineGet) -> crate::actors::io::http::EngineResponse<'_> {
+    fn get(&self, request: EngineGet) -> crate::actors::io::BoxFuture<'_, Result<Vec<u8>, EngineHttpError>> {
         let path = request.url.trim_start_matches("http://e:80").to_owned();
         self.requested.lock().expect("no panic").push(path.clone());
         Box::pin(async move {

@@ -6,7 +6,7 @@
 use std::cell::RefCell;
 
 use pointsman::policy::Policy;
-use pointsman::{RecordCursor, Replay, ReplayMode, ReplaySettings, ReplayedDecision, Router, RouterConfig};
+use pointsman::{RecordCursor, Replay, ReplayedDecision, Router, RouterConfig};
 use pointsman_bench::fleet::Setup;
 use pointsman_bench::simulate;
 use pointsman_bench::targets::Embedded;
@@ -51,20 +51,20 @@ fn replayed(router: &Router) -> Replayed {
             sums.decisions += 1;
             sums.different += usize::from(!decision.is_equal);
         };
-        let verified = Replay::new(ReplayMode::Verify, |bytes| settings(bytes, false)).feed(&part.bytes, visit);
+        let verified = Replay::verifying(|bytes| settings(bytes, false)).feed(&part.bytes, visit);
         verified.expect("a valid record");
         let visit = &mut |decision: ReplayedDecision| {
             let Some(report) = decision.report else { return };
             sums.changed += usize::from(report.shadows.iter().any(|(_, other)| other.rank != report.chosen.rank));
         };
-        let followed = Replay::new(ReplayMode::Follow, |bytes| settings(bytes, true)).feed(&part.bytes, visit);
+        let followed = Replay::following(|bytes| settings(bytes, true)).feed(&part.bytes, visit);
         followed.expect("a valid record");
     }
     sums
 }
 
 /// Recorded settings, and with `changes` the same with another weight, or with another seed.
-fn settings(bytes: &[u8], changes: bool) -> Result<ReplaySettings, String> {
+fn settings(bytes: &[u8], changes: bool) -> Result<(RouterConfig, Vec<RouterConfig>), String> {
     let read = |value: Value| serde_json::from_value::<RouterConfig>(value).map_err(|error| error.to_string());
     let value: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let mut changed = value.clone();
@@ -74,7 +74,7 @@ fn settings(bytes: &[u8], changes: bool) -> Result<ReplaySettings, String> {
         _ => changed["seed"] = json!(12_345),
     }
     let alternatives = if changes { vec![read(changed)?] } else { Vec::new() };
-    Ok(ReplaySettings { config: read(value)?, alternatives })
+    Ok((read(value)?, alternatives))
 }
 
 #[test]

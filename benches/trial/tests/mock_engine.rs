@@ -3,12 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::hashing::HashScheme;
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
+use pointsman::internals::wire::{Decoder, DecoderLimits, WireConfig};
 use pointsman::protocol::{BlockHash, KvEvent, StorageTier, WorkerId, WorkerRank};
-use pointsman::{
-    Decoder,
-    internals::wire::{DecoderLimits, WireConfig},
-};
 use pointsman_trial::mock::{Dialect, EventFormat, Fault, Faults, MockConfig, MockEngine, MockError, Tier, tokenize};
 use serde_json::{Value as Json, json};
 use tokio::io::AsyncReadExt;

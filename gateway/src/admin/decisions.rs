@@ -7,7 +7,7 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
-use pointsman::{Explanation, RecordedDecision};
+use pointsman::RecordedDecision;
 use serde_json::{Value, json};
 use tokio::task::spawn_blocking;
 
@@ -40,7 +40,7 @@ pub(super) async fn of_request(
 ) -> Result<Json<Value>, ApiError> {
     let (pools, request_id) = (admin.pools.get(), id.clone());
     let decisions = blocking(move || {
-        let mut found: Vec<(Arc<Model>, RecordedDecision, Explanation)> = Vec::new();
+        let mut found = Vec::new();
         for model in pools.models.all() {
             let known = model.router.recorded_decisions_of(&request_id).into_iter();
             found.extend(known.map(|(known, explanation)| (Arc::clone(model), known, explanation)));
@@ -52,12 +52,12 @@ pub(super) async fn of_request(
         let message = format!("no decision of request {id} is recorded");
         return Err(error(StatusCode::NOT_FOUND, ErrorType::NotFound, "decision_not_recorded", message));
     }
-    let explained = |(model, known, explanation): &(Arc<Model>, RecordedDecision, Explanation)| {
+    let rows = decisions.iter().map(|(model, known, explanation)| {
         let (mut shown, table) = (row(model, known)?, named(model, explanation)?);
         shown["explanation"] = table;
         Ok(shown)
-    };
-    let rows: Result<Vec<Value>, ApiError> = decisions.iter().map(explained).collect();
+    });
+    let rows: Result<Vec<Value>, ApiError> = rows.collect();
     Ok(Json(json!({ "decisions": rows? })))
 }
 

@@ -7,8 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use pointsman::protocol::{Timestamp, WorkerRank};
 use pointsman::{
-    DiscoveryStatus, EngineLoadFact, HealthState, KvAuditStatus, KvSourceStatus, PotentialLoad, Prompt, RankHealth,
-    RouteRequest, Router, WorkerEntry,
+    DiscoveryStatus, EngineLoadFact, HealthState, KvSourceStatus, PotentialLoad, Prompt, RankHealth, RouteRequest,
+    Router, WorkerEntry,
 };
 use serde_json::{Value, json};
 
@@ -99,23 +99,22 @@ pub(super) fn health(health: &RankHealth, now: Timestamp) -> Value {
     json!({ "state": state, "reason": health.reason, "remaining_seconds": remaining_seconds })
 }
 
-fn audit_json(audit: &KvAuditStatus) -> Value {
-    let difference = audit.difference.as_ref().map(|found| {
-        let blocks =
-            found.examples.iter().map(|(tier, name)| json!({ "tier": tier, "name": format!("{:016x}", name.0) }));
-        json!({
-            "age_seconds": found.age.as_secs_f64(),
-            "since_seconds": found.since.map(|since| since.as_secs_f64()),
-            "stale_blocks": found.stale_blocks,
-            "missing_blocks": found.missing_blocks,
-            "blocks": blocks.collect::<Vec<_>>(),
-            "heal": found.heal,
-        })
-    });
-    json!({ "result": audit.result, "age_seconds": audit.age.as_secs_f64(), "difference": difference })
-}
-
 pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
+    let audit = source.audit.as_ref().map(|audit| {
+        let difference = audit.difference.as_ref().map(|found| {
+            let blocks =
+                found.examples.iter().map(|(tier, name)| json!({ "tier": tier, "name": format!("{:016x}", name.0) }));
+            json!({
+                "age_seconds": found.age.as_secs_f64(),
+                "since_seconds": found.since.map(|since| since.as_secs_f64()),
+                "stale_blocks": found.stale_blocks,
+                "missing_blocks": found.missing_blocks,
+                "blocks": blocks.collect::<Vec<_>>(),
+                "heal": found.heal,
+            })
+        });
+        json!({ "result": audit.result, "age_seconds": audit.age.as_secs_f64(), "difference": difference })
+    });
     json!({
         "endpoint": source.endpoint,
         "connected": source.connected,
@@ -128,7 +127,7 @@ pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
         "messages_total": source.messages,
         "message_age_seconds": source.message_age.map(|age| age.as_secs_f64()),
         "restore": source.restore.map(|restore| restore.name()),
-        "audit": source.audit.as_ref().map(audit_json),
+        "audit": audit,
     })
 }
 

@@ -5,8 +5,7 @@
 
 use std::fmt;
 
-use pointsman::config::IndexConfig;
-use pointsman::memory_bytes;
+use pointsman::{Router, RouterConfig};
 
 use crate::observe::process;
 use crate::settings::Settings;
@@ -64,7 +63,7 @@ impl ProcessLimits {
     /// Raises the descriptor limit to its maximum and derives the other limits.
     #[must_use]
     pub fn of(settings: &Settings) -> Self {
-        Self::derive(settings, memory_bytes(), raise_descriptors())
+        Self::derive(settings, Router::memory_bytes(), raise_descriptors())
     }
 
     fn derive(settings: &Settings, memory_bytes: Option<u64>, descriptors: Option<u64>) -> Self {
@@ -89,7 +88,7 @@ impl ProcessLimits {
         Self {
             body_budget_bytes,
             body_budget_origin,
-            index_bytes_max: index_bytes_max(memory_bytes, settings.models.len()),
+            index_bytes_max: RouterConfig::index_bytes_max(memory_bytes, settings.models.len()),
             descriptors,
             connections_max: u32::try_from(connections).unwrap_or(u32::MAX),
             connections_wanted: gateway.connections_max,
@@ -141,12 +140,6 @@ impl fmt::Display for ProcessLimits {
     }
 }
 
-/// Memory limit of the index of one of `models` models, in bytes: an equal share of a quarter of the memory.
-pub(crate) fn index_bytes_max(memory_bytes: Option<u64>, models: usize) -> u64 {
-    let share = IndexConfig::bytes_of_memory(memory_bytes) / models.max(1) as u64;
-    share.max(IndexConfig::BYTES_MIN)
-}
-
 /// Descriptors reserved from client connections.
 fn reserved_descriptors(settings: &Settings) -> u64 {
     let workers = settings.models.iter().map(|model| {
@@ -190,10 +183,11 @@ mod tests {
 
     #[test]
     fn indexes_share_a_quarter_of_the_memory() {
+        let index_bytes_max = RouterConfig::index_bytes_max;
         assert_eq!(index_bytes_max(Some(16 << 30), 1), 4 << 30);
         assert_eq!(index_bytes_max(Some(16 << 30), 4), 1 << 30);
         assert_eq!(index_bytes_max(None, 2), 512 << 20);
-        assert_eq!(index_bytes_max(Some(1 << 20), 100), IndexConfig::BYTES_MIN);
+        assert_eq!(index_bytes_max(Some(1 << 20), 100), 1 << 20);
         let limits = ProcessLimits::derive(&settings(1), Some(16 << 30), None);
         assert_eq!(limits.index_bytes_max, 4 << 30);
         assert!(limits.to_string().contains("# index: 4294967296 bytes"), "{limits}");

@@ -138,7 +138,7 @@ async fn place_prefill(
     request.options.not_streamed = true;
     let within = Duration::from_millis(context.settings.gateway.queue_timeout_ms);
     let placed = timeout(within, pool.place(request, &BTreeSet::new(), decode)).await;
-    let (result, prefill) = match placed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| error.error)? {
+    let (result, prefill) = match placed.map_err(|_| ApiError::queue_timeout())?? {
         PrefillPlacement::Remote(prefill) => (PrefillResult::Remote, Some(prefill)),
         PrefillPlacement::Local(WhyLocal::Skipped(_)) | PrefillPlacement::Completed => (PrefillResult::Skipped, None),
         PrefillPlacement::Local(WhyLocal::Fallback(_)) => (PrefillResult::Fallback, None),

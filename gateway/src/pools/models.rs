@@ -8,11 +8,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ahash::AHashMap;
-use pointsman::{ReplicaBus, WorkerEntry, memory_bytes};
+use pointsman::{ReplicaBus, Router, RouterConfig, WorkerEntry};
 
 use super::disaggregation::PrefillPool;
 use super::model::{Model, ModelError, PrefillSide, SHUTDOWN_WAIT};
-use crate::net::limits::index_bytes_max;
 use crate::net::upstream::Upstream;
 use crate::observe::clock::unix_time;
 use crate::settings::{ModelRole, ModelSettings, role_of};
@@ -74,7 +73,7 @@ impl Models {
         (bus, created): (Option<Arc<dyn ReplicaBus>>, u64),
     ) -> Result<Self, ModelError> {
         let mut started = Vec::new();
-        let index_bytes_max = index_bytes_max(memory_bytes(), settings.len());
+        let index_bytes_max = RouterConfig::index_bytes_max(Router::memory_bytes(), settings.len());
         let all = async {
             let mut all = Vec::new();
             for new in settings {

@@ -1,23 +1,23 @@
 //! Pods of a Kubernetes cluster as workers of a model.
 
-use pointsman::{KubernetesPods, PodRole, PodSelection, ProbeOptions};
+use pointsman::config::PoolRole;
+use pointsman::{KubernetesPods, ProbeOptions};
 
 use crate::settings::{KubernetesSettings, PodRoleChoice};
 
 /// The pods that the settings select.
 pub(crate) fn watched_pods(settings: KubernetesSettings, options: ProbeOptions) -> KubernetesPods {
-    let selection = match settings.inference_pool {
-        Some(pool) => PodSelection::InferencePool(pool),
-        None => PodSelection::Labels { selector: settings.selector.unwrap_or_default(), ports: settings.ports },
+    let mut pods = match settings.inference_pool {
+        Some(pool) => KubernetesPods::of_inference_pool(pool, options),
+        None => KubernetesPods::labelled(settings.selector.unwrap_or_default(), settings.ports, options),
     };
-    let mut pods = KubernetesPods::new(selection, options);
     if let Some(namespace) = &settings.namespace {
         pods = pods.namespace(namespace);
     }
     if let Some(role) = settings.role {
         pods = pods.role(match role {
-            PodRoleChoice::Prefill => PodRole::Prefill,
-            PodRoleChoice::Decode => PodRole::Decode,
+            PodRoleChoice::Prefill => PoolRole::Prefill,
+            PodRoleChoice::Decode => PoolRole::Decode,
         });
     }
     let port = |port: Option<u32>| port.and_then(|port| u16::try_from(port).ok());

@@ -11,7 +11,7 @@ use pointsman::error::{Down, StartError};
 use pointsman::protocol::{WorkerConfig, WorkerMap};
 use pointsman::{
     DiscoveryError, DiscoverySource, DnsNames, NamedWorker, ProbeOptions, ProbedUrls, Router, RouterBuilder,
-    StaticList, WatchedFile, worker_map,
+    StaticList, WatchedFile,
 };
 use tokio::sync::watch;
 
@@ -37,14 +37,14 @@ impl Definitions {
     /// Two workers with one id or engine, or an invalid address or name.
     pub(crate) fn of(settings: &ModelSettings) -> Result<Self, DiscoveryError> {
         let fixed = settings.workers.iter().filter(|worker| !worker.probe);
-        let fixed = worker_map(fixed.map(|worker| (worker.id, worker.config.clone())))?;
+        let fixed = StaticList::new(fixed.map(|worker| (worker.id, worker.config.clone())))?.into_workers();
         let nothing_known = WorkerConfig::at("");
         let mut probed: Vec<_> = settings.workers.iter().filter(|worker| worker.probe).cloned().collect();
         for url in &settings.worker_urls {
             probed.push(NamedWorker { probe: true, ..NamedWorker::at(url, &nothing_known)? });
         }
         let fixed_too = fixed.iter().map(|(id, config)| (Some(*id), config.clone()));
-        worker_map(probed.iter().map(|worker| (worker.id, worker.config.clone())).chain(fixed_too))?;
+        StaticList::new(probed.iter().map(|worker| (worker.id, worker.config.clone())).chain(fixed_too))?;
         DnsNames::new(&settings.worker_names)?;
         Ok(Self {
             fixed: (!fixed.is_empty()).then_some(fixed),

@@ -15,7 +15,7 @@ use axum::http::HeaderMap;
 use pointsman::config::OnTargetMiss;
 use pointsman::error::RouteError;
 use pointsman::protocol::WorkerRank;
-use pointsman::{AnswerKind, MissedTarget, Placement, Rejection, RouteRequest};
+use pointsman::{AnswerKind, Placement, Rejection, RouteRequest};
 use tokio::time::{Instant, timeout};
 
 use super::account::Account;
@@ -276,7 +276,7 @@ fn since_request_head(mut error: RouteError, (target, elapsed): (Option<Duration
     if let RouteError::Rejected(Rejection::TargetsMissed(missed)) = &mut error
         && let Some((ttft, target)) = missed.ttft.as_mut().zip(target)
     {
-        *ttft = MissedTarget { predicted: ttft.predicted.saturating_add(elapsed), target };
+        (ttft.predicted, ttft.target) = (ttft.predicted.saturating_add(elapsed), target);
     }
     error
 }

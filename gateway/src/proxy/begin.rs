@@ -14,7 +14,7 @@ use axum::http::{HeaderMap, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
-use pointsman::{AnswerKind, AnswerReader, AnswerStage};
+use pointsman::{AnswerKind, AnswerReader};
 
 use super::failure::Failure;
 use crate::net::upstream::UpstreamError;
@@ -53,7 +53,7 @@ impl ResponseStart {
     pub(super) async fn valid(mut rest: Incoming, kind: AnswerKind) -> Result<Self, Failure> {
         let (mut held, mut reader, mut bytes_held) = (VecDeque::new(), AnswerReader::new(kind), 0);
         let mut has_ended = false;
-        while !has_ended && reader.stage() < AnswerStage::Begun && bytes_held < BEGIN_BYTES_MAX {
+        while !has_ended && !reader.is_decided() && bytes_held < BEGIN_BYTES_MAX {
             match rest.frame().await {
                 Some(frame) => {
                     let frame = frame.map_err(broken)?;
@@ -74,11 +74,7 @@ impl ResponseStart {
             let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
             return Err(Failure::Status { status, headers: HeaderMap::new(), body: None });
         }
-        let is_valid = match reader.stage() {
-            AnswerStage::Begun => !has_ended || reader.is_complete(),
-            AnswerStage::Opened => !has_ended,
-            AnswerStage::Empty | AnswerStage::Invalid => false,
-        };
+        let is_valid = reader.has_opened() && (!has_ended || reader.is_complete());
         if is_valid {
             Ok(Self { held, rest: Some(rest) })
         } else {
@@ -96,7 +92,7 @@ fn defect(reader: &AnswerReader, kind: AnswerKind, has_ended: bool) -> String {
         AnswerKind::Events => "stream of events with JSON objects",
         AnswerKind::Json => "JSON object",
     };
-    if has_ended && reader.stage() != AnswerStage::Invalid {
+    if has_ended && !reader.is_invalid() {
         format!("the body is no complete {shape}")
     } else {
         format!("the body is no {shape}")

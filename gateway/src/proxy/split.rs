@@ -13,7 +13,7 @@ use axum::body::Bytes;
 use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderValue, Response, StatusCode};
 use pointsman::protocol::WorkerRank;
-use pointsman::{AnswerKind, DisaggError, Outcome, Placement, PrefillPlacement, RouteRequest, WhyLocal};
+use pointsman::{AnswerKind, Outcome, Placement, PrefillPlacement, RouteRequest, WhyLocal};
 use tokio::time::{Instant, timeout};
 
 use super::begin::ResponseStart;
@@ -246,8 +246,8 @@ impl<'a> Split<'a> {
         let placed = timeout(within, pool.place(prefill, excluded, decode.placement)).await;
         decode.account.waited_since(waits);
         decode.account.access.routed(waits.elapsed());
-        let failed = |error: DisaggError| placement_error(pool.pools.prefill(), error.error);
-        placed.map_err(|_| ApiError::queue_timeout())?.map_err(failed)
+        let placed = placed.map_err(|_| ApiError::queue_timeout())?;
+        placed.map_err(|error| placement_error(pool.pools.prefill(), error))
     }
 
     /// Sends the whole request to the decode rank.

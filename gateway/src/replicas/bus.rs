@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use pointsman::{
-    BusFuture, FetchError, ReplicaBus, ReplicaId, ReplicaLife, ReplicaMember, ReplicaMessage, ReplicaTopic,
+    BoxFuture, BusError, ReplicaBus, ReplicaId, ReplicaLife, ReplicaMember, ReplicaMessage, ReplicaTopic,
     SnapshotSource, SnapshotStore,
 };
 use tokio::sync::{Semaphore, SemaphorePermit, broadcast, watch};
@@ -144,13 +144,13 @@ impl<T: Carrier> ReplicaBus for Bus<T> {
         self.shared.members.subscribe()
     }
 
-    fn fetch(&self, from: ReplicaId, pool: Arc<str>) -> BusFuture<'_, Result<Bytes, FetchError>> {
+    fn fetch(&self, from: ReplicaId, pool: Arc<str>) -> BoxFuture<'_, Result<Bytes, BusError>> {
         Box::pin(async move {
             let fetched = match timeout(FETCH_TIMEOUT, self.shared.fetch(from, &pool)).await {
                 Ok(fetched) => fetched,
                 Err(_) => Err(format!("no complete snapshot within {} s", FETCH_TIMEOUT.as_secs())),
             };
-            fetched.map_err(|reason| FetchError { from, pool: pool.to_string(), reason })
+            fetched.map_err(|reason| BusError::Fetch { from, pool: pool.to_string(), reason })
         })
     }
 

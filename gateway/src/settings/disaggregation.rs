@@ -1,6 +1,5 @@
 //! Settings of a model with a prefill pool and a decode pool.
 
-use pointsman::config::IndexConfig;
 use pointsman::{DisaggConfig, RouterConfig, SkipPolicy};
 
 use super::rules::Rules;
@@ -103,8 +102,9 @@ impl ModelSettings {
             ModelRole::Decode => {
                 // Cached blocks decide whether a prefill is remote, and matter for prompts that are computed here.
                 let enabled = router.index.enabled;
-                let decode = router.for_decode();
-                RouterConfig { index: IndexConfig { enabled, ..decode.index.clone() }, ..decode }
+                let mut decode = router.for_decode();
+                decode.index.enabled = enabled;
+                decode
             }
         }
     }

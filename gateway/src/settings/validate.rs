@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 
 use axum::http::uri::Authority;
-use pointsman::{DnsNames, FileFormat, HttpUrl};
+use pointsman::{DnsNames, HttpUrl, WatchedFile};
 
 use super::address::{is_loopback, is_server_url};
 use super::log::{AccessLog, parse_level};
@@ -301,8 +301,12 @@ impl ModelSettings {
         rules.at(path).given("upstream_name", self.upstream_name.as_ref(), is_name, NAME_RULE);
         let rule = "given workers, workers_file, worker_urls, worker_names or kubernetes, unless [admin] can add some";
         rules.check("", "without workers", self.has_sources() || has_admin, rule);
-        let is_format = |file: &str| FileFormat::of_name(file).is_ok();
-        rules.given("workers_file", self.workers_file.as_ref(), is_format, "a name that ends in .toml or .json");
+        rules.given(
+            "workers_file",
+            self.workers_file.as_ref(),
+            WatchedFile::is_name,
+            "a name that ends in .toml or .json",
+        );
         for (n, url) in self.worker_urls.iter().enumerate() {
             if let Err(error) = HttpUrl::parse(url) {
                 let rule = format!("the address of a worker: {}", error.rule);

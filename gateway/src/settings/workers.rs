@@ -1,6 +1,6 @@
 //! Workers of a model in the settings: tables in the format of a workers file.
 
-use pointsman::{FileError, FileFormat, NamedWorker};
+use pointsman::NamedWorker;
 use serde::de::Error as _;
 use serde::{Deserialize as _, Deserializer, Serializer};
 use toml::Table;
@@ -9,13 +9,7 @@ use toml::Table;
 pub(super) fn read<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<NamedWorker>, D::Error> {
     let workers = Vec::<Table>::deserialize(deserializer)?;
     let file = Table::from_iter([("workers".to_owned(), toml::Value::from(workers))]);
-    FileFormat::Toml.parse(file.to_string().as_bytes()).map_err(|error| match error {
-        FileError::Line { reason, .. } | FileError::Worker { rule: reason, .. } => D::Error::custom(reason),
-        FileError::Url { error, .. } => D::Error::custom(error),
-        FileError::Format | FileError::TooLong(_) | FileError::NotText | FileError::Duplicate(_) => {
-            D::Error::custom(error)
-        }
-    })
+    NamedWorker::list_of_toml(&file.to_string()).map_err(D::Error::custom)
 }
 
 /// Workers are written as given.

@@ -2,8 +2,8 @@
 //!
 //! The module owns the token file. Requests belong to the tests.
 
-use pointsman::config::IndexConfig;
 use pointsman::internals::config::HealthConfig;
+use pointsman::internals::config::IndexConfig;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -3,7 +3,7 @@
 //! The fleet owns the engines, the router and the request counter. Every request is completed by some running engine,
 //! and every wait has a generous limit. Faults belong to the tests.
 
-use pointsman::config::IndexConfig;
+use pointsman::internals::config::IndexConfig;
 use pointsman::internals::config::{HealthConfig, SlowStartConfig};
 use std::net::SocketAddr;
 use std::ops::Range;

@@ -3,7 +3,8 @@
 //!
 //! A number always yields the same request. Equal tokens also occur under different salts and adapters.
 
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::hashing::HashScheme;
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::protocol::BlockHash;
 use pointsman::{Constraints, Prompt, RequestOptions, RouteRequest};
 use pointsman_trial::workload::mix;

@@ -70,6 +70,35 @@ struct File {
     workers: Vec<entry::Entry>,
 }
 
+impl FileError {
+    /// The error without the line or the position in the file.
+    fn reason(self) -> String {
+        match self {
+            Self::Line { reason, .. } | Self::Worker { rule: reason, .. } => reason,
+            Self::Url { error, .. } => error.to_string(),
+            Self::Format | Self::TooLong(_) | Self::NotText | Self::Duplicate(_) => self.to_string(),
+        }
+    }
+}
+
+impl NamedWorker {
+    /// Workers as a workers file in TOML lists them, for settings that contain such a table.
+    ///
+    /// ```
+    /// use pointsman::NamedWorker;
+    ///
+    /// let workers = NamedWorker::list_of_toml("[[workers]]\nurl = \"http://10.0.0.1:8000\"")?;
+    /// assert_eq!(workers[0].config.endpoint, "http://10.0.0.1:8000");
+    /// # Ok::<(), String>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Invalid TOML, or workers that a file would be rejected for, without the line or the position.
+    pub fn list_of_toml(text: &str) -> Result<Vec<Self>, String> {
+        FileFormat::Toml.parse(text.as_bytes()).map_err(FileError::reason)
+    }
+}
+
 impl FileFormat {
     /// Maximum size in bytes.
     pub const BYTES_MAX: usize = 8 << 20;
@@ -89,7 +118,7 @@ impl FileFormat {
     /// Parses a file.
     ///
     /// ```
-    /// use pointsman::FileFormat;
+    /// use pointsman::internals::discovery::FileFormat;
     ///
     /// let file = r#"
     ///     [[workers]]
@@ -99,7 +128,7 @@ impl FileFormat {
     /// "#;
     /// let workers = FileFormat::Toml.parse(file.as_bytes())?;
     /// assert_eq!(workers[0].config.data_parallel_size, 2);
-    /// # Ok::<(), pointsman::FileError>(())
+    /// # Ok::<(), pointsman::internals::discovery::FileError>(())
     /// ```
     ///
     /// # Errors

@@ -29,7 +29,7 @@ pub const ROLE_LABEL: &str = "llm-d.ai/role";
 /// both roles.
 ///
 /// ```
-/// use pointsman::PodRole;
+/// use pointsman::internals::discovery::PodRole;
 ///
 /// assert_eq!(PodRole::Prefill.requirement(), "llm-d.ai/role in (prefill,both)");
 /// ```

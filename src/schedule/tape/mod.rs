@@ -12,4 +12,4 @@ mod replay_loads;
 mod request;
 
 pub use recorder::Recorder;
-pub use replay::{RecordedChoice, Replay, ReplayError, ReplayMode, ReplaySettings, ReplayedDecision};
+pub use replay::{RecordedChoice, Replay, ReplayError, ReplayedDecision};

@@ -44,20 +44,11 @@ pub enum ReplayError {
 
 /// Treatment of each decision in a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ReplayMode {
+enum ReplayMode {
     /// Decide again, and compare.
     Verify,
     /// Take the recorded choice.
     Follow,
-}
-
-/// Settings of recorded decisions.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ReplaySettings {
-    /// The recorded settings.
-    pub config: RouterConfig,
-    /// Other settings that decide the same requests without booking. If there are any, they replace the shadow policies.
-    pub alternatives: Vec<RouterConfig>,
 }
 
 /// A recorded choice.
@@ -105,6 +96,10 @@ pub struct ReplayedDecision {
     pub explanation: Option<Box<Explanation>>,
 }
 
+/// Recorded settings, and other settings that decide the same requests without booking. If there are any, they replace
+/// the shadow policies.
+type ReplaySettings = (RouterConfig, Vec<RouterConfig>);
+
 /// Reads recorded settings.
 type SettingsReader = Box<dyn Fn(&[u8]) -> Result<ReplaySettings, String> + Send>;
 
@@ -138,11 +133,22 @@ impl fmt::Debug for Replay {
 }
 
 impl Replay {
-    /// A replay. `read_settings` reads the settings of a keyframe, which are JSON of a router.
-    pub fn new(
-        mode: ReplayMode,
-        read_settings: impl Fn(&[u8]) -> Result<ReplaySettings, String> + Send + 'static,
+    /// A replay that decides again, and compares. `read_settings` reads the settings of a keyframe, which are JSON of a
+    /// router: the recorded ones, and alternatives that decide the same requests without booking.
+    pub fn verifying(
+        read_settings: impl Fn(&[u8]) -> Result<(RouterConfig, Vec<RouterConfig>), String> + Send + 'static,
     ) -> Self {
+        Self::new(ReplayMode::Verify, read_settings)
+    }
+
+    /// A replay that takes the recorded choices. If there are alternatives, they replace the shadow policies.
+    pub fn following(
+        read_settings: impl Fn(&[u8]) -> Result<(RouterConfig, Vec<RouterConfig>), String> + Send + 'static,
+    ) -> Self {
+        Self::new(ReplayMode::Follow, read_settings)
+    }
+
+    fn new(mode: ReplayMode, read_settings: impl Fn(&[u8]) -> Result<ReplaySettings, String> + Send + 'static) -> Self {
         Self {
             mode,
             read_settings: Box::new(read_settings),
@@ -218,7 +224,7 @@ impl Replay {
     /// Malformed bytes are `Ok(None)`.
     fn read_keyframe(&mut self, from: &mut Reader<'_>) -> Result<Option<()>, ReplayError> {
         let Some(bytes) = from.length().and_then(|length| from.bytes(length)) else { return Ok(None) };
-        let ReplaySettings { config, alternatives } = self.settings_of(bytes)?;
+        let (config, alternatives) = self.settings_of(bytes)?;
         let mut schedule = Schedule::new(config, 0, Extensions::default());
         if !alternatives.is_empty() {
             schedule.set_shadows(alternatives, f64::INFINITY); // every decision

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use pointsman::RankConditions;
 use pointsman::internals::health::{HealthInput, HealthRules, Member, Monitor};
-use pointsman::internals::select::RankConditions;
 use pointsman::internals::shell::scheduler::SchedulerMsg;
 use pointsman::protocol::WorkerRank;
 

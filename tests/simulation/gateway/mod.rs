@@ -20,6 +20,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
+use pointsman::RankConditions;
 use pointsman::internals::directory::{Directory, Lease};
 use pointsman::internals::health::{Exclusions, Monitor};
 use pointsman::internals::load::{ArrivalsCell, BoardChanges};
@@ -27,7 +28,6 @@ use pointsman::internals::membership::{Membership, MembershipRules};
 use pointsman::internals::protocol::{BookingId, Generation, Slot};
 use pointsman::internals::queue::QueueHeads;
 use pointsman::internals::schedule::RankCells;
-use pointsman::internals::select::RankConditions;
 use pointsman::internals::shell::CurrentIncarnation;
 use pointsman::internals::shell::scheduler::SchedulerMsg;
 use pointsman::internals::shell::sequence::SequenceMsg;

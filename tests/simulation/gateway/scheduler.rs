@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 
+use pointsman::RankConditions;
 use pointsman::internals::directory::{Lease, LeaseState};
 use pointsman::internals::health::Exclusions;
 use pointsman::internals::protocol::{Generation, Slot, TimeSource};
-use pointsman::internals::select::RankConditions;
 use pointsman::internals::shell::scheduler::{
     OpenLoadQuery, RequestLease, SchedulerCells, SchedulerMsg, SchedulerShell, SequenceHandle,
 };

@@ -7,14 +7,12 @@
 use std::hint::black_box;
 use std::time::Duration;
 
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::hashing::HashScheme;
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::internals::index::Index;
 use pointsman::internals::protocol::{Generation, Slot};
+use pointsman::internals::wire::{Decoder, DecoderLimits, Findings, WireConfig};
 use pointsman::protocol::{RouterEvent, WorkerId, WorkerRank};
-use pointsman::{
-    Decoder,
-    internals::wire::{DecoderLimits, Findings, WireConfig},
-};
 
 use super::Events;
 use super::recording::Recording;

@@ -2,12 +2,10 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use clap::Parser;
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::hashing::HashScheme;
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
+use pointsman::internals::wire::{Decoder, DecoderLimits, WireConfig};
 use pointsman::protocol::{EngineHash, KvEvent, RouterEvent, StoredBlock, WorkerId, WorkerRank};
-use pointsman::{
-    Decoder,
-    internals::wire::{DecoderLimits, WireConfig},
-};
 use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec};
 use pointsman_trial::kv_events::Encoder;
 use serde_json::Value;

@@ -4,7 +4,8 @@
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::hashing::HashScheme;
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::protocol::{BlockHash, EngineHash, KvEvent, StoredBlock};
 use pointsman_trial::workload::mix;
 

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::hashing::HashScheme;
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, StorageTier, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::{
     Placement, Prompt, ReplicaBus, RouteRequest, Router, RouterConfig,

@@ -7,12 +7,8 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use pointsman::PeerStatus;
 use pointsman::protocol::WorkerRank;
-use pointsman::{
-    DiscoveryStatus, EngineLoadFact, Health, KvSourceStatus, PendingClass, RankHealth, RankReport, Router,
-    ShadowTotals, WorkerEntry,
-};
+use pointsman::{DiscoveryStatus, EngineLoadFact, Health, KvSourceStatus, RankHealth, RankReport, Router, WorkerEntry};
 use tokio::time::{Instant, timeout};
 
 use super::window::{self, HitWindow};
@@ -127,14 +123,14 @@ async fn state_of(model: &Model, window: &mut HitWindow) -> ModelState {
     let router = &model.router;
     let (facts, now) = (Facts::of(router).await, Instant::now());
     window.sample(&facts.reports, now);
-    let pending = timeout(REPLY_WAIT, router.pending()).await.ok().and_then(Result::ok);
-    let queue =
-        if router.config().queue.is_enabled() { queue_of(pending.as_deref().unwrap_or_default()) } else { Vec::new() };
+    let pending = queue_of(router).await;
+    let has_queue = pending.is_some();
+    let queue = pending.filter(|_| router.config().queue.is_enabled()).unwrap_or_default();
     let replicas = replicas_of(router);
     let mut assessed: Vec<Assessed<'_>> =
         facts.workers.iter().flat_map(|worker| worker.ranks.iter().map(|rank| assess(&facts, worker, *rank))).collect();
     let names = RankNames::of(model);
-    let others = other_sentences(model, &facts, &names, pending.is_some());
+    let others = other_sentences(model, &facts, &names, has_queue);
     let eligible = router.eligible_ranks();
     let down = facts.router.state.err().map(|down| down.to_string());
     let rank_problem = |rank: &Assessed<'_>| {
@@ -184,19 +180,19 @@ async fn state_of(model: &Model, window: &mut HitWindow) -> ModelState {
         queue,
         replicas,
         decisions: model.meters.activity.decisions(),
-        shadows: router.shadow_totals().into_iter().map(|totals| shadow_state(totals, placements)).collect(),
+        shadows: shadows_of(router, placements),
         legs: model.prefill.as_ref().map(|side| legs_of(side, &names)),
     }
 }
 
 fn replicas_of(router: &Router) -> Vec<ReplicaState> {
-    let state = |peer: PeerStatus| ReplicaState {
+    let states = router.replica_peers().into_iter().map(|peer| ReplicaState {
         replica: peer.life.replica.to_string(),
         state: peer.state.name().to_owned(),
         summary_age_seconds: peer.summary_age.as_secs_f64(),
         weight: peer.weight,
-    };
-    router.replica_peers().into_iter().map(state).collect()
+    });
+    states.collect()
 }
 
 /// Sentences about problems that no rank has.
@@ -290,30 +286,35 @@ fn rank_state(facts: &Facts, assessed: Assessed<'_>, hits: &BTreeMap<WorkerRank,
     }
 }
 
-fn queue_of(pending: &[PendingClass]) -> Vec<ClassState> {
-    let class = |pending: &PendingClass| ClassState {
+/// Waiting requests by class; `None` if the router does not reply.
+async fn queue_of(router: &Router) -> Option<Vec<ClassState>> {
+    let pending = timeout(REPLY_WAIT, router.pending()).await.ok().and_then(Result::ok)?;
+    let classes = pending.iter().map(|pending| ClassState {
         class: pending.class.clone(),
         requests: pending.depth.requests,
         tokens: pending.depth.raw_tokens,
         oldest_age_seconds: pending.oldest_age.map(|age| age.as_secs_f64()),
-    };
-    pending.iter().map(class).collect()
+    });
+    Some(classes.collect())
 }
 
 #[expect(clippy::cast_precision_loss, reason = "means are shown with few digits")]
 #[expect(clippy::cast_possible_truncation, reason = "the cast of a float saturates")]
-fn shadow_state(totals: ShadowTotals, placements: u64) -> ShadowState {
-    let mean = |seconds: f64| (totals.predictions > 0).then(|| seconds / totals.predictions as f64);
-    let saved = i128::from(totals.chosen_cached_tokens) - i128::from(totals.cached_tokens);
-    ShadowState {
-        policy: totals.policy.to_owned(),
-        decisions: totals.decisions,
-        agreements: totals.agreements,
-        saved_tokens: i64::try_from(saved).unwrap_or(i64::MAX),
-        saved_tokens_estimate: (saved as f64 * placements as f64 / totals.decisions.max(1) as f64) as i64,
-        chosen_ttft_seconds: mean(totals.chosen_ttft_seconds),
-        ttft_seconds: mean(totals.ttft_seconds),
-    }
+fn shadows_of(router: &Router, placements: u64) -> Vec<ShadowState> {
+    let shadows = router.shadow_totals().into_iter().map(|totals| {
+        let mean = |seconds: f64| (totals.predictions > 0).then(|| seconds / totals.predictions as f64);
+        let saved = i128::from(totals.chosen_cached_tokens) - i128::from(totals.cached_tokens);
+        ShadowState {
+            policy: totals.policy.to_owned(),
+            decisions: totals.decisions,
+            agreements: totals.agreements,
+            saved_tokens: i64::try_from(saved).unwrap_or(i64::MAX),
+            saved_tokens_estimate: (saved as f64 * placements as f64 / totals.decisions.max(1) as f64) as i64,
+            chosen_ttft_seconds: mean(totals.chosen_ttft_seconds),
+            ttft_seconds: mean(totals.ttft_seconds),
+        }
+    });
+    shadows.collect()
 }
 
 fn legs_of(PrefillSide { model, pool }: &PrefillSide, names: &RankNames<'_>) -> LegsState {

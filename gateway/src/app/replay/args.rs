@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use clap::Args;
-use pointsman::{RecordFileError, RouterConfig};
+use pointsman::RouterConfig;
 use serde_json::Value;
 
 /// Arguments of `replay-decisions`.
@@ -41,7 +41,7 @@ pub enum ReplayProblem {
         /// The file.
         file: String,
         /// Reason.
-        error: RecordFileError,
+        error: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The other settings are invalid.
     #[error("the other settings are invalid: {0}")]

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use pointsman::protocol::WorkerRank;
-use pointsman::{AppraisedRank, ReplayedDecision, ShadowReport};
+use pointsman::{AppraisedRank, ReplayedDecision};
 
 use super::WorkerNames;
 
@@ -69,8 +69,8 @@ impl Comparison {
 
     /// Adds a decision. Rejections and requests for a given rank are not compared.
     pub(super) fn add(&mut self, decision: &ReplayedDecision, names: &WorkerNames) {
-        let Some(ShadowReport { chosen, shadows }) = decision.report.as_deref() else { return };
-        let Some((_, other)) = shadows.first() else { return };
+        let Some(report) = &decision.report else { return };
+        let (chosen, Some((_, other))) = (&report.chosen, report.shadows.first()) else { return };
         self.decisions += 1;
         self.prompt_tokens += u64::from(decision.prompt_tokens);
         self.recorded.add(chosen);

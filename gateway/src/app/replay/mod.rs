@@ -12,7 +12,7 @@ use std::fs;
 use std::path::Path;
 
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::{RecordFile, RecordedChoice, Replay, ReplayMode, ReplaySettings, ReplayedDecision, RouterConfig};
+use pointsman::{RecordFile, RecordedChoice, Replay, ReplayedDecision, RouterConfig};
 
 pub use args::{ReplayArgs, ReplayProblem};
 use comparison::Comparison;
@@ -126,7 +126,7 @@ fn replay_file(file: &Path, args: &ReplayArgs, report: &mut ReplayReport) -> Res
             problems.push(format!("{name}: {error}"));
         }
     });
-    let end = end.map_err(|error| ReplayProblem::Format { file: name.clone(), error })?;
+    let end = end.map_err(|error| ReplayProblem::Format { file: name.clone(), error: error.into() })?;
     if let Some(at) = end.damaged_at {
         problems.push(format!("{name}: damaged or cut at byte {at} of {}, read up to there", bytes.len()));
     }
@@ -139,15 +139,14 @@ fn replay_file(file: &Path, args: &ReplayArgs, report: &mut ReplayReport) -> Res
 }
 
 fn new_replay(args: &ReplayArgs) -> Replay {
-    let mode = if args.changes() { ReplayMode::Follow } else { ReplayMode::Verify };
+    let read = |bytes: &[u8]| serde_json::from_slice::<RouterConfig>(bytes).map_err(|error| error.to_string());
+    if !args.changes() {
+        return Replay::verifying(move |bytes| Ok((read(bytes)?, Vec::new())));
+    }
     let args = args.clone();
-    Replay::new(mode, move |bytes| {
-        let config: RouterConfig = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-        let alternatives = if args.changes() {
-            vec![args.changed(&config).map_err(|problem| problem.to_string())?]
-        } else {
-            Vec::new()
-        };
-        Ok(ReplaySettings { config, alternatives })
+    Replay::following(move |bytes| {
+        let config = read(bytes)?;
+        let alternative = args.changed(&config).map_err(|problem| problem.to_string())?;
+        Ok((config, vec![alternative]))
     })
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use axum::http::StatusCode;
 use pointsman::error::{Down, RouteError};
-use pointsman::{Filter, LimitKind, MissedTarget, Rejection, TargetsMissed};
+use pointsman::{Filter, LimitKind, Rejection};
 
 use super::error::{ApiError, ErrorType};
 use super::headers::{CLASS, ON_TARGET_MISS, PRIORITY_JUMP, SESSION_ID};
@@ -13,23 +13,6 @@ const A_SECOND: Duration = Duration::from_secs(1);
 
 fn no_worker(code: &'static str, message: &str) -> ApiError {
     ApiError::unavailable(StatusCode::SERVICE_UNAVAILABLE, code, message)
-}
-
-impl ApiError {
-    /// Latency targets that no worker is predicted to meet: 429. `Retry-After` only if a shorter queue suffices.
-    #[must_use]
-    pub fn targets_missed(missed: &TargetsMissed) -> Self {
-        let part = |name: &str, missed: Option<MissedTarget>| {
-            let MissedTarget { predicted, target } = missed?;
-            let [predicted, target] = [predicted, target].map(|duration| duration.as_secs_f64() * 1e3);
-            Some(format!("; {name}: predicted {predicted:.1} ms, target {target:.1} ms"))
-        };
-        let parts = [part("time to first token", missed.ttft), part("inter-token latency", missed.itl)];
-        let parts: String = parts.into_iter().flatten().collect();
-        let message = format!("no worker is predicted to meet the latency targets of the request{parts}");
-        let error = Self::overloaded("targets_missed", message, missed.retry_after.unwrap_or_default());
-        Self { retry_after_s: error.retry_after_s.filter(|_| missed.retry_after.is_some()), ..error }
-    }
 }
 
 /// Rewrites the messages, because the router's own texts name ranks, settings and queue lengths.
@@ -91,7 +74,15 @@ impl From<Rejection> for ApiError {
             Rejection::DeadlineExceeded { .. } => {
                 Self::overloaded("deadline_exceeded", "the request was not placed within its deadline", A_SECOND)
             }
-            Rejection::TargetsMissed(missed) => Self::targets_missed(&missed),
+            Rejection::TargetsMissed(missed) => {
+                let ttft = missed.ttft.map(|ttft| missed_text("time to first token", ttft.predicted, ttft.target));
+                let itl = missed.itl.map(|itl| missed_text("inter-token latency", itl.predicted, itl.target));
+                let parts: String = ttft.into_iter().chain(itl).collect();
+                let message = format!("no worker is predicted to meet the latency targets of the request{parts}");
+                // `Retry-After` only if a shorter queue suffices.
+                let error = Self::overloaded("targets_missed", message, missed.retry_after.unwrap_or_default());
+                Self { retry_after_s: error.retry_after_s.filter(|_| missed.retry_after.is_some()), ..error }
+            }
             Rejection::Backpressure(refused) => {
                 let (code, message) = match refused.limit {
                     LimitKind::Requests => ("queue_full", "too many requests are waiting"),
@@ -108,4 +99,9 @@ impl From<Rejection> for ApiError {
             Rejection::Policy(_) => Self::internal(),
         }
     }
+}
+
+fn missed_text(name: &str, predicted: Duration, target: Duration) -> String {
+    let [predicted, target] = [predicted, target].map(|duration| duration.as_secs_f64() * 1e3);
+    format!("; {name}: predicted {predicted:.1} ms, target {target:.1} ms")
 }

@@ -16,7 +16,7 @@ use hyper::http::request::Builder;
 use hyper::{Request, StatusCode, Uri};
 use parking_lot::RwLock;
 use pointsman::protocol::WorkerId;
-use pointsman::{EngineClient, EngineGet, EngineHttpError, EngineResponse, HttpUrl, WorkerEntry};
+use pointsman::{BoxFuture, EngineClient, EngineGet, EngineHttpError, HttpUrl, WorkerEntry};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
@@ -135,7 +135,7 @@ impl From<Upstream> for WorkerAccess {
 }
 
 impl EngineClient for WorkerAccess {
-    fn get(&self, request: EngineGet) -> EngineResponse<'_> {
+    fn get(&self, request: EngineGet) -> BoxFuture<'_, Result<Vec<u8>, EngineHttpError>> {
         Box::pin(async move {
             let within = request.timeout;
             timeout(within, self.poll(request)).await.unwrap_or(Err(EngineHttpError::Timeout(within)))

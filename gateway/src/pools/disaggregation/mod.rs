@@ -13,8 +13,9 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use pointsman::config::ConfigErrors;
+use pointsman::error::RouteError;
 use pointsman::protocol::WorkerRank;
-use pointsman::{Constraints, DisaggError, Disaggregated, Placement, PrefillPlacement, RouteRequest, Router};
+use pointsman::{Constraints, Disaggregated, Placement, PrefillPlacement, RouteRequest, Router};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
@@ -124,7 +125,7 @@ impl PrefillPool {
         request: RouteRequest<'_>,
         excluded: &BTreeSet<WorkerRank>,
         decode: &Placement,
-    ) -> Result<PrefillPlacement, DisaggError> {
+    ) -> Result<PrefillPlacement, RouteError> {
         let given = &request.options.constraints;
         let constraints = Constraints {
             required_taints: given.required_taints.clone(),
@@ -132,7 +133,7 @@ impl PrefillPool {
             excluded_ranks: excluded.iter().copied().chain(self.ranks_at(decode.endpoint())).collect(),
             ..Constraints::default()
         };
-        self.pools.place_prefill(request, &constraints, decode).await
+        self.pools.place_prefill(request, &constraints, decode).await.map_err(|failed| failed.error)
     }
 
     /// Identifiers of a transfer between two placements, and the request id of both legs if the protocol has one of its

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use pointsman::config::EventMode;
 use pointsman::error::RouteError;
-use pointsman::protocol::{BlockSizeOrigin, WorkerId, WorkerRank};
+use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::{DiscoveryStatus, HealthState, KvSourceStatus, Rejection, Router, WorkerEntry};
 use tokio::time::timeout;
 
@@ -66,7 +66,7 @@ pub(crate) fn placement_error(router: &Router, error: RouteError) -> ApiError {
 /// Problems with the workers, the index and the tokens of a model, independent of readiness.
 pub(super) fn warnings(model: &Model) -> Vec<String> {
     let mut warnings: Vec<String> = discovery_problems(&model.router.discovery(), false).into_iter().collect();
-    if model.router.block_size_origin() == BlockSizeOrigin::Assumed {
+    if model.router.block_size_origin().is_assumed() {
         let tokens = model.router.block_size();
         warnings.push(format!("no worker reports a block size: {tokens} is assumed; router.block_size sets another"));
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use pointsman::{BusFuture, ReplicaBus, ReplicaMember, SnapshotSource};
+use pointsman::{BoxFuture, ReplicaBus, ReplicaMember, SnapshotSource};
 use tokio::time::{sleep, timeout};
 
 use super::SnapshotOrigin;
@@ -116,7 +116,7 @@ struct ModelSnapshots {
 }
 
 impl SnapshotSource for ModelSnapshots {
-    fn snapshot(&self, pool: &str) -> BusFuture<'_, Option<Bytes>> {
+    fn snapshot(&self, pool: &str) -> BoxFuture<'_, Option<Bytes>> {
         let pools = self.latest.get();
         let model = pools.models.all().iter().find(|model| model.router.config().pool == pool).map(Arc::clone);
         Box::pin(async move {

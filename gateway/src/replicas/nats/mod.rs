@@ -19,7 +19,7 @@ use async_nats::connection::State;
 use async_nats::{Client, ConnectOptions, Subscriber};
 use bytes::Bytes;
 use futures_util::StreamExt as _;
-use pointsman::{Backoff, BusFuture, ReplicaId, ReplicaLife, ReplicaMessage, ReplicaTopic, SnapshotStore, StoreError};
+use pointsman::{Backoff, BoxFuture, BusError, ReplicaId, ReplicaLife, ReplicaMessage, ReplicaTopic, SnapshotStore};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
@@ -245,17 +245,17 @@ impl Carrier for NatsState {
 }
 
 impl SnapshotStore for NatsState {
-    fn put(&self, pool: Arc<str>, snapshot: Bytes) -> BusFuture<'_, Result<(), StoreError>> {
+    fn put(&self, pool: Arc<str>, snapshot: Bytes) -> BoxFuture<'_, Result<(), BusError>> {
         Box::pin(async move {
             let stored = snapshots::store_latest(self, &pool, &snapshot).await;
-            stored.map_err(|reason| StoreError { pool: pool.to_string(), reason })
+            stored.map_err(|reason| BusError::Store { pool: pool.to_string(), reason })
         })
     }
 
-    fn get(&self, pool: Arc<str>) -> BusFuture<'_, Result<Option<Bytes>, StoreError>> {
+    fn get(&self, pool: Arc<str>) -> BoxFuture<'_, Result<Option<Bytes>, BusError>> {
         Box::pin(async move {
             let read = snapshots::read_latest(self, &pool).await;
-            read.map_err(|reason| StoreError { pool: pool.to_string(), reason })
+            read.map_err(|reason| BusError::Store { pool: pool.to_string(), reason })
         })
     }
 }

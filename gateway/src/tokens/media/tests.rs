@@ -3,12 +3,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use axum::body::Bytes;
-use pointsman::hashing::{BlockHasher, HashScheme, MmBlocks};
+use pointsman::hashing::HashScheme;
+use pointsman::internals::hashing::{BlockHasher, MmBlocks};
+use pointsman::internals::wire::{Decoder, DecoderLimits, WireConfig};
 use pointsman::protocol::{BlockHash, KvEvent, RouterEvent, WorkerId, WorkerRank};
-use pointsman::{
-    Decoder,
-    internals::wire::{DecoderLimits, WireConfig},
-};
 use proptest::prelude::*;
 use proptest::sample::select;
 

@@ -7,8 +7,12 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::IntoResponse as _;
 use http_body_util::BodyExt as _;
 use pointsman::error::{Down, RouteError};
+use pointsman::internals::{
+    schedule::{MissedTarget, TargetsMissed},
+    select::Removed,
+};
 use pointsman::protocol::{WorkerId, WorkerRank};
-use pointsman::{Filter, MissedTarget, Pin, PinMode, Rejection, Removed, SessionId, TargetsMissed};
+use pointsman::{Filter, Pin, PinMode, Rejection, SessionId};
 use pointsman::{
     LimitKind,
     internals::queue::{Backpressure, UnknownClass},
