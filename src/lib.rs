@@ -11,8 +11,8 @@
 //! # Structure
 //!
 //! State and decisions are plain, synchronous Rust: `now` and seeds are arguments; nothing waits, performs I/O or reads a
-//! clock. [`hashing`] computes block hashes of prompts, [`index`] stores which rank caches which prefix, and [`policy`]
-//! compares ranks. The load of ranks, queues, sessions, KV event streams and the decisions themselves are private.
+//! clock. [`hashing`] computes block hashes of prompts, and [`policy`] compares ranks. The index of cached prefixes, the
+//! load of ranks, queues, sessions, KV event streams and the decisions themselves are private.
 //!
 //! The actors, behind the default feature `runtime`, own that state and exchange messages: one scheduler, the only one
 //! that books; one sequence actor per rank; one radix actor per index shard; a supervisor. Embedders use the `Router`, its

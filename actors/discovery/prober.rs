@@ -53,7 +53,7 @@ pub struct ProbeOptions {
     /// Whether the default port of vLLM's KV event publisher is tried, for engines with an address of their own. Default:
     /// whether the router reads KV events.
     pub finds_publishers: bool,
-    /// Client of the probes. Default: [`PlainEngineClient`].
+    /// Client of the probes. Default: plain HTTP.
     pub client: Arc<dyn EngineClient>,
 }
 

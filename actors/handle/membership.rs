@@ -234,8 +234,8 @@ impl Router {
     }
 
     /// Block size in force, in tokens. Without [`RouterConfig::block_size`] it follows from the workers, and may change as
-    /// [`BlockSizeOrigin`] describes; prompts that an embedder hashes itself, and KV events that it supplies, then have the
-    /// wrong size. An embedder that does either configures the size.
+    /// [`Router::block_size_origin`] describes; prompts that an embedder hashes itself, and KV events that it supplies,
+    /// then have the wrong size. An embedder that does either configures the size.
     #[must_use]
     pub fn block_size(&self) -> u32 {
         self.edge().block_size.tokens()

@@ -38,8 +38,8 @@ impl Router {
         reports.into_values().collect()
     }
 
-    /// Totals of the [shadow policies](crate::config::ShadowConfig), in the order of the configuration; empty before the
-    /// first sampled decision. Does not block.
+    /// Totals of the shadow policies (`shadow.policies`), in the order of the configuration; empty before the first
+    /// sampled decision. Does not block.
     #[must_use]
     pub fn shadow_totals(&self) -> Vec<ShadowTotals> {
         self.views().shadows.get().to_vec()

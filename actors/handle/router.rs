@@ -26,8 +26,7 @@ pub struct Health {
     pub cold: BTreeSet<WorkerRank>,
     /// Problems with the router's view of the fleet, one sentence each; empty if there are none.
     pub problems: Vec<String>,
-    /// Actors that hang now, in order. The router is not ready while one of them
-    /// [is essential](WatchedActor::is_essential).
+    /// Actors that hang now, in order. The router is not ready while one of them is essential.
     pub hung: Vec<WatchedActor>,
     /// Actors restarted since the start.
     pub restarts: u64,

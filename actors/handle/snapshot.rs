@@ -76,7 +76,7 @@ impl Router {
     /// A rank without a replay endpoint, or whose index is complete or newer, keeps its contents. Progress is reported
     /// by [`KvSourceStatus::restore`](crate::KvSourceStatus::restore).
     ///
-    /// While no worker has reported a block size ([`BlockSizeOrigin`](crate::protocol::BlockSizeOrigin)), contents of any
+    /// While no worker has reported a block size ([`Router::block_size_origin`]), contents of any
     /// size wait for it, and those of another one are dropped then.
     ///
     /// Must be called in a tokio runtime.

@@ -20,7 +20,7 @@ use crate::health::Outcome;
 use crate::protocol::WorkerRank;
 use crate::request::RouteRequest;
 
-/// Target of a request. The inner service of [`PlaceRequests`] finds it in the extensions.
+/// Target of a request. The inner service of [`PlacementLayer`] finds it in the extensions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlacedTarget {
     /// Endpoint of the worker, from its configuration.
@@ -63,7 +63,7 @@ pub enum PlaceError<E> {
     Inner(E),
 }
 
-/// Layer that creates [`PlaceRequests`] for services with errors of type `E`. Cheap to clone.
+/// Layer that places the requests of services with errors of type `E`. Cheap to clone.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")]

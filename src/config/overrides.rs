@@ -27,9 +27,9 @@ pub struct RouterConfigOverride {
     pub prefill_load_scale: Option<f64>,
     /// Randomness of the choice, under the policies `latency` and `kv`.
     pub temperature: Option<f64>,
-    /// See [`LoadConfig::assume_kv_reuse`](super::LoadConfig::assume_kv_reuse).
+    /// See `load.assume_kv_reuse`.
     pub assume_kv_reuse: Option<bool>,
-    /// See [`LoadConfig::track_prefill_tokens`](super::LoadConfig::track_prefill_tokens).
+    /// See `load.track_prefill_tokens`.
     pub track_prefill_tokens: Option<bool>,
     /// See [`KvConfig::shared_cache_multiplier`](crate::policy::KvConfig::shared_cache_multiplier).
     pub shared_cache_multiplier: Option<f64>,

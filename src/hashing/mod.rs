@@ -1,7 +1,7 @@
 //! Prompt hashing: block hashes (content of one block) and sequence hashes (content of the prefix up to a block).
 //!
 //! Defines both formulas and their inputs: the seeds that separate adapters and salts ([`HashScheme`]), the tokens of a
-//! block ([`BlockHasher`]), the images and videos inside it ([`MmBlocks`]), the chain over blocks ([`chain`]), and a
+//! block (`BlockHasher`), the images and videos inside it (`MmBlocks`), the chain over blocks (`chain`), and a
 //! hashed prompt ([`HashedPrompt`]), hashed here or by the caller.
 //!
 //! The values equal those of NVIDIA Dynamo's router for the same input, so requests hashed by its frontends and workers
@@ -14,7 +14,7 @@
 //! s[i] = X(s[i-1] as u64 ++ b[i] as u64, 1337)
 //! ```
 //!
-//! One allocation per prompt and array, none per block, and none at all with [`BlockHasher::hashes`]. Hashing 12,000
+//! One allocation per prompt and array, none per block, and none at all with `BlockHasher::hashes`. Hashing 12,000
 //! tokens takes about 5 microseconds (`benches/hashing.rs`).
 //!
 //! Tokens and multimodal ids come from the embedder or the ingest. Engine hashes ([`crate::protocol::EngineHash`]) are

@@ -103,7 +103,7 @@ impl HashedPrompt {
     }
 
     /// Wraps the hashes of a prompt of `prompt_tokens` tokens that the caller computed with `scheme`. Derives missing
-    /// sequence hashes. Given sequence hashes are not required to be [`chain`](super::chain)ed: a caller may use keyed
+    /// sequence hashes. Given sequence hashes are not required to be chained: a caller may use keyed
     /// hashes.
     ///
     /// Fewer block hashes than the prompt's blocks are allowed; the uncovered blocks count as unknown.
@@ -124,7 +124,7 @@ impl HashedPrompt {
     /// Checks that the prompt is long enough for its block hashes under `scheme`.
     ///
     /// # Errors
-    /// [`HashedPromptError::PromptTokens`] for a prompt too short.
+    /// A prompt too short for its block hashes.
     pub fn check(&self, scheme: &HashScheme<'_>) -> Result<(), HashedPromptError> {
         let (prompt_tokens, block_hashes) = (self.prompt_tokens, self.block_hashes.len());
         let prompt_tokens_min = scheme.prompt_tokens_min(block_hashes);

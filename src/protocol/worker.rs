@@ -223,8 +223,8 @@ pub struct WorkerConfig {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub unreported: BTreeMap<String, String>,
     /// Whether a discovery source drains the worker: it gets no new requests and is removed after its last booking or
-    /// after [`DiscoveryConfig::drain_timeout_ms`](crate::config::DiscoveryConfig::drain_timeout_ms). Without workers that
-    /// run, it is not added. Default false. Only for workers of discovery sources.
+    /// after `discovery.drain_timeout_ms`. Without workers that run, it is not added. Default false. Only for workers of
+    /// discovery sources.
     #[serde(default, skip_serializing_if = "core::ops::Not::not")]
     pub drain: bool,
 }

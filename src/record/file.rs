@@ -132,7 +132,7 @@ impl RecordFile {
     /// Passes the entries of a file to `visit`, in order and up to the first damage.
     ///
     /// # Errors
-    /// See [`RecordFileError`].
+    /// Bytes of another format, or of another version of it.
     pub fn read(bytes: &[u8], visit: &mut dyn FnMut(FiledEntries<'_>)) -> Result<FileEnd, RecordFileError> {
         let rest = bytes.strip_prefix(MAGIC).ok_or(RecordFileError::Magic)?;
         let (version, mut rest) = rest.split_first().ok_or(RecordFileError::Magic)?;

@@ -181,7 +181,7 @@ impl Replay {
     /// Replays entries, and passes each decision to `visit`. Entries before the first keyframe are skipped as a whole.
     ///
     /// # Errors
-    /// See [`ReplayError`]. The next entries must then begin with a keyframe.
+    /// Recorded settings that cannot be read, or malformed entries. The next entries must then begin with a keyframe.
     pub fn feed(&mut self, entries: &[u8], visit: &mut dyn FnMut(ReplayedDecision)) -> Result<(), ReplayError> {
         let mut from = Reader::new(entries);
         while !from.is_empty() {
