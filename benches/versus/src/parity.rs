@@ -9,7 +9,6 @@
 //! the rank's [`Engine`] holds its blocks and both routers receive the events; later the request ends. The seed
 //! determines which request advances next, so requests do not end in the order of their arrival.
 
-use std::io::{self, Write};
 use std::num::NonZeroU32;
 
 use clap::Args;
@@ -24,7 +23,7 @@ use pointsman_bench::targets::{Call, Embedded, Target};
 use pointsman_versus::columns::print;
 
 use crate::dynamo::DynamoRouter;
-use crate::tally::{self, Decision, Facts, Tally, Verdict, View};
+use crate::tally::{self, Decision, Facts, Tally, View};
 
 /// A comparison of decisions.
 #[derive(Args, Debug)]
@@ -48,9 +47,6 @@ pub(crate) struct Parity {
     /// Minimum share of untied decisions that must agree, in %
     #[arg(long, default_value_t = 99.0)]
     agreement_min: f64,
-    /// Number of differences for which the state of both routers is printed on standard error
-    #[arg(long, value_name = "COUNT", default_value_t = 0)]
-    explain_differences: u64,
     /// Print pairs of ranks and counts as one JSON array; the table is printed on standard error
     #[arg(long)]
     json: bool,
@@ -101,10 +97,6 @@ impl Parity {
         for (number, tokens) in prompts.iter().enumerate() {
             let decision = pair.decide(tokens).await?;
             let verdict = decision.verdict();
-            if matches!(verdict, Verdict::Differs(_)) && tally.differing() < self.explain_differences {
-                let (isl_tokens, out) = (tokens.len(), decision.markdown());
-                writeln!(io::stderr(), "{workers} workers, request {number}, {isl_tokens} tokens:\n{out}")?;
-            }
             tally.count(&decision, &verdict);
 
             let blocks = name_blocks(&hashed(tokens, self.common.block_size)?);

@@ -108,29 +108,6 @@ impl Decision {
         let names: Vec<_> = QUANTITIES.iter().filter(seen_differently).map(|(name, _)| *name).collect();
         if names.is_empty() { "pick".to_owned() } else { names.join(" and ") }
     }
-
-    /// Table of the chosen ranks and of those with different facts; each figure is ours / theirs.
-    pub(crate) fn markdown(&self) -> String {
-        let names: Vec<&str> = QUANTITIES.iter().map(|(name, _)| *name).chain(["chosen by"]).collect();
-        let mut out = head::<()>(&["rank"], &[], &names);
-        for (ours, theirs) in self.ours.ranks.iter().zip(&self.theirs.ranks) {
-            let (by_us, by_them) = (self.ours.chosen == ours.rank, self.theirs.chosen == ours.rank);
-            if ours == theirs && !by_us && !by_them {
-                continue;
-            }
-            let chosen_by = match (by_us, by_them) {
-                (true, true) => "both",
-                (true, false) => "ours",
-                (false, true) => "theirs",
-                (false, false) => "",
-            };
-            let mut cells = vec![ours.rank.to_string()];
-            cells.extend(QUANTITIES.map(|(_, quantity)| format!("{} / {}", quantity(ours), quantity(theirs))));
-            cells.push(chosen_by.to_owned());
-            out += &row(&cells);
-        }
-        out
-    }
 }
 
 /// Counts of one run.
@@ -190,11 +167,6 @@ impl Tally {
             Verdict::Agrees => self.agrees += 1,
             Verdict::Differs(cause) => *self.differs.entry(cause.clone()).or_default() += 1,
         }
-    }
-
-    /// Number of untied decisions with different choices.
-    pub(crate) fn differing(&self) -> u64 {
-        self.differs.values().sum()
     }
 
     /// Share of untied decisions with the same choice in %. None if all are tied.
@@ -294,7 +266,7 @@ mod tests {
         assert_eq!(astray.verdict(), Verdict::Differs("pick".to_owned()));
         let agrees = || Decision { ours: view(1, &[1.0, 2.0]), theirs: view(1, &[1.5, 2.0]) };
         let tally = tally(&[differs, astray, agrees(), agrees()]);
-        assert_eq!((tally.differing(), tally.agreement_percent()), (2, Some(50.0)));
+        assert_eq!((tally.differs.values().sum::<u64>(), tally.agreement_percent()), (2, Some(50.0)));
         assert_eq!((tally.ours_astray, tally.theirs_astray, tally.rows), (0, 1, 9));
         assert_eq!((tally.rows_differ["overlap"], tally.rows_differ["prefill"], tally.rows_differ["cost"]), (1, 1, 4));
     }
@@ -302,11 +274,8 @@ mod tests {
     #[test]
     fn tables_have_equal_numbers_of_cells_per_line() {
         let decision = Decision { ours: view(1, &[1.0, 2.0, 3.0]), theirs: view(2, &[1.5, 1.0, 3.0]) };
-        let explained = decision.markdown();
-        assert_eq!(explained.lines().count(), 4, "{explained}");
-        for text in [explained, markdown(&[(3, tally(&[decision])), (8, Tally::default())])] {
-            let cells: Vec<_> = text.lines().map(|line| line.matches('|').count()).collect();
-            assert!(cells.iter().all(|count| *count == cells[0]), "{text}");
-        }
+        let text = markdown(&[(3, tally(&[decision])), (8, Tally::default())]);
+        let cells: Vec<_> = text.lines().map(|line| line.matches('|').count()).collect();
+        assert!(cells.iter().all(|count| *count == cells[0]), "{text}");
     }
 }

@@ -13,7 +13,9 @@ use dynamo_kv_router::protocols::{
 use kv_index::{ChainBlockMap, ChainIndex, ContentHash, SequenceHash};
 use pointsman::internals::index::{Index, Overlaps};
 use pointsman::internals::protocol::{Generation, Slot};
-use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank};
+use pointsman::protocol::{
+    BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank,
+};
 
 use super::load::Step;
 
