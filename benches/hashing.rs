@@ -1,4 +1,4 @@
-//! Cost of hashing on a caller's task: a prompt of 12,000 tokens, and single blocks as in events.
+//! Cost of hashing on a caller's task: a prompt of 12,000 tokens.
 //!
 //! `cargo bench --bench hashing -- --warm-up-time 0.5 --measurement-time 1.5` takes a minute and a half, including the
 //! build.
@@ -7,17 +7,12 @@ use std::hint::black_box;
 use std::num::NonZeroU32;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use pointsman::hashing::{HashScheme, MmSpan};
-use pointsman::internals::hashing::sequence_hashes;
-use pointsman::internals::hashing::{BlockHasher, MmBlocks};
-
-const ISL_TOKENS: usize = 12_000;
+use pointsman::hashing::HashScheme;
+use pointsman::internals::hashing::{BlockHasher, MmBlocks, sequence_hashes};
 
 fn benches(criterion: &mut Criterion) {
     // Spread over a vocabulary of 150,000.
     let tokens: Vec<u32> = (0..12_000_u32).map(|i| i.wrapping_mul(2_654_435_761) % 150_000).collect();
-    let image = |i: usize| MmSpan { mm_hash: i as u64, start: i * 1000, end: i * 1000 + 576 };
-    let images: Vec<MmSpan> = (0..10).map(image).collect();
 
     let mut group = criterion.benchmark_group("prompt of 12,000 tokens");
     group.throughput(Throughput::Bytes(size_of_val(&tokens[..]) as u64));
@@ -27,17 +22,7 @@ fn benches(criterion: &mut Criterion) {
             bencher.iter(|| hasher.block_hashes(black_box(&tokens), &MmBlocks::NONE));
         });
     }
-    let block_size = NonZeroU32::new(64).expect("not zero");
-    let plain = HashScheme::new(block_size);
-    let hasher = BlockHasher::new(plain);
-    group.bench_function("block hashes, block size 64, ten images", |bencher| {
-        let mm = MmBlocks::split(&images, ISL_TOKENS, block_size).expect("spans lie in the prompt");
-        bencher.iter(|| hasher.block_hashes(black_box(&tokens), &mm));
-    });
-    group.bench_function("block hashes, block size 64, eagle", |bencher| {
-        let hasher = BlockHasher::new(HashScheme { is_eagle: true, ..plain });
-        bencher.iter(|| hasher.block_hashes(black_box(&tokens), &MmBlocks::NONE));
-    });
+    let hasher = BlockHasher::new(HashScheme::new(NonZeroU32::new(64).expect("not zero")));
     let blocks = hasher.block_hashes(&tokens, &MmBlocks::NONE);
     group.bench_function("sequence hashes, block size 64", |bencher| {
         bencher.iter(|| sequence_hashes(black_box(&blocks)));

@@ -17,7 +17,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use pointsman::internals::index::{BlockDigest, Index, Overlaps};
+use pointsman::internals::index::{Index, Overlaps};
 use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock};
 use pointsman::test_support::{mix, rank};
@@ -202,13 +202,6 @@ fn bench(criterion: &mut Criterion) {
     group.bench_function("remove, per block", |bencher| {
         bencher.iter_custom(|blocks| repeat(&load, blocks, 1));
     });
-    // Cost of the digest in a store and in a removal.
-    let names: Vec<_> = (0..1 << 14).map(|n| (StorageTier::Device, EngineHash(mix(n)))).collect();
-    group.throughput(Throughput::Elements(1 << 14));
-    group.bench_function("digest", |bencher| {
-        bencher.iter(|| black_box(&names).iter().copied().collect::<BlockDigest>());
-    });
-    group.throughput(Throughput::Elements(1));
     let index = warmed(&load);
     let mut overlaps = Overlaps::default();
     let mut prompts = load.prompts.iter().cycle();
@@ -216,12 +209,6 @@ fn bench(criterion: &mut Criterion) {
         bencher.iter(|| {
             index.overlaps(prompts.next().expect("cycles"), &mut overlaps);
             black_box(overlaps.hits().len())
-        });
-    });
-    group.bench_function("query, detailed", |bencher| {
-        bencher.iter(|| {
-            index.overlaps_detailed(prompts.next().expect("cycles"), &mut overlaps);
-            black_box(overlaps.last_matched().len())
         });
     });
     group.finish();

@@ -122,7 +122,6 @@ fn main() {
         return;
     }
     // `cargo bench --bench index_budget -- 12/64` runs one row: blocks per turn, and MiB.
-    let rows: Vec<_> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
     let (long, short) = ([None, Some(256), Some(64), Some(32), Some(16)], [None, Some(8), Some(4)]);
     for (turn_blocks, budgets) in [(12, &long[..]), (1, &short[..])] {
         eprintln!("turns of {turn_blocks} blocks");
@@ -131,9 +130,6 @@ fn main() {
         for &budget in budgets {
             let bytes_max = budget.map(|mib| mib * MIB);
             let budget = budget.map_or("none".to_owned(), |mib: u64| mib.to_string());
-            if !rows.is_empty() && !rows.contains(&format!("{turn_blocks}/{budget}")) {
-                continue;
-            }
             let outcome = run(bytes_max, turn_blocks);
             eprintln!(
                 "| {budget} | {:.3} | {:.3} | {:.1} | {} | {} | {:.1} | {} |",
