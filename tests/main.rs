@@ -29,6 +29,8 @@ mod zmtp;
 // Tests of the pure core, which also run with `--no-default-features`.
 mod answer_properties;
 mod audit;
+mod audit_engine;
+mod audit_replies;
 mod budgets;
 mod docs_config;
 mod hashing_vectors;

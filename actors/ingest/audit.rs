@@ -10,7 +10,7 @@ use super::reader::Reader;
 use crate::actors::radix::RadixMsg;
 use crate::actors::views::kv_source::{AuditRecord, DifferenceRecord};
 use crate::index::BlockDigest;
-use crate::ingest::{AuditResult, AuditStep, BlockName, Difference, Heal, IngestInput, StreamState};
+use crate::ingest::{AuditCause, AuditResult, AuditStep, BlockName, Difference, Heal, IngestInput, StreamState};
 use crate::protocol::{KvEvent, Timestamp};
 
 /// Maximum number of blocks of a difference in logs and reports.
@@ -81,9 +81,18 @@ impl Reader {
                     tracing::info!(worker, rank, seconds, "index equals the cache of the engine again");
                 }
             }
-            AuditResult::Inconclusive | AuditResult::Unsupported => {}
+            AuditResult::Inconclusive(cause) if self.auditor.audit.is_notice_due() => {
+                tracing::warn!(worker, rank, cause = cause.name(), "index not verified: audits are inconclusive");
+            }
+            AuditResult::Inconclusive(_) | AuditResult::Unsupported => {}
         }
-        let record = AuditRecord { result: result.name(), at: now, difference: self.auditor.last.clone() };
+        let record = AuditRecord {
+            result: result.name(),
+            cause: result.cause().map(AuditCause::name),
+            at: now,
+            equal_at: self.auditor.audit.last_equal(),
+            difference: self.auditor.last.clone(),
+        };
         self.entry.source.set_audit(Some(record));
         input
     }

@@ -6,9 +6,9 @@ use bytes::Bytes;
 
 use crate::actors::io::engine_socket::SocketError;
 use crate::actors::views::kv_source::DifferenceRecord;
-use crate::ingest::{Audit, AuditStep, EngineContents};
-use crate::protocol::{KvEventsConfig, Timestamp};
-use crate::wire::{Decoder, WireConfig};
+use crate::ingest::{Audit, AuditCause, AuditStep, EngineContents};
+use crate::protocol::{KvEventsConfig, RouterEvent, Timestamp};
+use crate::wire::{Decoder, Finding, WireConfig};
 use crate::zmtp::Replayed;
 
 /// Audits of one rank.
@@ -57,7 +57,6 @@ impl Auditor {
 
     pub(super) fn ask(&mut self, number: u64) {
         (self.has_message, self.request) = (false, Some(number));
-        self.decoder.forget();
     }
 
     /// Processes a message of the audit connection.
@@ -65,26 +64,59 @@ impl Auditor {
         match reply {
             Ok(Replayed::Message { sequence, payload }) => {
                 self.has_message = true;
-                if let Some(ring) = self.audit.ring() {
-                    let mut events = Vec::new();
-                    self.decoder.decode(&payload, &mut events);
-                    ring.add(sequence, &events);
-                    return;
+                if self.audit.reads_ring() {
+                    let decoder = &mut self.decoder;
+                    return self.audit.ring_message(now, sequence, || decoded(decoder, &payload));
                 }
                 match EngineContents::decode(&payload) {
                     Some(contents) => self.audit.replied(sequence, contents),
-                    None => self.abort(),
+                    None => self.audit.fail(AuditCause::BrokenReply),
                 }
             }
-            Ok(Replayed::End) if self.audit.ring().is_some() => self.audit.ring_ended(),
+            Ok(Replayed::End) if self.audit.reads_ring() => self.audit.ring_ended(),
             Ok(Replayed::End) if self.has_message => {}
             Ok(Replayed::End) => {
-                if let AuditStep::Request(number) = self.audit.unsupported(now) {
+                if let AuditStep::Request(number) = self.audit.unsupported(now, self.next) {
+                    self.decoder.forget();
                     self.ask(number);
                 }
             }
-            // The source detects and reports unreachable engines.
-            Err(_) => self.abort(),
+            Err(_) => self.audit.fail(AuditCause::BrokenReply),
         }
+    }
+}
+
+/// Events of a message; `None` if a removal may be missing, which the decoder of the index would miss too.
+fn decoded(decoder: &mut Decoder, payload: &[u8]) -> Option<Vec<RouterEvent>> {
+    use Finding::{BadHash, Malformed, TooDeep, TooLarge, Truncated, WrongShape, WrongType};
+    let mut events = Vec::new();
+    let findings = decoder.decode(payload, &mut events).findings;
+    let hides_removal = [Truncated, Malformed, TooLarge, TooDeep, WrongType, WrongShape, BadHash];
+    hides_removal.iter().all(|finding| findings.get(*finding) == 0).then_some(events)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU32;
+
+    use super::*;
+    use crate::protocol::{WorkerId, WorkerRank};
+    use crate::wire::DecoderLimits;
+
+    #[test]
+    fn a_message_without_all_its_removals_is_no_evidence() {
+        let mut decoder = Decoder::new(WireConfig {
+            rank: WorkerRank::new(WorkerId(7), 0),
+            ranks: 0..1,
+            block_size: NonZeroU32::new(4).expect("not zero"),
+            is_eagle: false,
+            limits: DecoderLimits::default(),
+        });
+        let mut is_evidence = |payload: &[u8]| decoded(&mut decoder, payload).is_some();
+        assert!(is_evidence(b"\x93\x00\x91\x93\xacBlockRemoved\x91\x11\xa3GPU\x00"));
+        assert!(is_evidence(b"\x93\x00\x91\x91\xabNoSuchEvent\x00"), "of a later engine");
+        assert!(!is_evidence(b"\x93\x00\x91\x93\xacBlockRemoved\x92\x11\xc0\xa3GPU\x00"), "a hash is nil");
+        assert!(!is_evidence(b"\x93\x00\x91\x93\xacBlockRemoved\x91"), "truncated");
+        assert!(!is_evidence(b""), "empty");
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use metrics::{Counter, Histogram};
 
 use super::Pool;
-use crate::ingest::{AuditResult, Note};
+use crate::ingest::{AuditCause, AuditResult, Note};
 use crate::wire::Findings;
 
 /// Instruments of the ingest actors.
@@ -16,18 +16,22 @@ pub(crate) struct IngestMeters {
     pool: Pool,
     heal_seconds: Histogram,
     /// By result, in the order of [`AuditResult::NAMES`].
-    audits: [Counter; 4],
+    audits: [Counter; AuditResult::NAMES.len()],
+    /// By cause, in the order of [`AuditCause::NAMES`].
+    inconclusive_audits: [Counter; AuditCause::NAMES.len()],
     stale_blocks: Counter,
     missing_blocks: Counter,
 }
 
 impl IngestMeters {
     pub(super) fn new(pool: &Pool) -> Self {
+        let inconclusive = |cause| pool.counter("pointsman_kv_audits_inconclusive_total", &[("cause", cause)]);
         let blocks = |difference| pool.counter("pointsman_kv_audit_blocks_total", &[("difference", difference)]);
         Self {
             pool: pool.clone(),
             heal_seconds: pool.histogram("pointsman_kv_source_heal_seconds", &[]),
             audits: AuditResult::NAMES.map(|result| pool.counter("pointsman_kv_audits_total", &[("result", result)])),
+            inconclusive_audits: AuditCause::NAMES.map(inconclusive),
             stale_blocks: blocks("stale"),
             missing_blocks: blocks("missing"),
         }
@@ -42,10 +46,13 @@ impl IngestMeters {
         self.pool.counter("pointsman_kv_source_notes_total", &[("note", note.name())]).increment(note.count());
     }
 
-    /// Counts the result of an audit, and the blocks of a difference.
+    /// Counts the result of an audit, its cause, and the blocks of a difference.
     pub(crate) fn audited(&self, result: &AuditResult) {
         for (count, name) in self.audits.iter().zip(AuditResult::NAMES) {
             count.increment(u64::from(name == result.name()));
+        }
+        if let Some(cause) = result.cause() {
+            self.inconclusive_audits[cause as usize].increment(1);
         }
         if let AuditResult::Different(difference) = result {
             self.stale_blocks.increment(difference.stale.len() as u64);

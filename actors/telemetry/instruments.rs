@@ -228,6 +228,7 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         &["result"],
         "Comparisons of the index with the cache of an engine, by `result`: `equal`, `different`, `inconclusive`, `unsupported`.",
     ),
+    counter("pointsman_kv_audits_inconclusive_total", &["cause"], "Inconclusive audits, by `cause`."),
     counter(
         "pointsman_kv_audit_blocks_total",
         &["difference"],

@@ -48,8 +48,12 @@ pub struct KvSourceStatus {
 pub struct KvAuditStatus {
     /// Name of the [`AuditResult`](crate::ingest::AuditResult).
     pub result: &'static str,
+    /// Name of the [`AuditCause`](crate::ingest::AuditCause) of an inconclusive result.
+    pub cause: Option<&'static str>,
     /// Time since the end of the audit.
     pub age: Duration,
+    /// Time since the last audit without a difference; absent before the first.
+    pub equal_age: Option<Duration>,
     /// The last difference since the start of the reader.
     pub difference: Option<KvDifferenceStatus>,
 }
@@ -75,7 +79,9 @@ pub struct KvDifferenceStatus {
 #[derive(Clone, Debug)]
 pub(crate) struct AuditRecord {
     pub(crate) result: &'static str,
+    pub(crate) cause: Option<&'static str>,
     pub(crate) at: Timestamp,
+    pub(crate) equal_at: Option<Timestamp>,
     pub(crate) difference: Option<DifferenceRecord>,
 }
 
@@ -100,7 +106,8 @@ impl AuditRecord {
             examples: found.examples,
             heal: found.heal,
         });
-        KvAuditStatus { result: self.result, age: now.since(self.at), difference }
+        let equal_age = self.equal_at.map(|at| now.since(at));
+        KvAuditStatus { result: self.result, cause: self.cause, age: now.since(self.at), equal_age, difference }
     }
 }
 

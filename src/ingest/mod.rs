@@ -28,8 +28,8 @@ mod state;
 mod subscription;
 
 pub use audit::{
-    Audit, AuditResult, AuditStep, BlockName, DIGEST_REQUEST, Difference, EngineContents, Heal, NAMES_REQUEST,
-    RingContents,
+    Audit, AuditCause, AuditResult, AuditStep, BlockName, DIGEST_REQUEST, Difference, EngineContents, Heal,
+    NAMES_REQUEST,
 };
 pub use backoff::Backoff;
 pub use fit::AppliedBatch;

@@ -113,7 +113,13 @@ pub(super) fn kv_events(source: &KvSourceStatus) -> Value {
                 "heal": found.heal,
             })
         });
-        json!({ "result": audit.result, "age_seconds": audit.age.as_secs_f64(), "difference": difference })
+        json!({
+            "result": audit.result,
+            "cause": audit.cause,
+            "age_seconds": audit.age.as_secs_f64(),
+            "equal_age_seconds": audit.equal_age.map(|age| age.as_secs_f64()),
+            "difference": difference,
+        })
     });
     json!({
         "endpoint": source.endpoint,

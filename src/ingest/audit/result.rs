@@ -14,15 +14,51 @@ pub struct Difference {
     pub since: Option<Timestamp>,
 }
 
+/// Cause of an inconclusive audit.
+///
+/// ```
+/// assert_eq!(pointsman::internals::ingest::AuditCause::NoReply.name(), "no_reply");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AuditCause {
+    /// No reply in time.
+    NoReply,
+    /// The connection failed, or the reply was malformed.
+    BrokenReply,
+    /// The reply does not reach the position of the index, or messages in its middle are missing, also after repeated
+    /// requests.
+    IncompleteReply,
+    /// The replay buffer contains events that cannot be decoded and may remove blocks.
+    RejectedEvents,
+    /// The replay buffer has too many blocks.
+    TooLarge,
+    /// The contents changed too much during the request.
+    Changed,
+    /// A difference that no other audit has confirmed yet.
+    Unconfirmed,
+}
+
+impl AuditCause {
+    /// All names, in the order of the causes.
+    pub const NAMES: [&'static str; 7] =
+        ["no_reply", "broken_reply", "incomplete_reply", "rejected_events", "too_large", "changed", "unconfirmed"];
+
+    /// Name in metrics and reports.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        Self::NAMES[self as usize]
+    }
+}
+
 /// Result of an audit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AuditResult {
     /// Index and engine hold the same blocks.
     Equal,
-    /// They differ.
+    /// Two consecutive findings agree that these blocks differ.
     Different(Difference),
-    /// No comparison was possible: no reply in time, or the contents changed too much.
-    Inconclusive,
+    /// No comparison, or a single finding.
+    Inconclusive(AuditCause),
     /// The engine does not support audits, and its replay buffer gives no evidence.
     Unsupported,
 }
@@ -41,8 +77,17 @@ impl AuditResult {
         match self {
             Self::Equal => Self::NAMES[0],
             Self::Different(_) => Self::NAMES[1],
-            Self::Inconclusive => Self::NAMES[2],
+            Self::Inconclusive(_) => Self::NAMES[2],
             Self::Unsupported => Self::NAMES[3],
+        }
+    }
+
+    /// Cause of an inconclusive result.
+    #[must_use]
+    pub const fn cause(&self) -> Option<AuditCause> {
+        match self {
+            Self::Inconclusive(cause) => Some(*cause),
+            Self::Equal | Self::Different(_) | Self::Unsupported => None,
         }
     }
 }

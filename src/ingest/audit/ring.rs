@@ -8,26 +8,36 @@ use crate::protocol::{KvEvent, RouterEvent, StorageTier};
 /// Maximum number of blocks in a ring that is compared.
 const RING_BLOCKS_MAX: usize = 1 << 20;
 
-/// State of the blocks in a replay buffer, by the last event of each block.
+/// State of the blocks in a replay buffer, by the last event of each block of consecutive messages.
 ///
 /// A buffer with the first message of the publisher, or with a clear, describes the whole cache. Otherwise a removal
 /// proves nothing: a block may have had copies before the beginning of the buffer. Its stores still prove that the index
 /// must hold these blocks.
 #[derive(Clone, Debug, Default)]
-pub struct RingContents {
+pub(super) struct RingContents {
     /// Number of copies; 0 after the last removal.
     blocks: BTreeMap<BlockName, u32>,
     is_whole: bool,
-    /// The number after the last message.
-    pub(super) next: u64,
-    is_too_large: bool,
+    /// The number after the last message; `None` before the first.
+    next: Option<u64>,
 }
 
 impl RingContents {
-    /// Adds a message with its decoded events.
-    pub fn add(&mut self, sequence: u64, events: &[RouterEvent]) {
+    /// The number after the last message; 0 before the first.
+    pub(super) fn next(&self) -> u64 {
+        self.next.unwrap_or(0)
+    }
+
+    /// Whether the message follows the last one. The first message can have any number.
+    pub(super) fn continues_with(&self, sequence: u64) -> bool {
+        self.next.is_none_or(|next| next == sequence)
+    }
+
+    /// Adds the next message. Returns whether the number of blocks is within the limit.
+    pub(super) fn add(&mut self, sequence: u64, events: &[RouterEvent]) -> bool {
+        debug_assert!(self.continues_with(sequence), "consecutive messages");
         self.is_whole |= sequence == 0;
-        self.next = sequence + 1;
+        self.next = Some(sequence + 1);
         for event in events {
             match &event.data {
                 KvEvent::Cleared => {
@@ -50,14 +60,11 @@ impl RingContents {
                 }
             }
         }
-        if self.blocks.len() > RING_BLOCKS_MAX {
-            self.blocks.clear();
-            self.is_too_large = true;
-        }
+        self.blocks.len() <= RING_BLOCKS_MAX
     }
 
-    pub(super) fn is_evidence(&self) -> bool {
-        !self.is_too_large && !self.blocks.is_empty()
+    pub(super) fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
     }
 
     pub(super) fn held(&self) -> impl Iterator<Item = BlockName> {
@@ -66,6 +73,11 @@ impl RingContents {
 
     pub(super) fn is_gone(&self, name: BlockName) -> bool {
         self.is_whole && self.blocks.get(&name).is_none_or(|copies| *copies == 0)
+    }
+
+    /// Whether a replay from the beginning of the buffer would not restore the block.
+    pub(super) fn is_older(&self, name: BlockName) -> bool {
+        !self.is_whole && !self.blocks.contains_key(&name)
     }
 }
 
