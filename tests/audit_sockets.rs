@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use pointsman::config::EventsConfig;
+use pointsman::internals::config::EventsConfig;
 use pointsman::internals::KvAuditStatus;
 use pointsman::{Router, RouterConfig};
 

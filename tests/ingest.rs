@@ -262,6 +262,21 @@ fn a_failed_replay_is_retried_once() {
     assert_eq!(short(&bench.live_from(1, 11)), ["a11"]);
 }
 
+/// Cause: two failures ended a replay, although each had delivered a part of it.
+#[test]
+fn a_replay_in_parts_goes_on_while_each_part_makes_progress() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.live_from(1, 30);
+    for part in 0..8 {
+        for sequence in 4 + 3 * part..8 + 3 * part {
+            bench.replayed(1, sequence);
+        }
+        assert_eq!(short(&bench.step(IngestInput::ReplayFailed)), [""; 0]);
+        assert_eq!(short(&bench.pass(secs(2))), [format!("replay {}", 7 + 3 * part)]);
+    }
+    assert!(bench.source.degradation().is_none());
+}
+
 #[test]
 fn a_replay_without_progress_times_out_twice() {
     let mut bench = Bench::live(SourceConfig::default(), 5);

@@ -91,6 +91,11 @@ impl<P: AsRef<[u8]>> Source<P> {
             self.schedule_end_check();
             return self.count_subscription_failure(effects);
         }
+        if self.next.unwrap_or(0) > running.first_missing {
+            // A slow link delivers a long replay in parts.
+            self.attempts = 0;
+            self.backoff.reset();
+        }
         self.try_again(running.purpose, DegradationReason::ReplayFailed { from: self.next.unwrap_or(0) }, effects);
     }
 

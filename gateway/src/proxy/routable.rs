@@ -140,13 +140,8 @@ impl RoutableRequest {
         // Other responses are never streamed, regardless of the request.
         let kind = if parsed.stream && endpoint.generates() { AnswerKind::Events } else { AnswerKind::Json };
         let mode = messages.unwrap_or(model.settings.messages);
-        // Names of media are those of the chat, and engines choose their own in another format.
-        let own_names = Edits { media_names: &[], ..edits };
-        let (body, worker_endpoint) = match original {
-            None => (parsed.body(edits), endpoint),
-            Some(_) if mode == MessagesMode::Translate => (parsed.body(edits), Endpoint::Chat),
-            Some(original) => (RequestBody::parse(endpoint, original)?.body(own_names), endpoint),
-        };
+        let original = original.map(|original| (original, mode));
+        let (body, worker_endpoint) = worker_body(endpoint, &parsed, original, edits)?;
         Ok(Self {
             model: Arc::clone(model),
             worker_endpoint,
@@ -240,4 +235,26 @@ fn options_of(
         options.policy_class = tenant.policy_class.as_deref().map(Arc::from).or(options.policy_class);
     }
     Ok(options)
+}
+
+/// The body of the request to the worker, and its endpoint. `original` is the body in another format than `parsed`, with
+/// the mode of its endpoint.
+///
+/// # Errors
+/// 400 for an invalid original body.
+fn worker_body(
+    endpoint: Endpoint,
+    parsed: &RequestBody,
+    original: Option<(Bytes, MessagesMode)>,
+    edits: Edits<'_>,
+) -> Result<(Bytes, Endpoint), ApiError> {
+    match original {
+        None => Ok((parsed.body(edits), endpoint)),
+        Some((_, MessagesMode::Translate)) => Ok((parsed.body(edits), Endpoint::Chat)),
+        Some((original, MessagesMode::Pass)) => {
+            // Names of media are those of the chat, and engines choose their own in another format.
+            let own_names = Edits { media_names: &[], ..edits };
+            Ok((RequestBody::parse(endpoint, original)?.body(own_names), endpoint))
+        }
+    }
 }
