@@ -1,12 +1,14 @@
 //! Rules of the event source, one example each.
 
+mod fit;
+
 use std::time::Duration;
 
 use pointsman::protocol::Timestamp;
 use pointsman::{
     StreamState,
     internals::ingest::{AppliedBatch, DegradationReason, IngestEffect, IngestInput, Note, Source, SourceConfig},
-    internals::wire::{Finding, StoreMismatch},
+    internals::wire::Finding,
 };
 
 type Payload = Vec<u8>;
@@ -368,79 +370,6 @@ fn a_lost_index_is_refilled_or_cold() {
 }
 
 #[test]
-fn incompatible_batches_are_a_mismatch_until_a_valid_one() {
-    let none = AppliedBatch { events: 2, finding: Some(Finding::UnknownEvent), ..AppliedBatch::default() };
-    let some = AppliedBatch { usable: 1, stored_blocks: 3, ..none };
-    let other_size = Some(StoreMismatch::BlockSize(16));
-    let mut bench = Bench::live(SourceConfig::default(), 5);
-    bench.applied(none);
-    bench.applied(none);
-    bench.applied(AppliedBatch::default());
-    assert_eq!(bench.source.state(), StreamState::Live, "a batch without events changes no state");
-    assert_eq!(short(&bench.applied(none)), ["mismatched"]);
-    let undecodable = DegradationReason::Undecodable { batches: 3, finding: Some(Finding::UnknownEvent) };
-    assert_eq!(bench.source.degradation(), Some(undecodable));
-    assert_eq!(short(&bench.applied(some)), ["live"]);
-
-    let config = SourceConfig { block_size: Some(64), ..SourceConfig::default() };
-    let mut bench = Bench::live(config, 5);
-    assert_eq!(short(&bench.applied(AppliedBatch { mismatch: other_size, ..none })), ["mismatched"]);
-    assert_eq!(bench.source.degradation(), Some(DegradationReason::BlockSize { engine: 16, pool: Some(64) }));
-    let removals = AppliedBatch { events: 2, usable: 2, ..AppliedBatch::default() };
-    assert_eq!(short(&bench.applied(removals)), [""; 0], "removals fit any block size");
-    assert_eq!(short(&bench.applied(AppliedBatch { mismatch: other_size, ..removals })), [""; 0]);
-    assert_eq!(short(&bench.applied(some)), ["live"]);
-    let foreign = AppliedBatch { foreign_rank: Some(3), ..none };
-    let used = AppliedBatch { stored_blocks: 3, usable: 1, ..foreign };
-    assert_eq!(short(&bench.applied(used)), [""; 0], "part of the batch was usable");
-    let mut bench = Bench::live(config, 5);
-    assert_eq!(short(&bench.applied(foreign)), ["mismatched"]);
-    assert_eq!(bench.source.degradation(), Some(DegradationReason::ForeignRank { found: 3 }));
-    let mut bench = Bench::live(config, 5);
-    let pairs = AppliedBatch { mismatch: Some(StoreMismatch::Eagle { pairs: true }), ..none };
-    assert_eq!(short(&bench.applied(pairs)), ["mismatched"]);
-    assert_eq!(bench.source.degradation(), Some(DegradationReason::Eagle { pairs: true }));
-}
-
-#[test]
-fn a_stream_that_fits_is_mismatched_after_several_batches_of_unusable_stores_only() {
-    let config = SourceConfig { block_size: Some(64), ..SourceConfig::default() };
-    let none = AppliedBatch { events: 2, finding: Some(Finding::UnknownEvent), ..AppliedBatch::default() };
-    let some = AppliedBatch { usable: 1, stored_blocks: 3, ..none };
-    let with = |mismatch| AppliedBatch { mismatch: Some(mismatch), finding: Some(Finding::BadToken), ..none };
-    let partial = with(StoreMismatch::BlockSize(16));
-    let mut bench = Bench::live(config, 5);
-    bench.applied(some);
-    for _ in 0..10 {
-        for harmless in [none, partial, AppliedBatch { usable: 1, ..none }] {
-            assert_eq!(short(&bench.applied(harmless)), [""; 0], "{harmless:?}");
-        }
-    }
-    let foreign = AppliedBatch { foreign_rank: Some(3), ..none };
-    let invalid = StoreMismatch::Invalid(Finding::BadToken);
-    let undecodable = DegradationReason::Undecodable { batches: 3, finding: Some(Finding::BadToken) };
-    for (unusable, reason) in [
-        (with(StoreMismatch::BlockSize(128)), DegradationReason::BlockSize { engine: 128, pool: Some(64) }),
-        (with(StoreMismatch::Eagle { pairs: false }), DegradationReason::Eagle { pairs: false }),
-        (with(invalid), undecodable),
-        (foreign, DegradationReason::ForeignRank { found: 3 }),
-    ] {
-        bench.applied(unusable);
-        bench.applied(unusable);
-        bench.applied(some);
-        bench.applied(unusable);
-        bench.applied(none);
-        bench.applied(unusable);
-        assert_eq!(bench.source.state(), StreamState::Live, "{unusable:?}");
-        assert_eq!(short(&bench.applied(unusable)), ["mismatched"], "{unusable:?}");
-        assert_eq!(bench.source.degradation(), Some(reason));
-        assert_eq!(bench.source.block_size(), Some(64), "the blocks that fitted have shown it");
-        bench.applied(none);
-        assert_eq!(short(&bench.applied(some)), ["live"]);
-    }
-}
-
-#[test]
 fn missing_last_messages_are_requested_in_idle_periods() {
     let mut bench = Bench::live(SourceConfig::default(), 3);
     assert_eq!(short(&bench.pass(Duration::from_millis(1_999))), [""; 0]);
@@ -625,7 +554,7 @@ fn the_end_mark_is_not_a_message() {
 
 #[test]
 fn states_and_reasons_have_names() {
-    let said: [(DegradationReason, &[&str]); 11] = [
+    let said: [(DegradationReason, &[&str]); 12] = [
         (DegradationReason::NotConnected { for_ms: 7 }, &["7 ms", "base port"]),
         (DegradationReason::NeverPublished { for_ms: 7 }, &["7 ms", "topic", "base port"]),
         (DegradationReason::BlockSize { engine: 16, pool: None }, &["16", "--block-size"]),
@@ -637,6 +566,7 @@ fn states_and_reasons_have_names() {
         (DegradationReason::ReplayHole { from: 4 }, &["message 4"]),
         (DegradationReason::ReplayFailed { from: 4 }, &["message 4", "replay endpoint"]),
         (DegradationReason::NoReplay { from: 4 }, &["message 4", "replay endpoint"]),
+        (DegradationReason::LostRemoval { finding: Finding::TooLarge }, &["too_large", "dropped"]),
     ];
     for (doubt, words) in said {
         let text = doubt.to_string();

@@ -40,14 +40,15 @@ fn some_event(rank: WorkerRank) -> impl Strategy<Value = RouterEvent> {
         .prop_map(|(name, hash)| StoredBlock { engine_hash: EngineHash(name), block_hash: BlockHash(hash) });
     let stored = (proptest::option::of(any::<u64>()), proptest::collection::vec(block, 0..5))
         .prop_map(|(parent, blocks)| KvEvent::Stored { parent: parent.map(EngineHash), blocks });
+    let copy = (any::<u64>(), proptest::option::of(any::<u64>()))
+        .prop_map(|(name, hash)| (EngineHash(name), hash.map(BlockHash)));
+    let offloaded = (proptest::option::of(any::<u64>()), proptest::collection::vec(copy, 0..5))
+        .prop_map(|(parent, blocks)| KvEvent::Offloaded { parent: parent.map(EngineHash), blocks });
     let removed = proptest::collection::vec(any::<u64>().prop_map(EngineHash), 0..5)
         .prop_map(|blocks| KvEvent::Removed { blocks });
     let tier = proptest::sample::select(&StorageTier::ALL[..]);
-    (prop_oneof![stored, removed, Just(KvEvent::Cleared)], tier).prop_map(move |(data, tier)| RouterEvent {
-        rank,
-        tier,
-        data,
-    })
+    (prop_oneof![stored, offloaded, removed, Just(KvEvent::Cleared), Just(KvEvent::TierCleared)], tier)
+        .prop_map(move |(data, tier)| RouterEvent { rank, tier, data })
 }
 
 fn some_position() -> impl Strategy<Value = SourcePosition> {
@@ -67,11 +68,21 @@ fn some_position() -> impl Strategy<Value = SourcePosition> {
 }
 
 fn some_rank(rank: WorkerRank) -> impl Strategy<Value = RankSnapshot> {
-    let record = (any::<[u64; 3]>(), 1_u8..16, any::<u32>()).prop_map(|([name, lora, salt], tiers, copies)| {
-        NamespaceRecord { engine_hash: EngineHash(name), lora, salt, tiers, copies }
+    let holds = any::<[u32; 4]>().prop_filter("held somewhere", |holds| *holds != [0; 4]);
+    let record = (any::<[u64; 3]>(), holds).prop_map(|([name, lora, salt], holds)| NamespaceRecord {
+        engine_hash: EngineHash(name),
+        lora,
+        salt,
+        holds,
     });
-    let decoder = (any::<u64>(), any::<u64>(), proptest::collection::vec(record, 0..4))
-        .prop_map(|(main_groups, other_groups, namespaces)| DecoderState { main_groups, other_groups, namespaces });
+    let decoder = (any::<[u64; 2]>(), any::<bool>(), proptest::collection::vec(record, 0..4)).prop_map(
+        |([main_groups, other_groups], has_connector, namespaces)| DecoderState {
+            main_groups,
+            other_groups,
+            has_connector,
+            namespaces,
+        },
+    );
     let events = proptest::collection::vec(some_event(rank), 0..5);
     (".{0,12}", some_position(), decoder, events, any::<u64>()).prop_map(
         move |(endpoint, position, decoder, events, evicted_blocks)| RankSnapshot {
@@ -329,8 +340,8 @@ fn refusals_name_the_value_and_the_rule() {
     has(refusal(b"PK\x03\x04"), "magic", "[50, 4b, 03, 04]");
     has(refusal(&bytes[..8]), "malformed", "end within the format version");
     let mut newer = bytes.clone();
-    newer[8] = 2;
-    has(refusal(&newer), "version", "is 2, must be 1");
+    newer[8] = 3;
+    has(refusal(&newer), "version", "is 3, must be 2");
     has(refusal(&bytes[..bytes.len() - 1]), "checksum", "damaged or incomplete");
     has(refusal(&sealed([&bytes[..], &[0; 3]].concat())), "malformed", "behind the last rank is 3, must be 0");
     let mut eagle = bytes.clone();

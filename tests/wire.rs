@@ -4,6 +4,7 @@
 
 mod batches;
 mod namespaces;
+mod offload;
 
 use std::num::NonZeroU32;
 
@@ -57,9 +58,20 @@ fn stored(tier: StorageTier, parent: Option<u64>, blocks: &[(u64, u64)]) -> Rout
     RouterEvent { rank: RANK, tier, data }
 }
 
+/// Copies as pairs of a name and a content hash.
+fn offloaded(tier: StorageTier, parent: Option<u64>, blocks: &[(u64, Option<u64>)]) -> RouterEvent {
+    let block = |&(name, hash): &(u64, Option<u64>)| (EngineHash(name), hash.map(BlockHash));
+    let blocks = blocks.iter().map(block).collect();
+    RouterEvent { rank: RANK, tier, data: KvEvent::Offloaded { parent: parent.map(EngineHash), blocks } }
+}
+
 fn removed(tier: StorageTier, names: &[u64]) -> RouterEvent {
     let blocks = names.iter().copied().map(EngineHash).collect();
     RouterEvent { rank: RANK, tier, data: KvEvent::Removed { blocks } }
+}
+
+fn tier_cleared(tier: StorageTier) -> RouterEvent {
+    RouterEvent { rank: RANK, tier, data: KvEvent::TierCleared }
 }
 
 fn cleared() -> RouterEvent {
@@ -117,7 +129,7 @@ const PLAIN: [u64; 2] = [14643705804678351452, 16777012769546811212];
 
 mod recorded {
     use super::*;
-    use StorageTier::Device;
+    use StorageTier::{Device, HostPinned};
 
     /// Tokens 151643, 9, 10, 11.
     const OTHER: [u32; 4] = [151_643, 9, 10, 11];
@@ -158,12 +170,15 @@ mod recorded {
         ]
     }
 
-    fn sglang(child: u64) -> Vec<Frame> {
+    fn sglang(child: u64, has_tiers: bool) -> Vec<Frame> {
+        // A page size of 1 in a pool of 4: a copy by name in host memory, of no use on the device.
+        let page = offloaded(HostPinned, None, &[(6, None)]);
+        let (pages, findings) = if has_tiers { (vec![page], vec![]) } else { (vec![], vec![(Finding::BlockSize, 1)]) };
+        let rest = [removed(Device, &[5]), cleared()];
         vec![
             (vec![stored(Device, None, &[(NEGATIVE, PLAIN[0]), (987_654_321, PLAIN[1])])], vec![]),
             (vec![stored(Device, Some(NEGATIVE), &[(5, child)])], vec![]),
-            // A page size of 1 in a pool of 4.
-            (vec![removed(Device, &[5]), cleared()], vec![(Finding::BlockSize, 1)]),
+            (pages.into_iter().chain(rest).collect(), findings),
         ]
     }
 
@@ -175,9 +190,9 @@ mod recorded {
             Expected { publisher: "vLLM 0.11.2 (array", frames: vllm_array() },
             Expected { publisher: "vLLM 0.27.1 (map", frames: vllm_map() },
             Expected { publisher: "vLLM 0.33.0 (map", frames: vllm_map() },
-            Expected { publisher: "SGLang 0.5.6.post2 (array", frames: sglang(plain) },
-            Expected { publisher: "SGLang 0.5.12 / 0.5.18 (array", frames: sglang(plain) },
-            Expected { publisher: "SGLang 0.5.23 (map", frames: sglang(both) },
+            Expected { publisher: "SGLang 0.5.6.post2 (array", frames: sglang(plain, false) },
+            Expected { publisher: "SGLang 0.5.12 / 0.5.18 (array", frames: sglang(plain, true) },
+            Expected { publisher: "SGLang 0.5.23 (map", frames: sglang(both, true) },
         ];
         let recorded = data("frames.json");
         let recorded = recorded.as_array().expect("publishers");
@@ -368,14 +383,8 @@ mod hashes_and_tokens {
             event
         };
         let window = [("group_idx", Msg::Uint(1)), ("kv_cache_spec_kind", "sliding_window".into())];
-        let of = [
-            sized(256, "DISK"),
-            sized(0, "GPU"),
-            sized(4, "TAPE"),
-            store([11], None, &TOKENS, window),
-            store([11], None, &[], []),
-        ];
+        let of = [sized(0, "GPU"), sized(4, "TAPE"), store([11], None, &TOKENS, window), store([11], None, &[], [])];
         let (events, report) = next(&mut decoder(), of);
-        assert_eq!((events.len(), report.usable, report.side_events, report.mismatch), (0, 0, 3, None));
+        assert_eq!((events.len(), report.usable, report.side_events, report.mismatch), (0, 0, 2, None));
     }
 }

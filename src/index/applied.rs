@@ -18,17 +18,19 @@ pub struct Applied {
     pub stored: u64,
     /// Stored again without a change.
     pub duplicates: u64,
-    /// Stored again behind a parent in the device tier: another copy, reported by engines that do not de-duplicate.
+    /// Stored again behind a parent in the device tier, or offloaded again: another copy.
     pub copies: u64,
-    /// Stored in a lower tier behind an unknown parent: pending until the parent is stored.
+    /// Stored behind an unknown parent: pending until the parent is stored.
     pub waiting: u64,
     /// Pending blocks whose parent this event stored; now held.
     pub adopted: u64,
+    /// Offloaded without content, under names that the rank does not hold; ignored.
+    pub unknown_contents: u64,
     /// Names and copies removed, by a removal or by a clear.
     pub removed: u64,
     /// Events of a rank that is not registered in this index; ignored.
     pub unknown_ranks: u64,
-    /// Device-tier store events (not blocks) whose parent is not held; ignored completely.
+    /// Device-tier store events (not blocks) of a rank with evicted blocks whose parent is not held; ignored from there.
     pub unknown_parents: u64,
     /// Removals of names that are not held; skipped, while the other names of the event are removed.
     pub unknown_removals: u64,
@@ -45,6 +47,7 @@ impl AddAssign for Applied {
         self.copies += other.copies;
         self.waiting += other.waiting;
         self.adopted += other.adopted;
+        self.unknown_contents += other.unknown_contents;
         self.removed += other.removed;
         self.unknown_ranks += other.unknown_ranks;
         self.unknown_parents += other.unknown_parents;

@@ -103,13 +103,9 @@ impl Dump<'_> {
                 self.push(events, KvEvent::Stored { parent, blocks: vec![StoredBlock { engine_hash, block_hash }] });
             }
         }
-        for (spot, engine_hash, further) in self.residence.copied() {
-            let id = self.residence.span(spot.span).node;
-            let block_hash = self.tree.node(id).run[spot.offset as usize];
-            let parent = self.name_before(id, spot.offset);
-            for _ in 0..further {
-                self.push(events, KvEvent::Stored { parent, blocks: vec![StoredBlock { engine_hash, block_hash }] });
-            }
+        for (engine_hash, further) in self.residence.copied() {
+            let blocks = vec![(engine_hash, None); further as usize];
+            self.push(events, KvEvent::Offloaded { parent: None, blocks });
         }
         if !self.fillers.is_empty() {
             self.push(events, KvEvent::Removed { blocks: self.fillers.values().copied().collect() });

@@ -114,21 +114,24 @@ impl Index {
     pub(super) fn apply_within_budget(&mut self, slot: Slot, event: &RouterEvent) -> Applied {
         let now = self.is_filling().then(|| self.tick());
         let mut evicted = 0;
-        if let KvEvent::Stored { parent, blocks } = &event.data {
+        let stored = match &event.data {
+            KvEvent::Stored { parent, blocks } => Some((parent, blocks.last().map(|block| block.engine_hash))),
+            KvEvent::Offloaded { parent, blocks } => Some((parent, blocks.last().map(|(name, _)| *name))),
+            KvEvent::Removed { .. } | KvEvent::Cleared | KvEvent::TierCleared => None,
+        };
+        if let Some((parent, _)) = stored {
             // Stamps the parent first, so that the eviction below removes it last.
             if let (Some(parent), Some(now)) = (parent, now) {
                 self.stamp(slot, event.tier, *parent, now);
             }
-            evicted += self.keep_within(Some((slot, event.tier, blocks.len())));
+            evicted += self.keep_within(Some((slot, event.tier, event.data.block_count())));
         }
         let mut applied = self.change(slot, event);
-        if let KvEvent::Stored { blocks, .. } = &event.data {
-            if applied.unknown_parents > 0 {
-                evicted += self.forget_misplaced(slot, blocks);
-            }
-            if let (Some(last), Some(now)) = (blocks.last(), now) {
-                self.stamp(slot, event.tier, last.engine_hash, now);
-            }
+        if let (KvEvent::Stored { blocks, .. }, 1..) = (&event.data, applied.unknown_parents) {
+            evicted += self.forget_misplaced(slot, blocks);
+        }
+        if let (Some((_, Some(last))), Some(now)) = (stored, now) {
+            self.stamp(slot, event.tier, last, now);
         }
         if self.rank(slot).evicted_blocks > 0 {
             applied.evicted_removals = take(&mut applied.unknown_removals);

@@ -26,7 +26,7 @@ impl RepeatedStore {
     /// sets `kv_cache_report_mode`: always the first blocks of a prompt, hence without a parent. A real copy of these
     /// first blocks looks the same and is not counted. In that case the index knows too little until the engine removes
     /// its last copy or computes the block again, whereas a counted copy that does not exist would never be removed.
-    /// Lower tiers hold one block per name.
+    /// Stores of lower tiers hold one block per name; copies there are offloaded.
     pub(super) fn of(tier: StorageTier, parent: Option<EngineHash>) -> Self {
         if tier == StorageTier::Device && parent.is_some() { Self::Copy } else { Self::Announcement }
     }

@@ -10,11 +10,13 @@
 //! - A repeated store of a name at the same position, in the device tier and behind a parent, adds a copy; the name is
 //!   removed with its last copy. In a lower tier, or in a list that starts a prompt, a repeated store has no effect
 //!   (reason: `hold.rs`).
+//! - An *offloaded* block adds a copy in any tier. If the rank holds its name in any tier, it is that block, whatever the
+//!   event states; otherwise the event must state its content.
 //! - Storing a name at another position moves it there, with one copy. A block with two names is held until both are
 //!   removed. A removed name is no longer a valid parent.
 //! - The overlap is the longest run of held leading blocks. Blocks behind a hole do not count until the hole is filled.
-//! - Lower tiers extend a rank's device hit, each from the end of the nearer tier. Lower-tier stores may name a parent
-//!   in any tier of the rank. They are pending while the parent is unknown; device stores are not.
+//! - Lower tiers extend a rank's device hit, each from the end of the nearer tier. Stores may name a parent in any tier
+//!   of the rank, and are pending while the parent is unknown.
 //!
 //! Overlaps depend only on the held blocks, not on the order or batching of events or on the shape of the tree. No
 //! event is an error; anomalies are counted in [`Applied`].
@@ -72,6 +74,7 @@ use crate::protocol::{EngineHash, Generation, KvEvent, RouterEvent, Slot, Storag
 use budget::Budget;
 use hold::RepeatedStore;
 use rank::{RankBlocks, lower_idx};
+use residence::Residence;
 use tree::Tree;
 
 /// Prefix index of one shard. Single-threaded: the owner applies events and runs queries sequentially.
@@ -222,7 +225,9 @@ impl Index {
         match &event.data {
             KvEvent::Stored { parent, blocks } => self.store(slot, event.tier, *parent, blocks),
             KvEvent::Removed { blocks } => self.remove(slot, event.tier, blocks),
+            KvEvent::Offloaded { parent, blocks } => self.offload(slot, event.tier, *parent, blocks),
             KvEvent::Cleared => Applied { removed: self.clear(slot) as u64, ..Applied::default() },
+            KvEvent::TierCleared => Applied { removed: self.clear_tier(slot, event.tier) as u64, ..Applied::default() },
         }
     }
 
@@ -267,19 +272,37 @@ impl Index {
         self.device.len() + self.lower.iter().flatten().map(|tree| tree.len()).sum::<usize>()
     }
 
-    fn store(&mut self, slot: Slot, tier: StorageTier, parent: Option<EngineHash>, blocks: &[StoredBlock]) -> Applied {
-        if blocks.is_empty() && tier != StorageTier::Device {
-            return Applied::default();
+    /// Stores blocks up to the next one that concerns pending blocks together, and that one by itself.
+    fn store(
+        &mut self,
+        slot: Slot,
+        tier: StorageTier,
+        mut parent: Option<EngineHash>,
+        mut blocks: &[StoredBlock],
+    ) -> Applied {
+        let repeated = RepeatedStore::of(tier, parent);
+        let mut applied = Applied::default();
+        while !blocks.is_empty() {
+            let at = self.point_behind(slot, tier, parent);
+            if at.is_none() && tier == StorageTier::Device && self.rank(slot).evicted_blocks > 0 {
+                return Applied { unknown_parents: 1, ..applied };
+            }
+            let free = self.rank(slot).waiting().map_or(blocks.len(), |waiting| waiting.unconcerned(tier, blocks));
+            let done = match at.filter(|_| free > 0) {
+                Some(at) => {
+                    let (tree, residence) = self.parts(slot, tier);
+                    applied += hold::store(tree, residence, slot, at, &blocks[..free], repeated);
+                    free
+                }
+                None => {
+                    applied += self.store_one(slot, tier, parent, &blocks[0], repeated);
+                    1
+                }
+            };
+            parent = Some(blocks[done - 1].engine_hash);
+            blocks = &blocks[done..];
         }
-        let known = self.point_behind(slot, tier, parent);
-        if known.is_none() && tier == StorageTier::Device {
-            return Applied { unknown_parents: 1, ..Applied::default() };
-        }
-        let Some(at) = known.filter(|_| !self.rank(slot).has_waiting()) else {
-            return self.store_each(slot, tier, parent, blocks);
-        };
-        let (tree, residence) = self.parts(slot, tier);
-        hold::store(tree, residence, slot, at, blocks, RepeatedStore::of(tier, parent))
+        applied
     }
 
     fn remove(&mut self, slot: Slot, tier: StorageTier, names: &[EngineHash]) -> Applied {
@@ -312,6 +335,22 @@ impl Index {
         names
     }
 
+    /// Removes all blocks of a rank in one tier. Returns the number of names and further copies.
+    fn clear_tier(&mut self, slot: Slot, tier: StorageTier) -> usize {
+        let pending = self.rank(slot).waiting_names().filter(|(of, _)| *of == tier).map(|(_, name)| name);
+        let pending: Vec<_> = pending.collect();
+        self.remove_waiting(slot, tier, &pending);
+        let names = self.rank(slot).residence(tier).map_or(0, Residence::removable);
+        if names == 0 {
+            return pending.len();
+        }
+        let empty = Residence::new(tier, self.hasher.clone());
+        let (tree, residence) = self.parts(slot, tier);
+        hold::clear(tree, residence, slot);
+        *residence = empty;
+        pending.len() + names
+    }
+
     fn rank(&self, slot: Slot) -> &RankBlocks {
         self.ranks[slot.index()].as_ref().expect("every registered slot has a rank")
     }
@@ -324,7 +363,7 @@ impl Index {
     }
 
     /// A tier's tree and a rank's residence in it; creates missing ones.
-    fn parts(&mut self, slot: Slot, tier: StorageTier) -> (&mut Tree, &mut residence::Residence) {
+    fn parts(&mut self, slot: Slot, tier: StorageTier) -> (&mut Tree, &mut Residence) {
         let rank = self.ranks[slot.index()].as_mut().expect("every registered slot has a rank");
         let hasher = &self.hasher;
         let tree = match lower_idx(tier) {

@@ -7,8 +7,9 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::{Applied, Extension, Hit};
-use crate::protocol::{BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock};
-use crate::protocol::{WorkerId, WorkerRank};
+use crate::protocol::{
+    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
+};
 
 /// Model of the indexes of all shards.
 #[derive(Clone, Debug, Default)]
@@ -84,7 +85,9 @@ impl Reference {
         match &event.data {
             KvEvent::Stored { parent, blocks } => rank.store(event.tier, *parent, blocks),
             KvEvent::Removed { blocks } => rank.remove(event.tier, blocks),
-            KvEvent::Cleared => rank.clear(),
+            KvEvent::Offloaded { parent, blocks } => rank.offload(event.tier, *parent, blocks),
+            KvEvent::Cleared => rank.clear(&StorageTier::ALL),
+            KvEvent::TierCleared => rank.clear(&[event.tier]),
         }
     }
 
@@ -119,10 +122,6 @@ impl ReferenceRank {
     /// Stores a list block by block, each behind the previous one.
     fn store(&mut self, tier: StorageTier, parent: Option<EngineHash>, blocks: &[StoredBlock]) -> Applied {
         let mut applied = Applied::default();
-        if tier == StorageTier::Device && self.resolve(tier, parent).is_none() {
-            applied.unknown_parents = 1;
-            return applied;
-        }
         // A list that starts a prompt may be a repeated announcement of held blocks.
         let adds_copies = tier == StorageTier::Device && parent.is_some();
         let mut parent = parent;
@@ -175,13 +174,49 @@ impl ReferenceRank {
         applied
     }
 
-    fn clear(&mut self) -> Applied {
-        let names = self.named.values().map(Vec::len).sum::<usize>() + self.waiting.len();
-        let removed = names as u64 + self.copies.values().sum::<u64>();
-        self.named.clear();
-        self.copies.clear();
-        self.waiting.clear();
-        Applied { removed, ..Applied::default() }
+    /// Stores copies block by block, each behind the previous one. A known name determines the content.
+    fn offload(
+        &mut self,
+        tier: StorageTier,
+        mut parent: Option<EngineHash>,
+        blocks: &[(EngineHash, Option<BlockHash>)],
+    ) -> Applied {
+        let mut applied = Applied::default();
+        for &(name, block_hash) in blocks {
+            let tiers = || std::iter::once(tier).chain(StorageTier::ALL);
+            let known = tiers().find_map(|of| self.path(of, name));
+            let resolved = self.resolve(tier, parent);
+            let pending = tiers().find_map(|of| self.waiting.get(&(of, name)).copied());
+            if let Some(path) = known.or_else(|| Some([resolved.clone()?, vec![block_hash?]].concat())) {
+                self.waiting.remove(&(tier, name));
+                if self.name(tier, name, path) {
+                    applied.stored += 1;
+                } else {
+                    *self.copies.entry((tier, name)).or_default() += 1;
+                    applied.copies += 1;
+                }
+                applied.adopted += self.adopt(name);
+            } else if let Some(waits) = parent.zip(block_hash).or(pending) {
+                let changed = self.waiting.insert((tier, name), waits) != Some(waits);
+                *(if changed { &mut applied.waiting } else { &mut applied.duplicates }) += 1;
+            } else {
+                applied.unknown_contents += 1;
+            }
+            parent = Some(name);
+        }
+        applied
+    }
+
+    fn clear(&mut self, tiers: &[StorageTier]) -> Applied {
+        let held = |rank: &Self| {
+            let names = rank.named.values().map(Vec::len).sum::<usize>() + rank.waiting.len();
+            names as u64 + rank.copies.values().sum::<u64>()
+        };
+        let before = held(self);
+        self.named.retain(|tier, _| !tiers.contains(tier));
+        self.copies.retain(|(tier, _), _| !tiers.contains(tier));
+        self.waiting.retain(|(tier, _), _| !tiers.contains(tier));
+        Applied { removed: before - held(self), ..Applied::default() }
     }
 
     /// The longest run of leading blocks in the device tier, and the blocks that each lower tier adds.
@@ -204,13 +239,10 @@ impl ReferenceRank {
         })
     }
 
-    /// The prefix of `parent`. For a lower tier, searches every tier, its own first.
+    /// The prefix of `parent`. Searches every tier, its own first.
     fn resolve(&self, tier: StorageTier, parent: Option<EngineHash>) -> Option<Vec<BlockHash>> {
         let Some(parent) = parent else { return Some(Vec::new()) };
         let own = self.path(tier, parent);
-        if tier == StorageTier::Device {
-            return own;
-        }
         own.or_else(|| StorageTier::ALL.into_iter().find_map(|tier| self.path(tier, parent)))
     }
 

@@ -76,6 +76,8 @@ pub(super) struct Residence {
     aliases: Option<Box<Aliases>>,
     /// `Some` while any block has more than one copy.
     copies: Option<Box<Copies>>,
+    /// Whether no block was ever released.
+    is_unremoved: bool,
     hasher: RandomState,
     /// Sum of the values of all names, and the offset of the tier: see [`super::BlockDigest`].
     digest: u64,
@@ -98,6 +100,7 @@ impl Residence {
             names: Table::default(),
             aliases: None,
             copies: None,
+            is_unremoved: true,
             hasher,
             digest: 0,
             digest_offset: offset(tier),
@@ -284,8 +287,14 @@ impl Residence {
         Taken::StillHeld
     }
 
+    /// Whether no block was ever released.
+    pub(super) fn is_unremoved(&self) -> bool {
+        self.is_unremoved
+    }
+
     /// Releases a block without a name.
     pub(super) fn release(&mut self, spot: Spot) {
+        self.is_unremoved = false;
         self.owned += self.spans[spot.span].release(spot.offset);
     }
 
@@ -332,12 +341,11 @@ impl Residence {
         self.names_count() + self.copies.as_ref().map_or(0, |copies| copies.total as usize)
     }
 
-    /// Every name with further copies of its block, and their number, ordered by block.
-    pub(super) fn copied(&self) -> Vec<(Spot, EngineHash, u32)> {
-        let Some(copies) = &self.copies else { return Vec::new() };
-        let spot = |name| self.find(name).expect("only held blocks have copies");
-        let mut copied: Vec<_> = copies.further.iter().map(|(name, further)| (spot(*name), *name, *further)).collect();
-        copied.sort_unstable_by_key(|(spot, name, _)| (spot.span, spot.offset, *name));
+    /// Every name with further copies of its block, and their number, ordered by name.
+    pub(super) fn copied(&self) -> Vec<(EngineHash, u32)> {
+        let copies = self.copies.iter().flat_map(|copies| &copies.further);
+        let mut copied: Vec<_> = copies.map(|(name, further)| (*name, *further)).collect();
+        copied.sort_unstable();
         copied
     }
 

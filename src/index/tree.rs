@@ -245,6 +245,15 @@ impl Tree {
         path
     }
 
+    /// The position before the last block of the path to `at`, and that block. `at` is behind a block.
+    pub(super) fn step_back(&self, at: Point) -> (Point, BlockHash) {
+        let node = &self.nodes[at.node];
+        let offset = at.offset - 1;
+        let before =
+            if offset > 0 { Point { node: at.node, offset } } else { Point { node: node.parent, offset: node.attach } };
+        (before, node.run[offset as usize])
+    }
+
     /// Number of nodes without the root.
     pub(super) fn len(&self) -> usize {
         self.nodes.len() - 1

@@ -1,7 +1,8 @@
-//! Pending blocks of lower tiers: blocks stored behind a parent that no tier of the rank holds.
+//! Pending blocks: blocks stored behind a parent that no tier of the rank holds.
 //!
 //! Holds, for one rank, each pending block with its parent's name, and a lookup by parent. Engines report tiers
-//! independently, so a host block may be announced before its parent in the device tier. Blocks of one parent are
+//! independently, so a host block may be announced before its parent in the device tier. A router that starts late has
+//! missed the beginning of every conversation. Blocks of one parent are
 //! returned ordered by tier and name, independent of hash-map order. Blocks stay pending until they are removed or
 //! adopted, so their number is bounded by the stores without a removal. The cost per block is independent of the number
 //! of blocks pending behind its parent, because each block records its position in the parent's list. [`super::Index`]
@@ -13,7 +14,7 @@ use ahash::RandomState;
 use hashbrown::HashMap;
 use smallvec::SmallVec;
 
-use crate::protocol::{BlockHash, EngineHash, StorageTier};
+use crate::protocol::{BlockHash, EngineHash, StorageTier, StoredBlock};
 
 /// Tier and name of a pending block; names are separate in each tier.
 pub(super) type TierName = (StorageTier, EngineHash);
@@ -53,6 +54,23 @@ impl PendingBlocks {
 
     pub(super) fn is_empty(&self) -> bool {
         self.blocks.is_empty()
+    }
+
+    /// Number of leading blocks without a pending block of the same name or behind them.
+    pub(super) fn unconcerned(&self, tier: StorageTier, blocks: &[StoredBlock]) -> usize {
+        if self.is_empty() {
+            return blocks.len();
+        }
+        let is_free = |block: &&StoredBlock| {
+            let name = block.engine_hash;
+            !self.blocks.contains_key(&(tier, name)) && !self.children.contains_key(&name)
+        };
+        blocks.iter().take_while(is_free).count()
+    }
+
+    /// The pending block with that name.
+    pub(super) fn get(&self, name: TierName) -> Option<PendingBlock> {
+        self.blocks.get(&name).map(|listed| listed.block)
     }
 
     /// Adds a pending block. Returns whether anything changed.

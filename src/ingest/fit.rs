@@ -30,6 +30,8 @@ pub struct AppliedBatch {
     pub stored_blocks: u32,
     /// Whether an event cleared the rank's whole cache.
     pub cleared: bool,
+    /// Why a removal was lost. The index has dropped the blocks that it may have named.
+    pub lost_removals: Option<Finding>,
     /// Why a store of tokens in device memory was unusable.
     pub mismatch: Option<StoreMismatch>,
     /// The data-parallel rank of the batch, if it differs from the stream's.
@@ -80,6 +82,11 @@ impl Fit {
             StoreMismatch::BlockSize(size) => !(self.has_fitted && pool_block_size.is_some_and(|pool| size < pool)),
             StoreMismatch::Eagle { .. } | StoreMismatch::Invalid(_) => true,
         }
+    }
+
+    /// Whether this incarnation of the publisher has stored a usable block.
+    pub(super) fn has_fitted(&self) -> bool {
+        self.has_fitted
     }
 
     /// A restarted engine may have another block size.

@@ -53,10 +53,21 @@ fn parts(event: RouterEvent, blocks_max: usize) -> Vec<RouterEvent> {
                 of(KvEvent::Stored { parent, blocks: part.to_vec() })
             })
             .collect(),
+        KvEvent::Offloaded { mut parent, blocks } if blocks.len() > blocks_max => blocks
+            .chunks(blocks_max)
+            .map(|part| {
+                let parent = std::mem::replace(&mut parent, part.last().map(|(name, _)| *name));
+                of(KvEvent::Offloaded { parent, blocks: part.to_vec() })
+            })
+            .collect(),
         KvEvent::Removed { blocks } if blocks.len() > blocks_max => {
             blocks.chunks(blocks_max).map(|part| of(KvEvent::Removed { blocks: part.to_vec() })).collect()
         }
-        data @ (KvEvent::Stored { .. } | KvEvent::Removed { .. } | KvEvent::Cleared) => vec![of(data)],
+        data @ (KvEvent::Stored { .. }
+        | KvEvent::Offloaded { .. }
+        | KvEvent::Removed { .. }
+        | KvEvent::Cleared
+        | KvEvent::TierCleared) => vec![of(data)],
     }
 }
 

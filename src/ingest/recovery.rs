@@ -239,6 +239,11 @@ impl<P: AsRef<[u8]>> Source<P> {
         self.clear(effects);
         self.seen.clear();
         (self.next, self.end_is_missing) = (at, false);
+        self.become_cold(cause, effects);
+    }
+
+    /// Records that contents were lost from here on.
+    pub(super) fn become_cold(&mut self, cause: DegradationReason, effects: &mut Vec<IngestEffect<P>>) {
         if self.cold.is_none() {
             effects.push(IngestEffect::Noted(Note::Cold));
         }

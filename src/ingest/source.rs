@@ -346,6 +346,9 @@ impl<P: AsRef<[u8]>> Source<P> {
             self.unreported_stale -= 1; // a clear already removed these blocks
             return;
         }
+        if let Some(finding) = applied.lost_removals.filter(|_| self.fit.has_fitted()) {
+            return self.become_cold(DegradationReason::LostRemoval { finding }, effects);
+        }
         let Some(cold) = &mut self.cold else { return };
         cold.stored_blocks = cold.stored_blocks.saturating_add(u64::from(applied.stored_blocks));
         let capacity = self.config.capacity_blocks.map_or(u64::MAX, u64::from);

@@ -128,6 +128,11 @@ pub enum DegradationReason {
         /// First missing message.
         from: u64,
     },
+    /// A removal of blocks could not be read. The blocks of its tier were dropped.
+    LostRemoval {
+        /// The defect.
+        finding: Finding,
+    },
     /// The reader of the stream failed repeatedly and is no longer restarted.
     ReaderDied {
         /// Number of failures within the restart window.
@@ -150,6 +155,7 @@ impl DegradationReason {
             Self::ReplayHole { .. } => "replay_hole",
             Self::ReplayFailed { .. } => "replay_failed",
             Self::NoReplay { .. } => "no_replay",
+            Self::LostRemoval { .. } => "lost_removal",
             Self::ReaderDied { .. } => "reader_died",
         }
     }
@@ -168,18 +174,14 @@ impl fmt::Display for DegradationReason {
                 "connected, and no message for {for_ms} ms though the engine serves requests: check that KV events and \
                  prefix caching are enabled, the topic, and that this rank's port is the base port plus the rank"
             ),
-            Self::BlockSize { engine, pool: Some(pool) } => {
+            Self::BlockSize { engine, pool } => {
+                let is_multiple = pool.is_some_and(|pool| engine > pool && engine.is_multiple_of(pool));
+                let hint = if is_multiple { " (context parallelism multiplies that of the events)" } else { "" };
+                let pool = pool.map_or_else(|| "another one".to_owned(), |pool| pool.to_string());
                 write!(
                     f,
-                    "the engine's block size is {engine}, the pool's is {pool}: start one with the other's --block-size"
-                )?;
-                let is_multiple = engine > pool && engine.is_multiple_of(pool);
-                f.write_str(if is_multiple { " (context parallelism multiplies that of the events)" } else { "" })
-            }
-            Self::BlockSize { engine, pool: None } => {
-                write!(
-                    f,
-                    "the engine's block size is {engine}, not the pool's: start one with the other's --block-size"
+                    "the engine's block size is {engine}, the pool's is {pool}: start one with the other's \
+                     --block-size{hint}"
                 )
             }
             Self::ForeignRank { found } => write!(
@@ -215,6 +217,12 @@ impl fmt::Display for DegradationReason {
                 f,
                 "events since message {from} were missed and there is no replay socket: start the engine \
                  with a replay endpoint and configure it here"
+            ),
+            Self::LostRemoval { finding } => write!(
+                f,
+                "a removal of blocks could not be read ({}), and the blocks of its tier were dropped: report the \
+                 engine's version",
+                finding.name()
             ),
             Self::ReaderDied { deaths } => write!(
                 f,

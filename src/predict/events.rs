@@ -19,7 +19,10 @@ impl SpeculativePrompts {
         let Some(slot) = self.ranks.slot_of(event.rank) else { return };
         match &event.data {
             KvEvent::Cleared => self.forget(slot, RemovalReason::Retracted),
-            KvEvent::Stored { .. } | KvEvent::Removed { .. } if event.tier != StorageTier::Device => {}
+            KvEvent::Stored { .. } | KvEvent::Removed { .. } | KvEvent::Offloaded { .. } | KvEvent::TierCleared
+                if event.tier != StorageTier::Device => {}
+            KvEvent::TierCleared => self.forget(slot, RemovalReason::Retracted),
+            KvEvent::Offloaded { blocks, .. } => self.compare_after(slot, blocks.len(), index),
             KvEvent::Stored { blocks, .. } => self.compare_after(slot, blocks.len(), index),
             KvEvent::Removed { blocks } => self.compare_after(slot, blocks.len(), index),
         }

@@ -67,8 +67,19 @@ pub enum KvEvent {
         /// Engine hashes of the removed blocks.
         blocks: Vec<EngineHash>,
     },
+    /// Copies of blocks that an offloading connector or another lower tier has stored, one each. A block whose name the
+    /// rank holds in any tier is a copy of that block. Any other block is stored behind the previous one or `parent`, and
+    /// is ignored without a content hash.
+    Offloaded {
+        /// Engine hash of the block before the first one.
+        parent: Option<EngineHash>,
+        /// Engine hash of each copy, in prompt order, and its content hash if the event states the content.
+        blocks: Vec<(EngineHash, Option<BlockHash>)>,
+    },
     /// The rank's whole cache was cleared.
     Cleared,
+    /// The rank's cache in the tier of the event was cleared.
+    TierCleared,
 }
 
 impl KvEvent {
@@ -78,7 +89,8 @@ impl KvEvent {
         match self {
             Self::Stored { blocks, .. } => blocks.len(),
             Self::Removed { blocks } => blocks.len(),
-            Self::Cleared => 0,
+            Self::Offloaded { blocks, .. } => blocks.len(),
+            Self::Cleared | Self::TierCleared => 0,
         }
     }
 }

@@ -153,6 +153,7 @@ fn applied(report: &Report) -> AppliedBatch {
         stored_blocks: report.stored_blocks,
         cleared: report.cleared,
         mismatch: report.mismatch,
+        lost_removals: report.lost_removals,
         foreign_rank: report.foreign_rank,
         finding: report.findings.main(),
     }

@@ -61,9 +61,9 @@ fn snapshot(reader: &mut Reader<'_>) -> Result<Snapshot, SnapshotError> {
     Ok(Snapshot { layout, created_ms, ranks })
 }
 
-/// Bytes of a rank with the fewest: worker, data-parallel rank, endpoint, next, hashes, cold, groups, namespaces,
+/// Bytes of a rank with the fewest: worker, data-parallel rank, endpoint, next, hashes, cold, groups, connector, namespaces,
 /// events, evicted blocks.
-const RANK_BYTES_MIN: usize = 8 + 1 + 1 + 1 + 1 + 1 + 8 + 8 + 1 + 1 + 1;
+const RANK_BYTES_MIN: usize = 8 + 1 + 1 + 1 + 1 + 1 + 8 + 8 + 1 + 1 + 1 + 1;
 
 fn rank(reader: &mut Reader<'_>) -> Result<RankSnapshot, SnapshotError> {
     let worker = WorkerId(reader.u64("a worker")?);
@@ -71,8 +71,9 @@ fn rank(reader: &mut Reader<'_>) -> Result<RankSnapshot, SnapshotError> {
     let endpoint = reader.text("an endpoint")?;
     let position = position(reader)?;
     let (main_groups, other_groups) = (reader.u64("main groups")?, reader.u64("other groups")?);
-    let namespaces = list(reader, 8 * 3 + 2, "the number of namespaces", namespace)?;
-    let decoder = DecoderState { main_groups, other_groups, namespaces };
+    let has_connector = flag(reader.u8("the connector")?, "the connector")?;
+    let namespaces = list(reader, 8 * 3 + 4, "the number of namespaces", namespace)?;
+    let decoder = DecoderState { main_groups, other_groups, has_connector, namespaces };
     let events = list(reader, 1, "the number of events", |reader| event(reader, rank))?;
     let evicted_blocks = reader.varint("the number of evicted blocks")?;
     Ok(RankSnapshot { rank, endpoint, position, decoder, events, evicted_blocks })
@@ -118,21 +119,24 @@ fn cold(reader: &mut Reader<'_>) -> Result<Option<ColdPosition>, SnapshotError> 
 fn namespace(reader: &mut Reader<'_>) -> Result<NamespaceRecord, SnapshotError> {
     let engine_hash = EngineHash(reader.u64("an engine hash")?);
     let (lora, salt) = (reader.u64("an adapter")?, reader.u64("a salt")?);
-    let tiers = reader.u8("the tiers of a namespace")?;
-    if !(1..16).contains(&tiers) {
-        let (field, value) = ("the tiers of a namespace", u64::from(tiers));
-        return Err(SnapshotError::Value { field, value, rule: "1 to 15" });
+    let mut holds = [0; 4];
+    for holds in &mut holds {
+        *holds = reader.varint_u32("the copies of a block")?;
     }
-    Ok(NamespaceRecord { engine_hash, lora, salt, tiers, copies: reader.varint_u32("the copies of a block")? })
+    if holds == [0; 4] {
+        return Err(SnapshotError::Value { field: "the copies of a block", value: 0, rule: "at least 1 in all tiers" });
+    }
+    Ok(NamespaceRecord { engine_hash, lora, salt, holds })
 }
 
 fn event(reader: &mut Reader<'_>, rank: WorkerRank) -> Result<RouterEvent, SnapshotError> {
     let tag = reader.u8("the type of an event")?;
-    let Some(tier) = StorageTier::ALL.get(usize::from(tag / 4)).copied() else {
+    let tier = StorageTier::ALL.get(usize::from(tag / 8)).copied().filter(|_| tag % 8 < 7);
+    let Some(tier) = tier else {
         let (field, value) = ("the type of an event", u64::from(tag));
-        return Err(SnapshotError::Value { field, value, rule: "0 to 15" });
+        return Err(SnapshotError::Value { field, value, rule: "8 times a tier of 0 to 3, plus 0 to 6" });
     };
-    let data = match tag % 4 {
+    let data = match tag % 8 {
         0 => KvEvent::Stored { parent: None, blocks: stored(reader)? },
         1 => {
             let parent = Some(EngineHash(reader.u64("a parent")?));
@@ -142,7 +146,13 @@ fn event(reader: &mut Reader<'_>, rank: WorkerRank) -> Result<RouterEvent, Snaps
             let name = |reader: &mut Reader<'_>| reader.u64("an engine hash").map(EngineHash);
             KvEvent::Removed { blocks: list(reader, 8, "the number of removed blocks", name)? }
         }
-        _ => KvEvent::Cleared,
+        3 => KvEvent::Cleared,
+        4 => KvEvent::Offloaded { parent: None, blocks: offloaded(reader)? },
+        5 => {
+            let parent = Some(EngineHash(reader.u64("a parent")?));
+            KvEvent::Offloaded { parent, blocks: offloaded(reader)? }
+        }
+        _ => KvEvent::TierCleared,
     };
     Ok(RouterEvent { rank, tier, data })
 }
@@ -151,6 +161,15 @@ fn stored(reader: &mut Reader<'_>) -> Result<Vec<StoredBlock>, SnapshotError> {
     list(reader, 16, "the number of stored blocks", |reader| {
         let engine_hash = EngineHash(reader.u64("an engine hash")?);
         Ok(StoredBlock { engine_hash, block_hash: BlockHash(reader.u64("a block hash")?) })
+    })
+}
+
+fn offloaded(reader: &mut Reader<'_>) -> Result<Vec<(EngineHash, Option<BlockHash>)>, SnapshotError> {
+    list(reader, 9, "the number of offloaded blocks", |reader| {
+        let engine_hash = EngineHash(reader.u64("an engine hash")?);
+        let is_hashed = flag(reader.u8("the content of a block")?, "the content of a block")?;
+        let block_hash = if is_hashed { Some(BlockHash(reader.u64("a block hash")?)) } else { None };
+        Ok((engine_hash, block_hash))
     })
 }
 

@@ -42,13 +42,15 @@ fn put_rank(to: &mut Vec<u8>, rank: &RankSnapshot) {
     put_cold(to, rank.position.cold);
     put_u64(to, rank.decoder.main_groups);
     put_u64(to, rank.decoder.other_groups);
+    to.push(u8::from(rank.decoder.has_connector));
     put_varint(to, rank.decoder.namespaces.len() as u64);
     for record in &rank.decoder.namespaces {
         put_u64(to, record.engine_hash.0);
         put_u64(to, record.lora);
         put_u64(to, record.salt);
-        to.push(record.tiers);
-        put_varint(to, u64::from(record.copies));
+        for holds in record.holds {
+            put_varint(to, u64::from(holds));
+        }
     }
     put_varint(to, rank.events.len() as u64);
     for event in &rank.events {
@@ -71,6 +73,7 @@ fn put_cold(to: &mut Vec<u8>, cold: Option<ColdPosition>) {
         | DegradationReason::ForeignRank { .. }
         | DegradationReason::Eagle { .. }
         | DegradationReason::Undecodable { .. }
+        | DegradationReason::LostRemoval { .. }
         | DegradationReason::ReaderDied { .. } => (3, 0, 0),
     };
     to.push(tag);
@@ -88,7 +91,7 @@ fn put_event(to: &mut Vec<u8>, event: &RouterEvent) {
     };
     match &event.data {
         KvEvent::Stored { parent, blocks } => {
-            to.push(u8::from(parent.is_some()) + 4 * tier);
+            to.push(u8::from(parent.is_some()) + 8 * tier);
             if let Some(parent) = parent {
                 put_u64(to, parent.0);
             }
@@ -99,12 +102,27 @@ fn put_event(to: &mut Vec<u8>, event: &RouterEvent) {
             }
         }
         KvEvent::Removed { blocks } => {
-            to.push(2 + 4 * tier);
+            to.push(2 + 8 * tier);
             put_varint(to, blocks.len() as u64);
             for block in blocks {
                 put_u64(to, block.0);
             }
         }
-        KvEvent::Cleared => to.push(3 + 4 * tier),
+        KvEvent::Cleared => to.push(3 + 8 * tier),
+        KvEvent::Offloaded { parent, blocks } => {
+            to.push(4 + u8::from(parent.is_some()) + 8 * tier);
+            if let Some(parent) = parent {
+                put_u64(to, parent.0);
+            }
+            put_varint(to, blocks.len() as u64);
+            for (engine_hash, block_hash) in blocks {
+                put_u64(to, engine_hash.0);
+                to.push(u8::from(block_hash.is_some()));
+                if let Some(hash) = block_hash {
+                    put_u64(to, hash.0);
+                }
+            }
+        }
+        KvEvent::TierCleared => to.push(6 + 8 * tier),
     }
 }

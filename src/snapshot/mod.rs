@@ -22,7 +22,7 @@
 //!
 //! # Format
 //!
-//! Version 1. Integers are little-endian; `varint` is an unsigned LEB128 number; a list is its length as `varint` and
+//! Version 2. Integers are little-endian; `varint` is an unsigned LEB128 number; a list is its length as `varint` and
 //! its elements.
 //!
 //! ```text
@@ -31,10 +31,13 @@
 //!
 //! rank:     worker u64 | dp rank varint | endpoint: length varint, UTF-8
 //!           | next varint | list of payload hashes u64 | cold: 0, or cause 1 to 4, two varints, stored blocks varint
-//!           | main groups u64 | other groups u64 | list of (engine hash u64, lora u64, salt u64, tiers u8, copies varint)
+//!           | main groups u64 | other groups u64 | connector u8
+//!           | list of (engine hash u64, lora u64, salt u64, copies in each tier: four varints)
 //!           | list of events | evicted blocks varint
-//! event:    type u8 (0 store, 1 store behind a parent, 2 removal, 3 clear; plus 4 x tier)
-//!           | parent u64 if any | list of (engine hash u64, block hash u64), or of engine hashes u64
+//! event:    type u8 (0 store, 1 store behind a parent, 2 removal, 3 clear, 4 offload, 5 offload behind a parent, 6 clear of
+//!           the tier; plus 8 x tier)
+//!           | parent u64 if any | list of (engine hash u64, block hash u64), of engine hashes u64, or of (engine hash
+//!           u64, 0 or 1 and block hash u64)
 //! ```
 //!
 //! [`Snapshot::decode`] is total: any bytes give a snapshot or an error that names the value and the rule. The checksum
@@ -56,7 +59,7 @@ use crate::{ingest::SourcePosition, wire::DecoderState};
 const MAGIC: &[u8; 8] = b"PMANSNAP";
 
 /// Version of the format.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Bytes of the checksum at the end.
 const CHECKSUM_BYTES: usize = 8;

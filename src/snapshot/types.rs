@@ -115,7 +115,7 @@ impl RankSnapshot {
     pub fn block_count(&self) -> usize {
         let stored = |event: &RouterEvent| match &event.data {
             KvEvent::Stored { blocks, .. } => blocks.len(),
-            KvEvent::Removed { .. } | KvEvent::Cleared => 0,
+            KvEvent::Removed { .. } | KvEvent::Offloaded { .. } | KvEvent::Cleared | KvEvent::TierCleared => 0,
         };
         self.events.iter().map(stored).sum()
     }

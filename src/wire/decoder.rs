@@ -9,10 +9,10 @@ use super::event::{Lists, Tag, TokenForm, WireEvent};
 use super::group::Groups;
 use super::keys::StoreKeys;
 use super::msgpack::{Cursor, MsgpackItem};
-use super::namespace::Namespaces;
+use super::namespace::{Namespace, Namespaces};
 use super::{DecoderLimits, DecoderState, Finding, Report, StoreMismatch};
 use crate::hashing::{BlockHasher, HashScheme};
-use crate::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerRank};
+use crate::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerRank};
 
 /// Identity of the stream and the hashing rules of its pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,6 +56,8 @@ pub struct Decoder {
     config: WireConfig,
     namespaces: Namespaces,
     groups: Groups,
+    /// Whether a connector has announced blocks in a lower tier.
+    has_connector: bool,
     lists: Lists,
     keys: StoreKeys,
 }
@@ -68,6 +70,7 @@ impl Decoder {
             config,
             namespaces: Namespaces::default(),
             groups: Groups::default(),
+            has_connector: false,
             lists: Lists::default(),
             keys: StoreKeys::default(),
         }
@@ -77,7 +80,8 @@ impl Decoder {
     #[must_use]
     pub fn resume(config: WireConfig, state: &DecoderState) -> Self {
         let groups = Groups { main: state.main_groups, other: state.other_groups };
-        Self { groups, namespaces: Namespaces::resumed(&state.namespaces), ..Self::new(config) }
+        let (namespaces, has_connector) = (Namespaces::resumed(&state.namespaces), state.has_connector);
+        Self { groups, namespaces, has_connector, ..Self::new(config) }
     }
 
     /// State between two batches.
@@ -86,6 +90,7 @@ impl Decoder {
         DecoderState {
             main_groups: self.groups.main,
             other_groups: self.groups.other,
+            has_connector: self.has_connector,
             namespaces: self.namespaces.sorted(),
         }
     }
@@ -104,11 +109,12 @@ impl Decoder {
     pub fn decode(&mut self, payload: &[u8], events: &mut Vec<RouterEvent>) -> Report {
         let mut report = Report::default();
         if payload.len() > self.config.limits.payload_bytes_max {
-            report.findings.add(Finding::TooLarge);
-            return report;
-        }
-        if let Err(finding) = self.batch(Cursor::new(payload), events, &mut report) {
-            report.findings.add(finding);
+            self.lose(Finding::TooLarge, None, events, &mut report);
+        } else if let Err(finding) = self.batch(Cursor::new(payload), events, &mut report) {
+            match finding {
+                Finding::ForeignRank => report.findings.add(finding),
+                lost => self.lose(lost, None, events, &mut report),
+            }
         }
         self.lists.wipe();
         self.lists.shrink();
@@ -120,6 +126,7 @@ impl Decoder {
     pub fn forget(&mut self) {
         self.namespaces.clear();
         self.groups = Groups::default();
+        self.has_connector = false;
     }
 
     fn batch(
@@ -157,7 +164,7 @@ impl Decoder {
         events: &mut Vec<RouterEvent>,
         report: &mut Report,
     ) -> Result<(), Finding> {
-        let (n_before, groups) = (events.len(), self.groups);
+        let (n_before, groups, has_connector) = (events.len(), self.groups, self.has_connector);
         if self.config.ranks.len() > 1 {
             self.namespaces.start_batch();
         }
@@ -166,7 +173,7 @@ impl Decoder {
         let foreign = read.and_then(|()| self.foreign_rank(cursor, report));
         if let Ok(Some(rank)) = foreign {
             events.truncate(n_before);
-            self.groups = groups;
+            (self.groups, self.has_connector) = (groups, has_connector);
             self.namespaces.roll_back();
             *report = Report { events: n_events, foreign_rank: Some(rank), ..Report::default() };
             return Err(Finding::ForeignRank);
@@ -188,7 +195,7 @@ impl Decoder {
             self.event(cursor, n_before, events, report)?;
         }
         if n_read < n_events {
-            report.findings.add(Finding::TooLarge);
+            self.lose(Finding::TooLarge, None, events, report);
         }
         self.pass(u64::from(n_events - n_read), cursor)
     }
@@ -266,12 +273,39 @@ impl Decoder {
             },
             Err(broken) if broken.ends_batch() => return Err(broken),
             Err(refused) => {
-                report.findings.add(refused);
                 *cursor = start;
                 self.pass(1, cursor)?;
+                match event.tag {
+                    Tag::Removed => {
+                        let skimmed = WireEvent::skimmed(start, &self.config.limits, &mut self.lists);
+                        match skimmed.map(|event| self.tier_of_main_attention(&event)) {
+                            Some(Ok(tier)) => self.lose(refused, Some(tier), events, report),
+                            Some(Err(_)) => report.findings.add(refused), // of blocks that are not used
+                            None => self.lose(refused, None, events, report),
+                        }
+                    }
+                    Tag::Cleared => self.lose(refused, None, events, report),
+                    Tag::Stored | Tag::Ignored => report.findings.add(refused),
+                }
             }
         }
         Ok(())
+    }
+
+    /// Clears a tier, or all, because a removal there was lost: its blocks would be stale for ever.
+    fn lose(
+        &mut self,
+        finding: Finding,
+        tier: Option<StorageTier>,
+        events: &mut Vec<RouterEvent>,
+        report: &mut Report,
+    ) {
+        report.findings.add(finding);
+        report.lost_removals = Some(finding);
+        for tier in StorageTier::ALL.into_iter().filter(|of| tier.is_none_or(|tier| tier == *of)) {
+            self.namespaces.clear_tier(tier);
+            events.push(RouterEvent { rank: self.config.rank, tier, data: KvEvent::TierCleared });
+        }
     }
 
     /// Counts an event that was read but is unusable.
@@ -299,19 +333,11 @@ impl Decoder {
         last: Option<&mut RouterEvent>,
         report: &mut Report,
     ) -> Result<Option<RouterEvent>, Finding> {
-        if event.locality.is_some_and(|locality| !locality.eq_ignore_ascii_case(b"local")) {
-            return Err(Finding::NonLocal);
-        }
         let (tier, data) = match event.tag {
             Tag::Ignored => return Ok(None),
-            Tag::Cleared => {
-                self.namespaces.clear();
-                report.cleared = true;
-                (StorageTier::Device, KvEvent::Cleared)
-            }
+            Tag::Cleared => self.cleared(event, report)?,
             Tag::Removed => {
-                self.main_attention(event)?;
-                let tier = tier(event.medium)?;
+                let tier = self.tier_of_main_attention(event)?;
                 self.removed(event, tier, report)?;
                 let names = self.lists.hashes.iter().copied().map(EngineHash);
                 // Engines publish each removed block as an event of its own. A list per event would cost more than the
@@ -324,19 +350,48 @@ impl Decoder {
                 }
                 (tier, KvEvent::Removed { blocks: names.collect() })
             }
-            Tag::Stored => {
-                self.main_attention(event)?;
-                let tier = tier(event.medium)?;
-                (tier, self.stored(event, tier, report)?)
-            }
+            Tag::Stored => match self.tier_of_main_attention(event)? {
+                StorageTier::Device => (StorageTier::Device, self.stored(event, report)?),
+                tier => {
+                    self.has_connector |= is_of_connector(event.medium);
+                    (tier, self.offloaded(event, tier, report)?)
+                }
+            },
         };
-        let has_effect = data == KvEvent::Cleared || data.block_count() > 0;
+        if let (
+            Some(RouterEvent { tier: same, data: KvEvent::Offloaded { blocks, .. }, .. }),
+            KvEvent::Offloaded { blocks: more, .. },
+        ) = (last, &data)
+            && *same == tier
+            && more.iter().all(|(_, block_hash)| block_hash.is_none())
+        {
+            blocks.extend(more);
+            return Ok(None);
+        }
+        let has_effect = matches!(data, KvEvent::Cleared | KvEvent::TierCleared) || data.block_count() > 0;
         Ok(has_effect.then_some(RouterEvent { rank: self.config.rank, tier, data }))
     }
 
-    fn main_attention(&mut self, event: &WireEvent<'_>) -> Result<(), Finding> {
-        let is_main = self.groups.is_main(event.group_idx, event.spec_kind);
-        if is_main { Ok(()) } else { Err(Finding::NotMainAttention) }
+    /// Converts a clear. vLLM clears the pool of the device only, and its connectors keep their copies. SGLang clears all.
+    fn cleared(&mut self, event: &WireEvent<'_>, report: &mut Report) -> Result<(StorageTier, KvEvent), Finding> {
+        is_local(event)?;
+        let tier = tier(event.medium)?;
+        report.cleared = tier == StorageTier::Device;
+        if event.medium.is_some() || self.has_connector {
+            self.namespaces.clear_tier(tier);
+            return Ok((tier, KvEvent::TierCleared));
+        }
+        self.namespaces.clear();
+        Ok((tier, KvEvent::Cleared))
+    }
+
+    /// Tier of an event about local blocks of the main attention.
+    fn tier_of_main_attention(&mut self, event: &WireEvent<'_>) -> Result<StorageTier, Finding> {
+        is_local(event)?;
+        if !self.groups.is_main(event.group_idx, event.spec_kind) {
+            return Err(Finding::NotMainAttention);
+        }
+        tier(event.medium)
     }
 
     fn removed(&mut self, event: &WireEvent<'_>, tier: StorageTier, report: &mut Report) -> Result<(), Finding> {
@@ -350,17 +405,9 @@ impl Decoder {
         Ok(())
     }
 
-    fn stored(&mut self, event: &WireEvent<'_>, tier: StorageTier, report: &mut Report) -> Result<KvEvent, Finding> {
-        let WireConfig { block_size, is_eagle, limits, .. } = self.config;
-        if event.block_size != Some(u64::from(block_size.get())) {
-            return Err(Finding::BlockSize);
-        }
-        let expected = if is_eagle { TokenForm::Pairs } else { TokenForm::Ids };
-        if event.token_form != expected && event.token_form != TokenForm::None {
-            return Err(Finding::Eagle);
-        }
-        let scheme = HashScheme { is_eagle, ..HashScheme::new(block_size) };
-        let n_blocks = self.lists.hashes.len().min(scheme.block_count(self.lists.tokens.len()));
+    fn stored(&mut self, event: &WireEvent<'_>, report: &mut Report) -> Result<KvEvent, Finding> {
+        self.check_form(event)?;
+        let n_blocks = self.lists.hashes.len().min(self.scheme().block_count(self.lists.tokens.len()));
         let lacks_tokens = n_blocks < self.lists.hashes.len();
         if n_blocks == 0 {
             // If no block is usable, the whole event is rejected, and only the first cause counts.
@@ -379,33 +426,88 @@ impl Decoder {
             report.findings.add(Finding::TokensMissing);
         }
         note(event, report);
+        let mut blocks = Vec::with_capacity(n_blocks);
+        self.hash(event, n_blocks, report, |namespaces, engine_hash, block_hash, namespace| {
+            namespaces.stored(engine_hash.0, namespace, event.parent.is_some());
+            blocks.push(StoredBlock { engine_hash, block_hash });
+        })?;
+        report.stored_blocks = report.stored_blocks.saturating_add(n_blocks as u32);
+        Ok(KvEvent::Stored { parent: event.parent.map(EngineHash), blocks })
+    }
+
+    /// Converts a store in a lower tier. A connector announces blocks that the device mostly has, and often only their
+    /// names, or tokens without salt and images. The content counts only if it is stated completely or follows from the
+    /// parent; it is then used for names that no tier has.
+    fn offloaded(&mut self, event: &WireEvent<'_>, tier: StorageTier, report: &mut Report) -> Result<KvEvent, Finding> {
+        if self.lists.hashes.is_empty() && event.bad_hashes > 0 {
+            return Err(Finding::BadHash);
+        }
+        note(event, report);
+        let n_blocks = self.lists.hashes.len();
+        let has_tokens = !event.has_bad_token && self.scheme().block_count(self.lists.tokens.len()) >= n_blocks;
+        let states_keys = event.extra_keys.or(event.odd_keys[1]).is_some() || event.cache_salt.is_some();
+        let mut blocks = Vec::with_capacity(n_blocks);
+        if has_tokens && self.check_form(event).is_ok() && (event.parent.is_some() || states_keys) {
+            self.hash(event, n_blocks, report, |namespaces, engine_hash, block_hash, namespace| {
+                namespaces.offloaded(engine_hash.0, namespace, tier);
+                blocks.push((engine_hash, Some(block_hash)));
+            })?;
+        } else {
+            for &name in &self.lists.hashes {
+                self.namespaces.offloaded(name, Namespace::default(), tier);
+                blocks.push((EngineHash(name), None));
+            }
+        }
+        Ok(KvEvent::Offloaded { parent: event.parent.map(EngineHash), blocks })
+    }
+
+    fn scheme(&self) -> HashScheme<'static> {
+        HashScheme { is_eagle: self.config.is_eagle, ..HashScheme::new(self.config.block_size) }
+    }
+
+    fn check_form(&self, event: &WireEvent<'_>) -> Result<(), Finding> {
+        if event.block_size != Some(u64::from(self.config.block_size.get())) {
+            return Err(Finding::BlockSize);
+        }
+        let expected = if self.config.is_eagle { TokenForm::Pairs } else { TokenForm::Ids };
+        if event.token_form != expected && event.token_form != TokenForm::None {
+            return Err(Finding::Eagle);
+        }
+        Ok(())
+    }
+
+    /// Hashes the first blocks of a store. Calls `push` with the name, the hash and the namespace of each.
+    fn hash(
+        &mut self,
+        event: &WireEvent<'_>,
+        n_blocks: usize,
+        report: &mut Report,
+        mut push: impl FnMut(&mut Namespaces, EngineHash, BlockHash, Namespace),
+    ) -> Result<(), Finding> {
+        let (scheme, limits) = (self.scheme(), &self.config.limits);
         let names = &self.lists.hashes[..n_blocks];
         let parent = event.parent.map(|name| self.namespaces.of(name)).unwrap_or_default();
-        let base = self.keys.read(event, n_blocks, parent, scheme, &limits, &mut report.findings)?;
+        let base = self.keys.read(event, n_blocks, parent, scheme, limits, &mut report.findings)?;
         if !(base.is_default() && self.keys.is_uniform()) {
             self.namespaces.room_for(names, limits.namespaces_max)?;
         }
-        let mut blocks = Vec::with_capacity(n_blocks);
+        let mut start = 0;
         for (end, namespace) in self.keys.runs(base, n_blocks) {
-            let start = blocks.len();
             let objects = self.keys.objects(start, end);
-            let tokens = &self.lists.tokens[start * block_size.get() as usize..];
+            let tokens = &self.lists.tokens[start * self.config.block_size.get() as usize..];
             let hashes = BlockHasher::with_seed(scheme, namespace.seed()).hashes(tokens, &objects);
-            blocks.extend(
-                names[start..end]
-                    .iter()
-                    .zip(hashes)
-                    .map(|(name, block_hash)| StoredBlock { engine_hash: EngineHash(*name), block_hash }),
-            );
-            for name in &names[start..end] {
-                self.namespaces.stored(*name, namespace, tier, event.parent.is_some());
+            for (name, block_hash) in names[start..end].iter().zip(hashes) {
+                push(&mut self.namespaces, EngineHash(*name), block_hash, namespace);
             }
+            start = end;
         }
-        if tier == StorageTier::Device {
-            report.stored_blocks = report.stored_blocks.saturating_add(n_blocks as u32);
-        }
-        Ok(KvEvent::Stored { parent: event.parent.map(EngineHash), blocks })
+        Ok(())
     }
+}
+
+fn is_local(event: &WireEvent<'_>) -> Result<(), Finding> {
+    let is_local = event.locality.is_none_or(|locality| locality.eq_ignore_ascii_case(b"local"));
+    if is_local { Ok(()) } else { Err(Finding::NonLocal) }
 }
 
 /// Counts the defects that affect only a part of the event.
@@ -414,13 +516,25 @@ fn note(event: &WireEvent<'_>, report: &mut Report) {
     report.findings.add_many(Finding::WrongType, event.misplaced);
 }
 
-/// Storage tier of a medium name. Engines with a single medium omit the name.
+/// Storage tier of a medium name, in any case. Engines with a single medium omit the name.
 fn tier(medium: Option<&[u8]>) -> Result<StorageTier, Finding> {
-    match medium {
-        None | Some(b"GPU") => Ok(StorageTier::Device),
-        Some(b"CPU" | b"CPU_PINNED") => Ok(StorageTier::HostPinned),
-        Some(b"STORAGE" | b"DISK") => Ok(StorageTier::Disk),
-        Some(b"EXTERNAL") => Ok(StorageTier::External),
-        Some(_) => Err(Finding::UnknownMedium),
+    let Some(name) = medium.filter(|name| *name != b"GPU") else { return Ok(StorageTier::Device) };
+    let is = |known: &[&str]| known.iter().any(|known| name.eq_ignore_ascii_case(known.as_bytes()));
+    if is(&["GPU"]) {
+        Ok(StorageTier::Device)
+    } else if is(&["CPU", "CPU_PINNED", "CPU_TIER1", "CPU_TIER2"]) {
+        Ok(StorageTier::HostPinned)
+    } else if is(&["STORAGE", "DISK", "FS", "OBJ"]) {
+        Ok(StorageTier::Disk)
+    } else if is(&["EXTERNAL", "REMOTE"]) {
+        Ok(StorageTier::External)
+    } else {
+        Err(Finding::UnknownMedium)
     }
+}
+
+/// Whether a connector beside the engine's own cache writes the medium. A clear of the engine's cache leaves it.
+fn is_of_connector(medium: Option<&[u8]>) -> bool {
+    let known: [&[u8]; 5] = [b"CPU", b"STORAGE", b"FS", b"OBJ", b"REMOTE"];
+    medium.is_some_and(|name| known.iter().any(|known| name.eq_ignore_ascii_case(known)))
 }

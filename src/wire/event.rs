@@ -92,9 +92,8 @@ impl EventField {
     fn belongs_to(self, tag: Tag) -> bool {
         match self {
             Self::Locality => tag != Tag::Ignored,
-            Self::BlockHashes | Self::Medium | Self::GroupIdx | Self::SpecKind => {
-                matches!(tag, Tag::Stored | Tag::Removed)
-            }
+            Self::Medium => tag != Tag::Ignored,
+            Self::BlockHashes | Self::GroupIdx | Self::SpecKind => matches!(tag, Tag::Stored | Tag::Removed),
             Self::ParentBlockHash | Self::TokenIds | Self::BlockSize => tag == Tag::Stored,
             Self::LoraId | Self::LoraName | Self::CacheSalt | Self::ExtraKeys => tag == Tag::Stored,
             Self::Other => true,
@@ -152,6 +151,8 @@ impl Lists {
 pub(super) struct WireEvent<'a> {
     pub(super) tag: Tag,
     has_hashes: bool,
+    /// Whether only the fields are read that decide which blocks the event is about, because another one is unreadable.
+    is_skimmed: bool,
     pub(super) parent: Option<u64>,
     pub(super) token_form: TokenForm,
     pub(super) block_size: Option<u64>,
@@ -180,6 +181,7 @@ impl<'a> WireEvent<'a> {
         Self {
             tag: Tag::Ignored,
             has_hashes: false,
+            is_skimmed: false,
             parent: None,
             token_form: TokenForm::None,
             block_size: None,
@@ -223,6 +225,18 @@ impl<'a> WireEvent<'a> {
             Tag::Cleared | Tag::Ignored => true,
         };
         if is_complete { Ok(()) } else { Err(Finding::WrongShape) }
+    }
+
+    /// The event at `cursor` without its lists, for an event that is unreadable otherwise. `None` if it is truncated, or
+    /// if the fields that decide which blocks it is about are unreadable, too.
+    pub(super) fn skimmed(mut cursor: Cursor<'a>, limits: &DecoderLimits, lists: &mut Lists) -> Option<Self> {
+        let mut event = Self { is_skimmed: true, ..Self::new() };
+        let read = match cursor.item().ok()? {
+            MsgpackItem::Array(len) => event.read_array(len, &mut cursor, limits, lists),
+            MsgpackItem::Map(pairs) => event.read_map(pairs, &mut cursor, limits, lists),
+            _ => return None,
+        };
+        read.ok().map(|()| event)
     }
 
     fn read_array(
@@ -299,6 +313,14 @@ impl<'a> WireEvent<'a> {
         limits: &DecoderLimits,
         lists: &mut Lists,
     ) -> Result<(), Finding> {
+        let is_deciding =
+            matches!(field, EventField::Medium | EventField::GroupIdx | EventField::SpecKind | EventField::Locality);
+        if self.is_skimmed && !is_deciding {
+            return match cursor.pass(1, limits.nesting_max) {
+                Err(finding) if finding.ends_batch() => Err(finding),
+                Err(_) | Ok(()) => Ok(()),
+            };
+        }
         match field {
             EventField::BlockHashes => self.read_hashes(cursor, limits, &mut lists.hashes)?,
             EventField::ParentBlockHash => {

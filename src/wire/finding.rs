@@ -203,6 +203,9 @@ pub struct Report {
     pub stored_blocks: u32,
     /// Unusable events that prove nothing about the blocks in device memory: of other tiers, cache groups and locations.
     pub side_events: u32,
+    /// Why a removal could not be read, or a part of the batch that may have contained one. The blocks that it may have
+    /// named are cleared.
+    pub lost_removals: Option<Finding>,
     /// Why the last rejected store of tokens in device memory is unusable.
     pub mismatch: Option<StoreMismatch>,
     /// Whether an event cleared the rank's whole cache.

@@ -12,9 +12,10 @@
 pub struct DecoderLimits {
     /// Bytes of a batch. Default: 16 MiB.
     pub payload_bytes_max: usize,
-    /// Decoded events of a batch. Default: 262,144.
+    /// Decoded events of a batch. Default: 1,048,576.
     pub events_max: usize,
-    /// Block hashes of one event. Default: 262,144.
+    /// Block hashes of one event. Default: 2,097,152, more than a batch of the default size has: LMCache names all its
+    /// blocks in one removal after a loss.
     pub hashes_max: usize,
     /// Tokens of one event. Default: 4,194,304.
     pub tokens_max: usize,
@@ -30,8 +31,8 @@ impl Default for DecoderLimits {
     fn default() -> Self {
         Self {
             payload_bytes_max: 16 << 20,
-            events_max: 1 << 18,
-            hashes_max: 1 << 18,
+            events_max: 1 << 20,
+            hashes_max: 1 << 21,
             tokens_max: 1 << 22,
             keys_max: 1 << 16,
             nesting_max: 16,

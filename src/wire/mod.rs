@@ -13,6 +13,8 @@
 //! - Heuristics never widen the sharing of blocks. A request matches only blocks stored with its own adapter and salt,
 //!   and keys of unknown meaning create a namespace that no request can name. Children inherit salts, because engines
 //!   send a salt only with the first block.
+//! - A name has one content. A store in a lower tier of a block that the rank holds adds a copy of that block, whatever
+//!   the event states. Of an unknown block the event must state the keys or the parent, else it matches no request.
 //! - Only blocks of the main attention count. A removal from another cache group has the same hashes and would remove
 //!   blocks that are still cached.
 //!
@@ -20,8 +22,7 @@
 //! events. Costs are measured by `pointsman-bench events`: in a store of 64-token blocks, tokens dominate, with more time
 //! for decoding than for hashing.
 //!
-//! Limits: stores without tokens, which offloading connectors may publish, are rejected. A store behind a salted block
-//! that this decoder has not decoded is treated as unsalted and matches nothing.
+//! Limits: a store behind a salted block that this decoder has not decoded is treated as unsalted and matches nothing.
 //!
 //! [`RouterEvent`]: crate::protocol::RouterEvent
 

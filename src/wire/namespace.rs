@@ -1,7 +1,7 @@
 //! Namespaces: sets of requests that may share blocks.
 //!
-//! Remembers which blocks of the rank are outside the default namespace, so that their children inherit the namespace:
-//! engines send a salt only with the first block of a prompt. Namespaces from different sources (adapter name, salt,
+//! Remembers which blocks of the rank are outside the default namespace, so that their children and their copies in
+//! other tiers inherit the namespace: engines send a salt only with the first block of a prompt, and connectors none. Namespaces from different sources (adapter name, salt,
 //! adapter number, keys of unknown meaning) have separate hash seeds. The number of remembered blocks is bounded. Event
 //! parsing is in [`super::keys`].
 
@@ -78,10 +78,8 @@ pub(super) fn keys_hasher() -> Xxh3 {
 #[derive(Clone, Copy, Debug)]
 struct NamespacedBlock {
     namespace: Namespace,
-    /// One bit per tier that holds the block.
-    tiers: u8,
-    /// Copies in device memory beyond the first; each is removed by a separate event.
-    copies: u32,
+    /// Copies in each tier; each is removed by a separate event.
+    holds: [u32; 4],
 }
 
 /// The blocks outside the default namespace, by engine hash.
@@ -119,39 +117,57 @@ impl Namespaces {
         if self.entries.len() + new <= entries_max { Ok(()) } else { Err(Finding::NamespacesFull) }
     }
 
-    /// Records a stored block. The last store of a name determines its namespace in every tier. A repeated store in the
-    /// device tier behind a parent adds a copy, by the rule of the index: the index must not hold a block longer than
+    /// Records a block stored in device memory. The last such store of a name determines its namespace in every tier. A
+    /// repeated store behind a parent adds a copy, by the rule of the index: the index must not hold a block longer than
     /// this map.
-    pub(super) fn stored(&mut self, name: u64, namespace: Namespace, tier: StorageTier, has_parent: bool) {
+    pub(super) fn stored(&mut self, name: u64, namespace: Namespace, has_parent: bool) {
         if !namespace.is_default() {
             self.save(name);
-            let entry = self.entries.entry(name).or_insert(NamespacedBlock { namespace, tiers: 0, copies: 0 });
-            let is_copy = has_parent && tier == StorageTier::Device && entry.tiers & bit(tier) != 0;
-            entry.copies = entry.copies.saturating_add(u32::from(is_copy));
+            let entry = self.entries.entry(name).or_insert(NamespacedBlock { namespace, holds: [0; 4] });
+            let holds = &mut entry.holds[StorageTier::Device as usize];
+            *holds = if has_parent { holds.saturating_add(1) } else { (*holds).max(1) };
             entry.namespace = namespace;
-            entry.tiers |= bit(tier);
         } else if self.entries.contains_key(&name) {
             self.save(name);
             self.entries.remove(&name);
         }
     }
 
-    /// Records the removal of a block, or of a copy, from one tier. Forgets the block with its last removal.
+    /// Records a copy of a block in a lower tier. A known name keeps its namespace; any other block is in `namespace`.
+    pub(super) fn offloaded(&mut self, name: u64, namespace: Namespace, tier: StorageTier) {
+        if namespace.is_default() && !self.entries.contains_key(&name) {
+            return;
+        }
+        self.save(name);
+        let entry = self.entries.entry(name).or_insert(NamespacedBlock { namespace, holds: [0; 4] });
+        let holds = &mut entry.holds[tier as usize];
+        *holds = holds.saturating_add(1);
+    }
+
+    /// Records the removal of a copy from one tier. Forgets the block with its last removal.
     pub(super) fn removed(&mut self, name: u64, tier: StorageTier) {
         if !self.entries.contains_key(&name) {
             return;
         }
         self.save(name);
         if let Some(entry) = self.entries.get_mut(&name) {
-            if tier == StorageTier::Device && entry.copies > 0 {
-                entry.copies -= 1;
-                return;
-            }
-            entry.tiers &= !bit(tier);
-            if entry.tiers == 0 {
+            let holds = &mut entry.holds[tier as usize];
+            *holds = holds.saturating_sub(1);
+            if entry.holds == [0; 4] {
                 self.entries.remove(&name);
             }
         }
+    }
+
+    /// Records that a tier was cleared.
+    pub(super) fn clear_tier(&mut self, tier: StorageTier) {
+        if let Some(journal) = &mut self.journal {
+            journal.cleared.get_or_insert_with(|| self.entries.clone());
+        }
+        self.entries.retain(|_, entry| {
+            entry.holds[tier as usize] = 0;
+            entry.holds != [0; 4]
+        });
     }
 
     /// Forgets every block.
@@ -201,8 +217,7 @@ impl Namespaces {
             engine_hash: EngineHash(*name),
             lora: block.namespace.lora,
             salt: block.namespace.salt,
-            tiers: block.tiers,
-            copies: block.copies,
+            holds: block.holds,
         };
         let mut records: Vec<_> = self.entries.iter().map(record).collect();
         records.sort_unstable_by_key(|record| record.engine_hash);
@@ -212,8 +227,8 @@ impl Namespaces {
     /// The map with these blocks.
     pub(super) fn resumed(records: &[NamespaceRecord]) -> Self {
         let entry = |record: &NamespaceRecord| {
-            let NamespaceRecord { engine_hash, lora, salt, tiers, copies } = *record;
-            (engine_hash.0, NamespacedBlock { namespace: Namespace { lora, salt }, tiers, copies })
+            let NamespaceRecord { engine_hash, lora, salt, holds } = *record;
+            (engine_hash.0, NamespacedBlock { namespace: Namespace { lora, salt }, holds })
         };
         Self { entries: records.iter().map(entry).collect(), journal: None }
     }
@@ -221,15 +236,6 @@ impl Namespaces {
     /// Number of remembered blocks.
     pub(super) fn len(&self) -> usize {
         self.entries.len()
-    }
-}
-
-fn bit(tier: StorageTier) -> u8 {
-    match tier {
-        StorageTier::Device => 1,
-        StorageTier::HostPinned => 2,
-        StorageTier::Disk => 4,
-        StorageTier::External => 8,
     }
 }
 
@@ -241,10 +247,10 @@ mod tests {
     fn block_is_forgotten_with_its_last_copy() {
         let (mut namespaces, namespace) = (Namespaces::default(), Namespace { lora: 0, salt: 7 });
         let device = StorageTier::Device;
-        namespaces.stored(1, namespace, device, false);
-        namespaces.stored(2, namespace, device, true);
-        namespaces.stored(1, namespace, device, false); // announced again
-        namespaces.stored(2, namespace, device, true); // another copy
+        namespaces.stored(1, namespace, false);
+        namespaces.stored(2, namespace, true);
+        namespaces.stored(1, namespace, false); // announced again
+        namespaces.stored(2, namespace, true); // another copy
         namespaces.start_batch();
         namespaces.removed(2, device);
         assert_eq!(namespaces.of(2), namespace);
@@ -254,8 +260,15 @@ mod tests {
         namespaces.roll_back();
         namespaces.removed(2, device);
         assert_eq!(namespaces.of(2), namespace, "the copy is restored");
-        namespaces.stored(2, namespace, StorageTier::HostPinned, true);
+        (0..2).for_each(|_| namespaces.offloaded(2, Namespace::default(), StorageTier::HostPinned));
         namespaces.removed(2, device);
+        namespaces.removed(2, StorageTier::HostPinned);
+        assert_eq!((namespaces.of(2), namespaces.len()), (namespace, 2), "one of two copies in host memory");
+        namespaces.start_batch();
+        namespaces.clear_tier(StorageTier::HostPinned);
+        assert_eq!(namespaces.len(), 1);
+        namespaces.roll_back();
+        assert_eq!(namespaces.of(2), namespace);
         namespaces.removed(2, StorageTier::HostPinned);
         namespaces.removed(1, device);
         assert_eq!(namespaces.len(), 0);

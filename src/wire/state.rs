@@ -9,6 +9,8 @@ pub struct DecoderState {
     pub main_groups: u64,
     /// Cache groups 0 to 63 known as another attention type, one bit each.
     pub other_groups: u64,
+    /// Whether a connector has announced blocks in a lower tier.
+    pub has_connector: bool,
     /// Blocks outside the default namespace, sorted by engine hash.
     pub namespaces: Vec<NamespaceRecord>,
 }
@@ -22,8 +24,6 @@ pub struct NamespaceRecord {
     pub lora: u64,
     /// Contribution of the salt and other keys to the hash seed.
     pub salt: u64,
-    /// Tiers that hold the block: one bit each, in the order of [`StorageTier::ALL`](crate::protocol::StorageTier::ALL).
-    pub tiers: u8,
-    /// Copies in device memory beyond the first.
-    pub copies: u32,
+    /// Number of copies in each tier, in the order of [`StorageTier::ALL`](crate::protocol::StorageTier::ALL).
+    pub holds: [u32; 4],
 }

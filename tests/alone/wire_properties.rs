@@ -27,18 +27,31 @@ fn decoder() -> Decoder {
 fn decode(payload: &[u8]) -> (Vec<RouterEvent>, Report) {
     let mut events = Vec::new();
     let report = decoder().decode(payload, &mut events);
-    assert!(report.usable as usize >= events.len());
+    // All tiers are cleared if the end of the batch is lost.
+    if report.lost_removals.is_some_and(|finding| report.findings.get(finding) > 0)
+        && let Some(kept) = events.len().checked_sub(StorageTier::ALL.len())
+        && events[kept..].iter().all(|event| event.data == KvEvent::TierCleared)
+    {
+        events.truncate(kept);
+    }
+    assert!(report.usable as usize + report.findings.iter().count() * 4 >= events.len());
     (singly(events), report)
 }
 
-/// The same events with one removal per name: their grouping is not specified.
+/// The same events with one removal or copy per name: their grouping is not specified.
 fn singly(events: Vec<RouterEvent>) -> Vec<RouterEvent> {
     let split = |RouterEvent { rank, tier, data }| {
         let data = match data {
             KvEvent::Removed { blocks } => {
                 blocks.into_iter().map(|name| KvEvent::Removed { blocks: vec![name] }).collect()
             }
-            KvEvent::Stored { .. } | KvEvent::Cleared => vec![data],
+            KvEvent::Offloaded { parent, mut blocks } => {
+                let named = blocks.split_off(blocks.iter().take_while(|(_, hash)| hash.is_some()).count());
+                let hashed = (!blocks.is_empty()).then_some(KvEvent::Offloaded { parent, blocks });
+                let named = named.into_iter().map(|block| KvEvent::Offloaded { parent: None, blocks: vec![block] });
+                hashed.into_iter().chain(named).collect()
+            }
+            KvEvent::Stored { .. } | KvEvent::Cleared | KvEvent::TierCleared => vec![data],
         };
         data.into_iter().map(move |data| RouterEvent { rank, tier, data })
     };
@@ -203,6 +216,9 @@ struct Under {
 struct Model {
     /// Namespace and tiers of the copies, by name.
     blocks: BTreeMap<u64, (Under, Vec<StorageTier>)>,
+    is_vllm: bool,
+    /// Whether a connector of vLLM has announced copies.
+    has_connector: bool,
 }
 
 impl Model {
@@ -220,21 +236,37 @@ impl Model {
                 let scheme =
                     HashScheme { lora_name: under.lora, cache_salt: under.salt, ..HashScheme::new(block_size) };
                 let hashes = BlockHasher::new(scheme).block_hashes(tokens, &MmBlocks::NONE);
+                let is_stated = parent.is_some() || self.is_vllm || under.salt.is_some();
                 for name in names {
-                    if under == Under::default() {
+                    if *tier != StorageTier::Device {
+                        self.has_connector |= self.is_vllm;
+                        match self.blocks.get_mut(name) {
+                            Some((_, tiers)) => tiers.push(*tier),
+                            None if is_stated && under != Under::default() => {
+                                self.blocks.insert(*name, (under, vec![*tier]));
+                            }
+                            None => {}
+                        }
+                    } else if under == Under::default() {
                         self.blocks.remove(name);
                     } else {
                         let block = self.blocks.entry(*name).or_default();
                         block.0 = under;
-                        if !block.1.contains(tier) || *tier == StorageTier::Device && parent.is_some() {
+                        if !block.1.contains(tier) || parent.is_some() {
                             block.1.push(*tier);
                         }
                     }
                 }
                 let block =
                     |(name, hash): (&u64, &_)| StoredBlock { engine_hash: EngineHash(*name), block_hash: *hash };
-                let blocks = names.iter().zip(hashes.iter()).map(block).collect();
-                (*tier, KvEvent::Stored { parent: parent.map(EngineHash), blocks })
+                let blocks = names.iter().zip(hashes.iter()).map(block);
+                let parent = parent.map(EngineHash);
+                let copy = |StoredBlock { engine_hash, block_hash }| (engine_hash, is_stated.then_some(block_hash));
+                let data = match tier {
+                    StorageTier::Device => KvEvent::Stored { parent, blocks: blocks.collect() },
+                    _ => KvEvent::Offloaded { parent, blocks: blocks.map(copy).collect() },
+                };
+                (*tier, data)
             }
             Op::Remove { names, tier } => {
                 for name in names {
@@ -246,6 +278,11 @@ impl Model {
                 }
                 self.blocks.retain(|_, (_, tiers)| !tiers.is_empty());
                 (*tier, KvEvent::Removed { blocks: names.iter().copied().map(EngineHash).collect() })
+            }
+            Op::Clear if self.has_connector => {
+                self.blocks.values_mut().for_each(|(_, tiers)| tiers.retain(|tier| *tier != StorageTier::Device));
+                self.blocks.retain(|_, (_, tiers)| !tiers.is_empty());
+                (StorageTier::Device, KvEvent::TierCleared)
             }
             Op::Clear => {
                 self.blocks.clear();
@@ -264,7 +301,8 @@ fn writer() -> impl Strategy<Value = Writer> {
 
 /// A publisher's encoded stream, its expected events with single removals, and the number of namespace entries.
 fn written(writer: Writer, ops: &[Op]) -> (Vec<Msg>, Vec<RouterEvent>, usize) {
-    let mut model = Model::default();
+    let is_vllm = matches!(writer.dialect, Dialect::VllmArray | Dialect::VllmMap);
+    let mut model = Model { is_vllm, ..Model::default() };
     let mut events = Vec::new();
     let mut expected = Vec::new();
     for op in ops {
@@ -357,6 +395,7 @@ fn truncated_batches_keep_complete_events() {
         for len in 0..payload.len() {
             let (decoded, report) = decode_counted(&payload[..len]);
             prop_assert_eq!(&decoded[..], &expected[..decoded.len()]);
+            prop_assert_eq!(report.lost_removals, Some(Finding::Truncated));
             prop_assert_eq!(report.findings.get(Finding::Truncated), 1, "{:?}", report);
         }
         Ok(())
@@ -481,8 +520,11 @@ fn nesting_of_any_depth_is_skipped() {
         let inside = Msg::named([("type", "BlockRemoved".into()), ("block_hashes", Msg::Raw(tower.clone()))]);
         for odd in [Msg::Raw(tower.clone()), inside] {
             let (events, report) = decode_counted(&batch([first.clone(), odd, last.clone()]));
-            assert_eq!(events, [first_event.clone(), last_event.clone()]);
-            assert_eq!(report.usable, 2);
+            let cleared =
+                report.lost_removals.map(|_| RouterEvent { data: KvEvent::TierCleared, ..last_event.clone() });
+            let expected: Vec<_> =
+                [Some(first_event.clone()), cleared, Some(last_event.clone())].into_iter().flatten().collect();
+            assert_eq!((events, report.usable), (expected, 2));
         }
     }
 }

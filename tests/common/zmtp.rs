@@ -132,6 +132,7 @@ fn cache_events(event: &RouterEvent, tokens: &[u32]) -> Vec<CacheEvent> {
         KvEvent::Removed { blocks } => {
             blocks.iter().map(|block| CacheEvent::Removed { tier, hash: engine_hash(*block) }).collect()
         }
+        KvEvent::Offloaded { .. } | KvEvent::TierCleared => panic!("not of the device"),
         KvEvent::Cleared => vec![CacheEvent::Cleared],
     }
 }

@@ -18,17 +18,29 @@ fn media_names_of_all_engines_map_to_tiers() {
     let cases = [
         (Msg::Nil, Device),
         ("GPU".into(), Device),
+        ("gpu".into(), Device),
         ("CPU".into(), HostPinned),
+        ("cpu".into(), HostPinned),
         ("CPU_PINNED".into(), HostPinned),
+        ("CPU_TIER1".into(), HostPinned),
+        ("CPU_TIER2".into(), HostPinned),
         ("STORAGE".into(), Disk),
         ("DISK".into(), Disk),
+        ("FS".into(), Disk),
+        ("OBJ".into(), Disk),
         ("EXTERNAL".into(), External),
+        ("REMOTE".into(), External),
     ];
     for (medium, tier) in cases {
         let medium = [("medium", medium)];
-        let of = [store([11], None, &TOKENS[..4], medium.clone()), removal([11], medium)];
+        let of = [store([11], Some(10), &TOKENS[..4], medium.clone()), removal([11], medium)];
         let (events, report) = next(&mut decoder(), of);
-        assert_eq!(events, [stored(tier, None, &[(11, PLAIN[0])]), removed(tier, &[11])]);
+        let first = if tier == Device {
+            stored(tier, Some(10), &[(11, PLAIN[0])])
+        } else {
+            offloaded(tier, Some(10), &[(11, Some(PLAIN[0]))])
+        };
+        assert_eq!(events, [first, removed(tier, &[11])]);
         assert!(report.findings.is_empty());
     }
     let (events, report) = next(&mut decoder(), [removal([11], [("medium", "TAPE".into())]), good(1)]);
@@ -42,21 +54,56 @@ fn an_invalid_event_is_skipped_alone() {
         (Msg::Array(vec![]), Finding::WrongShape),
         (Msg::Map(vec![]), Finding::WrongShape),
         (Msg::named([("kind", "BlockRemoved".into())]), Finding::WrongShape),
-        (Msg::from(["BlockRemoved"]), Finding::WrongShape),
         (Msg::from([5_u64]), Finding::WrongType),
         (Msg::from(["BlockMoved", "x"]), Finding::UnknownEvent),
-        (removal([1], [("medium", 5.into())]), Finding::WrongType),
         (removal([1], [("locality", "remote".into())]), Finding::NonLocal),
-        (Msg::Array(vec!["BlockRemoved".into(), 5.into()]), Finding::WrongType),
         (store([1], None, &TOKENS, [("lora_name", 5.into())]), Finding::WrongType),
         (store([1], None, &TOKENS, [("parent_block_hash", "x".into())]), Finding::BadHash),
-        (removal([1], [("note", Msg::Raw([vec![0x91; 40], vec![0x01]].concat()))]), Finding::TooDeep),
+        (store([1], None, &[], [("note", Msg::Raw([vec![0x91; 40], vec![0x01]].concat()))]), Finding::TooDeep),
     ];
     for (event, finding) in bad {
         let (events, report) = next(&mut decoder(), [good(1), event.clone(), good(2)]);
         assert_eq!(events, [removed(Device, &[1, 2])], "{event:?}");
         assert_eq!((found(&report), report.events, report.usable), (vec![(finding, 1)], 3, 2), "{event:?}");
+        assert_eq!(report.lost_removals, None);
     }
+}
+
+/// Stale blocks would be found for ever.
+#[test]
+fn the_tier_of_an_unreadable_removal_is_cleared() {
+    let cleared = |tiers: &[StorageTier]| tiers.iter().map(|tier| tier_cleared(*tier)).collect::<Vec<_>>();
+    let deep = || ("note", Msg::Raw([vec![0x91; 40], vec![0x01]].concat()));
+    let cpu = || ("medium", Msg::from("CPU"));
+    let cases = [
+        (removal([1], [("medium", 5.into())]), Finding::WrongType, cleared(&StorageTier::ALL)),
+        (removal([1], [deep()]), Finding::TooDeep, cleared(&[Device])),
+        (removal([1], [deep(), cpu()]), Finding::TooDeep, cleared(&[HostPinned])),
+        (Msg::Array(vec!["BlockRemoved".into(), 5.into()]), Finding::WrongType, cleared(&[Device])),
+        (Msg::Array(vec!["BlockRemoved".into(), 5.into(), "CPU".into()]), Finding::WrongType, cleared(&[HostPinned])),
+        (Msg::from(["BlockRemoved"]), Finding::WrongShape, cleared(&[Device])),
+        (Msg::named([("type", "AllBlocksCleared".into()), deep()]), Finding::TooDeep, cleared(&StorageTier::ALL)),
+        (removal([1], [deep(), ("group_idx", 1.into())]), Finding::TooDeep, vec![]),
+        (removal([1], [deep(), ("locality", "remote".into())]), Finding::TooDeep, vec![]),
+        (removal([1], [deep(), ("medium", "TAPE".into())]), Finding::TooDeep, vec![]),
+    ];
+    for (event, finding, cleared) in cases {
+        let mut decoder = decoder();
+        let salted = store([11], None, &TOKENS[..4], [("cache_salt", "s".into())]);
+        let (events, report) = next(&mut decoder, [salted, event.clone(), good(2)]);
+        let [_, rest @ .., last] = &events[..] else { panic!("{events:?}") };
+        assert_eq!((rest, last), (&cleared[..], &removed(Device, &[2])), "{event:?}");
+        assert_eq!(report.lost_removals, (!cleared.is_empty()).then_some(finding), "{event:?}");
+        assert_eq!((found(&report), report.usable), (vec![(finding, 1)], 2), "{event:?}");
+        assert_eq!(decoder.namespaces(), usize::from(!cleared.contains(&tier_cleared(Device))), "{event:?}");
+    }
+    let whole = batch([store([11], None, &TOKENS[..4], []), good(1)]);
+    let (events, report) = decode(&whole[..whole.len() - 3]);
+    assert_eq!(events[1..], cleared(&StorageTier::ALL));
+    assert_eq!(report.lost_removals, Some(Finding::Truncated));
+    let many = removal(0..600_000, [cpu()]);
+    let (events, report) = next(&mut decoder(), [many]);
+    assert_eq!((events[0].data.block_count(), report.lost_removals), (600_000, None), "LMCache's resynchronization");
 }
 
 #[test]
@@ -214,7 +261,8 @@ fn unusual_batch_fields_are_tolerated() {
         (batch(vec![Msg::Float(1.0), 5.into()]), Finding::WrongType),
     ];
     for ((events, report), finding) in none {
-        assert_eq!((events.len(), report.usable, found(&report)), (0, 0, vec![(finding, 1)]));
+        assert_eq!(events, StorageTier::ALL.map(tier_cleared));
+        assert_eq!((report.usable, found(&report)), (0, vec![(finding, 1)]));
     }
 }
 
@@ -231,8 +279,10 @@ fn limits_drop_only_the_excess() {
     let many = removal(1..=3, []);
     let long = store([1], None, &[1; 9], []);
     let (events, report) = next(&mut decoder, [many, long, good(1), good(2), good(3)]);
-    assert_eq!(events, [removed(Device, &[1])]);
+    let all = StorageTier::ALL.map(tier_cleared);
+    assert_eq!(events[..2], [tier_cleared(Device), removed(Device, &[1])]);
+    assert_eq!(events[2..], all, "the events behind the last one that is decoded may be removals");
     assert_eq!((found(&report), report.events, report.usable), (vec![(Finding::TooLarge, 3)], 5, 1));
     let (events, report) = next(&mut decoder, (0..20).map(good));
-    assert_eq!((events.len(), report.events, found(&report)), (0, 0, vec![(Finding::TooLarge, 1)]));
+    assert_eq!((&events[..], report.events, found(&report)), (&all[..], 0, vec![(Finding::TooLarge, 1)]));
 }

@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 use pointsman::hashing::HashScheme;
 use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::internals::wire::{Decoder, DecoderLimits, WireConfig};
-use pointsman::protocol::{BlockHash, KvEvent, StorageTier, WorkerId, WorkerRank};
+use pointsman::protocol::{BlockHash, EngineHash, KvEvent, StorageTier, WorkerId, WorkerRank};
 use pointsman_trial::mock::{Dialect, EventFormat, Fault, Faults, MockConfig, MockEngine, MockError, Tier, tokenize};
 use serde_json::{Value as Json, json};
 use tokio::io::AsyncReadExt;
@@ -238,8 +238,16 @@ async fn the_router_decodes_every_dialect_to_the_hashes_of_requests() {
         // Block hash and number of copies by engine hash.
         let mut known: BTreeMap<StorageTier, BTreeMap<u64, (BlockHash, u32)>> = BTreeMap::new();
         for event in events {
+            let of_device = known.get(&StorageTier::Device).cloned().unwrap_or_default();
             let held = known.entry(event.tier).or_default();
             match event.data {
+                KvEvent::Offloaded { blocks, .. } => {
+                    for (EngineHash(name), stated) in blocks {
+                        let hash = of_device.get(&name).map(|(hash, _)| *hash).or(stated);
+                        held.entry(name).or_insert((hash.expect("the device holds the block"), 0)).1 += 1;
+                    }
+                }
+                KvEvent::TierCleared => held.clear(),
                 KvEvent::Stored { blocks, .. } => {
                     for block in blocks {
                         held.entry(block.engine_hash.0).or_insert((block.block_hash, 0)).1 += 1;

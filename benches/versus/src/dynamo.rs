@@ -292,7 +292,7 @@ impl Target for DynamoRouter {
                     blocks: blocks.iter().map(stored).collect(),
                 })
             }
-            KvEvent::Cleared => KvCacheEventData::Cleared,
+            KvEvent::Cleared | KvEvent::TierCleared | KvEvent::Offloaded { .. } => KvCacheEventData::Cleared, // one tier only
         };
         let event = KvCacheEvent { event_id: self.next_event.fetch_add(1, Relaxed), data, dp_rank: rank.rank };
         RouterEvent::with_storage_tier(rank.worker.0, event, tier)

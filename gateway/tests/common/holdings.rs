@@ -84,7 +84,8 @@ impl Holdings {
                         }
                     }
                 }
-                KvEvent::Cleared => panic!("dumps contain no Cleared event"),
+                KvEvent::Offloaded { .. } => {} // further copies
+                KvEvent::Cleared | KvEvent::TierCleared => panic!("dumps contain no clear"),
             }
         }
         holdings

@@ -234,7 +234,7 @@ impl Audit {
                 for event in events {
                     touched.extend(names_of(event));
                 }
-                if events.iter().any(|event| matches!(event.data, KvEvent::Cleared)) {
+                if events.iter().any(|event| matches!(event.data, KvEvent::Cleared | KvEvent::TierCleared)) {
                     self.fail(AuditCause::Changed);
                 }
             }

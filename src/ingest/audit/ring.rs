@@ -52,6 +52,15 @@ impl RingContents {
                         *copies = if is_copy || *copies == 0 { copies.saturating_add(1) } else { *copies };
                     }
                 }
+                KvEvent::Offloaded { blocks, .. } => {
+                    for &(name, block_hash) in blocks {
+                        // As in the index: a copy of a block that no tier has is not known without its content.
+                        if block_hash.is_some() || StorageTier::ALL.iter().any(|tier| self.holds((*tier, name))) {
+                            *self.blocks.entry((event.tier, name)).or_default() += 1;
+                        }
+                    }
+                }
+                KvEvent::TierCleared => self.blocks.retain(|(tier, _), _| *tier != event.tier),
                 KvEvent::Removed { .. } => {
                     for name in names_of(event) {
                         let copies = self.blocks.entry(name).or_default();
@@ -71,6 +80,10 @@ impl RingContents {
         self.blocks.iter().filter(|(_, copies)| **copies > 0).map(|(name, _)| *name)
     }
 
+    fn holds(&self, name: BlockName) -> bool {
+        self.blocks.get(&name).is_some_and(|copies| *copies > 0)
+    }
+
     pub(super) fn is_gone(&self, name: BlockName) -> bool {
         self.is_whole && self.blocks.get(&name).is_none_or(|copies| *copies == 0)
     }
@@ -83,11 +96,13 @@ impl RingContents {
 
 /// Names in an event.
 pub(super) fn names_of(event: &RouterEvent) -> impl Iterator<Item = BlockName> {
-    let (stored, removed) = match &event.data {
-        KvEvent::Stored { blocks, .. } => (blocks.as_slice(), &[][..]),
-        KvEvent::Removed { blocks } => (&[][..], blocks.as_slice()),
-        KvEvent::Cleared => (&[][..], &[][..]),
+    let (stored, offloaded, removed) = match &event.data {
+        KvEvent::Stored { blocks, .. } => (blocks.as_slice(), &[][..], &[][..]),
+        KvEvent::Offloaded { blocks, .. } => (&[][..], blocks.as_slice(), &[][..]),
+        KvEvent::Removed { blocks } => (&[][..], &[][..], blocks.as_slice()),
+        KvEvent::Cleared | KvEvent::TierCleared => (&[][..], &[][..], &[][..]),
     };
-    let names = stored.iter().map(|block| block.engine_hash).chain(removed.iter().copied());
+    let stored = stored.iter().map(|block| block.engine_hash);
+    let names = stored.chain(offloaded.iter().map(|(name, _)| *name)).chain(removed.iter().copied());
     names.map(|name| (event.tier, name))
 }

@@ -39,9 +39,10 @@ pub(super) fn seeds() -> Vec<Vec<u8>> {
         endpoint: "http://10.0.0.1:8000".to_owned(),
         position: SourcePosition { next: 70, payload_hashes: vec![1, 2, 3], cold: None },
         decoder: DecoderState {
+            has_connector: true,
             main_groups: 1,
             other_groups: 2,
-            namespaces: vec![NamespaceRecord { engine_hash: EngineHash(5), lora: 1, salt: 2, tiers: 1, copies: 0 }],
+            namespaces: vec![NamespaceRecord { engine_hash: EngineHash(5), lora: 1, salt: 2, holds: [1, 0, 2, 0] }],
         },
         events: events
             .iter()

@@ -70,7 +70,9 @@ fn decoded_batches_match_the_engine() {
         }
         let names = |event: &RouterEvent| match &event.data {
             KvEvent::Stored { blocks, .. } => blocks.clone(),
-            KvEvent::Removed { .. } | KvEvent::Cleared => panic!("{event:?} is no store"),
+            KvEvent::Removed { .. } | KvEvent::Offloaded { .. } | KvEvent::Cleared | KvEvent::TierCleared => {
+                panic!("{event:?} is no store")
+            }
         };
         let first = names(&decoded[0]);
         let hashes = BlockHasher::new(HashScheme::new(block_size)).block_hashes(&prompts[0], &MmBlocks::NONE);
@@ -81,7 +83,9 @@ fn decoded_batches_match_the_engine() {
             .iter()
             .flat_map(|event| match &event.data {
                 KvEvent::Removed { blocks } => blocks.clone(),
-                KvEvent::Stored { .. } | KvEvent::Cleared => panic!("{event:?} is no removal"),
+                KvEvent::Stored { .. } | KvEvent::Offloaded { .. } | KvEvent::Cleared | KvEvent::TierCleared => {
+                    panic!("{event:?} is no removal")
+                }
             })
             .collect();
         assert_eq!(gone, removed, "leaf first");

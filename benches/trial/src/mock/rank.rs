@@ -163,8 +163,12 @@ impl RankDriver {
     /// Clears the cache. Returns false if a request holds blocks, which prevents it.
     pub(crate) fn reset_cache(&self) -> bool {
         let mut state = self.lock();
+        let host = state.model.held(Tier::Host);
         let cleared = state.model.reset_cache();
         let is_cleared = cleared.is_some();
+        // A clear in vLLM's format is of the device only.
+        let of_host = host.iter().filter(|_| is_cleared);
+        state.loose_events.extend(of_host.map(|block| CacheEvent::Removed { tier: Tier::Host, hash: block.hash }));
         state.loose_events.extend(cleared);
         drop(state);
         self.wake.notify_one();

@@ -74,7 +74,7 @@ impl Target for Strict {
         let mut held = self.held.lock().expect("alive");
         for (rank, event) in events {
             let held = &mut held[FLEET.index(rank).expect("known")];
-            match event {
+            match event.clone() {
                 KvEvent::Stored { parent, blocks } => {
                     assert!(parent.is_none_or(|parent| held.contains(&parent)), "stored behind an unknown block");
                     held.extend(blocks.iter().map(|block| block.engine_hash));
@@ -84,7 +84,7 @@ impl Target for Strict {
                         assert!(held.remove(&block), "removed an unknown block");
                     }
                 }
-                KvEvent::Cleared => panic!("engines send no Cleared event"),
+                KvEvent::Offloaded { .. } | KvEvent::Cleared | KvEvent::TierCleared => panic!("{event:?} of a device"),
             }
         }
         Ok(())

@@ -1,0 +1,91 @@
+//! Batches that do not match the pool, and batches with lost removals.
+
+use pointsman::internals::wire::StoreMismatch;
+
+use super::*;
+
+#[test]
+fn incompatible_batches_are_a_mismatch_until_a_valid_one() {
+    let none = AppliedBatch { events: 2, finding: Some(Finding::UnknownEvent), ..AppliedBatch::default() };
+    let some = AppliedBatch { usable: 1, stored_blocks: 3, ..none };
+    let other_size = Some(StoreMismatch::BlockSize(16));
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    bench.applied(none);
+    bench.applied(none);
+    bench.applied(AppliedBatch::default());
+    assert_eq!(bench.source.state(), StreamState::Live, "a batch without events changes no state");
+    assert_eq!(short(&bench.applied(none)), ["mismatched"]);
+    let undecodable = DegradationReason::Undecodable { batches: 3, finding: Some(Finding::UnknownEvent) };
+    assert_eq!(bench.source.degradation(), Some(undecodable));
+    assert_eq!(short(&bench.applied(some)), ["live"]);
+
+    let config = SourceConfig { block_size: Some(64), ..SourceConfig::default() };
+    let mut bench = Bench::live(config, 5);
+    assert_eq!(short(&bench.applied(AppliedBatch { mismatch: other_size, ..none })), ["mismatched"]);
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::BlockSize { engine: 16, pool: Some(64) }));
+    let removals = AppliedBatch { events: 2, usable: 2, ..AppliedBatch::default() };
+    assert_eq!(short(&bench.applied(removals)), [""; 0], "removals fit any block size");
+    assert_eq!(short(&bench.applied(AppliedBatch { mismatch: other_size, ..removals })), [""; 0]);
+    assert_eq!(short(&bench.applied(some)), ["live"]);
+    let foreign = AppliedBatch { foreign_rank: Some(3), ..none };
+    let used = AppliedBatch { stored_blocks: 3, usable: 1, ..foreign };
+    assert_eq!(short(&bench.applied(used)), [""; 0], "part of the batch was usable");
+    let mut bench = Bench::live(config, 5);
+    assert_eq!(short(&bench.applied(foreign)), ["mismatched"]);
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::ForeignRank { found: 3 }));
+    let mut bench = Bench::live(config, 5);
+    let pairs = AppliedBatch { mismatch: Some(StoreMismatch::Eagle { pairs: true }), ..none };
+    assert_eq!(short(&bench.applied(pairs)), ["mismatched"]);
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::Eagle { pairs: true }));
+}
+
+#[test]
+fn a_lost_removal_makes_a_rank_cold() {
+    let mut bench = Bench::live(SourceConfig::default(), 5);
+    let lost = AppliedBatch { events: 1, lost_removals: Some(Finding::TooLarge), ..AppliedBatch::default() };
+    bench.applied(lost);
+    assert_eq!(bench.source.state(), StreamState::Live, "the rank has no blocks");
+    bench.applied(AppliedBatch { events: 1, usable: 1, stored_blocks: 3, ..AppliedBatch::default() });
+    assert_eq!(short(&bench.applied(lost)), ["cold"]);
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::LostRemoval { finding: Finding::TooLarge }));
+    let cleared = AppliedBatch { events: 1, usable: 1, cleared: true, ..AppliedBatch::default() };
+    assert_eq!(short(&bench.applied(cleared)), ["live"]);
+}
+
+#[test]
+fn a_stream_that_fits_is_mismatched_after_several_batches_of_unusable_stores_only() {
+    let config = SourceConfig { block_size: Some(64), ..SourceConfig::default() };
+    let none = AppliedBatch { events: 2, finding: Some(Finding::UnknownEvent), ..AppliedBatch::default() };
+    let some = AppliedBatch { usable: 1, stored_blocks: 3, ..none };
+    let with = |mismatch| AppliedBatch { mismatch: Some(mismatch), finding: Some(Finding::BadToken), ..none };
+    let partial = with(StoreMismatch::BlockSize(16));
+    let mut bench = Bench::live(config, 5);
+    bench.applied(some);
+    for _ in 0..10 {
+        for harmless in [none, partial, AppliedBatch { usable: 1, ..none }] {
+            assert_eq!(short(&bench.applied(harmless)), [""; 0], "{harmless:?}");
+        }
+    }
+    let foreign = AppliedBatch { foreign_rank: Some(3), ..none };
+    let invalid = StoreMismatch::Invalid(Finding::BadToken);
+    let undecodable = DegradationReason::Undecodable { batches: 3, finding: Some(Finding::BadToken) };
+    for (unusable, reason) in [
+        (with(StoreMismatch::BlockSize(128)), DegradationReason::BlockSize { engine: 128, pool: Some(64) }),
+        (with(StoreMismatch::Eagle { pairs: false }), DegradationReason::Eagle { pairs: false }),
+        (with(invalid), undecodable),
+        (foreign, DegradationReason::ForeignRank { found: 3 }),
+    ] {
+        bench.applied(unusable);
+        bench.applied(unusable);
+        bench.applied(some);
+        bench.applied(unusable);
+        bench.applied(none);
+        bench.applied(unusable);
+        assert_eq!(bench.source.state(), StreamState::Live, "{unusable:?}");
+        assert_eq!(short(&bench.applied(unusable)), ["mismatched"], "{unusable:?}");
+        assert_eq!(bench.source.degradation(), Some(reason));
+        assert_eq!(bench.source.block_size(), Some(64), "the blocks that fitted have shown it");
+        bench.applied(none);
+        assert_eq!(short(&bench.applied(some)), ["live"]);
+    }
+}
