@@ -3,9 +3,15 @@
 //! Parses vLLM's `extra_keys`, one entry per block, in which adapter, multimodal objects and salt are adjacent and
 //! untagged. A block with a key of unknown meaning never shares a namespace with blocks without that key, and all
 //! unknown keys are counted. [`super::namespace`] handles inheritance.
+//!
+//! A later vLLM adds a second plain key to each block of an adapter: the identity of its weights. A salt is only in the
+//! first block of a prompt. A key directly behind the adapter's name is an identity if all blocks of a store of at least
+//! two, from the start of a prompt, have it; then also in the stores of this adapter that show nothing, until such a store
+//! lacks it. The identity is not part of the namespace, because requests do not name it.
 
+use ahash::AHashMap;
 use smallvec::SmallVec;
-use xxhash_rust::xxh3::Xxh3;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::event::WireEvent;
 use super::msgpack::{Cursor, MsgpackItem, digest_bytes};
@@ -23,11 +29,15 @@ pub(super) struct StoreKeys {
     objects: Vec<(usize, u64)>,
     /// Namespace changes as (first block of the store, hash of the additional keys), ascending.
     changes: Vec<(usize, u64)>,
+    /// Hash of the identity of each adapter's weights, by hash of the adapter's name.
+    identities: AHashMap<u64, u64>,
 }
 
 impl StoreKeys {
     /// Capacity kept between batches, in items per list.
     const KEPT: usize = 1024;
+    /// Maximum number of adapters with an identity.
+    const IDENTITIES_MAX: usize = 4096;
 
     /// Reads the keys of a store of `n_blocks` blocks behind a block in namespace `parent`. Returns the namespace of
     /// the first block before any change.
@@ -69,10 +79,12 @@ impl StoreKeys {
         if let Some(mut cursor) = event.extra_keys
             && let MsgpackItem::Array(n_entries) = cursor.item()?
         {
+            let identity =
+                lora_name.and_then(|name| self.identity(event, name, n_blocks.min(n_entries as usize), cursor));
             let mut keys_left = limits.keys_max;
             for block_idx in 0..n_blocks.min(n_entries as usize) {
                 let begins_prompt = block_idx == 0 && event.parent.is_none();
-                let entry = BlockKeys { block_idx, begins_prompt, lora_name, named_salt };
+                let entry = BlockKeys { block_idx, begins_prompt, lora_name, identity, named_salt };
                 if let Some(salt) = self.read_entry(&mut cursor, entry, &mut keys_left, findings)? {
                     base.salt = namespace::of_salt(scheme, salt);
                 }
@@ -81,6 +93,33 @@ impl StoreKeys {
             self.objects.dedup();
         }
         Ok(base)
+    }
+
+    /// Hash of the identity of an adapter's weights, from these entries or from earlier stores.
+    fn identity(
+        &mut self,
+        event: &WireEvent<'_>,
+        lora_name: &str,
+        n_entries: usize,
+        mut entries: Cursor<'_>,
+    ) -> Option<u64> {
+        let name = xxh3_64(lora_name.as_bytes());
+        if event.parent.is_some() || n_entries < 2 {
+            return self.identities.get(&name).copied();
+        }
+        let mut keys = (0..n_entries).map(|_| key_behind(lora_name, &mut entries));
+        let first = keys.next().flatten().filter(|first| keys.all(|key| key == Some(*first)));
+        match first.map(|key| xxh3_64(key.as_bytes())) {
+            Some(identity) if self.identities.len() < Self::IDENTITIES_MAX => {
+                self.identities.insert(name, identity);
+                Some(identity)
+            }
+            Some(identity) => Some(identity),
+            None => {
+                self.identities.remove(&name);
+                None
+            }
+        }
     }
 
     /// Reads the keys of one block. Returns the salt if the keys contain one.
@@ -106,10 +145,12 @@ impl StoreKeys {
             *cursor = start;
             cursor.digest(odd.get_or_insert_with(namespace::keys_hasher))?;
         }
+        let mut identity = None;
         for _ in 0..n_keys {
             let start = *cursor;
             match ExtraKey::read(cursor)? {
-                Some(ExtraKey::Plain(key)) if lora_name == Some(key) => lora_name = None,
+                Some(ExtraKey::Plain(key)) if identity.take() == Some(xxh3_64(key.as_bytes())) => {}
+                Some(ExtraKey::Plain(key)) if lora_name == Some(key) => (lora_name, identity) = (None, entry.identity),
                 Some(ExtraKey::Plain(key)) if entry.repeats_salt(key) => {}
                 Some(ExtraKey::Plain(key)) if entry.begins_prompt => salts.push(key),
                 Some(ExtraKey::Plain(id) | ExtraKey::Object(id)) => {
@@ -187,7 +228,20 @@ struct BlockKeys<'e> {
     /// Whether the keys may contain a salt.
     begins_prompt: bool,
     lora_name: Option<&'e str>,
+    /// Hash of the key that may follow the adapter's name.
+    identity: Option<u64>,
     named_salt: Option<&'e str>,
+}
+
+/// The plain key directly behind the adapter's name in the next entry.
+fn key_behind<'a>(lora_name: &str, entries: &mut Cursor<'a>) -> Option<&'a str> {
+    let MsgpackItem::Array(n_keys @ 2..) = entries.item().ok()? else { return None };
+    let (name, key) = (ExtraKey::read(entries).ok()?, ExtraKey::read(entries).ok()?);
+    entries.pass(u64::from(n_keys) - 2, 1).ok()?;
+    match (name?, key?) {
+        (ExtraKey::Plain(name), ExtraKey::Plain(key)) if name == lora_name => Some(key),
+        (ExtraKey::Plain(_) | ExtraKey::Object(_), ExtraKey::Plain(_) | ExtraKey::Object(_)) => None,
+    }
 }
 
 impl BlockKeys<'_> {

@@ -49,6 +49,39 @@ fn objects_are_distinguished_from_salts() {
     assert_eq!(with(vec![], vec!["b".into(), "a".into()]), expected(None, [&[], &["a", "b"]]));
 }
 
+/// vllm#48352: each block of an adapter has a second plain key, the identity of its weights.
+#[test]
+fn the_identity_of_an_adapter_is_no_salt() {
+    let adapted = |salt| requested(&TOKENS, Some("ad"), salt);
+    let with = |decoder: &mut Decoder, names: &[u64], entries: &[&[&str]]| {
+        let entries = entries.iter().map(|keys| keys.iter().copied().map(Msg::from).collect::<Msg>()).collect();
+        let [(field, keys)] = keys(entries);
+        let tokens = &TOKENS[..4 * names.len()];
+        let (events, report) =
+            next(decoder, [store(names.iter().copied(), None, tokens, [(field, keys), ("lora_name", "ad".into())])]);
+        assert_eq!(found(&report), []);
+        hashes(&events)
+    };
+    let mut fresh = decoder();
+    // One block proves nothing: the key may be a salt.
+    assert_eq!(with(&mut fresh, &[11], &[&["ad", "4f"]]), adapted(Some("4f"))[..1]);
+    assert_eq!(with(&mut fresh, &[12, 13], &[&["ad", "4f"], &["ad", "4f"]]), adapted(None));
+    assert_eq!(with(&mut fresh, &[14], &[&["ad", "4f"]]), adapted(None)[..1], "known from here on");
+    for salt in ["s", "4f", "ad"] {
+        assert_eq!(with(&mut fresh, &[15], &[&["ad", "4f", salt]]), adapted(Some(salt))[..1], "{salt}");
+        assert_eq!(with(&mut fresh, &[16, 17], &[&["ad", "4f", salt], &["ad", "4f"]]), adapted(Some(salt)), "{salt}");
+    }
+    assert_eq!(with(&mut fresh, &[18], &[&["ad", "5e"]]), adapted(Some("5e"))[..1], "other weights prove it again");
+    let child =
+        store([19], Some(12), &TOKENS[..4], [keys(vec![["ad", "4f"].into()])[0].clone(), ("lora_name", "ad".into())]);
+    assert_eq!(hashes(&next(&mut fresh, [child]).0), adapted(None)[..1]);
+    // Salts of engines without identities stay salts.
+    for names in [&[21, 22][..], &[23]] {
+        let entries: [&[&str]; 2] = [&["ad", "4f"], &["ad"]];
+        assert_eq!(with(&mut fresh, names, &entries[..names.len()]), adapted(Some("4f"))[..names.len()]);
+    }
+}
+
 #[test]
 fn unknown_keys_form_a_separate_namespace() {
     let cases = [
