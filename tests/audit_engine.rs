@@ -116,6 +116,7 @@ impl SimulatedEngine {
                     }
                 }
                 KvEvent::Cleared => copies.clear(),
+                other => panic!("an engine without offloading publishes no {other:?}"),
             }
         }
         copies.into_iter().filter(|(_, count)| *count > 0).map(|(name, _)| name).collect()

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use pointsman::internals::config::EventsConfig;
 use pointsman::internals::KvAuditStatus;
+use pointsman::internals::config::EventsConfig;
 use pointsman::{Router, RouterConfig};
 
 use crate::common::config;
