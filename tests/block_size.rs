@@ -84,7 +84,7 @@ async fn events_of_another_size_change_an_assumed_size_under_load() {
     for engine in &engines {
         let prompt = engine.prompts.last().expect("stored");
         let placement = route(&router, "again", prompt).await;
-        assert_eq!((placement.rank(), placement.cached_tokens()), (engine.rank, prompt.len() as u32));
+        assert_eq!((placement.rank(), placement.cached_tokens()), (engine.rank, prompt.len() as u32 - BLOCK_SIZE));
     }
     assert_eq!(router.health().leases, 2, "the held bookings have survived");
     assert_eq!((router.health().restarts, router.health().state), (0, Ok(())));

@@ -410,8 +410,9 @@ proptest! {
                 continue;
             };
             let (mut parent, blocks) = whole.stored(rank_of(*rank), *tier, parent, hashes, names);
-            let named = whole.model.named(rank_of(*rank), *tier);
-            let is_again = named.iter().any(|(name, _)| blocks.iter().any(|block| block.engine_hash == *name));
+            // Held or pending.
+            let known = whole.shards.iter().flat_map(|shard| shard.names_of(rank_of(*rank)));
+            let is_again = { known }.any(|(_, name)| blocks.iter().any(|block| block.engine_hash == name));
             if *tier == StorageTier::Device && parent.is_none() && is_again {
                 continue; // blocks reported again from a prompt's start are no copies; in parts, later ones would be
             }

@@ -13,7 +13,7 @@ use pointsman::test_support::rank;
 use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig, StreamState};
 use tokio::time::Instant;
 
-use crate::common::{config, suppress_fault_reports, tokens};
+use crate::common::{BLOCK_SIZE, config, suppress_fault_reports, tokens};
 use crate::engines::{Engine, Held, held, held_in, source};
 
 /// Longer than any step, including the back-off on a loaded machine.
@@ -88,7 +88,7 @@ async fn held_or_empty(router: &Router) -> Held {
 pub(crate) async fn assert_routed_to(router: &Router, engine: &Engine) {
     let prompt = engine.prompts.last().expect("one block held");
     let placement = router.route(RouteRequest::new("asks", Prompt::Tokens(prompt))).await.expect("placed");
-    assert_eq!((placement.rank(), placement.cached_tokens()), (engine.rank, prompt.len() as u32));
+    assert_eq!((placement.rank(), placement.cached_tokens()), (engine.rank, prompt.len() as u32 - BLOCK_SIZE));
 }
 
 /// Makes the reader of an engine's events panic and waits until a new one has connected.

@@ -111,7 +111,7 @@ async fn a_snapshot_under_traffic_is_consistent_with_its_position() {
     let has_all = |router: &Router| source(router, rank(0)).and_then(|source| source.applied) == Some(published);
     until("all applied", &undisturbed, || has_all(&undisturbed)).await;
     let expected = dump(&undisturbed).await;
-    let copies = expected.iter().filter(|event| matches!(&event.data, KvEvent::Stored { parent: Some(_), .. })).count();
+    let copies = expected.iter().filter(|event| matches!(&event.data, KvEvent::Offloaded { .. })).count();
     assert!(copies > 0, "copies are left: {expected:?}");
     for snapshot in snapshots {
         let router = restarted(config(), snapshot, &fleet).await;
