@@ -275,24 +275,35 @@ impl Decoder {
             Err(refused) => {
                 *cursor = start;
                 self.pass(1, cursor)?;
-                match event.tag {
-                    Tag::Removed => {
-                        let skimmed = WireEvent::skimmed(start, &self.config.limits, &mut self.lists);
-                        match skimmed.map(|event| self.tier_of_main_attention(&event)) {
-                            Some(Ok(tier)) => self.lose(refused, Some(tier), events, report),
-                            Some(Err(_)) => report.findings.add(refused), // of blocks that are not used
-                            None => self.lose(refused, None, events, report),
-                        }
-                    }
-                    Tag::Cleared => self.lose(refused, None, events, report),
-                    Tag::Stored | Tag::Ignored => report.findings.add(refused),
-                }
+                self.unreadable(event.tag, refused, start, events, report);
             }
         }
         Ok(())
     }
 
+    /// Counts an event that could not be read. A lost removal or clear leaves no stale blocks.
+    #[cold]
+    fn unreadable(
+        &mut self,
+        tag: Tag,
+        finding: Finding,
+        start: Cursor<'_>,
+        events: &mut Vec<RouterEvent>,
+        report: &mut Report,
+    ) {
+        let skimmed = WireEvent::skimmed_removal(start, &self.config.limits).filter(|_| tag == Tag::Removed);
+        match (tag, skimmed.map(|event| self.tier_of_main_attention(&event))) {
+            (Tag::Removed | Tag::Cleared, None) => self.lose(finding, None, events, report),
+            (Tag::Removed, Some(Ok(tier))) => self.lose(finding, Some(tier), events, report),
+            // Blocks that are not used, or none.
+            (Tag::Removed, Some(Err(_))) | (Tag::Stored | Tag::Ignored | Tag::Cleared, _) => {
+                report.findings.add(finding)
+            }
+        }
+    }
+
     /// Clears a tier, or all, because a removal there was lost: its blocks would be stale for ever.
+    #[cold]
     fn lose(
         &mut self,
         finding: Finding,
@@ -354,20 +365,19 @@ impl Decoder {
                 StorageTier::Device => (StorageTier::Device, self.stored(event, report)?),
                 tier => {
                     self.has_connector |= is_of_connector(event.medium);
-                    (tier, self.offloaded(event, tier, report)?)
+                    let blocks = self.offloaded(event, tier, report)?;
+                    // Connectors publish each block as an event of its own, and names need no parent.
+                    if let Some(RouterEvent { tier: same, data: KvEvent::Offloaded { blocks: before, .. }, .. }) = last
+                        && *same == tier
+                        && blocks.iter().all(|(_, block_hash)| block_hash.is_none())
+                    {
+                        before.extend(blocks);
+                        return Ok(None);
+                    }
+                    (tier, KvEvent::Offloaded { parent: event.parent.map(EngineHash), blocks })
                 }
             },
         };
-        if let (
-            Some(RouterEvent { tier: same, data: KvEvent::Offloaded { blocks, .. }, .. }),
-            KvEvent::Offloaded { blocks: more, .. },
-        ) = (last, &data)
-            && *same == tier
-            && more.iter().all(|(_, block_hash)| block_hash.is_none())
-        {
-            blocks.extend(more);
-            return Ok(None);
-        }
         let has_effect = matches!(data, KvEvent::Cleared | KvEvent::TierCleared) || data.block_count() > 0;
         Ok(has_effect.then_some(RouterEvent { rank: self.config.rank, tier, data }))
     }
@@ -438,7 +448,12 @@ impl Decoder {
     /// Converts a store in a lower tier. A connector announces blocks that the device mostly has, and often only their
     /// names, or tokens without salt and images. The content counts only if it is stated completely or follows from the
     /// parent; it is then used for names that no tier has.
-    fn offloaded(&mut self, event: &WireEvent<'_>, tier: StorageTier, report: &mut Report) -> Result<KvEvent, Finding> {
+    fn offloaded(
+        &mut self,
+        event: &WireEvent<'_>,
+        tier: StorageTier,
+        report: &mut Report,
+    ) -> Result<Vec<(EngineHash, Option<BlockHash>)>, Finding> {
         if self.lists.hashes.is_empty() && event.bad_hashes > 0 {
             return Err(Finding::BadHash);
         }
@@ -458,7 +473,7 @@ impl Decoder {
                 blocks.push((EngineHash(name), None));
             }
         }
-        Ok(KvEvent::Offloaded { parent: event.parent.map(EngineHash), blocks })
+        Ok(blocks)
     }
 
     fn scheme(&self) -> HashScheme<'static> {

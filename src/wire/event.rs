@@ -151,8 +151,6 @@ impl Lists {
 pub(super) struct WireEvent<'a> {
     pub(super) tag: Tag,
     has_hashes: bool,
-    /// Whether only the fields are read that decide which blocks the event is about, because another one is unreadable.
-    is_skimmed: bool,
     pub(super) parent: Option<u64>,
     pub(super) token_form: TokenForm,
     pub(super) block_size: Option<u64>,
@@ -181,7 +179,6 @@ impl<'a> WireEvent<'a> {
         Self {
             tag: Tag::Ignored,
             has_hashes: false,
-            is_skimmed: false,
             parent: None,
             token_form: TokenForm::None,
             block_size: None,
@@ -227,16 +224,31 @@ impl<'a> WireEvent<'a> {
         if is_complete { Ok(()) } else { Err(Finding::WrongShape) }
     }
 
-    /// The event at `cursor` without its lists, for an event that is unreadable otherwise. `None` if it is truncated, or
-    /// if the fields that decide which blocks it is about are unreadable, too.
-    pub(super) fn skimmed(mut cursor: Cursor<'a>, limits: &DecoderLimits, lists: &mut Lists) -> Option<Self> {
-        let mut event = Self { is_skimmed: true, ..Self::new() };
-        let read = match cursor.item().ok()? {
-            MsgpackItem::Array(len) => event.read_array(len, &mut cursor, limits, lists),
-            MsgpackItem::Map(pairs) => event.read_map(pairs, &mut cursor, limits, lists),
-            _ => return None,
-        };
-        read.ok().map(|()| event)
+    /// The fields of an unreadable removal at `cursor` that decide which blocks it is about. `None` if they are unreadable,
+    /// too.
+    #[cold]
+    pub(super) fn skimmed_removal(mut cursor: Cursor<'a>, limits: &DecoderLimits) -> Option<Self> {
+        let mut event = Self::new();
+        let head = cursor.item().ok()?;
+        let (MsgpackItem::Array(len) | MsgpackItem::Map(len)) = head else { return None };
+        for position in 0..len {
+            let field = if let MsgpackItem::Map(_) = head {
+                let mut key = cursor;
+                cursor.pass(1, limits.nesting_max).ok()?;
+                let MsgpackItem::Str(name) = key.item().ok()? else { return None };
+                EventField::named(Tag::Removed, name)
+            } else {
+                EventField::at(Tag::Removed, position)
+            };
+            match field {
+                EventField::Medium => event.medium = optional(&mut cursor, bytes).ok()?,
+                EventField::GroupIdx => event.group_idx = optional(&mut cursor, number).ok()?,
+                EventField::SpecKind => event.spec_kind = optional(&mut cursor, bytes).ok()?,
+                EventField::Locality => event.locality = optional(&mut cursor, bytes).ok()?,
+                _ => _ = cursor.pass(1, limits.nesting_max),
+            }
+        }
+        Some(event)
     }
 
     fn read_array(
@@ -313,14 +325,6 @@ impl<'a> WireEvent<'a> {
         limits: &DecoderLimits,
         lists: &mut Lists,
     ) -> Result<(), Finding> {
-        let is_deciding =
-            matches!(field, EventField::Medium | EventField::GroupIdx | EventField::SpecKind | EventField::Locality);
-        if self.is_skimmed && !is_deciding {
-            return match cursor.pass(1, limits.nesting_max) {
-                Err(finding) if finding.ends_batch() => Err(finding),
-                Err(_) | Ok(()) => Ok(()),
-            };
-        }
         match field {
             EventField::BlockHashes => self.read_hashes(cursor, limits, &mut lists.hashes)?,
             EventField::ParentBlockHash => {
