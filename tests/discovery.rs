@@ -357,14 +357,14 @@ mod found {
             engine
         }
 
-        fn sglang(block_size: u32) -> Self {
+        fn sglang(model: &str) -> Self {
             let engine = Self(Pages::default());
             let kv_events = format!(
                 r#"{{ "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "",
-                    "block_size": {block_size}, "dp_size": 1 }}"#
+                    "block_size": {BLOCK_SIZE}, "dp_size": 1 }}"#
             );
             let info = format!(
-                r#"{{ "served_model_name": "mock", "dp_size": 1, "max_total_num_tokens": 400, "kv_events": {kv_events} }}"#
+                r#"{{ "served_model_name": "{model}", "dp_size": 1, "max_total_num_tokens": 400, "kv_events": {kv_events} }}"#
             );
             engine.0.set("/get_server_info", info);
             engine
@@ -384,13 +384,13 @@ mod found {
     async fn a_failing_engine_does_not_affect_others() {
         let (good, other) = (Engine::vllm(100, BLOCK_SIZE), Engine::vllm(100, BLOCK_SIZE));
         let (good_url, other_url) = (good.0.serve().await, other.0.serve().await);
-        let misfit = Engine::sglang(BLOCK_SIZE * 2).0.serve().await;
+        let misfit = Engine::sglang("other").0.serve().await;
         let nobody = TcpListener::bind("127.0.0.1:0").await.expect("a port").local_addr().expect("bound");
         let urls = [good_url.clone(), other_url.clone(), misfit.clone(), format!("http://{nobody}")];
         let router = start(config(), ProbedUrls::new(urls, options()).expect("addresses")).await;
         until(&router, |statuses| statuses[0].workers == 2 && statuses[0].last_error.is_some()).await;
         let error = router.discovery()[0].last_error.clone().expect("two invalid workers");
-        let mismatch = format!("{misfit}: its block size is 8, must be 4, as router.block_size sets");
+        let mismatch = format!("{misfit}: it serves {{\"other\"}}, must serve \"mock\"");
         assert!(error.contains(&mismatch) && error.contains("cannot connect"), "{error}");
 
         // After an invalid response the last valid one stays in force, and the other engine is still polled.
@@ -401,8 +401,9 @@ mod found {
         until(&router, |_| config_of(&router, &other_url).is_some_and(|c| c.total_kv_blocks == Some(200))).await;
         assert_eq!(config_of(&router, &good_url).and_then(|config| config.total_kv_blocks), Some(100));
 
-        // The engine now reports an incompatible configuration.
-        good.0.set("/metrics", Engine::vllm(1, BLOCK_SIZE * 4).0.get("/metrics").expect("a page"));
+        // The engine now serves another model.
+        good.0.set("/metrics", Engine::vllm(1, BLOCK_SIZE).0.get("/metrics").expect("a page"));
+        good.0.set("/v1/models", r#"{ "data": [{ "id": "other" }] }"#);
         until(&router, |_| config_of(&router, &good_url).is_none()).await;
         assert!(config_of(&router, &other_url).is_some());
     }

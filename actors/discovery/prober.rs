@@ -58,14 +58,10 @@ pub struct ProbeOptions {
 }
 
 impl ProbeOptions {
-    /// For engines of this pool: any model, and the configured block size if events are used.
+    /// For engines of this pool: any model, and the configured block size.
     #[must_use]
     pub fn of(pool: &RouterConfig) -> Self {
-        let expected = Expected {
-            model: None,
-            block_size: pool.block_size,
-            block_size_must_match: pool.events.mode.reads_events(),
-        };
+        let expected = Expected { model: None, block_size: pool.block_size };
         let finds_publishers = cfg!(feature = "zmq") && pool.events.mode.reads_events() && pool.has_index();
         let (interval, timeout) = (Duration::from_secs(5), Duration::from_secs(2));
         Self { expected, interval, timeout, finds_publishers, client: Arc::new(PlainEngineClient) }

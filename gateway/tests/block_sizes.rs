@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use pointsman::internals::protocol::BlockSizeOrigin;
 use pointsman::protocol::WorkerConfig;
-use pointsman::{NamedWorker, Prompt, RouteRequest, Router, StreamState};
+use pointsman::{KvSourceStatus, NamedWorker, Prompt, RouteRequest, Router, StreamState};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings};
 use pointsman_trial::mock::{Dialect, MockConfig, MockEngine};
@@ -94,40 +94,89 @@ async fn a_stock_sglang_serves_without_settings() {
     serves_without_settings(sglang().await, 1).await;
 }
 
+/// The engine has joined and serves, and its events do not count, for a reason that names both sizes.
+async fn serves_as_a_misfit(gateway: &Gateway, (engine, pool): (u32, u32)) {
+    let router = router(gateway);
+    let reason = format!("the engine's block size is {engine}, the pool's is {pool}");
+    let is_misfit = |source: &KvSourceStatus| {
+        source.state == StreamState::Mismatched && source.reason.as_ref().is_some_and(|known| known.contains(&reason))
+    };
+    let mut seed = 0;
+    while !router.kv_sources().iter().any(is_misfit) {
+        seed += 1;
+        completion(gateway, &vec![seed; 200]).await;
+    }
+    let ready = get(gateway, "/ready").await;
+    assert!(ready.text().contains(&reason), "{}", ready.text());
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_engine_with_another_size_is_rejected_with_the_reason() {
+async fn an_engine_with_another_size_serves_and_is_reported() {
     let (first, other) = (vllm(16).await, vllm(32).await);
     let gateway = Gateway::start(on(&[&first, &other])).await.expect("the gateway starts");
     let router = router(&gateway);
-    until("one is rejected", || router.discovery().iter().any(|source| !source.refused.is_empty())).await;
-    assert_eq!(router.workers().len(), 1);
-    let (size, rejected) = (router.block_size(), 48 - router.block_size());
-    let reason = format!(
-        "worker rejected: a worker: its block size is {rejected}, must be {size}, as earlier workers of the pool report"
-    );
-    let ready = get(&gateway, "/ready").await;
-    assert!(ready.text().contains(&reason) && ready.text().contains("router.block_size"), "{}", ready.text());
-    assert_eq!(completion(&gateway, &[1, 2, 3]).await["object"], "text_completion");
+    until("both have joined", || router.workers().len() == 2).await;
+    let mut seed = 0;
+    while !router.kv_sources().iter().any(|source| source.state == StreamState::Mismatched) {
+        seed += 1;
+        completion(&gateway, &vec![seed; 200]).await;
+    }
+    let size = router.block_size();
+    serves_as_a_misfit(&gateway, (48 - size, size)).await;
     gateway.shutdown(Duration::ZERO).await;
     first.shutdown().await;
     other.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_configured_size_rejects_others_and_the_client_reads_why() {
+async fn an_engine_with_another_size_than_configured_serves_and_is_reported() {
     let engine = vllm(16).await;
     let mut settings = on(&[&engine]);
     settings.models[0].router.block_size = Some(64);
     let gateway = Gateway::start(settings).await.expect("the gateway starts");
-    let router = router(&gateway);
-    until("the engine is rejected", || router.discovery().iter().any(|source| source.last_error.is_some())).await;
-    let answer = post(&gateway, "/v1/completions", &json!({ "model": "mock", "prompt": [1], "max_tokens": 1 })).await;
-    assert_eq!((answer.status, answer.code().as_str()), (503, "no_workers"));
-    let reason = "a worker: its block size is 16, must be 64, as router.block_size sets";
-    assert!(answer.text().contains(reason), "{}", answer.text());
-    assert!(get(&gateway, "/ready").await.text().contains(reason));
+    until("the engine has joined", || router(&gateway).workers().len() == 1).await;
+    serves_as_a_misfit(&gateway, (16, 64)).await;
     gateway.shutdown(Duration::ZERO).await;
     engine.shutdown().await;
+}
+
+/// The pages report half the block size of the events.
+async fn context_parallel_engine(configured: Option<u32>) {
+    let config = MockConfig {
+        no_server_info: true,
+        block_size: 32,
+        context_parallel_size: 2,
+        time_scale: 0.0,
+        ..MockConfig::default()
+    };
+    let engine = MockEngine::start(config).await.expect("the engine starts");
+    let mut settings = on(&[&engine]);
+    settings.models[0].router.block_size = configured;
+    let gateway = Gateway::start(settings).await.expect("the gateway starts");
+    let router = router(&gateway);
+    until("the engine has joined", || router.workers().len() == 1).await;
+    assert_eq!(router.block_size(), configured.unwrap_or(16));
+    let prompt: Vec<u32> = (0..1_003).collect();
+    completion(&gateway, &prompt).await;
+    let mut found = 0;
+    while found < 992 {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+        found = cached_tokens(&router, &prompt).await;
+        assert!(found <= 992, "{found}");
+    }
+    assert_eq!(router.block_size(), 32);
+    gateway.shutdown(Duration::ZERO).await;
+    engine.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn events_of_context_parallel_engines_determine_the_block_size() {
+    context_parallel_engine(None).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_configured_size_is_that_of_the_events() {
+    context_parallel_engine(Some(32)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

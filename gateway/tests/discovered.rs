@@ -12,11 +12,12 @@ use crate::common::proxy::{request, until};
 
 const BLOCK_SIZE: u32 = 16;
 
-async fn engine(block_size: u32) -> MockEngine {
+async fn engine(model: &str) -> MockEngine {
     let config = MockConfig {
         dialect: Dialect::SglangMap,
         data_parallel_size: 2,
-        block_size,
+        block_size: BLOCK_SIZE,
+        model: model.to_owned(),
         kv_blocks: 300,
         time_scale: 0.0,
         ..MockConfig::default()
@@ -26,7 +27,7 @@ async fn engine(block_size: u32) -> MockEngine {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn probed_engines_report_configuration_events_and_load() {
-    let (good, other) = (engine(BLOCK_SIZE).await, engine(2 * BLOCK_SIZE).await);
+    let (good, other) = (engine("mock").await, engine("other").await);
     let config = RouterConfig {
         block_size: Some(BLOCK_SIZE),
         health: HealthConfig { probe_interval_ms: 20, ..HealthConfig::default() },
@@ -43,10 +44,10 @@ async fn probed_engines_report_configuration_events_and_load() {
     let live = || router.kv_sources().iter().filter(|source| source.state == StreamState::Live).count();
     until("both ranks are connected", || live() == 2).await;
     let workers = router.workers();
-    assert_eq!(workers.len(), 1, "the engine with another block size is rejected");
+    assert_eq!(workers.len(), 1, "the engine with another model is rejected");
     assert_eq!((workers[0].worker, workers[0].config.data_parallel_size), (worker, 2));
     let complaint = router.discovery()[0].last_error.clone().expect("the reason is reported");
-    assert!(complaint.contains(&other.url()) && complaint.contains("32"), "{complaint}");
+    assert!(complaint.contains(&other.url()) && complaint.contains("it serves {\"other\"}"), "{complaint}");
 
     let tokens: Vec<u32> = (0..100).collect();
     let placement = router.route(RouteRequest::new("first", Prompt::Tokens(&tokens))).await.expect("placed");

@@ -55,13 +55,3 @@ def test_the_first_program_names_unreachable_engines():
     assert error.startswith("pointsman.errors.StartTimeout: 0 of 2 workers registered within 1 s: "), ended.stderr
     for url in urls:
         assert f"{url}: " in error and "Connection refused" in error, error
-
-
-def test_the_first_program_names_both_block_sizes():
-    with engines(1, "--block-size", "32") as one, engines(1, "--block-size", "16") as other:
-        ended = run(f"{IMPATIENT}\n{program(BLOCKS[0], [*one, *other])}")
-    error = ended.stderr.splitlines()[-1]
-    numbers = "its block size is (32, must be 16|16, must be 32)"
-    assert re.search(f"StartTimeout: 1 of 2 workers .*: {numbers}", error), error
-    # The log has the reason before the timeout, also without a configuration of `logging`.
-    assert "discovered worker rejected" in ended.stderr, ended.stderr

@@ -1,10 +1,9 @@
 //! Block size of the pool.
 //!
-//! A configured size never changes. Without one, the first worker that reports a size determines it, and a later worker
-//! with another one is rejected. A size that no worker in service reports gives way to the next reported one: an assumed
-//! size, because its workers report none, and that of a fleet whose engines have been restarted with another size. A
-//! report is a worker's [`block_size`](crate::protocol::WorkerConfig::block_size), or, without it, the size in its KV
-//! events.
+//! A configured size never changes. Without one, the first worker that reports a size determines it. A report is the size
+//! in a worker's KV events, or, before them, its [`block_size`](crate::protocol::WorkerConfig::block_size): a hint, because
+//! context parallelism multiplies the size of the events. A size gives way to the next report once no worker in service
+//! reports it, and to events once no events have it. A worker with another size serves, and its events do not count.
 //!
 //! A change of the size replaces the actors that depend on it: scheduler, index shards, sequence actors and readers. It
 //! spends no restart budget. Before the first rank it costs nothing. Events can change the size only a few times a minute,
@@ -12,11 +11,9 @@
 
 use std::time::Duration;
 
-use super::{Child, Membership, MembershipEffect, MembershipReport};
+use super::{Child, Membership, MembershipEffect, MembershipReport, RegisteredWorker};
 use crate::config::RouterConfig;
-use crate::protocol::{
-    BlockSizeOrigin, Generation, PoolBlockSize, Slot, Timestamp, WorkerConfig, WorkerConfigError, WorkerId,
-};
+use crate::protocol::{BlockSizeOrigin, Generation, PoolBlockSize, Slot, Timestamp, WorkerConfig, WorkerId};
 
 /// Changes of the block size by KV events within [`EVENT_CHANGES_WINDOW`].
 pub(super) const EVENT_CHANGES_MAX: u32 = 5;
@@ -37,61 +34,50 @@ impl<R> Membership<R> {
         self.block_size
     }
 
-    /// Size that a worker with this configuration reports. Its KV events count until its configuration reports a size, and
-    /// as long as it is the same engine.
-    pub(super) fn reported_size(&self, worker: WorkerId, config: &WorkerConfig) -> Option<u32> {
-        let same_engine = |known: &&super::RegisteredWorker| known.config.endpoint == config.endpoint;
-        config.block_size.or_else(|| {
-            let known = self.workers.get(&worker).filter(same_engine)?;
-            known.block_size.filter(|_| known.config.block_size.is_none())
-        })
-    }
-
-    /// Takes the size that a worker reports, unless another worker in service reports the present one.
-    ///
-    /// # Errors
-    /// The present size, if the worker reports another one.
-    pub(super) fn settle_block_size(
-        &mut self,
-        worker: WorkerId,
-        reported: Option<u32>,
-    ) -> Result<(), WorkerConfigError> {
+    /// Takes the size of a worker's KV events, or else of its configuration, unless another worker in service has the
+    /// present one from a source that is as good.
+    pub(super) fn settle_block_size(&mut self, worker: WorkerId, stated: Option<u32>, of_events: Option<u32>) {
         let present = self.block_size;
-        let Some(tokens) = reported else {
-            if present.origin == BlockSizeOrigin::Awaited {
-                self.use_block_size(PoolBlockSize { origin: BlockSizeOrigin::Assumed, ..present });
-            }
-            return Ok(());
+        let is_held = |known: &RegisteredWorker| {
+            let held = known.events_block_size.or(known.config.block_size.filter(|_| of_events.is_none()));
+            held == Some(present.tokens)
         };
-        if present.origin.is_settled() && tokens == present.tokens {
-            return Ok(());
-        }
-        if present.origin == BlockSizeOrigin::Configured || self.is_reported(present, worker) {
-            return Err(WorkerConfigError::BlockSize { worker: tokens, pool: present });
-        }
-        self.use_block_size(PoolBlockSize { tokens, origin: BlockSizeOrigin::Reported });
-        Ok(())
+        let size = match (of_events.or(stated), present.origin) {
+            (_, BlockSizeOrigin::Configured) => return,
+            (None, BlockSizeOrigin::Awaited) => PoolBlockSize { origin: BlockSizeOrigin::Assumed, ..present },
+            (None, BlockSizeOrigin::Assumed | BlockSizeOrigin::Reported) => return,
+            (Some(tokens), origin) => {
+                let mut others = self.workers.iter().filter(|(id, known)| **id != worker && !known.draining);
+                let is_taken = tokens == present.tokens || others.any(|(_, known)| is_held(known));
+                if origin == BlockSizeOrigin::Reported && is_taken {
+                    return;
+                }
+                PoolBlockSize { tokens, origin: BlockSizeOrigin::Reported }
+            }
+        };
+        self.use_block_size(size);
     }
 
-    /// Whether a worker in service besides `except` reports the size.
-    fn is_reported(&self, size: PoolBlockSize, except: WorkerId) -> bool {
-        let mut others = self.workers.iter().filter(|(worker, known)| **worker != except && !known.draining);
-        size.origin == BlockSizeOrigin::Reported && others.any(|(_, known)| known.block_size == Some(size.tokens))
+    /// Block size of the events that this configuration's engine has published.
+    pub(super) fn events_size(&self, worker: WorkerId, config: &WorkerConfig) -> Option<u32> {
+        let known = self.workers.get(&worker)?;
+        let stated = |config: &WorkerConfig| (config.endpoint.clone(), config.block_size);
+        known.events_block_size.filter(|_| stated(&known.config) == stated(config))
     }
 
-    /// The KV events of a rank have this block size.
+    /// The KV events of a rank have this block size. Below the stated size it is that of partial blocks.
     pub(super) fn on_events_sized(&mut self, slot: Slot, generation: Generation, tokens: u32, now: Timestamp) {
         let occupant = self.slots.get(slot).filter(|occupant| !occupant.retiring && occupant.generation == generation);
         let Some(worker) = occupant.map(|occupant| occupant.rank.worker) else { return };
-        let Some(known) = self.workers.get_mut(&worker).filter(|known| known.config.block_size.is_none()) else {
-            return;
-        };
-        if tokens != self.block_size.tokens && !self.size_changes.spend(now) {
+        let Some(known) = self.workers.get_mut(&worker) else { return };
+        let stated = known.config.block_size;
+        if stated.is_some_and(|stated| tokens < stated)
+            || tokens != self.block_size.tokens && !self.size_changes.spend(now)
+        {
             return;
         }
-        known.block_size = Some(tokens);
-        // A disagreement shows in the stream state of the rank: it serves, and its events do not count.
-        let _ = self.settle_block_size(worker, Some(tokens));
+        known.events_block_size = Some(tokens);
+        self.settle_block_size(worker, stated, Some(tokens));
     }
 
     /// Changes the size, and replaces the actors that depend on it.

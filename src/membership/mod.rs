@@ -73,8 +73,8 @@ pub struct RegisteredWorker {
     pub cordoned: bool,
     /// Number of the discovery source that added it; `None` for the embedder.
     pub source: Option<usize>,
-    /// Tokens per block, as its configuration or else its KV events report it.
-    pub block_size: Option<u32>,
+    /// Tokens per block in its KV events, once they have stored a block.
+    pub events_block_size: Option<u32>,
 }
 
 /// The machine. See the module.

@@ -18,8 +18,8 @@ pub(super) struct ModelWorker {
     pub(super) drain: Option<ModelDrain>,
     /// Start number of each rank.
     pub(super) ranks: BTreeMap<WorkerRank, u64>,
-    /// Reported block size.
-    size: Option<u32>,
+    /// Block size of its events.
+    events_size: Option<u32>,
 }
 
 pub(super) struct ModelDrain {
@@ -85,8 +85,8 @@ impl Model {
         if self.workers.get(&worker).is_some_and(|old| old.drain.is_some()) {
             return Err(MembershipError::Draining(worker));
         }
-        let size = self.size_of(worker, config);
-        self.settle_size(worker, size).map_err(|error| MembershipError::Config { worker, error })?;
+        let events_size = self.events_size_of(worker, config);
+        self.settle_size(worker, (events_size.or(config.block_size), events_size.is_some()));
         let old = self.workers.remove(&worker);
         let cordoned = old.as_ref().is_some_and(|old| old.cordoned);
         let mut old_ranks = BTreeMap::new();
@@ -104,39 +104,39 @@ impl Model {
         }
         self.retire(old_ranks);
         self.withheld.remove(&worker);
-        let worker_now = ModelWorker { config: config.clone(), source, cordoned, drain: None, ranks, size };
+        let worker_now = ModelWorker { config: config.clone(), source, cordoned, drain: None, ranks, events_size };
         self.workers.insert(worker, worker_now);
         Ok(())
     }
 
-    /// Size that the engine at this configuration has reported so far.
-    fn size_of(&self, worker: WorkerId, config: &WorkerConfig) -> Option<u32> {
-        match self.workers.get(&worker) {
-            Some(old) if config.block_size.is_none() && old.config.block_size.is_none() => {
-                old.size.filter(|_| old.config.endpoint == config.endpoint)
-            }
-            Some(_) | None => config.block_size,
-        }
+    /// Size of the events that the engine at this configuration has published so far.
+    fn events_size_of(&self, worker: WorkerId, config: &WorkerConfig) -> Option<u32> {
+        let old = self.workers.get(&worker)?;
+        let is_same = old.config.endpoint == config.endpoint && old.config.block_size == config.block_size;
+        if is_same { old.events_size } else { None }
     }
 
-    fn settle_size(&mut self, worker: WorkerId, size: Option<u32>) -> Result<(), WorkerConfigError> {
+    /// A report with its kind: events, or a statement before them.
+    fn settle_size(&mut self, worker: WorkerId, (size, by_events): (Option<u32>, bool)) {
         let PoolBlockSize { tokens, origin } = self.size;
         let in_service = self.workers.iter().filter(|(other, known)| **other != worker && known.drain.is_none());
-        let holders = in_service.filter(|(_, known)| known.size == Some(tokens)).count();
+        let holds = |known: &ModelWorker| match known.events_size {
+            Some(size) => size == tokens,
+            None => !by_events && known.config.block_size == Some(tokens),
+        };
+        let holders = in_service.filter(|(_, known)| holds(known)).count();
         match size {
             None if origin == BlockSizeOrigin::Awaited => self.size.origin = BlockSizeOrigin::Assumed,
             None => {}
-            Some(size) if size != tokens && origin == BlockSizeOrigin::Reported && holders > 0 => {
-                return Err(WorkerConfigError::BlockSize { worker: size, pool: self.size });
-            }
+            Some(_) if origin == BlockSizeOrigin::Configured => {}
+            Some(_) if origin == BlockSizeOrigin::Reported && holders > 0 => {}
             Some(size) => self.size = PoolBlockSize { tokens: size, origin: BlockSizeOrigin::Reported },
         }
-        Ok(())
     }
 
     /// The events of a rank with this block size were read.
     pub(super) fn events_sized(&mut self, worker: WorkerId, size: u32) {
-        let known = self.workers.get_mut(&worker).filter(|known| known.config.block_size.is_none());
+        let known = self.workers.get_mut(&worker).filter(|known| known.config.block_size.unwrap_or(1) <= size);
         let Some(known) = known else { return };
         if size != self.size.tokens {
             self.size_changes += 1;
@@ -144,8 +144,8 @@ impl Model {
                 return;
             }
         }
-        known.size = Some(size);
-        let _ = self.settle_size(worker, Some(size));
+        known.events_size = Some(size);
+        self.settle_size(worker, (Some(size), true));
     }
 
     fn retire(&mut self, ranks: BTreeMap<WorkerRank, u64>) {
@@ -299,25 +299,9 @@ impl Model {
             }
             changed.push((worker, source, config));
         }
-        let valid: Vec<(WorkerId, Option<u32>)> = changed
-            .iter()
-            .filter(|(_, _, config)| config.validate().is_ok())
-            .map(|(worker, _, config)| (*worker, self.size_of(*worker, config)))
-            .collect();
-        for (worker, size) in &valid {
-            self.workers.entry(*worker).and_modify(|known| known.size = *size);
-        }
-        for (worker, size) in valid {
-            if size.is_some() && self.settle_size(worker, size).is_ok() {
-                break;
-            }
-        }
         for (worker, source, config) in changed {
-            let Err(error) = self.register(worker, &config, Some(source)) else { continue };
-            self.refused.insert((source, worker));
-            let is_size = matches!(error, MembershipError::Config { error: WorkerConfigError::BlockSize { .. }, .. });
-            if is_size && self.workers.contains_key(&worker) {
-                self.leave(worker, Waiting::Departure(source, worker));
+            if self.register(worker, &config, Some(source)).is_err() {
+                self.refused.insert((source, worker));
             }
         }
     }

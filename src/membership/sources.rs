@@ -6,7 +6,7 @@ use super::removals::{Completion, PendingRemoval};
 use super::{DiscoveryStatus, Membership, MembershipReport, SourceUpdate};
 use crate::discovery::{Conflict, DiscoveryError};
 use crate::error::MembershipError;
-use crate::protocol::{Timestamp, WorkerConfig, WorkerConfigError, WorkerId, WorkerMap};
+use crate::protocol::{Timestamp, WorkerConfig, WorkerId, WorkerMap};
 
 /// Difference between named and registered workers.
 #[derive(Default)]
@@ -83,14 +83,10 @@ impl<R> Membership<R> {
         departed.into_iter().for_each(|(worker, source)| self.depart(worker, Some(source)));
         drained.into_iter().for_each(|worker| self.drain_by_source(worker));
         undrained.into_iter().for_each(|worker| self.undrain_by_source(worker));
-        self.read_block_sizes(&changed);
         let mut refused = Refused::new();
         for (worker, source, config) in changed {
             let endpoint = config.endpoint.clone();
             if let Err(error) = self.upsert(worker, config, Some(source)) {
-                if matches!(error, MembershipError::Config { error: WorkerConfigError::BlockSize { .. }, .. }) {
-                    self.depart_if_registered(worker, source); // its engine now has another size
-                }
                 let reason = match error {
                     MembershipError::Config { error, .. } => error.to_string(),
                     error => error.to_string(),
@@ -99,28 +95,6 @@ impl<R> Membership<R> {
             }
         }
         self.set_refused(refused);
-    }
-
-    /// Takes the block sizes of all workers before the first one is registered: an earlier worker without a size, or an
-    /// engine that has been restarted with another size, must not lead to a size that no engine has.
-    fn read_block_sizes(&mut self, changed: &[(WorkerId, usize, WorkerConfig)]) {
-        let usable = changed.iter().filter(|(_, _, config)| self.rules.check(config).is_ok());
-        let sizes: Vec<(WorkerId, Option<u32>)> =
-            usable.map(|(worker, _, config)| (*worker, self.reported_size(*worker, config))).collect();
-        for (worker, size) in &sizes {
-            if let Some(known) = self.workers.get_mut(worker) {
-                known.block_size = *size;
-            }
-        }
-        let mut reported = sizes.into_iter().filter(|(_, size)| size.is_some());
-        // The first one whose size can be used. The others are compared with it when they are registered.
-        let _ = reported.find(|(worker, size)| self.settle_block_size(*worker, *size).is_ok());
-    }
-
-    fn depart_if_registered(&mut self, worker: WorkerId, source: usize) {
-        if self.workers.contains_key(&worker) {
-            self.depart(worker, Some(source));
-        }
     }
 
     /// Removes a worker that its source no longer names, or that has drained.

@@ -32,8 +32,8 @@ impl<R> Membership<R> {
             return Err(MembershipError::Draining(worker));
         }
         let cordoned = known.is_some_and(|known| known.cordoned);
-        let block_size = self.reported_size(worker, &config);
-        self.settle_block_size(worker, block_size).map_err(|error| MembershipError::Config { worker, error })?;
+        let events_block_size = self.events_size(worker, &config);
+        self.settle_block_size(worker, config.block_size, events_block_size);
         let known = self.workers.get(&worker);
         // Another endpoint is another engine: cache contents and requests of the old one are lost.
         if known.is_some_and(|known| known.config.endpoint != config.endpoint) {
@@ -49,7 +49,8 @@ impl<R> Membership<R> {
         }
         let running: Vec<Slot> = slots.values().copied().collect();
         let traits = Arc::new(RankTraits::of(&config));
-        let registered = RegisteredWorker { config, traits, slots, draining: false, cordoned, source, block_size };
+        let registered =
+            RegisteredWorker { config, traits, slots, draining: false, cordoned, source, events_block_size };
         self.workers.insert(worker, registered);
         running.into_iter().for_each(|slot| self.update_reader(slot));
         self.outbox.workers_changed = true;

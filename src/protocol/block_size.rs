@@ -64,15 +64,4 @@ impl BlockSizeOrigin {
     pub fn is_settled(self) -> bool {
         matches!(self, Self::Configured | Self::Reported)
     }
-
-    /// Reason why workers must have the size, as the end of a sentence.
-    #[must_use]
-    pub fn rule(self) -> &'static str {
-        match self {
-            Self::Configured => "as router.block_size sets",
-            Self::Reported | Self::Assumed | Self::Awaited => {
-                "as earlier workers of the pool report; router.block_size sets another"
-            }
-        }
-    }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::{PoolBlockSize, WorkerId, WorkerRank};
+use super::{WorkerId, WorkerRank};
 
 /// The desired set of workers from a discovery source: complete, not incremental.
 pub type WorkerMap = BTreeMap<WorkerId, WorkerConfig>;
@@ -162,8 +162,8 @@ pub struct WorkerConfig {
     #[serde(default)]
     pub total_kv_blocks: Option<u32>,
     /// Tokens per KV block, if the engine reports it. A pool without
-    /// [`RouterConfig::block_size`](crate::RouterConfig::block_size) takes the size of its first worker; a worker with
-    /// another size is rejected. At least 1.
+    /// [`RouterConfig::block_size`](crate::RouterConfig::block_size) takes that of its first worker until KV events show
+    /// another. At least 1.
     #[serde(default)]
     pub block_size: Option<u32>,
     /// Longest sequence of the model, prompt and output together, in tokens (`max_model_len`), if known. At least 1. A
@@ -243,14 +243,6 @@ pub enum WorkerConfigError {
     /// No ranks, or more than the supported maximum.
     #[error("data_parallel_size is {0}, must be 1 to {max}", max = WorkerConfig::RANKS_MAX)]
     DataParallelSize(u32),
-    /// Worker and pool differ in their block size, so no block would match.
-    #[error("its block size is {worker}, must be {}, {}", .pool.tokens, .pool.origin.rule())]
-    BlockSize {
-        /// The worker's block size.
-        worker: u32,
-        /// The pool's block size.
-        pool: PoolBlockSize,
-    },
     /// The last rank number overflows.
     #[error("data_parallel_start_rank {start} plus data_parallel_size {size} exceeds {max}", max = u32::MAX)]
     RankOverflow {

@@ -76,9 +76,6 @@ pub struct Expected {
     pub model: Option<String>,
     /// Tokens per block of the pool, if configured.
     pub block_size: Option<u32>,
-    /// Whether the engine's block size must be that of the pool, as required for its KV events. If not, the reported
-    /// size is ignored.
-    pub block_size_must_match: bool,
 }
 
 /// Reason for rejecting an engine's responses.
@@ -97,14 +94,6 @@ pub enum ProbeError {
         served: BTreeSet<String>,
         /// The required name.
         expected: String,
-    },
-    /// A different block size: the events would never match a prompt.
-    #[error("its block size is {engine}, must be {pool}, as router.block_size sets")]
-    BlockSize {
-        /// The engine's block size.
-        engine: u32,
-        /// The pool's block size.
-        pool: u32,
     },
     /// Rank numbers that are not consecutive.
     #[error("its ranks are {0:?}, must be in a row")]
@@ -126,11 +115,7 @@ impl Described {
         expected: &Expected,
     ) -> Result<WorkerConfig, ProbeError> {
         self.check_model(expected)?;
-        let block_size = given.block_size.or(self.block_size).filter(|_| expected.block_size_must_match);
-        match (block_size, expected.block_size) {
-            (Some(engine), Some(pool)) if engine != pool => return Err(ProbeError::BlockSize { engine, pool }),
-            (Some(_) | None, _) => {}
-        }
+        let block_size = given.block_size.or(self.block_size);
         // The size of a pool that configures none and whose other engines report one is not known here.
         let unit = expected.block_size.or(block_size).unwrap_or(RouterConfig::BLOCK_SIZE_ASSUMED);
         let blocks = self.cache_tokens.map(|tokens| tokens / u64::from(unit.max(1))).filter(|blocks| *blocks > 0);

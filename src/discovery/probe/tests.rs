@@ -36,7 +36,7 @@ fn url() -> HttpUrl {
 }
 
 fn expected() -> Expected {
-    Expected { model: Some("qwen".to_owned()), block_size: Some(16), block_size_must_match: true }
+    Expected { model: Some("qwen".to_owned()), block_size: Some(16) }
 }
 
 /// Facts of an engine with these pages and no others.
@@ -174,17 +174,13 @@ fn engines_of_other_pools_are_rejected_with_a_reason() {
         error.to_string()
     };
     assert_eq!(
-        refused(sglang(SERVER_INFO), Expected { block_size: Some(64), ..expected() }),
-        "its block size is 16, must be 64, as router.block_size sets"
-    );
-    assert_eq!(
         refused(vllm(MODELS, METRICS).expect("sense"), Expected { model: Some("llama".to_owned()), ..expected() }),
         r#"it serves {"qwen"}, must serve "llama""#
     );
     assert!(refused(sglang(&SERVER_INFO.replace("5559", "65535")), expected()).contains("65535"), "no second port");
-    let lenient = Expected { model: None, block_size: Some(64), block_size_must_match: false };
+    let other_size = Expected { model: None, block_size: Some(64) };
     let sizes = |config: WorkerConfig| (config.block_size, config.total_kv_blocks);
-    assert_eq!(complete(sglang(SERVER_INFO), &lenient).map(sizes), Ok((None, Some(1024))), "the report is ignored");
+    assert_eq!(complete(sglang(SERVER_INFO), &other_size).map(sizes), Ok((Some(16), Some(1024))), "a hint");
     let unsized_pool = Expected { block_size: None, ..expected() };
     assert_eq!(complete(sglang(SERVER_INFO), &unsized_pool).map(sizes), Ok((Some(16), Some(4096))));
     let without_events = SERVER_INFO.replace("\"kv_events\": {", "\"kv_events\": null, \"others\": {");

@@ -30,16 +30,12 @@ impl Pool {
         assert_eq!(self.done.block_size, Some(self.membership.block_size()), "the size is performed");
         self.membership.block_size()
     }
-
-    fn refused(&self) -> Vec<(u64, &str)> {
-        self.done.sources[0].refused.iter().map(|(worker, reason)| (worker.0, reason.as_str())).collect()
-    }
 }
 
 #[test]
 fn a_size_before_the_first_rank_costs_no_rank() {
     let mut pool = Pool::new(RULES, 1);
-    pool.source_of(&[(1, WorkerConfig::at("a")), (2, sized("b", 16))]);
+    pool.source_of(&[(1, sized("a", 16)), (2, WorkerConfig::at("b"))]);
     assert_eq!(pool.size(), reported(16));
     assert_eq!(pool.done.replaced, [Child::IndexShard(0), Child::Scheduler], "no sequence actor runs yet");
     let mut equal = Pool::new(RULES, 1);
@@ -62,11 +58,11 @@ fn an_assumed_size_gives_way_to_a_probe_or_to_events() {
     read.source_of(&[(1, publishing("a")), (2, WorkerConfig::at("b"))]);
     read.events_sized(1, 32);
     assert_eq!((read.size(), read.done.readers.len()), (reported(32), 1));
-    assert_eq!(read.membership.workers()[&WorkerId(1)].block_size, Some(32));
-    // Events of a worker are as good as its configuration, and end with its engine.
+    assert_eq!(read.membership.workers()[&WorkerId(1)].events_block_size, Some(32));
+    // Events of a worker end with its engine.
     read.source_of(&[(1, publishing("a")), (2, sized("b", 16))]);
-    assert_eq!((read.size(), read.refused().len(), read.endpoints().len()), (reported(32), 1, 1));
-    read.source_of(&[(1, publishing("c")), (2, sized("b", 16))]);
+    assert_eq!((read.size(), read.endpoints().len()), (reported(32), 2));
+    read.source_of(&[(1, publishing("c")), (2, sized("d", 16))]);
     assert_eq!((read.size(), read.endpoints().len()), (reported(16), 2));
 }
 
@@ -77,7 +73,33 @@ fn events_confirm_an_assumed_size_without_any_replacement() {
     pool.events_sized(1, 64);
     assert_eq!((pool.size(), pool.done.replaced.len()), (reported(64), 0));
     pool.source_of(&[(1, publishing("a")), (2, sized("b", 16))]);
-    assert_eq!((pool.size(), pool.refused().len()), (reported(64), 1));
+    assert_eq!(pool.size(), reported(64));
+}
+
+/// Context parallelism multiplies the block size of the events, not that of the engine's page.
+#[test]
+fn events_override_stated_sizes() {
+    let stating = |endpoint: &str| WorkerConfig { block_size: Some(16), ..publishing(endpoint) };
+    let mut pool = Pool::new(RULES, 1);
+    pool.source_of(&[(1, stating("a")), (2, stating("b"))]);
+    assert_eq!(pool.size(), reported(16));
+    pool.events_sized(1, 8);
+    assert_eq!(pool.size(), reported(16), "partial blocks are smaller");
+    pool.events_sized(1, 32);
+    assert_eq!((pool.size(), pool.endpoints().len()), (reported(32), 2), "the other worker has only stated its size");
+    pool.events_sized(2, 16);
+    assert_eq!(pool.size(), reported(32), "the first events hold their size");
+    pool.source_of(&[(1, WorkerConfig { block_size: Some(64), ..publishing("a") }), (2, stating("b"))]);
+    assert_eq!(pool.size(), reported(64), "another statement is that of a restarted engine");
+    pool.events_sized(2, 16);
+    assert_eq!(pool.size(), reported(16), "events precede a statement");
+
+    let configured = PoolBlockSize { tokens: 32, origin: BlockSizeOrigin::Configured };
+    let mut pool = Pool::new(MembershipRules { block_size: configured, ..RULES }, 1);
+    pool.done.block_size = Some(configured);
+    pool.source_of(&[(1, stating("a"))]);
+    pool.events_sized(1, 64);
+    assert_eq!((pool.size(), pool.endpoints().len()), (configured, 1));
 }
 
 #[test]

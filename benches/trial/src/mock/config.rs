@@ -83,6 +83,9 @@ pub struct MockConfig {
     /// Tokens per block.
     #[arg(long, value_name = "TOKENS", default_value_t = 64)]
     pub block_size: u32,
+    /// Context parallelism: the pages report the block size divided by it, the events the block size.
+    #[arg(long, value_name = "RANKS", default_value_t = 1)]
+    pub context_parallel_size: u32,
     /// Device memory blocks per rank, one of which is never allocated.
     #[arg(long, value_name = "BLOCKS", default_value_t = 7168)]
     pub kv_blocks: u32,
@@ -175,6 +178,9 @@ impl MockConfig {
         if !(1..=DATA_PARALLEL_SIZE_MAX).contains(&size) {
             return Err(format!("data_parallel_size is {size}, not within 1 to {DATA_PARALLEL_SIZE_MAX}"));
         }
+        if !self.block_size.is_multiple_of(self.context_parallel_size) || self.context_parallel_size == 0 {
+            return Err(format!("context_parallel_size is {}, must divide block_size", self.context_parallel_size));
+        }
         if !(0.0..=1e6).contains(&self.time_scale) {
             return Err(format!("time_scale is {}, not within 0 to 1000000", self.time_scale));
         }
@@ -211,6 +217,11 @@ impl MockConfig {
             }
             None | Some(_) => Ok(()),
         }
+    }
+
+    /// Block size on the pages.
+    pub(crate) fn stated_block_size(&self) -> u32 {
+        self.block_size / self.context_parallel_size
     }
 
     /// Whether the engine has a bootstrap server.

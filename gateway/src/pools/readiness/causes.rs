@@ -185,9 +185,7 @@ mod tests {
         let status = DiscoveryStatus {
             source: "urls".to_owned(),
             workers: 0,
-            last_error: Some(
-                "http://10.0.0.7:8000: its block size is 32, must be 64, as router.block_size sets".to_owned(),
-            ),
+            last_error: Some("http://10.0.0.7:8000: its ranks are {0, 2}, must be in a row".to_owned()),
             failing_since: None,
             closed: false,
             refused: BTreeMap::new(),
@@ -195,7 +193,7 @@ mod tests {
             removed: BTreeMap::new(),
         };
         let causes = of_discovery(&[status.clone(), status]);
-        assert_eq!(causes, ["discovery: a worker: its block size is 32, must be 64, as router.block_size sets"]);
+        assert_eq!(causes, ["discovery: a worker: its ranks are {0, 2}, must be in a row"]);
     }
 
     #[test]

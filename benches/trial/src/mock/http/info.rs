@@ -86,7 +86,7 @@ pub(super) async fn server_info(State(engine): Shared) -> Response {
     let mut info = json!({
         "model_path": config.model,
         "served_model_name": config.model,
-        "page_size": config.block_size,
+        "page_size": config.stated_block_size(),
         "dp_size": config.data_parallel_size,
         "max_total_num_tokens": u64::from(config.kv_blocks.saturating_sub(1)) * u64::from(config.block_size),
         "context_length": config.model_len_max(),
@@ -98,7 +98,7 @@ pub(super) async fn server_info(State(engine): Shared) -> Response {
             "endpoint_port_base": engine.event_port(0),
             "replay_endpoint_port_base": engine.replay_port(0),
             "topic": TOPIC,
-            "block_size": config.block_size,
+            "block_size": config.stated_block_size(),
             "dp_size": config.data_parallel_size,
         },
     });
@@ -239,7 +239,8 @@ fn metrics_text(engine: &Engine) -> String {
             line(format_args!("{name}{{engine=\"{engine_idx}\",model_name=\"{model}\"}} {}", value(rank)));
         }
     }
-    let (name, block_size, blocks) = ("vllm:cache_config_info", engine.config.block_size, engine.config.kv_blocks);
+    let (name, block_size) = ("vllm:cache_config_info", engine.config.stated_block_size());
+    let blocks = engine.config.kv_blocks;
     line(format_args!("# HELP {name} The cache's configuration, as labels."));
     line(format_args!("# TYPE {name} gauge"));
     for engine_idx in 0..ranks.len() {
