@@ -166,11 +166,15 @@ pub struct RequestOptions {
     pub constraints: Constraints,
     /// Session id, 1 to 256 bytes: see `session.affinity`.
     pub session_id: Option<Arc<str>>,
-    /// Forecast of the output length in tokens. It replaces the mean that the router has learned for the request's
+    /// Forecast of the length of an output in tokens. It replaces the mean that the router has learned for the request's
     /// session, tenant or pool. The tower layer also derives the decay of the output blocks from it.
     pub expected_output_tokens: Option<u32>,
     /// Limit of the output length in tokens, as `max_tokens` of a client. It caps the forecast and is none itself.
     pub output_tokens_max: Option<u32>,
+    /// Tokens of further distinct prompts of the request. They are computed in full, with no block from a cache.
+    pub further_prompt_tokens: u32,
+    /// Outputs beside the first, of copies (`n`) or further prompts. Each reads as much as the first prompt.
+    pub further_outputs: u32,
     /// Whether the response is sent as a whole, without a report of the first token. The prefill then counts as complete
     /// after its expected duration.
     pub not_streamed: bool,
@@ -189,10 +193,13 @@ pub struct RequestOptions {
 }
 
 impl RequestOptions {
-    /// The forecast of the output length, at most [`RequestOptions::output_tokens_max`]; `None` without a forecast.
+    /// The forecast of the length of all outputs, each at most [`RequestOptions::output_tokens_max`]; `None` without a
+    /// forecast.
     #[must_use]
     pub fn forecast_output_tokens(&self) -> Option<u32> {
-        self.expected_output_tokens.map(|tokens| tokens.min(self.output_tokens_max.unwrap_or(tokens)))
+        let outputs = self.further_outputs.saturating_add(1);
+        let of_one = |tokens: u32| tokens.min(self.output_tokens_max.unwrap_or(tokens));
+        self.expected_output_tokens.map(|tokens| of_one(tokens).saturating_mul(outputs))
     }
 }
 
@@ -274,8 +281,14 @@ mod tests {
     #[test]
     fn the_output_limit_caps_the_forecast_but_is_not_one() {
         let of = |expected_output_tokens, output_tokens_max| {
-            RequestOptions { expected_output_tokens, output_tokens_max, ..RequestOptions::default() }
-                .forecast_output_tokens()
+            let further_outputs = 1;
+            let options = RequestOptions {
+                expected_output_tokens,
+                output_tokens_max,
+                further_outputs,
+                ..RequestOptions::default()
+            };
+            options.forecast_output_tokens().map(|tokens| tokens / 2)
         };
         assert_eq!((of(Some(300), Some(100)), of(Some(300), None), of(None, Some(100))), (Some(100), Some(300), None));
     }

@@ -52,6 +52,7 @@ enum Prompt {
     /// A path in a small tree, so that prefixes are shared at every depth.
     Words(Vec<u64>),
     Counted(u32),
+    Several(u32, u32, u32),
 }
 
 impl Prompt {
@@ -64,6 +65,10 @@ impl Prompt {
         let words = match self {
             Self::Words(words) => words,
             Self::Counted(blocks) => return PromptBlocks::Counted(*blocks),
+            Self::Several(blocks, sequences, read_blocks) => {
+                let (blocks, sequences, read_blocks) = (*blocks, *sequences, *read_blocks);
+                return PromptBlocks::Several { blocks, sequences, read_blocks };
+            }
         };
         let mut hash = salt;
         let chain = words.iter().map(|word| {
@@ -189,6 +194,7 @@ fn prompt() -> impl Strategy<Value = Prompt> {
         3 => (0..40_usize, prop::collection::vec(0..2_u64, 0..3))
             .prop_map(|(n, end)| Prompt::Words([vec![0; n], end].concat())),
         1 => (0..9_u32).prop_map(Prompt::Counted),
+        1 => (0..9_u32, 1..4_u32, 0..9_u32).prop_map(|(blocks, n, read)| Prompt::Several(blocks, n, read)),
     ]
 }
 

@@ -14,6 +14,9 @@ use crate::protocol::{BlockHash, Timestamp, WorkerRank};
 use crate::request::{Prompt, RequestOptions, RouteRequest};
 use crate::schedule::{ResolvedOptions, ResolvedTargets};
 
+/// Maximum outputs of a request that count, which is that of vLLM.
+const OUTPUTS_MAX: u32 = 16_384;
+
 /// A request that the embedder has sent to a rank of its own choice.
 #[derive(Clone, Debug)]
 pub struct AddRequest<'a> {
@@ -65,7 +68,8 @@ pub(super) struct Prepared {
     length_keys: LengthKeys,
     /// Speculative entry that the booking creates, if entries are speculative.
     speculative_prompt: Option<SpeculativePrompt>,
-    kind: PromptKind,
+    /// Absent if the cached tokens of the whole request are not predicted.
+    kind: Option<PromptKind>,
     /// Start of hashing.
     started: Timestamp,
 }
@@ -101,30 +105,23 @@ impl Prepared {
         let shares_blocks = config.load.track_active_blocks && assume_kv_reuse;
         let wants_overlap = config.has_index() && overrides.overlap_score_credit != Some(0.0);
         let wants_hashes = config.has_index() || shares_blocks || options.routing_hashes;
-        let hashes = match (prompt, prompt.tokens()) {
-            (Prompt::Hashed(hashed), _) => {
-                hashed.check(&scheme)?;
-                Some(hashed.clone())
-            }
-            (_, Some(tokens)) if wants_hashes => {
-                let mm = match options.mm_spans.as_slice() {
-                    [] => MmBlocks::NONE,
-                    spans => MmBlocks::split(spans, tokens.len(), scheme.block_size)?,
-                };
-                Some(HashedPrompt::from_tokens(&BlockHasher::new(scheme), tokens, &mm))
-            }
-            (Prompt::Tokens(_) | Prompt::OwnedTokens(_), _) => None,
-        };
+        let hashes = hashes_of(request, scheme, wants_hashes)?;
         let PromptLimits { model_len, weight_tokens } = limits;
         if let Some(max_model_len) = model_len.filter(|longest| prompt_tokens > *longest as usize) {
             return Err(RouteError::ContextLength { prompt_tokens, max_model_len });
         }
         let too_long = |_| RouteError::PromptTooLong { prompt_tokens };
         let blocks = u32::try_from(scheme.block_count(prompt_tokens)).map_err(too_long)?;
+        let RequestOptions { further_prompt_tokens, further_outputs, .. } = *options;
         // The charge is capped at the capacity of a rank, in blocks and in tokens, for a prompt of any length.
         let blocks_max = weight_tokens.div_ceil(block_size.get());
         let prompt = match &hashes {
             _ if !config.load.track_active_blocks => PromptBlocks::Counted(0),
+            _ if further_outputs > 0 || further_prompt_tokens > 0 => PromptBlocks::Several {
+                blocks: blocks.saturating_add(further_prompt_tokens / block_size).min(blocks_max),
+                sequences: further_outputs.min(OUTPUTS_MAX - 1) + 1,
+                read_blocks: blocks.min(blocks_max),
+            },
             Some(hashed) if shares_blocks && blocks <= blocks_max => {
                 PromptBlocks::Hashed(Arc::clone(hashed.sequence_hashes()))
             }
@@ -133,7 +130,8 @@ impl Prepared {
             }
             Some(_) | None => PromptBlocks::Counted(blocks.min(blocks_max)),
         };
-        let prompt_tokens = u32::try_from(prompt_tokens).map_err(too_long)?.min(weight_tokens);
+        let prompt_tokens = u32::try_from(prompt_tokens).map_err(too_long)?;
+        let prompt_tokens = prompt_tokens.saturating_add(further_prompt_tokens).min(weight_tokens);
         let speculative_prompt = hashes.as_ref().filter(|_| speculates);
         let speculative_prompt = speculative_prompt.map(|hashed| SpeculativePrompt::of(hashed, block_size.get()));
         let kind = kind_of(options);
@@ -196,20 +194,44 @@ impl Prepared {
     /// Kind of the request for predictions of cached tokens. `None` without an overlap query, and for prompts shorter
     /// than one block, which cannot be cached.
     pub(super) fn predicted_kind(&self) -> Option<PromptKind> {
-        self.block_hashes().filter(|hashes| !hashes.is_empty()).map(|_| self.kind)
+        self.block_hashes().filter(|hashes| !hashes.is_empty()).and(self.kind)
+    }
+}
+
+/// Hashes of the prompt, if they are given or wanted.
+fn hashes_of(
+    request: &RouteRequest<'_>,
+    scheme: HashScheme<'_>,
+    is_wanted: bool,
+) -> Result<Option<HashedPrompt>, RouteError> {
+    match (&request.prompt, request.prompt.tokens()) {
+        (Prompt::Hashed(hashed), _) => {
+            hashed.check(&scheme)?;
+            Ok(Some(hashed.clone()))
+        }
+        (_, Some(tokens)) if is_wanted => {
+            let mm = match request.options.mm_spans.as_slice() {
+                [] => MmBlocks::NONE,
+                spans => MmBlocks::split(spans, tokens.len(), scheme.block_size)?,
+            };
+            Ok(Some(HashedPrompt::from_tokens(&BlockHasher::new(scheme), tokens, &mm)))
+        }
+        (Prompt::Tokens(_) | Prompt::OwnedTokens(_), _) => Ok(None),
     }
 }
 
 /// The inputs of the prompt's hashes besides its tokens.
-fn kind_of(options: &RequestOptions) -> PromptKind {
+fn kind_of(options: &RequestOptions) -> Option<PromptKind> {
     let is_given = |name: &Option<Arc<str>>| name.as_ref().is_some_and(|name| !name.is_empty());
-    if is_given(&options.lora_name) {
-        PromptKind::Lora
+    if options.further_prompt_tokens > 0 {
+        None // engines report the cached tokens of all prompts
+    } else if is_given(&options.lora_name) {
+        Some(PromptKind::Lora)
     } else if is_given(&options.cache_salt) {
-        PromptKind::Salt
+        Some(PromptKind::Salt)
     } else if options.mm_spans.is_empty() {
-        PromptKind::Plain
+        Some(PromptKind::Plain)
     } else {
-        PromptKind::Images
+        Some(PromptKind::Images)
     }
 }

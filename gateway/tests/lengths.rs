@@ -1,6 +1,8 @@
-//! Lengths at the gateway: prompts above the model's context length, and output limits.
+//! Lengths at the gateway: prompts above the model's context length, output limits, and work of several prompts and outputs.
 
+use pointsman::config::EventMode;
 use pointsman::policy::Policy;
+use pointsman::{Prompt, RouteRequest};
 use pointsman_gateway::app::Gateway;
 use serde_json::json;
 use tokio::net::TcpStream;
@@ -56,4 +58,69 @@ async fn turn(gateway: &Gateway, headers: &str, tokens: u32, max_tokens: u32) ->
     let prompt: Vec<u32> = (1..=tokens).collect();
     let body = json!({ "model": "mock", "prompt": prompt, "max_tokens": max_tokens, "stream": true });
     send(gateway.address(), "POST", COMPLETIONS, headers, body.to_string().as_bytes()).await
+}
+
+/// Prefill tokens, blocks and sequences that are booked.
+async fn booked(gateway: &Gateway) -> (u64, u64, u32) {
+    let router = gateway.router("mock").expect("the model is served");
+    let loads = router.potential_loads(RouteRequest::query(Prompt::Tokens(&[]))).await.expect("one rank");
+    (loads[0].potential_prefill_tokens, loads[0].potential_decode_blocks, loads[0].active_requests)
+}
+
+/// A gateway with blocks of four tokens in front of this worker.
+async fn kv_gateway(engine: &Scripted) -> Gateway {
+    let mut settings = settings(vec![worker(1, &engine.url(), 1)]);
+    settings.models[0].router.block_size = Some(4);
+    settings.models[0].router.policy = Policy::Kv.into();
+    settings.models[0].router.events.mode = EventMode::Off;
+    gateway(settings).await
+}
+
+async fn streamed(gateway: &Gateway, mut body: serde_json::Value) -> TcpStream {
+    body["stream"] = true.into();
+    send(gateway.address(), "POST", COMPLETIONS, "", body.to_string().as_bytes()).await
+}
+
+#[tokio::test]
+async fn further_prompts_and_outputs_are_booked() {
+    let engine = Scripted::responding_with(vec![Act::Hang]).await;
+    let gateway = kv_gateway(&engine).await;
+    for (n, (choices, is_list, expected)) in
+        [(1, false, (64, 16, 1)), (8, false, (64, 16, 8)), (2, true, (96, 24, 6))].into_iter().enumerate()
+    {
+        // New prompts, of which nothing is cached.
+        let first = 1_000 * n as u32;
+        let (a, b): (Vec<u32>, Vec<u32>) = ((first..first + 64).collect(), (first + 500..first + 532).collect());
+        let prompt = if is_list { json!([a, b, a]) } else { json!(a) };
+        let client = streamed(&gateway, json!({ "prompt": prompt, "n": choices })).await;
+        until("the request was sent", || engine.request_count() == n + 1).await;
+        assert_eq!(booked(&gateway).await, expected);
+        drop(client);
+        at_rest(&gateway).await;
+    }
+}
+
+#[tokio::test]
+async fn prompt_logprobs_get_no_credit_for_cached_blocks() {
+    let fine = "data: {\"choices\":[{\"text\":\"a\"}]}\n\ndata: [DONE]\n\n";
+    let answers = move |n| if n == 0 { crate::common::proxy::answer("200 OK", fine) } else { vec![Act::Hang] };
+    let engine = Scripted::start(answers).await;
+    let gateway = kv_gateway(&engine).await;
+    let prompt: Vec<u32> = (1..=64).collect();
+    let served = post(&gateway, COMPLETIONS, &json!({ "prompt": prompt, "stream": true })).await;
+    assert_eq!(served.status, 200);
+    for (n, (body, prefill_tokens)) in [
+        (json!({ "prompt": prompt }), 4), // the last block is computed
+        (json!({ "prompt": prompt, "prompt_logprobs": 1 }), 64),
+        (json!({ "prompt": prompt, "echo": true, "logprobs": 0 }), 64),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let client = streamed(&gateway, body).await;
+        until("the request was sent", || engine.request_count() == n + 2).await;
+        assert_eq!(booked(&gateway).await.0, prefill_tokens);
+        drop(client);
+        at_rest(&gateway).await;
+    }
 }

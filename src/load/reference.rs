@@ -21,6 +21,8 @@ enum ReferenceBlock {
 #[derive(Clone, Debug)]
 struct ReferenceRequest {
     prompt: Vec<ReferenceBlock>,
+    /// Prompt blocks read for each sequence.
+    reads: Vec<u32>,
     output: Vec<Weight>,
     prefill: Option<ReferencePrefill>,
     /// Position in the order of arrival.
@@ -80,6 +82,10 @@ impl ReferenceSequences {
             return None;
         }
         self.change(now);
+        let reads = match prompt {
+            PromptBlocks::Several { sequences, read_blocks, .. } => vec![*read_blocks; *sequences as usize],
+            PromptBlocks::Hashed(_) | PromptBlocks::Counted(_) => vec![prompt.block_count()],
+        };
         let prompt = self.blocks(booking, prompt);
         let added = prompt.iter().filter(|block| !self.weights.contains_key(block)).count();
         for &block in &prompt {
@@ -96,7 +102,8 @@ impl ReferenceSequences {
             is_overdue: false,
         });
         let booked = BookedBlocks { shared_blocks: (prompt.len() - added) as u32, added_blocks: added as u32 };
-        self.requests.insert(booking, ReferenceRequest { prompt, output: Vec::new(), prefill, arrival: self.arrivals });
+        let (output, arrival) = (Vec::new(), self.arrivals);
+        self.requests.insert(booking, ReferenceRequest { prompt, reads, output, prefill, arrival });
         self.arrivals += 1;
         Some(booked)
     }
@@ -165,10 +172,10 @@ impl ReferenceSequences {
             read_blocks: self
                 .requests
                 .values()
-                .map(|request| request.prompt.len() + request.output.len())
-                .sum::<usize>() as u32,
+                .map(|request| request.reads.iter().sum::<u32>() + request.output.len() as u32)
+                .sum::<u32>(),
             prefill_tokens: left.sum::<u128>() as u64,
-            requests: self.requests.len() as u32,
+            requests: self.requests.values().map(|request| request.reads.len() as u32).sum(),
         }
     }
 
@@ -184,7 +191,7 @@ impl ReferenceSequences {
             PromptBlocks::Hashed(hashes) if self.assume_kv_reuse => {
                 hashes.iter().copied().map(ReferenceBlock::Shared).collect()
             }
-            PromptBlocks::Hashed(_) | PromptBlocks::Counted(_) => {
+            PromptBlocks::Hashed(_) | PromptBlocks::Counted(_) | PromptBlocks::Several { .. } => {
                 (0..prompt.block_count()).map(|n| ReferenceBlock::Private(booking, n)).collect()
             }
         }

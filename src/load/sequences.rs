@@ -51,6 +51,8 @@ pub struct ActiveSequences {
     prefills: PrefillQueue,
     /// Blocks that a step reads: those of each booking's prompt and output, shared or not.
     read_blocks: u64,
+    /// Sequences of all bookings.
+    sequences: u64,
 }
 
 /// The complete blocks of one prompt.
@@ -60,6 +62,15 @@ pub enum PromptBlocks {
     Hashed(Arc<[SequenceHash]>),
     /// By number, for prompts with unknown or untracked content: not shared.
     Counted(u32),
+    /// Prompts and copies of one request, each with an output of its own: not shared with other requests.
+    Several {
+        /// Blocks of all distinct prompts.
+        blocks: u32,
+        /// Number of outputs.
+        sequences: u32,
+        /// Prompt blocks that a decode step reads for each of them.
+        read_blocks: u32,
+    },
 }
 
 /// Blocks added by a booking.
@@ -98,7 +109,7 @@ pub struct RankLoad {
     pub read_blocks: u32,
     /// Remaining tokens of unfinished prefills.
     pub prefill_tokens: u64,
-    /// Number of bookings.
+    /// Number of sequences: that of the bookings, and of the further outputs of a booking. Saturates.
     pub requests: u32,
 }
 
@@ -116,8 +127,9 @@ pub struct Projection {
 #[derive(Clone, Debug)]
 struct Booking {
     prompt: Charge,
-    /// Complete blocks of the prompt.
-    prompt_blocks: u32,
+    /// Blocks of the prompt that a step reads, for all sequences.
+    read_blocks: u64,
+    sequences: u32,
     /// The output at the last read.
     output: OutputBlocks,
     /// The queued prefill, until it is reported complete.
@@ -148,6 +160,7 @@ impl ActiveSequences {
             private: BlockSum::default(),
             prefills: PrefillQueue::default(),
             read_blocks: 0,
+            sequences: 0,
         }
     }
 
@@ -172,8 +185,9 @@ impl ActiveSequences {
             return Err(BookError::Duplicate(booking));
         }
         self.prefills.advance(now);
-        let blocks = prompt.block_count();
-        self.read_blocks += u64::from(blocks);
+        let (blocks, (sequences, read_blocks)) = (prompt.block_count(), prompt.decodes());
+        self.read_blocks += read_blocks;
+        self.sequences += u64::from(sequences);
         let (prompt, shared_blocks) = match prompt {
             PromptBlocks::Hashed(hashes) if self.assume_kv_reuse => {
                 let fingerprint = PromptFingerprint::of(&hashes);
@@ -181,17 +195,15 @@ impl ActiveSequences {
                 let (end, shared_blocks) = self.prompts.insert(hashes);
                 (Charge::Shared { end, fingerprint }, shared_blocks)
             }
-            PromptBlocks::Hashed(_) | PromptBlocks::Counted(_) => {
+            PromptBlocks::Hashed(_) | PromptBlocks::Counted(_) | PromptBlocks::Several { .. } => {
                 self.private.add(Weight::ONE.times(blocks));
                 (Charge::Private { blocks, weight: Weight::ONE }, 0)
             }
         };
         let is_reported = prefill.is_some_and(PrefillLoadHint::is_reported);
         let prefill = prefill.map(|hint| self.prefills.push(hint, now));
-        self.bookings.insert(
-            booking,
-            Booking { prompt, prompt_blocks: blocks, output: OutputBlocks::default(), prefill, is_reported },
-        );
+        let output = OutputBlocks::default();
+        self.bookings.insert(booking, Booking { prompt, read_blocks, sequences, output, prefill, is_reported });
         Ok(BookedBlocks { shared_blocks, added_blocks: blocks - shared_blocks })
     }
 
@@ -237,10 +249,8 @@ impl ActiveSequences {
 
     /// Ends a booking: removes its output, the unshared blocks of its prompt, and the remainder of its prefill.
     pub fn free(&mut self, booking: BookingId, now: Timestamp) -> Change {
-        let Some(Booking { prompt, prompt_blocks, output, prefill, is_reported }) = self.bookings.remove(&booking)
-        else {
-            return Change::NoChange;
-        };
+        let Some(ended) = self.bookings.remove(&booking) else { return Change::NoChange };
+        let Booking { prompt, read_blocks, sequences, output, prefill, is_reported } = ended;
         self.prefills.advance(now);
         if let Some(id) = prefill {
             if is_reported && output.block_count() > 0 {
@@ -249,8 +259,8 @@ impl ActiveSequences {
             self.prefills.complete(id, now);
         }
         self.private.sub(output.weighted());
-        let read_blocks = u64::from(prompt_blocks) + u64::from(output.block_count());
-        self.read_blocks = self.read_blocks.saturating_sub(read_blocks);
+        self.read_blocks = self.read_blocks.saturating_sub(read_blocks + u64::from(output.block_count()));
+        self.sequences -= u64::from(sequences);
         match prompt {
             Charge::Shared { end, fingerprint } => {
                 self.sketch.remove(&fingerprint);
@@ -283,7 +293,7 @@ impl ActiveSequences {
     pub fn project(&self, prompt: &PromptBlocks) -> Projection {
         let shared_blocks = match prompt {
             PromptBlocks::Hashed(hashes) if self.assume_kv_reuse => self.prompts.shared_blocks(hashes),
-            PromptBlocks::Hashed(_) | PromptBlocks::Counted(_) => 0,
+            PromptBlocks::Hashed(_) | PromptBlocks::Counted(_) | PromptBlocks::Several { .. } => 0,
         };
         let active_blocks = self.active_blocks();
         let potential_blocks = active_blocks.saturating_add(prompt.block_count() - shared_blocks);
@@ -299,7 +309,7 @@ impl ActiveSequences {
             active_blocks: self.active_blocks(),
             read_blocks: u32::try_from(self.read_blocks).unwrap_or(u32::MAX),
             prefill_tokens: self.prefills.tokens(now),
-            requests: u32::try_from(self.bookings.len()).unwrap_or(u32::MAX),
+            requests: u32::try_from(self.sequences).unwrap_or(u32::MAX),
         }
     }
 
@@ -358,17 +368,18 @@ impl ActiveSequences {
     pub fn check_invariants(&self) {
         self.prompts.check_invariants();
         self.prefills.check_invariants();
-        let (mut ends, mut private, mut read_blocks) = (0, BlockSum::default(), 0);
+        let (mut ends, mut private, mut read_blocks, mut sequences) = (0, BlockSum::default(), 0, 0);
         for (_, booking) in std::collections::BTreeMap::from_iter(&self.bookings) {
             private.add(booking.output.weighted());
-            read_blocks += u64::from(booking.prompt_blocks) + u64::from(booking.output.block_count());
+            read_blocks += booking.read_blocks + u64::from(booking.output.block_count());
+            sequences += u64::from(booking.sequences);
             match booking.prompt {
                 Charge::Shared { .. } => ends += 1,
                 Charge::Private { blocks, weight } => private.add(weight.times(blocks)),
             }
         }
         assert_eq!(ends, self.prompts.prompt_count(), "a prompt without a booking, or the reverse");
-        assert_eq!(read_blocks, self.read_blocks, "the sum of read blocks is wrong");
+        assert_eq!((read_blocks, sequences), (self.read_blocks, self.sequences), "the sum of decodes is wrong");
         assert_eq!(private, self.private, "the sum of private weights is wrong");
         let waiting = self.bookings.values().filter(|booking| booking.prefill.is_some()).count();
         assert!(self.prefills.unfinished() <= waiting, "a prefill without a booking");
@@ -387,7 +398,17 @@ impl PromptBlocks {
     pub fn block_count(&self) -> u32 {
         match self {
             Self::Hashed(hashes) => block_count(hashes),
-            Self::Counted(blocks) => *blocks,
+            Self::Counted(blocks) | Self::Several { blocks, .. } => *blocks,
+        }
+    }
+
+    /// Number of sequences, and the prompt blocks that a decode step reads for all of them.
+    fn decodes(&self) -> (u32, u64) {
+        match self {
+            Self::Hashed(_) | Self::Counted(_) => (1, self.block_count().into()),
+            Self::Several { sequences, read_blocks, .. } => {
+                (*sequences, u64::from(*sequences) * u64::from(*read_blocks))
+            }
         }
     }
 
@@ -396,7 +417,7 @@ impl PromptBlocks {
     pub fn fingerprint(&self) -> PromptFingerprint {
         match self {
             Self::Hashed(hashes) => PromptFingerprint::of(hashes),
-            Self::Counted(_) => PromptFingerprint::unshared(),
+            Self::Counted(_) | Self::Several { .. } => PromptFingerprint::unshared(),
         }
     }
 
@@ -414,7 +435,7 @@ impl PromptBlocks {
     pub fn shared_blocks(&self, other: &Self) -> u32 {
         match (self, other) {
             (Self::Hashed(ours), Self::Hashed(theirs)) => shared_blocks(ours, theirs),
-            (Self::Hashed(_) | Self::Counted(_), _) => 0,
+            (Self::Hashed(_) | Self::Counted(_) | Self::Several { .. }, _) => 0,
         }
     }
 }

@@ -95,7 +95,7 @@ fn resolve_targets(
     Ok(Some(ResolvedTargets { ttft, ttft_due: ttft.map(|ttft| now + ttft), itl, rejects }))
 }
 
-/// Whether the options that the scheduler reads have their defaults. Salt, spans and hashes concern the prompt alone,
+/// Whether the options that the scheduler reads have their defaults. Salt, spans, hashes and sizes concern the prompt alone,
 /// and phases are measured by the caller.
 fn is_default(options: &RequestOptions) -> bool {
     let RequestOptions {
@@ -114,6 +114,8 @@ fn is_default(options: &RequestOptions) -> bool {
         session_id,
         expected_output_tokens,
         output_tokens_max,
+        further_prompt_tokens: _,
+        further_outputs: _,
         not_streamed,
         ttft_target,
         itl_target,

@@ -7,6 +7,7 @@ use std::time::Duration;
 use axum::body::{Body, Bytes};
 use axum::http::HeaderMap;
 use axum::http::header::EXPECT;
+use pointsman::config::RouterConfigOverride;
 use pointsman::{AnswerKind, Prompt, Rejection, RequestOptions, RouteRequest};
 use tokio::time::Instant;
 
@@ -111,7 +112,8 @@ impl RoutableRequest {
         let tokens =
             model.tokens.of(&parsed.prompt, cache_salt).await.with_estimate_up_to(model.router.max_model_len());
         (account.access.token_source, account.access.no_tokens) = (Some(tokens.source.name()), tokens.missing);
-        account.access.prompt_tokens = u32::try_from(tokens.ids.len()).ok().filter(|tokens| *tokens > 0);
+        let further_prompt_tokens = parsed.further.prompt_tokens(tokens.ids.len());
+        account.access.prompt_tokens = known_length(tokens.ids.len(), further_prompt_tokens);
         if endpoint.has_engine_work() {
             account.charge_prompt(parsed.body_bytes(), model.router.max_model_len())?;
         }
@@ -130,7 +132,10 @@ impl RoutableRequest {
             mm_spans,
             tenant: tenant.map(|tenant| Arc::from(tenant.name.as_str())),
             output_tokens_max: parsed.output_tokens_max,
+            further_prompt_tokens,
+            further_outputs: parsed.further.outputs,
             not_streamed: !parsed.stream,
+            overrides: if parsed.further.skips_cache { without_cache(options.overrides) } else { options.overrides },
             ..options
         };
         let tokens = match tokens.ids {
@@ -210,6 +215,17 @@ async fn hold(
     account.waited_since(since);
     options.deadline = options.deadline.map(|deadline| deadline.saturating_sub(since.elapsed()));
     Ok(())
+}
+
+/// Length of all prompts, if the tokens of the first are known.
+fn known_length(first_tokens: usize, further_tokens: u32) -> Option<u32> {
+    let first = u32::try_from(first_tokens).ok().filter(|tokens| *tokens > 0)?;
+    Some(first.saturating_add(further_tokens))
+}
+
+/// Overrides for a request that reads no cached block.
+fn without_cache(overrides: RouterConfigOverride) -> RouterConfigOverride {
+    RouterConfigOverride { overlap_score_credit: Some(0.0), assume_kv_reuse: Some(false), ..overrides }
 }
 
 fn model_missing() -> ApiError {

@@ -17,6 +17,7 @@ use super::endpoint::Endpoint;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::prompt;
+use super::work::FurtherWork;
 use crate::formats::json::{quoted, spliced};
 
 /// A request body and its parsed routing fields.
@@ -49,8 +50,10 @@ pub struct RequestBody {
     pub session_id: Option<String>,
     /// Maximum output tokens of one choice. Values above `u32` saturate.
     pub output_tokens_max: Option<u32>,
-    /// The prompt.
+    /// The prompt, the first one of several.
     pub prompt: ClientPrompt,
+    /// Work beside that of the prompt.
+    pub further: FurtherWork,
     body: Bytes,
     spans: Spans,
 }
@@ -107,6 +110,7 @@ impl RequestBody {
         };
         let (stream, cache_salt) = (fields.stream.flag()?.unwrap_or(false), fields.cache_salt.text()?);
         let prompt = prompt::read(endpoint, &fields, &body)?;
+        let further = FurtherWork::read(endpoint, &fields)?;
         let spans = Spans::of(&fields, &body);
         // Engines check the options of a stream.
         let options = fields.stream_options.json().and_then(|json| serde_json::from_str(json).ok());
@@ -120,6 +124,7 @@ impl RequestBody {
             session_id,
             output_tokens_max,
             prompt,
+            further,
             body,
             spans,
         })

@@ -45,6 +45,7 @@ fields! {
     add_special_tokens reasoning_effort mm_processor_kwargs media_io_kwargs
     input instructions reasoning previous_response_id previous_input_messages conversation
     prompt_embeds input_embeds multi_modal_data multimodal_data image_data video_data audio_data
+    n best_of echo logprobs prompt_logprobs
     suffix truncate_prompt_tokens lora_path session_params extra_key
     routed_dp_rank data_parallel_rank disagg_prefill_dp_rank
     bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key kv_transfer_params ec_transfer_params disaggregated_params

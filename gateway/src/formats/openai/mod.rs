@@ -14,6 +14,7 @@ mod headers;
 mod prompt;
 mod rejection;
 mod responses;
+mod work;
 
 pub use body::{Edits, RequestBody};
 pub use client_prompt::{ChatParts, ClientPrompt, MediaName};
@@ -23,6 +24,7 @@ pub use error::{ApiError, ErrorType, Limit};
 pub(crate) use fields::{checked_text, is_deeper_than};
 pub(crate) use headers::{API_KEY, stripped_headers};
 pub use headers::{Authorization, ToWorker, request_id, request_options, to_client, to_worker};
+pub use work::FurtherWork;
 
 #[cfg(test)]
 mod tests;

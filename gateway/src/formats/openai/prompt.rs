@@ -86,7 +86,7 @@ fn chat(fields: &Fields<'_>, body: &Bytes, generates: bool) -> Result<ClientProm
     })))
 }
 
-/// Text, ids, or a list of either. The first list element decides the placement.
+/// Text, ids, or a list of either. The first list element decides the placement; the others are further work.
 fn text_or_tokens(given: Given<'_>, field: &'static str) -> Result<ClientPrompt, ApiError> {
     let raw = given.json().ok_or_else(|| missing(field))?;
     let shape = || given.wrong("a string, a list of strings, a list of token ids or a list of such lists");

@@ -3,7 +3,7 @@
 use axum::body::Bytes;
 use proptest::prelude::*;
 
-use crate::formats::openai::{ApiError, ChatParts, ClientPrompt, Edits, Endpoint, RequestBody};
+use crate::formats::openai::{ApiError, ChatParts, ClientPrompt, Edits, Endpoint, FurtherWork, RequestBody};
 
 const ALL: [Endpoint; 4] = [Endpoint::Chat, Endpoint::Completions, Endpoint::Embeddings, Endpoint::Responses];
 
@@ -96,6 +96,51 @@ fn prompt_lists_use_their_first_element() {
     }
     assert_eq!(refused(Endpoint::Completions, r#"{"prompt":[]}"#).code, "invalid_value");
     assert_eq!(refused(Endpoint::Completions, r#"{"prompt":"\ud800"}"#).code, "invalid_value");
+}
+
+#[test]
+fn further_prompts_and_outputs_are_counted() {
+    let further = |endpoint, body: &str| parse(endpoint, body).further;
+    let of = |outputs, prompt_share| FurtherWork { outputs, prompt_share, skips_cache: false };
+    let cases = [
+        (Endpoint::Completions, r#"{"prompt":"a","n":8}"#, of(7, 0.0)),
+        (Endpoint::Completions, r#"{"prompt":"a","n":2,"best_of":4}"#, of(3, 0.0)),
+        (Endpoint::Completions, r#"{"prompt":["abcd"]}"#, of(0, 0.0)),
+        (Endpoint::Completions, r#"{"prompt":["abcd", "ab", "abcdef"],"n":2}"#, of(5, 2.0)),
+        (Endpoint::Completions, r#"{"prompt":["abcd", "ab", "abcd", "ab"]}"#, of(3, 0.5)),
+        (Endpoint::Completions, r#"{"prompt":[[7,8],[9],[],[1,2,3]]}"#, of(3, 2.0)),
+        (Endpoint::Completions, r#"{"prompt":[1,2,3]}"#, of(0, 0.0)),
+        (Endpoint::Completions, r#"{"prompt":["",""]}"#, of(1, 0.0)),
+        (Endpoint::Embeddings, r#"{"input":["ab","cd"],"n":5}"#, of(1, 1.0)),
+        (Endpoint::Chat, r#"{"messages":[],"n":3}"#, of(2, 0.0)),
+        (Endpoint::Chat, r#"{"messages":[],"n":99999999999}"#, of(u32::MAX - 1, 0.0)),
+        (Endpoint::Completions, r#"{"prompt":["a","a"],"n":99999999999}"#, of(u32::MAX - 1, 0.0)),
+    ];
+    for (endpoint, body, expected) in cases {
+        assert_eq!(further(endpoint, body), expected, "{body}");
+    }
+    assert_eq!(of(1, 0.5).prompt_tokens(1001), 501);
+    assert_eq!(refused(Endpoint::Chat, r#"{"messages":[],"n":"x"}"#).param, Some("n"));
+}
+
+/// As vLLM 0.33 and SGLang 0.5: the probabilities of prompt tokens need their computation.
+#[test]
+fn prompt_logprobs_skip_the_cache() {
+    let cases = [
+        (Endpoint::Completions, r#"{"prompt":"a","prompt_logprobs":1}"#, true),
+        (Endpoint::Completions, r#"{"prompt":"a","prompt_logprobs":0}"#, true),
+        (Endpoint::Completions, r#"{"prompt":"a","prompt_logprobs":null,"logprobs":1}"#, false),
+        (Endpoint::Completions, r#"{"prompt":"a","echo":true,"logprobs":1}"#, true),
+        (Endpoint::Completions, r#"{"prompt":"a","echo":true}"#, false),
+        (Endpoint::Completions, r#"{"prompt":"a","echo":false,"logprobs":1}"#, false),
+        (Endpoint::Chat, r#"{"messages":[],"prompt_logprobs":5}"#, true),
+        (Endpoint::Chat, r#"{"messages":[],"echo":true}"#, true),
+        (Endpoint::Chat, r#"{"messages":[],"logprobs":true,"top_logprobs":5}"#, false),
+        (Endpoint::Embeddings, r#"{"input":"a","prompt_logprobs":1}"#, false),
+    ];
+    for (endpoint, body, expected) in cases {
+        assert_eq!(parse(endpoint, body).further.skips_cache, expected, "{body}");
+    }
 }
 
 #[test]
