@@ -66,6 +66,7 @@ struct Gauges {
     ejected_ranks: ZeroedGauge,
     eligible_ranks: ZeroedGauge,
     refusing_ranks: ZeroedGauge,
+    asleep_ranks: ZeroedGauge,
     leases: ZeroedGauge,
     requests_gate: ZeroedGauge,
     events_gate: ZeroedGauge,
@@ -135,6 +136,7 @@ impl Gauges {
             ejected_ranks: gauge("pointsman_ejected_ranks"),
             eligible_ranks: gauge("pointsman_eligible_ranks"),
             refusing_ranks: gauge("pointsman_refusing_ranks"),
+            asleep_ranks: gauge("pointsman_asleep_ranks"),
             leases: gauge("pointsman_leases"),
             requests_gate: gate("requests"),
             events_gate: gate("events"),
@@ -160,6 +162,7 @@ impl Gauges {
         self.ejected_ranks.0.set(as_f64((exclusions.ejected.len() + exclusions.down.len()) as u64));
         self.eligible_ranks.0.set(as_f64(views.eligible_ranks() as u64));
         self.refusing_ranks.0.set(as_f64(exclusions.refusing.len() as u64));
+        self.asleep_ranks.0.set(as_f64(exclusions.asleep.len() as u64));
         self.leases.0.set(as_f64(directory.len() as u64));
         self.requests_gate.0.set(as_f64(waiting_room.taken()));
         self.events_gate.0.set(as_f64(shards.queued_blocks()));
@@ -258,7 +261,7 @@ impl EngineGauges {
     }
 
     fn set(&self, load: &EngineLoad, now: Timestamp) {
-        let EngineReading { running, waiting, kv_usage } = load.reading;
+        let EngineReading { running, waiting, kv_usage, sleep: _ } = load.reading;
         self.running.0.set(running.map_or(f64::NAN, f64::from));
         self.waiting.0.set(waiting.map_or(f64::NAN, f64::from));
         self.kv_usage.0.set(kv_usage.unwrap_or(f64::NAN));

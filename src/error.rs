@@ -188,6 +188,7 @@ impl Rejection {
                 Filter::Excluded
                 | Filter::Unavailable
                 | Filter::Draining
+                | Filter::Asleep
                 | Filter::Unresponsive
                 | Filter::Refusing
                 | Filter::Lora

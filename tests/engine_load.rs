@@ -8,16 +8,17 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pointsman::error::RouteError;
+use pointsman::internals::engine_load::EngineSleep;
 use pointsman::policy::{RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
-use pointsman::{EngineLoadFact, EngineReading};
+use pointsman::{EngineLoadFact, EngineReading, HealthState};
 use pointsman::{Filter, Prompt, Rejection, RouteRequest, Router, RouterConfig};
 
 use crate::common::{config, router};
 
 fn waiting(requests: u32) -> EngineReading {
-    EngineReading { running: Some(8), waiting: Some(requests), kv_usage: Some(0.5) }
+    EngineReading { running: Some(8), waiting: Some(requests), kv_usage: Some(0.5), sleep: None }
 }
 
 fn facts(router: &Router) -> Vec<Option<EngineLoadFact>> {
@@ -94,6 +95,44 @@ async fn queued_requests_leave_when_an_engine_becomes_unknown_or_idle() {
     let placed = second.await.expect("answered").expect("placed once the report is stale");
     assert!(facts(&router)[0].is_some_and(|fact| fact.is_stale));
     assert_eq!(placed.rank(), rank(0));
+}
+
+fn asleep(sleep: EngineSleep) -> EngineReading {
+    EngineReading { sleep: Some(sleep), ..EngineReading::default() }
+}
+
+#[tokio::test(start_paused = true)]
+async fn sleeping_ranks_get_no_requests_until_they_are_awake() {
+    let router = router(config(), 2).await;
+    router.report_engine_load(rank(0), asleep(EngineSleep::Paused));
+    assert_eq!(refusals(&router).await, [Some(Filter::Asleep), None]);
+    router.report_engine_load(rank(1), asleep(EngineSleep::Emptied));
+    let refused = router.route(RouteRequest::new("r", Prompt::Tokens(&[1]))).await.expect_err("all sleep");
+    let RouteError::Rejected(Rejection::NoneEligible { removed }) = &refused else { panic!("{refused}") };
+    assert_eq!((removed.by(Filter::Asleep), router.eligible_ranks()), (2, 0));
+    tokio::time::advance(Duration::from_secs(3_600)).await;
+    assert_eq!(refusals(&router).await, [Some(Filter::Asleep); 2], "silence does not wake an engine");
+    let states: Vec<_> = router.rank_health().await.expect("up").into_iter().map(|known| known.state).collect();
+    assert_eq!(states, [HealthState::Asleep; 2]);
+    router.report_engine_load(rank(0), asleep(EngineSleep::Awake));
+    let placement = router.route(RouteRequest::new("r", Prompt::Tokens(&[1]))).await.expect("one is awake");
+    assert_eq!((placement.rank(), router.eligible_ranks()), (rank(0), 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_wait_in_the_queue_for_a_sleeping_rank() {
+    let queueing = RouterConfig { queue: QueueConfig { threshold: Some(0.0), ..config().queue }, ..config() };
+    let router = router(queueing, 1).await;
+    router.report_engine_load(rank(0), asleep(EngineSleep::Paused));
+    let handle = router.clone();
+    let waits = tokio::spawn(async move { handle.route(RouteRequest::new("r", Prompt::Tokens(&[1]))).await });
+    crate::common::until("request in the queue", async || {
+        router.pending().await.expect("serving")[0].depth.requests == 1
+    })
+    .await;
+    assert_eq!(refusals(&router).await, [Some(Filter::Asleep)], "an explanation does not wait");
+    router.report_engine_load(rank(0), asleep(EngineSleep::Awake));
+    assert_eq!(waits.await.expect("answered").expect("placed").rank(), rank(0));
 }
 
 #[tokio::test]

@@ -453,7 +453,8 @@ fn placed(
                 3..6 => {
                     let some = |at: u32| (0..workers).filter(|n| seed >> at >> n & 1 == 1).map(rank).collect();
                     let (ejected, down, refusing) = ([rank((seed >> 32) % workers)].into(), some(24), some(40));
-                    fleet.step(Input::Exclusions(Arc::new(Exclusions { ejected, down, refusing })));
+                    let asleep = some(56);
+                    fleet.step(Input::Exclusions(Arc::new(Exclusions { ejected, down, refusing, asleep })));
                 }
                 6 => fleet.step(Input::Exclusions(Arc::default())),
                 _ => {}

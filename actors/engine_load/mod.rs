@@ -14,16 +14,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::actors::delivery::strand::{ActorState, DeferredReply, Strand};
+use crate::actors::health::{HealthActor, HealthMsg};
 use crate::actors::io::clock::Clock;
 #[cfg(feature = "discovery")]
 use crate::actors::io::http::EngineClient;
 use crate::actors::scheduler::{Scheduler, SchedulerMsg};
 use crate::actors::telemetry::Meters;
 use crate::actors::views::fleet::Fleet;
-use crate::actors::views::rank::RankEntries;
+use crate::actors::views::published::Published;
+use crate::actors::views::rank::{RankEntries, RankEntry};
 use crate::actors::views::status::RouterStatus;
 use crate::config::RouterConfig;
-use crate::engine_load::{EngineLoad, EngineReading};
+use crate::engine_load::{EngineLoad, EngineReading, EngineSleep};
+use crate::health::Exclusions;
 use crate::protocol::{Timestamp, WorkerId, WorkerRank};
 
 /// Messages to the engine load actor.
@@ -32,10 +35,12 @@ pub(crate) enum EngineLoadMsg {
     Reported { worker: WorkerId, readings: Vec<(u32, EngineReading)>, polled_at: Timestamp },
 }
 
-/// State of the actor: only the dependencies to reach the cells.
+/// State of the actor: only the dependencies to reach the cells, and the health actor after a change of sleep.
 pub(crate) struct EngineLoads {
     ranks: Arc<RankEntries>,
     clock: Clock,
+    exclusions: Arc<Published<Exclusions>>,
+    health: Arc<Strand<HealthActor>>,
 }
 
 /// No replies: messages to this actor have none.
@@ -46,8 +51,25 @@ impl DeferredReply for Nothing {
 }
 
 impl EngineLoads {
-    pub(crate) fn new(ranks: Arc<RankEntries>, clock: Clock) -> Self {
-        Self { ranks, clock }
+    pub(crate) fn new(
+        ranks: Arc<RankEntries>,
+        clock: Clock,
+        exclusions: Arc<Published<Exclusions>>,
+        health: Arc<Strand<HealthActor>>,
+    ) -> Self {
+        Self { ranks, clock, exclusions, health }
+    }
+
+    fn publish(&self, entry: &RankEntry, reading: EngineReading) {
+        let was_emptied = entry.engine_load.sleep() == Some(EngineSleep::Emptied);
+        entry.engine_load.publish(&EngineLoad { reading, at: self.clock.now() });
+        if reading.sleep == Some(EngineSleep::Emptied) && !was_emptied {
+            entry.source.emptied();
+        }
+        let is_asleep = reading.sleep > Some(EngineSleep::Awake);
+        if is_asleep != self.exclusions.get().asleep.contains(&entry.rank) {
+            self.health.tell(HealthMsg::MembersChanged);
+        }
     }
 }
 
@@ -58,10 +80,9 @@ impl ActorState for EngineLoads {
     fn step(&mut self, msg: EngineLoadMsg) -> Option<Nothing> {
         match msg {
             EngineLoadMsg::Reported { worker, readings, polled_at } => {
-                let at = self.clock.now();
                 for entry in self.ranks.of_worker(worker).iter().filter(|entry| entry.since <= polled_at) {
                     if let Some((_, reading)) = readings.iter().find(|(rank, _)| *rank == entry.rank.rank) {
-                        entry.engine_load.publish(&EngineLoad { reading: *reading, at });
+                        self.publish(entry, *reading);
                     }
                 }
             }

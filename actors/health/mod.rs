@@ -25,13 +25,14 @@ use crate::actors::views::fleet::Fleet;
 use crate::actors::views::published::Published;
 use crate::actors::views::rank::{RankEntries, RankEntry};
 use crate::config::RouterConfig;
+use crate::engine_load::EngineSleep;
 use crate::health::{Cause, Exclusions, HealthChange, HealthInput, HealthRules, Member, Monitor, Outcome, RankHealth};
 use crate::protocol::{Timestamp, WorkerId, WorkerRank};
 use crate::select::RankConditions;
 
 /// Messages to the health actor.
 pub(crate) enum HealthMsg {
-    /// The ranks or the embedder's rank conditions have changed.
+    /// The ranks, the embedder's rank conditions, or the sleep of an engine have changed.
     MembersChanged,
     /// Result of a probe.
     #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "sent by probes only"))]
@@ -168,8 +169,16 @@ impl HealthActor {
     }
 
     fn on_members_changed(&mut self, replies: &mut HealthReplies) {
+        if self.dependencies.ranks.all().iter().any(|entry| is_asleep(entry)) {
+            return self.read_members(replies);
+        }
         self.behind = true;
         self.step_monitor(HealthInput::Wake, replies);
+    }
+
+    fn read_members(&mut self, replies: &mut HealthReplies) {
+        self.behind = false;
+        self.step_monitor(HealthInput::Members(self.members()), replies);
     }
 
     fn on_outcome(
@@ -185,8 +194,7 @@ impl HealthActor {
     }
 
     fn on_report(&mut self, answer: oneshot::Sender<Vec<RankHealth>>, replies: &mut HealthReplies) {
-        self.behind = false;
-        self.step_monitor(HealthInput::Members(self.members()), replies);
+        self.read_members(replies);
         replies.report = Some((answer, self.monitor.report()));
     }
 
@@ -195,16 +203,22 @@ impl HealthActor {
         let conditions = self.dependencies.conditions.get();
         let mut entries = self.dependencies.ranks.all();
         entries.sort_by_key(|entry| entry.since); // of two entries of a rank, the older one is retiring
-        let incarnations: BTreeMap<WorkerRank, u64> =
-            entries.iter().map(|entry| (entry.rank, entry.incarnation())).collect();
+        let entries: BTreeMap<WorkerRank, Arc<RankEntry>> =
+            entries.into_iter().map(|entry| (entry.rank, entry)).collect();
         let workers = self.dependencies.fleet.workers();
         let ranks = workers.iter().flat_map(|worker| worker.ranks.iter().map(|rank| (*rank, !worker.takes_requests())));
         let member = |(rank, is_closed): (WorkerRank, bool)| {
             let available = !is_closed && !conditions.unavailable.contains(&rank);
-            Some((rank, Member { incarnation: *incarnations.get(&rank)?, available }))
+            let entry = entries.get(&rank)?;
+            let asleep = is_asleep(entry);
+            Some((rank, Member { incarnation: entry.incarnation(), available, asleep }))
         };
         ranks.filter_map(member).collect()
     }
+}
+
+fn is_asleep(entry: &RankEntry) -> bool {
+    entry.engine_load.sleep() > Some(EngineSleep::Awake)
 }
 
 impl ActorState for HealthActor {

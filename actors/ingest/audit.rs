@@ -35,6 +35,7 @@ impl Reader {
                 return None;
             }
             let is_comparable = self.shell.source().state() == StreamState::Live && self.shell.source().is_caught_up();
+            let is_comparable = is_comparable && !self.is_emptied;
             let position = self.shell.source().position().filter(|_| is_comparable);
             let (Some(position), Some(digest)) = (position, self.index_digest().await) else {
                 self.auditor.audit.postpone(now);

@@ -66,6 +66,7 @@ pub(super) async fn read(job: Job) {
         entry,
         reported_size: None,
         shown_degradation: None,
+        is_emptied: false,
         unwell_since: None,
     };
     if !reader.restore().await {
@@ -94,6 +95,11 @@ pub(super) async fn read(job: Job) {
                 IngestInput::Tick
             }
             () = cell.source.served() => IngestInput::Served,
+            () = cell.source.once_emptied() => {
+                reader.is_emptied = true;
+                reader.drop_blocks().await;
+                IngestInput::Tick
+            }
             () = sleep(tick.into_iter().chain(audit).min()) => IngestInput::Tick,
         };
         if input == IngestInput::Disconnected {
@@ -137,6 +143,8 @@ pub(super) struct Reader {
     /// Block size of the events, as the supervisor knows it.
     reported_size: Option<u32>,
     shown_degradation: Option<DegradationReason>,
+    /// Whether the engine has discarded its cache and has published nothing since.
+    pub(super) is_emptied: bool,
     /// Time of the last degradation of the source, until it is trusted again.
     unwell_since: Option<Timestamp>,
 }
@@ -287,6 +295,7 @@ impl Reader {
 
     async fn apply_message(&mut self, sequence: u64, events: Vec<RouterEvent>) {
         let audited = if self.auditor.audit.is_running() { events.clone() } else { Vec::new() };
+        self.is_emptied = false;
         if !events.is_empty() {
             self.apply(events).await;
         }

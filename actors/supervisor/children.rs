@@ -132,8 +132,9 @@ impl SupervisorState {
     pub(super) async fn start_engine_loads(&mut self) -> Result<(), ActorProcessingErr> {
         let strand = Arc::clone(&self.dependencies.strands.engine_loads);
         let actor = self.spawn(&strand, Child::EngineLoads).await?;
-        let (ranks, clock) = (Arc::clone(&self.dependencies.views.ranks), self.dependencies.clock);
-        strand.open(actor, || EngineLoads::new(ranks, clock));
+        let SupervisorDependencies { clock, views, strands, .. } = &self.dependencies;
+        let (ranks, exclusions) = (Arc::clone(&views.ranks), Arc::clone(&views.exclusions));
+        strand.open(actor, || EngineLoads::new(ranks, *clock, exclusions, Arc::clone(&strands.health)));
         Ok(())
     }
 

@@ -176,12 +176,13 @@ pub(crate) const INSTRUMENTS: &[Instrument] = &[
         &["cause"],
         "Unusable load reports: a failed `request`, an `empty` page, an invalid `value`, an invalid `message`.",
     ),
+    gauge("pointsman_asleep_ranks", Unit::Count, &[], "Ranks whose engine sleeps."),
     gauge("pointsman_ejected_ranks", Unit::Count, &[], "Ranks ejected for health."),
     gauge(
         "pointsman_eligible_ranks",
         Unit::Count,
         &[],
-        "Ranks that can serve: neither draining, unavailable nor ejected.",
+        "Ranks that can serve: neither draining, asleep, unavailable nor ejected.",
     ),
     gauge("pointsman_refusing_ranks", Unit::Count, &[], "Ranks in a back-off after refused requests."),
     counter(

@@ -142,6 +142,9 @@ pub(crate) struct SourceCell {
     /// Notified at that prompt.
     #[cfg(feature = "zmq")]
     served: tokio::sync::Notify,
+    /// Notified when the engine has discarded its cache without an event.
+    #[cfg(feature = "zmq")]
+    emptied: tokio::sync::Notify,
     /// Locked by the reader task, so that its successor does not overtake events still in its hands.
     #[cfg(feature = "zmq")]
     reader: tokio::sync::Mutex<()>,
@@ -171,6 +174,8 @@ impl SourceCell {
             #[cfg(feature = "zmq")]
             served: tokio::sync::Notify::new(),
             #[cfg(feature = "zmq")]
+            emptied: tokio::sync::Notify::new(),
+            #[cfg(feature = "zmq")]
             reader: tokio::sync::Mutex::new(()),
         }
     }
@@ -198,6 +203,12 @@ impl SourceCell {
         if self.awaits_served.load(Ordering::Relaxed) && self.awaits_served.swap(false, Ordering::Relaxed) {
             self.served.notify_one();
         }
+    }
+
+    /// The engine has discarded its cache, and publishes that with its next step only.
+    pub(crate) fn emptied(&self) {
+        #[cfg(feature = "zmq")]
+        self.emptied.notify_one();
     }
 
     /// Whether the engine has served prompts but its events are not read.
@@ -300,6 +311,11 @@ impl SourceCell {
     /// Waits until the engine has served a prompt, if that is awaited.
     pub(crate) async fn served(&self) {
         self.served.notified().await;
+    }
+
+    /// Waits until the engine has discarded its cache.
+    pub(crate) async fn once_emptied(&self) {
+        self.emptied.notified().await;
     }
 
     pub(crate) fn set_caught_up(&self, caught_up: bool) {

@@ -105,6 +105,7 @@ impl Views {
         let members = workers.iter().filter(|worker| worker.takes_requests()).flat_map(|worker| &worker.ranks);
         let reachable =
             members.filter(|rank| !conditions.unavailable.contains(rank) && !exclusions.down.contains(rank));
+        let reachable = reachable.filter(|rank| !exclusions.asleep.contains(rank));
         let healthy = reachable.clone().filter(|rank| !exclusions.ejected.contains(rank)).count();
         // If all reachable ranks are ejected they serve nevertheless.
         if healthy > 0 { healthy } else { reachable.count() }

@@ -8,6 +8,7 @@ mod demo_gateway;
 mod admin;
 mod admin_undo;
 mod alerts;
+mod asleep;
 mod audits;
 mod block_sizes;
 mod check_config;

@@ -60,7 +60,8 @@ impl Stat {
         // A capacity of 0 means unknown.
         let kv_usage = tokens.zip(tokens_max).filter(|(used, there)| *used >= 0.0 && *there > 0.0);
         let kv_usage = kv_usage.map(|(used, there)| (used / there).min(1.0)).filter(|usage| usage.is_finite());
-        EngineReading { running: running.and_then(count), waiting: waiting.and_then(count), kv_usage }
+        let (running, waiting) = (running.and_then(count), waiting.and_then(count));
+        EngineReading { running, waiting, kv_usage, sleep: None }
     }
 }
 

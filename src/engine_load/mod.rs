@@ -30,6 +30,19 @@ pub struct EngineReading {
     pub waiting: Option<u32>,
     /// Used share of the KV cache, in [0, 1].
     pub kv_usage: Option<f64>,
+    /// Sleep of the engine.
+    pub sleep: Option<EngineSleep>,
+}
+
+/// Sleep of an engine, which then computes nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum EngineSleep {
+    /// It computes.
+    Awake,
+    /// It is paused, and keeps its cache.
+    Paused,
+    /// It has also discarded its cache.
+    Emptied,
 }
 
 impl EngineReading {
@@ -47,7 +60,8 @@ impl EngineReading {
             (Some(one), Some(another)) => Some(one.max(another)),
             (one, another) => one.or(another),
         };
-        Self { running: self.running.max(other.running), waiting: self.waiting.max(other.waiting), kv_usage }
+        let (running, waiting) = (self.running.max(other.running), self.waiting.max(other.waiting));
+        Self { running, waiting, kv_usage, sleep: self.sleep.max(other.sleep) }
     }
 }
 
@@ -64,7 +78,7 @@ impl EngineLoad {
     /// The load at `now`; stale from age `stale_after` on.
     #[must_use]
     pub fn fact(&self, now: Timestamp, stale_after: Duration) -> EngineLoadFact {
-        let EngineReading { running, waiting, kv_usage } = self.reading;
+        let EngineReading { running, waiting, kv_usage, sleep: _ } = self.reading;
         let age = now.since(self.at);
         EngineLoadFact { running, waiting, kv_usage, age, is_stale: age >= stale_after }
     }

@@ -1,10 +1,10 @@
 //! Parser for the load metrics on an engine's Prometheus page.
 //!
-//! Reads the text format line by line, for seven metric names of vLLM and SGLang. An invalid line is skipped.
+//! Reads the text format line by line, for eight metric names of vLLM and SGLang. An invalid line is skipped.
 
 use std::collections::BTreeMap;
 
-use super::{EngineReading, count, share};
+use super::{EngineReading, EngineSleep, count, share};
 use crate::protocol::WorkerConfig;
 
 /// Maximum page size in bytes.
@@ -50,7 +50,7 @@ impl Page {
 pub fn read_page(text: &str) -> Page {
     let mut page = Page::default();
     for series in series(text) {
-        let Some((field, label)) = load_field(series.name) else { continue };
+        let Some((field, label)) = load_field(&series) else { continue };
         match series.rank_and_value(label).and_then(|(rank, value)| Some((rank, reading(field, value)?))) {
             Some((rank, reading)) if page.ranks.len() < WorkerConfig::RANKS_MAX as usize => {
                 let known = page.ranks.entry(rank).or_default();
@@ -67,16 +67,23 @@ enum LoadField {
     Running,
     Waiting,
     KvUsage,
+    IsAwake,
+    HasDiscarded,
 }
 
 /// The value that a metric contains, and its rank label.
-fn load_field(name: &str) -> Option<(LoadField, &'static str)> {
-    let (engine, metric) = name.split_once(':')?;
+fn load_field(series: &PageSeries<'_>) -> Option<(LoadField, &'static str)> {
+    let (engine, metric) = series.name.split_once(':')?;
     match (engine, metric) {
         ("vllm", "num_requests_running") => Some((LoadField::Running, "engine")),
         ("vllm", "num_requests_waiting") => Some((LoadField::Waiting, "engine")),
         // Name before 0.10; a page has one of the two.
         ("vllm", "kv_cache_usage_perc" | "gpu_cache_usage_perc") => Some((LoadField::KvUsage, "engine")),
+        // One series for each state. Labels escape quotes, so no other label has this text.
+        ("vllm", "engine_sleep_state") if series.rest.contains("sleep_state=\"awake\"") => {
+            Some((LoadField::IsAwake, "engine"))
+        }
+        ("vllm", "engine_sleep_state") => Some((LoadField::HasDiscarded, "engine")),
         ("sglang", "num_running_reqs") => Some((LoadField::Running, "dp_rank")),
         ("sglang", "num_queue_reqs") => Some((LoadField::Waiting, "dp_rank")),
         ("sglang", "token_usage") => Some((LoadField::KvUsage, "dp_rank")),
@@ -90,6 +97,12 @@ fn reading(field: LoadField, value: f64) -> Option<EngineReading> {
         LoadField::Running => EngineReading { running: Some(count(value)?), ..nothing },
         LoadField::Waiting => EngineReading { waiting: Some(count(value)?), ..nothing },
         LoadField::KvUsage => EngineReading { kv_usage: Some(share(value)?), ..nothing },
+        LoadField::IsAwake if share(value)? > 0.0 => EngineReading { sleep: Some(EngineSleep::Awake), ..nothing },
+        LoadField::IsAwake => EngineReading { sleep: Some(EngineSleep::Paused), ..nothing },
+        LoadField::HasDiscarded if share(value)? > 0.0 => {
+            EngineReading { sleep: Some(EngineSleep::Emptied), ..nothing }
+        }
+        LoadField::HasDiscarded => nothing,
     })
 }
 

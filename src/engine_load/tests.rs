@@ -44,6 +44,30 @@ fn sglang_page_is_parsed_with_and_without_ranks() {
     assert_eq!(of_ranks(two, 0, 2), [(0, None, Some(3), None), (1, None, Some(5), None)], "processes of one rank");
 }
 
+/// Names and values of vLLM 0.33.
+#[test]
+fn sleep_is_read_by_state() {
+    let page = |awake: u8, offloaded: u8, discarded: u8| {
+        let series = |state, value| {
+            format!("vllm:engine_sleep_state{{engine=\"0\",model_name=\"m\",sleep_state=\"{state}\"}} {value}.0\n")
+        };
+        series("awake", awake) + &series("weights_offloaded", offloaded) + &series("discard_all", discarded)
+    };
+    let sleep = |page: &str| read_page(page).of_ranks(0, 1).next().and_then(|(_, reading)| reading.sleep);
+    assert_eq!(sleep(&page(1, 0, 0)), Some(EngineSleep::Awake));
+    assert_eq!(sleep(&page(0, 0, 0)), Some(EngineSleep::Paused));
+    assert_eq!(sleep(&page(0, 1, 0)), Some(EngineSleep::Emptied));
+    assert_eq!(sleep(&page(0, 0, 1)), Some(EngineSleep::Emptied));
+    assert_eq!(sleep(VLLM), None);
+    let cell = EngineLoadCell::default();
+    for sleep in [EngineSleep::Paused, EngineSleep::Emptied, EngineSleep::Awake] {
+        let load =
+            EngineLoad { reading: EngineReading { sleep: Some(sleep), ..EngineReading::default() }, at: Timestamp(1) };
+        cell.publish(&load);
+        assert_eq!((cell.read(), cell.sleep()), (Some(load), Some(sleep)));
+    }
+}
+
 #[test]
 fn single_rank_may_have_any_number() {
     assert_eq!(of_ranks("vllm:num_requests_running{engine=\"5\"} 1", 0, 1), [(0, Some(1), None, None)]);
@@ -77,7 +101,7 @@ fn number_of_ranks_on_a_page_is_limited() {
 
 #[test]
 fn stat_is_parsed_as_array_and_as_map() {
-    let all = EngineReading { running: Some(300), waiting: Some(2), kv_usage: Some(0.5) };
+    let all = EngineReading { running: Some(300), waiting: Some(2), kv_usage: Some(0.5), sleep: None };
     // ["LoadStat", 300, 2, 50, 100, 1]; a longer one; one without tag and rank.
     for payload in [
         b"\x96\xa8LoadStat\xcd\x01\x2c\x02\x32\x64\x01".as_slice(),
@@ -94,7 +118,7 @@ fn stat_is_parsed_as_array_and_as_map() {
 
 #[test]
 fn unknown_values_of_a_stat_are_omitted() {
-    let unknown = EngineReading { running: Some(1), waiting: None, kv_usage: None };
+    let unknown = EngineReading { running: Some(1), ..EngineReading::default() };
     for payload in [
         b"\x95\xa8LoadStat\x01\xff\x32\x00".as_slice(), // negative count, no capacity
         b"\x95\xa8LoadStat\x01\xc0\xc0\xc0",            // nil
@@ -129,7 +153,7 @@ fn invalid_payloads_are_rejected() {
 fn limits_apply_to_known_and_fresh_values() {
     let limits = EngineLimits { waiting: Some(4), kv_usage: Some(0.9), stale_after: Duration::from_nanos(100) };
     let exceeds = |waiting, kv_usage, now| {
-        let reading = EngineReading { running: None, waiting, kv_usage };
+        let reading = EngineReading { running: None, waiting, kv_usage, sleep: None };
         limits.exceeded_by(&EngineLoad { reading, at: Timestamp(0) }, Timestamp(now))
     };
     assert!(exceeds(Some(5), None, 0) && exceeds(None, Some(0.91), 99));

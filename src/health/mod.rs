@@ -6,6 +6,7 @@
 //! - *ejected on suspicion*: requests fail in another way. Not selected. Neither the last serving rank nor more than a
 //!   configured share of all ranks is ejected on suspicion; a rank beyond that limit remains in service as *suspected*.
 //! - *refusing*: the rank has recently refused a request. Selected after ranks that do not, until a back-off ends.
+//! - *asleep*: the engine has reported that it sleeps. Never selected; requests may wait for it.
 //!
 //! Each of these states ends: by time, by successful probes, by an answered request, or when probing stops. Without
 //! failures nothing is computed. Pure: `now` is an argument. Embedders report request outcomes, `actors/health`
@@ -173,13 +174,15 @@ pub struct Exclusions {
     pub down: BTreeSet<WorkerRank>,
     /// Refusing: in a back-off after refused requests. Selected after other ranks.
     pub refusing: BTreeSet<WorkerRank>,
+    /// Asleep, as reported by the engine. Not selected.
+    pub asleep: BTreeSet<WorkerRank>,
 }
 
 impl Exclusions {
     /// Whether no rank is excluded.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.ejected.is_empty() && self.down.is_empty() && self.refusing.is_empty()
+        self.ejected.is_empty() && self.down.is_empty() && self.refusing.is_empty() && self.asleep.is_empty()
     }
 
     /// Whether the rank is out of service: ejected on suspicion, or down.
@@ -199,7 +202,7 @@ impl Exclusions {
     }
 
     fn retain(&mut self, keep: impl Fn(WorkerRank) -> bool) {
-        for ranks in [&mut self.ejected, &mut self.down, &mut self.refusing] {
+        for ranks in [&mut self.ejected, &mut self.down, &mut self.refusing, &mut self.asleep] {
             ranks.retain(|rank| keep(*rank));
         }
     }
@@ -219,6 +222,8 @@ pub enum HealthState {
         #[serde(rename = "until_seconds", serialize_with = "crate::protocol::timestamp_seconds::serialize")]
         until: Timestamp,
     },
+    /// Its engine has reported that it sleeps.
+    Asleep,
     /// Out of service: ejected on suspicion, or down.
     Ejected {
         /// End of the ejection; `None` if it depends on probes.
@@ -243,6 +248,7 @@ impl fmt::Display for RankHealth {
         let Self { rank, state, reason } = self;
         match state {
             HealthState::Healthy => write!(f, "{rank} is healthy"),
+            HealthState::Asleep => write!(f, "{rank} is asleep: {reason}"),
             HealthState::Suspected => write!(f, "{rank} is suspected and kept as the last eligible rank: {reason}"),
             HealthState::Refusing { until } => {
                 let seconds = until.since(Timestamp::default()).as_secs_f64();

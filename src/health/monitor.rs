@@ -62,7 +62,7 @@ pub enum HealthChange {
 ///
 /// let mut monitor = Monitor::new(HealthRules::of(&RouterConfig::default()));
 /// let ranks = [1, 2].map(|worker| WorkerRank::new(WorkerId(worker), 0));
-/// let member = Member { incarnation: 0, available: true };
+/// let member = Member { incarnation: 0, available: true, asleep: false };
 /// monitor.step(HealthInput::Members(ranks.map(|rank| (rank, member)).into()), Timestamp(0), &mut Vec::new());
 /// for _ in 0..5 {
 ///     let failed = HealthInput::Outcome { rank: ranks[0], incarnation: 0, outcome: Outcome::Timeout, began: None };
@@ -142,6 +142,7 @@ impl Monitor {
             return HealthState::Ejected { until: known.sentence.filter(|_| !self.is_probed_down(rank.worker)) };
         }
         match (known.wanted_since, known.refusals.until) {
+            _ if known.member.asleep => HealthState::Asleep,
             (Some(_), _) => HealthState::Suspected,
             (None, Some(until)) => HealthState::Refusing { until },
             (None, None) => HealthState::Healthy,
@@ -160,7 +161,8 @@ impl Monitor {
         let refusals = known.refusals.until.filter(|_| known.sentence.is_none());
         let refusals =
             refusals.map(|_| format!("back-off {} in a row after refused requests", known.refusals.in_a_row));
-        [probe, outcomes, refusals].into_iter().flatten().collect::<Vec<_>>().join("; ")
+        let sleep = known.member.asleep.then(|| "its engine reports that it sleeps".to_owned());
+        [sleep, probe, outcomes, refusals].into_iter().flatten().collect::<Vec<_>>().join("; ")
     }
 
     fn on_members(&mut self, members: BTreeMap<WorkerRank, Member>, now: Timestamp) -> bool {
@@ -300,6 +302,7 @@ impl Monitor {
         self.probes.retain(|_, probe| !probe.down || now.since(probe.heard_at) < stale);
         self.exclusions.down.clear();
         self.exclusions.refusing.clear();
+        self.exclusions.asleep.clear();
         for (rank, known) in &mut self.ranks {
             known.expire(now);
             let is_probed_down = self.probes.get(&rank.worker).is_some_and(|probe| probe.down);
@@ -312,6 +315,9 @@ impl Monitor {
             }
             if known.refusals.until.is_some() {
                 self.exclusions.refusing.insert(*rank);
+            }
+            if known.member.asleep {
+                self.exclusions.asleep.insert(*rank);
             }
         }
         let ranks = &self.ranks;
@@ -374,11 +380,11 @@ impl Monitor {
     }
 
     fn serves(&self, rank: WorkerRank, known: &RankRecord) -> bool {
-        known.member.available && !self.exclusions.has_ejected(rank)
+        known.could_serve() && !self.exclusions.has_ejected(rank)
     }
 
     fn is_available(&self, rank: WorkerRank) -> bool {
-        self.ranks.get(&rank).is_some_and(|known| known.member.available)
+        self.ranks.get(&rank).is_some_and(RankRecord::could_serve)
     }
 
     /// The ejected rank to return because of the current limits: the one ejected longest.
@@ -396,11 +402,11 @@ impl Monitor {
     /// # Errors
     /// A description of the violated guarantee.
     pub fn check_invariants(&self) -> Result<(), String> {
-        let Exclusions { ejected, down, refusing } = &self.exclusions;
+        let Exclusions { ejected, down, refusing, asleep: _ } = &self.exclusions;
         if ejected.len() > self.ejected_max() {
             return Err(format!("{} are ejected on suspicion, at most {} may be", ejected.len(), self.ejected_max()));
         }
-        let could = |(rank, known): (&WorkerRank, &RankRecord)| known.member.available && !down.contains(rank);
+        let could = |(rank, known): (&WorkerRank, &RankRecord)| known.could_serve() && !down.contains(rank);
         if self.serving() == 0 && self.ranks.iter().any(could) {
             return Err("no rank in service although one is eligible".to_owned());
         }

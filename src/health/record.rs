@@ -14,6 +14,8 @@ pub struct Member {
     pub incarnation: u64,
     /// Whether the rank could serve apart from its health: not drained, and not excluded by other conditions.
     pub available: bool,
+    /// Whether its engine sleeps.
+    pub asleep: bool,
 }
 
 /// Results of the requests on one rank.
@@ -84,6 +86,11 @@ impl Refusals {
 }
 
 impl RankRecord {
+    /// Whether it could serve apart from failures.
+    pub(super) fn could_serve(&self) -> bool {
+        self.member.available && !self.member.asleep
+    }
+
     pub(super) fn new(member: Member, now: Timestamp) -> Self {
         Self {
             member,

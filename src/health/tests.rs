@@ -33,7 +33,9 @@ struct Pool {
 
 impl Pool {
     fn new(rules: HealthRules, ranks: u64) -> Self {
-        let members = (0..ranks).map(|worker| (rank(worker), Member { incarnation: 0, available: true })).collect();
+        let members = (0..ranks)
+            .map(|worker| (rank(worker), Member { incarnation: 0, available: true, asleep: false }))
+            .collect();
         let mut pool = Self { monitor: Monitor::new(rules), members, changes: Vec::new() };
         pool.tell_members(at(0));
         pool
@@ -149,7 +151,7 @@ fn outcomes_during_an_ejection_are_ignored() {
 #[test]
 fn failed_probes_eject_all_ranks_of_an_engine_until_enough_succeed() {
     let mut pool = Pool::new(RULES, 4);
-    pool.members.insert(WorkerRank::new(WorkerId(0), 1), Member { incarnation: 0, available: true });
+    pool.members.insert(WorkerRank::new(WorkerId(0), 1), Member { incarnation: 0, available: true, asleep: false });
     pool.tell_members(at(0));
     pool.probe(0, false, at(1));
     pool.probe(0, false, at(6));
@@ -206,7 +208,7 @@ fn new_incarnation_starts_healthy() {
     let mut pool = Pool::new(RULES, 2);
     pool.fail(0, 5, at(1));
     (0..3).for_each(|n| pool.probe(0, false, at(n)));
-    pool.set(0, Member { incarnation: 1, available: true }, at(2));
+    pool.set(0, Member { incarnation: 1, available: true, asleep: false }, at(2));
     assert_eq!((pool.ejected(), pool.of(0).state), (vec![], HealthState::Healthy));
     let late = HealthInput::Outcome { rank: rank(0), incarnation: 0, outcome: Outcome::Timeout, began: None };
     (0..9).for_each(|_| pool.step(late.clone(), at(3)));
@@ -370,6 +372,8 @@ enum Act {
     Unreachable(u64),
     Probe(u64, bool),
     Available(u64, bool),
+    /// The engine falls asleep or wakes up.
+    Sleep(u64, bool),
     Join(u64),
     Leave(u64),
     Pass(u64),
@@ -394,6 +398,7 @@ fn acts() -> impl Strategy<Value = Act> {
         4 => (0..9u64).prop_map(Act::Unreachable),
         6 => (0..9u64, prop::bool::weighted(0.3)).prop_map(|(worker, well)| Act::Probe(worker, well)),
         2 => (0..9u64, any::<bool>()).prop_map(|(worker, available)| Act::Available(worker, available)),
+        2 => (0..9u64, any::<bool>()).prop_map(|(worker, asleep)| Act::Sleep(worker, asleep)),
         1 => (0..9u64).prop_map(Act::Join),
         1 => (0..9u64).prop_map(Act::Leave),
         3 => (0..40u64).prop_map(Act::Pass),
@@ -429,9 +434,12 @@ proptest! {
                 Act::Available(worker, available) => if let Some(&known) = pool.members.get(&rank(worker)) {
                     pool.set(worker, Member { available, ..known }, at(now));
                 },
+                Act::Sleep(worker, asleep) => if let Some(&known) = pool.members.get(&rank(worker)) {
+                    pool.set(worker, Member { asleep, ..known }, at(now));
+                },
                 Act::Join(worker) => {
                     incarnation += 1;
-                    pool.set(worker, Member { incarnation, available: true }, at(now));
+                    pool.set(worker, Member { incarnation, available: true, asleep: false }, at(now));
                 }
                 Act::Leave(worker) => {
                     pool.members.remove(&rank(worker));
@@ -445,10 +453,14 @@ proptest! {
             let (ejected, ranks) = (pool.monitor.exclusions().ejected.len(), pool.members.len());
             let allowed = if share > 0.0 && ranks > 1 { ((ranks as f64 * share) as usize).clamp(1, ranks - 1) } else { 0 };
             prop_assert!(ejected <= allowed, "{ejected} of {ranks} at {share}");
+            let asleep = pool.members.iter().filter(|(_, member)| member.asleep).map(|(rank, _)| *rank);
+            prop_assert_eq!(&pool.monitor.exclusions().asleep, &asleep.collect());
             for row in pool.monitor.report() {
                 prop_assert_eq!(row.reason.is_empty(), row.state == HealthState::Healthy, "{}", row);
             }
         }
+        pool.members.values_mut().for_each(|member| member.asleep = false);
+        pool.tell_members(at(now));
         // After the faults only ticks are sent, when the monitor requires them.
         let mut steps = 0;
         while let Some(at) = pool.monitor.next_wake() {

@@ -175,8 +175,8 @@ impl<T> Schedule<T> {
         if open > 0 {
             return self.admit_in_turn(pending, class, open, loads, effects);
         }
-        // Only busy ranks justify waiting; every other reason is reported immediately.
-        if !self.eligibility.has(Filter::Busy) {
+        // Only busy and sleeping ranks justify waiting; every other reason is reported immediately.
+        if !self.eligibility.waits() {
             return Some(pending);
         }
         let case = self.active.case(&self.pool, &pending, 0, loads);

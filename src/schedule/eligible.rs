@@ -123,6 +123,11 @@ impl Eligibility {
         self.all_open.map_or_else(may_open, |ranks| ranks > 0)
     }
 
+    /// Whether a request without an eligible rank waits for one: all are busy, or sleep.
+    pub(super) fn waits(&self) -> bool {
+        self.has(Filter::Busy) || self.has(Filter::Asleep) && !self.has(Filter::Overloaded)
+    }
+
     pub(super) fn has(&self, filter: Filter) -> bool {
         self.refused_by.contains(&Some(filter))
     }
@@ -221,6 +226,7 @@ impl Rules {
         if !good {
             eligibility.refuse(Filter::Unavailable, |position| statuses[position].unavailable);
             eligibility.refuse(Filter::Draining, |position| statuses[position].draining);
+            eligibility.refuse(Filter::Asleep, |position| statuses[position].asleep);
             // Before the session filter: a down rank keeps no session.
             eligibility.restrict(Filter::Unavailable, |position| !statuses[position].down);
         }
@@ -269,7 +275,8 @@ impl Rules {
         let (rank, status) = (&ranks.as_slice()[position], ranks.statuses()[position]);
         let busy = inputs.class.and_then(|class| self.busy.get(class.0 as usize));
         let refused = options.constraints.refused_by(rank.rank, &rank.about.traits).is_some();
-        let restricted = status.unavailable || status.draining || status.overloaded || status.engine_overloaded;
+        let restricted = status.unavailable || status.draining || status.asleep;
+        let restricted = restricted || status.overloaded || status.engine_overloaded;
         let loaded = self.is_overloaded(rank) || busy.is_some_and(|limits| limits.exceeded_by(rank));
         let accepted =
             self.filters.is_empty() || self.filters.accept(&self.request_facts(&inputs), rank.rank, &rank.about.traits);

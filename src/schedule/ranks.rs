@@ -183,9 +183,10 @@ impl Ranks {
 
     fn apply_conditions(&mut self) {
         let reachable = |rank: &Rank| !self.conditions.unavailable.contains(&rank.rank);
-        let Exclusions { ejected, down, refusing } = &*self.exclusions;
+        let Exclusions { ejected, down, refusing, asleep } = &*self.exclusions;
         let serves = |(rank, status): (&Rank, &RankStatus)| {
-            reachable(rank) && !status.draining && !self.exclusions.has_ejected(rank.rank)
+            let is_out = self.exclusions.has_ejected(rank.rank) || asleep.contains(&rank.rank);
+            reachable(rank) && !status.draining && !is_out
         };
         // If only ejected ranks are left, they serve until the health actor has reacted.
         let others_serve = !ejected.is_empty() && self.all.iter().zip(&self.statuses).any(serves);
@@ -194,6 +195,8 @@ impl Ranks {
             status.unavailable = !reachable(rank) || others_serve && ejected.contains(&rank.rank);
             status.down = down.contains(&rank.rank);
             status.refusing = refusing.contains(&rank.rank);
+            let was_asleep = std::mem::replace(&mut status.asleep, asleep.contains(&rank.rank));
+            self.eased |= was_asleep && !status.asleep;
         }
         self.look_for_trouble();
     }

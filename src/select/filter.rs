@@ -248,6 +248,8 @@ pub enum Filter {
     Unavailable,
     /// Draining.
     Draining,
+    /// Its engine sleeps.
+    Asleep,
     /// Its sequence actor timed out on a load query while others responded.
     Unresponsive,
     /// It has just refused requests while others have not.
@@ -264,7 +266,7 @@ pub enum Filter {
 
 impl Filter {
     /// All filters, in order of evaluation.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Allowed,
         Self::Excluded,
         Self::Pin,
@@ -272,6 +274,7 @@ impl Filter {
         Self::Custom,
         Self::Unavailable,
         Self::Draining,
+        Self::Asleep,
         Self::Unresponsive,
         Self::Refusing,
         Self::Lora,
@@ -291,6 +294,7 @@ impl Filter {
             Self::Custom => "refused by a custom filter",
             Self::Unavailable => "unavailable",
             Self::Draining => "draining",
+            Self::Asleep => "asleep",
             Self::Unresponsive => "unresponsive",
             Self::Refusing => "refusing requests",
             Self::Lora => "without the LoRA adapter",
@@ -304,7 +308,13 @@ impl Filter {
     #[must_use]
     pub fn passes(self) -> bool {
         match self {
-            Self::Unresponsive | Self::Refusing | Self::Lora | Self::Overloaded | Self::Busy | Self::Targets => true,
+            Self::Asleep
+            | Self::Unresponsive
+            | Self::Refusing
+            | Self::Lora
+            | Self::Overloaded
+            | Self::Busy
+            | Self::Targets => true,
             Self::Allowed
             | Self::Excluded
             | Self::Pin

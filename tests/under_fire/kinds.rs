@@ -164,7 +164,7 @@ impl World {
         router.record_routing_decision(query(), rank(1)).await.expect("known");
         router.rank_health().await.expect("up");
         router.report_outcome(rank(2), Outcome::ConnectFailed);
-        router.report_engine_load(rank(0), EngineReading { running: Some(1), waiting: None, kv_usage: None });
+        router.report_engine_load(rank(0), EngineReading { running: Some(1), ..EngineReading::default() });
         let unavailable = BTreeSet::from([rank(1)]);
         router.set_conditions(RankConditions { unavailable, ..RankConditions::default() }).await.expect("up");
         router.set_conditions(RankConditions::default()).await.expect("up");

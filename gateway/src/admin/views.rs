@@ -91,6 +91,7 @@ pub(super) fn ranks_of(ranks: &BTreeSet<WorkerRank>) -> Vec<Value> {
 pub(super) fn health(health: &RankHealth, now: Timestamp) -> Value {
     let (state, until) = match health.state {
         HealthState::Healthy => ("healthy", None),
+        HealthState::Asleep => ("asleep", None),
         HealthState::Suspected => ("suspected", None),
         HealthState::Refusing { until } => ("refusing", Some(until)),
         HealthState::Ejected { until } => ("ejected", until),

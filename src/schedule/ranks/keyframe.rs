@@ -23,7 +23,7 @@ impl Ranks {
         self.touched.iter().for_each(|slot| put_number(to, slot.0.into()));
         put_number(to, self.all.len() as u64);
         for (rank, status) in self.all.iter().zip(&self.statuses) {
-            to.push(status.to_bits());
+            put_number(to, status.to_bits());
             rank.put(to);
         }
     }
@@ -33,7 +33,7 @@ impl Ranks {
         self.refreshed_at = Timestamp(from.number()?);
         self.typical = read_speed(from)?;
         self.touched = from.list(|from| from.u32().map(Slot))?;
-        let ranks = from.list(|from| Some((RankStatus::from_bits(from.u8()?), Rank::read(from)?)))?;
+        let ranks = from.list(|from| Some((RankStatus::from_bits(from.number()?), Rank::read(from)?)))?;
         (self.statuses, self.all) = ranks.into_iter().unzip();
         let is_sorted = self.all.is_sorted_by(|a, b| a.rank < b.rank);
         let slots_fit = self.all.iter().all(|rank| rank.slot().index() < SLOTS_MAX);
@@ -45,14 +45,14 @@ impl Ranks {
 
     pub(crate) fn put_statuses(&self, to: &mut Vec<u8>) {
         put_number(to, self.statuses.len() as u64);
-        to.extend(self.statuses.iter().map(|status| status.to_bits()));
+        self.statuses.iter().for_each(|status| put_number(to, status.to_bits()));
     }
 
     /// Replaces the statuses, except that the own ranks keep whether they are returning: statuses may have been written
     /// after the refresh that ends a return, which the reader performs later, and with it sets the cost factor to 1. What
     /// begins a return is in keyframes. `None` if there is not one status per rank.
     pub(crate) fn read_statuses(&mut self, from: &mut Reader<'_>) -> Option<()> {
-        let statuses = from.list(|from| from.u8().map(RankStatus::from_bits))?;
+        let statuses = from.list(|from| from.number().map(RankStatus::from_bits))?;
         (statuses.len() == self.all.len()).then_some(())?;
         for (own, status) in self.statuses.iter_mut().zip(statuses) {
             *own = RankStatus { returning: own.returning, ..status };

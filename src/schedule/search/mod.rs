@@ -18,7 +18,6 @@ use super::settings::Settings;
 use super::types::Rejection;
 use crate::policy::{CostUnit, Needs, two_random};
 use crate::protocol::Slot;
-use crate::select::Filter;
 
 use kv::KvSearch;
 use table::TableSearch;
@@ -77,8 +76,8 @@ impl Search {
     pub(super) fn choose<T, V: LoadView>(&mut self, case: &Case<'_, T, V>, settle: bool, is_listed: bool) -> Choice {
         self.evaluate(case);
         if !self.eligibility.any_open() {
-            let busy = self.eligibility.has(Filter::Busy);
-            return if busy { Choice::Wait } else { case.no_choice(&self.eligibility) };
+            let waits = case.pending.class.is_some() && self.eligibility.waits();
+            return if waits { Choice::Wait } else { case.no_choice(&self.eligibility) };
         }
         if let Err(missed) = case.restrict_to_targets(&mut self.eligibility) {
             return Choice::None(Rejection::TargetsMissed(missed));

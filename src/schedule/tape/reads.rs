@@ -311,7 +311,7 @@ pub(super) fn put_time(to: &mut Vec<u8>, time: Option<Timestamp>) {
 }
 
 pub(super) fn put_engine_load(to: &mut Vec<u8>, load: Option<EngineLoad>) {
-    put_optional(to, load, |to, EngineLoad { reading: EngineReading { running, waiting, kv_usage }, at }| {
+    put_optional(to, load, |to, EngineLoad { reading: EngineReading { running, waiting, kv_usage, sleep: _ }, at }| {
         put_number(to, at.0);
         put_optional(to, running, |to, count| put_number(to, count.into()));
         put_optional(to, waiting, |to, count| put_number(to, count.into()));

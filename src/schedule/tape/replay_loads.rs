@@ -116,7 +116,7 @@ fn read_engine_load(from: &mut Reader<'_>) -> Option<Option<EngineLoad>> {
     from.optional(|from| {
         let at = Timestamp(from.number()?);
         let (running, waiting) = (from.optional(Reader::u32)?, from.optional(Reader::u32)?);
-        let reading = EngineReading { running, waiting, kv_usage: from.optional(Reader::f64)? };
+        let reading = EngineReading { running, waiting, kv_usage: from.optional(Reader::f64)?, sleep: None };
         Some(EngineLoad { reading, at })
     })
 }

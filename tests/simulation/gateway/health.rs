@@ -71,7 +71,7 @@ impl Gateway {
                 let takes = !known.draining && !known.cordoned;
                 let available = takes && !self.conditions.unavailable.contains(rank);
                 debug_assert_eq!(rank.worker, *worker);
-                members.insert(*rank, Member { incarnation: entry.incarnation(), available });
+                members.insert(*rank, Member { incarnation: entry.incarnation(), available, asleep: false });
             }
         }
         members

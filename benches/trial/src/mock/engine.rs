@@ -10,7 +10,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use thiserror::Error;
-use tokio::sync::{Mutex, oneshot};
+use tokio::sync::{Mutex, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
@@ -64,6 +64,8 @@ pub(crate) struct Engine {
     /// Held while an incarnation is being stopped.
     restarting: Mutex<()>,
     request_next: AtomicU64,
+    /// Level of the engine's sleep.
+    pub(crate) sleep: watch::Sender<Option<u8>>,
     /// Disaggregated serving, if configured.
     pub(crate) handover: Option<Arc<HandoverBoard>>,
 }
@@ -130,6 +132,7 @@ impl Engine {
             incarnation: RwLock::new(Arc::new(incarnation)),
             restarting: Mutex::new(()),
             request_next: AtomicU64::new(0),
+            sleep: watch::Sender::new(None),
             handover,
             config,
             faults,

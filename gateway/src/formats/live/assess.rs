@@ -107,6 +107,7 @@ pub fn rank(facts: &RankFacts<'_>) -> (&'static str, Vec<Problem>) {
     if let Some(RankHealth { state, reason, .. }) = facts.health {
         let (name, level) = match state {
             HealthState::Healthy => ("", Level::Ok),
+            HealthState::Asleep => ("asleep", Level::Notice),
             HealthState::Suspected => ("suspected", Level::Warning),
             HealthState::Refusing { .. } => ("refusing", Level::Warning),
             HealthState::Ejected { .. } => ("ejected", Level::Critical),

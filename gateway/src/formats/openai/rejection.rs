@@ -65,6 +65,9 @@ impl From<Rejection> for ApiError {
         let none_eligible = || no_worker("no_eligible_worker", "no worker can serve this request now");
         match rejection {
             Rejection::NoRanks => no_worker("no_workers", "the model has no workers now"),
+            Rejection::NoneEligible { removed } if removed.by(Filter::Asleep) > 0 => {
+                no_worker("no_eligible_worker", "no worker can serve this request now: engines sleep")
+            }
             Rejection::NoneEligible { .. } | Rejection::UnknownRank(_) => none_eligible(),
             Rejection::AllOverloaded { .. } => overloaded(),
             Rejection::Pinned { refused_by, .. } => match refused_by {

@@ -22,15 +22,16 @@ const HEALTH_WAIT: Duration = Duration::from_secs(1);
 /// Maximum listed causes.
 const CAUSES_MAX: usize = 8;
 
-/// Ejected ranks with their reasons.
-pub(super) async fn ejected(model: &Model) -> BTreeMap<WorkerRank, String> {
-    let Ok(Ok(report)) = timeout(HEALTH_WAIT, model.router.rank_health()).await else { return BTreeMap::new() };
+/// Ejected ranks with their reasons, and the number of sleeping ones.
+pub(super) async fn out_of_service(model: &Model) -> (BTreeMap<WorkerRank, String>, usize) {
+    let Ok(Ok(report)) = timeout(HEALTH_WAIT, model.router.rank_health()).await else { return Default::default() };
+    let asleep = report.iter().filter(|health| health.state == HealthState::Asleep).count();
     let ejected = report.into_iter().filter(|health| matches!(health.state, HealthState::Ejected { .. }));
-    ejected.map(|health| (health.rank, health.reason)).collect()
+    (ejected.map(|health| (health.rank, health.reason)).collect(), asleep)
 }
 
-/// Reasons why no rank of the model can serve, given the ejected ranks.
-pub(super) fn of_no_rank(model: &Model, ejected: BTreeMap<WorkerRank, String>) -> Vec<String> {
+/// Reasons why no rank of the model can serve, given the ejected ranks and the number of sleeping ones.
+pub(super) fn of_no_rank(model: &Model, (ejected, asleep): (BTreeMap<WorkerRank, String>, usize)) -> Vec<String> {
     let workers = model.router.workers();
     let ranks_of = |is_of: fn(&&WorkerEntry) -> bool| -> usize {
         workers.iter().filter(is_of).map(|worker| worker.ranks.len()).sum()
@@ -40,7 +41,9 @@ pub(super) fn of_no_rank(model: &Model, ejected: BTreeMap<WorkerRank, String>) -
     if workers.is_empty() {
         causes.push("no workers are registered".to_owned());
     }
-    for (n, state) in [(draining, "draining"), (cordoned, "cordoned")].into_iter().filter(|(n, _)| *n > 0) {
+    for (n, state) in
+        [(draining, "draining"), (cordoned, "cordoned"), (asleep, "asleep")].into_iter().filter(|(n, _)| *n > 0)
+    {
         causes.push(format!("{} {state}", ranks(n)));
     }
     causes.extend(of_health(ejected.into_values()));

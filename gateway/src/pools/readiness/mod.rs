@@ -7,7 +7,7 @@
 
 pub(crate) mod causes;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -148,7 +148,7 @@ async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
     let eligible = model.router.eligible_ranks();
     // Queried only if they affect the result.
     let matters = eligible == 0 || !unknown.is_empty() && !was_warm && !warm_up_over;
-    let ejected = if matters { causes::ejected(model).await } else { BTreeMap::new() };
+    let (ejected, asleep) = if matters { causes::out_of_service(model).await } else { Default::default() };
     unknown.retain(|rank| !ejected.contains_key(rank));
     unknown.extend(&health.cold);
     let ranks = Ranks {
@@ -161,7 +161,7 @@ async fn ranks_of(model: &Model, warm_up_over: bool) -> Ranks {
         cold: health.cold.len(),
         unknown: unknown.len(),
         was_warm,
-        causes: if eligible == 0 { causes::of_no_rank(model, ejected) } else { Vec::new() },
+        causes: if eligible == 0 { causes::of_no_rank(model, (ejected, asleep)) } else { Vec::new() },
         warm_start: model.warm_start.pending(&sources),
         holds_requests: false,
     };

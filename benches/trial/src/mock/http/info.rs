@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use super::Shared;
 use super::answer;
 use super::request::{Parsed, PromptInput, TokenizeRequest};
+use super::sleep;
 use crate::kv_events::{Dialect, EventFormat};
 use crate::mock::engine::{BOOTSTRAP_PORT, Engine, MockError};
 use crate::mock::faults::Faults;
@@ -249,6 +250,7 @@ fn metrics_text(engine: &Engine) -> String {
              num_gpu_blocks=\"{blocks}\"}} 1"
         ));
     }
+    sleep::write_metric(engine, &model, &mut text).expect("writing to memory cannot fail");
     text
 }
 

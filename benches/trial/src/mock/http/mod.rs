@@ -12,6 +12,7 @@ mod info;
 mod legs;
 mod request;
 mod scores;
+mod sleep;
 
 use std::net::TcpListener;
 use std::sync::{Arc, OnceLock};
@@ -33,7 +34,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::sync::{Notify, oneshot};
 use tokio::task::{JoinHandle, JoinSet};
-use tokio::time::sleep;
+use tokio::time;
 
 use super::engine::Engine;
 use super::faults::{Fault, Scope};
@@ -105,7 +106,7 @@ async fn serve(listener: tokio::net::TcpListener, routes: Router, mut stop: ones
                     connections.spawn(serve_connection(stream, routes.clone()));
                 }
                 Ok(_) => {}
-                Err(_) => sleep(ACCEPT_REST).await,
+                Err(_) => time::sleep(ACCEPT_REST).await,
             },
         }
     }
@@ -148,6 +149,9 @@ pub(crate) fn routes(engine: Arc<Engine>) -> Router {
         .route("/metrics", get(info::metrics))
         .route("/kv_event_sources", get(info::kv_event_sources))
         .route("/reset_prefix_cache", post(info::reset_prefix_cache))
+        .route("/sleep", post(sleep::sleep))
+        .route("/wake_up", post(sleep::wake_up))
+        .route("/is_sleeping", get(sleep::is_sleeping))
         .route("/faults", get(info::faults).post(info::set_faults))
         .fallback(unknown)
         .method_not_allowed_fallback(wrong_method)
@@ -201,7 +205,7 @@ async fn suffer(State(engine): Shared, connection: Extension<Connection>, reques
         return answer::error(StatusCode::NOT_FOUND, &format!("{path} is disabled"));
     }
     if let Some(page) = engine.config.slow_pages.iter().find(|page| page.path == path) {
-        sleep(page.delay).await;
+        time::sleep(page.delay).await;
     }
     let is_spared = matches!(path, "/faults" | "/handover")
         || match set.scope {
@@ -211,6 +215,10 @@ async fn suffer(State(engine): Shared, connection: Extension<Connection>, reques
     if is_spared {
         return next.run(request).await;
     }
+    if path.starts_with("/v1/") && path != "/v1/models" {
+        // Requests wait in the engine, which ends only with the mock.
+        let _ = engine.sleep.subscribe().wait_for(Option::is_none).await;
+    }
     let number = engine.request_number();
     let strikes = |fault, share| engine.faults.strikes(fault, share, 0, number);
     if strikes(Fault::Hang, set.hang_share) {
@@ -218,7 +226,7 @@ async fn suffer(State(engine): Shared, connection: Extension<Connection>, reques
     }
     if set.delay_ms > 0 {
         engine.faults.count(Fault::Delay);
-        sleep(Duration::from_millis(set.delay_ms)).await;
+        time::sleep(Duration::from_millis(set.delay_ms)).await;
     }
     if strikes(Fault::Reset, set.reset_share) {
         connection.reset().await;
