@@ -3,6 +3,8 @@
 //! The reference model has no budget. An index with a budget must never report more than the model, must report the
 //! same for each rank without evictions, and must stay within its byte limit after every event.
 
+use std::num::NonZeroU32;
+
 use pointsman::internals::index::reference::Reference;
 use pointsman::internals::index::{Applied, Index, Overlaps};
 use pointsman::internals::protocol::{Generation, Slot};
@@ -61,12 +63,38 @@ fn ask_model(model: &Reference, prompt: &[u64]) -> Vec<(u32, u32)> {
 
 #[derive(Clone, Debug)]
 enum Op {
-    Store { rank: u64, tier: StorageTier, prompt: Vec<u64>, from: usize },
-    Remove { rank: u64, tier: StorageTier, prompt: Vec<u64>, from: usize },
-    Ask { prompt: Vec<u64> },
-    Clear { rank: u64 },
-    Leave { rank: u64 },
-    Register { rank: u64 },
+    Store {
+        rank: u64,
+        tier: StorageTier,
+        prompt: Vec<u64>,
+        from: usize,
+    },
+    Remove {
+        rank: u64,
+        tier: StorageTier,
+        prompt: Vec<u64>,
+        from: usize,
+    },
+    /// Stores or removes the blocks in a cache group.
+    InGroup {
+        rank: u64,
+        window_blocks: NonZeroU32,
+        prompt: Vec<u64>,
+        from: usize,
+        stores: bool,
+    },
+    Ask {
+        prompt: Vec<u64>,
+    },
+    Clear {
+        rank: u64,
+    },
+    Leave {
+        rank: u64,
+    },
+    Register {
+        rank: u64,
+    },
 }
 
 /// Prompts with shared prefixes: each choice stands for a few blocks, so that runs have several blocks and fork.
@@ -100,6 +128,10 @@ fn op() -> impl Strategy<Value = Op> {
         5 => part().prop_map(move |(rank, tier, prompt, part)| {
             let from = at(&prompt, part);
             Op::Remove { rank, tier, prompt, from }
+        }),
+        3 => (part(), 1..5_u32, any::<bool>()).prop_map(move |((rank, _, prompt, part), window, stores)| {
+            let (window_blocks, from) = (NonZeroU32::MIN.saturating_add(window), at(&prompt, part));
+            Op::InGroup { rank, window_blocks, prompt, from, stores }
         }),
         8 => prompt().prop_map(|prompt| Op::Ask { prompt }),
         1 => (0..RANKS).prop_map(|rank| Op::Clear { rank }),
@@ -142,6 +174,15 @@ impl World {
         match op {
             Op::Store { rank, tier, prompt, from } => self.apply(&stored(*rank, *tier, prompt, *from)),
             Op::Remove { rank, tier, prompt, from } => self.apply(&removed(*rank, *tier, prompt, *from)),
+            Op::InGroup { rank, window_blocks, prompt, from, stores } => {
+                let blocks = named(prompt)[*from..].iter().map(|block| block.engine_hash).collect();
+                let (group, window_blocks, starts_prompt) = (1, *window_blocks, *from == 0);
+                let data = match stores {
+                    true => KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks },
+                    false => KvEvent::GroupRemoved { group, blocks },
+                };
+                self.apply(&RouterEvent { rank: rank_of(*rank), tier: StorageTier::Device, data });
+            }
             Op::Ask { prompt } => drop(ask(&self.index, prompt)),
             Op::Clear { rank } => {
                 let (rank, tier) = (rank_of(*rank), StorageTier::Device);

@@ -3,6 +3,8 @@
 //! Streams collide by construction: few ranks, few names and few block hashes make re-stores, aliases, moves, holes and
 //! parents in other tiers frequent. Ranks are spread over several shards. `PROPTEST_CASES` sets the number of cases.
 
+use std::num::NonZeroU32;
+
 use pointsman::internals::index::reference::{Reference, ReferenceMatch};
 use pointsman::internals::index::{Index, Overlaps};
 use pointsman::internals::protocol::{Generation, Slot};
@@ -68,6 +70,21 @@ enum Op {
         tier: StorageTier,
         first: Pick,
         count: usize,
+    },
+    /// Stores names of device blocks and other names in a cache group.
+    StoreInGroup {
+        rank: usize,
+        group: u8,
+        window_blocks: NonZeroU32,
+        starts_prompt: bool,
+        picks: Vec<Pick>,
+        names: Vec<u64>,
+    },
+    RemoveFromGroup {
+        rank: usize,
+        group: u8,
+        picks: Vec<Pick>,
+        names: Vec<u64>,
     },
     Clear {
         rank: usize,
@@ -142,10 +159,27 @@ fn op(names: u64, hashes: u64) -> impl Strategy<Value = Op> {
         .prop_map(|(rank, tier, from, count, forward)| Op::Evict { rank, tier, from, count, forward });
     let remove = (rank.clone(), tier(), prop::collection::vec(0..names, 0..4))
         .prop_map(|(rank, tier, names)| Op::Remove { rank, tier, names });
+    let picks = || prop::collection::vec(any::<Pick>(), 0..6);
+    let others = || prop::collection::vec(0..names, 0..2);
+    let window = prop_oneof![1..4_u32, Just(u32::MAX)].prop_map(|blocks| NonZeroU32::new(blocks).expect("not zero"));
+    let store_in_group = (rank.clone(), 1..4_u8, window, any::<bool>(), picks(), others()).prop_map(
+        |(rank, group, window_blocks, starts_prompt, picks, names)| Op::StoreInGroup {
+            rank,
+            group,
+            window_blocks,
+            starts_prompt,
+            picks,
+            names,
+        },
+    );
+    let remove_from_group = (rank.clone(), 1..4_u8, picks(), others())
+        .prop_map(|(rank, group, picks, names)| Op::RemoveFromGroup { rank, group, picks, names });
     prop_oneof![
         20 => store,
         6 => offload,
         6 => copy,
+        7 => store_in_group,
+        3 => remove_from_group,
         10 => evict,
         4 => remove,
         1 => rank.clone().prop_map(|rank| Op::Clear { rank }),
@@ -232,6 +266,16 @@ impl World {
                 let blocks = names.iter().copied().map(EngineHash).collect();
                 self.apply(*rank, *tier, KvEvent::Removed { blocks });
             }
+            Op::StoreInGroup { rank, group, window_blocks, starts_prompt, picks, names } => {
+                let blocks = self.picked(*rank, picks, names);
+                let (group, window_blocks, starts_prompt) = (*group, *window_blocks, *starts_prompt);
+                let data = KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks };
+                self.apply(*rank, StorageTier::Device, data);
+            }
+            Op::RemoveFromGroup { rank, group, picks, names } => {
+                let blocks = self.picked(*rank, picks, names);
+                self.apply(*rank, StorageTier::Device, KvEvent::GroupRemoved { group: *group, blocks });
+            }
             Op::Clear { rank } => self.apply(*rank, StorageTier::Device, KvEvent::Cleared),
             Op::ClearTier { rank, tier } => self.apply(*rank, *tier, KvEvent::TierCleared),
             Op::RemoveRank { rank } => {
@@ -245,6 +289,13 @@ impl World {
             }
             Op::Register { rank, slot, generation } => self.register(*rank, *slot, *generation),
         }
+    }
+
+    /// Names of the rank's device blocks, and other names.
+    fn picked(&self, rank: usize, picks: &[Pick], others: &[u64]) -> Vec<EngineHash> {
+        let named = self.model.named(rank_of(rank), StorageTier::Device);
+        let known = picks.iter().filter(|_| !named.is_empty()).map(|pick| named[pick.index(named.len())].0);
+        known.chain(others.iter().copied().map(EngineHash)).collect()
     }
 
     fn apply(&mut self, rank: usize, tier: StorageTier, data: KvEvent) {
@@ -314,6 +365,8 @@ impl World {
         }
         for (shard, rebuilt) in self.shards.iter().zip(&rebuilt) {
             assert_eq!(sorted(shard.dump()), sorted(rebuilt.dump()), "a rebuilt index dumps the same");
+            let in_group = |event: &RouterEvent| matches!(event.data, KvEvent::GroupStored { .. });
+            assert!(shard.dump().iter().filter(|e| in_group(e)).eq(rebuilt.dump().iter().filter(|e| in_group(e))));
         }
     }
 }
@@ -340,7 +393,12 @@ fn sorted(events: Vec<RouterEvent>) -> Vec<(WorkerRank, StorageTier, Option<Engi
         .iter()
         .flat_map(|event| match &event.data {
             KvEvent::Removed { blocks } => blocks.iter().map(|name| (event.rank, event.tier, *name)).collect(),
-            KvEvent::Stored { .. } | KvEvent::Offloaded { .. } | KvEvent::Cleared | KvEvent::TierCleared => Vec::new(),
+            KvEvent::Stored { .. }
+            | KvEvent::Offloaded { .. }
+            | KvEvent::Cleared
+            | KvEvent::TierCleared
+            | KvEvent::GroupStored { .. }
+            | KvEvent::GroupRemoved { .. } => Vec::new(),
         })
         .collect();
     let mut stored = Vec::new();
@@ -404,6 +462,9 @@ proptest! {
     fn batching_of_stores_changes_nothing(ops in ops()) {
         let (mut whole, mut single) = (World::new(1), World::new(1));
         for op in &ops {
+            if matches!(op, Op::StoreInGroup { .. }) {
+                continue; // with groups, the whole list determines the meaning of repeated blocks
+            }
             let Op::Store { rank, tier, parent, hashes, names } = op else {
                 whole.run(op);
                 single.run(op);

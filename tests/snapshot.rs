@@ -44,11 +44,20 @@ fn some_event(rank: WorkerRank) -> impl Strategy<Value = RouterEvent> {
         .prop_map(|(name, hash)| (EngineHash(name), hash.map(BlockHash)));
     let offloaded = (proptest::option::of(any::<u64>()), proptest::collection::vec(copy, 0..5))
         .prop_map(|(parent, blocks)| KvEvent::Offloaded { parent: parent.map(EngineHash), blocks });
-    let removed = proptest::collection::vec(any::<u64>().prop_map(EngineHash), 0..5)
-        .prop_map(|blocks| KvEvent::Removed { blocks });
+    let names = || proptest::collection::vec(any::<u64>().prop_map(EngineHash), 0..5);
+    let removed = names().prop_map(|blocks| KvEvent::Removed { blocks });
+    let window = any::<u32>().prop_map(|blocks| NonZeroU32::new(blocks).unwrap_or(NonZeroU32::MIN));
+    let in_group =
+        (any::<u8>(), window, any::<bool>(), names()).prop_map(|(group, window_blocks, starts_prompt, blocks)| {
+            KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks }
+        });
+    let from_group = (any::<u8>(), names()).prop_map(|(group, blocks)| KvEvent::GroupRemoved { group, blocks });
+    let of_group =
+        prop_oneof![in_group, from_group].prop_map(move |data| RouterEvent { rank, tier: StorageTier::Device, data });
     let tier = proptest::sample::select(&StorageTier::ALL[..]);
-    (prop_oneof![stored, offloaded, removed, Just(KvEvent::Cleared), Just(KvEvent::TierCleared)], tier)
-        .prop_map(move |(data, tier)| RouterEvent { rank, tier, data })
+    let of_tier = (prop_oneof![stored, offloaded, removed, Just(KvEvent::Cleared), Just(KvEvent::TierCleared)], tier)
+        .prop_map(move |(data, tier)| RouterEvent { rank, tier, data });
+    prop_oneof![3 => of_tier, 1 => of_group]
 }
 
 fn some_position() -> impl Strategy<Value = SourcePosition> {

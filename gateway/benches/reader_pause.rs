@@ -245,6 +245,7 @@ async fn assert_exact(router: &Router, case: &Case) {
             KvEvent::Stored { blocks, .. } => known.extend(blocks.iter().map(|block| block.engine_hash.0)),
             KvEvent::Offloaded { .. } => {}
             KvEvent::Removed { .. } | KvEvent::Cleared | KvEvent::TierCleared => panic!("one tier has no holes"),
+            KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => panic!("the engine has one cache group"),
         }
     }
     let mut stream = Stream::default();

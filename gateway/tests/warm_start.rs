@@ -338,7 +338,12 @@ async fn held(router: &Router) -> Vec<String> {
         .iter()
         .flat_map(|RouterEvent { rank, data, .. }| match data {
             KvEvent::Stored { blocks, .. } => blocks.iter().map(|block| format!("{rank} {block:?}")).collect(),
-            KvEvent::Removed { .. } | KvEvent::Offloaded { .. } | KvEvent::Cleared | KvEvent::TierCleared => Vec::new(),
+            KvEvent::Removed { .. }
+            | KvEvent::Offloaded { .. }
+            | KvEvent::Cleared
+            | KvEvent::TierCleared
+            | KvEvent::GroupStored { .. }
+            | KvEvent::GroupRemoved { .. } => Vec::new(),
         })
         .collect();
     held.sort();

@@ -26,6 +26,8 @@ pub struct Applied {
     pub adopted: u64,
     /// Offloaded without content, under names that the rank does not hold; ignored.
     pub unknown_contents: u64,
+    /// Stored in or removed from a cache group beside the main attention.
+    pub grouped: u64,
     /// Names and copies removed, by a removal or by a clear.
     pub removed: u64,
     /// Events of a rank that is not registered in this index; ignored.
@@ -48,6 +50,7 @@ impl AddAssign for Applied {
         self.waiting += other.waiting;
         self.adopted += other.adopted;
         self.unknown_contents += other.unknown_contents;
+        self.grouped += other.grouped;
         self.removed += other.removed;
         self.unknown_ranks += other.unknown_ranks;
         self.unknown_parents += other.unknown_parents;

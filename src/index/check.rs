@@ -28,6 +28,7 @@ impl Index {
         for &slot in self.registry.values() {
             self.check_waiting(slot);
         }
+        self.check_groups();
     }
 
     /// Spans and holders must agree: both describe the same blocks.

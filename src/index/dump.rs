@@ -57,6 +57,8 @@ impl Index {
             let data = KvEvent::Stored { parent: Some(block.parent), blocks };
             events.push(RouterEvent { rank: rank.id, tier, data });
         }
+        let of_device = |data| RouterEvent { rank: rank.id, tier: StorageTier::Device, data };
+        events.extend(rank.groups.iter().flat_map(|groups| groups.dump()).map(of_device));
     }
 }
 

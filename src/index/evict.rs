@@ -5,6 +5,7 @@
 //! between the ranks. As long as everything fits, a rank may exceed its share. When the budget is exceeded, the rank
 //! with the most bytes evicts blocks. That rank is above its share, so a rank within its share loses nothing to others.
 //!
+//! Names of cache groups are evicted with the blocks of the device tier; the groups stay known, so that they still restrict.
 //! Eviction order: first blocks that wait for a parent; then leaves before their ancestors, least recently stored or
 //! queried first. Stamps are kept per run, not per block: one stamp for the part up to the last fork and one for the
 //! part after it. A store stamps the path to its blocks as a query does, so no run is newer than its parent, and the
@@ -117,7 +118,11 @@ impl Index {
         let stored = match &event.data {
             KvEvent::Stored { parent, blocks } => Some((parent, blocks.last().map(|block| block.engine_hash))),
             KvEvent::Offloaded { parent, blocks } => Some((parent, blocks.last().map(|(name, _)| *name))),
-            KvEvent::Removed { .. } | KvEvent::Cleared | KvEvent::TierCleared => None,
+            KvEvent::Removed { .. }
+            | KvEvent::Cleared
+            | KvEvent::TierCleared
+            | KvEvent::GroupStored { .. }
+            | KvEvent::GroupRemoved { .. } => None,
         };
         if let Some((parent, _)) = stored {
             // Stamps the parent first, so that the eviction below removes it last.
@@ -240,7 +245,8 @@ impl Index {
     /// The rank with the most own bytes, among the ranks with anything to evict.
     fn heaviest(&self) -> Option<Slot> {
         let ranks = (0..).map(Slot).zip(&self.ranks).filter_map(|(slot, rank)| Some((slot, rank.as_deref()?)));
-        let heaviest = ranks.filter(|(_, rank)| rank.removable() > 0).max_by_key(|(_, rank)| rank.counted);
+        let ranks = ranks.filter(|(_, rank)| rank.removable() + rank.group_names() > 0);
+        let heaviest = ranks.max_by_key(|(_, rank)| rank.counted);
         heaviest.map(|(slot, _)| slot)
     }
 
@@ -267,14 +273,14 @@ impl Index {
                 more = excess > 0 && self.evict_end(slot, &leaf, excess);
             }
         }
-        let evicted = (held - self.rank(slot).held_blocks()) as u64;
         let rank = self.ranks[slot.index()].as_mut().expect("every registered slot has a rank");
+        let evicted = (held - rank.held_blocks() + rank.trim_groups()) as u64;
         if rank.removable() == 0 {
-            let evicted_blocks = rank.evicted_blocks;
+            let (evicted_blocks, groups) = (rank.evicted_blocks, rank.groups.take());
             rank.reset(&self.hasher); // returns the table memory of an empty rank
-            rank.evicted_blocks = evicted_blocks;
-            self.recount(slot);
+            (rank.evicted_blocks, rank.groups) = (evicted_blocks, groups);
         }
+        self.recount(slot);
         self.note_evicted(slot, evicted);
         evicted
     }

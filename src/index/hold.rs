@@ -25,8 +25,9 @@ impl RepeatedStore {
     /// stores and removes each copy under the same name. vLLM also announces blocks again without a copy if a request
     /// sets `kv_cache_report_mode`: always the first blocks of a prompt, hence without a parent. A real copy of these
     /// first blocks looks the same and is not counted. In that case the index knows too little until the engine removes
-    /// its last copy or computes the block again, whereas a counted copy that does not exist would never be removed.
-    /// Stores of lower tiers hold one block per name; copies there are offloaded.
+    /// its last copy or computes the block again, whereas a counted copy that does not exist would never be removed. For
+    /// a rank with several cache groups, [`super::restrict`] distinguishes both. Stores of lower tiers hold one block per
+    /// name; copies there are offloaded.
     pub(super) fn of(tier: StorageTier, parent: Option<EngineHash>) -> Self {
         if tier == StorageTier::Device && parent.is_some() { Self::Copy } else { Self::Announcement }
     }

@@ -17,6 +17,7 @@
 //! - The overlap is the longest run of held leading blocks. Blocks behind a hole do not count until the hole is filled.
 //! - Lower tiers extend a rank's device hit, each from the end of the nearer tier. Stores may name a parent in any tier
 //!   of the rank, and are pending while the parent is unknown.
+//! - Cache groups beside the main attention hold names without a position. They shorten the device hit: `groups.rs`.
 //!
 //! Overlaps depend only on the held blocks, not on the order or batching of events or on the shape of the tree. No
 //! event is an error; anomalies are counted in [`Applied`].
@@ -41,6 +42,7 @@ pub(crate) mod depth;
 mod digest;
 mod dump;
 mod evict;
+mod groups;
 mod hold;
 mod holdings;
 mod lower;
@@ -51,6 +53,7 @@ mod rank;
 #[cfg(any(test, feature = "test-support"))]
 pub mod reference;
 mod residence;
+mod restrict;
 mod span;
 mod steps;
 mod table;
@@ -110,6 +113,8 @@ pub struct Index {
     ranks: Vec<Option<Box<RankBlocks>>>,
     /// By slot; separate from `ranks` so that a query does not access each rank in its result.
     generations: Vec<Generation>,
+    /// Slots of the ranks with several cache groups, ascending.
+    grouped: Vec<Slot>,
     device: Tree,
     /// Host-pinned, disk and external; each is created by its first store.
     lower: [Option<Box<Tree>>; 3],
@@ -150,6 +155,7 @@ impl Index {
             registry: BTreeMap::new(),
             ranks: Vec::new(),
             generations: Vec::new(),
+            grouped: Vec::new(),
             device: Tree::new(hasher.clone()),
             lower: [None, None, None],
             budget: None,
@@ -228,6 +234,10 @@ impl Index {
             KvEvent::Offloaded { parent, blocks } => self.offload(slot, event.tier, *parent, blocks),
             KvEvent::Cleared => Applied { removed: self.clear(slot) as u64, ..Applied::default() },
             KvEvent::TierCleared => Applied { removed: self.clear_tier(slot, event.tier) as u64, ..Applied::default() },
+            KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks } => {
+                self.store_in_group(slot, (*group, *window_blocks), *starts_prompt, blocks)
+            }
+            KvEvent::GroupRemoved { group, blocks } => self.remove_from_group(slot, *group, blocks),
         }
     }
 
@@ -262,7 +272,8 @@ impl Index {
         // The node sizes of a B-tree are not accessible; nodes are assumed to be two thirds full.
         let registry = self.registry.len() * size_of::<(WorkerRank, Slot)>() * 3 / 2;
         let slots = self.ranks.capacity() * size_of::<Option<Box<RankBlocks>>>()
-            + self.generations.capacity() * size_of::<Generation>();
+            + self.generations.capacity() * size_of::<Generation>()
+            + self.grouped.capacity() * size_of::<Slot>();
         let lower = self.lower.iter().flatten().count() * size_of::<Tree>();
         registry + slots + lower + self.budget.as_ref().map_or(0, |_| size_of::<Budget>())
     }
@@ -280,7 +291,10 @@ impl Index {
         mut parent: Option<EngineHash>,
         mut blocks: &[StoredBlock],
     ) -> Applied {
-        let repeated = RepeatedStore::of(tier, parent);
+        let mut repeated = RepeatedStore::of(tier, parent);
+        if tier == StorageTier::Device && parent.is_none() && !self.grouped.is_empty() {
+            repeated = self.repeated_at_start(slot, blocks);
+        }
         let mut applied = Applied::default();
         while !blocks.is_empty() {
             let at = self.point_behind(slot, tier, parent);
@@ -332,6 +346,7 @@ impl Index {
             }
         }
         rank.reset(&self.hasher);
+        self.grouped.retain(|other| *other != slot);
         names
     }
 
@@ -340,6 +355,9 @@ impl Index {
         let pending = self.rank(slot).waiting_names().filter(|(of, _)| *of == tier).map(|(_, name)| name);
         let pending: Vec<_> = pending.collect();
         self.remove_waiting(slot, tier, &pending);
+        if tier == StorageTier::Device {
+            self.forget_groups(slot);
+        }
         let names = self.rank(slot).residence(tier).map_or(0, Residence::removable);
         if names == 0 {
             return pending.len();

@@ -54,6 +54,9 @@ impl Index {
     ) {
         overlaps.reset(self.ranks.len());
         self.match_device(hashes, overlaps, &mut note, &hit);
+        if !self.grouped.is_empty() {
+            self.restrict(hashes, overlaps, &mut note);
+        }
         if self.lower.iter().any(Option::is_some) {
             for tier in [StorageTier::HostPinned, StorageTier::Disk, StorageTier::External] {
                 self.extend(tier, hashes, overlaps, &mut note, &hit);

@@ -1,12 +1,13 @@
 //! All blocks of one rank.
 //!
-//! Holds one residence per tier and the pending blocks. A rank that never used a lower tier pays one null pointer for
-//! the lower tiers.
+//! Holds one residence per tier, the pending blocks and the names of further cache groups. A rank that never used a lower
+//! tier pays one null pointer for the lower tiers, and one for the groups.
 
 use std::mem::size_of;
 
 use ahash::RandomState;
 
+use super::groups::CacheGroups;
 use super::residence::Residence;
 use super::waiting::PendingBlocks;
 use crate::protocol::{EngineHash, StorageTier, WorkerRank};
@@ -18,6 +19,7 @@ pub(super) struct RankBlocks {
     /// Heap bytes, including this struct, at the last count by an index with a budget.
     pub(super) counted: usize,
     pub(super) evicted_blocks: u64,
+    pub(super) groups: Option<Box<CacheGroups>>,
     device: Residence,
     lower: Option<Box<Lower>>,
 }
@@ -44,6 +46,7 @@ impl RankBlocks {
             id,
             counted: 0,
             evicted_blocks: 0,
+            groups: None,
             device: Residence::new(StorageTier::Device, hasher.clone()),
             lower: None,
         }
@@ -94,6 +97,18 @@ impl RankBlocks {
         self.lower.as_ref().is_some_and(|lower| !lower.waiting.is_empty())
     }
 
+    /// Number of names that the cache groups hold.
+    pub(super) fn group_names(&self) -> usize {
+        self.groups.as_ref().map_or(0, |groups| groups.names())
+    }
+
+    /// Drops the names of cache groups that the device tier does not hold. Returns their number.
+    pub(super) fn trim_groups(&mut self) -> usize {
+        let before = self.group_names();
+        self.groups.iter_mut().for_each(|groups| groups.keep_only(&self.device));
+        before - self.group_names()
+    }
+
     /// Number of held blocks in all tiers.
     pub(super) fn held_blocks(&self) -> usize {
         self.residences().map(|(_, residence)| residence.held_blocks()).sum()
@@ -119,7 +134,7 @@ impl RankBlocks {
         let lower = self.lower.as_ref().map_or(0, |lower| {
             size_of::<Lower>() + lower.residences.iter().map(&bytes).sum::<usize>() + lower.waiting.bytes()
         });
-        bytes(&self.device) + lower
+        bytes(&self.device) + lower + self.groups.as_ref().map_or(0, |groups| groups.bytes())
     }
 
     fn lower_mut(&mut self, hasher: &RandomState) -> &mut Lower {

@@ -38,6 +38,10 @@ struct ReferenceRank {
     copies: BTreeMap<(StorageTier, EngineHash), u64>,
     /// Pending blocks: `(tier, name)` to `(parent, block hash)`.
     waiting: BTreeMap<(StorageTier, EngineHash), (EngineHash, BlockHash)>,
+    /// Window and names of each cache group beside the main attention, with the number of copies.
+    groups: BTreeMap<u8, (u32, BTreeMap<EngineHash, u64>)>,
+    /// Whether the last list at the start of a prompt was computed, not reported.
+    has_computed: bool,
 }
 
 impl Reference {
@@ -60,6 +64,8 @@ impl Reference {
                 named: BTreeMap::new(),
                 copies: BTreeMap::new(),
                 waiting: BTreeMap::new(),
+                groups: BTreeMap::new(),
+                has_computed: false,
             },
         );
         true
@@ -88,6 +94,26 @@ impl Reference {
             KvEvent::Offloaded { parent, blocks } => rank.offload(event.tier, *parent, blocks),
             KvEvent::Cleared => rank.clear(&StorageTier::ALL),
             KvEvent::TierCleared => rank.clear(&[event.tier]),
+            KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks } => {
+                let (window, names) = rank.groups.entry(*group).or_default();
+                *window = window_blocks.get();
+                for name in blocks {
+                    let copies = names.entry(*name).or_default();
+                    *copies += u64::from(!starts_prompt || rank.has_computed || *copies == 0);
+                }
+                Applied { grouped: blocks.len() as u64, ..Applied::default() }
+            }
+            KvEvent::GroupRemoved { group, blocks } => {
+                let mut grouped = 0;
+                for name in blocks {
+                    let copies = rank.groups.get_mut(group).and_then(|(_, names)| names.get_mut(name));
+                    if let Some(copies) = copies.filter(|copies| **copies > 0) {
+                        *copies -= 1;
+                        grouped += 1;
+                    }
+                }
+                Applied { grouped, ..Applied::default() }
+            }
         }
     }
 
@@ -122,8 +148,15 @@ impl ReferenceRank {
     /// Stores a list block by block, each behind the previous one.
     fn store(&mut self, tier: StorageTier, parent: Option<EngineHash>, blocks: &[StoredBlock]) -> Applied {
         let mut applied = Applied::default();
-        // A list that starts a prompt may be a repeated announcement of held blocks.
-        let adds_copies = tier == StorageTier::Device && parent.is_some();
+        // A list that starts a prompt may be a repeated announcement of held blocks. With several cache groups it is one
+        // only if the groups allow a hit of all its blocks.
+        let list: Vec<_> = blocks.iter().map(|block| block.block_hash).collect();
+        let is_start = tier == StorageTier::Device && parent.is_none() && !self.groups.is_empty();
+        if is_start {
+            let is_held = (1..=list.len()).all(|end| self.name_of(tier, &list[..end]).is_some());
+            self.has_computed = !(is_held && self.groups_allow(&list));
+        }
+        let adds_copies = tier == StorageTier::Device && (parent.is_some() || is_start && self.has_computed);
         let mut parent = parent;
         for block in blocks {
             match self.resolve(tier, parent) {
@@ -216,6 +249,10 @@ impl ReferenceRank {
         self.named.retain(|tier, _| !tiers.contains(tier));
         self.copies.retain(|(tier, _), _| !tiers.contains(tier));
         self.waiting.retain(|(tier, _), _| !tiers.contains(tier));
+        if tiers.contains(&StorageTier::Device) {
+            self.groups.clear();
+            self.has_computed = false;
+        }
         Applied { removed: before - held(self), ..Applied::default() }
     }
 
@@ -230,6 +267,11 @@ impl ReferenceRank {
                 reached += 1;
                 *blocks += 1;
             }
+            if tier == StorageTier::Device {
+                reached = (0..=reached).rev().find(|end| self.groups_allow(&hashes[..*end])).unwrap_or(0);
+                last_matched = self.name_of(tier, &hashes[..reached]);
+                *blocks = reached as u32;
+            }
         }
         let [device_blocks, host_pinned_blocks, disk_blocks, external_blocks] = blocks;
         Some(ReferenceMatch {
@@ -237,6 +279,17 @@ impl ReferenceRank {
             extension: Extension { slot: self.slot, host_pinned_blocks, disk_blocks, external_blocks },
             last_matched: last_matched?,
         })
+    }
+
+    /// Whether each cache group holds the blocks of its window at the end of a device hit.
+    fn groups_allow(&self, hit: &[BlockHash]) -> bool {
+        let holds = |names: &BTreeMap<EngineHash, u64>, end: usize| {
+            let of_block = self.named[&StorageTier::Device].iter().filter(|(_, path)| *path == hit[..end]);
+            of_block.into_iter().any(|(name, _)| names.get(name).is_some_and(|copies| *copies > 0))
+        };
+        self.groups
+            .values()
+            .all(|(window, names)| (1..=hit.len()).rev().take(*window as usize).all(|end| holds(names, end)))
     }
 
     /// The prefix of `parent`. Searches every tier, its own first.

@@ -146,7 +146,7 @@ impl Tree {
 
     /// Calls `visit` with each node on the path of `hashes` and the number of agreeing blocks of its run, until the
     /// path ends or `visit` returns false.
-    pub(super) fn walk(&self, hashes: &[BlockHash], mut visit: impl FnMut(&RunNode, u32) -> bool) {
+    pub(super) fn walk<'a>(&'a self, hashes: &[BlockHash], mut visit: impl FnMut(&'a RunNode, u32) -> bool) {
         let (mut at, mut rest) = (Point::START, hashes);
         while let Some(&first) = rest.first() {
             let Some(id) = self.child(at, first) else { return };

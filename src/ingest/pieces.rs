@@ -63,11 +63,20 @@ fn parts(event: RouterEvent, blocks_max: usize) -> Vec<RouterEvent> {
         KvEvent::Removed { blocks } if blocks.len() > blocks_max => {
             blocks.chunks(blocks_max).map(|part| of(KvEvent::Removed { blocks: part.to_vec() })).collect()
         }
+        KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks } if blocks.len() > blocks_max => blocks
+            .chunks(blocks_max)
+            .map(|part| of(KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks: part.to_vec() }))
+            .collect(),
+        KvEvent::GroupRemoved { group, blocks } if blocks.len() > blocks_max => {
+            blocks.chunks(blocks_max).map(|part| of(KvEvent::GroupRemoved { group, blocks: part.to_vec() })).collect()
+        }
         data @ (KvEvent::Stored { .. }
         | KvEvent::Offloaded { .. }
         | KvEvent::Removed { .. }
         | KvEvent::Cleared
-        | KvEvent::TierCleared) => vec![of(data)],
+        | KvEvent::TierCleared
+        | KvEvent::GroupStored { .. }
+        | KvEvent::GroupRemoved { .. }) => vec![of(data)],
     }
 }
 

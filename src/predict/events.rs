@@ -19,6 +19,7 @@ impl SpeculativePrompts {
         let Some(slot) = self.ranks.slot_of(event.rank) else { return };
         match &event.data {
             KvEvent::Cleared => self.forget(slot, RemovalReason::Retracted),
+            KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {}
             KvEvent::Stored { .. } | KvEvent::Removed { .. } | KvEvent::Offloaded { .. } | KvEvent::TierCleared
                 if event.tier != StorageTier::Device => {}
             KvEvent::TierCleared => self.forget(slot, RemovalReason::Retracted),

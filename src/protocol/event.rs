@@ -1,5 +1,7 @@
 //! KV events: changes of an engine's cache.
 
+use std::num::NonZeroU32;
+
 use serde::{Deserialize, Serialize};
 
 use super::{BlockHash, EngineHash, WorkerRank};
@@ -80,6 +82,26 @@ pub enum KvEvent {
     Cleared,
     /// The rank's cache in the tier of the event was cleared.
     TierCleared,
+    /// Blocks stored by a cache group beside the main attention, whose [`KvEvent::Stored`] has their contents. The list
+    /// may leave out blocks; an empty list makes the group known.
+    GroupStored {
+        /// Number of the group.
+        group: u8,
+        /// Number of blocks before the end of a hit that the group must hold, or all blocks if there are fewer:
+        /// `u32::MAX` for full attention, 8 for a sliding window of 128 tokens and blocks of 16, 1 for a Mamba state.
+        window_blocks: NonZeroU32,
+        /// Whether the store begins at the start of a prompt.
+        starts_prompt: bool,
+        /// Engine hashes of the stored blocks.
+        blocks: Vec<EngineHash>,
+    },
+    /// Blocks removed from a cache group beside the main attention, in any order.
+    GroupRemoved {
+        /// Number of the group.
+        group: u8,
+        /// Engine hashes of the removed blocks.
+        blocks: Vec<EngineHash>,
+    },
 }
 
 impl KvEvent {
@@ -88,7 +110,9 @@ impl KvEvent {
     pub fn block_count(&self) -> usize {
         match self {
             Self::Stored { blocks, .. } => blocks.len(),
-            Self::Removed { blocks } => blocks.len(),
+            Self::Removed { blocks } | Self::GroupStored { blocks, .. } | Self::GroupRemoved { blocks, .. } => {
+                blocks.len()
+            }
             Self::Offloaded { blocks, .. } => blocks.len(),
             Self::Cleared | Self::TierCleared => 0,
         }

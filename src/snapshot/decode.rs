@@ -1,11 +1,13 @@
 //! Decoder of snapshots.
 
+use std::num::NonZeroU32;
+
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::bytes::Reader;
 use super::error::SnapshotError;
 use super::types::{RankSnapshot, Snapshot, SnapshotLayout};
-use super::{CHECKSUM_BYTES, MAGIC, VERSION};
+use super::{CHECKSUM_BYTES, GROUP_REMOVED, GROUP_STORED, MAGIC, VERSION};
 use crate::ingest::{ColdPosition, DegradationReason, SourcePosition};
 use crate::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank};
 use crate::wire::{DecoderState, NamespaceRecord};
@@ -131,10 +133,13 @@ fn namespace(reader: &mut Reader<'_>) -> Result<NamespaceRecord, SnapshotError> 
 
 fn event(reader: &mut Reader<'_>, rank: WorkerRank) -> Result<RouterEvent, SnapshotError> {
     let tag = reader.u8("the type of an event")?;
+    if matches!(tag, GROUP_STORED..=GROUP_REMOVED) {
+        return Ok(RouterEvent { rank, tier: StorageTier::Device, data: group_event(reader, tag)? });
+    }
     let tier = StorageTier::ALL.get(usize::from(tag / 8)).copied().filter(|_| tag % 8 < 7);
     let Some(tier) = tier else {
         let (field, value) = ("the type of an event", u64::from(tag));
-        return Err(SnapshotError::Value { field, value, rule: "8 times a tier of 0 to 3, plus 0 to 6" });
+        return Err(SnapshotError::Value { field, value, rule: "8 times a tier of 0 to 3, plus 0 to 6, or 32 to 34" });
     };
     let data = match tag % 8 {
         0 => KvEvent::Stored { parent: None, blocks: stored(reader)? },
@@ -142,10 +147,7 @@ fn event(reader: &mut Reader<'_>, rank: WorkerRank) -> Result<RouterEvent, Snaps
             let parent = Some(EngineHash(reader.u64("a parent")?));
             KvEvent::Stored { parent, blocks: stored(reader)? }
         }
-        2 => {
-            let name = |reader: &mut Reader<'_>| reader.u64("an engine hash").map(EngineHash);
-            KvEvent::Removed { blocks: list(reader, 8, "the number of removed blocks", name)? }
-        }
+        2 => KvEvent::Removed { blocks: names(reader, "the number of removed blocks")? },
         3 => KvEvent::Cleared,
         4 => KvEvent::Offloaded { parent: None, blocks: offloaded(reader)? },
         5 => {
@@ -155,6 +157,22 @@ fn event(reader: &mut Reader<'_>, rank: WorkerRank) -> Result<RouterEvent, Snaps
         _ => KvEvent::TierCleared,
     };
     Ok(RouterEvent { rank, tier, data })
+}
+
+fn group_event(reader: &mut Reader<'_>, tag: u8) -> Result<KvEvent, SnapshotError> {
+    let group = reader.u8("a cache group")?;
+    if tag == GROUP_REMOVED {
+        return Ok(KvEvent::GroupRemoved { group, blocks: names(reader, "the number of removed blocks")? });
+    }
+    let field = "the window of a cache group";
+    let window_blocks = NonZeroU32::new(reader.varint_u32(field)?);
+    let window_blocks = window_blocks.ok_or(SnapshotError::Value { field, value: 0, rule: "at least 1" })?;
+    let blocks = names(reader, "the number of stored blocks")?;
+    Ok(KvEvent::GroupStored { group, window_blocks, starts_prompt: tag > GROUP_STORED, blocks })
+}
+
+fn names(reader: &mut Reader<'_>, field: &'static str) -> Result<Vec<EngineHash>, SnapshotError> {
+    list(reader, 8, field, |reader| reader.u64("an engine hash").map(EngineHash))
 }
 
 fn stored(reader: &mut Reader<'_>) -> Result<Vec<StoredBlock>, SnapshotError> {

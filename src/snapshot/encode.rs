@@ -4,9 +4,9 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::bytes::{put_text, put_u64, put_varint};
 use super::types::{RankSnapshot, Snapshot};
-use super::{CHECKSUM_BYTES, MAGIC, VERSION};
+use super::{CHECKSUM_BYTES, GROUP_REMOVED, GROUP_STORED, MAGIC, VERSION};
 use crate::ingest::{ColdPosition, DegradationReason};
-use crate::protocol::{KvEvent, RouterEvent, StorageTier};
+use crate::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier};
 
 impl Snapshot {
     /// The snapshot as bytes: about 16 per block.
@@ -103,10 +103,7 @@ fn put_event(to: &mut Vec<u8>, event: &RouterEvent) {
         }
         KvEvent::Removed { blocks } => {
             to.push(2 + 8 * tier);
-            put_varint(to, blocks.len() as u64);
-            for block in blocks {
-                put_u64(to, block.0);
-            }
+            put_names(to, blocks);
         }
         KvEvent::Cleared => to.push(3 + 8 * tier),
         KvEvent::Offloaded { parent, blocks } => {
@@ -124,5 +121,19 @@ fn put_event(to: &mut Vec<u8>, event: &RouterEvent) {
             }
         }
         KvEvent::TierCleared => to.push(6 + 8 * tier),
+        KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks } => {
+            to.extend([GROUP_STORED + u8::from(*starts_prompt), *group]);
+            put_varint(to, u64::from(window_blocks.get()));
+            put_names(to, blocks);
+        }
+        KvEvent::GroupRemoved { group, blocks } => {
+            to.extend([GROUP_REMOVED, *group]);
+            put_names(to, blocks);
+        }
     }
+}
+
+fn put_names(to: &mut Vec<u8>, names: &[EngineHash]) {
+    put_varint(to, names.len() as u64);
+    names.iter().for_each(|name| put_u64(to, name.0));
 }

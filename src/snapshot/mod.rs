@@ -38,6 +38,8 @@
 //!           the tier; plus 8 x tier)
 //!           | parent u64 if any | list of (engine hash u64, block hash u64), of engine hashes u64, or of (engine hash
 //!           u64, 0 or 1 and block hash u64)
+//!           or type u8 (32 store in a cache group, 33 store at the start of a prompt, 34 removal) | cache group u8
+//!           | window varint of a store | list of engine hashes u64
 //! ```
 //!
 //! [`Snapshot::decode`] is total: any bytes give a snapshot or an error that names the value and the rule. The checksum
@@ -60,6 +62,10 @@ const MAGIC: &[u8; 8] = b"PMANSNAP";
 
 /// Version of the format.
 const VERSION: u32 = 2;
+
+/// Types of the events of a cache group; the following type is a store at the start of a prompt.
+const GROUP_STORED: u8 = 32;
+const GROUP_REMOVED: u8 = 34;
 
 /// Bytes of the checksum at the end.
 const CHECKSUM_BYTES: usize = 8;

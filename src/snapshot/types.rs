@@ -115,7 +115,12 @@ impl RankSnapshot {
     pub fn block_count(&self) -> usize {
         let stored = |event: &RouterEvent| match &event.data {
             KvEvent::Stored { blocks, .. } => blocks.len(),
-            KvEvent::Removed { .. } | KvEvent::Offloaded { .. } | KvEvent::Cleared | KvEvent::TierCleared => 0,
+            KvEvent::GroupStored { blocks, .. } => blocks.len(),
+            KvEvent::Removed { .. }
+            | KvEvent::Offloaded { .. }
+            | KvEvent::Cleared
+            | KvEvent::TierCleared
+            | KvEvent::GroupRemoved { .. } => 0,
         };
         self.events.iter().map(stored).sum()
     }

@@ -45,13 +45,18 @@ fn singly(events: Vec<RouterEvent>) -> Vec<RouterEvent> {
             KvEvent::Removed { blocks } => {
                 blocks.into_iter().map(|name| KvEvent::Removed { blocks: vec![name] }).collect()
             }
+            KvEvent::GroupRemoved { group, blocks } => {
+                blocks.into_iter().map(|name| KvEvent::GroupRemoved { group, blocks: vec![name] }).collect()
+            }
             KvEvent::Offloaded { parent, mut blocks } => {
                 let named = blocks.split_off(blocks.iter().take_while(|(_, hash)| hash.is_some()).count());
                 let hashed = (!blocks.is_empty()).then_some(KvEvent::Offloaded { parent, blocks });
                 let named = named.into_iter().map(|block| KvEvent::Offloaded { parent: None, blocks: vec![block] });
                 hashed.into_iter().chain(named).collect()
             }
-            KvEvent::Stored { .. } | KvEvent::Cleared | KvEvent::TierCleared => vec![data],
+            KvEvent::Stored { .. } | KvEvent::Cleared | KvEvent::TierCleared | KvEvent::GroupStored { .. } => {
+                vec![data]
+            }
         };
         data.into_iter().map(move |data| RouterEvent { rank, tier, data })
     };

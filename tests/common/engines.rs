@@ -18,7 +18,12 @@ pub(crate) type Held = BTreeSet<(WorkerRank, EngineHash, BlockHash)>;
 fn blocks_in(RouterEvent { rank, data, .. }: RouterEvent) -> Vec<(WorkerRank, EngineHash, BlockHash)> {
     match data {
         KvEvent::Stored { blocks, .. } => blocks.into_iter().map(|b| (rank, b.engine_hash, b.block_hash)).collect(),
-        KvEvent::Removed { .. } | KvEvent::Offloaded { .. } | KvEvent::Cleared | KvEvent::TierCleared => Vec::new(),
+        KvEvent::Removed { .. }
+        | KvEvent::Offloaded { .. }
+        | KvEvent::Cleared
+        | KvEvent::TierCleared
+        | KvEvent::GroupStored { .. }
+        | KvEvent::GroupRemoved { .. } => Vec::new(),
     }
 }
 

@@ -134,6 +134,7 @@ fn cache_events(event: &RouterEvent, tokens: &[u32]) -> Vec<CacheEvent> {
         }
         KvEvent::Offloaded { .. } | KvEvent::TierCleared => panic!("not of the device"),
         KvEvent::Cleared => vec![CacheEvent::Cleared],
+        KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => unreachable!("the engine has one cache group"),
     }
 }
 

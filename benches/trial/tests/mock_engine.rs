@@ -260,6 +260,7 @@ async fn the_router_decodes_every_dialect_to_the_hashes_of_requests() {
                     held.retain(|_, (_, copies)| *copies > 0);
                 }
                 KvEvent::Cleared => known.clear(),
+                KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => panic!("the engine has one cache group"),
             }
         }
         let has_namespaces = dialect != Dialect::SglangArray;

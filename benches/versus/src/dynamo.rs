@@ -293,6 +293,7 @@ impl Target for DynamoRouter {
                 })
             }
             KvEvent::Cleared | KvEvent::TierCleared | KvEvent::Offloaded { .. } => KvCacheEventData::Cleared, // one tier only
+            KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => unreachable!("one cache group per rank"),
         };
         let event = KvCacheEvent { event_id: self.next_event.fetch_add(1, Relaxed), data, dp_rank: rank.rank };
         RouterEvent::with_storage_tier(rank.worker.0, event, tier)

@@ -86,6 +86,9 @@ impl Holdings {
                 }
                 KvEvent::Offloaded { .. } => {} // further copies
                 KvEvent::Cleared | KvEvent::TierCleared => panic!("dumps contain no clear"),
+                KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {
+                    panic!("the engines have one cache group")
+                }
             }
         }
         holdings

@@ -61,6 +61,7 @@ impl RingContents {
                     }
                 }
                 KvEvent::TierCleared => self.blocks.retain(|(tier, _), _| *tier != event.tier),
+                KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {}
                 KvEvent::Removed { .. } => {
                     for name in names_of(event) {
                         let copies = self.blocks.entry(name).or_default();
@@ -94,13 +95,15 @@ impl RingContents {
     }
 }
 
-/// Names in an event.
+/// Names in an event that are compared: those of the main attention. Other cache groups are not audited.
 pub(super) fn names_of(event: &RouterEvent) -> impl Iterator<Item = BlockName> {
     let (stored, offloaded, removed) = match &event.data {
         KvEvent::Stored { blocks, .. } => (blocks.as_slice(), &[][..], &[][..]),
         KvEvent::Offloaded { blocks, .. } => (&[][..], blocks.as_slice(), &[][..]),
         KvEvent::Removed { blocks } => (&[][..], &[][..], blocks.as_slice()),
-        KvEvent::Cleared | KvEvent::TierCleared => (&[][..], &[][..], &[][..]),
+        KvEvent::Cleared | KvEvent::TierCleared | KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {
+            (&[][..], &[][..], &[][..])
+        }
     };
     let stored = stored.iter().map(|block| block.engine_hash);
     let names = stored.chain(offloaded.iter().map(|(name, _)| *name)).chain(removed.iter().copied());

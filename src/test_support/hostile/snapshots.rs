@@ -33,7 +33,18 @@ pub(super) fn seeds() -> Vec<Vec<u8>> {
         parent: None,
         blocks: vec![StoredBlock { engine_hash: EngineHash(5), block_hash: BlockHash(6) }; 3],
     };
-    let events = [stored, KvEvent::Removed { blocks: vec![EngineHash(9)] }, KvEvent::Cleared];
+    let events = [
+        stored,
+        KvEvent::Removed { blocks: vec![EngineHash(9)] },
+        KvEvent::Cleared,
+        KvEvent::GroupStored {
+            group: 1,
+            window_blocks: NonZeroU32::MIN,
+            starts_prompt: true,
+            blocks: vec![EngineHash(5)],
+        },
+        KvEvent::GroupRemoved { group: 1, blocks: vec![EngineHash(5)] },
+    ];
     let of = |worker: u64| RankSnapshot {
         rank: rank(worker),
         endpoint: "http://10.0.0.1:8000".to_owned(),

@@ -70,7 +70,12 @@ fn decoded_batches_match_the_engine() {
         }
         let names = |event: &RouterEvent| match &event.data {
             KvEvent::Stored { blocks, .. } => blocks.clone(),
-            KvEvent::Removed { .. } | KvEvent::Offloaded { .. } | KvEvent::Cleared | KvEvent::TierCleared => {
+            KvEvent::Removed { .. }
+            | KvEvent::Offloaded { .. }
+            | KvEvent::Cleared
+            | KvEvent::TierCleared
+            | KvEvent::GroupStored { .. }
+            | KvEvent::GroupRemoved { .. } => {
                 panic!("{event:?} is no store")
             }
         };
@@ -83,7 +88,12 @@ fn decoded_batches_match_the_engine() {
             .iter()
             .flat_map(|event| match &event.data {
                 KvEvent::Removed { blocks } => blocks.clone(),
-                KvEvent::Stored { .. } | KvEvent::Offloaded { .. } | KvEvent::Cleared | KvEvent::TierCleared => {
+                KvEvent::Stored { .. }
+                | KvEvent::Offloaded { .. }
+                | KvEvent::Cleared
+                | KvEvent::TierCleared
+                | KvEvent::GroupStored { .. }
+                | KvEvent::GroupRemoved { .. } => {
                     panic!("{event:?} is no removal")
                 }
             })

@@ -117,7 +117,12 @@ mod tests {
         let mut rank = HeldRank::new(3, 40);
         let last = |event: KvEvent| match event {
             KvEvent::Stored { blocks, .. } => blocks.last().map(|block| block.engine_hash),
-            KvEvent::Removed { .. } | KvEvent::Offloaded { .. } | KvEvent::Cleared | KvEvent::TierCleared => None,
+            KvEvent::Removed { .. }
+            | KvEvent::Offloaded { .. }
+            | KvEvent::Cleared
+            | KvEvent::TierCleared
+            | KvEvent::GroupStored { .. }
+            | KvEvent::GroupRemoved { .. } => None,
         };
         let ends: Vec<_> = rank.fill().into_iter().map(last).collect();
         assert_eq!(ends.len(), 200);

@@ -84,7 +84,11 @@ impl Target for Strict {
                         assert!(held.remove(&block), "removed an unknown block");
                     }
                 }
-                KvEvent::Offloaded { .. } | KvEvent::Cleared | KvEvent::TierCleared => panic!("{event:?} of a device"),
+                KvEvent::Offloaded { .. }
+                | KvEvent::Cleared
+                | KvEvent::TierCleared
+                | KvEvent::GroupStored { .. }
+                | KvEvent::GroupRemoved { .. } => panic!("{event:?} of a device"),
             }
         }
         Ok(())
