@@ -8,7 +8,7 @@ use pointsman::hashing::{HashScheme, HashedPrompt};
 use pointsman::internals::hashing::{BlockHasher, MmBlocks};
 use pointsman::internals::index::{Index, Overlaps, RankDump};
 use pointsman::internals::protocol::{Generation, Slot};
-use pointsman::internals::wire::{Decoder, DecoderLimits, DecoderState, NamespaceRecord, WireConfig};
+use pointsman::internals::wire::{Decoder, DecoderLimits, DecoderState, GroupRecord, NamespaceRecord, WireConfig};
 use pointsman::protocol::{
     BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, Timestamp, WorkerId, WorkerRank,
 };
@@ -84,14 +84,13 @@ fn some_rank(rank: WorkerRank) -> impl Strategy<Value = RankSnapshot> {
         salt,
         holds,
     });
-    let decoder = (any::<[u64; 2]>(), any::<bool>(), proptest::collection::vec(record, 0..4)).prop_map(
-        |([main_groups, other_groups], has_connector, namespaces)| DecoderState {
-            main_groups,
-            other_groups,
-            has_connector,
-            namespaces,
-        },
-    );
+    let group = any::<(u8, u32, bool)>().prop_map(|(group, window_blocks, is_main)| GroupRecord {
+        group,
+        window_blocks,
+        is_main,
+    });
+    let decoder = (proptest::collection::vec(group, 0..4), any::<bool>(), proptest::collection::vec(record, 0..4))
+        .prop_map(|(groups, has_connector, namespaces)| DecoderState { groups, has_connector, namespaces });
     let events = proptest::collection::vec(some_event(rank), 0..5);
     (".{0,12}", some_position(), decoder, events, any::<u64>()).prop_map(
         move |(endpoint, position, decoder, events, evicted_blocks)| RankSnapshot {

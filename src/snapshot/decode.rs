@@ -10,7 +10,7 @@ use super::types::{RankSnapshot, Snapshot, SnapshotLayout};
 use super::{CHECKSUM_BYTES, GROUP_REMOVED, GROUP_STORED, MAGIC, VERSION};
 use crate::ingest::{ColdPosition, DegradationReason, SourcePosition};
 use crate::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank};
-use crate::wire::{DecoderState, NamespaceRecord};
+use crate::wire::{DecoderState, GroupRecord, NamespaceRecord};
 
 impl Snapshot {
     /// Decodes a snapshot. The layout is not compared: see [`Snapshot::check_layout`].
@@ -65,17 +65,17 @@ fn snapshot(reader: &mut Reader<'_>) -> Result<Snapshot, SnapshotError> {
 
 /// Bytes of a rank with the fewest: worker, data-parallel rank, endpoint, next, hashes, cold, groups, connector, namespaces,
 /// events, evicted blocks.
-const RANK_BYTES_MIN: usize = 8 + 1 + 1 + 1 + 1 + 1 + 8 + 8 + 1 + 1 + 1 + 1;
+const RANK_BYTES_MIN: usize = 8 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1;
 
 fn rank(reader: &mut Reader<'_>) -> Result<RankSnapshot, SnapshotError> {
     let worker = WorkerId(reader.u64("a worker")?);
     let rank = WorkerRank::new(worker, reader.varint_u32("a data-parallel rank")?);
     let endpoint = reader.text("an endpoint")?;
     let position = position(reader)?;
-    let (main_groups, other_groups) = (reader.u64("main groups")?, reader.u64("other groups")?);
+    let groups = list(reader, 3, "the number of cache groups", group)?;
     let has_connector = flag(reader.u8("the connector")?, "the connector")?;
     let namespaces = list(reader, 8 * 3 + 4, "the number of namespaces", namespace)?;
-    let decoder = DecoderState { main_groups, other_groups, has_connector, namespaces };
+    let decoder = DecoderState { groups, has_connector, namespaces };
     let events = list(reader, 1, "the number of events", |reader| event(reader, rank))?;
     let evicted_blocks = reader.varint("the number of evicted blocks")?;
     Ok(RankSnapshot { rank, endpoint, position, decoder, events, evicted_blocks })
@@ -116,6 +116,12 @@ fn cold(reader: &mut Reader<'_>) -> Result<Option<ColdPosition>, SnapshotError> 
         other => return Err(SnapshotError::Value { field, value: u64::from(other), rule: "0 to 4" }),
     };
     Ok(Some(ColdPosition { stored_blocks: reader.varint("the blocks stored since a loss")?, cause }))
+}
+
+fn group(reader: &mut Reader<'_>) -> Result<GroupRecord, SnapshotError> {
+    let group = reader.u8("a cache group")?;
+    let is_main = flag(reader.u8("the main cache group")?, "the main cache group")?;
+    Ok(GroupRecord { group, window_blocks: reader.varint_u32("the window of a cache group")?, is_main })
 }
 
 fn namespace(reader: &mut Reader<'_>) -> Result<NamespaceRecord, SnapshotError> {

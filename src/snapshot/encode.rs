@@ -40,8 +40,11 @@ fn put_rank(to: &mut Vec<u8>, rank: &RankSnapshot) {
         put_u64(to, *hash);
     }
     put_cold(to, rank.position.cold);
-    put_u64(to, rank.decoder.main_groups);
-    put_u64(to, rank.decoder.other_groups);
+    put_varint(to, rank.decoder.groups.len() as u64);
+    for record in &rank.decoder.groups {
+        to.extend([record.group, u8::from(record.is_main)]);
+        put_varint(to, u64::from(record.window_blocks));
+    }
     to.push(u8::from(rank.decoder.has_connector));
     put_varint(to, rank.decoder.namespaces.len() as u64);
     for record in &rank.decoder.namespaces {

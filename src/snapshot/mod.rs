@@ -31,7 +31,7 @@
 //!
 //! rank:     worker u64 | dp rank varint | endpoint: length varint, UTF-8
 //!           | next varint | list of payload hashes u64 | cold: 0, or cause 1 to 4, two varints, stored blocks varint
-//!           | main groups u64 | other groups u64 | connector u8
+//!           | list of (cache group u8, main u8, window varint) | connector u8
 //!           | list of (engine hash u64, lora u64, salt u64, copies in each tier: four varints)
 //!           | list of events | evicted blocks varint
 //! event:    type u8 (0 store, 1 store behind a parent, 2 removal, 3 clear, 4 offload, 5 offload behind a parent, 6 clear of

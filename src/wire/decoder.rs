@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 use std::ops::Range;
 
 use super::event::{Lists, Tag, TokenForm, WireEvent};
-use super::group::Groups;
+use super::group::{BesideGroup, Groups, is_complete, removed_before};
 use super::keys::StoreKeys;
 use super::msgpack::{Cursor, MsgpackItem};
 use super::namespace::{Namespace, Namespaces};
@@ -79,7 +79,7 @@ impl Decoder {
     /// A decoder that continues a stream.
     #[must_use]
     pub fn resume(config: WireConfig, state: &DecoderState) -> Self {
-        let groups = Groups { main: state.main_groups, other: state.other_groups };
+        let groups = Groups::resumed(&state.groups);
         let (namespaces, has_connector) = (Namespaces::resumed(&state.namespaces), state.has_connector);
         Self { groups, namespaces, has_connector, ..Self::new(config) }
     }
@@ -88,8 +88,7 @@ impl Decoder {
     #[must_use]
     pub fn state(&self) -> DecoderState {
         DecoderState {
-            main_groups: self.groups.main,
-            other_groups: self.groups.other,
+            groups: self.groups.records(),
             has_connector: self.has_connector,
             namespaces: self.namespaces.sorted(),
         }
@@ -107,14 +106,11 @@ impl Decoder {
     /// Decodes as much of the batch as possible; the report lists the rejected parts. Time and memory are linear in the
     /// number of bytes.
     pub fn decode(&mut self, payload: &[u8], events: &mut Vec<RouterEvent>) -> Report {
-        let mut report = Report::default();
-        if payload.len() > self.config.limits.payload_bytes_max {
-            self.lose(Finding::TooLarge, None, events, &mut report);
-        } else if let Err(finding) = self.batch(Cursor::new(payload), events, &mut report) {
-            match finding {
-                Finding::ForeignRank => report.findings.add(finding),
-                lost => self.lose(lost, None, events, &mut report),
-            }
+        let n_before = events.len();
+        let mut report = self.batch(payload, events);
+        if report.stored_blocks == 0 && self.groups.substitute() {
+            events.truncate(n_before);
+            report = self.batch(payload, events);
         }
         self.lists.wipe();
         self.lists.shrink();
@@ -129,7 +125,20 @@ impl Decoder {
         self.has_connector = false;
     }
 
-    fn batch(
+    fn batch(&mut self, payload: &[u8], events: &mut Vec<RouterEvent>) -> Report {
+        let mut report = Report::default();
+        if payload.len() > self.config.limits.payload_bytes_max {
+            self.lose(Finding::TooLarge, None, events, &mut report);
+        } else if let Err(finding) = self.items(Cursor::new(payload), events, &mut report) {
+            match finding {
+                Finding::ForeignRank => report.findings.add(finding),
+                lost => self.lose(lost, None, events, &mut report),
+            }
+        }
+        report
+    }
+
+    fn items(
         &mut self,
         mut cursor: Cursor<'_>,
         events: &mut Vec<RouterEvent>,
@@ -164,7 +173,7 @@ impl Decoder {
         events: &mut Vec<RouterEvent>,
         report: &mut Report,
     ) -> Result<(), Finding> {
-        let (n_before, groups, has_connector) = (events.len(), self.groups, self.has_connector);
+        let (n_before, groups, has_connector) = (events.len(), self.groups.clone(), self.has_connector);
         if self.config.ranks.len() > 1 {
             self.namespaces.start_batch();
         }
@@ -264,13 +273,21 @@ impl Decoder {
         let start = *cursor;
         let mut event = WireEvent::new();
         match event.read(cursor, &self.config.limits, &mut self.lists) {
-            Ok(()) => match self.take(&event, events[n_before..].last_mut(), report) {
-                Ok(taken) => {
-                    report.usable += 1;
-                    events.extend(taken);
+            Ok(()) => {
+                if is_local(&event).is_ok() && self.groups.learn(&event, self.config.block_size) {
+                    // The blocks of the substitute are not those of the main group.
+                    self.namespaces.clear_tier(StorageTier::Device);
+                    events.push(self.changed(StorageTier::Device, KvEvent::TierCleared));
                 }
-                Err(refused) => self.refuse(&event, refused, report),
-            },
+                match self.take(&event, events[n_before..].last_mut(), report) {
+                    Ok(taken) => {
+                        report.usable += 1;
+                        events.extend(taken);
+                        self.groups.put_main_first(&mut events[n_before..]);
+                    }
+                    Err(refused) => self.refuse(&event, refused, report),
+                }
+            }
             Err(broken) if broken.ends_batch() => return Err(broken),
             Err(refused) => {
                 *cursor = start;
@@ -292,9 +309,9 @@ impl Decoder {
         report: &mut Report,
     ) {
         let skimmed = WireEvent::skimmed_removal(start, &self.config.limits).filter(|_| tag == Tag::Removed);
-        match (tag, skimmed.map(|event| self.tier_of_main_attention(&event))) {
+        match (tag, skimmed.map(|event| self.place(&event))) {
             (Tag::Removed | Tag::Cleared, None) => self.lose(finding, None, events, report),
-            (Tag::Removed, Some(Ok(tier))) => self.lose(finding, Some(tier), events, report),
+            (Tag::Removed, Some(Ok((_, tier)))) => self.lose(finding, Some(tier), events, report),
             // Blocks that are not used, or none.
             (Tag::Removed, Some(Err(_))) | (Tag::Stored | Tag::Ignored | Tag::Cleared, _) => {
                 report.findings.add(finding)
@@ -315,7 +332,7 @@ impl Decoder {
         report.lost_removals = Some(finding);
         for tier in StorageTier::ALL.into_iter().filter(|of| tier.is_none_or(|tier| tier == *of)) {
             self.namespaces.clear_tier(tier);
-            events.push(RouterEvent { rank: self.config.rank, tier, data: KvEvent::TierCleared });
+            events.push(self.changed(tier, KvEvent::TierCleared));
         }
     }
 
@@ -341,45 +358,60 @@ impl Decoder {
     fn take(
         &mut self,
         event: &WireEvent<'_>,
-        last: Option<&mut RouterEvent>,
+        mut last: Option<&mut RouterEvent>,
         report: &mut Report,
     ) -> Result<Option<RouterEvent>, Finding> {
         let (tier, data) = match event.tag {
             Tag::Ignored => return Ok(None),
             Tag::Cleared => self.cleared(event, report)?,
             Tag::Removed => {
-                let tier = self.tier_of_main_attention(event)?;
-                self.removed(event, tier, report)?;
+                let (group, tier) = self.place(event)?;
+                self.removed(event, tier, group, report)?;
                 let names = self.lists.hashes.iter().copied().map(EngineHash);
+                let group = group.map(|group| group.number);
                 // Engines publish each removed block as an event of its own. A list per event would cost more than the
                 // rest of its decoding.
-                if let Some(RouterEvent { tier: same, data: KvEvent::Removed { blocks }, .. }) = last
-                    && *same == tier
-                {
+                if let Some(blocks) = last.as_deref_mut().and_then(|last| removed_before(last, tier, group)) {
                     blocks.extend(names);
                     return Ok(None);
                 }
-                (tier, KvEvent::Removed { blocks: names.collect() })
-            }
-            Tag::Stored => match self.tier_of_main_attention(event)? {
-                StorageTier::Device => (StorageTier::Device, self.stored(event, report)?),
-                tier => {
-                    self.has_connector |= is_of_connector(event.medium);
-                    let blocks = self.offloaded(event, tier, report)?;
-                    // Connectors publish each block as an event of its own, and names need no parent.
-                    if let Some(RouterEvent { tier: same, data: KvEvent::Offloaded { blocks: before, .. }, .. }) = last
-                        && *same == tier
-                        && blocks.iter().all(|(_, block_hash)| block_hash.is_none())
-                    {
-                        before.extend(blocks);
-                        return Ok(None);
-                    }
-                    (tier, KvEvent::Offloaded { parent: event.parent.map(EngineHash), blocks })
+                let blocks = names.collect();
+                match group {
+                    None => (tier, KvEvent::Removed { blocks }),
+                    Some(group) => (tier, KvEvent::GroupRemoved { group, blocks }),
                 }
-            },
+            }
+            Tag::Stored => {
+                if tier(event.medium) == Ok(StorageTier::Device) {
+                    self.groups.offer(event, &self.lists, self.config.block_size);
+                }
+                match self.place(event)? {
+                    (Some(group), tier) => {
+                        let data = group.stored(event, &self.lists, self.config.block_size)?;
+                        note(event, report);
+                        (tier, data)
+                    }
+                    (None, StorageTier::Device) => (StorageTier::Device, self.stored(event, report)?),
+                    (None, tier) => {
+                        self.has_connector |= is_of_connector(event.medium);
+                        let blocks = self.offloaded(event, tier, report)?;
+                        // Connectors publish each block as an event of its own, and names need no parent.
+                        if let Some(RouterEvent { tier: same, data: KvEvent::Offloaded { blocks: before, .. }, .. }) =
+                            last
+                            && *same == tier
+                            && blocks.iter().all(|(_, block_hash)| block_hash.is_none())
+                        {
+                            before.extend(blocks);
+                            return Ok(None);
+                        }
+                        (tier, KvEvent::Offloaded { parent: event.parent.map(EngineHash), blocks })
+                    }
+                }
+            }
         };
-        let has_effect = matches!(data, KvEvent::Cleared | KvEvent::TierCleared) || data.block_count() > 0;
-        Ok(has_effect.then_some(RouterEvent { rank: self.config.rank, tier, data }))
+        let has_effect = matches!(data, KvEvent::Cleared | KvEvent::TierCleared | KvEvent::GroupStored { .. })
+            || data.block_count() > 0;
+        Ok(has_effect.then(|| self.changed(tier, data)))
     }
 
     /// Converts a clear. vLLM clears the pool of the device only, and its connectors keep their copies. SGLang clears all.
@@ -395,28 +427,47 @@ impl Decoder {
         Ok((tier, KvEvent::Cleared))
     }
 
-    /// Tier of an event about local blocks of the main attention.
-    fn tier_of_main_attention(&mut self, event: &WireEvent<'_>) -> Result<StorageTier, Finding> {
-        is_local(event)?;
-        if !self.groups.is_main(event.group_idx, event.spec_kind) {
-            return Err(Finding::NotMainAttention);
-        }
-        tier(event.medium)
+    fn changed(&self, tier: StorageTier, data: KvEvent) -> RouterEvent {
+        RouterEvent { rank: self.config.rank, tier, data }
     }
 
-    fn removed(&mut self, event: &WireEvent<'_>, tier: StorageTier, report: &mut Report) -> Result<(), Finding> {
+    /// Group, if it is beside the main one, and tier of an event about local blocks. Groups beside the main one count in
+    /// device memory only.
+    fn place(&self, event: &WireEvent<'_>) -> Result<(Option<BesideGroup>, StorageTier), Finding> {
+        is_local(event)?;
+        match (self.groups.beside(event)?, tier(event.medium)?) {
+            (Some(_), StorageTier::HostPinned | StorageTier::Disk | StorageTier::External) => {
+                Err(Finding::NotMainAttention)
+            }
+            place => Ok(place),
+        }
+    }
+
+    fn removed(
+        &mut self,
+        event: &WireEvent<'_>,
+        tier: StorageTier,
+        group: Option<BesideGroup>,
+        report: &mut Report,
+    ) -> Result<(), Finding> {
         if self.lists.hashes.is_empty() && event.bad_hashes > 0 {
             return Err(Finding::BadHash);
         }
         note(event, report);
-        for name in &self.lists.hashes {
-            self.namespaces.removed(*name, tier);
+        if group.is_none() {
+            self.lists.hashes.iter().for_each(|name| self.namespaces.removed(*name, tier));
         }
         Ok(())
     }
 
     fn stored(&mut self, event: &WireEvent<'_>, report: &mut Report) -> Result<KvEvent, Finding> {
         self.check_form(event)?;
+        if self.groups.is_substituted() {
+            if !is_complete(event, &self.lists, self.config.block_size) {
+                return Err(Finding::NotMainAttention);
+            }
+            report.findings.add(Finding::NoMainAttention);
+        }
         let n_blocks = self.lists.hashes.len().min(self.scheme().block_count(self.lists.tokens.len()));
         let lacks_tokens = n_blocks < self.lists.hashes.len();
         if n_blocks == 0 {

@@ -44,6 +44,7 @@ enum EventField {
     Medium,
     GroupIdx,
     SpecKind,
+    SpecWindow,
     Locality,
     /// Unused or unknown.
     Other,
@@ -64,6 +65,7 @@ impl EventField {
             b"medium" => Self::Medium,
             b"group_idx" => Self::GroupIdx,
             b"kv_cache_spec_kind" => Self::SpecKind,
+            b"kv_cache_spec_sliding_window" => Self::SpecWindow,
             b"locality" => Self::Locality,
             _ => Self::Other,
         };
@@ -83,6 +85,7 @@ impl EventField {
             (Tag::Stored, 8) => Self::ExtraKeys,
             (Tag::Stored, 9) | (Tag::Removed, 3) => Self::GroupIdx,
             (Tag::Stored, 10) | (Tag::Removed, 4) => Self::SpecKind,
+            (Tag::Stored, 11) => Self::SpecWindow,
             (Tag::Stored, 12) | (Tag::Removed, 6) => Self::Locality,
             _ => Self::Other,
         }
@@ -94,7 +97,7 @@ impl EventField {
             Self::Locality => tag != Tag::Ignored,
             Self::Medium => tag != Tag::Ignored,
             Self::BlockHashes | Self::GroupIdx | Self::SpecKind => matches!(tag, Tag::Stored | Tag::Removed),
-            Self::ParentBlockHash | Self::TokenIds | Self::BlockSize => tag == Tag::Stored,
+            Self::ParentBlockHash | Self::TokenIds | Self::BlockSize | Self::SpecWindow => tag == Tag::Stored,
             Self::LoraId | Self::LoraName | Self::CacheSalt | Self::ExtraKeys => tag == Tag::Stored,
             Self::Other => true,
         }
@@ -103,7 +106,10 @@ impl EventField {
     /// Whether another release may use the position for another field: the positions after the original fields of array
     /// events.
     fn in_tail(self) -> bool {
-        matches!(self, Self::LoraName | Self::ExtraKeys | Self::GroupIdx | Self::SpecKind | Self::Locality)
+        matches!(
+            self,
+            Self::LoraName | Self::ExtraKeys | Self::GroupIdx | Self::SpecKind | Self::SpecWindow | Self::Locality
+        )
     }
 }
 
@@ -164,6 +170,8 @@ pub(super) struct WireEvent<'a> {
     pub(super) medium: Option<&'a [u8]>,
     pub(super) group_idx: Option<u64>,
     pub(super) spec_kind: Option<&'a [u8]>,
+    /// Sliding window of the group in tokens.
+    pub(super) spec_window: Option<u64>,
     pub(super) locality: Option<&'a [u8]>,
     /// Number of invalid hashes.
     pub(super) bad_hashes: u64,
@@ -190,6 +198,7 @@ impl<'a> WireEvent<'a> {
             medium: None,
             group_idx: None,
             spec_kind: None,
+            spec_window: None,
             locality: None,
             bad_hashes: 0,
             has_bad_token: false,
@@ -345,6 +354,7 @@ impl<'a> WireEvent<'a> {
             EventField::Medium => self.medium = optional(cursor, bytes)?,
             EventField::GroupIdx => self.group_idx = optional(cursor, number)?,
             EventField::SpecKind => self.spec_kind = optional(cursor, bytes)?,
+            EventField::SpecWindow => self.spec_window = optional(cursor, number)?,
             EventField::Locality => self.locality = optional(cursor, bytes)?,
             EventField::Other => cursor.pass(1, limits.nesting_max)?,
         }

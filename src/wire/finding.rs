@@ -60,8 +60,10 @@ findings! {
     Eagle = "eagle",
     /// An unknown storage medium.
     UnknownMedium = "unknown_medium",
-    /// Blocks of a cache group other than the main attention's.
+    /// Blocks of a cache group that has no effect on hits.
     NotMainAttention = "not_main_attention",
+    /// A store of a model without full attention; the blocks count while all of the prompt's blocks are held.
+    NoMainAttention = "no_main_attention",
     /// Blocks at a location other than the publishing engine.
     NonLocal = "non_local",
     /// Several extra keys that could be the salt; used in a separate namespace.
@@ -103,6 +105,7 @@ impl Finding {
             Self::BlockSize
             | Self::Eagle
             | Self::NotMainAttention
+            | Self::NoMainAttention
             | Self::NonLocal
             | Self::ForeignRank
             | Self::NotFinite

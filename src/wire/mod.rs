@@ -15,8 +15,8 @@
 //!   send a salt only with the first block.
 //! - A name has one content. A store in a lower tier of a block that the rank holds adds a copy of that block, whatever
 //!   the event states. Of an unknown block the event must state the keys or the parent, else it matches no request.
-//! - Only blocks of the main attention count. A removal from another cache group has the same hashes and would remove
-//!   blocks that are still cached.
+//! - Blocks of each cache group are separate. All groups use the same hashes, so a removal from another group must not
+//!   remove a block of the main attention that is still cached.
 //!
 //! Transport, sequence numbers, gaps and stream states belong to the reader of the stream; [`crate::index`] applies the
 //! events. Costs are measured by `pointsman-bench events`: in a store of 64-token blocks, tokens dominate, with more time
@@ -39,4 +39,4 @@ mod state;
 pub use decoder::{Decoder, WireConfig};
 pub use finding::{Finding, Findings, Report, StoreMismatch};
 pub use limits::DecoderLimits;
-pub use state::{DecoderState, NamespaceRecord};
+pub use state::{DecoderState, GroupRecord, NamespaceRecord};

@@ -5,14 +5,23 @@ use crate::protocol::EngineHash;
 /// Everything that a [`Decoder`](super::Decoder) remembers of earlier batches.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DecoderState {
-    /// Cache groups 0 to 63 known as main attention, one bit each.
-    pub main_groups: u64,
-    /// Cache groups 0 to 63 known as another attention type, one bit each.
-    pub other_groups: u64,
+    /// Cache groups of known type, in the order of their first events.
+    pub groups: Vec<GroupRecord>,
     /// Whether a connector has announced blocks in a lower tier.
     pub has_connector: bool,
     /// Blocks outside the default namespace, sorted by engine hash.
     pub namespaces: Vec<NamespaceRecord>,
+}
+
+/// One cache group of known type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GroupRecord {
+    /// The engine's number of the group.
+    pub group: u8,
+    /// Blocks before the end of a hit that the group must hold; `u32::MAX` for full attention, 0 if unknown.
+    pub window_blocks: u32,
+    /// Whether the stores of the group build the prefix tree.
+    pub is_main: bool,
 }
 
 /// One block outside the default namespace.

@@ -171,7 +171,7 @@ fn trailing_array_fields_may_differ_by_release() {
     let full = vec!["a".into(), [["a", "t"]].into(), 0.into(), "full_attention".into(), Msg::Nil, "local".into()];
     assert_eq!(with(full), (salted, vec![]));
     let odd = vec![Msg::Nil, Msg::Nil, "?".into(), 5.into(), "?".into(), Msg::Array(vec![])];
-    assert_eq!(with(odd), (PLAIN[..1].to_vec(), vec![(Finding::WrongType, 3)]));
+    assert_eq!(with(odd), (PLAIN[..1].to_vec(), vec![(Finding::WrongType, 4)]));
     // A value in the position of adapters and salts always changes the namespace.
     for tail in [vec![5.into()], vec![Msg::named([("salt", "s".into())])], vec![Msg::Nil, Msg::Bool(true)]] {
         let (hashes, findings) = with(tail);
@@ -197,6 +197,28 @@ fn only_blocks_of_the_main_attention_group_count() {
     );
     let expected = [stored(Device, None, &[(11, PLAIN[0])]), removed(Device, &[11, 12])];
     assert_eq!((&events[..], found(&report)), (&expected[..], vec![(Finding::NotMainAttention, 3)]));
+    let window = [("kv_cache_spec_sliding_window", 9.into())];
+    let of = [
+        store([12], None, &TOKENS[..4], kind(2, "mamba")),
+        store([12], Some(11), &TOKENS[..4], kind(0, "sliding_window").into_iter().chain(window)),
+        store([12], None, &TOKENS[..4], kind(2, "mamba").into_iter().chain([("medium", "CPU".into())])),
+        removal([12], group(2)),
+        removal([13, 14], group(2)),
+        removal([11], group(1)),
+    ];
+    let (events, report) = next(&mut decoder, of);
+    let group_stored = |group, window_blocks, starts_prompt| {
+        let window_blocks = NonZeroU32::new(window_blocks).expect("not zero");
+        KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks: vec![EngineHash(12)] }
+    };
+    let data: Vec<_> = events.into_iter().map(|event| event.data).collect();
+    let expected = [
+        group_stored(2, 1, true),
+        group_stored(0, 2, false),
+        KvEvent::GroupRemoved { group: 2, blocks: [12, 13, 14].map(EngineHash).to_vec() },
+        removed(Device, &[11]).data,
+    ];
+    assert_eq!((&data[..], found(&report)), (&expected[..], vec![(Finding::NotMainAttention, 1)]));
     decoder.forget();
     let (events, _) = next(&mut decoder, [removal([11], group(0)), removal([11], group(1))]);
     assert_eq!(events, [removed(Device, &[11])]);

@@ -6,7 +6,7 @@ use crate::ingest::SourcePosition;
 use crate::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock};
 use crate::snapshot::{RankSnapshot, Snapshot, SnapshotLayout};
 use crate::test_support::rank;
-use crate::wire::{DecoderState, NamespaceRecord};
+use crate::wire::{DecoderState, GroupRecord, NamespaceRecord};
 
 /// A decoded snapshot encodes to bytes that decode to the same snapshot.
 ///
@@ -51,8 +51,7 @@ pub(super) fn seeds() -> Vec<Vec<u8>> {
         position: SourcePosition { next: 70, payload_hashes: vec![1, 2, 3], cold: None },
         decoder: DecoderState {
             has_connector: true,
-            main_groups: 1,
-            other_groups: 2,
+            groups: vec![GroupRecord { group: 1, window_blocks: 8, is_main: false }],
             namespaces: vec![NamespaceRecord { engine_hash: EngineHash(5), lora: 1, salt: 2, holds: [1, 0, 2, 0] }],
         },
         events: events
