@@ -37,6 +37,7 @@ mod hashing_vectors;
 mod import_cycles;
 mod index_budget;
 mod index_copies;
+mod index_groups;
 mod index_properties;
 mod ingest;
 mod ingest_properties;
