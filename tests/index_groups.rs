@@ -59,14 +59,17 @@ struct Running {
     slots: Vec<(usize, usize, usize)>,
 }
 
+/// Group and prefix of a block.
+type GroupedPrefix = (usize, Vec<u64>);
+
 struct Engine {
     groups: Vec<Layers>,
-    /// Group and prefix of the block in each slot, and the number of its users.
-    slots: Vec<(Option<(usize, Vec<u64>)>, usize)>,
+    /// The block in each slot, and the number of its users.
+    slots: Vec<(Option<GroupedPrefix>, usize)>,
     /// Unused slots. The first is taken next.
     free: VecDeque<usize>,
     /// By group and prefix: the slots that hold it, in the order in which they were filled.
-    held: BTreeMap<(usize, Vec<u64>), Vec<usize>>,
+    held: BTreeMap<GroupedPrefix, Vec<usize>>,
     running: Vec<Running>,
     events: Vec<Msg>,
 }

@@ -354,7 +354,8 @@ async fn wait_for_workers(router: &Router, wanted: u32, sources: usize) -> Resul
     let views = router.views();
     let (mut statuses, mut workers) = (views.discovery.subscribe(), views.fleet.subscribe());
     loop {
-        (statuses.mark_unchanged(), workers.mark_unchanged());
+        statuses.mark_unchanged();
+        workers.mark_unchanged();
         if let Some(result) = router.initial_workers(wanted, sources) {
             return result;
         }

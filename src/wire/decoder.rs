@@ -8,6 +8,7 @@ use std::ops::Range;
 use super::event::{Lists, Tag, TokenForm, WireEvent};
 use super::group::{BesideGroup, Groups, is_complete, removed_before};
 use super::keys::StoreKeys;
+use super::medium::{is_of_connector, tier};
 use super::msgpack::{Cursor, MsgpackItem};
 use super::namespace::{Namespace, Namespaces};
 use super::{DecoderLimits, DecoderState, Finding, Report, StoreMismatch};
@@ -580,27 +581,4 @@ fn is_local(event: &WireEvent<'_>) -> Result<(), Finding> {
 fn note(event: &WireEvent<'_>, report: &mut Report) {
     report.findings.add_many(Finding::BadHash, event.bad_hashes);
     report.findings.add_many(Finding::WrongType, event.misplaced);
-}
-
-/// Storage tier of a medium name, in any case. Engines with a single medium omit the name.
-fn tier(medium: Option<&[u8]>) -> Result<StorageTier, Finding> {
-    let Some(name) = medium.filter(|name| *name != b"GPU") else { return Ok(StorageTier::Device) };
-    let is = |known: &[&str]| known.iter().any(|known| name.eq_ignore_ascii_case(known.as_bytes()));
-    if is(&["GPU"]) {
-        Ok(StorageTier::Device)
-    } else if is(&["CPU", "CPU_PINNED", "CPU_TIER1", "CPU_TIER2"]) {
-        Ok(StorageTier::HostPinned)
-    } else if is(&["STORAGE", "DISK", "FS", "OBJ"]) {
-        Ok(StorageTier::Disk)
-    } else if is(&["EXTERNAL", "REMOTE"]) {
-        Ok(StorageTier::External)
-    } else {
-        Err(Finding::UnknownMedium)
-    }
-}
-
-/// Whether a connector beside the engine's own cache writes the medium. A clear of the engine's cache leaves it.
-fn is_of_connector(medium: Option<&[u8]>) -> bool {
-    let known: [&[u8]; 5] = [b"CPU", b"STORAGE", b"FS", b"OBJ", b"REMOTE"];
-    medium.is_some_and(|name| known.iter().any(|known| name.eq_ignore_ascii_case(known)))
 }

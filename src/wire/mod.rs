@@ -32,6 +32,7 @@ mod finding;
 mod group;
 mod keys;
 mod limits;
+mod medium;
 pub(crate) mod msgpack;
 mod namespace;
 mod state;
