@@ -1,4 +1,4 @@
-"""Real vLLM servers on CPUs with a random model, and the gateway in front of them, as child processes."""
+"""Real vLLM and SGLang servers on CPUs with a random model, and the gateway in front of them, as child processes."""
 
 import http.client
 import json
@@ -95,27 +95,17 @@ class Process:
         sys.exit(f"{self.log}: {path} did not answer 200 within {seconds} s")
 
 
-def start_engine(directory, n, is_resettable=False, kv_role=None):
-    """Starts an engine. If resettable, POST /reset_prefix_cache clears its cache. With a role (`kv_producer` or
-    `kv_consumer`) it transfers blocks by NIXL."""
-    http_port, events, replay = free_port(), free_port(), free_port()
-    environment = os.environ | {
+def start_engine(directory, n, is_resettable=False, kv_role=None, offload_gib=None):
+    """Starts a vLLM engine. If resettable, POST /reset_prefix_cache clears its cache. With a role (`kv_producer` or
+    `kv_consumer`) it transfers blocks by NIXL. With a size it offloads blocks to host memory."""
+    http_port, published, endpoints = ports()
+    environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "TOKENIZERS_PARALLELISM": "false",
         "VLLM_SERVER_DEV_MODE": str(int(is_resettable)),
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-    }
-    published = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{events}",
-        "replay_endpoint": f"tcp://*:{replay}",
-        "topic": "kv-events",
     }
     flags = {
         "--model": directory / "model",
@@ -129,16 +119,55 @@ def start_engine(directory, n, is_resettable=False, kv_role=None):
         "--num-gpu-blocks-override": BLOCKS,
         "--max-model-len": 4096,
         "--max-num-seqs": 16,
-        "--kv-events-config": json.dumps(published),
+        "--kv-events-config": json.dumps({"enable_kv_cache_events": True} | published),
     }
     if kv_role:
         transfer = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
         flags["--kv-transfer-config"] = json.dumps(transfer)
-    arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    arguments += [str(word) for flag in flags.items() for word in flag]
-    arguments += ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
-    process = Process(arguments, directory / f"vllm-{n}.log", environment)
-    return process, http_port, {"endpoint": f"tcp://127.0.0.1:{events}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
+    if offload_gib:
+        flags["--kv-offloading-size"] = offload_gib
+    switches = ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    arguments = ["vllm.entrypoints.openai.api_server", *words(flags), *switches]
+    return started(arguments, directory / f"vllm-{n}.log", environment), http_port, endpoints
+
+
+def start_sglang(directory, n):
+    """Starts an SGLang engine with as many blocks as one of vLLM."""
+    http_port, published, endpoints = ports()
+    flags = {
+        "--model-path": directory / "model",
+        "--served-model-name": MODEL,
+        "--host": "127.0.0.1",
+        "--port": http_port,
+        "--load-format": "dummy",
+        "--device": "cpu",
+        "--dtype": "float32",
+        "--page-size": BLOCK,
+        "--max-total-tokens": BLOCK * BLOCKS,
+        "--attention-backend": "torch_native",
+        "--kv-events-config": json.dumps(published),
+    }
+    switches = ["--disable-overlap-schedule", "--disable-cuda-graph", "--enable-metrics", "--enable-cache-report"]
+    arguments = ["sglang.launch_server", *words(flags), *switches]
+    environment = {"SGLANG_USE_CPU_ENGINE": "1"}
+    return started(arguments, directory / f"sglang-{n}.log", environment), http_port, endpoints
+
+
+def ports():
+    """HTTP port of an engine, its settings for KV events, and their endpoints for the gateway."""
+    http_port, events, replay = free_port(), free_port(), free_port()
+    named = {"endpoint": events, "replay_endpoint": replay}
+    published = {"publisher": "zmq", "topic": "kv-events"} | {name: f"tcp://*:{port}" for name, port in named.items()}
+    return http_port, published, {name: f"tcp://127.0.0.1:{port}" for name, port in named.items()}
+
+
+def words(flags):
+    return [str(word) for flag in flags.items() for word in flag]
+
+
+def started(arguments, log, environment):
+    common = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return Process([sys.executable, "-m", *arguments], log, os.environ | common | environment)
 
 
 def workers(engines):
