@@ -329,7 +329,7 @@ async fn engine(seed: u64, time_scale: f64) -> MockEngine {
 
 /// Requests of each form with a sound resumption.
 fn drill_request(n: usize) -> (&'static str, Value) {
-    let limits = json!({ "max_tokens": 60, "stream_options": { "include_usage": true } });
+    let limits = json!({ "max_tokens": 300, "stream_options": { "include_usage": true } });
     let (path, mut body) = match n % 3 {
         0 => (CHAT, json!({ "messages": [{ "role": "user", "content": format!("Question {n}?") }] })),
         1 => (COMPLETIONS, json!({ "prompt": format!("Text {n}:") })),

@@ -20,18 +20,19 @@ use hashbrown::{HashMap, HashSet};
 use smallvec::SmallVec;
 
 use super::overlaps::End;
-use super::residence::Residence;
+use super::residence::{COPIES_MAX, Residence};
 use super::span::Stretch;
 use super::table::Spot;
 use super::tree::RunNode;
 use crate::protocol::{EngineHash, KvEvent, Slot, StorageTier};
 
 /// The groups of one rank.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct CacheGroups {
     /// By number.
     held: Vec<HeldGroup>,
-    /// Whether the last store of the device tier at the start of a prompt was a computation, not a report of a hit.
+    /// Whether the last store of the device tier at the start of a prompt was a computation, not a report of a hit. The
+    /// first one is.
     pub(super) has_computed: bool,
 }
 
@@ -41,8 +42,9 @@ struct HeldGroup {
     number: u8,
     window_blocks: NonZeroU32,
     names: HashSet<EngineHash, RandomState>,
-    /// Copies of a name beyond the first.
+    /// Copies of a name beyond the first, at most [`COPIES_MAX`] in all.
     further: HashMap<EngineHash, u32, RandomState>,
+    copies: u32,
 }
 
 /// A rank's leading blocks of one run.
@@ -59,8 +61,15 @@ pub(super) struct HeldPath<'a> {
     pieces: SmallVec<[Piece; 8]>,
 }
 
+impl Default for CacheGroups {
+    fn default() -> Self {
+        Self { held: Vec::new(), has_computed: true }
+    }
+}
+
 impl CacheGroups {
-    /// Stores names in a group. As in the device tier, a repeated store is another copy, unless it reports a hit.
+    /// Stores names in a group. As in the device tier, a repeated store is another copy, unless it reports a hit. Such a
+    /// report names every block of the hit, of which the group holds those of its window for certain.
     pub(super) fn store(
         &mut self,
         (number, window_blocks): (u8, NonZeroU32),
@@ -68,11 +77,13 @@ impl CacheGroups {
         names: &[EngineHash],
         hasher: &RandomState,
     ) {
-        let is_copy = !starts_prompt || self.has_computed;
+        let is_report = starts_prompt && !self.has_computed;
         let held = self.held(number, window_blocks, hasher);
-        for name in names {
-            if !held.names.insert(*name) && is_copy {
+        let certain = if is_report { window_blocks.get() as usize } else { names.len() };
+        for name in &names[names.len().saturating_sub(certain)..] {
+            if !held.names.insert(*name) && !is_report && held.copies < COPIES_MAX {
                 *held.further.entry(*name).or_default() += 1;
+                held.copies += 1;
             }
         }
     }
@@ -88,7 +99,7 @@ impl CacheGroups {
             Ok(at) => at,
             Err(at) => {
                 let (names, further) = (HashSet::with_hasher(hasher.clone()), HashMap::with_hasher(hasher.clone()));
-                self.held.insert(at, HeldGroup { number, window_blocks, names, further });
+                self.held.insert(at, HeldGroup { number, window_blocks, names, further, copies: 0 });
                 at
             }
         };
@@ -123,21 +134,23 @@ impl CacheGroups {
         for held in &mut self.held {
             held.names.retain(|name| device.find(*name).is_some());
             held.further.retain(|name, _| held.names.contains(name));
+            held.copies = held.further.values().sum();
             held.names.shrink_to_fit();
             held.further.shrink_to_fit();
         }
     }
 
-    /// Events that rebuild the groups.
+    /// Events that rebuild the groups: every name, and then once more for each further copy.
     pub(super) fn dump(&self) -> impl Iterator<Item = KvEvent> {
-        self.held.iter().flat_map(|held| {
+        self.held.iter().map(|held| {
             let mut blocks: Vec<_> = held.names.iter().copied().collect();
             blocks.sort_unstable();
             let mut further: Vec<_> =
                 held.further.iter().flat_map(|(name, copies)| (0..*copies).map(|_| *name)).collect();
             further.sort_unstable();
-            let copies = Some(further).filter(|further| !further.is_empty());
-            [held.stored(true, blocks)].into_iter().chain(copies.map(|further| held.stored(false, further)))
+            blocks.append(&mut further);
+            let HeldGroup { number: group, window_blocks, .. } = *held;
+            KvEvent::GroupStored { group, window_blocks, starts_prompt: false, blocks }
         })
     }
 
@@ -146,6 +159,7 @@ impl CacheGroups {
         assert!(self.held.is_sorted_by(|a, b| a.number < b.number), "groups are sorted and unique by number");
         for held in &self.held {
             assert!(held.further.iter().all(|(name, further)| *further > 0 && held.names.contains(name)));
+            assert!(held.copies == held.further.values().sum::<u32>() && held.copies <= COPIES_MAX);
         }
     }
 
@@ -157,16 +171,13 @@ impl CacheGroups {
 }
 
 impl HeldGroup {
-    fn stored(&self, starts_prompt: bool, blocks: Vec<EngineHash>) -> KvEvent {
-        KvEvent::GroupStored { group: self.number, window_blocks: self.window_blocks, starts_prompt, blocks }
-    }
-
     /// Removes one copy of each name. Returns the number of known names.
     fn remove(&mut self, names: &[EngineHash]) -> usize {
         let mut removed = 0;
         for name in names {
             if let Some(further) = self.further.get_mut(name) {
                 *further -= 1;
+                self.copies -= 1;
                 if *further == 0 {
                     self.further.remove(name);
                 }

@@ -95,11 +95,14 @@ impl Reference {
             KvEvent::Cleared => rank.clear(&StorageTier::ALL),
             KvEvent::TierCleared => rank.clear(&[event.tier]),
             KvEvent::GroupStored { group, window_blocks, starts_prompt, blocks } => {
+                rank.has_computed |= rank.groups.is_empty();
+                let is_report = *starts_prompt && !rank.has_computed;
                 let (window, names) = rank.groups.entry(*group).or_default();
                 *window = window_blocks.get();
-                for name in blocks {
+                let certain = if is_report { window_blocks.get() as usize } else { blocks.len() };
+                for name in &blocks[blocks.len().saturating_sub(certain)..] {
                     let copies = names.entry(*name).or_default();
-                    *copies += u64::from(!starts_prompt || rank.has_computed || *copies == 0);
+                    *copies += u64::from(!is_report || *copies == 0);
                 }
                 Applied { grouped: blocks.len() as u64, ..Applied::default() }
             }

@@ -124,6 +124,7 @@ impl Decoder {
         self.namespaces.clear();
         self.groups = Groups::default();
         self.has_connector = false;
+        self.keys = StoreKeys::default();
     }
 
     fn batch(&mut self, payload: &[u8], events: &mut Vec<RouterEvent>) -> Report {
@@ -489,8 +490,10 @@ impl Decoder {
         }
         note(event, report);
         let mut blocks = Vec::with_capacity(n_blocks);
+        // With several groups the index may count a copy at the start of a prompt, too.
+        let may_be_copy = event.parent.is_some() || self.groups.has_several();
         self.hash(event, n_blocks, report, |namespaces, engine_hash, block_hash, namespace| {
-            namespaces.stored(engine_hash.0, namespace, event.parent.is_some());
+            namespaces.stored(engine_hash.0, namespace, may_be_copy);
             blocks.push(StoredBlock { engine_hash, block_hash });
         })?;
         report.stored_blocks = report.stored_blocks.saturating_add(n_blocks as u32);

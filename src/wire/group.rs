@@ -15,7 +15,7 @@ use std::num::NonZeroU32;
 
 use smallvec::SmallVec;
 
-use super::event::{Lists, WireEvent};
+use super::event::{Lists, Tag, WireEvent};
 use super::{Finding, GroupRecord};
 use crate::protocol::{EngineHash, KvEvent, RouterEvent, StorageTier};
 
@@ -49,9 +49,10 @@ impl Groups {
         self.known.to_vec()
     }
 
-    /// Remembers the type of a group. Returns true if a group with full attention replaces the substitute.
+    /// Remembers the type of a group from a store; removals do not state the window. Returns true if a group with full
+    /// attention replaces the substitute.
     pub(super) fn learn(&mut self, event: &WireEvent<'_>, block_size: NonZeroU32) -> bool {
-        let (Some(group), Some(kind)) = (number(event), event.spec_kind) else { return false };
+        let (Some(group), Some(kind), Tag::Stored) = (number(event), event.spec_kind, event.tag) else { return false };
         let window_blocks = window_blocks(kind, event.spec_window, block_size);
         let is_main = window_blocks == ALL_BLOCKS && self.main().is_none_or(|main| main.window_blocks != ALL_BLOCKS);
         let record = GroupRecord { group, window_blocks, is_main: false };
@@ -109,11 +110,23 @@ impl Groups {
         let Some((RouterEvent { data: KvEvent::Stored { parent: None, .. }, .. }, before)) = events.split_last() else {
             return;
         };
-        let main = self.main().map_or(0, |main| main.group);
-        let is_lower = |event: &&RouterEvent| matches!(event.data, KvEvent::GroupStored { group, starts_prompt: true, .. } if group < main);
-        let lower = before.iter().rev().take_while(is_lower).count();
+        // Those of one prompt have ascending numbers.
+        let mut next = self.main().map_or(0, |main| main.group);
+        let lower = before.iter().rev().take_while(|event| match event.data {
+            KvEvent::GroupStored { group, starts_prompt: true, .. } if group < next => {
+                next = group;
+                true
+            }
+            _ => false,
+        });
+        let lower = lower.count();
         let first = events.len() - 1 - lower;
         events[first..].rotate_right(1);
+    }
+
+    /// Whether the rank has groups beside the main one.
+    pub(super) fn has_several(&self) -> bool {
+        self.known.len() > 1
     }
 
     /// Whether the main group is a substitute for full attention.
@@ -198,7 +211,7 @@ mod tests {
 
     fn event(group: impl Into<Option<u64>>, kind: Option<&[u8]>) -> WireEvent<'_> {
         let mut event = WireEvent::new();
-        (event.group_idx, event.spec_kind, event.spec_window) = (group.into(), kind, Some(9));
+        (event.tag, event.group_idx, event.spec_kind, event.spec_window) = (Tag::Stored, group.into(), kind, Some(9));
         event
     }
 
@@ -229,6 +242,36 @@ mod tests {
         assert!(!is_main(&groups, Some(0)) && is_main(&groups, Some(1)) && is_main(&groups, None));
         let groups = Groups::resumed(&groups.records());
         assert!(!is_main(&groups, Some(0)) && is_main(&groups, Some(1)) && !is_main(&groups, Some(4)));
+    }
+
+    #[test]
+    fn removals_teach_no_type() {
+        let mut groups = Groups::default();
+        assert_eq!(learn(&mut groups, 1, b"sliding_window"), Ok(Some((1, 2))));
+        let mut removal = event(1, Some(b"sliding_window"));
+        (removal.tag, removal.spec_window) = (Tag::Removed, None);
+        assert!(!groups.learn(&removal, BLOCK_SIZE) && groups.beside(&removal).is_ok_and(|beside| beside.is_some()));
+    }
+
+    #[test]
+    fn a_main_store_moves_before_the_groups_of_its_own_prompt_only() {
+        let mut groups = Groups::default();
+        _ = [(0, &b"mamba"[..]), (1, b"sliding_window"), (2, b"full_attention")]
+            .map(|(group, kind)| learn(&mut groups, group, kind));
+        let of_group = |group| KvEvent::GroupStored {
+            group,
+            window_blocks: NonZeroU32::MIN,
+            starts_prompt: true,
+            blocks: Vec::new(),
+        };
+        let main = || KvEvent::Stored { parent: None, blocks: Vec::new() };
+        let mut events = Vec::new();
+        for data in [of_group(0), of_group(1), main(), of_group(0), of_group(1), main()] {
+            events.push(RouterEvent { rank: crate::test_support::rank(0), tier: StorageTier::Device, data });
+            groups.put_main_first(&mut events);
+        }
+        let data: Vec<_> = events.into_iter().map(|event| event.data).collect();
+        assert_eq!(data, [main(), of_group(0), of_group(1), main(), of_group(0), of_group(1)]);
     }
 
     #[test]

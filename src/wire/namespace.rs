@@ -118,14 +118,13 @@ impl Namespaces {
     }
 
     /// Records a block stored in device memory. The last such store of a name determines its namespace in every tier. A
-    /// repeated store behind a parent adds a copy, by the rule of the index: the index must not hold a block longer than
-    /// this map.
-    pub(super) fn stored(&mut self, name: u64, namespace: Namespace, has_parent: bool) {
+    /// repeated store adds a copy where one of the index may: the index must not hold a block longer than this map.
+    pub(super) fn stored(&mut self, name: u64, namespace: Namespace, may_be_copy: bool) {
         if !namespace.is_default() {
             self.save(name);
             let entry = self.entries.entry(name).or_insert(NamespacedBlock { namespace, holds: [0; 4] });
             let holds = &mut entry.holds[StorageTier::Device as usize];
-            *holds = if has_parent { holds.saturating_add(1) } else { (*holds).max(1) };
+            *holds = if may_be_copy { holds.saturating_add(1) } else { (*holds).max(1) };
             entry.namespace = namespace;
         } else if self.entries.contains_key(&name) {
             self.save(name);

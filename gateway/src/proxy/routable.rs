@@ -112,7 +112,7 @@ impl RoutableRequest {
         let tokens =
             model.tokens.of(&parsed.prompt, cache_salt).await.with_estimate_up_to(model.router.max_model_len());
         (account.access.token_source, account.access.no_tokens) = (Some(tokens.source.name()), tokens.missing);
-        let further_prompt_tokens = parsed.further.prompt_tokens(tokens.ids.len());
+        let further_prompt_tokens = parsed.further.prompts.estimate(tokens.ids.len());
         account.access.prompt_tokens = known_length(tokens.ids.len(), further_prompt_tokens);
         if endpoint.has_engine_work() {
             account.charge_prompt(parsed.body_bytes(), model.router.max_model_len())?;

@@ -1,6 +1,6 @@
 //! Contents of a publisher's replay buffer.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::BlockName;
 use crate::protocol::{KvEvent, RouterEvent, StorageTier};
@@ -17,6 +17,10 @@ const RING_BLOCKS_MAX: usize = 1 << 20;
 pub(super) struct RingContents {
     /// Number of copies; 0 after the last removal.
     blocks: BTreeMap<BlockName, u32>,
+    /// Blocks whose number of copies is not known. With several cache groups a repeated store at the start of a prompt may
+    /// be a copy, which the index recognises from the groups; they are not compared.
+    uncertain: BTreeSet<BlockName>,
+    has_groups: bool,
     is_whole: bool,
     /// The number after the last message; `None` before the first.
     next: Option<u64>,
@@ -42,6 +46,7 @@ impl RingContents {
             match &event.data {
                 KvEvent::Cleared => {
                     self.blocks.clear();
+                    self.uncertain.clear();
                     self.is_whole = true;
                 }
                 KvEvent::Stored { parent, .. } => {
@@ -49,6 +54,9 @@ impl RingContents {
                     let is_copy = parent.is_some() && event.tier == StorageTier::Device;
                     for name in names_of(event) {
                         let copies = self.blocks.entry(name).or_default();
+                        if self.has_groups && !is_copy && *copies > 0 {
+                            self.uncertain.insert(name);
+                        }
                         *copies = if is_copy || *copies == 0 { copies.saturating_add(1) } else { *copies };
                     }
                 }
@@ -60,8 +68,11 @@ impl RingContents {
                         }
                     }
                 }
-                KvEvent::TierCleared => self.blocks.retain(|(tier, _), _| *tier != event.tier),
-                KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {}
+                KvEvent::TierCleared => {
+                    self.blocks.retain(|(tier, _), _| *tier != event.tier);
+                    self.uncertain.retain(|(tier, _)| *tier != event.tier);
+                }
+                KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => self.has_groups = true,
                 KvEvent::Removed { .. } => {
                     for name in names_of(event) {
                         let copies = self.blocks.entry(name).or_default();
@@ -78,7 +89,8 @@ impl RingContents {
     }
 
     pub(super) fn held(&self) -> impl Iterator<Item = BlockName> {
-        self.blocks.iter().filter(|(_, copies)| **copies > 0).map(|(name, _)| *name)
+        let held = self.blocks.iter().filter(|(name, copies)| **copies > 0 && !self.uncertain.contains(*name));
+        held.map(|(name, _)| *name)
     }
 
     fn holds(&self, name: BlockName) -> bool {
@@ -86,7 +98,7 @@ impl RingContents {
     }
 
     pub(super) fn is_gone(&self, name: BlockName) -> bool {
-        self.is_whole && self.blocks.get(&name).is_none_or(|copies| *copies == 0)
+        self.is_whole && !self.uncertain.contains(&name) && self.blocks.get(&name).is_none_or(|copies| *copies == 0)
     }
 
     /// Whether a replay from the beginning of the buffer would not restore the block.
@@ -108,4 +120,37 @@ pub(super) fn names_of(event: &RouterEvent) -> impl Iterator<Item = BlockName> {
     let stored = stored.iter().map(|block| block.engine_hash);
     let names = stored.chain(offloaded.iter().map(|(name, _)| *name)).chain(removed.iter().copied());
     names.map(|name| (event.tier, name))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU32;
+
+    use super::*;
+    use crate::protocol::{BlockHash, EngineHash, StoredBlock};
+    use crate::test_support::rank;
+
+    /// Cause: the index counts a copy where the groups show a computation, and the ring did not.
+    #[test]
+    fn repeated_prompts_of_several_groups_are_not_compared() {
+        let event = |data| RouterEvent { rank: rank(0), tier: StorageTier::Device, data };
+        let stored = |names: &[u64]| {
+            let block = |name: &u64| StoredBlock { engine_hash: EngineHash(*name), block_hash: BlockHash(*name) };
+            event(KvEvent::Stored { parent: None, blocks: names.iter().map(block).collect() })
+        };
+        let names = vec![EngineHash(2)];
+        let of_group = event(KvEvent::GroupStored {
+            group: 1,
+            window_blocks: NonZeroU32::MIN,
+            starts_prompt: true,
+            blocks: names.clone(),
+        });
+        let mut ring = RingContents::default();
+        ring.add(0, &[stored(&[1, 2]), of_group.clone(), stored(&[3])]);
+        ring.add(1, &[event(KvEvent::GroupRemoved { group: 1, blocks: names.clone() }), stored(&[1, 2]), of_group]);
+        ring.add(2, &[event(KvEvent::Removed { blocks: names })]);
+        let device = |name| (StorageTier::Device, EngineHash(name));
+        assert!(![1, 2, 3].map(device).into_iter().any(|name| ring.is_gone(name)) && ring.is_gone(device(4)));
+        assert_eq!(ring.held().collect::<Vec<_>>(), [device(3)]);
+    }
 }

@@ -250,11 +250,11 @@ fn unstreamed<'o, 'a>(edit: ObjectEdit<'o, 'a>) -> ObjectEdit<'o, 'a> {
     edit.set_present("stream", "false").remove("stream_options")
 }
 
-/// Parameters of the context phase for the generation phase. All other bytes remain.
 fn text_of(json: &Option<Bytes>) -> Option<&str> {
     json.as_ref().and_then(|json| std::str::from_utf8(json).ok())
 }
 
+/// Parameters of the context phase for the generation phase. All other bytes remain.
 fn generation_only(parameters: &str) -> String {
     match ObjectText::parse(parameters, &["request_type"]) {
         Ok(object) => object.edit().set("request_type", r#""generation_only""#).finish(),

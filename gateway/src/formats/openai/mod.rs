@@ -24,7 +24,7 @@ pub use error::{ApiError, ErrorType, Limit};
 pub(crate) use fields::{checked_text, is_deeper_than};
 pub(crate) use headers::{API_KEY, stripped_headers};
 pub use headers::{Authorization, ToWorker, request_id, request_options, to_client, to_worker};
-pub use work::FurtherWork;
+pub use work::{FurtherPrompts, FurtherWork};
 
 #[cfg(test)]
 mod tests;

@@ -1,6 +1,7 @@
 //! Work of a request that its first prompt does not show: further prompts, further outputs, and prompts that are computed
 //! although they are cached.
 
+use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use serde_json::value::RawValue;
@@ -10,15 +11,49 @@ use super::error::ApiError;
 use super::fields::Fields;
 use crate::formats::json::{each, inner};
 
+/// Number of prompts of a list that are compared with each other. Later ones count as distinct.
+const COMPARED_MAX: usize = 1 << 14;
+
+/// Bytes of a first text from which its tokens show the tokenizer's rate. In shorter ones special tokens prevail.
+const TYPICAL_BYTES_MIN: u64 = 64;
+
+/// Usual bytes per token of a text.
+const BYTES_PER_TOKEN: u64 = 4;
+
 /// Work beside that of the first prompt.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FurtherWork {
     /// Outputs beside the first, of choices (`n`, `best_of`) and of prompts in a list.
     pub outputs: u32,
-    /// Length of the further distinct prompts, as a multiple of the first.
-    pub prompt_share: f64,
+    /// The further distinct prompts.
+    pub prompts: FurtherPrompts,
     /// Whether the engine reads no cached prefix, because the response contains the probabilities of prompt tokens.
     pub skips_cache: bool,
+}
+
+/// Length of the further distinct prompts of a list.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FurtherPrompts {
+    /// Of lists of token ids, in tokens.
+    pub tokens: u64,
+    /// Of texts, in bytes.
+    pub bytes: u64,
+    /// Bytes of the first prompt, if it is a text.
+    pub first_bytes: u64,
+}
+
+impl FurtherPrompts {
+    /// Their tokens, after a first prompt of `first_tokens`; of texts an estimate.
+    #[must_use]
+    pub fn estimate(&self, first_tokens: usize) -> u32 {
+        let of_texts = if self.first_bytes < TYPICAL_BYTES_MIN {
+            self.bytes.div_ceil(BYTES_PER_TOKEN)
+        } else {
+            // A token has at least one byte.
+            (self.bytes.saturating_mul(first_tokens as u64) / self.first_bytes).min(self.bytes)
+        };
+        u32::try_from(self.tokens.saturating_add(of_texts)).unwrap_or(u32::MAX)
+    }
 }
 
 impl FurtherWork {
@@ -28,53 +63,47 @@ impl FurtherWork {
             Endpoint::Embeddings => fields.input.json(),
             _ => None,
         };
-        let (prompts, prompt_share) = prompts.map_or((1, 0.0), prompts_of);
+        let (count, prompts) = prompts.map_or((1, FurtherPrompts::default()), prompts_of);
         if !matches!(endpoint, Endpoint::Chat | Endpoint::Completions) {
-            return Ok(Self { outputs: prompts - 1, prompt_share, skips_cache: false });
+            return Ok(Self { outputs: count - 1, prompts, skips_cache: false });
         }
         let choices = [fields.n.count()?, fields.best_of.count()?].into_iter().flatten().max().unwrap_or(1).max(1);
         // vLLM's `prompt_logprobs`, which `echo` implies for a chat, and for a completion with `logprobs`.
         let echoes_logprobs = endpoint == Endpoint::Chat || fields.logprobs.json().is_some();
         let echoes = fields.echo.json() == Some("true");
         Ok(Self {
-            outputs: choices.saturating_mul(prompts) - 1,
-            prompt_share,
+            outputs: choices.saturating_mul(count) - 1,
+            prompts,
             skips_cache: fields.prompt_logprobs.json().is_some() || echoes && echoes_logprobs,
         })
     }
-
-    /// Tokens of the further prompts, after a first one of `first_tokens`.
-    #[must_use]
-    pub fn prompt_tokens(&self, first_tokens: usize) -> u32 {
-        (first_tokens as f64 * self.prompt_share).round() as u32
-    }
 }
 
-/// Number of prompts, at least 1, and the length of the distinct ones after the first, as a multiple of the first: in
-/// tokens if they are given, else in bytes.
-fn prompts_of(prompts: &str) -> (u32, f64) {
-    let mut sizes = Vec::<(u64, u32)>::new();
+/// Number of prompts, at least 1, and the distinct ones after the first.
+fn prompts_of(prompts: &str) -> (u32, FurtherPrompts) {
+    let (mut count, mut compared, mut further) = (0_u32, HashSet::new(), FurtherPrompts::default());
     let _ = each(
         prompts,
         || (),
         |_, prompt: &RawValue| {
             let prompt = prompt.get();
-            let size = match (inner(prompt), prompt.strip_prefix('[')) {
-                (Some(text), _) => text.len(),
-                (None, Some("]")) => 0,
-                (None, Some(ids)) => 1 + ids.bytes().filter(|byte| *byte == b',').count(),
+            let (tokens, bytes) = match (inner(prompt), prompt.strip_prefix('[')) {
+                (Some(text), _) => (0, text.len() as u64),
+                (None, Some("]")) => (0, 0),
+                (None, Some(ids)) => (1 + ids.bytes().filter(|byte| *byte == b',').count() as u64, 0),
                 (None, None) => return Err(()), // a list of ids is one prompt
             };
             let mut hasher = DefaultHasher::new();
             prompt.hash(&mut hasher);
-            sizes.push((hasher.finish(), u32::try_from(size).unwrap_or(u32::MAX)));
+            let is_distinct = compared.len() >= COMPARED_MAX || compared.insert(hasher.finish());
+            if count == 0 {
+                further.first_bytes = bytes;
+            } else if is_distinct {
+                (further.tokens, further.bytes) = (further.tokens + tokens, further.bytes + bytes);
+            }
+            count = count.saturating_add(1);
             Ok(())
         },
     );
-    let (count, first) = (u32::try_from(sizes.len()).unwrap_or(u32::MAX), sizes.first().copied());
-    let Some((_, first_size)) = first else { return (1, 0.0) };
-    sizes.sort_unstable();
-    sizes.dedup();
-    let sum: u64 = sizes.iter().map(|(_, size)| u64::from(*size)).sum();
-    (count, (sum - u64::from(first_size)) as f64 / f64::from(first_size.max(1)))
+    (count.max(1), further)
 }

@@ -3,7 +3,9 @@
 use axum::body::Bytes;
 use proptest::prelude::*;
 
-use crate::formats::openai::{ApiError, ChatParts, ClientPrompt, Edits, Endpoint, FurtherWork, RequestBody};
+use crate::formats::openai::{
+    ApiError, ChatParts, ClientPrompt, Edits, Endpoint, FurtherPrompts, FurtherWork, RequestBody,
+};
 
 const ALL: [Endpoint; 4] = [Endpoint::Chat, Endpoint::Completions, Endpoint::Embeddings, Endpoint::Responses];
 
@@ -101,25 +103,33 @@ fn prompt_lists_use_their_first_element() {
 #[test]
 fn further_prompts_and_outputs_are_counted() {
     let further = |endpoint, body: &str| parse(endpoint, body).further;
-    let of = |outputs, prompt_share| FurtherWork { outputs, prompt_share, skips_cache: false };
+    let of = |outputs, (tokens, bytes, first_bytes)| {
+        let prompts = FurtherPrompts { tokens, bytes, first_bytes };
+        FurtherWork { outputs, prompts, skips_cache: false }
+    };
+    let none = (0, 0, 0);
     let cases = [
-        (Endpoint::Completions, r#"{"prompt":"a","n":8}"#, of(7, 0.0)),
-        (Endpoint::Completions, r#"{"prompt":"a","n":2,"best_of":4}"#, of(3, 0.0)),
-        (Endpoint::Completions, r#"{"prompt":["abcd"]}"#, of(0, 0.0)),
-        (Endpoint::Completions, r#"{"prompt":["abcd", "ab", "abcdef"],"n":2}"#, of(5, 2.0)),
-        (Endpoint::Completions, r#"{"prompt":["abcd", "ab", "abcd", "ab"]}"#, of(3, 0.5)),
-        (Endpoint::Completions, r#"{"prompt":[[7,8],[9],[],[1,2,3]]}"#, of(3, 2.0)),
-        (Endpoint::Completions, r#"{"prompt":[1,2,3]}"#, of(0, 0.0)),
-        (Endpoint::Completions, r#"{"prompt":["",""]}"#, of(1, 0.0)),
-        (Endpoint::Embeddings, r#"{"input":["ab","cd"],"n":5}"#, of(1, 1.0)),
-        (Endpoint::Chat, r#"{"messages":[],"n":3}"#, of(2, 0.0)),
-        (Endpoint::Chat, r#"{"messages":[],"n":99999999999}"#, of(u32::MAX - 1, 0.0)),
-        (Endpoint::Completions, r#"{"prompt":["a","a"],"n":99999999999}"#, of(u32::MAX - 1, 0.0)),
+        (Endpoint::Completions, r#"{"prompt":"a","n":8}"#, of(7, none)),
+        (Endpoint::Completions, r#"{"prompt":"a","n":2,"best_of":4}"#, of(3, none)),
+        (Endpoint::Completions, r#"{"prompt":["abcd"]}"#, of(0, (0, 0, 4))),
+        (Endpoint::Completions, r#"{"prompt":["abcd", "ab", "abcdef"],"n":2}"#, of(5, (0, 8, 4))),
+        (Endpoint::Completions, r#"{"prompt":["abcd", "ab", "abcd", "ab"]}"#, of(3, (0, 2, 4))),
+        (Endpoint::Completions, r#"{"prompt":[[7,8],[9],[],[1,2,3]]}"#, of(3, (4, 0, 0))),
+        (Endpoint::Completions, r#"{"prompt":[[],[1,2,3]]}"#, of(1, (3, 0, 0))),
+        (Endpoint::Completions, r#"{"prompt":[1,2,3]}"#, of(0, none)),
+        (Endpoint::Completions, r#"{"prompt":["",""]}"#, of(1, none)),
+        (Endpoint::Embeddings, r#"{"input":["ab","cd"],"n":5}"#, of(1, (0, 2, 2))),
+        (Endpoint::Chat, r#"{"messages":[],"n":3}"#, of(2, none)),
+        (Endpoint::Chat, r#"{"messages":[],"n":99999999999}"#, of(u32::MAX - 1, none)),
+        (Endpoint::Completions, r#"{"prompt":["a","a"],"n":99999999999}"#, of(u32::MAX - 1, (0, 0, 1))),
     ];
     for (endpoint, body, expected) in cases {
         assert_eq!(further(endpoint, body), expected, "{body}");
     }
-    assert_eq!(of(1, 0.5).prompt_tokens(1001), 501);
+    let estimate = |tokens, bytes, first_bytes, first| FurtherPrompts { tokens, bytes, first_bytes }.estimate(first);
+    assert_eq!(estimate(0, 40_000, 200, 50), 10_000, "at the rate of the first text");
+    assert_eq!(estimate(0, 40_000, 2, 3), 10_000, "not at the rate of special tokens");
+    assert_eq!((estimate(0, 100, 64, 640), estimate(7, 0, 0, 0)), (100, 7));
     assert_eq!(refused(Endpoint::Chat, r#"{"messages":[],"n":"x"}"#).param, Some("n"));
 }
 
