@@ -1,7 +1,7 @@
 """Compares the predictions of the prefix index with the caches of two real engines behind the gateway.
 
-usage: client.py POINTSMAN DIRECTORY REQUESTS SEED ENGINE. ENGINE is `vllm`, `vllm-offload` (blocks are copied to host
-memory) or `sglang`. Exits with 1 after a wrong prediction and lists the differences.
+usage: client.py POINTSMAN DIRECTORY REQUESTS SEED ENGINE. ENGINE is `vllm` or `sglang`. Exits with 1 after a wrong
+prediction and lists the differences.
 
 Most requests are sequential, so that all events of the previous request have arrived. 5 % of the first half and 10 %
 of the second half repeat an earlier prompt exactly, of a length that is a multiple of the block size: the engine then
@@ -95,11 +95,7 @@ def blocks_of(metrics_port):
 
 def main():
     binary, directory, count, seed = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    start = {
-        "vllm": start_engine,
-        "vllm-offload": lambda directory, n: start_engine(directory, n, offload_gib=1),
-        "sglang": start_sglang,
-    }[sys.argv[5]]
+    start = {"vllm": start_engine, "sglang": start_sglang}[sys.argv[5]]
     make_model(directory / "model")
     processes = []
     try:

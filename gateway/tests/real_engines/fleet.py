@@ -95,9 +95,9 @@ class Process:
         sys.exit(f"{self.log}: {path} did not answer 200 within {seconds} s")
 
 
-def start_engine(directory, n, is_resettable=False, kv_role=None, offload_gib=None):
+def start_engine(directory, n, is_resettable=False, kv_role=None):
     """Starts a vLLM engine. If resettable, POST /reset_prefix_cache clears its cache. With a role (`kv_producer` or
-    `kv_consumer`) it transfers blocks by NIXL. With a size it offloads blocks to host memory."""
+    `kv_consumer`) it transfers blocks by NIXL. Offloading to host memory needs a GPU."""
     http_port, published, endpoints = ports()
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -124,8 +124,6 @@ def start_engine(directory, n, is_resettable=False, kv_role=None, offload_gib=No
     if kv_role:
         transfer = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
         flags["--kv-transfer-config"] = json.dumps(transfer)
-    if offload_gib:
-        flags["--kv-offloading-size"] = offload_gib
     switches = ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
     arguments = ["vllm.entrypoints.openai.api_server", *words(flags), *switches]
     return started(arguments, directory / f"vllm-{n}.log", environment), http_port, endpoints
@@ -147,7 +145,9 @@ def start_sglang(directory, n):
         "--attention-backend": "torch_native",
         "--kv-events-config": json.dumps(published),
     }
-    switches = ["--disable-overlap-schedule", "--disable-cuda-graph", "--enable-metrics", "--enable-cache-report"]
+    # The text of the warm-up has no word of the model's vocabulary.
+    switches = ["--disable-overlap-schedule", "--disable-cuda-graph", "--enable-metrics", "--enable-cache-report",
+                "--skip-server-warmup"]
     arguments = ["sglang.launch_server", *words(flags), *switches]
     environment = {"SGLANG_USE_CPU_ENGINE": "1"}
     return started(arguments, directory / f"sglang-{n}.log", environment), http_port, endpoints

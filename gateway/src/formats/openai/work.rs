@@ -1,9 +1,9 @@
 //! Work of a request that its first prompt does not show: further prompts, further outputs, and prompts that are computed
 //! although they are cached.
 
-use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use ahash::AHashSet;
 use serde_json::value::RawValue;
 
 use super::endpoint::Endpoint;
@@ -81,7 +81,7 @@ impl FurtherWork {
 
 /// Number of prompts, at least 1, and the distinct ones after the first.
 fn prompts_of(prompts: &str) -> (u32, FurtherPrompts) {
-    let (mut count, mut compared, mut further) = (0_u32, HashSet::new(), FurtherPrompts::default());
+    let (mut count, mut compared, mut further) = (0_u32, AHashSet::new(), FurtherPrompts::default());
     let _ = each(
         prompts,
         || (),
