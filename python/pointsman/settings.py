@@ -302,6 +302,8 @@ class RequestOptions(TypedDict, total=False):
     expected_output_tokens: int | None
     output_tokens_max: int | None
     not_streamed: bool
+    further_prompt_tokens: int
+    further_outputs: int
     ttft_ms: float | None
     itl_ms: float | None
     on_target_miss: Literal["serve", "reject"] | None
