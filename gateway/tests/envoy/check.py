@@ -154,7 +154,7 @@ def engine_down(fleet):
     moved = fleet.metric('pointsman_gateway_picks_total{result="moved"}')
     port, process = next(iter(fleet.engines.items()))
     # An engine that holds the prefix and then disappears: the picker still chooses it.
-    prompt = list(range(500_000, 503_200))
+    prompt = list(range(500_000, 503_210))
     selected = {"test-epp-endpoint-selection": f"127.0.0.1:{port}"}
     until("a warm engine", lambda: fleet.post(completion(prompt), selected)[0] == 200 and fleet.predicted() >= 3_200)
     fleet.at_rest()
