@@ -9,7 +9,7 @@
 //!   it.
 //! - A repeated store of a name at the same position, in the device tier and behind a parent, adds a copy; the name is
 //!   removed with its last copy. In a lower tier, or in a list that starts a prompt, a repeated store has no effect
-//!   (reason: `hold.rs`).
+//!   (reason: `hold.rs`; with cache groups, `restrict.rs` distinguishes a copy from a report).
 //! - An *offloaded* block adds a copy in any tier. If the rank holds its name in any tier, it is that block, whatever the
 //!   event states; otherwise the event must state its content.
 //! - Storing a name at another position moves it there, with one copy. A block with two names is held until both are

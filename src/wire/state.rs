@@ -2,7 +2,8 @@
 
 use crate::protocol::EngineHash;
 
-/// Everything that a [`Decoder`](super::Decoder) remembers of earlier batches.
+/// What a [`Decoder`](super::Decoder) remembers of earlier batches, without the identities of adapters, which
+/// it learns again from the next store at the start of a prompt.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DecoderState {
     /// Cache groups of known type, in the order of their first events.

@@ -4,7 +4,7 @@
 //! budget leads to a rejection within [`ROOM_WAIT_MAX`]. Earlier bodies make progress: without free bytes, a body that
 //! has been arriving for longer than [`ARRIVAL_GRACE`] is rejected first, otherwise the newest. Complete bodies are
 //! never rejected. A slow or silent sender therefore holds its bytes against others for at most [`ARRIVAL_GRACE`].
-//! `proxy::intake` reads the bodies.
+//! `admission::intake` reads the bodies.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! Request metrics of the gateway.
 //!
-//! Defines names, labels and descriptions ([`METRICS`]), the handles, and the `Account` of one request. Each request to an
+//! Defines names, labels and descriptions ([`METRICS`]), and the handles. Each request to an
 //! endpoint is counted exactly once; handles are looked up once, not per request; labels contain configured names only,
 //! never client input. The recorder defines buckets and renders the page.
 

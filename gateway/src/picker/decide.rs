@@ -179,7 +179,7 @@ async fn place(context: &RequestContext, model: &Model, request: RouteRequest<'_
     routed.map_err(|_| ApiError::queue_timeout())?.map_err(|error| placement_error(&model.router, error))
 }
 
-/// Where the proxy sends a request.
+/// Destination of a request at the proxy.
 pub(super) struct Destination {
     /// The chosen endpoint, then the one to fall back to.
     pub(super) endpoints: Vec<String>,

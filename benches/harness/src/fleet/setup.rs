@@ -101,7 +101,7 @@ pub struct ReplicaSetup {
     /// Number of routers over the fleet, which receive the requests in turn
     #[arg(id = "replicas", long = "replicas", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub count: u32,
-    /// What these routers share
+    /// State that these routers share
     #[arg(id = "replica_sharing", long = "replica-sharing", value_enum, default_value_t)]
     pub sharing: ReplicaSharing,
     /// Delay of messages between these routers in ms

@@ -1,4 +1,4 @@
-//! State of one rank, and what its steps return.
+//! State of one rank, and the results of its steps.
 
 use std::collections::VecDeque;
 
