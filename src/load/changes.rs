@@ -112,6 +112,8 @@ mod tests {
                 }
             }
         });
+        // A value that is seen before its own insertion leaves that insertion behind.
+        assert!(changes.take().all(|slot| seen[slot] == published[slot].load(Ordering::Relaxed)));
         assert_eq!(changes.take().count(), 0);
     }
 }
