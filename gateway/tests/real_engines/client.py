@@ -3,12 +3,13 @@
 usage: client.py POINTSMAN DIRECTORY REQUESTS SEED ENGINE. ENGINE is `vllm` or `sglang`. Exits with 1 after a wrong
 prediction and lists the differences.
 
-Most requests are sequential, so that all events of the previous request have arrived. 5 % of the first half and 10 %
+Most requests are sequential, each after the events of the previous one have arrived. 5 % of the first half and 10 %
 of the second half repeat an earlier prompt exactly, of a length that is a multiple of the block size: the engine then
 recomputes the last block and keeps a copy of it. Others continue an earlier prompt and reuse blocks after the copies.
-Occasionally three requests that generate the same tokens run concurrently; these are counted and compared afterwards.
-Every tenth prompt is also sent to the engine that was not chosen, bypassing the gateway. SIGINT ends the run
-early, with a comparison of the requests sent so far.
+Two in seven prompts have a salt, and with vLLM two an adapter. 5 % of the requests are streams that the
+client cancels. Occasionally three requests that generate the same tokens run concurrently; these are counted and
+compared afterwards. Every tenth prompt is also sent to the engine that was not chosen, bypassing the gateway. The index
+is audited every second. SIGINT ends the run early, with a comparison of the requests sent so far.
 """
 
 import collections
@@ -20,16 +21,42 @@ import signal
 import sys
 import threading
 import time
+import typing
 
-from fleet import AUTHORIZED, BLOCK, ENGINES, MODEL, VOCABULARY, call, make_model, start_engine, start_gateway, start_sglang
+from fleet import (AUTHORIZED, BLOCK, ENGINES, MODEL, VOCABULARY, call, make_adapters, make_model, start_engine,
+                   start_gateway, start_sglang)
 
 
-def complete(port, tokens, max_tokens, request_id=None):
+class Prompt(typing.NamedTuple):
+    tokens: list
+    salt: str | None = None
+    adapter: str | None = None
+
+    def body(self, max_tokens):
+        body = {"model": self.adapter or MODEL, "prompt": self.tokens, "max_tokens": max_tokens}
+        return body | {"temperature": 0, "ignore_eos": True} | ({"cache_salt": self.salt} if self.salt else {})
+
+    def names(self):
+        """Names that separate the blocks, as the admin API expects them."""
+        names = {"cache_salt": self.salt, "lora_name": self.adapter}
+        return {name: value for name, value in names.items() if value}
+
+
+def complete(port, prompt, max_tokens, request_id=None):
     """Sends a completion. Returns the cached tokens reported by the engine."""
-    body = {"model": MODEL, "prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    answer = call(port, "/v1/completions", body, {"X-Request-Id": request_id} if request_id else None)
+    headers = {"X-Request-Id": request_id} if request_id else None
+    answer = call(port, "/v1/completions", prompt.body(max_tokens), headers)
     details = answer["usage"].get("prompt_tokens_details") or {}
     return details.get("cached_tokens") or 0
+
+
+def cancel(port, prompt):
+    """Sends a streamed completion of many tokens and closes the connection after its first bytes."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    body = json.dumps(prompt.body(100) | {"stream": True})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json", "X-Request-Id": "cancelled"})
+    connection.getresponse().read(1)
+    connection.close()
 
 
 def reusable(tokens):
@@ -40,8 +67,9 @@ def reusable(tokens):
 class Prompts:
     """Generator of conversations that start with one of a few system prompts."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, adapters):
         self.dice = random.Random(seed)
+        self.kinds = [{}, {}, {}, {"salt": "one"}, {"salt": "two"}, *({"adapter": name} for name in adapters)]
         self.systems = [self.words(BLOCK * self.dice.randint(2, 6)) for _ in range(10)]
         self.whole = collections.deque(maxlen=40)  # prompts of complete blocks
         self.recent = collections.deque(maxlen=40)
@@ -54,26 +82,28 @@ class Prompts:
         if draw < repeats and self.whole:
             return "repeated", self.dice.choice(self.whole)
         if draw < repeats + 0.3 and self.recent:
-            kind, tokens = "continued", self.dice.choice(self.recent)
+            kind, earlier = "continued", self.dice.choice(self.recent)
         else:
-            kind, tokens = "new", self.dice.choice(self.systems)
+            kind, earlier = "new", Prompt(self.dice.choice(self.systems), **self.dice.choice(self.kinds))
+        tokens = earlier.tokens
         count = self.dice.randint(1, 8 * BLOCK)
         if self.dice.random() < 0.4:
             count += -(len(tokens) + count) % BLOCK
         tokens = tokens + self.words(count)
         if len(tokens) > 40 * BLOCK:
             return self.next(repeats)
-        (self.whole if len(tokens) % BLOCK == 0 else self.recent).append(tokens)
+        prompt = earlier._replace(tokens=tokens)
+        self.recent.append(prompt)
         if len(tokens) % BLOCK == 0:
-            self.recent.append(tokens)
-        return kind, tokens
+            self.whole.append(prompt)
+        return kind, prompt
 
 
 def at_once(port, prompts, n):
     """Sends three concurrent requests that generate the same two blocks."""
-    tokens = prompts.words(BLOCK * 2 + 5)
+    prompt = Prompt(prompts.words(BLOCK * 2 + 5))
     ids = [f"burst-{n}-{copy}" for copy in range(3)]
-    threads = [threading.Thread(target=complete, args=(port, tokens, 2 * BLOCK + 8, name)) for name in ids]
+    threads = [threading.Thread(target=complete, args=(port, prompt, 2 * BLOCK + 8, name)) for name in ids]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -81,39 +111,43 @@ def at_once(port, prompts, n):
     return len(ids)
 
 
-def overlaps(admin, tokens):
+def overlaps(admin, prompt):
     """Indexed blocks of a prompt by rank."""
-    return call(admin, f"/admin/models/{MODEL}/overlap", {"tokens": tokens}, AUTHORIZED)["overlap"]["ranks"]
+    body = {"tokens": prompt.tokens} | prompt.names()
+    return call(admin, f"/admin/models/{MODEL}/overlap", body, AUTHORIZED)["overlap"]["ranks"]
 
 
-def blocks_of(metrics_port):
+def events_of(metrics_port):
+    """Metric lines of events and audits."""
     connection = http.client.HTTPConnection("127.0.0.1", metrics_port, timeout=10)
     connection.request("GET", "/metrics")
     lines = connection.getresponse().read().decode().splitlines()
-    return [line for line in lines if line.startswith(("pointsman_kv_event_blocks_total", "pointsman_kv_events_refused_total"))]
+    names = ("pointsman_kv_event_blocks_total", "pointsman_kv_events_refused_total", "pointsman_kv_audit")
+    return [line for line in lines if line.startswith(names) and not line.endswith(" 0")]
 
 
 def main():
     binary, directory, count, seed = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    start = {"vllm": start_engine, "sglang": start_sglang}[sys.argv[5]]
+    is_vllm = {"vllm": True, "sglang": False}[sys.argv[5]]
     make_model(directory / "model")
+    adapters = make_adapters(directory) if is_vllm else {}
     processes = []
     try:
-        engines = [start(directory, n) for n in range(ENGINES)]
+        engines = [start_engine(directory, n, adapters=adapters) if is_vllm else start_sglang(directory, n) for n in range(ENGINES)]
         processes += [engine[0] for engine in engines]
         for process, port, _ in engines:
             process.wait_for(port, "/health", 900)
-        gateway, listen, admin, access = start_gateway(binary, directory, engines)
+        gateway, listen, admin, access = start_gateway(binary, directory, engines, audit_interval_ms=1000)
         processes.append(gateway)
         gateway.wait_for(listen, "/ready", 120)
-        sys.exit(compare(listen, admin, access, engines, count, Prompts(seed)))
+        sys.exit(compare(listen, admin, access, engines, count, Prompts(seed, adapters)))
     finally:
         for process in reversed(processes):
             process.stop()
 
 
 def compare(listen, admin, access, engines, count, prompts):
-    begun, sent, asked, others = time.monotonic(), 0, {}, collections.Counter()
+    begun, sent, cancelled, asked, others = time.monotonic(), 0, 0, {}, collections.Counter()
     differences, kinds = [], collections.Counter()
     log, is_stopped = None, threading.Event()
     signal.signal(signal.SIGINT, lambda *_: is_stopped.set())
@@ -127,26 +161,31 @@ def compare(listen, admin, access, engines, count, prompts):
             sent += at_once(listen, prompts, sent)
             time.sleep(0.1)
             continue
-        kind, tokens = prompts.next(repeats)
-        name = f"request-{sent}"
-        known = overlaps(admin, tokens) if sent % 10 == 0 else None
-        complete(listen, tokens, prompts.dice.randint(1, 4), name)
-        asked[name] = (kind, tokens)
+        kind, prompt = prompts.next(repeats)
         sent += 1
-        time.sleep(0.01)  # waits for the last events
-        if known is None:
+        if prompts.dice.random() < 0.05:
+            cancel(listen, prompt)
+            cancelled += 1
+            time.sleep(0.1)
             continue
+        name = f"request-{sent}"
+        known = overlaps(admin, prompt) if sent % 10 == 0 else None
+        complete(listen, prompt, prompts.dice.randint(1, 4), name)
+        asked[name] = (kind, prompt)
         log = log or access.open()
         chosen = line_of(log, name)["worker"]
+        settle(admin, ids[chosen], prompt)
+        if known is None:
+            continue
         for url, port in ports.items():
             if url != chosen:
-                predicted = min(overlap_of(known, ids[url]) * BLOCK, reusable(tokens))
-                delivered = complete(port, tokens, 1)
+                predicted = min(overlap_of(known, ids[url]) * BLOCK, reusable(prompt.tokens))
+                delivered = complete(port, prompt, 1)
                 others["equal" if predicted == delivered else "different"] += 1
                 if predicted != delivered:
-                    differences.append(f"{name} ({kind}, {len(tokens)} tokens), asked of {url} too: "
+                    differences.append(f"{name} ({kind}, {described(prompt)}), asked of {url} too: "
                                        f"index {predicted}, engine {delivered}")
-                time.sleep(0.01)
+                settle(admin, ids[url], prompt)
     time.sleep(1)
     table = collections.defaultdict(collections.Counter)
     for line in map(json.loads, access.read_text().splitlines()):
@@ -154,27 +193,43 @@ def compare(listen, admin, access, engines, count, prompts):
         if name not in asked:
             kinds["concurrent, not compared"] += str(name).startswith("burst-")
             continue
-        kind, tokens = asked[name]
+        kind, prompt = asked[name]
         predicted, delivered = line["predicted_cached_tokens"] or 0, line["cached_tokens"] or 0
         outcome = "equal" if predicted == delivered else "different"
         table[kind][outcome] += 1
         table[kind]["hits"] += delivered > 0
+        table[kind]["salted"] += prompt.salt is not None
+        table[kind]["adapted"] += prompt.adapter is not None
         if outcome == "different":
-            differences.append(f"{name} ({kind}, {len(tokens)} tokens): index {predicted}, engine {delivered}")
+            differences.append(f"{name} ({kind}, {described(prompt)}): index {predicted}, engine {delivered}")
     compared = sum(row["equal"] + row["different"] for row in table.values())
-    print(f"{sent} requests in {time.monotonic() - begun:.0f} s, {kinds['concurrent, not compared']} of them concurrent")
-    print(f"{'prompts':<12} {'requests':>9} {'with hits':>9} {'equal':>7} {'different':>9}")
+    print(f"{sent} requests in {time.monotonic() - begun:.0f} s, {kinds['concurrent, not compared']} of them concurrent, "
+          f"{cancelled} cancelled")
+    columns = ("hits", "salted", "adapted", "equal", "different")
+    print(f"{'prompts':<12} {'requests':>9}" + "".join(f" {column:>9}" for column in columns))
     for kind, row in sorted(table.items()):
-        print(f"{kind:<12} {row['equal'] + row['different']:>9} {row['hits']:>9} {row['equal']:>7} {row['different']:>9}")
+        print(f"{kind:<12} {row['equal'] + row['different']:>9}" + "".join(f" {row[column]:>9}" for column in columns))
     print(f"also sent to the other engine: {others['equal']} equal, {others['different']} different")
-    for line in blocks_of(listen):
-        print(line)
+    events = events_of(listen)
+    print("\n".join(events))
+    differences += [line for line in events if line.startswith("pointsman_kv_audit_blocks_total")]
     for line in differences:
         print("DIFFERENT:", line)
     if compared != len(asked):
         print(f"of {len(asked)} requests only {compared} are in the access log")
         return 1
     return int(bool(differences))
+
+
+def settle(admin, worker, prompt):
+    """Waits for the events of a request: until the index has the complete blocks of its prompt, for 2 s at most."""
+    end = time.monotonic() + 2
+    while overlap_of(overlaps(admin, prompt), worker) < len(prompt.tokens) // BLOCK and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+def described(prompt):
+    return f"{len(prompt.tokens)} tokens, {prompt.salt or prompt.adapter or 'plain'}"
 
 
 def worker_ids(admin):

@@ -57,6 +57,28 @@ def make_model(directory, sizes=TINY):
         (directory / name).write_text(json.dumps(content))
 
 
+def make_adapters(directory):
+    """Creates two random adapters (LoRA) of the small model. Returns their directories by name."""
+    import numpy
+    from safetensors.numpy import save_file
+
+    rank, width = 8, TINY["hidden_size"]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    adapters = {}
+    for seed, name in enumerate(("first", "second")):
+        dice = numpy.random.default_rng(seed)
+        weights = {
+            f"base_model.model.model.layers.{layer}.self_attn.{target}.lora_{side}.weight":
+                dice.normal(size=(rank, width) if side == "A" else (width, rank)).astype("float32")
+            for layer in range(TINY["num_hidden_layers"]) for target in config["target_modules"] for side in "AB"
+        }
+        adapters[name] = directory / f"adapter-{name}"
+        adapters[name].mkdir(exist_ok=True)
+        (adapters[name] / "adapter_config.json").write_text(json.dumps(config))
+        save_file(weights, adapters[name] / "adapter_model.safetensors")
+    return adapters
+
+
 def free_port():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -95,8 +117,8 @@ class Process:
         sys.exit(f"{self.log}: {path} did not answer 200 within {seconds} s")
 
 
-def start_engine(directory, n, is_resettable=False, kv_role=None):
-    """Starts a vLLM engine. If resettable, POST /reset_prefix_cache clears its cache. With a role (`kv_producer` or
+def start_engine(directory, n, is_resettable=False, kv_role=None, adapters={}):
+    """Starts a vLLM engine with these adapters. If resettable, POST /reset_prefix_cache clears its cache. With a role (`kv_producer` or
     `kv_consumer`) it transfers blocks by NIXL. Offloading to host memory needs a GPU."""
     http_port, published, endpoints = ports()
     environment = {
@@ -124,7 +146,9 @@ def start_engine(directory, n, is_resettable=False, kv_role=None):
     if kv_role:
         transfer = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
         flags["--kv-transfer-config"] = json.dumps(transfer)
-    switches = ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    named = [f"{name}={path}" for name, path in adapters.items()]
+    lora = ["--enable-lora", "--max-loras", str(len(named)), "--max-lora-rank", "8", "--lora-modules", *named] if named else []
+    switches = [*lora, "--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
     arguments = ["vllm.entrypoints.openai.api_server", *words(flags), *switches]
     return started(arguments, directory / f"vllm-{n}.log", environment), http_port, endpoints
 
@@ -175,11 +199,11 @@ def workers(engines):
     lines = []
     for _, port, kv_events in engines:
         endpoints = ", ".join(f'{name} = "{endpoint}"' for name, endpoint in kv_events.items())
-        lines += ["[[models.workers]]", f'url = "http://127.0.0.1:{port}"', f"kv_events = {{ {endpoints} }}"]
+        lines += ["[[models.workers]]", "probe = true", f'url = "http://127.0.0.1:{port}"', f"kv_events = {{ {endpoints} }}"]
     return lines
 
 
-def start_gateway(binary, directory, engines, policy=None, prefill_engines=()):
+def start_gateway(binary, directory, engines, policy=None, prefill_engines=(), audit_interval_ms=60_000):
     listen, admin = free_port(), free_port()
     access, token = directory / "access.log", directory / "admin.token"
     access.unlink(missing_ok=True)
@@ -195,6 +219,7 @@ def start_gateway(binary, directory, engines, policy=None, prefill_engines=()):
         "[router]",
         f"block_size = {BLOCK}",
         *([f'policy = "{policy}"'] if policy else []),
+        f"events.audit_interval_ms = {audit_interval_ms}",
         "[[models]]",
         f'name = "{MODEL}"',
     ]
