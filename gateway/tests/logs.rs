@@ -83,8 +83,9 @@ impl Process {
     }
 
     async fn post(&self, id: &str, key: &str, body: &Value) -> Answer {
-        let headers =
-            format!("x-request-id: {id}\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\n");
+        let headers = format!(
+            "x-request-id: {id}\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\nsession-id: the-secret-session\r\n"
+        );
         request(self.address, "POST", "/v1/chat/completions", &headers, body.to_string().as_bytes()).await
     }
 
@@ -176,6 +177,8 @@ async fn each_request_writes_one_access_line() {
     drop(client);
 
     let url = worker.url();
+    let session = process.line("streamed").await["session"].clone();
+    assert!(session.as_str().is_some_and(|digest| digest.len() == 32), "{session}");
     let placed = |line: &Value| {
         assert!(line["rank"].as_u64().is_some_and(|rank| rank < 2), "{line}");
         let mut line = steady(line);
@@ -186,7 +189,7 @@ async fn each_request_writes_one_access_line() {
         line
     };
     let expected = |fields: Value| {
-        let mut line = json!({ "tenant": "acme", "endpoint": "chat", "model": "mock", "worker": url, "attempts": 1, "tokens": "off", "predicted_cached_tokens": 0 });
+        let mut line = json!({ "tenant": "acme", "endpoint": "chat", "model": "mock", "worker": url, "attempts": 1, "tokens": "off", "predicted_cached_tokens": 0, "session": session, "program": session });
         for (name, value) in fields.as_object().expect("fields") {
             line[name] = value.clone();
         }

@@ -40,6 +40,7 @@ mod reload;
 mod replayed;
 mod replicas;
 mod scale_from_zero;
+mod sessions;
 mod targets;
 mod tokens;
 mod traces;

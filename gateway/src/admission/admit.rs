@@ -9,15 +9,17 @@ use axum::http::header::AUTHORIZATION;
 use super::body_budget::BodyBudget;
 use super::leases::QuotaLease;
 use super::retry_budget::RetryBudget;
+use super::shared_sessions::SharedSessions;
 use super::tenants::{Tenant, Tenants};
 use crate::formats::openai::{API_KEY, ApiError, Endpoint};
 
-/// Who may send what. Budgets and the closing flag survive reloads.
+/// Who may send what. Budgets, shared sessions and the closing flag survive reloads.
 #[derive(Clone)]
 pub(crate) struct Admission {
     pub(crate) tenants: Arc<Tenants>,
     pub(crate) retry_budget: Arc<RetryBudget>,
     pub(crate) bodies: Arc<BodyBudget>,
+    pub(crate) shared_sessions: Arc<SharedSessions>,
     /// Whether new requests are rejected.
     pub(crate) closing: Arc<AtomicBool>,
 }

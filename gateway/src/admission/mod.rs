@@ -1,6 +1,6 @@
 //! Admission: who may send what and how much of it.
 //!
-//! Tenants and their limits, the memory of request bodies, and the budget of retries.
+//! Tenants and their limits, the memory of request bodies, the budget of retries, and shared sessions.
 
 pub(crate) mod admit;
 pub(crate) mod body_budget;
@@ -8,4 +8,5 @@ pub(crate) mod intake;
 pub(crate) mod leases;
 pub mod quota;
 pub(crate) mod retry_budget;
+pub(crate) mod shared_sessions;
 pub mod tenants;

@@ -84,6 +84,7 @@ impl Running {
             tenants: Arc::new(Tenants::new(&settings.tenants, secrets)),
             retry_budget: Arc::new(RetryBudget::new(gateway.retry_share_max, Instant::now())),
             bodies: BodyBudget::new(limits.body_budget_bytes),
+            shared_sessions: Arc::default(),
             closing: Arc::new(AtomicBool::new(false)),
         };
         let readiness = Arc::new(Readiness::new(Duration::from_millis(gateway.warm_up_ms)));

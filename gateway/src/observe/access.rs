@@ -1,6 +1,6 @@
 //! Access log: one line per request, written at its end.
 //!
-//! Lines contain no prompt, key, session or client address. They are `tracing` events of their own target, so a process
+//! Lines contain no prompt, key or client address, and of a session only digests. They are `tracing` events of their own target, so a process
 //! without a subscriber pays one branch per request. They share the writer of the log, which never waits for a reader.
 
 use std::time::Duration;
@@ -27,6 +27,9 @@ pub(crate) struct TokenUse {
 pub(crate) struct AccessRecord {
     pub(crate) request_id: String,
     pub(crate) tenant: Option<String>,
+    /// Digests of the names of the session and its program.
+    pub(crate) session: Option<String>,
+    pub(crate) program: Option<String>,
     /// For unrouted requests: the path without its query.
     path: Option<String>,
     /// Source of the tokens used for routing.
@@ -171,6 +174,8 @@ impl AccessRecord {
             request_id = self.request_id.as_str(),
             trace_id,
             tenant = self.tenant.as_deref(),
+            session = self.session.as_deref(),
+            program = self.program.as_deref(),
             endpoint,
             path = self.path.as_deref(),
             model = Some(model).filter(|model| !model.is_empty()),

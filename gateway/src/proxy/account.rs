@@ -11,6 +11,7 @@ use tokio::time::Instant;
 
 use super::context::RequestContext;
 use crate::admission::leases::QuotaLease;
+use crate::admission::shared_sessions::SharedCall;
 use crate::formats::openai::{ApiError, Endpoint};
 use crate::observe::access::AccessRecord;
 use crate::observe::activity::{Arrived, Ended};
@@ -37,6 +38,8 @@ pub(crate) struct Account {
     pub(crate) access: AccessRecord,
     /// Share of the limits of its tenant.
     pub(crate) quota: Option<QuotaLease>,
+    /// The call of a session name that may be shared.
+    pub(crate) shared_call: Option<SharedCall>,
     /// Receives the length of a prompt with media.
     pub(crate) media_report: Option<LengthReport>,
     /// Trace of the request.
@@ -62,6 +65,7 @@ impl Account {
             on_break: None,
             access: AccessRecord::default(),
             quota: None,
+            shared_call: None,
             media_report: None,
             trace: RequestTrace::of(headers),
             status: CLIENT_LEFT,

@@ -17,7 +17,7 @@ use crate::admission::intake::{Limits, discard, receive, reserved};
 use crate::admission::retry_budget::RetryBudget;
 use crate::admission::tenants::Tenant;
 use crate::formats::anthropic::{Purpose, chat_body};
-use crate::formats::openai::{ApiError, ClientPrompt, Edits, Endpoint, RequestBody, request_options};
+use crate::formats::openai::{ApiError, ClientPrompt, Edits, Endpoint, RequestBody, Session, hashed, request_options};
 use crate::pools::model::Model;
 use crate::pools::readiness::causes::placement_error;
 use crate::proxy::context::RequestContext;
@@ -101,7 +101,7 @@ impl RoutableRequest {
             None => (context.models.only().ok_or_else(model_missing)?, None),
         };
         account.is_for(&model.meters);
-        let mut options = options_of(headers, parsed.session_id.as_deref(), tenant)?;
+        let mut options = options_of(context, account, &model.settings.name, (headers, &parsed, tenant))?;
         if endpoint != Endpoint::CountTokens {
             hold(context, account, model, &mut options).await?;
         }
@@ -232,17 +232,42 @@ fn model_missing() -> ApiError {
     ApiError::invalid("missing_field", Some("model"), "the body has no model, and several models are configured")
 }
 
-/// Request options from the headers, limited to the permissions of the tenant. `session_id` is that of the body.
-fn options_of(
-    headers: &HeaderMap,
-    session_id: Option<&str>,
-    tenant: Option<&Tenant>,
-) -> Result<RequestOptions, ApiError> {
-    let mut options = request_options(headers)?;
-    options.session_id = options.session_id.or_else(|| session_id.map(Arc::from));
-    if let (Some(tenant), Some(session_id)) = (tenant, &mut options.session_id) {
-        *session_id = tenant.session(session_id).into();
+/// Session id for the router: `X-Session-Id`, that of another client's header, `session_id` of the body, or of another field.
+/// Sessions of different tenants differ, and each model has its own.
+fn session_of(
+    context: &RequestContext,
+    account: &mut Account,
+    model: &str,
+    (headers, parsed, tenant): (&HeaderMap, &RequestBody, Option<&Tenant>),
+    explicit: Option<Arc<str>>,
+) -> Option<Arc<str>> {
+    let of_tenant = |name: &str| tenant.map_or_else(|| Arc::from(name), |tenant| Arc::from(tenant.session(name)));
+    let of_body = || parsed.session_id.as_deref().map(|id| Session::explicit(headers, id));
+    let session = match &explicit {
+        Some(id) => Some(Session::explicit(headers, id)),
+        None => Session::of_headers(headers, &context.settings.gateway.session_headers).or_else(of_body),
+    };
+    let session = session.or_else(|| parsed.session.clone())?;
+    let id = of_tenant(&session.id);
+    (account.access.session, account.access.program) = (Some(hashed(&id)), Some(hashed(&of_tenant(&session.program))));
+    if !session.may_be_shared {
+        return Some(id);
     }
+    let (call, is_of_one_agent) = context.admission.shared_sessions.begin([model, "/", &id].concat());
+    account.shared_call = Some(call);
+    Some(id).filter(|_| is_of_one_agent)
+}
+
+/// Request options from the headers, limited to the permissions of the tenant.
+fn options_of(
+    context: &RequestContext,
+    account: &mut Account,
+    model: &str,
+    request: (&HeaderMap, &RequestBody, Option<&Tenant>),
+) -> Result<RequestOptions, ApiError> {
+    let (headers, _, tenant) = request;
+    let mut options = request_options(headers)?;
+    options.session_id = session_of(context, account, model, request, options.session_id);
     if let Some(tenant) = tenant {
         options.strict_priority = options.strict_priority.min(tenant.strict_priority_max);
         if tenant.strict_priority_max == 0 {

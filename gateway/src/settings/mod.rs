@@ -119,6 +119,8 @@ settings! {
         stream_migrations_max: u32 = 0, in 0..=10 => reloaded;
         /// Longest output so far that is resumed, in tokens.
         stream_migration_tokens_max: u32 = 8_192, in 1..=1 << 20 => reloaded;
+        /// Headers that name the session of a request, after `X-Session-Id` and before those of known clients.
+        session_headers: Vec<String> => reloaded;
         /// Time from the termination signal, when `/ready` becomes 503, to the close of the listener.
         drain_delay_ms: u64 = 0, in 0..=DAY_MS => reloaded;
         /// Time limit for requests in flight after that.

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::Path;
 
+use axum::http::HeaderName;
 use axum::http::uri::Authority;
 use pointsman::{DnsNames, HttpUrl, WatchedFile};
 
@@ -87,6 +88,10 @@ impl Settings {
         let is_known = AccessLog::parse(&gateway.access_log).is_some();
         let rule = "stdout, stderr, off, or the absolute path of a file";
         rules.text("access_log", &gateway.access_log, is_known, rule);
+        for name in &gateway.session_headers {
+            let is_name = HeaderName::from_bytes(name.as_bytes()).is_ok();
+            rules.text("session_headers", name, is_name, "names of headers");
+        }
         let is_usable = |endpoint: &str| {
             let authority = endpoint.strip_prefix("http://").and_then(|rest| rest.parse::<Authority>().ok());
             authority.is_some_and(|authority| authority.port().is_some())

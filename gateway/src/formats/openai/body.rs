@@ -17,6 +17,7 @@ use super::endpoint::Endpoint;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::prompt;
+use super::session::Session;
 use super::work::FurtherWork;
 use crate::formats::json::{quoted, spliced};
 
@@ -48,6 +49,8 @@ pub struct RequestBody {
     pub cache_salt: Option<String>,
     /// Session from the body (`session_id`); the header takes precedence.
     pub session_id: Option<String>,
+    /// Session that another field names.
+    pub session: Option<Session<'static>>,
     /// Maximum output tokens of one choice. Values above `u32` saturate.
     pub output_tokens_max: Option<u32>,
     /// The prompt, the first one of several.
@@ -111,6 +114,7 @@ impl RequestBody {
         let (stream, cache_salt) = (fields.stream.flag()?.unwrap_or(false), fields.cache_salt.text()?);
         let prompt = prompt::read(endpoint, &fields, &body)?;
         let further = FurtherWork::read(endpoint, &fields)?;
+        let session = Session::of_body(&fields);
         let spans = Spans::of(&fields, &body);
         // Engines check the options of a stream.
         let options = fields.stream_options.json().and_then(|json| serde_json::from_str(json).ok());
@@ -122,6 +126,7 @@ impl RequestBody {
             stream,
             cache_salt,
             session_id,
+            session,
             output_tokens_max,
             prompt,
             further,

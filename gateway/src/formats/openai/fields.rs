@@ -44,6 +44,7 @@ fields! {
     prompt messages tools documents chat_template chat_template_kwargs add_generation_prompt continue_final_message
     add_special_tokens reasoning_effort mm_processor_kwargs media_io_kwargs
     input instructions reasoning previous_response_id previous_input_messages conversation
+    prompt_cache_key user metadata
     prompt_embeds input_embeds multi_modal_data multimodal_data image_data video_data audio_data
     n best_of echo logprobs prompt_logprobs
     suffix truncate_prompt_tokens lora_path session_params extra_key

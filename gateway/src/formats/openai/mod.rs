@@ -14,6 +14,7 @@ mod headers;
 mod prompt;
 mod rejection;
 mod responses;
+mod session;
 mod work;
 
 pub use body::{Edits, RequestBody};
@@ -24,6 +25,8 @@ pub use error::{ApiError, ErrorType, Limit};
 pub(crate) use fields::{checked_text, is_deeper_than};
 pub(crate) use headers::{API_KEY, stripped_headers};
 pub use headers::{Authorization, ToWorker, request_id, request_options, to_client, to_worker};
+pub use session::Session;
+pub(crate) use session::hashed;
 pub use work::{FurtherPrompts, FurtherWork};
 
 #[cfg(test)]
