@@ -19,16 +19,20 @@
 //! - A stream is valid from its first event with a JSON object as data. Other data before it, including `[DONE]`, makes
 //!   the stream invalid; comments, empty data and unknown fields do not.
 //! - A stream is complete after `[DONE]`, a finish reason, the last event of the Responses or Messages API, or an error
-//!   event.
+//!   event: one with the name or type `error` or `response.failed`, a field `error`, the object `error`, the finish reason
+//!   `error`, or an HTTP status of 400 or above.
+//! - Comments, events without data and `ping` events are heartbeats, which have no other effect.
 //! - A JSON response is valid if it is one object. Up to 32 KiB its brackets and strings are checked; for a longer one
 //!   only the first and the last byte.
 
+mod error;
 mod event;
 mod usage;
 
 pub use usage::Usage;
 
-use event::{EventStep, StreamEvent, is_last_response_event, is_object, last_usage};
+use error::status_of_event;
+use event::{EventStep, NamedEvent, StreamEvent, is_object, last_usage};
 
 /// Maximum length of a line that is parsed completely.
 const LINE_BYTES_MAX: usize = 64 * 1024;
@@ -131,8 +135,16 @@ pub struct AnswerReader {
     is_generating: bool,
     is_complete: bool,
     error_status: Option<u16>,
-    /// Whether the event name marks the last event of a stream of the Responses or Messages API.
-    is_last_event: bool,
+    /// Events other than heartbeats.
+    events: u64,
+    /// Name of the current event.
+    named: NamedEvent,
+    /// Whether the current event has data.
+    has_data: bool,
+    /// Whether the last line ended an event, or was a comment after one.
+    is_between: bool,
+    /// Whether the last byte was a carriage return, whose line feed belongs to the same line end.
+    is_after_return: bool,
     has_ended: bool,
     /// The incomplete line, or the end of the JSON value.
     held: Vec<u8>,
@@ -153,7 +165,11 @@ impl AnswerReader {
             is_generating: false,
             is_complete: false,
             error_status: None,
-            is_last_event: false,
+            events: 0,
+            named: NamedEvent::None,
+            has_data: false,
+            is_between: true,
+            is_after_return: false,
             has_ended: false,
             held: Vec::new(),
             too_long: None,
@@ -243,13 +259,29 @@ impl AnswerReader {
         self.is_complete
     }
 
-    /// The HTTP status of the last error event of a stream, if the engine included one.
+    /// The HTTP status of the last error event of a stream: as a number or a name in the event, else 500.
     #[must_use]
     pub fn error_status(&self) -> Option<u16> {
         self.error_status
     }
 
+    /// Number of events other than heartbeats.
+    #[must_use]
+    pub fn events(&self) -> u64 {
+        self.events
+    }
+
+    /// Whether the bytes so far end between two events of a stream.
+    #[must_use]
+    pub fn is_between_events(&self) -> bool {
+        self.is_between && !self.is_after_return && self.held.is_empty() && self.too_long.is_none()
+    }
+
     fn read_lines(&mut self, mut bytes: &[u8]) {
+        if self.is_after_return && !bytes.is_empty() {
+            bytes = bytes.strip_prefix(b"\n").unwrap_or(bytes);
+            self.is_after_return = false;
+        }
         while let Some(end) = bytes.iter().position(|byte| matches!(byte, b'\n' | b'\r')) {
             let line = &bytes[..end];
             if self.held.is_empty() && self.too_long.is_none() && line.len() <= LINE_BYTES_MAX {
@@ -258,7 +290,8 @@ impl AnswerReader {
                 self.hold(line);
                 self.end_line();
             }
-            bytes = &bytes[end + 1..];
+            self.is_after_return = bytes[end..] == *b"\r";
+            bytes = bytes[end..].strip_prefix(b"\r\n").unwrap_or(&bytes[end + 1..]);
         }
         self.hold(bytes);
     }
@@ -283,8 +316,14 @@ impl AnswerReader {
         self.too_long = Some(self.held.starts_with(DATA));
         let Some(data) = self.held.strip_prefix(DATA) else { return };
         let (event, is_object) = (StreamEvent::read(data), data.trim_ascii_start().starts_with(b"{"));
-        self.is_complete |= event.is_end() || self.is_last_event;
-        self.progress(if is_object { EventStep::Unknown } else { EventStep::Invalid });
+        self.is_complete |= event.is_end() || self.named.is_last();
+        let step = match is_object {
+            true if event.is_error() || self.named == NamedEvent::Failed => EventStep::Error(status_of_event(data)),
+            true => EventStep::Unknown,
+            false => EventStep::Invalid,
+        };
+        (self.events, self.has_data, self.is_between) = (self.events + 1, true, false);
+        self.progress(step);
     }
 
     /// Keeps at least the last [`TAIL_BYTES`] of the held and the new bytes.
@@ -313,13 +352,34 @@ impl AnswerReader {
     }
 
     fn read_line(&mut self, line: &[u8]) {
-        if let Some(name) = line.strip_prefix(EVENT) {
-            self.is_last_event = is_last_response_event(name.trim_ascii());
+        if line.is_empty() {
+            return self.end_event();
+        }
+        if line.starts_with(b":") {
             return;
         }
-        let Some(data) = line.strip_prefix(DATA).map(<[u8]>::trim_ascii).filter(|data| !data.is_empty()) else {
+        self.is_between = false;
+        if let Some(name) = line.strip_prefix(EVENT) {
+            self.named = NamedEvent::of(name.trim_ascii());
+        } else if let Some(data) = line.strip_prefix(DATA).map(<[u8]>::trim_ascii).filter(|data| !data.is_empty()) {
+            self.read_data(data);
+        }
+    }
+
+    /// An error event may have only a name, and its text in a comment.
+    fn end_event(&mut self) {
+        if self.named == NamedEvent::Failed && !self.has_data {
+            self.events += 1;
+            self.progress(EventStep::Error(status_of_event(b"")));
+        }
+        (self.named, self.has_data, self.is_between) = (NamedEvent::None, false, true);
+    }
+
+    fn read_data(&mut self, data: &[u8]) {
+        if self.named == NamedEvent::Heartbeat {
             return;
-        };
+        }
+        (self.events, self.has_data) = (self.events + 1, true);
         if data == DONE && self.stage != AnswerStage::Empty {
             self.is_complete = true;
             self.stage = self.stage.max(AnswerStage::Begun);
@@ -328,7 +388,12 @@ impl AnswerReader {
         let event = StreamEvent::read(data);
         self.counted += u64::from(event.has_output());
         self.learn(event.usage);
-        self.progress(event.step());
+        let step = match self.named {
+            NamedEvent::Failed => EventStep::Error(status_of_event(data)),
+            _ => event.step(data),
+        };
+        self.events -= u64::from(step == EventStep::Heartbeat);
+        self.progress(step);
     }
 
     /// Updates the progress for one event. Invalid data after a valid event is ignored: clients skip it or report it
@@ -336,7 +401,7 @@ impl AnswerReader {
     fn progress(&mut self, step: EventStep) {
         let reached = match step {
             EventStep::Invalid if self.stage == AnswerStage::Empty => AnswerStage::Invalid,
-            EventStep::Invalid => return,
+            EventStep::Invalid | EventStep::Heartbeat => return,
             EventStep::Opening => AnswerStage::Opened,
             EventStep::Empty | EventStep::Token | EventStep::End | EventStep::Error(_) | EventStep::Unknown => {
                 AnswerStage::Begun
@@ -346,7 +411,7 @@ impl AnswerReader {
         self.is_generating |= matches!(step, EventStep::Token | EventStep::End | EventStep::Unknown);
         self.is_complete |= matches!(step, EventStep::End | EventStep::Error(_));
         if let EventStep::Error(status) = step {
-            self.error_status = status;
+            self.error_status = Some(status);
         }
     }
 

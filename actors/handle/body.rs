@@ -107,7 +107,7 @@ impl<B> PlacedBody<B> {
     }
 
     /// Requires the end mark of the response. A body that ends without one reports [`Outcome::InvalidAnswer`], and an
-    /// error event with a status of 500 or above reports [`Outcome::ServerError`]. For successful responses in OpenAI
+    /// error event that the request did not cause reports [`Outcome::ServerError`]. For successful responses in OpenAI
     /// formats.
     #[must_use]
     pub fn requiring_end_mark(mut self) -> Self {
@@ -144,6 +144,12 @@ impl<B> PlacedBody<B> {
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.follow.reader.is_complete()
+    }
+
+    /// The HTTP status of an error event in the stream: see [`AnswerReader::error_status`].
+    #[must_use]
+    pub fn error_status(&self) -> Option<u16> {
+        self.follow.reader.error_status()
     }
 
     /// Whether the first token has arrived: see [`AnswerReader::is_generating`].
@@ -262,7 +268,7 @@ impl Follow {
     /// Outcome of a body that ended without a transport error, from its content.
     fn outcome_of_content(&self) -> Outcome {
         match self.reader.error_status() {
-            Some(500..) => Outcome::ServerError,
+            Some(429 | 500..) => Outcome::ServerError,
             _ if self.reader.is_complete() => Outcome::Ok,
             _ => Outcome::InvalidAnswer,
         }

@@ -3,6 +3,7 @@
 //! Classifies events and finds keys in JSON text, in one pass and without allocation. The reader handles lines, framing
 //! and totals.
 
+use super::error;
 use super::usage::Usage;
 
 /// Progress that an event indicates.
@@ -11,9 +12,11 @@ pub(super) enum EventStep {
     /// Not a valid event: the data is not one JSON object.
     Invalid,
     /// The stream has started, but the engine may still compute the prompt: a chunk with only a role, a chunk without
-    /// choices, `response.created`, `response.queued` or `response.in_progress`; of the Messages API `message_start`,
-    /// `ping` or `content_block_start`.
+    /// choices, `response.created`, `response.queued` or `response.in_progress`; of the Messages API `message_start` or
+    /// `content_block_start`.
     Opening,
+    /// An event that only keeps the connection alive, such as `ping` of the Messages API.
+    Heartbeat,
     /// An event without output: a choice with an empty delta.
     Empty,
     /// At least one output token: content, reasoning, a tool call, a refusal or log probabilities.
@@ -21,8 +24,8 @@ pub(super) enum EventStep {
     /// The end of an output: a finish reason, or the last event of the Responses or Messages API. May also contain a
     /// token.
     End,
-    /// An engine error, with its HTTP status if included.
-    Error(Option<u16>),
+    /// An engine error, with its HTTP status.
+    Error(u16),
     /// A JSON object of an unknown format.
     Unknown,
 }
@@ -35,33 +38,35 @@ pub(super) struct StreamEvent {
     has_role: bool,
     has_content: bool,
     is_finished: bool,
-    error: Option<Option<u16>>,
+    is_error: bool,
     /// Event type in the Responses and Messages APIs.
-    kind: ResponseEvent,
+    kind: NamedEvent,
     is_object: bool,
     pub(super) usage: Option<Usage>,
 }
 
-/// The type of an event of the Responses or Messages API.
-#[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum ResponseEvent {
+/// Meaning of an event type of the Responses or Messages API, or of an event name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum NamedEvent {
     /// Absent, or of another API.
     #[default]
     None,
     Opening,
+    Heartbeat,
     Delta,
     End,
     Failed,
     Other,
 }
 
-impl ResponseEvent {
-    fn of(name: &[u8]) -> Self {
+impl NamedEvent {
+    pub(super) fn of(name: &[u8]) -> Self {
         match name {
             b"response.created" | b"response.queued" | b"response.in_progress" => Self::Opening,
             b"response.completed" | b"response.incomplete" | b"response.done" | b"response.cancelled" => Self::End,
-            b"response.failed" | b"error" => Self::Failed,
-            b"message_start" | b"ping" | b"content_block_start" => Self::Opening,
+            b"response.failed" | b"response.error" | b"error" => Self::Failed,
+            b"message_start" | b"content_block_start" => Self::Opening,
+            b"ping" | b"heartbeat" | b"keepalive" | b"keep-alive" | b"keep_alive" => Self::Heartbeat,
             b"content_block_delta" => Self::Delta,
             b"content_block_stop" | b"message_delta" => Self::Other,
             b"message_stop" => Self::End,
@@ -70,11 +75,11 @@ impl ResponseEvent {
             _ => Self::None,
         }
     }
-}
 
-/// Whether an event of the Responses or Messages API with this name is the last of its stream.
-pub(super) fn is_last_response_event(name: &[u8]) -> bool {
-    matches!(ResponseEvent::of(name), ResponseEvent::End | ResponseEvent::Failed)
+    /// Whether the event is the last of its stream.
+    pub(super) fn is_last(self) -> bool {
+        matches!(self, Self::End | Self::Failed)
+    }
 }
 
 impl StreamEvent {
@@ -89,18 +94,18 @@ impl StreamEvent {
                     let choices = value.strip_prefix(b"[").map(<[u8]>::trim_ascii_start);
                     event.has_choice = choices.is_some_and(|choices| choices.starts_with(b"{"));
                 }
-                b"type" if depth == 1 => event.kind = text_of(value).map(ResponseEvent::of).unwrap_or_default(),
-                b"error" if depth == 1 && (value.starts_with(b"{") || value.starts_with(b"\"")) => {
-                    event.error = Some(event.error.flatten());
-                }
-                b"code" if depth == 2 && event.error == Some(None) => {
-                    event.error = Some(number(value).and_then(|code| u16::try_from(code).ok()));
-                }
+                b"type" if depth == 1 => event.kind = text_of(value).map(NamedEvent::of).unwrap_or_default(),
+                b"error" if depth == 1 => event.is_error |= error::is_present(value),
+                b"object" if depth == 1 => event.is_error |= value.starts_with(b"\"error\""),
+                b"code" | b"status" | b"status_code" if depth == 1 => event.is_error |= error::status(value).is_some(),
                 // Only the usage of the event itself or of its response is parsed, because each parse is a further
                 // pass.
                 b"usage" if depth <= 2 && value.starts_with(b"{") => event.usage = usage_of(value).or(event.usage),
                 b"role" if depth >= 3 => event.has_role = true,
-                b"finish_reason" if depth == 3 => event.is_finished |= value.starts_with(b"\""),
+                b"finish_reason" if depth == 3 => {
+                    event.is_finished |= value.starts_with(b"\"");
+                    event.is_error |= value.starts_with(b"\"error\"");
+                }
                 b"content" | b"reasoning_content" | b"reasoning" | b"refusal" | b"text" if depth >= 3 => {
                     event.has_content |= value.starts_with(b"\"") && !value.starts_with(b"\"\"");
                 }
@@ -112,35 +117,42 @@ impl StreamEvent {
                 _ => {}
             }
         }
+        event.is_error |= event.kind == NamedEvent::Failed;
         event.is_object = data.starts_with(b"{") && keys.is_closed && keys.rest.is_empty();
         event
     }
 
     /// Whether the event contains output. Also valid for the start of an event.
     pub(super) fn has_output(&self) -> bool {
-        self.has_choices && self.has_content || self.kind == ResponseEvent::Delta
+        self.has_choices && self.has_content || self.kind == NamedEvent::Delta
     }
 
     /// Whether the event ends an output. Also valid for the start of an event.
     pub(super) fn is_end(&self) -> bool {
-        self.has_choices && self.is_finished || matches!(self.kind, ResponseEvent::End | ResponseEvent::Failed)
+        self.has_choices && self.is_finished || self.kind.is_last()
     }
 
-    pub(super) fn step(&self) -> EventStep {
+    /// Whether the event reports an error of the engine. Also valid for the start of an event.
+    pub(super) fn is_error(&self) -> bool {
+        self.is_error
+    }
+
+    /// Progress that the event with this data indicates.
+    pub(super) fn step(&self, data: &[u8]) -> EventStep {
         if !self.is_object {
             return EventStep::Invalid;
         }
-        if let Some(status) = self.error.filter(|_| !self.has_choices && self.kind == ResponseEvent::None) {
-            return EventStep::Error(status);
+        if self.is_error {
+            return EventStep::Error(error::status_of_event(data));
         }
         match self.kind {
-            ResponseEvent::Failed => EventStep::Error(None),
             _ if self.is_end() => EventStep::End,
             _ if self.has_output() => EventStep::Token,
-            ResponseEvent::Opening => EventStep::Opening,
+            NamedEvent::Heartbeat => EventStep::Heartbeat,
+            NamedEvent::Opening => EventStep::Opening,
             _ if self.has_choices && (self.has_role || !self.has_choice) => EventStep::Opening,
             _ if self.has_choices => EventStep::Empty,
-            ResponseEvent::None | ResponseEvent::Delta | ResponseEvent::End | ResponseEvent::Other => {
+            NamedEvent::None | NamedEvent::Delta | NamedEvent::End | NamedEvent::Failed | NamedEvent::Other => {
                 EventStep::Unknown
             }
         }
@@ -148,7 +160,7 @@ impl StreamEvent {
 }
 
 /// The text at the start of a value, with escapes.
-fn text_of(value: &[u8]) -> Option<&[u8]> {
+pub(super) fn text_of(value: &[u8]) -> Option<&[u8]> {
     value.strip_prefix(b"\"")?.split(|byte| *byte == b'"').next()
 }
 
@@ -194,24 +206,24 @@ fn usage_of(object: &[u8]) -> Option<Usage> {
 }
 
 /// The count at the start of a value, if any.
-fn number(value: &[u8]) -> Option<u32> {
+pub(super) fn number(value: &[u8]) -> Option<u32> {
     let digits = value.iter().take_while(|byte| byte.is_ascii_digit());
     let add = |sum: u32, digit: &u8| sum.saturating_mul(10).saturating_add(u32::from(digit - b'0'));
     value.first().filter(|first| first.is_ascii_digit()).map(|_| digits.fold(0, add))
 }
 
 /// A key of an object.
-struct JsonKey<'a> {
+pub(super) struct JsonKey<'a> {
     /// As written, with escapes.
-    name: &'a [u8],
+    pub(super) name: &'a [u8],
     /// Number of enclosing objects and lists.
-    depth: usize,
+    pub(super) depth: usize,
     /// The text from the start of the value.
-    value: &'a [u8],
+    pub(super) value: &'a [u8],
 }
 
 /// The keys of a JSON text at every depth, in order. Invalid JSON gives arbitrary keys.
-struct JsonKeys<'a> {
+pub(super) struct JsonKeys<'a> {
     rest: &'a [u8],
     depth: usize,
     /// Whether the outermost value has ended; nothing after it is read.
@@ -219,7 +231,7 @@ struct JsonKeys<'a> {
 }
 
 impl<'a> JsonKeys<'a> {
-    fn of(json: &'a [u8]) -> Self {
+    pub(super) fn of(json: &'a [u8]) -> Self {
         Self { rest: json, depth: 0, is_closed: false }
     }
 

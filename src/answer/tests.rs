@@ -212,12 +212,89 @@ fn invalid_data_before_the_first_event_invalidates_the_stream() {
     assert_eq!((later.stage, later.is_complete()), (AnswerStage::Begun, true));
 }
 
+/// Any form of an error event ends the stream with a status; an unknown error is one of the server.
 #[test]
-fn error_event_contains_its_status() {
-    let error = |body: &str| events(&format!("data: {body}\n\n")).error_status();
-    assert_eq!(error(r#"{"error":{"message":"EngineCore died","type":"InternalServerError","code":500}}"#), Some(500));
-    assert_eq!(error(r#"{"error":{"code":"none"}}"#), None);
-    assert_eq!(error(r#"{"error":null,"choices":[{"text":"a"}]}"#), None);
+fn an_error_event_has_a_status() {
+    let failed =
+        |error: &str| format!(r#"data: {{"type":"response.failed","response":{{"status":"failed","error":{error}}}}}"#);
+    let cases = [
+        (500, r#"data: {"error":{"message":"EngineCore died","type":"InternalServerError","code":500}}"#),
+        (500, r#"data: {"error":{"message":"dead","type":"server_error","code":"internal_error"}}"#),
+        (503, r#"data: {"error":{"message":"dead","code":"503"}}"#),
+        (500, r#"data: {"error":{"message":"dead"}}"#),
+        (500, r#"data: {"error":"dead"}"#),
+        (500, r#"data: {"error":["dead"]}"#),
+        (500, r#"data: {"object":"error","message":"dead","type":"InternalServerError","code":500}"#),
+        (500, r#"data: {"object":"error","message":"dead"}"#),
+        (502, r#"data: {"code":502,"message":"dead"}"#),
+        (500, "event: error\ndata: dead"),
+        (500, "event: error\n: dead"),
+        (500, r#"data: {"type":"error","error":{"type":"api_error","message":"dead"}}"#),
+        (503, r#"data: {"type":"error","error":{"type":"overloaded_error","message":"dead"}}"#),
+        (429, r#"data: {"type":"error","code":"rate_limit_exceeded","message":"slow"}"#),
+        (500, &failed(r#"{"code":"server_error","message":"dead"}"#)),
+        (500, &failed("null")),
+        (
+            500,
+            r#"data: {"id":"x","error":{"code":"server_error"},"choices":[{"delta":{"content":""},"finish_reason":"error"}]}"#,
+        ),
+        (500, r#"data: {"choices":[{"index":0,"delta":{},"finish_reason":"error"}]}"#),
+        (400, r#"data: {"error":{"message":"grammar","type":"BadRequestError","code":400}}"#),
+        (400, r#"data: {"error":{"message":"long","type":"invalid_request_error","code":"context_length_exceeded"}}"#),
+        (400, r#"data: {"error":"Input validation error: too many tokens","error_type":"validation"}"#),
+        (400, r#"data: {"error":{"message":"This model's maximum context length is 4096 tokens"}}"#),
+        (400, &failed(r#"{"code":"invalid_prompt","message":"no"}"#)),
+        (404, r#"data: {"error":{"type":"NotFoundError","message":"no adapter"}}"#),
+    ];
+    for (status, text) in cases {
+        for before in ["", &chunk(ROLE), &chunk(r#"{"content":"a"}"#)] {
+            let reader = events(&format!("{before}{text}\n\ndata: [DONE]\n\n"));
+            assert_eq!((reader.error_status(), reader.is_complete()), (Some(status), true), "{text}");
+            assert_eq!((reader.is_decided(), reader.is_invalid()), (true, false), "{text}");
+        }
+        assert!(!events(&format!("{text}\n\n")).is_generating(), "{text}");
+    }
+    for none in [
+        r#"data: {"error":null,"choices":[{"text":"a"}]}"#,
+        r#"data: {"error":"","choices":[{"text":"a"}]}"#,
+        r#"data: {"type":"response.created","response":{"status":"in_progress","error":null}}"#,
+        r#"data: {"type":"response.mcp_call.failed","item_id":"i"}"#,
+        "event: message\ndata: {\"choices\":[{\"text\":\"error\"}]}",
+    ] {
+        assert_eq!(events(&format!("{none}\n\n")).error_status(), None, "{none}");
+    }
+}
+
+/// Bytes after whole events can be told apart from those of heartbeats, for every split of the bytes.
+#[test]
+fn heartbeats_are_no_events() {
+    let beats = [": keep-alive\n\n", ":\n", ": a\r\n\r\n", "event: ping\ndata: {\"type\": \"ping\"}\n\n"];
+    let others =
+        ["data: {\"type\":\"ping\"}\r\n\r\n", "event: heartbeat\r\ndata: now\r\n\r\n", "retry: 9\n\n", "data:\n\n"];
+    for text in beats.into_iter().chain(others) {
+        for split in 0..=text.len() {
+            let mut reader = AnswerReader::new(AnswerKind::Events);
+            reader.read(text[..split].as_bytes());
+            assert!(split == text.len() || reader.events() == 0, "{text:?} at {split}");
+            reader.read(text[split..].as_bytes());
+            let state = (reader.stage, reader.events(), reader.is_between_events(), reader.is_complete());
+            assert_eq!(state, (AnswerStage::Empty, 0, true, false), "{text:?} at {split}");
+        }
+    }
+    let mut reader = AnswerReader::new(AnswerKind::Events);
+    for (bytes, events, is_between) in [
+        (": a", 0, false),
+        ("\n\n", 0, true),
+        ("event: ping\r\n", 0, false),
+        ("data: {}\r\n\r", 0, false),
+        ("\n", 0, true),
+        ("data: {\"choices\":[]}\n", 1, false),
+        ("\n: b\n", 1, true),
+        ("data: [DONE]\n\n", 2, true),
+    ] {
+        reader.read(bytes.as_bytes());
+        assert_eq!((reader.events(), reader.is_between_events()), (events, is_between), "{bytes:?}");
+    }
 }
 
 #[test]
