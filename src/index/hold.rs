@@ -8,30 +8,7 @@ use super::residence::{CHUNK, Named, Residence, Taken};
 use super::steps;
 use super::table::Spot;
 use super::tree::{Holder, Point, Tree};
-use crate::protocol::{EngineHash, Slot, StorageTier, StoredBlock};
-
-/// Meaning of a repeated store of a held block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum RepeatedStore {
-    /// The engine announces the block again; the number of copies is unchanged.
-    Announcement,
-    /// The engine holds another copy of the block.
-    Copy,
-}
-
-impl RepeatedStore {
-    /// The meaning of repeated stores to `tier` behind `parent`. vLLM recomputes blocks that it already holds: the last
-    /// block of a completely cached prompt, and equal blocks that running requests generate. It keeps each copy, and
-    /// stores and removes each copy under the same name. vLLM also announces blocks again without a copy if a request
-    /// sets `kv_cache_report_mode`: always the first blocks of a prompt, hence without a parent. A real copy of these
-    /// first blocks looks the same and is not counted. In that case the index knows too little until the engine removes
-    /// its last copy or computes the block again, whereas a counted copy that does not exist would never be removed. For
-    /// a rank with several cache groups, [`super::restrict`] distinguishes both. Stores of lower tiers hold one block per
-    /// name; copies there are offloaded.
-    pub(super) fn of(tier: StorageTier, parent: Option<EngineHash>) -> Self {
-        if tier == StorageTier::Device && parent.is_some() { Self::Copy } else { Self::Announcement }
-    }
-}
+use crate::protocol::{EngineHash, RepeatedStore, Slot, StoredBlock};
 
 /// Stores consecutive `blocks` behind `at`. With [`RepeatedStore::Copy`], a block that is already held there under the
 /// same name counts as a further copy.

@@ -5,12 +5,11 @@
 
 use std::collections::VecDeque;
 
-use super::hold::RepeatedStore;
 use super::residence::Residence;
 use super::tree::Point;
 use super::waiting::{PendingBlock, PendingBlocks};
 use super::{Applied, Index, hold};
-use crate::protocol::{BlockHash, EngineHash, Slot, StorageTier, StoredBlock};
+use crate::protocol::{BlockHash, EngineHash, RepeatedStore, Slot, StorageTier, StoredBlock};
 
 /// Number of pending blocks, and of blocks in a lower tier without any removal, that a rank may have. Some connectors
 /// publish no removals, and stores behind parents that never come are never removed either. Above, they are dropped.

@@ -73,9 +73,9 @@ pub use holdings::Holdings;
 pub use overlaps::{Extension, Hit, Overlaps};
 
 use crate::protocol::{BlockHash, WorkerRank};
-use crate::protocol::{EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId};
+use crate::protocol::{EngineHash, Generation, KvEvent, RepeatedStore, RouterEvent, Slot, StorageTier};
+use crate::protocol::{StoredBlock, WorkerId};
 use budget::Budget;
-use hold::RepeatedStore;
 use rank::{RankBlocks, lower_idx};
 use residence::Residence;
 use tree::Tree;
@@ -291,10 +291,11 @@ impl Index {
         mut parent: Option<EngineHash>,
         mut blocks: &[StoredBlock],
     ) -> Applied {
-        let mut repeated = RepeatedStore::of(tier, parent);
-        if tier == StorageTier::Device && parent.is_none() && !self.grouped.is_empty() {
-            repeated = self.repeated_at_start(slot, blocks);
-        }
+        let has_groups = !self.grouped.is_empty() && self.rank(slot).groups.is_some();
+        let repeated = match RepeatedStore::of(tier, parent.is_some(), has_groups) {
+            RepeatedStore::ByGroups => self.repeated_at_start(slot, blocks),
+            known => known,
+        };
         let mut applied = Applied::default();
         while !blocks.is_empty() {
             let at = self.point_behind(slot, tier, parent);

@@ -5,20 +5,16 @@ use std::num::NonZeroU32;
 use smallvec::SmallVec;
 
 use super::groups::HeldPath;
-use super::hold::RepeatedStore;
 use super::overlaps::End;
 use super::tree::RunNode;
 use super::{Applied, BlockHash, Index, Overlaps};
-use crate::protocol::{EngineHash, Slot, StorageTier, StoredBlock};
+use crate::protocol::{EngineHash, RepeatedStore, Slot, StorageTier, StoredBlock};
 
 impl Index {
-    /// Meaning of repeated stores of the device tier at the start of a prompt: reported blocks are a hit, and an engine
+    /// Meaning of repeated stores at the start of a prompt for a rank with groups: reported blocks are a hit, and an engine
     /// computes blocks that it holds only if its groups do not allow a hit.
     pub(super) fn repeated_at_start(&mut self, slot: Slot, blocks: &[StoredBlock]) -> RepeatedStore {
         let rank = self.rank(slot);
-        if rank.groups.is_none() {
-            return RepeatedStore::Announcement;
-        }
         let hashes: Vec<_> = blocks.iter().map(|block| block.block_hash).collect();
         let depth = self.device_depth(slot, &hashes);
         // A hit may not be known after evictions from the index, and a copy that does not exist is never removed.

@@ -119,6 +119,35 @@ impl KvEvent {
     }
 }
 
+/// Meaning of a store of a block that the rank holds under the same name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RepeatedStore {
+    /// The engine announces the block again; the number of copies is unchanged.
+    Announcement,
+    /// The engine holds another copy of the block.
+    Copy,
+    /// The cache groups of the rank show which of both.
+    ByGroups,
+}
+
+impl RepeatedStore {
+    /// The meaning of repeated stores to `tier`, behind a parent or at the start of a prompt. vLLM recomputes blocks that it
+    /// already holds: the last block of a completely cached prompt, and equal blocks that running requests generate. It
+    /// keeps each copy, and stores and removes each copy under the same name. vLLM also announces blocks again without a
+    /// copy if a request sets `kv_cache_report_mode`: always the first blocks of a prompt, hence without a parent. A real
+    /// copy of these first blocks looks the same and is not counted. In that case the index knows too little until the
+    /// engine removes its last copy or computes the block again, whereas a counted copy that does not exist would never be
+    /// removed. Only several cache groups distinguish both. Stores of lower tiers hold one block per name; copies there are
+    /// offloaded.
+    pub(crate) fn of(tier: StorageTier, has_parent: bool, has_groups: bool) -> Self {
+        match tier {
+            StorageTier::Device if has_parent => Self::Copy,
+            StorageTier::Device if has_groups => Self::ByGroups,
+            _ => Self::Announcement,
+        }
+    }
+}
+
 /// One stored block: its engine hash and its content hash for matching requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoredBlock {

@@ -10,6 +10,7 @@ pub(crate) mod time;
 pub(crate) mod worker;
 
 pub(crate) use block_size::{BlockSizeOrigin, PoolBlockSize};
+pub(crate) use event::RepeatedStore;
 pub use event::{KvEvent, RouterEvent, StorageTier, StoredBlock};
 pub use ids::{BlockHash, EngineHash, WorkerId, WorkerRank};
 pub(crate) use ids::{BookingId, Generation, SequenceHash, Slot};

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::BlockName;
-use crate::protocol::{KvEvent, RouterEvent, StorageTier};
+use crate::protocol::{KvEvent, RepeatedStore, RouterEvent, StorageTier};
 
 /// Maximum number of blocks in a ring that is compared.
 const RING_BLOCKS_MAX: usize = 1 << 20;
@@ -50,14 +50,15 @@ impl RingContents {
                     self.is_whole = true;
                 }
                 KvEvent::Stored { parent, .. } => {
-                    // As in the index: only a repeated store behind a parent is another copy.
-                    let is_copy = parent.is_some() && event.tier == StorageTier::Device;
+                    let repeated = RepeatedStore::of(event.tier, parent.is_some(), self.has_groups);
                     for name in names_of(event) {
                         let copies = self.blocks.entry(name).or_default();
-                        if self.has_groups && !is_copy && *copies > 0 {
-                            self.uncertain.insert(name);
+                        match repeated {
+                            _ if *copies == 0 => *copies = 1,
+                            RepeatedStore::Copy => *copies = copies.saturating_add(1),
+                            RepeatedStore::ByGroups => drop(self.uncertain.insert(name)),
+                            RepeatedStore::Announcement => {}
                         }
-                        *copies = if is_copy || *copies == 0 { copies.saturating_add(1) } else { *copies };
                     }
                 }
                 KvEvent::Offloaded { blocks, .. } => {
