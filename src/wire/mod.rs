@@ -26,6 +26,7 @@
 //!
 //! [`RouterEvent`]: crate::protocol::RouterEvent
 
+mod batch;
 mod decoder;
 mod event;
 mod finding;

@@ -1,0 +1,145 @@
+//! Framing of a batch: its time, its events and its rank label.
+
+use super::decoder::Decoder;
+use super::msgpack::{Cursor, MsgpackItem};
+use super::{Finding, Report};
+use crate::protocol::RouterEvent;
+
+impl Decoder {
+    pub(super) fn batch(&mut self, payload: &[u8], events: &mut Vec<RouterEvent>) -> Report {
+        let mut report = Report::default();
+        if payload.len() > self.config.limits.payload_bytes_max {
+            self.lose(Finding::TooLarge, None, events, &mut report);
+        } else if let Err(finding) = self.items(Cursor::new(payload), events, &mut report) {
+            match finding {
+                Finding::ForeignRank => report.findings.add(finding),
+                lost => self.lose(lost, None, events, &mut report),
+            }
+        }
+        report
+    }
+
+    fn items(
+        &mut self,
+        mut cursor: Cursor<'_>,
+        events: &mut Vec<RouterEvent>,
+        report: &mut Report,
+    ) -> Result<(), Finding> {
+        let MsgpackItem::Array(n_items) = cursor.item()? else { return Err(Finding::WrongType) };
+        if n_items < 2 {
+            return Err(Finding::WrongShape);
+        }
+        self.pass_time(&mut cursor, report)?;
+        let MsgpackItem::Array(n_events) = cursor.item()? else { return Err(Finding::WrongType) };
+        report.events = n_events;
+        if n_items == 2 {
+            self.events(n_events, &mut cursor, events, report)?;
+        } else {
+            self.events_of_rank(n_events, &mut cursor, events, report)?;
+        }
+        self.pass(u64::from(n_items).saturating_sub(3), &mut cursor)?;
+        if cursor.bytes_left() > 0 {
+            report.findings.add(Finding::TrailingBytes);
+        }
+        Ok(())
+    }
+
+    /// Decodes the events and the rank label of a batch. The label follows the events, so for a foreign rank the
+    /// decoded events are rolled back. Skipping the events first to read the label would cost every batch almost half
+    /// as much again.
+    fn events_of_rank(
+        &mut self,
+        n_events: u32,
+        cursor: &mut Cursor<'_>,
+        events: &mut Vec<RouterEvent>,
+        report: &mut Report,
+    ) -> Result<(), Finding> {
+        let (n_before, groups, has_connector) = (events.len(), self.groups.clone(), self.has_connector);
+        if self.config.ranks.len() > 1 {
+            self.namespaces.start_batch();
+        }
+        let read = self.events(n_events, cursor, events, report);
+        // A batch that is truncated before its label counts as a batch of the stream's rank.
+        let foreign = read.and_then(|()| self.foreign_rank(cursor, report));
+        if let Ok(Some(rank)) = foreign {
+            events.truncate(n_before);
+            (self.groups, self.has_connector) = (groups, has_connector);
+            self.namespaces.roll_back();
+            *report = Report { events: n_events, foreign_rank: Some(rank), ..Report::default() };
+            return Err(Finding::ForeignRank);
+        }
+        self.namespaces.commit();
+        foreign.map(|_| ())
+    }
+
+    fn events(
+        &mut self,
+        n_events: u32,
+        cursor: &mut Cursor<'_>,
+        events: &mut Vec<RouterEvent>,
+        report: &mut Report,
+    ) -> Result<(), Finding> {
+        let n_read = n_events.min(u32::try_from(self.config.limits.events_max).unwrap_or(u32::MAX));
+        let n_before = events.len();
+        for _ in 0..n_read {
+            self.event(cursor, n_before, events, report)?;
+        }
+        if n_read < n_events {
+            self.lose(Finding::TooLarge, None, events, report);
+        }
+        self.pass(u64::from(n_events - n_read), cursor)
+    }
+
+    /// The batch timestamp is unused, but an invalid type is counted because it helps to identify the publisher.
+    fn pass_time(&self, cursor: &mut Cursor<'_>, report: &mut Report) -> Result<(), Finding> {
+        let start = *cursor;
+        match cursor.item()? {
+            MsgpackItem::Float(time) if time.is_finite() => {}
+            MsgpackItem::Float(_) => report.findings.add(Finding::NotFinite),
+            MsgpackItem::Nil | MsgpackItem::Uint(_) | MsgpackItem::Neg(_) => {}
+            MsgpackItem::Bool(_)
+            | MsgpackItem::Str(_)
+            | MsgpackItem::Bin(_)
+            | MsgpackItem::Ext(_)
+            | MsgpackItem::Array(_)
+            | MsgpackItem::Map(_) => {
+                report.findings.add(Finding::WrongType);
+                *cursor = start;
+                self.pass(1, cursor)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The rank label of the batch if it differs from the stream's rank. For a worker with a single rank the label is
+    /// ignored.
+    fn foreign_rank(&self, cursor: &mut Cursor<'_>, report: &mut Report) -> Result<Option<u32>, Finding> {
+        let start = *cursor;
+        let rank = match cursor.item()? {
+            MsgpackItem::Nil => None,
+            MsgpackItem::Uint(rank) => Some(u32::try_from(rank).unwrap_or(u32::MAX)),
+            MsgpackItem::Neg(_) => Some(u32::MAX),
+            MsgpackItem::Bool(_)
+            | MsgpackItem::Float(_)
+            | MsgpackItem::Str(_)
+            | MsgpackItem::Bin(_)
+            | MsgpackItem::Ext(_)
+            | MsgpackItem::Array(_)
+            | MsgpackItem::Map(_) => {
+                report.findings.add(Finding::WrongType);
+                *cursor = start;
+                self.pass(1, cursor)?;
+                None
+            }
+        };
+        Ok(rank.filter(|rank| self.config.ranks.len() > 1 && *rank != self.config.rank.rank))
+    }
+
+    /// Skips unused items at any depth.
+    pub(super) fn pass(&self, count: u64, cursor: &mut Cursor<'_>) -> Result<(), Finding> {
+        match cursor.pass(count, self.config.limits.nesting_max) {
+            Err(finding) if finding.ends_batch() => Err(finding),
+            Err(_) | Ok(()) => Ok(()),
+        }
+    }
+}
