@@ -560,7 +560,7 @@ fn states_and_reasons_have_names() {
         (DegradationReason::BlockSize { engine: 16, pool: None }, &["16", "--block-size"]),
         (DegradationReason::ForeignRank { found: 3 }, &["rank 3", "base port"]),
         (DegradationReason::BlockSize { engine: 32, pool: Some(16) }, &["32", "16", "context parallelism"]),
-        (DegradationReason::Eagle { pairs: true }, &["is_eagle = true"]),
+        (DegradationReason::Eagle, &["is_eagle = false"]),
         (DegradationReason::Undecodable { batches: 4, finding: Some(Finding::BadHash) }, &["4 batches", "bad_hash"]),
         (DegradationReason::ReplayGap { from: 4, first: 9 }, &["from 4", "from 9", "buffer_steps"]),
         (DegradationReason::ReplayHole { from: 4 }, &["message 4"]),

@@ -3,6 +3,7 @@
 //! `data/frames.json` and `data/engine.json` were recorded from vLLM and SGLang.
 
 mod batches;
+mod fold;
 mod namespaces;
 mod offload;
 
@@ -352,10 +353,7 @@ mod hashes_and_tokens {
     }
 
     #[test]
-    fn different_eagle_settings_are_reported() {
-        let pairs = eagle_store(&[11], pairs_of(&TOKENS));
-        let (events, report) = next(&mut decoder(), [pairs]);
-        assert_eq!((events.len(), found(&report)), (0, vec![(Finding::Eagle, 1)]));
+    fn token_ids_in_a_pool_of_pairs_are_reported() {
         let mut decoder = Decoder::new(WireConfig { is_eagle: true, ..config() });
         let (events, report) = next(&mut decoder, [store([11], None, &TOKENS, [])]);
         assert_eq!((events.len(), found(&report)), (0, vec![(Finding::Eagle, 1)]));

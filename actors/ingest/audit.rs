@@ -42,8 +42,11 @@ impl Reader {
                 return None;
             };
             self.auditor.next = position.next;
-            if let AuditStep::Request(number) = self.auditor.audit.begin(now, position.next, digest) {
-                self.auditor.ask(number);
+            match self.auditor.audit.begin(now, position.next, digest) {
+                // The names of the engine are those of parts of blocks.
+                AuditStep::Request(_) if self.shell.is_folding() => self.auditor.read_ring(now),
+                AuditStep::Request(number) => self.auditor.ask(number),
+                AuditStep::Wait | AuditStep::QueryNames | AuditStep::Ended(_) => {}
             }
         }
         loop {

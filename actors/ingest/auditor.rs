@@ -59,6 +59,14 @@ impl Auditor {
         (self.has_message, self.request) = (false, Some(number));
     }
 
+    /// Requests the replay buffer in place of the contents of the engine.
+    pub(super) fn read_ring(&mut self, now: Timestamp) {
+        if let AuditStep::Request(number) = self.audit.unsupported(now, self.next) {
+            self.decoder.forget();
+            self.ask(number);
+        }
+    }
+
     /// Processes a message of the audit connection.
     pub(super) fn on_reply(&mut self, reply: AuditReply, now: Timestamp) {
         match reply {
@@ -75,12 +83,7 @@ impl Auditor {
             }
             Ok(Replayed::End) if self.audit.reads_ring() => self.audit.ring_ended(),
             Ok(Replayed::End) if self.has_message => {}
-            Ok(Replayed::End) => {
-                if let AuditStep::Request(number) = self.audit.unsupported(now, self.next) {
-                    self.decoder.forget();
-                    self.ask(number);
-                }
-            }
+            Ok(Replayed::End) => self.read_ring(now),
             Err(_) => self.audit.fail(AuditCause::BrokenReply),
         }
     }

@@ -28,6 +28,8 @@ pub struct AppliedBatch {
     pub usable: u32,
     /// Number of blocks stored by them in device memory.
     pub stored_blocks: u32,
+    /// Block size of the engine, if its blocks are parts of the pool's.
+    pub page_size: Option<u32>,
     /// Whether an event cleared the rank's whole cache.
     pub cleared: bool,
     /// Why a removal was lost. The index has dropped the blocks that it may have named.
@@ -50,14 +52,17 @@ pub(super) struct Fit {
     /// Whether this incarnation of the publisher has stored a usable block. An engine with caches of several block sizes
     /// publishes all of them: the size that fits is its size.
     has_fitted: bool,
+    /// Block size of the engine, if its blocks are parts of the pool's.
+    page_size: Option<u32>,
 }
 
 impl Fit {
     pub(super) fn observe(&mut self, applied: &AppliedBatch, pool_block_size: Option<u32>) {
         let is_form_known = self.form_mismatch(pool_block_size).is_some();
+        self.page_size = applied.page_size.or(self.page_size.filter(|_| applied.stored_blocks == 0));
         if applied.stored_blocks > 0 || applied.cleared {
             let has_fitted = self.has_fitted || applied.stored_blocks > 0;
-            *self = Self { has_fitted, ..Self::default() };
+            *self = Self { has_fitted, page_size: self.page_size, ..Self::default() };
         } else if applied.foreign_rank.is_some()
             || applied.mismatch.is_some_and(|found| self.counts(found, pool_block_size))
         {
@@ -80,7 +85,7 @@ impl Fit {
     fn counts(&self, mismatch: StoreMismatch, pool_block_size: Option<u32>) -> bool {
         match mismatch {
             StoreMismatch::BlockSize(size) => !(self.has_fitted && pool_block_size.is_some_and(|pool| size < pool)),
-            StoreMismatch::Eagle { .. } | StoreMismatch::Invalid(_) => true,
+            StoreMismatch::Eagle | StoreMismatch::Invalid(_) => true,
         }
     }
 
@@ -91,15 +96,16 @@ impl Fit {
 
     /// A restarted engine may have another block size.
     pub(super) fn start_incarnation(&mut self) {
-        self.has_fitted = false;
+        (self.has_fitted, self.page_size) = (false, None);
     }
 
     /// Block size of the events, if known.
     pub(super) fn block_size(&self, pool_block_size: Option<u32>) -> Option<u32> {
         match self.mismatch {
+            _ if self.page_size.is_some() => self.page_size,
             _ if self.has_fitted => pool_block_size,
             Some(StoreMismatch::BlockSize(size)) => Some(size),
-            Some(StoreMismatch::Eagle { .. } | StoreMismatch::Invalid(_)) | None => None,
+            Some(StoreMismatch::Eagle | StoreMismatch::Invalid(_)) | None => None,
         }
     }
 
@@ -115,7 +121,7 @@ impl Fit {
     fn form_mismatch(&self, pool: Option<u32>) -> Option<DegradationReason> {
         match self.mismatch {
             Some(StoreMismatch::BlockSize(engine)) => Some(DegradationReason::BlockSize { engine, pool }),
-            Some(StoreMismatch::Eagle { pairs }) => Some(DegradationReason::Eagle { pairs }),
+            Some(StoreMismatch::Eagle) => Some(DegradationReason::Eagle),
             Some(StoreMismatch::Invalid(_)) | None => {
                 self.foreign_rank.map(|found| DegradationReason::ForeignRank { found })
             }

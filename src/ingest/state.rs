@@ -94,11 +94,8 @@ pub enum DegradationReason {
         /// The data-parallel rank in the messages.
         found: u32,
     },
-    /// The engine hashes EAGLE pairs and the pool does not, or the reverse.
-    Eagle {
-        /// Whether the engine publishes pairs.
-        pairs: bool,
-    },
+    /// The pool hashes EAGLE pairs and the engine does not.
+    Eagle,
     /// No event of the last batches was usable.
     Undecodable {
         /// Number of consecutive batches.
@@ -149,7 +146,7 @@ impl DegradationReason {
             Self::NeverPublished { .. } => "never_published",
             Self::BlockSize { .. } => "block_size",
             Self::ForeignRank { .. } => "foreign_rank",
-            Self::Eagle { .. } => "eagle",
+            Self::Eagle => "eagle",
             Self::Undecodable { .. } => "undecodable",
             Self::ReplayGap { .. } => "replay_gap",
             Self::ReplayHole { .. } => "replay_hole",
@@ -189,8 +186,7 @@ impl fmt::Display for DegradationReason {
                 "the messages name data-parallel rank {found}: check the base port (each rank publishes at the base \
                  port plus its number) and the worker's start rank"
             ),
-            Self::Eagle { pairs: true } => f.write_str("the engine publishes EAGLE pairs: set is_eagle = true"),
-            Self::Eagle { pairs: false } => f.write_str("the engine publishes no EAGLE pairs: set is_eagle = false"),
+            Self::Eagle => f.write_str("the engine publishes no EAGLE pairs: set is_eagle = false"),
             Self::Undecodable { batches, finding } => write!(
                 f,
                 "no event of the last {batches} batches could be used ({}): check the topic, and whether other data \

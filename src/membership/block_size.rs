@@ -3,7 +3,8 @@
 //! A configured size never changes. Without one, the first worker that reports a size determines it. A report is the size
 //! in a worker's KV events, or, before them, its [`block_size`](crate::protocol::WorkerConfig::block_size): a hint, because
 //! context parallelism multiplies the size of the events. A size gives way to the next report once no worker in service
-//! reports it, and to events once no events have it. A worker with another size serves, and its events do not count.
+//! reports it, and to events once no events have it. A worker with another size serves; its events count if its size divides
+//! the pool's ([`PoolBlockSize::of_engine`], and folding in `wire`).
 //!
 //! A change of the size replaces the actors that depend on it: scheduler, index shards, sequence actors and readers. It
 //! spends no restart budget. Before the first rank it costs nothing. Events can change the size only a few times a minute,
@@ -40,9 +41,9 @@ impl<R> Membership<R> {
         let present = self.block_size;
         let is_held = |known: &RegisteredWorker| {
             let held = known.events_block_size.or(known.config.block_size.filter(|_| of_events.is_none()));
-            held == Some(present.tokens)
+            held.map(PoolBlockSize::of_engine) == Some(present.tokens)
         };
-        let size = match (of_events.or(stated), present.origin) {
+        let size = match (of_events.or(stated).map(PoolBlockSize::of_engine), present.origin) {
             (_, BlockSizeOrigin::Configured) => return,
             (None, BlockSizeOrigin::Awaited) => PoolBlockSize { origin: BlockSizeOrigin::Assumed, ..present },
             (None, BlockSizeOrigin::Assumed | BlockSizeOrigin::Reported) => return,
@@ -72,7 +73,7 @@ impl<R> Membership<R> {
         let Some(known) = self.workers.get_mut(&worker) else { return };
         let stated = known.config.block_size;
         if stated.is_some_and(|stated| tokens < stated)
-            || tokens != self.block_size.tokens && !self.size_changes.spend(now)
+            || PoolBlockSize::of_engine(tokens) != self.block_size.tokens && !self.size_changes.spend(now)
         {
             return;
         }

@@ -119,10 +119,11 @@ impl Model {
     /// A report with its kind: events, or a statement before them.
     fn settle_size(&mut self, worker: WorkerId, (size, by_events): (Option<u32>, bool)) {
         let PoolBlockSize { tokens, origin } = self.size;
+        let size = size.map(PoolBlockSize::of_engine);
         let in_service = self.workers.iter().filter(|(other, known)| **other != worker && known.drain.is_none());
         let holds = |known: &ModelWorker| match known.events_size {
-            Some(size) => size == tokens,
-            None => !by_events && known.config.block_size == Some(tokens),
+            Some(size) => PoolBlockSize::of_engine(size) == tokens,
+            None => !by_events && known.config.block_size.map(PoolBlockSize::of_engine) == Some(tokens),
         };
         let holders = in_service.filter(|(_, known)| holds(known)).count();
         match size {
@@ -138,7 +139,7 @@ impl Model {
     pub(super) fn events_sized(&mut self, worker: WorkerId, size: u32) {
         let known = self.workers.get_mut(&worker).filter(|known| known.config.block_size.unwrap_or(1) <= size);
         let Some(known) = known else { return };
-        if size != self.size.tokens {
+        if PoolBlockSize::of_engine(size) != self.size.tokens {
             self.size_changes += 1;
             if self.size_changes > EVENT_CHANGES_MAX {
                 return;

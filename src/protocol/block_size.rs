@@ -21,6 +21,15 @@ pub struct PoolBlockSize {
     pub origin: BlockSizeOrigin,
 }
 
+impl PoolBlockSize {
+    /// Block size that a pool takes from an engine: the engine's, or its smallest multiple of at least 16 tokens, because the
+    /// work for a request grows with its blocks. The events of smaller blocks are folded.
+    #[must_use]
+    pub(crate) fn of_engine(tokens: u32) -> u32 {
+        if tokens < 16 { 16_u32.next_multiple_of(tokens.max(1)) } else { tokens }
+    }
+}
+
 impl fmt::Display for PoolBlockSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({})", self.tokens, self.origin.name())

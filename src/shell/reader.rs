@@ -112,9 +112,15 @@ impl<P: AsRef<[u8]>> ReaderShell<P> {
             .then(|| format!("of {events} events, {} name blocks that no request finds", named.join(", ")))
     }
 
-    /// Position of the source and identity of the rank, without contents; `None` without a position.
+    /// Whether the blocks of the rank are folded from parts, so that their names in the index are a part of the engine's.
+    pub fn is_folding(&self) -> bool {
+        self.decoder.is_folding()
+    }
+
+    /// Position of the source and identity of the rank, without contents; `None` without a position, or if the decoder
+    /// keeps tokens.
     pub fn record(&self, rank: WorkerRank, endpoint: String) -> Option<RankSnapshot> {
-        let mut position = self.source.position()?;
+        let mut position = self.source.position().filter(|_| !self.is_folding())?;
         position.next += u64::from(Defect::PositionAhead.is_planted());
         Some(RankSnapshot {
             rank,
@@ -151,6 +157,7 @@ fn applied(report: &Report) -> AppliedBatch {
         events: events_of_note(report),
         usable: report.usable,
         stored_blocks: report.stored_blocks,
+        page_size: report.page_size,
         cleared: report.cleared,
         mismatch: report.mismatch,
         lost_removals: report.lost_removals,

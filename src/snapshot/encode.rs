@@ -74,7 +74,7 @@ fn put_cold(to: &mut Vec<u8>, cold: Option<ColdPosition>) {
         | DegradationReason::NeverPublished { .. }
         | DegradationReason::BlockSize { .. }
         | DegradationReason::ForeignRank { .. }
-        | DegradationReason::Eagle { .. }
+        | DegradationReason::Eagle
         | DegradationReason::Undecodable { .. }
         | DegradationReason::LostRemoval { .. }
         | DegradationReason::ReaderDied { .. } => (3, 0, 0),

@@ -18,7 +18,8 @@
 //! events. Ranks are recorded one after the other; their streams are independent.
 //!
 //! Speculative entries, bookings and learned speeds are not part of a snapshot. Neither are ranks whose events come from
-//! the embedder, ranks without an applied message, and ranks whose contents are lost or do not match the pool.
+//! the embedder, ranks without an applied message, ranks whose contents are lost or do not match the pool, and ranks with
+//! smaller blocks than the pool's, whose decoders keep tokens.
 //!
 //! # Format
 //!

@@ -46,7 +46,7 @@ impl Decoder {
 
     /// Decodes the events and the rank label of a batch. The label follows the events, so for a foreign rank the
     /// decoded events are rolled back. Skipping the events first to read the label would cost every batch almost half
-    /// as much again.
+    /// as much again; pages cannot be rolled back.
     fn events_of_rank(
         &mut self,
         n_events: u32,
@@ -55,15 +55,24 @@ impl Decoder {
         report: &mut Report,
     ) -> Result<(), Finding> {
         let (n_before, groups, has_connector) = (events.len(), self.groups.clone(), self.has_connector);
-        if self.config.ranks.len() > 1 {
+        let (has_blocks, is_folding) = (self.has_blocks, self.fold.is_some());
+        let mut ahead = *cursor;
+        let is_skipped = self.config.ranks.len() > 1
+            && is_folding
+            && self.pass(n_events.into(), &mut ahead).is_ok()
+            && matches!(self.foreign_rank(&mut { ahead }, &mut Report::default()), Ok(Some(_)));
+        if is_skipped {
+            *cursor = ahead;
+        } else if self.config.ranks.len() > 1 {
             self.namespaces.start_batch();
         }
-        let read = self.events(n_events, cursor, events, report);
+        let read = if is_skipped { Ok(()) } else { self.events(n_events, cursor, events, report) };
         // A batch that is truncated before its label counts as a batch of the stream's rank.
         let foreign = read.and_then(|()| self.foreign_rank(cursor, report));
         if let Ok(Some(rank)) = foreign {
             events.truncate(n_before);
-            (self.groups, self.has_connector) = (groups, has_connector);
+            (self.groups, self.has_connector, self.has_blocks) = (groups, has_connector, has_blocks);
+            self.fold.take_if(|_| !is_folding);
             self.namespaces.roll_back();
             *report = Report { events: n_events, foreign_rank: Some(rank), ..Report::default() };
             return Err(Finding::ForeignRank);

@@ -6,6 +6,7 @@ use std::num::NonZeroU32;
 use std::ops::Range;
 
 use super::event::{Lists, Tag, TokenForm, WireEvent};
+use super::fold::Fold;
 use super::group::{BesideGroup, Groups, is_complete, removed_before};
 use super::keys::StoreKeys;
 use super::medium::{is_of_connector, tier};
@@ -13,7 +14,8 @@ use super::msgpack::Cursor;
 use super::namespace::{Namespace, Namespaces};
 use super::{DecoderLimits, DecoderState, Finding, Report, StoreMismatch};
 use crate::hashing::{BlockHasher, HashScheme};
-use crate::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerRank};
+use crate::protocol::{BlockHash, EngineHash, KvEvent, RepeatedStore, RouterEvent, StorageTier};
+use crate::protocol::{StoredBlock, WorkerRank};
 
 /// Identity of the stream and the hashing rules of its pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,8 +61,12 @@ pub struct Decoder {
     pub(super) groups: Groups,
     /// Whether a connector has announced blocks in a lower tier.
     pub(super) has_connector: bool,
-    lists: Lists,
-    keys: StoreKeys,
+    /// Whether the rank has stored blocks of the pool's size in device memory.
+    pub(super) has_blocks: bool,
+    /// Pages of a rank with smaller blocks.
+    pub(super) fold: Option<Box<Fold>>,
+    pub(super) lists: Lists,
+    pub(super) keys: StoreKeys,
 }
 
 impl Decoder {
@@ -72,6 +78,8 @@ impl Decoder {
             namespaces: Namespaces::default(),
             groups: Groups::default(),
             has_connector: false,
+            has_blocks: false,
+            fold: None,
             lists: Lists::default(),
             keys: StoreKeys::default(),
         }
@@ -82,7 +90,7 @@ impl Decoder {
     pub fn resume(config: WireConfig, state: &DecoderState) -> Self {
         let groups = Groups::resumed(&state.groups);
         let (namespaces, has_connector) = (Namespaces::resumed(&state.namespaces), state.has_connector);
-        Self { groups, namespaces, has_connector, ..Self::new(config) }
+        Self { groups, namespaces, has_connector, has_blocks: true, ..Self::new(config) }
     }
 
     /// State between two batches.
@@ -108,8 +116,9 @@ impl Decoder {
     /// number of bytes.
     pub fn decode(&mut self, payload: &[u8], events: &mut Vec<RouterEvent>) -> Report {
         let n_before = events.len();
+        self.fold.iter_mut().for_each(|fold| fold.start_batch());
         let mut report = self.batch(payload, events);
-        if report.stored_blocks == 0 && self.groups.substitute() {
+        if report.stored_blocks == 0 && self.fold.is_none() && self.groups.substitute() {
             events.truncate(n_before);
             report = self.batch(payload, events);
         }
@@ -121,10 +130,7 @@ impl Decoder {
 
     /// Discards all state after the rank's cache was lost, at the start of a new incarnation.
     pub fn forget(&mut self) {
-        self.namespaces.clear();
-        self.groups = Groups::default();
-        self.has_connector = false;
-        self.keys = StoreKeys::default();
+        *self = Self::new(self.config.clone());
     }
 
     /// Decodes and applies one event. The events of the batch start at `n_before`. An error ends the batch.
@@ -141,10 +147,10 @@ impl Decoder {
             Ok(()) => {
                 if is_local(&event).is_ok() && self.groups.learn(&event, self.config.block_size) {
                     // The blocks of the substitute are not those of the main group.
-                    self.namespaces.clear_tier(StorageTier::Device);
+                    self.clear_tier(StorageTier::Device);
                     events.push(self.changed(StorageTier::Device, KvEvent::TierCleared));
                 }
-                match self.take(&event, events[n_before..].last_mut(), report) {
+                match self.take(&event, n_before, events, report) {
                     Ok(taken) => {
                         report.usable += 1;
                         events.extend(taken);
@@ -196,9 +202,14 @@ impl Decoder {
         report.findings.add(finding);
         report.lost_removals = Some(finding);
         for tier in StorageTier::ALL.into_iter().filter(|of| tier.is_none_or(|tier| tier == *of)) {
-            self.namespaces.clear_tier(tier);
+            self.clear_tier(tier);
             events.push(self.changed(tier, KvEvent::TierCleared));
         }
+    }
+
+    fn clear_tier(&mut self, tier: StorageTier) {
+        self.namespaces.clear_tier(tier);
+        self.fold.iter_mut().filter(|_| tier == StorageTier::Device).for_each(|fold| fold.clear());
     }
 
     /// Counts an event that was read but is unusable.
@@ -213,17 +224,19 @@ impl Decoder {
         let (Some(size), Tag::Stored, false) = (size, event.tag, event.token_form == TokenForm::None) else { return };
         report.mismatch = match finding {
             Finding::BlockSize => Some(StoreMismatch::BlockSize(u32::try_from(size).unwrap_or(u32::MAX))),
-            Finding::Eagle => Some(StoreMismatch::Eagle { pairs: event.token_form == TokenForm::Pairs }),
-            Finding::NamespacesFull => None,
+            Finding::Eagle => Some(StoreMismatch::Eagle),
+            Finding::NamespacesFull | Finding::UnknownPage => None,
             other => Some(StoreMismatch::Invalid(other)),
         };
     }
 
-    /// Converts an event. Returns `None` if it has no effect, or if it was merged into the previous event `last`.
+    /// Converts an event. Returns `None` if it has no effect, or is already among `events`; those of the batch start at
+    /// `n_before`.
     fn take(
         &mut self,
         event: &WireEvent<'_>,
-        mut last: Option<&mut RouterEvent>,
+        n_before: usize,
+        events: &mut Vec<RouterEvent>,
         report: &mut Report,
     ) -> Result<Option<RouterEvent>, Finding> {
         let (tier, data) = match event.tag {
@@ -232,11 +245,15 @@ impl Decoder {
             Tag::Removed => {
                 let (group, tier) = self.place(event)?;
                 self.removed(event, tier, group, report)?;
+                if self.fold.is_some() && group.is_none() && tier == StorageTier::Device {
+                    self.remove_pages(events, report);
+                }
                 let names = self.lists.hashes.iter().copied().map(EngineHash);
                 let group = group.map(|group| group.number);
                 // Engines publish each removed block as an event of its own. A list per event would cost more than the
                 // rest of its decoding.
-                if let Some(blocks) = last.as_deref_mut().and_then(|last| removed_before(last, tier, group)) {
+                let last = events[n_before..].last_mut();
+                if let Some(blocks) = last.and_then(|last| removed_before(last, tier, group)) {
                     blocks.extend(names);
                     return Ok(None);
                 }
@@ -256,13 +273,24 @@ impl Decoder {
                         note(event, report);
                         (tier, data)
                     }
-                    (None, StorageTier::Device) => (StorageTier::Device, self.stored(event, report)?),
+                    (None, StorageTier::Device) => {
+                        if let Some(page_size) = self.page_size(event) {
+                            self.store_pages(event, page_size, events, report)?;
+                            return Ok(None);
+                        }
+                        let stored = self.stored(event, report)?;
+                        self.has_blocks = true;
+                        if self.fold.take().is_some() {
+                            events.push(self.changed(StorageTier::Device, KvEvent::TierCleared));
+                        }
+                        (StorageTier::Device, stored)
+                    }
                     (None, tier) => {
                         self.has_connector |= is_of_connector(event.medium);
                         let blocks = self.offloaded(event, tier, report)?;
                         // Connectors publish each block as an event of its own, and names need no parent.
                         if let Some(RouterEvent { tier: same, data: KvEvent::Offloaded { blocks: before, .. }, .. }) =
-                            last
+                            events[n_before..].last_mut()
                             && *same == tier
                             && blocks.iter().all(|(_, block_hash)| block_hash.is_none())
                         {
@@ -285,14 +313,15 @@ impl Decoder {
         let tier = tier(event.medium)?;
         report.cleared = tier == StorageTier::Device;
         if event.medium.is_some() || self.has_connector {
-            self.namespaces.clear_tier(tier);
+            self.clear_tier(tier);
             return Ok((tier, KvEvent::TierCleared));
         }
         self.namespaces.clear();
+        self.clear_tier(StorageTier::Device);
         Ok((tier, KvEvent::Cleared))
     }
 
-    fn changed(&self, tier: StorageTier, data: KvEvent) -> RouterEvent {
+    pub(super) fn changed(&self, tier: StorageTier, data: KvEvent) -> RouterEvent {
         RouterEvent { rank: self.config.rank, tier, data }
     }
 
@@ -333,7 +362,25 @@ impl Decoder {
             }
             report.findings.add(Finding::NoMainAttention);
         }
-        let n_blocks = self.lists.hashes.len().min(self.scheme().block_count(self.lists.tokens.len()));
+        let n_blocks = self.usable_blocks(event, self.scheme(), report)?;
+        let mut blocks = Vec::with_capacity(n_blocks);
+        let repeated = RepeatedStore::of(StorageTier::Device, event.parent.is_some(), self.groups.has_several());
+        self.hash(event, n_blocks, report, |namespaces, engine_hash, block_hash, namespace| {
+            namespaces.stored(engine_hash.0, namespace, repeated != RepeatedStore::Announcement);
+            blocks.push(StoredBlock { engine_hash, block_hash });
+        })?;
+        report.stored_blocks = report.stored_blocks.saturating_add(n_blocks as u32);
+        Ok(KvEvent::Stored { parent: event.parent.map(EngineHash), blocks })
+    }
+
+    /// Number of leading blocks of a device store that have a name and all tokens. Counts the defects of the others.
+    pub(super) fn usable_blocks(
+        &self,
+        event: &WireEvent<'_>,
+        scheme: HashScheme<'_>,
+        report: &mut Report,
+    ) -> Result<usize, Finding> {
+        let n_blocks = self.lists.hashes.len().min(scheme.block_count(self.lists.tokens.len()));
         let lacks_tokens = n_blocks < self.lists.hashes.len();
         if n_blocks == 0 {
             // If no block is usable, the whole event is rejected, and only the first cause counts.
@@ -352,15 +399,7 @@ impl Decoder {
             report.findings.add(Finding::TokensMissing);
         }
         note(event, report);
-        let mut blocks = Vec::with_capacity(n_blocks);
-        // With several groups the index may count a copy at the start of a prompt, too.
-        let may_be_copy = event.parent.is_some() || self.groups.has_several();
-        self.hash(event, n_blocks, report, |namespaces, engine_hash, block_hash, namespace| {
-            namespaces.stored(engine_hash.0, namespace, may_be_copy);
-            blocks.push(StoredBlock { engine_hash, block_hash });
-        })?;
-        report.stored_blocks = report.stored_blocks.saturating_add(n_blocks as u32);
-        Ok(KvEvent::Stored { parent: event.parent.map(EngineHash), blocks })
+        Ok(n_blocks)
     }
 
     /// Converts a store in a lower tier. A connector announces blocks that the device mostly has, and often only their
@@ -376,6 +415,7 @@ impl Decoder {
             return Err(Finding::BadHash);
         }
         note(event, report);
+        self.keep_block_names();
         let n_blocks = self.lists.hashes.len();
         let has_tokens = !event.has_bad_token && self.scheme().block_count(self.lists.tokens.len()) >= n_blocks;
         let states_keys = event.extra_keys.or(event.odd_keys[1]).is_some() || event.cache_salt.is_some();
@@ -394,7 +434,7 @@ impl Decoder {
         Ok(blocks)
     }
 
-    fn scheme(&self) -> HashScheme<'static> {
+    pub(super) fn scheme(&self) -> HashScheme<'static> {
         HashScheme { is_eagle: self.config.is_eagle, ..HashScheme::new(self.config.block_size) }
     }
 
@@ -402,11 +442,13 @@ impl Decoder {
         if event.block_size != Some(u64::from(self.config.block_size.get())) {
             return Err(Finding::BlockSize);
         }
-        let expected = if self.config.is_eagle { TokenForm::Pairs } else { TokenForm::Ids };
-        if event.token_form != expected && event.token_form != TokenForm::None {
-            return Err(Finding::Eagle);
-        }
-        Ok(())
+        self.check_tokens(event)
+    }
+
+    /// EAGLE pairs contain the tokens of plain blocks, but not the reverse.
+    pub(super) fn check_tokens(&self, event: &WireEvent<'_>) -> Result<(), Finding> {
+        let lacks_pairs = self.config.is_eagle && event.token_form == TokenForm::Ids;
+        if lacks_pairs { Err(Finding::Eagle) } else { Ok(()) }
     }
 
     /// Hashes the first blocks of a store. Calls `push` with the name, the hash and the namespace of each.

@@ -56,8 +56,10 @@ findings! {
     BlockSize = "block_size",
     /// A store with too few tokens for its blocks; rejects the incomplete blocks.
     TokensMissing = "tokens_missing",
-    /// Token ids in a pool that hashes EAGLE pairs, or pairs in a pool that does not.
+    /// Token ids in a pool that hashes EAGLE pairs.
     Eagle = "eagle",
+    /// A store of parts of blocks behind an unknown one, so that their position in a block is unknown.
+    UnknownPage = "unknown_page",
     /// An unknown storage medium.
     UnknownMedium = "unknown_medium",
     /// Blocks of a cache group that has no effect on hits.
@@ -97,6 +99,7 @@ impl Finding {
             | Self::BadHash
             | Self::BadToken
             | Self::TokensMissing
+            | Self::UnknownPage
             | Self::UnknownMedium
             | Self::AmbiguousNamespace
             | Self::UnknownNamespace
@@ -186,11 +189,8 @@ impl fmt::Debug for Findings {
 pub enum StoreMismatch {
     /// Another block size than the pool's, in tokens.
     BlockSize(u32),
-    /// EAGLE pairs in a pool that does not hash pairs if true, else token ids in a pool that does.
-    Eagle {
-        /// Whether the engine publishes pairs.
-        pairs: bool,
-    },
+    /// Token ids in a pool that hashes EAGLE pairs.
+    Eagle,
     /// Invalid tokens or hashes.
     Invalid(Finding),
 }
@@ -204,6 +204,8 @@ pub struct Report {
     pub usable: u32,
     /// Blocks of the used stores in device memory.
     pub stored_blocks: u32,
+    /// Block size of the engine, if its blocks are parts of the pool's.
+    pub page_size: Option<u32>,
     /// Unusable events that prove nothing about the blocks in device memory: of other tiers, cache groups and locations.
     pub side_events: u32,
     /// Why a removal could not be read, or a part of the batch that may have contained one. The blocks that it may have

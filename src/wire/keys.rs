@@ -190,6 +190,11 @@ impl StoreKeys {
         self.changes.is_empty()
     }
 
+    /// Whether a block contains a multimodal object.
+    pub(super) fn has_objects(&self) -> bool {
+        !self.objects.is_empty()
+    }
+
     /// Splits the store into runs of blocks with the same namespace: the end of each run and its namespace.
     pub(super) fn runs(&self, base: Namespace, n_blocks: usize) -> impl Iterator<Item = (usize, Namespace)> + '_ {
         let mut changes = self.changes.iter().peekable();

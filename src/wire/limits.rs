@@ -25,6 +25,8 @@ pub struct DecoderLimits {
     pub nesting_max: usize,
     /// Remembered blocks with an adapter or salt, 40 to 80 bytes each. Default: 1,048,576.
     pub namespaces_max: usize,
+    /// Tokens of the pages of an engine whose blocks are smaller than the pool's, 12 to 32 bytes each. Default: 16,777,216.
+    pub folded_tokens_max: usize,
 }
 
 impl Default for DecoderLimits {
@@ -37,6 +39,7 @@ impl Default for DecoderLimits {
             keys_max: 1 << 16,
             nesting_max: 16,
             namespaces_max: 1 << 20,
+            folded_tokens_max: 1 << 24,
         }
     }
 }

@@ -1,8 +1,9 @@
 //! Decoder of engine KV event payloads: one batch of bytes in, [`RouterEvent`]s and findings out.
 //!
 //! Supports the dialects of vLLM and SGLang: events as msgpack arrays and maps, shorter and longer than the known
-//! layouts; block hashes as signed or unsigned integers and as bytes; token ids and EAGLE pairs; the medium names of
-//! all engines. Token ids are converted to block hashes and erased: no token leaves this module.
+//! layouts; block hashes as signed or unsigned integers and as bytes; token ids and EAGLE pairs; blocks of the pool's size
+//! and parts of them; the medium names of all engines. Token ids are converted to block hashes and erased, except those of
+//! pages that a later block may continue ([`fold`]): no token leaves this module.
 //!
 //! Guarantees:
 //!
@@ -30,6 +31,8 @@ mod batch;
 mod decoder;
 mod event;
 mod finding;
+mod fold;
+mod folded;
 mod group;
 mod keys;
 mod limits;

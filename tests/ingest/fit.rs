@@ -34,9 +34,9 @@ fn incompatible_batches_are_a_mismatch_until_a_valid_one() {
     assert_eq!(short(&bench.applied(foreign)), ["mismatched"]);
     assert_eq!(bench.source.degradation(), Some(DegradationReason::ForeignRank { found: 3 }));
     let mut bench = Bench::live(config, 5);
-    let pairs = AppliedBatch { mismatch: Some(StoreMismatch::Eagle { pairs: true }), ..none };
+    let pairs = AppliedBatch { mismatch: Some(StoreMismatch::Eagle), ..none };
     assert_eq!(short(&bench.applied(pairs)), ["mismatched"]);
-    assert_eq!(bench.source.degradation(), Some(DegradationReason::Eagle { pairs: true }));
+    assert_eq!(bench.source.degradation(), Some(DegradationReason::Eagle));
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn a_stream_that_fits_is_mismatched_after_several_batches_of_unusable_stores_onl
     let undecodable = DegradationReason::Undecodable { batches: 3, finding: Some(Finding::BadToken) };
     for (unusable, reason) in [
         (with(StoreMismatch::BlockSize(128)), DegradationReason::BlockSize { engine: 128, pool: Some(64) }),
-        (with(StoreMismatch::Eagle { pairs: false }), DegradationReason::Eagle { pairs: false }),
+        (with(StoreMismatch::Eagle), DegradationReason::Eagle),
         (with(invalid), undecodable),
         (foreign, DegradationReason::ForeignRank { found: 3 }),
     ] {

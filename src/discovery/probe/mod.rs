@@ -19,7 +19,7 @@ pub use facts::{EngineFacts, EnginePage, PageAnswer};
 use super::HttpUrl;
 use super::hosts::reach;
 use crate::config::RouterConfig;
-use crate::protocol::{KvEventsConfig, LoadSource, WorkerConfig, WorkerConfigError, WorkerRole};
+use crate::protocol::{KvEventsConfig, LoadSource, PoolBlockSize, WorkerConfig, WorkerConfigError, WorkerRole};
 
 /// Type of the responding engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -117,7 +117,8 @@ impl Described {
         self.check_model(expected)?;
         let block_size = given.block_size.or(self.block_size);
         // The size of a pool that configures none and whose other engines report one is not known here.
-        let unit = expected.block_size.or(block_size).unwrap_or(RouterConfig::BLOCK_SIZE_ASSUMED);
+        let of_engine = block_size.map(PoolBlockSize::of_engine);
+        let unit = expected.block_size.or(of_engine).unwrap_or(RouterConfig::BLOCK_SIZE_ASSUMED);
         let blocks = self.cache_tokens.map(|tokens| tokens / u64::from(unit.max(1))).filter(|blocks| *blocks > 0);
         let (kv_events, kv_events_by_rank) = match (given.has_kv_events(), self.kv_events_by_rank) {
             (true, _) => (given.kv_events.clone(), given.kv_events_by_rank.clone()),

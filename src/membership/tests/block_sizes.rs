@@ -102,6 +102,21 @@ fn events_override_stated_sizes() {
     assert_eq!((pool.size(), pool.endpoints().len()), (configured, 1));
 }
 
+/// SGLang's default page has one token. A pool of such blocks would be expensive; its events are folded instead.
+#[test]
+fn sizes_below_sixteen_count_as_multiples() {
+    let sizes = [(1, 16), (2, 16), (3, 18), (8, 16), (15, 30), (16, 16), (17, 17)];
+    for (stated, expected) in sizes {
+        let mut pool = Pool::new(RULES, 1);
+        pool.source_of(&[(1, sized("a", stated)), (2, publishing("b"))]);
+        assert_eq!(pool.size(), reported(expected), "{stated}");
+        pool.events_sized(2, 1);
+        assert_eq!(pool.size(), if 16 == expected { reported(expected) } else { reported(16) }, "events precede");
+        pool.source_of(&[(1, sized("a", stated)), (2, publishing("b")), (3, sized("c", 32))]);
+        assert_eq!(pool.size().tokens, 16, "the pages of b hold the size");
+    }
+}
+
 #[test]
 fn events_of_one_engine_cannot_replace_the_actors_all_the_time() {
     let mut pool = Pool::new(RULES, 1);
