@@ -24,8 +24,6 @@ mod drains;
 mod hangs;
 mod initial;
 mod readers;
-#[cfg(test)]
-mod reference;
 mod removals;
 mod rules;
 mod slots;

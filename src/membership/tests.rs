@@ -2,6 +2,7 @@
 
 mod block_sizes;
 mod histories;
+mod reference;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

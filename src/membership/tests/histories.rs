@@ -1,4 +1,4 @@
-//! Random histories against the slow [reference model](super::super::reference).
+//! Random histories against the slow [reference model](super::reference).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -6,9 +6,9 @@ use std::time::Duration;
 use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;
 
+use super::reference::{Model, ModelWorker};
 use super::{Place, Pool, RULES, at, publishing};
 use crate::discovery::DiscoveryError;
-use crate::membership::reference::{Model, ModelWorker};
 use crate::membership::{Child, MembershipInput, MembershipRules, SourceUpdate};
 use crate::protocol::{Slot, WorkerConfig, WorkerId, WorkerMap, WorkerRank};
 

@@ -4,8 +4,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::block_size::EVENT_CHANGES_MAX;
 use crate::error::MembershipError;
+use crate::membership::block_size::EVENT_CHANGES_MAX;
 use crate::protocol::{
     BlockSizeOrigin, PoolBlockSize, WorkerConfig, WorkerConfigError, WorkerId, WorkerMap, WorkerRank,
 };
