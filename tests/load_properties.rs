@@ -6,7 +6,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pointsman::internals::load::reference::ReferenceSequences;
 use pointsman::internals::load::{
     ActiveSequences, Change, OutputBlocks, PrefillCurve, PrefillLoadHint, Projection, PromptBlocks, RankLoad, Weight,
 };
@@ -15,6 +14,7 @@ use pointsman::protocol::Timestamp;
 use proptest::prelude::*;
 
 use crate::effort::effort;
+use crate::load_reference::ReferenceSequences;
 
 /// Few ids, so that repeated, unknown and reused ids are common.
 const IDS: u64 = 8;

@@ -42,6 +42,7 @@ mod index_properties;
 mod ingest;
 mod ingest_properties;
 mod load_properties;
+mod load_reference;
 mod predict_properties;
 mod queue_properties;
 mod queue_shares;

@@ -23,8 +23,6 @@ mod pace;
 mod peers;
 mod prefill;
 mod prompts;
-#[cfg(any(test, feature = "test-support"))]
-pub mod reference;
 mod sequences;
 mod sketch;
 mod speed;

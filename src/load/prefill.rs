@@ -79,16 +79,16 @@ impl Awaited {
 }
 
 /// Multiple of the expected time, after the expected end, at which a prefill is overdue, plus [`OVERDUE_SLACK`].
-pub(super) const OVERDUE_FACTOR: u32 = 2;
+const OVERDUE_FACTOR: u32 = 2;
 
 /// See [`OVERDUE_FACTOR`]. Covers short prefills, which wait for a step, and late reports.
-pub(super) const OVERDUE_SLACK: Duration = Duration::from_secs(1);
+const OVERDUE_SLACK: Duration = Duration::from_secs(1);
 
 /// Maximum of the report count.
-pub(super) const REPORTS_MAX: u8 = 8;
+const REPORTS_MAX: u8 = 8;
 
 /// Minimum report count of a rank that is assumed to report.
-pub(super) const REPORTS_MIN: u8 = 4;
+const REPORTS_MIN: u8 = 4;
 
 impl PrefillQueue {
     /// Appends a prefill.

@@ -1,8 +1,8 @@
 //! Drivers and helpers of tests and benchmarks, behind the feature `test-support`.
 //!
-//! [`SimulatedFleet`] drives the pure scheduler without a runtime. The slow reference models,
-//! [`index::reference`](crate::index::reference) and [`load::reference`](crate::load::reference), are behind the same
-//! feature. [`hostile`] has the checks of decoders for any bytes. None of it follows semantic versioning.
+//! [`SimulatedFleet`] drives the pure scheduler without a runtime. The slow reference model
+//! [`index::reference`](crate::index::reference) is behind the same feature. [`hostile`] has the checks of decoders for
+//! any bytes. None of it follows semantic versioning.
 
 mod fleet;
 pub mod hostile;

@@ -1,13 +1,22 @@
-//! Reference model of [`ActiveSequences`](super::ActiveSequences) for property tests.
+//! Reference model of `ActiveSequences` for property tests.
 //!
 //! Keeps lists of all blocks and requests, and derives every result by scanning them: no tree, no running sums, no
-//! summaries. Shares only input types with the real implementation. Not part of the public interface.
+//! summaries. Shares only input types with the real implementation.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
-use super::prefill::{OVERDUE_FACTOR, OVERDUE_SLACK, REPORTS_MAX, REPORTS_MIN};
-use super::{BookedBlocks, PrefillLoadHint, Projection, PromptBlocks, RankLoad, Weight};
-use crate::protocol::{BookingId, SequenceHash, Timestamp};
+use pointsman::internals::load::{BookedBlocks, PrefillLoadHint, Projection, PromptBlocks, RankLoad, Weight};
+use pointsman::internals::protocol::{BookingId, SequenceHash};
+use pointsman::protocol::Timestamp;
+
+/// A prefill is overdue after its expected end plus this multiple of its expected time, plus the slack.
+const OVERDUE_FACTOR: u32 = 2;
+const OVERDUE_SLACK: Duration = Duration::from_secs(1);
+
+/// Maximum of the report count, and its minimum for a rank that is assumed to report.
+const REPORTS_MAX: u8 = 8;
+const REPORTS_MIN: u8 = 4;
 
 /// Identity of a block in the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,7 +55,7 @@ struct ReferencePrefill {
 
 /// Reference model of one rank.
 #[derive(Clone, Debug)]
-pub struct ReferenceSequences {
+pub(crate) struct ReferenceSequences {
     assume_kv_reuse: bool,
     requests: BTreeMap<BookingId, ReferenceRequest>,
     weights: BTreeMap<ReferenceBlock, Weight>,
@@ -58,8 +67,7 @@ pub struct ReferenceSequences {
 
 impl ReferenceSequences {
     /// Creates a rank without bookings.
-    #[must_use]
-    pub fn new(assume_kv_reuse: bool) -> Self {
+    pub(crate) fn new(assume_kv_reuse: bool) -> Self {
         Self {
             assume_kv_reuse,
             requests: BTreeMap::new(),
@@ -71,7 +79,7 @@ impl ReferenceSequences {
     }
 
     /// Books a request; `None` for a duplicate.
-    pub fn book(
+    pub(crate) fn book(
         &mut self,
         booking: BookingId,
         prompt: &PromptBlocks,
@@ -109,7 +117,7 @@ impl ReferenceSequences {
     }
 
     /// Completes a prefill; returns whether there was one to complete.
-    pub fn complete_prefill(&mut self, booking: BookingId, now: Timestamp) -> bool {
+    pub(crate) fn complete_prefill(&mut self, booking: BookingId, now: Timestamp) -> bool {
         let Some(prefill) = self.requests.get(&booking).and_then(|request| request.prefill) else { return false };
         if prefill.is_reported {
             self.reports = (self.reports + 1).min(REPORTS_MAX);
@@ -120,7 +128,7 @@ impl ReferenceSequences {
     }
 
     /// Adds output blocks that are read together; returns whether there were any and the booking exists.
-    pub fn push_output(&mut self, booking: BookingId, decays: &[Option<Weight>]) -> bool {
+    pub(crate) fn push_output(&mut self, booking: BookingId, decays: &[Option<Weight>]) -> bool {
         let Some(request) = self.requests.get_mut(&booking).filter(|_| !decays.is_empty()) else { return false };
         for decay in decays {
             request.output.push(Weight::ONE);
@@ -137,7 +145,7 @@ impl ReferenceSequences {
     }
 
     /// Ends a booking; returns whether it existed.
-    pub fn free(&mut self, booking: BookingId, now: Timestamp) -> bool {
+    pub(crate) fn free(&mut self, booking: BookingId, now: Timestamp) -> bool {
         let Some(request) = self.requests.get(&booking).cloned() else { return false };
         self.change(now);
         if request.prefill.is_some_and(|prefill| prefill.is_reported) && !request.output.is_empty() {
@@ -151,8 +159,7 @@ impl ReferenceSequences {
     }
 
     /// Projection of a prompt.
-    #[must_use]
-    pub fn project(&self, prompt: &PromptBlocks) -> Projection {
+    pub(crate) fn project(&self, prompt: &PromptBlocks) -> Projection {
         let unbooked = BookingId(u64::MAX);
         let blocks = self.blocks(unbooked, prompt);
         let shared_blocks = blocks.iter().filter(|block| self.weights.contains_key(block)).count() as u32;
@@ -162,8 +169,7 @@ impl ReferenceSequences {
     }
 
     /// The load at `now`.
-    #[must_use]
-    pub fn load(&self, now: Timestamp) -> RankLoad {
+    pub(crate) fn load(&self, now: Timestamp) -> RankLoad {
         let mut then = self.clone();
         then.advance(now);
         let left = then.requests.values().flat_map(|request| request.prefill).map(|prefill| prefill.left());
@@ -180,8 +186,7 @@ impl ReferenceSequences {
     }
 
     /// Sum of the weights of all blocks, in blocks.
-    #[must_use]
-    pub fn weighted_blocks(&self) -> f64 {
+    pub(crate) fn weighted_blocks(&self) -> f64 {
         let output = self.requests.values().flat_map(|request| &request.output);
         self.weights.values().chain(output).map(|weight| weight.fraction()).sum()
     }
