@@ -90,6 +90,7 @@ mod index;
 mod ingest;
 mod load;
 mod membership;
+mod names;
 pub mod policy;
 mod predict;
 pub mod protocol;

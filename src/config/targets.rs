@@ -2,27 +2,22 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Effect of latency targets that no eligible rank is predicted to meet.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum OnTargetMiss {
-    /// The request is served by the rank that misses the fewest targets.
-    #[default]
-    Serve,
-    /// The request is rejected immediately.
-    Reject,
+use crate::names::named;
+
+named! {
+    /// Effect of latency targets that no eligible rank is predicted to meet.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum OnTargetMiss {
+        /// The request is served by the rank that misses the fewest targets.
+        #[default]
+        Serve = "serve",
+        /// The request is rejected immediately.
+        Reject = "reject",
+    }
 }
 
 impl OnTargetMiss {
-    /// Name in configurations and headers.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Serve => "serve",
-            Self::Reject => "reject",
-        }
-    }
-
     /// Parses a name; `None` if it is unknown.
     ///
     /// ```

@@ -27,6 +27,7 @@ pub use monitor::{HealthChange, HealthInput, Monitor};
 pub use record::Member;
 
 use crate::config::{HealthConfig, RouterConfig};
+use crate::names::named;
 use crate::protocol::{Timestamp, WorkerRank};
 
 /// Maximum ejection time after failed requests. (reference: Envoy's outlier detection, max_ejection_time)
@@ -110,24 +111,15 @@ impl Outcome {
     }
 }
 
-/// Cause of an ejection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Cause {
-    /// The engine does not respond to probes.
-    Probe,
-    /// Consecutive requests failed.
-    Outcomes,
-}
-
-impl Cause {
-    /// Name in labels.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Probe => "probe",
-            Self::Outcomes => "outcomes",
-        }
+named! {
+    /// Cause of an ejection.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Cause {
+        /// The engine does not respond to probes.
+        Probe = "probe",
+        /// Consecutive requests failed.
+        Outcomes = "outcomes",
     }
 }
 

@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::names::named;
+
 /// Block size in force in a pool.
 ///
 /// ```
@@ -36,18 +38,20 @@ impl fmt::Display for PoolBlockSize {
     }
 }
 
-/// Origin of a pool's block size.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum BlockSizeOrigin {
-    /// [`RouterConfig::block_size`](crate::RouterConfig::block_size). It does not change.
-    Configured,
-    /// The workers of the pool report it.
-    Reported,
-    /// No worker of the pool reports one. It changes with the first report.
-    Assumed,
-    /// No worker has joined yet.
-    Awaited,
+named! {
+    /// Origin of a pool's block size.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum BlockSizeOrigin {
+        /// [`RouterConfig::block_size`](crate::RouterConfig::block_size). It does not change.
+        Configured = "configured",
+        /// The workers of the pool report it.
+        Reported = "reported",
+        /// No worker of the pool reports one. It changes with the first report.
+        Assumed = "assumed",
+        /// No worker has joined yet.
+        Awaited = "awaited",
+    }
 }
 
 impl BlockSizeOrigin {
@@ -55,17 +59,6 @@ impl BlockSizeOrigin {
     #[must_use]
     pub fn is_assumed(self) -> bool {
         self == Self::Assumed
-    }
-
-    /// Name in logs and reports.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Configured => "configured",
-            Self::Reported => "reported",
-            Self::Assumed => "assumed",
-            Self::Awaited => "awaited",
-        }
     }
 
     /// Whether the value cannot change with a first report.

@@ -8,6 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::names::named;
 use crate::protocol::Timestamp;
 
 use super::key::QueueEntry;
@@ -24,29 +25,18 @@ pub const RETRY_AFTER_UNKNOWN: Duration = Duration::from_secs(1);
 /// Time constant of the drain rate in seconds: after this time, an observation has weight 1/e.
 const MEMORY_SECS: f64 = 10.0;
 
-/// Reason for which a request may not wait.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum LimitKind {
-    /// `requests_max_per_rank` of the class.
-    Requests,
-    /// `raw_tokens_max_per_rank` of the class.
-    RawTokens,
-    /// `cached_tokens_max_per_rank` of the class.
-    CachedTokens,
-    /// The request set `do_not_queue`.
-    DoNotQueue,
-}
-
-impl LimitKind {
-    /// Name in logs, metrics and responses.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Requests => "requests",
-            Self::RawTokens => "raw_tokens",
-            Self::CachedTokens => "cached_tokens",
-            Self::DoNotQueue => "do_not_queue",
-        }
+named! {
+    /// Reason for which a request may not wait.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum LimitKind {
+        /// `requests_max_per_rank` of the class.
+        Requests = "requests",
+        /// `raw_tokens_max_per_rank` of the class.
+        RawTokens = "raw_tokens",
+        /// `cached_tokens_max_per_rank` of the class.
+        CachedTokens = "cached_tokens",
+        /// The request set `do_not_queue`.
+        DoNotQueue = "do_not_queue",
     }
 }
 

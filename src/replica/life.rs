@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::names::named;
+
 /// Name of a replica: a number that no other replica of the deployment uses.
 ///
 /// ```
@@ -27,28 +29,15 @@ pub struct ReplicaLife {
     pub incarnation: u64,
 }
 
-/// Content of a message between replicas.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum ReplicaTopic {
-    /// Load of the sender's own bookings.
-    Load,
-    /// Ranks of sessions.
-    Sessions,
-    /// Prompts that the sender's decisions place on ranks.
-    Speculative,
-}
-
-impl ReplicaTopic {
-    /// All topics.
-    pub const ALL: [Self; 3] = [Self::Load, Self::Sessions, Self::Speculative];
-
-    /// Name in subjects, frames and metrics.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Load => "load",
-            Self::Sessions => "sessions",
-            Self::Speculative => "speculative",
-        }
+named! {
+    /// Content of a message between replicas.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+    pub enum ReplicaTopic {
+        /// Load of the sender's own bookings.
+        Load = "load",
+        /// Ranks of sessions.
+        Sessions = "sessions",
+        /// Prompts that the sender's decisions place on ranks.
+        Speculative = "speculative",
     }
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::peer::{FADE, Peer};
 use super::{LoadSummary, ReplicaId, ReplicaLayout, ReplicaLife};
 use crate::load::{PeerLoad, PlacementRate};
+use crate::names::named;
 use crate::protocol::{Timestamp, WorkerRank};
 
 /// The other replicas of one pool.
@@ -89,29 +90,16 @@ pub struct Received {
     pub is_new: bool,
 }
 
-/// State of another replica.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PeerState {
-    /// Its summaries arrive.
-    Live,
-    /// Its summaries have stopped, and its share fades.
-    Silent,
-    /// It has ended in order.
-    Left,
-}
-
-impl PeerState {
-    /// All states.
-    pub const ALL: [Self; 3] = [Self::Live, Self::Silent, Self::Left];
-
-    /// Name in metrics.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Live => "live",
-            Self::Silent => "silent",
-            Self::Left => "left",
-        }
+named! {
+    /// State of another replica.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum PeerState {
+        /// Its summaries arrive.
+        Live = "live",
+        /// Its summaries have stopped, and its share fades.
+        Silent = "silent",
+        /// It has ended in order.
+        Left = "left",
     }
 }
 

@@ -10,6 +10,7 @@ use std::hash::{Hash, Hasher};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
+use crate::names::named;
 use crate::protocol::{KvTransferEnforcement, WorkerConfig, WorkerId, WorkerRank};
 
 /// Taint for a worker's topology: `pointsman.topology/zone=a`.
@@ -229,81 +230,44 @@ pub struct RankConditions {
     pub unavailable: BTreeSet<WorkerRank>,
 }
 
-/// Filters in order of evaluation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Filter {
-    /// Worker not among the allowed ones.
-    Allowed,
-    /// Rank excluded by the request after a failed attempt.
-    Excluded,
-    /// Request pinned to another rank.
-    Pin,
-    /// Missing required taint.
-    RequiredTaints,
-    /// Excluded by a custom filter.
-    Custom,
-    /// Unreachable according to the embedder, or ejected for health. Down ranks are excluded only while other ranks
-    /// remain.
-    Unavailable,
-    /// Draining.
-    Draining,
-    /// Its engine sleeps.
-    Asleep,
-    /// Its sequence actor timed out on a load query while others responded.
-    Unresponsive,
-    /// It has just refused requests while others have not.
-    Refusing,
-    /// It lacks the LoRA adapter that other ranks have loaded.
-    Lora,
-    /// Overloaded according to the embedder or its load.
-    Overloaded,
-    /// Busy for the class of the request.
-    Busy,
-    /// Predicted to miss more latency targets of the request than another rank.
-    Targets,
+named! {
+    /// Filters in order of evaluation.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Filter {
+        /// Worker not among the allowed ones.
+        Allowed = "not allowed",
+        /// Rank excluded by the request after a failed attempt.
+        Excluded = "excluded",
+        /// Request pinned to another rank.
+        Pin = "pinned elsewhere",
+        /// Missing required taint.
+        RequiredTaints = "without a required taint",
+        /// Excluded by a custom filter.
+        Custom = "refused by a custom filter",
+        /// Unreachable according to the embedder, or ejected for health. Down ranks are excluded only while other ranks
+        /// remain.
+        Unavailable = "unavailable",
+        /// Draining.
+        Draining = "draining",
+        /// Its engine sleeps.
+        Asleep = "asleep",
+        /// Its sequence actor timed out on a load query while others responded.
+        Unresponsive = "unresponsive",
+        /// It has just refused requests while others have not.
+        Refusing = "refusing requests",
+        /// It lacks the LoRA adapter that other ranks have loaded.
+        Lora = "without the LoRA adapter",
+        /// Overloaded according to the embedder or its load.
+        Overloaded = "overloaded",
+        /// Busy for the class of the request.
+        Busy = "busy",
+        /// Predicted to miss more latency targets of the request than another rank.
+        Targets = "predicted to miss a target",
+    }
 }
 
 impl Filter {
-    /// All filters, in order of evaluation.
-    pub const ALL: [Self; 14] = [
-        Self::Allowed,
-        Self::Excluded,
-        Self::Pin,
-        Self::RequiredTaints,
-        Self::Custom,
-        Self::Unavailable,
-        Self::Draining,
-        Self::Asleep,
-        Self::Unresponsive,
-        Self::Refusing,
-        Self::Lora,
-        Self::Overloaded,
-        Self::Busy,
-        Self::Targets,
-    ];
-
-    /// Name in labels and messages.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Allowed => "not allowed",
-            Self::Excluded => "excluded",
-            Self::Pin => "pinned elsewhere",
-            Self::RequiredTaints => "without a required taint",
-            Self::Custom => "refused by a custom filter",
-            Self::Unavailable => "unavailable",
-            Self::Draining => "draining",
-            Self::Asleep => "asleep",
-            Self::Unresponsive => "unresponsive",
-            Self::Refusing => "refusing requests",
-            Self::Lora => "without the LoRA adapter",
-            Self::Overloaded => "overloaded",
-            Self::Busy => "busy",
-            Self::Targets => "predicted to miss a target",
-        }
-    }
-
     /// Whether waiting can end the exclusion, because the rank itself is suitable.
     #[must_use]
     pub fn passes(self) -> bool {
