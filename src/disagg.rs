@@ -9,6 +9,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::config::ConfigErrors;
+use crate::config::table::settings;
 use crate::error::RouteError;
 use crate::validation::Problems;
 
@@ -26,49 +27,35 @@ pub enum SkipPolicy {
     IslOrLoad,
 }
 
-/// Settings of disaggregated serving with one prefill and one decode pool.
-///
-/// ```
-/// use pointsman::DisaggConfig;
-///
-/// let config: DisaggConfig = serde_json::from_str(r#"{ "enabled": true, "decode_busy_frac": 0.9 }"#)?;
-/// config.validate()?;
-/// assert_eq!(config.effective_isl_tokens_max, 2_048);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct DisaggConfig {
-    /// Whether `policy` may keep a prefill on the decode rank. Default false: every prefill is
-    /// remote.
-    pub enabled: bool,
-    /// Condition for skipping a remote prefill. Default `isl_bounding`.
-    pub policy: SkipPolicy,
-    /// Limit of short prompts, in tokens not cached on the decode rank. Default 2,048.
-    pub effective_isl_tokens_max: u32,
-    /// The same limit as a share of the prompt; a value above 1 disables it. Default 0.7, not negative.
-    pub effective_isl_ratio_max: f64,
-    /// Busy limit of a prefill rank: tokens to compute as a share of its `max_num_batched_tokens`. A rank of unknown
-    /// capacity is never busy. Default none; not negative, and required if `policy` depends on load.
-    pub prefill_busy_frac: Option<f64>,
-    /// Limit of active blocks on a decode rank that also prefills, as a share of its `total_kv_blocks`. A rank of unknown
-    /// capacity has no limit. Default none: no limit. Not negative.
-    pub decode_busy_frac: Option<f64>,
-    /// Whether the decode rank prefills if no prefill rank is available. Default false: the request fails.
-    pub decode_fallback: bool,
-}
-
-impl Default for DisaggConfig {
-    fn default() -> Self {
-        Self {
-            enabled: false,
-            policy: SkipPolicy::default(),
-            effective_isl_tokens_max: 2_048,
-            effective_isl_ratio_max: 0.7,
-            prefill_busy_frac: None,
-            decode_busy_frac: None,
-            decode_fallback: false,
-        }
+settings! {
+    /// Settings of disaggregated serving with one prefill and one decode pool.
+    ///
+    /// ```
+    /// use pointsman::DisaggConfig;
+    ///
+    /// let config: DisaggConfig = serde_json::from_str(r#"{ "enabled": true, "decode_busy_frac": 0.9 }"#)?;
+    /// config.validate()?;
+    /// assert_eq!(config.effective_isl_tokens_max, 2_048);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub struct DisaggConfig {
+        /// Whether `policy` may keep a prefill on the decode rank. Default false: every prefill is
+        /// remote.
+        enabled: bool;
+        /// Condition for skipping a remote prefill. Default `isl_bounding`.
+        policy: SkipPolicy;
+        /// Limit of short prompts, in tokens not cached on the decode rank. Default 2,048.
+        effective_isl_tokens_max: u32 = 2_048;
+        /// The same limit as a share of the prompt; a value above 1 disables it. Default 0.7, not negative.
+        effective_isl_ratio_max: f64 = 0.7;
+        /// Busy limit of a prefill rank: tokens to compute as a share of its `max_num_batched_tokens`. A rank of
+        /// unknown capacity is never busy. Default none; not negative, and required if `policy` depends on load.
+        prefill_busy_frac: Option<f64>;
+        /// Limit of active blocks on a decode rank that also prefills, as a share of its `total_kv_blocks`. A rank of
+        /// unknown capacity has no limit. Default none: no limit. Not negative.
+        decode_busy_frac: Option<f64>;
+        /// Whether the decode rank prefills if no prefill rank is available. Default false: the request fails.
+        decode_fallback: bool;
     }
 }
 

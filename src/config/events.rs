@@ -4,19 +4,20 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use super::table::settings;
 use crate::validation::Problems;
 
-/// Settings of KV events.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct EventsConfig {
-    /// Workers whose KV events the index follows. Default `on`.
-    pub mode: EventMode,
-    /// Blocks in KV events that may wait for one shard; beyond, senders wait. Default 1,048,576, at least 1.
-    pub blocks_max: u32,
-    /// Interval of the comparisons of the index with the caches of engines that support it, in milliseconds. 0 disables
-    /// them. Default 60,000.
-    pub audit_interval_ms: u32,
+settings! {
+    /// Settings of KV events.
+    pub struct EventsConfig {
+        /// Workers whose KV events the index follows. Default `on`.
+        mode: EventMode;
+        /// Blocks in KV events that may wait for one shard; beyond, senders wait. Default 1,048,576, at least 1.
+        blocks_max: u32 = 1 << 20;
+        /// Interval of the comparisons of the index with the caches of engines that support it, in milliseconds. 0
+        /// disables them. Default 60,000.
+        audit_interval_ms: u32 = 60_000;
+    }
 }
 
 /// Workers whose KV events the index follows.
@@ -55,12 +56,6 @@ impl fmt::Display for EventMode {
             Self::On => "on",
             Self::Auto => "auto",
         })
-    }
-}
-
-impl Default for EventsConfig {
-    fn default() -> Self {
-        Self { mode: EventMode::default(), blocks_max: 1 << 20, audit_interval_ms: 60_000 }
     }
 }
 

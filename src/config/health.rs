@@ -1,45 +1,30 @@
 //! `[health]`: probes of engines, and ejection of ranks.
 
-use serde::{Deserialize, Serialize};
-
+use super::table::settings;
 use crate::validation::Problems;
 
-/// Settings of health probes and outlier ejection.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct HealthConfig {
-    /// Interval between probes of an engine, in milliseconds; 0 sends none. Needs the feature `discovery` and an
-    /// `http://` endpoint. Default 5,000.
-    pub probe_interval_ms: u64,
-    /// Timeout of a probe, in milliseconds. Default 2,000, at least 1.
-    pub probe_timeout_ms: u64,
-    /// Failed probes in a row that eject an engine's ranks. Default 3, at least 1.
-    pub probe_failures_max: u32,
-    /// Successful probes in a row that readmit them. Default 2, at least 1.
-    pub probe_successes_min: u32,
-    /// Failed requests in a row, as the embedder reports them, that eject a rank; at 0 failed and refused requests are
-    /// ignored. Default 5.
-    pub outcome_failures_max: u32,
-    /// Duration of a rank's first such ejection, in milliseconds; the n-th lasts n times as long, up to 300,000. Default
-    /// 30,000, 1 to 300,000.
-    pub ejection_ms: u64,
-    /// Share of the ranks that may be ejected for failed requests at the same time: at least one of two or more, and
-    /// never the last that can serve; 0 ejects none. Ranks that are down (failed probes, failed connections) do not
-    /// count. Default 0.5, in [0, 1].
-    pub ejected_share_max: f64,
-}
-
-impl Default for HealthConfig {
-    fn default() -> Self {
-        Self {
-            probe_interval_ms: 5_000,
-            probe_timeout_ms: 2_000,
-            probe_failures_max: 3,
-            probe_successes_min: 2,
-            outcome_failures_max: 5,
-            ejection_ms: 30_000,
-            ejected_share_max: 0.5,
-        }
+settings! {
+    /// Settings of health probes and outlier ejection.
+    pub struct HealthConfig {
+        /// Interval between probes of an engine, in milliseconds; 0 sends none. Needs the feature `discovery` and an
+        /// `http://` endpoint. Default 5,000.
+        probe_interval_ms: u64 = 5_000;
+        /// Timeout of a probe, in milliseconds. Default 2,000, at least 1.
+        probe_timeout_ms: u64 = 2_000;
+        /// Failed probes in a row that eject an engine's ranks. Default 3, at least 1.
+        probe_failures_max: u32 = 3;
+        /// Successful probes in a row that readmit them. Default 2, at least 1.
+        probe_successes_min: u32 = 2;
+        /// Failed requests in a row, as the embedder reports them, that eject a rank; at 0 failed and refused requests
+        /// are ignored. Default 5.
+        outcome_failures_max: u32 = 5;
+        /// Duration of a rank's first such ejection, in milliseconds; the n-th lasts n times as long, up to 300,000.
+        /// Default 30,000, 1 to 300,000.
+        ejection_ms: u64 = 30_000;
+        /// Share of the ranks that may be ejected for failed requests at the same time: at least one of two or more,
+        /// and never the last that can serve; 0 ejects none. Ranks that are down (failed probes, failed connections) do
+        /// not count. Default 0.5, in [0, 1].
+        ejected_share_max: f64 = 0.5;
     }
 }
 

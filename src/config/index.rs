@@ -3,41 +3,44 @@
 use serde::{Deserialize, Serialize};
 
 use super::EventMode;
+use super::table::settings;
 use crate::select::TierWeights;
 use crate::validation::Problems;
 
-/// Settings of the prefix index.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct IndexConfig {
-    /// Whether an index is kept. Without one KV events are ignored and requests are placed by load alone. Default true.
-    pub enabled: bool,
-    /// Shards of the index, 1 to 64; ranks are spread over them. Every query visits every shard, so raise it for event
-    /// rate only. Default 1.
-    pub shards: u32,
-    /// Memory limit in bytes, shared evenly by the shards; entries least likely to be hit are evicted first. Default: a
-    /// quarter of the memory of the machine or cgroup ([`RouterConfig::index_bytes_max`](super::RouterConfig::index_bytes_max)). At least 1 MiB.
-    pub bytes_max: Option<u64>,
-    /// Value of a host-pinned block as a share of a device block. It depends on the machine's host link, so it is a
-    /// setting. Default 0.75, in [0, 1].
-    pub host_hit_weight: f64,
-    /// Value of a block on disk or in an external store, likewise. Default 0.25, in [0, 1].
-    pub disk_hit_weight: f64,
-    /// `[index.speculative]`.
-    pub speculative: SpeculativeConfig,
+settings! {
+    /// Settings of the prefix index.
+    pub struct IndexConfig {
+        /// Whether an index is kept. Without one KV events are ignored and requests are placed by load alone. Default
+        /// true.
+        enabled: bool = true;
+        /// Shards of the index, 1 to 64; ranks are spread over them. Every query visits every shard, so raise it for
+        /// event rate only. Default 1.
+        shards: u32 = 1;
+        /// Memory limit in bytes, shared evenly by the shards; entries least likely to be hit are evicted first.
+        /// Default: a quarter of the memory of the machine or cgroup
+        /// ([`RouterConfig::index_bytes_max`](super::RouterConfig::index_bytes_max)). At least 1 MiB.
+        bytes_max: Option<u64>;
+        /// Value of a host-pinned block as a share of a device block. It depends on the machine's host link, so it is a
+        /// setting. Default 0.75, in [0, 1].
+        host_hit_weight: f64 = 0.75;
+        /// Value of a block on disk or in an external store, likewise. Default 0.25, in [0, 1].
+        disk_hit_weight: f64 = 0.25;
+        /// `[index.speculative]`.
+        speculative: SpeculativeConfig;
+    }
 }
 
-/// Settings of speculative index entries: blocks recorded from routing decisions, without an event of the engine.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct SpeculativeConfig {
-    /// Model of the caches of engines without KV events. Default `ttl`; `lru` needs `events.mode = "off"`.
-    pub model: SpeculativeModel,
-    /// Time to live of an entry for a rank without KV events, in milliseconds. Default 120,000, at least 1.
-    pub ttl_ms: u64,
-    /// Time to live of an entry for a rank with KV events, in milliseconds: it ends earlier when the engine confirms or
-    /// removes the block. Default none: no such entries. At least 1; needs `events.mode = "on"`.
-    pub with_events_ttl_ms: Option<u64>,
+settings! {
+    /// Settings of speculative index entries: blocks recorded from routing decisions, without an event of the engine.
+    pub struct SpeculativeConfig {
+        /// Model of the caches of engines without KV events. Default `ttl`; `lru` needs `events.mode = "off"`.
+        model: SpeculativeModel;
+        /// Time to live of an entry for a rank without KV events, in milliseconds. Default 120,000, at least 1.
+        ttl_ms: u64 = 120_000;
+        /// Time to live of an entry for a rank with KV events, in milliseconds: it ends earlier when the engine
+        /// confirms or removes the block. Default none: no such entries. At least 1; needs `events.mode = "on"`.
+        with_events_ttl_ms: Option<u64>;
+    }
 }
 
 /// Model of the cache of an engine that sends no KV events.
@@ -50,25 +53,6 @@ pub enum SpeculativeModel {
     /// A rank holds as many blocks as its worker reports, and the least recently used are evicted first. A rank of
     /// unknown capacity uses the time to live.
     Lru,
-}
-
-impl Default for IndexConfig {
-    fn default() -> Self {
-        Self {
-            enabled: true,
-            shards: 1,
-            bytes_max: None,
-            host_hit_weight: 0.75,
-            disk_hit_weight: 0.25,
-            speculative: SpeculativeConfig::default(),
-        }
-    }
-}
-
-impl Default for SpeculativeConfig {
-    fn default() -> Self {
-        Self { model: SpeculativeModel::default(), ttl_ms: 120_000, with_events_ttl_ms: None }
-    }
 }
 
 impl IndexConfig {

@@ -4,27 +4,28 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::table::settings;
 use crate::policy::Policy;
 use crate::validation::Problems;
 
-/// Settings of the load that the router accounts per rank.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct LoadConfig {
-    /// Whether active requests with a common prefix share its blocks on a rank. Set it to false for engines without
-    /// cascade attention. Default true.
-    pub assume_kv_reuse: bool,
-    /// Whether prompt and output blocks of active requests count. Default true.
-    pub track_active_blocks: bool,
-    /// Whether pending prefill tokens count. Default true.
-    pub track_prefill_tokens: bool,
-    /// Whether reported output blocks count. Default true.
-    pub track_output_blocks: bool,
-    /// Source of expected prefill durations. Default `none`. The policy `latency` always learns them.
-    pub prefill_model: PrefillModel,
-    /// Lifetime of a booking by id without any report on it, in milliseconds. A booking whose placement is held has no
-    /// such limit. Default 300,000, at least 1,000.
-    pub booking_liveness_ms: u64,
+settings! {
+    /// Settings of the load that the router accounts per rank.
+    pub struct LoadConfig {
+        /// Whether active requests with a common prefix share its blocks on a rank. Set it to false for engines without
+        /// cascade attention. Default true.
+        assume_kv_reuse: bool = true;
+        /// Whether prompt and output blocks of active requests count. Default true.
+        track_active_blocks: bool = true;
+        /// Whether pending prefill tokens count. Default true.
+        track_prefill_tokens: bool = true;
+        /// Whether reported output blocks count. Default true.
+        track_output_blocks: bool = true;
+        /// Source of expected prefill durations. Default `none`. The policy `latency` always learns them.
+        prefill_model: PrefillModel;
+        /// Lifetime of a booking by id without any report on it, in milliseconds. A booking whose placement is held has
+        /// no such limit. Default 300,000, at least 1,000.
+        booking_liveness_ms: u64 = 300_000;
+    }
 }
 
 /// Source of the expected duration of a prefill.
@@ -36,19 +37,6 @@ pub enum PrefillModel {
     None,
     /// Learned per rank from reported prefills, in tokens per second: prefill load decreases with time.
     Learned,
-}
-
-impl Default for LoadConfig {
-    fn default() -> Self {
-        Self {
-            assume_kv_reuse: true,
-            track_active_blocks: true,
-            track_prefill_tokens: true,
-            track_output_blocks: true,
-            prefill_model: PrefillModel::default(),
-            booking_liveness_ms: 300_000,
-        }
-    }
 }
 
 impl LoadConfig {

@@ -21,6 +21,7 @@ pub(crate) mod shadow;
 pub(crate) mod shared_cache;
 pub(crate) mod slow_start;
 pub(crate) mod supervision;
+pub(crate) mod table;
 mod targets;
 
 use serde::{Deserialize, Serialize};

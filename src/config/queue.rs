@@ -2,53 +2,40 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::table::settings;
+use crate::names::named;
 use crate::validation::Problems;
 
-/// Settings of the queue.
-///
-/// ```
-/// use pointsman::internals::config::QueueConfig;
-///
-/// let queue = QueueConfig { threshold: Some(2.0), ..QueueConfig::default() };
-/// let classes = queue.classes_or_default();
-/// assert_eq!((classes[0].name.as_str(), classes[0].busy_prefill_frac), ("default", Some(2.0)));
-/// ```
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct QueueConfig {
-    /// Requests without a response at the same time; one more is refused. Default 65,536, at least 1.
-    pub requests_max: u32,
-    /// Share of a rank's `max_num_batched_tokens` in pending prefill tokens beyond which it is busy, so that requests
-    /// wait. Default none: no request waits. Not negative.
-    pub threshold: Option<f64>,
-    /// `max_num_batched_tokens` of ranks whose worker does not state it. Default none: [`Self::UNSTATED_BATCHED_TOKENS`].
-    /// At least 1.
-    pub unstated_batched_tokens: Option<u32>,
-    /// Order of the queue without classes. Default `fcfs`.
-    pub order: QueueOrder,
-    /// Classes of waiting requests. Default none: one class, `default`. No request waits while neither a class nor
-    /// `threshold` defines when a rank is busy.
-    pub classes: Vec<QueueClass>,
-    /// Family of requests that name no class. Default none: the first class.
-    pub default_family: Option<String>,
-    /// Buckets of uncached tokens, by which a family chooses among its classes.
-    pub uncached_buckets: Vec<UncachedBucket>,
-    /// Age at which the index is queried again for a waiting request, in milliseconds; 0 never. Default 10,000.
-    pub overlap_refresh_after_ms: u64,
-}
-
-impl Default for QueueConfig {
-    fn default() -> Self {
-        Self {
-            requests_max: 65_536,
-            threshold: None,
-            unstated_batched_tokens: None,
-            order: QueueOrder::default(),
-            classes: Vec::new(),
-            default_family: None,
-            uncached_buckets: Vec::new(),
-            overlap_refresh_after_ms: 10_000,
-        }
+settings! {
+    /// Settings of the queue.
+    ///
+    /// ```
+    /// use pointsman::internals::config::QueueConfig;
+    ///
+    /// let queue = QueueConfig { threshold: Some(2.0), ..QueueConfig::default() };
+    /// let classes = queue.classes_or_default();
+    /// assert_eq!((classes[0].name.as_str(), classes[0].busy_prefill_frac), ("default", Some(2.0)));
+    /// ```
+    pub struct QueueConfig {
+        /// Requests without a response at the same time; one more is refused. Default 65,536, at least 1.
+        requests_max: u32 = 65_536;
+        /// Share of a rank's `max_num_batched_tokens` in pending prefill tokens beyond which it is busy, so that
+        /// requests wait. Default none: no request waits. Not negative.
+        threshold: Option<f64>;
+        /// `max_num_batched_tokens` of ranks whose worker does not state it. Default none:
+        /// [`Self::UNSTATED_BATCHED_TOKENS`]. At least 1.
+        unstated_batched_tokens: Option<u32>;
+        /// Order of the queue without classes. Default `fcfs`.
+        order: QueueOrder;
+        /// Classes of waiting requests. Default none: one class, `default`. No request waits while neither a class nor
+        /// `threshold` defines when a rank is busy.
+        classes: Vec<QueueClass>;
+        /// Family of requests that name no class. Default none: the first class.
+        default_family: Option<String>;
+        /// Buckets of uncached tokens, by which a family chooses among its classes.
+        uncached_buckets: Vec<UncachedBucket>;
+        /// Age at which the index is queried again for a waiting request, in milliseconds; 0 never. Default 10,000.
+        overlap_refresh_after_ms: u64 = 10_000;
     }
 }
 
@@ -119,26 +106,18 @@ impl QueueConfig {
     }
 }
 
-/// Order in which the requests of one class leave the queue, after strict priority and deadline.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum QueueOrder {
-    /// First come, first served; a priority jump moves a request that many seconds ahead.
-    #[default]
-    Fcfs,
-    /// Last come, first served.
-    Lcfs,
-    /// Weighted shortest processing time: fewest uncached tokens first.
-    Wspt,
-}
-
-impl QueueOrder {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Fcfs => "fcfs",
-            Self::Lcfs => "lcfs",
-            Self::Wspt => "wspt",
-        }
+named! {
+    /// Order in which the requests of one class leave the queue, after strict priority and deadline.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum QueueOrder {
+        /// First come, first served; a priority jump moves a request that many seconds ahead.
+        #[default]
+        Fcfs = "fcfs",
+        /// Last come, first served.
+        Lcfs = "lcfs",
+        /// Weighted shortest processing time: fewest uncached tokens first.
+        Wspt = "wspt",
     }
 }
 

@@ -1,22 +1,15 @@
 //! `[recorder]`: records of decisions in memory.
 
-use serde::{Deserialize, Serialize};
-
+use super::table::settings;
 use crate::validation::Problems;
 
-/// Settings of the flight recorder.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct RecorderConfig {
-    /// Bytes of records in memory; the oldest are dropped. Default 33,554,432 (32 MiB); 0 records nothing.
-    pub bytes_max: u64,
-    /// Age in milliseconds at which records are dropped from memory. Default 3,600,000 (an hour), at least 1.
-    pub age_max_ms: u64,
-}
-
-impl Default for RecorderConfig {
-    fn default() -> Self {
-        Self { bytes_max: 32 << 20, age_max_ms: 3_600_000 }
+settings! {
+    /// Settings of the flight recorder.
+    pub struct RecorderConfig {
+        /// Bytes of records in memory; the oldest are dropped. Default 33,554,432 (32 MiB); 0 records nothing.
+        bytes_max: u64 = 32 << 20;
+        /// Age in milliseconds at which records are dropped from memory. Default 3,600,000 (an hour), at least 1.
+        age_max_ms: u64 = 3_600_000;
     }
 }
 

@@ -1,21 +1,14 @@
 //! `[replicas]`: load shared with other replicas of the router.
 
-use serde::{Deserialize, Serialize};
-
+use super::table::settings;
 use crate::validation::Problems;
 
-/// Settings of replicas. Without a bus to other replicas they have no effect.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct ReplicasConfig {
-    /// Interval of the summaries of own load, in milliseconds. The first booking in an interval is published at once.
-    /// Default 20, 1 to 1,000.
-    pub interval_ms: u64,
-}
-
-impl Default for ReplicasConfig {
-    fn default() -> Self {
-        Self { interval_ms: 20 }
+settings! {
+    /// Settings of replicas. Without a bus to other replicas they have no effect.
+    pub struct ReplicasConfig {
+        /// Interval of the summaries of own load, in milliseconds. The first booking in an interval is published at
+        /// once. Default 20, 1 to 1,000.
+        interval_ms: u64 = 20;
     }
 }
 

@@ -2,8 +2,6 @@
 
 use std::num::NonZeroU32;
 
-use serde::{Deserialize, Serialize};
-
 use super::discovery::DiscoveryConfig;
 use super::engine_load::EngineLoadConfig;
 use super::events::EventsConfig;
@@ -19,108 +17,80 @@ use super::shadow::ShadowConfig;
 use super::shared_cache::SharedCacheConfig;
 use super::slow_start::SlowStartConfig;
 use super::supervision::SupervisionConfig;
+use super::table::settings;
 use super::targets::OnTargetMiss;
 use super::{ConfigErrors, PoolRole};
 use crate::policy::{CostUnit, KvCost, PolicyConfig};
 use crate::validation::Problems;
 
-/// Settings of one router: one model, one role, one block size.
-///
-/// The sections have no names of their own: they are fields with defaults. `docs/configuration.md` lists the settings of
-/// each.
-///
-/// ```
-/// use pointsman::RouterConfig;
-///
-/// let config: RouterConfig = serde_json::from_str(r#"{ "block_size": 16, "policy": "kv", "index": { "shards": 2 } }"#)?;
-/// config.validate()?;
-/// assert_eq!((config.index.shards, config.queue.requests_max), (2, 65_536));
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct RouterConfig {
-    /// The pool's name: a label of every metric. Routers of one process need different names. Default `default`; letters,
-    /// digits, `_`, `.` and `-`.
-    pub pool: String,
-    /// Tokens per KV block; must equal the engines' block size. At least 1. Default: the size that the engines report
-    /// ([`WorkerConfig::block_size`](crate::protocol::WorkerConfig::block_size) or their KV events), and
-    /// [`RouterConfig::BLOCK_SIZE_ASSUMED`] while none reports any.
-    pub block_size: Option<u32>,
-    /// Work of the pool's ranks. Default aggregated.
-    pub role: PoolRole,
-    /// Whether prompts are hashed in EAGLE windows (block size + 1 tokens). Default false.
-    pub is_eagle: bool,
-    /// Seed of every random tie-break and choice. Default 0.
-    pub seed: u64,
-    /// Workers that `start` waits for. Default 0.
-    pub min_initial_workers: u32,
-    /// Share of decisions that are traced with all their facts. Default 0, in [0, 1].
-    pub decision_trace: f64,
-    /// Effect of latency targets that no rank is predicted to meet, for requests that do not set it. Default `serve`.
-    pub on_target_miss: OnTargetMiss,
-    /// The routing policy and its settings. Default `latency`.
-    pub policy: PolicyConfig,
-    /// The prefix index.
-    pub index: IndexConfig,
-    /// KV events.
-    pub events: EventsConfig,
-    /// Load accounting.
-    pub load: LoadConfig,
-    /// Load that engines report.
-    pub engine_load: EngineLoadConfig,
-    /// Waiting requests.
-    pub queue: QueueConfig,
-    /// Limits beyond which a rank gets no requests.
-    pub overload: OverloadConfig,
-    /// Probes and ejection.
-    pub health: HealthConfig,
-    /// Higher cost of new and returning ranks.
-    pub slow_start: SlowStartConfig,
-    /// The cache that ranks share.
-    pub shared_cache: SharedCacheConfig,
-    /// Session affinity.
-    pub session: SessionConfig,
-    /// Discovery of workers.
-    pub discovery: DiscoveryConfig,
-    /// Restarts of actors.
-    pub supervision: SupervisionConfig,
-    /// Policies that decide the same requests without booking.
-    pub shadow: ShadowConfig,
-    /// Records of decisions.
-    pub recorder: RecorderConfig,
-    /// Load shared with other replicas of the router.
-    pub replicas: ReplicasConfig,
-}
-
-impl Default for RouterConfig {
-    fn default() -> Self {
-        Self {
-            pool: "default".to_owned(),
-            block_size: None,
-            role: PoolRole::default(),
-            is_eagle: false,
-            seed: 0,
-            min_initial_workers: 0,
-            decision_trace: 0.0,
-            on_target_miss: OnTargetMiss::default(),
-            policy: PolicyConfig::default(),
-            index: IndexConfig::default(),
-            events: EventsConfig::default(),
-            load: LoadConfig::default(),
-            engine_load: EngineLoadConfig::default(),
-            queue: QueueConfig::default(),
-            overload: OverloadConfig::default(),
-            health: HealthConfig::default(),
-            slow_start: SlowStartConfig::default(),
-            shared_cache: SharedCacheConfig::default(),
-            session: SessionConfig::default(),
-            discovery: DiscoveryConfig::default(),
-            supervision: SupervisionConfig::default(),
-            shadow: ShadowConfig::default(),
-            recorder: RecorderConfig::default(),
-            replicas: ReplicasConfig::default(),
-        }
+settings! {
+    /// Settings of one router: one model, one role, one block size.
+    ///
+    /// The sections have no names of their own: they are fields with defaults. `docs/configuration.md` lists the
+    /// settings of each.
+    ///
+    /// ```
+    /// use pointsman::RouterConfig;
+    ///
+    /// let config = r#"{ "block_size": 16, "policy": "kv", "index": { "shards": 2 } }"#;
+    /// let config: RouterConfig = serde_json::from_str(config)?;
+    /// config.validate()?;
+    /// assert_eq!((config.index.shards, config.queue.requests_max), (2, 65_536));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub struct RouterConfig {
+        /// The pool's name: a label of every metric. Routers of one process need different names. Default `default`;
+        /// letters, digits, `_`, `.` and `-`.
+        pool: String = "default".to_owned();
+        /// Tokens per KV block; must equal the engines' block size. At least 1. Default: the size that the engines
+        /// report ([`WorkerConfig::block_size`](crate::protocol::WorkerConfig::block_size) or their KV events), and
+        /// [`RouterConfig::BLOCK_SIZE_ASSUMED`] while none reports any.
+        block_size: Option<u32>;
+        /// Work of the pool's ranks. Default aggregated.
+        role: PoolRole;
+        /// Whether prompts are hashed in EAGLE windows (block size + 1 tokens). Default false.
+        is_eagle: bool;
+        /// Seed of every random tie-break and choice. Default 0.
+        seed: u64;
+        /// Workers that `start` waits for. Default 0.
+        min_initial_workers: u32;
+        /// Share of decisions that are traced with all their facts. Default 0, in [0, 1].
+        decision_trace: f64;
+        /// Effect of latency targets that no rank is predicted to meet, for requests that do not set it. Default
+        /// `serve`.
+        on_target_miss: OnTargetMiss;
+        /// The routing policy and its settings. Default `latency`.
+        policy: PolicyConfig;
+        /// The prefix index.
+        index: IndexConfig;
+        /// KV events.
+        events: EventsConfig;
+        /// Load accounting.
+        load: LoadConfig;
+        /// Load that engines report.
+        engine_load: EngineLoadConfig;
+        /// Waiting requests.
+        queue: QueueConfig;
+        /// Limits beyond which a rank gets no requests.
+        overload: OverloadConfig;
+        /// Probes and ejection.
+        health: HealthConfig;
+        /// Higher cost of new and returning ranks.
+        slow_start: SlowStartConfig;
+        /// The cache that ranks share.
+        shared_cache: SharedCacheConfig;
+        /// Session affinity.
+        session: SessionConfig;
+        /// Discovery of workers.
+        discovery: DiscoveryConfig;
+        /// Restarts of actors.
+        supervision: SupervisionConfig;
+        /// Policies that decide the same requests without booking.
+        shadow: ShadowConfig;
+        /// Records of decisions.
+        recorder: RecorderConfig;
+        /// Load shared with other replicas of the router.
+        replicas: ReplicasConfig;
     }
 }
 

@@ -2,23 +2,24 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::table::settings;
 use crate::policy::PolicyConfig;
 use crate::validation::Problems;
 
-/// Settings of session affinity.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct SessionConfig {
-    /// Effect of a session's earlier rank on its next request. Default `soft`.
-    pub affinity: SessionAffinity,
-    /// Strength of a soft affinity: the rank's cost is multiplied by exp(-tanh(weight)). Default 0.5, 0 to 1e9.
-    pub weight: f64,
-    /// Time after which an idle session is forgotten, in milliseconds. Conversations differ in their pauses, so it is a
-    /// setting. Default 3,600,000, at least 1.
-    pub ttl_ms: u64,
-    /// Sessions remembered; beyond, the longest idle is forgotten. Services differ in their number of users, so it is a
-    /// setting. Default 65,536, at least 1.
-    pub sessions_max: u32,
+settings! {
+    /// Settings of session affinity.
+    pub struct SessionConfig {
+        /// Effect of a session's earlier rank on its next request. Default `soft`.
+        affinity: SessionAffinity;
+        /// Strength of a soft affinity: the rank's cost is multiplied by exp(-tanh(weight)). Default 0.5, 0 to 1e9.
+        weight: f64 = 0.5;
+        /// Time after which an idle session is forgotten, in milliseconds. Conversations differ in their pauses, so it
+        /// is a setting. Default 3,600,000, at least 1.
+        ttl_ms: u64 = 3_600_000;
+        /// Sessions remembered; beyond, the longest idle is forgotten. Services differ in their number of users, so it
+        /// is a setting. Default 65,536, at least 1.
+        sessions_max: u32 = 65_536;
+    }
 }
 
 /// Effect of a session's earlier rank on its next request.
@@ -33,12 +34,6 @@ pub enum SessionAffinity {
     Soft,
     /// It is the only candidate while it is registered and reachable; if it is overloaded, so is the session.
     Hard,
-}
-
-impl Default for SessionConfig {
-    fn default() -> Self {
-        Self { affinity: SessionAffinity::default(), weight: 0.5, ttl_ms: 3_600_000, sessions_max: 65_536 }
-    }
 }
 
 impl SessionConfig {

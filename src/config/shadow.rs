@@ -1,24 +1,17 @@
 //! `[shadow]`: policies that decide the same requests without booking.
 
-use serde::{Deserialize, Serialize};
-
+use super::table::settings;
 use crate::policy::{Policy, PolicyConfig};
 use crate::validation::Problems;
 
-/// Settings of shadow policies.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct ShadowConfig {
-    /// The policies. Default `["round_robin"]`, the baseline; empty for none.
-    pub policies: Vec<PolicyConfig>,
-    /// Share of the decisions that they also decide. Pools with more than 64 ranks sample 64 / ranks of it. Default 0.05,
-    /// in [0, 1].
-    pub share: f64,
-}
-
-impl Default for ShadowConfig {
-    fn default() -> Self {
-        Self { policies: vec![Policy::RoundRobin.into()], share: 0.05 }
+settings! {
+    /// Settings of shadow policies.
+    pub struct ShadowConfig {
+        /// The policies. Default `["round_robin"]`, the baseline; empty for none.
+        policies: Vec<PolicyConfig> = vec![Policy::RoundRobin.into()];
+        /// Share of the decisions that they also decide. Pools with more than 64 ranks sample 64 / ranks of it. Default
+        /// 0.05, in [0, 1].
+        share: f64 = 0.05;
     }
 }
 

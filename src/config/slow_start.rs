@@ -1,26 +1,19 @@
 //! `[slow_start]`: higher cost of new and returning ranks.
 
-use serde::{Deserialize, Serialize};
-
+use super::table::settings;
 use crate::validation::Problems;
 
-/// Settings of slow start.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct SlowStartConfig {
-    /// Fill of a new rank's cache, as a share of its capacity (of the median rank's fill if the capacity is unknown), at
-    /// which slow start ends; until then its cost is higher. Default 0 (no slow start), in [0, 1].
-    pub fill: f64,
-    /// Longest slow start of a new rank, in milliseconds. Default 60,000, at least 1.
-    pub max_ms: u64,
-    /// Slow start of a rank that returns, in milliseconds: its cost is ten times as high at first; 0 for none. Default
-    /// 10,000.
-    pub return_ms: u64,
-}
-
-impl Default for SlowStartConfig {
-    fn default() -> Self {
-        Self { fill: 0.0, max_ms: 60_000, return_ms: 10_000 }
+settings! {
+    /// Settings of slow start.
+    pub struct SlowStartConfig {
+        /// Fill of a new rank's cache, as a share of its capacity (of the median rank's fill if the capacity is
+        /// unknown), at which slow start ends; until then its cost is higher. Default 0 (no slow start), in [0, 1].
+        fill: f64;
+        /// Longest slow start of a new rank, in milliseconds. Default 60,000, at least 1.
+        max_ms: u64 = 60_000;
+        /// Slow start of a rank that returns, in milliseconds: its cost is ten times as high at first; 0 for none.
+        /// Default 10,000.
+        return_ms: u64 = 10_000;
     }
 }
 
