@@ -21,7 +21,7 @@ use crate::actors::views::rank::RankEntry;
 use crate::actors::views::rank_report::RankReport;
 use crate::config::RouterConfig;
 use crate::directory::Directory;
-use crate::engine_load::{EngineLoad, EngineReading};
+use crate::engine_load::EngineLoad;
 use crate::ingest::StreamState;
 use crate::protocol::{Timestamp, WorkerRank};
 
@@ -56,53 +56,44 @@ impl GaugeSources {
 }
 
 struct Gauges {
-    pool: Pool,
-    by_rank: BTreeMap<WorkerRank, RankGauges>,
+    fleet: GaugeSet,
+    by_rank: BTreeMap<WorkerRank, GaugeSet>,
     rank_counters: RankCounters,
-    /// By stream state.
-    sources: [(StreamState, ZeroedGauge); 5],
-    ranks: ZeroedGauge,
-    cold_ranks: ZeroedGauge,
-    ejected_ranks: ZeroedGauge,
-    eligible_ranks: ZeroedGauge,
-    refusing_ranks: ZeroedGauge,
-    asleep_ranks: ZeroedGauge,
-    leases: ZeroedGauge,
-    requests_gate: ZeroedGauge,
-    events_gate: ZeroedGauge,
-    /// Age of the last valid set by discovery source.
-    stale_sources: BTreeMap<String, ZeroedGauge>,
     /// Cloned into a query; the extra reference exists until the scheduler has replied.
     queue_asked: Arc<()>,
 }
 
-/// A gauge that is set to 0 on drop.
-struct ZeroedGauge(Gauge);
+/// Gauges with the same first labels, created with their first values. On drop they are set to 0.
+struct GaugeSet {
+    pool: Pool,
+    labels: Vec<(&'static str, String)>,
+    /// By name and the value of an own last label.
+    gauges: BTreeMap<(&'static str, String), Gauge>,
+}
 
-impl Drop for ZeroedGauge {
-    fn drop(&mut self) {
-        self.0.set(0.0);
+impl GaugeSet {
+    fn new(pool: &Pool, labels: Vec<(&'static str, String)>) -> Self {
+        Self { pool: pool.clone(), labels, gauges: BTreeMap::new() }
+    }
+
+    fn set(&mut self, name: &'static str, value: f64) {
+        self.set_of(name, None, value);
+    }
+
+    fn set_of(&mut self, name: &'static str, own: Option<(&'static str, &str)>, value: f64) {
+        let key = (name, own.map_or_else(String::new, |(_, value)| value.to_owned()));
+        let new = || {
+            let common = self.labels.iter().map(|(label, value)| (*label, value.as_str()));
+            self.pool.gauge(name, &common.chain(own).collect::<Vec<_>>())
+        };
+        self.gauges.entry(key).or_insert_with(new).set(value);
     }
 }
 
-struct RankGauges {
-    requests: ZeroedGauge,
-    active_blocks: ZeroedGauge,
-    prefill_tokens: ZeroedGauge,
-    held_blocks: ZeroedGauge,
-    kv_degraded: ZeroedGauge,
-    /// Bias of predictions: of the time to first token, and between tokens. Present once learned.
-    bias: [Option<ZeroedGauge>; 2],
-    /// Present after the first load report of the engine.
-    engine: Option<EngineGauges>,
-}
-
-/// Load reported by the engine of a rank. A missing value is published as NaN.
-struct EngineGauges {
-    running: ZeroedGauge,
-    waiting: ZeroedGauge,
-    kv_usage: ZeroedGauge,
-    age_seconds: ZeroedGauge,
+impl Drop for GaugeSet {
+    fn drop(&mut self) {
+        self.gauges.values().for_each(|gauge| gauge.set(0.0));
+    }
 }
 
 /// Sum over the entries of a rank.
@@ -120,29 +111,36 @@ impl RankSum {
     fn idle(rank: WorkerRank) -> Self {
         Self { report: RankReport::idle(rank), is_degraded: false, bias: [None; 2], engine: None, is_torn: false }
     }
+
+    fn show(&self, gauges: &mut GaugeSet, now: Timestamp) {
+        gauges.set("pointsman_rank_kv_degraded", as_f64(u64::from(self.is_degraded)));
+        if !self.is_torn {
+            gauges.set("pointsman_rank_active_requests", as_f64(self.report.active_requests));
+            gauges.set("pointsman_rank_active_blocks", as_f64(self.report.active_blocks));
+            gauges.set("pointsman_rank_prefill_tokens", as_f64(self.report.prefill_tokens));
+            gauges.set("pointsman_rank_held_blocks", as_f64(self.report.held_blocks));
+        }
+        for (target, bias) in ["ttft", "itl"].into_iter().zip(self.bias) {
+            if let Some(bias) = bias {
+                gauges.set_of("pointsman_rank_prediction_bias", Some(("target", target)), bias);
+            }
+        }
+        if let Some(EngineLoad { reading, at, .. }) = &self.engine {
+            gauges.set("pointsman_engine_running_requests", reading.running.map_or(f64::NAN, f64::from));
+            gauges.set("pointsman_engine_waiting_requests", reading.waiting.map_or(f64::NAN, f64::from));
+            gauges.set("pointsman_engine_kv_usage_ratio", reading.kv_usage.unwrap_or(f64::NAN));
+            gauges.set("pointsman_engine_load_age_seconds", now.since(*at).as_secs_f64());
+        }
+    }
 }
 
 impl Gauges {
     fn new(pool: &Pool) -> Self {
-        let gauge = |name| ZeroedGauge(pool.gauge(name, &[]));
-        let gate = |gate| ZeroedGauge(pool.gauge("pointsman_gate_permits", &[("gate", gate)]));
         Self {
+            fleet: GaugeSet::new(pool, Vec::new()),
             by_rank: BTreeMap::new(),
             rank_counters: RankCounters::new(pool),
-            sources: StreamState::ALL
-                .map(|state| (state, ZeroedGauge(pool.gauge("pointsman_kv_sources", &[("state", state.name())])))),
-            ranks: gauge("pointsman_ranks"),
-            cold_ranks: gauge("pointsman_cold_ranks"),
-            ejected_ranks: gauge("pointsman_ejected_ranks"),
-            eligible_ranks: gauge("pointsman_eligible_ranks"),
-            refusing_ranks: gauge("pointsman_refusing_ranks"),
-            asleep_ranks: gauge("pointsman_asleep_ranks"),
-            leases: gauge("pointsman_leases"),
-            requests_gate: gate("requests"),
-            events_gate: gate("events"),
-            stale_sources: BTreeMap::new(),
             queue_asked: Arc::default(),
-            pool: pool.clone(),
         }
     }
 
@@ -151,21 +149,25 @@ impl Gauges {
         let (entries, now) = (views.ranks.all(), clock.now());
         self.publish_ranks(&entries, now);
         self.rank_counters.sweep(&entries, now);
-        self.cold_ranks.0.set(as_f64(views.cold.borrow().len() as u64));
         for status in views.discovery.borrow().iter() {
-            let gauge =
-                || ZeroedGauge(self.pool.gauge("pointsman_discovery_stale_seconds", &[("source", &status.source)]));
-            let gauge = self.stale_sources.entry(status.source.clone()).or_insert_with(gauge);
-            gauge.0.set(status.stale_for(clock.now()).as_secs_f64());
+            let stale = status.stale_for(clock.now()).as_secs_f64();
+            self.fleet.set_of("pointsman_discovery_stale_seconds", Some(("source", &status.source)), stale);
         }
         let exclusions = views.exclusions.get();
-        self.ejected_ranks.0.set(as_f64((exclusions.ejected.len() + exclusions.down.len()) as u64));
-        self.eligible_ranks.0.set(as_f64(views.eligible_ranks() as u64));
-        self.refusing_ranks.0.set(as_f64(exclusions.refusing.len() as u64));
-        self.asleep_ranks.0.set(as_f64(exclusions.asleep.len() as u64));
-        self.leases.0.set(as_f64(directory.len() as u64));
-        self.requests_gate.0.set(as_f64(waiting_room.taken()));
-        self.events_gate.0.set(as_f64(shards.queued_blocks()));
+        let counts = [
+            ("pointsman_cold_ranks", views.cold.borrow().len()),
+            ("pointsman_ejected_ranks", exclusions.ejected.len() + exclusions.down.len()),
+            ("pointsman_eligible_ranks", views.eligible_ranks()),
+            ("pointsman_refusing_ranks", exclusions.refusing.len()),
+            ("pointsman_asleep_ranks", exclusions.asleep.len()),
+            ("pointsman_leases", directory.len()),
+        ];
+        for (name, count) in counts {
+            self.fleet.set(name, as_f64(count as u64));
+        }
+        for (gate, permits) in [("requests", waiting_room.taken()), ("events", shards.queued_blocks())] {
+            self.fleet.set_of("pointsman_gate_permits", Some(("gate", gate)), as_f64(permits));
+        }
         // One query at a time, so that queries to a hung scheduler do not accumulate.
         if config.queue.is_enabled() && Arc::strong_count(&self.queue_asked) == 1 {
             let asked = Arc::clone(&self.queue_asked);
@@ -194,77 +196,14 @@ impl Gauges {
             sum.engine = entry.engine_load.read().or(sum.engine);
         }
         self.by_rank.retain(|rank, _| sums.contains_key(rank));
-        self.ranks.0.set(as_f64(sums.len() as u64));
-        for (state, gauge) in &self.sources {
-            gauge.0.set(as_f64(by_state[*state as usize]));
+        self.fleet.set("pointsman_ranks", as_f64(sums.len() as u64));
+        for (state, count) in StreamState::ALL.into_iter().zip(by_state) {
+            self.fleet.set_of("pointsman_kv_sources", Some(("state", state.name())), as_f64(count));
         }
         for (rank, sum) in sums {
-            let gauges = self.by_rank.entry(rank).or_insert_with(|| RankGauges::new(&self.pool, rank));
-            gauges.set(&sum);
-            gauges.set_bias(&self.pool, rank, sum.bias);
-            if let Some(load) = sum.engine {
-                gauges.engine.get_or_insert_with(|| EngineGauges::new(&self.pool, rank)).set(&load, now);
-            }
+            let labels = || vec![("worker", rank.worker.0.to_string()), ("rank", rank.rank.to_string())];
+            let new = || GaugeSet::new(&self.fleet.pool, labels());
+            sum.show(self.by_rank.entry(rank).or_insert_with(new), now);
         }
-    }
-}
-
-impl RankGauges {
-    fn new(pool: &Pool, rank: WorkerRank) -> Self {
-        let (worker, rank) = (rank.worker.0.to_string(), rank.rank.to_string());
-        let gauge = |name| ZeroedGauge(pool.gauge(name, &[("worker", &worker), ("rank", &rank)]));
-        Self {
-            requests: gauge("pointsman_rank_active_requests"),
-            active_blocks: gauge("pointsman_rank_active_blocks"),
-            prefill_tokens: gauge("pointsman_rank_prefill_tokens"),
-            held_blocks: gauge("pointsman_rank_held_blocks"),
-            kv_degraded: gauge("pointsman_rank_kv_degraded"),
-            bias: [None, None],
-            engine: None,
-        }
-    }
-
-    fn set_bias(&mut self, pool: &Pool, rank: WorkerRank, bias: [Option<f64>; 2]) {
-        for ((gauge, target), bias) in self.bias.iter_mut().zip(["ttft", "itl"]).zip(bias) {
-            let Some(bias) = bias else { continue };
-            let new = || {
-                let (worker, rank) = (rank.worker.0.to_string(), rank.rank.to_string());
-                let labels = &[("worker", worker.as_str()), ("rank", &rank), ("target", target)];
-                ZeroedGauge(pool.gauge("pointsman_rank_prediction_bias", labels))
-            };
-            gauge.get_or_insert_with(new).0.set(bias);
-        }
-    }
-
-    fn set(&self, sum: &RankSum) {
-        self.kv_degraded.0.set(as_f64(u64::from(sum.is_degraded)));
-        if sum.is_torn {
-            return;
-        }
-        self.requests.0.set(as_f64(sum.report.active_requests));
-        self.active_blocks.0.set(as_f64(sum.report.active_blocks));
-        self.prefill_tokens.0.set(as_f64(sum.report.prefill_tokens));
-        self.held_blocks.0.set(as_f64(sum.report.held_blocks));
-    }
-}
-
-impl EngineGauges {
-    fn new(pool: &Pool, rank: WorkerRank) -> Self {
-        let (worker, rank) = (rank.worker.0.to_string(), rank.rank.to_string());
-        let gauge = |name| ZeroedGauge(pool.gauge(name, &[("worker", &worker), ("rank", &rank)]));
-        Self {
-            running: gauge("pointsman_engine_running_requests"),
-            waiting: gauge("pointsman_engine_waiting_requests"),
-            kv_usage: gauge("pointsman_engine_kv_usage_ratio"),
-            age_seconds: gauge("pointsman_engine_load_age_seconds"),
-        }
-    }
-
-    fn set(&self, load: &EngineLoad, now: Timestamp) {
-        let EngineReading { running, waiting, kv_usage, sleep: _ } = load.reading;
-        self.running.0.set(running.map_or(f64::NAN, f64::from));
-        self.waiting.0.set(waiting.map_or(f64::NAN, f64::from));
-        self.kv_usage.0.set(kv_usage.unwrap_or(f64::NAN));
-        self.age_seconds.0.set(now.since(load.at).as_secs_f64());
     }
 }

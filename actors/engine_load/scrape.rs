@@ -56,15 +56,15 @@ async fn ask(sources: EngineLoadSources, worker: WorkerId, _: u64, asked: PageQu
             Ok(text) => {
                 let page = read_page(&String::from_utf8_lossy(&text));
                 let readings: Vec<(u32, EngineReading)> = page.of_ranks(start_rank, ranks).collect();
-                errors.value.increment(u64::from(page.refused));
+                errors.add("value", u64::from(page.refused));
                 if readings.is_empty() {
-                    errors.empty.increment(1);
+                    errors.add("empty", 1);
                 } else {
                     engine_loads.tell(EngineLoadMsg::Reported { worker, readings, polled_at });
                 }
             }
             Err(error) => {
-                errors.request.increment(1);
+                errors.add("request", 1);
                 tracing::debug!(%worker, %error, "engine load report unusable");
             }
         }

@@ -56,7 +56,7 @@ async fn listen_to(sources: EngineLoadSources, rank: WorkerRank, endpoint: Strin
                         backoff.reset();
                         report(&sources.engine_loads, sources.clock, rank, reading);
                     }
-                    Ok(Err(_)) | Err(SocketError::Parts(_)) => sources.meters.engine_load_errors.message.increment(1),
+                    Ok(Err(_)) | Err(SocketError::Parts(_)) => sources.meters.engine_load_errors.add("message", 1),
                     Err(error) => {
                         tracing::debug!(%rank, %error, "engine load socket disconnected, reconnecting");
                         break;

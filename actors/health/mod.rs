@@ -20,7 +20,7 @@ use tokio::time::Instant;
 use crate::actors::delivery::strand::{ActorState, DeferredReplies, DeferredReply, Strand};
 use crate::actors::io::clock::Clock;
 use crate::actors::scheduler::{Scheduler, SchedulerMsg, SchedulerReplies};
-use crate::actors::telemetry::{Ejections, Pool};
+use crate::actors::telemetry::{Counters, Pool};
 use crate::actors::views::fleet::Fleet;
 use crate::actors::views::published::Published;
 use crate::actors::views::rank::{RankEntries, RankEntry};
@@ -49,7 +49,7 @@ pub(crate) enum HealthMsg {
 pub(crate) struct HealthActor {
     monitor: Monitor,
     dependencies: HealthDependencies,
-    meters: Ejections,
+    ejections: Counters,
     /// Name of the pool, for log lines.
     pool: String,
     myself: Weak<Strand<HealthActor>>,
@@ -87,7 +87,7 @@ impl HealthActor {
     ) -> Self {
         Self {
             monitor: Monitor::new(HealthRules::of(config)),
-            meters: Ejections::new(pool),
+            ejections: pool.counters("pointsman_ejections_total", "cause", &Cause::ALL.map(Cause::name)),
             pool: config.pool.clone(),
             myself: Arc::downgrade(myself),
             dependencies,
@@ -120,11 +120,8 @@ impl HealthActor {
         };
         match change {
             HealthChange::Ejected { rank, cause } => {
-                match cause {
-                    Cause::Probe => self.meters.probe.increment(1),
-                    Cause::Outcomes => self.meters.outcomes.increment(1),
-                }
                 let (cause, worker) = (cause.name(), url(rank));
+                self.ejections.add(cause, 1);
                 tracing::warn!(pool, worker, worker_id = %rank.worker, rank = rank.rank, cause, "rank ejected");
             }
             HealthChange::Returned { rank } => {

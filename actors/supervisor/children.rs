@@ -17,7 +17,6 @@ use crate::actors::radix::claim::SpeculationSender;
 use crate::actors::radix::{Radix, ShardMeters, registered};
 use crate::actors::scheduler::{Scheduler, SchedulerDependencies, SchedulerMsg};
 use crate::actors::sequence::{Sequence, Wakes};
-use crate::actors::telemetry::Restarts;
 use crate::actors::views::rank::RankEntry;
 use crate::load::SpeedCell;
 use crate::membership::Child;
@@ -172,7 +171,7 @@ impl SupervisorState {
     /// Reports a death to the machine, unless the actor was stopped on purpose.
     pub(super) async fn on_death(&mut self, actor: ActorId, reason: String) -> Result<(), ActorProcessingErr> {
         let Some(child) = self.children.remove(&actor) else { return Ok(()) };
-        restart_counter(child, &self.dependencies.meters.restarts).increment(1);
+        self.dependencies.meters.restarts.add(child.name(), 1);
         self.apply(SupervisorInput::Died { child, reason }).await
     }
 
@@ -232,18 +231,6 @@ impl SupervisorState {
             Child::Source(source) => self.restart_follower(source).await?,
         }
         Ok(())
-    }
-}
-
-fn restart_counter(child: Child, restarts: &Restarts) -> &metrics::Counter {
-    match child {
-        Child::Scheduler => &restarts.scheduler,
-        Child::IndexShard(_) => &restarts.radix,
-        Child::Sequence(_) => &restarts.sequence,
-        Child::Reader(_) => &restarts.ingest,
-        Child::Health => &restarts.health,
-        Child::EngineLoads => &restarts.engine_loads,
-        Child::Source(_) => &restarts.discovery,
     }
 }
 

@@ -115,7 +115,7 @@ impl Watchdog {
         let (pool, role, timeout_ms) = (self.pool.as_str(), actor.role(), self.timeout_ms);
         match change {
             HangChange::Began => {
-                self.meters.hangs.count(actor);
+                self.meters.hangs.add(role, 1);
                 tracing::error!(pool, role, %actor, timeout_ms, "actor hangs: no progress although work waits");
             }
             HangChange::Lasts => tracing::debug!(pool, role, %actor, "actor still hangs"),

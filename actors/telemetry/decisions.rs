@@ -5,76 +5,48 @@ use metrics::Counter;
 use super::Pool;
 use crate::config::{QueueClass, RouterConfig};
 use crate::error::RouteError;
+use crate::names::named;
 use crate::queue::{Backpressure, LimitKind};
 use crate::schedule::Rejection;
 
-/// Result of a request at the edge.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum BookingResult {
-    /// Booked on the rank that the router chose.
-    Chosen,
-    /// Booked on the rank that the embedder specified.
-    Given,
-    NoRanks,
-    UnknownRank,
-    NoneEligible,
-    AllOverloaded,
-    Pinned,
-    DeadlineExceeded,
-    TargetsMissed,
-    Backpressure,
-    UnknownClass,
-    Selector,
-    RequestsMax,
-    MissingRequestId,
-    DuplicateRequest,
-    Hashes,
-    Multimodal,
-    PromptTooLong,
-    PriorityJump,
-    Targets,
-    Constraints,
-    Overrides,
-    Session,
-    Freed,
-    Lost,
-    Down,
-    /// Its caller cancelled it.
-    Cancelled,
+named! {
+    /// Result of a request at the edge: those placed, those rejected, then errors.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+    pub(crate) enum BookingResult {
+        /// Booked on the rank that the router chose.
+        Chosen = "chosen",
+        /// Booked on the rank that the embedder specified.
+        Given = "given",
+        NoRanks = "no_ranks",
+        UnknownRank = "unknown_rank",
+        NoneEligible = "none_eligible",
+        AllOverloaded = "all_overloaded",
+        Pinned = "pinned",
+        DeadlineExceeded = "deadline_exceeded",
+        TargetsMissed = "targets_missed",
+        Backpressure = "backpressure",
+        UnknownClass = "unknown_class",
+        Selector = "selector",
+        RequestsMax = "requests_max",
+        MissingRequestId = "missing_request_id",
+        DuplicateRequest = "duplicate_request",
+        Hashes = "hashes",
+        Multimodal = "multimodal",
+        PromptTooLong = "prompt_too_long",
+        PriorityJump = "priority_jump",
+        Targets = "targets",
+        Constraints = "constraints",
+        Overrides = "overrides",
+        Session = "session",
+        Freed = "freed",
+        Lost = "lost",
+        Down = "down",
+        /// Its caller cancelled it.
+        Cancelled = "cancelled",
+    }
 }
 
 impl BookingResult {
-    /// All results in the order of their declaration, which is the order of the counters.
-    pub(super) const ALL: [Self; 27] = [
-        Self::Chosen,
-        Self::Given,
-        Self::NoRanks,
-        Self::UnknownRank,
-        Self::NoneEligible,
-        Self::AllOverloaded,
-        Self::Pinned,
-        Self::DeadlineExceeded,
-        Self::TargetsMissed,
-        Self::Backpressure,
-        Self::UnknownClass,
-        Self::Selector,
-        Self::RequestsMax,
-        Self::MissingRequestId,
-        Self::DuplicateRequest,
-        Self::Hashes,
-        Self::Multimodal,
-        Self::PromptTooLong,
-        Self::PriorityJump,
-        Self::Targets,
-        Self::Constraints,
-        Self::Overrides,
-        Self::Session,
-        Self::Freed,
-        Self::Lost,
-        Self::Down,
-        Self::Cancelled,
-    ];
-
     fn of(error: &RouteError) -> Self {
         match error {
             RouteError::Rejected(rejection) => match rejection {
@@ -107,65 +79,12 @@ impl BookingResult {
     }
 
     pub(super) fn outcome(self) -> &'static str {
-        match self {
-            Self::Chosen | Self::Given => "placed",
-            Self::NoRanks
-            | Self::UnknownRank
-            | Self::NoneEligible
-            | Self::AllOverloaded
-            | Self::Pinned
-            | Self::DeadlineExceeded
-            | Self::TargetsMissed
-            | Self::Backpressure
-            | Self::UnknownClass
-            | Self::Selector
-            | Self::RequestsMax => "rejected",
-            Self::MissingRequestId
-            | Self::DuplicateRequest
-            | Self::Hashes
-            | Self::Multimodal
-            | Self::PromptTooLong
-            | Self::PriorityJump
-            | Self::Targets
-            | Self::Constraints
-            | Self::Overrides
-            | Self::Session
-            | Self::Freed
-            | Self::Lost
-            | Self::Down
-            | Self::Cancelled => "error",
-        }
-    }
-
-    pub(super) fn reason(self) -> &'static str {
-        match self {
-            Self::Chosen => "chosen",
-            Self::Given => "given",
-            Self::NoRanks => "no_ranks",
-            Self::UnknownRank => "unknown_rank",
-            Self::NoneEligible => "none_eligible",
-            Self::AllOverloaded => "all_overloaded",
-            Self::Pinned => "pinned",
-            Self::DeadlineExceeded => "deadline_exceeded",
-            Self::TargetsMissed => "targets_missed",
-            Self::Backpressure => "backpressure",
-            Self::UnknownClass => "unknown_class",
-            Self::Selector => "selector",
-            Self::RequestsMax => "requests_max",
-            Self::MissingRequestId => "missing_request_id",
-            Self::DuplicateRequest => "duplicate_request",
-            Self::Hashes => "hashes",
-            Self::Multimodal => "multimodal",
-            Self::PromptTooLong => "prompt_too_long",
-            Self::PriorityJump => "priority_jump",
-            Self::Targets => "targets",
-            Self::Constraints => "constraints",
-            Self::Overrides => "overrides",
-            Self::Session => "session",
-            Self::Freed => "freed",
-            Self::Lost => "lost",
-            Self::Down => "down",
-            Self::Cancelled => "cancelled",
+        if self <= Self::Given {
+            "placed"
+        } else if self <= Self::RequestsMax {
+            "rejected"
+        } else {
+            "error"
         }
     }
 }
@@ -195,12 +114,11 @@ pub(crate) struct Undecided<'a> {
 impl Decisions {
     pub(super) fn new(pool: &Pool, config: &RouterConfig) -> Self {
         let count = |result: BookingResult| {
-            let labels = &[("outcome", result.outcome()), ("reason", result.reason())];
+            let labels = &[("outcome", result.outcome()), ("reason", result.name())];
             pool.counter("pointsman_decisions_total", labels)
         };
-        let limits = [LimitKind::Requests, LimitKind::RawTokens, LimitKind::CachedTokens, LimitKind::DoNotQueue];
         let of_class = |class: QueueClass| {
-            limits.map(|limit| {
+            LimitKind::ALL.map(|limit| {
                 let labels = &[("class", class.name.as_str()), ("limit", limit.name())];
                 let count = pool.counter("pointsman_queue_backpressure_total", labels);
                 BackpressureCount { class: class.name.clone(), limit, count }
@@ -245,7 +163,7 @@ impl Drop for Undecided<'_> {
     fn drop(&mut self) {
         self.decisions.counts[self.result as usize].increment(1);
         if !self.span.is_disabled() {
-            self.span.record("outcome", self.result.outcome()).record("reason", self.result.reason());
+            self.span.record("outcome", self.result.outcome()).record("reason", self.result.name());
         }
     }
 }

@@ -5,9 +5,9 @@
 
 use std::time::Duration;
 
-use metrics::{Counter, Histogram};
+use metrics::Histogram;
 
-use super::Pool;
+use super::{Counters, Pool};
 use crate::ingest::{AuditCause, AuditResult, Note};
 use crate::wire::Findings;
 
@@ -15,25 +15,19 @@ use crate::wire::Findings;
 pub(crate) struct IngestMeters {
     pool: Pool,
     heal_seconds: Histogram,
-    /// By result, in the order of [`AuditResult::NAMES`].
-    audits: [Counter; AuditResult::NAMES.len()],
-    /// By cause, in the order of [`AuditCause::NAMES`].
-    inconclusive_audits: [Counter; AuditCause::NAMES.len()],
-    stale_blocks: Counter,
-    missing_blocks: Counter,
+    audits: Counters,
+    inconclusive_audits: Counters,
+    audit_blocks: Counters,
 }
 
 impl IngestMeters {
     pub(super) fn new(pool: &Pool) -> Self {
-        let inconclusive = |cause| pool.counter("pointsman_kv_audits_inconclusive_total", &[("cause", cause)]);
-        let blocks = |difference| pool.counter("pointsman_kv_audit_blocks_total", &[("difference", difference)]);
         Self {
             pool: pool.clone(),
             heal_seconds: pool.histogram("pointsman_kv_source_heal_seconds", &[]),
-            audits: AuditResult::NAMES.map(|result| pool.counter("pointsman_kv_audits_total", &[("result", result)])),
-            inconclusive_audits: AuditCause::NAMES.map(inconclusive),
-            stale_blocks: blocks("stale"),
-            missing_blocks: blocks("missing"),
+            audits: pool.counters("pointsman_kv_audits_total", "result", &AuditResult::NAMES),
+            inconclusive_audits: pool.counters("pointsman_kv_audits_inconclusive_total", "cause", &AuditCause::NAMES),
+            audit_blocks: pool.counters("pointsman_kv_audit_blocks_total", "difference", &["stale", "missing"]),
         }
     }
 
@@ -48,15 +42,15 @@ impl IngestMeters {
 
     /// Counts the result of an audit, its cause, and the blocks of a difference.
     pub(crate) fn audited(&self, result: &AuditResult) {
-        for (count, name) in self.audits.iter().zip(AuditResult::NAMES) {
-            count.increment(u64::from(name == result.name()));
+        for name in AuditResult::NAMES {
+            self.audits.add(name, u64::from(name == result.name()));
         }
         if let Some(cause) = result.cause() {
-            self.inconclusive_audits[cause as usize].increment(1);
+            self.inconclusive_audits.add(cause.name(), 1);
         }
         if let AuditResult::Different(difference) = result {
-            self.stale_blocks.increment(difference.stale.len() as u64);
-            self.missing_blocks.increment(difference.missing.len() as u64);
+            self.audit_blocks.add("stale", difference.stale.len() as u64);
+            self.audit_blocks.add("missing", difference.missing.len() as u64);
         }
     }
 

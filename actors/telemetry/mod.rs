@@ -22,7 +22,7 @@ use std::sync::Arc;
 use metrics::{Counter, Gauge, Histogram};
 
 pub(crate) use decisions::{BookingResult, Decisions};
-pub(crate) use instruments::{Pool, describe};
+pub(crate) use instruments::{Counters, Pool, describe};
 pub use phases::RoutePhases;
 pub(crate) use phases::{PhaseTimestamps, Phases, route_span, trace_decision, trace_hashes};
 pub(crate) use predictions::{Prediction, PromptKind};
@@ -30,8 +30,7 @@ pub(crate) use rank_counters::RankCounters;
 pub(crate) use shadow::ShadowMeters;
 
 use crate::config::{QueueClass, RouterConfig};
-use crate::health::Cause;
-use crate::membership::WatchedActor;
+use crate::membership::{Child, WatchedActor};
 use crate::protocol::Timestamp;
 use crate::queue::Depth;
 use crate::schedule::Decision;
@@ -46,8 +45,10 @@ pub(crate) struct Meters {
     pub(crate) predictions: PredictionMeters,
     /// Met and missed latency targets.
     pub(crate) targets: TargetMeters,
-    pub(crate) restarts: Restarts,
-    pub(crate) hangs: Hangs,
+    /// Restarts by role of the actor.
+    pub(crate) restarts: Counters,
+    /// Hangs by role of the actor.
+    pub(crate) hangs: Counters,
     /// Present with a shared cache.
     pub(crate) shared_cache: Option<Arc<SharedCacheMeters>>,
     /// Bookings ended because `load.booking_liveness_ms` passed without a report.
@@ -58,11 +59,10 @@ pub(crate) struct Meters {
     pub(crate) unused_events: Counter,
     #[cfg(feature = "zmq")]
     pub(crate) ingest: ingest::IngestMeters,
-    /// Unusable load reports of engines.
+    /// Unusable load reports of engines by cause.
     #[cfg(any(feature = "discovery", feature = "zmq"))]
-    pub(crate) engine_load_errors: EngineLoadErrors,
+    pub(crate) engine_load_errors: Counters,
     funnel: Funnel,
-    regret: Regret,
 }
 
 impl Meters {
@@ -73,8 +73,8 @@ impl Meters {
             phases: Phases::new(&pool),
             predictions: PredictionMeters::new(&pool),
             targets: TargetMeters::new(&pool),
-            restarts: Restarts::new(&pool),
-            hangs: Hangs::new(&pool),
+            restarts: pool.counters("pointsman_restarts_total", "role", Child::NAMES),
+            hangs: pool.counters("pointsman_hangs_total", "role", WatchedActor::ROLES),
             shared_cache: has_shared_cache.then(|| Arc::new(SharedCacheMeters::new(&pool))),
             expired: pool.counter("pointsman_bookings_expired_total", &[]),
             discovery_conflicts: pool.counter("pointsman_discovery_conflicts_total", &[]),
@@ -82,9 +82,12 @@ impl Meters {
             #[cfg(feature = "zmq")]
             ingest: ingest::IngestMeters::new(&pool),
             #[cfg(any(feature = "discovery", feature = "zmq"))]
-            engine_load_errors: EngineLoadErrors::new(&pool),
+            engine_load_errors: pool.counters(
+                "pointsman_engine_load_errors_total",
+                "cause",
+                &["request", "empty", "value", "message"],
+            ),
             funnel: Funnel::new(&pool),
-            regret: Regret::new(&pool),
             pool,
         }
     }
@@ -94,7 +97,6 @@ impl Meters {
         self.funnel.prompt_tokens.increment(u64::from(prompt_tokens));
         if knows_overlap && prompt_tokens > 0 {
             self.funnel.count(prompt_tokens, block_size, decision);
-            self.regret.count(decision);
         }
         if let Some(shared_cache) = &self.shared_cache {
             shared_cache.beyond_blocks.record(f64::from(decision.shared_cache_blocks()));
@@ -118,7 +120,7 @@ impl Meters {
     }
 }
 
-/// Prompt tokens by cache stage: reachable, chosen, delivered.
+/// Prompt tokens by cache stage (reachable, chosen, delivered), and placements on ranks without the longest match.
 struct Funnel {
     prompt_tokens: Counter,
     reachable: Counter,
@@ -126,6 +128,8 @@ struct Funnel {
     delivered: Counter,
     overlap_ratio: Histogram,
     reachable_overlap_ratio: Histogram,
+    forgone: Counter,
+    forgone_blocks: Counter,
 }
 
 impl Funnel {
@@ -138,6 +142,8 @@ impl Funnel {
             delivered: cached("delivered"),
             overlap_ratio: pool.histogram("pointsman_overlap_ratio", &[]),
             reachable_overlap_ratio: pool.histogram("pointsman_reachable_overlap_ratio", &[]),
+            forgone: pool.counter("pointsman_overlap_forgone_total", &[]),
+            forgone_blocks: pool.counter("pointsman_overlap_forgone_blocks_total", &[]),
         }
     }
 
@@ -149,129 +155,11 @@ impl Funnel {
         self.selected.increment(u64::from(selected));
         self.reachable_overlap_ratio.record(f64::from(reachable) / f64::from(prompt_tokens));
         self.overlap_ratio.record(f64::from(selected) / f64::from(prompt_tokens));
-    }
-}
-
-/// Placements on ranks without the longest match.
-struct Regret {
-    placements: Counter,
-    blocks: Counter,
-}
-
-impl Regret {
-    fn new(pool: &Pool) -> Self {
-        Self {
-            placements: pool.counter("pointsman_overlap_forgone_total", &[]),
-            blocks: pool.counter("pointsman_overlap_forgone_blocks_total", &[]),
-        }
-    }
-
-    fn count(&self, decision: &Decision) {
         let forgone = decision.forgone_blocks();
         if forgone > 0 {
-            self.placements.increment(1);
-            self.blocks.increment(forgone.into());
+            self.forgone.increment(1);
+            self.forgone_blocks.increment(forgone.into());
         }
-    }
-}
-
-/// Restart counters, by kind of actor.
-pub(crate) struct Restarts {
-    pub(crate) scheduler: Counter,
-    pub(crate) radix: Counter,
-    pub(crate) sequence: Counter,
-    pub(crate) ingest: Counter,
-    pub(crate) health: Counter,
-    pub(crate) engine_loads: Counter,
-    pub(crate) discovery: Counter,
-}
-
-impl Restarts {
-    fn new(pool: &Pool) -> Self {
-        let role = |role| pool.counter("pointsman_restarts_total", &[("role", role)]);
-        Self {
-            scheduler: role("scheduler"),
-            radix: role("radix"),
-            sequence: role("sequence"),
-            ingest: role("ingest"),
-            health: role("health"),
-            engine_loads: role("engine_loads"),
-            discovery: role("discovery"),
-        }
-    }
-}
-
-/// Counters of hangs, by kind of actor.
-pub(crate) struct Hangs {
-    supervisor: Counter,
-    scheduler: Counter,
-    radix: Counter,
-    sequence: Counter,
-    health: Counter,
-    engine_loads: Counter,
-}
-
-impl Hangs {
-    fn new(pool: &Pool) -> Self {
-        let role = |role| pool.counter("pointsman_hangs_total", &[("role", role)]);
-        Self {
-            supervisor: role("supervisor"),
-            scheduler: role("scheduler"),
-            radix: role("radix"),
-            sequence: role("sequence"),
-            health: role("health"),
-            engine_loads: role("engine_loads"),
-        }
-    }
-
-    pub(crate) fn count(&self, actor: WatchedActor) {
-        let counter = match actor {
-            WatchedActor::Supervisor => &self.supervisor,
-            WatchedActor::Scheduler => &self.scheduler,
-            WatchedActor::IndexShard(_) => &self.radix,
-            WatchedActor::Sequence(_) => &self.sequence,
-            WatchedActor::Health => &self.health,
-            WatchedActor::EngineLoads => &self.engine_loads,
-        };
-        counter.increment(1);
-    }
-}
-
-/// Ejection counters, by reason.
-pub(crate) struct Ejections {
-    pub(crate) probe: Counter,
-    pub(crate) outcomes: Counter,
-}
-
-impl Ejections {
-    pub(crate) fn new(pool: &Pool) -> Self {
-        let cause = |cause: Cause| pool.counter("pointsman_ejections_total", &[("cause", cause.name())]);
-        Self { probe: cause(Cause::Probe), outcomes: cause(Cause::Outcomes) }
-    }
-}
-
-/// Unusable load reports of engines.
-#[cfg(any(feature = "discovery", feature = "zmq"))]
-pub(crate) struct EngineLoadErrors {
-    /// Failed page requests.
-    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "used by the feature only"))]
-    pub(crate) request: Counter,
-    /// Pages without values for the worker's ranks.
-    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "used by the feature only"))]
-    pub(crate) empty: Counter,
-    /// Unusable single values on pages.
-    #[cfg_attr(not(feature = "discovery"), expect(dead_code, reason = "used by the feature only"))]
-    pub(crate) value: Counter,
-    /// Unusable messages of load sockets.
-    #[cfg_attr(not(feature = "zmq"), expect(dead_code, reason = "used by the feature only"))]
-    pub(crate) message: Counter,
-}
-
-#[cfg(any(feature = "discovery", feature = "zmq"))]
-impl EngineLoadErrors {
-    fn new(pool: &Pool) -> Self {
-        let cause = |cause| pool.counter("pointsman_engine_load_errors_total", &[("cause", cause)]);
-        Self { request: cause("request"), empty: cause("empty"), value: cause("value"), message: cause("message") }
     }
 }
 

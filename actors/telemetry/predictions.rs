@@ -12,29 +12,19 @@ use std::time::Duration;
 use metrics::{Counter, Histogram};
 
 use super::Pool;
+use crate::names::named;
 
 /// Consecutive contradictions that raise the alarm. A power of two, so that the counter may wrap.
 pub(super) const NEVER_MATCHED_AFTER: u32 = 64;
 
-/// First applicable hash input of a request besides tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PromptKind {
-    Lora,
-    Salt,
-    Images,
-    Plain,
-}
-
-impl PromptKind {
-    pub(super) const ALL: [Self; 4] = [Self::Lora, Self::Salt, Self::Images, Self::Plain];
-
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Lora => "lora",
-            Self::Salt => "salt",
-            Self::Images => "images",
-            Self::Plain => "plain",
-        }
+named! {
+    /// First applicable hash input of a request besides tokens.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum PromptKind {
+        Lora = "lora",
+        Salt = "salt",
+        Images = "images",
+        Plain = "plain",
     }
 }
 

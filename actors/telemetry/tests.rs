@@ -35,7 +35,7 @@ fn the_page_lists_exactly_all_metrics() {
         let begins = page.find(&format!("\n- `{}`: ", result.outcome())).expect("an item for each outcome");
         let item = &page[begins + 1..];
         let reasons = &item[..item.find("\n- ").or(item.find("\n\n")).unwrap_or(item.len())];
-        assert!(reasons.contains(&format!("`{}`", result.reason())), "{PAGE} does not explain {result:?}");
+        assert!(reasons.contains(&format!("`{}`", result.name())), "{PAGE} does not explain {result:?}");
     }
     for finding in Finding::ALL {
         let row = format!("- `{}`: ", finding.name());
@@ -48,23 +48,19 @@ fn the_page_lists_exactly_all_metrics() {
 }
 
 #[test]
-fn metric_names_contain_their_unit() {
+fn metric_names_have_prefix_and_kind() {
     let names: BTreeSet<&str> = INSTRUMENTS.iter().map(|instrument| instrument.name).collect();
     assert_eq!(names.len(), INSTRUMENTS.len(), "each once");
-    for Instrument { name, kind, unit, .. } in INSTRUMENTS {
+    for Instrument { name, kind, .. } in INSTRUMENTS {
         assert!(name.starts_with("pointsman_"), "{name}");
         assert_eq!(name.ends_with("_total"), *kind == InstrumentKind::Counter, "{name}");
-        assert_eq!(name.ends_with("_seconds"), *unit == Some(metrics::Unit::Seconds), "{name}");
-        assert_eq!(name.ends_with("_bytes"), *unit == Some(metrics::Unit::Bytes), "{name}");
     }
 }
 
 #[test]
 fn every_result_has_a_label_and_a_reason() {
-    let reasons: BTreeSet<&str> = BookingResult::ALL.into_iter().map(BookingResult::reason).collect();
+    let reasons: BTreeSet<&str> = BookingResult::ALL.into_iter().map(BookingResult::name).collect();
     assert_eq!(reasons.len(), BookingResult::ALL.len());
-    assert!(BookingResult::ALL.into_iter().enumerate().all(|(n, result)| result as usize == n));
-    assert!(PromptKind::ALL.into_iter().enumerate().all(|(n, kind)| kind as usize == n));
 }
 
 #[test]

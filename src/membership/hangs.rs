@@ -27,6 +27,9 @@ pub enum WatchedActor {
 }
 
 impl WatchedActor {
+    /// All roles.
+    pub const ROLES: &[&str] = &["supervisor", "scheduler", "radix", "sequence", "health", "engine_loads"];
+
     /// Value of the metric label `role`.
     #[must_use]
     pub fn role(self) -> &'static str {

@@ -155,7 +155,10 @@ pub enum Child {
 }
 
 impl Child {
-    /// Name in log fields.
+    /// All names.
+    pub const NAMES: &[&str] = &["scheduler", "radix", "sequence", "ingest", "health", "engine_loads", "discovery"];
+
+    /// Name in log fields and metrics.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
