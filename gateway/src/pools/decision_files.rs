@@ -21,23 +21,15 @@ use super::latest::Latest;
 use super::serving::Pools;
 use crate::formats::live::names::worker_name;
 use crate::observe::clock::unix_ms;
-use crate::observe::metric::Metric;
+use crate::observe::metric::metric_table;
 use crate::settings::GatewaySettings;
 
-/// The metrics of this module.
-pub(crate) const METRICS: &[Metric] = &[LOST, BYTES];
-
-const LOST: Metric = Metric::counter(
-    "pointsman_gateway_decision_segments_lost_total",
-    &["model"],
-    "Segments of recorded decisions that were not written to files, or not completely: they left the memory first, or a \
-     write failed.",
-);
-const BYTES: Metric = Metric::counter(
-    "pointsman_gateway_decision_bytes_total",
-    &["model"],
-    "Bytes written to files of recorded decisions.",
-);
+metric_table! {
+    LOST: counter "pointsman_gateway_decision_segments_lost_total" ["model"] =
+        "Segments of recorded decisions that were not written to files, or not completely: they left the memory \
+         first, or a write failed.";
+    BYTES: counter "pointsman_gateway_decision_bytes_total" ["model"] = "Bytes written to files of recorded decisions.";
+}
 
 /// Interval of writes.
 const INTERVAL: Duration = Duration::from_secs(1);

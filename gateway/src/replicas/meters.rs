@@ -7,31 +7,19 @@ use metrics::{Counter, Gauge};
 use tokio::time::Instant;
 
 use crate::formats::named;
-use crate::observe::metric::Metric;
+use crate::observe::metric::metric_table;
 use crate::observe::throttle::LogThrottle;
 
-/// The metrics of this module.
-pub(crate) const METRICS: &[Metric] = &[PEERS, REFUSED, SENT, RECEIVED, DROPPED];
-
-const PEERS: Metric = Metric::gauge(
-    "pointsman_gateway_replica_peers",
-    &["state"],
-    "Other replicas by state: `connecting`, `connected` without a warm index, or `serving`.",
-);
-const REFUSED: Metric = Metric::counter(
-    "pointsman_gateway_replica_refused_total",
-    &["reason"],
-    "Refused connections and messages of replicas, by reason.",
-);
-const SENT: Metric =
-    Metric::counter("pointsman_gateway_replica_sent_bytes_total", &[], "Bytes sent to other replicas.");
-const RECEIVED: Metric =
-    Metric::counter("pointsman_gateway_replica_received_bytes_total", &[], "Bytes received from other replicas.");
-const DROPPED: Metric = Metric::counter(
-    "pointsman_gateway_replica_dropped_total",
-    &[],
-    "Messages to other replicas dropped because of a full queue or their length.",
-);
+metric_table! {
+    PEERS: gauge "pointsman_gateway_replica_peers" ["state"] =
+        "Other replicas by state: `connecting`, `connected` without a warm index, or `serving`.";
+    REFUSED: counter "pointsman_gateway_replica_refused_total" ["reason"] =
+        "Refused connections and messages of replicas, by reason.";
+    SENT: counter "pointsman_gateway_replica_sent_bytes_total" [] = "Bytes sent to other replicas.";
+    RECEIVED: counter "pointsman_gateway_replica_received_bytes_total" [] = "Bytes received from other replicas.";
+    DROPPED: counter "pointsman_gateway_replica_dropped_total" [] =
+        "Messages to other replicas dropped because of a full queue or their length.";
+}
 
 /// Log interval of each reason of refusals.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);

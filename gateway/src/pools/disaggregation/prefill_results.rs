@@ -8,18 +8,14 @@ use metrics::Counter;
 use pointsman::protocol::WorkerRank;
 
 use crate::formats::named;
-use crate::observe::metric::Metric;
+use crate::observe::metric::metric_table;
 
-/// The metrics of this module.
-pub(crate) const METRICS: &[Metric] = &[PREFILLS];
-
-const PREFILLS: Metric = Metric::counter(
-    "pointsman_gateway_prefills_total",
-    &["model", "result"],
-    "Requests to models with a prefill pool: `remote` with the prefill on another rank, `skipped` because little is left \
-     to compute or the prefill rank is busy, `unsplit` because of a field that does not allow it, `fallback` after the \
-     failure of the prefill pool, `complete` if the prefill leg was the whole response.",
-);
+metric_table! {
+    PREFILLS: counter "pointsman_gateway_prefills_total" ["model", "result"] =
+        "Requests to models with a prefill pool: `remote` with the prefill on another rank, `skipped` because little \
+         is left to compute or the prefill rank is busy, `unsplit` because of a field that does not allow it, \
+         `fallback` after the failure of the prefill pool, `complete` if the prefill leg was the whole response.";
+}
 
 named! {
 /// Place of the prefill of a request.

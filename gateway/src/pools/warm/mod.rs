@@ -18,38 +18,24 @@ use std::sync::{Mutex, PoisonError};
 use metrics::counter;
 use pointsman::{KvSourceStatus, RestoreState, Snapshot};
 
-use crate::observe::metric::Metric;
+use crate::observe::metric::metric_table;
 use crate::settings::ModelSettings;
 pub(crate) use siblings::join;
 pub(crate) use store::{store_last, store_periodically};
 pub(crate) use writer::{write_last, write_periodically};
 
-/// The metrics of this module.
-pub(crate) const METRICS: &[Metric] = &[RESTORES, WRITES, STORES, WRITTEN, BYTES];
-
-const RESTORES: Metric = Metric::counter(
-    "pointsman_gateway_snapshot_restores_total",
-    &["model", "source", "result"],
-    "Index snapshots by source (`file`, `replica`, `store`) and result: `restored`, `absent`, `failed` (not readable), \
-     or the reason of the refusal: `magic`, `version`, `checksum`, `layout`, `malformed`.",
-);
-const WRITES: Metric = Metric::counter(
-    "pointsman_gateway_snapshot_writes_total",
-    &["model", "result"],
-    "Writes of the index snapshot file by result: `written`, `empty` (no contents; the file is kept), `failed`.",
-);
-const STORES: Metric = Metric::counter(
-    "pointsman_gateway_snapshot_stores_total",
-    &["model", "result"],
-    "Writes of the index snapshot to the object store of NATS by result: `stored`, `failed`.",
-);
-const WRITTEN: Metric = Metric::gauge(
-    "pointsman_gateway_snapshot_written_timestamp_seconds",
-    &["model"],
-    "Time of the last write of the index snapshot file, in Unix time.",
-);
-const BYTES: Metric =
-    Metric::gauge("pointsman_gateway_snapshot_bytes", &["model"], "Length of the last written index snapshot file.");
+metric_table! {
+    RESTORES: counter "pointsman_gateway_snapshot_restores_total" ["model", "source", "result"] =
+        "Index snapshots by source (`file`, `replica`, `store`) and result: `restored`, `absent`, `failed` (not \
+         readable), or the reason of the refusal: `magic`, `version`, `checksum`, `layout`, `malformed`.";
+    WRITES: counter "pointsman_gateway_snapshot_writes_total" ["model", "result"] =
+        "Writes of the index snapshot file by result: `written`, `empty` (no contents; the file is kept), `failed`.";
+    STORES: counter "pointsman_gateway_snapshot_stores_total" ["model", "result"] =
+        "Writes of the index snapshot to the object store of NATS by result: `stored`, `failed`.";
+    WRITTEN: gauge "pointsman_gateway_snapshot_written_timestamp_seconds" ["model"] =
+        "Time of the last write of the index snapshot file, in Unix time.";
+    BYTES: gauge "pointsman_gateway_snapshot_bytes" ["model"] = "Length of the last written index snapshot file.";
+}
 
 /// Source of a snapshot.
 #[derive(Clone, Copy)]
