@@ -52,6 +52,19 @@ fn predicted(counters: &Counters, result: &str) -> u64 {
     counters.get("pointsman_speculative_blocks_total", &[result])
 }
 
+/// Cause: the last block of the first prompt counted as cached, because the limit was that of the sum of all prompts.
+#[tokio::test]
+async fn the_last_block_of_the_first_of_several_prompts_is_computed() {
+    let router = router(without_events(), 1).await;
+    for (prompt, cached_blocks) in [(tokens(1, 20), 19), (tokens(2, 20)[..20 * BLOCK_SIZE as usize - 1].to_vec(), 19)] {
+        drop(route(&router, "a", &prompt).await);
+        let options = RequestOptions { further_prompt_tokens: 20 * BLOCK_SIZE, ..RequestOptions::default() };
+        let list = RouteRequest { options, ..RouteRequest::new("b", Prompt::Tokens(&prompt)) };
+        assert_eq!(router.route(list).await.expect("placed").cached_tokens(), cached_blocks * BLOCK_SIZE);
+    }
+    assert_at_rest(&router).await;
+}
+
 #[tokio::test]
 async fn without_events_repeated_prompts_return_to_their_rank() {
     for index_shards in [1, 3] {

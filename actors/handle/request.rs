@@ -60,6 +60,8 @@ impl<'a> AddRequest<'a> {
 #[derive(Debug)]
 pub(super) struct Prepared {
     hashes: Option<HashedPrompt>,
+    /// The blocks of the first of several prompts that the engine can take from its cache.
+    first_prompt: Option<Arc<[BlockHash]>>,
     wants_overlap: bool,
     /// Prompt blocks of the charge.
     prompt: PromptBlocks,
@@ -130,6 +132,11 @@ impl Prepared {
             }
             Some(_) | None => PromptBlocks::Counted(blocks.min(blocks_max)),
         };
+        // The scheduler limits the cached tokens by the sum of all prompts, of which only the first one is in the index.
+        let first_prompt = hashes.as_ref().filter(|_| further_prompt_tokens > 0).map(|hashed| {
+            let reusable = prompt_tokens.saturating_sub(1) / block_size.get() as usize;
+            hashed.block_hashes().iter().copied().take(reusable).collect()
+        });
         let prompt_tokens = u32::try_from(prompt_tokens).map_err(too_long)?;
         let prompt_tokens = prompt_tokens.saturating_add(further_prompt_tokens).min(weight_tokens);
         let speculative_prompt = hashes.as_ref().filter(|_| speculates);
@@ -137,6 +144,7 @@ impl Prepared {
         let kind = kind_of(options);
         Ok(Self {
             hashes,
+            first_prompt,
             wants_overlap,
             prompt,
             prompt_tokens,
@@ -180,7 +188,8 @@ impl Prepared {
 
     /// Block hashes of the overlap query, if one is needed.
     pub(super) fn block_hashes(&self) -> Option<&Arc<[BlockHash]>> {
-        self.hashes.as_ref().filter(|_| self.wants_overlap).map(HashedPrompt::block_hashes)
+        let hashes = self.hashes.as_ref().filter(|_| self.wants_overlap)?;
+        Some(self.first_prompt.as_ref().unwrap_or(hashes.block_hashes()))
     }
 
     pub(super) fn hashes(&self) -> Option<&HashedPrompt> {
