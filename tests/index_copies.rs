@@ -15,27 +15,27 @@ use proptest::prelude::*;
 
 use crate::effort::effort;
 
-const RANK: WorkerRank = WorkerRank::new(WorkerId(1), 0);
+pub(crate) const RANK: WorkerRank = WorkerRank::new(WorkerId(1), 0);
 
-fn event(data: KvEvent) -> RouterEvent {
+pub(crate) fn event(data: KvEvent) -> RouterEvent {
     RouterEvent { rank: RANK, tier: StorageTier::Device, data }
 }
 
-fn registered() -> Index {
+pub(crate) fn registered() -> Index {
     let mut index = Index::new();
     assert!(index.register(RANK, Slot(0), Generation(1)));
     index
 }
 
 /// The name of a prompt's last block.
-fn name(prefix: &[u64]) -> EngineHash {
+pub(crate) fn name(prefix: &[u64]) -> EngineHash {
     EngineHash(
         prefix.iter().fold(7, |name: u64, block| (name ^ block).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)),
     )
 }
 
 /// A store of a prompt's blocks from the `from`-th on.
-fn stored(prompt: &[u64], from: usize) -> KvEvent {
+pub(crate) fn stored(prompt: &[u64], from: usize) -> KvEvent {
     let block = |at: usize| StoredBlock { engine_hash: name(&prompt[..=at]), block_hash: BlockHash(prompt[at]) };
     KvEvent::Stored {
         parent: (from > 0).then(|| name(&prompt[..from])),
@@ -43,17 +43,17 @@ fn stored(prompt: &[u64], from: usize) -> KvEvent {
     }
 }
 
-fn removed(prefix: &[u64]) -> KvEvent {
+pub(crate) fn removed(prefix: &[u64]) -> KvEvent {
     KvEvent::Removed { blocks: vec![name(prefix)] }
 }
 
-fn apply(index: &mut Index, data: KvEvent) -> Applied {
+pub(crate) fn apply(index: &mut Index, data: KvEvent) -> Applied {
     let applied = index.apply(&event(data));
     index.check_invariants();
     applied
 }
 
-fn held(index: &Index, prompt: &[u64]) -> usize {
+pub(crate) fn held(index: &Index, prompt: &[u64]) -> usize {
     let hashes: Vec<_> = prompt.iter().copied().map(BlockHash).collect();
     let mut overlaps = Overlaps::default();
     index.overlaps(&hashes, &mut overlaps);
@@ -91,7 +91,7 @@ fn the_number_of_copies_is_bounded() {
 
 /// Mode of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mode {
+pub(crate) enum Mode {
     Plain,
     /// Reused blocks are announced again.
     ReportsReused,
@@ -100,7 +100,7 @@ enum Mode {
 }
 
 #[derive(Clone, Debug)]
-enum Op {
+pub(crate) enum Op {
     /// A prompt, and whether more tokens follow its last complete block.
     Begin {
         prompt: Vec<u64>,
@@ -120,27 +120,27 @@ enum Op {
 }
 
 /// An engine's cache: each slot holds the last block of a complete prefix.
-struct Cache {
+pub(crate) struct Cache {
     slots: Vec<(Option<Vec<u64>>, usize)>,
     /// Unused slots. The first is taken next.
-    free: VecDeque<usize>,
+    pub(crate) free: VecDeque<usize>,
     /// By prefix: the slots that hold it, in the order in which they were filled.
-    held: BTreeMap<Vec<u64>, Vec<usize>>,
-    running: Vec<(Vec<u64>, Vec<usize>)>,
-    events: Vec<KvEvent>,
+    pub(crate) held: BTreeMap<Vec<u64>, Vec<usize>>,
+    pub(crate) running: Vec<(Vec<u64>, Vec<usize>)>,
+    pub(crate) events: Vec<KvEvent>,
 }
 
 impl Cache {
-    fn new(slots: usize) -> Self {
+    pub(crate) fn new(slots: usize) -> Self {
         let (running, events) = (Vec::new(), Vec::new());
         Self { slots: vec![(None, 0); slots], free: (0..slots).collect(), held: BTreeMap::new(), running, events }
     }
 
-    fn hit(&self, prompt: &[u64]) -> usize {
+    pub(crate) fn hit(&self, prompt: &[u64]) -> usize {
         (1..=prompt.len()).take_while(|len| self.held.contains_key(&prompt[..*len])).count()
     }
 
-    fn run(&mut self, op: &Op) {
+    pub(crate) fn run(&mut self, op: &Op) {
         match op {
             Op::Begin { prompt, is_partial, mode } => self.begin(prompt, *is_partial, *mode),
             Op::Generate { which, block } if !self.running.is_empty() && !self.free.is_empty() => {

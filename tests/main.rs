@@ -38,6 +38,7 @@ mod import_cycles;
 mod index_budget;
 mod index_copies;
 mod index_groups;
+mod index_proofs;
 mod index_properties;
 mod ingest;
 mod ingest_properties;

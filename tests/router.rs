@@ -7,7 +7,7 @@ use pointsman::error::{Down, MembershipError, RequestError, RouteError, StartErr
 use pointsman::internals::config::IndexConfig;
 use pointsman::internals::config::LoadConfig;
 use pointsman::policy::Policy;
-use pointsman::protocol::{WorkerConfig, WorkerId, WorkerMap, WorkerRank};
+use pointsman::protocol::{KvEvent, WorkerConfig, WorkerId, WorkerMap, WorkerRank};
 use pointsman::test_support::rank;
 use pointsman::{AddRequest, Prompt, Rejection, RequestOptions, RouteRequest, Router, RouterConfig};
 use tokio::sync::watch;
@@ -30,6 +30,36 @@ async fn requests_follow_their_prefix() {
     placement.output_block(Some(0.5)).expect("a share");
     assert_eq!(loads(&router).await[5], (1, 11, 0), "half of 20 + 2 blocks");
     drop(placement);
+    assert_at_rest(&router).await;
+}
+
+/// A router that starts late has missed the first blocks of a prompt, whose end an engine has stored.
+#[tokio::test]
+async fn answers_show_a_prompt_whose_first_events_were_missed() {
+    let router = router(config(), 1).await;
+    let prompts = [1, 2, 3].map(|seed| tokens(seed, 20));
+    for prompt in &prompts[..2] {
+        let mut event = stored(rank(0), prompt);
+        let KvEvent::Stored { parent, blocks } = &mut event.data else { panic!("{event:?}") };
+        *parent = Some(blocks[15].engine_hash);
+        blocks.drain(..16);
+        router.apply_events(vec![event]).await.expect("up");
+    }
+    let several = RequestOptions { further_prompt_tokens: 80, ..RequestOptions::default() };
+    for (prompt, options, overlap_blocks) in [
+        (&prompts[0], RequestOptions::default(), 20),
+        (&prompts[1], several, 0), // the engine reports the sum of all prompts
+        (&prompts[2], RequestOptions::default(), 0), // events may follow
+    ] {
+        let request = RouteRequest { options, ..RouteRequest::new("a", Prompt::Tokens(prompt)) };
+        let placement = router.route(request).await.expect("placed");
+        assert_eq!(placement.cached_tokens(), 0);
+        placement.delivered_cached_tokens(64);
+        drop(placement);
+        router.flush().await.expect("up");
+        let best = router.find_best_match(RouteRequest::query(Prompt::Tokens(prompt))).await.expect("a match");
+        assert_eq!(best.overlap_blocks(), overlap_blocks);
+    }
     assert_at_rest(&router).await;
 }
 

@@ -296,7 +296,8 @@ async fn start_actors(
     }
     .watch();
     let block_size = Arc::clone(&views.block_size);
-    let edge = Arc::new(Edge::new(config, block_size, clock, meters, ender, health));
+    let shards = Arc::clone(&strands.shards);
+    let edge = Arc::new(Edge::new(config, block_size, clock, meters, ender, shards, health));
     Ok(Router { inner: Arc::new(Inner { edge, intake, views, strands, shared_cache, supervisor }) })
 }
 

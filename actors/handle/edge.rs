@@ -9,6 +9,7 @@ use crate::actors::delivery::strand::Strand;
 use crate::actors::health::{HealthActor, HealthMsg};
 use crate::actors::io::clock::Clock;
 use crate::actors::lease_ender::LeaseEnder;
+use crate::actors::radix::shards::Shards;
 use crate::actors::telemetry::Meters;
 use crate::actors::views::block_size::BlockSizeCell;
 use crate::actors::views::rank::RankEntry;
@@ -26,6 +27,7 @@ pub(super) struct Edge {
     pub(super) clock: Clock,
     pub(super) meters: Arc<Meters>,
     pub(super) ender: Arc<LeaseEnder>,
+    pub(super) shards: Arc<Shards>,
     health: Arc<Strand<HealthActor>>,
     outcomes_gate: Arc<Semaphore>,
 }
@@ -37,9 +39,11 @@ impl Edge {
         clock: Clock,
         meters: Arc<Meters>,
         ender: Arc<LeaseEnder>,
+        shards: Arc<Shards>,
         health: Arc<Strand<HealthActor>>,
     ) -> Self {
-        Self { config, block_size, clock, meters, ender, health, outcomes_gate: Arc::new(Semaphore::new(OUTCOMES_MAX)) }
+        let outcomes_gate = Arc::new(Semaphore::new(OUTCOMES_MAX));
+        Self { config, block_size, clock, meters, ender, shards, health, outcomes_gate }
     }
 
     /// Reports the outcome of a request sent to the rank at `began`. An outcome that changes no state sends no message.

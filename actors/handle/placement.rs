@@ -10,8 +10,9 @@ use crate::actors::telemetry::{Prediction, RoutePhases};
 use crate::actors::views::rank::RankEntry;
 use crate::error::RequestError;
 use crate::health::Outcome;
+use crate::ingest::StreamState;
 use crate::load::{TokenPace, Weight};
-use crate::protocol::Timestamp;
+use crate::protocol::{BlockHash, Timestamp};
 use crate::schedule::{Decision, ResolvedTargets};
 
 /// Minimum number of tokens after the first from which a mean time between tokens is compared with its prediction.
@@ -28,6 +29,8 @@ pub struct Placement {
     address: Arc<SequenceAddress>,
     decision: Decision,
     prediction: Prediction,
+    /// Blocks of the prompt, if a report can prove that they are cached.
+    prompt: Option<Arc<[BlockHash]>>,
     targets: Option<ResolvedTargets>,
     /// Pace of the output, for a prediction or a target of it.
     pace: Mutex<TokenPace>,
@@ -40,11 +43,11 @@ impl Placement {
         (guard, phases): (LeaseGuard, Option<RoutePhases>),
         address: Arc<SequenceAddress>,
         decision: Decision,
-        prediction: Prediction,
+        (prediction, prompt): (Prediction, Option<Arc<[BlockHash]>>),
         targets: Option<ResolvedTargets>,
     ) -> Self {
         let (pace, told_outcome) = (Mutex::default(), AtomicBool::new(false));
-        Self { guard, phases, address, decision, prediction, targets, pace, told_outcome }
+        Self { guard, phases, address, decision, prediction, prompt, targets, pace, told_outcome }
     }
 
     /// Endpoint of the rank's worker, from its configuration.
@@ -101,13 +104,18 @@ impl Placement {
 
     /// Reports the prompt tokens that the engine found in its cache, from the usage of a response. Only the first
     /// report counts. Metrics use it to compare predicted with delivered cached tokens, and to detect kinds of requests
-    /// whose predictions always fail.
+    /// whose predictions always fail. The index uses it to learn of blocks whose events were missed.
     pub fn delivered_cached_tokens(&self, tokens: u32) {
         if self.prediction.is_first_report() {
             let predicted = self.cached_tokens();
             self.guard.edge().meters.delivered(&self.prediction, predicted, tokens);
             if self.prediction.kind().is_some() {
                 self.address.entry.counts.reported(self.prediction.prompt_tokens(), predicted, tokens);
+            }
+            let entry = &self.address.entry;
+            let is_cold = tokens > 0 && entry.source.state() == Some(StreamState::Cold);
+            if let Some(prompt) = self.prompt.as_ref().filter(|_| tokens > predicted || is_cold) {
+                self.guard.edge().shards.prove(entry, prompt, tokens / self.block_size(), is_cold);
             }
         }
     }

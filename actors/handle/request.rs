@@ -203,7 +203,12 @@ impl Prepared {
     /// Kind of the request for predictions of cached tokens. `None` without an overlap query, and for prompts shorter
     /// than one block, which cannot be cached.
     pub(super) fn predicted_kind(&self) -> Option<PromptKind> {
-        self.block_hashes().filter(|hashes| !hashes.is_empty()).and(self.kind)
+        self.provable().and(self.kind)
+    }
+
+    /// Blocks of a prompt of which an answer can prove that they are cached. One of several prompts is not alone in it.
+    pub(super) fn provable(&self) -> Option<&Arc<[BlockHash]>> {
+        self.block_hashes().filter(|hashes| !hashes.is_empty() && self.kind.is_some())
     }
 }
 

@@ -74,7 +74,8 @@ impl Router {
                 }
                 meters.placed(prepared.prompt_tokens(), block_size.tokens(), &decision, prediction.kind().is_some());
                 address.entry.counts.placed();
-                return Ok(Placement::new((guard, phases), address, decision, prediction, prepared.targets()));
+                let (prompt, targets) = (prepared.provable().cloned(), prepared.targets());
+                return Ok(Placement::new((guard, phases), address, decision, (prediction, prompt), targets));
             }
             attempts += 1;
             if attempts == PLACEMENTS_MAX {

@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::Radix;
+use super::{Radix, RadixMsg};
 use crate::actors::delivery::gate::Gate;
 use crate::actors::delivery::strand::Strand;
+use crate::actors::views::rank::RankEntry;
 use crate::actors::views::status::RouterStatus;
 use crate::error::Down;
-use crate::protocol::WorkerRank;
+use crate::protocol::{BlockHash, WorkerRank};
 use crate::shell::CurrentIncarnation;
 use crate::shell::shard::shard_of;
 
@@ -89,11 +90,20 @@ impl Shards {
     }
 
     /// Takes permits to queue `blocks` blocks at a shard; `None` while the shard is behind.
-    #[cfg(feature = "replicas")]
     pub(crate) fn try_admit(&self, shard: usize, blocks: usize) -> Option<OwnedSemaphorePermit> {
         let weight = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, self.event_blocks_max);
         let Shard { strand, gate, .. } = &self.shards[shard];
         Arc::clone(gate.room(strand)).try_acquire_many_owned(weight).ok()
+    }
+
+    /// Reports that the engine of a rank took the first `blocks` blocks of a prompt from its cache. While the shard is
+    /// behind, the report is dropped.
+    pub(crate) fn prove(&self, entry: &RankEntry, prompt: &Arc<[BlockHash]>, blocks: u32, is_cold: bool) {
+        let shard = self.number_of(entry.rank);
+        if let Some(permit) = self.try_admit(shard, prompt.len()) {
+            let (rank, generation, prompt) = (entry.rank, entry.generation, Arc::clone(prompt));
+            self.strand(shard).tell(RadixMsg::Proven { rank, generation, prompt, blocks, is_cold, permit });
+        }
     }
 
     /// Blocks of queued events, over all shards.
@@ -112,7 +122,7 @@ impl Shards {
     /// Sends events of one generation of a rank to its shard. Waits while the shard is behind.
     pub(crate) async fn apply_of(
         &self,
-        entry: &crate::actors::views::rank::RankEntry,
+        entry: &RankEntry,
         events: Vec<crate::protocol::RouterEvent>,
         status: &RouterStatus,
     ) {
@@ -120,7 +130,7 @@ impl Shards {
         let blocks = events.iter().map(|event| event.data.block_count().max(1)).sum();
         if let Ok(permit) = self.admit(shard, blocks, status).await {
             let only = Some((entry.slot, entry.generation));
-            self.strand(shard).tell(super::RadixMsg::Apply { events, only, permit });
+            self.strand(shard).tell(RadixMsg::Apply { events, only, permit });
         }
     }
 }

@@ -24,6 +24,8 @@ pub struct Applied {
     pub waiting: u64,
     /// Pending blocks whose parent this event stored; now held.
     pub adopted: u64,
+    /// Proven by an answer, and held since.
+    pub proven: u64,
     /// Offloaded without content, under names that the rank does not hold; ignored.
     pub unknown_contents: u64,
     /// Stored in or removed from a cache group beside the main attention.
@@ -49,6 +51,7 @@ impl AddAssign for Applied {
         self.copies += other.copies;
         self.waiting += other.waiting;
         self.adopted += other.adopted;
+        self.proven += other.proven;
         self.unknown_contents += other.unknown_contents;
         self.grouped += other.grouped;
         self.removed += other.removed;

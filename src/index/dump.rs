@@ -1,7 +1,7 @@
 //! Dump of an index as a list of KV events.
 //!
 //! An index with the same ranks registered that applies the dump in order has the same overlaps and reacts equally to
-//! further events. Parents come before children, and equal indexes have equal dumps.
+//! further events. Parents come before children, and equal indexes have equal dumps. Proven blocks are left out.
 
 use std::collections::BTreeMap;
 
@@ -87,7 +87,10 @@ impl Dump<'_> {
         for ((_, id), needed) in self.needed() {
             let node = self.tree.node(id);
             let blocks = (0..needed.len).map(|offset| {
-                let held = needed.span.map(|span| self.residence.span(span)).filter(|span| span.holds(offset));
+                let held = needed
+                    .span
+                    .map(|span| self.residence.span(span))
+                    .filter(|span| span.holds(offset) && !self.rank.is_proven(self.tier, span.name(offset)));
                 let engine_hash = match held {
                     Some(span) => span.name(offset),
                     None => self.fill(id, offset),

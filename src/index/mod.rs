@@ -18,6 +18,7 @@
 //! - Lower tiers extend a rank's device hit, each from the end of the nearer tier. Stores may name a parent in any tier
 //!   of the rank, and are pending while the parent is unknown.
 //! - Cache groups beside the main attention hold names without a position. They shorten the device hit: `groups.rs`.
+//! - Answers prove blocks that no event has stored: `proven.rs`.
 //!
 //! Overlaps depend only on the held blocks, not on the order or batching of events or on the shape of the tree. No
 //! event is an error; anomalies are counted in [`Applied`].
@@ -48,6 +49,7 @@ mod holdings;
 mod lower;
 mod names;
 mod overlaps;
+mod proven;
 mod query;
 mod rank;
 #[cfg(any(test, feature = "test-support"))]
@@ -74,7 +76,7 @@ pub use overlaps::{Extension, Hit, Overlaps};
 
 use crate::protocol::{BlockHash, WorkerRank};
 use crate::protocol::{EngineHash, Generation, KvEvent, RepeatedStore, RouterEvent, Slot, StorageTier};
-use crate::protocol::{StoredBlock, WorkerId};
+use crate::protocol::{StoredBlock, Timestamp, WorkerId};
 use budget::Budget;
 use rank::{RankBlocks, lower_idx};
 use residence::Residence;
@@ -119,6 +121,8 @@ pub struct Index {
     /// Host-pinned, disk and external; each is created by its first store.
     lower: [Option<Box<Tree>>; 3],
     budget: Option<Box<Budget>>,
+    /// Time of the next turn of proven names, while there are any.
+    proven_turn: Option<Timestamp>,
     hasher: RandomState,
 }
 
@@ -159,6 +163,7 @@ impl Index {
             device: Tree::new(hasher.clone()),
             lower: [None, None, None],
             budget: None,
+            proven_turn: None,
             hasher,
         }
     }
@@ -229,7 +234,13 @@ impl Index {
 
     fn change(&mut self, slot: Slot, event: &RouterEvent) -> Applied {
         match &event.data {
-            KvEvent::Stored { parent, blocks } => self.store(slot, event.tier, *parent, blocks),
+            KvEvent::Stored { parent, blocks } => {
+                let applied = self.store(slot, event.tier, *parent, blocks);
+                if event.tier == StorageTier::Device && self.rank(slot).proven.is_some() {
+                    self.supersede_proven(slot, blocks);
+                }
+                applied
+            }
             KvEvent::Removed { blocks } => self.remove(slot, event.tier, blocks),
             KvEvent::Offloaded { parent, blocks } => self.offload(slot, event.tier, *parent, blocks),
             KvEvent::Cleared => Applied { removed: self.clear(slot) as u64, ..Applied::default() },
@@ -358,6 +369,7 @@ impl Index {
         self.remove_waiting(slot, tier, &pending);
         if tier == StorageTier::Device {
             self.forget_groups(slot);
+            self.rank_mut(slot).proven = None;
         }
         let names = self.rank(slot).residence(tier).map_or(0, Residence::removable);
         if names == 0 {
@@ -372,6 +384,10 @@ impl Index {
 
     fn rank(&self, slot: Slot) -> &RankBlocks {
         self.ranks[slot.index()].as_ref().expect("every registered slot has a rank")
+    }
+
+    fn rank_mut(&mut self, slot: Slot) -> &mut RankBlocks {
+        self.ranks[slot.index()].as_mut().expect("every registered slot has a rank")
     }
 
     fn tree(&self, tier: StorageTier) -> Option<&Tree> {

@@ -6,8 +6,8 @@ use super::{Index, hold};
 use crate::protocol::{EngineHash, StorageTier, WorkerRank};
 
 impl Index {
-    /// Digest of all names that the rank holds or that wait for a parent; `None` if it is not registered. One step per
-    /// tier and waiting block.
+    /// Digest of all names of the engine that the rank holds or that wait for a parent; `None` if it is not registered.
+    /// One step per tier, waiting block and proven block.
     ///
     /// ```
     /// use pointsman::internals::index::{BlockDigest, Index};
@@ -22,12 +22,14 @@ impl Index {
     #[must_use]
     pub fn digest_of(&self, rank: WorkerRank) -> Option<BlockDigest> {
         let blocks = self.rank(self.slot_of(rank)?);
-        let waiting: BlockDigest = blocks.waiting_names().collect();
+        let (waiting, proven): (BlockDigest, BlockDigest) =
+            (blocks.waiting_names().collect(), blocks.proven_names().collect());
         let held = |digest: BlockDigest, residence: &Residence| BlockDigest {
             sum: digest.sum.wrapping_add(residence.digest()),
             blocks: digest.blocks + residence.names_count() as u64,
         };
-        Some(blocks.residences().map(|(_, residence)| residence).fold(waiting, held))
+        let all = blocks.residences().map(|(_, residence)| residence).fold(waiting, held);
+        Some(BlockDigest { sum: all.sum.wrapping_sub(proven.sum), blocks: all.blocks - proven.blocks })
     }
 
     /// The names in the [digest](Self::digest_of) of a rank, each once, in no order; empty if it is not registered.
@@ -37,7 +39,7 @@ impl Index {
         let Some(slot) = self.slot_of(rank) else { return Vec::new() };
         let blocks = self.rank(slot);
         let held = blocks.residences().flat_map(|(tier, residence)| residence.names().map(move |name| (tier, name)));
-        held.chain(blocks.waiting_names()).collect()
+        held.filter(|(tier, name)| !blocks.is_proven(*tier, *name)).chain(blocks.waiting_names()).collect()
     }
 
     /// Removes names of a rank with all copies of their blocks, for names that the engine no longer has. Returns the

@@ -1,13 +1,14 @@
 //! All blocks of one rank.
 //!
-//! Holds one residence per tier, the pending blocks and the names of further cache groups. A rank that never used a lower
-//! tier pays one null pointer for the lower tiers, and one for the groups.
+//! Holds one residence per tier, the pending blocks, the names of further cache groups and those of proven blocks. A rank
+//! pays one null pointer for each part but the device tier that it never used.
 
 use std::mem::size_of;
 
 use ahash::RandomState;
 
 use super::groups::CacheGroups;
+use super::proven::ProvenNames;
 use super::residence::Residence;
 use super::waiting::PendingBlocks;
 use crate::protocol::{EngineHash, StorageTier, WorkerRank};
@@ -20,6 +21,8 @@ pub(super) struct RankBlocks {
     pub(super) counted: usize,
     pub(super) evicted_blocks: u64,
     pub(super) groups: Option<Box<CacheGroups>>,
+    /// Present since the first proof.
+    pub(super) proven: Option<Box<ProvenNames>>,
     device: Residence,
     lower: Option<Box<Lower>>,
 }
@@ -47,6 +50,7 @@ impl RankBlocks {
             counted: 0,
             evicted_blocks: 0,
             groups: None,
+            proven: None,
             device: Residence::new(StorageTier::Device, hasher.clone()),
             lower: None,
         }
@@ -134,7 +138,8 @@ impl RankBlocks {
         let lower = self.lower.as_ref().map_or(0, |lower| {
             size_of::<Lower>() + lower.residences.iter().map(&bytes).sum::<usize>() + lower.waiting.bytes()
         });
-        bytes(&self.device) + lower + self.groups.as_ref().map_or(0, |groups| groups.bytes())
+        let groups = self.groups.as_ref().map_or(0, |groups| groups.bytes());
+        bytes(&self.device) + lower + groups + self.proven.as_ref().map_or(0, |proven| proven.bytes())
     }
 
     fn lower_mut(&mut self, hasher: &RandomState) -> &mut Lower {

@@ -25,9 +25,14 @@ pub(super) struct PendingBlocks {
     blocks: HashMap<TierName, ListedBlock, RandomState>,
     /// By parent, unordered.
     children: HashMap<EngineHash, SmallVec<[TierName; 1]>, RandomState>,
+    /// Blocks of the device tier by content: their number, and the exclusive or of their names.
+    contents: HashMap<BlockHash, (u32, u64), RandomState>,
     /// Heap bytes of the lists that exceed the inline capacity.
     spilled: usize,
 }
+
+/// Number of blocks behind one parent that are compared with a prompt.
+const SIBLINGS_MAX: usize = 64;
 
 /// Parent and content of a pending block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +50,8 @@ struct ListedBlock {
 
 impl PendingBlocks {
     pub(super) fn new(hasher: RandomState) -> Self {
-        Self { blocks: HashMap::with_hasher(hasher.clone()), children: HashMap::with_hasher(hasher), spilled: 0 }
+        let (blocks, children) = (HashMap::with_hasher(hasher.clone()), HashMap::with_hasher(hasher.clone()));
+        Self { blocks, children, contents: HashMap::with_hasher(hasher), spilled: 0 }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -84,6 +90,10 @@ impl PendingBlocks {
         self.blocks.insert(name, ListedBlock { block, at: siblings.len() as u32 });
         siblings.push(name);
         self.spilled += spilled(siblings) - before;
+        if name.0 == StorageTier::Device {
+            let (number, names) = self.contents.entry(block.block_hash).or_default();
+            (*number, *names) = (*number + 1, *names ^ name.1.0);
+        }
         true
     }
 
@@ -99,6 +109,7 @@ impl PendingBlocks {
             self.spilled -= spilled(siblings);
             self.children.remove(&block.parent);
         }
+        self.forget_content(name, block.block_hash);
         self.shrink();
         Some(block)
     }
@@ -110,8 +121,36 @@ impl PendingBlocks {
         let block = |name| (name, self.blocks.remove(&name).expect("a listed block is pending").block);
         let mut children: Vec<_> = names.into_iter().map(block).collect();
         children.sort_unstable_by_key(|(name, _)| *name);
+        children.iter().for_each(|(name, block)| self.forget_content(*name, block.block_hash));
         self.shrink();
         children
+    }
+
+    /// The parent of the only block of the device tier with the first of these contents, if it does not wait itself and
+    /// blocks with the other contents follow.
+    pub(super) fn unknown_parent(&self, contents: &[BlockHash]) -> Option<EngineHash> {
+        let (first, rest) = contents.split_first()?;
+        let (_, name) = self.contents.get(first).filter(|(number, _)| *number == 1)?;
+        let mut name = (StorageTier::Device, EngineHash(*name));
+        let parent = self.get(name)?.parent;
+        for content in rest {
+            let is_next = |child: &&TierName| {
+                child.0 == StorageTier::Device && self.get(**child).is_some_and(|block| block.block_hash == *content)
+            };
+            name = *self.children.get(&name.1)?.iter().take(SIBLINGS_MAX).find(is_next)?;
+        }
+        Some(parent).filter(|parent| self.get((StorageTier::Device, *parent)).is_none())
+    }
+
+    fn forget_content(&mut self, (tier, name): TierName, content: BlockHash) {
+        if tier == StorageTier::Device
+            && let Some((number, names)) = self.contents.get_mut(&content)
+        {
+            (*number, *names) = (*number - 1, *names ^ name.0);
+            if *number == 0 {
+                self.contents.remove(&content);
+            }
+        }
     }
 
     /// Shrinks the maps.
@@ -119,6 +158,7 @@ impl PendingBlocks {
         if self.blocks.len() < self.blocks.capacity() / 4 {
             self.blocks.shrink_to(self.blocks.len() * 2);
             self.children.shrink_to(self.children.len() * 2);
+            self.contents.shrink_to(self.contents.len() * 2);
         }
     }
 
@@ -136,7 +176,8 @@ impl PendingBlocks {
 
     /// Heap bytes owned.
     pub(super) fn bytes(&self) -> usize {
-        self.blocks.allocation_size() + self.children.allocation_size() + self.spilled
+        let maps = self.blocks.allocation_size() + self.children.allocation_size() + self.contents.allocation_size();
+        maps + self.spilled
     }
 
     /// Checks the invariants of the type.
@@ -152,6 +193,8 @@ impl PendingBlocks {
             "counted bytes match the visited bytes"
         );
         assert_eq!(self.children.values().map(|children| children.len()).sum::<usize>(), self.blocks.len());
+        let by_content = self.contents.values().map(|(number, _)| *number as usize).sum::<usize>();
+        assert_eq!(by_content, self.names().filter(|(tier, _)| *tier == StorageTier::Device).count());
     }
 }
 

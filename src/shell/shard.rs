@@ -77,6 +77,21 @@ pub enum ShardMsg<Q, P, S> {
         /// Permit of the shard's gate.
         permit: P,
     },
+    /// An engine has taken the first blocks of a prompt from its cache.
+    Proven {
+        /// The rank.
+        rank: WorkerRank,
+        /// Its generation. Messages of an earlier one are dropped.
+        generation: Generation,
+        /// The prompt.
+        prompt: Arc<[BlockHash]>,
+        /// Number of blocks taken from the cache.
+        blocks: u32,
+        /// Whether events of the rank are lost for good.
+        is_cold: bool,
+        /// Permit of the shard's gate.
+        permit: P,
+    },
     /// A booking in a modelled cache has ended.
     Released {
         /// The booking.
@@ -231,6 +246,15 @@ impl<S: SourceState> ShardShell<S> {
                 }
                 drop(permit);
             }
+            ShardMsg::Proven { rank, generation, prompt, blocks, is_cold, permit } => {
+                // The events of a cold shard are about to be replayed.
+                if self.is_there(rank, generation) && !self.is_cold(rank) {
+                    let now = time.now();
+                    effects.push(ShardEffect::Applied(self.index.prove(rank, &prompt, blocks, is_cold, now)));
+                    self.publish_holdings(rank, now);
+                }
+                drop(permit);
+            }
             ShardMsg::Released { booking, output_blocks } => {
                 if let Some(speculative) = &mut self.speculative {
                     speculative.output_blocks(booking, output_blocks);
@@ -289,6 +313,9 @@ impl<S: SourceState> ShardShell<S> {
     }
 
     fn on_overlap(&mut self, query: &impl OverlapQueryToken, time: &impl TimeSource) {
+        if self.index.has_proven() {
+            self.index.expire_proven(time.now());
+        }
         self.index.overlaps(query.hashes(), &mut self.found);
         if let Some(speculative) = &mut self.speculative {
             speculative.expire(time.now());
@@ -351,7 +378,9 @@ impl<S: SourceState> ShardShell<S> {
                 speculative.observe(event, &self.index);
             }
             if events.get(n + 1).is_none_or(|next| next.rank != event.rank) {
-                self.publish_holdings(event.rank, time.now());
+                let now = time.now();
+                self.index.expire_proven(now);
+                self.publish_holdings(event.rank, now);
             }
             if matches!(event.data, KvEvent::Cleared)
                 && !Defect::ColdForever.is_planted()
