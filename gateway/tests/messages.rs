@@ -239,6 +239,35 @@ async fn a_broken_stream_ends_with_an_error_event() {
     at_rest(&gateway).await;
 }
 
+/// Round-robin: one of two requests starts at the failing worker.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_error_event_before_the_first_token_is_retried_in_both_modes() {
+    let failed = "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"api_error\",\"message\":\"dead\"}}\n\n";
+    let message = [
+        "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{\"role\":\"assistant\"}}\n\n",
+        "event: content_block_delta\ndata: {\"type\":\"content_block_delta\",\"delta\":{\"text\":\"a\"}}\n\n",
+        "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n",
+    ];
+    let chat =
+        ["data: {\"choices\":[{\"delta\":{\"content\":\"a\"},\"finish_reason\":\"stop\"}]}\n\n", "data: [DONE]\n\n"];
+    for (mode, served) in [(MessagesMode::Pass, message.to_vec()), (MessagesMode::Translate, chat.to_vec())] {
+        let bad = Scripted::start(move |_| [stream(&[message[0], failed]), vec![stream_end()]].concat()).await;
+        let good = Scripted::start(move |_| [stream(&served), vec![stream_end()]].concat()).await;
+        let settings = settings(vec![worker(1, &bad.url(), 1), worker(2, &good.url(), 1)]);
+        let gateway = gateway(messages_mode(settings, mode)).await;
+        while bad.requests().is_empty() {
+            let answer = post(&gateway, MESSAGES, &body(true)).await;
+            let events = events(&answer);
+            assert_eq!((answer.status, events[events.len() - 1].0), (200, "message_stop"), "{answer:?}");
+        }
+        at_rest(&gateway).await;
+        drop(good);
+        let answer = post(&gateway, MESSAGES, &body(true)).await;
+        assert_eq!((answer.status, error_type(&answer).as_str()), (500, "api_error"));
+        assert_eq!(answer.json()["error"]["message"], "dead");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_disconnects_frees_its_booking() {
     let chunk = "data: {\"choices\":[{\"delta\":{\"content\":\"a\"}}]}\n\n";

@@ -39,3 +39,4 @@ mod json;
 pub mod live;
 pub mod migration;
 pub mod openai;
+pub mod stream_error;

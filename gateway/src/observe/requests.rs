@@ -41,8 +41,8 @@ metric_table! {
     CLIENT_GONE: counter "pointsman_gateway_client_gone_total" [] =
         "Requests whose client disconnected before the end of the response.";
     BROKEN: counter "pointsman_gateway_streams_broken_total" ["reason"] =
-        "Responses cut off after their start: the worker broke off, timed out or omitted the end mark, or the \
-         gateway ended.";
+        "Responses that failed after their start: the worker broke off, sent an error event, timed out or omitted \
+         the end mark, or the gateway ended.";
     /// Rendered by [`workers`](crate::pools::workers) directly, like the next three.
     WORKER_REQUESTS: counter "pointsman_gateway_worker_requests_total"
         ["model", "worker", "worker_endpoint", "status", "outcome"] =
@@ -83,11 +83,13 @@ pub(crate) enum RetryReason {
 }
 
 named! {
-/// Reason of a cut-off response.
+/// Reason of a response that failed after its start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StreamBreak {
     /// The worker broke off.
     Broken = "broken",
+    /// The worker sent an error event.
+    Error = "error",
     /// Idle timeout.
     Idle = "idle",
     /// Shutdown of the gateway.

@@ -194,28 +194,26 @@ impl Account {
         self.model.migrations[MigrationResult::Resumed as usize].increment(1);
     }
 
-    /// Counts a failure of the worker that the client receives as an error event.
-    pub(crate) fn not_resumed(&self) {
-        if let Some(result) = self.on_break {
-            self.model.migrations[result as usize].increment(1);
-        }
-    }
-
     /// Records the complete end of the response.
     pub(crate) fn complete(&mut self) {
+        self.complete_as(self.status);
+    }
+
+    /// The same for a response whose end reports this status.
+    pub(crate) fn complete_as(&mut self, status: u16) {
         if !std::mem::replace(&mut self.is_over, true) {
-            self.outcome = self.access.outcome_of(self.status);
+            self.outcome = self.access.outcome_of(status);
             self.model.whole.record(self.started.elapsed());
         }
     }
 
-    /// Records a cut-off response.
+    /// Records a response that was cut off, or that the worker ended with an error event.
     pub(crate) fn broke(&mut self, reason: StreamBreak) {
         if !std::mem::replace(&mut self.is_over, true) {
             self.outcome = reason.name();
             self.meters.broken[reason as usize].increment(1);
-            if reason != StreamBreak::Drain {
-                self.not_resumed();
+            if let Some(result) = self.on_break.filter(|_| reason != StreamBreak::Drain) {
+                self.model.migrations[result as usize].increment(1);
             }
         }
     }

@@ -43,7 +43,8 @@ pub(crate) enum Cut {
 impl Cut {
     fn reason(&self) -> StreamBreak {
         match self {
-            Self::Broken(_) | Self::Failed => StreamBreak::Broken,
+            Self::Broken(_) => StreamBreak::Broken,
+            Self::Failed => StreamBreak::Error,
             Self::Idle(_) => StreamBreak::Idle,
             Self::Incomplete => StreamBreak::Incomplete,
         }
@@ -147,13 +148,23 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
     }
 
     fn complete(&mut self) {
+        let body = self.body.as_ref().filter(|_| self.checked.is_some());
+        let error = body.and_then(PlacedBody::error_status);
         if let Some(account) = &mut self.account {
-            account.complete();
+            match error {
+                Some(429 | 500..) => account.broke(StreamBreak::Error),
+                Some(status) => account.complete_as(status),
+                None => account.complete(),
+            }
         }
         if let Some(prefill) = &mut self.prefill {
             prefill.decode_abort.ended();
         }
-        self.sent.completed();
+        match error {
+            Some(429 | 500..) => self.sent.ended(Outcome::ServerError.label()),
+            Some(_) => self.sent.ended("client_error"),
+            None => self.sent.completed(),
+        }
     }
 
     /// Whether a required end mark is missing.

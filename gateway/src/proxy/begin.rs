@@ -10,13 +10,15 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use axum::body::Bytes;
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::header::CONTENT_TYPE;
+use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use pointsman::{AnswerKind, AnswerReader};
 
 use super::failure::Failure;
+use crate::formats::stream_error::body_of;
 use crate::net::upstream::UpstreamError;
 
 /// Maximum held bytes, except for the frame that exceeds them.
@@ -71,8 +73,7 @@ impl ResponseStart {
             reader.end();
         }
         if let Some(status @ (429 | 500..)) = reader.error_status() {
-            let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-            return Err(Failure::Status { status, headers: HeaderMap::new(), body: None });
+            return Err(error_event(status, &held));
         }
         let is_valid = reader.has_opened() && (!has_ended || reader.is_complete());
         if is_valid {
@@ -81,6 +82,15 @@ impl ResponseStart {
             Err(Failure::Invalid(defect(&reader, kind, has_ended)))
         }
     }
+}
+
+/// The failure that an error event reports, as if the worker had responded with its status.
+fn error_event(status: u16, held: &VecDeque<Frame<Bytes>>) -> Failure {
+    let stream: Vec<_> = held.iter().filter_map(Frame::data_ref).map(Bytes::as_ref).collect();
+    let body = Some(body_of(&stream.concat(), status));
+    let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let headers = HeaderMap::from_iter([(CONTENT_TYPE, HeaderValue::from_static("application/json"))]);
+    Failure::Status { status, headers, body }
 }
 
 fn broken(error: hyper::Error) -> Failure {

@@ -28,7 +28,7 @@ pub(super) enum Failure {
     Status {
         status: StatusCode,
         headers: HeaderMap,
-        /// Absent if too long, broken off, or if the status came in an error event.
+        /// Absent if too long or broken off.
         body: Option<Bytes>,
     },
 }

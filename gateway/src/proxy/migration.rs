@@ -25,7 +25,7 @@ use super::attempts::{AttemptLoop, WorkerResponse};
 use super::begin::ResponseStart;
 use super::reports::siblings;
 use crate::formats::migration::{ResumableRequest, Resume, StreamJoiner, StreamState};
-use crate::observe::requests::MigrationResult;
+use crate::observe::requests::{MigrationResult, StreamBreak};
 use crate::proxy::account::Account;
 use crate::proxy::context::RequestContext;
 use crate::proxy::routable::RoutableRequest;
@@ -184,8 +184,7 @@ impl Migrating {
         if let Some(account) = &mut self.answer.account {
             account.breaks_as(result);
             if self.joiner.has_failed() {
-                account.not_resumed();
-                account.complete();
+                account.broke(StreamBreak::Error);
                 return self.joiner.error();
             }
         }

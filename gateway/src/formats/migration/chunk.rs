@@ -21,26 +21,12 @@ pub(super) struct Chunk<'a> {
     pub(super) usage: Option<&'a RawValue>,
     pub(super) prompt_token_ids: Option<&'a RawValue>,
     error: Option<&'a RawValue>,
-    code: Option<&'a RawValue>,
-}
-
-/// Status of an error.
-#[derive(Deserialize)]
-struct ErrorStatus {
-    code: Option<u16>,
 }
 
 impl Chunk<'_> {
     /// Whether the event is an error.
     pub(super) fn is_error(&self) -> bool {
         self.error.is_some() || self.object.is_some_and(|object| object.get() == "\"error\"")
-    }
-
-    /// Whether the event is an error with a status of 500 or above.
-    pub(super) fn is_server_error(&self) -> bool {
-        let inner = self.error.and_then(|error| serde_json::from_str::<ErrorStatus>(error.get()).ok()?.code);
-        let status = inner.or_else(|| self.code.and_then(|code| code.get().parse().ok()));
-        self.is_error() && status.is_some_and(|status| status >= 500)
     }
 }
 

@@ -5,6 +5,7 @@
 //! Memory is bounded by the longest resumable output and one event.
 
 use axum::body::Bytes;
+use pointsman::{AnswerKind, AnswerReader};
 
 use super::chunk::{Choice, Chunk, Edits, Usage};
 use super::request::ResumableRequest;
@@ -258,7 +259,8 @@ impl StreamJoiner {
             self.end_resumability(StreamState::Unsound);
             return None;
         };
-        if self.state() == StreamState::Resumable && chunk.is_server_error() {
+        let may_fail = chunk.is_error() || chunk.choices.is_none();
+        if may_fail && self.state() == StreamState::Resumable && is_server_error(event) {
             self.error = event.to_vec();
             return Some(Vec::new());
         }
@@ -360,6 +362,13 @@ impl StreamJoiner {
         let edit = edit.set_present("completion_tokens", completion.to_string());
         Some(edit.set_present("total_tokens", prompt.saturating_add(completion).to_string()).finish())
     }
+}
+
+/// Whether the event is an error that the request did not cause.
+fn is_server_error(event: &[u8]) -> bool {
+    let mut reader = AnswerReader::new(AnswerKind::Events);
+    reader.read(event);
+    matches!(reader.error_status(), Some(429 | 500..))
 }
 
 /// End of the last whole event; 0 without one. The events before `from` are known to be incomplete.

@@ -11,7 +11,7 @@ use tokio::net::TcpSocket;
 use crate::alone;
 use crate::common::proxy::{
     self, Act, Answer, EVENT, FINE, FINE_JSON, Scripted, chunk, chunked_head, eventually, full_response, gateway,
-    receive, request, send, stream_end, until, write,
+    receive, request, send, stream, stream_end, until, write,
 };
 use crate::faults::{
     Client, DONE, PATH, body, counting_outcomes, expect_idle, expect_no_failure, expect_outcome, metric, router,
@@ -19,6 +19,16 @@ use crate::faults::{
 };
 
 const ROLE: &str = "data: {\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}]}\n\n";
+
+/// Error events of engines without a numeric status.
+const ERROR_EVENTS: [&str; 6] = [
+    "data: {\"error\":{\"message\":\"dead\",\"type\":\"server_error\",\"code\":\"internal_error\"}}\n\n",
+    "data: {\"error\":\"dead\"}\n\n",
+    "data: {\"object\":\"error\",\"message\":\"dead\"}\n\n",
+    "event: error\ndata: dead\n\n",
+    "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"api_error\",\"message\":\"dead\"}}\n\n",
+    "data: {\"type\":\"response.failed\",\"response\":{\"error\":{\"code\":\"server_error\",\"message\":\"dead\"}}}\n\n",
+];
 
 /// One worker per script, behind a gateway that counts a single failure.
 async fn fleet(answers: &[Vec<Act>]) -> (Vec<Scripted>, Gateway) {
@@ -85,8 +95,77 @@ async fn failures_count_if_another_worker_serves_the_request() {
     counts(vec![chunked_head(), chunk(ROLE), Act::Reset], Outcome::Reset).await;
     let error = "data: {\"error\":{\"message\":\"EngineCore died\",\"code\":500}}\n\n";
     counts(vec![chunked_head(), chunk(error), chunk(DONE), stream_end()], Outcome::ServerError).await;
+    for event in ERROR_EVENTS {
+        for role in ["", ROLE] {
+            let steps = vec![chunked_head(), chunk(role.to_owned() + event), chunk(DONE), stream_end()];
+            counts(steps, Outcome::ServerError).await;
+        }
+    }
+    let busy = "data: {\"type\":\"error\",\"error\":{\"type\":\"overloaded_error\",\"message\":\"busy\"}}\n\n";
+    counts(vec![chunked_head(), chunk(busy), stream_end()], Outcome::Refused { retry_after: None }).await;
     let busy = "HTTP/1.1 503 Busy\r\nretry-after: 7\r\ncontent-length: 0\r\n\r\n";
     counts(vec![write(busy)], Outcome::Refused { retry_after: Some(Duration::from_secs(7)) }).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_error_event_that_no_worker_avoids_is_a_response() {
+    let _alone = alone().await;
+    let busy = "data: {\"error\":{\"message\":\"dead\",\"type\":\"overloaded_error\"}}\n\n";
+    for (event, status) in ERROR_EVENTS.map(|event| (event, 500)).into_iter().chain([(busy, 503)]) {
+        let (workers, gateway) = fleet(&[stream(&[ROLE, event]), stream(&[event])]).await;
+        let answer = ask(&gateway).await;
+        assert_eq!((answer.status, &answer.json()["error"]["message"]), (status, &"dead".into()), "{answer:?}");
+        assert_eq!(answer.header("content-type"), Some("application/json"));
+        assert_eq!(request_count(&workers), 2, "{event}");
+        expect_no_failure(&gateway).await;
+        expect_idle(&gateway).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_error_event_of_the_request_itself_is_forwarded() {
+    let _alone = alone().await;
+    for event in [
+        "data: {\"error\":{\"message\":\"long\",\"type\":\"BadRequestError\",\"code\":400}}\n\n",
+        "data: {\"error\":{\"message\":\"long\",\"code\":\"context_length_exceeded\"}}\n\n",
+        "data: {\"error\":\"maximum context length is 9 tokens\"}\n\n",
+        "data: {\"type\":\"error\",\"error\":{\"type\":\"invalid_request_error\",\"message\":\"schema\"}}\n\n",
+    ] {
+        let steps = vec![chunked_head(), chunk(event), chunk(DONE), stream_end()];
+        let (workers, gateway) = fleet(&[steps.clone(), steps]).await;
+        let broken = metric(&gateway, "pointsman_gateway_streams_broken_total", &[]).await;
+        let answer = ask(&gateway).await;
+        let expected = event.to_owned() + DONE;
+        assert_eq!((answer.status, answer.text(), answer.is_whole), (200, expected.as_str(), true));
+        assert_eq!(request_count(&workers), 1, "{event}");
+        let counted = metric(&gateway, "pointsman_gateway_worker_requests_total", &["outcome=\"client_error\""]).await;
+        assert_eq!(counted, 1.0, "{event}");
+        assert_eq!(metric(&gateway, "pointsman_gateway_streams_broken_total", &[]).await, broken);
+        expect_no_failure(&gateway).await;
+        expect_idle(&gateway).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_error_event_after_the_first_token_has_an_outcome() {
+    let _alone = alone().await;
+    for event in ERROR_EVENTS {
+        let steps = vec![chunked_head(), chunk(EVENT), Act::Wait, chunk(event), chunk(DONE), stream_end()];
+        let (workers, gateway) = fleet(&[steps]).await;
+        let labels = ["reason=\"error\""];
+        let broken = metric(&gateway, "pointsman_gateway_streams_broken_total", &labels).await;
+        let mut client = Client::ask(&gateway).await;
+        client.expect_body(EVENT.as_bytes()).await;
+        workers[0].release(1);
+        let answer = client.answer().await.expect("response started");
+        let expected = [EVENT, event, DONE].concat();
+        assert_eq!((answer.status, answer.text(), answer.is_whole), (200, expected.as_str(), true));
+        expect_outcome(&gateway, event, Outcome::ServerError).await;
+        expect_idle(&gateway).await;
+        assert_eq!(metric(&gateway, "pointsman_gateway_streams_broken_total", &labels).await - broken, 1.0);
+        let labels = ["outcome=\"server_error\""];
+        assert_eq!(metric(&gateway, "pointsman_gateway_worker_requests_total", &labels).await, 1.0, "{event}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
