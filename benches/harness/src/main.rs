@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use metrics_exporter_prometheus::PrometheusBuilder;
 use pointsman_bench::Failed;
-use pointsman_bench::compare::{Compare, CompareEndpoints};
+use pointsman_bench::compare::Compare;
 use pointsman_bench::drill::Drill;
 use pointsman_bench::events::Events;
 use pointsman_bench::hold::Hold;
@@ -43,8 +43,6 @@ enum Command {
     Hold(Hold),
     /// Send a workload to an endpoint with OpenAI's API over HTTP and report the responses
     Load(Box<Load>),
-    /// Send the same workloads to several endpoints in alternating order and compare the responses
-    CompareEndpoints(Box<CompareEndpoints>),
     /// Create a self-contained HTML page of results with plots
     Report(Page),
 }
@@ -66,7 +64,6 @@ fn main() -> ExitCode {
         Command::Drill(drill) => drill.run(io::stdout()),
         Command::Hold(hold) => held(&hold),
         Command::Load(load) => load.run(io::stdout(), io::stderr()),
-        Command::CompareEndpoints(compare) => compare.run(io::stdout(), io::stderr()),
         Command::Report(page) => page.write(),
     };
     match done {

@@ -18,7 +18,6 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
-use pointsman_bench::compare::{CompareEndpoints, Comparison, Figure};
 use pointsman_bench::load::Load;
 use pointsman_bench::results::{ClientHealth, RequestRecord, Run};
 use serde_json::{Value, json};
@@ -298,11 +297,8 @@ fn invalid_arguments_are_rejected_by_name() {
         ("--url ftp://host", "\"ftp://host\" is not a URL such as http://127.0.0.1:8000"),
         ("--url localhost:80", "is not a URL"),
         ("--url http://h --rate 0", "\"0\" is not a rate"),
-        ("--url http://h --rate 1 --steps 1:1s", "cannot be used with"),
         ("--url http://h --rate 1 --concurrency 2", "cannot be used with"),
         ("--url http://h --rate 1 --speedup 2", "cannot be used with"),
-        ("--url http://h --steps 1:x", "is not a time such as"),
-        ("--url http://h --steps 0.1:1s --poisson", "the steps end before the first request is due"),
         ("--url http://h --warmup 100%", "warmup covers all 3 requests"),
         ("--url http://h --api-key-file /nowhere", "cannot read the key in /nowhere"),
         ("--url http://h --rank-header a:b", "\"a:b\" is not a valid header name"),
@@ -312,37 +308,4 @@ fn invalid_arguments_are_rejected_by_name() {
         let error = load(arguments).expect_err(arguments);
         assert!(error.contains(expected), "{arguments}: {error}");
     }
-}
-
-#[derive(Parser)]
-struct Endpoints {
-    #[command(flatten)]
-    compare: CompareEndpoints,
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn endpoints_are_compared_in_pairs_of_seeds() {
-    let (half, first) = serve(|_| Reply::tokens(3, 40)).await;
-    let (whole, second) = serve(|_| Reply::tokens(3, 80)).await;
-    let line = format!(
-        "test --model m --url http://{half} --against http://{whole} --seeds 2 --seed 5 --json \
-         --workload shared-prefix:requests=30,rate=1000,prefix_tokens=8,own_tokens=8"
-    );
-    let compare = Endpoints::try_parse_from(line.split_whitespace()).expect("arguments").compare;
-    let run = tokio::task::spawn_blocking(move || {
-        let (mut out, mut warnings) = (Vec::new(), Vec::new());
-        compare.run(&mut out, &mut warnings).map(|()| (out, String::from_utf8(warnings).expect("text")))
-    });
-    let (out, warnings) = run.await.expect("no panic").expect("compared");
-    let of: Comparison = serde_json::from_slice(&out).expect("a comparison");
-    let names: Vec<String> = of.contenders.iter().map(|contender| contender.name.clone()).collect();
-    assert_eq!((names, of.seeds), (vec![format!("http://{half}"), format!("http://{whole}")], vec![5, 6]));
-    assert_eq!(of.contenders[1].ratios[&Figure::HitRate].ratio, 2.0);
-    assert_eq!(of.contenders[1].ratios[&Figure::HitRate].pairs, 2);
-    assert!(warnings.contains(&format!("warning: http://{half} on ")) && warnings.contains("too few"), "{warnings}");
-    let bodies = |seen: &Seen| seen.lock().expect("alive").iter().map(|(_, _, body)| body.to_string()).collect();
-    let (mut one, mut other): (Vec<String>, Vec<String>) = (bodies(&first), bodies(&second));
-    one.sort();
-    other.sort();
-    assert_eq!((one.len(), one == other), (60, true), "both endpoints received equal requests");
 }

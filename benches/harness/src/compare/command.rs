@@ -19,7 +19,7 @@ use crate::targets::Embedded;
 #[derive(Args, Clone, Debug)]
 pub struct Compare {
     /// Policies, optionally with settings as in kv+policy.overlap_score_credit=0.5; the others are compared with the first
-    #[arg(long, required = true, value_delimiter = ',', value_name = "POLICY,...", conflicts_with_all = ["policy", "records"])]
+    #[arg(long, required = true, value_delimiter = ',', value_name = "POLICY,...", conflicts_with = "policy")]
     pub policies: Vec<Policied>,
     /// Number of seeds for each policy: --seed and its successors
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1_000))]

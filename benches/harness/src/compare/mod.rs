@@ -1,11 +1,10 @@
-//! Comparison of several policies or endpoints on one workload.
+//! Comparison of several policies on one workload.
 //!
 //! Defines the comparison and its computation from runs. Runs are paired by seed. The order of the contenders is
 //! reversed for every second seed, so that drift of the environment favours none of them. The caller executes the runs.
 
 pub(crate) mod command;
 mod contender;
-mod endpoints;
 mod figure;
 pub(crate) mod jobs;
 mod ratio;
@@ -19,13 +18,12 @@ use serde::{Deserialize, Serialize};
 
 pub use command::{Compare, simulated};
 pub use contender::Policied;
-pub use endpoints::CompareEndpoints;
 pub use figure::{Figure, TIE, Verdict, worse};
 pub use ratio::Ratio;
 
 use crate::results::{Gate, SCHEMA_VERSION, Summary, write_json};
 
-/// Comparison of several policies or endpoints on one workload, each relative to the first.
+/// Comparison of several policies on one workload, each relative to the first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Comparison {
     /// [`SCHEMA_VERSION`] of the program that wrote it.
@@ -36,7 +34,7 @@ pub struct Comparison {
     pub contenders: Vec<Contender>,
 }
 
-/// One policy or endpoint with its runs.
+/// One policy with its runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Contender {
     /// Name of the contender.

@@ -96,9 +96,6 @@ pub struct Load {
     /// Name of the endpoint in the figures [default: the URL]
     #[arg(long, value_name = "NAME")]
     pub label: Option<String>,
-    /// File for the records of all requests, one JSON object per line, in the workload's order
-    #[arg(long, value_name = "FILE")]
-    pub records: Option<PathBuf>,
     /// Number of threads [default: number of cores, up to 4]
     #[arg(long, value_parser = RangedU64ValueParser::<usize>::new().range(1..=256))]
     pub threads: Option<usize>,
@@ -114,22 +111,10 @@ impl Load {
     /// The workload cannot be read or sent, or the figures are rejected or cannot be written. Failed requests are part
     /// of the figures and no errors.
     pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), Failed> {
-        let (run, facts) = self.measure()?;
-        self.reporting.finish(&run, &facts, out, warnings_out)
-    }
-
-    /// Sends the workload on its own runtime and returns the run.
-    ///
-    /// # Errors
-    /// The workload cannot be read or sent.
-    pub fn measure(&self) -> Result<(Run, Facts), Failed> {
         let workload = self.workload()?;
         let (name, checksum) = (workload.name.clone(), workload.trace_checksum.clone());
         let runtime = crate::runtime(self.threads.unwrap_or_else(|| cores().min(4)))?;
         let (run, client) = runtime.block_on(self.send(workload))?;
-        if let Some(path) = &self.records {
-            run.write_records(path)?;
-        }
         let facts = Facts {
             policy: self.label.as_ref().unwrap_or(&self.url).clone(),
             // An endpoint does not report its predictions.
@@ -146,7 +131,7 @@ impl Load {
             client: Some(client),
             series: self.reporting.series,
         };
-        Ok((run, facts))
+        self.reporting.finish(&run, &facts, out, warnings_out)
     }
 
     /// The workload with its final arrival times and output lengths.
@@ -158,13 +143,11 @@ impl Load {
         if let Some(output_tokens) = self.output_tokens {
             workload.requests.iter_mut().for_each(|request| request.output_tokens = output_tokens);
         }
-        match workload.requests.len() {
-            0 => Err("the steps end before the first request is due".into()),
-            requests if self.warmup.of(requests) >= requests => {
-                Err(format!("warmup covers all {requests} requests").into())
-            }
-            _ => Ok(workload),
+        let requests = workload.requests.len();
+        if self.warmup.of(requests) >= requests {
+            return Err(format!("warmup covers all {requests} requests").into());
         }
+        Ok(workload)
     }
 
     /// Sends `workload` and waits for all responses. Requires a runtime with timers and sockets, preferably with

@@ -3,16 +3,12 @@
 //! Contains the unaggregated facts of each request and each rank. All times are in µs since the start of the run, by
 //! one clock. The readers compute percentiles, ratios and warnings.
 
-use std::fs::File;
-use std::io::{self, BufWriter, Write};
-use std::path::Path;
+use std::io::{self, Write};
 use std::str::FromStr;
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
 use serde_json::Value;
-
-use crate::{Failed, unusable};
 
 /// A whole run.
 #[derive(Clone, Debug)]
@@ -34,7 +30,7 @@ pub struct Run {
 }
 
 /// Record of one request.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct RequestRecord {
     /// Arrival time according to the workload.
     pub due_us: u64,
@@ -79,21 +75,6 @@ pub struct RankSample {
     pub prompt_tokens_total: u64,
     /// Number of those tokens that were cached.
     pub cached_tokens_total: u64,
-}
-
-impl Run {
-    /// Writes the records of all requests to a file, one JSON object per line.
-    ///
-    /// # Errors
-    /// The file cannot be written.
-    pub fn write_records(&self, path: &Path) -> Result<(), Failed> {
-        let write = || {
-            let mut out = BufWriter::new(File::create(path)?);
-            self.requests.iter().try_for_each(|record| write_json(&mut out, record))?;
-            out.flush()
-        };
-        write().map_err(unusable("write", path))
-    }
 }
 
 /// Writes one line of JSON.

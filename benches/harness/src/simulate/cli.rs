@@ -2,7 +2,6 @@
 
 use std::io::Write;
 use std::ops::RangeInclusive;
-use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::Args;
@@ -39,9 +38,6 @@ pub struct Simulate {
     /// Output arguments.
     #[command(flatten)]
     pub reporting: Reporting,
-    /// File for the records of all requests, one JSON object per line, in the workload's order
-    #[arg(long, value_name = "FILE")]
-    pub records: Option<PathBuf>,
 }
 
 /// Arguments of the fleet.
@@ -239,9 +235,6 @@ impl Simulate {
             Some(_) => super::run(&setup, &workload, DisaggregatedPools::start)?,
             None => super::run(&setup, &workload, Embedded::start)?,
         };
-        if let Some(path) = &self.records {
-            run.write_records(path)?;
-        }
         let facts = setup.facts(&workload, &self.reporting);
         self.reporting.finish(&run, &facts, out, warnings_out)
     }
