@@ -36,9 +36,10 @@ enum Layers {
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// A prompt that continues behind its last complete block.
+    /// A prompt that continues behind its last complete block, unless it is whole.
     Begin {
         prompt: Vec<u64>,
+        is_whole: bool,
         reports_reused: bool,
     },
     /// The request generates another block.
@@ -135,7 +136,7 @@ impl Engine {
 
     fn run(&mut self, op: &Op) {
         match op {
-            Op::Begin { prompt, reports_reused } => self.begin(prompt, *reports_reused),
+            Op::Begin { prompt, is_whole, reports_reused } => self.begin(prompt, *is_whole, *reports_reused),
             Op::Generate { which, block } if !self.running.is_empty() && self.free.len() >= self.groups.len() => {
                 let mut running = self.running.swap_remove(which.index(self.running.len()));
                 running.prompt.push(*block);
@@ -158,8 +159,8 @@ impl Engine {
         }
     }
 
-    fn begin(&mut self, prompt: &[u64], reports_reused: bool) {
-        let hit = self.hit(prompt);
+    fn begin(&mut self, prompt: &[u64], is_whole: bool, reports_reused: bool) {
+        let hit = self.hit(&prompt[..prompt.len() - usize::from(is_whole && prompt.len() > 1)]);
         let groups = 0..self.groups.len();
         if reports_reused && hit > 0 {
             groups.clone().for_each(|group| self.store(group, &prompt[..hit], 0, (0..hit).collect()));
@@ -332,8 +333,8 @@ fn some_layers() -> impl Strategy<Value = Layers> {
 fn ops() -> impl Strategy<Value = Vec<Op>> {
     let prompt = prop::collection::vec(0..2_u64, 1..6);
     let op = prop_oneof![
-        8 => (prompt, prop::bool::weighted(0.2))
-            .prop_map(|(prompt, reports_reused)| Op::Begin { prompt, reports_reused }),
+        8 => (prompt, prop::bool::weighted(0.2), prop::bool::weighted(0.2))
+            .prop_map(|(prompt, is_whole, reports_reused)| Op::Begin { prompt, is_whole, reports_reused }),
         4 => (any::<Pick>(), 0..2_u64).prop_map(|(which, block)| Op::Generate { which, block }),
         8 => any::<Pick>().prop_map(|which| Op::End { which }),
         1 => Just(Op::Reset),
@@ -379,7 +380,7 @@ proptest! {
         let (mut engine, mut router, prompts) = (Engine::new(groups, 40), Router::new(), prompts());
         let began = ops.iter().filter_map(|op| if let Op::Begin { prompt, .. } = op { Some(prompt) } else { None });
         for (at, op) in began.enumerate() {
-            engine.run(&Op::Begin { prompt: op.clone(), reports_reused: false });
+            engine.run(&Op::Begin { prompt: op.clone(), is_whole: false, reports_reused: false });
             engine.run(&Op::End { which: any_index() });
             router.apply(std::mem::take(&mut engine.events));
             for (prompt, hashes) in &prompts {

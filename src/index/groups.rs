@@ -34,6 +34,8 @@ pub(super) struct CacheGroups {
     /// Whether the last store of the device tier at the start of a prompt was a computation, not a report of a hit. The
     /// first one is.
     pub(super) has_computed: bool,
+    /// Whether such a store was a report for certain.
+    pub(super) has_reported: bool,
 }
 
 /// Names that one group holds.
@@ -63,7 +65,7 @@ pub(super) struct HeldPath<'a> {
 
 impl Default for CacheGroups {
     fn default() -> Self {
-        Self { held: Vec::new(), has_computed: true }
+        Self { held: Vec::new(), has_computed: true, has_reported: false }
     }
 }
 

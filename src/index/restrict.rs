@@ -12,16 +12,25 @@ use crate::protocol::{EngineHash, RepeatedStore, Slot, StorageTier, StoredBlock}
 
 impl Index {
     /// Meaning of repeated stores at the start of a prompt for a rank with groups: reported blocks are a hit, and an engine
-    /// computes blocks that it holds only if its groups do not allow a hit.
+    /// computes blocks that it holds only if its groups do not allow a hit. It never reuses the last block of a prompt of
+    /// whole blocks. If the groups allow no shorter hit, such a prompt looks like a report, and is one only for an engine
+    /// that has certainly reported.
     pub(super) fn repeated_at_start(&mut self, slot: Slot, blocks: &[StoredBlock]) -> RepeatedStore {
         let rank = self.rank(slot);
         let hashes: Vec<_> = blocks.iter().map(|block| block.block_hash).collect();
         let depth = self.device_depth(slot, &hashes);
         // A hit may not be known after evictions from the index, and a copy that does not exist is never removed.
-        let is_hit = rank.evicted_blocks > 0
-            || depth as usize == blocks.len() && self.allowed(slot, &self.nodes(&hashes), depth).0 == depth;
+        let (is_evicted, (is_possible, is_certain)) = (rank.evicted_blocks > 0, {
+            let nodes = self.nodes(&hashes);
+            let allowed = |blocks| self.allowed(slot, &nodes, blocks).0;
+            let is_possible = depth as usize == blocks.len() && allowed(depth) == depth;
+            (is_possible, is_possible && depth > 1 && allowed(depth - 1) > 0)
+        });
         let rank = self.ranks[slot.index()].as_mut().expect("every registered slot has a rank");
-        rank.groups.iter_mut().for_each(|groups| groups.has_computed = !is_hit);
+        let groups = rank.groups.as_mut().expect("the rank has groups");
+        groups.has_reported |= is_certain;
+        let is_hit = is_evicted || is_possible && (groups.has_reported || depth == 1);
+        groups.has_computed = !is_hit;
         if is_hit { RepeatedStore::Announcement } else { RepeatedStore::Copy }
     }
 
