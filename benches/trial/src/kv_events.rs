@@ -26,32 +26,69 @@ pub enum Dialect {
     SglangArray,
     /// SGLang 0.5.22 and later: maps, signed hashes, salt and adapter as named fields.
     SglangMap,
+    /// `VllmMap` with vLLM's `OffloadingConnector`: a block in host memory has a name and no content.
+    VllmOffloading,
+    /// `VllmMap` with that connector and `self_describing_kv_events`: blocks in host memory lack salts only.
+    VllmSelfDescribing,
+    /// `VllmMap` with Mooncake's store: blocks in host memory lack adapters and salts and are never removed.
+    VllmMooncake,
+    /// `VllmMap` with LMCache in the process of the engine: chunks of two blocks in host memory, with names of their own
+    /// and never removed.
+    VllmLmcache,
+    /// `VllmMap` of a model with a sliding window, group 0, beside full attention, group 1.
+    VllmWindow,
+    /// `VllmMap` of a model with Mamba states, group 0, beside full attention, group 1.
+    VllmMamba,
 }
 
 impl Dialect {
     /// Returns whether the engine is SGLang, whose HTTP API also differs in some details.
     #[must_use]
     pub const fn is_sglang(self) -> bool {
-        match self {
-            Self::VllmArray | Self::VllmMap => false,
-            Self::SglangArray | Self::SglangMap => true,
-        }
+        matches!(self, Self::SglangArray | Self::SglangMap)
     }
 
     /// Returns whether replayed batches carry their topic as the first frame.
     #[must_use]
     pub const fn replays_with_topic(self) -> bool {
+        self.has_maps()
+    }
+
+    /// Returns whether a connector of vLLM manages the host memory: it copies computed blocks at once, keeps them when the
+    /// cache of the device is cleared, and publishes no removal when it is cleared itself.
+    #[must_use]
+    pub const fn has_connector(self) -> bool {
+        matches!(self, Self::VllmOffloading | Self::VllmSelfDescribing | Self::VllmMooncake | Self::VllmLmcache)
+    }
+
+    /// Window in blocks of the group beside full attention; 0 without one.
+    #[must_use]
+    pub const fn beside_window_blocks(self) -> u32 {
         match self {
-            Self::VllmArray | Self::SglangArray => false,
-            Self::VllmMap | Self::SglangMap => true,
+            Self::VllmWindow => 3,
+            Self::VllmMamba => 1,
+            Self::VllmArray | Self::VllmMap | Self::SglangArray | Self::SglangMap => 0,
+            Self::VllmOffloading | Self::VllmSelfDescribing | Self::VllmMooncake | Self::VllmLmcache => 0,
         }
     }
 
+    const fn has_maps(self) -> bool {
+        !matches!(self, Self::VllmArray | Self::SglangArray)
+    }
+
     const fn medium(self, tier: Tier) -> &'static str {
-        match (tier, self.is_sglang()) {
-            (Tier::Device, _) => "GPU",
-            (Tier::Host, false) => "CPU",
-            (Tier::Host, true) => "CPU_PINNED",
+        match tier {
+            Tier::Device | Tier::Beside => "GPU",
+            Tier::Host if self.is_sglang() => "CPU_PINNED",
+            Tier::Host if matches!(self, Self::VllmMooncake) => "cpu",
+            Tier::Host => "CPU",
+        }
+    }
+
+    const fn group(self, tier: Tier) -> u64 {
+        match tier {
+            Tier::Device | Tier::Host if self.beside_window_blocks() > 0 => 1,
+            Tier::Device | Tier::Host | Tier::Beside => 0,
         }
     }
 }
@@ -90,10 +127,14 @@ impl Encoder {
     /// Encodes one batch: `[ts, events, rank]`. `ts` is in seconds.
     #[must_use]
     pub fn batch(&self, ts: f64, events: &[CacheEvent]) -> Vec<u8> {
+        let chunks = |event: &CacheEvent| match event {
+            CacheEvent::Stored { tier, blocks } => self.chunks(*tier, blocks).count(),
+            CacheEvent::Removed { .. } | CacheEvent::Cleared => 0,
+        };
         let mut out = Writer(Vec::with_capacity(64 + events.len() * 64));
         out.array(3);
         out.float(ts);
-        out.array(events.len());
+        out.array(events.len() + events.iter().map(chunks).sum::<usize>());
         for event in events {
             self.event(&mut out, event);
         }
@@ -104,24 +145,19 @@ impl Encoder {
     fn event(&self, out: &mut Writer, event: &CacheEvent) {
         match event {
             CacheEvent::Stored { tier, blocks } => {
-                let first = blocks.first();
-                let stored = Stored {
-                    medium: self.format.dialect.medium(*tier),
-                    parent: first.and_then(|block| block.parent),
-                    blocks,
-                    lora_name: first.and_then(|block| block.lora_name.as_deref()),
-                    cache_salt: first.and_then(|block| block.cache_salt.as_deref()),
-                };
-                self.fields(out, "BlockStored", &self.stored(&stored));
+                self.fields(out, "BlockStored", &self.stored(&self.content(*tier, blocks)));
+                for chunk in self.chunks(*tier, blocks) {
+                    self.fields(out, "BlockStored", &self.stored(&chunk));
+                }
             }
             CacheEvent::Removed { tier, hash } => {
-                let medium = self.format.dialect.medium(*tier);
+                let (medium, group) = (self.format.dialect.medium(*tier), self.format.dialect.group(*tier));
                 let mut fields: Vec<Field<'_>> = vec![
                     ("block_hashes", Box::new(|out| self.hashes(out, std::iter::once(*hash)))),
                     ("medium", Box::new(move |out| out.text(medium))),
                 ];
                 if !self.format.dialect.is_sglang() {
-                    fields.push(("group_idx", Box::new(|out| out.uint(0))));
+                    fields.push(("group_idx", Box::new(move |out| out.uint(group))));
                 }
                 self.fields(out, "BlockRemoved", &fields);
             }
@@ -129,27 +165,71 @@ impl Encoder {
         }
     }
 
+    /// Content of a store event, as far as the engine states it.
+    fn content<'a>(&self, tier: Tier, blocks: &'a [Arc<Block>]) -> Stored<'a> {
+        let (dialect, first) = (self.format.dialect, &blocks[0]);
+        let is_copy = tier == Tier::Host && dialect.has_connector();
+        let is_placeholder = is_copy && dialect == Dialect::VllmOffloading;
+        let is_described = !is_copy || dialect == Dialect::VllmSelfDescribing;
+        let window_blocks = dialect.beside_window_blocks();
+        let (kept, kind, window_tokens) = match (tier, window_blocks) {
+            (Tier::Beside, 1) => (1, "mamba", None),
+            (Tier::Beside, blocks) => (blocks as usize, "sliding_window", Some(blocks * self.block_size + 1)),
+            (Tier::Device | Tier::Host, _) => (blocks.len(), "full_attention", None),
+        };
+        Stored {
+            medium: dialect.medium(tier),
+            parent: first.parent.filter(|_| !is_placeholder),
+            names: blocks[blocks.len().saturating_sub(kept)..].iter().map(|block| block.hash).collect(),
+            blocks: if is_placeholder { &[] } else { blocks },
+            block_size: if is_placeholder { 0 } else { self.block_size },
+            lora_name: first.lora_name.as_deref().filter(|_| is_described),
+            cache_salt: first.cache_salt.as_deref(),
+            has_keys: !is_copy,
+            group: Some(dialect.group(tier)),
+            kind: Some(kind).filter(|_| is_described),
+            window_tokens,
+        }
+    }
+
+    /// Stores of LMCache's chunks in a list of computed blocks: two blocks each, from the start of the prompt on.
+    fn chunks<'a>(&self, tier: Tier, blocks: &'a [Arc<Block>]) -> impl Iterator<Item = Stored<'a>> {
+        let own = |name: EngineHash| EngineHash(name.0.map(|byte| !byte));
+        let has_chunks = self.format.dialect == Dialect::VllmLmcache && tier == Tier::Device;
+        let block_size = 2 * self.block_size;
+        let pairs = blocks.windows(2).filter(move |pair| has_chunks && pair[0].depth.is_multiple_of(2));
+        pairs.map(move |pair| Stored {
+            medium: "cpu",
+            parent: pair[0].parent.map(own),
+            names: vec![own(pair[1].hash)],
+            blocks: pair,
+            block_size,
+            lora_name: None,
+            cache_salt: None,
+            has_keys: false,
+            group: None,
+            kind: None,
+            window_tokens: None,
+        })
+    }
+
     /// Writes an event by position or by name.
     fn fields(&self, out: &mut Writer, kind: &str, fields: &[Field<'_>]) {
         let dialect = self.format.dialect;
-        match dialect {
-            Dialect::VllmArray | Dialect::SglangArray => {
-                out.array(1 + fields.len());
-                out.text(kind);
-                fields.iter().for_each(|(_, value)| value(out));
+        if dialect.has_maps() {
+            // vLLM's struct of a store has more than 15 fields. Its encoder chooses the header width before it omits
+            // fields with default values.
+            out.map(1 + fields.len(), !dialect.is_sglang() && kind == "BlockStored");
+            out.text("type");
+        } else {
+            out.array(1 + fields.len());
+        }
+        out.text(kind);
+        for (name, value) in fields {
+            if dialect.has_maps() {
+                out.text(name);
             }
-            Dialect::VllmMap | Dialect::SglangMap => {
-                // vLLM's struct of a store has more than 15 fields. Its encoder chooses the header width before it
-                // omits fields with default values.
-                let is_wide = dialect == Dialect::VllmMap && kind == "BlockStored";
-                out.map(1 + fields.len(), is_wide);
-                out.text("type");
-                out.text(kind);
-                for (name, value) in fields {
-                    out.text(name);
-                    value(out);
-                }
-            }
+            value(out);
         }
     }
 
@@ -158,31 +238,34 @@ impl Encoder {
         // SGLang never sets it.
         let lora_id = lora_name.filter(|_| !dialect.is_sglang()).and_then(|name| self.lora_ids.get(name)).copied();
         let mut fields: Vec<Field<'a>> = vec![
-            ("block_hashes", Box::new(|out| self.hashes(out, stored.blocks.iter().map(|block| block.hash)))),
+            ("block_hashes", Box::new(|out| self.hashes(out, stored.names.iter().copied()))),
             ("parent_block_hash", Box::new(|out| out.optional(stored.parent, |out, hash| self.hash(out, hash)))),
             ("token_ids", Box::new(|out| stored.tokens(out))),
-            ("block_size", Box::new(|out| out.uint(self.block_size.into()))),
+            ("block_size", Box::new(|out| out.uint(stored.block_size.into()))),
             ("lora_id", Box::new(move |out| out.optional(lora_id, |out, id| out.uint(id.into())))),
             ("medium", Box::new(|out| out.text(stored.medium))),
         ];
         let name: Field<'a> = ("lora_name", Box::new(move |out| out.optional(lora_name, Writer::text)));
-        match dialect {
-            Dialect::VllmArray | Dialect::VllmMap => {
-                fields.push(name);
+        if !dialect.is_sglang() {
+            fields.push(name);
+            if stored.has_keys {
                 fields.push(("extra_keys", Box::new(|out| stored.extra_keys(out))));
-                fields.push(("group_idx", Box::new(|out| out.uint(0))));
-                fields.push(("kv_cache_spec_kind", Box::new(|out| out.text("full_attention"))));
-                if dialect == Dialect::VllmArray {
-                    fields.push(("kv_cache_spec_sliding_window", Box::new(Writer::nil)));
-                }
             }
-            Dialect::SglangArray => {}
-            Dialect::SglangMap => {
-                if let Some(salt) = stored.cache_salt {
-                    fields.push(("cache_salt", Box::new(move |out| out.text(salt))));
-                }
-                fields.extend(lora_name.is_some().then_some(name));
+            if let Some(group) = stored.group {
+                fields.push(("group_idx", Box::new(move |out| out.uint(group))));
             }
+            if let Some(kind) = stored.kind {
+                fields.push(("kv_cache_spec_kind", Box::new(move |out| out.text(kind))));
+            }
+            if stored.window_tokens.is_some() || !dialect.has_maps() {
+                let window = |out: &mut Writer| out.optional(stored.window_tokens, |out, len| out.uint(len.into()));
+                fields.push(("kv_cache_spec_sliding_window", Box::new(window)));
+            }
+        } else if dialect.has_maps() {
+            if let Some(salt) = stored.cache_salt {
+                fields.push(("cache_salt", Box::new(move |out| out.text(salt))));
+            }
+            fields.extend(lora_name.is_some().then_some(name));
         }
         fields
     }
@@ -210,9 +293,17 @@ type Field<'a> = (&'static str, Box<dyn Fn(&mut Writer) + 'a>);
 struct Stored<'a> {
     medium: &'static str,
     parent: Option<EngineHash>,
+    names: Vec<EngineHash>,
+    /// Blocks with the stated tokens.
     blocks: &'a [Arc<Block>],
+    block_size: u32,
     lora_name: Option<&'a str>,
     cache_salt: Option<&'a str>,
+    /// Whether vLLM's extra keys are stated.
+    has_keys: bool,
+    group: Option<u64>,
+    kind: Option<&'static str>,
+    window_tokens: Option<u32>,
 }
 
 impl Stored<'_> {
@@ -224,9 +315,9 @@ impl Stored<'_> {
     /// Writes vLLM's extra hash keys, one entry per block: the adapter's name for each block, the salt for the first
     /// block of a prompt.
     fn extra_keys(&self, out: &mut Writer) {
-        out.array(self.blocks.len());
-        for block_idx in 0..self.blocks.len() {
-            let salt = self.cache_salt.filter(|_| block_idx == 0 && self.parent.is_none());
+        out.array(self.names.len());
+        for block in &self.blocks[self.blocks.len() - self.names.len()..] {
+            let salt = self.cache_salt.filter(|_| block.parent.is_none());
             let keys: Vec<&str> = self.lora_name.into_iter().chain(salt).collect();
             if keys.is_empty() {
                 out.nil();

@@ -12,19 +12,20 @@ use proptest::prelude::*;
 const TIERS: [Tier; 2] = [Tier::Device, Tier::Host];
 
 fn configs() -> impl Strategy<Value = EngineConfig> {
-    let memory = (1..5_u32, 2..14_u32, prop_oneof![Just(0), 1..12_u32], any::<bool>());
+    let memory = (1..5_u32, 2..14_u32, prop_oneof![Just(0), 1..12_u32], any::<bool>(), any::<bool>());
     let shortage = prop_oneof![Just(BlockShortage::PromptsWait), Just(BlockShortage::PromptsPreempt)];
     let limits = (1..5_u32, 0..12_u32, prop_oneof![Just(0), 1..6_u32], shortage);
     let speculation = prop_oneof![Just((0, 0)), (1..4_u32, 0..=100_u32)];
     (memory, limits, speculation).prop_map(
         |(
-            (block_size, blocks, host_kv_blocks, deduplicates),
+            (block_size, blocks, host_kv_blocks, writes_through, deduplicates),
             (sequences_max, spare_tokens, prefill_chunk_max, block_shortage),
             (draft_tokens, acceptance_percent),
         )| EngineConfig {
             block_size,
             kv_blocks: blocks + 1,
             host_kv_blocks,
+            writes_through,
             deduplicates,
             step_tokens_max: sequences_max + spare_tokens,
             sequences_max,
@@ -193,7 +194,7 @@ fn run(config: EngineConfig, calls: &[Call]) -> (Vec<Step>, Requests) {
             Call::Cancel(id) => assert_eq!(rank.cancel(id), open.remove(&id).is_some()),
             Call::Reset => {
                 let is_used = rank.load().used_blocks > 0;
-                let event = rank.reset_cache();
+                let event = rank.reset_cache(false);
                 assert_eq!(event.is_none(), is_used);
                 mirror.apply(event.as_slice());
             }
@@ -406,7 +407,7 @@ proptest! {
         config in configs(),
         specs in prop::collection::vec(specs(), 0..40),
     ) {
-        let config = EngineConfig { speculation: Speculation::default(), ..config };
+        let config = EngineConfig { speculation: Speculation::default(), writes_through: false, ..config };
         let mut rank = Rank::new(config).expect("valid configuration");
         let (mut slow, mut mirror) = (Slow::new(config), Mirror::default());
         for spec in specs {

@@ -234,7 +234,7 @@ fn held_blocks_of_a_prefill_delay_other_requests_until_their_release() {
     assert_eq!((rank.is_idle(), rank.load().used_blocks), (true, 6), "the incomplete block is free");
     rank.submit(RequestSpec::new(2, tokens(2, 12), 1)).expect("accepted");
     assert!(rank.step().is_none() && !rank.is_idle(), "no memory is left");
-    assert!(rank.reset_cache().is_none());
+    assert!(rank.reset_cache(false).is_none());
     assert!(!rank.cancel(1), "the request has ended");
     assert_eq!((rank.release(1), rank.release(1)), (6, 0));
     assert_eq!(rank.step().expect("memory is free").prefill_tokens, 12);

@@ -100,7 +100,7 @@ fn events_match_a_recording_of_a_real_engine() {
          95a4d9ce607f2aed under -",
     ];
     assert_eq!(events, expected);
-    assert_eq!(rank.reset_cache(), Some(CacheEvent::Cleared));
+    assert_eq!(rank.reset_cache(false), Some(CacheEvent::Cleared));
     assert!(rank.held(Tier::Device).is_empty());
 }
 
@@ -180,7 +180,7 @@ fn running_requests_share_blocks_from_the_step_that_computes_them() {
     let step = rank.step().expect("requests wait");
     assert_eq!(step.outputs.iter().map(|output| output.cached_tokens).collect::<Vec<_>>(), [0, 8]);
     assert_eq!(rank.load().used_blocks, 4);
-    assert!(rank.reset_cache().is_none(), "blocks are in use");
+    assert!(rank.reset_cache(false).is_none(), "blocks are in use");
     assert!(rank.cancel(1) && !rank.cancel(1));
     assert_eq!(rank.load().used_blocks, 3);
     rank.check_invariants();
@@ -219,7 +219,7 @@ fn the_host_tier_stores_evicted_blocks_and_loads_them_back() {
     let events = events_of(&mut rank, RequestSpec::new(5, prompt(400, 4), 1), &mut names);
     assert_eq!(events, ["Host - 104", "Host + 216 under 212", "Device - 216", "Device + 400 under -"]);
     rank.check_invariants();
-    assert_eq!(rank.reset_cache(), Some(CacheEvent::Cleared));
+    assert_eq!(rank.reset_cache(false), Some(CacheEvent::Cleared));
     assert!(rank.held(Tier::Host).is_empty());
 }
 

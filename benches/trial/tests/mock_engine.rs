@@ -292,11 +292,9 @@ async fn salts_and_adapters_are_published_if_the_dialect_supports_them() {
             .map(|known| (known.parent.is_some(), known.lora_name.as_deref(), known.cache_salt.as_deref()))
             .collect();
         let expected = match dialect {
-            Dialect::VllmArray | Dialect::VllmMap => {
-                [(false, Some("adapter"), Some("tenant")), (true, Some("adapter"), None)]
-            }
             Dialect::SglangArray => [(false, None, None), (true, None, None)],
             Dialect::SglangMap => [(false, Some("adapter"), Some("tenant")), (true, Some("adapter"), Some("tenant"))],
+            _ => [(false, Some("adapter"), Some("tenant")), (true, Some("adapter"), None)],
         };
         assert_eq!(namespaces, BTreeSet::from(expected), "{dialect:?}");
         engine.shutdown().await;

@@ -60,7 +60,7 @@ fn decoded_batches_match_the_engine() {
             WireConfig { rank: id, ranks: 0..1, block_size, is_eagle: false, limits: DecoderLimits::default() };
         let mut decoder = Decoder::new(config);
         let encoder = Encoder { format: dialect.into(), block_size: 4, rank: 0, lora_ids: Arc::default() };
-        engine.reset_cache().expect("no request holds blocks");
+        engine.reset_cache(false).expect("no request holds blocks");
         let mut decoded: Vec<RouterEvent> = Vec::new();
         for (request, prompt) in (0..).zip(&prompts) {
             engine.submit(RequestSpec::new(request, &prompt[..], 1)).expect("accepted");

@@ -234,7 +234,7 @@ pub(super) fn announcements(
 
 fn storage_tier(tier: Tier) -> StorageTier {
     match tier {
-        Tier::Device => StorageTier::Device,
+        Tier::Device | Tier::Beside => StorageTier::Device,
         Tier::Host => StorageTier::HostPinned,
     }
 }

@@ -1,4 +1,4 @@
-//! Paged prefix cache of a rank: device blocks, host blocks, and the cache events of both.
+//! Paged prefix cache of a rank: device blocks, host blocks, a second cache group, and the cache events of all.
 //!
 //! Tracks the block and users of each slot and the eviction order of free slots. The parent of a held block is held
 //! too, in some tier. The host holds each hash at most once. The device does too, unless [`Cache::fill`] adds copies.
@@ -8,7 +8,9 @@ use std::sync::Arc;
 
 use ahash::AHashMap;
 
+use crate::engine::beside::BesideGroup;
 use crate::engine::block::{Block, EngineHash};
+use crate::engine::config::EngineConfig;
 use crate::engine::list::List;
 
 /// Memory tier of a block.
@@ -18,13 +20,15 @@ pub enum Tier {
     Device,
     /// Host memory.
     Host,
+    /// Accelerator memory of the group beside the main one ([`EngineConfig::beside_window_blocks`]).
+    Beside,
 }
 
 /// A change of the cache, as an engine publishes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheEvent {
     /// Blocks were stored: at least one, each the parent of the next, all with one adapter and salt. Copies in other
-    /// tiers stay there.
+    /// tiers stay there. [`Tier::Beside`] keeps the last ones only, as many as its window has.
     Stored {
         /// Tier of the blocks.
         tier: Tier,
@@ -38,7 +42,7 @@ pub enum CacheEvent {
         /// Hash of the block.
         hash: EngineHash,
     },
-    /// All blocks of all tiers were removed.
+    /// All blocks of the device were removed, and those of the host unless they were kept.
     Cleared,
 }
 
@@ -59,6 +63,9 @@ pub(crate) struct Cache {
     /// Slots without a user in allocation order: empty slots first, then by the time they became free.
     free: List,
     host: Option<Host>,
+    /// Whether computed blocks are copied to the host at once.
+    writes_through: bool,
+    beside: Option<BesideGroup>,
     events: Vec<CacheEvent>,
 }
 
@@ -75,7 +82,9 @@ struct Slot {
 }
 
 impl Cache {
-    pub(crate) fn new(device_blocks: u32, host_blocks: u32) -> Self {
+    pub(crate) fn new(config: &EngineConfig) -> Self {
+        let (device_blocks, host_blocks) = (config.blocks_usable(), config.host_kv_blocks);
+        let window = config.beside_window_blocks;
         let mut free = List::new();
         (0..device_blocks).for_each(|slot| free.push_back(slot));
         Self {
@@ -84,6 +93,8 @@ impl Cache {
             filled: 0,
             free,
             host: (host_blocks > 0).then(|| Host::new(host_blocks)),
+            writes_through: config.writes_through,
+            beside: (window > 0).then(|| BesideGroup::new(window, device_blocks)),
             events: Vec::new(),
         }
     }
@@ -109,10 +120,12 @@ impl Cache {
     /// Finds the cached part of a chain of blocks.
     pub(crate) fn lookup(&self, hashes: &[EngineHash]) -> Hit {
         let mut hit = Hit::default();
-        for hash in hashes {
-            let Some(copies) = self.by_hash.get(hash) else { break };
+        let held = hashes.iter().take_while(|hash| self.by_hash.contains_key(*hash)).count();
+        let held = self.beside.as_ref().map_or(held, |beside| beside.longest(&hashes[..held]));
+        for hash in &hashes[..held] {
+            let first = self.by_hash[hash].first;
             hit.device += 1;
-            hit.device_free += u32::from(self.slots[copies.first as usize].users == 0);
+            hit.device_free += u32::from(self.slots[first as usize].users == 0);
         }
         if let Some(host) = &self.host {
             hit.host = hashes[hit.device..].iter().take_while(|hash| host.by_hash.contains_key(hash)).count();
@@ -132,6 +145,9 @@ impl Cache {
         let mut slots: Vec<u32> = hashes[..hit.device].iter().map(|hash| self.by_hash[hash].first).collect();
         for &slot in &slots {
             self.add_user(slot);
+        }
+        if let Some(beside) = &mut self.beside {
+            beside.touch(&hashes[..hit.device]);
         }
         let Some(host) = &mut self.host else { return slots };
         let found = &hashes[..hit.device + hit.host];
@@ -206,7 +222,14 @@ impl Cache {
     }
 
     pub(crate) fn announce(&mut self, blocks: Vec<Arc<Block>>) {
-        self.events.push(CacheEvent::Stored { tier: Tier::Device, blocks });
+        if let Some(beside) = &mut self.beside {
+            beside.store(&blocks, &mut self.events);
+        }
+        self.events.push(CacheEvent::Stored { tier: Tier::Device, blocks: blocks.clone() });
+        // The last block first, so that a parent outlives its children.
+        if let Some(host) = self.host.as_mut().filter(|_| self.writes_through) {
+            blocks.into_iter().rev().for_each(|block| host.keep(block, &mut self.events));
+        }
     }
 
     /// Removes one user from each slot, the last slot first, so that a block is evicted before its ancestors.
@@ -214,15 +237,18 @@ impl Cache {
         slots.iter().rev().for_each(|slot| self.remove_user(*slot));
     }
 
-    /// Removes all content, unless some is in use.
-    pub(crate) fn clear(&mut self) -> bool {
+    /// Removes all content of the device, and of the host unless it is kept. Has no effect while content is in use.
+    pub(crate) fn clear(&mut self, keeps_host: bool) -> bool {
         if self.used_blocks() > 0 {
             return false;
         }
         self.by_hash.clear();
         self.filled = 0;
         self.slots.iter_mut().for_each(|slot| slot.block = None);
-        if let Some(host) = &mut self.host {
+        if let Some(beside) = &mut self.beside {
+            beside.clear();
+        }
+        if let Some(host) = self.host.as_mut().filter(|_| !keeps_host) {
             *host = Host::new(host.capacity);
         }
         true
@@ -233,6 +259,7 @@ impl Cache {
         let mut held: Vec<Arc<Block>> = match tier {
             Tier::Device => self.slots.iter().filter_map(|slot| slot.block.clone()).collect(),
             Tier::Host => self.host.iter().flat_map(|host| host.slots.iter().cloned()).collect(),
+            Tier::Beside => self.beside.iter().flat_map(|beside| beside.held().cloned()).collect(),
         };
         held.sort_by_key(|block| (block.depth, block.hash));
         held.dedup_by_key(|block| block.hash);

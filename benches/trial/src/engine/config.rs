@@ -8,7 +8,7 @@ use thiserror::Error;
 use crate::engine::work::StepCost;
 
 /// Maximum number of blocks per tier: 16 Mi, a bound on the initial allocation.
-const BLOCKS_MAX: u32 = 1 << 24;
+pub(crate) const BLOCKS_MAX: u32 = 1 << 24;
 
 /// Maximum configurable sequence length in tokens; keeps products of lengths within 64 bits.
 const MODEL_LEN_MAX: u32 = 1 << 26;
@@ -34,6 +34,11 @@ pub struct EngineConfig {
     pub kv_blocks: u32,
     /// Blocks of host memory for blocks evicted from the device. 0: no host tier.
     pub host_kv_blocks: u32,
+    /// Whether computed blocks are copied to the host at once, as by vLLM's connectors. False.
+    pub writes_through: bool,
+    /// Window in blocks of a second cache group, which restricts the hits on the device: that of a sliding window, or 1
+    /// for the state of a Mamba layer. 0: no such group.
+    pub beside_window_blocks: u32,
     /// Whether a computed block that the device already holds is replaced by the held one, as in SGLang. Otherwise both
     /// stay, each with its own store and removal event, as in vLLM. False.
     pub deduplicates: bool,
@@ -93,6 +98,8 @@ impl Default for EngineConfig {
             block_size: 64,
             kv_blocks: 7168,
             host_kv_blocks: 0,
+            writes_through: false,
+            beside_window_blocks: 0,
             deduplicates: false,
             step_tokens_max: 8192,
             sequences_max: 256,

@@ -22,7 +22,8 @@
 //! - A computed block that the device already holds is stored as a further copy. It has its own store and removal
 //!   events and is used by its own sequence alone. A prompt finds the copy stored first. (vLLM; with
 //!   [`EngineConfig::deduplicates`] the held block replaces the computed one and no event is published, as in SGLang.)
-//! - The ancestors of a held block are held too, in some tier. Host memory holds each hash once.
+//! - The ancestors of a held block are held too, in some tier, unless a clear kept the host. Host memory holds each hash
+//!   once.
 //! - One block of device memory is never allocated, like vLLM's null block.
 //! - If no block is free for the next token of a running sequence, the youngest sequence is preempted. It loses its
 //!   blocks, moves to the front of the queue and later recomputes the blocks that the cache has lost, generated tokens
@@ -46,7 +47,10 @@
 //!   whose prompt was computed elsewhere computes only its last token. The transfer itself takes no time. If held
 //!   blocks leave no memory for the running and waiting requests, no step runs until some are released.
 //! - With a host tier, blocks evicted from the device are kept there and loaded back on a hit. A load reads before it
-//!   overwrites: a block that the same admission evicts from the host still counts as a hit.
+//!   overwrites: a block that the same admission evicts from the host still counts as a hit. With
+//!   [`EngineConfig::writes_through`] the host also gets a copy of each computed block.
+//! - With [`EngineConfig::beside_window_blocks`] a second cache group, of a sliding window or of Mamba states, keeps the
+//!   last blocks of each computation. A hit ends where both groups allow it.
 //!
 //! ```
 //! use pointsman_trial::engine::{EngineConfig, Rank, RequestSpec};
@@ -65,6 +69,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod beside;
 mod block;
 mod cache;
 mod config;
@@ -77,6 +82,7 @@ mod work;
 
 pub use block::{Block, EngineHash};
 pub use cache::{CacheEvent, Tier};
+pub(crate) use config::BLOCKS_MAX;
 pub use config::{BlockShortage, ConfigError, EngineConfig, Speculation};
 pub use sequence::{Refused, RequestSpec, Stage};
 pub use state::{Finish, Load, Outlook, Output, Partial, Rank, Step};

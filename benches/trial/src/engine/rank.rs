@@ -26,7 +26,7 @@ impl Rank {
         config.validate()?;
         Ok(Self {
             hasher: BlockHasher::new(config.hash_seed),
-            cache: Cache::new(config.blocks_usable(), config.host_kv_blocks),
+            cache: Cache::new(&config),
             running: Vec::new(),
             waiting: VecDeque::new(),
             ids: AHashSet::new(),
@@ -206,10 +206,10 @@ impl Rank {
         self.cache.copies(name)
     }
 
-    /// Clears both tiers and returns the event to publish. As in vLLM, does nothing and returns none while any request
-    /// holds blocks. Waiting requests hold none.
-    pub fn reset_cache(&mut self) -> Option<CacheEvent> {
-        self.cache.clear().then_some(CacheEvent::Cleared)
+    /// Clears the device, and the host unless it is kept, and returns the event to publish. As in vLLM, does nothing and
+    /// returns none while any request holds blocks. Waiting requests hold none.
+    pub fn reset_cache(&mut self, keeps_host: bool) -> Option<CacheEvent> {
+        self.cache.clear(keeps_host).then_some(CacheEvent::Cleared)
     }
 
     /// The blocks that a tier holds now, used or free, without duplicates, parents before children. Sorts all blocks:

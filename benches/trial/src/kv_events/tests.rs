@@ -172,3 +172,38 @@ fn extra_keys_contain_the_salt_once_and_the_adapter_per_block() {
     assert!(keys(None).contains(&format!("5f6b6579739292{adapter}a17391{adapter}")), "{}", keys(None));
     assert!(keys(Some(name(9))).contains(&format!("5f6b6579739291{adapter}91{adapter}")));
 }
+
+/// Written with the event types of vLLM 0.32, with the map headers of 0.33: what its connectors and hybrid models publish.
+const VLLM_OFFLOADED_NAME: &str = "93cb3ff800000000000092de0009a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739102b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f69647390aa626c6f636b5f73697a6500a76c6f72615f6964c0a66d656469756da3435055a96c6f72615f6e616d65c0a967726f75705f6964780084a474797065ac426c6f636b52656d6f766564ac626c6f636b5f6861736865739102a66d656469756da3435055a967726f75705f6964780000";
+const VLLM_OFFLOADED_BLOCK: &str = "93cb3ff800000000000091de000aa474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739103b1706172656e745f626c6f636b5f6861736802a9746f6b656e5f6964739405060708aa626c6f636b5f73697a6504a76c6f72615f696401a66d656469756da3435055a96c6f72615f6e616d65a86164617074657241a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6e00";
+const VLLM_MOONCAKE: &str = "93cb3ff800000000000091de0009a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739103b1706172656e745f626c6f636b5f6861736802a9746f6b656e5f6964739405060708aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da3637075a96c6f72615f6e616d65c0a967726f75705f6964780000";
+const VLLM_LMCACHE: &str = "93cb3ff800000000000091de0008a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739103b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473980102030405060708aa626c6f636b5f73697a6508a76c6f72615f6964c0a66d656469756da3637075a96c6f72615f6e616d65c000";
+const VLLM_WINDOW: &str = "93cb3ff800000000000091de000ca474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739102b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473980102030405060708aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0aa65787472615f6b65797391c0a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae736c6964696e675f77696e646f77bc6b765f63616368655f737065635f736c6964696e675f77696e646f770d00";
+const VLLM_MAMBA: &str = "93cb3ff800000000000093de000ba474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739102b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473980102030405060708aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0aa65787472615f6b65797391c0a967726f75705f69647800b26b765f63616368655f737065635f6b696e64a56d616d6261de000ba474797065ab426c6f636b53746f726564ac626c6f636b5f686173686573920102b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473980102030405060708aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0aa65787472615f6b65797392c0c0a967726f75705f69647801b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6e84a474797065ac426c6f636b52656d6f766564ac626c6f636b5f6861736865739102a66d656469756da3475055a967726f75705f6964780100";
+
+#[test]
+fn connectors_and_hybrid_models_match_captured_bytes() {
+    let copy = |lora| {
+        let blocks = [block(name(3), Some(name(2)), &[5, 6, 7, 8], lora, Some("salt"))];
+        [stored(Tier::Host, blocks)]
+    };
+    let batch = |dialect, events: &[CacheEvent]| encoded_at(1.5, dialect, 4, events);
+    let of_host = [stored(Tier::Host, [block(name(2), Some(name(1)), &[5; 4], Some("adapterA"), None)])];
+    let gone = [CacheEvent::Removed { tier: Tier::Host, hash: name(2) }];
+    assert_eq!(batch(Dialect::VllmOffloading, &[of_host, gone].concat()), VLLM_OFFLOADED_NAME);
+    assert_eq!(batch(Dialect::VllmSelfDescribing, &copy(Some("adapterA"))), VLLM_OFFLOADED_BLOCK);
+    assert_eq!(batch(Dialect::VllmMooncake, &copy(Some("adapterA"))), VLLM_MOONCAKE);
+
+    let computed = root(name(1), name(2));
+    let CacheEvent::Stored { blocks, .. } = computed.clone() else { unreachable!() };
+    let chunks = batch(Dialect::VllmLmcache, std::slice::from_ref(&computed));
+    // The capture has the name 3 in place of LMCache's own.
+    let chunk = VLLM_LMCACHE[22..].replacen("9103", "91cffffffffffffffffd", 1);
+    assert!(chunks.starts_with("93cb3ff800000000000092") && chunks.ends_with(&chunk), "{chunks}");
+
+    let beside = CacheEvent::Stored { tier: Tier::Beside, blocks };
+    let both = [beside.clone(), computed, removed(name(2))];
+    assert_eq!(batch(Dialect::VllmMamba, &both), VLLM_MAMBA);
+    let window = VLLM_WINDOW.replacen("9102b1", "920102b1", 1).replacen("91c0a967", "92c0c0a967", 1);
+    assert_eq!(batch(Dialect::VllmWindow, &[beside]), window, "a window of three blocks holds both");
+}

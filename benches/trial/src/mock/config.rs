@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
-use crate::engine::EngineConfig;
+use crate::engine::{BLOCKS_MAX, EngineConfig};
 use clap::{Args, ValueEnum as _};
 
 use super::faults::{Faults, splitmix};
@@ -245,10 +245,20 @@ impl MockConfig {
     /// Configuration of the engine model for one rank. With a vLLM `dialect` the cache keeps duplicate blocks, with
     /// SGLang it does not. Block hashes differ between ranks, as between real processes; output tokens do not.
     pub(crate) fn engine(&self, rank: u16, dialect: Dialect) -> EngineConfig {
+        let host_kv_blocks = match dialect {
+            // LMCache names its chunks itself, so nothing outside knows its contents.
+            Dialect::VllmLmcache | Dialect::VllmWindow | Dialect::VllmMamba => Some(0),
+            // The store does not report its evictions, so there are none.
+            Dialect::VllmMooncake => Some(BLOCKS_MAX),
+            Dialect::VllmArray | Dialect::VllmMap | Dialect::SglangArray | Dialect::SglangMap => None,
+            Dialect::VllmOffloading | Dialect::VllmSelfDescribing => None,
+        };
         EngineConfig {
             block_size: self.block_size,
             kv_blocks: self.kv_blocks,
-            host_kv_blocks: self.host_kv_blocks,
+            host_kv_blocks: host_kv_blocks.unwrap_or(self.host_kv_blocks),
+            writes_through: dialect.has_connector(),
+            beside_window_blocks: dialect.beside_window_blocks(),
             deduplicates: dialect.is_sglang(),
             step_tokens_max: self.step_tokens_max,
             sequences_max: self.sequences_max,

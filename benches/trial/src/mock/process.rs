@@ -101,6 +101,12 @@ impl MockEngine {
         self.engine.rank(rank).sequence_next()
     }
 
+    /// Number of events in a rank's messages of this incarnation, those of LMCache's chunks not included.
+    #[must_use]
+    pub fn events_published(&self, rank: u16) -> u64 {
+        self.engine.rank(rank).events_published()
+    }
+
     /// Returns whether no request is running and every event is published, including events held back by faults.
     #[must_use]
     pub fn is_quiet(&self) -> bool {

@@ -69,6 +69,7 @@ struct DriverState {
     publisher: Publisher,
     ledger: Ledger,
     removals: u64,
+    events_published: u64,
     requests: BTreeMap<u64, RunningRequest>,
     /// Events that do not belong to a step.
     loose_events: Vec<CacheEvent>,
@@ -114,6 +115,7 @@ impl RankDriver {
             publisher: Publisher::new(encoder.rank, ring_messages_max),
             ledger: Ledger::default(),
             removals: 0,
+            events_published: 0,
             model,
             encoder,
             requests: BTreeMap::new(),
@@ -160,15 +162,21 @@ impl RankDriver {
         }
     }
 
-    /// Clears the cache. Returns false if a request holds blocks, which prevents it.
-    pub(crate) fn reset_cache(&self) -> bool {
+    /// Clears the cache, that of a connector only for sleep. Returns false if a request holds blocks, which prevents it.
+    pub(crate) fn reset_cache(&self, sleeps: bool) -> bool {
         let mut state = self.lock();
+        let has_connector = state.encoder.format.dialect.has_connector();
         let host = state.model.held(Tier::Host);
-        let cleared = state.model.reset_cache();
+        let cleared = state.model.reset_cache(has_connector && !sleeps);
         let is_cleared = cleared.is_some();
+        let of_host = host.iter().filter(|_| is_cleared && (sleeps || !has_connector));
+        let of_host = of_host.map(|block| CacheEvent::Removed { tier: Tier::Host, hash: block.hash });
         // A clear in vLLM's format is of the device only.
-        let of_host = host.iter().filter(|_| is_cleared);
-        state.loose_events.extend(of_host.map(|block| CacheEvent::Removed { tier: Tier::Host, hash: block.hash }));
+        if has_connector {
+            state.ledger.apply(&of_host.collect::<Vec<_>>());
+        } else {
+            state.loose_events.extend(of_host);
+        }
         state.loose_events.extend(cleared);
         drop(state);
         self.wake.notify_one();
@@ -203,6 +211,10 @@ impl RankDriver {
 
     pub(crate) fn sequence_next(&self) -> u64 {
         self.lock().publisher.sequence_next()
+    }
+
+    pub(crate) fn events_published(&self) -> u64 {
+        self.lock().events_published
     }
 
     /// Messages in reply to a replay request, or the reply to an audit request, which is numbered like the next message.
@@ -345,6 +357,7 @@ impl DriverState {
         all.append(&mut self.loose_events);
         self.ledger.apply(&all);
         all.retain(|event| !self.omits(event, faults));
+        self.events_published += all.len() as u64;
         if !all.is_empty() {
             let payload = self.encoder.batch(self.timestamp(), &all).into();
             self.publisher.publish(payload, faults, out);
@@ -428,10 +441,10 @@ mod tests {
     #[test]
     fn a_reset_event_keeps_its_order_relative_to_a_step() {
         let rank = rank();
-        assert!(rank.reset_cache());
+        assert!(rank.reset_cache(false));
         let _outputs = rank.submit(RequestSpec::new(1, vec![7; 9], 1), Stage::Whole).expect("accepted");
         let NextAction::Step(step) = rank.begin(false) else { panic!("a request waits") };
-        assert!(rank.reset_cache(), "the request has ended in this step");
+        assert!(rank.reset_cache(false), "the request has ended in this step");
         let messages = rank.publish(&step);
         assert_eq!(kinds(&messages[0].payload), ["AllBlocksCleared", "BlockStored", "AllBlocksCleared"]);
         rank.deliver(step.outputs);

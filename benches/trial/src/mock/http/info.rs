@@ -18,7 +18,7 @@ use super::Shared;
 use super::answer;
 use super::request::{Parsed, PromptInput, TokenizeRequest};
 use super::sleep;
-use crate::kv_events::{Dialect, EventFormat};
+use crate::kv_events::EventFormat;
 use crate::mock::engine::{BOOTSTRAP_PORT, Engine, MockError};
 use crate::mock::faults::Faults;
 use crate::mock::handover::HandoverProtocol;
@@ -113,7 +113,8 @@ pub(super) async fn server_info(State(engine): Shared) -> Response {
 
 /// `GET /kv_event_sources`: event endpoints by rank, as vLLM reports them from 0.31 on.
 pub(super) async fn kv_event_sources(State(engine): Shared) -> Response {
-    if engine.format().dialect != Dialect::VllmMap {
+    let dialect = engine.format().dialect;
+    if dialect.is_sglang() || !dialect.replays_with_topic() {
         return answer::error(StatusCode::NOT_FOUND, "/kv_event_sources does not exist in this dialect");
     }
     let config = &engine.config;
@@ -141,7 +142,7 @@ pub(super) async fn kv_event_sources(State(engine): Shared) -> Response {
 /// `POST /reset_prefix_cache`: succeeds if every rank's cache was cleared.
 pub(super) async fn reset_prefix_cache(State(engine): Shared) -> Response {
     // Reset every rank, even if another one fails.
-    let cleared = engine.ranks().iter().filter(|rank| rank.reset_cache()).count();
+    let cleared = engine.ranks().iter().filter(|rank| rank.reset_cache(false)).count();
     if cleared == engine.ranks().len() {
         StatusCode::OK.into_response()
     } else {

@@ -39,7 +39,7 @@ pub(super) async fn sleep(State(engine): Shared, Query(SleepQuery { level }): Qu
 pub(super) async fn wake_up(State(engine): Shared) -> StatusCode {
     if *engine.sleep.borrow() >= Some(1) {
         for rank in engine.ranks().iter() {
-            rank.reset_cache();
+            rank.reset_cache(true);
         }
     }
     engine.sleep.send_replace(None);
