@@ -15,6 +15,7 @@ mod check_config;
 mod command_line;
 mod demo;
 mod descriptors;
+mod dialects;
 mod disaggregation;
 mod discovered;
 mod docs_metrics;

@@ -3,15 +3,14 @@
 //! The fleet owns the engines, the router and the request counter. Every request is completed by some running engine,
 //! and every wait has a generous limit. Faults belong to the tests.
 
-use pointsman::internals::config::IndexConfig;
-use pointsman::internals::config::{HealthConfig, SlowStartConfig};
+use pointsman::internals::config::{EngineLoadConfig, HealthConfig, IndexConfig, SlowStartConfig};
 use std::net::SocketAddr;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use pointsman::protocol::{KvEventsConfig, WorkerConfig, WorkerId, WorkerRank};
+use pointsman::protocol::{KvEventsConfig, LoadSource, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::{KvSourceStatus, Outcome, Router, RouterConfig, StreamState};
 use pointsman_trial::mock::{Dialect, EventFormat, MockConfig, MockEngine};
 use tokio::sync::watch;
@@ -20,7 +19,7 @@ use tokio::time::{Instant, Interval, MissedTickBehavior, interval, timeout};
 
 use super::holdings::Holdings;
 use super::http::Client;
-use super::proxy::PATIENCE;
+use super::proxy::{PATIENCE, until};
 use super::workload::{BLOCK_SIZE, LORAS, NAMES, WorkloadRequest};
 
 const SEED: u64 = 20_261_121;
@@ -43,6 +42,12 @@ pub(crate) struct Fleet {
 impl Fleet {
     /// Starts one engine of two ranks per format. Engines with odd numbers also have host memory.
     pub(crate) async fn start(formats: &[EventFormat]) -> Self {
+        Self::start_with(formats, BLOCK_SIZE).await
+    }
+
+    /// The same with engines of this block size, which divides the router's.
+    pub(crate) async fn start_with(formats: &[EventFormat], page_size: u32) -> Self {
+        let pages = BLOCK_SIZE / page_size;
         let config = RouterConfig {
             block_size: Some(BLOCK_SIZE),
             index: IndexConfig { shards: 2, ..IndexConfig::default() },
@@ -53,6 +58,7 @@ impl Fleet {
                 ejection_ms: 200,
                 ..HealthConfig::default()
             },
+            engine_load: EngineLoadConfig { interval_ms: 20, ..EngineLoadConfig::default() },
             slow_start: SlowStartConfig { return_ms: 0, ..SlowStartConfig::default() },
             ..RouterConfig::default()
         };
@@ -72,9 +78,9 @@ impl Fleet {
                 dialect: format.dialect,
                 binary_hashes: format.binary_hashes,
                 loras: LORAS.map(str::to_owned).to_vec(),
-                block_size: BLOCK_SIZE,
-                kv_blocks: 500,
-                host_kv_blocks: if n % 2 == 1 { 300 } else { 0 },
+                block_size: page_size,
+                kv_blocks: 500 * pages,
+                host_kv_blocks: if pages == 1 && (n % 2 == 1 || format.dialect.has_connector()) { 300 } else { 0 },
                 step_tokens_max: 2_048,
                 time_scale: 0.0,
                 seed: SEED ^ n as u64,
@@ -101,6 +107,8 @@ impl Fleet {
                 replay_endpoint: Some(engine.replay_endpoint(0)),
                 topic: "kv-events".to_owned(),
             }),
+            // Sleep is on the page.
+            load: self.formats[n].dialect.has_connector().then(|| LoadSource::Metrics(engine.url() + "/metrics")),
             ..WorkerConfig::at(engine.url())
         };
         self.router.upsert_worker(WorkerId(n as u64), config).await.expect("worker registered");
@@ -177,8 +185,31 @@ impl Fleet {
         self.engines_quiet().await;
         for n in 0..self.engines.len() {
             let address = self.engine(n).address();
-            self.direct.reset_cache(address).await.expect("the engine answers");
+            self.direct.command(address, "/reset_prefix_cache").await.expect("the engine answers");
         }
+    }
+
+    /// An idle engine sleeps at this level and wakes up. Requests go to the others meanwhile.
+    pub(crate) async fn sleep(&mut self, n: usize, level: u8) {
+        self.engines_quiet().await;
+        let (address, awake) = (self.engine(n).address(), self.router.eligible_ranks());
+        self.direct.command(address, &format!("/sleep?level={level}")).await.expect("the engine answers");
+        until("the engine sleeps", || self.router.eligible_ranks() == awake - 2).await;
+        self.traffic(50).end().await;
+        self.direct.command(address, "/wake_up").await.expect("the engine answers");
+        until("the engine is awake", || self.router.eligible_ranks() == awake).await;
+    }
+
+    /// Whether the contents of host memory are known to the index.
+    pub(crate) fn has_host(&self) -> bool {
+        let is_hybrid = |dialect: Dialect| dialect.beside_window_blocks() > 0;
+        let hosts = |format: &EventFormat| format.dialect != Dialect::VllmLmcache && !is_hybrid(format.dialect);
+        self.engine(0).config().block_size == BLOCK_SIZE && self.formats.iter().any(hosts)
+    }
+
+    /// Number of published events.
+    pub(crate) fn events(&self) -> u64 {
+        self.engines().flat_map(|(_, engine)| [0, 1].map(|rank| engine.events_published(rank))).sum()
     }
 
     /// Ranks with published events that are not applied yet, or whose stream state is not live.

@@ -3,12 +3,14 @@
 //! The comparison is part of this module. Two holdings without differences have the same blocks in the same tiers of
 //! the same ranks, each with equal content, depth and parent.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::iter::successors;
+use std::sync::Arc;
 
 use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, WorkerRank};
-use pointsman_trial::mock::{MockEngine, Tier};
+use pointsman_trial::mock::{Block, MockEngine, Tier};
 
-use super::workload::{WorkloadRequest, block_hashes};
+use super::workload::{BLOCK_SIZE, WorkloadRequest, block_hashes};
 
 /// A rank and one of its tiers.
 type Place = (WorkerRank, StorageTier);
@@ -34,19 +36,33 @@ enum Parent {
 #[derive(Debug, Default)]
 pub(crate) struct Holdings {
     blocks: BTreeMap<Place, BTreeMap<EngineHash, Held>>,
+    /// Window in blocks and names of the group beside the main one.
+    beside: BTreeMap<WorkerRank, (u32, BTreeSet<EngineHash>)>,
 }
 
 impl Holdings {
-    /// Adds the blocks that the ranks of an engine hold now.
+    /// Adds the blocks that the ranks of an engine hold now: those with all their pages, under the name of the last.
     pub(crate) fn add_engine(&mut self, worker: pointsman::protocol::WorkerId, engine: &MockEngine) {
+        let per_block = BLOCK_SIZE / engine.config().block_size;
         for rank in 0..engine.config().data_parallel_size {
+            let beside = engine.held(rank, Tier::Beside).into_iter().map(|block| EngineHash(block.hash.as_u64()));
+            let window = engine.config().dialect.beside_window_blocks();
+            if window > 0 {
+                self.beside.insert(WorkerRank::new(worker, rank.into()), (window, beside.collect()));
+            }
             for (tier, named) in [(Tier::Device, StorageTier::Device), (Tier::Host, StorageTier::HostPinned)] {
                 let held = self.blocks.entry((WorkerRank::new(worker, rank.into()), named)).or_default();
-                for block in engine.held(rank, tier) {
-                    let hashes = block_hashes(&block.tokens, block.lora_name.as_deref(), block.cache_salt.as_deref());
-                    let parent = block.parent.map_or(Parent::None, |name| Parent::Named(EngineHash(name.as_u64())));
-                    let entry = Held { block_hash: hashes[0], depth: block.depth, parent };
-                    assert_eq!(held.insert(EngineHash(block.hash.as_u64()), entry), None, "held twice");
+                let pages: BTreeMap<_, _> = engine.held(rank, tier).into_iter().map(|page| (page.hash, page)).collect();
+                let is_last = |page: &&Arc<Block>| (page.depth + 1).is_multiple_of(per_block);
+                for last in pages.values().filter(is_last) {
+                    let before = |page: &&Arc<Block>| pages.get(&page.parent?);
+                    let block: Vec<_> = successors(Some(last), before).take(per_block as usize).collect();
+                    let tokens: Vec<u32> = block.iter().rev().flat_map(|page| page.tokens.iter().copied()).collect();
+                    let hashes = block_hashes(&tokens, last.lora_name.as_deref(), last.cache_salt.as_deref());
+                    let parent = block[block.len() - 1].parent;
+                    let parent = parent.map_or(Parent::None, |name| Parent::Named(EngineHash(name.as_u64())));
+                    let entry = Held { block_hash: hashes[0], depth: last.depth / per_block, parent };
+                    assert_eq!(held.insert(EngineHash(last.hash.as_u64()), entry), None, "held twice");
                 }
             }
         }
@@ -86,9 +102,11 @@ impl Holdings {
                 }
                 KvEvent::Offloaded { .. } => {} // further copies
                 KvEvent::Cleared | KvEvent::TierCleared => panic!("dumps contain no clear"),
-                KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {
-                    panic!("the engines have one cache group")
+                KvEvent::GroupStored { blocks, window_blocks, .. } => {
+                    let beside = holdings.beside.entry(*rank).or_insert((window_blocks.get(), BTreeSet::new()));
+                    beside.1.extend(blocks);
                 }
+                KvEvent::GroupRemoved { .. } => panic!("dumps contain no removal from a group"),
             }
         }
         holdings
@@ -107,6 +125,16 @@ impl Holdings {
     /// Differences between `index` and these holdings, which come from the engines.
     pub(crate) fn differences(&self, index: &Self) -> Vec<String> {
         let mut found = Vec::new();
+        for (rank, (window, cached)) in &self.beside {
+            let none = (*window, BTreeSet::new());
+            let (indexed_window, indexed) = index.beside.get(rank).unwrap_or(&none);
+            assert_eq!(window, indexed_window);
+            let differing = indexed.symmetric_difference(cached);
+            found.extend(differing.map(|name| {
+                let place = if cached.contains(name) { "missing" } else { "indexed but evicted" };
+                format!("{rank}: {name} of the group beside is {place}")
+            }));
+        }
         let none = BTreeMap::new();
         for place in self.blocks.keys().chain(index.blocks.keys().filter(|place| !self.blocks.contains_key(place))) {
             let (cached, indexed) = (self.blocks.get(place).unwrap_or(&none), index.blocks.get(place).unwrap_or(&none));
@@ -129,31 +157,40 @@ impl Holdings {
 
     /// The same blocks, arranged for prompt lookups.
     pub(crate) fn chains(&self) -> Chains {
-        let mut chains = Chains::default();
+        let mut chains = Chains { beside: self.beside.clone(), ..Chains::default() };
         for (place, held) in &self.blocks {
             let links = held.iter().map(|(name, held)| ((held.parent.name(), held.block_hash), *name));
-            chains.0.insert(*place, links.collect());
+            chains.links.insert(*place, links.collect());
         }
         chains
     }
 }
 
-/// For each place: the block name by parent name and content.
 #[derive(Debug, Default)]
-pub(crate) struct Chains(BTreeMap<Place, BTreeMap<(Option<EngineHash>, BlockHash), EngineHash>>);
+pub(crate) struct Chains {
+    /// For each place: the block name by parent name and content.
+    links: BTreeMap<Place, BTreeMap<(Option<EngineHash>, BlockHash), EngineHash>>,
+    beside: BTreeMap<WorkerRank, (u32, BTreeSet<EngineHash>)>,
+}
 
 impl Chains {
     /// A rank's overlap with a prompt: leading blocks on the device, and further blocks from the host.
     pub(crate) fn overlap(&self, rank: WorkerRank, request: &WorkloadRequest) -> (u32, u32) {
         let hashes = request.block_hashes();
-        let (mut at, mut counts, mut rest) = (None, [0; 2], hashes.as_slice());
+        let (mut at, mut counts, mut rest, mut names) = (None, [0; 2], hashes.as_slice(), Vec::new());
         for (count, tier) in counts.iter_mut().zip([StorageTier::Device, StorageTier::HostPinned]) {
             while let Some((hash, behind)) = rest.split_first()
-                && let Some(name) = self.0.get(&(rank, tier)).and_then(|links| links.get(&(at, *hash)))
+                && let Some(name) = self.links.get(&(rank, tier)).and_then(|links| links.get(&(at, *hash)))
             {
                 (at, rest) = (Some(*name), behind);
                 *count += 1;
+                names.push(*name);
             }
+        }
+        if let Some((window, held)) = self.beside.get(&rank) {
+            let allows =
+                |end: &usize| names[end.saturating_sub(*window as usize)..*end].iter().all(|name| held.contains(name));
+            counts[0] = (0..=names.len()).rev().find(allows).expect("no block is always a hit") as u32;
         }
         (counts[0], counts[1])
     }

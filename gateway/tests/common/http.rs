@@ -43,10 +43,10 @@ impl Client {
         Ok(u32::try_from(cached.expect("usage reports cached tokens")).expect("a prompt's tokens"))
     }
 
-    /// Resets the cache of an engine.
-    pub(crate) async fn reset_cache(&mut self, engine: SocketAddr) -> Result<(), Outcome> {
-        let request = "POST /reset_prefix_cache HTTP/1.1\r\nhost: engine\r\ncontent-length: 0\r\n\r\n";
-        self.exchange(engine, request).await.map(drop)
+    /// Sends a command without a body, such as `/reset_prefix_cache`.
+    pub(crate) async fn command(&mut self, engine: SocketAddr, path: &str) -> Result<(), Outcome> {
+        let request = format!("POST {path} HTTP/1.1\r\nhost: engine\r\ncontent-length: 0\r\n\r\n");
+        self.exchange(engine, &request).await.map(drop)
     }
 
     async fn exchange(&mut self, engine: SocketAddr, request: &str) -> Result<Json, Outcome> {

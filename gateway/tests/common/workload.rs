@@ -104,7 +104,17 @@ impl WorkloadRequest {
 
 /// Hashes of the complete blocks of `tokens`.
 pub(crate) fn block_hashes(tokens: &[u32], lora_name: Option<&str>, cache_salt: Option<&str>) -> Vec<BlockHash> {
-    let plain = HashScheme::new(BLOCK_SIZE.try_into().expect("not zero"));
+    block_hashes_of(BLOCK_SIZE, tokens, lora_name, cache_salt)
+}
+
+/// The same with another block size.
+pub(crate) fn block_hashes_of(
+    block_size: u32,
+    tokens: &[u32],
+    lora_name: Option<&str>,
+    cache_salt: Option<&str>,
+) -> Vec<BlockHash> {
+    let plain = HashScheme::new(block_size.try_into().expect("not zero"));
     let hasher = BlockHasher::new(HashScheme { lora_name, cache_salt, ..plain });
     hasher.hashes(tokens, &MmBlocks::NONE).collect()
 }
