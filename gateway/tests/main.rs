@@ -21,6 +21,7 @@ mod discovered;
 mod docs_metrics;
 mod docs_settings;
 mod drain;
+mod endpoints;
 mod engines;
 mod grafana;
 mod index_api;

@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Method};
+use axum::http::{HeaderName, HeaderValue};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse as _, Response};
-use axum::routing::{get, post};
+use axum::routing::get;
 use futures_util::FutureExt as _;
 use http_body_util::BodyExt as _;
 use tokio::time::{Instant, timeout};
@@ -43,25 +43,34 @@ const PROBES: [&str; 4] = ["/live", "/health", "/ready", "/metrics"];
 const PATH_CHARS_MAX: usize = 128;
 
 pub(super) fn clients(context: Latest<RequestContext>, probes: Router) -> Router {
-    let ask = |endpoint: Endpoint| {
-        let refused = move |headers: HeaderMap| async move {
-            let id = request_id(&headers).unwrap_or_default();
-            rendered_error(ApiError::method_not_allowed("POST"), endpoint.is_anthropic(), id)
-        };
-        post(move |state, request| proxy::answer(endpoint, state, request)).fallback(refused)
-    };
-    let mut routes = Router::new();
-    for endpoint in Endpoint::ALL {
-        routes = routes.route(endpoint.path(), ask(endpoint));
-    }
-    routes
+    Router::new()
         .route("/v1/models", get(catalog::list))
         .route("/v1/models/{*id}", get(catalog::one))
+        .fallback(served)
         .with_state(context.clone())
         .merge(probes)
-        .fallback(|| async { ApiError::not_found() })
         .method_not_allowed_fallback(|| async { ApiError::method_not_allowed("GET, HEAD") })
         .layer(from_fn_with_state(context, named))
+}
+
+/// Serves the endpoints of the table and the further paths of the settings.
+async fn served(State(context): State<Arc<RequestContext>>, request: Request) -> Response {
+    let Some(endpoint) = endpoint_of(&context, &request) else { return ApiError::not_found().into_response() };
+    if !has_method(endpoint, &request) {
+        let id = request_id(request.headers()).unwrap_or_default();
+        return rendered_error(ApiError::method_not_allowed(endpoint.methods()), endpoint.is_anthropic(), id);
+    }
+    proxy::answer(endpoint, context, request).await
+}
+
+fn endpoint_of(context: &RequestContext, request: &Request) -> Option<Endpoint> {
+    let path = request.uri().path();
+    let is_further = || context.settings.gateway.routes.iter().any(|route| route.path == path);
+    Endpoint::of_path(path).or_else(|| is_further().then_some(Endpoint::Further))
+}
+
+fn has_method(endpoint: Endpoint, request: &Request) -> bool {
+    endpoint.methods().split(", ").any(|method| method == request.method().as_str())
 }
 
 /// Probes, and the metrics page if `metrics_public` is true.
@@ -95,9 +104,11 @@ async fn named(State(context): State<Arc<RequestContext>>, mut request: Request,
     let id = request_id(request.headers()).map_or_else(|| context.ids.public(), str::to_owned);
     let id = HeaderValue::try_from(id).expect("request ids are valid header values");
     request.headers_mut().insert(REQUEST_ID, id.clone());
-    let is_anthropic = Endpoint::of_path(request.uri().path()).is_some_and(Endpoint::is_anthropic);
+    let endpoint = endpoint_of(&context, &request);
+    let is_anthropic = endpoint.is_some_and(Endpoint::is_anthropic);
     let refused = refused_head(&request);
-    let is_unrouted = refused.is_some() || !is_routed(&request);
+    // Other requests write their own access log line.
+    let is_unrouted = refused.is_some() || !endpoint.is_some_and(|endpoint| has_method(endpoint, &request));
     let unrouted = is_unrouted.then(|| (path_of(&request), Instant::now()));
     let trace_id = unrouted.as_ref().and_then(|_| RequestTrace::of(request.headers()).trace_id());
     let answer = match refused {
@@ -119,11 +130,6 @@ async fn named(State(context): State<Arc<RequestContext>>, mut request: Request,
     }
     answer.headers_mut().insert(REQUEST_ID, id);
     answer
-}
-
-/// Whether the request goes to an endpoint that writes its own access log line.
-fn is_routed(request: &Request) -> bool {
-    request.method() == Method::POST && Endpoint::of_path(request.uri().path()).is_some()
 }
 
 /// Truncated path without the query, because clients put keys there.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Uri};
 use axum::response::IntoResponse as _;
 use pointsman::protocol::{WorkerId, WorkerRank};
 use pointsman::{Pin, PinMode, Placement, PrefillPlacement, Prompt, RouteRequest, Router, WhyLocal, WorkerEntry};
@@ -15,14 +15,14 @@ use super::{PickRules, TEST_SELECTION};
 use crate::admission::admit::Admitted;
 use crate::admission::intake::receive;
 use crate::admission::leases::QuotaLease;
-use crate::formats::openai::{ApiError, Endpoint, request_id};
+use crate::formats::openai::{ApiError, BodyForm, Endpoint, request_id};
 use crate::pools::disaggregation::{PrefillPool, PrefillResult};
 use crate::pools::model::Model;
 use crate::pools::readiness::causes::placement_error;
 use crate::pools::workers::WorkerRequest;
 use crate::proxy::account::Account;
 use crate::proxy::context::RequestContext;
-use crate::proxy::routable::{RoutableRequest, body_limits};
+use crate::proxy::routable::{RoutableRequest, Target, body_limits};
 use crate::proxy::{Answer, WorkerResponse, checked_kind, failure_outcome, follow};
 use crate::settings::MessagesMode;
 
@@ -70,7 +70,9 @@ pub(super) async fn decide(context: Arc<RequestContext>, arrival: Arrival) -> Re
     let path = arrival.path.split('?').next().unwrap_or_default();
     let requested = Endpoint::of_path(path);
     // Counts of tokens cause no work in the engine.
-    let is_routed = |endpoint: &Endpoint| arrival.has_body && *endpoint != Endpoint::CountTokens;
+    let is_routed = |endpoint: &Endpoint| {
+        arrival.has_body && *endpoint != Endpoint::CountTokens && endpoint.form() == BodyForm::Json
+    };
     let Some(endpoint) = requested.filter(is_routed) else {
         return decide_by_load(&context, arrival, requested, request_id)
             .await
@@ -103,9 +105,10 @@ async fn decide_by_prompt(
     request_id: &str,
 ) -> Result<(Placement, Option<Box<Placement>>, Destination, RoutableRequest), ApiError> {
     let Arrival { headers, body, subset, rules, .. } = arrival;
+    let target = Target { endpoint, method: &Method::POST, uri: &Uri::from_static(endpoint.path()) };
     // The proxy forwards the response, so that it cannot be converted.
     let messages = Some(MessagesMode::Pass);
-    let prepared = RoutableRequest::receive(context, account, endpoint, (&headers, body), messages, None).await?;
+    let prepared = RoutableRequest::receive(context, account, target, (&headers, body), messages, None).await?;
     let mut request = prepared.request();
     request.request_id = Some(context.ids.booking(request_id).into());
     let allowed = allowed_workers(&prepared.model.router, subset.as_deref(), &headers, rules)?;

@@ -88,7 +88,8 @@ impl<'a> AttemptLoop<'a> {
     ) -> Self {
         let (model, endpoint, kind) = (&request.model, request.worker_endpoint, request.kind);
         let split = model.prefill.as_ref().map(|side| Split::new(side, endpoint, body.clone(), request.include_usage));
-        let outbound = Outbound { context, model, endpoint, headers, request_id, body, kind };
+        let call = (&request.method, &*request.worker_path);
+        let outbound = Outbound { context, model, endpoint, call, headers, request_id, body, kind };
         Self { outbound, split, failed }
     }
 

@@ -13,7 +13,7 @@ use tokio::time::timeout;
 
 use super::begin::ResponseStart;
 use super::failure::{Failure, is_retried};
-use crate::formats::openai::Endpoint;
+use crate::formats::openai::{BodyForm, Endpoint};
 use crate::net::upstream::{Upstream, UpstreamError};
 
 /// Maximum length of a stored worker error, in case no worker succeeds.
@@ -104,13 +104,13 @@ pub(crate) fn checked_kind(
 ) -> Result<Option<AnswerKind>, String> {
     let content_type = headers.get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
     // vLLM sends embeddings in this form for `encoding_format: bytes`.
-    let is_binary = endpoint == Endpoint::Embeddings && content_type.starts_with(b"application/octet-stream");
+    let is_binary = !endpoint.generates() && content_type.starts_with(b"application/octet-stream");
     let is_encoded = headers.get(CONTENT_ENCODING).is_some_and(|encoding| encoding != "identity");
-    if is_binary || is_encoded {
+    if is_binary || is_encoded || endpoint.form() != BodyForm::Json {
         return Ok(None);
     }
     if kind.accepts(content_type) {
-        return Ok(Some(kind).filter(|_| endpoint.has_known_response()));
+        return Ok(Some(kind).filter(|_| endpoint.has_known_response(kind == AnswerKind::Events)));
     }
     Err(format!("content type {:?}", String::from_utf8_lossy(content_type)))
 }

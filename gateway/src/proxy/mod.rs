@@ -32,7 +32,6 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::body::{Body, Bytes};
-use axum::extract::State;
 use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use axum::response::IntoResponse as _;
@@ -43,7 +42,7 @@ use crate::formats::openai::{ApiError, Endpoint, request_id, to_client};
 use crate::pools::disaggregation::PrefillResult;
 use crate::proxy::account::Account;
 use crate::proxy::context::RequestContext;
-use crate::proxy::routable::RoutableRequest;
+use crate::proxy::routable::{RoutableRequest, Target};
 use crate::settings::MessagesMode;
 pub(crate) use answer::Answer;
 use attempts::AttemptLoop;
@@ -59,16 +58,13 @@ use refusal::Refusal;
 const PREFILL: HeaderName = HeaderName::from_static("x-pointsman-prefill");
 
 /// Serves a request to one of the endpoints.
-pub(crate) async fn answer(
-    endpoint: Endpoint,
-    State(context): State<Arc<RequestContext>>,
-    request: Request<Body>,
-) -> Response<Body> {
+pub(crate) async fn answer(endpoint: Endpoint, context: Arc<RequestContext>, request: Request<Body>) -> Response<Body> {
     let (head, body) = request.into_parts();
     // The routing layer has set the id and adds it to every response.
     let request_id = request_id(&head.headers).unwrap_or_default();
     let mut account = Account::begin(&context, endpoint, &head.headers, request_id);
-    let reply = forward(&context, &mut account, endpoint, &head.headers, request_id, body).await;
+    let target = Target { endpoint, method: &head.method, uri: &head.uri };
+    let reply = forward(&context, &mut account, target, &head.headers, request_id, body).await;
     let is_anthropic = endpoint.is_anthropic();
     let (response, error) = match reply {
         Ok(Reply::Started(Forwarded { begin, translation, migration })) => {
@@ -109,15 +105,16 @@ struct Forwarded {
 async fn forward(
     context: &Arc<RequestContext>,
     account: &mut Account,
-    endpoint: Endpoint,
+    target: Target<'_>,
     headers: &HeaderMap,
     request_id: &str,
     body: Body,
 ) -> Result<Reply, Refusal> {
+    let endpoint = target.endpoint;
     // A count is computed here if possible. Otherwise an engine with this endpoint computes it.
     let messages = Some(MessagesMode::Pass).filter(|_| endpoint == Endpoint::CountTokens);
     let retries = Some(&*context.admission.retry_budget);
-    let mut prepared = RoutableRequest::receive(context, account, endpoint, (headers, body), messages, retries).await?;
+    let mut prepared = RoutableRequest::receive(context, account, target, (headers, body), messages, retries).await?;
     if endpoint == Endpoint::CountTokens {
         if let Some(input_tokens) = prepared.prompt_tokens() {
             return Ok(Reply::Count(input_tokens));

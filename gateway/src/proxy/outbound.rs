@@ -26,6 +26,8 @@ pub(super) struct Outbound<'a> {
     pub(super) context: &'a Arc<RequestContext>,
     pub(super) model: &'a Arc<Model>,
     pub(super) endpoint: Endpoint,
+    /// Method and path at the worker.
+    pub(super) call: (&'a Method, &'a str),
     /// Headers of the client.
     pub(super) headers: &'a HeaderMap,
     pub(super) request_id: &'a str,
@@ -104,11 +106,12 @@ impl Outbound<'_> {
     ) -> Result<Request<Full<Bytes>>, UpstreamError> {
         let endpoint = placement.endpoint();
         let address = || UpstreamError::Address(endpoint.to_owned());
-        let url = [endpoint.trim_end_matches('/'), self.endpoint.path()].concat();
+        let (method, path) = self.call;
+        let url = [endpoint.trim_end_matches('/'), path].concat();
         let url = Uri::try_from(url).map_err(|_| address())?;
         let rank = placement.rank_at_worker().filter(|_| outgoing.names_rank);
         let mut request = Request::new(Full::new(outgoing.body));
-        *request.method_mut() = Method::POST;
+        request.method_mut().clone_from(method);
         *request.uri_mut() = url;
         let key = model.access.authorization(placement.rank().worker)?;
         let authorization = self.authorization(key.as_ref());

@@ -5,10 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
-use axum::http::HeaderMap;
+use axum::extract::Query;
 use axum::http::header::EXPECT;
+use axum::http::{HeaderMap, Method, Uri};
 use pointsman::config::RouterConfigOverride;
 use pointsman::{AnswerKind, Prompt, Rejection, RequestOptions, RouteRequest};
+use serde::Deserialize;
 use tokio::time::Instant;
 
 use super::account::Account;
@@ -17,18 +19,51 @@ use crate::admission::intake::{Limits, discard, receive, reserved};
 use crate::admission::retry_budget::RetryBudget;
 use crate::admission::tenants::Tenant;
 use crate::formats::anthropic::{Purpose, chat_body};
-use crate::formats::openai::{ApiError, ClientPrompt, Edits, Endpoint, RequestBody, Session, hashed, request_options};
+use crate::formats::openai::{ApiError, BodyForm, ClientPrompt, Edits, Endpoint, RequestBody, Session, hashed, request_options};
 use crate::pools::model::Model;
 use crate::pools::readiness::causes::placement_error;
 use crate::proxy::context::RequestContext;
-use crate::settings::MessagesMode;
+use crate::settings::{MessagesMode, Settings};
 use crate::tokens::PromptMedia;
+
+/// What a client addresses.
+#[derive(Clone, Copy)]
+pub(crate) struct Target<'a> {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) method: &'a Method,
+    /// Path and query.
+    pub(crate) uri: &'a Uri,
+}
+
+/// The read part of a query.
+#[derive(Default, Deserialize)]
+struct TargetQuery {
+    model: Option<String>,
+}
+
+impl Target<'_> {
+    /// The model of a request whose body names none: that of the path in the settings, or of the query.
+    fn model(&self, settings: &Settings) -> Option<String> {
+        let further = settings.gateway.routes.iter().find(|route| route.path == self.uri.path());
+        let of_query = || Query::<TargetQuery>::try_from_uri(self.uri).ok().and_then(|Query(query)| query.model);
+        further.map(|route| route.model.clone()).or_else(of_query)
+    }
+
+    /// Path at the workers, and the query of a request that is forwarded unread.
+    fn worker_path(&self) -> String {
+        let unread = self.uri.path_and_query().filter(|_| self.endpoint.form() == BodyForm::Unread);
+        unread.map_or(self.uri.path(), |unread| unread.as_str()).to_owned()
+    }
+}
 
 /// A request that can be routed.
 pub(crate) struct RoutableRequest {
     pub(crate) model: Arc<Model>,
     /// Endpoint at the worker.
     pub(crate) worker_endpoint: Endpoint,
+    /// Its path, with the query if the request is forwarded unread.
+    pub(crate) worker_path: String,
+    pub(crate) method: Method,
     /// Model name from the client, else that at the workers.
     pub(crate) requested_model: String,
     /// Kind of a valid response: events for a streamed request.
@@ -60,13 +95,13 @@ impl RoutableRequest {
     pub(crate) async fn receive(
         context: &RequestContext,
         account: &mut Account,
-        endpoint: Endpoint,
+        target: Target<'_>,
         (headers, body): (&HeaderMap, Body),
         messages: Option<MessagesMode>,
         retries: Option<&RetryBudget>,
     ) -> Result<Self, ApiError> {
         let limits = body_limits(context, headers);
-        let Admitted { tenant, quota } = match context.admission.admit(Some(endpoint), headers) {
+        let Admitted { tenant, quota } = match context.admission.admit(Some(target.endpoint), headers) {
             Ok(admitted) => admitted,
             Err(error) => {
                 discard(body, limits).await;
@@ -79,7 +114,7 @@ impl RoutableRequest {
         let waits = Instant::now();
         let body = receive(body, limits, &context.admission.bodies).await;
         account.waited_since(waits);
-        Self::new(context, account, endpoint, (headers, body?), tenant, messages).await
+        Self::new(context, account, target, (headers, body?), tenant, messages).await
     }
 
     /// Parses the body and computes the tokens of its prompt. `tenant` is the authenticated client. `messages` overrides
@@ -90,13 +125,15 @@ impl RoutableRequest {
     async fn new(
         context: &RequestContext,
         account: &mut Account,
-        endpoint: Endpoint,
+        target: Target<'_>,
         (headers, body): (&HeaderMap, Bytes),
         tenant: Option<&Tenant>,
         messages: Option<MessagesMode>,
     ) -> Result<Self, ApiError> {
-        let (parsed, original) = parse(context, endpoint, body).await?;
-        let (model, adapter) = match parsed.model.as_deref() {
+        let endpoint = target.endpoint;
+        let (parsed, original) = parse(context, endpoint, (headers, body)).await?;
+        let named = parsed.model.clone().or_else(|| target.model(&context.settings));
+        let (model, adapter) = match named.as_deref() {
             Some(name) => context.models.find(name).ok_or_else(|| ApiError::model_not_found(name))?,
             None => (context.models.only().ok_or_else(model_missing)?, None),
         };
@@ -147,10 +184,13 @@ impl RoutableRequest {
         let mode = messages.unwrap_or(model.settings.messages);
         let original = original.map(|original| (original, mode));
         let (body, worker_endpoint) = worker_body(endpoint, &parsed, original, edits)?;
+        let is_converted = worker_endpoint != endpoint;
         Ok(Self {
             model: Arc::clone(model),
             worker_endpoint,
-            requested_model: parsed.model.as_deref().unwrap_or(upstream_name).to_owned(),
+            worker_path: if is_converted { worker_endpoint.path().to_owned() } else { target.worker_path() },
+            method: target.method.clone(),
+            requested_model: named.as_deref().unwrap_or(upstream_name).to_owned(),
             kind,
             body,
             include_usage: parsed.include_usage,
@@ -183,10 +223,15 @@ impl RoutableRequest {
 async fn parse(
     context: &RequestContext,
     endpoint: Endpoint,
-    body: Bytes,
+    (headers, body): (&HeaderMap, Bytes),
 ) -> Result<(RequestBody, Option<Bytes>), ApiError> {
     if !endpoint.is_anthropic() {
-        return Ok((RequestBody::parse(endpoint, body)?, None));
+        let parsed = match endpoint.form() {
+            BodyForm::Json => RequestBody::parse(endpoint, body),
+            BodyForm::Form => RequestBody::form(endpoint, headers, body),
+            BodyForm::Unread => Ok(RequestBody::unread(endpoint, body)),
+        };
+        return Ok((parsed?, None));
     }
     let purpose = if endpoint == Endpoint::CountTokens { Purpose::Count } else { Purpose::Generate };
     let chat = reserved(chat_body(&body, purpose)?, &context.admission.bodies).await?;

@@ -127,6 +127,8 @@ settings! {
         drain_timeout_ms: u64 = 60_000, in 0..=DAY_MS => reloaded;
         /// Maximum time after startup that `/ready` waits for known caches.
         warm_up_ms: u64 = 30_000, in 0..=DAY_MS;
+        /// Further `POST` paths.
+        routes: Vec<RouteSettings> => reloaded;
         /// Directory of index snapshots, one file per model. Default: none are written or read.
         snapshot_path: Option<PathBuf>;
         /// Interval between writes of the index snapshots.
@@ -149,6 +151,16 @@ settings! {
         /// Share of requests with exported spans, from 0 to 1. The decision of the client in `traceparent` takes precedence.
         otlp_sample_share: f64 = 1.0;
     }
+}
+
+/// One of `[[gateway.routes]]`: a path whose requests are forwarded unread to a worker of a model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RouteSettings {
+    /// Path, at the gateway and at the workers.
+    pub path: String,
+    /// Name of the model.
+    pub model: String,
 }
 
 /// Format of log lines.

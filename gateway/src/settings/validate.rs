@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::Path;
 
-use axum::http::HeaderName;
+use axum::http::{HeaderName, Uri};
 use axum::http::uri::Authority;
 use pointsman::{DnsNames, HttpUrl, WatchedFile};
 
@@ -15,7 +15,8 @@ use super::address::{is_loopback, is_server_url};
 use super::log::{AccessLog, parse_level};
 use super::rules::{NOT_BUILT, Rules, SettingErrors, is_object_name};
 use super::table::Declared as _;
-use super::{MessagesMode, ModelSettings, ReplicasSettings, Settings, TokenSourceChoice};
+use super::{MessagesMode, ModelSettings, ReplicasSettings, RouteSettings, Settings, TokenSourceChoice};
+use crate::formats::openai::Endpoint;
 
 /// Maximum length of a model or tenant name, in bytes.
 const NAME_BYTES_MAX: usize = 256;
@@ -91,6 +92,13 @@ impl Settings {
         for name in &gateway.session_headers {
             let is_name = HeaderName::from_bytes(name.as_bytes()).is_ok();
             rules.text("session_headers", name, is_name, "names of headers");
+        }
+        for (n, RouteSettings { path, model }) in gateway.routes.iter().enumerate() {
+            let is_free = path.starts_with('/') && path.parse::<Uri>().is_ok_and(|uri| uri.path() == path);
+            let is_free = is_free && Endpoint::of_path(path).is_none();
+            rules.text(&format!("routes[{n}].path"), path, is_free, "a path that the gateway does not serve itself");
+            let is_known = self.models.iter().any(|known| known.name == *model);
+            rules.text(&format!("routes[{n}].model"), model, is_known, "the name of a model");
         }
         let is_usable = |endpoint: &str| {
             let authority = endpoint.strip_prefix("http://").and_then(|rest| rest.parse::<Authority>().ok());

@@ -212,14 +212,7 @@ fn form_of(endpoint: Endpoint, object: &ObjectText<'_>) -> Option<PromptForm> {
                 (false, _) => None,
             }
         }
-        Endpoint::Embeddings
-        | Endpoint::Responses
-        | Endpoint::Messages
-        | Endpoint::CountTokens
-        | Endpoint::Rerank
-        | Endpoint::Score
-        | Endpoint::Tokenize
-        | Endpoint::Detokenize => None,
+        _ => None,
     }
 }
 

@@ -13,9 +13,9 @@ use pointsman::SessionId;
 use serde::Deserialize;
 
 use super::client_prompt::{ClientPrompt, MediaName};
-use super::endpoint::Endpoint;
+use super::endpoint::{BodyForm, Endpoint};
 use super::error::ApiError;
-use super::fields::Fields;
+use super::fields::{Fields, Given};
 use super::prompt;
 use super::session::Session;
 use super::work::FurtherWork;
@@ -67,6 +67,17 @@ struct StreamOptions {
     include_usage: Option<bool>,
 }
 
+/// Output limit in the sampling parameters of one prompt: vLLM's name and SGLang's.
+fn sampling_tokens_max(sampling_params: Given<'_>) -> Option<u32> {
+    #[derive(Deserialize)]
+    struct Sampling {
+        max_tokens: Option<u32>,
+        max_new_tokens: Option<u32>,
+    }
+    let sampling: Sampling = serde_json::from_str(sampling_params.json()?).ok()?;
+    sampling.max_new_tokens.or(sampling.max_tokens)
+}
+
 /// Positions of body values that may have to change.
 #[derive(Clone)]
 struct Spans {
@@ -109,6 +120,7 @@ impl RequestBody {
             Endpoint::Chat => fields.max_completion_tokens.count()?.or(fields.max_tokens.count()?),
             Endpoint::Completions | Endpoint::Messages => fields.max_tokens.count()?,
             Endpoint::Responses => fields.max_output_tokens.count()?,
+            Endpoint::Generate => sampling_tokens_max(fields.sampling_params),
             _ => None,
         };
         let (stream, cache_salt) = (fields.stream.flag()?.unwrap_or(false), fields.cache_salt.text()?);
@@ -135,6 +147,30 @@ impl RequestBody {
         })
     }
 
+    /// A body that is forwarded as it is.
+    #[must_use]
+    pub fn unread(endpoint: Endpoint, body: Bytes) -> Self {
+        Self::opaque(endpoint, body, None, false)
+    }
+
+    /// A body without a readable prompt, with the name of its model and the position of that name.
+    pub(super) fn opaque(endpoint: Endpoint, body: Bytes, model: Option<(String, Range<usize>)>, stream: bool) -> Self {
+        let (model, at) = model.unzip();
+        Self {
+            endpoint,
+            model,
+            stream,
+            include_usage: false,
+            cache_salt: None,
+            session_id: None,
+            output_tokens_max: None,
+            prompt: ClientPrompt::Opaque(endpoint.name()),
+            further: FurtherWork::default(),
+            body,
+            spans: Spans { start: 0, model: at, cache_salt: None, places: Vec::new() },
+        }
+    }
+
     /// Length of the body.
     #[must_use]
     pub fn body_bytes(&self) -> usize {
@@ -146,6 +182,10 @@ impl RequestBody {
     #[must_use]
     pub fn body(&self, edits: Edits<'_>) -> Bytes {
         let model = edits.model.filter(|model| self.model.as_deref() != Some(model));
+        if self.endpoint.form() != BodyForm::Json {
+            let Some((model, span)) = model.zip(self.spans.model.clone()) else { return self.body.clone() };
+            return spliced(&self.body, vec![(span, model.into())]).into();
+        }
         let cache_salt = edits.cache_salt.filter(|salt| self.cache_salt.as_deref() != Some(salt));
         let (mut inserted, mut replaced) = (String::new(), Vec::<(Range<usize>, Cow<'_, str>)>::new());
         let texts = [("model", model, &self.spans.model), ("cache_salt", cache_salt, &self.spans.cache_salt)];

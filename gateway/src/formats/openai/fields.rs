@@ -46,6 +46,7 @@ fields! {
     input instructions reasoning previous_response_id previous_input_messages conversation
     prompt_cache_key user metadata
     prompt_embeds input_embeds multi_modal_data multimodal_data image_data video_data audio_data
+    text input_ids token_ids sampling_params features content_parts
     n best_of echo logprobs prompt_logprobs
     suffix truncate_prompt_tokens lora_path session_params extra_key
     routed_dp_rank data_parallel_rank disagg_prefill_dp_rank

@@ -10,6 +10,7 @@ mod client_prompt;
 mod endpoint;
 mod error;
 mod fields;
+mod form;
 mod headers;
 mod prompt;
 mod rejection;
@@ -19,7 +20,7 @@ mod work;
 
 pub use body::{Edits, RequestBody};
 pub use client_prompt::{ChatParts, ClientPrompt, MediaName};
-pub use endpoint::Endpoint;
+pub use endpoint::{BodyForm, Endpoint};
 pub(crate) use error::ErrorCode;
 pub use error::{ApiError, ErrorType, Limit};
 pub(crate) use fields::{checked_text, is_deeper_than};

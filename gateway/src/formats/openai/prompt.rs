@@ -30,10 +30,9 @@ pub(super) fn read(endpoint: Endpoint, fields: &Fields<'_>, body: &Bytes) -> Res
         Endpoint::Responses => responses::read(fields, body)?,
         // The prompt is in the converted chat.
         Endpoint::Messages | Endpoint::CountTokens => return Ok(ClientPrompt::Opaque("messages")),
-        // Many short prompts, none of which decides the placement.
-        Endpoint::Rerank => return Ok(ClientPrompt::Opaque("rerank")),
-        Endpoint::Score => return Ok(ClientPrompt::Opaque("score")),
-        Endpoint::Tokenize | Endpoint::Detokenize => return Ok(ClientPrompt::Opaque("tokenize")),
+        Endpoint::Generate => generate(fields)?,
+        // Many short prompts, none of which decides the placement, or no prompt.
+        _ => return Ok(ClientPrompt::Opaque(endpoint.name())),
     };
     Ok(match opaque(endpoint, fields, &prompt) {
         Some(reason) => ClientPrompt::Opaque(reason),
@@ -48,7 +47,7 @@ fn opaque(endpoint: Endpoint, fields: &Fields<'_>, prompt: &ClientPrompt) -> Opt
     let given: [(&str, &[Given<'_>]); 8] = [
         ("embeddings", &[fields.prompt_embeds, fields.input_embeds]),
         ("multimodal", &media),
-        ("multimodal", &[fields.audio_data]),
+        ("multimodal", &[fields.audio_data, fields.features, fields.content_parts]),
         ("adapter", &[fields.lora_path]),
         ("extra_key", &[fields.extra_key]),
         ("session", &[fields.session_params]),
@@ -84,6 +83,17 @@ fn chat(fields: &Fields<'_>, body: &Bytes, generates: bool) -> Result<ClientProm
             .iter()
             .any(|given| given.json().is_some_and(|json| json != "{}")),
     })))
+}
+
+/// `/generate` of SGLang, which also accepts batches, and `/inference/v1/generate` of vLLM (reference: SGLang,
+/// `GenerateReqInput`; vLLM, `GenerateRequest`).
+fn generate(fields: &Fields<'_>) -> Result<ClientPrompt, ApiError> {
+    let prompts = [(fields.input_ids, "input_ids"), (fields.token_ids, "token_ids"), (fields.text, "text")];
+    match prompts.into_iter().find(|(given, _)| given.json().is_some()) {
+        Some((given, name)) => text_or_tokens(given, name),
+        None if fields.input_embeds.json().is_some() => Ok(ClientPrompt::Opaque("embeddings")),
+        None => Err(missing("input_ids")),
+    }
 }
 
 /// Text, ids, or a list of either. The first list element decides the placement; the others are further work.

@@ -61,6 +61,7 @@ impl FurtherWork {
         let prompts = match endpoint {
             Endpoint::Completions => fields.prompt.json(),
             Endpoint::Embeddings => fields.input.json(),
+            Endpoint::Generate => fields.input_ids.json().or(fields.text.json()),
             _ => None,
         };
         let (count, prompts) = prompts.map_or((1, FurtherPrompts::default()), prompts_of);

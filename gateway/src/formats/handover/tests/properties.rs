@@ -74,15 +74,8 @@ fn expected_prefill(endpoint: Endpoint, fields: &Map<String, Value>) -> Map<Stri
     }
     let spellings: &[&str] = match endpoint {
         Endpoint::Chat => &["max_completion_tokens", "max_tokens"],
-        Endpoint::Completions
-        | Endpoint::Embeddings
-        | Endpoint::Messages
-        | Endpoint::CountTokens
-        | Endpoint::Rerank
-        | Endpoint::Score
-        | Endpoint::Tokenize
-        | Endpoint::Detokenize => &["max_tokens"],
         Endpoint::Responses => &["max_output_tokens"],
+        _ => &["max_tokens"],
     };
     let has_value = |name: &&&str| fields.get(**name).is_some_and(|value| !value.is_null());
     let mut limits: Vec<&str> = spellings.iter().filter(has_value).copied().collect();

@@ -57,6 +57,24 @@ fn common_fields_are_read() {
 }
 
 #[test]
+fn prompts_of_generate_are_ids_or_text() {
+    for (body, expected) in [
+        (r#"{"input_ids":[1,2]}"#, ClientPrompt::Tokens(vec![1, 2])),
+        (r#"{"token_ids":[1,2],"sampling_params":{"max_tokens":7}}"#, ClientPrompt::Tokens(vec![1, 2])),
+        (r#"{"input_ids":[[3],[4,5]],"text":null}"#, ClientPrompt::Tokens(vec![3])),
+        (r#"{"text":"one"}"#, ClientPrompt::Text("one".to_owned())),
+        (r#"{"text":"one","image_data":"x"}"#, ClientPrompt::Opaque("multimodal")),
+        (r#"{"token_ids":[1],"features":{"mm_hashes":{}}}"#, ClientPrompt::Opaque("multimodal")),
+        (r#"{"input_embeds":[[0.5]]}"#, ClientPrompt::Opaque("embeddings")),
+    ] {
+        assert_eq!(prompt(Endpoint::Generate, body), expected, "{body}");
+    }
+    assert_eq!(refused(Endpoint::Generate, "{}").code, "missing_field");
+    let several = parse(Endpoint::Generate, r#"{"input_ids":[[3],[4,5]],"sampling_params":{"max_new_tokens":9}}"#);
+    assert_eq!((several.output_tokens_max, several.further.outputs, several.further.prompts.tokens), (Some(9), 1, 2));
+}
+
+#[test]
 fn output_limit_field_depends_on_the_endpoint() {
     let limits = r#""max_tokens":1,"max_completion_tokens":2,"max_output_tokens":3"#;
     let of = |endpoint, rest: &str| parse(endpoint, &format!("{{{limits},{rest}}}")).output_tokens_max;
