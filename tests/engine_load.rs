@@ -3,7 +3,7 @@
 //!
 //! Time is paused except for metrics pages read over loopback.
 
-use pointsman::internals::config::{EngineLoadConfig, OverloadConfig, QueueConfig};
+use pointsman::internals::config::{OverloadConfig, QueueConfig};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -182,6 +182,7 @@ async fn a_lost_actor_loses_only_its_message() {
 mod pages {
     //! Metrics pages read over loopback.
 
+    use pointsman::internals::config::EngineLoadConfig;
     use pointsman::protocol::LoadSource;
 
     use super::*;

@@ -49,7 +49,7 @@ kinds! { scheduler, Scheduler, SchedulerMsg:
     queries: Applied, Pending, ShowQueue, #[cfg(feature = "replicas")] ReceiveSessions, #[cfg(feature = "replicas")] ShareSessions
 }
 kinds! { radix, Radix, RadixMsg:
-    Overlap, Apply, Register, Remove, Routed, Recorded, Released, Forget, RestoreEvicted;
+    Overlap, Apply, Proven, Register, Remove, Routed, Recorded, Released, Forget, RestoreEvicted;
     queries: Flush, Dump,
     #[cfg(feature = "replicas")] TakeRouted,
     #[cfg(feature = "zmq")] DumpRank,

@@ -128,13 +128,13 @@ impl Writer {
     fn hash(self, name: u64) -> Msg {
         match self.dialect {
             _ if self.binary_hashes => Msg::Bin([&[0xee; 24][..], &name.to_be_bytes()].concat()),
-            dialect if dialect.is_sglang() => Msg::Int(name.cast_signed()),
-            _ => Msg::Uint(name),
+            Dialect::VllmArray | Dialect::VllmMap => Msg::Uint(name),
+            Dialect::SglangArray | Dialect::SglangMap => Msg::Int(name.cast_signed()),
         }
     }
 
     fn medium(self, tier: StorageTier) -> Msg {
-        let is_vllm = !self.dialect.is_sglang();
+        let is_vllm = matches!(self.dialect, Dialect::VllmArray | Dialect::VllmMap);
         Msg::from(match tier {
             StorageTier::Device => "GPU",
             StorageTier::HostPinned if is_vllm => "CPU",
@@ -172,7 +172,7 @@ impl Writer {
                         items.extend(under.salt.map(|salt| Msg::named([("cache_salt", salt.into())])));
                         Msg::Array(items)
                     }
-                    _ => {
+                    Dialect::VllmMap | Dialect::SglangMap => {
                         let mut fields = vec![
                             ("type", tag),
                             ("block_hashes", names),
@@ -196,12 +196,14 @@ impl Writer {
                 let names = names.iter().map(|name| self.hash(*name)).collect();
                 match self.dialect {
                     Dialect::VllmArray | Dialect::SglangArray => Msg::Array(vec![tag, names, medium]),
-                    _ => Msg::named([("type", tag), ("block_hashes", names), ("medium", medium)]),
+                    Dialect::VllmMap | Dialect::SglangMap => {
+                        Msg::named([("type", tag), ("block_hashes", names), ("medium", medium)])
+                    }
                 }
             }
             Op::Clear => match self.dialect {
                 Dialect::VllmArray | Dialect::SglangArray => Msg::from(["AllBlocksCleared"]),
-                _ => Msg::named([("type", "AllBlocksCleared".into())]),
+                Dialect::VllmMap | Dialect::SglangMap => Msg::named([("type", "AllBlocksCleared".into())]),
             },
         }
     }
@@ -304,7 +306,7 @@ fn writer() -> impl Strategy<Value = Writer> {
 
 /// A publisher's encoded stream, its expected events with single removals, and the number of namespace entries.
 fn written(writer: Writer, ops: &[Op]) -> (Vec<Msg>, Vec<RouterEvent>, usize) {
-    let is_vllm = !writer.dialect.is_sglang();
+    let is_vllm = matches!(writer.dialect, Dialect::VllmArray | Dialect::VllmMap);
     let mut model = Model { is_vllm, ..Model::default() };
     let mut events = Vec::new();
     let mut expected = Vec::new();

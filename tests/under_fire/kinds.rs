@@ -101,6 +101,7 @@ impl World {
         let mut held = Vec::new();
         for n in 0..6 {
             let placement = self.route(&self.router, &tokens(seed + n % 3, 4)).await;
+            placement.delivered_cached_tokens(u32::MAX);
             placement.prefill_completed();
             placement.output_block(Some(0.7)).expect("a share");
             held.insert(0, placement);

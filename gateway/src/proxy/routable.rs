@@ -19,7 +19,9 @@ use crate::admission::intake::{Limits, discard, receive, reserved};
 use crate::admission::retry_budget::RetryBudget;
 use crate::admission::tenants::Tenant;
 use crate::formats::anthropic::{Purpose, chat_body};
-use crate::formats::openai::{ApiError, BodyForm, ClientPrompt, Edits, Endpoint, RequestBody, Session, hashed, request_options};
+use crate::formats::openai::{
+    ApiError, BodyForm, ClientPrompt, Edits, Endpoint, RequestBody, Session, hashed, request_options,
+};
 use crate::pools::model::Model;
 use crate::pools::readiness::causes::placement_error;
 use crate::proxy::context::RequestContext;

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::Path;
 
-use axum::http::{HeaderName, Uri};
 use axum::http::uri::Authority;
+use axum::http::{HeaderName, Uri};
 use pointsman::{DnsNames, HttpUrl, WatchedFile};
 
 use super::address::{is_loopback, is_server_url};

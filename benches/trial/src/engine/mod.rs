@@ -82,6 +82,7 @@ mod work;
 
 pub use block::{Block, EngineHash};
 pub use cache::{CacheEvent, Tier};
+#[cfg(feature = "mock")]
 pub(crate) use config::BLOCKS_MAX;
 pub use config::{BlockShortage, ConfigError, EngineConfig, Speculation};
 pub use sequence::{Refused, RequestSpec, Stage};

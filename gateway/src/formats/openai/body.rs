@@ -163,6 +163,7 @@ impl RequestBody {
             include_usage: false,
             cache_salt: None,
             session_id: None,
+            session: None,
             output_tokens_max: None,
             prompt: ClientPrompt::Opaque(endpoint.name()),
             further: FurtherWork::default(),
