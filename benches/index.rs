@@ -22,7 +22,7 @@ use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock};
 use pointsman::test_support::{mix, rank};
 use pointsman_trial::workload::generate::Conversations;
-use pointsman_trial::workload::trace::{ReadOptions, read};
+use pointsman_trial::workload::trace::read;
 use pointsman_trial::workload::{Request, Segment};
 
 const RANKS: u64 = 16;
@@ -46,7 +46,7 @@ struct Load {
 fn prompts() -> Vec<Vec<u64>> {
     #[expect(clippy::disallowed_methods, reason = "the trace is not shipped; the caller provides its path")]
     let workload = match std::env::var("POINTSMAN_TRACE") {
-        Ok(path) => read(Path::new(&path), &ReadOptions::default()).expect("POINTSMAN_TRACE names a trace"),
+        Ok(path) => read(Path::new(&path), None).expect("POINTSMAN_TRACE names a trace"),
         Err(_) => Conversations { requests: 12_000, ..Conversations::default() }.generate(1),
     };
     let blocks = |segment: &Segment| {

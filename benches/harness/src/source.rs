@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use pointsman_trial::workload::generate::{Conversations, Generator};
-use pointsman_trial::workload::trace::{Format, ReadOptions, read};
+use pointsman_trial::workload::trace::read;
 use pointsman_trial::workload::{Prompt, Workload, WorkloadError};
 
 /// Number of requests without a trace and a limit.
@@ -16,12 +16,9 @@ const GENERATED: u32 = 4_000;
 /// Arguments that select a workload.
 #[derive(Args, Clone, Debug, PartialEq)]
 pub struct Source {
-    /// Trace to send: Mooncake's or Alibaba's JSON lines, or Azure's table
+    /// Trace to send: Mooncake's or Alibaba's JSON lines
     #[arg(long, value_name = "FILE", conflicts_with = "workload")]
     pub trace: Option<PathBuf>,
-    /// Format of the trace [default: by the file's name and first line]
-    #[arg(long, value_enum, value_name = "FORMAT", requires = "trace")]
-    pub trace_format: Option<Format>,
     /// Workload to generate: a name, or name:setting=value,setting=value [default: chat]
     ///
     /// chat, low, shared-prefix, agents, siblings, burst, peer-first, conversations, documents, unique and mix.
@@ -43,14 +40,14 @@ fn speedup(text: &str) -> Result<f64, String> {
 }
 
 impl Source {
-    /// Loads the workload. `seed` determines generated content and the synthetic part of a trace.
+    /// Loads the workload. `seed` determines generated content.
     ///
     /// # Errors
     /// The trace cannot be read.
     pub fn load(&self, seed: u64) -> Result<Workload, WorkloadError> {
         let limit = self.limit.map(|limit| limit as usize);
         let mut workload = match (&self.trace, &self.workload) {
-            (Some(path), _) => read(path, &ReadOptions { format: self.trace_format, limit, seed })?,
+            (Some(path), _) => read(path, limit)?,
             (None, Some(generator)) => generator.generate(seed),
             (None, None) => Generator::Chat(Default::default()).generate(seed),
         };
@@ -70,7 +67,7 @@ impl Source {
 /// The trace cannot be read.
 pub(crate) fn prompts(trace: Option<&Path>, limit: Option<u32>, seed: u64) -> Result<Vec<Prompt>, WorkloadError> {
     let workload = match trace {
-        Some(path) => read(path, &ReadOptions { format: None, limit: limit.map(|limit| limit as usize), seed })?,
+        Some(path) => read(path, limit.map(|limit| limit as usize))?,
         None => Conversations { requests: limit.unwrap_or(GENERATED), ..Conversations::default() }.generate(seed),
     };
     Ok(workload.prompts())
@@ -110,7 +107,6 @@ mod tests {
             ("--workload chat:rate=0", "rate is 0"),
             ("--trace a --workload chat", "cannot be used with"),
             ("--trace a --trace-format b", "invalid value 'b'"),
-            ("--trace-format azure", "--trace"),
             ("--speedup 0", "--speedup"),
             ("--limit 0", "--limit"),
         ] {

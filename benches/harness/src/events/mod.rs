@@ -27,7 +27,7 @@ pub use report::{EventsReport, Figures, Stage};
 /// Arguments of one measurement.
 #[derive(Args, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Events {
-    /// Trace with the prompts (Mooncake's or Alibaba's JSON lines, Azure's table); without it conversations are
+    /// Trace with the prompts (Mooncake's or Alibaba's JSON lines); without it conversations are
     /// generated
     #[arg(long)]
     pub trace: Option<PathBuf>,

@@ -36,7 +36,7 @@ fn positive() -> RangedU64ValueParser<usize> {
 /// Arguments common to all runs over one workload and one kind of fleet.
 #[derive(Args, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Common {
-    /// Trace to replay (Mooncake's or Alibaba's JSON lines, Azure's table); without it conversations are generated
+    /// Trace to replay (Mooncake's or Alibaba's JSON lines); without it conversations are generated
     #[arg(long)]
     pub trace: Option<PathBuf>,
     /// Data-parallel ranks per worker

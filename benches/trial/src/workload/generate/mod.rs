@@ -39,7 +39,6 @@ pub use profile::{Profile, Varied};
 pub use settings::Span;
 pub use shared_prefix::SharedPrefix;
 pub use siblings::Siblings;
-pub(crate) use sources::Texts;
 pub use unique::Unique;
 
 use crate::workload::{Arrivals, Request, Workload, WorkloadError};

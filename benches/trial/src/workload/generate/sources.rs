@@ -6,18 +6,18 @@ use crate::workload::{Rng, Segment, mix};
 
 /// Source of unique texts.
 #[derive(Clone, Debug)]
-pub(crate) struct Texts {
+pub(super) struct Texts {
     next: u64,
 }
 
 impl Texts {
     /// Creates the source of a generator. Other generators and other seeds have other text ids.
-    pub(crate) fn new(seed: u64, generator: &str) -> Self {
+    pub(super) fn new(seed: u64, generator: &str) -> Self {
         Self { next: mix(seed ^ mix(number(generator))) }
     }
 
     /// Returns a new unique text.
-    pub(crate) fn fresh(&mut self, tokens: u32) -> Segment {
+    pub(super) fn fresh(&mut self, tokens: u32) -> Segment {
         self.next = self.next.wrapping_add(1);
         Segment { id: mix(self.next), tokens }
     }

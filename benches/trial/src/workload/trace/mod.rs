@@ -1,13 +1,12 @@
 //! Readers of recorded workloads.
 //!
-//! Supports the formats [`mooncake`], [`qwen`] and [`azure`]. Requests are in order of arrival, the first at time 0.
+//! Supports the formats [`mooncake`] and [`qwen`]. Requests are in order of arrival, the first at time 0.
 //! Errors contain file, line and rule. The checksum covers the whole file. Memory is proportional to the size of the
 //! file, for any lengths in it. [`Workload::sped_up`] changes the pace.
 //!
 //! Requests with equal times keep the order of the file; unordered requests are sorted. A request without output gets
 //! one token, because an engine generates at least one.
 
-pub mod azure;
 mod lines;
 pub mod mooncake;
 pub mod qwen;
@@ -21,73 +20,32 @@ use crate::workload::{Arrivals, LENGTH_MAX, REQUESTS_MAX, Request, Workload, Wor
 /// Maximum time in a trace: a hundred years after its start, in µs.
 const TIME_US_MAX: f64 = 3.2e15;
 
-/// Format of a trace.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "mock", derive(clap::ValueEnum))]
-pub enum Format {
-    /// Mooncake's JSON lines.
-    Mooncake,
-    /// Alibaba's JSON lines.
-    Qwen,
-    /// Azure's tables.
-    Azure,
-}
-
-impl Format {
-    /// Detects the format of a file: a table by its extension, otherwise by its first line.
-    fn detect(path: &Path, line: &str) -> Option<Self> {
-        let table = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("csv"));
-        if table || azure::is_header(line) {
-            return Some(Self::Azure);
-        }
-        let serde_json::Value::Object(fields) = serde_json::from_str(line).ok()? else { return None };
-        let has = |name| fields.contains_key(name);
-        match (has("hash_ids"), has("chat_id")) {
-            (true, true) => Some(Self::Qwen),
-            (true, false) => Some(Self::Mooncake),
-            (false, _) => None,
-        }
-    }
-}
-
-/// Options for reading a trace.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ReadOptions {
-    /// Format; detected if none.
-    pub format: Option<Format>,
-    /// Maximum number of requests to read.
-    pub limit: Option<usize>,
-    /// Seed of synthetic prefixes, for traces without prompt contents.
-    pub seed: u64,
-}
-
 /// The rule that a line violates.
 type Rule = String;
 
-/// Reads the trace at `path`. With a limit, later lines are not parsed, but the checksum covers the whole file.
+/// Reads the trace at `path`, in the format of its first line. With a limit, later lines are not parsed, but the checksum
+/// covers the whole file.
 ///
 /// ```no_run
 /// use std::path::Path;
-/// use pointsman_trial::workload::trace::{ReadOptions, read};
 ///
-/// let trace = read(Path::new("conversation.jsonl"), &ReadOptions { limit: Some(1_000), ..ReadOptions::default() })?;
+/// let trace = pointsman_trial::workload::trace::read(Path::new("conversation.jsonl"), Some(1_000))?;
 /// assert_eq!(trace.requests[0].arrival_us, 0);
 /// # Ok::<(), pointsman_trial::workload::WorkloadError>(())
 /// ```
 ///
 /// # Errors
 /// The file cannot be read, a line is invalid (the message contains its number), or there are no requests.
-pub fn read(path: &Path, options: &ReadOptions) -> Result<Workload, WorkloadError> {
+pub fn read(path: &Path, limit: Option<usize>) -> Result<Workload, WorkloadError> {
     let empty = || WorkloadError(format!("trace {} has no requests", path.display()));
     let mut lines = Lines::open(path)?;
-    let first = lines.next()?.ok_or_else(empty)?;
-    let format = options.format.or_else(|| Format::detect(path, first));
-    let format = format.ok_or_else(|| lines.broken("format not detected; specify mooncake, qwen or azure"))?;
-    let limit = options.limit.unwrap_or(usize::MAX);
-    let mut requests = match format {
-        Format::Mooncake => mooncake::requests(&mut lines, limit)?,
-        Format::Qwen => qwen::requests(&mut lines, limit)?,
-        Format::Azure => azure::requests(&mut lines, limit, options.seed)?,
+    let fields: serde_json::Map<String, serde_json::Value> =
+        serde_json::from_str(lines.next()?.ok_or_else(empty)?).unwrap_or_default();
+    let limit = limit.unwrap_or(usize::MAX);
+    let (format, mut requests) = match (fields.contains_key("hash_ids"), fields.contains_key("chat_id")) {
+        (true, true) => ("qwen", qwen::requests(&mut lines, limit)?),
+        (true, false) => ("mooncake", mooncake::requests(&mut lines, limit)?),
+        (false, _) => return Err(lines.broken("neither mooncake's nor qwen's format")),
     };
     requests.truncate(limit);
     let start_us = requests.iter().map(|request| request.arrival_us).min().ok_or_else(empty)?;
@@ -96,7 +54,7 @@ pub fn read(path: &Path, options: &ReadOptions) -> Result<Workload, WorkloadErro
     }
     let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
     let mut workload = Workload {
-        name: format!("{name} ({})", format!("{format:?}").to_lowercase()),
+        name: format!("{name} ({format})"),
         requests,
         arrivals: Arrivals::OpenLoop,
         trace_checksum: Some(lines.checksum()?),
