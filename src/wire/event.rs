@@ -61,7 +61,8 @@ impl EventField {
             b"lora_id" => Self::LoraId,
             b"lora_name" => Self::LoraName,
             b"cache_salt" => Self::CacheSalt,
-            b"extra_keys" => Self::ExtraKeys,
+            // TensorRT-LLM has images there, in a form of its own.
+            b"extra_keys" | b"mm_keys" => Self::ExtraKeys,
             b"medium" => Self::Medium,
             b"group_idx" => Self::GroupIdx,
             b"kv_cache_spec_kind" => Self::SpecKind,

@@ -122,6 +122,11 @@ fn further_keys_combine_with_the_inherited_namespace() {
     // Within one store the keys apply from their block on.
     let (mixed, _) = hashes_of(store([11, 12], None, &TOKENS, keys(vec![Msg::Nil, [7_u64].into()])));
     assert!(mixed[0] == PLAIN[0] && mixed[1] != PLAIN[1]);
+    // TensorRT-LLM's images beside numeric tokens.
+    let image = Msg::Array(vec![Msg::named([("type", "mm_key".into()), ("hash", "ab".into())])]);
+    let images = Msg::Array(vec![Msg::Array(vec![]), image]);
+    let (mixed, findings) = hashes_of(store([11, 12], None, &TOKENS, [("mm_keys", images)]));
+    assert!(mixed[0] == PLAIN[0] && mixed[1] != PLAIN[1] && findings == [(Finding::UnknownNamespace, 1)]);
 }
 
 #[test]
