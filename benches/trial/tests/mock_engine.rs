@@ -1,12 +1,7 @@
 //! Tests of the mock engine over loopback sockets, from the view of clients and routers.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::num::NonZeroU32;
+use std::collections::BTreeSet;
 
-use pointsman::hashing::HashScheme;
-use pointsman::internals::hashing::{BlockHasher, MmBlocks};
-use pointsman::internals::wire::{Decoder, DecoderLimits, WireConfig};
-use pointsman::protocol::{BlockHash, EngineHash, KvEvent, StorageTier, WorkerId, WorkerRank};
 use pointsman_trial::mock::{Dialect, EventFormat, Fault, Faults, MockConfig, MockEngine, MockError, Tier, tokenize};
 use serde_json::{Value as Json, json};
 use tokio::io::AsyncReadExt;
@@ -217,64 +212,6 @@ async fn events_of_every_dialect_rebuild_the_held_blocks() {
         assert_eq!(rebuilt.blocks("GPU"), held(&engine, 0, Tier::Device), "{format:?}");
         assert_eq!(rebuilt.blocks(host_medium), held(&engine, 0, Tier::Host), "{format:?}");
         assert!(!held(&engine, 0, Tier::Host).is_empty(), "the device evicted");
-        engine.shutdown().await;
-    }
-}
-
-#[tokio::test]
-async fn the_router_decodes_every_dialect_to_the_hashes_of_requests() {
-    for dialect in [Dialect::VllmArray, Dialect::VllmMap, Dialect::SglangArray, Dialect::SglangMap] {
-        let config = MockConfig { dialect, host_kv_blocks: 20, kv_blocks: 17, ..fast() };
-        let engine = started(MockConfig { loras: vec!["adapter".to_owned()], ..config }).await;
-        churn(&engine).await;
-        let rank = WorkerRank::new(WorkerId(1), 0);
-        let block_size = NonZeroU32::new(4).unwrap();
-        let config = WireConfig { rank, ranks: 0..1, block_size, is_eagle: false, limits: DecoderLimits::default() };
-        let (mut decoder, mut events) = (Decoder::new(config), Vec::new());
-        for batch in replay(&engine, 0, 0).await {
-            let report = decoder.decode(&batch.payload, &mut events);
-            assert!(report.findings.is_empty() && report.usable == report.events, "{dialect:?} {report:?}");
-        }
-        // Block hash and number of copies by engine hash.
-        let mut known: BTreeMap<StorageTier, BTreeMap<u64, (BlockHash, u32)>> = BTreeMap::new();
-        for event in events {
-            let of_device = known.get(&StorageTier::Device).cloned().unwrap_or_default();
-            let held = known.entry(event.tier).or_default();
-            match event.data {
-                KvEvent::Offloaded { blocks, .. } => {
-                    for (EngineHash(name), stated) in blocks {
-                        let hash = of_device.get(&name).map(|(hash, _)| *hash).or(stated);
-                        held.entry(name).or_insert((hash.expect("the device holds the block"), 0)).1 += 1;
-                    }
-                }
-                KvEvent::TierCleared => held.clear(),
-                KvEvent::Stored { blocks, .. } => {
-                    for block in blocks {
-                        held.entry(block.engine_hash.0).or_insert((block.block_hash, 0)).1 += 1;
-                    }
-                }
-                KvEvent::Removed { blocks } => {
-                    for name in blocks {
-                        held.get_mut(&name.0).expect("a removed block is held").1 -= 1;
-                    }
-                    held.retain(|_, (_, copies)| *copies > 0);
-                }
-                KvEvent::Cleared => known.clear(),
-                KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => panic!("the engine has one cache group"),
-            }
-        }
-        let has_namespaces = dialect != Dialect::SglangArray;
-        for (tier, held) in [(Tier::Device, StorageTier::Device), (Tier::Host, StorageTier::HostPinned)] {
-            let body = engine.held(0, tier).into_iter().map(|block| {
-                let [lora_name, cache_salt] =
-                    [&block.lora_name, &block.cache_salt].map(|name| name.as_deref().filter(|_| has_namespaces));
-                let hasher = BlockHasher::new(HashScheme { lora_name, cache_salt, ..HashScheme::new(block_size) });
-                (block.hash.as_u64(), hasher.block_hashes(&block.tokens, &MmBlocks::NONE)[0])
-            });
-            let known = known.remove(&held).unwrap_or_default();
-            let known = known.into_iter().map(|(name, (hash, _))| (name, hash)).collect::<BTreeMap<_, _>>();
-            assert_eq!(known, body.collect(), "{dialect:?} {tier:?}");
-        }
         engine.shutdown().await;
     }
 }
