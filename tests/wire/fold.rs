@@ -148,6 +148,42 @@ fn eagle_pairs_count_as_their_tokens_in_a_plain_pool() {
     }
 }
 
+/// `data/pages.json` was recorded from SGLang's radix cache with its default page size. After each step: tokens, or pairs,
+/// that the cache holds of the prompts so far.
+#[test]
+fn events_of_sglang_rebuild_its_cache() {
+    let recorded = data("pages.json");
+    let numbers = |list: &Value| -> Vec<u32> { serde_json::from_value(list.clone()).expect("numbers") };
+    for (run, is_eagle) in [(0, false), (1, true), (1, false)] {
+        let run = &recorded["runs"][run];
+        let of_engine = run["is_eagle"] == true;
+        let mut decoder = Decoder::new(WireConfig { is_eagle, ..config() });
+        let mut index = Index::new();
+        index.register(RANK, Slot(0), Generation(1));
+        for (number, step) in run["steps"].as_array().expect("steps").iter().enumerate() {
+            let mut events = Vec::new();
+            if !step["payload"].is_null() {
+                let report = decoder.decode(&unhex(&step["payload"]), &mut events);
+                assert_eq!((found(&report), report.usable), (vec![], report.events));
+            }
+            for event in &events {
+                let Applied { unknown_parents, unknown_removals, waiting, .. } = index.apply(event);
+                assert_eq!((unknown_parents, unknown_removals, waiting), (0, 0, 0));
+            }
+            for (prompt, held) in run["prompts"].as_array().expect("prompts").iter().zip(numbers(&step["held"])) {
+                let scheme = HashScheme { is_eagle, ..HashScheme::new(config().block_size) };
+                let hashes = BlockHasher::new(scheme).block_hashes(&numbers(prompt), &MmBlocks::NONE);
+                let mut overlaps = Overlaps::default();
+                index.overlaps(&hashes, &mut overlaps);
+                let blocks = overlaps.hits().first().map_or(0, |hit| hit.device_blocks);
+                // Without the token behind it, a block of pairs counts also for prompts that differ there.
+                let longest = if of_engine && !is_eagle { (held + 1) / 4 } else { held / 4 };
+                assert!((held / 4..=longest).contains(&blocks), "step {number}: {blocks} of {held} tokens of {prompt}");
+            }
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 enum Op {
     /// Stores a prompt of a salt from a page on whose predecessor is held.
