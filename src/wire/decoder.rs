@@ -207,6 +207,17 @@ impl Decoder {
         }
     }
 
+    /// Drops lower tiers to make room for a store with a namespace. Some connectors publish no removals.
+    #[cold]
+    fn drop_crowded_tiers(&mut self, events: &mut Vec<RouterEvent>) -> bool {
+        let n_before = events.len();
+        while let Some(tier) = self.namespaces.crowded_tier(&self.lists.hashes, self.config.limits.namespaces_max) {
+            self.clear_tier(tier);
+            events.push(self.changed(tier, KvEvent::TierCleared));
+        }
+        events.len() > n_before
+    }
+
     fn clear_tier(&mut self, tier: StorageTier) {
         self.namespaces.clear_tier(tier);
         self.fold.iter_mut().filter(|_| tier == StorageTier::Device).for_each(|fold| fold.clear());
@@ -273,18 +284,10 @@ impl Decoder {
                         note(event, report);
                         (tier, data)
                     }
-                    (None, StorageTier::Device) => {
-                        if let Some(page_size) = self.page_size(event) {
-                            self.store_pages(event, page_size, events, report)?;
-                            return Ok(None);
-                        }
-                        let stored = self.stored(event, report)?;
-                        self.has_blocks = true;
-                        if self.fold.take().is_some() {
-                            events.push(self.changed(StorageTier::Device, KvEvent::TierCleared));
-                        }
-                        (StorageTier::Device, stored)
-                    }
+                    (None, StorageTier::Device) => match self.page_size(event) {
+                        Some(page_size) => return self.store_pages(event, page_size, events, report).map(|()| None),
+                        None => (StorageTier::Device, self.store_blocks(event, events, report)?),
+                    },
                     (None, tier) => {
                         self.has_connector |= is_of_connector(event.medium);
                         let blocks = self.offloaded(event, tier, report)?;
@@ -352,6 +355,24 @@ impl Decoder {
             self.lists.hashes.iter().for_each(|name| self.namespaces.removed(*name, tier));
         }
         Ok(())
+    }
+
+    /// Converts a store of the main group in device memory.
+    fn store_blocks(
+        &mut self,
+        event: &WireEvent<'_>,
+        events: &mut Vec<RouterEvent>,
+        report: &mut Report,
+    ) -> Result<KvEvent, Finding> {
+        let stored = match self.stored(event, report) {
+            Err(Finding::NamespacesFull) if self.drop_crowded_tiers(events) => self.stored(event, report)?,
+            stored => stored?,
+        };
+        self.has_blocks = true;
+        if self.fold.take().is_some() {
+            events.push(self.changed(StorageTier::Device, KvEvent::TierCleared));
+        }
+        Ok(stored)
     }
 
     fn stored(&mut self, event: &WireEvent<'_>, report: &mut Report) -> Result<KvEvent, Finding> {

@@ -86,6 +86,8 @@ struct NamespacedBlock {
 #[derive(Debug, Default)]
 pub(super) struct Namespaces {
     entries: AHashMap<u64, NamespacedBlock>,
+    /// Whether lower tiers may have copies.
+    has_copies: bool,
     journal: Option<Journal>,
 }
 
@@ -117,6 +119,19 @@ impl Namespaces {
         if self.entries.len() + new <= entries_max { Ok(()) } else { Err(Finding::NamespacesFull) }
     }
 
+    /// The lower tier with copies of the most blocks, if the names do not fit within the limit.
+    #[cold]
+    pub(super) fn crowded_tier(&mut self, names: &[u64], entries_max: usize) -> Option<StorageTier> {
+        if !self.has_copies || self.room_for(names, entries_max).is_ok() {
+            return None;
+        }
+        let blocks = |tier: &StorageTier| self.entries.values().filter(|entry| entry.holds[*tier as usize] > 0).count();
+        let counted = StorageTier::ALL.into_iter().skip(1).map(|tier| (blocks(&tier), tier));
+        let crowded = counted.filter(|(blocks, _)| *blocks > 0).max().map(|(_, tier)| tier);
+        self.has_copies = crowded.is_some();
+        crowded
+    }
+
     /// Records a block stored in device memory. The last such store of a name determines its namespace in every tier. A
     /// repeated store adds a copy where one of the index may: the index must not hold a block longer than this map.
     pub(super) fn stored(&mut self, name: u64, namespace: Namespace, may_be_copy: bool) {
@@ -138,6 +153,7 @@ impl Namespaces {
             return;
         }
         self.save(name);
+        self.has_copies = true;
         let entry = self.entries.entry(name).or_insert(NamespacedBlock { namespace, holds: [0; 4] });
         let holds = &mut entry.holds[tier as usize];
         *holds = holds.saturating_add(1);
@@ -191,7 +207,7 @@ impl Namespaces {
     pub(super) fn roll_back(&mut self) {
         let Some(Journal { changed, cleared }) = self.journal.take() else { return };
         if let Some(dropped) = cleared {
-            self.entries = dropped;
+            (self.entries, self.has_copies) = (dropped, true);
         }
         for (name, before) in changed {
             match before {
@@ -229,7 +245,7 @@ impl Namespaces {
             let NamespaceRecord { engine_hash, lora, salt, holds } = *record;
             (engine_hash.0, NamespacedBlock { namespace: Namespace { lora, salt }, holds })
         };
-        Self { entries: records.iter().map(entry).collect(), journal: None }
+        Self { entries: records.iter().map(entry).collect(), has_copies: true, journal: None }
     }
 
     /// Number of remembered blocks.

@@ -140,3 +140,20 @@ fn stores_above_the_limit_are_rejected_alone() {
     assert_eq!(found(&report), [(Finding::NamespacesFull, 1)]);
     assert_eq!(hashes(&events), PLAIN);
 }
+
+/// Cause: connectors without removals filled the map, and salted stores on the device were refused.
+#[test]
+fn copies_of_a_connector_give_way_to_stores_on_the_device() {
+    let limits = DecoderLimits { namespaces_max: 4, ..DecoderLimits::default() };
+    let mut decoder = Decoder::new(WireConfig { limits, ..config() });
+    let salted = |names: [u64; 2], medium: &str| {
+        store(names, None, &TOKENS, [("cache_salt", "s".into()), ("medium", medium.into())])
+    };
+    next(&mut decoder, [salted([1, 2], "GPU"), salted([1, 2], "FS"), salted([3, 4], "FS"), salted([1, 4], "CPU")]);
+    let (events, report) = next(&mut decoder, [removal([2], []), salted([5, 6], "GPU"), salted([7, 8], "GPU")]);
+    let tiers = [StorageTier::Disk, StorageTier::HostPinned].map(tier_cleared);
+    assert_eq!((&events[1..2], &events[3..4]), (&tiers[..1], &tiers[1..]));
+    assert_eq!((events.len(), decoder.namespaces()), (4, 3), "1, 5 and 6: those on the device");
+    assert_eq!(found(&report), [(Finding::NamespacesFull, 1)], "nothing is left to drop");
+    assert_eq!(hashes(&events[2..3]), requested(&TOKENS, None, Some("s")));
+}
