@@ -89,8 +89,16 @@ fn some_rank(rank: WorkerRank) -> impl Strategy<Value = RankSnapshot> {
         window_blocks,
         is_main,
     });
-    let decoder = (proptest::collection::vec(group, 0..4), any::<bool>(), proptest::collection::vec(record, 0..4))
-        .prop_map(|(groups, has_connector, namespaces)| DecoderState { groups, has_connector, namespaces });
+    let identities = proptest::collection::vec(any::<(u64, u64)>(), 0..4);
+    let groups = proptest::collection::vec(group, 0..4);
+    let decoder = (groups, any::<bool>(), identities, proptest::collection::vec(record, 0..4)).prop_map(
+        |(groups, has_connector, identities, namespaces)| DecoderState {
+            groups,
+            has_connector,
+            identities,
+            namespaces,
+        },
+    );
     let events = proptest::collection::vec(some_event(rank), 0..5);
     (".{0,12}", some_position(), decoder, events, any::<u64>()).prop_map(
         move |(endpoint, position, decoder, events, evicted_blocks)| RankSnapshot {
@@ -348,8 +356,8 @@ fn refusals_name_the_value_and_the_rule() {
     has(refusal(b"PK\x03\x04"), "magic", "[50, 4b, 03, 04]");
     has(refusal(&bytes[..8]), "malformed", "end within the format version");
     let mut newer = bytes.clone();
-    newer[8] = 3;
-    has(refusal(&newer), "version", "is 3, must be 2");
+    newer[8] = 4;
+    has(refusal(&newer), "version", "is 4, must be 3");
     has(refusal(&bytes[..bytes.len() - 1]), "checksum", "damaged or incomplete");
     has(refusal(&sealed([&bytes[..], &[0; 3]].concat())), "malformed", "behind the last rank is 3, must be 0");
     let mut eagle = bytes.clone();

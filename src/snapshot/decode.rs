@@ -63,9 +63,9 @@ fn snapshot(reader: &mut Reader<'_>) -> Result<Snapshot, SnapshotError> {
     Ok(Snapshot { layout, created_ms, ranks })
 }
 
-/// Bytes of a rank with the fewest: worker, data-parallel rank, endpoint, next, hashes, cold, groups, connector, namespaces,
-/// events, evicted blocks.
-const RANK_BYTES_MIN: usize = 8 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1;
+/// Bytes of a rank with the fewest: worker, data-parallel rank, endpoint, next, hashes, cold, groups, connector, identities,
+/// namespaces, events, evicted blocks.
+const RANK_BYTES_MIN: usize = 8 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1;
 
 fn rank(reader: &mut Reader<'_>) -> Result<RankSnapshot, SnapshotError> {
     let worker = WorkerId(reader.u64("a worker")?);
@@ -74,8 +74,10 @@ fn rank(reader: &mut Reader<'_>) -> Result<RankSnapshot, SnapshotError> {
     let position = position(reader)?;
     let groups = list(reader, 3, "the number of cache groups", group)?;
     let has_connector = flag(reader.u8("the connector")?, "the connector")?;
+    let identity = |reader: &mut Reader<'_>| Ok((reader.u64("an adapter")?, reader.u64("an identity")?));
+    let identities = list(reader, 8 * 2, "the number of identities", identity)?;
     let namespaces = list(reader, 8 * 3 + 4, "the number of namespaces", namespace)?;
-    let decoder = DecoderState { groups, has_connector, namespaces };
+    let decoder = DecoderState { groups, has_connector, identities, namespaces };
     let events = list(reader, 1, "the number of events", |reader| event(reader, rank))?;
     let evicted_blocks = reader.varint("the number of evicted blocks")?;
     Ok(RankSnapshot { rank, endpoint, position, decoder, events, evicted_blocks })

@@ -46,6 +46,11 @@ fn put_rank(to: &mut Vec<u8>, rank: &RankSnapshot) {
         put_varint(to, u64::from(record.window_blocks));
     }
     to.push(u8::from(rank.decoder.has_connector));
+    put_varint(to, rank.decoder.identities.len() as u64);
+    rank.decoder.identities.iter().for_each(|(name, identity)| {
+        put_u64(to, *name);
+        put_u64(to, *identity);
+    });
     put_varint(to, rank.decoder.namespaces.len() as u64);
     for record in &rank.decoder.namespaces {
         put_u64(to, record.engine_hash.0);

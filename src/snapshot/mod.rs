@@ -5,7 +5,8 @@
 //! - the [`SnapshotLayout`]: pool, block size and hash scheme. Hashes of another layout match nothing;
 //! - per rank its identity (worker, data-parallel rank, event endpoint) and its [`SourcePosition`]: the next sequence
 //!   number, and hashes of the last applied messages, which identify the incarnation of the publisher;
-//! - the [`DecoderState`]: namespaces of salted blocks and attention types of cache groups, which later events rely on;
+//! - the [`DecoderState`]: namespaces of salted blocks, identities of adapters and types of cache groups, which later events
+//!   rely on;
 //! - the blocks of the rank, as the events that rebuild them. They keep the engine hashes, so a later event that names a
 //!   parent or a removed block has the same effect as without the restart.
 //!
@@ -23,7 +24,7 @@
 //!
 //! # Format
 //!
-//! Version 2. Integers are little-endian; `varint` is an unsigned LEB128 number; a list is its length as `varint` and
+//! Version 3. Integers are little-endian; `varint` is an unsigned LEB128 number; a list is its length as `varint` and
 //! its elements.
 //!
 //! ```text
@@ -33,6 +34,7 @@
 //! rank:     worker u64 | dp rank varint | endpoint: length varint, UTF-8
 //!           | next varint | list of payload hashes u64 | cold: 0, or cause 1 to 4, two varints, stored blocks varint
 //!           | list of (cache group u8, main u8, window varint) | connector u8
+//!           | list of (adapter name u64, identity of its weights u64), both hashed
 //!           | list of (engine hash u64, lora u64, salt u64, copies in each tier: four varints)
 //!           | list of events | evicted blocks varint
 //! event:    type u8 (0 store, 1 store behind a parent, 2 removal, 3 clear, 4 offload, 5 offload behind a parent, 6 clear of
@@ -62,7 +64,7 @@ use crate::{ingest::SourcePosition, wire::DecoderState};
 const MAGIC: &[u8; 8] = b"PMANSNAP";
 
 /// Version of the format.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// Types of the events of a cache group; the following type is a store at the start of a prompt.
 const GROUP_STORED: u8 = 32;

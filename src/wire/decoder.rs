@@ -89,8 +89,9 @@ impl Decoder {
     #[must_use]
     pub fn resume(config: WireConfig, state: &DecoderState) -> Self {
         let groups = Groups::resumed(&state.groups);
+        let keys = StoreKeys::resumed(&state.identities);
         let (namespaces, has_connector) = (Namespaces::resumed(&state.namespaces), state.has_connector);
-        Self { groups, namespaces, has_connector, has_blocks: true, ..Self::new(config) }
+        Self { groups, namespaces, has_connector, has_blocks: true, keys, ..Self::new(config) }
     }
 
     /// State between two batches.
@@ -99,6 +100,7 @@ impl Decoder {
         DecoderState {
             groups: self.groups.records(),
             has_connector: self.has_connector,
+            identities: self.keys.identities(),
             namespaces: self.namespaces.sorted(),
         }
     }

@@ -39,6 +39,18 @@ impl StoreKeys {
     /// Maximum number of adapters with an identity.
     const IDENTITIES_MAX: usize = 4096;
 
+    /// The keys of a decoder that knows these identities.
+    pub(super) fn resumed(identities: &[(u64, u64)]) -> Self {
+        Self { identities: identities.iter().copied().take(Self::IDENTITIES_MAX).collect(), ..Self::default() }
+    }
+
+    /// Hash of each adapter's name and of the identity of its weights, sorted.
+    pub(super) fn identities(&self) -> Vec<(u64, u64)> {
+        let mut identities: Vec<_> = self.identities.iter().map(|(name, identity)| (*name, *identity)).collect();
+        identities.sort_unstable();
+        identities
+    }
+
     /// Reads the keys of a store of `n_blocks` blocks behind a block in namespace `parent`. Returns the namespace of
     /// the first block before any change.
     ///

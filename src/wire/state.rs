@@ -2,14 +2,15 @@
 
 use crate::protocol::EngineHash;
 
-/// What a [`Decoder`](super::Decoder) remembers of earlier batches, without the identities of adapters, which
-/// it learns again from the next store at the start of a prompt.
+/// What a [`Decoder`](super::Decoder) remembers of earlier batches.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DecoderState {
     /// Cache groups of known type, in the order of their first events.
     pub groups: Vec<GroupRecord>,
     /// Whether a connector has announced blocks in a lower tier.
     pub has_connector: bool,
+    /// Hashes of the name of each adapter and of the identity of its weights, sorted.
+    pub identities: Vec<(u64, u64)>,
     /// Blocks outside the default namespace, sorted by engine hash.
     pub namespaces: Vec<NamespaceRecord>,
 }

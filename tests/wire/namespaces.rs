@@ -67,6 +67,8 @@ fn the_identity_of_an_adapter_is_no_salt() {
     assert_eq!(with(&mut fresh, &[11], &[&["ad", "4f"]]), adapted(Some("4f"))[..1]);
     assert_eq!(with(&mut fresh, &[12, 13], &[&["ad", "4f"], &["ad", "4f"]]), adapted(None));
     assert_eq!(with(&mut fresh, &[14], &[&["ad", "4f"]]), adapted(None)[..1], "known from here on");
+    let mut restored = Decoder::resume(config(), &fresh.state());
+    assert_eq!(with(&mut restored, &[14], &[&["ad", "4f"]]), adapted(None)[..1], "also after a restart of the router");
     for salt in ["s", "4f", "ad"] {
         assert_eq!(with(&mut fresh, &[15], &[&["ad", "4f", salt]]), adapted(Some(salt))[..1], "{salt}");
         assert_eq!(with(&mut fresh, &[16, 17], &[&["ad", "4f", salt], &["ad", "4f"]]), adapted(Some(salt)), "{salt}");

@@ -51,6 +51,7 @@ pub(super) fn seeds() -> Vec<Vec<u8>> {
         position: SourcePosition { next: 70, payload_hashes: vec![1, 2, 3], cold: None },
         decoder: DecoderState {
             has_connector: true,
+            identities: vec![(3, 4)],
             groups: vec![GroupRecord { group: 1, window_blocks: 8, is_main: false }],
             namespaces: vec![NamespaceRecord { engine_hash: EngineHash(5), lora: 1, salt: 2, holds: [1, 0, 2, 0] }],
         },
