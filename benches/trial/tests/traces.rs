@@ -105,7 +105,7 @@ fn errors_contain_file_line_and_rule() {
     assert!(long.contains("line 1: longer than 4194304 bytes"), "{long}");
     let binary = Trace::new("a.jsonl", b"\xff\n").read(None).expect_err("no text").to_string();
     assert!(binary.contains("line 1: not UTF-8"), "{binary}");
-    let missing = read(Path::new("/nowhere/none.jsonl"), &None).expect_err("no file").to_string();
+    let missing = read(Path::new("/nowhere/none.jsonl"), None).expect_err("no file").to_string();
     assert!(missing.contains("cannot read trace /nowhere/none.jsonl"), "{missing}");
 }
 
