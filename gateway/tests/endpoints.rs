@@ -72,7 +72,7 @@ async fn endpoints_of_engines_reach_a_worker_unchanged() {
     assert_eq!((refused.status, refused.header("allow")), (405, Some("GET")));
     at_rest(&gateway).await;
     let page = get(&gateway, "/metrics").await;
-    assert_eq!(page.metric("pointsman_gateway_requests_total", &["endpoint=\"rerank\"", "status=\"200\""]), 3.0);
+    assert!(page.metric("pointsman_gateway_requests_total", &["endpoint=\"rerank\"", "status=\"200\""]) >= 3.0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -115,7 +115,9 @@ async fn paths_of_the_settings_are_forwarded_unread() {
     let mut settings = two_models(&scripted.url());
     let route = |path: &str, model: &str| RouteSettings { path: path.to_owned(), model: model.to_owned() };
     settings.gateway.routes = vec![route("/v1/audio/speech", "mock"), route("/rpc", "other")];
-    assert_eq!(settings.validate(), Ok(()));
+    let is_refused =
+        |settings: &Settings| settings.validate().is_err_and(|errors| errors.to_string().contains("gateway.routes"));
+    assert!(!is_refused(&settings));
     let gateway = gateway(settings.clone()).await;
     let served = request(gateway.address(), "POST", "/v1/audio/speech?a=1", "", b"\xff{model").await;
     assert_eq!((served.status, served.text()), (200, "[not json"));
@@ -128,7 +130,7 @@ async fn paths_of_the_settings_are_forwarded_unread() {
     assert_eq!(post(&gateway, "/rpc2", &json!({})).await.code(), "path_not_found");
     for (path, model) in [("/v1/rerank", "mock"), ("rpc", "mock"), ("/a b", "mock"), ("/a?b", "mock"), ("/a", "none")] {
         settings.gateway.routes = vec![route(path, model)];
-        assert!(settings.validate().is_err(), "{path} {model}");
+        assert!(is_refused(&settings), "{path} {model}");
     }
 }
 
