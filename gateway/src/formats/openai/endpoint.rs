@@ -77,6 +77,9 @@ endpoints! {
     Detokenize = "detokenize": "POST" Json Lookup "" ["/detokenize", "/v1/detokenize"];
     Images = "images": "POST" Json Computation "" ["/v1/images/generations"];
     Audio = "audio": "POST" Form Generation "" ["/v1/audio/transcriptions", "/v1/audio/translations"];
+    Response = "response": "GET, DELETE" Unread Lookup "" ["/v1/responses/{id}"];
+    CancelResponse = "cancel_response": "POST" Unread Lookup "" ["/v1/responses/{id}/cancel"];
+    Realtime = "realtime": "GET" Unread Computation "" ["/v1/realtime"];
     TokenizerInfo = "tokenizer_info": "GET" Unread Lookup "" ["/tokenizer_info"];
     Further = "further": "POST" Unread Computation "" [];
 }
@@ -85,8 +88,9 @@ impl Endpoint {
     /// The endpoint with this path.
     #[must_use]
     pub fn of_path(path: &str) -> Option<Self> {
-        let has_path = |endpoint: &Self| endpoint.row().paths.iter().any(|pattern| fits(pattern, path));
-        Self::ALL.into_iter().find(has_path)
+        let exact = |endpoint: &Self| endpoint.row().paths.contains(&path);
+        let fitting = |endpoint: &Self| endpoint.row().paths.iter().any(|pattern| fits(pattern, path));
+        Self::ALL.into_iter().find(exact).or_else(|| Self::ALL.into_iter().find(fitting))
     }
 
     fn row(self) -> &'static Row {
@@ -134,6 +138,13 @@ impl Endpoint {
         }
     }
 
+    /// The id of a stored response in the path.
+    #[must_use]
+    pub fn response_id(self, path: &str) -> Option<&str> {
+        let has_id = matches!(self, Self::Response | Self::CancelResponse);
+        path.strip_prefix("/v1/responses/").filter(|_| has_id)?.split('/').next()
+    }
+
     /// Whether requests, responses and errors have Anthropic's format.
     #[must_use]
     pub fn is_anthropic(self) -> bool {
@@ -143,7 +154,7 @@ impl Endpoint {
 
 /// Whether a path has this pattern, in which `{id}` is one segment of letters, digits, `-` and `_`.
 fn fits(pattern: &str, path: &str) -> bool {
-    let Some((start, end)) = pattern.split_once("{id}") else { return pattern == path };
+    let Some((start, end)) = pattern.split_once("{id}") else { return false };
     let is_in_id = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_');
     let id = path.strip_prefix(start).and_then(|rest| rest.strip_suffix(end));
     id.is_some_and(|id| (1..=ID_BYTES_MAX).contains(&id.len()) && id.bytes().all(is_in_id))
@@ -172,18 +183,23 @@ mod tests {
     }
 
     #[test]
-    fn the_documented_table_lists_every_endpoint() {
+    fn the_documented_list_has_every_endpoint() {
         let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/headers.md");
         let page = std::fs::read_to_string(page).expect("the page exists");
-        let rows: Vec<&str> = page.lines().filter(|line| line.starts_with("| `") && line.contains(" | `/")).collect();
+        let list = page.split("\n## ").next().unwrap_or_default();
+        let rows: Vec<&str> = list.lines().filter(|line| line.starts_with("- `") && line.contains("`/")).collect();
         let row = |endpoint: &Endpoint| {
             let Row { methods, form, prompt, paths, .. } = endpoint.row();
-            let form = format!("{form:?}").to_lowercase();
             let methods = if *methods == "POST" { String::new() } else { format!("{methods} ") };
-            format!("| `{}` | {methods}`{}` | {form} | {prompt} |", endpoint.name(), paths.join("`, `"))
-                .replace("|  |", "| |")
+            let form = match form {
+                BodyForm::Json => "",
+                BodyForm::Form => " (form)",
+                BodyForm::Unread => " (unread)",
+            };
+            let prompt = if prompt.is_empty() { String::new() } else { format!(", by {prompt}") };
+            format!("- `{}`: {methods}`{}`{form}{prompt}", endpoint.name(), paths.join("`, `"))
         };
         let expected: Vec<String> = Endpoint::ALL.iter().filter(|of| !of.path().is_empty()).map(row).collect();
-        assert_eq!(rows, expected, "the table of docs/headers.md must be\n{}", expected.join("\n"));
+        assert_eq!(rows, expected, "the list of docs/headers.md must be\n{}", expected.join("\n"));
     }
 }

@@ -138,6 +138,15 @@ impl ApiError {
         Self { param: Some("model"), ..error }
     }
 
+    /// No engine stores the response: 404.
+    #[must_use]
+    pub fn response_not_found(id: &str) -> Self {
+        let shown: String = id.chars().take(ECHO_CHARS_MAX).collect();
+        let message = format!("Response with id {shown:?} not found.");
+        let error = Self::new(StatusCode::NOT_FOUND, ErrorType::InvalidRequest, "response_not_found", message);
+        Self { param: Some("response_id"), ..error }
+    }
+
     /// Unsupported method: 405. `allow` lists the supported methods, as in `GET, HEAD`.
     #[must_use]
     pub fn method_not_allowed(allow: &'static str) -> Self {
@@ -199,8 +208,16 @@ constant_errors! {
         "the body did not arrive in time").closing();
     /// Truncated body or invalid HTTP framing: 400.
     body_broken = Self::invalid("body_broken", None, "the body ended early or has invalid HTTP framing").closing();
+    /// Coding of a body that the gateway does not read: 415.
+    coding_unsupported = Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, ErrorType::InvalidRequest, "unsupported_coding",
+        "header Content-Encoding must be gzip or deflate").with_header(header::ACCEPT_ENCODING, "gzip, deflate");
+    /// Body without the format of its coding: 400.
+    coding_invalid = Self::invalid("invalid_coding", None, "the body does not have the format of its Content-Encoding");
     /// Missing or repeated `Host`: 400.
     host_invalid = Self::invalid("invalid_host", Some("host"), "the request must have one Host header").closing();
+    /// Engines that an operator has paused: 503.
+    engines_paused = Self::unavailable(StatusCode::SERVICE_UNAVAILABLE, "engines_paused",
+        "the engines of the model are paused");
     /// All attempts failed or were refused: 502.
     worker_failed = Self::unavailable(StatusCode::BAD_GATEWAY, "worker_failed", "no worker returned a response");
     /// Worker timeout: 504.

@@ -112,6 +112,11 @@ fn of_proxy() -> Vec<ApiError> {
         ApiError::unauthorized(),
         ApiError::model_not_found("x"),
         ApiError::not_found(),
+        ApiError::response_not_found("x"),
+        ApiError::coding_unsupported(),
+        ApiError::coding_invalid(),
+        ApiError::engines_paused(),
+        RequestBody::form(Endpoint::Audio, &HeaderMap::new(), "".into()).unwrap_err(),
         ApiError::method_not_allowed("POST"),
         ApiError::too_large(5),
         ApiError::body_timeout(),
@@ -182,15 +187,27 @@ async fn error_responses_have_openai_format() {
     }
 }
 
-/// Codes of the error table, with status and type.
-fn rows() -> BTreeMap<String, (String, String)> {
-    let table = PAGE.split("## Errors").nth(1).expect("the page has an errors section");
-    let rows = table.lines().filter(|line| line.starts_with("| ") && line.contains("_error`"));
+/// Type that the page states for a status and a code.
+fn documented_type(status: &str, code: &str) -> &'static str {
+    match (status, code) {
+        ("401", _) => "authentication_error",
+        ("429", _) => "rate_limit_error",
+        (_, "path_not_found") => "not_found_error",
+        (_, "transfer_encoding_unsupported") => "invalid_request_error",
+        (status, _) if status < "500" => "invalid_request_error",
+        _ => "server_error",
+    }
+}
+
+/// Documented codes, with status and type.
+fn documented() -> BTreeMap<String, (String, String)> {
+    let section = PAGE.split("## Errors").nth(1).expect("the page has an errors section");
     let mut documented = BTreeMap::new();
-    for row in rows {
-        let cells: Vec<_> = row.trim_matches('|').split('|').map(str::trim).collect();
-        for code in cells[1].split('`').skip(1).step_by(2) {
-            documented.insert(code.to_owned(), (cells[0].to_owned(), cells[2].trim_matches('`').to_owned()));
+    for row in section.lines().filter_map(|line| line.strip_prefix("- ")) {
+        let (status, rest) = row.split_once(' ').expect("a status");
+        for code in rest.split(':').next().unwrap_or_default().split('`').skip(1).step_by(2) {
+            let kind = documented_type(status, code).to_owned();
+            documented.insert(code.to_owned(), (status.to_owned(), kind));
         }
     }
     documented
@@ -202,5 +219,5 @@ fn errors_match_their_documentation() {
     let made: BTreeMap<_, _> = errors
         .map(|error| (error.code.to_owned(), (error.status.as_str().to_owned(), error.kind.name().to_owned())))
         .collect();
-    assert_eq!(made, rows());
+    assert_eq!(made, documented());
 }
