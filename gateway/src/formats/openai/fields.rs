@@ -13,6 +13,7 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
 use super::error::ApiError;
+use crate::formats::json::inner;
 
 /// Maximum nesting depth, equal to most JSON parsers, including those of workers.
 pub(super) const DEPTH_MAX: usize = 128;
@@ -99,12 +100,13 @@ impl<'a> Given<'a> {
         }
     }
 
+    /// A boolean, also as a number or a text: engines read them alike (reference: pydantic, conversion table).
     pub(super) fn flag(self) -> Result<Option<bool>, ApiError> {
-        match self.json() {
-            None => Ok(None),
-            Some("true") => Ok(Some(true)),
-            Some("false") => Ok(Some(false)),
-            Some(_) => Err(self.wrong("true or false")),
+        let Some(raw) = self.json() else { return Ok(None) };
+        match inner(raw).unwrap_or(raw).to_ascii_lowercase().as_str() {
+            "true" | "1" | "1.0" | "t" | "y" | "yes" | "on" => Ok(Some(true)),
+            "false" | "0" | "0.0" | "f" | "n" | "no" | "off" => Ok(Some(false)),
+            _ => Err(self.wrong("true or false")),
         }
     }
 
@@ -116,11 +118,16 @@ impl<'a> Given<'a> {
         }
     }
 
-    /// A non-negative whole number; larger values saturate at `u32::MAX`. `5.0` is whole, as in the engines.
+    /// A non-negative whole number; larger values saturate at `u32::MAX`. `5.0`, `"5"` and `true` are whole, as in the
+    /// engines.
     pub(super) fn count(self) -> Result<Option<u32>, ApiError> {
         let Some(raw) = self.json() else { return Ok(None) };
-        let number: Option<f64> = serde_json::from_str(raw).ok();
-        match number.filter(|number| *number >= 0.0 && number.fract() == 0.0) {
+        let number = match raw {
+            "true" => Some(1.0),
+            "false" => Some(0.0),
+            _ => inner(raw).unwrap_or(raw).trim().parse().ok(),
+        };
+        match number.filter(|number: &f64| *number >= 0.0 && number.fract() == 0.0) {
             Some(number) => Ok(Some(number as u32)),
             None => Err(self.wrong("a whole number, 0 or more")),
         }

@@ -6,6 +6,7 @@
 
 use axum::body::Bytes;
 use serde::Deserialize;
+use serde_json::value::RawValue;
 
 use super::client_prompt::{ChatParts, ClientPrompt};
 use super::endpoint::Endpoint;
@@ -109,13 +110,24 @@ fn text_or_tokens(given: Given<'_>, field: &'static str) -> Result<ClientPrompt,
     };
     match list.trim_ascii_start().as_bytes().first() {
         Some(b'"') => first(raw).map(ClientPrompt::Text).ok_or_else(shape),
-        Some(b'0'..=b'9' | b'-') => serde_json::from_str(raw).map(ClientPrompt::Tokens).map_err(|_| ids()),
-        Some(b'[') => first(raw).map(ClientPrompt::Tokens).ok_or_else(ids),
+        Some(b'0'..=b'9' | b'-') => token_ids(raw).map(ClientPrompt::Tokens).ok_or_else(ids),
+        Some(b'[') => {
+            let first: Option<&RawValue> = first(raw);
+            first.and_then(|first| token_ids(first.get())).map(ClientPrompt::Tokens).ok_or_else(ids)
+        }
         // Engines accept images beside text in this form.
         Some(b'{') if field == "input" => Ok(ClientPrompt::Opaque("multimodal")),
         Some(b']') => Err(ApiError::invalid("invalid_value", Some(field), format!("{field} must not be empty"))),
         _ => Err(shape()),
     }
+}
+
+/// Token ids. Engines also accept whole numbers with a fraction, such as `1.0`.
+fn token_ids(list: &str) -> Option<Vec<u32>> {
+    let whole =
+        |number: f64| (number.fract() == 0.0 && (0.0..=u32::MAX.into()).contains(&number)).then_some(number as u32);
+    let lax = || serde_json::from_str::<Vec<f64>>(list).ok()?.into_iter().map(whole).collect();
+    serde_json::from_str(list).ok().or_else(lax)
 }
 
 /// First element of a list; the others are skipped.

@@ -71,7 +71,7 @@ impl FurtherWork {
         let choices = [fields.n.count()?, fields.best_of.count()?].into_iter().flatten().max().unwrap_or(1).max(1);
         // vLLM's `prompt_logprobs`, which `echo` implies for a chat, and for a completion with `logprobs`.
         let echoes_logprobs = endpoint == Endpoint::Chat || fields.logprobs.json().is_some();
-        let echoes = fields.echo.json() == Some("true");
+        let echoes = fields.echo.flag()? == Some(true);
         Ok(Self {
             outputs: choices.saturating_mul(count) - 1,
             prompts,

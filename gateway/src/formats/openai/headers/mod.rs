@@ -171,7 +171,11 @@ fn read<T>(
     if values.next().is_some() {
         return Err(ApiError::header_invalid(name, "must occur once"));
     }
-    value.to_str().ok().and_then(parse).map(Some).ok_or_else(|| ApiError::header_invalid(name, &rule()))
+    str::from_utf8(value.as_bytes())
+        .ok()
+        .and_then(parse)
+        .map(Some)
+        .ok_or_else(|| ApiError::header_invalid(name, &rule()))
 }
 
 /// A latency target from the first header of these that is present.
@@ -195,7 +199,7 @@ fn whole(headers: &HeaderMap, name: &'static str, range: RangeInclusive<u32>) ->
 
 fn text(headers: &HeaderMap, name: &'static str, bytes_max: usize) -> Result<Option<Arc<str>>, ApiError> {
     let parse = |given: &str| (1..=bytes_max).contains(&given.len()).then(|| Arc::from(given));
-    read(headers, name, parse, || format!("must have 1 to {bytes_max} bytes of ASCII"))
+    read(headers, name, parse, || format!("must have 1 to {bytes_max} bytes of UTF-8"))
 }
 
 fn seconds(given: &str) -> Option<f64> {

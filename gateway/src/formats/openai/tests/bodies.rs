@@ -57,6 +57,30 @@ fn common_fields_are_read() {
 }
 
 #[test]
+fn numbers_and_flags_are_read_as_engines_read_them() {
+    for (stream, expected) in [("\"false\"", false), ("0", false), ("1.0", true), ("\"Yes\"", true), ("\"on\"", true)] {
+        let parsed = parse(Endpoint::Completions, &format!(r#"{{"prompt":"a","stream":{stream}}}"#));
+        assert_eq!(parsed.stream, expected, "{stream}");
+    }
+    for (count, expected) in [("\"100\"", 100), ("100.0", 100), ("\" 7 \"", 7), ("true", 1), ("1e3", 1000)] {
+        let body = format!(r#"{{"prompt":"a","max_tokens":{count},"n":{count}}}"#);
+        let parsed = parse(Endpoint::Completions, &body);
+        assert_eq!((parsed.output_tokens_max, parsed.further.outputs), (Some(expected), expected - 1), "{count}");
+    }
+    for ids in ["[1.0,2]", "[[1.0,2.0],[3]]"] {
+        let body = format!(r#"{{"prompt":{ids}}}"#);
+        assert_eq!(prompt(Endpoint::Completions, &body), ClientPrompt::Tokens(vec![1, 2]), "{ids}");
+    }
+    for (field, value) in
+        [("stream", "\"maybe\""), ("stream", "2"), ("max_tokens", "\"\""), ("max_tokens", "1.5"), ("n", "[1]")]
+    {
+        let body = format!(r#"{{"prompt":"a","{field}":{value}}}"#);
+        assert_eq!(refused(Endpoint::Completions, body).code, "invalid_type", "{field} {value}");
+    }
+    assert_eq!(refused(Endpoint::Completions, r#"{"prompt":[1.5]}"#).code, "invalid_token_id");
+}
+
+#[test]
 fn prompts_of_generate_are_ids_or_text() {
     for (body, expected) in [
         (r#"{"input_ids":[1,2]}"#, ClientPrompt::Tokens(vec![1, 2])),
@@ -109,7 +133,7 @@ fn prompt_lists_use_their_first_element() {
         let error = refused(Endpoint::Completions, format!("{{\"prompt\":{json}}}"));
         assert_eq!((error.code, error.param), ("invalid_type", Some("prompt")), "{json}");
     }
-    for json in ["[-1]", "[1.5]", "[4294967296]", "[1,\"a\"]", "[[1,-1]]", "[1,[2]]", "[-0.0]", "[[1],[2]"] {
+    for json in ["[-1]", "[1.5]", "[4294967296]", "[1,\"a\"]", "[[1,-1]]", "[1,[2]]", "[-0.5]", "[[1],[2]"] {
         let error = refused(Endpoint::Embeddings, format!("{{\"input\":{json}}}"));
         let expected = if json == "[[1],[2]" { ("invalid_json", None) } else { ("invalid_token_id", Some("input")) };
         assert_eq!((error.code, error.param), expected, "{json}");
@@ -263,12 +287,12 @@ fn wrong_types_name_their_field() {
         (Endpoint::Responses, r#"{"input":"x","reasoning":5}"#, "invalid_type", "reasoning"),
         (Endpoint::Chat, r#"{"messages":[],"model":5}"#, "invalid_type", "model"),
         (Endpoint::Chat, r#"{"messages":[],"model":""}"#, "invalid_value", "model"),
-        (Endpoint::Chat, r#"{"messages":[],"stream":"true"}"#, "invalid_type", "stream"),
+        (Endpoint::Chat, r#"{"messages":[],"stream":"maybe"}"#, "invalid_type", "stream"),
         (Endpoint::Chat, r#"{"messages":[],"cache_salt":["a"]}"#, "invalid_type", "cache_salt"),
         (Endpoint::Chat, r#"{"messages":[],"session_id":""}"#, "invalid_session_id", "session_id"),
         (Endpoint::Chat, r#"{"messages":[],"max_tokens":-1}"#, "invalid_type", "max_tokens"),
         (Endpoint::Chat, r#"{"messages":[],"max_tokens":1.5}"#, "invalid_type", "max_tokens"),
-        (Endpoint::Chat, r#"{"messages":[],"max_tokens":"9"}"#, "invalid_type", "max_tokens"),
+        (Endpoint::Chat, r#"{"messages":[],"max_tokens":"nine"}"#, "invalid_type", "max_tokens"),
         (Endpoint::Chat, r#"{"messages":[],"tools":{}}"#, "invalid_type", "tools"),
         (Endpoint::Chat, r#"{"messages":[],"chat_template_kwargs":[]}"#, "invalid_type", "chat_template_kwargs"),
         (Endpoint::Chat, r#"{"messages":[],"model":"a","model":"a"}"#, "duplicate_field", "model"),
