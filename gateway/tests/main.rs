@@ -13,6 +13,7 @@ mod audits;
 mod block_sizes;
 mod check_config;
 mod command_line;
+mod compressed;
 mod demo;
 mod descriptors;
 mod dialects;

@@ -14,6 +14,7 @@ use memmap2::MmapMut;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::admission::body_budget::{BodyBudget, Exhausted, Reservation};
+use crate::admission::coding::{Coding, Decoder};
 use crate::formats::openai::ApiError;
 
 /// Total time limit of a body, in multiples of the idle timeout.
@@ -34,22 +35,30 @@ pub(crate) struct Limits {
     pub(crate) frame_timeout: Duration,
     /// Whether the client waits for `100 Continue`.
     pub(crate) expects_continue: bool,
+    pub(crate) coding: Coding,
 }
 
-/// Reads the whole body within its limits. The bytes stay reserved in `budget` until the last clone of the body is
+/// Reads and decodes the whole body within its limits. The bytes stay reserved in `budget` until the last clone of the body is
 /// dropped.
 ///
 /// # Errors
-/// 413, 408, 503 for an exhausted budget, or 400 if the client breaks off.
+/// 415 for an unknown coding, 413, 408, 503 for an exhausted budget, or 400 if the client breaks off or the body does not
+/// have its coding.
 pub(crate) async fn receive(mut body: Body, limits: Limits, budget: &Arc<BodyBudget>) -> Result<Bytes, ApiError> {
-    let Limits { bytes_max, frame_timeout, .. } = limits;
+    let Limits { bytes_max, frame_timeout, coding, .. } = limits;
     // Announced length; unknown for chunked bodies.
     let announced = body.size_hint();
     if announced.lower() > bytes_max {
         discard(body, limits).await;
         return Err(ApiError::too_large(bytes_max));
     }
-    let mut buffer = Buffer::new(budget, announced.exact().unwrap_or(bytes_max).min(bytes_max));
+    if coding == Coding::Unknown {
+        discard(body, limits).await;
+        return Err(ApiError::coding_unsupported());
+    }
+    let exact = announced.exact().filter(|_| coding == Coding::Identity);
+    let mut buffer = Buffer::new(budget, exact.unwrap_or(bytes_max).min(bytes_max));
+    let (mut decoder, mut received) = (Decoder::of(coding), 0);
     let end = Instant::now() + frame_timeout.saturating_mul(FRAME_TIMEOUTS_MAX);
     let refused = loop {
         let frame = timeout_at(end.min(Instant::now() + frame_timeout), body.frame());
@@ -59,14 +68,22 @@ pub(crate) async fn receive(mut body: Body, limits: Limits, budget: &Arc<BodyBud
             frame = frame => frame.map_err(|_| ApiError::body_timeout())?,
         };
         let Some(frame) = frame else {
-            return buffer.finish().map_err(|Exhausted| ApiError::body_budget_exhausted());
+            // An empty step ends a coding.
+            return match buffer.decoded(&mut decoder, Bytes::new(), bytes_max).await {
+                Ok(()) => buffer.finish().map_err(|Exhausted| ApiError::body_budget_exhausted()),
+                Err(error) => Err(error),
+            };
         };
         let Ok(data) = frame.map_err(|_| ApiError::body_broken())?.into_data() else { continue };
-        if (buffer.store.bytes().len() + data.len()) as u64 > bytes_max {
+        received += data.len() as u64;
+        if received > bytes_max {
             break ApiError::too_large(bytes_max);
         }
-        if buffer.push(data).await.is_err() {
-            break ApiError::body_budget_exhausted();
+        if data.is_empty() {
+            continue;
+        }
+        if let Err(error) = buffer.decoded(&mut decoder, data, bytes_max).await {
+            break error;
         }
     };
     // Its bytes are free while the rest arrives.
@@ -121,6 +138,23 @@ impl<'a> Buffer<'a> {
             }
             None => std::future::pending().await,
         }
+    }
+
+    /// Appends received bytes, decoded in steps; after an error the buffer is unusable.
+    async fn decoded(&mut self, decoder: &mut Option<Decoder>, data: Bytes, bytes_max: u64) -> Result<(), ApiError> {
+        let Some(decoder) = decoder else { return self.push_within(data, bytes_max).await };
+        for step in data.chunks(Decoder::STEP_BYTES).chain(data.is_empty().then_some(&[][..])) {
+            let decoded = decoder.step(step).map_err(|_| ApiError::coding_invalid())?;
+            self.push_within(decoded.into(), bytes_max).await?;
+        }
+        Ok(())
+    }
+
+    async fn push_within(&mut self, data: Bytes, bytes_max: u64) -> Result<(), ApiError> {
+        if (self.store.bytes().len() + data.len()) as u64 > bytes_max {
+            return Err(ApiError::too_large(bytes_max));
+        }
+        self.push(data).await.map_err(|Exhausted| ApiError::body_budget_exhausted())
     }
 
     /// Appends a frame; after an error the buffer is unusable.
@@ -220,6 +254,8 @@ pub(crate) async fn discard(mut body: Body, Limits { bytes_max, expects_continue
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+
     use axum::http::StatusCode;
     use pieces::chunks;
 
@@ -258,9 +294,16 @@ mod tests {
         }
     }
 
+    const LIMITS: Limits = Limits {
+        bytes_max: 10,
+        frame_timeout: Duration::from_secs(3),
+        expects_continue: false,
+        coding: Coding::Identity,
+    };
+
     async fn taken(body: Body) -> Result<String, StatusCode> {
         let budget = BodyBudget::new(100);
-        let limits = Limits { bytes_max: 10, frame_timeout: Duration::from_secs(3), expects_continue: false };
+        let limits = LIMITS;
         let taken = receive(body, limits, &budget).await;
         taken.map(|bytes| String::from_utf8(bytes.to_vec()).expect("text")).map_err(|error| error.status)
     }
@@ -288,7 +331,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_body_is_reserved_until_its_last_clone_is_dropped() {
         let budget = BodyBudget::new(15);
-        let limits = Limits { bytes_max: 10, frame_timeout: Duration::from_secs(3), expects_continue: false };
+        let limits = LIMITS;
         let first = receive(chunks(&["0123", "45", "6789"]), limits, &budget).await.expect("within the budget");
         let second = receive(Body::from("01234"), limits, &budget).await.expect("within the budget");
         let refused = receive(chunks(&["0"]), limits, &budget).await.expect_err("budget exhausted");
@@ -299,5 +342,47 @@ mod tests {
         drop(clone);
         assert_eq!(receive(Body::from("0123456789"), limits, &budget).await.expect("within the budget").len(), 10);
         drop(second);
+    }
+
+    /// `text` compressed.
+    fn compressed(coding: Coding, text: &[u8]) -> Body {
+        let bytes = match coding {
+            Coding::Gzip => {
+                let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+                encoder.write_all(text).and_then(|()| encoder.finish())
+            }
+            _ => {
+                let mut encoder = flate2::write::ZlibEncoder::new(Vec::new(), flate2::Compression::best());
+                encoder.write_all(text).and_then(|()| encoder.finish())
+            }
+        };
+        Body::from(bytes.expect("written to memory"))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn compressed_bodies_count_as_decoded() {
+        let budget = BodyBudget::new(4_000_000);
+        let take = async |coding, bytes_max, body| {
+            let taken = receive(body, Limits { coding, bytes_max, ..LIMITS }, &budget).await;
+            taken.map(|bytes| bytes.to_vec()).map_err(|error| error.code)
+        };
+        let text: Vec<u8> = (0..200_000_u32).flat_map(u32::to_le_bytes).collect();
+        for coding in [Coding::Gzip, Coding::Deflate] {
+            assert_eq!(take(coding, 800_000, compressed(coding, &text)).await.as_ref(), Ok(&text), "{coding:?}");
+            assert_eq!(take(coding, 799_999, compressed(coding, &text)).await, Err("body_too_large"), "{coding:?}");
+            // Fewer bytes than the limit, and a thousand times as many decoded.
+            let bomb = compressed(coding, &vec![0; 5_000_000]);
+            assert_eq!(take(coding, 3_000_000, bomb).await, Err("body_too_large"), "{coding:?}");
+            let over_budget = compressed(coding, &vec![0; 5_000_000]);
+            assert_eq!(take(coding, 30_000_000, over_budget).await, Err("body_budget_exhausted"), "{coding:?}");
+            assert_eq!(take(coding, 800_000, Body::from("{\"model\":1}")).await, Err("invalid_coding"), "{coding:?}");
+        }
+        assert_eq!(take(Coding::Gzip, 100, compressed(Coding::Gzip, b"")).await, Ok(Vec::new()));
+        assert_eq!(take(Coding::Unknown, 10, Body::from("a")).await, Err("unsupported_coding"));
+        assert_eq!(
+            take(Coding::Identity, 4_000_000, Body::from(vec![0; 4_000_000])).await.map(|all| all.len()),
+            Ok(4_000_000),
+            "all bytes are free again"
+        );
     }
 }

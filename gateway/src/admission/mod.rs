@@ -4,6 +4,7 @@
 
 pub(crate) mod admit;
 pub(crate) mod body_budget;
+pub(crate) mod coding;
 pub(crate) mod intake;
 pub(crate) mod leases;
 pub mod quota;

@@ -9,7 +9,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use axum::body::{Body, Bytes};
-use axum::http::header::{AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE};
+use axum::http::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use http_body_util::BodyExt as _;
 use tokio::sync::mpsc;
@@ -228,6 +228,7 @@ impl Session {
         }
         if picked.has_body {
             headers.set(CONTENT_LENGTH.as_str(), body_len.to_string());
+            headers.remove_headers.push(CONTENT_ENCODING.as_str().to_owned());
         }
         match &picked.destination.authorization {
             Some(key) => headers.set_value(&AUTHORIZATION, key),

@@ -17,6 +17,7 @@ use super::account::Account;
 use crate::admission::admit::Admitted;
 use crate::admission::intake::{Limits, discard, receive, reserved};
 use crate::admission::retry_budget::RetryBudget;
+use crate::admission::coding::Coding;
 use crate::admission::tenants::Tenant;
 use crate::formats::anthropic::{Purpose, chat_body};
 use crate::formats::openai::{
@@ -86,7 +87,7 @@ pub(crate) struct RoutableRequest {
 pub(crate) fn body_limits(context: &RequestContext, headers: &HeaderMap) -> Limits {
     let settings = &context.settings.gateway;
     let (bytes_max, frame_timeout) = (settings.body_bytes_max, Duration::from_millis(settings.body_timeout_ms));
-    Limits { bytes_max, frame_timeout, expects_continue: headers.contains_key(EXPECT) }
+    Limits { bytes_max, frame_timeout, expects_continue: headers.contains_key(EXPECT), coding: Coding::of(headers) }
 }
 
 impl RoutableRequest {
