@@ -2,6 +2,7 @@
 //!
 //! The only folder that knows all others.
 
+mod cors;
 mod gateway;
 mod listeners;
 pub mod metrics;

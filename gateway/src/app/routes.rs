@@ -17,6 +17,7 @@ use futures_util::FutureExt as _;
 use http_body_util::BodyExt as _;
 use tokio::time::{Instant, timeout};
 
+use super::cors::AllowedOrigin;
 use crate::formats::openai::ErrorCode;
 use crate::formats::openai::{ApiError, Endpoint, request_id};
 use crate::net::head::refused_head;
@@ -111,10 +112,13 @@ async fn named(State(context): State<Arc<RequestContext>>, mut request: Request,
     let is_unrouted = refused.is_some() || !endpoint.is_some_and(|endpoint| has_method(endpoint, &request));
     let unrouted = is_unrouted.then(|| (path_of(&request), Instant::now()));
     let trace_id = unrouted.as_ref().and_then(|_| RequestTrace::of(request.headers()).trace_id());
-    let answer = match refused {
-        Some(error) => Err(error),
+    let origin = AllowedOrigin::of(&context.settings, request.headers());
+    let preflight = origin.as_ref().and_then(|origin| origin.preflight(&request));
+    let answer = match (refused, preflight) {
+        (Some(error), _) => Err(error),
+        (None, Some(preflight)) => Ok(preflight),
         // The panic hook has logged the panic; its message is internal.
-        None => AssertUnwindSafe(next.run(request)).catch_unwind().await.map_err(|_| ApiError::internal()),
+        (None, None) => AssertUnwindSafe(next.run(request)).catch_unwind().await.map_err(|_| ApiError::internal()),
     };
     let rendered = |error| rendered_error(error, is_anthropic, id.to_str().unwrap_or_default());
     let mut answer = answer.unwrap_or_else(rendered);
@@ -129,6 +133,9 @@ async fn named(State(context): State<Arc<RequestContext>>, mut request: Request,
         answer.headers_mut().insert(ANTHROPIC_REQUEST_ID, id.clone());
     }
     answer.headers_mut().insert(REQUEST_ID, id);
+    if let Some(origin) = origin {
+        origin.allow(answer.headers_mut());
+    }
     answer
 }
 

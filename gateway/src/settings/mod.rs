@@ -86,6 +86,9 @@ settings! {
         salt_secret_file: Option<PathBuf> => reloaded;
         /// Whether the clients' listener also serves `/metrics`.
         metrics_public: bool = true => reloaded;
+        /// Origins of web pages that may send requests: `https://HOST`, or `*` for all. Default: all without tenants, none with
+        /// tenants.
+        allow_origins: Option<Vec<String>> => reloaded;
         /// Limit of client connections; further ones are rejected with 503 except for probes. Lowered if the process has
         /// too few descriptors.
         connections_max: u32 = 16_384, in 1..=1_000_000;

@@ -93,6 +93,15 @@ impl Settings {
             let is_name = HeaderName::from_bytes(name.as_bytes()).is_ok();
             rules.text("session_headers", name, is_name, "names of headers");
         }
+        for (n, origin) in gateway.allow_origins.iter().flatten().enumerate() {
+            let is_origin = origin == "*" || origin.contains("://") && !origin.ends_with('/');
+            rules.text(
+                &format!("allow_origins[{n}]"),
+                origin,
+                is_origin,
+                "*, or a scheme and a host such as https://chat.example",
+            );
+        }
         for (n, RouteSettings { path, model }) in gateway.routes.iter().enumerate() {
             let is_free = path.starts_with('/') && path.parse::<Uri>().is_ok_and(|uri| uri.path() == path);
             let is_free = is_free && Endpoint::of_path(path).is_none();
