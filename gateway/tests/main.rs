@@ -40,6 +40,7 @@ mod migration;
 mod operations;
 mod picker;
 mod proxy;
+mod realtime;
 mod reload;
 mod replayed;
 mod replicas;

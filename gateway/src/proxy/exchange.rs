@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use axum::body::Bytes;
-use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE, UPGRADE};
 use axum::http::response::Parts;
 use axum::http::{HeaderMap, HeaderValue, Request, StatusCode};
 use http_body_util::{BodyExt as _, Collected, Full, Limited};
@@ -81,6 +81,7 @@ async fn send(
     request: Request<Full<Bytes>>,
     on_head: impl FnOnce(StatusCode),
 ) -> Result<(Parts, Incoming), Failure> {
+    let may_switch = request.headers().contains_key(UPGRADE);
     let (head, body) = upstream.send(request).await.map_err(Failure::NoResponse)?.into_parts();
     on_head(head.status);
     if is_retried(head.status) {
@@ -88,7 +89,8 @@ async fn send(
         let body = body.map(Collected::to_bytes);
         return Err(Failure::Status { status: head.status, headers: head.headers, body });
     }
-    if !head.status.is_success() && !head.status.is_client_error() {
+    let is_switched = may_switch && head.status == StatusCode::SWITCHING_PROTOCOLS;
+    if !is_switched && !head.status.is_success() && !head.status.is_client_error() {
         // Internal statuses would redirect clients or switch their protocol.
         return Err(Failure::NoResponse(UpstreamError::Status(head.status)));
     }

@@ -21,6 +21,7 @@ mod migration;
 mod outbound;
 mod prefill_leg;
 mod prefill_report;
+mod realtime;
 pub(crate) mod refusal;
 mod reports;
 pub(crate) mod routable;
@@ -33,9 +34,10 @@ use std::sync::Arc;
 use axum::Json;
 use axum::body::{Body, Bytes};
 use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use axum::response::IntoResponse as _;
 use pointsman::AnswerKind;
+use hyper::upgrade::OnUpgrade;
 use serde_json::json;
 
 use crate::formats::openai::{ApiError, Endpoint, request_id, to_client};
@@ -59,7 +61,8 @@ const PREFILL: HeaderName = HeaderName::from_static("x-pointsman-prefill");
 
 /// Serves a request to one of the endpoints.
 pub(crate) async fn answer(endpoint: Endpoint, context: Arc<RequestContext>, request: Request<Body>) -> Response<Body> {
-    let (head, body) = request.into_parts();
+    let (mut head, body) = request.into_parts();
+    let client = head.extensions.remove::<OnUpgrade>();
     // The routing layer has set the id and adds it to every response.
     let request_id = request_id(&head.headers).unwrap_or_default();
     let mut account = Account::begin(&context, endpoint, &head.headers, request_id);
@@ -68,6 +71,9 @@ pub(crate) async fn answer(endpoint: Endpoint, context: Arc<RequestContext>, req
     let is_anthropic = endpoint.is_anthropic();
     let (response, error) = match reply {
         Ok(Reply::Started(Forwarded { begin, translation, migration })) => {
+        Ok(Reply::Started(Forwarded { begin, .. })) if begin.head.status == StatusCode::SWITCHING_PROTOCOLS => {
+            return realtime::switch(account, begin, client, request_id);
+        }
             let response = start_response(&context, account, begin, request_id, migration);
             return match translation {
                 Some(translation) => translation.of(response, request_id).await,

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Bytes;
+use axum::http::header::{CONNECTION, UPGRADE};
 use axum::http::{HeaderMap, HeaderValue, Method, Request, StatusCode, Uri};
 use http_body_util::Full;
 use pointsman::{AnswerKind, Placement};
@@ -117,6 +118,10 @@ impl Outbound<'_> {
         let authorization = self.authorization(key.as_ref());
         let own = ToWorker { request_id: outgoing.request_id, data_parallel_rank: rank, authorization };
         *request.headers_mut() = to_worker(self.headers, own);
+        if let Some(protocol) = self.headers.get(UPGRADE).filter(|_| self.endpoint == Endpoint::Realtime) {
+            request.headers_mut().insert(CONNECTION, HeaderValue::from_static("upgrade"));
+            request.headers_mut().insert(UPGRADE, protocol.clone());
+        }
         Ok(request)
     }
 

@@ -291,14 +291,14 @@ impl Protocol {
         routes: &Router,
         mut phase: watch::Receiver<Phase>,
     ) where
-        S: AsyncRead + AsyncWrite + Unpin + 'static,
+        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
         let (busy, seen) = (Busy::default(), phase.clone());
         let service = service_fn(|request| respond(routes, request, peer, &busy, &seen));
         // A client that reads anything within the time is never cut off, however slow. Reads are not affected.
         let mut stream = TimeoutWriter::new(stream);
         stream.set_timeout(Some(self.options.stall_max));
-        let connection = http.builder.serve_connection(TokioIo::new(Box::pin(stream)), service);
+        let connection = http.builder.serve_connection_with_upgrades(TokioIo::new(Box::pin(stream)), service);
         tokio::pin!(connection);
         let mut drains = phase.clone();
         let idle = async {
