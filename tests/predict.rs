@@ -87,6 +87,18 @@ async fn without_events_repeated_prompts_return_to_their_rank() {
 }
 
 #[tokio::test]
+async fn a_cleared_cache_has_no_speculative_entries() {
+    for config in [without_events(), modelled()] {
+        let router = router(config, 4).await;
+        let prompt = tokens(1, 20);
+        let chosen = route(&router, "a", &prompt).await.rank();
+        assert_eq!(best(&router, &prompt).await, (chosen, 20));
+        router.apply_events(vec![cleared(chosen)]).await.expect("up");
+        assert_eq!(best(&router, &prompt).await.1, 0);
+    }
+}
+
+#[tokio::test]
 async fn without_event_mode_received_events_are_only_counted() {
     let counters = Counters::default();
     let _guard = counters.record();
@@ -94,7 +106,7 @@ async fn without_event_mode_received_events_are_only_counted() {
     let prompt = tokens(1, 20);
     router.apply_events(vec![stored(rank(3), &prompt), cleared(rank(3))]).await.expect("up");
     assert_eq!(best(&router, &prompt).await.1, 0);
-    assert_eq!(counters.get("pointsman_kv_events_refused_total", &["not_used"]), 2);
+    assert_eq!(counters.get("pointsman_kv_events_refused_total", &["not_used"]), 1, "the cache was cleared, too");
 }
 
 #[tokio::test(start_paused = true)]

@@ -9,7 +9,7 @@ use crate::actors::radix::RadixMsg;
 use crate::actors::views::kv_source::KvSourceStatus;
 use crate::actors::views::status::RouterState;
 use crate::error::{Down, FlushError, RouteError};
-use crate::protocol::{RouterEvent, WorkerRank};
+use crate::protocol::{KvEvent, RouterEvent, WorkerRank};
 use crate::request::RouteRequest;
 use crate::schedule::Rejection;
 use crate::shell::shard::shard_of;
@@ -18,18 +18,20 @@ impl Router {
     /// Applies KV events. The order per rank is kept, also across calls that are awaited one after the other.
     ///
     /// Waits while a shard has `events.blocks_max` queued blocks of events. Without an index it has no effect; with
-    /// `events.mode` `off` it only counts the events. Irregular events are counted by
+    /// `events.mode` `off` only [`KvEvent::Cleared`] has one, and the others are counted. Irregular events are counted by
     /// `pointsman_kv_events_refused_total` and are no error.
     ///
     /// # Errors
     /// When the router is down.
     pub async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Down> {
         self.views().status.up()?;
+        let (n_all, mut events) = (events.len(), events);
         if !self.edge().config.events.mode.reads_events() {
-            self.edge().meters.unused_events.increment(events.len() as u64);
-            return Ok(());
+            events.retain(|event| matches!(event.data, KvEvent::Cleared));
+            self.edge().meters.unused_events.increment((n_all - events.len()) as u64);
         }
         match self.strands().shards.len() {
+            _ if events.is_empty() => Ok(()),
             0 => Ok(()),
             1 => self.apply_to(0, events).await,
             shards => {

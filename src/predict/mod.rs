@@ -359,6 +359,13 @@ impl SpeculativePrompts {
         }
     }
 
+    /// Removes the entries of a rank whose cache was cleared, except those held by bookings.
+    pub fn clear(&mut self, rank: WorkerRank) {
+        if let Some(slot) = self.ranks.slot_of(rank) {
+            self.forget(slot, RemovalReason::Retracted);
+        }
+    }
+
     /// Removes the entries that expired by `now`. One step per removed prompt.
     pub fn expire(&mut self, now: Timestamp) {
         self.now = self.now.max(now);

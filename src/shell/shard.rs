@@ -376,6 +376,9 @@ impl<S: SourceState> ShardShell<S> {
             applied += self.index.apply(event);
             if let Some(speculative) = &mut self.speculative {
                 speculative.observe(event, &self.index);
+                if matches!(event.data, KvEvent::Cleared) {
+                    speculative.clear(event.rank);
+                }
             }
             if events.get(n + 1).is_none_or(|next| next.rank != event.rank) {
                 let now = time.now();
