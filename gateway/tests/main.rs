@@ -14,6 +14,7 @@ mod block_sizes;
 mod check_config;
 mod command_line;
 mod compressed;
+mod control;
 mod cross_origin;
 mod demo;
 mod descriptors;

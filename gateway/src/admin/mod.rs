@@ -7,6 +7,7 @@
 
 mod audit;
 mod auth;
+mod control;
 mod decisions;
 mod dump;
 mod extract;
@@ -87,6 +88,7 @@ pub(crate) fn routes(
         .route("/admin/live", get(live::stream))
         .route("/admin/models", get(reports::models))
         .route("/admin/models/{model}/config", get(reports::config))
+        .route("/admin/models/{model}/control/{action}", post(control::control))
         .route("/admin/models/{model}/dump", get(dump::dump))
         .route("/admin/models/{model}/explain", post(queries::explain))
         .route("/admin/models/{model}/health", get(reports::health))

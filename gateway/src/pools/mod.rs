@@ -5,6 +5,7 @@
 
 pub(crate) mod decision_files;
 pub(crate) mod disaggregation;
+pub(crate) mod gate;
 pub(crate) mod latest;
 pub mod model;
 pub(crate) mod models;

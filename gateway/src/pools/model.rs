@@ -11,6 +11,7 @@ use pointsman::{ReplicaBus, Router, RouterConfig, WorkerEntry};
 use tokio::time::timeout;
 
 use super::disaggregation::PrefillPool;
+use super::gate::Gate;
 use super::sources::{Definitions, ModelSources, probe_options};
 use super::warm::{self, WarmStart};
 use super::workers::WorkerTable;
@@ -48,6 +49,8 @@ pub(crate) struct Model {
     pub(crate) tokens: Arc<Tokens>,
     pub(crate) meters: Arc<ModelMeters>,
     pub(crate) workers: Arc<WorkerTable>,
+    /// Closed while the engines pause.
+    pub(crate) gate: Arc<Gate>,
     /// Whether the caches of all ranks were known at some time.
     pub(crate) was_warm: Arc<AtomicBool>,
     pub(crate) warm_start: Arc<WarmStart>,
@@ -121,6 +124,7 @@ impl Model {
             tokens: Arc::new(tokens),
             meters,
             workers,
+            gate: Arc::default(),
             was_warm: Arc::new(AtomicBool::new(false)),
             warm_start: Arc::default(),
             role,

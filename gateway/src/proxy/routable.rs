@@ -1,6 +1,7 @@
 //! Preparation of a request for routing, common to the proxy and the endpoint picker: model, options, tokens and the
 //! body for the worker.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,9 +16,9 @@ use tokio::time::Instant;
 
 use super::account::Account;
 use crate::admission::admit::Admitted;
+use crate::admission::coding::Coding;
 use crate::admission::intake::{Limits, discard, receive, reserved};
 use crate::admission::retry_budget::RetryBudget;
-use crate::admission::coding::Coding;
 use crate::admission::tenants::Tenant;
 use crate::formats::anthropic::{Purpose, chat_body};
 use crate::formats::openai::{
@@ -52,8 +53,11 @@ impl Target<'_> {
         further.map(|route| route.model.clone()).or_else(of_query)
     }
 
-    /// Path at the workers, and the query of a request that is forwarded unread.
-    fn worker_path(&self) -> String {
+    /// Path of the endpoint at the workers, and the query of a request that is forwarded unread.
+    fn worker_path(&self, worker_endpoint: Endpoint) -> String {
+        if worker_endpoint != self.endpoint {
+            return worker_endpoint.path().to_owned();
+        }
         let unread = self.uri.path_and_query().filter(|_| self.endpoint.form() == BodyForm::Unread);
         unread.map_or(self.uri.path(), |unread| unread.as_str()).to_owned()
     }
@@ -142,9 +146,7 @@ impl RoutableRequest {
         };
         account.is_for(&model.meters);
         let mut options = options_of(context, account, &model.settings.name, (headers, &parsed, tenant))?;
-        if endpoint != Endpoint::CountTokens {
-            hold(context, account, model, &mut options).await?;
-        }
+        hold(context, account, model, endpoint, &mut options).await?;
         let tenant_salt = tenant.map(|tenant| tenant.salt(parsed.cache_salt.as_deref()));
 
         let upstream_name = adapter.unwrap_or_else(|| model.settings.upstream_name());
@@ -178,28 +180,23 @@ impl RoutableRequest {
             overrides: if parsed.further.skips_cache { without_cache(options.overrides) } else { options.overrides },
             ..options
         };
-        let tokens = match tokens.ids {
-            std::borrow::Cow::Owned(ids) => Some(ids),
-            std::borrow::Cow::Borrowed(_) => None,
-        };
         // Other responses are never streamed, regardless of the request.
         let kind = if parsed.stream && endpoint.generates() { AnswerKind::Events } else { AnswerKind::Json };
         let mode = messages.unwrap_or(model.settings.messages);
         let original = original.map(|original| (original, mode));
         let (body, worker_endpoint) = worker_body(endpoint, &parsed, original, edits)?;
-        let is_converted = worker_endpoint != endpoint;
         Ok(Self {
             model: Arc::clone(model),
             worker_endpoint,
-            worker_path: if is_converted { worker_endpoint.path().to_owned() } else { target.worker_path() },
+            worker_path: target.worker_path(worker_endpoint),
             method: target.method.clone(),
             requested_model: named.as_deref().unwrap_or(upstream_name).to_owned(),
             kind,
             body,
             include_usage: parsed.include_usage,
             options,
+            tokens: Some(tokens.ids).filter(|ids| matches!(ids, Cow::Owned(_))).map(Cow::into_owned),
             prompt: parsed.prompt,
-            tokens,
             prompt_tokens: account.access.prompt_tokens,
         })
     }
@@ -241,27 +238,29 @@ async fn parse(
     Ok((RequestBody::parse(Endpoint::Chat, chat)?, Some(body)))
 }
 
-/// Waits for a first worker, if the settings allow it, at most until the deadline of the request.
+/// Waits while an operator pauses the engines, and for a first worker if the settings allow it, at most until the deadline
+/// of the request.
 ///
 /// # Errors
-/// 503 without a worker after that time. Without the setting, placement reports it.
+/// 503 after that time. Without the setting, placement reports a lack of workers.
 async fn hold(
     context: &RequestContext,
     account: &mut Account,
     model: &Model,
+    endpoint: Endpoint,
     options: &mut RequestOptions,
 ) -> Result<(), ApiError> {
-    let within = Duration::from_millis(context.settings.gateway.hold_without_endpoints_ms);
-    if within.is_zero() {
-        return Ok(());
+    let (settings, deadline, since) = (&context.settings.gateway, options.deadline, Instant::now());
+    let within = |ms| deadline.map_or(Duration::from_millis(ms), |deadline| deadline.min(Duration::from_millis(ms)));
+    if endpoint.has_engine_work() && !model.gate.is_open(within(settings.queue_timeout_ms)).await {
+        return Err(ApiError::engines_paused());
     }
-    let since = Instant::now();
-    let within = options.deadline.map_or(within, |deadline| within.min(deadline));
-    if !model.has_worker(within).await {
+    let for_worker = within(settings.hold_without_endpoints_ms);
+    if endpoint != Endpoint::CountTokens && !for_worker.is_zero() && !model.has_worker(for_worker).await {
         return Err(placement_error(&model.router, Rejection::NoRanks.into()));
     }
     account.waited_since(since);
-    options.deadline = options.deadline.map(|deadline| deadline.saturating_sub(since.elapsed()));
+    options.deadline = deadline.map(|deadline| deadline.saturating_sub(since.elapsed()));
     Ok(())
 }
 

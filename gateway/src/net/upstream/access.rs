@@ -80,17 +80,34 @@ impl WorkerAccess {
             .or_else(|| self.0.upstream.key_file().map(of("gateway.worker_api_key_file")))
     }
 
-    /// Sends a JSON query of the gateway itself to `path` of a worker and returns the response body of at most `bytes_max`.
+    /// As [`call`](Self::call), for a response with status 200.
     ///
     /// # Errors
     /// See [`UpstreamError`]; includes any status except 200.
     pub(crate) async fn query(
         &self,
-        (endpoint, path): (&str, &str),
+        address: (&str, &str),
         body: Bytes,
         within: Duration,
         bytes_max: usize,
     ) -> Result<Bytes, UpstreamError> {
+        match self.call(address, body, within, bytes_max).await? {
+            (StatusCode::OK, body) => Ok(body),
+            (status, _) => Err(UpstreamError::Status(status)),
+        }
+    }
+
+    /// Sends JSON of the gateway itself to `path` of a worker and returns status and body, of at most `bytes_max`.
+    ///
+    /// # Errors
+    /// See [`UpstreamError`].
+    pub(crate) async fn call(
+        &self,
+        (endpoint, path): (&str, &str),
+        body: Bytes,
+        within: Duration,
+        bytes_max: usize,
+    ) -> Result<(StatusCode, Bytes), UpstreamError> {
         let url = [endpoint.trim_end_matches('/'), path].concat();
         let address = || UpstreamError::Address(url.clone());
         let uri: Uri = url.parse().map_err(|_| address())?;
@@ -119,7 +136,10 @@ impl WorkerAccess {
             let request = authorized(builder, key.clone()).body(Full::new(Bytes::new()));
             let request = request.map_err(|_| refused("it is no address"))?;
             match self.0.upstream.receive(request, bytes_max).await {
-                Ok(body) => return Ok(body.into()),
+                Ok((StatusCode::OK, body)) => return Ok(body.into()),
+                Ok((status, _)) => {
+                    return Err(engine_error(UpstreamError::Status(status), key_file.map(|file| file.setting)));
+                }
                 // The engine may have closed a connection of the pool during its reuse.
                 Err(UpstreamError::Broken(_)) if !is_repeated => is_repeated = true,
                 Err(error) => return Err(engine_error(error, key_file.map(|file| file.setting))),

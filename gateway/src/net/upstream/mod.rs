@@ -192,14 +192,16 @@ impl Upstream {
         }
     }
 
-    /// Sends a request and returns the body of a response with status 200, of at most `bytes_max`.
-    async fn receive(&self, request: Request<Full<Bytes>>, bytes_max: usize) -> Result<Bytes, UpstreamError> {
+    /// Sends a request and returns status and body, of at most `bytes_max`.
+    async fn receive(
+        &self,
+        request: Request<Full<Bytes>>,
+        bytes_max: usize,
+    ) -> Result<(StatusCode, Bytes), UpstreamError> {
         let answer = self.send(request).await?;
-        if answer.status() != StatusCode::OK {
-            return Err(UpstreamError::Status(answer.status()));
-        }
+        let status = answer.status();
         let body = Limited::new(answer.into_body(), bytes_max).collect().await;
-        body.map(http_body_util::Collected::to_bytes).map_err(|error| {
+        body.map(|body| (status, body.to_bytes())).map_err(|error| {
             if error.is::<http_body_util::LengthLimitError>() {
                 UpstreamError::TooLong(bytes_max)
             } else {
