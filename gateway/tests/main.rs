@@ -47,6 +47,7 @@ mod replayed;
 mod replicas;
 mod scale_from_zero;
 mod sessions;
+mod stored_responses;
 mod targets;
 mod tokens;
 mod traces;

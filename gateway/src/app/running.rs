@@ -91,7 +91,8 @@ impl Running {
         let (settings, models) = (Arc::new(settings), Arc::new(models));
         let pools = Pools { settings: Arc::clone(&settings), models: Arc::clone(&models), readiness };
         let (meters, ids) = (Arc::new(Meters::new()), Arc::new(Ids::new()));
-        let context = RequestContext { settings, models, admission, upstream, meters, tracing, ids };
+        let stored = Arc::default();
+        let context = RequestContext { settings, models, admission, upstream, meters, tracing, ids, stored };
         Ok(Self { context: Latest::new(context), pools: Latest::new(pools), admin_tokens: Latest::new(admin_tokens) })
     }
 }

@@ -47,6 +47,8 @@ pub(super) struct AttemptLoop<'a> {
     /// Ranks of workers that failed after the start of a response. Not empty for a resumption, whose failures do not
     /// count against another worker.
     failed: &'a BTreeSet<WorkerRank>,
+    /// Whether only one worker has the state of the request.
+    is_pinned: bool,
 }
 
 /// A started response.
@@ -90,7 +92,7 @@ impl<'a> AttemptLoop<'a> {
         let split = model.prefill.as_ref().map(|side| Split::new(side, endpoint, body.clone(), request.include_usage));
         let call = (&request.method, &*request.worker_path);
         let outbound = Outbound { context, model, endpoint, call, headers, request_id, body, kind };
-        Self { outbound, split, failed }
+        Self { outbound, split, failed, is_pinned: request.is_pinned() }
     }
 
     /// Tries ranks until one starts a response.
@@ -227,7 +229,7 @@ impl<'a> AttemptLoop<'a> {
             // response had the time to arrive.
             RetryReason::Timeout => self.outbound.kind == AnswerKind::Events && !before.contains(&reason),
             // Two workers with the same result are correct.
-            RetryReason::Misconfigured => !before.contains(&reason),
+            RetryReason::Misconfigured => !self.is_pinned && !before.contains(&reason),
             RetryReason::Connect
             | RetryReason::Broken
             | RetryReason::Busy

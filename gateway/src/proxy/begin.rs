@@ -38,6 +38,11 @@ impl ResponseStart {
         Self { held: VecDeque::from([Frame::data(body)]), rest: None }
     }
 
+    /// The held bytes.
+    pub(super) fn held_bytes(&self) -> Vec<u8> {
+        self.held.iter().filter_map(Frame::data_ref).flatten().copied().collect()
+    }
+
     /// Waits for the first frame with content of any kind.
     pub(super) async fn any(mut rest: Incoming) -> Result<Self, Failure> {
         let mut held = VecDeque::new();

@@ -26,6 +26,7 @@ pub(crate) mod refusal;
 mod reports;
 pub(crate) mod routable;
 mod split;
+pub(crate) mod stored;
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -36,8 +37,8 @@ use axum::body::{Body, Bytes};
 use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use axum::response::IntoResponse as _;
-use pointsman::AnswerKind;
 use hyper::upgrade::OnUpgrade;
+use pointsman::AnswerKind;
 use serde_json::json;
 
 use crate::formats::openai::{ApiError, Endpoint, request_id, to_client};
@@ -70,10 +71,10 @@ pub(crate) async fn answer(endpoint: Endpoint, context: Arc<RequestContext>, req
     let reply = forward(&context, &mut account, target, &head.headers, request_id, body).await;
     let is_anthropic = endpoint.is_anthropic();
     let (response, error) = match reply {
-        Ok(Reply::Started(Forwarded { begin, translation, migration })) => {
         Ok(Reply::Started(Forwarded { begin, .. })) if begin.head.status == StatusCode::SWITCHING_PROTOCOLS => {
             return realtime::switch(account, begin, client, request_id);
         }
+        Ok(Reply::Started(Forwarded { begin, translation, migration })) => {
             let response = start_response(&context, account, begin, request_id, migration);
             return match translation {
                 Some(translation) => translation.of(response, request_id).await,
@@ -138,6 +139,10 @@ async fn forward(
     let (body, none) = (prepared.body.clone(), BTreeSet::new());
     let attempts = AttemptLoop::new(context, &prepared, (headers, request_id), body, &none);
     let begin = attempts.run(account, prepared.request()).await?;
+    if endpoint == Endpoint::Responses && begin.head.status.is_success() {
+        let (tenant, worker) = (account.access.tenant.as_deref(), begin.placement.rank().worker);
+        context.stored.record(tenant, &begin.body.held_bytes(), &prepared.model, worker);
+    }
     let migration = resumable.filter(|_| begin.checked == Some(AnswerKind::Events)).map(|request| {
         let (headers, request_id) = (headers.clone(), request_id.to_owned());
         Box::new(Migration { prepared, request, headers, request_id })

@@ -10,7 +10,8 @@ use axum::extract::Query;
 use axum::http::header::EXPECT;
 use axum::http::{HeaderMap, Method, Uri};
 use pointsman::config::RouterConfigOverride;
-use pointsman::{AnswerKind, Prompt, Rejection, RequestOptions, RouteRequest};
+use pointsman::protocol::WorkerId;
+use pointsman::{AnswerKind, Pin, PinMode, Prompt, Rejection, RequestOptions, RouteRequest};
 use serde::Deserialize;
 use tokio::time::Instant;
 
@@ -140,12 +141,11 @@ impl RoutableRequest {
         let endpoint = target.endpoint;
         let (parsed, original) = parse(context, endpoint, (headers, body)).await?;
         let named = parsed.model.clone().or_else(|| target.model(&context.settings));
-        let (model, adapter) = match named.as_deref() {
-            Some(name) => context.models.find(name).ok_or_else(|| ApiError::model_not_found(name))?,
-            None => (context.models.only().ok_or_else(model_missing)?, None),
-        };
+        let owner = owner_of(context, target, &parsed, tenant).await?;
+        let (model, adapter) = model_of(context, named.as_deref(), owner.as_ref())?;
         account.is_for(&model.meters);
         let mut options = options_of(context, account, &model.settings.name, (headers, &parsed, tenant))?;
+        options.constraints.pin = owner.as_ref().map(|(_, worker)| pin_to(*worker));
         hold(context, account, model, endpoint, &mut options).await?;
         let tenant_salt = tenant.map(|tenant| tenant.salt(parsed.cache_salt.as_deref()));
 
@@ -206,6 +206,11 @@ impl RoutableRequest {
         self.prompt_tokens
     }
 
+    /// Whether only one worker has the state of the request.
+    pub(crate) fn is_pinned(&self) -> bool {
+        self.options.constraints.pin.is_some()
+    }
+
     /// The request for the router, without an id.
     pub(crate) fn request(&self) -> RouteRequest<'_> {
         let tokens = match (&self.tokens, &self.prompt) {
@@ -236,6 +241,48 @@ async fn parse(
     let purpose = if endpoint == Endpoint::CountTokens { Purpose::Count } else { Purpose::Generate };
     let chat = reserved(chat_body(&body, purpose)?, &context.admission.bodies).await?;
     Ok((RequestBody::parse(Endpoint::Chat, chat)?, Some(body)))
+}
+
+/// The worker that stores a response, and its model.
+type Owner = (Arc<Model>, WorkerId);
+
+fn pin_to(worker: WorkerId) -> Pin {
+    Pin { worker, rank: None, mode: PinMode::Hard }
+}
+
+/// The owner of the stored response that a request addresses or continues.
+///
+/// # Errors
+/// 404 for an unknown response.
+async fn owner_of(
+    context: &RequestContext,
+    target: Target<'_>,
+    parsed: &RequestBody,
+    tenant: Option<&Tenant>,
+) -> Result<Option<Owner>, ApiError> {
+    let addressed = target.endpoint.response_id(target.uri.path());
+    let Some(id) = addressed.or(parsed.previous_response_id.as_deref()) else { return Ok(None) };
+    context.stored.owner(&context.models, tenant.map(|tenant| tenant.name.as_str()), id).await.map(Some)
+}
+
+/// The model of a request, and the adapter.
+///
+/// # Errors
+/// 404 for an unknown model, or without a stored response at the named one.
+fn model_of<'a>(
+    context: &'a RequestContext,
+    named: Option<&'a str>,
+    owner: Option<&'a Owner>,
+) -> Result<(&'a Arc<Model>, Option<&'a str>), ApiError> {
+    match (named, owner) {
+        (Some(name), owner) => {
+            let found = context.models.find(name).ok_or_else(|| ApiError::model_not_found(name))?;
+            let is_its = |(of, _): &Owner| of.settings.name == found.0.settings.name;
+            if owner.is_none_or(is_its) { Ok(found) } else { Err(ApiError::response_not_found("of another model")) }
+        }
+        (None, Some((model, _))) => Ok((model, None)),
+        (None, None) => Ok((context.models.only().ok_or_else(model_missing)?, None)),
+    }
 }
 
 /// Waits while an operator pauses the engines, and for a first worker if the settings allow it, at most until the deadline

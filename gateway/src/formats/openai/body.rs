@@ -51,6 +51,8 @@ pub struct RequestBody {
     pub session_id: Option<String>,
     /// Session that another field names.
     pub session: Option<Session<'static>>,
+    /// Stored response that the request continues.
+    pub previous_response_id: Option<String>,
     /// Maximum output tokens of one choice. Values above `u32` saturate.
     pub output_tokens_max: Option<u32>,
     /// The prompt, the first one of several.
@@ -123,6 +125,8 @@ impl RequestBody {
             Endpoint::Generate => sampling_tokens_max(fields.sampling_params),
             _ => None,
         };
+        let previous = fields.previous_response_id.text().ok().flatten();
+        let previous_response_id = previous.filter(|_| endpoint == Endpoint::Responses);
         let (stream, cache_salt) = (fields.stream.flag()?.unwrap_or(false), fields.cache_salt.text()?);
         let prompt = prompt::read(endpoint, &fields, &body)?;
         let further = FurtherWork::read(endpoint, &fields)?;
@@ -139,6 +143,7 @@ impl RequestBody {
             cache_salt,
             session_id,
             session,
+            previous_response_id,
             output_tokens_max,
             prompt,
             further,
@@ -164,6 +169,7 @@ impl RequestBody {
             cache_salt: None,
             session_id: None,
             session: None,
+            previous_response_id: None,
             output_tokens_max: None,
             prompt: ClientPrompt::Opaque(endpoint.name()),
             further: FurtherWork::default(),

@@ -1,0 +1,155 @@
+//! Responses that engines store, by id: the worker of each.
+//!
+//! Engines keep responses in their own memory. The table is bounded and forgets the longest unused first. Without tenants
+//! the workers are queried for an unknown id, for example that of another gateway or of an earlier process.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use lru::LruCache;
+use parking_lot::Mutex;
+use pointsman::protocol::WorkerId;
+use pointsman::{EngineClient as _, EngineGet, EngineHttpError};
+use serde::Deserialize;
+
+use crate::formats::openai::{ApiError, Endpoint};
+use crate::pools::model::Model;
+use crate::pools::models::Models;
+
+/// Maximum ids.
+const RESPONSES_MAX: std::num::NonZeroUsize = std::num::NonZeroUsize::new(1 << 16).expect("not zero");
+
+/// Workers that are queried for one unknown id.
+const QUERIED_MAX: usize = 64;
+
+/// Time limit of these queries.
+const QUERY_TIME_MAX: Duration = Duration::from_secs(2);
+
+/// Maximum length of a stored response in such a query. A longer one exists, too.
+const QUERY_BYTES_MAX: usize = 64 << 10;
+
+/// Longest id.
+const ID_BYTES_MAX: usize = 256;
+
+/// Tenant, if any, and id.
+type Key = (Option<String>, String);
+
+/// The table. See the module documentation.
+pub(crate) struct StoredResponses(Mutex<LruCache<Key, (String, WorkerId)>>);
+
+impl Default for StoredResponses {
+    fn default() -> Self {
+        Self(Mutex::new(LruCache::new(RESPONSES_MAX)))
+    }
+}
+
+impl StoredResponses {
+    /// Records the worker of a response from its first bytes, if they have its id.
+    pub(super) fn record(&self, tenant: Option<&str>, start: &[u8], model: &Model, worker: WorkerId) {
+        if let Some(id) = response_id(start) {
+            self.0.lock().put((tenant.map(str::to_owned), id), (model.settings.name.clone(), worker));
+        }
+    }
+
+    /// The model and the worker that store a response.
+    ///
+    /// # Errors
+    /// 404 for an unknown id.
+    pub(super) async fn owner(
+        &self,
+        models: &Models,
+        tenant: Option<&str>,
+        id: &str,
+    ) -> Result<(Arc<Model>, WorkerId), ApiError> {
+        let known = self.0.lock().get(&(tenant.map(str::to_owned), id.to_owned())).cloned();
+        let known = known.and_then(|(model, worker)| Some((Arc::clone(models.named(&model)?), worker)));
+        let stays = |(model, worker): &(Arc<Model>, WorkerId)| {
+            model.router.workers().iter().any(|entry| entry.worker == *worker)
+        };
+        match known.filter(stays) {
+            Some(known) => Ok(known),
+            // Another tenant may own the response.
+            None if tenant.is_some() => Err(ApiError::response_not_found(id)),
+            None => {
+                let (model, worker) = located(models, id).await.ok_or_else(|| ApiError::response_not_found(id))?;
+                self.0.lock().put((None, id.to_owned()), (model.settings.name.clone(), worker));
+                Ok((model, worker))
+            }
+        }
+    }
+}
+
+/// Queries all workers for a response. A single one answers the request itself.
+async fn located(models: &Models, id: &str) -> Option<(Arc<Model>, WorkerId)> {
+    let mut workers = Vec::new();
+    for model in models.of_clients() {
+        let all = model.router.workers();
+        let taking = all.iter().filter(|entry| entry.takes_requests());
+        workers.extend(taking.map(|entry| (Arc::clone(model), entry.worker, entry.config.clone())));
+    }
+    if let [(model, worker, _)] = &workers[..] {
+        return Some((Arc::clone(model), *worker));
+    }
+    // Ids in bodies may be any text.
+    let path = format!("/v1/responses/{id}");
+    if Endpoint::of_path(&path) != Some(Endpoint::Response) {
+        return None;
+    }
+    workers.truncate(QUERIED_MAX);
+    let mut queries = Vec::new();
+    for (model, worker, config) in workers {
+        let url = [config.endpoint.trim_end_matches('/'), &path].concat();
+        let (timeout, bytes_max) = (QUERY_TIME_MAX, QUERY_BYTES_MAX);
+        let get = EngineGet { url, api_key_file: config.api_key_file, timeout, bytes_max };
+        queries.push(async move {
+            let found = matches!(model.access.get(get).await, Ok(_) | Err(EngineHttpError::TooLong(_)));
+            found.then_some((model, worker))
+        });
+    }
+    join_all(queries).await.into_iter().flatten().next()
+}
+
+/// The id of a response in its first bytes: JSON, or events with the response in the first one. In JSON that is not complete
+/// the id precedes the output, as in the engines.
+fn response_id(start: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Stored {
+        id: String,
+    }
+    #[derive(Deserialize)]
+    struct Event {
+        response: Stored,
+    }
+    let text =
+        str::from_utf8(start).unwrap_or_else(|error| str::from_utf8(&start[..error.valid_up_to()]).unwrap_or(""));
+    let id = if text.trim_start().starts_with('{') {
+        let whole = serde_json::from_str::<Stored>(text).ok().map(|stored| stored.id);
+        whole.or_else(|| Some(text.trim_start().strip_prefix("{\"id\":\"")?.split('"').next()?.to_owned()))
+    } else {
+        let data = text.lines().find_map(|line| line.strip_prefix("data:"))?;
+        serde_json::from_str::<Event>(data).ok().map(|event| event.response.id)
+    };
+    id.filter(|id| (1..=ID_BYTES_MAX).contains(&id.len()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_read_from_responses_and_events() {
+        for (start, expected) in [
+            (r#"{"object":"response","output":[{"id":"msg_1"}],"id":"resp_1"}"#, Some("resp_1")),
+            (r#" {"id":"resp_1","output":[{"id":"msg"#, Some("resp_1")),
+            (r#"{"output":[{"id":"msg_1"},{"#, None),
+            ("event: response.created\ndata: {\"type\":\"x\",\"response\":{\"id\":\"resp_2\"}}\n\n", Some("resp_2")),
+            ("data:{\"response\":{\"id\":\"\"}}\n\n", None),
+            (": comment\n\n", None),
+            ("{\"error\":1}", None),
+            ("", None),
+        ] {
+            assert_eq!(response_id(start.as_bytes()).as_deref(), expected, "{start}");
+        }
+    }
+}
