@@ -2,11 +2,13 @@
 
 use serde_json::json;
 
-use crate::common::proxy::{Scripted, answer, gateway, post, request, settings, worker};
+use crate::common::proxy::{Scripted, gateway, post, request, settings, worker, write};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn pages_of_allowed_origins_may_send_requests() {
-    let scripted = Scripted::start(|_| answer("200 OK", "{\"a\":1}")).await;
+    let head = "HTTP/1.1 200 OK\r\naccess-control-allow-origin: *\r\ncontent-type: application/json\r\n";
+    let served = vec![write(format!("{head}content-length: 7\r\n\r\n{{\"a\":1}}"))];
+    let scripted = Scripted::start(move |_| served.clone()).await;
     let mut settings = settings(vec![worker(1, &scripted.url(), 1)]);
     let asked = "origin: https://chat.example\r\naccess-control-request-method: POST\r\naccess-control-request-headers: authorization,x\r\n";
     let path = "/v1/score";

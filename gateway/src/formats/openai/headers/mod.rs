@@ -80,9 +80,10 @@ const NOT_TO_WORKERS: [HeaderName; 8] = [
 ];
 
 /// Headers that are not forwarded to clients besides hop-by-hop headers, because they identify a worker or a way around
-/// the gateway. `hyper` sets `Content-Length` from the body; the value of a worker that also sends chunks is
+/// the gateway, which also decides about pages of other origins. `hyper` sets `Content-Length` from the body; the value of a worker that also sends chunks is
 /// unreliable.
-const NOT_TO_CLIENTS: [HeaderName; 5] = [
+const NOT_TO_CLIENTS: [HeaderName; 6] = [
+    header::ACCESS_CONTROL_ALLOW_ORIGIN,
     header::CONTENT_LENGTH,
     header::SERVER,
     header::SET_COOKIE,
