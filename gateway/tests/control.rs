@@ -17,6 +17,7 @@ async fn engine(paths: &'static [&'static str]) -> Scripted {
             true if path == "/v1/load_lora_adapter" => {
                 vec![full_response("404 Not Found", "{\"error\":{\"code\":404}}")]
             }
+            true if got.head.contains("half") => answer("200 OK", "{\"status\":\"sleeping\"}"),
             true if got.head.contains("fail") => vec![full_response("200 OK", "{\"success\":false}")],
             true => answer("200 OK", "{\"success\":true}"),
             false => answer("404 Not Found", "{\"detail\":\"Not Found\"}"),
@@ -26,7 +27,7 @@ async fn engine(paths: &'static [&'static str]) -> Scripted {
 }
 
 const VLLM: &[&str] =
-    &["/sleep", "/pause", "/resume", "/reset_prefix_cache", "/update_weights", "/v1/load_lora_adapter"];
+    &["/sleep", "/wake_up", "/pause", "/resume", "/reset_prefix_cache", "/update_weights", "/v1/load_lora_adapter"];
 const SGLANG: &[&str] =
     &["/release_memory_occupation", "/flush_cache", "/update_weights_from_disk", "/load_lora_adapter"];
 
@@ -136,6 +137,13 @@ async fn requests_of_paused_engines_wait_or_are_refused() {
     assert_eq!(n_completions(), 1, "the second one waits");
     assert_eq!(call(&client, "resume", json!({})).await.status, 200);
     assert_eq!(receive(waiting).await.expect("a response").status, 200);
+    // Engines whose weights are back, but not their caches, are still asleep.
+    assert_eq!(call(&client, "sleep", json!({ "requests": "refuse" })).await.status, 200);
+    let tags = |tags: &[&str]| json!({ "body": { "tags": tags } });
+    for (body, status) in [(tags(&["weights"]), 503), (json!({ "query": "half" }), 503), (tags(&["kv_cache"]), 200)] {
+        assert_eq!(call(&client, "wake", body).await.status, 200);
+        assert_eq!(client.send_as_client("/v1/completions", &completion).await.status, status);
+    }
     // A failed update leaves no pause.
     assert_eq!(call(&client, "update_weights", json!({ "query": "fail" })).await.status, 502);
     assert_eq!(client.send_as_client("/v1/completions", &completion).await.status, 200);

@@ -130,12 +130,20 @@ async fn run(model: Arc<Model>, action: Action, call: Call, peer: ClientAddress)
     match effect {
         Effect::PausesMeanwhile => model.gate.open(name),
         Effect::Pauses if n_ok == 0 => model.gate.open(name),
-        Effect::Resumes(of) if n_ok > 0 => model.gate.open(of),
+        Effect::Resumes(of) if n_ok > 0 && !wakes_partly(&call, &results) => model.gate.open(of),
         Effect::None | Effect::Pauses | Effect::Resumes(_) => {}
     }
     let is_ok = n_ok == results.len();
     let status = if is_ok { StatusCode::OK } else { StatusCode::BAD_GATEWAY };
     (status, Json(json!({ "action": name, "ok": is_ok, "workers": results })))
+}
+
+/// Whether engines have only their weights back, which new weights replace before the caches return.
+fn wakes_partly(call: &Call, results: &[Value]) -> bool {
+    let body: Value = call.body.as_ref().and_then(|body| serde_json::from_str(body.get()).ok()).unwrap_or_default();
+    let tags = body["tags"].as_array().filter(|tags| !tags.is_empty());
+    let is_asleep = |result: &Value| result["body"]["status"] == "sleeping";
+    tags.is_some_and(|tags| !tags.contains(&json!("kv_cache"))) || results.iter().any(is_asleep)
 }
 
 /// The result of one worker.
