@@ -132,32 +132,48 @@ pub fn series(text: &str) -> impl Iterator<Item = PageSeries<'_>> {
     })
 }
 
-impl PageSeries<'_> {
+impl<'a> PageSeries<'a> {
     /// The rank in the given label, and the value. `None` if the series is malformed; no rank if the label is absent or
     /// is not a number.
     #[must_use]
     pub fn rank_and_value(&self, rank_label: &str) -> Option<(Option<u32>, f64)> {
         let mut rank = None;
-        let mut rest = self.rest.trim_start();
-        if let Some(labels) = rest.strip_prefix('{') {
-            rest = labels;
-            loop {
-                rest = rest.trim_start_matches([' ', '\t', ',']);
-                if let Some(behind) = rest.strip_prefix('}') {
-                    rest = behind;
-                    break;
-                }
-                let (label, behind) = rest.split_once('=')?;
-                let value = behind.trim_start().strip_prefix('"')?;
-                let end = quote_end(value)?;
-                if label.trim_end() == rank_label {
-                    rank = value[..end].parse().ok();
-                }
-                rest = &value[end + 1..];
+        let rest = self.visit_labels(|label, value| {
+            if label == rank_label {
+                rank = value.parse().ok();
             }
-        }
+        })?;
         let value = rest.split_ascii_whitespace().next()?.parse().ok()?;
         Some((rank, value))
+    }
+
+    /// The value of a label, without unescaping; the labels in use contain no escapes.
+    #[must_use]
+    pub fn label(&self, name: &str) -> Option<&'a str> {
+        let mut found = None;
+        self.visit_labels(|label, value| {
+            if label == name {
+                found.get_or_insert(value);
+            }
+        });
+        found
+    }
+
+    /// Visits labels with their values. Returns the rest of the line; `None` if the labels are malformed.
+    fn visit_labels(&self, mut visit: impl FnMut(&'a str, &'a str)) -> Option<&'a str> {
+        let rest = self.rest.trim_start();
+        let Some(mut rest) = rest.strip_prefix('{') else { return Some(rest) };
+        loop {
+            rest = rest.trim_start_matches([' ', '\t', ',']);
+            if let Some(behind) = rest.strip_prefix('}') {
+                return Some(behind);
+            }
+            let (label, behind) = rest.split_once('=')?;
+            let value = behind.trim_start().strip_prefix('"')?;
+            let end = quote_end(value)?;
+            visit(label.trim_end(), &value[..end]);
+            rest = &value[end + 1..];
+        }
     }
 }
 

@@ -161,6 +161,13 @@ fn limits_apply_to_known_and_fresh_values() {
     assert!(limits.any() && !EngineLimits::default().any());
 }
 
+#[test]
+fn labels_are_found_after_any_prefix() {
+    let page = "# HELP a b\na:x{path=\"c:\\\\\",say=\"\\\"n=\\\"}\" , n=\"7\",} 1.0 123\na:y 2\na:w{\na:z{x=\"1\"} 1 # n=\"2\"";
+    let found: Vec<_> = series(page).map(|series| (series.name, series.label("n"))).collect();
+    assert_eq!(found, [("a:x", Some("7")), ("a:y", None), ("a:w", None), ("a:z", None)]);
+}
+
 proptest! {
     #[test]
     fn any_input_is_parsed_or_rejected(bytes in prop::collection::vec(any::<u8>(), 0..200)) {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::page::samples;
+use crate::engine_load::series;
 use crate::protocol::WorkerConfig;
 
 /// Facts of the page.
@@ -22,8 +22,9 @@ pub(super) struct EngineMetrics {
 impl EngineMetrics {
     pub(super) fn read(body: &[u8]) -> Result<Self, String> {
         let page = std::str::from_utf8(body).map_err(|error| error.to_string())?;
-        let mut facts = Self { has_load: samples(page, "sglang:").next().is_some(), ..Self::default() };
-        for sample in samples(page, "vllm:") {
+        let has_load = series(page).any(|series| series.name.starts_with("sglang:"));
+        let mut facts = Self { has_load, ..Self::default() };
+        for sample in series(page).filter(|series| series.name.starts_with("vllm:")) {
             facts.is_vllm = true;
             if let Some(rank) = sample.label("engine").and_then(|engine| engine.parse::<u32>().ok())
                 && facts.ranks.len() <= WorkerConfig::RANKS_MAX as usize

@@ -7,7 +7,6 @@ mod event_sources;
 mod facts;
 mod metrics;
 mod models;
-mod page;
 mod sglang;
 #[cfg(test)]
 mod tests;
