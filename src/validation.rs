@@ -1,7 +1,5 @@
 //! Collects every broken rule of a configuration, and the errors that report them.
 
-use std::fmt;
-
 /// Largest weight, scale, credit, decay or temperature: costs stay finite under any load.
 const WEIGHT_MAX: f64 = 1e9;
 
@@ -18,19 +16,9 @@ pub struct ConfigError {
 }
 
 /// Every field of a refused configuration that breaks its rule, in the order of the fields.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
 pub struct ConfigErrors(pub Vec<ConfigError>);
-
-impl std::error::Error for ConfigErrors {}
-
-impl fmt::Display for ConfigErrors {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (n, error) in self.0.iter().enumerate() {
-            write!(f, "{}{error}", if n == 0 { "" } else { "; " })?;
-        }
-        Ok(())
-    }
-}
 
 /// Broken rules found so far.
 #[derive(Debug, Default)]

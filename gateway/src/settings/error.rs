@@ -3,9 +3,8 @@
 //! Each message names the setting, its value, the rule and the origin; an unknown name comes with the most similar
 //! known one.
 
-use std::fmt;
-
 use super::Origin;
+use super::rules::lines;
 
 /// Longer than any setting name; the comparison takes the product of the lengths.
 const NAME_BYTES_MAX: usize = 64;
@@ -68,18 +67,10 @@ fn suggestion(near: Option<&str>) -> String {
     near.map_or(String::new(), |near| format!(", perhaps {near}"))
 }
 
-/// All problems: file, environment, flags, then violated rules.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// All problems: file, environment, flags, then violated rules. Displayed one per line.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}", lines(.0))]
 pub struct LoadErrors(pub Vec<LoadError>);
-
-impl std::error::Error for LoadErrors {}
-
-/// One problem per line.
-impl fmt::Display for LoadErrors {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|problem| writeln!(f, "{problem}"))
-    }
-}
 
 /// The most similar known name, if it differs in at most a third of its letters.
 pub(super) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {

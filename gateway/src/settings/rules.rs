@@ -1,7 +1,6 @@
 //! Broken rules of settings.
 
 use std::ffi::OsStr;
-use std::fmt;
 use std::ops::RangeInclusive;
 
 /// Rule of settings of another build.
@@ -19,17 +18,14 @@ pub struct SettingError {
     pub rule: String,
 }
 
-/// All violations.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// All violations. Displayed one per line.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}", lines(.0))]
 pub struct SettingErrors(pub Vec<SettingError>);
 
-impl std::error::Error for SettingErrors {}
-
-/// One violation per line.
-impl fmt::Display for SettingErrors {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|error| writeln!(f, "{error}"))
-    }
+/// Each item on a line of its own.
+pub(super) fn lines(items: &[impl ToString]) -> String {
+    items.iter().map(|item| item.to_string() + "\n").collect()
 }
 
 /// Collects violations, by names within one table.

@@ -31,14 +31,25 @@ pub(super) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 
 /// End of a connection.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub(super) enum LinkError {
     /// Closed by the other side, or a network failure.
-    Closed(io::Error),
+    #[error("{}", closed(.0))]
+    Closed(#[from] io::Error),
     /// No frame for too long.
+    #[error("no frame for {} s", SILENCE_MAX.as_secs())]
     Silent,
     /// The other side violates the protocol.
+    #[error("{}: {1}", .0.name())]
     Refused(RefusalReason, &'static str),
+}
+
+fn closed(error: &io::Error) -> String {
+    if error.kind() == io::ErrorKind::UnexpectedEof {
+        "connection closed".to_owned()
+    } else {
+        format!("connection lost: {error}")
+    }
 }
 
 impl LinkError {
@@ -51,23 +62,6 @@ pub(super) fn every(period: Duration) -> Interval {
     let mut ticks = interval(period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     ticks
-}
-
-impl std::fmt::Display for LinkError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Closed(error) if error.kind() == io::ErrorKind::UnexpectedEof => f.write_str("connection closed"),
-            Self::Closed(error) => write!(f, "connection lost: {error}"),
-            Self::Silent => write!(f, "no frame for {} s", SILENCE_MAX.as_secs()),
-            Self::Refused(reason, detail) => write!(f, "{}: {detail}", reason.name()),
-        }
-    }
-}
-
-impl From<io::Error> for LinkError {
-    fn from(error: io::Error) -> Self {
-        Self::Closed(error)
-    }
 }
 
 /// An authenticated connection.
