@@ -137,9 +137,6 @@ pub struct RouterSetup {
     /// Index shards [default: the router's]
     #[arg(long)]
     pub shards: Option<u32>,
-    /// Query the exact load of every rank, also where bounds decide
-    #[arg(long = "query-every-rank")]
-    pub queries_every_rank: bool,
     /// Seed of the router's random choices and of a generated workload
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
@@ -195,7 +192,7 @@ impl Setup {
     /// # Errors
     /// A setting is unknown or has the wrong type.
     pub fn router_config(&self) -> Result<RouterConfig, Failed> {
-        let RouterSetup { policy, knowledge, shards, queries_every_rank: _, seed, settings } = &self.router;
+        let RouterSetup { policy, knowledge, shards, seed, settings } = &self.router;
         let mut config = RouterConfig::default();
         knowledge.apply(&mut config);
         config.block_size = Some(self.block_size().get());

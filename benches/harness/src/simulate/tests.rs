@@ -61,10 +61,6 @@ fn summary(setup: &Setup, run: &Run) -> Summary {
     Summary::new(run, &setup.facts(&workload_of(Vec::new()), &reporting))
 }
 
-fn serve_summed(setup: &Setup, workload: &Workload) -> Summary {
-    summary(setup, &serve(setup, workload))
-}
-
 /// Time to the first token of a single request, from the engine itself.
 fn lone_first_token_us(config: EngineConfig, request: &Request) -> u64 {
     let mut rank = Rank::new(config).expect("valid engine settings");
@@ -85,22 +81,6 @@ fn lone(arrival_us: u64, id: u64, tokens: u32) -> Request {
 
 fn workload_of(requests: Vec<Request>) -> Workload {
     Workload { name: "made".to_owned(), requests, arrivals: Arrivals::OpenLoop, trace_checksum: None }
-}
-
-#[test]
-fn shards_and_queries_of_every_rank_do_not_change_decisions() {
-    let workload = chat(200, 8_000);
-    let one = setup(Policy::Kv);
-    let mut four = one.clone();
-    four.router.shards = Some(4);
-    let mut all = one.clone();
-    all.router.queries_every_rank = true;
-    let runs = [one, four, all].map(|setup| serve(&setup, &workload));
-    assert_eq!(runs[0].requests, runs[1].requests);
-    assert_eq!(runs[0].requests, runs[2].requests);
-    let other = serve(&setup(Policy::RoundRobin), &workload);
-    let ranks = |run: &Run| run.requests.iter().map(|record| record.rank).collect::<Vec<_>>();
-    assert_ne!(ranks(&runs[0]), ranks(&other));
 }
 
 #[test]
@@ -129,20 +109,6 @@ fn every_request_ends_and_its_figures_are_consistent() {
     let cached: u64 = run.requests.iter().filter_map(|record| record.cached_tokens).sum();
     assert!(last.iter().map(|sample| sample.cached_tokens_total).sum::<u64>() <= cached);
     assert!(last.iter().any(|sample| sample.prompt_tokens_total > 0));
-}
-
-#[test]
-fn cache_aware_policies_have_more_hits_and_less_regret() {
-    let workload = chat(200, 8_000);
-    let of = |policy| {
-        let summary = serve_summed(&setup(policy), &workload);
-        let regret = summary.regret_seconds.expect("reckoned").mean;
-        (summary.hit_rate.expect("reported"), summary.reachable_hit_rate.expect("known"), regret)
-    };
-    let (kv, blind) = (of(Policy::Kv), of(Policy::RoundRobin));
-    assert!(kv.0 > blind.0 + 0.05, "{kv:?} {blind:?}");
-    assert!(kv.0 <= kv.1 + 0.05, "{kv:?}");
-    assert!(kv.2 < blind.2, "{kv:?} {blind:?}");
 }
 
 #[test]
@@ -303,14 +269,6 @@ fn a_closed_loop_sends_at_the_end_of_earlier_requests() {
         let expected_us = number.checked_sub(inflight as usize).map_or(0, |end| ends[end]);
         assert_eq!((record.due_us, record.sent_us), (expected_us, expected_us), "request {number}");
     }
-}
-
-#[test]
-fn a_router_without_an_index_predicts_nothing() {
-    let mut setup = setup(Policy::Kv);
-    setup.router.settings.push(("policy.overlap_score_credit".to_owned(), json!(0)));
-    let run = serve(&setup, &chat(20, 20_000));
-    assert!(run.requests.iter().all(|record| record.predicted_cached_tokens.is_none()));
 }
 
 /// Target that never places a request, places every request on an unknown rank, or leaks bookings.

@@ -23,9 +23,6 @@ pub struct RunSuite {
     /// or all with --baseline
     #[arg(long, required = true, value_delimiter = ',', value_name = "POLICY,...")]
     pub policies: Vec<Policied>,
-    /// Run only this workload; repeatable
-    #[arg(long, value_name = "NAME", conflicts_with = "families")]
-    pub only: Vec<String>,
     /// Trace in Mooncake's format for workloads that need one; without it they are skipped
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
@@ -56,7 +53,7 @@ impl RunSuite {
     /// Runs the suite; writes the table to `out`, and warnings to `warnings_out`, progress to standard error.
     ///
     /// # Errors
-    /// A workload is unknown or fails, or figures cannot be written.
+    /// A workload fails, or figures cannot be written.
     pub fn run(&self, out: impl Write, mut warnings_out: impl Write) -> Result<(), Failed> {
         let suite = self.suite(&mut warnings_out)?;
         let warnings: Vec<String> = suite.rows.iter().flat_map(|row| row.comparison.warnings()).collect();
@@ -98,16 +95,10 @@ impl RunSuite {
             let matrix = matrix()?;
             return Ok((matrix.cases(&self.selection)?, matrix.seeds(&self.selection)?));
         }
-        let entries = entries()?;
-        if let Some(name) = self.only.iter().find(|name| entries.iter().all(|entry| entry.name != **name)) {
-            let known = entries.iter().map(|entry| entry.name.as_str()).collect::<Vec<_>>().join(", ");
-            return Err(format!("unknown workload {name:?}; known are {known}").into());
-        }
-        let is_chosen = |entry: &Entry| self.only.is_empty() || self.only.contains(&entry.name);
         let seeds = match self.selection.seeds {
             Seeds::Count(count) => seeds(self.seed, count),
             Seeds::Tuning | Seeds::HeldBack => matrix()?.seeds(&self.selection)?,
         };
-        Ok((entries.into_iter().filter(is_chosen).collect(), seeds))
+        Ok((entries()?, seeds))
     }
 }

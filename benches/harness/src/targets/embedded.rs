@@ -54,7 +54,7 @@ impl Embedded {
         let is_sharing = setup.replicas.count > 1 && setup.replicas.sharing == ReplicaSharing::Load;
         let mut routers = Vec::new();
         for id in 1..=u64::from(setup.replicas.count) {
-            let mut builder = Router::builder(config.clone()).queries_every_rank(setup.router.queries_every_rank);
+            let mut builder = Router::builder(config.clone());
             if is_sharing {
                 let bus: Arc<dyn ReplicaBus> = network.join(ReplicaLife { replica: ReplicaId(id), incarnation: 1 });
                 builder = builder.replicas(bus);
