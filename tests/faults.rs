@@ -1,7 +1,7 @@
 //! Fault injection: every kind of actor dies under load, and the router's guarantees still hold.
 
 use pointsman::internals::config::IndexConfig;
-use pointsman::internals::config::{EventsConfig, LoadConfig, QueueConfig, SupervisionConfig};
+use pointsman::internals::config::{EventsConfig, LoadConfig};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -153,28 +153,6 @@ async fn die_in_bursts(router: &Router, callers: usize, bursts: u64, faults: &[F
     assert_booked_once(router, held).await;
 }
 
-async fn kill_again_and_again(fault: Fault) {
-    let router = router(RouterConfig { index: IndexConfig { shards: 2, ..config().index }, ..config() }, WORKERS).await;
-    die_in_bursts(&router, 8, 4, &[fault]).await;
-    let prompt = tokens(99, 5);
-    drop(router.route(RouteRequest::new("after", Prompt::Tokens(&prompt))).await.expect("routing goes on"));
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_scheduler_dies_under_load() {
-    kill_again_and_again(Fault::Scheduler).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_index_shard_dies_under_load() {
-    kill_again_and_again(Fault::Radix(rank(1))).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_sequence_actor_dies_under_load() {
-    kill_again_and_again(Fault::Sequence(rank(2))).await;
-}
-
 #[tokio::test]
 async fn bookings_of_a_killed_sequence_actor_are_restored() {
     let router = router(config(), 3).await;
@@ -243,22 +221,6 @@ async fn a_lost_shard_reports_its_ranks_as_cold() {
 }
 
 #[tokio::test]
-async fn an_exhausted_restart_budget_fails_the_router() {
-    let router = router(
-        RouterConfig { supervision: SupervisionConfig { restarts_max: 2, ..config().supervision }, ..config() },
-        2,
-    )
-    .await;
-    for restarts in 1..=2 {
-        assert!(router.inject(Fault::Scheduler));
-        restarted(&router, restarts).await;
-    }
-    assert!(router.inject(Fault::Scheduler));
-    down(&router).await;
-    assert_down(&router, Down::Failed).await;
-}
-
-#[tokio::test]
 async fn a_dead_supervisor_fails_the_router() {
     let router = router(config(), 2).await;
     let placement = router.route(RouteRequest::new("held", Prompt::Tokens(&[1]))).await.expect("placed");
@@ -276,53 +238,6 @@ async fn assert_down(router: &Router, down: Down) {
     assert_eq!(router.flush().await, Err(FlushError::Down(down)));
     let upsert = router.upsert_worker(WorkerId(9), WorkerConfig::at("x")).await;
     assert_eq!(upsert, Err(MembershipError::Down(down)));
-}
-
-/// Callers wait at a hung scheduler until `fail` ends the router. Each of them must return `down`.
-async fn with_callers_waiting(router: &Router, callers: usize, down: Down, fail: impl AsyncFnOnce()) {
-    let hang = router.hang(Fault::Scheduler).expect("not empty");
-    let waiting: Vec<_> = (0..callers as u32)
-        .map(|n| {
-            let router = router.clone();
-            tokio::spawn(async move {
-                let id = n.to_string();
-                router.route(RouteRequest::new(&id, Prompt::Tokens(&[n]))).await.map(|placement| placement.rank())
-            })
-        })
-        .collect();
-    entered(router, callers).await;
-    fail().await;
-    drop(hang);
-    for caller in waiting {
-        let returned = tokio::time::timeout(WAIT_MAX, caller).await.expect("no panic").expect("no panic");
-        assert_eq!(returned, Err(RouteError::Down(down)));
-    }
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn waiting_callers_receive_an_error_when_the_router_fails() {
-    let router = router(
-        RouterConfig { supervision: SupervisionConfig { restarts_max: 0, ..config().supervision }, ..config() },
-        2,
-    )
-    .await;
-    with_callers_waiting(&router, 200, Down::Failed, async || {
-        assert!(router.inject(Fault::Supervisor));
-        down(&router).await;
-    })
-    .await;
-    assert_eq!(router.health().leases, 0);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_shutdown_does_not_wait_for_hanging_actors() {
-    let router = router(config(), 2).await;
-    with_callers_waiting(&router, 200, Down::Stopped, async || {
-        assert_eq!(router.clone().shutdown(Duration::from_millis(1)).await, 200, "no request ended");
-        assert_eq!(router.health().state, Err(Down::Stopped));
-    })
-    .await;
-    assert_eq!(router.health().leases, 0);
 }
 
 #[tokio::test]
@@ -473,44 +388,6 @@ async fn workers_are_added_and_removed_under_load() {
     })
     .await;
     drop(held); // bookings on removed workers have already ended
-    assert_at_rest(&router).await;
-}
-
-#[tokio::test]
-async fn abandoned_calls_free_everything() {
-    let router = router(config(), 2).await;
-    let hang = router.hang(Fault::Scheduler).expect("not empty");
-    let callers: Vec<_> = (0..50u32)
-        .map(|n| {
-            let (router, id) = (router.clone(), n.to_string());
-            tokio::spawn(async move {
-                router.route(RouteRequest::new(&id, Prompt::Tokens(&[n]))).await.map(|placement| placement.rank())
-            })
-        })
-        .collect();
-    entered(&router, 50).await;
-    for caller in callers {
-        caller.abort();
-        assert!(caller.await.expect_err("aborted while it waited").is_cancelled());
-    }
-    assert_eq!(router.health().leases, 0, "the ids are free");
-    drop(hang);
-    assert_at_rest(&router).await; // processed after the fifty requests, which booked nothing
-}
-
-#[tokio::test]
-async fn requests_above_the_pending_limit_are_rejected_by_name() {
-    let router = router(RouterConfig { queue: QueueConfig { requests_max: 1, ..config().queue }, ..config() }, 1).await;
-    let hang = router.hang(Fault::Scheduler).expect("not empty");
-    let waiting = tokio::spawn({
-        let router = router.clone();
-        async move { router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.map(|p| p.rank()) }
-    });
-    entered(&router, 1).await;
-    let refused = router.route(RouteRequest::new("b", Prompt::Tokens(&[1]))).await.expect_err("one waits");
-    assert_eq!(refused, RouteError::Overloaded { requests_max: 1 });
-    drop(hang);
-    assert_eq!(waiting.await.expect("no panic"), Ok(rank(0)));
     assert_at_rest(&router).await;
 }
 

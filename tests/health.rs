@@ -259,22 +259,6 @@ async fn a_restarted_health_actor_starts_without_state() {
     assert_eq!(open(&router).await, [0, 2], "the restarted scheduler keeps the state");
 }
 
-#[cfg(feature = "faults")]
-#[tokio::test]
-async fn a_hanging_health_actor_does_not_affect_requests() {
-    use pointsman::Fault;
-
-    let router = router(config(), 2).await;
-    let hang = router.hang(Fault::Health).expect("hang injected");
-    for n in 0..5_000 {
-        let request = format!("r{n}");
-        let placement = router.route(RouteRequest::new(&request, Prompt::Tokens(&[1]))).await.expect("placed");
-        placement.outcome(Outcome::Reset);
-    }
-    drop(hang);
-    assert_eq!(states(&router).await.len(), 2);
-}
-
 #[cfg(feature = "discovery")]
 mod probes {
     //! Engines on loopback that respond or fail.

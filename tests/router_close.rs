@@ -1,64 +1,17 @@
-//! A router that fails or shuts down under load: every pending call returns, whatever it waits for.
+//! A router that fails while an actor hangs: every pending call returns, whatever it waits for.
 
+use pointsman::internals::config::EventsConfig;
 use pointsman::internals::config::IndexConfig;
-use pointsman::internals::config::{EventsConfig, SupervisionConfig};
 use std::time::Duration;
 
 use pointsman::error::{Down, FlushError, RouteError};
 use pointsman::test_support::rank;
-use pointsman::{Fault, Prompt, RouteRequest, Router, RouterConfig};
+use pointsman::{Fault, Prompt, RouteRequest, RouterConfig};
 
 use crate::common::{config, router, stored, suppress_fault_reports, tokens};
-use crate::repetitions::repetitions;
 
 /// Longer than any response on a loaded machine. Only a call that never returns reaches it.
 const HANG: Duration = Duration::from_secs(20);
-
-/// Eight callers route continuously while the router stops. Returns the number of calls without a result.
-async fn hung_callers(round: u64) -> usize {
-    let router = router(
-        RouterConfig { supervision: SupervisionConfig { restarts_max: 0, ..config().supervision }, ..config() },
-        2,
-    )
-    .await;
-    let call = |router: Router, caller: u32| async move {
-        for n in 0.. {
-            let (id, prompt) = (format!("{caller}-{n}"), tokens(n % 7, 3));
-            let request = RouteRequest::new(&id, Prompt::Tokens(&prompt));
-            match tokio::time::timeout(HANG, router.route(request)).await {
-                Err(_elapsed) => return true,
-                Ok(Err(_down)) => return false,
-                Ok(Ok(_placed)) => {}
-            }
-        }
-        false
-    };
-    let callers: Vec<_> = (0..8).map(|caller| tokio::spawn(call(router.clone(), caller))).collect();
-    // The delay varies per round, so the router stops at different points of its work.
-    tokio::time::sleep(Duration::from_micros(300 + round % 50 * 20)).await;
-    if round.is_multiple_of(2) {
-        router.inject(Fault::Supervisor);
-    } else {
-        router.shutdown(Duration::ZERO).await;
-    }
-    let mut hung = 0;
-    for caller in callers {
-        hung += usize::from(caller.await.expect("no panic"));
-    }
-    hung
-}
-
-/// `POINTSMAN_ROUTER_FAILURES` sets the number of rounds.
-#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn every_call_ends_when_the_router_stops_under_load() {
-    suppress_fault_reports();
-    let rounds = repetitions("POINTSMAN_ROUTER_FAILURES", 100);
-    let mut hung = 0;
-    for round in 0..rounds {
-        hung += hung_callers(round).await;
-    }
-    assert_eq!(hung, 0, "calls hung in {rounds} rounds");
-}
 
 /// The hung scheduler never responds and stays hung while the router fails.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]

@@ -151,23 +151,3 @@ async fn waiting_requests_see_bookings_that_ended_during_a_restart() {
     drop(route.await.expect("the restarted rank is idle"));
     assert_at_rest(&router).await;
 }
-
-/// A queued request lost with the scheduler is submitted again and waits again.
-#[tokio::test]
-async fn waiting_requests_survive_a_scheduler_restart() {
-    suppress_fault_reports();
-    let router = one_rank(waits()).await;
-    let prompt = tokens(1, 25);
-    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("idle");
-    let waiting = tokio::spawn({
-        let (router, prompt) = (router.clone(), prompt.clone());
-        async move { router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))).await.map(drop) }
-    });
-    let waits = async || router.pending().await.is_ok_and(|pending| pending[0].depth.requests == 1);
-    crate::common::until("request in the queue", waits).await;
-    assert!(router.inject(Fault::Scheduler));
-    crate::common::until("request in the queue again", async || router.health().restarts == 1 && waits().await).await;
-    drop(busy);
-    assert_eq!(waiting.await.expect("no panic"), Ok(()));
-    assert_at_rest(&router).await;
-}
