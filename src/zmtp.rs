@@ -417,24 +417,5 @@ mod tests {
                 }
             }
         }
-
-        /// The result does not depend on the split of the bytes, and no input causes a panic.
-        #[test]
-        fn result_is_independent_of_the_split(
-            body in proptest::collection::vec(any::<u8>(), 0..3000), greeted: bool, cuts in proptest::collection::vec(1usize..200, 1..40),
-        ) {
-            let bytes = if greeted { [greeting(), body].concat() } else { body };
-            let whole = FrameCheck::new(SMALL).pass(&bytes);
-            let (mut check, mut rest, mut pieces) = (FrameCheck::new(SMALL), &bytes[..], Ok(()));
-            for cut in cuts.iter().cycle() {
-                if rest.is_empty() || pieces.is_err() {
-                    break;
-                }
-                let (piece, after) = rest.split_at((*cut).min(rest.len()));
-                pieces = check.pass(piece);
-                rest = after;
-            }
-            prop_assert_eq!(whole, pieces);
-        }
     }
 }

@@ -206,33 +206,6 @@ mod tests {
     }
 
     #[test]
-    fn constant_engines_are_learned() {
-        let prior = EngineSpeed::prior(64);
-        let rows = [
-            (prior, 1),
-            (engine(0.008, 40e-6, 8.32e-6), 30), // half as fast
-            (engine(0.002, 10e-6, 2.08e-6), 30), // twice as fast
-            (engine(0.020, 20e-6, 1e-6), 400),
-            (engine(0.004, 400e-6, 4e-6), 800),
-            (engine(0.001, 20e-6, 40e-6), 800),
-            (engine(0.3, 1e-3, 1e-4), 800),
-        ];
-        for (truth, samples) in rows {
-            let mut step = LearnedStep::new(64);
-            for n in 0..samples {
-                let (requests, blocks) = load(n);
-                assert!(step.observe(&sample(&truth, requests, blocks)));
-                step.check_invariants();
-            }
-            for n in 0..60 {
-                let (requests, blocks) = load(n);
-                let off = off(&step, &truth, requests, blocks);
-                assert!(off < 0.10, "{off} at {requests} requests and {blocks} blocks of {truth:?}: {step:?}");
-            }
-        }
-    }
-
-    #[test]
     fn correlated_loads_are_fitted_together() {
         let truth = engine(0.010, 100e-6, 5e-6);
         let mut step = LearnedStep::new(64);

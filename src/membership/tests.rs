@@ -346,17 +346,6 @@ fn the_age_of_a_set_begins_with_the_first_error_after_it() {
     assert_eq!((status.failing_since, status.stale_for(at(10))), (None, std::time::Duration::ZERO));
 }
 
-#[test]
-fn a_start_fails_only_after_all_sources_have_closed() {
-    let open = DiscoveryStatus::default();
-    let closed = DiscoveryStatus { closed: true, ..DiscoveryStatus::default() };
-    let statuses = [closed.clone(), open];
-    assert_eq!(initial_workers(2, 1, 2, &statuses), None);
-    assert_eq!(initial_workers(2, 2, 2, &statuses), Some(Ok(())));
-    let failed = crate::error::StartError::SourceClosed { registered: 1, wanted: 2 };
-    assert_eq!(initial_workers(2, 1, 2, &[closed.clone(), closed]), Some(Err(failed)));
-}
-
 /// A set of one worker at `a`, drained or not.
 fn draining(drain: bool) -> SourceUpdate {
     SourceUpdate::Workers(WorkerMap::from([(WorkerId(1), WorkerConfig { drain, ..WorkerConfig::at("a") })]))
@@ -367,55 +356,6 @@ impl Pool {
         self.step(MembershipInput::SourceUpdated { source: 0, update });
         self.step(MembershipInput::Reconcile);
     }
-}
-
-#[test]
-fn a_source_drains_a_worker_until_its_last_booking_or_until_it_is_gone() {
-    for gone in [false, true] {
-        let mut pool = Pool::new(RULES, 1);
-        pool.update(draining(true));
-        assert_eq!(pool.endpoints(), [], "a draining worker is not added");
-        pool.update(draining(false));
-        pool.update(draining(true));
-        assert!(pool.done.workers[0].2, "draining");
-        assert_eq!((pool.done.sources[0].workers, pool.done.restricted.len()), (0, 1));
-        if gone {
-            pool.update(SourceUpdate::Workers(WorkerMap::new()));
-        } else {
-            let (slot, generation) = pool.done.draining.remove(0);
-            pool.step(MembershipInput::RankDrained { slot, generation, rank_bookings: 0, worker_bookings: 0 });
-        }
-        assert_eq!(pool.done.sources[0].leaving, BTreeSet::from([WorkerId(1)]));
-        pool.retire_all();
-        pool.step(MembershipInput::Reconcile);
-        assert_eq!((pool.endpoints(), pool.done.sources[0].leaving.len()), (vec![], 0), "it is not added again");
-        assert!(pool.done.sources[0].removed.is_empty(), "it does not wait for an operator");
-        pool.update(draining(false));
-        assert_eq!(pool.endpoints(), [(1, "a".to_owned())]);
-    }
-}
-
-#[test]
-fn a_source_ends_its_drain_and_only_a_source_can() {
-    let mut pool = Pool::new(RULES, 1);
-    pool.update(draining(false));
-    pool.update(draining(true));
-    let worker = WorkerId(1);
-    let undrained = pool.request(|reply| MembershipInput::Undrain { worker, reply });
-    assert_eq!(pool.reply(undrained), Some(Err(MembershipError::DrainedBySource(worker))));
-    let deadline = Duration::from_secs(1);
-    let drained = pool.request(|reply| MembershipInput::Drain { worker, deadline, reply });
-    assert_eq!(pool.reply(drained), Some(Err(MembershipError::Draining(worker))));
-    pool.update(draining(false));
-    assert!(pool.done.restricted.is_empty() && pool.done.retiring.is_empty(), "the same ranks serve again");
-    let (_, drain) = pool.done.timers[0];
-    pool.step(MembershipInput::DrainTimedOut { worker, drain, worker_bookings: 1 });
-    assert_eq!(pool.endpoints(), [(1, "a".to_owned())], "the deadline of an ended drain");
-    let drained = pool.request(|reply| MembershipInput::Drain { worker, deadline, reply });
-    pool.update(draining(true));
-    pool.update(draining(false));
-    assert!(pool.done.workers[0].2, "the drain of an operator stays");
-    assert_eq!(pool.reply(drained), None);
 }
 
 #[test]

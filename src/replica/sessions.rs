@@ -82,8 +82,6 @@ pub fn decode_sessions(bytes: &[u8]) -> Result<Vec<SessionBinding>, MessageError
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
 
     fn bindings(count: usize) -> Vec<SessionBinding> {
@@ -117,17 +115,5 @@ mod tests {
         binding.id = &id;
         assert!(error(&encode(&vec![&binding])).ends_with("session id has 257 bytes, must have 1 to 256"));
         assert_eq!(error(&[7]), "message has version 7, must be 1");
-    }
-
-    proptest! {
-        #[test]
-        fn any_bytes_give_bindings_or_an_error(bytes: Vec<u8>, at in 0usize..2_000, flipped in 1u8..) {
-            let _ = decode_sessions(&bytes);
-            let mut damaged = encode_sessions(&bindings(4));
-            let at = at % damaged.len();
-            damaged[at] ^= flipped;
-            let _ = decode_sessions(&damaged);
-            prop_assert!(decode_sessions(&damaged[..at]).is_err());
-        }
     }
 }

@@ -344,25 +344,6 @@ mod tests {
     }
 
     #[test]
-    fn filters_reject_in_their_order() {
-        let pin = Pin { worker: WorkerId(2), rank: Some(1), mode: PinMode::Hard };
-        let constraints = Constraints {
-            allowed_workers: Some([WorkerId(1), WorkerId(2)].into()),
-            excluded_ranks: [rank(1, 0), rank(2, 2), rank(3, 0)].into(),
-            pin: Some(pin),
-            required_taints: ["gold".to_owned()].into(),
-            ..Constraints::default()
-        };
-        assert_eq!(constraints.refused_by(rank(3, 0), &traits(&[])), Some(Filter::Allowed));
-        assert_eq!(constraints.refused_by(rank(1, 0), &traits(&["gold"])), Some(Filter::Excluded));
-        assert_eq!(constraints.refused_by(rank(2, 2), &traits(&["gold"])), Some(Filter::Excluded));
-        assert_eq!(constraints.refused_by(rank(1, 1), &traits(&["gold"])), Some(Filter::Pin));
-        assert_eq!(constraints.refused_by(rank(2, 0), &traits(&["gold"])), Some(Filter::Pin));
-        assert_eq!(constraints.refused_by(rank(2, 1), &traits(&["iron"])), Some(Filter::RequiredTaints));
-        assert_eq!(constraints.refused_by(rank(2, 1), &traits(&["gold", "iron"])), None);
-    }
-
-    #[test]
     fn pins_without_rank_cover_the_worker_and_soft_pins_reject_nothing() {
         let pin = Pin { worker: WorkerId(2), rank: None, mode: PinMode::Soft };
         let soft = Constraints { pin: Some(pin), ..Constraints::default() };
@@ -407,26 +388,5 @@ mod tests {
         close(constraints.cost_factor(&traits(&["near"])), 1.0);
         constraints.preferred_taints.insert("odd".to_owned(), f64::NAN);
         assert!(constraints.validate().expect_err("refused").to_string().contains("\"odd\" is NaN"));
-    }
-
-    #[test]
-    fn decode_follows_the_transfer_domain_of_its_prefill() {
-        let mut prefill = WorkerConfig::at("http://p");
-        prefill.topology_domains.insert("zone".to_owned(), "a".to_owned());
-        prefill.kv_transfer_domain = Some("zone".to_owned());
-        let decode = |zone: &str| {
-            let mut config = WorkerConfig::at("http://d");
-            config.topology_domains.insert("zone".to_owned(), zone.to_owned());
-            RankTraits::of(&config)
-        };
-        let mut preferred = Constraints::default();
-        preferred.follow_transfer(&prefill);
-        assert!(preferred.cost_factor(&decode("a")) < preferred.cost_factor(&decode("b")));
-        assert_eq!(preferred.refused_by(rank(1, 0), &decode("b")), None);
-        prefill.kv_transfer_enforcement = KvTransferEnforcement::Required;
-        let mut required = Constraints::default();
-        required.follow_transfer(&prefill);
-        assert_eq!(required.refused_by(rank(1, 0), &decode("b")), Some(Filter::RequiredTaints));
-        assert_eq!(required.refused_by(rank(1, 0), &decode("a")), None);
     }
 }
