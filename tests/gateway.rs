@@ -7,7 +7,7 @@ use std::time::Duration;
 use pointsman::config::{PrefillModel, RouterConfigOverride};
 use pointsman::error::{RequestError, RouteError};
 use pointsman::internals::config::LoadConfig;
-use pointsman::policy::{PolicyError, RankPolicy, RankTable, RequestFacts};
+use pointsman::policy::{RankPolicy, RankTable, RequestFacts};
 use pointsman::protocol::{BlockHash, WorkerConfig, WorkerId, WorkerRank};
 use pointsman::test_support::rank;
 use pointsman::{AddRequest, BoxFuture, Prompt, RequestOptions, RouteRequest, Router, RouterConfig, SharedCache};
@@ -15,7 +15,7 @@ use pointsman::{Constraints, Filter, Pin, PinMode, RankConditions};
 use pointsman::{Outcome, Rejection};
 use tokio::sync::watch;
 
-use crate::common::{assert_at_rest, config, loads, router, stored, suppress_fault_reports, tokens};
+use crate::common::{assert_at_rest, config, loads, router, stored, tokens};
 
 #[tokio::test]
 async fn embedder_conditions_apply_from_the_next_decision() {
@@ -203,42 +203,6 @@ async fn a_failing_shared_cache_loses_only_its_hits() {
         assert!(error.contains(says), "{error}");
         assert_at_rest(&router).await;
     }
-}
-
-/// Returns an invalid position, then panics, then rejects, then chooses the first candidate.
-struct Unreliable(std::sync::atomic::AtomicU32);
-
-impl RankPolicy for Unreliable {
-    fn choose(&self, _: &RequestFacts<'_>, _: &dyn RankTable) -> Option<usize> {
-        match self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
-            0 => Some(99),
-            1 => std::panic::panic_any("an injected fault"),
-            2 => None,
-            _ => Some(0),
-        }
-    }
-}
-
-#[tokio::test]
-async fn an_unusable_choice_of_a_custom_policy_is_an_error_of_one_request() {
-    suppress_fault_reports();
-    let builder = Router::builder(config()).policy(Arc::new(Unreliable(0.into())));
-    let builder = builder.worker(WorkerId(0), WorkerConfig::at("http://a"));
-    let router = builder.worker(WorkerId(1), WorkerConfig::at("http://b")).start().await.expect("valid");
-    let expected = [
-        Err(PolicyError::OutOfRange { position: 99, candidates: 2 }),
-        Err(PolicyError::Panicked),
-        Err(PolicyError::Refused { candidates: 2 }),
-        Ok(rank(0)),
-    ];
-    for (n, expected) in expected.into_iter().enumerate() {
-        let id = n.to_string();
-        let placed = router.route(RouteRequest::new(&id, Prompt::Tokens(&[1]))).await;
-        let placed = placed.map(|placement| placement.rank());
-        assert_eq!(placed, expected.map_err(|error| RouteError::Rejected(Rejection::Policy(error))));
-    }
-    assert_eq!(router.health().restarts, 0, "no actor died");
-    assert_at_rest(&router).await;
 }
 
 #[tokio::test]

@@ -121,37 +121,6 @@ async fn bookings_by_id_for_embedders_that_dispatch_themselves() {
 }
 
 #[tokio::test]
-async fn a_booking_without_a_request_id_is_an_error() {
-    let router = router(config(), 1).await;
-    let refused = router.route(RouteRequest::query(Prompt::Tokens(&[1]))).await.expect_err("refused");
-    assert_eq!(refused, RouteError::MissingRequestId);
-}
-
-#[tokio::test]
-async fn without_ranks_requests_are_rejected() {
-    let router = router(config(), 0).await;
-    let refused = router.route(RouteRequest::new("a", Prompt::Tokens(&[1]))).await.expect_err("refused");
-    assert_eq!(refused, RouteError::Rejected(Rejection::NoRanks));
-    assert_eq!(router.health().leases, 0);
-}
-
-#[tokio::test]
-async fn modelled_prefill_decreases_with_time_without_messages() {
-    tokio::time::pause();
-    let router = router(config(), 1).await;
-    let prompt = tokens(1, 250);
-    let ten_seconds = Some(Duration::from_secs(10));
-    let request = AddRequest::new("a", rank(0), Prompt::Tokens(&prompt));
-    let request = AddRequest { expected_prefill_duration: ten_seconds, ..request };
-    router.add_request(request).await.expect("booked");
-    assert_eq!(loads(&router).await, [(1, 250, 1000)]);
-    tokio::time::advance(Duration::from_secs(4)).await;
-    assert_eq!(loads(&router).await, [(1, 250, 600)]);
-    tokio::time::advance(Duration::from_secs(6)).await;
-    assert_eq!(loads(&router).await, [(1, 250, 0)]);
-}
-
-#[tokio::test]
 async fn prefills_of_different_rates_do_not_delay_decisions() {
     tokio::time::pause();
     for (assume_kv_reuse, track_active_blocks) in [(false, true), (true, false), (true, true)] {
@@ -170,18 +139,6 @@ async fn prefills_of_different_rates_do_not_delay_decisions() {
         let prompt = tokens(2, 3);
         drop(router.route(RouteRequest::new("c", Prompt::Tokens(&prompt))).await.expect("placed"));
     }
-}
-
-#[tokio::test]
-async fn without_reuse_common_prefixes_count_for_each_request() {
-    let config = RouterConfig { load: LoadConfig { assume_kv_reuse: false, ..config().load }, ..config() };
-    let router = router(config, 1).await;
-    let prompt = tokens(1, 10);
-    let first = router.route(RouteRequest::new("a", Prompt::Tokens(&prompt))).await.expect("placed");
-    let second = router.route(RouteRequest::new("b", Prompt::Tokens(&prompt))).await.expect("placed");
-    assert_eq!(loads(&router).await[0].1, 20);
-    drop((first, second));
-    assert_at_rest(&router).await;
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use std::time::Duration;
 use pointsman::PrefillFacts;
 use pointsman::config::{PrefillModel, QueueClass, QueueOrder};
 use pointsman::error::RouteError;
-use pointsman::internals::config::{LoadConfig, QueueConfig};
+use pointsman::internals::config::QueueConfig;
 use pointsman::internals::load::PrefillEstimator;
 use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
@@ -227,35 +227,5 @@ async fn warm_requests_leave_first_in_order_of_work() {
     assert_eq!(placed.cached_tokens(), 5 * BLOCK_SIZE);
     placed.prefill_completed();
     drop((placed, cold.await.expect("placed")));
-    assert_at_rest(&router).await;
-}
-
-/// The counts are exact as soon as a cancellation returns, and the remaining requests are served in order.
-#[tokio::test]
-async fn half_of_ten_thousand_waiting_requests_are_cancelled() {
-    const WAITING: usize = 10_000;
-    let router =
-        fleet(RouterConfig { load: LoadConfig { track_active_blocks: false, ..waits().load }, ..waits() }, 1).await;
-    let prompt = tokens(1, 25);
-    let busy = router.route(RouteRequest::new("busy", Prompt::Tokens(&prompt))).await.expect("idle");
-    let ids: Vec<String> = (0..WAITING).map(|n| n.to_string()).collect();
-    let mut routes = Vec::with_capacity(WAITING);
-    for id in &ids {
-        routes.push((id, Some(under_way(&router, RouteRequest::new(id, Prompt::Tokens(&prompt))).await)));
-    }
-    assert_eq!(waiting(&router).await, WAITING as u64);
-    for (n, (_, route)) in routes.iter_mut().enumerate().filter(|(n, _)| n % 2 == 1) {
-        drop(route.take());
-        let left = WAITING as u64 - (n as u64).div_ceil(2);
-        let pending = &router.pending().await.expect("up")[0].depth;
-        assert_eq!((pending.requests, pending.raw_tokens), (left, left * 100), "after {n} requests");
-    }
-    drop(busy);
-    for (id, route) in routes.into_iter().filter_map(|(id, route)| Some((id, route?))) {
-        let placement = route.await.expect("placed");
-        assert_eq!(placement.request_id(), id, "in the order of arrival");
-        drop(placement); // lets the next request be sent
-    }
-    assert_eq!(waiting(&router).await, 0);
     assert_at_rest(&router).await;
 }
