@@ -40,7 +40,7 @@ pub(super) enum LinkError {
     #[error("no frame for {} s", SILENCE_MAX.as_secs())]
     Silent,
     /// The other side violates the protocol.
-    #[error("{}: {1}", .0.name())]
+    #[error("{reason}: {1}", reason = .0.name())]
     Refused(RefusalReason, &'static str),
 }
 
