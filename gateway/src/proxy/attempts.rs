@@ -1,9 +1,10 @@
 //! Attempt loop of one request, until a worker starts a valid response.
 //!
 //! At most `attempts_max` attempts, retries within the retry budget, and none after the start of a valid response:
-//! until then the client has received nothing. Unreachable workers count neither as attempts nor against the budget and
-//! have their own limit. A retry uses another worker, else another rank of the same worker. It uses the same rank only
-//! if it is the only one and sent nothing at all, for example because it closed a kept-alive connection.
+//! until then the client has received at most heartbeats. Unreachable workers and kept connections that an engine closes
+//! count neither as attempts nor against the budget and have their own limit. A retry uses another worker, else another
+//! rank of the same worker. It uses the same rank if that closed a kept connection, which is no fault, and otherwise only
+//! if it is the only one and sent nothing at all.
 //! [`Answer`](super::answer::Answer) streams the response.
 
 use std::collections::BTreeSet;
@@ -15,7 +16,7 @@ use axum::http::HeaderMap;
 use pointsman::config::OnTargetMiss;
 use pointsman::error::RouteError;
 use pointsman::protocol::WorkerRank;
-use pointsman::{AnswerKind, Placement, Rejection, RouteRequest};
+use pointsman::{AnswerKind, Pin, PinMode, Placement, Rejection, RouteRequest};
 use tokio::time::{Instant, timeout};
 
 use super::account::Account;
@@ -35,8 +36,8 @@ use crate::pools::model::Model;
 use crate::pools::readiness::causes::placement_error;
 use crate::pools::workers::{WorkerMeters, WorkerRequest};
 
-/// Maximum unreachable workers per request. They count neither as attempts nor against the retry budget, because no
-/// engine did any work.
+/// Maximum unreachable workers and closed connections per request. They count neither as attempts nor against the retry
+/// budget, because no engine did any work.
 const UNREACHABLE_MAX: u32 = 16;
 
 /// Attempts of a request.
@@ -207,12 +208,18 @@ impl<'a> AttemptLoop<'a> {
         );
         progress.last_worker = Some(Arc::clone(sent.worker()));
         let may_retry = self.is_worth_a_retry(failure.reason(), &progress.reports.failures.reasons);
-        let is_unreachable = failure.is_unreachable();
-        progress.excluded.add(&placement, &failure, self.outbound.model);
-        progress.reports.add(&placement, failure, sent);
+        let is_without_work = failure.is_unreachable() || failure.is_closed();
+        if failure.is_closed() {
+            progress.excluded.again = Some(placement.rank());
+            { sent }.ended(failure.outcome().label());
+            progress.reports.failures.add(failure);
+        } else {
+            progress.excluded.add(&placement, &failure, self.outbound.model);
+            progress.reports.add(&placement, failure, sent);
+        }
         drop(placement);
         progress.holds_retry = false;
-        if is_unreachable {
+        if is_without_work {
             progress.unreachable += 1;
             return progress.unreachable < UNREACHABLE_MAX;
         }
@@ -247,27 +254,37 @@ impl<'a> AttemptLoop<'a> {
         ttft: (Option<Duration>, Duration),
     ) -> Result<Placement, ApiError> {
         let within = Duration::from_millis(self.outbound.context.settings.gateway.queue_timeout_ms);
-        let mut route = async |excluded_ranks: &BTreeSet<WorkerRank>| {
+        let own_pin = request.options.constraints.pin;
+        let mut route = async |excluded_ranks: &BTreeSet<WorkerRank>, again: Option<WorkerRank>| {
             request.options.constraints.excluded_ranks.clone_from(excluded_ranks);
+            let pin = |rank: WorkerRank| Pin { worker: rank.worker, rank: Some(rank.rank), mode: PinMode::Hard };
+            request.options.constraints.pin = again.map(pin).or(own_pin);
             let routed = timeout(within, self.outbound.model.router.route(request.clone())).await;
+            request.options.constraints.pin = own_pin;
             let failed = |error| placement_error(&self.outbound.model.router, since_request_head(error, ttft));
             routed.map_err(|_| ApiError::queue_timeout())?.map_err(failed)
         };
+        // Another worker could fail like one that has died, so that a fatal request would spread.
+        if let Some(rank) = excluded.again.take()
+            && let Ok(placement) = route(&excluded.ranks, Some(rank)).await
+        {
+            return Ok(placement);
+        }
         let none = BTreeSet::new();
         let failing = self.outbound.model.workers.failing();
         if excluded.ranks.is_empty() && failing.is_empty() {
-            return route(&none).await;
+            return route(&none, None).await;
         }
         let other_workers: BTreeSet<WorkerRank> = excluded.workers.union(&failing).copied().collect();
         // After a failed queue wait the request does not queue again.
         let is_refused =
             |placed: &Result<_, ApiError>| placed.as_ref().is_err_and(|error| *error != ApiError::queue_timeout());
-        let mut placed = route(&other_workers).await;
+        let mut placed = route(&other_workers, None).await;
         if is_refused(&placed) && other_workers != excluded.ranks {
-            placed = route(&excluded.ranks).await;
+            placed = route(&excluded.ranks, None).await;
         }
         if is_refused(&placed) && (excluded.ranks.is_empty() || std::mem::take(&mut excluded.retries_same_rank)) {
-            placed = route(&none).await;
+            placed = route(&none, None).await;
         }
         placed
     }
@@ -304,11 +321,13 @@ struct ExcludedRanks {
     workers: BTreeSet<WorkerRank>,
     /// Whether the same rank may be tried again if no other is available.
     retries_same_rank: bool,
+    /// The rank of the last attempt, if it only closed a kept connection.
+    again: Option<WorkerRank>,
 }
 
 impl ExcludedRanks {
     fn of(failed: &BTreeSet<WorkerRank>) -> Self {
-        Self { ranks: failed.clone(), workers: failed.clone(), retries_same_rank: false }
+        Self { ranks: failed.clone(), workers: failed.clone(), retries_same_rank: false, again: None }
     }
 
     fn add(&mut self, placement: &Placement, failure: &Failure, model: &Model) {

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use axum::body::Bytes;
 use axum::http::header::RETRY_AFTER;
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use pointsman::Outcome;
 use pointsman::protocol::WorkerRank;
 
@@ -17,6 +17,9 @@ use crate::formats::openai::ApiError;
 use crate::net::upstream::UpstreamError;
 use crate::observe::requests::RetryReason;
 use crate::pools::workers::{UnsettledFailure, WorkerRequest};
+
+/// Read by the SDKs of OpenAI and Anthropic.
+const X_SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 
 /// Reason of a failed attempt.
 pub(super) enum Failure {
@@ -40,9 +43,12 @@ impl Failure {
                 RetryReason::Connect
             }
             Self::NoResponse(UpstreamError::Timeout(_)) => RetryReason::Timeout,
-            Self::NoResponse(UpstreamError::Broken(_) | UpstreamError::TooLong(_) | UpstreamError::Status(_)) => {
-                RetryReason::Broken
-            }
+            Self::NoResponse(
+                UpstreamError::Broken(_)
+                | UpstreamError::Closed(_)
+                | UpstreamError::TooLong(_)
+                | UpstreamError::Status(_),
+            ) => RetryReason::Broken,
             Self::NoResponse(UpstreamError::Key(_)) => RetryReason::Misconfigured,
             Self::Invalid(_) => RetryReason::InvalidAnswer,
             Self::Status { status, .. } if is_refusal(*status) => RetryReason::Busy,
@@ -81,6 +87,11 @@ impl Failure {
     /// Whether no connection was made, so that no engine did any work.
     pub(super) fn is_unreachable(&self) -> bool {
         matches!(self, Self::NoResponse(UpstreamError::Connect(error)) if error.is_unreachable)
+    }
+
+    /// Whether a kept connection was closed, as engines do without a fault.
+    pub(super) fn is_closed(&self) -> bool {
+        matches!(self, Self::NoResponse(UpstreamError::Closed(_)))
     }
 
     /// Whether the worker sent nothing at all.
@@ -182,12 +193,25 @@ impl Failures {
         }
     }
 
-    /// The error for the client: a worker's own if any sent one.
+    /// The error for the client: a worker's own if any sent one. A client that repeats the request would repeat the work
+    /// of all attempts.
     pub(super) fn refusal(self) -> Refusal {
+        let has_worked = |reason: &RetryReason| !matches!(reason, RetryReason::Connect | RetryReason::Busy);
+        let no_retry = || (X_SHOULD_RETRY, HeaderValue::from_static("false"));
+        let no_retry = self.reasons.iter().any(has_worked).then(no_retry);
         match (self.last_error.or(self.first_misconfigured), self.reasons.last()) {
-            (Some(error), _) => Refusal::Worker(error),
-            (None, Some(RetryReason::Timeout)) => ApiError::worker_timeout().into(),
-            (None, _) => ApiError::worker_failed().into(),
+            (Some(mut error), _) => {
+                error.headers.extend(no_retry.filter(|_| !is_refusal(error.status)));
+                Refusal::Worker(error)
+            }
+            (None, last) => {
+                let mut error = match last {
+                    Some(RetryReason::Timeout) => ApiError::worker_timeout(),
+                    _ => ApiError::worker_failed(),
+                };
+                error.headers.extend(no_retry);
+                error.into()
+            }
         }
     }
 }

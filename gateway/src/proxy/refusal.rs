@@ -1,7 +1,8 @@
 //! Error for the client, in its dialect.
 
 use axum::body::{Body, Bytes};
-use axum::http::{HeaderMap, Response, StatusCode};
+use axum::http::header::RETRY_AFTER;
+use axum::http::{HeaderMap, HeaderValue, Response, StatusCode};
 use axum::response::IntoResponse as _;
 
 use super::messages::error_of;
@@ -42,7 +43,10 @@ impl Refusal {
     pub(super) fn rendered(self, is_anthropic: bool, request_id: &str) -> Response<Body> {
         match self {
             Self::Own(error) => rendered_error(error, is_anthropic, request_id),
-            Self::Worker(WorkerError { status, headers, body }) => {
+            Self::Worker(WorkerError { status, mut headers, body }) => {
+                if matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
+                    headers.entry(RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
+                }
                 let mut response = Response::new(());
                 (*response.status_mut(), *response.headers_mut()) = (status, to_client(&headers, request_id));
                 let (head, ()) = response.into_parts();

@@ -71,7 +71,7 @@ pub struct ApiError {
     pub message: String,
     /// `error.param`: invalid field or header.
     pub param: Option<&'static str>,
-    /// `Retry-After`, in seconds.
+    /// `Retry-After`, in seconds; 1 for 429 and 503 without a value.
     pub retry_after_s: Option<u64>,
     /// Further headers.
     pub headers: Vec<(HeaderName, HeaderValue)>,
@@ -239,7 +239,8 @@ impl ApiError {
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         headers.extend(further);
-        if let Some(seconds) = retry_after_s {
+        let is_busy = matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE);
+        if let Some(seconds) = retry_after_s.or(is_busy.then_some(1)) {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
         if status == StatusCode::UNAUTHORIZED {

@@ -141,7 +141,7 @@ impl WorkerAccess {
                     return Err(engine_error(UpstreamError::Status(status), key_file.map(|file| file.setting)));
                 }
                 // The engine may have closed a connection of the pool during its reuse.
-                Err(UpstreamError::Broken(_)) if !is_repeated => is_repeated = true,
+                Err(UpstreamError::Broken(_) | UpstreamError::Closed(_)) if !is_repeated => is_repeated = true,
                 Err(error) => return Err(engine_error(error, key_file.map(|file| file.setting))),
             }
         }
@@ -182,7 +182,7 @@ fn engine_error(error: UpstreamError, setting: Option<&str>) -> EngineHttpError 
         UpstreamError::NoDescriptor => EngineHttpError::NoDescriptor,
         UpstreamError::Connect(error) => EngineHttpError::Connect(error.cause),
         UpstreamError::Timeout(within) => EngineHttpError::Timeout(within),
-        UpstreamError::Broken(reason) => EngineHttpError::Broken(reason),
+        UpstreamError::Broken(reason) | UpstreamError::Closed(reason) => EngineHttpError::Broken(reason),
         UpstreamError::Status(status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)) => {
             let advice = match setting {
                 Some(setting) => format!("the engine rejects the API key of {setting}"),

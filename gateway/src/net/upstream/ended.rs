@@ -1,10 +1,12 @@
-//! End of a connection, as a signal to the request that waits on it.
+//! State of a connection for the request that waits on it: its end, and whether it was used before.
 //!
 //! The client passes a request to a connection task through a channel. If the task ends while the request enters the
 //! channel, the request stays there: it is neither sent nor returned, and its response never completes. Observed with
 //! hyper 1.12 and tokio 1.54 while workers reset connections.
 
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 use std::{future, io};
@@ -21,15 +23,34 @@ use tokio::time::sleep;
 pub(super) struct Signaling<S> {
     stream: S,
     open: watch::Sender<()>,
+    transfers: Arc<Transfers>,
 }
 
-/// Signal of one connection, in the client's metadata of it.
+/// Transfers of a connection, which carries one request at a time.
+#[derive(Debug, Default)]
+struct Transfers {
+    /// Successful reads since the last write. The last one of a connection may be its end.
+    reads: AtomicU32,
+    /// Whether a request was written after a response to another one.
+    is_reused: AtomicBool,
+}
+
+/// State of one connection, in the client's metadata of it.
 #[derive(Clone, Debug)]
-struct End(watch::Receiver<()>);
+struct End {
+    open: watch::Receiver<()>,
+    transfers: Arc<Transfers>,
+}
 
 impl<S> Signaling<S> {
     pub(super) fn new(stream: S) -> Self {
-        Self { stream, open: watch::Sender::new(()) }
+        Self { stream, open: watch::Sender::new(()), transfers: Arc::default() }
+    }
+
+    fn written(&self) {
+        if self.transfers.reads.swap(0, Ordering::Relaxed) > 0 {
+            self.transfers.is_reused.store(true, Ordering::Relaxed);
+        }
     }
 }
 
@@ -43,12 +64,12 @@ impl Observed {
 
     /// Waits until a connection of the request has ended for `grace` and the request has no other. The grace is for
     /// requests that the client sends again over a new connection.
-    pub(super) async fn ended(mut self, grace: Duration) {
+    pub(super) async fn ended(&mut self, grace: Duration) {
         while let Some(mut end) = self.end().await {
             // Nothing is ever sent: the wait ends with an error when the stream is dropped.
-            let _ = end.0.changed().await;
+            let _ = end.open.changed().await;
             sleep(grace).await;
-            if self.end().await.is_some_and(|newest| newest.0.same_channel(&end.0)) {
+            if self.end().await.is_some_and(|newest| newest.open.same_channel(&end.open)) {
                 return;
             }
         }
@@ -58,26 +79,45 @@ impl Observed {
 
     async fn end(&mut self) -> Option<End> {
         let connected = self.0.wait_for_connection_metadata().await;
-        let mut extras = Extensions::new();
-        connected.as_ref()?.get_extras(&mut extras);
-        extras.remove()
+        end_of(connected.as_ref())
     }
+
+    /// Whether the connection has served another request and has sent nothing to this one. `has_end`: its last read was
+    /// the end of the stream.
+    pub(super) fn is_unanswered(&self, has_end: bool) -> bool {
+        end_of(self.0.connection_metadata().as_ref()).is_some_and(|End { transfers, .. }| {
+            let reads = transfers.reads.load(Ordering::Relaxed);
+            transfers.is_reused.load(Ordering::Relaxed) && reads <= u32::from(has_end)
+        })
+    }
+}
+
+fn end_of(connected: Option<&Connected>) -> Option<End> {
+    let mut extras = Extensions::new();
+    connected?.get_extras(&mut extras);
+    extras.remove()
 }
 
 impl<S: Connection> Connection for Signaling<S> {
     fn connected(&self) -> Connected {
-        self.stream.connected().extra(End(self.open.subscribe()))
+        self.stream.connected().extra(End { open: self.open.subscribe(), transfers: Arc::clone(&self.transfers) })
     }
 }
 
 impl<S: Read + Unpin> Read for Signaling<S> {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: ReadBufCursor<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_read(cx, buffer)
+        let this = self.get_mut();
+        let read = Pin::new(&mut this.stream).poll_read(cx, buffer);
+        if let Poll::Ready(Ok(())) = read {
+            this.transfers.reads.fetch_add(1, Ordering::Relaxed);
+        }
+        read
     }
 }
 
 impl<S: Write + Unpin> Write for Signaling<S> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.written();
         Pin::new(&mut self.get_mut().stream).poll_write(cx, bytes)
     }
 
@@ -98,6 +138,7 @@ impl<S: Write + Unpin> Write for Signaling<S> {
         cx: &mut Context<'_>,
         buffers: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        self.written();
         Pin::new(&mut self.get_mut().stream).poll_write_vectored(cx, buffers)
     }
 }
@@ -146,7 +187,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn end_of_the_only_connection_is_reported_after_the_grace() {
-        let (connections, has_response, _client, _worker) = exchanged(b"").await;
+        let (mut connections, has_response, _client, _worker) = exchanged(b"").await;
         assert!(!has_response);
         let started_at = Instant::now();
         connections.ended(GRACE).await;
@@ -155,7 +196,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn open_connection_has_no_end() {
-        let (connections, has_response, _client, _worker) =
+        let (mut connections, has_response, _client, _worker) =
             exchanged(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await;
         assert!(has_response);
         assert!(timeout(Duration::from_secs(3_600), connections.ended(GRACE)).await.is_err());

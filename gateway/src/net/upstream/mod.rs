@@ -60,6 +60,9 @@ pub enum UpstreamError {
     /// Connection broken, or invalid HTTP.
     #[error("connection closed early: {0}")]
     Broken(String),
+    /// A kept connection that ended without a byte of the response, as engines close idle ones.
+    #[error("kept connection closed: {0}")]
+    Closed(String),
     /// Unexpected status of a query by the gateway itself.
     #[error("response status is {0}, must be 200")]
     Status(StatusCode),
@@ -115,7 +118,7 @@ impl UpstreamError {
         match self {
             Self::NoDescriptor | Self::Connect(_) | Self::Address(_) => Outcome::ConnectFailed,
             Self::Timeout(_) => Outcome::Timeout,
-            Self::Broken(_) | Self::TooLong(_) => Outcome::Reset,
+            Self::Broken(_) | Self::Closed(_) | Self::TooLong(_) => Outcome::Reset,
             Self::Status(_) => Outcome::ServerError,
             Self::Key(_) => Outcome::Misconfigured,
         }
@@ -182,14 +185,25 @@ impl Upstream {
     /// Connection failure or broken connection.
     pub async fn send(&self, mut request: Request<Full<Bytes>>) -> Result<Response<Incoming>, UpstreamError> {
         let Connector { client, connect_timeout, .. } = self.connector();
-        let connections = Observed::of(&mut request);
-        tokio::select! {
+        let mut connections = Observed::of(&mut request);
+        let (error, has_end) = tokio::select! {
             biased;
-            response = client.request(request) => response.map_err(error_of),
+            response = client.request(request) => match response {
+                Ok(response) => return Ok(response),
+                Err(error) => {
+                    let is_end = |error: &hyper::Error| error.is_incomplete_message();
+                    let has_end = chain(&error).any(|cause| cause.downcast_ref().is_some_and(is_end));
+                    (error_of(error), has_end)
+                }
+            },
             () = connections.ended(connect_timeout) => {
-                Err(UpstreamError::Broken("the connection ended without a response".to_owned()))
+                (UpstreamError::Broken("the connection ended without a response".to_owned()), true)
             }
-        }
+        };
+        Err(match error {
+            UpstreamError::Broken(causes) if connections.is_unanswered(has_end) => UpstreamError::Closed(causes),
+            error => error,
+        })
     }
 
     /// Sends a request and returns status and body, of at most `bytes_max`.

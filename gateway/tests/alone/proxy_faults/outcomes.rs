@@ -107,6 +107,30 @@ async fn failures_count_if_another_worker_serves_the_request() {
     counts(vec![write(busy)], Outcome::Refused { retry_after: Some(Duration::from_secs(7)) }).await;
 }
 
+/// A repetition would repeat the work of all attempts; a busy or absent worker has done none.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_are_kept_from_repeating_work() {
+    let _alone = alone().await;
+    let html = write("HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 2\r\n\r\nhi");
+    let own = "HTTP/1.1 503 Busy\r\nretry-after: 7\r\ncontent-length: 0\r\n\r\n";
+    for (steps, status, should_retry, retry_after) in [
+        (vec![full_response("500 Oops", "{}")], 500, Some("false"), None),
+        (vec![chunked_head(), chunk(ERROR_EVENTS[1]), stream_end()], 500, Some("false"), None),
+        (vec![Act::Reset], 502, Some("false"), Some("1")),
+        (vec![html], 502, Some("false"), Some("1")),
+        (vec![full_response("429 Many", "{}")], 429, None, Some("1")),
+        (vec![full_response("503 Busy", "")], 503, None, Some("1")),
+        (vec![write(own)], 503, None, Some("7")),
+        (vec![full_response("400 Bad", "{}")], 400, None, None),
+    ] {
+        let (_workers, gateway) = fleet(&[steps.clone(), steps]).await;
+        let answer = ask(&gateway).await;
+        let headers = ["x-should-retry", "retry-after"].map(|name| answer.header(name));
+        assert_eq!((answer.status, headers), (status, [should_retry, retry_after]), "{answer:?}");
+        expect_idle(&gateway).await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_error_event_that_no_worker_avoids_is_a_response() {
     let _alone = alone().await;

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use crate::alone;
 use crate::common::proxy::{
-    Act, Answer, EVENT, FINE, PATIENCE, Scripted, chunk, chunked_head, full_response, gateway, write,
+    Act, Answer, EVENT, FINE, PATIENCE, Scripted, chunk, chunked_head, full_response, gateway, until, write,
 };
 use crate::faults::{Client, counting_outcomes, expect_idle, expect_no_failure, expect_outcome, metric, settings};
 
@@ -374,6 +374,67 @@ async fn responses_of_known_length_are_cut_off_at_the_failing_byte() {
             cut(vec![write(HEAD), write(expected)], ends, expected, outcome).await;
         }
     }
+}
+
+/// As engines do with idle connections, but in the moment of each second request.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn closed_kept_connections_take_no_retry() {
+    const REQUESTS: usize = 30;
+    let _alone = alone().await;
+    for ends in [Act::Reset, Act::Close] {
+        let closing = || {
+            let ends = ends.clone();
+            let served = full_response("200 OK", FINE);
+            Scripted::with(Vec::new(), move |n, _| if n % 2 == 0 { vec![served.clone()] } else { vec![ends.clone()] })
+        };
+        let workers = [closing().await, closing().await];
+        let mut settings = counting_outcomes(settings(&workers.each_ref().map(Scripted::url)));
+        (settings.gateway.attempts_max, settings.gateway.retry_share_max) = (1, 0.0);
+        let gateway = gateway(settings).await;
+        for n in 0..REQUESTS {
+            let answer = Client::ask(&gateway).await.answer().await.expect("response received");
+            assert_eq!((answer.status, answer.text()), (200, FINE), "{n}: {answer:?}");
+        }
+        let ended: usize = workers.iter().map(|worker| worker.request_count() / 2).sum();
+        assert!(ended + 2 >= REQUESTS, "{ended}: nearly every request after the first ones finds a kept connection");
+        expect_no_failure(&gateway).await;
+        expect_idle(&gateway).await;
+    }
+}
+
+/// All connections are kept, and each ends with its next request.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_outlasts_several_closed_connections() {
+    const CLIENTS: usize = 8;
+    let _alone = alone().await;
+    let worker = Scripted::with(Vec::new(), |n, _| {
+        let served = full_response("200 OK", FINE);
+        if n < CLIENTS {
+            vec![Act::Wait, served]
+        } else if n < 2 * CLIENTS {
+            vec![Act::Reset]
+        } else {
+            vec![served]
+        }
+    })
+    .await;
+    let mut settings = counting_outcomes(settings(&[worker.url()]));
+    settings.gateway.attempts_max = 1;
+    let gateway = gateway(settings).await;
+    let mut clients = Vec::new();
+    for _ in 0..CLIENTS {
+        clients.push(Client::ask(&gateway).await);
+    }
+    until("each client has a connection", || worker.request_count() == CLIENTS).await;
+    worker.release(CLIENTS);
+    for client in clients {
+        assert_eq!(client.answer().await.expect("response received").text(), FINE);
+    }
+    let answer = Client::ask(&gateway).await.answer().await.expect("response received");
+    assert_eq!((answer.status, answer.text()), (200, FINE), "{answer:?}");
+    assert!(worker.request_count() > CLIENTS + 1, "kept connections were used");
+    expect_no_failure(&gateway).await;
+    expect_idle(&gateway).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
