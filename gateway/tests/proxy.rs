@@ -55,6 +55,7 @@ async fn models_are_listed_under_every_name() {
     let mut settings = settings(vec![worker(1, "http://127.0.0.1:9", 1)]);
     settings.models[0].aliases = vec!["org/alias".to_owned()];
     settings.models[0].workers[0].config.lora_adapters = ["tuned".to_owned()].into();
+    settings.models[0].workers[0].config.max_model_len = Some(4_096);
     let gateway = gateway(settings).await;
     let list = get(&gateway, "/v1/models").await.json();
     assert_eq!(list["object"], "list");
@@ -71,6 +72,32 @@ async fn models_are_listed_under_every_name() {
     assert_eq!((one.status, &one.json()["parent"]), (200, &json!("mock")));
     let none = get(&gateway, "/v1/models/other").await;
     assert_eq!((none.status, none.code().as_str()), (404, "model_not_found"));
+    assert_eq!((&list["data"][0]["max_model_len"], &one.json()["max_model_len"]), (&json!(4_096), &json!(4_096)));
+}
+
+#[tokio::test]
+async fn models_have_anthropic_form_for_its_clients() {
+    let mut settings = settings(vec![worker(1, "http://127.0.0.1:9", 1)]);
+    settings.models[0].aliases = vec!["claude".to_owned()];
+    settings.models[0].workers[0].config.max_model_len = Some(4_096);
+    let gateway = gateway(settings).await;
+    let ask =
+        async |path: &str| request(gateway.address(), "GET", path, "anthropic-version: 2023-06-01\r\n", b"").await;
+    let list = ask("/v1/models").await.json();
+    let ends = ["first_id", "last_id", "has_more"].map(|field| list[field].clone());
+    assert_eq!(ends, [json!("mock"), json!("claude"), json!(false)]);
+    let card = ask("/v1/models/claude").await.json();
+    assert_eq!(card, list["data"][1]);
+    let fields = ["type", "id", "display_name", "max_input_tokens"].map(|field| card[field].clone());
+    assert_eq!(fields, [json!("model"), json!("claude"), json!("claude"), json!(4_096)]);
+    let created = card["created_at"].as_str().expect("a date");
+    assert!(created.starts_with("20") && created.ends_with('Z'), "{created}");
+    let none = ask("/v1/models/other").await;
+    let error = none.json();
+    assert_eq!(
+        (none.status, &error["type"], &error["error"]["type"]),
+        (404, &json!("error"), &json!("not_found_error"))
+    );
 }
 
 #[tokio::test]
@@ -182,6 +209,7 @@ async fn workers_receive_their_own_model_names() {
     settings.models[0].aliases = vec!["alias".to_owned()];
     settings.models[0].upstream_name = Some("org/base".to_owned());
     settings.models[0].workers[0].config.lora_adapters = ["tuned".to_owned()].into();
+    settings.models[0].workers[0].config.max_model_len = Some(4_096);
     let gateway = gateway(settings).await;
     for (request_counts, sent) in [("mock", "org/base"), ("alias", "org/base"), ("tuned", "tuned")] {
         let body = format!("{{\"messages\":[],  \"model\" : \"{request_counts}\"}}");

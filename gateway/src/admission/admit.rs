@@ -11,7 +11,7 @@ use super::leases::QuotaLease;
 use super::retry_budget::RetryBudget;
 use super::shared_sessions::SharedSessions;
 use super::tenants::{Tenant, Tenants};
-use crate::formats::openai::{API_KEY, ApiError, Endpoint};
+use crate::formats::openai::{API_KEY, ApiError};
 
 /// Who may send what. Budgets, shared sessions and the closing flag survive reloads.
 #[derive(Clone)]
@@ -33,17 +33,15 @@ pub(crate) struct Admitted<'a> {
 }
 
 impl Admission {
-    /// Authenticates the client and counts the request, if requests are accepted now. `endpoint` is absent for paths that
-    /// are not routed by prompt.
+    /// Authenticates the client and counts the request, if requests are accepted now.
     ///
     /// # Errors
     /// 503 during a drain, 401 for an unknown client, 429 above a limit of the client.
-    pub(crate) fn admit(&self, endpoint: Option<Endpoint>, headers: &HeaderMap) -> Result<Admitted<'_>, ApiError> {
+    pub(crate) fn admit(&self, headers: &HeaderMap) -> Result<Admitted<'_>, ApiError> {
         if self.closing.load(Ordering::Relaxed) {
             return Err(ApiError::draining());
         }
-        let api_key = endpoint.filter(|endpoint| endpoint.is_anthropic()).and_then(|_| headers.get(API_KEY));
-        match self.tenants.identify(headers.get(AUTHORIZATION), api_key)? {
+        match self.tenants.identify(headers.get(AUTHORIZATION), headers.get(API_KEY))? {
             Some(client) => Ok(Admitted { tenant: Some(client.tenant), quota: Some(client.admit()?) }),
             None => Ok(Admitted { tenant: None, quota: None }),
         }

@@ -68,16 +68,12 @@ struct RoutedRequest {
 pub(super) async fn decide(context: Arc<RequestContext>, arrival: Arrival) -> Result<Box<Picked>, Response<Body>> {
     let request_id = request_id(&arrival.headers).map_or_else(|| context.ids.public(), str::to_owned);
     let path = arrival.path.split('?').next().unwrap_or_default();
-    let requested = Endpoint::of_path(path);
     // Counts of tokens cause no work in the engine.
     let is_routed = |endpoint: &Endpoint| {
         arrival.has_body && *endpoint != Endpoint::CountTokens && endpoint.form() == BodyForm::Json
     };
-    let Some(endpoint) = requested.filter(is_routed) else {
-        return decide_by_load(&context, arrival, requested, request_id)
-            .await
-            .map(Box::new)
-            .map_err(ApiError::into_response);
+    let Some(endpoint) = Endpoint::of_path(path).filter(is_routed) else {
+        return decide_by_load(&context, arrival, request_id).await.map(Box::new).map_err(ApiError::into_response);
     };
     let mut account = Account::begin(&context, endpoint, &arrival.headers, &request_id);
     match decide_by_prompt(&context, &mut account, endpoint, arrival, &request_id).await {
@@ -155,11 +151,10 @@ async fn place_prefill(
 async fn decide_by_load(
     context: &Arc<RequestContext>,
     arrival: Arrival,
-    endpoint: Option<Endpoint>,
     request_id: String,
 ) -> Result<Picked, ApiError> {
     let Arrival { headers, body, has_body, subset, rules, .. } = arrival;
-    let Admitted { quota, .. } = context.admission.admit(endpoint, &headers)?;
+    let Admitted { quota, .. } = context.admission.admit(&headers)?;
     let model = context.models.of_clients().next().ok_or_else(ApiError::not_found)?;
     let body = match has_body {
         true => receive(body, body_limits(context, &headers), &context.admission.bodies).await?,

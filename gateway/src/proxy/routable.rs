@@ -109,7 +109,7 @@ impl RoutableRequest {
         retries: Option<&RetryBudget>,
     ) -> Result<Self, ApiError> {
         let limits = body_limits(context, headers);
-        let Admitted { tenant, quota } = match context.admission.admit(Some(target.endpoint), headers) {
+        let Admitted { tenant, quota } = match context.admission.admit(headers) {
             Ok(admitted) => admitted,
             Err(error) => {
                 discard(body, limits).await;

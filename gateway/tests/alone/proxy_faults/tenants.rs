@@ -43,7 +43,7 @@ async fn requests_without_a_valid_key_reach_no_worker() {
         format!("authorization: Bearer {}\r\n", &first[..first.len() - 1]),
         format!("authorization: Bearer {first}{second}\r\n"),
         format!("authorization: Bearer {first}, Bearer {second}\r\n"),
-        format!("x-api-key: {first}\r\n"),
+        format!("x-api-key: {first}{second}\r\n"),
         format!("authorization: Bearer nobody-0123456789\r\nauthorization: Bearer {first}\r\n"),
     ];
     for headers in refused {
@@ -60,6 +60,10 @@ async fn requests_without_a_valid_key_reach_no_worker() {
     let answer = ask(&gateway, "", &large).await;
     assert_eq!((answer.status, answer.code().as_str()), (401, "invalid_api_key"));
     assert_eq!(worker.request_count(), 0);
+    for headers in [format!("x-api-key: {first}\r\n"), format!("authorization: Bearer {second}\r\n")] {
+        assert_eq!(ask(&gateway, &headers, r#"{"model":"mock","prompt":[1]}"#).await.status, 200, "{headers}");
+        assert_eq!(request(gateway.address(), "GET", "/v1/models", &headers, b"").await.status, 200, "{headers}");
+    }
     expect_idle(&gateway).await;
 }
 
