@@ -10,6 +10,7 @@ use pointsman::{Placement, Usage};
 use tokio::time::Instant;
 
 use super::context::RequestContext;
+use super::heartbeats::Heartbeats;
 use crate::admission::leases::QuotaLease;
 use crate::admission::shared_sessions::SharedCall;
 use crate::formats::openai::{ApiError, Endpoint};
@@ -44,6 +45,9 @@ pub(crate) struct Account {
     pub(crate) media_report: Option<LengthReport>,
     /// Trace of the request.
     pub(crate) trace: RequestTrace,
+    /// Heartbeats of the request; absent if the gateway does not send its response.
+    pub(crate) heartbeats: Option<Arc<Heartbeats>>,
+    /// Status of the response. The client has 200 if it has the head of a stream already.
     status: u16,
     outcome: &'static str,
 }
@@ -68,6 +72,7 @@ impl Account {
             shared_call: None,
             media_report: None,
             trace: RequestTrace::of(headers),
+            heartbeats: None,
             status: CLIENT_LEFT,
             outcome: "client_gone",
         };
@@ -175,12 +180,22 @@ impl Account {
         response
     }
 
-    /// Records the status sent to the client.
+    /// Records the status of the response.
     pub(crate) fn answered(&mut self, status: StatusCode) {
         if !std::mem::replace(&mut self.is_answered, true) {
             self.status = status.as_u16();
-            self.model.answered(self.endpoint, self.status);
+            self.model.answered(self.endpoint, self.sent_status());
         }
+    }
+
+    /// Whether the client has the head of a stream without a response.
+    fn has_head(&self) -> bool {
+        self.heartbeats.as_ref().is_some_and(|heartbeats| heartbeats.has_head())
+    }
+
+    /// The status that the client has received.
+    fn sent_status(&self) -> u16 {
+        if self.has_head() { StatusCode::OK.as_u16() } else { self.status }
     }
 
     /// Sets the migration result that a break-off of the response counts.
@@ -242,16 +257,17 @@ impl Account {
             return;
         }
         if self.meters.is_deadline_passed.load(Ordering::Relaxed) {
-            match self.is_answered {
-                true => self.broke(StreamBreak::Drain),
-                false => self.answered(StatusCode::SERVICE_UNAVAILABLE),
+            let has_started = self.is_answered || self.has_head();
+            self.answered(StatusCode::SERVICE_UNAVAILABLE);
+            if has_started {
+                self.broke(StreamBreak::Drain);
             }
             self.outcome = StreamBreak::Drain.name();
             return;
         }
         self.meters.client_gone.increment(1);
         if !self.is_answered {
-            self.model.answered(self.endpoint, CLIENT_LEFT);
+            self.model.answered(self.endpoint, self.sent_status());
         }
     }
 }
@@ -267,8 +283,8 @@ impl Drop for Account {
         }
         self.record_activity();
         let (endpoint, model) = (self.endpoint.name(), &self.model.model);
-        let trace_id = self.trace.trace_id();
-        self.access.write(endpoint, (model, trace_id.as_deref()), self.status, self.outcome, self.started.elapsed());
-        self.trace.end(&self.access, model, self.status, self.outcome);
+        let (trace_id, status) = (self.trace.trace_id(), self.sent_status());
+        self.access.write(endpoint, (model, trace_id.as_deref()), status, self.outcome, self.started.elapsed());
+        self.trace.end(&self.access, model, status, self.outcome);
     }
 }

@@ -2,12 +2,13 @@
 //!
 //! Holds back at most [`BEGIN_BYTES_MAX`] and one frame, without a copy, and forwards the frames unchanged. A stream is
 //! held until its first event with output, so that a worker that fails after the role chunk can still be replaced. A
-//! JSON response is held until its end or the limit, because a part of it is useless to clients.
+//! JSON response is held until its end or the limit, because a part of it is useless to clients. Heartbeats pass at once.
 //! [`Answer`](super::answer::Answer) streams the rest.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::http::header::CONTENT_TYPE;
@@ -16,13 +17,41 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use pointsman::{AnswerKind, AnswerReader};
+use tokio::time::{Instant, timeout_at};
 
 use super::failure::Failure;
+use super::heartbeats::Heartbeats;
 use crate::formats::stream_error::body_of;
 use crate::net::upstream::UpstreamError;
 
 /// Maximum held bytes, except for the frame that exceeds them.
 const BEGIN_BYTES_MAX: usize = 64 << 10;
+
+/// Time limit of the start of a response.
+pub(super) struct TimeLimit {
+    silence_max: Duration,
+    deadline: Instant,
+    latest: Instant,
+}
+
+impl TimeLimit {
+    /// At most `silence_max` without a heartbeat, and `whole_max` with heartbeats.
+    pub(super) fn new(silence_max: Duration, whole_max: Duration) -> Self {
+        let now = Instant::now();
+        Self { silence_max, deadline: now + silence_max, latest: now + silence_max.max(whole_max) }
+    }
+
+    /// Restarts the time after a heartbeat.
+    pub(super) fn extend(&mut self) {
+        self.deadline = self.latest.min(Instant::now() + self.silence_max);
+    }
+
+    /// The output of a future that completes in time.
+    pub(super) async fn of<T>(&self, future: impl Future<Output = T>) -> Result<T, Failure> {
+        let late = |_| Failure::NoResponse(UpstreamError::Timeout(self.silence_max));
+        timeout_at(self.deadline, future).await.map_err(late)
+    }
+}
 
 /// A worker's body with the held frames in front.
 #[derive(Debug)]
@@ -56,22 +85,39 @@ impl ResponseStart {
         Ok(Self { held, rest: Some(rest) })
     }
 
-    /// Waits until the response is known to be valid.
-    pub(super) async fn valid(mut rest: Incoming, kind: AnswerKind) -> Result<Self, Failure> {
+    /// Waits until the response is known to be valid. Passes heartbeats, which extend the time limit.
+    pub(super) async fn valid(
+        mut rest: Incoming,
+        kind: AnswerKind,
+        mut limit: TimeLimit,
+        heartbeats: Option<&Heartbeats>,
+    ) -> Result<Self, Failure> {
         let (mut held, mut reader, mut bytes_held) = (VecDeque::new(), AnswerReader::new(kind), 0);
+        // Held frames, and events in them, before the current event.
+        let (mut whole_frames, mut whole_events) = (0, 0);
         let mut has_ended = false;
         while !has_ended && !reader.is_decided() && bytes_held < BEGIN_BYTES_MAX {
-            match rest.frame().await {
-                Some(frame) => {
-                    let frame = frame.map_err(broken)?;
-                    if let Some(data) = frame.data_ref() {
-                        bytes_held += data.len();
-                        reader.read(data);
+            let Some(frame) = limit.of(rest.frame()).await? else {
+                has_ended = true;
+                break;
+            };
+            let frame = frame.map_err(broken)?;
+            if let Some(data) = frame.data_ref() {
+                bytes_held += data.len();
+                reader.read(data);
+            }
+            held.push_back(frame);
+            has_ended = rest.is_end_stream();
+            if reader.is_between_events() {
+                if reader.events() == whole_events {
+                    limit.extend();
+                    let beats = || held.range(whole_frames..).filter_map(Frame::data_ref);
+                    if heartbeats.is_some_and(|heartbeats| heartbeats.pass(beats())) {
+                        bytes_held -= beats().map(Bytes::len).sum::<usize>();
+                        held.truncate(whole_frames);
                     }
-                    held.push_back(frame);
-                    has_ended = rest.is_end_stream();
                 }
-                None => has_ended = true,
+                (whole_frames, whole_events) = (held.len(), reader.events());
             }
         }
         if has_ended {

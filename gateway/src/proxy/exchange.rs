@@ -1,5 +1,6 @@
 //! One exchange with a worker: from the request to a valid start of the response.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Bytes;
@@ -11,8 +12,9 @@ use hyper::body::Incoming;
 use pointsman::AnswerKind;
 use tokio::time::timeout;
 
-use super::begin::ResponseStart;
+use super::begin::{ResponseStart, TimeLimit};
 use super::failure::{Failure, is_retried};
+use super::heartbeats::Heartbeats;
 use crate::formats::openai::{BodyForm, Endpoint};
 use crate::net::upstream::{Upstream, UpstreamError};
 
@@ -27,7 +29,8 @@ pub(super) struct Checked {
     pub(super) kind: Option<AnswerKind>,
 }
 
-/// Sends a request and validates the start of its response. `on_head` receives the status.
+/// Sends a request and validates the start of its response. `on_head` receives the status, and `heartbeats` those of the
+/// engine.
 ///
 /// # Errors
 /// No response within the time, an invalid one, or a status that another worker may not have.
@@ -35,22 +38,19 @@ pub(super) async fn exchange(
     upstream: Upstream,
     request: Request<Full<Bytes>>,
     (endpoint, kind): (Endpoint, AnswerKind),
-    within: Duration,
+    (limit, heartbeats): (TimeLimit, Option<Arc<Heartbeats>>),
     on_head: impl FnOnce(StatusCode),
 ) -> Result<Checked, Failure> {
-    let started = async {
-        let (head, body) = send(&upstream, request, on_head).await?;
-        if !head.status.is_success() {
-            return Ok(Checked { head, body: ResponseStart::any(body).await?, kind: None });
-        }
-        let checked = checked_kind(endpoint, kind, &head.headers).map_err(Failure::Invalid)?;
-        let body = match checked {
-            Some(kind) => ResponseStart::valid(body, kind).await?,
-            None => ResponseStart::any(body).await?,
-        };
-        Ok(Checked { head, body, kind: checked })
+    let (head, body) = limit.of(send(&upstream, request, on_head)).await??;
+    let checked = match head.status.is_success() {
+        true => checked_kind(endpoint, kind, &head.headers).map_err(Failure::Invalid)?,
+        false => None,
     };
-    timeout(within, started).await.unwrap_or(Err(Failure::NoResponse(UpstreamError::Timeout(within))))
+    let body = match checked {
+        Some(kind) => ResponseStart::valid(body, kind, limit, heartbeats.as_deref()).await?,
+        None => limit.of(ResponseStart::any(body)).await??,
+    };
+    Ok(Checked { head, body, kind: checked })
 }
 
 /// As [`exchange`], for a complete response of at most `bytes_max`. Its status may be one of an error.

@@ -14,6 +14,7 @@ pub(crate) mod context;
 mod engine_abort;
 mod exchange;
 mod failure;
+mod heartbeats;
 pub(crate) mod ids;
 mod leg;
 mod messages;
@@ -31,6 +32,7 @@ pub(crate) mod stored;
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Json;
 use axum::body::{Body, Bytes};
@@ -53,6 +55,7 @@ pub(crate) use attempts::WorkerResponse;
 use cached_tokens::Corrected;
 pub(crate) use exchange::checked_kind;
 pub(crate) use failure::failure_outcome;
+use heartbeats::{Heartbeats, kept_alive};
 use messages::{Translation, converted_error};
 use migration::{Migrating, Migration};
 use refusal::Refusal;
@@ -62,11 +65,24 @@ const PREFILL: HeaderName = HeaderName::from_static("x-pointsman-prefill");
 
 /// Serves a request to one of the endpoints.
 pub(crate) async fn answer(endpoint: Endpoint, context: Arc<RequestContext>, request: Request<Body>) -> Response<Body> {
+    let interval = Duration::from_millis(context.settings.gateway.heartbeat_after_ms);
+    let heartbeats = Heartbeats::new(endpoint, interval);
+    kept_alive(Arc::clone(&heartbeats), serve(endpoint, context, request, heartbeats)).await
+}
+
+/// Serves a request whose client may receive heartbeats meanwhile.
+async fn serve(
+    endpoint: Endpoint,
+    context: Arc<RequestContext>,
+    request: Request<Body>,
+    heartbeats: Arc<Heartbeats>,
+) -> Response<Body> {
     let (mut head, body) = request.into_parts();
     let client = head.extensions.remove::<OnUpgrade>();
     // The routing layer has set the id and adds it to every response.
     let request_id = request_id(&head.headers).unwrap_or_default();
     let mut account = Account::begin(&context, endpoint, &head.headers, request_id);
+    account.heartbeats = Some(heartbeats);
     let target = Target { endpoint, method: &head.method, uri: &head.uri };
     let reply = forward(&context, &mut account, target, &head.headers, request_id, body).await;
     let is_anthropic = endpoint.is_anthropic();

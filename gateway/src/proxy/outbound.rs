@@ -11,10 +11,12 @@ use pointsman::{AnswerKind, Placement};
 use tokio::time::Instant;
 
 use super::account::Account;
+use super::begin::TimeLimit;
 use super::context::RequestContext;
 use super::engine_abort::EngineAbort;
 use super::exchange::{Checked, exchange};
 use super::failure::Failure;
+use super::heartbeats::Heartbeats;
 use super::prefill_report::PrefillReport;
 use super::refusal::Refusal;
 use crate::formats::openai::{Authorization, Endpoint, ToWorker, to_worker};
@@ -57,7 +59,7 @@ impl Attempt<'_> {
     /// Sends it.
     pub(super) async fn send(&mut self, outgoing: Outgoing<'_>) -> Result<Checked, Failure> {
         let request = self.request(outgoing).map_err(Failure::NoResponse)?;
-        self.outbound.exchange(request, |status| self.sent.answered(status)).await
+        self.outbound.exchange(request, self.account.heartbeats.clone(), |status| self.sent.answered(status)).await
     }
 
     /// Sends the whole request.
@@ -74,10 +76,14 @@ impl Outbound<'_> {
     pub(super) fn exchange<F: FnOnce(StatusCode)>(
         &self,
         request: Request<Full<Bytes>>,
+        heartbeats: Option<Arc<Heartbeats>>,
         on_head: F,
     ) -> impl Future<Output = Result<Checked, Failure>> + use<F> {
         let (upstream, kinds) = (self.context.upstream.clone(), (self.endpoint, self.kind));
-        exchange(upstream, request, kinds, self.response_time_max(), on_head)
+        // Heartbeats prove that an engine works, up to the time of a response that is not streamed.
+        let answer_max = Duration::from_millis(self.context.settings.gateway.answer_timeout_ms);
+        let limit = TimeLimit::new(self.response_time_max(), answer_max);
+        exchange(upstream, request, kinds, (limit, heartbeats), on_head)
     }
 
     /// Longest time until a response is known to be valid.

@@ -144,6 +144,7 @@ impl RoutableRequest {
         let owner = owner_of(context, target, &parsed, tenant).await?;
         let (model, adapter) = model_of(context, named.as_deref(), owner.as_ref())?;
         account.is_for(&model.meters);
+        let kind = kind_of(account, endpoint, parsed.stream);
         let mut options = options_of(context, account, &model.settings.name, (headers, &parsed, tenant))?;
         options.constraints.pin = owner.as_ref().map(|(_, worker)| pin_to(*worker));
         hold(context, account, model, endpoint, &mut options).await?;
@@ -180,8 +181,6 @@ impl RoutableRequest {
             overrides: if parsed.further.skips_cache { without_cache(options.overrides) } else { options.overrides },
             ..options
         };
-        // Other responses are never streamed, regardless of the request.
-        let kind = if parsed.stream && endpoint.generates() { AnswerKind::Events } else { AnswerKind::Json };
         let mode = messages.unwrap_or(model.settings.messages);
         let original = original.map(|original| (original, mode));
         let (body, worker_endpoint) = worker_body(endpoint, &parsed, original, edits)?;
@@ -219,6 +218,16 @@ impl RoutableRequest {
         };
         RouteRequest { options: self.options.clone(), ..RouteRequest::query(Prompt::Tokens(tokens)) }
     }
+}
+
+/// Kind of a valid response. The client of a stream may receive heartbeats from now on.
+fn kind_of(account: &Account, endpoint: Endpoint, is_streamed: bool) -> AnswerKind {
+    // Other responses are never streamed, regardless of the request.
+    if !is_streamed || !endpoint.generates() {
+        return AnswerKind::Json;
+    }
+    account.heartbeats.iter().for_each(|heartbeats| heartbeats.begin());
+    AnswerKind::Events
 }
 
 /// Parses a body. For a request in Anthropic's format, the result is that of the converted chat, with the original body.

@@ -301,7 +301,7 @@ impl<'a> Split<'a> {
         let on_head = move |head: StatusCode| seen.store(head.as_u16(), Ordering::Relaxed);
         let mut both = BothLegs {
             prefill: Leg::start(leg),
-            decode: Leg::start(outbound.exchange(request, on_head)),
+            decode: Leg::start(outbound.exchange(request, decode.account.heartbeats.clone(), on_head)),
             decode_abort: outbound.abort_of(outbound.model, decode.placement, bodies.abort_ids(transfer)),
             lingers: (pool.protocol() == Protocol::Sglang).then_some(outbound.kind),
         };

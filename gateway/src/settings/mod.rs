@@ -114,6 +114,9 @@ settings! {
         hold_without_endpoints_ms: u64 = 0, in 0..=DAY_MS => reloaded;
         /// Timeout between parts of a started response, and of a client that does not read.
         idle_timeout_ms: u64 = 120_000, in 1..=DAY_MS => reloaded;
+        /// Silence until a client that waits for a stream receives its head and heartbeats, and their interval; 0 disables
+        /// them.
+        heartbeat_after_ms: u64 = 5_000, in 0..=DAY_MS => reloaded;
         /// Attempts per request, including the first, until a valid response starts.
         attempts_max: u32 = 3, in 1..=10 => reloaded;
         /// Retries per request, averaged over the last ten seconds; ten retries in that time are always allowed.

@@ -48,7 +48,11 @@ impl Client {
 
     /// Sends a request and reads nothing.
     pub(crate) async fn ask(gateway: &Gateway) -> Self {
-        let stream = send(gateway.address(), "POST", PATH, "", body().as_bytes()).await;
+        Self::of(send(gateway.address(), "POST", PATH, "", body().as_bytes()).await)
+    }
+
+    /// A client that has sent its request.
+    pub(crate) fn of(stream: TcpStream) -> Self {
         Self { stream, bytes: Vec::new() }
     }
 
@@ -59,10 +63,15 @@ impl Client {
 
     /// Reads until the response body equals `body`, and no further.
     pub(crate) async fn expect_body(&mut self, body: &[u8]) {
+        self.expect(|answer| answer.body == body).await;
+    }
+
+    /// Reads until the response holds the condition, and no further.
+    pub(crate) async fn expect(&mut self, holds: impl Fn(&Answer) -> bool) {
         let arrival = async {
             loop {
                 let answer = Answer::parse(&self.bytes);
-                if answer.as_ref().is_some_and(|answer| answer.body == body) {
+                if answer.as_ref().is_some_and(&holds) {
                     return;
                 }
                 let read = self.stream.read_buf(&mut self.bytes).await.unwrap_or(0);

@@ -6,6 +6,7 @@
 mod bytes;
 mod clients;
 mod drain;
+mod heartbeats;
 mod outcomes;
 mod tenants;
 mod tokenize;
