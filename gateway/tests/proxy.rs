@@ -75,6 +75,39 @@ async fn models_are_listed_under_every_name() {
     assert_eq!((&list["data"][0]["max_model_len"], &one.json()["max_model_len"]), (&json!(4_096), &json!(4_096)));
 }
 
+/// Engines respond with their own name of the model.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn responses_name_the_model_as_requested() {
+    let chunk = |name: &str| {
+        format!(
+            "data: {{\"id\":\"x\",\"model\":\"{name}\",\"choices\":[{{\"text\":\"m\",\"finish_reason\":\"stop\"}}]}}\n\n"
+        )
+    };
+    let whole =
+        |name: &str| format!("{{\"choices\":[{{\"text\":\"\\\"model\\\":\\\"mock\\\"\"}}],\"model\": \"{name}\"}}");
+    let (events, json) = (chunk("mock"), whole("mock"));
+    let scripted = Scripted::start(move |n| match n % 3 {
+        0 => [stream(&[&events[..30], &events[30..], "data: [DONE]\n\n"]), vec![stream_end()]].concat(),
+        1 => answer("200 OK", &json),
+        _ => answer("400 Bad Request", &json),
+    })
+    .await;
+    let mut settings = settings(vec![worker(1, &scripted.url(), 1)]);
+    settings.models[0].aliases = vec!["claude".to_owned()];
+    let gateway = gateway(settings).await;
+    for name in ["claude", "mock"] {
+        let ask = async |stream: bool| {
+            let body = json!({ "model": name, "prompt": [1], "stream": stream });
+            let answer = post(&gateway, "/v1/completions", &body).await;
+            (answer.status, answer.text().to_owned(), answer.is_whole)
+        };
+        assert_eq!(ask(true).await, (200, chunk(name) + "data: [DONE]\n\n", true));
+        assert_eq!(ask(false).await, (200, whole(name), true));
+        assert_eq!(ask(false).await, (400, whole("mock"), true), "errors pass");
+    }
+    assert!(scripted.requests().iter().all(|request| request.text().contains("\"mock\"")));
+}
+
 #[tokio::test]
 async fn models_have_anthropic_form_for_its_clients() {
     let mut settings = settings(vec![worker(1, "http://127.0.0.1:9", 1)]);

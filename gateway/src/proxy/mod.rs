@@ -24,6 +24,7 @@ mod prefill_leg;
 mod prefill_report;
 mod realtime;
 pub(crate) mod refusal;
+mod renamed;
 mod reports;
 pub(crate) mod routable;
 mod split;
@@ -36,14 +37,14 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::body::{Body, Bytes};
-use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use axum::http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use axum::response::IntoResponse as _;
 use hyper::upgrade::OnUpgrade;
 use pointsman::AnswerKind;
 use serde_json::json;
 
-use crate::formats::openai::{ApiError, Endpoint, request_id, to_client};
+use crate::formats::openai::{AnsweredModel, ApiError, Endpoint, request_id, to_client};
 use crate::pools::disaggregation::PrefillResult;
 use crate::proxy::account::Account;
 use crate::proxy::context::RequestContext;
@@ -90,8 +91,8 @@ async fn serve(
         Ok(Reply::Started(Forwarded { begin, .. })) if begin.head.status == StatusCode::SWITCHING_PROTOCOLS => {
             return realtime::switch(account, begin, client, request_id);
         }
-        Ok(Reply::Started(Forwarded { begin, translation, migration })) => {
-            let response = start_response(&context, account, begin, request_id, migration);
+        Ok(Reply::Started(Forwarded { begin, translation, renamed, migration })) => {
+            let response = start_response(&context, account, begin, (request_id, renamed), migration);
             return match translation {
                 Some(translation) => translation.of(response, request_id).await,
                 None if is_anthropic && !response.status().is_success() => converted_error(response, request_id).await,
@@ -120,6 +121,8 @@ enum Reply {
 struct Forwarded {
     begin: WorkerResponse,
     translation: Option<Translation>,
+    /// Present if the client requested the model by another name than that at the worker.
+    renamed: Option<AnsweredModel>,
     /// Present if the stream can be resumed after a failure.
     migration: Option<Box<Migration>>,
 }
@@ -151,6 +154,7 @@ async fn forward(
         model: prepared.requested_model.clone(),
         prompt_tokens: prepared.prompt_tokens().unwrap_or(0),
     });
+    let renamed = prepared.answered_model.clone().filter(|_| !is_translated && endpoint.has_known_response());
     let resumable = migration::resumable(context, account, &mut prepared);
     let (body, none) = (prepared.body.clone(), BTreeSet::new());
     let attempts = AttemptLoop::new(context, &prepared, (headers, request_id), body, &none);
@@ -163,7 +167,7 @@ async fn forward(
         let (headers, request_id) = (headers.clone(), request_id.to_owned());
         Box::new(Migration { prepared, request, headers, request_id })
     });
-    Ok(Reply::Started(Forwarded { begin, translation, migration }))
+    Ok(Reply::Started(Forwarded { begin, translation, renamed, migration }))
 }
 
 /// Response of a worker that has started one.
@@ -171,7 +175,7 @@ fn start_response(
     context: &Arc<RequestContext>,
     account: Account,
     begin: WorkerResponse,
-    request_id: &str,
+    (request_id, model): (&str, Option<AnsweredModel>),
     migration: Option<Box<Migration>>,
 ) -> Response<Body> {
     let (status, mut headers) = (begin.head.status, to_client(&begin.head.headers, request_id));
@@ -194,7 +198,8 @@ fn start_response(
     if let Some((result, _)) = prefill {
         headers.insert(PREFILL, HeaderValue::from_static(result.name()));
     }
-    let mut response = Response::new(body);
+    let model = model.filter(|_| status.is_success() && !headers.contains_key(CONTENT_ENCODING));
+    let mut response = Response::new(renamed::renamed(body, model));
     (*response.status_mut(), *response.headers_mut()) = (status, headers);
     response
 }

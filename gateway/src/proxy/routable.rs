@@ -23,7 +23,7 @@ use crate::admission::retry_budget::RetryBudget;
 use crate::admission::tenants::Tenant;
 use crate::formats::anthropic::{Purpose, chat_body};
 use crate::formats::openai::{
-    ApiError, BodyForm, ClientPrompt, Edits, Endpoint, RequestBody, Session, hashed, request_options,
+    AnsweredModel, ApiError, BodyForm, ClientPrompt, Edits, Endpoint, RequestBody, Session, hashed, request_options,
 };
 use crate::pools::model::Model;
 use crate::pools::readiness::causes::placement_error;
@@ -74,6 +74,8 @@ pub(crate) struct RoutableRequest {
     pub(crate) method: Method,
     /// Model name from the client, else that at the workers.
     pub(crate) requested_model: String,
+    /// Replacement of the model name in the response, if the client requested another one.
+    pub(super) answered_model: Option<AnsweredModel>,
     /// Kind of a valid response: events for a streamed request.
     pub(crate) kind: AnswerKind,
     /// The body for the worker.
@@ -162,9 +164,9 @@ impl RoutableRequest {
         }
         let PromptMedia { spans: mm_spans, names: media_names, report, .. } = tokens.media;
         account.media_report = report;
+        let edited = parsed.model.as_deref().filter(|requested| *requested != upstream_name);
         let edits = Edits {
-            model: Some(upstream_name)
-                .filter(|name| parsed.model.as_deref().is_some_and(|requested| requested != *name)),
+            model: edited.map(|_| upstream_name),
             // Tokenization uses no cache.
             cache_salt: tenant_salt.as_deref().filter(|_| endpoint.has_engine_work()),
             media_names: &media_names,
@@ -190,6 +192,7 @@ impl RoutableRequest {
             worker_path: target.worker_path(worker_endpoint),
             method: target.method.clone(),
             requested_model: named.as_deref().unwrap_or(upstream_name).to_owned(),
+            answered_model: edited.map(|requested| AnsweredModel::new(upstream_name, requested)),
             kind,
             body,
             include_usage: parsed.include_usage,

@@ -5,6 +5,7 @@
 //! bodies are rejected with a reason. [`prompt`](crate::tokens) computes tokens and [`serve`](crate::app) sends
 //! requests.
 
+mod answered_model;
 mod body;
 mod client_prompt;
 mod endpoint;
@@ -18,6 +19,7 @@ mod responses;
 mod session;
 mod work;
 
+pub use answered_model::AnsweredModel;
 pub use body::{Edits, RequestBody};
 pub use client_prompt::{ChatParts, ClientPrompt, MediaName};
 pub use endpoint::{BodyForm, Endpoint};
