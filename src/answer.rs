@@ -388,9 +388,9 @@ impl AnswerReader {
         let event = StreamEvent::read(data);
         self.counted += u64::from(event.has_output());
         self.learn(event.usage);
-        let step = match self.named {
-            NamedEvent::Failed => EventStep::Error(status_of_event(data)),
-            _ => event.step(data),
+        let step = match self.named == NamedEvent::Failed {
+            true => EventStep::Error(status_of_event(data)),
+            false => event.step(data),
         };
         self.events -= u64::from(step == EventStep::Heartbeat);
         self.progress(step);

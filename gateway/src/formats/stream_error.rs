@@ -29,12 +29,12 @@ pub fn body_of(stream: &[u8], status: u16) -> Bytes {
 #[must_use]
 pub fn events_of(endpoint: Endpoint, status: u16, body: &[u8]) -> String {
     let error = error_object(body, status);
-    match endpoint {
-        Endpoint::Messages => {
-            let message = error["message"].as_str().unwrap_or_default();
-            format!("event: error\ndata: {}\n\n", error_body(status, message, None))
-        }
-        Endpoint::Responses => {
+    if endpoint.is_anthropic() {
+        let message = error["message"].as_str().unwrap_or_default();
+        return format!("event: error\ndata: {}\n\n", error_body(status, message, None));
+    }
+    match endpoint == Endpoint::Responses {
+        true => {
             let (code, message) = (&error["code"], &error["message"]);
             let failed =
                 json!({ "object": "response", "status": "failed", "error": { "code": code, "message": message } });
@@ -44,7 +44,7 @@ pub fn events_of(endpoint: Endpoint, status: u16, body: &[u8]) -> String {
             });
             format!("event: error\ndata: {event}\n\nevent: response.failed\ndata: {failed}\n\n")
         }
-        _ => format!("data: {}\n\ndata: [DONE]\n\n", json!({ "error": error })),
+        false => format!("data: {}\n\ndata: [DONE]\n\n", json!({ "error": error })),
     }
 }
 
