@@ -22,6 +22,7 @@ use parking_lot::RwLock;
 use pointsman::Outcome;
 use rustls::ClientConfig;
 use tokio::net::TcpStream;
+use tokio::time::Instant;
 use tower::ServiceExt as _;
 use tower::util::MapResponse;
 
@@ -44,6 +45,10 @@ const IDLE_PER_WORKER_MAX: usize = 512;
 /// Idle timeout, shorter than that of engines, so that they rarely close a connection during its reuse (uvicorn closes
 /// after 5 s).
 const IDLE_KEPT: Duration = Duration::from_secs(4);
+
+/// Longest time from a request to the close of its kept connection that engines cause without a fault. Later, the engine
+/// has worked on the request.
+const CLOSE_RACE_MAX: Duration = Duration::from_secs(2);
 
 /// Failure of a worker request.
 #[derive(Debug, thiserror::Error)]
@@ -185,7 +190,7 @@ impl Upstream {
     /// Connection failure or broken connection.
     pub async fn send(&self, mut request: Request<Full<Bytes>>) -> Result<Response<Incoming>, UpstreamError> {
         let Connector { client, connect_timeout, .. } = self.connector();
-        let mut connections = Observed::of(&mut request);
+        let (mut connections, sent_at) = (Observed::of(&mut request), Instant::now());
         let (error, has_end) = tokio::select! {
             biased;
             response = client.request(request) => match response {
@@ -201,7 +206,11 @@ impl Upstream {
             }
         };
         Err(match error {
-            UpstreamError::Broken(causes) if connections.is_unanswered(has_end) => UpstreamError::Closed(causes),
+            UpstreamError::Broken(causes)
+                if sent_at.elapsed() <= CLOSE_RACE_MAX && connections.is_unanswered(has_end) =>
+            {
+                UpstreamError::Closed(causes)
+            }
             error => error,
         })
     }

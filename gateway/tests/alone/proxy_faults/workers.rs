@@ -1,5 +1,7 @@
 //! Workers that fail: before a response, at every point of it, with every status, or all at the same time.
 
+use std::time::Duration;
+
 use pointsman::Outcome;
 use tokio::net::TcpSocket;
 use tokio::task::{JoinSet, LocalSet};
@@ -434,6 +436,33 @@ async fn a_request_outlasts_several_closed_connections() {
     assert_eq!((answer.status, answer.text()), (200, FINE), "{answer:?}");
     assert!(worker.request_count() > CLIENTS + 1, "kept connections were used");
     expect_no_failure(&gateway).await;
+    expect_idle(&gateway).await;
+}
+
+/// An engine that has worked on the request has failed, although its connection was kept.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_kept_connection_that_ends_late_counts_as_a_failure() {
+    let _alone = alone().await;
+    let worker = Scripted::with(Vec::new(), |n, _| match n {
+        0 => vec![full_response("200 OK", FINE)],
+        _ => vec![Act::Wait, Act::Reset],
+    })
+    .await;
+    let mut settings = counting_outcomes(settings(&[worker.url()]));
+    settings.gateway.attempts_max = 1;
+    let gateway = gateway(settings).await;
+    assert_eq!(Client::ask(&gateway).await.answer().await.expect("response received").text(), FINE);
+    let client = Client::ask(&gateway).await;
+    until("the worker has it", || worker.request_count() == 2).await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    worker.release(1);
+    assert_eq!(client.answer().await.expect("response received").status, 502);
+    assert_eq!(
+        (worker.request_count(), worker.seen(|seen| seen.accepted)),
+        (2, 1),
+        "one attempt, on the kept connection"
+    );
+    expect_outcome(&gateway, "after work", Outcome::Reset).await;
     expect_idle(&gateway).await;
 }
 
