@@ -223,6 +223,7 @@ class WorkerFields(TypedDict, total=False):
     kv_transfer_enforcement: Literal["required", "preferred"]
     kv_transfer_preferred_weight: float | None
     transfer_port: int | None
+    engine: Literal["vllm", "sglang", "other"] | None
     is_eagle: bool | None
     kv_events: KvEvents | None
     kv_events_by_rank: Mapping[int, KvEvents]

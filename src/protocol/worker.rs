@@ -124,6 +124,18 @@ fn moved_endpoint(
     }
 }
 
+/// Type of an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Engine {
+    /// vLLM.
+    Vllm,
+    /// SGLang.
+    Sglang,
+    /// Any other engine with an OpenAI-compatible API.
+    Other,
+}
+
 /// Source of an engine's load reports.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -199,6 +211,9 @@ pub struct WorkerConfig {
     /// NCCL. Default: that of the pool.
     #[serde(default)]
     pub transfer_port: Option<u16>,
+    /// Type of the engine, which determines the prompt of some requests. Default: as probed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine: Option<Engine>,
     /// Whether the worker hashes EAGLE windows; must match the pool's setting if given.
     #[serde(default)]
     pub is_eagle: Option<bool>,
@@ -321,6 +336,7 @@ impl WorkerConfig {
             kv_transfer_enforcement: KvTransferEnforcement::default(),
             kv_transfer_preferred_weight: None,
             transfer_port: None,
+            engine: None,
             is_eagle: None,
             kv_events: None,
             kv_events_by_rank: BTreeMap::new(),

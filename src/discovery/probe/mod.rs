@@ -18,18 +18,8 @@ pub use facts::{EngineFacts, EnginePage, PageAnswer};
 use super::HttpUrl;
 use super::hosts::reach;
 use crate::config::RouterConfig;
+pub use crate::protocol::worker::Engine;
 use crate::protocol::{KvEventsConfig, LoadSource, PoolBlockSize, WorkerConfig, WorkerConfigError, WorkerRole};
-
-/// Type of the responding engine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Engine {
-    /// Detected by `/metrics` or `/kv_event_sources`.
-    Vllm,
-    /// Detected by `/server_info`.
-    Sglang,
-    /// Any other engine with an OpenAI-compatible API.
-    Other,
-}
 
 /// Configuration reported by an engine.
 #[derive(Clone, Debug, PartialEq)]
@@ -136,6 +126,7 @@ impl Described {
             load: given.load.clone().or(self.load),
             transfer_port: given.transfer_port.or(self.transfer_port),
             role: given.role.or(self.role),
+            engine: given.engine.or(Some(self.engine)),
             ..given.clone()
         };
         if config.lora_adapters.is_empty() {

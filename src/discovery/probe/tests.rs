@@ -162,9 +162,14 @@ fn given_settings_combine_with_probed_ones() {
     };
     let described = vllm(MODELS, METRICS).expect("valid response");
     let config = described.complete(&given, &url(), &expected()).expect("compatible with the pool");
-    assert_eq!((config.total_kv_blocks, config.lora_adapters), (Some(5), given.lora_adapters));
+    assert_eq!((config.total_kv_blocks, config.lora_adapters), (Some(5), given.lora_adapters.clone()));
     assert_eq!(config.kv_events.expect("given").endpoint, "tcp://10.0.0.7:6000");
     assert_eq!(config.data_parallel_size, 2, "the probed value takes precedence");
+    assert_eq!(config.engine, Some(Engine::Vllm));
+    let other = WorkerConfig { engine: Some(Engine::Sglang), ..given };
+    let described = vllm(MODELS, METRICS).expect("valid response");
+    let config = described.complete(&other, &url(), &expected()).expect("compatible with the pool");
+    assert_eq!(config.engine, other.engine, "the given value takes precedence");
 }
 
 #[test]
