@@ -10,6 +10,7 @@ use axum::extract::Query;
 use axum::http::header::EXPECT;
 use axum::http::{HeaderMap, Method, Uri};
 use pointsman::config::RouterConfigOverride;
+use pointsman::internals::protocol::Engine;
 use pointsman::protocol::WorkerId;
 use pointsman::{AnswerKind, Pin, PinMode, Prompt, Rejection, RequestOptions, RouteRequest};
 use serde::Deserialize;
@@ -23,7 +24,8 @@ use crate::admission::retry_budget::RetryBudget;
 use crate::admission::tenants::Tenant;
 use crate::formats::anthropic::{Purpose, chat_body};
 use crate::formats::openai::{
-    AnsweredModel, ApiError, BodyForm, ClientPrompt, Edits, Endpoint, RequestBody, Session, hashed, request_options,
+    AnsweredModel, ApiError, BodyForm, ChatStyle, ClientPrompt, Edits, Endpoint, RequestBody, Session, hashed,
+    request_options,
 };
 use crate::pools::model::Model;
 use crate::pools::readiness::causes::placement_error;
@@ -242,9 +244,14 @@ async fn parse(
     endpoint: Endpoint,
     (headers, body): (&HeaderMap, Bytes),
 ) -> Result<(RequestBody, Option<Bytes>), ApiError> {
+    let model = |name: Option<&str>| match name {
+        Some(name) => context.models.find(name).map(|(model, _)| model),
+        None => context.models.only(),
+    };
+    let style = |name: Option<&str>| model(name).map(|model| style_of(model)).unwrap_or_default();
     if !endpoint.is_anthropic() {
         let parsed = match endpoint.form() {
-            BodyForm::Json => RequestBody::parse(endpoint, body),
+            BodyForm::Json => RequestBody::parse_for(endpoint, body, style),
             BodyForm::Form => RequestBody::form(endpoint, headers, body),
             BodyForm::Unread => Ok(RequestBody::unread(endpoint, body)),
         };
@@ -252,7 +259,13 @@ async fn parse(
     }
     let purpose = if endpoint == Endpoint::CountTokens { Purpose::Count } else { Purpose::Generate };
     let chat = reserved(chat_body(&body, purpose)?, &context.admission.bodies).await?;
-    Ok((RequestBody::parse(Endpoint::Chat, chat)?, Some(body)))
+    Ok((RequestBody::parse_for(Endpoint::Chat, chat, style)?, Some(body)))
+}
+
+/// How the engines of a model prepare chats.
+fn style_of(model: &Model) -> ChatStyle {
+    let engine = model.router.workers().iter().find_map(|worker| worker.config.engine);
+    ChatStyle { is_sglang: engine == Some(Engine::Sglang), takes_inline_system: None }
 }
 
 /// The worker that stores a response, and its model.

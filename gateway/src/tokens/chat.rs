@@ -3,9 +3,10 @@
 //! Reads messages and tools with limits, converts them to vLLM's shape, and detects content other than text.
 //! [`media`](super::media) removes the data of media parts before. [`template`](super::template) renders.
 //!
-//! vLLM's shape: only known message fields, contents in the template's format (see [`ContentFormat`]), arguments of
-//! earlier tool calls as values instead of JSON text, tools with `description` and `parameters` even if absent. SGLang
-//! differs (it joins several texts by spaces), but most requests render to equal texts.
+//! vLLM's shape: only known message fields, contents in the template's format (see [`ContentFormat`]), those of tools as
+//! text, arguments of earlier tool calls as values instead of JSON text, tools with `description` and `parameters` even if
+//! absent, no billing line of Claude Code, which differs per request. SGLang joins several texts by spaces, and keeps the
+//! billing line and the order of a tool's fields.
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
@@ -15,6 +16,7 @@ use serde::de::DeserializeOwned;
 use super::format::ContentFormat;
 use super::media::MediaKind;
 use super::reason::NoTokens;
+use crate::formats::anthropic::BILLING_HEADER;
 use crate::formats::openai::ChatParts;
 
 /// Maximum bytes of JSON read, and of text tokenized, per prompt: about a million tokens.
@@ -94,25 +96,42 @@ pub(super) enum MediaForm<'a> {
 /// Parses a conversation for a template with content format `format`.
 pub(super) fn read(parts: &ChatParts, format: ContentFormat, media: MediaForm<'_>) -> Result<Chat, NoTokens> {
     let messages: Vec<Message> = json(&parts.messages)?;
-    let messages = messages.into_iter().map(|message| message.shaped(format, media)).collect::<Result<_, _>>()?;
+    let shaped = |message: Message| message.shaped(format, media, parts.is_sglang);
+    let messages = messages.into_iter().map(shaped).collect::<Result<_, _>>()?;
     let tools = match &parts.tools {
         Some(tools) if has_tools(parts) => {
             let tools: Vec<Value> = json(tools)?;
-            Value::from(tools.iter().map(tool).collect::<Result<Vec<_>, _>>()?)
+            Value::from(tools.iter().map(|given| tool(given, parts.is_sglang)).collect::<Result<Vec<_>, _>>()?)
         }
         Some(_) | None => Value::from(()),
     };
     let optional = |part: &Option<axum::body::Bytes>| part.as_ref().map_or(Ok(Value::from(())), |bytes| json(bytes));
-    let variables: Value = optional(&parts.template_kwargs)?;
-    let variables = if variables.is_none() { Vec::new() } else { pairs(&variables)? };
     Ok(Chat {
         messages,
         tools,
         documents: optional(&parts.documents)?,
-        variables,
+        variables: variables(parts)?,
         add_generation_prompt: parts.add_generation_prompt.unwrap_or(true),
         continue_final_message: parts.continue_final_message.unwrap_or(false),
     })
+}
+
+/// Variables of the template: those of the client and the effort, from which vLLM derives whether the model thinks.
+pub(super) fn variables(parts: &ChatParts) -> Result<Vec<(Value, Value)>, NoTokens> {
+    let given: Value = parts.template_kwargs.as_ref().map_or(Ok(Value::from(())), |kwargs| json(kwargs))?;
+    let mut variables = if given.is_none() { Vec::new() } else { pairs(&given)? };
+    let effort: Value = parts.reasoning_effort.as_ref().map_or(Ok(Value::from(())), |effort| json(effort))?;
+    if effort.is_none() {
+        return Ok(variables);
+    }
+    let is_given = |name: &str| given.get_attr(name).is_ok_and(|value| !value.is_undefined());
+    if !parts.is_sglang && !is_given("enable_thinking") {
+        variables.push((Value::from("enable_thinking"), Value::from(effort.as_str() != Some("none"))));
+    }
+    if !parts.is_sglang || !is_given("reasoning_effort") {
+        variables.push((Value::from("reasoning_effort"), effort));
+    }
+    Ok(variables)
 }
 
 /// Checks that all contents are text, without a template.
@@ -132,10 +151,15 @@ fn json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, NoTokens> {
 }
 
 impl Message {
-    fn shaped(self, format: ContentFormat, media: MediaForm<'_>) -> Result<Value, NoTokens> {
-        let pieces = self.content.map_or(Ok(Vec::new()), |content| content.pieces(media))?;
+    fn shaped(self, format: ContentFormat, media: MediaForm<'_>, is_sglang: bool) -> Result<Value, NoTokens> {
+        let mut pieces = self.content.map_or(Ok(Vec::new()), |content| content.pieces(media))?;
+        if self.role == "system" && !is_sglang {
+            pieces.retain_mut(Piece::strip_billing_line);
+        }
+        let is_tool_text = self.role == "tool" && pieces.iter().all(|piece| matches!(piece, Piece::Text(_)));
         let content = match format {
-            ContentFormat::Text => Value::from(joined(pieces, media)?),
+            ContentFormat::Parts if is_tool_text => Value::from(joined(pieces, media, false)?),
+            ContentFormat::Text => Value::from(joined(pieces, media, is_sglang)?),
             ContentFormat::Parts => Value::from(pieces.into_iter().map(Piece::part).collect::<Vec<Value>>()),
         };
         let mut fields = vec![("role", Value::from(self.role.as_str())), ("content", content)];
@@ -168,6 +192,16 @@ enum Piece {
 }
 
 impl Piece {
+    /// Removes the line that Claude Code adds to its first system text. Returns whether anything else remains.
+    fn strip_billing_line(&mut self) -> bool {
+        let Self::Text(text) = self else { return true };
+        if text.starts_with(BILLING_HEADER) {
+            *text = text.split_once('\n').map_or_else(String::new, |(_, rest)| rest.to_owned());
+            return !text.is_empty();
+        }
+        true
+    }
+
     fn part(self) -> Value {
         match self {
             Self::Text(text) => Value::from_pairs([("type", Value::from("text")), ("text", Value::from(text))]),
@@ -177,7 +211,7 @@ impl Piece {
 }
 
 /// The content as one text: placeholders of media first, as in vLLM.
-fn joined(pieces: Vec<Piece>, media: MediaForm<'_>) -> Result<String, NoTokens> {
+fn joined(pieces: Vec<Piece>, media: MediaForm<'_>, by_spaces: bool) -> Result<String, NoTokens> {
     let (mut lines, mut texts) = (Vec::new(), Vec::new());
     for piece in pieces {
         match (piece, media) {
@@ -187,7 +221,7 @@ fn joined(pieces: Vec<Piece>, media: MediaForm<'_>) -> Result<String, NoTokens> 
         }
     }
     lines.extend(texts);
-    Ok(lines.join("\n"))
+    Ok(lines.join(if by_spaces { " " } else { "\n" }))
 }
 
 impl Content {
@@ -231,7 +265,7 @@ fn tool_call(call: &Value) -> Result<Value, NoTokens> {
 }
 
 /// A tool with the field order and null fields of the engine's own types.
-fn tool(tool: &Value) -> Result<Value, NoTokens> {
+fn tool(tool: &Value, is_sglang: bool) -> Result<Value, NoTokens> {
     let function = tool.get_attr("function").map_err(|_| NoTokens::Malformed)?;
     if tool.kind() != ValueKind::Map {
         return Err(NoTokens::Malformed);
@@ -240,11 +274,30 @@ fn tool(tool: &Value) -> Result<Value, NoTokens> {
         // Not a function, or the flat form of another API: unchanged.
         return Ok(tool.clone());
     }
-    let function = ordered(&function, &["name", "description", "parameters"])?;
+    let function = function_of(&function, is_sglang)?;
     let tool = with(tool, "function", function)?;
     let kind = tool.get_attr("type").unwrap_or_default();
     let tool = if kind.is_undefined() { with(&tool, "type", Value::from("function"))? } else { tool };
     ordered(&tool, &["type", "function"])
+}
+
+/// The function of a tool: only known fields, in vLLM's order or in that of the client.
+fn function_of(function: &Value, is_sglang: bool) -> Result<Value, NoTokens> {
+    /// The fields, and whether they are null if missing.
+    const FIELDS: [(&str, bool); 5] =
+        [("name", true), ("description", true), ("parameters", true), ("strict", false), ("defer_loading", false)];
+    let given = pairs(function)?;
+    let place = |(field, _): &(&str, bool)| given.iter().position(|(key, _)| key.as_str() == Some(field));
+    let mut fields = FIELDS.to_vec();
+    if is_sglang {
+        fields.sort_by_key(|field| place(field).unwrap_or(usize::MAX));
+    }
+    let fields = fields.into_iter().filter_map(|field| {
+        let value = place(&field).map(|place| given[place].1.clone()).unwrap_or_default();
+        let value = if value.is_undefined() { Value::from(()) } else { value };
+        (field.1 || !value.is_none()).then(|| (Value::from(field.0), value))
+    });
+    Ok(Value::from_pairs(fields))
 }
 
 /// The map with the fields `first` at its beginning, null if missing.

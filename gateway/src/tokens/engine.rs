@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use hyper::StatusCode;
+use minijinja::Value;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -48,7 +49,7 @@ struct TokenizeRequest<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     tools: Option<&'a RawValue>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    chat_template_kwargs: Option<&'a RawValue>,
+    chat_template_kwargs: Option<Value>,
     #[serde(skip_serializing_if = "Option::is_none")]
     add_generation_prompt: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -131,11 +132,12 @@ impl Client {
                 let parts = parts.clone();
                 self.run_work(chat::bytes(&parts), move || {
                     chat::text_only(&parts)?;
+                    let variables = chat::variables(&parts)?;
                     let request = TokenizeRequest {
                         model: &model,
                         messages: Some(raw(&parts.messages)?),
                         tools: parts.tools.as_ref().map(raw).transpose()?,
-                        chat_template_kwargs: parts.template_kwargs.as_ref().map(raw).transpose()?,
+                        chat_template_kwargs: Some(variables).filter(|given| !given.is_empty()).map(Value::from_pairs),
                         add_generation_prompt: parts.add_generation_prompt,
                         continue_final_message: parts.continue_final_message,
                         ..TokenizeRequest::default()

@@ -8,8 +8,8 @@ use serde_json::value::RawValue;
 use crate::formats::json::{each, inner};
 use crate::formats::openai::ApiError;
 
-/// Start of a system block that Claude Code adds with a hash per request. It would make every prompt unique.
-const BILLING_HEADER: &str = "x-anthropic-billing-header";
+/// Start of a system text that Claude Code adds with a hash per request. It would make every prompt unique.
+pub(crate) const BILLING_HEADER: &str = "x-anthropic-billing-header";
 
 /// A field as JSON; `None` if absent or null.
 pub(super) type Raw<'a> = Option<&'a RawValue>;

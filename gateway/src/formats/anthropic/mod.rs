@@ -20,6 +20,7 @@ mod request;
 mod response;
 mod stream;
 
+pub(crate) use blocks::BILLING_HEADER;
 pub(crate) use error::error_response;
 pub use error::{error_body, error_message, error_type};
 pub use request::{Purpose, chat_body};

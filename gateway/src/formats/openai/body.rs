@@ -12,7 +12,7 @@ use axum::body::Bytes;
 use pointsman::SessionId;
 use serde::Deserialize;
 
-use super::client_prompt::{ClientPrompt, MediaName};
+use super::client_prompt::{ChatStyle, ClientPrompt, MediaName};
 use super::endpoint::{BodyForm, Endpoint};
 use super::error::ApiError;
 use super::fields::{Fields, Given};
@@ -109,6 +109,18 @@ impl RequestBody {
     /// 400 for a body that is not a JSON object, is nested too deeply, or has a field of a shape that no engine
     /// accepts.
     pub fn parse(endpoint: Endpoint, body: Bytes) -> Result<Self, ApiError> {
+        Self::parse_for(endpoint, body, |_| ChatStyle::default())
+    }
+
+    /// Parses a body for the engines of the named model.
+    ///
+    /// # Errors
+    /// As [`Self::parse`].
+    pub fn parse_for(
+        endpoint: Endpoint,
+        body: Bytes,
+        style: impl FnOnce(Option<&str>) -> ChatStyle,
+    ) -> Result<Self, ApiError> {
         let fields = Fields::find(&body)?;
         let model = fields.model.text()?;
         if model.as_ref().is_some_and(String::is_empty) {
@@ -128,7 +140,7 @@ impl RequestBody {
         let previous = fields.previous_response_id.text().ok().flatten();
         let previous_response_id = previous.filter(|_| endpoint == Endpoint::Responses);
         let (stream, cache_salt) = (fields.stream.flag()?.unwrap_or(false), fields.cache_salt.text()?);
-        let prompt = prompt::read(endpoint, &fields, &body)?;
+        let prompt = prompt::read(endpoint, &fields, &body, style(model.as_deref()))?;
         let further = FurtherWork::read(endpoint, &fields)?;
         let session = Session::of_body(&fields);
         let spans = Spans::of(&fields, &body);

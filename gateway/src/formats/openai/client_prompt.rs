@@ -17,6 +17,22 @@ pub enum ClientPrompt {
     Opaque(&'static str),
 }
 
+/// How the engines of a model prepare a chat for its template.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ChatStyle {
+    /// Whether they are SGLang; else as vLLM.
+    pub is_sglang: bool,
+    /// Whether the template takes system messages after the first; `None` if unknown.
+    pub takes_inline_system: Option<bool>,
+}
+
+impl ChatStyle {
+    /// Whether the engine moves the system messages of `/v1/responses` to the beginning.
+    pub(super) fn gathers_system(self) -> bool {
+        self.is_sglang && self.takes_inline_system != Some(true)
+    }
+}
+
 /// Inputs of a chat template, each as JSON.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ChatParts {
@@ -36,6 +52,8 @@ pub struct ChatParts {
     pub continue_final_message: Option<bool>,
     /// Whether the client sends its own template (`chat_template`).
     pub has_own_template: bool,
+    /// Whether the engine is SGLang, which prepares messages and tools differently from vLLM.
+    pub is_sglang: bool,
     /// Whether the client sends options of media processing, which affect the engine's names of media.
     pub has_media_options: bool,
 }

@@ -21,7 +21,7 @@ mod work;
 
 pub use answered_model::AnsweredModel;
 pub use body::{Edits, RequestBody};
-pub use client_prompt::{ChatParts, ClientPrompt, MediaName};
+pub use client_prompt::{ChatParts, ChatStyle, ClientPrompt, MediaName};
 pub use endpoint::{BodyForm, Endpoint};
 pub(crate) use error::ErrorCode;
 pub use error::{ApiError, ErrorType, Limit};

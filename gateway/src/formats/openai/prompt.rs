@@ -8,7 +8,7 @@ use axum::body::Bytes;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::client_prompt::{ChatParts, ClientPrompt};
+use super::client_prompt::{ChatParts, ChatStyle, ClientPrompt};
 use super::endpoint::Endpoint;
 use super::error::ApiError;
 use super::fields::{Fields, Given, missing, unquoted};
@@ -16,19 +16,24 @@ use super::responses;
 use crate::formats::json::each;
 
 /// Extracts the prompt.
-pub(super) fn read(endpoint: Endpoint, fields: &Fields<'_>, body: &Bytes) -> Result<ClientPrompt, ApiError> {
+pub(super) fn read(
+    endpoint: Endpoint,
+    fields: &Fields<'_>,
+    body: &Bytes,
+    style: ChatStyle,
+) -> Result<ClientPrompt, ApiError> {
     let prompt = match endpoint {
-        Endpoint::Chat => chat(fields, body, true)?,
+        Endpoint::Chat => chat(fields, body, true, style)?,
         Endpoint::Completions => match (fields.prompt.json(), fields.prompt_embeds.json()) {
             (None, Some(_)) => ClientPrompt::Opaque("embeddings"),
             _ => text_or_tokens(fields.prompt, "prompt")?,
         },
         // Embedding models may have chat templates; engines then accept messages in place of input.
         Endpoint::Embeddings if fields.input.json().is_none() && fields.messages.json().is_some() => {
-            chat(fields, body, false)?
+            chat(fields, body, false, style)?
         }
         Endpoint::Embeddings => text_or_tokens(fields.input, "input")?,
-        Endpoint::Responses => responses::read(fields, body)?,
+        Endpoint::Responses => responses::read(fields, body, style)?,
         // The prompt is in the converted chat.
         Endpoint::Messages | Endpoint::CountTokens => return Ok(ClientPrompt::Opaque("messages")),
         Endpoint::Generate => generate(fields)?,
@@ -68,7 +73,7 @@ fn opaque(endpoint: Endpoint, fields: &Fields<'_>, prompt: &ClientPrompt) -> Opt
     fields.add_special_tokens.json().is_some_and(|given| given != usual).then_some("special_tokens")
 }
 
-fn chat(fields: &Fields<'_>, body: &Bytes, generates: bool) -> Result<ClientPrompt, ApiError> {
+fn chat(fields: &Fields<'_>, body: &Bytes, generates: bool, style: ChatStyle) -> Result<ClientPrompt, ApiError> {
     let messages = fields.messages.list(body)?.ok_or_else(|| missing("messages"))?;
     let add_generation_prompt = fields.add_generation_prompt.flag()?;
     Ok(ClientPrompt::Chat(Box::new(ChatParts {
@@ -80,6 +85,7 @@ fn chat(fields: &Fields<'_>, body: &Bytes, generates: bool) -> Result<ClientProm
         add_generation_prompt: if generates { add_generation_prompt } else { add_generation_prompt.or(Some(false)) },
         continue_final_message: fields.continue_final_message.flag()?,
         has_own_template: fields.chat_template.json().is_some(),
+        is_sglang: style.is_sglang,
         has_media_options: [fields.mm_processor_kwargs, fields.media_io_kwargs]
             .iter()
             .any(|given| given.json().is_some_and(|json| json != "{}")),

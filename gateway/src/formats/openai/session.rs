@@ -15,12 +15,13 @@ use super::fields::Fields;
 
 /// Headers of known clients in their order: the program, and the agent in it. The main agent of a program has no name.
 ///
-/// Claude Code; Dynamo's clients, whose header names a session and another its parent; Codex, current and former; opencode;
-/// clients of SGLang's gateway; OpenHands and other clients of `LiteLLM`; xAI; Qwen Code; Amp; Helicone.
-const CLIENTS: [(&str, Option<&str>); 13] = [
+/// Claude Code; Dynamo's clients and Codex, current and former, which name the parent of a session; opencode; clients of
+/// SGLang's gateway; OpenHands and other clients of `LiteLLM`; xAI; Qwen Code; Amp; Helicone.
+const CLIENTS: [(&str, Option<&str>); 14] = [
     ("x-claude-code-session-id", Some("x-claude-code-agent-id")),
     ("x-dynamo-parent-session-id", Some("x-dynamo-session-id")),
     ("x-dynamo-session-id", None),
+    ("x-codex-parent-thread-id", Some("thread-id")),
     ("session-id", Some("thread-id")),
     ("session_id", Some("thread-id")),
     ("thread-id", None),
@@ -218,7 +219,7 @@ mod tests {
         }
         assert_eq!(of(&[("session-id", "a"), ("session-id", "b")], &[]), None, "two sessions");
         assert_eq!(of(&[("session-id", "größe")], &[]), plain("größe"));
-        let pair = of(&[("x-claude-code-session-id", &longest), ("x-claude-code-agent-id", &longest)], &[]);
+        let pair = of(&[("x-claude-code-session-id", &longest), ("x-claude-code-agent-id", &"y".repeat(256))], &[]);
         assert!(pair.is_some_and(|(_, id)| id.len() == 32), "two long names are no longer than one id");
     }
 

@@ -2,4 +2,5 @@
 
 mod bodies;
 mod errors;
+mod responses;
 mod splices;

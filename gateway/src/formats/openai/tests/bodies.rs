@@ -227,7 +227,7 @@ fn responses_become_chats() {
         (
             r#""input":[{"role":"user","content":"a"},{"type":"message","id":"m","role":"assistant","status":"completed",
                 "content":[{"type":"output_text","text":"b","annotations":[]},{"text":"c","type":"input_text"}]}]"#,
-            r#"[{"role":"user","content":"a"},{"role":"assistant","content":[{"type":"text","text":"b"},{"type":"text","text":"c"}]}]"#,
+            r#"[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]"#,
         ),
     ];
     for (fields, messages) in cases {
