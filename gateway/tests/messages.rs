@@ -169,6 +169,77 @@ async fn passed_requests_reach_the_engine_unchanged() {
     at_rest(&gateway).await;
 }
 
+/// An engine without `/tokenize` whose template wants the system message first.
+async fn strict_engine() -> Scripted {
+    let chat = r#"{"choices":[{"message":{"role":"assistant","content":"hi"},"finish_reason":"stop"}]}"#;
+    let refusal = r#"{"error":{"message":"System message must be at the beginning.","code":400}}"#;
+    Scripted::with(Vec::new(), move |_, got| {
+        let body: Json = serde_json::from_str(got.text()).expect("JSON");
+        let messages = body["messages"].as_array().expect("messages");
+        match messages.iter().skip(1).any(|message| message["role"] == "system") {
+            true => answer("400 Bad Request", refusal),
+            false => answer("200 OK", chat),
+        }
+    })
+    .await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn templates_that_want_the_system_message_first_are_tried_once() {
+    let engine = strict_engine().await;
+    let gateway = gateway(settings(vec![worker(1, &engine.url(), 1)])).await;
+    let mut inline = body(false);
+    let messages = inline["messages"].as_array_mut().expect("a list");
+    messages.push(json!({ "role": "system", "content": "Agents: none." }));
+    for _ in 0..2 {
+        let answer = post(&gateway, MESSAGES, &inline).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+    }
+    let requests = engine.requests();
+    let last: Json = serde_json::from_str(requests[requests.len() - 1].text()).expect("JSON");
+    assert_eq!(last["messages"][1]["content"], "What does a pointsman do?\n\nAgents: none.");
+    assert_eq!(requests.len(), 4, "two trials and two requests");
+    at_rest(&gateway).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn passed_requests_that_cannot_be_converted_pass() {
+    let scripted = Scripted::responding_with(answer("200 OK", "{\"type\":\"message\",\"content\":[]}")).await;
+    let both = |mode| messages_mode(settings(vec![worker(1, &scripted.url(), 1)]), mode);
+    let reference = json!([{ "type": "tool_result", "tool_use_id": "t", "content": [{ "type": "server_made" }] }]);
+    let bodies = [
+        json!({ "model": "mock", "max_tokens": 5, "messages": [{ "role": "user", "content": reference }] }),
+        json!({ "model": "mock", "max_tokens": 0, "messages": [{ "role": "user", "content": "x" }] }),
+        json!({ "model": "mock", "max_tokens": 5, "messages": [{ "role": "user", "content": "x" }],
+                "tools": [{ "type": "web_search_20250305", "name": "web_search" }] }),
+    ];
+    let pass = gateway(both(MessagesMode::Pass)).await;
+    for body in &bodies {
+        let answer = post(&pass, MESSAGES, body).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+    }
+    let texts: Vec<String> = scripted.requests().iter().map(|request| request.text().to_owned()).collect();
+    assert_eq!(texts, bodies.each_ref().map(Json::to_string));
+    at_rest(&pass).await;
+    let translate = gateway(both(MessagesMode::Translate)).await;
+    for body in &bodies {
+        assert_eq!(error_type(&post(&translate, MESSAGES, body).await), "invalid_request_error");
+    }
+    at_rest(&translate).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn errors_of_the_context_length_use_anthropics_words() {
+    let of_vllm = r#"{"error":{"message":"This model's maximum context length is 64 tokens. However, your prompt contains at least 100 input tokens.","code":400}}"#;
+    let scripted = Scripted::responding_with(answer("400 Bad Request", of_vllm)).await;
+    for mode in [MessagesMode::Translate, MessagesMode::Pass] {
+        let gateway = gateway(messages_mode(settings(vec![worker(1, &scripted.url(), 1)]), mode)).await;
+        let answer = post(&gateway, MESSAGES, &body(false)).await;
+        assert_eq!(answer.json()["error"]["message"], "prompt is too long: 100 tokens > 64 maximum", "{mode:?}");
+        at_rest(&gateway).await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn errors_have_anthropic_format() {
     let scripted = Scripted::start(|n| match n {

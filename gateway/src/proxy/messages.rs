@@ -15,7 +15,9 @@ use http_body::Body as _;
 use http_body_util::BodyExt as _;
 use pointsman::AnswerKind;
 
-use crate::formats::anthropic::{StreamTranslator, error_body, error_message, error_response, message};
+use crate::formats::anthropic::{
+    Known, StreamTranslator, error_body, error_message, error_response, in_anthropic_words, message,
+};
 use crate::formats::openai::ApiError;
 
 /// Maximum length of a response that is not streamed.
@@ -28,15 +30,17 @@ const ERROR_BYTES_MAX: usize = 64 << 10;
 pub(super) struct Translation {
     /// Model name from the client.
     pub(super) model: String,
-    /// Prompt length, 0 if unknown.
+    /// Prompt length, an estimate if unknown.
     pub(super) prompt_tokens: u32,
+    /// Lengths for the messages of errors.
+    pub(super) known: Known,
 }
 
 impl Translation {
     /// The translated response of a worker.
     pub(super) async fn of(self, response: Response<Body>, request_id: &str) -> Response<Body> {
         if !response.status().is_success() {
-            return converted_error(response, request_id).await;
+            return converted_error(response, request_id, self.known).await;
         }
         let (head, body) = response.into_parts();
         let content_type = head.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
@@ -85,16 +89,17 @@ impl Translated {
 }
 
 /// A worker's error in Anthropic's format: with its status, headers and message.
-pub(super) async fn converted_error(response: Response<Body>, request_id: &str) -> Response<Body> {
+pub(super) async fn converted_error(response: Response<Body>, request_id: &str, known: Known) -> Response<Body> {
     let (head, body) = response.into_parts();
     let body = axum::body::to_bytes(body, ERROR_BYTES_MAX).await.unwrap_or_default();
-    error_of(head, &body, request_id)
+    error_of(head, &body, request_id, known)
 }
 
 /// The same for a complete body.
-pub(super) fn error_of(mut head: Parts, body: &[u8], request_id: &str) -> Response<Body> {
+pub(super) fn error_of(mut head: Parts, body: &[u8], request_id: &str, known: Known) -> Response<Body> {
     let reason = head.status.canonical_reason().unwrap_or("error").to_lowercase();
     let message = Some(body).filter(|body| body.len() <= ERROR_BYTES_MAX).and_then(error_message).unwrap_or(reason);
+    let message = in_anthropic_words(&message, known).unwrap_or(message);
     head.headers.remove(CONTENT_LENGTH);
     head.headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     let body = error_body(head.status.as_u16(), &message, Some(request_id));

@@ -44,6 +44,7 @@ use hyper::upgrade::OnUpgrade;
 use pointsman::AnswerKind;
 use serde_json::json;
 
+use crate::formats::anthropic::Known;
 use crate::formats::openai::{AnsweredModel, ApiError, Endpoint, request_id, to_client};
 use crate::pools::disaggregation::PrefillResult;
 use crate::proxy::account::Account;
@@ -91,11 +92,13 @@ async fn serve(
         Ok(Reply::Started(Forwarded { begin, .. })) if begin.head.status == StatusCode::SWITCHING_PROTOCOLS => {
             return realtime::switch(account, begin, client, request_id);
         }
-        Ok(Reply::Started(Forwarded { begin, translation, renamed, migration })) => {
+        Ok(Reply::Started(Forwarded { begin, translation, known, renamed, migration })) => {
             let response = start_response(&context, account, begin, (request_id, renamed), migration);
             return match translation {
                 Some(translation) => translation.of(response, request_id).await,
-                None if is_anthropic && !response.status().is_success() => converted_error(response, request_id).await,
+                None if is_anthropic && !response.status().is_success() => {
+                    converted_error(response, request_id, known).await
+                }
                 None => response,
             };
         }
@@ -121,6 +124,8 @@ enum Reply {
 struct Forwarded {
     begin: WorkerResponse,
     translation: Option<Translation>,
+    /// Lengths for the messages of errors.
+    known: Known,
     /// Present if the client requested the model by another name than that at the worker.
     renamed: Option<AnsweredModel>,
     /// Present if the stream can be resumed after a failure.
@@ -146,13 +151,17 @@ async fn forward(
             return Ok(Reply::Count(input_tokens));
         }
         if prepared.model.settings.messages != MessagesMode::Pass {
-            return Err(ApiError::token_count_unavailable().into());
+            let mut error = ApiError::token_count_unavailable();
+            error.message = format!("{}: {}", error.message, account.access.no_tokens.unwrap_or("no tokens"));
+            return Err(error.into());
         }
     }
+    let known = prepared.known_lengths();
     let is_translated = prepared.worker_endpoint != endpoint;
     let translation = is_translated.then(|| Translation {
         model: prepared.requested_model.clone(),
-        prompt_tokens: prepared.prompt_tokens().unwrap_or(0),
+        prompt_tokens: prepared.prompt_tokens().unwrap_or_else(|| estimated_tokens(prepared.body.len())),
+        known,
     });
     let renamed = prepared.answered_model.clone().filter(|_| !is_translated && endpoint.has_known_response());
     let resumable = migration::resumable(context, account, &mut prepared);
@@ -167,7 +176,12 @@ async fn forward(
         let (headers, request_id) = (headers.clone(), request_id.to_owned());
         Box::new(Migration { prepared, request, headers, request_id })
     });
-    Ok(Reply::Started(Forwarded { begin, translation, renamed, migration }))
+    Ok(Reply::Started(Forwarded { begin, translation, known, renamed, migration }))
+}
+
+/// Tokens of a body, at the usual four bytes each.
+fn estimated_tokens(body_bytes: usize) -> u32 {
+    u32::try_from(body_bytes / 4).unwrap_or(u32::MAX)
 }
 
 /// Response of a worker that has started one.

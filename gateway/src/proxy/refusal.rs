@@ -6,7 +6,7 @@ use axum::http::{HeaderMap, HeaderValue, Response, StatusCode};
 use axum::response::IntoResponse as _;
 
 use super::messages::error_of;
-use crate::formats::anthropic::error_response;
+use crate::formats::anthropic::{Known, error_response};
 use crate::formats::openai::{ApiError, to_client};
 
 /// Error for the client: of the gateway, or of a worker.
@@ -50,7 +50,11 @@ impl Refusal {
                 let mut response = Response::new(());
                 (*response.status_mut(), *response.headers_mut()) = (status, to_client(&headers, request_id));
                 let (head, ()) = response.into_parts();
-                if is_anthropic { error_of(head, &body, request_id) } else { Response::from_parts(head, body.into()) }
+                if is_anthropic {
+                    error_of(head, &body, request_id, Known::default())
+                } else {
+                    Response::from_parts(head, body.into())
+                }
             }
         }
     }

@@ -22,7 +22,7 @@ use crate::admission::coding::Coding;
 use crate::admission::intake::{Limits, discard, receive, reserved};
 use crate::admission::retry_budget::RetryBudget;
 use crate::admission::tenants::Tenant;
-use crate::formats::anthropic::{Purpose, chat_body};
+use crate::formats::anthropic::{Conversion, Known, Purpose, converted};
 use crate::formats::openai::{
     AnsweredModel, ApiError, BodyForm, ChatStyle, ClientPrompt, Edits, Endpoint, RequestBody, Session, hashed,
     request_options,
@@ -143,7 +143,7 @@ impl RoutableRequest {
         messages: Option<MessagesMode>,
     ) -> Result<Self, ApiError> {
         let endpoint = target.endpoint;
-        let (parsed, original) = parse(context, endpoint, (headers, body)).await?;
+        let (parsed, original) = parse(context, endpoint, (headers, body), messages).await?;
         let named = parsed.model.clone().or_else(|| target.model(&context.settings));
         let owner = owner_of(context, target, &parsed, tenant).await?;
         let (model, adapter) = model_of(context, named.as_deref(), owner.as_ref())?;
@@ -177,12 +177,7 @@ impl RoutableRequest {
             lora_name: adapter.map(Arc::from),
             cache_salt: cache_salt.map(Arc::from),
             mm_spans,
-            tenant: tenant.map(|tenant| Arc::from(tenant.name.as_str())),
-            output_tokens_max: parsed.output_tokens_max,
             further_prompt_tokens,
-            further_outputs: parsed.further.outputs,
-            not_streamed: !parsed.stream,
-            overrides: if parsed.further.skips_cache { without_cache(options.overrides) } else { options.overrides },
             ..options
         };
         let mode = messages.unwrap_or(model.settings.messages);
@@ -215,6 +210,15 @@ impl RoutableRequest {
         self.options.constraints.pin.is_some()
     }
 
+    /// What the gateway knows of the length of the request.
+    pub(crate) fn known_lengths(&self) -> Known {
+        Known {
+            prompt_tokens: self.prompt_tokens.unwrap_or(0),
+            max_tokens: self.options.output_tokens_max.unwrap_or(0),
+            max_model_len: self.model.router.max_model_len().unwrap_or(0),
+        }
+    }
+
     /// The request for the router, without an id.
     pub(crate) fn request(&self) -> RouteRequest<'_> {
         let tokens = match (&self.tokens, &self.prompt) {
@@ -235,7 +239,8 @@ fn kind_of(account: &Account, endpoint: Endpoint, is_streamed: bool) -> AnswerKi
     AnswerKind::Events
 }
 
-/// Parses a body. For a request in Anthropic's format, the result is that of the converted chat, with the original body.
+/// Parses a body. For a request in Anthropic's format, the result is that of the converted chat, with the original body. A
+/// passed body that cannot be converted is not read.
 ///
 /// # Errors
 /// 400 for an invalid body, 503 without memory for a second one.
@@ -243,12 +248,13 @@ async fn parse(
     context: &RequestContext,
     endpoint: Endpoint,
     (headers, body): (&HeaderMap, Bytes),
+    messages: Option<MessagesMode>,
 ) -> Result<(RequestBody, Option<Bytes>), ApiError> {
     let model = |name: Option<&str>| match name {
         Some(name) => context.models.find(name).map(|(model, _)| model),
         None => context.models.only(),
     };
-    let style = |name: Option<&str>| model(name).map(|model| style_of(model)).unwrap_or_default();
+    let style = |name: Option<&str>| model(name).map(|model| style_of(model).0).unwrap_or_default();
     if !endpoint.is_anthropic() {
         let parsed = match endpoint.form() {
             BodyForm::Json => RequestBody::parse_for(endpoint, body, style),
@@ -257,15 +263,40 @@ async fn parse(
         };
         return Ok((parsed?, None));
     }
+    let conversion = |name: Option<&str>| {
+        let Some(model) = model(name) else { return Conversion::default() };
+        // Counts are those of the requests that clients send.
+        let mode = messages.filter(|_| endpoint != Endpoint::CountTokens).unwrap_or(model.settings.messages);
+        let (style, engine) = style_of(model);
+        Conversion { style, is_vllm: engine == Some(Engine::Vllm), is_passed: mode == MessagesMode::Pass }
+    };
     let purpose = if endpoint == Endpoint::CountTokens { Purpose::Count } else { Purpose::Generate };
-    let chat = reserved(chat_body(&body, purpose)?, &context.admission.bodies).await?;
-    Ok((RequestBody::parse_for(Endpoint::Chat, chat, style)?, Some(body)))
+    loop {
+        let chat = match converted(&body, purpose, conversion) {
+            Ok(chat) => chat,
+            Err(error) => {
+                let original = RequestBody::parse(endpoint, body)?;
+                let is_passed = conversion(original.model.as_deref()).is_passed;
+                return if is_passed { Ok((original, None)) } else { Err(error) };
+            }
+        };
+        let json = reserved(chat.json, &context.admission.bodies).await?;
+        let parsed = RequestBody::parse_for(Endpoint::Chat, json, style)?;
+        let tokens = model(parsed.model.as_deref()).map(|model| &model.tokens);
+        // The chat has another form once the template is known to refuse it.
+        let unknown = tokens.filter(|tokens| chat.has_inline_system && tokens.takes_inline_system().is_none());
+        match unknown {
+            Some(tokens) if tokens.try_inline_system().await == Some(false) => {}
+            _ => return Ok((parsed, Some(body))),
+        }
+    }
 }
 
-/// How the engines of a model prepare chats.
-fn style_of(model: &Model) -> ChatStyle {
+/// How the engines of a model prepare chats, and their type if it is known.
+fn style_of(model: &Model) -> (ChatStyle, Option<Engine>) {
     let engine = model.router.workers().iter().find_map(|worker| worker.config.engine);
-    ChatStyle { is_sglang: engine == Some(Engine::Sglang), takes_inline_system: None }
+    let takes_inline_system = model.tokens.takes_inline_system();
+    (ChatStyle { is_sglang: engine == Some(Engine::Sglang), takes_inline_system }, engine)
 }
 
 /// The worker that stores a response, and its model.
@@ -377,14 +408,14 @@ fn session_of(
     Some(id).filter(|_| is_of_one_agent)
 }
 
-/// Request options from the headers, limited to the permissions of the tenant.
+/// Request options from headers and body, limited to the permissions of the tenant.
 fn options_of(
     context: &RequestContext,
     account: &mut Account,
     model: &str,
     request: (&HeaderMap, &RequestBody, Option<&Tenant>),
 ) -> Result<RequestOptions, ApiError> {
-    let (headers, _, tenant) = request;
+    let (headers, parsed, tenant) = request;
     let mut options = request_options(headers)?;
     options.session_id = session_of(context, account, model, request, options.session_id);
     if let Some(tenant) = tenant {
@@ -393,8 +424,15 @@ fn options_of(
             options.priority_jump = 0.0; // a jump is also a priority
         }
         options.policy_class = tenant.policy_class.as_deref().map(Arc::from).or(options.policy_class);
+        options.tenant = Some(Arc::from(tenant.name.as_str()));
     }
-    Ok(options)
+    Ok(RequestOptions {
+        output_tokens_max: parsed.output_tokens_max,
+        further_outputs: parsed.further.outputs,
+        not_streamed: !parsed.stream,
+        overrides: if parsed.further.skips_cache { without_cache(options.overrides) } else { options.overrides },
+        ..options
+    })
 }
 
 /// The body of the request to the worker, and its endpoint. `original` is the body in another format than `parsed`, with

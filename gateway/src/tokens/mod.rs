@@ -11,6 +11,7 @@ mod engine;
 mod engine_breaker;
 mod files;
 mod format;
+mod inline_system;
 mod local;
 mod media;
 mod meters;
@@ -40,6 +41,7 @@ use crate::observe::clock::unix_time;
 use crate::settings::{TokenSourceChoice, TokensSettings};
 use engine::{Client, Engine, TokenizeInput};
 use files::Stamp;
+use inline_system::InlineSystem;
 use local::Local;
 use media::Naming;
 pub use media::lengths::LengthReport;
@@ -148,6 +150,7 @@ pub struct Tokens {
     stamps: Vec<Stamp>,
     /// Whether images in data URLs receive names.
     names_media: bool,
+    inline_system: InlineSystem,
 }
 
 enum Source {
@@ -185,6 +188,7 @@ impl Tokens {
         let within = Duration::from_millis(settings.engine_timeout_ms);
         let pool = || Pool::start(settings.threads).map(Arc::new).map_err(TokensError::Threads);
         let (mut parity, stamps) = (None, stamps_of(settings));
+        let inline_system = InlineSystem::new(workers.clone(), Arc::clone(&any_worker), upstream_name);
         let source = match (settings.source, &settings.tokenizer_file) {
             (TokenSourceChoice::None, _) => Source::None,
             (TokenSourceChoice::Engine, _) | (TokenSourceChoice::Auto, None) => Source::Engine {
@@ -215,7 +219,8 @@ impl Tokens {
             }
         };
         let recent = RecentCounts::new(upstream_name);
-        let tokens = Self { source, meters, recent, parity, stamps, names_media: settings.media_uuids };
+        let names_media = settings.media_uuids;
+        let tokens = Self { source, meters, recent, parity, stamps, names_media, inline_system };
         tokens.meters.source(tokens.source());
         match &tokens.source {
             Source::None => {
@@ -244,6 +249,23 @@ impl Tokens {
             Source::Local { .. } => TokenSource::Local,
             Source::Engine { engine, is_tried } if !is_tried || engine.is_proven() => TokenSource::Engine,
             Source::Engine { .. } | Source::None => TokenSource::None,
+        }
+    }
+
+    /// Whether the chat template takes system messages after the first; `None` if unknown.
+    #[must_use]
+    pub fn takes_inline_system(&self) -> Option<bool> {
+        match &self.source {
+            Source::Local { local, .. } if local.has_template() => Some(local.takes_inline_system()),
+            _ => self.inline_system.known(),
+        }
+    }
+
+    /// The same after a trial at an engine, if it is unknown.
+    pub(crate) async fn try_inline_system(&self) -> Option<bool> {
+        match self.takes_inline_system() {
+            None => self.inline_system.tried().await,
+            known => known,
         }
     }
 

@@ -9,6 +9,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
+use serde_json::json;
 
 use super::chat::{self, Chat, MediaForm, PROMPT_BYTES_MAX};
 use super::format::ContentFormat;
@@ -80,6 +81,22 @@ impl Templates {
             return Err(NoTokens::TooLong);
         }
         if chat.continue_final_message { self.continued(template, chat) } else { self.rendered(template, chat) }
+    }
+
+    /// Whether all templates render a system message between turns.
+    pub(super) fn take_inline_system(&self) -> bool {
+        const TEXT: &str = "a system message between turns";
+        let messages = json!([
+            { "role": "system", "content": "." },
+            { "role": "user", "content": "." },
+            { "role": "system", "content": TEXT },
+            { "role": "user", "content": "." },
+        ]);
+        let parts = ChatParts { messages: messages.to_string().into(), ..ChatParts::default() };
+        [&self.default, &self.tool_use].into_iter().flatten().all(|template| {
+            let chat = chat::read(&parts, template.format, MediaForm::Rejected);
+            chat.and_then(|chat| self.rendered(template, chat)).is_ok_and(|text| text.contains(TEXT))
+        })
     }
 
     /// Content format of the template for the conversation.

@@ -23,6 +23,7 @@ pub(super) struct Block<'a> {
     pub(super) source: Raw<'a>,
     pub(super) id: Raw<'a>,
     pub(super) name: Raw<'a>,
+    pub(super) tool_name: Raw<'a>,
     pub(super) input: Raw<'a>,
     pub(super) tool_use_id: Raw<'a>,
     pub(super) content: Raw<'a>,
@@ -105,7 +106,7 @@ impl Parts {
             Some("text") => string(source.data, at, "source.data")?.to_owned(),
             Some("content") => {
                 let content = source.content.ok_or_else(|| shape(at))?;
-                texts(content.get(), "messages", "\\n")?
+                texts(content.get(), "messages", ("\\n", true))?
             }
             kind => return Err(unsupported(at, "document source", kind)),
         };
@@ -132,8 +133,13 @@ impl Parts {
     }
 }
 
-/// Texts of a string or of a list of text blocks, with escapes.
-pub(super) fn texts(content: &str, field: &'static str, separator: &str) -> Result<String, ApiError> {
+/// Texts of a string or of a list of text blocks, with escapes. Blocks with the billing header of Claude Code are skipped
+/// if `skips_billing`.
+pub(super) fn texts(
+    content: &str,
+    field: &'static str,
+    (separator, skips_billing): (&str, bool),
+) -> Result<String, ApiError> {
     if let Some(text) = inner(content) {
         return Ok(text.to_owned());
     }
@@ -144,7 +150,7 @@ pub(super) fn texts(content: &str, field: &'static str, separator: &str) -> Resu
             return Err(unsupported(field, "block", block.kind.as_deref()));
         }
         let text = string(block.text, field, "text")?;
-        if text.starts_with(BILLING_HEADER) {
+        if skips_billing && text.starts_with(BILLING_HEADER) {
             return Ok(());
         }
         if !all.is_empty() {

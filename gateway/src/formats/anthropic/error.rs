@@ -53,8 +53,78 @@ pub fn error_body(status: u16, message: &str, request_id: Option<&str>) -> Strin
 
 /// An error of the gateway as a response, with its headers.
 pub(crate) fn error_response(error: ApiError, request_id: &str) -> Response {
-    let body = error_body(error.status.as_u16(), &error.message, Some(request_id));
+    let words = in_anthropic_words(&error.message, Known::default());
+    let body = error_body(error.status.as_u16(), words.as_ref().unwrap_or(&error.message), Some(request_id));
     error.with_body(body)
+}
+
+/// Numbers of a request that the gateway knows; 0 if unknown.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Known {
+    /// Length of the prompt.
+    pub prompt_tokens: u32,
+    /// Limit of the output.
+    pub max_tokens: u32,
+    /// Longest sequence of the model.
+    pub max_model_len: u32,
+}
+
+/// Message of an error of the context length in Anthropic's words, after which agents compact or ask for a shorter output;
+/// `None` for another error.
+///
+/// ```
+/// use pointsman_gateway::formats::anthropic::{Known, in_anthropic_words};
+///
+/// let of_vllm = "This model's maximum context length is 64 tokens. However, your prompt contains at least 100 input tokens.";
+/// let words = in_anthropic_words(of_vllm, Known::default());
+/// assert_eq!(words.as_deref(), Some("prompt is too long: 100 tokens > 64 maximum"));
+/// assert_eq!(in_anthropic_words("temperature must be at least 0", Known::default()), None);
+/// ```
+#[must_use]
+pub fn in_anthropic_words(message: &str, known: Known) -> Option<String> {
+    let message = message.to_ascii_lowercase();
+    let is_about_length = ["context length", "context size", "context window", "model length", "max_model_len"];
+    if !is_about_length.iter().any(|words| message.contains(words)) {
+        return None;
+    }
+    let after = |words: &[&str]| words.iter().find_map(|words| number_at(message.split_once(words)?.1));
+    let before = |words: &[&str]| words.iter().find_map(|words| number_before(message.split_once(words)?.0));
+    let given = |number: u32| Some(u64::from(number)).filter(|number| *number > 0);
+    let limit = after(&[
+        "context length is ",
+        "context length of ",
+        "context length (",
+        "context length ",
+        "context size (",
+        "model length of ",
+        "max_model_len ",
+    ])
+    .or(given(known.max_model_len))?;
+    let prompt = before(&[" input tokens", " in the messages", " tokens from the input messages"])
+        .or_else(|| after(&["the input (", "prompt length ", "total length ", "(length ", "prompt has "]))
+        .max(given(known.prompt_tokens))?;
+    let output = before(&[" output tokens", " in the completion", " tokens for the completion"])
+        .or_else(|| after(&["too large: "]))
+        .or(given(known.max_tokens))
+        .unwrap_or(0);
+    match prompt {
+        _ if prompt >= limit || output == 0 => Some(format!("prompt is too long: {prompt} tokens > {limit} maximum")),
+        _ if prompt.saturating_add(output) > limit => Some(format!(
+            "input length and `max_tokens` exceed context limit: {prompt} + {output} > {limit}, decrease input length or \
+             `max_tokens` and try again"
+        )),
+        _ => None,
+    }
+}
+
+/// The number at the beginning of a text.
+fn number_at(text: &str) -> Option<u64> {
+    text.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+}
+
+/// The number at the end of a text.
+fn number_before(text: &str) -> Option<u64> {
+    text.rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
 /// Message of an error in the formats of the gateway and of engines: `error.message`, `error`, `message` or `detail`.

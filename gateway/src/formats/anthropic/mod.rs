@@ -7,8 +7,8 @@
 //!
 //! - `cache_control`, `service_tier`, `context_management` and unknown fields of the body have no effect. Engines cache
 //!   every prefix.
-//! - `thinking.budget_tokens` has no effect. `thinking.type` sets the template variables `enable_thinking` and
-//!   `thinking`, which the templates of known models use.
+//! - `thinking` is mapped as vLLM does: `disabled` is no effort, a budget is one of tokens, and `adaptive` is left to the
+//!   model. SGLang gets the template variables `enable_thinking` and `thinking`.
 //! - Thinking blocks of earlier turns become the reasoning of their message. Redacted ones are dropped, because no
 //!   engine can decrypt them. Signatures are neither verified nor meaningful.
 //! - `is_error` of a tool result has no counterpart. The text of the result is forwarded.
@@ -22,8 +22,8 @@ mod stream;
 
 pub(crate) use blocks::BILLING_HEADER;
 pub(crate) use error::error_response;
-pub use error::{error_body, error_message, error_type};
-pub use request::{Purpose, chat_body};
+pub use error::{Known, error_body, error_message, error_type, in_anthropic_words};
+pub use request::{Conversion, ConvertedChat, Purpose, chat_body, converted};
 pub use response::message;
 pub use stream::StreamTranslator;
 

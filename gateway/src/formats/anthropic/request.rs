@@ -1,17 +1,19 @@
 //! Conversion of a Messages body to a chat body.
 //!
-//! Produces the messages that vLLM derives from the same body, so that the hashes of prefixes are those of an engine
-//! that serves Messages itself. Memory is within a small multiple of the body. Strings are copied as written, without
-//! decoding. Unknown block types are rejected, because the model would not see them.
+//! The result is the chat for the engines, or that which an engine derives from the same body (vLLM 0.32, SGLang 0.5.23),
+//! whose hashes are those of the engine. Memory is within a small multiple of the body. Strings are copied as written,
+//! without decoding. Unknown block types are rejected, because the model would not see them.
 
 use std::borrow::Cow;
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::blocks::{Block, Parts, Raw, each_block, invalid, missing, string, texts, unsupported, wrong};
+use super::blocks::{
+    BILLING_HEADER, Block, Parts, Raw, each_block, invalid, missing, string, texts, unsupported, wrong,
+};
 use crate::formats::json::{each, inner, quoted};
-use crate::formats::openai::{ApiError, checked_text};
+use crate::formats::openai::{ApiError, ChatStyle, checked_text};
 
 /// Use of the converted body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +22,37 @@ pub enum Purpose {
     Generate,
     /// `/v1/messages/count_tokens`: only the prompt matters.
     Count,
+}
+
+/// How a body is converted.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Conversion {
+    /// The engines of the model.
+    pub style: ChatStyle,
+    /// Whether they are vLLM, which accepts a budget of thinking tokens.
+    pub is_vllm: bool,
+    /// Whether the engine converts the body itself, and the result only serves for routing.
+    pub is_passed: bool,
+}
+
+impl Conversion {
+    fn is_passed_to_sglang(self) -> bool {
+        self.is_passed && self.style.is_sglang
+    }
+
+    /// Separator of the texts of system messages, and whether the billing header of Claude Code is removed.
+    fn system_texts(self) -> (&'static str, bool) {
+        if self.is_passed_to_sglang() { ("\\n", false) } else { ("", true) }
+    }
+}
+
+/// A converted body.
+#[derive(Clone, Debug)]
+pub struct ConvertedChat {
+    /// The chat.
+    pub json: Vec<u8>,
+    /// Whether a system message follows other messages, which not every chat template takes.
+    pub has_inline_system: bool,
 }
 
 #[derive(Deserialize)]
@@ -79,6 +112,18 @@ struct Tool<'a> {
 /// # Errors
 /// 400 for an invalid body, and for content that a chat cannot express, with its name.
 pub fn chat_body(body: &[u8], purpose: Purpose) -> Result<Vec<u8>, ApiError> {
+    converted(body, purpose, |_| Conversion::default()).map(|chat| chat.json)
+}
+
+/// Converts the body for the engines of the named model.
+///
+/// # Errors
+/// As [`chat_body`].
+pub fn converted(
+    body: &[u8],
+    purpose: Purpose,
+    conversion: impl FnOnce(Option<&str>) -> Conversion,
+) -> Result<ConvertedChat, ApiError> {
     let text = checked_text(body)?;
     let body: MessagesBody<'_> = serde_json::from_str(text).map_err(|error| {
         if error.is_data() {
@@ -87,7 +132,14 @@ pub fn chat_body(body: &[u8], purpose: Purpose) -> Result<Vec<u8>, ApiError> {
             ApiError::invalid("invalid_json", None, format!("the body is not JSON: {error}"))
         }
     })?;
-    let mut chat = Chat { json: String::with_capacity(text.len() + text.len() / 8 + 128) };
+    let model = body.model.and_then(|model| serde_json::from_str::<Cow<'_, str>>(model.get()).ok());
+    let mut chat = Chat {
+        json: String::with_capacity(text.len() + text.len() / 8 + 128),
+        conversion: conversion(model.as_deref()),
+        last: "",
+        is_last_folded: false,
+        has_inline_system: false,
+    };
     chat.json.push('{');
     if let Some(model) = body.model {
         chat.field("model", model.get());
@@ -95,8 +147,8 @@ pub fn chat_body(body: &[u8], purpose: Purpose) -> Result<Vec<u8>, ApiError> {
     }
     chat.json.push_str("\"messages\":[");
     let start = chat.json.len();
-    chat.system(body.system)?;
     let messages = body.messages.ok_or_else(|| missing("messages"))?.get();
+    chat.system(body.system, messages)?;
     let shape = || wrong("messages", "a list of objects with role and content");
     let mut is_empty = true;
     each(messages, shape, |position, message: Message<'_>| {
@@ -118,12 +170,18 @@ pub fn chat_body(body: &[u8], purpose: Purpose) -> Result<Vec<u8>, ApiError> {
         chat.sampling(&body)?;
     }
     chat.json.push('}');
-    Ok(chat.json.into_bytes())
+    Ok(ConvertedChat { json: chat.json.into_bytes(), has_inline_system: chat.has_inline_system })
 }
 
 /// The growing chat body.
 struct Chat {
     json: String,
+    conversion: Conversion,
+    /// Role of the last message; empty before the first.
+    last: &'static str,
+    /// Whether that is a folded system message alone.
+    is_last_folded: bool,
+    has_inline_system: bool,
 }
 
 impl Chat {
@@ -142,30 +200,83 @@ impl Chat {
     }
 
     /// Opens a message; the caller adds fields and the closing brace.
-    fn open(&mut self, role: &str) {
-        if !self.json.ends_with('[') {
+    fn open(&mut self, role: &'static str) {
+        if !self.last.is_empty() {
             self.json.push(',');
         }
+        (self.last, self.is_last_folded) = (role, false);
         self.json.push_str("{\"role\":\"");
         self.json.push_str(role);
         self.json.push('"');
     }
 
-    fn content(&mut self, role: &str, content: &str) {
+    fn content(&mut self, role: &'static str, content: &str) {
+        // Templates that take no system message between turns often take no two messages of a user, either.
+        if let Some(text) = inner(content).filter(|_| role == "user" && self.is_last_folded) {
+            return self.fold(text);
+        }
         self.open(role);
         self.add("content", Some(content));
         self.json.push('}');
     }
 
-    fn system(&mut self, system: Raw<'_>) -> Result<(), ApiError> {
-        let Some(system) = system else { return Ok(()) };
-        self.instructions(&texts(system.get(), "system", "")?);
+    /// The first system message. Engines that convert the body move all others to it if their template refuses them.
+    fn system(&mut self, system: Raw<'_>, messages: &str) -> Result<(), ApiError> {
+        let form = self.conversion.system_texts();
+        let mut all = system.map_or(Ok(String::new()), |system| texts(system.get(), "system", form))?;
+        if self.gathers_system() {
+            let shape = || wrong("messages", "a list of objects with role and content");
+            each(messages, shape, |_, message: Message<'_>| {
+                let Some(content) = message.content.filter(|_| message.role.as_deref() == Some("system")) else {
+                    return Ok(());
+                };
+                let text = texts(content.get(), "messages", form)?;
+                if !all.is_empty() && !text.is_empty() {
+                    all.push_str(form.0);
+                }
+                all.push_str(&text);
+                Ok(())
+            })?;
+        }
+        self.instructions(&all);
         Ok(())
     }
 
+    fn gathers_system(&self) -> bool {
+        self.conversion.is_passed && self.conversion.style.takes_inline_system == Some(false)
+    }
+
     fn instructions(&mut self, text: &str) {
-        if !text.is_empty() {
+        let text = match text.starts_with(BILLING_HEADER) && self.conversion.system_texts().1 {
+            true => text.split_once("\\n").map_or("", |(_, rest)| rest),
+            false => text,
+        };
+        if text.is_empty() {
+            return;
+        }
+        let is_inline = !self.last.is_empty();
+        self.has_inline_system |= is_inline;
+        if is_inline && self.conversion.style.takes_inline_system == Some(false) {
+            self.fold(text);
+        } else {
             self.content("system", &format!("\"{text}\""));
+        }
+    }
+
+    /// Adds the text to the message before, for templates that take no system message there. The prefix of earlier turns
+    /// stays the same.
+    fn fold(&mut self, text: &str) {
+        let is_open_end = !["", "assistant"].contains(&self.last);
+        // The content is the last field of these messages.
+        if is_open_end && self.json.ends_with("\"}") {
+            self.json.truncate(self.json.len() - 2);
+            self.json += &format!(r#"\n\n{text}"}}"#);
+        } else if is_open_end && self.json.ends_with("]}") {
+            self.json.truncate(self.json.len() - 2);
+            self.json += &format!(r#",{{"type":"text","text":"{text}"}}]}}"#);
+        } else {
+            self.content("user", &format!("\"{text}\""));
+            self.is_last_folded = true;
         }
     }
 
@@ -173,30 +284,47 @@ impl Chat {
         let at = format!("messages[{position}]");
         let content = message.content.ok_or_else(|| invalid(Some("messages"), format!("{at} has no content")))?.get();
         match message.role.as_deref() {
-            Some(role @ ("user" | "assistant")) if content.starts_with('"') => self.content(role, content),
+            Some("user") if content.starts_with('"') => self.content("user", content),
+            Some("assistant") if content.starts_with('"') => self.content("assistant", content),
             Some("user") => self.user(&at, content)?,
             Some("assistant") => self.assistant(&at, content)?,
+            Some("system") if self.gathers_system() => {}
             // Newer clients send these between turns. In place they keep the prefix of earlier turns.
-            Some("system") => self.instructions(&texts(content, "messages", "")?),
+            Some("system") => self.instructions(&texts(content, "messages", self.conversion.system_texts())?),
             _ => return Err(invalid(Some("messages"), format!("{at}.role must be user or assistant"))),
         }
         Ok(())
     }
 
-    /// Tool results become messages of their own, before the other blocks.
+    /// Tool results become messages of their own, before the other blocks; in SGLang in the order of the blocks.
     fn user(&mut self, at: &str, content: &str) -> Result<(), ApiError> {
-        let mut parts = Parts::default();
-        each_block(at, content, |at, block| match block.kind.as_deref() {
-            Some("tool_result") => self.tool_result(at, &block, &mut parts),
-            _ => parts.block(at, &block),
+        let (mut parts, mut images) = (Parts::default(), Parts::default());
+        each_block(at, content, |at, block| {
+            if block.kind.as_deref() != Some("tool_result") {
+                return parts.block(at, &block);
+            }
+            if self.conversion.is_passed_to_sglang() {
+                self.parts(std::mem::take(&mut parts));
+            }
+            // vLLM gives each result with images a message for them.
+            let of_result = if self.conversion.is_passed { &mut images } else { &mut parts };
+            self.tool_result(at, &block, of_result)?;
+            self.parts(std::mem::take(&mut images));
+            Ok(())
         })?;
-        if let Some(content) = parts.finish() {
-            self.content("user", &content);
-        }
+        self.parts(parts);
         Ok(())
     }
 
-    /// Images of a result are added to `parts`, because tool messages have text only.
+    /// Adds a message of the user, unless it is empty.
+    fn parts(&mut self, parts: Parts) {
+        if let Some(content) = parts.finish() {
+            self.content("user", &content);
+        }
+    }
+
+    /// Images of a result are added to `parts`, because tool messages have text only. A reference of a tool search names the
+    /// tool, which the engine has in its list.
     fn tool_result(&mut self, at: &str, block: &Block<'_>, parts: &mut Parts) -> Result<(), ApiError> {
         let id = string(block.tool_use_id, at, "tool_use_id")?;
         let mut text = String::new();
@@ -204,13 +332,20 @@ impl Chat {
             None => {}
             Some(content) if content.starts_with('"') => text.push_str(inner(content).unwrap_or_default()),
             Some(content) => each_block(at, content, |at, block| {
-                if block.kind.as_deref() != Some("text") {
-                    return parts.block(at, &block);
+                let (of_block, before) = match block.kind.as_deref() {
+                    Some("text") => (string(block.text, at, "text")?, ""),
+                    Some("tool_reference") if !self.conversion.is_passed => {
+                        (string(block.tool_name.or(block.name), at, "tool_name")?, "Tool available: ")
+                    }
+                    // SGLang's tool messages have images.
+                    _ if self.conversion.is_passed_to_sglang() => {
+                        return Err(unsupported(at, "block", block.kind.as_deref()));
+                    }
+                    _ => return parts.block(at, &block),
+                };
+                for part in [if text.is_empty() { "" } else { "\\n" }, before, of_block] {
+                    text.push_str(part);
                 }
-                if !text.is_empty() {
-                    text.push_str("\\n");
-                }
-                text.push_str(string(block.text, at, "text")?);
                 Ok(())
             })?,
         }
@@ -226,7 +361,11 @@ impl Chat {
         each_block(at, content, |at, block| {
             match block.kind.as_deref() {
                 Some("text") => parts.text(string(block.text, at, "text")?),
-                Some("thinking") => reasoning.push_str(string(block.thinking, at, "thinking")?),
+                Some("thinking") => {
+                    let is_next = self.conversion.is_passed_to_sglang() && !reasoning.is_empty();
+                    reasoning.push_str(if is_next { "\\n" } else { "" });
+                    reasoning.push_str(string(block.thinking, at, "thinking")?);
+                }
                 Some("redacted_thinking") => {}
                 Some("tool_use") => {
                     let (id, name) = (string(block.id, at, "id")?, string(block.name, at, "name")?);
@@ -321,6 +460,7 @@ impl Chat {
         struct Thinking<'a> {
             #[serde(borrow, rename = "type")]
             kind: Cow<'a, str>,
+            budget_tokens: Raw<'a>,
         }
         #[derive(Deserialize)]
         struct OutputConfig<'a> {
@@ -328,25 +468,39 @@ impl Chat {
             effort: Option<Cow<'a, str>>,
         }
         let shape = || wrong("thinking", "an object with the type enabled, adaptive or disabled");
-        let thinks = match body.thinking {
-            None => None,
-            Some(thinking) => {
-                let Thinking { kind } = serde_json::from_str(thinking.get()).map_err(|_| shape())?;
-                match &*kind {
-                    "enabled" | "adaptive" => Some(true),
-                    "disabled" => Some(false),
-                    _ => return Err(shape()),
-                }
-            }
-        };
-        let variables = thinks.map(|thinks| format!(r#"{{"enable_thinking":{thinks},"thinking":{thinks}}}"#));
+        let (mut thinks, mut budget) = (None, None);
+        if let Some(thinking) = body.thinking {
+            let thinking: Thinking<'_> = serde_json::from_str(thinking.get()).map_err(|_| shape())?;
+            thinks = match &*thinking.kind {
+                "enabled" | "adaptive" => Some(true),
+                "disabled" => Some(false),
+                _ => return Err(shape()),
+            };
+            budget = thinking.budget_tokens.filter(|_| thinking.kind == "enabled").map(RawValue::get);
+        }
+        let is_sglang = self.conversion.style.is_sglang;
+        let variables = thinks.filter(|_| is_sglang);
+        let variables = variables.map(|thinks| format!(r#"{{"enable_thinking":{thinks},"thinking":{thinks}}}"#));
         let given = body.chat_template_kwargs.map(RawValue::get);
         self.add("chat_template_kwargs", given.or(variables.as_deref()));
+        self.add("thinking_token_budget", budget.filter(|_| self.conversion.is_vllm));
+        if thinks == Some(false) && !is_sglang {
+            self.add("reasoning_effort", Some("\"none\""));
+            return Ok(());
+        }
         let Some(config) = body.output_config else { return Ok(()) };
         let shape = || wrong("output_config", "an object with effort and format");
         let config: OutputConfig<'_> = serde_json::from_str(config.get()).map_err(|_| shape())?;
         let effort = match config.effort.as_deref() {
             None => return Ok(()),
+            Some(effort @ ("low" | "medium" | "high" | "max")) if self.conversion.is_passed => effort,
+            Some("xhigh") if self.conversion.is_passed => {
+                if is_sglang {
+                    "max"
+                } else {
+                    "xhigh"
+                }
+            }
             Some(effort @ ("low" | "medium" | "high")) => effort,
             // Not every engine accepts more.
             Some("xhigh" | "max") => "high",

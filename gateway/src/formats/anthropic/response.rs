@@ -5,67 +5,160 @@ use std::borrow::Cow;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
+use super::blocks::Raw;
+
 /// Signature of thinking blocks. Clients require one; it is neither made nor verified by a model.
 pub(super) const SIGNATURE: &str = "unsigned";
 
-/// A complete chat response, or a chunk of a streamed one.
+/// A complete chat response, or a chunk of a streamed one. Engines differ in types: numbers as strings, arguments as objects,
+/// absent and null fields.
 #[derive(Deserialize)]
 pub(super) struct Chat<'a> {
     #[serde(borrow)]
     pub(super) id: Option<Cow<'a, str>>,
+    #[serde(borrow)]
+    pub(super) object: Option<Cow<'a, str>>,
     pub(super) choices: Option<Vec<Choice<'a>>>,
-    pub(super) usage: Option<ChatUsage>,
-    pub(super) error: Option<&'a RawValue>,
+    pub(super) usage: Raw<'a>,
+    pub(super) error: Raw<'a>,
 }
 
 #[derive(Deserialize)]
 pub(super) struct Choice<'a> {
-    pub(super) index: Option<usize>,
+    pub(super) index: Raw<'a>,
     #[serde(borrow)]
     message: Option<Output<'a>>,
     pub(super) delta: Option<Output<'a>>,
     pub(super) finish_reason: Option<Cow<'a, str>>,
-    pub(super) stop_reason: Option<&'a RawValue>,
-    pub(super) matched_stop: Option<&'a RawValue>,
+    pub(super) stop_reason: Raw<'a>,
+    pub(super) matched_stop: Raw<'a>,
+}
+
+impl Choice<'_> {
+    pub(super) fn is_first(&self) -> bool {
+        count_of(self.index).unwrap_or(0) == 0
+    }
 }
 
 /// A message, or a part of it.
 #[derive(Deserialize)]
 pub(super) struct Output<'a> {
     #[serde(borrow)]
-    pub(super) content: Option<Cow<'a, str>>,
-    pub(super) reasoning: Option<Cow<'a, str>>,
-    pub(super) reasoning_content: Option<Cow<'a, str>>,
-    pub(super) refusal: Option<Cow<'a, str>>,
-    pub(super) tool_calls: Option<Vec<ToolCall<'a>>>,
+    content: Raw<'a>,
+    reasoning: Raw<'a>,
+    reasoning_content: Raw<'a>,
+    refusal: Raw<'a>,
+    tool_calls: Option<Vec<ToolCall<'a>>>,
+}
+
+/// The texts of a message, none of them empty, and its calls.
+pub(super) struct Content<'a> {
+    pub(super) thinking: Option<String>,
+    pub(super) text: Option<String>,
+    pub(super) refusal: Option<String>,
+    pub(super) calls: Vec<ToolCall<'a>>,
+}
+
+impl<'a> Output<'a> {
+    pub(super) fn content(self) -> Content<'a> {
+        Content {
+            thinking: text_of(self.reasoning_content).or_else(|| text_of(self.reasoning)),
+            text: text_of(self.content),
+            refusal: text_of(self.refusal),
+            calls: self.tool_calls.unwrap_or_default(),
+        }
+    }
 }
 
 #[derive(Deserialize)]
 pub(super) struct ToolCall<'a> {
-    pub(super) index: Option<usize>,
     #[serde(borrow)]
-    pub(super) id: Option<Cow<'a, str>>,
-    pub(super) function: Option<Function<'a>>,
+    index: Raw<'a>,
+    id: Raw<'a>,
+    function: Option<Function<'a>>,
 }
 
-#[derive(Default, Deserialize)]
-pub(super) struct Function<'a> {
+#[derive(Clone, Copy, Default, Deserialize)]
+struct Function<'a> {
     #[serde(borrow)]
-    pub(super) name: Option<Cow<'a, str>>,
-    pub(super) arguments: Option<Cow<'a, str>>,
+    name: Raw<'a>,
+    arguments: Raw<'a>,
+}
+
+impl ToolCall<'_> {
+    pub(super) fn index(&self) -> Option<usize> {
+        count_of(self.index).and_then(|index| usize::try_from(index).ok())
+    }
+
+    pub(super) fn id(&self) -> Option<String> {
+        text_of(self.id)
+    }
+
+    pub(super) fn name(&self) -> Option<String> {
+        text_of(self.function?.name)
+    }
+
+    /// The arguments as JSON text.
+    pub(super) fn arguments(&self) -> String {
+        text_of(self.function.and_then(|function| function.arguments)).unwrap_or_default()
+    }
+}
+
+/// Text of a string, or of the parts of a list, or the JSON of another value. `None` without text.
+fn text_of(value: Raw<'_>) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Part<'a> {
+        #[serde(borrow)]
+        text: Cow<'a, str>,
+    }
+    let json = value?.get();
+    let text = if json.starts_with('"') {
+        serde_json::from_str(json).ok()
+    } else if let Ok(parts) = serde_json::from_str::<Vec<Part<'_>>>(json) {
+        Some(parts.iter().map(|part| &*part.text).collect())
+    } else {
+        Some(json.to_owned())
+    };
+    text.filter(|text: &String| !text.is_empty())
+}
+
+/// A whole number, also in a string.
+fn count_of(value: Raw<'_>) -> Option<u64> {
+    let number: f64 = value?.get().trim_matches('"').parse().ok()?;
+    (number >= 0.0).then_some(number as u64)
 }
 
 /// Token counts of a chat response.
-#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ChatUsage {
-    prompt_tokens: Option<u64>,
-    completion_tokens: Option<u64>,
-    prompt_tokens_details: Option<PromptDetails>,
+    prompt_tokens: u64,
+    completion_tokens: u64,
+    cached_tokens: u64,
 }
 
-#[derive(Clone, Copy, Debug, Default, Deserialize)]
-struct PromptDetails {
-    cached_tokens: Option<u64>,
+impl ChatUsage {
+    /// The counts in the field `usage`, if it has any.
+    pub(super) fn of(usage: Raw<'_>) -> Option<Self> {
+        #[derive(Deserialize)]
+        struct Usage<'a> {
+            #[serde(borrow)]
+            prompt_tokens: Raw<'a>,
+            completion_tokens: Raw<'a>,
+            prompt_tokens_details: Raw<'a>,
+        }
+        #[derive(Deserialize)]
+        struct Details<'a> {
+            #[serde(borrow)]
+            cached_tokens: Raw<'a>,
+        }
+        let usage: Usage<'_> = serde_json::from_str(usage?.get()).ok()?;
+        let details = usage.prompt_tokens_details.and_then(|details| serde_json::from_str(details.get()).ok());
+        Some(Self {
+            prompt_tokens: count_of(usage.prompt_tokens).unwrap_or(0),
+            completion_tokens: count_of(usage.completion_tokens).unwrap_or(0),
+            cached_tokens: details.and_then(|Details { cached_tokens }| count_of(cached_tokens)).unwrap_or(0),
+        })
+    }
 }
 
 /// Token counts of a message. Input tokens exclude those read from the cache.
@@ -86,12 +179,11 @@ impl MessageUsage {
 
 impl From<ChatUsage> for MessageUsage {
     fn from(usage: ChatUsage) -> Self {
-        let prompt = usage.prompt_tokens.unwrap_or(0);
-        let cached = usage.prompt_tokens_details.and_then(|details| details.cached_tokens).unwrap_or(0).min(prompt);
+        let cached = usage.cached_tokens.min(usage.prompt_tokens);
         Self {
-            input_tokens: prompt - cached,
+            input_tokens: usage.prompt_tokens - cached,
             cache_read_input_tokens: cached,
-            output_tokens: usage.completion_tokens.unwrap_or(0),
+            output_tokens: usage.completion_tokens,
             ..Self::default()
         }
     }
@@ -103,7 +195,7 @@ struct Message<'a> {
     r#type: &'static str,
     role: &'static str,
     model: &'a str,
-    content: Vec<ContentBlock<'a>>,
+    content: Vec<ContentBlock>,
     stop_reason: &'static str,
     stop_sequence: Option<String>,
     usage: MessageUsage,
@@ -111,13 +203,14 @@ struct Message<'a> {
 
 #[derive(Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
-enum ContentBlock<'a> {
-    Thinking { thinking: &'a str, signature: &'static str },
-    Text { text: &'a str },
-    ToolUse { id: Cow<'a, str>, name: &'a str, input: Box<RawValue> },
+enum ContentBlock {
+    Thinking { thinking: String, signature: &'static str },
+    Text { text: String },
+    ToolUse { id: String, name: String, input: Box<RawValue> },
 }
 
-/// Converts a complete chat response; `None` if it is none. `model` is the name that the client requested.
+/// Converts a complete chat response; `None` if it is none, or an engine broke it off. `model` is the name that the client
+/// requested.
 ///
 /// ```
 /// use pointsman_gateway::formats::anthropic::message;
@@ -130,37 +223,28 @@ enum ContentBlock<'a> {
 #[must_use]
 pub fn message(chat: &[u8], model: &str) -> Option<Vec<u8>> {
     let chat: Chat<'_> = serde_json::from_slice(chat).ok()?;
-    let choice = chat.choices.as_deref()?.first()?;
+    let choice = chat.choices?.into_iter().next()?;
     let id = message_id(chat.id.as_deref());
-    let given = choice.message.as_ref()?;
-    let mut content = Vec::new();
-    let text = |text: &'_ Option<Cow<'_, str>>| text.as_ref().is_some_and(|text| !text.is_empty());
-    let reasoning = [&given.reasoning_content, &given.reasoning].into_iter().find(|reasoning| text(reasoning));
-    if let Some(Some(thinking)) = reasoning {
-        content.push(ContentBlock::Thinking { thinking, signature: SIGNATURE });
-    }
-    let refusal = Some(&given.refusal).filter(|refusal| text(refusal));
-    for text in [Some(&given.content).filter(|content| text(content)), refusal].into_iter().flatten().flatten() {
-        content.push(ContentBlock::Text { text });
-    }
-    let calls = given.tool_calls.as_deref().unwrap_or_default();
+    let Content { thinking, text, refusal, calls } = choice.message?.content();
+    let is_refused = refusal.is_some();
+    let mut content: Vec<ContentBlock> =
+        thinking.map(|thinking| ContentBlock::Thinking { thinking, signature: SIGNATURE }).into_iter().collect();
+    content.extend([text, refusal].into_iter().flatten().map(|text| ContentBlock::Text { text }));
+    let (has_tool_use, mut are_calls_whole) = (!calls.is_empty(), true);
     for (position, call) in calls.iter().enumerate() {
-        let id = match call.id.as_deref().filter(|id| !id.is_empty()) {
-            Some(id) => Cow::Borrowed(id),
-            None => Cow::Owned(tool_id(&id, position)),
-        };
-        let Function { name, arguments } = call.function.as_ref()?;
-        let input = input_of(arguments.as_deref().unwrap_or_default());
-        content.push(ContentBlock::ToolUse { id, name: name.as_deref()?, input });
+        let (id, arguments) = (call.id().unwrap_or_else(|| tool_id(&id, position)), call.arguments());
+        are_calls_whole &= arguments.is_empty() || is_object(&arguments);
+        content.push(ContentBlock::ToolUse { id, name: call.name()?, input: input_of(&arguments) });
     }
     let stop = Stop {
         finish_reason: choice.finish_reason.as_deref(),
         matched: matched(choice.stop_reason, choice.matched_stop),
-        has_tool_use: !calls.is_empty(),
-        is_refused: refusal.is_some(),
+        has_tool_use,
+        are_calls_whole,
+        is_refused,
     };
-    let (stop_reason, stop_sequence) = stop.reason();
-    let usage = chat.usage.unwrap_or_default().into();
+    let (stop_reason, stop_sequence) = stop.reason()?;
+    let usage = ChatUsage::of(chat.usage).unwrap_or_default().into();
     let (r#type, role) = ("message", "assistant");
     serde_json::to_vec(&Message { id, r#type, role, model, content, stop_reason, stop_sequence, usage }).ok()
 }
@@ -171,27 +255,37 @@ pub(super) struct Stop<'a> {
     /// Stop sequence that ended it.
     pub(super) matched: Option<String>,
     pub(super) has_tool_use: bool,
+    /// Whether no stop sequence cut a call short.
+    pub(super) are_calls_whole: bool,
     pub(super) is_refused: bool,
 }
 
 impl Stop<'_> {
-    /// `stop_reason` and `stop_sequence`.
-    pub(super) fn reason(self) -> (&'static str, Option<String>) {
+    /// `stop_reason` and `stop_sequence`; `None` if the engine broke the choice off, or for a reason that is unknown.
+    pub(super) fn reason(self) -> Option<(&'static str, Option<String>)> {
+        let is_cut = self.matched.is_some() && !self.are_calls_whole;
         match self.finish_reason {
-            Some("length") => ("max_tokens", None),
-            Some("content_filter") => ("refusal", None),
-            // With a required tool, engines finish with `stop`.
-            _ if self.has_tool_use => ("tool_use", None),
-            Some("tool_calls" | "function_call") => ("tool_use", None),
-            _ if self.is_refused => ("refusal", None),
-            _ if self.matched.is_some() => ("stop_sequence", self.matched),
-            _ => ("end_turn", None),
+            // `repetition`: vLLM ends an output that repeats itself.
+            Some("length" | "max_tokens" | "model_length" | "repetition") => Some(("max_tokens", None)),
+            Some("content_filter" | "refusal") => Some(("refusal", None)),
+            None
+            | Some("stop" | "tool_calls" | "function_call" | "eos" | "eos_token" | "stop_sequence" | "end_turn") => {
+                Some(match self.finish_reason {
+                    // With a required tool, engines finish with `stop`.
+                    _ if self.has_tool_use && !is_cut => ("tool_use", None),
+                    Some("tool_calls" | "function_call") => ("tool_use", None),
+                    _ if self.is_refused => ("refusal", None),
+                    _ if self.matched.is_some() => ("stop_sequence", self.matched),
+                    _ => ("end_turn", None),
+                })
+            }
+            Some(_) => None,
         }
     }
 }
 
 /// The stop sequence in vLLM's `stop_reason` or SGLang's `matched_stop`, which are numbers for stop tokens.
-pub(super) fn matched(stop_reason: Option<&RawValue>, matched_stop: Option<&RawValue>) -> Option<String> {
+pub(super) fn matched(stop_reason: Raw<'_>, matched_stop: Raw<'_>) -> Option<String> {
     [stop_reason, matched_stop].into_iter().flatten().find_map(|value| serde_json::from_str(value.get()).ok())
 }
 
@@ -210,9 +304,13 @@ pub(super) fn tool_id(message_id: &str, position: usize) -> String {
 fn input_of(arguments: &str) -> Box<RawValue> {
     let arguments = arguments.trim();
     let given = if arguments.is_empty() { "{}" } else { arguments };
-    let object = Some(given).filter(|given| given.starts_with('{')).and_then(|given| serde_json::from_str(given).ok());
+    let object = Some(given).filter(|given| is_object(given)).and_then(|given| serde_json::from_str(given).ok());
     object.unwrap_or_else(|| {
         let wrapped = serde_json::json!({ "arguments": arguments }).to_string();
         RawValue::from_string(wrapped).expect("a JSON object")
     })
+}
+
+fn is_object(json: &str) -> bool {
+    json.trim_start().starts_with('{') && serde_json::from_str::<serde::de::IgnoredAny>(json).is_ok()
 }

@@ -1,18 +1,19 @@
 //! Conversion of a streamed chat response to the events of a message.
 //!
 //! The output does not depend on the split of the input. Content blocks are never nested, their indices count up from
-//! 0, and nothing follows `message_stop` or an error. Memory is at most [`LINE_BYTES_MAX`] and the output of one call.
+//! 0, and nothing follows `message_stop` or an error. Memory is at most [`LINE_BYTES_MAX`] and the arguments of calls that
+//! engines send at once, which wait for the end of the call before.
 
-use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::fmt::Display;
 
 use serde::Deserialize;
 use serde_json::json;
 use serde_json::value::RawValue;
 
-use super::error::error_body;
+use super::error::{Known, error_body, in_anthropic_words};
 use super::response::{
-    Chat, ChatUsage, Choice, Function, MessageUsage, SIGNATURE, Stop, ToolCall, matched, message_id, tool_id,
+    Chat, ChatUsage, Choice, Content, MessageUsage, SIGNATURE, Stop, ToolCall, matched, message_id, tool_id,
 };
 use crate::formats::json::quoted;
 
@@ -58,26 +59,93 @@ pub struct StreamTranslator {
 enum OpenBlock {
     Thinking,
     Text,
-    /// With the index of its tool call.
-    ToolUse(usize),
+    ToolUse,
 }
 
-/// Tool calls so far.
+/// Tool calls so far. A new id or name begins a call, whatever its index.
 #[derive(Debug, Default)]
 struct Tools {
-    /// Number of started blocks.
-    n_started: usize,
-    /// Lowest index that a new call may have. Engines send calls in order.
-    next_call: usize,
-    /// A call without a name yet.
-    unnamed: Option<UnnamedCall>,
+    /// Calls whose blocks have not ended. Only the block of the first can be open.
+    calls: VecDeque<Call>,
+    /// Index and id of the calls before.
+    ended: Vec<(Option<usize>, Option<String>)>,
+    /// Whether the arguments of one of these are no complete object.
+    has_partial: bool,
 }
 
-#[derive(Debug)]
-struct UnnamedCall {
-    index: usize,
+#[derive(Debug, Default)]
+struct Call {
+    index: Option<usize>,
     id: Option<String>,
+    name: Option<String>,
+    /// Arguments that are not written yet.
     arguments: String,
+    scan: ObjectScan,
+}
+
+/// The call of a delta.
+enum CallOf {
+    Unended(usize),
+    Ended,
+    New,
+}
+
+impl Tools {
+    fn call_of(&self, index: Option<usize>, id: Option<&str>, name: Option<&str>) -> CallOf {
+        let fits = |call: &Call| index.is_none() || call.index.is_none() || call.index == index;
+        let last = self.calls.iter().rposition(fits).map(|at| (at, &self.calls[at]));
+        let has_ended = |of: &dyn Fn(&(Option<usize>, Option<String>)) -> bool| self.ended.iter().any(of);
+        if let Some(id) = id {
+            let of_id = |other: &Option<String>| other.as_deref() == Some(id);
+            return match (self.calls.iter().position(|call| of_id(&call.id)), last) {
+                (Some(at), _) => CallOf::Unended(at),
+                (None, _) if has_ended(&|(_, other)| of_id(other)) => CallOf::Ended,
+                (None, Some((at, call))) if call.id.is_none() && (call.name.is_none() || name.is_none()) => {
+                    CallOf::Unended(at)
+                }
+                (None, _) => CallOf::New,
+            };
+        }
+        match (last, name) {
+            (Some((at, call)), Some(name)) => {
+                // Some engines repeat the name in each delta.
+                let is_repeated = call.name.as_deref() == Some(name) && !call.scan.is_complete();
+                if call.name.is_none() || is_repeated { CallOf::Unended(at) } else { CallOf::New }
+            }
+            (Some((at, _)), None) => CallOf::Unended(at),
+            (None, None) if has_ended(&|(other, _)| index.is_none() || *other == index) => CallOf::Ended,
+            (None, _) => CallOf::New,
+        }
+    }
+}
+
+/// Whether the arguments so far are a complete JSON object.
+#[derive(Debug, Default)]
+struct ObjectScan {
+    depth: usize,
+    has_begun: bool,
+    is_in_string: bool,
+    is_escaped: bool,
+}
+
+impl ObjectScan {
+    fn read(&mut self, json: &str) {
+        for byte in json.bytes() {
+            match byte {
+                _ if std::mem::take(&mut self.is_escaped) => {}
+                b'\\' if self.is_in_string => self.is_escaped = true,
+                b'"' => self.is_in_string = !self.is_in_string,
+                _ if self.is_in_string => {}
+                b'{' | b'[' => (self.depth, self.has_begun) = (self.depth + 1, true),
+                b'}' | b']' => self.depth = self.depth.saturating_sub(1),
+                _ => {}
+            }
+        }
+    }
+
+    fn is_complete(&self) -> bool {
+        self.has_begun && self.depth == 0
+    }
 }
 
 impl StreamTranslator {
@@ -145,16 +213,19 @@ impl StreamTranslator {
             }
             return;
         }
-        // Clients of the chat endpoint skip invalid events, too.
-        let Ok(chunk) = serde_json::from_slice::<Chat<'_>>(data) else { return };
-        if let Some(error) = chunk.error {
+        let Ok(chunk) = serde_json::from_slice::<Chat<'_>>(data) else {
+            return self.error(502, "the worker sent an event of an unknown form");
+        };
+        let whole = || serde_json::from_slice(data).ok().filter(|_| chunk.object.as_deref() == Some("error"));
+        if let Some(error) = chunk.error.or_else(whole) {
             let (status, message) = error_of(error);
-            return self.error(status, &message);
+            let known = Known { prompt_tokens: self.prompt_tokens, ..Known::default() };
+            return self.error(status, &in_anthropic_words(&message, known).unwrap_or(message));
         }
         let Some(choices) = chunk.choices else { return };
         self.start(chunk.id.as_deref());
-        self.usage = chunk.usage.or(self.usage);
-        for choice in choices.into_iter().filter(|choice| choice.index.unwrap_or(0) == 0) {
+        self.usage = ChatUsage::of(chunk.usage).or(self.usage);
+        for choice in choices.into_iter().filter(Choice::is_first) {
             self.choice(choice);
         }
     }
@@ -174,15 +245,16 @@ impl StreamTranslator {
 
     fn choice(&mut self, choice: Choice<'_>) {
         if let Some(delta) = choice.delta {
-            if let Some(thinking) = some(delta.reasoning_content).or_else(|| some(delta.reasoning)) {
+            let Content { thinking, text, refusal, calls } = delta.content();
+            if let Some(thinking) = thinking {
                 self.thinking(&thinking);
             }
-            self.text(some(delta.content));
-            let refusal = some(delta.refusal);
             self.is_refused |= refusal.is_some();
-            self.text(refusal);
-            for call in delta.tool_calls.into_iter().flatten() {
-                self.call(call);
+            for text in [text, refusal].into_iter().flatten() {
+                self.text(&text);
+            }
+            for call in calls {
+                self.call(&call);
             }
         }
         if let Some(reason) = choice.finish_reason {
@@ -198,56 +270,82 @@ impl StreamTranslator {
         self.delta("thinking_delta", "thinking", thinking);
     }
 
-    fn text(&mut self, text: Option<String>) {
-        let Some(text) = text else { return };
+    fn text(&mut self, text: &str) {
         if self.open != Some(OpenBlock::Text) {
             self.begin(OpenBlock::Text, r#"{"type":"text","text":""}"#);
         }
-        self.delta("text_delta", "text", &text);
+        self.delta("text_delta", "text", text);
     }
 
-    fn call(&mut self, ToolCall { index, id, function }: ToolCall<'_>) {
-        if self.is_over {
-            return;
-        }
-        let Function { name, arguments } = function.unwrap_or_default();
-        let (index, id, name, arguments) = (index.unwrap_or(0), some(id), some(name), arguments.unwrap_or_default());
-        if self.open == Some(OpenBlock::ToolUse(index)) {
-            return self.arguments(&arguments);
-        }
-        if index < self.tools.next_call {
-            return self.error(502, "the worker interleaved the arguments of several tool calls");
-        }
-        let mut call = match self.tools.unnamed.take() {
-            Some(call) if call.index == index => call,
-            // A call that never got a name cannot be executed.
-            Some(_) | None => UnnamedCall { index, id: None, arguments: String::new() },
+    fn call(&mut self, call: &ToolCall<'_>) {
+        let (index, id, name, arguments) = (call.index(), call.id(), call.name(), call.arguments());
+        let calls = &self.tools.calls;
+        let at = match self.tools.call_of(index, id.as_deref(), name.as_deref()) {
+            CallOf::Ended if arguments.is_empty() => return,
+            CallOf::Ended => return self.error(502, "the worker continued a tool call after its end"),
+            CallOf::Unended(at) => at,
+            CallOf::New => calls.len(),
         };
-        call.id = id.or(call.id);
+        if calls.iter().map(|call| call.arguments.len()).sum::<usize>() + arguments.len() > LINE_BYTES_MAX {
+            return self.error(502, "the worker sent too many tool calls at once");
+        }
+        if at == calls.len() {
+            self.tools.calls.push_back(Call::default());
+        }
+        let call = &mut self.tools.calls[at];
+        call.index = call.index.or(index);
+        call.id = call.id.take().or(id);
+        call.name = call.name.take().or(name);
+        call.scan.read(&arguments);
         call.arguments.push_str(&arguments);
-        let Some(name) = name else {
-            if call.arguments.len() > LINE_BYTES_MAX {
-                return self.error(502, "the worker sent a tool call without a name");
-            }
-            self.tools.unnamed = Some(call);
-            return;
-        };
-        let message_id = self.id.clone().unwrap_or_default();
-        let id = call.id.unwrap_or_else(|| tool_id(&message_id, self.tools.n_started));
-        let block = json!({ "type": "tool_use", "id": id, "name": name, "input": {} });
-        self.begin(OpenBlock::ToolUse(index), &block.to_string());
-        self.tools.n_started += 1;
-        self.tools.next_call = index.saturating_add(1);
-        self.arguments(&call.arguments);
-    }
-
-    fn arguments(&mut self, arguments: &str) {
-        if !arguments.is_empty() {
-            self.delta("input_json_delta", "partial_json", arguments);
+        // A call ends with its arguments once another follows.
+        while self.write_call() && self.tools.calls.len() > 1 && self.tools.calls[0].scan.is_complete() {
+            self.end_call();
         }
     }
 
+    /// Writes what has arrived of the first call. Returns false without one, or before its name.
+    fn write_call(&mut self) -> bool {
+        let Some(call) = self.tools.calls.front_mut().filter(|_| !self.is_over) else { return false };
+        let Some(name) = &call.name else { return false };
+        let arguments = std::mem::take(&mut call.arguments);
+        if self.open != Some(OpenBlock::ToolUse) {
+            let message_id = self.id.as_deref().unwrap_or_default();
+            let id = call.id.clone().unwrap_or_else(|| tool_id(message_id, self.tools.ended.len()));
+            let block = json!({ "type": "tool_use", "id": id, "name": name, "input": {} }).to_string();
+            self.open_block(OpenBlock::ToolUse, &block);
+        }
+        if !arguments.is_empty() {
+            self.delta("input_json_delta", "partial_json", &arguments);
+        }
+        true
+    }
+
+    fn end_call(&mut self) {
+        if let Some(Call { index, id, scan, .. }) = self.tools.calls.pop_front() {
+            self.tools.has_partial |= scan.has_begun && !scan.is_complete();
+            self.tools.ended.push((index, id));
+            self.close();
+        }
+    }
+
+    /// Ends all calls.
+    fn end_calls(&mut self) {
+        while self.write_call() {
+            self.end_call();
+        }
+        if !self.tools.calls.is_empty() {
+            self.error(502, "the worker sent a tool call without a name");
+        }
+    }
+
+    /// Begins a block other than a call.
     fn begin(&mut self, kind: OpenBlock, block: &str) {
+        self.end_calls();
+        self.open_block(kind, block);
+    }
+
+    fn open_block(&mut self, kind: OpenBlock, block: &str) {
         self.close();
         self.open = Some(kind);
         let index = self.next_index;
@@ -272,6 +370,7 @@ impl StreamTranslator {
     }
 
     fn stop(&mut self) {
+        self.end_calls();
         if self.is_over {
             return;
         }
@@ -279,10 +378,14 @@ impl StreamTranslator {
         let stop = Stop {
             finish_reason: self.finish_reason.as_deref(),
             matched: self.stop_sequence.take(),
-            has_tool_use: self.tools.n_started > 0,
+            has_tool_use: !self.tools.ended.is_empty(),
+            are_calls_whole: !self.tools.has_partial,
             is_refused: self.is_refused,
         };
-        let (stop_reason, stop_sequence) = stop.reason();
+        let Some((stop_reason, stop_sequence)) = stop.reason() else {
+            let reason = self.finish_reason.take().unwrap_or_default();
+            return self.error(502, &format!("the worker ended the response early: {reason}"));
+        };
         let delta = json!({ "stop_reason": stop_reason, "stop_sequence": stop_sequence });
         let usage = self.usage.map_or_else(|| MessageUsage::of_prompt(self.prompt_tokens), MessageUsage::from);
         let usage = json!(usage);
@@ -300,6 +403,9 @@ impl StreamTranslator {
 
     /// Writes an event with these fields after its type.
     fn event(&mut self, name: &str, fields: impl Display) {
+        if self.is_over {
+            return;
+        }
         self.write(name, &format!("{{\"type\":\"{name}\",{fields}}}"));
     }
 
@@ -308,11 +414,6 @@ impl StreamTranslator {
             self.out.extend_from_slice(part.as_bytes());
         }
     }
-}
-
-/// A text that is not empty.
-fn some(text: Option<Cow<'_, str>>) -> Option<String> {
-    text.filter(|text| !text.is_empty()).map(Cow::into_owned)
 }
 
 /// Status and message of an error event.

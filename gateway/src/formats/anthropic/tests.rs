@@ -1,12 +1,15 @@
-//! Examples and properties of the conversions.
+//! Examples of the conversions.
 
-use std::collections::BTreeMap;
-
-use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::{Purpose, StreamTranslator, chat_body, error_body, error_message, message};
-use crate::formats::openai::ApiError;
+use super::{
+    Conversion, Known, Purpose, chat_body, converted as converted_for, error_body, error_message, in_anthropic_words,
+    message,
+};
+use crate::formats::openai::{ApiError, ChatStyle};
+use streams::{events_of, sse};
+
+mod streams;
 
 fn chat(body: Value) -> Result<Value, ApiError> {
     let mut body = body;
@@ -120,7 +123,6 @@ fn fields_are_converted() {
     let expected = json!({
         "model": "m", "max_tokens": 7, "stop": ["a", "b"], "temperature": 0.5, "top_p": 1, "top_k": 3,
         "stream": true, "stream_options": { "include_usage": true }, "user": "u", "reasoning_effort": "high",
-        "chat_template_kwargs": { "enable_thinking": true, "thinking": true },
         "response_format": {
             "type": "json_schema", "json_schema": { "name": "response", "schema": { "type": "object" } },
         },
@@ -152,13 +154,174 @@ fn tool_choices_and_thinking_have_counterparts() {
     }
     assert_eq!(of("auto", &json!([])).expect("valid"), Value::Null, "engines reject a choice without tools");
     assert!(of("any", &json!([])).is_err() && of("other", &tools).is_err());
-    let thinking = |kind: &str| {
-        let body = json!({ "messages": [{ "role": "user", "content": "" }], "thinking": { "type": kind } });
-        chat(body).map(|mut chat| chat["chat_template_kwargs"]["enable_thinking"].take())
+}
+
+/// The chat for engines of this kind.
+fn chat_for(conversion: Conversion, body: &Value) -> Value {
+    let chat = converted_for(body.to_string().as_bytes(), Purpose::Count, |_| conversion).expect("valid");
+    serde_json::from_slice(&chat.json).expect("JSON")
+}
+
+const SGLANG: ChatStyle = ChatStyle { is_sglang: true, takes_inline_system: None };
+
+#[test]
+fn thinking_is_mapped_as_by_the_engine() {
+    let of = |conversion: Conversion, thinking: Value, effort: Option<&str>| {
+        let mut body = json!({ "messages": [{ "role": "user", "content": "" }], "thinking": thinking });
+        body["output_config"] = json!({ "effort": effort });
+        let chat = chat_for(conversion, &body);
+        json!([chat["reasoning_effort"], chat["thinking_token_budget"], chat["chat_template_kwargs"]])
     };
-    assert_eq!(thinking("adaptive").expect("valid"), json!(true));
-    assert_eq!(thinking("disabled").expect("valid"), json!(false));
-    assert!(thinking("other").is_err());
+    let (other, vllm) = (Conversion::default(), Conversion { is_vllm: true, ..Conversion::default() });
+    let sglang = Conversion { style: SGLANG, ..Conversion::default() };
+    let budget = json!({ "type": "enabled", "budget_tokens": 2048 });
+    let kwargs = |thinks: bool| json!({ "enable_thinking": thinks, "thinking": thinks });
+    // Tokenizers of Mistral refuse variables of templates.
+    for conversion in [other, vllm] {
+        assert_eq!(of(conversion, json!({ "type": "adaptive" }), Some("xhigh")), json!(["high", null, null]));
+        assert_eq!(of(conversion, json!({ "type": "disabled" }), Some("high")), json!(["none", null, null]));
+    }
+    assert_eq!(of(other, budget.clone(), None), json!([null, null, null]));
+    assert_eq!(of(vllm, budget.clone(), None), json!([null, 2048, null]));
+    assert_eq!(of(sglang, budget, None), json!([null, null, kwargs(true)]));
+    assert_eq!(of(sglang, json!({ "type": "disabled" }), Some("low")), json!(["low", null, kwargs(false)]));
+    let passed = Conversion { is_passed: true, ..vllm };
+    assert_eq!(of(passed, json!({ "type": "adaptive" }), Some("xhigh")), json!(["xhigh", null, null]));
+    let message = rejection(json!({ "messages": [{ "role": "user", "content": "" }], "thinking": { "type": "x" } }));
+    assert!(message.contains("thinking"), "{message}");
+}
+
+/// A request of Claude Code 2.1.197 as recorded, with shorter texts and without its tools.
+fn captured(billing: &str) -> Value {
+    let header = format!("x-anthropic-billing-header: cc_version=2.1.197.{billing}; cc_entrypoint=sdk-cli;");
+    json!({
+        "model": "m",
+        "messages": [
+            { "role": "user", "content": [
+                { "type": "text", "text": "<system-reminder>\nAs you answer\n</system-reminder>" },
+                { "type": "text", "text": "Run echo one.", "cache_control": { "type": "ephemeral" } },
+            ] },
+            { "role": "system", "content": "Available agent types for the Agent tool: none." },
+        ],
+        "system": [
+            { "type": "text", "text": header },
+            { "type": "text", "text": "You are a Claude agent.", "cache_control": { "type": "ephemeral" } },
+            { "type": "text", "text": "\nBe brief.", "cache_control": { "type": "ephemeral" } },
+        ],
+        "metadata": { "user_id": "{\"device_id\":\"c9\",\"account_uuid\":\"\",\"session_id\":\"f0\"}" },
+        "max_tokens": 32000, "thinking": { "type": "adaptive" }, "stream": true,
+        "context_management": { "edits": [{ "type": "clear_thinking_20251015", "keep": "all" }] },
+        "output_config": { "effort": "high" },
+    })
+}
+
+#[test]
+fn captured_requests_render_as_in_the_engine_that_they_reach() {
+    let of = |conversion, billing: &str| chat_for(conversion, &captured(billing))["messages"].take();
+    let passed = Conversion { is_passed: true, ..Conversion::default() };
+    for conversion in [Conversion::default(), passed] {
+        let messages = of(conversion, "cfd");
+        assert_eq!(messages[0]["content"], "You are a Claude agent.\nBe brief.");
+        assert_eq!(messages, of(conversion, "0a1"), "the line differs per request");
+        assert_eq!(messages[2]["role"], "system");
+    }
+    // SGLang keeps the line, and joins by line feeds.
+    let messages = of(Conversion { style: SGLANG, ..passed }, "cfd");
+    let expected = "x-anthropic-billing-header: cc_version=2.1.197.cfd; cc_entrypoint=sdk-cli;\nYou are a Claude agent.\n\nBe brief.";
+    assert_eq!(messages[0]["content"], expected);
+    let merges = ChatStyle { takes_inline_system: Some(false), ..ChatStyle::default() };
+    let messages = of(Conversion { style: merges, ..passed }, "cfd");
+    let expected = "You are a Claude agent.\nBe brief.Available agent types for the Agent tool: none.";
+    assert_eq!((&messages[0]["content"], messages.as_array().map(Vec::len)), (&json!(expected), Some(2)));
+    let text =
+        json!({ "system": "x-anthropic-billing-header: a;\nRules", "messages": [{ "role": "user", "content": "a" }] });
+    assert_eq!(chat_for(Conversion::default(), &text)["messages"][0]["content"], "Rules");
+}
+
+#[test]
+fn inline_system_messages_are_folded_where_the_template_refuses_them() {
+    let style = ChatStyle { takes_inline_system: Some(false), ..ChatStyle::default() };
+    let folded = |messages: Value| {
+        let body = json!({ "system": "S", "messages": messages });
+        chat_for(Conversion { style, ..Conversion::default() }, &body)["messages"].take()
+    };
+    let system = |text: &str| json!({ "role": "system", "content": text });
+    let user = |text: &str| json!({ "role": "user", "content": text });
+    let image = json!({ "type": "image", "source": { "type": "url", "url": "u" } });
+    let result = json!({ "role": "user", "content": [{ "type": "tool_result", "tool_use_id": "t", "content": "r" }] });
+    let of_assistant = json!({ "role": "assistant", "content": "a" });
+    assert_eq!(folded(json!([user("u"), system("x"), system("y")])), json!([system("S"), user("u\n\nx\n\ny")]));
+    assert_eq!(
+        folded(json!([{ "role": "user", "content": [image] }, system("x")]))[1]["content"],
+        json!([{ "type": "image_url", "image_url": { "url": "u" } }, { "type": "text", "text": "x" }])
+    );
+    assert_eq!(folded(json!([user("u"), of_assistant, result, system("x")]))[3]["content"], "r\n\nx");
+    // After an assistant the text begins the user's turn.
+    assert_eq!(folded(json!([user("u"), of_assistant, system("x"), user("v")]))[3], user("x\n\nv"));
+    assert_eq!(folded(json!([system("x"), user("u")])), json!([system("S\n\nx"), user("u")]));
+    let roles = folded(json!([user("u"), of_assistant, system("x"), of_assistant]));
+    assert_eq!(roles[3], user("x"));
+}
+
+#[test]
+fn tool_references_are_text_for_engines_that_get_a_chat() {
+    let result = json!([{ "type": "tool_reference", "tool_name": "f" }, { "type": "text", "text": "b" }]);
+    let messages =
+        json!([{ "role": "user", "content": [{ "type": "tool_result", "tool_use_id": "t", "content": result }] }]);
+    assert_eq!(messages_of(messages.clone())[0]["content"], "Tool available: f\nb");
+    let passed = Conversion { is_passed: true, ..Conversion::default() };
+    let body = json!({ "messages": messages }).to_string();
+    assert!(converted_for(body.as_bytes(), Purpose::Count, |_| passed).is_err(), "only the template expands them");
+}
+
+#[test]
+fn context_errors_use_anthropics_words() {
+    let known = Known { prompt_tokens: 0, max_tokens: 32_000, max_model_len: 32_768 };
+    let too_long = |prompt: u32| Some(format!("prompt is too long: {prompt} tokens > 32768 maximum"));
+    let sum = |prompt: u32, output: u32| {
+        let rule = "decrease input length or `max_tokens` and try again";
+        Some(format!("input length and `max_tokens` exceed context limit: {prompt} + {output} > 32768, {rule}"))
+    };
+    let cases = [
+        (
+            "This model's maximum context length is 32768 tokens. However, your prompt contains at least 32801 input tokens. Please reduce the length of the input prompt. (parameter=input_tokens, value=32801)",
+            too_long(32_801),
+        ),
+        (
+            "This model's maximum context length is 32768 tokens. However, you requested 8000 output tokens and your prompt contains at least 32001 input tokens, for a total of at least 40001 tokens.",
+            sum(32_001, 8_000),
+        ),
+        (
+            "This model's maximum context length is 32768 tokens. However, you requested 40000 tokens (30000 in the messages, 10000 in the completion).",
+            sum(30_000, 10_000),
+        ),
+        (
+            "'max_tokens' is too large: 32000. This model's maximum context length is 32768 tokens and your request has 2000 input tokens (32000 > 32768 - 2000).",
+            sum(2_000, 32_000),
+        ),
+        ("The engine prompt length 40000 exceeds the max_model_len 32768. Please reduce prompt.", too_long(40_000)),
+        (
+            "Requested token count exceeds the model's maximum context length of 32768 tokens. You requested a total of 52000 tokens: 20000 tokens from the input messages and 32000 tokens for the completion. Please reduce",
+            sum(20_000, 32_000),
+        ),
+        ("The input (40000 tokens) is longer than the model's context length (32768 tokens).", too_long(40_000)),
+        ("the prompt has 40000 tokens, but the model's maximum context length is 32768 tokens", too_long(40_000)),
+        ("prompt is too long: 40000 tokens > 32768 maximum", None),
+        ("the context length is a secret", None),
+        (
+            "maximum context length is 1 of é99999999999999999999 input tokens and ü18446744073709551615 output tokens",
+            None,
+        ),
+        ("temperature must be positive", None),
+    ];
+    for (message, expected) in cases {
+        assert_eq!(in_anthropic_words(message, known), expected, "{message}");
+    }
+    let known = Known { prompt_tokens: 33_000, ..known };
+    let message = "the request exceeds the available context size, try increasing it";
+    assert_eq!(in_anthropic_words(message, known), too_long(33_000), "numbers of the gateway");
+    let at_least = "maximum context length is 32768 tokens. However, your prompt contains at least 32769 input tokens";
+    assert_eq!(in_anthropic_words(at_least, known), too_long(33_000));
 }
 
 #[test]
@@ -239,6 +402,8 @@ fn stop_reasons_have_counterparts() {
         (json!({ "finish_reason": "stop", "matched_stop": "END" }), "stop_sequence", json!("END")),
         (json!({ "finish_reason": "length" }), "max_tokens", Value::Null),
         (json!({ "finish_reason": "content_filter" }), "refusal", Value::Null),
+        (json!({ "finish_reason": "repetition" }), "max_tokens", Value::Null),
+        (json!({ "finish_reason": "eos_token" }), "end_turn", Value::Null),
         (json!({ "finish_reason": null }), "end_turn", Value::Null),
     ];
     for (mut choice, reason, sequence) in cases {
@@ -251,6 +416,25 @@ fn stop_reasons_have_counterparts() {
         let delta = &events[events.len() - 2].1["delta"];
         assert_eq!((&delta["stop_reason"], &delta["stop_sequence"]), (&json!(reason), &sequence));
     }
+}
+
+#[test]
+fn half_an_answer_is_an_error() {
+    for reason in ["abort", "error", "cancelled", "anything"] {
+        let whole = json!({ "choices": [{ "message": { "content": "a" }, "finish_reason": reason }] });
+        assert_eq!(message(whole.to_string().as_bytes(), "m"), None, "{reason}");
+        let events =
+            events_of(&sse(&[json!({ "choices": [{ "delta": { "content": "a" }, "finish_reason": reason }] })]));
+        let (name, error) = events.last().expect("an event");
+        assert_eq!(name, "error");
+        assert!(error["error"]["message"].as_str().is_some_and(|message| message.contains(reason)), "{error}");
+    }
+    // A stop sequence inside a call: it must not run.
+    let cut = json!([{ "id": "t", "function": { "name": "f", "arguments": "{\"a\":" } }]);
+    let choice = |part: &str| json!({ part: { "tool_calls": cut }, "finish_reason": "stop", "stop_reason": "END" });
+    assert_eq!(converted(json!({ "choices": [choice("message")] }))["stop_reason"], "stop_sequence");
+    let events = events_of(&sse(&[json!({ "choices": [choice("delta")] })]));
+    assert_eq!(events[events.len() - 2].1["delta"]["stop_reason"], "stop_sequence");
 }
 
 #[test]
@@ -270,249 +454,5 @@ fn errors_are_converted() {
     ];
     for (body, message) in cases {
         assert_eq!(error_message(body.as_bytes()).as_deref(), message, "{body}");
-    }
-}
-
-fn sse(chunks: &[Value]) -> Vec<u8> {
-    let mut bytes: Vec<u8> = chunks.iter().flat_map(|chunk| format!("data: {chunk}\n\n").into_bytes()).collect();
-    bytes.extend_from_slice(b"data: [DONE]\n\n");
-    bytes
-}
-
-/// The events, with equal names in both lines of each.
-fn parsed(bytes: &[u8]) -> Vec<(String, Value)> {
-    let text = std::str::from_utf8(bytes).expect("text");
-    let events = text.split_terminator("\n\n").map(|event| {
-        let (name, data) = event.split_once('\n').expect("two lines");
-        let name = name.strip_prefix("event: ").expect("a name");
-        let data: Value = serde_json::from_str(data.strip_prefix("data: ").expect("data")).expect("JSON");
-        assert_eq!(data["type"], name);
-        (name.to_owned(), data)
-    });
-    events.collect()
-}
-
-fn events_of(bytes: &[u8]) -> Vec<(String, Value)> {
-    let mut translator = StreamTranslator::new("m", 3);
-    let mut events = translator.read(bytes);
-    events.extend(translator.end());
-    parsed(&events)
-}
-
-/// Content blocks, checked for order and nesting.
-fn blocks_of(events: &[(String, Value)]) -> Vec<Value> {
-    let (mut blocks, mut open): (Vec<Value>, bool) = (Vec::new(), false);
-    for (name, event) in events {
-        match name.as_str() {
-            "content_block_start" => {
-                assert!(!std::mem::replace(&mut open, true), "nested");
-                assert_eq!(event["index"], blocks.len());
-                let mut block = event["content_block"].clone();
-                block["partial"] = json!("");
-                blocks.push(block);
-            }
-            "content_block_delta" => {
-                assert!(open);
-                assert_eq!(event["index"], blocks.len() - 1);
-                let delta = &event["delta"];
-                let block = blocks.last_mut().expect("a block");
-                let (kind, field) = match delta["type"].as_str().expect("a type") {
-                    "text_delta" => ("text", "text"),
-                    "thinking_delta" => ("thinking", "thinking"),
-                    "signature_delta" => ("thinking", "signature"),
-                    "input_json_delta" => ("tool_use", "partial_json"),
-                    other => panic!("{other}"),
-                };
-                assert_eq!(block["type"], kind);
-                let into = if field == "partial_json" { "partial" } else { field };
-                block[into] =
-                    json!([block[into].as_str().expect("text"), delta[field].as_str().expect("text")].concat());
-            }
-            "content_block_stop" => {
-                assert!(std::mem::replace(&mut open, false));
-                assert_eq!(event["index"], blocks.len() - 1);
-            }
-            _ => assert!(!open || name == "error"),
-        }
-    }
-    blocks
-}
-
-#[test]
-fn streams_are_converted() {
-    let call = |index: usize, id: Value, name: Value, arguments: &str| {
-        json!({ "choices": [{ "index": 0, "delta": { "tool_calls": [
-            { "index": index, "id": id, "function": { "name": name, "arguments": arguments } }
-        ] } }] })
-    };
-    let delta = |delta: Value| json!({ "id": "chatcmpl-9", "choices": [{ "index": 0, "delta": delta }] });
-    let events = events_of(&sse(&[
-        delta(json!({ "role": "assistant", "content": "" })),
-        delta(json!({ "reasoning": "Th" })),
-        delta(json!({ "reasoning_content": "ink", "reasoning": "ink" })),
-        delta(json!({ "content": "One " })),
-        delta(json!({ "content": "moment." })),
-        call(0, json!("t1"), json!("f"), ""),
-        call(0, Value::Null, Value::Null, "{\"a\":"),
-        call(0, Value::Null, Value::Null, "1}"),
-        call(1, json!("t2"), Value::Null, "{"),
-        call(1, Value::Null, json!("g"), "}"),
-        json!({ "choices": [{ "index": 0, "delta": {}, "finish_reason": "tool_calls" }] }),
-        json!({ "choices": [], "usage": {
-            "prompt_tokens": 10, "completion_tokens": 4, "prompt_tokens_details": { "cached_tokens": 8 }
-        } }),
-    ]));
-    let names: Vec<&str> = events.iter().map(|(name, _)| name.as_str()).collect();
-    assert_eq!((names[0], &names[names.len() - 2..]), ("message_start", &["message_delta", "message_stop"][..]));
-    let start = &events[0].1["message"];
-    assert_eq!((&start["id"], &start["model"], &start["content"]), (&json!("msg_9"), &json!("m"), &json!([])));
-    assert_eq!(start["usage"]["input_tokens"], 3);
-    let expected = [
-        json!({ "type": "thinking", "thinking": "Think", "signature": "unsigned", "partial": "" }),
-        json!({ "type": "text", "text": "One moment.", "partial": "" }),
-        json!({ "type": "tool_use", "id": "t1", "name": "f", "input": {}, "partial": "{\"a\":1}" }),
-        json!({ "type": "tool_use", "id": "t2", "name": "g", "input": {}, "partial": "{}" }),
-    ];
-    assert_eq!(blocks_of(&events), expected);
-    let end = &events[events.len() - 2].1;
-    assert_eq!(end["delta"], json!({ "stop_reason": "tool_use", "stop_sequence": null }));
-    assert_eq!((&end["usage"]["input_tokens"], &end["usage"]["output_tokens"]), (&json!(2), &json!(4)));
-}
-
-#[test]
-fn failures_end_with_one_error() {
-    let start = "data: {\"choices\":[{\"delta\":{\"content\":\"a\"}}]}\n\n";
-    let interleaved: String = [0, 1, 0]
-        .map(|index| {
-            let call =
-                json!({ "index": index, "id": index.to_string(), "function": { "name": "f", "arguments": "{" } });
-            format!("data: {}\n\n", json!({ "choices": [{ "delta": { "tool_calls": [call] } }] }))
-        })
-        .concat();
-    let cases = [
-        (format!("{start}data: {{\"error\":{{\"message\":\"m\",\"code\":429}}}}\n\n"), "rate_limit_error", "m"),
-        (format!("{start}data: {{\"error\":\"m\"}}\n\ndata: [DONE]\n\n"), "api_error", "m"),
-        ("data: {\"error\":{}}\n\n".to_owned(), "api_error", "the worker reported an error"),
-        (start.to_owned(), "api_error", "the response of the worker ended early"),
-        (String::new(), "api_error", "the response of the worker ended early"),
-        (format!("data: {}", "a".repeat(5 << 20)), "api_error", "the worker sent an event that is too long"),
-        (interleaved, "api_error", "the worker interleaved the arguments of several tool calls"),
-    ];
-    for (bytes, kind, message) in cases {
-        let events = events_of(bytes.as_bytes());
-        let errors: Vec<&Value> = events.iter().filter(|(name, _)| name == "error").map(|(_, event)| event).collect();
-        let expected = json!({ "type": "error", "error": { "type": kind, "message": message } });
-        assert_eq!(errors, [&expected]);
-        assert_eq!(events.last().expect("an event").1, expected);
-    }
-    let mut translator = StreamTranslator::new("m", 0);
-    translator.read(&sse(&[json!({ "choices": [{ "delta": {}, "finish_reason": "stop" }] })]));
-    assert!(translator.is_over());
-    assert!(translator.fail(502, "late").is_empty() && translator.read(start.as_bytes()).is_empty());
-}
-
-/// A piece of a response.
-#[derive(Clone, Debug)]
-enum Piece {
-    Text(String),
-    Thinking(String),
-    Arguments(String),
-    Call,
-}
-
-fn pieces() -> impl Strategy<Value = Vec<Piece>> {
-    let piece = prop_oneof![
-        ".{0,4}".prop_map(Piece::Text),
-        ".{0,4}".prop_map(Piece::Thinking),
-        ".{0,4}".prop_map(Piece::Arguments),
-        Just(Piece::Call),
-    ];
-    proptest::collection::vec(piece, 0..24)
-}
-
-/// Chunks of the pieces, and the expected text by block type.
-fn chunks_of(pieces: &[Piece]) -> (Vec<Value>, BTreeMap<&'static str, String>) {
-    let (mut chunks, mut texts, mut n_calls) = (Vec::new(), BTreeMap::<_, String>::new(), 0);
-    let mut is_call_open = false;
-    for piece in pieces {
-        let delta = match piece {
-            Piece::Text(text) => {
-                texts.entry("text").or_default().push_str(text);
-                is_call_open &= text.is_empty();
-                json!({ "content": text })
-            }
-            Piece::Thinking(text) => {
-                texts.entry("thinking").or_default().push_str(text);
-                is_call_open &= text.is_empty();
-                json!({ "reasoning_content": text })
-            }
-            Piece::Arguments(text) if is_call_open => {
-                texts.entry("tool_use").or_default().push_str(text);
-                json!({ "tool_calls": [{ "index": n_calls - 1, "function": { "arguments": text } }] })
-            }
-            Piece::Arguments(_) | Piece::Call => {
-                n_calls += 1;
-                is_call_open = true;
-                json!({ "tool_calls": [{ "index": n_calls - 1, "id": n_calls.to_string(), "function": { "name": "f" } }] })
-            }
-        };
-        chunks.push(json!({ "id": "1", "choices": [{ "index": 0, "delta": delta }] }));
-    }
-    chunks.push(json!({ "id": "1", "choices": [{ "index": 0, "delta": {}, "finish_reason": "stop" }] }));
-    (chunks, texts)
-}
-
-proptest! {
-    #[test]
-    fn any_split_gives_the_same_well_formed_events(pieces in pieces(), cuts in proptest::collection::vec(any::<u16>(), 0..12)) {
-        let (chunks, texts) = chunks_of(&pieces);
-        let bytes = sse(&chunks);
-        let events = events_of(&bytes);
-        let mut cuts: Vec<usize> = cuts.iter().map(|cut| usize::from(*cut) % (bytes.len() + 1)).collect();
-        cuts.extend([0, bytes.len()]);
-        cuts.sort_unstable();
-        let mut translator = StreamTranslator::new("m", 3);
-        let mut split = Vec::new();
-        for range in cuts.windows(2) {
-            split.extend(translator.read(&bytes[range[0]..range[1]]));
-        }
-        split.extend(translator.end());
-        prop_assert_eq!(parsed(&split), events.clone());
-        prop_assert_eq!(&events.last().expect("an event").0, "message_stop");
-        prop_assert_eq!(events.iter().filter(|(name, _)| name == "message_stop").count(), 1);
-        let mut found = BTreeMap::<&str, String>::new();
-        for block in blocks_of(&events) {
-            let (kind, field) = match block["type"].as_str().expect("a type") {
-                "text" => ("text", "text"),
-                "thinking" => ("thinking", "thinking"),
-                _ => ("tool_use", "partial"),
-            };
-            found.entry(kind).or_default().push_str(block[field].as_str().expect("text"));
-        }
-        for (kind, text) in texts {
-            prop_assert_eq!(found.get(kind).cloned().unwrap_or_default(), text);
-        }
-    }
-
-    #[test]
-    fn any_bytes_give_well_formed_events(bytes in "(data: |\\{|\\}|\"|choices|\\[|\\]|:|,|delta|content|error|\n|.){0,60}") {
-        let events = events_of(bytes.as_bytes());
-        blocks_of(&events);
-        let last = &events.last().expect("an event").0;
-        prop_assert!(last == "error" || last == "message_stop");
-    }
-
-    #[test]
-    fn any_text_is_converted_to_the_same_text(system in ".{0,20}", text in ".{0,20}", result in ".{0,20}") {
-        let body = json!({ "max_tokens": 1, "system": [{ "type": "text", "text": system }], "messages": [
-            { "role": "user", "content": [{ "type": "tool_result", "tool_use_id": "t", "content": result }] },
-            { "role": "assistant", "content": text },
-        ] });
-        let chat = chat_body(body.to_string().as_bytes(), Purpose::Generate).expect("valid");
-        let chat: Value = serde_json::from_slice(&chat).expect("JSON");
-        let texts: Vec<&str> =
-            chat["messages"].as_array().expect("a list").iter().map(|message| message["content"].as_str().expect("text")).collect();
-        let expected: Vec<&str> = [system.as_str()].into_iter().filter(|text| !text.is_empty()).chain([&*result, &*text]).collect();
-        prop_assert_eq!(texts, expected);
     }
 }

@@ -186,7 +186,7 @@ constant_errors! {
         "no worker of the model is among the endpoints that the proxy accepts");
     /// No token count for this prompt: 501.
     token_count_unavailable = Self::new(StatusCode::NOT_IMPLEMENTED, ErrorType::Server, "token_count_unavailable",
-        "tokens of this prompt cannot be counted: the model has no token source for it");
+        "the tokens of this prompt cannot be counted");
     /// Queue timeout of the gateway: 429.
     queue_timeout = Self::overloaded("queue_timeout",
         "the request was not placed in time: all workers are busy", Duration::from_secs(1));

@@ -34,6 +34,7 @@ const SAMPLES: [&str; 7] = ["plain text", " a space first", "\n\nlines\n", "  ",
 pub(super) struct Local {
     tokenizer: Tokenizer,
     templates: Templates,
+    takes_inline_system: bool,
     /// Tokens added before and after plain text; `None` if they depend on the text.
     around: Option<(Vec<u32>, Vec<u32>)>,
     /// The cache; `None` if every text is tokenized as a whole.
@@ -74,8 +75,10 @@ impl Local {
         };
         let templates = Templates::compile(sources, clock).map_err(unusable)?;
         let around = around(&tokenizer);
+        let takes_inline_system = templates.take_inline_system();
         let (placeholders, lengths) = (Placeholders::of(&tokenizer, None), Arc::new(MediaLengths::new()));
-        let mut local = Self { tokenizer, templates, around, kept: None, meters, placeholders, lengths };
+        let mut local =
+            Self { tokenizer, templates, takes_inline_system, around, kept: None, meters, placeholders, lengths };
         let bytes_max = usize::try_from(cache_bytes_max).unwrap_or(usize::MAX);
         if bytes_max > 0 {
             local.keep(bytes_max, CHUNK_BYTES_MIN);
@@ -86,6 +89,11 @@ impl Local {
     /// Whether chats can be tokenized.
     pub(super) fn has_template(&self) -> bool {
         !self.templates.is_empty()
+    }
+
+    /// Whether the chat templates take system messages after the first.
+    pub(super) fn takes_inline_system(&self) -> bool {
+        self.takes_inline_system
     }
 
     /// Replaces the known image placeholders by this token. Returns false, without any effect, if it is no added token

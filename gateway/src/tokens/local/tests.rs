@@ -330,3 +330,62 @@ proptest! {
         LOCAL.with(|local| drop(local.chat(&parts)));
     }
 }
+
+/// A template that prints its input.
+fn printed(parts: &ChatParts, source: &str) -> String {
+    let sources = super::super::template::TemplateSources { default: Some(source.to_owned()), ..Default::default() };
+    let templates = Templates::compile(sources, || 0).expect("a template");
+    templates.render(parts, MediaForm::Rejected).expect("a prompt")
+}
+
+/// Reference: `_strip_claude_code_billing_header` and `_parse_chat_message_content` of vLLM 0.32, `Function` and
+/// `process_content_for_template_format` of SGLang 0.5.23.
+#[test]
+fn chats_have_the_shape_of_the_engine() {
+    const TEXT: &str = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}";
+    const PARTS: &str = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}<{{ c.text }}>{% endfor %}{% endif %};{% endfor %}";
+    let billing = r#"[{"role":"system","content":"x-anthropic-billing-header: cch=1;\nRules"},{"role":"user","content":"x-anthropic-billing-header"}]"#;
+    let sglang = |messages| ChatParts { is_sglang: true, ..chat(messages) };
+    assert_eq!(printed(&chat(billing), TEXT), "system=Rules;user=x-anthropic-billing-header;");
+    assert!(printed(&sglang(billing), TEXT).contains("cch=1"));
+    let only = r#"[{"role":"system","content":[{"type":"text","text":"x-anthropic-billing-header: a"},{"type":"text","text":"b"}]}]"#;
+    assert_eq!(printed(&chat(only), PARTS), "<b>;");
+    let texts = r#"[{"role":"tool","content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]}]"#;
+    assert_eq!(printed(&chat(texts), PARTS), "a\nb;");
+    assert_eq!(printed(&sglang(texts), TEXT), "tool=a b;");
+
+    const TOOLS: &str = "{{ tools | tojson }}";
+    let tools = r#"[{"type":"function","function":{"parameters":{},"strict":false,"name":"f","extra":1}}]"#;
+    let with_tools = |parts: ChatParts| ChatParts { tools: Some(Bytes::from(tools)), ..parts };
+    let function = |parts| printed(&with_tools(parts), TOOLS);
+    let expected =
+        r#"[{"type": "function", "function": {"name": "f", "description": null, "parameters": {}, "strict": false}}]"#;
+    assert_eq!(function(chat("[]")), expected);
+    let expected =
+        r#"[{"type": "function", "function": {"parameters": {}, "strict": false, "name": "f", "description": null}}]"#;
+    assert_eq!(function(sglang("[]")), expected);
+
+    const EFFORT: &str = "{{ reasoning_effort }} {{ enable_thinking }}";
+    let effort = |effort: &'static str, kwargs: &'static str, is_sglang| {
+        let (reasoning_effort, template_kwargs) = (Some(Bytes::from(effort)), Some(Bytes::from(kwargs)));
+        printed(&ChatParts { reasoning_effort, template_kwargs, is_sglang, ..chat("[]") }, EFFORT)
+    };
+    assert_eq!(effort("\"high\"", "{}", false).to_lowercase(), "high true");
+    assert_eq!(effort("\"none\"", "{}", false).to_lowercase(), "none false");
+    assert_eq!(effort("\"high\"", r#"{"enable_thinking":false}"#, false).to_lowercase(), "high false");
+    assert_eq!(effort("\"high\"", "{}", true), "high ");
+}
+
+#[test]
+fn templates_are_tried_with_a_system_message_between_turns() {
+    let takes = |source: &str| {
+        let sources =
+            super::super::template::TemplateSources { default: Some(source.to_owned()), ..Default::default() };
+        Templates::compile(sources, || 0).expect("a template").take_inline_system()
+    };
+    assert!(takes("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"));
+    assert!(!takes(
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}"
+    ));
+    assert!(!takes("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"), "dropped in silence");
+}
