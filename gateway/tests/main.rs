@@ -29,6 +29,7 @@ mod engines;
 mod grafana;
 mod index_api;
 mod kubernetes;
+mod late_start;
 mod lengths;
 mod limits;
 mod live;

@@ -17,7 +17,6 @@ use ahash::RandomState;
 use hashbrown::HashSet;
 
 use super::rank::RankBlocks;
-use super::waiting::PendingBlocks;
 use super::{Applied, Index, hold};
 use crate::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, Slot, StorageTier};
 use crate::protocol::{StoredBlock, Timestamp, WorkerRank};
@@ -156,6 +155,7 @@ impl Index {
             }
             has_names |= !proven.older.is_empty();
             self.drop_proven(slot, &ended);
+            self.recount(slot);
         }
         self.proven_turn =
             Some(due + Duration::from_nanos((late - late % period + period) as u64)).filter(|_| has_names);
@@ -182,20 +182,19 @@ impl Index {
         if !names.is_empty() {
             let (tree, residence) = self.parts(slot, StorageTier::Device);
             hold::forget(tree, residence, slot, names);
-            self.recount(slot);
         }
     }
 
     /// The number of blocks before the deepest block of a prompt that waits for a parent, and the name of this parent.
     /// All further blocks of the prompt must wait behind that block: its content alone may occur in other prompts.
     fn unknown_parent(&self, slot: Slot, prompt: &[BlockHash], blocks: usize) -> Option<(usize, EngineHash)> {
-        let waiting: &PendingBlocks = self.rank(slot).waiting()?;
-        let depths = (1..=blocks.min(prompt.len().saturating_sub(1))).rev();
-        depths.filter_map(|depth| Some((depth, waiting.unknown_parent(&prompt[depth..])?))).next()
+        let waiting = self.rank(slot).waiting()?;
+        let mut depths = (1..=blocks.min(prompt.len().saturating_sub(1))).rev();
+        depths.find_map(|depth| Some((depth, waiting.unknown_parent(&prompt[depth..])?)))
     }
 
-    /// Of the first `blocks` blocks of a prompt, the number up to the last block that the rank holds under a name of its
-    /// engine, at most one block beyond them. The engine has the blocks before it as well.
+    /// Of the first `blocks` blocks of a prompt, the number up to the last block that the rank holds, which may also be
+    /// the following one. The engine has the blocks between as well.
     fn surrounded(&self, slot: Slot, prompt: &[BlockHash], blocks: usize) -> usize {
         let names = self.device_names(slot, &prompt[..prompt.len().min(blocks + 1)]);
         names.iter().rposition(Option::is_some).map_or(0, |last| blocks.min(last + 1))
@@ -204,8 +203,9 @@ impl Index {
     /// Holds the blocks of a prompt that the rank does not hold yet, the last one under `last` if given.
     fn hold_proven(&mut self, slot: Slot, prompt: &[BlockHash], last: Option<EngineHash>, now: Timestamp) -> Applied {
         let mut names = self.device_names(slot, prompt);
-        if let (Some(name), Some(last)) = (names.last_mut(), last) {
-            *name = Some(last);
+        let is_complete = last.is_none() && names.iter().all(Option::is_some);
+        if let (Some(name), Some(_)) = (names.last_mut(), last) {
+            *name = last;
         }
         let (mut blocks, mut proven) = (Vec::with_capacity(prompt.len()), Vec::new());
         let mut path = 0;
@@ -216,17 +216,17 @@ impl Index {
             blocks.push(StoredBlock { engine_hash, block_hash });
         }
         let rank = self.ranks[slot.index()].as_mut().expect("every registered slot has a rank");
-        let id = rank.id;
-        let known = rank.proven.get_or_insert_with(|| Box::new(ProvenNames::new(&self.hasher)));
+        let (id, known) = (rank.id, rank.proven.get_or_insert_with(|| Box::new(ProvenNames::new(&self.hasher))));
         let more = proven.iter().filter(|name| !known.contains(**name)).count();
-        if known.recent.len() + known.older.len() + more > BLOCKS_MAX {
+        let has_room = known.recent.len() + known.older.len() + more <= BLOCKS_MAX;
+        if has_room && !proven.is_empty() {
+            self.proven_turn.get_or_insert(now + Self::PROVEN_FOR / 2);
+            proven.into_iter().for_each(|name| known.add(name));
+        }
+        self.recount(slot);
+        if is_complete || !has_room {
             return Applied::default();
         }
-        if !proven.is_empty() {
-            self.proven_turn.get_or_insert(now + Self::PROVEN_FOR / 2);
-        }
-        proven.into_iter().for_each(|name| known.add(name));
-        self.recount(slot);
         let data = KvEvent::Stored { parent: None, blocks };
         let applied = self.apply(&RouterEvent { rank: id, tier: StorageTier::Device, data });
         Applied { proven: applied.stored, stored: 0, duplicates: 0, ..applied }

@@ -133,13 +133,16 @@ impl PendingBlocks {
         let (_, name) = self.contents.get(first).filter(|(number, _)| *number == 1)?;
         let mut name = (StorageTier::Device, EngineHash(*name));
         let parent = self.get(name)?.parent;
+        if self.get((StorageTier::Device, parent)).is_some() {
+            return None;
+        }
         for content in rest {
             let is_next = |child: &&TierName| {
                 child.0 == StorageTier::Device && self.get(**child).is_some_and(|block| block.block_hash == *content)
             };
             name = *self.children.get(&name.1)?.iter().take(SIBLINGS_MAX).find(is_next)?;
         }
-        Some(parent).filter(|parent| self.get((StorageTier::Device, *parent)).is_none())
+        Some(parent)
     }
 
     fn forget_content(&mut self, (tier, name): TierName, content: BlockHash) {
