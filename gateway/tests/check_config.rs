@@ -53,44 +53,6 @@ fn the_example_is_accepted_and_printed() {
 }
 
 #[test]
-fn an_invalid_file_is_rejected_with_all_problems() {
-    let broken = written(
-        "broken.toml",
-        "[server]\nport = 1\n[router]\nblok_size = 16\npolicy.temperature = -1.0\n[[router.queue.classes]]\nname = \"a b\"\n\
-         [[models]]\nname = \"m\"\n",
-    );
-    let env = [("POINTSMAN_ROUTER_SEED", "x"), ("POINTSMAN_ROUTER_SEAD", "1"), ("POINTSMAN_ROUTER_QUEUE_CLASSES", "")];
-    let output = check_config(&broken, &env);
-    assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(2), ""));
-    assert_eq!(
-        text(&output.stderr).lines().collect::<Vec<_>>(),
-        [
-            "router.blok_size is not a known key, must be the name of a setting, perhaps block_size (file)",
-            "server is not a known key, must be gateway, admin, picker, replicas, router, models or tenants (file)",
-            "router.queue.classes is \"\", must be absent here: it can be set in the file only \
-             (environment: POINTSMAN_ROUTER_QUEUE_CLASSES)",
-            "POINTSMAN_ROUTER_SEAD is not a known variable, must end in the name of a setting in upper case, \
-             perhaps POINTSMAN_ROUTER_SEED",
-            "router.seed is \"x\", must be an integer from 0 to 9223372036854775807 \
-             (environment: POINTSMAN_ROUTER_SEED)",
-            "models[0] is without workers, must be given workers, workers_file, worker_urls, worker_names or kubernetes, \
-             unless [admin] can add some (default)",
-            "router.policy.temperature is -1, must be between 0 and 1e9 (file)",
-            "router.queue.classes[0].name is a b, must be one or more letters, digits, _, . or - (file)",
-        ]
-    );
-}
-
-#[test]
-fn queues_based_on_assumed_capacity_are_warned_of() {
-    let args = ["--model", "m", "--worker", "http://e:8000", "--set", "router.queue.threshold=2"];
-    let output = run(&args.map(OsStr::new), &[("POINTSMAN_GATEWAY_CONNECTIONS_MAX", "100")]);
-    let (code, warnings) = (output.status.code(), text(&output.stderr));
-    assert_eq!((code, warnings.lines().count()), (Some(0), 1), "{warnings}");
-    assert!(warnings.starts_with("warning: model \"m\" limits prefill by a share of max_num_batched_tokens: 8192"));
-}
-
-#[test]
 fn flags_suffice_and_take_precedence() {
     let args = ["--model", "m", "--worker", "http://e:8000", "--worker", "http://f:8000", "--listen", "127.0.0.1:0"];
     let more = ["--set", "router.block_size=16", "--log-format", "json", "--admin-listen", "[::1]:9", "--conformance"];

@@ -4,21 +4,21 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
 use pointsman::protocol::{KvEvent, RouterEvent, WorkerId};
 use pointsman::{
-    BoxFuture, BusError, ReplicaBus, ReplicaMember, ReplicaMessage, Router, SnapshotSource,
-    internals::{MemoryFaults, MemoryNetwork},
+    BoxFuture, ReplicaBus as _, Router, SnapshotSource,
+    internals::{MemoryBus, MemoryFaults, MemoryNetwork},
 };
-use pointsman::{ReplicaId, ReplicaLife, ReplicaTopic, RestoreState, Snapshot};
+use pointsman::{ReplicaId, ReplicaLife, RestoreState, Snapshot};
 use pointsman_gateway::app::Gateway;
 use pointsman_gateway::settings::{ModelSettings, Settings, TokenSourceChoice};
 use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::Value;
-use tokio::sync::{broadcast, watch};
 use tokio::time::{Instant, timeout};
 
 use crate::common::directory::Directory;
@@ -218,99 +218,37 @@ async fn failed_writes_are_counted_and_end_nothing() {
 
 // ---- replicas ----
 
-/// What all replicas share: the snapshot source of each, by id.
-#[derive(Default)]
-struct Sources(Mutex<Vec<(ReplicaId, Arc<dyn SnapshotSource>)>>);
-
-/// A bus that fetches snapshots by a call.
-struct TestBus {
-    own: ReplicaLife,
-    sources: Arc<Sources>,
-    members: watch::Sender<Arc<[ReplicaMember]>>,
-    serving: watch::Sender<bool>,
-    fetches: Mutex<Vec<ReplicaId>>,
-    messages: broadcast::Sender<ReplicaMessage>,
-}
-
-impl std::fmt::Debug for TestBus {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("TestBus").field("own", &self.own).finish_non_exhaustive()
-    }
-}
-
+/// Replica `n` of a network, which began `n`-th.
 fn life(n: u64) -> ReplicaLife {
     ReplicaLife { replica: ReplicaId(n), incarnation: n }
 }
 
-fn member(n: u64, is_serving: bool) -> ReplicaMember {
-    ReplicaMember { life: life(n), address: format!("replica-{n}"), is_serving }
+/// Waits until a replica is serving, as another one sees it.
+async fn until_serving(seen_by: &MemoryBus, replica: u64, expected: bool) {
+    let mut members = seen_by.members();
+    let serving = members.wait_for(|members| {
+        members.iter().any(|member| member.life.replica == ReplicaId(replica) && member.is_serving == expected)
+    });
+    drop(timeout(PATIENCE, serving).await.expect("before the timeout").expect("the network exists"));
 }
 
-impl TestBus {
-    fn new(n: u64, sources: &Arc<Sources>, members: &[ReplicaMember]) -> Arc<Self> {
-        Arc::new(Self {
-            own: life(n),
-            sources: Arc::clone(sources),
-            members: watch::Sender::new(members.into()),
-            serving: watch::Sender::new(false),
-            fetches: Mutex::default(),
-            messages: broadcast::Sender::new(1),
-        })
-    }
-
-    async fn until_serving(&self) {
-        let mut serving = self.serving.subscribe();
-        let wait = timeout(PATIENCE, serving.wait_for(|is_serving| *is_serving)).await;
-        let _ = wait.expect("serving before the timeout").expect("the bus exists");
-    }
-
-    fn fetches(&self) -> Vec<ReplicaId> {
-        self.fetches.lock().expect("not poisoned").clone()
-    }
-}
-
-impl ReplicaBus for TestBus {
-    fn life(&self) -> ReplicaLife {
-        self.own
-    }
-
-    fn publish(&self, _: &Arc<str>, _: ReplicaTopic, _: Bytes) {}
-
-    fn subscribe(&self) -> broadcast::Receiver<ReplicaMessage> {
-        self.messages.subscribe()
-    }
-
-    fn members(&self) -> watch::Receiver<Arc<[ReplicaMember]>> {
-        self.members.subscribe()
-    }
-
-    fn fetch(&self, from: ReplicaId, pool: Arc<str>) -> BoxFuture<'_, Result<Bytes, BusError>> {
-        self.fetches.lock().expect("not poisoned").push(from);
-        let sources = self.sources.0.lock().expect("not poisoned");
-        let source = sources.iter().find(|(id, _)| *id == from).map(|(_, source)| Arc::clone(source));
-        Box::pin(async move {
-            let failed = |reason: &str| BusError::Fetch { from, pool: pool.to_string(), reason: reason.to_owned() };
-            let source = source.ok_or_else(|| failed("unreachable"))?;
-            source.snapshot(&pool).await.ok_or_else(|| failed("not warm"))
-        })
-    }
-
-    fn serve_snapshots(&self, source: Arc<dyn SnapshotSource>) {
-        self.sources.0.lock().expect("not poisoned").push((self.own.replica, source));
-    }
-
-    fn set_serving(&self, is_serving: bool) {
-        self.serving.send_replace(is_serving);
-    }
-}
-
-/// A source of damaged bytes.
-struct Damaged;
+/// A source of damaged bytes, and whether they were requested.
+#[derive(Default)]
+struct Damaged(AtomicBool);
 
 impl SnapshotSource for Damaged {
     fn snapshot(&self, _: &str) -> BoxFuture<'_, Option<Bytes>> {
+        self.0.store(true, Ordering::Relaxed);
         Box::pin(async { Some(Bytes::from_static(b"damaged")) })
     }
+}
+
+/// A replica without a gateway, with its source of snapshots.
+fn other(network: &MemoryNetwork, n: u64, is_serving: bool) -> (Arc<MemoryBus>, Arc<Damaged>) {
+    let (bus, source) = (network.join(life(n)), Arc::<Damaged>::default());
+    bus.serve_snapshots(source.clone());
+    bus.set_serving(is_serving);
+    (bus, source)
 }
 
 /// A gateway of this process, with the engines as workers.
@@ -366,32 +304,29 @@ const NEVER_MS: u64 = 86_400_000;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_joining_replica_restores_the_snapshot_of_a_serving_one() {
-    let (engines, sources) = (engines().await, Arc::<Sources>::default());
+    let (engines, network) = (engines().await, MemoryNetwork::new(MemoryFaults::default()));
     let (mut first, router) = gateway(&engines, NEVER_MS).await;
-    let bus = TestBus::new(1, &sources, &[]);
-    first.join_replicas(bus.clone());
-    bus.until_serving().await;
-    assert_eq!(bus.fetches(), [], "alone");
+    first.join_replicas(network.join(life(9)));
+    ready(first.address()).await;
+    let (idle, unasked) = other(&network, 6, false);
+    until_serving(&idle, 9, true).await;
     fill(&first, &router, &engines).await;
 
-    // The replica that began first sends damaged bytes, and the next one is unreachable.
-    sources.0.lock().expect("not poisoned").push((ReplicaId(7), Arc::new(Damaged)));
-    let warm = ReplicaMember { life: ReplicaLife { replica: ReplicaId(1), incarnation: 9 }, ..member(1, true) };
-    let members = [warm, member(8, true), member(7, true), member(6, false)];
+    // Of the serving replicas, the one that began first sends damaged bytes, and the next one is without a source.
+    let (_damaged, asked) = other(&network, 7, true);
+    let without = network.join(life(8));
+    without.set_serving(true);
     let (mut second, joined) = gateway(&engines, NEVER_MS).await;
-    let second_bus = TestBus::new(2, &sources, &members);
-    second.join_replicas(second_bus.clone());
-    second_bus.until_serving().await;
-    assert_eq!(second_bus.fetches(), [ReplicaId(7), ReplicaId(8), ReplicaId(1)]);
+    second.join_replicas(network.join(life(10)));
+    until_serving(&idle, 10, true).await;
+    assert_eq!([&asked, &unasked].map(|source| source.0.load(Ordering::Relaxed)), [true, false]);
     assert_eq!(held(&joined).await, held(&router).await);
     let restored = joined.kv_sources().iter().map(|source| source.restore).collect::<Vec<_>>();
     assert_eq!(restored, [Some(RestoreState::Resumed); 2]);
 
     // A drain ends the service for other replicas.
-    let mut serving = second_bus.serving.subscribe();
     second.begin_drain();
-    let wait = timeout(PATIENCE, serving.wait_for(|is_serving| !is_serving)).await;
-    let _ = wait.expect("before the timeout").expect("the bus exists");
+    until_serving(&idle, 10, false).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -426,24 +361,22 @@ async fn without_a_serving_replica_the_stored_snapshot_is_restored() {
     alone.store().expect("the same store").put(pool, Bytes::from_static(b"damaged")).await.expect("stored");
     let (mut third, cold) = gateway(&engines, 0).await;
     third.join_replicas(network.join(life(3)));
-    let mut members = alone.members();
-    let serving = members.wait_for(|members| members.iter().any(|member| member.is_serving));
-    drop(timeout(PATIENCE, serving).await.expect("serving before the timeout").expect("the network exists"));
+    until_serving(&alone, 3, true).await;
     assert!(cold.kv_sources().iter().all(|source| source.restore.is_none()));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_a_serving_replica_the_gateway_starts_cold() {
-    let (engines, sources) = (engines().await, Arc::<Sources>::default());
+    let (engines, network) = (engines().await, MemoryNetwork::new(MemoryFaults::default()));
     for prompt in 0..PROMPTS {
         send(engines[(prompt % 2) as usize].address(), prompt).await;
     }
     // All replicas are as new as this one.
     let (mut gateway, router) = gateway(&engines, 0).await;
-    let bus = TestBus::new(1, &sources, &[member(2, false)]);
-    gateway.join_replicas(bus.clone());
-    bus.until_serving().await;
-    assert_eq!(bus.fetches(), []);
+    let (idle, unasked) = other(&network, 2, false);
+    gateway.join_replicas(network.join(life(1)));
+    until_serving(&idle, 1, true).await;
+    assert!(!unasked.0.load(Ordering::Relaxed));
     assert!(router.kv_sources().iter().all(|source| source.restore.is_none()));
     send(gateway.address(), 0).await;
 }

@@ -236,20 +236,6 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn bytes_are_reserved_on_arrival_and_released() {
-        let budget = BodyBudget::new(10 * MIB);
-        let mut body = budget.begin();
-        assert_eq!(reserved(&budget), (0, 0));
-        body.grow_to(4 * MIB).await.expect("within the budget");
-        body.grow_to(8 * MIB).await.expect("within the budget");
-        assert_eq!(reserved(&budget), (8 * MIB, 0));
-        body.complete(5 * MIB).expect("not rejected");
-        assert_eq!(reserved(&budget), (5 * MIB, 0));
-        drop(body);
-        assert_eq!(reserved(&budget), (0, 0));
-    }
-
-    #[tokio::test(start_paused = true)]
     async fn the_newest_body_is_rejected_first() {
         let budget = BodyBudget::new(10 * MIB);
         let (mut first, mut second) = (budget.begin(), budget.begin());
@@ -266,23 +252,6 @@ mod tests {
         first.grow_to(9 * MIB).await.expect("the second body is rejected");
         assert_eq!(second.await.expect("task ends without panic"), Exhausted);
         assert_eq!(reserved(&budget), (9 * MIB, 0));
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_slow_body_is_rejected_for_a_new_one() {
-        let budget = BodyBudget::new(10 * MIB);
-        let mut slow = budget.begin();
-        slow.grow_to(8 * MIB).await.expect("within the budget");
-        let mut new = budget.begin();
-        assert_eq!(new.grow_to(4 * MIB).await, Err(Exhausted), "the slow body is within its grace period");
-        drop(new);
-        let slow = tokio::spawn(async move { slow.rejected().await });
-        tokio::time::sleep(ARRIVAL_GRACE).await;
-        let mut new = budget.begin();
-        new.grow_to(4 * MIB).await.expect("the slow body is rejected");
-        assert_eq!(slow.await.expect("task ends without panic"), Exhausted);
-        drop(new);
-        assert_eq!(reserved(&budget), (0, 0));
     }
 
     #[tokio::test(start_paused = true)]

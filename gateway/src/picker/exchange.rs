@@ -341,29 +341,4 @@ mod tests {
             prop_assert!(longest <= PIECE_BYTES_MAX);
         }
     }
-
-    #[test]
-    fn messages_out_of_order_are_named() {
-        let first = |request| Exchange::default().received(message(request)).expect_err("not allowed");
-        assert_eq!(first(FromProxy::RequestBody(piece(b"", true))), ProtocolError::Early("a request body"));
-        assert_eq!(first(FromProxy::ResponseTrailers(Trailers {})), ProtocolError::Early("response trailers"));
-        let unknown = ProcessingRequest::default();
-        assert_eq!(Exchange::default().received(unknown), Err(ProtocolError::Unknown));
-        let mut exchange = Exchange::default();
-        exchange.received(message(FromProxy::RequestHeaders(head(false)))).expect("allowed");
-        let again = exchange.received(message(FromProxy::RequestHeaders(head(false))));
-        assert_eq!(again, Err(ProtocolError::Twice("request headers")));
-    }
-
-    #[test]
-    fn a_response_of_the_proxy_ends_the_request() {
-        let mut exchange = Exchange::default();
-        exchange.received(message(FromProxy::RequestHeaders(head(false)))).expect("allowed");
-        let response = message(FromProxy::ResponseHeaders(head(true)));
-        assert_eq!(exchange.passed(&response).len(), 1);
-        assert_eq!(exchange.received(response).expect("allowed").len(), 2);
-        assert_eq!(exchange.decided(HeaderMutation::default(), Struct::default(), Bytes::new()).count(), 0);
-        let late = message(FromProxy::RequestBody(piece(b"x", true)));
-        assert_eq!(exchange.received(late), Ok(Vec::new()));
-    }
 }

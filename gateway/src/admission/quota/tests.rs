@@ -25,68 +25,6 @@ fn limits(requests: u64, tokens: u64) -> QuotaLimits {
 }
 
 #[test]
-fn a_minute_of_requests_is_admitted_at_once_and_refilled_evenly() {
-    let mut limiter = Limiter::new(limits(6, 1_000), QuotaLimits::default(), at(0.0));
-    let charges: Vec<Charge> = (0..6).map(|_| limiter.admit(key(1), at(0.0)).expect("within the limit")).collect();
-    let retry_after = Duration::from_secs(10);
-    let exceeded = Exceeded { limit: Limit::RequestsPerMinute, max: 6, retry_after };
-    assert_eq!(limiter.admit(key(2), at(0.0)), Err(exceeded));
-    assert_eq!(limiter.admit(key(1), at(9.999)).expect_err("early").retry_after, Duration::from_millis(1));
-    let late = limiter.admit(key(1), at(10.0)).expect("refilled");
-    let remaining = limiter.remaining(key(1), at(10.0)).requests.expect("limited");
-    assert_eq!(remaining, Allowance { limit: 6, remaining: 0, reset: Duration::from_secs(60) });
-    charges.into_iter().chain([late]).for_each(|charge| limiter.end(charge, 0, at(10.0)));
-    assert_eq!(limiter.in_flight(), 0);
-}
-
-#[test]
-fn the_prompt_is_charged_first_and_settled_with_the_usage() {
-    let mut limiter = Limiter::new(limits(100, 1_000), QuotaLimits::default(), at(0.0));
-    let remaining = |limiter: &mut Limiter| limiter.remaining(key(1), at(0.0)).tokens.map(|tokens| tokens.remaining);
-    let mut first = limiter.admit(key(1), at(0.0)).expect("unused");
-    limiter.charge(&mut first, 600, at(0.0)).expect("within the limit");
-    let mut second = limiter.admit(key(1), at(0.0)).expect("tokens are left");
-    let exceeded = limiter.charge(&mut second, 600, at(0.0)).expect_err("400 tokens are left");
-    assert_eq!((exceeded.limit, exceeded.retry_after), (Limit::TokensPerMinute, Duration::from_secs(12)));
-    limiter.cancel(second, at(0.0));
-    assert_eq!(limiter.remaining(key(1), at(0.0)).requests.map(|requests| requests.remaining), Some(99));
-    limiter.end(first, 850, at(0.0));
-    assert_eq!(remaining(&mut limiter), Some(150));
-    // Output beyond the limit delays later requests.
-    let mut third = limiter.admit(key(1), at(0.0)).expect("tokens are left");
-    limiter.charge(&mut third, 100, at(0.0)).expect("150 tokens are left");
-    limiter.end(third, 1_150, at(0.0));
-    assert_eq!(remaining(&mut limiter), Some(0));
-    assert_eq!(limiter.admit(key(1), at(0.0)).expect_err("overdrawn").retry_after, Duration::from_secs_f64(60.06));
-}
-
-#[test]
-fn a_prompt_above_the_limit_needs_an_unused_limit() {
-    let mut limiter = Limiter::new(limits(100, 1_000), QuotaLimits::default(), at(0.0));
-    let mut long = limiter.admit(key(1), at(0.0)).expect("unused");
-    limiter.charge(&mut long, 5_000, at(0.0)).expect("unused");
-    limiter.end(long, 5_000, at(0.0));
-    let refused = limiter.admit(key(1), at(0.0)).expect_err("overdrawn by 4,000 tokens");
-    assert_eq!(refused.retry_after, Duration::from_secs_f64(240.06));
-}
-
-#[test]
-fn keys_have_limits_beside_those_of_their_tenant() {
-    let per_key = QuotaLimits { requests_in_flight_max: Some(1), ..QuotaLimits::default() };
-    let tenant = QuotaLimits { requests_in_flight_max: Some(2), ..QuotaLimits::default() };
-    let mut limiter = Limiter::new(tenant, per_key, at(0.0));
-    let first = limiter.admit(key(1), at(0.0)).expect("free");
-    let refused = limiter.admit(key(1), at(0.0)).expect_err("the key has one");
-    assert_eq!((refused.limit, refused.max), (Limit::RequestsInFlight, 1));
-    let second = limiter.admit(key(2), at(0.0)).expect("another key");
-    assert_eq!(limiter.admit(key(3), at(0.0)).expect_err("the tenant has two").max, 2);
-    limiter.end(first, 7, at(0.0));
-    let third = limiter.admit(key(3), at(0.0)).expect("one has ended");
-    [second, third].into_iter().for_each(|charge| limiter.end(charge, 0, at(0.0)));
-    assert_eq!((limiter.in_flight(), limiter.key_count()), (0, 0));
-}
-
-#[test]
 fn a_new_limit_keeps_the_use() {
     let mut limiter = Limiter::new(limits(100, 1_000), QuotaLimits::default(), at(0.0));
     let mut charge = limiter.admit(key(1), at(0.0)).expect("unused");

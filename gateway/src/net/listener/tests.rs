@@ -78,36 +78,6 @@ async fn rest(stream: &mut (impl AsyncRead + Unpin)) -> String {
 }
 
 #[tokio::test]
-async fn slow_request_heads_time_out() {
-    let slow = ListenerOptions { head_timeout: Duration::from_secs(2), ..options("slow") };
-    let listener = start(slow, &Arc::default()).await;
-    let stream = connect(&listener).await;
-    let (mut read, mut write) = stream.into_split();
-    let trickle = tokio::spawn(async move {
-        let head = get_of(&format!("/{}", "a".repeat(60_000)));
-        for byte in head.as_bytes().chunks(1) {
-            if write.write_all(byte).await.is_err() {
-                break;
-            }
-            sleep(Duration::from_millis(5)).await; // about 5 minutes in total
-        }
-    });
-    let others = tokio::spawn(async move {
-        for _ in 0..50 {
-            let mut stream = connect(&listener).await;
-            send(&mut stream, "/").await;
-            let address = stream.local_addr().expect("local address").to_string();
-            assert!(answer(&mut stream, &address).await.starts_with("HTTP/1.1 200"));
-        }
-        listener
-    });
-    assert_eq!(rest(&mut read).await, "");
-    let listener = others.await.expect("other clients are served");
-    trickle.abort();
-    assert_eq!(listener.drain(PATIENCE, LINGER, || {}).await, Drained { broken: 0 });
-}
-
-#[tokio::test]
 async fn connections_above_the_limit_wait() {
     let go = Arc::default();
     let listener = start(ListenerOptions { connections_max: 2, ..options("full") }, &go).await;
@@ -198,37 +168,6 @@ async fn a_drain_closes_idle_connections_and_finishes_others() {
     let last = rest(&mut busy).await;
     assert!(last.contains("connection: close\r\n") && last.ends_with("done"), "{last}");
     assert_eq!(draining.await.expect("task ends without panic"), Drained { broken: 0 });
-}
-
-#[tokio::test]
-async fn connections_busy_at_the_deadline_are_closed_and_counted() {
-    let listener = start(options("broken"), &Arc::default()).await;
-    let mut busy = [connect(&listener).await, connect(&listener).await, connect(&listener).await];
-    for stream in &mut busy {
-        send(stream, "/hang").await;
-    }
-    let mut probe = connect(&listener).await;
-    send(&mut probe, "/").await;
-    let own = probe.local_addr().expect("local address").to_string();
-    answer(&mut probe, &own).await; // earlier connections have been accepted
-    assert_eq!(listener.drain(Duration::from_millis(50), Duration::ZERO, || {}).await, Drained { broken: 3 });
-    for stream in &mut busy {
-        assert_eq!(rest(stream).await, "");
-    }
-}
-
-#[tokio::test]
-async fn long_heads_are_rejected() {
-    let listener = start(options("heads"), &Arc::default()).await;
-    let long = format!("GET / HTTP/1.1\r\nhost: test\r\nlong: {}\r\n\r\n", "a".repeat(HEAD_BYTES_MAX));
-    let many = format!("GET / HTTP/1.1\r\nhost: test\r\n{}\r\n", "a: b\r\n".repeat(101));
-    for head in [long, many] {
-        let mut stream = connect(&listener).await;
-        let (mut read, mut write) = stream.split();
-        // The listener may have responded and closed before the whole request is sent.
-        let _ = write.write_all(head.as_bytes()).await;
-        assert!(answer(&mut read, "\r\n\r\n").await.starts_with("HTTP/1.1 431 "));
-    }
 }
 
 fn tls_data(file: &str) -> std::path::PathBuf {
@@ -336,54 +275,4 @@ async fn idle_connections_close_whatever_they_have_sent() {
         stream.write_all(sent.as_bytes()).await.expect("connected");
         assert_eq!(rest(&mut stream).await, "", "after {sent:?}");
     }
-}
-
-/// A body that sends `begun` and ends after a notification of `go`.
-struct Open {
-    has_begun: bool,
-    end: std::pin::Pin<Box<dyn Future<Output = ()> + Send>>,
-}
-
-impl http_body::Body for Open {
-    type Data = axum::body::Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(
-        mut self: std::pin::Pin<&mut Self>,
-        cx: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<Option<Result<http_body::Frame<Self::Data>, Infallible>>> {
-        if !std::mem::replace(&mut self.has_begun, true) {
-            return std::task::Poll::Ready(Some(Ok(http_body::Frame::data("begun".into()))));
-        }
-        self.end.as_mut().poll(cx).map(|()| None)
-    }
-}
-
-#[tokio::test]
-async fn a_drain_finishes_five_hundred_open_streams() {
-    let (go, gone) = watch::channel(false);
-    let stream = async move || {
-        let mut gone = gone.clone();
-        let end = Box::pin(async move { drop(gone.wait_for(|gone| *gone).await) });
-        axum::response::Response::new(axum::body::Body::new(Open { has_begun: false, end }))
-    };
-    let routes = Router::new().route("/", get(stream));
-    let options = ListenerOptions { connections_max: 500, ..options("streams") };
-    let socket = free_socket();
-    let listener = Listener::start(socket, options, routes).expect("it has an address");
-    let mut streams = Vec::new();
-    for _ in 0..500 {
-        let mut stream = connect(&listener).await;
-        send(&mut stream, "/").await;
-        answer(&mut stream, "5\r\nbegun\r\n").await;
-        streams.push(stream);
-    }
-    let mut draining = tokio::spawn(listener.drain(PATIENCE, LINGER, || {}));
-    // A drain ends no request.
-    assert!(timeout(Duration::from_millis(50), &mut draining).await.is_err());
-    go.send_replace(true);
-    for stream in &mut streams {
-        assert_eq!(rest(stream).await, "0\r\n\r\n", "the stream ends as it should");
-    }
-    assert_eq!(draining.await.expect("task ends without panic"), Drained { broken: 0 });
 }
