@@ -163,7 +163,8 @@ async fn forward(
         prompt_tokens: prepared.prompt_tokens().unwrap_or_else(|| estimated_tokens(prepared.body.len())),
         known,
     });
-    let renamed = prepared.answered_model.clone().filter(|_| !is_translated && endpoint.has_known_response());
+    let is_known = endpoint.has_known_response(prepared.kind == AnswerKind::Events);
+    let renamed = prepared.answered_model.clone().filter(|_| !is_translated && is_known);
     let resumable = migration::resumable(context, account, &mut prepared);
     let (body, none) = (prepared.body.clone(), BTreeSet::new());
     let attempts = AttemptLoop::new(context, &prepared, (headers, request_id), body, &none);
