@@ -238,7 +238,7 @@ impl Decoder {
         report.mismatch = match finding {
             Finding::BlockSize => Some(StoreMismatch::BlockSize(u32::try_from(size).unwrap_or(u32::MAX))),
             Finding::Eagle => Some(StoreMismatch::Eagle),
-            Finding::NamespacesFull | Finding::UnknownPage => None,
+            Finding::NamespacesFull => None,
             other => Some(StoreMismatch::Invalid(other)),
         };
     }

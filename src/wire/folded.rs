@@ -42,14 +42,15 @@ impl Decoder {
         let n_pages = self.usable_blocks(event, HashScheme { block_size: page_size, ..scheme }, report)?;
         let limits = &self.config.limits;
         let fold = self.fold.get_or_insert_with(|| Box::new(Fold::new(page_size, scheme, limits.folded_tokens_max)));
-        let mut at = match event.parent {
-            Some(parent) => Some(fold.find(parent).ok_or(Finding::UnknownPage)?),
-            None => None,
-        };
+        report.page_size = Some(page_size.get());
+        let mut at = event.parent.and_then(|parent| fold.find(parent));
+        if event.parent.is_some() && at.is_none() {
+            report.findings.add(Finding::UnknownPage); // after a late start, like blocks behind an unknown parent
+            return Ok(());
+        }
         let parent = at.map(|page| fold.namespace(page)).unwrap_or_default();
         let base = self.keys.read(event, n_pages, parent, scheme, limits, &mut report.findings)?;
         let is_copy = RepeatedStore::of(StorageTier::Device, event.parent.is_some(), false) == RepeatedStore::Copy;
-        report.page_size = Some(page_size.get());
         let (mut held, mut start, mut fits) = (Vec::new(), 0, true);
         for (end, mut namespace) in self.keys.runs(base, n_pages) {
             if self.keys.has_objects() {

@@ -40,7 +40,8 @@ fn a_block_is_held_while_all_its_pages_are() {
     assert_eq!(next(&mut decoder, [removal([8, 7], []), removal([6], [])]).0, [removed(Device, &[8])]);
     let (events, report) = next(&mut decoder, [pages(&[9], Some(99), &[1], 1, vec![])]);
     assert_eq!((events, found(&report)), (vec![], vec![(Finding::UnknownPage, 1)]));
-    assert!(report.mismatch.is_none() && decoder.is_folding());
+    assert_eq!((report.usable, report.mismatch, report.page_size), (1, None, Some(1)), "the form fits");
+    assert!(decoder.is_folding());
 }
 
 #[test]
