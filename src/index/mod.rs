@@ -18,7 +18,7 @@
 //! - Lower tiers extend a rank's device hit, each from the end of the nearer tier. Stores may name a parent in any tier
 //!   of the rank, and are pending while the parent is unknown.
 //! - Cache groups beside the main attention hold names without a position. They shorten the device hit: `groups.rs`.
-//! - Answers prove blocks that no event has stored: `proven.rs`.
+//! - Answers prove blocks that no event has stored: `prove.rs`.
 //!
 //! Overlaps depend only on the held blocks, not on the order or batching of events or on the shape of the tree. No
 //! event is an error; anomalies are counted in [`Applied`].
@@ -49,6 +49,7 @@ mod holdings;
 mod lower;
 mod names;
 mod overlaps;
+mod prove;
 mod proven;
 mod query;
 mod rank;

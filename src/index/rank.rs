@@ -101,6 +101,19 @@ impl RankBlocks {
         self.lower.as_ref().is_some_and(|lower| !lower.waiting.is_empty())
     }
 
+    /// Whether a name is that of a proven block, not of the engine.
+    pub(super) fn is_proven(&self, tier: StorageTier, name: EngineHash) -> bool {
+        tier == StorageTier::Device && self.proven.as_ref().is_some_and(|proven| proven.contains(name))
+    }
+
+    /// Tier and name of each proven block that is held.
+    pub(super) fn proven_names(&self) -> impl Iterator<Item = (StorageTier, EngineHash)> {
+        let device = self.residence(StorageTier::Device);
+        let names = self.proven.iter().flat_map(|proven| proven.iter());
+        let held = names.filter(move |name| device.is_some_and(|device| device.find(*name).is_some()));
+        held.map(|name| (StorageTier::Device, name))
+    }
+
     /// Number of names that the cache groups hold.
     pub(super) fn group_names(&self) -> usize {
         self.groups.as_ref().map_or(0, |groups| groups.names())
