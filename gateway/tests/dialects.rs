@@ -41,16 +41,15 @@ async fn stays_exact(dialect: Dialect, page_size: u32) {
             _ => {}
         }
     }
-    let Account { blocks_compared, salted_overlaps, probes, as_predicted, whole_prompts, .. } = account;
+    let Account { blocks_compared, salted_overlaps, probes, as_predicted, whole_prompts, hits, .. } = account;
     println!(
         "{dialect:?}: {} events, {} requests, {blocks_compared} blocks compared, {salted_overlaps} salted overlaps; \
-         {as_predicted} + {whole_prompts} of {probes} probes as predicted",
+         {as_predicted} + {whole_prompts} of {probes} probes as predicted, {hits} with hits",
         fleet.events(),
         fleet.sent(),
     );
-    // The groups of hybrid engines allow few hits in this traffic.
     assert!(salted_overlaps > 0 || dialect.beside_window_blocks() > 0);
-    assert_eq!(as_predicted + whole_prompts, probes);
+    assert!(hits > 0 && as_predicted + whole_prompts == probes);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

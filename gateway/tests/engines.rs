@@ -40,6 +40,8 @@ pub(crate) struct Account {
     pub(crate) salted_overlaps: usize,
     pub(crate) probes: u64,
     pub(crate) as_predicted: u64,
+    /// Probes with cached tokens.
+    pub(crate) hits: u64,
     /// Probes of fully cached prompts. The engine recomputes their last block.
     pub(crate) whole_prompts: u64,
 }
@@ -183,6 +185,7 @@ impl Account {
             let (request, predicted, delivered) = fleet.probe(n).await;
             let delivered = delivered - delivered % BLOCK_SIZE; // pages are smaller
             self.probes += 1;
+            self.hits += u64::from(delivered > 0);
             if predicted == delivered {
                 self.as_predicted += 1;
             } else if predicted > request.reusable_tokens() && delivered == request.reusable_tokens()

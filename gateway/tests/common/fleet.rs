@@ -81,7 +81,8 @@ impl Fleet {
                 block_size: page_size,
                 kv_blocks: 500 * pages,
                 host_kv_blocks: if pages == 1 && (n % 2 == 1 || format.dialect.has_connector()) { 300 } else { 0 },
-                step_tokens_max: 2_048,
+                // Groups with a window keep the last blocks of each computation: short ones give more hits.
+                step_tokens_max: if format.dialect.beside_window_blocks() > 0 { 256 } else { 2_048 },
                 time_scale: 0.0,
                 seed: SEED ^ n as u64,
                 ..MockConfig::default()
