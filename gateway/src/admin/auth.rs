@@ -262,4 +262,13 @@ mod tests {
             assert!(!error.contains("0123"), "{error}");
         }
     }
+
+    #[tokio::test(start_paused = true)]
+    async fn denials_are_logged_at_a_limited_rate() {
+        let denials = Denials::new();
+        let start = Instant::now();
+        assert_eq!(denials.next(start), Some(1), "the first is logged immediately");
+        assert_eq!([denials.next(start), denials.next(start + LOG_INTERVAL / 2)], [None, None]);
+        assert_eq!(denials.next(start + LOG_INTERVAL), Some(3));
+    }
 }

@@ -99,6 +99,17 @@ mod tests {
     }
 
     #[test]
+    fn returned_retries_are_available_again() {
+        let start = Instant::now();
+        let budget = RetryBudget::new(0.0, start);
+        assert_eq!(left(&budget, start), 10);
+        budget.give_back(start);
+        assert_eq!(left(&budget, start), 1);
+        budget.give_back(after(start, 30));
+        assert_eq!(left(&budget, after(start, 30)), 10, "no retry was taken in that second");
+    }
+
+    #[test]
     fn a_stopped_or_decreasing_clock_is_tolerated() {
         let start = Instant::now();
         let budget = RetryBudget::new(1.0, after(start, 5));

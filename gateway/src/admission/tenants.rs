@@ -253,6 +253,15 @@ mod tests {
         assert_eq!(salts, ACME_SALTS);
     }
 
+    #[test]
+    fn sessions_are_separate_per_tenant_and_from_salts() {
+        let tenants = tenants();
+        let (acme, other) = (&tenants.all[0], &tenants.all[1]);
+        assert_eq!(acme.session("s"), acme.session("s"));
+        assert_ne!(acme.session("s"), other.session("s"));
+        assert_ne!(acme.session("s"), acme.salt(Some("s")));
+    }
+
     const ACME_SALTS: [&str; 3] =
         ["d3f4b5a470a92213b1e4375daef8f2d8", "2774abe2dd10adc812c375780daeba7a", "5df92e03937d75b01bc85a5cd4167c55"];
 

@@ -364,4 +364,11 @@ mod tests {
             assert_eq!(address(endpoint), expected);
         }
     }
+
+    #[test]
+    fn subsets_name_addresses_or_hosts() {
+        assert!(is_at("10.0.0.1:8000", "10.0.0.1:8000") && is_at("10.0.0.1:8000", "10.0.0.1"));
+        assert!(is_at("[fd00::1]:8000", "fd00::1") && is_at("[fd00::1]:8000", "[fd00::1]"));
+        assert!(!is_at("10.0.0.1:8000", "10.0.0.1:8001") && !is_at("10.0.0.10:8000", "10.0.0.1"));
+    }
 }

@@ -98,6 +98,15 @@ mod tests {
     }
 
     #[test]
+    fn the_oldest_messages_are_dropped() {
+        let outbox = Outbox::default();
+        let dropped: u64 = (0..MESSAGES_MAX + 3).map(|n| push(&outbox, Bytes::from(n.to_string()))).sum();
+        assert_eq!(dropped, 3);
+        let left = drained(&outbox);
+        assert_eq!((left.len(), &left[0][..]), (MESSAGES_MAX, &b"3"[..]));
+    }
+
+    #[test]
     fn bytes_are_bounded_and_requests_come_first() {
         let outbox = Outbox::default();
         let half = Bytes::from(vec![0; BYTES_MAX / 2 + 1]);
