@@ -73,26 +73,6 @@ async fn start(config: RouterConfig, source: impl DiscoverySource) -> Router {
 }
 
 #[tokio::test]
-async fn the_first_source_takes_precedence_and_manual_workers_stay() {
-    let (first, seen_first) = watch::channel(set(&[(1, "a"), (2, "a")]));
-    let (second, seen_second) = watch::channel(set(&[(2, "b"), (3, "b"), (9, "b")]));
-    let builder = Router::builder(config()).worker(WorkerId(9), WorkerConfig::at("hand"));
-    let router = builder.discovery(seen_first).discovery(seen_second).start().await.expect("start succeeds");
-    runs(&router, &[(1, "a"), (2, "a"), (3, "b"), (9, "hand")]).await;
-    let sizes: Vec<_> = router.discovery().into_iter().map(|status| status.workers).collect();
-    assert_eq!(sizes, [2, 3]);
-
-    first.send_replace(set(&[(1, "a")]));
-    runs(&router, &[(1, "a"), (2, "b"), (3, "b"), (9, "hand")]).await;
-    first.send_replace(set(&[(3, "a")]));
-    runs(&router, &[(2, "b"), (3, "a"), (9, "hand")]).await;
-    drop(first);
-    until(&router, |statuses| statuses[0].closed && !statuses[1].closed).await;
-    second.send_replace(set(&[]));
-    runs(&router, &[(3, "a"), (9, "hand")]).await;
-}
-
-#[tokio::test]
 async fn removed_workers_are_never_chosen() {
     let (source, seen) = watch::channel(set(&[(1, "a"), (2, "a")]));
     let router = start(RouterConfig { min_initial_workers: 2, ..config() }, seen).await;
@@ -113,21 +93,6 @@ async fn removed_workers_are_never_chosen() {
     }
     drop(held);
     assert_at_rest(&router).await;
-}
-
-#[tokio::test]
-async fn manually_removed_workers_stay_away_until_their_source_drops_them() {
-    tokio::time::pause();
-    let (source, seen) = watch::channel(set(&[(1, "a"), (2, "a")]));
-    let router = start(RouterConfig { min_initial_workers: 2, ..config() }, seen).await;
-    router.remove_worker(WorkerId(1)).await.expect("was registered");
-    tokio::time::advance(Duration::from_secs(60)).await;
-    source.send_replace(set(&[(1, "a"), (3, "a")]));
-    runs(&router, &[(3, "a")]).await;
-    source.send_replace(set(&[(3, "a"), (4, "a")]));
-    runs(&router, &[(3, "a"), (4, "a")]).await;
-    source.send_replace(set(&[(1, "a")]));
-    runs(&router, &[(1, "a")]).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -160,23 +125,6 @@ async fn missed_changes_are_applied_at_the_next_pass() {
     }
 }
 
-#[tokio::test]
-async fn errors_keep_the_last_good_set_and_are_reported() {
-    let (say, source) = told();
-    let router = start(config(), source).await;
-    say.send(Say::Trouble("no registry")).expect("followed");
-    until(&router, |statuses| statuses[0].last_error.as_deref() == Some("no registry")).await;
-    say.send(Say::Set(set(&[(1, "a")]))).expect("followed");
-    runs(&router, &[(1, "a")]).await;
-    until(&router, |statuses| statuses[0].last_error.is_none()).await;
-    say.send(Say::Trouble("removed")).expect("followed");
-    until(&router, |statuses| statuses[0].last_error.as_deref() == Some("removed")).await;
-    assert_eq!(running(&router).len(), 1, "the last valid set stays in force");
-    drop(say);
-    until(&router, |statuses| statuses[0].closed).await;
-    assert_eq!(running(&router).len(), 1, "a closed source changes nothing");
-}
-
 #[tokio::test(start_paused = true)]
 async fn a_panicking_source_is_retried() {
     suppress_fault_reports();
@@ -198,22 +146,6 @@ async fn until_slowly(router: &Router, so: impl Fn(&[DiscoveryStatus]) -> bool) 
         so(&router.discovery())
     })
     .await;
-}
-
-#[tokio::test]
-async fn unusable_workers_are_excluded_and_reported() {
-    let broken = WorkerConfig { data_parallel_size: 0, ..WorkerConfig::at("b") };
-    let mut wanted = set(&[(1, "a")]);
-    wanted.insert(WorkerId(2), broken);
-    let (source, seen) = watch::channel(wanted);
-    let router = start(config(), seen).await;
-    runs(&router, &[(1, "a")]).await;
-    until(&router, |statuses| !statuses[0].refused.is_empty()).await;
-    let refused = &router.discovery()[0].refused;
-    assert!(refused[&WorkerId(2)].contains("data_parallel_size is 0"), "{refused:?}");
-    source.send_replace(set(&[(1, "a"), (2, "b")]));
-    runs(&router, &[(1, "a"), (2, "b")]).await;
-    until(&router, |statuses| statuses[0].refused.is_empty()).await;
 }
 
 #[tokio::test]

@@ -225,15 +225,4 @@ mod pages {
         router.upsert_worker(WorkerId(0), WorkerConfig::at("")).await.expect("changed");
         assert_eq!(router.engine_loads().len(), 3, "one rank fewer");
     }
-
-    #[tokio::test]
-    async fn loads_of_unresponsive_engines_become_stale() {
-        let (server, load) = serving("vllm:num_requests_waiting 1\n").await;
-        let config = RouterConfig { engine_load: EngineLoadConfig { interval_ms: 1, stale_ms: 50 }, ..config() };
-        let worker = WorkerConfig { load, ..WorkerConfig::at("") };
-        let router = Router::builder(config).worker(WorkerId(0), worker).start().await.expect("starts");
-        until(&router, |facts| facts[0].is_some()).await;
-        server.set("/metrics", "");
-        until(&router, |facts| facts[0].is_some_and(|fact| fact.is_stale)).await;
-    }
 }

@@ -120,23 +120,6 @@ async fn an_orderly_end_and_a_restart_drop_the_share() {
     assert_eq!(loads(&two).await.iter().map(|load| load.0).collect::<Vec<_>>(), [0, 1, 0, 0]);
 }
 
-#[tokio::test(start_paused = true)]
-async fn a_separated_replica_fades_and_returns() {
-    let network = MemoryNetwork::new(MemoryFaults::default());
-    let (one, two) = (replica(&network, 1).await, replica(&network, 2).await);
-    book(&one, "a", 3).await;
-    book(&two, "b", 3).await;
-    settle().await;
-    network.separate([ReplicaId(1)]);
-    sleep(Duration::from_secs(1)).await;
-    assert_eq!((loads(&one).await[3].0, loads(&two).await[3].0), (2, 2), "the last summary counts");
-    sleep(Duration::from_secs(15)).await;
-    assert_eq!((loads(&one).await[3].0, loads(&two).await[3].0), (1, 1), "each side goes on alone");
-    network.separate([]);
-    sleep(Duration::from_millis(1_100)).await; // a full summary
-    assert_eq!((loads(&one).await[3].0, loads(&two).await[3].0), (2, 2));
-}
-
 /// Bookings of a rank and a count of conflicts: on an idle fleet, two replicas book one rank, alone or at the same time.
 #[tokio::test(start_paused = true)]
 async fn simultaneous_bookings_of_one_rank_are_conflicts() {

@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::time::Duration;
 
 use pointsman::PrefillFacts;
-use pointsman::config::{PrefillModel, QueueClass, QueueOrder};
+use pointsman::config::{PrefillModel, QueueClass};
 use pointsman::error::RouteError;
 use pointsman::internals::config::QueueConfig;
 use pointsman::internals::load::PrefillEstimator;
@@ -16,7 +16,7 @@ use pointsman::{
     RouterConfig,
 };
 
-use crate::common::{BLOCK_SIZE, assert_at_rest, config, stored, tokens};
+use crate::common::{assert_at_rest, config, tokens};
 
 pub(crate) type Route<'a> = Pin<Box<dyn Future<Output = Result<Placement, RouteError>> + 'a>>;
 
@@ -206,26 +206,5 @@ async fn rejections_name_the_exceeded_limit() {
         .expect("the request may be queued now");
     assert_eq!(best.rank(), rank(0));
     drop(busy);
-    assert_at_rest(&router).await;
-}
-
-#[tokio::test]
-async fn warm_requests_leave_first_in_order_of_work() {
-    let router =
-        fleet(RouterConfig { queue: QueueConfig { order: QueueOrder::Wspt, ..waits().queue }, ..waits() }, 1).await;
-    let (cold, warm, busy) = (tokens(1, 20), tokens(2, 20), tokens(3, 25));
-    router.apply_events(vec![stored(rank(0), &warm[..20])]).await.expect("up");
-    let busy = router.route(RouteRequest::new("a", Prompt::Tokens(&busy))).await.expect("idle");
-    let mut cold = wait_for(&router, RouteRequest::new("cold", Prompt::Tokens(&cold))).await;
-    let warm = wait_for(&router, RouteRequest::new("warm", Prompt::Tokens(&warm))).await;
-    drop(busy);
-    let placed = tokio::select! {
-        biased;
-        first = &mut cold => panic!("80 tokens to compute went before 60: {first:?}"),
-        second = warm => second.expect("placed"),
-    };
-    assert_eq!(placed.cached_tokens(), 5 * BLOCK_SIZE);
-    placed.prefill_completed();
-    drop((placed, cold.await.expect("placed")));
     assert_at_rest(&router).await;
 }

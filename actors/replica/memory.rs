@@ -1,6 +1,6 @@
-//! Bus within one process, for tests and simulations: loses, repeats, delays, reorders and partitions by seed.
+//! Bus within one process, for tests and simulations: loses, repeats, delays and reorders by seed.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -58,8 +58,6 @@ struct Network {
     faults: MemoryFaults,
     draws: u64,
     nodes: BTreeMap<ReplicaId, Node>,
-    /// Replicas that reach only each other.
-    separated: BTreeSet<ReplicaId>,
     /// By pool.
     stored: BTreeMap<Arc<str>, Bytes>,
 }
@@ -89,8 +87,8 @@ impl MemoryNetwork {
     /// A network without replicas.
     #[must_use]
     pub fn new(faults: MemoryFaults) -> Self {
-        let (nodes, separated, stored) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
-        Self(Arc::new(Mutex::new(Network { faults, draws: 0, nodes, separated, stored })))
+        let (nodes, stored) = (BTreeMap::new(), BTreeMap::new());
+        Self(Arc::new(Mutex::new(Network { faults, draws: 0, nodes, stored })))
     }
 
     /// Adds a replica. A replica of the same id leaves.
@@ -109,13 +107,6 @@ impl MemoryNetwork {
         self.lock().faults = faults;
     }
 
-    /// Separates these replicas from all others; an empty set ends the separation.
-    pub fn separate(&self, replicas: impl IntoIterator<Item = ReplicaId>) {
-        let mut network = self.lock();
-        network.separated = replicas.into_iter().collect();
-        network.publish_members();
-    }
-
     fn lock(&self) -> MutexGuard<'_, Network> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -129,15 +120,10 @@ impl Network {
         (hash >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    fn reach_each_other(&self, one: ReplicaId, other: ReplicaId) -> bool {
-        self.separated.contains(&one) == self.separated.contains(&other)
-    }
-
     fn publish_members(&self) {
         for node in self.nodes.values() {
             let others = self.nodes.values().filter(|other| other.life.replica != node.life.replica);
-            let reached = others.filter(|other| self.reach_each_other(node.life.replica, other.life.replica));
-            let members = reached.map(|other| ReplicaMember {
+            let members = others.map(|other| ReplicaMember {
                 life: other.life,
                 address: format!("memory:{}", other.life.replica),
                 is_serving: other.is_serving,
@@ -175,9 +161,8 @@ impl ReplicaBus for MemoryBus {
         let message = ReplicaMessage { from: self.life, pool: Arc::clone(pool), topic, payload };
         let mut network = self.network.lock();
         let own = self.life.replica;
-        let reached: Vec<ReplicaId> =
-            network.nodes.keys().copied().filter(|to| *to != own && network.reach_each_other(own, *to)).collect();
-        for to in reached {
+        let others: Vec<ReplicaId> = network.nodes.keys().copied().filter(|to| *to != own).collect();
+        for to in others {
             let MemoryFaults { loss, duplication, delay, jitter, .. } = network.faults;
             if network.draw() < loss {
                 continue;
@@ -214,8 +199,7 @@ impl ReplicaBus for MemoryBus {
             let failed = |reason: &str| BusError::Fetch { from, pool: pool.to_string(), reason: reason.to_owned() };
             let source = {
                 let network = self.network.lock();
-                let node = network.nodes.get(&from).filter(|_| network.reach_each_other(self.life.replica, from));
-                let node = node.ok_or_else(|| failed("the replica is not reachable"))?;
+                let node = network.nodes.get(&from).ok_or_else(|| failed("the replica is not reachable"))?;
                 node.snapshots.clone()
             };
             let source = source.ok_or_else(|| failed("the replica serves no snapshots"))?;
