@@ -101,7 +101,8 @@ async fn decide_by_prompt(
     request_id: &str,
 ) -> Result<(Placement, Option<Box<Placement>>, Destination, RoutableRequest), ApiError> {
     let Arrival { headers, body, subset, rules, .. } = arrival;
-    let target = Target { endpoint, method: &Method::POST, uri: &Uri::from_static(endpoint.path()) };
+    let uri = Uri::from_static(endpoint.path());
+    let target = Target { endpoint, method: &Method::POST, uri: &uri, is_forwarded: false };
     // The proxy forwards the response, so that it cannot be converted.
     let messages = Some(MessagesMode::Pass);
     let prepared = RoutableRequest::receive(context, account, target, (&headers, body), messages, None).await?;

@@ -85,7 +85,7 @@ async fn serve(
     let request_id = request_id(&head.headers).unwrap_or_default();
     let mut account = Account::begin(&context, endpoint, &head.headers, request_id);
     account.heartbeats = Some(heartbeats);
-    let target = Target { endpoint, method: &head.method, uri: &head.uri };
+    let target = Target { endpoint, method: &head.method, uri: &head.uri, is_forwarded: true };
     let reply = forward(&context, &mut account, target, &head.headers, request_id, body).await;
     let is_anthropic = endpoint.is_anthropic();
     let (response, error) = match reply {

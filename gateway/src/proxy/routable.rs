@@ -40,6 +40,8 @@ pub(crate) struct Target<'a> {
     pub(crate) method: &'a Method,
     /// Path and query.
     pub(crate) uri: &'a Uri,
+    /// Whether the gateway forwards the response, and so knows where it is stored.
+    pub(crate) is_forwarded: bool,
 }
 
 /// The read part of a query.
@@ -317,7 +319,8 @@ async fn owner_of(
     tenant: Option<&Tenant>,
 ) -> Result<Option<Owner>, ApiError> {
     let addressed = target.endpoint.response_id(target.uri.path());
-    let Some(id) = addressed.or(parsed.previous_response_id.as_deref()) else { return Ok(None) };
+    let id = addressed.or(parsed.previous_response_id.as_deref()).filter(|_| target.is_forwarded);
+    let Some(id) = id else { return Ok(None) };
     context.stored.owner(&context.models, tenant.map(|tenant| tenant.name.as_str()), id).await.map(Some)
 }
 
