@@ -27,12 +27,14 @@
 
 mod error;
 mod event;
+mod json;
 mod usage;
 
 pub use usage::Usage;
 
 use error::status_of_event;
-use event::{EventStep, NamedEvent, StreamEvent, is_object, last_usage};
+use event::{EventStep, NamedEvent, StreamEvent, last_usage};
+use json::is_object;
 
 /// Maximum length of a line that is parsed completely.
 const LINE_BYTES_MAX: usize = 64 * 1024;

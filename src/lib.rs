@@ -231,6 +231,6 @@ pub mod internals {
         pub use crate::protocol::block_size::{BlockSizeOrigin, PoolBlockSize};
         pub use crate::protocol::ids::{BookingId, Generation, SequenceHash, Slot};
         pub use crate::protocol::time::TimeSource;
-        pub use crate::protocol::worker::{Engine, WorkerConfigError};
+        pub use crate::protocol::worker::WorkerConfigError;
     }
 }

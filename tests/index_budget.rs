@@ -5,7 +5,7 @@
 
 use std::num::NonZeroU32;
 
-use pointsman::internals::index::reference::Reference;
+use crate::index_reference::Reference;
 use pointsman::internals::index::{Applied, Index, Overlaps};
 use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::protocol::{BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock};
@@ -55,9 +55,7 @@ fn ask(index: &Index, prompt: &[u64]) -> Vec<(u32, u32)> {
 
 fn ask_model(model: &Reference, prompt: &[u64]) -> Vec<(u32, u32)> {
     let hashes: Vec<_> = prompt.iter().copied().map(BlockHash).collect();
-    let blocks = |found: &pointsman::internals::index::reference::ReferenceMatch| {
-        found.hit.device_blocks + found.extension.blocks()
-    };
+    let blocks = |found: &crate::index_reference::ReferenceMatch| found.hit.device_blocks + found.extension.blocks();
     model.overlaps(&hashes).iter().map(|found| (found.hit.slot.0, blocks(found))).collect()
 }
 

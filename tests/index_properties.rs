@@ -7,7 +7,7 @@ mod examples;
 
 use std::num::NonZeroU32;
 
-use pointsman::internals::index::reference::{Reference, ReferenceMatch};
+use crate::index_reference::{Reference, ReferenceMatch};
 use pointsman::internals::index::{Index, Overlaps};
 use pointsman::internals::protocol::{Generation, Slot};
 use pointsman::protocol::{

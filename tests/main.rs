@@ -40,6 +40,7 @@ mod index_copies;
 mod index_groups;
 mod index_proofs;
 mod index_properties;
+mod index_reference;
 mod ingest;
 mod ingest_properties;
 mod load_properties;

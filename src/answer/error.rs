@@ -4,7 +4,7 @@
 //! `context_length_exceeded`), only in the text, or not at all. An unknown error is one of the server, because requests
 //! would otherwise be lost to a broken engine without a retry.
 
-use super::event::{JsonKey, JsonKeys, number, text_of};
+use super::json::{JsonKey, JsonKeys, number, text_of};
 
 /// Status of an error without a known cause.
 const UNKNOWN: u16 = 500;

@@ -1,8 +1,8 @@
 //! Prefix index: the prompt prefixes that each rank holds per storage tier, derived from KV events.
 //!
 //! One [`Index`] covers the ranks of one shard. For the block hashes of a request it returns the number of leading
-//! blocks that each rank currently holds. A slow reference model, `reference.rs`, defines the semantics; property tests
-//! compare the index with the model after every event:
+//! blocks that each rank currently holds. A slow reference model, `tests/index_reference.rs`, defines the semantics;
+//! property tests compare the index with the model after every event:
 //!
 //! - A *name* is an engine hash. Per rank and tier, each name refers to one prefix. A stored block extends the prefix
 //!   of its parent's name; without a parent it starts a prompt. A rank holds a prefix while at least one name refers to
@@ -53,8 +53,6 @@ mod prove;
 mod proven;
 mod query;
 mod rank;
-#[cfg(any(test, feature = "test-support"))]
-pub mod reference;
 mod residence;
 mod restrict;
 mod span;

@@ -17,4 +17,4 @@ pub(crate) use ids::{BookingId, Generation, SequenceHash, Slot};
 pub use time::Timestamp;
 pub(crate) use time::{TimeSource, option_seconds, option_timestamp_seconds, seconds, timestamp_seconds};
 pub(crate) use worker::WorkerConfigError;
-pub use worker::{KvEventsConfig, KvTransferEnforcement, LoadSource, WorkerConfig, WorkerMap, WorkerRole};
+pub use worker::{Engine, KvEventsConfig, KvTransferEnforcement, LoadSource, WorkerConfig, WorkerMap, WorkerRole};

@@ -276,40 +276,55 @@ impl Decoder {
                     Some(group) => (tier, KvEvent::GroupRemoved { group, blocks }),
                 }
             }
-            Tag::Stored => {
-                if tier(event.medium) == Ok(StorageTier::Device) {
-                    self.groups.offer(event, &self.lists, self.config.block_size);
-                }
-                match self.place(event)? {
-                    (Some(group), tier) => {
-                        let data = group.stored(event, &self.lists, self.config.block_size)?;
-                        note(event, report);
-                        (tier, data)
-                    }
-                    (None, StorageTier::Device) => match self.page_size(event) {
-                        Some(page_size) => return self.store_pages(event, page_size, events, report).map(|()| None),
-                        None => (StorageTier::Device, self.store_blocks(event, events, report)?),
-                    },
-                    (None, tier) => {
-                        self.has_connector |= is_of_connector(event.medium);
-                        let blocks = self.offloaded(event, tier, report)?;
-                        // Connectors publish each block as an event of its own, and names need no parent.
-                        if let Some(RouterEvent { tier: same, data: KvEvent::Offloaded { blocks: before, .. }, .. }) =
-                            events[n_before..].last_mut()
-                            && *same == tier
-                            && blocks.iter().all(|(_, block_hash)| block_hash.is_none())
-                        {
-                            before.extend(blocks);
-                            return Ok(None);
-                        }
-                        (tier, KvEvent::Offloaded { parent: event.parent.map(EngineHash), blocks })
-                    }
-                }
-            }
+            Tag::Stored => match self.store(event, n_before, events, report)? {
+                Some(stored) => stored,
+                None => return Ok(None),
+            },
         };
         let has_effect = matches!(data, KvEvent::Cleared | KvEvent::TierCleared | KvEvent::GroupStored { .. })
             || data.block_count() > 0;
         Ok(has_effect.then(|| self.changed(tier, data)))
+    }
+
+    /// Converts a store. Returns `None` if its blocks are already among `events`.
+    fn store(
+        &mut self,
+        event: &WireEvent<'_>,
+        n_before: usize,
+        events: &mut Vec<RouterEvent>,
+        report: &mut Report,
+    ) -> Result<Option<(StorageTier, KvEvent)>, Finding> {
+        if tier(event.medium) == Ok(StorageTier::Device) {
+            self.groups.offer(event, &self.lists, self.config.block_size);
+        }
+        Ok(match self.place(event)? {
+            (Some(group), tier) => {
+                let data = group.stored(event, &self.lists, self.config.block_size)?;
+                note(event, report);
+                Some((tier, data))
+            }
+            (None, StorageTier::Device) => match self.page_size(event) {
+                Some(page_size) => {
+                    self.store_pages(event, page_size, events, report)?;
+                    None
+                }
+                None => Some((StorageTier::Device, self.store_blocks(event, events, report)?)),
+            },
+            (None, tier) => {
+                self.has_connector |= is_of_connector(event.medium);
+                let blocks = self.offloaded(event, tier, report)?;
+                // Connectors publish each block as an event of its own, and names need no parent.
+                if let Some(RouterEvent { tier: same, data: KvEvent::Offloaded { blocks: before, .. }, .. }) =
+                    events[n_before..].last_mut()
+                    && *same == tier
+                    && blocks.iter().all(|(_, block_hash)| block_hash.is_none())
+                {
+                    before.extend(blocks);
+                    return Ok(None);
+                }
+                Some((tier, KvEvent::Offloaded { parent: event.parent.map(EngineHash), blocks }))
+            }
+        })
     }
 
     /// Converts a clear. vLLM clears the pool of the device only, and its connectors keep their copies. SGLang clears all.

@@ -10,8 +10,7 @@ use axum::extract::Query;
 use axum::http::header::EXPECT;
 use axum::http::{HeaderMap, Method, Uri};
 use pointsman::config::RouterConfigOverride;
-use pointsman::internals::protocol::Engine;
-use pointsman::protocol::WorkerId;
+use pointsman::protocol::{Engine, WorkerId};
 use pointsman::{AnswerKind, Pin, PinMode, Prompt, Rejection, RequestOptions, RouteRequest};
 use serde::Deserialize;
 use tokio::time::Instant;
@@ -31,7 +30,7 @@ use crate::pools::model::Model;
 use crate::pools::readiness::causes::placement_error;
 use crate::proxy::context::RequestContext;
 use crate::settings::{MessagesMode, Settings};
-use crate::tokens::PromptMedia;
+use crate::tokens::{PromptMedia, PromptTokens};
 
 /// What a client addresses.
 #[derive(Clone, Copy)]
@@ -158,14 +157,7 @@ impl RoutableRequest {
 
         let upstream_name = adapter.unwrap_or_else(|| model.settings.upstream_name());
         let cache_salt = tenant_salt.as_deref().or(parsed.cache_salt.as_deref());
-        let tokens =
-            model.tokens.of(&parsed.prompt, cache_salt).await.with_estimate_up_to(model.router.max_model_len());
-        (account.access.token_source, account.access.no_tokens) = (Some(tokens.source.name()), tokens.missing);
-        let further_prompt_tokens = parsed.further.prompts.estimate(tokens.ids.len());
-        account.access.prompt_tokens = known_length(tokens.ids.len(), further_prompt_tokens);
-        if endpoint.has_engine_work() {
-            account.charge_prompt(parsed.body_bytes(), model.router.max_model_len())?;
-        }
+        let (tokens, further_prompt_tokens) = tokens_of(account, model, &parsed, cache_salt).await?;
         let PromptMedia { spans: mm_spans, names: media_names, report, .. } = tokens.media;
         account.media_report = report;
         let edited = parsed.model.as_deref().filter(|requested| *requested != upstream_name);
@@ -292,6 +284,24 @@ async fn parse(
             _ => return Ok((parsed, Some(body))),
         }
     }
+}
+
+/// The tokens of a prompt and the estimate of those of further ones, for log and quota.
+async fn tokens_of<'a>(
+    account: &mut Account,
+    model: &Model,
+    parsed: &'a RequestBody,
+    cache_salt: Option<&str>,
+) -> Result<(PromptTokens<'a>, u32), ApiError> {
+    let len_max = model.router.max_model_len();
+    let tokens = model.tokens.of(&parsed.prompt, cache_salt).await.with_estimate_up_to(len_max);
+    (account.access.token_source, account.access.no_tokens) = (Some(tokens.source.name()), tokens.missing);
+    let further = parsed.further.prompts.estimate(tokens.ids.len());
+    account.access.prompt_tokens = known_length(tokens.ids.len(), further);
+    if parsed.endpoint.has_engine_work() {
+        account.charge_prompt(parsed.body_bytes(), len_max)?;
+    }
+    Ok((tokens, further))
 }
 
 /// How the engines of a model prepare chats, and their type if it is known.

@@ -1,31 +1,31 @@
 //! Reference model of the index: the same results by the simplest algorithm.
 //!
 //! Keeps, per rank and tier, a list of names with their prefixes in order of arrival, and a list of pending blocks.
-//! Every query scans the lists. Property tests compare [`super::Index`] with the model after every event, and
-//! simulations may use it as an oracle. Not for use in a router, therefore hidden from the documentation.
+//! Every query scans the lists. Property tests compare the index with the model after every event.
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::{Applied, Extension, Hit};
-use crate::protocol::{
-    BlockHash, EngineHash, Generation, KvEvent, RouterEvent, Slot, StorageTier, StoredBlock, WorkerId, WorkerRank,
+use pointsman::internals::index::{Applied, Extension, Hit};
+use pointsman::internals::protocol::{Generation, Slot};
+use pointsman::protocol::{
+    BlockHash, EngineHash, KvEvent, RouterEvent, StorageTier, StoredBlock, WorkerId, WorkerRank,
 };
 
 /// Model of the indexes of all shards.
 #[derive(Clone, Debug, Default)]
-pub struct Reference {
+pub(crate) struct Reference {
     ranks: BTreeMap<WorkerRank, ReferenceRank>,
 }
 
 /// One rank's overlap with a request, and the engine hash of the last matched block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ReferenceMatch {
+pub(crate) struct ReferenceMatch {
     /// The part of the device tier.
-    pub hit: Hit,
+    pub(crate) hit: Hit,
     /// The part of the lower tiers.
-    pub extension: Extension,
+    pub(crate) extension: Extension,
     /// The engine hash of the last block matched in any tier.
-    pub last_matched: EngineHash,
+    pub(crate) last_matched: EngineHash,
 }
 
 #[derive(Clone, Debug)]
@@ -45,8 +45,8 @@ struct ReferenceRank {
 }
 
 impl Reference {
-    /// See [`super::Index::register`].
-    pub fn register(&mut self, rank: WorkerRank, slot: Slot, generation: Generation) -> bool {
+    /// See `Index::register`.
+    pub(crate) fn register(&mut self, rank: WorkerRank, slot: Slot, generation: Generation) -> bool {
         if let Some((&occupant, current)) = self.ranks.iter().find(|(_, current)| current.slot == slot) {
             if current.generation > generation {
                 return false;
@@ -71,20 +71,20 @@ impl Reference {
         true
     }
 
-    /// See [`super::Index::remove_rank`].
-    pub fn remove_rank(&mut self, rank: WorkerRank) -> bool {
+    /// See `Index::remove_rank`.
+    pub(crate) fn remove_rank(&mut self, rank: WorkerRank) -> bool {
         self.ranks.remove(&rank).is_some()
     }
 
-    /// See [`super::Index::remove_worker`].
-    pub fn remove_worker(&mut self, worker: WorkerId) -> usize {
+    /// See `Index::remove_worker`.
+    pub(crate) fn remove_worker(&mut self, worker: WorkerId) -> usize {
         let before = self.ranks.len();
         self.ranks.retain(|rank, _| rank.worker != worker);
         before - self.ranks.len()
     }
 
-    /// See [`super::Index::apply`].
-    pub fn apply(&mut self, event: &RouterEvent) -> Applied {
+    /// See `Index::apply`.
+    pub(crate) fn apply(&mut self, event: &RouterEvent) -> Applied {
         let Some(rank) = self.ranks.get_mut(&event.rank) else {
             return Applied { unknown_ranks: 1, ..Applied::default() };
         };
@@ -122,7 +122,7 @@ impl Reference {
 
     /// Every nonzero overlap of a rank, in slot order.
     #[must_use]
-    pub fn overlaps(&self, hashes: &[BlockHash]) -> Vec<ReferenceMatch> {
+    pub(crate) fn overlaps(&self, hashes: &[BlockHash]) -> Vec<ReferenceMatch> {
         let mut matches: Vec<_> = self.ranks.values().filter_map(|rank| rank.overlap(hashes)).collect();
         matches.sort_by_key(|found| found.hit.slot);
         matches
@@ -130,13 +130,13 @@ impl Reference {
 
     /// The names in a rank's tier with their prefixes, oldest first.
     #[must_use]
-    pub fn named(&self, rank: WorkerRank, tier: StorageTier) -> &[(EngineHash, Vec<BlockHash>)] {
+    pub(crate) fn named(&self, rank: WorkerRank, tier: StorageTier) -> &[(EngineHash, Vec<BlockHash>)] {
         self.ranks.get(&rank).and_then(|rank| rank.named.get(&tier)).map_or(&[], Vec::as_slice)
     }
 
     /// Number of held blocks: distinct prefixes per rank and tier.
     #[must_use]
-    pub fn held_blocks(&self) -> usize {
+    pub(crate) fn held_blocks(&self) -> usize {
         let distinct = |named: &Vec<(EngineHash, Vec<BlockHash>)>| {
             let mut paths: Vec<_> = named.iter().map(|(_, path)| path).collect();
             paths.sort();
