@@ -19,10 +19,13 @@ use pointsman::{
 use pointsman::{ReplicaId, ReplicaLife};
 use pointsman::{Snapshot, internals::snapshot::SnapshotLayout};
 
-use crate::common::{BLOCK_SIZE, assert_at_rest, config, loads, tokens};
+use crate::common::{assert_at_rest, config, loads, tokens};
 use crate::engines::{Engine, Held, source};
 use crate::ingest_faults::{until, until_held};
 use crate::msgpack::{Msg, batch};
+
+/// Size of the engines' blocks. A pool takes no smaller one.
+const REPORTED: u32 = 16;
 
 /// Fails at the first restart.
 fn unsized_config() -> RouterConfig {
@@ -59,6 +62,7 @@ async fn traffic(router: Router, client: u32, ends: Arc<AtomicBool>, placed: Arc
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn events_of_another_size_change_an_assumed_size_under_load() {
     let mut engines = [Engine::start(0, 100).await, Engine::start(1, 100).await];
+    engines.iter_mut().for_each(|engine| engine.block_size = REPORTED);
     // Stored before anything is read: only the replay has them.
     engines.iter_mut().for_each(Engine::store);
     let router = Router::builder(unsized_config()).start().await.expect("valid");
@@ -71,7 +75,7 @@ async fn events_of_another_size_change_an_assumed_size_under_load() {
     for engine in &engines {
         router.upsert_worker(engine.rank.worker, engine.config()).await.expect("valid");
     }
-    until("taken", &router, || size(&router) == (BLOCK_SIZE, BlockSizeOrigin::Reported)).await;
+    until("taken", &router, || size(&router) == (REPORTED, BlockSizeOrigin::Reported)).await;
     let all = |engines: &[Engine]| engines.iter().flat_map(|engine| engine.holds()).collect::<Held>();
     let expected = all(&engines);
     until_held(&router, |found| *found == expected).await;
@@ -88,7 +92,7 @@ async fn events_of_another_size_change_an_assumed_size_under_load() {
     for engine in &engines {
         let prompt = engine.prompts.last().expect("stored");
         let placement = route(&router, "again", prompt).await;
-        assert_eq!((placement.rank(), placement.cached_tokens()), (engine.rank, prompt.len() as u32 - BLOCK_SIZE));
+        assert_eq!((placement.rank(), placement.cached_tokens()), (engine.rank, prompt.len() as u32 - REPORTED));
     }
     assert_eq!(router.health().leases, 2, "the held bookings have survived");
     assert_eq!((router.health().restarts, router.health().state), (0, Ok(())));
@@ -104,8 +108,10 @@ fn snapshot_in_blocks_of(block_size: u32) -> Snapshot {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_snapshot_waits_for_the_size_and_is_loaded_in_its_own_size_only() {
     let mut engine = Engine::start(0, 100).await;
+    engine.block_size = REPORTED;
     engine.store();
-    let warm = Router::builder(config()).start().await.expect("valid");
+    let sixteen = RouterConfig { block_size: Some(REPORTED), ..config() };
+    let warm = Router::builder(sixteen).start().await.expect("valid");
     warm.upsert_worker(engine.rank.worker, engine.config()).await.expect("valid");
     let expected = engine.holds();
     until_held(&warm, |found| *found == expected).await;
@@ -114,15 +120,15 @@ async fn a_snapshot_waits_for_the_size_and_is_loaded_in_its_own_size_only() {
 
     let restarted = Router::builder(unsized_config()).snapshot(snapshot.clone()).start().await.expect("kept");
     assert_eq!(restarted.snapshot().await.expect("up").ranks.len(), 0, "of an unknown size");
-    let reporting = WorkerConfig { block_size: Some(BLOCK_SIZE), ..engine.config() };
+    let reporting = WorkerConfig { block_size: Some(REPORTED), ..engine.config() };
     restarted.upsert_worker(engine.rank.worker, reporting).await.expect("valid");
     until_held(&restarted, |found| *found == expected).await;
     assert!(restarted.kv_sources()[0].restore.is_some(), "loaded");
-    restarted.restore(snapshot_in_blocks_of(16)).expect_err("another size than the reported one");
+    restarted.restore(snapshot_in_blocks_of(32)).expect_err("another size than the reported one");
 
     let other = Router::builder(unsized_config()).snapshot(snapshot).start().await.expect("kept");
-    other.upsert_worker(WorkerId(7), sized(7, 16)).await.expect("valid");
-    let layout = SnapshotLayout::of(other.config(), 16);
+    other.upsert_worker(WorkerId(7), sized(7, 32)).await.expect("valid");
+    let layout = SnapshotLayout::of(other.config(), 32);
     let dropped = other.snapshot().await.expect("up");
     assert_eq!((dropped.layout, dropped.ranks), (layout, Vec::new()));
 }

@@ -9,7 +9,7 @@ use pointsman::test_support::rank;
 use pointsman::{KvSourceStatus, Router};
 use pointsman_trial::kv_events::Dialect;
 
-use crate::common::{stored, tokens};
+use crate::common::{BLOCK_SIZE, stored, stored_in_blocks, tokens};
 use crate::zmtp::{Publisher, batch};
 
 pub(crate) type Held = BTreeSet<(WorkerRank, EngineHash, BlockHash)>;
@@ -52,6 +52,7 @@ pub(crate) struct Engine {
     pub(crate) rank: WorkerRank,
     pub(crate) publisher: Publisher,
     dialect: Dialect,
+    pub(crate) block_size: u32,
     pub(crate) prompts: Vec<Vec<u32>>,
     pub(crate) batches: u32,
 }
@@ -60,7 +61,7 @@ impl Engine {
     pub(crate) async fn start(worker: u64, ring_max: usize) -> Self {
         let publisher = Publisher::start(ring_max, worker.is_multiple_of(2)).await;
         let dialect = if worker.is_multiple_of(2) { Dialect::VllmMap } else { Dialect::VllmArray };
-        Self { rank: rank(worker), publisher, dialect, prompts: Vec::new(), batches: 0 }
+        Self { rank: rank(worker), publisher, dialect, block_size: BLOCK_SIZE, prompts: Vec::new(), batches: 0 }
     }
 
     pub(crate) fn config(&self) -> WorkerConfig {
@@ -74,8 +75,9 @@ impl Engine {
 
     /// A batch that stores a new unique prompt.
     pub(crate) fn stores(&mut self, blocks: u32) -> Vec<u8> {
+        let blocks = blocks * self.block_size / BLOCK_SIZE;
         let prompt = tokens(self.batches * 64 + self.rank.worker.0 as u32 + 1, blocks);
-        let payload = self.payload(&[(stored(self.rank, &prompt), &prompt)]);
+        let payload = self.payload(&[(self.event_of(&prompt), &prompt)]);
         self.prompts.push(prompt);
         payload
     }
@@ -83,7 +85,7 @@ impl Engine {
     /// A batch that removes the oldest prompt.
     pub(crate) fn drops_oldest(&mut self) -> Vec<u8> {
         let prompt = self.prompts.remove(0);
-        let blocks = blocks_in(stored(self.rank, &prompt)).into_iter().rev().map(|(_, name, _)| name).collect();
+        let blocks = blocks_in(self.event_of(&prompt)).into_iter().rev().map(|(_, name, _)| name).collect();
         let data = KvEvent::Removed { blocks };
         self.payload(&[(RouterEvent { rank: self.rank, tier: StorageTier::Device, data }, &[])])
     }
@@ -102,7 +104,11 @@ impl Engine {
         self.publisher.publish(&payload);
     }
 
+    fn event_of(&self, prompt: &[u32]) -> RouterEvent {
+        stored_in_blocks(self.rank, prompt, self.block_size)
+    }
+
     pub(crate) fn holds(&self) -> Held {
-        self.prompts.iter().flat_map(|prompt| blocks_of(self.rank, prompt)).collect()
+        self.prompts.iter().flat_map(|prompt| blocks_in(self.event_of(prompt))).collect()
     }
 }

@@ -1,6 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::protocol::Engine;
 
 /// Response of a recent SGLang version, shortened.
 const SERVER_INFO: &str = r#"{
@@ -83,6 +84,7 @@ fn one_sglang_response_contains_the_configuration() {
         block_size: Some(16),
         kv_events: Some(kv_events),
         load: Some(LoadSource::Socket("tcp://10.0.0.7:5559".to_owned())),
+        engine: Some(Engine::Sglang),
         ..WorkerConfig::at("http://10.0.0.7:8000")
     };
     assert_eq!(complete(sglang(SERVER_INFO), &expected()), Ok(config));
@@ -133,6 +135,7 @@ fn vllm_reports_the_configuration_in_labels() {
         max_model_len: Some(32_768),
         lora_adapters: ["sql".to_owned()].into(),
         load: Some(LoadSource::Metrics("http://10.0.0.7:8000/metrics".to_owned())),
+        engine: Some(Engine::Vllm),
         ..WorkerConfig::at("http://10.0.0.7:8000")
     };
     assert_eq!(complete(vllm(MODELS, METRICS).expect("valid response"), &expected()), Ok(config));
