@@ -91,7 +91,8 @@ async fn a_stock_vllm_serves_without_settings() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stock_sglang_serves_without_settings() {
-    serves_without_settings(sglang().await, 1).await;
+    // Pages of one token fold into blocks of 16.
+    serves_without_settings(sglang().await, 16).await;
 }
 
 /// The engine has joined and serves, and its events do not count, for a reason that names both sizes.
@@ -112,7 +113,8 @@ async fn serves_as_a_misfit(gateway: &Gateway, (engine, pool): (u32, u32)) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_engine_with_another_size_serves_and_is_reported() {
-    let (first, other) = (vllm(16).await, vllm(32).await);
+    // Neither size divides the other.
+    let (first, other) = (vllm(32).await, vllm(48).await);
     let gateway = Gateway::start(on(&[&first, &other])).await.expect("the gateway starts");
     let router = router(&gateway);
     until("both have joined", || router.workers().len() == 2).await;
@@ -122,7 +124,7 @@ async fn an_engine_with_another_size_serves_and_is_reported() {
         completion(&gateway, &vec![seed; 200]).await;
     }
     let size = router.block_size();
-    serves_as_a_misfit(&gateway, (48 - size, size)).await;
+    serves_as_a_misfit(&gateway, (80 - size, size)).await;
     gateway.shutdown(Duration::ZERO).await;
     first.shutdown().await;
     other.shutdown().await;
@@ -130,12 +132,12 @@ async fn an_engine_with_another_size_serves_and_is_reported() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_engine_with_another_size_than_configured_serves_and_is_reported() {
-    let engine = vllm(16).await;
+    let engine = vllm(48).await;
     let mut settings = on(&[&engine]);
     settings.models[0].router.block_size = Some(64);
     let gateway = Gateway::start(settings).await.expect("the gateway starts");
     until("the engine has joined", || router(&gateway).workers().len() == 1).await;
-    serves_as_a_misfit(&gateway, (16, 64)).await;
+    serves_as_a_misfit(&gateway, (48, 64)).await;
     gateway.shutdown(Duration::ZERO).await;
     engine.shutdown().await;
 }

@@ -178,7 +178,7 @@ fn payload_cases() -> Vec<Case> {
     let sent = msgpack::batch([sent]);
     let cut = whole[..whole.len() - 9].to_vec();
     let foreign = tokens(0xbad, 8);
-    let foreign = batch(Dialect::VllmMap, 1.0, &[(stored(mine, &foreign), &foreign[..16])]);
+    let foreign = batch(Dialect::VllmMap, 1.0, &[(stored(mine, &foreign), &foreign[..24])]);
     vec![
         Case::live("a truncated batch", publishes_again(&cut), &["truncated"]),
         Case::live("not a batch", publishes_again(b"\xc1"), &["malformed"]),

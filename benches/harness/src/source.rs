@@ -106,7 +106,6 @@ mod tests {
             ("--workload chats", "unknown workload \"chats\""),
             ("--workload chat:rate=0", "rate is 0"),
             ("--trace a --workload chat", "cannot be used with"),
-            ("--trace a --trace-format b", "invalid value 'b'"),
             ("--speedup 0", "--speedup"),
             ("--limit 0", "--limit"),
         ] {
