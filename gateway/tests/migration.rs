@@ -365,7 +365,7 @@ async fn drill(migrations_max: u32, streams: usize) -> usize {
     }
     let mut engines = Vec::new();
     for _ in 0..4 {
-        engines.push(engine(7, 2.0).await); // the streams outlast the start of all
+        engines.push(engine(7, 6.0).await); // the streams outlast the start of all
     }
     let urls: Vec<String> = engines.iter().map(MockEngine::url).collect();
     let site = Arc::new(Site::start(&urls, migrations_max).await);

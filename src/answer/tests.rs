@@ -274,9 +274,9 @@ fn heartbeats_are_no_events() {
     for text in beats.into_iter().chain(others) {
         for split in 0..=text.len() {
             let mut reader = AnswerReader::new(AnswerKind::Events);
-            reader.read(text[..split].as_bytes());
+            reader.read(&text.as_bytes()[..split]);
             assert!(split == text.len() || reader.events() == 0, "{text:?} at {split}");
-            reader.read(text[split..].as_bytes());
+            reader.read(&text.as_bytes()[split..]);
             let state = (reader.stage, reader.events(), reader.is_between_events(), reader.is_complete());
             assert_eq!(state, (AnswerStage::Empty, 0, true, false), "{text:?} at {split}");
         }

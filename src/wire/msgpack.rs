@@ -222,8 +222,9 @@ impl<'a> Cursor<'a> {
         for pair in numbers.chunks_exact_mut(2) {
             let Some(chunk) = rest.first_chunk::<16>() else { break };
             let len = |marker: u8| LENS[usize::from(marker)];
-            // One byte per length of the first number, minus one; no number has four bytes.
-            let second_lens = [chunk[1], chunk[2], chunk[3], 0xc0, chunk[5], 0xc0, 0xc0, 0xc0].map(len);
+            // One byte per length of the first number, minus one; no number has four bytes. Written out, because `map` is
+            // not always inlined.
+            let second_lens = [len(chunk[1]), len(chunk[2]), len(chunk[3]), 0, len(chunk[5]), 0, 0, 0];
             let Some(place) = usize::from(len(chunk[0])).checked_sub(1) else { break };
             let second_len = (u64::from_le_bytes(second_lens) >> (8 * place)) as u8;
             let Some(second) = chunk[place + 1..].first_chunk() else { break };

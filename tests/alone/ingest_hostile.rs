@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use crate::common::counters::Counters;
 use crate::common::{BLOCK_SIZE, config, stored, tokens};
-use crate::engines::{Engine, Held, blocks_of, engine_at, held, source};
+use crate::engines::{Engine, Held, engine_at, held, held_in, source};
 use crate::hostile::{Hostile, Script, Then};
 use crate::msgpack::{self, Msg};
 use crate::peak::{Peak, live_bytes};
@@ -372,7 +372,7 @@ impl<'a> Fleet<'a> {
         };
         let worker = engine_at(WorkerId(HOSTILE), live.kv_events(replay.as_ref()));
         self.router.upsert_worker(WorkerId(HOSTILE), worker).await.expect("valid");
-        let also = case.holds.as_deref().map(|prompt| blocks_of(rank(HOSTILE), prompt)).unwrap_or_default();
+        let also = case.holds.as_deref().map(|prompt| held_in(vec![stored(rank(HOSTILE), prompt)])).unwrap_or_default();
         let begun = Instant::now();
         loop {
             self.works(&case.name, &also).await;
@@ -386,7 +386,11 @@ impl<'a> Fleet<'a> {
             assert!(most <= case.bytes_max, "{}: {most} bytes", case.name);
         }
         if let Some(prompt) = &case.holds {
-            assert!(held(&self.router).await.is_superset(&blocks_of(rank(HOSTILE), prompt)), "{}", case.name);
+            assert!(
+                held(&self.router).await.is_superset(&held_in(vec![stored(rank(HOSTILE), prompt)])),
+                "{}",
+                case.name
+            );
         }
         let most = peak.most();
         let in_all = ALLOCATOR.stats().bytes_allocated.wrapping_sub(allocated);

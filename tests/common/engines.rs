@@ -9,7 +9,7 @@ use pointsman::test_support::rank;
 use pointsman::{KvSourceStatus, Router};
 use pointsman_trial::kv_events::Dialect;
 
-use crate::common::{BLOCK_SIZE, stored, stored_in_blocks, tokens};
+use crate::common::{BLOCK_SIZE, stored_in_blocks, tokens};
 use crate::zmtp::{Publisher, batch};
 
 pub(crate) type Held = BTreeSet<(WorkerRank, EngineHash, BlockHash)>;
@@ -25,10 +25,6 @@ fn blocks_in(RouterEvent { rank, data, .. }: RouterEvent) -> Vec<(WorkerRank, En
         | KvEvent::GroupStored { .. }
         | KvEvent::GroupRemoved { .. } => Vec::new(),
     }
-}
-
-pub(crate) fn blocks_of(rank: WorkerRank, prompt: &[u32]) -> Held {
-    blocks_in(stored(rank, prompt)).into_iter().collect()
 }
 
 pub(crate) fn engine_at(worker: WorkerId, kv_events: KvEventsConfig) -> WorkerConfig {

@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use serde::Deserialize;
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, SeqAccess, Visitor};
 
 /// Calls `visit` with the position and value of each element of a list, up to the first error. `shape` is the error for
 /// any other value.
@@ -48,12 +48,13 @@ impl<'de, T: Deserialize<'de>, E, F: FnMut(usize, T) -> Result<(), E>> Visitor<'
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<(), A::Error> {
         let mut position = 0;
-        while self.error.is_none() {
-            let Some(element) = list.next_element()? else { return Ok(()) };
+        // The rest behind an error is not read: a list of token ids can be long.
+        while self.error.is_none()
+            && let Some(element) = list.next_element()?
+        {
             self.error = (self.visit)(position, element).err();
             position += 1;
         }
-        while list.next_element::<IgnoredAny>()?.is_some() {}
         Ok(())
     }
 }

@@ -96,7 +96,7 @@ impl Settings {
         for (n, origin) in gateway.allow_origins.iter().flatten().enumerate() {
             let is_origin = origin == "*" || origin.contains("://") && !origin.ends_with('/');
             rules.text(
-                &format!("allow_origins[{n}]"),
+                format!("allow_origins[{n}]"),
                 origin,
                 is_origin,
                 "*, or a scheme and a host such as https://chat.example",
@@ -105,9 +105,9 @@ impl Settings {
         for (n, RouteSettings { path, model }) in gateway.routes.iter().enumerate() {
             let is_free = path.starts_with('/') && path.parse::<Uri>().is_ok_and(|uri| uri.path() == path);
             let is_free = is_free && Endpoint::of_path(path).is_none();
-            rules.text(&format!("routes[{n}].path"), path, is_free, "a path that the gateway does not serve itself");
+            rules.text(format!("routes[{n}].path"), path, is_free, "a path that the gateway does not serve itself");
             let is_known = self.models.iter().any(|known| known.name == *model);
-            rules.text(&format!("routes[{n}].model"), model, is_known, "the name of a model");
+            rules.text(format!("routes[{n}].model"), model, is_known, "the name of a model");
         }
         let is_usable = |endpoint: &str| {
             let authority = endpoint.strip_prefix("http://").and_then(|rest| rest.parse::<Authority>().ok());

@@ -94,12 +94,11 @@ impl Tools {
     fn call_of(&self, index: Option<usize>, id: Option<&str>, name: Option<&str>) -> CallOf {
         let fits = |call: &Call| index.is_none() || call.index.is_none() || call.index == index;
         let last = self.calls.iter().rposition(fits).map(|at| (at, &self.calls[at]));
-        let has_ended = |of: &dyn Fn(&(Option<usize>, Option<String>)) -> bool| self.ended.iter().any(of);
         if let Some(id) = id {
             let of_id = |other: &Option<String>| other.as_deref() == Some(id);
             return match (self.calls.iter().position(|call| of_id(&call.id)), last) {
                 (Some(at), _) => CallOf::Unended(at),
-                (None, _) if has_ended(&|(_, other)| of_id(other)) => CallOf::Ended,
+                (None, _) if self.ended.iter().any(|(_, other)| of_id(other)) => CallOf::Ended,
                 (None, Some((at, call))) if call.id.is_none() && (call.name.is_none() || name.is_none()) => {
                     CallOf::Unended(at)
                 }
@@ -113,7 +112,7 @@ impl Tools {
                 if call.name.is_none() || is_repeated { CallOf::Unended(at) } else { CallOf::New }
             }
             (Some((at, _)), None) => CallOf::Unended(at),
-            (None, None) if has_ended(&|(other, _)| index.is_none() || *other == index) => CallOf::Ended,
+            (None, None) if self.ended.iter().any(|(other, _)| index.is_none() || *other == index) => CallOf::Ended,
             (None, _) => CallOf::New,
         }
     }

@@ -290,7 +290,6 @@ async fn headers_select_neither_worker_nor_log_name() {
         "TE",
         "Keep-Alive",
         "Accept-Encoding",
-        "Content-Encoding",
     ];
     let headers: String = choosing.iter().map(|name| format!("{name}: 1\r\n")).collect();
     let body = r#"{"model":"mock","prompt":[7],"data_parallel_rank":1,"kv_transfer_params":{"remote_host":"evil"}}"#;
