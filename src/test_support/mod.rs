@@ -1,8 +1,7 @@
 //! Drivers and helpers of tests and benchmarks, behind the feature `test-support`.
 //!
-//! [`SimulatedFleet`] drives the pure scheduler without a runtime. The slow reference model
-//! [`index::reference`](crate::index::reference) is behind the same feature. [`hostile`] has the checks of decoders for
-//! any bytes. None of it follows semantic versioning.
+//! [`SimulatedFleet`] drives the pure scheduler without a runtime. [`hostile`] has the checks of decoders for any bytes.
+//! None of it follows semantic versioning.
 
 mod fleet;
 pub mod hostile;
