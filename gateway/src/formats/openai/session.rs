@@ -75,7 +75,8 @@ impl<'a> Session<'a> {
     /// let mut headers = HeaderMap::new();
     /// assert_eq!(Session::of_headers(&headers, &[]), None);
     /// headers.insert("x-claude-code-session-id", "task".parse()?);
-    /// let main = Session::of_headers(&headers, &[]).expect("a session");
+    /// let only = headers.clone();
+    /// let main = Session::of_headers(&only, &[]).expect("a session");
     /// headers.insert("x-claude-code-agent-id", "child".parse()?);
     /// let child = Session::of_headers(&headers, &[]).expect("a session");
     /// assert_eq!((&*main.program, &*main.id), ("task", "task"));
