@@ -112,9 +112,7 @@ impl Decoder {
             | MsgpackItem::Ext(_)
             | MsgpackItem::Array(_)
             | MsgpackItem::Map(_) => {
-                report.findings.add(Finding::WrongType);
-                *cursor = start;
-                self.pass(1, cursor)?;
+                self.pass_wrong_type(start, cursor, report)?;
             }
         }
         Ok(())
@@ -135,13 +133,23 @@ impl Decoder {
             | MsgpackItem::Ext(_)
             | MsgpackItem::Array(_)
             | MsgpackItem::Map(_) => {
-                report.findings.add(Finding::WrongType);
-                *cursor = start;
-                self.pass(1, cursor)?;
+                self.pass_wrong_type(start, cursor, report)?;
                 None
             }
         };
         Ok(rank.filter(|rank| self.config.ranks.len() > 1 && *rank != self.config.rank.rank))
+    }
+
+    /// Counts and skips the item at `start`, which has another type than expected.
+    fn pass_wrong_type<'a>(
+        &self,
+        start: Cursor<'a>,
+        cursor: &mut Cursor<'a>,
+        report: &mut Report,
+    ) -> Result<(), Finding> {
+        report.findings.add(Finding::WrongType);
+        *cursor = start;
+        self.pass(1, cursor)
     }
 
     /// Skips unused items at any depth.

@@ -13,7 +13,7 @@ use super::shared_sessions::SharedSessions;
 use super::tenants::{Tenant, Tenants};
 use crate::formats::openai::{API_KEY, ApiError};
 
-/// Who may send what. Budgets, shared sessions and the closing flag survive reloads.
+/// Admission rules of clients. Budgets, shared sessions and the closing flag survive reloads.
 #[derive(Clone)]
 pub(crate) struct Admission {
     pub(crate) tenants: Arc<Tenants>,

@@ -1,7 +1,7 @@
 //! Cache group beside the main one: a sliding window, or the state of a Mamba layer.
 //!
-//! The group keeps the last blocks of each computation in a part of the memory of its own. A hit ends where the group
-//! holds the blocks of its window before the end. It then names its blocks like the main group. Copies count.
+//! The group keeps the last blocks of each computation in separate memory. A hit ends where the group holds the blocks of
+//! its window before the end. It then names its blocks like the main group. Copies count.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use ahash::AHashMap;
 
 use crate::engine::block::{Block, EngineHash};
-use crate::engine::cache::{CacheEvent, Tier};
+use crate::engine::event::{CacheEvent, Tier};
 
 /// Blocks of the main group per block of the group.
 const SHARE: usize = 2;

@@ -11,40 +11,8 @@ use ahash::AHashMap;
 use crate::engine::beside::BesideGroup;
 use crate::engine::block::{Block, EngineHash};
 use crate::engine::config::EngineConfig;
+use crate::engine::event::{CacheEvent, Tier};
 use crate::engine::list::List;
-
-/// Memory tier of a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Tier {
-    /// Accelerator memory.
-    Device,
-    /// Host memory.
-    Host,
-    /// Accelerator memory of the group beside the main one ([`EngineConfig::beside_window_blocks`]).
-    Beside,
-}
-
-/// A change of the cache, as an engine publishes it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum CacheEvent {
-    /// Blocks were stored: at least one, each the parent of the next, all with one adapter and salt. Copies in other
-    /// tiers stay there. [`Tier::Beside`] keeps the last ones only, as many as its window has.
-    Stored {
-        /// Tier of the blocks.
-        tier: Tier,
-        /// The blocks. The parent of the first one was published before, or it has none.
-        blocks: Vec<Arc<Block>>,
-    },
-    /// A block was removed.
-    Removed {
-        /// Tier of the block.
-        tier: Tier,
-        /// Hash of the block.
-        hash: EngineHash,
-    },
-    /// All blocks of the device were removed, and those of the host unless they were kept.
-    Cleared,
-}
 
 /// Cached part of a prompt: leading blocks on the device, then blocks that only the host holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

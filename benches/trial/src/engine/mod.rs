@@ -73,6 +73,7 @@ mod beside;
 mod block;
 mod cache;
 mod config;
+mod event;
 mod list;
 mod rank;
 mod schedule;
@@ -81,10 +82,10 @@ mod state;
 mod work;
 
 pub use block::{Block, EngineHash};
-pub use cache::{CacheEvent, Tier};
 #[cfg(feature = "mock")]
 pub(crate) use config::BLOCKS_MAX;
 pub use config::{BlockShortage, ConfigError, EngineConfig, Speculation};
+pub use event::{CacheEvent, Tier};
 pub use sequence::{Refused, RequestSpec, Stage};
 pub use state::{Finish, Load, Outlook, Output, Partial, Rank, Step};
 pub use work::{StepCost, Work};

@@ -10,8 +10,9 @@ use std::sync::Arc;
 use ahash::{AHashMap, AHashSet};
 
 use crate::engine::block::{Block, BlockHasher, EngineHash};
-use crate::engine::cache::{Cache, CacheEvent, Tier};
+use crate::engine::cache::Cache;
 use crate::engine::config::{ConfigError, EngineConfig};
+use crate::engine::event::{CacheEvent, Tier};
 use crate::engine::schedule::Batch;
 use crate::engine::sequence::{Refused, RequestSpec, Sequence, Stage};
 use crate::engine::state::{Load, Outlook, Partial, Rank, Step};

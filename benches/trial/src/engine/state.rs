@@ -5,8 +5,9 @@ use std::collections::VecDeque;
 use ahash::{AHashMap, AHashSet};
 
 use crate::engine::block::BlockHasher;
-use crate::engine::cache::{Cache, CacheEvent};
+use crate::engine::cache::Cache;
 use crate::engine::config::EngineConfig;
+use crate::engine::event::CacheEvent;
 use crate::engine::sequence::Sequence;
 use crate::engine::work::Work;
 

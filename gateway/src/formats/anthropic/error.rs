@@ -69,8 +69,8 @@ pub struct Known {
     pub max_model_len: u32,
 }
 
-/// Message of an error of the context length in Anthropic's words, after which agents compact or ask for a shorter output;
-/// `None` for another error.
+/// Message of a context-length error in Anthropic's words, which makes agents compact or shorten the output; `None` for
+/// another error.
 ///
 /// ```
 /// use pointsman_gateway::formats::anthropic::{Known, in_anthropic_words};

@@ -303,7 +303,7 @@ impl StreamTranslator {
         }
     }
 
-    /// Writes what has arrived of the first call. Returns false without one, or before its name.
+    /// Writes the received part of the first call. Returns false without one, or before its name.
     fn write_call(&mut self) -> bool {
         let Some(call) = self.tools.calls.front_mut().filter(|_| !self.is_over) else { return false };
         let Some(name) = &call.name else { return false };
