@@ -46,7 +46,9 @@ async fn probed_engines_report_configuration_events_and_load() {
     let workers = router.workers();
     assert_eq!(workers.len(), 1, "the engine with another model is rejected");
     assert_eq!((workers[0].worker, workers[0].config.data_parallel_size), (worker, 2));
-    let complaint = router.discovery()[0].last_error.clone().expect("the reason is reported");
+    // A slow probe of the other engine ends later.
+    until("the reason is reported", || router.discovery()[0].last_error.is_some()).await;
+    let complaint = router.discovery()[0].last_error.clone().expect("reported");
     assert!(complaint.contains(&other.url()) && complaint.contains("it serves {\"other\"}"), "{complaint}");
 
     let tokens: Vec<u32> = (0..100).collect();
