@@ -4,6 +4,7 @@
 //! workers, sources and cold ranks. If it ends without a stop, the router has failed. No request passes through it.
 
 mod children;
+mod cpu_share;
 pub(crate) mod dependencies;
 mod effects;
 mod hangs;

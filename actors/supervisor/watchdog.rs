@@ -2,8 +2,7 @@
 //!
 //! Runs on an OS thread of its own, so it works while every thread of the runtime is blocked. It reads relaxed counters,
 //! four times per `supervision.hang_timeout_ms`, and decides nothing else: [`HangDetector`] detects hangs, and the
-//! supervisor replaces hung actors. The supervisor proves its own progress by handling one ping at a time. If this
-//! thread wakes up more than an interval late the machine has no free CPU, and actors may be as late.
+//! supervisor replaces hung actors. The supervisor proves its own progress by handling one ping at a time.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,8 +11,8 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use ractor::ActorRef;
-use tokio::time::Instant;
 
+use super::cpu_share::CpuShare;
 use super::messages::SupervisorMsg;
 use crate::actors::strands::Strands;
 use crate::actors::telemetry::Meters;
@@ -56,20 +55,18 @@ impl Watchdog {
         let interval = Duration::from_millis(self.timeout_ms) / HangDetector::SAMPLES;
         let interval = interval.max(Duration::from_millis(1));
         let mut detector = HangDetector::default();
-        let mut sampled = Instant::now();
+        let mut cpu = CpuShare::default();
         while ended.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
-            let on_time = sampled.elapsed() < 2 * interval;
-            self.sample(&mut detector, on_time);
-            sampled = Instant::now();
+            self.sample(&mut detector, cpu.next(interval));
         }
         self.hung.set(Vec::new());
     }
 
-    fn sample(&mut self, detector: &mut HangDetector, on_time: bool) {
+    fn sample(&mut self, detector: &mut HangDetector, cpu_share: f64) {
         let samples = self.samples();
         let mut changed = false;
         for (actor, sample) in &samples {
-            let Some(change) = detector.sample(*actor, *sample, on_time) else { continue };
+            let Some(change) = detector.sample(*actor, *sample, cpu_share) else { continue };
             changed = true;
             self.report(*actor, change);
         }

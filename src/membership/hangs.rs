@@ -1,8 +1,8 @@
 //! Detection of hung actors from samples of their work.
 //!
 //! A watchdog samples each actor at equal intervals. An actor that has work and makes no progress over
-//! [`HangDetector::SAMPLES`] intervals hangs. Intervals that take too long are not counted: the machine had no CPU for
-//! the watchdog, or was suspended, so a lack of progress is no evidence.
+//! [`HangDetector::SAMPLES`] intervals hangs. An interval counts by the share of the CPU time that the process wanted
+//! and got: on a machine without free CPU, a lack of progress is no evidence.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -93,11 +93,11 @@ pub enum HangChange {
 ///
 /// let mut detector = HangDetector::default();
 /// let stuck = ActorSample { progress: 7, has_work: true };
-/// let changes: Vec<_> = (0..=HangDetector::SAMPLES).map(|_| detector.sample(WatchedActor::Scheduler, stuck, true)).collect();
+/// let changes: Vec<_> = (0..=HangDetector::SAMPLES).map(|_| detector.sample(WatchedActor::Scheduler, stuck, 1.0)).collect();
 /// assert_eq!(changes.last(), Some(&Some(HangChange::Began)));
 /// assert!(changes[..changes.len() - 1].iter().all(Option::is_none));
 /// let moved = ActorSample { progress: 8, has_work: true };
-/// assert_eq!(detector.sample(WatchedActor::Scheduler, moved, true), Some(HangChange::Ended));
+/// assert_eq!(detector.sample(WatchedActor::Scheduler, moved, 1.0), Some(HangChange::Ended));
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct HangDetector {
@@ -107,8 +107,8 @@ pub struct HangDetector {
 #[derive(Clone, Copy, Debug)]
 struct Watched {
     progress: u64,
-    /// Counted intervals with work and without progress.
-    idle: u32,
+    /// Intervals with work and without progress since the last change, each by its share of CPU.
+    stuck: f64,
     hangs: bool,
 }
 
@@ -116,10 +116,10 @@ impl HangDetector {
     /// Intervals without progress until an actor counts as hung.
     pub const SAMPLES: u32 = 4;
 
-    /// Adds a sample of one actor. Without progress the interval before it counts if it was `on_time`, that is, took as
-    /// long as intended.
-    pub fn sample(&mut self, actor: WatchedActor, sample: ActorSample, on_time: bool) -> Option<HangChange> {
-        let fresh = Watched { progress: sample.progress, idle: 0, hangs: false };
+    /// Adds a sample of one actor. Without progress the interval before it counts by `cpu_share`, from 0 for an
+    /// interval without CPU to 1 for one in which no thread of the process waited for a CPU.
+    pub fn sample(&mut self, actor: WatchedActor, sample: ActorSample, cpu_share: f64) -> Option<HangChange> {
+        let fresh = Watched { progress: sample.progress, stuck: 0.0, hangs: false };
         let Some(watched) = self.actors.get_mut(&actor) else {
             self.actors.insert(actor, fresh);
             return None;
@@ -129,10 +129,11 @@ impl HangDetector {
             *watched = fresh;
             return hung.then_some(HangChange::Ended);
         }
-        watched.idle += u32::from(on_time);
-        if !on_time || watched.idle % Self::SAMPLES != 0 {
+        watched.stuck += cpu_share;
+        if watched.stuck < f64::from(Self::SAMPLES) {
             return None;
         }
+        watched.stuck = 0.0;
         Some(if std::mem::replace(&mut watched.hangs, true) { HangChange::Lasts } else { HangChange::Began })
     }
 
@@ -154,7 +155,7 @@ mod tests {
     const ACTOR: WatchedActor = WatchedActor::IndexShard(1);
 
     fn sampled(detector: &mut HangDetector, progress: u64, has_work: bool) -> Option<HangChange> {
-        detector.sample(ACTOR, ActorSample { progress, has_work }, true)
+        detector.sample(ACTOR, ActorSample { progress, has_work }, 1.0)
     }
 
     #[test]
@@ -174,16 +175,16 @@ mod tests {
     }
 
     #[test]
-    fn late_intervals_are_not_counted() {
-        let (mut detector, stuck) = (HangDetector::default(), ActorSample { progress: 3, has_work: true });
-        for _ in 0..HangDetector::SAMPLES {
-            assert!((0..50).all(|_| detector.sample(ACTOR, stuck, false).is_none()));
-            assert_eq!(detector.hung().count(), 0);
-            let _ = detector.sample(ACTOR, stuck, true);
+    fn intervals_count_by_their_share_of_cpu() {
+        let stuck = ActorSample { progress: 3, has_work: true };
+        for (share, intervals) in [(1.0, 4), (0.5, 8), (0.0625, 64)] {
+            let mut detector = HangDetector::default();
+            assert!((0..intervals).all(|_| detector.sample(ACTOR, stuck, share).is_none()), "share {share}");
+            assert!((0..50).all(|_| detector.sample(ACTOR, stuck, 0.0).is_none()), "no CPU at all");
+            assert_eq!(detector.sample(ACTOR, stuck, share), Some(HangChange::Began), "share {share}");
+            let moved = ActorSample { progress: 4, has_work: true };
+            assert_eq!(detector.sample(ACTOR, moved, 0.0), Some(HangChange::Ended), "progress always counts");
         }
-        assert_eq!(detector.hung().collect::<Vec<_>>(), [ACTOR]);
-        let moved = ActorSample { progress: 4, has_work: true };
-        assert_eq!(detector.sample(ACTOR, moved, false), Some(HangChange::Ended), "progress always counts");
     }
 
     #[test]
