@@ -22,7 +22,7 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 const ADDRESSES_MAX: usize = 4096;
 
 /// Names with ports, such as those of headless services. Every address of a name is a worker. Names are resolved
-/// periodically; if a resolution fails, the name keeps its previous addresses.
+/// periodically. A name keeps its previous workers if a resolution fails, or if no engine at the new addresses is usable.
 ///
 /// ```
 /// use pointsman::DnsNames;
@@ -48,6 +48,8 @@ struct DnsName {
     port: u16,
     /// Addresses of the last successful resolution.
     addresses: BTreeSet<IpAddr>,
+    /// Of the last resolution with usable engines, their addresses.
+    usable: BTreeSet<IpAddr>,
 }
 
 impl DnsNames {
@@ -74,10 +76,10 @@ impl DnsNames {
     /// A name of another form; the previous names stay.
     pub fn set(&mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Result<(), DiscoveryError> {
         let names = names.into_iter().map(|name| DnsName::new(name.into())).collect::<Result<Vec<_>, _>>()?;
-        let mut known = std::mem::replace(&mut self.names, names);
+        let known = std::mem::replace(&mut self.names, names);
         for name in &mut self.names {
-            if let Some(known) = known.iter_mut().find(|known| known.name == name.name) {
-                name.addresses = std::mem::take(&mut known.addresses);
+            if let Some(known) = known.iter().find(|known| known.name == name.name) {
+                (name.addresses, name.usable) = (known.addresses.clone(), known.usable.clone());
             }
         }
         self.next_at = Instant::now();
@@ -107,7 +109,13 @@ impl DnsNames {
     }
 
     async fn refresh(&mut self) -> Option<Result<WorkerMap, DiscoveryError>> {
-        let mut complaint = None;
+        let complaint = self.resolve().await;
+        self.look(complaint).await
+    }
+
+    /// Resolves the names. Returns the first error.
+    async fn resolve(&mut self) -> Option<DiscoveryError> {
+        let mut complaint: Option<DiscoveryError> = None;
         // Resolved concurrently: an unresponsive name does not delay the others.
         let mut lookups = JoinSet::new();
         for (position, name) in self.names.iter().enumerate() {
@@ -126,6 +134,11 @@ impl DnsNames {
                 }
             }
         }
+        complaint
+    }
+
+    /// The workers at the addresses, if they have changed.
+    async fn look(&mut self, mut complaint: Option<DiscoveryError>) -> Option<Result<WorkerMap, DiscoveryError>> {
         // Two names may share an address. A name that never had an address leaves its workers unknown.
         if complaint.is_some() && self.names.iter().all(|name| name.addresses.is_empty()) {
             return self.changes.look(None, complaint);
@@ -134,14 +147,16 @@ impl DnsNames {
         let probe = self.prober.is_some();
         let named = urls.iter().filter_map(|url| NamedWorker::at(url, &self.given).ok());
         let workers: Vec<NamedWorker> = named.map(|worker| NamedWorker { probe, ..worker }).collect();
-        let workers = match &mut self.prober {
+        let workers: Vec<_> = match &mut self.prober {
             None => workers.into_iter().map(|worker| (worker.id, worker.config)).collect(),
             Some(prober) => {
                 let (complete, errors) = prober.ask(&workers).await;
                 if !errors.is_empty() {
                     complaint.get_or_insert(DiscoveryError::Engines(errors));
                 }
-                complete
+                let usable: BTreeSet<&str> = complete.iter().map(|(_, config)| config.endpoint.as_str()).collect();
+                let kept: BTreeSet<String> = self.names.iter_mut().flat_map(|name| name.keep_usable(&usable)).collect();
+                complete.into_iter().filter(|(_, config)| kept.contains(&config.endpoint)).collect()
             }
         };
         match worker_map(workers) {
@@ -161,11 +176,26 @@ impl DnsName {
             return Err(refused("must be NAME:PORT or https://NAME:PORT").into());
         }
         let (scheme, host, port) = (url.scheme(), url.host().to_owned(), url.port());
-        Ok(Self { name, scheme, host, port, addresses: BTreeSet::new() })
+        Ok(Self { name, scheme, host, port, addresses: BTreeSet::new(), usable: BTreeSet::new() })
     }
 
+    fn url(&self, ip: IpAddr) -> String {
+        format!("{}://{}", self.scheme, SocketAddr::new(ip, self.port))
+    }
+
+    /// The addresses, and the previous workers, which stay while none of the addresses is usable.
     fn urls(&self) -> impl Iterator<Item = String> {
-        self.addresses.iter().map(|ip| format!("{}://{}", self.scheme, SocketAddr::new(*ip, self.port)))
+        self.addresses.union(&self.usable).map(|ip| self.url(*ip))
+    }
+
+    /// Updates the usable addresses, of which `usable` has the engines, and returns their URLs.
+    fn keep_usable(&mut self, usable: &BTreeSet<&str>) -> Vec<String> {
+        let is_usable = |ip: &IpAddr| usable.contains(self.url(*ip).as_str());
+        let present: BTreeSet<IpAddr> = self.addresses.iter().copied().filter(is_usable).collect();
+        if !present.is_empty() {
+            self.usable = present;
+        }
+        self.usable.iter().map(|ip| self.url(*ip)).collect()
     }
 }
 
@@ -200,5 +230,55 @@ impl DiscoverySource for DnsNames {
     fn rewind(&mut self) {
         self.changes.forget();
         self.next_at = Instant::now();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::RouterConfig;
+    use crate::actors::io::BoxFuture;
+    use crate::actors::io::http::{EngineClient, EngineGet, EngineHttpError};
+
+    /// Engines at hosts below 10.0.0.5.
+    #[derive(Debug)]
+    struct LowHosts;
+
+    impl EngineClient for LowHosts {
+        fn get(&self, request: EngineGet) -> BoxFuture<'_, Result<Vec<u8>, EngineHttpError>> {
+            let host = request.url.trim_start_matches("http://10.0.0.").split(':').next().map(str::to_owned);
+            let is_engine = host.is_some_and(|host| ["1", "2", "3", "4"].contains(&host.as_str()));
+            let is_page = request.url.ends_with("/metrics");
+            let page = b"vllm:cache_config_info{block_size=\"16\",engine=\"0\",num_gpu_blocks=\"100\"} 1.0\n";
+            let answer = match (is_engine, is_page) {
+                (true, true) => Ok(page.to_vec()),
+                (true, false) => Err(EngineHttpError::Status(404)),
+                (false, _) => Err(EngineHttpError::Status(502)),
+            };
+            Box::pin(async move { answer })
+        }
+    }
+
+    #[tokio::test]
+    async fn addresses_without_a_usable_engine_replace_no_worker() {
+        let options = ProbeOptions { client: Arc::new(LowHosts), ..ProbeOptions::of(&RouterConfig::default()) };
+        let mut source = DnsNames::new(["engines:8000"]).expect("a name").probing(options);
+        for (addresses, workers) in [
+            (&[1, 2][..], &[1, 2][..]),
+            (&[8, 9], &[1, 2]), // none is usable
+            (&[2, 9], &[2]),
+            (&[9], &[2]),
+            (&[3, 4], &[3, 4]),
+        ] {
+            let address = |last: &u8| IpAddr::from([10, 0, 0, *last]);
+            source.names[0].addresses = addresses.iter().map(address).collect();
+            source.changes.forget();
+            let map = source.look(None).await.expect("news").expect("a set of workers");
+            let want: BTreeSet<String> = workers.iter().map(|last| format!("http://10.0.0.{last}:8000")).collect();
+            let got: BTreeSet<String> = map.values().map(|config| config.endpoint.clone()).collect();
+            assert_eq!(got, want, "addresses {addresses:?}");
+        }
     }
 }
