@@ -3,14 +3,20 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kube::client::ClientBuilder;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use tokio::time::{Instant, sleep_until};
+use tower::limit::RateLimitLayer;
 
 use crate::discovery::DiscoveryError;
 
 /// Delay after a failure to load the configuration of the client.
 const CLIENT_DELAY: Duration = Duration::from_secs(5);
+
+/// Requests to the API server by one source within a period; further ones wait. A new source needs two per resource. A
+/// watch that the server ends is opened again by kube without a pause.
+const REQUESTS: (u64, Duration) = (20, Duration::from_secs(5));
 
 /// Access to an API server by a client, by a kubeconfig file, or by the standard rules: `KUBECONFIG`, `~/.kube/config`,
 /// then the service account of the pod.
@@ -46,8 +52,9 @@ impl ApiAccess {
             Some(file) => from_file(file.clone()).await.map_err(|reason| format!("{}: {reason}", file.display())),
             None => Config::infer().await.map_err(|error| error.to_string()),
         };
-        let client = configured.and_then(|config| Client::try_from(config).map_err(|error| error.to_string()));
-        client.map_err(|reason| {
+        let builder = configured.and_then(|config| ClientBuilder::try_from(config).map_err(|error| error.to_string()));
+        let limit = RateLimitLayer::new(REQUESTS.0, REQUESTS.1);
+        builder.map(|builder| builder.with_layer(&limit).build()).map_err(|reason| {
             self.connect_at = Instant::now() + CLIENT_DELAY;
             DiscoveryError::Other(format!("the Kubernetes client cannot be configured: {reason}"))
         })
