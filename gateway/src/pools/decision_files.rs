@@ -2,11 +2,12 @@
 //!
 //! A task appends the new entries of every model once a second, and the end of a regular shutdown appends the last ones.
 //! Decisions do not wait for it: entries that leave the memory before they are written are lost and counted. A file begins
-//! with a keyframe, and the oldest files are removed.
+//! with a keyframe. The oldest file is removed after its successor has entries, and a failed write leaves no trace, so a
+//! full disk costs new entries only.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, ErrorKind, Write as _};
+use std::io::{self, ErrorKind, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,13 +16,14 @@ use metrics::counter;
 use pointsman::{RecordCursor, RecordFile, RecordPart, Router, WorkerEntry};
 use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use super::latest::Latest;
 use super::serving::Pools;
 use crate::formats::live::names::worker_name;
 use crate::observe::clock::unix_ms;
 use crate::observe::metric::metric_table;
+use crate::observe::throttle::LogThrottle;
 use crate::settings::GatewaySettings;
 
 metric_table! {
@@ -34,9 +36,20 @@ metric_table! {
 /// Interval of writes.
 const INTERVAL: Duration = Duration::from_secs(1);
 
+/// Interval of log lines on failed writes.
+const FAILURE_LINES: Duration = Duration::from_secs(60);
+
 /// The files of every model.
-#[derive(Default)]
-pub(crate) struct DecisionFiles(Mutex<BTreeMap<String, DecisionWriter>>);
+pub(crate) struct DecisionFiles {
+    writers: Mutex<BTreeMap<String, DecisionWriter>>,
+    failures: LogThrottle,
+}
+
+impl Default for DecisionFiles {
+    fn default() -> Self {
+        Self { writers: Mutex::default(), failures: LogThrottle::new(FAILURE_LINES) }
+    }
+}
 
 impl DecisionFiles {
     /// Appends new entries once per [`INTERVAL`].
@@ -53,7 +66,7 @@ impl DecisionFiles {
         if gateway.decision_path.is_none() {
             return;
         }
-        let mut writers = self.0.lock().await;
+        let mut writers = self.writers.lock().await;
         for model in pools.models.all() {
             let (router, name) = (model.router.clone(), model.settings.name.clone());
             let mut writer = writers.remove(&name).unwrap_or_default();
@@ -70,7 +83,9 @@ impl DecisionFiles {
                 }
                 Err(error) => {
                     counter!(LOST.name, "model" => name.clone()).increment(1);
-                    tracing::warn!(model = name, %error, "recorded decisions could not be written");
+                    if let Some(suppressed) = self.failures.next_line(Instant::now()) {
+                        tracing::warn!(model = name, %error, suppressed, "recorded decisions could not be written");
+                    }
                 }
             }
             writers.insert(name, writer);
@@ -86,6 +101,8 @@ struct DecisionWriter {
     file: Option<(File, u64)>,
     /// Workers whose names are in the present file.
     named: Option<Arc<[WorkerEntry]>>,
+    /// Whether entries of the present segment are missing in the file.
+    is_broken: bool,
 }
 
 /// Result of a write.
@@ -107,10 +124,7 @@ impl DecisionWriter {
             match self.append(&part, directory, settings, (pool, &router.workers()), clock_start_unix_ms) {
                 Ok(Some(appended)) => bytes += appended,
                 Ok(None) => lost += 1,
-                Err(error) => {
-                    self.file = None; // the next segment begins a new file
-                    return Err(error);
-                }
+                Err(error) => return Err(error),
             }
         }
         Ok(Written { bytes, lost })
@@ -125,38 +139,46 @@ impl DecisionWriter {
         (pool, workers): (&str, &Arc<[WorkerEntry]>),
         clock_start_unix_ms: u64,
     ) -> io::Result<Option<u64>> {
-        let is_full = self.file.as_ref().is_none_or(|(_, length)| *length >= settings.decision_file_bytes_max);
-        if is_full && part.begins {
-            self.file = Some(next_file(directory, pool, settings.decision_files_max)?);
-            self.named = None;
+        if self.is_broken && !part.begins {
+            return Ok(None);
         }
-        let Some((file, length)) = &mut self.file else { return Ok(None) };
-        let mut bytes = Vec::new();
-        if self.named.as_ref().is_none_or(|named| !Arc::ptr_eq(named, workers)) {
+        let is_full = self.file.as_ref().is_none_or(|(_, length)| *length >= settings.decision_file_bytes_max);
+        let is_new = is_full && part.begins;
+        if !is_new && self.file.is_none() {
+            return Ok(None);
+        }
+        let mut bytes = if is_new { RecordFile::head().to_vec() } else { Vec::new() };
+        if is_new || self.named.as_ref().is_none_or(|named| !Arc::ptr_eq(named, workers)) {
             let names: Vec<_> =
                 workers.iter().map(|entry| (entry.worker, worker_name(&entry.config.endpoint))).collect();
             RecordFile::put_names(&mut bytes, &names);
-            self.named = Some(Arc::clone(workers));
         }
         RecordFile::put(&mut bytes, part, pool, clock_start_unix_ms);
-        file.write_all(&bytes)?;
-        *length += bytes.len() as u64;
-        Ok(Some(bytes.len() as u64))
+        let added = bytes.len() as u64;
+        // Until the next segment begins, unless this entry is written.
+        self.is_broken = true;
+        if is_new {
+            self.file = Some((next_file(directory, pool, settings.decision_files_max, &bytes)?, added));
+        } else if let Some((file, length)) = &mut self.file {
+            if let Err(error) = file.write_all(&bytes) {
+                // A part of an entry would end the readable contents of the file.
+                if file.set_len(*length).and_then(|()| file.seek(SeekFrom::Start(*length))).is_err() {
+                    self.file = None;
+                }
+                return Err(error);
+            }
+            *length += added;
+        }
+        (self.named, self.is_broken) = (Some(Arc::clone(workers)), false);
+        Ok(Some(added))
     }
 }
 
-/// A new file after the existing ones of the pool, of which at most `files_max` − 1 are left.
-fn next_file(directory: &Path, pool: &str, files_max: u32) -> io::Result<(File, u64)> {
+/// A new file with these contents after the existing ones of the pool, of which at most `files_max` − 1 are left.
+fn next_file(directory: &Path, pool: &str, files_max: u32, contents: &[u8]) -> io::Result<File> {
     fs::create_dir_all(directory)?;
     let known = files_of(directory, pool)?;
     let next = known.last_key_value().map_or(0, |(number, _)| number + 1);
-    let surplus = (known.len() + 1).saturating_sub(files_max as usize);
-    for path in known.values().take(surplus) {
-        match fs::remove_file(path) {
-            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-            Ok(()) | Err(_) => {}
-        }
-    }
     let mut options = OpenOptions::new();
     options.write(true).create_new(true);
     #[cfg(unix)]
@@ -164,10 +186,20 @@ fn next_file(directory: &Path, pool: &str, files_max: u32) -> io::Result<(File, 
         use std::os::unix::fs::OpenOptionsExt as _;
         options.mode(0o600);
     }
-    let mut file = options.open(directory.join(format!("{pool}.{next:08}.decisions")))?;
-    let head = RecordFile::head();
-    file.write_all(&head)?;
-    Ok((file, head.len() as u64))
+    let path = directory.join(format!("{pool}.{next:08}.decisions"));
+    let mut file = options.open(&path)?;
+    if let Err(error) = file.write_all(contents) {
+        drop(fs::remove_file(path));
+        return Err(error);
+    }
+    let surplus = (known.len() + 1).saturating_sub(files_max as usize);
+    for path in known.values().take(surplus) {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+            Ok(()) | Err(_) => {}
+        }
+    }
+    Ok(file)
 }
 
 /// Files of a pool, by number.
@@ -212,6 +244,32 @@ mod tests {
             let end = RecordFile::read(&bytes, &mut |_| {}).expect("a file of records");
             assert_eq!((end.parts, end.damaged_at), (3, None), "names and two parts");
         }
+        fs::remove_dir_all(&directory).expect("removed");
+    }
+
+    /// `/dev/full` rejects every write, as a full disk.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_failed_write_costs_the_rest_of_its_segment_only() {
+        let directory = std::env::temp_dir().join(format!("pointsman-full-{}", std::process::id()));
+        let (settings, workers) = (GatewaySettings::default(), Arc::from([]));
+        let mut writer = DecisionWriter::default();
+        let append = |writer: &mut DecisionWriter, sequence: u64, begins: bool| {
+            let part = RecordPart { sequence, begins, bytes: vec![1; 80], ends: vec![80] };
+            writer.append(&part, &directory, &settings, ("a", &workers), 0).map(|written| written.is_some())
+        };
+        assert!(append(&mut writer, 0, true).expect("written"));
+        let full = OpenOptions::new().write(true).open("/dev/full").expect("opened");
+        let good = writer.file.replace((full, 0));
+        append(&mut writer, 1, true).expect_err("no space");
+        assert!(writer.file.is_none(), "a device cannot be shortened");
+        writer.file = good;
+        assert!(!append(&mut writer, 2, false).expect("skipped"), "the beginning of the segment is missing");
+        assert!(append(&mut writer, 3, true).expect("space again"));
+        let files = files_of(&directory, "a").expect("listed");
+        let bytes = fs::read(&files[&0]).expect("readable");
+        let end = RecordFile::read(&bytes, &mut |_| {}).expect("a file of records");
+        assert_eq!((files.len(), end.parts, end.damaged_at), (1, 3, None), "names and two segments");
         fs::remove_dir_all(&directory).expect("removed");
     }
 }
