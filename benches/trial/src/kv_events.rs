@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rmp::encode;
+use rmpv::Value;
+use rmpv::encode::write_value;
 use serde::{Deserialize, Serialize};
 
 use crate::engine::{Block, CacheEvent, EngineHash, Tier};
@@ -127,41 +129,33 @@ impl Encoder {
     /// Encodes one batch: `[ts, events, rank]`. `ts` is in seconds.
     #[must_use]
     pub fn batch(&self, ts: f64, events: &[CacheEvent]) -> Vec<u8> {
-        let chunks = |event: &CacheEvent| match event {
-            CacheEvent::Stored { tier, blocks } => self.chunks(*tier, blocks).count(),
-            CacheEvent::Removed { .. } | CacheEvent::Cleared => 0,
-        };
-        let mut out = Writer(Vec::with_capacity(64 + events.len() * 64));
-        out.array(3);
-        out.float(ts);
-        out.array(events.len() + events.iter().map(chunks).sum::<usize>());
-        for event in events {
-            self.event(&mut out, event);
+        let events: Vec<_> = events.iter().flat_map(|event| self.events(event)).collect();
+        let mut out = vec![0x93]; // an array of three
+        write(&mut out, &ts.into());
+        encode::write_array_len(&mut out, u32::try_from(events.len()).expect(COUNTABLE)).expect(IN_MEMORY);
+        for (kind, fields) in events {
+            self.event(&mut out, kind, fields);
         }
-        out.uint(self.rank.into());
-        out.0
+        write(&mut out, &self.rank.into());
+        out
     }
 
-    fn event(&self, out: &mut Writer, event: &CacheEvent) {
+    /// The published events of a change: kinds and fields in order.
+    fn events<'a>(&self, event: &'a CacheEvent) -> Vec<(&'static str, Vec<Field>)> {
+        let dialect = self.format.dialect;
         match event {
             CacheEvent::Stored { tier, blocks } => {
-                self.fields(out, "BlockStored", &self.stored(&self.content(*tier, blocks)));
-                for chunk in self.chunks(*tier, blocks) {
-                    self.fields(out, "BlockStored", &self.stored(&chunk));
-                }
+                let stored: Vec<Stored<'a>> =
+                    std::iter::once(self.content(*tier, blocks)).chain(self.chunks(*tier, blocks)).collect();
+                stored.iter().map(|stored| ("BlockStored", self.stored(stored))).collect()
             }
             CacheEvent::Removed { tier, hash } => {
-                let (medium, group) = (self.format.dialect.medium(*tier), self.format.dialect.group(*tier));
-                let mut fields: Vec<Field<'_>> = vec![
-                    ("block_hashes", Box::new(|out| self.hashes(out, std::iter::once(*hash)))),
-                    ("medium", Box::new(move |out| out.text(medium))),
-                ];
-                if !self.format.dialect.is_sglang() {
-                    fields.push(("group_idx", Box::new(move |out| out.uint(group))));
-                }
-                self.fields(out, "BlockRemoved", &fields);
+                let names: Value = [self.hash(*hash)].into_iter().collect();
+                let mut fields = vec![("block_hashes", names), ("medium", dialect.medium(*tier).into())];
+                fields.extend((!dialect.is_sglang()).then(|| ("group_idx", dialect.group(*tier).into())));
+                vec![("BlockRemoved", fields)]
             }
-            CacheEvent::Cleared => self.fields(out, "AllBlocksCleared", &[]),
+            CacheEvent::Cleared => vec![("AllBlocksCleared", Vec::new())],
         }
     }
 
@@ -204,92 +198,75 @@ impl Encoder {
             names: vec![own(pair[1].hash)],
             blocks: pair,
             block_size,
-            lora_name: None,
-            cache_salt: None,
-            has_keys: false,
-            group: None,
-            kind: None,
-            window_tokens: None,
+            ..Stored::default()
         })
     }
 
     /// Writes an event by position or by name.
-    fn fields(&self, out: &mut Writer, kind: &str, fields: &[Field<'_>]) {
-        let dialect = self.format.dialect;
-        if dialect.has_maps() {
+    fn event(&self, out: &mut Vec<u8>, kind: &'static str, fields: Vec<Field>) {
+        let (dialect, len) = (self.format.dialect, u16::try_from(1 + fields.len()).expect("fields are few"));
+        if !dialect.has_maps() {
+            encode::write_array_len(out, len.into()).expect(IN_MEMORY);
+        } else if !dialect.is_sglang() && kind == "BlockStored" {
             // vLLM's struct of a store has more than 15 fields. Its encoder chooses the header width before it omits
             // fields with default values.
-            out.map(1 + fields.len(), !dialect.is_sglang() && kind == "BlockStored");
-            out.text("type");
+            out.push(0xde);
+            out.extend_from_slice(&len.to_be_bytes());
         } else {
-            out.array(1 + fields.len());
+            encode::write_map_len(out, len.into()).expect(IN_MEMORY);
         }
-        out.text(kind);
-        for (name, value) in fields {
+        for (name, value) in std::iter::once(("type", kind.into())).chain(fields) {
             if dialect.has_maps() {
-                out.text(name);
+                write(out, &name.into());
             }
-            value(out);
+            write(out, &value);
         }
     }
 
-    fn stored<'a>(&'a self, stored: &'a Stored<'a>) -> Vec<Field<'a>> {
+    fn stored(&self, stored: &Stored<'_>) -> Vec<Field> {
         let (dialect, lora_name) = (self.format.dialect, stored.lora_name);
         // SGLang never sets it.
         let lora_id = lora_name.filter(|_| !dialect.is_sglang()).and_then(|name| self.lora_ids.get(name)).copied();
-        let mut fields: Vec<Field<'a>> = vec![
-            ("block_hashes", Box::new(|out| self.hashes(out, stored.names.iter().copied()))),
-            ("parent_block_hash", Box::new(|out| out.optional(stored.parent, |out, hash| self.hash(out, hash)))),
-            ("token_ids", Box::new(|out| stored.tokens(out))),
-            ("block_size", Box::new(|out| out.uint(stored.block_size.into()))),
-            ("lora_id", Box::new(move |out| out.optional(lora_id, |out, id| out.uint(id.into())))),
-            ("medium", Box::new(|out| out.text(stored.medium))),
+        let tokens = stored.blocks.iter().flat_map(|block| block.tokens.iter().copied());
+        let mut fields = vec![
+            ("block_hashes", stored.names.iter().map(|hash| self.hash(*hash)).collect()),
+            ("parent_block_hash", or_nil(stored.parent.map(|hash| self.hash(hash)))),
+            ("token_ids", tokens.collect()),
+            ("block_size", stored.block_size.into()),
+            ("lora_id", or_nil(lora_id)),
+            ("medium", stored.medium.into()),
         ];
-        let name: Field<'a> = ("lora_name", Box::new(move |out| out.optional(lora_name, Writer::text)));
         if !dialect.is_sglang() {
-            fields.push(name);
-            if stored.has_keys {
-                fields.push(("extra_keys", Box::new(|out| stored.extra_keys(out))));
-            }
-            if let Some(group) = stored.group {
-                fields.push(("group_idx", Box::new(move |out| out.uint(group))));
-            }
-            if let Some(kind) = stored.kind {
-                fields.push(("kv_cache_spec_kind", Box::new(move |out| out.text(kind))));
-            }
+            fields.push(("lora_name", or_nil(lora_name)));
+            fields.extend(stored.has_keys.then(|| ("extra_keys", stored.extra_keys())));
+            fields.extend(stored.group.map(|group| ("group_idx", group.into())));
+            fields.extend(stored.kind.map(|kind| ("kv_cache_spec_kind", kind.into())));
             if stored.window_tokens.is_some() || !dialect.has_maps() {
-                let window = |out: &mut Writer| out.optional(stored.window_tokens, |out, len| out.uint(len.into()));
-                fields.push(("kv_cache_spec_sliding_window", Box::new(window)));
+                fields.push(("kv_cache_spec_sliding_window", or_nil(stored.window_tokens)));
             }
         } else if dialect.has_maps() {
-            if let Some(salt) = stored.cache_salt {
-                fields.push(("cache_salt", Box::new(move |out| out.text(salt))));
-            }
-            fields.extend(lora_name.is_some().then_some(name));
+            fields.extend(stored.cache_salt.map(|salt| ("cache_salt", salt.into())));
+            fields.extend(lora_name.map(|name| ("lora_name", name.into())));
         }
         fields
     }
 
-    fn hashes(&self, out: &mut Writer, hashes: impl ExactSizeIterator<Item = EngineHash>) {
-        out.array(hashes.len());
-        hashes.for_each(|hash| self.hash(out, hash));
-    }
-
-    fn hash(&self, out: &mut Writer, hash: EngineHash) {
+    fn hash(&self, hash: EngineHash) -> Value {
         if self.format.dialect.is_sglang() {
-            out.sint(hash.as_u64().cast_signed());
+            hash.as_u64().cast_signed().into()
         } else if self.format.binary_hashes {
-            out.binary(&hash.0);
+            hash.0[..].into()
         } else {
-            out.uint(hash.as_u64());
+            hash.as_u64().into()
         }
     }
 }
 
-/// Name of a field and the writer of its value.
-type Field<'a> = (&'static str, Box<dyn Fn(&mut Writer) + 'a>);
+/// Name and value of a field.
+type Field = (&'static str, Value);
 
 /// A store event with the names of the wire format.
+#[derive(Default)]
 struct Stored<'a> {
     medium: &'static str,
     parent: Option<EngineHash>,
@@ -307,79 +284,27 @@ struct Stored<'a> {
 }
 
 impl Stored<'_> {
-    fn tokens(&self, out: &mut Writer) {
-        out.array(self.blocks.iter().map(|block| block.tokens.len()).sum());
-        self.blocks.iter().flat_map(|block| block.tokens.iter()).for_each(|token| out.uint((*token).into()));
-    }
-
-    /// Writes vLLM's extra hash keys, one entry per block: the adapter's name for each block, the salt for the first
-    /// block of a prompt.
-    fn extra_keys(&self, out: &mut Writer) {
-        out.array(self.names.len());
-        for block in &self.blocks[self.blocks.len() - self.names.len()..] {
+    /// vLLM's extra hash keys, one entry per block: the adapter's name for each block, the salt for the first block of a
+    /// prompt.
+    fn extra_keys(&self) -> Value {
+        let keys = |block: &Arc<Block>| {
             let salt = self.cache_salt.filter(|_| block.parent.is_none());
-            let keys: Vec<&str> = self.lora_name.into_iter().chain(salt).collect();
-            if keys.is_empty() {
-                out.nil();
-            } else {
-                out.array(keys.len());
-                keys.into_iter().for_each(|key| out.text(key));
-            }
-        }
+            let keys: Vec<Value> = self.lora_name.into_iter().chain(salt).map(Value::from).collect();
+            if keys.is_empty() { Value::Nil } else { keys.into() }
+        };
+        self.blocks[self.blocks.len() - self.names.len()..].iter().map(keys).collect()
     }
 }
-
-/// MessagePack writer into memory, which cannot fail.
-struct Writer(Vec<u8>);
 
 const IN_MEMORY: &str = "writing to memory cannot fail";
 const COUNTABLE: &str = "the number of blocks per step fits 32 bits";
 
-impl Writer {
-    fn array(&mut self, len: usize) {
-        encode::write_array_len(&mut self.0, u32::try_from(len).expect(COUNTABLE)).expect(IN_MEMORY);
-    }
+fn or_nil<T: Into<Value>>(value: Option<T>) -> Value {
+    value.map_or(Value::Nil, Into::into)
+}
 
-    /// Writes a map header, `is_wide` of 16 bits regardless of the size of the map.
-    fn map(&mut self, len: usize, is_wide: bool) {
-        if is_wide {
-            self.0.push(0xde);
-            self.0.extend_from_slice(&u16::try_from(len).expect("fields are few").to_be_bytes());
-        } else {
-            encode::write_map_len(&mut self.0, u32::try_from(len).expect(COUNTABLE)).expect(IN_MEMORY);
-        }
-    }
-
-    fn optional<T>(&mut self, value: Option<T>, write: impl FnOnce(&mut Self, T)) {
-        match value {
-            Some(value) => write(self, value),
-            None => self.nil(),
-        }
-    }
-
-    fn text(&mut self, text: &str) {
-        encode::write_str(&mut self.0, text).expect(IN_MEMORY);
-    }
-
-    fn uint(&mut self, value: u64) {
-        encode::write_uint(&mut self.0, value).expect(IN_MEMORY);
-    }
-
-    fn sint(&mut self, value: i64) {
-        encode::write_sint(&mut self.0, value).expect(IN_MEMORY);
-    }
-
-    fn float(&mut self, value: f64) {
-        encode::write_f64(&mut self.0, value).expect(IN_MEMORY);
-    }
-
-    fn binary(&mut self, bytes: &[u8]) {
-        encode::write_bin(&mut self.0, bytes).expect(IN_MEMORY);
-    }
-
-    fn nil(&mut self) {
-        encode::write_nil(&mut self.0).expect(IN_MEMORY);
-    }
+fn write(out: &mut Vec<u8>, value: &Value) {
+    write_value(out, value).expect(IN_MEMORY);
 }
 
 #[cfg(test)]

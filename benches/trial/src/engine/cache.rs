@@ -4,15 +4,16 @@
 //! too, in some tier. The host holds each hash at most once. The device does too, unless [`Cache::fill`] adds copies.
 //! The recorded events match the changes exactly and in order. The scheduler decides the computation and its time.
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use ahash::AHashMap;
+use ahash::{AHashMap, RandomState};
+use lru::LruCache;
 
 use crate::engine::beside::BesideGroup;
 use crate::engine::block::{Block, EngineHash};
 use crate::engine::config::EngineConfig;
 use crate::engine::event::{CacheEvent, Tier};
-use crate::engine::list::List;
 
 /// Cached part of a prompt: leading blocks on the device, then blocks that only the host holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,14 +24,18 @@ pub(crate) struct Hit {
     device_free: u32,
 }
 
+/// Entries in the order of their use.
+type UsageOrder<K, V> = LruCache<K, V, RandomState>;
+
 pub(crate) struct Cache {
     slots: Vec<Slot>,
     by_hash: AHashMap<EngineHash, Copies>,
     /// Number of slots that hold a block.
     filled: usize,
     /// Slots without a user in allocation order: empty slots first, then by the time they became free.
-    free: List,
-    host: Option<Host>,
+    free: UsageOrder<u32, ()>,
+    /// Blocks in host memory: the least recently evicted from the device or looked up leave first.
+    host: Option<UsageOrder<EngineHash, Arc<Block>>>,
     /// Whether computed blocks are copied to the host at once.
     writes_through: bool,
     beside: Option<BesideGroup>,
@@ -53,14 +58,18 @@ impl Cache {
     pub(crate) fn new(config: &EngineConfig) -> Self {
         let (device_blocks, host_blocks) = (config.blocks_usable(), config.host_kv_blocks);
         let window = config.beside_window_blocks;
-        let mut free = List::new();
-        (0..device_blocks).for_each(|slot| free.push_back(slot));
+        let mut free = LruCache::unbounded_with_hasher(RandomState::new());
+        (0..device_blocks).for_each(|slot| _ = free.put(slot, ()));
         Self {
             slots: (0..device_blocks).map(|_| Slot::default()).collect(),
             by_hash: AHashMap::new(),
             filled: 0,
             free,
-            host: (host_blocks > 0).then(|| Host::new(host_blocks)),
+            host: NonZeroUsize::new(host_blocks as usize).map(|blocks_max| {
+                let mut host = LruCache::unbounded_with_hasher(RandomState::new());
+                host.resize(blocks_max);
+                host
+            }),
             writes_through: config.writes_through,
             beside: (window > 0).then(|| BesideGroup::new(window, device_blocks)),
             events: Vec::new(),
@@ -68,11 +77,11 @@ impl Cache {
     }
 
     pub(crate) fn used_blocks(&self) -> u32 {
-        self.slots.len() as u32 - self.free.len()
+        self.slots.len() as u32 - self.free_blocks()
     }
 
     pub(crate) fn free_blocks(&self) -> u32 {
-        self.free.len()
+        self.free.len() as u32
     }
 
     pub(crate) fn take_events(&mut self) -> Vec<CacheEvent> {
@@ -81,8 +90,7 @@ impl Cache {
 
     /// Returns whether any tier holds a block.
     pub(crate) fn holds(&self, hash: &EngineHash) -> bool {
-        let in_host = |host: &Host| host.by_hash.contains_key(hash);
-        self.by_hash.contains_key(hash) || self.host.as_ref().is_some_and(in_host)
+        self.by_hash.contains_key(hash) || self.host.as_ref().is_some_and(|host| host.contains(hash))
     }
 
     /// Finds the cached part of a chain of blocks.
@@ -96,7 +104,7 @@ impl Cache {
             hit.device_free += u32::from(self.slots[first as usize].users == 0);
         }
         if let Some(host) = &self.host {
-            hit.host = hashes[hit.device..].iter().take_while(|hash| host.by_hash.contains_key(hash)).count();
+            hit.host = hashes[hit.device..].iter().take_while(|hash| host.contains(*hash)).count();
         }
         hit
     }
@@ -105,7 +113,7 @@ impl Cache {
     /// host part of the hit.
     pub(crate) fn has_room(&self, hit: &Hit, blocks: u32) -> bool {
         let needed = u64::from(hit.device_free) + hit.host as u64 + u64::from(blocks);
-        needed <= u64::from(self.free.len())
+        needed <= self.free.len() as u64
     }
 
     /// Adds a user to the blocks of a hit and returns one slot per block. The caller has checked that there is room.
@@ -121,10 +129,10 @@ impl Cache {
         let found = &hashes[..hit.device + hit.host];
         // Touch the last block first, so that a parent outlives its children in the host tier too.
         for hash in found.iter().rev() {
-            host.touch(hash);
+            host.promote(hash);
         }
-        // Read before the evictions below overwrite host slots.
-        let loaded: Vec<Arc<Block>> = found[hit.device..].iter().map(|hash| host.block(hash)).collect();
+        // Read before the evictions below remove host blocks.
+        let loaded: Vec<Arc<Block>> = found[hit.device..].iter().filter_map(|hash| host.peek(hash).cloned()).collect();
         if loaded.is_empty() {
             return slots;
         }
@@ -139,13 +147,13 @@ impl Cache {
 
     /// Allocates an empty slot for one user and evicts its previous content.
     pub(crate) fn allocate(&mut self) -> Option<u32> {
-        let slot = self.free.pop_front()?;
+        let (slot, ()) = self.free.pop_lru()?;
         self.slots[slot as usize].users = 1;
         if let Some(block) = self.slots[slot as usize].block.take() {
             let hash = block.hash;
             self.unlist(&hash, slot);
             if let Some(host) = &mut self.host {
-                host.keep(block, &mut self.events);
+                keep(host, block, &mut self.events);
             }
             self.events.push(CacheEvent::Removed { tier: Tier::Device, hash });
         }
@@ -196,7 +204,7 @@ impl Cache {
         self.events.push(CacheEvent::Stored { tier: Tier::Device, blocks: blocks.clone() });
         // The last block first, so that a parent outlives its children.
         if let Some(host) = self.host.as_mut().filter(|_| self.writes_through) {
-            blocks.into_iter().rev().for_each(|block| host.keep(block, &mut self.events));
+            blocks.into_iter().rev().for_each(|block| keep(host, block, &mut self.events));
         }
     }
 
@@ -217,7 +225,7 @@ impl Cache {
             beside.clear();
         }
         if let Some(host) = self.host.as_mut().filter(|_| !keeps_host) {
-            *host = Host::new(host.capacity);
+            host.clear();
         }
         true
     }
@@ -226,7 +234,7 @@ impl Cache {
     pub(crate) fn held(&self, tier: Tier) -> Vec<Arc<Block>> {
         let mut held: Vec<Arc<Block>> = match tier {
             Tier::Device => self.slots.iter().filter_map(|slot| slot.block.clone()).collect(),
-            Tier::Host => self.host.iter().flat_map(|host| host.slots.iter().cloned()).collect(),
+            Tier::Host => self.host.iter().flat_map(|host| host.iter().map(|(_, block)| Arc::clone(block))).collect(),
             Tier::Beside => self.beside.iter().flat_map(|beside| beside.held().cloned()).collect(),
         };
         held.sort_by_key(|block| (block.depth, block.hash));
@@ -237,7 +245,7 @@ impl Cache {
     fn add_user(&mut self, slot: u32) {
         let users = &mut self.slots[slot as usize].users;
         if *users == 0 {
-            self.free.remove(slot);
+            self.free.pop(&slot);
         }
         *users += 1;
     }
@@ -247,16 +255,20 @@ impl Cache {
         *users -= 1;
         match (*users, block) {
             (1.., _) => {}
-            (0, Some(_)) => self.free.push_back(slot),
-            (0, None) => self.free.push_front(slot),
+            (0, is_filled) => {
+                self.free.put(slot, ());
+                if is_filled.is_none() {
+                    self.free.demote(&slot);
+                }
+            }
         }
     }
 
     /// Panics if the structure is inconsistent with itself or with `users`, the number of sequences per slot.
     pub(crate) fn check_invariants(&self, users: &[u32]) {
         let mut is_free = vec![false; self.slots.len()];
-        self.free.iter().for_each(|slot| is_free[slot as usize] = true);
-        assert_eq!(is_free.iter().filter(|is_free| **is_free).count(), self.free.len() as usize);
+        self.free.iter().for_each(|(slot, ())| is_free[*slot as usize] = true);
+        assert_eq!(is_free.iter().filter(|is_free| **is_free).count(), self.free.len());
         let mut filled = 0;
         for (at, slot) in self.slots.iter().enumerate() {
             assert_eq!(slot.users, users[at], "users of slot {at}");
@@ -269,63 +281,22 @@ impl Cache {
         }
         let listed = self.by_hash.values().map(|copies| 1 + copies.further.len());
         assert_eq!((filled, listed.sum::<usize>()), (self.filled, self.filled));
-        let in_host = |hash: &EngineHash| self.host.as_ref().is_some_and(|host| host.by_hash.contains_key(hash));
         for block in self.held(Tier::Device) {
             assert!(block.parent.is_none_or(|parent| self.by_hash.contains_key(&parent)), "{block:?} hangs in the air");
         }
         for block in self.held(Tier::Host) {
-            let is_held = |parent: EngineHash| self.by_hash.contains_key(&parent) || in_host(&parent);
-            assert!(block.parent.is_none_or(is_held), "{block:?} hangs in the air");
-        }
-        if let Some(host) = &self.host {
-            assert!(host.slots.len() <= host.capacity as usize);
-            assert_eq!((host.by_hash.len(), host.order.len() as usize), (host.slots.len(), host.slots.len()));
+            assert!(block.parent.is_none_or(|parent| self.holds(&parent)), "{block:?} hangs in the air");
         }
     }
 }
 
-/// Blocks in host memory.
-struct Host {
-    capacity: u32,
-    slots: Vec<Arc<Block>>,
-    by_hash: AHashMap<EngineHash, u32>,
-    /// Least recently evicted from the device or looked up first.
-    order: List,
-}
-
-impl Host {
-    fn new(capacity: u32) -> Self {
-        Self { capacity, slots: Vec::new(), by_hash: AHashMap::new(), order: List::new() }
+/// Stores a block evicted from the device in host memory, unless it is there already.
+fn keep(host: &mut UsageOrder<EngineHash, Arc<Block>>, block: Arc<Block>, events: &mut Vec<CacheEvent>) {
+    if host.promote(&block.hash) {
+        return;
     }
-
-    fn block(&self, hash: &EngineHash) -> Arc<Block> {
-        Arc::clone(&self.slots[self.by_hash[hash] as usize])
+    if let Some((hash, _)) = host.push(block.hash, Arc::clone(&block)) {
+        events.push(CacheEvent::Removed { tier: Tier::Host, hash });
     }
-
-    fn touch(&mut self, hash: &EngineHash) -> bool {
-        let Some(&slot) = self.by_hash.get(hash) else { return false };
-        self.order.remove(slot);
-        self.order.push_back(slot);
-        true
-    }
-
-    /// Stores a block evicted from the device, unless the host holds it already.
-    fn keep(&mut self, block: Arc<Block>, events: &mut Vec<CacheEvent>) {
-        if self.touch(&block.hash) {
-            return;
-        }
-        let slot = if self.slots.len() < self.capacity as usize {
-            self.slots.push(Arc::clone(&block));
-            self.slots.len() as u32 - 1
-        } else {
-            let slot = self.order.pop_front().expect("a full host tier is not empty");
-            let evicted = std::mem::replace(&mut self.slots[slot as usize], Arc::clone(&block));
-            self.by_hash.remove(&evicted.hash);
-            events.push(CacheEvent::Removed { tier: Tier::Host, hash: evicted.hash });
-            slot
-        };
-        self.by_hash.insert(block.hash, slot);
-        self.order.push_back(slot);
-        events.push(CacheEvent::Stored { tier: Tier::Host, blocks: vec![block] });
-    }
+    events.push(CacheEvent::Stored { tier: Tier::Host, blocks: vec![block] });
 }

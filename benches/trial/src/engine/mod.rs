@@ -74,7 +74,6 @@ mod block;
 mod cache;
 mod config;
 mod event;
-mod list;
 mod rank;
 mod schedule;
 mod sequence;
