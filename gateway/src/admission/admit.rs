@@ -1,7 +1,6 @@
-//! Admission of a request: phase of the gateway, client, and the limits of its tenant.
+//! Admission of a request: client, and the limits of its tenant.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
@@ -13,15 +12,13 @@ use super::shared_sessions::SharedSessions;
 use super::tenants::{Tenant, Tenants};
 use crate::formats::openai::{API_KEY, ApiError};
 
-/// Admission rules of clients. Budgets, shared sessions and the closing flag survive reloads.
+/// Admission rules of clients. Budgets and shared sessions survive reloads.
 #[derive(Clone)]
 pub(crate) struct Admission {
     pub(crate) tenants: Arc<Tenants>,
     pub(crate) retry_budget: Arc<RetryBudget>,
     pub(crate) bodies: Arc<BodyBudget>,
     pub(crate) shared_sessions: Arc<SharedSessions>,
-    /// Whether new requests are rejected.
-    pub(crate) closing: Arc<AtomicBool>,
 }
 
 /// A request that may enter.
@@ -33,14 +30,11 @@ pub(crate) struct Admitted<'a> {
 }
 
 impl Admission {
-    /// Authenticates the client and counts the request, if requests are accepted now.
+    /// Authenticates the client and counts the request.
     ///
     /// # Errors
-    /// 503 during a drain, 401 for an unknown client, 429 above a limit of the client.
+    /// 401 for an unknown client, 429 above a limit of the client.
     pub(crate) fn admit(&self, headers: &HeaderMap) -> Result<Admitted<'_>, ApiError> {
-        if self.closing.load(Ordering::Relaxed) {
-            return Err(ApiError::draining());
-        }
         match self.tenants.identify(headers.get(AUTHORIZATION), headers.get(API_KEY))? {
             Some(client) => Ok(Admitted { tenant: Some(client.tenant), quota: Some(client.admit()?) }),
             None => Ok(Admitted { tenant: None, quota: None }),

@@ -5,19 +5,17 @@
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use pointsman::{ReplicaBus, Router};
 use tokio::task::JoinSet;
-use tokio::time::sleep;
 
 use super::listeners::Listeners;
 use super::metrics;
 use super::reload::{LoadSettings, ReloadError, ReloadStatus, Reloader};
 use super::running::{Files, GatewayError, Running};
 use crate::net::limits::ProcessLimits;
-use crate::net::listener::{Drained, LINGER, ListenError, Listener, PassedSockets, ReservedSockets};
+use crate::net::listener::{Drained, ListenError, Listener, PassedSockets, ReservedSockets};
 use crate::net::tls;
 use crate::net::upstream::{Upstream, WorkerTlsFiles, worker_tls};
 use crate::observe::metric::Metric;
@@ -197,31 +195,18 @@ impl Gateway {
             .for_each(Listener::begin_drain);
     }
 
-    /// Stops accepting, waits up to `deadline` for requests in flight, and ends. Requests on open connections are
-    /// served for one second and then rejected; each gets a response.
+    /// Stops accepting, serves requests on open connections until none is in flight or up to `deadline`, and ends.
     pub async fn shutdown(self, deadline: Duration) -> Drained {
         self.begin_drain();
         let context = self.running.context.get();
-        let drain = async {
-            let clients = self.clients.drain(deadline, LINGER, || context.meters.deadline_passed());
-            let picker = async {
-                match self.picker {
-                    Some(picker) => picker.drain(deadline, LINGER, || {}).await.broken,
-                    None => 0,
-                }
-            };
-            let (clients, picker) = tokio::join!(clients, picker);
-            Drained { broken: clients.broken + picker }
-        };
-        tokio::pin!(drain);
-        let drained = tokio::select! {
-            biased;
-            drained = drain.as_mut() => drained,
-            () = sleep(LINGER) => {
-                context.admission.closing.store(true, Ordering::Relaxed);
-                drain.await
+        let picker = async {
+            match self.picker {
+                Some(picker) => picker.drain(deadline, || {}).await.broken,
+                None => 0,
             }
         };
+        let clients = self.clients.drain(deadline, || context.meters.deadline_passed());
+        let (clients, picker) = tokio::join!(clients, picker);
         // Operators have access until the end.
         let pools = self.running.pools.get();
         warm::write_last(&pools).await;
@@ -239,8 +224,8 @@ impl Gateway {
             drop(tokio::task::spawn_blocking(move || tracing.shutdown()).await);
         }
         if let Some(admin) = self.admin {
-            admin.drain(ADMIN_DRAIN, Duration::ZERO, || {}).await;
+            admin.drain(ADMIN_DRAIN, || {}).await;
         }
-        drained
+        Drained { broken: clients.broken + picker }
     }
 }

@@ -1,7 +1,6 @@
 //! State of a running gateway that reloads replace, and the files that it is made from.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -85,7 +84,6 @@ impl Running {
             retry_budget: Arc::new(RetryBudget::new(gateway.retry_share_max, Instant::now())),
             bodies: BodyBudget::new(limits.body_budget_bytes),
             shared_sessions: Arc::default(),
-            closing: Arc::new(AtomicBool::new(false)),
         };
         let readiness = Arc::new(Readiness::new(Duration::from_millis(gateway.warm_up_ms)));
         let (settings, models) = (Arc::new(settings), Arc::new(models));

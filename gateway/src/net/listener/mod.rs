@@ -2,9 +2,9 @@
 //!
 //! Limits the number of connections; further ones receive one response and are closed if the listener has routes for
 //! them (`Overflow`). A client that sends or reads too slowly is cut off without effect on others. A drain accepts no
-//! new connections, closes idle ones, lets requests in flight end, and reports the number of broken ones. During a
-//! drain each response carries `Connection: close`, and a connection closes only after an idle period, so that every
-//! request on a kept-alive connection gets a response. HTTP/2 connections receive GOAWAY at the start of a drain.
+//! new connections and serves every request that arrives on open ones. Each response then carries `Connection: close`,
+//! and HTTP/2 connections receive GOAWAY. Idle connections close after the last request in flight. The drain reports the
+//! number of connections broken at its deadline.
 //! Routes and body readers have timeouts of their own.
 
 mod acceptor;
@@ -34,13 +34,13 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, timeout, timeout_at};
 use tokio_io_timeout::TimeoutWriter;
 use tokio_rustls::TlsAcceptor;
 use tower::Service as _;
 
 use acceptor::{Accepted, Acceptor};
-use busy::{Busy, keep_busy};
+use busy::{Activity, Connection, keep_busy};
 pub(crate) use passed::PassedSockets;
 pub use socket::ListenError;
 pub(crate) use socket::{Reserved, ReservedSockets};
@@ -58,9 +58,9 @@ const OVERFLOW_TIME_MAX: Duration = Duration::from_secs(3);
 /// Maximum idle time of such a connection: a client with a request sends it immediately, and others are waiting.
 const OVERFLOW_HEAD_TIME_MAX: Duration = Duration::from_millis(300);
 
-/// Idle time before a connection closes once the listener has stopped. A client whose response began before the drain
-/// does not expect the close and may send its next request.
-pub(crate) const LINGER: Duration = Duration::from_secs(1);
+/// Time without any request before a drain closes idle connections. The next request of a client whose last response did
+/// not announce the close may be on its way.
+const QUIET: Duration = Duration::from_secs(1);
 
 /// Result of a drain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,15 +96,15 @@ pub(crate) struct Overflow {
 }
 
 /// Lifecycle phase of a listener.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Phase {
     Open,
     /// Accepts and serves everything; responses close their connections.
     Draining,
-    /// Accepts nothing; connections idle for this long close.
-    Stopped {
-        linger: Duration,
-    },
+    /// The same without new connections.
+    Stopped,
+    /// Idle connections close.
+    Closing,
 }
 
 /// Handle to change options for future connections.
@@ -123,6 +123,7 @@ pub(crate) struct Listener {
     address: SocketAddr,
     phase: watch::Sender<Phase>,
     control: ListenerControl,
+    activity: Arc<Activity>,
     task: JoinHandle<JoinSet<()>>,
 }
 
@@ -131,10 +132,11 @@ impl Listener {
     pub(crate) fn start(listener: TcpListener, options: ListenerOptions, routes: Router) -> io::Result<Self> {
         let address = listener.local_addr()?;
         let (phase, seen) = watch::channel(Phase::Open);
-        let acceptor = Acceptor::new(listener, &options);
+        let (acceptor, activity) = (Acceptor::new(listener, &options), Arc::default());
         let protocol = Arc::new(Protocol::new(options, routes, acceptor.handshakes_refused()));
         let control = ListenerControl(Arc::new(watch::Sender::new(protocol)));
-        Ok(Self { address, phase, control: control.clone(), task: tokio::spawn(accept(acceptor, control, seen)) })
+        let task = tokio::spawn(accept(acceptor, control.clone(), Arc::clone(&activity), seen));
+        Ok(Self { address, phase, control, activity, task })
     }
 
     pub(crate) fn address(&self) -> SocketAddr {
@@ -156,15 +158,23 @@ impl Listener {
         });
     }
 
-    /// Closes the socket, closes connections idle for `linger`, lets requests in flight end, and breaks the rest at the
-    /// deadline, after `before_breaking`.
-    pub(crate) async fn drain(self, deadline: Duration, linger: Duration, before_breaking: impl FnOnce()) -> Drained {
-        // Idle connections close before the deadline and never count as broken.
-        let linger = linger.min(deadline / 2);
-        self.phase.send_replace(Phase::Stopped { linger });
+    /// Closes the socket, serves open connections until no request is in flight, then closes them. Breaks the rest at
+    /// the deadline, after `before_breaking`.
+    pub(crate) async fn drain(self, deadline: Duration, before_breaking: impl FnOnce()) -> Drained {
+        let end = Instant::now() + deadline;
+        self.phase.send_replace(Phase::Stopped);
         let Ok(mut connections) = self.task.await else { return Drained { broken: 0 } };
+        // Idle connections close before the deadline and never count as broken.
+        let closing = async {
+            let _ = timeout(deadline - QUIET.min(deadline / 2), self.activity.idle_for(QUIET.min(deadline / 2))).await;
+            self.phase.send_replace(Phase::Closing);
+            std::future::pending().await
+        };
         let all_ended = async { while connections.join_next().await.is_some() {} };
-        if timeout(deadline, all_ended).await.is_ok() {
+        let ended = async {
+            tokio::select! { () = all_ended => {}, () = closing => {} }
+        };
+        if timeout_at(end, ended).await.is_ok() {
             return Drained { broken: 0 };
         }
         before_breaking();
@@ -175,20 +185,26 @@ impl Listener {
     }
 }
 
-async fn accept(mut from: Acceptor, control: ListenerControl, mut phase: watch::Receiver<Phase>) -> JoinSet<()> {
+async fn accept(
+    mut from: Acceptor,
+    control: ListenerControl,
+    activity: Arc<Activity>,
+    mut phase: watch::Receiver<Phase>,
+) -> JoinSet<()> {
     let mut connections = JoinSet::new();
     let seen = phase.clone();
     let serve_connection = |Accepted { stream, peer, place, is_overflow }: Accepted| {
-        let (protocol, phase) = (Arc::clone(&control.0.borrow()), seen.clone());
+        let (protocol, client) = (Arc::clone(&control.0.borrow()), Connection::of(&activity));
+        let seen = Seen { peer, client, phase: seen.clone() };
         async move {
-            protocol.serve_connection(stream, peer, is_overflow, phase).await;
+            protocol.serve_connection(stream, is_overflow, seen).await;
             drop(place);
         }
     };
     loop {
         tokio::select! {
             biased;
-            _ = until_stopped(&mut phase) => {
+            () = until(&mut phase, |phase| phase >= Phase::Stopped) => {
                 from.waiting().into_iter().for_each(|accepted| drop(connections.spawn(serve_connection(accepted))));
                 return connections;
             }
@@ -197,6 +213,13 @@ async fn accept(mut from: Acceptor, control: ListenerControl, mut phase: watch::
             accepted = from.next() => drop(connections.spawn(serve_connection(accepted))),
         }
     }
+}
+
+/// A connection and what it sees.
+struct Seen {
+    peer: SocketAddr,
+    client: Arc<Connection>,
+    phase: watch::Receiver<Phase>,
 }
 
 /// Protocol settings of a connection.
@@ -241,84 +264,64 @@ impl Protocol {
     }
 
     /// Serves the connection to its end; above the limit, for one response.
-    async fn serve_connection(
-        &self,
-        stream: TcpStream,
-        peer: SocketAddr,
-        is_overflow: bool,
-        phase: watch::Receiver<Phase>,
-    ) {
+    async fn serve_connection(&self, stream: TcpStream, is_overflow: bool, seen: Seen) {
         // Tokens are small and latency-critical; a failure is not fatal.
         let _ = stream.set_nodelay(true);
         match self.options.overflow.as_ref().filter(|_| is_overflow) {
             Some(Overflow { routes, .. }) => {
-                let served = self.handshake(stream, peer, &self.overflow_http, routes, phase);
+                let served = self.handshake(stream, &self.overflow_http, routes, seen);
                 let _ = timeout(OVERFLOW_TIME_MAX, served).await;
             }
-            None => self.handshake(stream, peer, &self.http, &self.routes, phase).await,
+            None => self.handshake(stream, &self.http, &self.routes, seen).await,
         }
     }
 
     /// Performs the TLS handshake if configured.
-    async fn handshake(
-        &self,
-        stream: TcpStream,
-        peer: SocketAddr,
-        http: &Http,
-        routes: &Router,
-        mut phase: watch::Receiver<Phase>,
-    ) {
+    async fn handshake(&self, stream: TcpStream, http: &Http, routes: &Router, mut seen: Seen) {
         let Some(tls) = self.options.tls.clone() else {
-            return self.serve_http(stream, peer, http, routes, phase).await;
+            return self.serve_http(stream, http, routes, seen).await;
         };
         let accepted = tokio::select! {
             biased;
             accepted = timeout(self.options.head_timeout, TlsAcceptor::from(tls).accept(stream)) => accepted,
-            () = until_closed(&mut phase) => return,
+            () = until(&mut seen.phase, |phase| phase == Phase::Closing) => return,
         };
         if let Ok(Ok(stream)) = accepted {
-            self.serve_http(stream, peer, http, routes, phase).await;
+            self.serve_http(stream, http, routes, seen).await;
         } else {
             self.handshakes_refused.increment(1);
         }
     }
 
-    async fn serve_http<S>(
-        &self,
-        stream: S,
-        peer: SocketAddr,
-        http: &Http,
-        routes: &Router,
-        mut phase: watch::Receiver<Phase>,
-    ) where
+    async fn serve_http<S>(&self, stream: S, http: &Http, routes: &Router, seen: Seen)
+    where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        let (busy, seen) = (Busy::default(), phase.clone());
-        let service = service_fn(|request| respond(routes, request, peer, &busy, &seen));
+        let service = service_fn(|request| respond(routes, request, &seen));
         // A client that reads anything within the time is never cut off, however slow. Reads are not affected.
         let mut stream = TimeoutWriter::new(stream);
         stream.set_timeout(Some(self.options.stall_max));
         let connection = http.builder.serve_connection_with_upgrades(TokioIo::new(Box::pin(stream)), service);
         tokio::pin!(connection);
-        let mut drains = phase.clone();
-        let idle = async {
+        let (mut drains, mut closes) = (seen.phase.clone(), seen.phase.clone());
+        let over = async {
             tokio::select! {
                 biased;
-                linger = until_stopped(&mut phase) => busy.idle_for(linger).await,
+                () = until(&mut closes, |phase| phase == Phase::Closing) => {}
                 // Clients of HTTP/2 open another connection. Those of HTTP/1.1 see a header in the next response.
                 () = async {
-                    until_draining(&mut drains).await;
-                    busy.until_http2().await;
+                    until(&mut drains, |phase| phase != Phase::Open).await;
+                    seen.client.until_http2().await;
                 } => {}
                 // For connections that have sent no request, and for HTTP/2: hyper limits the other waits.
-                () = busy.idle_for(http.idle_max) => {}
+                () = seen.client.activity.idle_for(http.idle_max) => {}
             }
         };
         tokio::select! {
             biased;
             // The way a client disconnects is irrelevant.
             _ = connection.as_mut() => {}
-            () = idle => {
+            () = over => {
                 connection.as_mut().graceful_shutdown();
                 let _ = connection.await;
             }
@@ -329,42 +332,24 @@ impl Protocol {
 fn respond(
     routes: &Router,
     mut request: Request<Incoming>,
-    peer: SocketAddr,
-    busy: &Busy,
-    phase: &watch::Receiver<Phase>,
+    seen: &Seen,
 ) -> impl Future<Output = Result<Response<impl Body<Data = Bytes, Error = axum::Error> + use<>>, Infallible>> + use<> {
-    request.extensions_mut().insert(ConnectInfo(peer));
+    request.extensions_mut().insert(ConnectInfo(seen.peer));
     let is_http2 = request.version() == Version::HTTP_2;
-    if is_http2 {
-        busy.set_http2();
-    }
-    let (request, began, phase) = (routes.clone().call(request), busy.begin(), phase.clone());
+    let (begun, phase) = (seen.client.begin(is_http2), seen.phase.clone());
+    let response = routes.clone().call(request);
     async move {
-        let mut response = request.await?;
+        let mut response = response.await?;
         if *phase.borrow() != Phase::Open && !is_http2 {
             response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
         }
-        Ok(response.map(|body| keep_busy(body, began)))
+        Ok(response.map(|body| keep_busy(body, begun)))
     }
 }
 
-/// Resolves when the listener drains, has stopped or was dropped.
-async fn until_draining(phase: &mut watch::Receiver<Phase>) {
-    let _ = phase.wait_for(|phase| *phase != Phase::Open).await;
-}
-
-/// Resolves when the listener has stopped or was dropped, with the idle time of connections.
-async fn until_stopped(phase: &mut watch::Receiver<Phase>) -> Duration {
-    match phase.wait_for(|phase| matches!(phase, Phase::Stopped { .. })).await.as_deref() {
-        Ok(Phase::Stopped { linger }) => *linger,
-        _ => Duration::ZERO,
-    }
-}
-
-/// Resolves when a connection without a request must close.
-async fn until_closed(phase: &mut watch::Receiver<Phase>) {
-    let linger = until_stopped(phase).await;
-    sleep(linger).await;
+/// Resolves in such a phase, or when the listener was dropped.
+async fn until(phase: &mut watch::Receiver<Phase>, is_reached: impl Fn(Phase) -> bool) {
+    let _ = phase.wait_for(|phase| is_reached(*phase)).await;
 }
 
 #[cfg(test)]

@@ -146,7 +146,7 @@ async fn read_some(stream: &mut TcpStream) -> String {
 }
 
 #[tokio::test]
-async fn a_drain_closes_idle_connections_and_finishes_others() {
+async fn a_drain_serves_open_connections_until_its_last_request() {
     let go = Arc::default();
     let listener = start(options("drained"), &go).await;
     let address = listener.address();
@@ -159,14 +159,18 @@ async fn a_drain_closes_idle_connections_and_finishes_others() {
     send(&mut used, "/").await; // ensures that `busy` is accepted: connections are accepted in order
     answer(&mut used, &own).await;
 
-    let draining = tokio::spawn(listener.drain(PATIENCE, LINGER, || {}));
-    assert_eq!(rest(&mut used).await, "");
-    assert_eq!(rest(&mut fresh).await, "");
-    assert!(TcpStream::connect(address).await.is_err(), "the listener is closed");
+    let draining = tokio::spawn(listener.drain(PATIENCE, || {}));
+    let closed = async { while TcpStream::connect(address).await.is_ok() {} };
+    timeout(PATIENCE, closed).await.expect("the listener is closed");
+    // Every connection stays open as long as a request is in flight.
+    send(&mut used, "/").await;
+    let closing = rest(&mut used).await;
+    assert!(closing.contains("connection: close\r\n") && closing.ends_with(&own), "{closing}");
     assert!(!draining.is_finished());
     go.notify_one();
     let last = rest(&mut busy).await;
     assert!(last.contains("connection: close\r\n") && last.ends_with("done"), "{last}");
+    assert_eq!(rest(&mut fresh).await, "");
     assert_eq!(draining.await.expect("task ends without panic"), Drained { broken: 0 });
 }
 
@@ -260,7 +264,7 @@ async fn http2_requests_share_a_connection_and_end_before_a_drain() {
     go.notify_one();
     assert_eq!(hanging.await.expect("no panic"), "done");
     assert!(connection.await.expect("no panic"), "closed in order");
-    assert_eq!(listener.drain(PATIENCE, LINGER, || {}).await, Drained { broken: 0 });
+    assert_eq!(listener.drain(PATIENCE, || {}).await, Drained { broken: 0 });
 }
 
 #[tokio::test]
