@@ -6,17 +6,14 @@ fails: each agent must finish its task, and each turn must be on the engine of t
 
 import contextlib
 import json
-import os
 import pathlib
 import re
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 
 from engine import ENGINES, MODEL, TOOL_TURNS, Fleet
 from loopback import get, serve
+from programs import AGENTS, result_of, start
 
 PATIENCE_S = 120
 PROMPT = "This is the task of agent-{}. Run the commands that it needs, then report."
@@ -38,61 +35,6 @@ CASES = {
 }
 
 
-def claude(agents, _, url, prompt):
-    models = ["ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL"]
-    off = ["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_TELEMETRY", "DISABLE_ERROR_REPORTING", "DISABLE_AUTOUPDATER"]
-    variables = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": "none", **dict.fromkeys(models, MODEL), **dict.fromkeys(off, "1")}
-    return [agents / "claude", "-p", prompt, "--output-format", "json", "--allowedTools", "Bash(echo:*)"], variables
-
-
-def codex(agents, home, url, prompt):
-    (home / ".codex").mkdir()
-    (home / ".codex/config.toml").write_text(f"""
-model = "{MODEL}"
-model_provider = "gateway"
-check_for_update_on_startup = false
-[analytics]
-enabled = false
-[model_providers.gateway]
-name = "gateway"
-base_url = "{url}/v1"
-wire_api = "responses"
-""")
-    return [agents / "codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json", prompt], {}
-
-
-def start(stack, command_of, agents, url, number, variables):
-    """Starts an agent with a home of its own and without a way to other hosts. Returns the process and its home."""
-    home = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-    (home / "work").mkdir()
-    command, own = command_of(agents, home, url, PROMPT.format(number))
-    proxies = dict.fromkeys(["HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"], "http://127.0.0.1:9")
-    direct = dict.fromkeys(["NO_PROXY", "no_proxy"], "127.0.0.1")
-    environment = {"PATH": os.environ["PATH"], "HOME": str(home), **proxies, **direct, **own, **variables}
-    with open(home / "out", "w") as out, open(home / "err", "w") as err:
-        process = subprocess.Popen(command, cwd=home / "work", env=environment, start_new_session=True,
-                                   stdin=subprocess.DEVNULL, stdout=out, stderr=err)
-    stack.callback(end, process)
-    return process, home
-
-
-def end(process):
-    """Kills an agent with its children."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def result_of(process, home, until):
-    """Exit code and output of an agent, which has until then to end."""
-    try:
-        code = process.wait(max(until - time.monotonic(), 0.1))
-    except subprocess.TimeoutExpired:
-        end(process)
-        code = "timeout"
-    return code, (home / "out").read_text(), (home / "err").read_text()
-
-
 def tokens_of(port):
     """Requests with tokens, and all."""
     counts = re.findall(r'^pointsman_gateway_tokens_total\{.*reason="(.*)"\} (\d+)$', get(port, "/metrics")[1], re.M)
@@ -108,8 +50,8 @@ def run(binary, agents, name):
         model = ["[[models]]", f'name = "{MODEL}"', f'messages = "{mode}"', f"worker_urls = {json.dumps(fleet.urls())}"]
         tokens = ["[models.tokens]", "engine_timeout_ms = 20_000"]  # a busy machine delays scripted engines
         port, _ = serve(binary, stack, ['log_level = "error"', *model, "[models.router]", 'events.mode = "auto"', *tokens])
-        command_of = {"claude": claude, "codex": codex}[agent]
-        started = [start(stack, command_of, agents, f"http://127.0.0.1:{port}", number, variables) for number in range(count)]
+        command_of, url = AGENTS[agent], f"http://127.0.0.1:{port}"
+        started = [start(stack, command_of, agents, url, MODEL, PROMPT.format(number), variables) for number in range(count)]
         problems = fleet.problems
         for number, (process, home) in enumerate(started):
             code, out, err = result_of(process, home, began + PATIENCE_S)
