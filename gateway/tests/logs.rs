@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use pointsman::policy::Policy;
 use pointsman::protocol::KvEventsConfig;
 use serde_json::{Value, json};
-use tokio::io::{AsyncBufReadExt as _, AsyncRead, BufReader};
+use tokio::io::{AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, BufReader};
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
@@ -113,18 +113,17 @@ fn script(n: usize) -> Vec<Act> {
     let whole = format!(
         r#"{{"choices":[{{"message":{{"role":"assistant","content":"hi"}},"finish_reason":"stop"}}],"usage":{USAGE}}}"#
     );
+    let end = format!(
+        "data: {{\"choices\":[{{\"delta\":{{\"content\":\"b\"}},\"finish_reason\":\"stop\"}}],\"usage\":{USAGE}}}\n\ndata: [DONE]\n\n"
+    );
     match n {
-        0 => {
-            let end = format!(
-                "data: {{\"choices\":[{{\"delta\":{{\"content\":\"b\"}},\"finish_reason\":\"stop\"}}],\"usage\":{USAGE}}}\n\ndata: [DONE]\n\n"
-            );
-            stream(&[CHUNK, &end]).into_iter().chain([stream_end()]).collect()
-        }
+        0 => stream(&[CHUNK, &end]).into_iter().chain([stream_end()]).collect(),
         1 => answer("200 OK", &whole),
         2 => stream(&[CHUNK]).into_iter().chain([Act::Close]).collect(),
         3 => answer("400 Bad Request", r#"{"error":{"message":"no"}}"#),
         4 => answer("500 Internal Server Error", ""),
         5 => answer("200 OK", &whole),
+        6 => stream(&[CHUNK, &end]).into_iter().chain([Act::Hang]).collect(),
         _ => vec![Act::Hang],
     }
 }
@@ -170,10 +169,18 @@ async fn each_request_writes_one_access_line() {
     let headers = format!("x-request-id: lost\r\nauthorization: Bearer {KEY}\r\n{context}");
     assert_eq!(request(process.address, "GET", "/v1/nothing?key=the-secret", &headers, b"").await.status, 404);
     assert_eq!(request(process.address, "GET", "/ready", "x-request-id: probe\r\n", b"").await.status, 200);
+    let headers = format!("x-request-id: left\r\nsession-id: the-secret-session\r\nauthorization: Bearer {KEY}\r\n");
+    let mut client =
+        send(process.address, "POST", "/v1/chat/completions", &headers, chat(true).to_string().as_bytes()).await;
+    let mut received = Vec::new();
+    while !received.ends_with(b"data: [DONE]\n\n\r\n") {
+        assert_ne!(client.read_buf(&mut received).await.expect("a stream"), 0, "{received:?}");
+    }
+    drop(client);
     let headers = format!("x-request-id: gone\r\nauthorization: Bearer {KEY}\r\n{context}");
     let body = chat(false).to_string();
     let client = send(process.address, "POST", "/v1/chat/completions", &headers, body.as_bytes()).await;
-    until("the worker has it", || worker.requests().len() == 7).await;
+    until("the worker has it", || worker.requests().len() == 8).await;
     drop(client);
 
     let url = worker.url();
@@ -204,6 +211,7 @@ async fn each_request_writes_one_access_line() {
     assert_eq!(placed(&streamed), expected(used.clone()));
     let whole = process.line("whole").await;
     assert_eq!((placed(&whole), &whole["ttft_ms"]), (expected(used.clone()), &Value::Null));
+    assert_eq!(placed(&process.line("left").await), expected(used.clone()), "a client that leaves at the end mark");
     let broken = placed(&process.line("broken").await);
     assert_eq!(broken, expected(json!({ "status": 200, "outcome": "broken", "output_tokens": 1 })));
     let bad = placed(&process.line("bad").await);
@@ -226,7 +234,7 @@ async fn each_request_writes_one_access_line() {
     assert_eq!((&gone["status"], &gone["outcome"], &gone["worker"]), (&json!(499), &json!("client_gone"), &json!(url)));
 
     let lines = process.access.all();
-    assert_eq!(lines.len(), 9, "one line for each request, none for a probe: {lines:?}");
+    assert_eq!(lines.len(), 10, "one line for each request, none for a probe: {lines:?}");
     // A warning about a request contains its id and its worker, each quoted once.
     let cut_off = process.log.message("response cut off").await;
     assert_eq!((&cut_off["request_id"], &cut_off["worker"]), (&json!("broken"), &json!(url)));

@@ -147,26 +147,6 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
         self.sent.ended(cut.outcome().label());
     }
 
-    fn complete(&mut self) {
-        let body = self.body.as_ref().filter(|_| self.checked.is_some());
-        let error = body.and_then(PlacedBody::error_status);
-        if let Some(account) = &mut self.account {
-            match error {
-                Some(429 | 500..) => account.broke(StreamBreak::Error),
-                Some(status) => account.complete_as(status),
-                None => account.complete(),
-            }
-        }
-        if let Some(prefill) = &mut self.prefill {
-            prefill.decode_abort.ended();
-        }
-        match error {
-            Some(429 | 500..) => self.sent.ended(Outcome::ServerError.label()),
-            Some(_) => self.sent.ended("client_error"),
-            None => self.sent.completed(),
-        }
-    }
-
     /// Whether a required end mark is missing.
     fn is_incomplete(&self) -> bool {
         self.checked.is_some() && self.body.as_ref().is_some_and(|body| !body.is_complete())
@@ -227,6 +207,26 @@ impl<B: Body<Data = Bytes, Error: Display> + Unpin> Answer<B> {
 }
 
 impl<B> Answer<B> {
+    fn complete(&mut self) {
+        let body = self.body.as_ref().filter(|_| self.checked.is_some());
+        let error = body.and_then(PlacedBody::error_status);
+        if let Some(account) = &mut self.account {
+            match error {
+                Some(429 | 500..) => account.broke(StreamBreak::Error),
+                Some(status) => account.complete_as(status),
+                None => account.complete(),
+            }
+        }
+        if let Some(prefill) = &mut self.prefill {
+            prefill.decode_abort.ended();
+        }
+        match error {
+            Some(429 | 500..) => self.sent.ended(Outcome::ServerError.label()),
+            Some(_) => self.sent.ended("client_error"),
+            None => self.sent.completed(),
+        }
+    }
+
     /// Records the usage in the access log. Cached tokens are those of the prefill leg, if there is one.
     fn record_usage(&mut self) {
         let Some(body) = &self.body else { return };
@@ -244,6 +244,10 @@ impl<B> Answer<B> {
 
 impl<B> Drop for Answer<B> {
     fn drop(&mut self) {
+        // Clients close the connection at the end mark.
+        if self.checked.is_some() && self.body.as_ref().is_some_and(PlacedBody::is_complete) {
+            self.complete();
+        }
         self.record_usage();
     }
 }
