@@ -1,12 +1,13 @@
 //! Control of all engines of a model: actions, their results, and their effect on requests and on the index.
 
-use pointsman::protocol::WorkerId;
-use pointsman::{Prompt, RouteRequest, config::EventMode};
+use pointsman::protocol::{LoadSource, WorkerConfig, WorkerId};
+use pointsman::{NamedWorker, Prompt, RouteRequest, config::EventMode};
 use pointsman_gateway::settings::Settings;
+use pointsman_trial::mock::{MockConfig, MockEngine};
 use serde_json::{Value, json};
 
 use crate::common::admin::{self, AdminClient};
-use crate::common::proxy::{Act, Answer, Scripted, answer, full_response, receive, send, until, worker};
+use crate::common::proxy::{Act, Answer, Scripted, answer, full_response, published, receive, send, until, worker};
 
 /// An engine with these paths beside those of requests.
 async fn engine(paths: &'static [&'static str]) -> Scripted {
@@ -147,4 +148,24 @@ async fn requests_of_paused_engines_wait_or_are_refused() {
     // A failed update leaves no pause.
     assert_eq!(call(&client, "update_weights", json!({ "query": "fail" })).await.status, 502);
     assert_eq!(client.send_as_client("/v1/completions", &completion).await.status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_wait_until_the_router_knows_that_the_engine_is_awake() {
+    let engine = MockEngine::start(MockConfig { time_scale: 0.0, ..MockConfig::default() }).await.expect("an engine");
+    let mut settings: Settings = admin::settings();
+    let load = Some(LoadSource::Metrics(format!("{}/metrics", engine.url())));
+    let config = WorkerConfig { load, ..published(&engine) };
+    settings.models[0].workers = vec![NamedWorker { id: Some(WorkerId(1)), config, probe: false }];
+    settings.models[0].router.engine_load.interval_ms = 500;
+    let client = AdminClient::with(settings).await;
+    let router = client.router();
+    until("the worker has joined", || router.eligible_ranks() == 1).await;
+    assert_eq!(call(&client, "sleep", json!({ "query": "level=1" })).await.status, 200);
+    until("the router knows that it sleeps", || router.eligible_ranks() == 0).await;
+    let completion = json!({ "model": "mock", "prompt": [1, 2] }).to_string();
+    let waiting = send(client.gateway.address(), "POST", "/v1/completions", "", completion.as_bytes()).await;
+    assert_eq!(call(&client, "wake", json!({})).await.status, 200);
+    assert_eq!(receive(waiting).await.expect("a response").status, 200);
+    engine.shutdown().await;
 }

@@ -13,12 +13,12 @@ use axum::body::Bytes;
 use axum::extract::Path;
 use axum::http::StatusCode;
 use futures_util::future::join_all;
-use pointsman::WorkerEntry;
 use pointsman::protocol::{KvEvent, RouterEvent, StorageTier};
+use pointsman::{HealthState, RankHealth, WorkerEntry};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep, timeout};
 
 use super::audit::{Change, Done};
 use super::extract::{Body, ClientAddress, Id, ModelAt};
@@ -33,6 +33,9 @@ const TIMEOUT_MS_MAX: u64 = 60 * 60 * 1000;
 
 /// Maximum length of an engine's response.
 const RESPONSE_BYTES_MAX: usize = 1 << 20;
+
+/// Interval of the questions whether engines are awake.
+const AWAKE_POLL: Duration = Duration::from_millis(20);
 
 /// Effect of an action on the requests of the model.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -130,7 +133,12 @@ async fn run(model: Arc<Model>, action: Action, call: Call, peer: ClientAddress)
     match effect {
         Effect::PausesMeanwhile => model.gate.open(name),
         Effect::Pauses if n_ok == 0 => model.gate.open(name),
-        Effect::Resumes(of) if n_ok > 0 && !wakes_partly(&call, &results) => model.gate.open(of),
+        Effect::Resumes(of) if n_ok > 0 && !wakes_partly(&call, &results) => {
+            if of == "sleep" {
+                _ = timeout(within, awake(&model, &results)).await;
+            }
+            model.gate.open(of);
+        }
         Effect::None | Effect::Pauses | Effect::Resumes(_) => {}
     }
     let is_ok = n_ok == results.len();
@@ -144,6 +152,19 @@ fn wakes_partly(call: &Call, results: &[Value]) -> bool {
     let tags = body["tags"].as_array().filter(|tags| !tags.is_empty());
     let is_asleep = |result: &Value| result["body"]["status"] == "sleeping";
     tags.is_some_and(|tags| !tags.contains(&json!("kv_cache"))) || results.iter().any(is_asleep)
+}
+
+/// Waits until the router knows from the polled load pages that the engines are awake: it rejects requests before.
+async fn awake(model: &Model, results: &[Value]) {
+    let is_woken = |health: &RankHealth| {
+        let id = health.rank.worker.to_string();
+        results.iter().any(|result| result["ok"] == true && result["id"] == *id)
+    };
+    while let Ok(ranks) = model.router.rank_health().await
+        && ranks.iter().any(|health| health.state == HealthState::Asleep && is_woken(health))
+    {
+        sleep(AWAKE_POLL).await;
+    }
 }
 
 /// The result of one worker.
