@@ -16,8 +16,8 @@ use super::fields::Fields;
 /// Headers of known clients in their order: the program, and the agent in it. The main agent of a program has no name.
 ///
 /// Claude Code; Dynamo's clients and Codex, current and former, which name the parent of a session; opencode; clients of
-/// SGLang's gateway; OpenHands and other clients of `LiteLLM`; xAI; Qwen Code; Amp; Helicone.
-const CLIENTS: [(&str, Option<&str>); 14] = [
+/// SGLang's gateway; OpenHands and other clients of `LiteLLM`; xAI; Qwen Code; Amp; Helicone; Open WebUI.
+const CLIENTS: [(&str, Option<&str>); 15] = [
     ("x-claude-code-session-id", Some("x-claude-code-agent-id")),
     ("x-dynamo-parent-session-id", Some("x-dynamo-session-id")),
     ("x-dynamo-session-id", None),
@@ -32,6 +32,7 @@ const CLIENTS: [(&str, Option<&str>); 14] = [
     ("x-qwen-code-session-id", None),
     ("x-amp-thread-id", None),
     ("helicone-session-id", None),
+    ("x-openwebui-chat-id", None),
 ];
 
 /// Program of a request with `X-Session-Id`: opencode names the session of the parent agent.
@@ -220,6 +221,7 @@ mod tests {
         }
         assert_eq!(of(&[("session-id", "a"), ("session-id", "b")], &[]), None, "two sessions");
         assert_eq!(of(&[("session-id", "größe")], &[]), plain("größe"));
+        assert_eq!(of(&[("x-openwebui-chat-id", "s"), ("x-openwebui-message-id", "m")], &[]), plain("s"));
         let pair = of(&[("x-claude-code-session-id", &longest), ("x-claude-code-agent-id", &"y".repeat(256))], &[]);
         assert!(pair.is_some_and(|(_, id)| id.len() == 32), "two long names are no longer than one id");
     }
