@@ -469,7 +469,7 @@ fn all_rules_between_sections_are_reported() {
         [[models]]
         name = "m"
         aliases = ["n", "n", ""]
-        worker_urls = ["ftp://e"]
+        worker_urls = ["ftp://e", "http://e/v1/"]
         worker_names = ["e"]
         workers_file = "workers.yaml"
         [models.tokens]
@@ -502,6 +502,7 @@ fn all_rules_between_sections_are_reported() {
         "models[1].router.pool is \"m\", must be a name other than models[0].router.pool (default: the model's name)",
         "models[0].workers_file is \"/etc/workers.yaml\", must be a name that ends in .toml or .json (file)",
         "models[0].worker_urls[0] is \"ftp://e\", must be the address of a worker: ",
+        "models[0].worker_urls[1] is \"http://e/v1/\", must be the address of a worker: leave out /v1",
         "models[0].worker_names[0] is \"e\", must be NAME:PORT or https://NAME:PORT (file)",
         "models[0].tokens.source is \"local\", must be a source other than local without tokenizer_file (file)",
         "models[0].tokens.threads is 0, must be 1 to 256 (file)",

@@ -330,7 +330,13 @@ impl ModelSettings {
             "a name that ends in .toml or .json",
         );
         for (n, url) in self.worker_urls.iter().enumerate() {
-            if let Err(error) = HttpUrl::parse(url) {
+            let parsed = HttpUrl::parse(url).and_then(|address| match address.endpoint() {
+                endpoint if endpoint.ends_with("/v1") => {
+                    Err(HttpUrl::refused(url, "leave out /v1, which paths begin with"))
+                }
+                _ => Ok(()),
+            });
+            if let Err(error) = parsed {
                 let rule = format!("the address of a worker: {}", error.rule);
                 rules.text(format!("worker_urls[{n}]"), &error.url, false, rule);
             }
