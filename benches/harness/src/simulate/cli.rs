@@ -12,7 +12,7 @@ use crate::Failed;
 use crate::fleet::{DisaggregationSetup, Fleet, ReplicaSetup, RouterSetup, Setup};
 use crate::results::{Reporting, Warmup};
 use crate::source::Source;
-use crate::targets::{DisaggregatedPools, Embedded};
+use crate::targets::Embedded;
 
 /// Arguments of one simulation.
 #[derive(Args, Clone, Debug)]
@@ -231,10 +231,7 @@ impl Simulate {
     pub fn run(&self, out: impl Write, warnings_out: impl Write) -> Result<(), Failed> {
         let workload = self.workload()?;
         let setup = self.setup(workload.requests.len())?;
-        let run = match setup.disaggregation {
-            Some(_) => super::run(&setup, &workload, DisaggregatedPools::start)?,
-            None => super::run(&setup, &workload, Embedded::start)?,
-        };
+        let run = super::run(&setup, &workload, Embedded::start)?;
         let facts = setup.facts(&workload, &self.reporting);
         self.reporting.finish(&run, &facts, out, warnings_out)
     }

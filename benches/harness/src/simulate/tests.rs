@@ -10,7 +10,7 @@ use serde_json::json;
 use super::*;
 use crate::fleet::{DisaggregationSetup, Fleet};
 use crate::results::{RequestRecord, Summary, Warmup};
-use crate::targets::{Call, DisaggregatedPools, Embedded, Routed};
+use crate::targets::{Call, Embedded, Routed};
 
 #[derive(Parser)]
 struct Arguments {
@@ -132,15 +132,11 @@ fn a_single_request_takes_the_duration_of_its_engine_steps() {
     assert!(run.requests.iter().all(|record| record.regret_us == Some(0) && record.rank == Some(0)));
 }
 
-fn serve_disaggregated(setup: &Setup, workload: &Workload) -> Run {
-    run(setup, workload, DisaggregatedPools::start).expect("runs")
-}
-
 #[test]
 fn a_disaggregated_request_takes_prefill_transfer_and_decode() {
     let disaggregation = Some(DisaggregationSetup { prefill_ranks: 1, transfer_us_per_token: 2.6 });
     let setup = Setup { disaggregation, ..Setup::new(2, 1) };
-    let run = serve_disaggregated(&setup, &workload_of(vec![lone(0, 1, 500)]));
+    let run = serve(&setup, &workload_of(vec![lone(0, 1, 500)]));
     let record = &run.requests[0];
     // A step of 4,000 µs, 500 tokens at 25,000 a second, and attention of 500 * 501 / 2 pairs at 1.2 ns, rounded up.
     let prefill_us = 4_000 + 20_000 + 151;
@@ -156,7 +152,7 @@ fn a_disaggregated_request_takes_prefill_transfer_and_decode() {
 fn disaggregated_runs_with_one_seed_are_equal_and_complete() {
     let disaggregation = Some(DisaggregationSetup { prefill_ranks: 2, transfer_us_per_token: 2.6 });
     let (workload, setup) = (chat(150, 8_000), Setup { disaggregation, ..setup(Policy::Kv) });
-    let (first, second) = (serve_disaggregated(&setup, &workload), serve_disaggregated(&setup, &workload));
+    let (first, second) = (serve(&setup, &workload), serve(&setup, &workload));
     assert_eq!(format!("{first:?}"), format!("{second:?}"));
     for (record, request) in first.requests.iter().zip(&workload.requests) {
         assert!(record.ended_us.is_some() && record.rank < Some(2), "{record:?}");
@@ -170,7 +166,7 @@ fn disaggregated_setups_need_ranks_in_both_roles() {
     let refused = |prefill_ranks, transfer_us_per_token| {
         let disaggregation = Some(DisaggregationSetup { prefill_ranks, transfer_us_per_token });
         let setup = Setup { disaggregation, ..setup(Policy::Kv) };
-        run(&setup, &chat(2, 1_000), DisaggregatedPools::start).expect_err("rejected").to_string()
+        run(&setup, &chat(2, 1_000), Embedded::start).expect_err("rejected").to_string()
     };
     assert_eq!(refused(6, 2.6), "6 prefill ranks of 6 ranks leave a role without ranks");
     assert_eq!(refused(3, 2.6), "3 prefill ranks are not whole workers of 2 ranks");

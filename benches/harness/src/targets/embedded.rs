@@ -1,4 +1,5 @@
-//! Pointsman's own [`Router`] as a target, through the public API: one router or several over one fleet.
+//! Pointsman's own [`Router`] as a target, through the public API: one router or several over one fleet, or one each for
+//! its prefill ranks and its decode ranks, with the bookings of the gateway.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -24,7 +25,10 @@ const SHUTDOWN_MAX: Duration = Duration::from_secs(5);
 /// Running routers, which receive the requests in turn, and all events.
 #[derive(Debug)]
 pub struct Embedded {
+    /// Routers of all ranks, or of the prefill ranks.
     routers: Vec<Router>,
+    /// Router of the decode ranks, and the number of workers before them.
+    decode: Option<(Router, u64)>,
     requests: AtomicUsize,
     /// Whether the policy uses cache contents, so that it predicts cached tokens.
     has_index: bool,
@@ -34,17 +38,25 @@ impl Embedded {
     /// Starts the routers of `setup` over its fleet, with default settings except those in `setup`. Several routers are
     /// connected in memory.
     ///
+    /// With two roles, the first workers prefill. Every prefill is remote, as by default in the gateway. A request that
+    /// one of the routers rejects fails.
+    ///
     /// # Errors
     /// A router rejects its configuration.
     pub async fn start(setup: &Setup) -> Result<Self, Failed> {
-        Self::start_pool(setup, setup.router_config()?, |_| true).await
+        let config = setup.router_config()?;
+        let Some(roles) = setup.disaggregation else { return Self::start_pool(setup, config, |_| true).await };
+        let prefill_workers = u64::from(roles.prefill_ranks / setup.fleet.dp_size.max(1));
+        let is_prefill = |worker: WorkerId| worker.0 <= prefill_workers;
+        let mut of_decode = config.clone().for_decode();
+        of_decode.index.enabled = config.index.enabled; // the gateway keeps the index of a decode pool
+        let prefill = Self::start_pool(setup, config.for_prefill(), is_prefill).await?;
+        let decode = Self::start_pool(setup, of_decode, |worker| !is_prefill(worker)).await?;
+        Ok(Self { decode: decode.routers.into_iter().next().map(|router| (router, prefill_workers)), ..prefill })
     }
 
     /// Starts routers with `config` over the workers of the fleet for which `is_member` is true.
-    ///
-    /// # Errors
-    /// As for [`Embedded::start`].
-    pub(super) async fn start_pool(
+    async fn start_pool(
         setup: &Setup,
         config: RouterConfig,
         is_member: impl Fn(WorkerId) -> bool,
@@ -72,7 +84,7 @@ impl Embedded {
             routers.push(builder.start().await?);
         }
         let has_index = config.has_index();
-        Ok(Self { routers, requests: AtomicUsize::new(0), has_index })
+        Ok(Self { routers, decode: None, requests: AtomicUsize::new(0), has_index })
     }
 
     /// The first router, for uses outside the loops.
@@ -82,8 +94,17 @@ impl Embedded {
     }
 }
 
+/// Bookings of one request.
+#[derive(Debug)]
+pub struct Bookings {
+    /// Booking of the current leg.
+    current: Placement,
+    /// That of the decode leg during the prefill leg.
+    decode: Option<Placement>,
+}
+
 impl Target for Embedded {
-    type Handle = Placement;
+    type Handle = Bookings;
     type Event = RouterEvent;
 
     const NAME: &'static str = "pointsman";
@@ -96,46 +117,63 @@ impl Target for Embedded {
         RouterEvent { rank, tier, data }
     }
 
-    async fn route(&self, call: Call) -> Result<Routed<Placement>, Failed> {
+    async fn route(&self, call: Call) -> Result<Routed<Bookings>, Failed> {
         let turn = self.requests.fetch_add(1, Relaxed) % self.routers.len();
         let request = RouteRequest::new(&call.id, Prompt::Tokens(&call.tokens));
-        let handle = self.routers[turn].route(request).await?;
-        let cached_tokens = self.has_index.then(|| handle.cached_tokens().into());
-        let ttft_us = handle.predicted_ttft().and_then(|ttft| u64::try_from(ttft.as_micros()).ok());
-        Ok(Routed { cached_tokens, ttft_us, ..Routed::new(handle.rank(), handle) })
+        let decode = match &self.decode {
+            Some((router, _)) => Some(router.route(request.clone()).await?),
+            None => None,
+        };
+        let current = self.routers[turn].route(request).await?;
+        let cached_tokens = self.has_index.then(|| current.cached_tokens().into());
+        let ttft = current.predicted_ttft().filter(|_| decode.is_none());
+        let ttft_us = ttft.and_then(|ttft| u64::try_from(ttft.as_micros()).ok());
+        Ok(Routed { rank: current.rank(), handle: Bookings { current, decode }, cached_tokens, ttft_us })
+    }
+
+    fn decode_rank(&self, handle: &Bookings) -> Option<WorkerRank> {
+        handle.decode.as_ref().map(|decode| decode.rank())
     }
 
     async fn apply_events(&self, events: Vec<RouterEvent>) -> Result<(), Failed> {
+        let first = events.first().map_or(0, |event| event.rank.worker.0);
+        if let Some((decode, _)) = self.decode.as_ref().filter(|(_, prefill_workers)| first > *prefill_workers) {
+            return Ok(decode.apply_events(events).await?);
+        }
         for router in &self.routers[1..] {
             router.apply_events(events.clone()).await?;
         }
         Ok(self.router().apply_events(events).await?)
     }
 
-    async fn prefill_completed(&self, handle: &mut Placement) -> Result<(), Failed> {
-        handle.prefill_completed();
+    async fn prefill_completed(&self, handle: &mut Bookings) -> Result<(), Failed> {
+        handle.current.prefill_completed();
+        if let Some(decode) = handle.decode.take() {
+            handle.current = decode; // the end of the prefill leg's booking
+        }
         Ok(())
     }
 
-    async fn output_block(&self, handle: &mut Placement) -> Result<(), Failed> {
-        Ok(handle.output_block(None)?)
+    async fn output_block(&self, handle: &mut Bookings) -> Result<(), Failed> {
+        Ok(handle.current.output_block(None)?)
     }
 
-    fn delivered(&self, handle: &mut Placement, cached_tokens: u64) {
-        handle.delivered_cached_tokens(u32::try_from(cached_tokens).unwrap_or(u32::MAX));
+    fn delivered(&self, handle: &mut Bookings, cached_tokens: u64) {
+        handle.current.delivered_cached_tokens(u32::try_from(cached_tokens).unwrap_or(u32::MAX));
     }
 
     fn bookings(&self) -> Option<usize> {
-        Some(self.routers.iter().map(|router| router.health().leases).sum())
+        let decode = self.decode.iter().map(|(router, _)| router);
+        Some(self.routers.iter().chain(decode).map(|router| router.health().leases).sum())
     }
 
-    async fn free(&self, handle: Placement) -> Result<(), Failed> {
+    async fn free(&self, handle: Bookings) -> Result<(), Failed> {
         drop(handle);
         Ok(())
     }
 
     async fn shutdown(self) {
-        for router in self.routers {
+        for router in self.routers.into_iter().chain(self.decode.map(|(router, _)| router)) {
             router.shutdown(SHUTDOWN_MAX).await;
         }
     }

@@ -1,7 +1,6 @@
 //! Routers under test, for the loops in real and in virtual time: their interface, and Pointsman's own.
 
 mod embedded;
-mod pools;
 
 use std::future::Future;
 use std::num::NonZeroU32;
@@ -9,7 +8,6 @@ use std::num::NonZeroU32;
 use pointsman::protocol::{BlockHash, KvEvent, StorageTier, StoredBlock, WorkerRank};
 
 pub use embedded::Embedded;
-pub use pools::{DisaggregatedPools, PoolPlacements};
 
 use crate::Failed;
 use crate::engine::Change;
