@@ -87,6 +87,8 @@ pub struct SessionBinding {
     pub id: SessionId,
     /// Its rank, which may be unknown to the receiver. The binding then has no effect before the rank is registered.
     pub rank: WorkerRank,
+    /// Longest prompt of the session on this rank.
+    pub context_tokens: u32,
     /// Version.
     pub version: BindingVersion,
     /// Time since the last use.
@@ -102,7 +104,7 @@ impl SessionBinding {
 }
 
 /// Maximum length of the numbers of a binding in a message, in bytes.
-const NUMBERS_BYTES_MAX: usize = 48;
+const NUMBERS_BYTES_MAX: usize = 53;
 
 /// The ranks of recently used sessions.
 ///
@@ -118,9 +120,10 @@ const NUMBERS_BYTES_MAX: usize = 48;
 /// let (start, hour) = (Timestamp::default(), Duration::from_secs(3600));
 /// let (chat, rank) = (SessionId::new("chat-7")?, WorkerRank::new(WorkerId(3), 0));
 /// let mut sessions = Sessions::new(hour, 65_536);
-/// sessions.bind(&chat, rank, start);
+/// sessions.bind(&chat, rank, 900, start);
 /// assert_eq!(sessions.rank_of(&chat, start + hour / 2), Some(rank)); // a use: the hour begins anew
 /// assert_eq!(sessions.peek(&chat, start + hour), Some(rank)); // not a use
+/// assert_eq!(sessions.context_tokens(&chat), 900);
 /// assert_eq!(sessions.peek(&chat, start + hour * 2), None);
 /// # Ok::<(), pointsman::internals::session::SessionIdError>(())
 /// ```
@@ -168,6 +171,7 @@ struct Sharing {
 struct Session {
     id: SessionId,
     rank: WorkerRank,
+    context_tokens: u32,
     version: BindingVersion,
     /// Whether this process has bound it.
     is_own: bool,
@@ -260,16 +264,24 @@ impl Sessions {
         Some(self.at(self.place_of(id)?).version)
     }
 
-    /// Binds the session to a rank and replaces an earlier binding. Counts as a use. A full table evicts the longest
-    /// idle session.
-    pub fn bind(&mut self, id: &SessionId, rank: WorkerRank, now: Timestamp) {
+    /// Longest prompt of the session on its rank, which that has cached unless it has evicted it since.
+    #[must_use]
+    pub fn context_tokens(&self, id: &str) -> u32 {
+        self.place_of(id).map_or(0, |place| self.at(place).context_tokens)
+    }
+
+    /// Binds the session to a rank, for a prompt of `prompt_tokens`, and replaces an earlier binding. Counts as a use. A full
+    /// table evicts the longest idle session.
+    pub fn bind(&mut self, id: &SessionId, rank: WorkerRank, prompt_tokens: u32, now: Timestamp) {
         let place = self.use_of(id, now).unwrap_or_else(|| {
             if self.sessions.len() == self.max {
                 self.remove(self.oldest);
             }
             self.add(id, rank, self.latest)
         });
-        self.at_mut(place).rank = rank;
+        let session = self.at_mut(place);
+        let known_tokens = if session.rank == rank { session.context_tokens } else { 0 };
+        (session.rank, session.context_tokens) = (rank, known_tokens.max(prompt_tokens));
         self.write(place);
     }
 
@@ -302,8 +314,8 @@ impl Sessions {
     /// };
     /// let (mut one, mut two) = (shared_by(1), shared_by(2));
     /// let (chat, rank) = (SessionId::new("chat-7")?, |worker| WorkerRank::new(WorkerId(worker), 0));
-    /// one.bind(&chat, rank(3), now);
-    /// two.bind(&chat, rank(4), now); // of equal numbers the higher writer wins
+    /// one.bind(&chat, rank(3), 0, now);
+    /// two.bind(&chat, rank(4), 0, now); // of equal numbers the higher writer wins
     /// let (from_one, from_two) = (one.outbound(hour, 8_192, now), two.outbound(hour, 8_192, now));
     /// from_one.iter().for_each(|binding| two.receive(binding, now));
     /// from_two.iter().for_each(|binding| one.receive(binding, now));
@@ -316,7 +328,7 @@ impl Sessions {
         if binding.idle >= self.ttl {
             return;
         }
-        let SessionBinding { ref id, rank, version, idle } = *binding;
+        let SessionBinding { ref id, rank, context_tokens, version, idle } = *binding;
         self.sequence = self.sequence.max(version.sequence);
         let idle = u64::try_from(idle.as_nanos()).unwrap_or(u64::MAX);
         let used = Timestamp(self.latest.0.saturating_sub(idle));
@@ -347,7 +359,8 @@ impl Sessions {
             }
         };
         let session = self.at_mut(place);
-        (session.rank, session.version, session.is_own) = (rank, version, false);
+        (session.rank, session.context_tokens, session.version) = (rank, context_tokens, version);
+        session.is_own = false;
     }
 
     /// Bindings to send to the other replicas: new own ones, and a part of all, own or not, so that each is repeated once
@@ -357,9 +370,9 @@ impl Sessions {
         let Some(mut sharing) = self.sharing.take() else { return Vec::new() };
         let (mut bindings, mut bytes) = (Vec::new(), 0);
         let mut fits = |sessions: &Self, place: u32| {
-            let Session { id, rank, version, used, .. } = sessions.at(place);
-            let idle = sessions.latest.since(*used);
-            let binding = SessionBinding { id: id.clone(), rank: *rank, version: *version, idle };
+            let &Session { ref id, rank, context_tokens, version, used, .. } = sessions.at(place);
+            let idle = sessions.latest.since(used);
+            let binding = SessionBinding { id: id.clone(), rank, context_tokens, version, idle };
             bytes += binding.bytes_max();
             let fits = bytes <= bytes_max;
             if fits && idle < sessions.ttl {
@@ -400,6 +413,7 @@ impl Sessions {
         sessions.push(Session {
             id: id.clone(),
             rank,
+            context_tokens: 0,
             version: BindingVersion::default(),
             is_own: false,
             is_unsent: false,

@@ -312,6 +312,37 @@ fn a_soft_session_can_be_overruled_by_cost() {
     assert_eq!((fleet.worker(0), fleet.worker(1)), (1, 0));
 }
 
+/// Every request of the session but the first is longer than the one before. The rank of the session has more load, and its
+/// learned speed is lower.
+fn ranks_of_a_growing_session(policy: Policy, has_events: bool) -> Vec<u64> {
+    let mut fleet = SimulatedFleet::new(RouterConfig { policy: policy.into(), ..config() }, 2);
+    let turn = |blocks| SampleRequest { prompt: 3, blocks, ..SampleRequest::from(of_session("chat")) };
+    fleet.request(0, &turn(40));
+    let home = usize::try_from(fleet.worker(0)).expect("a position");
+    fleet.free(0);
+    if has_events {
+        fleet.ranks[home].cells.holdings.publish(0, fleet.now);
+    }
+    fleet.occupy(900, home as u64, 30);
+    let later = (1..4).map(|n| {
+        fleet.request(n, &turn(40 + u32::try_from(n).expect("few")));
+        let worker = fleet.worker(n);
+        fleet.free(n);
+        worker
+    });
+    let later: Vec<u64> = later.collect();
+    later.into_iter().map(|worker| u64::from(worker != home as u64)).collect()
+}
+
+#[test]
+fn the_context_of_a_session_counts_as_cached_on_a_rank_without_events() {
+    for policy in [Policy::Latency, Policy::Kv] {
+        assert_eq!(ranks_of_a_growing_session(policy, false), [0, 0, 0], "{policy:?}");
+        // An index that follows events and has no block of the session shows that the rank has evicted them.
+        assert_eq!(ranks_of_a_growing_session(policy, true)[0], 1, "{policy:?}");
+    }
+}
+
 #[test]
 fn hard_sessions_stay_until_their_rank_is_removed() {
     let hard =

@@ -93,7 +93,7 @@ impl World {
                 let rank = WorkerRank::new(WorkerId(self.draws.below(6).into()), 0);
                 let session = session(self.draws.below(SESSIONS));
                 let known = self.replicas[replica].version_of(&session);
-                self.replicas[replica].bind(&session, rank, at(now_ms));
+                self.replicas[replica].bind(&session, rank, 0, at(now_ms));
                 let version = self.replicas[replica].version_of(&session);
                 assert!(version > known, "a new binding exceeds the known one");
             }

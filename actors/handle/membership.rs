@@ -216,7 +216,7 @@ impl Router {
     fn unread(&self) -> Vec<String> {
         let config = self.config();
         let consequence = match config.events.mode {
-            EventMode::On if config.has_index() => "the rank is chosen by load alone",
+            EventMode::On if config.has_index() => "the rank is chosen by load and sessions alone",
             EventMode::Auto if config.has_index() => "its index entries are speculative",
             EventMode::On | EventMode::Auto | EventMode::Off => return Vec::new(),
         };

@@ -34,7 +34,7 @@ settings! {
 pub enum EventMode {
     /// No worker: the index holds speculative entries only.
     Off,
-    /// All workers. Requests are routed to a worker without events by load only.
+    /// All workers. Of a worker without events, only the last context of each session counts as cached.
     #[default]
     On,
     /// Workers that publish events. The other workers have speculative entries.

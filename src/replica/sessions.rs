@@ -16,6 +16,7 @@ struct EncodedBinding<'a> {
     id: &'a str,
     worker: u64,
     dp_rank: u32,
+    context_tokens: u32,
     sequence: u64,
     writer: u64,
     idle_ms: u64,
@@ -23,11 +24,12 @@ struct EncodedBinding<'a> {
 
 impl<'a> EncodedBinding<'a> {
     fn of(binding: &'a SessionBinding) -> Self {
-        let SessionBinding { id, rank, version, idle } = binding;
+        let SessionBinding { id, rank, context_tokens, version, idle } = binding;
         Self {
             id,
             worker: rank.worker.0,
             dp_rank: rank.rank,
+            context_tokens: *context_tokens,
             sequence: version.sequence,
             writer: version.writer,
             idle_ms: u64::try_from(idle.as_millis()).unwrap_or(u64::MAX),
@@ -46,6 +48,7 @@ impl<'a> EncodedBinding<'a> {
 /// let binding = SessionBinding {
 ///     id: SessionId::new("chat-7")?,
 ///     rank: WorkerRank::new(WorkerId(3), 0),
+///     context_tokens: 900,
 ///     version: BindingVersion { sequence: 9, writer: 1 },
 ///     idle: Duration::from_secs(2),
 /// };
@@ -73,6 +76,7 @@ pub fn decode_sessions(bytes: &[u8]) -> Result<Vec<SessionBinding>, MessageError
         Ok(SessionBinding {
             id: SessionId::new(binding.id).map_err(|error| malformed(bytes, error))?,
             rank: WorkerRank::new(WorkerId(binding.worker), binding.dp_rank),
+            context_tokens: binding.context_tokens,
             version: BindingVersion { sequence: binding.sequence, writer: binding.writer },
             idle: Duration::from_millis(binding.idle_ms),
         })
@@ -88,6 +92,7 @@ mod tests {
         let binding = |n: usize| SessionBinding {
             id: SessionId::new(&format!("{n:0>256}")).expect("maximum length"),
             rank: WorkerRank::new(WorkerId(u64::MAX), u32::MAX),
+            context_tokens: u32::MAX,
             version: BindingVersion { sequence: u64::MAX, writer: u64::MAX },
             idle: Duration::from_millis(u64::MAX),
         };
@@ -108,9 +113,10 @@ mod tests {
         let length = bytes.len();
         let too_many = "it has 1025 sessions, must have at most 1024";
         assert_eq!(error(&bytes), format!("message of {length} bytes is malformed: {too_many}"));
-        let mut binding = EncodedBinding { id: "", worker: 1, dp_rank: 0, sequence: 1, writer: 1, idle_ms: 0 };
+        let mut binding =
+            EncodedBinding { id: "", worker: 1, dp_rank: 0, context_tokens: 0, sequence: 1, writer: 1, idle_ms: 0 };
         let reason = "session id has 0 bytes, must have 1 to 256";
-        assert_eq!(error(&encode(&vec![&binding])), format!("message of 8 bytes is malformed: {reason}"));
+        assert_eq!(error(&encode(&vec![&binding])), format!("message of 9 bytes is malformed: {reason}"));
         let id = "x".repeat(257);
         binding.id = &id;
         assert!(error(&encode(&vec![&binding])).ends_with("session id has 257 bytes, must have 1 to 256"));

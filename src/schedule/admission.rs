@@ -15,7 +15,7 @@ use super::{Effect, LoadView, PendingRequest, Purpose, Rejection, Request, Sched
 use crate::config::SessionAffinity;
 use crate::protocol::{BookingId, Timestamp, WorkerRank};
 use crate::queue::{Backpressure, ClassId, Depth, LaneKey, QueueEntry, TenantKey};
-use crate::select::{Draw, Filter, RankOverlap};
+use crate::select::{Draw, Filter, RankOverlap, TierOverlap};
 
 /// Maximum requests per round of load queries.
 const BATCH_MAX: usize = 64;
@@ -86,6 +86,29 @@ impl<T> Schedule<T> {
         pending.session = self.session_rank(&pending.request);
     }
 
+    /// Counts the last context of its session as cached on the rank of the session, if that publishes no KV events: nothing
+    /// else is known of its cache.
+    fn credit_session<V: LoadView>(&self, pending: &mut PendingRequest<T>, loads: &V) {
+        let PendingRequest { request, session, longest_blocks, .. } = pending;
+        let settings = &self.active.settings;
+        let bound = session.filter(|_| settings.rules.credits_sessions).and_then(|rank| self.pool.ranks.position(rank));
+        let rank = bound.map(|position| &self.pool.ranks.as_slice()[position]);
+        let Some(rank) = rank.filter(|rank| loads.index_changed_at(rank.slot()).is_none()) else { return };
+        let session_id = request.options.as_ref().and_then(|options| options.session_id.as_deref());
+        let context_tokens = session_id.map_or(0, |session_id| self.sessions.context_tokens(session_id));
+        let blocks = (context_tokens / settings.pool.block_size).min(request.prompt.block_count());
+        let is_its = |known: &&mut RankOverlap| (known.slot, known.generation) == (rank.slot(), rank.generation);
+        match request.overlaps.iter_mut().find(is_its) {
+            _ if blocks == 0 => return,
+            Some(known) => known.overlap.device_blocks = known.overlap.device_blocks.max(blocks),
+            None => {
+                let overlap = TierOverlap { device_blocks: blocks, ..TierOverlap::default() };
+                request.overlaps.push(RankOverlap { slot: rank.slot(), generation: rank.generation, overlap });
+            }
+        }
+        *longest_blocks = blocks.max(*longest_blocks);
+    }
+
     /// Reads the state of all loads on which the next batch decides.
     pub(super) fn prepare<V: LoadView>(&mut self, loads: &V, effects: &mut VecDeque<Effect<T>>) {
         let pool = &mut self.pool;
@@ -111,6 +134,12 @@ impl<T> Schedule<T> {
         loads: &V,
         effects: &mut VecDeque<Effect<T>>,
     ) -> VecDeque<PendingRequest<T>> {
+        let mut batch = self.take_batch(loads, effects);
+        batch.iter_mut().for_each(|pending| self.credit_session(pending, loads));
+        batch
+    }
+
+    fn take_batch<V: LoadView>(&mut self, loads: &V, effects: &mut VecDeque<Effect<T>>) -> VecDeque<PendingRequest<T>> {
         if !self.queueing {
             return std::iter::from_fn(|| self.arrivals.pop_front()).take(BATCH_MAX).collect();
         }
@@ -155,6 +184,7 @@ impl<T> Schedule<T> {
             return Some(pending);
         }
         self.renew_session(&mut pending);
+        self.credit_session(&mut pending, loads);
         let name = pending.request.options.as_ref().and_then(|options| options.policy_class.as_deref());
         let cached_tokens = self.best_cached_tokens(pending.eligibility_inputs(), &pending.request.overlaps);
         let uncached_tokens = pending.request.prompt_tokens.saturating_sub(cached_tokens);

@@ -155,7 +155,7 @@ impl<T> Schedule<T> {
         if let Some(session_id) =
             request.options.as_ref().and_then(|options| options.session_id.as_ref()).filter(|_| remembers)
         {
-            self.sessions.bind(session_id, decision.rank, self.pool.now);
+            self.sessions.bind(session_id, decision.rank, request.prompt_tokens, self.pool.now);
         }
         let pool = &mut self.pool;
         let number = pool.ranks.book(position, pending.candidate(in_batch), decision.prefill_load);

@@ -43,6 +43,8 @@ pub(super) struct Rules {
     pub(super) engine: EngineLimits,
     pub(super) session_affinity: SessionAffinity,
     session_factor: f64,
+    /// Whether ranks without KV events are credited with the contexts of their sessions.
+    pub(super) credits_sessions: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -196,6 +198,7 @@ impl Rules {
             },
             session_affinity: config.session.affinity,
             session_factor: preference_factor(config.session.weight),
+            credits_sessions: config.events.mode.reads_events(),
         }
     }
 

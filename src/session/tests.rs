@@ -32,7 +32,7 @@ fn full_table_stays_below_512_bytes_per_session() {
         let mut sessions = sessions(max);
         for n in 0..2 * max {
             let id = SessionId::new(&format!("{n:0>256}")).expect("maximum length");
-            sessions.bind(&id, rank(1), Timestamp(0));
+            sessions.bind(&id, rank(1), 0, Timestamp(0));
         }
         assert!(sessions.bytes() <= 512 * max as usize, "{} bytes for {max} sessions", sessions.bytes());
     }
@@ -101,7 +101,7 @@ proptest! {
                 }
                 SessionOp::Bind(name, worker) => {
                     latest = latest.max(clock);
-                    sessions.bind(&id(name), rank(worker), now);
+                    sessions.bind(&id(name), rank(worker), 0, now);
                     model.bind(name, rank(worker), latest, max as usize);
                 }
                 SessionOp::Forget(name) => {
@@ -148,10 +148,10 @@ fn exchange(from: &mut Sessions, to: &mut Sessions, now: Timestamp) {
 fn new_bindings_are_sent_once_and_all_are_repeated_within_the_period() {
     let mut one = shared(1, 0, 100);
     let period = Duration::from_secs(10);
-    (0..20).for_each(|n| one.bind(&id(n), rank(n), at(0)));
+    (0..20).for_each(|n| one.bind(&id(n), rank(n), 0, at(0)));
     assert_eq!(one.outbound(period, usize::MAX, at(0)).len(), 20);
     assert_eq!(one.outbound(period, usize::MAX, at(0)).len(), 0);
-    one.bind(&id(1), rank(9), at(0));
+    one.bind(&id(1), rank(9), 0, at(0));
     assert_eq!(one.outbound(period, usize::MAX, at(0)).len(), 1);
     let mut repeated = std::collections::BTreeSet::new();
     for seconds in 1..=10 {
@@ -165,7 +165,7 @@ fn new_bindings_are_sent_once_and_all_are_repeated_within_the_period() {
 #[test]
 fn messages_are_bounded_and_later_ones_have_the_rest() {
     let mut one = shared(1, 0, 100);
-    (0..20).for_each(|n| one.bind(&id(n), rank(n), at(0)));
+    (0..20).for_each(|n| one.bind(&id(n), rank(n), 0, at(0)));
     let mut sent = 0;
     while let bindings @ [_, ..] = &*one.outbound(Duration::from_secs(10), 200, at(0)) {
         assert!(bindings.iter().map(SessionBinding::bytes_max).sum::<usize>() <= 200);
@@ -177,11 +177,11 @@ fn messages_are_bounded_and_later_ones_have_the_rest() {
 #[test]
 fn idle_time_continues_at_other_replicas() {
     let (mut one, mut two) = (shared(1, 0, 8), shared(2, 0, 8));
-    one.bind(&id(1), rank(1), at(0));
+    one.bind(&id(1), rank(1), 0, at(0));
     exchange(&mut one, &mut two, at(99));
     assert_eq!(two.peek(&id(1), at(99)), Some(rank(1)));
     assert_eq!((two.rank_of(&id(1), at(100)), two.len()), (None, 0));
-    one.bind(&id(2), rank(1), at(100));
+    one.bind(&id(2), rank(1), 0, at(100));
     let late = all(&mut one, at(200));
     assert_eq!(late, [], "an expired binding is not sent");
 }
@@ -190,8 +190,8 @@ fn idle_time_continues_at_other_replicas() {
 fn a_full_table_keeps_the_latest_uses_of_all_replicas() {
     let (mut one, mut two) = (shared(1, 0, 4), shared(2, 0, 4));
     for n in 0..4 {
-        one.bind(&id(n), rank(1), at(2 * n));
-        two.bind(&id(10 + n), rank(2), at(2 * n + 1));
+        one.bind(&id(n), rank(1), 0, at(2 * n));
+        two.bind(&id(10 + n), rank(2), 0, at(2 * n + 1));
     }
     exchange(&mut one, &mut two, at(10));
     exchange(&mut two, &mut one, at(10));
@@ -206,9 +206,9 @@ fn a_full_table_keeps_the_latest_uses_of_all_replicas() {
 fn a_table_that_is_not_shared_neither_sends_nor_receives() {
     let mut alone = Sessions::new(Duration::from_secs(100), 8);
     let mut other = shared(2, 0, 8);
-    other.bind(&id(1), rank(1), at(0));
+    other.bind(&id(1), rank(1), 0, at(0));
     exchange(&mut other, &mut alone, at(0));
-    alone.bind(&id(2), rank(2), at(1));
+    alone.bind(&id(2), rank(2), 0, at(1));
     assert_eq!((alone.len(), all(&mut alone, at(2))), (1, vec![]));
     alone.share_as(1, 50);
     let version = BindingVersion { sequence: 51, writer: 1 };

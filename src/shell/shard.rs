@@ -402,7 +402,11 @@ impl<S: SourceState> ShardShell<S> {
         }
         let Some(slot) = self.index.slot_of(rank) else { return };
         if let Some(Some((holdings, _))) = self.registered.get(slot.index()) {
-            holdings.publish(self.index.held_blocks_of(slot), now);
+            let held_blocks = self.index.held_blocks_of(slot);
+            // A clear by an operator does not mean that the rank publishes events.
+            if held_blocks > 0 || holdings.changed_at().is_some() {
+                holdings.publish(held_blocks, now);
+            }
         }
     }
 

@@ -258,13 +258,13 @@ impl SimulatedFleet {
         self.step(Input::Conditions(Arc::new(conditions)));
     }
 
-    /// Overlaps in device blocks, by position of the rank.
+    /// Overlaps in device blocks, by position of the rank. These ranks have published events.
     #[must_use]
     pub fn overlaps(&self, cached: &[(usize, u32)]) -> Vec<RankOverlap> {
-        let overlap = |&(position, device_blocks): &(usize, u32)| RankOverlap {
-            slot: self.ranks[position].slot,
-            generation: self.ranks[position].generation,
-            overlap: TierOverlap { device_blocks, ..TierOverlap::default() },
+        let overlap = |&(position, device_blocks): &(usize, u32)| {
+            let SimulatedRank { slot, generation, ref cells, .. } = self.ranks[position];
+            cells.holdings.publish(device_blocks as usize, self.now);
+            RankOverlap { slot, generation, overlap: TierOverlap { device_blocks, ..TierOverlap::default() } }
         };
         cached.iter().map(overlap).collect()
     }

@@ -43,7 +43,7 @@ pub(crate) async fn warn_of_unread_events(latest: Latest<Pools>) {
                 tracing::warn!(
                     model,
                     endpoint,
-                    "worker has no KV event endpoint: it is routed by load only; set kv_events of the worker to the \
+                    "worker has no KV event endpoint: it is routed by load and sessions only; set kv_events of the worker to the \
                      endpoint of its engine, or events.mode = \"auto\""
                 );
             }

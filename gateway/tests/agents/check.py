@@ -49,7 +49,7 @@ def run(binary, agents, name):
         fleet = Fleet(stack, **fleet)
         model = ["[[models]]", f'name = "{MODEL}"', f'messages = "{mode}"', f"worker_urls = {json.dumps(fleet.urls())}"]
         tokens = ["[models.tokens]", "engine_timeout_ms = 20_000"]  # a busy machine delays scripted engines
-        port, _ = serve(binary, stack, ['log_level = "error"', *model, "[models.router]", 'events.mode = "auto"', *tokens])
+        port, _ = serve(binary, stack, ['log_level = "error"', *model, "[models.router]", *tokens])
         command_of, url = AGENTS[agent], f"http://127.0.0.1:{port}"
         started = [start(stack, command_of, agents, url, MODEL, PROMPT.format(number), variables) for number in range(count)]
         problems = fleet.problems
