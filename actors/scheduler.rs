@@ -31,14 +31,13 @@ use crate::actors::views::wake_flag::WakeFlag;
 use crate::config::RouterConfig;
 use crate::health::Exclusions;
 use crate::load::{ArrivalsCell, BoardChanges, PromptBlocks};
-use crate::protocol::{BlockHash, BookingId, TimeSource, Timestamp};
+use crate::protocol::{BlockHash, BookingId, TimeSource, Timestamp, WorkerRank};
 use crate::queue::{Depth, QueueHeads};
 #[cfg(feature = "replicas")]
 use crate::replica::ReplicaLife;
 use crate::schedule::{BookNumber, Decision, Effect, Extensions, Input, LiveLoads, LoadAnswer, LoadQuery, Schedule};
 use crate::select::{RankConditions, RankOverlap};
-#[cfg(feature = "replicas")]
-use crate::session::SessionBinding;
+use crate::session::SessionId;
 use crate::shell::CurrentIncarnation;
 use crate::shell::scheduler::{OpenLoadQuery, SchedulerCells, SchedulerMsg as Msg, SchedulerShell, SequenceHandle};
 use crate::shell::sequence::Book;
@@ -229,9 +228,21 @@ impl Scheduler {
         pending.collect()
     }
 
+    /// The rank of a session, as a use of it.
+    pub(crate) fn session_rank(&mut self, session: &SessionId) -> Option<WorkerRank> {
+        let now = self.dependencies.clock.now();
+        self.shell.decider_mut().schedule.sessions_mut().rank_of(session, now)
+    }
+
+    /// Binds a session without a placement.
+    pub(crate) fn bind_session(&mut self, session: &SessionId, rank: WorkerRank) {
+        let now = self.dependencies.clock.now();
+        self.shell.decider_mut().schedule.sessions_mut().bind(session, rank, 0, now);
+    }
+
     /// Applies bindings of sessions from another replica.
     #[cfg(feature = "replicas")]
-    pub(crate) fn receive_sessions(&mut self, bindings: &[SessionBinding]) {
+    pub(crate) fn receive_sessions(&mut self, bindings: &[crate::session::SessionBinding]) {
         let now = self.dependencies.clock.now();
         bindings.iter().for_each(|binding| self.shell.decider_mut().schedule.sessions_mut().receive(binding, now));
     }
@@ -246,7 +257,7 @@ impl Scheduler {
         life: ReplicaLife,
         period: Duration,
         bytes_max: usize,
-    ) -> Vec<SessionBinding> {
+    ) -> Vec<crate::session::SessionBinding> {
         let now = self.dependencies.clock.now();
         let sessions = self.shell.decider_mut().schedule.sessions_mut();
         sessions.share_as(life.replica.0, life.incarnation.min(u64::MAX >> 22) << 20);

@@ -14,6 +14,7 @@ use crate::protocol::WorkerRank;
 use crate::request::RouteRequest;
 use crate::schedule::{Explanation, PotentialLoad, Purpose};
 use crate::select::{SharedHits, TierOverlap};
+use crate::session::SessionId;
 
 /// Overlap of one prompt with every rank.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -164,6 +165,36 @@ impl Router {
             Some(pending) => Ok(pending),
             None => Err(self.views().status.up().err().map_or(RouteError::Lost { attempts: 1 }, RouteError::from)),
         }
+    }
+
+    /// The rank of a session, as a use of it; `None` for an unknown or forgotten one, and if the scheduler was lost.
+    ///
+    /// ```
+    /// use pointsman::protocol::{WorkerConfig, WorkerId, WorkerRank};
+    /// use pointsman::{Router, RouterConfig, SessionId};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let router = Router::builder(RouterConfig::default()).worker(WorkerId(3), WorkerConfig::at("http://e")).start().await?;
+    /// let (session, rank) = (SessionId::new("chat-7")?, WorkerRank::new(WorkerId(3), 0));
+    /// router.bind_session(&session, rank);
+    /// assert_eq!(router.session_rank(&session).await, Some(rank));
+    /// # router.shutdown(std::time::Duration::ZERO).await;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub async fn session_rank(&self, session: &SessionId) -> Option<WorkerRank> {
+        let (before, session) = (self.views().status.state(), session.clone());
+        let answer = self.strands().scheduler.ask("Session", move |scheduler| scheduler.session_rank(&session));
+        self.views().status.reply_of(answer, before).await.flatten()
+    }
+
+    /// Binds a session to a rank for the other replicas too, as a placement does: a name for state that only this rank has.
+    pub fn bind_session(&self, session: &SessionId, rank: WorkerRank) {
+        let session = session.clone();
+        self.strands().scheduler.query("Session", move |scheduler| {
+            scheduler.bind_session(&session, rank);
+            || {}
+        });
     }
 
     async fn find_overlaps(

@@ -46,7 +46,7 @@ macro_rules! kinds {
 
 kinds! { scheduler, Scheduler, SchedulerMsg:
     Decide, Loads, Timeout, Cancel, Refreshed, Wake, Admit, Describe, Drain, Cordon, Retire, Conditions, Exclusions;
-    queries: Applied, Pending, ShowQueue, #[cfg(feature = "replicas")] ReceiveSessions, #[cfg(feature = "replicas")] ShareSessions
+    queries: Applied, Pending, Session, ShowQueue, #[cfg(feature = "replicas")] ReceiveSessions, #[cfg(feature = "replicas")] ShareSessions
 }
 kinds! { radix, Radix, RadixMsg:
     Overlap, Apply, Proven, Register, Remove, Routed, Recorded, Released, Forget, RestoreEvicted;

@@ -25,7 +25,7 @@ use crate::actors::views::published::Published;
 use crate::actors::views::rank::RankEntries;
 use crate::actors::views::status::RouterStatus;
 use crate::actors::views::wake_flag::WakeFlag;
-use crate::config::{RouterConfig, SessionAffinity};
+use crate::config::RouterConfig;
 use crate::hashing::HashScheme;
 use crate::protocol::BlockSizeOrigin;
 use crate::replica::{
@@ -90,8 +90,7 @@ struct SharingTask {
     shell: SharingShell,
     pool: Arc<str>,
     interval: Duration,
-    /// Present if sessions are remembered.
-    sessions: Option<SessionSharing>,
+    sessions: SessionSharing,
     /// Present if caches are derived from decisions.
     routed: Option<RoutedSharing>,
     layout: ReplicaLayout,
@@ -104,8 +103,8 @@ impl SharingTask {
         let layout = ReplicaLayout { block_size: sharing.block_size.tokens(), hash_seed: HashScheme::BASE_SEED };
         let interval = Duration::from_millis(sharing.config.replicas.interval_ms);
         let pool: Arc<str> = Arc::from(&*sharing.config.pool);
-        let sessions = (sharing.config.session.affinity != SessionAffinity::Off)
-            .then(|| SessionSharing::new(Arc::clone(&sharing.bus), Arc::clone(&pool), Arc::clone(&sharing.scheduler)));
+        let (bus, scheduler) = (Arc::clone(&sharing.bus), Arc::clone(&sharing.scheduler));
+        let sessions = SessionSharing::new(bus, Arc::clone(&pool), scheduler);
         let routed = RoutedSharing::of(&sharing.config, &sharing.bus, &pool, layout, &sharing.shards);
         let cells = SharingCells {
             arrivals: Arc::clone(&sharing.ranks.arrivals),
@@ -170,7 +169,7 @@ impl SharingTask {
     }
 
     fn is_idle(&self) -> bool {
-        self.shell.is_idle() && self.sessions.as_ref().is_none_or(SessionSharing::is_idle)
+        self.shell.is_idle() && self.sessions.is_idle()
     }
 
     fn publish(&self, summary: &LoadSummary) {
@@ -183,10 +182,8 @@ impl SharingTask {
         let (summary, fell) = self.shell.on_tick(now);
         summary.iter().for_each(|summary| self.publish(summary));
         self.wake_scheduler(fell);
-        if let Some(sessions) = &mut self.sessions {
-            let live = self.shell.peers().statuses(now).filter(|peer| peer.state == PeerState::Live).count();
-            sessions.on_tick(u32::try_from(live).unwrap_or(u32::MAX).saturating_add(1));
-        }
+        let live = self.shell.peers().statuses(now).filter(|peer| peer.state == PeerState::Live).count();
+        self.sessions.on_tick(u32::try_from(live).unwrap_or(u32::MAX).saturating_add(1));
         if let Some(routed) = &mut self.routed {
             let dropped = routed.on_tick();
             self.sharing.meters.routed_dropped(dropped);
@@ -229,13 +226,10 @@ impl SharingTask {
         }
         match message.topic {
             ReplicaTopic::Load => self.on_load(message),
-            ReplicaTopic::Sessions => {
-                match self.sessions.as_ref().map(|sessions| sessions.on_message(&message.payload)) {
-                    Some(Ok(lost)) => self.sharing.meters.lost(lost),
-                    Some(Err(error)) => self.on_malformed(message, &error),
-                    None => {}
-                }
-            }
+            ReplicaTopic::Sessions => match self.sessions.on_message(&message.payload) {
+                Ok(lost) => self.sharing.meters.lost(lost),
+                Err(error) => self.on_malformed(message, &error),
+            },
             ReplicaTopic::Speculative => self.on_routed(message),
         }
     }

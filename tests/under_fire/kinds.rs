@@ -16,7 +16,7 @@ use pointsman::protocol::{WorkerConfig, WorkerId};
 use pointsman::test_support::rank;
 use pointsman::{AddRequest, Fault, Placement, Prompt, RequestOptions, RouteRequest, Router, RouterConfig};
 use pointsman::{Constraints, RankConditions};
-use pointsman::{Outcome, ReplicaId, ReplicaLife};
+use pointsman::{Outcome, ReplicaId, ReplicaLife, SessionId};
 use tokio::time::Instant;
 
 use super::sources::OF_READERS;
@@ -121,6 +121,7 @@ impl World {
         tokio::join!(async { self.route(&self.router, &prompt).await.prefill_completed() }, async {
             dropped_after(self.router.route(self.request(&prompt)), 2).await;
             drop(self.router.pending().await); // may be lost
+            self.router.session_rank(&SessionId::new("0").expect("short")).await; // the same
             tokio::time::sleep(Duration::from_millis(3)).await; // overlaps are queried again
             busy.clear();
         });
