@@ -10,7 +10,7 @@ use crate::common::proxy::{
 };
 
 /// An engine that stores its responses in its own memory.
-async fn storing(n: usize) -> Scripted {
+pub(crate) async fn storing(n: usize) -> Scripted {
     let stored = Arc::new(Mutex::new(BTreeSet::new()));
     Scripted::with(Vec::new(), move |number, got| {
         let mut stored = stored.lock().expect("lock not poisoned");
@@ -43,7 +43,7 @@ async fn storing(n: usize) -> Scripted {
     .await
 }
 
-fn id_of(response: &str) -> String {
+pub(crate) fn id_of(response: &str) -> String {
     response.split("\"id\":\"").nth(1).and_then(|rest| rest.split('"').next()).expect("an id").to_owned()
 }
 

@@ -89,8 +89,7 @@ impl Running {
         let (settings, models) = (Arc::new(settings), Arc::new(models));
         let pools = Pools { settings: Arc::clone(&settings), models: Arc::clone(&models), readiness };
         let (meters, ids) = (Arc::new(Meters::new()), Arc::new(Ids::new()));
-        let stored = Arc::default();
-        let context = RequestContext { settings, models, admission, upstream, meters, tracing, ids, stored };
+        let context = RequestContext { settings, models, admission, upstream, meters, tracing, ids };
         Ok(Self { context: Latest::new(context), pools: Latest::new(pools), admin_tokens: Latest::new(admin_tokens) })
     }
 }

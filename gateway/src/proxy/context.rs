@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use super::ids::Ids;
-use super::stored::StoredResponses;
 use crate::admission::admit::Admission;
 use crate::net::upstream::Upstream;
 use crate::observe::otlp::Tracing;
@@ -22,6 +21,4 @@ pub(crate) struct RequestContext {
     /// Exporter of traces; `None` without `gateway.otlp_endpoint`.
     pub(crate) tracing: Option<Arc<Tracing>>,
     pub(crate) ids: Arc<Ids>,
-    /// Workers of stored responses.
-    pub(crate) stored: Arc<StoredResponses>,
 }

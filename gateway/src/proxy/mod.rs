@@ -28,7 +28,7 @@ mod renamed;
 mod reports;
 pub(crate) mod routable;
 mod split;
-pub(crate) mod stored;
+mod stored;
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -170,8 +170,8 @@ async fn forward(
     let attempts = AttemptLoop::new(context, &prepared, (headers, request_id), body, &none);
     let begin = attempts.run(account, prepared.request()).await?;
     if endpoint == Endpoint::Responses && begin.head.status.is_success() {
-        let (tenant, worker) = (account.access.tenant.as_deref(), begin.placement.rank().worker);
-        context.stored.record(tenant, &begin.body.held_bytes(), &prepared.model, worker);
+        let tenant = account.access.tenant.as_deref();
+        stored::record(tenant, &begin.body.held_bytes(), &prepared.model, begin.placement.rank());
     }
     let migration = resumable.filter(|_| begin.checked == Some(AnswerKind::Events)).map(|request| {
         let (headers, request_id) = (headers.clone(), request_id.to_owned());

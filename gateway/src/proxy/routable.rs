@@ -29,6 +29,7 @@ use crate::formats::openai::{
 use crate::pools::model::Model;
 use crate::pools::readiness::causes::placement_error;
 use crate::proxy::context::RequestContext;
+use crate::proxy::stored::owner;
 use crate::settings::{MessagesMode, Settings};
 use crate::tokens::{PromptMedia, PromptTokens};
 
@@ -331,7 +332,7 @@ async fn owner_of(
     let addressed = target.endpoint.response_id(target.uri.path());
     let id = addressed.or(parsed.previous_response_id.as_deref()).filter(|_| target.is_forwarded);
     let Some(id) = id else { return Ok(None) };
-    context.stored.owner(&context.models, tenant.map(|tenant| tenant.name.as_str()), id).await.map(Some)
+    owner(&context.models, tenant.map(|tenant| tenant.name.as_str()), id).await.map(Some)
 }
 
 /// The model of a request, and the adapter.

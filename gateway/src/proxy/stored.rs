@@ -1,24 +1,20 @@
 //! Responses that engines store, by id: the worker of each.
 //!
-//! Engines keep responses in their own memory. The table is bounded and forgets the longest unused first. Without tenants
-//! the workers are queried for an unknown id, for example that of another gateway or of an earlier process.
+//! Engines keep responses in their own memory. Each id is a session of the model, bound to the rank that has answered, so the
+//! bounds of sessions apply and replicas share them. Without tenants the workers are queried for an unknown id, for example
+//! that of an earlier process.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use lru::LruCache;
-use parking_lot::Mutex;
-use pointsman::protocol::WorkerId;
-use pointsman::{EngineClient as _, EngineGet, EngineHttpError};
+use pointsman::protocol::{WorkerId, WorkerRank};
+use pointsman::{EngineClient as _, EngineGet, EngineHttpError, SessionId, WorkerEntry};
 use serde::Deserialize;
 
-use crate::formats::openai::{ApiError, Endpoint};
+use crate::formats::openai::{ApiError, Endpoint, hashed};
 use crate::pools::model::Model;
 use crate::pools::models::Models;
-
-/// Maximum ids.
-const RESPONSES_MAX: std::num::NonZeroUsize = std::num::NonZeroUsize::new(1 << 16).expect("not zero");
 
 /// Workers that are queried for one unknown id.
 const QUERIED_MAX: usize = 64;
@@ -32,64 +28,50 @@ const QUERY_BYTES_MAX: usize = 64 << 10;
 /// Longest id.
 const ID_BYTES_MAX: usize = 256;
 
-/// Tenant, if any, and id.
-type Key = (Option<String>, String);
+/// The session of a response. Ids of clients have no control characters.
+fn session_of(tenant: Option<&str>, id: &str) -> SessionId {
+    let digest = hashed(&[tenant.unwrap_or_default(), "\n", id].concat());
+    SessionId::new(&["\u{1}response ", &digest].concat()).expect("of 42 bytes")
+}
 
-/// The table. See the module documentation.
-pub(crate) struct StoredResponses(Mutex<LruCache<Key, (String, WorkerId)>>);
-
-impl Default for StoredResponses {
-    fn default() -> Self {
-        Self(Mutex::new(LruCache::new(RESPONSES_MAX)))
+/// Records the rank of a response from its first bytes, if they have its id.
+pub(super) fn record(tenant: Option<&str>, start: &[u8], model: &Model, rank: WorkerRank) {
+    if let Some(id) = response_id(start) {
+        model.router.bind_session(&session_of(tenant, &id), rank);
     }
 }
 
-impl StoredResponses {
-    /// Records the worker of a response from its first bytes, if they have its id.
-    pub(super) fn record(&self, tenant: Option<&str>, start: &[u8], model: &Model, worker: WorkerId) {
-        if let Some(id) = response_id(start) {
-            self.0.lock().put((tenant.map(str::to_owned), id), (model.settings.name.clone(), worker));
-        }
+/// The model and the worker that store a response.
+///
+/// # Errors
+/// 404 for an unknown id.
+pub(super) async fn owner(models: &Models, tenant: Option<&str>, id: &str) -> Result<(Arc<Model>, WorkerId), ApiError> {
+    let session = session_of(tenant, id);
+    let known = models.of_clients().map(async |model| {
+        let worker = model.router.session_rank(&session).await?.worker;
+        let is_there = model.router.workers().iter().any(|entry| entry.worker == worker);
+        is_there.then(|| (Arc::clone(model), worker))
+    });
+    if let Some(known) = join_all(known).await.into_iter().flatten().next() {
+        return Ok(known);
     }
-
-    /// The model and the worker that store a response.
-    ///
-    /// # Errors
-    /// 404 for an unknown id.
-    pub(super) async fn owner(
-        &self,
-        models: &Models,
-        tenant: Option<&str>,
-        id: &str,
-    ) -> Result<(Arc<Model>, WorkerId), ApiError> {
-        let known = self.0.lock().get(&(tenant.map(str::to_owned), id.to_owned())).cloned();
-        let known = known.and_then(|(model, worker)| Some((Arc::clone(models.named(&model)?), worker)));
-        let stays = |(model, worker): &(Arc<Model>, WorkerId)| {
-            model.router.workers().iter().any(|entry| entry.worker == *worker)
-        };
-        match known.filter(stays) {
-            Some(known) => Ok(known),
-            // Another tenant may own the response.
-            None if tenant.is_some() => Err(ApiError::response_not_found(id)),
-            None => {
-                let (model, worker) = located(models, id).await.ok_or_else(|| ApiError::response_not_found(id))?;
-                self.0.lock().put((None, id.to_owned()), (model.settings.name.clone(), worker));
-                Ok((model, worker))
-            }
-        }
-    }
+    // Another tenant may own the response.
+    let located = if tenant.is_some() { None } else { located(models, id).await };
+    let (model, WorkerEntry { worker, ranks, .. }) = located.ok_or_else(|| ApiError::response_not_found(id))?;
+    ranks.first().into_iter().for_each(|rank| model.router.bind_session(&session, *rank));
+    Ok((model, worker))
 }
 
 /// Queries all workers for a response. A single one answers the request itself.
-async fn located(models: &Models, id: &str) -> Option<(Arc<Model>, WorkerId)> {
+async fn located(models: &Models, id: &str) -> Option<(Arc<Model>, WorkerEntry)> {
     let mut workers = Vec::new();
     for model in models.of_clients() {
         let all = model.router.workers();
         let taking = all.iter().filter(|entry| entry.takes_requests());
-        workers.extend(taking.map(|entry| (Arc::clone(model), entry.worker, entry.config.clone())));
+        workers.extend(taking.map(|entry| (Arc::clone(model), entry.clone())));
     }
-    if let [(model, worker, _)] = &workers[..] {
-        return Some((Arc::clone(model), *worker));
+    if let [only] = &workers[..] {
+        return Some(only.clone());
     }
     // Ids in bodies may be any text.
     let path = format!("/v1/responses/{id}");
@@ -98,10 +80,10 @@ async fn located(models: &Models, id: &str) -> Option<(Arc<Model>, WorkerId)> {
     }
     workers.truncate(QUERIED_MAX);
     let mut queries = Vec::new();
-    for (model, worker, config) in workers {
-        let url = [config.endpoint.trim_end_matches('/'), &path].concat();
+    for (model, worker) in workers {
+        let url = [worker.config.endpoint.trim_end_matches('/'), &path].concat();
         let (timeout, bytes_max) = (QUERY_TIME_MAX, QUERY_BYTES_MAX);
-        let get = EngineGet { url, api_key_file: config.api_key_file, timeout, bytes_max };
+        let get = EngineGet { url, api_key_file: worker.config.api_key_file.clone(), timeout, bytes_max };
         queries.push(async move {
             let found = matches!(model.access.get(get).await, Ok(_) | Err(EngineHttpError::TooLong(_)));
             found.then_some((model, worker))
