@@ -25,7 +25,7 @@ use super::extract::{Body, ClientAddress, Id, ModelAt};
 use super::{internal, no_route};
 use crate::formats::openai::ApiError;
 use crate::net::upstream::UpstreamError;
-use crate::pools::gate::OnPause;
+use crate::pools::gate::{OnPause, Reason};
 use crate::pools::model::Model;
 
 /// Maximum time of an action at one worker, in milliseconds.
@@ -42,10 +42,10 @@ const AWAKE_POLL: Duration = Duration::from_millis(20);
 enum Effect {
     /// None.
     None,
-    /// They pause until the action of this name.
-    Pauses,
-    /// Ends the pause that the action of this name began.
-    Resumes(&'static str),
+    /// They pause until another action.
+    Pauses(Reason),
+    /// Ends pauses.
+    Resumes(&'static [Reason]),
     /// They pause during the call.
     PausesMeanwhile,
 }
@@ -55,10 +55,11 @@ type Action = (&'static str, &'static [&'static str], bool, Effect);
 
 /// The paths are those of vLLM 0.33 with `VLLM_SERVER_DEV_MODE=1`, and of SGLang 0.5.23.
 const ACTIONS: [Action; 16] = [
-    ("sleep", &["/sleep", "/release_memory_occupation"], true, Effect::Pauses),
-    ("wake", &["/wake_up", "/resume_memory_occupation"], false, Effect::Resumes("sleep")),
-    ("pause", &["/pause", "/pause_generation"], false, Effect::Pauses),
-    ("resume", &["/resume", "/continue_generation"], false, Effect::Resumes("pause")),
+    ("sleep", &["/sleep", "/release_memory_occupation"], true, Effect::Pauses(Reason::Sleep)),
+    ("wake", &["/wake_up", "/resume_memory_occupation"], false, Effect::Resumes(&[Reason::Sleep])),
+    ("pause", &["/pause", "/pause_generation"], false, Effect::Pauses(Reason::Pause)),
+    // Also the pause of an update whose gateway has ended.
+    ("resume", &["/resume", "/continue_generation"], false, Effect::Resumes(&[Reason::Pause, Reason::Weights])),
     ("reset_prefix_cache", &["/reset_prefix_cache", "/flush_cache"], true, Effect::None),
     ("init_weights", &["/init_weight_transfer_engine", "/init_weights_update_group"], false, Effect::None),
     ("start_weights", &["/start_weight_update", "/begin_weight_update"], false, Effect::PausesMeanwhile),
@@ -114,8 +115,13 @@ pub(super) async fn control(
 
 async fn run(model: Arc<Model>, action: Action, call: Call, peer: ClientAddress) -> (StatusCode, Json<Value>) {
     let (name, _, _, effect) = action;
-    if matches!(effect, Effect::Pauses | Effect::PausesMeanwhile) {
-        model.gate.close(name, call.requests);
+    let pauses = match effect {
+        Effect::Pauses(reason) => Some(reason),
+        Effect::PausesMeanwhile => Some(Reason::Weights),
+        Effect::None | Effect::Resumes(_) => None,
+    };
+    if let Some(reason) = pauses {
+        model.gate.set(reason, Some(call.requests)).await;
     }
     let body = Bytes::from(call.body.as_ref().map_or("{}", |body| body.get()).to_owned());
     let query = if call.query.is_empty() { String::new() } else { format!("?{}", call.query) };
@@ -130,16 +136,17 @@ async fn run(model: Arc<Model>, action: Action, call: Call, peer: ClientAddress)
     }
     let results = join_all(results).await;
     let n_ok = results.iter().filter(|result| result["ok"] == true).count();
-    match effect {
-        Effect::PausesMeanwhile => model.gate.open(name),
-        Effect::Pauses if n_ok == 0 => model.gate.open(name),
-        Effect::Resumes(of) if n_ok > 0 && !wakes_partly(&call, &results) => {
-            if of == "sleep" {
-                _ = timeout(within, awake(&model, &results)).await;
-            }
-            model.gate.open(of);
+    let ended = match (effect, &pauses) {
+        (Effect::PausesMeanwhile, reason) => reason.as_slice(),
+        (Effect::Pauses(_), reason) if n_ok == 0 => reason.as_slice(),
+        (Effect::Resumes(reasons), _) if n_ok > 0 && !wakes_partly(&call, &results) => reasons,
+        (Effect::None | Effect::Pauses(_) | Effect::Resumes(_), _) => &[],
+    };
+    for reason in ended {
+        if *reason == Reason::Sleep && matches!(effect, Effect::Resumes(_)) {
+            _ = timeout(within, awake(&model, &results)).await;
         }
-        Effect::None | Effect::Pauses | Effect::Resumes(_) => {}
+        model.gate.set(*reason, None).await;
     }
     let is_ok = n_ok == results.len();
     let status = if is_ok { StatusCode::OK } else { StatusCode::BAD_GATEWAY };

@@ -22,6 +22,7 @@ use crate::observe::metric::Metric;
 use crate::observe::page::Metrics;
 use crate::pools::decision_files::DecisionFiles;
 use crate::pools::models::Models;
+use crate::pools::serving::follow_gates;
 use crate::pools::unread_events::warn_of_unread_events;
 use crate::pools::{warm, workers};
 use crate::replicas::Replicas;
@@ -130,6 +131,7 @@ impl Gateway {
     pub fn join_replicas(&mut self, bus: Arc<dyn ReplicaBus>) {
         self.upkeep.spawn(warm::store_periodically(self.running.pools.clone(), Arc::clone(&bus)));
         self.upkeep.spawn(warm::join(self.running.pools.clone(), bus));
+        self.upkeep.spawn(follow_gates(self.running.pools.clone()));
     }
 
     /// Listen address for clients.

@@ -1,10 +1,14 @@
 //! Gate of a model's requests, closed while its engines pause, sleep or take new weights.
+//!
+//! Its state is the rank of a session that no client can name, so replicas share it as they share sessions, and a restarted
+//! one receives it.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
+use pointsman::protocol::{WorkerId, WorkerRank};
+use pointsman::{Router, SessionId};
 use serde::Deserialize;
-use tokio::sync::watch;
+use tokio::sync::{Mutex, watch};
 use tokio::time::timeout;
 
 /// Handling of requests at a closed gate.
@@ -18,61 +22,126 @@ pub(crate) enum OnPause {
     Refuse,
 }
 
+/// Reason of a closed gate.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reason {
+    Sleep,
+    Pause,
+    Weights,
+}
+
+/// Two bits for each reason, 0 if it is absent.
+type State = u32;
+
+/// The bits of [`OnPause::Refuse`] of all reasons.
+const REFUSE: State = 0b10_10_10;
+
 /// The gate: open without reasons against it.
-#[derive(Default)]
-pub(crate) struct Gate(watch::Sender<BTreeMap<&'static str, OnPause>>);
+pub(crate) struct Gate {
+    router: Router,
+    state: watch::Sender<State>,
+    /// Held by a change or a read of the shared state.
+    change: Mutex<()>,
+}
 
 impl Gate {
-    /// Closes the gate for a reason.
-    pub(crate) fn close(&self, reason: &'static str, requests: OnPause) {
-        self.0.send_modify(|reasons| _ = reasons.insert(reason, requests));
+    pub(crate) fn new(router: Router) -> Self {
+        Self { router, state: watch::Sender::new(0), change: Mutex::new(()) }
     }
 
-    /// Removes a reason.
-    pub(crate) fn open(&self, reason: &str) {
-        self.0.send_modify(|reasons| _ = reasons.remove(reason));
+    /// Closes the gate for a reason, or removes the reason.
+    pub(crate) async fn set(&self, reason: Reason, requests: Option<OnPause>) {
+        let _change = self.change.lock().await;
+        let at = 2 * reason as u32;
+        let bits = match requests {
+            None => 0,
+            Some(OnPause::Hold) => 0b01,
+            Some(OnPause::Refuse) => 0b10,
+        };
+        let state = self.shared().await & !(0b11 << at) | bits << at;
+        self.share(state);
+        self.state.send_replace(state);
+    }
+
+    /// Applies a change by another replica. A state that the router has lost is shared again.
+    pub(super) async fn follow(&self) {
+        let _change = self.change.lock().await;
+        let state = self.shared().await;
+        self.state.send_if_modified(|known| std::mem::replace(known, state) != state);
+    }
+
+    async fn shared(&self) -> State {
+        match self.router.session_rank(&session()).await {
+            Some(WorkerRank { rank: state, .. }) => state,
+            None => {
+                let own = *self.state.borrow();
+                if own != 0 {
+                    self.share(own);
+                }
+                own
+            }
+        }
+    }
+
+    fn share(&self, state: State) {
+        // No worker has this id, so no removal ends the session.
+        self.router.bind_session(&session(), WorkerRank::new(WorkerId(u64::MAX), state));
     }
 
     /// Waits until the gate is open, at most `within`, and not at all if a reason refuses requests. Returns whether it is
     /// open.
     pub(crate) async fn is_open(&self, within: Duration) -> bool {
-        if self.0.borrow().is_empty() {
+        if *self.state.borrow() == 0 {
             return true;
         }
-        let mut reasons = self.0.subscribe();
-        let refuses = |reasons: &BTreeMap<_, _>| reasons.values().any(|requests| *requests == OnPause::Refuse);
-        let is_decided = |reasons: &BTreeMap<_, _>| reasons.is_empty() || refuses(reasons);
-        let decided = timeout(within, reasons.wait_for(|reasons| is_decided(reasons))).await;
-        decided.is_ok_and(|reasons| reasons.is_ok_and(|reasons| reasons.is_empty()))
+        let mut state = self.state.subscribe();
+        let decided = timeout(within, state.wait_for(|state| *state == 0 || state & REFUSE != 0)).await;
+        decided.is_ok_and(|state| state.is_ok_and(|state| *state == 0))
     }
+}
+
+/// The session of the state.
+fn session() -> SessionId {
+    SessionId::new("\u{1}gate").expect("not empty")
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use pointsman::RouterConfig;
     use tokio::task::yield_now;
 
     use super::*;
 
     #[tokio::test(start_paused = true)]
     async fn requests_wait_until_every_reason_is_gone() {
-        let gate = std::sync::Arc::new(Gate::default());
+        let router = Router::builder(RouterConfig::default()).start().await.expect("valid");
+        let gate = Arc::new(Gate::new(router.clone()));
         let within = Duration::from_secs(5);
         assert!(gate.is_open(within).await);
-        gate.close("pause", OnPause::Hold);
-        gate.close("sleep", OnPause::Hold);
+        gate.set(Reason::Pause, Some(OnPause::Hold)).await;
+        gate.set(Reason::Sleep, Some(OnPause::Hold)).await;
         assert!(!gate.is_open(within).await, "after the time");
         let waiting = tokio::spawn({
-            let gate = std::sync::Arc::clone(&gate);
+            let gate = Arc::clone(&gate);
             async move { gate.is_open(within).await }
         });
         yield_now().await;
-        gate.open("pause");
+        gate.set(Reason::Pause, None).await;
         yield_now().await;
         assert!(!waiting.is_finished());
-        gate.open("sleep");
+        gate.set(Reason::Sleep, None).await;
         assert!(waiting.await.expect("no panic"));
-        gate.close("pause", OnPause::Refuse);
+        gate.set(Reason::Weights, Some(OnPause::Refuse)).await;
         let now = tokio::time::Instant::now();
         assert!(!gate.is_open(within).await && now.elapsed().is_zero(), "refused at once");
+        // Another gate of the same state.
+        let other = Gate::new(router);
+        other.follow().await;
+        assert!(!other.is_open(within).await);
+        other.set(Reason::Weights, None).await;
+        gate.follow().await;
+        assert!(gate.is_open(within).await);
     }
 }

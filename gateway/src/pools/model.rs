@@ -116,6 +116,7 @@ impl Model {
         let tokens = tokens_of(settings, &router, &access).await?;
         let meters = Arc::new(ModelMeters::of(&settings.name));
         let workers = WorkerTable::new(&settings.name, router.clone());
+        let gate = Arc::new(Gate::new(router.clone()));
         Ok(Self {
             settings: settings.clone(),
             router,
@@ -124,7 +125,7 @@ impl Model {
             tokens: Arc::new(tokens),
             meters,
             workers,
-            gate: Arc::default(),
+            gate,
             was_warm: Arc::new(AtomicBool::new(false)),
             warm_start: Arc::default(),
             role,

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
+use super::latest::Latest;
 use super::models::Models;
 use crate::settings::Settings;
 
@@ -15,6 +16,19 @@ pub(crate) struct Pools {
     pub(crate) settings: Arc<Settings>,
     pub(crate) models: Arc<Models>,
     pub(crate) readiness: Arc<Readiness>,
+}
+
+/// Interval of the reads of pauses at other replicas.
+const GATES_INTERVAL: Duration = Duration::from_millis(250);
+
+/// Follows the pauses at other replicas.
+pub(crate) async fn follow_gates(latest: Latest<Pools>) {
+    loop {
+        for model in latest.get().models.all() {
+            model.gate.follow().await;
+        }
+        sleep(GATES_INTERVAL).await;
+    }
 }
 
 /// The gateway's own part of readiness.

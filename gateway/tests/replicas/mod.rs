@@ -5,3 +5,4 @@ mod direct;
 mod memory;
 mod nats;
 mod settings;
+mod shared_state;

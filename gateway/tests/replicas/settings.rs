@@ -15,6 +15,10 @@ fn load(replicas: &str) -> Result<Loaded, LoadErrors> {
     Sources { file: Some(file), ..Sources::default() }.load()
 }
 
+pub(super) fn loaded(replicas: &str) -> Loaded {
+    load(replicas).expect("valid")
+}
+
 fn problems(replicas: &str) -> Vec<String> {
     load(replicas).expect_err("invalid").0.iter().map(ToString::to_string).collect()
 }
@@ -101,13 +105,12 @@ fn violated_rules_are_named() {
 async fn replica(address: SocketAddr, peer: SocketAddr, workers: Vec<NamedWorker>) -> Gateway {
     let mut settings = settings(workers);
     settings.models[0].router.min_initial_workers = 0;
-    let loaded = load(&format!("listen = \"{address}\"\npeers = [\"{peer}\"]")).expect("valid");
-    settings.replicas = loaded.settings.replicas;
+    settings.replicas = loaded(&format!("listen = \"{address}\"\npeers = [\"{peer}\"]")).settings.replicas;
     gateway(settings).await
 }
 
 /// Addresses of this process and test.
-fn address(test: u8, n: u8) -> SocketAddr {
+pub(super) fn address(test: u8, n: u8) -> SocketAddr {
     let [.., a, b] = std::process::id().to_be_bytes();
     SocketAddr::from(([127, 64 + 2 * test + n, a, b], 7080))
 }
