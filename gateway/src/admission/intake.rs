@@ -143,7 +143,7 @@ impl<'a> Buffer<'a> {
     /// Appends received bytes, decoded in steps; after an error the buffer is unusable.
     async fn decoded(&mut self, decoder: &mut Option<Decoder>, data: Bytes, bytes_max: u64) -> Result<(), ApiError> {
         let Some(decoder) = decoder else { return self.push_within(data, bytes_max).await };
-        for step in data.chunks(Decoder::STEP_BYTES).chain(data.is_empty().then_some(&[][..])) {
+        for step in data.chunks(decoder.step_bytes()).chain(data.is_empty().then_some(&[][..])) {
             let decoded = decoder.step(step).map_err(|_| ApiError::coding_invalid())?;
             self.push_within(decoded.into(), bytes_max).await?;
         }
@@ -258,6 +258,7 @@ mod tests {
 
     use axum::http::StatusCode;
     use pieces::chunks;
+    use ruzstd::encoding::{CompressionLevel, compress_to_vec};
 
     use super::*;
 
@@ -347,6 +348,7 @@ mod tests {
     /// `text` compressed.
     fn compressed(coding: Coding, text: &[u8]) -> Body {
         let bytes = match coding {
+            Coding::Zstd => Ok(compress_to_vec(text, CompressionLevel::Fastest)),
             Coding::Gzip => {
                 let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
                 encoder.write_all(text).and_then(|()| encoder.finish())
@@ -367,7 +369,7 @@ mod tests {
             taken.map(|bytes| bytes.to_vec()).map_err(|error| error.code)
         };
         let text: Vec<u8> = (0..200_000_u32).flat_map(u32::to_le_bytes).collect();
-        for coding in [Coding::Gzip, Coding::Deflate] {
+        for coding in [Coding::Gzip, Coding::Deflate, Coding::Zstd] {
             assert_eq!(take(coding, 800_000, compressed(coding, &text)).await.as_ref(), Ok(&text), "{coding:?}");
             assert_eq!(take(coding, 799_999, compressed(coding, &text)).await, Err("body_too_large"), "{coding:?}");
             // Fewer bytes than the limit, and a thousand times as many decoded.
@@ -378,6 +380,18 @@ mod tests {
             assert_eq!(take(coding, 800_000, Body::from("{\"model\":1}")).await, Err("invalid_coding"), "{coding:?}");
         }
         assert_eq!(take(Coding::Gzip, 100, compressed(Coding::Gzip, b"")).await, Ok(Vec::new()));
+        let frame = compress_to_vec(&text[..], CompressionLevel::Fastest);
+        let two = take(Coding::Zstd, 1_600_000, Body::from([&frame[..], &frame].concat())).await;
+        assert_eq!(two, Ok([&text[..], &text].concat()), "two frames");
+        let broken_off = Body::from(frame[..frame.len() - 9].to_vec());
+        assert_eq!(take(Coding::Zstd, 800_000, broken_off).await, Err("invalid_coding"));
+        // Blocks of four bytes, each of which stands for 128 KiB.
+        let header = [&0xFD2F_B528_u32.to_le_bytes()[..], &[0, 0x38]].concat();
+        let bomb = [&header[..], &[2, 0, 16, 0].repeat(10_000)].concat();
+        assert_eq!(take(Coding::Zstd, 3_000_000, Body::from(bomb)).await, Err("body_too_large"));
+        // A window of 16 MiB.
+        let wide = [&0xFD2F_B528_u32.to_le_bytes()[..], &[0, 0x70], &[1, 0, 0].repeat(6)].concat();
+        assert_eq!(take(Coding::Zstd, 3_000_000, Body::from(wide)).await, Err("invalid_coding"));
         assert_eq!(take(Coding::Unknown, 10, Body::from("a")).await, Err("unsupported_coding"));
         assert_eq!(
             take(Coding::Identity, 4_000_000, Body::from(vec![0; 4_000_000])).await.map(|all| all.len()),

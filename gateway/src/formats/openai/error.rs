@@ -210,7 +210,7 @@ constant_errors! {
     body_broken = Self::invalid("body_broken", None, "the body ended early or has invalid HTTP framing").closing();
     /// Coding of a body that the gateway does not read: 415.
     coding_unsupported = Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, ErrorType::InvalidRequest, "unsupported_coding",
-        "header Content-Encoding must be gzip or deflate").with_header(header::ACCEPT_ENCODING, "gzip, deflate");
+        "header Content-Encoding must be gzip, deflate or zstd").with_header(header::ACCEPT_ENCODING, "gzip, deflate, zstd");
     /// Body without the format of its coding: 400.
     coding_invalid = Self::invalid("invalid_coding", None, "the body does not have the format of its Content-Encoding");
     /// Missing or repeated `Host`: 400.
