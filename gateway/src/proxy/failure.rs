@@ -193,15 +193,20 @@ impl Failures {
         }
     }
 
-    /// The error for the client: a worker's own if any sent one. A client that repeats the request would repeat the work
-    /// of all attempts.
+    /// The error for the client: a worker's own if any sent one. A client that repeats the request would repeat all
+    /// attempts.
     pub(super) fn refusal(self) -> Refusal {
         let has_worked = |reason: &RetryReason| !matches!(reason, RetryReason::Connect | RetryReason::Busy);
-        let no_retry = || (X_SHOULD_RETRY, HeaderValue::from_static("false"));
-        let no_retry = self.reasons.iter().any(has_worked).then(no_retry);
+        let has_worked = self.reasons.iter().any(has_worked);
+        let no_retry = (X_SHOULD_RETRY, HeaderValue::from_static("false"));
         match (self.last_error.or(self.first_misconfigured), self.reasons.last()) {
             (Some(mut error), _) => {
-                error.headers.extend(no_retry.filter(|_| !is_refusal(error.status)));
+                // Clients repeat a request above a rate limit after `Retry-After`.
+                let is_final = match error.status {
+                    StatusCode::TOO_MANY_REQUESTS => false,
+                    status => has_worked || status == StatusCode::SERVICE_UNAVAILABLE,
+                };
+                error.headers.extend(Some(no_retry).filter(|_| is_final));
                 Refusal::Worker(error)
             }
             (None, last) => {
@@ -209,7 +214,7 @@ impl Failures {
                     Some(RetryReason::Timeout) => ApiError::worker_timeout(),
                     _ => ApiError::worker_failed(),
                 };
-                error.headers.extend(no_retry);
+                error.headers.extend(Some(no_retry).filter(|_| has_worked));
                 error.into()
             }
         }

@@ -107,7 +107,7 @@ async fn failures_count_if_another_worker_serves_the_request() {
     counts(vec![write(busy)], Outcome::Refused { retry_after: Some(Duration::from_secs(7)) }).await;
 }
 
-/// A repetition would repeat the work of all attempts; a busy or absent worker has done none.
+/// A repetition would repeat all attempts; a rate limit ends, and an absent worker has done no work.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_are_kept_from_repeating_work() {
     let _alone = alone().await;
@@ -119,8 +119,8 @@ async fn clients_are_kept_from_repeating_work() {
         (vec![Act::Reset], 502, Some("false"), Some("1")),
         (vec![html], 502, Some("false"), Some("1")),
         (vec![full_response("429 Many", "{}")], 429, None, Some("1")),
-        (vec![full_response("503 Busy", "")], 503, None, Some("1")),
-        (vec![write(own)], 503, None, Some("7")),
+        (vec![full_response("503 Busy", "")], 503, Some("false"), Some("1")),
+        (vec![write(own)], 503, Some("false"), Some("7")),
         (vec![full_response("400 Bad", "{}")], 400, None, None),
     ] {
         let (_workers, gateway) = fleet(&[steps.clone(), steps]).await;
