@@ -323,24 +323,23 @@ impl Chat {
         }
     }
 
-    /// Images of a result are added to `parts`, because tool messages have text only. A reference of a tool search names the
-    /// tool, which the engine has in its list.
+    /// Images of a result are added to `parts`, because tool messages have text only; those of SGLang have images, too. A
+    /// reference of a tool search names the tool, which the engine has in its list.
     fn tool_result(&mut self, at: &str, block: &Block<'_>, parts: &mut Parts) -> Result<(), ApiError> {
         let id = string(block.tool_use_id, at, "tool_use_id")?;
-        let mut text = String::new();
+        let (is_sglang, mut of_sglang, mut text) =
+            (self.conversion.is_passed_to_sglang(), Parts::default(), String::new());
         match block.content.map(RawValue::get) {
             None => {}
             Some(content) if content.starts_with('"') => text.push_str(inner(content).unwrap_or_default()),
             Some(content) => each_block(at, content, |at, block| {
                 let (of_block, before) = match block.kind.as_deref() {
+                    Some("text" | "image") if is_sglang => return of_sglang.block(at, &block),
                     Some("text") => (string(block.text, at, "text")?, ""),
                     Some("tool_reference") if !self.conversion.is_passed => {
                         (string(block.tool_name.or(block.name), at, "tool_name")?, "Tool available: ")
                     }
-                    // SGLang's tool messages have images.
-                    _ if self.conversion.is_passed_to_sglang() => {
-                        return Err(unsupported(at, "block", block.kind.as_deref()));
-                    }
+                    _ if is_sglang => return Err(unsupported(at, "block", block.kind.as_deref())),
                     _ => return parts.block(at, &block),
                 };
                 for part in [if text.is_empty() { "" } else { "\\n" }, before, of_block] {
@@ -351,7 +350,7 @@ impl Chat {
         }
         self.open("tool");
         self.add("tool_call_id", Some(&format!("\"{id}\"")));
-        self.add("content", Some(&format!("\"{text}\"")));
+        self.add("content", Some(&of_sglang.finish().unwrap_or_else(|| format!("\"{text}\""))));
         self.json.push('}');
         Ok(())
     }

@@ -275,6 +275,25 @@ fn tool_references_are_text_for_engines_that_get_a_chat() {
 }
 
 #[test]
+fn passed_tool_results_of_sglang_keep_their_images() {
+    let image = json!({ "type": "image", "source": { "type": "url", "url": "u" } });
+    let text = |text: &str| json!({ "type": "text", "text": text });
+    let of = |content: Value| {
+        let result = json!({ "type": "tool_result", "tool_use_id": "t", "content": content });
+        let body = json!({ "messages": [{ "role": "user", "content": [text("before"), result] }] });
+        let passed = Conversion { style: SGLANG, is_passed: true, ..Conversion::default() };
+        let messages = chat_for(passed, &body)["messages"].take();
+        assert_eq!((messages.as_array().map(Vec::len), &messages[1]["tool_call_id"]), (Some(2), &json!("t")));
+        messages[1]["content"].clone()
+    };
+    let shown = json!({ "type": "image_url", "image_url": { "url": "u" } });
+    assert_eq!(of(json!([text("a"), image, text("b")])), json!([text("a"), shown, text("b")]));
+    assert_eq!(of(json!([image])), json!([shown]));
+    assert_eq!(of(json!([text("a"), text("b")])), json!([text("a"), text("b")]));
+    assert_eq!((of(json!([text("a")])), of(json!("a")), of(json!([]))), (json!("a"), json!("a"), json!("")));
+}
+
+#[test]
 fn context_errors_use_anthropics_words() {
     let known = Known { prompt_tokens: 0, max_tokens: 32_000, max_model_len: 32_768 };
     let too_long = |prompt: u32| Some(format!("prompt is too long: {prompt} tokens > 32768 maximum"));
