@@ -148,6 +148,20 @@ async fn other_paths_and_methods_return_openai_errors() {
         assert_eq!((answer.status, answer.code().as_str()), (status, code), "{method} {path}");
         assert_eq!(answer.header("x-request-id"), Some("mine"), "{method} {path}");
     }
+    let version = "anthropic-version: 2023-06-01\r\n";
+    for (path, headers, error_at) in [
+        ("/v1/files", "", "code"),
+        ("/v1/batches", "", "code"),
+        ("/v1/files", version, "type"),
+        ("/v1/messages/batches", "", "type"),
+    ] {
+        let answer = request(gateway.address(), "POST", path, headers, b"{}").await;
+        let kinds =
+            [&answer.json()["type"], &answer.json()["error"]["type"]].map(|kind| kind.as_str().map(str::to_owned));
+        let outer = Some("error").filter(|_| error_at == "type").map(str::to_owned);
+        assert_eq!((answer.status, kinds), (404, [outer, Some("not_found_error".to_owned())]), "{path}");
+        assert_eq!(answer.code().is_empty(), error_at == "type", "{path}");
+    }
     let made = get(&gateway, "/v1/models").await;
     assert_eq!((made.status, made.header("x-request-id").map(str::len)), (200, Some(32)));
     let unknown = post(&gateway, CHAT, &chat("other", false)).await;

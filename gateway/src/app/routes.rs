@@ -56,12 +56,14 @@ pub(super) fn clients(context: Latest<RequestContext>, probes: Router) -> Router
 
 /// Serves the endpoints of the table and the further paths of the settings.
 async fn served(State(context): State<Arc<RequestContext>>, request: Request) -> Response {
-    let Some(endpoint) = endpoint_of(&context, &request) else { return ApiError::not_found().into_response() };
-    if !has_method(endpoint, &request) {
-        let id = request_id(request.headers()).unwrap_or_default();
-        return rendered_error(ApiError::method_not_allowed(endpoint.methods()), endpoint.is_anthropic(), id);
-    }
-    proxy::answer(endpoint, context, request).await
+    let endpoint = endpoint_of(&context, &request);
+    let error = match endpoint {
+        Some(endpoint) if has_method(endpoint, &request) => return proxy::answer(endpoint, context, request).await,
+        Some(endpoint) => ApiError::method_not_allowed(endpoint.methods()),
+        None => ApiError::not_found(),
+    };
+    let id = request_id(request.headers()).unwrap_or_default();
+    rendered_error(error, is_anthropic(endpoint, &request), id)
 }
 
 fn endpoint_of(context: &RequestContext, request: &Request) -> Option<Endpoint> {
@@ -72,6 +74,13 @@ fn endpoint_of(context: &RequestContext, request: &Request) -> Option<Endpoint> 
 
 fn has_method(endpoint: Endpoint, request: &Request) -> bool {
     endpoint.methods().split(", ").any(|method| method == request.method().as_str())
+}
+
+/// Whether the client has Anthropic's format: by the endpoint, or by a path or header that only this API has.
+fn is_anthropic(endpoint: Option<Endpoint>, request: &Request) -> bool {
+    let is_its =
+        || request.uri().path().starts_with("/v1/messages/") || request.headers().contains_key("anthropic-version");
+    endpoint.map_or_else(is_its, Endpoint::is_anthropic)
 }
 
 /// Probes, and the metrics page if `metrics_public` is true.
@@ -106,7 +115,7 @@ async fn named(State(context): State<Arc<RequestContext>>, mut request: Request,
     let id = HeaderValue::try_from(id).expect("request ids are valid header values");
     request.headers_mut().insert(REQUEST_ID, id.clone());
     let endpoint = endpoint_of(&context, &request);
-    let is_anthropic = endpoint.is_some_and(Endpoint::is_anthropic);
+    let is_anthropic = is_anthropic(endpoint, &request);
     let refused = refused_head(&request);
     // Other requests write their own access log line.
     let is_unrouted = refused.is_some() || !endpoint.is_some_and(|endpoint| has_method(endpoint, &request));
