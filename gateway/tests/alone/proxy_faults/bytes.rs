@@ -1,5 +1,7 @@
 //! Bodies pass unchanged in both directions, and frames pass without delay.
 
+use std::sync::{Arc, Mutex};
+
 use proptest::test_runner::{Config, TestRunner};
 
 use crate::alone;
@@ -97,8 +99,27 @@ impl Writer<'_> {
     }
 }
 
+/// Endpoints and the fields of their prompts.
+const PROMPTS: [(&str, &str, [&str; 3]); 3] = [
+    (PATH, "prompt", ["[1, 2 ,3]", "\"\\ud83d\\ude00 text\"", "[\n0\n]"]),
+    (
+        "/v1/chat/completions",
+        "messages",
+        [
+            "[{\"role\" :\"user\",\"content\": \"\\u00e9\\n\"}]",
+            "[ {\"content\":[{\"type\":\"text\", \"text\":\"a\",\"x\":1e2}],\"role\":\"user\",\"x\":1,\"x\":2}\n]",
+            "[]",
+        ],
+    ),
+    (
+        "/v1/responses",
+        "input",
+        ["\"a\"", "[ {\"role\":\"user\",\"content\":\"a\", \"x\" : 1.0} ]", "[{\"type\":\"x\",\"x\":-0}]"],
+    ),
+];
+
 /// An unusually formatted request generated from the tape, with all fields that routing needs.
-fn odd_body(tape: &[u8]) -> String {
+fn odd_body(tape: &[u8], (field, prompts): (&str, &[&str])) -> String {
     let mut writer = Writer { tape: tape.iter(), json: String::new() };
     writer.write(&SPACES);
     writer.json.push('{');
@@ -109,8 +130,10 @@ fn odd_body(tape: &[u8]) -> String {
     writer.write(&["\"mock\"", " \"mo\\u0063k\"\n", "\t\"mock\""]);
     writer.json.push(',');
     writer.field(4);
-    writer.json.push_str(", \"prompt\" :");
-    writer.write(&["[1, 2 ,3]", "\"\\ud83d\\ude00 text\"", "[\n0\n]"]);
+    for part in [", \"", field, "\" :"] {
+        writer.json.push_str(part);
+    }
+    writer.write(prompts);
     while writer.continues() {
         writer.json.push(',');
         writer.field(3);
@@ -142,10 +165,11 @@ fn unusual_bodies_are_forwarded_unchanged_in_both_directions() {
     });
     let tapes = proptest::collection::vec(proptest::num::u8::ANY, 0..600);
     let config = Config { cases: 128, failure_persistence: None, ..Config::default() };
-    let passed = TestRunner::new(config).run(&tapes, |tape| {
-        let body = odd_body(&tape);
+    let passed = TestRunner::new(config).run(&(0..PROMPTS.len(), tapes), |(endpoint, tape)| {
+        let (path, field, prompts) = PROMPTS[endpoint];
+        let body = odd_body(&tape, (field, &prompts));
         assert!(serde_json::from_str::<&serde_json::value::RawValue>(&body).is_ok(), "no JSON: {body}");
-        let answer = runtime.block_on(request(gateway.address(), "POST", PATH, "", body.as_bytes()));
+        let answer = runtime.block_on(request(gateway.address(), "POST", path, "", body.as_bytes()));
         proptest::prop_assert_eq!((answer.status, answer.text()), (200, body.as_str()));
         proptest::prop_assert_eq!(
             worker.seen(|seen| seen.requests.pop().expect("request received").body),
@@ -154,6 +178,58 @@ fn unusual_bodies_are_forwarded_unchanged_in_both_directions() {
         Ok(())
     });
     passed.expect("every body passes");
+    runtime.block_on(expect_idle(&gateway));
+}
+
+/// Events, comments and blank lines of streams, with either end of line.
+const EVENTS: [&str; 13] = [
+    EVENT,
+    "data:{\"choices\": [ {\"text\":\"\\u00e9\u{e9}\", \"x\":1,\"x\":1.0e2}]}\r\n\r\n",
+    "data: {\"choices\":\ndata: [{\"text\":\"\u{1f600}\"}]}\n\n",
+    "data: {\"choices\":[]}\n\n",
+    "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":3,\"completion_tokens\":1}}\r\n\r\n",
+    ": comment\n\n",
+    ":\r\n",
+    "event: x\r\nid: 7\r\ndata: {\"x\": [1.50, -0]}\r\n\r\n",
+    "retry: 30\n\n",
+    "unknown: field\n\n",
+    "event: y\n\n",
+    "\n",
+    "\r\n",
+];
+
+/// The worker sends each stream in pieces of 1 to 64 bytes.
+#[test]
+fn unusual_streams_are_forwarded_unchanged() {
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+    let steps = Arc::new(Mutex::new(Vec::new()));
+    let (_turn, gateway) = runtime.block_on(async {
+        let alone = alone().await;
+        let script = Arc::clone(&steps);
+        let worker = Scripted::start(move |_| script.lock().expect("lock not poisoned").clone()).await;
+        (alone, gateway(settings(&[worker.url()])).await)
+    });
+    let (events, cuts) =
+        (proptest::collection::vec(0..EVENTS.len(), 0..20), proptest::collection::vec(1..=64_usize, 1..40));
+    let config = Config { cases: 96, failure_persistence: None, ..Config::default() };
+    let passed = TestRunner::new(config).run(&(events, cuts), |(events, cuts)| {
+        let bytes = events.iter().map(|event| EVENTS[*event]).chain([EVENT, DONE]).collect::<String>().into_bytes();
+        let (mut acts, mut rest, mut cuts) = (vec![chunked_head()], &bytes[..], cuts.iter().cycle());
+        while !rest.is_empty() {
+            let (piece, after) = rest.split_at((*cuts.next().expect("endless")).min(rest.len()));
+            acts.push(chunk(piece));
+            rest = after;
+        }
+        acts.push(stream_end());
+        *steps.lock().expect("lock not poisoned") = acts;
+        let body = br#"{"model":"mock","prompt":[1],"stream":true}"#;
+        let answer = runtime.block_on(request(gateway.address(), "POST", PATH, "", body));
+        let (received, sent) = (String::from_utf8_lossy(&answer.body), String::from_utf8_lossy(&bytes));
+        proptest::prop_assert_eq!((answer.status, answer.is_whole, received), (200, true, sent));
+        Ok(())
+    });
+    passed.expect("every stream passes");
     runtime.block_on(expect_idle(&gateway));
 }
 
